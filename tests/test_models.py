@@ -1,0 +1,220 @@
+"What a notebook can't test of `batchlab.models`: clean cache folders, two processes at once, kills, no network, no pip."
+import hashlib, os, signal, subprocess, sys, textwrap, time, zipfile
+from pathlib import Path
+
+import pytest
+from batchlab import models as M
+
+# Each child gets a tiny model's GGUF in a wheel of its own instead of the real one (93 MB): the two module-level names
+# below are the seam. Everything after the fetch is the real thing.
+SEAM = """
+import os, shutil, sys, time
+from pathlib import Path
+from batchlab import models as M
+def fetch(dest):
+    with open(os.environ['T_LOG'], 'a') as f: f.write('fetch\\n')
+    data = Path(os.environ['T_WHEEL']).read_bytes()
+    with open(dest/'tiny.whl', 'wb') as out:
+        out.write(data[:len(data)//2]); out.flush()
+        time.sleep(float(os.environ['T_SLEEP']))
+        out.write(data[len(data)//2:])
+    return dest/'tiny.whl'
+M._fetch_wheel, M._WHEEL_SHA256 = fetch, os.environ['T_SHA']
+"""
+LOAD = SEAM + "model, tok = M.load_model(dtype='fp32', device='cpu'); print(model(__import__('torch').tensor([[1, 70, 80]])).logits[0, -1].argmax().item())"
+
+
+@pytest.fixture(scope='session')
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('wheel')
+    with zipfile.ZipFile(folder/'tiny.whl', 'w') as z: z.write(M.tiny_gguf(folder/'tiny.gguf'), 'pkg/tiny.gguf')
+    return folder/'tiny.whl'
+
+
+@pytest.fixture
+def env(tmp_path, wheel):
+    "An environment with an empty cache folder, an empty hub cache and no hub."
+    return {**os.environ, 'OMP_NUM_THREADS': '1', 'BATCHLAB_CACHE': str(tmp_path/'cache'), 'HF_HOME': str(tmp_path/'hf'),
+            'HF_ENDPOINT': 'http://127.0.0.1:9', 'T_WHEEL': str(wheel), 'T_LOG': str(tmp_path/'log'), 'T_SLEEP': '0',
+            'T_SHA': hashlib.sha256(wheel.read_bytes()).hexdigest()}
+
+
+def start(code, env, python=sys.executable):
+    return subprocess.Popen([python, '-c', textwrap.dedent(code)], env=env, text=True, cwd=env.get('T_CWD'),
+                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def finish(process, seconds=120):
+    out, err = process.communicate(timeout=seconds)
+    return process.returncode, out.strip(), err.strip()
+
+
+def refused(code, env, python=sys.executable):
+    "The error, `Name: message`, that ends `code` in a child."
+    rc, out, err = finish(start(code, env, python))
+    last = err.splitlines()[-1]
+    assert rc == 1 and last.startswith('batchlab.models.'), err
+    return last.removeprefix('batchlab.models.')
+
+
+def until(what, seconds=60):
+    t0 = time.monotonic()
+    while not what():
+        assert time.monotonic() - t0 < seconds, 'it never came'
+        time.sleep(.02)
+
+
+def fetches(env): return Path(env['T_LOG']).read_text().count('fetch')
+def entries(env): return sorted(f.name for f in Path(env['BATCHLAB_CACHE']).iterdir())
+ONLY = [M._CONVERTED, f'{M._CONVERTED}.lock']
+
+
+def test_two_processes_at_once_convert_once(env):
+    env['T_SLEEP'] = '1.5'
+    a, b = start(LOAD, env), start(LOAD, env)
+    (ra, oa, ea), (rb, ob, eb) = finish(a), finish(b)
+    assert (ra, rb) == (0, 0), ea + eb
+    assert oa == ob != '' and fetches(env) == 1
+    said = sorted([ea, eb])                            # one line each: one works, the other waits (or comes late, silent)
+    assert len([s for s in said if s.startswith('batchlab: fetching') and '\n' not in s]) == 1
+    assert said[0] == '' or 'another process' in said[0]
+    assert entries(env) == ONLY or entries(env) == ONLY[:1]
+
+
+def test_killed_in_mid_fetch_then_a_good_start(env):
+    env['T_SLEEP'] = '100'
+    first = start(LOAD, env)
+    until(lambda: list(Path(env['BATCHLAB_CACHE']).glob('*/tiny.whl')))
+    first.send_signal(signal.SIGKILL)
+    assert finish(first)[0] == -signal.SIGKILL
+    assert any('.tmp-' in n for n in entries(env)) and M._CONVERTED not in entries(env)
+    env['T_SLEEP'] = '0'
+    rc, out, err = finish(start(LOAD, env))
+    assert rc == 0 and fetches(env) == 2, err
+    assert set(entries(env)) <= set(ONLY)              # the killed one's folder has gone
+    rc, again, err = finish(start(LOAD, env))
+    assert (rc, again, err, fetches(env)) == (0, out, '', 2)
+
+
+@pytest.mark.parametrize('moment', ['M._load_gguf', 'M.os.fsync', 'M.os.replace'])
+def test_killed_at_any_later_moment(env, moment):
+    die = SEAM + f"{moment} = lambda *args: os.kill(os.getpid(), 9)\nM.load_model()"
+    assert finish(start(die, env))[0] == -signal.SIGKILL
+    assert M._CONVERTED not in entries(env)
+
+
+def test_interrupt_ends_pip_and_leaves_nothing(env, tmp_path):
+    # a pip that never ends, in place of the real one
+    (tmp_path/'pip.py').write_text("import os, time; open(os.environ['T_LOG'], 'w').write(str(os.getpid())); time.sleep(100)")
+    env['PYTHONPATH'] = str(tmp_path)
+    p = start('from batchlab.models import load_model; load_model()', env)
+    until(lambda: Path(env['T_LOG']).exists() and Path(env['T_LOG']).read_text())
+    p.send_signal(signal.SIGINT)
+    rc, out, err = finish(p)
+    assert rc != 0 and 'KeyboardInterrupt' in err
+    with pytest.raises(ProcessLookupError): os.kill(int(Path(env['T_LOG']).read_text()), 0)
+    assert not any('.tmp-' in n for n in entries(env))
+
+
+def test_corrupt_wheel(env):
+    said = refused(LOAD.replace("os.environ['T_SHA']", "'0'*64"), env)
+    assert said.startswith('CorruptFileError: tiny.whl has sha256') and 'run again' in said
+    assert M._CONVERTED not in entries(env) and not any('.tmp-' in n for n in entries(env))
+
+
+def test_cache_cut_short_behind_our_back(tmp_path, monkeypatch):
+    monkeypatch.setenv('BATCHLAB_CACHE', str(tmp_path))
+    monkeypatch.setattr(M, '_cached_snapshot', lambda repo: None)
+    folder = tmp_path/M._CONVERTED
+    M.tiny_model('llama').save_pretrained(folder)
+    weights = folder/'model.safetensors'
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(M.CorruptFileError) as e: M.load_model()
+    assert f'delete {folder} and run again' in str(e.value)
+
+
+def test_no_pip(env, tmp_path):
+    subprocess.run([sys.executable, '-m', 'venv', '--without-pip', tmp_path/'bare'], check=True)
+    bare = tmp_path/'bare'/('Scripts' if os.name == 'nt' else 'bin')/'python'
+    said = refused(f"import sys; from batchlab import models as M; sys.executable = {str(bare)!r}; M.load_model()", env)
+    assert said.startswith('DownloadError') and 'has no pip' in said and 'ensurepip' in said and '.gguf' in said
+
+
+def test_no_package_index(env, tmp_path):
+    env |= dict(PIP_NO_INDEX='1', PIP_FIND_LINKS=str(tmp_path))
+    said = refused('from batchlab.models import load_model; load_model()', env)
+    assert said.startswith('DownloadError') and 'pip said: ERROR' in said and 'No matching distribution' in said
+
+
+def test_disk_too_small(env):
+    small = "import shutil; usage = shutil.disk_usage; shutil.disk_usage = lambda p: usage(p)._replace(free=5_000_000)\n"
+    said = refused(small + LOAD, env)
+    assert said.startswith('DiskSpaceError') and '600 MB' in said and ' 5 MB' in said and 'BATCHLAB_CACHE' in said
+    assert not Path(env['T_LOG']).exists()             # nothing was fetched
+
+
+@pytest.mark.skipif(not Path('/dev/full').exists(), reason='needs /dev/full')
+def test_disk_full_in_the_middle(env):
+    full = "def full(*args):\n  with open('/dev/full', 'wb', buffering=0) as f: f.write(b'x')\nM._unpack_gguf = full\n"
+    said = refused(SEAM + full + 'M.load_model()', env)
+    assert said.startswith('DiskSpaceError') and not any('.tmp-' in n for n in entries(env))
+
+
+def test_cache_folder_that_cannot_be_made(env, tmp_path):
+    (tmp_path/'file').write_text('')
+    env['BATCHLAB_CACHE'] = str(tmp_path/'file'/'cache')
+    said = refused(LOAD, env)
+    assert said.startswith('CacheFolderError') and 'BATCHLAB_CACHE' in said
+
+
+@pytest.mark.parametrize('offline', ['0', '1'])
+def test_hub_id_without_a_hub_fails_at_once(env, offline):
+    env['HF_HUB_OFFLINE'] = offline
+    t0 = time.monotonic()
+    said = refused("from batchlab.models import load_model; load_model('someone/some-model')", env)
+    assert said.startswith("HubUnreachableError: 'someone/some-model'") and '.gguf' in said
+    assert time.monotonic() - t0 < 30                  # importing torch included
+
+
+@pytest.mark.parametrize('name', ['./nothing-here', 'nothing.gguf', 'two words', 'a/b/c'])
+def test_wrong_name(name):
+    with pytest.raises(M.ModelNotFoundError, match='no such folder or file'): M.load_model(name)
+
+
+def hub_cache(home, repo, model, tok):
+    "A complete snapshot of `repo` in the layout of the hub's local cache."
+    repo_folder = Path(home)/'hub'/('models--' + repo.replace('/', '--'))
+    snapshot = repo_folder/'snapshots'/('a'*40)
+    model.save_pretrained(snapshot); tok.save_pretrained(snapshot)
+    (repo_folder/'refs').mkdir()
+    (repo_folder/'refs'/'main').write_text('a'*40)
+    return snapshot
+
+
+@pytest.mark.parametrize('repo', ['someone/some-model', M.DEFAULT_MODEL])
+def test_complete_snapshot_in_the_hub_cache_needs_no_network(env, repo):
+    snapshot = hub_cache(env['HF_HOME'], repo, M.tiny_model('qwen3'), M.tiny_tokenizer())
+    code = (f"import socket; socket.socket.connect = socket.getaddrinfo = None\nfrom batchlab.models import load_model\n"
+            f"m, t = load_model({repo!r}); print(m.config.model_type, t.decode([75, 108]))")
+    rc, out, err = finish(start(code, env))
+    assert (rc, out, err) == (0, 'qwen3 Hi', '')
+    assert not Path(env['BATCHLAB_CACHE']).exists()
+    (snapshot/'model.safetensors').unlink()            # a snapshot without its weights is not taken
+    if repo == M.DEFAULT_MODEL:
+        code = SEAM + 'print(M.load_model()[0].config.model_type)'
+        assert finish(start(code, env))[:2] == (0, 'llama')
+
+
+def test_importing_starts_nothing(env):
+    code = """
+    import socket, subprocess, sys, threading
+    def no(*args, **kw): raise AssertionError('network or process')
+    socket.socket.connect = socket.getaddrinfo = subprocess.Popen.__init__ = no
+    before = threading.active_count()
+    import batchlab.models
+    assert threading.active_count() == before
+    print('transformers' in sys.modules, 'gguf' in sys.modules)
+    """
+    rc, out, err = finish(start(code, env))
+    assert (rc, out, err) == (0, 'False False', '')
+    assert not Path(env['BATCHLAB_CACHE']).exists()
