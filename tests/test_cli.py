@@ -1,0 +1,161 @@
+"`python -m batchlab.cli` in processes of its own, with a tiny model: pipes, signals, exit statuses."
+import json, os, signal, subprocess, sys, time
+import pytest
+
+ENV = {**os.environ, 'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1', 'PYTHONUTF8': '0', 'LC_ALL': 'C.UTF-8'}
+CMD = [sys.executable, '-m', 'batchlab.cli']
+posix = pytest.mark.skipif(os.name != 'posix', reason='signals and devices of POSIX')
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+    from batchlab.models import tiny_model, tiny_tokenizer
+    folder = tmp_path_factory.mktemp('model')
+    tiny_model('llama').save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def cli(model, tmp_path):
+    def call(*args, stdin='', model=model):
+        with_model = ['--model', model, '--max-tokens', '6'] if model else []
+        return subprocess.run([*CMD, 'generate', *args, *with_model], input=stdin, text=True, encoding='utf-8',
+                              capture_output=True, cwd=tmp_path, env=ENV, timeout=50)
+    return call
+
+
+def rows(path): return [json.loads(s) for s in path.read_text(encoding='utf-8').splitlines()]
+
+def fails_in_one_line(p, status, *words):
+    assert p.returncode == status, p.stderr
+    assert len(p.stderr.splitlines()) == 1 and p.stderr.startswith('batchlab: error: '), p.stderr
+    for w in words: assert w in p.stderr, p.stderr
+
+
+def test_help_and_version_need_no_torch():
+    code = ('import sys; from batchlab.cli import main; s = [main(a) for a in (["--help"], ["generate", "--help"], '
+            '["--version"])]; assert s == [0, 0, 0] and "torch" not in sys.modules')
+    p = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=ENV)
+    assert p.returncode == 0, p.stderr
+    assert '--max-num-seqs' in p.stdout and 'batchlab 0' in p.stdout
+
+
+def test_text_on_a_pipe(cli):
+    p = cli('a', 'a longer prompt', 'é')
+    assert (p.returncode, p.stderr) == (0, '')
+    heads = [s for s in p.stdout.split('\n') if s.startswith('[')]
+    assert [h for h in heads if h in ('[1] a', '[2] a longer prompt', '[3] é')] == ['[1] a', '[2] a longer prompt', '[3] é']
+
+
+def test_jobs_in_order_with_bad_lines(cli, tmp_path):
+    lines = ['{"id": "x", "prompt": "first"}', '{"prompt": ', '', '{"prompt": 5}',
+             '{"messages": [{"role": "user", "content": "hi there"}], "custom_id": "c", "max_tokens": 2}',
+             '{"prompt": "p", "temperature": -1}', '{"prompt": "p", "max_tokens": null, "temperature": "hot"}',
+             '{"messages": []}', '{"prompt": "last and rather longer", "stop": ["zzz"], "ignore_eos": true}']
+    (tmp_path/'in.jsonl').write_text('\n'.join(lines))
+    p = cli('--prompts-file', 'in.jsonl', '--output', 'out.jsonl')
+    out = rows(tmp_path/'out.jsonl')
+    assert p.returncode == 1 and len(p.stderr.splitlines()) == 2, p.stderr      # the blank line; the failures
+    assert '5 of 8 requests failed' in p.stderr and 'line 2' in p.stderr
+    assert [r['index'] for r in out] == [*range(8)]
+    assert [r['error'] is None for r in out] == [True, False, False, True, False, False, False, True]
+    for r, line in zip([out[i] for i in (1, 2, 4, 5, 6)], (2, 4, 6, 7, 8)): assert r['error'].startswith(f'line {line}: ')
+    assert out[0]['id'] == 'x' and out[3]['custom_id'] == 'c' and out[3]['usage']['completion_tokens'] <= 2
+    assert out[7]['usage']['completion_tokens'] == 6 and out[7]['text'] == out[7]['outputs'][0]['text']
+
+
+def test_batch_equals_alone(cli, tmp_path):
+    prompts = ['a', 'some words', 'a prompt of more words than the others have']
+    (tmp_path/'p.txt').write_text('\n'.join(prompts))
+    texts = []
+    for k, strategy in enumerate(('loop', 'static', 'bucketed')):
+        assert cli('--prompts-file', 'p.txt', '--output', f'{k}.jsonl', '--strategy', strategy, '--dtype', 'fp32',
+                   '--max-num-seqs', '2').returncode == 0
+        texts.append([r['text'] for r in rows(tmp_path/f'{k}.jsonl')])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_standard_input_and_samples(cli, tmp_path):
+    p = cli('--prompts-file', '-', '--output', 'o.jsonl', '--do-sample', '--seed', '3', '--n', '2', '--logprobs', '1',
+            stdin='one\r\n\ntwo words\n')
+    assert (p.returncode, p.stderr) == (0, 'batchlab: standard input: 1 blank line skipped\n')
+    out = rows(tmp_path/'o.jsonl')
+    assert [r['prompt'] for r in out] == ['one', 'two words'] and [len(r['outputs']) for r in out] == [2, 2]
+    for c in out[1]['outputs']: assert len(c['logprobs']) == len(c['token_ids'])
+
+
+@pytest.mark.parametrize('args,words', [
+    (['a', '--max-tokens', '0'], ['--max-tokens']), (['a', '--max-tokens', '-1'], ['--max-tokens']),
+    (['a', '--temperature', '-0.1'], ['--temperature']), (['a', '--top-p', '0'], ['--top-p']),
+    (['a', '--top-p', '1.01'], ['--top-p']), (['a', '--top_p', '1'], ['--top_p', 'did you mean --top-p?']),
+    (['a', '--logit-bias', '{'], ['JSON']), (['a', '--stop-token-ids', 'x'], ['token ids']),
+    ([], ['no prompts']), (['--prompts-file', 'nowhere'], ['nowhere', 'No such file']),
+    (['--prompts-file', 'empty'], ['empty', 'no prompts']), (['--prompts-file', 'latin'], ['UTF-8', 'line 2']),
+    (['a', '--output', 'no/dir/o.jsonl'], ["can't write no/dir/o.jsonl"]), (['a', '--output', 'latin'], ['--overwrite']),
+    (['a', '--device', 'tpu'], ['tpu']), (['a', '--model', 'no such model'], ['no such model'])])
+def test_setup_errors(tmp_path, args, words, capsys, monkeypatch):
+    from batchlab.cli import main
+    (tmp_path/'empty').write_bytes(b'\n \n')
+    (tmp_path/'latin').write_bytes(b'ok\n\xe9\n')
+    monkeypatch.chdir(tmp_path)
+    if not args: words = ['no prompts']
+    monkeypatch.setattr(sys, 'stdin', open(os.devnull))
+    status, err = main(['generate', *args]), capsys.readouterr().err
+    assert status == 2 and len(err.splitlines()) == 1 and err.startswith('batchlab: error: '), err
+    for w in words: assert w in err, err
+    assert (tmp_path/'latin').read_bytes() == b'ok\n\xe9\n'
+
+
+def test_overwrite_only_when_asked_and_able(cli, tmp_path):
+    (tmp_path/'o.jsonl').write_text('old\n')
+    fails_in_one_line(cli('a', '--output', 'o.jsonl'), 2, 'already there')
+    fails_in_one_line(cli('a', '--output', 'o.jsonl', '--overwrite', '--model', 'no such model', model=None), 2)
+    assert (tmp_path/'o.jsonl').read_text() == 'old\n'
+    assert cli('a', '--output', 'o.jsonl', '--overwrite').returncode == 0
+    assert [r['prompt'] for r in rows(tmp_path/'o.jsonl')] == ['a']
+
+
+def test_bad_prompts_fail_alone(cli, tmp_path):
+    p = cli('a', '', 'x'*100_000, 'b', '--output', 'o.jsonl')
+    out = rows(tmp_path/'o.jsonl')
+    assert p.returncode == 1 and len(out) == 4
+    assert out[2]['error'] and out[2]['finish_reason'] == 'error'
+    assert [r['error'] for r in (out[0], out[3])] == [None, None] and out[3]['outputs'][0]['text'] is not None
+
+
+@posix
+def test_full_disk_is_one_line(model, tmp_path):
+    if not os.path.exists('/dev/full'): pytest.skip('no /dev/full')
+    args = [*CMD, 'generate', 'a', 'b', '--model', model, '--max-tokens', '3']
+    p = subprocess.run([*args, '--output', '/dev/full'], capture_output=True, text=True, env=ENV)
+    fails_in_one_line(p, 1, "can't write /dev/full", '0 of 2')
+    with open('/dev/full', 'w') as full: p = subprocess.run(args, stdout=full, stderr=-1, text=True, env=ENV)
+    fails_in_one_line(p, 1, "can't write standard output")
+
+
+@posix
+def test_reader_leaves(model, tmp_path):
+    r, w = os.pipe()
+    os.close(r)
+    p = subprocess.run([*CMD, 'generate', 'a', 'b', '--model', model], stdout=w, stderr=-1, text=True, env=ENV)
+    os.close(w)
+    assert (p.returncode, p.stderr) == (1, '')
+
+
+@posix
+@pytest.mark.parametrize('sig', [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_keeps_what_is_finished(model, tmp_path, sig):
+    (tmp_path/'p.txt').write_text('\n'.join('word '*(i % 7 + 1) for i in range(3000)))
+    out = tmp_path/'o.jsonl'
+    p = subprocess.Popen([*CMD, 'generate', '--prompts-file', 'p.txt', '--output', 'o.jsonl', '--model', model,
+                          '--ignore-eos', '--max-tokens', '20', '--max-num-seqs', '4'], cwd=tmp_path, env=ENV,
+                         stderr=subprocess.PIPE, text=True)
+    end = time.time() + 40
+    while p.poll() is None and time.time() < end and not (out.exists() and out.stat().st_size): time.sleep(.05)
+    p.send_signal(sig)
+    _, err = p.communicate(timeout=30)
+    done = rows(out)
+    assert p.returncode == 130 and 0 < len(done) < 3000, err
+    assert err.splitlines() == [f'batchlab: interrupted: {len(done)} of 3000 requests finished, they are in o.jsonl']
+    assert len({r['index'] for r in done}) == len(done) and all(r['error'] is None for r in done)

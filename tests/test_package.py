@@ -1,0 +1,66 @@
+"What `import batchlab` does, and what it leaves alone: each test in a process of its own, outside the checkout's folder."
+import configparser, subprocess, sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PUBLIC = {'LLM', 'SamplingParams', 'RequestOutput', 'CompletionOutput', 'load_model', 'BatchlabError'}
+
+
+def py(code, cwd):
+    "The output of `code` in a new interpreter."
+    r = subprocess.run([sys.executable, '-c', code], cwd=cwd, capture_output=True, text=True, timeout=300)
+    assert r.returncode == 0, r.stderr
+    return r.stdout.strip()
+
+
+def test_import_does_nothing_else(tmp_path):
+    # An audit hook sees every socket, process and written file, whichever library asks for it.
+    out = py("""
+import sys
+seen = []
+def hook(event, args):
+    if event.startswith(('socket.', 'subprocess.', 'os.fork', 'os.posix_spawn', '_thread.start')): seen.append(event)
+    if event == 'open' and isinstance(args[1], str) and set(args[1]) & set('wax+') and '__pycache__' not in str(args[0]):
+        seen.append(f'writes {args[0]}')
+sys.addaudithook(hook)
+import batchlab, threading
+dir(batchlab), batchlab.__all__, batchlab.__version__
+heavy = {'torch', 'transformers', 'numpy', 'tokenizers', 'huggingface_hub', 'pandas', 'nbdev'} & {*sys.modules}
+own = [m for m in sys.modules if m.startswith('batchlab.')]
+print(seen, sorted(heavy), own, threading.active_count())
+""", tmp_path)
+    assert out == '[] [] [] 1'
+
+
+def test_names_resolve_lazily(tmp_path):
+    out = py(f"""
+import sys, batchlab
+assert {{*batchlab.__all__}} == {PUBLIC!r}, batchlab.__all__
+assert {PUBLIC!r} <= {{*dir(batchlab)}} and 'torch' not in sys.modules
+from batchlab import BatchlabError
+from batchlab.models import BatchlabError as same
+assert BatchlabError is same and 'BatchlabError' in vars(batchlab) and 'LLM' not in vars(batchlab)
+from batchlab import *
+missing = [n for n in {PUBLIC!r} if not callable(globals().get(n))]
+import batchlab.models, batchlab.sampling
+assert load_model is batchlab.models.load_model and SamplingParams is batchlab.sampling.SamplingParams
+print(missing)
+""", tmp_path)
+    assert out == '[]'
+
+
+def test_unknown_attribute():
+    import batchlab
+    with pytest.raises(AttributeError, match="module 'batchlab' has no attribute 'Lm'"): batchlab.Lm
+    with pytest.raises(ImportError, match='Lm'): exec('from batchlab import Lm')
+    assert not hasattr(batchlab, '__wrapped__')
+
+
+def test_version():
+    import batchlab
+    from importlib.metadata import version
+    ini = configparser.ConfigParser(delimiters=['='])
+    ini.read(ROOT/'settings.ini', encoding='utf-8')
+    assert batchlab.__version__ == ini['DEFAULT']['version'] == version('batchlab')
