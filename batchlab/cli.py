@@ -10,8 +10,8 @@ __all__ = ['SAMPLING_FLAGS', 'SAMPLING_LISTS', 'SAMPLING_KEYS', 'ALIASES', 'ID_K
            'as_text', 'file_size', 'give_up', 'Results', 'open_output', 'empty', 'Signals', 'outputs_of', 'run_items',
            'load_llm', 'summary', 'generate', 'main', 'told']
 
-# %% ../nbs/21_cli.ipynb #cd4ac140
-import argparse, contextlib, difflib, errno, json, logging, math, os, re, signal, stat, sys, threading
+# %% ../nbs/21_cli.ipynb #125da5af
+import argparse, contextlib, difflib, json, logging, math, os, re, signal, stat, sys, threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from tqdm import tqdm
@@ -421,7 +421,7 @@ class Signals:
             self.pending = False
             raise KeyboardInterrupt
 
-# %% ../nbs/21_cli.ipynb #80a61967
+# %% ../nbs/21_cli.ipynb #b85b637d
 def outputs_of(llm, items):
     "Yield `(item, RequestOutput)` as requests finish: plain prompts, then conversations."
     for chat in (False, True):
@@ -432,7 +432,7 @@ def outputs_of(llm, items):
 
 def run_items(llm, items, results):
     "Put `items` through `llm` into `results`, with a progress bar if standard error is a terminal."
-    tokens, done = 0, sum(i.error is not None for i in items)
+    done = sum(i.error is not None for i in items)
     with tqdm(unit=' tok', file=sys.stderr, disable=not sys.stderr.isatty(), leave=False,
               bar_format='{n_fmt} tok, {rate_fmt}, {elapsed}{postfix}') as bar:
         try:

@@ -145,7 +145,7 @@ class DecodeBatch:
                                    self.cache.get_seq_length() - int(self.lengths.max()))
         else: self.cache = None
 
-# %% ../nbs/02_decode.ipynb #168fef7e
+# %% ../nbs/02_decode.ipynb #0c855a1a
 class SessionScheduler:
     """Runs sessions through one `DecodeBatch` of at most `max_num_seqs` rows; the rest wait and hold no memory.
 
@@ -162,7 +162,7 @@ class SessionScheduler:
     def add_request(self, prompt_ids, max_tokens=16):
         "Queue a prompt; the `Session` returned fills up as steps go by. Raises `PromptError`."
         limit = max_model_len(self.model)
-        ids = check_prompt(prompt_ids, limit, self.model.config.vocab_size)
+        ids = check_prompt(prompt_ids, limit, self.model.config.get_text_config().vocab_size)
         self.waiting.append(Session(ids, min(max_tokens, limit - len(ids)) if limit else max_tokens, self.eos_ids))
         return self.waiting[-1]
 

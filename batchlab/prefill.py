@@ -6,8 +6,8 @@
 __all__ = ['PromptError', 'check_prompt', 'generate_naive', 'kv_bytes_per_token', 'cache_bytes', 'forward', 'prefill',
            'flops_per_token']
 
-# %% ../nbs/01_prefill.ipynb #76ba3221
-import inspect
+# %% ../nbs/01_prefill.ipynb #45cf7308
+import inspect, math
 
 import torch
 from transformers import DynamicCache
@@ -35,7 +35,7 @@ def check_prompt(prompt_ids, limit=None, vocab_size=None):
                           'was the prompt encoded with another tokenizer?')
     return ids
 
-# %% ../nbs/01_prefill.ipynb #05e9fa83
+# %% ../nbs/01_prefill.ipynb #5622d5c9
 @torch.inference_mode()
 def generate_naive(model, prompt_ids, max_tokens=16, eos_ids=None):
     """Greedy tokens of one prompt, the slow and certain way: the whole sequence through the model for each token.
@@ -43,7 +43,7 @@ def generate_naive(model, prompt_ids, max_tokens=16, eos_ids=None):
     `prompt_ids`: token ids of one prompt, length T. Returns up to `max_tokens` new ids as a list, the EOS token that
     ended it included. `eos_ids` defaults to the model's own; `()` never stops early. Raises `PromptError`.
     """
-    ids = check_prompt(prompt_ids, max_model_len(model), model.config.vocab_size)
+    ids = check_prompt(prompt_ids, max_model_len(model), model.config.get_text_config().vocab_size)
     eos_ids = eos_token_ids(model) if eos_ids is None else eos_ids
     room = (max_model_len(model) or math.inf) - len(ids)
     new = []
