@@ -70,7 +70,7 @@ def cache_bytes(cache):
     "Bytes held by the keys and values of a transformers `Cache`, measured."
     return sum(t.numel() * t.element_size() for l in cache.layers if l.is_initialized for t in (l.keys, l.values))
 
-# %% ../nbs/01_prefill.ipynb #5cf6b0c1
+# %% ../nbs/01_prefill.ipynb #5b801dba
 @torch.inference_mode()
 def forward(model, input_ids, cache, position_ids=None, attention_mask=None):
     """One call of the model: logits `[B, V]` at the last column; `cache` is extended in place by T positions.
@@ -79,7 +79,8 @@ def forward(model, input_ids, cache, position_ids=None, attention_mask=None):
     `[B, past + T]`, 1 where a position is real, None where all of them are.
     """
     known = inspect.signature(model.forward).parameters
-    optional = dict(position_ids=position_ids, logits_to_keep=1)
+    last = torch.tensor([input_ids.shape[1] - 1], device=input_ids.device)     # not 1: a slice would make it a bmm
+    optional = dict(position_ids=position_ids, logits_to_keep=last)
     kwargs = {k: v for k, v in optional.items() if k in known and v is not None}
     out = model(input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True, **kwargs)
     return out.logits[:, -1]
