@@ -111,12 +111,12 @@ def mask_from_lengths(lengths, n):
     "`[B, n]` int64, 1 in the last `lengths[i]` columns of row i (`lengths` int64 `[B]`): a left-padded batch."
     return (torch.arange(n, device=lengths.device) >= n - lengths[:, None]).long()
 
-# %% ../nbs/02_decode.ipynb #ef301369
+# %% ../nbs/02_decode.ipynb #0cbc6b0d
 class DecodeBatch:
     """Sessions that decode together, over one left-padded cache.
 
     Row i belongs to `sessions[i]`; the last `lengths[i]` columns of the cache are its own. A session's newest token
-    is not in the cache yet: the next `step` feeds it. `fed` and `masked` count the columns computed and covered.
+    is not in the cache yet: the next `step` feeds it.
     """
     def __init__(self, model): self.model, self.sessions, self.lengths, self.cache = model, [], None, None
     def __len__(self): return len(self.sessions)
