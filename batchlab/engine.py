@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['log', 'PROMPT_FORMS', 'STRATEGIES', 'CompletionOutput', 'RequestOutput', 'is_ids', 'as_list', 'parse_prompt',
            'params_for', 'Running', 'advance', 'run_alone', 'rope_switch', 'rope_side', 'plan_waves', 'out_of_memory',
-           'run_or_split', 'Request', 'check_strategy', 'check_count', 'model_and_tokenizer', 'needs_solo', 'LLM',
-           'context_limit', 'prompt_ids_of', 'admit', 'admit_all', 'run_requests', 'collect']
+           'run_or_split', 'Request', 'check_strategy', 'check_count', 'model_and_tokenizer', 'check_causal',
+           'needs_solo', 'LLM', 'context_limit', 'prompt_ids_of', 'admit', 'admit_all', 'run_requests', 'collect']
 
 # %% ../nbs/10_engine.ipynb #4bcbe634
 import logging, numbers, sys, time
@@ -193,16 +193,13 @@ def run_or_split(model, sessions, pad_id, advance, ledger):
     for part in (left[:half], left[half:]):
         if part: yield from run_or_split(model, part, pad_id, advance, ledger)
 
-# %% ../nbs/10_engine.ipynb #65dba790
+# %% ../nbs/10_engine.ipynb #b511f9b1
 class Request:
     "A prompt on its way: what was given, its `sessions` (one for each of its `n` answers), and what went wrong."
     def __init__(self, request_id, index, start):
         self.request_id, self.index, self.start = request_id, index, start
         self.prompt = self.prompt_token_ids = self.error = None
         self.reason, self.sessions = 'error', []
-
-    @property
-    def finished(self): return all(s.finish_reason for s in self.sessions)
 
     def output(self):
         "What became of it, as a `RequestOutput`."
@@ -242,15 +239,24 @@ def model_and_tokenizer(model, tokenizer, dtype, device):
         raise ParamError('dtype and device are for models loaded by name: give the loaded model as you want it')
     return model.eval(), tokenizer
 
-# %% ../nbs/10_engine.ipynb #d432dcde
-def needs_solo(model):
-    "Whether `model` must run one request at a time without cache; says so in one line. Raises `UnsupportedModelError`."
-    if can_pad(model): return False
-    try: model(torch.tensor([[1]], device=model.device), use_cache=False).logits
+# %% ../nbs/10_engine.ipynb #784fadd4
+@torch.inference_mode()
+def check_causal(model):
+    "Raise `UnsupportedModelError` unless `model` takes ids, returns logits, and sees no token ahead of their position."
+    ids = torch.arange(1, 10, device=model.device)[None]
+    try: long, short = (model(i, use_cache=False).logits[0, :3].float() for i in (ids, ids[:, :3]))
     except Exception as e:
         why = ' '.join(str(e).split())[:100]
         raise UnsupportedModelError(f'{type(model).__name__} is not a causal LM that takes input_ids and returns logits '
                                     f'({why}): load one with AutoModelForCausalLM') from e
+    if not (long - short).abs().max() <= 5e-2 * short.abs().max():
+        raise UnsupportedModelError(f'{type(model).__name__} is not causal, its logits change with later tokens: '
+                                    'take a decoder model (an encoder with is_decoder=True in its config becomes one)')
+
+def needs_solo(model):
+    "Whether `model` must run one request at a time without cache; says so in one line. Raises `UnsupportedModelError`."
+    if can_pad(model): return False
+    check_causal(model)
     log.warning('%s gives other logits in a padded batch than alone: its requests run one at a time, without a cache, '
                 'which is slow', type(model).__name__)
     return True

@@ -47,7 +47,7 @@ def prefill_padded(model, prompts, pad_id=0):
     padded = bool((lengths < ids.shape[1]).any())          # without padding no mask: attention has a faster way then
     return forward(model, ids, cache, positions_from_mask(mask), mask if padded else None), cache, lengths
 
-# %% ../nbs/03_padding.ipynb #3fa04ba9
+# %% ../nbs/03_padding.ipynb #1d91862c
 @torch.inference_mode()
 def can_pad(model):
     """Whether left-padded rows get the logits that each gets alone, in prefill and in a decode step, for this model.
@@ -66,7 +66,7 @@ def can_pad(model):
         batch, sessions = DecodeBatch(model), [Session(p, output_ids=[5 % v]) for p in prompts]
         batch.join(sessions, cache, lengths)
         return close(logits, prompts) and close(batch.step(), [p + [5 % v] for p in prompts])
-    except Exception: return False      # its cache or its arguments are of another kind: whatever it says, it can't be padded
+    except Exception: return False      # whatever it says: its cache or its arguments are of another kind
 
 # %% ../nbs/03_padding.ipynb #366a668b
 @dataclass
