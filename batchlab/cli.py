@@ -421,14 +421,15 @@ class Signals:
             self.pending = False
             raise KeyboardInterrupt
 
-# %% ../nbs/21_cli.ipynb #b85b637d
-def outputs_of(llm, items):
+# %% ../nbs/21_cli.ipynb #d37a7f6a
+def outputs_of(llm, items, on_step=None):
     "Yield `(item, RequestOutput)` as requests finish: plain prompts, then conversations."
     for chat in (False, True):
         group = [i for i in items if not i.error and (i.messages is not None) == chat]
         if not group: continue
         prompts = [i.messages if chat else i.prompt for i in group]
-        for k, out in llm.iter_outputs(prompts, [i.params for i in group], chat=chat): yield group[k], out
+        outs = llm.iter_outputs(prompts, [i.params for i in group], chat=chat, on_step=on_step)
+        for k, out in outs: yield group[k], out
 
 def run_items(llm, items, results):
     "Put `items` through `llm` into `results`, with a progress bar if standard error is a terminal."
@@ -438,12 +439,10 @@ def run_items(llm, items, results):
         try:
             for item in items:
                 if item.error: results.add(record(item))
-            for item, out in outputs_of(llm, items):
-                d = record(item, out)
-                results.add(d)
+            for item, out in outputs_of(llm, items, bar.update):
+                results.add(record(item, out))
                 done += 1
                 bar.set_postfix_str(f'{done}/{len(items)} requests', refresh=False)
-                bar.update(d['usage']['completion_tokens'])
         except BaseException:
             results.rest()
             raise

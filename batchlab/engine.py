@@ -261,7 +261,7 @@ def needs_solo(model):
                 'which is slow', type(model).__name__)
     return True
 
-# %% ../nbs/10_engine.ipynb #52f2215b
+# %% ../nbs/10_engine.ipynb #63cbec10
 class LLM:
     """Batch inference with one causal LM: `generate` for prompts, `chat` for conversations, results in input order.
 
@@ -293,10 +293,12 @@ class LLM:
         "Answer conversations, one or a list of lists of messages, in the model's chat template; as `generate` does."
         return collect(self, as_list(messages, chat=True), sampling_params, True, use_tqdm)
 
-    def iter_outputs(self, prompts, sampling_params=None, chat=False):
-        "Yield `(index, RequestOutput)` as each finishes: whoever writes them down at once loses nothing later."
+    def iter_outputs(self, prompts, sampling_params=None, chat=False, on_step=None):
+        """Yield `(index, RequestOutput)` as each finishes: whoever writes them down at once loses nothing later.
+
+        `on_step(k)` is called after every step, with the number of tokens it gave."""
         prompts = as_list(prompts, chat)
-        return run_requests(self, admit_all(self, prompts, params_for(sampling_params, len(prompts)), chat))
+        return run_requests(self, admit_all(self, prompts, params_for(sampling_params, len(prompts)), chat), on_step)
 
 # %% ../nbs/10_engine.ipynb #bbf2ddc2
 def context_limit(model, asked=None):
@@ -346,30 +348,31 @@ def admit_all(llm, prompts, params, chat=False):
         admit(llm, requests[-1], prompt, p, chat)
     return requests
 
-# %% ../nbs/10_engine.ipynb #611791da
-def run_requests(llm, requests):
+# %% ../nbs/10_engine.ipynb #114ad2fa
+def run_requests(llm, requests, on_step=None):
     "Run admitted `requests`: yields `(index, RequestOutput)` as each finishes, those with errors first."
+    def step(logits, sessions):
+        advance(logits, sessions)
+        if on_step: on_step(len(sessions))
     ledger = llm.ledger = Ledger()
     yield from ((r.index, r.output()) for r in requests if r.error)
     owner = {s: r for r in requests for s in r.sessions}
     left = Counter(r for r in owner.values())
     plan, alone = plan_waves([*owner], llm.max_num_seqs, STRATEGIES[llm.strategy], llm.switch)
     if llm.solo: plan, alone = [], [*owner]
-    runs = [run_or_split(llm.model, wave, llm.pad_id, advance, ledger) for wave in plan]
-    for run in [*runs, *(run_alone(llm.model, s, advance, ledger) for s in alone)]:
+    runs = [run_or_split(llm.model, wave, llm.pad_id, step, ledger) for wave in plan]
+    for run in [*runs, *(run_alone(llm.model, s, step, ledger) for s in alone)]:
         for s in run:
             r = owner[s]
             left[r] -= 1
             if not left[r]: yield r.index, r.output()
 
-# %% ../nbs/10_engine.ipynb #58626c06
+# %% ../nbs/10_engine.ipynb #b98514a7
 def collect(llm, prompts, sampling_params, chat, use_tqdm):
     "All outputs of a call in input order, under a progress bar if `use_tqdm`, or if None and on a terminal."
-    show, done, tokens = sys.stderr.isatty() if use_tqdm is None else use_tqdm, {}, 0
-    with tqdm(total=len(prompts), unit='req', disable=not show) as bar:
-        for i, out in llm.iter_outputs(prompts, sampling_params, chat=chat):
+    show, done = sys.stderr.isatty() if use_tqdm is None else use_tqdm, {}
+    with tqdm(unit=' tok', disable=not show, bar_format='{n_fmt} tok, {rate_fmt}, {elapsed}{postfix}') as bar:
+        for i, out in llm.iter_outputs(prompts, sampling_params, chat=chat, on_step=bar.update):
             done[i] = out
-            tokens += sum(len(c.token_ids) for c in out.outputs)
-            bar.set_postfix_str(f"{tokens / max(1e-9, bar.format_dict['elapsed'] or 0):.0f} tok/s", refresh=False)
-            bar.update()
+            bar.set_postfix_str(f'{len(done)}/{len(prompts)} requests', refresh=False)
     return [done[i] for i in range(len(prompts))]
