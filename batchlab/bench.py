@@ -41,12 +41,12 @@ def workload(name, seed=0, vocab=(100, 40_000), scale=1.):
     length = lambda: rng.randint(cut(16), cut(256))
     return Workload(name, [ids(length()) for _ in range(cut(128))], [length() for _ in range(cut(128))], cut(32))
 
-# %% ../nbs/40_bench.ipynb #cd64ccdf
+# %% ../nbs/40_bench.ipynb #accb4caa
 @torch.inference_mode()
 def peer_generate(model, w):
     "The tokens of every request of `w` by transformers' `generate`, greedy, in left-padded batches of `max_num_seqs`."
     config, out = copy.deepcopy(model.generation_config), []
-    config.eos_token_id, config.pad_token_id, config.do_sample = None, 0, False
+    config.eos_token_id, config.pad_token_id, config.do_sample = model.config.get_text_config().vocab_size, 0, False
     for i in range(0, len(w.prompts), w.max_num_seqs):
         part = slice(i, i + w.max_num_seqs)
         ids, mask = (t.to(model.device) for t in pad_and_mask(w.prompts[part]))
@@ -55,10 +55,9 @@ def peer_generate(model, w):
         out += [g[:n] for g, n in zip(got, w.max_tokens[part])]
     return out
 
-# %% ../nbs/40_bench.ipynb #8f874ce5
-def own_generate(model, w, strategy):
-    "The same by `LLM` with `strategy`; and the share of computed positions that served nobody."
-    llm = LLM(model, max_num_seqs=w.max_num_seqs, strategy=strategy)
+# %% ../nbs/40_bench.ipynb #1cdb2b08
+def own_generate(llm, w):
+    "The same by `llm`, ids in and ids out; and the share of computed positions that served nobody."
     outs = llm.generate(w.prompts, [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in w.max_tokens],
                         use_tqdm=False)
     return [o.outputs[0].token_ids for o in outs], llm.ledger.waste
@@ -74,7 +73,7 @@ def take_turns(contenders, rounds=3, clock=time.perf_counter):
             seconds[name].append(clock() - start)
     return {name: (median(seconds[name]), result[name]) for name in contenders}
 
-# %% ../nbs/40_bench.ipynb #2eacdb40
+# %% ../nbs/40_bench.ipynb #b84acd2e
 PEER = 'transformers generate'
 
 def agreement(got, want):
@@ -86,9 +85,10 @@ def compare(model, w, strategies=('static', 'bucketed'), rounds=3):
     """Run `w` by the peer and by each strategy: a list of dicts with `seconds`, `tokens_per_s`, `ratio` to the peer's
     speed, `waste`, and `same`, the share of tokens equal to the peer's up to the first difference."""
     runs = {PEER: lambda: (peer_generate(model, w), None)}
-    runs |= {f'batchlab {s}': lambda s=s: own_generate(model, w, s) for s in strategies}
+    llms = {s: LLM(model, max_num_seqs=w.max_num_seqs, strategy=s) for s in strategies}
+    runs |= {f'batchlab {s}': lambda llm=llm: own_generate(llm, w) for s, llm in llms.items()}
     warm = Workload('warm', [p[:8] for p in w.prompts[:4]], [2] * 4, 4)
-    peer_generate(model, warm), own_generate(model, warm, 'static')
+    peer_generate(model, warm), [own_generate(llm, warm) for llm in llms.values()]
     got = take_turns(runs, rounds)
     base, reference = got[PEER][0], got[PEER][1][0]
     return [dict(contender=name, seconds=t, tokens_per_s=w.output_tokens / t, ratio=base / t, waste=waste,
