@@ -285,4 +285,5 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/batchlab', 'doc_host': '',
                                    'batchlab.sampling.probabilities': ('sampling.html#probabilities', 'batchlab/sampling.py'),
                                    'batchlab.sampling.processed_logits': ('sampling.html#processed_logits', 'batchlab/sampling.py'),
                                    'batchlab.sampling.repeat_': ('sampling.html#repeat_', 'batchlab/sampling.py'),
-                                   'batchlab.sampling.sample': ('sampling.html#sample', 'batchlab/sampling.py')}}}
+                                   'batchlab.sampling.sample': ('sampling.html#sample', 'batchlab/sampling.py'),
+                                   'batchlab.sampling.token_logprobs': ('sampling.html#token_logprobs', 'batchlab/sampling.py')}}}

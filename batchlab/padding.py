@@ -90,7 +90,7 @@ def append_greedy(logits, sessions):
     "Append the likeliest token to each session: `logits` `[B, V]`, row i for `sessions[i]`."
     for s, t in zip(sessions, logits.argmax(-1).tolist()): s.append(t)
 
-# %% ../nbs/03_padding.ipynb #ae9d2c7d
+# %% ../nbs/03_padding.ipynb #6aaa8e9f
 def run_wave(model, sessions, pad_id=0, advance=append_greedy, ledger=None):
     """Run `sessions` as one left-padded batch until all have ended: yields each as it ends.
 
@@ -112,7 +112,9 @@ def run_wave(model, sessions, pad_id=0, advance=append_greedy, ledger=None):
         yield from (s for s in live if s.finish_reason)
         rows = [i for i in rows if not batch.sessions[i].finish_reason]
         if not rows: return
-        if len(rows) <= len(batch) * 7 / 8: batch.keep(rows)
+        gone = [i for i, s in enumerate(batch.sessions) if s.finish_reason]
+        if len(gone) >= len(batch) / 8: batch.keep(rows)
+        else: batch.lengths[gone] = 0                           # fed on, they must not grow past the context
         logits = batch.step()
         ledger.useful += len(rows)
         ledger.padded += len(batch) - len(rows)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['BAD_LOGITS', 'NO_TOKEN', 'ParamError', 'SamplingParams', 'SamplingRow', 'draw', 'allow_', 'ban_', 'bias_', 'repeat_',
-           'count_', 'cutoffs', 'processed_logits', 'probabilities', 'Logprob', 'Sampled', 'sample', 'finish_reason',
-           'IncrementalDecoder', 'StopScanner', 'Detokenizer']
+           'count_', 'cutoffs', 'processed_logits', 'probabilities', 'Logprob', 'token_logprobs', 'Sampled', 'sample',
+           'finish_reason', 'IncrementalDecoder', 'StopScanner', 'Detokenizer']
 
 # %% ../nbs/04_sampling.ipynb #c5eb3757
 import difflib, math, numbers
@@ -19,7 +19,7 @@ from .models import BatchlabError
 class ParamError(BatchlabError, ValueError):
     "A sampling parameter is out of range, of the wrong type or not supported: names it, what it may be, what to do."
 
-# %% ../nbs/04_sampling.ipynb #ca620e78
+# %% ../nbs/04_sampling.ipynb #4ee01d2f
 _RULES = dict(
     n=(int, lambda v: v >= 1, "a whole number of at least 1", "1 gives one completion"),
     presence_penalty=(float, lambda v: -2 <= v <= 2, "a number from -2 to 2", "0 turns it off"),
@@ -32,7 +32,8 @@ _RULES = dict(
     seed=(int, lambda v: 0 <= v < 2**63, "a whole number from 0 to 2**63-1, or None", "None is a fresh seed each time"),
     max_tokens=(int, lambda v: v >= 1, "a whole number of at least 1, or None", "None goes on to the context length"),
     min_tokens=(int, lambda v: v >= 0, "a whole number of at least 0", "0 turns it off"),
-    logprobs=(int, lambda v: v >= -1, "a whole number of at least -1, or None", "-1 gives the whole vocabulary"))
+    logprobs=(int, lambda v: v >= -1, "a whole number of at least -1, or None", "-1 gives the whole vocabulary"),
+    prompt_logprobs=(int, lambda v: v >= -1, "a whole number of at least -1, or None", "0 gives the prompt's own tokens"))
 
 def _number(name, v):
     "`v` as the int or float that field `name` holds. Raises `ParamError`."
@@ -78,7 +79,7 @@ def _logit_bias(v):
                          "positive numbers make a token likelier, -100 all but forbids it")
     return {int(k): min(100., max(-100., float(b))) for k, b in v.items()}
 
-# %% ../nbs/04_sampling.ipynb #4848a5e7
+# %% ../nbs/04_sampling.ipynb #e0e3136f
 @dataclass
 class SamplingParams:
     """How to sample one request; vLLM's names and defaults. Every field is checked: raises `ParamError`.
@@ -101,6 +102,7 @@ class SamplingParams:
     max_tokens: int | None = 16                # None: up to the context length
     min_tokens: int = 0
     logprobs: int | None = None                # -1: the whole vocabulary
+    prompt_logprobs: int | None = None         # the same for the tokens of the prompt
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -119,13 +121,13 @@ class SamplingParams:
         "From a transformers `GenerationConfig`; `defaults` fill what it leaves unset. Refuses beams and the like."
         return _from_generation_config(gc, defaults)
 
-# %% ../nbs/04_sampling.ipynb #71a900f7
+# %% ../nbs/04_sampling.ipynb #3ecb8a34
 def _check_params(p):
     "Normalise and check every field of `SamplingParams` `p` in place. Raises `ParamError`."
     if p.seed == -1 and not isinstance(p.seed, bool): p.seed = None
     for name in _RULES:
         v = getattr(p, name)
-        if v is None and name in ('seed', 'max_tokens', 'logprobs'): continue
+        if v is None and name in ('seed', 'max_tokens', 'logprobs', 'prompt_logprobs'): continue
         setattr(p, name, _number(name, v))
     for name in ('ignore_eos', 'detokenize', 'skip_special_tokens', 'include_stop_str_in_output'):
         if not isinstance(v := getattr(p, name), bool): raise ParamError(f"{name} must be True or False, got {v!r}")
@@ -431,21 +433,29 @@ class Logprob:
     rank: int | None = None
     decoded_token: str | None = None
 
-# %% ../nbs/04_sampling.ipynb #c817478b
+# %% ../nbs/04_sampling.ipynb #bd84c27f
+def token_logprobs(logits, tokens, k, texts=None):
+    """For each row of `logits` `[R, V]` `{id: Logprob}`: its token of `tokens` (R ids) first, then the `k` likeliest.
+
+    `k` -1: the whole vocabulary. `texts`: for each row a function from id to text, or None."""
+    if not len(tokens): return []
+    lp, texts = logits.float().log_softmax(-1), texts or [lambda i: None] * len(tokens)
+    mine = lp.gather(1, torch.tensor(tokens, device=lp.device)[:, None])
+    rank = (1 + (lp > mine).sum(-1)).tolist()
+    top, ids = (t.tolist() for t in lp.topk(lp.shape[-1] if k == -1 else min(k, lp.shape[-1])))
+    out = [{t: Logprob(m, r, text(t))} for t, m, r, text in zip(tokens, mine[:, 0].tolist(), rank, texts)]
+    for row, best, values, text in zip(out, ids, top, texts):
+        for n, (i, l) in enumerate(zip(best, values), 1): row.setdefault(i, Logprob(l, n, text(i)))
+    return out
+
 def _logprobs(logits, tokens, rows):
-    "For each row with `logprobs`, `{id: Logprob}` of the token first and then of the likeliest, else None."
+    "`token_logprobs` for each row that asks for `logprobs`, else None."
     out, asked = [None]*len(rows), {}
     for b, r in enumerate(rows):
         if r.params.logprobs is not None and tokens[b] is not None: asked.setdefault(r.params.logprobs, []).append(b)
     for k, some in asked.items():
-        lp = logits[some].float().log_softmax(-1)
-        mine = lp.gather(1, torch.tensor([[tokens[b]] for b in some], device=lp.device))
-        rank = (1 + (lp > mine).sum(-1)).tolist()
-        top, ids = (t.tolist() for t in lp.topk(lp.shape[-1] if k == -1 else min(k, lp.shape[-1])))
-        for j, b in enumerate(some):
-            text = _decoder(rows[b])
-            out[b] = {tokens[b]: Logprob(mine[j].item(), rank[j], text(tokens[b]))}
-            for n, (i, l) in enumerate(zip(ids[j], top[j]), 1): out[b].setdefault(i, Logprob(l, n, text(i)))
+        got = token_logprobs(logits[some], [tokens[b] for b in some], k, [_decoder(rows[b]) for b in some])
+        for b, d in zip(some, got): out[b] = d
     return out
 
 def _decoder(row):
