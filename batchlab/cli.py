@@ -112,7 +112,7 @@ def add_sampling_flags(parser):
     add('--include-stop-str-in-output', action='store_true', help="keep the stop text in the answer")
     add('--no-skip-special-tokens', dest='skip_special_tokens', action='store_false', help="show special tokens")
 
-# %% ../nbs/21_cli.ipynb #47b56231
+# %% ../nbs/21_cli.ipynb #58d11e19
 def generate_parser():
     "The parser of `batchlab generate`."
     p = OneLineParser(prog='batchlab generate', description="Answer a batch of prompts with a language model.",
@@ -126,12 +126,14 @@ def generate_parser():
     p.add_argument('--model', help="hub id, folder or .gguf file (default: SmolLM2-135M-Instruct)")
     p.add_argument('--chat', action='store_true', help="each prompt is a user's message")
     p.add_argument('--system', metavar='TEXT', help="system message before each, with --chat or messages")
-    p.add_argument('--strategy', choices=('loop', 'static', 'bucketed'), default='bucketed')
+    p.add_argument('--strategy', choices=('continuous', 'loop', 'static', 'bucketed', 'prefix'), default='continuous')
     p.add_argument('--dtype', choices=('auto', 'fp32', 'bf16', 'fp16'), default='auto')
     for flag, dtype in (('--no-amp', 'fp32'), ('--bf16', 'bf16'), ('--fp16', 'fp16')):
         p.add_argument(flag, dest='dtype', action='store_const', const=dtype, help=f"same as --dtype {dtype}")
     p.add_argument('--device', default='auto', help="auto, cpu, cuda, cuda:1 or mps")
-    p.add_argument('--max-num-seqs', type=positive_int, default=32, metavar='N', help="sequences at once (default 32)")
+    p.add_argument('--max-num-seqs', type=positive_int, metavar='N', help="sequences at once (default: by device and memory)")
+    p.add_argument('--max-num-batched-tokens', type=positive_int, metavar='N', help="tokens in a step (default: likewise)")
+    p.add_argument('--no-prefix-caching', dest='prefix_caching', action='store_false', help="compute every prompt whole")
     p.add_argument('--max-model-len', type=positive_int, metavar='N', help="longest prompt and answer together")
     add_sampling_flags(p)
     return p
@@ -447,12 +449,13 @@ def run_items(llm, items, results):
             results.rest()
             raise
 
-# %% ../nbs/21_cli.ipynb #26be5914
+# %% ../nbs/21_cli.ipynb #6ea9ad69
 def load_llm(args):
     "The `LLM` that the arguments ask for."
     from batchlab.engine import LLM
     return LLM(args.model, dtype=args.dtype, device=args.device, max_num_seqs=args.max_num_seqs,
-               max_model_len=args.max_model_len, strategy=args.strategy)
+               max_model_len=args.max_model_len, max_num_batched_tokens=args.max_num_batched_tokens,
+               enable_prefix_caching=args.prefix_caching, strategy=args.strategy)
 
 def summary(results, items):
     "Say in one line what failed, if anything. Returns the exit status."

@@ -69,7 +69,7 @@ def test_batch_equals_alone(cli, tmp_path):
     prompts = ['a', 'some words', 'a prompt of more words than the others have']
     (tmp_path/'p.txt').write_text('\n'.join(prompts))
     texts = []
-    for k, strategy in enumerate(('loop', 'static', 'bucketed')):
+    for k, strategy in enumerate(('continuous', 'loop', 'static', 'bucketed', 'prefix')):
         assert cli('--prompts-file', 'p.txt', '--output', f'{k}.jsonl', '--strategy', strategy, '--dtype', 'fp32',
                    '--max-num-seqs', '2').returncode == 0
         texts.append([r['text'] for r in rows(tmp_path/f'{k}.jsonl')])

@@ -1,0 +1,299 @@
+"The engine under load: drawn mixes of requests, thousands of them, several threads, and faults in the middle."
+import functools, gc, logging, random, threading, time
+from collections import Counter
+
+import psutil, pytest, torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from batchlab.engine import LLM, EngineError, Parent, RequestOutput, choose_limits
+from batchlab.models import TINY_ARCHS, eos_token_ids, tiny_model, tiny_tokenizer
+from batchlab.prefill import generate_naive
+from batchlab.runners import Running
+from batchlab.sampling import SamplingParams
+from batchlab.scheduler import check_invariants
+
+ARCHS = (*TINY_ARCHS, 'gemma2', 'gpt_oss', 'qwen3_moe')
+LONGEST = 24
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    log, before = logging.getLogger('batchlab'), torch.get_num_threads()
+    torch.set_num_threads(1)                         # tiny models gain nothing from more, and lose much
+    yield
+    torch.set_num_threads(before)
+    log.setLevel(logging.NOTSET)
+
+
+def hf_generate(model, prompt, n):
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False, eos_token_id=999,
+                         pad_token_id=0)
+    return out[0, ids.shape[1]:].tolist()
+
+
+@functools.cache
+def pool(arch):
+    "A model, an `LLM` of it, prompts that share beginnings, and what each of them gives alone: greedy, and by seed."
+    eager = dict(attn_implementation='eager') if arch == 'gemma2' else {}      # some versions' default drops its soft cap
+    model, rng = tiny_model(arch, seed=4, **eager), random.Random(arch)
+    heads = [[rng.randrange(3, 259) for _ in range(n)] for n in (0, 16, 33, 48)]
+    prompts = [heads[i % 4] + [rng.randrange(3, 259) for _ in range(rng.choice((1, 1, 3, 9, 20)))] for i in range(10)]
+    greedy = [generate_naive(model, p, LONGEST, ()) for p in prompts]
+    assert greedy == [hf_generate(model, p, LONGEST) for p in prompts]
+    alone = LLM(model, max_num_seqs=1, enable_prefix_caching=False)
+    sampled = [alone.generate(p, sampling(i, LONGEST))[0].outputs[0].token_ids for i, p in enumerate(prompts)]
+    return model, LLM(model), prompts, greedy, sampled
+
+
+def sampling(i, n): return SamplingParams(seed=i, temperature=1.3, top_p=.95, max_tokens=n, ignore_eos=True)
+
+
+def expected(tokens, n, eos_ids):
+    "What is left of `tokens` after `max_tokens` and EOS."
+    end = next((i + 1 for i, t in enumerate(tokens) if t in eos_ids), len(tokens))
+    return tokens[:min(n, end)]
+
+
+@st.composite
+def cases(draw):
+    seqs = draw(st.integers(1, 6))
+    request = st.tuples(st.integers(0, 9), st.integers(1, LONGEST), st.booleans(), st.integers(-1, 1), st.integers(0, 3))
+    return dict(arch=draw(st.sampled_from(ARCHS)), seqs=seqs, budget=seqs + draw(st.integers(1, 40)),
+                kv_tokens=draw(st.sampled_from((None, 128, 192, 320, 512))), caching=draw(st.booleans()),
+                requests=draw(st.lists(request, min_size=1, max_size=12)),         # prompt, max_tokens, sampled, priority, steps before it
+                cancels=draw(st.sets(st.integers(0, 11), max_size=3)), preempts=draw(st.sets(st.integers(0, 25), max_size=4)))
+
+
+@settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_whatever_the_mix_each_request_gets_what_it_gets_alone(case):
+    model, llm, prompts, greedy, sampled = pool(case['arch'])
+    eos = eos_token_ids(model)
+    kv = case['kv_tokens'] and case['kv_tokens'] * llm.limits.kv_bytes_per_token
+    logging.getLogger('batchlab').setLevel(logging.ERROR)                          # a small KV cache limits the context, and says so
+    llm.limits = choose_limits(model, llm.shapes, max_num_seqs=case['seqs'], max_num_batched_tokens=case['budget'], kv_cache_bytes=kv)
+    llm.max_model_len, llm.enable_prefix_caching = llm.limits.max_model_len, case['caching']
+    llm.engines.clear()
+    ends, want = {}, {}
+
+    def end(e):
+        if e.finished: assert ends.setdefault(e.request_id, e.output) is e.output, 'ended twice'
+
+    def step():
+        nonlocal steps
+        llm.step()
+        steps += 1
+        engine = llm.engines.get('packed')
+        if engine and engine.scheduler.running and steps in case['preempts']: engine.scheduler.preempt(engine.scheduler.running[-1])
+        if engine and not hasattr(engine.scheduler, 'checked'):
+            engine.scheduler.checked, schedule = True, engine.scheduler.schedule
+
+            def checked():
+                plan = schedule()
+                check_invariants(engine.scheduler, plan)
+                return plan
+            engine.scheduler.schedule = checked
+
+    steps = 0
+    for i, (p, n, draws, priority, wait) in enumerate(case['requests']):
+        for _ in range(wait): step()
+        params = sampling(p, n) if draws else SamplingParams(temperature=0, max_tokens=n)
+        rid = llm.add_request(prompts[p], params, end, priority=priority)
+        want[rid] = sampled[p][:n] if draws else expected(greedy[p], n, eos)
+        if i in case['cancels']: llm.cancel(rid)
+    while llm.has_unfinished:
+        step()
+        assert steps < 2000, 'no progress'
+    assert ends.keys() == want.keys()
+    for rid, out in ends.items():
+        got, why = out.outputs[0].token_ids, out.outputs[0].finish_reason
+        assert not out.error, out.error
+        if why == 'cancelled': assert got == want[rid][:len(got)]
+        else: assert got == want[rid] and why in ('stop', 'length')
+    scheduler = llm.engines['packed'].scheduler
+    assert not any(scheduler.slots.refs) and not scheduler.has_unfinished and not llm.parents
+
+
+def test_the_cases_preempt_reuse_and_cancel():
+    "The draws above are worth something: among the first hundred each thing that can go wrong does happen."
+    seen = Counter()
+
+    @settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(cases())
+    def look(case):
+        test_whatever_the_mix_each_request_gets_what_it_gets_alone.hypothesis.inner_test(case)
+        llm = pool(case['arch'])[1]
+        scheduler, ledger = llm.engines['packed'].scheduler, llm.ledger
+        seen.update(preempted=scheduler.num_preemptions > 0, reused=ledger.reused > 0, recomputed=ledger.recomputed > 0,
+                    cancelled=bool(case['cancels']), crowded=len(case['requests']) > case['seqs'])
+    look()
+    assert all(seen[k] >= 10 for k in ('preempted', 'reused', 'recomputed', 'cancelled', 'crowded')), seen
+
+
+def test_ten_thousand_requests_end_once_each(caplog):
+    caplog.set_level(logging.CRITICAL, 'batchlab')
+    rng, model = random.Random(0), tiny_model('llama', num_hidden_layers=1)
+    llm, threads = LLM(model, tiny_tokenizer(), max_num_seqs=32, max_num_batched_tokens=256), threading.active_count()
+    ends, text, tokens, held = Counter(), {}, {}, []
+    breaking = set()
+
+    def listen(e):
+        if e.request_id in breaking and not e.finished: raise ValueError('the listener broke')
+        text[e.request_id] = text.get(e.request_id, '') + e.text
+        if not e.finished: return
+        ends[e.request_id] += 1
+        out = e.output.outputs[0]
+        if not e.output.error: assert text[e.request_id] == out.text
+        tokens[out.finish_reason] = tokens.get(out.finish_reason, 0) + 1
+        del text[e.request_id]
+
+    process = psutil.Process()
+    llm.start()
+    for i in range(10_000):
+        rid, timeout = f'r{i}', rng.choice((None,) * 9 + (1e-6, .01, .1, 60))
+        if rng.random() < .05: breaking.add(rid)
+        prompt = [rng.randrange(3, 259) for _ in range(rng.randint(1, 24))]
+        params = SamplingParams(temperature=rng.choice((0, 1)), max_tokens=rng.randint(1, 12))
+        llm.add_request(prompt, params, listen, rid, priority=rng.randint(-1, 1), timeout=timeout)
+        if rng.random() < .1: llm.cancel(f'r{rng.randint(max(0, i - 50), i)}')
+        while len(llm.parents) > 500: time.sleep(.001)
+        if i % 2500 == 2499:
+            gc.collect()
+            held.append(process.memory_info().rss)
+    llm.stop()
+    assert len(ends) == 10_000 and set(ends.values()) == {1}
+    assert {'cancelled', 'timeout', 'error', 'length'} <= tokens.keys() and sum(tokens.values()) == 10_000
+    scheduler = llm.engines['packed'].scheduler
+    assert not any(scheduler.slots.refs) and not llm.parents and not llm.inbox and not scheduler.waiting and not scheduler.running
+    assert len(llm.deadlines) < 200 and not text and threading.active_count() == threads and llm.thread is None
+    gc.collect()
+    left = Counter(type(o).__name__ for o in gc.get_objects() if type(o) in (Running, Parent, RequestOutput))
+    assert sum(left.values()) < 200, left
+    assert held[-1] < held[0] + 20e6, held                  # bytes, between 2,500 requests and 10,000
+
+
+def wanted(model, prompts, n): return [generate_naive(model, p, n, ()) for p in prompts]
+
+
+PROMPTS = [[5], [6, 7], [8] * 30, list(range(9, 29)), [8] * 30 + [7]]
+GREEDY = dict(temperature=0, max_tokens=10, ignore_eos=True)
+
+
+def ids(outs): return [o.outputs[0].token_ids for o in outs]
+
+
+def in_threads(*jobs):
+    results = [None] * len(jobs)
+
+    def run(i): results[i] = jobs[i]()
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(jobs))]
+    for t in threads: t.start()
+    for t in threads: t.join(120)
+    assert not any(t.is_alive() for t in threads)
+    return results
+
+
+def test_generate_from_threads_beside_the_background():
+    model = tiny_model('qwen3')
+    llm, want = LLM(model, max_num_seqs=3), wanted(model, PROMPTS, 10)
+    job = lambda: [ids(llm.generate(PROMPTS, GREEDY)) for _ in range(4)]
+    assert in_threads(job, job, job) == [[want] * 4] * 3
+    with llm: assert in_threads(job, job) == [[want] * 4] * 2
+    assert llm.thread is None and llm.stats().slots_in_use == 0
+
+
+def test_two_engines_on_one_model():
+    model = tiny_model('gemma3')
+    one, two, padded = LLM(model, max_num_seqs=2), LLM(model, max_num_batched_tokens=70), LLM(model, strategy='static')
+    want = wanted(model, PROMPTS, 10)
+    jobs = [lambda llm=llm: [ids(llm.generate(PROMPTS, GREEDY)) for _ in range(4)] for llm in (one, two, padded)]
+    assert in_threads(*jobs) == [[want] * 4] * 3
+    assert model.config._attn_implementation == 'sdpa' and not model.training
+
+
+@pytest.mark.parametrize('drain', [True, False])
+def test_stop_while_running(drain):
+    model, ends = tiny_model('llama'), []
+    llm = LLM(model, max_num_seqs=2).start()
+    for p in PROMPTS: llm.add_request(p, dict(GREEDY, max_tokens=100), lambda e: e.finished and ends.append(e.output))
+    while not llm.stats().steps: time.sleep(.001)
+    llm.stop(drain)
+    assert llm.thread is None and len(ends) == len(PROMPTS) and not llm.has_unfinished
+    reasons = {o.outputs[0].finish_reason for o in ends}
+    assert reasons == {'length'} if drain else 'cancelled' in reasons
+    assert ids(llm.generate(PROMPTS, GREEDY)) == wanted(model, PROMPTS, 10)       # and it goes on working
+
+
+def test_a_crash_in_the_loop_ends_those_in_it_and_no_others(caplog):
+    model, want, calls = tiny_model('llama'), None, []
+    llm = LLM(model, max_num_seqs=2)
+    want = wanted(model, PROMPTS, 10)
+    llm.generate([4])
+    runner = llm.engines['packed'].runner
+    run = runner.run
+
+    def crash(plan):
+        calls.append(plan)
+        if len(calls) == 5: raise RuntimeError('a fuse blew')
+        return run(plan)
+    runner.run = crash
+    ends = {}
+    with llm:
+        for i, p in enumerate(PROMPTS):
+            llm.add_request(p, GREEDY, lambda e, i=i: e.finished and ends.update({i: e.output}))
+    failed = {i for i, o in ends.items() if o.error}
+    assert len(ends) == 5 and 1 <= len(failed) <= 2
+    for i, o in ends.items():
+        if i in failed: assert 'a fuse blew' in o.error and o.outputs[0].finish_reason == 'error'
+        else: assert o.outputs[0].token_ids == want[i]
+    assert any('a fuse blew' in str(r.exc_info) for r in caplog.records)
+    assert not any(llm.engines['packed'].scheduler.slots.refs)
+
+
+def test_ctrl_c_leaves_the_engine_usable():
+    model = tiny_model('llama')
+    llm = LLM(model, max_num_seqs=2)
+    llm.generate([4])
+    runner, calls = llm.engines['packed'].runner, []
+    run = runner.run
+
+    def interrupted(plan):
+        calls.append(plan)
+        if len(calls) == 4: raise KeyboardInterrupt
+        return run(plan)
+    runner.run = interrupted
+    with pytest.raises(KeyboardInterrupt): llm.generate(PROMPTS, GREEDY)
+    assert not llm.has_unfinished and llm.stats().slots_in_use == 0
+    assert ids(llm.generate(PROMPTS, GREEDY)) == wanted(model, PROMPTS, 10)
+
+
+def test_memory_that_runs_out_in_the_middle(caplog):
+    model = tiny_model('llama')
+    llm = LLM(model)
+    llm.generate([4])
+    runner = llm.engines['packed'].runner
+    run = runner.run
+
+    def small(plan):
+        if sum(r.start + r.n_tokens for r in plan.rows) > 60: raise torch.OutOfMemoryError('CUDA out of memory')
+        return run(plan)
+    runner.run = small
+    outs = llm.generate(PROMPTS + [[9] * 65], GREEDY)
+    assert ids(outs[:-1]) == wanted(model, PROMPTS, 10)
+    assert 'out of memory with this request alone' in outs[-1].error and 'going on with at most' in caplog.text
+
+
+def test_what_a_callback_may_not_do():
+    llm, errors = LLM(tiny_model('llama')), []
+
+    def callback(e):
+        for wrong in (llm.step, lambda: llm.generate([5]), llm.stop):
+            try: wrong()
+            except EngineError as x: errors.append(str(x))
+        if not e.finished: llm.add_request([7], dict(max_tokens=1))      # this it may
+    with llm:
+        llm.add_request([5, 6], dict(GREEDY, max_tokens=2), callback)
+        while llm.has_unfinished: time.sleep(.001)
+    assert len(errors) == 6 and all('callback' in e for e in errors)
+    assert llm.stats().requests == {'length': 2}
