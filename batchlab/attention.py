@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['CALL', 'PASSED_ON', 'attend_plain', 'attend_fused', 'attend', 'NoStep', 'packed_attention', 'as_found',
-           'packed_forward', 'Span', 'PackedStep', 'slot_attention', 'NotPacked', 'Recorder', 'kv_layout', 'can_pack']
+           'packed_forward', 'Span', 'PackedStep', 'slot_attention', 'NotPacked', 'Recorder', 'probe_rows', 'kv_layout',
+           'can_pack']
 
-# %% ../nbs/09_attention.ipynb #07ca4672
+# %% ../nbs/09_attention.ipynb #ac973808
 import contextlib
+import functools
 import inspect
 import math
 import threading
@@ -213,13 +215,14 @@ def _chunks(rows, at, cache):
 # %% ../nbs/09_attention.ipynb #8d3a0b08
 CALL = dict(cpu=512)      # columns of one row that take as long to read as one more call; on a GPU, many more
 
-# %% ../nbs/09_attention.ipynb #fe5d7332
+# %% ../nbs/09_attention.ipynb #050b2426
 class PackedStep:
     """One step's rows, as every layer's attention needs them; made anew for each step.
 
     `cache`: the `SlotCache` to read and write. `rows`: `(slot, start, n_tokens)`, one for each slot that takes part, in
     the order in which they are packed: single tokens first, by slot. Slots are read up to the next multiple of `grain`
-    columns. `spans` and `chunks`: the calls that each layer makes. `slots`, `columns`: int64 `[T]`, each token's place.
+    columns. `spans` and `chunks`: the calls that each layer makes, worked out when the first layer asks. `slots`, `columns`:
+    int64 `[T]`, each token's place.
     `masked`: columns that a full layer reads in decode only to be masked.
     """
     grain = 64
@@ -234,10 +237,18 @@ class PackedStep:
             slots += [slot] * n
             columns += range(start, start + n)
         self.slots, self.columns = torch.tensor([slots, columns], device=cache.device)
-        call = CALL.get(torch.device(cache.device).type, 65_536)
-        self.spans = [_span(single, run, cache, self.grain) for run in _runs(single, call, self.grain)]
-        self.masked = sum((s.last - s.first) * s.end for s in self.spans) - sum(start + 1 for _, start in single)
-        self.chunks = _chunks(rows[len(single):], len(single), cache)
+        self.single, self.longer = single, rows[len(single):]
+
+    @functools.cached_property
+    def spans(self):
+        call = CALL.get(torch.device(self.cache.device).type, 65_536)
+        return [_span(self.single, run, self.cache, self.grain) for run in _runs(self.single, call, self.grain)]
+
+    @functools.cached_property
+    def chunks(self): return _chunks(self.longer, len(self.single), self.cache)
+
+    @property
+    def masked(self): return sum((s.last - s.first) * s.end for s in self.spans) - sum(start + 1 for _, start in self.single)
 
     def span_mask(self, i, window, dtype):
         "For `spans[i]`: the first column worth reading, and the additive mask `[R, 1, 1, columns]`."
@@ -255,22 +266,23 @@ class PackedStep:
         "The backend, as `packed_attention` calls it."
         return slot_attention(self, layer, q, k, v, scaling, window, softcap, sinks)
 
-# %% ../nbs/09_attention.ipynb #5b473db5
+# %% ../nbs/09_attention.ipynb #b4430ca1
 def slot_attention(step, layer, q, k, v, scaling, window=None, softcap=None, sinks=None):
     """Write a layer's `k`, `v` `[1, KV, T, D]` into their slots and attend with `q` `[1, H, T, D]`: `[1, T, H, Dv]`.
 
     Each token sees its own slot's columns up to its own, the last `window` of them if that is given.
     """
     cache, heads = step.cache, dict(scaling=scaling, softcap=softcap, sinks=sinks)
+    spans, chunks = step.spans, step.chunks                                # these settle, which comes before the write
     cache.write(layer, k, v, step.slots, step.columns)
     out = q.new_empty(q.shape[2], q.shape[1], v.shape[3])
-    for i, s in enumerate(step.spans):
+    for i, s in enumerate(spans):
         low, mask = step.span_mask(i, window, q.dtype)
         K, V = cache.view(layer, s.first, s.last, low, s.end)
         o = attend(q[0, :, s.tokens].transpose(0, 1)[:, :, None], K, V, mask, **heads)[:, :, 0]        # [R, H, Dv]
         if s.rows is None: out[s.tokens] = o
         else: out[s.tokens[s.rows]] = o[s.rows]
-    for i, (tokens, slot, _, end) in enumerate(step.chunks):
+    for i, (tokens, slot, _, end) in enumerate(chunks):
         low, mask = step.chunk_mask(i, window, q.dtype)
         K, V = cache.view(layer, slot, slot + 1, low, end)
         out[tokens] = attend(q[:, :, tokens], K, V, mask, **heads)[0].transpose(0, 1)
@@ -325,20 +337,29 @@ def _check_windows(config, windows):
     if windows != want[:len(windows)]:
         raise NotPacked(f'its layers ask for windows {windows}, and its config says {want[:len(windows)]}')
 
-# %% ../nbs/09_attention.ipynb #1b01c84a
-def _check_logits(model, cache, rows):
-    "Raise `NotPacked` unless `rows`, of 13, 3 and 1 tokens, get the same logits in packed steps as alone. Four slots."
+# %% ../nbs/09_attention.ipynb #4a57a1fa
+def _check_logits(model, cache, rows, forward=None, make=PackedStep):
+    """Raise `NotPacked` unless `rows`, of 13, 3 and 1 tokens, get the same logits in packed steps as alone. Four slots.
+
+    `forward`: what runs a step instead of `packed_forward` with `model`; `make`: what makes one from cache and rows."""
+    forward = forward or functools.partial(packed_forward, model)
     tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2
     for step in ([(2, 0, 1), (0, 0, 7), (1, 0, 2)], [(0, 7, 5)], [(0, 12, 1), (1, 2, 1)]):      # (row, start, n_tokens)
         packed = pack([rows[r][start:start + n] for r, start, n in step], [start for _, start, _ in step], model.device)
-        logits = packed_forward(model, PackedStep(cache, [(r + 1, start, n) for r, start, n in step]), packed)
+        logits = forward(make(cache, [(r + 1, start, n) for r, start, n in step]), packed)
         for (r, start, n), got in zip(step, logits):
             ids = torch.tensor([rows[r][:start + n]], device=model.device)
             want = model(input_ids=ids, use_cache=False).logits[0, -1]
             if not (got - want).abs().max() <= tolerance * want.abs().max():                     # NaN is not close
                 raise NotPacked('its logits packed differ from those alone')
 
-# %% ../nbs/09_attention.ipynb #1148941f
+# %% ../nbs/09_attention.ipynb #e5d7c5a4
+def probe_rows(model):
+    "Three rows of ids to try `model` on: 13, 3 and 1."
+    vocab = model.config.get_text_config().vocab_size
+    return [[(7 * i + 3 * n) % vocab for i in range(n)] for n in (13, 3, 1)]
+
+# %% ../nbs/09_attention.ipynb #dee573b8
 @torch.inference_mode()
 def kv_layout(model):
     """Of each layer `(kv_heads, key head_dim, value head_dim)`, for a model that runs packed; else raises `NotPacked`.
@@ -349,8 +370,7 @@ def kv_layout(model):
     whole row by its longest sequence.
     """
     if 'position_ids' not in inspect.signature(model.forward).parameters: raise NotPacked('it takes no position_ids')
-    config = model.config.get_text_config()
-    rows = [[(7 * i + 3 * n) % config.vocab_size for i in range(n)] for n in (13, 3, 1)]
+    config, rows = model.config.get_text_config(), probe_rows(model)
     try:
         with as_found(model):
             shapes, windows = zip(*_record(model, rows[0]))

@@ -6,10 +6,10 @@
 __all__ = ['log', 'PROMPT_FORMS', 'STRATEGIES', 'out_of_memory', 'Engine', 'CompletionOutput', 'RequestOutput', 'StreamEvent',
            'Parent', 'is_ids', 'as_list', 'parse_prompt', 'params_for', 'settings_for', 'rope_switch', 'rope_side',
            'model_and_tokenizer', 'check_causal', 'probe_model', 'context_limit', 'free_memory', 'Limits',
-           'choose_limits', 'check_strategy', 'check_count', 'LLM', 'kind_of', 'make_engine', 'prompt_ids_of', 'admit',
-           'group_waves', 'EngineError', 'Score', 'MemoryPlan', 'Stats']
+           'choose_limits', 'check_strategy', 'check_compile', 'check_quantization', 'check_count', 'LLM', 'kind_of',
+           'make_engine', 'prompt_ids_of', 'admit', 'group_waves', 'EngineError', 'Score', 'MemoryPlan', 'Stats']
 
-# %% ../nbs/10_engine.ipynb #3d31c601
+# %% ../nbs/10_engine.ipynb #7623daca
 import contextlib, heapq, itertools, logging, math, numbers, sys, threading, time
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, field, fields
@@ -19,6 +19,10 @@ from fastcore.basics import patch
 from tqdm.auto import tqdm
 
 from .attention import NotPacked, as_found, kv_layout
+from .cuda import cuda_backend
+from .fused import Backend, Joined, choose_backend, stamp
+from .int8 import Int8Linear
+from .kernels import keep_memory
 from .models import (BatchlabError, UnsupportedModelError, encode, encode_chat, eos_token_ids, load_model,
                              max_model_len, pad_token_id, start_token_id)
 from .padding import Ledger, can_pad
@@ -362,7 +366,7 @@ def choose_limits(model, shapes, paddable=None, max_num_seqs=None, max_num_batch
         l.max_model_len = l.kv_tokens
     return l
 
-# %% ../nbs/10_engine.ipynb #e1175b32
+# %% ../nbs/10_engine.ipynb #43f7148f
 STRATEGIES = ('loop', 'static', 'bucketed', 'prefix', 'continuous')
 
 def check_strategy(name):
@@ -370,29 +374,44 @@ def check_strategy(name):
     if name in STRATEGIES: return name
     raise ParamError(f"strategy {name!r} is unknown: choose {', '.join(map(repr, STRATEGIES))}")
 
+def check_compile(x):
+    "`x` if it says whether to compile. Raises `ParamError`."
+    if x in (True, False, 'auto'): return x
+    raise ParamError(f"compile must be 'auto', True or False, got {x!r}")
+
+def check_quantization(x, strategy):
+    "`x` if it names a quantization that runs. Raises `ParamError`."
+    if x not in (None, 'int8'): raise ParamError(f"quantization must be None or 'int8', got {x!r}")
+    if x and strategy != 'continuous': raise ParamError(f"quantization={x!r} needs strategy='continuous', got {strategy!r}")
+    return x
+
 def check_count(name, n):
     "`n` if it is None or a whole number of at least 1. Raises `ParamError`."
     if n is None or isinstance(n, numbers.Integral) and not isinstance(n, bool) and n >= 1: return n
     raise ParamError(f'{name} must be a whole number of at least 1, got {n!r}')
 
-# %% ../nbs/10_engine.ipynb #78abc241
+# %% ../nbs/10_engine.ipynb #5542b9fd
 class LLM:
     """Batch inference with one causal LM: `generate` for prompts, `chat` for conversations, results in input order.
 
     `model`: None (the default model), a hub id, a folder, a `.gguf` file, or a loaded model, which is left as it was
     found. `tokenizer`: None takes the model's own; with a loaded model None means ids in, ids out. `max_num_seqs`:
     sequences at once. `max_num_batched_tokens`: tokens a step. `max_model_len`: most tokens of prompt and answer
-    together. `kv_cache_bytes`: the most that keys and values may take, of which only what the requests need is taken.
+    together. `compile`: run on kernels compiled on this machine, 'auto' (if it can), True or False; `backend` says what came
+    of it. `quantization`: None or 'int8', see the chapter on it for what it costs. `kv_cache_bytes`: the most that keys and values may take, of which only what the requests need is taken.
     What is None is chosen from the device and its free memory, see `limits`. `enable_prefix_caching`: reuse the KV of
     earlier requests with the same beginning. `strategy`: 'continuous'; or, to compare, 'loop' (one at a time), 'static'
     (batches in the order given), 'bucketed' (similar lengths together), 'prefix' (batches that share a prefix).
     Raises `ModelError`, `ParamError`."""
     def __init__(self, model=None, tokenizer=None, dtype='auto', device='auto', max_num_seqs=None, max_model_len=None,
-                 max_num_batched_tokens=None, enable_prefix_caching=True, strategy='continuous', kv_cache_bytes=None):
+                 max_num_batched_tokens=None, enable_prefix_caching=True, strategy='continuous', kv_cache_bytes=None,
+                 compile='auto', quantization=None):
         own = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
                    kv_cache_bytes=kv_cache_bytes)
         for name, x in own.items(): check_count(name, x)
         self.strategy, self.enable_prefix_caching = check_strategy(strategy), enable_prefix_caching
+        self.compile, self.own = check_compile(compile), not isinstance(model, torch.nn.Module)
+        self.quantization = check_quantization(quantization, strategy)
         self.model, self.tokenizer = model_and_tokenizer(model, tokenizer, dtype, device)
         self.eos_ids, self.pad_id = (f(self.model, self.tokenizer) for f in (eos_token_ids, pad_token_id))
         self.vocab_size = self.model.config.get_text_config().vocab_size
@@ -404,11 +423,32 @@ class LLM:
         self.mutex, self.progress, self.stepper = threading.Lock(), threading.Condition(), None
         self.thread = self.stopping = None
         self.ids, self.done, self.past = itertools.count(), Counter(), Ledger()
+        self.backend = self._arm()
 
     @property
     def has_unfinished(self): return bool(self.inbox or self.parents)
 
-# %% ../nbs/10_engine.ipynb #2aa671ce
+# %% ../nbs/10_engine.ipynb #b8366936
+@patch
+def _arm(self:LLM):
+    "The `Backend` for the model as it is now; what was computed with it as it was before is dropped."
+    if self.model.device.type == 'cpu': keep_memory()
+    self.stamp = stamp(self.model)
+    if self.engines.pop('packed', None) and self.own: return self.backend
+    backend = Backend(why='it does not run packed')
+    if self.shapes and self.model.device.type == 'cuda':
+        backend = cuda_backend(self.model, self.shapes, self.compile)
+    elif self.shapes:
+        linear = Int8Linear if self.quantization else Joined
+        room = free_memory(self.model.device) / 10
+        backend = choose_backend(self.model, self.shapes, self.compile, self.own, room, linear)
+    if self.quantization and not backend.forward:
+        raise UnsupportedModelError(f'quantization={self.quantization!r} is for models that run fused, and this one does not: {backend.why}')
+    self.stamp = stamp(self.model)                                        # an own model has given weights up by now
+    log.info('%s runs on: %s. %s', type(self.model).__name__, backend.name, backend.why)
+    return backend
+
+# %% ../nbs/10_engine.ipynb #8538d135
 def kind_of(llm, r):
     "How request `r` is to run: 'packed', 'padded', 'beyond' (padded, all past the rope's switch) or 'solo'."
     side = rope_side(r, llm.switch)
@@ -422,20 +462,21 @@ def make_engine(llm, kind):
     how = dict(max_kv_tokens=l.kv_tokens, max_model_len=l.max_model_len, max_num_batched_tokens=l.max_num_batched_tokens)
     if kind == 'packed':
         scheduler = Scheduler(l.max_num_seqs, prefix_caching=llm.enable_prefix_caching, **how)
-        return Engine(scheduler, PackedRunner(llm.model, llm.shapes))
+        return Engine(scheduler, PackedRunner(llm.model, llm.shapes, llm.backend.kernels, llm.backend.forward))
     order = dict(bucketed=lambda r: (-r.max_len, r.rank), prefix=lambda r: (r.group, -r.max_len, r.rank)).get(llm.strategy)
     scheduler = Scheduler(1 if alone else l.max_num_seqs, prefix_caching=False, chunked=False, order=order,
                           barrier=llm.strategy != 'continuous', **how)
     runner = SoloRunner(llm.model) if kind == 'solo' else PaddedRunner(llm.model, llm.pad_id, llm.strategy == 'prefix')
     return Engine(scheduler, runner)
 
-# %% ../nbs/10_engine.ipynb #607f98d9
+# %% ../nbs/10_engine.ipynb #d182ccd3
 def _sum_ledgers(ledgers): return Ledger(*(sum(getattr(l, f.name) for l in ledgers) for f in fields(Ledger)))
 
 def _new_ledger(llm):
     "A call begins while nothing runs: what was counted so far belongs to the past."
     llm.past = _sum_ledgers([llm.past, llm.ledger])
     for e in llm.engines.values(): e.runner.ledger = Ledger()
+    if llm.stamp != stamp(llm.model): llm.backend = llm._arm()
 
 @patch(as_prop=True)
 def ledger(self:LLM):
@@ -782,7 +823,7 @@ def score(self:LLM, prompts, use_tqdm=None):
     return [Score(o.prompt_token_ids or [], [next(iter(d.values())).logprob for d in (o.prompt_logprobs or [])[1:]], o.error)
             for o in outs]
 
-# %% ../nbs/10_engine.ipynb #40d24897
+# %% ../nbs/10_engine.ipynb #a29138cf
 @dataclass
 class MemoryPlan:
     "What a call would take. `longest`: prompt and answer of the longest request, tokens; `refused`: errors by index."
@@ -813,7 +854,7 @@ def plan(self:LLM, prompts, sampling_params=None, chat=False):
     rs, l = [r for p in parents for r in p.requests], self.limits
     longest = max((r.max_len for r in rs), default=0)
     slots = min(l.max_num_seqs, len(rs), l.kv_tokens // round_up(longest) if l.kv_tokens else 1) if rs else 0
-    weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+    weights = sum(p.numel() * p.element_size() for p in self.model.parameters()) + self.backend.nbytes
     return MemoryPlan(len(prompts), sum(len(r.prompt_ids) for r in rs), sum(r.max_tokens for r in rs), longest, slots, weights,
                       slots * round_up(longest) * l.kv_bytes_per_token, l.kv_bytes_per_token, l.kv_bytes,
                       {p.index: p.error for p in parents if p.error})

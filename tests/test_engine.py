@@ -170,7 +170,8 @@ def test_ten_thousand_requests_end_once_each(caplog):
     gc.collect()
     left = Counter(type(o).__name__ for o in gc.get_objects() if type(o) in (Running, Parent, RequestOutput))
     assert sum(left.values()) < 200, left
-    assert held[-1] < held[0] + 20e6, held                  # bytes, between 2,500 requests and 10,000
+    # Bytes, between 5,000 requests and 10,000. Before that, caches fill: oneDNN keeps a kernel for each number of rows.
+    assert held[-1] < held[1] + 20e6, held
 
 
 def wanted(model, prompts, n): return [generate_naive(model, p, n, ()) for p in prompts]
@@ -297,3 +298,31 @@ def test_what_a_callback_may_not_do():
         while llm.has_unfinished: time.sleep(.001)
     assert len(errors) == 6 and all('callback' in e for e in errors)
     assert llm.stats().requests == {'length': 2}
+
+
+@pytest.mark.parametrize('arch', ['llama', 'qwen3', 'mistral', 'phi3'])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_company_changes_no_bit(arch, dtype):
+    "Log probabilities of every token, to the last bit: alone, in company, in small chunks, with and without a prefix cache."
+    model, rng = tiny_model(arch).to(dtype), random.Random(1)
+    alone = LLM(model, max_num_seqs=1, enable_prefix_caching=False)
+    if not alone.backend.batch_invariant: pytest.skip(f'no kernels, or a matrix unit: {alone.backend.why}')
+    prompts = [[rng.randrange(3, 259) for _ in range(rng.randint(1, 90))] for _ in range(20)]
+    prompts[5] = prompts[4][:40] + [7]
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=2, ignore_eos=True)
+    want = [alone.generate([p], params, use_tqdm=False)[0].outputs[0] for p in prompts]
+    for how in (dict(max_num_seqs=16, max_num_batched_tokens=50), dict(max_num_seqs=3, max_num_batched_tokens=9)):
+        got = [o.outputs[0] for o in LLM(model, **how).generate(prompts, params, use_tqdm=False)]
+        assert [g.token_ids for g in got] == [w.token_ids for w in want]
+        assert [g.logprobs for g in got] == [w.logprobs for w in want]
+
+
+def test_every_backend_gives_the_oracles_tokens():
+    for arch in ('llama', 'gpt2', 'gemma3'):
+        model, found = tiny_model(arch), set()
+        want = wanted(model, PROMPTS, 10)
+        for compile in (False, 'auto'):
+            llm = LLM(model, compile=compile, max_num_seqs=3)
+            found.add(llm.backend.name)
+            assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, SamplingParams(**GREEDY), use_tqdm=False)] == want
+        assert 'torch' in found

@@ -1,0 +1,105 @@
+"The benchmark from outside: contenders in processes of their own, without batchlab, ended early, or not there at all."
+import json, os, subprocess, sys, time
+
+import psutil, pytest
+
+from batchlab import bench
+from batchlab.models import tiny_model
+
+TINY = ['--dtype', 'fp32', '--device', 'cpu', '--scale', '.03', '--threads', '1', '--rounds', '1']
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    "A tiny model, as `save_pretrained` writes it."
+    path = tmp_path_factory.mktemp('tiny')
+    tiny_model('llama', max_position_embeddings=2048).save_pretrained(path)
+    return str(path)
+
+
+def run(*args, **kwargs):
+    "The command in a process of its own: status, standard output, standard error."
+    r = subprocess.run([sys.executable, '-m', 'batchlab.bench', *args], capture_output=True, text=True, timeout=300, **kwargs)
+    return r.returncode, r.stdout, r.stderr
+
+
+def test_one_run_compares_and_says_who_is_missing(folder, tmp_path):
+    status, out, err = run('--model', folder, *TINY, '--workloads', 'uniform', 'prefix', '--contenders', 'batchlab', 'hf-static', 'vllm',
+                           '--peer', 'vllm=/nowhere/python', '--json', str(tmp_path/'r.json'), '--svg', str(tmp_path/'r.svg'))
+    assert status == 0, err
+    report = json.loads((tmp_path/'r.json').read_text())
+    assert [r['contender'] for r in report['results']] == ['batchlab', 'hf-static']
+    assert all(w['same_tokens'] == 1 for r in report['results'] for w in r['workloads'].values())
+    assert len(report['left_out']) == 1 and report['left_out'][0] in out and '/nowhere/python' in out
+    assert report['machine']['threads'] == 1 and report['command'][:2] == ['batchlab', 'bench']
+    assert (tmp_path/'r.svg').read_text().startswith('<svg')
+
+
+def test_a_contenders_script_needs_no_batchlab(folder, tmp_path):
+    # -I leaves out the checkout and PYTHONPATH; an empty package in the way would break an import of batchlab.
+    script = bench.worker_text(bench.start_hf_loop, bench.hf_model, bench.hf_config, bench.start_hf_static)
+    (tmp_path/'peer.py').write_text('import sys; sys.modules["batchlab"] = None\n' + script)
+    asked = [dict(model=folder, dtype='float32', device='cpu', options={}),
+             dict(do='run', prompts=[[5, 6], [7]], max_tokens=[3, 2], max_num_seqs=2)]
+    r = subprocess.run([sys.executable, '-I', tmp_path/'peer.py'], input=''.join(json.dumps(a) + '\n' for a in asked),
+                       capture_output=True, text=True, timeout=120, env=os.environ | dict(OMP_NUM_THREADS='1'))
+    ready, done = map(json.loads, r.stdout.splitlines())
+    assert ready == dict(ready=['run']) and list(map(len, done['result'])) == [3, 2]
+
+
+def start_family(**settings):
+    import subprocess, sys
+    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])
+    return dict(child=lambda: child.pid)
+
+
+def test_no_process_outlives_its_worker():
+    with bench.Worker(bench.worker_text(start_family), {}) as worker: child = psutil.Process(worker.ask('child')['result'])
+    assert not bench.alive(child)
+
+
+def test_a_worker_that_is_interrupted_is_ended():
+    with pytest.raises(KeyboardInterrupt):
+        with bench.Worker(bench.worker_text(start_family), {}) as worker:
+            child = psutil.Process(worker.ask('child')['result'])
+            raise KeyboardInterrupt
+    assert worker.process.returncode is not None and not bench.alive(child)
+
+
+def test_killed_command_leaves_no_contender(folder):
+    # transformers' continuous batching has a thread that would keep its process alive.
+    command = subprocess.Popen([sys.executable, '-m', 'batchlab.bench', '--model', folder, *TINY[:-2], '--rounds', '100000', '--patience', '600',
+                                '--contenders', 'hf-cb', '--workloads', 'single'], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while 'round' not in command.stderr.readline(): assert command.poll() is None
+    children = psutil.Process(command.pid).children(recursive=True)
+    command.kill(); command.wait(); command.stderr.close()
+    end = time.monotonic() + 30
+    while any(map(bench.alive, children)) and time.monotonic() < end: time.sleep(.1)
+    assert children and not any(map(bench.alive, children))
+
+
+def test_profile_leaves_everything_as_it_was():
+    from batchlab.attention import PackedStep
+    model = tiny_model('llama', max_position_embeddings=2048)
+    llm, before = bench.LLM(model), PackedStep.attention
+    parts, steps = bench.profile(llm, bench.workload('mixed', 0, (3, 259), .05))
+    assert PackedStep.attention is before and steps > 0 and all(t > 0 for t in parts.values())
+    for e in llm.engines.values(): assert 'sample' not in vars(e)
+
+
+@pytest.mark.parametrize('args, said', [
+    (['--contenders', 'llm'], "contender 'llm' is unknown"), (['--peer', 'vllm'], 'must be NAME=PYTHON'),
+    (['--contenders', 'openvino', '--peer', 'openvino=/nowhere'], 'nobody could be measured')])
+def test_mistakes_get_one_line(folder, args, said):
+    status, _, err = run('--model', folder, *TINY, '--workloads', 'single', *args)
+    assert status == 2 and said in err.splitlines()[-1] and 'Traceback' not in err
+
+
+def test_busy_process_ends_with_a_killed_command():
+    code = 'from batchlab.bench import busy_core; import time\nwith busy_core() as spin: print(spin.pid, flush=True); time.sleep(600)'
+    command = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True)
+    spin = psutil.Process(int(command.stdout.readline()))
+    command.kill(); command.wait(); command.stdout.close()
+    end = time.monotonic() + 30
+    while bench.alive(spin) and time.monotonic() < end: time.sleep(.1)
+    assert not bench.alive(spin)
