@@ -113,12 +113,14 @@ def add_sampling_flags(parser):
     add('--include-stop-str-in-output', action='store_true', help="keep the stop text in the answer")
     add('--no-skip-special-tokens', dest='skip_special_tokens', action='store_false', help="show special tokens")
 
-# %% ../nbs/21_cli.ipynb #afbd40b6
+# %% ../nbs/21_cli.ipynb #b64b5e80
 def add_model_flags(p):
     "Add the flags that say which model runs, where and how."
     p.add_argument('--model', help="hub id, folder or .gguf file (default: SmolLM2-135M-Instruct)")
     p.add_argument('--strategy', choices=('continuous', 'loop', 'static', 'bucketed', 'prefix'), default='continuous')
     p.add_argument('--dtype', choices=('auto', 'fp32', 'bf16', 'fp16'), default='auto')
+    p.add_argument('--quantization', choices=('int8',), help="8 bits for weights and activations: faster, a little less exact")
+    p.add_argument('--no-compile', dest='compile', action='store_false', default='auto', help="do without compiled kernels")
     for flag, dtype in (('--no-amp', 'fp32'), ('--bf16', 'bf16'), ('--fp16', 'fp16')):
         p.add_argument(flag, dest='dtype', action='store_const', const=dtype, help=f"same as --dtype {dtype}")
     p.add_argument('--device', default='auto', help="auto, cpu, cuda, cuda:1 or mps")
@@ -513,13 +515,14 @@ def run_items(llm, items, results):
             results.rest()
             raise
 
-# %% ../nbs/21_cli.ipynb #6ea9ad69
+# %% ../nbs/21_cli.ipynb #b6b01a24
 def load_llm(args):
     "The `LLM` that the arguments ask for."
     from batchlab.engine import LLM
     return LLM(args.model, dtype=args.dtype, device=args.device, max_num_seqs=args.max_num_seqs,
                max_model_len=args.max_model_len, max_num_batched_tokens=args.max_num_batched_tokens,
-               enable_prefix_caching=args.prefix_caching, strategy=args.strategy)
+               enable_prefix_caching=args.prefix_caching, strategy=args.strategy, compile=args.compile,
+               quantization=args.quantization)
 
 def summary(results, items):
     "Say in one line what failed, if anything. Returns the exit status."

@@ -6,11 +6,12 @@
 __all__ = ['log', 'PROMPT_FORMS', 'STRATEGIES', 'out_of_memory', 'Engine', 'CompletionOutput', 'RequestOutput', 'StreamEvent',
            'Parent', 'is_ids', 'as_list', 'parse_prompt', 'params_for', 'settings_for', 'rope_switch', 'rope_side',
            'model_and_tokenizer', 'check_causal', 'probe_model', 'context_limit', 'free_memory', 'Limits',
-           'choose_limits', 'check_strategy', 'check_compile', 'check_quantization', 'check_count', 'LLM', 'kind_of',
-           'make_engine', 'prompt_ids_of', 'admit', 'group_waves', 'EngineError', 'Score', 'MemoryPlan', 'Stats']
+           'choose_limits', 'check_strategy', 'check_compile', 'check_quantization', 'check_count', 'LLM',
+           'weights_digest', 'kind_of', 'make_engine', 'prompt_ids_of', 'admit', 'group_waves', 'EngineError', 'Score',
+           'MemoryPlan', 'Stats']
 
-# %% ../nbs/10_engine.ipynb #7623daca
-import contextlib, heapq, itertools, logging, math, numbers, sys, threading, time
+# %% ../nbs/10_engine.ipynb #1d7c38a4
+import contextlib, hashlib, heapq, itertools, logging, math, numbers, sys, threading, time
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, field, fields
 
@@ -428,13 +429,22 @@ class LLM:
     @property
     def has_unfinished(self): return bool(self.inbox or self.parents)
 
-# %% ../nbs/10_engine.ipynb #b8366936
+# %% ../nbs/10_engine.ipynb #26b19bce
+def weights_digest(model):
+    "16 hex digits that tell `model` from another, also from one of the same shape: of the first numbers of each weight."
+    h = hashlib.blake2b(digest_size=8)
+    for name, p in model.named_parameters():
+        h.update(f'{name} {tuple(p.shape)} {p.dtype} {p.detach().reshape(-1)[:16].tolist()}'.encode())
+    return h.hexdigest()
+
+# %% ../nbs/10_engine.ipynb #59906900
 @patch
 def _arm(self:LLM):
     "The `Backend` for the model as it is now; what was computed with it as it was before is dropped."
     if self.model.device.type == 'cpu': keep_memory()
     self.stamp = stamp(self.model)
     if self.engines.pop('packed', None) and self.own: return self.backend
+    self.weights_digest = weights_digest(self.model)                      # now, as an own model gives its weights up
     backend = Backend(why='it does not run packed')
     if self.shapes and self.model.device.type == 'cuda':
         backend = cuda_backend(self.model, self.shapes, self.compile)

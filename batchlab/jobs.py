@@ -491,13 +491,11 @@ class Ledgerbook:
         line.ids = {}
         return line
 
-# %% ../nbs/20_jobs.ipynb #a538c918
+# %% ../nbs/20_jobs.ipynb #4ea1900b
 def model_digest(llm):
-    "16 hex digits that change with the weights or the chat template of `llm`."
-    h = hashlib.blake2b(str(getattr(llm.tokenizer, 'chat_template', None)).encode(), digest_size=8)
-    for name, p in llm.model.named_parameters():
-        h.update(f'{name} {tuple(p.shape)} {p.dtype} {p.detach().reshape(-1)[:16].tolist()}'.encode())
-    return h.hexdigest()
+    "16 hex digits that change with the weights, their quantization or the chat template of `llm`."
+    about = llm.weights_digest, llm.quantization, getattr(llm.tokenizer, 'chat_template', None)
+    return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
 
 def check_same(path, now, force=False):
     "Compare the settings `now` with those in file `path`, if it is there. Raises `JobError` for a difference."
