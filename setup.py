@@ -22,7 +22,7 @@ setup(
     packages=find_packages(include=[cfg["lib_path"], cfg["lib_path"] + ".*"]),
     python_requires=">=" + cfg["min_python"],
     install_requires=cfg["requirements"].split(),
-    extras_require={"dev": cfg["dev_requirements"].split()},
+    extras_require={name.removesuffix("_requirements"): cfg[name].split() for name in cfg if name.endswith("_requirements")},
     entry_points={"console_scripts": cfg["console_scripts"].split(), "nbdev": [f"{cfg['lib_name']}={cfg['lib_path']}._modidx:d"]},
     zip_safe=False,
 )

@@ -304,12 +304,12 @@ class GraphedDecode:
         self.steps, self.seen = {}, None
         if self.auto and self.record: self.record = CudaGraphs(self.model.device)          # a new pool
 
-# %% ../nbs/09bb_cuda.ipynb #06d428cb
+# %% ../nbs/09bb_cuda.ipynb #a4fa7e24
 @patch
 def make_step(self:GraphedDecode, cache, rows):
     "The step for `rows` `(slot, start, n_tokens)`, single tokens first, by slot. Run it before the next one is made."
     num_rows, starts = round_rows(len(rows)), [r[1] for r in rows]
-    if self.why or cache.block or any(n != 1 for _, _, n in rows) or not has_room(rows, num_rows, cache.capacity):
+    if self.why or cache.grains != (1, 1) or any(n != 1 for _, _, n in rows) or not has_room(rows, num_rows, cache.capacity):
         return PackedStep(cache, rows)
     seen = id(cache), *((t.data_ptr(), t.shape) for t in cache.keys + cache.values)
     if seen != self.seen:

@@ -6,7 +6,7 @@
 __all__ = ['FAMILIES', 'onednn_packs', 'has_matrix_unit', 'Joined', 'Unpacked', 'NotFused', 'Layer', 'check_family', 'Fused',
            'Part', 'fuse', 'stamp', 'Backend', 'choose_backend']
 
-# %% ../nbs/09b_fused.ipynb #2e1569b7
+# %% ../nbs/09b_fused.ipynb #1add5be9
 import functools
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .attention import NotPacked, _check_logits, _record, as_found, probe_rows
-from .kernels import BLOCK, DTYPES, CompileError, KernelStep, load_kernels, pack_weight, processor_flags
+from .kernels import DTYPES, BlockCache, CompileError, KernelStep, load_kernels, pack_weight, processor_flags
 from .models import BatchlabError
 from .slots import SlotCache
 
@@ -183,14 +183,14 @@ def __call__(self:Fused, step, packed, last=None):
         delta = layer.down(kernels.silu_mul(layer.gate_up(x)))
     return self.head(kernels.add_norm(h, delta, self.norm, self.eps))
 
-# %% ../nbs/09b_fused.ipynb #f6c37e37
+# %% ../nbs/09b_fused.ipynb #9e329c44
 @torch.inference_mode()
 def fuse(model, kernels, shapes, own=False, linear=Joined):
     """A `Fused` whose layers gave the model's own logits when they were tried, before any weight was touched.
 
     `shapes`: the model's `kv_layout`; `own`, `linear`: see `Fused`. Raises `NotFused`."""
     with as_found(model):
-        tried, cache = Fused(model, kernels, linear=Unpacked), SlotCache(shapes, 4, 64, model.dtype, block=BLOCK)
+        tried, cache = Fused(model, kernels, linear=Unpacked), BlockCache(shapes, 4, 64, model.dtype)
         try: _check_logits(model, cache, probe_rows(model), tried, functools.partial(KernelStep, kernels=kernels))
         except NotPacked as e: raise NotFused(f'{type(model).__name__} runs by its own code: fused, {e}') from e
         return tried if linear is Unpacked else Fused(model, kernels, own, linear)

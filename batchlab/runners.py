@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Running', 'wants_all', 'num_due', 'count', 'SoloRunner', 'Gone', 'PaddedRunner', 'PlanError', 'PackedRunner']
 
-# %% ../nbs/09c_runners.ipynb #506abb37
+# %% ../nbs/09c_runners.ipynb #015c7ebb
 import contextlib, functools, itertools, time
 
 import torch
@@ -13,7 +13,7 @@ from fastcore.basics import patch
 
 from .attention import PackedStep, as_found, packed_forward
 from .decode import DecodeBatch
-from .kernels import BLOCK, KernelStep, considerate
+from .kernels import BlockCache, KernelStep, considerate
 from .models import BatchlabError
 from .padding import Ledger, prefill_padded
 from .prefix import find_common_chunk_prefix, prefill_shared
@@ -201,7 +201,7 @@ def run(self:PaddedRunner, plan):
     count(self.ledger, plan)
     return [(row, 1) for row in due], parts[0] if len(parts) == 1 else torch.cat(parts)
 
-# %% ../nbs/09c_runners.ipynb #459a4687
+# %% ../nbs/09c_runners.ipynb #7eefe06d
 class PackedRunner:
     """Carries out plans as one forward pass each over one packed row, keys and values in a `SlotCache`.
 
@@ -222,7 +222,8 @@ class PackedRunner:
     def reset(self):
         "Give all memory back. The scheduler has to forget its slots as well: `Scheduler.reset`."
         if hasattr(self.forward, 'reset'): self.forward.reset()
-        self.cache = SlotCache(self.shapes, 0, 0, self.model.dtype, self.model.device, block=BLOCK if self.kernels else None)
+        kind = BlockCache if self.kernels and BlockCache.suits(self.shapes, self.model.dtype) else SlotCache
+        self.cache = kind(self.shapes, 0, 0, self.model.dtype, self.model.device)
 
 # %% ../nbs/09c_runners.ipynb #ceaf159d
 @patch

@@ -29,23 +29,25 @@ def kv_shapes(model):
     forward(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device), cache)
     return [(l.keys.shape[1], l.keys.shape[3], l.values.shape[3]) for l in cache.layers]
 
-# %% ../nbs/07_slots.ipynb #5851a0f9
+# %% ../nbs/07_slots.ipynb #55ae833a
 class SlotTensors:
     """Keys and values of all slots, allocated once and written in place: the memory of a `SlotCache`.
 
     `keys[layer]`, `values[layer]`: `[num_slots, kv_heads, capacity, head_dim]`; a slot's token at position p lies in
     column p. `shapes`: one `(kv_heads, key head_dim, value head_dim)` for each layer. The memory is not filled.
-    `block`: keys lie in blocks of that many columns instead, transposed, `[num_slots, kv_heads, blocks, head_dim, block]`.
     """
-    def __init__(self, shapes, num_slots, capacity, dtype=torch.float32, device='cpu', block=None):
-        self.num_slots, self.capacity, self.dtype, self.device, self.block = num_slots, capacity, dtype, device, block
-        self.keys = [self._make(h, d, block) for h, d, _ in shapes]
-        self.values = [self._make(h, d) for h, _, d in shapes]
+    def __init__(self, shapes, num_slots, capacity, dtype=torch.float32, device='cpu'):
+        self.num_slots, self.capacity, self.dtype, self.device = num_slots, capacity, dtype, device
+        self.shapes = list(shapes)
+        self.keys = [self._make(*self.key_shape(h, d)) for h, d, _ in self.shapes]
+        self.values = [self._make(*self.value_shape(h, d)) for h, _, d in self.shapes]
 
-    def _make(self, heads, dim, block=None):
-        shape = (-(-self.capacity // block), dim, block) if block else (self.capacity, dim)
+    def key_shape(self, heads, dim): return heads, self.capacity, dim
+    def value_shape(self, heads, dim): return heads, self.capacity, dim
+
+    def _make(self, *shape):
         with torch.inference_mode(False):       # a tensor born in inference mode could not be written outside of it
-            return torch.empty(self.num_slots, heads, *shape, dtype=self.dtype, device=self.device)
+            return torch.empty(self.num_slots, *shape, dtype=self.dtype, device=self.device)
 
     @property
     def nbytes(self): return sum(t.numel() * t.element_size() for t in self.keys + self.values)
@@ -55,27 +57,25 @@ class SlotTensors:
 
         `slots`, `columns`: int64 `[T]`, the slot of each token and its position there.
         """
-        at = (slots, slice(None), columns) if not self.block else \
-            (slots, slice(None), columns // self.block, slice(None), columns % self.block)
-        self.keys[layer][at] = key[0].transpose(0, 1)
+        self.keys[layer][slots, :, columns] = key[0].transpose(0, 1)
         self.values[layer][slots, :, columns] = value[0].transpose(0, 1)
 
     def view(self, layer, first, last, start, end):
-        "Keys and values of slots `first:last` and columns `start:end`, `[R, kv_heads, n, head_dim]`: views, but for keys in blocks."
-        at, b = (slice(first, last), slice(None), slice(start, end)), self.block
-        if not b: return self.keys[layer][at], self.values[layer][at]
-        keys = self.keys[layer][first:last, :, start // b:-(-end // b)].transpose(3, 4).flatten(2, 3)
-        return keys[:, :, start % b:start % b + end - start], self.values[layer][at]
+        "Keys and values of slots `first:last` and columns `start:end`, `[R, kv_heads, n, head_dim]`: views."
+        at = slice(first, last), slice(None), slice(start, end)
+        return self.keys[layer][at], self.values[layer][at]
 
-# %% ../nbs/07_slots.ipynb #189c85c6
+# %% ../nbs/07_slots.ipynb #fd09893f
 class SlotCache(SlotTensors):
     """Keys and values of all slots, written in place, which can pass from owner to owner. Layout: `SlotTensors`.
 
     `clean[s]`: how many columns of slot s, from 0 on, hold numbers of its owner or zeros. When a slot gets an owner:
     `begin`. At each step, in this order: `settle` up to the last column that will be read, `write`, `view`.
     """
-    def __init__(self, shapes, num_slots, capacity, dtype=torch.float32, device='cpu', block=None):
-        super().__init__(shapes, num_slots, capacity, dtype, device, block)
+    grains = 1, 1                               # columns to a place in the third dimension, of keys and of values
+
+    def __init__(self, shapes, num_slots, capacity, dtype=torch.float32, device='cpu'):
+        super().__init__(shapes, num_slots, capacity, dtype, device)
         self.clean = [0] * num_slots
 
     def begin(self, slot, num_cached):
@@ -85,28 +85,31 @@ class SlotCache(SlotTensors):
     def settle(self, slot, end):
         "Make columns up to `end` of `slot` readable: zeros where its owner has written nothing yet. Cheap if they are."
         if (clean := self.clean[slot]) >= end: return
-        at = torch.arange(clean, end, device=self.device)
-        for t in self.values if self.block else self.keys + self.values: t[slot, :, clean:end] = 0
-        for t in self.keys if self.block else (): t[slot][:, at // self.block, :, at % self.block] = 0
+        self.zero(slot, clean, end)
         self.clean[slot] = end
+
+    def zero(self, slot, start, end):
+        "Zeros in columns `start:end` of `slot`."
+        for t in self.keys + self.values: t[slot, :, start:end] = 0
 
     def hold(self, slot, end):
         "The owner of `slot` is about to write its columns up to `end` itself, and nobody reads further before that."
         self.clean[slot] = max(self.clean[slot], end)
 
-    def copy(self, source, targets, n):
-        "Copy the first `n` columns of slot `source` (or more) to every slot of the list `targets`, in all layers."
-        for t in self.keys + self.values:
-            part = slice(n if t.ndim == 4 else -(-n // self.block))
-            for target in targets: t[target, :, part] = t[source, :, part]
+    def copy(self, source, targets, n, start=0):
+        "Copy columns `start:n` of slot `source` (or a few more) to every slot of the list `targets`, in all layers."
+        for tensors, grain in zip((self.keys, self.values), self.grains):
+            part = slice(start // grain, -(-n // grain))
+            for t in tensors:
+                for target in targets: t[target, :, part] = t[source, :, part]
 
     def resize(self, num_slots, capacity):
         "Other numbers of slots and columns; what fits in both is kept. One tensor at a time exists twice."
         s, c = min(num_slots, self.num_slots), min(capacity, self.capacity)
         self.num_slots, self.capacity = num_slots, capacity
-        for tensors, block in ((self.keys, self.block), (self.values, None)):
+        for tensors, shape, grain, at in ((self.keys, self.key_shape, self.grains[0], 1), (self.values, self.value_shape, self.grains[1], 2)):
             for i, old in enumerate(tensors):
-                tensors[i], part = self._make(old.shape[1], old.shape[3], block), slice(-(-c // block) if block else c)
+                tensors[i], part = self._make(*shape(self.shapes[i][0], self.shapes[i][at])), slice(-(-c // grain))
                 tensors[i][:s, :, part] = old[:s, :, part]
         self.clean = [min(n, c) for n in self.clean[:s]] + [0] * (num_slots - s)
 

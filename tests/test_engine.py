@@ -318,6 +318,26 @@ def test_company_changes_no_bit(arch, how, dtype):
         assert [g.logprobs for g in got] == [w.logprobs for w in want]
 
 
+@pytest.mark.parametrize('arch', ['llama', 'mistral'])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=['fp32', 'bf16'])
+def test_a_prefix_read_where_it_lies_changes_no_bit(arch, dtype):
+    "Requests that read one slot's columns together, whose owner leaves before them, and whose slots are taken over by others."
+    model, rng = tiny_model(arch).to(dtype), random.Random(3)
+    alone = LLM(model, max_num_seqs=1, enable_prefix_caching=False)
+    if not alone.backend.batch_invariant: pytest.skip(f'no kernels, or a matrix unit: {alone.backend.why}')
+    heads = [[rng.randrange(3, 259) for _ in range(n)] for n in (300, 140)]
+    prompts = [rng.choice(heads) + [rng.randrange(3, 259) for _ in range(rng.randint(1, 20))] for _ in range(24)]
+    params = [SamplingParams(temperature=0, max_tokens=rng.randint(1, 16), logprobs=2, ignore_eos=True) for _ in prompts]
+    want = [alone.generate([p], s, use_tqdm=False)[0].outputs[0] for p, s in zip(prompts, params)]
+    llm, rooted = LLM(model, max_num_seqs=6, max_num_batched_tokens=64), 0
+    for event in llm.stream(prompts, params): rooted = max(rooted, len(llm.engines['packed'].runner.cache.roots))
+    assert rooted >= 3                                   # or nothing was shared, and nothing tried
+    for _ in range(2):                                   # the second time from what the first left in the slots
+        got = [o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)]
+        assert [g.token_ids for g in got] == [w.token_ids for w in want]
+        assert [g.logprobs for g in got] == [w.logprobs for w in want]
+
+
 def test_every_backend_gives_the_oracles_tokens():
     for arch in ('llama', 'gpt2', 'gemma3'):
         model, found = tiny_model(arch), set()
