@@ -156,11 +156,13 @@ def peak_bytes(pid):
         return 0
     return sum(map(peak, [pid, *(p.pid for p in started_by(pid))])) or None
 
-# %% ../nbs/40_bench.ipynb #37222e49
+# %% ../nbs/40_bench.ipynb #ec910d3f
 def start_batchlab(model, dtype, device, max_num_seqs, options, **_):
     "batchlab's `LLM`; `options` are its arguments."
     from batchlab import LLM, SamplingParams
+    from batchlab.models import tiny_model
     import psutil
+    LLM(tiny_model('llama')).generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)      # what is loaded when first used
     base, made = psutil.Process().memory_info().rss, {}
     def llm(n):
         n = max_num_seqs if options.get('strategy', 'continuous') == 'continuous' else n

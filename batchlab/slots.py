@@ -6,12 +6,13 @@
 __all__ = ['kv_shapes', 'SlotTensors', 'SlotCache', 'StaleSlotError', 'Lease', 'SlotPool', 'SlotContents', 'common_length',
            'PrefixSlots', 'SlotAllocator']
 
-# %% ../nbs/07_slots.ipynb #bc446b0f
+# %% ../nbs/07_slots.ipynb #db684f74
 import itertools
 from bisect import bisect_left
 from dataclasses import dataclass
 
 import torch
+from fastcore.basics import patch
 from transformers import DynamicCache
 
 from .models import BatchlabError
@@ -65,7 +66,7 @@ class SlotTensors:
         at = slice(first, last), slice(None), slice(start, end)
         return self.keys[layer][at], self.values[layer][at]
 
-# %% ../nbs/07_slots.ipynb #fd09893f
+# %% ../nbs/07_slots.ipynb #fa8693ec
 class SlotCache(SlotTensors):
     """Keys and values of all slots, written in place, which can pass from owner to owner. Layout: `SlotTensors`.
 
@@ -103,15 +104,20 @@ class SlotCache(SlotTensors):
             for t in tensors:
                 for target in targets: t[target, :, part] = t[source, :, part]
 
-    def resize(self, num_slots, capacity):
-        "Other numbers of slots and columns; what fits in both is kept. One tensor at a time exists twice."
-        s, c = min(num_slots, self.num_slots), min(capacity, self.capacity)
-        self.num_slots, self.capacity = num_slots, capacity
-        for tensors, shape, grain, at in ((self.keys, self.key_shape, self.grains[0], 1), (self.values, self.value_shape, self.grains[1], 2)):
-            for i, old in enumerate(tensors):
-                tensors[i], part = self._make(*shape(self.shapes[i][0], self.shapes[i][at])), slice(-(-c // grain))
-                tensors[i][:s, :, part] = old[:s, :, part]
-        self.clean = [min(n, c) for n in self.clean[:s]] + [0] * (num_slots - s)
+
+
+# %% ../nbs/07_slots.ipynb #d3b9d91a
+@patch
+def resize(self:SlotCache, num_slots, capacity):
+    "Other numbers of slots and columns; what fits in both is kept. One tensor at a time exists twice."
+    s, c = min(num_slots, self.num_slots), min(capacity, self.capacity)
+    self.num_slots, self.capacity = num_slots, capacity
+    for tensors, shape, grain, d in ((self.keys, self.key_shape, self.grains[0], 1),
+                                     (self.values, self.value_shape, self.grains[1], 2)):
+        for i, old in enumerate(tensors):
+            tensors[i], part = self._make(*shape(self.shapes[i][0], self.shapes[i][d])), slice(-(-c // grain))
+            tensors[i][:s, :, part] = old[:s, :, part]
+    self.clean = [min(n, c) for n in self.clean[:s]] + [0] * (num_slots - s)
 
 # %% ../nbs/07_slots.ipynb #eadea8bb
 class StaleSlotError(BatchlabError, RuntimeError):

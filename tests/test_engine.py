@@ -1,11 +1,13 @@
 "The engine under load: drawn mixes of requests, thousands of them, several threads, and faults in the middle."
-import functools, gc, logging, random, threading, time
+import copy, functools, gc, logging, random, threading, time
 from collections import Counter
 
 import psutil, pytest, torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from batchlab.engine import LLM, EngineError, Parent, RequestOutput, choose_limits
+from batchlab.int8 import put_int8
+from batchlab.kernels import load_kernels
 from batchlab.models import TINY_ARCHS, UnsupportedModelError, eos_token_ids, tiny_model, tiny_tokenizer
 from batchlab.prefill import generate_naive
 from batchlab.runners import Running
@@ -13,6 +15,7 @@ from batchlab.sampling import SamplingParams
 from batchlab.scheduler import check_invariants
 
 ARCHS = (*TINY_ARCHS, 'gemma2', 'gpt_oss', 'qwen3_moe')
+PATHS = dict(auto={}, torch=dict(compile=False), int8=dict(quantization='int8'))       # ways through `LLM`
 LONGEST = 24
 
 
@@ -32,18 +35,31 @@ def hf_generate(model, prompt, n):
     return out[0, ids.shape[1]:].tolist()
 
 
+def int8_runs(arch):
+    "Whether this machine runs a model of `arch` in int8, with the same bits in any company."
+    try: return LLM(tiny_model(arch), quantization='int8').backend.batch_invariant
+    except UnsupportedModelError: return False
+
+
 @functools.cache
-def pool(arch):
+def pool(arch, path='auto'):
     "A model, an `LLM` of it, prompts that share beginnings, and what each of them gives alone: greedy, and by seed."
+    if path == 'int8' and not int8_runs(arch): return pool(arch)
     eager = dict(attn_implementation='eager') if arch == 'gemma2' else {}      # some versions' default drops its soft cap
     model, rng = tiny_model(arch, seed=4, **eager), random.Random(arch)
     heads = [[rng.randrange(3, 259) for _ in range(n)] for n in (0, 16, 33, 48)]
     prompts = [heads[i % 4] + [rng.randrange(3, 259) for _ in range(rng.choice((1, 1, 3, 9, 20)))] for i in range(10)]
-    greedy = [generate_naive(model, p, LONGEST, ()) for p in prompts]
-    assert greedy == [hf_generate(model, p, LONGEST) for p in prompts]
-    alone = LLM(model, max_num_seqs=1, enable_prefix_caching=False)
+    reference = copy.deepcopy(model)                                           # the model's own code
+    if path == 'int8': put_int8(reference, load_kernels())
+    greedy = [generate_naive(reference, p, LONGEST, ()) for p in prompts]
+    assert greedy == [hf_generate(reference, p, LONGEST) for p in prompts]
+    alone = LLM(model, max_num_seqs=1, enable_prefix_caching=False, **PATHS[path])
+    if path == 'int8':          # 8 bits make steps of rounding errors: other code can change a near tie, company can't
+        own = [alone.generate(p, SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True))[0].outputs[0].token_ids for p in prompts]
+        assert sum(a == b for a, b in zip(own, greedy)) >= 8, 'int8 is not what the layers in int8 give'
+        greedy = own
     sampled = [alone.generate(p, sampling(i, LONGEST))[0].outputs[0].token_ids for i, p in enumerate(prompts)]
-    return model, LLM(model), prompts, greedy, sampled
+    return model, LLM(model, **PATHS[path]), prompts, greedy, sampled
 
 
 def sampling(i, n): return SamplingParams(seed=i, temperature=1.3, top_p=.95, max_tokens=n, ignore_eos=True)
@@ -59,7 +75,7 @@ def expected(tokens, n, eos_ids):
 def cases(draw):
     seqs = draw(st.integers(1, 6))
     request = st.tuples(st.integers(0, 9), st.integers(1, LONGEST), st.booleans(), st.integers(-1, 1), st.integers(0, 3))
-    return dict(arch=draw(st.sampled_from(ARCHS)), seqs=seqs, budget=seqs + draw(st.integers(1, 40)),
+    return dict(arch=draw(st.sampled_from(ARCHS)), path=draw(st.sampled_from(('auto', *PATHS))), seqs=seqs, budget=seqs + draw(st.integers(1, 40)),
                 kv_tokens=draw(st.sampled_from((None, 128, 192, 320, 512))), caching=draw(st.booleans()),
                 requests=draw(st.lists(request, min_size=1, max_size=12)),         # prompt, max_tokens, sampled, priority, steps before it
                 cancels=draw(st.sets(st.integers(0, 11), max_size=3)), preempts=draw(st.sets(st.integers(0, 25), max_size=4)))
@@ -68,7 +84,7 @@ def cases(draw):
 @settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_whatever_the_mix_each_request_gets_what_it_gets_alone(case):
-    model, llm, prompts, greedy, sampled = pool(case['arch'])
+    model, llm, prompts, greedy, sampled = pool(case['arch'], case['path'])
     eos = eos_token_ids(model)
     kv = case['kv_tokens'] and case['kv_tokens'] * llm.limits.kv_bytes_per_token
     logging.getLogger('batchlab').setLevel(logging.ERROR)                          # a small KV cache limits the context, and says so
@@ -117,18 +133,20 @@ def test_whatever_the_mix_each_request_gets_what_it_gets_alone(case):
 
 def test_the_cases_preempt_reuse_and_cancel():
     "The draws above are worth something: among the first hundred each thing that can go wrong does happen."
-    seen = Counter()
+    seen, paths = Counter(), set()
 
     @settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(cases())
     def look(case):
         test_whatever_the_mix_each_request_gets_what_it_gets_alone.hypothesis.inner_test(case)
-        llm = pool(case['arch'])[1]
+        llm = pool(case['arch'], case['path'])[1]
         scheduler, ledger = llm.engines['packed'].scheduler, llm.ledger
         seen.update(preempted=scheduler.num_preemptions > 0, reused=ledger.reused > 0, recomputed=ledger.recomputed > 0,
                     cancelled=bool(case['cancels']), crowded=len(case['requests']) > case['seqs'])
+        paths.add((llm.backend.name, llm.quantization))
     look()
     assert all(seen[k] >= 10 for k in ('preempted', 'reused', 'recomputed', 'cancelled', 'crowded')), seen
+    if int8_runs('llama'): assert paths >= {('torch', None), ('kernels', None), ('fused', None), ('fused', 'int8')}
 
 
 def test_ten_thousand_requests_end_once_each(caplog):
