@@ -4,7 +4,7 @@ Names resolve on first use (PEP 562), so that `import batchlab` is quick and imp
 __version__ = "0.1.0"
 
 _lazy = {'LLM': 'engine', 'RequestOutput': 'engine', 'CompletionOutput': 'engine', 'SamplingParams': 'sampling',
-         'load_model': 'models', 'BatchlabError': 'models'}
+         'StructuredOutputsParams': 'sampling', 'load_model': 'models', 'BatchlabError': 'models'}
 __all__ = [*_lazy]
 
 

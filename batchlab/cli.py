@@ -6,13 +6,14 @@
 __all__ = ['SAMPLING_FLAGS', 'SAMPLING_LISTS', 'SAMPLING_KEYS', 'COMMANDS', 'ALIASES', 'ID_KEYS', 'CliError', 'note',
            'NoteHandler', 'log_as_notes', 'OneLineParser', 'id_list', 'json_value', 'int_or_none', 'positive_int',
            'add_sampling_flags', 'add_model_flags', 'generate_parser', 'add_input_flags', 'positive_float',
-           'whole_number', 'run_parser', 'plan_parser', 'parse_args', 'sampling_options', 'Item', 'parse_object',
-           'json_item', 'read_text', 'read_file', 'prepare', 'read_items', 'completion_dict', 'record', 'as_json',
-           'as_text', 'file_size', 'give_up', 'Results', 'open_output', 'empty', 'Signals', 'outputs_of', 'run_items',
-           'load_llm', 'summary', 'generate', 'job_of', 'run_job', 'plan_job', 'main', 'call', 'told']
+           'whole_number', 'run_parser', 'plan_parser', 'view_parser', 'parse_args', 'sampling_options', 'Item',
+           'parse_object', 'json_item', 'read_text', 'read_file', 'prepare', 'read_items', 'completion_dict', 'record',
+           'as_json', 'as_text', 'file_size', 'give_up', 'Results', 'open_output', 'empty', 'Signals', 'outputs_of',
+           'run_items', 'llm_options', 'load_llm', 'traced', 'summary', 'generate', 'job_of', 'input_file', 'run_job',
+           'run_here', 'run_with_ray', 'plan_job', 'view_trace', 'main', 'call', 'told']
 
-# %% ../nbs/21_cli.ipynb #bb7e056b
-import argparse, contextlib, difflib, json, logging, math, os, re, signal, stat, sys, threading
+# %% ../nbs/21_cli.ipynb #9e57a6e9
+import argparse, contextlib, difflib, json, logging, math, os, re, shutil, signal, stat, sys, tempfile, threading
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from tqdm import tqdm
@@ -80,7 +81,7 @@ def positive_int(s):
     if s.isdecimal() and int(s) >= 1: return int(s)
     raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {s!r}")
 
-# %% ../nbs/21_cli.ipynb #9c58ae8e
+# %% ../nbs/21_cli.ipynb #76552ef0
 SAMPLING_FLAGS = dict(
     max_tokens=(int_or_none, "longest answer in tokens; none: up to the context length (default 256)"),
     temperature=(float, "0 is greedy (default 0)"), top_p=(float, "draw from the likeliest tokens of this total share"),
@@ -89,7 +90,8 @@ SAMPLING_FLAGS = dict(
     presence_penalty=(float, "against tokens used already"), frequency_penalty=(float, "the same, by their count"),
     repetition_penalty=(float, "the same, prompt included, as a factor"),
     min_tokens=(int, "no end before this many tokens"), logprobs=(int, "log probabilities of this many tokens"),
-    logit_bias=(json_value, 'JSON of token id to bias, such as {"42": -100}'))
+    logit_bias=(json_value, 'JSON of token id to bias, such as {"42": -100}'),
+    structured_outputs=(json_value, 'JSON of what the answer must be, such as {"regex": "[0-9]+"} or {"json": SCHEMA}'))
 SAMPLING_LISTS = dict(
     stop=(str, 'append', "end before this text; may be repeated"),
     bad_words=(str, 'append', "never write this word; may be repeated"),
@@ -97,14 +99,14 @@ SAMPLING_LISTS = dict(
     allowed_token_ids=(id_list, 'extend', "use no ids but these"))
 SAMPLING_KEYS = {*SAMPLING_FLAGS, *SAMPLING_LISTS, 'ignore_eos', 'include_stop_str_in_output', 'skip_special_tokens'}
 
-# %% ../nbs/21_cli.ipynb #384ce87a
+# %% ../nbs/21_cli.ipynb #fed7aa34
 def add_sampling_flags(parser):
     "Add a flag for every sampling parameter, and the names that other tools use."
     group = parser.add_argument_group('sampling')
     def add(*flags, **kw): group.add_argument(*flags, default=argparse.SUPPRESS, **kw)
     names = lambda k: ['--' + k.replace('_', '-')] + ['--max-new-tokens']*(k == 'max_tokens')
     for k, (kind, text) in SAMPLING_FLAGS.items():
-        add(*names(k), dest=k, type=kind, help=text, metavar='JSON' if k == 'logit_bias' else 'X')
+        add(*names(k), dest=k, type=kind, help=text, metavar='JSON' if kind is json_value else 'X')
     for k, (kind, action, text) in SAMPLING_LISTS.items():
         add(*names(k), dest=k, type=kind, action=action, help=text, metavar='IDS' if kind is id_list else 'TEXT')
     add('--do-sample', action='store_true', help="temperature 1, unless --temperature is given")
@@ -113,7 +115,7 @@ def add_sampling_flags(parser):
     add('--include-stop-str-in-output', action='store_true', help="keep the stop text in the answer")
     add('--no-skip-special-tokens', dest='skip_special_tokens', action='store_false', help="show special tokens")
 
-# %% ../nbs/21_cli.ipynb #b64b5e80
+# %% ../nbs/21_cli.ipynb #da07da89
 def add_model_flags(p):
     "Add the flags that say which model runs, where and how."
     p.add_argument('--model', help="hub id, folder or .gguf file (default: SmolLM2-135M-Instruct)")
@@ -128,8 +130,9 @@ def add_model_flags(p):
     p.add_argument('--max-num-batched-tokens', type=positive_int, metavar='N', help="tokens in a step (default: likewise)")
     p.add_argument('--no-prefix-caching', dest='prefix_caching', action='store_false', help="compute every prompt whole")
     p.add_argument('--max-model-len', type=positive_int, metavar='N', help="longest prompt and answer together")
+    p.add_argument('--kv-cache-bytes', type=positive_int, metavar='N', help="most that keys and values take (default: by memory)")
 
-# %% ../nbs/21_cli.ipynb #1634e609
+# %% ../nbs/21_cli.ipynb #c7d568a9
 def generate_parser():
     "The parser of `batchlab generate`."
     p = OneLineParser(prog='batchlab generate', description="Answer a batch of prompts with a language model.",
@@ -142,15 +145,17 @@ def generate_parser():
     p.add_argument('--overwrite', action='store_true', help="replace the output file if it is there")
     p.add_argument('--chat', action='store_true', help="each prompt is a user's message")
     p.add_argument('--system', metavar='TEXT', help="system message before each, with --chat or messages")
+    p.add_argument('--verify', action='store_true', help="then run some of the requests again, each alone, and compare")
+    p.add_argument('--trace', metavar='FILE', help="keep what happened at every step, for batchlab view")
     add_model_flags(p)
     add_sampling_flags(p)
     return p
 
-# %% ../nbs/21_cli.ipynb #e271863d
+# %% ../nbs/21_cli.ipynb #050dc8df
 def add_input_flags(p):
     "Add the flags that say what the requests of a job are."
     p.add_argument('-i', '--input', required=True, metavar='FILE', help="requests: OpenAI Batch or plain JSONL, CSV or Parquet; "
-                   "also .gz, .bz2, .xz")
+                   "also .gz, .bz2, .xz; - is standard input, read to its end first")
     p.add_argument('--format', dest='form', choices=('batch', 'plain'), help="of JSONL lines (default: by the first good line)")
     p.add_argument('--prompt-column', default='prompt', metavar='NAME', help="of a table (default: prompt)")
     p.add_argument('--id-column', default='custom_id', metavar='NAME', help="of a table (default: custom_id)")
@@ -170,13 +175,14 @@ def whole_number(s):
     if s.isdecimal(): return int(s)
     raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got {s!r}")
 
-# %% ../nbs/21_cli.ipynb #9093a94b
+# %% ../nbs/21_cli.ipynb #4e24f8ff
 def run_parser():
     "The parser of `batchlab run`."
     p = OneLineParser(prog='batchlab run', description="Answer a file of requests. Ended in the middle, the same command goes on.",
                       epilog="Sampling flags hold for what a line leaves open.")
     add_input_flags(p)
-    p.add_argument('-o', '--output', metavar='FILE', help="answers, one for each request; .jsonl, .csv or .parquet")
+    p.add_argument('-o', '--output', metavar='FILE', help="answers, one for each request; .jsonl, .csv or .parquet; - is "
+                   "standard output, where an ended run can not go on")
     p.add_argument('--error-file', metavar='FILE', help="failures (default: among the answers)")
     p.add_argument('--ordered', action='store_true', help="answers in the order of the requests")
     p.add_argument('--timeout', type=positive_float, metavar='SECONDS', help="for each request")
@@ -184,6 +190,12 @@ def run_parser():
     p.add_argument('--retry-errors', action='store_true', help="run again what failed before")
     p.add_argument('--force', action='store_true', help="go on though model, parameters or input have changed")
     p.add_argument('--dry-run', action='store_true', help="only check the requests, without a model")
+    p.add_argument('--trace', metavar='FILE', help="keep what happened at every step, without texts, for batchlab view")
+    ray = p.add_argument_group('on Ray')
+    ray.add_argument('--ray', type=positive_int, metavar='N', help="N workers, each with the model; with a folder as input, file by file")
+    ray.add_argument('--ray-cpus', type=positive_int, metavar='N', help="cores of each (default: its share)")
+    ray.add_argument('--ray-gpus', type=whole_number, metavar='N', help="GPUs of each (default: one if there are enough)")
+    ray.add_argument('--ray-address', metavar='ADDRESS', help="of the cluster, or auto (default: one of its own, here)")
     add_model_flags(p)
     add_sampling_flags(p)
     return p
@@ -197,9 +209,20 @@ def plan_parser():
     add_sampling_flags(p)
     return p
 
-# %% ../nbs/21_cli.ipynb #94f44630
+# %% ../nbs/21_cli.ipynb #aa1ddf9f
+def view_parser():
+    "The parser of `batchlab view`."
+    p = OneLineParser(prog='batchlab view', description="Make one HTML page of a trace, to step through, and open it.")
+    p.add_argument('trace', metavar='TRACE', help="a file that Trace.save has written")
+    p.add_argument('-o', '--output', metavar='FILE', help="the page (default: beside the trace)")
+    p.add_argument('--overwrite', action='store_true', help="replace that file even if it is no such page")
+    p.add_argument('--no-open', dest='open', action='store_false', help="only write it")
+    return p
+
+# %% ../nbs/21_cli.ipynb #95a672ed
 COMMANDS = dict(generate="answer a batch of prompts", run="answer a file of requests, and go on where it ended",
-                plan="what such a file would take", bench="measure the strategies on this machine")
+                plan="what such a file would take", bench="measure the strategies on this machine",
+                view="look at a trace in the browser, step by step")
 
 def parse_args(argv):
     "The arguments of one command as a namespace. Raises `CliError`, or `SystemExit` after --help and --version."
@@ -211,6 +234,7 @@ def parse_args(argv):
     if command == 'bench': return argparse.Namespace(command=command, rest=rest)
     if command == 'run': args = run_parser().parse_args(rest)
     elif command == 'plan': args = plan_parser().parse_args(rest)
+    elif command == 'view': args = view_parser().parse_args(rest)
     else:
         cut = rest.index('--') if '--' in rest else len(rest)
         args = generate_parser().parse_intermixed_args(rest[:cut])      # flags may stand between prompts
@@ -489,7 +513,7 @@ class Signals:
             self.pending = False
             raise KeyboardInterrupt
 
-# %% ../nbs/21_cli.ipynb #d37a7f6a
+# %% ../nbs/21_cli.ipynb #71bf1b23
 def outputs_of(llm, items, on_step=None):
     "Yield `(item, RequestOutput)` as requests finish: plain prompts, then conversations."
     for chat in (False, True):
@@ -500,8 +524,8 @@ def outputs_of(llm, items, on_step=None):
         for k, out in outs: yield group[k], out
 
 def run_items(llm, items, results):
-    "Put `items` through `llm` into `results`, with a progress bar if standard error is a terminal."
-    done = sum(i.error is not None for i in items)
+    "Put `items` through `llm` into `results`, with a progress bar on a terminal. Returns the outputs."
+    done, outs = sum(i.error is not None for i in items), []
     with tqdm(unit=' tok', file=sys.stderr, disable=not sys.stderr.isatty(), leave=False,
               bar_format='{n_fmt} tok, {rate_fmt}, {elapsed}{postfix}') as bar:
         try:
@@ -509,21 +533,42 @@ def run_items(llm, items, results):
                 if item.error: results.add(record(item))
             for item, out in outputs_of(llm, items, bar.update):
                 results.add(record(item, out))
+                outs.append(out)
                 done += 1
                 bar.set_postfix_str(f'{done}/{len(items)} requests', refresh=False)
         except BaseException:
             results.rest()
             raise
+    return outs
 
-# %% ../nbs/21_cli.ipynb #b6b01a24
+# %% ../nbs/21_cli.ipynb #eb5878c9
+def llm_options(args):
+    "The arguments of `LLM` that the command line gives."
+    names = ('model', 'dtype', 'device', 'max_num_seqs', 'max_model_len', 'max_num_batched_tokens', 'strategy', 'compile',
+             'quantization', 'kv_cache_bytes')
+    return {k: getattr(args, k) for k in names} | dict(enable_prefix_caching=args.prefix_caching)
+
+# %% ../nbs/21_cli.ipynb #a4029d4a
 def load_llm(args):
     "The `LLM` that the arguments ask for."
     from batchlab.engine import LLM
-    return LLM(args.model, dtype=args.dtype, device=args.device, max_num_seqs=args.max_num_seqs,
-               max_model_len=args.max_model_len, max_num_batched_tokens=args.max_num_batched_tokens,
-               enable_prefix_caching=args.prefix_caching, strategy=args.strategy, compile=args.compile,
-               quantization=args.quantization)
+    return LLM(**llm_options(args))
 
+# %% ../nbs/21_cli.ipynb #657dfcbe
+@contextlib.contextmanager
+def traced(path, text=True):
+    "Give a function that begins to record an `LLM` and returns it; saved to `path` at the end, if not None."
+    recorders = []
+    def watch(llm):
+        if path: recorders.append(llm.trace(text=text).start())
+        return llm
+    try: yield watch
+    finally:
+        for r in recorders:
+            r.stop()
+            r.save(path)
+
+# %% ../nbs/21_cli.ipynb #4165d411
 def summary(results, items):
     "Say in one line what failed, if anything. Returns the exit status."
     if not results.errors: return 0
@@ -532,62 +577,100 @@ def summary(results, items):
          f"{first['error']}")
     return 1
 
-# %% ../nbs/21_cli.ipynb #27b4b158
+# %% ../nbs/21_cli.ipynb #4ea924e0
 def generate(args, llm=None):
     "Run `batchlab generate`. Returns the exit status. Raises `CliError`, `BatchlabError`."
     options = sampling_options(args)
     from batchlab.models import resolve_device
     resolve_device(args.device)
     items, f = read_items(args, options), open_output(args)
-    with Signals() as signals, f or contextlib.nullcontext(sys.stdout) as out:
+    with Signals() as signals, f or contextlib.nullcontext(sys.stdout) as out, traced(args.trace) as watch:
         results = Results(out, args.output or 'standard output', as_json if f else as_text, items, signals.held)
         try:
             if llm is None and any(not i.error for i in items): llm = load_llm(args)
             if f: empty(f)
-            run_items(llm, items, results)
+            outs = run_items(watch(llm) if llm else None, items, results)
+            if args.verify and outs: note(llm.verify(outs))
         except KeyboardInterrupt:
             note(f"interrupted: {results.written} of {len(items)} requests finished"
                  + (f", they are in {args.output}" if f and results.written else ''))
             return 130
     return summary(results, items)
 
-# %% ../nbs/21_cli.ipynb #20f01713
+# %% ../nbs/21_cli.ipynb #43bc3902
 def job_of(args):
     "The `Job` that the arguments of `run` or `plan` ask for. Raises `CliError`."
     from batchlab.jobs import Job
     from batchlab.models import DEFAULT_MODEL, resolve_device
-    resolve_device(args.device)
+    if getattr(args, 'ray', None): from batchlab.scaleout import RayJob as Job      # devices are the workers' there
+    else: resolve_device(args.device)
     names = {f.name for f in fields(Job)} - {'sampling_params'}
     model = args.model or DEFAULT_MODEL
     return Job(**{k: v for k, v in vars(args).items() if k in names}, sampling_params=sampling_options(args, {}) or None,
                model_name=Path(model).name if os.path.exists(model) else model, say=note)
 
+# %% ../nbs/21_cli.ipynb #3ecad304
+@contextlib.contextmanager
+def input_file(name, stdin=None):
+    "Give `name`; if that is `-`, the name of a temporary file with what standard input says, while the context lasts."
+    if name != '-': yield name
+    else:
+        with tempfile.TemporaryDirectory(prefix='batchlab-') as folder:
+            path = Path(folder)/'standard-input.jsonl'
+            with path.open('wb') as f: shutil.copyfileobj(stdin or sys.stdin.buffer, f)
+            yield str(path)
+
+# %% ../nbs/21_cli.ipynb #1603111a
 def run_job(args, llm=None):
     "Run `batchlab run`. Returns the exit status. Raises `CliError`, `BatchlabError`."
     if args.output is None and not args.dry_run: raise CliError("no --output: give a file for the answers, or --dry-run")
-    job = job_of(args)
-    if args.dry_run:
-        plan = job.dry_run()
-        print(plan)
-        return int(plan.failed > 0)
-    with Signals():
-        try: result = job.run(llm or (lambda: load_llm(args)))
+    if args.ray and (args.trace or '-' in (args.input, args.output)): raise CliError("--ray takes files, no --trace")
+    with Signals(), input_file(args.input) as args.input:
+        job = job_of(args)
+        if args.dry_run:
+            print(plan := job.dry_run())
+            return int(plan.failed > 0)
+        try: result = run_with_ray(args, job) if args.ray else run_here(args, job, llm)
         except KeyboardInterrupt:
-            r = getattr(job, 'result', None)
-            note('interrupted' + (f": {r.done} of {r.total} requests done; the same command goes on" if r else ''))
+            r, again = getattr(job, 'result', None), '' if args.output == '-' else '; the same command goes on'
+            note('interrupted' + (f": {r.done} of {r.total} requests done{again}" if r else ''))
             return 130
     note(result)
     return int(result.failed > 0)
 
+# %% ../nbs/21_cli.ipynb #feb86ec4
+def run_here(args, job, llm=None):
+    "Run `job` in this process. Returns the `JobResult`. Raises `BatchlabError`."
+    job.check()
+    if args.output == '-': note('answers go to standard output: ended in the middle, this run can not go on')
+    with traced(args.trace, text=False) as watch: return job.run(lambda: watch(llm or load_llm(args)))
+
+# %% ../nbs/21_cli.ipynb #037a5fb4
+def run_with_ray(args, job):
+    "Run `job` by workers on Ray. Returns the `JobResult`. Raises `BatchlabError`."
+    from batchlab.scaleout import Pool, run_jobs, shards
+    pool = lambda: Pool(args.ray, args.ray_cpus, args.ray_gpus, args.ray_address, llm_options(args), note)
+    return run_jobs(shards(job), pool)
+
+# %% ../nbs/21_cli.ipynb #3c8700ef
 def plan_job(args, llm=None):
     "Run `batchlab plan`. Returns the exit status. Raises `CliError`, `BatchlabError`."
-    job = job_of(args)
-    job.check()
-    plan = job.plan(llm or load_llm(args), args.calibrate)
-    print(plan)
+    with input_file(args.input) as args.input:
+        job = job_of(args)
+        job.check()
+        print(plan := job.plan(llm or load_llm(args), args.calibrate))
     return int(plan.failed > 0)
 
-# %% ../nbs/21_cli.ipynb #33450958
+# %% ../nbs/21_cli.ipynb #f4382332
+def view_trace(args, llm=None):
+    "Run `batchlab view`. Returns the exit status. Raises `TraceError`, `ViewError`."
+    from batchlab.viewer import open_page, write_page
+    path = write_page(args.trace, args.output, args.overwrite)
+    print(path)
+    if args.open and not open_page(path): note(f'no browser found here: open {path} in one')
+    return 0
+
+# %% ../nbs/21_cli.ipynb #f285e419
 def main(argv=None, llm=None):
     "The command `batchlab`; `argv` without the program's name. Returns the exit status, having said what went wrong."
     try:
@@ -602,7 +685,7 @@ def main(argv=None, llm=None):
 
 def call(args, llm=None):
     "Run the command that `args` is for. Returns the exit status."
-    if args.command != 'bench': return dict(generate=generate, run=run_job, plan=plan_job)[args.command](args, llm)
+    if args.command != 'bench': return dict(generate=generate, run=run_job, plan=plan_job, view=view_trace)[args.command](args, llm)
     from batchlab.bench import main
     return main(args.rest)
 

@@ -7,8 +7,8 @@ __all__ = ['log', 'PROMPT_FORMS', 'STRATEGIES', 'out_of_memory', 'Engine', 'Comp
            'Parent', 'is_ids', 'as_list', 'parse_prompt', 'params_for', 'settings_for', 'rope_switch', 'rope_side',
            'model_and_tokenizer', 'check_causal', 'probe_model', 'context_limit', 'free_memory', 'Limits',
            'choose_limits', 'check_strategy', 'check_compile', 'check_quantization', 'check_count', 'LLM',
-           'weights_digest', 'kind_of', 'make_engine', 'prompt_ids_of', 'admit', 'group_waves', 'EngineError', 'Score',
-           'MemoryPlan', 'Stats']
+           'weights_digest', 'kind_of', 'make_engine', 'grammar_for', 'prompt_ids_of', 'admit', 'group_waves',
+           'EngineError', 'Score', 'MemoryPlan', 'Stats']
 
 # %% ../nbs/10_engine.ipynb #1d7c38a4
 import contextlib, hashlib, heapq, itertools, logging, math, numbers, sys, threading, time
@@ -41,23 +41,37 @@ def out_of_memory(e):
     return isinstance(e, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(e, RuntimeError) and any(s in str(e) for s in ('not enough memory', "can't allocate memory", 'out of memory')))
 
-# %% ../nbs/10_engine.ipynb #45c5ec4f
+# %% ../nbs/10_engine.ipynb #c418779f
 class Engine:
     """A scheduler that decides and a runner that computes: each `step` gives the requests of a plan what they are due.
 
-    Knows nothing of prompts, threads or clocks; its requests are `Running`."""
-    def __init__(self, scheduler, runner): self.scheduler, self.runner, self.num_steps = scheduler, runner, 0
+    Knows nothing of prompts, threads or clocks; its requests are `Running`. `watchers`: a list of functions `(engine, event,
+    x)`, told of each step's parts as they end: 'begin'; 'schedule' with the plan; 'forward'; 'sample'; 'text' with the
+    requests that moved; and 'broke' with `(plan, exception)`."""
+    def __init__(self, scheduler, runner):
+        self.scheduler, self.runner, self.num_steps, self.watchers = scheduler, runner, 0, []
 
     def step(self):
         "One step: the requests that got a token in it, or ended without."
         plan = None
         try:
+            self.mark('begin')
             plan = self.scheduler.schedule()
+            self.mark('schedule', plan)
             if not plan.rows: return []
-            requests, got = self.sample(*self.runner.run(plan))
+            due, logits = self.runner.run(plan)
+            self.mark('forward')
+            requests, got = self.sample(due, logits)
+            self.mark('sample')
             self.scheduler.update(plan)
-            return self.append(requests, got)
+            moved = self.append(requests, got)
+            self.mark('text', moved)
+            return moved
         except BaseException as e: return self.recover(plan, e)
+
+    def mark(self, event, x=None):
+        "Tell those who watch; mostly nobody does."
+        for watch in self.watchers: watch(self, event, x)
 
     def sample(self, due, logits):
         "Draw the next token of every request at its end: those requests, and what they got, `Sampled`."
@@ -80,11 +94,12 @@ class Engine:
             if r.finish_reason: self.scheduler.finish(r, r.finish_reason, keep=r.finish_reason != 'error')
         return requests
 
-# %% ../nbs/10_engine.ipynb #ce8533be
+# %% ../nbs/10_engine.ipynb #38b860a2
 @patch
 def recover(self:Engine, plan, e):
     "After a step broke off with exception `e`: who ran waits, and nothing that was finished is lost. The requests that failed."
     hit = [row.request for row in plan.rows if not row.request.finish_reason] if plan else []
+    self.mark('broke', (plan, e))
     self.reset()
     for r in hit: r.rewind()
     if not isinstance(e, Exception) or not hit: raise e                      # Ctrl-C: whoever steps on goes on
@@ -391,7 +406,7 @@ def check_count(name, n):
     if n is None or isinstance(n, numbers.Integral) and not isinstance(n, bool) and n >= 1: return n
     raise ParamError(f'{name} must be a whole number of at least 1, got {n!r}')
 
-# %% ../nbs/10_engine.ipynb #5542b9fd
+# %% ../nbs/10_engine.ipynb #5aa5a99d
 class LLM:
     """Batch inference with one causal LM: `generate` for prompts, `chat` for conversations, results in input order.
 
@@ -402,11 +417,11 @@ class LLM:
     of it. `quantization`: None or 'int8', see the chapter on it for what it costs. `kv_cache_bytes`: the most that keys and values may take, of which only what the requests need is taken.
     What is None is chosen from the device and its free memory, see `limits`. `enable_prefix_caching`: reuse the KV of
     earlier requests with the same beginning. `strategy`: 'continuous'; or, to compare, 'loop' (one at a time), 'static'
-    (batches in the order given), 'bucketed' (similar lengths together), 'prefix' (batches that share a prefix).
-    Raises `ModelError`, `ParamError`."""
+    (batches in the order given), 'bucketed' (similar lengths together), 'prefix' (batches that share a prefix). `trace`:
+    record all that happens, in `recorder`; to record a part of it, see `trace`. Raises `ModelError`, `ParamError`."""
     def __init__(self, model=None, tokenizer=None, dtype='auto', device='auto', max_num_seqs=None, max_model_len=None,
                  max_num_batched_tokens=None, enable_prefix_caching=True, strategy='continuous', kv_cache_bytes=None,
-                 compile='auto', quantization=None):
+                 compile='auto', quantization=None, trace=False):
         own = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
                    kv_cache_bytes=kv_cache_bytes)
         for name, x in own.items(): check_count(name, x)
@@ -424,7 +439,10 @@ class LLM:
         self.mutex, self.progress, self.stepper = threading.Lock(), threading.Condition(), None
         self.thread = self.stopping = None
         self.ids, self.done, self.past = itertools.count(), Counter(), Ledger()
+        self.watchers = []                                     # of requests: 'queued', 'ended', 'refused'; and of all engines
+        self.grammars = None                                   # made when a request first asks for structured outputs
         self.backend = self._arm()
+        self.recorder = self.trace().start() if trace else None
 
     @property
     def has_unfinished(self): return bool(self.inbox or self.parents)
@@ -493,6 +511,14 @@ def ledger(self:LLM):
     "The `Ledger` of positions since a call last found the engine idle."
     return _sum_ledgers([e.runner.ledger for e in self.engines.values()])
 
+# %% ../nbs/10_engine.ipynb #24bce649
+def grammar_for(llm, params):
+    "A new grammar that holds a row to `params.structured_outputs`, or None if it asks for none. Raises `ParamError`."
+    if params.structured_outputs is None: return None
+    from batchlab.structured import Grammars
+    if llm.grammars is None: llm.grammars = Grammars(llm.tokenizer, llm.vocab_size, llm.eos_ids)
+    return llm.grammars.of(params)
+
 # %% ../nbs/10_engine.ipynb #d324ee5c
 def prompt_ids_of(llm, prompt, chat):
     "A prompt or conversation as `(text, ids)`. Raises `PromptError`, `ModelError`."
@@ -509,7 +535,7 @@ def prompt_ids_of(llm, prompt, chat):
     log.warning('an empty prompt starts from token %s (%s)', start, llm.tokenizer.decode([start]))
     return text, [start]
 
-# %% ../nbs/10_engine.ipynb #89b8c82d
+# %% ../nbs/10_engine.ipynb #11725704
 def admit(llm, parent, prompt, params, priority=0, timeout=None, chat=False):
     "Tokenise and check `prompt`; give `parent` its requests, or its error."
     parent.params, parent.deadline = params, None if timeout is None else parent.start + timeout
@@ -518,8 +544,8 @@ def admit(llm, parent, prompt, params, priority=0, timeout=None, chat=False):
         parent.prompt_token_ids = ids
         if llm.max_model_len and len(ids) >= llm.max_model_len: parent.reason = 'too_long'
         check_prompt(ids, llm.max_model_len, llm.vocab_size)
-        rows = [SamplingRow.make(params, ids, llm.eos_ids, llm.tokenizer, i, llm.vocab_size, llm.max_model_len)
-                for i in range(params.n)]
+        rows = [SamplingRow.make(params, ids, llm.eos_ids, llm.tokenizer, i, llm.vocab_size, llm.max_model_len,
+                                 grammar_for(llm, params)) for i in range(params.n)]
         if rows[0].max_tokens is None:
             raise ParamError('max_tokens is None, and the model states no context length: give max_tokens')
         names = [f'{parent.request_id}-{i}' for i in range(params.n)] if params.n > 1 else [parent.request_id]
@@ -535,7 +561,7 @@ def group_waves(llm, parents):
     for key, rows in group_by_prefix([r.prompt_ids for r in requests]).items():
         for i in rows: requests[i].group = key if len(rows) > 1 else ''
 
-# %% ../nbs/10_engine.ipynb #0181d70d
+# %% ../nbs/10_engine.ipynb #2afa5331
 def _take_in(llm):
     "Queue the prompts that came, and end those that are to be cancelled."
     while llm.inbox:
@@ -554,9 +580,12 @@ def _queue(llm, p):
     try:
         for r in [] if p.error else p.requests:
             kind = kind_of(llm, r)
-            if kind not in llm.engines: llm.engines[kind] = make_engine(llm, kind)
+            if kind not in llm.engines:
+                llm.engines[kind] = make_engine(llm, kind)
+                llm.engines[kind].watchers = llm.watchers
             llm.engines[kind].scheduler.add(r)
             r.kind = kind
+            _mark(llm, 'queued', r)
     except BatchlabError as e: p.error = str(e)
     if p.error: _end(llm, p, p.reason)
 
@@ -581,7 +610,7 @@ def _step(llm):
     llm.done['seconds'] += time.perf_counter() - start
     for r in moved: _tell(llm, r, r.output_ids[-1:] if not r.error else [])
 
-# %% ../nbs/10_engine.ipynb #10c9ea01
+# %% ../nbs/10_engine.ipynb #49efe1d3
 def _end(llm, p, reason, error=None):
     "End what still runs of prompt `p`, for a `reason`."
     if p is None or p.done: return
@@ -591,13 +620,19 @@ def _end(llm, p, reason, error=None):
             if r.kind: llm.engines[r.kind].scheduler.finish(r, reason)
             r.finish_reason, r.delta = reason, r.text.finish()
             _tell(llm, r, [])
-    if not p.requests: _close(llm, p, StreamEvent(p.request_id, p.index, finish_reason=p.reason))      # it never began
+    if not p.requests:                                                                                  # it never began
+        _mark(llm, 'refused', p)
+        _close(llm, p, StreamEvent(p.request_id, p.index, finish_reason=p.reason))
+
+def _mark(llm, event, x):
+    for watch in llm.watchers: watch(llm, event, x)
 
 def _tell(llm, r, token_ids):
     "Send the event of what `r` just got; if it was the last of its prompt, with the output."
     p = r.parent
     if r.told: return
     r.told = r.finish_reason is not None
+    if r.told: _mark(llm, 'ended', r)
     event = StreamEvent(p.request_id, p.index, r.index, r.delta, token_ids, r.finish_reason)
     if all(x.told for x in p.requests): _close(llm, p, event)
     else: _send(llm, p, event)
@@ -630,7 +665,7 @@ def _count(llm, p):
     for name in ('time_to_first_token', 'time_per_token'):
         if (t := p.output.metrics[name]) is not None: llm.done.update({name: t, f'n {name}': 1})
 
-# %% ../nbs/10_engine.ipynb #90b9bfdd
+# %% ../nbs/10_engine.ipynb #4c14a568
 class EngineError(BatchlabError, RuntimeError):
     "The engine was used in a way that can't work: an id twice, a step inside a callback, an addition while it stops."
 
@@ -660,14 +695,14 @@ def _wake(self:LLM):
     with self.progress: self.progress.notify_all()
 
 @patch
-def _submit(self:LLM, parents):
-    "Hand `parents` in."
+def submit(self:LLM, parents):
+    "Queue `parents`, prompts made ready by `admit`, in this order; the `sink` of each gets its every `StreamEvent`."
     if not self.has_unfinished: _new_ledger(self)
     for p in parents: self.parents[p.request_id] = p
     self.inbox.extend(parents)
     self._wake()
 
-# %% ../nbs/10_engine.ipynb #5b3f6c58
+# %% ../nbs/10_engine.ipynb #21d2260d
 @patch
 def stream(self:LLM, prompts, sampling_params=None, chat=False, priority=None, timeout=None):
     """Yield a `StreamEvent` for each token of each request as it comes; for arguments see `generate`.
@@ -684,7 +719,7 @@ def _stream(llm, prompts, settings, chat, longest_first=False):
     group_waves(llm, parents)
     size = lambda p: -max((r.max_tokens for r in p.requests), default=0)
     try:
-        llm._submit(sorted(parents, key=size) if longest_first and llm.strategy == 'continuous' else parents)
+        llm.submit(sorted(parents, key=size) if longest_first and llm.strategy == 'continuous' else parents)
         while left:
             while events:
                 left -= events[0].finished
@@ -739,14 +774,20 @@ def chat(self:LLM, messages, sampling_params=None, use_tqdm=None, priority=None,
     if verify: self.verify(outs)
     return outs
 
-# %% ../nbs/10_engine.ipynb #01dece2a
+# %% ../nbs/10_engine.ipynb #d41db0be
 @patch
 def verify(self:LLM, outputs, **kwargs):
     "Run some of `outputs` again, each alone, and compare: a `Report`. For arguments see `batchlab.verify.verify`."
     import batchlab.verify
     return self.verify(outputs, **kwargs)
 
-# %% ../nbs/10_engine.ipynb #3c2ab773
+@patch
+def trace(self:LLM, **kwargs):
+    "Record what happens inside `with llm.trace() as trace:`, a `Recorder`. For arguments see `batchlab.trace.trace`."
+    import batchlab.trace
+    return self.trace(**kwargs)
+
+# %% ../nbs/10_engine.ipynb #cdfc7d6c
 @patch
 def add_request(self:LLM, prompt, sampling_params=None, stream_callback=None, request_id=None, chat=False, priority=0,
                 timeout=None):
@@ -757,7 +798,7 @@ def add_request(self:LLM, prompt, sampling_params=None, stream_callback=None, re
     request_id = str(next(self.ids)) if request_id is None else str(request_id)
     if request_id in self.parents: raise EngineError(f'request {request_id!r} is not done yet: give another id')
     [settings] = settings_for(1, sampling_params, priority, timeout)
-    self._submit([admit(self, Parent(request_id, sink=stream_callback), prompt, *settings, chat)])
+    self.submit([admit(self, Parent(request_id, sink=stream_callback), prompt, *settings, chat)])
     return request_id
 
 @patch

@@ -7,7 +7,7 @@ __all__ = ['replay', 'could_draw', 'gap_to', 'shaken', 'rounding_noise', 'roundi
            'is_unseeded', 'wanted', 'check_end', 'check_logprobs', 'check_tokens', 'check_answer', 'Report', 'why_not',
            'verify']
 
-# %% ../nbs/11_verify.ipynb #e4b22fcf
+# %% ../nbs/11_verify.ipynb #470bac7e
 import contextlib, inspect, math, random
 from dataclasses import dataclass, field, replace
 
@@ -15,7 +15,7 @@ import torch
 from fastcore.basics import patch
 
 from .attention import as_found
-from .engine import LLM, RequestOutput, check_count, log, out_of_memory, rope_switch
+from .engine import LLM, RequestOutput, check_count, grammar_for, log, out_of_memory, rope_switch
 from .prefill import check_prompt
 from .runners import Running
 from .sampling import SamplingRow, draw, probabilities, processed_logits, sample
@@ -153,12 +153,12 @@ class Divergence:
         return (f'{self.kind}: request {self.name}, {self.what} {self.index} (position {self.position}): '
                 f'{self.show(0)}, alone {self.show(1)}; gap {self.gap:.2g}, tolerance {self.tolerance:.2g}')
 
-# %% ../nbs/11_verify.ipynb #51f65cf1
+# %% ../nbs/11_verify.ipynb #78f488bd
 def row_of(llm, out, completion):
     "The `SamplingRow` of an answer as it was before its first token; log probabilities are not asked for again."
     params = replace(out.params, logprobs=None, prompt_logprobs=None)
     return SamplingRow.make(params, out.prompt_token_ids, llm.eos_ids, llm.tokenizer, completion.index, llm.vocab_size,
-                            llm.max_model_len)
+                            llm.max_model_len, grammar_for(llm, params))
 
 # %% ../nbs/11_verify.ipynb #c0c39f81
 def is_unseeded(params): return not params.greedy and params.seed is None

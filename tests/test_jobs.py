@@ -164,9 +164,12 @@ JUNK = st.one_of(
                      b'\r', b'{"prompt": "plain"}', json.dumps('é').encode('latin-1', 'replace')]))
 VALUES = st.recursive(st.none() | st.booleans() | st.integers(-10**20, 10**20) | st.floats() | st.text(max_size=8) | st.just('\ud800') | st.just('x' * 400),
                       lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=4), v, max_size=3), max_leaves=6)
+KEYWORDS = ['type', 'properties', 'items', 'anyOf', 'enum', 'const', '$ref', '$defs', 'required', 'maxLength', 'minimum', 'pattern', 'additionalProperties', 'allOf']
+SCHEMAS = st.recursive(st.sampled_from(['string', 'integer', 'object', 'array', '#', '#/$defs/x', 3, -1, 10**9, 'a"b', '(']), lambda v: st.dictionaries(
+    st.sampled_from(KEYWORDS), v | st.lists(v, max_size=2) | st.dictionaries(st.sampled_from('xy'), v, max_size=2), max_size=3), max_leaves=8)
 FIELDS = ['temperature', 'top_p', 'top_k', 'min_p', 'n', 'max_tokens', 'max_completion_tokens', 'stop', 'stop_token_ids', 'bad_words', 'seed',
           'logprobs', 'top_logprobs', 'logit_bias', 'allowed_token_ids', 'min_tokens', 'repetition_penalty', 'presence_penalty', 'stream',
-          'ignore_eos', 'response_format', 'tools', 'prompt', 'messages', 'model', 'best_of', 'skip_special_tokens', 'detokenize', 'priority']
+          'ignore_eos', 'response_format', 'structured_outputs', 'tools', 'prompt', 'messages', 'model', 'best_of', 'skip_special_tokens', 'detokenize', 'priority']
 
 
 @st.composite
@@ -175,7 +178,9 @@ def twisted(draw):
     d = draw(st.sampled_from([ask, chat]))(draw(st.integers(100, 10**6)))
     if draw(st.booleans()): d['body'][draw(st.sampled_from(FIELDS))] = draw(VALUES)
     elif draw(st.booleans()): d[draw(st.sampled_from([*d]))] = draw(VALUES)
-    else: d['body']['messages'] = [dict(role=draw(VALUES), content=draw(VALUES)), draw(VALUES)]
+    elif draw(st.booleans()): d['body']['messages'] = [dict(role=draw(VALUES), content=draw(VALUES)), draw(VALUES)]
+    elif draw(st.booleans()): d['body']['response_format'] = dict(type='json_schema', json_schema=dict(schema=draw(VALUES | SCHEMAS)))
+    else: d['body']['structured_outputs'] = {draw(st.sampled_from(['json', 'regex', 'choice', 'grammar'])): draw(VALUES | SCHEMAS | st.text('(a|b)*+?{}[1,]\\"', max_size=9))}
     line = json.dumps(d).encode()
     return line[:draw(st.integers(1, len(line)))] if draw(st.integers(0, 5)) == 0 else line
 
@@ -332,8 +337,8 @@ def test_tables(tmp_path, kind):
     csv.writer(text).writerows([['id', 'question'], *prompts.items()])
     data = text.getvalue().encode()
     if kind == 'parquet':
-        pa = pytest.importorskip('pyarrow')
-        pytest.importorskip('pyarrow.parquet').write_table(pa.table(dict(id=[*prompts], question=[*prompts.values()])), tmp_path/'in.parquet')
+        pa = pytest.importorskip('pyarrow', reason='Parquet files need pyarrow, which batchlab does without')
+        pytest.importorskip('pyarrow.parquet', reason='as above').write_table(pa.table(dict(id=[*prompts], question=[*prompts.values()])), tmp_path/'in.parquet')
     elif kind == 'jsonl.bz2': (tmp_path/'in.jsonl.bz2').write_bytes(bz2.compress(b'\n'.join(json.dumps(dict(id=k, prompt=v)).encode() for k, v in prompts.items())))
     else: (tmp_path/f'in.{kind}').write_bytes(lzma.compress(data) if kind == 'csv.xz' else data)
     column = {} if kind == 'jsonl.bz2' else dict(prompt_column='question', id_column='id')
@@ -380,6 +385,36 @@ def test_only_a_block_is_held(tmp_path, monkeypatch):
         if ordered: assert [r['custom_id'] for r in rows(tmp_path/'outTrue.jsonl')] == [f'r{i}' for i in range(300)]
 
 
+@posix
+def test_pipes(folder, tmp_path):
+    "Requests from standard input; answers to standard output, until its reader leaves."
+    write(tmp_path/'in.jsonl', [ask(i) for i in range(40)])
+    data, args = (tmp_path/'in.jsonl').read_bytes(), [*CMD, '-i', '-', '--model', folder, '--dtype', 'fp32', '-o']
+    run = lambda *a: subprocess.run([*args, *a], cwd=tmp_path, env=ENV, input=data, capture_output=True, timeout=120)
+    assert Job(tmp_path/'in.jsonl', tmp_path/'calm.jsonl').run(LLM(folder, dtype='fp32')).answered == 40
+    p = run('-', '--trace', 'trace.json')
+    (tmp_path/'piped.jsonl').write_bytes(p.stdout)
+    assert p.returncode == 0 and texts(tmp_path/'piped.jsonl') == texts(tmp_path/'calm.jsonl'), p.stderr
+    assert b'can not go on' in p.stderr and not (tmp_path/'-').exists() and not (tmp_path/'-.job').exists()
+    assert json.loads((tmp_path/'trace.json').read_text(encoding='utf-8'))['totals']['requests'] == dict(Counter(f for _, f in texts(tmp_path/'calm.jsonl').values()))
+    assert run('kept.jsonl', '--limit', '15').returncode == 0 and len(rows(tmp_path/'kept.jsonl')) == 15
+    p = run('kept.jsonl')                                                # the same input again: it goes on
+    assert b'15 of them before' in p.stderr and texts(tmp_path/'kept.jsonl') == texts(tmp_path/'calm.jsonl')
+    head = subprocess.run(f"{' '.join(args)} - < in.jsonl | head -n 1", shell=True, cwd=tmp_path, env=ENV, capture_output=True, timeout=120)
+    assert len(head.stdout.splitlines()) == 1 and b'Traceback' not in head.stderr
+
+
+def test_public_submit():
+    "What a job does with an engine, by public names."
+    from batchlab.engine import Parent, admit
+    e, events = LLM(tiny_model('llama', num_hidden_layers=1), tiny_tokenizer(), max_num_seqs=2), []
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    e.submit([admit(e, Parent(f'p{i}', i, events.append), 'why ' * (i + 1), params) for i in range(5)])
+    while e.has_unfinished: e.step()
+    done = {x.request_id: x.output.outputs[0].token_ids for x in events if x.finished}
+    assert done == {f'p{i}': llm().generate('why ' * (i + 1), params)[0].outputs[0].token_ids for i in range(5)}
+
+
 def test_plan_counts_what_runs(tmp_path):
     write(tmp_path/'in.jsonl', [ask(i, prompt='one beginning for all of these prompts, ' + 'x' * i, ignore_eos=True) for i in range(30)] + [ask(1)])
     job = Job(tmp_path/'in.jsonl', tmp_path/'out.jsonl')
@@ -395,6 +430,8 @@ def test_plan_counts_what_runs(tmp_path):
     (['-i', 'nowhere', '-o', 'o'], ["can't read nowhere"]), (['-i', 'in'], ['--output']), (['-i', 'in', '-o', 'in'], ['different files']),
     (['-i', 'in', '-o', 'no/dir/o'], ["can't write no/dir/o"]), (['-i', 'in', '-o', '.'], ['']), (['-i', 'in', '-o', 'o', '--timeout', '0'], ['--timeout']),
     (['-i', 'in', '-o', 'o', '--retry'], ['--retry', 'did you mean --retry-errors?']), (['-i', 'in', '-o', 'o', '--chat'], ['plain prompts']),
+    (['-i', 'in', '-o', '-', '--error-file', 'e'], ['standard output is not kept']), (['-i', 'in', '-o', '-', '--ray', '2'], ['--ray takes files']),
+    (['-i', 'in', '-o', 'o', '--structured-outputs', '{"regx": "a"}'], ['--structured-outputs']),
     (['-i', 'in', '-o', 'o', '--top-p', '0'], ['--top-p']), (['-i', 'in', '-o', 'o', '--model', 'no such model'], ['no such model'])])
 def test_mistakes_are_one_line(tmp_path, args, words, capsys, monkeypatch):
     from batchlab.cli import main
