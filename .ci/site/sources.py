@@ -1,0 +1,200 @@
+"What Sphinx is given: the notebooks in the book's order, a page for each module, and which name means what."
+import ast, functools, html, json, re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LIB = ROOT/'batchlab'
+HIDDEN = re.compile(r'^#\s*\|\s*(hide|default_exp)\b', re.M)
+EXPORT, DEFAULT = re.compile(r'^#\s*\|\s*exports?\b', re.M), re.compile(r'^#\s*\|\s*default_exp\s+(\w+)', re.M)
+DIRECTIVE = re.compile(r'^#\s*\|.*\n?', re.M)
+SCOPED = re.compile(r'<style scoped>.*?</style>', re.S)           # which browsers take for a style of the whole page
+
+
+# --- what there is
+
+def notebooks():
+    "Paths of the notebooks in the book's order, which is that of their names, without the index."
+    return sorted((p for p in (ROOT/'nbs').glob('[!_.]*.ipynb') if p.stem != 'index'), key=lambda p: p.stem)
+
+
+@functools.cache
+def load(path): return json.loads(path.read_text(encoding='utf-8'))
+
+
+def cells(path, kind):
+    "Sources of the cells of a kind."
+    return [''.join(c['source']) for c in load(path)['cells'] if c['cell_type'] == kind]
+
+
+def module_of(path):
+    "The module that a notebook exports, or None."
+    return next((m[1] for source in cells(path, 'code') if (m := DEFAULT.search(source))), None)
+
+
+def title_of(path): return cells(path, 'markdown')[0].splitlines()[0].lstrip('# ')
+
+
+@functools.cache
+def modules():
+    "`{module: its notebook}` in the book's order."
+    return {m: p for p in notebooks() if (m := module_of(p)) and (LIB/f'{m}.py').exists()}
+
+
+@functools.cache
+def parsed(module): return ast.parse((LIB/f'{module}.py').read_text(encoding='utf-8'))
+
+
+def summary(module): return (ast.get_docstring(parsed(module)) or '').split('\n\n')[0].replace('\n', ' ')
+
+
+def public_names(module):
+    "What `__all__` of a module says."
+    for node in parsed(module).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', '') == '__all__':
+            return ast.literal_eval(node.value)
+    return []
+
+
+# --- which name means what
+
+def is_patch(node):
+    return any(getattr(getattr(d, 'func', d), 'id', '') == 'patch' for d in getattr(node, 'decorator_list', []))
+
+
+def defined(body):
+    "Names of the functions and classes of a body, without what `@patch` puts elsewhere."
+    return [n.name for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and not is_patch(n)]
+
+
+def members(module):
+    "`(class, member)` of all public methods and fields that stand in a module, those put in by `@patch` too."
+    for node in parsed(module).body:
+        if isinstance(node, ast.ClassDef):
+            for x in node.body:
+                yield node.name, getattr(x, 'name', None) or getattr(getattr(x, 'target', None), 'id', '_')
+        elif is_patch(node): yield getattr(node.args.args[0].annotation, 'id', ''), node.name
+
+
+@functools.cache
+def known():
+    "`{name: [full names]}` of modules, their public names, and `Class.member`."
+    names = {f'batchlab.{m}': [f'batchlab.{m}'] for m in modules()}
+    for m in modules():
+        for name in public_names(m): names.setdefault(name, []).append(f'batchlab.{m}.{name}')
+    for m in modules():
+        for owner, name in members(m):
+            home = names.get(owner, ())
+            if name[0] != '_' and len(home) == 1: names[f'{owner}.{name}'] = [f'{home[0]}.{name}']
+    return names
+
+
+@functools.cache
+def member_names(): return {name for m in modules() for _, name in members(m)}
+
+
+def meant(text, module=None):
+    """The full name that `text`, code in the prose of `module`, means, or None.
+
+    Its own module goes first, then the only one that has the name. A lowercase name that is a method or field somewhere
+    as well may mean that one, so it stays as it is; so does a plain word before the chapter that makes it a name."""
+    m = re.fullmatch(r'([A-Za-z_][\w.]*)(\(.*\))?', text, re.S)
+    full, order = known().get(m[1], []) if m else [], [*modules()]
+    home = lambda f: f.split('.')[1]
+    if own := [f for f in full if home(f) == module]: return own[0]
+    if m and not re.search(r'[A-Z.]', m[1]):
+        if m[1] in member_names(): return None
+        if '_' not in m[1]: full = [f for f in full if module and order.index(home(f)) < order.index(module)]
+    return full[0] if len(full) == 1 else None
+
+
+# --- pages
+
+def picture(svg):
+    "What myst-nb needs to know of an SVG: its text alternative and whether it is too wide for a telephone."
+    alt = re.search(r'<title[^>]*>(.*?)</title>', svg, re.S) or re.search(r'aria-label="([^"]*)"', svg)
+    width = re.search(r'<svg[^>]*?\bwidth="([\d.]+)', svg) or re.search(r'viewBox="[\d.-]+ [\d.-]+ ([\d.]+)', svg)
+    return dict(alt=html.unescape(alt[1]) if alt else 'a picture, described in the text',
+                classes='wide' if width and float(width[1]) > 480 else 'small')
+
+
+def link_chapters(text, own):
+    "Prose in which `chapter 07` is a link, unless it is one already, or stands in code or in a heading."
+    stems = {p.stem.split('_')[0]: p.stem for p in notebooks() if p.stem != own}
+    link = lambda m: f'[{m[0]}]({stems[m[1]]}.ipynb)' if m[1] in stems else m[0]
+    parts = re.split(r'(```.*?```|`[^`]*`|\[[^\]]*\]\([^)]*\)|^#[^\n]*$)', text, flags=re.S | re.M)
+    parts[::2] = [re.sub(r'\b[Cc]hapter (\d\d[a-z]*)\b', link, p) for p in parts[::2]]
+    return ''.join(parts)
+
+
+def chapter(path):
+    "A notebook for the site: hidden cells and directives out, exported cells marked, links as they are here."
+    nb, module, out = load(path), module_of(path), []
+    for i, cell in enumerate(nb['cells']):
+        source, cell = ''.join(cell['source']), dict(cell, metadata={})
+        if cell['cell_type'] == 'code':
+            if HIDDEN.search(source): continue
+            code = DIRECTIVE.sub('', source).strip()
+            if not code and not cell['outputs']: continue
+            if EXPORT.search(source):
+                anchors = ''.join(f'<span id="def-{n}"></span>' for n in defined(ast.parse(code).body))
+                if anchors: out.append(dict(cell_type='markdown', metadata={}, source=anchors, id=f'anchor-{i}'))
+                cell['metadata']['tags'] = ['export']
+            for o in cell['outputs']:
+                data = o.get('data', {})
+                if svg := ''.join(data.get('image/svg+xml', '')): cell['metadata']['mystnb'] = dict(image=picture(svg))
+                if table := ''.join(data.get('text/html', '')): data['text/html'] = SCOPED.sub('', table)
+            cell['source'] = code
+        else:
+            cell['source'] = link_chapters(source.replace('](../', ']('), path.stem)
+            if not out: cell['source'] = re.sub(r'^(?!# )\s*', '# ', cell['source'])
+            if not out and module: cell['source'] += f'\n\n{{.module}}\nBuilds [`batchlab.{module}`](api/{module}.md).'
+        out.append(cell)
+    return dict(nb, cells=out)
+
+
+def toctree(caption, rows):
+    return f'```{{toctree}}\n:hidden:\n:caption: {caption}\n\n' + ''.join(f'{t} <{d}>\n' for t, d in rows) + '```\n\n'
+
+
+def home():
+    "The index, with the order of everything."
+    nb = chapter(ROOT/'nbs/index.ipynb')
+    book = [(f"{p.stem.split('_')[0]} {title_of(p).split(':')[0]}", p.stem) for p in notebooks()]
+    api = [('All modules', 'api/index')] + [(m, f'api/{m}') for m in modules()]
+    working = [('Contributing', 'CONTRIBUTING')]
+    order = toctree('The book', book) + toctree('API', api) + toctree('Working on it', working)
+    return dict(nb, cells=nb['cells'] + [dict(cell_type='markdown', metadata={}, id='order', source=order)])
+
+
+def constants(module):
+    "`{name: value}` of the public names that are neither functions nor classes; a long value is an ellipsis."
+    body, values = parsed(module).body, {}
+    for n in body:
+        if isinstance(n, ast.Assign): values |= {getattr(t, 'id', ''): ast.unparse(n.value) for t in n.targets}
+    rest = [n for n in public_names(module) if n not in defined(body)]
+    return {n: v if len(v := values.get(n, '…')) <= 200 else '…' for n in rest}
+
+
+def api_page(module, path):
+    rest = ''.join(f'\n.. py:data:: {name}\n   :value: {value}\n' for name, value in constants(module).items())
+    return (f'# {module}\n\n{{.module}}\nBuilt in chapter [{path.stem}](../{path.name}).\n\n'
+            f'```{{eval-rst}}\n.. automodule:: batchlab.{module}\n\n'
+            f'.. py:currentmodule:: batchlab.{module}\n{rest}```\n')
+
+
+def api_index():
+    tree = ast.parse((LIB/'__init__.py').read_text(encoding='utf-8'))
+    [lazy] = (ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == '_lazy')
+    rows = ''.join(f'| [`batchlab.{m}`]({m}.md) | {summary(m)} |\n' for m in modules())
+    return (f"# All modules\n\n`from batchlab import …` knows {', '.join(f'`{n}`' for n in lazy)}.\n\n"
+            f'| module | what you can do with it |\n|---|---|\n{rows}')
+
+
+def write(folder):
+    "All sources of the site into `folder`."
+    pages = {p.name: json.dumps(chapter(p), ensure_ascii=False) for p in notebooks()}
+    pages |= {'index.ipynb': json.dumps(home(), ensure_ascii=False), 'api/index.md': api_index()}
+    pages |= {f'api/{m}.md': api_page(m, p) for m, p in modules().items()}
+    pages |= {name: (ROOT/name).read_text(encoding='utf-8') for name in ('CONTRIBUTING.md', 'LICENSE')}
+    (folder/'api').mkdir(parents=True)
+    for name, text in pages.items(): (folder/name).write_text(text, encoding='utf-8')

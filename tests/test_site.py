@@ -1,0 +1,188 @@
+"The book as a whole: links between notebooks, and the site that `.ci/site/build` makes of them."
+import importlib.util, json, re, subprocess, sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT/'.ci/site'))
+import sources
+
+BOOK = sources.notebooks()
+ALL = [ROOT/'nbs/index.ipynb', *BOOK]
+missing = [m for m in ('sphinx', 'myst_nb', 'furo', 'ipywidgets') if importlib.util.find_spec(m) is None]
+needs_docs = pytest.mark.skipif(
+    bool(missing), reason="the site needs its packages: pip install -c constraints.txt '.[docs]'")
+
+
+def prose(path): return '\n\n'.join(sources.cells(path, 'markdown'))
+
+
+# --- without the site's packages
+
+@pytest.mark.parametrize('path', [*ALL, ROOT/'README.md', ROOT/'CONTRIBUTING.md'], ids=lambda p: p.stem)
+def test_links_between_files(path):
+    text = prose(path) if path.suffix == '.ipynb' else path.read_text(encoding='utf-8')
+    links = re.findall(r'\]\(([^)#\s]+)(?:#[^)\s]*)?\)', re.sub(r'```.*?```|`[^`]*`', '', text, flags=re.S))
+    dead = [l for l in links if not re.match(r'\w+:', l) and not (path.parent/l).exists()]
+    assert not dead
+
+
+@pytest.mark.parametrize('path', BOOK, ids=lambda p: p.stem)
+def test_ends_in_exercises(path):
+    assert re.search(r'^## Exercises\b.*^1\. ', prose(path), re.M | re.S)
+
+
+def test_book_order():
+    stems = [p.stem for p in BOOK]
+    assert stems[0] == '000_tour'
+    assert stems.index('09_attention') < stems.index('09a_kernels') < stems.index('10_engine')
+    assert all((sources.LIB/f'{m}.py').exists() for m in sources.modules())
+    exported = {p.stem for p in sources.LIB.glob('[!_]*.py')}
+    assert exported == {*sources.modules()}
+
+
+@pytest.mark.parametrize('text, module, full', [
+    ('SlotCache', 'prefill', 'batchlab.slots.SlotCache'),
+    ('load_model(dtype="fp32")', None, 'batchlab.models.load_model'),
+    ('Scheduler.schedule', 'engine', 'batchlab.scheduler.Scheduler.schedule'),
+    ('LLM.verify', None, 'batchlab.engine.LLM.verify'),
+    ('batchlab.engine', None, 'batchlab.engine'),
+    ('pack', 'engine', 'batchlab.ragged.pack'),
+    ('pack', 'prefill', None),                       # before its chapter it may be any word
+    ('generate', 'engine', None),                    # LLM's, the command line's, or transformers' own
+    ('prefill', 'slots', 'batchlab.prefill.prefill'),
+    ('finish_reason', 'engine', None),               # a field there, a function of chapter 04
+    ('as_json', 'jobs', 'batchlab.jobs.as_json'),    # two modules have one: each chapter means its own
+    ('as_json', 'engine', None),
+    ('num_tokens - 1', 'scheduler', None),
+])
+def test_names_mean(text, module, full): assert sources.meant(text, module) == full
+
+
+def test_chapters_are_linked():
+    text = 'As chapter 03 says; `chapter 03`, [chapter 03](03_padding.ipynb), chapter 99 and Chapter 09a.\n# chapter 03'
+    assert sources.link_chapters(text, '04_sampling').count('](03_padding.ipynb)') == 2
+    assert '[Chapter 09a](09a_kernels.ipynb)' in sources.link_chapters(text, '04_sampling')
+    assert sources.link_chapters(text, '03_padding').count('](03_padding.ipynb)') == 1
+
+
+# --- the site itself
+
+class Page(HTMLParser):
+    "What a page has and what it asks for."
+    def __init__(self, path):
+        super().__init__()
+        self.ids, self.links, self.fetched, self.scripts = set(), [], [], []
+        self.text = path.read_text(encoding='utf-8')
+        self.feed(self.text)
+
+    def handle_starttag(self, tag, attrs):
+        a = dict(attrs)
+        if 'id' in a: self.ids.add(a['id'])
+        if tag == 'a' and 'name' in a: self.ids.add(a['name'])
+        if tag == 'a' and a.get('href'): self.links.append(a['href'])
+        elsewhere = a.get('rel') in ('canonical', 'index', 'search', 'next', 'prev')
+        if tag == 'link' and not elsewhere: self.fetched.append(a['href'])
+        if tag in ('script', 'img', 'iframe', 'source', 'video', 'embed') and 'src' in a: self.fetched.append(a['src'])
+        if tag == 'object' and a.get('data'): self.fetched.append(a['data'])
+
+    def handle_data(self, data):
+        if self.get_starttag_text() and self.get_starttag_text().startswith('<script'): self.scripts.append(data)
+
+
+@pytest.fixture(scope='module')
+def site(tmp_path_factory):
+    out = tmp_path_factory.mktemp('site')/'site'
+    command = [sys.executable, str(ROOT/'.ci/site/build'), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+@pytest.fixture(scope='module')
+def pages(site): return {p.relative_to(site).as_posix(): Page(p) for p in site.rglob('*.html')}
+
+
+def dead_links(site, pages):
+    "`(page, link)` of all links to files or anchors that are not there."
+    dead = []
+    for name, page in pages.items():
+        for link in page.links + page.fetched:
+            url = urlsplit(link)
+            if url.scheme or url.netloc: continue
+            target = (site/name).parent/unquote(url.path) if url.path else site/name
+            if not target.is_file(): dead.append((name, link))
+            elif url.fragment and target.suffix == '.html' and name != 'search.html':
+                there = pages[target.resolve().relative_to(site.resolve()).as_posix()]
+                if unquote(url.fragment) not in there.ids: dead.append((name, link))
+    return dead
+
+
+def from_network(site, pages):
+    "`(file, what)` of all that a reader's browser would fetch from elsewhere."
+    found = [(name, x) for name, p in pages.items() for x in p.fetched if re.match(r'(https?:)?//', x)]
+    found += [(name, s) for name, p in pages.items() for s in p.scripts if '//' in s]
+    elsewhere = re.compile(r'(?:@import|url\()\s*["\']?(?:https?:)?//[^)]*')
+    return found + [(p.name, x) for p in site.rglob('*.css') for x in elsewhere.findall(p.read_text(encoding='utf-8'))]
+
+
+def test_the_checks_can_fail(tmp_path):
+    links = ''.join(f'<a href="{x}">x</a>' for x in ('b.html#there', 'c.html', '#here', '#no'))
+    scripts = '<script src="https://cdn.example/x.js"></script><script>import("//cdn.example/y")</script>'
+    (tmp_path/'a.html').write_text(f'<p id="here">x</p>{links}{scripts}')
+    (tmp_path/'b.html').write_text('<h1 id="there">b</h1><img src="gone.png"><a href="https://example.org/gone">5</a>')
+    (tmp_path/'c.css').write_text('@import url("https://fonts.example/css"); p { background: url(data:image/png,//) }')
+    pages = {p.name: Page(p) for p in tmp_path.glob('*.html')}
+    assert sorted(dead_links(tmp_path, pages)) == [('a.html', '#no'), ('a.html', 'c.html'), ('b.html', 'gone.png')]
+    assert [name for name, _ in from_network(tmp_path, pages)] == ['a.html', 'a.html', 'c.css']
+
+
+@needs_docs
+def test_no_dead_link(site, pages):
+    assert not dead_links(site, pages)
+    assert sum(len(p.links) for p in pages.values()) > 1000
+
+
+@needs_docs
+def test_nothing_from_the_network(site, pages): assert not from_network(site, pages)
+
+
+@needs_docs
+@pytest.mark.parametrize('path', BOOK, ids=lambda p: p.stem)
+def test_chapter_page(path, pages):
+    page, chapter = pages[f'{path.stem}.html'], sources.chapter(path)
+    shown = sum(1 for c in chapter['cells'] if c['cell_type'] == 'code' and c['outputs'])
+    assert page.text.count('class="cell_output') == shown, 'an output is missing'
+    images = sum('image/svg+xml' in o.get('data', {}) for c in chapter['cells'] for o in c.get('outputs', []))
+    assert page.text.count('<img ') >= images and '#|' not in page.text
+    order = ['index', *(p.stem for p in BOOK)]
+    before, after = order[order.index(path.stem) - 1], [*order, f'api/index'][order.index(path.stem) + 1]
+    assert f'rel="prev" title="' in page.text and re.search(rf'class="prev-page" href="{before}.html"', page.text)
+    assert re.search(rf'class="next-page" href="{after}.html"', page.text)
+    if module := sources.module_of(path): assert f'api/{module}.html' in page.text
+
+
+@needs_docs
+@pytest.mark.parametrize('module', sources.modules())
+def test_api_page(module, site, pages):
+    page, index = pages[f'api/{module}.html'], (site/'searchindex.js').read_text(encoding='utf-8')
+    found = json.loads(index[index.index('{'):index.rindex('}') + 1])['objects']
+    names = {x[-1] for prefix, objects in found.items() if prefix == f'batchlab.{module}' for x in objects}
+    for name in sources.public_names(module):
+        assert f'batchlab.{module}.{name}' in page.ids, name
+        assert name in names, name
+    assert 'sig-paren' in page.text or not any(True for _ in sources.members(module))
+
+
+@needs_docs
+def test_prose_links_to_code(pages):
+    assert 'api/slots.html#batchlab.slots.SlotCache' in pages['09_attention.html'].links
+    assert 'api/engine.html#batchlab.engine.LLM' in pages['000_tour.html'].links
+    assert '../08_scheduler.html#def-Scheduler' in pages['api/scheduler.html'].links
+    patched = pages['api/engine.html'].ids
+    assert '03_padding.html' in pages['05_prefix.html'].links[40:]           # its prose names that chapter
+    assert '<math' in pages['01_prefill.html'].text and '$T$' not in pages['01_prefill.html'].text
+    assert {'batchlab.engine.LLM.generate', 'batchlab.engine.LLM.score', 'batchlab.engine.Engine.recover'} <= patched
