@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from fastcore.basics import patch
 from transformers import AttentionInterface
 
 from .models import BatchlabError
@@ -250,21 +251,25 @@ class PackedStep:
     @property
     def masked(self): return sum((s.last - s.first) * s.end for s in self.spans) - sum(start + 1 for _, start in self.single)
 
-    def span_mask(self, i, window, dtype):
-        "For `spans[i]`: the first column worth reading, and the additive mask `[R, 1, 1, columns]`."
-        return self._once(_span_mask, self.spans[i], window, dtype)
-
-    def chunk_mask(self, i, window, dtype):
-        "For `chunks[i]`: the first column worth reading, and the additive mask `[n, columns]`, or 'causal'."
-        return self._once(_chunk_mask, *self.chunks[i][2:], window, dtype, self.cache.device)
-
-    def _once(self, make, *args):
-        if args not in self.masks: self.masks[args] = make(*args)
-        return self.masks[args]
-
     def attention(self, layer, q, k, v, scaling, window, softcap, sinks, others):
         "The backend, as `packed_attention` calls it."
         return slot_attention(self, layer, q, k, v, scaling, window, softcap, sinks)
+
+# %% ../nbs/09_attention.ipynb #9eebfa41
+@patch
+def span_mask(self:PackedStep, i, window, dtype):
+    "For `spans[i]`: the first column worth reading, and the additive mask `[R, 1, 1, columns]`."
+    return self._once(_span_mask, self.spans[i], window, dtype)
+
+@patch
+def chunk_mask(self:PackedStep, i, window, dtype):
+    "For `chunks[i]`: the first column worth reading, and the additive mask `[n, columns]`, or 'causal'."
+    return self._once(_chunk_mask, *self.chunks[i][2:], window, dtype, self.cache.device)
+
+@patch
+def _once(self:PackedStep, make, *args):
+    if args not in self.masks: self.masks[args] = make(*args)
+    return self.masks[args]
 
 # %% ../nbs/09_attention.ipynb #b4430ca1
 def slot_attention(step, layer, q, k, v, scaling, window=None, softcap=None, sinks=None):

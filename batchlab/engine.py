@@ -73,26 +73,29 @@ class Engine:
         "Tell those who watch; mostly nobody does."
         for watch in self.watchers: watch(self, event, x)
 
-    def sample(self, due, logits):
-        "Draw the next token of every request at its end: those requests, and what they got, `Sampled`."
-        ends, at, requests = itertools.accumulate(n for _, n in due), [], []
-        for (row, n), end in zip(due, ends):
-            if n and row.request.wants_all: row.request.append_prompt(logits[end - n:end], row.start)
-            if n and row.samples:
-                at.append(end - 1)
-                requests.append(row.request)
-        return requests, sample(logits if len(at) == len(logits) else logits[at], [r.row for r in requests])
+# %% ../nbs/10_engine.ipynb #cfab311d
+@patch
+def sample(self:Engine, due, logits):
+    "Draw the next token of every request at its end: those requests, and what they got, `Sampled`."
+    ends, at, requests = itertools.accumulate(n for _, n in due), [], []
+    for (row, n), end in zip(due, ends):
+        if n and row.request.wants_all: row.request.append_prompt(logits[end - n:end], row.start)
+        if n and row.samples:
+            at.append(end - 1)
+            requests.append(row.request)
+    return requests, sample(logits if len(at) == len(logits) else logits[at], [r.row for r in requests])
 
-    def append(self, requests, got):
-        "Give `requests` their tokens; those that end leave their slots to others."
-        self.num_steps += 1
-        for i, r in enumerate(requests):
-            if i in got.errors: r.fail(got.errors[i])
-            else:
-                try: r.append(got.token_ids[i], got.logprobs[i])
-                except Exception as e: r.fail(f'its text failed with {type(e).__name__}: {e}')
-            if r.finish_reason: self.scheduler.finish(r, r.finish_reason, keep=r.finish_reason != 'error')
-        return requests
+@patch
+def append(self:Engine, requests, got):
+    "Give `requests` their tokens; those that end leave their slots to others."
+    self.num_steps += 1
+    for i, r in enumerate(requests):
+        if i in got.errors: r.fail(got.errors[i])
+        else:
+            try: r.append(got.token_ids[i], got.logprobs[i])
+            except Exception as e: r.fail(f'its text failed with {type(e).__name__}: {e}')
+        if r.finish_reason: self.scheduler.finish(r, r.finish_reason, keep=r.finish_reason != 'error')
+    return requests
 
 # %% ../nbs/10_engine.ipynb #38b860a2
 @patch
@@ -414,9 +417,9 @@ class LLM:
     found. `tokenizer`: None takes the model's own; with a loaded model None means ids in, ids out. `max_num_seqs`:
     sequences at once. `max_num_batched_tokens`: tokens a step. `max_model_len`: most tokens of prompt and answer
     together. `compile`: run on kernels compiled on this machine, 'auto' (if it can), True or False; `backend` says what came
-    of it. `quantization`: None or 'int8', see the chapter on it for what it costs. `kv_cache_bytes`: the most that keys and values may take, of which only what the requests need is taken.
-    What is None is chosen from the device and its free memory, see `limits`. `enable_prefix_caching`: reuse the KV of
-    earlier requests with the same beginning. `strategy`: 'continuous'; or, to compare, 'loop' (one at a time), 'static'
+    of it. `quantization`: None or 'int8', see the chapter on it for what it costs. `kv_cache_bytes`: the most that keys
+    and values may take, of which only what the requests need is taken. What is None is chosen from the device and
+    its free memory, see `limits`. `enable_prefix_caching`: reuse the KV of earlier requests with the same beginning. `strategy`: 'continuous'; or, to compare, 'loop' (one at a time), 'static'
     (batches in the order given), 'bucketed' (similar lengths together), 'prefix' (batches that share a prefix). `trace`:
     record all that happens, in `recorder`; to record a part of it, see `trace`. Raises `ModelError`, `ParamError`."""
     def __init__(self, model=None, tokenizer=None, dtype='auto', device='auto', max_num_seqs=None, max_model_len=None,
@@ -471,7 +474,8 @@ def _arm(self:LLM):
         room = free_memory(self.model.device) / 10
         backend = choose_backend(self.model, self.shapes, self.compile, self.own, room, linear)
     if self.quantization and not backend.forward:
-        raise UnsupportedModelError(f'quantization={self.quantization!r} is for models that run fused, and this one does not: {backend.why}')
+        raise UnsupportedModelError(f'quantization={self.quantization!r} is for models that run fused, and this one does not: '
+                                    f'{backend.why}')
     self.stamp = stamp(self.model)                                        # an own model has given weights up by now
     log.info('%s runs on: %s. %s', type(self.model).__name__, backend.name, backend.why)
     return backend
