@@ -357,14 +357,14 @@ def measure(worker, result, make, names, rounds=3, patience=120, say=lambda line
     result.first_token_s = play(worker.ask, Workload('first', [p[:16] for p in first.prompts], [1], 1))[0]
     for name in names:
         play(worker.ask, make(name, -1, True))
-        spent, result.rounds[name], result.tokens[name] = 0, [], []
+        spent = 0
         for seed in range(rounds):
             if seed and spent > patience: break
             w = make(name, seed, False)
             seconds, tokens = play(worker.ask, w)
             spent += seconds
-            result.rounds[name].append(seconds)
-            result.tokens[name].append(tokens)
+            result.rounds.setdefault(name, []).append(seconds)
+            result.tokens.setdefault(name, []).append(tokens)
             say(f'{result.label}: {name}, round {seed + 1}: {w.output_tokens / seconds:,.1f} tokens/s')
     result.peak_bytes = peak_bytes(worker.process.pid)
     return result

@@ -103,3 +103,22 @@ def test_busy_process_ends_with_a_killed_command():
     end = time.monotonic() + 30
     while bench.alive(spin) and time.monotonic() < end: time.sleep(.1)
     assert not bench.alive(spin)
+
+
+def test_what_a_contender_did_before_it_died_is_reported():
+    "It dies in the middle of its second workload: the first stands in table and picture."
+    class Dying:
+        start_s, process, calls = 1., psutil.Process(), 0
+
+        def ask(self, what, prompts, max_tokens, max_num_seqs):
+            self.calls += 1
+            if self.calls > 4: raise bench.PeerError('its process ended')
+            return dict(seconds=.5, result=[[7] * n for n in max_tokens])
+    make = lambda name, seed, small: bench.workload(name, max(seed, 0), scale=.1)
+    died, whole = bench.Result('hf-cb', 'died'), bench.Result('batchlab', 'whole')
+    with pytest.raises(bench.PeerError): bench.measure(Dying(), died, make, ['single', 'uniform'], rounds=1)
+    assert list(died.rounds) == ['single']
+    whole.rounds, whole.tokens = dict(died.rounds, uniform=[.25]), dict(died.tokens, uniform=died.tokens['single'])
+    report = bench.as_report([whole, died], make)
+    assert [list(r['workloads']) for r in report['results']] == [['single', 'uniform'], ['single']]
+    assert '| died |' in bench.speed_table(report) and 'died' in bench.detail_table(report) and 'died' in bench.bars(report)
