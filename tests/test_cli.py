@@ -126,7 +126,7 @@ def test_bad_prompts_fail_alone(cli, tmp_path):
 
 @posix
 def test_full_disk_is_one_line(model, tmp_path):
-    if not os.path.exists('/dev/full'): pytest.skip('no /dev/full')
+    if not os.path.exists('/dev/full'): pytest.skip('needs /dev/full, the device that is always full')
     args = [*CMD, 'generate', 'a', 'b', '--model', model, '--max-tokens', '3']
     p = subprocess.run([*args, '--output', '/dev/full'], capture_output=True, text=True, env=ENV)
     fails_in_one_line(p, 1, "can't write /dev/full", '0 of 2')

@@ -20,12 +20,9 @@ LONGEST = 24
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    log, before = logging.getLogger('batchlab'), torch.get_num_threads()
-    torch.set_num_threads(1)                         # tiny models gain nothing from more, and lose much
+def log_as_before(one_thread):
     yield
-    torch.set_num_threads(before)
-    log.setLevel(logging.NOTSET)
+    logging.getLogger('batchlab').setLevel(logging.NOTSET)
 
 
 def hf_generate(model, prompt, n):

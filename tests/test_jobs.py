@@ -3,7 +3,7 @@ import contextlib, functools, gzip, json, os, random, re, signal, subprocess, sy
 from collections import Counter
 from pathlib import Path
 
-import pytest, torch
+import pytest
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from batchlab.engine import LLM
@@ -16,12 +16,7 @@ CMD = [sys.executable, '-m', 'batchlab.cli', 'run']
 posix = pytest.mark.skipif(os.name != 'posix', reason='signals and limits of POSIX')
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)                         # tiny models gain nothing from more, and lose much
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures('one_thread')
 
 
 @functools.cache
@@ -338,7 +333,7 @@ def test_tables(tmp_path, kind):
     data = text.getvalue().encode()
     if kind == 'parquet':
         pa = pytest.importorskip('pyarrow', reason='Parquet files need pyarrow, which batchlab does without')
-        pytest.importorskip('pyarrow.parquet', reason='as above').write_table(pa.table(dict(id=[*prompts], question=[*prompts.values()])), tmp_path/'in.parquet')
+        pytest.importorskip('pyarrow.parquet', reason='Parquet files need pyarrow with Parquet built in').write_table(pa.table(dict(id=[*prompts], question=[*prompts.values()])), tmp_path/'in.parquet')
     elif kind == 'jsonl.bz2': (tmp_path/'in.jsonl.bz2').write_bytes(bz2.compress(b'\n'.join(json.dumps(dict(id=k, prompt=v)).encode() for k, v in prompts.items())))
     else: (tmp_path/f'in.{kind}').write_bytes(lzma.compress(data) if kind == 'csv.xz' else data)
     column = {} if kind == 'jsonl.bz2' else dict(prompt_column='question', id_column='id')

@@ -153,7 +153,7 @@ def test_disk_too_small(env):
     assert not Path(env['T_LOG']).exists()             # nothing was fetched
 
 
-@pytest.mark.skipif(not Path('/dev/full').exists(), reason='needs /dev/full')
+@pytest.mark.skipif(not Path('/dev/full').exists(), reason='needs /dev/full, the device that is always full')
 def test_disk_full_in_the_middle(env):
     full = "def full(*args):\n  with open('/dev/full', 'wb', buffering=0) as f: f.write(b'x')\nM._unpack_gguf = full\n"
     said = refused(SEAM + full + 'M.load_model()', env)

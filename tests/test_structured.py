@@ -16,12 +16,7 @@ PERSON = dict(type='object', required=['name', 'age', 'tags'], properties=dict(
     tags=dict(type='array', items=dict(enum=['a', 'b"c', None, 7]), maxItems=2)))
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)                         # tiny models gain nothing from more, and lose much
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures('one_thread')
 
 
 @functools.cache
