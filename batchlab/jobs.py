@@ -547,12 +547,12 @@ def check_same(path, now, force=False):
                        'or --force it, which mixes the two')
 
 # %% ../nbs/20_jobs.ipynb #be29f728
-def replace_file(path, data):
-    "Let file `path` hold `data`, whole or not at all. Raises `JobError`."
+def replace_file(path, parts):
+    "Let file `path` hold `parts`, bytes one after the other, whole or not at all. Raises `JobError`."
     new = Path(f'{path}.new')
     try:
         with new.open('wb') as f:
-            f.write(data)
+            f.writelines(parts)
             f.flush()
             os.fsync(f.fileno())
         os.replace(new, path)
@@ -880,17 +880,11 @@ def lock(path, stack):
 # %% ../nbs/20_jobs.ipynb #502cfc59
 def without_failures(path):
     "Rewrite file `path` of answers without the failures, whole or not at all. Raises `JobError`."
-    new = Path(f'{path}.new')
-    try:
-        with open(path, 'rb') as f, new.open('wb') as g:
-            kept = (raw for _, raw in read_lines(f, 2**31) if read_record(raw)[2]['error'] is None)
-            for raw in kept: g.write(raw + b'\n')
-            g.flush()
-            os.fsync(g.fileno())
-        os.replace(new, path)
-    except OSError as e:
-        with suppress(OSError): new.unlink()
-        raise JobError(f"can't write {path} ({e.strerror or e})") from e
+    def kept():
+        with open(path, 'rb') as f:
+            for _, raw in read_lines(f, 2**31):
+                if read_record(raw)[2]['error'] is None: yield raw + b'\n'
+    replace_file(path, kept())
 
 # %% ../nbs/20_jobs.ipynb #e5311632
 @patch
@@ -922,7 +916,7 @@ def remember(self:Job, llm):
     if self.output == '-': return
     now, side = self.settings() | dict(model=model_digest(llm)), f'{self.output}.job'
     check_same(side, now, self.force)
-    replace_file(side, json.dumps(dict(batchlab=__version__, settings=now), indent=1).encode())
+    replace_file(side, [json.dumps(dict(batchlab=__version__, settings=now), indent=1).encode()])
 
 # %% ../nbs/20_jobs.ipynb #240dcc23
 def flat(d):
