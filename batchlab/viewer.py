@@ -13,10 +13,10 @@ from pathlib import Path
 from .models import BatchlabError
 from .trace import Trace
 
-# %% ../nbs/32a_viewer.ipynb #ddd4f4c8
+# %% ../nbs/32a_viewer.ipynb #d9f884e2
 def embed(data):
     "`data` as JSON that can stand inside a `script` element."
-    return json.dumps(data, ensure_ascii=False, separators=(',', ':')).replace('<', '\\u003c')
+    return json.dumps(data, separators=(',', ':')).replace('<', '\\u003c')
 
 # %% ../nbs/32a_viewer.ipynb #0faff9c7
 CSS = r'''
