@@ -35,13 +35,14 @@ from .scheduler import Scheduler, round_up
 
 log = logging.getLogger('batchlab')
 
-# %% ../nbs/10_engine.ipynb #937bd1da
+# %% ../nbs/10_engine.ipynb #2fcb5072
 def out_of_memory(e):
     "Whether exception `e` says that memory ran out, on any device."
     return isinstance(e, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(e, RuntimeError) and any(s in str(e) for s in ('not enough memory', "can't allocate memory", 'out of memory')))
+        isinstance(e, RuntimeError)
+        and any(s in str(e) for s in ('not enough memory', "can't allocate memory", 'out of memory')))
 
-# %% ../nbs/10_engine.ipynb #c418779f
+# %% ../nbs/10_engine.ipynb #b9ddf3f2
 class Engine:
     """A scheduler that decides and a runner that computes: each `step` gives the requests of a plan what they are due.
 
@@ -73,7 +74,7 @@ class Engine:
         "Tell those who watch; mostly nobody does."
         for watch in self.watchers: watch(self, event, x)
 
-# %% ../nbs/10_engine.ipynb #cfab311d
+# %% ../nbs/10_engine.ipynb #f53c79dc
 @patch
 def sample(self:Engine, due, logits):
     "Draw the next token of every request at its end: those requests, and what they got, `Sampled`."
@@ -253,7 +254,7 @@ def params_for(params, n):
         raise ParamError(f'{len(params)} sampling parameters for {n} prompts: give one for all, or one for each')
     return [SamplingParams.of(p) for p in params]
 
-# %% ../nbs/10_engine.ipynb #16779c20
+# %% ../nbs/10_engine.ipynb #2051c938
 def settings_for(n, sampling_params=None, priority=None, timeout=None):
     "For each of `n` prompts `(SamplingParams, priority, timeout)`. Raises `ParamError`."
     whole = lambda v: isinstance(v, numbers.Integral) and not isinstance(v, bool)
@@ -263,7 +264,8 @@ def settings_for(n, sampling_params=None, priority=None, timeout=None):
         if len(xs) != n: raise ParamError(f'{len(xs)} values of {name} for {n} prompts: give one for all, or one for each')
         if bad := [v for v in xs if v is not None and not ok(v)]: raise ParamError(f'{name} must be {want}, got {bad[0]!r}')
         return [default if v is None else v for v in xs]
-    return list(zip(params_for(sampling_params, n), spread('priority', priority, 0, whole, 'a whole number, lower goes first'),
+    return list(zip(params_for(sampling_params, n),
+                    spread('priority', priority, 0, whole, 'a whole number, lower goes first'),
                     spread('timeout', timeout, None, above, 'a number of seconds above 0')))
 
 # %% ../nbs/10_engine.ipynb #8d437236
@@ -361,7 +363,7 @@ class Limits:
     def kv_tokens(self):
         return self.kv_bytes // self.kv_bytes_per_token // 64 * 64 if self.kv_bytes_per_token else None
 
-# %% ../nbs/10_engine.ipynb #1054f359
+# %% ../nbs/10_engine.ipynb #4edc2ddf
 def choose_limits(model, shapes, paddable=None, max_num_seqs=None, max_num_batched_tokens=None, max_model_len=None,
                   kv_cache_bytes=None):
     "The `Limits` of a model: what the user gave, else by its device and what memory is free there. Raises `ParamError`."
@@ -375,7 +377,8 @@ def choose_limits(model, shapes, paddable=None, max_num_seqs=None, max_num_batch
                          f'{l.max_num_seqs}, as each sequence takes one token of a step: raise the one or lower the other')
     if not per_token: return l
     if not l.kv_tokens:
-        raise ParamError(f'a KV cache of {l.kv_bytes:,} bytes holds less than 64 tokens of {per_token:,} bytes: raise kv_cache_bytes')
+        raise ParamError(f'a KV cache of {l.kv_bytes:,} bytes holds less than 64 tokens of {per_token:,} bytes: '
+                         'raise kv_cache_bytes')
     if own is None or own > l.kv_tokens:
         if max_model_len:
             raise ParamError(f'max_model_len={max_model_len} takes {max_model_len * per_token:,} bytes of KV, and there are '
@@ -409,7 +412,7 @@ def check_count(name, n):
     if n is None or isinstance(n, numbers.Integral) and not isinstance(n, bool) and n >= 1: return n
     raise ParamError(f'{name} must be a whole number of at least 1, got {n!r}')
 
-# %% ../nbs/10_engine.ipynb #5aa5a99d
+# %% ../nbs/10_engine.ipynb #88bfee66
 class LLM:
     """Batch inference with one causal LM: `generate` for prompts, `chat` for conversations, results in input order.
 
@@ -419,9 +422,10 @@ class LLM:
     together. `compile`: run on kernels compiled on this machine, 'auto' (if it can), True or False; `backend` says what came
     of it. `quantization`: None or 'int8', see the chapter on it for what it costs. `kv_cache_bytes`: the most that keys
     and values may take, of which only what the requests need is taken. What is None is chosen from the device and
-    its free memory, see `limits`. `enable_prefix_caching`: reuse the KV of earlier requests with the same beginning. `strategy`: 'continuous'; or, to compare, 'loop' (one at a time), 'static'
-    (batches in the order given), 'bucketed' (similar lengths together), 'prefix' (batches that share a prefix). `trace`:
-    record all that happens, in `recorder`; to record a part of it, see `trace`. Raises `ModelError`, `ParamError`."""
+    its free memory, see `limits`. `enable_prefix_caching`: reuse the KV of earlier requests with the same beginning.
+    `strategy`: 'continuous'; or, to compare, 'loop' (one at a time), 'static' (batches in the order given), 'bucketed'
+    (similar lengths together), 'prefix' (batches that share a prefix). `trace`: record all that happens, in `recorder`;
+    to record a part of it, see `trace`. Raises `ModelError`, `ParamError`."""
     def __init__(self, model=None, tokenizer=None, dtype='auto', device='auto', max_num_seqs=None, max_model_len=None,
                  max_num_batched_tokens=None, enable_prefix_caching=True, strategy='continuous', kv_cache_bytes=None,
                  compile='auto', quantization=None, trace=False):
@@ -440,7 +444,7 @@ class LLM:
         self.max_model_len = self.limits.max_model_len
         self.parents, self.inbox, self.engines, self.deadlines = {}, deque(), {}, []      # prompts by id; what came in
         self.mutex, self.progress, self.stepper = threading.Lock(), threading.Condition(), None
-        self.thread = self.stopping = None
+        self.thread, self.stopping, self.paused = None, None, False
         self.ids, self.done, self.past = itertools.count(), Counter(), Ledger()
         self.watchers = []                                     # of requests: 'queued', 'ended', 'refused'; and of all engines
         self.grammars = None                                   # made when a request first asks for structured outputs
@@ -458,7 +462,7 @@ def weights_digest(model):
         h.update(f'{name} {tuple(p.shape)} {p.dtype} {p.detach().reshape(-1)[:16].tolist()}'.encode())
     return h.hexdigest()
 
-# %% ../nbs/10_engine.ipynb #59906900
+# %% ../nbs/10_engine.ipynb #d63b6c9f
 @patch
 def _arm(self:LLM):
     "The `Backend` for the model as it is now; what was computed with it as it was before is dropped."
@@ -669,7 +673,7 @@ def _count(llm, p):
     for name in ('time_to_first_token', 'time_per_token'):
         if (t := p.output.metrics[name]) is not None: llm.done.update({name: t, f'n {name}': 1})
 
-# %% ../nbs/10_engine.ipynb #4c14a568
+# %% ../nbs/10_engine.ipynb #8c01f223
 class EngineError(BatchlabError, RuntimeError):
     "The engine was used in a way that can't work: an id twice, a step inside a callback, an addition while it stops."
 
@@ -690,6 +694,19 @@ def step(self:LLM):
         self._wake()
     return self.has_unfinished
 
+@patch
+def take_in(self:LLM, timeout=-1):
+    """Queue what came and end what was cancelled or has run out of time, without a step.
+
+    Waits for the end of another thread's step, `timeout` seconds at most (-1: as long as it takes); whether that came."""
+    _not_inside(self)
+    if not self.mutex.acquire(timeout=timeout): return False
+    try: _take_in(self)
+    finally:
+        self.mutex.release()
+        self._wake()
+    return True
+
 def _not_inside(llm):
     if llm.stepper == threading.get_ident():
         raise EngineError('a stream callback runs inside a step: it may call add_request and cancel, and nothing that steps')
@@ -706,7 +723,7 @@ def submit(self:LLM, parents):
     self.inbox.extend(parents)
     self._wake()
 
-# %% ../nbs/10_engine.ipynb #21d2260d
+# %% ../nbs/10_engine.ipynb #670ecc95
 @patch
 def stream(self:LLM, prompts, sampling_params=None, chat=False, priority=None, timeout=None):
     """Yield a `StreamEvent` for each token of each request as it comes; for arguments see `generate`.
@@ -733,7 +750,7 @@ def _stream(llm, prompts, settings, chat, longest_first=False):
         gone = [p.request_id for p in parents if not p.done]
         llm.inbox.extend(gone)
         if gone and llm.stepper != threading.get_ident():
-            with llm.mutex: _take_in(llm)
+            llm.take_in()
 
 # %% ../nbs/10_engine.ipynb #cabcf088
 @patch
@@ -812,7 +829,7 @@ def cancel(self:LLM, request_id):
     self._wake()
     return found
 
-# %% ../nbs/10_engine.ipynb #bcd76a0b
+# %% ../nbs/10_engine.ipynb #664d0e54
 @patch
 def start(self:LLM):
     "Run the engine in a thread of its own until `stop`."
@@ -824,9 +841,11 @@ def start(self:LLM):
 def _background(llm):
     while not (llm.stopping and not llm.has_unfinished):
         if llm.stopping == 'cancel': llm.inbox.extend(list(llm.parents))
-        if llm.has_unfinished: llm.step()
+        if llm.has_unfinished and (llm.stopping or not llm.paused): llm.step()
         else:
-            with llm.progress: llm.has_unfinished or llm.stopping or llm.progress.wait(1)
+            if llm.inbox or llm.deadlines: llm.take_in()
+            held = lambda: llm.paused and not llm.inbox or not llm.has_unfinished
+            with llm.progress: llm.stopping or held() and llm.progress.wait(.05 if llm.paused and llm.deadlines else 1)
 
 @patch
 def stop(self:LLM, drain=True):
@@ -836,7 +855,23 @@ def stop(self:LLM, drain=True):
     self.stopping = 'drain' if drain else 'cancel'
     self._wake()
     self.thread.join()
-    self.thread = self.stopping = None
+    self.thread, self.stopping, self.paused = None, None, False
+
+# %% ../nbs/10_engine.ipynb #049454fc
+@patch
+def pause(self:LLM):
+    """Hold the background thread before its next step, until `resume`, `stop` or the end of `with llm:`.
+
+    Meanwhile requests may be added, and those that are cancelled or run out of time end. Calls that step by themselves
+    (`generate`, `stream`, `step`) are not held, and move everybody."""
+    self.paused = True
+    self._wake()
+
+@patch
+def resume(self:LLM):
+    "Go on after `pause`."
+    self.paused = False
+    self._wake()
 
 # %% ../nbs/10_engine.ipynb #3420efb1
 @patch
@@ -878,7 +913,7 @@ def score(self:LLM, prompts, use_tqdm=None):
     return [Score(o.prompt_token_ids or [], [next(iter(d.values())).logprob for d in (o.prompt_logprobs or [])[1:]], o.error)
             for o in outs]
 
-# %% ../nbs/10_engine.ipynb #a29138cf
+# %% ../nbs/10_engine.ipynb #7b2e8ea4
 @dataclass
 class MemoryPlan:
     "What a call would take. `longest`: prompt and answer of the longest request, tokens; `refused`: errors by index."
@@ -895,8 +930,9 @@ class MemoryPlan:
 
     def __str__(self):
         mb = lambda n: f'{n / 1e6:,.1f} MB'
-        return (f'{self.num_requests} requests, {self.prompt_tokens:,} prompt tokens, at most {self.max_output_tokens:,} to '
-                f'generate, the longest {self.longest:,}\nweights {mb(self.weights_bytes)}, KV {self.kv_bytes_per_token:,} bytes a token: '
+        return (f'{self.num_requests} requests, {self.prompt_tokens:,} prompt tokens, at most '
+                f'{self.max_output_tokens:,} to generate, the longest {self.longest:,}\n'
+                f'weights {mb(self.weights_bytes)}, KV {self.kv_bytes_per_token:,} bytes a token: '
                 f'{self.slots} slots, at most {mb(self.kv_bytes)} of {mb(self.kv_limit_bytes)}' +
                 ''.join(f'\nrequest {i} is refused: {why}' for i, why in self.refused.items()))
 
@@ -914,7 +950,7 @@ def plan(self:LLM, prompts, sampling_params=None, chat=False):
                       slots * round_up(longest) * l.kv_bytes_per_token, l.kv_bytes_per_token, l.kv_bytes,
                       {p.index: p.error for p in parents if p.error})
 
-# %% ../nbs/10_engine.ipynb #1cc9f809
+# %% ../nbs/10_engine.ipynb #98aeabc5
 @dataclass
 class Stats:
     """What an `LLM` has done since it was made. Tokens are counted for finished requests, positions for all steps.
@@ -946,8 +982,9 @@ def stats(self:LLM):
     d, es, all_time = self.done, list(self.engines.values()), _sum_ledgers([self.past, self.ledger])
     caches = [e.runner.cache for e in es if hasattr(e.runner, 'cache')]
     mean = lambda name: d[name] / d[f'n {name}'] if d[f'n {name}'] else math.nan
-    return Stats({k[4:]: n for k, n in d.items() if k.startswith('end ')}, d['prompt_tokens'], d['output_tokens'], d['cached_tokens'],
-                 all_time.recomputed, all_time.padded, all_time.masked, d['preemptions'], sum(e.num_steps for e in es),
+    ends = {k[4:]: n for k, n in d.items() if k.startswith('end ')}
+    return Stats(ends, d['prompt_tokens'], d['output_tokens'], d['cached_tokens'], all_time.recomputed,
+                 all_time.padded, all_time.masked, d['preemptions'], sum(e.num_steps for e in es),
                  sum(len(e.scheduler.running) for e in es), sum(len(e.scheduler.waiting) for e in es),
                  sum(len(e.scheduler.slots) for e in es), sum(r > 0 for e in es for r in e.scheduler.slots.refs),
                  sum(c.nbytes for c in caches), mean('time_to_first_token'), mean('time_per_token'),

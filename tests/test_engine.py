@@ -362,3 +362,23 @@ def test_every_backend_gives_the_oracles_tokens():
             found.add(llm.backend.name)
             assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, SamplingParams(**GREEDY), use_tqdm=False)] == want
         assert 'torch' in found
+
+
+def test_pause_holds_the_thread_and_nothing_is_lost():
+    llm, ended = LLM(tiny_model('llama'), tiny_tokenizer(), max_num_seqs=2), {}
+    def note(e):
+        if e.finished: ended[e.request_id] = e.output.outputs[0].finish_reason, len(e.output.outputs[0].token_ids)
+    long = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    with llm:
+        for i in range(3): llm.add_request('a bc def'[:2 + 3 * i], long, note, request_id=str(i))
+        llm.pause()
+        threads = [threading.Thread(target=f, args=(k,)) for k in range(20) for f in (lambda k: llm.pause(), lambda k: llm.resume())]
+        for t in threads: t.start()
+        for t in threads: t.join()
+        llm.pause()
+        outs = llm.generate(['other'], long)                        # steps by itself, and is not held
+        llm.cancel('2')
+    assert len(outs[0].outputs[0].token_ids) == 30 and not llm.paused
+    assert ended['0'] == ended['1'] == ('length', 30) and ended['2'][0] in ('cancelled', 'length')      # leaving goes on
+    with llm: assert llm.add_request('again', long, note, request_id='again') and llm.stop() is None
+    assert ended['again'] == ('length', 30) and llm.stats().slots_in_use == 0
