@@ -9,8 +9,8 @@ __all__ = ['SAMPLING_FLAGS', 'SAMPLING_LISTS', 'SAMPLING_KEYS', 'COMMANDS', 'ALI
            'whole_number', 'run_parser', 'plan_parser', 'view_parser', 'parse_args', 'sampling_options', 'Item',
            'parse_object', 'json_item', 'read_text', 'read_file', 'prepare', 'read_items', 'completion_dict', 'record',
            'as_json', 'as_text', 'file_size', 'give_up', 'Results', 'open_output', 'empty', 'Signals', 'outputs_of',
-           'run_items', 'llm_options', 'load_llm', 'traced', 'summary', 'generate', 'job_of', 'input_file', 'run_job',
-           'run_here', 'run_with_ray', 'plan_job', 'view_trace', 'main', 'call', 'told']
+           'run_items', 'llm_options', 'load_llm', 'check_trace_path', 'traced', 'summary', 'generate', 'job_of',
+           'input_file', 'run_job', 'run_here', 'run_with_ray', 'plan_job', 'view_trace', 'main', 'call', 'told']
 
 # %% ../nbs/21_cli.ipynb #9e57a6e9
 import argparse, contextlib, difflib, json, logging, math, os, re, shutil, signal, stat, sys, tempfile, threading
@@ -554,6 +554,22 @@ def load_llm(args):
     from batchlab.engine import LLM
     return LLM(**llm_options(args))
 
+# %% ../nbs/21_cli.ipynb #9d30ab3c
+def check_trace_path(args):
+    "Raise `CliError` if the file of `--trace` can't be written, or is no trace and there already."
+    name = args.trace
+    if name is None: return
+    others = (getattr(args, k, None) for k in ('input', 'output', 'error_file', 'prompts_file'))
+    if os.path.realpath(name) in {os.path.realpath(p) for p in others if p and p != '-'}:
+        raise CliError(f"{name} is read or written already: give the trace another name")
+    if not Path(name).absolute().parent.is_dir(): raise CliError(f"can't write {name} (no such folder)")
+    try:
+        with open(name, 'rb') as f: old = f.read(100)
+    except FileNotFoundError: return
+    except OSError as e: raise CliError(f"can't write {name} ({e.strerror or e})") from e
+    if old and b'batchlab-trace' not in old:
+        raise CliError(f"{name} is there already, and is no trace: give another name")
+
 # %% ../nbs/21_cli.ipynb #657dfcbe
 @contextlib.contextmanager
 def traced(path, text=True):
@@ -577,12 +593,13 @@ def summary(results, items):
          f"{first['error']}")
     return 1
 
-# %% ../nbs/21_cli.ipynb #4ea924e0
+# %% ../nbs/21_cli.ipynb #a4f68fa8
 def generate(args, llm=None):
     "Run `batchlab generate`. Returns the exit status. Raises `CliError`, `BatchlabError`."
     options = sampling_options(args)
     from batchlab.models import resolve_device
     resolve_device(args.device)
+    check_trace_path(args)
     items, f = read_items(args, options), open_output(args)
     with Signals() as signals, f or contextlib.nullcontext(sys.stdout) as out, traced(args.trace) as watch:
         results = Results(out, args.output or 'standard output', as_json if f else as_text, items, signals.held)
@@ -620,11 +637,12 @@ def input_file(name, stdin=None):
             with path.open('wb') as f: shutil.copyfileobj(stdin or sys.stdin.buffer, f)
             yield str(path)
 
-# %% ../nbs/21_cli.ipynb #1603111a
+# %% ../nbs/21_cli.ipynb #a5c18fe1
 def run_job(args, llm=None):
     "Run `batchlab run`. Returns the exit status. Raises `CliError`, `BatchlabError`."
     if args.output is None and not args.dry_run: raise CliError("no --output: give a file for the answers, or --dry-run")
     if args.ray and (args.trace or '-' in (args.input, args.output)): raise CliError("--ray takes files, no --trace")
+    check_trace_path(args)
     with Signals(), input_file(args.input) as args.input:
         job = job_of(args)
         if args.dry_run:
@@ -670,7 +688,7 @@ def view_trace(args, llm=None):
     if args.open and not open_page(path): note(f'no browser found here: open {path} in one')
     return 0
 
-# %% ../nbs/21_cli.ipynb #f285e419
+# %% ../nbs/21_cli.ipynb #238aecb1
 def main(argv=None, llm=None):
     "The command `batchlab`; `argv` without the program's name. Returns the exit status, having said what went wrong."
     try:
@@ -685,7 +703,8 @@ def main(argv=None, llm=None):
 
 def call(args, llm=None):
     "Run the command that `args` is for. Returns the exit status."
-    if args.command != 'bench': return dict(generate=generate, run=run_job, plan=plan_job, view=view_trace)[args.command](args, llm)
+    commands = dict(generate=generate, run=run_job, plan=plan_job, view=view_trace)
+    if args.command in commands: return commands[args.command](args, llm)
     from batchlab.bench import main
     return main(args.rest)
 

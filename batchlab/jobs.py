@@ -10,12 +10,12 @@ __all__ = ['log', 'decode_json', 'LONGEST_LINE', 'OPENERS', 'READ_ERRORS', 'OPTI
            'guess_form', 'params_of', 'ParamsCache', 'admit_line', 'chat_logprobs', 'text_logprobs', 'usage_of',
            'choice_of', 'body_of', 'answer_of', 'failure_of', 'as_json', 'AnswerFile', 'StandardOutput', 'read_record',
            'recover_answers', 'Ledgerbook', 'model_digest', 'check_same', 'replace_file', 'good_order', 'Job',
-           'JobResult', 'duration', 'Progress', 'Run', 'lock', 'without_failures', 'flat', 'records_of',
+           'JobResult', 'duration', 'Progress', 'Run', 'lock', 'without_failures', 'sort_records', 'flat', 'records_of',
            'write_parquet', 'write_csv', 'export_records', 'frozen_heap', 'parquet_ready', 'JobPlan', 'sharing',
            'rates']
 
-# %% ../nbs/20_jobs.ipynb #bd8e5ef5
-import bz2, csv, difflib, gc, gzip, hashlib, heapq, io, itertools, json, logging, lzma, math, os, random, re
+# %% ../nbs/20_jobs.ipynb #74747f46
+import bz2, csv, difflib, errno, gc, gzip, hashlib, heapq, io, itertools, json, logging, lzma, math, os, random, re
 import sqlite3, sys, time, zlib
 from collections import deque
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -424,7 +424,7 @@ def as_json(d):
     try: return encode_json(d).encode() + b'\n'
     except UnicodeEncodeError: return json.dumps(d).encode() + b'\n'      # half a surrogate pair can only be an escape
 
-# %% ../nbs/20_jobs.ipynb #a6eb65cd
+# %% ../nbs/20_jobs.ipynb #ae760b69
 class AnswerFile:
     "A file that grows by whole records. Raises `JobError` when the disk is full."
     def __init__(self, path):
@@ -450,27 +450,33 @@ class AnswerFile:
         finally: self.size += done
 
     def sync(self):
-        "Have the disk itself hold everything, against a loss of power."
-        with suppress(OSError): os.fsync(self.fd)
+        "Have the disk itself hold everything, against a loss of power. Raises `JobError` if it does not."
+        try: os.fsync(self.fd)
+        except OSError as e:                         # a network's disk may tell only now that it is full
+            if e.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise JobError(f"can't write {self.path} ({e.strerror or e}): some of the last answers may be missing; "
+                               'make room, and the same command goes on', 1) from e
 
     def close(self):
-        self.sync()
-        os.close(self.fd)
+        try: self.sync()
+        finally: os.close(self.fd)
 
-# %% ../nbs/20_jobs.ipynb #4b3373c1
+# %% ../nbs/20_jobs.ipynb #20c72503
 class StandardOutput(AnswerFile):
     "Standard output, by its descriptor, in the place of an `AnswerFile`."
     def __init__(self, fd=1): self.path, self.fd, self.size = 'standard output', fd, os.fstat(fd).st_size
+    def sync(self):
+        with suppress(OSError): os.fsync(self.fd)                       # a pipe has no disk
     def close(self): self.sync()
 
-# %% ../nbs/20_jobs.ipynb #c9bfcff9
+# %% ../nbs/20_jobs.ipynb #e5d10b9d
 KEY = re.compile(r'batch_req_(\d+)_([0-9a-f]{8})')
 
 def read_record(raw):
     "`(line number, digest, record)` of a line of answers, or None."
     try: d = json.loads(raw)
     except (ValueError, RecursionError): return None
-    key = KEY.fullmatch(str(d.get('request_id', d.get('id')))) if isinstance(d, dict) else None
+    key = KEY.fullmatch(str(d.get('request_id', d.get('id')))) if isinstance(d, dict) and 'error' in d else None
     return key and (int(key[1]), key[2], d)
 
 # %% ../nbs/20_jobs.ipynb #41365579
@@ -546,7 +552,7 @@ def check_same(path, now, force=False):
         raise JobError(f'this job was begun with {k} {was}, and it is {now[changed[0]]!r} now: give another output, '
                        'or --force it, which mixes the two')
 
-# %% ../nbs/20_jobs.ipynb #be29f728
+# %% ../nbs/20_jobs.ipynb #09641be0
 def replace_file(path, parts):
     "Let file `path` hold `parts`, bytes one after the other, whole or not at all. Raises `JobError`."
     new = Path(f'{path}.new')
@@ -572,7 +578,7 @@ def good_order(rows):
     for g in groups.values(): g.sort(key=size)
     return [i for g in sorted(groups.values(), key=lambda g: size(g[0])) for i in g]
 
-# %% ../nbs/20_jobs.ipynb #d84f177a
+# %% ../nbs/20_jobs.ipynb #c78ca38f
 @dataclass
 class Job:
     """Requests from file `input`, answers to file `output`, failures to `error_file` (None: among the answers).
@@ -603,6 +609,7 @@ class Job:
     model_name: str = None
     say: object = log.info
     use_tqdm: bool = None
+    unsorted = False      # no field: whether the answers may stand in another order than their lines
 
     def raw(self):
         "Yield `(number, raw)` for each request of the input that counts."
@@ -615,7 +622,7 @@ class Job:
         names = ('form', 'prompt_column', 'chat', 'system', 'ordered', 'sampling_params', 'error_file')
         return json.loads(json.dumps({k: getattr(self, k) for k in names}, default=str))
 
-# %% ../nbs/20_jobs.ipynb #55cf9f53
+# %% ../nbs/20_jobs.ipynb #6d4715bc
 @dataclass
 class JobResult:
     """How a job went: requests in all; answered and failed, those of earlier runs (`before`) included; tokens and seconds
@@ -640,8 +647,9 @@ class JobResult:
 
     def __str__(self):
         before = f' ({self.before:,} of them before)' if self.before else ''
+        rate = f', {self.rate:,.0f} a second' if self.output_tokens else ''
         return (f'{self.done:,} of {self.total:,} requests done{before}, {self.failed:,} failed; '
-                f'{self.prompt_tokens:,} tokens in, {self.output_tokens:,} out' + (f', {self.rate:,.0f} a second' if self.output_tokens else ''))
+                f'{self.prompt_tokens:,} tokens in, {self.output_tokens:,} out{rate}')
 
 # %% ../nbs/20_jobs.ipynb #0b955d52
 def duration(seconds):
@@ -820,11 +828,12 @@ def abandon(self:Run):
     with suppress(Exception):
         if self.live: self.llm.step()
 
-# %% ../nbs/20_jobs.ipynb #b25ecb38
+# %% ../nbs/20_jobs.ipynb #5a87dac4
 @patch
 def check(self:Job):
     "Settle what is left open. Raises `JobError` if the job can't be."
-    if self.look_ahead < 1: raise JobError(f'look_ahead must be at least 1, got {self.look_ahead}')
+    for name in ('look_ahead', 'limit'):
+        if (n := getattr(self, name)) is not None and n < 1: raise JobError(f'{name} must be at least 1, got {n}')
     if self.output == '-' and (self.error_file or self.retry_errors):
         raise JobError('what went to standard output is not kept: for an error file or a second try name an output')
     if not os.path.exists(self.input): raise JobError(f"can't read {self.input} (no such file)")
@@ -877,7 +886,7 @@ def lock(path, stack):
     except (OSError, NotImplementedError) as e:
         raise JobError(f"can't write {path} ({getattr(e, 'strerror', None) or e})") from e
 
-# %% ../nbs/20_jobs.ipynb #502cfc59
+# %% ../nbs/20_jobs.ipynb #66668350
 def without_failures(path):
     "Rewrite file `path` of answers without the failures, whole or not at all. Raises `JobError`."
     def kept():
@@ -886,7 +895,27 @@ def without_failures(path):
                 if read_record(raw)[2]['error'] is None: yield raw + b'\n'
     replace_file(path, kept())
 
-# %% ../nbs/20_jobs.ipynb #e5311632
+# %% ../nbs/20_jobs.ipynb #855fc92c
+def sort_records(path):
+    "Put the records in file `path` into the order of their lines, whole or not at all. Raises `JobError`."
+    def places(at=0):
+        with open(path, 'rb') as f:
+            for _, raw in read_lines(f, 2**31):
+                yield read_record(raw)[0], at, len(raw) + 1
+                at += len(raw) + 1
+    def parts():
+        with open(path, 'rb') as f:
+            for at, size in db.execute('select at, size from places order by number'):
+                f.seek(at)
+                yield f.read(size)
+    try:
+        with closing(sqlite3.connect('')) as db:
+            db.execute('create table places(number integer primary key, at integer, size integer)')
+            db.executemany('insert or replace into places values (?, ?, ?)', places())
+            replace_file(path, parts())
+    except sqlite3.Error as e: raise JobError(f"can't put {path} in order ({e}): make room, and run again", 1) from e
+
+# %% ../nbs/20_jobs.ipynb #be8c69b5
 @patch
 def recover(self:Job):
     "The `Ledgerbook` of what is on the disk, less the failures if they are to run again. Raises `JobError`."
@@ -900,16 +929,20 @@ def recover(self:Job):
     ours = Path(side).exists()
     check_same(side, self.settings(), self.force)
     for path in there:
-        for found in recover_answers(path, ours): book.note(*found)
+        last = 0
+        for found in recover_answers(path, ours):
+            book.note(*found)
+            self.unsorted |= found[0] < last
+            last = found[0]
     if there and not ours and not self.force:
         raise JobError(f'{there[0]} is there already, without {side}, which says how it was made: give another output, '
                        'or --force it')
     if not self.retry_errors: return book
     for path in there: without_failures(path)
-    self.retry_errors = False
+    self.retry_errors, self.unsorted = False, True
     return self.recover()
 
-# %% ../nbs/20_jobs.ipynb #2e0c88e5
+# %% ../nbs/20_jobs.ipynb #d8dd21ff
 @patch
 def remember(self:Job, llm):
     "Write down what the job runs with, if nothing else was. Raises `JobError`."
@@ -918,7 +951,7 @@ def remember(self:Job, llm):
     check_same(side, now, self.force)
     replace_file(side, [json.dumps(dict(batchlab=__version__, settings=now), indent=1).encode()])
 
-# %% ../nbs/20_jobs.ipynb #240dcc23
+# %% ../nbs/20_jobs.ipynb #b945ea8b
 def flat(d):
     "Record `d` as a row of a table."
     body = (d.get('response') or {}).get('body') or d
@@ -927,8 +960,10 @@ def flat(d):
     usage = body.get('usage') or {}
     row = {k: d[k] for k in ('line', 'row') if k in d}
     row |= {k: None if d.get(k) is None else str(d[k]) for k in ('id', 'custom_id')}
-    return row | dict(text=text, finish_reason=choice.get('finish_reason'), prompt_tokens=usage.get('prompt_tokens'),
-                      completion_tokens=usage.get('completion_tokens'), error=(d['error'] or {}).get('message'))
+    row |= dict(text=text, finish_reason=choice.get('finish_reason'), prompt_tokens=usage.get('prompt_tokens'),
+                completion_tokens=usage.get('completion_tokens'), error=(d['error'] or {}).get('message'))
+    whole = lambda v: v.encode(errors='replace').decode() if isinstance(v, str) else v      # tables hold UTF-8 only
+    return {k: whole(v) for k, v in row.items()}
 
 # %% ../nbs/20_jobs.ipynb #5c180344
 def records_of(path):
@@ -983,13 +1018,14 @@ def frozen_heap():
         try: yield
         finally: gc.unfreeze()
 
-# %% ../nbs/20_jobs.ipynb #c39da889
+# %% ../nbs/20_jobs.ipynb #b9ce02a6
 @patch
 def run(self:Job, llm):
     """Answer what has no answer yet: a `JobResult`, which is also `self.result` while it runs.
 
     `llm`: an `LLM`, or a function that makes one. Raises `JobError`; after it, or KeyboardInterrupt, or the death of the
     process, the same call goes on."""
+    if self.output is None: raise JobError('no output: name a file for the answers')
     self.check()
     with ExitStack() as stack:
         for path in (self.output, self.error_file):
@@ -997,17 +1033,26 @@ def run(self:Job, llm):
         if file_kind(self.output) == 'parquet': parquet_ready()
         book = self.recover()
         r = self.result = self.survey(book)
-        if r.done < r.total: self._go(llm if hasattr(llm, 'generate') else llm(), book, stack)
+        if r.done < r.total:
+            with ExitStack() as files: self._go(llm if hasattr(llm, 'generate') else llm(), book, files)
+        if self.ordered and self.unsorted:
+            for path in (self.journal, self.error_file):
+                if path and Path(path).exists(): sort_records(path)
         if r.done and self.journal != str(self.output): export_records(self.journal, self.output)
     return r
 
-# %% ../nbs/20_jobs.ipynb #71b95ae0
+# %% ../nbs/20_jobs.ipynb #c2a19eaf
+@patch
+def begin(self:Job, llm, book, answers, errors):
+    "The `Run` of this job with `llm`, between files that are open."
+    return Run(self, llm, book, self.result, answers, errors)
+
 @patch
 def _go(self:Job, llm, book, stack):
     self.remember(llm)
     kind = lambda p: StandardOutput() if p == '-' else AnswerFile(p)
     files = [stack.enter_context(closing(kind(p))) for p in (self.journal, self.error_file) if p]
-    run = Run(self, llm, book, self.result, files[0], files[-1])
+    run = self.begin(llm, book, files[0], files[-1])
     stack.callback(run.abandon)
     stack.enter_context(frozen_heap())
     progress = stack.enter_context(closing(Progress(self.result, self.say, self.use_tqdm)))

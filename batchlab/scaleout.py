@@ -6,10 +6,10 @@
 __all__ = ['OLDEST_RAY', 'SAME', 'Desk', 'as_plain', 'rows_of', 'line_of', 'BatchLLM', 'need_ray', 'on_ray', 'Worker', 'Seat',
            'Pool', 'outline', 'RayRun', 'RayJob', 'shards', 'mark_of', 'finished', 'run_jobs', 'run_on_ray']
 
-# %% ../nbs/22_scaleout.ipynb #45b26aad
+# %% ../nbs/22_scaleout.ipynb #d6a214be
 import asyncio, itertools, json, math, os, re, signal, socket, threading, time
 from collections import Counter, deque
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -19,8 +19,8 @@ import numpy as np, psutil, torch
 from fastcore.basics import patch
 
 from .engine import LLM
-from .jobs import (OPTIONS, AnswerFile, BadLine, Job, JobError, JobLine, JobResult, Progress, Run,
-                           StandardOutput, as_messages, batch_line, failure_of, flat, good_order, row_line)
+from .jobs import (OPTIONS, BadLine, Job, JobError, JobLine, JobResult, Run, as_messages, batch_line,
+                           check_same, failure_of, flat, good_order, row_line)
 from .models import BatchlabError
 
 # %% ../nbs/22_scaleout.ipynb #f9688a5c
@@ -84,7 +84,7 @@ def rows_of(batch):
     columns = {k: as_plain(batch[k]) for k in batch}
     return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
-# %% ../nbs/22_scaleout.ipynb #9b278a65
+# %% ../nbs/22_scaleout.ipynb #5867c1db
 def line_of(number, row, prompt_column='prompt', chat=False, system=None):
     "The `JobLine` of `row`, a dict: of the Batch API, or with `messages` or a prompt. What is wrong is its failure."
     line = JobLine(number, f'{number:08x}', unit='row')
@@ -93,7 +93,8 @@ def line_of(number, row, prompt_column='prompt', chat=False, system=None):
             body = row['body']
             batch_line(line, row | dict(body=json.loads(body) if isinstance(body, str) else body, method='POST'))
             return line
-        known = {k: v for k, v in row.items() if k in OPTIONS and v is not None}
+        whole = lambda v: int(v) if isinstance(v, float) and v.is_integer() else v
+        known = {k: whole(v) for k, v in row.items() if k in OPTIONS and v is not None and v == v}
         prompt = row.get(prompt_column) if row.get('messages') is None else row['messages']
         row_line(line, prompt, None)
         line.options = known
@@ -146,7 +147,7 @@ def need_ray(address=None):
         raise JobError(f"running on Ray needs ray {least} or newer, found {found}: pip install -U 'batchlab[ray]'")
     return ray
 
-# %% ../nbs/22_scaleout.ipynb #ff3adbfc
+# %% ../nbs/22_scaleout.ipynb #97ba9b66
 def _start(ray, address, resources, tries=3):
     "Start or join a cluster. A machine that is busy may need longer than Ray allows its own parts: then again."
     if m := re.fullmatch(r'(.+):(\d+)', str(address).removeprefix('ray://')):      # Ray would try for many minutes
@@ -176,11 +177,11 @@ def on_ray(address=None, **resources):
         if mine: _end(ray)
 
 def _end(ray):
-    "Shut Ray down, and what it has started here: its helpers would look for it for another minute."
-    raylets = [p for p in psutil.Process().children(recursive=True) if p.name() == 'raylet']
-    helpers = [c for p in raylets for c in p.children(recursive=True)]
+    "Shut Ray down, and what it has started here: its helpers would look for it for another minute, a busy server may hang."
+    servers = [p for p in psutil.Process().children(recursive=True) if p.name() in ('raylet', 'gcs_server')]
+    helpers = [c for p in servers for c in p.children(recursive=True)]
     ray.shutdown()
-    for p in psutil.wait_procs(helpers, 2)[1]:
+    for p in psutil.wait_procs(helpers, 2)[1] + psutil.wait_procs(servers, 10)[1]:
         with suppress(psutil.Error): p.kill()
 
 # %% ../nbs/22_scaleout.ipynb #3adc876a
@@ -462,7 +463,7 @@ def loop(self:RayRun, progress):
     self.flush()
     if self.trouble: raise self.trouble
 
-# %% ../nbs/22_scaleout.ipynb #4fee1086
+# %% ../nbs/22_scaleout.ipynb #bb72a3d6
 @dataclass
 class RayJob(Job):
     "A `Job` for a `Pool`, run as any other: `job.run(pool)`. `backup_after`: seconds, then an idle worker tries too."
@@ -476,14 +477,11 @@ class RayJob(Job):
         "As `Job.run`, by a `Pool` that is entered, or a function that gives one."
         return Job.run(self, pool if callable(pool) else lambda: pool)
 
-    def _go(self, pool, book, stack):
-        self.remember(pool.ready())
-        opened = lambda p: StandardOutput() if p == '-' else AnswerFile(p)
-        files = [stack.enter_context(closing(opened(p))) for p in (self.journal, self.error_file) if p]
-        run = RayRun(self, pool, book, self.result, files[0], files[-1])
-        run.loop(stack.enter_context(closing(Progress(self.result, self.say, self.use_tqdm))))
+    def begin(self, pool, book, answers, errors): return RayRun(self, pool, book, self.result, answers, errors)
 
-# %% ../nbs/22_scaleout.ipynb #f97b6cce
+    def _go(self, pool, book, stack): Job._go(self, pool.ready(), book, stack)
+
+# %% ../nbs/22_scaleout.ipynb #86301dc3
 def shards(job):
     "`[job]`, or if its input is a folder a job for each of its files, answered in one of that name. Raises `JobError`."
     folder = Path(job.input)
@@ -498,15 +496,19 @@ def shards(job):
 def mark_of(job): return Path(f'{job.output}.done')
 
 def finished(job):
-    "The `JobResult` of a shard that was finished before, if its input is the same; else None."
+    """The `JobResult` of a shard that was finished before, if its input has the same size and `limit`; else None.
+
+    Raises `JobError` if it was run with other settings."""
     if job.retry_errors or job.force or not Path(job.output).exists(): return None
     try: mark = json.loads(mark_of(job).read_text())
     except (OSError, ValueError): return None
-    if mark['bytes'] != os.path.getsize(job.input): return None
+    if (mark['bytes'], mark.get('limit')) != (os.path.getsize(job.input), job.limit): return None
+    job.check()
+    check_same(f'{job.output}.job', job.settings())
     n = mark['answered'] + mark['failed']
     return JobResult(n, mark['answered'], mark['failed'], before=n)
 
-# %% ../nbs/22_scaleout.ipynb #1dcce478
+# %% ../nbs/22_scaleout.ipynb #c26fbb9e
 def run_jobs(jobs, make_pool):
     "Run `jobs`, one after the other, on the `Pool` of `make_pool()` if there is work: their `JobResult`s in one."
     total = JobResult(0)
@@ -516,7 +518,7 @@ def run_jobs(jobs, make_pool):
             r = finished(job) if len(jobs) > 1 else None
             if r is None:
                 r = job.run(pool)
-                mark = dict(bytes=os.path.getsize(job.input), answered=r.answered, failed=r.failed)
+                mark = dict(bytes=os.path.getsize(job.input), limit=job.limit, answered=r.answered, failed=r.failed)
                 if len(jobs) > 1 and r.done == r.total: mark_of(job).write_text(json.dumps(mark))
             total = JobResult(*(getattr(total, f.name) + getattr(r, f.name) for f in fields(JobResult)))
     return total
