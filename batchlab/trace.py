@@ -568,20 +568,22 @@ def frame(self:Trace, what='steps'):
     return pd.DataFrame([{k: count(v) for k, v in d.items() if k not in without}
                          for d in (steps if what == 'steps' else requests)])
 
-# %% ../nbs/30_trace.ipynb #92aae676
+# %% ../nbs/30_trace.ipynb #13c6e329
 def overhead(llm, prompts, sampling_params, rounds=5):
-    """What recording costs: dict of seconds of `rounds` runs `plain` and `traced`, in turn; `ratio` of medians; `own` share.
+    """What recording costs: dict of seconds of `rounds` runs `plain` and `traced`; `ratio`, the median of their pairs; `own` share.
 
-    `own` is what the recorder says of itself, its own time over the time of all steps; it needs no second run to compare."""
+    The two of a pair change places from round to round. `own` is what the recorder says of itself, its own time over the time of
+    all steps; it needs no second run to compare."""
     seconds, own = dict(plain=[], traced=[]), []
-    def run():
+    def run(kind):
         llm.reset_prefix_cache()
-        start = time.perf_counter()
-        llm.generate(prompts, sampling_params, use_tqdm=False)
-        return time.perf_counter() - start
-    run()                                                              # what is made once is made now
-    for _ in range(rounds):
-        seconds['plain'].append(run())
-        with llm.trace() as trace: seconds['traced'].append(run())
-        own.append(trace.totals['tracing'] / trace.totals['seconds'])
-    return seconds | dict(ratio=median(seconds['traced']) / median(seconds['plain']), own=median(own))
+        with contextlib.nullcontext() if kind == 'plain' else llm.trace() as trace:
+            start = time.perf_counter()
+            llm.generate(prompts, sampling_params, use_tqdm=False)
+            seconds[kind].append(time.perf_counter() - start)
+        if trace: own.append(trace.totals['tracing'] / trace.totals['seconds'])
+    for kind in seconds: run(kind)                                     # what is made once is made now
+    for i in range(rounds):
+        for kind in ('plain', 'traced')[::1 if i % 2 else -1]: run(kind)
+    seconds = {kind: each[1:] for kind, each in seconds.items()}
+    return seconds | dict(ratio=median(b / a for a, b in zip(*seconds.values())), own=median(own[1:]))
