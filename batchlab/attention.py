@@ -7,7 +7,7 @@ __all__ = ['CALL', 'PASSED_ON', 'attend_plain', 'attend_fused', 'attend', 'NoSte
            'packed_forward', 'Span', 'PackedStep', 'slot_attention', 'NotPacked', 'Recorder', 'probe_rows', 'kv_layout',
            'can_pack']
 
-# %% ../nbs/09_attention.ipynb #ac973808
+# %% ../nbs/09_attention.ipynb #62abe4e5
 import contextlib
 import functools
 import inspect
@@ -130,12 +130,13 @@ def packed_forward(model, step, packed, last=None):
                     **keep)
     return out.logits[0] if keep else out.logits[0, last]
 
-# %% ../nbs/09_attention.ipynb #b7800069
+# %% ../nbs/09_attention.ipynb #4cee55cc
 def _runs(single, call, grain=64):
     """Cut rows `(slot, column)`, sorted by slot, into the runs that are cheapest to read: ranges of their indices.
 
-    A run is read as a rectangle: its slots, idle ones between included, times the columns of its longest row, rounded up
-    to `grain`; and each costs `call` columns more for being a call. Cheapest by dynamic programming over the last cut.
+    A run is read as a rectangle: its slots, idle ones between included, times the columns of its longest row, rounded
+    up to `grain`; and each costs `call` columns more for being a call. Cheapest by dynamic programming over the last
+    cut.
     """
     ends, best, cut = [-(-(c + 1) // grain) * grain for _, c in single], [0], []
     for j, (last, _) in enumerate(single):
@@ -216,15 +217,14 @@ def _chunks(rows, at, cache):
 # %% ../nbs/09_attention.ipynb #8d3a0b08
 CALL = dict(cpu=512)      # columns of one row that take as long to read as one more call; on a GPU, many more
 
-# %% ../nbs/09_attention.ipynb #050b2426
+# %% ../nbs/09_attention.ipynb #59a6bdee
 class PackedStep:
     """One step's rows, as every layer's attention needs them; made anew for each step.
 
     `cache`: the `SlotCache` to read and write. `rows`: `(slot, start, n_tokens)`, one for each slot that takes part, in
     the order in which they are packed: single tokens first, by slot. Slots are read up to the next multiple of `grain`
-    columns. `spans` and `chunks`: the calls that each layer makes, worked out when the first layer asks. `slots`, `columns`:
-    int64 `[T]`, each token's place.
-    `masked`: columns that a full layer reads in decode only to be masked.
+    columns. `spans` and `chunks`: the calls that each layer makes, worked out when the first layer asks. `slots`,
+    `columns`: int64 `[T]`, each token's place. `masked`: columns that a full layer reads in decode only to be masked.
     """
     grain = 64
 
@@ -249,13 +249,14 @@ class PackedStep:
     def chunks(self): return _chunks(self.longer, len(self.single), self.cache)
 
     @property
-    def masked(self): return sum((s.last - s.first) * s.end for s in self.spans) - sum(start + 1 for _, start in self.single)
+    def masked(self):
+        return sum((s.last - s.first) * s.end for s in self.spans) - sum(start + 1 for _, start in self.single)
 
     def attention(self, layer, q, k, v, scaling, window, softcap, sinks, others):
         "The backend, as `packed_attention` calls it."
         return slot_attention(self, layer, q, k, v, scaling, window, softcap, sinks)
 
-# %% ../nbs/09_attention.ipynb #9eebfa41
+# %% ../nbs/09_attention.ipynb #23082588
 @patch
 def span_mask(self:PackedStep, i, window, dtype):
     "For `spans[i]`: the first column worth reading, and the additive mask `[R, 1, 1, columns]`."

@@ -276,14 +276,15 @@ class CudaGraphs:
             return out
         return replay
 
-# %% ../nbs/09bb_cuda.ipynb #67672420
+# %% ../nbs/09bb_cuda.ipynb #90383c09
 class GraphedDecode:
-    """Runs a model's packed steps, by recordings those in which every row decodes. Called as `packed_forward` without its
-    model, with steps from `make_step`, and with `packed` and `last` on the CPU, from where they are sent.
+    """Runs a model's packed steps, by recordings those in which every row decodes. Called as `packed_forward` without
+    its model, with steps from `make_step`, and with `packed` and `last` on the CPU, from where they are sent.
 
     `record(run)`: makes a replay, see `CudaGraphs`; None: steps of fixed shape, run by Python each time; 'auto':
     `CudaGraphs` on a GPU. `flash`: from `find_flash`. A step is recorded when it comes for the `after`-th time, and the
-    `max_graphs` used last are kept. Logits of a replay are overwritten by the next one. `why`: why nothing is recorded (any more)."""
+    `max_graphs` used last are kept. Logits of a replay are overwritten by the next one. `why`: why nothing is recorded
+    (any more)."""
     packs_on = 'cpu'
 
     def __init__(self, model, record='auto', flash=None, after=2, max_graphs=64):
@@ -304,13 +305,13 @@ class GraphedDecode:
         self.steps, self.seen = {}, None
         if self.auto and self.record: self.record = CudaGraphs(self.model.device)          # a new pool
 
-# %% ../nbs/09bb_cuda.ipynb #a4fa7e24
+# %% ../nbs/09bb_cuda.ipynb #45cf9e8a
 @patch
 def make_step(self:GraphedDecode, cache, rows):
     "The step for `rows` `(slot, start, n_tokens)`, single tokens first, by slot. Run it before the next one is made."
     num_rows, starts = round_rows(len(rows)), [r[1] for r in rows]
-    if self.why or cache.grains != (1, 1) or any(n != 1 for _, _, n in rows) or not has_room(rows, num_rows, cache.capacity):
-        return PackedStep(cache, rows)
+    decodes = all(n == 1 for _, _, n in rows) and has_room(rows, num_rows, cache.capacity)
+    if self.why or cache.grains != (1, 1) or not decodes: return PackedStep(cache, rows)
     seen = id(cache), *((t.data_ptr(), t.shape) for t in cache.keys + cache.values)
     if seen != self.seen:
         self.reset()
@@ -465,13 +466,13 @@ def time_steps(decode, shapes, rows, held, n):
         seconds.append(time.perf_counter() - begin)
     return sorted(seconds[4:])[n // 2]
 
-# %% ../nbs/09bb_cuda.ipynb #c2ba09c7
+# %% ../nbs/09bb_cuda.ipynb #8c9e33fe
 def start_generate(model):
     "transformers' `generate`, one batch; prompts of one length."
     def run(prompts, n):
         ids = torch.tensor(prompts, device=model.device)
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, min_new_tokens=n, do_sample=False)
-        return out[:, ids.shape[1]:].tolist()
+        exactly = dict(max_new_tokens=n, min_new_tokens=n, do_sample=False)
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **exactly)[:, ids.shape[1]:].tolist()
     return run
 
 def start_continuous(model):

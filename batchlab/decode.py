@@ -145,7 +145,7 @@ class DecodeBatch:
                                    self.cache.get_seq_length() - int(self.lengths.max()))
         else: self.cache = None
 
-# %% ../nbs/02_decode.ipynb #0c855a1a
+# %% ../nbs/02_decode.ipynb #3314bca3
 class SessionScheduler:
     """Runs sessions through one `DecodeBatch` of at most `max_num_seqs` rows; the rest wait and hold no memory.
 
@@ -171,7 +171,8 @@ class SessionScheduler:
         s = self.waiting.popleft()
         logits, cache = prefill(self.model, s.prompt_ids, BatchCache())
         s.append(int(logits.argmax()))
-        if not s.finish_reason: self.running.join([s], cache, torch.tensor([len(s.prompt_ids)], device=self.model.device))
+        length = torch.tensor([len(s.prompt_ids)], device=self.model.device)
+        if not s.finish_reason: self.running.join([s], cache, length)
         return s
 
     def step(self):

@@ -6,7 +6,7 @@
 __all__ = ['FAMILIES', 'onednn_packs', 'has_matrix_unit', 'Joined', 'Unpacked', 'PackedEmbedding', 'NotFused', 'Layer',
            'check_family', 'Fused', 'Part', 'fuse', 'stamp', 'Backend', 'choose_backend']
 
-# %% ../nbs/09b_fused.ipynb #89052bfd
+# %% ../nbs/09b_fused.ipynb #f9fdbaa6
 import functools
 from dataclasses import dataclass
 
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from .attention import NotPacked, _check_logits, _record, as_found, probe_rows
-from .kernels import (DTYPES, BlockCache, CompileError, KernelStep, let_go, load_kernels, mapped_files, pack_weight,
-                              processor_flags, unpack_rows)
+from .kernels import (DTYPES, BlockCache, CompileError, KernelStep, let_go, load_kernels, mapped_files,
+                              pack_weight, processor_flags, unpack_rows)
 from .models import BatchlabError
 from .slots import SlotCache
 
@@ -37,7 +37,7 @@ def has_matrix_unit(dtype):
     "Whether the processor has AMX for `dtype`, and torch uses it."
     return dtype == torch.bfloat16 and 'amx_bf16' in processor_flags() and onednn_packs(dtype)
 
-# %% ../nbs/09b_fused.ipynb #8f8c7d11
+# %% ../nbs/09b_fused.ipynb #2fdb9109
 class Joined(nn.Module):
     """The outputs of one or several linear layers of the same input, side by side: `[…, in]` to `[…, out]`.
 
@@ -48,21 +48,23 @@ class Joined(nn.Module):
         self.sizes, self.dtype, self.kernels = [l.out_features for l in linears], weights[0].dtype, kernels
         self.onednn, self.n = has_matrix_unit(self.dtype), sum(self.sizes)
         self.weight = _prepack(torch.cat(weights)) if self.onednn else pack_weight(*weights)
-        self.bias = torch.cat([weights[0].new_zeros(n) if b is None else b.detach() for n, b in zip(self.sizes, biases)]) \
-            if any(b is not None for b in biases) else None
+        zeros = [weights[0].new_zeros(n) for n in self.sizes]
+        self.bias = None if all(b is None for b in biases) else \
+            torch.cat([z if b is None else b.detach() for z, b in zip(zeros, biases)])
         self.nbytes, self.invariant = sum(w.numel() * w.element_size() for w in weights), not self.onednn
 
     def forward(self, x):
         if self.onednn: return _product(x, self.weight, self.bias)
-        return self.kernels.product(x.flatten(0, -2).contiguous(), self.weight, self.bias, self.n).view(*x.shape[:-1], self.n)
+        y = self.kernels.product(x.flatten(0, -2).contiguous(), self.weight, self.bias, self.n)
+        return y.view(*x.shape[:-1], self.n)
 
-# %% ../nbs/09b_fused.ipynb #318af86b
+# %% ../nbs/09b_fused.ipynb #fc63924c
 class Unpacked(nn.Module):
     "As `Joined`, by the linear layers themselves: `nbytes` is 0."
     nbytes, invariant = 0, False
     def __init__(self, *linears, kernels=None):
         super().__init__()
-        self.linears, self.sizes = linears, [l.out_features for l in linears]        # a tuple: they are not modules of this one
+        self.linears, self.sizes = linears, [l.out_features for l in linears]        # a tuple: no modules of this one
 
     def forward(self, x):
         parts = [l(x) for l in self.linears]
@@ -77,7 +79,7 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, ids): return unpack_rows(self.head.weight, ids)
 
-# %% ../nbs/09b_fused.ipynb #0d0db136
+# %% ../nbs/09b_fused.ipynb #6e421d88
 FAMILIES = ('llama', 'mistral', 'qwen2', 'qwen3', 'phi3', 'smollm3')
 
 class NotFused(BatchlabError):
@@ -85,7 +87,10 @@ class NotFused(BatchlabError):
 
 @dataclass
 class Layer:
-    "What one layer needs. `norms`: weights of its two norms; `head_norms`: of queries and keys, or None; `window`: or None."
+    """What one layer needs. `norms`: weights of its two norms; `head_norms`: of queries and keys, or None.
+
+    `qkv`, `out`, `gate_up`, `down`: the four products. `scaling`: of scores; `window`: columns that a token sees, None
+    for all; `rotated`: whether queries and keys are."""
     norms: tuple
     head_norms: tuple | None
     qkv: nn.Module
@@ -96,7 +101,7 @@ class Layer:
     window: int | None
     rotated: bool
 
-# %% ../nbs/09b_fused.ipynb #d4fde041
+# %% ../nbs/09b_fused.ipynb #f90032de
 def _parts(layer):
     "The modules of a layer that are joined: of q, k and v; of the output; of gate and up; of down."
     a, m = layer.self_attn, layer.mlp
@@ -109,7 +114,8 @@ def check_family(model):
     def no(why): raise NotFused(f'{type(model).__name__} runs by its own code: {why}')
     if config.model_type not in FAMILIES or not type(model).__module__.startswith('transformers.models.'):
         no(f"its family {config.model_type!r} is none of {', '.join(FAMILIES)}")
-    if model.device.type != 'cpu' or model.dtype not in DTYPES: no(f'it is on {model.device.type}, in {str(model.dtype)[6:]}')
+    if model.device.type != 'cpu' or model.dtype not in DTYPES:
+        no(f'it is on {model.device.type}, in {str(model.dtype)[6:]}')
     if config.hidden_act != 'silu': no(f'its activation is {config.hidden_act}')
     if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()): no('it has hooks')
     linears = [l for layer in model.model.layers for part in _parts(layer) for l in part] + [model.lm_head]
@@ -117,12 +123,12 @@ def check_family(model):
     if any(p.dtype != model.dtype for p in model.parameters()): no('it mixes dtypes')
     if any(n % 16 for n in (config.hidden_size, config.intermediate_size)): no('its sizes are no multiples of 16')
 
-# %% ../nbs/09b_fused.ipynb #bdef24c8
+# %% ../nbs/09b_fused.ipynb #45e893b5
 class Fused:
     """A model's layers on `kernels`: called as `packed_forward` without its model. Raises `NotFused`.
 
-    `own`: the model's weights are given up as they are packed, and its modules lead to the packed ones from then on. Else
-    the packed weights stand beside the model's own, `nbytes` in all. `linear`: what is made of linear layers."""
+    `own`: the model's weights are given up as they are packed, and its modules lead to the packed ones from then on.
+    Else the packed weights stand beside the model's own, `nbytes` in all. `linear`: what is made of linear layers."""
     def __init__(self, model, kernels, own=False, linear=Joined):
         check_family(model)
         base, self.model, self.kernels, self.linear = model.model, model, kernels, linear
@@ -146,7 +152,8 @@ class Fused:
     def _give_up(self, tied):
         "Let the model's last weights go, and with them the file that they were mapped from."
         self.model.lm_head = self.head
-        if tied and isinstance(self.head, Joined) and not self.head.onednn: self.embed = self.model.model.embed_tokens = PackedEmbedding(self.head)
+        if tied and isinstance(self.head, Joined) and not self.head.onednn:
+            self.embed = self.model.model.embed_tokens = PackedEmbedding(self.head)
         for p in self.model.parameters(): p.data = p.data.clone()
 
 # %% ../nbs/09b_fused.ipynb #25a74cfb
@@ -215,15 +222,15 @@ def fuse(model, kernels, shapes, own=False, linear=Joined):
         except NotPacked as e: raise NotFused(f'{type(model).__name__} runs by its own code: fused, {e}') from e
         return tried if linear is Unpacked else Fused(model, kernels, own, linear)
 
-# %% ../nbs/09b_fused.ipynb #6a0037ab
+# %% ../nbs/09b_fused.ipynb #36153c50
 def stamp(model):
     "Changes whenever a weight of `model` is written in place or replaced."
     def version(p):
         try: return p._version
-        except RuntimeError: return 0                                     # a tensor of inference mode: can't be written outside
+        except RuntimeError: return 0                             # a tensor of inference mode: can't be written outside
     return hash(tuple((p.data_ptr(), version(p)) for p in model.parameters()))
 
-# %% ../nbs/09b_fused.ipynb #0b114aa2
+# %% ../nbs/09b_fused.ipynb #78db6b72
 @dataclass
 class Backend:
     "What runs a model's packed steps: `kernels` or None, `forward` (a `Fused`) or None, and `why` not more."
@@ -238,15 +245,17 @@ class Backend:
     @property
     def batch_invariant(self):
         "Whether a token's logits are the same bits whatever shares its steps, and however its prompt was cut."
-        return bool(self.forward) and all(getattr(x, 'invariant', True) for x in (self.forward.head, self.forward.layers[0].qkv))
+        if not self.forward: return False
+        return all(getattr(x, 'invariant', True) for x in (self.forward.head, self.forward.layers[0].qkv))
 
 def choose_backend(model, shapes, compile='auto', own=False, room=None, linear=Joined):
-    """The `Backend` for `model`, whose `kv_layout` is `shapes`. `own`: see `Fused`; else packed copies may take `room` bytes.
+    """The `Backend` for `model`, whose `kv_layout` is `shapes`. `own`, `linear`: see `Fused`.
 
-    `compile`: False does without kernels, True raises `CompileError` where there are none, 'auto' takes them if it can.
-    `linear`: see `Fused`."""
+    `room`: bytes that packed copies beside the model's own weights may take, None for any number. `compile`: False does
+    without kernels, True raises `CompileError` where there are none, 'auto' takes them if it can."""
     if model.device.type != 'cpu' or model.dtype not in DTYPES:
-        return Backend(why=f'the kernels are for fp32 and bf16 on the CPU, and this is {str(model.dtype)[6:]} on {model.device.type}')
+        this = f'{str(model.dtype)[6:]} on {model.device.type}'
+        return Backend(why=f'the kernels are for fp32 and bf16 on the CPU, and this is {this}')
     if compile is False: return Backend(why='compile=False')
     try: kernels = load_kernels()
     except CompileError as e:

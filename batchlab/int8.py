@@ -17,31 +17,31 @@ from torch import nn
 from .kernels import DTYPES, pack_bytes, processor_flags
 from .models import BatchlabError
 
-# %% ../nbs/09aa_int8.ipynb #6c4dcf77
+# %% ../nbs/09aa_int8.ipynb #ff98eb1d
 def block_of(size):
     "How many neighbours among `size` dims are mixed: 64, 32, 16, or 1 for none."
     return next((b for b in (64, 32, 16) if size % b == 0), 1)
 
 def mix(x, block):
-    "Each block of fp32 `x` `[…, K]` times the Hadamard matrix of its size, which isn't scaled: a second time gives `block * x`."
+    "Each block of fp32 `x` `[…, K]` times the Hadamard matrix of its size, not scaled: done twice it is `block * x`."
     for s in (2 ** i for i in range(block.bit_length() - 1)):
         a, b = x.unflatten(-1, (-1, 2, s)).unbind(-2)
         x = torch.stack([a + b, a - b], -2).flatten(-3)
     return x
 
-# %% ../nbs/09aa_int8.ipynb #917571b4
+# %% ../nbs/09aa_int8.ipynb #0488b5c3
 def to_bytes(x, block, top=127):
     """Rows of `x` `[T, K]`, mixed, as uint8 in steps: `(bytes [T, K], steps fp32 [T])`, where the byte `top + 1` is 0.
 
     The largest magnitude of a row is `top` steps. The step of a row that isn't finite is NaN. In plain torch."""
     x = mix(x.float(), block)
     largest = x.abs().amax(-1).clamp(min=1e-30)
-    factor = torch.tensor(float(top)) / largest              # `top / largest` would round twice: 1 / largest, then times top
+    factor = torch.tensor(float(top)) / largest       # `top / largest` would round twice: 1 / largest, then times top
     whole = (x * factor[:, None]).round().nan_to_num(0, 0, 0)
     return (whole + (top + 1)).to(torch.uint8), (largest + (largest - largest)) / top       # inf - inf is NaN
 
 def from_sums(sums, steps, scales, bias, dtype):
-    "`sums` fp32 `[T, N]` times `steps` `[T]` and `scales` `[N]`, plus `bias` `[N]` or None: `[T, N]` of `dtype`. Plain torch."
+    "`sums` fp32 `[T, N]` times `steps` `[T]` and `scales` `[N]`, plus `bias` `[N]` or None, in plain torch: `[T, N]`."
     y = sums * scales * steps[:, None]
     return (y if bias is None else y + bias).to(dtype)
 
@@ -55,17 +55,19 @@ def plain_sums(bytes, weight, top=127):
         out.append(sum(F.linear(a, b.float()).int() for a, b in zip(x, rows.split(1024, 1))))
     return torch.cat(out, 1).float()
 
-# %% ../nbs/09aa_int8.ipynb #fb4b1d6e
+# %% ../nbs/09aa_int8.ipynb #be43c736
 def prepack_int8(weight): return torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
 
 def packed_sums(bytes, packed, top=127):
     "As `plain_sums`, of a weight from `prepack_int8`. Private to torch: see `packs_int8`."
-    one, zero = torch.ones(1), torch.zeros(1, dtype=torch.int64)
-    return torch.ops.onednn.qlinear_pointwise(bytes, 1., top + 1, packed, one, zero, None, 1., 0, torch.float32, 'none', [], '')
+    right = packed, torch.ones(1), torch.zeros(1, dtype=torch.int64)
+    return torch.ops.onednn.qlinear_pointwise(bytes, 1., top + 1, *right, None, 1., 0, torch.float32, 'none', [], '')
 
-# %% ../nbs/09aa_int8.ipynb #1c8530a5
+# %% ../nbs/09aa_int8.ipynb #62b8c8fd
 class Int8Way(NamedTuple):
-    "How bytes are multiplied: `product` is 'kernels', 'onednn' or 'plain', `top` steps the largest activation; `why` not better."
+    """How bytes are multiplied: `product` is 'kernels', 'onednn' or 'plain'; the largest activation has `top` steps.
+
+    `why`: in a line, why there is nothing better; '' if there is no reason."""
     product: str
     top: int = 127
     why: str = ''
@@ -80,36 +82,41 @@ def exact_sums(top):
         if not torch.equal(packed_sums(bytes, prepack_int8(weight), top), plain_sums(bytes, weight, top)): return False
     return True
 
-# %% ../nbs/09aa_int8.ipynb #ad9ff4b1
+# %% ../nbs/09aa_int8.ipynb #0133b85d
 @functools.cache
 def packs_int8():
     "What torch alone can do here, tried on small numbers: an `Int8Way` that is 'onednn' or 'plain'."
     try:
         if exact_sums(127): return Int8Way('onednn')
-        if exact_sums(63): return Int8Way('onednn', 63, 'activations have 7 bits: this processor has no instruction for 8 (VNNI)')
+        seven = 'activations have 7 bits: this processor has no instruction for 8 (VNNI)'
+        if exact_sums(63): return Int8Way('onednn', 63, seven)
         why = 'its product of bytes is wrong here'
     except Exception as e: why = f'it has no product of bytes here ({type(e).__name__})'
-    return Int8Way('plain', 127, f'products go through fp32, which is slow and saves memory only: torch {torch.__version__}, {why}')
+    slow = 'products go through fp32, which is slow and saves memory only'
+    return Int8Way('plain', 127, f'{slow}: torch {torch.__version__}, {why}')
 
 def choose_int8(kernels=None):
     "The `Int8Way` for this machine, with `kernels` or without."
-    if kernels and not ('amx_int8' in processor_flags() and packs_int8() == ('onednn', 127, '')): return Int8Way('kernels')
-    return packs_int8()
+    if not kernels: return packs_int8()
+    has_unit = 'amx_int8' in processor_flags() and packs_int8() == ('onednn', 127, '')
+    return packs_int8() if has_unit else Int8Way('kernels')
 
-# %% ../nbs/09aa_int8.ipynb #4c9b0a10
+# %% ../nbs/09aa_int8.ipynb #30ce3dd2
 class Int8Linear(nn.Module):
     """The outputs of one or several linear layers of the same input, side by side, in int8: `[…, in]` to `[…, out]`.
 
-    Weights have 8 bits and a step for each output, activations 8 bits (7, see `packs_int8`) and a step for each row, both
-    mixed. The sums are exact: a row's result is the same bits in any batch. Takes fp32 or bf16 and gives the same.
-    `sizes`: how many columns are whose; `nbytes`: of weights, scales and biases. `kernels`: `Kernels`, or None for plain
-    torch; `way`: an `Int8Way` other than the machine's best. Methods: Dettmers et al. 2022, Ashkboos et al. 2024."""
+    Weights have 8 bits and a step for each output, activations 8 bits (7, see `packs_int8`) and a step for each row,
+    both mixed. The sums are exact: a row's result is the same bits in any batch. Takes fp32 or bf16 and gives the same.
+    `sizes`: how many columns are whose; `nbytes`: of weights, scales and biases. `kernels`: `Kernels`, or None for
+    plain torch; `way`: an `Int8Way` other than the machine's best. Methods: Dettmers et al. 2022, Ashkboos et al. 2024.
+    """
     def __init__(self, *linears, kernels=None, way=None):
         super().__init__()
         K, N = linears[0].in_features, sum(l.out_features for l in linears)
         self.sizes, self.dtype, self.kernels = [l.out_features for l in linears], linears[0].weight.dtype, kernels
         self.in_features, self.out_features, self.block, self.way = K, N, block_of(K), way or choose_int8(kernels)
-        if K > 2 ** 16 or self.way.product == 'kernels' and K % 4: self.way = Int8Way('plain')     # 2^16 * 255 * 127 fills int32
+        odd = self.way.product == 'kernels' and K % 4
+        if odd or K > 2 ** 16: self.way = Int8Way('plain')                    # 2^16 * 255 * 127 fills int32
         weight, steps = zip(*(self._bytes(rows, 127) for l in linears for rows in l.weight.detach().split(4096)))
         weight, self.scales = (torch.cat(weight) ^ 128).view(torch.int8), torch.cat(steps) / self.block
         self.weight = {'kernels': pack_bytes, 'onednn': prepack_int8}.get(self.way.product, lambda w: w)(weight)
@@ -122,24 +129,27 @@ class Int8Linear(nn.Module):
         return self.kernels.to_bytes(rows.contiguous(), self.block, top)
 
     def _rows(self, x):
-        if self.way.product == 'kernels': return self.kernels.bytes_product(x, self.weight, self.scales, self.bias, self.block)
+        if self.way.product == 'kernels':
+            return self.kernels.bytes_product(x, self.weight, self.scales, self.bias, self.block)
         bytes, steps = self._bytes(x, self.way.top)
         sums = (packed_sums if self.way.product == 'onednn' else plain_sums)(bytes, self.weight, self.way.top)
         return (self.kernels.from_sums if self.kernels else from_sums)(sums, steps, self.scales, self.bias, x.dtype)
 
-    def forward(self, x): return self._rows(x.reshape(-1, self.in_features).contiguous()).view(*x.shape[:-1], self.out_features)
+    def forward(self, x):
+        return self._rows(x.reshape(-1, self.in_features).contiguous()).view(*x.shape[:-1], self.out_features)
 
-# %% ../nbs/09aa_int8.ipynb #1a6388ba
+# %% ../nbs/09aa_int8.ipynb #d9c08354
 class NotQuantized(BatchlabError):
     "Why a model can't be had in int8."
 
 def put_int8(model, kernels=None, make=Int8Linear):
-    """Replace each `nn.Linear` of `model` by an `Int8Linear`, in place; the bytes that they take. Raises `NotQuantized`.
+    """Replace each `nn.Linear` of `model` by an `Int8Linear`, in place; returns the bytes that these take.
 
-    `make`: what is called with a linear layer and `kernels=`, and gives what takes its place."""
+    `make`: what is called with a linear layer and `kernels=`, and gives what takes its place. Raises `NotQuantized`."""
     linears = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear]
     if not linears: raise NotQuantized(f'{type(model).__name__} has no nn.Linear to put in int8: use quantization=None')
-    if model.device.type != 'cpu': raise NotQuantized(f'int8 is for the CPU, and the model is on {model.device}: use quantization=None')
+    if model.device.type != 'cpu':
+        raise NotQuantized(f'int8 is for the CPU, and the model is on {model.device}: use quantization=None')
     for name, linear in linears:
         holder, _, last = name.rpartition('.')
         setattr(model.get_submodule(holder), last, make(linear, kernels=kernels))

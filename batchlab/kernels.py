@@ -33,11 +33,12 @@ def keep_memory(mmap_from=32 * 2**20, keep=512 * 2**20):
     trim, pad, mmap = -1, -2, -3                                     # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD
     return all([libc.mallopt(mmap, mmap_from), libc.mallopt(trim, keep), libc.mallopt(pad, 16 * 2**20)])
 
-# %% ../nbs/09a_kernels.ipynb #c65ac924
+# %% ../nbs/09a_kernels.ipynb #a6ad227b
 class CompileError(BatchlabError, RuntimeError):
     "The kernels can't be had on this machine; says why, and what would help."
 
-FLAGS = tuple('-O3 -march=native -fopenmp -shared -fPIC -std=gnu++17 -fno-math-errno -fno-trapping-math -fno-strict-aliasing'.split())
+FLAGS = tuple('-O3 -march=native -fopenmp -shared -fPIC -std=gnu++17 '
+              '-fno-math-errno -fno-trapping-math -fno-strict-aliasing'.split())
 
 def find_compiler():
     "The C++ compiler: what the variable CXX names, else the first of g++, clang++ and c++. Raises `CompileError`."
@@ -45,7 +46,7 @@ def find_compiler():
     if found := next(filter(None, map(shutil.which, names)), None): return found
     raise CompileError(f"no C++ compiler ({', '.join(names)}): install g++, or go on without, which is slower")
 
-# %% ../nbs/09a_kernels.ipynb #9f175a58
+# %% ../nbs/09a_kernels.ipynb #fbe17eed
 @functools.cache
 def processor_flags():
     "What the processor can do, as Linux names it: a tuple of words."
@@ -58,9 +59,10 @@ def _run(command):
     except (OSError, subprocess.TimeoutExpired) as e: raise CompileError(f'{command[0]} does not run: {e}') from e
     if done.returncode == 0: return done.stdout
     what = next((l for l in done.stderr.splitlines() if 'error' in l), done.stderr[-200:])
-    raise CompileError(f'{Path(command[0]).name} failed ({what.strip()[:200]}): set CXX to another compiler, or go on without')
+    raise CompileError(f'{Path(command[0]).name} failed ({what.strip()[:200]}): '
+                       'set CXX to another compiler, or go on without')
 
-# %% ../nbs/09a_kernels.ipynb #0b1117ef
+# %% ../nbs/09a_kernels.ipynb #4e457f40
 def build(source):
     """The shared library made from C++ `source`, as a path in batchlab's cache folder: compiled if it isn't there yet.
 
@@ -77,7 +79,8 @@ def build(source):
             (Path(tmp)/'kernels.cpp').write_text(source)
             _run([compiler, *FLAGS, f'{tmp}/kernels.cpp', '-o', f'{tmp}/kernels.so'])
             os.replace(f'{tmp}/kernels.so', path)
-    except OSError as e: raise CompileError(f"can't write in {folder} ({e}): set BATCHLAB_CACHE to a folder that you may write") from e
+    except OSError as e:
+        raise CompileError(f"can't write in {folder} ({e}): set BATCHLAB_CACHE to a folder that you may write") from e
     return path
 
 # %% ../nbs/09a_kernels.ipynb #2a065a25
@@ -608,19 +611,19 @@ template <class T> static void bytes_product(const T *x, const int8_t *w, const 
 ''' + both('bytes_product', 'const T *x, const int8_t *w, const int32_t *start, const float *scales, const float *bias, T *out, '
            'i64 M, i64 N, i64 K, i64 B', 'x, w, start, scales, bias, out, M, N, K, B')
 
-# %% ../nbs/09a_kernels.ipynb #42cb4296
-SOURCE = ''.join([VECTORS, PARTS, ACROSS, EXP, PRODUCT, PANELS, SCORES, VALUES, SOFTMAX, WALK, ATTEND, WRITE, NORM, ROTATE, MIX, BYTES,
-                  FROM_SUMS, BYTES_BLOCK, BYTES_PRODUCT]) + '''
+# %% ../nbs/09a_kernels.ipynb #d3c765ac
+SOURCE = ''.join([VECTORS, PARTS, ACROSS, EXP, PRODUCT, PANELS, SCORES, VALUES, SOFTMAX, WALK, ATTEND, WRITE, NORM, ROTATE,
+                  MIX, BYTES, FROM_SUMS, BYTES_BLOCK, BYTES_PRODUCT]) + '''
 extern "C" void set_threads(int n) { omp_set_num_threads(n); }
 '''
 
-# %% ../nbs/09a_kernels.ipynb #18f394d0
+# %% ../nbs/09a_kernels.ipynb #1a2ddb31
 class Shape(ctypes.Structure):
     "Where queries, keys and values lie, in elements: the C side's `Shape`."
     _fields_ = [(n, ctypes.c_int64) for n in ('heads kv_heads dim dim_v q_token q_head k_slot k_head v_slot v_head '
                                               'window').split()] + [('scale', ctypes.c_float)]
 
-BLOCK = 64                   # columns of a block of keys
+BLOCK = 64                   # columns of a block of keys: COLUMNS on the C side
 DTYPES = {torch.float32: 'fp32', torch.bfloat16: 'bf16'}
 
 # %% ../nbs/09a_kernels.ipynb #06a0b014
@@ -647,22 +650,22 @@ class Kernels:
         self.calls['product', x.dtype](_at(x), _at(weight), _at(bias), _at(out), len(x), n, x.shape[1])
         return out
 
-# %% ../nbs/09a_kernels.ipynb #d74d0543
+# %% ../nbs/09a_kernels.ipynb #de8bc207
 from fastcore.basics import patch
 
 @patch
 def attend(self:Kernels, z, q, K, V, items):
     "`q` of T tokens against slots `K`, `V` as `Shape` z says, for `items` (`Items`): `[T, heads, dim_v]`."
     out = q.new_empty(items.tokens, z.heads, z.dim_v)
-    self.calls['attend', q.dtype](ctypes.addressof(z), _at(q), _at(K), _at(V), _at(out), _at(items.members), _at(items.units),
-                                  len(items.units))
+    self.calls['attend', q.dtype](ctypes.addressof(z), _at(q), _at(K), _at(V), _at(out), _at(items.members),
+                                  _at(items.units), len(items.units))
     return out
 
 @patch
 def write(self:Kernels, z, k, v, K, V, slots, columns):
     "Keys and values `[T, kv_heads, dim]` into `slots`, `columns`, int64 `[T]`."
-    self.calls['write', k.dtype](ctypes.addressof(z), _at(k), _at(v), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-                                 _at(K), _at(V), _at(slots), _at(columns), len(slots))
+    self.calls['write', k.dtype](ctypes.addressof(z), _at(k), _at(v), *k.stride()[:2], *v.stride()[:2], _at(K), _at(V),
+                                 _at(slots), _at(columns), len(slots))
 
 # %% ../nbs/09a_kernels.ipynb #70d74827
 @patch
@@ -684,30 +687,34 @@ def rotate(self:Kernels, x, heads, dim, cos, sin):
     "The first `heads * dim` columns of `x` `[T, n]`, in place; `cos`, `sin` `[T, dims to rotate]`."
     self.calls['rotate', x.dtype](_at(x), x.stride(0), heads, dim, _at(cos), _at(sin), cos.shape[1], len(x))
 
-# %% ../nbs/09a_kernels.ipynb #4d6f4804
+# %% ../nbs/09a_kernels.ipynb #6e8f2411
 @patch
 def to_bytes(self:Kernels, x, block, top):
-    "Rows of `x` `[T, K]`, mixed in blocks of 16, 32 or 64 (1: not), as uint8 with `top + 1` for 0; the steps, fp32 `[T]`."
+    """Rows of `x` `[T, K]`, mixed in blocks of 16, 32 or 64 (1: not), as uint8 in steps: `(bytes [T, K], steps fp32 [T])`.
+
+    The byte `top + 1` is 0, the largest magnitude of a row is `top` steps. The step of a row that isn't finite is NaN."""
     bytes, steps = torch.empty(x.shape, dtype=torch.uint8), torch.empty(len(x))
     self.calls['to_bytes', x.dtype](_at(x), _at(bytes), _at(steps), *x.shape, block, top)
     return bytes, steps
 
 @patch
 def from_sums(self:Kernels, sums, steps, scales, bias, dtype):
-    "`sums` fp32 `[T, N]` times `steps` `[T]` and `scales` `[N]`, plus `bias` `[N]` or None, all fp32: `[T, N]` of `dtype`."
+    "`sums` `[T, N]` times `steps` `[T]` and `scales` `[N]`, plus `bias` `[N]` or None, all fp32: `[T, N]` of `dtype`."
     out = torch.empty_like(sums, dtype=dtype)
     self.calls['from_sums', dtype](_at(sums), _at(steps), _at(scales), _at(bias), _at(out), *sums.shape)
     return out
 
 @patch
 def bytes_product(self:Kernels, x, weight, scales, bias, block):
-    "`x` `[T, K]` times a `weight` from `pack_bytes`, in int8, mixed in `block`s: `[T, N]`. `scales`, `bias` (or None): fp32 `[N]`."
+    """`x` `[T, K]`, mixed in `block`s and made bytes, times a `weight` from `pack_bytes`: `[T, N]` of `x`'s dtype.
+
+    `scales`: fp32 `[N]`, the step of each output's weights; `bias`: fp32 `[N]`, or None."""
     out, (panels, start) = x.new_empty(len(x), len(scales)), weight
     self.calls['bytes_product', x.dtype](_at(x), _at(panels), _at(start), _at(scales), _at(bias), _at(out), *out.shape,
                                          x.shape[1], block)
     return out
 
-# %% ../nbs/09a_kernels.ipynb #60ba607b
+# %% ../nbs/09a_kernels.ipynb #afc9538c
 def pack_weight(*weights):
     """Weights `[out, in]`, one below the other, in panels for `Kernels.product`, `in` even: `[panels, in / e, 32, e]`.
 
@@ -718,7 +725,8 @@ def pack_weight(*weights):
     for w in weights:
         n = len(w) // 32
         packed[at:at + n] = w[:32 * n].view(-1, 32, k // e, e).transpose(1, 2)
-        if rest := len(w) % 32: packed[at + n] = F.pad(w[32 * n:], (0, 0, 0, 32 - rest)).view(32, k // e, e).transpose(0, 1)
+        if rest := len(w) % 32:
+            packed[at + n] = F.pad(w[32 * n:], (0, 0, 0, 32 - rest)).view(32, k // e, e).transpose(0, 1)
         at += n
     return packed
 
@@ -727,7 +735,9 @@ def unpack_rows(packed, rows):
     return packed[rows // 32, :, rows % 32].flatten(-2)
 
 def pack_bytes(weight):
-    "An int8 weight `[N, K]`, `K` a multiple of 4, for `Kernels.bytes_product`: panels `[panels, K / 4, 32, 4]`, starts int32."
+    """An int8 weight `[N, K]`, `K` a multiple of 4, for `Kernels.bytes_product`: `(panels, starts)`.
+
+    Panels: int8 `[ceil(N / 32), K / 4, 32, 4]`. Starts: int32, for each output of each panel the value its sum begins with."""
     w = F.pad(weight, (0, 0, 0, -len(weight) % 32))
     return w.view(-1, 32, w.shape[1] // 4, 4).transpose(1, 2).contiguous(), -128 * w.sum(1, dtype=torch.int32)
 
@@ -750,7 +760,7 @@ def let_go(tensor, files):
     done = ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), 4)        # MADV_DONTNEED
     return 0 if done else end - start
 
-# %% ../nbs/09a_kernels.ipynb #1da7162d
+# %% ../nbs/09a_kernels.ipynb #9ac0e964
 def cpu_seconds():
     "Seconds of processor time so far: of the whole machine, all cores together, and of this process."
     t = psutil.cpu_times()
@@ -758,7 +768,7 @@ def cpu_seconds():
     return sum(getattr(t, n, 0.) for n in ('user', 'nice', 'system', 'irq', 'softirq', 'steal')), own.user + own.system
 
 class Cores:
-    "Counts the cores that other processes leave free, once in `every` seconds. `clock` and `read` (`cpu_seconds`) for tests."
+    "Counts the cores that other processes leave free, once in `every` seconds; `clock`, `read` (`cpu_seconds`): for tests."
     def __init__(self, every=1., clock=time.perf_counter, read=cpu_seconds, cores=None):
         self.every, self.clock, self.read = every, clock, read
         self.cores = self.free = cores or psutil.cpu_count() or 1
@@ -783,12 +793,13 @@ def considerate(kernels):
     try: yield
     finally: kernels.set_threads(limit)
 
-# %% ../nbs/09a_kernels.ipynb #d0ba2c8a
+# %% ../nbs/09a_kernels.ipynb #62903d52
 class BlockCache(SlotCache):
     """A `SlotCache` in the layout of the kernels, with e = 1 for fp32, 2 for 16 bits: what fills 4 bytes lies together.
 
-    `keys[layer]`: `[num_slots, kv_heads, blocks, head_dim / e, 64, e]`; `values[layer]`: `[num_slots, kv_heads, capacity / e,
-    head_dim, e]`. `roots`: slot → `(another, n)`, where its first n columns lie in that other slot; n is a multiple of 128."""
+    `keys[layer]`: `[num_slots, kv_heads, blocks, head_dim / e, 64, e]`; `values[layer]`: `[num_slots, kv_heads,
+    capacity / e, head_dim, e]`. `roots`: slot → `(another, n)`, where its first n columns lie in that other slot; n is a
+    multiple of 128."""
     def __init__(self, shapes, num_slots, capacity, dtype=torch.float32, device='cpu'):
         self.e = max(1, 4 // dtype.itemsize)
         self.grains, self.roots = (BLOCK, self.e), {}
@@ -820,8 +831,8 @@ class BlockCache(SlotCache):
             return t.flatten(2, 3)[:, :, start % g:start % g + end - start]
         return of(self.keys[layer], BLOCK), of(self.values[layer], self.e)
 
-# %% ../nbs/09a_kernels.ipynb #c819d1ae
-SHARE = 128                  # the kernel's blocks of columns
+# %% ../nbs/09a_kernels.ipynb #9e8cf59d
+SHARE = 128                  # columns that the kernel takes at a time: BLOCK on the C side
 
 @patch
 def own(self:BlockCache, slot):
@@ -831,7 +842,7 @@ def own(self:BlockCache, slot):
 
 @patch
 def give(self:BlockCache, slot, n=0):
-    "Columns of `slot` from `n` on are about to be overwritten: those that others read there become one's of these own."
+    "Columns of `slot` from `n` on are about to be overwritten: if others read there, the one who reads most gets a copy."
     heirs = {s: m for s, (root, m) in self.roots.items() if root == slot and m > n}
     if heirs:
         heir = max(heirs, key=heirs.get)
@@ -863,11 +874,11 @@ def resize(self:BlockCache, num_slots, capacity):
     for slot in range(self.num_slots): self.give(slot, capacity if slot < num_slots else 0)
     SlotCache.resize(self, num_slots, capacity)
 
-# %% ../nbs/09a_kernels.ipynb #7b6ca45d
+# %% ../nbs/09a_kernels.ipynb #9c9107b9
 class Items:
-    """Rows `(slot, start, n_tokens)` as `attend` wants them: `members` and `units`, int64 `[n, 4]`, the costly ones first.
+    """Rows `(slot, start, n_tokens)` as `attend` wants them: `members`, `units`, int64 `[n, 4]`, the costly ones first.
 
-    `heads`: query heads that share one of `kv_heads` KV heads. `roots`: those of a `BlockCache`. `tokens`: of all rows."""
+    `heads`: query heads that share one of `kv_heads` KV heads. `roots`: of a `BlockCache`. `tokens`: of all rows."""
     def __init__(self, rows, heads, roots={}, kv_heads=1, threads=None):
         tokens = sum(n for _, _, n in rows)
         each = max(1, min(48 // heads, tokens * kv_heads // (2 * (threads or torch.get_num_threads()))))
@@ -893,20 +904,24 @@ class Items:
 
 def layout(K, V, heads, q, window, scale):
     "The `Shape` of `q` `[T, heads, dim]` (a view) against slots `K`, `V` of a `BlockCache`."
-    return Shape(heads, K.shape[1], K.shape[3] * K.shape[5], V.shape[3], q.stride(0), q.stride(1), K.stride(0), K.stride(1),
-                 V.stride(0), V.stride(1), window or 0, scale)
+    return Shape(heads, K.shape[1], K.shape[3] * K.shape[5], V.shape[3], *q.stride()[:2], *K.stride()[:2], *V.stride()[:2],
+                 window or 0, scale)
 
-# %% ../nbs/09a_kernels.ipynb #02dbf008
+# %% ../nbs/09a_kernels.ipynb #68f37468
 def check_kernels(kernels):
     "Raise `CompileError` unless a product is exact, and attention over two slots comes out as `attend_plain` has it."
-    def wrong(): raise CompileError(f'the compiled kernels compute wrong ({kernels.path.name}): delete it, or set CXX to another compiler')
+    def wrong():
+        raise CompileError(f'the compiled kernels compute wrong ({kernels.path.name}): '
+                           'delete it, or set CXX to another compiler')
     gen = torch.Generator().manual_seed(0)
-    for dtype in DTYPES:
-        x, w, b = (torch.randint(-3, 4, s, generator=gen).to(dtype) for s in ((29, 48), (70, 48), (70,)))   # whole numbers: exact
-        if not torch.equal(kernels.product(x, pack_weight(w), b, 70), F.linear(x.float(), w.float(), b.float()).to(dtype)): wrong()
+    for dtype in DTYPES:                                                                    # whole numbers: exact
+        x, w, b = (torch.randint(-3, 4, s, generator=gen).to(dtype) for s in ((29, 48), (70, 48), (70,)))
+        got, want = kernels.product(x, pack_weight(w), b, 70), F.linear(x.float(), w.float(), b.float()).to(dtype)
+        if not torch.equal(got, want): wrong()
     x, w = (torch.randint(-127, 128, s, generator=gen) for s in ((29, 64), (70, 64)))
-    x[:, 0], w[0], x[0] = 127, 127, 127                                                     # steps of 1, and the largest sum there is
-    if not torch.equal(kernels.bytes_product(x.float(), pack_bytes(w.to(torch.int8)), torch.ones(70), None, 1).long(), x @ w.T): wrong()
+    x[:, 0], w[0], x[0] = 127, 127, 127                                                     # steps of 1; the largest sum
+    got = kernels.bytes_product(x.float(), pack_bytes(w.to(torch.int8)), torch.ones(70), None, 1)
+    if not torch.equal(got.long(), x @ w.T): wrong()
     q, k, v = (torch.randn(s, generator=gen) for s in ((5, 4, 16), (1, 2, 128, 16), (1, 2, 128, 16)))
     rows, at = [(1, 40, 1), (0, 3, 4)], torch.arange(128)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
@@ -917,9 +932,9 @@ def check_kernels(kernels):
         for at_, (slot, start, n) in ((0, rows[0]), (1, rows[1])):
             col, pos = torch.arange(start + n), torch.arange(start, start + n)[:, None]
             mask = torch.where((col <= pos) & (col > pos - 20), 0., -torch.inf)
-            want = attend_plain(a[at_:at_ + n].transpose(0, 1)[None], *cache.view(0, slot, slot + 1, 0, start + n), mask, .25)
-            if not (got[at_:at_ + n] - want[0].transpose(0, 1).float()).abs().max() <= tolerance:
-                wrong()
+            kv = cache.view(0, slot, slot + 1, 0, start + n)
+            want = attend_plain(a[at_:at_ + n].transpose(0, 1)[None], *kv, mask, .25)
+            if not (got[at_:at_ + n] - want[0].transpose(0, 1).float()).abs().max() <= tolerance: wrong()
 
 @functools.cache
 def load_kernels():

@@ -19,7 +19,7 @@ from .prefill import check_prompt, forward
 class PaddingError(BatchlabError, ValueError):
     "Rows that can't be padded: none given, an empty one among them, or an unknown side."
 
-# %% ../nbs/03_padding.ipynb #984e4556
+# %% ../nbs/03_padding.ipynb #ff44790d
 def pad_and_mask(rows, pad_id=0, side='left'):
     """Rows of token ids as `(input_ids, mask)`, both int64 `[B, L]`, L the longest row; the mask is 1 on real tokens.
 
@@ -32,7 +32,8 @@ def pad_and_mask(rows, pad_id=0, side='left'):
     if empty: raise PaddingError(f'rows {empty} have no tokens: give each at least one, for example the BOS token')
     n = max(map(len, rows))
     fill = lambda r, real, pad: [pad] * (n - len(r)) + real if side == 'left' else real + [pad] * (n - len(r))
-    return (torch.tensor([fill(r, list(r), pad_id) for r in rows]), torch.tensor([fill(r, [1] * len(r), 0) for r in rows]))
+    ids, mask = [fill(r, list(r), pad_id) for r in rows], [fill(r, [1] * len(r), 0) for r in rows]
+    return torch.tensor(ids), torch.tensor(mask)
 
 # %% ../nbs/03_padding.ipynb #710a5f1a
 def positions_from_mask(mask):
@@ -68,7 +69,7 @@ def can_pad(model):
         return close(logits, prompts) and close(batch.step(), [p + [5 % v] for p in prompts])
     except Exception: return False      # whatever it says: its cache or its arguments are of another kind
 
-# %% ../nbs/03_padding.ipynb #366a668b
+# %% ../nbs/03_padding.ipynb #91551059
 @dataclass
 class Ledger:
     """Positions that went through the model, by what they were good for.
@@ -83,7 +84,9 @@ class Ledger:
     reused: int = 0
 
     @property
-    def waste(self): return 1 - self.useful / max(1, self.useful + self.padded + self.recomputed)
+    def waste(self):
+        "Share of the positions computed that were of no use, 0 to 1."
+        return 1 - self.useful / max(1, self.useful + self.padded + self.recomputed)
 
 # %% ../nbs/03_padding.ipynb #1dbacd52
 def append_greedy(logits, sessions):

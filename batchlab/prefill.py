@@ -97,9 +97,11 @@ def prefill(model, prompt_ids, cache=None):
     positions = torch.arange(past, past + ids.shape[1], device=model.device)[None]
     return forward(model, ids, cache, positions)[0], cache
 
-# %% ../nbs/01_prefill.ipynb #075af391
+# %% ../nbs/01_prefill.ipynb #1f4ea6d7
 def flops_per_token(model):
-    "FLOPs to run one position through the weights: 2 for each number of every matrix used (attention itself apart)."
+    """FLOPs to run one position through the weights: 2 for each number of every matrix (attention itself apart).
+
+    Of a mixture of experts all experts are counted, though a position passes through few of them."""
     head = model.get_output_embeddings()
     emb = model.get_input_embeddings()
     n = sum(p.numel() for p in model.parameters() if p.ndim > 1)

@@ -43,11 +43,12 @@ def find_common_chunk_prefix(rows, chunk_size=16):
         n += chunk_size
     return n
 
-# %% ../nbs/05_prefix.ipynb #99d451bb
+# %% ../nbs/05_prefix.ipynb #56303964
 def content_hash(ids, parent=b''):
     """A 16-byte name for the token ids `ids`, given the name `parent` of what stands before them.
 
-    BLAKE2b over `parent` and the ids as little-endian int64. The chaining is that of vLLM's prefix cache.
+    BLAKE2b, a cryptographic hash, over `parent` and the ids as little-endian int64. The chaining is that of vLLM's
+    prefix cache.
     """
     return hashlib.blake2b(parent + struct.pack(f'<{len(ids)}q', *ids), digest_size=16).digest()
 

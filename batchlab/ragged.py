@@ -156,14 +156,14 @@ def check_caches(caches, lengths, limit=None):
         if limit and start + n > limit:
             raise PackError(f'row {i} would have {start + n} tokens, and the model holds {limit}: end it before')
 
-# %% ../nbs/06_ragged.ipynb #36b95aea
+# %% ../nbs/06_ragged.ipynb #39e2596c
 @torch.inference_mode()
 def ragged_step(model, rows, caches):
     """One packed step: `(logits [B, V] after each row's last token, caches)`; prefill and decode in any mixture.
 
     `rows`: B lists of new token ids; `caches`: each row's own, a `BatchCache` or `DynamicCache()` that may be empty,
-    extended in place. For eager and SDPA attention. Right, and not meant to be fast: each step copies all caches and
-    scores all pairs. Raises `PackError`, `UnsupportedModelError`.
+    extended in place. For transformers' `eager` and `sdpa` attention. Right, and not meant to be fast: each step copies
+    all caches and scores all pairs. Raises `PackError`, `UnsupportedModelError`.
     """
     starts, lengths = [c.get_seq_length() for c in caches], list(map(len, rows))
     packed = pack(rows, starts, model.device)

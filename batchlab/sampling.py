@@ -19,7 +19,7 @@ from .models import BatchlabError
 class ParamError(BatchlabError, ValueError):
     "A sampling parameter is out of range, of the wrong type or not supported: names it, what it may be, what to do."
 
-# %% ../nbs/04_sampling.ipynb #4ee01d2f
+# %% ../nbs/04_sampling.ipynb #132d0887
 _RULES = dict(
     n=(int, lambda v: v >= 1, "a whole number of at least 1", "1 gives one completion"),
     presence_penalty=(float, lambda v: -2 <= v <= 2, "a number from -2 to 2", "0 turns it off"),
@@ -33,7 +33,8 @@ _RULES = dict(
     max_tokens=(int, lambda v: v >= 1, "a whole number of at least 1, or None", "None goes on to the context length"),
     min_tokens=(int, lambda v: v >= 0, "a whole number of at least 0", "0 turns it off"),
     logprobs=(int, lambda v: v >= -1, "a whole number of at least -1, or None", "-1 gives the whole vocabulary"),
-    prompt_logprobs=(int, lambda v: v >= -1, "a whole number of at least -1, or None", "0 gives the prompt's own tokens"))
+    prompt_logprobs=(int, lambda v: v >= -1, "a whole number of at least -1, or None",
+                     "0 gives the prompt's own tokens"))
 
 def _number(name, v):
     "`v` as the int or float that field `name` holds. Raises `ParamError`."
@@ -79,14 +80,14 @@ def _logit_bias(v):
                          "positive numbers make a token likelier, -100 all but forbids it")
     return {int(k): min(100., max(-100., float(b))) for k, b in v.items()}
 
-# %% ../nbs/04_sampling.ipynb #361a32fc
+# %% ../nbs/04_sampling.ipynb #bde02605
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """What the whole text of an answer must be, exactly one of the first five; vLLM's names. Raises `ParamError`.
 
-    `json`: valid under this JSON schema (a dict, its JSON, or a pydantic model). `json_object`: any JSON object. `regex`:
-    a match of it. `choice`: one of these strings. `grammar`: a sentence of this grammar (EBNF as GBNF writes it).
-    `disable_any_whitespace`: no line breaks and spaces of the model's choice between the parts of JSON."""
+    `json`: valid under this JSON schema (a dict, its JSON, or a pydantic model). `json_object`: any JSON object.
+    `regex`: a match of it. `choice`: one of these strings. `grammar`: a sentence of this grammar (EBNF as GBNF writes
+    it). `disable_any_whitespace`: no line breaks and spaces of the model's choice between the parts of JSON."""
     json: dict | str | None = None
     regex: str | None = None
     choice: list[str] | None = None

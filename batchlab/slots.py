@@ -66,12 +66,13 @@ class SlotTensors:
         at = slice(first, last), slice(None), slice(start, end)
         return self.keys[layer][at], self.values[layer][at]
 
-# %% ../nbs/07_slots.ipynb #fa8693ec
+# %% ../nbs/07_slots.ipynb #436d1144
 class SlotCache(SlotTensors):
     """Keys and values of all slots, written in place, which can pass from owner to owner. Layout: `SlotTensors`.
 
     `clean[s]`: how many columns of slot s, from 0 on, hold numbers of its owner or zeros. When a slot gets an owner:
-    `begin`. At each step, in this order: `settle` up to the last column that will be read, `write`, `view`.
+    `begin`. At each step, in this order: `settle` up to the last column that will be read, `write`, `view`. A subclass
+    with another layout, such as chapter 09a's, packs several columns into one place and says how many in `grains`.
     """
     grains = 1, 1                               # columns to a place in the third dimension, of keys and of values
 
@@ -103,8 +104,6 @@ class SlotCache(SlotTensors):
             part = slice(start // grain, -(-n // grain))
             for t in tensors:
                 for target in targets: t[target, :, part] = t[source, :, part]
-
-
 
 # %% ../nbs/07_slots.ipynb #d3b9d91a
 @patch
