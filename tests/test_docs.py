@@ -42,6 +42,18 @@ def test_machine_path_is_seen():
     for good in ('tokens/s and 1/2', 'see https://x.org/home/page', '/v1/chat', 'a/tmp/b'): assert not MACHINE_PATH.search(good)
 
 
+@pytest.mark.parametrize('path', sorted((ROOT/'nbs/images').glob('*.svg')), ids=lambda p: p.stem)
+def test_a_picture_that_stands_alone_is_one_that_a_notebook_drew(path):
+    kept = {t for p in NOTEBOOKS for c in json.loads(p.read_text(encoding='utf-8'))['cells'] for o in c.get('outputs', []) for t in texts(o)}
+    assert path.read_text(encoding='utf-8') in kept
+    assert f'images/{path.name})' in (ROOT/'README.md').read_text(encoding='utf-8')
+
+
+def test_every_chapter_shows_something():
+    bare = [p.stem for p in NOTEBOOKS if p.stem not in ('index', '00_models') and 'image/svg+xml' not in p.read_text(encoding='utf-8')]
+    assert not bare
+
+
 @pytest.mark.parametrize('log, status, expected', [
     ('Success.\n' * 3 + '12 passed in 3.10s\n', 0, (15, 0)),
     ('Success.\n' * 2 + '12 passed in 3.10s\n', 0, (14, 1)),                     # one was never run

@@ -1,5 +1,5 @@
 "What Sphinx is given: the notebooks in the book's order, a page for each module, and which name means what."
-import ast, functools, html, json, re
+import ast, functools, html, json, re, shutil
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,3 +198,4 @@ def write(folder):
     pages |= {name: (ROOT/name).read_text(encoding='utf-8') for name in ('CONTRIBUTING.md', 'LICENSE')}
     (folder/'api').mkdir(parents=True)
     for name, text in pages.items(): (folder/name).write_text(text, encoding='utf-8')
+    shutil.copytree(ROOT/'nbs/images', folder/'images')
