@@ -121,4 +121,4 @@ def test_what_a_contender_did_before_it_died_is_reported():
     whole.rounds, whole.tokens = dict(died.rounds, uniform=[.25]), dict(died.tokens, uniform=died.tokens['single'])
     report = bench.as_report([whole, died], make)
     assert [list(r['workloads']) for r in report['results']] == [['single', 'uniform'], ['single']]
-    assert '| died |' in bench.speed_table(report) and 'died' in bench.detail_table(report) and 'died' in bench.bars(report)
+    assert '| died |' in bench.speed_table(report) and 'died' in bench.detail_table(report) and 'died' in bench.bars(report).svg
