@@ -107,7 +107,9 @@ def test_interrupt_ends_pip_and_leaves_nothing(env, tmp_path):
     # a pip that never ends, in place of the real one
     (tmp_path/'pip.py').write_text("import os, time; open(os.environ['T_LOG'], 'w').write(str(os.getpid())); time.sleep(100)")
     env['PYTHONPATH'] = str(tmp_path)
-    p = start('from batchlab.models import load_model; load_model()', env)
+    # whoever starts the tests in a background shell has SIGINT ignored, and so have their children
+    hear = 'import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n'
+    p = start(hear + 'from batchlab.models import load_model; load_model()', env)
     until(lambda: Path(env['T_LOG']).exists() and Path(env['T_LOG']).read_text())
     p.send_signal(signal.SIGINT)
     rc, out, err = finish(p)
