@@ -178,7 +178,7 @@ function tank(held, i, s, owner) {
   return el('span', {class: 'slot', role: 'img', title: what, 'aria-label': what}, el('i', {style: fill}), el('b', {}, owner ? owner.number : ''));
 }
 function box(p, total) {
-  const texts = total <= 600 ? p.tokens.map(t => el('code', {}, seen(t))) : [`${p.n} tokens`];
+  const texts = p.tokens.length && total <= 600 ? p.tokens.map(t => el('code', {}, seen(t))) : [`${p.n} tokens`];
   return el('span', {class: 'part', style: `border-color:${css(p.phase)}`, title: `request ${p.number}, slot ${p.slot}, ${p.phase}, positions `
     + `${p.start} to ${p.start + p.n - 1}`}, el('b', {style: `background:${css(p.phase)}`}, p.number), ...texts);
 }

@@ -268,3 +268,16 @@ def test_page_by_keyboard(browser, trace, tmp_path):
     page.locator('#theme').press('Enter')
     assert ground() != light
     page.close()
+
+
+def test_page_of_a_trace_without_texts(browser, trace, tmp_path):
+    "As `batchlab run --trace` records it: how many tokens a part has stands in the place of what they say."
+    from batchlab.viewer import view_html
+    bare = [{k: v for k, v in r.items() if k not in ('prompt', 'prompt_ids', 'output_ids', 'pieces')} for r in trace.data['requests']]
+    (tmp_path/'page.html').write_text(view_html(trace.data | dict(requests=bare, tokens={})), encoding='utf-8')
+    page = browser.new_page()
+    page.goto((tmp_path/'page.html').as_uri())
+    said = page.locator('#row .part').all_inner_texts()
+    rows = sorted(trace.data['steps'][0]['rows'], key=lambda r: (r[3] > 1, r[0]))
+    assert said == [f'{r[1]}{r[3]} tokens' for r in rows]
+    page.close()
