@@ -1,5 +1,5 @@
 "`python -m batchlab.cli` in processes of its own, with a tiny model: pipes, signals, exit statuses."
-import json, os, signal, subprocess, sys, time
+import csv, json, os, signal, subprocess, sys, time
 import pytest
 
 ENV = {**os.environ, 'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1', 'PYTHONUTF8': '0', 'LC_ALL': 'C.UTF-8'}
@@ -159,3 +159,28 @@ def test_interrupt_keeps_what_is_finished(model, tmp_path, sig):
     assert p.returncode == 130 and 0 < len(done) < 3000, err
     assert err.splitlines() == [f'batchlab: interrupted: {len(done)} of 3000 requests finished, they are in o.jsonl']
     assert len({r['index'] for r in done}) == len(done) and all(r['error'] is None for r in done)
+
+
+def test_a_setting_is_used_or_fails_its_line(cli, model, tmp_path):
+    "`generate` and `run` read a plain line alike."
+    lines = [dict(prompt='a', max_completion_tokens=2, ignore_eos=True, topic='x'), dict(prompt='b', tools=[{}]),
+             dict(prompt='c', sampling_params=dict(max_tokens=3), ignore_eos=True), dict(prompt='d', num_beams=2)]
+    (tmp_path/'in.jsonl').write_text(''.join(json.dumps(d) + '\n' for d in lines))
+    p = cli('--prompts-file', 'in.jsonl', '--output', 'one.jsonl')
+    run = [*CMD, 'run', '-i', 'in.jsonl', '-o', 'two.jsonl', '--ordered', '--model', model]
+    q = subprocess.run(run, text=True, capture_output=True, cwd=tmp_path, env=ENV, timeout=50)
+    for found in (p, q): assert found.returncode == 1 and found.stderr.count('keys without meaning here, ignored: topic\n') == 1, found.stderr
+    for name in ('one.jsonl', 'two.jsonl'):
+        out = rows(tmp_path/name)
+        assert [r['usage'] and r['usage']['completion_tokens'] for r in out if not r['error']] == [2, 3]
+        assert ['tools=[{}]' in str(out[1]['error']), 'num_beams' in str(out[3]['error'])] == [True, True]
+
+
+def test_a_table_keeps_samples_and_log_probabilities(model, tmp_path):
+    (tmp_path/'in.jsonl').write_text('{"prompt": "a"}\n{"prompt": "b", "n": 1}\n')
+    p = subprocess.run([*CMD, 'run', '-i', 'in.jsonl', '-o', 'out.csv', '--model', model, '--n', '2', '--temperature', '1', '--seed', '3', '--logprobs', '2',
+                        '--max-tokens', '4'], text=True, capture_output=True, cwd=tmp_path, env=ENV, timeout=50)
+    assert p.returncode == 0, p.stderr
+    with open(tmp_path/'out.csv', encoding='utf-8', newline='') as f: found = [*csv.DictReader(f)]
+    assert sorted((r['line'], r['index']) for r in found) == [('1', '0'), ('1', '1'), ('2', '')]
+    for r in found: assert 0 < len(json.loads(r['logprobs'])['token_logprobs']) <= 4

@@ -1,5 +1,5 @@
 "Jobs killed, starved, fed with rubbish and run twice: every line has one record, and every good line its answer."
-import contextlib, functools, gzip, json, os, random, re, signal, subprocess, sys, time
+import contextlib, csv, functools, gzip, json, os, random, re, signal, subprocess, sys, time
 from collections import Counter
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from batchlab.engine import LLM
-from batchlab.jobs import Job, JobError, Run, read_record
+from batchlab.jobs import Job, JobError, Run, parse_line, read_record
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.sampling import SamplingParams
 
@@ -449,3 +449,111 @@ def test_commands(tmp_path, capsys, monkeypatch):
     assert '6 of 6 requests done, 1 failed' in capsys.readouterr().err
     for command in ('run', 'plan', 'generate', 'bench'): assert main([command, '--help']) == 0
     assert '--retry-errors' in capsys.readouterr().out
+
+
+SCHEMA = dict(type='object', properties=dict(a=dict(type='boolean')), required=['a'])
+
+@pytest.mark.parametrize('keys,want', [
+    (dict(response_format=dict(type='json_schema', json_schema=dict(name='x', schema=SCHEMA))), dict(structured_outputs=dict(json=SCHEMA))),
+    (dict(response_format=dict(type='text')), {}), (dict(response_format=None), {}),
+    (dict(max_completion_tokens=3), dict(max_tokens=3)), (dict(max_new_tokens=3, max_tokens=3), dict(max_tokens=3)),
+    (dict(max_tokens=None), dict(max_tokens=None)), (dict(max_completion_tokens=None), dict(max_tokens=None)),
+    (dict(sampling_params=dict(top_k=4, max_new_tokens=2, guided_choice=['a'])), dict(top_k=4, max_tokens=2, structured_outputs=dict(choice=['a']))),
+    (dict(sampling_params=dict(seed=1), n=2, temperature=1), dict(seed=1, n=2, temperature=1)), (dict(sampling_params=None), {}),
+    (dict(guided_json=SCHEMA), dict(structured_outputs=dict(json=SCHEMA))), (dict(guided_regex='a+'), dict(structured_outputs=dict(regex='a+'))),
+    (dict(guided_grammar='root ::= "a"'), dict(structured_outputs=dict(grammar='root ::= "a"'))),
+    (dict(logprobs=2), dict(logprobs=2)), (dict(logprobs=True, top_logprobs=3), dict(logprobs=3)),
+    (dict(tools=[], stream=False, best_of=1, tool_choice='none', detokenize=True), {}), (dict(tools=None, num_beams=None), {})])
+def test_settings_of_a_plain_line_are_used(keys, want):
+    line = parse_line(1, json.dumps(dict(prompt='p', **keys)).encode(), 'plain')
+    assert (line.failure, line.options, line.ignored) == (None, want, ())
+
+
+@pytest.mark.parametrize('keys,words', [
+    (dict(tools=[{}]), ['tools=[{}]']), (dict(best_of=3), ['best_of=3']), (dict(stream=True), ['stream=true']), (dict(tool_choice='auto', functions=[1]), ['functions']),
+    (dict(num_beams=4), ["'num_beams'", 'leave it out']), (dict(max_length=9), ["'max_length'", 'give max_tokens']), (dict(do_sample=True), ['do_sample', 'temperature']),
+    (dict(maxTokens=9), ["'maxTokens'", "'max_tokens'"]), ({'top-p': .5}, ["'top-p'", "'top_p'"]), (dict(guided_decoding_backend='x'), ['guided_decoding_backend']),
+    (dict(prompt_logprobs=1), ['prompt_logprobs']), (dict(system='Be brief.'), ["'system'", 'role system']), (dict(chat_template='x'), ['chat_template']),
+    (dict(extra_body=dict(top_k=1)), ['extra_body', 'top_k']), (dict(parameters=dict(seed=1)), ['parameters']), (dict(sampling_params=dict(best_of=2)), ['best_of=2']),
+    (dict(sampling_params=dict(label='x')), ["'label'"]), (dict(sampling_params=[1]), ['sampling_params must be an object']), (dict(sampling_params=dict(n=1), n=2), ['n stands in']),
+    (dict(max_tokens=3, max_new_tokens=4), ['max_new_tokens=4', 'max_tokens=3', 'one of them']), (dict(top_logprobs=2), ['top_logprobs needs logprobs']),
+    (dict(guided_regex='a', guided_choice=['a']), ['guided_regex and guided_choice: give one of them']), (dict(id=[1]), ['id must be']), (dict(custom_id=.5), ['custom_id must be']),
+    (dict(response_format=dict(type='xml')), ['response_format must be']), (dict(top_a=.1), ['top_a']), (dict(length_penalty=1.), ['length_penalty']), (dict(json_schema={}), ['structured_outputs'])])
+def test_settings_nobody_can_honour_fail_their_line(keys, words):
+    line = parse_line(1, json.dumps(dict(prompt='p', **keys)).encode(), 'plain')
+    assert line.failure and all(w in line.failure[1] for w in words), line.failure
+
+
+def test_no_setting_of_ours_or_of_transformers_is_passed_over():
+    "Whatever its name, a setting is used or fails its line: none is among the ignored keys."
+    from dataclasses import fields
+    from transformers import GenerationConfig
+    for k in sorted({f.name for f in fields(SamplingParams)} | GenerationConfig().to_dict().keys()):
+        line = parse_line(1, json.dumps(dict(prompt='p', **{k: 'x'})).encode(), 'plain')
+        assert line.failure or line.options and not line.ignored, k
+
+
+def test_a_setting_beside_the_body_is_no_setting():
+    line = parse_line(1, json.dumps(ask(1) | dict(response_format=dict(type='json_object'))).encode())
+    assert "'response_format' stands beside the body" in line.failure[1]
+    line = parse_line(1, json.dumps(ask(1) | dict(label='x', metadata=dict(n=3), model='m')).encode())
+    assert (line.failure, line.ignored) == (None, ('label',))
+    line = parse_line(1, json.dumps(ask(1, guided_choice=['a'], max_new_tokens=1)).encode())
+    assert line.failure[1].startswith('max_new_tokens=1 and max_tokens=')
+
+
+def test_plain_lines_end_to_end(tmp_path):
+    "A constraint holds, what can't be honoured fails alone, and keys of the owner are named once."
+    pytest.importorskip('xgrammar', reason='structured outputs need xgrammar')
+    plain = [dict(id=i, prompt='Salt or sweet?', label='salt', source=i) for i in range(6)]
+    plain[1] |= dict(guided_choice=['salt', 'sweet'])
+    plain[2] |= dict(response_format=dict(type='json_schema', json_schema=dict(name='x', schema=dict(type='boolean'))))
+    plain[3] |= dict(tools=[dict(type='function')])
+    plain[5] |= dict(extra=1)
+    plain[4] |= dict(max_completion_tokens=2, ignore_eos=True)
+    write(tmp_path/'in.jsonl', plain)
+    job, said = Job(tmp_path/'in.jsonl', tmp_path/'out.jsonl', sampling_params=dict(max_tokens=9)), []
+    job.say = said.append
+    assert 'ignored: extra, label, source' in str(job.dry_run()) and 'ignored: extra, label, source' in str(job.plan(llm(), calibrate=False))
+    assert (job.run(llm()).failed, said) == (1, ['line 1: keys without meaning here, ignored: label, source', 'line 6: keys without meaning here, ignored: extra'])
+    found = {r['id']: r for r in rows(tmp_path/'out.jsonl')}
+    assert found[1]['text'] in ('salt', 'sweet') and found[2]['text'] in ('true', 'false')
+    assert found[3]['error']['message'].startswith('line 4: tools=') and found[4]['usage']['completion_tokens'] == 2
+    assert found[0]['text'] == llm().generate('Salt or sweet?', SamplingParams(max_tokens=9, temperature=0))[0].outputs[0].text
+
+
+@pytest.mark.parametrize('kind', ['csv', 'csv.gz', 'parquet'])
+@pytest.mark.parametrize('form', ['plain', 'text', 'chat'])
+def test_tables_keep_every_answer(tmp_path, kind, form):
+    "With n and logprobs a table has all that the records have; without, the columns that it always had."
+    if kind == 'parquet': pq = pytest.importorskip('pyarrow.parquet', reason='Parquet files need pyarrow with Parquet built in')
+    make = dict(text=ask, chat=chat, plain=lambda i, **b: dict(custom_id=f'r{i}', **ask(i, **b)['body']))[form]
+    k = dict(logprobs=True, top_logprobs=2) if form == 'chat' else dict(logprobs=2)
+    def table(name):
+        if kind == 'parquet': return pq.read_table(tmp_path/f'{name}.{kind}').to_pylist()
+        with (gzip.open if kind == 'csv.gz' else open)(tmp_path/f'{name}.{kind}', 'rt', encoding='utf-8', newline='') as f: return [*csv.DictReader(f)]
+    def run(name, lines):
+        write(tmp_path/f'{name}.jsonl', lines)
+        job = dict(input=str(tmp_path/f'{name}.jsonl'), output=str(tmp_path/f'{name}.{kind}'))
+        Job(**job, limit=2).run(llm())
+        Job(**job).run(llm())                                        # gone on with: the same table
+        return table(name)
+    old = run('old', [make(i) for i in range(3)])
+    front = ['line'] * (form == 'plain') + ['id', 'custom_id']
+    assert [*old[0]] == [*front, 'text', 'finish_reason', 'prompt_tokens', 'completion_tokens', 'error'] and len(old) == 3
+    new = run('new', [make(0), make(1, n=3, seed=1, temperature=1., **k), make(2, temperature=-1), make(3, **k)])
+    assert [*new[0]] == [*front, 'index', 'text', 'finish_reason', 'prompt_tokens', 'completion_tokens', 'error', 'logprobs'] and len(new) == 6
+    none = lambda x: x if kind == 'parquet' or x != '' else None
+    clean = lambda s: s.encode('utf-8', 'replace').decode()
+    for r in rows(tmp_path/f'new.{kind}.jsonl'):
+        mine = [t for t in new if t['custom_id'] == r['custom_id']]
+        body = r if form == 'plain' else r['response']['body']
+        if r['error']: assert [(none(t['index']), none(t['logprobs']), t['error']) for t in mine] == [(None, None, r['error']['message'])]
+        else:
+            choices = body.get('choices') or body.get('outputs') or [body]
+            assert len(mine) == len(choices) == (3 if r['custom_id'] == 'r1' else 1)
+            for c, t in zip(choices, mine):
+                assert t['text'] == clean(c['message']['content'] if form == 'chat' else c['text']) and t['finish_reason'] == c['finish_reason']
+                assert int(t['completion_tokens']) == body['usage']['completion_tokens']
+                assert none(t['index']) == (None if len(choices) == 1 else c['index'] if kind == 'parquet' else str(c['index']))
+                assert (none(t['logprobs']) and json.loads(t['logprobs'])) == c.get('logprobs')
