@@ -4,26 +4,34 @@
 
 # %% auto #0
 __all__ = ['FLAGS', 'VECTORS', 'PARTS', 'ACROSS', 'EXP', 'PRODUCT', 'PANELS', 'SCORES', 'VALUES', 'SOFTMAX', 'WALK', 'ATTEND',
-           'WRITE', 'NORM', 'ROTATE', 'MIX', 'BYTES', 'FROM_SUMS', 'BYTES_BLOCK', 'BYTES_PRODUCT', 'SOURCE', 'BLOCK',
-           'DTYPES', 'SHARE', 'keep_memory', 'CompileError', 'find_compiler', 'processor_flags', 'build', 'both',
-           'Shape', 'Kernels', 'pack_weight', 'unpack_rows', 'pack_bytes', 'mapped_files', 'let_go', 'cpu_seconds',
-           'Cores', 'considerate', 'BlockCache', 'Items', 'layout', 'check_kernels', 'load_kernels', 'KernelStep']
+           'WRITE', 'NORM', 'ROTATE', 'HADAMARD', 'QUANTIZE', 'DEQUANTIZE', 'BYTES_BLOCK', 'BYTES_PRODUCT', 'SOURCE',
+           'COLUMNS', 'STEP', 'ROWS', 'DTYPES', 'SIGNATURES', 'tune_malloc', 'CompileError', 'find_compiler',
+           'processor_flags', 'build', 'both', 'Shape', 'Kernels', 'pack_weight', 'unpack_rows', 'pack_bytes',
+           'mapped_files', 'release_mapped_pages', 'cpu_seconds', 'IdleCores', 'limit_threads', 'TiledCache',
+           'prefix_groups', 'AttentionWorklist', 'layout', 'attend_rows', 'check_kernels', 'load_kernels', 'KernelStep',
+           'usable_kernels', 'KernelBackend', 'open_backend']
 
 # %% ../nbs/09a_kernels.ipynb #042fc35f
-import contextlib, ctypes, functools, hashlib, itertools, os, platform, shutil, subprocess, sys, tempfile, time
+import contextlib, ctypes, functools, hashlib, itertools, math, os, platform, shutil, subprocess, sys, tempfile, time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedModel
 
-from .attention import PackedStep, attend_plain
-from .models import BatchlabError, cache_dir
-from .slots import SlotCache
+from .attention import NotPacked, PackedStep, TorchBackend, as_found, attend_plain, check_backend, shared_prefixes
+from .backends import BackendOptions, Unavailable
+from .batch import Batch, pack_rows, places
+from .errors import BatchlabError
+from .models import cache_dir
+from .slots import KVCache, Shape as KVShape
 
 # %% ../nbs/09a_kernels.ipynb #83590479
 @functools.cache
-def keep_memory(mmap_from=32 * 2**20, keep=512 * 2**20):
+def tune_malloc(mmap_from: int = 32 * 2**20, keep: int = 512 * 2**20) -> bool:
     """Let the process keep freed memory, up to `keep` bytes, for requests smaller than `mmap_from`. Whether it could.
 
     For glibc's `malloc` (Linux); others are left alone. A tensor that is made and dropped at every step then costs no
@@ -40,7 +48,7 @@ class CompileError(BatchlabError, RuntimeError):
 FLAGS = tuple('-O3 -march=native -fopenmp -shared -fPIC -std=gnu++17 '
               '-fno-math-errno -fno-trapping-math -fno-strict-aliasing'.split())
 
-def find_compiler():
+def find_compiler() -> str:
     "The C++ compiler: what the variable CXX names, else the first of g++, clang++ and c++. Raises `CompileError`."
     names = [os.environ['CXX']] if os.environ.get('CXX') else ['g++', 'clang++', 'c++']
     if found := next(filter(None, map(shutil.which, names)), None): return found
@@ -48,13 +56,13 @@ def find_compiler():
 
 # %% ../nbs/09a_kernels.ipynb #fbe17eed
 @functools.cache
-def processor_flags():
+def processor_flags() -> tuple[str, ...]:
     "What the processor can do, as Linux names it: a tuple of words."
     try: lines = Path('/proc/cpuinfo').read_text().splitlines()
     except OSError: lines = []
     return tuple(next((l for l in lines if l.startswith(('flags', 'Features'))), platform.machine()).split())
 
-def _run(command):
+def _run(command: list[str]) -> str:
     try: done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     except (OSError, subprocess.TimeoutExpired) as e: raise CompileError(f'{command[0]} does not run: {e}') from e
     if done.returncode == 0: return done.stdout
@@ -63,7 +71,7 @@ def _run(command):
                        'set CXX to another compiler, or go on without')
 
 # %% ../nbs/09a_kernels.ipynb #4e457f40
-def build(source):
+def build(source: str) -> Path:
     """The shared library made from C++ `source`, as a path in batchlab's cache folder: compiled if it isn't there yet.
 
     Raises `CompileError`."""
@@ -183,10 +191,14 @@ static inline vf vexp(vf x) {                            // x up to 88
     p = p * r + 1.6666665459e-1f, p = p * r + 5.0000001201e-1f, p = p * (r * r) + r + 1.f;
     return low ? all(0.f) : p * (vf)(((vi)n + 127) << 23);
 }
+static inline vf vtanh(vf x) {
+    const vf e = vexp(x < 0.f ? 2.f * x : -2.f * x), t = (1.f - e) / (1.f + e);
+    return x < 0.f ? -t : t;
+}
 '''
 
 # %% ../nbs/09a_kernels.ipynb #faf6ea16
-def both(name, arguments, call):
+def both(name: str, arguments: str, call: str) -> str:
     "C functions `name_fp32` and `name_bf16` around the template `name`; `T` in `arguments` is the type."
     line = 'extern "C" void {n}_{d}({a}) {{ {n}({c}); }}\n'
     return ''.join(line.format(n=name, d=d, a=arguments.replace('T ', f'{t} '), c=call)
@@ -260,37 +272,49 @@ template <class T> static void product(const T *x, const T *w, const T *bias, T 
 
 # %% ../nbs/09a_kernels.ipynb #1e6d07d6
 SCORES = r'''
-constexpr int COLUMNS = 64, CV = 4, TILE = CV * W, BLOCK = 128, ROWS = 64, DIM = 256;
-template <class T> static inline void fetch(const T *p, int n) {
-    for (int i = 0; i < n; i += 64 / (int)sizeof(T)) __builtin_prefetch(p + i);
+constexpr int COLUMNS = 64, CV = 4, TILE = CV * W, STEP = 128, ROWS = 64, DIM = 256;
+template <int HOW, class T> static inline void fetch(const T *p, int n) {        // HOW: 3 into the nearest cache, 2 the next
+    for (int i = 0; i < n; i += 64 / (int)sizeof(T)) __builtin_prefetch(p + i, 0, HOW);
 }
-// s[N][n] = scale q[N][D] k[n / 64][D][64]; the columns are computed up to the next multiple of TILE
-template <int N, class T> static void scores(const T *q, int D, const T *k, int n, float scale, float *s, const T *soon, int soon_dims) {
+// s[N][n] = scale q[N][D] k[n / 64][D][64], n up to STEP, each 64 columns where k says; computed up to the next multiple of TILE
+template <int N, class T> static void scores(const T *q, int D, const T *const *k, int n, float scale, float *s,
+                                             const T *const *soon, int soon_dims) {
     for (int c = 0; c < n; c += TILE) {
-        const T *tile = k + c / COLUMNS * COLUMNS * D + c % COLUMNS * (4 / sizeof(T));
+        const T *tile = k[c / COLUMNS] + c % COLUMNS * (4 / sizeof(T)), *next = soon ? soon[c / COLUMNS] + c % COLUMNS * soon_dims : nullptr;
+        const T *after = soon && c % COLUMNS == 0 && c + COLUMNS < n ? k[c / COLUMNS + 1] : nullptr;
         vf a[N][CV] = {};
         for (int d = 0; d < D; d += 2) {
-            if (soon && d < TILE && c + d < n) fetch(soon + (i64)(c + d) * soon_dims, 2 * soon_dims);
+            if (next && d < TILE && c + d < n) fetch<3>(next + d * soon_dims, 2 * soon_dims);
+            if (after) fetch<2>(after + d * COLUMNS, 2 * COLUMNS);
             multiply(q + d, D, tile + d * COLUMNS, COLUMNS, a);
         }
-        for (int i = 0; i < N; i++) for (int j = 0; j < CV; j++) store(s + i * BLOCK + c + j * W, a[i][j] * scale);
+        for (int i = 0; i < N; i++) for (int j = 0; j < CV; j++) store(s + i * STEP + c + j * W, a[i][j] * scale);
     }
 }
 '''
 
 # %% ../nbs/09a_kernels.ipynb #21651d06
 VALUES = r'''
-// o[N][M * W] += p[N][n] v[n][M * W], n even
-template <int N, int M, class T> static void weigh(const T *p, const T *v, int n, float *o, int D) {
+// o[N][M * W] += p[N][n] v[n / 64][64][M * W], n even, `at` numbers into each tile; meanwhile tiles of keys are fetched
+template <int N, int M, class T> static void weigh(const T *p, const T *const *v, int at, int n, float *o, int D,
+                                                   const T *const *soon, int soon_dims, int soon_n) {
     vf a[N][M];
     for (int i = 0; i < N; i++) for (int j = 0; j < M; j++) a[i][j] = load(o + i * D + j * W);
-    for (int c = 0; c < n; c += 2) multiply(p + c, BLOCK * 4 / sizeof(T), v + (i64)c * D, D, a);
+    for (int tile = 0; tile < n; tile += COLUMNS) {
+        const T *w = v[tile / COLUMNS] + at, *next = tile < soon_n ? soon[tile / COLUMNS] : nullptr;
+        for (int c = 0; c < std::min(COLUMNS, n - tile); c += 2) {
+            if (next) fetch<2>(next + c * soon_dims, 2 * soon_dims);
+            multiply(p + tile + c, STEP * 4 / sizeof(T), w + c * D, D, a);
+        }
+    }
     for (int i = 0; i < N; i++) for (int j = 0; j < M; j++) store(o + i * D + j * W, a[i][j]);
 }
-template <int N, class T> static void weigh_all(const T *p, const T *v, int n, float *o, int D) {
+template <int N, class T> static void weigh_all(const T *p, const T *const *v, int n, float *o, int D, const T *const *soon,
+                                                int soon_dims, int soon_n) {
+    constexpr int E = 4 / sizeof(T);
     int d = 0;
-    for (; d + 4 * W <= D; d += 4 * W) weigh<N, 4>(p, v + d * (4 / sizeof(T)), n, o + d, D);
-    for (; d < D; d += W) weigh<N, 1>(p, v + d * (4 / sizeof(T)), n, o + d, D);
+    for (; d + 4 * W <= D; d += 4 * W) weigh<N, 4>(p, v, d * E, n, o + d, D, soon, soon_dims, d ? 0 : soon_n);
+    for (; d < D; d += W) weigh<N, 1>(p, v, d * E, n, o + d, D, soon, soon_dims, d ? 0 : soon_n);
 }
 template <class T> static void last_pair(const T *v, int D, T *pair) {
     const int each = 4 / sizeof(T);
@@ -301,9 +325,10 @@ template <class T> static void last_pair(const T *v, int D, T *pair) {
 
 # %% ../nbs/09a_kernels.ipynb #1c400c57
 SOFTMAX = r'''
-// x[0:lo] and x[hi:n] are out of sight; p, in the place of x, gets the weights; returns by how much all before this block fades
-template <class T> static inline float soften(float *x, T *p, int lo, int hi, int n, float &m, float &l) {
+// x[0:lo] and x[hi:n] are out of sight; p, in the place of x, gets the weights; returns by how much all before this step fades
+template <class T> static inline float soften(float *x, T *p, int lo, int hi, int n, float cap, float &m, float &l) {
     const int full = (n + W - 1) / W * W;
+    if (cap) for (int i = 0; i < full; i += W) store(x + i, cap * vtanh(load(x + i) * (1 / cap)));
     for (int i = 0; i < lo; i++) x[i] = -INFINITY;
     for (int i = hi; i < full; i++) x[i] = -INFINITY;
     if (hi <= lo) { for (int i = 0; i < full; i += W) store(p + i, vf{}); return 1; }
@@ -320,34 +345,59 @@ template <class T> static inline float soften(float *x, T *p, int lo, int hi, in
 # %% ../nbs/09a_kernels.ipynb #4b19db6c
 WALK = r'''
 struct Shape {
-    i64 heads, kv_heads, dim, dim_v, q_token, q_head, k_slot, k_head, v_slot, v_head, window;
-    float scale;
+    i64 heads, kv_heads, dim, dim_v, q_token, q_head, k_block, k_head, v_block, v_head, block_size, window;
+    float scale, softcap;                            // softcap: 0 for none
+    const float *sinks;                              // one for each head, or null
 };
 template <class T> struct Unit {                     // rows of queries, and what they have gathered; end: columns that a row may see
     T q[ROWS * DIM];
-    float s[ROWS * BLOCK], o[ROWS * DIM], m[ROWS], l[ROWS];
+    float s[ROWS * STEP], o[ROWS * DIM], m[ROWS], l[ROWS];
     i64 end[ROWS];
 };
-template <class T> static void walk(const Shape &z, Unit<T> &u, int first, int last, const T *k, const T *v, i64 from, i64 to) {
+template <class T> struct Tiles { const T *k[STEP / COLUMNS], *v[STEP / COLUMNS]; };          // one KV head's keys and values of a step
+template <class T> struct Path {                     // the columns of a block table, from some multiple of 64 on
+    const Shape &z;
+    const T *K, *V;
+    const i64 *table;
+    i64 offset;
+    Path(const Shape &z, const T *K, const T *V, const i64 *table, i64 column)
+        : z(z), K(K), V(V), table(table + column / z.block_size), offset(column % z.block_size) {}
+    void take(i64 n, Tiles<T> &t) {                  // the next n columns
+        for (int i = 0; n > 0; i++, n -= COLUMNS) {
+            t.k[i] = K + *table * z.k_block + offset * z.dim, t.v[i] = V + *table * z.v_block + offset * z.dim_v;
+            if ((offset += COLUMNS) == z.block_size) offset = 0, table++;
+        }
+    }
+};
+template <class T> static void walk(const Shape &z, Unit<T> &u, int first, int last, const T *K, const T *V, const i64 *table,
+                                    i64 from, i64 to) {
     const int D = z.dim, DV = z.dim_v;
+    auto after = [&](i64 c) { return std::min(to, c / STEP * STEP + STEP); };
     T pair[2 * DIM];
-    for (i64 c = from; c < to; c = c / BLOCK * BLOCK + BLOCK) {
-        const int cols = std::min(BLOCK - c % BLOCK, to - c), even = cols / 2 * 2;
+    const T *odd = pair;
+    Tiles<T> now, soon;
+    Path<T> path(z, K, V, table, from);
+    if (from < to) path.take(after(from) - from, now);
+    for (i64 c = from, end; c < to; c = end, now = soon) {
+        end = after(c);
+        const int cols = end - c, even = cols / 2 * 2, more = after(end) - end;
+        path.take(more, soon);
         for (int r = first; r < last; r += RB) {
-#define CALL(N) scores<N>(u.q + r * D, D, k + c * D, cols, z.scale, u.s + r * BLOCK, r == first ? v + c * DV : nullptr, DV)
+#define CALL(N) scores<N>(u.q + r * D, D, now.k, cols, z.scale, u.s + r * STEP, r == first ? now.v : nullptr, DV)
             BY_COUNT(std::min(RB, last - r), CALL)
 #undef CALL
         }
         for (int r = first; r < last; r++) {
-            const i64 seen = u.end[r] - c;                                      // columns of this block before the row's own end
+            const i64 seen = u.end[r] - c;                                      // columns of this step before the row's own end
             const int lo = z.window ? std::clamp<i64>(seen - z.window, 0, cols) : 0, hi = std::clamp<i64>(seen, 0, cols);
-            const float fade = soften(u.s + r * BLOCK, (T *)(u.s + r * BLOCK), lo, hi, cols, u.m[r], u.l[r]);
+            const float fade = soften(u.s + r * STEP, (T *)(u.s + r * STEP), lo, hi, cols, z.softcap, u.m[r], u.l[r]);
             if (fade != 1) for (int d = 0; d < DV; d += W) store(u.o + r * DV + d, load(u.o + r * DV + d) * fade);
         }
-        if (even < cols) last_pair(v + (c + even) * DV, DV, pair);
+        if (even < cols) last_pair(now.v[even / COLUMNS] + even % COLUMNS * DV, DV, pair);
         for (int r = first; r < last; r += RB) {
-            const T *p = (const T *)(u.s + r * BLOCK);
-#define CALL(N) weigh_all<N>(p, v + c * DV, even, u.o + r * DV, DV); if (even < cols) weigh_all<N>(p + even, pair, 2, u.o + r * DV, DV)
+            const T *p = (const T *)(u.s + r * STEP);
+#define CALL(N) weigh_all<N>(p, now.v, even, u.o + r * DV, DV, soon.k, D, r == first ? more : 0); \
+                if (even < cols) weigh_all<N>(p + even, &odd, 2, u.o + r * DV, DV, soon.k, D, 0)
             BY_COUNT(std::min(RB, last - r), CALL)
 #undef CALL
         }
@@ -357,29 +407,27 @@ template <class T> static void walk(const Shape &z, Unit<T> &u, int first, int l
 
 # %% ../nbs/09a_kernels.ipynb #586e68f4
 ATTEND = r'''
-template <class T> static void one_unit(const Shape &z, const T *q, const T *K, const T *V, T *out, const i64 *members,
-                                        const i64 *unit, i64 h) {
+template <class T> static void one_unit(const Shape &z, const T *q, const T *K, const T *V, T *out, const i64 *blocks,
+                                        const i64 *members, const i64 *unit, i64 h) {
     const int G = z.heads / z.kv_heads, D = z.dim, DV = z.dim_v;
-    const i64 root = unit[2], shared = unit[3];
+    const i64 shared = unit[3];
     auto begin = [&](i64 column) { return z.window ? std::max<i64>(0, column + 1 - z.window) / COLUMNS * COLUMNS : 0; };
-    auto go = [&](Unit<T> &u, int first, int last, i64 slot, i64 from, i64 to) {
-        walk(z, u, first, last, K + slot * z.k_slot + h * z.k_head, V + slot * z.v_slot + h * z.v_head, from, to);
+    auto go = [&](Unit<T> &u, int first, int last, i64 table, i64 from, i64 to) {
+        walk(z, u, first, last, K + h * z.k_head, V + h * z.v_head, blocks + table, from, to);
     };
     Unit<T> u;
     int R = 0;
     for (i64 i = unit[0]; i < unit[1]; i++) for (i64 j = 0; j < members[4 * i + 1] * G; j++, R++) {
-        const i64 *a = members + 4 * i;
-        memcpy(u.q + R * D, q + (a[0] + j / G) * z.q_token + (h * G + j % G) * z.q_head, D * sizeof(T));
+        const i64 *a = members + 4 * i, head = h * G + j % G;
+        memcpy(u.q + R * D, q + (a[0] + j / G) * z.q_token + head * z.q_head, D * sizeof(T));
         memset(u.o + R * DV, 0, DV * sizeof(float));
-        u.m[R] = -INFINITY, u.l[R] = 0, u.end[R] = a[3] + j / G + 1;
+        u.m[R] = z.sinks ? z.sinks[head] : -INFINITY, u.l[R] = z.sinks ? 1 : 0, u.end[R] = a[3] + j / G + 1;
     }
-    if (shared && !z.window) go(u, 0, R, root, 0, shared);
+    if (shared && !z.window) go(u, 0, R, unit[2], 0, shared);
     R = 0;
     for (i64 i = unit[0]; i < unit[1]; i++) {
-        const i64 *a = members + 4 * i, low = begin(a[3]);
-        const int n = a[1] * G;
-        if (z.window && low < shared) go(u, R, R + n, root, low, shared);
-        go(u, R, R + n, a[2], std::max(low, shared), a[3] + a[1]);
+        const i64 *a = members + 4 * i, n = a[1] * G;
+        go(u, R, R + n, a[2], z.window ? begin(a[3]) : shared, a[3] + a[1]);
         for (int j = 0; j < n; j++) {
             T *row = out + ((a[0] + j / G) * z.heads + h * G + j % G) * DV;
             for (int d = 0; d < DV; d += W) store(row + d, load(u.o + (R + j) * DV + d) / u.l[R + j]);
@@ -387,31 +435,32 @@ template <class T> static void one_unit(const Shape &z, const T *q, const T *K, 
         R += n;
     }
 }
-template <class T> static void attend(const Shape &z, const T *q, const T *K, const T *V, T *out, const i64 *members,
-                                      const i64 *units, i64 n) {
+template <class T> static void attend(const Shape &z, const T *q, const T *K, const T *V, T *out, const i64 *blocks,
+                                      const i64 *members, const i64 *units, i64 n) {
 #pragma omp parallel for schedule(dynamic)
-    for (i64 u = 0; u < n * z.kv_heads; u++) one_unit(z, q, K, V, out, members, units + u / z.kv_heads * 4, u % z.kv_heads);
+    for (i64 u = 0; u < n * z.kv_heads; u++)
+        one_unit(z, q, K, V, out, blocks, members, units + u / z.kv_heads * 4, u % z.kv_heads);
 }
-''' + both('attend', 'const Shape *z, const T *q, const T *K, const T *V, T *out, const i64 *members, const i64 *units, i64 n',
-           '*z, q, K, V, out, members, units, n')
+''' + both('attend', 'const Shape *z, const T *q, const T *K, const T *V, T *out, const i64 *blocks, const i64 *members, '
+           'const i64 *units, i64 n', '*z, q, K, V, out, blocks, members, units, n')
 
 # %% ../nbs/09a_kernels.ipynb #9d952b98
 WRITE = r'''
 template <class T> static void write(const Shape &z, const T *k, const T *v, i64 k_token, i64 k_head, i64 v_token, i64 v_head,
-                                     T *K, T *V, const i64 *slots, const i64 *columns, i64 n) {
+                                     T *K, T *V, const i64 *places, i64 n) {
     constexpr int E = 4 / sizeof(T);                 // numbers side by side: 2 in bf16
 #pragma omp parallel for if (n > 8)
     for (i64 t = 0; t < n; t++) for (i64 h = 0; h < z.kv_heads; h++) {
-        const i64 c = columns[t];
+        const i64 block = places[t] / z.block_size, c = places[t] % z.block_size;
         const T *from = k + t * k_token + h * k_head, *of = v + t * v_token + h * v_head;
-        T *to = K + slots[t] * z.k_slot + h * z.k_head + c / COLUMNS * COLUMNS * z.dim + c % COLUMNS * E;
+        T *to = K + block * z.k_block + h * z.k_head + c / COLUMNS * COLUMNS * z.dim + c % COLUMNS * E;
         for (i64 d = 0; d < z.dim; d++) to[d / E * COLUMNS * E + d % E] = from[d];
-        T *at = V + slots[t] * z.v_slot + h * z.v_head + c / E * E * z.dim_v + c % E;
+        T *at = V + block * z.v_block + h * z.v_head + c / E * E * z.dim_v + c % E;
         for (i64 d = 0; d < z.dim_v; d++) at[d * E] = of[d];
     }
 }
 ''' + both('write', 'const Shape *z, const T *k, const T *v, i64 k_token, i64 k_head, i64 v_token, i64 v_head, T *K, T *V, '
-           'const i64 *slots, const i64 *columns, i64 n', '*z, k, v, k_token, k_head, v_token, v_head, K, V, slots, columns, n')
+           'const i64 *places, i64 n', '*z, k, v, k_token, k_head, v_token, v_head, K, V, places, n')
 
 # %% ../nbs/09a_kernels.ipynb #4022eba2
 NORM = r'''
@@ -458,16 +507,16 @@ template <class T> static void rotate(T *x, i64 token, i64 heads, i64 dim, const
            'x, token, heads, dim, cos, sin, rot, n')
 
 # %% ../nbs/09a_kernels.ipynb #1ae5ecfc
-MIX = r'''
-template <int S> static inline vf mix_within(vf v) {
+HADAMARD = r'''
+template <int S> static inline vf hadamard_within(vf v) {
     vf sign;
     for (int i = 0; i < W; i++) sign[i] = i & S ? -1.f : 1.f;
     return partner<S>(v) + sign * v;                     // a product with 1 or -1 is exact, fused or not
 }
-template <int B> static inline void mix(vf *v) {         // B numbers
+template <int B> static inline void hadamard(vf *v) {         // B numbers
     for (int i = 0; i < B / W; i++) {
-        v[i] = mix_within<4>(mix_within<2>(mix_within<1>(v[i])));
-        if (W == 16) v[i] = mix_within<W / 2>(v[i]);
+        v[i] = hadamard_within<4>(hadamard_within<2>(hadamard_within<1>(v[i])));
+        if (W == 16) v[i] = hadamard_within<W / 2>(v[i]);
     }
     for (int s = 1; s < B / W; s *= 2) for (int i = 0; i < B / W; i++) if (!(i & s)) {
         vf a = v[i], b = v[i + s];
@@ -477,14 +526,14 @@ template <int B> static inline void mix(vf *v) {         // B numbers
 '''
 
 # %% ../nbs/09a_kernels.ipynb #49568b5a
-BYTES = r'''
-template <int B, class T> static float mixed_row(const T *x, float *y, i64 K) {     // y; its largest magnitude, or NaN
+QUANTIZE = r'''
+template <int B, class T> static float hadamard_row(const T *x, float *y, i64 K) {     // y; its largest magnitude, or NaN
     constexpr int V = B > W ? B / W : 1;
     vf m = all(1e-30f), odd = {};                        // 0 / 0 is no byte
     for (i64 i = 0; i < K; i += V * W) {
         vf v[V];
         for (int j = 0; j < V; j++) v[j] = part(x + i + j * W, std::min<i64>(W, K - i - j * W));
-        if (B > 1) mix<B>(v);
+        if (B > 1) hadamard<B>(v);
         for (int j = 0; j < V; j++) {
             vf a = v[j] < 0.f ? -v[j] : v[j];
             m = m > a ? m : a, odd += v[j] - v[j];       // NaN, for a NaN or an infinity
@@ -493,7 +542,7 @@ template <int B, class T> static float mixed_row(const T *x, float *y, i64 K) { 
     }
     return most(m) + sum(odd);
 }
-template <class T> static void to_bytes(const T *x, uint8_t *bytes, float *steps, i64 n, i64 K, i64 B, i64 top) {
+template <class T> static void quantize(const T *x, uint8_t *bytes, float *steps, i64 n, i64 K, i64 B, i64 top) {
     typedef uint8_t vb __attribute__((vector_size(W)));
 #pragma omp parallel if (n > 8)
     {
@@ -501,8 +550,8 @@ template <class T> static void to_bytes(const T *x, uint8_t *bytes, float *steps
 #pragma omp for
         for (i64 r = 0; r < n; r++) {
             float *p = y.data();
-            const float largest = B == 64 ? mixed_row<64>(x + r * K, p, K) : B == 32 ? mixed_row<32>(x + r * K, p, K) :
-                                  B == 16 ? mixed_row<16>(x + r * K, p, K) : mixed_row<1>(x + r * K, p, K);
+            const float largest = B == 64 ? hadamard_row<64>(x + r * K, p, K) : B == 32 ? hadamard_row<32>(x + r * K, p, K) :
+                                  B == 16 ? hadamard_row<16>(x + r * K, p, K) : hadamard_row<1>(x + r * K, p, K);
             const float f = top / largest, t = top, shift = 12582913.f + top;       // 1.5 * 2^23 + top + 1
             for (i64 i = 0; i < K; i += W) {
                 vf v = load(p + i) * f;
@@ -514,11 +563,11 @@ template <class T> static void to_bytes(const T *x, uint8_t *bytes, float *steps
         }
     }
 }
-''' + both('to_bytes', 'const T *x, uint8_t *bytes, float *steps, i64 n, i64 K, i64 B, i64 top', 'x, bytes, steps, n, K, B, top')
+''' + both('quantize', 'const T *x, uint8_t *bytes, float *steps, i64 n, i64 K, i64 B, i64 top', 'x, bytes, steps, n, K, B, top')
 
 # %% ../nbs/09a_kernels.ipynb #0db24810
-FROM_SUMS = r'''
-template <class T> static void from_sums(const float *sums, const float *steps, const float *scales, const float *bias, T *out,
+DEQUANTIZE = r'''
+template <class T> static void dequantize(const float *sums, const float *steps, const float *scales, const float *bias, T *out,
                                          i64 n, i64 N) {
 #pragma omp parallel for if (n > 1)
     for (i64 r = 0; r < n; r++) for (i64 i = 0; i < N; i += W) {
@@ -527,7 +576,7 @@ template <class T> static void from_sums(const float *sums, const float *steps, 
         part_store(out + r * N + i, bias ? v + part(bias + i, p) : v, p);
     }
 }
-''' + both('from_sums', 'const float *sums, const float *steps, const float *scales, const float *bias, T *out, i64 n, i64 N',
+''' + both('dequantize', 'const float *sums, const float *steps, const float *scales, const float *bias, T *out, i64 n, i64 N',
            'sums, steps, scales, bias, out, n, N')
 
 # %% ../nbs/09a_kernels.ipynb #4302b495
@@ -580,7 +629,7 @@ template <class T> static void bytes_product(const T *x, const int8_t *w, const 
                                              T *out, i64 M, i64 N, i64 K, i64 B) {
     std::vector<uint8_t> bytes(M * K);
     std::vector<float> steps(M);
-    to_bytes(x, bytes.data(), steps.data(), M, K, B, 127);
+    quantize(x, bytes.data(), steps.data(), M, K, B, 127);
     const i64 panels = (N + NR - 1) / NR, threads = omp_get_max_threads();
     const i64 parts = std::clamp<i64>(4 * threads / panels, 1, M / (4 * MR) + 1), each = (M + parts - 1) / parts;
 #pragma omp parallel for if (M * N * K > 100000)
@@ -613,113 +662,111 @@ template <class T> static void bytes_product(const T *x, const int8_t *w, const 
 
 # %% ../nbs/09a_kernels.ipynb #d3c765ac
 SOURCE = ''.join([VECTORS, PARTS, ACROSS, EXP, PRODUCT, PANELS, SCORES, VALUES, SOFTMAX, WALK, ATTEND, WRITE, NORM, ROTATE,
-                  MIX, BYTES, FROM_SUMS, BYTES_BLOCK, BYTES_PRODUCT]) + '''
+                  HADAMARD, QUANTIZE, DEQUANTIZE, BYTES_BLOCK, BYTES_PRODUCT]) + '''
 extern "C" void set_threads(int n) { omp_set_num_threads(n); }
 '''
 
 # %% ../nbs/09a_kernels.ipynb #1a2ddb31
 class Shape(ctypes.Structure):
-    "Where queries, keys and values lie, in elements: the C side's `Shape`."
-    _fields_ = [(n, ctypes.c_int64) for n in ('heads kv_heads dim dim_v q_token q_head k_slot k_head v_slot v_head '
-                                              'window').split()] + [('scale', ctypes.c_float)]
+    "Where queries, keys and values lie, in elements, and what is asked of their scores: the C side's `Shape`."
+    _fields_ = [(n, ctypes.c_int64) for n in ('heads kv_heads dim dim_v q_token q_head k_block k_head v_block v_head '
+                                              'block_size window').split()] + \
+               [('scale', ctypes.c_float), ('softcap', ctypes.c_float), ('sinks', ctypes.c_void_p)]
 
-BLOCK = 64                   # columns of a block of keys: COLUMNS on the C side
+COLUMNS, STEP, ROWS = 64, 128, 64       # columns of a tile of keys, columns of a step, rows of queries of a unit: as on the C side
 DTYPES = {torch.float32: 'fp32', torch.bfloat16: 'bf16'}
 
 # %% ../nbs/09a_kernels.ipynb #06a0b014
-def _at(x): return None if x is None else x.data_ptr()
+_P, _N = ctypes.c_void_p, ctypes.c_int64
+SIGNATURES = dict(product=[_P] * 4 + [_N] * 3, attend=[_P] * 8 + [_N], write=[_P] * 3 + [_N] * 4 + [_P] * 3 + [_N],
+                  add_norm=[_P] * 4 + [_N, _N, ctypes.c_float], silu_mul=[_P, _P, _N, _N], rotate=[_P, _N, _N, _N, _P, _P, _N, _N],
+                  quantize=[_P] * 3 + [_N] * 4, dequantize=[_P] * 5 + [_N] * 2, bytes_product=[_P] * 6 + [_N] * 4)
 
+def _at(x: torch.Tensor | None) -> int | None: return None if x is None else x.data_ptr()
+
+# %% ../nbs/09a_kernels.ipynb #c7a1e001
 class Kernels:
     """The compiled kernels, as methods on CPU tensors of fp32 or bf16. `path`: the library's.
 
     The lengths of heads and rows are multiples of 16; what is written to has to be without gaps."""
-    p, n = ctypes.c_void_p, ctypes.c_int64
-    types = dict(product=[p] * 4 + [n] * 3, attend=[p] * 7 + [n], write=[p] * 3 + [n] * 4 + [p] * 4 + [n],
-                 add_norm=[p] * 4 + [n, n, ctypes.c_float], silu_mul=[p, p, n, n], rotate=[p, n, n, n, p, p, n, n],
-                 to_bytes=[p] * 3 + [n] * 4, from_sums=[p] * 5 + [n] * 2, bytes_product=[p] * 6 + [n] * 4)
-
-    def __init__(self, path):
+    def __init__(self, path: Path) -> None:
         self.path, lib = path, ctypes.CDLL(str(path))
-        self.calls = {(name, dtype): getattr(lib, f'{name}_{d}') for name in self.types for dtype, d in DTYPES.items()}
-        for (name, _), f in self.calls.items(): f.argtypes, f.restype = self.types[name], None
-        self.set_threads = lib.set_threads
+        self.calls: dict[tuple[str, torch.dtype], Callable[..., None]] = {}
+        for name, types in SIGNATURES.items():
+            for dtype, d in DTYPES.items():
+                f = self.calls[name, dtype] = getattr(lib, f'{name}_{d}')
+                f.argtypes, f.restype = types, None
+        self._set_threads = lib.set_threads
 
-    def product(self, x, weight, bias, n):
+    def set_threads(self, n: int) -> None:
+        "Let what this thread calls run on `n` threads."
+        self._set_threads(n)
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n: int) -> torch.Tensor:
         "`x` `[M, K]` times a weight `[n, K]` packed by `pack_weight`, plus `bias` `[n]` or None: `[M, n]`."
         out = x.new_empty(len(x), n)
         self.calls['product', x.dtype](_at(x), _at(weight), _at(bias), _at(out), len(x), n, x.shape[1])
         return out
 
-# %% ../nbs/09a_kernels.ipynb #de8bc207
-from fastcore.basics import patch
+    def attend(self, z: Shape, q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, work: 'AttentionWorklist') -> torch.Tensor:
+        "`q` of T tokens against the blocks `K`, `V` of a layer as `z` says, for all of `work`: `[T, heads, dim_v]`."
+        out = q.new_empty(work.num_tokens, z.heads, z.dim_v)
+        self.calls['attend', q.dtype](ctypes.addressof(z), _at(q), _at(K), _at(V), _at(out), _at(work.blocks),
+                                      _at(work.query_rows), _at(work.work_units), len(work.work_units))
+        return out
 
-@patch
-def attend(self:Kernels, z, q, K, V, items):
-    "`q` of T tokens against slots `K`, `V` as `Shape` z says, for `items` (`Items`): `[T, heads, dim_v]`."
-    out = q.new_empty(items.tokens, z.heads, z.dim_v)
-    self.calls['attend', q.dtype](ctypes.addressof(z), _at(q), _at(K), _at(V), _at(out), _at(items.members),
-                                  _at(items.units), len(items.units))
-    return out
+    def write(self, z: Shape, k: torch.Tensor, v: torch.Tensor, K: torch.Tensor, V: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        "Keys and values `[T, kv_heads, dim]` into their places, int64 `[T]`."
+        self.calls['write', k.dtype](ctypes.addressof(z), _at(k), _at(v), *k.stride()[:2], *v.stride()[:2], _at(K), _at(V),
+                                     _at(slot_mapping), len(slot_mapping))
 
-@patch
-def write(self:Kernels, z, k, v, K, V, slots, columns):
-    "Keys and values `[T, kv_heads, dim]` into `slots`, `columns`, int64 `[T]`."
-    self.calls['write', k.dtype](ctypes.addressof(z), _at(k), _at(v), *k.stride()[:2], *v.stride()[:2], _at(K), _at(V),
-                                 _at(slots), _at(columns), len(slots))
+    def add_norm(self, h: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        "`h` `[T, E]` plus `delta` (or None), in place; its RMS norm times `weight`, a new tensor."
+        out = torch.empty_like(h)
+        self.calls['add_norm', h.dtype](_at(h), _at(delta), _at(weight), _at(out), *h.shape, eps)
+        return out
 
-# %% ../nbs/09a_kernels.ipynb #70d74827
-@patch
-def add_norm(self:Kernels, h, delta, weight, eps):
-    "`h` `[T, E]` plus `delta` (or None), in place; its RMS norm times `weight`, a new tensor."
-    out = torch.empty_like(h)
-    self.calls['add_norm', h.dtype](_at(h), _at(delta), _at(weight), _at(out), *h.shape, eps)
-    return out
+    def silu_mul(self, gu: torch.Tensor) -> torch.Tensor:
+        "`gu` `[T, 2 I]`: silu of the first half of each row times the second, `[T, I]`."
+        out = gu.new_empty(len(gu), gu.shape[1] // 2)
+        self.calls['silu_mul', gu.dtype](_at(gu), _at(out), *out.shape)
+        return out
 
-@patch
-def silu_mul(self:Kernels, gu):
-    "`gu` `[T, 2 I]`: silu of the first half of each row times the second, `[T, I]`."
-    out = gu.new_empty(len(gu), gu.shape[1] // 2)
-    self.calls['silu_mul', gu.dtype](_at(gu), _at(out), *out.shape)
-    return out
+    def rotate(self, x: torch.Tensor, heads: int, dim: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        "The first `heads * dim` columns of `x` `[T, n]`, in place; `cos`, `sin` `[T, dims to rotate]`."
+        self.calls['rotate', x.dtype](_at(x), x.stride(0), heads, dim, _at(cos), _at(sin), cos.shape[1], len(x))
 
-@patch
-def rotate(self:Kernels, x, heads, dim, cos, sin):
-    "The first `heads * dim` columns of `x` `[T, n]`, in place; `cos`, `sin` `[T, dims to rotate]`."
-    self.calls['rotate', x.dtype](_at(x), x.stride(0), heads, dim, _at(cos), _at(sin), cos.shape[1], len(x))
+    def quantize(self, x: torch.Tensor, block: int, top: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of `x` `[T, K]`, mixed in blocks of 16, 32 or 64 (1: not), as uint8 in steps: `(bytes [T, K], steps fp32 [T])`.
 
-# %% ../nbs/09a_kernels.ipynb #6e8f2411
-@patch
-def to_bytes(self:Kernels, x, block, top):
-    """Rows of `x` `[T, K]`, mixed in blocks of 16, 32 or 64 (1: not), as uint8 in steps: `(bytes [T, K], steps fp32 [T])`.
+        The byte `top + 1` is 0, the largest magnitude of a row is `top` steps. The step of a row that isn't finite is NaN."""
+        bytes, steps = torch.empty(x.shape, dtype=torch.uint8), torch.empty(len(x))
+        self.calls['quantize', x.dtype](_at(x), _at(bytes), _at(steps), *x.shape, block, top)
+        return bytes, steps
 
-    The byte `top + 1` is 0, the largest magnitude of a row is `top` steps. The step of a row that isn't finite is NaN."""
-    bytes, steps = torch.empty(x.shape, dtype=torch.uint8), torch.empty(len(x))
-    self.calls['to_bytes', x.dtype](_at(x), _at(bytes), _at(steps), *x.shape, block, top)
-    return bytes, steps
+    def dequantize(self, sums: torch.Tensor, steps: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None,
+                   dtype: torch.dtype) -> torch.Tensor:
+        "`sums` `[T, N]` times `steps` `[T]` and `scales` `[N]`, plus `bias` `[N]` or None, all fp32: `[T, N]` of `dtype`."
+        out = torch.empty_like(sums, dtype=dtype)
+        self.calls['dequantize', dtype](_at(sums), _at(steps), _at(scales), _at(bias), _at(out), *sums.shape)
+        return out
 
-@patch
-def from_sums(self:Kernels, sums, steps, scales, bias, dtype):
-    "`sums` `[T, N]` times `steps` `[T]` and `scales` `[N]`, plus `bias` `[N]` or None, all fp32: `[T, N]` of `dtype`."
-    out = torch.empty_like(sums, dtype=dtype)
-    self.calls['from_sums', dtype](_at(sums), _at(steps), _at(scales), _at(bias), _at(out), *sums.shape)
-    return out
+    def bytes_product(self, x: torch.Tensor, weight: tuple[torch.Tensor, torch.Tensor], scales: torch.Tensor,
+                      bias: torch.Tensor | None, block: int) -> torch.Tensor:
+        """`x` `[T, K]`, mixed in `block`s and made bytes, times a `weight` from `pack_bytes`: `[T, N]` of `x`'s dtype.
 
-@patch
-def bytes_product(self:Kernels, x, weight, scales, bias, block):
-    """`x` `[T, K]`, mixed in `block`s and made bytes, times a `weight` from `pack_bytes`: `[T, N]` of `x`'s dtype.
-
-    `scales`: fp32 `[N]`, the step of each output's weights; `bias`: fp32 `[N]`, or None."""
-    out, (panels, start) = x.new_empty(len(x), len(scales)), weight
-    self.calls['bytes_product', x.dtype](_at(x), _at(panels), _at(start), _at(scales), _at(bias), _at(out), *out.shape,
-                                         x.shape[1], block)
-    return out
+        `scales`: fp32 `[N]`, the step of each output's weights; `bias`: fp32 `[N]`, or None."""
+        out, (panels, start) = x.new_empty(len(x), len(scales)), weight
+        self.calls['bytes_product', x.dtype](_at(x), _at(panels), _at(start), _at(scales), _at(bias), _at(out), *out.shape,
+                                             x.shape[1], block)
+        return out
 
 # %% ../nbs/09a_kernels.ipynb #afc9538c
-def pack_weight(*weights):
+def pack_weight(*weights: torch.Tensor) -> torch.Tensor:
     """Weights `[out, in]`, one below the other, in panels for `Kernels.product`, `in` even: `[panels, in / e, 32, e]`.
 
     e = 2 in bf16, 1 in fp32. Panel by panel, so that nothing of them is there three times."""
-    if any(len(w) % 32 for w in weights[:-1]): weights = [torch.cat(weights)]
+    if any(len(w) % 32 for w in weights[:-1]): weights = (torch.cat(weights),)
     k, e, at = weights[0].shape[1], 4 // weights[0].element_size(), 0
     packed = weights[0].new_empty(sum(-(-len(w) // 32) for w in weights), k // e, 32, e)
     for w in weights:
@@ -730,11 +777,11 @@ def pack_weight(*weights):
         at += n
     return packed
 
-def unpack_rows(packed, rows):
+def unpack_rows(packed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     "Rows `[…]`, int64, of a weight that `pack_weight` has packed: `[…, in]`."
     return packed[rows // 32, :, rows % 32].flatten(-2)
 
-def pack_bytes(weight):
+def pack_bytes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """An int8 weight `[N, K]`, `K` a multiple of 4, for `Kernels.bytes_product`: `(panels, starts)`.
 
     Panels: int8 `[ceil(N / 32), K / 4, 32, 4]`. Starts: int32, for each output of each panel the value its sum begins with."""
@@ -742,7 +789,7 @@ def pack_bytes(weight):
     return w.view(-1, 32, w.shape[1] // 4, 4).transpose(1, 2).contiguous(), -128 * w.sum(1, dtype=torch.int32)
 
 # %% ../nbs/09a_kernels.ipynb #d0226b54
-def mapped_files(suffix='.safetensors'):
+def mapped_files(suffix: str = '.safetensors') -> list[tuple[int, int]]:
     "Where files with that suffix are mapped into this process: `[(first address, last + 1)]`; none but on Linux."
     found = []
     with contextlib.suppress(OSError):
@@ -751,7 +798,7 @@ def mapped_files(suffix='.safetensors'):
             if line.rstrip('\n').endswith(suffix): found.append(tuple(int(x, 16) for x in where.split('-')))
     return found
 
-def let_go(tensor, files):
+def release_mapped_pages(tensor: torch.Tensor, files: Sequence[tuple[int, int]]) -> int:
     "Give the pages of `tensor` back that lie in `files`, `mapped_files`. The number of bytes."
     page, start = os.sysconf('SC_PAGESIZE'), tensor.data_ptr()
     end = (start + tensor.numel() * tensor.element_size()) // page * page
@@ -761,20 +808,21 @@ def let_go(tensor, files):
     return 0 if done else end - start
 
 # %% ../nbs/09a_kernels.ipynb #9ac0e964
-def cpu_seconds():
+def cpu_seconds() -> tuple[float, float]:
     "Seconds of processor time so far: of the whole machine, all cores together, and of this process."
     t = psutil.cpu_times()
     own = psutil.Process().cpu_times()
     return sum(getattr(t, n, 0.) for n in ('user', 'nice', 'system', 'irq', 'softirq', 'steal')), own.user + own.system
 
-class Cores:
+class IdleCores:
     "Counts the cores that other processes leave free, once in `every` seconds; `clock`, `read` (`cpu_seconds`): for tests."
-    def __init__(self, every=1., clock=time.perf_counter, read=cpu_seconds, cores=None):
+    def __init__(self, every: float = 1., clock: Callable[[], float] = time.perf_counter,
+                 read: Callable[[], tuple[float, float]] = cpu_seconds, cores: int | None = None) -> None:
         self.every, self.clock, self.read = every, clock, read
         self.cores = self.free = cores or psutil.cpu_count() or 1
         self.last = (clock(), *read())
 
-    def threads(self, limit):
+    def threads(self, limit: int) -> int:
         "How many threads to use, at most `limit`, at least 1."
         at, machine, own = self.last
         if (now := self.clock()) - at >= self.every:
@@ -783,10 +831,10 @@ class Cores:
         return max(1, min(limit, round(self.free)))
 
 # %% ../nbs/09a_kernels.ipynb #2bc3c54e
-_cores = Cores()
+_cores = IdleCores()
 
 @contextlib.contextmanager
-def considerate(kernels):
+def limit_threads(kernels: Kernels) -> Iterator[None]:
     "Inside, this thread's kernels and torch's operations leave the cores alone that others keep busy."
     limit = torch.get_num_threads()
     kernels.set_threads(_cores.threads(limit))
@@ -794,150 +842,141 @@ def considerate(kernels):
     finally: kernels.set_threads(limit)
 
 # %% ../nbs/09a_kernels.ipynb #62903d52
-class BlockCache(SlotCache):
-    """A `SlotCache` in the layout of the kernels, with e = 1 for fp32, 2 for 16 bits: what fills 4 bytes lies together.
+class TiledCache(KVCache):
+    """A `KVCache` in the layout of the kernels, with e = 1 for fp32, 2 for 16 bits: what fills 4 bytes lies together.
 
-    `keys[layer]`: `[num_slots, kv_heads, blocks, head_dim / e, 64, e]`; `values[layer]`: `[num_slots, kv_heads,
-    capacity / e, head_dim, e]`. `roots`: slot → `(another, n)`, where its first n columns lie in that other slot; n is a
-    multiple of 128."""
-    def __init__(self, shapes, num_slots, capacity, dtype=torch.float32, device='cpu'):
+    `keys[layer]`: `[num_blocks, kv_heads, block_size / 64, head_dim / e, 64, e]`; `values[layer]`: `[num_blocks, kv_heads,
+    block_size / e, head_dim, e]`. `block_size` is a multiple of 64. What nobody has written is never read by the kernels."""
+    def __init__(self, shapes: Sequence[KVShape], num_blocks: int, block_size: int = COLUMNS, dtype: torch.dtype = torch.float32,
+                 device: torch.device | str = 'cpu') -> None:
+        assert block_size % COLUMNS == 0, f'a block of the kernels is a multiple of {COLUMNS} tokens, not {block_size}'
         self.e = max(1, 4 // dtype.itemsize)
-        self.grains, self.roots = (BLOCK, self.e), {}
-        super().__init__(shapes, num_slots, capacity, dtype, device)
+        super().__init__(shapes, num_blocks, block_size, dtype, device)
 
     @staticmethod
-    def suits(shapes, dtype):
-        "Whether the kernels can read and write slots of these `shapes`."
+    def suits(shapes: Sequence[KVShape], dtype: torch.dtype) -> bool:
+        "Whether the kernels can read and write blocks of these `shapes`."
         return dtype in DTYPES and all(d % 16 == 0 and d <= 256 for _, *dims in shapes for d in dims)
 
-    def key_shape(self, heads, dim): return heads, -(-self.capacity // BLOCK), dim // self.e, BLOCK, self.e
-    def value_shape(self, heads, dim): return heads, -(-self.capacity // self.e), dim, self.e
+    def key_shape(self, heads: int, dim: int) -> tuple[int, ...]:
+        return heads, self.block_size // COLUMNS, dim // self.e, COLUMNS, self.e
 
-    def write(self, layer, key, value, slots, columns):
-        k, v, b, e = key[0].transpose(0, 1), value[0].transpose(0, 1), BLOCK, self.e
-        self.keys[layer][slots, :, columns // b, :, columns % b] = k.unflatten(2, (-1, e))
-        self.values[layer][slots, :, columns // e, :, columns % e] = v
+    def value_shape(self, heads: int, dim: int) -> tuple[int, ...]: return heads, self.block_size // self.e, dim, self.e
 
-    def zero(self, slot, start, end):
-        at, b, e = torch.arange(start, end, device=self.device), BLOCK, self.e
-        for t in self.keys: t[slot][:, at // b, :, at % b] = 0
-        for t in self.values: t[slot][:, at // e, :, at % e] = 0
+    def prepare(self, batch: Batch) -> None:
+        "Before a step: its copies."
+        self.use(batch)
+        for source, target, _ in batch.copies: self.copy(source, target)
 
-    def view(self, layer, first, last, start, end):
-        for slot in range(first, last): self.own(slot)
-        def of(t, g):
-            t = t[first:last, :, start // g:-(-end // g)]
-            t = t.permute(0, 1, 2, 4, 3, 5).flatten(4) if t.ndim == 6 else t.transpose(3, 4)
-            return t.flatten(2, 3)[:, :, start % g:start % g + end - start]
-        return of(self.keys[layer], BLOCK), of(self.values[layer], self.e)
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        block, at = slot_mapping // self.block_size, slot_mapping % self.block_size
+        self.keys[layer][block, :, at // COLUMNS, :, at % COLUMNS] = key.unflatten(2, (-1, self.e))
+        self.values[layer][block, :, at // self.e, :, at % self.e] = value
+
+    def read(self, layer: int, blocks: Sequence[int] | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        "As `KVCache.read`; always copies."
+        at = torch.as_tensor(blocks, dtype=torch.int64)
+        k, v = self.keys[layer][at], self.values[layer][at]
+        return k.permute(0, 2, 4, 1, 3, 5).flatten(4).flatten(0, 2), v.permute(0, 2, 4, 1, 3).flatten(0, 2)
 
 # %% ../nbs/09a_kernels.ipynb #9e8cf59d
-SHARE = 128                  # columns that the kernel takes at a time: BLOCK on the C side
+def prefix_groups(batch: Batch, block_size: int) -> list[tuple[list[int], int]]:
+    """Which rows of `batch` walk the blocks that their tables begin with together: `(rows, number of blocks)`.
 
-@patch
-def own(self:BlockCache, slot):
-    "Let all columns of `slot` lie in it."
-    root, n = self.roots.pop(slot, (slot, 0))
-    if n: SlotCache.copy(self, root, [slot], n)
-
-@patch
-def give(self:BlockCache, slot, n=0):
-    "Columns of `slot` from `n` on are about to be overwritten: if others read there, the one who reads most gets a copy."
-    heirs = {s: m for s, (root, m) in self.roots.items() if root == slot and m > n}
-    if heirs:
-        heir = max(heirs, key=heirs.get)
-        self.own(heir)
-        self.roots |= {s: (heir, m) for s, m in heirs.items() if s != heir}
-    root, m = self.roots.pop(slot, (slot, 0))
-    keep = min(m, n // SHARE * SHARE)
-    if m > n: SlotCache.copy(self, root, [slot], n, keep)
-    if keep: self.roots[slot] = root, keep
-
-@patch
-def copy(self:BlockCache, source, targets, n, start=0):
-    "As `SlotCache.copy`, but for whole blocks of 128 columns, which `targets` read where they lie."
-    for target in targets: self.give(target)
-    root, m = self.roots.get(source, (source, n))
-    keep = min(n, m) // SHARE * SHARE
-    if keep: self.roots |= {target: (root, keep) for target in targets}
-    SlotCache.copy(self, root if m >= n else source, targets, n, keep)
-
-# %% ../nbs/09a_kernels.ipynb #89889e12
-@patch
-def begin(self:BlockCache, slot, num_cached):
-    self.give(slot, num_cached)
-    SlotCache.begin(self, slot, num_cached)
-
-@patch
-def resize(self:BlockCache, num_slots, capacity):
-    self.roots = {s: r for s, r in self.roots.items() if s < num_slots}
-    for slot in range(self.num_slots): self.give(slot, capacity if slot < num_slots else 0)
-    SlotCache.resize(self, num_slots, capacity)
+    Whole steps of 128 columns are shared, and only by rows whose tokens all come after these."""
+    limits = [start // block_size for start in batch.starts]
+    return shared_prefixes(batch.block_table, limits, math.lcm(block_size, STEP) // block_size)
 
 # %% ../nbs/09a_kernels.ipynb #9c9107b9
-class Items:
-    """Rows `(slot, start, n_tokens)` as `attend` wants them: `members`, `units`, int64 `[n, 4]`, the costly ones first.
+class AttentionWorklist:
+    """The rows of a step as `Kernels.attend` wants them, the costly ones first.
 
-    `heads`: query heads that share one of `kv_heads` KV heads. `roots`: of a `BlockCache`. `tokens`: of all rows."""
-    def __init__(self, rows, heads, roots={}, kv_heads=1, threads=None):
-        tokens = sum(n for _, _, n in rows)
-        each = max(1, min(48 // heads, tokens * kv_heads // (2 * (threads or torch.get_num_threads()))))
-        at, units, shared, lent = 0, [], {}, {}
-        for root, n in roots.values(): lent[root] = max(n, lent.get(root, 0))
-        for slot, start, n in rows:
-            home = roots.get(slot) or (slot, lent.get(slot, 0))
-            pieces = [(at + i, min(each, n - i), slot, start + i) for i in range(0, n, each)]
-            if home[1] and start >= home[1]: shared.setdefault(home, []).extend(pieces)
-            else: units += [((slot, 0), [piece]) for piece in pieces]
-            at += n
-        for home, pieces in shared.items():
-            unit = []
-            for piece in pieces:
-                if unit and sum(p[1] for p in unit) + piece[1] > each: units, unit = units + [(home, unit)], []
-                unit.append(piece)
-            units.append((home, unit))
-        units.sort(key=lambda u: -u[0][1] - sum(p[1] * (p[3] - u[0][1] + 64) for p in u[1]))
-        ends = list(itertools.accumulate(len(u[1]) for u in units))
-        table = [(end - len(u[1]), end, *u[0]) for u, end in zip(units, ends)]
-        self.tokens, as_table = at, lambda x: torch.tensor(x, dtype=torch.int64).view(-1, 4)
-        self.members, self.units = as_table([p for u in units for p in u[1]]), as_table(table)
+    `query_rows`: int64 `[n, 4]`, `(first token, number of tokens, where in blocks the row's table begins, first column)`.
+    `work_units`: int64 `[m, 4]`, `(first query row, last + 1, where in blocks a table begins whose first columns all of them
+    share, how many columns)`. `blocks`: int64, all block tables one behind the other. `num_tokens`: of all rows.
 
-def layout(K, V, heads, q, window, scale):
-    "The `Shape` of `q` `[T, heads, dim]` (a view) against slots `K`, `V` of a `BlockCache`."
-    return Shape(heads, K.shape[1], K.shape[3] * K.shape[5], V.shape[3], *q.stride()[:2], *K.stride()[:2], *V.stride()[:2],
-                 window or 0, scale)
+    `groups`: `prefix_groups` of the batch, or others. `heads`: query heads that share one of `kv_heads` KV heads."""
+    def __init__(self, batch: Batch, groups: Sequence[tuple[Sequence[int], int]], block_size: int, heads: int, kv_heads: int = 1,
+                 threads: int | None = None) -> None:
+        self.num_tokens, starts, lengths = batch.num_tokens, batch.starts, batch.lengths
+        tables = list(itertools.accumulate(map(len, batch.block_table), initial=0))
+        each = max(1, min(48 // heads, self.num_tokens * kv_heads // (2 * (threads or torch.get_num_threads()))))
+        units: list[tuple[int, int, list[tuple[int, int, int, int]]]] = []          # (table, shared columns, query rows)
+        for rows, n in groups:
+            pieces = [(batch.cu_seqlens[r] + i, min(each, lengths[r] - i), tables[r], starts[r] + i)
+                      for r in rows for i in range(0, lengths[r], each)]
+            for unit in _fill(pieces, each) if n else [[p] for p in pieces]: units.append((unit[0][2], n * block_size, unit))
+        units.sort(key=lambda u: -u[1] - sum(n * (start - u[1] + COLUMNS) for _, n, _, start in u[2]))
+        ends = itertools.accumulate(len(unit) for _, _, unit in units)
+        self.query_rows = _ints(itertools.chain.from_iterable(piece for _, _, unit in units for piece in unit)).view(-1, 4)
+        self.work_units = _ints(x for (table, n, unit), end in zip(units, ends) for x in (end - len(unit), end, table, n)).view(-1, 4)
+        self.blocks = _ints(itertools.chain.from_iterable(batch.block_table))
 
-# %% ../nbs/09a_kernels.ipynb #68f37468
-def check_kernels(kernels):
-    "Raise `CompileError` unless a product is exact, and attention over two slots comes out as `attend_plain` has it."
-    def wrong():
-        raise CompileError(f'the compiled kernels compute wrong ({kernels.path.name}): '
-                           'delete it, or set CXX to another compiler')
+def _ints(values: Iterable[int]) -> torch.Tensor:
+    "As int64: by way of an array, which takes them several times as fast."
+    a = array('q', list(values))
+    return torch.frombuffer(a, dtype=torch.int64) if a else torch.empty(0, dtype=torch.int64)
+
+def _fill(pieces: Sequence[tuple[int, int, int, int]], most: int) -> list[list[tuple[int, int, int, int]]]:
+    "`pieces` of rows, in order, in lists of up to `most` tokens."
+    lists, tokens = [[]], 0
+    for piece in pieces:
+        if tokens + piece[1] > most and lists[-1]: lists, tokens = [*lists, []], 0
+        lists[-1].append(piece)
+        tokens += piece[1]
+    return lists
+
+# %% ../nbs/09a_kernels.ipynb #c7a1e002
+def layout(cache: TiledCache, layer: int, q: torch.Tensor, scale: float, window: int | None = None, softcap: float | None = None,
+           sinks: torch.Tensor | None = None) -> Shape:
+    "The `Shape` of `q` `[T, heads, dim]` (a view) against a layer of `cache`. `sinks`: fp32 `[heads]`; the caller keeps them."
+    K, V = cache.keys[layer], cache.values[layer]
+    return Shape(q.shape[1], K.shape[1], q.shape[2], V.shape[3], *q.stride()[:2], *K.stride()[:2], *V.stride()[:2],
+                 cache.block_size, window or 0, scale, softcap or 0, _at(sinks))
+
+# %% ../nbs/09a_kernels.ipynb #c7a1e003
+def attend_rows(cache: KVCache, layer: int, batch: Batch, q: torch.Tensor, scale: float, window: int | None = None,
+                softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    "What attention with `q` `[T, H, D]` has to be: row by row, by `attend_plain` in fp32. `[T, H, Dv]`, fp32."
+    out = []
+    for i, (table, end, start) in enumerate(zip(batch.block_table, batch.seq_lens, batch.starts)):
+        k, v = (t[:end].float().transpose(0, 1)[None] for t in cache.read(layer, table[:-(-end // cache.block_size)]))
+        col, at = torch.arange(end), torch.arange(start, end)[:, None]
+        mask = torch.where((col <= at) & (col > at - (window or end)), 0., -torch.inf)
+        rows = q[batch.cu_seqlens[i]:batch.cu_seqlens[i + 1]].float().transpose(0, 1)[None]
+        out.append(attend_plain(rows, k, v, mask, scale, softcap, sinks)[0].transpose(0, 1))
+    return torch.cat(out)
+
+def check_kernels(kernels: Kernels) -> None:
+    """Raise `CompileError` unless products are exact and attention comes out as `attend_plain` has it.
+
+    Over blocks in any order, with a prefix that two rows share, and with window, soft cap and sinks."""
+    def right(ok: bool | torch.Tensor) -> None:
+        if not ok: raise CompileError(f'the compiled kernels compute wrong ({kernels.path.name}): '
+                                      'delete it, or set CXX to another compiler')
     gen = torch.Generator().manual_seed(0)
     for dtype in DTYPES:                                                                    # whole numbers: exact
         x, w, b = (torch.randint(-3, 4, s, generator=gen).to(dtype) for s in ((29, 48), (70, 48), (70,)))
-        got, want = kernels.product(x, pack_weight(w), b, 70), F.linear(x.float(), w.float(), b.float()).to(dtype)
-        if not torch.equal(got, want): wrong()
+        want = F.linear(x.float(), w.float(), b.float()).to(dtype)
+        right(torch.equal(kernels.product(x, pack_weight(w), b, 70), want))
     x, w = (torch.randint(-127, 128, s, generator=gen) for s in ((29, 64), (70, 64)))
     x[:, 0], w[0], x[0] = 127, 127, 127                                                     # steps of 1; the largest sum
     got = kernels.bytes_product(x.float(), pack_bytes(w.to(torch.int8)), torch.ones(70), None, 1)
-    if not torch.equal(got.long(), x @ w.T): wrong()
-    q, k, v = (torch.randn(s, generator=gen) for s in ((5, 4, 16), (1, 2, 128, 16), (1, 2, 128, 16)))
-    rows, at = [(1, 40, 1), (0, 3, 4)], torch.arange(128)
+    right(torch.equal(got.long(), x @ w.T))
+    batch = pack_rows([([0], 140), ([0], 128), ([0], 40), ([0] * 4, 62)], [[5, 2, 1], [5, 2, 6], [0], [3, 4]], COLUMNS)
+    groups, every = prefix_groups(batch, COLUMNS), torch.arange(7 * COLUMNS)
+    q, k, v, sinks = (torch.randn(s, generator=gen) for s in ((7, 4, 16), (len(every), 2, 16), (len(every), 2, 16), (4,)))
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-        cache, a = BlockCache([(2, 16, 16)], 2, 64, dtype), q.to(dtype)
-        cache.write(0, k.to(dtype), v.to(dtype), at // 64, at % 64)
-        K, V = cache.keys[0], cache.values[0]
-        got = kernels.attend(layout(K, V, 4, a, 20, .25), a, K, V, Items(rows, 2)).float()
-        for at_, (slot, start, n) in ((0, rows[0]), (1, rows[1])):
-            col, pos = torch.arange(start + n), torch.arange(start, start + n)[:, None]
-            mask = torch.where((col <= pos) & (col > pos - 20), 0., -torch.inf)
-            kv = cache.view(0, slot, slot + 1, 0, start + n)
-            want = attend_plain(a[at_:at_ + n].transpose(0, 1)[None], *kv, mask, .25)
-            if not (got[at_:at_ + n] - want[0].transpose(0, 1).float()).abs().max() <= tolerance: wrong()
+        cache, a = TiledCache([(2, 16, 16)], 7, dtype=dtype), q.to(dtype)
+        cache.write(0, k.to(dtype), v.to(dtype), every)
+        work = AttentionWorklist(batch, groups, COLUMNS, 2, 2, threads=1)
+        for window, softcap, s in ((None, None, None), (20, None, sinks), (None, 2., sinks)):
+            got = kernels.attend(layout(cache, 0, a, .25, window, softcap, s), a, cache.keys[0], cache.values[0], work).float()
+            right((got - attend_rows(cache, 0, batch, a, .25, window, softcap, s)).abs().max() <= tolerance)
 
+# %% ../nbs/09a_kernels.ipynb #68f37468
 @functools.cache
-def load_kernels():
+def load_kernels() -> Kernels:
     "The kernels, compiled on the first call on this machine. Raises `CompileError`."
     try: kernels = Kernels(build(SOURCE))
     except (OSError, AttributeError) as e: raise CompileError(f'the compiled kernels do not load: {e}') from e
@@ -946,36 +985,91 @@ def load_kernels():
 
 # %% ../nbs/09a_kernels.ipynb #6e192d33
 class KernelStep(PackedStep):
-    "As `PackedStep`, its attention on `kernels` where these can do what a layer asks for. The cache is a `BlockCache`."
-    def __init__(self, cache, rows, kernels):
-        super().__init__(cache, rows)
-        self.kernels, self.rows, self.items = kernels, rows, {}
-        for slot, start, n in rows: cache.hold(slot, start + n)               # exactly these columns are read
-        kernels.set_threads(torch.get_num_threads())
+    """As `PackedStep`, its attention on `kernels` where these can do what a layer asks for. The cache is a `TiledCache`."""
+    def __init__(self, cache: KVCache, batch: Batch, kernels: Kernels) -> None:
+        super().__init__(cache, batch)
+        self.kernels, self.worklists, self.longest = kernels, {}, max(batch.seq_lens, default=0)
+
+    @functools.cached_property
+    def prefixes(self) -> list[tuple[list[int], int]]: return prefix_groups(self.batch, self.cache.block_size)
 
     @property
-    def masked(self): return super().masked if 'spans' in self.__dict__ else 0
+    def masked(self) -> int: return super().masked if 'groups' in self.__dict__ else 0      # the kernels read no column to mask it
 
-    def items_for(self, heads, kv_heads):
-        "The `Items` of this step, for `heads` query heads to a KV head; made once."
-        if heads not in self.items: self.items[heads] = Items(self.rows, heads, self.cache.roots, kv_heads)
-        return self.items[heads]
+    def worklist(self, heads: int, kv_heads: int) -> AttentionWorklist:
+        "The `AttentionWorklist` of this step, for `heads` query heads to each of `kv_heads` KV heads; made once."
+        if (heads, kv_heads) not in self.worklists:
+            self.worklists[heads, kv_heads] = AttentionWorklist(self.batch, self.prefixes, self.cache.block_size, heads, kv_heads)
+        return self.worklists[heads, kv_heads]
 
-    def fits(self, layer, q):
-        "Whether the kernels can attend with `q` `[T, H, D]` in this layer."
+    def fits(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+        "Whether the kernels can attend with `q` `[T, H, D]`, `k` and `v` in this layer."
+        cache, (kv_heads, *_) = self.cache, self.cache.shapes[layer]
+        return (self.batch.causal and isinstance(cache, TiledCache) and q.dtype == k.dtype == v.dtype == cache.dtype
+                and q.device.type == 'cpu' and q.stride(2) == k.stride(2) == v.stride(2) == 1
+                and q.shape[1] // kv_heads <= ROWS and cache.suits(cache.shapes[layer:layer + 1], q.dtype))
+
+    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None = None,
+            softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        "Write `k`, `v` `[T, KV, D]` and attend with `q` `[T, H, D]`: `[T, H, Dv]`. What fits is up to the caller."
+        if window is not None and window >= self.longest: window = None
+        if sinks is not None: sinks = sinks.float().contiguous()
         cache = self.cache
-        return (isinstance(cache, BlockCache) and q.dtype == cache.dtype and q.device.type == 'cpu' and q.stride(2) == 1
-                and q.shape[1] // cache.shapes[layer][0] <= 48 and cache.suits(cache.shapes[layer:layer + 1], q.dtype))
+        assert isinstance(cache, TiledCache)
+        K, V, z = cache.keys[layer], cache.values[layer], layout(cache, layer, q, scaling, window, softcap, sinks)
+        self.kernels.write(z, k, v, K, V, self.slot_mapping)
+        return self.kernels.attend(z, q, K, V, self.worklist(q.shape[1] // K.shape[1], K.shape[1]))
 
-    def run(self, layer, q, k, v, scaling, window):
-        "Write `k`, `v` `[T, KV, D]` and attend with `q` `[T, H, D]`: `[T, H, Dv]`."
-        K, V = self.cache.keys[layer], self.cache.values[layer]
-        z = layout(K, V, q.shape[1], q, window, scaling)
-        self.kernels.write(z, k, v, K, V, self.slots, self.columns)
-        return self.kernels.attend(z, q, K, V, self.items_for(q.shape[1] // K.shape[1], K.shape[1]))
-
-    def attention(self, layer, q, k, v, scaling, window, softcap, sinks, others):
+    def attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None,
+                  softcap: float | None, sinks: torch.Tensor | None, others: dict) -> torch.Tensor:
         q_, k_, v_ = (t[0].transpose(0, 1) for t in (q, k, v))
-        if softcap is not None or sinks is not None or not (self.fits(layer, q_) and k_.stride(2) == v_.stride(2) == 1):
-            return super().attention(layer, q, k, v, scaling, window, softcap, sinks, others)
-        return self.run(layer, q_, k_, v_, scaling, window)[None]
+        if self.fits(layer, q_, k_, v_): return self.run(layer, q_, k_, v_, scaling, window, softcap, sinks)[None]
+        if self.batch.causal and isinstance(self.cache, TiledCache): self._zero_ends(layer, k, v)
+        return super().attention(layer, q, k, v, scaling, window, softcap, sinks, others)
+
+    def _zero_ends(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        "Zeros behind each row's last token: torch reads whole blocks, and multiplies what it masks."
+        b, size = self.batch, self.cache.block_size
+        ends = [p for t, n in zip(b.block_table, b.seq_lens) for p in places(t, n, len(t) * size - n, size)]
+        key, value = (t.new_zeros(len(ends), t.shape[1], t.shape[3]) for t in (k, v))
+        self.cache.write(layer, key, value, torch.tensor(ends, dtype=torch.int64))
+
+# %% ../nbs/09a_kernels.ipynb #c7a1e006
+def usable_kernels(model: PreTrainedModel, shapes: Sequence[KVShape], options: BackendOptions) -> Kernels:
+    """The kernels, if they can attend for `model`, whose `kv_layout` is `shapes`; else raises `Unavailable`.
+
+    With `options.compile` True, raises `CompileError` where they can't be compiled."""
+    if options.compile is False: raise Unavailable('compile=False')
+    if model.device.type != 'cpu' or model.dtype not in DTYPES:
+        this = f'{str(model.dtype)[6:]} on {model.device.type}'
+        raise Unavailable(f'the kernels are for fp32 and bf16 on the CPU, and this is {this}')
+    if not TiledCache.suits(shapes, model.dtype):
+        raise Unavailable(f'the kernels are for heads of 16, 32, … 256 dims, and these have {sorted({d for _, *ds in shapes for d in ds})}')
+    try: return load_kernels()
+    except CompileError as e:
+        if options.compile is True: raise
+        raise Unavailable(str(e)) from e
+
+class KernelBackend(TorchBackend):
+    "Runs packed steps by the model's own code, with its attention on `kernels`."
+    name = 'kernels'
+    def __init__(self, model: PreTrainedModel, shapes: Sequence[KVShape], kernels: Kernels, why: str = '',
+                 block_size: int = COLUMNS) -> None:
+        super().__init__(model, shapes, why, block_size)
+        self.kernels = kernels
+
+    def make_cache(self, num_blocks: int) -> TiledCache:
+        return TiledCache(self.shapes, num_blocks, self.block_size, self.model.dtype)
+
+    def make_step(self, cache: KVCache, batch: Batch) -> KernelStep: return KernelStep(cache, batch, self.kernels)
+
+    def execute(self, cache: KVCache, batch: Batch) -> torch.Tensor:
+        with limit_threads(self.kernels): return super().execute(cache, batch)
+
+def open_backend(model: PreTrainedModel, shapes: Sequence[KVShape], options: BackendOptions) -> KernelBackend:
+    "The backend for `model`, once it was tried. Raises `Unavailable`, or `CompileError`, see `usable_kernels`."
+    backend = KernelBackend(model, shapes, usable_kernels(model, shapes, options))
+    try:
+        with torch.inference_mode(), as_found(model): check_backend(model, backend)
+    except NotPacked as e: raise Unavailable(f'{type(model).__name__} runs on torch alone: on the kernels, {e}') from e
+    return backend

@@ -9,15 +9,20 @@ __all__ = ['KINDS', 'named', 'places', 'share_idle', 'runs', 'edges', 'timeline'
 
 # %% ../nbs/31_pictures.ipynb #17e51e2d
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from .drawing import Canvas, axis, bars, heading, legend, ticks
+from .drawing import Canvas, Picture, axis, bars, heading, legend, ticks
 from .padding import Ledger
 from .trace import PARTS, Trace, TraceError
 
 # %% ../nbs/31_pictures.ipynb #a125fd06
-def named(traces):
+_One = Trace | str | Path                                   # a trace, or the file of one
+_Traces = _One | Sequence[_One] | Mapping[str, _One]
+
+def named(traces: _Traces) -> dict[str, Trace]:
     """`{name: Trace}` of one trace, a list, or a dict of them; a path is loaded. Else names are the strategies.
 
     Raises `TraceError`."""
@@ -35,7 +40,7 @@ def named(traces):
     return found
 
 # %% ../nbs/31_pictures.ipynb #34cef256
-def places(trace):
+def places(trace: Trace) -> dict[tuple[str, int], list[tuple[str, int | None]]]:
     """What each slot did in each step: `{(engine, slot): [(kind, request or None), …]}`, one for each of `trace.steps`.
 
     `kind`: 'prefill', 'decode', 'again' (computed before), 'held' (no share of that step), 'blocked' (empty, while a request
@@ -60,13 +65,13 @@ def places(trace):
             last[s['engine'], slot] = i, number
     return lanes
 
-def share_idle(lanes):
+def share_idle(lanes: Mapping[tuple[str, int], Sequence[tuple[str, int | None]]]) -> float:
     "The share of places that nobody held."
     kinds = Counter(kind for lane in lanes.values() for kind, _ in lane)
     return (kinds['idle'] + kinds['blocked']) / max(1, kinds.total() - kinds['none'])
 
 # %% ../nbs/31_pictures.ipynb #bcd5b471
-def runs(lane, size=1):
+def runs(lane: Sequence[tuple[str, int | None]], size: int = 1) -> list[tuple[int, int, str, int | None]]:
     """Runs of the same in `lane`: `(first column, end, kind, request)`, a column being `size` steps.
 
     The request is known only if the size is 1."""
@@ -78,7 +83,7 @@ def runs(lane, size=1):
         else: out.append((i // size, i // size + 1, kind, who))
     return out
 
-def edges(trace, size=1, by='steps'):
+def edges(trace: Trace, size: int = 1, by: str = 'steps') -> list[float]:
     "Where the columns of `size` steps begin, and where the last one ends: in steps or seconds."
     steps = trace.steps
     if by == 'steps': return [steps[0]['step'] + i for i in range(0, len(steps), size)] + [steps[-1]['step'] + 1]
@@ -115,7 +120,7 @@ def _lanes(c, trace, lanes, left, right, high, by):
     c.y += high * len(lanes)
 
 # %% ../nbs/31_pictures.ipynb #3ad38692
-def timeline(traces, by='steps', width=860):
+def timeline(traces: _Traces, by: str = 'steps', width: int = 860) -> Picture:
     """A `Picture`: who had which slot when, a panel for each trace on one scale; prefill, decode, and what stood empty.
 
     `by`: 'steps', or 'time' in seconds. `traces`: see `named`. Raises `TraceError`."""
@@ -137,19 +142,19 @@ def timeline(traces, by='steps', width=860):
     return c.picture('Slots over time', f'a line for each slot, {by} from left to right. ' + '; '.join(said))
 
 # %% ../nbs/31_pictures.ipynb #75f6ae63
-def busiest(trace):
+def busiest(trace: Trace) -> int:
     "The number of the packed step with most tokens, one that mixes prefill and decode if there is any. Raises `TraceError`."
     packed = [s for s in trace.steps if s['rectangle'] is None and s['engine'] == 'packed' and not s['error']]
     if not packed: raise TraceError("no step of this trace ran packed: record one with strategy='continuous'")
     return max(packed, key=lambda s: (len({row[6] for row in s['rows']}), s['tokens']))['step']
 
-def step_of(trace, step):
+def step_of(trace: Trace, step: int) -> dict:
     "The step of that number. Raises `TraceError`."
     for s in trace.steps:
         if s['step'] == step: return s
     raise TraceError(f'step {step!r} is not in this trace: it has {trace.steps[0]["step"]} to {trace.steps[-1]["step"]}')
 
-def texts_of(trace, number, start, n, most=40):
+def texts_of(trace: Trace, number: int, start: int, n: int, most: int = 40) -> str:
     "The text of `n` tokens from `start` on of a request, at most about `most` characters; '' if none was recorded."
     r = trace.request(number)
     ids = (r.get('prompt_ids', []) + r.get('output_ids', []))[start:start + n]
@@ -170,7 +175,7 @@ def _block(c, x, y, w, h, start, n):
     c.area([(x0, y), *corners, (x0, y + h)], kind)
 
 # %% ../nbs/31_pictures.ipynb #5a1c24b8
-def packed_row(trace, step=None, width=860):
+def packed_row(trace: _One, step: int | None = None, width: int = 860) -> Picture:
     """A `Picture` of one packed step: the row, whose tokens are whose, and the mask, with every pair that is computed.
 
     `step`: its number; None takes the `busiest`. Raises `TraceError`."""
@@ -211,7 +216,7 @@ def packed_row(trace, step=None, width=860):
                      f'{keys} keys; {pairs:,} of {tokens * keys:,} pairs of token and key are computed, {share:.0%}')
 
 # %% ../nbs/31_pictures.ipynb #7e0b4d81
-def waves(trace):
+def waves(trace: Trace) -> list[list[dict]]:
     "The steps of each padded wave, as lists: those from one admission to the next. Raises `TraceError`."
     found, running = [], set()
     for s in trace.steps:
@@ -224,7 +229,7 @@ def waves(trace):
     if not found: raise TraceError("nothing in this trace ran padded: record one with strategy='static'")
     return found
 
-def wave_rows(trace, wave):
+def wave_rows(trace: Trace, wave: Sequence[dict]) -> list[dict]:
     "Of each request of a `wave`: dict of `request`, `padding` before its prompt, `prompt`, `output`, and `fed` for nobody."
     first, sizes, rows = wave[0], {}, []
     widest = max(row[3] for row in first['rows'])
@@ -238,7 +243,7 @@ def wave_rows(trace, wave):
     return rows
 
 # %% ../nbs/31_pictures.ipynb #0eccbaeb
-def padding(trace, wave=None, width=860):
+def padding(trace: _One, wave: int | None = None, width: int = 860) -> Picture:
     """A `Picture` of one padded batch: prompt and answer of each request, and what is padding or fed for nobody.
 
     `wave`: which one, from 0; None takes the one with most padding. Raises `TraceError`."""
@@ -275,7 +280,7 @@ def padding(trace, wave=None, width=860):
     return c.picture('Padding of a batch', said)
 
 # %% ../nbs/31_pictures.ipynb #8675db35
-def prefix_tree(prompts):
+def prefix_tree(prompts: Sequence[Sequence[int]]) -> list[tuple[int, int, int, int]]:
     """The shared beginnings of `prompts`, lists of ids in sorted order: nodes `(start, end, first, last)`, longest common parts.
 
     A node covers tokens `start` to `end` of prompts `first` to `last` (excluded both); parents come before children."""
@@ -291,7 +296,7 @@ def prefix_tree(prompts):
     return nodes
 
 # %% ../nbs/31_pictures.ipynb #9cf4c791
-def prefixes(trace, width=860):
+def prefixes(trace: _One, width: int = 860) -> Picture:
     """A `Picture` of the prompts as a tree of shared beginnings, and how much of each request came from the cache.
 
     Needs a trace with texts. Raises `TraceError`."""
@@ -329,26 +334,27 @@ def prefixes(trace, width=860):
     return c.picture('Prompts and what they share', said)
 
 # %% ../nbs/31_pictures.ipynb #40f3ffe3
-def kv_columns(trace, size=1):
-    "For each column of `size` steps: dict of `reserved`, `used` by running requests, `left` by others, tokens; and of `lanes`."
+def kv_columns(trace: Trace, size: int = 1) -> list[dict]:
+    """For each column of `size` steps a dict of places for tokens: `reserved`, in blocks that memory was taken for; `held`, in blocks of
+    running requests; `left`, in blocks whose content can be found. `used`: tokens of running requests. `lanes`: those of each slot."""
     out = []
     for s in trace.steps[::size]:
-        owned = {row[0] for row in s['rows']}
-        used = sum(n for slot, n in enumerate(s['held']) if slot in owned)
-        out.append(dict(step=s['step'], reserved=s['slots'] * s['capacity'], used=used, left=sum(s['held']) - used,
-                        lanes=[(n, slot in owned) for slot, n in enumerate(s['held'])], capacity=s['capacity']))
+        size_, (rows, columns) = s['block_size'], s['rectangle'] or (0, 0)
+        reserved, held, left = (s[k] * size_ for k in ('blocks', 'blocks_held', 'blocks_cached')) if size_ else (rows * columns, rows * columns, 0)
+        out.append(dict(step=s['step'], reserved=reserved, held=held, left=left, used=sum(s['held']), lanes=s['held'],
+                        shared=s['blocks_shared'] * size_))
     return out
 
 # %% ../nbs/31_pictures.ipynb #9aa6975b
 def _kv_lane(c, columns, slot, x, high, full):
     "One slot: a bar as high as it is full, `full` is the most; where lines are thin, paler or stronger."
     lanes = [k['lanes'][slot] if slot < len(k['lanes']) else None for k in columns]
-    levels, gap = [None if l is None else (-(-8 * l[0] // full), l[1]) for l in lanes], 1 if high >= 4 else 0
+    levels, gap = [None if l is None else (-(-8 * l // full), True) for l in lanes], 1 if high >= 4 else 0
     boxes, pale, first = defaultdict(list), defaultdict(list), 0
     for i in range(1, len(lanes) + 1):
         if i < len(lanes) and levels[i] == levels[first]: continue
-        if levels[first]:
-            n, w, kind = levels[first][0], x[i] - x[first], 'decode' if levels[first][1] else 'cached'
+        if level := levels[first]:
+            n, w, kind = level[0], x[i] - x[first], 'decode' if level[1] else 'cached'
             boxes['idle'].append((x[first], c.y, w, high - gap))
             if n and high >= 7: boxes[kind].append((x[first], c.y + (high - gap) * (1 - n / 8), w, (high - gap) * n / 8))
             elif n: pale[kind, n].append((x[first], c.y, w, high - gap))
@@ -357,8 +363,8 @@ def _kv_lane(c, columns, slot, x, high, full):
     for (kind, n), each in pale.items(): c.boxes({kind: each}, opacity=f'{.2 + .1 * n:.1f}')
 
 # %% ../nbs/31_pictures.ipynb #a4674f44
-def kv_map(trace, width=860):
-    """A `Picture` of the slot cache over time: tokens held and reserved, above; below, how full each slot was, by whom.
+def kv_map(trace: _One, width: int = 860) -> Picture:
+    """A `Picture` of the KV cache over time: its blocks, above; below, how many tokens the request in each slot has.
 
     Of the engine that made most steps, if there are several. Raises `TraceError`."""
     (_, trace), = named(trace).items()
@@ -367,20 +373,20 @@ def kv_map(trace, width=860):
     c, left, right = Canvas(width), 58, width - 16
     at_most = int(min(right - left, 30_000 / max(s['slots'] for s in trace.steps)))
     columns = kv_columns(trace, -(-len(trace.steps) // at_most))
-    most, peak = max(k['reserved'] for k in columns), max(k['used'] + k['left'] for k in columns)
+    most, peak = max(1, *(k['reserved'] for k in columns)), max(k['used'] for k in columns)
     x = [left + i * (right - left) / len(columns) for i in range(len(columns) + 1)]
     each = trace.data['limits'].get('kv_bytes_per_token') or 0
-    said = f'at most {peak:,} tokens held of {most:,} reserved' + (f', {most * each / 1e6:,.1f} MB' if each else '')
+    said = f'requests held at most {peak:,} tokens at once, in blocks for {most:,}' + (f', {most * each / 1e6:,.1f} MB' if each else '')
     heading(c, left, said)
     y = lambda n: c.y + 110 - 110 * n / most
     steppy = lambda values: [p for i, v in enumerate(values) for p in ((x[i], y(v)), (x[i + 1], y(v)))]
-    for kind, key in (('idle', ('reserved',)), ('cached', ('used', 'left')), ('decode', ('used',))):
+    for kind, key in (('idle', ('reserved',)), ('cached', ('held', 'left')), ('decode', ('held',))):
         c.area([(left, y(0)), *steppy([sum(k[n] for n in key) for k in columns]), (right, y(0))], kind)
-    c.line(steppy([k['reserved'] for k in columns]), 'dim')
+    c.line(steppy([min(most, k['used']) for k in columns]), 'dim')
     for v in ticks(0, most, 3): c.text(left - 6, y(v) + 4, f'{v:,.0f}', 'dim', 'end', font_size=10)
     c.y += 122
     count, label = max(len(k['lanes']) for k in columns), -99
-    high, full = max(1.5, min(17, 300 / count)), max(1, *(n for k in columns for n, _ in k['lanes']))
+    high, full = max(1.5, min(17, 300 / count)), max(1, *(n for k in columns for n in k['lanes']))
     for slot in range(count):
         _kv_lane(c, columns, slot, x, high, full)
         if c.y - label >= 11.5:
@@ -389,17 +395,18 @@ def kv_map(trace, width=860):
         c.y += high
     c.y += 3
     axis(c, left, right, columns[0]['step'], trace.steps[-1]['step'] + 1, 'steps', True)
-    legend(c, left, [('decode', 'of running requests'), ('cached', 'left by finished ones: the prefix cache'),
-                     ('idle', f'reserved; a slot is drawn full at {full:,} tokens')])
+    legend(c, left, [('decode', 'blocks of running requests'), ('cached', 'left by finished ones: the prefix cache'),
+                     ('idle', f'free; the line: tokens of requests; a slot is drawn full at {full:,}')])
     return c.picture('Keys and values over time', said + f'; below, a line for each slot, as full as it was, at most {full} tokens')
 
 # %% ../nbs/31_pictures.ipynb #bb0adb10
-def waste(traces, width=860):
+def waste(traces: '_Traces | Mapping[str, Trace | Ledger]', width: int = 860) -> Picture:
     """A `Picture` of ledgers side by side: positions useful, computed again, padded, and taken from a cache.
 
     `traces`: see `named`; a `Ledger` will do for a trace, in a dict by name. Raises `TraceError`."""
-    if isinstance(traces, dict) and any(isinstance(t, Ledger) for t in traces.values()): ledgers = dict(traces)
-    else: ledgers = {name: t.ledger for name, t in named(traces).items()}
+    given: Any = traces
+    if isinstance(given, dict) and any(isinstance(t, Ledger) for t in given.values()): ledgers = dict(given)
+    else: ledgers = {name: t.ledger for name, t in named(given).items()}
     rows = {k: dict(useful=l.useful, again=l.recomputed, padded=l.padded, cached=l.reused) for k, l in ledgers.items()}
     notes = {k: f'{l.waste:.0%} wasted' + (f', {l.masked:,} masked' if l.masked else '') for k, l in ledgers.items()}
     key = dict(useful=('decode', 'useful'), again=('again', 'computed again'), padded=('padded', 'padding, or fed after the end'),
@@ -410,7 +417,7 @@ def waste(traces, width=860):
     return replace(picture, title='Useful and wasted positions', desc='; '.join(said))
 
 # %% ../nbs/31_pictures.ipynb #612ff9e9
-def phases(trace, by='steps'):
+def phases(trace: Trace, by: str = 'steps') -> list[dict]:
     """For each request that ran: dict of `request` and of `arrival`, `admitted`, `first`, `end`, in steps or seconds.
 
     In steps a request arrives with the step that was next when it was queued."""
@@ -428,12 +435,12 @@ def phases(trace, by='steps'):
         out.append(dict(request=r['request'], arrival=at[0], admitted=at[1], first=at[2], end=at[3]))
     return out
 
-def percentile(values, p):
+def percentile(values: Sequence[float], p: int) -> float:
     "The smallest of `values` that at least `p` percent of them don't exceed."
     return sorted(values)[max(0, -(-len(values) * p // 100) - 1)]
 
 # %% ../nbs/31_pictures.ipynb #e88e5883
-def tokens_out(trace, by='steps', longest=None):
+def tokens_out(trace: Trace, by: str = 'steps', longest: float | None = None) -> list[tuple[float, float, float]]:
     """Output tokens over time: `(from, to, tokens a step)`, or tokens a second by 'time', in columns of several steps.
 
     `longest`: how long the axis is that they are for."""
@@ -448,7 +455,7 @@ def tokens_out(trace, by='steps', longest=None):
     return [(at(k), at(k + 1), n / (at(k + 1) - at(k))) for k, n in sorted(sums.items()) if at(k + 1) > at(k)]
 
 # %% ../nbs/31_pictures.ipynb #275859ee
-def latency(traces, by='steps', width=860):
+def latency(traces: _Traces, by: str = 'steps', width: int = 860) -> Picture:
     """A `Picture`: each request's waiting, prefill and answer, and tokens out over time; a panel for each trace, one scale.
 
     `by`: 'steps' or 'time' (seconds). Raises `TraceError`."""

@@ -4,88 +4,86 @@
 
 # %% auto #0
 __all__ = ['OLDEST_RAY', 'SAME', 'Desk', 'as_plain', 'rows_of', 'line_of', 'BatchLLM', 'need_ray', 'on_ray', 'Worker', 'Seat',
-           'Pool', 'outline', 'RayRun', 'RayJob', 'shards', 'mark_of', 'finished', 'run_jobs', 'run_on_ray']
+           'shares', 'returned', 'last_words', 'Pool', 'outline', 'Dealer', 'RayRun', 'RayJob', 'shards', 'mark_of',
+           'finished', 'run_jobs', 'run_on_ray']
 
 # %% ../nbs/22_scaleout.ipynb #d6a214be
 import asyncio, itertools, json, math, os, re, signal, socket, threading, time
 from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np, psutil, torch
-from fastcore.basics import patch
 
-from .engine import LLM
-from .jobs import (OPTIONS, BadLine, Job, JobError, JobLine, JobResult, Run, as_messages, batch_line,
-                           check_same, failure_of, flat, good_order, row_line)
+from .llm import LLM
+from .jobs import (OPTIONS, AnswerFile, BadLine, Job, JobError, JobLine, JobResult, Ledgerbook, LineRunner, ParamsCache,
+                           Progress, Run, as_messages, batch_line, check_same, failure_of, flat, good_order, name_of, row_line)
 from .models import BatchlabError
 
 # %% ../nbs/22_scaleout.ipynb #f9688a5c
-class Desk(Run):
+class Desk(LineRunner):
     """Takes `JobLine`s and gives records, from any number of threads, before an engine that runs all the time.
 
     `job`: says how lines run. `llm`: an `LLM`, started here. The numbers of lines on the desk must differ."""
-    def __init__(self, job, llm):
-        super().__init__(job, llm, None, JobResult(0), None, None)
+    def __init__(self, job: Job, llm: LLM) -> None:
+        super().__init__(job, llm, JobResult(0), self.keep)
         self.records, self.queue, self.lock = {}, deque(), threading.Lock()      # records by line number; lines to come
         llm.start()
 
-    def settle(self, line, record): self.records[line.number] = record
+    def keep(self, line: JobLine, record: dict) -> None: self.records[line.number] = record
 
-    def take(self, lines):
+    def take(self, lines: Iterable[JobLine]) -> None:
         "Put `lines` on the desk."
         self.queue.extend(lines)
         self.pump()
 
-    def pump(self):
+    def pump(self) -> None:
         "Hand lines to the engine, and make records of what it has done."
         with self.lock:
             self.collect()
             while self.queue and not self.again and not any(k in self.retried for k in self.live):
                 line = self.queue.popleft()
-                if parent := self.admit(line): self.submit(line, parent)
-            if self.again and not self.live: self.retry(self.again.popleft())
+                if group := self.admit(line): self.submit([(line, group)])
+            if self.again and not self.live: self.retry()
 
-# %% ../nbs/22_scaleout.ipynb #d4da97c4
-@patch
-def answer(self:Desk, lines):
-    "The records of `lines`, in their order, when all are done; other threads may do the same at the same time."
-    self.take(lines)
-    while not all(line.number in self.records for line in lines): self._wait()
-    return [self.records.pop(line.number) for line in lines]
+    def answer(self, lines: list[JobLine]) -> list[dict]:
+        "The records of `lines`, in their order, when all are done; other threads may do the same at the same time."
+        self.take(lines)
+        while not all(line.number in self.records for line in lines): self._wait()
+        return [self.records.pop(line.number) for line in lines]
 
-@patch
-def turn(self:Desk, lines):
-    "Take `lines`, wait until something is done, and give `[(number, record)]` of all that is; [] for nothing to do."
-    self.take(lines)
-    while not self.records and (self.live or self.again or self.queue): self._wait()
-    with self.lock:
-        done, self.records = self.records, {}
-        return list(done.items())
+    def turn(self, lines: list[JobLine]) -> list[tuple[int, dict]]:
+        "Take `lines`, wait until something is done, and give `[(number, record)]` of all that is; [] for nothing to do."
+        self.take(lines)
+        while not self.records and (self.live or self.again or self.queue): self._wait()
+        with self.lock:
+            done, self.records = self.records, {}
+            return list(done.items())
 
-@patch
-def _wait(self:Desk):
-    with self.llm.progress: self.ended or self.llm.progress.wait(.02)
-    self.pump()
+    def _wait(self):
+        with self.llm.progress: self.ended or self.llm.progress.wait(.02)
+        self.pump()
 
 # %% ../nbs/22_scaleout.ipynb #7333d79a
-def as_plain(x):
+def as_plain(x: Any) -> Any:
     "Arrays and numbers of numpy in `x` as lists and numbers of Python, at any depth."
     if isinstance(x, dict): return {k: as_plain(v) for k, v in x.items()}
     if hasattr(x, 'tolist'): x = x.tolist()
     return [as_plain(v) for v in x] if isinstance(x, (list, tuple)) else x
 
-def rows_of(batch):
+def rows_of(batch: Any) -> list[dict]:
     "The rows of `batch`, a dict of columns, a pyarrow table or a pandas frame, as dicts."
     if hasattr(batch, 'to_pylist'): return batch.to_pylist()
     columns = {k: as_plain(batch[k]) for k in batch}
     return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 # %% ../nbs/22_scaleout.ipynb #5867c1db
-def line_of(number, row, prompt_column='prompt', chat=False, system=None):
+def line_of(number: int, row: dict, prompt_column: str = 'prompt', chat: bool = False, system: str | None = None) -> JobLine:
     "The `JobLine` of `row`, a dict: of the Batch API, or with `messages` or a prompt. What is wrong is its failure."
     line = JobLine(number, f'{number:08x}', unit='row')
     try:
@@ -114,13 +112,13 @@ class BatchLLM:
     dict, for what rows leave open. `chat`, `system`: prompts are user messages, after this system message. `timeout`:
     seconds for each row. `num_threads`: of torch, None leaves it to Ray. `llm`: arguments of `LLM`, such as `model`,
     `dtype`, `max_num_seqs`. Raises `ModelError`, `ParamError`."""
-    def __init__(self, sampling_params=None, prompt_column='prompt', chat=False, system=None, timeout=None,
-                 num_threads=None, **llm):
+    def __init__(self, sampling_params: dict | None = None, prompt_column: str = 'prompt', chat: bool = False,
+                 system: str | None = None, timeout: float | None = None, num_threads: int | None = None, **llm: Any) -> None:
         if num_threads: torch.set_num_threads(num_threads)
         self.desk = Desk(Job('-', sampling_params=sampling_params, timeout=timeout), LLM(**llm))
         self.how, self.numbers = dict(prompt_column=prompt_column, chat=chat, system=system), itertools.count(1)
 
-    async def __call__(self, batch):
+    async def __call__(self, batch: Any) -> AsyncIterator[dict]:
         lines = [line_of(next(self.numbers), row, **self.how) for row in rows_of(batch)]
         rows = [flat(r) for r in await asyncio.to_thread(self.desk.answer, lines)]
         batch = batch.to_pydict() if hasattr(batch, 'to_pydict') else {k: batch[k] for k in batch}
@@ -131,7 +129,7 @@ class BatchLLM:
 # %% ../nbs/22_scaleout.ipynb #66db313b
 OLDEST_RAY = 2, 51
 
-def need_ray(address=None):
+def need_ray(address: str | None = None) -> Any:
     """The module `ray`, which sends nothing about its use to anybody, and without an `address` elsewhere listens on the
     loopback only. Raises `JobError` if it is missing or too old."""
     if not address or address.startswith(('127.', 'localhost')):
@@ -163,7 +161,7 @@ def _start(ray, address, resources, tries=3):
             if address or not left: raise JobError(f'{where} ({str(e).splitlines()[0][:200]})') from e
 
 @contextmanager
-def on_ray(address=None, **resources):
+def on_ray(address: str | None = None, **resources: Any) -> Iterator[Any]:
     """Ray, as long as the context lasts: the cluster at `address` ('auto' finds one that this machine is in), or one of
     its own on this machine with `resources` (`num_cpus`); or the one that the process is in. Raises `JobError`."""
     ray, main = need_ray(address), threading.current_thread() is threading.main_thread()
@@ -189,58 +187,87 @@ SAME = 'weights_digest', 'quantization'      # of the engines of a pool
 
 class Worker:
     "What runs in a process of Ray's: an engine and its desk."
-    desk = None
+    desk: Desk | None = None
 
-    def load(self, llm, num_threads):
+    def load(self, llm: dict, num_threads: int) -> dict:
         "Load the model, by arguments of `LLM`: what there is to know of it, or `error`."
         torch.set_num_threads(num_threads)
         try: self.llm = LLM(**llm)
         except BatchlabError as e: return dict(error=str(e))
-        model, about = self.llm.model, {k: getattr(self.llm, k) for k in SAME + ('limits', 'strategy')}
-        name = getattr(model.config, '_name_or_path', '') or type(model).__name__
-        template = getattr(self.llm.tokenizer, 'chat_template', None)
-        return about | dict(chat_template=template, name=name, pid=os.getpid())
+        about, template = {k: getattr(self.llm, k) for k in SAME + ('limits', 'strategy')}, getattr(self.llm.tokenizer, 'chat_template', None)
+        return about | dict(chat_template=template, name=name_of(self.llm.model), pid=os.getpid())
 
-    def begin(self, job):
+    def begin(self, job: Job) -> None:
         "Work for `job`, and no longer for another."
         if self.desk: self.desk.abandon()
         self.desk = Desk(job, self.llm)
 
-    def turn(self, lines):
+    def turn(self, lines: list[JobLine]) -> tuple[list[tuple[int, dict]], int, int]:
         "Take `lines`; `(records, prompt tokens, output tokens)` since the last turn, see `Desk.turn`."
         records, r = self.desk.turn(lines), self.desk.result
         tokens, r.prompt_tokens, r.output_tokens = (r.prompt_tokens, r.output_tokens), 0, 0
         return records, *tokens
 
-    def stats(self): return self.llm.stats()
+    def stats(self) -> Any: return self.llm.stats()
 
 # %% ../nbs/22_scaleout.ipynb #652cbedf
 @dataclass(eq=False)
 class Seat:
     "A worker as the job sees it. `ref`: the call under way, or None. `lines`: in its hands, by number. `sent`: when."
-    actor: object
-    ref: object = None
-    info: dict = None
-    lines: dict = field(default_factory=dict)
-    sent: dict = field(default_factory=dict)
+    actor: Any
+    ref: Any = None
+    info: dict | None = None
+    lines: dict[int, JobLine] = field(default_factory=dict)
+    sent: dict[int, float] = field(default_factory=dict)
 
-    def turn(self, lines):
+    def turn(self, lines: list[JobLine]) -> None:
         "Send `lines`, and ask for what is done."
         self.lines |= {line.number: line for line in lines}
         self.sent |= {line.number: time.monotonic() for line in lines}
         self.ref = self.actor.turn.remote(lines)
 
-    def drop(self, number):
+    def drop(self, number: int) -> JobLine | None:
         "The line that is answered, or None if it is not in hand."
         self.sent.pop(number, None)
         return self.lines.pop(number, None)
+
+# %% ../nbs/22_scaleout.ipynb #22b0aa01
+def shares(workers: int, device: str, num_cpus: float | None, num_gpus: float | None, there: dict,
+           nodes: list[dict]) -> tuple[float, float, str]:
+    """`(num_cpus, num_gpus, device)` of each of `workers`; None takes its share, 'auto' a GPU if there is one for each.
+
+    `there`: resources of the cluster, by Ray's names; `nodes`: of each machine. Raises `JobError` if one machine has fewer."""
+    gpus, cpus = there.get('GPU', 0), there.get('CPU', 1)
+    if num_gpus is None: num_gpus = int(device.startswith(('auto', 'cuda')) and gpus >= workers)
+    smallest = min((r['CPU'] for r in nodes if r.get('CPU')), default=1)
+    if num_cpus is None: num_cpus = max(1, int(min(cpus // workers, smallest)))
+    for name, each, has in (('GPU', num_gpus, gpus), ('CPU', num_cpus, cpus)):
+        if len(nodes) == 1 and each * workers > has:
+            raise JobError(f'workers={workers} with {each:g} {name} each, and Ray has {has:g} in all: take fewer')
+    return num_cpus, num_gpus, ('cuda' if num_gpus else 'cpu') if device == 'auto' else device
+
+# %% ../nbs/22_scaleout.ipynb #22b0aa04
+def returned(ray: Any, refs: list, timeout: float = 1.) -> list[tuple[Any, Any]]:
+    "`[(ref, value or exception)]` of the calls `refs` that have come back, after at most `timeout` seconds."
+    ready, got = ray.wait(refs, timeout=timeout)[0] if refs else [], []
+    if ready: ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+    for ref in ready:
+        try: got.append((ref, ray.get(ref)))
+        except ray.exceptions.RayError as e: got.append((ref, e))
+    return got
+
+def last_words(e: Exception, died: bool) -> str:
+    "What exception `e` of a worker says, in a line; `died`: its process ended, else a call of it failed."
+    text = [s for s in str(e).splitlines() if s.strip()] or [type(e).__name__]
+    return text[0 if died else -1].strip()[:200]
 
 # %% ../nbs/22_scaleout.ipynb #e27934db
 class Pool:
     """`workers` engines on Ray; entered, they load the model. `num_cpus`, `num_gpus`: of each, None takes its share.
 
     `llm`: arguments of `LLM`. `address`: of the cluster, see `on_ray`. Raises `JobError`."""
-    def __init__(self, workers=2, num_cpus=None, num_gpus=None, address=None, llm=None, say=print):
+    def __init__(self, workers: int = 2, num_cpus: float | None = None, num_gpus: float | None = None,
+                 address: str | None = None, llm: dict | None = None, say: Callable[[str], object] = print) -> None:
         if workers < 1: raise JobError(f'workers must be at least 1, got {workers}')
         self.workers, self.num_cpus, self.num_gpus, self.address = workers, num_cpus, num_gpus, address
         self.llm, self.say, self.seats, self.info, self.job, self.deaths = dict(llm or {}), say, [], None, None, 0
@@ -248,111 +275,83 @@ class Pool:
         if model and os.path.exists(model): self.llm['model'] = os.path.abspath(model)      # wherever a worker is
         self.stack, self.waited = None, time.monotonic()
 
-    def __enter__(self):
+    def __enter__(self) -> 'Pool':
         own = None if self.address else max(os.cpu_count(), math.ceil(self.workers * (self.num_cpus or 1)))
         with ExitStack() as stack:
             self.ray = stack.enter_context(on_ray(self.address, num_cpus=own))
-            self.share()
+            nodes = [n['Resources'] for n in self.ray.nodes() if n['Alive']]
+            self.num_cpus, self.num_gpus, self.llm['device'] = shares(self.workers, str(self.llm.get('device') or 'auto'),
+                self.num_cpus, self.num_gpus, self.ray.cluster_resources(), nodes)
             self.seats = [self.hire() for _ in range(self.workers)]
             self.stack = stack.pop_all()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: Any) -> None:
         for seat in self.seats: self.fire(seat)
         self.seats = []
         self.stack.close()
 
     @property
-    def limits(self): return self.info['limits']
+    def limits(self) -> Any: return self.info['limits']
     @property
-    def strategy(self): return self.info['strategy']
+    def strategy(self) -> str: return self.info['strategy']
     @property
-    def weights_digest(self): return self.info['weights_digest']
+    def weights_digest(self) -> str: return self.info['weights_digest']
     @property
-    def quantization(self): return self.info['quantization']
+    def quantization(self) -> str | None: return self.info['quantization']
     @property
-    def tokenizer(self): return SimpleNamespace(chat_template=self.info['chat_template'])
+    def tokenizer(self) -> SimpleNamespace: return SimpleNamespace(chat_template=self.info['chat_template'])
 
-# %% ../nbs/22_scaleout.ipynb #7ff5d3af
-@patch
-def share(self:Pool):
-    "Settle how many CPUs and GPUs a worker gets. Raises `JobError` if a cluster of one machine has fewer."
-    there, nodes = self.ray.cluster_resources(), [n['Resources'] for n in self.ray.nodes() if n['Alive']]
-    device, n = str(self.llm.get('device') or 'auto'), self.workers
-    gpus, cpus = there.get('GPU', 0), there.get('CPU', 1)
-    if self.num_gpus is None: self.num_gpus = int(device.startswith(('auto', 'cuda')) and gpus >= n)
-    if device == 'auto': self.llm['device'] = 'cuda' if self.num_gpus else 'cpu'
-    smallest = min((r['CPU'] for r in nodes if r.get('CPU')), default=1)
-    if self.num_cpus is None: self.num_cpus = max(1, int(min(cpus // n, smallest)))
-    for name, each, has in (('GPU', self.num_gpus, gpus), ('CPU', self.num_cpus, cpus)):
-        if len(nodes) == 1 and each * n > has:
-            raise JobError(f'workers={n} with {each:g} {name} each, and Ray has {has:g} in all: take fewer')
+    def hire(self) -> Seat:
+        "A `Seat` whose worker is being started, wherever there is room."
+        actor = self.ray.remote(Worker).options(num_cpus=self.num_cpus, num_gpus=self.num_gpus, max_restarts=0,
+                                                scheduling_strategy='SPREAD').remote()
+        return Seat(actor, actor.load.remote(self.llm, max(1, int(self.num_cpus))))
 
-@patch
-def hire(self:Pool):
-    "A `Seat` whose worker is being started, wherever there is room."
-    actor = self.ray.remote(Worker).options(num_cpus=self.num_cpus, num_gpus=self.num_gpus, max_restarts=0,
-                                            scheduling_strategy='SPREAD').remote()
-    return Seat(actor, actor.load.remote(self.llm, max(1, int(self.num_cpus))))
+    def fire(self, seat: Seat) -> None:
+        "End the worker of `seat`."
+        with suppress(Exception): self.ray.kill(seat.actor)
 
-@patch
-def fire(self:Pool, seat):
-    "End the worker of `seat`."
-    with suppress(Exception): self.ray.kill(seat.actor)
+    def events(self, timeout: float = 1.) -> list[tuple[Seat, Any]]:
+        "`[(seat, value or exception)]` of calls that have come back, after at most `timeout` seconds."
+        seats = {seat.ref: seat for seat in self.seats if seat.ref is not None}
+        got = [(seats[ref], x) for ref, x in returned(self.ray, [*seats], timeout)]
+        for seat, _ in got: seat.ref = None
+        if seats and not got and not self.info and time.monotonic() - self.waited > 60:
+            self.waited = math.inf
+            self.say(f'no worker has begun yet: is there room for {self.num_cpus:g} CPU and {self.num_gpus:g} GPU each?')
+        return got
 
-# %% ../nbs/22_scaleout.ipynb #df9ce54c
-@patch
-def events(self:Pool, timeout=1.):
-    "`[(seat, value or exception)]` of calls that have come back, after at most `timeout` seconds."
-    refs, got = {seat.ref: seat for seat in self.seats if seat.ref is not None}, []
-    if not refs: return got
-    ready, _ = self.ray.wait([*refs], timeout=timeout)
-    if ready: ready, _ = self.ray.wait([*refs], num_returns=len(refs), timeout=0)
-    for ref in ready:
-        refs[ref].ref = None
-        try: got.append((refs[ref], self.ray.get(ref)))
-        except self.ray.exceptions.RayError as e: got.append((refs[ref], e))
-    if not got and not self.info and time.monotonic() - self.waited > 60:
-        self.waited = math.inf
-        self.say(f'no worker has begun yet: is there room for {self.num_cpus:g} CPU and {self.num_gpus:g} GPU each?')
-    return got
+    def rehire(self, seat: Seat, e: Exception) -> None:
+        "Hire another worker for the one that ended with exception `e`. Raises `JobError` if that does not help."
+        self.deaths += 1
+        why = last_words(e, isinstance(e, self.ray.exceptions.RayActorError))
+        if self.deaths > 2 * self.workers + 8:
+            raise JobError(f'{self.deaths} workers died and nothing was answered, the last with: {why}', 1)
+        self.fire(seat)
+        self.seats[self.seats.index(seat)] = self.hire()
+        self.say(f'a worker is gone ({why}): what it had goes to others')
 
-# %% ../nbs/22_scaleout.ipynb #8f0215ea
-@patch
-def rehire(self:Pool, seat, e):
-    "Hire another worker for the one that ended with exception `e`. Raises `JobError` if that does not help."
-    self.deaths += 1
-    died = isinstance(e, self.ray.exceptions.RayActorError)
-    text = [s for s in str(e).splitlines() if s.strip()] or [type(e).__name__]
-    why = text[0 if died else -1].strip()[:200]
-    if self.deaths > 2 * self.workers + 8:
-        raise JobError(f'{self.deaths} workers died and nothing was answered, the last with: {why}', 1)
-    self.fire(seat)
-    self.seats[self.seats.index(seat)] = self.hire()
-    self.say(f'a worker is gone ({why}): what it had goes to others')
+    def welcome(self, seat: Seat, info: dict) -> None:
+        "A worker has its model, as `info` says. Raises `JobError` if it could not load it, or has another than the first."
+        if 'error' in info: raise JobError(info['error'])
+        self.info = self.info or info
+        for k in SAME + ('chat_template',):
+            if info[k] != self.info[k]:
+                raise JobError(f'workers have different models ({k}): put the same files on all machines')
+        seat.info = info
+        if self.job: seat.ref = seat.actor.begin.remote(self.job)
 
-@patch
-def welcome(self:Pool, seat, info):
-    "A worker has its model, as `info` says. Raises `JobError` if it could not load it, or has another than the first."
-    if 'error' in info: raise JobError(info['error'])
-    self.info = self.info or info
-    for k in SAME + ('chat_template',):
-        if info[k] != self.info[k]:
-            raise JobError(f'workers have different models ({k}): put the same files on all machines')
-    seat.info = info
-    if self.job: seat.ref = seat.actor.begin.remote(self.job)
-
-@patch
-def ready(self:Pool):
-    "Wait for the first worker to have its model."
-    while not self.info:
-        for seat, got in self.events():
-            if isinstance(got, Exception): self.rehire(seat, got)
-            else: self.welcome(seat, got)
-    return self
+    def ready(self) -> 'Pool':
+        "Wait for the first worker to have its model."
+        while not self.info:
+            for seat, got in self.events():
+                if isinstance(got, Exception): self.rehire(seat, got)
+                else: self.welcome(seat, got)
+        return self
 
 # %% ../nbs/22_scaleout.ipynb #11956815
-def outline(line, params):
+def outline(line: JobLine, params: ParamsCache) -> tuple[list[int], int]:
     "`line` as `good_order` takes it, guessed without a tokenizer: `(first bytes or ids of its prompt, tokens in all)`."
     text = line.prompt if line.messages is None else '\n'.join(str(m.get('content')) for m in line.messages)
     try: most = params.of(line).max_tokens or 1024
@@ -360,108 +359,116 @@ def outline(line, params):
     if not isinstance(text, str): return text[:400], len(text) + most
     return [*text[:400].encode(errors='replace')], len(text) // 4 + most
 
+# %% ../nbs/22_scaleout.ipynb #6e292db1
+class Dealer:
+    """Deals the lines of `source` to `seats`, a list that changes as workers come and go; `open`: those that have no answer yet.
+
+    `room`: most that a seat gets in hand. `full()`: whether new lines must wait. `backup_after`: seconds, see `backup`."""
+    def __init__(self, source: Iterator[JobLine], seats: list[Seat], room: int, backup_after: float = math.inf,
+                 full: Callable[[], bool] = lambda: False) -> None:
+        self.source, self.seats, self.room, self.backup_after, self.full = source, seats, room, backup_after, full
+        self.more, self.open, self.queue = True, {}, deque()      # lines by number; lines that came back
+        self.lost, self.suspects = Counter(), deque()             # deaths that a line was in; lines to be run alone
+
+    def portion(self, seat: Seat, left: int) -> list[JobLine]:
+        "The lines to send to `seat` now; `left`: lines of the job without an answer."
+        if self.suspects: return [] if seat.lines else [self.suspects.popleft()]
+        if any(self.lost[n] > 1 for n in seat.lines): return []
+        room = min(self.room, max(1, math.ceil(left / len(self.seats)))) - len(seat.lines)
+        lines = [*itertools.islice(self.next_lines(), max(0, room))]
+        return lines or ([] if self.more else self.backup(seat))
+
+    def next_lines(self) -> Iterator[JobLine]:
+        "Yield lines to be sent: those that came back first, then new ones."
+        while self.queue: yield self.queue.popleft()
+        while self.more and not self.full():
+            line = next(self.source, None)
+            if line is None: self.more = False
+            else:
+                self.open[line.number] = line
+                yield line
+
+    def backup(self, seat: Seat) -> list[JobLine]:
+        "For a worker with nothing to do: copies of lines that others have had for more than `backup_after` seconds."
+        if seat.lines: return []
+        before = time.monotonic() - self.backup_after
+        fit = lambda n: n in self.open and self.lost[n] < 2
+        late = sorted((at, n) for s in self.seats for n, at in s.sent.items() if at < before and fit(n))
+        copies = {n for _, n in late[:math.ceil(len(late) / 2)]}
+        for s in self.seats: s.sent |= {n: math.inf for n in copies & s.sent.keys()}      # one copy each
+        return [self.open[n] for n in copies]
+
+    def close(self, seat: Seat, number: int) -> JobLine | None:
+        "Line `number` is answered by `seat`: the line, or None if it was answered before."
+        seat.drop(number)
+        return self.open.pop(number, None)
+
+    def bury(self, seat: Seat) -> JobLine | None:
+        "The worker of `seat`, which is no longer among the seats, died: its lines go to others. The line that has failed by it."
+        elsewhere = {n for s in self.seats for n in s.lines}
+        lines = [line for n, line in seat.lines.items() if n in self.open and n not in elsewhere]
+        for line in lines: self.lost[line.number] += 1
+        if len(lines) == 1 and self.lost[lines[0].number] > 2: return self.open.pop(lines[0].number)
+        for line in lines: (self.suspects if self.lost[line.number] > 1 else self.queue).append(line)
+
+# %% ../nbs/22_scaleout.ipynb #bd932ff3
 class RayRun(Run):
-    "A run of `job` by all workers of `pool`. `open`: lines that are dealt and not settled, by number."
-    def __init__(self, job, pool, book, result, answers, errors):
+    "A run of `job` by all workers of `pool`."
+    def __init__(self, job: 'RayJob', pool: Pool, book: Ledgerbook, result: JobResult, answers: AnswerFile, errors: AnswerFile) -> None:
         job.model_name = job.model_name or pool.info['name']
         super().__init__(job, pool, book, result, answers, errors)
-        self.pool, self.open, self.queue = pool, {}, deque()
-        self.lost, self.suspects = Counter(), deque()      # deaths that a line was in; lines to be run alone
-        self.source, self.more = self.requests(), True
+        self.pool, full = pool, lambda: len(self.held) >= 4 * job.look_ahead
+        self.dealer = Dealer(self.readable(), pool.seats, self.room, job.backup_after, full)
 
-    def requests(self):
+    def readable(self) -> Iterator[JobLine]:
         "Yield each line that can be sent, in a good order, block by block."
-        lines, job = self.lines(), self.job
-        while block := [*itertools.islice(lines, job.look_ahead)]:
-            if job.ordered: self.turns.extend(line.number for line in block)
+        lines, params = self.lines(), ParamsCache(self.job.sampling_params)
+        while block := [*itertools.islice(lines, self.job.look_ahead)]:
+            self.outbox.expect(line.number for line in block)
             good = [line for line in block if not line.failure]
             for line in block:
                 if line.failure: self.settle(line, failure_of(line, *line.failure))
             self.flush()
-            for i in good_order([outline(line, self.params) for line in good]): yield good[i]
+            for i in good_order([outline(line, params) for line in good]): yield good[i]
 
-    def abandon(self): pass      # the next job, or the end of the pool, takes the lines from the workers
+    def receive(self, seat: Seat, records: list[tuple[int, dict]], prompt_tokens: int, output_tokens: int) -> None:
+        "Settle what `seat` has done, unless it is settled already."
+        for number, record in records:
+            if line := self.dealer.close(seat, number): self.settle(line, record)
+        self.result.prompt_tokens += prompt_tokens
+        self.result.output_tokens += output_tokens
+        if records: self.pool.deaths = 0
 
-# %% ../nbs/22_scaleout.ipynb #6e292db1
-@patch
-def portion(self:RayRun, seat):
-    "The lines to send to `seat` now."
-    if self.suspects: return [] if seat.lines else [self.suspects.popleft()]
-    if any(self.lost[n] > 1 for n in seat.lines): return []
-    left = self.result.total - self.result.done
-    room = min(self.room, max(1, math.ceil(left / len(self.pool.seats)))) - len(seat.lines)
-    lines = [*itertools.islice(self.next_lines(), max(0, room))]
-    return lines or ([] if self.more else self.backup(seat))
+    def mourn(self, seat: Seat, e: Exception) -> None:
+        "The worker of `seat` is gone: another is hired, and what it had in hand goes to others."
+        self.pool.rehire(seat, e)
+        if line := self.dealer.bury(seat):
+            self.settle(line, failure_of(line, 'server_error', 'the worker died with this request alone'))
 
-@patch
-def next_lines(self:RayRun):
-    "Yield lines to be sent: those that came back first, then new ones."
-    while self.queue: yield self.queue.popleft()
-    while self.more and len(self.held) < 4 * self.job.look_ahead:
-        line = next(self.source, None)
-        if line is None: self.more = False
-        else:
-            self.open[line.number] = line
-            yield line
-
-@patch
-def backup(self:RayRun, seat):
-    "For a worker with nothing to do: copies of lines that others have had for too long."
-    if seat.lines: return []
-    before = time.monotonic() - self.job.backup_after
-    fit = lambda n: n in self.open and self.lost[n] < 2
-    late = sorted((at, n) for s in self.pool.seats for n, at in s.sent.items() if at < before and fit(n))
-    copies = {n for _, n in late[:math.ceil(len(late) / 2)]}
-    for s in self.pool.seats: s.sent |= {n: math.inf for n in copies & s.sent.keys()}      # one copy each
-    return [self.open[n] for n in copies]
-
-# %% ../nbs/22_scaleout.ipynb #70882446
-@patch
-def receive(self:RayRun, seat, records, prompt_tokens, output_tokens):
-    "Settle what `seat` has done, unless it is settled already."
-    for number, record in records:
-        seat.drop(number)
-        if line := self.open.pop(number, None): self.settle(line, record)
-    self.result.prompt_tokens += prompt_tokens
-    self.result.output_tokens += output_tokens
-    if records: self.pool.deaths = 0
-
-@patch
-def mourn(self:RayRun, seat, e):
-    """The worker of `seat` is gone: what it had in hand goes to others, first.
-
-    A line that was there at two deaths runs alone; if the worker dies again, the line has failed."""
-    self.pool.rehire(seat, e)
-    elsewhere = {n for s in self.pool.seats for n in s.lines}
-    lines = [line for n, line in seat.lines.items() if n in self.open and n not in elsewhere]
-    for line in lines: self.lost[line.number] += 1
-    if len(lines) == 1 and self.lost[lines[0].number] > 2:
-        line = self.open.pop(lines[0].number)
-        return self.settle(line, failure_of(line, 'server_error', 'the worker died with this request alone'))
-    for line in lines: (self.suspects if self.lost[line.number] > 1 else self.queue).append(line)
-
-# %% ../nbs/22_scaleout.ipynb #bd932ff3
-@patch
-def loop(self:RayRun, progress):
-    "Run to the end of the input. Raises `JobError`."
-    pool, pool_job = self.pool, self.job.for_workers()
-    for seat in pool.seats:
-        seat.lines, seat.sent = {}, {}
-        if seat.info: seat.ref = seat.actor.begin.remote(pool_job)
-    pool.job = pool_job
-    while self.more or self.open:
+    def loop(self, progress: Progress) -> None:
+        "Run to the end of the input. Raises `JobError`."
+        pool, dealer, pool_job = self.pool, self.dealer, self.job.for_workers()
         for seat in pool.seats:
-            if seat.info and seat.ref is None:
-                lines = self.portion(seat)
-                if lines or seat.lines: seat.turn(lines)
-        for seat, got in pool.events():
-            if isinstance(got, Exception): self.mourn(seat, got)
-            elif seat.info is None: pool.welcome(seat, got)
-            elif got: self.receive(seat, *got)
+            seat.lines, seat.sent = {}, {}
+            if seat.info: seat.ref = seat.actor.begin.remote(pool_job)
+        pool.job = pool_job
+        while dealer.more or dealer.open:
+            for seat in pool.seats:
+                if seat.info and seat.ref is None:
+                    lines = dealer.portion(seat, self.result.total - self.result.done)
+                    if lines or seat.lines: seat.turn(lines)
+            for seat, got in pool.events():
+                if isinstance(got, Exception): self.mourn(seat, got)
+                elif seat.info is None: pool.welcome(seat, got)
+                elif got: self.receive(seat, *got)
+            self.flush()
+            progress.update()
         self.flush()
-        progress.update()
-    self.flush()
-    if self.trouble: raise self.trouble
+        if self.trouble: raise self.trouble
+
+    def abandon(self) -> None:
+        "Let go of the workers: the next job, or the end of the pool, takes the lines from them."
+        self.dealer = None
 
 # %% ../nbs/22_scaleout.ipynb #bb72a3d6
 @dataclass
@@ -469,20 +476,21 @@ class RayJob(Job):
     "A `Job` for a `Pool`, run as any other: `job.run(pool)`. `backup_after`: seconds, then an idle worker tries too."
     backup_after: float = 120.
 
-    def for_workers(self):
+    def for_workers(self) -> Job:
         "What workers need of it."
         return Job('-', sampling_params=self.sampling_params, timeout=self.timeout, model_name=self.model_name)
 
-    def run(self, pool):
+    def run(self, pool: Pool | Callable[[], Pool]) -> JobResult:
         "As `Job.run`, by a `Pool` that is entered, or a function that gives one."
         return Job.run(self, pool if callable(pool) else lambda: pool)
 
-    def begin(self, pool, book, answers, errors): return RayRun(self, pool, book, self.result, answers, errors)
+    def begin(self, pool: Pool, book: Ledgerbook, answers: AnswerFile, errors: AnswerFile) -> RayRun:
+        return RayRun(self, pool, book, self.result, answers, errors)
 
     def _go(self, pool, book, stack): Job._go(self, pool.ready(), book, stack)
 
 # %% ../nbs/22_scaleout.ipynb #86301dc3
-def shards(job):
+def shards(job: Job) -> list[Job]:
     "`[job]`, or if its input is a folder a job for each of its files, answered in one of that name. Raises `JobError`."
     folder = Path(job.input)
     if not folder.is_dir(): return [job]
@@ -493,9 +501,9 @@ def shards(job):
     except OSError as e: raise JobError(f"can't write {job.output} ({e.strerror or e}): it must be a folder too") from e
     return [replace(job, input=str(folder / n), output=str(Path(job.output) / n)) for n in names]
 
-def mark_of(job): return Path(f'{job.output}.done')
+def mark_of(job: Job) -> Path: return Path(f'{job.output}.done')
 
-def finished(job):
+def finished(job: Job) -> JobResult | None:
     """The `JobResult` of a shard that was finished before, if its input has the same size and `limit`; else None.
 
     Raises `JobError` if it was run with other settings."""
@@ -509,7 +517,7 @@ def finished(job):
     return JobResult(n, mark['answered'], mark['failed'], before=n)
 
 # %% ../nbs/22_scaleout.ipynb #c26fbb9e
-def run_jobs(jobs, make_pool):
+def run_jobs(jobs: list[Job], make_pool: Callable[[], Pool]) -> JobResult:
     "Run `jobs`, one after the other, on the `Pool` of `make_pool()` if there is work: their `JobResult`s in one."
     total = JobResult(0)
     with ExitStack() as stack:
@@ -523,7 +531,8 @@ def run_jobs(jobs, make_pool):
             total = JobResult(*(getattr(total, f.name) + getattr(r, f.name) for f in fields(JobResult)))
     return total
 
-def run_on_ray(input, output, model=None, workers=2, num_cpus=None, num_gpus=None, address=None, llm=None, **job):
+def run_on_ray(input: str | Path, output: str | Path, model: str | None = None, workers: int = 2, num_cpus: float | None = None,
+               num_gpus: float | None = None, address: str | None = None, llm: dict | None = None, **job: Any) -> JobResult:
     """Answer the requests in file `input`, or all files of a folder, by `workers` engines on Ray: a `JobResult`.
 
     `num_cpus`, `num_gpus`: of each worker, None for its share. `address`: of a cluster whose machines have batchlab and

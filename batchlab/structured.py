@@ -9,20 +9,24 @@ __all__ = ['NO_UTF8', 'NOTES', 'BOUNDS', 'TYPED', 'ALONE', 'RAW', 'SHAPES', 'DEE
 
 # %% ../nbs/12_structured.ipynb #8fb89dd6
 import json, math, re
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .models import BatchlabError
-from .sampling import ParamError, StructuredOutputsParams
+from .sampling import ParamError, SamplingParams, StructuredOutputsParams
+
+if TYPE_CHECKING: import xgrammar
 
 # %% ../nbs/12_structured.ipynb #c7f33edd
-def hidden_ids(tokenizer):
+def hidden_ids(tokenizer: Any) -> set[int]:
     "Ids of the special tokens of `tokenizer`, which an answer's text leaves out: a set."
     added = getattr(tokenizer, 'added_tokens_decoder', {})
     return {*tokenizer.all_special_ids, *(i for i, t in added.items() if t.special)}
 
 # %% ../nbs/12_structured.ipynb #a7051920
-def said(e):
+def said(e: BaseException) -> str:
     "What exception `e` of the library says, in one line, without where in its sources."
     text = re.sub(r'\[[\d:]+\] \S+:\d+: (Check failed: .*? is false: )?', '', str(e))
     return ' '.join(text.split())[:200] or type(e).__name__
@@ -30,7 +34,7 @@ def said(e):
 # %% ../nbs/12_structured.ipynb #a5cae600
 NO_UTF8 = re.compile(rb'\xe0[\x80-\x9f]|\xed[\xa0-\xbf]|\xf0[\x80-\x8f]')      # no character's bytes
 
-def vocabulary(tokenizer, vocab_size, eos_ids, plain=False):
+def vocabulary(tokenizer: Any, vocab_size: int, eos_ids: Collection[int], plain: bool = False) -> 'xgrammar.TokenizerInfo':
     """The `TokenizerInfo` of `tokenizer` for a model with `vocab_size` logits that ends at one of `eos_ids`.
 
     `plain`: without control characters other than line breaks. Raises `ParamError`."""
@@ -45,7 +49,7 @@ def vocabulary(tokenizer, vocab_size, eos_ids, plain=False):
     return xgr.TokenizerInfo(words, xgr.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=sorted(eos_ids))
 
 # %% ../nbs/12_structured.ipynb #6669617b
-def torn_after(words):
+def torn_after(words: Sequence[bytes]) -> dict[int, torch.Tensor]:
     "By id, for those of `words` (bytes) that end in such a first byte: the ids that must not follow, an int64 tensor."
     ranges = {0xe0: (0x80, 0x9f), 0xed: (0xa0, 0xbf), 0xf0: (0x80, 0x8f)}
     ids = {lead: torch.tensor([i for i, w in enumerate(words) if w and low <= w[0] <= high], dtype=torch.int64)
@@ -63,7 +67,7 @@ TYPED = dict(string={'minLength', 'maxLength', 'pattern'}, integer=BOUNDS | {'mu
 ALONE = 'enum', 'const', '$ref', 'anyOf', 'allOf'      # beside these nothing else counts
 
 # %% ../nbs/12_structured.ipynb #f062875b
-def types_of(d):
+def types_of(d: dict) -> list[str]:
     "The JSON types that schema `d` names, or that its keywords belong to."
     if 'type' in d: return [d['type']] if isinstance(d['type'], str) else list(d['type'])
     telling = ('object', 'properties'), ('object', 'additionalProperties'), ('array', 'items')
@@ -72,13 +76,14 @@ def types_of(d):
 # %% ../nbs/12_structured.ipynb #480a428a
 RAW = re.compile(r'["\x00-\x1f]|\\[\\nrtfvb0]|\\(x|u00)([01][0-9a-fA-F]|22|5[cC])')
 
-def of_type(v, types):
+def of_type(v: object, types: Sequence[str]) -> bool:
     "Whether the JSON value `v` has one of `types`."
-    kinds = dict(string=str, integer=int, number=(int, float), boolean=bool, null=type(None), array=list, object=dict)
+    kinds: dict[str, Any] = dict(string=str, integer=int, number=(int, float), boolean=bool, null=type(None), array=list,
+                                 object=dict)
     return any(isinstance(v, kinds.get(t, ())) and (t == 'boolean' or not isinstance(v, bool)) for t in types)
 
 # %% ../nbs/12_structured.ipynb #94f57574
-def clash(d):
+def clash(d: dict) -> str | None:
     "What in schema `d` can't be promised together with the rest of it, or None."
     keys, closed = d.keys() - NOTES, d.get('additionalProperties') is False
     alone = next((k for k in ALONE if k in keys), None)
@@ -104,7 +109,7 @@ def clash(d):
 SHAPES = {'required': list, 'anyOf': list, 'allOf': list, 'prefixItems': list, 'enum': list, 'properties': dict,
           'patternProperties': dict, 'propertyNames': dict, '$defs': dict, 'definitions': dict, 'type': (str, list)}
 
-def misshapen(d):
+def misshapen(d: dict) -> str | None:
     "The keyword of schema `d` whose value is of the wrong type, and what it must be, or None."
     names = {list: 'an array', dict: 'an object', (str, list): 'a string or an array of strings'}
     for k, kind in SHAPES.items():
@@ -115,7 +120,7 @@ def misshapen(d):
 # %% ../nbs/12_structured.ipynb #61be4a8b
 DEEPEST, LONGEST = 64, 2**17      # levels of a schema; characters of it or of a pattern
 
-def check_schema(d, where='#', depth=0):
+def check_schema(d: Any, where: str = '#', depth: int = 0) -> None:
     "Raise `ParamError`, which names the place, if JSON schema `d` asks for what can't be promised."
     def refuse(what): raise ParamError(f'structured_outputs.json: {what} at {where} is not supported: leave it out')
     if isinstance(d, bool): return
@@ -132,7 +137,7 @@ def check_schema(d, where='#', depth=0):
     for k, sub in parts_of(d): check_schema(sub, f'{where}/{k}', depth + 1)
 
 # %% ../nbs/12_structured.ipynb #8c73012c
-def parts_of(d):
+def parts_of(d: dict) -> Iterator[tuple[str, Any]]:
     "Yield `(place, schema)` for each schema right inside schema `d`."
     for k in ('properties', 'patternProperties', '$defs', 'definitions'):
         yield from ((f'{k}/{name}', sub) for name, sub in (d.get(k) or {}).items())
@@ -145,7 +150,7 @@ def parts_of(d):
 # %% ../nbs/12_structured.ipynb #1298bc20
 WHITESPACE = 16      # characters between two parts of JSON
 
-def schema_text(v):
+def schema_text(v: Any) -> str:
     "A JSON schema (dict, JSON, pydantic model) as JSON, checked. Raises `ParamError`."
     try: d = v.model_json_schema() if hasattr(v, 'model_json_schema') else json.loads(v) if isinstance(v, str) else v
     except (ValueError, RecursionError) as e:
@@ -156,7 +161,7 @@ def schema_text(v):
     return text
 
 # %% ../nbs/12_structured.ipynb #0fa09c1d
-def compiled(compiler, s):
+def compiled(compiler: 'xgrammar.GrammarCompiler', s: StructuredOutputsParams) -> 'xgrammar.CompiledGrammar':
     "The compiled grammar of `StructuredOutputsParams` `s`. Raises `ParamError`."
     kind, v, free = s.kind, getattr(s, s.kind), not s.disable_any_whitespace
     if kind == 'choice':
@@ -170,13 +175,14 @@ def compiled(compiler, s):
 # %% ../nbs/12_structured.ipynb #3fe17f98
 class Grammar:
     "Says which ids may follow those that a row has written, by a matcher over `compiled`; for `SamplingRow.grammar`."
-    def __init__(self, compiled, eos_ids, vocab_size, torn=None):
+    def __init__(self, compiled: 'xgrammar.CompiledGrammar', eos_ids: Collection[int], vocab_size: int,
+                 torn: dict[int, torch.Tensor] | None = None):
         import xgrammar as xgr
         self.matcher = xgr.GrammarMatcher(compiled, override_stop_tokens=sorted(eos_ids))
         self.bits = xgr.allocate_token_bitmask(1, vocab_size)      # int32 [1, vocab_size / 32], on the CPU
         self.seen, self.torn, self.apply = [], torn or {}, xgr.apply_token_bitmask_inplace
 
-    def follow(self, output_ids):
+    def follow(self, output_ids: list[int]) -> bool:
         "Stand behind `output_ids`; whether they are all allowed."
         n = len(self.seen)
         if output_ids[:n] != self.seen:
@@ -188,7 +194,7 @@ class Grammar:
             self.seen.append(i)
         return not self.matcher.is_terminated()
 
-    def mask_(self, x, output_ids):
+    def mask_(self, x: torch.Tensor, output_ids: list[int]) -> torch.Tensor:
         "Set logits `x` `[1, V]` to -inf, in place, where an id can't follow `output_ids`; all where nothing can."
         if not self.follow(output_ids): return x.fill_(-math.inf)
         self.matcher.fill_next_token_bitmask(self.bits)
@@ -201,11 +207,11 @@ class Grammar:
 # %% ../nbs/12_structured.ipynb #4db85301
 class Grammars:
     "Makes a `Grammar` for each row that asks, over the vocabulary of `tokenizer`, whose compiled forms it keeps."
-    def __init__(self, tokenizer, vocab_size, eos_ids, cache_bytes=2**28):
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Collection[int], cache_bytes: int = 2**28):
         self.tokenizer, self.vocab_size, self.eos_ids, self.cache_bytes = tokenizer, vocab_size, eos_ids, cache_bytes
         self.compilers = {}
 
-    def compiler(self, plain):
+    def compiler(self, plain: bool) -> 'tuple[xgrammar.GrammarCompiler, dict[int, torch.Tensor]]':
         "The compiler over the vocabulary, `plain` or not, and its `torn_after`. Raises `ParamError`."
         need = 'structured_outputs needs'
         if self.tokenizer is None: raise ParamError(f'{need} a tokenizer, and there is none: give LLM one')
@@ -218,9 +224,10 @@ class Grammars:
             self.compilers[plain] = compiler, torn_after(info.decoded_vocab)
         return self.compilers[plain]
 
-    def of(self, params):
+    def of(self, params: SamplingParams) -> Grammar:
         "A new `Grammar` for `params.structured_outputs`. Raises `ParamError`."
         s = params.structured_outputs
+        assert s is not None
         compiler, torn = self.compiler(s.kind in ('json', 'json_object'))
         try: form = compiled(compiler, s)
         except BatchlabError: raise

@@ -9,20 +9,27 @@ __all__ = ['replay', 'could_draw', 'gap_to', 'shaken', 'rounding_noise', 'roundi
 
 # %% ../nbs/11_verify.ipynb #470bac7e
 import contextlib, inspect, math, random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
-from fastcore.basics import patch
 
 from .attention import as_found
-from .engine import LLM, RequestOutput, check_count, grammar_for, log, out_of_memory, rope_switch
+from .config import check_count, rope_switch
+from .engine import log, make_request, out_of_memory
+from .llm import grammar_for
 from .prefill import check_prompt
-from .runners import Running
-from .sampling import SamplingRow, draw, probabilities, processed_logits, sample
+from .sampling import SamplingParams, SamplingRow, draw, probabilities, processed_logits, sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from batchlab.llm import LLM
+    from batchlab.outputs import CompletionOutput, RequestOutput
 
 # %% ../nbs/11_verify.ipynb #1cdf3d0f
 @torch.inference_mode()
-def replay(model, prompt_ids, output_ids):
+def replay(model: 'PreTrainedModel', prompt_ids: Sequence[int], output_ids: Sequence[int]) -> torch.Tensor:
     """The logits `[n, V]`, fp32, from which each of `n` `output_ids` would have been drawn, had the request been alone.
 
     One forward over prompt and answer, without cache, in the model's own dtype; logits at n positions only. Where the
@@ -39,7 +46,7 @@ def replay(model, prompt_ids, output_ids):
     return (logits if keep else logits[at]).float()
 
 # %% ../nbs/11_verify.ipynb #a0632bd7
-def could_draw(logits, row, token, u, slack=0.):
+def could_draw(logits: torch.Tensor, row: SamplingRow, token: int, u: float | None, slack: float = 0.) -> bool:
     """Whether `row` could draw `token` from `logits` `[V]`, fp32, if each of them may be off by `slack`.
 
     `u`: the random number of the draw; None if nobody knows it, then: any. All ids up to `token` raised and the rest
@@ -53,7 +60,7 @@ def could_draw(logits, row, token, u, slack=0.):
     return low >= token >= high and bool((p[:, token] > 0).all())
 
 # %% ../nbs/11_verify.ipynb #982acabb
-def gap_to(logits, row, token, want, u=None):
+def gap_to(logits: torch.Tensor, row: SamplingRow, token: int, want: int | None, u: float | None = None) -> float:
     """How far two of `logits` `[V]` must be off against each other for `row` to take `token`; alone it takes `want`.
 
     Greedy: the logit of `want` minus that of `token`, penalties and bans applied. Else twice the least slack with which
@@ -74,7 +81,7 @@ def gap_to(logits, row, token, want, u=None):
 
 # %% ../nbs/11_verify.ipynb #a5490f72
 @contextlib.contextmanager
-def shaken(model, seed=0, share=1/16):
+def shaken(model: 'PreTrainedModel', seed: int = 0, share: float = 1/16) -> Iterator[None]:
     "Inside, each innermost module of `model` gives numbers of which a `share` is off by one rounding of their dtype."
     generators = {}
     def shake(module, args, out):
@@ -95,7 +102,8 @@ def shaken(model, seed=0, share=1/16):
             for h in hooks: h.remove()
 
 # %% ../nbs/11_verify.ipynb #849b6570
-def rounding_noise(model, prompt_ids, output_ids, logits, measure, shakes=8):
+def rounding_noise(model: 'PreTrainedModel', prompt_ids: Sequence[int], output_ids: Sequence[int], logits: torch.Tensor,
+                   measure: Callable[[torch.Tensor], torch.Tensor], shakes: int = 8) -> torch.Tensor:
     """How much rounding alone moves what `measure` makes of the logits `[n, V]` of a replay: rms `[..., n]`.
 
     `measure`: a function of logits that gives numbers `[..., n]`, the last axis the positions. A position's noise is
@@ -107,13 +115,14 @@ def rounding_noise(model, prompt_ids, output_ids, logits, measure, shakes=8):
     return total.clamp(min=total.mean(-1, keepdim=True)).sqrt()
 
 # %% ../nbs/11_verify.ipynb #7225edc7
-def rounding_floor(model, logits):
+def rounding_floor(model: 'PreTrainedModel', logits: torch.Tensor) -> torch.Tensor:
     "The least that counts, `[n]`: in fp32, 64 roundings of the largest of each line of `logits`; 0 in half precision."
     steps = 0 if model.dtype.itemsize < 4 else 64
     return steps * torch.finfo(model.dtype).eps * logits.nan_to_num(0., 0., 0.).abs().amax(-1)
 
 # %% ../nbs/11_verify.ipynb #1767fbfd
-def tolerances(model, prompt_ids, output_ids, logits, measure):
+def tolerances(model: 'PreTrainedModel', prompt_ids: Sequence[int], output_ids: Sequence[int], logits: torch.Tensor,
+               measure: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     "Up to which difference `measure(logits)` is only rounded, `[n]`: 5 times its `rounding_noise`, or the floor."
     noise = rounding_noise(model, prompt_ids, output_ids, logits, measure)
     return (5 * noise).maximum(rounding_floor(model, logits))
@@ -139,31 +148,31 @@ class Divergence:
     texts: tuple | None = None
 
     @property
-    def kind(self): return 'tie' if self.gap <= self.tolerance else 'bug'
+    def kind(self) -> str: return 'tie' if self.gap <= self.tolerance else 'bug'
     @property
-    def name(self): return self.request_id + (f'-{self.completion}' if self.completion else '')
+    def name(self) -> str: return self.request_id + (f'-{self.completion}' if self.completion else '')
 
-    def show(self, i):
+    def show(self, i: int) -> str:
         "`got` (i = 0) or `want` (1) for a reader."
         x = (self.got, self.want)[i]
         if x is None: return 'no number'
         return f'{x:.3f}' if isinstance(x, float) else f'{self.texts[i]!r} ({x})' if self.texts else str(x)
 
-    def __str__(self):
+    def __str__(self) -> str:
         return (f'{self.kind}: request {self.name}, {self.what} {self.index} (position {self.position}): '
                 f'{self.show(0)}, alone {self.show(1)}; gap {self.gap:.2g}, tolerance {self.tolerance:.2g}')
 
 # %% ../nbs/11_verify.ipynb #78f488bd
-def row_of(llm, out, completion):
+def row_of(llm: 'LLM', out: 'RequestOutput', completion: 'CompletionOutput') -> SamplingRow:
     "The `SamplingRow` of an answer as it was before its first token; log probabilities are not asked for again."
     params = replace(out.params, logprobs=None, prompt_logprobs=None)
     return SamplingRow.make(params, out.prompt_token_ids, llm.eos_ids, llm.tokenizer, completion.index, llm.vocab_size,
                             llm.max_model_len, grammar_for(llm, params))
 
 # %% ../nbs/11_verify.ipynb #c0c39f81
-def is_unseeded(params): return not params.greedy and params.seed is None
+def is_unseeded(params: SamplingParams) -> bool: return not params.greedy and params.seed is None
 
-def wanted(logits, rows, output_ids):
+def wanted(logits: torch.Tensor, rows: Sequence[SamplingRow], output_ids: Sequence[int]) -> list[int | None]:
     "What each of `rows` takes from its line of `logits` `[n, V]`: ids, None where it can take nothing."
     got = sample(logits, rows).token_ids
     if not rows or not is_unseeded(rows[0].params): return got
@@ -172,13 +181,11 @@ def wanted(logits, rows, output_ids):
     return [None if w is None else i if p[t, i] > 0 else best[t] for t, (i, w) in enumerate(zip(output_ids, got))]
 
 # %% ../nbs/11_verify.ipynb #dcbe128d
-def check_end(llm, out, completion):
+def check_end(llm: 'LLM', out: 'RequestOutput', completion: 'CompletionOutput') -> list[Divergence]:
     "A list, empty or with a `Divergence`: the answer ended elsewhere, or for another reason, than its tokens say."
-    run, was = Running(row_of(llm, out, completion)), (completion.finish_reason, completion.stop_reason)
-    for t, i in enumerate(completion.token_ids):
-        if run.finish_reason: break
-        run.append(i)
-    now, n = (run.finish_reason, run.stop_reason), len(run.output_ids)
+    run, was = make_request(row_of(llm, out, completion)), (completion.finish_reason, completion.stop_reason)
+    reason = next((why for i in completion.token_ids if (why := run.append(i))), None)
+    now, n = (reason, run.stop_reason), len(run.output_ids)
     broken_off = now[0] is None and was[0] in ('cancelled', 'timeout')
     if n < len(completion.token_ids): was = None, None
     elif now == was or broken_off: return []
@@ -187,7 +194,8 @@ def check_end(llm, out, completion):
                        show(*now), math.inf, 0., 'end')]
 
 # %% ../nbs/11_verify.ipynb #aceb8071
-def check_logprobs(llm, out, completion, start, prompt_ids, ids, logits, tolerance=None):
+def check_logprobs(llm: 'LLM', out: 'RequestOutput', completion: 'CompletionOutput', start: int, prompt_ids: Sequence[int],
+                   ids: Sequence[int], logits: torch.Tensor, tolerance: float | None = None) -> list[Divergence]:
     """A list, empty or with the worst `Divergence` of the log probabilities recorded for `ids`.
 
     `ids`: the answer's tokens from `start` on; `prompt_ids`: what came before; `logits`: their `replay`."""
@@ -203,7 +211,9 @@ def check_logprobs(llm, out, completion, start, prompt_ids, ids, logits, toleran
                        measure(logits)[t].item(), off[t].item(), limit[t].item(), 'logprob')]
 
 # %% ../nbs/11_verify.ipynb #5a313584
-def check_tokens(llm, out, completion, start, prompt_ids, ids, logits, rows, us, tolerance=None):
+def check_tokens(llm: 'LLM', out: 'RequestOutput', completion: 'CompletionOutput', start: int, prompt_ids: Sequence[int],
+                 ids: Sequence[int], logits: torch.Tensor, rows: Sequence[SamplingRow], us: Sequence[float | None],
+                 tolerance: float | None = None) -> list[Divergence]:
     """A `Divergence` for each of `ids` that is not what its row takes from its line of `logits`.
 
     `rows`, `us`: for each of them its `SamplingRow` and its random number. The rest as in `check_logprobs`."""
@@ -223,7 +233,8 @@ def _texts(tokenizer, *ids):
     return tuple(None if i is None else tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in ids)
 
 # %% ../nbs/11_verify.ipynb #2eb405f8
-def check_answer(llm, out, completion, tolerance=None, max_logits=2**26):
+def check_answer(llm: 'LLM', out: 'RequestOutput', completion: 'CompletionOutput', tolerance: float | None = None,
+                 max_logits: int = 2**26) -> list[Divergence]:
     "Every `Divergence` of one answer (`completion` of `RequestOutput` `out`), in the order of its tokens."
     row, again, ids = row_of(llm, out, completion), row_of(llm, out, completion), completion.token_ids
     us = [None if is_unseeded(row.params) else again.uniform() for _ in ids]
@@ -238,6 +249,8 @@ def check_answer(llm, out, completion, tolerance=None, max_logits=2**26):
     return sorted(found, key=lambda d: d.index)
 
 # %% ../nbs/11_verify.ipynb #0412022e
+def _count(n, what): return f'{n:,} {what}' + ('' if n == 1 else 's')
+
 @dataclass
 class Report:
     """What `verify` found; `ok` if no bug. In a notebook it shows itself as a table.
@@ -249,63 +262,63 @@ class Report:
     requests: int = 0
     tokens: int = 0
     unseeded: int = 0
-    divergences: list = field(default_factory=list)
-    skipped: list = field(default_factory=list)
+    divergences: list[Divergence] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
 
     @property
-    def bugs(self): return [d for d in self.divergences if d.kind == 'bug']
+    def bugs(self) -> list[Divergence]: return [d for d in self.divergences if d.kind == 'bug']
     @property
-    def ok(self): return not self.bugs
+    def ok(self) -> bool: return not self.bugs
     @property
-    def max_gap(self):
+    def max_gap(self) -> float:
         "The largest gap of all positions, in logits: 0 if all tokens are equal, inf if one can't be had, or is no number."
         return max((d.gap if d.gap == d.gap else math.inf for d in self.divergences if d.what == 'token'), default=0.)
     @property
-    def firsts(self):
+    def firsts(self) -> list[Divergence]:
         "Where each answer first differs, and its first bug; bugs in front."
         found = {}
         for d in self.divergences: found.setdefault((d.request_id, d.completion, d.kind), d)
         return sorted(found.values(), key=lambda d: d.kind)                # 'bug' before 'tie'
 
-# %% ../nbs/11_verify.ipynb #ad5cb626
-def _count(n, what): return f'{n:,} {what}' + ('' if n == 1 else 's')
+    @property
+    def headline(self) -> str:
+        "What was found, in a line."
+        ties, found = len(self.divergences) - len(self.bugs), 'all equal'
+        if not self.tokens: found = 'nothing to compare'
+        elif self.divergences: found = f'{_count(ties, "near-tie")}, {_count(len(self.bugs), "bug")}'
+        if any(d.what == 'token' for d in self.divergences): found += f', largest gap {self.max_gap:.2g}'
+        some = f'{self.requests:,} of ' if self.requests < self.total else ''
+        line = f'{some}{_count(self.total, "request")}, {_count(self.tokens, "token")}: {found}'
+        if self.unseeded: line += f'; {_count(self.unseeded, "answer")} without a seed, of which only: they were possible'
+        return line + (f'; {len(self.skipped)} skipped' if self.skipped else '')
 
-@patch(as_prop=True)
-def headline(self:Report):
-    "What was found, in a line."
-    ties, found = len(self.divergences) - len(self.bugs), 'all equal'
-    if not self.tokens: found = 'nothing to compare'
-    elif self.divergences: found = f'{_count(ties, "near-tie")}, {_count(len(self.bugs), "bug")}'
-    if any(d.what == 'token' for d in self.divergences): found += f', largest gap {self.max_gap:.2g}'
-    some = f'{self.requests:,} of ' if self.requests < self.total else ''
-    line = f'{some}{_count(self.total, "request")}, {_count(self.tokens, "token")}: {found}'
-    if self.unseeded: line += f'; {_count(self.unseeded, "answer")} without a seed, of which only: they were possible'
-    return line + (f'; {len(self.skipped)} skipped' if self.skipped else '')
+    def log(self) -> None:
+        "Log the headline or, if there is a bug, all of it as an error."
+        if self.ok: log.info('verify: %s', self.headline)
+        else: log.error('verify: %s', self)
 
-# %% ../nbs/11_verify.ipynb #69be3cbe
-@patch
-def __str__(self:Report):
-    more = len(self.firsts) - 5
-    return '\n'.join([self.headline, *map(str, self.firsts[:5])] + ([f'and {more} more'] if more > 0 else []))
+    def __str__(self) -> str:
+        more = len(self.firsts) - 5
+        return '\n'.join([self.headline, *map(str, self.firsts[:5])] + ([f'and {more} more'] if more > 0 else []))
 
-@patch
-def _repr_markdown_(self:Report):
-    cell = lambda x: str(x).replace('|', '\\|').replace('`', "'")
-    head = ['kind', 'request', 'what', 'in the batch', 'alone', 'gap', 'tolerance']
-    rows = [[d.kind, d.name, f'{d.what} {d.index}', d.show(0), d.show(1), f'{d.gap:.2g}', f'{d.tolerance:.2g}']
-            for d in self.firsts[:10]]
-    table = [f'| {" | ".join(map(cell, r))} |' for r in (head, ['---'] * len(head), *rows)] if rows else []
-    return '\n'.join([self.headline, '', *table])
+    def _repr_markdown_(self) -> str:
+        cell = lambda x: str(x).replace('|', '\\|').replace('`', "'")
+        head = ['kind', 'request', 'what', 'in the batch', 'alone', 'gap', 'tolerance']
+        rows = [[d.kind, d.name, f'{d.what} {d.index}', d.show(0), d.show(1), f'{d.gap:.2g}', f'{d.tolerance:.2g}']
+                for d in self.firsts[:10]]
+        table = [f'| {" | ".join(map(cell, r))} |' for r in (head, ['---'] * len(head), *rows)] if rows else []
+        return '\n'.join([self.headline, '', *table])
 
 # %% ../nbs/11_verify.ipynb #32ffe13a
-def why_not(out):
+def why_not(out: 'RequestOutput') -> str | None:
     "Why there is nothing to compare in `RequestOutput` `out`, or None."
     if out.error: return f'it failed: {out.error}'
     if not any(c.token_ids for c in out.outputs): return f'{out.outputs[0].finish_reason}, before its first token'
     if out.params is None or not out.prompt_token_ids: return 'it lacks its params or its prompt_token_ids'
 
 # %% ../nbs/11_verify.ipynb #8bc9e287
-def verify(llm, outputs, sample=8, seed=0, tolerance=None):
+def verify(llm: 'LLM', outputs: 'RequestOutput | Iterable[RequestOutput]', sample: int | None = 8, seed: int = 0,
+           tolerance: float | None = None) -> Report:
     """Run a random `sample` of `outputs` again, each alone, and compare: a `Report`.
 
     `llm`: the `LLM` that gave them, or one with the same model. `outputs`: one or a list of `RequestOutput`; those that
@@ -319,7 +332,7 @@ def verify(llm, outputs, sample=8, seed=0, tolerance=None):
     noise, and each answer must have ended where and why its tokens say. Costs a prefill of prompt and answer for each
     answer, nine where something differs. Raises `ParamError`."""
     check_count('sample', sample)
-    outputs = [outputs] if isinstance(outputs, RequestOutput) else list(outputs)
+    outputs = [outputs] if hasattr(outputs, 'request_id') else list(outputs)
     report = Report(len(outputs), skipped=[(o.request_id, why) for o in outputs if (why := why_not(o))])
     fit = [o for o in outputs if not why_not(o)]
     if sample is not None and sample < len(fit): fit = _pick(fit, sample, seed)
@@ -340,14 +353,3 @@ def _check(report, llm, out, tolerance):
     report.tokens += sum(len(c.token_ids) for c in some)
     report.unseeded += len(some) * is_unseeded(out.params)
     report.divergences += found
-
-# %% ../nbs/11_verify.ipynb #30d80006
-@patch
-def verify(self:LLM, outputs, sample=8, seed=0, tolerance=None):
-    """Run a `sample` of `outputs` again, each alone, and compare, as the function `verify` does: a `Report`.
-
-    Logs its headline, or as an error what is a bug. It is kept in `report`."""
-    self.report = verify(self, outputs, sample, seed, tolerance)
-    if self.report.ok: log.info('verify: %s', self.report.headline)
-    else: log.error('verify: %s', self.report)
-    return self.report

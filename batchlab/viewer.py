@@ -14,7 +14,7 @@ from .models import BatchlabError
 from .trace import Trace
 
 # %% ../nbs/32a_viewer.ipynb #d9f884e2
-def embed(data):
+def embed(data: object) -> str:
     "`data` as JSON that can stand inside a `script` element."
     return json.dumps(data, separators=(',', ':')).replace('<', '\\u003c')
 
@@ -172,9 +172,10 @@ const many = (n, word) => `${n.toLocaleString('en')} ${word}${n === 1 ? '' : 's'
 const lineOf = s => `step ${s.step} of ${steps.at(-1).step}: ${many(s.tokens, 'token')} for ${many(s.rows.length, 'request')} `
   + `(${counted(s)}), ${s.waiting} waiting`;
 
+const most = Math.max(1, ...steps.flatMap(s => s.held));
 function tank(held, i, s, owner) {
-  const what = `slot ${i}: ${owner ? 'request ' + owner.number + ', ' + owner.phase : 'free'}, ${held} of ${s.capacity} tokens`;
-  const fill = `height:${percent(held, s.capacity)};background:${css(owner ? owner.phase : 'cached')}`;
+  const what = `slot ${i}: ${owner ? 'request ' + owner.number + ', ' + owner.phase : 'free'}, ${held} tokens`;
+  const fill = `height:${percent(held, most)};background:${css(owner ? owner.phase : 'held')}`;
   return el('span', {class: 'slot', role: 'img', title: what, 'aria-label': what}, el('i', {style: fill}), el('b', {}, owner ? owner.number : ''));
 }
 function box(p, total) {
@@ -285,7 +286,7 @@ class ViewError(BatchlabError, ValueError):
 
 PAGE_START = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport"'
 
-def view_html(trace, title=None):
+def view_html(trace: Trace | dict | str | os.PathLike, title: str | None = None) -> str:
     """A trace as one HTML page, text: a scrubber over its steps, without server or network.
 
     `trace`: a `Trace`, its `data`, or the name of its file. Raises `TraceError` if it is none, `ViewError` if it has no steps."""
@@ -300,7 +301,7 @@ def view_html(trace, title=None):
             f'<script>{JS_DATA}{JS_DRAW}{JS_MASK}{JS_FRAME}{JS_KEYS}{JS_START}</script></body></html>\n')
 
 # %% ../nbs/32a_viewer.ipynb #ebb11be8
-def write_page(trace, output=None, overwrite=False):
+def write_page(trace: str | os.PathLike, output: str | os.PathLike | None = None, overwrite: bool = False) -> Path:
     """The page of the trace file `trace`, written to `output` or beside it: its path.
 
     A file is replaced if it is such a page, or with `overwrite`. Raises `TraceError`, `ViewError`."""
@@ -312,7 +313,7 @@ def write_page(trace, output=None, overwrite=False):
     except OSError as e: raise ViewError(f"can't write {path} ({e.strerror or e}): give another name by -o") from e
     return path
 
-def open_page(path):
+def open_page(path: str | os.PathLike) -> bool:
     "Show the page in the user's browser, if there is a screen; whether it was."
     if sys.platform.startswith('linux') and not (os.environ.get('DISPLAY') or os.environ.get('WAYLAND_DISPLAY')): return False
     return webbrowser.open(Path(path).resolve().as_uri())

@@ -5,24 +5,27 @@
 # %% auto #0
 __all__ = ['EXECUTORS', 'FILLS', 'STYLE', 'NAMED', 'run_by_program', 'live', 'quietly', 'this_cell', 'Panel', 'drawing', 'block',
            'words', 'WidgetError', 'engine_logits', 'Choice', 'Choices', 'choices', 'panel_html', 'bar', 'shown_token',
-           'choices_html', 'choices_svg', 'knob', 'SamplingExplorer', 'Stepper', 'Watched', 'Slot', 'Watch', 'slots_of',
-           'spells', 'slots_svg', 'short', 'watch_svg', 'tank', 'colour_key', 'entry', 'LiveView', 'Played',
-           'play_once', 'played_html', 'played_svg', 'Playground', 'Share', 'share_of', 'shares_of', 'mask_shapes',
+           'choices_html', 'choices_svg', 'knob', 'sampling_knobs', 'SamplingExplorer', 'Stepper', 'Watched', 'Slot',
+           'slots_of', 'Watch', 'spells', 'slots_svg', 'short', 'watch_svg', 'tank', 'colour_key', 'entry',
+           'watch_line', 'tanks_html', 'button', 'row_of', 'LiveView', 'Played', 'play_once', 'played_html',
+           'played_svg', 'greedy_params', 'number_field', 'Playground', 'Share', 'share_of', 'shares_of', 'mask_shapes',
            'padded_shapes', 'shapes_of', 'height_of', 'shown_text', 'row_html', 'texts_html', 'history_of', 'step_line',
-           'lanes_html', 'scrub_svg', 'Scrubber']
+           'lanes_html', 'scrub_svg', 'step_slots', 'step_html', 'cursor_html', 'Scrubber']
 
 # %% ../nbs/32_widgets.ipynb #c5e7d684
 import contextlib, os, threading, time
 from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import comm, psutil, torch
-from fastcore.basics import patch
 from IPython import get_ipython
 
 from .drawing import COLOURS, bars, esc
-from .engine import LLM, STRATEGIES, as_list, params_for
+from .config import STRATEGIES
+from .inputs import as_list, params_for
 from .models import BatchlabError
 from .padding import Ledger
 from .sampling import SamplingParams, SamplingRow, probabilities, sample
@@ -31,15 +34,21 @@ from .trace import Trace
 try: import ipywidgets as W
 except ImportError as e: raise ImportError("the widgets need ipywidgets: pip install 'batchlab[widgets]'") from e
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from batchlab.llm import LLM
+    from batchlab.outputs import CompletionOutput, StreamEvent
+    from batchlab.scheduler import Scheduler
+
 # %% ../nbs/32_widgets.ipynb #0e99ec95
 EXECUTORS = ('nbconvert', 'nbclient', 'jupyter-execute', 'papermill', 'jupyter-cache', 'jcache', 'jupyter-book', 'nbdev',
              'quarto', 'mkdocs', 'sphinx', 'pytest')
 
-def run_by_program(words):
+def run_by_program(words: Sequence[str]) -> bool:
     "Whether the command line `words` is that of a program which runs notebooks for their outputs."
     return any(name in Path(word).name for word in words[:3] for name in EXECUTORS)
 
-def live():
+def live() -> bool:
     """Whether somebody may be there to use a widget: in a kernel, unless a program started it to keep its outputs.
 
     The environment variable BATCHLAB_WIDGETS says otherwise: 0 never, 1 always."""
@@ -50,7 +59,7 @@ def live():
 
 # %% ../nbs/32_widgets.ipynb #6720fc5a
 @contextlib.contextmanager
-def quietly():
+def quietly() -> Iterator[None]:
     "Widgets made in this context have no line to a browser, if nobody may be there: no state of theirs is kept."
     old = comm.create_comm
     if not live(): comm.create_comm = comm.DummyComm
@@ -58,7 +67,7 @@ def quietly():
     finally: comm.create_comm = old
 
 # %% ../nbs/32_widgets.ipynb #cfec5480
-def this_cell():
+def this_cell() -> tuple[str | None, int | None]:
     "What tells the running cell from others, and this run of it from earlier ones: `(cell, run)`; None, None if unknown."
     shell = get_ipython()
     if shell is None: return None, None
@@ -72,9 +81,10 @@ class Panel:
 
     Subclasses `make` their widgets, give `self.box`, draw `picture()`, an SVG as text, and say in `end` what is to stop.
     `cell`: a name for the cell that made it, found by itself in Jupyter."""
-    made = {}                                    # by cell: its panels that have not ended
+    made: 'dict[Any, list[Panel]]' = {}          # by cell: its panels that have not ended
+    box: W.Widget
 
-    def __init__(self, cell=None):
+    def __init__(self, cell: str | None = None):
         found, self.run_number = this_cell()
         self.cell, self.kept, self.closed = cell or found, [], False
         if cell: self.run_number = object()      # a cell that is named runs anew each time
@@ -83,15 +93,16 @@ class Panel:
             if p.run_number != self.run_number: p.close()
         Panel.made.setdefault(self.cell, []).append(self)
 
-    def make(self, kind, *args, **kwargs):
+    def make(self, kind: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         "A widget of that kind, which is closed with this panel."
         with quietly(): self.kept.append(kind(*args, **kwargs))
         return self.kept[-1]
 
-    def end(self): "Stop what runs."
-    def settle(self): "Where nobody can click: come to the state that is worth a picture."
+    def picture(self) -> str: raise NotImplementedError
+    def end(self) -> None: "Stop what runs."
+    def settle(self) -> None: "Where nobody can click: come to the state that is worth a picture."
 
-    def close(self):
+    def close(self) -> None:
         "End all it has: threads, observers, widgets. Nothing happens the second time."
         if self.closed: return
         self.closed = True
@@ -101,7 +112,7 @@ class Panel:
             w.unobserve_all()
             for part in (w, getattr(w, 'layout', None), getattr(w, 'style', None)): part and part.close()
 
-    def _repr_mimebundle_(self, **kwargs):
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
         if not live(): self.settle()
         still = {'image/svg+xml': self.picture(), 'text/plain': f'<{type(self).__name__}>'}
         return self.box._repr_mimebundle_(**kwargs) | still if live() and not self.closed else still
@@ -109,7 +120,7 @@ class Panel:
 # %% ../nbs/32_widgets.ipynb #039f52e6
 FILLS = {name: COLOURS[name][0] for name in ('prefill', 'decode', 'cached', 'padded', 'again')} | dict(held='#86a9d2', kept='#2f6fb5')
 
-def drawing(body, width, height, title):
+def drawing(body: str, width: float, height: float, title: str) -> str:
     "A picture as text: SVG elements `body` on a ground of its own; lengths in pixels. `title` says it in words."
     style = ('.bl-still{color:#1f1f1e}.bl-paper{fill:#fcfcfb}'
              '@media(prefers-color-scheme:dark){.bl-still{color:#e8e8e4}.bl-paper{fill:#1a1a19}}')
@@ -119,12 +130,12 @@ def drawing(body, width, height, title):
 
 def _attributes(**named): return ''.join(f' {k.replace("_", "-")}="{v}"' for k, v in named.items())
 
-def block(x, y, w, h, color='currentColor', opacity=1, **more):
+def block(x: float, y: float, w: float, h: float, color: str = 'currentColor', opacity: float = 1, **more: Any) -> str:
     "A rectangle as SVG."
     at = _attributes(x=f'{x:.2f}', y=f'{y:.2f}', width=f'{w:.2f}', height=f'{h:.2f}', fill=color, fill_opacity=opacity)
     return f'<rect{at}{_attributes(**more)}/>'
 
-def words(x, y, text, faint=False, **more):
+def words(x: float, y: float, text: object, faint: bool = False, **more: Any) -> str:
     "A line of text as SVG."
     more = dict(fill='currentColor', fill_opacity=.7 if faint else 1) | more
     return f'<text{_attributes(x=round(x, 1), y=round(y, 1), **more)}>{esc(text)}</text>'
@@ -133,7 +144,7 @@ def words(x, y, text, faint=False, **more):
 class WidgetError(BatchlabError, ValueError):
     "A widget was given what it can't show; says what, and what it needs."
 
-def engine_logits(llm, prompt, steps=8):
+def engine_logits(llm: 'LLM', prompt: str | Sequence[int], steps: int = 8) -> tuple[list[int], torch.Tensor]:
     """What the engine chose from at each of `steps` greedy tokens after `prompt`: `(ids, logits)`, float32 `[n, V]`.
 
     Each line of `logits` is right up to a constant. Raises `WidgetError` if the prompt can't be run."""
@@ -156,12 +167,12 @@ class Choice:
 @dataclass
 class Choices:
     "The likeliest of a step in `top`; `kept`: how many of all can still come; `drawn`: who does, with the seed."
-    top: list
+    top: list[Choice]
     kept: int
     drawn: int
     entropy: float                               # in bits, after the parameters
 
-def choices(logits, params, n=12):
+def choices(logits: torch.Tensor, params: SamplingParams, n: int = 12) -> Choices:
     "The `Choices` of one step from its `logits` `[V]`: what the engine would draw from with `params`, and would draw."
     row = SamplingRow.make(replace(params, max_tokens=1), [0])
     before, after = logits.softmax(-1), probabilities(logits[None], [row])[0]
@@ -196,21 +207,21 @@ STYLE = '''<style>
 .bl mark{background:color-mix(in srgb,#eda100 45%,transparent);color:inherit}
 </style>'''
 
-def panel_html(body): return f'{STYLE}<div class="bl">{body}</div>'
+def panel_html(body: str) -> str: return f'{STYLE}<div class="bl">{body}</div>'
 
-def bar(share, color, was=None):
+def bar(share: float, color: str, was: float | None = None) -> str:
     "A bar of `share` (0 to 1) of its cell, and a thin one that shows what it `was`."
     thin = '' if was is None else f'<i class="was" style="width:{was:.2%};background:currentColor"></i>'
     return f'<div class="track"><i style="width:{share:.2%};background:{color}"></i>{thin}</div>'
 
 # %% ../nbs/32_widgets.ipynb #2c49eda7
-def shown_token(tokenizer, token_id):
+def shown_token(tokenizer: Any, token_id: int) -> str:
     "A token's text between quotes, in which spaces and line breaks can be seen; its id if there is no tokenizer."
     if tokenizer is None: return str(token_id)
     text = repr(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
     return text if len(text) <= 18 else text[:17] + '…'
 
-def choices_html(found, tokenizer):
+def choices_html(found: Choices, tokenizer: Any) -> str:
     "`Choices` as a table: each token, a bar of what it has now over a thin one of what it had, and both as numbers."
     def line(c):
         name = f'<code>{esc(shown_token(tokenizer, c.token_id))}</code>{" ◀" if c.token_id == found.drawn else ""}'
@@ -221,7 +232,7 @@ def choices_html(found, tokenizer):
     return f'<table><thead><tr>{head}</tr></thead><tbody>{"".join(map(line, found.top))}</tbody></table>'
 
 # %% ../nbs/32_widgets.ipynb #b9eccabb
-def choices_svg(found, tokenizer, title):
+def choices_svg(found: Choices, tokenizer: Any, title: str) -> str:
     "`Choices` as an SVG, 720 pixels wide."
     out, mono = [words(12, 22, title[:110], font_weight=600)], dict(font_family='ui-monospace, monospace')
     for i, c in enumerate(found.top):
@@ -235,85 +246,87 @@ def choices_svg(found, tokenizer, title):
 # %% ../nbs/32_widgets.ipynb #87582d50
 NAMED = dict(description_width='90px')           # room for a name before a field
 
-def knob(panel, kind, name, value, low, high, step, help):
+def knob(panel: Panel, kind: Callable[..., Any], name: str, value: float, low: float, high: float, step: float, help: str) -> Any:
     "A slider of `panel` with a name of its own and a short explanation."
     return panel.make(kind, value=value, min=low, max=high, step=step, description=name, tooltip=help, style=NAMED,
                       layout=dict(width='min(460px, 100%)'))
 
+def sampling_knobs(panel: Panel, p: SamplingParams) -> dict[str, Any]:
+    "A knob of `panel` for each parameter of sampling, by name, as `p` has them."
+    return {name: knob(panel, kind, name, *rest) for kind, name, *rest in [
+        (W.FloatSlider, 'temperature', p.temperature, 0, 2, .05, '0 is greedy'),
+        (W.IntSlider, 'top_k', p.top_k, 0, 100, 1, 'the likeliest k; 0 is off'),
+        (W.FloatSlider, 'top_p', p.top_p, .01, 1, .01, 'the likeliest of this total share; 1 is off'),
+        (W.FloatSlider, 'min_p', p.min_p, 0, .5, .005, 'at least this share of the likeliest; 0 is off'),
+        (W.IntSlider, 'seed', p.seed or 0, 0, 99, 1, 'the arrow ◀ marks who is drawn')]}
+
+# %% ../nbs/32_widgets.ipynb #2f6faa20
 class SamplingExplorer(Panel):
     """The distribution that the engine draws from at a step after `prompt`, under parameters to be turned.
 
     `llm` is used as it is. `steps`: how many greedy tokens to look at; `top`: how many candidates to show; `params`: where
     the knobs begin. Raises `WidgetError`, `ParamError`."""
-    def __init__(self, llm, prompt, steps=6, top=12, cell=None, **params):
+    def __init__(self, llm: 'LLM', prompt: str, steps: int = 6, top: int = 12, cell: str | None = None, **params: Any):
         super().__init__(cell)
-        self.llm, self.top, self.steps, p = llm, top, steps, SamplingParams(**params)
+        self.llm, self.top, self.steps, start = llm, top, steps, SamplingParams(**params)
         self.prompt = self.make(W.Textarea, value=prompt, description='prompt', continuous_update=False, rows=2, style=NAMED,
                                 layout=dict(width='auto'))
         self.step = knob(self, W.IntSlider, 'step', 0, 0, steps - 1, 1, 'which token of the greedy answer')
-        self.knobs = {name: knob(self, kind, name, *rest) for kind, name, *rest in [
-            (W.FloatSlider, 'temperature', p.temperature, 0, 2, .05, '0 is greedy'),
-            (W.IntSlider, 'top_k', p.top_k, 0, 100, 1, 'the likeliest k; 0 is off'),
-            (W.FloatSlider, 'top_p', p.top_p, .01, 1, .01, 'the likeliest of this total share; 1 is off'),
-            (W.FloatSlider, 'min_p', p.min_p, 0, .5, .005, 'at least this share of the likeliest; 0 is off'),
-            (W.IntSlider, 'seed', p.seed or 0, 0, 99, 1, 'the arrow ◀ marks who is drawn')]}
+        self.knobs = sampling_knobs(self, start)
         self.status, self.table = self.make(W.HTML), self.make(W.HTML)
         self.box = self.make(W.VBox, [self.prompt, self.step, *self.knobs.values(), self.status, self.table])
         self.look()
         self.prompt.observe(lambda _: self.look(), 'value')
         for w in (self.step, *self.knobs.values()): w.observe(lambda _: self.show(), 'value')
 
-# %% ../nbs/32_widgets.ipynb #2f6faa20
-@patch
-def look(self:SamplingExplorer):
-    "Ask the engine about the prompt as it stands."
-    try: self.ids, self.logits = engine_logits(self.llm, self.prompt.value, self.steps)
-    except BatchlabError as e:
-        self.status.value = panel_html(f'⚠ {esc(e)}')
-        if not hasattr(self, 'logits'): raise
-        return
-    self.step.max = len(self.ids) - 1            # the answer may end early
-    self.show()
+    def look(self) -> None:
+        "Ask the engine about the prompt as it stands."
+        try: self.ids, self.logits = engine_logits(self.llm, self.prompt.value, self.steps)
+        except BatchlabError as e:
+            self.status.value = panel_html(f'⚠ {esc(e)}')
+            if not hasattr(self, 'logits'): raise
+            return
+        self.step.max = len(self.ids) - 1            # the answer may end early
+        self.show()
 
-@patch(as_prop=True)
-def params(self:SamplingExplorer):
-    "What the knobs say, as `SamplingParams`."
-    return SamplingParams(**{name: w.value for name, w in self.knobs.items()})
+    @property
+    def params(self) -> SamplingParams:
+        "What the knobs say."
+        return SamplingParams(**{name: w.value for name, w in self.knobs.items()})
 
-@patch
-def show(self:SamplingExplorer):
-    "Draw what the knobs say."
-    self.found = found = choices(self.logits[self.step.value], self.params, self.top)
-    self.status.value = panel_html(f'<b>{found.kept:,}</b> of {self.logits.shape[1]:,} tokens can come, '
-                                   f'entropy {max(0, found.entropy):.2f} bits. <span class="dim">Text so far:</span> '
-                                   f'<span class="answer">{esc(self.so_far)}</span>')
-    self.table.value = panel_html(choices_html(found, self.llm.tokenizer))
+    @property
+    def so_far(self) -> str:
+        "The prompt and the greedy tokens before this step."
+        before, tokenizer = self.ids[:self.step.value], self.llm.tokenizer
+        return self.prompt.value + (tokenizer.decode(before) if before and tokenizer else '')
 
-@patch(as_prop=True)
-def so_far(self:SamplingExplorer):
-    "The prompt and the greedy tokens before this step."
-    before, tokenizer = self.ids[:self.step.value], self.llm.tokenizer
-    return self.prompt.value + (tokenizer.decode(before) if before and tokenizer else '')
+    def show(self) -> None:
+        "Draw what the knobs say."
+        self.found = found = choices(self.logits[self.step.value], self.params, self.top)
+        self.status.value = panel_html(f'<b>{found.kept:,}</b> of {self.logits.shape[1]:,} tokens can come, '
+                                       f'entropy {max(0, found.entropy):.2f} bits. <span class="dim">Text so far:</span> '
+                                       f'<span class="answer">{esc(self.so_far)}</span>')
+        self.table.value = panel_html(choices_html(found, self.llm.tokenizer))
 
-@patch
-def picture(self:SamplingExplorer):
-    p, k = self.params, self.found.kept
-    what = ', '.join(f'{name}={getattr(p, name):g}' for name in ('temperature', 'top_k', 'top_p', 'min_p'))
-    return choices_svg(self.found, self.llm.tokenizer, f'…{self.so_far[-40:]!r}: {what}; {k:,} tokens can come')
+    def picture(self) -> str:
+        p, k = self.params, self.found.kept
+        what = ', '.join(f'{name}={getattr(p, name):g}' for name in ('temperature', 'top_k', 'top_p', 'min_p'))
+        return choices_svg(self.found, self.llm.tokenizer, f'…{self.so_far[-40:]!r}: {what}; {k:,} tokens can come')
 
 # %% ../nbs/32_widgets.ipynb #460f5a42
 class Stepper:
     """Steps `llm` in a thread of its own until nothing is left to do: `pause`, `resume`, `step`, `cancel`, `close`.
 
     `after()` is called in that thread whenever something may have changed. If `llm` runs in the background already
-    (`with llm:`), it goes on there, and this pauses and steps it."""
-    def __init__(self, llm, after=lambda: None):
+    (`with llm:`), it goes on there, and this pauses and steps it. `error`: what ended the thread, or None."""
+    def __init__(self, llm: 'LLM', after: Callable[[], None] = lambda: None):
         self.llm, self.after, self.background = llm, after, llm.thread is not None
-        self.paused, self.closing, self.steps, self.asked, self.error = False, False, 0, False, None
+        self.paused, self.closing, self.steps, self.asked = False, False, 0, False
+        self.error: BaseException | None = None
         self.wake = threading.Condition()
         self.thread = threading.Thread(target=self._run, name='batchlab-widget', daemon=True)
 
-    def start(self):
+    def start(self) -> 'Stepper':
         self.thread.start()
         return self
 
@@ -323,46 +336,43 @@ class Stepper:
             self.wake.notify_all()
         if self.background and 'paused' in changes: (self.llm.pause if self.paused else self.llm.resume)()
 
-    def pause(self): self._set(paused=True)
-    def resume(self): self._set(paused=False)
-    def step(self): self._set(paused=True, steps=self.steps + 1)
+    def pause(self) -> None: self._set(paused=True)
+    def resume(self) -> None: self._set(paused=False)
+    def step(self) -> None: self._set(paused=True, steps=self.steps + 1)
 
-    def cancel(self, *request_ids):
+    def cancel(self, *request_ids: str) -> bool:
         "End these requests: before the next step, and at once while paused. Whether there were any."
         found = [self.llm.cancel(i) for i in request_ids]
         self._set(asked=True)
         return any(found)
 
-    def close(self, timeout=60):
+    def close(self, timeout: float = 60) -> None:
         "Stop stepping; what it was running stays in `llm`, waiting for somebody to step. Returns when the thread has ended."
         self._set(closing=True, paused=False)
         if self.thread.is_alive() and self.thread is not threading.current_thread(): self.thread.join(timeout)
 
-# %% ../nbs/32_widgets.ipynb #e01c9ec4
-@patch
-def _run(self:Stepper):
-    try:
-        while self.llm.has_unfinished and not self.closing:
-            with self.wake:
-                hold = self.paused and not self.steps
-                if hold and not self.asked: self.wake.wait(.5)
-                asked, self.asked = self.asked, False
-                hold, by_hand = self.paused and not self.steps, bool(self.steps)
-                if by_hand: self.steps -= 1
-            if self.closing: break
-            if not hold: self._advance(by_hand)
-            elif asked: self.llm.take_in(.2)
-            else: continue
-            self.after()
-        self.llm.take_in(.2)
-    except BaseException as e: self.error = e
-    finally: self.after()
+    def _run(self):
+        try:
+            while self.llm.has_unfinished and not self.closing:
+                with self.wake:
+                    hold = self.paused and not self.steps
+                    if hold and not self.asked: self.wake.wait(.5)
+                    asked, self.asked = self.asked, False
+                    hold, by_hand = self.paused and not self.steps, bool(self.steps)
+                    if by_hand: self.steps -= 1
+                if self.closing: break
+                if not hold: self._advance(by_hand)
+                elif asked: self.llm.take_in(.2)
+                else: continue
+                self.after()
+            self.llm.take_in(.2)
+        except BaseException as e: self.error = e
+        finally: self.after()
 
-@patch
-def _advance(self:Stepper, by_hand):
-    if by_hand or not self.background: self.llm.step()
-    else:
-        with self.llm.progress: self.llm.progress.wait(.05)
+    def _advance(self, by_hand):
+        if by_hand or not self.background: self.llm.step()
+        else:
+            with self.llm.progress: self.llm.progress.wait(.05)
 
 # %% ../nbs/32_widgets.ipynb #c7dfb35c
 @dataclass
@@ -377,75 +387,78 @@ class Watched:
     error: str | None = None
 
     @property
-    def done(self): return self.state not in ('waiting', 'running')
+    def done(self) -> bool: return self.state not in ('waiting', 'running')
 
 @dataclass
 class Slot:
-    "`held` tokens of `capacity` in a slot of `owner`, a request's index or None; `phase` 'prefill', 'decode', 'cached' or ''."
+    "`held` tokens, with room for `capacity`, of the request in a slot, `owner`, a request's index or None; `phase` 'prefill', 'decode', 'cached' or ''."
     owner: int | None
     held: int
     capacity: int
     phase: str
 
 # %% ../nbs/32_widgets.ipynb #06b59317
+def slots_of(scheduler: 'Scheduler', place: Mapping[str, int]) -> list[Slot]:
+    "A `Slot` for each slot of `scheduler`; `place`: the index of a request by its id. A stranger's index is -1."
+    owners, size = {r.slot: r for r in list(scheduler.running)}, scheduler.block_size
+    def one(s):
+        if (r := owners.get(s)) is None: return Slot(None, 0, 0, '')
+        phase = 'prefill' if r.num_computed_tokens <= len(r.prompt_ids) else 'decode'            # what it has just done
+        return Slot(place.get(r.request_id, -1), r.num_computed_tokens, len(r.block_table) * size or r.max_len, phase)
+    seats = min(scheduler.max_num_seqs, len(owners) + len(scheduler.waiting))
+    return [one(s) for s in range(max([seats, *(s + 1 for s in owners)]))]
+
+# %% ../nbs/32_widgets.ipynb #f1026be8
 class Watch:
     """Notes what becomes of some requests of `llm`, in the thread that steps; others read it.
 
     `requests`: a `Watched` for each; `slots`: a `Slot` for each slot, as of the last `look`; `history`: for each look, who
     held which slot, the last 4,096."""
-    def __init__(self, llm):
-        self.llm, self.requests, self.place, self.slots = llm, [], {}, []
-        self.history, self.times, self.num_tokens = deque(maxlen=4096), deque(maxlen=4096), 0
+    def __init__(self, llm: 'LLM'):
+        self.llm, self.num_tokens = llm, 0
+        self.requests: list[Watched] = []
+        self.slots: list[Slot] = []
+        self.place: dict[str, int] = {}                          # the index of a request by its id
+        self.history, self.times = deque(maxlen=4096), deque(maxlen=4096)
 
-    def add(self, prompt, params, **kw):
-        "Hand one prompt to the engine, watched."
+    def add(self, prompt: str | Sequence, params: SamplingParams, **kw: Any) -> None:
+        "Hand one prompt to the engine, watched; `kw` as in `LLM.add_request`."
         shown = prompt if isinstance(prompt, str) else ' '.join(map(str, prompt))
         request_id = f'watch-{id(self)}-{len(self.requests)}'
         self.place[request_id] = len(self.requests)
         self.requests.append(Watched(request_id, shown))
         self.llm.add_request(prompt, params, self.event, request_id, **kw)
 
-    def event(self, e):
+    def event(self, e: 'StreamEvent') -> None:
+        "Note what the engine tells of a request."
         r = self.requests[self.place[e.request_id]]
         r.text, r.num_tokens, r.state = r.text + e.text, r.num_tokens + len(e.token_ids), e.finish_reason or 'running'
         self.num_tokens += len(e.token_ids)
         self.times.append((time.perf_counter(), self.num_tokens))
         if e.finished and e.output.error: r.error = e.output.error
 
-    @property
-    def done(self): return all(r.done for r in self.requests)
+    def look(self) -> None:
+        "Note who holds which slot; between two steps, so that it is true."
+        if not self.llm.mutex.acquire(timeout=.2): return
+        try: self.slots = [s for e in self.llm.engines.values() for s in slots_of(e.scheduler, self.place)]
+        finally: self.llm.mutex.release()
+        self.history.append([(s.owner, s.phase) for s in self.slots])
+        held = {s.owner: i for i, s in enumerate(self.slots) if s.owner is not None}
+        for i, r in enumerate(self.requests):
+            r.slot = held.get(i)
+            if not r.done: r.state = 'running' if i in held else 'waiting'
 
-    def rate(self, seconds=2.):
+    @property
+    def done(self) -> bool: return all(r.done for r in self.requests)
+
+    def rate(self, seconds: float = 2.) -> float:
         "Tokens a second over the last `seconds`."
         times, now = list(self.times), time.perf_counter()
         inside = [(t, n) for t, n in times if t > now - seconds]
         return (inside[-1][1] - inside[0][1]) / (now - inside[0][0]) if len(inside) > 1 else 0.
 
-# %% ../nbs/32_widgets.ipynb #f1026be8
-@patch
-def look(self:Watch):
-    "Note who holds which slot; between two steps, so that it is true."
-    if not self.llm.mutex.acquire(timeout=.2): return
-    try: self.slots = [s for e in self.llm.engines.values() for s in slots_of(e.scheduler, self.place)]
-    finally: self.llm.mutex.release()
-    self.history.append([(s.owner, s.phase) for s in self.slots])
-    held = {s.owner: i for i, s in enumerate(self.slots) if s.owner is not None}
-    for i, r in enumerate(self.requests):
-        r.slot = held.get(i)
-        if not r.done: r.state = 'running' if i in held else 'waiting'
-
-def slots_of(scheduler, place):
-    "A `Slot` for each slot of `scheduler`; `place`: the index of a request by its id. A stranger's index is -1."
-    owners, pool = {r.slot: r for r in scheduler.running}, scheduler.slots
-    def one(s):
-        r, held = owners.get(s), len(pool.tokens[s])
-        if r is None: return Slot(None, held, scheduler.capacity, 'cached' if held else '')
-        phase = 'prefill' if r.num_computed_tokens <= len(r.prompt_ids) else 'decode'            # what it has just done
-        return Slot(place.get(r.request_id, -1), r.num_computed_tokens, scheduler.capacity, phase)
-    return [one(s) for s in range(len(pool))]
-
 # %% ../nbs/32_widgets.ipynb #0ecd0f51
-def spells(history):
+def spells(history: Sequence[Sequence[tuple[int | None, str]]]) -> list[tuple[int, int, str, int, int]]:
     "Who held a slot from when to when: `(slot, owner, phase, first step, after the last)` for each stretch of `history`."
     out = []
     for s in range(max(map(len, history), default=0)):
@@ -457,7 +470,8 @@ def spells(history):
                 start = i
     return out
 
-def slots_svg(history, top, width=640, left=64):
+def slots_svg(history: Sequence[Sequence[tuple[int | None, str]]], top: float, width: float = 640,
+              left: float = 64) -> tuple[str, float]:
     "SVG elements of the slot timeline below `top`: `(elements, its height)`."
     n, per = max(map(len, history), default=0), width / max(1, len(history))
     h = max(4, min(18, 240 / max(1, n)))
@@ -471,12 +485,12 @@ def slots_svg(history, top, width=640, left=64):
     return ''.join(out), n * h
 
 # %% ../nbs/32_widgets.ipynb #e02d906a
-def short(text, n):
+def short(text: str, n: int) -> str:
     "`text` on one line, its end cut off after `n` characters."
     line = ' '.join(text.split())
     return line if len(line) <= n else line[:n - 1] + '…'
 
-def watch_svg(watch, most=12):
+def watch_svg(watch: Watch, most: int = 12) -> str:
     "A `Watch` as an SVG, 720 pixels wide: the slots over the steps, and what became of the first `most` requests."
     ends = Counter(r.state for r in watch.requests)
     title = (f'{len(watch.requests)} requests, {len(watch.history)} steps; ended: '
@@ -493,7 +507,7 @@ def watch_svg(watch, most=12):
     return drawing(''.join(out), 720, round(y + 8), title)
 
 # %% ../nbs/32_widgets.ipynb #97535936
-def tank(i, s):
+def tank(i: int, s: Slot) -> str:
     "A `Slot` as a tank that is as full as the slot, with the number of its owner."
     who = 'free' if s.owner is None else 'another call' if s.owner < 0 else f'request {s.owner}'
     what = f'slot {i}: {who}, {s.held} of {s.capacity} tokens{", " + s.phase if s.phase else ""}'
@@ -502,12 +516,12 @@ def tank(i, s):
     return (f'<span class="slot" role="img" title="{what}" aria-label="{what}">{fill}'
             f'<b>{"" if s.owner is None else "·" if s.owner < 0 else s.owner}</b></span>')
 
-def colour_key(*names):
+def colour_key(*names: str) -> str:
     "What the colours mean."
     one = lambda n: f'<span style="white-space:nowrap"><span style="color:{FILLS[n]}">■</span> {n}</span>'
     return ' '.join(map(one, names))
 
-def entry(i, r, most=600):
+def entry(i: int, r: Watched, most: int = 600) -> str:
     "A `Watched` request: its number and state, its prompt, and the end of its text, at most `most` characters."
     where = '' if r.slot is None else f' in slot {r.slot}'
     text = r.text if len(r.text) <= most else '…' + r.text[-most:]
@@ -517,12 +531,38 @@ def entry(i, r, most=600):
                       f'{" ⚠ " + esc(r.error) if r.error else ""}</div>')
 
 # %% ../nbs/32_widgets.ipynb #944d4829
+def watch_line(watch: Watch, paused: bool, error: BaseException | None = None) -> str:
+    "What is going on, as HTML: how many requests run, wait and are done, tokens, and tokens per second."
+    requests, done = watch.requests, sum(r.done for r in watch.requests)
+    running = sum(r.state == 'running' for r in requests)
+    state = 'failed' if error else 'done' if watch.done else 'paused' if paused else 'running'
+    counts = f'{running} running, {len(requests) - done - running} waiting, {done} done, {watch.num_tokens} tokens'
+    rate = f', {watch.rate():.0f} tokens/s' if state == 'running' else ''
+    return panel_html(f'<b>{state}</b>: {counts}{rate}{" ⚠ " + esc(repr(error)) if error else ""}')
+
+def tanks_html(slots: Iterable[Slot]) -> str:
+    "All slots as tanks, and what their colours mean."
+    tanks = ''.join(tank(i, x) for i, x in enumerate(slots))
+    return panel_html(f'<div class="slots">{tanks}</div>{colour_key("prefill", "decode", "cached")}')
+
+def button(panel: Panel, text: str, help: str, on_click: Callable[[], Any], width: str = 'auto') -> W.Button:
+    "A button of `panel` that calls `on_click()`."
+    b = panel.make(W.Button, description=text, tooltip=help, layout=dict(width=width))
+    b.on_click(lambda _: on_click())
+    return b
+
+def row_of(panel: Panel, *widgets: W.Widget, **layout: Any) -> W.HBox:
+    "`widgets` of `panel` beside one another."
+    return panel.make(W.HBox, widgets, layout=layout)
+
+# %% ../nbs/32_widgets.ipynb #1ee835c7
 class LiveView(Panel):
     """Runs `prompts` on `llm` and shows it as it happens: slots filling, texts streaming, tokens per second.
 
     Pause, Step and Cancel do what they say, to all or to one request; but whoever else calls `llm` meanwhile moves everybody.
     `rows`: requests shown at a time. `paused`: begin so. Else as `LLM.stream`. Raises `WidgetError`, `ParamError`."""
-    def __init__(self, llm, prompts, sampling_params=None, chat=False, rows=6, paused=False, hz=10, cell=None):
+    def __init__(self, llm: 'LLM', prompts: Any, sampling_params: Any = None, chat: bool = False, rows: int = 6,
+                 paused: bool = False, hz: float = 10, cell: str | None = None):
         prompts = as_list(prompts, chat)
         if not prompts: raise WidgetError('there is nothing to watch: give at least one prompt')
         params = params_for(sampling_params, len(prompts))
@@ -531,92 +571,76 @@ class LiveView(Panel):
         self.stepper = Stepper(llm, self.watch.look)
         if paused: self.stepper.pause()
         for p, q in zip(prompts, params): self.watch.add(p, q, chat=chat)
-        self._build()
+        self._build(len(prompts))
         self.painter = threading.Thread(target=self._paint_on, name='batchlab-widget', daemon=True)
         self.stepper.start()
         self.painter.start()
 
-    def end(self):
-        "Cancel what is left, and wait for both threads."
-        self.stepper.cancel(*(r.request_id for r in self.watch.requests))
-        self.stepper.close()
-        if self.painter is not threading.current_thread(): self.painter.join(10)
+    def _build(self, n):
+        self.pause = button(self, 'Pause', 'hold the engine before its next step', self.toggle)
+        self.step = button(self, 'Step', 'make one step and hold', self.one_step)
+        self.cancel = button(self, 'Cancel all', 'end every request with what it has', self.cancel_all)
+        pages = [(f'requests {i} to {min(i + self.rows, n) - 1}', i) for i in range(0, n, self.rows)]
+        self.page = self.make(W.Dropdown, options=pages, layout=dict(width='auto', display='none' if len(pages) < 2 else ''))
+        self.page.observe(lambda _: self.paint(), 'value')
+        self.status, self.slots = self.make(W.HTML), self.make(W.HTML)
+        self.cancels = [button(self, 'Cancel', 'end this request with what it has', lambda i=i: self.cancel_row(i)) for i in range(self.rows)]
+        self.entries = [self.make(W.HTML, layout=dict(flex='1 1 0', min_width='0')) for _ in range(self.rows)]
+        tools = row_of(self, self.pause, self.step, self.cancel, self.page, flex_flow='row wrap')
+        lines = [row_of(self, *pair, align_items='flex-start') for pair in zip(self.cancels, self.entries)]
+        self.box = self.make(W.VBox, [tools, self.status, self.slots, *lines])
 
-    def settle(self): self.wait()
-    def picture(self): return watch_svg(self.watch)
+    def toggle(self) -> None:
+        "Pause, or go on."
+        (self.stepper.resume if self.stepper.paused else self.stepper.pause)()
+        self.paint()
 
-    def wait(self, timeout=600):
+    def one_step(self) -> None:
+        "Make one step and hold."
+        self.stepper.step()
+        self.paint()
+
+    def cancel_all(self) -> None:
+        "Cancel every request that has not ended."
+        self.stepper.cancel(*(r.request_id for r in self.watch.requests if not r.done))
+
+    def cancel_row(self, i: int) -> None:
+        "Cancel the request that line `i` shows."
+        if (at := self.page.value + i) < len(self.watch.requests): self.stepper.cancel(self.watch.requests[at].request_id)
+
+    def _paint_on(self):
+        while self.stepper.thread.is_alive() and not self.closed:
+            self.paint()
+            time.sleep(1 / self.hz)
+        if not self.closed: self.paint()
+
+    def paint(self) -> None:
+        "Show the state of this moment. What is as it was is not sent again: a trait that gets an equal value keeps still."
+        w, s, self.paints = self.watch, self.stepper, self.paints + 1
+        self.status.value, self.slots.value = watch_line(w, s.paused, s.error), tanks_html(list(w.slots))
+        self.pause.description = 'Go on' if s.paused else 'Pause'
+        for b in (self.pause, self.step, self.cancel): b.disabled = w.done
+        for i, (b, e) in enumerate(zip(self.cancels, self.entries)):
+            at = self.page.value + i
+            r = w.requests[at] if at < len(w.requests) else None
+            e.value = entry(at, r) if r else ''
+            b.disabled, b.layout.visibility = r is None or r.done, 'visible' if r else 'hidden'
+
+    def wait(self, timeout: float = 600) -> bool:
         "Wait until all requests are done; whether they are. A paused view goes on."
         self.stepper.resume()
         self.stepper.thread.join(timeout)
         self.painter.join(5)
         return self.watch.done
 
-# %% ../nbs/32_widgets.ipynb #1ee835c7
-@patch
-def _build(self:LiveView):
-    n = len(self.watch.requests)
-    button = lambda text, help, **kw: self.make(W.Button, description=text, tooltip=help, layout=dict(width='auto'), **kw)
-    self.pause = button('Pause', 'hold the engine before its next step')
-    self.step = button('Step', 'make one step and hold')
-    self.cancel = button('Cancel all', 'end every request with what it has')
-    self.pause.on_click(lambda _: self.toggle())
-    self.step.on_click(lambda _: self.one_step())
-    self.cancel.on_click(lambda _: self.stepper.cancel(*(r.request_id for r in self.watch.requests if not r.done)))
-    pages = [(f'requests {i} to {min(i + self.rows, n) - 1}', i) for i in range(0, n, self.rows)]
-    self.page = self.make(W.Dropdown, options=pages, layout=dict(width='auto', display='none' if len(pages) < 2 else ''))
-    self.page.observe(lambda _: self.paint(), 'value')
-    self.status, self.slots = self.make(W.HTML), self.make(W.HTML)
-    self.cancels = [button('Cancel', 'end this request with what it has') for _ in range(self.rows)]
-    self.entries = [self.make(W.HTML, layout=dict(flex='1 1 0', min_width='0')) for _ in range(self.rows)]
-    for i, b in enumerate(self.cancels): b.on_click(lambda _, i=i: self.cancel_row(i))
-    row = lambda *ws, **layout: self.make(W.HBox, ws, layout=layout)
-    self.box = self.make(W.VBox, [row(self.pause, self.step, self.cancel, self.page, flex_flow='row wrap'), self.status,
-                                  self.slots, *(row(*pair, align_items='flex-start') for pair in zip(self.cancels, self.entries))])
+    def end(self) -> None:
+        "Cancel what is left, and wait for both threads."
+        self.stepper.cancel(*(r.request_id for r in self.watch.requests))
+        self.stepper.close()
+        if self.painter is not threading.current_thread(): self.painter.join(10)
 
-@patch
-def toggle(self:LiveView):
-    "Pause, or go on."
-    (self.stepper.resume if self.stepper.paused else self.stepper.pause)()
-    self.paint()
-
-@patch
-def one_step(self:LiveView):
-    "Make one step and hold."
-    self.stepper.step()
-    self.paint()
-
-@patch
-def cancel_row(self:LiveView, i):
-    "Cancel the request that line `i` shows."
-    if (at := self.page.value + i) < len(self.watch.requests): self.stepper.cancel(self.watch.requests[at].request_id)
-
-# %% ../nbs/32_widgets.ipynb #c38155db
-@patch
-def _paint_on(self:LiveView):
-    while self.stepper.thread.is_alive() and not self.closed:
-        self.paint()
-        time.sleep(1 / self.hz)
-    if not self.closed: self.paint()
-
-@patch
-def paint(self:LiveView):
-    "Show the state of this moment. What is as it was is not sent again: a trait that gets an equal value keeps still."
-    w, s, self.paints = self.watch, self.stepper, self.paints + 1
-    done, running = sum(r.done for r in w.requests), sum(r.state == 'running' for r in w.requests)
-    state = 'failed' if s.error else 'done' if w.done else 'paused' if s.paused else 'running'
-    counts = f'{running} running, {len(w.requests) - done - running} waiting, {done} done, {w.num_tokens} tokens'
-    rate = f', {w.rate():.0f} tokens/s' if state == 'running' else ''
-    self.status.value = panel_html(f'<b>{state}</b>: {counts}{rate}{" ⚠ " + esc(repr(s.error)) if s.error else ""}')
-    tanks = ''.join(tank(i, x) for i, x in enumerate(list(w.slots)))
-    self.slots.value = panel_html(f'<div class="slots">{tanks}</div>{colour_key("prefill", "decode", "cached")}')
-    self.pause.description = 'Go on' if s.paused else 'Pause'
-    for b in (self.pause, self.step, self.cancel): b.disabled = w.done
-    for i, (b, e) in enumerate(zip(self.cancels, self.entries)):
-        at = self.page.value + i
-        r = w.requests[at] if at < len(w.requests) else None
-        e.value = entry(at, r) if r else ''
-        b.disabled, b.layout.visibility = r is None or r.done, 'visible' if r else 'hidden'
+    def settle(self) -> None: self.wait()
+    def picture(self) -> str: return watch_svg(self.watch)
 
 # %% ../nbs/32_widgets.ipynb #c5809130
 @dataclass
@@ -625,21 +649,23 @@ class Played:
     strategy: str
     slots: int
     budget: int
-    answers: list = field(default_factory=list)
+    answers: 'list[CompletionOutput | None]' = field(default_factory=list)
     ledger: Ledger = field(default_factory=Ledger)
     steps: int = 0
     seconds: float = 0.
     reason: str = 'done'
 
     @property
-    def num_tokens(self): return sum(len(a.token_ids) for a in self.answers if a)
+    def num_tokens(self) -> int: return sum(len(a.token_ids) for a in self.answers if a)
     @property
-    def positions(self): return self.ledger.useful + self.ledger.padded + self.ledger.recomputed
+    def positions(self) -> int: return self.ledger.useful + self.ledger.padded + self.ledger.recomputed
 
-def play_once(model, tokenizer, prompts, params, strategy, slots, budget, on_step=None, stop=lambda: False):
+def play_once(model: 'PreTrainedModel', tokenizer: Any, prompts: Sequence, params: Sequence[SamplingParams], strategy: str, slots: int,
+              budget: int, on_step: Callable[[int], None] | None = None, stop: Callable[[], bool] = lambda: False) -> Played:
     """Run `prompts` with a strategy, `slots` sequences at once and a `budget` of tokens a step: a `Played`.
 
     `on_step(k)`: k new tokens; whenever `stop()` is true by then, what is left is cancelled. Raises `ParamError`."""
+    from batchlab.llm import LLM
     llm = LLM(model, tokenizer, strategy=strategy, max_num_seqs=slots, max_num_batched_tokens=budget, compile=False)
     out, start = Played(strategy, slots, budget, [None] * len(prompts)), time.perf_counter()
     with contextlib.closing(llm.stream(prompts, params)) as events:
@@ -654,7 +680,7 @@ def play_once(model, tokenizer, prompts, params, strategy, slots, budget, on_ste
     return out
 
 # %% ../nbs/32_widgets.ipynb #bf010240
-def played_html(runs):
+def played_html(runs: Sequence[Played]) -> str:
     "Runs of the playground as a table."
     most, ids = max((p.positions for p in runs), default=1) or 1, lambda p: [a and a.token_ids for a in p.answers]
     def line(i, p):
@@ -671,7 +697,7 @@ def played_html(runs):
     return (f'<div style="overflow-x:auto"><table><thead><tr>{head}<th>same as 0</th></tr></thead><tbody>'
             f'{"".join(line(i, p) for i, p in enumerate(runs))}</tbody></table></div>')
 
-def played_svg(runs):
+def played_svg(runs: Sequence[Played]) -> str:
     "Runs of the playground as an SVG, without times."
     lost = lambda p: p.ledger.padded + p.ledger.recomputed
     name = lambda i, p: f'{i}: {p.strategy}, {p.slots} slots'
@@ -681,97 +707,93 @@ def played_svg(runs):
                 'Positions computed, useful and wasted').svg
 
 # %% ../nbs/32_widgets.ipynb #8f525090
+def greedy_params(n: int, max_tokens: int, vary: bool) -> list[SamplingParams]:
+    "Greedy `SamplingParams` for `n` prompts; if they `vary`, for 1/4 to 4/4 of `max_tokens` in turn, and past any EOS."
+    cap = lambda i: max(1, max_tokens * (i % 4 + 1) // 4) if vary else max_tokens
+    return [SamplingParams(temperature=0, max_tokens=cap(i), ignore_eos=vary) for i in range(n)]
+
+def number_field(panel: Panel, name: str, value: int, low: int, high: int) -> W.BoundedIntText:
+    "A field of `panel` for a whole number."
+    return panel.make(W.BoundedIntText, value=value, min=low, max=high, description=name, style=NAMED, layout=dict(width='190px'))
+
+# %% ../nbs/32_widgets.ipynb #733ddc40
 class Playground(Panel):
     """Prompts to edit, a strategy, slots and a budget to choose; what each run took in tokens, time and waste, side by side.
 
     `model`, `tokenizer`: loaded ones, as `load_model` gives them. `prompts`: one a line. Runs are made in a thread and can
     be cancelled; `runs` are their `Played`."""
-    def __init__(self, model, tokenizer, prompts, max_tokens=24, slots=4, budget=256, cell=None):
+    def __init__(self, model: 'PreTrainedModel', tokenizer: Any, prompts: Sequence[str], max_tokens: int = 24, slots: int = 4,
+                 budget: int = 256, cell: str | None = None):
         super().__init__(cell)
-        self.model, self.tokenizer, self.runs, self.thread = model, tokenizer, [], None
+        self.model, self.tokenizer, self.runs = model, tokenizer, []
+        self.thread: threading.Thread | None = None
         self.stopping, self.count, self.shown = False, 0, 0.
-        number = lambda name, value, low, high: self.make(W.BoundedIntText, value=value, min=low, max=high, description=name,
-                                                          style=NAMED, layout=dict(width='190px'))
         self.prompts = self.make(W.Textarea, value='\n'.join(prompts), description='prompts', style=NAMED,
                                  rows=min(10, len(prompts) + 1), layout=dict(width='auto'))
         self.strategy = self.make(W.Dropdown, options=STRATEGIES, value='continuous', description='strategy', style=NAMED,
                                   layout=dict(width='230px'))
-        self.slots, self.budget = number('slots', slots, 1, 256), number('budget', budget, 2, 65536)
-        self.max_tokens = number('max_tokens', max_tokens, 1, 1024)
+        self.slots, self.budget = number_field(self, 'slots', slots, 1, 256), number_field(self, 'budget', budget, 2, 65536)
+        self.max_tokens = number_field(self, 'max_tokens', max_tokens, 1, 1024)
         self.vary = self.make(W.Checkbox, value=True, description='answers of different lengths', indent=False)
-        button = lambda name, help: self.make(W.Button, description=name, tooltip=help, layout=dict(width='auto'))
-        self.go, self.cancel = button('Run', 'run with these settings'), button('Cancel', 'stop this run')
-        self.clear = button('Clear', 'forget the runs')
-        self.go.on_click(lambda _: self.run())
-        self.cancel.on_click(lambda _: self.stop())
-        self.clear.on_click(lambda _: self.forget())
+        self.go, self.cancel = button(self, 'Run', 'run with these settings', self.run), button(self, 'Cancel', 'stop this run', self.stop)
+        self.clear = button(self, 'Clear', 'forget the runs', self.forget)
         self.status, self.table = self.make(W.HTML), self.make(W.HTML)
-        row = lambda *ws: self.make(W.HBox, ws, layout=dict(flex_flow='row wrap'))
+        row = lambda *ws: row_of(self, *ws, flex_flow='row wrap')
         fields = row(self.strategy, self.slots, self.budget, self.max_tokens, self.vary)
         self.box = self.make(W.VBox, [self.prompts, fields, row(self.go, self.cancel, self.clear), self.status, self.table])
         self.show()
 
-    def picture(self): return played_svg(self.runs)
+    @property
+    def asked(self) -> tuple[list[str], list[SamplingParams]]:
+        "What the fields say: prompts, and `SamplingParams` for each."
+        prompts = [p for p in self.prompts.value.splitlines() if p.strip()]
+        return prompts, greedy_params(len(prompts), self.max_tokens.value, self.vary.value)
 
-# %% ../nbs/32_widgets.ipynb #733ddc40
-@patch(as_prop=True)
-def asked(self:Playground):
-    "What the fields say: prompts, and greedy `SamplingParams` for each; if they vary, for 1/4 to 4/4 of `max_tokens` in turn."
-    prompts, most, vary = [p for p in self.prompts.value.splitlines() if p.strip()], self.max_tokens.value, self.vary.value
-    cap = lambda i: max(1, most * (i % 4 + 1) // 4) if vary else most
-    return prompts, [SamplingParams(temperature=0, max_tokens=cap(i), ignore_eos=vary) for i in range(len(prompts))]
+    def run(self, strategy: str | None = None, wait: bool = False) -> None:
+        "Start a run with what the fields say, unless one is under way. `wait`: return when it is over."
+        if self.thread and self.thread.is_alive(): return
+        if strategy: self.strategy.value = strategy
+        (prompts, params), self.stopping, self.count = self.asked, False, 0
+        if not prompts:
+            self.status.value = panel_html('⚠ there are no prompts: write one a line')
+            return
+        job = prompts, params, self.strategy.value, self.slots.value, self.budget.value
+        self.thread = threading.Thread(target=self._work, args=job, name='batchlab-widget', daemon=True)
+        self.thread.start()
+        if wait: self.thread.join()
 
-@patch
-def run(self:Playground, strategy=None, wait=False):
-    "Start a run with what the fields say, unless one is under way. `wait`: return when it is over."
-    if self.thread and self.thread.is_alive(): return
-    if strategy: self.strategy.value = strategy
-    (prompts, params), self.stopping, self.count = self.asked, False, 0
-    if not prompts:
-        self.status.value = panel_html('⚠ there are no prompts: write one a line')
-        return
-    job = prompts, params, self.strategy.value, self.slots.value, self.budget.value
-    self.thread = threading.Thread(target=self._work, args=job, name='batchlab-widget', daemon=True)
-    self.thread.start()
-    if wait: self.thread.join()
+    def _work(self, *job):
+        self.show('running')
+        try: self.runs.append(play_once(self.model, self.tokenizer, *job, self._on_step, lambda: self.stopping))
+        except BatchlabError as e: return self.show(f'⚠ {e}')
+        except Exception as e: return self.show(f'⚠ {type(e).__name__}: {e}')
+        self.show()
 
-@patch
-def _work(self:Playground, *job):
-    self.show('running')
-    try: self.runs.append(play_once(self.model, self.tokenizer, *job, self._on_step, lambda: self.stopping))
-    except BatchlabError as e: return self.show(f'⚠ {e}')
-    except Exception as e: return self.show(f'⚠ {type(e).__name__}: {e}')
-    self.show()
+    def _on_step(self, k):
+        self.count += k
+        if time.monotonic() > self.shown + .1: self.show(f'running: {self.count} tokens')
 
-@patch
-def _on_step(self:Playground, k):
-    self.count += k
-    if time.monotonic() > self.shown + .1: self.show(f'running: {self.count} tokens')
+    def show(self, text: str = '') -> None:
+        "Show the runs, and `text` as the state."
+        self.shown, busy = time.monotonic(), text.startswith('running')
+        self.go.disabled, self.cancel.disabled = busy, not busy
+        self.status.value = panel_html(esc(text) or f'{len(self.runs)} run{"s" * (len(self.runs) != 1)}')
+        if not busy: self.table.value = panel_html(played_html(self.runs) if self.runs else '')
 
-# %% ../nbs/32_widgets.ipynb #5ac32802
-@patch
-def show(self:Playground, text=''):
-    "Show the runs, and `text` as the state."
-    self.shown, busy = time.monotonic(), text.startswith('running')
-    self.go.disabled, self.cancel.disabled = busy, not busy
-    self.status.value = panel_html(esc(text) or f'{len(self.runs)} run{"s" * (len(self.runs) != 1)}')
-    if not busy: self.table.value = panel_html(played_html(self.runs) if self.runs else '')
+    def stop(self) -> None:
+        "Cancel the run that is under way."
+        self.stopping = True
 
-@patch
-def stop(self:Playground):
-    "Cancel the run that is under way."
-    self.stopping = True
+    def forget(self) -> None:
+        "Begin with an empty table."
+        self.runs.clear()
+        self.show()
 
-@patch
-def forget(self:Playground):
-    "Begin with an empty table."
-    self.runs.clear()
-    self.show()
+    def end(self) -> None:
+        self.stop()
+        if self.thread and self.thread is not threading.current_thread(): self.thread.join(60)
 
-@patch
-def end(self:Playground):
-    self.stop()
-    if self.thread and self.thread is not threading.current_thread(): self.thread.join(60)
+    def picture(self) -> str: return played_svg(self.runs)
 
 # %% ../nbs/32_widgets.ipynb #d59c02ea
 @dataclass
@@ -782,11 +804,11 @@ class Share:
     start: int
     n: int
     phase: str
-    tokens: list
+    tokens: list[str]
     before: str
     came: str
 
-def share_of(row, request, texts):
+def share_of(row: Sequence[int], request: dict, texts: Mapping[str, str]) -> Share:
     "The `Share` that `row`, seven numbers of a trace's step, stands for; `request` as in the trace, `texts` of token ids."
     slot, number, start, n, again, samples, prefill = row
     ids, p = request.get('prompt_ids', []) + request.get('output_ids', []), request['prompt_tokens']
@@ -795,7 +817,7 @@ def share_of(row, request, texts):
     return Share(number, slot, start, n, phase, [texts.get(str(i), str(i)) for i in ids[start:start + n]],
                 ''.join(pieces[:max(0, k)]), ''.join(pieces[k:k + 1]) if samples and k >= 0 else '')
 
-def shares_of(data, i, requests=None):
+def shares_of(data: dict, i: int, requests: Mapping[int, dict] | None = None) -> list[Share]:
     "The `Share`s of step `i` of a trace's `data`, in the order of the packed row."
     by_number = requests or {r['request']: r for r in data['requests']}
     rows = sorted(data['steps'][i]['rows'], key=lambda r: (r[3] > 1, r[0]))
@@ -803,7 +825,7 @@ def shares_of(data, i, requests=None):
     return [share_of(r, by_number.get(r[1], lost), data['tokens']) for r in rows]
 
 # %% ../nbs/32_widgets.ipynb #a03bca33
-def mask_shapes(parts, width, height):
+def mask_shapes(parts: Sequence[Share], width: float, height: float) -> str:
     "SVG shapes of the packed row's mask in `width` x `height` pixels: a triangle for each part, beside what it reads of its slot."
     sx, sy = width / max(1, sum(p.start + p.n for p in parts)), height / max(1, sum(p.n for p in parts))
     out, x, y = [block(0, 0, width, height, opacity=.05)], 0, 0
@@ -818,7 +840,7 @@ def mask_shapes(parts, width, height):
         x, y = left + w, y + p.n * sy
     return ''.join(out)
 
-def padded_shapes(parts, rectangle, width, height):
+def padded_shapes(parts: Sequence[Share], rectangle: Sequence[int], width: float, height: float) -> str:
     "SVG shapes of a padded batch of `rectangle` (rows, columns): padding, what is cached, what is new."
     sx, h = width / max(1, rectangle[1]), height / max(rectangle[0], len(parts), 1)
     out = [block(0, 0, width, height, FILLS['padded'], .45)]
@@ -829,20 +851,20 @@ def padded_shapes(parts, rectangle, width, height):
     return ''.join(out)
 
 # %% ../nbs/32_widgets.ipynb #88253732
-def shapes_of(step, parts, width, height):
+def shapes_of(step: dict, parts: Sequence[Share], width: float, height: float) -> str:
     "The mask or the rectangle of a step, as SVG shapes."
     if step.get('rectangle'): return padded_shapes(parts, step['rectangle'], width, height)
     return mask_shapes(parts, width, height)
 
-def height_of(step, parts):
+def height_of(step: dict, parts: Sequence[Share]) -> int:
     "How many pixels high that is to be."
     return min(200, 14 * step['rectangle'][0] if step.get('rectangle') else 24 + 6 * sum(p.n for p in parts))
 
-def shown_text(text):
+def shown_text(text: str) -> str:
     "A token's text as HTML; if there is nothing to see in it, by an escape."
     return esc(text if text.strip() else repr(text)[1:-1].replace(' ', '␣'))
 
-def row_html(parts, most=400):
+def row_html(parts: Sequence[Share], most: int = 400) -> str:
     "The packed row: a box for each part, with the texts of its tokens; beyond `most` tokens their number only."
     total, out = sum(p.n for p in parts), []
     for p in parts:
@@ -852,7 +874,7 @@ def row_html(parts, most=400):
                    f'<b style="background:{FILLS[p.phase]}">{p.request}</b>{texts}</span>')
     return f'<div class="row">{"".join(out)}</div>'
 
-def texts_html(parts, requests, most=24):
+def texts_html(parts: Sequence[Share], requests: Mapping[int, dict], most: int = 24) -> str:
     "What the requests of a step have written so far, the new token marked."
     prompt = lambda p: (requests.get(p.request, {}).get('prompt') or '')[-120:]
     line = lambda p: (f'<div class="answer"><b>{p.request}</b> <span class="chip">{p.phase} in slot {p.slot}</span> '
@@ -861,7 +883,7 @@ def texts_html(parts, requests, most=24):
     return ''.join(line(p) for p in parts[:most]) + more
 
 # %% ../nbs/32_widgets.ipynb #91857585
-def history_of(data):
+def history_of(data: dict) -> list[list[tuple[int | None, str]]]:
     "For each step of a trace's `data`: who holds which slot, `[(request or None, phase)]`, as `Watch.history`."
     lines = sorted({(s['engine'], r[0]) for s in data['steps'] for r in s['rows']})
     place, out = {line: i for i, line in enumerate(lines)}, []
@@ -871,7 +893,7 @@ def history_of(data):
         out.append(now)
     return out
 
-def step_line(step, last):
+def step_line(step: dict, last: int) -> str:
     "A step in a line: what was scheduled, what of it was good for something."
     names = 'useful', 'padded', 'masked', 'recomputed', 'reused'
     counts = ', '.join(f'{step[n]:,} {n}' for n in names if step[n] or n == 'useful')
@@ -880,7 +902,7 @@ def step_line(step, last):
             f'({counts}), {step["waiting"]} waiting')
 
 # %% ../nbs/32_widgets.ipynb #880dadde
-def lanes_html(history):
+def lanes_html(history: Sequence[Sequence[tuple[int | None, str]]]) -> tuple[str, int]:
     "The slot timeline as HTML that is as wide as its place: `(html, height in pixels)`."
     n, steps = max(map(len, history), default=0), max(1, len(history))
     h = max(3, min(18, 260 // max(1, n)))
@@ -894,7 +916,7 @@ def lanes_html(history):
     return f'<div class="lanes" style="height:{n * h}px">{"".join(spell(*x) for x in spells(history))}</div>', n * h
 
 # %% ../nbs/32_widgets.ipynb #cecefd85
-def scrub_svg(data, i, requests):
+def scrub_svg(data: dict, i: int, requests: Mapping[int, dict]) -> str:
     "Step `i` of a trace's `data` as an SVG, 720 pixels wide: the run's slots, the step marked, its mask, its texts."
     step, parts, history = data['steps'][i], shares_of(data, i, requests), history_of(data)
     body, h = slots_svg(history, 34)
@@ -913,54 +935,60 @@ def scrub_svg(data, i, requests):
     return drawing(''.join(out), 720, round(y + (14 if len(parts) > 10 else 0)), title)
 
 # %% ../nbs/32_widgets.ipynb #deee7ad2
+def step_slots(step: dict, parts: Sequence[Share]) -> list[Slot]:
+    "The slots of a step of a trace after it, `parts` being its shares."
+    owner = {p.slot: p for p in parts}
+    size = step['block_size'] or 64
+    return [Slot(p.request if (p := owner.get(s)) else None, held, -(-held // size) * size, p.phase if p else 'held' if held else '')
+            for s, held in enumerate(step['held'])]
+
+def step_html(step: dict, parts: Sequence[Share], requests: Mapping[int, dict], last: int) -> str:
+    "All of a step as HTML: what it did and how long, the packed row, its mask, the slots, and the texts so far."
+    times = ', '.join(f'{name} {step[name] * 1000:.1f} ms' for name in ('schedule', 'forward', 'sample', 'text'))
+    tall = height_of(step, parts)
+    return panel_html(
+        f'<div><b>{esc(step_line(step, last))}</b> <span class="dim">{times}</span></div>'
+        f'{colour_key("prefill", "decode", "held", "cached", "padded", "again")}{row_html(parts)}'
+        f'<svg role="img" aria-label="mask" viewBox="0 0 1000 {tall}" preserveAspectRatio="none" '
+        f'style="width:100%;height:{tall}px;display:block">{shapes_of(step, parts, 1000, tall)}</svg>'
+        f'<div class="slots">{"".join(tank(s, x) for s, x in enumerate(step_slots(step, parts)))}</div>{texts_html(parts, requests)}')
+
+def cursor_html(i: int, n: int, height: float) -> str:
+    "A frame around step `i` of `n`, over the slot timeline of this `height` that ends where this begins."
+    return (f'<div style="position:relative;height:0"><div style="position:absolute;bottom:0;height:{height + 4}px;'
+            f'left:{i / n:.3%};width:max(2px,{1 / n:.3%});outline:2px solid currentColor;pointer-events:none"></div></div>')
+
+# %% ../nbs/32_widgets.ipynb #488b8e86
 class Scrubber(Panel):
     """The steps of a trace under a slider: the packed row, its mask, the slots, and the texts so far.
 
     `trace`: a `Trace`, its `data`, or the name of its file. `step`: where to begin. Raises `TraceError`, `WidgetError`."""
-    def __init__(self, trace, step=0, cell=None):
+    def __init__(self, trace: Trace | dict | str | os.PathLike, step: int = 0, cell: str | None = None):
         if isinstance(trace, (str, os.PathLike)): trace = Trace.load(trace)
         self.data = trace if isinstance(trace, dict) else trace.data
         if not self.data['steps']: raise WidgetError('this trace has no steps: record while something runs')
         super().__init__(cell)
         self.requests, last = {r['request']: r for r in self.data['requests']}, len(self.data['steps']) - 1
-        button = lambda name, help: self.make(W.Button, description=name, tooltip=help, layout=dict(width='44px'))
-        self.back, self.on = button('◀', 'one step back'), button('▶', 'one step on')
+        self.back = button(self, '◀', 'one step back', lambda: self.go(self.slider.value - 1), '44px')
+        self.on = button(self, '▶', 'one step on', lambda: self.go(self.slider.value + 1), '44px')
         self.slider = self.make(W.IntSlider, value=min(step, last), min=0, max=last, description='step', layout=dict(flex='1 1 240px'))
         self.play = self.make(W.Play, value=self.slider.value, min=0, max=last, interval=250)
         self.make(W.jslink, (self.play, 'value'), (self.slider, 'value'))
         lanes, self.height = lanes_html(history_of(self.data))
         self.map, self.cursor, self.frame = self.make(W.HTML, panel_html(lanes)), self.make(W.HTML), self.make(W.HTML)
-        self.back.on_click(lambda _: self.go(self.slider.value - 1))
-        self.on.on_click(lambda _: self.go(self.slider.value + 1))
         self.slider.observe(lambda _: self.show(), 'value')
-        tools = self.make(W.HBox, [self.back, self.slider, self.on, self.play], layout=dict(flex_flow='row wrap'))
+        tools = row_of(self, self.back, self.slider, self.on, self.play, flex_flow='row wrap')
         self.box = self.make(W.VBox, [self.map, self.cursor, tools, self.frame])
         self.show()
 
-# %% ../nbs/32_widgets.ipynb #488b8e86
-@patch
-def go(self:Scrubber, step):
-    "To `step`, or the nearest there is."
-    self.slider.value = max(0, min(step, self.slider.max))
+    def go(self, step: int) -> None:
+        "To `step`, or the nearest there is."
+        self.slider.value = max(0, min(step, self.slider.max))
 
-@patch
-def show(self:Scrubber):
-    "Draw the step that the slider is at."
-    i, steps = self.slider.value, self.data['steps']
-    step, parts = steps[i], shares_of(self.data, i, self.requests)
-    self.cursor.value = (f'<div style="position:relative;height:0"><div style="position:absolute;bottom:0;height:{self.height + 4}px;'
-                         f'left:{i / len(steps):.3%};width:max(2px,{1 / len(steps):.3%});outline:2px solid currentColor;'
-                         'pointer-events:none"></div></div>')
-    tall, owner = height_of(step, parts), {p.slot: p for p in parts}
-    times = ', '.join(f'{name} {step[name] * 1000:.1f} ms' for name in ('schedule', 'forward', 'sample', 'text'))
-    slots = [Slot(p.request if (p := owner.get(s)) else None, held, step['capacity'], p.phase if p else 'cached' if held else '')
-             for s, held in enumerate(step['held'])]
-    self.frame.value = panel_html(
-        f'<div><b>{esc(step_line(step, steps[-1]["step"]))}</b> <span class="dim">{times}</span></div>'
-        f'{colour_key("prefill", "decode", "held", "cached", "padded", "again")}{row_html(parts)}'
-        f'<svg role="img" aria-label="mask" viewBox="0 0 1000 {tall}" preserveAspectRatio="none" '
-        f'style="width:100%;height:{tall}px;display:block">{shapes_of(step, parts, 1000, tall)}</svg>'
-        f'<div class="slots">{"".join(tank(s, x) for s, x in enumerate(slots))}</div>{texts_html(parts, self.requests)}')
+    def show(self) -> None:
+        "Draw the step that the slider is at."
+        i, steps = self.slider.value, self.data['steps']
+        self.cursor.value = cursor_html(i, len(steps), self.height)
+        self.frame.value = step_html(steps[i], shares_of(self.data, i, self.requests), self.requests, steps[-1]['step'])
 
-@patch
-def picture(self:Scrubber): return scrub_svg(self.data, self.slider.value, self.requests)
+    def picture(self) -> str: return scrub_svg(self.data, self.slider.value, self.requests)

@@ -1,11 +1,36 @@
 "What several files of tests use."
-import pytest, torch
+import os, shutil, sys
+from pathlib import Path
+
+import pytest
 
 
 @pytest.fixture
 def one_thread():
     "One thread for torch: tiny models gain nothing from more, and lose much."
+    import torch
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def has_compiler():
+    "Whether the kernels can be had here: on Linux, with the compiler that CXX names, else one of those that are tried."
+    names = [os.environ['CXX']] if os.environ.get('CXX') else ['g++', 'clang++', 'c++']
+    return sys.platform == 'linux' and any(map(shutil.which, names))
+
+
+@pytest.fixture
+def compiler(): return has_compiler()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    "A test that skips as there are no kernels fails where there is a compiler: it's they that stopped loading, or fitting."
+    report = yield
+    if report.skipped and 'no kernels' in (why := str(call.excinfo.value)) and has_compiler():
+        # 'no kernels, or a matrix unit: REASON' has no reason where the processor has the unit, and rounds by itself
+        unit = why.endswith('matrix unit: ') and 'amx_bf16' in Path('/proc/cpuinfo').read_text()
+        if not unit: report.outcome, report.longrepr = 'failed', f'skipped, though there is a C++ compiler: {why}'
+    return report

@@ -15,7 +15,7 @@ CHROMIUM = os.environ.get('CHROMIUM') or next(filter(None, map(shutil.which, ('c
 if not CHROMIUM: pytest.skip('needs Chromium: install it, or name it in the variable CHROMIUM', allow_module_level=True)
 
 CELLS = ["""
-from batchlab.engine import LLM
+from batchlab.llm import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.sampling import SamplingParams
 from batchlab.widgets import LiveView, Panel, Playground, SamplingExplorer, Scrubber
@@ -212,7 +212,7 @@ PROMPTS = ['The sea', '</script><script>window.harm = 1</script>', 'Rain falls o
 
 @pytest.fixture(scope='module', params=['continuous', 'static'])
 def trace(request):
-    from batchlab.engine import LLM
+    from batchlab.llm import LLM
     from batchlab.models import tiny_model, tiny_tokenizer
     from batchlab.sampling import SamplingParams
     llm = LLM(tiny_model('llama'), tiny_tokenizer(), max_num_seqs=2, max_num_batched_tokens=16, compile=False, strategy=request.param)

@@ -73,7 +73,7 @@ def test_batch_equals_alone(cli, tmp_path):
         assert cli('--prompts-file', 'p.txt', '--output', f'{k}.jsonl', '--strategy', strategy, '--dtype', 'fp32',
                    '--max-num-seqs', '2').returncode == 0
         texts.append([r['text'] for r in rows(tmp_path/f'{k}.jsonl')])
-    assert texts[0] == texts[1] == texts[2]
+    assert len(texts) == 5 and all(t == texts[0] for t in texts) and any(texts[0])
 
 
 def test_standard_input_and_samples(cli, tmp_path):
@@ -120,8 +120,10 @@ def test_bad_prompts_fail_alone(cli, tmp_path):
     p = cli('a', '', 'x'*100_000, 'b', '--output', 'o.jsonl')
     out = rows(tmp_path/'o.jsonl')
     assert p.returncode == 1 and len(out) == 4
-    assert out[2]['error'] and out[2]['finish_reason'] == 'error'
-    assert [r['error'] for r in (out[0], out[3])] == [None, None] and out[3]['outputs'][0]['text'] is not None
+    assert '100000 tokens' in out[2]['error'] and out[2]['finish_reason'] == 'error'
+    assert [r['error'] for r in (out[0], out[1], out[3])] == [None] * 3 and out[3]['outputs'][0]['text'] is not None
+    assert out[1]['prompt'] == '' and out[1]['usage'] == dict(prompt_tokens=1, completion_tokens=6)
+    assert 'an empty prompt starts from token 1 (<bos>)' in p.stderr
 
 
 @posix

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-NOTEBOOKS = sorted((ROOT/'nbs').rglob('[!_.]*.ipynb'))
+NOTEBOOKS = sorted((ROOT/'nbs').glob('[!_.]*.ipynb'))
 # An absolute path of a machine: a folder that every system has, or a home, at the start of a word.
 MACHINE_PATH = re.compile(r'(?<![\w./:<-])(?:/(?:home|root|Users|tmp|var|usr|opt|work|mnt|private)/[\w.-]|[A-Z]:\\\\?Users)')
 

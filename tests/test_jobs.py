@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
-from batchlab.engine import LLM
+from batchlab.llm import LLM
 from batchlab.jobs import Job, JobError, Run, parse_line, read_record
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.sampling import SamplingParams
@@ -401,10 +401,11 @@ def test_pipes(folder, tmp_path):
 
 def test_public_submit():
     "What a job does with an engine, by public names."
-    from batchlab.engine import Parent, admit
+    from batchlab.llm import admit
+    from batchlab.outputs import RequestGroup
     e, events = LLM(tiny_model('llama', num_hidden_layers=1), tiny_tokenizer(), max_num_seqs=2), []
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-    e.submit([admit(e, Parent(f'p{i}', i, events.append), 'why ' * (i + 1), params) for i in range(5)])
+    e.submit([admit(e, RequestGroup(f'p{i}', i, events.append), 'why ' * (i + 1), params) for i in range(5)])
     while e.has_unfinished: e.step()
     done = {x.request_id: x.output.outputs[0].token_ids for x in events if x.finished}
     assert done == {f'p{i}': llm().generate('why ' * (i + 1), params)[0].outputs[0].token_ids for i in range(5)}

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from batchlab import scaleout
 from batchlab.cli import main
-from batchlab.engine import LLM
+from batchlab.llm import LLM
 from batchlab.jobs import Job, JobError
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.scaleout import Pool, RayJob, Seat, run_jobs, shards

@@ -45,10 +45,10 @@ def test_book_order():
 
 
 @pytest.mark.parametrize('text, module, full', [
-    ('SlotCache', 'prefill', 'batchlab.slots.SlotCache'),
+    ('KVCache', 'prefill', 'batchlab.slots.KVCache'),
     ('load_model(dtype="fp32")', None, 'batchlab.models.load_model'),
     ('Scheduler.schedule', 'engine', 'batchlab.scheduler.Scheduler.schedule'),
-    ('LLM.verify', None, 'batchlab.engine.LLM.verify'),
+    ('LLM.verify', None, 'batchlab.llm.LLM.verify'),
     ('batchlab.engine', None, 'batchlab.engine'),
     ('pack', 'engine', 'batchlab.ragged.pack'),
     ('pack', 'prefill', None),                       # before its chapter it may be any word
@@ -179,10 +179,10 @@ def test_api_page(module, site, pages):
 
 @needs_docs
 def test_prose_links_to_code(pages):
-    assert 'api/slots.html#batchlab.slots.SlotCache' in pages['09_attention.html'].links
-    assert 'api/engine.html#batchlab.engine.LLM' in pages['000_tour.html'].links
+    assert 'api/slots.html#batchlab.slots.KVCache' in pages['09_attention.html'].links
+    assert 'api/llm.html#batchlab.llm.LLM' in pages['000_tour.html'].links
     assert '../08_scheduler.html#def-Scheduler' in pages['api/scheduler.html'].links
-    patched = pages['api/engine.html'].ids
+    methods = {*pages['api/engine.html'].ids, *pages['api/llm.html'].ids}
     assert '03_padding.html' in pages['05_prefix.html'].links[40:]           # its prose names that chapter
     assert '<math' in pages['01_prefill.html'].text and '$T$' not in pages['01_prefill.html'].text
-    assert {'batchlab.engine.LLM.generate', 'batchlab.engine.LLM.score', 'batchlab.engine.Engine.recover'} <= patched
+    assert {'batchlab.llm.LLM.generate', 'batchlab.llm.LLM.score', 'batchlab.engine.Engine.recover'} <= methods

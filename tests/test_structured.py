@@ -5,7 +5,7 @@ import jsonschema, pytest, torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 xgr = pytest.importorskip('xgrammar', reason='structured outputs need xgrammar, the extra `structured`')
-from batchlab.engine import LLM
+from batchlab.llm import LLM
 from batchlab.jobs import Job
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.sampling import ParamError, SamplingParams, StructuredOutputsParams
@@ -166,11 +166,11 @@ def test_put_off_and_computed_again():
         scheduler, runner = e.engines['packed'].scheduler, e.engines['packed'].runner
         if k % 9 == 5 and scheduler.running: scheduler.preempt(scheduler.running[-1])
         if k == 40:
-            run = runner.run
-            def broken(plan):
-                runner.run = run
+            execute = runner.execute
+            def broken(batch):
+                runner.execute = execute
                 raise MemoryError
-            runner.run = broken
+            runner.execute = broken
     assert e.stats().preemptions > 3 and e.stats().recomputed > 50
     assert [outs[i].outputs[0].token_ids for i in range(len(outs))] == [o.outputs[0].token_ids for o in alone()]
 

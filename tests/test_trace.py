@@ -7,7 +7,8 @@ import pytest, torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from batchlab import pictures
-from batchlab.engine import LLM, STRATEGIES
+from batchlab.config import STRATEGIES
+from batchlab.llm import LLM
 from batchlab.models import BatchlabError, tiny_model, tiny_tokenizer
 from batchlab.padding import Ledger
 from batchlab.runners import PackedRunner
@@ -55,7 +56,8 @@ def agrees(trace, llm, ledger):
         if s['engine'] == 'packed':
             assert s['tokens'] == s['useful'] + s['recomputed'] and s['cached'] == s['reused']
             assert sum(row[4] for row in s['rows']) == s['recomputed']
-        for slot, number, start, n, again, samples, prefill in s['rows']: assert 0 <= slot < s['slots'] and n > 0 and start + n <= s['capacity']
+        for slot, number, start, n, again, samples, prefill in s['rows']: assert 0 <= slot < s['slots'] and n > 0 and start + n <= s['held'][slot]
+        assert 0 <= s['blocks_shared'] <= s['blocks_held'] <= s['blocks'] - s['blocks_cached']
         assert all(s[k] >= 0 for k in PARTS)
     for a, b in zip(steps, steps[1:]): assert b['start'] >= a['start'] + sum(a[k] for k in PARTS) - 1e-5
     check_events(trace.events()['traceEvents'])
@@ -76,7 +78,8 @@ def test_whatever_ran_the_trace_counts_as_the_engine_does(case):
                        max_num_batched_tokens=case['budget']), prompts_of(12, 1)
     if case['kv'] and llm.limits.kv_bytes_per_token:
         llm.limits.kv_bytes = case['kv'] * llm.limits.kv_bytes_per_token
-        llm.max_model_len = llm.limits.max_model_len = min(llm.max_model_len or 10**9, case['kv'])
+        llm.limits.max_model_len = min(llm.max_model_len or 10**9, case['kv'])
+        llm._configure()
     texts = {}
     for i, (p, n, answers, priority, wait) in enumerate(case['requests']):
         for _ in range(wait): llm.step()
@@ -95,7 +98,7 @@ def test_whatever_ran_the_trace_counts_as_the_engine_does(case):
         assert steps < 2000
     ledger = vars(Ledger(*(getattr(llm.past, k) + getattr(llm.ledger, k) for k in LEDGER)))
     agrees(llm.recorder, llm, ledger)
-    assert not llm.recorder.lives
+    assert not llm.recorder.request_log.here
     assert {r['id']: ''.join(r['pieces']) for r in llm.recorder.requests} == texts
 
 
@@ -104,15 +107,15 @@ def test_the_cases_do_what_they_are_for():
     seen, per_token = Counter(), LLM(model('llama')).limits.kv_bytes_per_token
     for kv, n, count in ((256, 100, 8), (640, 60, 8), (5000, 20, 30)):
         llm = LLM(model('llama'), tiny_tokenizer(), max_num_seqs=5, max_num_batched_tokens=40, trace=True, kv_cache_bytes=kv * per_token)
-        for i, p in enumerate(prompts_of(count, 1)): llm.add_request(p, SamplingParams(seed=i, max_tokens=n, ignore_eos=True), request_id=str(i))
+        for i, p in enumerate(prompts_of(count, 1)): llm.add_request([9] * 70 * (count > 8) + p, SamplingParams(seed=i, max_tokens=n, ignore_eos=True), request_id=str(i))
         for _ in range(5): llm.step()
         llm.cancel('1')
         while llm.step(): pass
         agrees(llm.recorder, llm, vars(llm.ledger))
         seen.update({k: llm.recorder.totals[k] for k in ('preemptions', 'recomputed', 'reused', 'cached_tokens')})
-        seen.update(Counter(k for s in llm.recorder.steps for k in ('preempted', 'copies', 'resize', 'moves') if s[k]))
+        seen.update(Counter(k for s in llm.recorder.steps for k in ('preempted', 'copies', 'blocks_shared') if s[k]))
         assert llm.recorder.totals['requests']['cancelled'] == 1
-    assert all(seen[k] for k in ('preemptions', 'recomputed', 'reused', 'cached_tokens', 'preempted', 'copies', 'resize')), seen
+    assert all(seen[k] for k in ('preemptions', 'recomputed', 'reused', 'cached_tokens', 'preempted', 'copies', 'blocks_shared')), seen
 
 
 def test_several_kinds_of_engine_in_one_trace():
@@ -172,14 +175,14 @@ def test_a_recording_changes_no_token():
 @pytest.mark.parametrize('after', [False, True])
 def test_steps_that_break(monkeypatch, error, after):
     "Before the forward or after it, when the ledger has counted: the sums still agree."
-    run, calls = PackedRunner.run, []
+    run, calls = PackedRunner.execute, []
 
-    def once(self, plan):
-        calls.append(plan)
-        got = run(self, plan) if after or len(calls) != 3 else None
+    def once(self, batch):
+        calls.append(batch)
+        got = run(self, batch) if after or len(calls) != 3 else None
         if len(calls) == 3: raise error
         return got
-    monkeypatch.setattr(PackedRunner, 'run', once)
+    monkeypatch.setattr(PackedRunner, 'execute', once)
     llm = LLM(model('llama'), tiny_tokenizer(), max_num_seqs=2, trace=True)
     for i, p in enumerate(prompts_of(3, 6)): llm.add_request(p, SamplingParams(seed=i, max_tokens=5, ignore_eos=True))
     while llm.has_unfinished:
@@ -195,11 +198,11 @@ def test_limits_hold_and_sums_stay():
         for call in range(3): llm.generate(prompts_of(20, call), SamplingParams(seed=1, max_tokens=9, ignore_eos=True))
     a, b = ({k: v for k, v in t.totals.items() if k not in (*PARTS, 'seconds', 'tracing')} for t in (small, whole))
     assert a == b and a['requests'] == {'length': 60}
-    assert small.num_rows == sum(len(s['rows']) for s in small.steps) <= 120
+    assert small.step_log.num_rows == sum(len(s['rows']) for s in small.steps) <= 120
     kept = {r['request']: r for r in small.requests}
     assert {row[1] for s in small.steps for row in s['rows']} <= kept.keys()
     assert len(kept) + small.dropped['requests'] == 60 and small.dropped['steps'] + len(small.steps) == a['steps']
-    assert sum(len(r['prompt_ids']) + len(r['output_ids']) for r in kept.values() if 'prompt_ids' in r) == small.num_text <= 500
+    assert sum(len(r['prompt_ids']) + len(r['output_ids']) for r in kept.values() if 'prompt_ids' in r) == small.request_log.num_text <= 500
     assert small.dropped['texts'] and small.steps[-1] == {**whole.steps[-1], **{k: small.steps[-1][k] for k in (*PARTS, 'start')},
                                                            'rows': small.steps[-1]['rows']}
     for r, w in ((kept[n], whole.request(n)) for n in kept): assert r['output_tokens'] == w['output_tokens'] and r['slots'] == w['slots']

@@ -6,6 +6,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIB = ROOT/'batchlab'
 HIDDEN = re.compile(r'^#\s*\|\s*(hide|default_exp)\b', re.M)
 EXPORT, DEFAULT = re.compile(r'^#\s*\|\s*exports?\b', re.M), re.compile(r'^#\s*\|\s*default_exp\s+(\w+)', re.M)
+ELSEWHERE = re.compile(r'^#\s*\|\s*exports?[ \t]+(\w+)', re.M)
 DIRECTIVE = re.compile(r'^#\s*\|.*\n?', re.M)
 SCOPED = re.compile(r'<style scoped>.*?</style>', re.S)           # which browsers take for a style of the whole page
 
@@ -36,8 +37,12 @@ def title_of(path): return cells(path, 'markdown')[0].splitlines()[0].lstrip('# 
 
 @functools.cache
 def modules():
-    "`{module: its notebook}` in the book's order."
-    return {m: p for p in notebooks() if (m := module_of(p)) and (LIB/f'{m}.py').exists()}
+    "`{module: the chapter that explains it}` in the book's order; a module that takes one cell of a chapter stands before the chapter's own."
+    found = {}
+    for p in notebooks():
+        for m in [*(m[1] for source in cells(p, 'code') for m in ELSEWHERE.finditer(source)), module_of(p)]:
+            if m and (LIB/f'{m}.py').exists(): found.setdefault(m, p)
+    return found
 
 
 @functools.cache
@@ -48,10 +53,11 @@ def summary(module): return (ast.get_docstring(parsed(module)) or '').split('\n\
 
 
 def public_names(module):
-    "What `__all__` of a module says."
+    "What `__all__` of a module says, without what it took from another."
+    taken = {a.asname or a.name for n in parsed(module).body if isinstance(n, ast.ImportFrom) for a in n.names}
     for node in parsed(module).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', '') == '__all__':
-            return ast.literal_eval(node.value)
+            return [name for name in ast.literal_eval(node.value) if name not in taken]
     return []
 
 
