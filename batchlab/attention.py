@@ -25,7 +25,7 @@ KV = tuple[torch.Tensor, torch.Tensor]
 # %% auto #0
 __all__ = ['KV', 'LONG', 'PASSED_ON', 'attend_plain', 'attend_fused', 'attend', 'NoStep', 'packed_attention', 'as_found',
            'packed_forward', 'packed_of', 'shared_prefixes', 'DecodeGroup', 'decode_groups', 'attend_pieces',
-           'both_ways', 'PackedStep', 'TorchBackend', 'NotPacked', 'Recorder', 'probe_rows', 'check_backend',
+           'both_ways', 'PackedStep', 'TorchBackend', 'NotPacked', 'LayerCalls', 'probe_rows', 'check_backend',
            'kv_layout', 'can_pack', 'open_backend']
 
 # %% ../nbs/09_attention.ipynb #f965239c
@@ -355,7 +355,7 @@ PASSED_ON = {'position_ids', 'position_embeddings', 'cache_position'}      # a l
 
 # %% ../nbs/09_attention.ipynb #7b5f79eb
 @dataclass
-class Recorder:
+class LayerCalls:
     """A step without a cache, for one packed sequence, that notes what each layer asks for.
 
     `calls`: `(layer, (kv_heads, key head_dim, value head_dim), window)`, in the order of the calls. Raises `NotPacked`
@@ -375,9 +375,9 @@ class Recorder:
 # %% ../nbs/09_attention.ipynb #3f1d30e6
 def _record(model, ids):
     "Of each layer `((kv_heads, key head_dim, value head_dim), window)`, from one row alone. Raises `NotPacked`."
-    recorder, n = Recorder(), model.config.get_text_config().num_hidden_layers
-    packed_forward(model, recorder, pack([ids], [0], model.device))
-    calls = sorted(recorder.calls, key=lambda c: c[0])
+    seen, n = LayerCalls(), model.config.get_text_config().num_hidden_layers
+    packed_forward(model, seen, pack([ids], [0], model.device))
+    calls = sorted(seen.calls, key=lambda c: c[0])
     if not calls or [c[0] for c in calls] != list(range(n)):
         raise NotPacked(f'its {n} layers called the attention function {len(calls)} times, not once each')
     return [c[1:] for c in calls]
