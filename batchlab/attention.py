@@ -55,13 +55,13 @@ def attend_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.
     """
     (B, H, Q, _), KV = q.shape, k.shape[1]
     assert not isinstance(mask, str) or Q == k.shape[2], "'causal' is for as many queries as columns"
-    how = dict(is_causal=True) if isinstance(mask, str) else dict(attn_mask=mask)
+    mask, causal = (None, True) if isinstance(mask, str) else (mask, False)
     if Q == 1: q = q.reshape(B, KV, H // KV, -1)
     elif H != KV:
         assert B == 1, 'several queries of several sequences: call once for each sequence'
         q = q[0].unflatten(0, (KV, -1))                                                     # [KV, H / KV, Q, D]
         k, v = (t[0][:, None].expand(-1, H // KV, -1, -1) for t in (k, v))                  # a stride of 0, no copy
-    return F.scaled_dot_product_attention(q, k, v, scale=scaling, **how).reshape(B, H, Q, -1)
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scaling).reshape(B, H, Q, -1)
 
 # %% ../nbs/09_attention.ipynb #b15d6ff5
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | str | None, scaling: float,
@@ -87,11 +87,11 @@ def packed_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Te
     """
     if batchlab_step is None:
         raise NoStep('this model is in the middle of a batchlab step: do not call it from another thread meanwhile')
-    scaling = query.shape[-1] ** -.5 if scaling is None else scaling
     kwargs.setdefault('is_causal', getattr(module, 'is_causal', True))
     if attention_mask is not None: kwargs['attention_mask'] = attention_mask       # made by the model itself
-    asks = scaling, sliding_window, softcap, s_aux, kwargs
-    return batchlab_step.attention(module.layer_idx, query, key, value, *asks), None
+    layer: Any = module.layer_idx
+    scale = query.shape[-1] ** -.5 if scaling is None else scaling
+    return batchlab_step.attention(layer, query, key, value, scale, sliding_window, softcap, s_aux, kwargs), None
 
 AttentionInterface.register('batchlab', packed_attention)
 
@@ -284,7 +284,8 @@ class PackedStep:
         """Write a layer's `k`, `v` `[1, KV, T, D]` into their places and attend with `q` `[1, H, T, D]`: `[1, T, H, Dv]`.
 
         Each token sees its own row's columns up to its own, the last `window` of them if that is given."""
-        heads, b = dict(scaling=scaling, softcap=softcap, sinks=sinks), self.batch
+        heads: dict[str, Any] = dict(scaling=scaling, softcap=softcap, sinks=sinks)
+        b = self.batch
         out = q.new_empty(q.shape[2], q.shape[1], v.shape[3])
         if not b.causal:
             for x, y in zip(b.cu_seqlens, b.cu_seqlens[1:]):
@@ -300,14 +301,13 @@ class PackedStep:
 
     def _decode(self, layer: int, i: int, g: DecodeGroup, q: torch.Tensor, window: int | None, heads: dict) -> torch.Tensor:
         "One query a row, `q` `[R, H, D]`: `[R, H, Dv]`."
-        own = tuple(t.unflatten(0, (len(g.rows), -1)) for t in self.cache.read(layer, g.own))
+        k, v = (t.unflatten(0, (len(g.rows), -1)) for t in self.cache.read(layer, g.own))
         if g.shared:
             masks = None if window is None else self._once(('shared', i, window), _span_mask, g.lengths, 0, g.first, window), \
                 self._once(('own', i, window), _span_mask, g.lengths, g.first, g.first + g.columns, window)
-            return attend_pieces(q, self.cache.read(layer, g.shared), own, masks, **heads)
+            return attend_pieces(q, self.cache.read(layer, g.shared), (k, v), masks, **heads)
         mask = self._once((i, window, q.dtype), _span_mask, g.lengths, 0, g.columns, window, q.dtype)[:, None, None]
-        k, v = (t.transpose(1, 2) for t in own)
-        return attend(q[:, :, None], k, v, mask, **heads)[:, :, 0]
+        return attend(q[:, :, None], k.transpose(1, 2), v.transpose(1, 2), mask, **heads)[:, :, 0]
 
     def _prefill(self, layer: int, i: int, q: torch.Tensor, window: int | None, heads: dict) -> torch.Tensor:
         "Row i with its `q` `[1, H, n, D]`: `[n, H, Dv]`."
@@ -332,7 +332,7 @@ class TorchBackend:
     def make_cache(self, num_blocks: int) -> KVCache:
         return KVCache(self.shapes, num_blocks, self.block_size, self.model.dtype, self.model.device)
 
-    def make_step(self, cache: KVCache, batch: Batch) -> Step: return PackedStep(cache, batch)
+    def make_step(self, cache: KVCache, batch: Batch) -> PackedStep: return PackedStep(cache, batch)
 
     @torch.inference_mode()
     def execute(self, cache: KVCache, batch: Batch) -> torch.Tensor:

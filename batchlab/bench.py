@@ -167,10 +167,12 @@ def peak_bytes(pid: int) -> int | None:
 # %% ../nbs/40_bench.ipynb #ec910d3f
 def start_batchlab(model: str, dtype: str, device: str, max_num_seqs: int, options: dict, **_: object) -> dict:
     "batchlab's `LLM`; `options` are its arguments."
+    import contextlib, psutil
+    from transformers import AutoTokenizer
     from batchlab import LLM, SamplingParams
     from batchlab.models import tiny_model
-    import psutil
     LLM(tiny_model('llama')).generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)      # what is loaded when first used
+    with contextlib.suppress(Exception): AutoTokenizer.from_pretrained(model)                          # some models have none
     base, made = psutil.Process().memory_info().rss, {}
     def llm(n):
         n = max_num_seqs if options.get('strategy', 'continuous') == 'continuous' else n
@@ -693,7 +695,7 @@ def memory_table(rows: Mapping[str, dict]) -> str:
         due = m['base'] + m['weights'] + m['kv']
         peaks = (mb(m['ready']), mb(m['peak']), f"{m['peak'] / due - 1:+.1%}") if m['peak'] else ('', '', '')
         return [m['slots'], *(mb(m[k]) for k in ('base', 'weights', 'kv')), mb(due), *peaks]
-    names = ['MB', 'slots', 'libraries', 'weights', 'KV', 'together', 'peak when ready', 'peak', 'difference']
+    names = ['MB', 'slots', 'libraries, tokenizer', 'weights', 'KV', 'together', 'peak when ready', 'peak', 'difference']
     return markdown(names, [[w, *cells(m)] for w, m in rows.items()])
 
 # %% ../nbs/40_bench.ipynb #1055b28d
@@ -731,14 +733,15 @@ def copy_speed(device, size=2**30, times=10):
 def bandwidth(llm, slots=(1, 4, 16, 64, 256), context=512, steps=32, say=lambda line: None, **kw):
     "`{slots: (tokens per second of decode, share of a copy's bytes a second)}`; `kw`: of `decode_rate`."
     model, got = llm.model, {}
-    shapes, peak = kv_shapes(model), copy_speed(model.device, 2**30 if model.device.type == 'cuda' else 2**22)
+    shapes, peak = kv_shapes(model), copy_speed(model.device, 2**30 if model.device.type == 'cuda' else 2**28)
     for n in slots:
         rate = decode_rate(llm, n, context, steps, **kw)
         got[n] = rate, step_bytes(model, shapes, n, context + steps // 2) * rate / n / peak
         say(f'{n} slots: {rate:,.0f} tokens/s, {got[n][1]:.0%} of a copy')
     return got
 
-def run_bandwidth(args, settings, make, say):
+def run_bandwidth(args: argparse.Namespace, settings: dict, make: Callable[[str, int, bool], Workload],
+                  say: Callable[[str], None]) -> tuple[str, dict, Picture | None]:
     "The table of decode against a copy, and the report."
     slots = [n for n in (1, 4, 16, 64, 256) if n <= args.max_num_seqs]
     got = bandwidth(own_llm(args, settings), slots, vocab=settings['vocab'], say=say)
@@ -769,6 +772,7 @@ def parser() -> argparse.ArgumentParser:
     mode.add_argument('--profile', action='store_true', help='split the time of a step of batchlab')
     mode.add_argument('--sweep', action='store_true', help='decode speed of batchlab over slots and over context')
     mode.add_argument('--memory', action='store_true', help="batchlab's peak memory against its plan")
+    mode.add_argument('--bandwidth', action='store_true', help='decode speed of batchlab against a plain copy of memory')
     mode.add_argument('--busy', action='store_true', help='compare also beside a busy core')
     return p
 
@@ -852,7 +856,7 @@ def machine_line(m: dict) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     "`batchlab bench`: print the tables, and write what is asked for. Returns the exit status."
     args = parser().parse_args(argv)
-    modes = dict(profile=run_profile, sweep=run_sweep, memory=run_memory)
+    modes = dict(profile=run_profile, sweep=run_sweep, memory=run_memory, bandwidth=run_bandwidth)
     mode = next((f for name, f in modes.items() if getattr(args, name)), run_compare)
     say = lambda line: print(line, file=sys.stderr, flush=True)
     try:

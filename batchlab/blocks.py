@@ -158,7 +158,9 @@ class BlockIndex:
 
     def complete(self, i: int) -> None:
         "Block `i` is full and has its hash. Where the same lies elsewhere already, `i` need not be found any more."
-        if self.full.setdefault(self.blocks[i].hash, i) != i: self.remove(i)
+        h = self.blocks[i].hash
+        assert h is not None, f'block {i} is not full'
+        if self.full.setdefault(h, i) != i: self.remove(i)
 
     def remove(self, i: int) -> None:
         "Block `i` can be found no longer."

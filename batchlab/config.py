@@ -79,8 +79,8 @@ def rope_switch(model: PreTrainedModel) -> int | None:
     rope = getattr(config, 'rope_parameters', None) or {}
     each = [r for r in rope.values() if isinstance(r, dict)] or [rope]
     own = getattr(config, 'original_max_position_embeddings', None)
-    return min((r.get('original_max_position_embeddings') or own for r in each if r.get('rope_type') == 'longrope'),
-               default=None)
+    limits: list[Any] = [r.get('original_max_position_embeddings') or own for r in each if r.get('rope_type') == 'longrope']
+    return min(limits, default=None)
 
 def rope_side(session: Any, switch: int | None) -> str:
     "Where `session` (or `Request`) stands to a `rope_switch`: 'below' it to the end, 'beyond' it from the start, or 'across'."
@@ -172,7 +172,8 @@ def check_quantization(x: Any, strategy: str) -> str | None:
 
 def check_count(name: str, n: Any) -> int | None:
     "`n` if it is None or a whole number of at least 1. Raises `ParamError`."
-    if n is None or isinstance(n, numbers.Integral) and not isinstance(n, bool) and n >= 1: return n
+    if n is None: return None
+    if isinstance(n, numbers.Integral) and not isinstance(n, bool) and int(n) >= 1: return int(n)
     raise ParamError(f'{name} must be a whole number of at least 1, got {n!r}')
 
 # %% ../nbs/10a_llm.ipynb #a9e3d027

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from .attention import (NotPacked, PackedStep, TorchBackend, _additive, _span_mask, as_found, attend, attend_plain,
                                 check_backend, packed_forward, probe_rows)
-from .backends import BackendOptions, Step, Unavailable
+from .backends import BackendOptions, Unavailable
 from .batch import Batch, pack_rows
 from .errors import BatchlabError
 from .ragged import Packed
@@ -288,7 +288,7 @@ class CudaBackend(TorchBackend):
         for t in cache.keys + cache.values: t[cache.num_blocks].zero_()
         return cache
 
-    def make_step(self, cache: KVCache, batch: Batch) -> Step:
+    def make_step(self, cache: KVCache, batch: Batch) -> PackedStep:
         return VarlenStep(cache, batch, self.paged) if self.paged else super().make_step(cache, batch)
 
     def static_step(self, cache: KVCache, batch: Batch) -> StaticStep | None:

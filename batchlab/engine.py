@@ -19,7 +19,7 @@ import torch
 from .batch import make_batch
 from .ledger import Ledger
 from .runners import Runner
-from .sampling import Detokenizer, SamplingRow, finish_reason, sample, token_logprobs
+from .sampling import Detokenizer, SamplingRow, finish_reason, sample, token_logprobs, token_text
 from .scheduler import Request, RowOutput, Scheduler, StepPlan
 
 # %% ../nbs/10_engine.ipynb #0acd21cd
@@ -77,14 +77,12 @@ def append_prompt(request: Request, logits: torch.Tensor, start: int) -> None:
 
     What was told before is passed over, and so is what follows the prompt."""
     told, row = request.prompt_logprobs, request.row
-    assert told is not None and row is not None
+    assert told is not None and row is not None and row.params.prompt_logprobs is not None
     known = len(told) - 1                                  # positions that have told of the token after them
     assert start <= known, f'positions {known} to {start} of the prompt were left out'
     logits = logits[known - start:]
     ids = request.prompt_ids[known + 1:known + 1 + len(logits)]
-    tokenizer = row.tokenizer if row.params.detokenize else None
-    def text(i: int) -> str | None: return None if tokenizer is None else tokenizer.decode([i], clean_up_tokenization_spaces=False)
-    told += token_logprobs(logits[:len(ids)], ids, row.params.prompt_logprobs, [text] * len(ids))
+    told += token_logprobs(logits[:len(ids)], ids, row.params.prompt_logprobs, [token_text(row)] * len(ids))
 
 # %% ../nbs/10_engine.ipynb #d2677823
 def sum_ledgers(ledgers: Sequence[Ledger]) -> Ledger:

@@ -59,7 +59,7 @@ def settings_for(n: int, sampling_params: Any = None, priority: Any = None,
                  timeout: Any = None) -> list[tuple[SamplingParams, int, float | None]]:
     "For each of `n` prompts `(SamplingParams, priority, timeout)`. Raises `ParamError`."
     whole = lambda v: isinstance(v, numbers.Integral) and not isinstance(v, bool)
-    above = lambda v: isinstance(v, numbers.Real) and not isinstance(v, bool) and v > 0
+    above = lambda v: isinstance(v, numbers.Real) and not isinstance(v, bool) and float(v) > 0
     def spread(name, x, default, ok, want):
         xs = list(x) if isinstance(x, (list, tuple)) else [x] * n
         if len(xs) != n: raise ParamError(f'{len(xs)} values of {name} for {n} prompts: give one for all, or one for each')
@@ -72,15 +72,16 @@ def settings_for(n: int, sampling_params: Any = None, priority: Any = None,
 # %% ../nbs/10a_llm.ipynb #bbcb7a60
 def prompt_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prompt: Any, chat: bool) -> tuple[str | None, list[int]]:
     "A prompt or conversation as `(text, ids)`. Raises `PromptError`, `ModelError`."
+    words: Any = tokenizer                                 # `encode` and `encode_chat` say so where there is none
     if chat:
         ids = encode_chat(tokenizer, prompt)
-        return tokenizer.decode(ids), ids
+        return words.decode(ids), ids
     text, ids = parse_prompt(prompt)
     if ids is not None: return text, ids
-    try: ids = encode(tokenizer, text)
+    try: ids = encode(tokenizer, text or '')
     except BatchlabError: raise
     except Exception as e: raise PromptError(f'the tokenizer refuses this text ({e}): is it valid Unicode?') from e
     if ids: return text, ids
     start = start_token_id(model, tokenizer)
-    log.warning('an empty prompt starts from token %s (%s)', start, tokenizer.decode([start]))
+    log.warning('an empty prompt starts from token %s (%s)', start, words.decode([start]))
     return text, [start]

@@ -12,7 +12,7 @@ __all__ = ['log', 'EngineError', 'NoBackend', 'make_engine', 'grammar_for', 'adm
 # %% ../nbs/10a_llm.ipynb #90905258
 import contextlib, ctypes, heapq, itertools, logging, math, platform, sys, threading, time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
@@ -54,7 +54,7 @@ class NoBackend:
 def make_engine(llm: LLM, kind: str) -> Engine:
     "An `Engine` for requests of a kind, by `llm.strategy`."
     l, alone = llm.limits, kind == 'solo' or llm.strategy == 'loop'
-    how = dict(max_model_len=l.max_model_len, max_num_batched_tokens=l.max_num_batched_tokens, budget=llm.budget)
+    how: Any = dict(max_model_len=l.max_model_len, max_num_batched_tokens=l.max_num_batched_tokens, budget=llm.budget)
     if kind == 'packed':
         assert llm.shapes is not None
         size = llm.backend.block_size
@@ -183,7 +183,7 @@ class LLM:
         self.compile, self.own = check_compile(compile), not isinstance(model, torch.nn.Module)
         self.quantization = check_quantization(quantization, strategy)
         self.model, self.tokenizer = model_and_tokenizer(model, tokenizer, dtype, device)
-        self.eos_ids, self.pad_id = (f(self.model, self.tokenizer) for f in (eos_token_ids, pad_token_id))
+        self.eos_ids, self.pad_id = eos_token_ids(self.model, self.tokenizer), pad_token_id(self.model, self.tokenizer)
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
         self.switch = rope_switch(self.model)
         self.shapes, self.paddable = probe_model(self.model, strategy == 'continuous', self.switch)
@@ -197,7 +197,8 @@ class LLM:
         self.inbox: deque[tuple[RequestGroup, str | None]] = deque()        # to be queued, or ended for a reason
         self.groups: dict[str, RequestGroup] = {}              # not done yet, by id
         self.deadlines: list[tuple[float, int, RequestGroup]] = []          # a heap
-        self.done, self.past = Counter(), Ledger()
+        self.done: Any = Counter()                             # sums over all that ended, see `make_stats`
+        self.past = Ledger()
         self._configure()
         self.backend = self._select_backend()
         self.recorder = self.trace().start() if trace else None
@@ -278,7 +279,7 @@ class LLM:
             with contextlib.closing(self._stream(prompts, settings, chat, longest_first=True)) as events:
                 for e in events:
                     if on_step and e.token_ids: on_step(len(e.token_ids))
-                    if e.finished: yield e.index, e.output
+                    if e.output is not None: yield e.index, e.output
         return outputs()
 
     def score(self, prompts: Any, use_tqdm: bool | None = None) -> list[Score]:
@@ -460,7 +461,8 @@ class LLM:
         "An id that no request has."
         return next(i for i in map(str, self.ids) if i not in self.groups)
 
-    def _stream(self, prompts: Sequence[Any], settings: Sequence[tuple], chat: bool, longest_first: bool = False) -> Iterator[StreamEvent]:
+    def _stream(self, prompts: Sequence[Any], settings: Sequence[tuple[SamplingParams, int, float | None]], chat: bool,
+                longest_first: bool = False) -> Generator[StreamEvent]:
         self._not_inside()
         events, left = deque(), len(prompts)
         groups = [RequestGroup(self._next_id(), i, events.append) for i in range(len(prompts))]
@@ -600,5 +602,6 @@ class LLM:
             for name, n in dict(prompt_tokens=len(r.prompt_ids), output_tokens=len(r.output_ids), preemptions=r.num_preemptions,
                                 cached_tokens=r.num_cached_tokens or 0).items(): self.done[name] += n
         if not g.requests: self.done[f'end {g.reason}'] += 1
+        times = g.output.metrics if g.output and g.output.metrics else {}
         for name in ('time_to_first_token', 'time_per_token'):
-            if (t := g.output.metrics[name]) is not None: self.done.update({name: t, f'n {name}': 1})
+            if (t := times.get(name)) is not None: self.done.update({name: t, f'n {name}': 1})

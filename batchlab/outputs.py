@@ -107,9 +107,9 @@ class RequestGroup:
 
     def metrics(self) -> dict[str, Any]:
         "Times of the request, in seconds, as in `RequestOutput.metrics`."
-        began = [r for r in self.requests if r.first_token_at]
-        first = min((r.first_token_at for r in began), default=None)
-        each = [(r.last_token_at - r.first_token_at) / (len(r.output_ids) - 1) for r in began if len(r.output_ids) > 1]
+        times = [(r.first_token_at, r.last_token_at, len(r.output_ids)) for r in self.requests if r.first_token_at and r.last_token_at]
+        first = min((a for a, _, _ in times), default=None)
+        each = [(b - a) / (n - 1) for a, b, n in times if n > 1]
         return dict(time_to_first_token=None if first is None else first - self.start,
                     latency=time.perf_counter() - self.start, time_per_token=sum(each) / len(each) if each else None,
                     num_preemptions=sum(r.num_preemptions for r in self.requests))

@@ -5,7 +5,7 @@
 # %% ../nbs/09c_runners.ipynb #48800ebc
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -32,7 +32,9 @@ class Runner(Protocol):
         ...
     def reset(self) -> None: "Give all memory back; the scheduler has to forget as well: `Scheduler.reset`."
     @property
-    def nbytes(self) -> int: "Bytes of KV."
+    def nbytes(self) -> int:
+        "Bytes of KV."
+        ...
 
 # %% ../nbs/09c_runners.ipynb #3f1d3037
 class PlanError(BatchlabError, ValueError):
@@ -130,6 +132,7 @@ class PaddedRunner:
         for row in b.sessions: row.output_ids = [tokens.get(row.slot, 0)]
         logits = b.step()
         at = [i for i, row in enumerate(b.sessions) if row.slot is not None]
+        assert b.cache is not None
         self.ledger.padded += len(logits) - len(at)
         self.ledger.masked += len(logits) * b.cache.get_seq_length() - int(b.lengths.sum())
         return logits if len(at) == len(logits) else logits[at], [b.sessions[i].slot for i in at]
@@ -143,7 +146,8 @@ class PaddedRunner:
         self.ledger.padded += lengths.numel() * cache.get_seq_length() - int(lengths.sum())
         self.ledger.reused += shared * (len(prompts) - 1)
         self.ledger.useful -= shared * (len(prompts) - 1)
-        self.batch.join([PaddedRow(s) for s in slots], cache, lengths)
+        rows: Any = [PaddedRow(s) for s in slots]                             # as much of a `Session` as a batch needs
+        self.batch.join(rows, cache, lengths)
         return logits
 
 # %% ../nbs/09c_runners.ipynb #60ab8f54

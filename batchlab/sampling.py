@@ -19,8 +19,8 @@ if TYPE_CHECKING: from transformers import PreTrainedTokenizerBase
 # %% auto #0
 __all__ = ['BAD_LOGITS', 'NO_TOKEN', 'ParamError', 'StructuredOutputsParams', 'SamplingParams', 'TokenMask', 'SamplingRow',
            'draw', 'allow_', 'ban_', 'obey_', 'bias_', 'repeat_', 'count_', 'cutoffs', 'processed_logits',
-           'probabilities', 'Logprob', 'token_logprobs', 'Sampled', 'sample', 'finish_reason', 'IncrementalDecoder',
-           'StopScanner', 'Detokenizer']
+           'probabilities', 'Logprob', 'token_logprobs', 'token_text', 'Sampled', 'sample', 'finish_reason',
+           'IncrementalDecoder', 'StopScanner', 'Detokenizer']
 
 # %% ../nbs/04_sampling.ipynb #524406e2
 class ParamError(BatchlabError, ValueError):
@@ -526,11 +526,12 @@ def _logprobs(logits: Tensor, tokens: Sequence[int | None],
     for b, r in enumerate(rows):
         if r.params.logprobs is not None and tokens[b] is not None: asked.setdefault(r.params.logprobs, []).append(b)
     for k, some in asked.items():
-        got = token_logprobs(logits[some], [tokens[b] for b in some], k, [_decoder(rows[b]) for b in some])
+        got = token_logprobs(logits[some], [tokens[b] for b in some], k, [token_text(rows[b]) for b in some])
         for b, d in zip(some, got): out[b] = d
     return out
 
-def _decoder(row: SamplingRow) -> Callable[[int], str | None]:
+def token_text(row: SamplingRow) -> Callable[[int], str | None]:
+    "What turns one token of `row` into text; into None where none is wanted."
     tokenizer: Any = row.tokenizer
     if tokenizer is None or not row.params.detokenize: return lambda i: None
     return lambda i: tokenizer.decode([i], clean_up_tokenization_spaces=False)

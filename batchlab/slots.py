@@ -11,6 +11,7 @@ __all__ = ['Shape', 'kv_shapes', 'reserve', 'is_run', 'KVCache']
 # %% ../nbs/07_slots.ipynb #42a2e48d
 import mmap, sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -28,7 +29,8 @@ def kv_shapes(model: PreTrainedModel) -> list[Shape]:
     Seen by running one token, since configs name these differently and not always rightly."""
     cache = DynamicCache()
     forward(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device), cache)
-    return [(l.keys.shape[1], l.keys.shape[3], l.values.shape[3]) for l in cache.layers]
+    layers: list[Any] = cache.layers
+    return [(l.keys.shape[1], l.keys.shape[3], l.values.shape[3]) for l in layers]
 
 # %% ../nbs/07_slots.ipynb #fe9a559f
 def reserve(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -114,6 +116,8 @@ class KVCache:
 
         Views, if `blocks` is a list of neighbours; else copies. `blocks` as a tensor: int64 `[n]`."""
         if isinstance(blocks, torch.Tensor):
-            return tuple(t[layer].index_select(0, blocks).flatten(0, 1) for t in (self.keys, self.values))
-        if is_run(blocks): return tuple(t[layer][blocks[0]:blocks[-1] + 1].flatten(0, 1) for t in (self.keys, self.values))
+            return self.keys[layer][blocks].flatten(0, 1), self.values[layer][blocks].flatten(0, 1)
+        if is_run(blocks):
+            at = slice(blocks[0], blocks[-1] + 1)
+            return self.keys[layer][at].flatten(0, 1), self.values[layer][at].flatten(0, 1)
         return self.read(layer, torch.tensor(blocks, device=self.device))
