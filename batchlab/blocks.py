@@ -40,7 +40,8 @@ class KVBudget:
     def claim(self, owner: Hashable, tokens: int) -> bool:
         "Let `owner` hold `tokens` in all; whether they were there."
         if not self.has_room(owner, tokens): return False
-        self.claims[owner] = tokens
+        if tokens: self.claims[owner] = tokens
+        else: self.claims.pop(owner, None)
         return True
 
 # %% ../nbs/07_slots.ipynb #c4493a25

@@ -134,6 +134,7 @@ class Engine:
             self.mark('sample')
             moved = self.scheduler.update(plan, rows)
             self.num_steps += 1
+            if not self.scheduler.running and not self.scheduler.block_size: self.runner.reset()     # a rectangle that nobody needs
             self.mark('text', moved)
             return moved
         except BaseException as e: return self.recover(plan, e)
@@ -143,18 +144,19 @@ class Engine:
         for watch in list(self.watchers): watch(self, event, x)
 
     def recover(self, plan: StepPlan | None, e: BaseException) -> list[Request]:
-        "After a step broke off with exception `e`: who ran waits, and nothing that was finished is lost. The requests that failed."
-        hit = [row.request for row in plan.rows if not row.request.finish_reason] if plan else []
+        "After a step broke off with exception `e`: who ran waits, and nothing that was finished is lost. The requests that ended."
+        ran = [row.request for row in plan.rows] if plan else []
+        hit = [r for r in ran if not r.finish_reason]
         self.mark('broke', (plan, e))
         self.reset()
         for r in hit: rewind(r)
-        if not isinstance(e, Exception) or not hit: raise e                  # Ctrl-C: whoever steps on goes on
-        if out_of_memory(e) and self.shrink(len(hit)): return []
+        if not isinstance(e, Exception) or not ran: raise e                  # Ctrl-C: whoever steps on goes on
+        if out_of_memory(e) and self.shrink(len(hit)): return [r for r in ran if r.finish_reason]
         if not out_of_memory(e): log.error('a step with %s requests failed', len(hit), exc_info=e)
         why = ('out of memory with this request alone: shorten it or its max_tokens, or take a smaller model or dtype'
                if out_of_memory(e) else f'the step failed with {type(e).__name__}: {e}')
         for r in hit: self.scheduler.finish(r, 'error', why)
-        return hit
+        return ran
 
     def shrink(self, n: int) -> bool:
         "After `n` requests in a step were too much for memory: fewer of them, or fewer tokens. False if it can't be less."

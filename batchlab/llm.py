@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'EngineError', 'NoBackend', 'make_engine', 'grammar_for', 'admit', 'group_waves', 'simulate', 'make_plan',
-           'make_stats', 'trim_memory', 'LLM']
+__all__ = ['log', 'EngineError', 'NoBackend', 'make_engine', 'grammar_for', 'admit', 'group_waves', 'in_order', 'simulate',
+           'make_plan', 'make_stats', 'trim_memory', 'LLM']
 
 # %% ../nbs/10a_llm.ipynb #90905258
 import contextlib, ctypes, heapq, itertools, logging, math, platform, sys, threading, time
@@ -100,10 +100,15 @@ def group_waves(llm: LLM, groups: Sequence[RequestGroup]) -> None:
         for i in rows: requests[i].wave = key if len(rows) > 1 else ''
 
 # %% ../nbs/10a_llm.ipynb #a0bd6157
+def in_order(llm: LLM, groups: Sequence[RequestGroup]) -> list[RequestGroup]:
+    "The order in which a call queues `groups`: the longest first, unless `llm.strategy` goes by the order given."
+    if llm.strategy != 'continuous': return list(groups)
+    return sorted(groups, key=lambda g: -max((r.max_tokens for r in g.requests), default=0))
+
 def simulate(scheduler: Scheduler, requests: Iterable[Request], most: int = 200_000) -> tuple[int, int, int] | None:
     """Run copies of `requests` through `scheduler`, without a model and to their `max_tokens`: `(slots, blocks, tokens reused)`, the
     most at once. None if that takes more than `most` rows."""
-    for i, r in enumerate(requests): scheduler.add(Request(str(i), r.prompt_ids, r.max_tokens, r.priority, wave=r.wave))
+    for i, r in enumerate(requests): scheduler.add(Request(str(i), r.prompt_ids, r.max_tokens, r.priority, reuse=r.reuse, wave=r.wave))
     slots = rows = 0
     while scheduler.has_unfinished:
         plan = scheduler.schedule()
@@ -115,9 +120,9 @@ def simulate(scheduler: Scheduler, requests: Iterable[Request], most: int = 200_
 # %% ../nbs/10a_llm.ipynb #c18d57b9
 def make_plan(llm: LLM, groups: Sequence[RequestGroup]) -> MemoryPlan:
     "The `MemoryPlan` of prompts that were made ready by `admit`."
-    rs, l, size = [r for g in groups for r in g.requests], llm.limits, llm.backend.block_size
+    rs, l, size = [r for g in in_order(llm, groups) for r in g.requests], llm.limits, llm.backend.block_size
     longest, shared = max((r.max_len for r in rs), default=0), 0
-    tokens = max(1, len(rs)) * longest if not rs else sum(r.max_tokens for r in rs)
+    tokens = sum(r.max_tokens for r in rs)
     paged = bool(llm.shapes) and llm.strategy == 'continuous'
     found = None
     if paged and tokens <= 200_000:
@@ -125,11 +130,11 @@ def make_plan(llm: LLM, groups: Sequence[RequestGroup]) -> MemoryPlan:
                                    llm.enable_prefix_caching), rs)
     if found: slots, blocks, shared = found
     else:
-        slots = min(l.max_num_seqs, len(rs))
+        slots = min(l.max_num_seqs if l.kv_tokens and llm.strategy != 'loop' else 1, len(rs))
         lengths = sorted((round_up(r.max_len, size) for r in rs), reverse=True)[:slots]
         if not paged: lengths = [round_up(longest)] * slots
         if l.kv_tokens: slots = max(1, sum(n <= l.kv_tokens for n in itertools.accumulate(lengths))) if rs else 0
-        blocks = sum(lengths[:slots]) // size
+        blocks = sum(lengths[:slots]) // size if l.kv_tokens else 0
     weights = sum(p.numel() * p.element_size() for p in llm.model.parameters()) + llm.backend.nbytes
     return MemoryPlan(len(groups), sum(len(r.prompt_ids) for r in rs), sum(r.max_tokens for r in rs), longest, slots, weights,
                       blocks * size * l.kv_bytes_per_token, l.kv_bytes_per_token, l.kv_bytes,
@@ -143,7 +148,7 @@ def make_stats(llm: LLM) -> Stats:
     ends, pools = {k[4:]: n for k, n in d.items() if k.startswith('end ')}, [e.scheduler.pool for e in es]
     running = sum(len(e.scheduler.running) for e in es)
     return Stats(ends, d['prompt_tokens'], d['output_tokens'], d['cached_tokens'], all_time.recomputed, all_time.padded,
-                 all_time.masked, d['preemptions'], sum(e.num_steps for e in es), running,
+                 all_time.masked, d['preemptions'], d['steps'] + sum(e.num_steps for e in es), running,
                  sum(len(e.scheduler.waiting) for e in es), sum(e.scheduler.max_num_seqs for e in es), running,
                  sum(map(len, pools)), sum(p.num_held for p in pools), sum(len(p.cached) for p in pools),
                  sum(e.runner.nbytes for e in es), mean('time_to_first_token'), mean('time_per_token'),
@@ -213,7 +218,9 @@ class LLM:
     def _select_backend(self) -> Backend:
         "The backend for the model as it is now; what was computed with it as it was before is dropped."
         old = self.engines.pop('packed', None)
-        if old: old.reset()                                                   # gives its share of the budget back
+        if old:
+            old.reset()                                                       # gives its share of the budget back
+            self.done['steps'] += old.num_steps
         if old and self.own:
             self.weights_version = weights_version(self.model)
             return self.backend
@@ -344,25 +351,19 @@ class LLM:
         """One step of the engine or, while another thread makes one, a wait for its end. Whether there is more to do.
 
         Raises `EngineError` inside a stream callback."""
-        self._not_inside()
-        if not self.mutex.acquire(blocking=False):
-            with self.progress: self.progress.wait(.02)
-            return True
-        self.stepper = threading.get_ident()
-        try: self._step()
-        finally: self._let_go()
-        return self.has_unfinished
+        with self._hold(0) as mine:
+            if mine: self._step()
+        if mine: return self.has_unfinished
+        with self.progress: self.progress.wait(.02)
+        return True
 
     def take_in(self, timeout: float = -1) -> bool:
         """Queue what came and end what was cancelled or has run out of time, without a step.
 
         Waits for the end of another thread's step, `timeout` seconds at most (-1: as long as it takes); whether that came."""
-        self._not_inside()
-        if not self.mutex.acquire(timeout=timeout): return False
-        self.stepper = threading.get_ident()
-        try: self._take_in()
-        finally: self._let_go()
-        return True
+        with self._hold(timeout) as mine:
+            if mine: self._take_in()
+        return mine
 
     def start(self) -> LLM:
         "Run the engine in a thread of its own until `stop`."
@@ -382,8 +383,6 @@ class LLM:
             self.stopping = 'drain' if drain else 'cancel'
             self.progress.notify_all()
         thread.join()
-        with self.progress:
-            if self.thread is thread: self.thread, self.stopping, self.paused = None, None, False
 
     def pause(self) -> None:
         """Hold the background thread before its next step, until `resume`, `stop` or the end of `with llm:`.
@@ -416,13 +415,18 @@ class LLM:
     # how it runs
 
     @contextlib.contextmanager
-    def _hold(self) -> Iterator[None]:
-        "Nobody makes a step meanwhile. Raises `EngineError` inside a stream callback."
+    def _hold(self, timeout: float = -1) -> Iterator[bool]:
+        "Nobody else makes a step meanwhile; gives whether that was so within `timeout` seconds. Raises `EngineError` inside a callback."
         self._not_inside()
-        self.mutex.acquire()
-        self.stepper = threading.get_ident()
-        try: yield
-        finally: self._let_go()
+        mine = self.mutex.acquire(timeout=timeout)
+        try:
+            if mine: self.stepper = threading.get_ident()
+            yield mine
+        finally:
+            if mine:
+                self.stepper = None
+                self.mutex.release()
+                self._wake()
 
     def _give_back(self) -> None:
         with self._hold():
@@ -435,11 +439,6 @@ class LLM:
             s = e.scheduler
             if not s.running and s.pool is not owner and s.memory is not owner: e.reset()
 
-    def _let_go(self) -> None:
-        self.stepper = None
-        self.mutex.release()
-        self._wake()
-
     def _wake(self) -> None:
         with self.progress: self.progress.notify_all()
 
@@ -448,14 +447,17 @@ class LLM:
             raise EngineError('a stream callback runs inside a step: it may call add_request and cancel, and nothing that steps')
 
     def _background(self) -> None:
-        while not (self.stopping and not self.has_unfinished):
-            if self.stopping == 'cancel':
-                with self.progress: self.inbox.extend((g, 'cancelled') for g in self.groups.values())
-            if self.has_unfinished and (self.stopping or not self.paused): self.step()
-            else:
-                if self.inbox or self.deadlines: self.take_in()
-                held = lambda: self.paused and not self.inbox or not self.has_unfinished
-                with self.progress: self.stopping or held() and self.progress.wait(.05 if self.paused and self.deadlines else 1)
+        try:
+            while not (self.stopping and not self.has_unfinished):
+                if self.stopping == 'cancel':
+                    with self.progress: self.inbox.extend((g, 'cancelled') for g in self.groups.values())
+                if self.has_unfinished and (self.stopping or not self.paused): self.step()
+                else:
+                    if self.inbox or self.deadlines: self.take_in()
+                    held = lambda: self.paused and not self.inbox or not self.has_unfinished
+                    with self.progress: self.stopping or held() and self.progress.wait(.05 if self.paused and self.deadlines else 1)
+        finally:
+            with self.progress: self.thread, self.stopping, self.paused = None, None, False
 
     def _next_id(self) -> str:
         "An id that no request has."
@@ -468,9 +470,8 @@ class LLM:
         groups = [RequestGroup(self._next_id(), i, events.append) for i in range(len(prompts))]
         for group, prompt, s in zip(groups, prompts, settings): admit(self, group, prompt, *s, chat)
         group_waves(self, groups)
-        size = lambda p: -max((r.max_tokens for r in p.requests), default=0)
         try:
-            self.submit(sorted(groups, key=size) if longest_first and self.strategy == 'continuous' else groups)
+            self.submit(in_order(self, groups) if longest_first else groups)
             while left:
                 while events:
                     left -= events[0].finished
@@ -499,13 +500,14 @@ class LLM:
         kind = next((k for k in kinds if self.engines[k].scheduler.has_unfinished), None)
         if kind is None: return
         self._turn, engine, start = [*self.engines].index(kind) + 1, self.engines[kind], time.perf_counter()
-        try: moved = engine.step()
-        except Exception as e: moved = self._lose(kind, engine, e)
+        try:
+            try: moved = engine.step()
+            except Exception as e: moved = self._lose(kind, engine, e)
+            self.done['seconds'] += time.perf_counter() - start
+            for r in moved: self._tell(r)
         except BaseException:                                                 # Ctrl-C: what had just ended is still told
             for r in [r for g in list(self.groups.values()) for r in g.requests if r.finish_reason]: self._tell(r)
             raise
-        self.done['seconds'] += time.perf_counter() - start
-        for r in moved: self._tell(r)
 
     def _lose(self, kind: str, engine: Engine, e: Exception) -> list[Request]:
         "The engine itself failed with `e`, by no request's fault: those that it had end, and it goes on without."
@@ -531,7 +533,7 @@ class LLM:
     def _begin(self) -> None:
         "A call begins while nothing runs: what was counted so far belongs to the past, and the weights may be others."
         self.past = sum_ledgers([self.past, self.ledger])
-        for e in self.engines.values(): e.runner.ledger = e.scheduler.ledger = Ledger()
+        for e in self.engines.values(): e.runner.ledger, e.scheduler.ledger = Ledger(), Ledger()
         if self.weights_version == weights_version(self.model): return
         try: self.backend = self._select_backend()
         except Exception as e:                                                # the thread goes on, for it serves others too
@@ -556,9 +558,7 @@ class LLM:
         if g.done: return
         g.error = g.error or error
         for r in g.requests:
-            if r.finish_reason is not None: continue
-            scheduler = self.engines[r.runner].scheduler if r.runner else Scheduler()
-            scheduler.finish(r, reason)
+            if r.finish_reason is None: (self.engines[r.runner].scheduler if r.runner else Scheduler()).finish(r, reason)
             self._tell(r)
         if not g.requests:                                                                                  # it never began
             self._mark('refused', g)

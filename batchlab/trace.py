@@ -369,7 +369,7 @@ class RequestLog:
     def wrote(self, r: 'Request', t: float) -> None:
         "`r` has got a token, or has failed: note where its text ends now."
         ends = self.meet(r, t).ends
-        if self.text and len(r.output_ids) > len(ends): ends.append((ends[-1] if ends else 0) + len(r.delta))
+        if self.text and len(r.output_ids) > len(ends): ends.append((ends[-1] if ends and r.group else 0) + len(r.delta))
 
     def end(self, r: 'Request', t: float, step: int) -> None:
         "`r` is over, before step number `step`: keep what is worth keeping."
@@ -595,7 +595,7 @@ class Recorder(Trace):
             if r.finish_reason and r.group is None: self.on_ended(engine, r, t)   # an engine without an LLM tells no end
 
     def on_broke(self, engine: 'Engine', what: tuple, t: float) -> None:
-        "The step ended with an exception, `what` of `sys.exc_info`."
+        "The step ended with an exception, `what` a pair of its plan and the exception."
         if self.step_log.now and self.step_log.now.rows: self._close_step(engine, t, type(what[1]).__name__)
 
     def _close_step(self, engine, t, error=None):

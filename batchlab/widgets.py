@@ -391,7 +391,7 @@ class Watched:
 
 @dataclass
 class Slot:
-    "`held` tokens, with room for `capacity`, of the request in a slot, `owner`, a request's index or None; `phase` 'prefill', 'decode', 'cached' or ''."
+    "`held` tokens, with room for `capacity`, of the request in a slot, `owner`, a request's index or None; `phase` 'prefill', 'decode' or ''."
     owner: int | None
     held: int
     capacity: int

@@ -468,3 +468,77 @@ def test_stop_and_close_from_several_threads_and_in_a_callback():
     llm.add_request([5], dict(GREEDY, max_tokens=1), callback)
     while llm.step(): pass
     assert len(errors) == 2 and all('callback' in e for e in errors)
+
+
+def test_each_call_counts_its_own_positions_once():
+    llm = LLM(tiny_model('llama'), enable_prefix_caching=False)
+    seen = []
+    for _ in range(3):
+        llm.generate([[5, 6, 7], [8, 9]], dict(GREEDY, max_tokens=4))
+        seen.append((llm.ledger.useful, llm.stats().steps))
+    assert seen == [(3 + 2 + 2 * 3, 4 * k) for k in (1, 2, 3)]
+    with torch.no_grad(): llm.model.model.layers[0].mlp.down_proj.weight.mul_(-1)
+    llm.generate([[5, 6, 7]], dict(GREEDY, max_tokens=4))
+    assert llm.stats().steps == 16, 'steps before the weights changed are forgotten'
+
+
+def test_an_interrupted_stop_leaves_an_engine_that_works():
+    llm = LLM(tiny_model('llama')).start()
+    thread, join = llm.thread, llm.thread.join
+    llm.add_request([5, 6, 7], dict(GREEDY, max_tokens=200))
+    def interrupted(): raise KeyboardInterrupt
+    thread.join = interrupted
+    with pytest.raises(KeyboardInterrupt): llm.stop()
+    join(60)
+    assert llm.thread is None and llm.stopping is None
+    assert llm.generate([[5, 6]], GREEDY)[0].error is None
+    with llm: assert llm.generate([[5, 6]], GREEDY)[0].error is None
+
+
+@pytest.mark.parametrize('fault', [KeyboardInterrupt, ValueError])
+def test_what_finished_in_a_step_that_broke_is_told(fault):
+    llm, got = LLM(tiny_model('llama')), []
+    def watch(engine, event, x):
+        if event == 'text' and any(r.finish_reason for r in x): raise fault('just now')
+    llm.watchers.append(watch)
+    llm.add_request([5, 6, 7], dict(GREEDY, max_tokens=1), got.append)
+    llm.add_request([8, 9], dict(GREEDY, max_tokens=1), got.append)
+    for _ in range(4):
+        try: llm.step()
+        except KeyboardInterrupt: pass
+    assert not llm.has_unfinished and [e.finish_reason for e in got if e.finished] == ['length', 'length']
+
+
+def test_ctrl_c_in_a_callback_loses_no_other_answer():
+    llm, got = LLM(tiny_model('llama')), []
+    def interrupt(e):
+        if e.finished: raise KeyboardInterrupt
+    llm.add_request([5, 6, 7], GREEDY, interrupt)
+    llm.add_request([8, 9], GREEDY, got.append)
+    with pytest.raises(KeyboardInterrupt):
+        while llm.step(): pass
+    for _ in range(3): llm.step()
+    assert not llm.has_unfinished and got[-1].finished
+    assert [t for e in got for t in e.token_ids] == got[-1].output.outputs[0].token_ids == wanted(llm.model, [[8, 9]], 10)[0]
+
+
+def test_a_plan_is_what_the_call_takes():
+    rng, model = random.Random(0), tiny_model('llama')
+    for _ in range(8):
+        llm = LLM(model, max_num_seqs=4)
+        prompts = [[rng.randrange(3, 60) for _ in range(rng.randrange(1, 40))] for _ in range(12)]
+        params = [dict(GREEDY, max_tokens=rng.choice([5, 30, 200])) for _ in prompts]
+        plan = llm.plan(prompts, params)
+        llm.generate(prompts, params)
+        assert llm.stats().kv_bytes == plan.kv_bytes
+    told = dict(GREEDY, prompt_logprobs=0)
+    assert llm.plan([list(range(3, 90))] * 4, GREEDY).shared_tokens and not llm.plan([list(range(3, 90))] * 4, told).shared_tokens
+    assert LLM(model, strategy='loop', max_num_seqs=4).plan(PROMPTS, GREEDY).slots == 1
+    alone = LLM(tiny_model('mamba')).plan(PROMPTS, GREEDY)
+    assert (alone.slots, alone.kv_bytes) == (1, 0)
+
+
+def test_a_padded_engine_keeps_no_rectangle_once_it_is_idle():
+    llm = LLM(tiny_model('llama'), strategy='static')
+    llm.generate(PROMPTS, GREEDY)
+    assert llm.stats().kv_bytes == 0 and not sum(llm.budget.claims.values())
