@@ -1,6 +1,7 @@
 "The recorder against the engine's own numbers, over drawn mixes, threads, faults and limits; and pictures of what comes of it."
 import json, logging, random, re, threading
 from collections import Counter
+from pathlib import Path
 from xml.dom.minidom import parseString
 
 import pytest, torch
@@ -13,9 +14,10 @@ from batchlab.models import BatchlabError, tiny_model, tiny_tokenizer
 from batchlab.padding import Ledger
 from batchlab.runners import PackedRunner
 from batchlab.sampling import SamplingParams
-from batchlab.trace import LEDGER, PARTS, Recorder, Trace, TraceError, check_events, slot_spans
+from batchlab.trace import LEDGER, PARTS, POOL, VERSION, Recorder, Trace, TraceError, check_events, slot_spans
 
 MODELS = {}
+V1 = Path(__file__).parent/'data'/'trace_v1.json'      # by a batchlab whose KV lay in slots: moved, copied and resized, in 20 steps
 
 
 @pytest.fixture(autouse=True)
@@ -224,6 +226,41 @@ def test_files(tmp_path):
     with pytest.raises(TraceError, match='can not be read'): Trace.load(tmp_path)
     with pytest.raises(OSError): llm.recorder.save(tmp_path/'no'/'such.json')
     assert sorted(p.name for p in tmp_path.iterdir()) == ['other.json', 't.json', 'torn.json']
+
+
+def test_a_file_of_version_1_still_opens(tmp_path):
+    "Its requests, tokens and rows are those of the file; a slot counts as a block of its capacity; and all can be drawn."
+    old, t = json.loads(V1.read_text()), Trace.load(V1)
+    assert old['version'] == 1 and all(any(s[k] for s in old['steps']) for k in ('moves', 'copies', 'resize'))
+    assert len(t.steps) == t.totals['steps'] == 20 and t.requests == old['requests'] and t.totals == old['totals']
+    assert {r['id']: (r['prompt_tokens'], r['cached_tokens'], r['output_tokens']) for r in t.requests} == dict(
+        a=(26, 0, 8), b=(27, 20, 3), c=(10, 0, 14), d=(63, 25, 9), e=(1, 0, 2))
+    for r in t.requests:
+        assert len(r['prompt_ids']) == r['prompt_tokens'] and len(r['output_ids']) == len(r['pieces']) == r['output_tokens'] == r['max_tokens']
+        mine = [row for s in t.steps for row in s['rows'] if row[1] == r['request']]
+        assert sum(row[3] for row in mine) == r['prompt_tokens'] - r['cached_tokens'] + r['output_tokens'] - 1
+        assert sum(row[5] for row in mine) == r['output_tokens']
+    for was, s in zip(old['steps'], t.steps):
+        assert s['rows'] == was['rows'] and s['block_size'] == was['capacity'] and s['blocks'] == was['slots']
+        assert not {'moves', 'resize', 'capacity'} & s.keys() and {*POOL, 'copies'} <= s.keys()
+        assert len({row[0] for row in s['rows']}) == len(s['rows']) == s['blocks_held'] <= s['blocks'] - s['blocks_cached']
+        for slot, _, start, n, *_ in s['rows']: assert slot < s['blocks'] and start + n <= s['held'][slot] <= s['block_size']
+    assert (t.steps[4]['block_size'], t.steps[4]['blocks'], t.steps[-1]['block_size'], t.steps[-1]['blocks']) == (64, 3, 128, 2)
+    assert t.steps[9]['blocks_held'] == 1 and t.steps[9]['blocks_cached'] == 2
+    for draw in (pictures.timeline, pictures.kv_map, pictures.waste, pictures.latency, pictures.packed_row, pictures.prefixes):
+        parseString(draw(V1).svg)
+    events = json.loads(t.save_events(tmp_path/'events.json').read_text())['traceEvents']
+    assert check_events(events) == len(events)
+    assert sum(e['ph'] == 'X' and e['name'].startswith('step ') for e in events) == 20
+    assert sum(e['ph'] == 'b' and e['name'] == 'running' for e in events) == 5
+    assert t.frame().shape[0] == 20 and t.frame('requests').output_tokens.sum() == 36
+
+
+@pytest.mark.parametrize('version', [3, 99, '1', 1.5, None])
+def test_a_file_of_an_unknown_version_is_refused(version, tmp_path):
+    (tmp_path/'new.json').write_text(json.dumps(json.loads(V1.read_text()) | dict(version=version)))
+    with pytest.raises(TraceError, match=rf'new\.json is a trace of version {re.escape(repr(version))}, .* reads up to {VERSION}: upgrade batchlab'):
+        Trace.load(tmp_path/'new.json')
 
 
 @pytest.mark.parametrize('count', [1, 2, 24, 500])
