@@ -5,15 +5,17 @@ from collections import Counter
 import psutil, pytest, torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from batchlab.batch import pack_rows
 from batchlab.config import choose_limits
 from batchlab.int8 import put_int8
-from batchlab.kernels import load_kernels
+from batchlab.kernels import KernelStep, TiledCache, load_kernels
 from batchlab.llm import LLM, EngineError
 from batchlab.models import TINY_ARCHS, UnsupportedModelError, eos_token_ids, tiny_model, tiny_tokenizer
 from batchlab.outputs import RequestGroup, RequestOutput
 from batchlab.prefill import generate_naive
 from batchlab.sampling import SamplingParams
 from batchlab.scheduler import Request, check_invariants
+from batchlab.slots import KVCache
 
 ARCHS = (*TINY_ARCHS, 'gemma2', 'gpt_oss', 'qwen3_moe')
 PATHS = dict(auto={}, torch=dict(compile=False), int8=dict(quantization='int8'))       # ways through `LLM`
@@ -368,6 +370,53 @@ def test_every_backend_gives_the_oracles_tokens(compiler):
             found.append(llm.backend.name)
             assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, SamplingParams(**GREEDY), use_tqdm=False)] == want
         assert found == ['torch', best if compiler else 'torch']
+
+
+def spoil(cache, blocks, n=0):
+    "NaN in these blocks of `cache`, behind the first `n` tokens."
+    at = torch.tensor([b * cache.block_size + i for b in blocks for i in range(n, cache.block_size)], dtype=torch.int64)
+    for layer, (h, k, v) in enumerate(cache.shapes): cache.write(layer, *(torch.full((len(at), h, d), torch.nan, dtype=cache.dtype) for d in (k, v)), at)
+
+
+@pytest.mark.parametrize('n', [1, 2, 5, 63, 64])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=['fp32', 'bf16'])
+def test_a_copied_block_is_zero_behind_its_tokens(n, dtype):
+    "NaN behind the tokens of the source stays there: a mask multiplies it by 0, which is NaN again."
+    cache, token = KVCache([(2, 4, 6), (1, 3, 3)], 4, 64, dtype), torch.arange(1, n + 1)[:, None, None]
+    spoil(cache, range(4))
+    for layer, (h, k, v) in enumerate(cache.shapes): cache.write(layer, *(token.expand(n, h, d).to(dtype) for d in (k, v)), 64 + torch.arange(n))
+    source, target = pack_rows([([7], n)], [[1, 3]], 64), pack_rows([([8], n)], [[2, 3]], 64, copies=[(1, 2, n)])
+    for batch in (source, target): cache.prepare(batch)
+    for layer in range(2):
+        for was, got in zip(cache.read(layer, [1]), cache.read(layer, [2])):
+            assert was[n:].isnan().all() and torch.equal(got[:n], was[:n]) and not got[n:].any()
+            assert torch.equal(got[:n, 0, 0], token[:, 0, 0].to(dtype))
+
+
+@pytest.mark.parametrize('arch, compile, best, fits', [('llama', False, 'torch', None), ('llama', 'auto', 'fused', True), ('gpt2', 'auto', 'kernels', True),
+                                                       ('gpt2', 'auto', 'kernels', False)])
+def test_what_lies_in_the_cache_before_reaches_no_token(arch, compile, best, fits, monkeypatch):
+    "Memory that begins as NaN, and a prefix that ends inside a block whose rest is NaN: each request gets what it gets alone."
+    model, use, copied = tiny_model(arch), KVCache.use, []
+
+    def used(cache, batch):
+        before = cache.num_used
+        use(cache, batch)
+        spoil(cache, range(before, cache.num_used))
+        copied.extend((type(cache), n) for *_, n in batch.copies)
+    monkeypatch.setattr(KVCache, 'use', used)
+    if fits is False: monkeypatch.setattr(KernelStep, 'fits', lambda *a: False)          # as where a layer is not for the kernels
+    llm, head = LLM(model, max_num_seqs=4, max_num_batched_tokens=40, compile=compile), list(range(9, 34))
+    if llm.backend.name != best: pytest.skip(f'no kernels: {llm.backend.why}')
+    prompts = [head + list(range(40, 70)), head[:5] + [7, 8], head[:3] + [6] * 70, head + [5], [4], head[:5] + [8]]
+    want = wanted(model, prompts, 10)
+    assert ids(llm.generate(prompts[:1], GREEDY, use_tqdm=False)) == want[:1]
+    engine = llm.engines['packed']
+    spoil(engine.runner.cache, engine.scheduler.pool.cached, 5)                                  # all but what the next will copy of it
+    assert ids(llm.generate(prompts[1:3], GREEDY, use_tqdm=False)) == want[1:3]
+    assert copied[:2] == [(KVCache if best == 'torch' else TiledCache, n) for n in (5, 3)]
+    llm.reset_prefix_cache()
+    for _ in range(2): assert ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == want
 
 
 def test_pause_holds_the_thread_and_nothing_is_lost():
