@@ -319,6 +319,12 @@ def test_what_a_callback_may_not_do():
     assert llm.stats().requests == {'length': 2}
 
 
+def need_same_bits(backend):
+    "Skip where a token's bits depend on its company: without kernels, and on a matrix unit."
+    why = f'no kernels: {backend.why}' if backend.why else "the processor's matrix unit (amx_bf16) rounds by itself, so that company changes bits"
+    if not backend.batch_invariant: pytest.skip(why)
+
+
 @pytest.mark.parametrize('arch, how', [*((a, {}) for a in ('llama', 'qwen3', 'mistral', 'phi3')), ('llama', dict(quantization='int8'))])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 def test_company_changes_no_bit(arch, how, dtype):
@@ -326,7 +332,7 @@ def test_company_changes_no_bit(arch, how, dtype):
     model, rng = tiny_model(arch).to(dtype), random.Random(1)
     try: alone = LLM(model, max_num_seqs=1, enable_prefix_caching=False, **how)
     except UnsupportedModelError as e: pytest.skip(f'no kernels for int8: {e}')
-    if not alone.backend.batch_invariant: pytest.skip(f'no kernels, or a matrix unit: {alone.backend.why}')
+    need_same_bits(alone.backend)
     prompts = [[rng.randrange(3, 259) for _ in range(rng.randint(1, 90))] for _ in range(20)]
     prompts[5] = prompts[4][:40] + [7]
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=2, ignore_eos=True)
@@ -343,7 +349,7 @@ def test_a_prefix_read_where_it_lies_changes_no_bit(arch, dtype):
     "Requests that read the same blocks together, whose first owner leaves before them, and whose blocks are taken over by others."
     model, rng = tiny_model(arch).to(dtype), random.Random(3)
     alone = LLM(model, max_num_seqs=1, enable_prefix_caching=False)
-    if not alone.backend.batch_invariant: pytest.skip(f'no kernels, or a matrix unit: {alone.backend.why}')
+    need_same_bits(alone.backend)
     heads = [[rng.randrange(3, 259) for _ in range(n)] for n in (300, 140)]
     prompts = [rng.choice(heads) + [rng.randrange(3, 259) for _ in range(rng.randint(1, 20))] for _ in range(24)]
     params = [SamplingParams(temperature=0, max_tokens=rng.randint(1, 16), logprobs=2, ignore_eos=True) for _ in prompts]

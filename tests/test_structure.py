@@ -101,7 +101,7 @@ def test_an_editor_completes_the_methods_of_llm():
 
 def test_kernels_load_where_there_is_a_compiler(compiler):
     "The kernels fall back to torch without a word: where they can be had, they must be."
-    if not compiler: pytest.skip('there is no C++ compiler')
+    if not compiler: pytest.skip('the kernels need Linux and a C++ compiler: install g++, or name one in the variable CXX')
     from batchlab import LLM
     from batchlab.kernels import load_kernels
     from batchlab.models import tiny_model
