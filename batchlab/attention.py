@@ -174,9 +174,9 @@ def shared_prefixes(tables: Sequence[Sequence[int]], limits: Sequence[int], unit
     """Which rows are best read together: groups `(rows, number of blocks)` that begin with the same blocks.
 
     `tables`: each row's blocks; `limits`: how many of them, from the first on, a row may share. Blocks are shared `unit` at a
-    time. At each fork either all stay together or each branch of several rows goes on by itself, whichever reads fewer blocks.
-    Every row is in one group, maybe alone."""
-    def split(rows: list[int], depth: int) -> tuple[int, list[tuple[list[int], int]]]:
+    time. At each fork, but for those behind 32 others, either all stay together or each branch of several rows goes on by
+    itself, whichever reads fewer blocks. Every row is in one group, maybe alone."""
+    def split(rows: list[int], depth: int, forks: int = 0) -> tuple[int, list[tuple[list[int], int]]]:
         kids: dict[tuple[int, ...], list[int]] = {}
         for r in rows:
             if limits[r] >= depth + unit: kids.setdefault(tuple(tables[r][depth:depth + unit]), []).append(r)
@@ -186,7 +186,7 @@ def shared_prefixes(tables: Sequence[Sequence[int]], limits: Sequence[int], unit
             for r in rows:
                 if limits[r] >= depth + unit: kids.setdefault(tuple(tables[r][depth:depth + unit]), []).append(r)
         together = depth * (len(rows) - 1), [(rows, depth)]
-        apart = [split(k, depth + unit) for k in kids.values() if len(k) > 1]
+        apart = [split(k, depth + unit, forks + 1) for k in kids.values() if len(k) > 1 and forks < 32]
         inside = {r for _, groups in apart for g, _ in groups for r in g}
         left = [r for r in rows if r not in inside]
         if left and depth: apart.append((depth * (len(left) - 1), [(left, depth)]))
@@ -201,8 +201,8 @@ def shared_prefixes(tables: Sequence[Sequence[int]], limits: Sequence[int], unit
 class DecodeGroup:
     """R rows of one token each that are attended together. `rows`: which of the batch. `shared`: blocks that all begin with.
 
-    `own`: the blocks behind those, int64 `[R * n]`, or the list of them for one row; `first`: the column where they begin;
-    `lengths`: int64 `[R]`, how many columns each row may see."""
+    `own`: the blocks behind those, int64 `[R * n]`, or the list of them for one row; `first`: the column where they begin,
+    `columns`: how many each row has of them; `lengths`: int64 `[R]`, how many columns each row may see."""
     rows: list[int]
     shared: list[int]
     own: torch.Tensor | list[int]

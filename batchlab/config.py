@@ -114,7 +114,7 @@ def free_memory(device: torch.device) -> int:
 # %% ../nbs/10a_llm.ipynb #4957086c
 @dataclass
 class Limits:
-    "What an `LLM` holds itself to; `kv_tokens`: `kv_bytes` in tokens, of all its slots together, None without a cache."
+    "What an `LLM` holds itself to; `kv_tokens`: `kv_bytes` in tokens, of all its blocks together, None without a cache."
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int | None
@@ -124,6 +124,14 @@ class Limits:
     @property
     def kv_tokens(self) -> int | None:
         return self.kv_bytes // self.kv_bytes_per_token // 64 * 64 if self.kv_bytes_per_token else None
+
+    def fit(self, block_size: int) -> None:
+        "Whole blocks of memory only, and no request longer than those. Raises `ParamError` where there is not one."
+        if not self.kv_tokens or self.kv_tokens % block_size == 0: return
+        if self.kv_tokens < block_size:
+            raise ParamError(f'a KV cache of {self.kv_bytes:,} bytes holds less than a block of {block_size} tokens: raise kv_cache_bytes')
+        self.kv_bytes = self.kv_tokens // block_size * block_size * self.kv_bytes_per_token
+        if self.max_model_len: self.max_model_len = min(self.max_model_len, self.kv_tokens)
 
 # %% ../nbs/10a_llm.ipynb #81d6c49b
 def choose_limits(model: PreTrainedModel, shapes: Sequence[Shape] | None, paddable: bool | None = None,

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['log', 'Attend', 'PAGE', 'READS', 'Run', 'Paged', 'attend_paged', 'paged_error', 'find_varlen', 'VarlenStep',
-           'RecordError', 'Tape', 'record_tape', 'round_up', 'bucket', 'StaticStep', 'CudaGraphs', 'CudaBackend',
+           'RecordError', 'Tape', 'record_tape', 'power_of_two', 'bucket', 'StaticStep', 'CudaGraphs', 'CudaBackend',
            'check_replays', 'cuda_backend', 'open_backend']
 
 # %% ../nbs/09bb_cuda.ipynb #51672ec5
@@ -166,7 +166,7 @@ def record_tape(run: Run) -> Run:
     return torch.inference_mode()(lambda: out.copy_(tape.replay(out)))
 
 # %% ../nbs/09bb_cuda.ipynb #dde5832a
-def round_up(n: int) -> int:
+def power_of_two(n: int) -> int:
     "The power of two that is at least `n`."
     return 1 << (n - 1).bit_length()
 
@@ -176,7 +176,7 @@ def bucket(batch: Batch, block_size: int, in_place: bool = False) -> tuple[int, 
     None also if it would read more than 4 times the blocks that its rows hold, unless blocks are read `in_place`."""
     if not batch.causal or batch.hidden or not len(batch) or batch.num_decode < len(batch): return None
     held = [-(-n // block_size) for n in batch.seq_lens]
-    size = round_up(len(held)), round_up(max(held))
+    size = power_of_two(len(held)), power_of_two(max(held))
     return size if in_place or size[0] * size[1] <= 4 * sum(held) else None
 
 # %% ../nbs/09bb_cuda.ipynb #f946563f

@@ -151,8 +151,8 @@ class Engine:
         self.reset()
         for r in hit: rewind(r)
         if not isinstance(e, Exception) or not ran: raise e                  # Ctrl-C: whoever steps on goes on
-        if out_of_memory(e) and self.shrink(len(hit)): return [r for r in ran if r.finish_reason]
-        if not out_of_memory(e): log.error('a step with %s requests failed', len(hit), exc_info=e)
+        if out_of_memory(e) and (not hit or self.shrink(len(hit))): return [r for r in ran if r.finish_reason]
+        if not out_of_memory(e): log.error('a step with %s requests failed', len(ran), exc_info=e)
         why = ('out of memory with this request alone: shorten it or its max_tokens, or take a smaller model or dtype'
                if out_of_memory(e) else f'the step failed with {type(e).__name__}: {e}')
         for r in hit: self.scheduler.finish(r, 'error', why)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FAMILIES', 'MakeLinear', 'onednn_packs', 'has_matrix_unit', 'PackedLinear', 'PlainLinear', 'PackedEmbedding',
            'NotFused', 'Layer', 'check_family', 'LinearSlice', 'replace_linears', 'Fused', 'FusedBackend', 'fuse',
-           'weights_version', 'open_backend']
+           'open_backend']
 
 # %% ../nbs/09b_fused.ipynb #f9fdbaa6
 import functools
@@ -22,7 +22,7 @@ from .attention import NotPacked, _record, as_found, check_backend, packed_of
 from .backends import BackendOptions, Unavailable
 from .batch import Batch
 from .errors import BatchlabError
-from .kernels import (COLUMNS, DTYPES, Kernels, KernelStep, TiledCache, limit_threads, mapped_files, pack_weight,
+from .kernels import (COLUMNS, DTYPES, ROWS, Kernels, KernelStep, TiledCache, limit_threads, mapped_files, pack_weight,
                               processor_flags, release_mapped_pages, unpack_rows, usable_kernels)
 from .ragged import Packed
 from .slots import KVCache, Shape
@@ -126,6 +126,7 @@ def check_family(model: PreTrainedModel) -> None:
     if model.device.type != 'cpu' or model.dtype not in DTYPES:
         no(f'it is on {model.device.type}, in {str(model.dtype)[6:]}')
     if config.hidden_act != 'silu': no(f'its activation is {config.hidden_act}')
+    if config.num_attention_heads > ROWS * config.num_key_value_heads: no(f'more than {ROWS} of its query heads share a KV head')
     if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()): no('it has hooks')
     base: Any = model.model
     linears = [l for layer in base.layers for part in _parts(layer) for l in part] + [model.lm_head]
@@ -261,14 +262,6 @@ def fuse(model: PreTrainedModel, kernels: Kernels, shapes: Sequence[Shape], own:
         try: check_backend(model, FusedBackend(tried, shapes))
         except NotPacked as e: raise NotFused(f'{type(model).__name__} runs by its own code: fused, {e}') from e
         return tried if linear is PlainLinear else Fused(model, kernels, own, linear)
-
-# %% ../nbs/09b_fused.ipynb #36153c50
-def weights_version(model: nn.Module) -> int:
-    "Changes whenever a weight of `model` is written in place or replaced."
-    def version(p: torch.Tensor) -> int:
-        try: return p._version
-        except RuntimeError: return 0                             # a tensor of inference mode: can't be written outside
-    return hash(tuple((p.data_ptr(), version(p)) for p in model.parameters()))
 
 # %% ../nbs/09b_fused.ipynb #78db6b72
 def open_backend(model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions) -> FusedBackend:

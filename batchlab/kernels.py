@@ -868,6 +868,13 @@ class TiledCache(KVCache):
         self.use(batch)
         for source, target, _ in batch.copies: self.copy(source, target)
 
+    def copy(self, source: int, target: int, n: int | None = None) -> None:
+        super().copy(source, target)
+        if n is None: return
+        behind = torch.arange(target * self.block_size + n, (target + 1) * self.block_size)
+        for layer, (h, k, v) in enumerate(self.shapes):
+            self.write(layer, torch.zeros(len(behind), h, k), torch.zeros(len(behind), h, v), behind)
+
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         block, at = slot_mapping // self.block_size, slot_mapping % self.block_size
         self.keys[layer][block, :, at // COLUMNS, :, at % COLUMNS] = key.unflatten(2, (-1, self.e))

@@ -54,7 +54,7 @@ class NoBackend:
 def make_engine(llm: LLM, kind: str) -> Engine:
     "An `Engine` for requests of a kind, by `llm.strategy`."
     l, alone = llm.limits, kind == 'solo' or llm.strategy == 'loop'
-    how: Any = dict(max_model_len=l.max_model_len, max_num_batched_tokens=l.max_num_batched_tokens, budget=llm.budget)
+    how: Any = dict(max_num_batched_tokens=l.max_num_batched_tokens, budget=llm.budget)
     if kind == 'packed':
         assert llm.shapes is not None
         size = llm.backend.block_size
@@ -108,7 +108,8 @@ def in_order(llm: LLM, groups: Sequence[RequestGroup]) -> list[RequestGroup]:
 def simulate(scheduler: Scheduler, requests: Iterable[Request], most: int = 200_000) -> tuple[int, int, int] | None:
     """Run copies of `requests` through `scheduler`, without a model and to their `max_tokens`: `(slots, blocks, tokens reused)`, the
     most at once. None if that takes more than `most` rows."""
-    for i, r in enumerate(requests): scheduler.add(Request(str(i), r.prompt_ids, r.max_tokens, r.priority, reuse=r.reuse, wave=r.wave))
+    for i, r in enumerate(requests): scheduler.add(Request(str(i), r.prompt_ids, r.max_tokens, r.priority, reuse=r.reuse, wave=r.wave,
+                                                               adapter=r.adapter))
     slots = rows = 0
     while scheduler.has_unfinished:
         plan = scheduler.schedule()
@@ -126,7 +127,7 @@ def make_plan(llm: LLM, groups: Sequence[RequestGroup]) -> MemoryPlan:
     paged = bool(llm.shapes) and llm.strategy == 'continuous'
     found = None
     if paged and tokens <= 200_000:
-        found = simulate(Scheduler(l.max_num_seqs, l.max_num_batched_tokens, l.kv_tokens, l.max_model_len, size,
+        found = simulate(Scheduler(l.max_num_seqs, l.max_num_batched_tokens, l.kv_tokens, size,
                                    llm.enable_prefix_caching), rs)
     if found: slots, blocks, shared = found
     else:
@@ -204,16 +205,17 @@ class LLM:
         self.deadlines: list[tuple[float, int, RequestGroup]] = []          # a heap
         self.done: Any = Counter()                             # sums over all that ended, see `make_stats`
         self.past = Ledger()
-        self._configure()
+        self.engines: dict[str, Engine] = {}                   # by kind, see `select_runner`
         self.backend = self._select_backend()
+        self._configure()
         self.recorder = self.trace().start() if trace else None
 
     def _configure(self) -> None:
         "Begin with no engines, under `limits`."
+        self.limits.fit(self.backend.block_size)
         self.max_model_len = self.limits.max_model_len
         self.budget = KVBudget(self.limits.kv_tokens, self._give_back_idle)
-        self.engines: dict[str, Engine] = {}                   # by kind, see `select_runner`
-        self._turn = 0
+        self.engines, self._turn = {}, 0
 
     def _select_backend(self) -> Backend:
         "The backend for the model as it is now; what was computed with it as it was before is dropped."

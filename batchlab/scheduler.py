@@ -11,7 +11,7 @@ __all__ = ['GROW', 'Request', 'Row', 'RowOutput', 'StepPlan', 'KVMemory', 'Paged
 
 # %% ../nbs/08_scheduler.ipynb #39e3b68b
 import contextlib, heapq, math, time
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -206,9 +206,12 @@ class PagedMemory:
         return copies
 
     def grow(self, r: Request, end: int, running: Sequence[Request] = ()) -> bool:
-        table = r.block_table
+        table, had = r.block_table, len(r.block_table)
         while len(table) < self.pool.blocks_for(end):
-            if (i := self.pool.take(table[-1] if table else None)) is None: return False
+            if (i := self.pool.take(table[-1] if table else None)) is None:
+                self.pool.release(table[had:])                            # a block that no step begins is never cleaned
+                del table[had:]
+                return False
             table.append(i)
         return True
 
@@ -310,8 +313,7 @@ class Scheduler:
     in the order of priority and arrival: a level of priority is worth `patience` places in the queue.
 
     `max_kv_tokens`, or a `budget` shared with others: the most tokens of KV (None: no limit). When they run out, the last in
-    rank is preempted, and computed again later. `max_model_len`: the longest that a request may grow. `block_size`,
-    `prefix_caching`: the `BlockPool`'s. `paged=False`, for padded batches: no blocks, a rectangle. `recompute=True`: nothing is
+    rank is preempted, and computed again later. `block_size`, `prefix_caching`: the `BlockPool`'s. `paged=False`, for padded batches: no blocks, a rectangle. `recompute=True`: nothing is
     kept of what was computed, each step computes whole sequences. `chunked=False`: prompts enter whole. `barrier=True`, static
     batching: requests enter only when none runs, all of one `wave` at once, whole, without prefix caching, and sorted by
     the key `order` if it is given.
@@ -320,7 +322,7 @@ class Scheduler:
     recomputed and reused. Raises `ScheduleError`. Scheduling by iteration is Orca's (Yu et al. 2022); prefill in chunks beside
     decode under a token budget is Sarathi-Serve's (Agrawal et al. 2024); KV in blocks is vLLM's (Kwon et al. 2023)."""
     def __init__(self, max_num_seqs: int = 32, max_num_batched_tokens: int = 512, max_kv_tokens: int | None = None,
-                 max_model_len: int | None = None, block_size: int = 64, prefix_caching: bool = True, chunked: bool = True,
+                 block_size: int = 64, prefix_caching: bool = True, chunked: bool = True,
                  barrier: bool = False, order: Callable[[Request], Any] | None = None, patience: int = 256,
                  paged: bool = True, recompute: bool = False, budget: KVBudget | None = None) -> None:
         if max_num_seqs < 1: raise ScheduleError(f'max_num_seqs={max_num_seqs}: expected at least 1')
@@ -328,7 +330,7 @@ class Scheduler:
             raise ScheduleError(f'max_num_batched_tokens={max_num_batched_tokens} must be more than '
                                 f'max_num_seqs={max_num_seqs}: each running request takes one token of every step, '
                                 'and prompts need the rest')
-        self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len = max_num_seqs, max_num_batched_tokens, max_model_len
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.chunked, self.barrier, self.order, self.patience = chunked and not barrier, barrier, order, patience
         self.budget, self.recompute = budget or KVBudget(max_kv_tokens), recompute
         self.pool = BlockPool(block_size, self.budget, prefix_caching and paged and not barrier)
@@ -366,7 +368,10 @@ class Scheduler:
             request.finish_reason, request.error = reason, error
             with contextlib.suppress(Exception): request.delta += request.text.finish() if request.text else ''
         if request.slot is not None: self._leave(request, keep)
-        else: self.waiting = [r for r in self.waiting if r is not request]
+        elif self.order: self.waiting = [r for r in self.waiting if r is not request]      # by another key than rank
+        else:
+            at = bisect_left(self.waiting, request.rank, key=lambda r: r.rank)
+            if self.waiting[at:at + 1] == [request]: del self.waiting[at]
 
     def preempt(self, request: Request, plan: StepPlan | None = None) -> None:
         "Take slot and blocks from a running request. It waits at its old place, and computes again what is lost by then."
@@ -394,11 +399,12 @@ class Scheduler:
         budget, prefills = self.max_num_batched_tokens - sum(_decodes(r) for r in self.running), []
         for r in list(self.running):
             if r.slot is None: continue                                       # preempted in this loop
-            if not _decodes(r): prefills.append(r)
-            else:
-                self._trim_guesses(r, budget)
-                budget -= len(r.draft_ids)
-                self._put(r, r.num_pending, plan)
+            if _decodes(r): self._put(r, 1, plan)
+            else: prefills.append(r)
+        for row in plan.rows:                                                 # guesses get what is left
+            self._trim_guesses(row.request, budget)
+            row.n_tokens += len(row.request.draft_ids)
+            budget -= len(row.request.draft_ids)
         for r in prefills:
             n = min(r.num_pending, budget) if self.chunked else r.num_pending
             if n <= 0: break
@@ -408,7 +414,7 @@ class Scheduler:
         return plan
 
     def _trim_guesses(self, r: Request, budget: int) -> None:
-        "Drop the guesses of `r` beyond `budget`, and all where memory is short: no request is preempted for guesses."
+        "Drop the guesses of `r` beyond `budget`, and all where memory is short: no decoding request is preempted for guesses."
         del r.draft_ids[max(0, budget):]
         if r.draft_ids and not self.memory.grow(r, r.num_computed_tokens + r.num_pending, self.running): r.draft_ids = []
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 __all__ = ['Shape', 'kv_shapes', 'reserve', 'is_run', 'KVCache']
 
 # %% ../nbs/07_slots.ipynb #42a2e48d
-import mmap, sys
+import contextlib, mmap, sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,7 +43,8 @@ def reserve(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> t
     if device.type != 'cpu' or not n or not hasattr(mmap, 'MAP_PRIVATE'): return torch.empty(*shape, dtype=dtype, device=device)
     lazily = getattr(mmap, 'MAP_NORESERVE', 0x4000) if sys.platform == 'linux' else 0      # else a process that forks would be refused
     pages = mmap.mmap(-1, n, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | lazily)
-    if hasattr(mmap, 'MADV_NOHUGEPAGE'): pages.madvise(mmap.MADV_NOHUGEPAGE)      # 2 MB at a time would be more than asked for
+    if hasattr(mmap, 'MADV_NOHUGEPAGE'):                   # 2 MB at a time would be more than asked for
+        with contextlib.suppress(OSError): pages.madvise(mmap.MADV_NOHUGEPAGE)      # refused where the system has no such pages
     return torch.frombuffer(pages, dtype=dtype).view(*shape)
 
 # %% ../nbs/07_slots.ipynb #a55db733

@@ -65,18 +65,19 @@ def write_json(path: str | os.PathLike, data: dict) -> Path:
 def from_slots(data: dict) -> dict:
     "A trace of version 1, whose KV lay in one rectangle of slots, as one of today: a slot counts as a block of its capacity."
     def step(s: dict) -> dict:
-        size, held = s.get('capacity', 0), len({row[0] for row in s['rows']})
-        slots = len(s.get('held', ()))
+        size, running, held = s.get('capacity', 0), {row[0] for row in s['rows']}, s.get('held', [])
+        left = sum(n > 0 for slot, n in enumerate(held) if slot not in running)        # by requests that are done
         return {k: x for k, x in s.items() if k not in ('moves', 'resize', 'capacity')} | dict(
-            copies=[], block_size=size, blocks=slots, blocks_held=held, blocks_shared=0, blocks_cached=max(0, sum(map(bool, s.get('held', ()))) - held))
-    return data | dict(steps=[step(s) for s in data['steps']])
+            held=[n if slot in running else 0 for slot, n in enumerate(held)], copies=s.get('copies', []), block_size=size,
+            blocks=len(held), blocks_held=len(running), blocks_shared=0, blocks_cached=left)
+    return data | dict(version=VERSION, steps=[step(s) for s in data['steps']])
 
 def check_trace(data: Any, name: str = 'this') -> dict:
     "`data` if it is a trace that can be read. Raises `TraceError`."
     if not isinstance(data, dict) or data.get('format') != 'batchlab-trace':
         raise TraceError(f'{name} is not a trace: expected a file that Trace.save has written')
-    if not isinstance(v := data.get('version'), int) or v > VERSION:
-        raise TraceError(f'{name} is a trace of version {v!r}, and this batchlab reads up to {VERSION}: upgrade batchlab')
+    if not isinstance(v := data.get('version'), int) or isinstance(v, bool) or not 1 <= v <= VERSION:
+        raise TraceError(f'{name} is a trace of version {v!r}, and this batchlab reads 1 to {VERSION}: upgrade batchlab if it is newer')
     wanted = dict(steps=list, requests=list, totals=dict, tokens=dict, row=list)
     if missing := [k for k, kind in wanted.items() if not isinstance(data.get(k), kind)]:
         raise TraceError(f'{name} is a trace that lacks {", ".join(missing)}: record it again')

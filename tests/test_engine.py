@@ -5,16 +5,17 @@ from collections import Counter
 import psutil, pytest, torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from batchlab.attention import shared_prefixes
 from batchlab.batch import pack_rows
-from batchlab.config import choose_limits
+from batchlab.config import Limits, choose_limits
 from batchlab.int8 import put_int8
 from batchlab.kernels import KernelStep, TiledCache, load_kernels
 from batchlab.llm import LLM, EngineError
 from batchlab.models import TINY_ARCHS, UnsupportedModelError, eos_token_ids, tiny_model, tiny_tokenizer
 from batchlab.outputs import RequestGroup, RequestOutput
 from batchlab.prefill import generate_naive
-from batchlab.sampling import SamplingParams
-from batchlab.scheduler import Request, check_invariants
+from batchlab.sampling import ParamError, SamplingParams
+from batchlab.scheduler import Request, RowOutput, Scheduler, check_invariants
 from batchlab.slots import KVCache
 
 ARCHS = (*TINY_ARCHS, 'gemma2', 'gpt_oss', 'qwen3_moe')
@@ -597,3 +598,70 @@ def test_a_padded_engine_keeps_no_rectangle_once_it_is_idle():
     llm = LLM(tiny_model('llama'), strategy='static')
     llm.generate(PROMPTS, GREEDY)
     assert llm.stats().kv_bytes == 0 and not sum(llm.budget.claims.values())
+
+
+def test_a_copied_block_of_the_kernels_is_zero_behind_its_tokens():
+    cache = TiledCache([(2, 16, 16)], 3, 64)
+    cache.write(0, torch.ones(64, 2, 16), torch.ones(64, 2, 16), torch.arange(64, 128))
+    cache.copy(1, 2, 5)
+    for x in cache.read(0, [2]): assert x[:5].eq(1).all() and not x[5:].any()
+
+
+def test_many_query_heads_on_one_kv_head():
+    "More than the kernels have room for: the model runs another way."
+    model = tiny_model('llama', num_attention_heads=72, num_key_value_heads=1, head_dim=256, hidden_size=1152)
+    llm = LLM(model)
+    assert llm.backend.name != 'fused' and ids(llm.generate(PROMPTS, GREEDY)) == wanted(model, PROMPTS, 10)
+
+
+def drafted(n_tokens, guesses, max_kv_tokens, **kw):
+    "A scheduler with one decoding request for each item of `n_tokens`, which has that many tokens; the first has guesses."
+    s = Scheduler(4, 64, max_kv_tokens, block_size=4, **kw)
+    rs = [s.add(Request(str(i), [i] * n, 4)) for i, n in enumerate(n_tokens)]
+    plan = s.schedule()
+    s.update(plan, [RowOutput([7]) for _ in plan.rows])
+    rs[0].draft_ids = [9] * guesses
+    return s, rs
+
+
+def test_guesses_beyond_memory_leave_no_block_behind():
+    s, [r] = drafted([3], 12, 12)
+    plan = s.schedule()
+    assert (plan.rows[0].n_tokens, r.draft_ids, r.block_table) == (1, [], [0])
+    s.pool.check()
+
+
+def test_no_decoding_request_is_preempted_for_guesses():
+    s, [a, b] = drafted([8, 8], 3, 24)
+    plan = s.schedule()
+    check_invariants(s, plan)
+    assert {row.request: row.n_tokens for row in plan.rows} == {a: 4, b: 1} and not plan.preempted
+    s, [a, b] = drafted([8, 8], 6, 24)
+    plan = s.schedule()
+    assert [row.n_tokens for row in plan.rows] == [1, 1] and not plan.preempted
+
+
+def test_limits_are_whole_blocks():
+    limits = Limits(4, 64, 320, 320 * 100, 100)
+    limits.fit(256)
+    assert (limits.kv_tokens, limits.max_model_len) == (256, 256)
+    with pytest.raises(ParamError, match='less than a block of 512 tokens: raise kv_cache_bytes'): limits.fit(512)
+
+
+def test_prompts_that_each_go_on_where_the_last_ended():
+    "A fork at each block: the groups are found without going deeper and deeper."
+    tables = [list(range(n)) for n in range(1, 1500)]
+    groups = shared_prefixes(tables, [len(t) for t in tables])
+    assert sorted(r for rows, _ in groups for r in rows) == list(range(len(tables)))
+    assert all(tables[r][:n] == tables[rows[0]][:n] and n <= len(tables[r]) for rows, n in groups for r in rows)
+
+
+def test_ending_many_that_wait_takes_time_for_each_once():
+    s = Scheduler()
+    rs = [s.add(Request(str(i), [5])) for i in range(3000)]
+    compared = Counter()
+    class Rank(tuple):
+        def __lt__(self, other): compared['n'] += 1; return tuple.__lt__(self, other)
+    for r in rs: r.rank = Rank(r.rank)
+    for r in random.Random(0).sample(rs, len(rs)): s.finish(r, 'cancelled')
+    assert not s.waiting and compared['n'] < 20 * len(rs)

@@ -246,7 +246,8 @@ def test_a_file_of_version_1_still_opens(tmp_path):
         assert len({row[0] for row in s['rows']}) == len(s['rows']) == s['blocks_held'] <= s['blocks'] - s['blocks_cached']
         for slot, _, start, n, *_ in s['rows']: assert slot < s['blocks'] and start + n <= s['held'][slot] <= s['block_size']
     assert (t.steps[4]['block_size'], t.steps[4]['blocks'], t.steps[-1]['block_size'], t.steps[-1]['blocks']) == (64, 3, 128, 2)
-    assert t.steps[9]['blocks_held'] == 1 and t.steps[9]['blocks_cached'] == 2
+    assert t.steps[9]['blocks_held'] == 1 and t.steps[9]['blocks_cached'] == 2 and sum(t.steps[9]['held']) == 15
+    assert Trace.load(t.save(tmp_path/'again.json')).data == t.data
     for draw in (pictures.timeline, pictures.kv_map, pictures.waste, pictures.latency, pictures.packed_row, pictures.prefixes):
         parseString(draw(V1).svg)
     events = json.loads(t.save_events(tmp_path/'events.json').read_text())['traceEvents']
@@ -256,10 +257,10 @@ def test_a_file_of_version_1_still_opens(tmp_path):
     assert t.frame().shape[0] == 20 and t.frame('requests').output_tokens.sum() == 36
 
 
-@pytest.mark.parametrize('version', [3, 99, '1', 1.5, None])
+@pytest.mark.parametrize('version', [3, 99, 0, -1, True, '1', 1.5, None])
 def test_a_file_of_an_unknown_version_is_refused(version, tmp_path):
     (tmp_path/'new.json').write_text(json.dumps(json.loads(V1.read_text()) | dict(version=version)))
-    with pytest.raises(TraceError, match=rf'new\.json is a trace of version {re.escape(repr(version))}, .* reads up to {VERSION}: upgrade batchlab'):
+    with pytest.raises(TraceError, match=rf'new\.json is a trace of version {re.escape(repr(version))}, .* reads 1 to {VERSION}: upgrade batchlab'):
         Trace.load(tmp_path/'new.json')
 
 
