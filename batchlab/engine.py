@@ -134,8 +134,8 @@ class Engine:
             self.mark('sample')
             moved = self.scheduler.update(plan, rows)
             self.num_steps += 1
-            if not self.scheduler.running and not self.scheduler.block_size: self.runner.reset()     # a rectangle that nobody needs
             self.mark('text', moved)
+            if not self.scheduler.running and not self.scheduler.block_size: self.runner.reset()     # a rectangle that nobody needs
             return moved
         except BaseException as e: return self.recover(plan, e)
 

@@ -77,7 +77,8 @@ def members(module):
     for node in parsed(module).body:
         if isinstance(node, ast.ClassDef):
             for x in node.body:
-                yield node.name, getattr(x, 'name', None) or getattr(getattr(x, 'target', None), 'id', '_')
+                name = getattr(x, 'name', None) or getattr(getattr(x, 'target', None), 'id', None)
+                if name: yield node.name, name
         elif is_patch(node): yield getattr(node.args.args[0].annotation, 'id', ''), node.name
 
 
