@@ -706,20 +706,20 @@ SHAPES = {'1B': dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers
           '8B': dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
                      num_key_value_heads=8, head_dim=128, vocab_size=128256, tie_word_embeddings=False)}
 
-def llama_shape(device, dtype=torch.bfloat16, **shape):
+def llama_shape(device: str | torch.device, dtype: torch.dtype = torch.bfloat16, **shape: Any) -> Any:
     "A Llama of that shape with random weights, made on `device`."
     from transformers import AutoModelForCausalLM, LlamaConfig
     config = LlamaConfig(**shape, max_position_embeddings=8192, eos_token_id=None, bos_token_id=None, pad_token_id=0)
     with torch.device(device): return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
-def step_bytes(model, shapes, rows, held):
+def step_bytes(model: Any, shapes: Sequence[tuple[int, int, int]], rows: int, held: int) -> int:
     "Bytes that a decode step of `rows` rows has to read, each holding `held` tokens: weights once, keys and values."
     embedded = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.nbytes
     kv = sum(h * (k + v) for h, k, v in shapes) * model.dtype.itemsize
     return sum(p.nbytes for p in model.parameters()) - embedded + rows * held * kv
 
 # %% ../nbs/40_bench.ipynb #8cdf87bd
-def copy_speed(device, size=2**30, times=10):
+def copy_speed(device: str | torch.device, size: int = 2**30, times: int = 10) -> float:
     "Bytes a second that a plain copy on `device` reads and writes together."
     wait = torch.cuda.synchronize if torch.device(device).type == 'cuda' else lambda: None
     a = torch.ones(size, dtype=torch.uint8, device=device)
@@ -730,7 +730,8 @@ def copy_speed(device, size=2**30, times=10):
     wait()
     return 2 * size * times / (time.perf_counter() - begin)
 
-def bandwidth(llm, slots=(1, 4, 16, 64, 256), context=512, steps=32, say=lambda line: None, **kw):
+def bandwidth(llm: LLM, slots: Sequence[int] = (1, 4, 16, 64, 256), context: int = 512, steps: int = 32,
+              say: Callable[[str], object] = lambda line: None, **kw: Any) -> dict[int, tuple[float, float]]:
     "`{slots: (tokens per second of decode, share of a copy's bytes a second)}`; `kw`: of `decode_rate`."
     model, got = llm.model, {}
     shapes, peak = kv_shapes(model), copy_speed(model.device, 2**30 if model.device.type == 'cuda' else 2**28)
