@@ -313,10 +313,10 @@ class Scheduler:
     in the order of priority and arrival: a level of priority is worth `patience` places in the queue.
 
     `max_kv_tokens`, or a `budget` shared with others: the most tokens of KV (None: no limit). When they run out, the last in
-    rank is preempted, and computed again later. `block_size`, `prefix_caching`: the `BlockPool`'s. `paged=False`, for padded batches: no blocks, a rectangle. `recompute=True`: nothing is
-    kept of what was computed, each step computes whole sequences. `chunked=False`: prompts enter whole. `barrier=True`, static
-    batching: requests enter only when none runs, all of one `wave` at once, whole, without prefix caching, and sorted by
-    the key `order` if it is given.
+    rank is preempted, and computed again later. `block_size`, `prefix_caching`: the `BlockPool`'s. `paged=False`, for padded
+    batches: no blocks, a rectangle. `recompute=True`: nothing is kept of what was computed, each step computes whole
+    sequences. `chunked=False`: prompts enter whole. `barrier=True`, static batching: requests enter only when none runs, all
+    of one `wave` at once, whole, without prefix caching, and sorted by the key `order` if it is given.
 
     `waiting`, `running`: its requests, the first by rank. `free_slots`: a heap. `ledger`: the positions that its steps computed,
     recomputed and reused. Raises `ScheduleError`. Scheduling by iteration is Orca's (Yu et al. 2022); prefill in chunks beside

@@ -117,7 +117,8 @@ class KVCache:
 
         Views, if `blocks` is a list of neighbours; else copies. `blocks` as a tensor: int64 `[n]`."""
         if isinstance(blocks, torch.Tensor):
-            return self.keys[layer][blocks].flatten(0, 1), self.values[layer][blocks].flatten(0, 1)
+            k, v = (t[layer].index_select(0, blocks).flatten(0, 1) for t in (self.keys, self.values))
+            return k, v
         if is_run(blocks):
             at = slice(blocks[0], blocks[-1] + 1)
             return self.keys[layer][at].flatten(0, 1), self.values[layer][at].flatten(0, 1)
