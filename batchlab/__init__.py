@@ -1,6 +1,7 @@
 """LLM batch inference on PyTorch and transformers, built chapter by chapter in `nbs/`.
 
 Names resolve on first use (PEP 562), so that `import batchlab` is quick and imports neither torch nor transformers."""
+import sys, warnings
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
@@ -23,6 +24,34 @@ def __getattr__(name: str):
     from importlib import import_module
     value = globals()[name] = getattr(import_module(f'batchlab.{_lazy[name]}'), name)
     return value
+
+
+class _Moved:
+    "Finds a module under the name that it had, with a `DeprecationWarning`: `import batchlab.jobs` gives `batchlab.work.jobs`."
+    names = {'kernels': 'backends.kernels', 'fused': 'backends.fused', 'int8': 'backends.int8', 'cuda': 'backends.cuda',
+             'drawing': 'views.drawing', 'pictures': 'views.pictures', 'widgets': 'views.widgets', 'viewer': 'views.viewer',
+             'jobs': 'work.jobs', 'scaleout': 'work.scaleout'}
+
+    @classmethod
+    def find_spec(cls, name: str, path=None, target=None):
+        package, _, module = name.rpartition('.')
+        if package != __name__ or module not in cls.names: return None
+        from importlib.machinery import ModuleSpec
+        warnings.warn(f'{name} is now {__name__}.{cls.names[module]}', DeprecationWarning, stacklevel=2)
+        return ModuleSpec(name, cls)                                                       # type: ignore[arg-type]
+
+    @classmethod
+    def create_module(cls, spec):
+        from importlib import import_module
+        module = import_module(f"{__name__}.{cls.names[spec.name.rpartition('.')[2]]}")
+        spec.loader_state = module.__spec__
+        return module
+
+    @staticmethod
+    def exec_module(module): module.__spec__ = module.__spec__.loader_state               # it has run under its own name
+
+
+if not any(getattr(f, '__module__', '') == __name__ for f in sys.meta_path): sys.meta_path.append(_Moved)   # type: ignore[arg-type]
 
 
 def __dir__() -> list[str]: return sorted({*globals(), *_lazy})

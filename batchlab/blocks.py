@@ -8,7 +8,7 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['KVBudget', 'Block', 'BlockAllocator', 'common_length', 'BlockIndex', 'Hit', 'BlockPool']
 
-# %% ../nbs/07_slots.ipynb #cdd329a6
+# %% ../nbs/10_slots.ipynb #cdd329a6
 import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from .hashes import content_hash
 
-# %% ../nbs/07_slots.ipynb #4af0c6a6
+# %% ../nbs/10_slots.ipynb #4af0c6a6
 class KVBudget:
     """The tokens of KV that all engines of an `LLM` may hold together: `limit`, or None for any number.
 
@@ -44,7 +44,7 @@ class KVBudget:
         else: self.claims.pop(owner, None)
         return True
 
-# %% ../nbs/07_slots.ipynb #c4493a25
+# %% ../nbs/10_slots.ipynb #c4493a25
 @dataclass(slots=True, eq=False)
 class Block:
     """What is known of one block: `block_size` places for the KV of consecutive tokens, in all layers.
@@ -57,7 +57,7 @@ class Block:
     hash: bytes | None = None
     listed: bool = False
 
-# %% ../nbs/07_slots.ipynb #bc91b27e
+# %% ../nbs/10_slots.ipynb #bc91b27e
 class BlockAllocator:
     """Which blocks are held, and which goes next. Blocks are numbered from 0; `blocks[i]` is a `Block`.
 
@@ -135,14 +135,14 @@ class BlockAllocator:
         b = self.blocks[i]
         b.token_ids, b.parent, b.hash = [], b'', None
 
-# %% ../nbs/07_slots.ipynb #dbfc0171
+# %% ../nbs/10_slots.ipynb #dbfc0171
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     "How many leading items `a` and `b` share."
     n = min(len(a), len(b))
     if a[:n] == b[:n]: return n
     return bisect_left(range(n), True, key=lambda i: a[:i + 1] != b[:i + 1])
 
-# %% ../nbs/07_slots.ipynb #7f0ec3e6
+# %% ../nbs/10_slots.ipynb #7f0ec3e6
 class BlockIndex:
     """Finds blocks by what lies in them; `blocks` are those of a pool.
 
@@ -181,7 +181,7 @@ class BlockIndex:
             if len(held) > n and held[n] == ids[n] and held[:n] == ids[:n]: n, best = common_length(held, ids), i
         return n, best
 
-# %% ../nbs/07_slots.ipynb #7a60d5e4
+# %% ../nbs/10_slots.ipynb #7a60d5e4
 @dataclass(frozen=True)
 class Hit:
     """What a pool holds of a prompt: whole `blocks`, to be shared, and `n` more tokens in block `source`, to be copied.
@@ -192,7 +192,7 @@ class Hit:
     source: int | None = None
     n: int = 0
 
-# %% ../nbs/07_slots.ipynb #d6383787
+# %% ../nbs/10_slots.ipynb #d6383787
 def _check_pool(pool: BlockPool) -> None:
     "Raise `AssertionError` unless the books of `pool` agree with each other."
     free, cached = set(pool.free), set(pool.cached)
@@ -210,7 +210,7 @@ def _check_pool(pool: BlockPool) -> None:
     assert sum(map(len, pool.children.values())) == sum(b.listed for b in pool.blocks), 'a block is listed twice'
     assert len(pool.blocks) * pool.block_size <= pool.budget.left(pool), 'more memory than there may be'
 
-# %% ../nbs/07_slots.ipynb #3cef918d
+# %% ../nbs/10_slots.ipynb #3cef918d
 class BlockPool(BlockAllocator):
     """Hands out blocks of KV, and finds again what lies in them. States and arguments: `BlockAllocator`.
 

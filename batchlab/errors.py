@@ -8,6 +8,6 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['BatchlabError']
 
-# %% ../nbs/00_models.ipynb #b0bbf280
+# %% ../nbs/01_models.ipynb #b0bbf280
 class BatchlabError(Exception):
     "Base of every error that a user of batchlab can meet: what was wrong, what was expected, what to do."

@@ -8,7 +8,7 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['PrefixError', 'content_hash', 'chunk_hashes']
 
-# %% ../nbs/05_prefix.ipynb #c8f426f9
+# %% ../nbs/06_prefix.ipynb #c8f426f9
 import hashlib, struct
 from collections.abc import Sequence
 
@@ -17,13 +17,13 @@ from .errors import BatchlabError
 class PrefixError(BatchlabError, ValueError):
     "A prefix that can't be shared: no rows, rows that differ inside it, a cache that does not hold it, or a bad size."
 
-# %% ../nbs/05_prefix.ipynb #7cb646e1
+# %% ../nbs/06_prefix.ipynb #7cb646e1
 def _at_least_1(**sizes: int) -> None:
     "Raise `PrefixError` for the first size that is not a positive whole number."
     for name, n in sizes.items():
         if not isinstance(n, int) or n < 1: raise PrefixError(f'{name} is {n!r}: expected a whole number of at least 1')
 
-# %% ../nbs/05_prefix.ipynb #56303964
+# %% ../nbs/06_prefix.ipynb #56303964
 def content_hash(ids: Sequence[int], parent: bytes = b'') -> bytes:
     """A 16-byte name for the token ids `ids`, given the name `parent` of what stands before them.
 
@@ -32,7 +32,7 @@ def content_hash(ids: Sequence[int], parent: bytes = b'') -> bytes:
     """
     return hashlib.blake2b(parent + struct.pack(f'<{len(ids)}q', *ids), digest_size=16).digest()
 
-# %% ../nbs/05_prefix.ipynb #da34345b
+# %% ../nbs/06_prefix.ipynb #da34345b
 def chunk_hashes(ids: Sequence[int], chunk_size: int = 16, root: bytes = b'') -> list[bytes]:
     """One `content_hash` for each full chunk of `ids`, each chained on the one before it; a list of 16-byte names.
 

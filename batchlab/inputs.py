@@ -8,7 +8,7 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['log', 'PROMPT_FORMS', 'is_ids', 'as_list', 'parse_prompt', 'params_for', 'settings_for', 'prompt_ids_of']
 
-# %% ../nbs/10a_llm.ipynb #bda22e97
+# %% ../nbs/15_llm.ipynb #bda22e97
 import logging, numbers
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ from .sampling import ParamError, SamplingParams
 
 log = logging.getLogger('batchlab')
 
-# %% ../nbs/10a_llm.ipynb #6d3ee88f
+# %% ../nbs/15_llm.ipynb #6d3ee88f
 def is_ids(x: Any) -> bool:
     "Whether `x` is a list, tuple, array or tensor of whole numbers, which makes it one prompt."
     x = x.tolist() if hasattr(x, 'tolist') else x
@@ -33,7 +33,7 @@ def as_list(prompts: Any, chat: bool = False) -> list:
     one = talk if chat else is_ids(prompts)
     return [prompts] if one or isinstance(prompts, (str, dict)) or not hasattr(prompts, '__iter__') else list(prompts)
 
-# %% ../nbs/10a_llm.ipynb #707e59f9
+# %% ../nbs/15_llm.ipynb #707e59f9
 PROMPT_FORMS = "a string, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 
 def parse_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
@@ -47,7 +47,7 @@ def parse_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
         raise PromptError(f'a prompt must be {PROMPT_FORMS}, got {prompt!r:.60}')
     return text, ids if ids is None else [int(i) for i in ids]
 
-# %% ../nbs/10a_llm.ipynb #b5c7304f
+# %% ../nbs/15_llm.ipynb #b5c7304f
 def params_for(params: Any, n: int) -> list[SamplingParams]:
     "`n` `SamplingParams` from one for all or a list of one each. Raises `ParamError`."
     if not isinstance(params, (list, tuple)): return [SamplingParams.of(params)] * n
@@ -69,7 +69,7 @@ def settings_for(n: int, sampling_params: Any = None, priority: Any = None,
                     spread('priority', priority, 0, whole, 'a whole number, lower goes first'),
                     spread('timeout', timeout, None, above, 'a number of seconds above 0')))
 
-# %% ../nbs/10a_llm.ipynb #bbcb7a60
+# %% ../nbs/15_llm.ipynb #bbcb7a60
 def prompt_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prompt: Any, chat: bool) -> tuple[str | None, list[int]]:
     "A prompt or conversation as `(text, ids)`. Raises `PromptError`, `ModelError`."
     words: Any = tokenizer                                 # `encode` and `encode_chat` say so where there is none

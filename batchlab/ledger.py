@@ -8,7 +8,7 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['Ledger']
 
-# %% ../nbs/03_padding.ipynb #91551059
+# %% ../nbs/04_padding.ipynb #91551059
 from dataclasses import dataclass
 
 @dataclass

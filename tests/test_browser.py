@@ -18,7 +18,7 @@ CELLS = ["""
 from batchlab.llm import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.sampling import SamplingParams
-from batchlab.widgets import LiveView, Panel, Playground, SamplingExplorer, Scrubber
+from batchlab.views.widgets import LiveView, Panel, Playground, SamplingExplorer, Scrubber
 model, tokenizer = tiny_model('llama', max_position_embeddings=4096), tiny_tokenizer()
 llm, other = (LLM(model, tokenizer, max_num_seqs=2, max_num_batched_tokens=16, compile=False) for _ in range(2))
 long = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
@@ -105,9 +105,9 @@ def browser():
 def lab(tmp_path_factory):
     folder = tmp_path_factory.mktemp('lab')
     (folder/'small.ipynb').write_text(notebook(CELLS))
-    chapter = json.loads((ROOT/'nbs/32_widgets.ipynb').read_text(encoding='utf-8'))
+    chapter = json.loads((ROOT/'nbs/52_widgets.ipynb').read_text(encoding='utf-8'))
     chapter['cells'] = [c for c in chapter['cells'] if 'nbdev_export' not in ''.join(c['source'])]
-    (folder/'32_widgets.ipynb').write_text(json.dumps(chapter))
+    (folder/'52_widgets.ipynb').write_text(json.dumps(chapter))
     with jupyter_lab(folder) as address: yield address
 
 
@@ -198,7 +198,7 @@ def test_playground_runs(page):
 def test_notebook_runs(browser, lab):
     "The chapter itself, as a reader runs it."
     page = browser.new_page(viewport=dict(width=1280, height=1000))
-    assert run_all(page, lab, '32_widgets.ipynb', 300) == []
+    assert run_all(page, lab, '52_widgets.ipynb', 300) == []
     views = page.evaluate("() => [...window.jupyterapp.shell.currentWidget.content.model.cells].filter(c => c.type === 'code')"
                           ".flatMap(c => c.outputs.toJSON()).map(o => Object.keys(o.data ?? {}))")
     live = [v for v in views if 'application/vnd.jupyter.widget-view+json' in v]
@@ -223,8 +223,8 @@ def trace(request):
 
 
 def test_page_shows_what_the_trace_says(browser, trace, tmp_path):
-    from batchlab.viewer import view_html
-    from batchlab.widgets import shares_of, step_line
+    from batchlab.views.viewer import view_html
+    from batchlab.views.widgets import shares_of, step_line
     data = json.loads(json.dumps(trace.data))
     (tmp_path/'page.html').write_text(view_html(trace), encoding='utf-8')
     context = browser.new_context(viewport=dict(width=480, height=900), color_scheme='dark')
@@ -247,7 +247,7 @@ def test_page_shows_what_the_trace_says(browser, trace, tmp_path):
 
 
 def test_page_by_keyboard(browser, trace, tmp_path):
-    from batchlab.viewer import view_html
+    from batchlab.views.viewer import view_html
     (tmp_path/'page.html').write_text(view_html(trace), encoding='utf-8')
     page, last = browser.new_page(), len(trace.data['steps']) - 1
     page.goto((tmp_path/'page.html').as_uri() + '#step=2')
@@ -272,7 +272,7 @@ def test_page_by_keyboard(browser, trace, tmp_path):
 
 def test_page_of_a_trace_without_texts(browser, trace, tmp_path):
     "As `batchlab run --trace` records it: how many tokens a part has stands in the place of what they say."
-    from batchlab.viewer import view_html
+    from batchlab.views.viewer import view_html
     bare = [{k: v for k, v in r.items() if k not in ('prompt', 'prompt_ids', 'output_ids', 'pieces')} for r in trace.data['requests']]
     (tmp_path/'page.html').write_text(view_html(trace.data | dict(requests=bare, tokens={})), encoding='utf-8')
     page = browser.new_page()

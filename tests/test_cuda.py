@@ -3,11 +3,11 @@ import copy, functools, gc, inspect, random
 
 import pytest, torch
 
-from batchlab import cuda
+from batchlab.backends import cuda
 from batchlab.attention import TorchBackend, _additive, attend_plain, kv_layout
 from batchlab.backends import BackendOptions, Unavailable, select_backend
 from batchlab.batch import pack_rows
-from batchlab.cuda import CudaBackend, CudaGraphs, StaticStep, attend_paged, bucket, cuda_backend, find_varlen, record_tape
+from batchlab.backends.cuda import CudaBackend, CudaGraphs, StaticStep, attend_paged, bucket, cuda_backend, find_varlen, record_tape
 from batchlab.models import TINY_ARCHS, tiny_model
 from batchlab.prefill import generate_naive
 

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from batchlab.attention import shared_prefixes
 from batchlab.batch import pack_rows
 from batchlab.config import Limits, choose_limits
-from batchlab.int8 import put_int8
-from batchlab.kernels import KernelStep, TiledCache, load_kernels
+from batchlab.backends.int8 import put_int8
+from batchlab.backends.kernels import KernelStep, TiledCache, load_kernels
 from batchlab.llm import LLM, EngineError
 from batchlab.models import TINY_ARCHS, UnsupportedModelError, eos_token_ids, tiny_model, tiny_tokenizer
 from batchlab.outputs import RequestGroup, RequestOutput

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from batchlab.llm import LLM
-from batchlab.jobs import Job, JobError, Run, parse_line, read_record
+from batchlab.work.jobs import Job, JobError, Run, parse_line, read_record
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.sampling import SamplingParams
 

@@ -66,11 +66,11 @@ def test_version():
     assert batchlab.__version__ == ini['DEFAULT']['version'] == version('batchlab')
 
 
-@pytest.mark.parametrize('path', sorted((ROOT/'batchlab').glob('[!_]*.py')), ids=lambda p: p.stem)
+@pytest.mark.parametrize('path', sorted((ROOT/'batchlab').rglob('[!_]*.py')), ids=lambda p: p.stem)
 def test_every_global_name_exists(path):
     # A name that only the notebook imports works there and fails in the package.
     import builtins, dis, importlib, types
-    module = importlib.import_module(f'batchlab.{path.stem}')
+    module = importlib.import_module('.'.join(path.relative_to(ROOT).with_suffix('').parts))
     todo, missing = [compile(path.read_text(encoding='utf-8'), path.name, 'exec')], set()
     while todo:
         code = todo.pop()
@@ -78,3 +78,33 @@ def test_every_global_name_exists(path):
         names = {i.argval for i in dis.get_instructions(code) if i.opname == 'LOAD_GLOBAL'}
         missing |= {n for n in names if not hasattr(module, n) and not hasattr(builtins, n)}
     assert not missing
+
+
+@pytest.mark.parametrize('old, new', [*__import__('batchlab')._Moved.names.items()])
+def test_a_module_that_moved_is_found_where_it_was(old, new, tmp_path):
+    out = py(f"""
+import sys, warnings
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter('always')
+    import batchlab.{old} as a, batchlab.{old}
+    from batchlab import {old} as b
+import batchlab.{new} as c
+assert a is b is c and c.__name__ == c.__spec__.name == 'batchlab.{new}', (a, b, c)
+print([(w.category.__name__, str(w.message), w.filename) for w in said])
+""", tmp_path)
+    assert out == f"[('DeprecationWarning', 'batchlab.{old} is now batchlab.{new}', '<string>')]"
+
+
+def test_names_that_changed_are_found_once_more():
+    "Every old name of every module gives the new one, with one warning."
+    import importlib, warnings
+    paths = [p for p in (ROOT/'batchlab').rglob('[!_]*.py') if '= renamed(' in p.read_text(encoding='utf-8')]
+    for path in paths:
+        module = importlib.import_module('.'.join(path.relative_to(ROOT).with_suffix('').parts))
+        for old in module.__getattr__.names:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter('always')
+                assert getattr(module, old) is not None
+            [warning] = [w for w in said if w.category is DeprecationWarning]
+            assert str(warning.message).startswith(f'{module.__name__}.{old} is now batchlab.'), warning.message
+        with pytest.raises(AttributeError, match='no_such_name'): module.no_such_name

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import psutil, pytest, torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from batchlab import scaleout
+from batchlab.work import scaleout
 from batchlab.cli import main
 from batchlab.llm import LLM
-from batchlab.jobs import Job, JobError
+from batchlab.work.jobs import Job, JobError
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.scaleout import Pool, RayJob, Seat, run_jobs, shards
+from batchlab.work.scaleout import Pool, RayJob, Seat, run_jobs, shards
 
 posix = pytest.mark.skipif(os.name != 'posix', reason='signals of POSIX')
 

@@ -38,10 +38,9 @@ def test_ends_in_exercises(path):
 def test_book_order():
     stems = [p.stem for p in BOOK]
     assert stems[0] == '000_tour'
-    assert stems.index('09_attention') < stems.index('09a_kernels') < stems.index('10_engine')
-    assert all((sources.LIB/f'{m}.py').exists() for m in sources.modules())
-    exported = {p.stem for p in sources.LIB.glob('[!_]*.py')}
-    assert exported == {*sources.modules()}
+    assert stems.index('12_attention') < stems.index('14_engine') < stems.index('20_kernels')
+    exported = {p for p in sources.LIB.rglob('*.py') if p.read_bytes() and p.stem not in ('_modidx', 'deprecated')} - {sources.LIB/'__init__.py'}
+    assert exported == {sources.file_of(m) for m in sources.modules()}
 
 
 @pytest.mark.parametrize('text, module, full', [
@@ -54,8 +53,8 @@ def test_book_order():
     ('pack', 'prefill', None),                       # before its chapter it may be any word
     ('generate', 'engine', None),                    # LLM's, the command line's, or transformers' own
     ('prefill', 'slots', 'batchlab.prefill.prefill'),
-    ('finish_reason', 'engine', None),               # a field there, a function of chapter 04
-    ('as_json', 'jobs', 'batchlab.jobs.as_json'),    # two modules have one: each chapter means its own
+    ('finish_reason', 'engine', None),               # a field there, a function of chapter 05
+    ('as_json', 'work.jobs', 'batchlab.work.jobs.as_json'),    # two modules have one: each chapter means its own
     ('as_json', 'engine', None),
     ('num_tokens - 1', 'scheduler', None),
 ])
@@ -63,10 +62,10 @@ def test_names_mean(text, module, full): assert sources.meant(text, module) == f
 
 
 def test_chapters_are_linked():
-    text = 'As chapter 03 says; `chapter 03`, [chapter 03](03_padding.ipynb), chapter 99 and Chapter 09a.\n# chapter 03'
-    assert sources.link_chapters(text, '04_sampling').count('](03_padding.ipynb)') == 2
-    assert '[Chapter 09a](09a_kernels.ipynb)' in sources.link_chapters(text, '04_sampling')
-    assert sources.link_chapters(text, '03_padding').count('](03_padding.ipynb)') == 1
+    text = 'As chapter 04 says; `chapter 04`, [chapter 04](04_padding.ipynb), chapter 99 and Chapter 20.\n# chapter 04'
+    assert sources.link_chapters(text, '05_sampling').count('](04_padding.ipynb)') == 2
+    assert '[Chapter 20](20_kernels.ipynb)' in sources.link_chapters(text, '05_sampling')
+    assert sources.link_chapters(text, '04_padding').count('](04_padding.ipynb)') == 1
 
 
 # --- the site itself
@@ -179,10 +178,10 @@ def test_api_page(module, site, pages):
 
 @needs_docs
 def test_prose_links_to_code(pages):
-    assert 'api/slots.html#batchlab.slots.KVCache' in pages['09_attention.html'].links
+    assert 'api/slots.html#batchlab.slots.KVCache' in pages['12_attention.html'].links
     assert 'api/llm.html#batchlab.llm.LLM' in pages['000_tour.html'].links
-    assert '../08_scheduler.html#def-Scheduler' in pages['api/scheduler.html'].links
+    assert '../11_scheduler.html#def-Scheduler' in pages['api/scheduler.html'].links
     methods = {*pages['api/engine.html'].ids, *pages['api/llm.html'].ids}
-    assert '03_padding.html' in pages['05_prefix.html'].links[40:]           # its prose names that chapter
-    assert '<math' in pages['01_prefill.html'].text and '$T$' not in pages['01_prefill.html'].text
+    assert '04_padding.html' in pages['06_prefix.html'].links[40:]           # its prose names that chapter
+    assert '<math' in pages['02_prefill.html'].text and '$T$' not in pages['02_prefill.html'].text
     assert {'batchlab.llm.LLM.generate', 'batchlab.llm.LLM.score', 'batchlab.engine.Engine.recover'} <= methods

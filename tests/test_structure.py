@@ -103,7 +103,7 @@ def test_kernels_load_where_there_is_a_compiler(compiler):
     "The kernels fall back to torch without a word: where they can be had, they must be."
     if not compiler: pytest.skip('the kernels need Linux and a C++ compiler: install g++, or name one in the variable CXX')
     from batchlab import LLM
-    from batchlab.kernels import load_kernels
+    from batchlab.backends.kernels import load_kernels
     from batchlab.models import tiny_model
     load_kernels()
     for how in ({}, dict(quantization='int8')):

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 xgr = pytest.importorskip('xgrammar', reason='structured outputs need xgrammar, the extra `structured`')
 from batchlab.llm import LLM
-from batchlab.jobs import Job
+from batchlab.work.jobs import Job
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.sampling import ParamError, SamplingParams, StructuredOutputsParams
 from batchlab.structured import DEEPEST, Grammar, Grammars, WHITESPACE, check_schema

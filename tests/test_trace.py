@@ -7,7 +7,7 @@ from xml.dom.minidom import parseString
 import pytest, torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from batchlab import pictures
+from batchlab.views import pictures
 from batchlab.config import STRATEGIES
 from batchlab.llm import LLM
 from batchlab.models import BatchlabError, tiny_model, tiny_tokenizer

@@ -7,12 +7,12 @@ import pytest
 
 W = pytest.importorskip('ipywidgets', reason="needs ipywidgets: pip install 'batchlab[widgets]'")
 
-from batchlab import widgets
+from batchlab.views import widgets
 from batchlab.llm import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.sampling import SamplingParams
 from batchlab.trace import Trace
-from batchlab.widgets import LiveView, Panel, Playground, SamplingExplorer, Scrubber, Watch, choices, engine_logits, history_of, live, shares_of
+from batchlab.views.widgets import LiveView, Panel, Playground, SamplingExplorer, Scrubber, Watch, choices, engine_logits, history_of, live, shares_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ['The sea', 'A hill is a place', 'Rain', 'Wind blows over', 'Snow']
@@ -233,7 +233,7 @@ def test_bundle_has_a_picture_and_a_widget_only_if_live(llm, monkeypatch):
 
 
 def test_a_kept_notebook_holds_pictures_and_no_widgets():
-    nb = json.loads((ROOT/'nbs/32_widgets.ipynb').read_text(encoding='utf-8'))
+    nb = json.loads((ROOT/'nbs/52_widgets.ipynb').read_text(encoding='utf-8'))
     kinds = [{*o.get('data', {})} for c in nb['cells'] for o in c.get('outputs', [])]
     assert 'widgets' not in nb['metadata'] and not any('application/vnd.jupyter.widget-view+json' in k for k in kinds)
     assert sum('image/svg+xml' in k for k in kinds) >= 8
@@ -244,7 +244,7 @@ def test_without_ipywidgets_the_page_is_written(tmp_path, llm):
     trace.save(tmp_path/'run.json')
     code = ("import sys; sys.modules['ipywidgets'] = None\n"
             "from batchlab.cli import main; assert main(['view', 'run.json', '--no-open']) == 0\n"
-            "try: import batchlab.widgets\nexcept ImportError as e: assert 'batchlab[widgets]' in str(e)\nelse: assert 0")
+            "try: import batchlab.views.widgets\nexcept ImportError as e: assert 'batchlab[widgets]' in str(e)\nelse: assert 0")
     r = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert r.returncode == 0, r.stderr
     page = (tmp_path/'run.html').read_text(encoding='utf-8')

@@ -52,8 +52,8 @@ def as_rst(text):
 def docstring(app, what, name, obj, options, lines):
     "Docstrings as reStructuredText, and where each definition stands in the book."
     lines[:] = as_rst('\n'.join(lines)).splitlines()
-    module, _, member = name.removeprefix('batchlab.').partition('.')
-    if what in ('class', 'function', 'exception') and module in sources.modules() and member:
+    module, member = sources.split(name)
+    if what in ('class', 'function', 'exception') and module and member:
         stem, escaped = sources.modules()[module].stem, re.sub('_$', r'\\_', member)
         bases = [b.__name__ for b in getattr(obj, '__bases__', ()) if b is not object]
         bases = f"Extends {', '.join(f'``{b}``' for b in bases)}. " if bases else ''

@@ -5,8 +5,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LIB = ROOT/'batchlab'
 HIDDEN = re.compile(r'^#\s*\|\s*(hide|default_exp)\b', re.M)
-EXPORT, DEFAULT = re.compile(r'^#\s*\|\s*exports?\b', re.M), re.compile(r'^#\s*\|\s*default_exp\s+(\w+)', re.M)
-ELSEWHERE = re.compile(r'^#\s*\|\s*exports?[ \t]+(\w+)', re.M)
+EXPORT, DEFAULT = re.compile(r'^#\s*\|\s*exports?\b', re.M), re.compile(r'^#\s*\|\s*default_exp\s+([\w.]+)', re.M)
+ELSEWHERE = re.compile(r'^#\s*\|\s*exports?[ \t]+([\w.]+)', re.M)
 DIRECTIVE = re.compile(r'^#\s*\|.*\n?', re.M)
 SCOPED = re.compile(r'<style scoped>.*?</style>', re.S)           # which browsers take for a style of the whole page
 
@@ -28,8 +28,14 @@ def cells(path, kind):
 
 
 def module_of(path):
-    "The module that a notebook exports, or None."
-    return next((m[1] for source in cells(path, 'code') if (m := DEFAULT.search(source))), None)
+    "The module that a notebook exports, as in 'work.jobs', or None."
+    return next((m[1].removesuffix('.__init__') for source in cells(path, 'code') if (m := DEFAULT.search(source))), None)
+
+
+def file_of(module):
+    "The file of a module or package."
+    path = LIB.joinpath(*module.split('.'))
+    return path/'__init__.py' if path.is_dir() else path.with_suffix('.py')
 
 
 def title_of(path): return cells(path, 'markdown')[0].splitlines()[0].lstrip('# ')
@@ -40,13 +46,14 @@ def modules():
     "`{module: the chapter that explains it}` in the book's order; a module that takes one cell of a chapter stands before the chapter's own."
     found = {}
     for p in notebooks():
-        for m in [*(m[1] for source in cells(p, 'code') for m in ELSEWHERE.finditer(source)), module_of(p)]:
-            if m and (LIB/f'{m}.py').exists(): found.setdefault(m, p)
+        other = [m[1].removesuffix('.__init__') for source in cells(p, 'code') for m in ELSEWHERE.finditer(source)]
+        for m in [*other, module_of(p)]:
+            if m and file_of(m).exists(): found.setdefault(m, p)
     return found
 
 
 @functools.cache
-def parsed(module): return ast.parse((LIB/f'{module}.py').read_text(encoding='utf-8'))
+def parsed(module): return ast.parse(file_of(module).read_text(encoding='utf-8'))
 
 
 def summary(module): return (ast.get_docstring(parsed(module)) or '').split('\n\n')[0].replace('\n', ' ')
@@ -62,6 +69,12 @@ def public_names(module):
 
 
 # --- which name means what
+
+def split(full):
+    "`(module, name in it)` of a full name such as 'batchlab.work.jobs.Job.run'; the module is '' if it is none of ours."
+    module = max((m for m in modules() if f'{full}.'.startswith(f'batchlab.{m}.')), key=len, default='')
+    return module, full.removeprefix('batchlab.').removeprefix(module).lstrip('.')
+
 
 def is_patch(node):
     return any(getattr(getattr(d, 'func', d), 'id', '') == 'patch' for d in getattr(node, 'decorator_list', []))
@@ -106,7 +119,7 @@ def meant(text, module=None):
     as well may mean that one, so it stays as it is; so does a plain word before the chapter that makes it a name."""
     m = re.fullmatch(r'([A-Za-z_][\w.]*)(\(.*\))?', text, re.S)
     full, order = known().get(m[1], []) if m else [], [*modules()]
-    home = lambda f: f.split('.')[1]
+    home = lambda f: split(f)[0]
     if own := [f for f in full if home(f) == module]: return own[0]
     if m and not re.search(r'[A-Z.]', m[1]):
         if m[1] in member_names(): return None
@@ -125,11 +138,11 @@ def picture(svg):
 
 
 def link_chapters(text, own):
-    "Prose in which `chapter 07` is a link, unless it is one already, or stands in code or in a heading."
+    "Prose in which `chapter 10` is a link, unless it is one already, or stands in code or in a heading."
     stems = {p.stem.split('_')[0]: p.stem for p in notebooks() if p.stem != own}
     link = lambda m: f'[{m[0]}]({stems[m[1]]}.ipynb)' if m[1] in stems else m[0]
     parts = re.split(r'(```.*?```|`[^`]*`|\[[^\]]*\]\([^)]*\)|^#[^\n]*$)', text, flags=re.S | re.M)
-    parts[::2] = [re.sub(r'\b[Cc]hapter (\d\d[a-z]*)\b', link, p) for p in parts[::2]]
+    parts[::2] = [re.sub(r'\b[Cc]hapter (\d\d\d?)\b', link, p) for p in parts[::2]]
     return ''.join(parts)
 
 
