@@ -28,6 +28,9 @@ __all__ = ['TINY_ARCHS', 'DEFAULT_MODEL', 'ModelError', 'ModelNotFoundError', 'H
            'max_model_len', 'model_facts', 'resolve_device', 'cpu_has_fast_bf16', 'resolve_dtype', 'cache_dir',
            'tiny_gguf', 'load_model', 'encode_chat', 'eos_token_ids', 'pad_token_id', 'start_token_id', 'BatchlabError']
 
+# %% ../nbs/01_models.ipynb #b0bbf280
+from .errors import BatchlabError
+
 # %% ../nbs/01_models.ipynb #cb7b6fd9
 class ModelError(BatchlabError): "A model or tokenizer can't be loaded or used."
 class ModelNotFoundError(ModelError): "No model has that name: no such folder, file or hub id."

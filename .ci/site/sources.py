@@ -5,8 +5,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LIB = ROOT/'batchlab'
 HIDDEN = re.compile(r'^#\s*\|\s*(hide|default_exp)\b', re.M)
-EXPORT, DEFAULT = re.compile(r'^#\s*\|\s*exports?\b', re.M), re.compile(r'^#\s*\|\s*default_exp\s+([\w.]+)', re.M)
-ELSEWHERE = re.compile(r'^#\s*\|\s*exports?[ \t]+([\w.]+)', re.M)
+EXPORT, DEFAULT = re.compile(r'^#\s*\|\s*export[is]?\b', re.M), re.compile(r'^#\s*\|\s*default_exp\s+([\w.]+)', re.M)
+ELSEWHERE = re.compile(r'^#\s*\|\s*export[is]?[ \t]+([\w.]+)', re.M)
 DIRECTIVE = re.compile(r'^#\s*\|.*\n?', re.M)
 SCOPED = re.compile(r'<style scoped>.*?</style>', re.S)           # which browsers take for a style of the whole page
 
