@@ -9,14 +9,14 @@ from __future__ import annotations
 __all__ = ['log', 'make_request', 'sample_rows', 'append_prompt', 'sum_ledgers', 'out_of_memory', 'rewind', 'Engine']
 
 # %% ../nbs/14_engine.ipynb #6f599640
-import logging, warnings
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
-from importlib import import_module
 from typing import Any
 import torch
 from .batch import make_batch
+from .deprecated import renamed
 from .ledger import Ledger
 from .runners import Runner
 from .sampling import Detokenizer, SamplingRow, finish_reason, sample, token_logprobs, token_text
@@ -176,18 +176,12 @@ class Engine:
         self.runner.reset()
 
 # %% ../nbs/14_engine.ipynb #a57d884b
-_MOVED = {name: module for module, names in dict(
+_MOVED = dict(
     llm='LLM EngineError make_engine grammar_for admit group_waves',
     outputs='CompletionOutput RequestOutput StreamEvent Score MemoryPlan Stats RequestGroup',
     inputs='PROMPT_FORMS is_ids as_list parse_prompt params_for settings_for',
     config='''STRATEGIES Limits rope_switch rope_side model_and_tokenizer check_causal probe_model context_limit free_memory
         choose_limits check_strategy check_compile check_quantization check_count weights_digest''',
-    sampling='SamplingParams').items() for name in names.split()}
-_RENAMED = dict(Parent='RequestGroup')
-
-def __getattr__(name: str) -> Any:
-    "Names that lay here before, for one release, with a `DeprecationWarning`."
-    new = _RENAMED.get(name, name)
-    if new not in _MOVED: raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    warnings.warn(f'batchlab.engine.{name} is now batchlab.{_MOVED[new]}.{new}', DeprecationWarning, stacklevel=2)
-    return getattr(import_module(f'batchlab.{_MOVED[new]}'), new)
+    sampling='SamplingParams')
+__getattr__ = renamed(__name__, {name: f'{module}.{name}' for module, names in _MOVED.items() for name in names.split()}
+                      | {'Parent': 'outputs.RequestGroup'})

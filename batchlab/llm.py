@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'EngineError', 'NoBackend', 'make_engine', 'grammar_for', 'admit', 'group_waves', 'in_order', 'simulate',
-           'make_plan', 'make_stats', 'trim_memory', 'LLM']
+__all__ = ['log', 'NoBackend', 'make_engine', 'grammar_for', 'admit', 'group_waves', 'in_order', 'simulate', 'make_plan',
+           'make_stats', 'trim_memory', 'LLM']
 
 # %% ../nbs/15_llm.ipynb #90905258
 import contextlib, ctypes, heapq, itertools, logging, math, platform, sys, threading, time
@@ -22,25 +22,21 @@ from .blocks import KVBudget
 from .config import (check_compile, check_count, check_quantization, check_strategy, choose_limits, free_memory,
                              model_and_tokenizer, probe_model, rope_switch, select_runner, weights_digest, weights_version)
 from .engine import Engine, make_request, sum_ledgers
-from .errors import BatchlabError
+from .errors import BatchlabError, EngineError, ParamError, UnsupportedModelError
 from .inputs import as_list, prompt_ids_of, settings_for
 from .ledger import Ledger
-from .models import UnsupportedModelError, eos_token_ids, pad_token_id
+from .models import eos_token_ids, pad_token_id
 from .outputs import MemoryPlan, RequestGroup, RequestOutput, Score, Stats, StreamEvent
 from .prefill import check_prompt
 from .prefix import group_by_prefix
 from .runners import PackedRunner, PaddedRunner, SoloRunner
-from .sampling import ParamError, SamplingParams, SamplingRow
+from .sampling import SamplingParams, SamplingRow
 from .scheduler import Request, RowOutput, Scheduler, round_up
 if TYPE_CHECKING:
     from batchlab.trace import Recorder
     from batchlab.verify import Report
 
 log = logging.getLogger('batchlab')
-
-# %% ../nbs/15_llm.ipynb #4d394354
-class EngineError(BatchlabError, RuntimeError):
-    "The engine was used in a way that can't work: an id twice, a step inside a callback, an addition while it stops."
 
 # %% ../nbs/15_llm.ipynb #2f4accba
 class NoBackend:
@@ -226,9 +222,6 @@ class LLM:
         if old and self.own:
             self.weights_version = weights_version(self.model)
             return self.backend
-        if self.model.device.type == 'cpu':                                   # tensors made and dropped at each step cost no page faults
-            from batchlab.backends.kernels import tune_malloc
-            tune_malloc()
         self.weights_digest = weights_digest(self.model)                      # now, as an own model gives its weights up
         if not self.shapes: backend = NoBackend()
         else:

@@ -14,21 +14,21 @@ from .attention import as_found
 from .backends import Backend
 from .batch import Batch
 from .decode import DecodeBatch
-from .errors import BatchlabError
+from .errors import BatchError
 from .ledger import Ledger
 from .padding import prefill_padded
 from .prefix import find_common_chunk_prefix, prefill_shared
 from .slots import KVCache
 
 # %% auto #0
-__all__ = ['Runner', 'PlanError', 'check_batch', 'SoloRunner', 'PaddedRow', 'PaddedRunner', 'PackedRunner']
+__all__ = ['Runner', 'check_batch', 'SoloRunner', 'PaddedRow', 'PaddedRunner', 'PackedRunner']
 
 # %% ../nbs/13_runners.ipynb #2aa1ebd6
 class Runner(Protocol):
     "Computes what a `Batch` asks for. `ledger`: positions that it padded, masked or did once for several rows."
     ledger: Ledger
     def execute(self, batch: Batch) -> torch.Tensor:
-        "Outputs `[n, V]` at `batch.logits_at`, in the model's dtype; with `batch.hidden` hidden states `[n, E]`. Raises `PlanError`."
+        "Outputs `[n, V]` at `batch.logits_at`, in the model's dtype; with `batch.hidden` hidden states `[n, E]`. Raises `BatchError`."
         ...
     def reset(self) -> None: "Give all memory back; the scheduler has to forget as well: `Scheduler.reset`."
     @property
@@ -37,14 +37,15 @@ class Runner(Protocol):
         ...
 
 # %% ../nbs/13_runners.ipynb #3f1d3037
-class PlanError(BatchlabError, ValueError):
-    "A batch that a runner can't carry out; says which scheduler or which runner it needs."
+from .deprecated import renamed
+
+__getattr__ = renamed(__name__, {'PlanError': 'errors.BatchError'})
 
 # %% ../nbs/13_runners.ipynb #cb425002
 def check_batch(batch: Batch, runner: str, causal: bool = True) -> None:
-    "Raise `PlanError` if `batch` asks for what no model alone can do (`causal`: or for rows that see both ways)."
-    if any(batch.adapters): raise PlanError(f'a row asks for adapter {max(batch.adapters)}, and {runner} has none')
-    if causal and not batch.causal: raise PlanError(f'rows that see both ways do not run with {runner}: take PackedRunner')
+    "Raise `BatchError` if `batch` asks for what no model alone can do (`causal`: or for rows that see both ways)."
+    if any(batch.adapters): raise BatchError(f'a row asks for adapter {max(batch.adapters)}, and {runner} has none')
+    if causal and not batch.causal: raise BatchError(f'rows that see both ways do not run with {runner}: take PackedRunner')
 
 # %% ../nbs/13_runners.ipynb #23a0919e
 class SoloRunner:
@@ -59,7 +60,7 @@ class SoloRunner:
         parts: list[torch.Tensor] = []
         with as_found(self.model):
             for i, (a, b) in enumerate(zip(batch.cu_seqlens, batch.cu_seqlens[1:])):
-                if batch.seq_lens[i] != b - a: raise PlanError('SoloRunner keeps nothing: give the Scheduler recompute=True')
+                if batch.seq_lens[i] != b - a: raise BatchError('SoloRunner keeps nothing: give the Scheduler recompute=True')
                 ids, at = torch.tensor([batch.ids[a:b]], device=self.model.device), [x - a for x in batch.logits_at if a <= x < b]
                 if batch.hidden: out = self.model.base_model(ids, use_cache=False).last_hidden_state[0]
                 else: out = self.model(ids, use_cache=False).logits[0]
@@ -108,14 +109,14 @@ class PaddedRunner:
 
     def _check(self, batch: Batch) -> None:
         check_batch(batch, 'PaddedRunner')
-        if batch.hidden: raise PlanError('a padded batch gives logits, not hidden states: take PackedRunner or SoloRunner')
+        if batch.hidden: raise BatchError('a padded batch gives logits, not hidden states: take PackedRunner or SoloRunner')
         held = {r.slot for r in self.batch.sessions}
         if batch.logits_at != [end - 1 for end in batch.cu_seqlens[1:]]:
-            raise PlanError('a row wants the logits of other positions than its last, such as prompt_logprobs, or comes in parts: '
+            raise BatchError('a row wants the logits of other positions than its last, such as prompt_logprobs, or comes in parts: '
                             'give the Scheduler chunked=False, or run it with PackedRunner or SoloRunner')
         for slot, start, n in zip(batch.slots, batch.starts, batch.lengths):
             if start and (n > 1 or slot not in held):
-                raise PlanError(f'the row of slot {slot} comes with {n} of its {start + n} tokens, and a padded batch takes '
+                raise BatchError(f'the row of slot {slot} comes with {n} of its {start + n} tokens, and a padded batch takes '
                                 'prompts whole: give the Scheduler chunked=False and paged=False')
 
     def _leave(self, stay: set[int]) -> None:

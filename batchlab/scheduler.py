@@ -7,7 +7,7 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['GROW', 'Request', 'Row', 'RowOutput', 'StepPlan', 'KVMemory', 'PagedMemory', 'round_up', 'RectangleMemory',
-           'ScheduleError', 'Scheduler', 'check_invariants']
+           'Scheduler', 'check_invariants']
 
 # %% ../nbs/11_scheduler.ipynb #39e3b68b
 import contextlib, heapq, math, time
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .blocks import BlockPool, Hit, KVBudget, common_length
-from .errors import BatchlabError
+from .errors import BatchError
 from .hashes import chunk_hashes
 from .ledger import Ledger
 
@@ -297,8 +297,9 @@ def _confirmed(row: Row, known: int, guesses: Sequence[int]) -> int:
     return known + common_length(guesses[:end - known], row.request.tokens(known, end - known))
 
 # %% ../nbs/11_scheduler.ipynb #b0e40fd6
-class ScheduleError(BatchlabError, ValueError):
-    "Limits that contradict each other, or a request that could never run under them."
+from .deprecated import renamed
+
+__getattr__ = renamed(__name__, {'ScheduleError': 'errors.BatchError'})
 
 # %% ../nbs/11_scheduler.ipynb #61f71b69
 def _decodes(r: Request) -> bool:
@@ -319,15 +320,15 @@ class Scheduler:
     of one `wave` at once, whole, without prefix caching, and sorted by the key `order` if it is given.
 
     `waiting`, `running`: its requests, the first by rank. `free_slots`: a heap. `ledger`: the positions that its steps computed,
-    recomputed and reused. Raises `ScheduleError`. Scheduling by iteration is Orca's (Yu et al. 2022); prefill in chunks beside
+    recomputed and reused. Raises `BatchError`. Scheduling by iteration is Orca's (Yu et al. 2022); prefill in chunks beside
     decode under a token budget is Sarathi-Serve's (Agrawal et al. 2024); KV in blocks is vLLM's (Kwon et al. 2023)."""
     def __init__(self, max_num_seqs: int = 32, max_num_batched_tokens: int = 512, max_kv_tokens: int | None = None,
                  block_size: int = 64, prefix_caching: bool = True, chunked: bool = True,
                  barrier: bool = False, order: Callable[[Request], Any] | None = None, patience: int = 256,
                  paged: bool = True, recompute: bool = False, budget: KVBudget | None = None) -> None:
-        if max_num_seqs < 1: raise ScheduleError(f'max_num_seqs={max_num_seqs}: expected at least 1')
+        if max_num_seqs < 1: raise BatchError(f'max_num_seqs={max_num_seqs}: expected at least 1')
         if max_num_batched_tokens <= max_num_seqs:
-            raise ScheduleError(f'max_num_batched_tokens={max_num_batched_tokens} must be more than '
+            raise BatchError(f'max_num_batched_tokens={max_num_batched_tokens} must be more than '
                                 f'max_num_seqs={max_num_seqs}: each running request takes one token of every step, '
                                 'and prompts need the rest')
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
@@ -346,12 +347,12 @@ class Scheduler:
     def has_unfinished(self) -> bool: return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> Request:
-        "Queue `request` and return it. Raises `ScheduleError` if it has no tokens, or may grow beyond all memory."
+        "Queue `request` and return it. Raises `BatchError` if it has no tokens, or may grow beyond all memory."
         if not len(request.prompt_ids):
-            raise ScheduleError(f'request {request.request_id} has no tokens: give it one at least, such as the BOS token')
+            raise BatchError(f'request {request.request_id} has no tokens: give it one at least, such as the BOS token')
         need, limit = self.memory.holds(request.max_len), self.budget.limit
         if limit is not None and need > limit:
-            raise ScheduleError(f'request {request.request_id} may grow to {need} tokens, and memory is planned for '
+            raise BatchError(f'request {request.request_id} may grow to {need} tokens, and memory is planned for '
                                 f'{limit}: shorten it or its max_tokens, or raise the KV budget')
         request.rank = (request.priority * self.patience + self.arrivals, self.arrivals)
         self.arrivals += 1
