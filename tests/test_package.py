@@ -1,5 +1,5 @@
 "What `import batchlab` does, and what it leaves alone: each test in a process of its own, outside the checkout's folder."
-import configparser, subprocess, sys
+import configparser, json, subprocess, sys
 from pathlib import Path
 
 import pytest
@@ -53,9 +53,17 @@ print(missing)
 
 def test_unknown_attribute():
     import batchlab
-    with pytest.raises(AttributeError, match="module 'batchlab' has no attribute 'Lm'"): batchlab.Lm
+    with pytest.raises(AttributeError, match="module 'batchlab' has no attribute 'Lm'"): _ = batchlab.Lm
     with pytest.raises(ImportError, match='Lm'): exec('from batchlab import Lm')
     assert not hasattr(batchlab, '__wrapped__')
+
+
+def test_what_is_tested_is_what_is_installed():
+    "The checkout's own package only if it is installed in place (pip install -e)."
+    import batchlab
+    from importlib.metadata import distribution
+    source = json.loads(distribution('batchlab').read_text('direct_url.json') or '{}')
+    assert (ROOT in Path(batchlab.__file__).resolve().parents) == source.get('dir_info', {}).get('editable', False)
 
 
 def test_version():
@@ -107,4 +115,4 @@ def test_names_that_changed_are_found_once_more():
                 assert getattr(module, old) is not None
             [warning] = [w for w in said if w.category is DeprecationWarning]
             assert str(warning.message).startswith(f'{module.__name__}.{old} is now batchlab.'), warning.message
-        with pytest.raises(AttributeError, match='no_such_name'): module.no_such_name
+        with pytest.raises(AttributeError, match='no_such_name'): _ = module.no_such_name
