@@ -20,7 +20,7 @@ setup(
     keywords=cfg["keywords"],
     classifiers=["Intended Audience :: Developers", "Programming Language :: Python :: 3.11", "Programming Language :: Python :: 3.12"],
     packages=find_packages(include=[cfg["lib_path"], cfg["lib_path"] + ".*"]),
-    package_data={cfg["lib_name"]: ["py.typed"]},
+    package_data={cfg["lib_name"]: ["py.typed", "backends/*.cpp"]},
     python_requires=">=" + cfg["min_python"],
     install_requires=cfg["requirements"].split(),
     extras_require={name.removesuffix("_requirements"): cfg[name].split() for name in cfg if name.endswith("_requirements")},
