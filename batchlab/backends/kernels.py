@@ -25,7 +25,7 @@ from ..errors import CompileError
 from ..slots import KVCache, Shape as KVShape
 
 __getattr__ = renamed(__name__, {name: f'backends.native.{name}' for name in (
-    'tune_malloc', 'FLAGS', 'find_compiler', 'processor_flags', 'build', 'IdleCores', 'unpack_rows')}
+    'tune_malloc', 'FLAGS', 'find_compiler', 'processor_flags', 'IdleCores', 'unpack_rows')}
     | {name: f'backends.fused.{name}' for name in ('mapped_files', 'release_mapped_pages')})
 
 # %% ../../nbs/20_kernels.ipynb #62903d52
