@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from . import Unavailable
+from .fused import join_biases
 from .kernels import load_kernels
 from .native import Kernels, pack_bytes, processor_flags
 from ..deprecated import renamed
@@ -65,8 +66,8 @@ class Int8Linear(nn.Module):
         weight, steps = zip(*(kernels.quantize(l.weight.detach().contiguous(), self.block, 127) for l in linears))
         weight, self.scales = (torch.cat(weight) ^ 128).view(torch.int8), torch.cat(steps) / self.block
         self.weight: Any = (_prepack if self.onednn else pack_bytes)(weight)
-        biases = [torch.zeros(l.out_features) if l.bias is None else l.bias.detach().float() for l in linears]
-        self.bias = torch.cat(biases) if any(l.bias is not None for l in linears) else None
+        bias = join_biases(*linears)
+        self.bias = None if bias is None else bias.float()
         self.nbytes = weight.numel() + 4 * self.out_features * (1 if self.bias is None else 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
