@@ -190,12 +190,6 @@ class KernelStep(PackedStep):
     @property
     def masked(self) -> int: return super().masked if 'groups' in self.__dict__ else 0      # the kernels read no column to mask it
 
-    def worklist(self, heads: int, kv_heads: int) -> AttentionWorklist:
-        "The `AttentionWorklist` of this step, for `heads` query heads to each of `kv_heads` KV heads; made once."
-        if (heads, kv_heads) not in self.worklists:
-            self.worklists[heads, kv_heads] = AttentionWorklist(self.batch, self.prefixes, self.cache.block_size, heads, kv_heads)
-        return self.worklists[heads, kv_heads]
-
     def fits(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         "Whether the kernels can attend with `q` `[T, H, D]`, `k` and `v` in this layer."
         cache, (kv_heads, *_) = self.cache, self.cache.shapes[layer]
@@ -215,7 +209,9 @@ class KernelStep(PackedStep):
         z = self.layouts.get(alike)
         if z is None or sinks is not None: z = self.layouts[alike] = layout(cache, layer, q, scaling, window, softcap, sinks)
         self.kernels.write(z, k, v, K, V, self.slot_mapping)
-        return self.kernels.attend(z, q, K, V, self.worklist(q.shape[1] // K.shape[1], K.shape[1]))
+        heads = q.shape[1] // K.shape[1], K.shape[1]                     # to each KV head, and KV heads
+        if heads not in self.worklists: self.worklists[heads] = AttentionWorklist(self.batch, self.prefixes, cache.block_size, *heads)
+        return self.kernels.attend(z, q, K, V, self.worklists[heads])
 
     def attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None,
                   softcap: float | None, sinks: torch.Tensor | None, others: dict) -> torch.Tensor:
