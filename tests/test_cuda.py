@@ -2,12 +2,14 @@
 import copy, functools, gc, inspect, random
 
 import pytest, torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from batchlab.backends import cuda
 from batchlab.attention import TorchBackend, _additive, attend_plain, kv_layout
 from batchlab.backends import BackendOptions, Unavailable, select_backend
 from batchlab.batch import pack_rows
-from batchlab.backends.cuda import CudaBackend, CudaGraphs, StaticStep, attend_paged, bucket, cuda_backend, find_varlen, record_tape
+from batchlab.backends.cuda import CudaBackend, CudaGraphs, StaticStep, attend_paged, bucket, cuda_backend, find_varlen
 from batchlab.models import TINY_ARCHS, tiny_model
 from batchlab.prefill import generate_naive
 
@@ -47,6 +49,26 @@ def varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, w
     k, v = (t.index_select(0, block_table.flatten()).view(len(block_table), -1, *t.shape[2:]).index_select(0, row) for t in (key, value))
     k, v = (torch.where(seen[:, :, None, None], t, 0).transpose(1, 2) for t in (k, v))
     return attend_plain(query[:, :, None], k, v, _additive(seen, torch.float32)[:, None, None], scale)[:, :, 0]
+
+
+def record_tape(run):
+    "What stands in for a CUDA graph: does again what `run()` does now, on the same memory."
+    ops = []
+    class Tape(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            ops.append((func, args, kwargs or {}, out))
+            return out
+    with Tape(): out = run()
+    @torch.inference_mode()
+    def replay():
+        now = {}
+        def renew(x): return now.get(id(x), x) if isinstance(x, torch.Tensor) else x
+        for func, args, kwargs, made in ops:
+            new = func(*tree_map(renew, args), **tree_map(renew, kwargs))
+            now.update((id(a), b) for a, b in zip(tree_leaves(made), tree_leaves(new)))
+        return out.copy_(renew(out))
+    return replay
 
 
 PAGED = functools.partial(attend_paged, varlen)

@@ -1,0 +1,126 @@
+"The C++ kernels: odd sizes against plain torch, wrong arguments, other processors, and whether they are installed."
+import itertools, math, random, shutil, subprocess, sys, zipfile
+from pathlib import Path
+
+import pytest, torch
+import torch.nn.functional as F
+
+from batchlab.backends import native
+from batchlab.backends.kernels import AttentionWorklist, TiledCache, attend_rows, check_kernels, layout, load_kernels, prefix_groups
+from batchlab.backends.native import DTYPES, SOURCE, Kernels, build, find_compiler, pack_bytes, pack_weight, unpack_rows
+from batchlab.batch import pack_rows
+from batchlab.errors import CompileError
+
+ROOT = Path(__file__).resolve().parents[1]
+NEAR = {torch.float32: dict(rtol=1e-4, atol=1e-4), torch.bfloat16: dict(rtol=2e-2, atol=2e-2)}
+
+
+@pytest.fixture(scope='module')
+def kernels():
+    try: find_compiler()
+    except CompileError as e: pytest.skip(str(e))
+    return load_kernels()
+
+
+def drawn(*shape, dtype=torch.float32, seed=0): return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_products_of_any_size(kernels, dtype):
+    for M, N, K in itertools.product((1, 2, 11, 12, 13, 50), (1, 31, 32, 33, 100), (2, 16, 62)):
+        x, w, b = (drawn(*s, dtype=dtype) for s in ((M, K), (N, K), (N,)))
+        got = kernels.product(x, pack_weight(w), b, N)
+        torch.testing.assert_close(got, F.linear(x.float(), w.float(), b.float()).to(dtype), **NEAR[dtype])
+        assert torch.equal(got[-1:], kernels.product(x[-1:], pack_weight(w), b, N))
+    assert torch.equal(unpack_rows(pack_weight(w), torch.arange(N)), w)
+    for M, N, K in itertools.product((1, 13), (1, 33), (4, 64, 2116)):
+        x, w = drawn(M, K, dtype=dtype), torch.randint(-127, 128, (N, K)).to(torch.int8)
+        x[0], w[0] = 3, 127
+        block, scales = 64 if K % 64 == 0 else 1, torch.rand(N)
+        bytes, steps = kernels.quantize(x, block, 127)
+        sums = ((bytes.long() - 128) @ w.long().T).float()
+        for bias in (None, torch.randn(N)):
+            got = kernels.bytes_product(x, pack_bytes(w), scales, bias, block)
+            torch.testing.assert_close(got, kernels.dequantize(sums, steps, scales, bias, dtype), rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_small_kernels_of_any_size(kernels, dtype):
+    for T in (1, 9, 17):
+        h, delta, w = (drawn(*s, dtype=dtype, seed=i) for i, s in enumerate(((T, 48), (T, 48), (48,))))
+        want = F.rms_norm((h + delta).float(), (48,), eps=1e-5) * w.float()
+        torch.testing.assert_close(kernels.add_norm(h, delta, w, 1e-5), want.to(dtype), **NEAR[dtype])
+        gu = drawn(T, 96, dtype=dtype)
+        want = F.silu(gu[:, :48].float()) * gu[:, 48:].float()
+        torch.testing.assert_close(kernels.silu_mul(gu), want.to(dtype), **NEAR[dtype])
+        for block, K in ((1, 3), (1, 61), (16, 48), (32, 96), (64, 128)):
+            bytes, steps = kernels.quantize(drawn(T, K, dtype=dtype), block, 127)
+            assert bytes.min() >= 1 and steps.isfinite().all()
+        qk, before = drawn(T, 5 * 16, dtype=dtype), drawn(T, 5 * 16, dtype=dtype)
+        kernels.rotate(qk, 4, 16, torch.ones(T, 6, dtype=dtype), torch.zeros(T, 6, dtype=dtype))       # no turn at all
+        assert torch.equal(qk, before)
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('heads, kv_heads, dim, value_dim', [(1, 1, 16, 16), (6, 2, 48, 32), (64, 1, 256, 256)])
+def test_attention_of_any_size(kernels, dtype, heads, kv_heads, dim, value_dim):
+    rows, rng = [(0, 1), (127, 1), (128, 1), (191, 1), (0, 3), (130, 66)], random.Random(0)
+    blocks = iter(rng.sample(range(20), 20))
+    tables = [[next(blocks) for _ in range(math.ceil((start + n) / 64))] for start, n in rows]
+    tables[2][:2] = tables[1]
+    batch = pack_rows([([5] * n, start) for start, n in rows], tables, 64)
+    cache, q = TiledCache([(kv_heads, dim, value_dim)], 20, 64, dtype), drawn(batch.num_tokens, heads, dim, dtype=dtype)
+    at = torch.arange(20 * 64)
+    k, v = drawn(len(at), kv_heads, dim, dtype=dtype, seed=1), drawn(len(at), kv_heads, value_dim, dtype=dtype, seed=2)
+    kernels.write(layout(cache, 0, q, 1.), k, v, cache.keys[0], cache.values[0], at)
+    copy = TiledCache(cache.shapes, 20, 64, dtype)
+    copy.write(0, k, v, at)
+    assert torch.equal(cache.keys[0], copy.keys[0]) and torch.equal(cache.values[0], copy.values[0])
+    for window, softcap, sinks in ((None, None, None), (70, 2., torch.ones(heads))):
+        z = layout(cache, 0, q, dim ** -.5, window, softcap, sinks)
+        work = AttentionWorklist(batch, prefix_groups(batch, 64), 64, heads // kv_heads, kv_heads)
+        got = kernels.attend(z, q, cache.keys[0], cache.values[0], work).float()
+        torch.testing.assert_close(got, attend_rows(cache, 0, batch, q, dim ** -.5, window, softcap, sinks), **NEAR[dtype])
+
+
+def test_wrong_arguments_are_refused(kernels):
+    x, w = drawn(3, 48), pack_weight(drawn(70, 48))
+    other = dict(dtype=x.half(), gaps=drawn(48, 3).T, device=x.to('meta'), size=drawn(3, 32), mixed=x.bfloat16())
+    for name, wrong in other.items():
+        with pytest.raises(TypeError): kernels.product(wrong, w, None, 70)
+    for wrong in (w[:2], w.int(), w.bfloat16()):
+        with pytest.raises(TypeError, match='and got'): kernels.product(x, wrong, None, 70)
+    with pytest.raises(TypeError, match='wants 70 numbers without gaps, torch.float32 on the CPU'): kernels.product(x, w, drawn(69), 70)
+    with pytest.raises(TypeError, match='fp32 and bf16, and this is torch.float16'): kernels.calls['silu_mul', torch.float16]
+    with pytest.raises(TypeError, match='arguments'): kernels.calls['silu_mul', torch.float32](1)
+    with pytest.raises(TypeError): kernels.add_norm(x, drawn(3, 32), drawn(48), 1e-5)
+    with pytest.raises(TypeError): kernels.silu_mul(drawn(6, 48)[::2])
+    with pytest.raises(TypeError): kernels.rotate(x, 1, 48, drawn(2, 48), drawn(3, 48))
+    with pytest.raises(TypeError): kernels.quantize(x.T, 1, 127)
+
+
+def test_both_sides_take_the_same(kernels):
+    exported = {name for name, _ in kernels.calls}
+    assert exported == set(native.signatures(SOURCE)) and len(exported) == 9
+    names = [name for name, _ in native.fields(SOURCE, 'Shape')]
+    assert names[:4] == ['heads', 'kv_heads', 'dim', 'dim_v'] and names[-3:] == ['scale', 'softcap', 'sinks']
+
+
+@pytest.mark.parametrize('flags', [['-msse2', '-Wno-psabi'], ['-mavx2', '-mfma']])
+def test_other_processors(kernels, flags, tmp_path, monkeypatch):
+    "What is compiled for a processor without AVX, as for ARM, and for one with AVX2, computes right here."
+    if native.platform.machine() != 'x86_64' or 'avx2' not in native.processor_flags(): pytest.skip('flags of x86 with AVX2')
+    monkeypatch.setenv('BATCHLAB_CACHE', str(tmp_path))
+    monkeypatch.setattr(native, 'FLAGS', tuple(f for f in native.FLAGS if f != '-march=native') + tuple(flags))
+    check_kernels(Kernels(build(SOURCE)))
+
+
+def test_installed_with_the_package(tmp_path):
+    for name in ('setup.py', 'settings.ini', 'README.md', 'LICENSE', 'MANIFEST.in', 'constraints.txt', 'pyproject.toml'):
+        shutil.copy(ROOT/name, tmp_path)
+    shutil.copytree(ROOT/'batchlab', tmp_path/'batchlab', ignore=shutil.ignore_patterns('__pycache__'))
+    command = [sys.executable, '-c', "import setuptools.build_meta as b; print(b.build_wheel('.'))"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    [wheel] = tmp_path.glob('*.whl')
+    assert zipfile.ZipFile(wheel).read('batchlab/backends/kernels.cpp').decode() == SOURCE
