@@ -40,23 +40,28 @@ def vocabulary(tokenizer: Any, vocab_size: int, eos_ids: Collection[int]) -> LLT
 FORMATS = 'date-time time date duration email hostname ipv4 ipv6 uuid uri'.split()
 ESCAPED = re.compile(r'["\x00-\x1f]|\\[\\nrtfvb0]|\\(x|u00)([01][0-9a-fA-F]|22|5[cC])')      # what JSON writes as an escape
 
-def check_schema(d: Any, where: str = '#', names: bool = False) -> Any:
-    """JSON schema `d` without what only describes. Raises `ParamError` for what the library would take and not keep.
+def check_schema(d: Any, where: str = '#', names: bool = False, part: bool = False) -> Any:
+    """JSON schema `d` without what only describes, its objects closed. Raises `ParamError` for what would be taken and not kept.
 
-    `where`: the place of `d` in the whole; `names`: whether it is an object of named schemas, such as `properties`."""
+    An object that lists properties and says nothing of others gets no others, as an answer would go on with them for long. `where`:
+    the place of `d` in the whole; `names`: whether it is an object of named schemas, such as `properties`; `part`: whether the same
+    object is described elsewhere too."""
     def refuse(what: str): raise ParamError(f'structured_outputs.json: {what} at {where} is not supported: leave it out')
-    if isinstance(d, list): return [check_schema(sub, f'{where}/{i}') for i, sub in enumerate(d)]
+    if isinstance(d, list): return [check_schema(sub, f'{where}/{i}', part=part) for i, sub in enumerate(d)]
     if not isinstance(d, dict): return d
     if names: return {k: check_schema(sub, f'{where}/{k}') for k, sub in d.items()}
     patterns = [d.get('pattern'), *(d.get('patternProperties') or ())]
     if any(isinstance(p, str) and ESCAPED.search(p) for p in patterns):
         refuse('pattern with a quote, backslash or control character')
     if isinstance(d.get('items'), list): refuse('items with a list')
-    kept = {}
+    part = part or 'allOf' in d or 'properties' in d and bool(d.keys() & {'anyOf', 'oneOf', '$ref'})
+    closed = 'properties' in d and not part and not d.keys() & {'additionalProperties', 'patternProperties'}
+    kept: dict[str, Any] = dict(additionalProperties=False) if closed else {}
     for k, v in d.items():
         if k == 'x-guidance' or k == 'format' and v not in FORMATS or k == 'uniqueItems' and v is False: continue
         plain = k in ('enum', 'const', 'default', 'examples')
-        kept[k] = v if plain else check_schema(v, f'{where}/{k}', k in ('properties', 'patternProperties', '$defs', 'definitions'))
+        named = k in ('properties', 'patternProperties', '$defs', 'definitions')
+        kept[k] = v if plain else check_schema(v, f'{where}/{k}', named, part and k in ('allOf', 'anyOf', 'oneOf'))
     return kept
 
 # %% ../nbs/30_structured.ipynb #1298bc20

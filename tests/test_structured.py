@@ -99,7 +99,7 @@ def test_a_schema_that_is_taken_is_kept(schema, seed, tight):
     dict(type='array', items={}, uniqueItems=True), dict(type='array', items={}, contains={}), {'not': {}}, dict(oneOf=[dict(minimum=3), dict(type='integer')]),
     {'if': {}, 'then': {}}, {'$ref': 'http://x/y'}, {'$ref': '#x'}, dict(type='string', pattern='a"b'), dict(type='string', pattern=r'a\\b'), dict(type='string', pattern='a\nb'),
     dict(type='string', pattern=r'\x22'), dict(type='object', patternProperties={'a"': {}}),
-    dict(type='integer', enum=[True]), dict(type='object', properties=dict(a={}), maxProperties=1), dict(type='object', propertyNames=dict(maxLength=2)),
+    dict(type='integer', enum=[True]), dict(type='object', properties=dict(a={}), required=['b']), dict(type='object', properties=dict(a={}), maxProperties=1), dict(type='object', propertyNames=dict(maxLength=2)),
     dict(type='object', properties=dict(a={}), dependentRequired=dict(a=['b'])), dict(anyOf=[dict(type='null')], type='string'), dict(type='array', items=[{}]),
     dict(type='thing'), dict(type='integer', minimum=5, maximum=3), dict(enum=[]), {'$ref': '#/nowhere'}, dict(type='string', pattern='(a'), '{"type":', '5', '[]',
     dict(properties=5), dict(type='object', required=5), dict(type={}), dict(enum=3), dict(anyOf=3), dict(type='object', properties=dict(a=3)), dict(type=5),
@@ -114,7 +114,8 @@ def test_what_is_not_kept_is_refused_alone(bad):
     dict(oneOf=[{}]), dict(oneOf=[dict(type='null'), dict(type='integer', maximum=9)]), dict(allOf=[{}, {}]), dict(allOf=[dict(type='integer'), dict(minimum=3), dict(maximum=9)]),
     {'$ref': '#/$defs/n', 'minimum': 3, '$defs': dict(n=dict(type='integer', maximum=12))}, dict(minimum=3), dict(type='string', pattern='^a+$', maxLength=3),
     dict(type='string', format='date', minLength=3), dict(type='number', multipleOf=2, minimum=0, maximum=30), dict(type='integer', multipleOf=7, minimum=2, maximum=99),
-    dict(type='integer', multipleOf=.5, minimum=0, maximum=9), dict(type='integer', enum=[1, 'a']), dict(type='object', properties=dict(a={}), required=['b']),
+    dict(type='integer', multipleOf=.5, minimum=0, maximum=9), dict(type='integer', enum=[1, 'a']),
+    dict(allOf=[dict(type='object', properties=dict(a=dict(type='null')), required=['a']), dict(properties=dict(b=dict(type='null')), required=['b'])]),
     dict(type='object', properties=dict(a=dict(type='null')), additionalProperties=True), dict(type='object', additionalProperties=dict(type='null'), minProperties=2),
     dict(type='object', properties=dict(ab=dict(type='null')), patternProperties={'^a': dict(enum=[None, 1])}, additionalProperties=False),
     dict(type='array', items=dict(type='boolean'), uniqueItems=False, maxItems=3), {'type': 'string', 'maxLength': 2, 'x-guidance': dict(lenient=True)}], ids=str)
