@@ -16,17 +16,19 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from .backends import Backend, BackendOptions, Step
 from .batch import Batch, pack_rows
-from .errors import BatchlabError
+from .deprecated import renamed
+from .errors import EngineError, Unavailable
+from .padding import same_as_alone
 from .ragged import Packed, pack
 from .slots import KVCache, Shape, is_run
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
+__getattr__ = renamed(__name__, {'as_found': 'attention_override', 'NotPacked': 'errors.Unavailable', 'NoStep': 'errors.EngineError'})
+
 # %% auto #0
-__all__ = ['KV', 'LONG', 'PASSED_ON', 'attend_plain', 'attend_fused', 'attend', 'NoStep', 'packed_attention', 'as_found',
-           'packed_forward', 'packed_of', 'shared_prefixes', 'DecodeGroup', 'decode_groups', 'attend_pieces',
-           'both_ways', 'PackedStep', 'TorchBackend', 'NotPacked', 'LayerCalls', 'probe_rows', 'check_backend',
-           'kv_layout', 'can_pack', 'open_backend']
+__all__ = ['KV', 'packed_attention', 'attention_override', 'both_ways', 'shared_prefixes', 'PackedStep', 'TorchBackend',
+           'open_backend', 'probe_rows', 'check_backend', 'kv_layout', 'can_pack']
 
 # %% ../nbs/12_attention.ipynb #f965239c
 def attend_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scaling: float,
@@ -63,17 +65,12 @@ def attend_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.
         k, v = (t[0][:, None].expand(-1, H // KV, -1, -1) for t in (k, v))                  # a stride of 0, no copy
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scaling).reshape(B, H, Q, -1)
 
-# %% ../nbs/12_attention.ipynb #b15d6ff5
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | str | None, scaling: float,
            softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
     "`attend_fused` where it can do what is asked, else `attend_plain`; `mask` additive, None or 'causal'."
     if softcap is None and sinks is None: return attend_fused(q, k, v, mask, scaling)
     if isinstance(mask, str): mask = torch.full((q.shape[2], k.shape[2]), -torch.inf, device=q.device).triu(1)
     return attend_plain(q, k, v, mask, scaling, softcap, sinks)
-
-# %% ../nbs/12_attention.ipynb #e1a3ec8c
-class NoStep(BatchlabError, RuntimeError):
-    "A model that is in the middle of a batchlab step was called without that step."
 
 # %% ../nbs/12_attention.ipynb #631e3919
 def packed_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -83,10 +80,10 @@ def packed_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Te
     """What transformers calls in each attention layer, by the name 'batchlab': `(output [1, T, H, Dv], None)`.
 
     `query` `[1, H, T, D]`; `key`, `value` `[1, KV, T, D]`: the packed new tokens. `batchlab_step.attention` gets all
-    that the layer asks for, the last argument whatever else it passed on. Raises `NoStep`.
+    that the layer asks for, the last argument whatever else it passed on. Raises `EngineError`.
     """
     if batchlab_step is None:
-        raise NoStep('this model is in the middle of a batchlab step: do not call it from another thread meanwhile')
+        raise EngineError('this model is in the middle of a batchlab step: do not call it from another thread meanwhile')
     kwargs.setdefault('is_causal', getattr(module, 'is_causal', True))
     if attention_mask is not None: kwargs['attention_mask'] = attention_mask       # made by the model itself
     layer: Any = module.layer_idx
@@ -96,17 +93,15 @@ def packed_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Te
 AttentionInterface.register('batchlab', packed_attention)
 
 # %% ../nbs/12_attention.ipynb #c68c3151
-def _configs(config):
+_locks = weakref.WeakKeyDictionary()      # one for each model: two engines in two threads may share it
+
+def _configs(config: Any) -> list[Any]:
     "A config and those inside it, each once."
     inner = [getattr(config, name, None) for name in getattr(config, 'sub_configs', {})]
     return list({id(c): c for c in (config, *(c for i in inner if i is not None for c in _configs(i)))}.values())
 
-# %% ../nbs/12_attention.ipynb #a99a6c47
-_locks = weakref.WeakKeyDictionary()      # one for each model: two engines in two threads may share it
-
-# %% ../nbs/12_attention.ipynb #e7e54b49
 @contextlib.contextmanager
-def as_found(model: PreTrainedModel, attention: str | None = None) -> Iterator[None]:
+def attention_override(model: PreTrainedModel, attention: str | None = None) -> Iterator[None]:
     """Inside, `model` is in eval mode and calls the `attention` function of that name (None: its own).
 
     Afterwards, also after an exception, all is as it was. One thread at a time for each model; the same thread may
@@ -135,7 +130,7 @@ def packed_forward(model: PreTrainedModel, step: Step, packed: Packed, last: tor
     last = packed.last if last is None else last
     run = model.base_model if hidden else model
     keep = dict(logits_to_keep=last) if not hidden and 'logits_to_keep' in inspect.signature(model.forward).parameters else {}
-    with as_found(model, 'batchlab'):
+    with attention_override(model, 'batchlab'):
         out = run(input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, batchlab_step=step, **keep)
     if hidden: return out.last_hidden_state[0, last]
     return out.logits[0] if keep else out.logits[0, last]
@@ -152,7 +147,6 @@ def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     "0 where `seen`, else minus infinity."
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
-# %% ../nbs/12_attention.ipynb #1399e5c5
 def _span_mask(lengths: torch.Tensor, start: int, end: int, window: int | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     "For rows that see `lengths` columns `[R]`: the additive mask `[R, end - start]` of the columns from `start` on."
     col = torch.arange(start, end, device=lengths.device)
@@ -160,7 +154,6 @@ def _span_mask(lengths: torch.Tensor, start: int, end: int, window: int | None, 
     if window is not None: seen &= col >= lengths[:, None] - window
     return _additive(seen, dtype)
 
-# %% ../nbs/12_attention.ipynb #0da0214c
 def _chunk_mask(start: int, end: int, low: int, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | str:
     "For queries at columns `start` up to `end`: the mask `[n, columns]` of the columns from `low` on, or 'causal'."
     if start == 0 and (window is None or end <= window): return 'causal'
@@ -169,6 +162,12 @@ def _chunk_mask(start: int, end: int, low: int, window: int | None, dtype: torch
     if window is not None: seen &= col > row[:, None] - window
     return _additive(seen, dtype)
 
+def both_ways(n: int, window: int | None, like: torch.Tensor) -> torch.Tensor | None:
+    "The mask `[n, n]` of a row that sees itself in both directions, less than `window` away if that is given; or None."
+    if window is None: return None
+    at = torch.arange(n, device=like.device)
+    return _additive((at[:, None] - at).abs() < window, like.dtype)
+
 # %% ../nbs/12_attention.ipynb #aed6da4c
 def shared_prefixes(tables: Sequence[Sequence[int]], limits: Sequence[int], unit: int = 1) -> list[tuple[list[int], int]]:
     """Which rows are best read together: groups `(rows, number of blocks)` that begin with the same blocks.
@@ -176,24 +175,29 @@ def shared_prefixes(tables: Sequence[Sequence[int]], limits: Sequence[int], unit
     `tables`: each row's blocks; `limits`: how many of them, from the first on, a row may share. Blocks are shared `unit` at a
     time. At each fork, but for those behind 32 others, either all stay together or each branch of several rows goes on by
     itself, whichever reads fewer blocks. Every row is in one group, maybe alone."""
-    def split(rows: list[int], depth: int, forks: int = 0) -> tuple[int, list[tuple[list[int], int]]]:
-        kids: dict[tuple[int, ...], list[int]] = {}
+    def branches(rows: list[int], depth: int) -> list[list[int]]:
+        "The rows that may share the next `unit` blocks, by what those are."
+        found: dict[tuple[int, ...], list[int]] = {}
         for r in rows:
-            if limits[r] >= depth + unit: kids.setdefault(tuple(tables[r][depth:depth + unit]), []).append(r)
-        while len(kids) == 1 and len(rows) == len(next(iter(kids.values()))):      # all go on alike
-            depth += unit
-            kids = {}
-            for r in rows:
-                if limits[r] >= depth + unit: kids.setdefault(tuple(tables[r][depth:depth + unit]), []).append(r)
-        together = depth * (len(rows) - 1), [(rows, depth)]
-        apart = [split(k, depth + unit, forks + 1) for k in kids.values() if len(k) > 1 and forks < 32]
-        inside = {r for _, groups in apart for g, _ in groups for r in g}
-        left = [r for r in rows if r not in inside]
-        if left and depth: apart.append((depth * (len(left) - 1), [(left, depth)]))
-        elif left: apart.append((0, [([r], 0) for r in left]))
-        saved = sum(n for n, _ in apart)
-        return together if together[0] >= saved and depth else (saved, [g for _, groups in apart for g in groups])
-    groups = split(list(range(len(tables))), 0)[1] if tables else []
+            if limits[r] >= depth + unit: found.setdefault(tuple(tables[r][depth:depth + unit]), []).append(r)
+        return list(found.values())
+
+    def split(rows: list[int], depth: int, forks: int) -> tuple[int, list[tuple[list[int], int]]]:
+        "How many blocks are saved by reading `rows`, which share `depth` blocks, in the groups named."
+        while (kids := branches(rows, depth)) == [rows]: depth += unit             # all go on alike
+        together = depth * (len(rows) - 1)
+        saved, groups = 0, []
+        for kid in kids:
+            if len(kid) > 1 and forks < 32:
+                more, inner = split(kid, depth + unit, forks + 1)
+                saved, groups = saved + more, groups + inner
+        grouped = {r for g, _ in groups for r in g}
+        if left := [r for r in rows if r not in grouped]:
+            saved += depth * (len(left) - 1)
+            groups += [(left, depth)] if depth else [([r], 0) for r in left]
+        return (together, [(rows, depth)]) if together >= saved and depth else (saved, groups)
+
+    groups = split(list(range(len(tables))), 0, 0)[1] if tables else []
     return [(rows, n if len(rows) > 1 else 0) for rows, n in groups]
 
 # %% ../nbs/12_attention.ipynb #96e79bc3
@@ -210,10 +214,8 @@ class DecodeGroup:
     lengths: torch.Tensor
     columns: int
 
-# %% ../nbs/12_attention.ipynb #6d7192cf
 LONG = 512      # columns of one row that take as long to read as one more call
 
-# %% ../nbs/12_attention.ipynb #ffbe8fd8
 def decode_groups(batch: Batch, block_size: int, device: torch.device) -> list[DecodeGroup]:
     "The rows of `batch` that decode, grouped: by what they share, then by how much more they have to read."
     n, found = batch.num_decode, []
@@ -253,13 +255,6 @@ def attend_pieces(q: torch.Tensor, shared: KV, own: KV, masks: tuple[torch.Tenso
     a = p[..., :S].transpose(0, 1).flatten(1, 2) @ shared[1].transpose(0, 1)                     # [KV, R * G, Dv]
     b = p[..., S:S + mine.shape[-1]] @ own[1].transpose(1, 2)
     return (a.unflatten(1, (R, -1)).transpose(0, 1) + b).reshape(R, H, -1)
-
-# %% ../nbs/12_attention.ipynb #278ff0e4
-def both_ways(n: int, window: int | None, like: torch.Tensor) -> torch.Tensor | None:
-    "The mask `[n, n]` of a row that sees itself in both directions, less than `window` away if that is given; or None."
-    if window is None: return None
-    at = torch.arange(n, device=like.device)
-    return _additive((at[:, None] - at).abs() < window, like.dtype)
 
 # %% ../nbs/12_attention.ipynb #a608301b
 class PackedStep:
@@ -317,7 +312,7 @@ class PackedStep:
         mask = self._once(('row', i, window), _chunk_mask, end - n, end, first * size, window, q.dtype, q.device)
         return attend(q, k, v, mask, **heads)[0].transpose(0, 1)
 
-    def _once(self, key: tuple, make: Callable, *args):
+    def _once(self, key: tuple, make: Callable[..., Any], *args: Any) -> Any:
         if key not in self.masks: self.masks[key] = make(*args)
         return self.masks[key]
 
@@ -346,19 +341,18 @@ class TorchBackend:
     masked = 0
     def close(self) -> None: "Nothing is held."
 
-# %% ../nbs/12_attention.ipynb #87ac812c
-class NotPacked(BatchlabError):
-    "Why a model can't run packed."
+def open_backend(model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions) -> TorchBackend:
+    "The backend that always runs."
+    return TorchBackend(model, shapes, 'compile=False' if options.compile is False else '')
 
 # %% ../nbs/12_attention.ipynb #11d225dc
 PASSED_ON = {'position_ids', 'position_embeddings', 'cache_position'}      # a layer may hand these on, and need not
 
-# %% ../nbs/12_attention.ipynb #7b5f79eb
 @dataclass
 class LayerCalls:
     """A step without a cache, for one packed sequence, that notes what each layer asks for.
 
-    `calls`: `(layer, (kv_heads, key head_dim, value head_dim), window)`, in the order of the calls. Raises `NotPacked`
+    `calls`: `(layer, (kv_heads, key head_dim, value head_dim), window)`, in the order of the calls. Raises `Unavailable`
     if a layer asks for what batchlab doesn't know.
     """
     calls: list[tuple[int, Shape, int | None]] = field(default_factory=list)
@@ -367,34 +361,33 @@ class LayerCalls:
                   softcap: float | None, sinks: torch.Tensor | None, others: dict) -> torch.Tensor:
         "As `packed_attention` calls it."
         if strange := [n for n, x in others.items() if n not in PASSED_ON and isinstance(x, torch.Tensor)]:
-            raise NotPacked(f'its attention takes {strange[0]}, which batchlab does not know')
-        if others.get('is_causal') is False: raise NotPacked('its attention is not causal')
+            raise Unavailable(f'its attention takes {strange[0]}, which batchlab does not know')
+        if others.get('is_causal') is False: raise Unavailable('its attention is not causal')
         self.calls.append((layer, (k.shape[1], k.shape[3], v.shape[3]), window))
         return attend(q, k, v, 'causal', scaling, softcap, sinks).transpose(1, 2)
 
-# %% ../nbs/12_attention.ipynb #3f1d30e6
-def _record(model, ids):
-    "Of each layer `((kv_heads, key head_dim, value head_dim), window)`, from one row alone. Raises `NotPacked`."
+def _record(model: PreTrainedModel, ids: list[int]) -> list[tuple[Shape, int | None]]:
+    "Of each layer `((kv_heads, key head_dim, value head_dim), window)`, from one row alone. Raises `Unavailable`."
     seen, n = LayerCalls(), model.config.get_text_config().num_hidden_layers
     packed_forward(model, seen, pack([ids], [0], model.device))
     calls = sorted(seen.calls, key=lambda c: c[0])
     if not calls or [c[0] for c in calls] != list(range(n)):
-        raise NotPacked(f'its {n} layers called the attention function {len(calls)} times, not once each')
+        raise Unavailable(f'its {n} layers called the attention function {len(calls)} times, not once each')
     return [c[1:] for c in calls]
 
 # %% ../nbs/12_attention.ipynb #5e04c3c7
-def _check_windows(config, windows):
-    "Raise `NotPacked` unless the layers asked for the windows that `config` states; None is full attention."
+def _check_windows(config: Any, windows: list[int | None]) -> None:
+    "Raise `Unavailable` unless the layers asked for the windows that `config` states; None is full attention."
     size, kinds = getattr(config, 'sliding_window', None), getattr(config, 'layer_types', None)
     if getattr(config, 'use_sliding_window', True) is False: size = None
     if strange := [k for k in kinds or () if k not in ('full_attention', 'sliding_attention')]:
-        raise NotPacked(f'it has layers of type {strange[0]!r}')
+        raise Unavailable(f'it has layers of type {strange[0]!r}')
     for name in ('attention_chunk_size', 'window_size', 'local_attention', 'attention_window_size'):
         if getattr(config, name, None) and not any(windows):
-            raise NotPacked(f'it limits attention by {name} and does not say so to it')
+            raise Unavailable(f'it limits attention by {name} and does not say so to it')
     want = [size if k == 'sliding_attention' else None for k in kinds] if kinds else [size] * len(windows)
     if windows != want[:len(windows)]:
-        raise NotPacked(f'its layers ask for windows {windows}, and its config says {want[:len(windows)]}')
+        raise Unavailable(f'its layers ask for windows {windows}, and its config says {want[:len(windows)]}')
 
 # %% ../nbs/12_attention.ipynb #cd770236
 def probe_rows(model: PreTrainedModel) -> list[list[int]]:
@@ -402,51 +395,40 @@ def probe_rows(model: PreTrainedModel) -> list[list[int]]:
     vocab = model.config.get_text_config().vocab_size
     return [[(7 * i + 3 * n) % vocab for i in range(n)] for n in (13, 3, 1)]
 
-# %% ../nbs/12_attention.ipynb #97733639
 def check_backend(model: PreTrainedModel, backend: Backend) -> None:
-    """Raise `NotPacked` unless rows of 13, 3 and 1 tokens get from `backend` the logits that `model` gives each alone.
+    """Raise `Unavailable` unless rows of 13, 3 and 1 tokens get from `backend` the logits that `model` gives each alone.
 
-    In three steps: together, a chunk, and decode; to 0.1% of the largest logit in fp32, 5% in half precision."""
-    rows, size, tolerance = probe_rows(model), backend.block_size, 1e-3 if model.dtype == torch.float32 else 5e-2
+    In three steps: together, a chunk, and decode. Logits are compared by `same_as_alone`."""
+    rows, size = probe_rows(model), backend.block_size
     each = -(-16 // size)
     cache, tables = backend.make_cache(3 * each), [list(range(i * each, (i + 1) * each)) for i in (1, 0, 2)]
     for step in ([(2, 0, 1), (0, 0, 7), (1, 0, 2)], [(0, 7, 5)], [(0, 12, 1), (1, 2, 1)]):      # (row, start, n_tokens)
         batch = pack_rows([(rows[r][start:start + n], start) for r, start, n in step], [tables[r] for r, _, _ in step], size)
-        for (r, start, n), got in zip(step, backend.execute(cache, batch)):
-            ids = torch.tensor([rows[r][:start + n]], device=model.device)
-            want = model(input_ids=ids, use_cache=False).logits[0, -1]
-            if not (got.to(want.device) - want).abs().max() <= tolerance * want.abs().max():     # NaN is not close
-                raise NotPacked('its logits packed differ from those alone')
+        if not same_as_alone(model, [rows[r][:start + n] for r, start, n in step], backend.execute(cache, batch)):
+            raise Unavailable('its logits packed differ from those alone')
 
 # %% ../nbs/12_attention.ipynb #35d20d40
 @torch.inference_mode()
 def kv_layout(model: PreTrainedModel) -> list[Shape]:
-    """Of each layer `(kv_heads, key head_dim, value head_dim)`, for a model that runs packed; else raises `NotPacked`.
+    """Of each layer `(kv_heads, key head_dim, value head_dim)`, for a model that runs packed; else raises `Unavailable`.
 
     Each layer must call the attention function once, ask for nothing unknown, and for the windows that config states,
-    and three short rows, packed, must get the logits that each gets alone, to 0.1% of the largest logit in fp32 and 5%
-    in half precision. Not seen: what begins beyond 13 tokens and is stated nowhere, and `longrope`, which rotates a
+    and three short rows, packed, must get the logits that each gets alone (`same_as_alone`). Not seen: what begins beyond 13 tokens and is stated nowhere, and `longrope`, which rotates a
     whole row by its longest sequence.
     """
-    if 'position_ids' not in inspect.signature(model.forward).parameters: raise NotPacked('it takes no position_ids')
+    if 'position_ids' not in inspect.signature(model.forward).parameters: raise Unavailable('it takes no position_ids')
     config, rows = model.config.get_text_config(), probe_rows(model)
     try:
-        with as_found(model):
+        with attention_override(model):
             shapes, windows = zip(*_record(model, rows[0]))
             _check_windows(config, list(windows))
             check_backend(model, TorchBackend(model, list(shapes)))
-    except NotPacked: raise
-    except NoStep as e: raise NotPacked('it does not hand the step on to its attention') from e
-    except Exception as e: raise NotPacked(f'{type(e).__name__}: ' + ' '.join(str(e).split())[:100]) from e
+    except Unavailable: raise
+    except EngineError as e: raise Unavailable('it does not hand the step on to its attention') from e
+    except Exception as e: raise Unavailable(f'{type(e).__name__}: ' + ' '.join(str(e).split())[:100]) from e
     return list(shapes)
 
-# %% ../nbs/12_attention.ipynb #97f61dec
 def can_pack(model: PreTrainedModel) -> bool:
     "Whether `model` runs packed; `kv_layout` says why not."
     try: return bool(kv_layout(model))
-    except NotPacked: return False
-
-# %% ../nbs/12_attention.ipynb #ce8793f8
-def open_backend(model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions) -> TorchBackend:
-    "The backend that always runs."
-    return TorchBackend(model, shapes, 'compile=False' if options.compile is False else '')
+    except Unavailable: return False

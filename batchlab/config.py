@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 import psutil, torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from .attention import NotPacked, as_found, kv_layout
+from .attention import attention_override, kv_layout
+from .errors import Unavailable
 from .models import UnsupportedModelError, load_model, max_model_len
-from .padding import can_pad
+from .padding import can_pad, same_as_alone
 from .prefill import kv_bytes_per_token
 from .sampling import ParamError
 from .scheduler import Request
@@ -44,13 +45,15 @@ def model_and_tokenizer(model: Any, tokenizer: Any, dtype: Any, device: Any) -> 
 @torch.inference_mode()
 def check_causal(model: PreTrainedModel) -> None:
     "Raise `UnsupportedModelError` unless `model` takes ids, returns logits, and sees no token ahead of their position."
-    ids = torch.arange(1, 10, device=model.device)[None]
-    try: long, short = (model(i, use_cache=False).logits[0, :3].float() for i in (ids, ids[:, :3]))
+    ids = list(range(1, 10))
+    try:
+        logits = model(torch.tensor([ids], device=model.device), use_cache=False).logits[0, :3]
+        causal = same_as_alone(model, [ids[:1], ids[:2], ids[:3]], logits)
     except Exception as e:
         why = ' '.join(str(e).split())[:100]
         raise UnsupportedModelError(f'{type(model).__name__} is not a causal LM that takes input_ids and returns logits '
                                     f'({why}): load one with AutoModelForCausalLM') from e
-    if not (long - short).abs().max() <= 5e-2 * short.abs().max():
+    if not causal:
         raise UnsupportedModelError(f'{type(model).__name__} is not causal, its logits change with later tokens: '
                                     'take a decoder model (an encoder with is_decoder=True in its config becomes one)')
 
@@ -59,10 +62,10 @@ def probe_model(model: PreTrainedModel, packed: bool = True, switch: int | None 
 
     `paddable` is None where nobody needs to know. Raises `UnsupportedModelError`."""
     shapes = paddable = why = None
-    with as_found(model):
+    with attention_override(model):
         if packed:
             try: shapes = kv_layout(model)
-            except NotPacked as e: why = e
+            except Unavailable as e: why = e
         if shapes is None or switch: paddable = can_pad(model)
         if shapes is None and not paddable: check_causal(model)
     name = type(model).__name__

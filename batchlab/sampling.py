@@ -5,257 +5,46 @@
 # %% ../nbs/05_sampling.ipynb #c5eb3757
 from __future__ import annotations
 
-import difflib, math, numbers
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
-from .errors import BatchlabError
-if TYPE_CHECKING: from transformers import PreTrainedTokenizerBase
+from .detokenize import Detokenizer, IncrementalDecoder, StopScanner
+from .errors import ParamError
+from .params import SamplingParams, StructuredOutputsParams
+if TYPE_CHECKING: from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+_all_ = ['ParamError', 'SamplingParams', 'StructuredOutputsParams', 'Detokenizer']      # found here too
 
 # %% auto #0
-__all__ = ['BAD_LOGITS', 'NO_TOKEN', 'ParamError', 'StructuredOutputsParams', 'SamplingParams', 'TokenMask', 'SamplingRow',
-           'draw', 'allow_', 'ban_', 'obey_', 'bias_', 'repeat_', 'count_', 'cutoffs', 'processed_logits',
-           'probabilities', 'Logprob', 'token_logprobs', 'token_text', 'Sampled', 'sample', 'finish_reason',
-           'IncrementalDecoder', 'StopScanner', 'Detokenizer']
+__all__ = ['BAD_LOGITS', 'NO_TOKEN', 'draw', 'TokenMask', 'SamplingRow', 'allow_', 'ban_', 'obey_', 'bias_', 'repeat_', 'count_',
+           'cutoffs', 'processed_logits', 'probabilities', 'Logprob', 'token_logprobs', 'token_text', 'Sampled',
+           'sample', 'finish_reason', 'ParamError', 'SamplingParams', 'StructuredOutputsParams', 'Detokenizer']
 
-# %% ../nbs/05_sampling.ipynb #524406e2
-class ParamError(BatchlabError, ValueError):
-    "A sampling parameter is out of range, of the wrong type or not supported: names it, what it may be, what to do."
+# %% ../nbs/05_sampling.ipynb #85253a7a
+def draw(probs: Tensor, u: Tensor) -> Tensor:
+    """Draw one id per row, int64 `[R]`: where the running sum of `probs` `[R, V]` first exceeds `u` `[R]` of their sum.
 
-# %% ../nbs/05_sampling.ipynb #132d0887
-_RULES: dict[str, Any] = dict(
-    n=(int, lambda v: v >= 1, "a whole number of at least 1", "1 gives one completion"),
-    presence_penalty=(float, lambda v: -2 <= v <= 2, "a number from -2 to 2", "0 turns it off"),
-    frequency_penalty=(float, lambda v: -2 <= v <= 2, "a number from -2 to 2", "0 turns it off"),
-    repetition_penalty=(float, lambda v: 0 < v < math.inf, "a finite number above 0", "1 turns it off"),
-    temperature=(float, lambda v: 0 <= v < math.inf, "a finite number of at least 0", "0 is greedy"),
-    top_p=(float, lambda v: 0 < v <= 1, "a number above 0 and at most 1", "1 turns it off; temperature=0 is greedy"),
-    top_k=(int, lambda v: v >= -1, "a whole number of at least -1", "0 or -1 turns it off"),
-    min_p=(float, lambda v: 0 <= v <= 1, "a number from 0 to 1", "0 turns it off"),
-    seed=(int, lambda v: 0 <= v < 2**63, "a whole number from 0 to 2**63-1, or None", "None is a fresh seed each time"),
-    max_tokens=(int, lambda v: v >= 1, "a whole number of at least 1, or None", "None goes on to the context length"),
-    min_tokens=(int, lambda v: v >= 0, "a whole number of at least 0", "0 turns it off"),
-    logprobs=(int, lambda v: v >= -1, "a whole number of at least -1, or None", "-1 gives the whole vocabulary"),
-    prompt_logprobs=(int, lambda v: v >= -1, "a whole number of at least -1, or None",
-                     "0 gives the prompt's own tokens"))
+    `u` is float64 in [0, 1). Sums are float64, by blocks of 256, then inside one. Never an id of probability 0."""
+    (R, V), B = probs.shape, 256
+    sums = probs[:, :V//B*B].unflatten(-1, (V//B, B)).sum(-1, dtype=torch.float64)
+    if V % B: sums = torch.cat([sums, probs[:, V//B*B:].sum(-1, keepdim=True, dtype=torch.float64)], -1)
+    ends = sums.cumsum(-1)
+    t = u*ends[:, -1]
+    block = _first_above(ends, t, sums > 0)[:, None]
+    ids = block*B + torch.arange(B, device=probs.device)
+    inside = probs.gather(1, ids.clamp(max=V - 1)).double().masked_fill(ids >= V, 0)
+    before = (ends.gather(1, block) - sums.gather(1, block))[:, 0]
+    return block[:, 0]*B + _first_above(inside.cumsum(-1), t - before, inside > 0)
 
-def _number(name: str, v: Any) -> int | float:
-    "`v` as the int or float that field `name` holds. Raises `ParamError`."
-    kind, ok, want, advice = _RULES[name]
-    right = isinstance(v, numbers.Integral if kind is int else numbers.Real) and not isinstance(v, bool)
-    if not right or not ok(v): raise ParamError(f"{name} must be {want}, got {v!r}: {advice}")
-    return kind(v)  # pyright: ignore[reportArgumentType]    numbers.Real does not say that float takes it
-
-# %% ../nbs/05_sampling.ipynb #4fc8a261
-def _is_id(v: Any) -> bool: return isinstance(v, numbers.Integral) and not isinstance(v, bool) and int(v) >= 0
-
-def _ids(name: str, v: Any) -> list[int]:
-    "`v` as a list of distinct token ids, in order. Raises `ParamError`."
-    if not isinstance(v, (list, tuple, set, frozenset)) or not all(map(_is_id, v)):
-        raise ParamError(f"{name} must be a list of token ids (whole numbers of at least 0), got {v!r}: "
-                         "tokenizer.convert_tokens_to_ids gives the id of a token")
-    return list(dict.fromkeys(int(i) for i in v))
-
-def _strings(name: str, v: Any) -> list[str]:
-    "`v`, None, a string or several, as a list of distinct non-empty strings. Raises `ParamError`."
-    v = [] if v is None else [v] if isinstance(v, str) else v
-    if not isinstance(v, (list, tuple)) or not all(isinstance(s, str) and s for s in v):
-        raise ParamError(f"{name} must be a string or a list of strings, none of them empty, got {v!r}: "
-                         "leave out empty ones")
-    return list(dict.fromkeys(v))
-
-# %% ../nbs/05_sampling.ipynb #445e4a8a
-def _bad_words(v: Any) -> list[str | list[int]]:
-    "`v`, None or words as strings or as lists of token ids, as a list of strings and lists. Raises `ParamError`."
-    v = [] if v is None else [v] if isinstance(v, str) else v
-    if not isinstance(v, (list, tuple)) or not all(
-            w and (isinstance(w, str) or isinstance(w, (list, tuple)) and all(map(_is_id, w))) for w in v):
-        raise ParamError(f"bad_words must be a list of words, strings or lists of token ids, none empty, got {v!r}: "
-                         "to forbid single ids give [[id], [id]]")
-    return [w if isinstance(w, str) else [int(i) for i in w] for w in v]
-
-def _logit_bias(v: Any) -> dict[int, float]:
-    "`v` as a dict of token id to bias, cut to -100..100 as the OpenAI API does. Raises `ParamError`."
-    def bias(b): return isinstance(b, numbers.Real) and not isinstance(b, bool) and not math.isnan(b)
-    def key(k): return _is_id(k) or isinstance(k, str) and k.isdecimal()      # JSON has only string keys
-    if not isinstance(v, dict) or not all(key(k) and bias(b) for k, b in v.items()):
-        raise ParamError(f"logit_bias must be a dict of token id to a number from -100 to 100, got {v!r}: "
-                         "positive numbers make a token likelier, -100 all but forbids it")
-    return {int(k): min(100., max(-100., float(b))) for k, b in v.items()}
-
-# %% ../nbs/05_sampling.ipynb #bde02605
-@dataclass(frozen=True)
-class StructuredOutputsParams:
-    """What the whole text of an answer must be, exactly one of the first five; vLLM's names. Raises `ParamError`.
-
-    `json`: valid under this JSON schema (a dict, its JSON, or a pydantic model). `json_object`: any JSON object.
-    `regex`: a match of it. `choice`: one of these strings. `grammar`: a sentence of this grammar (EBNF as GBNF writes
-    it). `disable_any_whitespace`: no line breaks and spaces of the model's choice between the parts of JSON."""
-    json: dict[str, Any] | str | bool | type | None = None
-    regex: str | None = None
-    choice: Sequence[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    disable_any_whitespace: bool = False
-
-    def __post_init__(self) -> None: _check_structured(self)
-    @property
-    def kind(self) -> str: return next(k for k in _KINDS if getattr(self, k) not in (None, False))
-    @classmethod
-    def of(cls, x: StructuredOutputsParams | dict[str, Any]) -> StructuredOutputsParams:
-        "From `StructuredOutputsParams` or a dict of its fields."
-        if isinstance(x, cls): return x
-        if isinstance(x, dict) and x.keys() <= {f.name for f in fields(cls)}: return cls(**x)
-        raise ParamError(f"structured_outputs must be an object with one of {', '.join(_KINDS)}, got {str(x)[:80]}")
-
-# %% ../nbs/05_sampling.ipynb #7e14d3dc
-_KINDS = 'json', 'regex', 'choice', 'grammar', 'json_object'
-
-def _check_structured(s):
-    "Raise `ParamError` unless `StructuredOutputsParams` `s` asks for one thing, in the right type."
-    given = [k for k in _KINDS if getattr(s, k) not in (None, False)]
-    if len(given) != 1:
-        raise ParamError(f"structured_outputs takes one of {', '.join(_KINDS)}, got {' and '.join(given) or 'none'}")
-    v, text = getattr(s, given[0]), lambda x: isinstance(x, str)
-    right = dict(json=isinstance(v, (dict, str, bool)) or hasattr(v, 'model_json_schema'), json_object=v is True,
-                 choice=isinstance(v, (list, tuple)) and bool(v) and all(map(text, v))).get(given[0], text(v))
-    want = dict(json='a JSON schema', json_object='True', choice='a list of strings').get(given[0], 'a string')
-    if not right: raise ParamError(f"structured_outputs.{given[0]} must be {want}, got {str(v)[:80]}")
-
-# %% ../nbs/05_sampling.ipynb #d3cbd773
-@dataclass
-class SamplingParams:
-    """How to sample one request; vLLM's names and defaults. Every field is checked: raises `ParamError`.
-
-    A `temperature` below 1e-5 is greedy and resets `top_p`, `top_k`, `min_p`. `bad_words` takes lists of ids besides
-    strings. `logit_bias` is cut to -100..100. Of `seed`, torch's CPU generator reads the lower 32 bits."""
-    n: int = 1
-    presence_penalty: float = 0.
-    frequency_penalty: float = 0.
-    repetition_penalty: float = 1.
-    temperature: float = 1.
-    top_p: float = 1.
-    top_k: int = 0                             # 0 or -1: all
-    min_p: float = 0.
-    seed: int | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Collection[int] | None = None
-    bad_words: str | Sequence[str | Sequence[int]] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16                # None: up to the context length
-    min_tokens: int = 0
-    logprobs: int | None = None                # -1: the whole vocabulary
-    prompt_logprobs: int | None = None         # the same for the tokens of the prompt
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: Collection[int] | None = None
-    structured_outputs: StructuredOutputsParams | None = None      # or a dict of its fields
-
-    def __post_init__(self) -> None: _check_params(self)
-    @property
-    def greedy(self) -> bool: return self.temperature < 1e-5
-    @classmethod
-    def of(cls, x: SamplingParams | GenerationConfig | dict[str, Any] | None = None, **defaults: Any) -> SamplingParams:
-        "From `SamplingParams`, a dict, a `GenerationConfig` or None; `defaults` fill what `x` leaves unset."
-        return _as_params(x, defaults)
-    @classmethod
-    def from_generation_config(cls, gc: GenerationConfig, **defaults: Any) -> SamplingParams:
-        "From a transformers `GenerationConfig`; `defaults` fill what it leaves unset. Refuses beams and the like."
-        return _from_generation_config(gc, defaults)
-
-# %% ../nbs/05_sampling.ipynb #97b6cb9d
-def _check_params(p):
-    "Normalise and check every field of `SamplingParams` `p` in place. Raises `ParamError`."
-    if p.seed == -1 and not isinstance(p.seed, bool): p.seed = None
-    for name in _RULES:
-        v = getattr(p, name)
-        if v is None and name in ('seed', 'max_tokens', 'logprobs', 'prompt_logprobs'): continue
-        setattr(p, name, _number(name, v))
-    for name in ('ignore_eos', 'detokenize', 'skip_special_tokens', 'include_stop_str_in_output'):
-        if not isinstance(v := getattr(p, name), bool): raise ParamError(f"{name} must be True or False, got {v!r}")
-    p.stop, p.bad_words = _strings('stop', p.stop), _bad_words(p.bad_words)
-    p.stop_token_ids = _ids('stop_token_ids', [] if p.stop_token_ids is None else p.stop_token_ids)
-    if p.logit_bias is not None: p.logit_bias = _logit_bias(p.logit_bias)
-    if p.allowed_token_ids is not None: p.allowed_token_ids = _ids('allowed_token_ids', p.allowed_token_ids)
-    if p.structured_outputs is not None: p.structured_outputs = StructuredOutputsParams.of(p.structured_outputs)
-    if p.top_k == -1: p.top_k = 0
-    if p.greedy: p.top_p, p.top_k, p.min_p = 1., 0, 0.
-    _check_together(p)
-
-def _check_together(p):
-    "Raise `ParamError` if two fields of `p` contradict each other."
-    if p.allowed_token_ids == []:
-        raise ParamError("allowed_token_ids is empty, which forbids every token: give None to allow all")
-    if p.max_tokens is not None and p.min_tokens > p.max_tokens:
-        raise ParamError(f"min_tokens must be at most max_tokens={p.max_tokens}, got {p.min_tokens}: "
-                         "lower it or raise max_tokens")
-    if p.structured_outputs and p.ignore_eos:
-        raise ParamError("ignore_eos and structured_outputs contradict each other: nothing can follow a whole answer")
-    if p.stop and not p.detokenize:
-        raise ParamError("stop needs detokenize=True, since stop strings are looked for in the text: "
-                         "use stop_token_ids instead")
-    if p.greedy and p.n > 1:
-        raise ParamError(f"n must be 1 with temperature=0, got {p.n}: greedy completions are all the same; "
-                         "raise temperature")
-
-# %% ../nbs/05_sampling.ipynb #f41e2dc4
-_GC_NEUTRAL = dict(
-    num_beams=1, num_beam_groups=1, diversity_penalty=0, penalty_alpha=0, typical_p=1, top_h=None, epsilon_cutoff=0,
-    eta_cutoff=0, no_repeat_ngram_size=0, encoder_no_repeat_ngram_size=0, encoder_repetition_penalty=1,
-    guidance_scale=1, min_length=0, max_time=None, forced_bos_token_id=None, forced_eos_token_id=None,
-    begin_suppress_tokens=None, sequence_bias=None, exponential_decay_length_penalty=None, remove_invalid_values=False,
-    watermarking_config=None, token_healing=False, dola_layers=None, constraints=None, force_words_ids=None)
-
-def _refuse_gc(gc):
-    "Raise `ParamError` if `gc` asks for something that changes tokens and that batchlab doesn't do."
-    for name, neutral in _GC_NEUTRAL.items():
-        v = getattr(gc, name, None)
-        if v not in (None, neutral, []):
-            unset = "leave it unset" if neutral is None else f"leave it unset or at {neutral!r}"
-            raise ParamError(f"GenerationConfig.{name}={v!r} is not supported: {unset}, or use transformers' generate")
-
-# %% ../nbs/05_sampling.ipynb #82546c58
-_GC_NAMES = dict(temperature='temperature', top_k='top_k', top_p='top_p', min_p='min_p', stop_strings='stop',
-                 repetition_penalty='repetition_penalty', max_new_tokens='max_tokens', min_new_tokens='min_tokens',
-                 num_return_sequences='n')
-
-def _from_generation_config(gc, defaults):
-    "See `SamplingParams.from_generation_config`."
-    _refuse_gc(gc)
-    get = lambda name: getattr(gc, name, None)
-    kw = {to: get(name) for name, to in _GC_NAMES.items() if get(name) is not None}
-    if not get('do_sample'): kw |= dict(temperature=0., top_k=0, top_p=1., min_p=0.)     # generate ignores them too
-    else: kw.setdefault('top_k', defaults.get('top_k', 50))                              # what generate does with None
-    eos = get('eos_token_id')
-    eos = [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]
-    if eos: kw['stop_token_ids'] = [*eos, *(i for i in defaults.get('stop_token_ids') or [] if i not in eos)]
-    bad = [list(w) for w in get('bad_words_ids') or [] if list(w) not in [[e] for e in eos]]
-    if bad := bad + [[i] for i in get('suppress_tokens') or []]: kw['bad_words'] = bad
-    if get('max_length') is not None and 'max_tokens' not in kw and 'max_tokens' not in defaults:
-        raise ParamError(f"GenerationConfig.max_length={gc.max_length} counts the prompt too, and prompts differ: "
-                         "set max_new_tokens")
-    return SamplingParams(**{**defaults, **kw})
-
-# %% ../nbs/05_sampling.ipynb #8a12115f
-def _as_params(x, defaults):
-    "See `SamplingParams.of`."
-    if isinstance(x, SamplingParams): return x
-    if isinstance(x, GenerationConfig): return _from_generation_config(x, defaults)
-    if x is not None and not isinstance(x, dict):
-        raise ParamError("sampling parameters must be SamplingParams, a dict, a GenerationConfig or None, "
-                         f"got {type(x).__name__}")
-    names, kw = [f.name for f in fields(SamplingParams)], {**defaults, **(x or {})}
-    if bad := next((k for k in kw if k not in names), None):
-        near = difflib.get_close_matches(str(bad), names, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
-        raise ParamError(f"unknown sampling parameter {bad!r}: {hint}")
-    return SamplingParams(**kw)
+def _first_above(ends, t, positive):
+    "First column of `ends` above `t`, kept between the first and the last `positive` one: rounding may step outside."
+    col = torch.arange(ends.shape[1], device=ends.device)
+    low, high = torch.where(positive, col, ends.shape[1]).amin(-1), torch.where(positive, col, 0).amax(-1)
+    return torch.minimum(torch.maximum((ends <= t[:, None]).sum(-1), low), high)
 
 # %% ../nbs/05_sampling.ipynb #8faab9ba
 def _word_ids(words: Collection[Any], tokenizer: PreTrainedTokenizerBase | None) -> list[tuple[int, ...]]:
@@ -269,11 +58,10 @@ def _word_ids(words: Collection[Any], tokenizer: PreTrainedTokenizerBase | None)
             seqs.append(tuple(tok(s, add_special_tokens=False)['input_ids'] if isinstance(s, str) else s))
     return [s for s in dict.fromkeys(seqs) if s]
 
-# %% ../nbs/05_sampling.ipynb #4f7e0371
-def _check_vocab(params, vocab_size):
+def _check_vocab(params: SamplingParams, vocab_size: int) -> None:
     "Raise `ParamError` if `params` name a token id that logits of `vocab_size` columns don't have."
     named = {n: getattr(params, n) for n in ('stop_token_ids', 'logit_bias', 'allowed_token_ids')}
-    named['bad_words'] = [i for w in params.bad_words if not isinstance(w, str) for i in w]
+    named['bad_words'] = [i for w in params.bad_words or () if not isinstance(w, str) for i in w]
     for name, ids in named.items():
         if bad := [i for i in ids or () if i >= vocab_size]:
             raise ParamError(f"{name} has token ids {bad}, and the model's ids go from 0 to {vocab_size - 1}: "
@@ -319,50 +107,28 @@ class SamplingRow:
         "The one random number of a step, float64 in [0, 1); 0 for a greedy row."
         return 0. if self.generator is None else torch.rand((), dtype=torch.float64, generator=self.generator).item()
 
-def _generator(params, index):
+def _generator(params: SamplingParams, index: int) -> torch.Generator | None:
     if params.greedy: return None
     gen = torch.Generator()
     if params.seed is None: gen.seed()     # from the operating system
     else: gen.manual_seed((params.seed + index) % 2**63)
     return gen
 
-# %% ../nbs/05_sampling.ipynb #85253a7a
-def draw(probs: Tensor, u: Tensor) -> Tensor:
-    """Draw one id per row, int64 `[R]`: where the running sum of `probs` `[R, V]` first exceeds `u` `[R]` of their sum.
-
-    `u` is float64 in [0, 1). Sums are float64, by blocks of 256, then inside one. Never an id of probability 0."""
-    (R, V), B = probs.shape, 256
-    sums = probs[:, :V//B*B].unflatten(-1, (V//B, B)).sum(-1, dtype=torch.float64)
-    if V % B: sums = torch.cat([sums, probs[:, V//B*B:].sum(-1, keepdim=True, dtype=torch.float64)], -1)
-    ends = sums.cumsum(-1)
-    t = u*ends[:, -1]
-    block = _first_above(ends, t, sums > 0)[:, None]
-    ids = block*B + torch.arange(B, device=probs.device)
-    inside = probs.gather(1, ids.clamp(max=V - 1)).double().masked_fill(ids >= V, 0)
-    before = (ends.gather(1, block) - sums.gather(1, block))[:, 0]
-    return block[:, 0]*B + _first_above(inside.cumsum(-1), t - before, inside > 0)
-
-def _first_above(ends, t, positive):
-    "First column of `ends` above `t`, kept between the first and the last `positive` one: rounding may step outside."
-    col = torch.arange(ends.shape[1], device=ends.device)
-    low, high = torch.where(positive, col, ends.shape[1]).amin(-1), torch.where(positive, col, 0).amax(-1)
-    return torch.minimum(torch.maximum((ends <= t[:, None]).sum(-1), low), high)
-
 # %% ../nbs/05_sampling.ipynb #3cd5383b
-def _steered(row):
+def _steered(row: SamplingRow) -> bool:
     "Whether `row` treats some ids unlike others at this step."
     p, out = row.params, row.output_ids
     return bool(p.allowed_token_ids or row.bad_words_ids or len(out) < p.min_tokens or p.logit_bias or row.grammar
                 or p.repetition_penalty != 1 or out and (p.presence_penalty or p.frequency_penalty))
 
 # %% ../nbs/05_sampling.ipynb #481bec0a
-def _places(x, rows, ids_of):
+def _places(x: Tensor, rows: Sequence[SamplingRow], ids_of: Callable[[SamplingRow], Collection[int]]) -> Tensor:
     "Where row b's ids `ids_of(row)` lie in `x` `[B, V]` read as one line: int64 of `b*V + id`."
     V = x.shape[-1]
-    parts = [b*V + t[t < V] for b, row in enumerate(rows) if len(t := torch.as_tensor(ids_of(row), dtype=torch.int64))]
+    parts = [b*V + t[t < V] for b, row in enumerate(rows) if len(t := torch.as_tensor(list(ids_of(row)), dtype=torch.int64))]
     return torch.cat(parts or [torch.empty(0, dtype=torch.int64)]).to(x.device)
 
-def _of_row(x, rows, places, value):
+def _of_row(x: Tensor, rows: Sequence[SamplingRow], places: Tensor, value: Callable[[SamplingParams], float]) -> Tensor:
     "`value(params)` of the row that each of `places` lies in, in the dtype of `x`."
     v = torch.tensor([value(r.params) for r in rows], dtype=x.dtype, device=x.device)
     return v[places // x.shape[-1]]
@@ -378,19 +144,17 @@ def allow_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     x.view(-1)[at] = kept
     return x
 
-# %% ../nbs/05_sampling.ipynb #e929f5cb
-def _banned(row):
+def _banned(row: SamplingRow) -> list[int]:
     "The ids that `row` may not take as its next token: last ids of bad words under way, and ends before `min_tokens`."
     out, p = row.output_ids, row.params
     ids = [w[-1] for w in row.bad_words_ids if len(w) == 1 or tuple(out[1 - len(w):]) == w[:-1]]
-    return ids + [*row.eos_ids, *p.stop_token_ids] if len(out) < p.min_tokens else ids
+    return ids + [*row.eos_ids, *(p.stop_token_ids or ())] if len(out) < p.min_tokens else ids
 
 def ban_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     "Forbid what completes a bad word, and EOS and `stop_token_ids` until `min_tokens`, in place."
     x.view(-1)[_places(x, rows, _banned)] = -math.inf
     return x
 
-# %% ../nbs/05_sampling.ipynb #d36e2fbe
 def obey_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     "Forbid what a row's `grammar` does not allow next, in place, by its `mask_(logits [1, V], output_ids)`."
     for b, row in enumerate(rows):
@@ -405,7 +169,6 @@ def bias_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     x.view(-1)[at] += torch.tensor(add, dtype=x.dtype, device=x.device)
     return x
 
-# %% ../nbs/05_sampling.ipynb #f95b944f
 def repeat_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     "Divide positive, multiply negative logits by `repetition_penalty` at ids of prompt and output, in place (CTRL)."
     at = _places(x, rows, lambda r: r.prompt_ids + r.output_ids if r.params.repetition_penalty != 1 else ())
@@ -413,7 +176,6 @@ def repeat_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     x.view(-1)[at] = torch.where(v > 0, v/p, v*p)     # an id that comes twice writes the same value twice
     return x
 
-# %% ../nbs/05_sampling.ipynb #5fe7dd74
 def count_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     "Subtract `presence_penalty` at ids of the output, and `frequency_penalty` for each time they occur, in place."
     counts = lambda r: r.output_ids if r.params.frequency_penalty or r.params.presence_penalty else ()
@@ -422,56 +184,51 @@ def count_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     x.view(-1)[at] -= _of_row(x, rows, at, lambda p: p.presence_penalty)
     return x
 
-# %% ../nbs/05_sampling.ipynb #111e0198
-def _edges(v, k, p, min_p, total=None):
-    """Of logits `v` float64 `[R, K]`, descending, the smallest that each row keeps; and whether these `K` tell it.
-
-    `total` `[R]`: the mass that `top_p` is a share of, the top token's being 1, or NaN if `top_k` or `min_p` cut it;
-    None if `v` is the whole vocabulary."""
-    w = (v - v[:, :1]).exp()                                          # mass, the top token's being 1
-    kth = v.gather(1, k.clamp(max=v.shape[1])[:, None] - 1)
-    keep = (w >= min_p[:, None]) & (v >= kth) & (w > 0)               # v >= kth: a tie at the edge is kept whole
-    edge = lambda: v.masked_fill(~keep, math.inf).amin(-1)
-    inside, kept = edge() > v[:, -1], w*keep
-    mass = kept.sum(-1)
-    if total is not None: inside, mass = inside | ~total.isnan(), total.where(~total.isnan(), mass)
-    before = kept.cumsum(-1) - kept                                   # mass of the likelier ones
-    keep &= (before < (p*mass)[:, None]) | (p == 1)[:, None]
-    return edge(), inside & (edge() > v[:, -1]) | (total is None)
-
 # %% ../nbs/05_sampling.ipynb #736437cc
-def _largest(x, K):
-    "The `K` largest of each row of `x`, descending, float64."
-    if K < x.shape[1]: return x.topk(K).values.double()
-    if x.device.type != 'cpu': return x.sort(-1, descending=True).values.double()
-    return torch.from_numpy(np.sort(x.numpy(), -1)[:, ::-1].astype(np.float64))      # without indices, so much faster
+def _largest(x: Tensor, K: int) -> Tensor:
+    "The `K` largest of each row of `x`, descending."
+    if K < x.shape[1]: return x.topk(K).values
+    if x.device.type != 'cpu': return x.sort(-1, descending=True).values
+    return torch.from_numpy(np.sort(x.numpy(), -1)[:, ::-1].copy())      # without indices, so much faster
+
+def _top_p_cutoffs(x: Tensor, p: Tensor, looks: Sequence[int] = (128, 2048)) -> Tensor:
+    """The smallest logit `[R]` that top-p keeps of each row of `x` `[R, V]`, with `p` float64 `[R]` of its mass.
+
+    Masses are in units of the likeliest token's. `looks`: how many of the largest logits are tried before all of them."""
+    wanted = p / x.softmax(-1).amax(-1).double()
+    cut, todo = torch.empty_like(x[:, 0]), torch.arange(len(x), device=x.device)
+    for K in (*looks, x.shape[1]):
+        largest = _largest(x[todo], min(K, x.shape[1]))
+        mass = (largest.double() - largest[:, :1]).exp()
+        before = mass.cumsum(-1) - mass                               # of the likelier ones
+        num_kept = (before < wanted[todo, None]).sum(-1).clamp(min=1)
+        cut[todo] = largest.gather(1, num_kept[:, None] - 1)[:, 0]
+        todo = todo[cut[todo] <= largest[:, -1]]                      # more of them may stay
+        if not len(todo): break
+    return cut
 
 # %% ../nbs/05_sampling.ipynb #ff02166c
 def cutoffs(x: Tensor, rows: Sequence[SamplingRow], looks: Sequence[int] = (128, 2048)) -> Tensor:
-    """The smallest logit each row keeps, float32 `[B]`, of logits `x` float32 `[B, V]` already divided by temperature.
+    """The logit `[B]` below which each row keeps nothing, of logits `x` float32 `[B, V]` already divided by temperature.
 
-    `min_p`, `top_k` and `top_p` each keep the likeliest tokens, so one number says what all three keep. The 128 largest
-    tell it for most rows, the 2048 largest for more, the rest are sorted: `looks` changes the speed and nothing else.
-    A greedy row keeps its maximum, an unfiltered one everything (-inf)."""
-    greedy = torch.tensor([r.params.greedy for r in rows], device=x.device)
-    cut = torch.where(greedy, x.amax(-1), -math.inf)
-    some = [b for b, r in enumerate(rows) if not r.params.greedy and _filters(r.params)]
-    if not some: return cut
-    y, ps, V = x if len(some) == len(rows) else x[some], [rows[b].params for b in some], x.shape[1]
-    k, p, m = (torch.tensor(v, dtype=d, device=x.device) for v, d in (([q.top_k or V for q in ps], torch.int64),
-               ([q.top_p for q in ps], torch.float64), ([q.min_p for q in ps], torch.float64)))
-    total = 1/y.softmax(-1).amax(-1).double()                         # the top token's share is 1/total
-    total[[j for j, q in enumerate(ps) if q.top_k or q.min_p]] = math.nan
-    found, todo = torch.empty_like(total), torch.arange(len(some), device=x.device)
-    for K in (*looks, V):
-        v = _largest(y if len(todo) == len(y) else y[todo], min(K, V))
-        found[todo], known = _edges(v, k[todo], p[todo], m[todo], total[todo] if K < V else None)
-        todo = todo[~known]
-        if not len(todo): break
-    cut[some] = found.float()
+    A greedy row keeps its maximum, an unfiltered one everything (-inf). `looks` changes the speed and nothing else."""
+    def rows_where(asks: Callable[[SamplingParams], bool]) -> Tensor:
+        return torch.tensor([b for b, r in enumerate(rows) if asks(r.params)], dtype=torch.int64, device=x.device)
+    def of(some: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([getattr(rows[b].params, name) for b in some.tolist()], dtype=dtype, device=x.device)
+    best, cut = x.amax(-1), torch.full_like(x[:, 0], -math.inf)
+    greedy = rows_where(lambda p: p.greedy)
+    cut[greedy] = best[greedy]
+    if len(some := rows_where(lambda p: p.min_p > 0)):
+        cut[some] = (best[some].double() + of(some, 'min_p', torch.float64).log()).float()
+    if len(some := rows_where(lambda p: p.top_k > 0)):
+        k = of(some, 'top_k', torch.int64).clamp(max=x.shape[1])
+        kth = _largest(x[some], int(k.max())).gather(1, k[:, None] - 1)[:, 0]
+        cut[some] = cut[some].maximum(kth)
+    if len(some := rows_where(lambda p: p.top_p < 1)):
+        left = x[some].masked_fill_(x[some] < cut[some, None], -math.inf)
+        cut[some] = cut[some].maximum(_top_p_cutoffs(left, of(some, 'top_p', torch.float64), looks))
     return cut
-
-def _filters(p): return p.top_k > 0 or p.top_p < 1 or p.min_p > 0
 
 # %% ../nbs/05_sampling.ipynb #1c9e6dd6
 def processed_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -479,18 +236,17 @@ def processed_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     assert logits.ndim == 2 and len(logits) == len(rows), f'{len(rows)} rows, logits {tuple(logits.shape)}'
     return _process_(logits.to(torch.float32, copy=True), rows)
 
-def _process_(x, rows):
+def _process_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     if some := [b for b, r in enumerate(rows) if _steered(r)]:
         part, sub = (x, rows) if len(some) == len(rows) else (x[some], [rows[b] for b in some])
         for step_ in (allow_, ban_, obey_, bias_, repeat_, count_): step_(part, sub)
         if part is not x: x[some] = part
     if not all(r.params.greedy for r in rows):
         x.div_(torch.tensor([[1. if r.params.greedy else r.params.temperature] for r in rows], device=x.device))
-    if any(r.params.greedy or _filters(r.params) for r in rows):
+    if any(p.greedy or p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in (r.params for r in rows)):
         x.masked_fill_(x < cutoffs(x, rows)[:, None], -math.inf)
     return x
 
-# %% ../nbs/05_sampling.ipynb #0634057b
 def probabilities(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     "The distribution each row draws from, float32 `[B, V]`; a greedy row has all of it on its maximum."
     return processed_logits(logits, rows).softmax(-1)
@@ -503,7 +259,6 @@ class Logprob:
     rank: int | None = None
     decoded_token: str | None = None
 
-# %% ../nbs/05_sampling.ipynb #bd84c27f
 def token_logprobs(logits: Tensor, tokens: Sequence[int], k: int,
                    texts: Sequence[Callable[[int], str | None]] | None = None) -> list[dict[int, Logprob]]:
     """For each row of `logits` `[R, V]` `{id: Logprob}`: its token of `tokens` (R ids) first, then the `k` likeliest.
@@ -548,7 +303,6 @@ BAD_LOGITS = "the model's logits are not finite numbers: try dtype='fp32', and c
 NO_TOKEN = ("no token is left to sample: allowed_token_ids, bad_words, min_tokens and structured_outputs together "
             "forbid every one; loosen one of them")
 
-# %% ../nbs/05_sampling.ipynb #05f8f781
 @torch.no_grad()
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     """The next token of every row, `Sampled`, from `logits` `[B, V]` of any float dtype, which are not modified.
@@ -585,104 +339,3 @@ def finish_reason(row: SamplingRow, token: int) -> tuple[str | None, int | None]
         if token in (p.stop_token_ids or ()): return 'stop', token
     if row.max_tokens is not None and n >= row.max_tokens: return 'length', None
     return None, None
-
-# %% ../nbs/05_sampling.ipynb #4a94903e
-class IncrementalDecoder:
-    """Token ids in, text out as soon as it is settled; together the same as `tokenizer.decode` of all ids.
-
-    Decodes a short window of the last ids each time, so that a token costs the same however long the text is. Text
-    that ends in U+FFFD waits: the rest of its character may be on its way. (After the offsets of TGI and vLLM.)"""
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True) -> None:
-        self.tokenizer, self.skip = tokenizer, skip_special_tokens
-        self.ids, self.text, self.sent = [], '', 0      # the window, its text, how much of that was given out
-
-    def decode(self, ids: list[int], skip: bool) -> str:
-        text: Any = self.tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-        return text
-
-    def add(self, token_id: int) -> str:
-        "The text that `token_id` settles, often all of its own, maybe ''."
-        text, one = self.decode(self.ids + [token_id], self.skip), [token_id]
-        if text == self.text and self.decode(one, self.skip) != self.decode(one, False): return ''     # it is skipped
-        self.ids.append(token_id)
-        settled = len(text.rstrip('\ufffd'))
-        new, self.text, self.sent = text[self.sent:settled], text, max(self.sent, settled)
-        if len(self.ids) >= 16: self._shrink()
-        return new
-
-    def _shrink(self):
-        "Keep a few last ids as window if they read the same without those before."
-        for keep in (5, 6, 7, 8):
-            tail = self.decode(self.ids[-keep:], self.skip)
-            clean = tail and not tail.startswith('\ufffd') or len(self.ids) >= 64      # else it may cut a character
-            if clean and self.text.endswith(tail) and (sent := self.sent - len(self.text) + len(tail)) >= 0:
-                self.ids, self.text, self.sent = self.ids[-keep:], tail, sent
-                return
-
-    def finish(self) -> str:
-        "The text held back."
-        rest, self.ids, self.text, self.sent = self.text[self.sent:], [], '', 0
-        return rest
-
-# %% ../nbs/05_sampling.ipynb #9b1ea1a5
-class StopScanner:
-    """Text in, text out up to the first of the strings `stops`; text that may begin one is held back.
-
-    The match that is complete first wins, at a tie the longer: how the text is cut into pieces doesn't matter."""
-    found: str | None
-
-    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        self.stops, self.include, self.held, self.found = stops, include, '', None
-
-    def add(self, text: str, armed: bool = True) -> str:
-        "What may be shown of the held text and `text`; sets `found`. Unless `armed`, a match in `text` doesn't count."
-        old, text = len(self.held), self.held + text
-        hits = [(i + len(s), i, s) for s in self.stops if armed and (i := text.find(s, max(0, old - len(s) + 1))) >= 0]
-        if hits:
-            end, start, self.found = min(hits)
-            self.held = ''
-            return text[:end if self.include else start]
-        keep = max((k for s in self.stops for k in range(1, len(s)) if text.endswith(s[:k])), default=0)
-        self.held = text[len(text) - keep:]
-        return text[:len(text) - keep]
-
-    def finish(self) -> str:
-        "The text held back."
-        rest, self.held = self.held, ''
-        return rest
-
-# %% ../nbs/05_sampling.ipynb #21d13cc7
-class Detokenizer:
-    """The text of one request as it grows: whole characters, without special tokens, cut at a stop string.
-
-    `text` is what was given out so far, `stopped` the stop string found. Without tokenizer, or with `detokenize=False`,
-    all text is ''. Raises `ParamError` if `params.stop` is given without a tokenizer."""
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, params: SamplingParams) -> None:
-        if params.stop and tokenizer is None:
-            raise ParamError(f"stop={params.stop!r} needs a tokenizer, and there is none: use stop_token_ids")
-        self.params, self.num_tokens, self._parts = params, 0, []
-        self._decoder = (IncrementalDecoder(tokenizer, params.skip_special_tokens)
-                         if tokenizer is not None and params.detokenize else None)
-        self._scanner = StopScanner(params.stop or (), params.include_stop_str_in_output)
-
-    @property
-    def text(self) -> str: return ''.join(self._parts)
-    @property
-    def stopped(self) -> str | None: return self._scanner.found
-
-    def _give(self, text: str) -> str:
-        self._parts.append(text)
-        return text
-
-    def add(self, token_id: int, ended: bool = False) -> str:
-        "The new text to show, maybe ''. `ended`: this is the EOS or stop token, whose own text is left out."
-        self.num_tokens += 1
-        if self._decoder is None or self.stopped is not None: return ''
-        if ended and not self.params.include_stop_str_in_output: return ''
-        return self._give(self._scanner.add(self._decoder.add(token_id), self.num_tokens > self.params.min_tokens))
-
-    def finish(self) -> str:
-        "The text held back, when no token follows."
-        if self._decoder is None or self.stopped is not None: return ''
-        text = self._scanner.add(self._decoder.finish(), self.num_tokens > self.params.min_tokens)
-        return self._give(text + ('' if self.stopped is not None else self._scanner.finish()))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
-from ..errors import BatchlabError
+from ..errors import Unavailable
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from batchlab.slots import KVCache, Shape
 
 # %% auto #0
-__all__ = ['REGISTRY', 'Step', 'Backend', 'Unavailable', 'BackendOptions', 'register', 'select_backend']
+__all__ = ['REGISTRY', 'Step', 'Backend', 'BackendOptions', 'register', 'select_backend']
 
 # %% ../../nbs/12_attention.ipynb #c243b429
 class Step(Protocol):
@@ -51,10 +51,6 @@ class Backend(Protocol):
         "Give back what was made for the cache in use."
         ...
 
-# %% ../../nbs/12_attention.ipynb #42f6c5f9
-class Unavailable(BatchlabError):
-    "Why a backend does not run a model, in a line for the user."
-
 # %% ../../nbs/12_attention.ipynb #7b3368b9
 @dataclass
 class BackendOptions:
@@ -66,7 +62,6 @@ class BackendOptions:
     room: float | None = None
     quantization: str | None = None
 
-# %% ../../nbs/12_attention.ipynb #e93179ce
 REGISTRY: dict[str, str] = dict(cuda='batchlab.backends.cuda', fused='batchlab.backends.fused', kernels='batchlab.backends.kernels', torch='batchlab.attention')
 
 def register(name: str, module: str) -> None:
@@ -75,7 +70,6 @@ def register(name: str, module: str) -> None:
     REGISTRY.clear()
     REGISTRY.update({name: module} | others)
 
-# %% ../../nbs/12_attention.ipynb #37d783a4
 def select_backend(model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions | None = None) -> Backend:
     """The first backend in the registry that runs `model`, whose `kv_layout` is `shapes`; 'torch', the last, always does.
 
