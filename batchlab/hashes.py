@@ -6,22 +6,21 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['PrefixError', 'content_hash', 'chunk_hashes']
+__all__ = ['content_hash', 'chunk_hashes']
 
 # %% ../nbs/06_prefix.ipynb #c8f426f9
 import hashlib, struct
 from collections.abc import Sequence
 
-from .errors import BatchlabError
+from .deprecated import renamed
+from .errors import BatchError
 
-class PrefixError(BatchlabError, ValueError):
-    "A prefix that can't be shared: no rows, rows that differ inside it, a cache that does not hold it, or a bad size."
+__getattr__ = renamed(__name__, {'PrefixError': 'errors.BatchError'})
 
-# %% ../nbs/06_prefix.ipynb #7cb646e1
 def _at_least_1(**sizes: int) -> None:
-    "Raise `PrefixError` for the first size that is not a positive whole number."
+    "Raise `BatchError` for the first size that is not a positive whole number."
     for name, n in sizes.items():
-        if not isinstance(n, int) or n < 1: raise PrefixError(f'{name} is {n!r}: expected a whole number of at least 1')
+        if not isinstance(n, int) or n < 1: raise BatchError(f'{name} is {n!r}: expected a whole number of at least 1')
 
 # %% ../nbs/06_prefix.ipynb #56303964
 def content_hash(ids: Sequence[int], parent: bytes = b'') -> bytes:

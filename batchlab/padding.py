@@ -5,45 +5,38 @@
 # %% ../nbs/04_padding.ipynb #7ed885e4
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from .decode import BatchCache, DecodeBatch, Session
-from .errors import BatchlabError
-from .ledger import Ledger
-from .models import eos_token_ids, max_model_len
-from .prefill import check_prompt, forward
+from .decode import BatchCache, decode_step, mask_from_lengths
+from .deprecated import renamed
+from .errors import BatchError
+from .prefill import forward
 
 if TYPE_CHECKING: from transformers import PreTrainedModel
 
-_all_ = ['Ledger']
+__getattr__ = renamed(__name__, {'PaddingError': 'errors.BatchError', 'Ledger': 'ledger.Ledger'})
 
 # %% auto #0
-__all__ = ['PaddingError', 'pad_and_mask', 'positions_from_mask', 'prefill_padded', 'same_as_alone', 'can_pad', 'append_greedy',
-           'run_wave', 'static_waves', 'bucketed_waves', 'generate_static', 'Ledger']
-
-# %% ../nbs/04_padding.ipynb #804660c0
-class PaddingError(BatchlabError, ValueError):
-    "Rows that can't be padded: none given, an empty one among them, or an unknown side."
+__all__ = ['pad_and_mask', 'positions_from_mask', 'prefill_padded', 'can_pad']
 
 # %% ../nbs/04_padding.ipynb #ff44790d
 def pad_and_mask(rows: Sequence[Sequence[int]], pad_id: int = 0, side: str = 'left') -> tuple[Tensor, Tensor]:
     """Rows of token ids as `(input_ids, mask)`, both int64 `[B, L]`, L the longest row; the mask is 1 on real tokens.
 
     The mask comes from the lengths, never from comparing ids with `pad_id`: a real token may have that id.
-    Raises `PaddingError`.
+    Raises `BatchError` for no rows, an empty one, or an unknown side.
     """
-    if side not in ('left', 'right'): raise PaddingError(f"side is {side!r}: expected 'left' or 'right'")
-    if not rows: raise PaddingError('no rows to pad: give at least one prompt')
+    if side not in ('left', 'right'): raise BatchError(f"side is {side!r}: expected 'left' or 'right'")
+    if not rows: raise BatchError('no rows to pad: give at least one prompt')
     empty = [i for i, r in enumerate(rows) if not len(r)]
-    if empty: raise PaddingError(f'rows {empty} have no tokens: give each at least one, for example the BOS token')
-    n = max(map(len, rows))
-    fill = lambda r, real, pad: [pad] * (n - len(r)) + real if side == 'left' else real + [pad] * (n - len(r))
-    ids, mask = [fill(r, list(r), pad_id) for r in rows], [fill(r, [1] * len(r), 0) for r in rows]
-    return torch.tensor(ids), torch.tensor(mask)
+    if empty: raise BatchError(f'rows {empty} have no tokens: give each at least one, for example the BOS token')
+    ids = [torch.tensor(r) for r in rows]
+    return pad_sequence(ids, True, pad_id, side), pad_sequence([torch.ones_like(r) for r in ids], True, 0, side)
 
 # %% ../nbs/04_padding.ipynb #710a5f1a
 def positions_from_mask(mask: Tensor) -> Tensor:
@@ -60,97 +53,20 @@ def prefill_padded(model: PreTrainedModel, prompts: Sequence[Sequence[int]],
     return forward(model, ids, cache, positions_from_mask(mask), mask if padded else None), cache, lengths
 
 # %% ../nbs/04_padding.ipynb #1d91862c
-def same_as_alone(model: PreTrainedModel, rows: Sequence[Sequence[int]], logits: Tensor) -> bool:
-    """Whether each of `logits` `[n, V]` is what `model` gives after the ids of one of `rows`, run alone and without a cache.
-
-    The one rule for all ways to run a model. No logit may be off by more than a share of the largest: 0.1% in fp32, which is
-    hundreds of roundings, and 5% in half precision, where a rounding is 0.1% to 0.4% and every layer adds some."""
-    tolerance = 1e-3 if model.dtype.itemsize >= 4 else 5e-2
-    for row, got in zip(rows, logits):
-        want = model(input_ids=torch.tensor([row], device=model.device), use_cache=False).logits[0, -1]
-        if not (got.to(want.device) - want).abs().max() <= tolerance * want.abs().max(): return False      # NaN is not close
-    return True
-
 @torch.inference_mode()
 def can_pad(model: PreTrainedModel) -> bool:
     """Whether left-padded rows get the logits that each gets alone, in prefill and in a decode step, for this model.
 
-    Compares by `same_as_alone`.
+    Compares with the model run without cache, to 0.1% of the largest logit in fp32 and 5% in half precision.
     """
-    v = model.config.get_text_config().vocab_size
-    prompts = [[(7 * i + 3) % v for i in range(n)] for n in (9, 3)]
+    v, tolerance = model.config.get_text_config().vocab_size, 1e-3 if model.dtype == torch.float32 else 5e-2
+    rows, token = [[(7 * i + 3) % v for i in range(n)] for n in (9, 3)], 5 % v
+    alone = lambda row: model(torch.tensor([row], device=model.device), use_cache=False).logits[0, -1]
     try:
-        logits, cache, lengths = prefill_padded(model, prompts)
-        batch, sessions = DecodeBatch(model), [Session(p, output_ids=[5 % v]) for p in prompts]
-        batch.join(sessions, cache, lengths)
-        longer = [p + [5 % v] for p in prompts]
-        return same_as_alone(model, prompts, logits) and same_as_alone(model, longer, batch.step())
+        first, cache, lengths = prefill_padded(model, rows)
+        mask = mask_from_lengths(lengths + 1, cache.get_seq_length() + 1)
+        second = decode_step(model, torch.full_like(lengths, token), cache, lengths, mask)
+        want = torch.stack([alone(row) for row in rows + [row + [token] for row in rows]])
+        difference = (torch.cat([first, second]) - want).abs().amax(-1)
+        return bool((difference <= tolerance * want.abs().amax(-1)).all())                        # NaN is not close
     except Exception: return False      # whatever it says: its cache or its arguments are of another kind
-
-# %% ../nbs/04_padding.ipynb #1dbacd52
-def append_greedy(logits: Tensor, sessions: Sequence[Session]) -> None:
-    "Append the likeliest token to each session: `logits` `[B, V]`, row i for `sessions[i]`."
-    for s, t in zip(sessions, logits.argmax(-1).tolist()): s.append(t)
-
-# %% ../nbs/04_padding.ipynb #6aaa8e9f
-def run_wave(model: PreTrainedModel, sessions: Sequence[Session], pad_id: int = 0,
-             advance: Callable[[Tensor, list[Session]], object] = append_greedy,
-             ledger: Ledger | None = None) -> Iterator[Session]:
-    """Run `sessions` as one left-padded batch until all have ended: yields each as it ends.
-
-    `advance(logits [k, V], sessions)` gives k running sessions their next token. `ledger` is added to.
-    """
-    ledger = Ledger() if ledger is None else ledger
-    rows = [s.prompt_ids + s.output_ids for s in sessions]      # a session that broke off goes on from where it was
-    logits, cache, lengths = prefill_padded(model, rows, pad_id)
-    again = sum(len(r) for r, s in zip(rows, sessions) if s.output_ids)
-    ledger.recomputed += again
-    ledger.useful += int(lengths.sum()) - again
-    ledger.padded += lengths.numel() * cache.get_seq_length() - int(lengths.sum())
-    batch = DecodeBatch(model)
-    batch.join(sessions, cache, lengths)
-    while True:
-        rows = [i for i, s in enumerate(batch.sessions) if not s.finish_reason]
-        live = [batch.sessions[i] for i in rows]
-        advance(logits if len(rows) == len(batch) else logits[rows], live)
-        yield from (s for s in live if s.finish_reason)
-        rows = [i for i in rows if not batch.sessions[i].finish_reason]
-        if not rows: return
-        gone = [i for i, s in enumerate(batch.sessions) if s.finish_reason]
-        if len(gone) >= len(batch) / 8: batch.keep(rows)
-        else: batch.lengths[gone] = 0                           # fed on, they must not grow past the context
-        logits = batch.step()
-        assert batch.cache is not None
-        ledger.useful += len(rows)
-        ledger.padded += len(batch) - len(rows)
-        ledger.masked += len(batch) * batch.cache.get_seq_length() - int(batch.lengths.sum())
-
-# %% ../nbs/04_padding.ipynb #429e1e6a
-def static_waves(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
-    "Indices in waves of `batch_size`, in the order of arrival."
-    return [list(range(i, min(i + batch_size, len(lengths)))) for i in range(0, len(lengths), batch_size)]
-
-# %% ../nbs/04_padding.ipynb #fbbaa2e5
-def bucketed_waves(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
-    "Indices in waves of `batch_size`, similar lengths together, the longest first."
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    return [order[i:i + batch_size] for i in range(0, len(order), batch_size)]
-
-# %% ../nbs/04_padding.ipynb #5aff2e86
-def generate_static(model: PreTrainedModel, prompts: Sequence[Iterable[int]], max_tokens: int | Sequence[int] = 16,
-                    batch_size: int = 8, eos_ids: Collection[int] | None = None,
-                    waves: Callable[[Sequence[int], int], list[list[int]]] = static_waves) -> tuple[list[list[int]], Ledger]:
-    """Greedy tokens for each prompt, in order, and the `Ledger`. `max_tokens`: one number, or one for each prompt.
-
-    `waves` is `static_waves` or `bucketed_waves`. Raises `PromptError`.
-    """
-    limit, eos_ids = max_model_len(model), eos_token_ids(model) if eos_ids is None else eos_ids
-    caps = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
-    sessions = []
-    for p, cap in zip(prompts, caps):
-        ids = check_prompt(p, limit, model.config.get_text_config().vocab_size)
-        sessions.append(Session(ids, min(cap, limit - len(ids)) if limit else cap, eos_ids))
-    ledger = Ledger()
-    for wave in waves([len(s.prompt_ids) + s.max_tokens for s in sessions], batch_size):
-        for _ in run_wave(model, [sessions[i] for i in wave], ledger=ledger): pass
-    return [s.output_ids for s in sessions], ledger

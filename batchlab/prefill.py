@@ -13,18 +13,13 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from .errors import BatchlabError
+from .errors import PromptError
 from .models import eos_token_ids, max_model_len
 
 if TYPE_CHECKING: from transformers import PreTrainedConfig, PreTrainedModel
 
 # %% auto #0
-__all__ = ['PromptError', 'check_prompt', 'generate_naive', 'kv_bytes_per_token', 'cache_bytes', 'forward', 'prefill',
-           'flops_per_token']
-
-# %% ../nbs/02_prefill.ipynb #4e3d8a0b
-class PromptError(BatchlabError, ValueError):
-    "A prompt can't be run as it is: it is empty, not made of token ids, or longer than the model's context."
+__all__ = ['check_prompt', 'generate_naive', 'kv_bytes_per_token', 'forward', 'prefill']
 
 # %% ../nbs/02_prefill.ipynb #6eb51c8c
 def check_prompt(prompt_ids: Iterable[int], limit: int | None = None, vocab_size: int | None = None) -> list[int]:
@@ -74,12 +69,6 @@ def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype | None = Non
     head_dim = getattr(c, 'head_dim', None) or c.hidden_size // c.num_attention_heads
     return 2 * c.num_hidden_layers * kv_heads * head_dim * (dtype or c.dtype or torch.float32).itemsize
 
-# %% ../nbs/02_prefill.ipynb #1a5b4374
-def cache_bytes(cache: Cache) -> int:
-    "Bytes held by the keys and values of a transformers `Cache`, measured."
-    layers: list[Any] = cache.layers
-    return sum(t.numel() * t.element_size() for l in layers if l.is_initialized for t in (l.keys, l.values))
-
 # %% ../nbs/02_prefill.ipynb #5b801dba
 @torch.inference_mode()
 def forward(model: PreTrainedModel, input_ids: Tensor, cache: Cache, position_ids: Tensor | None = None,
@@ -107,14 +96,3 @@ def prefill(model: PreTrainedModel, prompt_ids: Iterable[int], cache: Cache | No
     ids = torch.tensor([check_prompt(prompt_ids)], device=model.device)
     positions = torch.arange(past, past + ids.shape[1], device=model.device)[None]
     return forward(model, ids, cache, positions)[0], cache
-
-# %% ../nbs/02_prefill.ipynb #1f4ea6d7
-def flops_per_token(model: PreTrainedModel) -> int:
-    """FLOPs to run one position through the weights: 2 for each number of every matrix (attention itself apart).
-
-    Of a mixture of experts all experts are counted, though a position passes through few of them."""
-    head = model.get_output_embeddings()
-    emb: Any = model.get_input_embeddings()
-    n = sum(p.numel() for p in model.parameters() if p.ndim > 1)
-    tied = head is not None and head.weight is emb.weight
-    return 2 * (n if tied else n - emb.weight.numel())     # looking an embedding up costs no arithmetic

@@ -5,6 +5,7 @@
 # %% ../nbs/06_prefix.ipynb #dec8ab27
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,33 +15,34 @@ from torch import Tensor
 from transformers import Cache
 
 from .decode import BatchCache, BatchLayer, decode_step, mask_from_lengths
-from .hashes import PrefixError, _at_least_1, chunk_hashes, content_hash
-from .padding import Ledger, pad_and_mask, prefill_padded
+from .deprecated import renamed
+from .errors import BatchError
+from .hashes import _at_least_1, chunk_hashes, content_hash
+from .padding import pad_and_mask, prefill_padded
 from .prefill import forward, prefill
 
 if TYPE_CHECKING: from transformers import PreTrainedModel
 
-_all_ = ['PrefixError', 'content_hash', 'chunk_hashes']
+_all_ = ['content_hash', 'chunk_hashes']
+__getattr__ = renamed(__name__, {'PrefixError': 'errors.BatchError'})
 
 # %% auto #0
-__all__ = ['find_common_chunk_prefix', 'group_by_prefix', 'broadcast_kv', 'broadcast_cache', 'align_right', 'prefill_shared',
-           'prefix_ledger', 'PrefixError', 'content_hash', 'chunk_hashes']
+__all__ = ['find_common_chunk_prefix', 'group_by_prefix', 'broadcast_cache', 'align_right', 'prefill_shared', 'content_hash',
+           'chunk_hashes']
 
 # %% ../nbs/06_prefix.ipynb #0f6c8e7f
 def find_common_chunk_prefix(rows: Iterable[Iterable[int]], chunk_size: int = 16) -> int:
     """How many leading tokens all `rows` (lists of token ids) share, in whole chunks of `chunk_size` tokens.
 
     Stops at the first chunk in which any row differs, or which any row does not fill. A lone row is its own prefix:
-    its whole length, not rounded. Raises `PrefixError` for no rows. After KVBoost's shared-prefix batcher.
+    its whole length, not rounded. Raises `BatchError` for no rows. After KVBoost's shared-prefix batcher.
     """
     _at_least_1(chunk_size=chunk_size)
-    rows, n = [list(r) for r in rows], 0
-    if not rows: raise PrefixError('no rows to compare: give at least one prompt')
+    rows = [list(r) for r in rows]
+    if not rows: raise BatchError('no rows to compare: give at least one prompt')
     if len(rows) == 1: return len(rows[0])
-    first, last = min(rows), max(rows)      # in dictionary order: what these two share, all rows between them share
-    while n + chunk_size <= min(len(first), len(last)) and first[n:n + chunk_size] == last[n:n + chunk_size]:
-        n += chunk_size
-    return n
+    n = len(os.path.commonprefix(rows))                     # made for paths, and as good for any lists
+    return n - n % chunk_size
 
 # %% ../nbs/06_prefix.ipynb #50afd2f2
 def group_by_prefix(rows: Iterable[Sequence[int]], chunk_size: int = 16, num_chunks: int = 3) -> dict[str, list[int]]:
@@ -57,35 +59,23 @@ def group_by_prefix(rows: Iterable[Sequence[int]], chunk_size: int = 16, num_chu
         groups.setdefault('empty' if key is None else key.hex(), []).append(i)
     return groups
 
-# %% ../nbs/06_prefix.ipynb #041ed1ff
-def broadcast_kv(kv: Tensor, batch: int) -> Tensor:
-    """Keys or values `[1, H, S, D]` as `[batch, H, S, D]`, without a copy: all rows are the same memory.
-
-    To be read only: what is written to one row is in all. Raises `PrefixError` if `kv` has more than one row.
-    """
-    if kv.ndim != 4 or kv.shape[0] != 1:
-        raise PrefixError(f'keys or values of shape {list(kv.shape)}: expected one row, [1, heads, tokens, head_dim]')
-    return kv.expand(batch, -1, -1, -1)
-
 # %% ../nbs/06_prefix.ipynb #1102de4e
 def broadcast_cache(cache: Cache, batch: int, prefix_len: int | None = None) -> BatchCache:
     """A `BatchCache` of `batch` rows, each the first `prefix_len` (default: all) columns of the one row of `cache`.
 
-    No copy until something is appended. `cache` is left as it is. Raises `PrefixError` if it is not one row, or if it
+    No copy until something is appended. `cache` is left as it is. Raises `BatchError` if it is not one row, or if it
     holds fewer columns in any layer (a sliding-window layer of `DynamicCache` forgets).
     """
     shared, layers = BatchCache(), list[Any](cache.layers)
     for old in layers:
-        new = BatchLayer()
-        if old.is_initialized:
-            held = old.keys.shape[-2]
-            if prefix_len and held < prefix_len:
-                raise PrefixError(f'the cache holds {held} tokens and the prefix has {prefix_len}: '
-                                  'fill it with prefill(model, ids, BatchCache()), where every layer keeps all tokens')
-            new.lazy_initialization(old.keys, old.values)
-            views = [broadcast_kv(t[:, :, :prefix_len], batch) for t in (old.keys, old.values)]
-            new.keys, new.values = new.buffers = views
-        shared.layers.append(new)
+        shared.layers.append(new := BatchLayer())
+        if not old.is_initialized: continue
+        rows, _, held, _ = old.keys.shape
+        if rows != 1: raise BatchError(f'keys or values of shape {list(old.keys.shape)}: expected one row, [1, heads, tokens, head_dim]')
+        if prefix_len and held < prefix_len:
+            raise BatchError(f'the cache holds {held} tokens and the prefix has {prefix_len}: '
+                             'fill it with prefill(model, ids, BatchCache()), where every layer keeps all tokens')
+        new.hold(*(t[:, :, :prefix_len].expand(batch, -1, -1, -1) for t in (old.keys, old.values)))
     return shared
 
 # %% ../nbs/06_prefix.ipynb #d9d47388
@@ -97,21 +87,17 @@ def align_right(cache: BatchCache, lengths: Tensor) -> None:
     """
     n = int(lengths.max())
     column = (torch.arange(n, device=lengths.device) - (n - lengths)[:, None]).clamp(min=0)          # [B, n]
+    moved = lambda t: t.gather(2, column[:, None, :, None].expand(-1, t.shape[1], -1, t.shape[3]))
     for layer in cache.layers:
-        if not layer.is_initialized: continue
-        moved = [t.gather(2, column[:, None, :, None].expand(-1, t.shape[1], -1, t.shape[3]))
-                 for t in (layer.keys, layer.values)]
-        layer.keys = layer.values = None
-        layer.is_initialized = False
-        layer.update(*moved)
+        if layer.is_initialized: layer.hold(moved(layer.keys), moved(layer.values))
 
 # %% ../nbs/06_prefix.ipynb #1bd4b526
 def _check_shared(prompts, n):
-    "Raise `PrefixError` unless all prompts begin with the same n tokens."
+    "Raise `BatchError` unless all prompts begin with the same n tokens."
     for i, p in enumerate(prompts):
         if p[:n] == prompts[0][:n]: continue
-        at = next(j for j in range(n) if p[j] != prompts[0][j])
-        raise PrefixError(f'prompt {i} differs from prompt 0 at token {at}, inside the shared {n}: '
+        at = len(os.path.commonprefix([p, prompts[0]]))
+        raise BatchError(f'prompt {i} differs from prompt 0 at token {at}, inside the shared {n}: '
                           'take prefix_len from find_common_chunk_prefix, or group the prompts with group_by_prefix')
 
 # %% ../nbs/06_prefix.ipynb #8b85405d
@@ -123,7 +109,7 @@ def prefill_shared(model: PreTrainedModel, prompts: Iterable[Iterable[int]], pre
     What `prefill_padded` returns, for `DecodeBatch.join`: lengths are whole, the cache left-padded. Every prompt keeps
     at least one token to itself: `prefix_len` is cut to the shortest prompt less one. `prefix_cache`, one row with
     every layer whole, holds the prefix already and is left as it is; that it was made from these ids is the caller's
-    word. For models that `can_pad`. Raises `PrefixError` if prompts differ inside the prefix, and `PaddingError`.
+    word. For models that `can_pad`. Raises `BatchError` if prompts differ inside the prefix, or one is empty.
     """
     prompts = [list(p) for p in prompts]
     n = min(prefix_len, min(map(len, prompts), default=0) - 1)
@@ -141,15 +127,3 @@ def prefill_shared(model: PreTrainedModel, prompts: Iterable[Iterable[int]], pre
     last = torch.tensor([p[-1] for p in prompts], device=model.device)
     mask = mask_from_lengths(lengths, int(lengths.max())) if padded else None
     return decode_step(model, last, cache, lengths - 1, mask), cache, lengths
-
-# %% ../nbs/06_prefix.ipynb #117bd082
-def prefix_ledger(lengths: Sequence[int], prefix_len: int, cached: bool = False) -> Ledger:
-    """What `prefill_shared` runs through the model for prompts of these `lengths`, as a `Ledger`.
-
-    `prefix_len` is cut as there; `cached`: the prefix comes from a `prefix_cache`. `useful + reused` are all tokens.
-    """
-    n = max(0, min(prefix_len, min(lengths) - 1))
-    if len(lengths) == 1 and not cached: n = 0
-    own = [l - n for l in lengths]
-    computed = 0 if cached else n
-    return Ledger(useful=computed + sum(own), padded=max(own) * len(own) - sum(own), reused=n * len(own) - computed)

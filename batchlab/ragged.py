@@ -17,18 +17,17 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .decode import BatchLayer
-from .errors import BatchlabError
-from .models import UnsupportedModelError, max_model_len
+from .deprecated import renamed
+from .errors import BatchError, UnsupportedModelError
+from .models import max_model_len
 
 if TYPE_CHECKING: from transformers import PreTrainedModel
 
-# %% auto #0
-__all__ = ['PackError', 'Packed', 'check_rows', 'pack', 'block_causal_mask', 'JoinedCache', 'layer_windows', 'layer_masks',
-           'check_caches', 'ragged_step']
+__getattr__ = renamed(__name__, {'PackError': 'errors.BatchError'})
 
-# %% ../nbs/07_ragged.ipynb #15a31d91
-class PackError(BatchlabError, ValueError):
-    "Rows that can't go into one step: none, one without tokens, one too long, or caches that don't fit them."
+# %% auto #0
+__all__ = ['Packed', 'check_rows', 'pack', 'block_causal_mask', 'JoinedCache', 'layer_windows', 'layer_masks', 'check_caches',
+           'ragged_step']
 
 # %% ../nbs/07_ragged.ipynb #a094029d
 @dataclass(eq=False)
@@ -50,21 +49,21 @@ class Packed:
 
 # %% ../nbs/07_ragged.ipynb #145bf215
 def check_rows(lengths: Sequence[int], starts: Sequence[int]) -> None:
-    "Raise `PackError` unless there are rows, each with at least one new token and a start of 0 or more."
-    if not lengths: raise PackError('no rows to pack: give at least one sequence')
+    "Raise `BatchError` unless there are rows, each with at least one new token and a start of 0 or more."
+    if not lengths: raise BatchError('no rows to pack: give at least one sequence')
     if len(lengths) != len(starts):
-        raise PackError(f'{len(lengths)} rows with starts or caches of {len(starts)}: give one for each row, '
+        raise BatchError(f'{len(lengths)} rows with starts or caches of {len(starts)}: give one for each row, '
                         'start 0 or an empty cache if nothing of it is computed yet')
     if min(lengths) < 1:
-        raise PackError(f'row {lengths.index(min(lengths))} has no new tokens: leave it out of this step')
-    if min(starts) < 0: raise PackError(f'row {starts.index(min(starts))} starts at {min(starts)}: expected 0 or more')
+        raise BatchError(f'row {lengths.index(min(lengths))} has no new tokens: leave it out of this step')
+    if min(starts) < 0: raise BatchError(f'row {starts.index(min(starts))} starts at {min(starts)}: expected 0 or more')
 
 # %% ../nbs/07_ragged.ipynb #6affaac1
 def pack(rows: Sequence[Sequence[int]], starts: Sequence[int], device: str | torch.device | None = None) -> Packed:
     """The new tokens of each sequence as one `Packed` row.
 
     `rows`: B lists of token ids, at least one each; `starts`: B ints, how many tokens of each are computed already.
-    Raises `PackError`.
+    Raises `BatchError`.
     """
     lengths = list(map(len, rows))
     check_rows(lengths, starts)
@@ -88,7 +87,7 @@ def block_causal_mask(lengths_q: Sequence[int] | Tensor, starts: Sequence[int] |
 
     `lengths_q`, `starts`: B ints each, as lists or int tensors; P, T their sums. Columns: the tokens held, sequence
     after sequence, then the new ones. With `sliding_window` w a token sees positions above its own minus w only.
-    Raises `PackError`.
+    Raises `BatchError`.
     """
     q, held = (torch.as_tensor(x, dtype=torch.int64) for x in (lengths_q, starts))
     check_rows(q.tolist(), held.tolist())
@@ -156,15 +155,15 @@ def layer_masks(model: PreTrainedModel, packed: Packed) -> Tensor | dict[str, Te
 
 # %% ../nbs/07_ragged.ipynb #7676fd9b
 def check_caches(caches: Sequence[Cache], lengths: Sequence[int], limit: int | None = None) -> None:
-    "Raise `PackError` unless each cache is one row's own, holds all its tokens, and may grow by `lengths[i]` tokens."
-    if len(set(map(id, caches))) < len(caches): raise PackError('two rows share one cache: give each sequence its own')
+    "Raise `BatchError` unless each cache is one row's own, holds all its tokens, and may grow by `lengths[i]` tokens."
+    if len(set(map(id, caches))) < len(caches): raise BatchError('two rows share one cache: give each sequence its own')
     for i, (cache, n) in enumerate(zip(caches, lengths)):
         start, layers = cache.get_seq_length(), list[Any](cache.layers)
         if any(l.is_initialized and l.keys.shape[2] != start for l in layers):
-            raise PackError(f'the cache of row {i} has dropped some of its {start} tokens, as a cache with a '
+            raise BatchError(f'the cache of row {i} has dropped some of its {start} tokens, as a cache with a '
                             'sliding window does: use a BatchCache')
         if limit and start + n > limit:
-            raise PackError(f'row {i} would have {start + n} tokens, and the model holds {limit}: end it before')
+            raise BatchError(f'row {i} would have {start + n} tokens, and the model holds {limit}: end it before')
 
 # %% ../nbs/07_ragged.ipynb #39e2596c
 @torch.inference_mode()
@@ -174,7 +173,7 @@ def ragged_step(model: PreTrainedModel, rows: Sequence[Sequence[int]],
 
     `rows`: B lists of new token ids; `caches`: each row's own, a `BatchCache` or `DynamicCache()` that may be empty,
     extended in place. For transformers' `eager` and `sdpa` attention. Right, and not meant to be fast: each step copies
-    all caches and scores all pairs. Raises `PackError`, `UnsupportedModelError`.
+    all caches and scores all pairs. Raises `BatchError`, `UnsupportedModelError`.
     """
     starts, lengths = [c.get_seq_length() for c in caches], list(map(len, rows))
     packed = pack(rows, starts, model.device)

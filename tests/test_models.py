@@ -1,16 +1,16 @@
-"What a notebook can't test of `batchlab.models`: clean cache folders, two processes at once, kills, no network, no pip."
+"What a notebook can't test of `batchlab.models` and `batchlab.fetching`: clean cache folders, two processes at once, kills, no network, no pip."
 import hashlib, os, signal, subprocess, sys, textwrap, time, zipfile
 from pathlib import Path
 
 import pytest
-from batchlab import models as M
+from batchlab import errors, fetching as F, models as M
 
 # Each child gets a tiny model's GGUF in a wheel of its own instead of the real one (93 MB): the two module-level names
 # below are the seam. Everything after the fetch is the real thing.
 SEAM = """
 import os, shutil, sys, time
 from pathlib import Path
-from batchlab import models as M
+from batchlab import fetching as F, models as M
 def fetch(dest):
     with open(os.environ['T_LOG'], 'a') as f: f.write('fetch\\n')
     data = Path(os.environ['T_WHEEL']).read_bytes()
@@ -19,7 +19,7 @@ def fetch(dest):
         time.sleep(float(os.environ['T_SLEEP']))
         out.write(data[len(data)//2:])
     return dest/'tiny.whl'
-M._fetch_wheel, M._WHEEL_SHA256 = fetch, os.environ['T_SHA']
+F._fetch_wheel, F._WHEEL_SHA256 = fetch, os.environ['T_SHA']
 """
 LOAD = SEAM + "model, tok = M.load_model(dtype='fp32', device='cpu'); print(model(__import__('torch').tensor([[1, 70, 80]])).logits[0, -1].argmax().item())"
 
@@ -53,8 +53,8 @@ def refused(code, env, python=sys.executable):
     "The error, `Name: message`, that ends `code` in a child."
     rc, out, err = finish(start(code, env, python))
     last = err.splitlines()[-1]
-    assert rc == 1 and last.startswith('batchlab.models.'), err
-    return last.removeprefix('batchlab.models.')
+    assert rc == 1 and last.startswith('batchlab.errors.'), err
+    return last.removeprefix('batchlab.errors.')
 
 
 def until(what, seconds=60):
@@ -66,7 +66,7 @@ def until(what, seconds=60):
 
 def fetches(env): return Path(env['T_LOG']).read_text().count('fetch')
 def entries(env): return sorted(f.name for f in Path(env['BATCHLAB_CACHE']).iterdir())
-ONLY = [M._CONVERTED, f'{M._CONVERTED}.lock']
+ONLY = [F._CONVERTED, f'{F._CONVERTED}.lock']
 
 
 def test_two_processes_at_once_convert_once(env):
@@ -87,7 +87,7 @@ def test_killed_in_mid_fetch_then_a_good_start(env):
     until(lambda: list(Path(env['BATCHLAB_CACHE']).glob('*/tiny.whl')))
     first.send_signal(signal.SIGKILL)
     assert finish(first)[0] == -signal.SIGKILL
-    assert any('.tmp-' in n for n in entries(env)) and M._CONVERTED not in entries(env)
+    assert any('.tmp-' in n for n in entries(env)) and F._CONVERTED not in entries(env)
     env['T_SLEEP'] = '0'
     rc, out, err = finish(start(LOAD, env))
     assert rc == 0 and fetches(env) == 2, err
@@ -96,11 +96,11 @@ def test_killed_in_mid_fetch_then_a_good_start(env):
     assert (rc, again, err, fetches(env)) == (0, out, '', 2)
 
 
-@pytest.mark.parametrize('moment', ['M._load_gguf', 'M.os.fsync', 'M.os.replace'])
+@pytest.mark.parametrize('moment', ['F.load_gguf', 'F.os.fsync', 'F.os.replace'])
 def test_killed_at_any_later_moment(env, moment):
     die = SEAM + f"{moment} = lambda *args: os.kill(os.getpid(), 9)\nM.load_model()"
     assert finish(start(die, env))[0] == -signal.SIGKILL
-    assert M._CONVERTED not in entries(env)
+    assert F._CONVERTED not in entries(env)
 
 
 def test_interrupt_ends_pip_and_leaves_nothing(env, tmp_path):
@@ -120,18 +120,18 @@ def test_interrupt_ends_pip_and_leaves_nothing(env, tmp_path):
 
 def test_corrupt_wheel(env):
     said = refused(LOAD.replace("os.environ['T_SHA']", "'0'*64"), env)
-    assert said.startswith('CorruptFileError: tiny.whl has sha256') and 'run again' in said
-    assert M._CONVERTED not in entries(env) and not any('.tmp-' in n for n in entries(env))
+    assert said.startswith('ModelError: tiny.whl has sha256') and 'run again' in said
+    assert F._CONVERTED not in entries(env) and not any('.tmp-' in n for n in entries(env))
 
 
 def test_cache_cut_short_behind_our_back(tmp_path, monkeypatch):
     monkeypatch.setenv('BATCHLAB_CACHE', str(tmp_path))
-    monkeypatch.setattr(M, '_cached_snapshot', lambda repo: None)
-    folder = tmp_path/M._CONVERTED
+    monkeypatch.setattr(F, '_cached_snapshot', lambda repo: None)
+    folder = tmp_path/F._CONVERTED
     M.tiny_model('llama').save_pretrained(folder)
     weights = folder/'model.safetensors'
     weights.write_bytes(weights.read_bytes()[:-1000])
-    with pytest.raises(M.CorruptFileError) as e: M.load_model()
+    with pytest.raises(errors.ModelError) as e: M.load_model()
     assert f'delete {folder} and run again' in str(e.value)
 
 
@@ -139,34 +139,34 @@ def test_no_pip(env, tmp_path):
     subprocess.run([sys.executable, '-m', 'venv', '--without-pip', tmp_path/'bare'], check=True)
     bare = tmp_path/'bare'/('Scripts' if os.name == 'nt' else 'bin')/'python'
     said = refused(f"import sys; from batchlab import models as M; sys.executable = {str(bare)!r}; M.load_model()", env)
-    assert said.startswith('DownloadError') and 'has no pip' in said and 'ensurepip' in said and '.gguf' in said
+    assert said.startswith('ModelError') and 'has no pip' in said and 'ensurepip' in said and '.gguf' in said
 
 
 def test_no_package_index(env, tmp_path):
     env |= dict(PIP_NO_INDEX='1', PIP_FIND_LINKS=str(tmp_path))
     said = refused('from batchlab.models import load_model; load_model()', env)
-    assert said.startswith('DownloadError') and 'pip said: ERROR' in said and 'No matching distribution' in said
+    assert said.startswith('ModelError') and 'pip said: ERROR' in said and 'No matching distribution' in said
 
 
 def test_disk_too_small(env):
     small = "import shutil; usage = shutil.disk_usage; shutil.disk_usage = lambda p: usage(p)._replace(free=5_000_000)\n"
     said = refused(small + LOAD, env)
-    assert said.startswith('DiskSpaceError') and '600 MB' in said and ' 5 MB' in said and 'BATCHLAB_CACHE' in said
+    assert said.startswith('ModelError') and '600 MB' in said and ' 5 MB' in said and 'BATCHLAB_CACHE' in said
     assert not Path(env['T_LOG']).exists()             # nothing was fetched
 
 
 @pytest.mark.skipif(not Path('/dev/full').exists(), reason='needs /dev/full, the device that is always full')
 def test_disk_full_in_the_middle(env):
-    full = "def full(*args):\n  with open('/dev/full', 'wb', buffering=0) as f: f.write(b'x')\nM._unpack_gguf = full\n"
+    full = "def full(*args):\n  with open('/dev/full', 'wb', buffering=0) as f: f.write(b'x')\nF._unpack_gguf = full\n"
     said = refused(SEAM + full + 'M.load_model()', env)
-    assert said.startswith('DiskSpaceError') and not any('.tmp-' in n for n in entries(env))
+    assert said.startswith('ModelError: the default model needs') and not any('.tmp-' in n for n in entries(env))
 
 
 def test_cache_folder_that_cannot_be_made(env, tmp_path):
     (tmp_path/'file').write_text('')
     env['BATCHLAB_CACHE'] = str(tmp_path/'file'/'cache')
     said = refused(LOAD, env)
-    assert said.startswith('CacheFolderError') and 'BATCHLAB_CACHE' in said
+    assert said.startswith("ModelError: can't write") and 'BATCHLAB_CACHE' in said
 
 
 @pytest.mark.parametrize('offline', ['0', '1'])
@@ -215,8 +215,13 @@ def test_importing_starts_nothing(env):
     before = threading.active_count()
     import batchlab.models
     assert threading.active_count() == before
-    print('transformers' in sys.modules, 'gguf' in sys.modules)
+    print([m for m in ('transformers', 'gguf', 'huggingface_hub', 'accelerate', 'pandas') if m in sys.modules])
     """
     rc, out, err = finish(start(code, env))
-    assert (rc, out, err) == (0, 'False False', '')
+    assert (rc, out, err) == (0, '[]', '')
     assert not Path(env['BATCHLAB_CACHE']).exists()
+
+
+def test_machine_imports_no_torch(env):
+    rc, out, err = finish(start("import sys, batchlab.machine as m; print('torch' in sys.modules, m.processor_flags() == m.processor_flags())", env))
+    assert (rc, out, err) == (0, 'False True', '')
