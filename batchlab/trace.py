@@ -202,7 +202,8 @@ def memory_notes(engine: Engine) -> tuple[tuple, array[int]]:
     held, pool = {r.slot: r.num_computed_tokens for r in s.running if r.slot is not None}, s.pool
     shared = sum(b.refs > 1 for b in pool.blocks)
     seats = min(s.max_num_seqs, len(s.running) + len(s.waiting))
-    return (seats, rectangle, s.block_size, len(pool), pool.num_held, shared, len(pool.cached)), array('i', (held.get(i, 0) for i in range(1 + max(held, default=-1))))
+    tokens = array('i', (held.get(slot, 0) for slot in range(1 + max(held, default=-1))))
+    return (seats, rectangle, s.block_size, len(pool), pool.num_held, shared, len(pool.cached)), tokens
 
 def step_dict(s: StepRecord, began: float) -> dict:
     "A step as in the file."
@@ -399,6 +400,6 @@ def trace(llm: LLM | Engine, text: bool = True, max_rows: int = 1_000_000, max_t
     return Recorder(llm, text, max_rows, max_text)
 
 # %% ../nbs/50_trace.ipynb #0e9d5ec8
-__getattr__ = renamed(__name__, {'TraceError': 'errors.TraceError', 'BatchlabError': 'errors.BatchlabError', 'Ledger': 'ledger.Ledger'} | {
+__getattr__ = renamed(__name__, {'TraceError': 'errors.TraceError'} | {
     name: f'tracefile.{name}' for name in ('write_json', 'from_slots', 'check_trace', 'read_trace', 'step_events', 'slot_spans',
                                            'slot_events', 'request_events', 'trace_events', 'trace_frame')})

@@ -284,3 +284,15 @@ def test_page_of_a_trace_without_texts(browser, trace, tmp_path):
     rows = sorted(trace.data['steps'][0]['rows'], key=lambda r: (r[3] > 1, r[0]))
     assert said == [f'{r[1]}{r[3]} tokens' for r in rows]
     page.close()
+
+
+@pytest.mark.parametrize('around, tone', [('<html>', 0), ('<html style="color-scheme:dark">', 1), ('<body data-jp-theme-light="false"><div class="bl">', 1),
+                                          ('<body class="vscode-dark"><div class="bl">', 1), ('<body data-jp-theme-light="true"><div class="bl">', 0)])
+def test_pictures_are_light_or_dark_as_the_page_is(browser, around, tone):
+    "Whatever the reader's system says: a page's own scheme, JupyterLab's theme, VS Code's."
+    from batchlab.views.drawing import COLOURS, HTML_STYLE, grid
+    page = browser.new_page(color_scheme=None if around == '<html>' else 'light' if tone else 'dark')
+    page.set_content(f'{around}<style>{HTML_STYLE}</style>{grid(["x"], {"x": ("decode", "a place")}).svg}')
+    fill = page.evaluate("getComputedStyle(document.querySelector('.bl-decode')).fill")
+    assert '#' + ''.join(f'{int(n):02x}' for n in re.findall(r'\d+', fill)) == COLOURS['decode'][tone]
+    page.close()

@@ -110,13 +110,14 @@ def draw_lanes(c: Canvas, lanes: Lanes, left: float, right: float, high: float, 
 
     `at`: where in `unit` each step begins and the last one ends; None counts steps. `apart`: a shape for each run of a request,
     with its number in `data-request`, however many there are; else only if they are few, and many of a kind are one shape."""
-    if at is None: at = range(1 + max((len(lane) for lane in lanes.values()), default=0))
-    size = 1 if apart else -(-(len(at) - 1) // max(1, int(min(right - left, 40_000 / max(1, len(lanes))))))
-    at = [*at[:-1:size], at[-1]] if size else [0, 1]
+    if not lanes: return
+    at = at or range(1 + len(next(iter(lanes.values()))))
+    size = 1 if apart else -(-(len(at) - 1) // max(1, int(min(right - left, 40_000 / len(lanes)))))
+    at = [*at[:-1:size], at[-1]]
     x = [left + (v - at[0]) * (right - left) / (at[-1] - at[0]) for v in at]
-    each = {lane: runs(steps, size) for lane, steps in lanes.items() if size}
-    apart, boxes, over = apart or sum(map(len, each.values())) < 400, defaultdict(list), Canvas()
-    for (_, slot), found in each.items():
+    each = [(slot, runs(lane, size)) for (_, slot), lane in lanes.items()]
+    apart, boxes, over = apart or sum(len(found) for _, found in each) < 400, defaultdict(list), Canvas()
+    for slot, found in each:
         named, gap = None, 1 if high >= 4 else 0
         for first, end, kind, who in found:
             w, inset = x[end] - x[first], high * .18 if kind == 'decode' and high >= 6 else 0
@@ -182,13 +183,11 @@ def texts_of(trace: Trace, number: int, start: int, n: int, most: int = 40) -> s
 # %% ../../nbs/51_pictures.ipynb #97cbb156
 def _block(c, x, y, w, h, start, n, kind):
     "One row's part of the mask: `start` keys that lie in its blocks, and `n` new ones under the diagonal."
-    unit, line = w / (start + n), h / n
-    x0 = min(x + start * unit, x + w - 1)                               # never too thin to see
+    x0 = min(x + start * w / (start + n), x + w - 1)                    # what is new is never too thin to see
     if start: c.rect(x, y, x0 - x, h, 'cached' if n > 1 else 'held')
-    if n == 1: return c.rect(x0, y, x + w - x0, h, kind)
-    k = n if unit >= 2 and line >= 2 else 1                             # stairs, where they can be seen
-    corners = [(x0 + (i + 1) * unit, y + j * line) for i in range(n) for j in (i, i + 1)] if k > 1 else [(x0 + unit, y), (x + w, y + h - line), (x + w, y + h)]
-    c.area([(x0, y), *corners, (x0, y + h)], kind)
+    k = min(n, 64)                                                      # stairs; more look like a line
+    stairs = [(x0 + (i + 1) * (x + w - x0) / k, y + j * h / k) for i in range(k) for j in (i, i + 1)]
+    c.area([(x0, y), *stairs, (x0, y + h)], kind)
 
 def draw_step(c: Canvas, trace: Trace, s: dict, left: float = 300) -> None:
     """Draw what step `s` of `trace` gave the model, at `c.y`, which moves on: the packed row and its mask, or the padded batch.
@@ -217,7 +216,8 @@ def draw_step(c: Canvas, trace: Trace, s: dict, left: float = 300) -> None:
             c.text(16, c.y + min(h / 2, 12) + 4, who + (f' “{said}”' if said else ''), 'ink', font_size=10.5)
             label = c.y
         if rectangle: x = c.width - 16 - w
-        c.rect(left, c.y, x - left if rectangle else wide, max(h - .6, .4), 'padded' if rectangle else 'idle')
+        c.rect(left, c.y, wide, max(h - .6, .4), 'idle')
+        if rectangle and x > left: c.rect(left, c.y, x - left, max(h - .6, .4), 'padded')
         _block(c, x, c.y, w, h - (.6 if h > 2 else 0), start, n, kind)
         x, c.y = x + w, c.y + h
     if rectangle and (empty := rectangle[0] - len(rows)) > 0:
@@ -236,12 +236,13 @@ def packed_row(trace: _One, step: int | None = None, width: int = 860) -> Pictur
     draw_step(c, trace, s, min(300, width // 2))
     legend(c, 16, [('prefill', 'new tokens of a prompt, each sees those before'), ('decode', 'one new token'),
                    ('cached', 'keys of a prompt’s earlier part'), ('held', 'keys of a decoding request'),
-                   ('padded', 'padding') if s['rectangle'] else ('idle', 'never computed')])
+                   ('idle', 'masked' if s['rectangle'] else 'never computed'), *[('padded', 'padding')] * bool(s['rectangle'])])
     rows, tokens, padded = s['rows'], s['tokens'], s['rectangle']
     title = 'A step of a padded batch' if padded else 'The packed row of a step and its mask'
     keys, pairs = sum(r[2] + r[3] for r in rows), sum(r[3] * r[2] + r[3] * (r[3] + 1) // 2 for r in rows)
     whole = f'{keys} keys; {pairs:,} of {tokens * keys:,} pairs of token and key are computed, {pairs / (tokens * keys):.0%}'
-    return c.picture(title, f'step {s["step"]}, {tokens} tokens of {len(rows)} requests, ' + (f'{padded[0]} × {padded[1]}' if padded else whole))
+    said = f'{padded[0]} × {padded[1]}' if padded else whole
+    return c.picture(title, f'step {s["step"]}, {tokens} tokens of {len(rows)} requests, {said}')
 
 # %% ../../nbs/51_pictures.ipynb #7e0b4d81
 def waves(trace: Trace) -> list[list[dict]]:
@@ -363,7 +364,9 @@ def kv_columns(trace: Trace, size: int = 1) -> list[dict]:
     out = []
     for s in trace.steps[::size]:
         block, (rows, columns) = s['block_size'], s['rectangle'] or (0, 0)
-        reserved, held, left = (s[k] * block for k in ('blocks', 'blocks_held', 'blocks_cached')) if block else (rows * columns, rows * columns, 0)
+        reserved = held = rows * columns
+        left = 0
+        if block: reserved, held, left = (s[k] * block for k in ('blocks', 'blocks_held', 'blocks_cached'))
         out.append(dict(step=s['step'], reserved=reserved, held=held, left=left, used=sum(s['held']), lanes=s['held']))
     return out
 

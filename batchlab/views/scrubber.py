@@ -15,7 +15,7 @@ from ..tracefile import Trace
 from .drawing import Canvas, esc
 from .pictures import draw_step, phase_of
 from .viewer import frame_step, overview
-from .widgets import Panel, Slot, W, panel_html, short, tanks_html
+from .widgets import Panel, SlotState, W, panel_html, short, slots_html
 
 # %% auto #0
 __all__ = ['Share', 'share_of', 'shares_of', 'Scrubber']
@@ -80,12 +80,13 @@ def step_line(step: dict, last: int) -> str:
             f'({counts}), {step["waiting"]} waiting')
 
 # %% ../../nbs/54_scrubber.ipynb #deee7ad2
-def step_slots(step: dict, parts: Sequence[Share]) -> list[Slot]:
+def step_slots(step: dict, parts: Sequence[Share]) -> list[SlotState]:
     "The slots of a step of a trace after it, `parts` being its shares."
-    owner = {p.slot: p for p in parts}
-    size = step['block_size'] or 64
-    return [Slot(p.request if (p := owner.get(s)) else None, held, -(-held // size) * size, p.phase if p else 'held' if held else 'idle')
-            for s, held in enumerate(step['held'])]
+    owner, size = {p.slot: (p.request, p.phase) for p in parts}, step['block_size'] or 64
+    def one(slot: int, held: int) -> SlotState:
+        number, phase = owner.get(slot, (None, 'held' if held else 'idle'))
+        return SlotState(number, held, -(-held // size) * size, phase)
+    return [one(*x) for x in enumerate(step['held'])]
 
 def step_html(trace: Trace, step: dict, parts: Sequence[Share], requests: Mapping[int, dict]) -> str:
     "All of a step as HTML: what it did and how long, the packed row, its mask, the slots, and the texts so far."
@@ -94,7 +95,7 @@ def step_html(trace: Trace, step: dict, parts: Sequence[Share], requests: Mappin
     draw_step(c, trace, step)
     mask = c.picture('What the step computed', step_line(step, trace.steps[-1]['step'])).svg
     return panel_html(f'<div><b>{esc(step_line(step, trace.steps[-1]["step"]))}</b> <span class="dim">{times}</span></div>'
-                      f'{row_html(parts)}{mask}{tanks_html(step_slots(step, parts))}{texts_html(parts, requests)}')
+                      f'{row_html(parts)}{mask}{slots_html(step_slots(step, parts))}{texts_html(parts, requests)}')
 
 # %% ../../nbs/54_scrubber.ipynb #488b8e86
 class Scrubber(Panel):
@@ -140,8 +141,10 @@ class Scrubber(Panel):
         for p in parts[:10]:
             c.y += 18
             prompt = self.requests.get(p.request, {}).get('prompt') or ''
-            for x, s, kind in ((16, p.request, 'ink'), (44, p.phase, p.phase), (104, short(prompt, 40), 'dim'), (370, short(p.before + p.came, 72), 'ink')):
-                c.text(x, c.y, s, kind)
+            c.text(16, c.y, p.request)
+            c.text(44, c.y, p.phase, p.phase)
+            c.text(104, c.y, short(prompt, 40), 'dim')
+            c.text(370, c.y, short(p.before + p.came, 72))
         c.y += 18
         if len(parts) > 10: c.text(44, c.y, f'and {len(parts) - 10} more', 'dim')
         return c.picture('A step of a run', step_line(self.step, self.trace.steps[-1]['step'])).svg

@@ -123,7 +123,7 @@ const many = (n, word) => `${n.toLocaleString('en')} ${word}${n === 1 ? '' : 's'
 const lineOf = s => `step ${s.step} of ${steps.at(-1).step}: ${many(s.tokens, 'token')} for ${many(s.rows.length, 'request')} `
   + `(${counted(s)}), ${s.waiting} waiting`;
 
-const most = Math.max(1, ...steps.flatMap(s => s.held));
+const most = steps.reduce((m, s) => Math.max(m, ...s.held), 1);
 function tank(held, i, s, owner) {
   const what = `slot ${i}: ${owner ? 'request ' + owner.number + ', ' + owner.phase : 'free'}, ${held} tokens`;
   const fill = `height:${percent(held, most)};background:${css(owner ? owner.phase : 'held')}`;
@@ -290,4 +290,4 @@ def open_page(path: str | os.PathLike) -> bool:
     return webbrowser.open(Path(path).resolve().as_uri())
 
 # %% ../../nbs/53_viewer.ipynb #3c1d90a9
-__getattr__ = renamed(__name__, {'ViewError': 'errors.TraceError', 'BatchlabError': 'errors.BatchlabError'})
+__getattr__ = renamed(__name__, {'ViewError': 'errors.TraceError'})

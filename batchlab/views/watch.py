@@ -84,7 +84,7 @@ class Stepper:
 
 # %% ../../nbs/52_widgets.ipynb #c7dfb35c
 @dataclass
-class Watched:
+class WatchedRequest:
     "What is known of a request: its text so far, `state` 'waiting', 'running' or why it ended, and its slot."
     request_id: str
     prompt: str
@@ -98,7 +98,7 @@ class Watched:
     def done(self) -> bool: return self.state not in ('waiting', 'running')
 
 @dataclass
-class Slot:
+class SlotState:
     "`held` tokens, with room for `capacity`, of the request in a slot, `owner`, a request's index or None; `phase` 'prefill', 'decode' or 'idle'."
     owner: int | None
     held: int
@@ -106,13 +106,13 @@ class Slot:
     phase: str
 
 # %% ../../nbs/52_widgets.ipynb #06b59317
-def slots_of(scheduler: Scheduler, place: Mapping[str, int]) -> list[Slot]:
-    "A `Slot` for each slot of `scheduler`; `place`: the index of a request by its id. A stranger's index is -1."
+def slots_of(scheduler: Scheduler, place: Mapping[str, int]) -> list[SlotState]:
+    "A `SlotState` for each slot of `scheduler`; `place`: the index of a request by its id. A stranger's index is -1."
     owners, size = {r.slot: r for r in list(scheduler.running)}, scheduler.block_size
-    def one(s: int) -> Slot:
-        if (r := owners.get(s)) is None: return Slot(None, 0, 0, 'idle')
+    def one(s: int) -> SlotState:
+        if (r := owners.get(s)) is None: return SlotState(None, 0, 0, 'idle')
         phase = 'prefill' if r.num_computed_tokens <= len(r.prompt_ids) else 'decode'            # what it has just done
-        return Slot(place.get(r.request_id, -1), r.num_computed_tokens, len(r.block_table) * size or r.max_len, phase)
+        return SlotState(place.get(r.request_id, -1), r.num_computed_tokens, len(r.block_table) * size or r.max_len, phase)
     seats = min(scheduler.max_num_seqs, len(owners) + len(scheduler.waiting))
     return [one(s) for s in range(max([seats, *(s + 1 for s in owners if s is not None)]))]
 
@@ -120,12 +120,12 @@ def slots_of(scheduler: Scheduler, place: Mapping[str, int]) -> list[Slot]:
 class Watch:
     """Notes what becomes of some requests of `llm`, in the thread that steps; others read it.
 
-    `requests`: a `Watched` for each; `slots`: a `Slot` for each slot, as of the last `look`; `history`: for each look, what each
+    `requests`: a `WatchedRequest` for each; `slots`: a `SlotState` for each slot, as of the last `look`; `history`: for each look, what each
     slot did, `(phase, request or None)`, the last 4,096."""
     def __init__(self, llm: LLM):
         self.llm, self.num_tokens = llm, 0
-        self.requests: list[Watched] = []
-        self.slots: list[Slot] = []
+        self.requests: list[WatchedRequest] = []
+        self.slots: list[SlotState] = []
         self.place: dict[str, int] = {}                          # the index of a request by its id
         self.history: deque[list[tuple[str, int | None]]] = deque(maxlen=4096)
         self.times: deque[tuple[float, int]] = deque(maxlen=4096)
@@ -135,7 +135,7 @@ class Watch:
         shown = prompt if isinstance(prompt, str) else ' '.join(map(str, prompt))
         request_id = f'watch-{id(self)}-{len(self.requests)}'
         self.place[request_id] = len(self.requests)
-        self.requests.append(Watched(request_id, shown))
+        self.requests.append(WatchedRequest(request_id, shown))
         self.llm.add_request(prompt, params, self.event, request_id, **kw)
 
     def event(self, e: StreamEvent) -> None:

@@ -203,10 +203,13 @@ def choices_picture(found: Choices, tokenizer: Any, title: str) -> Picture:
     c, left, wide = Canvas(720), 190, 380
     heading(c, 16, title)
     for x in found.top:
-        kind = 'ink' if x.after else 'dim'
-        c.text(16, c.y + 14, shown_token(tokenizer, x.token_id) + ' ◀' * (x.token_id == found.drawn), kind, font_family='ui-monospace, monospace')
-        c.boxes(dict(idle=[(left, c.y + 3, wide, 14)], decode=[(left, c.y + 3, wide * x.after, 14)], dim=[(left, c.y + 13, wide * x.before, 4)]))
-        for at, share, look in ((640, x.before, 'dim'), (704, x.after, kind)): c.text(at, c.y + 14, f'{share:.2%}', look, 'end')
+        kind, name = 'ink' if x.after else 'dim', shown_token(tokenizer, x.token_id) + ' ◀' * (x.token_id == found.drawn)
+        c.text(16, c.y + 14, name, kind, font_family='ui-monospace, monospace')
+        c.rect(left, c.y + 3, wide, 14, 'idle')
+        c.rect(left, c.y + 3, wide * x.after, 14, 'decode')
+        c.rect(left, c.y + 13, wide * x.before, 4, 'dim')
+        c.text(640, c.y + 14, f'{x.before:.2%}', 'dim', 'end')
+        c.text(704, c.y + 14, f'{x.after:.2%}', kind, 'end')
         c.y += 22
     c.y += 8
     return c.picture(title, f'{found.kept} tokens can come; the likeliest, with their shares in the model and now')
@@ -275,7 +278,7 @@ class SamplingExplorer(Panel):
         return choices_picture(self.found, self.llm.tokenizer, f'…{self.so_far[-40:]!r}: {what}; {k:,} tokens can come').svg
 
 # %% ../../nbs/52_widgets.ipynb #7f20c1d1
-from .watch import Slot, Stepper, Watch, Watched
+from .watch import SlotState, Stepper, Watch, WatchedRequest
 
 # %% ../../nbs/52_widgets.ipynb #e02d906a
 def short(text: str, n: int) -> str:
@@ -292,7 +295,9 @@ def watch_picture(watch: Watch, most: int = 12) -> Picture:
     c.y += 6
     for i, r in enumerate(watch.requests[:most]):
         c.y += 19
-        for x, s, kind in ((16, i, 'ink'), (44, short(r.prompt, 38), 'dim'), (290, short(r.error or r.text, 72), 'ink')): c.text(x, c.y, s, kind)
+        c.text(16, c.y, i)
+        c.text(44, c.y, short(r.prompt, 38), 'dim')
+        c.text(290, c.y, short(r.error or r.text, 72))
         c.text(c.width - 16, c.y, f'{r.num_tokens}, {r.state}', 'dim', 'end')
     if (more := len(watch.requests) - most) > 0:
         c.y += 19
@@ -301,20 +306,20 @@ def watch_picture(watch: Watch, most: int = 12) -> Picture:
     return c.picture('Slots of a live view', title)
 
 # %% ../../nbs/52_widgets.ipynb #97535936
-def tank(i: int, s: Slot) -> str:
-    "A `Slot` as a tank that is as full as the slot, with the number of its owner."
+def slot_html(i: int, s: SlotState) -> str:
+    "A `SlotState` as a tank that is as full as the slot, with the number of its owner."
     who = 'free' if s.owner is None else 'another call' if s.owner < 0 else f'request {s.owner}'
     what = f'slot {i}: {who}, {s.held} of {s.capacity} tokens{", " + s.phase if s.held else ""}'
     fill = f'<i style="height:{min(1, s.held / max(1, s.capacity)):.0%};background:var(--{s.phase})"></i>'
     return (f'<span class="slot" role="img" title="{what}" aria-label="{what}">{fill}'
             f'<b>{"" if s.owner is None else "·" if s.owner < 0 else s.owner}</b></span>')
 
-def tanks_html(slots: Iterable[Slot]) -> str:
+def slots_html(slots: Iterable[SlotState]) -> str:
     "All slots as tanks."
-    return f'<div class="slots">{"".join(tank(i, x) for i, x in enumerate(slots))}</div>'
+    return f'<div class="slots">{"".join(slot_html(i, x) for i, x in enumerate(slots))}</div>'
 
-def entry(i: int, r: Watched, most: int = 600) -> str:
-    "A `Watched` request: its number and state, its prompt, and the end of its text, at most `most` characters."
+def request_html(i: int, r: WatchedRequest, most: int = 600) -> str:
+    "A `WatchedRequest`: its number and state, its prompt, and the end of its text, at most `most` characters."
     where = '' if r.slot is None else f' in slot {r.slot}'
     text = r.text if len(r.text) <= most else '…' + r.text[-most:]
     state = f'ended: {r.state}' if r.done else r.state
@@ -361,7 +366,8 @@ class LiveView(Panel):
         self.page = self.make(W.Dropdown, options=pages, layout=dict(width='auto', display='none' if len(pages) < 2 else ''))
         self.page.observe(lambda _: self.paint(), 'value')
         self.status, self.slots = self.make(W.HTML), self.make(W.HTML)
-        self.cancels = [self.button('Cancel', 'end this request with what it has', lambda i=i: self.cancel_row(i)) for i in range(self.rows)]
+        cancel = lambda i: self.button('Cancel', 'end this request with what it has', lambda: self.cancel_row(i))
+        self.cancels = [cancel(i) for i in range(self.rows)]
         self.entries = [self.make(W.HTML, layout=dict(flex='1 1 0', min_width='0')) for _ in range(self.rows)]
         tools = self.row(self.pause, self.step, self.cancel, self.page)
         lines = [self.row(*pair, align_items='flex-start', flex_flow='row') for pair in zip(self.cancels, self.entries)]
@@ -394,13 +400,14 @@ class LiveView(Panel):
     def paint(self) -> None:
         "Show the state of this moment. What is as it was is not sent again: a trait that gets an equal value keeps still."
         w, s, self.paints = self.watch, self.stepper, self.paints + 1
-        self.status.value, self.slots.value = watch_line(w, s.paused, s.error), panel_html(tanks_html(list(w.slots)) + colour_key(dict(prefill='prefill', decode='decode')))
+        self.status.value = watch_line(w, s.paused, s.error)
+        self.slots.value = panel_html(slots_html(list(w.slots)) + colour_key(dict(prefill='prefill', decode='decode')))
         self.pause.description = 'Go on' if s.paused else 'Pause'
         for b in (self.pause, self.step, self.cancel): b.disabled = w.done
         for i, (b, e) in enumerate(zip(self.cancels, self.entries)):
             at = self.page.value + i
             r = w.requests[at] if at < len(w.requests) else None
-            e.value = entry(at, r) if r else ''
+            e.value = request_html(at, r) if r else ''
             b.disabled, b.layout.visibility = r is None or r.done, 'visible' if r else 'hidden'
 
     def wait(self, timeout: float = 600) -> bool:
@@ -421,7 +428,7 @@ class LiveView(Panel):
 
 # %% ../../nbs/52_widgets.ipynb #c5809130
 @dataclass
-class Played:
+class PlaygroundRun:
     "What a run of the playground came to: settings, what `LLM` counted, its `answers`; `reason`: 'done' or 'cancelled'."
     strategy: str
     slots: int
@@ -442,12 +449,12 @@ class Played:
     def positions(self) -> int: return self.ledger.useful + self.lost
 
 def play_once(model: PreTrainedModel, tokenizer: Any, prompts: Sequence, params: Sequence[SamplingParams], strategy: str, slots: int,
-              budget: int, on_step: Callable[[int], None] | None = None, stop: Callable[[], bool] = lambda: False) -> Played:
-    """Run `prompts` with a strategy, `slots` sequences at once and a `budget` of tokens a step: a `Played`.
+              budget: int, on_step: Callable[[int], None] | None = None, stop: Callable[[], bool] = lambda: False) -> PlaygroundRun:
+    """Run `prompts` with a strategy, `slots` sequences at once and a `budget` of tokens a step: a `PlaygroundRun`.
 
     `on_step(k)`: k new tokens; whenever `stop()` is true by then, what is left is cancelled. Raises `ParamError`."""
     llm = LLM(model, tokenizer, strategy=strategy, max_num_seqs=slots, max_num_batched_tokens=budget, compile=False)
-    out, start = Played(strategy, slots, budget, [None] * len(prompts)), time.perf_counter()
+    out, start = PlaygroundRun(strategy, slots, budget, [None] * len(prompts)), time.perf_counter()
     events: Any = llm.stream(prompts, params)
     with contextlib.closing(events):
         for e in events:
@@ -461,7 +468,7 @@ def play_once(model: PreTrainedModel, tokenizer: Any, prompts: Sequence, params:
     return out
 
 # %% ../../nbs/52_widgets.ipynb #bf010240
-def played_html(runs: Sequence[Played]) -> str:
+def played_html(runs: Sequence[PlaygroundRun]) -> str:
     "Runs of the playground as a table."
     most, ids = max((p.positions for p in runs), default=1) or 1, lambda p: [a and a.token_ids for a in p.answers]
     def line(i, p):
@@ -475,7 +482,7 @@ def played_html(runs: Sequence[Played]) -> str:
     head = {'': '', 'strategy': '', 'positions': ''} | dict.fromkeys(numbers, 'num') | {'same as 0': ''}
     return table(head, [line(i, p) for i, p in enumerate(runs)])
 
-def played_picture(runs: Sequence[Played]) -> Picture:
+def played_picture(runs: Sequence[PlaygroundRun]) -> Picture:
     "Runs of the playground as a `Picture`, without times."
     names = {f'{i}: {p.name}': p for i, p in enumerate(runs)}
     return bars({k: dict(useful=p.ledger.useful, lost=p.lost) for k, p in names.items()},
@@ -493,7 +500,7 @@ class Playground(Panel):
     """Prompts to edit, a strategy, slots and a budget to choose; what each run took in tokens, time and waste, side by side.
 
     `model`, `tokenizer`: loaded ones, as `load_model` gives them; or an `LLM`, as in `Playground(llm, prompts)`, whose model is
-    taken. `prompts`: one a line. Runs are made in a thread and can be cancelled; `runs` are their `Played`."""
+    taken. `prompts`: one a line. Runs are made in a thread and can be cancelled; `runs` are their `PlaygroundRun`."""
     def __init__(self, model: PreTrainedModel | LLM, tokenizer: Any = None, prompts: Sequence[str] = (), max_tokens: int = 24,
                  slots: int = 4, budget: int = 256, cell: str | None = None):
         super().__init__(cell)
@@ -570,6 +577,7 @@ class Playground(Panel):
     def picture(self) -> str: return played_picture(self.runs).svg
 
 # %% ../../nbs/52_widgets.ipynb #4d2b9e01
-__getattr__ = renamed(__name__, {'WidgetError': 'errors.BatchlabError', 'COLOURS': 'views.drawing.COLOURS', 'Trace': 'tracefile.Trace'} | {
+__getattr__ = renamed(__name__, {'WidgetError': 'errors.BatchlabError', 'Watched': 'views.watch.WatchedRequest',
+                                 'Slot': 'views.watch.SlotState', 'Played': 'PlaygroundRun'} | {
     name: f'views.scrubber.{name}' for name in ('Scrubber', 'Share', 'share_of', 'shares_of', 'row_html', 'texts_html', 'step_line',
                                                 'step_slots', 'step_html')})
