@@ -18,7 +18,8 @@ CELLS = ["""
 from batchlab.llm import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.sampling import SamplingParams
-from batchlab.views.widgets import LiveView, Panel, Playground, SamplingExplorer, Scrubber
+from batchlab.views.scrubber import Scrubber
+from batchlab.views.widgets import LiveView, Panel, Playground, SamplingExplorer
 model, tokenizer = tiny_model('llama', max_position_embeddings=4096), tiny_tokenizer()
 llm, other = (LLM(model, tokenizer, max_num_seqs=2, max_num_batched_tokens=16, compile=False) for _ in range(2))
 long = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
@@ -105,9 +106,10 @@ def browser():
 def lab(tmp_path_factory):
     folder = tmp_path_factory.mktemp('lab')
     (folder/'small.ipynb').write_text(notebook(CELLS))
-    chapter = json.loads((ROOT/'nbs/52_widgets.ipynb').read_text(encoding='utf-8'))
-    chapter['cells'] = [c for c in chapter['cells'] if 'nbdev_export' not in ''.join(c['source'])]
-    (folder/'52_widgets.ipynb').write_text(json.dumps(chapter))
+    for name in ('52_widgets', '54_scrubber'):
+        chapter = json.loads((ROOT/f'nbs/{name}.ipynb').read_text(encoding='utf-8'))
+        chapter['cells'] = [c for c in chapter['cells'] if 'nbdev_export' not in ''.join(c['source'])]
+        (folder/f'{name}.ipynb').write_text(json.dumps(chapter))
     with jupyter_lab(folder) as address: yield address
 
 
@@ -195,14 +197,15 @@ def test_playground_runs(page):
     assert page.problems == []
 
 
-def test_notebook_runs(browser, lab):
-    "The chapter itself, as a reader runs it."
+@pytest.mark.parametrize('name, num_widgets', [('52_widgets', 4), ('54_scrubber', 2)])
+def test_notebook_runs(browser, lab, name, num_widgets):
+    "The chapters themselves, as a reader runs them."
     page = browser.new_page(viewport=dict(width=1280, height=1000))
-    assert run_all(page, lab, '52_widgets.ipynb', 300) == []
+    assert run_all(page, lab, f'{name}.ipynb', 300) == []
     views = page.evaluate("() => [...window.jupyterapp.shell.currentWidget.content.model.cells].filter(c => c.type === 'code')"
                           ".flatMap(c => c.outputs.toJSON()).map(o => Object.keys(o.data ?? {}))")
     live = [v for v in views if 'application/vnd.jupyter.widget-view+json' in v]
-    assert len(live) >= 6 and all('image/svg+xml' in v for v in live)                        # a widget, and a picture for elsewhere
+    assert len(live) >= num_widgets and all('image/svg+xml' in v for v in live)                        # a widget, and a picture for elsewhere
     page.close()
 
 
@@ -224,7 +227,7 @@ def trace(request):
 
 def test_page_shows_what_the_trace_says(browser, trace, tmp_path):
     from batchlab.views.viewer import view_html
-    from batchlab.views.widgets import shares_of, step_line
+    from batchlab.views.scrubber import shares_of, step_line
     data = json.loads(json.dumps(trace.data))
     (tmp_path/'page.html').write_text(view_html(trace), encoding='utf-8')
     context = browser.new_context(viewport=dict(width=480, height=900), color_scheme='dark')
@@ -280,4 +283,16 @@ def test_page_of_a_trace_without_texts(browser, trace, tmp_path):
     said = page.locator('#row .part').all_inner_texts()
     rows = sorted(trace.data['steps'][0]['rows'], key=lambda r: (r[3] > 1, r[0]))
     assert said == [f'{r[1]}{r[3]} tokens' for r in rows]
+    page.close()
+
+
+@pytest.mark.parametrize('around, tone', [('<html>', 0), ('<html style="color-scheme:dark">', 1), ('<body data-jp-theme-light="false"><div class="bl">', 1),
+                                          ('<body class="vscode-dark"><div class="bl">', 1), ('<body data-jp-theme-light="true"><div class="bl">', 0)])
+def test_pictures_are_light_or_dark_as_the_page_is(browser, around, tone):
+    "Whatever the reader's system says: a page's own scheme, JupyterLab's theme, VS Code's."
+    from batchlab.views.drawing import COLOURS, HTML_STYLE, grid
+    page = browser.new_page(color_scheme=None if around == '<html>' else 'light' if tone else 'dark')
+    page.set_content(f'{around}<style>{HTML_STYLE}</style>{grid(["x"], {"x": ("decode", "a place")}).svg}')
+    fill = page.evaluate("getComputedStyle(document.querySelector('.bl-decode')).fill")
+    assert '#' + ''.join(f'{int(n):02x}' for n in re.findall(r'\d+', fill)) == COLOURS['decode'][tone]
     page.close()

@@ -1,6 +1,7 @@
 "The recorder against the engine's own numbers, over drawn mixes, threads, faults and limits; and pictures of what comes of it."
 import json, logging, random, re, threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from xml.dom.minidom import parseString
 
@@ -10,11 +11,13 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from batchlab.views import pictures
 from batchlab.config import STRATEGIES
 from batchlab.llm import LLM
-from batchlab.models import BatchlabError, tiny_model, tiny_tokenizer
-from batchlab.padding import Ledger
+from batchlab.errors import BatchlabError, TraceError
+from batchlab.ledger import Ledger
+from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.runners import PackedRunner
 from batchlab.sampling import SamplingParams
-from batchlab.trace import LEDGER, PARTS, POOL, VERSION, Recorder, Trace, TraceError, check_events, slot_spans
+from batchlab.trace import LEDGER, PARTS, POOL, VERSION, Recorder, Trace
+from batchlab.tracefile import slot_spans
 
 MODELS = {}
 V1 = Path(__file__).parent/'data'/'trace_v1.json'      # by a batchlab whose KV lay in slots: moved, copied and resized, in 20 steps
@@ -39,6 +42,32 @@ def prompts_of(n, seed, longest=40):
     rng = random.Random(seed)
     heads = [rng.choices(range(3, 259), k=k) for k in (0, 16, 33)]
     return [heads[i % 3] + rng.choices(range(3, 259), k=rng.randint(1, longest)) for i in range(n)]
+
+
+def check_events(events: Sequence[dict]) -> int:
+    "Chapter 50's check that `events` keep the rules of Chrome's trace-event format; returns how many there are."
+    def need(ok, what, e=None):
+        if not ok: raise TraceError(f'not in the trace-event format: {what}' + (f' in {e!r:.120}' if e else ''))
+    number, named, open_ = lambda x: isinstance(x, (int, float)) and x >= 0, set(), Counter()
+    for e in events:
+        need(e.get('ph') in tuple('XMCibne') and isinstance(e.get('name'), str), 'ph or name', e)
+        need(all(isinstance(e.get(k), int) for k in ('pid', 'tid')) and number(e.get('ts')), 'pid, tid or ts', e)
+        need(e['ph'] != 'X' or number(e.get('dur')), 'dur', e)
+        need(e['ph'] != 'M' or {'name', 'sort_index'} & {*e['args']}, 'args of metadata', e)
+        need(e['ph'] != 'C' or all(map(number, e['args'].values())), 'the number of a counter', e)
+        need(e['ph'] != 'i' or e.get('s') in tuple('gpt'), 'the scope of an instant', e)
+        need(e['ph'] not in 'bne' or e.get('cat') and e.get('id2', {}).get('local'), 'cat or id2', e)
+        if e['ph'] in 'be': open_[e['pid'], e['id2']['local'], e['name']] += (e['ph'] == 'b') * 2 - 1
+        if e['name'] == 'thread_name': named.add((e['pid'], e['tid']))
+    need(not any(open_.values()), 'a span that does not end, or does not begin')
+    slices = sorted((e for e in events if e['ph'] == 'X'), key=lambda e: (e['pid'], e['tid'], e['ts'], -e['dur']))
+    need({(e['pid'], e['tid']) for e in slices} <= named, 'a track without a name')
+    stack = []
+    for e in slices:
+        while stack and ((e['pid'], e['tid']) != stack[-1][:2] or e['ts'] >= stack[-1][2] - 1e-3): stack.pop()
+        need(not stack or e['ts'] + e['dur'] <= stack[-1][2] + 1e-3, 'slices that overlap', e)
+        stack.append((e['pid'], e['tid'], e['ts'] + e['dur']))
+    return len(events)
 
 
 def agrees(trace, llm, ledger):

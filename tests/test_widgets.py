@@ -7,12 +7,11 @@ import pytest
 
 W = pytest.importorskip('ipywidgets', reason="needs ipywidgets: pip install 'batchlab[widgets]'")
 
-from batchlab.views import widgets
 from batchlab.llm import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.sampling import SamplingParams
-from batchlab.trace import Trace
-from batchlab.views.widgets import LiveView, Panel, Playground, SamplingExplorer, Scrubber, Watch, choices, engine_logits, history_of, live, shares_of
+from batchlab.views.scrubber import Scrubber, shares_of
+from batchlab.views.widgets import LiveView, Panel, Playground, SamplingExplorer, choices, engine_logits, live
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ['The sea', 'A hill is a place', 'Rain', 'Wind blows over', 'Snow']
@@ -159,8 +158,14 @@ def test_strategies_give_the_same_tokens(model):
     texts = [[a.text for a in p.answers] for p in ground.runs]
     assert all(t == texts[0] for t in texts)
     assert ground.runs[1].ledger.padded > 0 == ground.runs[4].ledger.padded
-    assert ground.table.value.count('<td>yes</td>') == 5
+    assert ground.table.value.count('>yes</td>') == 5
     ground.close()
+
+
+def test_playground_takes_an_llm(llm):
+    for ground in (Playground(llm, PROMPTS), Playground(llm, prompts=PROMPTS), Playground(llm)):
+        assert (ground.model, ground.tokenizer) == (llm.model, llm.tokenizer) and ground.asked[0] == (PROMPTS if ground.prompts.value else [])
+        ground.close()
 
 
 def test_playground_cancels(model):
@@ -233,9 +238,9 @@ def test_bundle_has_a_picture_and_a_widget_only_if_live(llm, monkeypatch):
 
 
 def test_a_kept_notebook_holds_pictures_and_no_widgets():
-    nb = json.loads((ROOT/'nbs/52_widgets.ipynb').read_text(encoding='utf-8'))
-    kinds = [{*o.get('data', {})} for c in nb['cells'] for o in c.get('outputs', [])]
-    assert 'widgets' not in nb['metadata'] and not any('application/vnd.jupyter.widget-view+json' in k for k in kinds)
+    books = [json.loads((ROOT/f'nbs/{name}.ipynb').read_text(encoding='utf-8')) for name in ('52_widgets', '54_scrubber')]
+    kinds = [{*o.get('data', {})} for nb in books for c in nb['cells'] for o in c.get('outputs', [])]
+    assert not any('widgets' in nb['metadata'] for nb in books) and not any('application/vnd.jupyter.widget-view+json' in k for k in kinds)
     assert sum('image/svg+xml' in k for k in kinds) >= 8
 
 

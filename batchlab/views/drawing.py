@@ -12,7 +12,8 @@ from itertools import groupby
 from pathlib import Path
 
 # %% auto #0
-__all__ = ['COLOURS', 'px', 'esc', 'Picture', 'Canvas', 'ticks', 'heading', 'legend', 'axis', 'grid', 'bars', 'curves']
+__all__ = ['COLOURS', 'HTML_STYLE', 'px', 'esc', 'Picture', 'Canvas', 'on_top', 'ticks', 'heading', 'legend', 'axis', 'grid',
+           'bars', 'curves', 'colour_key']
 
 # %% ../../nbs/00_drawing.ipynb #ad398be4
 COLOURS = dict(ground=('#ffffff', '#14181e'), edge=('#d0d7de', '#3a424d'), ink=('#1f2328', '#e6edf3'),
@@ -30,12 +31,14 @@ def esc(text: object) -> str:
     "Text for HTML and SVG: no markup, and no character that XML forbids."
     return html.escape(re.sub('[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]', '\ufffd', str(text)))
 
+def _attributes(named): return ''.join(f' {k.replace("_", "-")}="{v}"' for k, v in named.items())
+
 # %% ../../nbs/00_drawing.ipynb #14aced60
 @dataclass
 class Picture:
     """An SVG of `width` and `height` pixels: `title` names it, `desc` says in words what it shows, `parts` are its shapes.
 
-    Displayed as image/svg+xml; as text it is its description. Light and dark by the reader's system."""
+    Displayed as image/svg+xml; as text it is its description. Light or dark as the page around it, else as the reader's system."""
     title: str
     desc: str
     width: float
@@ -46,14 +49,14 @@ class Picture:
     def svg(self) -> str:
         "The whole file, as a string."
         body = ''.join(self.parts)
-        used = [k for k in COLOURS if f'bl-{k}"' in body or k in ('ground', 'edge')]
-        used += [k for k in COLOURS if k not in used and f'bl-s-{k}"' in body]
-        dark = ''.join(f'.bl-{k}{{fill:{COLOURS[k][1]}}}.bl-s-{k}{{stroke:{COLOURS[k][1]}}}' for k in used)
+        used = [k for k in COLOURS if f'-{k}"' in body or k in ('ground', 'edge')]
+        tones = {k: f'light-dark({",".join(COLOURS[k])})' for k in used}
+        style = ''.join(f'.bl-{k}{{fill:{both}}}.bl-s-{k}{{stroke:{both}}}' for k, both in tones.items())
         w, h = px(self.width), px(self.height)
         return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{w}" height="{h}" viewBox="0 0 {w} {h}" role="img" '
                 'font-family="system-ui, sans-serif" font-size="11" style="max-width:100%;height:auto">'
                 f'<title>{esc(self.title)}</title><desc>{esc(self.desc)}</desc>'
-                f'<style>@media (prefers-color-scheme:dark){{{dark}}}</style>'
+                f'<style>svg:root{{color-scheme:light dark}}{style}</style>'
                 f'<rect class="bl-ground bl-s-edge" x=".5" y=".5" width="{px(self.width - 1)}" height="{px(self.height - 1)}" rx="6" '
                 f'fill="{COLOURS["ground"][0]}" stroke="{COLOURS["edge"][0]}"/>{body}</svg>')
 
@@ -71,34 +74,36 @@ class Canvas:
     y: float
     parts: list[str]
 
-    def __init__(self, width: float = 860) -> None: self.width, self.parts, self.y = width, [], 14
+    def __init__(self, width: float = 860) -> None: self.width, self.parts, self.y, self.named = width, [], 14., -99.
 
     def rect(self, x: float, y: float, w: float, h: float, kind: str, tip: str = '', **more: object) -> None:
         "A filled rectangle; `tip` is shown to whoever points at it."
-        extra = ''.join(f' {k}="{v}"' for k, v in more.items())
         end = f'><title>{esc(tip)}</title></rect>' if tip else '/>'
         size = f'width="{px(max(w, .3))}" height="{px(max(h, .3))}"'
-        self.parts.append(f'<rect class="bl-{kind}" x="{px(x)}" y="{px(y)}" {size} fill="{COLOURS[kind][0]}"{extra}{end}')
+        self.parts.append(f'<rect class="bl-{kind}" x="{px(x)}" y="{px(y)}" {size} fill="{COLOURS[kind][0]}"{_attributes(more)}{end}')
 
     def boxes(self, boxes: Mapping[str, Iterable[tuple[float, float, float, float]]], **more: object) -> None:
         "Many rectangles `{kind: [(x, y, w, h), …]}`, those of a kind as one shape."
-        extra = ''.join(f' {k}="{v}"' for k, v in more.items())
         for kind, each in boxes.items():
             d = ''.join(f'M{px(x)} {px(y)}h{px(w)}v{px(h)}H{px(x)}z' for x, y, w, h in each)
-            if d: self.parts.append(f'<path class="bl-{kind}" fill="{COLOURS[kind][0]}" d="{d}"{extra}/>')
+            if d: self.parts.append(f'<path class="bl-{kind}" fill="{COLOURS[kind][0]}" d="{d}"{_attributes(more)}/>')
 
     def text(self, x: float, y: float, s: object, kind: str = 'ink', anchor: str = 'start', **more: object) -> None:
         "One line of text; `y` is its base line."
-        extra = ''.join(f' {k.replace("_", "-")}="{v}"' for k, v in more.items())
         self.parts.append(f'<text class="bl-{kind}" x="{px(x)}" y="{px(y)}" text-anchor="{anchor}" '
-                          f'fill="{COLOURS[kind][0]}"{extra}>{esc(s)}</text>')
+                          f'fill="{COLOURS[kind][0]}"{_attributes(more)}>{esc(s)}</text>')
+
+    def name_row(self, left: float, high: float, name: object) -> None:
+        "A small name left of a row that is `high` pixels from `y` on, if the name before leaves room for it."
+        if self.y - self.named < 11.5: return
+        self.text(left - 6, self.y + high / 2 + 4, name, 'dim', 'end', font_size=10)
+        self.named = self.y
 
     def line(self, points: Iterable[tuple[float, float]], kind: str = 'dim', width: float = 1, **more: object) -> None:
         "A line through `points` `(x, y)`."
-        extra = ''.join(f' {k.replace("_", "-")}="{v}"' for k, v in more.items())
         at = ' '.join(f'{px(x)},{px(y)}' for x, y in points)
         self.parts.append(f'<polyline class="bl-s-{kind}" points="{at}" style="fill:none" stroke="{COLOURS[kind][0]}" '
-                          f'stroke-width="{width}"{extra}/>')
+                          f'stroke-width="{width}"{_attributes(more)}/>')
 
     def area(self, points: Iterable[tuple[float, float]], kind: str) -> None:
         "A filled polygon through `points`."
@@ -108,6 +113,10 @@ class Canvas:
     def picture(self, title: str, desc: str) -> Picture: return Picture(title, desc, self.width, self.y, self.parts)
 
 # %% ../../nbs/00_drawing.ipynb #1c3fb3c0
+def on_top(kind: str) -> str:
+    "The kind of text that can be read on boxes of `kind`."
+    return 'ink' if kind in ('ground', 'idle', 'held', 'blocked') else 'on'
+
 def ticks(low: float, high: float, about: int = 6) -> list[float]:
     "At most `about` + 1 round numbers from `low` to `high`."
     if high <= low: return [low]
@@ -188,8 +197,7 @@ def grid(rows: Iterable[Iterable[str | tuple[str, object]]], key: Mapping[str, t
         c.boxes(_boxes(row, key, left, c.y, unit, high - (high > 4), gap))
         for i, p in enumerate(row):
             if len(p) < 2 or not 0 < len(str(p[1])) <= widest: continue
-            kind = 'ink' if key[p[0]][0] in ('idle', 'held', 'blocked') else 'on'
-            c.text(left + (i + .5) * unit - gap / 2, c.y + high / 2 + 3.5, p[1], kind, 'middle', font_size=10)
+            c.text(left + (i + .5) * unit - gap / 2, c.y + high / 2 + 3.5, p[1], on_top(key[p[0]][0]), 'middle', font_size=10)
         c.text(left - 8, c.y + high / 2 + 4, label, 'ink', 'end')
         c.text(left + len(row) * unit + 8, c.y + high / 2 + 4, note, 'dim')
         c.y += high
@@ -200,33 +208,34 @@ def grid(rows: Iterable[Iterable[str | tuple[str, object]]], key: Mapping[str, t
     return c.picture(title, '; '.join(said[:12]) + (f'; and {len(said) - 12} rows more' if len(said) > 12 else ''))
 
 # %% ../../nbs/00_drawing.ipynb #61454fc3
+def _said(n): return f'{n:,.4g}' if isinstance(n, float) else f'{n:,}'
+
 def bars(rows: Mapping[str, Mapping[str, float]], key: Mapping[str, tuple[str, str]], label: str,
          notes: Mapping[str, str] | None = None, title: str = '', width: float = 860) -> Picture:
     """A `Picture` of `rows`, `{name: {part: number}}`, a stacked bar each, on one scale from 0; numbers are of at least 0.
 
     `key`: `{part: (kind, label)}` with kinds of `COLOURS`. `label` says what is counted. `notes`: `{name: text to its right}`."""
-    notes = notes or {}
+    notes, desc = notes or {}, []
     c, left = Canvas(width), 24 + max([40] + [6.2 * len(str(name)) for name in rows])
     right = width - 16 - max([0] + [6.2 * len(s) + 8 for s in notes.values()])
     most = max([sum(parts.values()) for parts in rows.values()] + [1e-9])
     if title: heading(c, left, title)
     for name, parts in rows.items():
-        x = left
+        x, said = left, {part: f'{_said(n)} {key[part][1] or label}' for part, n in parts.items()}
         for part, n in parts.items():
             if not n: continue
-            w, said = n / most * (right - left), f'{n:,.4g}' if isinstance(n, float) else f'{n:,}'
-            c.rect(x, c.y, w - .6, 20, key[part][0], f'{name}: {said} {key[part][1] or label}')
-            if w > 7 * len(said) + 4: c.text(x + w / 2, c.y + 14, said, 'ink' if key[part][0] in ('idle', 'held') else 'on', 'middle')
+            w, kind = n / most * (right - left), key[part][0]
+            c.rect(x, c.y, w - .6, 20, kind, f'{name}: {said[part]}')
+            if w > 7 * len(_said(n)) + 4: c.text(x + w / 2, c.y + 14, _said(n), on_top(kind), 'middle')
             x += w
         c.text(left - 8, c.y + 14, name, anchor='end')
         c.text(x + 8, c.y + 14, notes.get(name, ''), 'dim')
         c.y += 27
+        desc.append(f'{name}: ' + ', '.join(said.values()))
     c.y += 2
     axis(c, left, right, 0, most, label, all(isinstance(n, int) for parts in rows.values() for n in parts.values()))
     legend(c, left, [key[part] for part in key if key[part][1] and any(parts.get(part) for parts in rows.values())])
-    said = [f'{name}: ' + ', '.join(f'{n:,.4g} {key[part][1] or label}' if isinstance(n, float) else f'{n:,} {key[part][1] or label}'
-                                    for part, n in parts.items()) for name, parts in rows.items()]
-    return c.picture(title or label, '; '.join(said))
+    return c.picture(title or label, '; '.join(desc))
 
 # %% ../../nbs/00_drawing.ipynb #42864330
 def curves(lines: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str, title: str = '',
@@ -252,3 +261,27 @@ def curves(lines: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_l
     legend(c, left, list(zip(kinds, lines)))
     said = [f'{name}: {line[0][1]:,.4g} at {line[0][0]:,.4g} to {line[-1][1]:,.4g} at {line[-1][0]:,.4g}' for name, line in lines.items()]
     return c.picture(title or y_label, f'{y_label} by {x_label}; ' + '; '.join(said))
+
+# %% ../../nbs/00_drawing.ipynb #5e1b8c40
+HTML_STYLE = '.bl{color-scheme:light dark;' + ''.join(f'--{k}:light-dark({a},{b});' for k, (a, b) in COLOURS.items()) + '''
+--mark:light-dark(#ffe08a,#6b5310);line-height:1.45;max-width:100%}
+[data-jp-theme-light=true] .bl,.vscode-light .bl{color-scheme:light}[data-jp-theme-light=false] .bl,.vscode-dark .bl{color-scheme:dark}
+.bl svg{display:block;max-width:100%;height:auto}.bl .dim{opacity:.72}
+.bl .num{font-variant-numeric:tabular-nums;text-align:right;white-space:nowrap}
+.bl table{border-collapse:collapse;width:100%;margin:0;font-size:13px}
+.bl td,.bl th{padding:2px 10px 2px 0;text-align:left;vertical-align:middle;border:0;border-bottom:1px solid var(--edge)}
+.bl td.num,.bl th.num{text-align:right}
+.bl code{font-family:var(--jp-code-font-family,ui-monospace,monospace);font-size:12.5px;white-space:pre-wrap;background:none;color:inherit;padding:0 1px}
+.bl .row,.bl .slots{display:flex;flex-wrap:wrap;gap:4px;margin:6px 0}
+.bl .part{border:1.5px solid;border-radius:5px;padding-right:4px;overflow-wrap:anywhere}
+.bl .part b{color:var(--on);padding:1px 5px;margin-right:4px}.bl .part code+code{border-left:1px solid var(--edge)}
+.bl .slot{position:relative;width:34px;height:46px;border:1px solid var(--edge);border-radius:5px;overflow:hidden;text-align:center;
+  line-height:46px;font-size:12px}.bl .slot i{position:absolute;left:0;right:0;bottom:0;opacity:.55}.bl .slot b{position:relative;font-weight:600}
+.bl .key span{white-space:nowrap;margin-right:12px}.bl .key i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:4px}
+.bl .answer{white-space:pre-wrap;overflow-wrap:anywhere;margin:1px 0 7px}.bl mark{background:var(--mark);color:inherit}
+.bl .chip{border:1px solid var(--edge);border-radius:9px;padding:0 7px;white-space:nowrap}
+'''
+
+def colour_key(names: Mapping[str, str]) -> str:
+    "What colours mean, as HTML: `{kind: label}`."
+    return '<div class="key">' + ''.join(f'<span><i style="background:var(--{k})"></i>{label}</span>' for k, label in names.items()) + '</div>'
