@@ -406,11 +406,12 @@ class RayRun(Run):
     def on_records(self, handle: WorkerHandle, records: list[tuple[int, dict]]) -> None:
         "Settle what the worker of `handle` has done, and count its tokens, unless it is settled already."
         for number, record in records:
-            self.pool.deaths, line, row = 0, self.dispatcher.close(handle, number), flat(record)
-            if not line: continue
-            self.settle(line, record)
-            self.result.prompt_tokens += row['prompt_tokens'] or 0
-            self.result.output_tokens += row['completion_tokens'] or 0
+            if line := self.dispatcher.close(handle, number):
+                usage = flat(record)
+                self.result.prompt_tokens += usage['prompt_tokens'] or 0
+                self.result.output_tokens += usage['completion_tokens'] or 0
+                self.settle(line, record)
+        if records: self.pool.deaths = 0
 
     def on_worker_death(self, handle: WorkerHandle) -> None:
         "The worker of `handle` is gone, and another is started: what it had goes to others."
