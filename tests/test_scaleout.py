@@ -11,7 +11,7 @@ from batchlab.cli import main
 from batchlab.llm import LLM
 from batchlab.work.jobs import Job, JobError
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.work.scaleout import Pool, RayJob, Seat, run_jobs, shards
+from batchlab.work.scaleout import Pool, RayJob, WorkerHandle, WorkerInfo, run_jobs, shards
 
 posix = pytest.mark.skipif(os.name != 'posix', reason='signals of POSIX')
 
@@ -46,7 +46,7 @@ class Actor:
     def __init__(self, pool): self.pool, self.has, self.hangs = pool, {}, False
     def __getattr__(self, name): return SimpleNamespace(remote=functools.partial(getattr(self, f'_{name}')))
     def _begin(self, job): return SimpleNamespace(actor=self, lines=None)
-    def _turn(self, lines):
+    def _exchange(self, lines):
         assert not any(line.number in self.has for line in lines)
         self.has |= {line.number: line for line in lines}
         return SimpleNamespace(actor=self, lines=lines)
@@ -55,24 +55,23 @@ class Played(Pool):
     "A `Pool` whose workers die with what `dies` says, and otherwise answer some of their lines in any order."
     def __init__(self, workers, rng, dies=lambda actor: False):
         self.rng, self.dies, self.say, self.workers, self.deaths, self.job, self.idle = rng, dies, lambda s: None, workers, 0, None, 0
-        self.info = dict(limits=SimpleNamespace(max_num_seqs=rng.choice([1, 4, 40])), strategy='continuous', weights_digest='w',
-                         quantization=None, chat_template=None, name='played')
+        limits, template = SimpleNamespace(max_num_seqs=rng.choice([1, 4, 40])), SimpleNamespace(chat_template=None)
+        self.info = WorkerInfo(limits, 'continuous', 'w', None, template, 'played', 0)
         self.ray = SimpleNamespace(exceptions=SimpleNamespace(RayActorError=Lost))
-        self.seats = [self.hire() for _ in range(workers)]
-    def hire(self): return Seat(Actor(self), info=self.info)
-    def fire(self, seat): seat.actor.has = None
-    def ready(self): return self
-    def events(self, timeout=None):
-        seats = [s for s in self.seats if s.ref and not s.actor.hangs]
-        self.idle = 0 if seats else self.idle + 1
+        self.handles = [self.start_worker() for _ in range(workers)]
+    def start_worker(self): return WorkerHandle(Actor(self), info=self.info)
+    def stop_worker(self, handle): handle.actor.has = None
+    def returned(self, timeout=None):
+        handles = [h for h in self.handles if h.ref and not h.actor.hangs]
+        self.idle = 0 if handles else self.idle + 1
         assert self.idle < 3, 'nobody is working: this would wait for ever'
-        if not seats: return []
-        seat = self.rng.choice(seats)
-        actor, ref, seat.ref = seat.actor, seat.ref, None
-        if ref.lines is None: return [(seat, None)]
-        if self.dies(actor): return [(seat, Lost('gone'))]
+        if not handles: return []
+        handle = self.rng.choice(handles)
+        actor, ref, handle.ref = handle.actor, handle.ref, None
+        if ref.lines is None: return [(handle, [])]
+        if self.dies(actor): return [(handle, Lost('gone'))]
         done = self.rng.sample(sorted(actor.has), self.rng.randint(min(1, len(actor.has)), len(actor.has)))
-        return [(seat, ([(n, played(actor.has.pop(n))) for n in done], len(done), 0))]
+        return [(handle, [(n, played(actor.has.pop(n))) for n in done])]
 
 def played(line):
     if line.options.get('top_p') == 7: return scaleout.failure_of(line, 'invalid_request', 'top_p')
@@ -123,11 +122,11 @@ def test_a_worker_that_hangs_is_overtaken(tmp_path):
     write(tmp_path/'in.jsonl', [ask(i) for i in range(40)])
     pool = Played(2, random.Random(2))
     def dies(actor):
-        actor.hangs = actor is pool.seats[0].actor and len(actor.has) > 1
+        actor.hangs = actor is pool.handles[0].actor and len(actor.has) > 1
         return False
     pool.dies = dies
     RayJob(tmp_path/'in.jsonl', tmp_path/'out.jsonl', backup_after=0.).run(pool)
-    assert len(by_id(tmp_path/'out.jsonl')) == 40 and pool.seats[0].actor.hangs
+    assert len(by_id(tmp_path/'out.jsonl')) == 40 and pool.handles[0].actor.hangs
 
 
 # On Ray: real workers, killed for real
@@ -150,7 +149,8 @@ def pool(folder):
     pytest.importorskip('ray', reason="needs Ray: pip install 'batchlab[ray]'")
     os.environ['OMP_NUM_THREADS'] = '1'
     with Pool(2, num_cpus=1, llm=dict(model=folder, dtype='fp32', max_num_seqs=4), say=lambda s: None) as pool:
-        yield pool.ready()
+        pool.ready()
+        yield pool
         work, helpers = ray_children(psutil.Process())
         assert len(work) > 3
     assert psutil.wait_procs(work + helpers, timeout=60)[1] == []
@@ -188,7 +188,7 @@ def alone_model(expected): return next(r['response']['body']['model'] for r in e
 @posix
 def test_worker_killed(pool, alone, tmp_path):
     name, expected = alone
-    pid = next(seat.info['pid'] for seat in pool.seats if seat.info)
+    pid = next(handle.info.pid for handle in pool.handles if handle.info)
     killer = threading.Thread(target=when, args=(tmp_path/'out.jsonl', 50, lambda: os.kill(pid, signal.SIGKILL)))
     killer.start()
     result = RayJob(name, tmp_path/'out.jsonl', model_name=alone_model(expected)).run(pool)
