@@ -5,15 +5,15 @@
 # %% ../nbs/43_cli.ipynb #9e57a6e9
 from __future__ import annotations
 
-import argparse, contextlib, difflib, json, logging, math, os, re, signal, stat, sys, threading
+import argparse, contextlib, json, logging, math, os, re, signal, stat, sys, threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NoReturn, TextIO
-from . import __version__
+from typing import IO, TYPE_CHECKING, Any, TextIO
 from .deprecated import renamed
 from .errors import BatchlabError, JobError
+from .work.flags import parse_args
 
 if TYPE_CHECKING:      # the command line is quick since it imports these only when it runs something
     from batchlab.llm import LLM
@@ -24,7 +24,7 @@ if TYPE_CHECKING:      # the command line is quick since it imports these only w
 __getattr__ = renamed(__name__, dict(CliError='errors.JobError'))
 
 # %% auto #0
-__all__ = ['add_sampling_flags', 'main']
+__all__ = ['main']
 
 # %% ../nbs/43_cli.ipynb #a3e2fcc2
 def note(text: object) -> None:
@@ -49,190 +49,6 @@ def log_as_notes(name: str = 'batchlab') -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagate
-
-# %% ../nbs/43_cli.ipynb #59b7b224
-class OneLineParser(argparse.ArgumentParser):
-    "An `ArgumentParser` whose errors are a `JobError` of one line."
-    def __init__(self, *args: Any, **kw: Any) -> None: super().__init__(*args, allow_abbrev=False, **kw)
-
-    def error(self, message: str) -> NoReturn:
-        flag = re.match(r'unrecognized arguments: (-[^\s=]*)', message)
-        if flag:
-            near = difflib.get_close_matches(flag[1], self._option_string_actions, 1)
-            message = f"unknown flag {flag[1]}" + (f", did you mean {near[0]}?" if near else '')
-        raise JobError(f'{message} (see {self.prog} --help)')
-
-# %% ../nbs/43_cli.ipynb #79c049b6
-def argument(want: str, convert: Callable[[str], Any], ok: Callable[[Any], bool] = lambda v: True) -> Callable[[str], Any]:
-    "A type for argparse: what `convert` makes of a string, if it is `ok`; else the error says that `want` is expected."
-    def read(s: str) -> Any:
-        with contextlib.suppress(ValueError):
-            if ok(v := convert(s)): return v
-        raise argparse.ArgumentTypeError(f"expected {want}, got {s!r}")
-    return read
-
-positive_int = argument('a whole number of at least 1', int, lambda n: n >= 1)
-whole_number = argument('a whole number of at least 0', int, lambda n: n >= 0)
-positive_float = argument('a number above 0', float, lambda x: 0 < x < math.inf)
-int_or_none = argument('a whole number or none', lambda s: None if s.lower() == 'none' else int(s))
-id_list = argument('token ids such as 1,2', lambda s: [int(x) for x in s.strip().strip('[]').replace(',', ' ').split()])
-
-def json_value(s: str) -> Any:
-    "The value that JSON `s` stands for."
-    try: return json.loads(s)
-    except ValueError as e: raise argparse.ArgumentTypeError(f"not JSON ({e}), got {s!r}") from None
-
-# %% ../nbs/43_cli.ipynb #76552ef0
-def add_flags(parser: Any, *rows: tuple[Any, ...], **common: Any) -> None:
-    "Add a flag for each of `rows`: `(names and value, kind, help)` and perhaps a dict of more for `add_argument`."
-    for spec, kind, text, *more in rows:
-        names = spec.split()
-        how: dict[str, Any] = dict(metavar=names.pop()) if names[-1][0] != '-' else {}
-        how['action' if isinstance(kind, str) else 'choices' if isinstance(kind, tuple) else 'type'] = kind
-        parser.add_argument(*names, help=text, **common | how | dict(*more))
-
-SAMPLING_FLAGS = [
-    ('--max-tokens --max-new-tokens X', int_or_none, "longest answer in tokens; none: up to the context length (default 256)"),
-    ('--temperature X', float, "0 is greedy (default 0)"),
-    ('--top-p X', float, "draw from the likeliest tokens of this total share"),
-    ('--top-k X', int, "draw from this many tokens"),
-    ('--min-p X', float, "drop tokens below this share of the likeliest one's"),
-    ('--seed X', int, "same seed, same answer"),
-    ('--n X', int, "answers to each prompt"),
-    ('--presence-penalty X', float, "against tokens used already"),
-    ('--frequency-penalty X', float, "the same, by their count"),
-    ('--repetition-penalty X', float, "the same, prompt included, as a factor"),
-    ('--min-tokens X', int, "no end before this many tokens"),
-    ('--logprobs X', int, "log probabilities of this many tokens"),
-    ('--logit-bias JSON', json_value, 'JSON of token id to bias, such as {"42": -100}'),
-    ('--structured-outputs JSON', json_value,
-     'JSON of what the answer must be, such as {"regex": "[0-9]+"} or {"json": SCHEMA}'),
-    ('--stop TEXT', str, "end before this text; may be repeated", dict(action='append')),
-    ('--bad-words TEXT', str, "never write this word; may be repeated", dict(action='append')),
-    ('--stop-token-ids IDS', id_list, "end at one of these ids, such as 1,2", dict(action='extend')),
-    ('--allowed-token-ids IDS', id_list, "use no ids but these", dict(action='extend')),
-    ('--do-sample', 'store_true', "temperature 1, unless --temperature is given"),
-    ('--ignore-eos', 'store_true', "go on past the model's end token"),
-    ('--stop-on-eos', 'store_false', "end at the model's end token (the default)", dict(dest='ignore_eos')),
-    ('--include-stop-str-in-output', 'store_true', "keep the stop text in the answer"),
-    ('--no-skip-special-tokens', 'store_false', "show special tokens", dict(dest='skip_special_tokens'))]
-
-# %% ../nbs/43_cli.ipynb #fed7aa34
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    "Add a flag for every sampling parameter, and the names that other tools use."
-    group = parser.add_argument_group('sampling')
-    def add(*flags, **kw): group.add_argument(*flags, default=argparse.SUPPRESS, **kw)
-    names = lambda k: ['--' + k.replace('_', '-')] + ['--max-new-tokens']*(k == 'max_tokens')
-    for k, (kind, text) in SAMPLING_FLAGS.items():
-        add(*names(k), dest=k, type=kind, help=text, metavar='JSON' if kind is json_value else 'X')
-    for k, (kind, action, text) in SAMPLING_LISTS.items():
-        add(*names(k), dest=k, type=kind, action=action, help=text, metavar='IDS' if kind is id_list else 'TEXT')
-    add('--do-sample', action='store_true', help="temperature 1, unless --temperature is given")
-    add('--ignore-eos', action='store_true', help="go on past the model's end token")
-    add('--stop-on-eos', dest='ignore_eos', action='store_false', help="end at the model's end token (the default)")
-    add('--include-stop-str-in-output', action='store_true', help="keep the stop text in the answer")
-    add('--no-skip-special-tokens', dest='skip_special_tokens', action='store_false', help="show special tokens")
-
-# %% ../nbs/43_cli.ipynb #da07da89
-MODEL_FLAGS = [
-    ('--model', str, "hub id, folder or .gguf file (default: SmolLM2-135M-Instruct)"),
-    ('--strategy', ('continuous', 'loop', 'static', 'bucketed', 'prefix'), None, dict(default='continuous')),
-    ('--dtype', ('auto', 'fp32', 'bf16', 'fp16'), None, dict(default='auto')),
-    ('--quantization', ('int8',), "8 bits for weights and activations: faster, a little less exact"),
-    ('--no-compile', 'store_false', "do without compiled kernels", dict(dest='compile', default='auto')),
-    *((flag, 'store_const', f"same as --dtype {dtype}", dict(dest='dtype', const=dtype))
-      for flag, dtype in (('--no-amp', 'fp32'), ('--bf16', 'bf16'), ('--fp16', 'fp16'))),
-    ('--device', str, "auto, cpu, cuda, cuda:1 or mps", dict(default='auto')),
-    ('--max-num-seqs N', positive_int, "sequences at once (default: by device and memory)"),
-    ('--max-num-batched-tokens N', positive_int, "tokens in a step (default: likewise)"),
-    ('--no-prefix-caching', 'store_false', "compute every prompt whole", dict(dest='prefix_caching')),
-    ('--max-model-len N', positive_int, "longest prompt and answer together"),
-    ('--kv-cache-bytes N', positive_int, "most that keys and values take (default: by memory)")]
-
-# %% ../nbs/43_cli.ipynb #c7d568a9
-GENERATE_FLAGS = [
-    ('prompts PROMPT', str, None, dict(nargs='*')),
-    ('--prompts PROMPT', str, None, dict(dest='more_prompts', nargs='+', action='extend', default=[])),
-    ('--prompts-file FILE', str, "one prompt a line, or JSONL with prompt or messages; - is standard input"),
-    ('--output FILE', str, "write JSONL there instead of text to standard output"),
-    ('--overwrite', 'store_true', "replace the output file if it is there"),
-    ('--chat', 'store_true', "each prompt is a user's message"),
-    ('--system TEXT', str, "system message before each, with --chat or messages"),
-    ('--verify', 'store_true', "then run some of the requests again, each alone, and compare"),
-    ('--trace FILE', str, "keep what happened at every step, for batchlab view")]
-INPUT_FLAGS = [
-    ('-i --input FILE', str, "requests: OpenAI Batch or plain JSONL, CSV or Parquet; also .gz, .bz2, .xz; - is standard input, "
-     "read to its end first", dict(required=True)),
-    ('--format', ('batch', 'plain'), "of JSONL lines (default: by the first good line)", dict(dest='form')),
-    ('--prompt-column NAME', str, "of a table (default: prompt)", dict(default='prompt')),
-    ('--id-column NAME', str, "of a table (default: custom_id)", dict(default='custom_id')),
-    ('--chat', 'store_true', "each plain prompt is a user's message"),
-    ('--system TEXT', str, "system message before each of those"),
-    ('--limit N', positive_int, "only the first N requests"),
-    ('--look-ahead N', positive_int, "lines to choose from (default: 1024)", dict(default=1024))]
-RUN_FLAGS = [
-    ('-o --output FILE', str, "answers, one for each request; .jsonl, .csv or .parquet; - is standard output, where an ended run "
-     "can not go on"),
-    ('--error-file FILE', str, "failures (default: among the answers)"),
-    ('--ordered', 'store_true', "answers in the order of the requests"),
-    ('--timeout SECONDS', positive_float, "for each request"),
-    ('--max-errors N', whole_number, "stop after more failures than this"),
-    ('--retry-errors', 'store_true', "run again what failed before"),
-    ('--force', 'store_true', "go on though model, parameters or input have changed"),
-    ('--dry-run', 'store_true', "only check the requests, without a model"),
-    ('--trace FILE', str, "keep what happened at every step, without texts, for batchlab view")]
-RAY_FLAGS = [
-    ('--ray N', positive_int, "N workers, each with the model; with a folder as input, file by file"),
-    ('--ray-cpus N', positive_int, "cores of each (default: its share)"),
-    ('--ray-gpus N', whole_number, "GPUs of each (default: one if there are enough)"),
-    ('--ray-address ADDRESS', str, "of the cluster, or auto (default: one of its own, here)")]
-PLAN_FLAGS = [('--no-calibration', 'store_false', "run nothing, estimate no time", dict(dest='calibrate'))]
-VIEW_FLAGS = [
-    ('trace TRACE', str, "a file that Trace.save has written"),
-    ('-o --output FILE', str, "the page (default: beside the trace)"),
-    ('--overwrite', 'store_true', "replace that file even if it is no such page"),
-    ('--no-open', 'store_false', "only write it", dict(dest='open'))]
-
-# %% ../nbs/43_cli.ipynb #4e24f8ff
-COMMANDS = dict(generate="answer a batch of prompts", run="answer a file of requests, and go on where it ended",
-                plan="what such a file would take", bench="measure the strategies on this machine",
-                view="look at a trace in the browser, step by step")
-FLAGS = dict(generate=GENERATE_FLAGS, run=INPUT_FLAGS + RUN_FLAGS, plan=INPUT_FLAGS + PLAN_FLAGS, view=VIEW_FLAGS)
-ABOUT = dict(generate="Answer a batch of prompts with a language model.",
-             run="Answer a file of requests. Ended in the middle, the same command goes on.",
-             plan="Say what a job would take: requests, tokens, memory, time.",
-             view="Make one HTML page of a trace, to step through, and open it.")
-NOTES = dict(generate="A prompt that begins with a dash goes after --.",
-             run="Sampling flags hold for what a line leaves open. A plain line has its own settings beside its "
-                 "prompt, or in sampling_params; one that nothing here can honour fails the line, other keys are named once "
-                 "and ignored. A table as output has a row for each of n answers, told apart by index, and a column logprobs.")
-
-def parser_of(command: str) -> OneLineParser:
-    "The parser of the flags of a command, which is not `bench`."
-    p = OneLineParser(prog=f'batchlab {command}', description=ABOUT[command], epilog=NOTES.get(command))
-    add_flags(p, *FLAGS[command])
-    if command == 'run': add_flags(p.add_argument_group('on Ray'), *RAY_FLAGS)
-    if command != 'view':
-        add_flags(p, *MODEL_FLAGS)
-        add_flags(p.add_argument_group('sampling'), *SAMPLING_FLAGS, default=argparse.SUPPRESS)
-    return p
-
-def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    "The arguments of one command as a namespace. Raises `JobError`, or `SystemExit` after --help and --version."
-    top = OneLineParser(prog='batchlab', description="LLM batch inference.",
-                        epilog='; '.join(f'{k}: {v}' for k, v in COMMANDS.items()) + ". batchlab COMMAND --help lists its flags.")
-    top.add_argument('--version', action='version', version=f'batchlab {__version__}')
-    top.add_argument('command', choices=COMMANDS)
-    command, rest = top.parse_args(argv[:1]).command, list(argv[1:])
-    if command == 'bench': return argparse.Namespace(command=command, rest=rest)
-    parser = parser_of(command)
-    if command == 'generate':
-        cut = rest.index('--') if '--' in rest else len(rest)
-        args = parser.parse_intermixed_args(rest[:cut])                 # flags may stand between prompts
-        args.prompts = [*args.prompts, *args.more_prompts, *rest[cut + 1:]]
-    else: args = parser.parse_args(rest)
-    args.command = command
-    return args
 
 # %% ../nbs/43_cli.ipynb #f5ce3a1d
 def sampling_options(args: argparse.Namespace,
@@ -670,7 +486,7 @@ def main(argv: Sequence[str] | None = None, llm: LLM | None = None) -> int:
     except BrokenPipeError: return 1                # the reader of our output left, as head does
     except Exception as e: return told(e)
 
-# %% ../nbs/43_cli.ipynb #0a14732d
+# %% ../nbs/43_cli.ipynb #9cd5ed81
 def call(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run the command that `args` is for. Returns the exit status."
     commands = dict(generate=generate, run=run_job, plan=plan_job, view=view_trace)
