@@ -5,14 +5,15 @@
 # %% ../nbs/43_cli.ipynb #9e57a6e9
 from __future__ import annotations
 
-import argparse, contextlib, difflib, json, logging, math, os, re, shutil, signal, stat, sys, tempfile, threading
+import argparse, contextlib, json, logging, math, os, re, signal, stat, sys, threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NoReturn, TextIO
-from tqdm import tqdm
-from . import __version__
+from typing import IO, TYPE_CHECKING, Any, TextIO
+from .deprecated import renamed
+from .errors import BatchlabError, JobError
+from .work.flags import parse_args
 
 if TYPE_CHECKING:      # the command line is quick since it imports these only when it runs something
     from batchlab.llm import LLM
@@ -20,25 +21,15 @@ if TYPE_CHECKING:      # the command line is quick since it imports these only w
     from batchlab.work.jobs import Job, JobResult
     from batchlab.sampling import SamplingParams
 
+__getattr__ = renamed(__name__, dict(CliError='errors.JobError'))
+
 # %% auto #0
-__all__ = ['SAMPLING_FLAGS', 'SAMPLING_LISTS', 'SAMPLING_KEYS', 'COMMANDS', 'ID_KEYS', 'CliError', 'note', 'NoteHandler',
-           'log_as_notes', 'OneLineParser', 'id_list', 'json_value', 'int_or_none', 'positive_int',
-           'add_sampling_flags', 'add_model_flags', 'generate_parser', 'add_input_flags', 'positive_float',
-           'whole_number', 'run_parser', 'plan_parser', 'view_parser', 'parse_args', 'sampling_options', 'Item',
-           'parse_object', 'json_item', 'read_text', 'read_file', 'prepare', 'read_items', 'completion_dict', 'record',
-           'as_json', 'as_text', 'file_size', 'give_up', 'Results', 'open_output', 'empty', 'Signals', 'outputs_of',
-           'run_items', 'llm_options', 'load_llm', 'check_trace_path', 'traced', 'summary', 'generate', 'job_of',
-           'input_file', 'run_job', 'run_here', 'run_with_ray', 'plan_job', 'view_trace', 'main', 'call', 'told']
+__all__ = ['main']
 
 # %% ../nbs/43_cli.ipynb #a3e2fcc2
-class CliError(Exception):
-    "The command can't go on: carries the line for the user and the exit `status`."
-    def __init__(self, message: str, status: int = 2) -> None:
-        super().__init__(message)
-        self.status = status
-
 def note(text: object) -> None:
     "Write one line `batchlab: text` to standard error, above the progress bar if there is one."
+    from tqdm import tqdm
     with contextlib.suppress(OSError), tqdm.external_write_mode(file=sys.stderr):
         print('batchlab:', ' '.join(str(text).split()), file=sys.stderr, flush=True)
 
@@ -59,215 +50,20 @@ def log_as_notes(name: str = 'batchlab') -> Iterator[None]:
         logger.removeHandler(handler)
         logger.propagate = propagate
 
-# %% ../nbs/43_cli.ipynb #59b7b224
-class OneLineParser(argparse.ArgumentParser):
-    "An `ArgumentParser` whose errors are a `CliError` of one line."
-    def __init__(self, *args: Any, **kw: Any) -> None: super().__init__(*args, allow_abbrev=False, **kw)
-
-    def error(self, message: str) -> NoReturn:
-        flag = re.match(r'unrecognized arguments: (-[^\s=]*)', message)
-        if flag:
-            near = difflib.get_close_matches(flag[1], self._option_string_actions, 1)
-            message = f"unknown flag {flag[1]}" + (f", did you mean {near[0]}?" if near else '')
-        raise CliError(f'{message} (see {self.prog} --help)')
-
-# %% ../nbs/43_cli.ipynb #79c049b6
-def id_list(s: str) -> list[int]:
-    "Token ids from `'1,2'`, `'1 2'` or `'[1, 2]'`."
-    try: return [int(x) for x in s.strip().strip('[]').replace(',', ' ').split()]
-    except ValueError: raise argparse.ArgumentTypeError(f"expected token ids such as 1,2, got {s!r}") from None
-
-def json_value(s: str) -> Any:
-    "The value that JSON `s` stands for."
-    try: return json.loads(s)
-    except ValueError as e: raise argparse.ArgumentTypeError(f"not JSON ({e}), got {s!r}") from None
-
-def int_or_none(s: str) -> int | None:
-    "A whole number, or None for `none`."
-    try: return None if s.lower() == 'none' else int(s)
-    except ValueError: raise argparse.ArgumentTypeError(f"expected a whole number or none, got {s!r}") from None
-
-def positive_int(s: str) -> int:
-    "A whole number of at least 1."
-    if s.isdecimal() and int(s) >= 1: return int(s)
-    raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {s!r}")
-
-# %% ../nbs/43_cli.ipynb #76552ef0
-SAMPLING_FLAGS = dict(
-    max_tokens=(int_or_none, "longest answer in tokens; none: up to the context length (default 256)"),
-    temperature=(float, "0 is greedy (default 0)"), top_p=(float, "draw from the likeliest tokens of this total share"),
-    top_k=(int, "draw from this many tokens"), min_p=(float, "drop tokens below this share of the likeliest one's"),
-    seed=(int, "same seed, same answer"), n=(int, "answers to each prompt"),
-    presence_penalty=(float, "against tokens used already"), frequency_penalty=(float, "the same, by their count"),
-    repetition_penalty=(float, "the same, prompt included, as a factor"),
-    min_tokens=(int, "no end before this many tokens"), logprobs=(int, "log probabilities of this many tokens"),
-    logit_bias=(json_value, 'JSON of token id to bias, such as {"42": -100}'),
-    structured_outputs=(json_value, 'JSON of what the answer must be, such as {"regex": "[0-9]+"} or {"json": SCHEMA}'))
-SAMPLING_LISTS = dict(
-    stop=(str, 'append', "end before this text; may be repeated"),
-    bad_words=(str, 'append', "never write this word; may be repeated"),
-    stop_token_ids=(id_list, 'extend', "end at one of these ids, such as 1,2"),
-    allowed_token_ids=(id_list, 'extend', "use no ids but these"))
-SAMPLING_KEYS = {*SAMPLING_FLAGS, *SAMPLING_LISTS, 'ignore_eos', 'include_stop_str_in_output', 'skip_special_tokens'}
-
-# %% ../nbs/43_cli.ipynb #fed7aa34
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    "Add a flag for every sampling parameter, and the names that other tools use."
-    group = parser.add_argument_group('sampling')
-    def add(*flags, **kw): group.add_argument(*flags, default=argparse.SUPPRESS, **kw)
-    names = lambda k: ['--' + k.replace('_', '-')] + ['--max-new-tokens']*(k == 'max_tokens')
-    for k, (kind, text) in SAMPLING_FLAGS.items():
-        add(*names(k), dest=k, type=kind, help=text, metavar='JSON' if kind is json_value else 'X')
-    for k, (kind, action, text) in SAMPLING_LISTS.items():
-        add(*names(k), dest=k, type=kind, action=action, help=text, metavar='IDS' if kind is id_list else 'TEXT')
-    add('--do-sample', action='store_true', help="temperature 1, unless --temperature is given")
-    add('--ignore-eos', action='store_true', help="go on past the model's end token")
-    add('--stop-on-eos', dest='ignore_eos', action='store_false', help="end at the model's end token (the default)")
-    add('--include-stop-str-in-output', action='store_true', help="keep the stop text in the answer")
-    add('--no-skip-special-tokens', dest='skip_special_tokens', action='store_false', help="show special tokens")
-
-# %% ../nbs/43_cli.ipynb #da07da89
-def add_model_flags(p: argparse.ArgumentParser) -> None:
-    "Add the flags that say which model runs, where and how."
-    p.add_argument('--model', help="hub id, folder or .gguf file (default: SmolLM2-135M-Instruct)")
-    p.add_argument('--strategy', choices=('continuous', 'loop', 'static', 'bucketed', 'prefix'), default='continuous')
-    p.add_argument('--dtype', choices=('auto', 'fp32', 'bf16', 'fp16'), default='auto')
-    p.add_argument('--quantization', choices=('int8',), help="8 bits for weights and activations: faster, a little less exact")
-    p.add_argument('--no-compile', dest='compile', action='store_false', default='auto', help="do without compiled kernels")
-    for flag, dtype in (('--no-amp', 'fp32'), ('--bf16', 'bf16'), ('--fp16', 'fp16')):
-        p.add_argument(flag, dest='dtype', action='store_const', const=dtype, help=f"same as --dtype {dtype}")
-    p.add_argument('--device', default='auto', help="auto, cpu, cuda, cuda:1 or mps")
-    p.add_argument('--max-num-seqs', type=positive_int, metavar='N', help="sequences at once (default: by device and memory)")
-    p.add_argument('--max-num-batched-tokens', type=positive_int, metavar='N', help="tokens in a step (default: likewise)")
-    p.add_argument('--no-prefix-caching', dest='prefix_caching', action='store_false', help="compute every prompt whole")
-    p.add_argument('--max-model-len', type=positive_int, metavar='N', help="longest prompt and answer together")
-    p.add_argument('--kv-cache-bytes', type=positive_int, metavar='N', help="most that keys and values take (default: by memory)")
-
-# %% ../nbs/43_cli.ipynb #c7d568a9
-def generate_parser() -> argparse.ArgumentParser:
-    "The parser of `batchlab generate`."
-    p = OneLineParser(prog='batchlab generate', description="Answer a batch of prompts with a language model.",
-                      epilog="A prompt that begins with a dash goes after --.")
-    p.add_argument('prompts', nargs='*', metavar='PROMPT')
-    p.add_argument('--prompts', dest='more_prompts', nargs='+', action='extend', default=[], metavar='PROMPT')
-    p.add_argument('--prompts-file', metavar='FILE', help="one prompt a line, or JSONL with prompt or messages; - is "
-                   "standard input")
-    p.add_argument('--output', metavar='FILE', help="write JSONL there instead of text to standard output")
-    p.add_argument('--overwrite', action='store_true', help="replace the output file if it is there")
-    p.add_argument('--chat', action='store_true', help="each prompt is a user's message")
-    p.add_argument('--system', metavar='TEXT', help="system message before each, with --chat or messages")
-    p.add_argument('--verify', action='store_true', help="then run some of the requests again, each alone, and compare")
-    p.add_argument('--trace', metavar='FILE', help="keep what happened at every step, for batchlab view")
-    add_model_flags(p)
-    add_sampling_flags(p)
-    return p
-
-# %% ../nbs/43_cli.ipynb #050dc8df
-def add_input_flags(p: argparse.ArgumentParser) -> None:
-    "Add the flags that say what the requests of a job are."
-    p.add_argument('-i', '--input', required=True, metavar='FILE', help="requests: OpenAI Batch or plain JSONL, CSV or Parquet; "
-                   "also .gz, .bz2, .xz; - is standard input, read to its end first")
-    p.add_argument('--format', dest='form', choices=('batch', 'plain'), help="of JSONL lines (default: by the first good line)")
-    p.add_argument('--prompt-column', default='prompt', metavar='NAME', help="of a table (default: prompt)")
-    p.add_argument('--id-column', default='custom_id', metavar='NAME', help="of a table (default: custom_id)")
-    p.add_argument('--chat', action='store_true', help="each plain prompt is a user's message")
-    p.add_argument('--system', metavar='TEXT', help="system message before each of those")
-    p.add_argument('--limit', type=positive_int, metavar='N', help="only the first N requests")
-    p.add_argument('--look-ahead', type=positive_int, default=1024, metavar='N', help="lines to choose from (default: 1024)")
-
-def positive_float(s: str) -> float:
-    "A number above 0."
-    with contextlib.suppress(ValueError):
-        if 0 < float(s) < math.inf: return float(s)
-    raise argparse.ArgumentTypeError(f"expected a number above 0, got {s!r}")
-
-def whole_number(s: str) -> int:
-    "A whole number of at least 0."
-    if s.isdecimal(): return int(s)
-    raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got {s!r}")
-
-# %% ../nbs/43_cli.ipynb #4e24f8ff
-def run_parser() -> argparse.ArgumentParser:
-    "The parser of `batchlab run`."
-    p = OneLineParser(prog='batchlab run', description="Answer a file of requests. Ended in the middle, the same command goes on.",
-                      epilog="Sampling flags hold for what a line leaves open. A plain line has its own settings beside its "
-                      "prompt, or in sampling_params; one that nothing here can honour fails the line, other keys are named once "
-                      "and ignored. A table as output has a row for each of n answers, told apart by index, and a column logprobs.")
-    add_input_flags(p)
-    p.add_argument('-o', '--output', metavar='FILE', help="answers, one for each request; .jsonl, .csv or .parquet; - is "
-                   "standard output, where an ended run can not go on")
-    p.add_argument('--error-file', metavar='FILE', help="failures (default: among the answers)")
-    p.add_argument('--ordered', action='store_true', help="answers in the order of the requests")
-    p.add_argument('--timeout', type=positive_float, metavar='SECONDS', help="for each request")
-    p.add_argument('--max-errors', type=whole_number, metavar='N', help="stop after more failures than this")
-    p.add_argument('--retry-errors', action='store_true', help="run again what failed before")
-    p.add_argument('--force', action='store_true', help="go on though model, parameters or input have changed")
-    p.add_argument('--dry-run', action='store_true', help="only check the requests, without a model")
-    p.add_argument('--trace', metavar='FILE', help="keep what happened at every step, without texts, for batchlab view")
-    ray = p.add_argument_group('on Ray')
-    ray.add_argument('--ray', type=positive_int, metavar='N', help="N workers, each with the model; with a folder as input, file by file")
-    ray.add_argument('--ray-cpus', type=positive_int, metavar='N', help="cores of each (default: its share)")
-    ray.add_argument('--ray-gpus', type=whole_number, metavar='N', help="GPUs of each (default: one if there are enough)")
-    ray.add_argument('--ray-address', metavar='ADDRESS', help="of the cluster, or auto (default: one of its own, here)")
-    add_model_flags(p)
-    add_sampling_flags(p)
-    return p
-
-def plan_parser() -> argparse.ArgumentParser:
-    "The parser of `batchlab plan`."
-    p = OneLineParser(prog='batchlab plan', description="Say what a job would take: requests, tokens, memory, time.")
-    add_input_flags(p)
-    p.add_argument('--no-calibration', dest='calibrate', action='store_false', help="run nothing, estimate no time")
-    add_model_flags(p)
-    add_sampling_flags(p)
-    return p
-
-# %% ../nbs/43_cli.ipynb #aa1ddf9f
-def view_parser() -> argparse.ArgumentParser:
-    "The parser of `batchlab view`."
-    p = OneLineParser(prog='batchlab view', description="Make one HTML page of a trace, to step through, and open it.")
-    p.add_argument('trace', metavar='TRACE', help="a file that Trace.save has written")
-    p.add_argument('-o', '--output', metavar='FILE', help="the page (default: beside the trace)")
-    p.add_argument('--overwrite', action='store_true', help="replace that file even if it is no such page")
-    p.add_argument('--no-open', dest='open', action='store_false', help="only write it")
-    return p
-
-# %% ../nbs/43_cli.ipynb #95a672ed
-COMMANDS = dict(generate="answer a batch of prompts", run="answer a file of requests, and go on where it ended",
-                plan="what such a file would take", bench="measure the strategies on this machine",
-                view="look at a trace in the browser, step by step")
-
-def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    "The arguments of one command as a namespace. Raises `CliError`, or `SystemExit` after --help and --version."
-    top = OneLineParser(prog='batchlab', description="LLM batch inference.",
-                        epilog='; '.join(f'{k}: {v}' for k, v in COMMANDS.items()) + ". batchlab COMMAND --help lists its flags.")
-    top.add_argument('--version', action='version', version=f'batchlab {__version__}')
-    top.add_argument('command', choices=COMMANDS)
-    command, rest = top.parse_args(argv[:1]).command, list(argv[1:])
-    if command == 'bench': return argparse.Namespace(command=command, rest=rest)
-    if command == 'run': args = run_parser().parse_args(rest)
-    elif command == 'plan': args = plan_parser().parse_args(rest)
-    elif command == 'view': args = view_parser().parse_args(rest)
-    else:
-        cut = rest.index('--') if '--' in rest else len(rest)
-        args = generate_parser().parse_intermixed_args(rest[:cut])      # flags may stand between prompts
-        args.prompts = [*args.prompts, *args.more_prompts, *rest[cut + 1:]]
-    args.command = command
-    return args
-
 # %% ../nbs/43_cli.ipynb #f5ce3a1d
 def sampling_options(args: argparse.Namespace,
                      defaults: dict[str, Any] = dict(max_tokens=256, temperature=0.)) -> dict[str, Any]:
-    "The sampling parameters that the command line gives, with `defaults`, as a dict. Raises `CliError`."
+    "The sampling parameters that the command line gives, with `defaults`, as a dict. Raises `JobError`."
     from batchlab.sampling import ParamError, SamplingParams
-    given = {k: v for k, v in vars(args).items() if k in SAMPLING_KEYS}
+    names = {f.name for f in fields(SamplingParams)}
+    given = {k: v for k, v in vars(args).items() if k in names}
     if getattr(args, 'do_sample', False) and given.get('temperature') == 0:
-        raise CliError("--do-sample and --temperature 0 contradict each other: leave one out")
+        raise JobError("--do-sample and --temperature 0 contradict each other: leave one out")
     options = defaults | (dict(temperature=1.) if hasattr(args, 'do_sample') else {}) | given
     asked: dict[str, Any] = dict(temperature=0.) | options
     try: SamplingParams(**asked)
     except ParamError as e:      # its message begins with the field: name the flag
-        raise CliError(re.sub(r'^[a-z_]+', lambda m: '--' + m[0].replace('_', '-'), str(e))) from e
+        raise JobError(re.sub(r'^[a-z_]+', lambda m: '--' + m[0].replace('_', '-'), str(e))) from e
     if options.get('temperature') == 0 and (idle := [k for k in ('top_p', 'top_k', 'min_p') if k in given]):
         note(f"--{idle[0].replace('_', '-')} changes nothing at temperature 0: add --do-sample or --temperature")
     return options
@@ -275,7 +71,7 @@ def sampling_options(args: argparse.Namespace,
 # %% ../nbs/43_cli.ipynb #c2aa3fb4
 @dataclass
 class Item:
-    "One request of a job. `prompt` is text or ids as given; `messages`, if not None, is what runs instead."
+    "One request of `generate`. `prompt` is text or ids as given; `messages`, if not None, is what runs instead."
     index: int
     prompt: str | list[int] | None = None
     messages: list[Any] | None = None
@@ -294,62 +90,38 @@ class Item:
         last = self.messages[-1] if isinstance(self.messages, list) and self.messages else None
         return str(last.get('content', '')) if isinstance(last, dict) else ''
 
-# %% ../nbs/43_cli.ipynb #bf805b31
-ID_KEYS = ('id', 'custom_id')
-
-def parse_object(s: str) -> dict[str, Any]:
-    "Line `s` as a dict with exactly one of prompt and messages. Raises `ValueError` with the reason."
-    try: d = json.loads(s)
-    except (ValueError, RecursionError) as e: raise ValueError(f"not JSON ({e})") from None
-    if not isinstance(d, dict): raise ValueError(f"expected an object with prompt or messages, got {type(d).__name__}")
-    if ('prompt' in d) == ('messages' in d): raise ValueError("expected one of prompt and messages, got "
-                                                               + ('both' if 'prompt' in d else 'neither'))
-    ids = lambda p: isinstance(p, list) and p and all(type(i) is int for i in p)
-    if 'prompt' in d and not (isinstance(d['prompt'], str) or ids(d['prompt'])):
-        raise ValueError(f"prompt must be a string or a list of token ids, got {json.dumps(d['prompt'])[:60]}")
-    if 'messages' in d and not isinstance(d['messages'], list):
-        raise ValueError(f"messages must be a list, got {json.dumps(d['messages'])[:60]}")
-    for k in ID_KEYS:
-        if type(d.get(k)) not in (str, int, type(None)): raise ValueError(f"{k} must be a string or a whole number")
-    return d
-
 # %% ../nbs/43_cli.ipynb #44abdf10
-def json_item(index: int, line: int, s: str, unknown: set[str]) -> Item:
-    "`Item` of line number `line`, text `s`; if it is bad, with its error. Adds keys without meaning to set `unknown`."
-    from batchlab.work.jobs import BadLine, plain_options
-    item = Item(index, line=line)
-    try:
-        d = parse_object(s)
-        item.prompt, item.messages = d.pop('prompt', None), d.pop('messages', None)
-        item.ids = {k: d.pop(k) for k in ID_KEYS if k in d}
-        item.options, ignored = plain_options(d)
-        unknown |= {*ignored, *d.keys() & {'model'}}
-    except (ValueError, BadLine) as e: item.fail(str(e))
+def json_item(index: int, number: int, s: str, unknown: set[str]) -> Item:
+    "`Item` of line `number`, text `s`; if it is bad, with its error. Adds keys without meaning to set `unknown`."
+    from batchlab.work.lines import parse_line
+    line = parse_line(number, s.encode(), 'plain')
+    unknown.update(line.ignored, () if line.model is None else ('model',))
+    item = Item(index, line.prompt, line.messages, number, line.ids, line.options)
+    if line.failure: item.fail(line.failure[1])
     return item
 
 # %% ../nbs/43_cli.ipynb #dacfbcb8
 def read_text(name: str) -> str:
-    "All of file `name`, or of standard input for `-`. Raises `CliError`."
+    "All of file `name`, or of standard input for `-`. Raises `JobError`."
     shown = 'standard input' if name == '-' else name
     try:
         if name == '-':
             if sys.stdin is None or sys.stdin.isatty():
-                raise CliError("standard input is a terminal: pipe prompts in, or give a file")
+                raise JobError("standard input is a terminal: pipe prompts in, or give a file")
             data = sys.stdin.buffer.read()
         else: data = Path(name).read_bytes()
         return data.decode('utf-8-sig')
     except UnicodeDecodeError as e:
         line = e.object[:e.start].count(b'\n') + 1
-        raise CliError(f"{shown} is not UTF-8 (byte 0x{e.object[e.start]:02x} in line {line}): save it as UTF-8") from e
-    except OSError as e: raise CliError(f"can't read {shown} ({e.strerror or e})") from e
+        raise JobError(f"{shown} is not UTF-8 (byte 0x{e.object[e.start]:02x} in line {line}): save it as UTF-8") from e
+    except OSError as e: raise JobError(f"can't read {shown} ({e.strerror or e})") from e
 
-# %% ../nbs/43_cli.ipynb #7e0ded3b
 def read_file(name: str) -> list[Item]:
-    "The `Item`s of a file: JSONL by its name or its first character, else one prompt a line. Raises `CliError`."
+    "The `Item`s of a file: JSONL by its name or its first character, else one prompt a line. Raises `JobError`."
     shown = 'standard input' if name == '-' else name
     lines = [(i, s.rstrip('\r')) for i, s in enumerate(read_text(name).removesuffix('\n').split('\n'), 1)]
     full = [(i, s) for i, s in lines if s.strip()]
-    if not full: raise CliError(f"{shown} has no prompts in it: expected one a line, or JSONL")
+    if not full: raise JobError(f"{shown} has no prompts in it: expected one a line, or JSONL")
     if skipped := len(lines) - len(full):
         note(f"{shown}: {skipped} blank line{'s'*(skipped > 1)} skipped")
     unknown = set()
@@ -378,19 +150,19 @@ def prepare(item: Item, args: argparse.Namespace, options: dict[str, Any]) -> No
 
 # %% ../nbs/43_cli.ipynb #caed693f
 def read_items(args: argparse.Namespace, options: dict[str, Any]) -> list[Item]:
-    "All the requests of a command, in order: its prompts, then its file's. Raises `CliError`."
+    "All the requests of a command, in order: its prompts, then its file's. Raises `JobError`."
     items = [Item(i, p) for i, p in enumerate(args.prompts)]
     name = args.prompts_file
     if not items and name is None:
         if sys.stdin is None or sys.stdin.isatty():
-            raise CliError('no prompts: give some, such as batchlab generate "The sky is", or --prompts-file')
+            raise JobError('no prompts: give some, such as batchlab generate "The sky is", or --prompts-file')
         name = '-'
     if name is not None: items += read_file(name)
     for k, item in enumerate(items):
         item.index = k
         prepare(item, args, options)
     if args.system is not None and not any(i.messages is not None for i in items):
-        raise CliError("--system needs --chat, or messages in the prompts file")
+        raise JobError("--system needs --chat, or messages in the prompts file")
     return items
 
 # %% ../nbs/43_cli.ipynb #54453d55
@@ -418,12 +190,10 @@ def record(item: Item, out: RequestOutput | None = None) -> dict[str, Any]:
             completion_tokens=sum(len(c.token_ids) for c in done)))
 
 # %% ../nbs/43_cli.ipynb #767889b0
-def as_json(d: dict[str, Any], shown: str = '') -> str:
+def json_line(d: dict[str, Any], shown: str = '') -> str:
     "Record `d` as a line of JSONL."
-    s = json.dumps(d, ensure_ascii=False)
-    try: s.encode()
-    except UnicodeEncodeError: s = json.dumps(d)      # half a surrogate pair can only be written as an escape
-    return s + '\n'
+    from batchlab.work.formats import as_json
+    return as_json(d).decode()
 
 def as_text(d: dict[str, Any], shown: str = '') -> str:
     "Record `d` as a header with the start of the prompt `shown`, and its answers."
@@ -455,9 +225,12 @@ class Results:
     def __init__(self, f: TextIO, name: str, form: Callable[[dict[str, Any], str], str], items: Sequence[Item],
                  held: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext) -> None:
         self.f, self.name, self.form, self.items, self.held = f, name, form, items, held
-        self.waiting, self.next, self.broken, self.written, self.errors = {}, 0, False, 0, []
+        self.waiting: dict[int, dict[str, Any]] = {}
+        self.errors: list[dict[str, Any]] = []
+        self.next, self.broken, self.written = 0, False, 0
 
     def add(self, d: dict[str, Any]) -> None:
+        "Take record `d`, and write it and those behind it if it is their turn."
         with self.held():
             self.waiting[d['index']] = d
             if d['error']: self.errors.append(d)
@@ -471,6 +244,7 @@ class Results:
             while self.waiting and not self.broken: self._write(self.waiting.pop(min(self.waiting)))
 
     def _write(self, d: dict[str, Any]) -> None:
+        from tqdm import tqdm
         size = file_size(self.f)
         try:
             with tqdm.external_write_mode(file=self.f):
@@ -481,20 +255,20 @@ class Results:
             self.broken = True
             give_up(self.f, size)
             if isinstance(e, BrokenPipeError): raise
-            raise CliError(f"can't write {self.name} ({e.strerror or e}): {self.written} of {len(self.items)} "
+            raise JobError(f"can't write {self.name} ({e.strerror or e}): {self.written} of {len(self.items)} "
                            "records are in it", 1) from e
 
 # %% ../nbs/43_cli.ipynb #4dd9d71d
 def open_output(args: argparse.Namespace) -> TextIO | None:
-    "The output file, open for writing, nothing in it touched yet; None without --output. Raises `CliError`."
+    "The output file, open for writing, nothing in it touched yet; None without --output. Raises `JobError`."
     name = args.output
     if name is None: return None
     old = Path(name).is_file() and Path(name).stat().st_size > 0
     if old and args.prompts_file not in (None, '-') and os.path.samefile(name, args.prompts_file):
-        raise CliError(f"{name} is the prompts file: give the output another name")
-    if old and not args.overwrite: raise CliError(f"{name} is already there: give another name or --overwrite")
+        raise JobError(f"{name} is the prompts file: give the output another name")
+    if old and not args.overwrite: raise JobError(f"{name} is already there: give another name or --overwrite")
     try: return open(name, 'a', encoding='utf-8', newline='\n')
-    except OSError as e: raise CliError(f"can't write {name} ({e.strerror or e})") from e
+    except OSError as e: raise JobError(f"can't write {name} ({e.strerror or e})") from e
 
 def empty(f: IO[Any]) -> None:
     "Empty regular file `f`; leave pipes and devices alone."
@@ -503,9 +277,9 @@ def empty(f: IO[Any]) -> None:
 # %% ../nbs/43_cli.ipynb #45b01c22
 class Signals:
     "While entered, SIGINT and SIGTERM raise `KeyboardInterrupt`, except inside `held()`, after which they do."
-    def __init__(self) -> None: self.holding, self.pending, self.old = False, False, {}
+    def __init__(self) -> None: self.holding, self.pending, self.old = False, False, dict[signal.Signals, Any]()
 
-    def _got(self, *_):
+    def _got(self, *_: object) -> None:
         if not self.holding: raise KeyboardInterrupt
         self.pending = True
 
@@ -540,6 +314,7 @@ def outputs_of(llm: LLM | None, items: Sequence[Item],
 
 def run_items(llm: LLM | None, items: Sequence[Item], results: Results) -> list[RequestOutput]:
     "Put `items` through `llm` into `results`, with a progress bar on a terminal. Returns the outputs."
+    from tqdm import tqdm
     done, outs = sum(i.error is not None for i in items), []
     with tqdm(unit=' tok', file=sys.stderr, disable=not sys.stderr.isatty(), leave=False,
               bar_format='{n_fmt} tok, {rate_fmt}, {elapsed}{postfix}') as bar:
@@ -563,7 +338,6 @@ def llm_options(args: argparse.Namespace) -> dict[str, Any]:
              'quantization', 'kv_cache_bytes')
     return {k: getattr(args, k) for k in names} | dict(enable_prefix_caching=args.prefix_caching)
 
-# %% ../nbs/43_cli.ipynb #a4029d4a
 def load_llm(args: argparse.Namespace) -> LLM:
     "The `LLM` that the arguments ask for."
     from batchlab.llm import LLM
@@ -571,26 +345,26 @@ def load_llm(args: argparse.Namespace) -> LLM:
 
 # %% ../nbs/43_cli.ipynb #9d30ab3c
 def check_trace_path(args: argparse.Namespace) -> None:
-    "Raise `CliError` if the file of `--trace` can't be written, or is no trace and there already."
+    "Raise `JobError` if the file of `--trace` can't be written, or is no trace and there already."
     name = args.trace
     if name is None: return
     others = (getattr(args, k, None) for k in ('input', 'output', 'error_file', 'prompts_file'))
     if os.path.realpath(name) in {os.path.realpath(p) for p in others if p and p != '-'}:
-        raise CliError(f"{name} is read or written already: give the trace another name")
-    if not Path(name).absolute().parent.is_dir(): raise CliError(f"can't write {name} (no such folder)")
+        raise JobError(f"{name} is read or written already: give the trace another name")
+    if not Path(name).absolute().parent.is_dir(): raise JobError(f"can't write {name} (no such folder)")
     try:
         with open(name, 'rb') as f: old = f.read(100)
     except FileNotFoundError: return
-    except OSError as e: raise CliError(f"can't write {name} ({e.strerror or e})") from e
+    except OSError as e: raise JobError(f"can't write {name} ({e.strerror or e})") from e
     if old and b'batchlab-trace' not in old:
-        raise CliError(f"{name} is there already, and is no trace: give another name")
+        raise JobError(f"{name} is there already, and is no trace: give another name")
 
 # %% ../nbs/43_cli.ipynb #657dfcbe
 @contextlib.contextmanager
 def traced(path: str | None, text: bool = True) -> Iterator[Callable[[LLM], LLM]]:
     "Give a function that begins to record an `LLM` and returns it; saved to `path` at the end, if not None."
     recorders = []
-    def watch(llm):
+    def watch(llm: LLM) -> LLM:
         if path: recorders.append(llm.trace(text=text).start())
         return llm
     try: yield watch
@@ -608,16 +382,15 @@ def summary(results: Results, items: Sequence[Item]) -> int:
          f"{first['error']}")
     return 1
 
-# %% ../nbs/43_cli.ipynb #a4f68fa8
 def generate(args: argparse.Namespace, llm: LLM | None = None) -> int:
-    "Run `batchlab generate`. Returns the exit status. Raises `CliError`, `BatchlabError`."
+    "Run `batchlab generate`. Returns the exit status. Raises `BatchlabError`."
     options = sampling_options(args)
     from batchlab.models import resolve_device
     resolve_device(args.device)
     check_trace_path(args)
     items, f = read_items(args, options), open_output(args)
     with Signals() as signals, f or contextlib.nullcontext(sys.stdout) as out, traced(args.trace) as watch:
-        results = Results(out, args.output or 'standard output', as_json if f else as_text, items, signals.held)
+        results = Results(out, args.output or 'standard output', json_line if f else as_text, items, signals.held)
         try:
             if llm is None and any(not i.error for i in items): llm = load_llm(args)
             if f: empty(f)
@@ -631,7 +404,7 @@ def generate(args: argparse.Namespace, llm: LLM | None = None) -> int:
 
 # %% ../nbs/43_cli.ipynb #43bc3902
 def job_of(args: argparse.Namespace) -> Job:
-    "The `Job` that the arguments of `run` or `plan` ask for. Raises `CliError`."
+    "The `Job` that the arguments of `run` or `plan` ask for. Raises `BatchlabError`."
     from batchlab.work.jobs import Job
     from batchlab.models import DEFAULT_MODEL, resolve_device
     if getattr(args, 'ray', None): from batchlab.work.scaleout import RayJob as Job      # devices are the workers' there
@@ -645,6 +418,7 @@ def job_of(args: argparse.Namespace) -> Job:
 @contextlib.contextmanager
 def input_file(name: str, stdin: IO[bytes] | None = None) -> Iterator[str]:
     "Give `name`; if that is `-`, the name of a temporary file with what standard input says, while the context lasts."
+    import shutil, tempfile
     if name != '-': yield name
     else:
         with tempfile.TemporaryDirectory(prefix='batchlab-') as folder:
@@ -654,9 +428,9 @@ def input_file(name: str, stdin: IO[bytes] | None = None) -> Iterator[str]:
 
 # %% ../nbs/43_cli.ipynb #a5c18fe1
 def run_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
-    "Run `batchlab run`. Returns the exit status. Raises `CliError`, `BatchlabError`."
-    if args.output is None and not args.dry_run: raise CliError("no --output: give a file for the answers, or --dry-run")
-    if args.ray and (args.trace or '-' in (args.input, args.output)): raise CliError("--ray takes files, no --trace")
+    "Run `batchlab run`. Returns the exit status. Raises `BatchlabError`."
+    if args.output is None and not args.dry_run: raise JobError("no --output: give a file for the answers, or --dry-run")
+    if args.ray and (args.trace or '-' in (args.input, args.output)): raise JobError("--ray takes files, no --trace")
     check_trace_path(args)
     with Signals(), input_file(args.input) as args.input:
         job = job_of(args)
@@ -671,30 +445,26 @@ def run_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
     note(result)
     return int(result.failed > 0)
 
-# %% ../nbs/43_cli.ipynb #feb86ec4
 def run_here(args: argparse.Namespace, job: Job, llm: LLM | None = None) -> JobResult:
     "Run `job` in this process. Returns the `JobResult`. Raises `BatchlabError`."
     job.check()
     if args.output == '-': note('answers go to standard output: ended in the middle, this run can not go on')
     with traced(args.trace, text=False) as watch: return job.run(lambda: watch(llm or load_llm(args)))
 
-# %% ../nbs/43_cli.ipynb #037a5fb4
 def run_with_ray(args: argparse.Namespace, job: Job) -> JobResult:
     "Run `job` by workers on Ray. Returns the `JobResult`. Raises `BatchlabError`."
     from batchlab.work.scaleout import Pool, run_jobs, shards
     pool = lambda: Pool(args.ray, args.ray_cpus, args.ray_gpus, args.ray_address, llm_options(args), note)
     return run_jobs(shards(job), pool)
 
-# %% ../nbs/43_cli.ipynb #3c8700ef
 def plan_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
-    "Run `batchlab plan`. Returns the exit status. Raises `CliError`, `BatchlabError`."
+    "Run `batchlab plan`. Returns the exit status. Raises `BatchlabError`."
     with input_file(args.input) as args.input:
         job = job_of(args)
         job.check()
         print(plan := job.plan(llm or load_llm(args), args.calibrate))
     return int(plan.failed > 0)
 
-# %% ../nbs/43_cli.ipynb #f4382332
 def view_trace(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab view`. Returns the exit status. Raises `TraceError`, `ViewError`."
     from batchlab.views.viewer import open_page, write_page
@@ -716,6 +486,7 @@ def main(argv: Sequence[str] | None = None, llm: LLM | None = None) -> int:
     except BrokenPipeError: return 1                # the reader of our output left, as head does
     except Exception as e: return told(e)
 
+# %% ../nbs/43_cli.ipynb #9cd5ed81
 def call(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run the command that `args` is for. Returns the exit status."
     commands = dict(generate=generate, run=run_job, plan=plan_job, view=view_trace)
@@ -725,11 +496,9 @@ def call(args: argparse.Namespace, llm: LLM | None = None) -> int:
 
 def told(e: Exception) -> int:
     "Say error `e` in one line if it is one that users meet, else raise it again. Returns the exit status."
-    import torch
-    from batchlab.models import BatchlabError
-    if isinstance(e, (MemoryError, torch.OutOfMemoryError)):
-        e = CliError("out of memory: lower --max-num-seqs or --max-model-len, or take a smaller model or dtype", 1)
-    if not isinstance(e, (CliError, BatchlabError, OSError)): raise e
+    if isinstance(e, MemoryError) or type(e).__name__ == 'OutOfMemoryError':      # torch's, without importing it to ask
+        e = JobError("out of memory: lower --max-num-seqs or --max-model-len, or take a smaller model or dtype", 1)
+    if not isinstance(e, (BatchlabError, OSError)): raise e
     note(f'error: {e}')
     return getattr(e, 'status', 2)
 

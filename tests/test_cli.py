@@ -41,6 +41,14 @@ def test_help_and_version_need_no_torch():
     assert '--max-num-seqs' in p.stdout and 'batchlab 0' in p.stdout
 
 
+def test_a_mistake_in_a_flag_needs_no_torch():
+    code = ('import sys; from batchlab.cli import main; s = [main(a) for a in (["run"], ["run", "-i", "x"], ["generate", "--frobnicate"], ["genrate"])]; '
+            'assert s == [2] * 4 and "torch" not in sys.modules')
+    p = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=ENV)
+    assert p.returncode == 0, p.stderr
+    assert len(p.stderr.splitlines()) == 4 and all(s.startswith('batchlab: error: ') for s in p.stderr.splitlines())
+
+
 def test_text_on_a_pipe(cli):
     p = cli('a', 'a longer prompt', 'é')
     assert (p.returncode, p.stderr) == (0, '')
@@ -176,6 +184,19 @@ def test_a_setting_is_used_or_fails_its_line(cli, model, tmp_path):
         out = rows(tmp_path/name)
         assert [r['usage'] and r['usage']['completion_tokens'] for r in out if not r['error']] == [2, 3]
         assert ['tools=[{}]' in str(out[1]['error']), 'num_beams' in str(out[3]['error'])] == [True, True]
+
+
+def test_messages_may_come_in_parts(cli, model, tmp_path):
+    "`generate` reads a conversation as `run` does: content in parts, the role of developers, an owner's NaN."
+    said = dict(role='user', content=[dict(type='text', text='Hello'), dict(type='text', text='world')])
+    lines = [dict(messages=[dict(role='developer', content='Be brief.'), said], score=float('nan')),
+             dict(messages=[dict(role='system', content='Be brief.'), dict(role='user', content='Hello\nworld')])]
+    (tmp_path/'in.jsonl').write_text(''.join(json.dumps(d) + '\n' for d in lines))
+    p = cli('--prompts-file', 'in.jsonl', '--output', 'one.jsonl')
+    run = [*CMD, 'run', '-i', 'in.jsonl', '-o', 'two.jsonl', '--ordered', '--max-tokens', '6', '--model', model]
+    q = subprocess.run(run, text=True, capture_output=True, cwd=tmp_path, env=ENV, timeout=50)
+    assert (p.returncode, q.returncode) == (0, 0), p.stderr + q.stderr
+    assert len({r['text'] for name in ('one.jsonl', 'two.jsonl') for r in rows(tmp_path/name)}) == 1
 
 
 def test_a_table_keeps_samples_and_log_probabilities(model, tmp_path):

@@ -7,7 +7,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from batchlab.llm import LLM
-from batchlab.work.jobs import Job, JobError, Run, parse_line, read_record
+from batchlab.errors import JobError
+from batchlab.work.jobs import Job, Run
+from batchlab.work.journal import read_record
+from batchlab.work.lines import parse_line
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.sampling import SamplingParams
 
@@ -501,6 +504,19 @@ def test_a_setting_beside_the_body_is_no_setting():
     assert (line.failure, line.ignored) == (None, ('label',))
     line = parse_line(1, json.dumps(ask(1, guided_choice=['a'], max_new_tokens=1)).encode())
     assert line.failure[1].startswith('max_new_tokens=1 and max_tokens=')
+
+
+def test_plain_lines_may_have_nan_and_batch_lines_not():
+    "Python writes NaN where a value is missing; the API's JSON knows none."
+    line = parse_line(1, b'{"prompt": "p", "score": NaN, "max_tokens": 2}', 'plain')
+    assert (line.failure, line.options, line.ignored) == (None, dict(max_tokens=2), ('score',))
+    assert 'NaN is not a JSON number' in parse_line(1, json.dumps(ask(1, seed=float('nan'))).encode()).failure[1]
+
+
+def test_answers_of_older_jobs_are_known():
+    "What names a line or a row in a file of answers is what it always was."
+    from batchlab.work.lines import digest_of
+    assert [digest_of(raw) for raw in (b'{}', ('a', None), csv.Error('x'))] == ['d905e156', '5eae67b9', '0f242ab5']
 
 
 def test_plain_lines_end_to_end(tmp_path):
