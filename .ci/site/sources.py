@@ -43,13 +43,19 @@ def title_of(path): return cells(path, 'markdown')[0].splitlines()[0].lstrip('# 
 
 @functools.cache
 def modules():
-    "`{module: the chapter that explains it}` in the book's order; a module that takes one cell of a chapter stands before the chapter's own."
+    "`{module: the notebook that explains it}` in the book's order; a module that takes one cell of a chapter stands before the chapter's own."
     found = {}
     for p in notebooks():
         other = [m[1].removesuffix('.__init__') for source in cells(p, 'code') for m in ELSEWHERE.finditer(source)]
         for m in [*other, module_of(p)]:
             if m and file_of(m).exists(): found.setdefault(m, p)
+    for p in sorted((ROOT/'nbs/modules').glob('*.ipynb')): found.setdefault(module_of(p), p)
     return found
+
+
+def small():
+    "Notebooks of the modules that no chapter fills."
+    return sorted({*modules().values()} - {*notebooks()})
 
 
 @functools.cache
@@ -181,8 +187,9 @@ def home():
     nb = chapter(ROOT/'nbs/index.ipynb')
     book = [(f"{p.stem.split('_')[0]} {title_of(p).split(':')[0]}", p.stem) for p in notebooks()]
     api = [('All modules', 'api/index')] + [(m, f'api/{m}') for m in modules()]
+    rest = [(title_of(p), p.stem) for p in small()]
     working = [('Contributing', 'CONTRIBUTING')]
-    order = toctree('The book', book) + toctree('API', api) + toctree('Working on it', working)
+    order = toctree('The book', book) + toctree('API', api) + toctree('Small modules', rest) + toctree('Working on it', working)
     return dict(nb, cells=nb['cells'] + [dict(cell_type='markdown', metadata={}, id='order', source=order)])
 
 
@@ -212,7 +219,7 @@ def api_index():
 
 def write(folder):
     "All sources of the site into `folder`."
-    pages = {p.name: json.dumps(chapter(p), ensure_ascii=False) for p in notebooks()}
+    pages = {p.name: json.dumps(chapter(p), ensure_ascii=False) for p in [*notebooks(), *small()]}
     pages |= {'index.ipynb': json.dumps(home(), ensure_ascii=False), 'api/index.md': api_index()}
     pages |= {f'api/{m}.md': api_page(m, p) for m, p in modules().items()}
     pages |= {name: (ROOT/name).read_text(encoding='utf-8') for name in ('CONTRIBUTING.md', 'LICENSE')}
