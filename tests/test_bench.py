@@ -4,6 +4,9 @@ import json, os, subprocess, sys, time
 import psutil, pytest
 
 from batchlab import bench
+from batchlab.bench import peers, profiling
+from batchlab.errors import Unavailable
+from batchlab.llm import LLM
 from batchlab.models import tiny_model
 
 TINY = ['--dtype', 'fp32', '--device', 'cpu', '--scale', '.03', '--threads', '1', '--rounds', '1']
@@ -37,7 +40,7 @@ def test_one_run_compares_and_says_who_is_missing(folder, tmp_path):
 
 def test_a_contenders_script_needs_no_batchlab(folder, tmp_path):
     # -I leaves out the checkout and PYTHONPATH; an empty package in the way would break an import of batchlab.
-    script = bench.worker_text(bench.start_hf_loop, bench.hf_model, bench.hf_config, bench.start_hf_static)
+    script = bench.worker_text(peers.start_hf_loop)
     (tmp_path/'peer.py').write_text('import sys; sys.modules["batchlab"] = None\n' + script)
     asked = [dict(model=folder, dtype='float32', device='cpu', options={}),
              dict(do='run', prompts=[[5, 6], [7]], max_tokens=[3, 2], max_num_seqs=2)]
@@ -54,13 +57,13 @@ def start_family(**settings):
 
 
 def test_no_process_outlives_its_worker():
-    with bench.Worker(bench.worker_text(start_family), {}) as worker: child = psutil.Process(worker.ask('child')['result'])
+    with bench.PeerProcess(bench.worker_text(start_family), {}) as worker: child = psutil.Process(worker.ask('child')['result'])
     assert not bench.alive(child)
 
 
 def test_a_worker_that_is_interrupted_is_ended():
     with pytest.raises(KeyboardInterrupt):
-        with bench.Worker(bench.worker_text(start_family), {}) as worker:
+        with bench.PeerProcess(bench.worker_text(start_family), {}) as worker:
             child = psutil.Process(worker.ask('child')['result'])
             raise KeyboardInterrupt
     assert worker.process.returncode is not None and not bench.alive(child)
@@ -81,8 +84,8 @@ def test_killed_command_leaves_no_contender(folder):
 def test_profile_leaves_everything_as_it_was():
     from batchlab.attention import PackedStep
     model = tiny_model('llama', max_position_embeddings=2048)
-    llm, before = bench.LLM(model), PackedStep.attention
-    parts, steps = bench.profile(llm, bench.workload('mixed', 0, (3, 259), .05))
+    llm, before = LLM(model), PackedStep.attention
+    parts, steps = profiling.profile(llm, bench.workload('mixed', 0, (3, 259), .05))
     assert PackedStep.attention is before and steps > 0 and all(t > 0 for t in parts.values())
     for e in llm.engines.values(): assert 'sample' not in vars(e)
 
@@ -112,11 +115,11 @@ def test_what_a_contender_did_before_it_died_is_reported():
 
         def ask(self, what, prompts, max_tokens, max_num_seqs):
             self.calls += 1
-            if self.calls > 4: raise bench.PeerError('its process ended')
+            if self.calls > 4: raise Unavailable('its process ended')
             return dict(seconds=.5, result=[[7] * n for n in max_tokens])
     make = lambda name, seed, small: bench.workload(name, max(seed, 0), scale=.1)
     died, whole = bench.Result('hf-cb', 'died'), bench.Result('batchlab', 'whole')
-    with pytest.raises(bench.PeerError): bench.measure(Dying(), died, make, ['single', 'uniform'], rounds=1)
+    with pytest.raises(Unavailable): bench.measure(Dying(), died, make, ['single', 'uniform'], rounds=1)
     assert list(died.rounds) == ['single']
     whole.rounds, whole.tokens = dict(died.rounds, uniform=[.25]), dict(died.tokens, uniform=died.tokens['single'])
     report = bench.as_report([whole, died], make)

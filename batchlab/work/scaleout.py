@@ -246,6 +246,7 @@ class Pool:
         if model and os.path.exists(model): self.llm['model'] = os.path.abspath(model)      # wherever a worker is
 
     def __enter__(self) -> 'Pool':
+        self.__exit__()                          # entered again, it begins anew
         own = None if self.address else max(os.cpu_count() or 1, math.ceil(self.workers * (self.num_cpus or 1)))
         with ExitStack() as stack:
             self.ray = stack.enter_context(ray_session(self.address, num_cpus=own))
@@ -406,11 +407,12 @@ class RayRun(Run):
     def on_records(self, handle: WorkerHandle, records: list[tuple[int, dict]]) -> None:
         "Settle what the worker of `handle` has done, and count its tokens, unless it is settled already."
         for number, record in records:
-            self.pool.deaths, line, row = 0, self.dispatcher.close(handle, number), flat(record)
-            if not line: continue
-            self.settle(line, record)
-            self.result.prompt_tokens += row['prompt_tokens'] or 0
-            self.result.output_tokens += row['completion_tokens'] or 0
+            if line := self.dispatcher.close(handle, number):
+                usage = flat(record)
+                self.result.prompt_tokens += usage['prompt_tokens'] or 0
+                self.result.output_tokens += usage['completion_tokens'] or 0
+                self.settle(line, record)
+        if records: self.pool.deaths = 0
 
     def on_worker_death(self, handle: WorkerHandle) -> None:
         "The worker of `handle` is gone, and another is started: what it had goes to others."
