@@ -6,11 +6,10 @@
 __all__ = ['WORKLOADS', 'CONTENDERS', 'Workload', 'workload', 'Contender', 'contender', 'compare', 'main']
 
 # %% ../../nbs/60_bench.ipynb #4f091efa
-import argparse, contextlib, importlib.metadata, importlib.util, inspect, json, math, os, platform, random, re, signal
-import subprocess, sys, tempfile, textwrap, time, timeit
+import argparse, contextlib, importlib.metadata, importlib.util, inspect, itertools, json, math, os, platform, random, re
+import signal, subprocess, sys, tempfile, textwrap, time, timeit
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -248,7 +247,7 @@ def yardstick(n: int = 1024, times: int = 9, clock: Callable[[], float] = time.p
 # %% ../../nbs/60_bench.ipynb #45bf385a
 def agreement(got: Sequence[Sequence[int]], want: Sequence[Sequence[int]]) -> float:
     "The share of tokens of `got` before the first that differs from `want`, request by request."
-    same = lambda a, b: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))
+    same = lambda a, b: sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))
     return sum(map(same, got, want)) / max(1, sum(map(len, want)))
 
 # %% ../../nbs/60_bench.ipynb #04fdb441

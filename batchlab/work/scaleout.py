@@ -246,6 +246,7 @@ class Pool:
         if model and os.path.exists(model): self.llm['model'] = os.path.abspath(model)      # wherever a worker is
 
     def __enter__(self) -> 'Pool':
+        self.__exit__()                          # entered again, it begins anew
         own = None if self.address else max(os.cpu_count() or 1, math.ceil(self.workers * (self.num_cpus or 1)))
         with ExitStack() as stack:
             self.ray = stack.enter_context(ray_session(self.address, num_cpus=own))
