@@ -486,7 +486,7 @@ def main(argv: Sequence[str] | None = None, llm: LLM | None = None) -> int:
     except BrokenPipeError: return 1                # the reader of our output left, as head does
     except Exception as e: return told(e)
 
-# %% ../nbs/43_cli.ipynb #9cd5ed81
+# %% ../nbs/43_cli.ipynb #da178f3b
 def call(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run the command that `args` is for. Returns the exit status."
     commands = dict(generate=generate, run=run_job, plan=plan_job, view=view_trace)

@@ -513,6 +513,11 @@ def test_plain_lines_may_have_nan_and_batch_lines_not():
     assert 'NaN is not a JSON number' in parse_line(1, json.dumps(ask(1, seed=float('nan'))).encode()).failure[1]
 
 
+def test_a_failure_keeps_the_id_that_is_good():
+    line = parse_line(1, b'{"prompt": "p", "id": [1], "custom_id": "c"}', 'plain')
+    assert (line.failure[1], line.ids) == ('id must be a string or a whole number, got [1]', dict(custom_id='c'))
+
+
 def test_answers_of_older_jobs_are_known():
     "What names a line or a row in a file of answers is what it always was."
     from batchlab.work.lines import digest_of

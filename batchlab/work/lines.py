@@ -87,9 +87,9 @@ def plain_options(d: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
 # %% ../../nbs/40_openai.ipynb #ob000013
 def plain_line(line: JobLine, d: dict[str, Any]) -> None:
     "Fill `line` from `d`, an object with `prompt` or `messages`. Raises `BadRequest`."
+    line.ids = {k: d[k] for k in ('id', 'custom_id') if isinstance(d.get(k), (str, int))}
     for k in ('id', 'custom_id'):
-        if isinstance(i := d.get(k), (str, int)): line.ids[k] = i
-        elif i is not None: raise BadRequest(f'{k} must be a string or a whole number, got {i!r:.60}')
+        if k not in line.ids and d.get(k) is not None: raise BadRequest(f'{k} must be a string or a whole number, got {d[k]!r:.60}')
     if ('prompt' in d) == ('messages' in d):
         raise BadRequest(f"expected one of prompt and messages, got {'both' if 'prompt' in d else 'neither'}")
     if 'messages' in d: line.messages = as_messages(d['messages'])
