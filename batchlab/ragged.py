@@ -5,29 +5,21 @@
 # %% ../nbs/07_ragged.ipynb #23b3f33a
 from __future__ import annotations
 
-import inspect
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
-from .decode import BatchLayer
 from .deprecated import renamed
-from .errors import BatchError, UnsupportedModelError
-from .models import max_model_len
-
-if TYPE_CHECKING: from transformers import PreTrainedModel
+from .errors import BatchError
 
 __getattr__ = renamed(__name__, {'PackError': 'errors.BatchError'})
 
 # %% auto #0
-__all__ = ['Packed', 'check_rows', 'pack', 'block_causal_mask', 'JoinedCache', 'layer_windows', 'layer_masks', 'check_caches',
-           'ragged_step']
+__all__ = ['Packed', 'check_rows', 'pack', 'block_causal_mask']
 
 # %% ../nbs/07_ragged.ipynb #a094029d
 @dataclass(eq=False)
@@ -98,89 +90,3 @@ def block_causal_mask(lengths_q: Sequence[int] | Tensor, starts: Sequence[int] |
     sees = (owner == owners) & (positions <= position)
     if sliding_window: sees &= positions > position - sliding_window
     return torch.zeros(sees.shape, dtype=dtype, device=q.device).masked_fill(~sees, torch.finfo(dtype).min)[None, None]
-
-# %% ../nbs/07_ragged.ipynb #ae6d45ef
-class JoinedCache(Cache):
-    """The caches of several sequences, seen by a model as the one cache of a packed row.
-
-    `caches`: one for each sequence, which keep what they hold and are extended in place; `lengths`: how many new tokens
-    of each are in the row.
-    """
-    def __init__(self, caches: Sequence[Cache], lengths: list[int]) -> None:
-        super().__init__(layer_class_to_replicate=BatchLayer)       # the base class wants one; it stays unused
-        self.caches, self.lengths = caches, lengths
-
-    def get_seq_length(self, layer_idx: int = 0) -> int: return sum(c.get_seq_length(layer_idx) for c in self.caches)
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any,
-               **kwargs: Any) -> tuple[Tensor, Tensor]:
-        "Append `[1, H, T, D]`, to each sequence its part; returns `[1, H, P + T, D]`: all held, then all new."
-        held: list[Any] = [c.layers[layer_idx] for c in self.caches if c.get_seq_length(layer_idx)]
-        joined = (torch.cat([*(l.keys for l in held), key_states], 2),
-                  torch.cat([*(l.values for l in held), value_states], 2))
-        for cache, k, v in zip(self.caches, key_states.split(self.lengths, 2), value_states.split(self.lengths, 2)):
-            cache.update(k, v, layer_idx)
-        return joined
-
-# %% ../nbs/07_ragged.ipynb #43a109ec
-def layer_windows(model: PreTrainedModel) -> dict[str, int | None]:
-    """The kinds of attention layers of `model` with their sliding windows, None for full attention: `{kind: window}`.
-
-    Raises `UnsupportedModelError` if mask and positions are not enough to keep packed rows apart in this model.
-    """
-    c = model.config.get_text_config()
-    window, rope = getattr(c, 'sliding_window', None), getattr(c, 'rope_parameters', None) or {}
-    listed = (getattr(c, name, None) for name in ('layer_types', 'layers_block_type', 'attention_layers'))
-    kinds = set(next(filter(None, listed), ['sliding_attention' if window else 'full_attention']))
-    ropes = {r.get('rope_type') for r in (rope, *rope.values()) if isinstance(r, dict)}
-    other, by_longest = kinds - {'full_attention', 'sliding_attention'}, ropes & {'longrope', 'dynamic'}
-    why = ('takes no position ids' if 'position_ids' not in inspect.signature(model.forward).parameters else
-           'counts distances along the row (ALiBi)' if getattr(c, 'alibi', False) else
-           f"rotates every row by the longest one (rope type {', '.join(map(str, by_longest))})" if by_longest else
-           f"has layers of another kind ({', '.join(sorted(other))})" if other else None)
-    if why: raise UnsupportedModelError(f"{c.model_type!r} can't run packed rows: it {why}; run it alone, or padded if "
-                                    'can_pad says so')
-    return {kind: window if kind == 'sliding_attention' else None for kind in sorted(kinds)}
-
-# %% ../nbs/07_ragged.ipynb #d7821534
-def layer_masks(model: PreTrainedModel, packed: Packed) -> Tensor | dict[str, Tensor]:
-    """What `model` takes as `attention_mask` for a `Packed` step: one `block_causal_mask`, or one by kind of layer.
-
-    Raises `UnsupportedModelError`.
-    """
-    lengths = packed.cu_seqlens_q.diff()
-    masks = {kind: block_causal_mask(lengths, packed.cache_seqlens, model.dtype, window)
-             for kind, window in layer_windows(model).items()}
-    return masks if len(masks) > 1 else next(iter(masks.values()))
-
-# %% ../nbs/07_ragged.ipynb #7676fd9b
-def check_caches(caches: Sequence[Cache], lengths: Sequence[int], limit: int | None = None) -> None:
-    "Raise `BatchError` unless each cache is one row's own, holds all its tokens, and may grow by `lengths[i]` tokens."
-    if len(set(map(id, caches))) < len(caches): raise BatchError('two rows share one cache: give each sequence its own')
-    for i, (cache, n) in enumerate(zip(caches, lengths)):
-        start, layers = cache.get_seq_length(), list[Any](cache.layers)
-        if any(l.is_initialized and l.keys.shape[2] != start for l in layers):
-            raise BatchError(f'the cache of row {i} has dropped some of its {start} tokens, as a cache with a '
-                            'sliding window does: use a BatchCache')
-        if limit and start + n > limit:
-            raise BatchError(f'row {i} would have {start + n} tokens, and the model holds {limit}: end it before')
-
-# %% ../nbs/07_ragged.ipynb #39e2596c
-@torch.inference_mode()
-def ragged_step(model: PreTrainedModel, rows: Sequence[Sequence[int]],
-                caches: Sequence[Cache]) -> tuple[Tensor, Sequence[Cache]]:
-    """One packed step: `(logits [B, V] after each row's last token, caches)`; prefill and decode in any mixture.
-
-    `rows`: B lists of new token ids; `caches`: each row's own, a `BatchCache` or `DynamicCache()` that may be empty,
-    extended in place. For transformers' `eager` and `sdpa` attention. Right, and not meant to be fast: each step copies
-    all caches and scores all pairs. Raises `BatchError`, `UnsupportedModelError`.
-    """
-    starts, lengths = [c.get_seq_length() for c in caches], list(map(len, rows))
-    packed = pack(rows, starts, model.device)
-    check_caches(caches, lengths, max_model_len(model))
-    known = inspect.signature(model.forward).parameters
-    extra = dict(logits_to_keep=packed.last) if 'logits_to_keep' in known else {}
-    logits = model(input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=True,
-                   attention_mask=layer_masks(model, packed), past_key_values=JoinedCache(caches, lengths),
-                   **extra).logits[0]
-    return (logits if extra else logits[packed.last]), caches
