@@ -268,7 +268,7 @@ HTML_STYLE = '.bl{color-scheme:light dark;' + ''.join(f'--{k}:light-dark({a},{b}
 [data-jp-theme-light=true] .bl,.vscode-light .bl{color-scheme:light}[data-jp-theme-light=false] .bl,.vscode-dark .bl{color-scheme:dark}
 .bl svg{display:block;max-width:100%;height:auto}.bl .dim{opacity:.72}
 .bl .num{font-variant-numeric:tabular-nums;text-align:right;white-space:nowrap}
-.bl table{border-collapse:collapse;width:100%;margin:0;font-size:13px}
+.bl table{color:inherit;border-collapse:collapse;width:100%;margin:0;font-size:13px}
 .bl td,.bl th{padding:2px 10px 2px 0;text-align:left;vertical-align:middle;border:0;border-bottom:1px solid var(--edge)}
 .bl td.num,.bl th.num{text-align:right}
 .bl code{font-family:var(--jp-code-font-family,ui-monospace,monospace);font-size:12.5px;white-space:pre-wrap;background:none;color:inherit;padding:0 1px}

@@ -137,6 +137,7 @@ class Scrubber(Panel):
 
     def picture(self) -> str:
         c, parts = self.framed, self.parts
+        c.y += 8
         draw_step(c, self.trace, self.step)
         for p in parts[:10]:
             c.y += 18
