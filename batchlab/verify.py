@@ -235,11 +235,12 @@ def check_logprobs(a: Answer, start: int, logits: torch.Tensor, tolerance: float
     return [a.divergence(start + t, got[t].item(), want[t].item(), off[t].item(), limit[t].item(), 'logprob')]
 
 # %% ../nbs/16_verify.ipynb #5a313584
-def check_tokens(a: Answer, start: int, logits: torch.Tensor, us: Sequence[float | None], tolerance: float | None = None) -> list[Divergence]:
+def check_tokens(a: Answer, row: SamplingRow, start: int, logits: torch.Tensor, us: Sequence[float | None],
+                 tolerance: float | None = None) -> list[Divergence]:
     """A `Divergence` for each token from `start` on that is not what its row takes from its line of `logits`.
 
-    `us`: the random numbers of these tokens. The rest as in `check_logprobs`."""
-    ids, row = a.ids[start:start + len(logits)], a.row()
+    `row`: the answer's row, its generator where these tokens were drawn; `us`: their random numbers. The rest as in `check_logprobs`."""
+    ids = a.ids[start:start + len(logits)]
     rows = [replace(row, output_ids=a.ids[:start + t]) for t in range(len(ids))]
     want, limit = wanted(logits, rows, ids), [tolerance or 0.] * len(ids)
     differ = [t for t, (x, y) in enumerate(zip(want, ids)) if x != y]
@@ -250,19 +251,19 @@ def check_tokens(a: Answer, start: int, logits: torch.Tensor, us: Sequence[float
     tokenizer: Any = a.llm.tokenizer
     def text(i: int | None) -> str | None: return None if i is None else tokenizer.decode([i], clean_up_tokenization_spaces=False)
     return [a.divergence(start + t, ids[t], want[t], gap_to(logits[t], rows[t], ids[t], want[t], us[t]), limit[t],
-                         texts=(text(ids[t]), text(want[t])) if tokenizer else None) for t in differ]
+                         texts=(text(ids[t]), text(want[t])) if tokenizer is not None else None) for t in differ]
 
 # %% ../nbs/16_verify.ipynb #2eb405f8
 def check_answer(llm: LLM, out: RequestOutput, completion: CompletionOutput, tolerance: float | None = None,
                  max_logits: int = 2**26) -> list[Divergence]:
     "Every `Divergence` of one answer (`completion` of `RequestOutput` `out`), in the order of its tokens."
     a, size = Answer(llm, out, completion), max(1, max_logits // llm.vocab_size)
-    row = a.row()
-    us = [None if is_unseeded(a.params) else row.uniform() for _ in a.ids]
+    row, again = a.row(), a.row()
+    us = [None if is_unseeded(a.params) else again.uniform() for _ in a.ids]
     found = check_end(a)
     for s in range(0, len(a.ids), size):
         logits = replay(llm.model, [*a.prompt_ids, *a.ids[:s]], a.ids[s:s + size])
-        found += check_tokens(a, s, logits, us[s:s + size], tolerance)
+        found += check_tokens(a, row, s, logits, us[s:s + size], tolerance)
         if completion.logprobs: found += check_logprobs(a, s, logits, tolerance)
     return sorted(found, key=lambda d: d.index)
 

@@ -99,7 +99,7 @@ def test_a_schema_that_is_taken_is_kept(schema, seed, tight):
     dict(type='array', items={}, uniqueItems=True), dict(type='array', items={}, contains={}), {'not': {}}, dict(oneOf=[dict(minimum=3), dict(type='integer')]),
     {'if': {}, 'then': {}}, {'$ref': 'http://x/y'}, {'$ref': '#x'}, dict(type='string', pattern='a"b'), dict(type='string', pattern=r'a\\b'), dict(type='string', pattern='a\nb'),
     dict(type='string', pattern=r'\x22'), dict(type='object', patternProperties={'a"': {}}),
-    dict(type='integer', enum=[True]), dict(type='object', properties=dict(a={}), required=['b']), dict(type='object', properties=dict(a={}), maxProperties=1), dict(type='object', propertyNames=dict(maxLength=2)),
+    dict(type='integer', enum=[True]), dict(type='object', properties=dict(a={}), required=['b']), dict(type='object', properties=dict(a={}, b={}, c={}), minProperties=2), dict(type='object', propertyNames=dict(maxLength=2)),
     dict(type='object', properties=dict(a={}), dependentRequired=dict(a=['b'])), dict(anyOf=[dict(type='null')], type='string'), dict(type='array', items=[{}]),
     dict(type='thing'), dict(type='integer', minimum=5, maximum=3), dict(enum=[]), {'$ref': '#/nowhere'}, dict(type='string', pattern='(a'), '{"type":', '5', '[]',
     dict(properties=5), dict(type='object', required=5), dict(type={}), dict(enum=3), dict(anyOf=3), dict(type='object', properties=dict(a=3)), dict(type=5),
