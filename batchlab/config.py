@@ -16,11 +16,10 @@ from typing import Any
 import psutil, torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .attention import attention_override, kv_layout
-from .errors import Unavailable
-from .models import UnsupportedModelError, load_model, max_model_len
+from .errors import ParamError, Unavailable, UnsupportedModelError
+from .models import load_model, max_model_len
 from .padding import can_pad, same_as_alone
 from .prefill import kv_bytes_per_token
-from .sampling import ParamError
 from .scheduler import Request
 from .slots import Shape
 

@@ -13,10 +13,9 @@ import logging, numbers
 from collections.abc import Sequence
 from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from .errors import BatchlabError
+from .errors import BatchlabError, ParamError, PromptError
 from .models import encode, encode_chat, start_token_id
-from .prefill import PromptError
-from .sampling import ParamError, SamplingParams
+from .sampling import SamplingParams
 
 log = logging.getLogger('batchlab')
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from .attention import as_found
+from .attention import attention_override
 from .backends import Backend
 from .batch import Batch
 from .decode import DecodeBatch
@@ -58,7 +58,7 @@ class SoloRunner:
     def execute(self, batch: Batch) -> torch.Tensor:
         check_batch(batch, 'SoloRunner')
         parts: list[torch.Tensor] = []
-        with as_found(self.model):
+        with attention_override(self.model):
             for i, (a, b) in enumerate(zip(batch.cu_seqlens, batch.cu_seqlens[1:])):
                 if batch.seq_lens[i] != b - a: raise BatchError('SoloRunner keeps nothing: give the Scheduler recompute=True')
                 ids, at = torch.tensor([batch.ids[a:b]], device=self.model.device), [x - a for x in batch.logits_at if a <= x < b]
@@ -95,7 +95,7 @@ class PaddedRunner:
         rows = list(zip(batch.slots, batch.starts, batch.cu_seqlens, batch.cu_seqlens[1:]))
         old, new = ([i for i, row in enumerate(rows) if bool(row[1]) == is_old] for is_old in (True, False))
         parts, order = [], []
-        with as_found(self.model):
+        with attention_override(self.model):
             self._leave({rows[i][0] for i in old})
             if old:
                 logits, slots = self._decode({rows[i][0]: batch.ids[rows[i][2]] for i in old})

@@ -374,9 +374,9 @@ def test_backend_of_the_engine():
 
 @gpu
 def test_measures():
-    from batchlab import bench
-    from batchlab.engine import LLM
-    model = bench.llama_shape('cuda', hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-                              num_key_value_heads=2, head_dim=64, vocab_size=1000, tie_word_embeddings=False)
-    got = bench.bandwidth(LLM(model), slots=(1, 5), context=20, steps=8, vocab=(3, 1000))
+    from batchlab.bench.profiling import bandwidth
+    from batchlab.llm import LLM
+    model = tiny_model('llama', hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+                       tie_word_embeddings=False).to('cuda', torch.bfloat16)
+    got = bandwidth(LLM(model), slots=(1, 5), context=20, steps=8, vocab=(3, 259))
     for rate, share in got.values(): assert rate > 0 and share > 0, got

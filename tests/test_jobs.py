@@ -526,7 +526,7 @@ def test_answers_of_older_jobs_are_known():
 
 def test_plain_lines_end_to_end(tmp_path):
     "A constraint holds, what can't be honoured fails alone, and keys of the owner are named once."
-    pytest.importorskip('xgrammar', reason='structured outputs need xgrammar')
+    pytest.importorskip('llguidance', reason='structured outputs need llguidance')
     plain = [dict(id=i, prompt='Salt or sweet?', label='salt', source=i) for i in range(6)]
     plain[1] |= dict(guided_choice=['salt', 'sweet'])
     plain[2] |= dict(response_format=dict(type='json_schema', json_schema=dict(name='x', schema=dict(type='boolean'))))

@@ -54,8 +54,7 @@ def test_book_order():
     ('generate', 'engine', None),                    # LLM's, the command line's, or transformers' own
     ('prefill', 'slots', 'batchlab.prefill.prefill'),
     ('finish_reason', 'engine', None),               # a field there, a function of chapter 05
-    ('as_json', 'work.jobs', 'batchlab.work.jobs.as_json'),    # two modules have one: each chapter means its own
-    ('as_json', 'engine', None),
+    ('shards', 'engine', 'batchlab.work.scaleout.shards'),
     ('num_tokens - 1', 'scheduler', None),
 ])
 def test_names_mean(text, module, full): assert sources.meant(text, module) == full

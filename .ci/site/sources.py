@@ -169,9 +169,12 @@ def chapter(path):
                 data = o.get('data', {})
                 if svg := ''.join(data.get('image/svg+xml', '')): cell['metadata']['mystnb'] = dict(image=picture(svg))
                 if table := ''.join(data.get('text/html', '')): data['text/html'] = SCOPED.sub('', table)
+            if code.startswith('%%cpp'):                                   # C++, shown as such
+                cell = dict(cell_type='markdown', metadata=cell['metadata'], id=f'cpp-{i}')
+                code = f'```cpp\n{code.partition(chr(10))[2]}\n```'
             cell['source'] = code
         else:
-            cell['source'] = link_chapters(source.replace('](../', ']('), path.stem)
+            cell['source'] = link_chapters(source.replace('](../', '](').replace('](modules/', ']('), path.stem)
             if not out: cell['source'] = re.sub(r'^(?!# )\s*', '# ', cell['source'])
             if not out and module: cell['source'] += f'\n\n{{.module}}\nBuilds [`batchlab.{module}`](api/{module}.md).'
         out.append(cell)

@@ -15,7 +15,7 @@ import torch
 from torch.nn.attention import varlen as torch_varlen
 from transformers import PreTrainedModel
 
-from ..attention import (NotPacked, PackedStep, TorchBackend, _span_mask, as_found, attend, check_backend, packed_forward,
+from ..attention import (PackedStep, TorchBackend, _span_mask, attention_override, attend, check_backend, packed_forward,
                                 probe_rows)
 from . import BackendOptions, Unavailable
 from ..batch import Batch, pack_rows
@@ -305,7 +305,7 @@ def cuda_backend(model: PreTrainedModel, shapes: Sequence[Shape], record: Callab
     for way in [paged, None] if paged else [None]:
         backend = CudaBackend(model, shapes, record, way, why)
         try:
-            with torch.inference_mode(), as_found(model):
+            with torch.inference_mode(), attention_override(model):
                 check_backend(model, backend)
                 check_replays(model, backend)
         except Exception as e: why = f"{'flash attention' if way else 'decode on a GPU'} was tried and left out: {_said(e)}"

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from ..attention import NotPacked, PackedStep, TorchBackend, as_found, attend_plain, check_backend, shared_prefixes
+from ..attention import PackedStep, TorchBackend, attention_override, attend_plain, check_backend, shared_prefixes
 from . import BackendOptions, Unavailable
 from .native import (COLUMNS, DTYPES, ROWS, SOURCE, STEP, Kernels, Shape, address, build, limit_threads, pack_bytes,
                                       pack_weight)
@@ -263,6 +263,6 @@ def open_backend(model: PreTrainedModel, shapes: Sequence[KVShape], options: Bac
     "The backend for `model`, once it was tried. Raises `Unavailable`, or `CompileError`, see `usable_kernels`."
     backend = KernelBackend(model, shapes, usable_kernels(model, shapes, options))
     try:
-        with torch.inference_mode(), as_found(model): check_backend(model, backend)
-    except NotPacked as e: raise Unavailable(f'{type(model).__name__} runs on torch alone: on the kernels, {e}') from e
+        with torch.inference_mode(), attention_override(model): check_backend(model, backend)
+    except Unavailable as e: raise Unavailable(f'{type(model).__name__} runs on torch alone: on the kernels, {e}') from e
     return backend

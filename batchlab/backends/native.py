@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['FLAGS', 'SOURCE', 'NUMBERS', 'COLUMNS', 'STEP', 'ROWS', 'DTYPES', 'tune_malloc', 'find_compiler', 'processor_flags', 'build', 'ctype', 'signatures', 'fields', 'Shape', 'address', 'Kernels', 'pack_weight', 'unpack_rows', 'pack_bytes', 'IdleCores', 'limit_threads']
+__all__ = ['FLAGS', 'SOURCE', 'NUMBERS', 'COLUMNS', 'STEP', 'ROWS', 'DTYPES', 'tune_malloc', 'find_compiler', 'build', 'ctype', 'signatures', 'fields', 'Shape', 'address', 'Kernels', 'pack_weight', 'unpack_rows', 'pack_bytes', 'IdleCores', 'limit_threads']
 
 # %% ../../nbs/20_kernels.ipynb #042fc35f
 import contextlib, ctypes, functools, hashlib, itertools, os, platform, re, shutil, subprocess, sys, tempfile, time
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import CompileError
+from ..machine import processor_flags
 from ..models import cache_dir
 
 if TYPE_CHECKING: from batchlab.backends.kernels import AttentionWorklist
@@ -47,13 +48,6 @@ def find_compiler() -> str:
     raise CompileError(f"no C++ compiler ({', '.join(names)}): install g++, or go on without, which is slower")
 
 # %% ../../nbs/20_kernels.ipynb #fbe17eed
-@functools.cache
-def processor_flags() -> tuple[str, ...]:
-    "What the processor can do, as Linux names it: a tuple of words."
-    try: lines = Path('/proc/cpuinfo').read_text().splitlines()
-    except OSError: lines = []
-    return tuple(next((l for l in lines if l.startswith(('flags', 'Features'))), platform.machine()).split())
-
 def _run(command: list[str]) -> str:
     try: done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     except (OSError, subprocess.TimeoutExpired) as e: raise CompileError(f'{command[0]} does not run: {e}') from e
@@ -69,7 +63,7 @@ def build(source: str) -> Path:
     Raises `CompileError`."""
     if sys.platform != 'linux': raise CompileError(f'the kernels are for Linux, and this is {sys.platform}')
     compiler = find_compiler()
-    about = '\n'.join([source, *FLAGS, compiler, _run([compiler, '--version']), *processor_flags()])
+    about = '\n'.join([source, *FLAGS, compiler, _run([compiler, '--version']), platform.machine(), *sorted(processor_flags())])
     folder = cache_dir()/'kernels'
     path = folder/f'{hashlib.sha256(about.encode()).hexdigest()[:16]}.so'
     if path.exists(): return path

@@ -20,6 +20,7 @@ import batchlab
 from . import peers
 from ..deprecated import renamed
 from ..errors import BatchlabError, Unavailable
+from ..machine import cpu_name, processor_flags
 from ..models import DEFAULT_MODEL, load_model, max_model_len
 from ..views import drawing
 
@@ -263,19 +264,13 @@ def share(r: Result, ref: Result | None, name: str) -> float | None:
     return agreement(got, want) if rounds else None
 
 # %% ../../nbs/60_bench.ipynb #a09ae903
-def cpu_name() -> tuple[str, list[str]]:
-    "The processor and those of its features that matter here, on Linux; else what Python knows."
-    info = {}
-    with contextlib.suppress(OSError):
-        info = dict(re.findall(r'^(model name|flags)\s*: (.*)$', Path('/proc/cpuinfo').read_text(), re.M))
-    wanted = 'avx2', 'avx512f', 'avx512_vnni', 'avx512_bf16', 'amx_bf16', 'amx_int8'
-    return info.get('model name') or platform.processor() or platform.machine(), [f for f in wanted if f in info.get('flags', '').split()]
+_FEATURES = 'avx2', 'avx512f', 'avx512_vnni', 'avx512_bf16', 'amx_bf16', 'amx_int8'       # those of a processor that matter here
 
 # %% ../../nbs/60_bench.ipynb #49bc1459
 def machine(threads: int | None = None) -> dict:
     "The machine and the software that decide speed, as a dict."
-    cpu, features = cpu_name()
-    return dict(cpu=cpu, features=features, cores=len(usable_cores()), threads=threads or torch.get_num_threads(),
+    return dict(cpu=cpu_name() or platform.processor() or platform.machine(), features=[f for f in _FEATURES if f in processor_flags()],
+                cores=len(usable_cores()), threads=threads or torch.get_num_threads(),
                 memory_gb=round(psutil.virtual_memory().total / 1e9, 1),
                 gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None, system=platform.system(),
                 libc=' '.join(platform.libc_ver()), python=platform.python_version(), batchlab=batchlab.__version__,
