@@ -145,7 +145,7 @@ class Scrubber(Panel):
             c.text(16, c.y, p.request)
             c.text(44, c.y, p.phase, p.phase)
             c.text(104, c.y, short(prompt, 40), 'dim')
-            c.text(370, c.y, short(p.before + p.came, 72))
+            c.text(370, c.y, short(p.before + p.came, 60))
         c.y += 18
         if len(parts) > 10: c.text(44, c.y, f'and {len(parts) - 10} more', 'dim')
         return c.picture('A step of a run', step_line(self.step, self.trace.steps[-1]['step'])).svg

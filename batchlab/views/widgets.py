@@ -297,7 +297,7 @@ def watch_picture(watch: Watch, most: int = 12) -> Picture:
         c.y += 19
         c.text(16, c.y, i)
         c.text(44, c.y, short(r.prompt, 38), 'dim')
-        c.text(290, c.y, short(r.error or r.text, 72))
+        c.text(290, c.y, short(r.error or r.text, 48))
         c.text(c.width - 16, c.y, f'{r.num_tokens}, {r.state}', 'dim', 'end')
     if (more := len(watch.requests) - most) > 0:
         c.y += 19
