@@ -51,15 +51,14 @@ def log_as_notes(name: str = 'batchlab') -> Iterator[None]:
         logger.propagate = propagate
 
 # %% ../nbs/43_cli.ipynb #f5ce3a1d
-def sampling_options(args: argparse.Namespace,
-                     defaults: dict[str, Any] = dict(max_tokens=256, temperature=0.)) -> dict[str, Any]:
+def sampling_options(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> dict[str, Any]:
     "The sampling parameters that the command line gives, with `defaults`, as a dict. Raises `JobError`."
     from batchlab.sampling import ParamError, SamplingParams
     names = {f.name for f in fields(SamplingParams)}
     given = {k: v for k, v in vars(args).items() if k in names}
     if getattr(args, 'do_sample', False) and given.get('temperature') == 0:
         raise JobError("--do-sample and --temperature 0 contradict each other: leave one out")
-    options = defaults | (dict(temperature=1.) if hasattr(args, 'do_sample') else {}) | given
+    options = (dict(max_tokens=256, temperature=0.) if defaults is None else defaults) | (dict(temperature=1.) if hasattr(args, 'do_sample') else {}) | given
     asked: dict[str, Any] = dict(temperature=0.) | options
     try: SamplingParams(**asked)
     except ParamError as e:      # its message begins with the field: name the flag
@@ -466,7 +465,7 @@ def plan_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
     return int(plan.failed > 0)
 
 def view_trace(args: argparse.Namespace, llm: LLM | None = None) -> int:
-    "Run `batchlab view`. Returns the exit status. Raises `TraceError`, `ViewError`."
+    "Run `batchlab view`. Returns the exit status. Raises `TraceError`."
     from batchlab.views.viewer import open_page, write_page
     path = write_page(args.trace, args.output, args.overwrite)
     print(path)

@@ -10,7 +10,6 @@ __all__ = ['log', 'PROMPT_FORMS', 'is_ids', 'as_list', 'parse_prompt', 'params_f
 
 # %% ../nbs/15_llm.ipynb #bda22e97
 import logging, numbers
-from collections.abc import Sequence
 from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .errors import BatchlabError, ParamError, PromptError

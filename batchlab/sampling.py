@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from .detokenize import Detokenizer, IncrementalDecoder, StopScanner
+from .detokenize import Detokenizer
 from .errors import ParamError
 from .params import SamplingParams, StructuredOutputsParams
 if TYPE_CHECKING: from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -29,7 +29,7 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
     """Draw one id per row, int64 `[R]`: where the running sum of `probs` `[R, V]` first exceeds `u` `[R]` of their sum.
 
     `u` is float64 in [0, 1). Sums are float64, by blocks of 256, then inside one. Never an id of probability 0."""
-    (R, V), B = probs.shape, 256
+    V, B = probs.shape[-1], 256
     sums = probs[:, :V//B*B].unflatten(-1, (V//B, B)).sum(-1, dtype=torch.float64)
     if V % B: sums = torch.cat([sums, probs[:, V//B*B:].sum(-1, keepdim=True, dtype=torch.float64)], -1)
     ends = sums.cumsum(-1)

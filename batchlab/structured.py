@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools, json, math, re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch

@@ -1,10 +1,10 @@
 "Jobs killed, starved, fed with rubbish and run twice: every line has one record, and every good line its answer."
-import contextlib, csv, functools, gzip, json, os, random, re, signal, subprocess, sys, time
+import csv, functools, gzip, json, os, random, re, signal, subprocess, sys, time
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from batchlab.llm import LLM
 from batchlab.errors import JobError

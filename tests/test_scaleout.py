@@ -11,7 +11,7 @@ from batchlab.cli import main
 from batchlab.llm import LLM
 from batchlab.work.jobs import Job, JobError
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.work.scaleout import Pool, RayJob, WorkerHandle, WorkerInfo, run_jobs, shards
+from batchlab.work.scaleout import Pool, RayJob, WorkerHandle, WorkerInfo
 
 posix = pytest.mark.skipif(os.name != 'posix', reason='signals of POSIX')
 

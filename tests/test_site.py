@@ -157,8 +157,8 @@ def test_chapter_page(path, pages):
     images = sum('image/svg+xml' in o.get('data', {}) for c in chapter['cells'] for o in c.get('outputs', []))
     assert page.text.count('<img ') >= images and '#|' not in page.text
     order = ['index', *(p.stem for p in BOOK)]
-    before, after = order[order.index(path.stem) - 1], [*order, f'api/index'][order.index(path.stem) + 1]
-    assert f'rel="prev" title="' in page.text and re.search(rf'class="prev-page" href="{before}.html"', page.text)
+    before, after = order[order.index(path.stem) - 1], [*order, 'api/index'][order.index(path.stem) + 1]
+    assert 'rel="prev" title="' in page.text and re.search(rf'class="prev-page" href="{before}.html"', page.text)
     assert re.search(rf'class="next-page" href="{after}.html"', page.text)
     if module := sources.module_of(path): assert f'api/{module}.html' in page.text
 

@@ -1,5 +1,5 @@
 "The recorder against the engine's own numbers, over drawn mixes, threads, faults and limits; and pictures of what comes of it."
-import json, logging, random, re, threading
+import json, logging, random, re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,5 +1,5 @@
 "The widgets without a browser: a button is pressed by `click`, a field turned by its value. What threads do is waited for."
-import gc, json, os, re, subprocess, sys, threading, time, weakref, xml.etree.ElementTree as ET
+import gc, json, re, subprocess, sys, threading, time, weakref, xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
 

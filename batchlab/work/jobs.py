@@ -5,7 +5,7 @@
 # %% ../../nbs/41_jobs.ipynb #74747f46
 from __future__ import annotations
 
-import gc, hashlib, heapq, itertools, json, logging, math, os, random, sqlite3, sys, time
+import gc, hashlib, heapq, itertools, json, logging, os, random, sqlite3, sys, time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -23,19 +23,20 @@ from ..llm import LLM, admit, group_waves
 from ..outputs import MemoryPlan, RequestGroup, RequestOutput, StreamEvent
 from ..prefix import find_common_chunk_prefix
 from ..sampling import SamplingParams
-from .formats import Raw, export_records, file_kind, flat, need_parquet, read_raw
-from .journal import (AnswerFile, Ledgerbook, Outbox, StandardOutput, check_same, journal_of, recover, sort_records,
+from .formats import Raw, export_records, file_kind, need_parquet, read_raw
+from .journal import (AnswerFile, Ledgerbook, Outbox, StandardOutput, journal_of, recover, sort_records,
                                    write_settings)
-from .lines import (DEFAULTS, JobLine, ParamsCache, answer_of, batch_line, digest_of, failure_of, guess_form, parse_line,
-                                 row_line)
-from .openai import OPTIONS, BadRequest, as_messages
+from .lines import DEFAULTS, JobLine, ParamsCache, answer_of, digest_of, failure_of, guess_form, parse_line
+from .openai import BadRequest
 
 log = logging.getLogger('batchlab')
 __getattr__ = renamed(__name__, dict(
     BadLine='work.openai.BadRequest', options_of='work.openai.sampling_options', read_record='work.journal.read_record',
     recover_answers='work.journal.recover_answers', json_object='work.lines.json_object', plain_options='work.lines.plain_options',
     plain_line='work.lines.plain_line', as_json='work.formats.as_json', read_lines='work.formats.read_lines',
-    records_of='work.formats.records_of', table_rows='work.formats.table_rows'))
+    records_of='work.formats.records_of', table_rows='work.formats.table_rows', flat='work.formats.flat',
+    check_same='work.journal.check_same', batch_line='work.lines.batch_line', row_line='work.lines.row_line',
+    OPTIONS='work.openai.OPTIONS', as_messages='work.openai.as_messages'))
 
 # %% auto #0
 __all__ = ['log', 'JobResult', 'Job', 'JobPlan']

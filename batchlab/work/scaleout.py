@@ -21,8 +21,12 @@ import numpy as np, psutil, torch
 from ..deprecated import renamed
 from ..errors import BatchlabError
 from ..llm import LLM
-from .jobs import (OPTIONS, AnswerFile, Job, JobError, JobLine, JobResult, Ledgerbook, LineRunner, Progress, Run,
-                                check_same, failure_of, flat, good_order, model_digest, name_of, parse_line)
+from ..errors import JobError
+from .formats import flat
+from .jobs import Job, JobResult, LineRunner, Progress, Run, good_order, model_digest, name_of
+from .journal import AnswerFile, Ledgerbook, check_same
+from .lines import JobLine, failure_of, parse_line
+from .openai import OPTIONS
 
 __getattr__ = renamed(__name__, {'Desk': 'LineQueue', 'Seat': 'WorkerHandle', 'Dealer': 'Dispatcher', 'need_ray': 'import_ray',
                                  'on_ray': 'ray_session', 'shares': 'resources_for'})
