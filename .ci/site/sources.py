@@ -65,13 +65,16 @@ def parsed(module): return ast.parse(file_of(module).read_text(encoding='utf-8')
 def summary(module): return (ast.get_docstring(parsed(module)) or '').split('\n\n')[0].replace('\n', ' ')
 
 
+def all_names(module):
+    "What `__all__` of a module says."
+    return next((ast.literal_eval(n.value) for n in parsed(module).body
+                 if isinstance(n, ast.Assign) and getattr(n.targets[0], 'id', '') == '__all__'), [])
+
+
 def public_names(module):
     "What `__all__` of a module says, without what it took from another."
     taken = {a.asname or a.name for n in parsed(module).body if isinstance(n, ast.ImportFrom) for a in n.names}
-    for node in parsed(module).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', '') == '__all__':
-            return [name for name in ast.literal_eval(node.value) if name not in taken]
-    return []
+    return [name for name in all_names(module) if name not in taken]
 
 
 # --- which name means what
@@ -207,8 +210,11 @@ def constants(module):
 
 def api_page(module, path):
     rest = ''.join(f'\n.. py:data:: {name}\n   :value: {value}\n' for name, value in constants(module).items())
+    own = public_names(module)
+    others = ', '.join(n for n in all_names(module) if n not in own)                # they stand on another page
     return (f'# {module}\n\n{{.module}}\nBuilt in chapter [{path.stem}](../{path.name}).\n\n'
-            f'```{{eval-rst}}\n.. automodule:: batchlab.{module}\n\n'
+            f'```{{eval-rst}}\n.. automodule:: batchlab.{module}\n'
+            f'{f"   :exclude-members: {others}" if others else ""}\n\n'
             f'.. py:currentmodule:: batchlab.{module}\n{rest}```\n')
 
 
