@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str):
+    if name in _Moved.names and f'{__name__}.{_Moved.names[name]}' in sys.modules:      # as if it had been imported here
+        from importlib import import_module
+        return import_module(f'{__name__}.{name}')
     if name not in _lazy: raise AttributeError(f"module 'batchlab' has no attribute {name!r}")
     from importlib import import_module
     value = globals()[name] = getattr(import_module(f'batchlab.{_lazy[name]}'), name)
@@ -39,6 +42,9 @@ class _Moved:
         from importlib.machinery import ModuleSpec
         warnings.warn(f'{name} is now {__name__}.{cls.names[module]}', DeprecationWarning, stacklevel=2)
         return ModuleSpec(name, cls)                                                       # type: ignore[arg-type]
+
+    @classmethod
+    def get_code(cls, name: str): raise ImportError(f"{name} is now {__name__}.{cls.names[name.rpartition('.')[2]]}")      # python -m
 
     @classmethod
     def create_module(cls, spec):

@@ -21,7 +21,9 @@ if TYPE_CHECKING:      # the command line is quick since it imports these only w
     from batchlab.work.jobs import Job, JobResult
     from batchlab.sampling import SamplingParams
 
-__getattr__ = renamed(__name__, dict(CliError='errors.JobError'))
+__getattr__ = renamed(__name__, dict(CliError='errors.JobError', as_json='json_line') | {
+    name: f'work.flags.{name}' for name in ('SAMPLING_FLAGS', 'COMMANDS', 'OneLineParser', 'id_list', 'json_value', 'int_or_none', 'positive_int',
+                                            'positive_float', 'whole_number')})
 
 # %% auto #0
 __all__ = ['main']

@@ -47,7 +47,7 @@ def check_causal(model: PreTrainedModel) -> None:
     ids = list(range(1, 10))
     try:
         logits = model(torch.tensor([ids], device=model.device), use_cache=False).logits[0, :3]
-        causal = same_as_alone(model, [ids[:1], ids[:2], ids[:3]], logits)
+        causal = same_as_alone(model, [ids[:1], ids[:2], ids[:3]], logits, tolerance=5e-2)     # a model that is not causal is far off
     except Exception as e:
         why = ' '.join(str(e).split())[:100]
         raise UnsupportedModelError(f'{type(model).__name__} is not a causal LM that takes input_ids and returns logits '

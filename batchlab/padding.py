@@ -53,12 +53,12 @@ def prefill_padded(model: PreTrainedModel, prompts: Sequence[Sequence[int]],
     return forward(model, ids, cache, positions_from_mask(mask), mask if padded else None), cache, lengths
 
 # %% ../nbs/04_padding.ipynb #1d91862c
-def same_as_alone(model: PreTrainedModel, rows: Sequence[Sequence[int]], logits: Tensor) -> bool:
+def same_as_alone(model: PreTrainedModel, rows: Sequence[Sequence[int]], logits: Tensor, tolerance: float | None = None) -> bool:
     """Whether each of `logits` `[n, V]` is what `model` gives after the ids of one of `rows`, run alone and without a cache.
 
     The one rule for all ways to run a model. No logit may be off by more than a share of the largest: 0.1% in fp32, which is
-    hundreds of roundings, and 5% in half precision, where a rounding is 0.1% to 0.4% and every layer adds some."""
-    tolerance = 1e-3 if model.dtype.itemsize >= 4 else 5e-2
+    hundreds of roundings, and 5% in half precision, where a rounding is 0.1% to 0.4% and every layer adds some; or `tolerance` of it."""
+    if tolerance is None: tolerance = 1e-3 if model.dtype.itemsize >= 4 else 5e-2
     for row, got in zip(rows, logits):
         want = model(input_ids=torch.tensor([row], device=model.device), use_cache=False).logits[0, -1]
         if not (got.to(want.device) - want).abs().max() <= tolerance * want.abs().max(): return False      # NaN is not close

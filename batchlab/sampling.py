@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from .deprecated import renamed
 from .detokenize import Detokenizer
 from .errors import ParamError
 from .params import SamplingParams, StructuredOutputsParams
 if TYPE_CHECKING: from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 _all_ = ['ParamError', 'SamplingParams', 'StructuredOutputsParams', 'Detokenizer']      # found here too
+__getattr__ = renamed(__name__, {name: f'detokenize.{name}' for name in ('IncrementalDecoder', 'StopScanner')})
 
 # %% auto #0
 __all__ = ['BAD_LOGITS', 'NO_TOKEN', 'draw', 'TokenMask', 'SamplingRow', 'allow_', 'ban_', 'obey_', 'bias_', 'repeat_', 'count_',

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools, json, math, re
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -40,37 +40,74 @@ def vocabulary(tokenizer: Any, vocab_size: int, eos_ids: Collection[int]) -> LLT
 FORMATS = 'date-time time date duration email hostname ipv4 ipv6 uuid uri'.split()
 ESCAPED = re.compile(r'["\x00-\x1f]|\\[\\nrtfvb0]|\\(x|u00)([01][0-9a-fA-F]|22|5[cC])')      # what JSON writes as an escape
 
-def check_schema(d: Any, where: str = '#', names: bool = False, part: bool = False) -> Any:
+_BESIDE = {'allOf', 'anyOf', 'oneOf', '$ref'}       # keywords that describe the same value once more
+
+def _bounds_slip(d: dict[str, Any], part: bool) -> bool:
+    "Whether a number of `d` could be an excluded whole bound: the library lets that through where the other bound is less than 1 away."
+    of: Any = d.get('type')
+    kinds: list[Any] = of if isinstance(of, list) else [of]
+    ends = {k: d[k] for k in ('minimum', 'exclusiveMinimum', 'maximum', 'exclusiveMaximum') if isinstance(d.get(k), (int, float))}
+    if 'number' not in kinds and None not in kinds: return False
+    if not any(k.startswith('ex') and float(x).is_integer() for k, x in ends.items()): return False
+    low = max([x for k, x in ends.items() if k.lower().endswith('minimum')], default=-math.inf)
+    high = min([x for k, x in ends.items() if k.lower().endswith('maximum')], default=math.inf)
+    return part or bool(d.keys() & _BESIDE) or high - low < 1
+
+def _inherits(d: Any) -> bool:
+    "Whether a schema of `d` adds properties to those of another, which must then stay open."
+    if isinstance(d, list): return any(map(_inherits, d))
+    if not isinstance(d, dict): return False
+    more = d.get('allOf')
+    here = 'properties' in d and ('$ref' in d or 'allOf' in d) or isinstance(more, list) and len(more) > 1
+    return here or any(map(_inherits, d.values()))
+
+def check_schema(d: Any, where: str = '#', names: bool = False, part: bool = False, close: bool = True) -> Any:
     """JSON schema `d` without what only describes, its objects closed. Raises `ParamError` for what would be taken and not kept.
 
     An object that lists properties and says nothing of others gets no others, as an answer would go on with them for long. `where`:
     the place of `d` in the whole; `names`: whether it is an object of named schemas, such as `properties`; `part`: whether the same
-    object is described elsewhere too."""
+    object is described elsewhere too; `close=False`: objects stay as they are."""
     def refuse(what: str): raise ParamError(f'structured_outputs.json: {what} at {where} is not supported: leave it out')
-    if isinstance(d, list): return [check_schema(sub, f'{where}/{i}', part=part) for i, sub in enumerate(d)]
+    if isinstance(d, list): return [check_schema(sub, f'{where}/{i}', part=part, close=close) for i, sub in enumerate(d)]
     if not isinstance(d, dict): return d
-    if names: return {k: check_schema(sub, f'{where}/{k}') for k, sub in d.items()}
+    if names: return {k: check_schema(sub, f'{where}/{k}', part=part, close=close) for k, sub in d.items()}
     patterns = [d.get('pattern'), *(d.get('patternProperties') or ())]
     if any(isinstance(p, str) and ESCAPED.search(p) for p in patterns):
         refuse('pattern with a quote, backslash or control character')
     if isinstance(d.get('items'), list): refuse('items with a list')
+    if _bounds_slip(d, part): refuse('an excluded whole bound so near another')
+    # A key may be written with escapes, as "\u0061", which the library does not take for the property of that name.
+    if d.get('properties') and (d.get('patternProperties') or d.get('additionalProperties', False) is not False):
+        refuse('properties beside patterns or others')
     part = part or 'allOf' in d or 'properties' in d and bool(d.keys() & {'anyOf', 'oneOf', '$ref'})
-    closed = 'properties' in d and not part and not d.keys() & {'additionalProperties', 'patternProperties'}
+    closed = close and 'properties' in d and not part and not d.keys() & {'additionalProperties', 'patternProperties'}
+    counted = closed or d.get('additionalProperties') is False and not d.get('patternProperties')
+    if isinstance(d.get('minProperties'), int) and d['minProperties'] > 1 and not counted: refuse('minProperties of an open object')
     kept: dict[str, Any] = dict(additionalProperties=False) if closed else {}
+    inherited = where == '#' and _inherits(d)
     for k, v in d.items():
         if k == 'x-guidance' or k == 'format' and v not in FORMATS or k == 'uniqueItems' and v is False: continue
         plain = k in ('enum', 'const', 'default', 'examples')
-        named = k in ('properties', 'patternProperties', '$defs', 'definitions')
-        kept[k] = v if plain else check_schema(v, f'{where}/{k}', named, part and k in ('allOf', 'anyOf', 'oneOf'))
+        defs = k in ('$defs', 'definitions')
+        named = defs or k in ('properties', 'patternProperties')
+        kept[k] = v if plain else check_schema(v, f'{where}/{k}', named, inherited if defs else part and k in ('allOf', 'anyOf', 'oneOf'), close)
     return kept
 
 # %% ../nbs/30_structured.ipynb #1298bc20
 WHITESPACE, LONGEST = 16, 2**17      # characters: between two parts of JSON; of a schema, a pattern or a grammar
 
+def _spelled(gbnf: str) -> str:
+    "`gbnf` with the escapes that the library reads. Raises `ParamError` for a rule that is defined twice, of which it would take the last."
+    names = re.findall(r'^[ \t]*([\w-]+)[ \t]*::=', gbnf, re.M)
+    if twice := next((n for n in names if names.count(n) > 1), None):
+        raise ParamError(f'structured_outputs.grammar: rule {twice!r} is defined twice: give it one definition')
+    plain = lambda c: c if c.isalnum() or ord(c) > 127 else f'\\x{ord(c):02X}'
+    return re.sub(r'(\\\\)|\\u([0-9a-fA-F]{4})|\\-', lambda m: m[0] if m[1] else plain(chr(int(m[2], 16))) if m[2] else r'\x2D', gbnf)
+
 def grammar_text(s: StructuredOutputsParams) -> str:
     "What the library compiles for `s`. Raises `ParamError`, and whatever the library does."
     from llguidance import LLMatcher, grammar_from
-    v: Any = getattr(s, s.kind)
+    v, opened = cast(Any, getattr(s, s.kind)), ''
     if s.kind == 'choice': return grammar_from('choice', json.dumps(v))
     if s.kind in ('json', 'json_object'):
         d = dict(type='object') if s.kind == 'json_object' else v.model_json_schema() if hasattr(v, 'model_json_schema') else v
@@ -78,11 +115,15 @@ def grammar_text(s: StructuredOutputsParams) -> str:
         except ValueError as e: raise ParamError(f'structured_outputs.json is not JSON ({str(e)[:80]})') from e
         d = {} if d is True else d
         if not isinstance(d, dict): raise ParamError(f'structured_outputs.json: {str(d)[:40]!r} in place of a schema')
-        v = json.dumps(check_schema(d))
+        v, opened = json.dumps(check_schema(d)), json.dumps(check_schema(d, close=False))
     if len(v) > LONGEST: raise ParamError(f'structured_outputs.{s.kind} has over {LONGEST:,} characters: shorten it')
     if s.kind == 'regex': return grammar_from('regex', v)
-    if s.kind == 'grammar': return grammar_from('gbnf', v)
+    if s.kind == 'grammar': return grammar_from('gbnf', _spelled(v))
     space: Any = dict(whitespace_flexible=False) if s.disable_any_whitespace else dict(whitespace_pattern=rf'[ \n]{{1,{WHITESPACE}}}')
+    if '"oneOf"' in v:                       # whose choices must exclude each other by themselves, not because they were closed here
+        if LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(opened, overrides=space), None):
+            raise ParamError('structured_outputs.json: an answer might fit more than one schema of oneOf: take anyOf, or add to each what '
+                             'the others exclude, such as a const')
     return LLMatcher.grammar_from_json_schema(v, overrides=space)
 
 # %% ../nbs/30_structured.ipynb #3fe17f98

@@ -101,6 +101,12 @@ def test_a_schema_that_is_taken_is_kept(schema, seed, tight):
     dict(type='string', pattern=r'\x22'), dict(type='object', patternProperties={'a"': {}}),
     dict(type='integer', enum=[True]), dict(type='object', properties=dict(a={}), required=['b']), dict(type='object', properties=dict(a={}, b={}, c={}), minProperties=2), dict(type='object', propertyNames=dict(maxLength=2)),
     dict(type='object', properties=dict(a={}), dependentRequired=dict(a=['b'])), dict(anyOf=[dict(type='null')], type='string'), dict(type='array', items=[{}]),
+    dict(type='object', properties=dict(a=dict(type='null')), additionalProperties=True),                     # a key may be written "\\u0061"
+    dict(type='object', properties=dict(ab=dict(type='null')), patternProperties={'^a': dict(enum=[None, 1])}, additionalProperties=False),
+    dict(type='object', additionalProperties=dict(type='null'), minProperties=2),                             # {"a":null,"a":null}
+    dict(oneOf=[dict(type='object', properties=dict(a={})), dict(type='object', properties=dict(a={}, b={}), required=['b'])]),      # both fit
+    dict(type='number', exclusiveMinimum=0, exclusiveMaximum=.5), dict(type='number', minimum=-1.5, exclusiveMaximum=-1), dict(exclusiveMinimum=0, anyOf=[dict(maximum=.5)]),
+    dict(allOf=[dict(type='number', exclusiveMinimum=0), dict(maximum=.5)]),
     dict(type='thing'), dict(type='integer', minimum=5, maximum=3), dict(enum=[]), {'$ref': '#/nowhere'}, dict(type='string', pattern='(a'), '{"type":', '5', '[]',
     dict(properties=5), dict(type='object', required=5), dict(type={}), dict(enum=3), dict(anyOf=3), dict(type='object', properties=dict(a=3)), dict(type=5),
     dict(type='string', pattern=5), dict(type='string', maxLength='x'), dict(type='array', items={}, maxItems=-1)])
@@ -116,8 +122,8 @@ def test_what_is_not_kept_is_refused_alone(bad):
     dict(type='string', format='date', minLength=3), dict(type='number', multipleOf=2, minimum=0, maximum=30), dict(type='integer', multipleOf=7, minimum=2, maximum=99),
     dict(type='integer', multipleOf=.5, minimum=0, maximum=9), dict(type='integer', enum=[1, 'a']),
     dict(allOf=[dict(type='object', properties=dict(a=dict(type='null')), required=['a']), dict(properties=dict(b=dict(type='null')), required=['b'])]),
-    dict(type='object', properties=dict(a=dict(type='null')), additionalProperties=True), dict(type='object', additionalProperties=dict(type='null'), minProperties=2),
-    dict(type='object', properties=dict(ab=dict(type='null')), patternProperties={'^a': dict(enum=[None, 1])}, additionalProperties=False),
+    dict(type='object', additionalProperties=dict(type='null'), minProperties=1), dict(type='number', exclusiveMinimum=0, maximum=1), dict(type='integer', exclusiveMinimum=0, maximum=1),
+    dict(oneOf=[dict(type='object', properties=dict(k=dict(const=k), v={'type': t}), required=['k', 'v']) for k, t in (('a', 'null'), ('b', 'boolean'))]),
     dict(type='array', items=dict(type='boolean'), uniqueItems=False, maxItems=3), {'type': 'string', 'maxLength': 2, 'x-guidance': dict(lenient=True)}], ids=str)
 def test_more_that_is_kept(schema):
     import random
@@ -312,3 +318,23 @@ def test_a_batch_file_with_response_formats(tmp_path):
     assert all('uniqueItems' in d['error']['message'] and d['response']['status_code'] == 400 for d in bad)
     objects = [got[f'r{i}']['response']['body']['choices'][0] for i in range(42) if i % 7 == 2]
     assert all(isinstance(json.loads(c['message']['content']), dict) for c in objects if c['finish_reason'] == 'stop')
+
+
+def test_an_inherited_object_gets_the_properties_of_both():
+    base = dict(type='object', properties=dict(a=dict(type='null')), required=['a'])
+    more = dict(type='object', properties=dict(b=dict(type='null')), required=['b'])
+    for schema in ({'$defs': dict(base=base), 'allOf': [{'$ref': '#/$defs/base'}, more]}, {'$defs': dict(base=base), '$ref': '#/$defs/base', **more}):
+        import random
+        rng = random.Random(1)
+        texts = [walk(schema, lambda n: rng.randrange(n), disable_any_whitespace=True) for _ in range(30)]
+        ended = [t for t in texts if t is not None]
+        assert ended and all(valid(t, schema) for t in ended)
+
+
+def test_grammars_of_llama_cpp():
+    "Escapes as they write them, and no rule twice."
+    from batchlab.structured import grammar_text
+    from batchlab.params import StructuredOutputsParams
+    of = lambda text: grammar_text(StructuredOutputsParams(grammar=text))
+    for text in (r'root ::= "\u00e9" [\u0041-\u0043]', r'root ::= [a\-z]+', r'root ::= "\\u0041"'): assert of(text)
+    with pytest.raises(ParamError, match="'foo' is defined twice"): of('root ::= foo\nfoo ::= "a"\nfoo ::= "b"')

@@ -191,11 +191,15 @@ def toctree(caption, rows):
 def home():
     "The index, with the order of everything."
     nb = chapter(ROOT/'nbs/index.ipynb')
-    book = [(f"{p.stem.split('_')[0]} {title_of(p).split(':')[0]}", p.stem) for p in notebooks()]
+    parts = re.findall(r'^\*\*(Part [^*]*)\*\*', ''.join(cells(ROOT/'nbs/index.ipynb', 'markdown')), re.M)     # in README's tables
+    book = ''
+    for digit, part in enumerate(parts):                                       # the tour and the drawings, 01 to 07, 10 to 16, …
+        of = lambda stem, d=digit: stem.startswith('00') if d == 0 else stem[0] == str(d - 1) and not stem.startswith('00')
+        book += toctree(part, [(f"{p.stem.split('_')[0]} {title_of(p).split(':')[0]}", p.stem) for p in notebooks() if of(p.stem)])
     api = [('All modules', 'api/index')] + [(m, f'api/{m}') for m in modules()]
     rest = [(title_of(p), p.stem) for p in small()]
     working = [('Contributing', 'CONTRIBUTING')]
-    order = toctree('The book', book) + toctree('API', api) + toctree('Small modules', rest) + toctree('Working on it', working)
+    order = book + toctree('API', api) + toctree('Small modules', rest) + toctree('Working on it', working)
     return dict(nb, cells=nb['cells'] + [dict(cell_type='markdown', metadata={}, id='order', source=order)])
 
 

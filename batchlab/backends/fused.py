@@ -68,8 +68,8 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.onednn: return _product(x, self.weight, self.bias)
-        if x.dim() > 2: return self(x.flatten(0, -2).contiguous()).unflatten(0, x.shape[:-1])
-        return self.kernels.product(x, self.weight, self.bias, self.n)
+        if x.dim() > 2: return self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        return self.kernels.product(x.contiguous(), self.weight, self.bias, self.n)
 
 # %% ../../nbs/21_fused.ipynb #fc63924c
 class PlainLinear(nn.Module):
@@ -95,7 +95,8 @@ class PackedEmbedding(nn.Module):
 # %% ../../nbs/21_fused.ipynb #d0226b54
 def mapped_files(suffix: str = '.safetensors') -> list[tuple[int, int]]:
     "Where files with that suffix are mapped into this process: `[(first address, last + 1)]`. On Linux only."
-    maps: Any = psutil.Process().memory_maps(grouped=False)
+    try: maps: Any = psutil.Process().memory_maps(grouped=False)
+    except (AttributeError, OSError, ValueError, psutil.Error): return []           # a system that does not say
     found = [m.addr.split('-') for m in maps if m.path.endswith(suffix)]
     return [(int(first, 16), int(end, 16)) for first, end in found]
 

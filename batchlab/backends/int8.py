@@ -16,8 +16,9 @@ from torch import nn
 from . import Unavailable
 from .fused import join_biases
 from .kernels import load_kernels
-from .native import Kernels, pack_bytes, processor_flags
+from .native import DTYPES, Kernels, pack_bytes
 from ..deprecated import renamed
+from ..machine import processor_flags
 
 __getattr__ = renamed(__name__, {'NotQuantized': 'backends.Unavailable'})
 
@@ -88,6 +89,8 @@ def put_int8(model: nn.Module, kernels: Kernels | None = None, make: Callable[..
     if not linears: raise Unavailable(f'{type(model).__name__} has no nn.Linear to put in int8: use quantization=None')
     if model.device.type != 'cpu':
         raise Unavailable(f'int8 is for the CPU, and the model is on {model.device}: use quantization=None')
+    wrong = [n for n, m in linears if m.weight.dtype not in DTYPES or m.in_features % 4 or m.in_features > 65_536]
+    if wrong: raise Unavailable(f'{wrong[0]} is not for int8, which takes fp32 and bf16 and inputs of a multiple of 4, at most 65,536')
     for name, linear in linears:
         holder, _, last = name.rpartition('.')
         setattr(model.get_submodule(holder), last, make(linear, kernels=kernels or load_kernels()))

@@ -173,7 +173,7 @@ def check_kernels(kernels: Kernels) -> None:
 def load_kernels() -> Kernels:
     "The kernels, compiled on the first call on this machine. Raises `CompileError`."
     try: kernels = Kernels(build(SOURCE))
-    except (OSError, AttributeError) as e: raise CompileError(f'the compiled kernels do not load: {e}') from e
+    except (OSError, AttributeError, ValueError) as e: raise CompileError(f'the compiled kernels do not load: {e}') from e
     check_kernels(kernels)
     return kernels
 

@@ -204,8 +204,16 @@ def _panels(weight: torch.Tensor, e: int) -> torch.Tensor:
 def pack_weight(*weights: torch.Tensor) -> torch.Tensor:
     """Weights `[out, in]`, one below the other, in panels for `Kernels.product`, `in` even: `[panels, in / e, 32, e]`.
 
-    e = 2 in bf16, 1 in fp32."""
-    return _panels(torch.cat(weights) if weights[1:] else weights[0], 4 // weights[0].element_size())
+    e = 2 in bf16, 1 in fp32. Weight by weight where they fill whole panels, so that nothing of them is there three times."""
+    e, at = 4 // weights[0].element_size(), 0
+    if any(len(w) % 32 for w in weights[:-1]): weights = (torch.cat(weights),)
+    packed = weights[0].new_empty(sum(-(-len(w) // 32) for w in weights), weights[0].shape[1] // e, 32, e)
+    for w in weights:
+        full = len(w) // 32
+        packed[at:at + full] = w[:32 * full].unflatten(0, (-1, 32)).unflatten(2, (-1, e)).transpose(1, 2)
+        at += full
+    if rest := len(weights[-1]) % 32: packed[at:] = _panels(weights[-1][-rest:], e)
+    return packed
 
 def unpack_rows(packed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     "Rows `[…]`, int64, of a weight that `pack_weight` has packed: `[…, in]`."
@@ -219,18 +227,23 @@ def pack_bytes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return panels, -128 * panels.sum([1, 3], dtype=torch.int32).flatten()
 
 # %% ../../nbs/20_kernels.ipynb #9ac0e964
+def _cpu_seconds() -> tuple[float, float]:
+    "Seconds of processor time so far: of the whole machine, all cores together, and of this process."
+    t, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    return sum(getattr(t, n, 0.) for n in ('user', 'nice', 'system', 'irq', 'softirq', 'steal')), own.user + own.system
+
 class IdleCores:
     "Counts the cores that other processes leave free, once a second."
     def __init__(self) -> None:
-        self.process, self.cores, self.last = psutil.Process(), psutil.cpu_count() or 1, time.perf_counter()
+        self.cores, self.last = psutil.cpu_count() or 1, (time.perf_counter(), *_cpu_seconds())
         self.free: float = self.cores
-        psutil.cpu_percent(), self.process.cpu_percent()                       # from now on
 
     def threads(self, limit: int) -> int:
         "How many threads to use, at most `limit`, at least 1."
-        if (now := time.perf_counter()) - self.last >= 1:
-            self.last = now
-            self.free = self.cores - (self.cores * psutil.cpu_percent() - self.process.cpu_percent()) / 100
+        at, machine, own = self.last
+        if (now := time.perf_counter()) - at >= 1:
+            self.last = (now, *_cpu_seconds())
+            self.free = self.cores - (self.last[1] - machine - self.last[2] + own) / (now - at)
         return max(1, min(limit, round(self.free)))
 
 _cores = IdleCores()

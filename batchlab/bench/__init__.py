@@ -24,11 +24,13 @@ from ..machine import cpu_name, processor_flags
 from ..models import DEFAULT_MODEL, load_model, max_model_len
 from ..views import drawing
 
-__getattr__ = renamed(__name__, {'PeerError': 'errors.Unavailable', 'Worker': 'PeerProcess', 'lines': 'bench.profiling.sweep_bars'} | {
+__getattr__ = renamed(__name__, {'PeerError': 'errors.Unavailable', 'Worker': 'PeerProcess', 'lines': 'bench.profiling.sweep_bars', 'hf_model': 'bench.peers.hf_model',
+                                 'hf_config': 'bench.peers.hf_config'} | {
     name: f'bench.peers.{name}' for name in ('serve', 'start_batchlab', 'start_hf_static', 'start_hf_loop', 'start_hf_cb',
                                              'start_vllm', 'start_openvino')} | {
     name: f'bench.profiling.{name}' for name in ('profile', 'profile_table', 'decode_rate', 'sweep', 'cliffs', 'memory_of', 'memory_table',
-                                                 'step_bytes', 'copy_speed', 'bandwidth')})
+                                                 'step_bytes', 'copy_speed', 'bandwidth', 'Clock', 'linear_classes', 'watched', 'own_llm', 'run_profile',
+                                                 'run_sweep', 'run_memory', 'run_bandwidth')})
 
 # %% ../../nbs/60_bench.ipynb #9404870e
 @dataclass

@@ -578,6 +578,6 @@ class Playground(Panel):
 
 # %% ../../nbs/52_widgets.ipynb #4d2b9e01
 __getattr__ = renamed(__name__, {'WidgetError': 'errors.BatchlabError', 'Watched': 'views.watch.WatchedRequest',
-                                 'Slot': 'views.watch.SlotState', 'Played': 'PlaygroundRun'} | {
+                                 'Slot': 'views.watch.SlotState', 'slots_of': 'views.watch.slots_of', 'Played': 'PlaygroundRun'} | {
     name: f'views.scrubber.{name}' for name in ('Scrubber', 'Share', 'share_of', 'shares_of', 'row_html', 'texts_html', 'step_line',
-                                                'step_slots', 'step_html')})
+                                                'step_slots', 'step_html', 'shown_text')})

@@ -36,7 +36,13 @@ __getattr__ = renamed(__name__, dict(
     plain_line='work.lines.plain_line', as_json='work.formats.as_json', read_lines='work.formats.read_lines',
     records_of='work.formats.records_of', table_rows='work.formats.table_rows', flat='work.formats.flat',
     check_same='work.journal.check_same', batch_line='work.lines.batch_line', row_line='work.lines.row_line',
-    OPTIONS='work.openai.OPTIONS', as_messages='work.openai.as_messages'))
+    api_options='work.openai.parse_body', body_of='work.openai.answer_body', params_of='work.openai.request_params',
+    parquet_ready='work.formats.need_parquet', replace_file='work.journal.replace_file',
+    without_failures='work.journal.without_failures') | {
+    name: f'work.openai.{name}' for name in ('OPTIONS', 'ALIASES', 'GUIDED', 'KNOWN', 'DROPPED', 'NEUTRAL', 'INSTEAD', 'URLS', 'STATUS', 'as_messages',
+                                             'structured_of', 'form_of', 'logprobs_of', 'refuse', 'plain_text', 'one_prompt', 'is_setting',
+                                             'chat_logprobs', 'text_logprobs', 'usage_of', 'choice_of')} | {
+    name: f'work.formats.{name}' for name in ('LONGEST_LINE', 'csv_rows', 'parquet_rows', 'write_csv', 'write_parquet', 'table_names')})
 
 # %% auto #0
 __all__ = ['log', 'JobResult', 'Job', 'JobPlan']
@@ -251,6 +257,7 @@ class Run:
             group_waves(self.llm, [group for _, group in good])
             order = good_order([(group.prompt_token_ids or [], group.requests[0].max_len) for _, group in good])
             waiting = dict(enumerate(good))
+            del good
             for i in order: yield waiting.pop(i)              # not kept to the block's end
 
     def settle(self, line: JobLine, record: dict[str, Any]) -> None:

@@ -111,7 +111,7 @@ def sampling_options(given: dict[str, Any], chat: bool) -> dict[str, Any]:
     for k, v in given.items():
         name = ALIASES.get(k, k)
         if name in OPTIONS:
-            if options.setdefault(name, v) != v:
+            if (old := options.setdefault(name, v)) is not v and old != v:
                 raise BadRequest(f'{k}={v!r:.40} and {name}={options[name]!r:.40}: give one of them')
         elif not any(type(v) is type(x) and v == x for x in NEUTRAL.get(k, ())): refuse(k, v)
     return options

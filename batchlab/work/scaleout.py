@@ -26,7 +26,7 @@ from .formats import flat
 from .jobs import Job, JobResult, LineRunner, Progress, Run, good_order, model_digest, name_of
 from .journal import AnswerFile, Ledgerbook, check_same
 from .lines import JobLine, failure_of, parse_line
-from .openai import OPTIONS
+from .openai import OPTIONS, is_setting
 
 __getattr__ = renamed(__name__, {'Desk': 'LineQueue', 'Seat': 'WorkerHandle', 'Dealer': 'Dispatcher', 'need_ray': 'import_ray',
                                  'on_ray': 'ray_session', 'shares': 'resources_for'})
@@ -72,14 +72,23 @@ class LineQueue(LineRunner):
         return [*done.items()]
 
 # %% ../../nbs/44_scaleout.ipynb #5867c1db
+def _jsonable(x: Any) -> Any:
+    "What json does not write: numbers and arrays of numpy, at any depth, and what pandas has where nothing is."
+    if type(x).__name__ in ('NAType', 'NaTType'): return None
+    if hasattr(x, 'tolist'): return x.tolist()
+    raise TypeError(f'{str(x)[:40]!r} is neither text nor a number')
+
 def line_of(number: int, row: dict, prompt_column: str = 'prompt', chat: bool = False, system: str | None = None) -> JobLine:
     "The `JobLine` of `row`, a dict: of the Batch API, or with `messages` or a prompt. What is wrong is its failure."
     read = {'custom_id', 'url', 'body', 'messages', prompt_column, *OPTIONS}
-    plain = json.loads(json.dumps({k: row[k] for k in row if k in read}, default=lambda x: x.tolist()))      # numpy's, at any depth
+    if row.keys() >= {'url', 'body'}: read |= {k for k in row if is_setting(k, None)}                       # refused beside the body
+    try: plain = json.loads(json.dumps({k: row[k] for k in row if k in read}, default=_jsonable))
+    except (TypeError, ValueError, RecursionError) as e:
+        return JobLine(number, f'{number:08x}', unit='row', failure=('invalid_request', f'the row can not be read: {e}'))
     whole = lambda v: int(v) if isinstance(v, float) and v.is_integer() else v      # a column with a gap is made of floats
     given: dict[str, Any] = {k: whole(v) for k, v in plain.items() if v is not None and v == v}
     if 'body' in given and 'url' in given:
-        with suppress(TypeError, ValueError): given['body'] = json.loads(given['body'])
+        with suppress(TypeError, ValueError, RecursionError): given['body'] = json.loads(given['body'])
         line = parse_line(number, json.dumps(given).encode())
     else:
         line = parse_line(number, (given.get('messages', given.get(prompt_column)), None), 'plain', chat, system)
