@@ -54,7 +54,7 @@ def docstring(app, what, name, obj, options, lines):
     lines[:] = as_rst('\n'.join(lines)).splitlines()
     module, member = sources.split(name)
     if what in ('class', 'function', 'exception') and module and member:
-        stem, escaped = sources.modules()[module].stem, re.sub('_$', r'\\_', member)
+        stem, escaped = sources.explained(module, member.partition('.')[0]).stem, re.sub('_$', r'\\_', member)
         bases = [b.__name__ for b in getattr(obj, '__bases__', ()) if b is not object]
         bases = f"Extends {', '.join(f'``{b}``' for b in bases)}. " if bases else ''
         lines += ['', f'{bases}`In chapter {stem} <../{stem}.html#def-{escaped}>`__', '']

@@ -54,8 +54,21 @@ def modules():
 
 
 def small():
-    "Notebooks of the modules that no chapter fills."
-    return sorted({*modules().values()} - {*notebooks()})
+    "Notebooks of `nbs/modules` that define something themselves, and do not leave it all to a chapter."
+    return [p for p in sorted((ROOT/'nbs/modules').glob('*.ipynb')) if definitions(p)]
+
+
+@functools.cache
+def definitions(path):
+    "Names that the exported cells of a notebook define."
+    return {name for source in cells(path, 'code') if EXPORT.search(source) for name in defined(ast.parse(DIRECTIVE.sub('', source)).body)}
+
+
+def explained(module, name):
+    "The notebook that defines `name` of a module, or the one that explains the module."
+    chapter = modules()[module]
+    own = [chapter, *(p for p in small() if module_of(p) == module)]
+    return next((p for p in own if name in definitions(p)), chapter)
 
 
 @functools.cache
