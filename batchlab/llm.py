@@ -164,7 +164,7 @@ class LLM:
     found. `tokenizer`: None takes the model's own; with a loaded model None means ids in, ids out. `max_num_seqs`:
     sequences at once. `max_num_batched_tokens`: tokens a step. `max_model_len`: most tokens of prompt and answer
     together. `compile`: run on kernels compiled on this machine, 'auto' (if it can), True or False; `backend` says what came
-    of it. `quantization`: None or 'int8', see the chapter on it for what it costs. `kv_cache_bytes`: the most that keys
+    of it. `quantization`: None or 'int8', see chapter 22 for what it costs. `kv_cache_bytes`: the most that keys
     and values may take, of which only what the requests need is taken. What is None is chosen from the device and
     its free memory, see `limits`. `enable_prefix_caching`: reuse the KV of earlier requests with the same beginning.
     `strategy`: 'continuous'; or, to compare, 'loop' (one at a time), 'static' (batches in the order given), 'bucketed'

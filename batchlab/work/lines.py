@@ -51,7 +51,7 @@ class JobLine:
 
 def digest_of(raw: Raw) -> str:
     "8 hex digits that name the content of a line or row."
-    if isinstance(raw, csv.Error): raw = f'BadLine({f"not CSV ({raw})"!r})'.encode()      # what older jobs have in their answers
+    if isinstance(raw, csv.Error): raw = f'BadLine({f"not CSV ({raw})"!r})'.encode()      # as in the answers of version 0.1, whose exception had that name
     return hashlib.blake2b(raw if isinstance(raw, bytes) else repr(raw).encode(), digest_size=4).hexdigest()
 
 # %% ../../nbs/40_openai.ipynb #ob000007
