@@ -106,6 +106,7 @@ def browser():
 def lab(tmp_path_factory):
     folder = tmp_path_factory.mktemp('lab')
     (folder/'small.ipynb').write_text(notebook(CELLS))
+    shutil.copy(ROOT/'nbs/chapter.py', folder)
     for name in ('52_widgets', '54_scrubber'):
         chapter = json.loads((ROOT/f'nbs/{name}.ipynb').read_text(encoding='utf-8'))
         chapter['cells'] = [c for c in chapter['cells'] if 'nbdev_export' not in ''.join(c['source'])]

@@ -216,7 +216,8 @@ def test_no_word_about_gpus_on_a_cpu():
 @pytest.mark.parametrize('arch', ['llama', 'mistral', 'gpt_oss'])
 def test_engine_on_a_tape(arch, monkeypatch):
     "The engine's plans: prefixes, shared and copied blocks, preemptions, steps of every kind."
-    from batchlab import engine
+    from batchlab.llm import LLM
+    from batchlab.params import SamplingParams
     class Hooked(CudaBackend):
         def static_step(self, cache, batch):
             made.append(super().static_step(cache, batch))
@@ -230,8 +231,8 @@ def test_engine_on_a_tape(arch, monkeypatch):
     want = [generate_naive(model, p, n, ()) for p, n in zip(prompts, caps)]
     for kernel in (None, varlen):
         for how in ({}, dict(max_num_seqs=3, max_num_batched_tokens=16)):
-            llm = engine.LLM(model, **how)
-            params = [engine.SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in caps]
+            llm = LLM(model, **how)
+            params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in caps]
             for _ in range(2):
                 outs = llm.generate(prompts, params)
                 assert [o.outputs[0].token_ids for o in outs] == want
