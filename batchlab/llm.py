@@ -52,7 +52,6 @@ def make_engine(llm: LLM, kind: str) -> Engine:
     l, alone = llm.limits, kind == 'solo' or llm.strategy == 'loop'
     how: Any = dict(max_num_batched_tokens=l.max_num_batched_tokens, budget=llm.budget)
     if kind == 'packed':
-        assert llm.shapes is not None
         size = llm.backend.block_size
         scheduler = Scheduler(l.max_num_seqs, prefix_caching=llm.enable_prefix_caching, block_size=size, **how)
         return Engine(scheduler, PackedRunner(llm.backend, max(1, (l.kv_tokens or 0) // size)), llm.watchers)
@@ -121,10 +120,8 @@ def make_plan(llm: LLM, groups: Sequence[RequestGroup]) -> MemoryPlan:
     longest, shared = max((r.max_len for r in rs), default=0), 0
     tokens = sum(r.max_tokens for r in rs)
     paged = bool(llm.shapes) and llm.strategy == 'continuous'
-    found = None
-    if paged and tokens <= 200_000:
-        found = simulate(Scheduler(l.max_num_seqs, l.max_num_batched_tokens, l.kv_tokens, size,
-                                   llm.enable_prefix_caching), rs)
+    scheduler = Scheduler(l.max_num_seqs, l.max_num_batched_tokens, l.kv_tokens, size, llm.enable_prefix_caching)
+    found = simulate(scheduler, rs) if paged and tokens <= 200_000 else None
     if found: slots, blocks, shared = found
     else:
         slots = min(l.max_num_seqs if l.kv_tokens and llm.strategy != 'loop' else 1, len(rs))

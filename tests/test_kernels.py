@@ -109,7 +109,7 @@ def test_both_sides_take_the_same(kernels):
 @pytest.mark.parametrize('flags', [['-msse2', '-Wno-psabi'], ['-mavx2', '-mfma']])
 def test_other_processors(kernels, flags, tmp_path, monkeypatch):
     "What is compiled for a processor without AVX, as for ARM, and for one with AVX2, computes right here."
-    if native.platform.machine() != 'x86_64' or 'avx2' not in native.processor_flags(): pytest.skip('flags of x86 with AVX2')
+    if native.platform.machine() != 'x86_64' or 'avx2' not in native.processor_flags(): pytest.skip('tries what the compiler makes of AVX2, which this processor lacks')
     monkeypatch.setenv('BATCHLAB_CACHE', str(tmp_path))
     monkeypatch.setattr(native, 'FLAGS', tuple(f for f in native.FLAGS if f != '-march=native') + tuple(flags))
     check_kernels(Kernels(build(SOURCE)))
