@@ -377,15 +377,17 @@ def probe_rows(model: PreTrainedModel) -> list[list[int]]:
     return [[(7 * i + 3 * n) % vocab for i in range(n)] for n in (13, 3, 1)]
 
 @torch.inference_mode()
-def check_backend(model: PreTrainedModel, backend: Backend, probe: Probe | None = None) -> None:
+def check_backend(model: PreTrainedModel, backend: Backend, probe: Probe | None = None, times: int = 1) -> None:
     """Raise `Unavailable` unless rows of 13, 3 and 1 tokens get from `backend` the logits that `model` gives each alone.
 
-    In three steps: together, a chunk, and decode. `probe`: of `probe_rows`, whose answers may be known; None makes one."""
+    In three steps: together, a chunk, and decode, so many `times`. `probe`: of `probe_rows`, whose answers may be known; None
+    makes one."""
     probe, size = probe or Probe(model, probe_rows(model)), backend.block_size
     each = -(-16 // size)
     cache, tables = backend.make_cache(3 * each), [list(range(i * each, (i + 1) * each)) for i in (1, 0, 2)]
     with attention_override(model):
-        for step in ([(2, 0, 1), (0, 0, 7), (1, 0, 2)], [(0, 7, 5)], [(0, 12, 1), (1, 2, 1)]):      # (row, start, n_tokens)
+        decode = [(0, 12, 1), (1, 2, 1), (2, 0, 1)]                                 # (row, start, n_tokens)
+        for step in ([(2, 0, 1), (0, 0, 7), (1, 0, 2)], [(0, 7, 5)], *[decode] * times):
             rows = [(probe.rows[r][start:start + n], start) for r, start, n in step]
             logits = backend.execute(cache, pack_rows(rows, [tables[r] for r, *_ in step], size))
             if not probe.agrees([(r, start + n) for r, start, n in step], logits):

@@ -87,10 +87,10 @@ def block_causal_mask(lengths_q: Sequence[int] | Tensor, starts: Sequence[int] |
     """
     q, held = (torch.as_tensor(x, dtype=torch.int64) for x in (lengths_q, starts))
     check_rows(q.tolist(), held.tolist())
-    rows = torch.arange(len(q), device=q.device)
-    owner, position = rows.repeat_interleave(q)[:, None], _ranges(held, q)[:, None]                    # [T, 1]
-    owners = torch.cat([rows.repeat_interleave(held), owner[:, 0]])                                    # [P + T]
-    positions = torch.cat([_ranges(torch.zeros_like(held), held), position[:, 0]])
+    lengths, P = torch.cat([held, q]), int(held.sum())
+    owners = torch.arange(len(q), device=q.device).repeat(2).repeat_interleave(lengths)                # [P + T]
+    positions = _ranges(torch.cat([torch.zeros_like(held), held]), lengths)
+    owner, position = owners[P:, None], positions[P:, None]                                            # [T, 1]: of the new ones
     sees = (owner == owners) & (positions <= position)
     if sliding_window: sees &= positions > position - sliding_window
     return torch.zeros(sees.shape, dtype=dtype, device=q.device).masked_fill(~sees, torch.finfo(dtype).min)[None, None]

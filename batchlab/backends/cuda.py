@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['log', 'Attend', 'PAGE', 'Run', 'Paged', 'attend_paged', 'VarlenStep', 'paged_error', 'find_varlen', 'power_of_two',
-           'bucket', 'StaticStep', 'CudaGraphs', 'CudaBackend', 'check_replays', 'cuda_backend', 'open_backend']
+           'bucket', 'StaticStep', 'CudaGraphs', 'CudaBackend', 'cuda_backend', 'open_backend']
 
 # %% ../../nbs/24_cuda.ipynb #51672ec5
 import functools, inspect, itertools, logging, weakref
@@ -16,16 +16,17 @@ import torch.nn.functional as F
 from torch.nn.attention import varlen as torch_varlen
 from transformers import PreTrainedModel
 
-from ..attention import (PackedStep, TorchBackend, _said, _span_mask, attend, attention_override, check_backend, packed_forward,
-                                probe_rows)
+from ..attention import PackedStep, TorchBackend, _said, _span_mask, attend, check_backend, packed_forward
 from . import BackendOptions, Unavailable
 from .kernels import attend_rows
 from ..batch import Batch, pack_rows
+from ..deprecated import renamed
 from ..padding import Probe
 from ..ragged import Packed, _ints
 from ..slots import KVCache, Shape
 
 log = logging.getLogger('batchlab')
+__getattr__ = renamed(__name__, {'check_replays': 'attention.check_backend'})
 
 # %% ../../nbs/24_cuda.ipynb #448918fd
 class Paged(NamedTuple):
@@ -278,18 +279,6 @@ class CudaBackend(TorchBackend):
         out, n, self.masked = (step.replay or run)(), len(batch), step.masked          # the next replay writes over `out`
         return out[:n].clone() if len(batch.logits_at) == n else out[_ints(batch.logits_at, device=out.device)]
 
-# %% ../../nbs/24_cuda.ipynb #792dcb48
-@torch.inference_mode()
-def check_replays(backend: CudaBackend, probe: Probe) -> None:
-    "Raise `Unavailable` unless `probe`'s three rows, padded to four, get from `backend` each time the logits of each alone."
-    rows, size = probe.rows, backend.block_size
-    cache, tables = backend.make_cache(3), [[1], [0], [2]]
-    backend.execute(cache, pack_rows([(r[:-1], 0) for r in rows[:2]], tables[:2], size))
-    batch = pack_rows([(r[-1:], len(r) - 1) for r in rows], tables, size)
-    for _ in range(backend.after + 2):
-        if not probe.agrees([(i, len(r)) for i, r in enumerate(rows)], backend.execute(cache, batch)):
-            raise Unavailable('a recorded step gives other logits than the model alone')
-
 # %% ../../nbs/24_cuda.ipynb #440e3992
 def cuda_backend(model: PreTrainedModel, shapes: Sequence[Shape], record: Callable[[Run], Run] | None = None,
                  kernel: Callable[..., Any] | None = None, probe: Probe | None = None) -> CudaBackend:
@@ -298,13 +287,9 @@ def cuda_backend(model: PreTrainedModel, shapes: Sequence[Shape], record: Callab
     `shapes`: the model's `kv_layout`; `record` and `kernel`: see `CudaBackend` and `find_varlen`; `probe`: see `check_backend`."""
     heads = getattr(model.config.get_text_config(), 'num_attention_heads', 1)
     paged, why = find_varlen(heads, shapes, model.dtype, model.device, kernel)
-    probe = probe or Probe(model, probe_rows(model))
     for way in [paged, None] if paged else [None]:
         backend = CudaBackend(model, shapes, record, way, why)
-        try:
-            with attention_override(model):
-                check_backend(model, backend, probe)
-                check_replays(backend, probe)
+        try: check_backend(model, backend, probe, backend.after + 2)
         except Exception as e: why = f"{'flash attention' if way else 'decode on a GPU'} was tried and left out: {_said(e)}"
         else:
             backend.close()
@@ -314,5 +299,4 @@ def cuda_backend(model: PreTrainedModel, shapes: Sequence[Shape], record: Callab
 def open_backend(model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions) -> CudaBackend:
     "The backend for a model on a GPU. Raises `Unavailable`: without a word where the model is elsewhere."
     if model.device.type != 'cuda': raise Unavailable
-    if options.compile is False: raise Unavailable('compile=False')
     return cuda_backend(model, shapes, CudaGraphs(model.device), probe=options.probe)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ..attention import _record, attention_override, check_backend, packed_of
 from . import BackendOptions, Unavailable
 from .kernels import KernelBackend, KernelStep, usable_kernels
-from .native import DTYPES, ROWS, Kernels, limit_threads, pack_weight, unpack_rows
+from .native import ROWS, Kernels, limit_threads, pack_weight, unpack_rows
 from ..batch import Batch
 from ..machine import processor_flags
 from ..padding import Probe
@@ -141,13 +141,11 @@ def _parts(layer: Any) -> tuple[list[nn.Linear], list[nn.Linear], list[nn.Linear
             [m.gate_up_proj] if hasattr(m, 'gate_up_proj') else [m.gate_proj, m.up_proj], [m.down_proj])
 
 def check_family(model: PreTrainedModel) -> None:
-    "Raise `Unavailable` unless `model` is of a family that is known, on the CPU, and as transformers made it."
+    "Raise `Unavailable` unless `model`, for which there are `usable_kernels`, is of a known family, and as transformers made it."
     config = model.config
     def no(why: str) -> None: raise Unavailable(f'{type(model).__name__} runs by its own code: {why}')
     if config.model_type not in FAMILIES or not type(model).__module__.startswith('transformers.models.'):
         no(f"its family {config.model_type!r} is none of {', '.join(FAMILIES)}")
-    if model.device.type != 'cpu' or model.dtype not in DTYPES:
-        no(f'it is on {model.device.type}, in {str(model.dtype)[6:]}')
     if config.hidden_act != 'silu': no(f'its activation is {config.hidden_act}')
     if config.num_attention_heads > ROWS * config.num_key_value_heads: no(f'more than {ROWS} of its query heads share a KV head')
     if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()): no('it has hooks')

@@ -226,7 +226,6 @@ def usable_kernels(model: PreTrainedModel, shapes: Sequence[KVShape], options: B
     """The kernels, if they can attend for `model`, whose `kv_layout` is `shapes`; else raises `Unavailable`.
 
     With `options.compile` True, raises `CompileError` where they can't be compiled."""
-    if options.compile is False: raise Unavailable('compile=False')
     if model.device.type != 'cpu' or model.dtype not in DTYPES:
         this = f'{str(model.dtype)[6:]} on {model.device.type}'
         raise Unavailable(f'the kernels are for fp32 and bf16 on the CPU, and this is {this}')
