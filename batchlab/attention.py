@@ -255,7 +255,7 @@ class PackedStep:
     reads in decode only to be masked."""
     def __init__(self, cache: KVCache, batch: Batch) -> None:
         self.cache, self.batch, self.masks = cache, batch, {}
-        self.slot_mapping = torch.tensor(batch.slot_mapping, device=cache.device)
+        self.slot_mapping = _ints(batch.slot_mapping, device=cache.device)
 
     @functools.cached_property
     def groups(self) -> list[DecodeGroup]:
@@ -288,7 +288,8 @@ class PackedStep:
         if g.shared: return attend_pieces(q, self.cache.read(layer, g.shared), (k, v), mask, **asked)
         return attend(q[:, :, None], k.transpose(1, 2), v.transpose(1, 2), mask, **asked)[:, :, 0]
 
-    def _seen(self, layer: int, i: int, n: int, window: int | None, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | str]:
+    def _seen(self, layer: int, i: int, n: int, window: int | None,
+              like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | str]:
         "Keys and values `[1, KV, columns, D]` that the last n tokens of row i may see, and their mask."
         end, size = self.batch.seq_lens[i], self.cache.block_size
         first = 0 if window is None else max(0, end - n + 1 - window) // size

@@ -125,7 +125,7 @@ def layout(cache: KVCache, layer: int, q: torch.Tensor, scale: float, window: in
     "The `Shape` of `q` `[T, heads, dim]` (a view) against a layer of `cache`. `sinks`: fp32 `[heads]`; the caller keeps them."
     K, V = cache.keys[layer], cache.values[layer]
     return Shape(q.shape[1], K.shape[1], q.shape[2], V.shape[3], *q.stride()[:2], *K.stride()[:2], *V.stride()[:2],
-                 cache.block_size, window or 0, scale, softcap or 0, address(sinks, torch.float32, q.shape[1]))
+                 cache.block_size, window or 0, scale, softcap or 0, None if sinks is None else address(sinks, torch.float32, q.shape[1]))
 
 # %% ../../nbs/20_kernels.ipynb #c7a1e003
 def attend_rows(cache: KVCache, layer: int, batch: Batch, q: torch.Tensor, scale: float, window: int | None = None,

@@ -106,11 +106,8 @@ COLUMNS, STEP, ROWS = (int(*re.findall(rf'\b{name} = (\d+)', SOURCE)) for name i
 DTYPES = {torch.float32: 'fp32', torch.bfloat16: 'bf16'}
 
 # %% ../../nbs/20_kernels.ipynb #c7a1e025
-def address(x: torch.Tensor | None, dtype: torch.dtype, size: int | None = None) -> int | None:
-    """Where `x` lies: `size` numbers of `dtype` on the CPU, without gaps, or rows of any number at any distance; None for None.
-
-    Else raises `TypeError`."""
-    if x is None: return None
+def address(x: torch.Tensor, dtype: torch.dtype, size: int | None = None) -> int:
+    "Where `x` lies: `size` numbers of `dtype` on the CPU, without gaps, or rows of any number at any distance. Else raises `TypeError`."
     if x.dtype != dtype or not x.is_cpu or (x.stride(-1) != 1 if size is None else x.numel() != size or not x.is_contiguous()):
         what = 'rows' if size is None else f'{size:,} numbers without gaps'
         raise TypeError(f'a kernel wants {what}, {dtype} on the CPU, and got {[*x.shape]} with strides {x.stride()}, {x.dtype} on {x.device}')
@@ -143,7 +140,7 @@ class ByteKernels:
         "`sums` `[T, N]` times `steps` `[T]` and `scales` `[N]`, plus `bias` `[N]` or None, all fp32: `[T, N]` of `dtype`."
         (T, N), f, out = sums.shape, torch.float32, torch.empty_like(sums, dtype=dtype)
         self.calls['dequantize', dtype](address(sums, f, T * N), address(steps, f, T), address(scales, f, N),
-                                        address(bias, f, N), out.data_ptr(), T, N)
+                                        bias if bias is None else address(bias, f, N), out.data_ptr(), T, N)
         return out
 
     def bytes_product(self, x: torch.Tensor, weight: tuple[torch.Tensor, torch.Tensor], scales: torch.Tensor,
@@ -154,7 +151,7 @@ class ByteKernels:
         (T, K), N, d, f, (panels, start) = x.shape, len(scales), x.dtype, torch.float32, weight
         out, filled = x.new_empty(T, N), -(-N // 32) * 32
         self.calls['bytes_product', d](address(x, d, T * K), address(panels, torch.int8, filled * K), address(start, torch.int32, filled),
-                                       address(scales, f, N), address(bias, f, N), out.data_ptr(), T, N, K, block)
+                                       address(scales, f, N), bias if bias is None else address(bias, f, N), out.data_ptr(), T, N, K, block)
         return out
 
 # %% ../../nbs/20_kernels.ipynb #930b9483
@@ -165,7 +162,7 @@ class Kernels(ByteKernels):
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n: int) -> torch.Tensor:
         "`x` `[M, K]` times a weight `[n, K]` packed by `pack_weight`, plus `bias` `[n]` or None: `[M, n]`."
         (M, K), d, out = x.shape, x.dtype, x.new_empty(len(x), n)
-        self.calls['product', d](address(x, d, M * K), address(weight, d, -(-n // 32) * 32 * K), address(bias, d, n),
+        self.calls['product', d](address(x, d, M * K), address(weight, d, -(-n // 32) * 32 * K), bias if bias is None else address(bias, d, n),
                                  out.data_ptr(), M, n, K)
         return out
 
@@ -186,7 +183,7 @@ class Kernels(ByteKernels):
     def add_norm(self, h: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
         "`h` `[T, E]` plus `delta` (or None), in place; its RMS norm times `weight`, a new tensor."
         (T, E), d, out = h.shape, h.dtype, torch.empty_like(h)
-        self.calls['add_norm', d](address(h, d, T * E), address(delta, d, T * E), address(weight, d, E),
+        self.calls['add_norm', d](address(h, d, T * E), delta if delta is None else address(delta, d, T * E), address(weight, d, E),
                                   out.data_ptr(), T, E, eps)
         return out
 
