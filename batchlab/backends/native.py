@@ -56,7 +56,6 @@ def _run(command: list[str]) -> str:
     raise CompileError(f'{Path(command[0]).name} failed ({what.strip()[:200]}): '
                        'set CXX to another compiler, or go on without')
 
-# %% ../../nbs/20_kernels.ipynb #4e457f40
 def build(source: str) -> Path:
     """The shared library made from C++ `source`, as a path in batchlab's cache folder: compiled if it isn't there yet.
 
