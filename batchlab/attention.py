@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib, functools, inspect, threading, weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from .backends import Backend, BackendOptions, Step
 from .batch import Batch, pack_rows
 from .deprecated import renamed
 from .errors import EngineError, Unavailable
-from .padding import same_as_alone
-from .ragged import Packed, pack
+from .padding import Probe
+from .ragged import Packed, _ints, pack
 from .slots import KVCache, Shape, is_run
 
 KV = tuple[torch.Tensor, torch.Tensor]
+def _said(e: Exception) -> str: return f'{type(e).__name__}: ' + ' '.join(str(e).split())[:150]
 
 __getattr__ = renamed(__name__, {'as_found': 'attention_override', 'NotPacked': 'errors.Unavailable', 'NoStep': 'errors.EngineError'})
 
@@ -31,6 +32,16 @@ __all__ = ['KV', 'packed_attention', 'attention_override', 'both_ways', 'shared_
            'open_backend', 'probe_rows', 'check_backend', 'kv_layout', 'can_pack']
 
 # %% ../nbs/12_attention.ipynb #f965239c
+def _weights(x: torch.Tensor, mask: torch.Tensor | None, scaling: float, softcap: float | None = None,
+             sinks: torch.Tensor | None = None) -> torch.Tensor:
+    "The scores `x` `[B, H, Q, K]`, which it may overwrite, as weights in fp32: all that a layer does to them, then the softmax."
+    x = x.float().mul_(scaling)
+    if softcap is not None: x = softcap * (x / softcap).tanh()
+    if mask is not None: x += mask
+    if sinks is None: return x.softmax(-1)
+    each = sinks.float().view(1, -1, 1, 1).expand(*x.shape[:3], 1)
+    return torch.cat([x, each], -1).softmax(-1)[..., :-1]
+
 def attend_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scaling: float,
                  softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """Attention written out, its softmax in fp32: `[B, H, Q, Dv]`.
@@ -40,37 +51,29 @@ def attend_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.
     `softcap * tanh(scores / softcap)` (Gemma 2). `sinks` `[H]`: a score of each head without a value (gpt-oss).
     """
     (B, H, Q, _), KV = q.shape, k.shape[1]
-    x = (q.reshape(B, KV, H // KV * Q, -1) @ k.transpose(-1, -2)).view(B, H, Q, -1).float() * scaling
-    if softcap is not None: x = softcap * (x / softcap).tanh()
-    if mask is not None: x = x + mask
-    if sinks is not None: x = torch.cat([x, sinks.float().view(1, -1, 1, 1).expand(B, H, Q, 1)], -1)
-    x = x.softmax(-1)[..., :k.shape[2]]
-    return (x.to(v.dtype).reshape(B, KV, H // KV * Q, -1) @ v).view(B, H, Q, -1)
+    x = (q.reshape(B, KV, H // KV * Q, -1) @ k.transpose(-1, -2)).view(B, H, Q, -1)
+    weights = _weights(x, mask, scaling, softcap, sinks).to(v.dtype)
+    return (weights.reshape(B, KV, H // KV * Q, -1) @ v).view(B, H, Q, -1)
 
 # %% ../nbs/12_attention.ipynb #592f79f2
-def attend_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | str | None,
-                 scaling: float) -> torch.Tensor:
-    """As `attend_plain`, by torch's fused kernel, with neither softcap nor sinks: `[B, H, Q, Dv]`.
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | str | None, scaling: float,
+           softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    """As `attend_plain`, by torch's fused kernel where there are neither softcap nor sinks: `[B, H, Q, Dv]`.
 
-    `mask` may also be 'causal', for Q = K: query i sees columns 0 to i. Query heads that share a KV head go in as more
-    queries of one head if `Q` = 1, else with the KV heads as the batch (`B` = 1 then): K and V are never repeated.
-    """
+    `mask` may also be 'causal', for Q = K: query i sees columns 0 to i. To the kernel, query heads that share a KV head are
+    more queries of one head if `Q` = 1, else the KV heads are the batch (`B` = 1 then): K and V are never repeated."""
+    causal = isinstance(mask, str)
+    if softcap is not None or sinks is not None:
+        if causal: mask = torch.full((q.shape[2], k.shape[2]), -torch.inf, device=q.device).triu(1)
+        return attend_plain(q, k, v, mask, scaling, softcap, sinks)
     (B, H, Q, _), KV = q.shape, k.shape[1]
-    assert not isinstance(mask, str) or Q == k.shape[2], "'causal' is for as many queries as columns"
-    mask, causal = (None, True) if isinstance(mask, str) else (mask, False)
     if Q == 1: q = q.reshape(B, KV, H // KV, -1)
     elif H != KV:
         assert B == 1, 'several queries of several sequences: call once for each sequence'
         q = q[0].unflatten(0, (KV, -1))                                                     # [KV, H / KV, Q, D]
         k, v = (t[0][:, None].expand(-1, H // KV, -1, -1) for t in (k, v))                  # a stride of 0, no copy
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scaling).reshape(B, H, Q, -1)
-
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | str | None, scaling: float,
-           softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
-    "`attend_fused` where it can do what is asked, else `attend_plain`; `mask` additive, None or 'causal'."
-    if softcap is None and sinks is None: return attend_fused(q, k, v, mask, scaling)
-    if isinstance(mask, str): mask = torch.full((q.shape[2], k.shape[2]), -torch.inf, device=q.device).triu(1)
-    return attend_plain(q, k, v, mask, scaling, softcap, sinks)
+    out = F.scaled_dot_product_attention(q, k, v, None if causal else mask, is_causal=causal, scale=scaling)
+    return out.reshape(B, H, Q, -1)
 
 # %% ../nbs/12_attention.ipynb #631e3919
 def packed_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -138,9 +141,9 @@ def packed_forward(model: PreTrainedModel, step: Step, packed: Packed, last: tor
 # %% ../nbs/12_attention.ipynb #d06fcc1b
 def packed_of(batch: Batch, device: torch.device | str | None = None) -> tuple[Packed, torch.Tensor]:
     "`batch` as tensors: its `Packed` row, and where its outputs are due, int64 `[n]`."
-    ints = lambda x, dtype=torch.int64: torch.tensor(x, dtype=dtype, device=device)
-    return Packed(ints(batch.ids)[None], ints(batch.positions)[None], ints(batch.cu_seqlens, torch.int32), ints(batch.starts)), \
-        ints(batch.logits_at)
+    row = Packed(_ints(batch.ids, device=device)[None], _ints(batch.positions, device=device)[None],
+                 _ints(batch.cu_seqlens, torch.int32, device), _ints(batch.starts, device=device))
+    return row, _ints(batch.logits_at, device=device)
 
 # %% ../nbs/12_attention.ipynb #8a6368b5
 def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -157,10 +160,7 @@ def _span_mask(lengths: torch.Tensor, start: int, end: int, window: int | None, 
 def _chunk_mask(start: int, end: int, low: int, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | str:
     "For queries at columns `start` up to `end`: the mask `[n, columns]` of the columns from `low` on, or 'causal'."
     if start == 0 and (window is None or end <= window): return 'causal'
-    col, row = (torch.arange(x, end, device=device) for x in (low, start))
-    seen = col <= row[:, None]
-    if window is not None: seen &= col > row[:, None] - window
-    return _additive(seen, dtype)
+    return _span_mask(torch.arange(start + 1, end + 1, device=device), low, end, window, dtype)
 
 def both_ways(n: int, window: int | None, like: torch.Tensor) -> torch.Tensor | None:
     "The mask `[n, n]` of a row that sees itself in both directions, less than `window` away if that is given; or None."
@@ -182,22 +182,18 @@ def shared_prefixes(tables: Sequence[Sequence[int]], limits: Sequence[int], unit
             if limits[r] >= depth + unit: found.setdefault(tuple(tables[r][depth:depth + unit]), []).append(r)
         return list(found.values())
 
-    def split(rows: list[int], depth: int, forks: int) -> tuple[int, list[tuple[list[int], int]]]:
-        "How many blocks are saved by reading `rows`, which share `depth` blocks, in the groups named."
-        while (kids := branches(rows, depth)) == [rows]: depth += unit             # all go on alike
-        together = depth * (len(rows) - 1)
-        saved, groups = 0, []
-        for kid in kids:
-            if len(kid) > 1 and forks < 32:
-                more, inner = split(kid, depth + unit, forks + 1)
-                saved, groups = saved + more, groups + inner
-        grouped = {r for g, _ in groups for r in g}
-        if left := [r for r in rows if r not in grouped]:
-            saved += depth * (len(left) - 1)
-            groups += [(left, depth)] if depth else [([r], 0) for r in left]
-        return (together, [(rows, depth)]) if together >= saved and depth else (saved, groups)
+    def saved(groups: list[tuple[list[int], int]]) -> int: return sum(n * (len(rows) - 1) for rows, n in groups)
 
-    groups = split(list(range(len(tables))), 0, 0)[1] if tables else []
+    def split(rows: list[int], depth: int, forks: int) -> list[tuple[list[int], int]]:
+        "The best groups of `rows`, which share `depth` blocks."
+        while (kids := branches(rows, depth)) == [rows]: depth += unit             # all go on alike
+        apart = [g for kid in kids if len(kid) > 1 and forks < 32 for g in split(kid, depth + unit, forks + 1)]
+        if left := sorted(set(rows).difference(*(some for some, _ in apart))):
+            apart += [(left, depth)] if depth else [([r], 0) for r in left]
+        together = [(rows, depth)]
+        return together if depth and saved(together) >= saved(apart) else apart
+
+    groups = split(list(range(len(tables))), 0, 0) if tables else []
     return [(rows, n if len(rows) > 1 else 0) for rows, n in groups]
 
 # %% ../nbs/12_attention.ipynb #96e79bc3
@@ -220,40 +216,35 @@ def decode_groups(batch: Batch, block_size: int, device: torch.device) -> list[D
     "The rows of `batch` that decode, grouped: by what they share, then by how much more they have to read."
     n, found = batch.num_decode, []
     tables, lengths = batch.block_table[:n], batch.seq_lens[:n]
-    groups = shared_prefixes(tables, [(length - 1) // block_size for length in lengths])
-    rest = sorted(r for rows, k in groups if not k for r in rows)              # they share nothing, and still go together
-    for rows, k in [*((rows, k) for rows, k in groups if k), (rest, 0)]:
-        classes: dict[object, list[int]] = {}
-        for r in rows:
-            mine = tables[r][k:]
-            alone = not k and len(mine) * block_size >= LONG and is_run(mine)
-            classes.setdefault((r,) if alone else len(mine).bit_length(), []).append(r)
-        for some in classes.values():
-            width = max(len(tables[r]) for r in some) - k
-            own = [b for r in some for b in (tables[r][k:] + tables[r][-1:] * width)[:width]]
-            found.append(DecodeGroup(some, tables[some[0]][:k], own if len(some) == 1 else torch.tensor(own, device=device),
-                                     k * block_size, torch.tensor([lengths[r] for r in some], device=device), width * block_size))
+    shared = {r: (rows[0], k) if k else (-1, 0)                                  # those that share nothing still go together
+              for rows, k in shared_prefixes(tables, [(length - 1) // block_size for length in lengths]) for r in rows}
+    classes: dict[tuple[int, int, object], list[int]] = {}
+    for r, (first, k) in sorted(shared.items()):
+        mine = tables[r][k:]
+        alone = not k and len(mine) * block_size >= LONG and is_run(mine)
+        classes.setdefault((first, k, (r,) if alone else len(mine).bit_length()), []).append(r)
+    for (_, k, _), some in classes.items():
+        width = max(len(tables[r]) for r in some) - k
+        own = [b for r in some for b in (tables[r][k:] + tables[r][-1:] * width)[:width]]
+        found.append(DecodeGroup(some, tables[some[0]][:k], own if len(some) == 1 else _ints(own, device=device), k * block_size,
+                                 _ints((lengths[r] for r in some), device=device), width * block_size))
     return found
 
 # %% ../nbs/12_attention.ipynb #0b00696a
-def attend_pieces(q: torch.Tensor, shared: KV, own: KV, masks: tuple[torch.Tensor | None, torch.Tensor], scaling: float,
-                  softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
+def attend_pieces(q: torch.Tensor, shared: KV, own: KV, mask: torch.Tensor, scaling: float, softcap: float | None = None,
+                  sinks: torch.Tensor | None = None) -> torch.Tensor:
     """Attention of R rows with one query each, `q` `[R, H, D]`, over columns that all share and columns of their own: `[R, H, Dv]`.
 
-    `shared`: keys and values `[S, KV, D]`, multiplied with all queries at once; `own`: `[R, C, KV, D]`; `masks`: additive, `[R, S]`
-    or None, and `[R, C]`. The softmax is over both. (Hydragen, Juravsky et al. 2024.)"""
+    `shared`: keys and values `[S, KV, D]`, multiplied with all queries at once; `own`: `[R, C, KV, D]`; `mask`: additive,
+    `[R, 1, 1, S + C]`. The softmax is over both. (Hydragen, Juravsky et al. 2024.)"""
     (R, H, _), (S, KV, _) = q.shape, shared[0].shape
     x = q.unflatten(1, (KV, -1))                                                                # [R, KV, G, D]
-    both = (x.permute(1, 0, 2, 3).flatten(1, 2) @ shared[0].permute(1, 2, 0)).unflatten(1, (R, -1)).transpose(0, 1)
+    both = (x.transpose(0, 1).flatten(1, 2) @ shared[0].permute(1, 2, 0)).unflatten(1, (R, -1)).transpose(0, 1)
     mine = x @ own[0].permute(0, 2, 3, 1)                                                       # [R, KV, G, C]
-    both, mine = both.float() * scaling, mine.float() * scaling
-    if softcap is not None: both, mine = (softcap * (s / softcap).tanh() for s in (both, mine))
-    if masks[0] is not None: both = both + masks[0][:, None, None]
-    scores = [both, mine + masks[1][:, None, None]]
-    if sinks is not None: scores.append(sinks.float().view(1, KV, -1, 1).expand(R, -1, -1, 1))
-    p = torch.cat(scores, -1).softmax(-1).to(q.dtype)
-    a = p[..., :S].transpose(0, 1).flatten(1, 2) @ shared[1].transpose(0, 1)                     # [KV, R * G, Dv]
-    b = p[..., S:S + mine.shape[-1]] @ own[1].transpose(1, 2)
+    scores = torch.cat([both, mine], -1).view(R, H, 1, -1)
+    weights = _weights(scores, mask, scaling, softcap, sinks).to(q.dtype).reshape(*x.shape[:3], -1)
+    a = weights[..., :S].transpose(0, 1).flatten(1, 2) @ shared[1].transpose(0, 1)              # [KV, R * G, Dv]
+    b = weights[..., S:] @ own[1].transpose(1, 2)
     return (a.unflatten(1, (R, -1)).transpose(0, 1) + b).reshape(R, H, -1)
 
 # %% ../nbs/12_attention.ipynb #a608301b
@@ -264,53 +255,47 @@ class PackedStep:
     reads in decode only to be masked."""
     def __init__(self, cache: KVCache, batch: Batch) -> None:
         self.cache, self.batch, self.masks = cache, batch, {}
-        self.slot_mapping = torch.tensor(batch.slot_mapping, device=cache.device)
+        self.slot_mapping = _ints(batch.slot_mapping, device=cache.device)
 
     @functools.cached_property
-    def groups(self) -> list[DecodeGroup]: return decode_groups(self.batch, self.cache.block_size, self.cache.device)
+    def groups(self) -> list[DecodeGroup]:
+        return decode_groups(self.batch, self.cache.block_size, self.cache.device) if self.batch.causal else []
 
     @property
-    def masked(self) -> int:
-        groups = self.groups if self.batch.causal else []
-        return sum(len(g.rows) * (g.first + g.columns) - int(g.lengths.sum()) for g in groups)
+    def masked(self) -> int: return sum(len(g.rows) * (g.first + g.columns) - int(g.lengths.sum()) for g in self.groups)
 
     def attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None,
                   softcap: float | None, sinks: torch.Tensor | None, others: dict) -> torch.Tensor:
         """Write a layer's `k`, `v` `[1, KV, T, D]` into their places and attend with `q` `[1, H, T, D]`: `[1, T, H, Dv]`.
 
         Each token sees its own row's columns up to its own, the last `window` of them if that is given."""
-        heads: dict[str, Any] = dict(scaling=scaling, softcap=softcap, sinks=sinks)
-        b = self.batch
-        out = q.new_empty(q.shape[2], q.shape[1], v.shape[3])
-        if not b.causal:
-            for x, y in zip(b.cu_seqlens, b.cu_seqlens[1:]):
-                at = slice(x, y)
-                out[at] = attend(q[:, :, at], k[:, :, at], v[:, :, at], both_ways(y - x, window, q), **heads)[0].transpose(0, 1)
-            return out[None]
-        self.cache.write(layer, k[0].transpose(0, 1), v[0].transpose(0, 1), self.slot_mapping)
-        for i, g in enumerate(self.groups): out[g.rows] = self._decode(layer, i, g, q[0, :, g.rows].transpose(0, 1), window, heads)
-        for i in range(b.num_decode, len(b)):
+        asked: dict[str, Any] = dict(scaling=scaling, softcap=softcap, sinks=sinks)
+        b, out = self.batch, q.new_empty(q.shape[2], q.shape[1], v.shape[3])
+        if b.causal: self.cache.write(layer, k[0].transpose(0, 1), v[0].transpose(0, 1), self.slot_mapping)
+        for i, g in enumerate(self.groups): out[g.rows] = self._decode(layer, i, q[0, :, g.rows].transpose(0, 1), window, asked)
+        for i in range(b.num_decode if b.causal else 0, len(b)):
             at = slice(b.cu_seqlens[i], b.cu_seqlens[i + 1])
-            out[at] = self._prefill(layer, i, q[:, :, at], window, heads)
+            n = at.stop - at.start
+            seen = self._seen(layer, i, n, window, q) if b.causal else (k[:, :, at], v[:, :, at], both_ways(n, window, q))
+            out[at] = attend(q[:, :, at], *seen, **asked)[0].transpose(0, 1)
         return out[None]
 
-    def _decode(self, layer: int, i: int, g: DecodeGroup, q: torch.Tensor, window: int | None, heads: dict) -> torch.Tensor:
-        "One query a row, `q` `[R, H, D]`: `[R, H, Dv]`."
+    def _decode(self, layer: int, i: int, q: torch.Tensor, window: int | None, asked: dict) -> torch.Tensor:
+        "Group i, one query a row, `q` `[R, H, D]`: `[R, H, Dv]`."
+        g = self.groups[i]
         k, v = (t.unflatten(0, (len(g.rows), -1)) for t in self.cache.read(layer, g.own))
-        if g.shared:
-            masks = None if window is None else self._once(('shared', i, window), _span_mask, g.lengths, 0, g.first, window), \
-                self._once(('own', i, window), _span_mask, g.lengths, g.first, g.first + g.columns, window)
-            return attend_pieces(q, self.cache.read(layer, g.shared), (k, v), masks, **heads)
-        mask = self._once((i, window, q.dtype), _span_mask, g.lengths, 0, g.columns, window, q.dtype)[:, None, None]
-        return attend(q[:, :, None], k.transpose(1, 2), v.transpose(1, 2), mask, **heads)[:, :, 0]
+        mask = self._once((i, window, q.dtype), _span_mask, g.lengths, 0, g.first + g.columns, window, q.dtype)[:, None, None]
+        if g.shared: return attend_pieces(q, self.cache.read(layer, g.shared), (k, v), mask, **asked)
+        return attend(q[:, :, None], k.transpose(1, 2), v.transpose(1, 2), mask, **asked)[:, :, 0]
 
-    def _prefill(self, layer: int, i: int, q: torch.Tensor, window: int | None, heads: dict) -> torch.Tensor:
-        "Row i with its `q` `[1, H, n, D]`: `[n, H, Dv]`."
-        end, n, size = self.batch.seq_lens[i], q.shape[2], self.cache.block_size
+    def _seen(self, layer: int, i: int, n: int, window: int | None,
+              like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | str]:
+        "Keys and values `[1, KV, columns, D]` that the last n tokens of row i may see, and their mask."
+        end, size = self.batch.seq_lens[i], self.cache.block_size
         first = 0 if window is None else max(0, end - n + 1 - window) // size
-        k, v = (t[:end - first * size].transpose(0, 1)[None] for t in self.cache.read(layer, self.batch.block_table[i][first:-(-end // size)]))
-        mask = self._once(('row', i, window), _chunk_mask, end - n, end, first * size, window, q.dtype, q.device)
-        return attend(q, k, v, mask, **heads)[0].transpose(0, 1)
+        held = self.cache.read(layer, self.batch.block_table[i][first:-(-end // size)])
+        k, v = (t[:end - first * size].transpose(0, 1)[None] for t in held)
+        return k, v, self._once(('row', i, window), _chunk_mask, end - n, end, first * size, window, like.dtype, like.device)
 
     def _once(self, key: tuple, make: Callable[..., Any], *args: Any) -> Any:
         if key not in self.masks: self.masks[key] = make(*args)
@@ -319,7 +304,7 @@ class PackedStep:
 # %% ../nbs/12_attention.ipynb #a0674596
 class TorchBackend:
     "Runs packed steps in plain torch, by the model's own code: for any model that `kv_layout` accepts, on any device."
-    name, nbytes, batch_invariant = 'torch', 0, False
+    name, nbytes, masked, batch_invariant = 'torch', 0, 0, False
 
     def __init__(self, model: PreTrainedModel, shapes: Sequence[Shape], why: str = '', block_size: int = 64) -> None:
         self.model, self.shapes, self.why, self.block_size = model, list(shapes), why, block_size
@@ -338,7 +323,6 @@ class TorchBackend:
         self.masked = step.masked
         return out
 
-    masked = 0
     def close(self) -> None: "Nothing is held."
 
 def open_backend(model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions) -> TorchBackend:
@@ -348,14 +332,13 @@ def open_backend(model: PreTrainedModel, shapes: Sequence[Shape], options: Backe
 # %% ../nbs/12_attention.ipynb #11d225dc
 PASSED_ON = {'position_ids', 'position_embeddings', 'cache_position'}      # a layer may hand these on, and need not
 
-@dataclass
 class LayerCalls:
     """A step without a cache, for one packed sequence, that notes what each layer asks for.
 
     `calls`: `(layer, (kv_heads, key head_dim, value head_dim), window)`, in the order of the calls. Raises `Unavailable`
     if a layer asks for what batchlab doesn't know.
     """
-    calls: list[tuple[int, Shape, int | None]] = field(default_factory=list)
+    def __init__(self) -> None: self.calls: list[tuple[int, Shape, int | None]] = []
 
     def attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None,
                   softcap: float | None, sinks: torch.Tensor | None, others: dict) -> torch.Tensor:
@@ -380,8 +363,7 @@ def _check_windows(config: Any, windows: list[int | None]) -> None:
     "Raise `Unavailable` unless the layers asked for the windows that `config` states; None is full attention."
     size, kinds = getattr(config, 'sliding_window', None), getattr(config, 'layer_types', None)
     if getattr(config, 'use_sliding_window', True) is False: size = None
-    if strange := [k for k in kinds or () if k not in ('full_attention', 'sliding_attention')]:
-        raise Unavailable(f'it has layers of type {strange[0]!r}')
+    if strange := {*(kinds or ())} - {'full_attention', 'sliding_attention'}: raise Unavailable(f'it has layers of type {min(strange)!r}')
     for name in ('attention_chunk_size', 'window_size', 'local_attention', 'attention_window_size'):
         if getattr(config, name, None) and not any(windows):
             raise Unavailable(f'it limits attention by {name} and does not say so to it')
@@ -395,38 +377,41 @@ def probe_rows(model: PreTrainedModel) -> list[list[int]]:
     vocab = model.config.get_text_config().vocab_size
     return [[(7 * i + 3 * n) % vocab for i in range(n)] for n in (13, 3, 1)]
 
-def check_backend(model: PreTrainedModel, backend: Backend) -> None:
+@torch.inference_mode()
+def check_backend(model: PreTrainedModel, backend: Backend, probe: Probe | None = None, times: int = 1) -> None:
     """Raise `Unavailable` unless rows of 13, 3 and 1 tokens get from `backend` the logits that `model` gives each alone.
 
-    In three steps: together, a chunk, and decode. Logits are compared by `same_as_alone`."""
-    rows, size = probe_rows(model), backend.block_size
+    In three steps: together, a chunk, and decode, so many `times`. `probe`: of `probe_rows`, whose answers may be known; None
+    makes one."""
+    probe, size = probe or Probe(model, probe_rows(model)), backend.block_size
     each = -(-16 // size)
     cache, tables = backend.make_cache(3 * each), [list(range(i * each, (i + 1) * each)) for i in (1, 0, 2)]
-    for step in ([(2, 0, 1), (0, 0, 7), (1, 0, 2)], [(0, 7, 5)], [(0, 12, 1), (1, 2, 1)]):      # (row, start, n_tokens)
-        batch = pack_rows([(rows[r][start:start + n], start) for r, start, n in step], [tables[r] for r, _, _ in step], size)
-        if not same_as_alone(model, [rows[r][:start + n] for r, start, n in step], backend.execute(cache, batch)):
-            raise Unavailable('its logits packed differ from those alone')
+    with attention_override(model):
+        decode = [(0, 12, 1), (1, 2, 1), (2, 0, 1)]                                 # (row, start, n_tokens)
+        for step in ([(2, 0, 1), (0, 0, 7), (1, 0, 2)], [(0, 7, 5)], *[decode] * times):
+            rows = [(probe.rows[r][start:start + n], start) for r, start, n in step]
+            logits = backend.execute(cache, pack_rows(rows, [tables[r] for r, *_ in step], size))
+            if not probe.agrees([(r, start + n) for r, start, n in step], logits):
+                raise Unavailable('its logits packed differ from those alone')
 
 # %% ../nbs/12_attention.ipynb #35d20d40
 @torch.inference_mode()
-def kv_layout(model: PreTrainedModel) -> list[Shape]:
+def kv_layout(model: PreTrainedModel, probe: Probe | None = None) -> list[Shape]:
     """Of each layer `(kv_heads, key head_dim, value head_dim)`, for a model that runs packed; else raises `Unavailable`.
 
     Each layer must call the attention function once, ask for nothing unknown, and for the windows that config states,
-    and three short rows, packed, must get the logits that each gets alone (`same_as_alone`). Not seen: what begins beyond 13 tokens and is stated nowhere, and `longrope`, which rotates a
-    whole row by its longest sequence.
+    and three short rows, packed, must get the logits that each gets alone (`check_backend`, whose `probe` it takes). Not
+    seen: what begins beyond 13 tokens and is stated nowhere, and `longrope`, which rotates a whole row by its longest sequence.
     """
     if 'position_ids' not in inspect.signature(model.forward).parameters: raise Unavailable('it takes no position_ids')
-    config, rows = model.config.get_text_config(), probe_rows(model)
     try:
-        with attention_override(model):
-            shapes, windows = zip(*_record(model, rows[0]))
-            _check_windows(config, list(windows))
-            check_backend(model, TorchBackend(model, list(shapes)))
+        shapes, windows = map(list, zip(*_record(model, probe_rows(model)[0])))
+        _check_windows(model.config.get_text_config(), windows)
+        check_backend(model, TorchBackend(model, shapes), probe)
     except Unavailable: raise
     except EngineError as e: raise Unavailable('it does not hand the step on to its attention') from e
-    except Exception as e: raise Unavailable(f'{type(e).__name__}: ' + ' '.join(str(e).split())[:100]) from e
-    return list(shapes)
+    except Exception as e: raise Unavailable(_said(e)) from e
+    return shapes
 
 def can_pack(model: PreTrainedModel) -> bool:
     "Whether `model` runs packed; `kv_layout` says why not."

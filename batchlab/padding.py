@@ -5,6 +5,7 @@
 # %% ../nbs/04_padding.ipynb #7ed885e4
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING: from transformers import PreTrainedModel
 __getattr__ = renamed(__name__, {'PaddingError': 'errors.BatchError', 'Ledger': 'ledger.Ledger'})
 
 # %% auto #0
-__all__ = ['pad_and_mask', 'positions_from_mask', 'prefill_padded', 'same_as_alone', 'can_pad']
+__all__ = ['pad_and_mask', 'positions_from_mask', 'prefill_padded', 'Probe', 'same_as_alone', 'can_pad']
 
 # %% ../nbs/04_padding.ipynb #ff44790d
 def pad_and_mask(rows: Sequence[Sequence[int]], pad_id: int = 0, side: str = 'left') -> tuple[Tensor, Tensor]:
@@ -53,25 +54,43 @@ def prefill_padded(model: PreTrainedModel, prompts: Sequence[Sequence[int]],
     return forward(model, ids, cache, positions_from_mask(mask), mask if padded else None), cache, lengths
 
 # %% ../nbs/04_padding.ipynb #1d91862c
-def same_as_alone(model: PreTrainedModel, rows: Sequence[Sequence[int]], logits: Tensor, tolerance: float | None = None) -> bool:
-    """Whether each of `logits` `[n, V]` is what `model` gives after the ids of one of `rows`, run alone and without a cache.
+class Probe:
+    "Rows of ids to try ways to run `model` on, and what its own code gives them. Made while the model is in eval mode."
+    def __init__(self, model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> None:
+        self.model, self.rows = model, [list(row) for row in rows]
 
-    The one rule for all ways to run a model. No logit may be off by more than a share of the largest: 0.1% in fp32, which is
-    hundreds of roundings, and 5% in half precision, where a rounding is 0.1% to 0.4% and every layer adds some; or `tolerance` of it."""
-    if tolerance is None: tolerance = 1e-3 if model.dtype.itemsize >= 4 else 5e-2
-    for row, got in zip(rows, logits):
-        want = model(input_ids=torch.tensor([row], device=model.device), use_cache=False).logits[0, -1]
-        if not (got.to(want.device) - want).abs().max() <= tolerance * want.abs().max(): return False      # NaN is not close
-    return True
+    @functools.cached_property
+    @torch.inference_mode()
+    def alone(self) -> list[Tensor]:
+        "The logits `[n, V]` of each row by itself and without a cache: computed when they are first asked for."
+        ids = (torch.tensor([row], device=self.model.device) for row in self.rows)
+        return [self.model(input_ids=x, use_cache=False).logits[0] for x in ids]
+
+    def agrees(self, ends: Sequence[tuple[int, int]], logits: Tensor, tolerance: float | None = None) -> bool:
+        """Whether each of `logits` `[n, V]` is what the model gives alone. `ends`: for each `(row, how many of its tokens)`.
+
+        The one rule for all ways to run a model. No logit may be off by more than a share of the largest: 0.1% in fp32, which
+        is hundreds of roundings, and 5% in half precision, where a rounding is 0.1% to 0.4% and every layer adds some; or
+        `tolerance` of it."""
+        if tolerance is None: tolerance = 1e-3 if self.model.dtype.itemsize >= 4 else 5e-2
+        for (row, n), got in zip(ends, logits):
+            want = self.alone[row][n - 1]
+            if not (got.to(want.device) - want).abs().max() <= tolerance * want.abs().max(): return False      # NaN is not close
+        return True
+
+def same_as_alone(model: PreTrainedModel, rows: Sequence[Sequence[int]], logits: Tensor, tolerance: float | None = None) -> bool:
+    "Whether each of `logits` `[n, V]` is what `model` gives after one of `rows`, run alone: as `Probe.agrees` has it."
+    return Probe(model, rows).agrees([(i, len(row)) for i, row in enumerate(rows)], logits, tolerance)
 
 @torch.inference_mode()
 def can_pad(model: PreTrainedModel) -> bool:
     "Whether left-padded rows get the logits that each gets alone, in prefill and in a decode step, for this model."
     v = model.config.get_text_config().vocab_size
-    rows, token = [[(7 * i + 3) % v for i in range(n)] for n in (9, 3)], 5 % v
+    probe = Probe(model, [[(7 * i + 3) % v for i in range(n)] for n in (10, 4)])
     try:
-        first, cache, lengths = prefill_padded(model, rows)
+        first, cache, lengths = prefill_padded(model, [row[:-1] for row in probe.rows])
         mask = mask_from_lengths(lengths + 1, cache.get_seq_length() + 1)
-        second = decode_step(model, torch.full_like(lengths, token), cache, lengths, mask)
-        return same_as_alone(model, rows, first) and same_as_alone(model, [row + [token] for row in rows], second)
+        last = torch.tensor([row[-1] for row in probe.rows], device=model.device)
+        second = decode_step(model, last, cache, lengths, mask)
+        return probe.agrees([(0, 9), (1, 3)], first) and probe.agrees([(0, 10), (1, 4)], second)
     except Exception: return False      # whatever it says: its cache or its arguments are of another kind

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
     from batchlab.batch import Batch
+    from batchlab.padding import Probe
     from batchlab.slots import KVCache, Shape
 
 # %% auto #0
@@ -56,13 +57,15 @@ class Backend(Protocol):
 class BackendOptions:
     """`compile`: False for plain torch, True to insist on kernels, 'auto' to take them where they can be had. `own`: the model's
     weights may be given up for packed ones; `room`: else bytes that packed ones may take beside them. `quantization`: None or
-    'int8'."""
+    'int8'. `probe`: of chapter 12's `probe_rows`, if there is one, so that the model is not asked again."""
     compile: bool | str = 'auto'
     own: bool = False
     room: float | None = None
     quantization: str | None = None
+    probe: Probe | None = None
 
-REGISTRY: dict[str, str] = dict(cuda='batchlab.backends.cuda', fused='batchlab.backends.fused', kernels='batchlab.backends.kernels', torch='batchlab.attention')
+REGISTRY: dict[str, str] = dict(cuda='batchlab.backends.cuda', fused='batchlab.backends.fused', kernels='batchlab.backends.kernels',
+                                torch='batchlab.attention')
 
 def register(name: str, module: str) -> None:
     "Have the function `open_backend(model, shapes, options)` of `module` tried before all others."

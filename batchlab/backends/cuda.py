@@ -4,26 +4,29 @@
 
 # %% auto #0
 __all__ = ['log', 'Attend', 'PAGE', 'Run', 'Paged', 'attend_paged', 'VarlenStep', 'paged_error', 'find_varlen', 'power_of_two',
-           'bucket', 'StaticStep', 'CudaGraphs', 'CudaBackend', 'check_replays', 'cuda_backend', 'open_backend']
+           'bucket', 'StaticStep', 'CudaGraphs', 'CudaBackend', 'cuda_backend', 'open_backend']
 
 # %% ../../nbs/24_cuda.ipynb #51672ec5
-import functools, inspect, logging, weakref
+import functools, inspect, itertools, logging, weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import varlen as torch_varlen
 from transformers import PreTrainedModel
 
-from ..attention import (PackedStep, TorchBackend, _span_mask, attention_override, attend, check_backend, packed_forward,
-                                probe_rows)
+from ..attention import PackedStep, TorchBackend, _said, _span_mask, attend, check_backend, packed_forward
 from . import BackendOptions, Unavailable
+from .kernels import attend_rows
 from ..batch import Batch, pack_rows
-from ..ragged import Packed
+from ..deprecated import renamed
+from ..padding import Probe
+from ..ragged import Packed, _ints
 from ..slots import KVCache, Shape
 
 log = logging.getLogger('batchlab')
-def _said(e: Exception) -> str: return f'{type(e).__name__}: ' + ' '.join(str(e).split())[:150]
+__getattr__ = renamed(__name__, {'check_replays': 'attention.check_backend'})
 
 # %% ../../nbs/24_cuda.ipynb #448918fd
 class Paged(NamedTuple):
@@ -45,7 +48,7 @@ def attend_paged(kernel: Callable[..., Any], q: torch.Tensor, keys: torch.Tensor
     `edges`: tell it also where each row's columns would end if they lay one row behind the other. `options`: passed on.
     Raises `Unavailable` for a layer with soft caps or sinks."""
     if softcap is not None or sinks is not None: raise Unavailable('flash attention knows neither soft caps nor sinks')
-    ends = torch.nn.functional.pad(at.seq_lens.cumsum(0), (1, 0)).int() if edges else None
+    ends = F.pad(at.seq_lens.cumsum(0), (1, 0)).int() if edges else None
     return kernel(q, keys, values, at.cu_seqlens_q, ends, at.max_q, at.max_k, scale=scaling, enable_gqa=True, seqused_k=at.seq_lens,
                   window_size=(-1 if window is None else window - 1, 0), block_table=at.block_table, **options)
 
@@ -60,10 +63,11 @@ class VarlenStep(PackedStep):
 
     @functools.cached_property
     def at(self) -> Paged:
-        b, ints = self.batch, lambda x: torch.tensor(x, dtype=torch.int32, device=self.cache.device)
-        width = max(map(len, b.block_table))
-        table = [(t + t[-1:] * width)[:width] for t in b.block_table]
-        return Paged(ints(b.cu_seqlens), ints(b.seq_lens), ints(table), max(b.lengths), max(b.seq_lens))
+        b, width = self.batch, max(map(len, self.batch.block_table))
+        table = [block for t in b.block_table for block in (t + t[-1:] * width)[:width]]
+        offsets, lengths, blocks = (_ints(x, torch.int32, self.cache.device) for x in (b.cu_seqlens, b.seq_lens, table))
+        return Paged(offsets, lengths, blocks.view(-1, width), max(b.lengths), max(b.seq_lens))
+
     @property
     def masked(self) -> int: return 0
 
@@ -78,19 +82,18 @@ class VarlenStep(PackedStep):
 PAGE = 256                                       # tokens to a block, where flash attention 2 reads them
 
 def paged_error(paged: Attend, heads: int, shape: Shape, dtype: torch.dtype, device: torch.device) -> float:
-    "The largest difference of `paged` to `PackedStep` in fp32, over decode and a chunk, rows of several lengths, a window; inf for NaN."
+    "The largest difference of `paged` to `attend_rows`, over decode and a chunk, rows of several lengths, a window; inf for NaN."
     gen, worst, (kv_heads, dim, _) = torch.Generator().manual_seed(0), 0., shape
     make = lambda *size: torch.randn(*size, generator=gen).to(device, dtype)
-    cache, exact = (KVCache([shape], 5, PAGE, d, device) for d in (dtype, torch.float32))
-    for tensor, same in zip(cache.keys + cache.values, exact.keys + exact.values): same.copy_(tensor.copy_(make(*tensor.shape)))
-    for asked in ([1, 1, 1], [1, 5, 2]):
-        rows = [([0] * n, end - n) for n, end in zip(asked, (1, PAGE + 44, 2 * PAGE))]
+    cache = KVCache([shape], 5, PAGE, dtype, device)
+    for t in cache.keys + cache.values: t.copy_(make(*t.shape))
+    for lengths in ([1, 1, 1], [1, 5, 2]):
+        rows = [([0] * n, end - n) for n, end in zip(lengths, (1, PAGE + 44, 2 * PAGE))]
         batch = pack_rows(rows, [[3], [4, 1], [0, 2]], PAGE)
-        qkv = make(1, heads, batch.num_tokens, dim), *(make(1, kv_heads, batch.num_tokens, dim) for _ in range(2))
+        q, k, v = (make(1, n, batch.num_tokens, dim) for n in (heads, kv_heads, kv_heads))
         for window in (None, 9):
-            def attended(step: PackedStep, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-                return step.attention(0, q, k, v, dim ** -.5, window, None, None, {})
-            off = attended(PackedStep(exact, batch), *(t.float() for t in qkv)) - attended(VarlenStep(cache, batch, paged), *qkv)
+            got = VarlenStep(cache, batch, paged).attention(0, q, k, v, dim ** -.5, window, None, None, {})[0]
+            off = attend_rows(cache, 0, batch, q[0].transpose(0, 1), dim ** -.5, window) - got
             worst = max(worst, off.abs().max().nan_to_num(torch.inf).item())
     return worst
 
@@ -108,14 +111,14 @@ def find_varlen(heads: int, shapes: Sequence[Shape], dtype: torch.dtype, device:
         return None, f"this torch's flash attention knows no {' and no '.join(missing)}"
     if any(k != v or k % 8 or k > 256 or heads % h for h, k, v in shapes):
         return None, 'flash attention does not take these head sizes'
-    for splits in [{'num_splits': 1}] * ('num_splits' in known) + [{}]:
-        for edges in (True, False):
-            paged = functools.partial(attend_paged, kernel, edges=edges, **splits)
-            try: off = max(paged_error(paged, heads, s, dtype, device) for s in set(shapes))
-            except Exception as e: why = _said(e)
-            else:
-                if off <= 3e-2: return paged, ''
-                why = f'it was off by {off:.3f}'
+    splits = [{'num_splits': 1}] * ('num_splits' in known) + [{}]
+    for split, edges in itertools.product(splits, (True, False)):
+        paged = functools.partial(attend_paged, kernel, edges=edges, **split)
+        try: off = max(paged_error(paged, heads, s, dtype, device) for s in set(shapes))
+        except Exception as e: why = _said(e)
+        else:
+            if off <= 3e-2: return paged, ''
+            why = f'it was off by {off:.3f}'
     return None, f'flash attention was tried and left out: {why}'
 
 # %% ../../nbs/24_cuda.ipynb #dde5832a
@@ -138,49 +141,49 @@ Run = Callable[[], torch.Tensor]                 # a pass to be recorded, and it
 class StaticStep:
     """A decode step of `num_rows` rows of `num_blocks` blocks each, in tensors that stay where they are: a `Step` to be recorded.
 
-    Each time: `place`, then the forward pass over `packed` and `last`. `cache`: its last block is for padding rows; it is not kept
-    alive. `paged`: attends in place of masked SDPA over copies, see `find_varlen`."""
+    Each time: `place`, then `run`. `cache`: its last block is for padding rows; it is not kept alive. `paged`: attends in place of
+    masked SDPA over copies, see `find_varlen`."""
     def __init__(self, cache: KVCache, num_rows: int, num_blocks: int, paged: Attend | None = None) -> None:
         assert len(cache.keys[0]) > cache.num_blocks, 'a cache without a scratch block: take that of `CudaBackend.make_cache`'
         self._cache, self.num_rows, self.num_blocks, self.paged = weakref.ref(cache), num_rows, num_blocks, paged
         self.uses, self.masked, self.once = 0, 0, {}
         self.replay: Run | None = None
-        self.sent: torch.cuda.Event | None = None
         self.tables: list[list[int]] = [[]] * num_rows
         self.host = torch.zeros(num_rows * (4 + num_blocks), dtype=torch.int64, pin_memory=cache.device.type == 'cuda')
+        self.sent = torch.cuda.Event() if self.host.is_pinned() else None
         self.inputs = torch.zeros(len(self.host), dtype=torch.int64, device=cache.device)
-        (ids, positions, self.slot_mapping, self.lengths), self.block_table = self._views(self.inputs)
+        views = lambda x: (x[:4 * num_rows].view(4, -1), x[4 * num_rows:].view(num_rows, -1))
+        self.numbers, self.table = views(self.host)
+        (ids, positions, self.slot_mapping, self.lengths), self.block_table = views(self.inputs)
         at = torch.arange(num_rows + 1, dtype=torch.int32, device=cache.device)
         self.packed, self.last = Packed(ids[None], positions[None], at, positions), at[:-1].long()
 
     @property
     def cache(self) -> KVCache: return cast(KVCache, self._cache())
 
-    def _views(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        at = 4 * self.num_rows
-        return numbers[:at].view(4, -1), numbers[at:].view(self.num_rows, -1)
-
     def place(self, batch: Batch) -> None:
         "Take a batch of single tokens whose `bucket` is no larger than this step, and send it to the device."
         pad, size, scratch = self.num_rows - len(batch), self.cache.block_size, self.cache.num_blocks
         assert batch.num_decode == len(batch) and pad >= 0 and max(batch.seq_lens) <= self.num_blocks * size, 'a step too small'
         if self.sent: self.sent.synchronize()
-        numbers, table = self._views(self.host)
-        numbers[:] = torch.tensor([batch.ids + batch.ids[:1] * pad, batch.positions + [0] * pad,
-                                   batch.slot_mapping + [scratch * size] * pad, batch.seq_lens + [1] * pad])
+        self.numbers[:] = torch.tensor([batch.ids + batch.ids[:1] * pad, batch.positions + [0] * pad,
+                                        batch.slot_mapping + [scratch * size] * pad, batch.seq_lens + [1] * pad])
         for i, blocks in enumerate([t[:-(-n // size)] for t, n in zip(batch.block_table, batch.seq_lens)] + [[scratch]] * pad):
             if blocks == self.tables[i]: continue
-            table[i] = torch.tensor(blocks + blocks[-1:] * (self.num_blocks - len(blocks)))
+            self.table[i] = torch.tensor(blocks + blocks[-1:] * (self.num_blocks - len(blocks)))
             self.tables[i] = blocks
         self.masked = pad if self.paged else self.num_rows * self.num_blocks * size - sum(batch.seq_lens)
         self.inputs.copy_(self.host, non_blocking=True)
-        if self.host.is_pinned():
-            self.sent = self.sent or torch.cuda.Event()
-            self.sent.record()
+        if self.sent: self.sent.record()
+
+    def run(self, model: PreTrainedModel) -> torch.Tensor:
+        "The outputs of all rows. What is made of the numbers is made anew, inside a recording too."
+        self.once.clear()
+        return packed_forward(model, self, self.packed, self.last)
 
     def attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None,
                   softcap: float | None, sinks: torch.Tensor | None, others: dict[str, Any]) -> torch.Tensor:
-        "As of `PackedStep`; what is made of the numbers is in `once`, to be cleared before each pass."
+        "As of `PackedStep`; what is made of the numbers is in `once`."
         cache, q, end = self.cache, q[0].transpose(0, 1), self.num_blocks * self.cache.block_size
         cache.write(layer, k[0].transpose(0, 1), v[0].transpose(0, 1), self.slot_mapping)
         if self.paged:
@@ -264,10 +267,7 @@ class CudaBackend(TorchBackend):
         if step is None: return super().execute(cache, batch)
         cache.prepare(batch)
         step.place(batch)
-        def run() -> torch.Tensor:
-            step.once.clear()                     # what is made of the numbers is made anew, inside the recording too
-            return packed_forward(self.model, step, step.packed, step.last)
-        step.uses += 1
+        step.uses, run = step.uses + 1, functools.partial(step.run, self.model)
         if step.replay is None and self.record and step.uses >= self.after:
             try: step.replay = self.record(run)
             except Exception as e:
@@ -276,38 +276,20 @@ class CudaBackend(TorchBackend):
                 self.why = '. '.join(filter(None, [self.why, f'nothing is recorded: {why}']))
                 log.warning('%s decodes without recordings, which is slower on a GPU: %s', type(self.model).__name__, why)
                 return super().execute(cache, batch)
-        out, n, self.masked = (step.replay or run)(), len(batch), step.masked
-        if len(batch.logits_at) == n: return out[:n].clone()                                  # the next replay writes over it
-        return out[torch.tensor(batch.logits_at, dtype=torch.int64, device=out.device)]
-
-# %% ../../nbs/24_cuda.ipynb #792dcb48
-from ..padding import same_as_alone
-
-@torch.inference_mode()
-def check_replays(model: PreTrainedModel, backend: CudaBackend) -> None:
-    "Raise `Unavailable` unless three rows, padded to four, get from `backend` each time the logits of each alone."
-    rows, size = probe_rows(model), backend.block_size
-    cache, tables = backend.make_cache(3), [[1], [0], [2]]
-    backend.execute(cache, pack_rows([(r[:-1], 0) for r in rows[:2]], tables[:2], size))
-    batch = pack_rows([(r[-1:], len(r) - 1) for r in rows], tables, size)
-    for _ in range(backend.after + 2):
-        if not same_as_alone(model, rows, backend.execute(cache, batch)):
-            raise Unavailable('a recorded step gives other logits than the model alone')
+        out, n, self.masked = (step.replay or run)(), len(batch), step.masked          # the next replay writes over `out`
+        return out[:n].clone() if len(batch.logits_at) == n else out[_ints(batch.logits_at, device=out.device)]
 
 # %% ../../nbs/24_cuda.ipynb #440e3992
 def cuda_backend(model: PreTrainedModel, shapes: Sequence[Shape], record: Callable[[Run], Run] | None = None,
-                 kernel: Callable[..., Any] | None = None) -> CudaBackend:
+                 kernel: Callable[..., Any] | None = None, probe: Probe | None = None) -> CudaBackend:
     """A `CudaBackend` that passed its trial; its `why` says what it goes without. Raises `Unavailable`.
 
-    `shapes`: the model's `kv_layout`; `record` and `kernel`: see `CudaBackend` and `find_varlen`."""
+    `shapes`: the model's `kv_layout`; `record` and `kernel`: see `CudaBackend` and `find_varlen`; `probe`: see `check_backend`."""
     heads = getattr(model.config.get_text_config(), 'num_attention_heads', 1)
     paged, why = find_varlen(heads, shapes, model.dtype, model.device, kernel)
     for way in [paged, None] if paged else [None]:
         backend = CudaBackend(model, shapes, record, way, why)
-        try:
-            with torch.inference_mode(), attention_override(model):
-                check_backend(model, backend)
-                check_replays(model, backend)
+        try: check_backend(model, backend, probe, backend.after + 2)
         except Exception as e: why = f"{'flash attention' if way else 'decode on a GPU'} was tried and left out: {_said(e)}"
         else:
             backend.close()
@@ -317,5 +299,4 @@ def cuda_backend(model: PreTrainedModel, shapes: Sequence[Shape], record: Callab
 def open_backend(model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions) -> CudaBackend:
     "The backend for a model on a GPU. Raises `Unavailable`: without a word where the model is elsewhere."
     if model.device.type != 'cuda': raise Unavailable
-    if options.compile is False: raise Unavailable('compile=False')
-    return cuda_backend(model, shapes, CudaGraphs(model.device))
+    return cuda_backend(model, shapes, CudaGraphs(model.device), probe=options.probe)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FAMILIES', 'MakeLinear', 'onednn_packs', 'has_matrix_unit', 'join_biases', 'PackedLinear', 'PlainLinear',
            'PackedEmbedding', 'mapped_files', 'release_mapped_pages', 'Layer', 'check_family', 'LinearSlice',
-           'replace_linears', 'Fused', 'FusedBackend', 'fuse', 'open_backend']
+           'replace_linears', 'FusedWeights', 'Fused', 'FusedBackend', 'fuse', 'open_backend']
 
 # %% ../../nbs/21_fused.ipynb #f9fdbaa6
 import ctypes, functools, os
@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 from ..attention import _record, attention_override, check_backend, packed_of
 from . import BackendOptions, Unavailable
 from .kernels import KernelBackend, KernelStep, usable_kernels
-from .native import COLUMNS, DTYPES, ROWS, Kernels, limit_threads, pack_weight, unpack_rows
+from .native import ROWS, Kernels, limit_threads, pack_weight, unpack_rows
 from ..batch import Batch
 from ..machine import processor_flags
+from ..padding import Probe
 from ..ragged import Packed
 from ..slots import KVCache, Shape
 
@@ -60,8 +61,8 @@ class PackedLinear(nn.Module):
     def __init__(self, *linears: nn.Linear, kernels: Kernels) -> None:
         super().__init__()
         weights = [l.weight.detach() for l in linears]
-        self.sizes, self.dtype, self.kernels = [l.out_features for l in linears], weights[0].dtype, kernels
-        self.onednn, self.n = has_matrix_unit(self.dtype), sum(self.sizes)
+        self.sizes, self.kernels = [l.out_features for l in linears], kernels
+        self.onednn, self.n = has_matrix_unit(weights[0].dtype), sum(self.sizes)
         self.weight = _prepack(torch.cat(weights)) if self.onednn else pack_weight(*weights)
         self.bias = join_biases(*linears)
         self.nbytes, self.invariant = sum(w.nbytes for w in weights), not self.onednn
@@ -93,11 +94,11 @@ class PackedEmbedding(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor: return unpack_rows(self.head.weight, ids)
 
 # %% ../../nbs/21_fused.ipynb #d0226b54
-def mapped_files(suffix: str = '.safetensors') -> list[tuple[int, int]]:
-    "Where files with that suffix are mapped into this process: `[(first address, last + 1)]`. On Linux only."
+def mapped_files() -> list[tuple[int, int]]:
+    "Where safetensors files are mapped into this process: `[(first address, last + 1)]`. On Linux only."
     try: maps: Any = psutil.Process().memory_maps(grouped=False)
     except (AttributeError, OSError, ValueError, psutil.Error): return []           # a system that does not say
-    found = [m.addr.split('-') for m in maps if m.path.endswith(suffix)]
+    found = [m.addr.split('-') for m in maps if m.path.endswith('.safetensors')]
     return [(int(first, 16), int(end, 16)) for first, end in found]
 
 def release_mapped_pages(tensor: torch.Tensor, files: Sequence[tuple[int, int]]) -> int:
@@ -140,13 +141,11 @@ def _parts(layer: Any) -> tuple[list[nn.Linear], list[nn.Linear], list[nn.Linear
             [m.gate_up_proj] if hasattr(m, 'gate_up_proj') else [m.gate_proj, m.up_proj], [m.down_proj])
 
 def check_family(model: PreTrainedModel) -> None:
-    "Raise `Unavailable` unless `model` is of a family that is known, on the CPU, and as transformers made it."
+    "Raise `Unavailable` unless `model`, for which there are `usable_kernels`, is of a known family, and as transformers made it."
     config = model.config
     def no(why: str) -> None: raise Unavailable(f'{type(model).__name__} runs by its own code: {why}')
     if config.model_type not in FAMILIES or not type(model).__module__.startswith('transformers.models.'):
         no(f"its family {config.model_type!r} is none of {', '.join(FAMILIES)}")
-    if model.device.type != 'cpu' or model.dtype not in DTYPES:
-        no(f'it is on {model.device.type}, in {str(model.dtype)[6:]}')
     if config.hidden_act != 'silu': no(f'its activation is {config.hidden_act}')
     if config.num_attention_heads > ROWS * config.num_key_value_heads: no(f'more than {ROWS} of its query heads share a KV head')
     if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()): no('it has hooks')
@@ -175,40 +174,36 @@ def replace_linears(layer: Any, linears: list[nn.Linear], packed: nn.Module) -> 
 # %% ../../nbs/21_fused.ipynb #45e893b5
 MakeLinear = Callable[..., Any]               # from one or several `nn.Linear`, and `kernels=`: a module with `sizes` and `nbytes`
 
-class Fused:
-    """A model's layers on `kernels`: called as `packed_forward` without its model. Raises `Unavailable`.
+class FusedWeights:
+    """What `Fused` computes with: `layers`, the `head` behind them, the embedding before them. Raises `Unavailable`.
 
     `own`: the model's weights are given up as they are packed, and its modules lead to the packed ones from then on.
     Else the packed weights stand beside the model's own, `nbytes` in all. `linear`: what is made of linear layers."""
     def __init__(self, model: PreTrainedModel, kernels: Kernels, own: bool = False, linear: MakeLinear = PackedLinear) -> None:
         check_family(model)
         base: Any = model.model
-        self.model, self.kernels, self.linear = model, kernels, linear
-        asked, self.nbytes, self.files = _record(model, [1, 2, 3]), 0, mapped_files() if own else []
+        self.model, self.kernels, self.own, self.linear = model, kernels, own, linear
+        self.nbytes, self.files = 0, mapped_files() if own else []
         self.embed, self.norm, self.rotary = base.embed_tokens, base.norm.weight, base.rotary_emb
-        self.eps = base.norm.variance_epsilon
-        c = model.config
+        self.eps, c = base.norm.variance_epsilon, model.config
         self.heads, self.kv_heads, self.dim = c.num_attention_heads, c.num_key_value_heads, base.layers[0].self_attn.head_dim
-        self.layers = [self._layer(layer, window, own) for layer, (_, window) in zip(base.layers, asked)]
+        windows = [window for _, window in _record(model, [1, 2, 3])]
+        self.layers = [self._layer(layer, window) for layer, window in zip(base.layers, windows)]
         tied = model.lm_head.weight is self.embed.weight
         self.head = self._join([model.lm_head])
         if own: self._give_up(tied)
 
-    def _join(self, linears: list[nn.Linear]) -> nn.Module:
+    def _join(self, linears: list[nn.Linear], layer: Any = None) -> nn.Module:
+        "One module for `linears`, which slices of it replace in `layer` if the weights are given up."
         joined = self.linear(*linears, kernels=self.kernels)
         self.nbytes += joined.nbytes
         for l in linears: release_mapped_pages(l.weight, self.files)
+        if self.own and layer: replace_linears(layer, linears, joined)
         return joined
 
-    def _layer(self, layer: Any, window: int | None, own: bool) -> Layer:
-        "What `layer` becomes. With `own`, its linear layers become slices."
+    def _layer(self, layer: Any, window: int | None) -> Layer:
         a = layer.self_attn
-        def join(linears: list[nn.Linear]) -> nn.Module:
-            packed = self._join(linears)
-            if own: replace_linears(layer, linears, packed)
-            return packed
-
-        qkv, out, gate_up, down = map(join, _parts(layer))
+        qkv, out, gate_up, down = (self._join(linears, layer) for linears in _parts(layer))
         norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
         head_norms = (a.q_norm.weight, a.k_norm.weight) if hasattr(a, 'q_norm') else None
         return Layer(norms, head_norms, qkv, out, gate_up, down, a.scaling, window, bool(getattr(a, 'use_rope', True)))
@@ -220,27 +215,26 @@ class Fused:
             self.embed = self.model.model.embed_tokens = PackedEmbedding(self.head)
         for p in self.model.parameters(): p.data = p.data.clone()
 
-    def _qkv(self, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+# %% ../../nbs/21_fused.ipynb #27c6febd
+class Fused(FusedWeights):
+    "A model's layers on `kernels`: called as `packed_forward` without its model."
+    def qkv(self, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
         "Queries, keys and values of normed `x`, rotated: views `[T, heads, dim]` of one tensor."
-        H, KV, D = self.heads, self.kv_heads, self.dim
         y = layer.qkv(x)
-        if layer.head_norms:
-            q, k = (self.kernels.add_norm(t.reshape(-1, D), None, w, self.eps).view(len(y), -1)
-                    for t, w in zip((y[:, :H * D], y[:, H * D:(H + KV) * D]), layer.head_norms))
-            y[:, :(H + KV) * D] = torch.cat([q, k], 1)
-        if layer.rotated: self.kernels.rotate(y, H + KV, D, cos, sin)
-        return y.view(len(y), -1, D).split((H, KV, KV), 1)
+        q, k, v = y.view(len(y), -1, self.dim).split((self.heads, self.kv_heads, self.kv_heads), 1)
+        for part, weight in zip((q, k), layer.head_norms or ()):
+            part.copy_(self.kernels.add_norm(part.reshape(-1, self.dim), None, weight, self.eps).view_as(part))
+        if layer.rotated: self.kernels.rotate(y, self.heads + self.kv_heads, self.dim, cos, sin)
+        return q, k, v
 
     @torch.inference_mode()
-    def __call__(self, step: KernelStep, packed: Packed, last: torch.Tensor | None = None, hidden: bool = False) -> torch.Tensor:
-        """Logits `[n, V]` at the packed positions `last`, int64 `[n]`, or after each row's last token if None.
-
-        `hidden`: the last hidden states, normed, `[n, E]`, in place of logits."""
-        last, kernels, final = packed.last if last is None else last, self.kernels, self.layers[-1]
+    def __call__(self, step: KernelStep, packed: Packed, last: torch.Tensor, hidden: bool = False) -> torch.Tensor:
+        "Logits `[n, V]` at the packed positions `last`, int64 `[n]`; with `hidden` the last hidden states, normed, `[n, E]`."
+        kernels, final = self.kernels, self.layers[-1]
         h, delta = self.embed(packed.input_ids[0]), None
         cos, sin = (t[0].contiguous() for t in self.rotary(h[None], packed.position_ids))
         for i, layer in enumerate(self.layers):
-            q, k, v = self._qkv(layer, kernels.add_norm(h, delta, layer.norms[0], self.eps), cos, sin)
+            q, k, v = self.qkv(layer, kernels.add_norm(h, delta, layer.norms[0], self.eps), cos, sin)
             a = step.run(i, q, k, v, layer.scaling, layer.window).flatten(1)
             if layer is final: a, h = a[last], h[last]
             x = kernels.add_norm(h, layer.out(a), layer.norms[1], self.eps)
@@ -252,8 +246,8 @@ class Fused:
 class FusedBackend(KernelBackend):
     """Runs packed steps by a `Fused`, over a `TiledCache`. `nbytes`: of packed weights, beside the model's own or in their place."""
     name = 'fused'
-    def __init__(self, fused: Fused, shapes: Sequence[Shape], why: str = '', block_size: int = COLUMNS) -> None:
-        super().__init__(fused.model, shapes, fused.kernels, why, block_size)
+    def __init__(self, fused: Fused, shapes: Sequence[Shape], why: str = '') -> None:
+        super().__init__(fused.model, shapes, fused.kernels, why)
         self.fused, self.nbytes = fused, fused.nbytes
         self.batch_invariant = all(getattr(x, 'invariant', True) for x in (fused.head, fused.layers[0].qkv))
 
@@ -270,13 +264,13 @@ class FusedBackend(KernelBackend):
 # %% ../../nbs/21_fused.ipynb #9e329c44
 @torch.inference_mode()
 def fuse(model: PreTrainedModel, kernels: Kernels, shapes: Sequence[Shape], own: bool = False,
-         linear: MakeLinear = PackedLinear) -> Fused:
+         linear: MakeLinear = PackedLinear, probe: Probe | None = None) -> Fused:
     """A `Fused` whose layers gave the model's own logits when they were tried, before any weight was touched.
 
-    `shapes`: the model's `kv_layout`; `own`, `linear`: see `Fused`. Raises `Unavailable`."""
+    `shapes`: the model's `kv_layout`; `own`, `linear`: see `Fused`; `probe`: see `check_backend`. Raises `Unavailable`."""
     with attention_override(model):
         tried = Fused(model, kernels, linear=PlainLinear)
-        try: check_backend(model, FusedBackend(tried, shapes))
+        try: check_backend(model, FusedBackend(tried, shapes), probe)
         except Unavailable as e: raise Unavailable(f'{type(model).__name__} runs by its own code: fused, {e}') from e
         return tried if linear is PlainLinear else Fused(model, kernels, own, linear)
 
@@ -296,4 +290,4 @@ def open_backend(model: PreTrainedModel, shapes: Sequence[Shape], options: Backe
     elif options.quantization: raise Unavailable(f'the fused layers know no quantization {options.quantization!r}')
     elif not options.own and options.room is not None and weights > options.room:
         linear, why = PlainLinear, f'packed weights beside its own would take {weights:,} bytes more: load it by name'
-    return FusedBackend(fuse(model, kernels, shapes, options.own, linear), shapes, why)
+    return FusedBackend(fuse(model, kernels, shapes, options.own, linear, options.probe), shapes, why)

@@ -8,20 +8,20 @@ __all__ = ['TiledCache', 'prefix_groups', 'AttentionWorklist', 'layout', 'attend
 
 # %% ../../nbs/20_kernels.ipynb #c7a1e020
 import functools, itertools, math
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from ..attention import PackedStep, TorchBackend, attention_override, attend_plain, check_backend, shared_prefixes
+from ..attention import PackedStep, TorchBackend, _span_mask, attend_plain, check_backend, shared_prefixes
 from . import BackendOptions, Unavailable
 from .native import (COLUMNS, DTYPES, ROWS, SOURCE, STEP, Kernels, Shape, address, build, limit_threads, pack_bytes,
                                       pack_weight)
 from ..batch import Batch, pack_rows, places
 from ..deprecated import renamed
 from ..errors import CompileError
+from ..ragged import _ints
 from ..slots import KVCache, Shape as KVShape
 
 __getattr__ = renamed(__name__, {name: f'backends.native.{name}' for name in (
@@ -34,11 +34,8 @@ class TiledCache(KVCache):
 
     `keys[layer]`: `[num_blocks, kv_heads, block_size / 64, head_dim / e, 64, e]`; `values[layer]`: `[num_blocks, kv_heads,
     block_size / e, head_dim, e]`. `block_size` is a multiple of 64. What nobody has written is never read by the kernels."""
-    def __init__(self, shapes: Sequence[KVShape], num_blocks: int, block_size: int = COLUMNS, dtype: torch.dtype = torch.float32,
-                 device: torch.device | str = 'cpu') -> None:
-        assert block_size % COLUMNS == 0, f'a block of the kernels is a multiple of {COLUMNS} tokens, not {block_size}'
-        self.e = max(1, 4 // dtype.itemsize)
-        super().__init__(shapes, num_blocks, block_size, dtype, device)
+    @property
+    def e(self) -> int: return max(1, 4 // self.dtype.itemsize)
 
     @staticmethod
     def suits(shapes: Sequence[KVShape], dtype: torch.dtype) -> bool:
@@ -46,6 +43,7 @@ class TiledCache(KVCache):
         return dtype in DTYPES and all(d % 16 == 0 and d <= 256 for _, *dims in shapes for d in dims)
 
     def key_shape(self, heads: int, dim: int) -> tuple[int, ...]:
+        assert self.block_size % COLUMNS == 0, f'a block of the kernels is a multiple of {COLUMNS} tokens, not {self.block_size}'
         return heads, self.block_size // COLUMNS, dim // self.e, COLUMNS, self.e
 
     def value_shape(self, heads: int, dim: int) -> tuple[int, ...]: return heads, self.block_size // self.e, dim, self.e
@@ -58,9 +56,13 @@ class TiledCache(KVCache):
     def copy(self, source: int, target: int, n: int | None = None) -> None:
         super().copy(source, target)
         if n is None: return
-        behind = torch.arange(target * self.block_size + n, (target + 1) * self.block_size)
-        for layer, (h, k, v) in enumerate(self.shapes):
-            self.write(layer, torch.zeros(len(behind), h, k), torch.zeros(len(behind), h, v), behind)
+        for layer in range(len(self.shapes)): self.clear(layer, torch.arange(n, self.block_size) + target * self.block_size)
+
+    def clear(self, layer: int, slot_mapping: torch.Tensor) -> None:
+        "Zeros in these places, int64 `[T]`."
+        heads, k, v = self.shapes[layer]
+        key, value = (torch.zeros(len(slot_mapping), heads, dim, dtype=self.dtype) for dim in (k, v))
+        self.write(layer, key, value, slot_mapping)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         block, at = slot_mapping // self.block_size, slot_mapping % self.block_size
@@ -95,33 +97,30 @@ class AttentionWorklist:
         self.num_tokens, starts, lengths = batch.num_tokens, batch.starts, batch.lengths
         tables = list(itertools.accumulate(map(len, batch.block_table), initial=0))
         each = max(1, min(48 // heads, self.num_tokens * kv_heads // (2 * (threads or torch.get_num_threads()))))
-        units: list[tuple[int, int, list[tuple[int, int, int, int]]]] = []          # (table, shared columns, query rows)
+        units: list[tuple[int, list[tuple[int, int, int, int]]]] = []          # (shared columns, query rows)
         for rows, n in groups:
             pieces = [(batch.cu_seqlens[r] + i, min(each, lengths[r] - i), tables[r], starts[r] + i)
                       for r in rows for i in range(0, lengths[r], each)]
-            for unit in _fill(pieces, each) if n else [[p] for p in pieces]: units.append((unit[0][2], n * block_size, unit))
-        units.sort(key=lambda u: -u[1] - sum(n * (start - u[1] + COLUMNS) for _, n, _, start in u[2]))
-        ends = itertools.accumulate(len(unit) for _, _, unit in units)
-        self.query_rows = _ints(itertools.chain.from_iterable(piece for _, _, unit in units for piece in unit)).view(-1, 4)
-        self.work_units = _ints(x for (table, n, unit), end in zip(units, ends) for x in (end - len(unit), end, table, n)).view(-1, 4)
+            units += [(n * block_size, unit) for unit in _fill(pieces, each if n else 0)]
+        units.sort(key=lambda u: -u[0] - sum(n * (start - u[0] + COLUMNS) for _, n, _, start in u[1]))
+        ends = itertools.accumulate(len(unit) for _, unit in units)
+        self.query_rows = _ints(itertools.chain.from_iterable(piece for _, unit in units for piece in unit)).view(-1, 4)
+        self.work_units = _ints(x for (n, unit), end in zip(units, ends) for x in (end - len(unit), end, unit[0][2], n)).view(-1, 4)
         self.blocks = _ints(itertools.chain.from_iterable(batch.block_table))
 
-def _ints(values: Iterable[int]) -> torch.Tensor:
-    "As int64: by way of an array, which takes them several times as fast."
-    a = array('q', list(values))
-    return torch.frombuffer(a, dtype=torch.int64) if a else torch.empty(0, dtype=torch.int64)
-
 def _fill(pieces: Sequence[tuple[int, int, int, int]], most: int) -> list[list[tuple[int, int, int, int]]]:
-    "`pieces` of rows, in order, in lists of up to `most` tokens."
-    lists, tokens = [[]], 0
+    "`pieces` of rows, in order, in lists of up to `most` tokens, or of one piece that has more."
+    lists, room = [], 0
     for piece in pieces:
-        if tokens + piece[1] > most and lists[-1]: lists, tokens = [*lists, []], 0
+        if piece[1] > room:
+            lists.append([])
+            room = most
         lists[-1].append(piece)
-        tokens += piece[1]
+        room -= piece[1]
     return lists
 
 # %% ../../nbs/20_kernels.ipynb #c7a1e002
-def layout(cache: TiledCache, layer: int, q: torch.Tensor, scale: float, window: int | None = None, softcap: float | None = None,
+def layout(cache: KVCache, layer: int, q: torch.Tensor, scale: float, window: int | None = None, softcap: float | None = None,
            sinks: torch.Tensor | None = None) -> Shape:
     "The `Shape` of `q` `[T, heads, dim]` (a view) against a layer of `cache`. `sinks`: fp32 `[heads]`; the caller keeps them."
     K, V = cache.keys[layer], cache.values[layer]
@@ -135,38 +134,36 @@ def attend_rows(cache: KVCache, layer: int, batch: Batch, q: torch.Tensor, scale
     out = []
     for i, (table, end, start) in enumerate(zip(batch.block_table, batch.seq_lens, batch.starts)):
         k, v = (t[:end].float().transpose(0, 1)[None] for t in cache.read(layer, table[:-(-end // cache.block_size)]))
-        col, at = torch.arange(end), torch.arange(start, end)[:, None]
-        mask = torch.where((col <= at) & (col > at - (window or end)), 0., -torch.inf)
+        mask = _span_mask(torch.arange(start + 1, end + 1, device=q.device), 0, end, window)
         rows = q[batch.cu_seqlens[i]:batch.cu_seqlens[i + 1]].float().transpose(0, 1)[None]
         out.append(attend_plain(rows, k, v, mask, scale, softcap, sinks)[0].transpose(0, 1))
     return torch.cat(out)
 
-def check_kernels(kernels: Kernels) -> None:
-    """Raise `CompileError` unless products are exact and attention comes out as `attend_plain` has it.
-
-    Over blocks in any order, with a prefix that two rows share, and with window, soft cap and sinks."""
-    def right(ok: bool | torch.Tensor) -> None:
-        if not ok: raise CompileError(f'the compiled kernels compute wrong ({kernels.path.name}): '
-                                      'delete it, or set CXX to another compiler')
+def _trials(kernels: Kernels) -> Iterator[bool]:
+    "Whether products are exact, then whether attention is right: with a prefix that two rows share, window, soft cap and sinks."
     gen = torch.Generator().manual_seed(0)
     for dtype in DTYPES:                                                                    # whole numbers: exact
         x, w, b = (torch.randint(-3, 4, s, generator=gen).to(dtype) for s in ((29, 48), (70, 48), (70,)))
         want = F.linear(x.float(), w.float(), b.float()).to(dtype)
-        right(torch.equal(kernels.product(x, pack_weight(w), b, 70), want))
+        yield torch.equal(kernels.product(x, pack_weight(w), b, 70), want)
     x, w = (torch.randint(-127, 128, s, generator=gen) for s in ((29, 64), (70, 64)))
     x[:, 0], w[0], x[0] = 127, 127, 127                                                     # steps of 1; the largest sum
     got = kernels.bytes_product(x.float(), pack_bytes(w.to(torch.int8)), torch.ones(70), None, 1)
-    right(torch.equal(got.long(), x @ w.T))
+    yield torch.equal(got.long(), x @ w.T)
     batch = pack_rows([([0], 140), ([0], 128), ([0], 40), ([0] * 4, 62)], [[5, 2, 1], [5, 2, 6], [0], [3, 4]], COLUMNS)
-    groups, every = prefix_groups(batch, COLUMNS), torch.arange(7 * COLUMNS)
+    work, every = AttentionWorklist(batch, prefix_groups(batch, COLUMNS), COLUMNS, 2, 2, threads=1), torch.arange(7 * COLUMNS)
     q, k, v, sinks = (torch.randn(s, generator=gen) for s in ((7, 4, 16), (len(every), 2, 16), (len(every), 2, 16), (4,)))
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         cache, a = TiledCache([(2, 16, 16)], 7, dtype=dtype), q.to(dtype)
         cache.write(0, k.to(dtype), v.to(dtype), every)
-        work = AttentionWorklist(batch, groups, COLUMNS, 2, 2, threads=1)
-        for window, softcap, s in ((None, None, None), (20, None, sinks), (None, 2., sinks)):
-            got = kernels.attend(layout(cache, 0, a, .25, window, softcap, s), a, cache.keys[0], cache.values[0], work).float()
-            right((got - attend_rows(cache, 0, batch, a, .25, window, softcap, s)).abs().max() <= tolerance)
+        for asked in ((None, None, None), (20, None, sinks), (None, 2., sinks)):            # window, soft cap, sinks
+            got = kernels.attend(layout(cache, 0, a, .25, *asked), a, cache.keys[0], cache.values[0], work).float()
+            yield bool((got - attend_rows(cache, 0, batch, a, .25, *asked)).abs().max() <= tolerance)
+
+def check_kernels(kernels: Kernels) -> None:
+    "Raise `CompileError` unless products are exact and attention comes out as `attend_plain` has it."
+    if not all(_trials(kernels)):
+        raise CompileError(f'the compiled kernels compute wrong ({kernels.path.name}): delete it, or set CXX to another compiler')
 
 # %% ../../nbs/20_kernels.ipynb #68f37468
 @functools.cache
@@ -192,19 +189,17 @@ class KernelStep(PackedStep):
 
     def fits(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         "Whether the kernels can attend with `q` `[T, H, D]`, `k` and `v` in this layer."
-        cache, (kv_heads, *_) = self.cache, self.cache.shapes[layer]
+        cache = self.cache
         return (self.batch.causal and isinstance(cache, TiledCache) and q.dtype == k.dtype == v.dtype == cache.dtype
                 and q.device.type == 'cpu' and q.stride(2) == k.stride(2) == v.stride(2) == 1
-                and q.shape[1] // kv_heads <= ROWS and cache.suits(cache.shapes[layer:layer + 1], q.dtype))
+                and q.shape[1] // k.shape[1] <= ROWS and cache.suits(cache.shapes[layer:layer + 1], q.dtype))
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None = None,
             softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         "Write `k`, `v` `[T, KV, D]` and attend with `q` `[T, H, D]`: `[T, H, Dv]`. What fits is up to the caller."
         if window is not None and window >= self.longest: window = None
         if sinks is not None: sinks = sinks.float().contiguous()
-        cache = self.cache
-        assert isinstance(cache, TiledCache)
-        K, V = cache.keys[layer], cache.values[layer]
+        cache, K, V = self.cache, self.cache.keys[layer], self.cache.values[layer]
         alike = cache.shapes[layer], q.shape[1:], q.stride(), scaling, window, softcap, sinks is None
         z = self.layouts.get(alike)
         if z is None or sinks is not None: z = self.layouts[alike] = layout(cache, layer, q, scaling, window, softcap, sinks)
@@ -217,22 +212,20 @@ class KernelStep(PackedStep):
                   softcap: float | None, sinks: torch.Tensor | None, others: dict) -> torch.Tensor:
         q_, k_, v_ = (t[0].transpose(0, 1) for t in (q, k, v))
         if self.fits(layer, q_, k_, v_): return self.run(layer, q_, k_, v_, scaling, window, softcap, sinks)[None]
-        if self.batch.causal and isinstance(self.cache, TiledCache): self._zero_ends(layer, k, v)
+        if self.batch.causal and isinstance(self.cache, TiledCache): self.cache.clear(layer, self.ends)
         return super().attention(layer, q, k, v, scaling, window, softcap, sinks, others)
 
-    def _zero_ends(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        "Zeros behind each row's last token: torch reads whole blocks, and multiplies what it masks."
+    @functools.cached_property
+    def ends(self) -> torch.Tensor:
+        "The places behind each row's last token: torch reads whole blocks, and multiplies what it masks."
         b, size = self.batch, self.cache.block_size
-        ends = [p for t, n in zip(b.block_table, b.seq_lens) for p in places(t, n, len(t) * size - n, size)]
-        key, value = (t.new_zeros(len(ends), t.shape[1], t.shape[3]) for t in (k, v))
-        self.cache.write(layer, key, value, torch.tensor(ends, dtype=torch.int64))
+        return _ints(p for t, n in zip(b.block_table, b.seq_lens) for p in places(t, n, len(t) * size - n, size))
 
 # %% ../../nbs/20_kernels.ipynb #c7a1e006
 def usable_kernels(model: PreTrainedModel, shapes: Sequence[KVShape], options: BackendOptions) -> Kernels:
     """The kernels, if they can attend for `model`, whose `kv_layout` is `shapes`; else raises `Unavailable`.
 
     With `options.compile` True, raises `CompileError` where they can't be compiled."""
-    if options.compile is False: raise Unavailable('compile=False')
     if model.device.type != 'cpu' or model.dtype not in DTYPES:
         this = f'{str(model.dtype)[6:]} on {model.device.type}'
         raise Unavailable(f'the kernels are for fp32 and bf16 on the CPU, and this is {this}')
@@ -246,9 +239,8 @@ def usable_kernels(model: PreTrainedModel, shapes: Sequence[KVShape], options: B
 class KernelBackend(TorchBackend):
     "Runs packed steps by the model's own code, with its attention on `kernels`."
     name = 'kernels'
-    def __init__(self, model: PreTrainedModel, shapes: Sequence[KVShape], kernels: Kernels, why: str = '',
-                 block_size: int = COLUMNS) -> None:
-        super().__init__(model, shapes, why, block_size)
+    def __init__(self, model: PreTrainedModel, shapes: Sequence[KVShape], kernels: Kernels, why: str = '') -> None:
+        super().__init__(model, shapes, why, COLUMNS)
         self.kernels = kernels
 
     def make_cache(self, num_blocks: int) -> TiledCache:
@@ -262,7 +254,6 @@ class KernelBackend(TorchBackend):
 def open_backend(model: PreTrainedModel, shapes: Sequence[KVShape], options: BackendOptions) -> KernelBackend:
     "The backend for `model`, once it was tried. Raises `Unavailable`, or `CompileError`, see `usable_kernels`."
     backend = KernelBackend(model, shapes, usable_kernels(model, shapes, options))
-    try:
-        with torch.inference_mode(), attention_override(model): check_backend(model, backend)
+    try: check_backend(model, backend, options.probe)
     except Unavailable as e: raise Unavailable(f'{type(model).__name__} runs on torch alone: on the kernels, {e}') from e
     return backend

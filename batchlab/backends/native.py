@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['FLAGS', 'SOURCE', 'NUMBERS', 'COLUMNS', 'STEP', 'ROWS', 'DTYPES', 'tune_malloc', 'find_compiler', 'build', 'ctype', 'signatures', 'fields', 'Shape', 'address', 'Kernels', 'pack_weight', 'unpack_rows', 'pack_bytes', 'IdleCores', 'limit_threads']
+__all__ = ['FLAGS', 'SOURCE', 'NUMBERS', 'COLUMNS', 'STEP', 'ROWS', 'DTYPES', 'tune_malloc', 'find_compiler', 'build', 'ctype', 'signatures', 'fields', 'Shape', 'address', 'ByteKernels', 'Kernels', 'pack_weight', 'unpack_rows', 'pack_bytes', 'IdleCores', 'limit_threads']
 
 # %% ../../nbs/20_kernels.ipynb #042fc35f
 import contextlib, ctypes, functools, hashlib, itertools, os, platform, re, shutil, subprocess, sys, tempfile, time
@@ -56,7 +56,6 @@ def _run(command: list[str]) -> str:
     raise CompileError(f'{Path(command[0]).name} failed ({what.strip()[:200]}): '
                        'set CXX to another compiler, or go on without')
 
-# %% ../../nbs/20_kernels.ipynb #4e457f40
 def build(source: str) -> Path:
     """The shared library made from C++ `source`, as a path in batchlab's cache folder: compiled if it isn't there yet.
 
@@ -119,16 +118,46 @@ class _Calls(dict[tuple[str, torch.dtype], Callable[..., None]]):
     def __missing__(self, key: tuple[str, torch.dtype]) -> Callable[..., None]:
         raise TypeError(f'the kernels are for fp32 and bf16, and this is {key[1]}')
 
-class Kernels:
-    """The compiled kernels, as methods on CPU tensors of fp32 or bf16. `path`: the library's.
-
-    The lengths of heads and rows are multiples of 16. A tensor of another dtype, size or device, or with gaps, raises `TypeError`."""
+class ByteKernels:
+    "The compiled kernels of the library at `path`; of their methods those that chapter 22 needs, which make bytes and multiply them."
     def __init__(self, path: Path) -> None:
         self.path, lib, self.calls = path, ctypes.CDLL(str(path)), _Calls()
         for (name, types), (dtype, d) in itertools.product(signatures(SOURCE).items(), DTYPES.items()):
             self.calls[name, dtype] = ctypes.CFUNCTYPE(None, *types).in_dll(lib, f'{name}_{d}')
         self.set_threads: Callable[[int], None] = lib.set_threads              # what this thread calls runs on so many
 
+    def quantize(self, x: torch.Tensor, block: int, top: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of `x` `[T, K]`, mixed in blocks of 16, 32 or 64 (1: not), as uint8 in steps: `(bytes [T, K], steps fp32 [T])`.
+
+        The byte `top + 1` is 0, the largest magnitude of a row is `top` steps. The step of a row that isn't finite is NaN."""
+        bytes, steps = torch.empty(x.shape, dtype=torch.uint8), torch.empty(len(x))
+        self.calls['quantize', x.dtype](address(x, x.dtype, x.numel()), bytes.data_ptr(), steps.data_ptr(), *x.shape, block, top)
+        return bytes, steps
+
+    def dequantize(self, sums: torch.Tensor, steps: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None,
+                   dtype: torch.dtype) -> torch.Tensor:
+        "`sums` `[T, N]` times `steps` `[T]` and `scales` `[N]`, plus `bias` `[N]` or None, all fp32: `[T, N]` of `dtype`."
+        (T, N), f, out = sums.shape, torch.float32, torch.empty_like(sums, dtype=dtype)
+        self.calls['dequantize', dtype](address(sums, f, T * N), address(steps, f, T), address(scales, f, N),
+                                        bias if bias is None else address(bias, f, N), out.data_ptr(), T, N)
+        return out
+
+    def bytes_product(self, x: torch.Tensor, weight: tuple[torch.Tensor, torch.Tensor], scales: torch.Tensor,
+                      bias: torch.Tensor | None, block: int) -> torch.Tensor:
+        """`x` `[T, K]`, mixed in `block`s and made bytes, times a `weight` from `pack_bytes`: `[T, N]` of `x`'s dtype.
+
+        `scales`: fp32 `[N]`, the step of each output's weights; `bias`: fp32 `[N]`, or None."""
+        (T, K), N, d, f, (panels, start) = x.shape, len(scales), x.dtype, torch.float32, weight
+        out, filled = x.new_empty(T, N), -(-N // 32) * 32
+        self.calls['bytes_product', d](address(x, d, T * K), address(panels, torch.int8, filled * K), address(start, torch.int32, filled),
+                                       address(scales, f, N), bias if bias is None else address(bias, f, N), out.data_ptr(), T, N, K, block)
+        return out
+
+# %% ../../nbs/20_kernels.ipynb #930b9483
+class Kernels(ByteKernels):
+    """The compiled kernels, as methods on CPU tensors of fp32 or bf16. `path`: the library's.
+
+    The lengths of heads and rows are multiples of 16. A tensor of another dtype, size or device, or with gaps, raises `TypeError`."""
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n: int) -> torch.Tensor:
         "`x` `[M, K]` times a weight `[n, K]` packed by `pack_weight`, plus `bias` `[n]` or None: `[M, n]`."
         (M, K), d, out = x.shape, x.dtype, x.new_empty(len(x), n)
@@ -168,52 +197,21 @@ class Kernels:
         d, T, n = x.dtype, len(x), cos.shape[1]
         self.calls['rotate', d](address(x, d), x.stride(0), heads, dim, address(cos, d, T * n), address(sin, d, T * n), n, T)
 
-    def quantize(self, x: torch.Tensor, block: int, top: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of `x` `[T, K]`, mixed in blocks of 16, 32 or 64 (1: not), as uint8 in steps: `(bytes [T, K], steps fp32 [T])`.
-
-        The byte `top + 1` is 0, the largest magnitude of a row is `top` steps. The step of a row that isn't finite is NaN."""
-        bytes, steps = torch.empty(x.shape, dtype=torch.uint8), torch.empty(len(x))
-        self.calls['quantize', x.dtype](address(x, x.dtype, x.numel()), bytes.data_ptr(), steps.data_ptr(), *x.shape, block, top)
-        return bytes, steps
-
-    def dequantize(self, sums: torch.Tensor, steps: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None,
-                   dtype: torch.dtype) -> torch.Tensor:
-        "`sums` `[T, N]` times `steps` `[T]` and `scales` `[N]`, plus `bias` `[N]` or None, all fp32: `[T, N]` of `dtype`."
-        (T, N), f, out = sums.shape, torch.float32, torch.empty_like(sums, dtype=dtype)
-        self.calls['dequantize', dtype](address(sums, f, T * N), address(steps, f, T), address(scales, f, N),
-                                        bias if bias is None else address(bias, f, N), out.data_ptr(), T, N)
-        return out
-
-    def bytes_product(self, x: torch.Tensor, weight: tuple[torch.Tensor, torch.Tensor], scales: torch.Tensor,
-                      bias: torch.Tensor | None, block: int) -> torch.Tensor:
-        """`x` `[T, K]`, mixed in `block`s and made bytes, times a `weight` from `pack_bytes`: `[T, N]` of `x`'s dtype.
-
-        `scales`: fp32 `[N]`, the step of each output's weights; `bias`: fp32 `[N]`, or None."""
-        (T, K), N, d, f, (panels, start) = x.shape, len(scales), x.dtype, torch.float32, weight
-        out, filled = x.new_empty(T, N), -(-N // 32) * 32
-        self.calls['bytes_product', d](address(x, d, T * K), address(panels, torch.int8, filled * K), address(start, torch.int32, filled),
-                                       address(scales, f, N), bias if bias is None else address(bias, f, N), out.data_ptr(), T, N, K, block)
-        return out
-
 # %% ../../nbs/20_kernels.ipynb #afc9538c
 def _panels(weight: torch.Tensor, e: int) -> torch.Tensor:
-    "A weight `[N, K]` as `[ceil(N / 32), K / e, 32, e]`, filled up with zeros."
+    "A weight `[N, K]` as `[ceil(N / 32), K / e, 32, e]`: a view, or filled up with zeros."
     if rest := -len(weight) % 32: weight = F.pad(weight, (0, 0, 0, rest))
-    return weight.unflatten(0, (-1, 32)).unflatten(2, (-1, e)).transpose(1, 2).contiguous()
+    return weight.unflatten(0, (-1, 32)).unflatten(2, (-1, e)).transpose(1, 2)
 
 def pack_weight(*weights: torch.Tensor) -> torch.Tensor:
     """Weights `[out, in]`, one below the other, in panels for `Kernels.product`, `in` even: `[panels, in / e, 32, e]`.
 
     e = 2 in bf16, 1 in fp32. Weight by weight where they fill whole panels, so that nothing of them is there three times."""
-    e, at = 4 // weights[0].element_size(), 0
-    if any(len(w) % 32 for w in weights[:-1]): weights = (torch.cat(weights),)
-    packed = weights[0].new_empty(sum(-(-len(w) // 32) for w in weights), weights[0].shape[1] // e, 32, e)
-    for w in weights:
-        full = len(w) // 32
-        packed[at:at + full] = w[:32 * full].unflatten(0, (-1, 32)).unflatten(2, (-1, e)).transpose(1, 2)
-        at += full
-    if rest := len(weights[-1]) % 32: packed[at:] = _panels(weights[-1][-rest:], e)
-    return packed
+    e, last = 4 // weights[0].element_size(), weights[-1]
+    if any(len(w) % 32 for w in weights[:-1]): weights, last = (), torch.cat(weights)
+    whole = len(last) // 32 * 32                                            # only what is left of the last is filled up
+    parts = [_panels(w, e) for w in (*weights[:-1], last[:whole], last[whole:]) if len(w)]
+    return torch.cat(parts).contiguous()
 
 def unpack_rows(packed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     "Rows `[…]`, int64, of a weight that `pack_weight` has packed: `[…, in]`."
@@ -223,7 +221,7 @@ def pack_bytes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """An int8 weight `[N, K]`, `K` a multiple of 4, for `Kernels.bytes_product`: `(panels, starts)`.
 
     Panels: int8 `[ceil(N / 32), K / 4, 32, 4]`. Starts: int32, for each output of each panel the value its sum begins with."""
-    panels = _panels(weight, 4)
+    panels = _panels(weight, 4).contiguous()
     return panels, -128 * panels.sum([1, 3], dtype=torch.int32).flatten()
 
 # %% ../../nbs/20_kernels.ipynb #9ac0e964
