@@ -150,6 +150,10 @@ class Delivery:
             self._close(g, event)
             self._send(g, event)
 
+    def fail(self, groups: Iterable[RequestGroup], what: str, e: Exception) -> None:
+        "End `groups` with an error, that `what` and `e` say."
+        for g in groups: self.end(g, 'error', f'{what} {type(e).__name__}: {e}')
+
     def _close(self, g: RequestGroup, event: StreamEvent) -> None:
         "Note the result of `g`, in its last event and in the statistics."
         event.finished, event.output = True, g.result()
@@ -170,7 +174,7 @@ class Delivery:
             if g.broken: return
             g.broken = True
             log.error('the stream callback of request %s failed', g.request_id, exc_info=e)
-            self.end(g, 'error', f'its stream callback failed with {type(e).__name__}: {e}')
+            self.fail([g], 'its stream callback failed with', e)
 
 # %% ../nbs/15_llm.ipynb #10a50c09
 class StepLoop:
@@ -266,11 +270,8 @@ class StepLoop:
         log.error('the engine failed, and goes on without the requests that it had', exc_info=e)
         kind = self.engines.last
         self.engines[kind].reset()
-        self._end_all([g for g in self.groups.values() if any(r.runner == kind for r in g.requests)], 'the engine failed with', e)
+        self.delivery.fail([g for g in self.groups.values() if any(r.runner == kind for r in g.requests)], 'the engine failed with', e)
         return []
-
-    def _end_all(self, groups: Iterable[RequestGroup], what: str, e: Exception) -> None:
-        for g in list(groups): self.delivery.end(g, 'error', f'{what} {type(e).__name__}: {e}')
 
     def _take_in(self) -> None:
         "Queue the prompts that came, and end those that are to be cancelled."
@@ -278,7 +279,7 @@ class StepLoop:
             try: self.engines.begin()
             except Exception as e:                                            # the thread goes on, for it serves others too
                 log.error('the model can not be run as it is now', exc_info=e)
-                self._end_all(self.groups.values(), 'the model can not be run as it is now:', e)
+                self.delivery.fail(list(self.groups.values()), 'the model can not be run as it is now:', e)
         while self.inbox:
             group, reason = self.inbox.popleft()
             if reason: self.delivery.end(group, reason)

@@ -60,8 +60,8 @@ class SoloRunner:
         check_batch(batch, 'SoloRunner')
         parts: list[torch.Tensor] = []
         with attention_override(self.model):
-            for i, (a, b) in enumerate(zip(batch.cu_seqlens, batch.cu_seqlens[1:])):
-                if batch.seq_lens[i] != b - a: raise BatchError('SoloRunner keeps nothing: give the Scheduler recompute=True')
+            for a, b, start in zip(batch.cu_seqlens, batch.cu_seqlens[1:], batch.starts):
+                if start: raise BatchError('SoloRunner keeps nothing: give the Scheduler recompute=True')
                 ids, at = torch.tensor([batch.ids[a:b]], device=self.model.device), [x - a for x in batch.logits_at if a <= x < b]
                 if batch.hidden: out = self.model.base_model(ids, use_cache=False).last_hidden_state[0]
                 else: out = self.model(ids, use_cache=False).logits[0]

@@ -237,13 +237,10 @@ def round_up(n: int, to: int = 64) -> int:
     return -(-n // to) * to
 
 class RectangleMemory:
-    """The `KVMemory` of a padded batch: all rows as long as the longest, claimed from `budget`.
+    "The `KVMemory` of a padded batch: all rows as long as the longest, claimed from `budget`. `rows`, `columns`: what is claimed."
+    def __init__(self, budget: KVBudget) -> None: self.budget, self.rows, self.columns = budget, 0, 0
 
-    `kept=False`: of a runner without a cache. `rows`, `columns`: the rectangle that is claimed."""
-    def __init__(self, budget: KVBudget, kept: bool = True) -> None:
-        self.budget, self.kept, self.rows, self.columns = budget, kept, 0, 0
-
-    def holds(self, tokens: int) -> int: return round_up(tokens) if self.kept else 0
+    def holds(self, tokens: int) -> int: return round_up(tokens)
     def cached(self, r: Request) -> int: return 0
 
     def room_for(self, r: Request, running: Sequence[Request]) -> bool:
@@ -255,7 +252,7 @@ class RectangleMemory:
         return []
 
     def grow(self, r: Request, end: int, running: Sequence[Request]) -> bool:
-        if len(running) <= self.rows and end <= self.columns or not self.kept: return True
+        if len(running) <= self.rows and end <= self.columns: return True
         columns = round_up(max([end, *(x.num_tokens for x in running)]))
         if not self.budget.claim(self, len(running) * columns): return False
         self.rows, self.columns = len(running), columns
@@ -266,7 +263,7 @@ class RectangleMemory:
     def leave(self, r: Request, keep: bool) -> None:
         self.rows = max(0, self.rows - 1)
         if not self.rows: self.columns = 0
-        if self.kept: self.budget.claim(self, self.rows * self.columns)
+        self.budget.claim(self, self.rows * self.columns)
 
 # %% ../nbs/11_scheduler.ipynb #d571e91b
 def _coming(running: Iterable[Request], chunk_size: int) -> set[bytes]:
@@ -391,8 +388,8 @@ class Scheduler(RequestQueue):
 
     `max_kv_tokens`, or a `budget` shared with others: the most tokens of KV (None: no limit). When they run out, the last in
     rank is preempted, and computed again later. `block_size`, `prefix_caching`: the `BlockPool`'s. `paged=False`, for padded
-    batches: no blocks, a rectangle. `recompute=True`: nothing is kept of what was computed, each step computes whole
-    sequences. `chunked=False`: prompts enter whole. `barrier=True`, static batching: requests enter only when none runs, all
+    batches: no blocks, a rectangle. `recompute=True`, without blocks: nothing is kept of what was computed, each step
+    computes whole sequences, and no memory is claimed. `chunked=False`: prompts enter whole. `barrier=True`, static batching: requests enter only when none runs, all
     of one `wave` at once, whole, and without prefix caching. `order`: a key by which requests rank before all else.
 
     `waiting`, `running`: its requests, the first by rank. `ledger`: the positions that its steps computed, recomputed and
@@ -409,7 +406,8 @@ class Scheduler(RequestQueue):
                                 'and prompts need the rest')
         budget = budget or KVBudget(max_kv_tokens)
         pool = BlockPool(block_size, budget, prefix_caching and paged and not barrier)
-        super().__init__(max_num_seqs, pool, PagedMemory(pool) if paged else RectangleMemory(budget, not recompute), order, patience)
+        memory = PagedMemory(pool) if paged else RectangleMemory(KVBudget() if recompute else budget)
+        super().__init__(max_num_seqs, pool, memory, order, patience)
         self.max_num_batched_tokens, self.recompute = max_num_batched_tokens, recompute
         self.chunked, self.barrier = chunked and not barrier, barrier
         self.block_size = block_size if paged else 0

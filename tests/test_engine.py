@@ -579,6 +579,18 @@ def test_ctrl_c_in_a_callback_loses_no_other_answer():
     assert [t for e in got for t in e.token_ids] == got[-1].output.outputs[0].token_ids == wanted(llm.model, [[8, 9]], 10)[0]
 
 
+def test_probes_ask_the_model_once_for_each_prompt():
+    model, alone = tiny_model('llama'), []
+
+    def note(module, args, kwargs):
+        if kwargs.keys() == {'input_ids', 'use_cache'}: alone.append(tuple(kwargs['input_ids'][0].tolist()))
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    LLM(model)
+    assert len(alone) == len({*alone}) == 6, alone
+    LLM(model)                                                   # nothing is remembered for longer
+    assert len(alone) == 12
+
+
 def test_a_plan_is_what_the_call_takes():
     rng, model = random.Random(0), tiny_model('llama')
     for _ in range(8):
