@@ -73,13 +73,6 @@ class BlockAllocator:
     def __len__(self) -> int: return len(self.blocks)
     @property
     def num_held(self) -> int: return len(self.blocks) - len(self.free) - len(self.cached)
-    @property
-    def num_available(self) -> float:
-        "How many blocks can be taken now; infinity without a limit."
-        left = self.budget.left(self)
-        if left == math.inf: return left
-        return len(self.free) + len(self.cached) + max(0, int(left) // self.block_size - len(self.blocks))
-
     def has_room(self, blocks: int) -> bool:
         "Whether that many blocks more could be held, if need be once other owners of the budget have given back."
         more = blocks - len(self.free) - len(self.cached)
@@ -280,7 +273,7 @@ class BlockPool(BlockAllocator):
         if hit.source is None: return table, copies, at
         self.share(hit.source)
         more = self.blocks_for(len(ids)) - len(table)
-        if self.num_available < more or (target := self.take(after=table[-1] if table else None)) is None:
+        if not self.has_room(more) or (target := self.take(after=table[-1] if table else None)) is None:
             self.release([hit.source])
             return table, copies, at
         self.commit([*table, target], at, ids[at:at + hit.n], root)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .attention import attention_override, kv_layout
 from .errors import ParamError, Unavailable, UnsupportedModelError
 from .models import load_model, max_model_len
-from .padding import can_pad, same_as_alone
+from .padding import Probe, can_pad, same_as_alone
 from .prefill import kv_bytes_per_token
 from .scheduler import Request
 from .slots import Shape
@@ -56,14 +56,15 @@ def check_causal(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f'{type(model).__name__} is not causal, its logits change with later tokens: '
                                     'take a decoder model (an encoder with is_decoder=True in its config becomes one)')
 
-def probe_model(model: PreTrainedModel, packed: bool = True, switch: int | None = None) -> tuple[list[Shape] | None, bool | None]:
+def probe_model(model: PreTrainedModel, packed: bool = True, switch: int | None = None,
+                probe: Probe | None = None) -> tuple[list[Shape] | None, bool | None]:
     """How `model` can run: `(shapes, paddable)`, the shapes of its KV or None if not packed. Says so where it is slower.
 
-    `paddable` is None where nobody needs to know. Raises `UnsupportedModelError`."""
+    `paddable` is None where nobody needs to know. `probe`: see `check_backend`. Raises `UnsupportedModelError`."""
     shapes = paddable = why = None
     with attention_override(model):
         if packed:
-            try: shapes = kv_layout(model)
+            try: shapes = kv_layout(model, probe)
             except Unavailable as e: why = e
         if shapes is None or switch: paddable = can_pad(model)
         if shapes is None and not paddable: check_causal(model)

@@ -11,7 +11,6 @@ __all__ = ['log', 'make_request', 'sample_rows', 'append_prompt', 'sum_ledgers',
 # %% ../nbs/14_engine.ipynb #6f599640
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import Any
 import torch
@@ -44,31 +43,29 @@ def sample_rows(plan: StepPlan, logits: torch.Tensor) -> list[RowOutput]:
     A row with drafts gets as many of them as are what it would have drawn, and the token that follows those: after each
     token the next one is drawn for those whose guess was right."""
     outs, live, end = [RowOutput() for _ in plan.rows], [], 0
-    for i, row in enumerate(plan.rows):
+    for row, out in zip(plan.rows, outs):
         n, r = row.num_logits, row.request
         end += n
-        if not row.samples: pass
-        else: live.append((i, end - 1 - (row.start + row.n_tokens - r.num_tokens)))
+        if row.samples: live.append((r, out, end - 1 - (row.start + row.n_tokens - r.num_tokens)))
         if n and r.wants_prompt_logits: append_prompt(r, logits[end - n:end], row.start)
-    lengths = [(plan.rows[i].request, len(plan.rows[i].request.output_ids)) for i, _ in live]
+    known = [(r, len(r.output_ids)) for r, _, _ in live]
     try:
         while live:
-            at, rows = [k for _, k in live], [plan.rows[i].request.row for i, _ in live]
-            got, right = sample(logits if at == list(range(len(logits))) else logits[at], rows), []
-            for j, (i, k) in enumerate(live):
-                r, out = plan.rows[i].request, outs[i]
+            at, right = [k for _, _, k in live], []
+            got = sample(logits if at == list(range(len(logits))) else logits[at], [r.row for r, _, _ in live])
+            for j, (r, out, k) in enumerate(live):
                 if j in got.errors:
                     out.error = got.errors[j]
                     continue
-                out.token_ids.append(got.token_ids[j])
+                out.token_ids.append(token := got.token_ids[j])
                 out.logprobs.append(got.logprobs[j])
                 depth = len(out.token_ids)
-                if depth <= len(r.draft_ids) and got.token_ids[j] == r.draft_ids[depth - 1]:
-                    r.output_ids.append(got.token_ids[j])              # as far as the next draw is concerned
-                    right.append((i, k + 1))
+                if r.draft_ids[depth - 1:depth] == [token]:
+                    r.output_ids.append(token)                         # as far as the next draw is concerned
+                    right.append((r, out, k + 1))
             live = right
     finally:
-        for r, n in lengths: del r.output_ids[n:]
+        for r, n in known: del r.output_ids[n:]
     return outs
 
 # %% ../nbs/14_engine.ipynb #e8655cf3
@@ -87,7 +84,7 @@ def append_prompt(request: Request, logits: torch.Tensor, start: int) -> None:
 # %% ../nbs/14_engine.ipynb #d2677823
 def sum_ledgers(ledgers: Sequence[Ledger]) -> Ledger:
     "One `Ledger` with the sums of all."
-    return Ledger(*(sum(getattr(l, f.name) for l in ledgers) for f in fields(Ledger)))
+    return Ledger(*map(sum, zip(*(vars(l).values() for l in ledgers))))
 
 # %% ../nbs/14_engine.ipynb #4de86b10
 def out_of_memory(e: BaseException) -> bool:
@@ -151,10 +148,11 @@ class Engine:
         self.reset()
         for r in hit: rewind(r)
         if not isinstance(e, Exception) or not ran: raise e                  # Ctrl-C: whoever steps on goes on
-        if out_of_memory(e) and (not hit or self.shrink(len(hit))): return [r for r in ran if r.finish_reason]
-        if not out_of_memory(e): log.error('a step with %s requests failed', len(ran), exc_info=e)
-        why = ('out of memory with this request alone: shorten it or its max_tokens, or take a smaller model or dtype'
-               if out_of_memory(e) else f'the step failed with {type(e).__name__}: {e}')
+        why = f'the step failed with {type(e).__name__}: {e}'
+        if out_of_memory(e):
+            if not hit or self.shrink(len(hit)): return [r for r in ran if r.finish_reason]
+            why = 'out of memory with this request alone: shorten it or its max_tokens, or take a smaller model or dtype'
+        else: log.error('a step with %s requests failed', len(ran), exc_info=e)
         for r in hit: self.scheduler.finish(r, 'error', why)
         return ran
 
@@ -177,7 +175,7 @@ class Engine:
 
 # %% ../nbs/14_engine.ipynb #a57d884b
 _MOVED = dict(
-    llm='LLM EngineError make_engine grammar_for admit group_waves',
+    llm='LLM grammar_for admit group_waves', loop='make_engine', errors='EngineError',
     outputs='CompletionOutput RequestOutput StreamEvent Score MemoryPlan Stats RequestGroup',
     inputs='PROMPT_FORMS is_ids as_list parse_prompt params_for settings_for',
     config='''STRATEGIES Limits rope_switch rope_side model_and_tokenizer check_causal probe_model context_limit free_memory

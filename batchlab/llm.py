@@ -6,30 +6,32 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'NoBackend', 'make_engine', 'grammar_for', 'admit', 'group_waves', 'in_order', 'simulate', 'make_plan',
-           'make_stats', 'trim_memory', 'LLM']
+__all__ = ['log', 'grammar_for', 'admit', 'group_waves', 'in_order', 'simulate', 'make_plan', 'make_stats', 'trim_memory', 'LLM']
 
-# %% ../nbs/15_llm.ipynb #90905258
-import contextlib, ctypes, heapq, itertools, logging, math, platform, sys, threading, time
-from collections import Counter, deque
+# %% ../nbs/15_llm.ipynb #10a50c0d
+import contextlib, ctypes, itertools, logging, math, sys, threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from .backends import Backend, BackendOptions, select_backend
+from .attention import probe_rows
+from .backends import Backend
 from .blocks import KVBudget
-from .config import (check_compile, check_count, check_quantization, check_strategy, choose_limits, free_memory,
-                             model_and_tokenizer, probe_model, rope_switch, select_runner, weights_digest, weights_version)
-from .engine import Engine, make_request, sum_ledgers
-from .errors import BatchlabError, EngineError, ParamError, UnsupportedModelError
+from .config import (check_compile, check_count, check_quantization, check_strategy, choose_limits, model_and_tokenizer,
+                             probe_model, rope_switch)
+from .deprecated import renamed
+from .engine import make_request, sum_ledgers
+from .errors import BatchlabError, ParamError
 from .inputs import as_list, prompt_ids_of, settings_for
 from .ledger import Ledger
+from .loop import BackgroundLoop, Delivery, EngineSet
 from .models import eos_token_ids, pad_token_id
 from .outputs import MemoryPlan, RequestGroup, RequestOutput, Score, Stats, StreamEvent
+from .padding import Probe
 from .prefill import check_prompt
 from .prefix import group_by_prefix
-from .runners import PackedRunner, PaddedRunner, SoloRunner
 from .sampling import SamplingParams, SamplingRow
 from .scheduler import Request, RowOutput, Scheduler, round_up
 if TYPE_CHECKING:
@@ -37,29 +39,6 @@ if TYPE_CHECKING:
     from batchlab.verify import Report
 
 log = logging.getLogger('batchlab')
-
-# %% ../nbs/15_llm.ipynb #2f4accba
-class NoBackend:
-    "Stands where a model does not run packed."
-    name, why, block_size, nbytes, masked, batch_invariant = 'torch', 'it does not run packed', 64, 0, 0, False
-    def make_cache(self, num_blocks: int) -> Any: raise NotImplementedError
-    def execute(self, cache: Any, batch: Any) -> torch.Tensor: raise NotImplementedError
-    def close(self) -> None: "Nothing is held."
-
-# %% ../nbs/15_llm.ipynb #5f81e419
-def make_engine(llm: LLM, kind: str) -> Engine:
-    "An `Engine` for requests of a kind, by `llm.strategy`."
-    l, alone = llm.limits, kind == 'solo' or llm.strategy == 'loop'
-    how: Any = dict(max_num_batched_tokens=l.max_num_batched_tokens, budget=llm.budget)
-    if kind == 'packed':
-        size = llm.backend.block_size
-        scheduler = Scheduler(l.max_num_seqs, prefix_caching=llm.enable_prefix_caching, block_size=size, **how)
-        return Engine(scheduler, PackedRunner(llm.backend, max(1, (l.kv_tokens or 0) // size)), llm.watchers)
-    order = dict(bucketed=lambda r: (-r.max_len, r.rank), prefix=lambda r: (r.wave, -r.max_len, r.rank)).get(llm.strategy)
-    scheduler = Scheduler(1 if alone else l.max_num_seqs, paged=False, prefix_caching=False, chunked=False, order=order,
-                          barrier=llm.strategy != 'continuous', recompute=kind == 'solo', **how)
-    runner = SoloRunner(llm.model) if kind == 'solo' else PaddedRunner(llm.model, llm.pad_id, llm.strategy == 'prefix')
-    return Engine(scheduler, runner, llm.watchers)
 
 # %% ../nbs/15_llm.ipynb #de377638
 def grammar_for(llm: LLM, params: SamplingParams) -> Any:
@@ -103,58 +82,59 @@ def in_order(llm: LLM, groups: Sequence[RequestGroup]) -> list[RequestGroup]:
 def simulate(scheduler: Scheduler, requests: Iterable[Request], most: int = 200_000) -> tuple[int, int, int] | None:
     """Run copies of `requests` through `scheduler`, without a model and to their `max_tokens`: `(slots, blocks, tokens reused)`, the
     most at once. None if that takes more than `most` rows."""
-    for i, r in enumerate(requests): scheduler.add(Request(str(i), r.prompt_ids, r.max_tokens, r.priority, reuse=r.reuse, wave=r.wave,
-                                                               adapter=r.adapter))
+    for r in requests: scheduler.add(Request(r.request_id, r.prompt_ids, r.max_tokens, r.priority, reuse=r.reuse, adapter=r.adapter))
     slots = rows = 0
     while scheduler.has_unfinished:
         plan = scheduler.schedule()
         slots, rows = max(slots, len(scheduler.running)), rows + len(plan.rows)
         if rows > most or not plan.rows: return None
-        scheduler.update(plan, [RowOutput([-1], [None]) if row.samples else RowOutput() for row in plan.rows])
+        scheduler.update(plan, [RowOutput([-1] if row.samples else []) for row in plan.rows])
     return slots, len(scheduler.pool), scheduler.ledger.reused
 
 # %% ../nbs/15_llm.ipynb #c18d57b9
+def _count_longest(llm: LLM, lengths: Iterable[int]) -> tuple[int, int]:
+    "Of requests that may get as long as `lengths`, how many of the longest run at once, and the blocks that they hold."
+    limits, size = llm.limits, llm.backend.block_size
+    longest = sorted(lengths, reverse=True)
+    if not longest or not limits.kv_tokens: return len(longest[:1]), 0
+    longest = longest[:1 if llm.strategy == 'loop' else limits.max_num_seqs]
+    paged = llm.shapes and llm.strategy == 'continuous'
+    held = [round_up(n, size) if paged else round_up(longest[0]) for n in longest]
+    slots = max(1, sum(total <= limits.kv_tokens for total in itertools.accumulate(held)))
+    return slots, sum(held[:slots]) // size
+
 def make_plan(llm: LLM, groups: Sequence[RequestGroup]) -> MemoryPlan:
     "The `MemoryPlan` of prompts that were made ready by `admit`."
-    rs, l, size = [r for g in in_order(llm, groups) for r in g.requests], llm.limits, llm.backend.block_size
-    longest, shared = max((r.max_len for r in rs), default=0), 0
-    tokens = sum(r.max_tokens for r in rs)
-    paged = bool(llm.shapes) and llm.strategy == 'continuous'
-    scheduler = Scheduler(l.max_num_seqs, l.max_num_batched_tokens, l.kv_tokens, size, llm.enable_prefix_caching)
-    found = simulate(scheduler, rs) if paged and tokens <= 200_000 else None
-    if found: slots, blocks, shared = found
-    else:
-        slots = min(l.max_num_seqs if l.kv_tokens and llm.strategy != 'loop' else 1, len(rs))
-        lengths = sorted((round_up(r.max_len, size) for r in rs), reverse=True)[:slots]
-        if not paged: lengths = [round_up(longest)] * slots
-        if l.kv_tokens: slots = max(1, sum(n <= l.kv_tokens for n in itertools.accumulate(lengths))) if rs else 0
-        blocks = sum(lengths[:slots]) // size if l.kv_tokens else 0
-    weights = sum(p.numel() * p.element_size() for p in llm.model.parameters()) + llm.backend.nbytes
-    return MemoryPlan(len(groups), sum(len(r.prompt_ids) for r in rs), sum(r.max_tokens for r in rs), longest, slots, weights,
+    rs, l, size, found = [r for g in in_order(llm, groups) for r in g.requests], llm.limits, llm.backend.block_size, None
+    lengths, tokens = [r.max_len for r in rs], sum(r.max_tokens for r in rs)
+    if llm.shapes and llm.strategy == 'continuous' and tokens <= 200_000:
+        found = simulate(Scheduler(l.max_num_seqs, l.max_num_batched_tokens, l.kv_tokens, size, llm.enable_prefix_caching), rs)
+    slots, blocks, shared = found or (*_count_longest(llm, lengths), 0)
+    weights = sum(p.nbytes for p in llm.model.parameters()) + llm.backend.nbytes
+    return MemoryPlan(len(groups), sum(len(r.prompt_ids) for r in rs), tokens, max(lengths, default=0), slots, weights,
                       blocks * size * l.kv_bytes_per_token, l.kv_bytes_per_token, l.kv_bytes,
                       {g.index: g.error for g in groups if g.error}, blocks, size, shared)
 
 # %% ../nbs/15_llm.ipynb #856f8094
 def make_stats(llm: LLM) -> Stats:
     "The `Stats` of this moment."
-    d, es, all_time = Counter(llm.done), list(llm.engines.values()), sum_ledgers([llm.past, llm.ledger])
+    d, engines, all_time = llm.delivery.sums, list(llm.engines.values()), sum_ledgers([llm.engines.past, llm.ledger])
     mean = lambda name: d[name] / d[f'n {name}'] if d[f'n {name}'] else math.nan
-    ends, pools = {k[4:]: n for k, n in d.items() if k.startswith('end ')}, [e.scheduler.pool for e in es]
-    running = sum(len(e.scheduler.running) for e in es)
-    return Stats(ends, d['prompt_tokens'], d['output_tokens'], d['cached_tokens'], all_time.recomputed, all_time.padded,
-                 all_time.masked, d['preemptions'], d['steps'] + sum(e.num_steps for e in es), running,
-                 sum(len(e.scheduler.waiting) for e in es), sum(e.scheduler.max_num_seqs for e in es), running,
+    schedulers = [e.scheduler for e in engines]
+    pools, running = [s.pool for s in schedulers], sum(len(s.running) for s in schedulers)
+    return Stats(dict(llm.delivery.ends), d['prompt_tokens'], d['output_tokens'], d['cached_tokens'], all_time.recomputed,
+                 all_time.padded, all_time.masked, d['preemptions'], llm.engines.past_steps + sum(e.num_steps for e in engines), running,
+                 sum(len(s.waiting) for s in schedulers), sum(s.max_num_seqs for s in schedulers), running,
                  sum(map(len, pools)), sum(p.num_held for p in pools), sum(len(p.cached) for p in pools),
-                 sum(e.runner.nbytes for e in es), mean('time_to_first_token'), mean('time_per_token'),
-                 d['output_tokens'] / d['seconds'] if d['seconds'] else math.nan)
+                 sum(e.runner.nbytes for e in engines), mean('time_to_first_token'), mean('time_per_token'),
+                 d['output_tokens'] / llm.engines.seconds if llm.engines.seconds else math.nan)
 
 def trim_memory() -> None:
     "Have the C library give back to the system what was freed (glibc; else nothing)."
-    if platform.libc_ver()[0] == 'glibc':
-        with contextlib.suppress(OSError, AttributeError): ctypes.CDLL(None).malloc_trim(0)
+    with contextlib.suppress(OSError, AttributeError, TypeError): ctypes.CDLL(None).malloc_trim(0)
 
 # %% ../nbs/15_llm.ipynb #3444a712
-class LLM:
+class LLM(BackgroundLoop):
     """Batch inference with one causal LM: `generate` for prompts, `chat` for conversations, results in input order.
 
     `model`: None (the default model), a hub id, a folder, a `.gguf` file, or a loaded model, which is left as it was
@@ -166,18 +146,16 @@ class LLM:
     its free memory, see `limits`. `enable_prefix_caching`: reuse the KV of earlier requests with the same beginning.
     `strategy`: 'continuous'; or, to compare, 'loop' (one at a time), 'static' (batches in the order given), 'bucketed'
     (similar lengths together), 'prefix' (batches that share a prefix). `trace`: record all that happens, in `recorder`;
-    to record a part of it, see `trace`. Raises `ModelError`, `ParamError`.
-
-    Who holds `mutex` changes schedulers, requests, engines and backend: one thread at a time, the one that steps. All others
-    put what they want into `inbox`, under `progress`, and the next step takes it in."""
+    to record a part of it, see `trace`. Raises `ModelError`, `ParamError`."""
     def __init__(self, model: str | PreTrainedModel | None = None, tokenizer: PreTrainedTokenizerBase | None = None,
                  dtype: str | torch.dtype = 'auto', device: str | torch.device = 'auto', max_num_seqs: int | None = None,
                  max_model_len: int | None = None, max_num_batched_tokens: int | None = None, enable_prefix_caching: bool = True,
                  strategy: str = 'continuous', kv_cache_bytes: int | None = None, compile: bool | str = 'auto',
                  quantization: str | None = None, trace: bool = False) -> None:
-        own = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
-                   kv_cache_bytes=kv_cache_bytes)
-        for name, x in own.items(): check_count(name, x)
+        super().__init__()
+        limits = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
+                      kv_cache_bytes=kv_cache_bytes)
+        for name, x in limits.items(): check_count(name, x)
         self.strategy, self.enable_prefix_caching = check_strategy(strategy), enable_prefix_caching
         self.compile, self.own = check_compile(compile), not isinstance(model, torch.nn.Module)
         self.quantization = check_quantization(quantization, strategy)
@@ -185,60 +163,28 @@ class LLM:
         self.eos_ids, self.pad_id = eos_token_ids(self.model, self.tokenizer), pad_token_id(self.model, self.tokenizer)
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
         self.switch = rope_switch(self.model)
-        self.shapes, self.paddable = probe_model(self.model, strategy == 'continuous', self.switch)
-        self.limits = choose_limits(self.model, self.shapes, self.paddable, **own)
         self.grammars: Any = None                              # made when a request first asks for structured outputs
-        self.watchers: list[Callable] = []                     # of requests: 'queued', 'ended', 'refused'; and of all engines
-        self.mutex, self.progress = threading.Lock(), threading.Condition()
-        self.stepper: int | None = None                        # the thread that makes a step
-        self.thread: threading.Thread | None = None
-        self.stopping, self.paused, self.ids = None, False, itertools.count()
-        self.inbox: deque[tuple[RequestGroup, str | None]] = deque()        # to be queued, or ended for a reason
-        self.groups: dict[str, RequestGroup] = {}              # not done yet, by id
-        self.deadlines: list[tuple[float, int, RequestGroup]] = []          # a heap
-        self.done: Any = Counter()                             # sums over all that ended, see `make_stats`
-        self.past = Ledger()
-        self.engines: dict[str, Engine] = {}                   # by kind, see `select_runner`
-        self.backend = self._select_backend()
-        self._configure()
+        self.watchers: list[Callable] = []                     # of its engines, and of requests: see `Engine`, `Delivery.mark`
+        probe = Probe(self.model, probe_rows(self.model))      # the model's own answers, asked for once
+        self.shapes, self.paddable = probe_model(self.model, strategy == 'continuous', self.switch, probe)
+        self.limits = choose_limits(self.model, self.shapes, self.paddable, **limits)
+        self.engines, self.delivery = EngineSet(self, probe), Delivery(self)
         self.recorder = self.trace().start() if trace else None
 
-    def _configure(self) -> None:
-        "Begin with no engines, under `limits`."
-        self.limits.fit(self.backend.block_size)
-        self.max_model_len = self.limits.max_model_len
-        self.budget = KVBudget(self.limits.kv_tokens, self._give_back_idle)
-        self.engines, self._turn = {}, 0
-
-    def _select_backend(self) -> Backend:
-        "The backend for the model as it is now; what was computed with it as it was before is dropped."
-        old = self.engines.pop('packed', None)
-        if old:
-            old.reset()                                                       # gives its share of the budget back
-            self.done['steps'] += old.num_steps
-        if old and self.own:
-            self.weights_version = weights_version(self.model)
-            return self.backend
-        self.weights_digest = weights_digest(self.model)                      # now, as an own model gives its weights up
-        if not self.shapes: backend = NoBackend()
-        else:
-            room = free_memory(self.model.device) / 10
-            backend = select_backend(self.model, self.shapes, BackendOptions(self.compile, self.own, room, self.quantization))
-        if self.quantization and backend.name != 'fused':
-            raise UnsupportedModelError(f'quantization={self.quantization!r} is for models that run fused, and this one does not: '
-                                        f'{backend.why}')
-        self.weights_version = weights_version(self.model)                    # an own model has given weights up by now
-        log.info('%s runs on: %s. %s', type(self.model).__name__, backend.name, backend.why)
-        return backend
-
     @property
-    def has_unfinished(self) -> bool: return bool(self.inbox or self.groups)
+    def backend(self) -> Backend: return self.engines.backend
+    @property
+    def budget(self) -> KVBudget: return self.engines.budget
+    @property
+    def max_model_len(self) -> int | None: return self.limits.max_model_len
+    @property
+    def weights_digest(self) -> str: return self.engines.weights_digest
     @property
     def ledger(self) -> Ledger:
         "The `Ledger` of positions since a call last found the engine idle."
-        return sum_ledgers([e.ledger for e in list(self.engines.values())])
+        return self.engines.ledger
 
-    # what people call
+    # many prompts
 
     def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: bool | None = None, priority: Any = None,
                  timeout: Any = None, verify: bool = False) -> list[RequestOutput]:
@@ -247,16 +193,12 @@ class LLM:
         `sampling_params`, `priority` (lower goes first), `timeout` (seconds since the call): one for all or one each. A
         prompt that can't run gets its `error`; nothing is raised for it. `use_tqdm`: a progress bar; None shows one on a
         terminal. `verify`: afterwards run a few of them again alone and compare, see `LLM.verify`. Raises `ParamError`."""
-        outs = self._collect(as_list(prompts), sampling_params, False, use_tqdm, priority, timeout)
-        if verify: self.verify(outs)
-        return outs
+        return self._collect(prompts, False, sampling_params, use_tqdm, priority, timeout, verify)
 
     def chat(self, messages: Any, sampling_params: Any = None, use_tqdm: bool | None = None, priority: Any = None,
              timeout: Any = None, verify: bool = False) -> list[RequestOutput]:
         "Answer conversations, one or a list of lists of messages, in the model's chat template; as `generate` does."
-        outs = self._collect(as_list(messages, chat=True), sampling_params, True, use_tqdm, priority, timeout)
-        if verify: self.verify(outs)
-        return outs
+        return self._collect(messages, True, sampling_params, use_tqdm, priority, timeout, verify)
 
     def stream(self, prompts: Any, sampling_params: Any = None, chat: bool = False, priority: Any = None,
                timeout: Any = None) -> Iterator[StreamEvent]:
@@ -302,14 +244,13 @@ class LLM:
     def plan(self, prompts: Any, sampling_params: Any = None, chat: bool = False) -> MemoryPlan:
         "The `MemoryPlan` of a call with these arguments; nothing is run. Raises `ParamError`."
         prompts = as_list(prompts, chat)
-        settings = settings_for(len(prompts), sampling_params)
-        return make_plan(self, [admit(self, RequestGroup(str(i), i), p, *s, chat) for i, (p, s) in enumerate(zip(prompts, settings))])
+        return make_plan(self, self._groups(prompts, settings_for(len(prompts), sampling_params), chat))
 
     def stats(self) -> Stats:
         "The `Stats` of this moment."
         return make_stats(self)
 
-    # requests one by one, and the thread that runs them
+    # one prompt, and what is held
 
     def add_request(self, prompt: Any, sampling_params: Any = None, stream_callback: Callable[[StreamEvent], object] | None = None,
                     request_id: str | None = None, chat: bool = False, priority: int = 0, timeout: float | None = None) -> str:
@@ -321,79 +262,6 @@ class LLM:
         self.submit([admit(self, RequestGroup(request_id, on_event=stream_callback), prompt, *settings, chat)])
         return request_id
 
-    def cancel(self, request_id: str) -> bool:
-        "End a request at the next step, with what it has by then; whether there was one."
-        with self.progress:
-            group = self.groups.get(str(request_id))
-            if group is not None: self.inbox.append((group, 'cancelled'))
-            self.progress.notify_all()
-        return group is not None
-
-    def submit(self, groups: Sequence[RequestGroup]) -> None:
-        "Queue prompts made ready by `admit`, in this order. Raises `EngineError` for an id that is not done yet, or while it stops."
-        with self.progress:
-            if self.stopping: raise EngineError('the engine is stopping: start it again before adding requests')
-            for g in groups:
-                if g.request_id in self.groups: raise EngineError(f'request {g.request_id!r} is not done yet: give another id')
-            self.groups.update((g.request_id, g) for g in groups)
-            self.inbox.extend((g, None) for g in groups)
-            self.progress.notify_all()
-
-    def step(self) -> bool:
-        """One step of the engine or, while another thread makes one, a wait for its end. Whether there is more to do.
-
-        Raises `EngineError` inside a stream callback."""
-        with self._hold(0) as mine:
-            if mine: self._step()
-        if mine: return self.has_unfinished
-        with self.progress: self.progress.wait(.02)
-        return True
-
-    def take_in(self, timeout: float = -1) -> bool:
-        """Queue what came and end what was cancelled or has run out of time, without a step.
-
-        Waits for the end of another thread's step, `timeout` seconds at most (-1: as long as it takes); whether that came."""
-        with self._hold(timeout) as mine:
-            if mine: self._take_in()
-        return mine
-
-    def start(self) -> LLM:
-        "Run the engine in a thread of its own until `stop`."
-        with self.progress:
-            if self.thread is None:
-                self.thread = threading.Thread(target=self._background, name='batchlab', daemon=True)
-                self.thread.start()
-        return self
-
-    def stop(self, drain: bool = True) -> None:
-        "End the background thread, after all requests are done (`drain`) or cancelled. Returns when it has ended."
-        if self.thread is None: return
-        if self.stepper == threading.get_ident(): raise EngineError('a stream callback can not stop the engine that runs it')
-        with self.progress:
-            thread = self.thread
-            if thread is None: return                          # another thread was quicker
-            self.stopping = 'drain' if drain else 'cancel'
-            self.progress.notify_all()
-        thread.join()
-
-    def pause(self) -> None:
-        """Hold the background thread before its next step, until `resume`, `stop` or the end of `with llm:`.
-
-        Meanwhile requests may be added, and those that are cancelled or run out of time end. Calls that step by themselves
-        (`generate`, `stream`, `step`) are not held, and move everybody."""
-        self.paused = True
-        self._wake()
-
-    def resume(self) -> None:
-        "Go on after `pause`."
-        self.paused = False
-        self._wake()
-
-    def __enter__(self) -> LLM: return self.start()
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.stop(drain=kind is None)
-        self._give_back()
-
     def reset_prefix_cache(self) -> None:
         "Forget what earlier requests left in the blocks."
         with self._hold():
@@ -401,66 +269,33 @@ class LLM:
 
     def close(self) -> None:
         "Stop, and give back the memory of the cache; the next call takes it anew."
-        self.stop(drain=False)
-        self._give_back()
+        self._close(drain=False)
 
-    # how it runs
+    def __enter__(self) -> LLM: return self.start()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: self._close(drain=kind is None)
 
-    @contextlib.contextmanager
-    def _hold(self, timeout: float = -1) -> Iterator[bool]:
-        "Nobody else makes a step meanwhile; gives whether that was so within `timeout` seconds. Raises `EngineError` inside a callback."
-        self._not_inside()
-        mine = self.mutex.acquire(timeout=timeout)
-        try:
-            if mine: self.stepper = threading.get_ident()
-            yield mine
-        finally:
-            if mine:
-                self.stepper = None
-                self.mutex.release()
-                self._wake()
-
-    def _give_back(self) -> None:
+    def _close(self, drain: bool) -> None:
+        self.stop(drain)
         with self._hold():
             for e in self.engines.values(): e.reset()
         trim_memory()
-
-    def _give_back_idle(self, owner: object) -> None:
-        "Memory is short for `owner`: the engines that run nobody give back theirs."
-        for e in self.engines.values():
-            s = e.scheduler
-            if not s.running and s.pool is not owner and s.memory is not owner: e.reset()
-
-    def _wake(self) -> None:
-        with self.progress: self.progress.notify_all()
-
-    def _not_inside(self) -> None:
-        if self.stepper == threading.get_ident():
-            raise EngineError('a stream callback runs inside a step: it may call add_request and cancel, and nothing that steps')
-
-    def _background(self) -> None:
-        try:
-            while not (self.stopping and not self.has_unfinished):
-                if self.stopping == 'cancel':
-                    with self.progress: self.inbox.extend((g, 'cancelled') for g in self.groups.values())
-                if self.has_unfinished and (self.stopping or not self.paused): self.step()
-                else:
-                    if self.inbox or self.deadlines: self.take_in()
-                    held = lambda: self.paused and not self.inbox or not self.has_unfinished
-                    with self.progress: self.stopping or held() and self.progress.wait(.05 if self.paused and self.deadlines else 1)
-        finally:
-            with self.progress: self.thread, self.stopping, self.paused = None, None, False
 
     def _next_id(self) -> str:
         "An id that no request has."
         return next(i for i in map(str, self.ids) if i not in self.groups)
 
+    def _groups(self, prompts: Sequence[Any], settings: Sequence[tuple[SamplingParams, int, float | None]], chat: bool,
+                on_event: Callable[[StreamEvent], object] | None = None) -> list[RequestGroup]:
+        "A `RequestGroup` for each of `prompts`, made ready by `admit`."
+        groups = [RequestGroup(self._next_id(), i, on_event) for i in range(len(prompts))]
+        for group, prompt, s in zip(groups, prompts, settings): admit(self, group, prompt, *s, chat)
+        return groups
+
     def _stream(self, prompts: Sequence[Any], settings: Sequence[tuple[SamplingParams, int, float | None]], chat: bool,
                 longest_first: bool = False) -> Generator[StreamEvent]:
         self._not_inside()
         events, left = deque(), len(prompts)
-        groups = [RequestGroup(self._next_id(), i, events.append) for i in range(len(prompts))]
-        for group, prompt, s in zip(groups, prompts, settings): admit(self, group, prompt, *s, chat)
+        groups = self._groups(prompts, settings, chat, events.append)
         group_waves(self, groups)
         try:
             self.submit(in_order(self, groups) if longest_first else groups)
@@ -474,126 +309,17 @@ class LLM:
             with self.progress: self.inbox.extend(gone)
             if gone and self.stepper != threading.get_ident(): self.take_in()
 
-    def _collect(self, prompts: Sequence[Any], sampling_params: Any, chat: bool, use_tqdm: bool | None, priority: Any,
-                 timeout: Any) -> list[RequestOutput]:
+    def _collect(self, prompts: Any, chat: bool, sampling_params: Any, use_tqdm: bool | None, priority: Any, timeout: Any,
+                 verify: bool) -> list[RequestOutput]:
         "All outputs of a call in input order, under a progress bar if `use_tqdm`, or if None and on a terminal."
-        show, done = sys.stderr.isatty() if use_tqdm is None else use_tqdm, {}
+        prompts, done = as_list(prompts, chat), {}
+        show = sys.stderr.isatty() if use_tqdm is None else use_tqdm
         with tqdm(unit=' tok', disable=not show, bar_format='{n_fmt} tok, {rate_fmt}, {elapsed}{postfix}') as bar:
             for i, out in self.iter_outputs(prompts, sampling_params, chat, bar.update, priority, timeout):
                 done[i] = out
                 bar.set_postfix_str(f'{len(done)}/{len(prompts)} requests', refresh=False)
-        return [done[i] for i in range(len(prompts))]
+        outs = [done[i] for i in range(len(prompts))]
+        if verify: self.verify(outs)
+        return outs
 
-    def _step(self) -> None:
-        "One step of the next engine in line that has something to do."
-        self._take_in()
-        kinds = [*self.engines]
-        kinds = kinds[self._turn % max(1, len(kinds)):] + kinds[:self._turn % max(1, len(kinds))]
-        kind = next((k for k in kinds if self.engines[k].scheduler.has_unfinished), None)
-        if kind is None: return
-        self._turn, engine, start = [*self.engines].index(kind) + 1, self.engines[kind], time.perf_counter()
-        try:
-            try: moved = engine.step()
-            except Exception as e: moved = self._lose(kind, engine, e)
-            self.done['seconds'] += time.perf_counter() - start
-            for r in moved: self._tell(r)
-        except BaseException:                                                 # Ctrl-C: what had just ended is still told
-            for r in [r for g in list(self.groups.values()) for r in g.requests if r.finish_reason]: self._tell(r)
-            raise
-
-    def _lose(self, kind: str, engine: Engine, e: Exception) -> list[Request]:
-        "The engine itself failed with `e`, by no request's fault: those that it had end, and it goes on without."
-        log.error('the engine failed, and goes on without the requests that it had', exc_info=e)
-        engine.reset()
-        for g in [g for g in self.groups.values() if any(r.runner == kind for r in g.requests)]:
-            self._end(g, 'error', f'the engine failed with {type(e).__name__}: {e}')
-        return []
-
-    def _take_in(self) -> None:
-        "Queue the prompts that came, and end those that are to be cancelled."
-        if self.inbox and not any(e.scheduler.has_unfinished for e in self.engines.values()): self._begin()
-        while self.inbox:
-            group, reason = self.inbox.popleft()
-            if reason: self._end(group, reason)
-            elif not group.done: self._queue(group)
-        if len(self.deadlines) > 2 * len(self.groups) + 64:                    # most of them were done in time
-            self.deadlines = [d for d in self.deadlines if not d[2].done]
-            heapq.heapify(self.deadlines)
-        now = time.perf_counter()
-        while self.deadlines and self.deadlines[0][0] <= now: self._end(heapq.heappop(self.deadlines)[2], 'timeout')
-
-    def _begin(self) -> None:
-        "A call begins while nothing runs: what was counted so far belongs to the past, and the weights may be others."
-        self.past = sum_ledgers([self.past, self.ledger])
-        for e in self.engines.values(): e.runner.ledger, e.scheduler.ledger = Ledger(), Ledger()
-        if self.weights_version == weights_version(self.model): return
-        try: self.backend = self._select_backend()
-        except Exception as e:                                                # the thread goes on, for it serves others too
-            log.error('the model can not be run as it is now', exc_info=e)
-            for g in list(self.groups.values()): self._end(g, 'error', f'the model can not be run as it is now: {type(e).__name__}: {e}')
-
-    def _queue(self, g: RequestGroup) -> None:
-        "Give the requests of `g` to their engines."
-        if g.deadline is not None: heapq.heappush(self.deadlines, (g.deadline, next(self.ids), g))
-        try:
-            for r in [] if g.error else g.requests:
-                kind = select_runner(r, self.switch, self.shapes, self.paddable)
-                if kind not in self.engines: self.engines[kind] = make_engine(self, kind)
-                self.engines[kind].scheduler.add(r)
-                r.runner = kind
-                self._mark('queued', r)
-        except BatchlabError as e: g.error = str(e)
-        if g.error: self._end(g, g.reason)
-
-    def _end(self, g: RequestGroup, reason: str, error: str | None = None) -> None:
-        "End what still runs of prompt `g`, for a `reason`."
-        if g.done: return
-        g.error = g.error or error
-        for r in g.requests:
-            if r.finish_reason is None: (self.engines[r.runner].scheduler if r.runner else Scheduler()).finish(r, reason)
-            self._tell(r)
-        if not g.requests:                                                                                  # it never began
-            self._mark('refused', g)
-            self._close(g, StreamEvent(g.request_id, g.index, finish_reason=g.reason))
-
-    def _mark(self, event: str, x: object) -> None:
-        for watch in list(self.watchers): watch(self, event, x)
-
-    def _tell(self, r: Request) -> None:
-        "Send the event of what `r` just got; if it was the last of its prompt, with the output."
-        g = r.group
-        if r.notified: return
-        r.notified = r.finish_reason is not None
-        if r.notified: self._mark('ended', r)
-        event = StreamEvent(g.request_id, g.index, r.index, r.delta, r.output_ids[r.num_told:], r.finish_reason)
-        r.delta, r.num_told = '', len(r.output_ids)
-        if all(x.notified for x in g.requests): self._close(g, event)
-        else: self._send(g, event)
-
-    def _close(self, g: RequestGroup, event: StreamEvent) -> None:
-        "Note the result of `g`, and send its last event."
-        event.finished, event.output = True, g.result()
-        g.output = event.output
-        with self.progress: self.groups.pop(g.request_id, None)
-        self._count(g)
-        self._send(g, event)
-
-    def _send(self, g: RequestGroup, event: StreamEvent) -> None:
-        "Give `event` to whoever reads `g`. If that fails, `g` ends, and is told so once."
-        if g.on_event is None: return
-        try: g.on_event(event)
-        except Exception as e:
-            if not g.broken: log.error('the stream callback of request %s failed', g.request_id, exc_info=e)
-            g.broken, first = True, not g.broken
-            if first: self._end(g, 'error', f'its stream callback failed with {type(e).__name__}: {e}')
-
-    def _count(self, g: RequestGroup) -> None:
-        "Add a finished prompt to the statistics."
-        for r in g.requests:
-            self.done[f'end {r.finish_reason}'] += 1
-            for name, n in dict(prompt_tokens=len(r.prompt_ids), output_tokens=len(r.output_ids), preemptions=r.num_preemptions,
-                                cached_tokens=r.num_cached_tokens or 0).items(): self.done[name] += n
-        if not g.requests: self.done[f'end {g.reason}'] += 1
-        times = g.output.metrics if g.output and g.output.metrics else {}
-        for name in ('time_to_first_token', 'time_per_token'):
-            if (t := times.get(name)) is not None: self.done.update({name: t, f'n {name}': 1})
+__getattr__ = renamed(__name__, {'make_engine': 'loop.make_engine', 'NoBackend': 'attention.TorchBackend'})

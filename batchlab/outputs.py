@@ -8,7 +8,7 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['CompletionOutput', 'RequestOutput', 'StreamEvent', 'RequestGroup', 'Score', 'MemoryPlan', 'Stats']
 
-# %% ../nbs/15_llm.ipynb #c863865c
+# %% ../nbs/14_engine.ipynb #c863865c
 import math, time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from typing import Any
 from .sampling import SamplingParams
 from .scheduler import Request
 
-# %% ../nbs/15_llm.ipynb #1a25183b
+# %% ../nbs/14_engine.ipynb #1a25183b
 @dataclass
 class CompletionOutput:
     """One answer. `token_ids` include the EOS or stop token that ended it; `text` does not.
@@ -38,7 +38,7 @@ class CompletionOutput:
         total = None if r.logprobs is None else sum(l[t].logprob for l, t in zip(r.logprobs, r.output_ids))
         return cls(r.index, r.text.text if r.text else '', list(r.output_ids), total, r.logprobs, r.finish_reason, r.stop_reason)
 
-# %% ../nbs/15_llm.ipynb #6456f29d
+# %% ../nbs/14_engine.ipynb #6456f29d
 @dataclass
 class RequestOutput:
     """What became of one prompt: its answers in `outputs`, or why there are none in `error`, one line.
@@ -57,7 +57,7 @@ class RequestOutput:
     prompt_logprobs: list | None = None
     params: SamplingParams | None = field(default=None, repr=False)
 
-# %% ../nbs/15_llm.ipynb #9724d57b
+# %% ../nbs/14_engine.ipynb #9724d57b
 @dataclass
 class StreamEvent:
     """What a step gave one answer: `text` that it settled, `token_ids` new (none, one or several).
@@ -73,7 +73,7 @@ class StreamEvent:
     finished: bool = False
     output: RequestOutput | None = None
 
-# %% ../nbs/15_llm.ipynb #54c2eae1
+# %% ../nbs/14_engine.ipynb #54c2eae1
 @dataclass(eq=False)
 class RequestGroup:
     """A prompt on its way: what was given, its `requests` (one for each of its `n` answers), and what went wrong.
@@ -114,7 +114,7 @@ class RequestGroup:
                     latency=time.perf_counter() - self.start, time_per_token=sum(each) / len(each) if each else None,
                     num_preemptions=sum(r.num_preemptions for r in self.requests))
 
-# %% ../nbs/15_llm.ipynb #0c3375ce
+# %% ../nbs/14_engine.ipynb #0c3375ce
 @dataclass
 class Score:
     "How likely a text is: `logprobs` of all its tokens but the first, natural logarithms; `error` if it could not be run."
@@ -127,7 +127,7 @@ class Score:
         "exp of the mean negative log probability; NaN for less than two tokens."
         return math.exp(-sum(self.logprobs) / len(self.logprobs)) if self.logprobs else math.nan
 
-# %% ../nbs/15_llm.ipynb #a084aa91
+# %% ../nbs/14_engine.ipynb #a084aa91
 @dataclass
 class MemoryPlan:
     """What a call would take. `longest`: prompt and answer of the longest request, tokens; `refused`: errors by index.
@@ -158,7 +158,7 @@ class MemoryPlan:
                 f'{self.slots} slots{blocks}, at most {mb(self.kv_bytes)} of {mb(self.kv_limit_bytes)}' +
                 ''.join(f'\nrequest {i} is refused: {why}' for i, why in self.refused.items()))
 
-# %% ../nbs/15_llm.ipynb #f05bcb17
+# %% ../nbs/14_engine.ipynb #f05bcb17
 @dataclass
 class Stats:
     """What an `LLM` has done since it was made. Tokens are counted for finished requests, positions for all steps.

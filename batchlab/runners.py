@@ -5,6 +5,7 @@
 # %% ../nbs/13_runners.ipynb #48800ebc
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import torch
@@ -59,8 +60,8 @@ class SoloRunner:
         check_batch(batch, 'SoloRunner')
         parts: list[torch.Tensor] = []
         with attention_override(self.model):
-            for i, (a, b) in enumerate(zip(batch.cu_seqlens, batch.cu_seqlens[1:])):
-                if batch.seq_lens[i] != b - a: raise BatchError('SoloRunner keeps nothing: give the Scheduler recompute=True')
+            for a, b, start in zip(batch.cu_seqlens, batch.cu_seqlens[1:], batch.starts):
+                if start: raise BatchError('SoloRunner keeps nothing: give the Scheduler recompute=True')
                 ids, at = torch.tensor([batch.ids[a:b]], device=self.model.device), [x - a for x in batch.logits_at if a <= x < b]
                 if batch.hidden: out = self.model.base_model(ids, use_cache=False).last_hidden_state[0]
                 else: out = self.model(ids, use_cache=False).logits[0]
@@ -93,19 +94,19 @@ class PaddedRunner:
     def execute(self, batch: Batch) -> torch.Tensor:
         self._check(batch)
         rows = list(zip(batch.slots, batch.starts, batch.cu_seqlens, batch.cu_seqlens[1:]))
-        old, new = ([i for i, row in enumerate(rows) if bool(row[1]) == is_old] for is_old in (True, False))
-        parts, order = [], []
+        old = {slot: batch.ids[a] for slot, start, a, _ in rows if start}
+        new = {slot: batch.ids[a:b] for slot, start, a, b in rows if not start}
+        parts, slots = [], []
         with attention_override(self.model):
-            self._leave({rows[i][0] for i in old})
+            self._leave(old.keys())
             if old:
-                logits, slots = self._decode({rows[i][0]: batch.ids[rows[i][2]] for i in old})
-                at = {rows[i][0]: i for i in old}
-                parts, order = [logits], [at[s] for s in slots]
-            if new:
-                parts.append(self._enter([batch.ids[rows[i][2]:rows[i][3]] for i in new], [rows[i][0] for i in new]))
-                order += new
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return out if order == sorted(order) else out[sorted(range(len(order)), key=order.__getitem__)]
+                logits, slots = self._decode(old)
+                parts.append(logits)
+            if new: parts.append(self._enter(list(new.values()), list(new)))
+        out, order = parts[0] if len(parts) == 1 else torch.cat(parts), [*slots, *new]
+        if order == batch.slots: return out
+        at = {slot: i for i, slot in enumerate(order)}
+        return out[[at[slot] for slot in batch.slots]]
 
     def _check(self, batch: Batch) -> None:
         check_batch(batch, 'PaddedRunner')
@@ -119,7 +120,7 @@ class PaddedRunner:
                 raise BatchError(f'the row of slot {slot} comes with {n} of its {start + n} tokens, and a padded batch takes '
                                 'prompts whole: give the Scheduler chunked=False and paged=False')
 
-    def _leave(self, stay: set[int]) -> None:
+    def _leave(self, stay: Collection[int]) -> None:
         "Let those rows go whose seats are not in `stay`: the batch is rebuilt without them once an eighth of it has gone."
         b = self.batch
         for row in b.sessions: row.slot = row.slot if row.slot in stay else None

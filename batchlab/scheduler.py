@@ -7,7 +7,7 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['GROW', 'Request', 'Row', 'RowOutput', 'StepPlan', 'KVMemory', 'PagedMemory', 'round_up', 'RectangleMemory',
-           'Scheduler', 'check_invariants']
+           'RequestQueue', 'Scheduler', 'check_invariants']
 
 # %% ../nbs/11_scheduler.ipynb #39e3b68b
 import contextlib, heapq, math, time
@@ -17,12 +17,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .blocks import BlockPool, Hit, KVBudget, common_length
+from .deprecated import renamed
 from .errors import BatchError
 from .hashes import chunk_hashes
 from .ledger import Ledger
 
 if TYPE_CHECKING:
     from batchlab.sampling import Detokenizer, SamplingRow
+
+__getattr__ = renamed(__name__, {'ScheduleError': 'errors.BatchError'})
 
 # %% ../nbs/11_scheduler.ipynb #46a9e24e
 @dataclass(eq=False)
@@ -59,7 +62,7 @@ class Request:
     draft_ids: list[int] = field(default_factory=list)
     slot: int | None = None
     block_table: list[int] = field(default_factory=list)
-    rank: tuple[int, int] = (0, 0)               # its place among all: lower goes first
+    rank: tuple[Any, ...] = (0, 0)               # its place among all: lower goes first
     hashes: list[bytes] | None = field(default=None, repr=False)      # names of its prompt's chunks
     delta: str = ''
     finish_reason: str | None = None
@@ -106,6 +109,12 @@ class Request:
         if self.text.stopped is None: return reason
         self.stop_reason = self.text.stopped
         return 'stop'
+
+    def finish(self, reason: str, error: str | None = None) -> None:
+        "It ends for a `reason`, the first of which counts, and text that was held back is settled."
+        if self.finish_reason is not None: return
+        self.finish_reason, self.error = reason, error
+        with contextlib.suppress(Exception): self.delta += self.text.finish() if self.text else ''
 
 # %% ../nbs/11_scheduler.ipynb #8160fcc8
 @dataclass
@@ -228,13 +237,10 @@ def round_up(n: int, to: int = 64) -> int:
     return -(-n // to) * to
 
 class RectangleMemory:
-    """The `KVMemory` of a padded batch: all rows as long as the longest, claimed from `budget`.
+    "The `KVMemory` of a padded batch: all rows as long as the longest, claimed from `budget`. `rows`, `columns`: what is claimed."
+    def __init__(self, budget: KVBudget) -> None: self.budget, self.rows, self.columns = budget, 0, 0
 
-    `kept=False`: of a runner without a cache. `rows`, `columns`: the rectangle that is claimed."""
-    def __init__(self, budget: KVBudget, kept: bool = True) -> None:
-        self.budget, self.kept, self.rows, self.columns = budget, kept, 0, 0
-
-    def holds(self, tokens: int) -> int: return round_up(tokens) if self.kept else 0
+    def holds(self, tokens: int) -> int: return round_up(tokens)
     def cached(self, r: Request) -> int: return 0
 
     def room_for(self, r: Request, running: Sequence[Request]) -> bool:
@@ -246,7 +252,7 @@ class RectangleMemory:
         return []
 
     def grow(self, r: Request, end: int, running: Sequence[Request]) -> bool:
-        if len(running) <= self.rows and end <= self.columns or not self.kept: return True
+        if len(running) <= self.rows and end <= self.columns: return True
         columns = round_up(max([end, *(x.num_tokens for x in running)]))
         if not self.budget.claim(self, len(running) * columns): return False
         self.rows, self.columns = len(running), columns
@@ -257,7 +263,7 @@ class RectangleMemory:
     def leave(self, r: Request, keep: bool) -> None:
         self.rows = max(0, self.rows - 1)
         if not self.rows: self.columns = 0
-        if self.kept: self.budget.claim(self, self.rows * self.columns)
+        self.budget.claim(self, self.rows * self.columns)
 
 # %% ../nbs/11_scheduler.ipynb #d571e91b
 def _coming(running: Iterable[Request], chunk_size: int) -> set[bytes]:
@@ -296,53 +302,21 @@ def _confirmed(row: Row, known: int, guesses: Sequence[int]) -> int:
     if end <= known: return end
     return known + common_length(guesses[:end - known], row.request.tokens(known, end - known))
 
-# %% ../nbs/11_scheduler.ipynb #b0e40fd6
-from .deprecated import renamed
+# %% ../nbs/11_scheduler.ipynb #20b00a01
+class RequestQueue:
+    """The requests of a `Scheduler`: `waiting` and `running`, the first by rank, and the memory of those that run.
 
-__getattr__ = renamed(__name__, {'ScheduleError': 'errors.BatchError'})
-
-# %% ../nbs/11_scheduler.ipynb #61f71b69
-def _decodes(r: Request) -> bool:
-    "Whether all is computed but its last token."
-    return r.num_tokens - r.num_computed_tokens == 1
-
-class Scheduler:
-    """Decides at every step which requests are in it and with how many tokens. No tensor, no model.
-
-    At most `max_num_seqs` requests run at once, each in a slot of its own. A step has at most `max_num_batched_tokens`
-    positions: first one for every decoding request (and its guesses), then prefills go on in chunks, then new requests enter,
-    in the order of priority and arrival: a level of priority is worth `patience` places in the queue.
-
-    `max_kv_tokens`, or a `budget` shared with others: the most tokens of KV (None: no limit). When they run out, the last in
-    rank is preempted, and computed again later. `block_size`, `prefix_caching`: the `BlockPool`'s. `paged=False`, for padded
-    batches: no blocks, a rectangle. `recompute=True`: nothing is kept of what was computed, each step computes whole
-    sequences. `chunked=False`: prompts enter whole. `barrier=True`, static batching: requests enter only when none runs, all
-    of one `wave` at once, whole, without prefix caching, and sorted by the key `order` if it is given.
-
-    `waiting`, `running`: its requests, the first by rank. `free_slots`: a heap. `ledger`: the positions that its steps computed,
-    recomputed and reused. Raises `BatchError`. Scheduling by iteration is Orca's (Yu et al. 2022); prefill in chunks beside
-    decode under a token budget is Sarathi-Serve's (Agrawal et al. 2024); KV in blocks is vLLM's (Kwon et al. 2023)."""
-    def __init__(self, max_num_seqs: int = 32, max_num_batched_tokens: int = 512, max_kv_tokens: int | None = None,
-                 block_size: int = 64, prefix_caching: bool = True, chunked: bool = True,
-                 barrier: bool = False, order: Callable[[Request], Any] | None = None, patience: int = 256,
-                 paged: bool = True, recompute: bool = False, budget: KVBudget | None = None) -> None:
-        if max_num_seqs < 1: raise BatchError(f'max_num_seqs={max_num_seqs}: expected at least 1')
-        if max_num_batched_tokens <= max_num_seqs:
-            raise BatchError(f'max_num_batched_tokens={max_num_batched_tokens} must be more than '
-                                f'max_num_seqs={max_num_seqs}: each running request takes one token of every step, '
-                                'and prompts need the rest')
-        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.chunked, self.barrier, self.order, self.patience = chunked and not barrier, barrier, order, patience
-        self.budget, self.recompute = budget or KVBudget(max_kv_tokens), recompute
-        self.pool = BlockPool(block_size, self.budget, prefix_caching and paged and not barrier)
-        self.memory: KVMemory = PagedMemory(self.pool) if paged else RectangleMemory(self.budget, not recompute)
-        self.block_size = block_size if paged else 0
+    `free_slots`: a heap. `num_preemptions`: how often a request lost its slot. For arguments see `Scheduler`."""
+    def __init__(self, max_num_seqs: int, pool: BlockPool, memory: KVMemory, order: Callable[[Request], Any] | None = None,
+                 patience: int = 256) -> None:
+        self.max_num_seqs, self.pool, self.memory, self.order, self.patience = max_num_seqs, pool, memory, order, patience
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.free_slots = list(range(max_num_seqs))
         self.arrivals = self.num_preemptions = 0
-        self.ledger = Ledger()
 
+    @property
+    def budget(self) -> KVBudget: return self.pool.budget
     @property
     def has_unfinished(self) -> bool: return bool(self.waiting or self.running)
 
@@ -354,33 +328,29 @@ class Scheduler:
         if limit is not None and need > limit:
             raise BatchError(f'request {request.request_id} may grow to {need} tokens, and memory is planned for '
                                 f'{limit}: shorten it or its max_tokens, or raise the KV budget')
-        request.rank = (request.priority * self.patience + self.arrivals, self.arrivals)
+        rank = (request.priority * self.patience + self.arrivals, self.arrivals)
+        request.rank = (self.order(request), *rank) if self.order else rank
         self.arrivals += 1
         if not self.pool.prefix_caching: request.hashes = []
         elif request.hashes is None: request.hashes = chunk_hashes(request.prompt_ids[:-1], self.pool.chunk_size, _root(request))
-        insort(self.waiting, request, key=lambda r: r.rank)
+        self._wait(request)
         return request
 
     def finish(self, request: Request, reason: str, error: str | None = None, keep: bool = True) -> None:
         """End `request` wherever it is: the one place where that happens. Its slot is free from the next step on.
 
         What is computed of it can be found by others, if `keep`. The first `reason` is the one that counts."""
-        if request.finish_reason is None:
-            request.finish_reason, request.error = reason, error
-            with contextlib.suppress(Exception): request.delta += request.text.finish() if request.text else ''
-        if request.slot is not None: self._leave(request, keep)
-        elif self.order: self.waiting = [r for r in self.waiting if r is not request]      # by another key than rank
-        else:
-            at = bisect_left(self.waiting, request.rank, key=lambda r: r.rank)
-            if self.waiting[at:at + 1] == [request]: del self.waiting[at]
+        request.finish(reason, error)
+        if request.slot is not None: return self._leave(request, keep)
+        at = bisect_left(self.waiting, request.rank, key=lambda r: r.rank)
+        if self.waiting[at:at + 1] == [request]: del self.waiting[at]
 
-    def preempt(self, request: Request, plan: StepPlan | None = None) -> None:
+    def preempt(self, request: Request) -> None:
         "Take slot and blocks from a running request. It waits at its old place, and computes again what is lost by then."
         self._leave(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
-        insort(self.waiting, request, key=lambda r: r.rank)
-        if plan is not None: plan.preempted.append(request)
+        self._wait(request)
 
     def reset(self) -> None:
         "Preempt all requests and forget all blocks. A plan in hand is void: no `update` for it."
@@ -388,31 +358,82 @@ class Scheduler:
         for b in self.pool.blocks: b.refs = 0                                 # copies in flight
         self.pool.clear()
 
+    def _wait(self, r: Request) -> None: insort(self.waiting, r, key=lambda r: r.rank)
+
+    def _enter(self, r: Request) -> list[tuple[int, int, int]]:
+        "Give `r` a slot, and what is computed of it; the copies to be made."
+        copies = self.memory.enter(r)
+        r.slot = heapq.heappop(self.free_slots)
+        self.running.append(r)
+        if r.num_cached_tokens is None: r.num_cached_tokens = r.num_computed_tokens
+        return copies
+
     def _leave(self, r: Request, keep: bool = True) -> None:
         self.running.remove(r)
         self.memory.leave(r, keep)
         if r.slot is not None: heapq.heappush(self.free_slots, r.slot)
         r.slot, r.num_computed_tokens, r.draft_ids = None, 0, []
 
+# %% ../nbs/11_scheduler.ipynb #61f71b69
+def _decodes(r: Request) -> bool:
+    "Whether all is computed but its last token."
+    return r.num_tokens - r.num_computed_tokens == 1
+
+class Scheduler(RequestQueue):
+    """Decides at every step which requests are in it and with how many tokens. No tensor, no model.
+
+    At most `max_num_seqs` requests run at once, each in a slot of its own. A step has at most `max_num_batched_tokens`
+    positions: first one for every decoding request (and its guesses), then prefills go on in chunks, then new requests enter,
+    in the order of priority and arrival: a level of priority is worth `patience` places in the queue.
+
+    `max_kv_tokens`, or a `budget` shared with others: the most tokens of KV (None: no limit). When they run out, the last in
+    rank is preempted, and computed again later. `block_size`, `prefix_caching`: the `BlockPool`'s. `paged=False`, for padded
+    batches: no blocks, a rectangle. `recompute=True`, without blocks: nothing is kept of what was computed, each step
+    computes whole sequences, and no memory is claimed. `chunked=False`: prompts enter whole. `barrier=True`, static batching: requests enter only when none runs, all
+    of one `wave` at once, whole, and without prefix caching. `order`: a key by which requests rank before all else.
+
+    `waiting`, `running`: its requests, the first by rank. `ledger`: the positions that its steps computed, recomputed and
+    reused. Raises `BatchError`. Scheduling by iteration is Orca's (Yu et al. 2022); prefill in chunks beside
+    decode under a token budget is Sarathi-Serve's (Agrawal et al. 2024); KV in blocks is vLLM's (Kwon et al. 2023)."""
+    def __init__(self, max_num_seqs: int = 32, max_num_batched_tokens: int = 512, max_kv_tokens: int | None = None,
+                 block_size: int = 64, prefix_caching: bool = True, chunked: bool = True,
+                 barrier: bool = False, order: Callable[[Request], Any] | None = None, patience: int = 256,
+                 paged: bool = True, recompute: bool = False, budget: KVBudget | None = None) -> None:
+        if max_num_seqs < 1: raise BatchError(f'max_num_seqs={max_num_seqs}: expected at least 1')
+        if max_num_batched_tokens <= max_num_seqs:
+            raise BatchError(f'max_num_batched_tokens={max_num_batched_tokens} must be more than '
+                                f'max_num_seqs={max_num_seqs}: each running request takes one token of every step, '
+                                'and prompts need the rest')
+        budget = budget or KVBudget(max_kv_tokens)
+        pool = BlockPool(block_size, budget, prefix_caching and paged and not barrier)
+        memory = PagedMemory(pool) if paged else RectangleMemory(KVBudget() if recompute else budget)
+        super().__init__(max_num_seqs, pool, memory, order, patience)
+        self.max_num_batched_tokens, self.recompute = max_num_batched_tokens, recompute
+        self.chunked, self.barrier = chunked and not barrier, barrier
+        self.block_size = block_size if paged else 0
+        self.ledger = Ledger()
+
     def schedule(self) -> StepPlan:
         "The next `StepPlan`; no rows if there is nothing to do. Carry it out and call `update` before the next one."
-        plan = StepPlan()
-        budget, prefills = self.max_num_batched_tokens - sum(_decodes(r) for r in self.running), []
-        for r in list(self.running):
-            if r.slot is None: continue                                       # preempted in this loop
-            if _decodes(r): self._put(r, 1, plan)
-            else: prefills.append(r)
+        plan, decodes, prefills = StepPlan(), [], []
+        for r in self.running: (decodes if _decodes(r) else prefills).append(r)
+        budget = self.max_num_batched_tokens - len(decodes)
+        for r in decodes: self._put(r, 1, plan)
         for row in plan.rows:                                                 # guesses get what is left
             self._trim_guesses(row.request, budget)
             row.n_tokens += len(row.request.draft_ids)
             budget -= len(row.request.draft_ids)
         for r in prefills:
-            n = min(r.num_pending, budget) if self.chunked else r.num_pending
+            n = self._share(r, budget)
             if n <= 0: break
-            if r.slot is not None and self._put(r, n, plan): budget -= n
+            if self._put(r, n, plan): budget -= n
         if not (self.barrier and self.running) and not plan.preempted: self._admit(plan, budget)
         plan.rows.sort(key=lambda row: row.n_tokens > 1)
         return plan
+
+    def _share(self, r: Request, budget: int) -> int:
+        "How many positions `r` gets of `budget`."
+        return min(r.num_pending, budget) if self.chunked else r.num_pending
 
     def _trim_guesses(self, r: Request, budget: int) -> None:
         "Drop the guesses of `r` beyond `budget`, and all where memory is short: no decoding request is preempted for guesses."
@@ -423,18 +444,17 @@ class Scheduler:
 
     def _put(self, r: Request, n: int, plan: StepPlan) -> bool:
         "A row for the next `n` positions of `r`; while memory is short, preempts the last in rank. Whether `r` still runs."
-        while not self.memory.grow(r, r.num_computed_tokens + n, self.running):
+        while r.slot is not None and not self.memory.grow(r, r.num_computed_tokens + n, self.running):
             last = self._victim()
             plan.rows = [row for row in plan.rows if row.request is not last]
-            self.preempt(last, plan)
-            if last is r: return False
-        plan.rows.append(Row(r, r.num_computed_tokens, n))
-        return True
+            plan.preempted.append(last)
+            self.preempt(last)
+        if r.slot is not None: plan.rows.append(Row(r, r.num_computed_tokens, n))
+        return r.slot is not None
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         "Let requests in by rank, while there are seats, memory and `budget`."
         if not self.waiting or budget <= 0 or len(self.running) >= self.max_num_seqs: return
-        if self.barrier and self.order: self.waiting.sort(key=self.order)
         chunk, passed = self.pool.chunk_size, 0
         coming = _coming(self.running, chunk)
         while budget > 0 and len(self.running) < self.max_num_seqs and passed < min(len(self.waiting), 64):
@@ -445,26 +465,12 @@ class Scheduler:
                 continue
             if not (self.chunked or self.barrier) and plan.rows and r.num_tokens > budget: break
             if not self.memory.room_for(r, self.running): break          # none overtakes what memory makes wait
-            if not self._enter(r, plan, budget): break
             del self.waiting[passed]
-            if not self.barrier: budget -= plan.rows[-1].n_tokens
+            plan.admitted.append(r)
+            plan.copies += self._enter(r)
+            self._put(r, n := self._share(r, budget), plan)              # there is memory: `room_for` has seen to it
+            if not self.barrier: budget -= n
             coming |= _coming([r], chunk)
-
-    def _enter(self, r: Request, plan: StepPlan, budget: int) -> bool:
-        "Give `r` a slot, what is computed of it, and its first row; whether there was memory."
-        copies = self.memory.enter(r)
-        n = min(r.num_pending, budget) if self.chunked else r.num_pending
-        self.running.append(r)
-        r.slot = heapq.heappop(self.free_slots)
-        if not self.memory.grow(r, r.num_computed_tokens + n, self.running):
-            for source, _, _ in copies: self.pool.release([source])
-            self._leave(r, keep=False)
-            return False
-        if r.num_cached_tokens is None: r.num_cached_tokens = r.num_computed_tokens
-        plan.copies += copies
-        plan.admitted.append(r)
-        plan.rows.append(Row(r, r.num_computed_tokens, n))
-        return True
 
     def update(self, plan: StepPlan, outputs: Sequence[RowOutput] | None = None) -> list[Request]:
         """Note that `plan` has been carried out, and what its rows came to; the requests that got a token, or failed.
@@ -496,7 +502,7 @@ def _check_requests(s: Scheduler, plan: StepPlan) -> None:
     assert not running & waiting, 'both waiting and running'
     assert all(r.finish_reason is None for r in running | waiting), 'ended and still queued'
     assert all(r.slot is None and not r.block_table and r.num_computed_tokens == 0 for r in waiting), 'waiting with a slot'
-    assert s.order or all(a.rank < b.rank for a, b in zip(s.waiting, s.waiting[1:])), 'out of order'
+    assert all(a.rank < b.rank for a, b in zip(s.waiting, s.waiting[1:])), 'out of order'
     alone = s.budget.left(s.pool if s.block_size else s.memory) == (math.inf if s.budget.limit is None else s.budget.limit)
     assert plan.rows or not s.has_unfinished or not alone, 'there is work and the step does none'
     assert set(plan.admitted) <= running, 'admitted and not running'

@@ -116,10 +116,10 @@ class KVCache:
         """Keys and values of `blocks`, one behind the other, each `[n * block_size, kv_heads, head_dim]`.
 
         Views, if `blocks` is a list of neighbours; else copies. `blocks` as a tensor: int64 `[n]`."""
-        if isinstance(blocks, torch.Tensor):
-            k, v = (t[layer].index_select(0, blocks).flatten(0, 1) for t in (self.keys, self.values))
-            return k, v
-        if is_run(blocks):
-            at = slice(blocks[0], blocks[-1] + 1)
-            return self.keys[layer][at].flatten(0, 1), self.values[layer][at].flatten(0, 1)
-        return self.read(layer, torch.tensor(blocks, device=self.device))
+        keys, values = self.keys[layer], self.values[layer]
+        if not isinstance(blocks, torch.Tensor):
+            if is_run(blocks):
+                at = slice(blocks[0], blocks[-1] + 1)
+                return keys[at].flatten(0, 1), values[at].flatten(0, 1)
+            blocks = torch.tensor(blocks, device=self.device)
+        return keys.index_select(0, blocks).flatten(0, 1), values.index_select(0, blocks).flatten(0, 1)

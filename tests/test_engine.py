@@ -10,7 +10,8 @@ from batchlab.batch import pack_rows
 from batchlab.config import Limits, choose_limits
 from batchlab.backends.int8 import put_int8
 from batchlab.backends.kernels import KernelStep, TiledCache, load_kernels
-from batchlab.llm import LLM, EngineError
+from batchlab.errors import EngineError
+from batchlab.llm import LLM
 from batchlab.models import TINY_ARCHS, UnsupportedModelError, eos_token_ids, tiny_model, tiny_tokenizer
 from batchlab.outputs import RequestGroup, RequestOutput
 from batchlab.prefill import generate_naive
@@ -91,7 +92,7 @@ def test_whatever_the_mix_each_request_gets_what_it_gets_alone(case):
     logging.getLogger('batchlab').setLevel(logging.ERROR)                          # a small KV cache limits the context, and says so
     llm.limits = choose_limits(model, llm.shapes, max_num_seqs=case['seqs'], max_num_batched_tokens=case['budget'], kv_cache_bytes=kv)
     llm.enable_prefix_caching = case['caching']
-    llm._configure()
+    llm.engines.configure()
     ends, want = {}, {}
 
     def end(e):
@@ -504,7 +505,7 @@ def test_a_model_that_can_not_be_run_any_more_ends_requests_and_not_the_thread(c
         assert ids(llm.generate(PROMPTS, GREEDY)) == want
         with torch.no_grad(): model.lm_head.weight.mul_(1)
         with monkeypatch.context() as m:
-            m.setattr('batchlab.llm.select_backend', refuse)
+            m.setattr('batchlab.loop.select_backend', refuse)
             llm.add_request([5], GREEDY, note, request_id='bad')
             assert 'no room for other weights' in llm.generate([6], GREEDY)[0].error
         assert ids(llm.generate(PROMPTS, GREEDY)) == want
@@ -576,6 +577,18 @@ def test_ctrl_c_in_a_callback_loses_no_other_answer():
     for _ in range(3): llm.step()
     assert not llm.has_unfinished and got[-1].finished
     assert [t for e in got for t in e.token_ids] == got[-1].output.outputs[0].token_ids == wanted(llm.model, [[8, 9]], 10)[0]
+
+
+def test_probes_ask_the_model_once_for_each_prompt():
+    model, alone = tiny_model('llama'), []
+
+    def note(module, args, kwargs):
+        if kwargs.keys() == {'input_ids', 'use_cache'}: alone.append(tuple(kwargs['input_ids'][0].tolist()))
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    LLM(model)
+    assert len(alone) == len({*alone}) == 6, alone
+    LLM(model)                                                   # nothing is remembered for longer
+    assert len(alone) == 12
 
 
 def test_a_plan_is_what_the_call_takes():

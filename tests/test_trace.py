@@ -110,7 +110,7 @@ def test_whatever_ran_the_trace_counts_as_the_engine_does(case):
     if case['kv'] and llm.limits.kv_bytes_per_token:
         llm.limits.kv_bytes = case['kv'] * llm.limits.kv_bytes_per_token
         llm.limits.max_model_len = min(llm.max_model_len or 10**9, case['kv'])
-        llm._configure()
+        llm.engines.configure()
     texts = {}
     for i, (p, n, answers, priority, wait) in enumerate(case['requests']):
         for _ in range(wait): llm.step()
@@ -127,7 +127,7 @@ def test_whatever_ran_the_trace_counts_as_the_engine_does(case):
         for i, at in case['cancels'].items():
             if at == steps: llm.cancel(str(i))
         assert steps < 2000
-    ledger = vars(Ledger(*(getattr(llm.past, k) + getattr(llm.ledger, k) for k in LEDGER)))
+    ledger = vars(Ledger(*(getattr(llm.engines.past, k) + getattr(llm.ledger, k) for k in LEDGER)))
     agrees(llm.recorder, llm, ledger)
     assert not llm.recorder.request_log.here
     assert {r['id']: ''.join(r['pieces']) for r in llm.recorder.requests} == texts
