@@ -217,8 +217,8 @@ def cutoffs(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     def asked(values: Mapping[int, float], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         "The rows that ask for something, `{row: value}`, and their values as tensors."
         return torch.tensor([*values], device=x.device), torch.tensor([*values.values()], dtype=dtype, device=x.device)
-    _, least = asked({b: 1. if p.greedy else p.min_p for b, p in enumerate(params)}, torch.float64)
-    cut = (x.amax(-1).double() + least.log()).float()
+    least = torch.tensor([1. if p.greedy else p.min_p for p in params], dtype=torch.float64, device=x.device)
+    cut = (x.amax(-1) + least.log()).float()
     if top_k := {b: min(p.top_k, x.shape[1]) for b, p in enumerate(params) if p.top_k > 0}:
         some, k = asked(top_k, torch.int64)
         kth = _largest(x[some], max(top_k.values())).gather(1, k[:, None] - 1)[:, 0]
@@ -234,7 +234,8 @@ def cutoffs(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 def processed_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     "The logits each row draws from, float32 `[B, V]`, a copy: steered, divided by temperature, -inf where filtered."
     assert logits.ndim == 2 and len(logits) == len(rows), f'{len(rows)} rows, logits {tuple(logits.shape)}'
-    return _process_(logits.to(torch.float32, copy=True), rows)
+    device = 'cpu' if logits.device.type == 'mps' else logits.device             # no float64 there
+    return _process_(logits.to(device, torch.float32, copy=True), rows)
 
 def _process_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     if some := [b for b, r in enumerate(rows) if _steered(r)]:
@@ -278,10 +279,10 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], k: int,
 def _logprobs(logits: Tensor, tokens: Sequence[int | None],
               rows: Sequence[SamplingRow]) -> list[dict[int, Logprob] | None]:
     "`token_logprobs` for each row that asks for `logprobs`, else None."
-    out, asked = list[Any]([None]*len(rows)), {}
-    for b, r in enumerate(rows):
-        if r.params.logprobs is not None and tokens[b] is not None: asked.setdefault(r.params.logprobs, []).append(b)
-    for k, some in asked.items():
+    out: list[Any] = [None]*len(rows)
+    k_of = {b: r.params.logprobs for b, r in enumerate(rows) if r.params.logprobs is not None and tokens[b] is not None}
+    for k in {*k_of.values()}:
+        some: Any = [b for b in k_of if k_of[b] == k]
         got = token_logprobs(logits[some], [tokens[b] for b in some], k, [token_text(rows[b]) for b in some])
         for b, d in zip(some, got): out[b] = d
     return out

