@@ -253,7 +253,8 @@ def check_tokens(a: Answer, row: SamplingRow, start: int, alone: Alone, us: Sequ
     if not differ: return []
     pairs = logits.nan_to_num(0.).topk(2).indices                      # where nothing differs, any two will do
     for t in differ: pairs[t] = torch.tensor([want[t] or 0, ids[t]])
-    limit = [tolerance] * len(ids) if tolerance is not None else alone.tolerances(lambda x: x.gather(1, pairs).diff()[:, 0]).tolist()
+    apart = lambda x: x.gather(1, pairs).diff()[:, 0]
+    limit = alone.tolerances(apart).tolist() if tolerance is None else [tolerance] * len(ids)
     tokenizer: Any = a.llm.tokenizer
     text = lambda i: tokenizer.decode([i or 0], clean_up_tokenization_spaces=False)
     return [a.divergence(start + t, ids[t], want[t], gap_to(logits[t], rows[t], ids[t], want[t], us[t]), limit[t],

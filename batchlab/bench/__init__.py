@@ -417,8 +417,8 @@ def compare(s: Setup, busy: bool = False) -> tuple[list[Result], list[str]]:
         result = Result(spec, label, yardstick(), busy)
         try:
             result.version = find_package(name, python, s.settings)
-            env = peer_env(name, python, s.args.threads)
-            with PeerProcess(worker_text(c.start), s.settings | dict(options=c.options), python, log, env) as worker: measure(worker, result, s)
+            settings, env = s.settings | dict(options=c.options), peer_env(name, python, s.args.threads)
+            with PeerProcess(worker_text(c.start), settings, python, log, env) as worker: measure(worker, result, s)
         except Unavailable as e:
             left_out.append(f'{spec} is left out: {e}')
             s.say(left_out[-1])
