@@ -283,8 +283,9 @@ def measure(worker: Any, result: Result, s: Setup) -> Result:
             rounds = result.rounds.get(name, [])
             if sum(seconds for seconds, _ in rounds) > s.args.patience: break
             w = s.make(name, seed)
-            result.rounds[name] = [*rounds, play(worker, w)]
-            s.say(f'{result.label}: {name}, round {seed + 1}: {w.output_tokens / result.rounds[name][-1][0]:,.1f} tokens/s')
+            seconds, tokens = play(worker, w)
+            result.rounds[name] = [*rounds, (seconds, tokens)]
+            s.say(f'{result.label}: {name}, round {seed + 1}: {w.output_tokens / seconds:,.1f} tokens/s')
     result.peak_bytes = peak_bytes(worker.process.pid)
     return result
 
