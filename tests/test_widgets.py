@@ -75,7 +75,7 @@ def test_cancel_frees_the_slot(llm, paused):
     view = LiveView(llm, PROMPTS[:3], LONG, paused=paused)
     for _ in range(2 * paused): view.step.click()
     assert until(lambda: [r.state for r in view.watch.requests] == ['running', 'running', 'waiting'])
-    view.cancels[0].click()
+    view.lines[0].cancel.click()
     assert until(lambda: view.watch.requests[0].state == 'cancelled')
     [scheduler] = [e.scheduler for e in llm.engines.values()]
     running = lambda: {r.request_id for r in scheduler.running}
