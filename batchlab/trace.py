@@ -18,18 +18,19 @@ from . import __version__
 from .config import check_count
 from .engine import log
 from .deprecated import renamed
+from .scheduler import Request
 
 if TYPE_CHECKING:
     from batchlab.engine import Engine
     from batchlab.llm import LLM
     from batchlab.outputs import RequestGroup
-    from batchlab.scheduler import Request, Row, StepPlan
+    from batchlab.scheduler import StepPlan
 
 # %% auto #0
 __all__ = ['Recorder', 'trace', 'LEDGER', 'PARTS', 'POOL', 'ROW', 'VERSION', 'Trace']
 
 # %% ../nbs/50_trace.ipynb #6f5bd23c
-def row_numbers(row: Row, number: int) -> tuple[int, ...]:
+def row_numbers(row: Any, number: int) -> tuple[int, ...]:
     "A plan's `row` of request `number` as the seven numbers of `ROW`; `again`: positions that had been computed before."
     r, start, n = row.request, row.start, row.n_tokens
     end, prompt = start + n, len(r.prompt_ids)
@@ -75,11 +76,6 @@ def facts_of(r: Request, text: bool) -> dict:
     return facts | dict(prompt=r.group and r.group.prompt, prompt_ids=array('i', r.prompt_ids), output_ids=array('i', r.output_ids),
                         text=r.text.text if r.text else '')
 
-def refused_facts(p: RequestGroup) -> dict:
-    "The same of prompt `p`, which never became a request."
-    zeros = dict.fromkeys((*COUNTS, 'answer', 'priority'), 0)
-    return zeros | dict(id=p.request_id, finish_reason=p.reason, error=p.error, max_tokens=None, first_token=None, last_token=None)
-
 def pieces_of(text: str, ends: Sequence[int]) -> list[str]:
     "`text` cut where each token ended: what each settled, '' for none. What was held back to the end goes to the last."
     ends = [*ends[:-1], len(text)] if ends else []
@@ -93,7 +89,8 @@ def since(t: float | None, began: float) -> float | None:
 def request_dict(record: RequestRecord, began: float, text: bool = True) -> dict:
     "A request as in the file, ended or not; with tokens and texts if they were kept, or, while it is here, if `text`."
     r = record.request                                     # looked at once: another thread may just be ending it
-    d = dict(request=record.number) | (facts_of(r, text) if r else record.facts) | dict(slots=list(record.slots))
+    d: dict[str, Any] = dict(request=record.number)
+    d |= (facts_of(r, text) if r else record.facts) | dict(slots=list(record.slots))
     d |= {k: getattr(record, k) for k in ('first_step', 'last_step', 'arrival', 'queued', 'admitted', 'end')}
     d |= {k: since(d[k], began) for k in TIMES}
     if 'text' in d:
@@ -153,7 +150,8 @@ class RequestLog:
 
     def refuse(self, p: RequestGroup, t: float, step: int) -> None:
         "Prompt `p` never became a request."
-        self.keep(RequestRecord(self.num_requests, p.start, end=t, facts=refused_facts(p)), step)
+        facts = facts_of(Request(p.request_id, [], finish_reason=p.reason, error=p.error), text=False)
+        self.keep(RequestRecord(self.num_requests, p.start, end=t, facts=facts | dict(max_tokens=None)), step)
         self.num_requests += 1
 
     def keep(self, record: RequestRecord, step: int) -> None:
@@ -172,8 +170,7 @@ class RequestLog:
 
     def records(self) -> list[RequestRecord]:
         "The notes that there are, by number; also while another thread makes steps."
-        found = {r.number: r for r in [*self.here.values(), *self.ended]}        # who is ending is in both
-        return [found[number] for number in sorted(found)]
+        return sorted({*self.here.values(), *self.ended}, key=lambda record: record.number)     # who is ending is in both
 
 # %% ../nbs/50_trace.ipynb #061e853e
 @dataclass(slots=True)
@@ -200,12 +197,6 @@ class StepRecord:
     error: str | None = None
 
 # %% ../nbs/50_trace.ipynb #308cea85
-def engine_name(engine: Engine, source: LLM | Engine) -> str:
-    "What `engine` is called among the engines of `source`; else its runner's name."
-    for name, e in list(getattr(source, 'engines', {}).items()):
-        if e is engine: return name
-    return type(engine.runner).__name__.removesuffix('Runner').lower()
-
 def note_memory(now: StepRecord, engine: Engine) -> None:
     "Note in `now` the KV memory of `engine` after the step."
     s, pool, batch = engine.scheduler, engine.scheduler.pool, getattr(engine.runner, 'batch', None)
@@ -230,12 +221,12 @@ def step_dict(s: StepRecord, began: float) -> dict:
 
 # %% ../nbs/50_trace.ipynb #7d790bb6
 class StepLog:
-    """Notes on the steps of `source`: `taken`, the newest, with at most `max_rows` rows; `now`, the one that is being made, or None.
+    """Notes on steps: `taken`, the newest, with at most `max_rows` rows; `now`, the one that is being made, or None.
 
     `requests`: where requests are noted. `num_steps`: how many steps there were, `dropped`: how many of them went. `sums`: their
     ledger, and seconds of their parts."""
-    def __init__(self, source: LLM | Engine, requests: RequestLog, max_rows: int = 1_000_000):
-        self.source, self.requests, self.max_rows = source, requests, max_rows
+    def __init__(self, requests: RequestLog, max_rows: int = 1_000_000):
+        self.requests, self.max_rows = requests, max_rows
         self.taken: deque[StepRecord] = deque()
         self.now: StepRecord | None = None
         self.sums: defaultdict[str, float] = defaultdict(int)
@@ -246,7 +237,7 @@ class StepLog:
         if event == 'queued': self.requests.meet(x).queued = t
         elif event == 'ended': self.requests.end(x, t, self.num_steps)
         elif event == 'refused': self.requests.refuse(x, t, self.num_steps)
-        elif event == 'begin': self.now = StepRecord(self.num_steps, engine_name(engine, self.source), t)
+        elif event == 'begin': self.now = StepRecord(self.num_steps, type(engine.runner).__name__.removesuffix('Runner').lower(), t)
         elif now := self.now:
             now.times.append(seconds)
             if event == 'schedule': self.plan(now, engine, x, t)
@@ -259,6 +250,7 @@ class StepLog:
             self.now = None
             return
         scheduler, requests, numbers = engine.scheduler, self.requests, []
+        now.engine = plan.rows[0].request.runner or now.engine       # what an `LLM` calls it
         now.admitted = [[requests.enter(r, t), r.slot, r.num_computed_tokens] for r in plan.admitted]
         for row in plan.rows: numbers += row_numbers(row, requests.in_step(row.request, now.step))
         now.rows, now.waiting, now.running = array('i', numbers), len(scheduler.waiting), len(scheduler.running)
@@ -319,7 +311,7 @@ class Recorder(Trace):
     went is counted in `dropped`, and `totals` stay exact. `cost`: seconds that recording took."""
     def __init__(self, source: LLM | Engine, text: bool = True, max_rows: int = 1_000_000, max_text: int = 1_000_000):
         self.source, self.max_rows, self.request_log = source, check_count('max_rows', max_rows), RequestLog(text, max_rows, max_text)
-        self.step_log = StepLog(source, self.request_log, max_rows)
+        self.step_log = StepLog(self.request_log, max_rows)
         self.began, self.created, self.last, self.cost = time.perf_counter(), datetime.now(timezone.utc), 0., 0.
 
     def __call__(self, source: LLM | Engine, event: str, x: Any) -> None:

@@ -55,7 +55,7 @@ def check_trace(data: Any, name: str = 'this') -> dict:
         raise TraceError(f'{name} is not a trace: expected a file that Trace.save has written')
     if type(version := data.get('version')) is not int or not 1 <= version <= VERSION:
         raise TraceError(f'{name} is a trace of version {version!r}, and this batchlab reads 1 to {VERSION}: upgrade batchlab if it is newer')
-    wanted = dict(steps=list, requests=list, totals=dict, tokens=dict, row=list)
+    wanted: dict[str, type] = dict(steps=list, requests=list, totals=dict, tokens=dict, row=list)
     if missing := [k for k, kind in wanted.items() if not isinstance(data.get(k), kind)]:
         raise TraceError(f'{name} is a trace that lacks {", ".join(missing)}: record it again')
     try:

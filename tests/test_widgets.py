@@ -164,7 +164,7 @@ def test_strategies_give_the_same_tokens(model):
 
 def test_playground_takes_an_llm(llm):
     for ground in (Playground(llm, PROMPTS), Playground(llm, prompts=PROMPTS), Playground(llm)):
-        assert (ground.model, ground.tokenizer) == (llm.model, llm.tokenizer) and ground.asked[0] == (PROMPTS if ground.prompts.value else [])
+        assert (ground.model, ground.tokenizer) == (llm.model, llm.tokenizer) and ground.fields.asked[0] == (PROMPTS if ground.fields.prompts.value else [])
         ground.close()
 
 

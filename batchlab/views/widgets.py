@@ -191,11 +191,6 @@ KNOBS = ((W.FloatSlider, 'temperature', 0, 2, .05, '0 is greedy'),
          (W.FloatSlider, 'min_p', 0, .5, .005, 'at least this share of the likeliest; 0 is off'),
          (W.IntSlider, 'seed', 0, 99, 1, 'the arrow ◀ marks who is drawn'))
 
-def sampling_knobs(panel: Panel, p: SamplingParams) -> dict[str, Any]:
-    "A slider of `panel` for each parameter of sampling, by name, as `p` has them."
-    return {name: panel.field(kind, name, 'min(460px, 100%)', value=getattr(p, name) or 0, min=low, max=high, step=step, tooltip=help)
-            for kind, name, low, high, step, help in KNOBS}
-
 # %% ../../nbs/52_widgets.ipynb #2f6faa20
 class SamplingExplorer(Panel):
     """The distribution that the engine draws from at a step after `prompt`, under parameters to be turned.
@@ -205,11 +200,13 @@ class SamplingExplorer(Panel):
     def __init__(self, llm: LLM, prompt: str, steps: int = 6, top: int = 12, cell: str | None = None, **params: Any):
         super().__init__(cell)
         self.llm, self.top, self.steps, start = llm, top, steps, SamplingParams(**params)
+        wide = 'min(460px, 100%)'
         self.prompt = self.field(W.Textarea, 'prompt', value=prompt, continuous_update=False, rows=2)
-        self.step = self.field(W.IntSlider, 'step', 'min(460px, 100%)', max=steps - 1, tooltip='which token of the greedy answer')
-        self.knobs = sampling_knobs(self, start)
-        self.status, self.table = self.make(W.HTML), self.make(W.HTML)
-        self.box = self.make(W.VBox, [self.prompt, self.step, *self.knobs.values(), self.status, self.table])
+        self.step = self.field(W.IntSlider, 'step', wide, max=steps - 1, tooltip='which token of the greedy answer')
+        self.knobs = {name: self.field(kind, name, wide, value=getattr(start, name) or 0, min=low, max=high, step=step, tooltip=help)
+                      for kind, name, low, high, step, help in KNOBS}
+        self.status, self.chart = self.make(W.HTML), self.make(W.HTML)
+        self.box = self.make(W.VBox, [self.prompt, self.step, *self.knobs.values(), self.status, self.chart])
         self.look()
         self.prompt.observe(lambda _: self.look(), 'value')
         for w in (self.step, *self.knobs.values()): w.observe(lambda _: self.show(), 'value')
@@ -237,16 +234,17 @@ class SamplingExplorer(Panel):
 
     def show(self) -> None:
         "Draw what the knobs say."
-        self.found = found = choices(self.logits[self.step.value], self.params, self.top)
+        p = self.params
+        found = choices(self.logits[self.step.value], p, self.top)
+        what = ', '.join(f'{name}={getattr(p, name):g}' for name in ('temperature', 'top_k', 'top_p', 'min_p'))
+        title = f'…{self.so_far[-40:]!r}: {what}; {found.kept:,} tokens can come'
+        self.found, self.drawn = found, choices_picture(found, self.llm.tokenizer, title)
         self.status.value = panel_html(f'<b>{found.kept:,}</b> of {self.logits.shape[1]:,} tokens can come, '
                                        f'entropy {max(0, found.entropy):.2f} bits. <span class="dim">Text so far:</span> '
                                        f'<span class="answer">{esc(self.so_far)}</span>')
-        self.table.value = panel_html(choices_picture(found, self.llm.tokenizer, 'The likeliest tokens').svg)
+        self.chart.value = panel_html(self.drawn.svg)
 
-    def picture(self) -> str:
-        p, k = self.params, self.found.kept
-        what = ', '.join(f'{name}={getattr(p, name):g}' for name in ('temperature', 'top_k', 'top_p', 'min_p'))
-        return choices_picture(self.found, self.llm.tokenizer, f'…{self.so_far[-40:]!r}: {what}; {k:,} tokens can come').svg
+    def picture(self) -> str: return self.drawn.svg
 
 # %% ../../nbs/52_widgets.ipynb #7f20c1d1
 from .watch import SlotState, Stepper, Watch, WatchedRequest
@@ -472,6 +470,24 @@ def greedy_params(n: int, max_tokens: int, vary: bool) -> list[SamplingParams]:
     cap = lambda i: max(1, max_tokens * (i % 4 + 1) // 4) if vary else max_tokens
     return [SamplingParams(temperature=0, max_tokens=cap(i), ignore_eos=vary) for i in range(n)]
 
+# %% ../../nbs/52_widgets.ipynb #9a14a5f8
+class RunFields:
+    "The fields of a playground: prompts, one a line, and the settings of a run."
+    def __init__(self, panel: Panel, prompts: Sequence[str], max_tokens: int, slots: int, budget: int):
+        number = lambda name, value: panel.field(W.BoundedIntText, name, '190px', value=value, min=1, max=65536)
+        self.prompts = panel.field(W.Textarea, 'prompts', value='\n'.join(prompts), rows=min(10, len(prompts) + 1))
+        self.strategy = panel.field(W.Dropdown, 'strategy', '230px', options=STRATEGIES, value='continuous')
+        self.slots, self.budget, self.max_tokens = number('slots', slots), number('budget', budget), number('max_tokens', max_tokens)
+        self.vary = panel.make(W.Checkbox, value=True, description='answers of different lengths', indent=False)
+        self.box = panel.make(W.VBox, [self.prompts, panel.row(self.strategy, self.slots, self.budget, self.max_tokens, self.vary)])
+
+    @property
+    def asked(self) -> tuple[list[str], list[SamplingParams], str, int, int]:
+        "What they say: prompts, `SamplingParams` for each, strategy, slots and budget."
+        prompts = [p for p in self.prompts.value.splitlines() if p.strip()]
+        params = greedy_params(len(prompts), self.max_tokens.value, self.vary.value)
+        return prompts, params, self.strategy.value, self.slots.value, self.budget.value
+
 # %% ../../nbs/52_widgets.ipynb #733ddc40
 class Playground(Panel):
     """Prompts to edit, a strategy, slots and a budget to choose; what each run took in tokens, time and waste, side by side.
@@ -488,39 +504,27 @@ class Playground(Panel):
         self.tokenizer, self.runs = tokenizer, []
         self.thread: threading.Thread | None = None
         self.stopping, self.count, self.shown = False, 0, 0.
-        number = lambda name, value: self.field(W.BoundedIntText, name, '190px', value=value, min=1, max=65536)
-        self.prompts = self.field(W.Textarea, 'prompts', value='\n'.join(prompts), rows=min(10, len(prompts) + 1))
-        self.strategy = self.field(W.Dropdown, 'strategy', '230px', options=STRATEGIES, value='continuous')
-        self.slots, self.budget, self.max_tokens = number('slots', slots), number('budget', budget), number('max_tokens', max_tokens)
-        self.vary = self.make(W.Checkbox, value=True, description='answers of different lengths', indent=False)
+        self.fields = RunFields(self, prompts, max_tokens, slots, budget)
         self.go, self.cancel = self.button('Run', 'run with these settings', self.run), self.button('Cancel', 'stop this run', self.stop)
         self.status, self.table = self.make(W.HTML), self.make(W.HTML)
-        fields = self.row(self.strategy, self.slots, self.budget, self.max_tokens, self.vary)
         tools = self.row(self.go, self.cancel, self.button('Clear', 'forget the runs', self.forget))
-        self.box = self.make(W.VBox, [self.prompts, fields, tools, self.status, self.table])
+        self.box = self.make(W.VBox, [self.fields.box, tools, self.status, self.table])
         self.show()
-
-    @property
-    def asked(self) -> tuple[list[str], list[SamplingParams]]:
-        "What the fields say: prompts, and `SamplingParams` for each."
-        prompts = [p for p in self.prompts.value.splitlines() if p.strip()]
-        return prompts, greedy_params(len(prompts), self.max_tokens.value, self.vary.value)
 
     def run(self, strategy: str | None = None, wait: bool = False) -> None:
         "Start a run with what the fields say, unless one is under way. `wait`: return when it is over."
         if self.thread and self.thread.is_alive(): return
-        if strategy: self.strategy.value = strategy
-        prompts, params = self.asked
-        if not prompts: return self.show('⚠ there are no prompts: write one a line')
+        if strategy: self.fields.strategy.value = strategy
+        job = self.fields.asked
+        if not job[0]: return self.show('⚠ there are no prompts: write one a line')
         self.stopping, self.count = False, 0
-        job = prompts, params, self.strategy.value, self.slots.value, self.budget.value
         self.thread = threading.Thread(target=self._work, args=job, name='batchlab-widget', daemon=True)
         self.thread.start()
         if wait: self.thread.join()
 
     def _work(self, *job: Any) -> None:
         self.show('running')
-        try: self.runs.append(play_once(self.model, self.tokenizer, *job, self._go_on))
+        try: self.runs.append(play_once(self.model, self.tokenizer, *job, go_on=self._go_on))
         except BatchlabError as e: self.show(f'⚠ {e}')
         except Exception as e: self.show(f'⚠ {type(e).__name__}: {e}')
         else: self.show()
