@@ -8,20 +8,23 @@ from __future__ import annotations
 import contextlib, threading, time
 from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import __version__
 from .config import check_count
 from .engine import log
 from .deprecated import renamed
+from .scheduler import Request
 
 if TYPE_CHECKING:
     from batchlab.engine import Engine
     from batchlab.llm import LLM
-    from batchlab.scheduler import Request, StepPlan
+    from batchlab.outputs import RequestGroup
+    from batchlab.scheduler import StepPlan
 
 # %% auto #0
 __all__ = ['Recorder', 'trace', 'LEDGER', 'PARTS', 'POOL', 'ROW', 'VERSION', 'Trace']
@@ -32,7 +35,7 @@ def row_numbers(row: Any, number: int) -> tuple[int, ...]:
     r, start, n = row.request, row.start, row.n_tokens
     end, prompt = start + n, len(r.prompt_ids)
     again = min(r.num_seen, end) - start if r.num_seen > start else 0
-    return r.slot, number, start, n, again, end == prompt + len(r.output_ids), n > 1 or start < prompt
+    return r.slot, number, start, n, again, end >= prompt + len(r.output_ids), n > 1 or start < prompt
 
 # %% ../nbs/50_trace.ipynb #b5d20c31
 from .tracefile import LEDGER, PARTS, POOL, ROW, VERSION, Trace
@@ -45,7 +48,8 @@ class RequestRecord:
     """Notes on one request. Times: seconds of `time.perf_counter`; None for what has not happened.
 
     `request`: itself, until it has ended; `facts`: then, what is kept of it. `ends`: how long its text was after each
-    token, in characters. `first_step`, `last_step`: numbers of steps it had a row in."""
+    token, in characters. `first_step`, `last_step`: numbers of steps it had a row in; `ended_before`: of the step that came
+    after its end."""
     number: int
     arrival: float
     request: Request | None = None
@@ -54,25 +58,23 @@ class RequestRecord:
     end: float | None = None
     first_step: int | None = None
     last_step: int | None = None
+    ended_before: int = 0
     slots: list[int] = field(default_factory=list)
     ends: array[int] = field(default_factory=lambda: array('i'))
     facts: dict = field(default_factory=dict)
 
 # %% ../nbs/50_trace.ipynb #2994be90
-def facts_of(r: Request, ends: array[int], text: bool) -> dict:
-    "What the trace keeps of request `r` itself, as in the file; with its tokens and texts if `text`."
+TIMES = ('arrival', 'queued', 'admitted', 'first_token', 'last_token', 'end')
+COUNTS = ('prompt_tokens', 'output_tokens', 'cached_tokens', 'preemptions')
+
+def facts_of(r: Request, text: bool) -> dict:
+    "What the trace keeps of request `r` itself, as in the file; with its tokens and text, packed, if `text`."
     facts = dict(id=r.request_id, answer=r.index, prompt_tokens=len(r.prompt_ids), cached_tokens=r.num_cached_tokens or 0,
                  output_tokens=len(r.output_ids), max_tokens=r.max_tokens, priority=r.priority, preemptions=r.num_preemptions,
                  finish_reason=r.finish_reason, error=r.error, first_token=r.first_token_at, last_token=r.last_token_at)
     if not text: return facts
     return facts | dict(prompt=r.group and r.group.prompt, prompt_ids=array('i', r.prompt_ids), output_ids=array('i', r.output_ids),
-                        text=r.text.text if r.text else '', ends=ends)
-
-def refused_facts(p: Any) -> dict:
-    "What the trace keeps of prompt `p`, which never became a request."
-    none = dict.fromkeys(('max_tokens', 'first_token', 'last_token'))
-    zero = dict.fromkeys(('answer', 'prompt_tokens', 'output_tokens', 'cached_tokens', 'preemptions', 'priority'), 0)
-    return dict(id=p.request_id, finish_reason=p.reason, error=p.error) | none | zero
+                        text=r.text.text if r.text else '')
 
 def pieces_of(text: str, ends: Sequence[int]) -> list[str]:
     "`text` cut where each token ended: what each settled, '' for none. What was held back to the end goes to the last."
@@ -80,195 +82,206 @@ def pieces_of(text: str, ends: Sequence[int]) -> list[str]:
     return [text[a:b] for a, b in zip([0, *ends], ends)]
 
 # %% ../nbs/50_trace.ipynb #37c94073
-def _since(t, began): return None if t is None else round(t - began, 7)
+def since(t: float | None, began: float) -> float | None:
+    "Seconds from `began` to `t`, if that has come."
+    return None if t is None else round(t - began, 7)
 
 def request_dict(record: RequestRecord, began: float, text: bool = True) -> dict:
     "A request as in the file, ended or not; with tokens and texts if they were kept, or, while it is here, if `text`."
-    d: dict[str, Any] = dict(request=record.number, **record.facts)
-    if record.request: d |= facts_of(record.request, record.ends, text)
-    d |= dict(slots=list(record.slots), first_step=record.first_step, last_step=record.last_step)
-    for k in ('arrival', 'queued', 'admitted', 'end'): d[k] = getattr(record, k)
-    for k in ('arrival', 'queued', 'admitted', 'first_token', 'last_token', 'end'): d[k] = _since(d[k], began)
+    r = record.request                                     # looked at once: another thread may just be ending it
+    d: dict[str, Any] = dict(request=record.number)
+    d |= (facts_of(r, text) if r else record.facts) | dict(slots=list(record.slots))
+    d |= {k: getattr(record, k) for k in ('first_step', 'last_step', 'arrival', 'queued', 'admitted', 'end')}
+    d |= {k: since(d[k], began) for k in TIMES}
     if 'text' in d:
-        ids, ends = d['output_ids'].tolist(), list(d.pop('ends'))
-        d |= dict(prompt_ids=d['prompt_ids'].tolist(), output_ids=ids, pieces=pieces_of(d.pop('text'), ends[:len(ids)]))
+        ids = d['output_ids'].tolist()
+        d |= dict(prompt_ids=d['prompt_ids'].tolist(), output_ids=ids, pieces=pieces_of(d.pop('text'), record.ends[:len(ids)]))
     return d
 
 # %% ../nbs/50_trace.ipynb #0ff4abc3
 class RequestLog:
-    """Notes on requests: `here`, those that wait or run; `ended`, the newest of the others, each with the step that came next.
+    """Notes on requests: `here`, those that wait or run; `ended`, the newest of the others.
 
     `text`: keep tokens and texts, of at most `max_text` tokens together; `max_ended`: how many that ended are kept. What went is
-    counted in `dropped`. `sums`: tokens and preemptions of all that ended; `reasons`: how many ended why."""
+    counted in `dropped`. `sums`: `COUNTS` of all that ended; `reasons`: how many ended why."""
     def __init__(self, text: bool = True, max_ended: int = 1_000_000, max_text: int = 1_000_000):
-        self.text, self.max_text = text, max_text
+        self.text, self.max_ended, self.max_text = text, max_ended, max_text
         self.here: dict[Request, RequestRecord] = {}
-        self.ended: deque[tuple[RequestRecord, int]] = deque(maxlen=max_ended)
+        self.ended: deque[RequestRecord] = deque()
         self.sums, self.reasons, self.dropped = Counter[str](), Counter[str](), Counter(requests=0, texts=0)
         self.num_requests = self.num_text = 0
 
-    def meet(self, r: Request, t: float) -> RequestRecord:
-        "The notes on request `r`, new at time `t` unless its prompt knows when it came."
+    def meet(self, r: Request) -> RequestRecord:
+        "The notes on request `r`, begun now if there are none."
         if (record := self.here.get(r)) is not None: return record
-        record = self.here[r] = RequestRecord(self.num_requests, getattr(r.group, 'start', t), r)
+        record = self.here[r] = RequestRecord(self.num_requests, r.group.start if r.group else time.perf_counter(), r)
         self.num_requests += 1
         if r.text: record.ends.extend([len(r.text.text)] * len(r.output_ids))            # said before the recording began
         return record
 
-    def enter(self, r: Request, t: float) -> None:
-        "`r` has got a slot, for the first time or again."
-        record = self.meet(r, t)
+    def enter(self, r: Request, t: float) -> int:
+        "`r` has got a slot, for the first time or again: its number."
+        record = self.meet(r)
         if record.admitted is None: record.admitted = t
         if r.slot is not None: record.slots.append(r.slot)
+        return record.number
 
-    def in_step(self, r: Request, step: int, t: float) -> int:
+    def in_step(self, r: Request, step: int) -> int:
         "`r` has a row in `step`: its number."
-        record = self.meet(r, t)
+        record = self.meet(r)
         record.last_step = step
         if record.first_step is None: record.first_step = step
         return record.number
 
-    def wrote(self, r: Request, t: float) -> None:
+    def wrote(self, r: Request) -> None:
         "`r` has got a token, or has failed: note where its text ends now."
-        ends = self.meet(r, t).ends
+        ends = self.meet(r).ends
         if self.text and len(r.output_ids) > len(ends): ends.append((ends[-1] if ends and r.group else 0) + len(r.delta))
 
     def end(self, r: Request, t: float, step: int) -> None:
-        "`r` is over, before step number `step`: keep what is worth keeping."
-        record, tokens = self.meet(r, t), len(r.prompt_ids) + len(r.output_ids)
+        "`r` is over, before step number `step`: keep what is worth keeping, and let go of it."
+        record, num_text = self.meet(r), self.num_text + len(r.prompt_ids) + len(r.output_ids)
+        text = self.text and num_text <= self.max_text
+        if text: self.num_text = num_text
+        elif self.text: self.dropped['texts'] += 1
+        record.facts, record.end, record.request = facts_of(r, text), t, None
+        self.keep(record, step)
         del self.here[r]
-        text = self.text and self.num_text + tokens <= self.max_text
-        self.dropped['texts'] += self.text and not text
-        self.num_text += tokens if text else 0
-        record.facts, record.end, record.request = facts_of(r, record.ends, text), t, None
-        self._keep(record, step)
 
-    def refuse(self, p: Any, t: float, step: int) -> None:
+    def refuse(self, p: RequestGroup, t: float, step: int) -> None:
         "Prompt `p` never became a request."
-        self._keep(RequestRecord(self.num_requests, p.start, end=t, facts=refused_facts(p)), step)
+        facts = facts_of(Request(p.request_id, [], finish_reason=p.reason, error=p.error), text=False)
+        self.keep(RequestRecord(self.num_requests, p.start, end=t, facts=facts | dict(max_tokens=None)), step)
         self.num_requests += 1
 
-    def _keep(self, record, step):
+    def keep(self, record: RequestRecord, step: int) -> None:
+        "Keep the notes on who ended before `step`."
+        record.ended_before = step
         self.reasons[record.facts['finish_reason']] += 1
-        for k in ('prompt_tokens', 'output_tokens', 'cached_tokens', 'preemptions'): self.sums[k] += record.facts[k]
-        if len(self.ended) == self.ended.maxlen: self._forget()
-        self.ended.append((record, step))
+        for k in COUNTS: self.sums[k] += record.facts[k]
+        self.ended.append(record)
+        if len(self.ended) > self.max_ended: self.forget()
 
-    def _forget(self):
-        facts = self.ended.popleft()[0].facts
+    def forget(self) -> None:
+        "Forget who ended first."
+        facts = self.ended.popleft().facts
         self.dropped['requests'] += 1
         if 'text' in facts: self.num_text -= facts['prompt_tokens'] + facts['output_tokens']
 
-    def forget_before(self, step: int) -> None:
-        "Forget the requests that ended before `step`."
-        while self.ended and self.ended[0][1] <= step: self._forget()
-
     def records(self) -> list[RequestRecord]:
         "The notes that there are, by number; also while another thread makes steps."
-        found = {r.number: r for r in [*(r for r, _ in list(self.ended)), *list(self.here.values())]}
-        return [found[k] for k in sorted(found)]
+        return sorted({*self.here.values(), *self.ended}, key=lambda record: record.number)     # who is ending is in both
 
 # %% ../nbs/50_trace.ipynb #061e853e
 @dataclass(slots=True)
 class StepRecord:
-    """One step, as lean as it comes. Seconds; counts of requests and tokens.
+    """One step, as lean as it comes, with the names of the file. Seconds; counts of requests and tokens.
 
-    `plan`: admitted, preempted, copies. `times`: of `PARTS`. `ledger`: what it gained. `shape`: seats, rows and columns of a padded
-    batch, and of the blocks how many tokens each holds and how many memory was taken for, are held, held by several requests, and
-    cached. `held`: tokens of the request in each seat afterwards."""
+    `rows`: the numbers of all rows, one behind the other. `times`: of `PARTS`. `ledger`: what it gained. `pool`: numbers of
+    `POOL`. `slots`, `held`: how many seats there were, and tokens of the request in each, afterwards."""
     step: int
     engine: str
     start: float
     waiting: int = 0
     running: int = 0
     rows: array[int] = field(default_factory=lambda: array('i'))
-    plan: tuple = ()
+    admitted: list[list] = field(default_factory=list)
+    preempted: list[int] = field(default_factory=list)
+    copies: list[tuple] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     ledger: Sequence[int] = ()
-    shape: tuple = ()
+    pool: Sequence[int] = ()
+    rectangle: list[int] | None = None
+    slots: int = 0
     held: array[int] = field(default_factory=lambda: array('i'))
     error: str | None = None
 
 # %% ../nbs/50_trace.ipynb #308cea85
-def plan_notes(plan: StepPlan, number: Callable[[Request], int]) -> tuple:
-    "What `plan` changes, as in `StepRecord.plan`; `number(r)` is the number of request `r`."
-    admitted = [(number(r), r.slot, r.num_computed_tokens) for r in plan.admitted]
-    return admitted, [number(r) for r in plan.preempted], list(plan.copies)
-
-def memory_notes(engine: Engine) -> tuple[tuple, array[int]]:
-    "The KV memory of `engine` after a step, as in `StepRecord`: its `shape`, and what is `held`."
-    s, batch = engine.scheduler, getattr(engine.runner, 'batch', None)
-    rectangle = (len(batch), batch.cache.get_seq_length()) if batch and batch.cache else None
-    held, pool = {r.slot: r.num_computed_tokens for r in s.running if r.slot is not None}, s.pool
+def note_memory(now: StepRecord, engine: Engine) -> None:
+    "Note in `now` the KV memory of `engine` after the step."
+    s, pool, batch = engine.scheduler, engine.scheduler.pool, getattr(engine.runner, 'batch', None)
+    if batch and batch.cache: now.rectangle = [len(batch), batch.cache.get_seq_length()]
     shared = sum(b.refs > 1 for b in pool.blocks)
-    seats = min(s.max_num_seqs, len(s.running) + len(s.waiting))
-    tokens = array('i', (held.get(slot, 0) for slot in range(1 + max(held, default=-1))))
-    return (seats, rectangle, s.block_size, len(pool), pool.num_held, shared, len(pool.cached)), tokens
+    now.pool = s.block_size, len(pool), pool.num_held, shared, len(pool.cached)
+    now.slots = min(s.max_num_seqs, len(s.running) + len(s.waiting))
+    held = {r.slot: r.num_computed_tokens for r in s.running if r.slot is not None}
+    now.held = array('i', (held.get(slot, 0) for slot in range(1 + max(held, default=-1))))
 
 def step_dict(s: StepRecord, began: float) -> dict:
     "A step as in the file."
-    rows, k = s.rows.tolist(), len(ROW)
-    admitted, preempted, copies = s.plan
-    (slots, rectangle, *pool), held = s.shape, s.held.tolist()
-    for slot, _, start, n, *_ in (rows[i:i + k] for i in range(0, len(rows), k)):      # also of those that ended with it
+    rows, held = [s.rows[i:i + len(ROW)].tolist() for i in range(0, len(s.rows), len(ROW))], s.held.tolist()
+    for slot, _, start, n, *_ in rows:                                                 # also of those that ended with it
         held += [0] * (slot + 1 - len(held))
         held[slot] = max(held[slot], start + n)
-    lists = lambda xs: [list(x) for x in xs]
-    times = dict.fromkeys(PARTS, 0.) | dict(zip(PARTS, (round(t, 7) for t in s.times)))
-    return dict(step=s.step, engine=s.engine, start=_since(s.start, began), **times, waiting=s.waiting, running=s.running,
-                tokens=sum(rows[3::k]), cached=sum(c for *_, c in admitted), **dict(zip(LEDGER, s.ledger)),
-                rows=[rows[i:i + k] for i in range(0, len(rows), k)], admitted=lists(admitted), preempted=preempted,
-                copies=lists(copies), slots=max(slots, len(held)), rectangle=rectangle and list(rectangle), held=held, **dict(zip(POOL, pool)),
-                error=s.error)
+    times = dict.fromkeys(PARTS, 0.) | {part: round(t, 7) for part, t in zip(PARTS, s.times)}
+    return dict(step=s.step, engine=s.engine, start=since(s.start, began), **times, waiting=s.waiting, running=s.running,
+                tokens=sum(row[3] for row in rows), cached=sum(n for *_, n in s.admitted), **dict(zip(LEDGER, s.ledger)),
+                rows=rows, admitted=s.admitted, preempted=s.preempted, copies=[list(c) for c in s.copies],
+                slots=max(s.slots, len(held)), rectangle=s.rectangle, held=held, **dict(zip(POOL, s.pool)), error=s.error)
 
 # %% ../nbs/50_trace.ipynb #7d790bb6
 class StepLog:
     """Notes on steps: `taken`, the newest, with at most `max_rows` rows; `now`, the one that is being made, or None.
 
-    `num_steps`: how many there were, `dropped`: how many of them went. `sums`: their ledger, and seconds of their parts."""
-    def __init__(self, max_rows: int = 1_000_000):
+    `requests`: where requests are noted. `num_steps`: how many steps there were, `dropped`: how many of them went. `sums`: their
+    ledger, and seconds of their parts."""
+    def __init__(self, requests: RequestLog, max_rows: int = 1_000_000):
+        self.requests, self.max_rows = requests, max_rows
         self.taken: deque[StepRecord] = deque()
         self.now: StepRecord | None = None
         self.sums: defaultdict[str, float] = defaultdict(int)
-        self.max_rows, self.num_steps, self.num_rows, self.dropped = max_rows, 0, 0, 0
+        self.num_steps = self.num_rows = self.dropped = 0
 
-    def begin(self, engine: str, t: float) -> None:
-        "A step of the engine of this name begins at time `t`."
-        self.now = StepRecord(self.num_steps, engine, t)
+    def note(self, engine: Any, event: str, x: Any, t: float, seconds: float) -> None:
+        "Note an `event`, and what comes with it, as `Engine` and `LLM` tell them; at time `t`, `seconds` after the last one."
+        if event == 'queued': self.requests.meet(x).queued = t
+        elif event == 'ended': self.requests.end(x, t, self.num_steps)
+        elif event == 'refused': self.requests.refuse(x, t, self.num_steps)
+        elif event == 'begin': self.now = StepRecord(self.num_steps, type(engine.runner).__name__.removesuffix('Runner').lower(), t)
+        elif now := self.now:
+            now.times.append(seconds)
+            if event == 'schedule': self.plan(now, engine, x, t)
+            elif event == 'text': self.end(now, engine, x, t)
+            elif event == 'broke' and now.rows: self.close(now, engine, type(x[1]).__name__)
 
-    def lap(self, seconds: float) -> None:
-        "The next of `PARTS` took so long."
-        if self.now: self.now.times.append(seconds)
-
-    def plan(self, engine: Engine, plan: StepPlan, requests: RequestLog, t: float) -> None:
+    def plan(self, now: StepRecord, engine: Engine, plan: StepPlan, t: float) -> None:
         "Note `plan`, and in `requests` who has a row in it. A plan without rows is no step."
-        now, s, numbers = self.now, engine.scheduler, []
-        if now is None or not plan.rows:
+        if not plan.rows:
             self.now = None
             return
-        for r in plan.admitted: requests.enter(r, t)
-        for row in plan.rows: numbers += row_numbers(row, requests.in_step(row.request, now.step, t))
-        now.rows, now.waiting, now.running = array('i', numbers), len(s.waiting), len(s.running)
-        now.plan = plan_notes(plan, lambda r: requests.meet(r, t).number)
-        ledger = engine.ledger
-        now.ledger = [getattr(ledger, k) for k in LEDGER]            # before; `close` makes a difference of it
+        scheduler, requests, numbers = engine.scheduler, self.requests, []
+        now.engine = plan.rows[0].request.runner or now.engine       # what an `LLM` calls it
+        now.admitted = [[requests.enter(r, t), r.slot, r.num_computed_tokens] for r in plan.admitted]
+        for row in plan.rows: numbers += row_numbers(row, requests.in_step(row.request, now.step))
+        now.rows, now.waiting, now.running = array('i', numbers), len(scheduler.waiting), len(scheduler.running)
+        now.preempted, now.copies = [requests.meet(r).number for r in plan.preempted], list(plan.copies)
+        now.ledger = [*vars(engine.ledger).values()]                 # before; `close` makes a difference of it
 
-    def close(self, engine: Engine, error: str | None = None) -> bool:
-        "The step is over, by an exception of that name if there was an `error`. Whether older steps went for it."
-        now, self.now, before = self.now, None, self.dropped
-        assert now is not None, 'no step has begun'
-        ledger = engine.ledger
-        now.error, now.ledger = error, [getattr(ledger, k) - n for k, n in zip(LEDGER, now.ledger)]
-        now.shape, now.held = memory_notes(engine)
+    def end(self, now: StepRecord, engine: Engine, moved: Iterable[Request], t: float) -> None:
+        "The step is done; `moved` are the requests that got a token or failed."
+        self.close(now, engine)
+        for r in moved:
+            self.requests.wrote(r)
+            if r.finish_reason and r.group is None: self.requests.end(r, t, self.num_steps)     # an engine without an LLM tells no end
+
+    def close(self, now: StepRecord, engine: Engine, error: str | None = None) -> None:
+        "Keep the step, which an exception of that name has ended if there was an `error`. The oldest may go for it."
+        now.ledger = [after - before for after, before in zip(vars(engine.ledger).values(), now.ledger)]
+        note_memory(now, engine)
         for k, n in zip(LEDGER + PARTS, [*now.ledger, *now.times]): self.sums[k] += n
         self.sums['broken' if error else 'steps'] += 1
         self.num_steps += 1
         self.num_rows += len(now.rows) // len(ROW)
         self.taken.append(now)
-        while self.num_rows > self.max_rows and len(self.taken) > 1:
-            self.num_rows -= len(self.taken.popleft().rows) // len(ROW)
-            self.dropped += 1
-        return self.dropped > before
+        self.now, now.error = None, error
+        while self.num_rows > self.max_rows and len(self.taken) > 1: self.forget()
+
+    def forget(self) -> None:
+        "Forget the oldest step, and the requests that ended before the one after it."
+        self.num_rows -= len(self.taken.popleft().rows) // len(ROW)
+        self.dropped += 1
+        ended = self.requests.ended
+        while ended and ended[0].ended_before <= self.taken[0].step: self.requests.forget()
 
     def since(self, step: int = 0) -> list[StepRecord]:
         "The notes on the steps from number `step` on; also while another thread makes steps."
@@ -276,19 +289,13 @@ class StepLog:
         return taken[max(0, step - taken[0].step):] if taken else []
 
 # %% ../nbs/50_trace.ipynb #654d990e
-def engine_name(engine: Engine, engines: dict[str, Engine]) -> str:
-    "What `engine` is called among an LLM's `engines`; else its runner's name."
-    own = type(engine.runner).__name__.removesuffix('Runner').lower()
-    return next((k for k, e in list(engines.items()) if e is engine), own)
-
 def about_run(llm: Any) -> dict:
     "What ran, as in the file: model, strategy, limits of an `LLM`; of anything else None."
-    if not hasattr(llm, 'limits'): return dict(model=None, strategy=None, backend=None, device=None, dtype=None, limits={})
-    l, name = llm.limits, str(getattr(llm.model.config, '_name_or_path', '') or '').rstrip('/').split('/')[-1]
-    return dict(model=name or type(llm.model).__name__, strategy=llm.strategy, backend=llm.backend.name,
-                device=str(llm.model.device), dtype=str(llm.model.dtype).removeprefix('torch.'),
-                limits=dict(max_num_seqs=l.max_num_seqs, max_num_batched_tokens=l.max_num_batched_tokens,
-                            max_model_len=llm.max_model_len, kv_bytes_per_token=l.kv_bytes_per_token))
+    if not hasattr(llm, 'limits'): return dict.fromkeys(('model', 'strategy', 'backend', 'device', 'dtype')) | dict(limits={})
+    model, limits = llm.model, {k: getattr(llm.limits, k) for k in ('max_num_seqs', 'max_num_batched_tokens', 'kv_bytes_per_token')}
+    return dict(model=Path(getattr(model.config, '_name_or_path', '') or type(model).__name__).name, strategy=llm.strategy, backend=llm.backend.name,
+                device=str(model.device), dtype=str(model.dtype).removeprefix('torch.'),
+                limits=limits | dict(max_model_len=llm.max_model_len))
 
 def texts_of_tokens(tokenizer: Any, requests: Iterable[dict]) -> dict[str, str]:
     "`{id: text}` of every token id in `requests`, if there is a tokenizer."
@@ -303,13 +310,13 @@ class Recorder(Trace):
     go, with the requests that ended before. `max_text`: tokens whose ids and text are kept, at about 10 bytes each. What
     went is counted in `dropped`, and `totals` stay exact. `cost`: seconds that recording took."""
     def __init__(self, source: LLM | Engine, text: bool = True, max_rows: int = 1_000_000, max_text: int = 1_000_000):
-        self.source, self.text, self.max_rows = source, text, check_count('max_rows', max_rows)
-        self.request_log, self.step_log = RequestLog(text, max_rows, max_text), StepLog(max_rows)
+        self.source, self.max_rows, self.request_log = source, check_count('max_rows', max_rows), RequestLog(text, max_rows, max_text)
+        self.step_log = StepLog(self.request_log, max_rows)
         self.began, self.created, self.last, self.cost = time.perf_counter(), datetime.now(timezone.utc), 0., 0.
 
     def __call__(self, source: LLM | Engine, event: str, x: Any) -> None:
         t = time.perf_counter()
-        try: getattr(self, f'on_{event}')(source, x, t)
+        try: self.step_log.note(source, event, x, t, t - self.last)
         except Exception as e:
             self.stop(wait=False)
             log.error('the recording broke off, and the run goes on without it', exc_info=e)
@@ -336,35 +343,6 @@ class Recorder(Trace):
         mine = getattr(self.source, 'stepper', None) == threading.get_ident()      # a callback, inside a step of this thread
         return contextlib.nullcontext() if mine else getattr(self.source, 'mutex', contextlib.nullcontext())
 
-    def on_queued(self, llm: LLM, r: Request, t: float) -> None: self.request_log.meet(r, t).queued = t
-    def on_ended(self, llm: LLM | Engine, r: Request, t: float) -> None: self.request_log.end(r, t, self.num_steps)
-    def on_refused(self, llm: LLM, p: Any, t: float) -> None: self.request_log.refuse(p, t, self.num_steps)
-    def on_forward(self, engine: Engine, x: Any, t: float) -> None: self.step_log.lap(t - self.last)
-    def on_sample(self, engine: Engine, x: Any, t: float) -> None: self.step_log.lap(t - self.last)
-
-    def on_begin(self, engine: Engine, x: Any, t: float) -> None:
-        self.step_log.begin(engine_name(engine, getattr(self.source, 'engines', {})), t)
-
-    def on_schedule(self, engine: Engine, plan: StepPlan, t: float) -> None:
-        self.step_log.lap(t - self.last)
-        self.step_log.plan(engine, plan, self.request_log, t)
-
-    def on_text(self, engine: Engine, moved: Iterable[Request], t: float) -> None:
-        "The step is done; `moved` are the requests that got a token or failed."
-        if self.step_log.now is None: return
-        self._close_step(engine, t)
-        for r in moved:
-            self.request_log.wrote(r, t)
-            if r.finish_reason and r.group is None: self.on_ended(engine, r, t)   # an engine without an LLM tells no end
-
-    def on_broke(self, engine: Engine, what: tuple, t: float) -> None:
-        "The step ended with an exception, `what` a pair of its plan and the exception."
-        if self.step_log.now and self.step_log.now.rows: self._close_step(engine, t, type(what[1]).__name__)
-
-    def _close_step(self, engine, t, error=None):
-        self.step_log.lap(t - self.last)
-        if self.step_log.close(engine, error): self.request_log.forget_before(self.step_log.taken[0].step)
-
     @property
     def num_steps(self) -> int: return self.step_log.num_steps
     @property
@@ -377,20 +355,19 @@ class Recorder(Trace):
     @property
     def data(self) -> dict:
         "All that was recorded so far, as its file holds it."
-        requests = [request_dict(r, self.began, self.text) for r in self.request_log.records()]
-        tokens = texts_of_tokens(getattr(self.source, 'tokenizer', None), requests)
+        steps = self.since()                     # first: a request that comes meanwhile has no row in them
+        requests = [request_dict(r, self.began, self.request_log.text) for r in self.request_log.records()]
         return dict(format='batchlab-trace', version=VERSION, batchlab=__version__, created=self.created.isoformat(timespec='seconds'),
                     **about_run(self.source), max_rows=self.max_rows, dropped=self.dropped, row=list(ROW), totals=self.totals,
-                    tokens=tokens, steps=self.since(), requests=requests)
+                    tokens=texts_of_tokens(getattr(self.source, 'tokenizer', None), requests), steps=steps, requests=requests)
 
     @property
     def totals(self) -> dict:
         "Sums over all that was recorded, also of what was dropped since."
-        sums = defaultdict(int, {**self.step_log.sums, **self.request_log.sums})
-        names = (*LEDGER, 'prompt_tokens', 'output_tokens', 'cached_tokens', 'preemptions', 'steps', 'broken')
-        times = {k: round(sums[k], 6) for k in PARTS}
-        seconds = dict(seconds=round(sum(times.values()), 6), tracing=round(self.cost, 6))
-        return {k: sums[k] for k in names} | dict(requests=dict(self.request_log.reasons)) | times | seconds
+        sums = self.step_log.sums | self.request_log.sums
+        counts, times = {k: sums[k] for k in (*LEDGER, *COUNTS, 'steps', 'broken')}, {k: round(sums[k], 6) for k in PARTS}
+        return counts | times | dict(requests=dict(self.request_log.reasons), seconds=round(sum(times.values()), 6),
+                                     tracing=round(self.cost, 6))
 
 # %% ../nbs/50_trace.ipynb #ea213b00
 def trace(llm: LLM | Engine, text: bool = True, max_rows: int = 1_000_000, max_text: int = 1_000_000) -> Recorder:
@@ -400,6 +377,6 @@ def trace(llm: LLM | Engine, text: bool = True, max_rows: int = 1_000_000, max_t
     return Recorder(llm, text, max_rows, max_text)
 
 # %% ../nbs/50_trace.ipynb #0e9d5ec8
-__getattr__ = renamed(__name__, {'TraceError': 'errors.TraceError'} | {
-    name: f'tracefile.{name}' for name in ('write_json', 'from_slots', 'check_trace', 'read_trace', 'step_events', 'slot_spans',
-                                           'slot_events', 'request_events', 'trace_events', 'trace_frame')})
+_MOVED = '''write_json from_slots check_trace read_trace step_events slot_spans slot_events request_events trace_events
+    trace_frame'''
+__getattr__ = renamed(__name__, {'TraceError': 'errors.TraceError'} | {name: f'tracefile.{name}' for name in _MOVED.split()})

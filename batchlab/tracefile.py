@@ -10,7 +10,7 @@ __all__ = ['ROW', 'LEDGER', 'PARTS', 'POOL', 'VERSION', 'Trace']
 
 # %% ../nbs/50_trace.ipynb #7d0f8a11
 import json, os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,17 +53,17 @@ def check_trace(data: Any, name: str = 'this') -> dict:
     "`data` if it is a trace that can be read. Raises `TraceError`."
     if not isinstance(data, dict) or data.get('format') != 'batchlab-trace':
         raise TraceError(f'{name} is not a trace: expected a file that Trace.save has written')
-    if not isinstance(v := data.get('version'), int) or isinstance(v, bool) or not 1 <= v <= VERSION:
-        raise TraceError(f'{name} is a trace of version {v!r}, and this batchlab reads 1 to {VERSION}: upgrade batchlab if it is newer')
-    wanted = [('steps', list), ('requests', list), ('totals', dict), ('tokens', dict), ('row', list)]
-    if missing := [k for k, kind in wanted if not isinstance(data.get(k), kind)]:
+    if type(version := data.get('version')) is not int or not 1 <= version <= VERSION:
+        raise TraceError(f'{name} is a trace of version {version!r}, and this batchlab reads 1 to {VERSION}: upgrade batchlab if it is newer')
+    wanted: dict[str, type] = dict(steps=list, requests=list, totals=dict, tokens=dict, row=list)
+    if missing := [k for k, kind in wanted.items() if not isinstance(data.get(k), kind)]:
         raise TraceError(f'{name} is a trace that lacks {", ".join(missing)}: record it again')
     try:
         known = {r['request'] for r in data['requests']}
         ok = all(len(row) == len(ROW) and row[1] in known for s in data['steps'] for row in s['rows'])
     except (KeyError, TypeError): ok = False
     if not ok: raise TraceError(f'{name} has rows of unknown requests, or of another shape: record it again')
-    return data if v == VERSION else from_slots(data)
+    return data if version == VERSION else from_slots(data)
 
 def read_trace(path: str | os.PathLike) -> dict:
     "What the file of a trace holds. Raises `TraceError`."
@@ -75,85 +75,89 @@ def read_trace(path: str | os.PathLike) -> dict:
     return check_trace(data, name)
 
 # %% ../nbs/50_trace.ipynb #c58329f5
-def _micro(t): return max(0, round(t * 1e9)) / 1000
+def micros(seconds: float) -> float:
+    "Microseconds since the recording began, to the nanosecond; what was before counts as its beginning."
+    return round(1e6 * max(0, seconds), 3)
 
-def _slice(name, cat, start, end, pid, tid, args):
-    return dict(name=name, cat=cat, ph='X', ts=_micro(start), dur=_micro(end) - _micro(start), pid=pid, tid=tid, args=args)
+def event(ph: str, name: str, at: float, pid: int, tid: int, args: dict | None = None, **more: Any) -> dict:
+    "An event `name` of kind `ph` at second `at`, on track `tid` of process `pid`."
+    return dict(name=name, ph=ph, ts=micros(at), pid=pid, tid=tid, args=args or {}, **more)
 
-def _named(pid, name, tracks):
-    "Metadata events: the names of process `pid` and of its `{tid: name}`, in this order."
-    meta = lambda kind, tid, **args: dict(name=kind, ph='M', pid=pid, tid=tid, ts=0, args=args)
-    yield meta('process_name', 0, name=name)
-    yield meta('process_sort_index', 0, sort_index=pid)
-    for tid, track in tracks.items():
-        yield meta('thread_name', tid, name=track)
-        yield meta('thread_sort_index', tid, sort_index=tid)
+def slice_event(name: str, cat: str, start: float, end: float, pid: int, tid: int, args: dict | None = None) -> dict:
+    "A slice from second `start` to `end`."
+    return event('X', name, start, pid, tid, args, cat=cat, dur=micros(end) - micros(start))
+
+def name_events(pid: int, name: str, tracks: Mapping[int, str]) -> Iterator[dict]:
+    "The names of process `pid` and of its `tracks` `{tid: name}`, in this order."
+    for kind, number, tid, title in [('process', pid, 0, name), *(('thread', tid, tid, track) for tid, track in tracks.items())]:
+        yield event('M', f'{kind}_name', 0, pid, tid, dict(name=title))
+        yield event('M', f'{kind}_sort_index', 0, pid, tid, dict(sort_index=number))
 
 def step_events(steps: Iterable[dict]) -> Iterator[dict]:
     "Each step as a slice with its parts inside, and counters of what it had to do."
     for s in steps:
-        at = s['start']
-        end = at + sum(s[k] for k in PARTS)
+        start = at = s['start']
         args = {k: s[k] for k in ('tokens', 'waiting', 'running', 'error', *LEDGER) if s[k]}
-        yield _slice(f'step {s["step"]}', s['engine'], at, end, 1, 1, args)
+        yield slice_event(f'step {s["step"]}', s['engine'], at, at + sum(s[k] for k in PARTS), 1, 1, args)
         for part in PARTS:
-            yield _slice(part, 'part', at, at + s[part], 1, 1, {})
+            yield slice_event(part, 'part', at, at + s[part], 1, 1)
             at += s[part]
-        common = dict(ts=_micro(s['start']), pid=1)
-        for k in ('tokens', 'running', 'waiting'): yield dict(name=k, ph='C', tid=0, args={k: s[k]}, **common)
-        for r in s['preempted']: yield dict(name=f'request {r} is preempted', ph='i', s='p', tid=1, args={}, **common)
+        for k in ('tokens', 'running', 'waiting'): yield event('C', k, start, 1, 0, {k: s[k]})
+        for r in s['preempted']: yield event('i', f'request {r} is preempted', start, 1, 1, s='p')
 
 # %% ../nbs/50_trace.ipynb #11b55cf6
 def slot_spans(steps: Iterable[dict]) -> list[dict]:
     """What each slot did: dicts `engine, slot, request, prefill, first, last` (steps), `rows`, `start`, `end` (s), `tokens`.
 
     A prefill is a span of its own for each of its chunks; decode steps one after the other are one span."""
-    spans, open_ = [], {}
+    spans, newest = [], {}
     for s in steps:
         end = s['start'] + sum(s[k] for k in PARTS)
-        for slot, number, start, n, again, samples, prefill in s['rows']:
-            key, span = (s['engine'], slot), None if prefill else open_.get((s['engine'], slot))
-            if span and span['request'] == number and span['next'] == start and not span['prefill']:
-                span.update(last=s['step'], end=end, next=start + n, tokens=span['tokens'] + n, rows=span['rows'] + 1)
+        for slot, number, start, n, again, _, prefill in s['rows']:
+            x = newest.get((s['engine'], slot))
+            if x and not prefill and (x['request'], x['prefill'], x['next']) == (number, False, start):
+                x.update(last=s['step'], end=end, next=start + n, tokens=x['tokens'] + n, rows=x['rows'] + 1)
                 continue
-            open_[key] = dict(engine=s['engine'], slot=slot, request=number, prefill=bool(prefill), first=s['step'],
-                              last=s['step'], start=s['start'], end=end, tokens=n, next=start + n, again=again, rows=1)
-            spans.append(open_[key])
+            x = newest[s['engine'], slot] = dict(
+                engine=s['engine'], slot=slot, request=number, prefill=bool(prefill), first=s['step'], last=s['step'],
+                start=s['start'], end=end, tokens=n, next=start + n, again=again, rows=1)
+            spans.append(x)
     return spans
 
 def slot_events(steps: Sequence[dict]) -> Iterator[dict]:
     "The tracks of the slots; those of the first engine are process 10."
-    engines = list(dict.fromkeys(s['engine'] for s in steps))
+    slots: dict[str, set[int]] = {}
+    for s in steps: slots.setdefault(s['engine'], set()).update(row[0] for row in s['rows'])
+    pids = {engine: 10 + i for i, engine in enumerate(slots)}
     for x in slot_spans(steps):
-        name = f'request {x["request"]}: ' + (f'prefill {x["tokens"]}' if x['prefill'] else f'decode × {x["tokens"]}')
-        yield _slice(name, 'prefill' if x['prefill'] else 'decode', x['start'], x['end'], 10 + engines.index(x['engine']),
-                     x['slot'] + 1, {k: x[k] for k in ('request', 'tokens', 'again')})
-    for i, e in enumerate(engines):
-        slots = sorted({row[0] for s in steps if s['engine'] == e for row in s['rows']})
-        yield from _named(10 + i, f'slots ({e})', {s + 1: f'slot {s}' for s in slots})
+        kind, times = ('prefill', '') if x['prefill'] else ('decode', '× ')
+        yield slice_event(f'request {x["request"]}: {kind} {times}{x["tokens"]}', kind, x['start'], x['end'], pids[x['engine']],
+                          x['slot'] + 1, {k: x[k] for k in ('request', 'tokens', 'again')})
+    for engine, pid in pids.items():
+        yield from name_events(pid, f'slots ({engine})', {slot + 1: f'slot {slot}' for slot in sorted(slots[engine])})
 
 # %% ../nbs/50_trace.ipynb #c49ccd14
 def request_events(requests: Iterable[dict]) -> Iterator[dict]:
     "Two asynchronous spans for each request, waiting and running, and a mark at its first token."
     for r in requests:
-        name, common = f'request {r["request"]}', dict(cat='request', id2=dict(local=hex(r['request'])), pid=2, tid=1)
-        begin = lambda name, t, **args: dict(name=name, ph='b', ts=_micro(t), **common, args=args)
-        end = lambda name, t: dict(name=name, ph='e', ts=_micro(t), **common, args={})
-        if r['end'] is None: continue                                  # a span without an end would reach to infinity
-        yield begin(name, r['arrival'], id=r['id'], reason=r['finish_reason'], prompt_tokens=r['prompt_tokens'],
-                    cached_tokens=r['cached_tokens'], output_tokens=r['output_tokens'])
-        if r['admitted'] is not None:
-            yield from (begin('waiting', r['arrival']), end('waiting', r['admitted']))
-            yield from (begin('running', r['admitted']), end('running', r['end']))
-        if (at := r['first_token']) is not None: yield dict(name='first token', ph='n', ts=_micro(at), **common, args={})
-        yield end(name, r['end'])
+        came, admitted, first, end = (r[k] for k in ('arrival', 'admitted', 'first_token', 'end'))
+        if end is None: continue                                       # a span without an end would reach to infinity
+        name, track = f'request {r["request"]}', dict(cat='request', id2=dict(local=hex(r['request'])))
+        mark = lambda ph, name, at, args=None: event(ph, name, at, 2, 1, args, **track)
+        facts = {k: r[k] for k in ('id', 'prompt_tokens', 'cached_tokens', 'output_tokens')}
+        yield mark('b', name, came, facts | dict(reason=r['finish_reason']))
+        if admitted is not None:
+            yield from (mark('b', 'waiting', came), mark('e', 'waiting', admitted))
+            yield from (mark('b', 'running', admitted), mark('e', 'running', end))
+        if first is not None: yield mark('n', 'first token', first)
+        yield mark('e', name, end)
 
 def trace_events(data: dict) -> dict:
     "A trace's `data` in Chrome's trace-event format (also Perfetto's): a dict of `traceEvents`, `displayTimeUnit`, `otherData`."
-    named = [*_named(1, f'engine ({data.get("strategy")})', {1: 'steps'}), *_named(2, 'requests', {1: 'requests'})]
-    events = [*named, *step_events(data['steps']), *slot_events(data['steps']), *request_events(data['requests'])]
-    other = {k: data.get(k) for k in ('batchlab', 'model', 'created')}
-    return dict(traceEvents=events, displayTimeUnit='ms', otherData=other)
+    steps, engine = data['steps'], f'engine ({data.get("strategy")})'
+    events = [*name_events(1, engine, {1: 'steps'}), *name_events(2, 'requests', {1: 'requests'}),
+              *step_events(steps), *slot_events(steps), *request_events(data['requests'])]
+    return dict(traceEvents=events, displayTimeUnit='ms', otherData={k: data.get(k) for k in ('batchlab', 'model', 'created')})
 
 # %% ../nbs/50_trace.ipynb #83acb9bf
 def trace_frame(data: dict, what: str = 'steps') -> pandas.DataFrame:
@@ -161,11 +165,10 @@ def trace_frame(data: dict, what: str = 'steps') -> pandas.DataFrame:
     try: import pandas as pd
     except ImportError:
         raise TraceError('pandas is not installed: pip install pandas, or read steps and requests as they are') from None
-    if what not in ('steps', 'rows', 'requests'):
-        raise TraceError(f"a frame of {what!r} is unknown: choose 'steps', 'rows' or 'requests'")
-    steps, without = data['steps'], ('rectangle', 'held', 'prompt_ids', 'output_ids', 'pieces')
-    if what == 'rows': return pd.DataFrame([[s['step'], *row] for s in steps for row in s['rows']], columns=['step', *ROW])
+    if what == 'rows': return pd.DataFrame([[s['step'], *row] for s in data['steps'] for row in s['rows']], columns=['step', *ROW])
+    if what not in ('steps', 'requests'): raise TraceError(f"a frame of {what!r} is unknown: choose 'steps', 'rows' or 'requests'")
     count = lambda v: len(v) if isinstance(v, list) and what == 'steps' else v
+    without = 'rectangle', 'held', 'prompt_ids', 'output_ids', 'pieces'
     return pd.DataFrame([{k: count(v) for k, v in d.items() if k not in without} for d in data[what]])
 
 # %% ../nbs/50_trace.ipynb #2ccb7ace
@@ -211,9 +214,8 @@ class Trace:
         return trace_events(self.data)
 
     def save_events(self, path: str | os.PathLike) -> Path:
-        "Write `events` to `path` as JSON, for ui.perfetto.dev or chrome://tracing; returns the path."
-        Path(path).write_text(json.dumps(self.events(), separators=(',', ':')), encoding='utf-8')
-        return Path(path)
+        "Write `events` to `path` as JSON, whole or not at all, for ui.perfetto.dev or chrome://tracing; returns the path."
+        return write_json(path, self.events())
 
     def frame(self, what: str = 'steps') -> pandas.DataFrame:
         "A pandas `DataFrame` of the 'steps', the 'rows' or the 'requests'. Raises `TraceError`, also if pandas is not there."

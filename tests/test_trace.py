@@ -16,11 +16,12 @@ from batchlab.ledger import Ledger
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.runners import PackedRunner
 from batchlab.sampling import SamplingParams
-from batchlab.trace import LEDGER, PARTS, POOL, VERSION, Recorder, Trace
+from batchlab.trace import LEDGER, PARTS, POOL, VERSION, Recorder, StepLog, Trace
 from batchlab.tracefile import slot_spans
 
 MODELS = {}
 V1 = Path(__file__).parent/'data'/'trace_v1.json'      # by a batchlab whose KV lay in slots: moved, copied and resized, in 20 steps
+V2 = V1.with_name('trace_v2.json')
 
 
 @pytest.fixture(autouse=True)
@@ -185,9 +186,11 @@ def test_recorders_come_and_go_while_a_thread_runs():
 def test_a_fault_in_the_recorder_is_nobody_elses(monkeypatch):
     llm = LLM(model('llama'), tiny_tokenizer())
     plain = [o.outputs[0].token_ids for o in llm.generate(prompts_of(4, 4), SamplingParams(temperature=0, max_tokens=6))]
+    note = StepLog.note
     for event in ('queued', 'begin', 'schedule', 'forward', 'sample', 'text', 'ended'):
+        def fault(self, source, e, *x, event=event): 1/0 if e == event else note(self, source, e, *x)
         with monkeypatch.context() as m, llm.trace() as trace:
-            m.setattr(Recorder, f'on_{event}', lambda *a: 1/0)
+            m.setattr(StepLog, 'note', fault)
             assert [o.outputs[0].token_ids for o in llm.generate(prompts_of(4, 4), SamplingParams(temperature=0, max_tokens=6))] == plain
             assert llm.watchers == []
         json.dumps(trace.data)
@@ -284,6 +287,17 @@ def test_a_file_of_version_1_still_opens(tmp_path):
     assert sum(e['ph'] == 'X' and e['name'].startswith('step ') for e in events) == 20
     assert sum(e['ph'] == 'b' and e['name'] == 'running' for e in events) == 5
     assert t.frame().shape[0] == 20 and t.frame('requests').output_tokens.sum() == 36
+
+
+def test_a_file_of_version_2_still_opens(tmp_path):
+    "Two requests that were recorded from their middle on; read as it is, drawn, and saved again."
+    old, t = json.loads(V2.read_text()), Trace.load(V2)
+    assert old['version'] == 2 and t.data == old
+    assert [(r['prompt_tokens'], r['output_tokens'], len(r['pieces'])) for r in t.requests] == [(4, 12, 12), (1, 12, 12)]
+    assert len(t.steps) == t.totals['steps'] == 8 and [len(s['rows']) for s in t.steps] == [2] * 8
+    assert Trace.load(t.save(tmp_path/'again.json')).data == old
+    for draw in (pictures.timeline, pictures.kv_map, pictures.waste, pictures.latency): parseString(draw(V2).svg)
+    assert check_events(t.events()['traceEvents']) and t.frame().shape[0] == len(t.steps)
 
 
 @pytest.mark.parametrize('version', [3, 99, 0, -1, True, '1', 1.5, None])

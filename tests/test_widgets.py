@@ -75,7 +75,7 @@ def test_cancel_frees_the_slot(llm, paused):
     view = LiveView(llm, PROMPTS[:3], LONG, paused=paused)
     for _ in range(2 * paused): view.step.click()
     assert until(lambda: [r.state for r in view.watch.requests] == ['running', 'running', 'waiting'])
-    view.cancels[0].click()
+    view.lines[0].cancel.click()
     assert until(lambda: view.watch.requests[0].state == 'cancelled')
     [scheduler] = [e.scheduler for e in llm.engines.values()]
     running = lambda: {r.request_id for r in scheduler.running}
@@ -164,7 +164,7 @@ def test_strategies_give_the_same_tokens(model):
 
 def test_playground_takes_an_llm(llm):
     for ground in (Playground(llm, PROMPTS), Playground(llm, prompts=PROMPTS), Playground(llm)):
-        assert (ground.model, ground.tokenizer) == (llm.model, llm.tokenizer) and ground.asked[0] == (PROMPTS if ground.prompts.value else [])
+        assert (ground.model, ground.tokenizer) == (llm.model, llm.tokenizer) and ground.fields.asked[0] == (PROMPTS if ground.fields.prompts.value else [])
         ground.close()
 
 

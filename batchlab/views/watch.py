@@ -13,13 +13,14 @@ import threading, time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from batchlab.llm import LLM
     from batchlab.outputs import StreamEvent
     from batchlab.sampling import SamplingParams
-    from batchlab.scheduler import Scheduler
+    from batchlab.scheduler import Request, Scheduler
 
 # %% ../../nbs/52_widgets.ipynb #460f5a42
 class Stepper:
@@ -34,53 +35,48 @@ class Stepper:
         self.wake = threading.Condition()
         self.thread = threading.Thread(target=self._run, name='batchlab-widget', daemon=True)
 
-    def start(self) -> Stepper:
-        self.thread.start()
-        return self
+    def start(self) -> None: self.thread.start()
+    def pause(self) -> None: self._set(paused=True)
+    def resume(self) -> None: self._set(paused=False)
+    def toggle(self) -> None: self._set(paused=not self.paused)
+    def step(self) -> None: self._set(paused=True, steps=self.steps + 1)
 
-    def _set(self, **changes):
+    def cancel(self, *request_ids: str) -> None:
+        "End these requests: before the next step, and at once while paused."
+        for i in request_ids: self.llm.cancel(i)
+        self._set(asked=True)
+
+    def close(self) -> None:
+        "Stop stepping; what it was running stays in `llm`, waiting for somebody to step. Returns when the thread has ended."
+        self._set(closing=True, paused=False)
+        if self.thread.is_alive() and self.thread is not threading.current_thread(): self.thread.join(60)
+
+    def _set(self, **changes: Any) -> None:
         with self.wake:
             for name, value in changes.items(): setattr(self, name, value)
             self.wake.notify_all()
         if self.background and 'paused' in changes: (self.llm.pause if self.paused else self.llm.resume)()
 
-    def pause(self) -> None: self._set(paused=True)
-    def resume(self) -> None: self._set(paused=False)
-    def step(self) -> None: self._set(paused=True, steps=self.steps + 1)
-
-    def cancel(self, *request_ids: str) -> bool:
-        "End these requests: before the next step, and at once while paused. Whether there were any."
-        found = [self.llm.cancel(i) for i in request_ids]
-        self._set(asked=True)
-        return any(found)
-
-    def close(self, timeout: float = 60) -> None:
-        "Stop stepping; what it was running stays in `llm`, waiting for somebody to step. Returns when the thread has ended."
-        self._set(closing=True, paused=False)
-        if self.thread.is_alive() and self.thread is not threading.current_thread(): self.thread.join(timeout)
-
-    def _run(self):
+    def _run(self) -> None:
         try:
             while self.llm.has_unfinished and not self.closing:
-                with self.wake:
-                    hold = self.paused and not self.steps
-                    if hold and not self.asked: self.wake.wait(.5)
-                    asked, self.asked = self.asked, False
-                    hold, by_hand = self.paused and not self.steps, bool(self.steps)
-                    if by_hand: self.steps -= 1
-                if self.closing: break
-                if not hold: self._advance(by_hand)
-                elif asked: self.llm.take_in(.2)
-                else: continue
-                self.after()
+                if self._advance(): self.after()
             self.llm.take_in(.2)
         except BaseException as e: self.error = e
         finally: self.after()
 
-    def _advance(self, by_hand):
-        if by_hand or not self.background: self.llm.step()
+    def _advance(self) -> bool:
+        "Make a step, or wait a little for somebody to press a button; whether anything may have changed."
+        with self.wake:
+            if self.paused and not (self.steps or self.asked): self.wake.wait(.5)
+            by_hand, asked, self.asked = self.steps > 0, self.asked, False
+            self.steps -= by_hand
+        if self.closing or self.paused and not (by_hand or asked): return False
+        if by_hand or not (self.paused or self.background): self.llm.step()
+        elif self.paused: self.llm.take_in(.2)
         else:
-            with self.llm.progress: self.llm.progress.wait(.05)
+            with self.llm.progress: self.llm.progress.wait(.05)             # its own thread makes the steps
+        return True
 
 # %% ../../nbs/52_widgets.ipynb #c7dfb35c
 @dataclass
@@ -100,21 +96,21 @@ class WatchedRequest:
 @dataclass
 class SlotState:
     "`held` tokens, with room for `capacity`, of the request in a slot, `owner`, a request's index or None; `phase` 'prefill', 'decode' or 'idle'."
-    owner: int | None
-    held: int
-    capacity: int
-    phase: str
+    owner: int | None = None
+    held: int = 0
+    capacity: int = 0
+    phase: str = 'idle'
 
 # %% ../../nbs/52_widgets.ipynb #06b59317
 def slots_of(scheduler: Scheduler, place: Mapping[str, int]) -> list[SlotState]:
     "A `SlotState` for each slot of `scheduler`; `place`: the index of a request by its id. A stranger's index is -1."
-    owners, size = {r.slot: r for r in list(scheduler.running)}, scheduler.block_size
-    def one(s: int) -> SlotState:
-        if (r := owners.get(s)) is None: return SlotState(None, 0, 0, 'idle')
+    owners = {r.slot: r for r in scheduler.running if r.slot is not None}
+    def state(r: Request) -> SlotState:
+        room = len(r.block_table) * scheduler.block_size or r.max_len
         phase = 'prefill' if r.num_computed_tokens <= len(r.prompt_ids) else 'decode'            # what it has just done
-        return SlotState(place.get(r.request_id, -1), r.num_computed_tokens, len(r.block_table) * size or r.max_len, phase)
+        return SlotState(place.get(r.request_id, -1), r.num_computed_tokens, room, phase)
     seats = min(scheduler.max_num_seqs, len(owners) + len(scheduler.waiting))
-    return [one(s) for s in range(max([seats, *(s + 1 for s in owners if s is not None)]))]
+    return [state(owners[s]) if s in owners else SlotState() for s in range(max(seats, 1 + max(owners, default=-1)))]
 
 # %% ../../nbs/52_widgets.ipynb #f1026be8
 class Watch:
@@ -141,10 +137,12 @@ class Watch:
     def event(self, e: StreamEvent) -> None:
         "Note what the engine tells of a request."
         r = self.requests[self.place[e.request_id]]
-        r.text, r.num_tokens, r.state = r.text + e.text, r.num_tokens + len(e.token_ids), e.finish_reason or 'running'
+        r.text += e.text
+        r.num_tokens += len(e.token_ids)
+        r.state = e.finish_reason or 'running'
+        if e.output: r.error = e.output.error
         self.num_tokens += len(e.token_ids)
         self.times.append((time.perf_counter(), self.num_tokens))
-        if e.output: r.error = e.output.error
 
     def look(self) -> None:
         "Note who holds which slot; between two steps, so that it is true."
@@ -160,15 +158,16 @@ class Watch:
     @property
     def lanes(self) -> dict[tuple[str, int], list[tuple[str, int | None]]]:
         "The history of each slot, as `pictures.draw_lanes` takes it."
-        history = list(self.history)
-        slots = range(max(map(len, history), default=0))
-        return {('', i): [h[i] if i < len(h) else ('none', None) for h in history] for i in slots}
+        slots = zip_longest(*list(self.history), fillvalue=('none', None))
+        return {('', i): list(lane) for i, lane in enumerate(slots)}
 
     @property
     def done(self) -> bool: return all(r.done for r in self.requests)
 
     def rate(self, seconds: float = 2.) -> float:
         "Tokens a second over the last `seconds`."
-        times, now = list(self.times), time.perf_counter()
-        inside = [(t, n) for t, n in times if t > now - seconds]
-        return (inside[-1][1] - inside[0][1]) / (now - inside[0][0]) if len(inside) > 1 else 0.
+        now = time.perf_counter()
+        recent = [x for x in list(self.times) if x[0] > now - seconds]
+        if not recent: return 0.
+        (start, before), (_, after) = recent[0], recent[-1]
+        return (after - before) / (now - start)

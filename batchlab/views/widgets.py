@@ -5,8 +5,8 @@
 # %% ../../nbs/52_widgets.ipynb #c5e7d684
 from __future__ import annotations
 
-import contextlib, os, threading, time
-from collections import Counter
+import contextlib, math, os, threading, time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -78,17 +78,15 @@ class Panel:
 
     Subclasses `make` their widgets, give `self.box`, draw `picture()`, an SVG as text, and say in `end` what is to stop.
     `cell`: a name for the cell that made it, found by itself in Jupyter."""
-    made: dict[Any, list[Panel]] = {}            # by cell: its panels that have not ended
+    made: defaultdict[Any, list[Panel]] = defaultdict(list)             # by cell: its panels that have not ended
     box: W.Widget
 
     def __init__(self, cell: str | None = None):
-        found, run = this_cell()
+        self.cell, self.run_number = (cell, object()) if cell else this_cell()     # a named cell runs anew each time
         self.kept: list[Any] = []
-        self.cell, self.run_number, self.closed = cell or found, object() if cell else run, False     # a named cell runs anew each time
-        if self.cell is None: return
-        for p in list(Panel.made.get(self.cell, ())):
-            if p.run_number != self.run_number: p.close()
-        Panel.made.setdefault(self.cell, []).append(self)
+        self.closed = False
+        for p in [p for p in Panel.made[self.cell] if p.run_number != self.run_number]: p.close()
+        Panel.made[self.cell].append(self)
 
     def make(self, kind: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         "A widget of that kind, which is closed with this panel."
@@ -117,7 +115,7 @@ class Panel:
         "End all it has: threads, observers, widgets. Nothing happens the second time."
         if self.closed: return
         self.closed = True
-        if self in Panel.made.get(self.cell, ()): Panel.made[self.cell].remove(self)
+        Panel.made[self.cell].remove(self)
         self.end()
         for w in self.kept:
             w.unobserve_all()
@@ -125,8 +123,8 @@ class Panel:
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
         if not live(): self.settle()
-        still = {'image/svg+xml': self.picture(), 'text/plain': f'<{type(self).__name__}>'}
-        return {**(self.box._repr_mimebundle_(**kwargs) or {}), **still} if live() and not self.closed else still
+        shown = self.box._repr_mimebundle_(**kwargs) if live() and not self.closed else None
+        return (shown or {}) | {'image/svg+xml': self.picture(), 'text/plain': f'<{type(self).__name__}>'}
 
 # %% ../../nbs/52_widgets.ipynb #9035787e
 def engine_logits(llm: LLM, prompt: str | Sequence[int], steps: int = 8) -> tuple[list[int], torch.Tensor]:
@@ -135,11 +133,8 @@ def engine_logits(llm: LLM, prompt: str | Sequence[int], steps: int = 8) -> tupl
     Each line of `logits` is right up to a constant. Raises `PromptError` if the prompt can't be run."""
     [out] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=steps, logprobs=-1, detokenize=False))
     if out.error: raise PromptError(f'no distribution to show: {out.error}')
-    ids, chances = out.outputs[0].token_ids, out.outputs[0].logprobs or []
-    logits = torch.empty(len(ids), len(chances[0]))
-    for line, at_step in zip(logits, chances):
-        line[torch.tensor([*at_step])] = torch.tensor([l.logprob for l in at_step.values()])
-    return ids, logits
+    answer = out.outputs[0]
+    return answer.token_ids, torch.tensor([[chances[i].logprob for i in range(len(chances))] for chances in answer.logprobs or []])
 
 # %% ../../nbs/52_widgets.ipynb #9ab27192
 @dataclass
@@ -163,7 +158,7 @@ def choices(logits: torch.Tensor, params: SamplingParams, n: int = 12) -> Choice
     before, after = logits.softmax(-1), probabilities(logits[None], [row])[0]
     ids = before.topk(min(n, len(before))).indices.tolist()
     top = [Choice(i, before[i].item(), after[i].item()) for i in ids]
-    bits = -(after * after.clamp(min=1e-45).log2()).sum().item()
+    bits = torch.special.entr(after).sum().item() / math.log(2)
     return Choices(top, int((after > 0).sum()), sample(logits[None], [row]).token_ids[0], bits)
 
 # %% ../../nbs/52_widgets.ipynb #b9dab1fd
@@ -171,59 +166,30 @@ def panel_html(body: str) -> str:
     "HTML of a widget: `body` with the colours and classes of all."
     return f'<style>{HTML_STYLE}.bl{{font-size:13px;color:var(--jp-ui-font-color1,inherit)}}</style><div class="bl">{body}</div>'
 
-def bar(share: float, kind: str, was: float = 0) -> str:
-    "A bar of `share` (0 to 1) of its cell, in the colour of `kind`, and a thin one that shows what it `was`."
-    part = lambda x, look: f'<i style="position:absolute;left:0;bottom:0;width:{x:.2%};{look}"></i>'
-    return ('<div style="position:relative;height:14px;min-width:70px;background:var(--idle)">'
-            + part(share, f'top:0;background:var(--{kind})') + part(was, 'height:4px;background:var(--dim)') + '</div>')
-
-# %% ../../nbs/52_widgets.ipynb #2c49eda7
 def shown_token(tokenizer: Any, token_id: int) -> str:
     "A token's text between quotes, in which spaces and line breaks can be seen; its id if there is no tokenizer."
     if tokenizer is None: return str(token_id)
     text = repr(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
     return text if len(text) <= 18 else text[:17] + '…'
 
-def table(head: Mapping[str, str], rows: Iterable[Iterable[object]], faded: Sequence[int] = ()) -> str:
-    "An HTML table: `head` is `{name of a column: its class}`; a row has a cell of HTML for each; `faded`: numbers of pale rows."
-    cells = lambda row, tag: ''.join(f'<{tag} class="{c}">{x}</{tag}>' for x, c in zip(row, head.values()))
-    lines = ''.join(f'<tr style="opacity:{.5 if i in faded else 1}">{cells(row, "td")}</tr>' for i, row in enumerate(rows))
-    return f'<div style="overflow-x:auto"><table><thead><tr>{cells(head, "th")}</tr></thead><tbody>{lines}</tbody></table></div>'
-
-def choices_html(found: Choices, tokenizer: Any) -> str:
-    "`Choices` as a table: each token, a bar of what it has now over a thin one of what it had, and both as numbers."
-    rows = [(f'<code>{esc(shown_token(tokenizer, c.token_id))}</code>{" ◀" if c.token_id == found.drawn else ""}',
-             bar(c.after, 'decode', c.before), f'{c.before:.2%}', f'{c.after:.2%}') for c in found.top]
-    return table({'token': '', 'share': 'wide', 'model': 'num dim', 'now': 'num'}, rows,
-                 [i for i, c in enumerate(found.top) if not c.after])
-
-# %% ../../nbs/52_widgets.ipynb #b9eccabb
+# %% ../../nbs/52_widgets.ipynb #2c49eda7
 def choices_picture(found: Choices, tokenizer: Any, title: str) -> Picture:
-    "`Choices` as a `Picture`."
-    c, left, wide = Canvas(720), 190, 380
-    heading(c, 16, title)
-    for x in found.top:
-        kind, name = 'ink' if x.after else 'dim', shown_token(tokenizer, x.token_id) + ' ◀' * (x.token_id == found.drawn)
-        c.text(16, c.y + 14, name, kind, font_family='ui-monospace, monospace')
-        c.rect(left, c.y + 3, wide, 14, 'idle')
-        c.rect(left, c.y + 3, wide * x.after, 14, 'decode')
-        c.rect(left, c.y + 13, wide * x.before, 4, 'dim')
-        c.text(640, c.y + 14, f'{x.before:.2%}', 'dim', 'end')
-        c.text(704, c.y + 14, f'{x.after:.2%}', kind, 'end')
-        c.y += 22
-    c.y += 8
-    return c.picture(title, f'{found.kept} tokens can come; the likeliest, with their shares in the model and now')
+    "`Choices` as a `Picture`: what each token keeps, gains and loses, in percent."
+    rows, notes = {}, {}
+    for i, c in enumerate(found.top, 1):
+        name, kept = f'{i}: {shown_token(tokenizer, c.token_id)}', min(c.before, c.after)
+        parts = dict(kept=kept, gained=c.after - kept, lost=c.before - kept)
+        rows[name] = {part: round(100 * share, 2) for part, share in parts.items()}
+        notes[name] = f'{c.before:.2%} → {c.after:.2%}{" ◀" if c.token_id == found.drawn else ""}'
+    key = dict(kept=('decode', 'in the model and now'), gained=('cached', 'only now'), lost=('held', 'only in the model'))
+    return bars(rows, key, '%', notes, title)
 
 # %% ../../nbs/52_widgets.ipynb #87582d50
-def sampling_knobs(panel: Panel, p: SamplingParams) -> dict[str, Any]:
-    "A slider of `panel` for each parameter of sampling, by name, as `p` has them."
-    return {name: panel.field(kind, name, 'min(460px, 100%)', value=value, min=low, max=high, step=step, tooltip=help)
-            for kind, name, value, low, high, step, help in [
-        (W.FloatSlider, 'temperature', p.temperature, 0, 2, .05, '0 is greedy'),
-        (W.IntSlider, 'top_k', p.top_k, 0, 100, 1, 'the likeliest k; 0 is off'),
-        (W.FloatSlider, 'top_p', p.top_p, .01, 1, .01, 'the likeliest of this total share; 1 is off'),
-        (W.FloatSlider, 'min_p', p.min_p, 0, .5, .005, 'at least this share of the likeliest; 0 is off'),
-        (W.IntSlider, 'seed', p.seed or 0, 0, 99, 1, 'the arrow ◀ marks who is drawn')]}
+KNOBS = ((W.FloatSlider, 'temperature', 0, 2, .05, '0 is greedy'),
+         (W.IntSlider, 'top_k', 0, 100, 1, 'the likeliest k; 0 is off'),
+         (W.FloatSlider, 'top_p', .01, 1, .01, 'the likeliest of this total share; 1 is off'),
+         (W.FloatSlider, 'min_p', 0, .5, .005, 'at least this share of the likeliest; 0 is off'),
+         (W.IntSlider, 'seed', 0, 99, 1, 'the arrow ◀ marks who is drawn'))
 
 # %% ../../nbs/52_widgets.ipynb #2f6faa20
 class SamplingExplorer(Panel):
@@ -234,11 +200,13 @@ class SamplingExplorer(Panel):
     def __init__(self, llm: LLM, prompt: str, steps: int = 6, top: int = 12, cell: str | None = None, **params: Any):
         super().__init__(cell)
         self.llm, self.top, self.steps, start = llm, top, steps, SamplingParams(**params)
+        wide = 'min(460px, 100%)'
         self.prompt = self.field(W.Textarea, 'prompt', value=prompt, continuous_update=False, rows=2)
-        self.step = self.field(W.IntSlider, 'step', 'min(460px, 100%)', max=steps - 1, tooltip='which token of the greedy answer')
-        self.knobs = sampling_knobs(self, start)
-        self.status, self.table = self.make(W.HTML), self.make(W.HTML)
-        self.box = self.make(W.VBox, [self.prompt, self.step, *self.knobs.values(), self.status, self.table])
+        self.step = self.field(W.IntSlider, 'step', wide, max=steps - 1, tooltip='which token of the greedy answer')
+        self.knobs = {name: self.field(kind, name, wide, value=getattr(start, name) or 0, min=low, max=high, step=step, tooltip=help)
+                      for kind, name, low, high, step, help in KNOBS}
+        self.status, self.chart = self.make(W.HTML), self.make(W.HTML)
+        self.box = self.make(W.VBox, [self.prompt, self.step, *self.knobs.values(), self.status, self.chart])
         self.look()
         self.prompt.observe(lambda _: self.look(), 'value')
         for w in (self.step, *self.knobs.values()): w.observe(lambda _: self.show(), 'value')
@@ -266,16 +234,17 @@ class SamplingExplorer(Panel):
 
     def show(self) -> None:
         "Draw what the knobs say."
-        self.found = found = choices(self.logits[self.step.value], self.params, self.top)
+        p = self.params
+        found = choices(self.logits[self.step.value], p, self.top)
+        what = ', '.join(f'{name}={getattr(p, name):g}' for name in ('temperature', 'top_k', 'top_p', 'min_p'))
+        title = f'…{self.so_far[-40:]!r}: {what}; {found.kept:,} tokens can come'
+        self.found, self.drawn = found, choices_picture(found, self.llm.tokenizer, title)
         self.status.value = panel_html(f'<b>{found.kept:,}</b> of {self.logits.shape[1]:,} tokens can come, '
                                        f'entropy {max(0, found.entropy):.2f} bits. <span class="dim">Text so far:</span> '
                                        f'<span class="answer">{esc(self.so_far)}</span>')
-        self.table.value = panel_html(choices_html(found, self.llm.tokenizer))
+        self.chart.value = panel_html(self.drawn.svg)
 
-    def picture(self) -> str:
-        p, k = self.params, self.found.kept
-        what = ', '.join(f'{name}={getattr(p, name):g}' for name in ('temperature', 'top_k', 'top_p', 'min_p'))
-        return choices_picture(self.found, self.llm.tokenizer, f'…{self.so_far[-40:]!r}: {what}; {k:,} tokens can come').svg
+    def picture(self) -> str: return self.drawn.svg
 
 # %% ../../nbs/52_widgets.ipynb #7f20c1d1
 from .watch import SlotState, Stepper, Watch, WatchedRequest
@@ -288,21 +257,19 @@ def short(text: str, n: int) -> str:
 
 def watch_picture(watch: Watch, most: int = 12) -> Picture:
     "A `Watch` as a `Picture`: the slots over the steps, and what became of the first `most` requests."
-    c, lanes, ends = Canvas(), watch.lanes, Counter(r.state for r in watch.requests)
-    title = f'{len(watch.requests)} requests, {len(watch.history)} steps; ended: ' + ', '.join(f'{n} {state}' for state, n in ends.items())
+    c, lanes, requests = Canvas(), watch.lanes, watch.requests
+    ends = ', '.join(f'{n} {state}' for state, n in Counter(r.state for r in requests).items())
+    title = f'{len(requests)} requests, {len(watch.history)} steps; ended: {ends}'
     heading(c, 16, title)
     draw_lanes(c, lanes, 58, c.width - 16, max(4, min(18, 240 / max(1, len(lanes)))))
-    c.y += 6
-    for i, r in enumerate(watch.requests[:most]):
-        c.y += 19
+    c.y += 25
+    for i, r in enumerate(requests[:most]):
         c.text(16, c.y, i)
         c.text(44, c.y, short(r.prompt, 38), 'dim')
         c.text(290, c.y, short(r.error or r.text, 48))
         c.text(c.width - 16, c.y, f'{r.num_tokens}, {r.state}', 'dim', 'end')
-    if (more := len(watch.requests) - most) > 0:
         c.y += 19
-        c.text(44, c.y, f'and {more} more', 'dim')
-    c.y += 12
+    if len(requests) > most: c.text(44, c.y, f'and {len(requests) - most} more', 'dim')
     return c.picture('Slots of a live view', title)
 
 # %% ../../nbs/52_widgets.ipynb #97535936
@@ -330,12 +297,26 @@ def request_html(i: int, r: WatchedRequest, most: int = 600) -> str:
 # %% ../../nbs/52_widgets.ipynb #944d4829
 def watch_line(watch: Watch, paused: bool, error: BaseException | None = None) -> str:
     "What is going on, as HTML: how many requests run, wait and are done, tokens, and tokens per second."
-    requests, done = watch.requests, sum(r.done for r in watch.requests)
-    running = sum(r.state == 'running' for r in requests)
+    states = Counter('done' if r.done else r.state for r in watch.requests)
     state = 'failed' if error else 'done' if watch.done else 'paused' if paused else 'running'
-    counts = f'{running} running, {len(requests) - done - running} waiting, {done} done, {watch.num_tokens} tokens'
+    counts = ', '.join(f'{states[k]} {k}' for k in ('running', 'waiting', 'done'))
     rate = f', {watch.rate():.0f} tokens/s' if state == 'running' else ''
-    return panel_html(f'<b>{state}</b>: {counts}{rate}{" ⚠ " + esc(repr(error)) if error else ""}')
+    return panel_html(f'<b>{state}</b>: {counts}, {watch.num_tokens} tokens{rate}{" ⚠ " + esc(repr(error)) if error else ""}')
+
+# %% ../../nbs/52_widgets.ipynb #8e32f58a
+class RequestLine:
+    "A line of a live view: what is known of a request, and a button that calls `cancel(index)` with its number."
+    def __init__(self, panel: Panel, cancel: Callable[[int], None]):
+        self.index = 0
+        self.cancel = panel.button('Cancel', 'end this request with what it has', lambda: cancel(self.index))
+        self.entry = panel.make(W.HTML, layout=dict(flex='1 1 0', min_width='0'))
+        self.box = panel.row(self.cancel, self.entry, align_items='flex-start', flex_flow='row')
+
+    def show(self, index: int, requests: Sequence[WatchedRequest]) -> None:
+        "Show request `index` of `requests`, or nothing if there are fewer."
+        r = requests[index] if index < len(requests) else None
+        self.index, self.entry.value = index, request_html(index, r) if r else ''
+        self.cancel.disabled, self.cancel.layout.visibility = r is None or r.done, 'visible' if r else 'hidden'
 
 # %% ../../nbs/52_widgets.ipynb #1ee835c7
 class LiveView(Panel):
@@ -349,49 +330,33 @@ class LiveView(Panel):
         if not prompts: raise PromptError("there is nothing to watch: give at least one prompt, as in LiveView(llm, ['The sea is'])")
         params = params_for(sampling_params, len(prompts))
         super().__init__(cell)
-        self.watch, self.rows, self.hz, self.paints = Watch(llm), min(rows, len(prompts)), hz, 0
+        self.watch, self.hz, self.paints = Watch(llm), hz, 0
         self.stepper = Stepper(llm, self.watch.look)
         if paused: self.stepper.pause()
         for p, q in zip(prompts, params): self.watch.add(p, q, chat=chat)
-        self._build(len(prompts))
+        self._build(len(prompts), min(rows, len(prompts)))
+        self.paint()
         self.painter = threading.Thread(target=self._paint_on, name='batchlab-widget', daemon=True)
         self.stepper.start()
         self.painter.start()
 
-    def _build(self, n):
-        self.pause = self.button('Pause', 'hold the engine before its next step', self.toggle)
-        self.step = self.button('Step', 'make one step and hold', self.one_step)
+    def _build(self, n: int, rows: int) -> None:
+        "The widgets for `n` requests, in so many `rows`."
+        self.pause = self.button('Pause', 'hold the engine before its next step', self.stepper.toggle)
+        self.step = self.button('Step', 'make one step and hold', self.stepper.step)
         self.cancel = self.button('Cancel all', 'end every request with what it has', self.cancel_all)
-        pages = [(f'requests {i} to {min(i + self.rows, n) - 1}', i) for i in range(0, n, self.rows)]
+        pages = [(f'requests {i} to {min(i + rows, n) - 1}', i) for i in range(0, n, rows)]
         self.page = self.make(W.Dropdown, options=pages, layout=dict(width='auto', display='none' if len(pages) < 2 else ''))
         self.page.observe(lambda _: self.paint(), 'value')
         self.status, self.slots = self.make(W.HTML), self.make(W.HTML)
-        cancel = lambda i: self.button('Cancel', 'end this request with what it has', lambda: self.cancel_row(i))
-        self.cancels = [cancel(i) for i in range(self.rows)]
-        self.entries = [self.make(W.HTML, layout=dict(flex='1 1 0', min_width='0')) for _ in range(self.rows)]
+        self.lines = [RequestLine(self, self.cancel_one) for _ in range(rows)]
         tools = self.row(self.pause, self.step, self.cancel, self.page)
-        lines = [self.row(*pair, align_items='flex-start', flex_flow='row') for pair in zip(self.cancels, self.entries)]
-        self.box = self.make(W.VBox, [tools, self.status, self.slots, *lines])
+        self.box = self.make(W.VBox, [tools, self.status, self.slots, *(line.box for line in self.lines)])
 
-    def toggle(self) -> None:
-        "Pause, or go on."
-        (self.stepper.resume if self.stepper.paused else self.stepper.pause)()
-        self.paint()
+    def cancel_one(self, index: int) -> None: self.stepper.cancel(self.watch.requests[index].request_id)
+    def cancel_all(self) -> None: self.stepper.cancel(*(r.request_id for r in self.watch.requests))
 
-    def one_step(self) -> None:
-        "Make one step and hold."
-        self.stepper.step()
-        self.paint()
-
-    def cancel_all(self) -> None:
-        "Cancel every request that has not ended."
-        self.stepper.cancel(*(r.request_id for r in self.watch.requests if not r.done))
-
-    def cancel_row(self, i: int) -> None:
-        "Cancel the request that line `i` shows."
-        if (at := self.page.value + i) < len(self.watch.requests): self.stepper.cancel(self.watch.requests[at].request_id)
-
-    def _paint_on(self):
+    def _paint_on(self) -> None:
         while self.stepper.thread.is_alive() and not self.closed:
             self.paint()
             time.sleep(1 / self.hz)
@@ -401,14 +366,10 @@ class LiveView(Panel):
         "Show the state of this moment. What is as it was is not sent again: a trait that gets an equal value keeps still."
         w, s, self.paints = self.watch, self.stepper, self.paints + 1
         self.status.value = watch_line(w, s.paused, s.error)
-        self.slots.value = panel_html(slots_html(list(w.slots)) + colour_key(dict(prefill='prefill', decode='decode')))
+        self.slots.value = panel_html(slots_html(w.slots) + colour_key(dict(prefill='prefill', decode='decode')))
         self.pause.description = 'Go on' if s.paused else 'Pause'
         for b in (self.pause, self.step, self.cancel): b.disabled = w.done
-        for i, (b, e) in enumerate(zip(self.cancels, self.entries)):
-            at = self.page.value + i
-            r = w.requests[at] if at < len(w.requests) else None
-            e.value = request_html(at, r) if r else ''
-            b.disabled, b.layout.visibility = r is None or r.done, 'visible' if r else 'hidden'
+        for i, line in enumerate(self.lines, self.page.value): line.show(i, w.requests)
 
     def wait(self, timeout: float = 600) -> bool:
         "Wait until all requests are done; whether they are. A paused view goes on."
@@ -419,7 +380,7 @@ class LiveView(Panel):
 
     def end(self) -> None:
         "Cancel what is left, and wait for both threads."
-        self.stepper.cancel(*(r.request_id for r in self.watch.requests))
+        self.cancel_all()
         self.stepper.close()
         if self.painter is not threading.current_thread(): self.painter.join(10)
 
@@ -440,27 +401,26 @@ class PlaygroundRun:
     reason: str = 'done'
 
     @property
-    def name(self) -> str: return f'{self.strategy}, {self.slots} slots'
-    @property
     def lost(self) -> int: return self.ledger.padded + self.ledger.recomputed
     @property
-    def num_tokens(self) -> int: return sum(len(a.token_ids) for a in self.answers if a)
-    @property
     def positions(self) -> int: return self.ledger.useful + self.lost
+    @property
+    def num_tokens(self) -> int: return sum(len(ids) for ids in self.token_ids)
+    @property
+    def token_ids(self) -> list[list[int]]: return [a.token_ids if a else [] for a in self.answers]
 
 def play_once(model: PreTrainedModel, tokenizer: Any, prompts: Sequence, params: Sequence[SamplingParams], strategy: str, slots: int,
-              budget: int, on_step: Callable[[int], None] | None = None, stop: Callable[[], bool] = lambda: False) -> PlaygroundRun:
+              budget: int, go_on: Callable[[int], bool] = lambda k: True) -> PlaygroundRun:
     """Run `prompts` with a strategy, `slots` sequences at once and a `budget` of tokens a step: a `PlaygroundRun`.
 
-    `on_step(k)`: k new tokens; whenever `stop()` is true by then, what is left is cancelled. Raises `ParamError`."""
+    `go_on(k)` is told of k new tokens; once it says False, what is left is cancelled. Raises `ParamError`."""
     llm = LLM(model, tokenizer, strategy=strategy, max_num_seqs=slots, max_num_batched_tokens=budget, compile=False)
     out, start = PlaygroundRun(strategy, slots, budget, [None] * len(prompts)), time.perf_counter()
     events: Any = llm.stream(prompts, params)
     with contextlib.closing(events):
         for e in events:
             if e.output: out.answers[e.index] = e.output.outputs[0]
-            if on_step: on_step(len(e.token_ids))
-            if stop():
+            if not go_on(len(e.token_ids)):
                 out.reason = 'cancelled'
                 break
     out.seconds, out.ledger, out.steps = time.perf_counter() - start, llm.ledger, llm.stats().steps
@@ -468,32 +428,65 @@ def play_once(model: PreTrainedModel, tokenizer: Any, prompts: Sequence, params:
     return out
 
 # %% ../../nbs/52_widgets.ipynb #bf010240
+def bar_html(parts: Mapping[str, float], most: float) -> str:
+    "A stacked bar of `parts`, `{kind of colour: number}`; `most` fill its cell."
+    stack = ''.join(f'<i style="width:{n / most:.2%};background:var(--{kind})"></i>' for kind, n in parts.items())
+    return f'<div style="display:flex;height:14px;min-width:90px">{stack}</div>'
+
+def table(rows: Sequence[Mapping[str, object]], words: Sequence[str]) -> str:
+    "An HTML table of `rows`, `{column: HTML}`, all numbers but the columns `words`."
+    cell = lambda tag, name, x: f'<{tag}{"" if name in words else " class=num"}>{x}</{tag}>'
+    lines = [''.join(cell('td', *x) for x in row.items()) for row in rows]
+    head = ''.join(cell('th', name, name) for name in rows[0])
+    body = ''.join(f'<tr>{line}</tr>' for line in lines)
+    return f'<div style="overflow-x:auto"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
 def played_html(runs: Sequence[PlaygroundRun]) -> str:
     "Runs of the playground as a table."
-    most, ids = max((p.positions for p in runs), default=1) or 1, lambda p: [a and a.token_ids for a in p.answers]
-    def line(i, p):
-        same = '' if p.reason != 'done' else 'yes' if ids(p) == ids(runs[0]) else 'no'
-        both = ''.join(f'<i style="display:inline-block;height:14px;width:{n / most:.1%};background:var(--{kind})"></i>'
-                       for n, kind in ((p.ledger.useful, 'decode'), (p.lost, 'padded')))
-        return (i, p.strategy + ('' if p.reason == 'done' else f' ⚠ {p.reason}'), f'<div style="min-width:90px;display:flex">{both}</div>',
-                f'{p.lost / max(1, p.positions):.0%}', p.num_tokens, f'{p.seconds:.1f}', p.steps, p.slots, p.budget,
-                f'{p.num_tokens / p.seconds:.0f}' if p.seconds else '', f'{p.ledger.useful:,}', f'{p.ledger.masked:,}', same)
-    numbers = 'waste', 'tokens', 'seconds', 'steps', 'slots', 'budget', 'tokens/s', 'useful', 'masked reads'
-    head = {'': '', 'strategy': '', 'positions': ''} | dict.fromkeys(numbers, 'num') | {'same as 0': ''}
-    return table(head, [line(i, p) for i, p in enumerate(runs)])
+    most, rows = max(p.positions for p in runs) or 1, []
+    for i, p in enumerate(runs):
+        done, ledger = p.reason == 'done', p.ledger
+        rows.append({
+            '': i, 'strategy': p.strategy if done else f'{p.strategy} ⚠ {p.reason}',
+            'positions': bar_html(dict(decode=ledger.useful, padded=p.lost), most), 'waste': f'{p.lost / max(1, p.positions):.0%}',
+            'tokens': p.num_tokens, 'seconds': f'{p.seconds:.1f}', 'steps': p.steps, 'slots': p.slots, 'budget': p.budget,
+            'tokens/s': f'{p.num_tokens / max(p.seconds, 1e-9):.0f}', 'useful': f'{ledger.useful:,}', 'masked reads': f'{ledger.masked:,}',
+            'same as 0': '' if not done else 'yes' if p.token_ids == runs[0].token_ids else 'no'})
+    return table(rows, ('', 'strategy', 'positions', 'same as 0'))
 
 def played_picture(runs: Sequence[PlaygroundRun]) -> Picture:
     "Runs of the playground as a `Picture`, without times."
-    names = {f'{i}: {p.name}': p for i, p in enumerate(runs)}
-    return bars({k: dict(useful=p.ledger.useful, lost=p.lost) for k, p in names.items()},
-                dict(useful=('decode', 'useful'), lost=('padded', 'padded or computed again')), 'positions',
-                {k: f'{p.steps} steps, {p.num_tokens} tokens out' for k, p in names.items()}, 'Positions computed, useful and wasted')
+    rows, notes = {}, {}
+    for i, p in enumerate(runs):
+        name = f'{i}: {p.strategy}, {p.slots} slots'
+        rows[name] = dict(useful=p.ledger.useful, lost=p.lost)
+        notes[name] = f'{p.steps} steps, {p.num_tokens} tokens out'
+    key = dict(useful=('decode', 'useful'), lost=('padded', 'padded or computed again'))
+    return bars(rows, key, 'positions', notes, 'Positions computed, useful and wasted')
 
 # %% ../../nbs/52_widgets.ipynb #8f525090
 def greedy_params(n: int, max_tokens: int, vary: bool) -> list[SamplingParams]:
     "Greedy `SamplingParams` for `n` prompts; if they `vary`, for 1/4 to 4/4 of `max_tokens` in turn, and past any EOS."
     cap = lambda i: max(1, max_tokens * (i % 4 + 1) // 4) if vary else max_tokens
     return [SamplingParams(temperature=0, max_tokens=cap(i), ignore_eos=vary) for i in range(n)]
+
+# %% ../../nbs/52_widgets.ipynb #9a14a5f8
+class RunFields:
+    "The fields of a playground: prompts, one a line, and the settings of a run."
+    def __init__(self, panel: Panel, prompts: Sequence[str], max_tokens: int, slots: int, budget: int):
+        number = lambda name, value: panel.field(W.BoundedIntText, name, '190px', value=value, min=1, max=65536)
+        self.prompts = panel.field(W.Textarea, 'prompts', value='\n'.join(prompts), rows=min(10, len(prompts) + 1))
+        self.strategy = panel.field(W.Dropdown, 'strategy', '230px', options=STRATEGIES, value='continuous')
+        self.slots, self.budget, self.max_tokens = number('slots', slots), number('budget', budget), number('max_tokens', max_tokens)
+        self.vary = panel.make(W.Checkbox, value=True, description='answers of different lengths', indent=False)
+        self.box = panel.make(W.VBox, [self.prompts, panel.row(self.strategy, self.slots, self.budget, self.max_tokens, self.vary)])
+
+    @property
+    def asked(self) -> tuple[list[str], list[SamplingParams], str, int, int]:
+        "What they say: prompts, `SamplingParams` for each, strategy, slots and budget."
+        prompts = [p for p in self.prompts.value.splitlines() if p.strip()]
+        params = greedy_params(len(prompts), self.max_tokens.value, self.vary.value)
+        return prompts, params, self.strategy.value, self.slots.value, self.budget.value
 
 # %% ../../nbs/52_widgets.ipynb #733ddc40
 class Playground(Panel):
@@ -511,55 +504,42 @@ class Playground(Panel):
         self.tokenizer, self.runs = tokenizer, []
         self.thread: threading.Thread | None = None
         self.stopping, self.count, self.shown = False, 0, 0.
-        self.prompts = self.field(W.Textarea, 'prompts', value='\n'.join(prompts), rows=min(10, len(prompts) + 1))
-        self.strategy = self.field(W.Dropdown, 'strategy', '230px', options=STRATEGIES, value='continuous')
-        self.slots, self.budget, self.max_tokens = (
-            self.field(W.BoundedIntText, name, '190px', value=value, min=low, max=high) for name, value, low, high in (
-                ('slots', slots, 1, 256), ('budget', budget, 2, 65536), ('max_tokens', max_tokens, 1, 1024)))
-        self.vary = self.make(W.Checkbox, value=True, description='answers of different lengths', indent=False)
+        self.fields = RunFields(self, prompts, max_tokens, slots, budget)
         self.go, self.cancel = self.button('Run', 'run with these settings', self.run), self.button('Cancel', 'stop this run', self.stop)
-        self.clear = self.button('Clear', 'forget the runs', self.forget)
         self.status, self.table = self.make(W.HTML), self.make(W.HTML)
-        fields = self.row(self.strategy, self.slots, self.budget, self.max_tokens, self.vary)
-        self.box = self.make(W.VBox, [self.prompts, fields, self.row(self.go, self.cancel, self.clear), self.status, self.table])
+        tools = self.row(self.go, self.cancel, self.button('Clear', 'forget the runs', self.forget))
+        self.box = self.make(W.VBox, [self.fields.box, tools, self.status, self.table])
         self.show()
-
-    @property
-    def asked(self) -> tuple[list[str], list[SamplingParams]]:
-        "What the fields say: prompts, and `SamplingParams` for each."
-        prompts = [p for p in self.prompts.value.splitlines() if p.strip()]
-        return prompts, greedy_params(len(prompts), self.max_tokens.value, self.vary.value)
 
     def run(self, strategy: str | None = None, wait: bool = False) -> None:
         "Start a run with what the fields say, unless one is under way. `wait`: return when it is over."
         if self.thread and self.thread.is_alive(): return
-        if strategy: self.strategy.value = strategy
-        (prompts, params), self.stopping, self.count = self.asked, False, 0
-        if not prompts:
-            self.status.value = panel_html('⚠ there are no prompts: write one a line')
-            return
-        job = prompts, params, self.strategy.value, self.slots.value, self.budget.value
+        if strategy: self.fields.strategy.value = strategy
+        job = self.fields.asked
+        if not job[0]: return self.show('⚠ there are no prompts: write one a line')
+        self.stopping, self.count = False, 0
         self.thread = threading.Thread(target=self._work, args=job, name='batchlab-widget', daemon=True)
         self.thread.start()
         if wait: self.thread.join()
 
     def _work(self, *job: Any) -> None:
         self.show('running')
-        try: self.runs.append(play_once(self.model, self.tokenizer, *job, on_step=self._on_step, stop=lambda: self.stopping))
-        except BatchlabError as e: return self.show(f'⚠ {e}')
-        except Exception as e: return self.show(f'⚠ {type(e).__name__}: {e}')
-        self.show()
+        try: self.runs.append(play_once(self.model, self.tokenizer, *job, go_on=self._go_on))
+        except BatchlabError as e: self.show(f'⚠ {e}')
+        except Exception as e: self.show(f'⚠ {type(e).__name__}: {e}')
+        else: self.show()
 
-    def _on_step(self, k):
+    def _go_on(self, k: int) -> bool:
         self.count += k
         if time.monotonic() > self.shown + .1: self.show(f'running: {self.count} tokens')
+        return not self.stopping
 
     def show(self, text: str = '') -> None:
         "Show the runs, and `text` as the state."
         self.shown, busy = time.monotonic(), text.startswith('running')
         self.go.disabled, self.cancel.disabled = busy, not busy
         self.status.value = panel_html(esc(text) or f'{len(self.runs)} run{"s" * (len(self.runs) != 1)}')
-        if not busy: self.table.value = panel_html(played_html(self.runs) if self.runs else '')
+        if not busy: self.table.value = panel_html(played_html(self.runs)) if self.runs else ''
 
     def stop(self) -> None:
         "Cancel the run that is under way."
@@ -577,7 +557,7 @@ class Playground(Panel):
     def picture(self) -> str: return played_picture(self.runs).svg
 
 # %% ../../nbs/52_widgets.ipynb #4d2b9e01
+_SCRUBBER = 'Scrubber Share share_of shares_of row_html texts_html step_line step_slots step_html shown_text'
 __getattr__ = renamed(__name__, {'WidgetError': 'errors.BatchlabError', 'Watched': 'views.watch.WatchedRequest',
-                                 'Slot': 'views.watch.SlotState', 'slots_of': 'views.watch.slots_of', 'Played': 'PlaygroundRun'} | {
-    name: f'views.scrubber.{name}' for name in ('Scrubber', 'Share', 'share_of', 'shares_of', 'row_html', 'texts_html', 'step_line',
-                                                'step_slots', 'step_html', 'shown_text')})
+                                 'Slot': 'views.watch.SlotState', 'slots_of': 'views.watch.slots_of', 'Played': 'PlaygroundRun'}
+                      | {name: f'views.scrubber.{name}' for name in _SCRUBBER.split()})
