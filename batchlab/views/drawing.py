@@ -97,6 +97,10 @@ class Canvas:
         "One rectangle of many, which lie under all other shapes, the 'idle' ones lowest."
         if w > 0 and h > 0: self.under[kind].append(f'M{px(x)} {px(y)}h{px(w)}v{px(h)}H{px(x)}z')
 
+    def has(self, kind: str) -> bool:
+        "Whether anything on the canvas is of that kind."
+        return kind in self.under or any(f'-{kind}"' in part for part in self.parts)
+
     def text(self, x: float, y: float, s: object, kind: str = 'ink', anchor: str = 'start', **more: object) -> None:
         "One line of text; `y` is its base line."
         self.parts.append(f'<text class="bl-{kind}" x="{px(x)}" y="{px(y)}" text-anchor="{anchor}" '
@@ -164,8 +168,8 @@ def heading(c: Canvas, x: float, s: str) -> None:
     c.y += 2
 
 def legend(c: Canvas, x: float, kinds: Iterable[tuple[str, str]]) -> None:
-    "A line of `(kind, label)` at `c.y`, which moves on."
-    for kind, label in kinds:
+    "A line of `(kind, label)` at `c.y`, which moves on: of those kinds that the canvas has."
+    for kind, label in [(kind, label) for kind, label in kinds if c.has(kind)]:
         if x + 24 + 5.8 * len(label) > c.width: x, c.y = 16, c.y + 17
         c.rect(x, c.y, 11, 11, kind)
         c.text(x + 16, c.y + 9.5, label, 'dim')
@@ -264,17 +268,19 @@ def bars(rows: Mapping[str, Mapping[str, float]], key: Mapping[str, tuple[str, s
     unit = (right - left) / most
     if title: heading(c, left, title)
     for name, parts in rows.items():
-        x, said = left, {part: f'{_said(n)} {key[part][1] or label}' for part, n in parts.items()}
+        x, said = left, []
         for part, n in parts.items():
-            if n: tile(c, x, n * unit, 20, key[part][0], _said(n), f'{name}: {said[part]}')
+            kind, what = key[part]
+            said.append(f'{_said(n)} {what or label}')
+            if n: tile(c, x, n * unit, 20, kind, _said(n), f'{name}: {said[-1]}')
             x += n * unit
         c.text(left - 8, c.y + 14, name, anchor='end')
         c.text(x + 8, c.y + 14, notes.get(name, ''), 'dim')
         c.y += 27
-        desc.append(f'{name}: ' + ', '.join(said.values()))
+        desc.append(f'{name}: ' + ', '.join(said))
     c.y += 2
     axis(c, left, right, 0, most, label, all(isinstance(n, int) for parts in rows.values() for n in parts.values()))
-    legend(c, left, [key[part] for part in key if key[part][1] and any(parts.get(part) for parts in rows.values())])
+    legend(c, left, [(kind, what) for kind, what in key.values() if what])
     return c.picture(title or label, '; '.join(desc))
 
 # %% ../../nbs/00_drawing.ipynb #42864330

@@ -220,9 +220,7 @@ def timeline(traces: _Traces, by: str = 'steps') -> Picture:
         heading(c, left, said[-1])
         draw_lanes(c, lanes, left, right, high, at, by)
         axis(c, left, right, at[0], at[-1], unit, by == 'steps')
-    kinds = {run.kind for lanes, _ in panels.values() for lane in lanes.values() for run in lane}
-    return finish(c, left, 'Slots over time', f'a line for each slot, {by} from left to right. ' + '; '.join(said),
-                  **{kind: label for kind, label in KINDS.items() if kind in kinds})
+    return finish(c, left, 'Slots over time', f'a line for each slot, {by} from left to right. ' + '; '.join(said), **KINDS)
 
 # %% ../../nbs/51_pictures.ipynb #75f6ae63
 def busiest(trace: Trace) -> int:

@@ -8,13 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from ..errors import TraceError
 from ..tracefile import PARTS, Trace
 from .drawing import Canvas, esc
 from .pictures import Row, draw_step, packed_rows
-from .viewer import frame_step, overview
+from .viewer import data_of, frame_step, overview
 from .widgets import Panel, SlotState, W, panel_html, short, slots_html
 
 # %% auto #0
@@ -104,9 +102,7 @@ class Scrubber(Panel):
 
     `trace`: a `Trace`, its `data`, or the name of its file. `step`: where to begin. Raises `TraceError`."""
     def __init__(self, trace: Trace | dict | str | os.PathLike, step: int = 0, cell: str | None = None):
-        if isinstance(trace, (str, os.PathLike)): trace = Trace.load(trace)
-        self.data: dict[str, Any] = trace if isinstance(trace, dict) else trace.data
-        if not self.data['steps']: raise TraceError('this trace has no steps: record while something runs')
+        self.data = data_of(trace)
         super().__init__(cell)
         self.trace, self.requests = Trace(self.data), {r['request']: r for r in self.data['requests']}
         self.run, last = overview(self.trace), len(self.data['steps']) - 1

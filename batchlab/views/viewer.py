@@ -8,6 +8,7 @@ from __future__ import annotations
 import json, os, sys, webbrowser
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 from ..deprecated import renamed
 from ..errors import TraceError
@@ -16,7 +17,7 @@ from .drawing import HTML_STYLE, Canvas, colour_key, columns, esc, scale, side_a
 from .pictures import draw_lanes, phase_of, row_height, slot_runs
 
 # %% auto #0
-__all__ = ['PAGE_START', 'KEY', 'overview', 'frame_step', 'view_html', 'write_page', 'open_page']
+__all__ = ['PAGE_START', 'KEY', 'overview', 'frame_step', 'data_of', 'view_html', 'write_page', 'open_page']
 
 # %% ../../nbs/53_viewer.ipynb #d9f884e2
 def embed(data: object) -> str:
@@ -253,20 +254,25 @@ PAGE_START = '<!DOCTYPE html>\n<html class="bl" lang="en"><head><meta charset="u
 KEY = dict(prefill='prefill', decode='decode', again='computed again', held='keys of a decoding request, or held without a share',
            cached='keys of a prompt’s earlier part', blocked='empty while a request waits', padded='padded')
 
+def data_of(trace: Trace | dict | str | os.PathLike) -> dict[str, Any]:
+    "What a `Trace`, its `data`, or the file of that name holds. Raises `TraceError` if it is none, or has no steps."
+    if isinstance(trace, (str, os.PathLike)): trace = Trace.load(trace)
+    data = trace if isinstance(trace, dict) else trace.data
+    if not data['steps']: raise TraceError('this trace has no steps to show: record while something runs')
+    return data
+
 def view_html(trace: Trace | dict | str | os.PathLike, title: str | None = None) -> str:
     """A trace as one HTML page, text: a scrubber over its steps, without server or network.
 
     `trace`: a `Trace`, its `data`, or the name of its file. Raises `TraceError` if it is none, or has no steps."""
-    if isinstance(trace, (str, os.PathLike)):
-        title, trace = title or Path(trace).name, Trace.load(trace)
-    data = trace if isinstance(trace, dict) else trace.data
-    if not data['steps']: raise TraceError('this trace has no steps to show: record while something runs')
+    data = data_of(trace)
+    title = title or (Path(trace).name if isinstance(trace, (str, os.PathLike)) else 'batchlab trace')
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     run = frame_step(overview(Trace(data), apart=True), 0, len(data['steps']))
     picture = run.picture('The run', 'who held which slot at which step; below, the tokens of each step')
     body = BODY.replace('<div id="lanes">', f'<div id="lanes">{picture.svg}').replace('<p id="said">', colour_key(KEY) + '<p id="said">')
     return (f'{PAGE_START} content="width=device-width">'
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{esc(title or "batchlab trace")}</title>'
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{esc(title)}</title>'
             f'<style>{HTML_STYLE}{CSS}</style></head><body>{body}<script type="application/json" id="trace">{embed(data)}</script>\n'
             f'<script>{JS_DATA}{JS_DRAW}{JS_MASK}{JS_FRAME}{JS_KEYS}{JS_START}</script></body></html>\n')
 
