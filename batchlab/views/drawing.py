@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 # %% auto #0
-__all__ = ['COLOURS', 'HTML_STYLE', 'px', 'esc', 'inner', 'Picture', 'Canvas', 'on_top', 'wide', 'scale', 'runs', 'ticks',
-           'heading', 'legend', 'axis', 'tile', 'columns', 'side_axis', 'grid', 'bars', 'curves', 'colour_key']
+__all__ = ['COLOURS', 'HTML_STYLE', 'px', 'esc', 'Picture', 'Canvas', 'on_top', 'scale', 'runs', 'ticks', 'heading', 'legend',
+           'axis', 'tile', 'columns', 'side_axis', 'grid', 'bars', 'curves', 'colour_key']
 
 # %% ../../nbs/00_drawing.ipynb #ad398be4
 COLOURS = dict(ground=('#ffffff', '#14181e'), edge=('#d0d7de', '#3a424d'), ink=('#1f2328', '#e6edf3'),
@@ -32,10 +32,6 @@ def px(x: float) -> str:
 def esc(text: object) -> str:
     "Text for HTML and SVG: no markup, and no character that XML forbids."
     return html.escape(re.sub('[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]', '\ufffd', str(text)))
-
-def inner(high: float) -> float:
-    "How high the boxes of a row of `high` pixels are: a gap below them, where there is room for one."
-    return high - (high >= 4)
 
 def _attributes(named): return ''.join(f' {k.replace("_", "-")}="{v}"' for k, v in named.items())
 
@@ -75,6 +71,15 @@ class Picture:
         "Write the SVG to `path`; returns the path."
         Path(path).write_text(self.svg, encoding='utf-8')
         return Path(path)
+
+# %% ../../nbs/00_drawing.ipynb #0fd0796a
+def inner(high: float) -> float:
+    "How high the boxes of a row of `high` pixels are: a gap below them, where there is room for one."
+    return high - (high >= 4)
+
+def wide(texts: Iterable[object]) -> float:
+    "How many pixels the longest of `texts` takes beside a row."
+    return max([0, *(6.2 * len(str(s)) + 8 for s in texts)])
 
 # %% ../../nbs/00_drawing.ipynb #556fb5d9
 class Canvas:
@@ -135,10 +140,6 @@ class Canvas:
 def on_top(kind: str) -> str:
     "The kind of text that can be read on boxes of `kind`."
     return 'ink' if kind in ('ground', 'idle', 'held', 'blocked') else 'on'
-
-def wide(texts: Iterable[object]) -> float:
-    "How many pixels the longest of `texts` takes beside a row."
-    return max([0, *(6.2 * len(str(s)) + 8 for s in texts)])
 
 def scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
     "The function that gives numbers from `low` to `high` their places from `start` to `end`."

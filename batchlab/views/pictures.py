@@ -22,8 +22,8 @@ from ..tracefile import PARTS, Trace
 from .drawing import Canvas, Picture, axis, bars, columns, heading, inner, legend, on_top, runs, scale, side_axis, tile
 
 # %% auto #0
-__all__ = ['Lane', 'Lanes', 'KINDS', 'phase_of', 'Row', 'packed_rows', 'Run', 'extend', 'as_runs', 'slot_runs', 'share_idle',
-           'draw_lanes', 'timeline', 'draw_step', 'packed_row', 'padding', 'prefixes', 'kv_map', 'waste', 'latency']
+__all__ = ['Lane', 'Lanes', 'KINDS', 'phase_of', 'Run', 'slot_runs', 'share_idle', 'draw_lanes', 'timeline', 'packed_row',
+           'padding', 'prefixes', 'kv_map', 'waste', 'latency']
 
 # %% ../../nbs/51_pictures.ipynb #a125fd06
 _One = Trace | str | Path                                   # a trace, or the file of one
@@ -62,11 +62,12 @@ def finish(c: Canvas, left: float, title: str, desc: str, **key: str) -> Picture
     legend(c, left, key.items())
     return c.picture(title, desc)
 
-# %% ../../nbs/51_pictures.ipynb #34cef250
+# %% ../../nbs/51_pictures.ipynb #34cef24f
 def phase_of(row: Sequence[int]) -> str:
     "What a row of a step does, as in `tracefile.ROW`: 'again' (computed before), 'prefill' or 'decode'."
     return 'again' if row[4] else 'prefill' if row[6] else 'decode'
 
+# %% ../../nbs/51_pictures.ipynb #34cef250
 class Row(NamedTuple):
     "A request's share of a step, as in `tracefile.ROW`: positions `start` to `end`, `n` of them."
     slot: int
@@ -101,6 +102,7 @@ class Run:
 Lane = list[Run]                                                        # of one slot; no run where the slot did not exist
 Lanes = Mapping[tuple[str, int], Lane]                                  # by engine and slot
 
+# %% ../../nbs/51_pictures.ipynb #34cef25a
 def extend(lane: Lane, i: int, kind: str, request: int | None) -> None:
     "One step more, at place `i`; chunks of a prompt stay apart."
     last = lane[-1] if lane else None
@@ -128,9 +130,9 @@ def _fill(lane, end, slot, empty):
     "The empty runs of `slot` up to step `end`."
     start = lane[-1].end if lane else 0
     if start == end: return
-    now = bisect_right(empty, start, key=lambda run: run[0]) - 1
-    for first, last, (kind, slots) in empty[now:]:
-        if first >= end: break
+    first_of = lambda run: run[0]
+    now, then = bisect_right(empty, start, key=first_of) - 1, bisect_left(empty, end, key=first_of)
+    for first, last, (kind, slots) in empty[now:then]:
         if slot < slots: lane.append(Run(max(first, start), min(last, end), kind))
 
 def slot_runs(trace: Trace) -> dict[tuple[str, int], Lane]:
@@ -145,9 +147,10 @@ def slot_runs(trace: Trace) -> dict[tuple[str, int], Lane]:
             slot, number = row[:2]
             lane = lanes[s['engine'], slot]
             last = lane[-1] if lane else Run(0, 0, 'idle')
-            if last.request == number and last.end < i and preempted.get(number, -1) < last.end:
-                lane.append(Run(last.end, i, 'held', number))
-            _fill(lane, i, slot, empty[s['engine']])
+            if last.end < i:
+                held = last.request == number and preempted.get(number, -1) < last.end
+                if held: lane.append(Run(last.end, i, 'held', number))
+                else: _fill(lane, i, slot, empty[s['engine']])
             extend(lane, i, phase_of(row), number)
     for (engine, slot), lane in lanes.items(): _fill(lane, len(steps), slot, empty[engine])
     return lanes
