@@ -2,6 +2,7 @@
 import json, logging, random, re
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from xml.dom.minidom import parseString
 
@@ -9,6 +10,7 @@ import pytest, torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from batchlab.views import pictures
+from batchlab.views.drawing import Canvas
 from batchlab.config import STRATEGIES
 from batchlab.llm import LLM
 from batchlab.errors import BatchlabError, TraceError
@@ -328,7 +330,7 @@ def test_pictures(count, tmp_path):
             x, y, w, h = (float(r.getAttribute(k)) for k in ('x', 'y', 'width', 'height'))
             assert x >= 0 and y >= 0 and x + w <= p.width + 1 and y + h <= p.height + 1, p.title
         for t in root.getElementsByTagName('text'): assert 0 < float(t.getAttribute('y')) < p.height
-    rows = [r for w in pictures.waves(barrier) for r in pictures.wave_rows(barrier, w)]
+    rows = [r for w in pictures.waves(barrier) for r in pictures.wave_rows(w)]
     assert sum(r['padding'] + r['fed'] for r in rows) == barrier.ledger.padded
     assert sum(r['prompt'] + r['output'] - 1 for r in rows) == barrier.ledger.useful
 
@@ -344,8 +346,24 @@ def test_many_steps_become_few_shapes():
     for p in (pictures.timeline(long), pictures.kv_map(long)):
         parseString(p.svg)
         assert len(p.svg) < 150_000
-    lanes = pictures.places(long)
-    assert all(len(pictures.runs(lane, 6)) <= -(-len(steps) // 6) for lane in lanes.values())
+    busy = {('packed', slot): [pictures.Run(i, i + 1, 'prefill', i) for i in range(10_000)] for slot in range(24)}
+    c = Canvas()
+    pictures.draw_lanes(c, busy, 58, 844, 17)
+    assert len(c.under['prefill']) <= 24 * 400
+    for lane in pictures.slot_runs(long).values(): assert len(lane) < len(steps) / 6 and all(a.end <= b.first for a, b in pairwise(lane))
+
+
+def test_lanes_say_what_the_steps_say():
+    "Runs, step by step: each row of the trace, 'held' between two of a request, and else empty, if the slot was there."
+    llm = LLM(model('llama'), tiny_tokenizer(), max_num_seqs=5, max_num_batched_tokens=24)
+    with llm.trace() as trace: llm.generate(prompts_of(17, 4), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    lanes = {place: {i: run for run in lane for i in range(run.first, run.end)} for place, lane in pictures.slot_runs(trace).items()}
+    for i, s in enumerate(trace.steps):
+        rows = {row[0]: (pictures.phase_of(row), row[1]) for row in s['rows']}
+        for (_, slot), lane in lanes.items():
+            if slot in rows: assert (lane[i].kind, lane[i].request) == rows[slot]
+            elif slot >= s['slots']: assert i not in lane
+            else: assert lane[i].kind == 'held' or lane[i].kind == ('blocked' if s['waiting'] else 'idle')
 
 
 def test_spans_cover_every_row():

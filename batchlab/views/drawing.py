@@ -5,15 +5,17 @@
 # %% ../../nbs/00_drawing.ipynb #417478e7
 from __future__ import annotations
 
-import html, re, textwrap
-from collections.abc import Iterable, Mapping, Sequence
+import html, math, re, textwrap
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 # %% auto #0
-__all__ = ['COLOURS', 'HTML_STYLE', 'px', 'esc', 'Picture', 'Canvas', 'on_top', 'ticks', 'heading', 'legend', 'axis', 'grid',
-           'bars', 'curves', 'colour_key']
+__all__ = ['COLOURS', 'HTML_STYLE', 'px', 'esc', 'Picture', 'Canvas', 'on_top', 'scale', 'runs', 'ticks', 'heading', 'legend',
+           'axis', 'tile', 'columns', 'side_axis', 'grid', 'bars', 'curves', 'colour_key']
 
 # %% ../../nbs/00_drawing.ipynb #ad398be4
 COLOURS = dict(ground=('#ffffff', '#14181e'), edge=('#d0d7de', '#3a424d'), ink=('#1f2328', '#e6edf3'),
@@ -32,6 +34,8 @@ def esc(text: object) -> str:
     return html.escape(re.sub('[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]', '\ufffd', str(text)))
 
 def _attributes(named): return ''.join(f' {k.replace("_", "-")}="{v}"' for k, v in named.items())
+
+def _points(points): return ' '.join(f'{px(x)},{px(y)}' for x, y in points)
 
 # %% ../../nbs/00_drawing.ipynb #14aced60
 @dataclass
@@ -68,13 +72,25 @@ class Picture:
         Path(path).write_text(self.svg, encoding='utf-8')
         return Path(path)
 
+# %% ../../nbs/00_drawing.ipynb #0fd0796a
+def inner(high: float) -> float:
+    "How high the boxes of a row of `high` pixels are: a gap below them, where there is room for one."
+    return high - (high >= 4)
+
+def wide(texts: Iterable[object]) -> float:
+    "How many pixels the longest of `texts` takes beside a row."
+    return max([0, *(6.2 * len(str(s)) + 8 for s in texts)])
+
 # %% ../../nbs/00_drawing.ipynb #556fb5d9
 class Canvas:
-    "Collects the shapes of a `Picture`; `kind` is a key of `COLOURS`, places are pixels from the top left."
-    y: float
-    parts: list[str]
+    """Collects the shapes of a `Picture`; `kind` is a key of `COLOURS`, places are pixels from the top left.
 
-    def __init__(self, width: float = 860) -> None: self.width, self.parts, self.y, self.named = width, [], 14., -99.
+    `y`: how far down it is drawn already; it moves on with every row. `right`: where rows end."""
+    def __init__(self, width: float = 860) -> None:
+        self.width, self.right, self.y = width, width - 16, 14.
+        self.parts: list[str] = []
+        self.under: defaultdict[str, list[str]] = defaultdict(list)     # boxes by kind
+        self.named = -99.                                               # where the last name of a row is
 
     def rect(self, x: float, y: float, w: float, h: float, kind: str, tip: str = '', **more: object) -> None:
         "A filled rectangle; `tip` is shown to whoever points at it."
@@ -82,49 +98,68 @@ class Canvas:
         size = f'width="{px(max(w, .3))}" height="{px(max(h, .3))}"'
         self.parts.append(f'<rect class="bl-{kind}" x="{px(x)}" y="{px(y)}" {size} fill="{COLOURS[kind][0]}"{_attributes(more)}{end}')
 
-    def boxes(self, boxes: Mapping[str, Iterable[tuple[float, float, float, float]]], **more: object) -> None:
-        "Many rectangles `{kind: [(x, y, w, h), …]}`, those of a kind as one shape."
-        for kind, each in boxes.items():
-            d = ''.join(f'M{px(x)} {px(y)}h{px(w)}v{px(h)}H{px(x)}z' for x, y, w, h in each)
-            if d: self.parts.append(f'<path class="bl-{kind}" fill="{COLOURS[kind][0]}" d="{d}"{_attributes(more)}/>')
+    def box(self, x: float, y: float, w: float, h: float, kind: str) -> None:
+        "One rectangle of many, which lie under all other shapes, the 'idle' ones lowest."
+        if w > 0 and h > 0: self.under[kind].append(f'M{px(x)} {px(y)}h{px(w)}v{px(h)}H{px(x)}z')
+
+    def has(self, kind: str) -> bool:
+        "Whether anything on the canvas is of that kind."
+        return kind in self.under or any(f'-{kind}"' in part for part in self.parts)
 
     def text(self, x: float, y: float, s: object, kind: str = 'ink', anchor: str = 'start', **more: object) -> None:
         "One line of text; `y` is its base line."
         self.parts.append(f'<text class="bl-{kind}" x="{px(x)}" y="{px(y)}" text-anchor="{anchor}" '
                           f'fill="{COLOURS[kind][0]}"{_attributes(more)}>{esc(s)}</text>')
 
-    def name_row(self, left: float, high: float, name: object) -> None:
-        "A small name left of a row that is `high` pixels from `y` on, if the name before leaves room for it."
-        if self.y - self.named < 11.5: return
-        self.text(left - 6, self.y + high / 2 + 4, name, 'dim', 'end', font_size=10)
-        self.named = self.y
-
     def line(self, points: Iterable[tuple[float, float]], kind: str = 'dim', width: float = 1, **more: object) -> None:
         "A line through `points` `(x, y)`."
-        at = ' '.join(f'{px(x)},{px(y)}' for x, y in points)
-        self.parts.append(f'<polyline class="bl-s-{kind}" points="{at}" style="fill:none" stroke="{COLOURS[kind][0]}" '
+        self.parts.append(f'<polyline class="bl-s-{kind}" points="{_points(points)}" style="fill:none" stroke="{COLOURS[kind][0]}" '
                           f'stroke-width="{width}"{_attributes(more)}/>')
 
     def area(self, points: Iterable[tuple[float, float]], kind: str) -> None:
         "A filled polygon through `points`."
-        at = ' '.join(f'{px(x)},{px(y)}' for x, y in points)
-        self.parts.append(f'<polygon class="bl-{kind}" points="{at}" fill="{COLOURS[kind][0]}"/>')
+        self.parts.append(f'<polygon class="bl-{kind}" points="{_points(points)}" fill="{COLOURS[kind][0]}"/>')
 
-    def picture(self, title: str, desc: str) -> Picture: return Picture(title, desc, self.width, self.y, self.parts)
+    def row(self, left: float, high: float, name: object, stretches: Iterable[tuple[float, float, str]] = ()) -> None:
+        """A row of `high` pixels at `y`, which moves on: boxes `(from, to, kind)` between two places across.
+
+        Its name stands left of `left`, if the name before leaves room for it."""
+        for start, end, kind in stretches: self.box(start, self.y, end - start, inner(high), kind)
+        if self.y - self.named >= 11.5:
+            self.text(left - 6, self.y + high / 2 + 4, name, 'dim', 'end', font_size=10)
+            self.named = self.y
+        self.y += high
+
+    def picture(self, title: str, desc: str) -> Picture:
+        "What is on the canvas, down to `y`."
+        kinds = sorted(self.under, key=lambda kind: kind != 'idle')
+        under = [f'<path class="bl-{kind}" fill="{COLOURS[kind][0]}" d="{"".join(self.under[kind])}"/>' for kind in kinds]
+        return Picture(title, desc, self.width, self.y, under + self.parts)
 
 # %% ../../nbs/00_drawing.ipynb #1c3fb3c0
 def on_top(kind: str) -> str:
     "The kind of text that can be read on boxes of `kind`."
     return 'ink' if kind in ('ground', 'idle', 'held', 'blocked') else 'on'
 
+def scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    "The function that gives numbers from `low` to `high` their places from `start` to `end`."
+    unit = (end - start) / ((high - low) or 1)
+    return lambda v: start + (v - low) * unit
+
+def runs(values: Iterable[Any]) -> Iterator[tuple[int, int, Any]]:
+    "Neighbours that are equal, as `(first, end, value)`."
+    end = 0
+    for value, same in groupby(values):
+        first, end = end, end + len(list(same))
+        yield first, end, value
+
 def ticks(low: float, high: float, about: int = 6) -> list[float]:
     "At most `about` + 1 round numbers from `low` to `high`."
     if high <= low: return [low]
     least = (high - low) / about
-    size = next(m * 10.0 ** e for e in range(-9, 12) for m in (1, 2, 5) if m * 10.0 ** e >= least * (1 - 1e-9))
-    first = -int(-low / size // 1)
-    values = [round((first + i) * size, 9) for i in range(int(high / size + 1e-9) - first + 1)]
-    return [int(v) if v == int(v) else v for v in values]
+    power = 10.0 ** math.floor(math.log10(least))
+    size = next(m * power for m in (1, 2, 5, 10) if m * power >= least * (1 - 1e-9))
+    return [round(i * size, 9) for i in range(math.ceil(low / size), math.floor(high / size + 1e-9) + 1)]
 
 def heading(c: Canvas, x: float, s: str) -> None:
     "Bold text at `c.y`, which moves on, in as many lines as it needs."
@@ -134,8 +169,8 @@ def heading(c: Canvas, x: float, s: str) -> None:
     c.y += 2
 
 def legend(c: Canvas, x: float, kinds: Iterable[tuple[str, str]]) -> None:
-    "A line of `(kind, label)` at `c.y`, which moves on."
-    for kind, label in kinds:
+    "A line of `(kind, label)` at `c.y`, which moves on: of those kinds that the canvas has."
+    for kind, label in [(kind, label) for kind, label in kinds if c.has(kind)]:
         if x + 24 + 5.8 * len(label) > c.width: x, c.y = 16, c.y + 17
         c.rect(x, c.y, 11, 11, kind)
         c.text(x + 16, c.y + 9.5, label, 'dim')
@@ -144,7 +179,7 @@ def legend(c: Canvas, x: float, kinds: Iterable[tuple[str, str]]) -> None:
 
 def axis(c: Canvas, left: float, right: float, low: float, high: float, label: str, whole: bool = False) -> None:
     "A horizontal axis at `c.y`, which moves on; `whole`: numbers that can't be broken."
-    at = lambda v: left + (v - low) / ((high - low) or 1) * (right - left)
+    at = scale(low, high, left, right)
     for v in ticks(low, high):
         if whole and v != int(v): continue
         c.line([(at(v), c.y), (at(v), c.y + 4)])
@@ -153,56 +188,69 @@ def axis(c: Canvas, left: float, right: float, low: float, high: float, label: s
     c.text(right, c.y + 28, label, 'dim', 'end')
     c.y += 36
 
-# %% ../../nbs/00_drawing.ipynb #fc3366d2
-def _count(places, key):
-    "In words, how many places of a row are of which kind."
-    labels = [key[p[0]][1] or key[p[0]][0] for p in places if p != ' ']
-    return ', '.join(f'{labels.count(label)} {label}' for label in dict.fromkeys(labels)) or 'nothing'
+# %% ../../nbs/00_drawing.ipynb #6f3b83dc
+def tile(c: Canvas, x: float, w: float, h: float, kind: str, text: object, tip: str = '') -> None:
+    "A rectangle at `c.y` with `text` in its middle, if there is room."
+    c.rect(x, c.y, w - .6 if w > 3 else w, h, kind, tip)
+    if w > 7 * len(str(text)) + 4: c.text(x + w / 2, c.y + h / 2 + 4, text, on_top(kind), 'middle')
 
-def _boxes(row, key, left, top, unit, high, gap):
-    "The boxes of a row by kind; without a gap between them, neighbours that are the same are one."
-    boxes, i = {}, 0
-    for place, same in groupby(row):
-        n = len(list(same))
-        if place != ' ':
-            sizes = [(i + k, 1) for k in range(n)] if gap else [(i, n)]
-            boxes.setdefault(key[place[0]][0], []).extend((left + at * unit, top, k * unit - gap, high) for at, k in sizes)
-        i += n
-    return boxes
+def columns(c: Canvas, x: Sequence[float], y: float, stacks: Mapping[str, Sequence[float]], most: float, high: float) -> None:
+    """Columns that stand at `y`, `high` pixels for the number `most`; `x`: where each begins, and where the last one ends.
+
+    `stacks` `{kind: numbers}` stand on one another, the first lowest."""
+    at, bases = scale(0, most, y, y - high), [0.] * len(x)
+    for kind, numbers in stacks.items():
+        tops = [base + n for base, n in zip(bases, numbers)]
+        for first, end, (base, top) in runs(zip(bases, tops)): c.box(x[first], at(top), x[end] - x[first], at(base) - at(top), kind)
+        bases = tops
+
+def side_axis(c: Canvas, left: float, y: float, most: float, high: float, label: str) -> None:
+    "Numbers up to `most` left of `columns` that stand at `y`, and below them what is counted."
+    c.text(left - 6, y - 1, label, 'dim', 'end', font_size=10)
+    for v in ticks(0, most, int(high / 20))[1:]: c.text(left - 6, y - v / most * high + 7, f'{v:,.10g}', 'dim', 'end', font_size=10)
+
+# %% ../../nbs/00_drawing.ipynb #fc3366d2
+def _count(row, key):
+    "In words, how many places of a row are of which kind."
+    counts = Counter(key[p[0]][1] or key[p[0]][0] for p in row if p != ' ')
+    return ', '.join(f'{n} {label}' for label, n in counts.items()) or 'nothing'
 
 # %% ../../nbs/00_drawing.ipynb #3a772458
+def _grid_row(c, row, key, left, unit, high):
+    "The boxes of a row at `c.y`, `unit` pixels wide each, and the texts in them."
+    thin, middle = unit < 5, c.y + high / 2 + 3.5
+    for first, end, place in runs(row) if thin else ((i, i + 1, place) for i, place in enumerate(row)):
+        if place == ' ': continue
+        kind, w = key[place[0]][0], (end - first) * unit - (not thin)
+        c.box(left + first * unit, c.y, w, inner(high), kind)
+        text = str(place[1]) if len(place) > 1 else ''
+        if text and unit >= 6.2 * len(text) + 2: c.text(left + first * unit + w / 2, middle, text, on_top(kind), 'middle', font_size=10)
+
 def grid(rows: Iterable[Iterable[str | tuple[str, object]]], key: Mapping[str, tuple[str, str]],
          labels: Iterable[object] | None = None, notes: Iterable[object] | None = None,
-         columns: Iterable[str] | None = None, title: str = 'Rows of places', size: float = 22,
-         width: float = 860) -> Picture:
+         columns: Iterable[str] | None = None, title: str = 'Rows of places', size: float = 22) -> Picture:
     """A `Picture` of `rows` of places, a box each, as wide as fits and at most `size` pixels.
 
     A place is a character of `key`, a pair (character, text to write into it), or ' ' for a gap. `key`: `{character: (kind, label)}`
     with kinds of `COLOURS`; a label of '' stays out of the legend. `labels` and `notes` stand left and right of the rows, `columns` above
     (a text for each place of the longest row, '' for none). Raises `ValueError` for a place that `key` lacks."""
     rows = [list(row) for row in rows]
-    unknown = {p[0] for row in rows for p in row if p != ' '} - set(key)
-    if unknown: raise ValueError(f'places {sorted(unknown)} have no entry in key, which has {sorted(key)}')
+    used = {p[0] for row in rows for p in row} - {' '}
+    if unknown := used - set(key): raise ValueError(f'places {sorted(unknown)} have no entry in key, which has {sorted(key)}')
     labels, notes = [str(s) for s in labels or [''] * len(rows)], [str(s) for s in notes or [''] * len(rows)]
-    wide = lambda texts: max([0] + [6.2 * len(s) + 8 for s in texts])
-    left, most = 16 + wide(labels), max([1, *map(len, rows)])
-    unit = min(size, (width - left - wide(notes) - 16) / most)
-    high, c = min(26, max(12 if any(labels + notes) else 3, unit)), Canvas(width)
-    gap, widest = (1 if unit >= 5 else 0), int((unit - 2) / 6.2)
+    c, left = Canvas(), 16 + wide(labels)
+    unit = min(size, (c.right - wide(notes) - left) / max([1, *map(len, rows)]))
+    high = min(26, max(12 if any(labels + notes) else 3, unit))
     heading(c, 16, title)
     if columns:
         for i, s in enumerate(columns): c.text(left + (i + .5) * unit, c.y + 9, s, 'dim', 'middle', font_size=10)
         c.y += 15
     for row, label, note in zip(rows, labels, notes):
-        c.boxes(_boxes(row, key, left, c.y, unit, high - (high > 4), gap))
-        for i, p in enumerate(row):
-            if len(p) < 2 or not 0 < len(str(p[1])) <= widest: continue
-            c.text(left + (i + .5) * unit - gap / 2, c.y + high / 2 + 3.5, p[1], on_top(key[p[0]][0]), 'middle', font_size=10)
+        _grid_row(c, row, key, left, unit, high)
         c.text(left - 8, c.y + high / 2 + 4, label, 'ink', 'end')
         c.text(left + len(row) * unit + 8, c.y + high / 2 + 4, note, 'dim')
         c.y += high
     c.y += 10
-    used = {p[0] for row in rows for p in row}
     legend(c, 16, dict.fromkeys((kind, label) for ch, (kind, label) in key.items() if ch in used and label))
     said = [f'{label}: {_count(row, key)}' if label else _count(row, key) for row, label in zip(rows, labels)]
     return c.picture(title, '; '.join(said[:12]) + (f'; and {len(said) - 12} rows more' if len(said) > 12 else ''))
@@ -215,48 +263,47 @@ def bars(rows: Mapping[str, Mapping[str, float]], key: Mapping[str, tuple[str, s
     """A `Picture` of `rows`, `{name: {part: number}}`, a stacked bar each, on one scale from 0; numbers are of at least 0.
 
     `key`: `{part: (kind, label)}` with kinds of `COLOURS`. `label` says what is counted. `notes`: `{name: text to its right}`."""
-    notes, desc = notes or {}, []
-    c, left = Canvas(width), 24 + max([40] + [6.2 * len(str(name)) for name in rows])
-    right = width - 16 - max([0] + [6.2 * len(s) + 8 for s in notes.values()])
+    notes, desc, c = notes or {}, [], Canvas(width)
+    left, right = 16 + max(48, wide(rows)), c.right - wide(notes.values())
     most = max([sum(parts.values()) for parts in rows.values()] + [1e-9])
+    unit = (right - left) / most
     if title: heading(c, left, title)
     for name, parts in rows.items():
-        x, said = left, {part: f'{_said(n)} {key[part][1] or label}' for part, n in parts.items()}
+        x, said = left, []
         for part, n in parts.items():
-            if not n: continue
-            w, kind = n / most * (right - left), key[part][0]
-            c.rect(x, c.y, w - .6, 20, kind, f'{name}: {said[part]}')
-            if w > 7 * len(_said(n)) + 4: c.text(x + w / 2, c.y + 14, _said(n), on_top(kind), 'middle')
-            x += w
+            kind, what = key[part]
+            said.append(f'{_said(n)} {what or label}')
+            if n: tile(c, x, n * unit, 20, kind, _said(n), f'{name}: {said[-1]}')
+            x += n * unit
         c.text(left - 8, c.y + 14, name, anchor='end')
         c.text(x + 8, c.y + 14, notes.get(name, ''), 'dim')
         c.y += 27
-        desc.append(f'{name}: ' + ', '.join(said.values()))
+        desc.append(f'{name}: ' + ', '.join(said))
     c.y += 2
     axis(c, left, right, 0, most, label, all(isinstance(n, int) for parts in rows.values() for n in parts.values()))
-    legend(c, left, [key[part] for part in key if key[part][1] and any(parts.get(part) for parts in rows.values())])
+    legend(c, left, [(kind, what) for kind, what in key.values() if what])
     return c.picture(title or label, '; '.join(desc))
 
 # %% ../../nbs/00_drawing.ipynb #42864330
 def curves(lines: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str, title: str = '',
-           kinds: Sequence[str] = ('decode', 'prefill', 'cached', 'again', 'padded', 'ink'),
-           width: float = 860) -> Picture:
+           kinds: Sequence[str] = ('decode', 'prefill', 'cached', 'again', 'padded', 'ink')) -> Picture:
     """A `Picture` of `lines`, `{name: [(x, y), …]}`, on one scale; y from 0, or from the least if that is below.
 
     At most six lines, one for each of `kinds`. Raises `ValueError` beyond that, or with nothing to draw."""
     points = [p for line in lines.values() for p in line]
     if not points or len(lines) > len(kinds): raise ValueError(f'between one and {len(kinds)} lines can be told apart, got {len(lines)}')
-    c, left, right, high = Canvas(width), 64, width - 24, 200
+    c, left, right = Canvas(), 64, 836
     (x0, x1), (y0, y1) = [(min(v), max(v)) for v in zip(*points)]
     y0 = min(0, y0)
     if title: heading(c, left, title)
-    at = lambda p: (left + (p[0] - x0) / ((x1 - x0) or 1) * (right - left), c.y + 14 + high * (1 - (p[1] - y0) / ((y1 - y0) or 1)))
     c.text(left, c.y + 8, y_label, 'dim')
+    c.y += 214
+    x, y = scale(x0, x1, left, right), scale(y0, y1, c.y, c.y - 200)
     for v in ticks(y0, y1, 4):
-        c.line([at((x0, v)), at((x1, v))], 'idle')
-        c.text(left - 6, at((x0, v))[1] + 4, f'{v:,.10g}', 'dim', 'end')
-    for (name, line), kind in zip(lines.items(), kinds): c.line([at(p) for p in line], kind, 2)
-    c.y += high + 16
+        c.line([(left, y(v)), (right, y(v))], 'idle')
+        c.text(left - 6, y(v) + 4, f'{v:,.10g}', 'dim', 'end')
+    for line, kind in zip(lines.values(), kinds): c.line([(x(a), y(b)) for a, b in line], kind, 2)
+    c.y += 2
     axis(c, left, right, x0, x1, x_label)
     legend(c, left, list(zip(kinds, lines)))
     said = [f'{name}: {line[0][1]:,.4g} at {line[0][0]:,.4g} to {line[-1][1]:,.4g} at {line[-1][0]:,.4g}' for name, line in lines.items()]

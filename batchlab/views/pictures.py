@@ -5,159 +5,225 @@
 # %% ../../nbs/51_pictures.ipynb #17e51e2d
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from ..deprecated import renamed
 from ..errors import TraceError
 from ..ledger import Ledger
 from ..tracefile import PARTS, Trace
-from .drawing import Canvas, Picture, axis, bars, heading, legend, on_top, ticks
+from .drawing import Canvas, Picture, axis, bars, columns, heading, inner, legend, on_top, runs, scale, side_axis, tile
 
 # %% auto #0
-__all__ = ['Lanes', 'KINDS', 'phase_of', 'places', 'share_idle', 'draw_lanes', 'timeline', 'packed_row', 'padding', 'prefixes',
-           'kv_map', 'waste', 'latency']
+__all__ = ['Lane', 'Lanes', 'KINDS', 'phase_of', 'Run', 'slot_runs', 'share_idle', 'draw_lanes', 'timeline', 'packed_row',
+           'padding', 'prefixes', 'kv_map', 'waste', 'latency']
 
 # %% ../../nbs/51_pictures.ipynb #a125fd06
 _One = Trace | str | Path                                   # a trace, or the file of one
 _Traces = _One | Sequence[_One] | Mapping[str, _One]
-
-def check_unit(by: str) -> None:
-    if by not in ('steps', 'time'): raise TraceError(f"by={by!r} is unknown: choose 'steps' or 'time'")
 
 def named(traces: _Traces) -> dict[str, Trace]:
     """`{name: Trace}` of one trace, a list, or a dict of them; a path is loaded. Else names are the strategies.
 
     Raises `TraceError`."""
     if isinstance(traces, (Trace, str, Path)): traces = [traces]
-    pairs = list(traces.items()) if isinstance(traces, dict) else [(None, t) for t in traces]
+    pairs = traces.items() if isinstance(traces, dict) else [(None, t) for t in traces]
     found = {}
     for name, t in pairs:
-        if not isinstance(t, (Trace, str, Path)): raise TraceError(f'a picture is drawn from traces: got {type(t).__name__}')
+        if not isinstance(t, (Trace, str, Path)):
+            raise TraceError(f'a picture is drawn from traces: got {type(t).__name__}')
         t = Trace(t.data) if isinstance(t, Trace) else Trace.load(t)
-        if not t.steps: raise TraceError('a trace without steps has nothing to draw: record a run inside `with llm.trace()`')
+        if not t.steps:
+            raise TraceError('a trace without steps has nothing to draw: record a run inside `with llm.trace()`')
         name = base = str(name or t.data.get('strategy') or 'engine')
         while name in found: name = f'{base} {len(found) + 1}'
         found[name] = t
     if not found: raise TraceError('no trace to draw: give one at least')
     return found
 
-# %% ../../nbs/51_pictures.ipynb #34cef256
-Lanes = Mapping[tuple[str, int], Sequence[tuple[str, 'int | None']]]
+def unit_of(by: str) -> str:
+    "What an axis of `by` counts. Raises `TraceError`."
+    if by not in ('steps', 'time'): raise TraceError(f"by={by!r} is unknown: choose 'steps' or 'time'")
+    return 'steps' if by == 'steps' else 'seconds'
 
+def row_height(n: int, most: float = 17, room: float = 420) -> float:
+    "How many pixels each of `n` rows gets of `room`."
+    return max(1, min(most, room / max(1, n)))
+
+def finish(c: Canvas, left: float, title: str, desc: str, **key: str) -> Picture:
+    "The `Picture` on `c`, with a legend below: what kinds mean in it."
+    legend(c, left, key.items())
+    return c.picture(title, desc)
+
+# %% ../../nbs/51_pictures.ipynb #34cef24f
 def phase_of(row: Sequence[int]) -> str:
     "What a row of a step does, as in `tracefile.ROW`: 'again' (computed before), 'prefill' or 'decode'."
     return 'again' if row[4] else 'prefill' if row[6] else 'decode'
 
-def places(trace: Trace) -> dict[tuple[str, int], list[tuple[str, int | None]]]:
-    """What each slot did in each step: `{(engine, slot): [(kind, request or None), …]}`, one for each of `trace.steps`.
+# %% ../../nbs/51_pictures.ipynb #34cef250
+class Row(NamedTuple):
+    "A request's share of a step, as in `tracefile.ROW`: positions `start` to `end`, `n` of them."
+    slot: int
+    request: int
+    start: int
+    n: int
+    again: int
+    samples: int
+    prefill: int
 
-    `kind`: 'prefill', 'decode', 'again' (computed before), 'held' (no share of that step), 'blocked' (empty, while a request
-    waits), 'idle', or 'none': that slot did not exist then."""
-    steps, lanes, last = trace.steps, {}, {}
-    counts = Counter()
-    for s in steps: counts[s['engine']] = max(counts[s['engine']], s['slots'])
-    for engine in sorted(counts):
-        now, empty = 0, []
-        for s in steps:
-            now = s['slots'] if s['engine'] == engine else now
-            empty.append(('blocked' if s['waiting'] else 'idle', now))
-        for slot in range(counts[engine]):
-            lanes[engine, slot] = [(kind if slot < n else 'none', None) for kind, n in empty]
+    @property
+    def end(self) -> int: return self.start + self.n
+    @property
+    def phase(self) -> str: return phase_of(self)
+
+def packed_rows(step: dict) -> list[Row]:
+    "The rows of a step in the order of the packed row: decoding requests come first."
+    return sorted((Row(*row) for row in step['rows']), key=lambda row: (row.n > 1, row.slot))
+
+# %% ../../nbs/51_pictures.ipynb #34cef256
+@dataclass(slots=True)
+class Run:
+    """What a slot did from step `first` to `end` (excluded; by their places in the trace), for a `request` or for nobody.
+
+    `kind`: 'prefill', 'decode', 'again' (computed before), 'held' (no share of these steps), 'blocked' (empty, while a request
+    waits) or 'idle'."""
+    first: int
+    end: int
+    kind: str
+    request: int | None = None
+
+Lane = list[Run]                                                        # of one slot; no run where the slot did not exist
+Lanes = Mapping[tuple[str, int], Lane]                                  # by engine and slot
+
+# %% ../../nbs/51_pictures.ipynb #34cef25a
+def extend(lane: Lane, i: int, kind: str, request: int | None) -> None:
+    "One step more, at place `i`; chunks of a prompt stay apart."
+    last = lane[-1] if lane else None
+    if last and last.end == i and last.request == request and last.kind == kind != 'prefill': last.end = i + 1
+    else: lane.append(Run(i, i + 1, kind, request))
+
+def as_runs(lane: Sequence[Any]) -> Lane:
+    "A lane of `(kind, request or None)` for each step as one of `Run`s; 'none': the slot did not exist."
+    if lane and isinstance(lane[0], Run): return [*lane]
+    found = []
+    for i, (kind, request) in enumerate(lane):
+        if kind != 'none': extend(found, i, kind, request)
+    return found
+
+# %% ../../nbs/51_pictures.ipynb #34cef259
+def _empty(steps, engine):
+    "What an empty slot of `engine` is in each step, as `runs` of ('blocked' or 'idle', how many slots there are)."
+    kinds, slots = [], 0
+    for s in steps:
+        if s['engine'] == engine: slots = s['slots']
+        kinds.append(('blocked' if s['waiting'] else 'idle', slots))
+    return [*runs(kinds)]
+
+def _fill(lane, end, slot, empty):
+    "The empty runs of `slot` up to step `end`."
+    start = lane[-1].end if lane else 0
+    if start == end: return
+    first_of = lambda run: run[0]
+    now, then = bisect_right(empty, start, key=first_of) - 1, bisect_left(empty, end, key=first_of)
+    for first, last, (kind, slots) in empty[now:then]:
+        if slot < slots: lane.append(Run(max(first, start), min(last, end), kind))
+
+def slot_runs(trace: Trace) -> dict[tuple[str, int], Lane]:
+    "What each slot did in the steps of `trace`: `{(engine, slot): [Run, …]}`."
+    steps, preempted, lanes = trace.steps, {}, {}
+    empty = {engine: _empty(steps, engine) for engine in sorted({s['engine'] for s in steps})}
+    for engine, found in empty.items():
+        for slot in range(max(slots for *_, (_, slots) in found)): lanes[engine, slot] = []
     for i, s in enumerate(steps):
-        for number in s['preempted']: last = {k: v for k, v in last.items() if v[1] != number}
+        preempted.update(dict.fromkeys(s['preempted'], i))
         for row in s['rows']:
-            place, number = (s['engine'], row[0]), row[1]
-            lanes[place][i] = phase_of(row), number
-            since, who = last.get(place, (i, None))
-            if who == number: lanes[place][since + 1:i] = [('held', number)] * (i - since - 1)
-            last[place] = i, number
+            slot, number = row[:2]
+            lane = lanes[s['engine'], slot]
+            last = lane[-1] if lane else Run(0, 0, 'idle')
+            if last.end < i:
+                held = last.request == number and preempted.get(number, -1) < last.end
+                if held: lane.append(Run(last.end, i, 'held', number))
+                else: _fill(lane, i, slot, empty[s['engine']])
+            extend(lane, i, phase_of(row), number)
+    for (engine, slot), lane in lanes.items(): _fill(lane, len(steps), slot, empty[engine])
     return lanes
 
 def share_idle(lanes: Lanes) -> float:
     "The share of places that nobody held."
-    kinds = Counter(kind for lane in lanes.values() for kind, _ in lane)
-    return (kinds['idle'] + kinds['blocked']) / max(1, kinds.total() - kinds['none'])
+    kinds = Counter()
+    for lane in lanes.values():
+        for run in lane: kinds[run.kind] += run.end - run.first
+    return (kinds['idle'] + kinds['blocked']) / max(1, kinds.total())
 
 # %% ../../nbs/51_pictures.ipynb #bcd5b471
-def runs(lane: Sequence[tuple[str, int | None]], size: int = 1) -> list[tuple[int, int, str, int | None]]:
-    """Runs of the same in `lane`: `(first column, end, kind, request)`, a column being `size` steps.
-
-    The request is known only if the size is 1."""
-    out = []
-    for i in range(0, len(lane), size):
-        kind, who = lane[i] if size == 1 else (Counter(k for k, _ in lane[i:i + size]).most_common(1)[0][0], None)
-        alone = kind == 'prefill' and size == 1                        # chunks of a prompt stay apart
-        if out and out[-1][2:] == (kind, who) and not alone: out[-1] = (out[-1][0], i // size + 1, kind, who)
-        else: out.append((i // size, i // size + 1, kind, who))
-    return out
-
 def edges(trace: Trace, by: str = 'steps') -> list[float]:
-    "Where each step begins, and where the last one ends: in steps or seconds."
+    "Where each step begins, and where the last one ends: in steps, or in seconds since the recording began."
     steps, last = trace.steps, trace.steps[-1]
     if by == 'steps': return [steps[0]['step'] + i for i in range(len(steps) + 1)]
-    return [s['start'] - steps[0]['start'] for s in steps] + [last['start'] + sum(last[k] for k in PARTS) - steps[0]['start']]
+    return [s['start'] for s in steps] + [last['start'] + sum(last[k] for k in PARTS)]
 
 # %% ../../nbs/51_pictures.ipynb #86b16711
 KINDS = dict(prefill='prefill', decode='decode', again='computed again', held='has the slot, no share of the step',
              blocked='empty while a request waits', idle='empty')
 
-def draw_lanes(c: Canvas, lanes: Lanes, left: float, right: float, high: float, at: Sequence[float] | None = None,
-               unit: str = 'steps', apart: bool = False) -> None:
-    """Draw `lanes`, as from `places`, at `c.y`, which moves on: a line of `high` pixels for each slot, steps from `left` to `right`.
+def _draw_run(c, run, x, end, high, tip):
+    "A run from `x` to `end`; with a `tip`, in a shape of its own that a program finds by the number of the request."
+    w, h, inset, number = end - x, inner(high), 0, run.request
+    if run.kind == 'decode' and high >= 6:                              # a narrower line, on what the slot is without it
+        c.box(x, c.y, w, h, 'idle')
+        inset = .18 * high
+    if not tip: return c.box(x, c.y + inset, w, h - 2 * inset, run.kind)
+    c.rect(x, c.y + inset, w - .6 if w > 3 else w, h - 2 * inset, run.kind, tip, data_request=number)
+    if high >= 11 and w > 6.5 * len(str(number)) + 3 and run.kind != 'held' and number >= 0:
+        c.text(x + 2.5, c.y + high / 2 + 3.4, number, on_top(run.kind), pointer_events='none')
 
-    `at`: where in `unit` each step begins and the last one ends; None counts steps. `apart`: a shape for each run of a request,
-    with its number in `data-request`, however many there are; else only if they are few, and many of a kind are one shape."""
+def draw_lanes(c: Canvas, lanes: Mapping[tuple[str, int], Sequence[Any]], left: float, right: float, high: float,
+               at: Sequence[float] | None = None, unit: str = 'steps', apart: bool = False) -> None:
+    """Draw `lanes` at `c.y`, which moves on: a row of `high` pixels for each slot, steps from `left` to `right`.
+
+    A lane is a list of `Run`s, or of `(kind, request or None)` for each step. `at`: where in `unit` each step begins and the last one
+    ends; None counts steps. `apart`: a shape for each run of a request, with its number in `data-request`, however many there are; else
+    only if they are few, and many of a kind are one shape."""
     if not lanes: return
-    at = at or range(1 + len(next(iter(lanes.values()))))
-    size = 1 if apart else -(-(len(at) - 1) // max(1, int(min(right - left, 40_000 / len(lanes)))))
-    at = [*at[:-1:size], at[-1]]
-    x = [left + (v - at[0]) * (right - left) / (at[-1] - at[0]) for v in at]
-    each = [(slot, runs(lane, size)) for (_, slot), lane in lanes.items()]
-    apart, boxes, over = apart or sum(len(found) for _, found in each) < 400, defaultdict(list), Canvas()
-    for slot, found in each:
-        named, gap = None, 1 if high >= 4 else 0
-        for first, end, kind, who in found:
-            w, inset = x[end] - x[first], high * .18 if kind == 'decode' and high >= 6 else 0
-            if kind == 'none': continue
-            if inset: boxes['idle'].append((x[first], c.y, w, high - gap))
-            box = x[first], c.y + inset, w - (.6 if w > 3 and who is not None else 0), high - gap - 2 * inset
-            if who is None or not apart:
-                boxes[kind].append(box)
-                continue
-            over.rect(*box, kind, f'request {who}: {KINDS[kind]}, slot {slot}, {unit} {at[first]:.6g} to {at[end]:.6g}', data_request=who)
-            if high >= 11 and w > 6.5 * len(str(who)) + 3 and kind != 'held' and (who, kind) != named and who >= 0:
-                over.text(x[first] + 2.5, c.y + high / 2 + 3.4, who, on_top(kind), pointer_events='none')
-            named = who, kind
-        c.name_row(left, high, f'slot {slot}' if high >= 9 else slot)
-        c.y += high
-    c.boxes({'idle': boxes.pop('idle', [])} | boxes)                     # at the bottom
-    c.parts += over.parts
+    lanes = {place: as_runs(lane) for place, lane in lanes.items()}
+    num_runs = sum(map(len, lanes.values()))
+    apart, pixel = apart or num_runs < 400, 1 if num_runs < 10_000 else max(1, len(lanes) / 12)
+    at = at or range(1 + max(lane[-1].end for lane in lanes.values() if lane))
+    x = scale(at[0], at[-1], left, right)
+    place = x if apart else lambda v: round(x(v) / pixel) * pixel
+    for (_, slot), lane in lanes.items():
+        for run in lane:
+            start, end, tip = at[run.first], at[run.end], ''
+            if apart and run.request is not None:
+                tip = f'request {run.request}: {KINDS[run.kind]}, slot {slot}, {unit} {start:.6g} to {end:.6g}'
+            _draw_run(c, run, place(start), place(end), high, tip)
+        c.row(left, high, f'slot {slot}' if high >= 9 else slot)
 
 # %% ../../nbs/51_pictures.ipynb #3ad38692
-def timeline(traces: _Traces, by: str = 'steps', width: int = 860) -> Picture:
+def timeline(traces: _Traces, by: str = 'steps') -> Picture:
     """A `Picture`: who had which slot when, a panel for each trace on one scale; prefill, decode, and what stood empty.
 
     `traces`: a `Trace` or the name of its file, several in a list, or in a dict by name. `by`: 'steps', or 'time' in seconds.
     Raises `TraceError`."""
-    check_unit(by)
-    traces, c, left = named(traces), Canvas(width), 58
-    lanes, ends = {k: places(t) for k, t in traces.items()}, {k: edges(t, by) for k, t in traces.items()}
-    longest, said = max(e[-1] - e[0] for e in ends.values()), []
-    most = max(map(len, lanes.values()))
-    high = max(1.5, min(17, 420 / len(traces) / most if most > 12 else 17))
-    for name, t in traces.items():
-        steps, at = len(t.steps), ends[name]
-        said.append(f'{name}: {steps} step{"s" * (steps > 1)}, {share_idle(lanes[name]):.0%} of the places in them empty')
+    unit, traces, said = unit_of(by), named(traces), []
+    c, left = Canvas(), 58
+    panels = {name: (slot_runs(t), edges(t, by)) for name, t in traces.items()}
+    x = scale(0, max(at[-1] - at[0] for _, at in panels.values()), left, c.right)
+    high = row_height(len(panels) * max(len(lanes) for lanes, _ in panels.values()))
+    for name, (lanes, at) in panels.items():
+        steps, right = len(at) - 1, x(at[-1] - at[0])
+        said.append(f'{name}: {steps} step{"s" * (steps > 1)}, {share_idle(lanes):.0%} of the places in them empty')
         heading(c, left, said[-1])
-        right = left + (width - left - 16) * (at[-1] - at[0]) / longest
-        draw_lanes(c, lanes[name], left, right, high, at, by)
-        axis(c, left, right, at[0], at[-1], by if by == 'steps' else 'seconds', by == 'steps')
-    kinds = {kind for panel in lanes.values() for lane in panel.values() for kind, _ in lane}
-    legend(c, left, [(k, label) for k, label in KINDS.items() if k in kinds])
-    return c.picture('Slots over time', f'a line for each slot, {by} from left to right. ' + '; '.join(said))
+        draw_lanes(c, lanes, left, right, high, at, by)
+        axis(c, left, right, at[0], at[-1], unit, by == 'steps')
+    return finish(c, left, 'Slots over time', f'a line for each slot, {by} from left to right. ' + '; '.join(said), **KINDS)
 
 # %% ../../nbs/51_pictures.ipynb #75f6ae63
 def busiest(trace: Trace) -> int:
@@ -175,74 +241,76 @@ def step_of(trace: Trace, step: int) -> dict:
 def texts_of(trace: Trace, number: int, start: int, n: int, most: int = 40) -> str:
     "The text of `n` tokens from `start` on of a request, at most about `most` characters; '' if none was recorded."
     r = trace.request(number)
-    ids = (r.get('prompt_ids', []) + r.get('output_ids', []))[start:start + n]
-    s = ''.join(trace.tokens.get(str(i), '') for i in ids[:most])
-    s = ''.join(ch if ch.isprintable() and ch != '\ufffd' else '·' for ch in s)
+    ids = (r.get('prompt_ids', []) + r.get('output_ids', []))[start:start + min(n, most)]
+    s = ''.join(ch if ch.isprintable() and ch != '\ufffd' else '·' for i in ids for ch in trace.tokens.get(str(i), ''))
     return s if len(s) <= most else s[:most - 1] + '…' if most > 4 else ''
 
 # %% ../../nbs/51_pictures.ipynb #97cbb156
-def _block(c, x, y, w, h, start, n, kind):
-    "One row's part of the mask: `start` keys that lie in its blocks, and `n` new ones under the diagonal."
-    x0 = min(x + start * w / (start + n), x + w - 1)                    # what is new is never too thin to see
-    if start: c.rect(x, y, x0 - x, h, 'cached' if n > 1 else 'held')
-    k = min(n, 64)                                                      # stairs; more look like a line
-    stairs = [(x0 + (i + 1) * (x + w - x0) / k, y + j * h / k) for i in range(k) for j in (i, i + 1)]
-    c.area([(x0, y), *stairs, (x0, y + h)], kind)
+def draw_packed_row(c: Canvas, rows: Sequence[Row], left: float) -> None:
+    "Whose the tokens of a packed row are, at `c.y`, which moves on."
+    unit, x = (c.right - left) / sum(row.n for row in rows), left
+    for row in rows:
+        tip = f'request {row.request}, positions {row.start} to {row.end - 1}'
+        tile(c, x, row.n * unit, 18, row.phase, row.request, tip)
+        x += row.n * unit
+    c.row(left, 18, 'the row that the model gets')
+    c.y += 12
 
+def draw_seen(c: Canvas, row: Row, x: float, unit: float, high: float) -> None:
+    "What a row sees, at `c.y`: from `x` on, `unit` pixels each, keys of its earlier positions, and those of its `n` tokens, as stairs."
+    n, w = min(row.n, 64), max(1, row.n * unit)                         # never too thin to see; more stairs look like a line
+    new = x + row.end * unit - w
+    c.box(x, c.y, new - x, high, 'cached' if row.n > 1 else 'held')
+    for i in range(n): c.box(new, c.y + i * high / n, (i + 1) * w / n, high - i * high / n, row.phase)
+
+def name_of(trace: Trace, row: Row, room: float) -> str:
+    "A request's number, slot and phase, and as much of its tokens' text as there is room for."
+    who = f'{row.request} · slot {row.slot} · {row.phase}{f" {row.n}" if row.n > 1 else ""} at {row.start}'
+    said = texts_of(trace, row.request, row.start, row.n, int(room / 6) - 5 - len(who)).strip()
+    return who + f' “{said}”' * bool(said)
+
+# %% ../../nbs/51_pictures.ipynb #97cbb158
 def draw_step(c: Canvas, trace: Trace, s: dict, left: float = 300) -> None:
     """Draw what step `s` of `trace` gave the model, at `c.y`, which moves on: the packed row and its mask, or the padded batch.
 
     A line for each request: at least as high as its name, which stands left of `left`."""
-    rows, wide, rectangle = sorted(s['rows'], key=lambda r: (r[3] > 1, r[0])), c.width - left - 16, s['rectangle']   # as they are packed
-    keys = rectangle[1] if rectangle else sum(r[2] + r[3] for r in rows)
-    what, label = f'a batch of {rectangle[0]} × {keys}' if rectangle else 'one row', -99
+    rows, rectangle = packed_rows(s), s['rectangle']
+    keys = rectangle[1] if rectangle else sum(row.end for row in rows)
+    what = f'a batch of {rectangle[0]} × {keys}' if rectangle else 'one row'
     heading(c, 16, f'step {s["step"]}: {s["tokens"]} tokens of {len(rows)} requests in {what}')
-    x, unit, line = left, wide / s['tokens'], max(.7, min(14, 420 / s['tokens']))
-    for row in [] if rectangle else rows:
-        n, text = row[3], str(row[1])
-        c.rect(x, c.y, n * unit - (.8 if n * unit > 3 else 0), 18, phase_of(row), f'request {text}, positions {row[2]} to {row[2] + n - 1}')
-        if n * unit > 7 * len(text) + 3: c.text(x + n * unit / 2, c.y + 13, text, 'on', 'middle')
-        x += n * unit
-    if not rectangle:
-        c.text(left - 8, c.y + 13, 'the row that the model gets', 'dim', 'end')
-        c.y += 30
-    x = left
+    if not rectangle: draw_packed_row(c, rows, left)
+    x, unit = left, (c.right - left) / keys
+    least, each = 12 if len(rows) <= 40 else 1, max(.7, min(14, 420 / s['tokens']))
     for row in rows:
-        slot, number, start, n, *_ = row
-        h, w, kind = max(12 if len(rows) <= 40 else 1, n * line), (start + n) * wide / keys, phase_of(row)
-        if c.y - label >= 11.5:
-            who = f'{number} · slot {slot} · {kind}{f" {n}" if n > 1 else ""} at {start}'
-            said = texts_of(trace, number, start, n, max(0, int(left) // 6 - 4 - len(who))).strip()
-            c.text(16, c.y + min(h / 2, 12) + 4, who + (f' “{said}”' if said else ''), 'ink', font_size=10.5)
-            label = c.y
-        if rectangle: x = c.width - 16 - w
-        c.rect(left, c.y, wide, max(h - .6, .4), 'idle')
-        if rectangle and x > left: c.rect(left, c.y, x - left, max(h - .6, .4), 'padded')
-        _block(c, x, c.y, w, h - (.6 if h > 2 else 0), start, n, kind)
-        x, c.y = x + w, c.y + h
+        high, ground = max(least, row.n * each), [(left, c.right, 'idle')]
+        if rectangle:
+            x = c.right - row.end * unit
+            ground.append((left, x, 'padded'))
+        draw_seen(c, row, x, unit, inner(high))
+        c.row(left, high, name_of(trace, row, left), ground)
+        x += row.end * unit
     if rectangle and (empty := rectangle[0] - len(rows)) > 0:
-        c.text(16, c.y + 12, f'{empty} more, ended: fed for nobody', 'dim', font_size=10.5)
-        c.rect(left, c.y, wide, 14, 'padded')
-        c.y += 14
+        c.row(left, 14, f'{empty} more, ended: fed for nobody', [(left, c.right, 'padded')])
     c.y += 6
 
 # %% ../../nbs/51_pictures.ipynb #5a1c24b8
-def packed_row(trace: _One, step: int | None = None, width: int = 860) -> Picture:
+def packed_row(trace: _One, step: int | None = None) -> Picture:
     """A `Picture` of one packed step: the row, whose tokens are whose, and the mask, with every pair that is computed.
 
     `step`: its number; None takes the `busiest`. A padded step is drawn as the batch that it is. Raises `TraceError`."""
-    (_, trace), = named(trace).items()
-    s, c = step_of(trace, busiest(trace) if step is None else step), Canvas(width)
-    draw_step(c, trace, s, min(300, width // 2))
-    legend(c, 16, [('prefill', 'new tokens of a prompt, each sees those before'), ('decode', 'one new token'),
-                   ('cached', 'keys of a prompt’s earlier part'), ('held', 'keys of a decoding request'),
-                   ('idle', 'masked' if s['rectangle'] else 'never computed'), *[('padded', 'padding')] * bool(s['rectangle'])])
-    rows, tokens, padded = s['rows'], s['tokens'], s['rectangle']
-    title = 'A step of a padded batch' if padded else 'The packed row of a step and its mask'
-    keys, pairs = sum(r[2] + r[3] for r in rows), sum(r[3] * r[2] + r[3] * (r[3] + 1) // 2 for r in rows)
-    whole = f'{keys} keys; {pairs:,} of {tokens * keys:,} pairs of token and key are computed, {pairs / (tokens * keys):.0%}'
-    said = f'{padded[0]} × {padded[1]}' if padded else whole
-    return c.picture(title, f'step {s["step"]}, {tokens} tokens of {len(rows)} requests, {said}')
+    [trace] = named(trace).values()
+    s, c = step_of(trace, busiest(trace) if step is None else step), Canvas()
+    draw_step(c, trace, s)
+    rows, tokens = packed_rows(s), s['tokens']
+    said = f'step {s["step"]}, {tokens} tokens of {len(rows)} requests, '
+    key = dict(prefill='new tokens of a prompt, each sees those before', decode='one new token',
+               cached='keys of a prompt’s earlier part', held='keys of a decoding request')
+    if s['rectangle']:
+        said += f'{s["rectangle"][0]} × {s["rectangle"][1]}'
+        return finish(c, 16, 'A step of a padded batch', said, **key, idle='masked', padded='padding')
+    keys, pairs = sum(row.end for row in rows), sum(row.n * row.start + row.n * (row.n + 1) // 2 for row in rows)
+    said += f'{keys} keys; {pairs:,} of {tokens * keys:,} pairs of token and key are computed, {pairs / (tokens * keys):.0%}'
+    return finish(c, 16, 'The packed row of a step and its mask', said, **key, idle='never computed')
 
 # %% ../../nbs/51_pictures.ipynb #7e0b4d81
 def waves(trace: Trace) -> list[list[dict]]:
@@ -250,61 +318,56 @@ def waves(trace: Trace) -> list[list[dict]]:
     found, running = [], set()
     for s in trace.steps:
         if s['rectangle'] is None or s['error']: continue
-        if s['admitted'] and running & {row[1] for row in s['rows']}:
-            raise TraceError('requests joined a padded batch that was running, so it has no waves: see timeline')
-        if s['admitted']: found.append([])
+        numbers = {row[1] for row in s['rows']}
+        if s['admitted']:
+            if running & numbers:
+                raise TraceError('requests joined a padded batch that was running, so it has no waves: see timeline')
+            found.append([])
         if found: found[-1].append(s)
-        running = {row[1] for row in s['rows']}
+        running = numbers
     if not found: raise TraceError("nothing in this trace ran padded: record one with strategy='static'")
     return found
 
-def wave_rows(trace: Trace, wave: Sequence[dict]) -> list[dict]:
+def wave_rows(wave: Sequence[dict]) -> list[dict]:
     "Of each request of a `wave`: dict of `request`, `padding` before its prompt, `prompt`, `output`, and `fed` for nobody."
-    first, sizes, rows = wave[0], {}, []
-    widest = max(row[3] for row in first['rows'])
-    for i, s in enumerate(wave):
-        for row in s['rows']: sizes[row[1]] = i
-    for slot, number, start, n, *_ in first['rows']:
-        last = sizes[number]
-        later = range(last + 1, len(wave))
-        gone = next((i for i in later if wave[i]['rectangle'][0] == len(wave[i]['rows'])), len(wave))
-        rows.append(dict(request=number, padding=widest - n, prompt=n, output=last + 1, fed=gone - last - 1, steps=len(wave)))
+    outputs = Counter(row[1] for s in wave for row in s['rows'])
+    built = [i for i, s in enumerate(wave) if s['rectangle'][0] == len(s['rows'])] + [len(wave)]
+    widest, rows = max(row[3] for row in wave[0]['rows']), []
+    for row in packed_rows(wave[0]):
+        output = outputs[row.request]
+        fed = built[bisect_left(built, output)] - output                # until the batch is next built, without it
+        rows.append(dict(request=row.request, padding=widest - row.n, prompt=row.n, output=output, fed=fed))
     return rows
 
 # %% ../../nbs/51_pictures.ipynb #0eccbaeb
-def padding(trace: _One, wave: int | None = None, width: int = 860) -> Picture:
+def padding(trace: _One, wave: int | None = None) -> Picture:
     """A `Picture` of one padded batch: prompt and answer of each request, and what is padding or fed for nobody.
 
     `wave`: which one, from 0; None takes the one with most padding. Raises `TraceError`."""
-    (name, trace), = named(trace).items()
-    all_rows = [wave_rows(trace, w) for w in waves(trace)]
-    lost = [sum(r['padding'] + r['fed'] for r in rows) for rows in all_rows]
+    [(name, trace)] = named(trace).items()
+    found = waves(trace)
+    every = [wave_rows(steps) for steps in found]
+    lost = [sum(r['padding'] + r['fed'] for r in rows) for rows in every]
     if wave is None: wave = lost.index(max(lost))
-    if not 0 <= wave < len(all_rows): raise TraceError(f'wave {wave} is not in this trace: it has {len(all_rows)}, from 0')
-    rows, c, left = all_rows[wave], Canvas(width), 90
-    columns = rows[0]['padding'] + rows[0]['prompt'] + rows[0]['steps'] - 1
-    high, unit = max(1.2, min(16, 420 / len(rows))), (width - left - 16) / columns
-    total = sum(r['padding'] + r['prompt'] + r['output'] - 1 + r['fed'] for r in rows)
-    said = (f'{name}, wave {wave} (of 0 to {len(all_rows) - 1}): {len(rows)} requests, {lost[wave]:,} of {total:,} positions '
+    if not 0 <= wave < len(every): raise TraceError(f'wave {wave} is not in this trace: it has {len(every)}, from 0')
+    rows = every[wave]
+    begin = rows[0]['padding'] + rows[0]['prompt']
+    total, end = sum(begin + r['output'] - 1 + r['fed'] for r in rows), begin + len(found[wave]) - 1
+    said = (f'{name}, wave {wave} (of 0 to {len(every) - 1}): {len(rows)} requests, {lost[wave]:,} of {total:,} positions '
             f'for nobody, {lost[wave] / total:.0%}')
+    c, left = Canvas(), 90
+    x = scale(0, end, left, c.right)
     heading(c, left, said)
     top = c.y
     for r in rows:
-        x, gap = left, 1 if high >= 4 else 0
-        c.rect(left, c.y, width - left - 16, high - gap, 'idle')
-        parts = ('padded', r['padding']), ('prefill', r['prompt']), ('decode', r['output'] - 1), ('padded', r['fed'])
-        for kind, n in parts:
-            if n: c.rect(x, c.y, n * unit, high - gap, kind, f'request {r["request"]}: {n} {kind}' if len(rows) < 64 else '')
-            x += n * unit
-        c.name_row(left, high, f'request {r["request"]}')
-        c.y += high
-    start = left + (rows[0]['padding'] + rows[0]['prompt']) * unit
-    c.line([(start, top - 3), (start, c.y + 3)], 'ink', stroke_dasharray='3 3')
+        at = [x(n) for n in accumulate((0, r['padding'], r['prompt'], r['output'] - 1, r['fed']))]
+        parts = zip(at, [*at[1:], c.right], ('padded', 'prefill', 'decode', 'padded', 'idle'))
+        c.row(left, row_height(len(rows)), f'request {r["request"]}', parts)
+    c.line([(x(begin), top - 3), (x(begin), c.y + 3)], 'ink', stroke_dasharray='3 3')
     c.y += 4
-    axis(c, left, width - 16, 0, columns, 'columns of the batch; decoding begins at the dashed line', True)
-    legend(c, left, [('prefill', 'prompt'), ('decode', 'answer'), ('padded', 'padding, or fed after its end'),
-                     ('idle', 'gone, or not computed')])
-    return c.picture('Padding of a batch', said)
+    axis(c, left, c.right, 0, end, 'columns of the batch; decoding begins at the dashed line', True)
+    return finish(c, left, 'Padding of a batch', said, prefill='prompt', decode='answer', padded='padding, or fed after its end',
+                  idle='gone, or not computed')
 
 # %% ../../nbs/51_pictures.ipynb #8675db35
 def prefix_tree(prompts: Sequence[Sequence[int]]) -> list[tuple[int, int, int, int]]:
@@ -312,204 +375,167 @@ def prefix_tree(prompts: Sequence[Sequence[int]]) -> list[tuple[int, int, int, i
 
     A node covers tokens `start` to `end` of prompts `first` to `last` (excluded both); parents come before children."""
     nodes, todo = [], [(0, 0, len(prompts))]
-    while todo:
-        start, first, last = todo.pop()
-        a, b = prompts[first], prompts[last - 1]                      # sorted: what these share, all between share
-        end = next((i for i in range(start, min(len(a), len(b))) if a[i] != b[i]), min(len(a), len(b)))
+    for start, first, last in todo:                                     # which grows as it is walked
+        a, b = prompts[first], prompts[last - 1]                        # sorted: what these share, all between share
+        end = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
         if end > start: nodes.append((start, end, first, last))
-        while first < last and len(prompts[first]) == end: first += 1
-        groups = [i for i in range(first, last) if i == first or prompts[i][end] != prompts[i - 1][end]] + [last]
-        todo += [(end, i, j) for i, j in zip(groups, groups[1:])][::-1]
+        longer = [i for i in range(first, last) if len(prompts[i]) > end]
+        for _, alike in groupby(longer, key=lambda i: prompts[i][end]):
+            among = list(alike)
+            todo.append((end, among[0], among[-1] + 1))
     return nodes
 
 # %% ../../nbs/51_pictures.ipynb #9cf4c791
-def prefixes(trace: _One, width: int = 860) -> Picture:
+def prefixes(trace: _One) -> Picture:
     """A `Picture` of the prompts as a tree of shared beginnings, and how much of each request came from the cache.
 
     Needs a trace with texts. Raises `TraceError`."""
-    (_, trace), = named(trace).items()
+    [trace] = named(trace).values()
     rs = sorted((r for r in trace.requests if r.get('prompt_ids')), key=lambda r: (r['prompt_ids'], r['request']))
     if not rs: raise TraceError('this trace has no token ids: record it with llm.trace(text=True)')
-    c, left, nodes = Canvas(width), 96, prefix_tree([r['prompt_ids'] for r in rs])
-    longest, total = max(len(r['prompt_ids']) for r in rs), sum(len(r['prompt_ids']) for r in rs)
-    high, unit = max(1.2, min(18, 460 / len(rs))), (width - left - 16) / longest
-    said = (f'{len(rs)} prompts of {total:,} tokens, {sum(end - start for start, end, *_ in nodes):,} if each shared part counts once; '
+    sizes, nodes = [len(r['prompt_ids']) for r in rs], prefix_tree([r['prompt_ids'] for r in rs])
+    once = sum(end - start for start, end, *_ in nodes)
+    said = (f'{len(rs)} prompts of {sum(sizes):,} tokens, {once:,} if each shared part counts once; '
             f'{trace.totals["reused"]:,} came from the cache')
+    c, left, high = Canvas(), 96, row_height(len(rs), 18, 460)
+    unit = (c.right - left) / max(sizes)
     heading(c, left, said)
-    labels, boxes = [], defaultdict(list)                              # labels on top of all
     for start, end, first, last in nodes:
         x, y, w, h = left + start * unit, c.y + first * high, (end - start) * unit, (last - first) * high
         shared = last - first > 1
-        boxes['held' if shared else 'idle'].append((x, y, max(.5, w - .5), h - min(1, high / 4)))
+        c.box(x, y, max(.5, w - .5), h - min(1, high / 4), 'held' if shared else 'idle')
+        if h < 12 or w < 60: continue
         note = f'{last - first} × {end - start}: ' if shared else ''
-        if h >= 12 and w >= 60:
-            labels.append((x + 4, y + 11, note + texts_of(trace, rs[first]['request'], start, end - start, int(w / 6) - len(note)), shared))
+        text = note + texts_of(trace, rs[first]['request'], start, end - start, int(w / 6) - len(note))
+        if shared: c.rect(x + 2, y + 2, 5.6 * len(text) + 4, 12, 'ground', opacity='.8', rx=2)
+        c.text(x + 4, y + 11, text, font_size=10)
     for r in rs:
-        if n := r['cached_tokens']: boxes['cached'].append((left, c.y + high * .8 - .5, n * unit, max(.8, high * .14)))
-        c.name_row(left, high, f'request {r["request"]}')
-        c.y += high
-    c.boxes({kind: boxes[kind] for kind in ('held', 'idle', 'cached')})
-    for x, y, s, shared in labels:
-        if shared: c.rect(x - 2, y - 9, 5.6 * len(s) + 4, 12, 'ground', opacity='.8', rx=2)
-        c.text(x, y, s, font_size=10)
+        c.box(left, c.y + high * .8 - .5, r['cached_tokens'] * unit, max(.8, high * .14), 'cached')
+        c.row(left, high, f'request {r["request"]}')
     c.y += 6
-    axis(c, left, width - 16, 0, longest, 'tokens of the prompt', True)
-    legend(c, left, [('held', 'shared by several prompts'), ('idle', 'one prompt’s own'), ('cached', 'taken from the cache')])
-    return c.picture('Prompts and what they share', said)
+    axis(c, left, c.right, 0, max(sizes), 'tokens of the prompt', True)
+    return finish(c, left, 'Prompts and what they share', said, held='shared by several prompts', idle='one prompt’s own',
+                  cached='taken from the cache')
 
 # %% ../../nbs/51_pictures.ipynb #40f3ffe3
-def kv_columns(trace: Trace, size: int = 1) -> list[dict]:
-    """For each column of `size` steps a dict of places for tokens: `reserved`, in blocks that memory was taken for; `held`, in blocks of
-    running requests; `left`, in blocks whose content can be found. `used`: tokens of running requests. `lanes`: those of each slot."""
-    out = []
-    for s in trace.steps[::size]:
-        block, (rows, columns) = s['block_size'], s['rectangle'] or (0, 0)
-        reserved = held = rows * columns
-        left = 0
-        if block: reserved, held, left = (s[k] * block for k in ('blocks', 'blocks_held', 'blocks_cached'))
-        out.append(dict(step=s['step'], reserved=reserved, held=held, left=left, used=sum(s['held']), lanes=s['held']))
-    return out
-
-# %% ../../nbs/51_pictures.ipynb #9aa6975b
-def _kv_lane(c, columns, slot, x, high, full):
-    "One slot: a bar as high as it is full, in eighths of `full`, the most; where lines are thin, paler or stronger."
-    levels = [-(-8 * k['lanes'][slot] // full) if slot < len(k['lanes']) else None for k in columns]
-    boxes, pale, gap, first = defaultdict(list), defaultdict(list), 1 if high >= 4 else 0, 0
-    for i in range(1, len(levels) + 1):
-        if i < len(levels) and levels[i] == levels[first]: continue
-        if (n := levels[first]) is not None:
-            at, w, h = x[first], x[i] - x[first], high - gap
-            boxes['idle'].append((at, c.y, w, h))
-            if n and high >= 7: boxes['decode'].append((at, c.y + h * (1 - n / 8), w, h * n / 8))
-            elif n: pale[n].append((at, c.y, w, h))
-        first = i
-    c.boxes(boxes)
-    for n, each in pale.items(): c.boxes(dict(decode=each), opacity=f'{.2 + .1 * n:.1f}')
+def kv_places(s: dict) -> dict[str, int]:
+    """Places for tokens after step `s`: `reserved`, in blocks that memory was taken for; `held`, in blocks of running requests; `left`,
+    in blocks whose content can be found. A padded batch holds its whole rectangle."""
+    if size := s['block_size']: return dict(reserved=s['blocks'] * size, held=s['blocks_held'] * size, left=s['blocks_cached'] * size)
+    rows, width = s['rectangle'] or (0, 0)
+    return dict(reserved=rows * width, held=rows * width, left=0)
 
 # %% ../../nbs/51_pictures.ipynb #a4674f44
-def kv_map(trace: _One, width: int = 860) -> Picture:
+def kv_map(trace: _One) -> Picture:
     """A `Picture` of the KV cache over time: its blocks, above; below, how many tokens the request in each slot has.
 
     Of the engine that made most steps, if there are several. Raises `TraceError`."""
-    (_, trace), = named(trace).items()
+    [trace] = named(trace).values()
     engine = Counter(s['engine'] for s in trace.steps).most_common(1)[0][0]
-    trace = Trace(trace.data | dict(steps=[s for s in trace.steps if s['engine'] == engine]))
-    c, left, right = Canvas(width), 58, width - 16
-    at_most = int(min(right - left, 30_000 / max(s['slots'] for s in trace.steps)))
-    columns = kv_columns(trace, -(-len(trace.steps) // at_most))
-    most, peak = max(1, *(k['reserved'] for k in columns)), max(k['used'] for k in columns)
-    x = [left + i * (right - left) / len(columns) for i in range(len(columns) + 1)]
-    each = trace.data['limits'].get('kv_bytes_per_token') or 0
-    said = f'requests held at most {peak:,} tokens at once, in blocks for {most:,}' + (f', {most * each / 1e6:,.1f} MB' if each else '')
+    every = [s for s in trace.steps if s['engine'] == engine]
+    steps = every[::-(-len(every) // 400)]
+    places, used = [kv_places(s) for s in steps], [sum(s['held']) for s in steps]
+    most, each = max(1, *(k['reserved'] for k in places)), trace.data['limits'].get('kv_bytes_per_token') or 0
+    said = f'requests held at most {max(used):,} tokens at once, in blocks for {most:,}' + (f', {most * each / 1e6:,.1f} MB' if each else '')
+    c, left = Canvas(), 58
     heading(c, left, said)
-    y = lambda n: c.y + 110 - 110 * n / most
-    steppy = lambda values: [p for i, v in enumerate(values) for p in ((x[i], y(v)), (x[i + 1], y(v)))]
-    for kind, key in (('idle', ('reserved',)), ('cached', ('held', 'left')), ('decode', ('held',))):
-        c.area([(left, y(0)), *steppy([sum(k[n] for n in key) for k in columns]), (right, y(0))], kind)
-    c.line(steppy([min(most, k['used']) for k in columns]), 'dim')
-    for v in ticks(0, most, 3): c.text(left - 6, y(v) + 4, f'{v:,.0f}', 'dim', 'end', font_size=10)
-    c.y += 122
-    count = max(len(k['lanes']) for k in columns)
-    high, full = max(1.5, min(17, 300 / count)), max(1, *(n for k in columns for n in k['lanes']))
-    for slot in range(count):
-        _kv_lane(c, columns, slot, x, high, full)
-        c.name_row(left, high, f'slot {slot}' if high >= 9 else slot)
-        c.y += high
+    c.y += 110
+    x, y = [*map(scale(0, len(steps), left, c.right), range(len(steps) + 1))], scale(0, most, c.y, c.y - 110)
+    columns(c, x, c.y, dict(decode=[k['held'] for k in places], cached=[k['left'] for k in places],
+                            idle=[k['reserved'] - k['held'] - k['left'] for k in places]), most, 110)
+    side_axis(c, left, c.y, most, 110, 'tokens')
+    c.line([(at, y(min(most, n))) for start, end, n in zip(x, x[1:], used) for at in (start, end)], 'ink')
+    c.y += 12
+    slots = [*zip_longest(*(s['held'] for s in steps), fillvalue=0)]
+    high, full = row_height(len(slots), room=300), max(1, *map(max, slots))
+    for slot, held in enumerate(slots):
+        columns(c, x, c.y + inner(high), dict(decode=[-(-8 * n // full) for n in held]), 8, inner(high))
+        c.row(left, high, f'slot {slot}' if high >= 9 else slot, [(left, c.right, 'idle')])
     c.y += 3
-    axis(c, left, right, columns[0]['step'], trace.steps[-1]['step'] + 1, 'steps', True)
-    legend(c, left, [('decode', 'blocks of running requests'), ('cached', 'left by finished ones: the prefix cache'),
-                     ('idle', f'free; the line: tokens of requests; a slot is drawn full at {full:,}')])
-    return c.picture('Keys and values over time', said + f'; below, a line for each slot, as full as it was, at most {full} tokens')
+    axis(c, left, c.right, every[0]['step'], every[-1]['step'] + 1, 'steps', True)
+    said += f'; below, a line for each slot, as full as it was, at most {full} tokens'
+    return finish(c, left, 'Keys and values over time', said, decode='blocks of running requests',
+                  cached='left by finished ones: the prefix cache',
+                  idle=f'free; the line: tokens of requests; a slot is drawn full at {full:,}')
 
 # %% ../../nbs/51_pictures.ipynb #bb0adb10
-def waste(traces: _Traces | Mapping[str, Trace | Ledger], width: int = 860) -> Picture:
+def waste(traces: _Traces | Mapping[str, Trace | Ledger]) -> Picture:
     """A `Picture` of ledgers side by side: positions useful, computed again, padded, and taken from a cache.
 
     `traces`: see `named`; a `Ledger` will do for a trace, in a dict by name. Raises `TraceError`."""
     given: Any = traces
-    if isinstance(given, dict) and any(isinstance(t, Ledger) for t in given.values()): ledgers = dict(given)
+    if isinstance(given, dict) and any(isinstance(t, Ledger) for t in given.values()): ledgers = given
     else: ledgers = {name: t.ledger for name, t in named(given).items()}
-    rows = {k: dict(useful=l.useful, again=l.recomputed, padded=l.padded, cached=l.reused) for k, l in ledgers.items()}
-    notes = {k: f'{l.waste:.0%} wasted' + (f', {l.masked:,} masked' if l.masked else '') for k, l in ledgers.items()}
-    key = dict(useful=('decode', 'useful'), again=('again', 'computed again'), padded=('padded', 'padding, or fed after the end'),
-               cached=('cached', 'taken from a cache'))
-    picture = bars(rows, key, 'positions', notes, 'positions through the model, and positions that came from a cache', width)
-    said = [f'{k}: {l.useful:,} useful, {l.recomputed:,} computed again, {l.padded:,} padded, {l.reused:,} from a cache, '
-            f'{l.masked:,} masked' for k, l in ledgers.items()]
+    key = dict(useful=('decode', 'useful'), recomputed=('again', 'computed again'), padded=('padded', 'padding, or fed after the end'),
+               reused=('cached', 'taken from a cache'))
+    rows = {name: {part: getattr(l, part) for part in key} for name, l in ledgers.items()}
+    notes = {name: f'{l.waste:.0%} wasted' + (f', {l.masked:,} masked' if l.masked else '') for name, l in ledgers.items()}
+    said = [f'{name}: {l.useful:,} useful, {l.recomputed:,} computed again, {l.padded:,} padded, {l.reused:,} from a cache, '
+            f'{l.masked:,} masked' for name, l in ledgers.items()]
+    picture = bars(rows, key, 'positions', notes, 'positions through the model, and positions that came from a cache')
     return replace(picture, title='Useful and wasted positions', desc='; '.join(said))
 
 # %% ../../nbs/51_pictures.ipynb #612ff9e9
-def phases(trace: Trace, by: str = 'steps') -> list[dict]:
-    """For each request that ran: dict of `request` and of `arrival`, `admitted`, `first`, `end`, in steps or seconds.
+class Phases(NamedTuple):
+    "When a request arrived, was admitted, had its first token, and ended, in steps or seconds."
+    request: int
+    arrival: float
+    admitted: float
+    first: float
+    end: float
+
+def phases(trace: Trace, by: str = 'steps') -> list[Phases]:
+    """The `Phases` of each request that ran, in the order of their admission.
 
     In steps a request arrives with the step that was next when it was queued."""
-    starts = [s['start'] for s in trace.steps]
-    step_at = lambda t: trace.steps[0]['step'] + sum(1 for s in starts if s < t)
-    firsts, out = {}, []
-    for s in trace.steps:
-        for row in s['rows']:
-            if row[5] and not s['error']: firsts.setdefault(row[1], s['step'] + 1)
+    starts, out = [s['start'] for s in trace.steps], []
+    firsts = {row[1]: s['step'] + 1 for s in reversed(trace.steps) if not s['error'] for row in s['rows'] if row[5]}
     for r in trace.requests:
         if r['first_step'] is None or r['end'] is None: continue
-        if by == 'time': at = [r['arrival'], r['admitted'], r['first_token'], r['end']]
-        else: at = [step_at(r['queued'] or 0), r['first_step'], firsts.get(r['request']), r['last_step'] + 1]
-        at[2] = at[3] if at[2] is None else at[2]
-        out.append(dict(request=r['request'], arrival=at[0], admitted=at[1], first=at[2], end=at[3]))
-    return out
-
-def percentile(values: Sequence[float], p: int) -> float:
-    "The smallest of `values` that at least `p` percent of them don't exceed."
-    return sorted(values)[max(0, -(-len(values) * p // 100) - 1)]
+        arrival, admitted, first, end = r['arrival'], r['admitted'], r['first_token'], r['end']
+        if by == 'steps':
+            arrival = trace.steps[0]['step'] + bisect_left(starts, r['queued'] or 0)
+            admitted, first, end = r['first_step'], firsts.get(r['request']), r['last_step'] + 1
+        out.append(Phases(r['request'], arrival, admitted, end if first is None else first, end))
+    return sorted(out, key=lambda r: (r.admitted, r.request))
 
 # %% ../../nbs/51_pictures.ipynb #e88e5883
-def tokens_out(trace: Trace, by: str = 'steps', longest: float | None = None) -> list[tuple[float, float, float]]:
-    """Output tokens over time: `(from, to, tokens a step)`, or tokens a second by 'time', in columns of several steps.
-
-    `longest`: how long the axis is that they are for."""
-    steps, ends = trace.steps, edges(trace, by)
-    shift = steps[0]['start'] if by == 'time' else 0
-    span = ends[-1] - ends[0]
-    size = max((longest or span) / 80, 3 * span / len(steps)) if by == 'time' else max(1, -(-len(steps) // 400))
-    sums = Counter()
-    for at, s in zip(ends, steps):
-        if not s['error']: sums[int((at - ends[0]) // size)] += sum(row[5] for row in s['rows'])
-    at = lambda k: min(ends[0] + k * size, ends[-1]) + shift
-    return [(at(k), at(k + 1), n / (at(k + 1) - at(k))) for k, n in sorted(sums.items()) if at(k + 1) > at(k)]
+def tokens_out(trace: Trace, by: str = 'steps') -> tuple[list[float], list[float]]:
+    "Output tokens a step, or a second by 'time', in columns of several steps: where these begin and the last ends, and the numbers."
+    tokens = [0 if s['error'] else sum(row[5] for row in s['rows']) for s in trace.steps]
+    size = -(-len(tokens) // 400) if by == 'steps' else max(3, -(-len(tokens) // 80))
+    at = edges(trace, by)
+    ends = at[:-1:size] + at[-1:]
+    counts = np.add.reduceat(tokens, range(0, len(tokens), size)) / np.diff(ends)
+    return ends, counts.tolist()
 
 # %% ../../nbs/51_pictures.ipynb #275859ee
-def latency(traces: _Traces, by: str = 'steps', width: int = 860) -> Picture:
+def latency(traces: _Traces, by: str = 'steps') -> Picture:
     """A `Picture`: each request's waiting, prefill and answer, and tokens out over time; a panel for each trace, one scale.
 
     `by`: 'steps' or 'time' (seconds). Raises `TraceError`."""
-    check_unit(by)
-    traces, c, left, said = named(traces), Canvas(width), 90, []
-    each = {k: phases(t, by) for k, t in traces.items()}
-    low = min((r['arrival'] for rs in each.values() for r in rs), default=0)
-    longest = max([r['end'] for rs in each.values() for r in rs] + [low + 1e-9]) - low
-    unit, form = (width - left - 16) / longest, (lambda v: f'{v:,.0f}') if by == 'steps' else (lambda v: f'{v:,.2f}')
-    out = {k: tokens_out(t, by, longest) for k, t in traces.items()}
-    most = max(n for columns in out.values() for *_, n in columns) or 1
-    for name, t in traces.items():
-        rs = sorted(each[name], key=lambda r: (r['admitted'], r['request']))
-        if not rs: continue
-        total, first = [r['end'] - r['arrival'] for r in rs], [r['first'] - r['arrival'] for r in rs]
-        unit_name = 'steps' if by == 'steps' else 's'
-        said.append(f'{name}: first token after {form(percentile(first, 50))} {unit_name} (median), {form(percentile(first, 95))} '
-                    f'(95%); whole answer after {form(percentile(total, 50))} and {form(percentile(total, 95))}')
+    unit, traces, said = unit_of(by), named(traces), []
+    short, form = ('steps', ',.0f') if by == 'steps' else ('s', ',.2f')
+    panels = {name: (found, *tokens_out(t, by)) for name, t in traces.items() if (found := phases(t, by))}
+    times = [v for rs, *_ in panels.values() for r in rs for v in (r.arrival, r.end)] or [0, 1]
+    low, high, most = min(times), max(times), max([1e-9, *(max(counts) for *_, counts in panels.values())])
+    c, left = Canvas(), 90
+    x = scale(low, high, left, c.right)
+    for name, (rs, ends, counts) in panels.items():
+        waits = [(r.first - r.arrival, r.end - r.arrival) for r in rs]
+        (first, whole), (late, last) = np.percentile(waits, (50, 95), axis=0, method='inverted_cdf')
+        said.append(f'{name}: first token after {first:{form}} {short} (median), {late:{form}} (95%); '
+                    f'whole answer after {whole:{form}} and {last:{form}}')
         heading(c, left, said[-1])
-        high = max(.8, min(13, 420 / len(traces) / len(rs)))
-        x, boxes = lambda v: left + (v - low) * unit, defaultdict(list)
         for r in rs:
-            for kind, a, b in (('idle', 'arrival', 'admitted'), ('prefill', 'admitted', 'first'), ('decode', 'first', 'end')):
-                if r[b] > r[a]: boxes[kind].append((x(r[a]), c.y, (r[b] - r[a]) * unit, high - (1 if high >= 4 else 0)))
-            c.name_row(left, high, f'request {r["request"]}')
-            c.y += high
-        c.boxes(boxes)
-        c.y += 10
-        c.boxes(dict(decode=[(x(a), c.y + 56 - 56 * n / most, (b - a) * unit, 56 * n / most) for a, b, n in out[name] if n]))
-        c.text(left - 6, c.y + 9, f'{most:,.0f}', 'dim', 'end', font_size=10)
-        c.text(left - 6, c.y + 21, 'tokens a ' + ('step' if by == 'steps' else 's'), 'dim', 'end', font_size=10)
-        c.y += 56
-        axis(c, left, left + longest * unit, low, low + longest, by if by == 'steps' else 'seconds', by == 'steps')
-    legend(c, left, [('idle', 'waiting'), ('prefill', 'to its first token'), ('decode', 'answer; tokens out')])
-    return c.picture('Latency and throughput', f'a line for each request, {by} from left to right. ' + '; '.join(said))
+            at = [x(v) for v in r[1:]]
+            c.row(left, row_height(len(panels) * len(rs), 13), f'request {r.request}', zip(at, at[1:], ('idle', 'prefill', 'decode')))
+        c.y += 66
+        columns(c, [x(v) for v in ends], c.y, dict(decode=counts), most, 56)
+        side_axis(c, left, c.y, most, 56, f'tokens a {unit.removesuffix("s")}')
+        axis(c, left, c.right, low, high, unit, by == 'steps')
+    return finish(c, left, 'Latency and throughput', f'a line for each request, {by} from left to right. ' + '; '.join(said),
+                  idle='waiting', prefill='to its first token', decode='answer; tokens out')
+
+# %% ../../nbs/51_pictures.ipynb #c74c08b3
+__getattr__ = renamed(__name__, {'places': 'slot_runs'})

@@ -8,13 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from ..errors import TraceError
-from ..tracefile import Trace
+from ..tracefile import PARTS, Trace
 from .drawing import Canvas, esc
-from .pictures import draw_step, phase_of
-from .viewer import frame_step, overview
+from .pictures import Row, draw_step, packed_rows
+from .viewer import data_of, frame_step, overview
 from .widgets import Panel, SlotState, W, panel_html, short, slots_html
 
 # %% auto #0
@@ -35,41 +33,45 @@ class Share:
 
 def share_of(row: Sequence[int], request: dict, texts: Mapping[str, str]) -> Share:
     "The `Share` that `row`, seven numbers of a trace's step, stands for; `request` as in the trace, `texts` of token ids."
-    slot, number, start, n, _, samples, _ = row
-    ids, p = request.get('prompt_ids', []) + request.get('output_ids', []), request['prompt_tokens']
-    pieces, k = request.get('pieces', []), start + n - p
-    return Share(number, slot, start, n, phase_of(row), [texts.get(str(i), str(i)) for i in ids[start:start + n]],
-                ''.join(pieces[:max(0, k)]), ''.join(pieces[k:k + 1]) if samples and k >= 0 else '')
+    r, pieces = Row(*row), request.get('pieces', [])
+    ids = request.get('prompt_ids', []) + request.get('output_ids', [])
+    tokens = [texts.get(str(i), str(i)) for i in ids[r.start:r.end]]
+    k = r.end - request['prompt_tokens']                                # how many tokens of its answer it has read
+    came = ''.join(pieces[k:k + 1]) if r.samples and k >= 0 else ''
+    return Share(r.request, r.slot, r.start, r.n, r.phase, tokens, ''.join(pieces[:max(0, k)]), came)
 
 def shares_of(data: dict, i: int, requests: Mapping[int, dict] | None = None) -> list[Share]:
     "The `Share`s of step `i` of a trace's `data`, in the order of the packed row."
     by_number = requests or {r['request']: r for r in data['requests']}
-    rows = sorted(data['steps'][i]['rows'], key=lambda r: (r[3] > 1, r[0]))
-    lost = dict(prompt_tokens=0)
-    return [share_of(r, by_number.get(r[1], lost), data['tokens']) for r in rows]
+    return [share_of(row, by_number.get(row.request, dict(prompt_tokens=0)), data['tokens']) for row in packed_rows(data['steps'][i])]
 
 # %% ../../nbs/54_scrubber.ipynb #88253732
 def shown_text(text: str) -> str:
     "A token's text as HTML; if there is nothing to see in it, by an escape."
     return esc(text if text.strip() else repr(text)[1:-1].replace(' ', '␣'))
 
+def share_html(p: Share, with_texts: bool) -> str:
+    "A box for a share, with the texts of its tokens, or their number only."
+    texts = ''.join(f'<code>{shown_text(t)}</code>' for t in p.tokens if with_texts) or f'{p.n} tokens'
+    what = f'request {p.request}, slot {p.slot}, {p.phase}, positions {p.start} to {p.start + p.n - 1}'
+    return (f'<span class="part" style="border-color:var(--{p.phase})" title="{what}">'
+            f'<b style="background:var(--{p.phase})">{p.request}</b>{texts}</span>')
+
 def row_html(parts: Sequence[Share], most: int = 400) -> str:
     "The packed row: a box for each part, with the texts of its tokens; beyond `most` tokens their number only."
-    total, out = sum(p.n for p in parts), []
-    for p in parts:
-        texts = ''.join(f'<code>{shown_text(t)}</code>' for t in p.tokens if total <= most) or f'{p.n} tokens'
-        what = f'request {p.request}, slot {p.slot}, {p.phase}, positions {p.start} to {p.start + p.n - 1}'
-        out.append(f'<span class="part" style="border-color:var(--{p.phase})" title="{what}">'
-                   f'<b style="background:var(--{p.phase})">{p.request}</b>{texts}</span>')
-    return f'<div class="row">{"".join(out)}</div>'
+    few = sum(p.n for p in parts) <= most
+    return f'<div class="row">{"".join(share_html(p, few) for p in parts)}</div>'
+
+def prompt_of(p: Share, requests: Mapping[int, dict]) -> str:
+    "The prompt of a share's request; '' if the trace has no texts."
+    return requests.get(p.request, {}).get('prompt') or ''
 
 def texts_html(parts: Sequence[Share], requests: Mapping[int, dict], most: int = 24) -> str:
     "What the requests of a step have written so far, the new token marked."
-    prompt = lambda p: (requests.get(p.request, {}).get('prompt') or '')[-120:]
     line = lambda p: (f'<div class="answer"><b>{p.request}</b> <span class="chip">{p.phase} in slot {p.slot}</span> '
-                      f'<span class="dim">{esc(prompt(p))}</span>{esc(p.before[-400:])}<mark>{esc(p.came)}</mark></div>')
+                      f'<span class="dim">{esc(prompt_of(p, requests)[-120:])}</span>{esc(p.before[-400:])}<mark>{esc(p.came)}</mark></div>')
     more = f'<div class="dim">and {len(parts) - most} more</div>' if len(parts) > most else ''
-    return ''.join(line(p) for p in parts[:most]) + more
+    return ''.join(map(line, parts[:most])) + more
 
 def step_line(step: dict, last: int) -> str:
     "A step in a line: what was scheduled, what of it was good for something."
@@ -83,19 +85,16 @@ def step_line(step: dict, last: int) -> str:
 def step_slots(step: dict, parts: Sequence[Share]) -> list[SlotState]:
     "The slots of a step of a trace after it, `parts` being its shares."
     owner, size = {p.slot: (p.request, p.phase) for p in parts}, step['block_size'] or 64
-    def one(slot: int, held: int) -> SlotState:
-        number, phase = owner.get(slot, (None, 'held' if held else 'idle'))
-        return SlotState(number, held, -(-held // size) * size, phase)
-    return [one(*x) for x in enumerate(step['held'])]
+    return [SlotState(number, held, -(-held // size) * size, phase) for slot, held in enumerate(step['held'])
+            for number, phase in [owner.get(slot, (None, 'held' if held else 'idle'))]]
 
 def step_html(trace: Trace, step: dict, parts: Sequence[Share], requests: Mapping[int, dict]) -> str:
     "All of a step as HTML: what it did and how long, the packed row, its mask, the slots, and the texts so far."
-    times = ', '.join(f'{name} {step[name] * 1000:.1f} ms' for name in ('schedule', 'forward', 'sample', 'text'))
-    c = Canvas()
+    said, c = step_line(step, trace.steps[-1]['step']), Canvas()
     draw_step(c, trace, step)
-    mask = c.picture('What the step computed', step_line(step, trace.steps[-1]['step'])).svg
-    return panel_html(f'<div><b>{esc(step_line(step, trace.steps[-1]["step"]))}</b> <span class="dim">{times}</span></div>'
-                      f'{row_html(parts)}{mask}{slots_html(step_slots(step, parts))}{texts_html(parts, requests)}')
+    times = ', '.join(f'{name} {step[name] * 1000:.1f} ms' for name in PARTS)
+    return panel_html(f'<div><b>{esc(said)}</b> <span class="dim">{times}</span></div>{row_html(parts)}'
+                      f'{c.picture("What the step computed", said).svg}{slots_html(step_slots(step, parts))}{texts_html(parts, requests)}')
 
 # %% ../../nbs/54_scrubber.ipynb #488b8e86
 class Scrubber(Panel):
@@ -103,9 +102,7 @@ class Scrubber(Panel):
 
     `trace`: a `Trace`, its `data`, or the name of its file. `step`: where to begin. Raises `TraceError`."""
     def __init__(self, trace: Trace | dict | str | os.PathLike, step: int = 0, cell: str | None = None):
-        if isinstance(trace, (str, os.PathLike)): trace = Trace.load(trace)
-        self.data: dict[str, Any] = trace if isinstance(trace, dict) else trace.data
-        if not self.data['steps']: raise TraceError('this trace has no steps: record while something runs')
+        self.data = data_of(trace)
         super().__init__(cell)
         self.trace, self.requests = Trace(self.data), {r['request']: r for r in self.data['requests']}
         self.run, last = overview(self.trace), len(self.data['steps']) - 1
@@ -141,10 +138,9 @@ class Scrubber(Panel):
         draw_step(c, self.trace, self.step)
         for p in parts[:10]:
             c.y += 18
-            prompt = self.requests.get(p.request, {}).get('prompt') or ''
             c.text(16, c.y, p.request)
             c.text(44, c.y, p.phase, p.phase)
-            c.text(104, c.y, short(prompt, 40), 'dim')
+            c.text(104, c.y, short(prompt_of(p, self.requests), 40), 'dim')
             c.text(370, c.y, short(p.before + p.came, 60))
         c.y += 18
         if len(parts) > 10: c.text(44, c.y, f'and {len(parts) - 10} more', 'dim')

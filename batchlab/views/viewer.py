@@ -5,17 +5,19 @@
 # %% ../../nbs/53_viewer.ipynb #ffcd8daf
 from __future__ import annotations
 
-import html, json, os, sys, webbrowser
+import json, os, sys, webbrowser
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 from ..deprecated import renamed
 from ..errors import TraceError
 from ..tracefile import Trace
-from .drawing import HTML_STYLE, Canvas, colour_key
-from .pictures import draw_lanes, phase_of, places
+from .drawing import HTML_STYLE, Canvas, colour_key, columns, esc, scale, side_axis
+from .pictures import draw_lanes, phase_of, row_height, slot_runs
 
 # %% auto #0
-__all__ = ['PAGE_START', 'KEY', 'overview', 'frame_step', 'view_html', 'write_page', 'open_page']
+__all__ = ['PAGE_START', 'KEY', 'overview', 'frame_step', 'data_of', 'view_html', 'write_page', 'open_page']
 
 # %% ../../nbs/53_viewer.ipynb #d9f884e2
 def embed(data: object) -> str:
@@ -25,26 +27,24 @@ def embed(data: object) -> str:
 # %% ../../nbs/53_viewer.ipynb #3c1d90a2
 def overview(trace: Trace, apart: bool = False, width: float = 860) -> Canvas:
     "The whole run on a `Canvas`: who had which slot at each step; below, its tokens: decode, prefill, padding. `apart`: see `draw_lanes`."
-    c, steps, lanes, left = Canvas(width), trace.steps, places(trace), 58
-    right, n, c.y = width - 16, len(trace.steps), 8
-    draw_lanes(c, lanes, left, right, max(3, min(17, 260 / len(lanes))), apart=apart)
+    c, steps, lanes, left, right = Canvas(width), trace.steps, slot_runs(trace), 58, width - 16
+    c.y = 8
+    draw_lanes(c, lanes, left, right, row_height(len(lanes), room=260), apart=apart)
     c.y += 46
-    size, tokens = -(-n // int(right - left)), lambda s: s['tokens'] + s['padded']
-    decodes = lambda s: sum(row[3] for row in s['rows'] if phase_of(row) == 'decode')
-    most, wide = max(1, *map(tokens, steps)), (right - left) / n
-    for kind, count in dict(padded=tokens, prefill=lambda s: s['tokens'], decode=decodes).items():
-        highs = [max(map(count, steps[i:i + size])) * 42 / most for i in range(0, n, size)]
-        c.boxes({kind: [(left + i * size * wide, c.y - h, size * wide, h) for i, h in enumerate(highs) if h]})
-    c.text(left - 6, c.y - 34, f'{most:,}', 'dim', 'end', font_size=10)
-    c.text(left - 6, c.y - 1, 'tokens', 'dim', 'end', font_size=10)
+    size, total = -(-len(steps) // 800), lambda s: s['tokens'] + s['padded']
+    shown = [max(steps[i:i + size], key=total) for i in range(0, len(steps), size)]         # of those in a column the one with most tokens
+    decode = [sum(row[3] for row in s['rows'] if phase_of(row) == 'decode') for s in shown]
+    stacks = dict(decode=decode, prefill=[s['tokens'] - n for s, n in zip(shown, decode)], padded=[s['padded'] for s in shown])
+    x, most = scale(0, len(steps), left, right), max(1, *map(total, shown))
+    columns(c, [*map(x, range(0, len(steps), size)), right], c.y, stacks, most, 42)
+    side_axis(c, left, c.y, most, 42, 'tokens')
     c.y += 8
     return c
 
 def frame_step(c: Canvas, i: int, num_steps: int) -> Canvas:
     "A copy of the `overview` of `num_steps` steps with a frame around the one in place `i`; a program may move it, see `data-step`."
-    framed, left, wide = Canvas(c.width), 58, (c.width - 74) / num_steps
-    x, top, bottom, framed.y = left + i * wide, 4, c.y - 4, c.y
-    framed.parts = [*c.parts]
+    framed, wide = deepcopy(c), (c.width - 74) / num_steps
+    x, top, bottom = 58 + i * wide, 4, c.y - 4
     framed.line([(x, top), (x + wide, top), (x + wide, bottom), (x, bottom), (x, top)], 'ink', 1.5, id='now', data_step=f'{wide:.5f}',
                 pointer_events='none')
     return framed
@@ -254,20 +254,25 @@ PAGE_START = '<!DOCTYPE html>\n<html class="bl" lang="en"><head><meta charset="u
 KEY = dict(prefill='prefill', decode='decode', again='computed again', held='keys of a decoding request, or held without a share',
            cached='keys of a prompt’s earlier part', blocked='empty while a request waits', padded='padded')
 
+def data_of(trace: Trace | dict | str | os.PathLike) -> dict[str, Any]:
+    "What a `Trace`, its `data`, or the file of that name holds. Raises `TraceError` if it is none, or has no steps."
+    if isinstance(trace, (str, os.PathLike)): trace = Trace.load(trace)
+    data = trace if isinstance(trace, dict) else trace.data
+    if not data['steps']: raise TraceError('this trace has no steps to show: record while something runs')
+    return data
+
 def view_html(trace: Trace | dict | str | os.PathLike, title: str | None = None) -> str:
     """A trace as one HTML page, text: a scrubber over its steps, without server or network.
 
     `trace`: a `Trace`, its `data`, or the name of its file. Raises `TraceError` if it is none, or has no steps."""
-    if isinstance(trace, (str, os.PathLike)):
-        title, trace = title or Path(trace).name, Trace.load(trace)
-    data = trace if isinstance(trace, dict) else trace.data
-    if not data['steps']: raise TraceError('this trace has no steps to show: record while something runs')
+    data = data_of(trace)
+    title = title or (Path(trace).name if isinstance(trace, (str, os.PathLike)) else 'batchlab trace')
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     run = frame_step(overview(Trace(data), apart=True), 0, len(data['steps']))
     picture = run.picture('The run', 'who held which slot at which step; below, the tokens of each step')
     body = BODY.replace('<div id="lanes">', f'<div id="lanes">{picture.svg}').replace('<p id="said">', colour_key(KEY) + '<p id="said">')
     return (f'{PAGE_START} content="width=device-width">'
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{html.escape(title or "batchlab trace")}</title>'
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{esc(title)}</title>'
             f'<style>{HTML_STYLE}{CSS}</style></head><body>{body}<script type="application/json" id="trace">{embed(data)}</script>\n'
             f'<script>{JS_DATA}{JS_DRAW}{JS_MASK}{JS_FRAME}{JS_KEYS}{JS_START}</script></body></html>\n')
 
