@@ -113,6 +113,8 @@ def records_of(path: str | Path) -> Iterator[dict[str, Any]]:
         for _, raw in read_lines(f): yield json.loads(raw)
 
 # %% ../../nbs/40_openai.ipynb #ob000042
+OPTIONAL = {'index', 'logprobs'}      # columns that are left out if nothing is in them
+
 def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
     "Record `d` as rows of a table, one for each of its answers: dicts. `index` and `logprobs` are None where there are none."
     body = (d.get('response') or {}).get('body') or d
@@ -121,15 +123,16 @@ def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
     row = {k: d[k] for k in ('line', 'row') if k in d}
     row |= {k: None if d.get(k) is None else str(d[k]) for k in ('id', 'custom_id')}
     for c in choices:
-        text, logprobs = c['message']['content'] if 'message' in c else c.get('text'), c.get('logprobs')
-        one = row | dict(index=c['index'] if len(choices) > 1 else None, text=text, finish_reason=c.get('finish_reason'),
-                         prompt_tokens=usage.get('prompt_tokens'), completion_tokens=usage.get('completion_tokens'),
-                         error=(d['error'] or {}).get('message'), logprobs=logprobs and as_json(logprobs).decode().rstrip())
+        logprobs = c.get('logprobs')
+        one = row | dict(index=c['index'] if len(choices) > 1 else None, text=c['message']['content'] if 'message' in c else c.get('text'),
+                         finish_reason=c.get('finish_reason'), prompt_tokens=usage.get('prompt_tokens'),
+                         completion_tokens=usage.get('completion_tokens'), error=(d['error'] or {}).get('message'),
+                         logprobs=logprobs and as_json(logprobs).decode().rstrip())
         yield {k: whole(v) for k, v in one.items()}
 
 def flat(d: dict[str, Any]) -> dict[str, Any]:
     "The first answer of record `d` as a row of a table without log probabilities."
-    return {k: v for k, v in next(table_rows(d)).items() if k not in ('index', 'logprobs')}
+    return {k: v for k, v in next(table_rows(d)).items() if k not in OPTIONAL}
 
 # %% ../../nbs/40_openai.ipynb #ob000045
 def write_parquet(path: str | Path, names: list[str], rows: Iterator[dict[str, Any]]) -> None:
@@ -152,9 +155,9 @@ def table_names(journal: str | Path) -> list[str]:
     names, used = [], set()
     for row in itertools.chain.from_iterable(map(table_rows, records_of(journal))):
         names = names or [*row]
-        used |= {k for k in ('index', 'logprobs') if row[k] is not None}
-        if len(used) == 2: break
-    return [k for k in names if k not in ('index', 'logprobs') or k in used]
+        used |= {k for k in OPTIONAL if row[k] is not None}
+        if used == OPTIONAL: break
+    return [k for k in names if k not in OPTIONAL - used]
 
 def export_records(journal: str | Path, output: str | Path) -> None:
     "Write the records in `journal` to `output`, as its name says, whole or not at all. Raises `JobError`."

@@ -42,8 +42,7 @@ class AnswerFile:
         except OSError as e:
             done = data[:done].rfind(b'\n') + 1
             with suppress(OSError): os.ftruncate(self.fd, self.size + done)
-            why = e.strerror or e
-            raise JobError(f"can't write {self.path} ({why}): make room, and the same command goes on", 1) from e
+            raise JobError(f"can't write {self.path} ({e.strerror or e}): make room, and the same command goes on", 1) from e
         finally: self.size += done
 
     def sync(self) -> None:
