@@ -229,11 +229,6 @@ class Run:
         self.new_errors = 0                                   # failures of this run
         self.trouble: JobError | None = None                  # what ended the input early
 
-    @property
-    def held(self) -> dict[int, Any]:
-        "Records that wait for their turn, by line number."
-        return self.outbox.held
-
     def lines(self) -> Iterator[JobLine]:
         "Yield each line without an answer. What ends the input early is kept as `trouble`."
         try:
@@ -283,7 +278,7 @@ class Run:
         self.flush()
         if self.trouble: raise self.trouble
 
-# %% ../../nbs/41_jobs.ipynb #b3683042
+# %% ../../nbs/41_jobs.ipynb #1b0f1bd6
 class LocalRun(Run):
     "A run of `job` with the engine `llm`."
     def outlines(self, items: list[Admitted]) -> list[tuple[list[int], int]]:
@@ -294,7 +289,7 @@ class LocalRun(Run):
 
     def fill(self, runner: LineRunner, source: Iterator[Admitted]) -> bool:
         "Hand the engine what it has room for, or a line that waits to be tried alone. Whether there is anything to run."
-        room = self.room - len(runner.live) if len(self.held) < 4 * self.job.look_ahead else 0
+        room = self.room - len(runner.live) if len(self.outbox.held) < 4 * self.job.look_ahead else 0
         if items := [*itertools.islice(source, max(0, room))]: runner.submit(items)
         busy = bool(runner.live or runner.again)
         if not runner.live and runner.again: runner.retry()

@@ -117,8 +117,7 @@ class Ledgerbook:
 
     def claim(self, custom_id: str | int, number: int) -> int | None:
         "Let line `number` have `custom_id`; the number of the line that has it already, or None."
-        key = repr(custom_id).encode()
-        if len(key) > 60: key = hashlib.blake2b(key, digest_size=16).digest()
+        key = hashlib.blake2b(repr(custom_id).encode(), digest_size=16).digest()
         if self.db.execute('insert or ignore into ids values (?, ?)', (key, number)).rowcount: return None
         return self.db.execute('select number from ids where id = ?', (key,)).fetchone()[0]
 

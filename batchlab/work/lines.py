@@ -99,11 +99,11 @@ def plain_line(line: JobLine, d: dict[str, Any]) -> None:
     line.ids = {k: v for k, v in ids.items() if isinstance(v, (str, int))}
     for k, v in ids.items():
         if k not in line.ids: raise BadRequest(f'{k} must be a string or a whole number, got {v!r:.60}')
-    match [k for k in ('prompt', 'messages') if k in d]:
-        case ['prompt']: line.prompt = one_prompt(d['prompt'])
-        case ['messages']: line.messages = as_messages(d['messages'])
-        case [] if form_of_keys(d): raise BadRequest(ANOTHER_FORM.format('a line of the Batch API', 'plain lines'))
-        case found: raise BadRequest(f"expected one of prompt and messages, got {'both' if found else 'neither'}")
+    if ('prompt' in d) == ('messages' in d):
+        if form_of_keys(d) == 'batch' and 'prompt' not in d: raise BadRequest(ANOTHER_FORM.format('a line of the Batch API', 'plain lines'))
+        raise BadRequest(f"expected one of prompt and messages, got {'both' if 'prompt' in d else 'neither'}")
+    if 'messages' in d: line.messages = as_messages(d['messages'])
+    else: line.prompt = one_prompt(d['prompt'])
     line.options, line.ignored = plain_options({k: v for k, v in d.items() if k not in ('prompt', 'messages', 'id', 'custom_id')})
     line.model = d.get('model')
 

@@ -86,7 +86,6 @@ ADVICE = {                                     # what to give: instead of which 
     'messages with one of role system, or --system': 'system'}
 INSTEAD = {name: advice for advice, names in ADVICE.items() for name in names.split()}
 
-@lru_cache(4096)
 def plain_name(k: str) -> str:
     "Key `k` in small letters with underscores: `maxTokens` and `max-tokens` are `max_tokens`."
     return re.sub('([a-z])([A-Z])', r'\1_\2', k).replace('-', '_').lower()

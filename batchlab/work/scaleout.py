@@ -79,14 +79,14 @@ def _jsonable(x: Any) -> Any:
 
 def line_of(number: int, row: dict, prompt_column: str = 'prompt', chat: bool = False, system: str | None = None) -> JobLine:
     "The `JobLine` of `row`, a dict: of the Batch API, or with `messages` or a prompt. What is wrong is its failure."
-    read = {'custom_id', 'url', 'body', 'messages', prompt_column, *OPTIONS}
-    if row.keys() >= {'url', 'body'}: read |= {k for k in row if is_setting(k, None)}                       # refused beside the body
+    read, batch = {'custom_id', 'url', 'body', 'messages', prompt_column, *OPTIONS}, {'url', 'body'}
+    if row.keys() >= batch: read |= {k for k in row if is_setting(k, None)}                                 # refused beside the body
     try: plain = json.loads(json.dumps({k: row[k] for k in row if k in read}, default=_jsonable))
     except (TypeError, ValueError, RecursionError) as e:
         return JobLine(number, f'{number:08x}', unit='row', failure=('invalid_request', f'the row can not be read: {e}'))
     whole = lambda v: int(v) if isinstance(v, float) and v.is_integer() else v      # a column with a gap is made of floats
     given: dict[str, Any] = {k: whole(v) for k, v in plain.items() if v is not None and v == v}
-    if 'body' in given and 'url' in given:
+    if given.keys() >= batch:
         with suppress(TypeError, ValueError, RecursionError): given['body'] = json.loads(given['body'])
         line = parse_line(number, json.dumps(given).encode())
     else:
@@ -137,13 +137,13 @@ def import_ray(address: str | None = None) -> Any:
     return ray
 
 # %% ../../nbs/44_scaleout.ipynb #97ba9b66
-def _start(ray: Any, address: str | None, resources: dict, tries: int = 3) -> Any:
+def _start(ray: Any, address: str | None, resources: dict) -> Any:
     "Start or join a cluster. A machine that is busy may need longer than Ray allows its own parts: then again."
     if m := re.fullmatch(r'(.+):(\d+)', str(address).removeprefix('ray://')):      # Ray would try for many minutes
         try: socket.create_connection((m[1], int(m[2])), 10).close()
         except OSError as e: raise JobError(f'no Ray cluster can be reached at {address!r} ({e.strerror or e})') from e
     where = dict(address=address) if address else dict(address='local', include_dashboard=False, object_store_memory=2**28, **resources)
-    for left in reversed(range(tries)):
+    for left in (2, 1, 0):
         try: return ray.init(log_to_driver=False, logging_level='ERROR', **where)
         except Exception as e:
             ray.shutdown()
@@ -291,7 +291,7 @@ class Workers:
             except self.ray.exceptions.RayError as e: got.append((calls[ref], e))
         return got
 
-# %% ../../nbs/44_scaleout.ipynb #856519c2
+# %% ../../nbs/44_scaleout.ipynb #c9ff10bd
 class Pool(Workers):
     """`workers` engines on Ray; entered, they load the model. `num_cpus`, `num_gpus`: of each, None takes its share.
 
@@ -410,7 +410,7 @@ class RayRun(Run):
         job.model_name = job.model_name or info.name
         super().__init__(job, info, book, outbox)
         source = self.in_order(self.readable, lambda lines: [outline(line, job.sampling_params) for line in lines])
-        full = lambda: len(self.held) >= 4 * job.look_ahead
+        full = lambda: len(outbox.held) >= 4 * job.look_ahead
         self.pool, self.dispatcher = pool, Dispatcher(source, pool.handles, self.room, job.backup_after, full)
 
     def readable(self, line: JobLine) -> JobLine | None:
