@@ -30,7 +30,7 @@ from .lines import DEFAULTS, JobLine, ParamsCache, answer_of, digest_of, failure
 from .openai import BadRequest
 
 log = logging.getLogger('batchlab')
-T = TypeVar('T')
+_T = TypeVar('_T')
 _MOVED = dict(
     openai='''OPTIONS ALIASES GUIDED KNOWN DROPPED NEUTRAL INSTEAD URLS STATUS as_messages structured_of form_of logprobs_of refuse
         plain_text one_prompt is_setting chat_logprobs text_logprobs usage_of choice_of''',
@@ -43,7 +43,7 @@ __getattr__ = renamed(__name__, {name: f'work.{module}.{name}' for module, names
     body_of='work.openai.answer_body', params_of='work.openai.request_params', parquet_ready='work.formats.need_parquet'))
 
 # %% auto #0
-__all__ = ['log', 'T', 'JobResult', 'Job', 'JobPlan']
+__all__ = ['log', 'JobResult', 'Job', 'JobPlan']
 
 # %% ../../nbs/41_jobs.ipynb #66c77235
 def model_digest(llm: Any) -> str:
@@ -237,7 +237,7 @@ class Run:
                 yield line
         except JobError as e: self.trouble = e
 
-    def in_order(self, begin: Callable[[JobLine], T | None], outlines: Callable[[list[T]], list[tuple[list[int], int]]]) -> Iterator[T]:
+    def in_order(self, begin: Callable[[JobLine], _T | None], outlines: Callable[[list[_T]], list[tuple[list[int], int]]]) -> Iterator[_T]:
         """Yield what `begin` makes of each line, in a good order, block by block.
 
         `begin`: gives None for a line that can't run, and settles it. `outlines`: makes a block into rows for `good_order`."""
@@ -278,7 +278,7 @@ class Run:
         self.flush()
         if self.trouble: raise self.trouble
 
-# %% ../../nbs/41_jobs.ipynb #1b0f1bd6
+# %% ../../nbs/41_jobs.ipynb #a7d41e41
 class LocalRun(Run):
     "A run of `job` with the engine `llm`."
     def outlines(self, items: list[Admitted]) -> list[tuple[list[int], int]]:
