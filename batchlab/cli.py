@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse, contextlib, json, logging, math, os, re, signal, stat, sys, threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 from .deprecated import renamed
@@ -19,11 +19,11 @@ if TYPE_CHECKING:      # the command line is quick since it imports these only w
     from batchlab.llm import LLM
     from batchlab.outputs import CompletionOutput, RequestOutput
     from batchlab.work.jobs import Job, JobResult
-    from batchlab.sampling import SamplingParams
+    from batchlab.work.lines import JobLine
 
+_FLAGS = 'SAMPLING_FLAGS COMMANDS OneLineParser id_list json_value int_or_none positive_int positive_float whole_number'
 __getattr__ = renamed(__name__, dict(CliError='errors.JobError', as_json='json_line') | {
-    name: f'work.flags.{name}' for name in ('SAMPLING_FLAGS', 'COMMANDS', 'OneLineParser', 'id_list', 'json_value', 'int_or_none', 'positive_int',
-                                            'positive_float', 'whole_number')})
+    name: f'work.flags.{name}' for name in _FLAGS.split()})
 
 # %% auto #0
 __all__ = ['main']
@@ -41,9 +41,9 @@ class NoteHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None: note(record.getMessage())
 
 @contextlib.contextmanager
-def log_as_notes(name: str = 'batchlab') -> Iterator[None]:
-    "Send warnings of logger `name` to `note` while the context lasts."
-    logger, handler = logging.getLogger(name), NoteHandler(logging.WARNING)
+def log_as_notes() -> Iterator[None]:
+    "Send the library's warnings to `note` while the context lasts."
+    logger, handler = logging.getLogger('batchlab'), NoteHandler(logging.WARNING)
     propagate = logger.propagate
     logger.addHandler(handler)
     logger.propagate = False
@@ -53,16 +53,14 @@ def log_as_notes(name: str = 'batchlab') -> Iterator[None]:
         logger.propagate = propagate
 
 # %% ../nbs/43_cli.ipynb #f5ce3a1d
-def sampling_options(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> dict[str, Any]:
-    "The sampling parameters that the command line gives, with `defaults`, as a dict. Raises `JobError`."
+def flag_options(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
+    "The sampling parameters that the command line gives, over `defaults`, as a dict. Raises `JobError`."
     from batchlab.sampling import ParamError, SamplingParams
-    names = {f.name for f in fields(SamplingParams)}
-    given = {k: v for k, v in vars(args).items() if k in names}
-    if getattr(args, 'do_sample', False) and given.get('temperature') == 0:
+    given = {f.name: getattr(args, f.name) for f in fields(SamplingParams) if f.name in args}
+    if 'do_sample' in args and given.setdefault('temperature', 1.) == 0:
         raise JobError("--do-sample and --temperature 0 contradict each other: leave one out")
-    options = (dict(max_tokens=256, temperature=0.) if defaults is None else defaults) | (dict(temperature=1.) if hasattr(args, 'do_sample') else {}) | given
-    asked: dict[str, Any] = dict(temperature=0.) | options
-    try: SamplingParams(**asked)
+    options = defaults | given
+    try: SamplingParams(**{'temperature': 0., **options})
     except ParamError as e:      # its message begins with the field: name the flag
         raise JobError(re.sub(r'^[a-z_]+', lambda m: '--' + m[0].replace('_', '-'), str(e))) from e
     if options.get('temperature') == 0 and (idle := [k for k in ('top_p', 'top_k', 'min_p') if k in given]):
@@ -70,36 +68,10 @@ def sampling_options(args: argparse.Namespace, defaults: dict[str, Any] | None =
     return options
 
 # %% ../nbs/43_cli.ipynb #c2aa3fb4
-@dataclass
-class Item:
-    "One request of `generate`. `prompt` is text or ids as given; `messages`, if not None, is what runs instead."
-    index: int
-    prompt: str | list[int] | None = None
-    messages: list[Any] | None = None
-    line: int | None = None                                 # line of the prompts file, from 1
-    ids: dict[str, Any] = field(default_factory=dict)       # id and custom_id, carried to the output
-    options: dict[str, Any] = field(default_factory=dict)   # sampling parameters of this one alone
-    params: SamplingParams | None = None                    # made of them
-    error: str | None = None                                # why it can't run
-
-    def fail(self, why: str) -> None: self.error = why if self.line is None else f'line {self.line}: {why}'
-    @property
-    def shown(self) -> str:
-        "The prompt's text, for people."
-        if isinstance(self.prompt, str): return self.prompt
-        if self.prompt is not None: return f'{len(self.prompt)} token ids'
-        last = self.messages[-1] if isinstance(self.messages, list) and self.messages else None
-        return str(last.get('content', '')) if isinstance(last, dict) else ''
-
-# %% ../nbs/43_cli.ipynb #44abdf10
-def json_item(index: int, number: int, s: str, unknown: set[str]) -> Item:
-    "`Item` of line `number`, text `s`; if it is bad, with its error. Adds keys without meaning to set `unknown`."
-    from batchlab.work.lines import parse_line
-    line = parse_line(number, s.encode(), 'plain')
-    unknown.update(line.ignored, () if line.model is None else ('model',))
-    item = Item(index, line.prompt, line.messages, number, line.ids, line.options)
-    if line.failure: item.fail(line.failure[1])
-    return item
+def error_of(line: JobLine, out: RequestOutput | None = None) -> str | None:
+    "Why `line` has no answer, or None. `out`: what became of it, if it ran."
+    why = line.failure[1] if line.failure else out.error if out else None
+    return f'{line.where}: {why}' if why and line.number else why
 
 # %% ../nbs/43_cli.ipynb #dacfbcb8
 def read_text(name: str) -> str:
@@ -117,54 +89,52 @@ def read_text(name: str) -> str:
         raise JobError(f"{shown} is not UTF-8 (byte 0x{e.object[e.start]:02x} in line {line}): save it as UTF-8") from e
     except OSError as e: raise JobError(f"can't read {shown} ({e.strerror or e})") from e
 
-def read_file(name: str) -> list[Item]:
-    "The `Item`s of a file: JSONL by its name or its first character, else one prompt a line. Raises `JobError`."
+def read_file(name: str) -> list[JobLine]:
+    "The requests of a file: JSONL by its name or its first character, else one prompt a line. Raises `JobError`."
+    from batchlab.work.lines import JobLine, parse_line
     shown = 'standard input' if name == '-' else name
-    lines = [(i, s.rstrip('\r')) for i, s in enumerate(read_text(name).removesuffix('\n').split('\n'), 1)]
-    full = [(i, s) for i, s in lines if s.strip()]
+    rows = read_text(name).removesuffix('\n').split('\n')
+    full = [(i, s.rstrip('\r')) for i, s in enumerate(rows, 1) if s.strip()]
     if not full: raise JobError(f"{shown} has no prompts in it: expected one a line, or JSONL")
-    if skipped := len(lines) - len(full):
-        note(f"{shown}: {skipped} blank line{'s'*(skipped > 1)} skipped")
-    unknown = set()
-    if Path(name).suffix in ('.jsonl', '.json', '.ndjson') or full[0][1].lstrip().startswith('{'):
-        items = [json_item(k, i, s, unknown) for k, (i, s) in enumerate(full)]
-    else: items = [Item(k, s, line=i) for k, (i, s) in enumerate(full)]
+    if skipped := len(rows) - len(full): note(f"{shown}: {skipped} blank line{'s'*(skipped > 1)} skipped")
+    if Path(name).suffix not in ('.jsonl', '.json', '.ndjson') and not full[0][1].lstrip().startswith('{'):
+        return [JobLine(i, '', prompt=s) for i, s in full]
+    lines = [parse_line(i, s.encode(), 'plain') for i, s in full]
+    unknown = {k for line in lines for k in line.ignored} | {'model' for line in lines if line.model is not None}
     if unknown: note(f"{shown}: keys without meaning here, ignored: {', '.join(sorted(unknown))}")
-    return items
+    return lines
 
 # %% ../nbs/43_cli.ipynb #e485235a
-def prepare(item: Item, args: argparse.Namespace, options: dict[str, Any]) -> None:
-    "Give `item` its messages and `params`; set its error if they can't be."
+def prepare(line: JobLine, args: argparse.Namespace, options: dict[str, Any]) -> None:
+    "Give `line` its messages, which run instead of its prompt, and settings, `options` for what it leaves open; or a failure."
     from batchlab.sampling import ParamError, SamplingParams
-    if item.error: return
-    try: item.params = SamplingParams.of(options | item.options)
-    except ParamError as e: return item.fail(str(e))
-    try: json.dumps([item.prompt, item.messages, item.ids], ensure_ascii=False).encode()
-    except UnicodeEncodeError: return item.fail("the prompt is not valid Unicode text")
-    if args.chat and item.messages is None:
-        if not isinstance(item.prompt, str): return item.fail("--chat needs text or messages, got token ids")
-        item.messages = [dict(role='user', content=item.prompt)]
-    if item.messages and args.system is not None:
-        first = item.messages[0]
-        if not (isinstance(first, dict) and first.get('role') == 'system'):
-            item.messages = [dict(role='system', content=args.system), *item.messages]
+    from batchlab.work.openai import BadRequest, as_messages
+    if line.failure: return
+    line.options = options | line.options
+    try:
+        SamplingParams.of(line.options)
+        json.dumps([line.prompt, line.messages, line.ids], ensure_ascii=False).encode()
+        if args.chat and line.messages is None:
+            if not isinstance(line.prompt, str): raise BadRequest("--chat needs text or messages, got token ids")
+            line.messages = [dict(role='user', content=line.prompt)]
+        if line.messages: line.messages = as_messages(line.messages, args.system)
+    except UnicodeEncodeError: line.failure = 'invalid_request', "the prompt is not valid Unicode text"
+    except (BadRequest, ParamError) as e: line.failure = 'invalid_request', str(e)
 
 # %% ../nbs/43_cli.ipynb #caed693f
-def read_items(args: argparse.Namespace, options: dict[str, Any]) -> list[Item]:
+def read_prompts(args: argparse.Namespace, options: dict[str, Any]) -> list[JobLine]:
     "All the requests of a command, in order: its prompts, then its file's. Raises `JobError`."
-    items = [Item(i, p) for i, p in enumerate(args.prompts)]
-    name = args.prompts_file
-    if not items and name is None:
+    from batchlab.work.lines import JobLine
+    lines, name = [JobLine(0, '', prompt=p) for p in args.prompts], args.prompts_file
+    if not lines and name is None:
         if sys.stdin is None or sys.stdin.isatty():
             raise JobError('no prompts: give some, such as batchlab generate "The sky is", or --prompts-file')
         name = '-'
-    if name is not None: items += read_file(name)
-    for k, item in enumerate(items):
-        item.index = k
-        prepare(item, args, options)
-    if args.system is not None and not any(i.messages is not None for i in items):
+    if name is not None: lines += read_file(name)
+    for line in lines: prepare(line, args, options)
+    if args.system is not None and not any(line.messages is not None for line in lines):
         raise JobError("--system needs --chat, or messages in the prompts file")
-    return items
+    return lines
 
 # %% ../nbs/43_cli.ipynb #54453d55
 def completion_dict(c: CompletionOutput) -> dict[str, Any]:
@@ -177,28 +147,27 @@ def completion_dict(c: CompletionOutput) -> dict[str, Any]:
     return d | dict(token_ids=list(c.token_ids), cumulative_logprob=number(c.cumulative_logprob),
                     logprobs=[{str(k): one(l) for k, l in step.items()} for step in c.logprobs])
 
-def record(item: Item, out: RequestOutput | None = None) -> dict[str, Any]:
-    "What is written of `item` and its `RequestOutput`, or of its error if it never ran."
-    d: dict[str, Any] = dict(index=item.index, **item.ids)
-    if item.prompt is None and item.messages is not None: d['messages'] = item.messages
-    else: d['prompt'] = item.prompt
-    error = item.error if out is None else out.error
-    if error and out is not None and item.line is not None: error = f'line {item.line}: {error}'
-    done = [] if error or out is None else out.outputs
-    return d | dict(text=done[0].text if done else None, finish_reason=done[0].finish_reason if done else 'error',
-        outputs=[completion_dict(c) for c in done], error=error, usage=dict(
-            prompt_tokens=len(out.prompt_token_ids or ()) if out is not None else 0,
-            completion_tokens=sum(len(c.token_ids) for c in done)))
+def record(index: int, line: JobLine, out: RequestOutput | None = None) -> dict[str, Any]:
+    "What is written of request `index`: of `line` and its `RequestOutput`, or of its failure if it never ran."
+    error = error_of(line, out)
+    done = out.outputs if out and not error else []
+    asked = dict(messages=line.messages) if line.prompt is None and line.messages else dict(prompt=line.prompt)
+    return dict(index=index, **line.ids, **asked, text=done[0].text if done else None,
+                finish_reason=done[0].finish_reason if done else 'error', outputs=[completion_dict(c) for c in done], error=error,
+                usage=dict(prompt_tokens=len(out.prompt_token_ids or ()) if out else 0,
+                           completion_tokens=sum(len(c.token_ids) for c in done)))
 
 # %% ../nbs/43_cli.ipynb #767889b0
-def json_line(d: dict[str, Any], shown: str = '') -> str:
+def json_line(d: dict[str, Any]) -> str:
     "Record `d` as a line of JSONL."
     from batchlab.work.formats import as_json
     return as_json(d).decode()
 
-def as_text(d: dict[str, Any], shown: str = '') -> str:
-    "Record `d` as a header with the start of the prompt `shown`, and its answers."
-    head = ' '.join(shown.split())
+def as_text(d: dict[str, Any]) -> str:
+    "Record `d` as a header with the start of the prompt or of the last message, and its answers."
+    asked = d['prompt'] if 'prompt' in d else d['messages'][-1].get('content')
+    if isinstance(asked, list): asked = f'{len(asked)} token ids'
+    head = ' '.join(str(asked or '').split())
     head = f"[{d['index'] + 1}] {head if len(head) <= 72 else head[:71] + '…'}"
     texts = [c['text'] for c in d['outputs']]
     if d['error']: texts = [f"error: {d['error']}"]
@@ -223,9 +192,9 @@ def give_up(f: IO[Any], size: int | None) -> None:
 # %% ../nbs/43_cli.ipynb #1797ad10
 class Results:
     "Writes records to `f` in input order as soon as their turn comes, each flushed."
-    def __init__(self, f: TextIO, name: str, form: Callable[[dict[str, Any], str], str], items: Sequence[Item],
+    def __init__(self, f: TextIO, name: str, form: Callable[[dict[str, Any]], str], total: int,
                  held: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext) -> None:
-        self.f, self.name, self.form, self.items, self.held = f, name, form, items, held
+        self.f, self.name, self.form, self.total, self.held = f, name, form, total, held
         self.waiting: dict[int, dict[str, Any]] = {}
         self.errors: list[dict[str, Any]] = []
         self.next, self.broken, self.written = 0, False, 0
@@ -249,15 +218,14 @@ class Results:
         size = file_size(self.f)
         try:
             with tqdm.external_write_mode(file=self.f):
-                self.f.write(self.form(d, self.items[d['index']].shown))
+                self.f.write(self.form(d))
                 self.f.flush()
             self.written += 1
         except OSError as e:
             self.broken = True
             give_up(self.f, size)
             if isinstance(e, BrokenPipeError): raise
-            raise JobError(f"can't write {self.name} ({e.strerror or e}): {self.written} of {len(self.items)} "
-                           "records are in it", 1) from e
+            raise JobError(f"can't write {self.name} ({e.strerror or e}): {self.written} of {self.total} records are in it", 1) from e
 
 # %% ../nbs/43_cli.ipynb #4dd9d71d
 def open_output(args: argparse.Namespace) -> TextIO | None:
@@ -271,22 +239,18 @@ def open_output(args: argparse.Namespace) -> TextIO | None:
     try: return open(name, 'a', encoding='utf-8', newline='\n')
     except OSError as e: raise JobError(f"can't write {name} ({e.strerror or e})") from e
 
-def empty(f: IO[Any]) -> None:
-    "Empty regular file `f`; leave pipes and devices alone."
-    if file_size(f): f.truncate(0)
-
 # %% ../nbs/43_cli.ipynb #45b01c22
 class Signals:
     "While entered, SIGINT and SIGTERM raise `KeyboardInterrupt`, except inside `held()`, after which they do."
-    def __init__(self) -> None: self.holding, self.pending, self.old = False, False, dict[signal.Signals, Any]()
+    def __init__(self) -> None: self.holding = self.pending = False
 
     def _got(self, *_: object) -> None:
         if not self.holding: raise KeyboardInterrupt
         self.pending = True
 
     def __enter__(self) -> Signals:
-        if threading.current_thread() is threading.main_thread():
-            self.old = {s: signal.signal(s, self._got) for s in (signal.SIGINT, signal.SIGTERM)}
+        able = threading.current_thread() is threading.main_thread()      # only there can Python have handlers
+        self.old = {s: signal.signal(s, self._got) for s in (signal.SIGINT, signal.SIGTERM) if able}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -302,31 +266,29 @@ class Signals:
             raise KeyboardInterrupt
 
 # %% ../nbs/43_cli.ipynb #71bf1b23
-def outputs_of(llm: LLM | None, items: Sequence[Item],
-               on_step: Callable[[int], object] | None = None) -> Iterator[tuple[Item, RequestOutput]]:
-    "Yield `(item, RequestOutput)` as requests finish: plain prompts, then conversations."
+def outputs_of(llm: LLM | None, lines: Sequence[JobLine],
+               on_step: Callable[[int], object] | None = None) -> Iterator[tuple[int, RequestOutput]]:
+    "Yield `(index, RequestOutput)` as requests finish: plain prompts, then conversations."
     for chat in (False, True):
-        group = [i for i in items if not i.error and (i.messages is not None) == chat]
+        group = [i for i, line in enumerate(lines) if not line.failure and (line.messages is not None) == chat]
         if not group: continue
         assert llm is not None
-        prompts = [i.messages if chat else i.prompt for i in group]
-        outs = llm.iter_outputs(prompts, [i.params for i in group], chat=chat, on_step=on_step)
+        prompts = [lines[i].messages if chat else lines[i].prompt for i in group]
+        outs = llm.iter_outputs(prompts, [lines[i].options for i in group], chat=chat, on_step=on_step)
         for k, out in outs: yield group[k], out
 
-def run_items(llm: LLM | None, items: Sequence[Item], results: Results) -> list[RequestOutput]:
-    "Put `items` through `llm` into `results`, with a progress bar on a terminal. Returns the outputs."
+def run_lines(llm: LLM | None, lines: Sequence[JobLine], results: Results) -> list[RequestOutput]:
+    "Put `lines` through `llm` into `results`, with a progress bar on a terminal. Returns the outputs."
     from tqdm import tqdm
-    done, outs = sum(i.error is not None for i in items), []
+    failed, outs = [record(i, line) for i, line in enumerate(lines) if line.failure], []
     with tqdm(unit=' tok', file=sys.stderr, disable=not sys.stderr.isatty(), leave=False,
               bar_format='{n_fmt} tok, {rate_fmt}, {elapsed}{postfix}') as bar:
         try:
-            for item in items:
-                if item.error: results.add(record(item))
-            for item, out in outputs_of(llm, items, bar.update):
-                results.add(record(item, out))
+            for d in failed: results.add(d)
+            for i, out in outputs_of(llm, lines, bar.update):
+                results.add(record(i, lines[i], out))
                 outs.append(out)
-                done += 1
-                bar.set_postfix_str(f'{done}/{len(items)} requests', refresh=False)
+                bar.set_postfix_str(f'{len(failed) + len(outs)}/{len(lines)} requests', refresh=False)
         except BaseException:
             results.rest()
             raise
@@ -335,9 +297,9 @@ def run_items(llm: LLM | None, items: Sequence[Item], results: Results) -> list[
 # %% ../nbs/43_cli.ipynb #eb5878c9
 def llm_options(args: argparse.Namespace) -> dict[str, Any]:
     "The arguments of `LLM` that the command line gives."
-    names = ('model', 'dtype', 'device', 'max_num_seqs', 'max_model_len', 'max_num_batched_tokens', 'strategy', 'compile',
-             'quantization', 'kv_cache_bytes')
-    return {k: getattr(args, k) for k in names} | dict(enable_prefix_caching=args.prefix_caching)
+    names = '''model dtype device max_num_seqs max_model_len max_num_batched_tokens strategy compile quantization
+        kv_cache_bytes enable_prefix_caching'''
+    return {k: getattr(args, k) for k in names.split()}
 
 def load_llm(args: argparse.Namespace) -> LLM:
     "The `LLM` that the arguments ask for."
@@ -364,44 +326,44 @@ def check_trace_path(args: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def traced(path: str | None, text: bool = True) -> Iterator[Callable[[LLM], LLM]]:
     "Give a function that begins to record an `LLM` and returns it; saved to `path` at the end, if not None."
-    recorders = []
-    def watch(llm: LLM) -> LLM:
-        if path: recorders.append(llm.trace(text=text).start())
-        return llm
-    try: yield watch
-    finally:
-        for r in recorders:
-            r.stop()
-            r.save(path)
+    with contextlib.ExitStack() as stack:
+        def watch(llm: LLM) -> LLM:
+            if path:
+                recorder = llm.trace(text=text)
+                stack.callback(recorder.save, path)
+                stack.enter_context(recorder)
+            return llm
+        yield watch
 
 # %% ../nbs/43_cli.ipynb #4165d411
-def summary(results: Results, items: Sequence[Item]) -> int:
+def summary(results: Results) -> int:
     "Say in one line what failed, if anything. Returns the exit status."
     if not results.errors: return 0
     first = min(results.errors, key=lambda d: d['index'])
-    note(f"error: {len(results.errors)} of {len(items)} requests failed, the first is request {first['index'] + 1}: "
+    note(f"error: {len(results.errors)} of {results.total} requests failed, the first is request {first['index'] + 1}: "
          f"{first['error']}")
     return 1
 
 def generate(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab generate`. Returns the exit status. Raises `BatchlabError`."
-    options = sampling_options(args)
     from batchlab.models import resolve_device
+    from batchlab.work.lines import DEFAULTS
+    options = flag_options(args, DEFAULTS['plain'])
     resolve_device(args.device)
     check_trace_path(args)
-    items, f = read_items(args, options), open_output(args)
+    lines, f = read_prompts(args, options), open_output(args)
     with Signals() as signals, f or contextlib.nullcontext(sys.stdout) as out, traced(args.trace) as watch:
-        results = Results(out, args.output or 'standard output', json_line if f else as_text, items, signals.held)
+        results = Results(out, args.output or 'standard output', json_line if f else as_text, len(lines), signals.held)
         try:
-            if llm is None and any(not i.error for i in items): llm = load_llm(args)
-            if f: empty(f)
-            outs = run_items(watch(llm) if llm else None, items, results)
+            if llm is None and not all(line.failure for line in lines): llm = load_llm(args)
+            if f and file_size(f): f.truncate(0)                        # pipes and devices have no size
+            outs = run_lines(watch(llm) if llm else None, lines, results)
             if args.verify and outs and llm: note(llm.verify(outs))
         except KeyboardInterrupt:
-            note(f"interrupted: {results.written} of {len(items)} requests finished"
+            note(f"interrupted: {results.written} of {len(lines)} requests finished"
                  + (f", they are in {args.output}" if f and results.written else ''))
             return 130
-    return summary(results, items)
+    return summary(results)
 
 # %% ../nbs/43_cli.ipynb #43bc3902
 def job_of(args: argparse.Namespace) -> Job:
@@ -410,9 +372,9 @@ def job_of(args: argparse.Namespace) -> Job:
     from batchlab.models import DEFAULT_MODEL, resolve_device
     if getattr(args, 'ray', None): from batchlab.work.scaleout import RayJob as Job      # devices are the workers' there
     else: resolve_device(args.device)
-    names = {f.name for f in fields(Job)} - {'sampling_params'}
+    given = {f.name: getattr(args, f.name) for f in fields(Job) if f.name in args}
     model = args.model or DEFAULT_MODEL
-    return Job(**{k: v for k, v in vars(args).items() if k in names}, sampling_params=sampling_options(args, {}) or None,
+    return Job(**given, sampling_params=flag_options(args, {}) or None,
                model_name=Path(model).name if os.path.exists(model) else model, say=note)
 
 # %% ../nbs/43_cli.ipynb #3ecad304

@@ -374,7 +374,7 @@ def test_only_a_block_is_held(tmp_path, monkeypatch):
         flush = Run.flush
         def look(self):
             flush(self)
-            if read: most[:] = max(most[0], len(read) - job.result.done), max(most[1], len(self.held))
+            if read: most[:] = max(most[0], len(read) - job.result.done), max(most[1], len(self.outbox.held))
         monkeypatch.setattr(Run, 'flush', look)
         job.run(llm())
         monkeypatch.undo()
@@ -516,6 +516,19 @@ def test_plain_lines_may_have_nan_and_batch_lines_not():
 def test_a_failure_keeps_the_id_that_is_good():
     line = parse_line(1, b'{"prompt": "p", "id": [1], "custom_id": "c"}', 'plain')
     assert (line.failure[1], line.ids) == ('id must be a string or a whole number, got [1]', dict(custom_id='c'))
+
+
+def test_a_line_of_the_other_form_says_so(tmp_path):
+    "A file is of the form of its first good line, and a line of the other fails as such, with its id."
+    plain, batch = dict(custom_id='p', prompt='Hi', max_tokens=1), ask(1)
+    for first, other, words in ((plain, batch, 'line 2: a line of the Batch API in a file that is read as plain lines'),
+                                (batch, plain, 'line 2: a plain line in a file that is read as lines of the Batch API')):
+        (tmp_path/'out.jsonl').unlink(missing_ok=True)
+        write(tmp_path/'in.jsonl', [first, other])
+        assert Job(tmp_path/'in.jsonl', tmp_path/'out.jsonl').run(llm()).failed == 1
+        [bad] = [r for r in rows(tmp_path/'out.jsonl') if r['error']]
+        assert bad['custom_id'] == other['custom_id'] and bad['error']['message'].startswith(words) and 'file of its own' in bad['error']['message']
+    assert 'id must be a string' in parse_line(1, b'{"prompt": "p", "custom_id": 5}').failure[1]
 
 
 def test_answers_of_older_jobs_are_known():

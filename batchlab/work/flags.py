@@ -73,8 +73,8 @@ SAMPLING_FLAGS = [
     ('--logit-bias JSON', json_value, 'JSON of token id to bias, such as {"42": -100}'),
     ('--structured-outputs JSON', json_value,
      'JSON of what the answer must be, such as {"regex": "[0-9]+"} or {"json": SCHEMA}'),
-    ('--stop TEXT', str, "end before this text; may be repeated", dict(action='append')),
-    ('--bad-words TEXT', str, "never write this word; may be repeated", dict(action='append')),
+    ('--stop TEXT', 'append', "end before this text; may be repeated"),
+    ('--bad-words TEXT', 'append', "never write this word; may be repeated"),
     ('--stop-token-ids IDS', id_list, "end at one of these ids, such as 1,2", dict(action='extend')),
     ('--allowed-token-ids IDS', id_list, "use no ids but these", dict(action='extend')),
     ('--do-sample', 'store_true', "temperature 1, unless --temperature is given"),
@@ -95,7 +95,7 @@ MODEL_FLAGS = [
     ('--device', str, "auto, cpu, cuda, cuda:1 or mps", dict(default='auto')),
     ('--max-num-seqs N', positive_int, "sequences at once (default: by device and memory)"),
     ('--max-num-batched-tokens N', positive_int, "tokens in a step (default: likewise)"),
-    ('--no-prefix-caching', 'store_false', "compute every prompt whole", dict(dest='prefix_caching')),
+    ('--no-prefix-caching', 'store_false', "compute every prompt whole", dict(dest='enable_prefix_caching')),
     ('--max-model-len N', positive_int, "longest prompt and answer together"),
     ('--kv-cache-bytes N', positive_int, "most that keys and values take (default: by memory)")]
 

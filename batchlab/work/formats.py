@@ -10,7 +10,7 @@ __all__ = ['read_raw']
 
 # %% ../../nbs/40_openai.ipynb #ob000026
 import bz2, csv, gzip, io, itertools, json, lzma, os, zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -43,25 +43,21 @@ def opener_of(name: str | Path) -> Callable[..., IO[Any]]:
     return OPENERS.get(Path(name).suffix.lower(), open)
 
 # %% ../../nbs/40_openai.ipynb #ob000032
-def _need_column(names: list[str], column: str, where: str | Path) -> None:
+def _need_column(names: Sequence[str], column: str, where: str | Path) -> None:
     if column not in names:
         raise JobError(f"{where} has no column {column!r}: choose the prompt column among {', '.join(map(repr, names))[:300]}")
 
 def csv_rows(f: IO[bytes], column: str, id_column: str, where: str | Path) -> Iterator[tuple[int, tuple[Any, Any] | csv.Error]]:
     "Yield `(number, (prompt, id))` for each row of binary CSV file `f` after its header, the error for a broken one."
-    rows = csv.reader(io.TextIOWrapper(f, 'utf-8-sig', 'surrogateescape', newline=''))
     csv.field_size_limit(LONGEST_LINE)
-    names, number = next(rows, []), 0
-    _need_column(names, column, where)
-    at, id_at = names.index(column), names.index(id_column) if id_column in names else None
-    cell = lambda row, i: row[i] if i is not None and i < len(row) else None
-    while True:
+    rows = csv.DictReader(io.TextIOWrapper(f, 'utf-8-sig', 'surrogateescape', newline=''))
+    _need_column(rows.fieldnames or [], column, where)
+    for number in itertools.count(1):
         try: row = next(rows, None)
-        except csv.Error as e: row = e
-        if row is None: return
-        if row == []: continue
-        number += 1
-        yield number, row if isinstance(row, csv.Error) else (cell(row, at), cell(row, id_at))
+        except csv.Error as e: yield number, e
+        else:
+            if row is None: return
+            yield number, (row[column], row.get(id_column))
 
 def need_parquet() -> Any:
     "The module `pyarrow.parquet`. Raises `JobError` without it."
@@ -71,16 +67,15 @@ def need_parquet() -> Any:
 
 def parquet_rows(name: str | Path, column: str, id_column: str) -> Iterator[tuple[int, tuple[Any, Any]]]:
     "As `csv_rows`, of a Parquet file, whose prompts may be lists of messages too. Raises `JobError` without pyarrow."
-    pq, number = need_parquet(), 0
+    pq = need_parquet()
     from pyarrow import ArrowException
     try:
         with pq.ParquetFile(name) as f:
             names = f.schema_arrow.names
             _need_column(names, column, name)
-            for batch in f.iter_batches(256, columns=[c for c in {column: 0, id_column: 0} if c in names]):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, (row[column], row.get(id_column))
+            batches = f.iter_batches(256, columns=[*{column, id_column} & {*names}])
+            for number, row in enumerate(itertools.chain.from_iterable(batch.to_pylist() for batch in batches), 1):
+                yield number, (row[column], row.get(id_column))
     except ArrowException as e: raise JobError(f"{name} is not a Parquet file that can be read ({str(e)[:200]})") from e
 
 # %% ../../nbs/40_openai.ipynb #ob000035
@@ -113,6 +108,8 @@ def records_of(path: str | Path) -> Iterator[dict[str, Any]]:
         for _, raw in read_lines(f): yield json.loads(raw)
 
 # %% ../../nbs/40_openai.ipynb #ob000042
+OPTIONAL = {'index', 'logprobs'}      # columns that are left out if nothing is in them
+
 def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
     "Record `d` as rows of a table, one for each of its answers: dicts. `index` and `logprobs` are None where there are none."
     body = (d.get('response') or {}).get('body') or d
@@ -121,15 +118,16 @@ def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
     row = {k: d[k] for k in ('line', 'row') if k in d}
     row |= {k: None if d.get(k) is None else str(d[k]) for k in ('id', 'custom_id')}
     for c in choices:
-        text, logprobs = c['message']['content'] if 'message' in c else c.get('text'), c.get('logprobs')
-        one = row | dict(index=c['index'] if len(choices) > 1 else None, text=text, finish_reason=c.get('finish_reason'),
-                         prompt_tokens=usage.get('prompt_tokens'), completion_tokens=usage.get('completion_tokens'),
-                         error=(d['error'] or {}).get('message'), logprobs=logprobs and as_json(logprobs).decode().rstrip())
+        logprobs = c.get('logprobs')
+        one = row | dict(index=c['index'] if len(choices) > 1 else None, text=c['message']['content'] if 'message' in c else c.get('text'),
+                         finish_reason=c.get('finish_reason'), prompt_tokens=usage.get('prompt_tokens'),
+                         completion_tokens=usage.get('completion_tokens'), error=(d['error'] or {}).get('message'),
+                         logprobs=logprobs and as_json(logprobs).decode().rstrip())
         yield {k: whole(v) for k, v in one.items()}
 
 def flat(d: dict[str, Any]) -> dict[str, Any]:
     "The first answer of record `d` as a row of a table without log probabilities."
-    return {k: v for k, v in next(table_rows(d)).items() if k not in ('index', 'logprobs')}
+    return {k: v for k, v in next(table_rows(d)).items() if k not in OPTIONAL}
 
 # %% ../../nbs/40_openai.ipynb #ob000045
 def write_parquet(path: str | Path, names: list[str], rows: Iterator[dict[str, Any]]) -> None:
@@ -152,9 +150,9 @@ def table_names(journal: str | Path) -> list[str]:
     names, used = [], set()
     for row in itertools.chain.from_iterable(map(table_rows, records_of(journal))):
         names = names or [*row]
-        used |= {k for k in ('index', 'logprobs') if row[k] is not None}
-        if len(used) == 2: break
-    return [k for k in names if k not in ('index', 'logprobs') or k in used]
+        used |= {k for k in OPTIONAL if row[k] is not None}
+        if used == OPTIONAL: break
+    return [k for k in names if k not in OPTIONAL - used]
 
 def export_records(journal: str | Path, output: str | Path) -> None:
     "Write the records in `journal` to `output`, as its name says, whole or not at all. Raises `JobError`."

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import gc, hashlib, heapq, itertools, json, logging, os, random, sqlite3, sys, time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 from tqdm import tqdm
@@ -30,19 +30,17 @@ from .lines import DEFAULTS, JobLine, ParamsCache, answer_of, digest_of, failure
 from .openai import BadRequest
 
 log = logging.getLogger('batchlab')
-__getattr__ = renamed(__name__, dict(
-    BadLine='work.openai.BadRequest', options_of='work.openai.sampling_options', read_record='work.journal.read_record',
-    recover_answers='work.journal.recover_answers', json_object='work.lines.json_object', plain_options='work.lines.plain_options',
-    plain_line='work.lines.plain_line', as_json='work.formats.as_json', read_lines='work.formats.read_lines',
-    records_of='work.formats.records_of', table_rows='work.formats.table_rows', flat='work.formats.flat',
-    check_same='work.journal.check_same', batch_line='work.lines.batch_line', row_line='work.lines.row_line',
-    api_options='work.openai.parse_body', body_of='work.openai.answer_body', params_of='work.openai.request_params',
-    parquet_ready='work.formats.need_parquet', replace_file='work.journal.replace_file',
-    without_failures='work.journal.without_failures') | {
-    name: f'work.openai.{name}' for name in ('OPTIONS', 'ALIASES', 'GUIDED', 'KNOWN', 'DROPPED', 'NEUTRAL', 'INSTEAD', 'URLS', 'STATUS', 'as_messages',
-                                             'structured_of', 'form_of', 'logprobs_of', 'refuse', 'plain_text', 'one_prompt', 'is_setting',
-                                             'chat_logprobs', 'text_logprobs', 'usage_of', 'choice_of')} | {
-    name: f'work.formats.{name}' for name in ('LONGEST_LINE', 'csv_rows', 'parquet_rows', 'write_csv', 'write_parquet', 'table_names')})
+_T = TypeVar('_T')
+_MOVED = dict(
+    openai='''OPTIONS ALIASES GUIDED KNOWN DROPPED NEUTRAL INSTEAD URLS STATUS as_messages structured_of form_of logprobs_of refuse
+        plain_text one_prompt is_setting chat_logprobs text_logprobs usage_of choice_of''',
+    lines='batch_line json_object plain_line plain_options row_line',
+    formats='''LONGEST_LINE as_json csv_rows flat parquet_rows read_lines records_of table_names table_rows write_csv
+        write_parquet''',
+    journal='check_same read_record recover_answers replace_file without_failures')
+__getattr__ = renamed(__name__, {name: f'work.{module}.{name}' for module, names in _MOVED.items() for name in names.split()} | dict(
+    BadLine='work.openai.BadRequest', options_of='work.openai.sampling_options', api_options='work.openai.parse_body',
+    body_of='work.openai.answer_body', params_of='work.openai.request_params', parquet_ready='work.formats.need_parquet'))
 
 # %% auto #0
 __all__ = ['log', 'JobResult', 'Job', 'JobPlan']
@@ -106,21 +104,21 @@ class Progress:
     "Shows a `JobResult` as it changes: a bar on a terminal, else a line through `say` every `every` seconds."
     def __init__(self, result: JobResult, say: Callable[[str], object], use_tqdm: bool | None = None, every: float = 30) -> None:
         show = sys.stderr.isatty() if use_tqdm is None else use_tqdm
-        self.result, self.say, self.every, self.start = result, None if show else say, every, time.perf_counter()
+        self.result, self.say, self.every = result, say, .2 if show else every
         self.bar = tqdm(total=result.total, initial=result.done, disable=not show, file=sys.stderr, leave=False,
                         bar_format='{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}, {elapsed}{postfix}')
-        self.last = self.start
+        self.start = self.last = time.perf_counter()
 
     def update(self) -> None:
         "Show the result as it is now, if it is time for that."
         now, r = time.perf_counter(), self.result
         r.seconds = now - self.start
-        if now - self.last < (self.every if self.bar.disable else .2): return
+        if now - self.last < self.every: return
         self.last = now
         rate = f'{r.failed:,} failed, {r.rate:,.0f} tokens/s, {duration(r.left())} left'
         self.bar.set_postfix_str(rate, refresh=False)
         self.bar.update(r.done - self.bar.n)
-        if self.say: self.say(f'{r.done:,} of {r.total:,} done, {rate}')
+        if self.bar.disable: self.say(f'{r.done:,} of {r.total:,} done, {rate}')
 
     def close(self) -> None: self.bar.close()
 
@@ -144,29 +142,28 @@ def record_of(line: JobLine, out: RequestOutput, model: str, timeout: float | No
     if reason == 'timeout': return failure_of(line, 'timeout', f'not done after {timeout:g} seconds')
     return failure_of(line, 'server_error', out.error or f'ended as {reason}') if again else None
 
+# %% ../../nbs/41_jobs.ipynb #91b0aa15
 class Remarks:
-    "Tells through `say` what lines have that changes nothing, each thing once."
-    def __init__(self, say: Callable[[str], object]) -> None:
-        self.say, self.noted = say, False
+    "Tells through `say` what lines have that changes nothing, each thing once. `model`: the name of the one that answers."
+    def __init__(self, say: Callable[[str], object], model: str) -> None:
+        self.say, self.model, self.noted = say, model, False
         self.named: set[str] = set()
 
-    def keys(self, line: JobLine) -> None:
-        "Name the keys of `line` without meaning, unless they were named; after fifty no more."
-        more = {*line.ignored} - self.named
-        if not more or len(self.named) >= 50: return
-        self.named |= more
-        self.say(f"{line.where}: keys without meaning here, ignored: {', '.join(sorted(more))[:300]}")
-
-    def model(self, line: JobLine, model: str) -> None:
-        "Tell once that a line asks for another model than `model`."
-        if line.model in (None, model) or self.noted: return
-        self.noted = True
-        self.say(f'{line.where} asks for model {line.model!r:.60}: {model} answers this and all others')
+    def on(self, line: JobLine) -> None:
+        "Name the keys of `line` without meaning, up to fifty of a file, and the first model that is another."
+        if (more := {*line.ignored} - self.named) and len(self.named) < 50:
+            self.named |= more
+            self.say(f"{line.where}: keys without meaning here, ignored: {', '.join(sorted(more))[:300]}")
+        if line.model not in (None, self.model) and not self.noted:
+            self.noted = True
+            self.say(f'{line.where} asks for model {line.model!r:.60}: {self.model} answers this and all others')
 
 # %% ../../nbs/41_jobs.ipynb #91b0aa18
 def name_of(model: Any) -> str:
     "What to call `model`: its name or folder, else its class."
     return getattr(model.config, '_name_or_path', '') or type(model).__name__
+
+Admitted = tuple[JobLine, RequestGroup]
 
 class LineRunner:
     "Runs lines on `llm` as `job` says, and hands their records to `settle(line, record)`. `result` counts the tokens."
@@ -177,16 +174,14 @@ class LineRunner:
         self.again: deque[JobLine] = deque()                          # lines to try alone
         self.ended: deque[RequestOutput] = deque()
         self.retried: set[str] = set()                                # keys of lines that were tried alone
-        self.remarks = Remarks(job.say)
 
-    def admit(self, line: JobLine) -> RequestGroup | None:
-        "The request of `line`; None, with the line settled, if it can't run."
+    def admit(self, line: JobLine) -> Admitted | None:
+        "`line` and its request; None, with the line settled, if it can't run."
         group = None if line.failure else admit_line(self.llm, line, self.params, self.on_event)
-        self.remarks.model(line, self.model)
         if line.failure: self.settle(line, failure_of(line, *line.failure))
-        return group
+        return group and (line, group)
 
-    def submit(self, items: list[tuple[JobLine, RequestGroup]]) -> None:
+    def submit(self, items: list[Admitted]) -> None:
         "Hand requests to the engine; their time begins."
         for line, group in items:
             group.start = time.perf_counter()
@@ -214,8 +209,7 @@ class LineRunner:
 
     def retry(self) -> None:
         "Run the next line that waits for it once more, by itself."
-        line = self.again.popleft()
-        if group := self.admit(line): self.submit([(line, group)])
+        if item := self.admit(self.again.popleft()): self.submit([item])
 
     def abandon(self) -> None:
         "Take back from the engine what it still runs."
@@ -225,38 +219,34 @@ class LineRunner:
 
 # %% ../../nbs/41_jobs.ipynb #730fd72f
 class Run:
-    "One run of `job` with `llm` between open files: lines that `book` has no answer of go in, records to `answers` and `errors`."
-    def __init__(self, job: Job, llm: Any, book: Ledgerbook, result: JobResult, answers: AnswerFile, errors: AnswerFile) -> None:
-        self.job, self.llm, self.book, self.result = job, llm, book, result
+    """One run of `job`: lines that `book` has no answer of go in, their records to `outbox`. `llm`: says how many run at a time.
+
+    What runs the lines is a subclass's business: its `steps` yields after each step."""
+    def __init__(self, job: Job, llm: Any, book: Ledgerbook, outbox: Outbox) -> None:
+        self.job, self.llm, self.book, self.outbox, self.result = job, llm, book, outbox, job.result
         self.room = llm.limits.max_num_seqs * (5 if llm.strategy == 'continuous' else 16) // 4 + 1
-        self.outbox, self.remarks = Outbox(answers, errors, job.ordered), Remarks(job.say)
-        self.runner: LineRunner | None = None
+        self.remarks = Remarks(job.say, job.model_name or name_of(llm.model))
         self.new_errors = 0                                   # failures of this run
         self.trouble: JobError | None = None                  # what ended the input early
-
-    @property
-    def held(self) -> dict[int, Any]:
-        "Records that wait for their turn, by line number."
-        return self.outbox.held
 
     def lines(self) -> Iterator[JobLine]:
         "Yield each line without an answer. What ends the input early is kept as `trouble`."
         try:
             for line in self.job.lines(self.book):
-                self.remarks.keys(line)
+                self.remarks.on(line)
                 yield line
         except JobError as e: self.trouble = e
 
-    def requests(self, runner: LineRunner) -> Iterator[tuple[JobLine, RequestGroup]]:
-        "Yield what can run in a good order, block by block."
+    def in_order(self, begin: Callable[[JobLine], _T | None], outlines: Callable[[list[_T]], list[tuple[list[int], int]]]) -> Iterator[_T]:
+        """Yield what `begin` makes of each line, in a good order, block by block.
+
+        `begin`: gives None for a line that can't run, and settles it. `outlines`: makes a block into rows for `good_order`."""
         lines = self.lines()
         while block := [*itertools.islice(lines, self.job.look_ahead)]:
             self.outbox.expect(line.number for line in block)
-            good = [(line, group) for line in block if (group := runner.admit(line))]
+            good = [x for line in block if (x := begin(line))]
             self.flush()
-            group_waves(self.llm, [group for _, group in good])
-            order = good_order([(group.prompt_token_ids or [], group.requests[0].max_len) for _, group in good])
-            waiting = dict(enumerate(good))
+            order, waiting = good_order(outlines(good)), dict(enumerate(good))
             del good
             for i in order: yield waiting.pop(i)              # not kept to the block's end
 
@@ -275,30 +265,45 @@ class Run:
             raise JobError(f'stopped: more than {self.job.max_errors:,} requests failed; the same command goes on, '
                            '--retry-errors tries the failed again', 1)
 
-    def fill(self, runner: LineRunner, source: Iterator[tuple[JobLine, RequestGroup]]) -> bool:
+    def steps(self) -> Generator[None, None, None]:
+        "Run the lines; yields after each step. Closed early, it leaves nothing running."
+        raise NotImplementedError
+
+    def loop(self, progress: Progress) -> None:
+        "Run to the end of the input. Raises `JobError`."
+        with closing(self.steps()) as steps:
+            for _ in steps:
+                self.flush()
+                progress.update()
+        self.flush()
+        if self.trouble: raise self.trouble
+
+# %% ../../nbs/41_jobs.ipynb #a7d41e41
+class LocalRun(Run):
+    "A run of `job` with the engine `llm`."
+    def outlines(self, items: list[Admitted]) -> list[tuple[list[int], int]]:
+        "Prompt ids and most tokens of each of a block of `items`, which share what they can."
+        groups = [group for _, group in items]
+        group_waves(self.llm, groups)
+        return [(group.prompt_token_ids or [], group.requests[0].max_len) for group in groups]
+
+    def fill(self, runner: LineRunner, source: Iterator[Admitted]) -> bool:
         "Hand the engine what it has room for, or a line that waits to be tried alone. Whether there is anything to run."
-        room = self.room - len(runner.live) if len(self.held) < 4 * self.job.look_ahead else 0
+        room = self.room - len(runner.live) if len(self.outbox.held) < 4 * self.job.look_ahead else 0
         if items := [*itertools.islice(source, max(0, room))]: runner.submit(items)
         busy = bool(runner.live or runner.again)
         if not runner.live and runner.again: runner.retry()
         return busy
 
-    def loop(self, progress: Progress) -> None:
-        "Run to the end of the input. Raises `JobError`."
-        runner = self.runner = LineRunner(self.job, self.llm, self.result, self.settle)
-        source = self.requests(runner)
-        while self.fill(runner, source):
-            self.llm.step()
-            runner.collect()
-            self.flush()
-            progress.update()
-        self.flush()
-        if self.trouble: raise self.trouble
-
-    def abandon(self) -> None:
-        "Take back from the engine what it still runs, and let go of it."
-        if self.runner: self.runner.abandon()
-        self.runner = None
+    def steps(self) -> Generator[None, None, None]:
+        runner = LineRunner(self.job, self.llm, self.result, self.settle)
+        source = self.in_order(runner.admit, self.outlines)
+        try:
+            while self.fill(runner, source):
+                self.llm.step()
+                runner.collect()
+                yield
+        finally: runner.abandon()
 
 # %% ../../nbs/41_jobs.ipynb #5a87dac4
 def check_paths(input: str | Path, output: str | Path | None, error_file: str | Path | None, retry: bool = False) -> None:
@@ -422,30 +427,28 @@ class Job:
             book, unsorted = recover(self.output, self.error_file, self.settings(), self.force, self.retry_errors)
             self.retry_errors = False
             r = self.result = survey(self.raw(), book, self.input, self.force)
-            if r.done < r.total:
-                with ExitStack() as files: self._go(llm() if callable(llm) else llm, book, files)
+            if r.done < r.total: self._go(llm() if callable(llm) else llm, book)
             if self.ordered and unsorted:
                 for path in (journal, self.error_file):
                     if path and Path(path).exists(): sort_records(path)
             if r.done and journal != str(self.output): export_records(journal, self.output)
         return r
 
-    def begin(self, llm: Any, book: Ledgerbook, answers: AnswerFile, errors: AnswerFile) -> Run:
-        "The `Run` of this job with `llm`, between files that are open."
-        return Run(self, llm, book, self.result, answers, errors)
+    def begin(self, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run:
+        "The `Run` of this job with `llm`; the files of `outbox` are open."
+        return LocalRun(self, llm, book, outbox)
 
-    def _go(self, llm: Any, book: Ledgerbook, stack: ExitStack) -> None:
+    def _go(self, llm: Any, book: Ledgerbook) -> None:
         assert self.output is not None
         if self.output != '-': write_settings(f'{self.output}.job', self.settings() | dict(model=model_digest(llm)), self.force)
-        open_file = lambda p: stack.enter_context(closing(StandardOutput() if p == '-' else AnswerFile(p)))
-        files = [open_file(p) for p in (journal_of(self.output), self.error_file) if p]
-        run = self.begin(llm, book, files[0], files[-1])
-        stack.callback(run.abandon)
-        stack.enter_context(frozen_heap())
-        progress = stack.enter_context(closing(Progress(self.result, self.say, self.use_tqdm)))
-        try: run.loop(progress)
-        except sqlite3.Error as e:
-            raise JobError(f"can't keep count in the folder for temporary files ({e}): make room, and run again", 1) from e
+        with ExitStack() as stack:
+            open_file = lambda p: stack.enter_context(closing(StandardOutput() if p == '-' else AnswerFile(p)))
+            files = [open_file(p) for p in (journal_of(self.output), self.error_file) if p]
+            stack.enter_context(frozen_heap())
+            progress = stack.enter_context(closing(Progress(self.result, self.say, self.use_tqdm)))
+            try: self.begin(llm, book, Outbox(files[0], files[-1], self.ordered)).loop(progress)
+            except sqlite3.Error as e:
+                raise JobError(f"can't keep count in the folder for temporary files ({e}): make room, and run again", 1) from e
 
     def dry_run(self) -> JobPlan:
         "A `JobPlan` without a model: which lines can't be read. Writes nothing."
@@ -564,8 +567,8 @@ def plan_with_model(lines: Iterable[JobLine], llm: LLM, given: dict[str, Any] | 
         p.add(group, sharing(seen, ids))
         push = heapq.heappush if len(longest) < most else heapq.heappushpop
         push(longest, (r.max_len, i, ids, r.max_tokens))
-        at = i if len(some) < most else rng.randrange(i + 1)
-        if at < most: some[at:at + 1] = [ids]
+        if len(some) < most: some.append(ids)
+        elif (at := rng.randrange(p.requests)) < most: some[at] = ids
     if not p.requests: return p
     p.memory = llm.plan([ids for *_, ids, _ in longest], [SamplingParams(max_tokens=n) for *_, n in longest])
     if calibrate: p.prompt_rate, p.output_rate = rates(llm, some)

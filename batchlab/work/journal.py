@@ -42,8 +42,7 @@ class AnswerFile:
         except OSError as e:
             done = data[:done].rfind(b'\n') + 1
             with suppress(OSError): os.ftruncate(self.fd, self.size + done)
-            why = e.strerror or e
-            raise JobError(f"can't write {self.path} ({why}): make room, and the same command goes on", 1) from e
+            raise JobError(f"can't write {self.path} ({e.strerror or e}): make room, and the same command goes on", 1) from e
         finally: self.size += done
 
     def sync(self) -> None:
@@ -118,8 +117,7 @@ class Ledgerbook:
 
     def claim(self, custom_id: str | int, number: int) -> int | None:
         "Let line `number` have `custom_id`; the number of the line that has it already, or None."
-        key = repr(custom_id).encode()
-        if len(key) > 60: key = hashlib.blake2b(key, digest_size=16).digest()
+        key = hashlib.blake2b(repr(custom_id).encode(), digest_size=16).digest()
         if self.db.execute('insert or ignore into ids values (?, ?)', (key, number)).rowcount: return None
         return self.db.execute('select number from ids where id = ?', (key,)).fetchone()[0]
 

@@ -85,12 +85,22 @@ def plain_options(d: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     return options, tuple(k for k in beside if k not in own)
 
 # %% ../../nbs/40_openai.ipynb #ob000013
+ANOTHER_FORM = ('{} in a file that is read as {}, by its first good line or by --format: '
+                'give it a file of its own, for batchlab run')
+
+def form_of_keys(d: dict[str, Any]) -> str | None:
+    "'batch' or 'plain', as the keys of `d` say, or None."
+    if d.keys() & {'body', 'url'}: return 'batch'
+    return 'plain' if d.keys() & {'prompt', 'messages'} else None
+
 def plain_line(line: JobLine, d: dict[str, Any]) -> None:
     "Fill `line` from `d`, an object with `prompt` or `messages`. Raises `BadRequest`."
-    line.ids = {k: d[k] for k in ('id', 'custom_id') if isinstance(d.get(k), (str, int))}
-    for k in ('id', 'custom_id'):
-        if k not in line.ids and d.get(k) is not None: raise BadRequest(f'{k} must be a string or a whole number, got {d[k]!r:.60}')
+    ids = {k: d[k] for k in ('id', 'custom_id') if d.get(k) is not None}
+    line.ids = {k: v for k, v in ids.items() if isinstance(v, (str, int))}
+    for k, v in ids.items():
+        if k not in line.ids: raise BadRequest(f'{k} must be a string or a whole number, got {v!r:.60}')
     if ('prompt' in d) == ('messages' in d):
+        if form_of_keys(d) == 'batch' and 'prompt' not in d: raise BadRequest(ANOTHER_FORM.format('a line of the Batch API', 'plain lines'))
         raise BadRequest(f"expected one of prompt and messages, got {'both' if 'prompt' in d else 'neither'}")
     if 'messages' in d: line.messages = as_messages(d['messages'])
     else: line.prompt = one_prompt(d['prompt'])
@@ -99,7 +109,9 @@ def plain_line(line: JobLine, d: dict[str, Any]) -> None:
 
 def batch_line(line: JobLine, d: dict[str, Any]) -> None:
     "Fill `line` from `d`, an object of the Batch API. Raises `BadRequest`."
-    line.ids = dict(custom_id=custom_id_of(d))
+    plain = form_of_keys(d) == 'plain'
+    if 'custom_id' in d or not plain: line.ids = dict(custom_id=custom_id_of(d))
+    if plain: raise BadRequest(ANOTHER_FORM.format('a plain line', 'lines of the Batch API'))
     line.kind, body = endpoint_of(d), d.get('body')
     if not isinstance(body, dict): raise BadRequest(f'body must be an object, got {body!r:.60}')
     line.ignored, line.model = keys_beside(d), body.get('model')
@@ -175,8 +187,7 @@ def guess_form(name: str | Path) -> str:
     "'plain' if file `name` is a table, or JSONL whose first good line has a prompt or messages; else 'batch'."
     if file_kind(name) != 'jsonl': return 'plain'
     for _, raw in itertools.islice(read_raw(name), 100):
+        assert isinstance(raw, bytes)
         with suppress(BadRequest):
-            keys = json_object(raw, strict=False).keys() if isinstance(raw, bytes) else set()
-            if keys & {'body', 'url'}: break
-            if keys & {'prompt', 'messages'}: return 'plain'
+            if form := form_of_keys(json_object(raw, strict=False)): return form
     return 'batch'

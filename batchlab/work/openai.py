@@ -40,10 +40,10 @@ def structured_of(form: Any) -> dict[str, Any] | None:
 # %% ../../nbs/40_openai.ipynb #oa000017
 OPTIONS = {f.name for f in fields(SamplingParams)} - {'logprobs', 'prompt_logprobs', 'detokenize'}
 ALIASES = dict(max_completion_tokens='max_tokens', max_new_tokens='max_tokens')
-GUIDED = dict(guided_json='json', guided_regex='regex', guided_choice='choice', guided_grammar='grammar')
+GUIDED = {f'guided_{form}': form for form in ('json', 'regex', 'choice', 'grammar')}
 KNOWN = OPTIONS | {*ALIASES, *GUIDED, 'response_format', 'logprobs', 'top_logprobs'}
-DROPPED = {'model', 'user', 'metadata', 'store', 'service_tier', 'safety_identifier', 'prompt_cache_key',
-           'prompt_cache_retention', 'prediction', 'parallel_tool_calls', 'stream_options', 'request_id'}
+DROPPED = {*'''model user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction
+    parallel_tool_calls stream_options request_id'''.split()}
 NEUTRAL = dict(stream=[False], echo=[False], best_of=[1], suffix=[''], tools=[[]], functions=[[]], modalities=[['text']],
                tool_choice=['none', 'auto'], function_call=['none', 'auto'], detokenize=[True])
 
@@ -71,16 +71,21 @@ def logprobs_of(given: dict[str, Any], chat: bool) -> Any:
     return (top or 0) if wanted else None
 
 # %% ../../nbs/40_openai.ipynb #oa000025
-INSTEAD = dict(
-    do_sample='temperature, which is greedy at 0', num_return_sequences='n', eos_token_id='stop_token_ids',
-    system='messages with one of role system, or --system', bad_words_ids='bad_words', repeat_penalty='repetition_penalty',
-    **dict.fromkeys(('max_length', 'max_output_tokens', 'max_tokens_to_sample', 'n_predict', 'num_predict'), 'max_tokens'),
-    **dict.fromkeys(('min_length', 'min_new_tokens'), 'min_tokens'), random_seed='seed', sampling_seed='seed',
-    **dict.fromkeys(('stop_sequences', 'stop_strings', 'stop_words'), 'stop'),
-    **dict.fromkeys(('json_schema', 'regex', 'ebnf', 'grammar', 'format'), 'structured_outputs'),
-    **dict.fromkeys(('prompt_token_ids', 'input_ids'), 'prompt, which may be a list of token ids'))
+ADVICE = {                                     # what to give: instead of which parameters
+    'max_tokens': 'max_length max_output_tokens max_tokens_to_sample n_predict num_predict',
+    'min_tokens': 'min_length min_new_tokens',
+    'n': 'num_return_sequences',
+    'seed': 'random_seed sampling_seed',
+    'temperature, which is greedy at 0': 'do_sample',
+    'repetition_penalty': 'repeat_penalty',
+    'stop': 'stop_sequences stop_strings stop_words',
+    'stop_token_ids': 'eos_token_id',
+    'bad_words': 'bad_words_ids',
+    'structured_outputs': 'json_schema regex ebnf grammar format',
+    'prompt, which may be a list of token ids': 'prompt_token_ids input_ids',
+    'messages with one of role system, or --system': 'system'}
+INSTEAD = {name: advice for advice, names in ADVICE.items() for name in names.split()}
 
-@lru_cache(4096)
 def plain_name(k: str) -> str:
     "Key `k` in small letters with underscores: `maxTokens` and `max-tokens` are `max_tokens`."
     return re.sub('([a-z])([A-Z])', r'\1_\2', k).replace('-', '_').lower()
@@ -144,9 +149,10 @@ def as_messages(messages: Any, system: str | None = None) -> list[dict[str, Any]
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
         raise BadRequest(f'messages must be a list of at least one object with role and content, got {messages!r:.60}')
     out = [m | dict(content=plain_text(m.get('content'), f'message {i}')) for i, m in enumerate(messages)]
-    out = [m | dict(role='system') if m.get('role') == 'developer' else m for m in out]
-    if system is None or out[0].get('role') == 'system': return out
-    return [dict(role='system', content=system), *out]
+    for m in out:
+        if m.get('role') == 'developer': m['role'] = 'system'
+    if system is not None and out[0].get('role') != 'system': out.insert(0, dict(role='system', content=system))
+    return out
 
 # %% ../../nbs/40_openai.ipynb #oa000038
 def one_prompt(prompt: Any) -> str | list[int]:
@@ -235,7 +241,7 @@ def text_logprobs(c: CompletionOutput) -> dict[str, Any] | None:
     tokens = [l.decoded_token or '' for l in chosen]
     top = [{l.decoded_token or str(i): _number(l.logprob) for i, l in step.items()} for step in c.logprobs]
     return dict(tokens=tokens, token_logprobs=[_number(l.logprob) for l in chosen], top_logprobs=top,
-                text_offset=[*itertools.accumulate(map(len, tokens[:-1]), initial=0)] if tokens else [])
+                text_offset=[*itertools.accumulate(map(len, tokens), initial=0)][:-1])
 
 # %% ../../nbs/40_openai.ipynb #oa000060
 def usage_of(out: RequestOutput) -> dict[str, Any]:

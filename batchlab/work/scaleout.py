@@ -8,13 +8,13 @@ __all__ = ['BatchLLM', 'Pool', 'RayJob', 'shards', 'run_jobs', 'run_on_ray']
 # %% ../../nbs/44_scaleout.ipynb #d6a214be
 import asyncio, itertools, json, math, os, re, signal, socket, threading, time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np, psutil, torch
 
@@ -23,8 +23,8 @@ from ..errors import BatchlabError
 from ..llm import LLM
 from ..errors import JobError
 from .formats import flat
-from .jobs import Job, JobResult, LineRunner, Progress, Run, good_order, model_digest, name_of
-from .journal import AnswerFile, Ledgerbook, check_same
+from .jobs import Job, JobResult, LineRunner, Run, model_digest, name_of
+from .journal import Ledgerbook, Outbox, check_same
 from .lines import JobLine, failure_of, parse_line
 from .openai import OPTIONS, is_setting
 
@@ -48,8 +48,7 @@ class LineQueue(LineRunner):
         with self.lock:
             self.collect()
             while self.waiting and not self.again and self.retried.isdisjoint(self.live):
-                line = self.waiting.popleft()
-                if group := self.admit(line): self.submit([(line, group)])
+                if item := self.admit(self.waiting.popleft()): self.submit([item])
             if self.again and not self.live: self.retry()
 
     def run(self, lines: list[JobLine], done: Callable[[], object]) -> None:
@@ -80,14 +79,14 @@ def _jsonable(x: Any) -> Any:
 
 def line_of(number: int, row: dict, prompt_column: str = 'prompt', chat: bool = False, system: str | None = None) -> JobLine:
     "The `JobLine` of `row`, a dict: of the Batch API, or with `messages` or a prompt. What is wrong is its failure."
-    read = {'custom_id', 'url', 'body', 'messages', prompt_column, *OPTIONS}
-    if row.keys() >= {'url', 'body'}: read |= {k for k in row if is_setting(k, None)}                       # refused beside the body
+    read, batch = {'custom_id', 'url', 'body', 'messages', prompt_column, *OPTIONS}, {'url', 'body'}
+    if row.keys() >= batch: read |= {k for k in row if is_setting(k, None)}                                 # refused beside the body
     try: plain = json.loads(json.dumps({k: row[k] for k in row if k in read}, default=_jsonable))
     except (TypeError, ValueError, RecursionError) as e:
         return JobLine(number, f'{number:08x}', unit='row', failure=('invalid_request', f'the row can not be read: {e}'))
     whole = lambda v: int(v) if isinstance(v, float) and v.is_integer() else v      # a column with a gap is made of floats
     given: dict[str, Any] = {k: whole(v) for k, v in plain.items() if v is not None and v == v}
-    if 'body' in given and 'url' in given:
+    if given.keys() >= batch:
         with suppress(TypeError, ValueError, RecursionError): given['body'] = json.loads(given['body'])
         line = parse_line(number, json.dumps(given).encode())
     else:
@@ -138,13 +137,13 @@ def import_ray(address: str | None = None) -> Any:
     return ray
 
 # %% ../../nbs/44_scaleout.ipynb #97ba9b66
-def _start(ray: Any, address: str | None, resources: dict, tries: int = 3) -> Any:
+def _start(ray: Any, address: str | None, resources: dict) -> Any:
     "Start or join a cluster. A machine that is busy may need longer than Ray allows its own parts: then again."
     if m := re.fullmatch(r'(.+):(\d+)', str(address).removeprefix('ray://')):      # Ray would try for many minutes
         try: socket.create_connection((m[1], int(m[2])), 10).close()
         except OSError as e: raise JobError(f'no Ray cluster can be reached at {address!r} ({e.strerror or e})') from e
     where = dict(address=address) if address else dict(address='local', include_dashboard=False, object_store_memory=2**28, **resources)
-    for left in reversed(range(tries)):
+    for left in (2, 1, 0):
         try: return ray.init(log_to_driver=False, logging_level='ERROR', **where)
         except Exception as e:
             ray.shutdown()
@@ -220,18 +219,22 @@ class WorkerHandle:
     info: WorkerInfo | None = None
     sent: dict[int, float] = field(default_factory=dict)
 
+    def begin(self, job: Job) -> None:
+        "Have the worker work for `job`, if it has its model."
+        if self.info: self.ref = self.actor.begin.remote(job)
+
     def exchange(self, lines: list[JobLine]) -> None:
         "Send `lines`, and ask for what is done."
         self.sent |= {line.number: time.monotonic() for line in lines}
         self.ref = self.actor.exchange.remote(lines)
 
 # %% ../../nbs/44_scaleout.ipynb #22b0aa01
-def resources_for(workers: int, device: str, num_cpus: float | None, num_gpus: float | None, there: dict,
+def resources_for(workers: int, device: str, num_cpus: float | None, num_gpus: float | None,
                   nodes: list[dict]) -> tuple[float, float, str]:
     """`(num_cpus, num_gpus, device)` of each of `workers`; None takes its share, 'auto' a GPU if there is one for each.
 
-    `there`: resources of the cluster, by Ray's names; `nodes`: of each machine. Raises `JobError` if one machine has fewer."""
-    gpus, cpus = there.get('GPU', 0), there.get('CPU', 1)
+    `nodes`: resources of each machine, by Ray's names. Raises `JobError` if a single machine has fewer."""
+    gpus, cpus = (sum(r.get(name, 0) for r in nodes) for name in ('GPU', 'CPU'))
     if num_gpus is None: num_gpus = int(device.startswith(('auto', 'cuda')) and gpus >= workers)
     smallest = min((r['CPU'] for r in nodes if r.get('CPU')), default=1)
     if num_cpus is None: num_cpus = max(1, int(min(cpus // workers, smallest)))
@@ -241,14 +244,8 @@ def resources_for(workers: int, device: str, num_cpus: float | None, num_gpus: f
     return num_cpus, num_gpus, ('cuda' if num_gpus else 'cpu') if device == 'auto' else device
 
 # %% ../../nbs/44_scaleout.ipynb #e27934db
-class Pool:
-    """`workers` engines on Ray; entered, they load the model. `num_cpus`, `num_gpus`: of each, None takes its share.
-
-    `llm`: arguments of `LLM`. `address`: of the cluster, see `ray_session`. Raises `JobError`."""
-    info: WorkerInfo | None = None               # of the first worker that has its model
-    job: Job | None = None                       # what workers do now
-    deaths = 0                                   # since the last answer
-
+class Workers:
+    "The workers of a `Pool` as Ray has them: started, stopped, and asked what they have to give."
     def __init__(self, workers: int = 2, num_cpus: float | None = None, num_gpus: float | None = None,
                  address: str | None = None, llm: dict | None = None, say: Callable[[str], object] = print) -> None:
         if workers < 1: raise JobError(f'workers must be at least 1, got {workers}')
@@ -258,14 +255,14 @@ class Pool:
         model = self.llm.get('model')
         if model and os.path.exists(model): self.llm['model'] = os.path.abspath(model)      # wherever a worker is
 
-    def __enter__(self) -> 'Pool':
+    def __enter__(self) -> Self:
         self.__exit__()                          # entered again, it begins anew
-        own = None if self.address else max(os.cpu_count() or 1, math.ceil(self.workers * (self.num_cpus or 1)))
+        cores = max(os.cpu_count() or 1, math.ceil(self.workers * (self.num_cpus or 1)))
         with ExitStack() as stack:
-            self.ray = stack.enter_context(ray_session(self.address, num_cpus=own))
+            self.ray = stack.enter_context(ray_session(self.address, num_cpus=cores))
             nodes = [n['Resources'] for n in self.ray.nodes() if n['Alive']]
-            self.num_cpus, self.num_gpus, self.llm['device'] = resources_for(self.workers, str(self.llm.get('device') or 'auto'),
-                self.num_cpus, self.num_gpus, self.ray.cluster_resources(), nodes)
+            self.num_cpus, self.num_gpus, self.llm['device'] = resources_for(
+                self.workers, str(self.llm.get('device') or 'auto'), self.num_cpus, self.num_gpus, nodes)
             self.handles = [self.start_worker() for _ in range(self.workers)]
             self.stack = stack.pop_all()
         return self
@@ -284,16 +281,24 @@ class Pool:
     def stop_worker(self, handle: WorkerHandle) -> None:
         with suppress(Exception): self.ray.kill(handle.actor)
 
-    def returned(self, timeout: float = 1.) -> list[tuple[WorkerHandle, Any]]:
-        "`[(handle, value or exception)]` of calls that have come back, after at most `timeout` seconds."
+    def returned(self) -> list[tuple[WorkerHandle, Any]]:
+        "`[(handle, value or exception)]` of calls that have come back, after at most a second."
         calls, got = {handle.ref: handle for handle in self.handles if handle.ref is not None}, []
-        ready = self.ray.wait([*calls], timeout=timeout)[0] if calls else []
-        if ready: ready = self.ray.wait([*calls], num_returns=len(calls), timeout=0)[0]      # all that are there
-        for ref in ready:
+        if not calls or not self.ray.wait([*calls], timeout=1.)[0]: return got
+        for ref in self.ray.wait([*calls], num_returns=len(calls), timeout=0)[0]:            # all that are there
             calls[ref].ref = None
             try: got.append((calls[ref], self.ray.get(ref)))
             except self.ray.exceptions.RayError as e: got.append((calls[ref], e))
         return got
+
+# %% ../../nbs/44_scaleout.ipynb #c9ff10bd
+class Pool(Workers):
+    """`workers` engines on Ray; entered, they load the model. `num_cpus`, `num_gpus`: of each, None takes its share.
+
+    `llm`: arguments of `LLM`. `address`: of the cluster, see `ray_session`. Raises `JobError`."""
+    info: WorkerInfo | None = None               # of the first worker that has its model
+    job: Job | None = None                       # what workers do now
+    deaths = 0                                   # since the last answer
 
     def events(self) -> Iterator[tuple[WorkerHandle, Any]]:
         """Yield `(handle, value)` of each call that has come back; the value is None if the worker died, and then another is
@@ -326,7 +331,7 @@ class Pool:
         if model_digest(info) != model_digest(self.info):
             raise JobError('workers have different models (weights, quantization or chat template): put the same files on all machines')
         handle.info = info
-        if self.job: handle.ref = handle.actor.begin.remote(self.job)
+        if self.job: handle.begin(self.job)
 
     def ready(self) -> WorkerInfo:
         "Wait for the first worker to have its model, and say what it has."
@@ -400,22 +405,18 @@ class Dispatcher:
 # %% ../../nbs/44_scaleout.ipynb #bd932ff3
 class RayRun(Run):
     "A run of `job` by all workers of `pool`."
-    def __init__(self, job: 'RayJob', pool: Pool, book: Ledgerbook, result: JobResult, answers: AnswerFile, errors: AnswerFile) -> None:
-        super().__init__(job, pool.ready(), book, result, answers, errors)
-        job.model_name = job.model_name or pool.ready().name
-        self.pool, full = pool, lambda: len(self.held) >= 4 * job.look_ahead
-        self.dispatcher = Dispatcher(self.readable(), pool.handles, self.room, job.backup_after, full)
+    def __init__(self, job: 'RayJob', pool: Pool, book: Ledgerbook, outbox: Outbox) -> None:
+        info = pool.ready()
+        job.model_name = job.model_name or info.name
+        super().__init__(job, info, book, outbox)
+        source = self.in_order(self.readable, lambda lines: [outline(line, job.sampling_params) for line in lines])
+        full = lambda: len(outbox.held) >= 4 * job.look_ahead
+        self.pool, self.dispatcher = pool, Dispatcher(source, pool.handles, self.room, job.backup_after, full)
 
-    def readable(self) -> Iterator[JobLine]:
-        "Yield each line that can be sent, in a good order, block by block."
-        lines = self.lines()
-        while block := [*itertools.islice(lines, self.job.look_ahead)]:
-            self.outbox.expect(line.number for line in block)
-            for line in block:
-                if line.failure: self.settle(line, failure_of(line, *line.failure))
-            self.flush()
-            good = [line for line in block if not line.failure]
-            for i in good_order([outline(line, self.job.sampling_params) for line in good]): yield good[i]
+    def readable(self, line: JobLine) -> JobLine | None:
+        "`line`; None, with the line settled, if it can't be sent."
+        if not line.failure: return line
+        self.settle(line, failure_of(line, *line.failure))
 
     def on_records(self, handle: WorkerHandle, records: list[tuple[int, dict]]) -> None:
         "Settle what the worker of `handle` has done, and count its tokens, unless it is settled already."
@@ -432,13 +433,12 @@ class RayRun(Run):
         if line := self.dispatcher.take_back(handle):
             self.settle(line, failure_of(line, 'server_error', 'the worker died with this request alone'))
 
-    def loop(self, progress: Progress) -> None:
-        "Run to the end of the input. Raises `JobError`."
+    def steps(self) -> Generator[None, None, None]:
         job, pool, dispatcher = self.job, self.pool, self.dispatcher
         pool.job = Job('-', sampling_params=job.sampling_params, timeout=job.timeout, model_name=job.model_name)
         for handle in pool.handles:
-            handle.sent = {}
-            if handle.info: handle.ref = handle.actor.begin.remote(pool.job)
+            handle.sent = {}                     # what it still has of another job, it drops as it begins this one
+            handle.begin(pool.job)
         while dispatcher.more or dispatcher.unanswered:
             for handle in pool.handles:
                 if handle.info and handle.ref is None:
@@ -447,12 +447,7 @@ class RayRun(Run):
             for handle, got in pool.events():
                 if got is None: self.on_worker_death(handle)
                 else: self.on_records(handle, got)
-            self.flush()
-            progress.update()
-        self.flush()
-        if self.trouble: raise self.trouble
-
-    def abandon(self) -> None: "Nothing to do here: the next job, or the end of the pool, takes the lines from the workers."
+            yield
 
 # %% ../../nbs/44_scaleout.ipynb #bb72a3d6
 @dataclass
@@ -468,8 +463,7 @@ class RayJob(Job):
             return self.pool.ready()             # a `WorkerInfo`, which has what `Job` reads of an `LLM`
         return super().run(ready)
 
-    def begin(self, llm: Any, book: Ledgerbook, answers: AnswerFile, errors: AnswerFile) -> RayRun:
-        return RayRun(self, self.pool, book, self.result, answers, errors)
+    def begin(self, llm: Any, book: Ledgerbook, outbox: Outbox) -> RayRun: return RayRun(self, self.pool, book, outbox)
 
 # %% ../../nbs/44_scaleout.ipynb #86301dc3
 def shards(job: Job) -> list[Job]:
