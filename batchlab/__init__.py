@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _lazy = {'LLM': 'llm', 'RequestOutput': 'outputs', 'CompletionOutput': 'outputs', 'SamplingParams': 'sampling',
-         'StructuredOutputsParams': 'sampling', 'load_model': 'models', 'BatchlabError': 'errors'}
-__all__ = ['LLM', 'RequestOutput', 'CompletionOutput', 'SamplingParams', 'StructuredOutputsParams', 'load_model',
+         'StructuredOutputsParams': 'sampling', 'AsyncLLM': 'async_llm', 'load_model': 'models', 'BatchlabError': 'errors'}
+__all__ = ['LLM', 'RequestOutput', 'CompletionOutput', 'SamplingParams', 'StructuredOutputsParams', 'AsyncLLM', 'load_model',
            'BatchlabError']
 
 if TYPE_CHECKING:
+    from .async_llm import AsyncLLM
     from .llm import LLM
     from .outputs import CompletionOutput, RequestOutput
     from .errors import BatchlabError

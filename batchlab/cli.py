@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import argparse, contextlib, json, logging, math, os, re, signal, stat, sys, threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +18,7 @@ from .work.flags import parse_args
 if TYPE_CHECKING:      # the command line is quick since it imports these only when it runs something
     from batchlab.llm import LLM
     from batchlab.outputs import CompletionOutput, RequestOutput
+    from batchlab.storage import Kept
     from batchlab.work.jobs import Job, JobResult
     from batchlab.work.lines import JobLine
 
@@ -436,6 +437,30 @@ def view_trace(args: argparse.Namespace, llm: LLM | None = None) -> int:
     if args.open and not open_page(path): note(f'no browser found here: open {path} in one')
     return 0
 
+# %% ../nbs/43_cli.ipynb #fd786c93
+def print_kept(found: Iterable[Kept]) -> None:
+    "One line for each of `found`, and their sum."
+    found = list(found)
+    for k in found: print(f'{k.nbytes / 1e6:9,.1f} MB  {k.name}  {k.path}')
+    print(f'{sum(k.nbytes for k in found) / 1e6:9,.1f} MB in all')
+
+def manage_models(args: argparse.Namespace, llm: LLM | None = None) -> int:
+    "Run `batchlab models`. Returns the exit status. Raises `BatchlabError`."
+    from batchlab.storage import kept, remove
+    if args.what == 'rm' and not args.name: raise JobError('no name: `batchlab models` lists what can be removed')
+    if args.what == 'list': print_kept(k for k in kept() if k.kind == 'model')
+    if args.what == 'rm': print_kept(remove(args.name))
+    if args.what == 'pull':
+        from batchlab.fetching import find_model
+        print(find_model(args.name))
+    return 0
+
+def manage_cache(args: argparse.Namespace, llm: LLM | None = None) -> int:
+    "Run `batchlab cache`. Returns the exit status."
+    from batchlab.storage import cache_dir, clear, kept
+    print_kept(clear() if args.what == 'clear' else [k for k in kept() if k.path.is_relative_to(cache_dir())])
+    return 0
+
 # %% ../nbs/43_cli.ipynb #238aecb1
 def main(argv: Sequence[str] | None = None, llm: LLM | None = None) -> int:
     "The command `batchlab`; `argv` without the program's name. Returns the exit status, having said what went wrong."
@@ -452,7 +477,7 @@ def main(argv: Sequence[str] | None = None, llm: LLM | None = None) -> int:
 # %% ../nbs/43_cli.ipynb #da178f3b
 def call(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run the command that `args` is for. Returns the exit status."
-    commands = dict(generate=generate, run=run_job, plan=plan_job, view=view_trace)
+    commands = dict(generate=generate, run=run_job, plan=plan_job, view=view_trace, models=manage_models, cache=manage_cache)
     if args.command in commands: return commands[args.command](args, llm)
     from batchlab.bench import main
     return main(args.rest)

@@ -142,16 +142,24 @@ VIEW_FLAGS = [
     ('-o --output FILE', str, "the page (default: beside the trace)"),
     ('--overwrite', 'store_true', "replace that file even if it is no such page"),
     ('--no-open', 'store_false', "only write it", dict(dest='open'))]
+MODELS_FLAGS = [
+    ('what ACTION', ('list', 'pull', 'rm'), "list (the default), pull or rm", dict(nargs='?', default='list')),
+    ('name NAME', str, "a hub id; pull takes the default model without one", dict(nargs='?'))]
+CACHE_FLAGS = [('what ACTION', ('list', 'clear'), "list (the default) or clear", dict(nargs='?', default='list'))]
 
 # %% ../../nbs/43_cli.ipynb #4e24f8ff
 COMMANDS = dict(generate="answer a batch of prompts", run="answer a file of requests, and go on where it ended",
                 plan="what such a file would take", bench="measure the strategies on this machine",
-                view="look at a trace in the browser, step by step")
-FLAGS = dict(generate=GENERATE_FLAGS, run=INPUT_FLAGS + RUN_FLAGS, plan=INPUT_FLAGS + PLAN_FLAGS, view=VIEW_FLAGS)
+                view="look at a trace in the browser, step by step", models="list, fetch or remove models on this machine",
+                cache="what is kept on the disk, and how large")
+FLAGS = dict(generate=GENERATE_FLAGS, run=INPUT_FLAGS + RUN_FLAGS, plan=INPUT_FLAGS + PLAN_FLAGS, view=VIEW_FLAGS,
+             models=MODELS_FLAGS, cache=CACHE_FLAGS)
 ABOUT = dict(generate="Answer a batch of prompts with a language model.",
              run="Answer a file of requests. Ended in the middle, the same command goes on.",
              plan="Say what a job would take: requests, tokens, memory, time.",
-             view="Make one HTML page of a trace, to step through, and open it.")
+             view="Make one HTML page of a trace, to step through, and open it.",
+             models="List the models on this machine, fetch one ahead of time, or remove one.",
+             cache="List what batchlab keeps in its own folder, or remove all of it.")
 NOTES = dict(generate="A prompt that begins with a dash goes after --.",
              run="Sampling flags hold for what a line leaves open. A plain line has its own settings beside its "
                  "prompt, or in sampling_params; one that nothing here can honour fails the line, other keys are named once "
@@ -162,7 +170,7 @@ def parser_of(command: str) -> OneLineParser:
     p = OneLineParser(prog=f'batchlab {command}', description=ABOUT[command], epilog=NOTES.get(command))
     add_flags(p, *FLAGS[command])
     if command == 'run': add_flags(p.add_argument_group('on Ray'), *RAY_FLAGS)
-    if command != 'view':
+    if command in ('generate', 'run', 'plan'):
         add_flags(p, *MODEL_FLAGS)
         add_flags(p.add_argument_group('sampling'), *SAMPLING_FLAGS, default=argparse.SUPPRESS)
     return p

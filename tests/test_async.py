@@ -1,0 +1,199 @@
+"""`AsyncLLM`: what coroutines get is what `LLM` gives, whatever is cancelled, aborted, slow or closed meanwhile."""
+import asyncio, gc, random, threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from batchlab.async_llm import AsyncLLM
+from batchlab.errors import EngineError, ParamError
+from batchlab.llm import LLM
+from batchlab.models import tiny_model, tiny_tokenizer
+from batchlab.params import SamplingParams
+from batchlab.prefill import generate_naive
+
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture
+def llm():
+    llm = AsyncLLM(tiny_model('llama'), tiny_tokenizer(), max_num_seqs=4)
+    yield llm
+    llm.llm.close()
+
+
+def run(coroutine): return asyncio.run(asyncio.wait_for(coroutine, 120))
+
+
+async def last(outputs):
+    async for o in outputs: pass
+    return o
+
+
+async def idle(llm):
+    while llm.llm.has_unfinished: await asyncio.sleep(.001)
+
+
+def nothing_left(llm):
+    s = llm.stats()
+    return (s.running, s.waiting, s.slots_in_use, llm.answers, llm.llm.groups, llm.llm.thread is None) == (0, 0, 0, {}, {}, False)
+
+
+def test_same_as_alone(llm):
+    prompts = [[5], [7, 8, 9] * 11, list(range(40, 140)), [3] * 64]
+    params = SamplingParams(temperature=0, max_tokens=12)
+    async def all_of(): return await asyncio.gather(*(last(llm.generate(p, params)) for p in prompts))
+    for p, o in zip(prompts, run(all_of())):
+        assert o.outputs[0].token_ids == generate_naive(llm.llm.model, p, 12)
+        assert o.finished and o.prompt_token_ids == p
+
+
+@pytest.mark.parametrize('seed', range(6))
+def test_a_hundred_tasks_a_third_cancelled(llm, seed):
+    rand = random.Random(seed)
+    prompts = [[rand.randrange(5, 250) for _ in range(rand.randint(1, 90))] for _ in range(100)]
+    params = [SamplingParams(temperature=0, max_tokens=rand.randint(1, 40), ignore_eos=True) for _ in prompts]
+    expected = [o.outputs[0].token_ids for o in llm.llm.generate(prompts, params, use_tqdm=False)]
+    doomed = set(rand.sample(range(100), 33))
+    before = sum(llm.stats().requests.values())
+
+    async def task(i):
+        "Its tokens; if it is `doomed`, it is cancelled before it begins, after some turns of the loop, or after some tokens."
+        if i in doomed and (n := rand.randint(0, 3)):
+            asyncio.get_running_loop().call_later(rand.random() * .05 * n, asyncio.current_task().cancel)
+        read, stop = [], rand.randint(1, 20)
+        async for o in llm.generate(prompts[i], params[i]):
+            assert o.outputs[0].token_ids[:len(read)] == read
+            read = o.outputs[0].token_ids
+            if i in doomed and len(read) >= stop: return None
+        return read
+
+    async def crowd():
+        tasks = [asyncio.create_task(task(i)) for i in range(100)]
+        got = await asyncio.gather(*tasks, return_exceptions=True)
+        del tasks
+        gc.collect()
+        await asyncio.sleep(0)
+        await idle(llm)
+        assert nothing_left(llm)
+        return got
+
+    got = run(crowd())
+    for i, x in enumerate(got):
+        if isinstance(x, asyncio.CancelledError) or x is None: assert i in doomed
+        else: assert x == expected[i]
+    ended = llm.stats().requests
+    assert sum(ended.values()) - before <= 100
+    assert ended.get('error', 0) == ended.get('timeout', 0) == 0
+
+
+def test_the_loop_ends_in_the_middle(llm):
+    async def leave():
+        waiting = [asyncio.create_task(last(llm.generate([7] * n, LONG))) for n in range(1, 12)]
+        await anext(llm.generate([5, 6], LONG))
+        return len(waiting)                                        # asyncio.run cancels them
+    assert run(leave()) == 11
+    async def after():
+        await idle(llm)
+        assert nothing_left(llm)
+        return await last(llm.generate([5, 6], SamplingParams(temperature=0, max_tokens=9)))
+    assert run(after()).outputs[0].token_ids == generate_naive(llm.llm.model, [5, 6], 9)
+    assert 'error' not in llm.stats().requests
+
+
+def test_cancelled_while_its_prompt_is_tokenised(llm):
+    "The engine takes the request only after its task is gone."
+    begun, go, real = threading.Event(), threading.Event(), llm.llm.add_request
+    def slow(*args):
+        begun.set()
+        go.wait(60)
+        return real(*args)
+    llm.llm.add_request = slow
+    async def cancelled():
+        task = asyncio.create_task(last(llm.generate([7], LONG)))
+        behind = asyncio.create_task(last(llm.generate([8], LONG)))          # waits for the queuer, and is never queued
+        while not begun.is_set(): await asyncio.sleep(.001)
+        task.cancel(), behind.cancel()
+        gone = await asyncio.gather(task, behind, return_exceptions=True)
+        assert [type(x) for x in gone] == [asyncio.CancelledError] * 2
+        go.set()
+        llm.queuer.submit(int).result(60)
+        await idle(llm)
+        assert nothing_left(llm)
+    run(cancelled())
+    assert llm.stats().requests == {'cancelled': 1}
+
+
+def test_abort(llm):
+    async def aborted():
+        outputs = llm.generate([7, 8], LONG, request_id='mine')
+        first = await anext(outputs)
+        assert await llm.abort('mine') and not await llm.abort('yours')
+        rest = [o async for o in outputs]
+        assert rest[-1].finished and rest[-1].outputs[0].finish_reason == 'cancelled'
+        ids = first.outputs[0].token_ids
+        assert rest[-1].outputs[0].token_ids[:len(ids)] == ids and len(rest[-1].outputs[0].token_ids) < 400
+        assert not await llm.abort('mine')
+    run(aborted())
+
+
+def test_abort_before_its_turn():
+    llm = AsyncLLM(tiny_model('llama'), max_pending=1)
+    async def aborted():
+        first = llm.generate([5], LONG)
+        await anext(first)
+        second = asyncio.create_task(last(llm.generate([6], LONG, request_id='second')))
+        await asyncio.sleep(0)
+        assert await llm.abort('second')
+        await first.aclose()
+        o = await second
+        assert o.outputs[0].finish_reason == 'cancelled' and not o.outputs[0].token_ids
+        await llm.shutdown()
+    run(aborted())
+
+
+def test_a_slow_reader_gets_all_in_few_outputs(llm):
+    async def slow():
+        outputs = llm.generate([7, 8], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+        first = await anext(outputs)
+        while llm.llm.has_unfinished: await asyncio.sleep(.01)
+        return [first, *[o async for o in outputs]]
+    outs = run(slow())
+    assert len(outs) <= 3 and len(outs[-1].outputs[0].token_ids) == 60 and outs[-1].finished
+
+
+def test_wrong_calls_raise_where_they_are_awaited(llm):
+    async def wrong():
+        with pytest.raises(ParamError, match='max_tokens'): await anext(llm.generate([7], dict(max_tokens=-1)))
+        outputs = llm.generate([7], LONG, request_id='a')
+        await anext(outputs)
+        with pytest.raises(EngineError, match="'a' is not done yet"): await anext(llm.generate([7], request_id='a'))
+        await outputs.aclose()
+        assert (await last(llm.generate([]))).error
+        await idle(llm)
+        assert nothing_left(llm)
+    run(wrong())
+    with pytest.raises(ParamError, match='max_pending'): AsyncLLM(llm.llm, max_pending=0)
+
+
+def test_shutdown_ends_those_who_read(llm):
+    async def shut():
+        task = asyncio.create_task(last(llm.generate([7], LONG)))
+        while not llm.llm.groups: await asyncio.sleep(.001)
+        await llm.shutdown()
+        assert (await task).outputs[0].finish_reason == 'cancelled'
+        assert llm.llm.thread is None
+        assert (await last(llm.generate([7], SamplingParams(max_tokens=2, ignore_eos=True)))).outputs[0].finish_reason == 'length'
+    run(shut())
+
+
+def test_a_loop_in_each_of_two_threads(llm):
+    "One after the other is promised; this shows that the places of two loops do not get in each other's way."
+    params = SamplingParams(temperature=0, max_tokens=6)
+    def once(n): return asyncio.run(last(llm.generate([n] * n, params))).outputs[0].token_ids
+    with ThreadPoolExecutor(1) as pool: got = list(pool.map(once, range(5, 25)))
+    assert got == [generate_naive(llm.llm.model, [n] * n, 6) for n in range(5, 25)]
+
+
+def test_an_llm_of_ones_own_is_taken_as_it_is():
+    own = LLM(tiny_model('llama'))
+    assert AsyncLLM(own).llm is own
