@@ -117,11 +117,11 @@ def test_what_a_contender_did_before_it_died_is_reported():
             self.calls += 1
             if self.calls > 4: raise Unavailable('its process ended')
             return dict(seconds=.5, result=[[7] * n for n in max_tokens])
-    make = lambda name, seed, small: bench.workload(name, max(seed, 0), scale=.1)
-    died, whole = bench.Result('hf-cb', 'died'), bench.Result('batchlab', 'whole')
-    with pytest.raises(Unavailable): bench.measure(Dying(), died, make, ['single', 'uniform'], rounds=1)
+    setup = bench.Setup(bench.parser().parse_args(['--workloads', 'single', 'uniform', '--rounds', '1', '--scale', '.1']), dict(vocab=(3, 259)))
+    died, whole = bench.Result('hf-cb', 'died', 1.), bench.Result('batchlab', 'whole', 1.)
+    with pytest.raises(Unavailable): bench.measure(Dying(), died, setup)
     assert list(died.rounds) == ['single']
-    whole.rounds, whole.tokens = dict(died.rounds, uniform=[.25]), dict(died.tokens, uniform=died.tokens['single'])
-    report = bench.as_report([whole, died], make)
+    whole.rounds = dict(died.rounds, uniform=[(.25, died.rounds['single'][0][1])])
+    report = bench.as_report([whole, died])
     assert [list(r['workloads']) for r in report['results']] == [['single', 'uniform'], ['single']]
     assert '| died |' in bench.speed_table(report) and 'died' in bench.detail_table(report) and 'died' in bench.bars(report).svg

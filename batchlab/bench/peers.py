@@ -6,7 +6,7 @@
 __all__ = ['serve', 'start_batchlab', 'hf_model', 'hf_config', 'start_hf_static', 'start_hf_loop', 'start_hf_cb', 'start_vllm', 'start_openvino']
 
 # %% ../../nbs/modules/000_peers.ipynb #9ee5a004
-import itertools, json, os, signal, sys, time, traceback
+import json, os, signal, sys, time, traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -43,21 +43,23 @@ def start_batchlab(model: str, dtype: str, device: str, max_num_seqs: int, optio
     try: AutoTokenizer.from_pretrained(model)
     except Exception: pass                                                                             # some models have none
     base, made = psutil.Process().memory_info().rss, {}
-    def llm(n):
-        n = max_num_seqs if options.get('strategy', 'continuous') == 'continuous' else n
-        if n not in made:
+    def prepared(max_tokens, size):
+        "The `LLM`, of `size` slots where a batch is static, and the parameters of each request."
+        size = max_num_seqs if options.get('strategy', 'continuous') == 'continuous' else size
+        if size not in made:
             made.clear()
-            made[n] = LLM(model, **dict[str, Any](dtype=dtype, device=device, max_num_seqs=n) | options)
-        return made[n]
-    params = lambda max_tokens: [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in max_tokens]
+            made[size] = LLM(model, **dict[str, Any](dtype=dtype, device=device, max_num_seqs=size) | options)
+        return made[size], [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in max_tokens]
     def run(prompts, max_tokens, max_num_seqs):
-        outs = llm(max_num_seqs).generate(prompts, params(max_tokens), use_tqdm=False)
+        llm, params = prepared(max_tokens, max_num_seqs)
+        outs = llm.generate(prompts, params, use_tqdm=False)
         if errors := [o.error for o in outs if o.error]: raise RuntimeError(errors[0])
         return [o.outputs[0].token_ids for o in outs]
     def plan(prompts, max_tokens, max_num_seqs):
-        p = llm(max_num_seqs).plan(prompts, params(max_tokens))
+        llm, params = prepared(max_tokens, max_num_seqs)
+        p = llm.plan(prompts, params)
         return dict(base=base, weights=p.weights_bytes, kv=p.kv_bytes, slots=p.slots)
-    llm(max_num_seqs)
+    prepared([], max_num_seqs)
     return dict(run=run, plan=plan)
 
 # %% ../../nbs/60_bench.ipynb #c55a212b
@@ -79,17 +81,15 @@ def start_hf_static(model: str, dtype: str, device: str, options: dict, **_: Any
     "transformers' `generate`, in batches; `options` are those of a `GenerationConfig`."
     import torch
     m = hf_model(model, dtype, device)
-    def batch(prompts, n):
-        longest = max(map(len, prompts))
-        left_padded = lambda rows: torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=device)
-        out = m.generate(left_padded(prompts), attention_mask=left_padded([[1] * len(p) for p in prompts]),
-                         generation_config=hf_config(m, max_new_tokens=n, **options))
-        return out[:, longest:].tolist()
     def run(prompts, max_tokens, max_num_seqs):
         out = []
         for i in range(0, len(prompts), max_num_seqs):
-            part = slice(i, i + max_num_seqs)
-            out += [g[:n] for g, n in zip(batch(prompts[part], max(max_tokens[part])), max_tokens[part])]
+            batch, limits = prompts[i:i + max_num_seqs], max_tokens[i:i + max_num_seqs]
+            longest = max(map(len, batch))
+            left_padded = lambda rows: torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=device)
+            found = m.generate(left_padded(batch), attention_mask=left_padded([[1] * len(p) for p in batch]),
+                               generation_config=hf_config(m, max_new_tokens=max(limits), **options))
+            out += [ids[longest:longest + n] for ids, n in zip(found.tolist(), limits)]
         return out
     return dict(run=run)
 
@@ -102,19 +102,18 @@ def start_hf_loop(**settings: Any) -> dict:
 def start_hf_cb(model: str, dtype: str, device: str, max_num_seqs: int, longest: int, options: dict, **_: Any) -> dict:
     "transformers' continuous batching; `options` are those of its `ContinuousBatchingConfig`."
     from transformers import ContinuousBatchingConfig
-    m, calls = hf_model(model, dtype, device), itertools.count()
+    m = hf_model(model, dtype, device)
     room: dict[str, Any] = dict(num_blocks=max_num_seqs * (-(-longest // 256) + 1)) if device == 'cpu' else {}
     manager = m.init_continuous_batching(generation_config=hf_config(m, max_new_tokens=longest),
                                          continuous_batching_config=ContinuousBatchingConfig(**room | options))
     manager.start()
     def run(prompts, max_tokens, max_num_seqs):
-        call, done = next(calls), {}
-        for i, (p, n) in enumerate(zip(prompts, max_tokens)): manager.add_request(p, request_id=f'{call}-{i}', max_new_tokens=n)
-        while len(done) < len(prompts):
+        ids, done = [manager.add_request(p, max_new_tokens=n) for p, n in zip(prompts, max_tokens)], {}
+        while len(done) < len(ids):
             r = manager.get_result(timeout=1)
             if r is None and not manager.is_running(): raise RuntimeError('its manager has stopped')
             if r is not None and r.is_finished(): done[r.request_id] = list(r.generated_tokens)
-        return [done[f'{call}-{i}'] for i in range(len(prompts))]
+        return [done[i] for i in ids]
     return dict(run=run, stop=lambda: manager.stop(block=True))
 
 # %% ../../nbs/60_bench.ipynb #569d7815

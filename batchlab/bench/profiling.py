@@ -9,7 +9,7 @@ __all__ = ['profile', 'decode_rate', 'sweep', 'cliffs', 'memory_of', 'memory_tab
 # %% ../../nbs/61_profile.ipynb #faffef19
 import contextlib, itertools, math, random, re, time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -19,7 +19,7 @@ from torch.utils.benchmark import Timer
 
 import batchlab.engine
 from ..attention import PackedStep
-from . import (Measured, PeerProcess, Say, Setup, Workload, markdown, peak_bytes, peer_env, peers, play, worker_text)
+from . import Measured, PeerProcess, Setup, Workload, markdown, peak_bytes, peer_env, peers, play, worker_text
 from ..llm import LLM
 from ..sampling import SamplingParams
 from ..slots import kv_shapes
@@ -50,21 +50,19 @@ class Clock:
 def linear_classes(llm: LLM) -> set[type]:
     "The classes of all linear layers in what `llm` runs: the model's own, and those that its fused pass has instead."
     own = {type(m) for m in llm.model.modules() if re.search('linear|conv1d', type(m).__name__, re.I)}
-    fused = getattr(llm.backend, 'fused', None)
-    parts = [x for layer in getattr(fused, 'layers', ()) for x in vars(layer).values()]
-    return own | {type(x) for x in parts if isinstance(x, torch.nn.Module)}
+    layers = getattr(getattr(llm.backend, 'fused', None), 'layers', ())
+    return own | {type(x) for layer in layers for x in vars(layer).values() if isinstance(x, torch.nn.Module)}
 
 @contextlib.contextmanager
 def watched(llm: LLM) -> Iterator[Clock]:
     "The parts of every step of `llm`, which has run before, in a `Clock`."
     clock, fused = Clock(), getattr(llm.backend, 'fused', None)
+    attention = [(cls, name) for cls in (PackedStep, *PackedStep.__subclasses__()) for name in ('attention', 'run') if name in vars(cls)]
+    parts = dict(linears=[(cls, 'forward') for cls in linear_classes(llm)], attention=attention,
+                 sampling=[(batchlab.engine, 'sample_rows')], forward=[(type(fused), '__call__') if fused else (llm.model, 'forward')])
     with contextlib.ExitStack() as stack:
-        watch = lambda *what: stack.enter_context(clock.watch(*what))
-        for cls in linear_classes(llm): watch(cls, 'forward', 'linears')
-        for cls in (PackedStep, *PackedStep.__subclasses__()):
-            for name in {'attention', 'run'} & set(vars(cls)): watch(cls, name, 'attention')
-        watch(batchlab.engine, 'sample_rows', 'sampling')
-        watch(*(type(fused), '__call__') if fused else (llm.model, 'forward'), 'forward')
+        for label, methods in parts.items():
+            for obj, name in methods: stack.enter_context(clock.watch(obj, name, label))
         yield clock
 
 # %% ../../nbs/61_profile.ipynb #6c0d6de2
@@ -91,18 +89,22 @@ def profile_table(rows: Mapping[str, tuple[dict[str, float], int]]) -> str:
         return {'ms a step': name, 'steps': f'{steps:,}', 'all': f'{1e3 * total / steps:.1f}'} | each
     return markdown([row(name, *found) for name, found in rows.items()])
 
-def run_profile(s: Setup) -> Measured:
-    "The table of a step's parts, and the report."
-    llm, rows = own_llm(s), {}
-    for name in s.args.workloads:
-        s.say(f'{name} …')
-        rows[name] = profile(llm, s.make(name), s.make(name, -1))
-    return profile_table(rows), dict(profile={name: dict(parts=p, steps=n) for name, (p, n) in rows.items()}), None
-
 def own_llm(s: Setup) -> LLM:
     "The `LLM` to look at, with the options of the first contender."
     settings: dict[str, Any] = {k: s.settings[k] for k in ('dtype', 'device', 'max_num_seqs')}
-    return LLM(s.settings['model'], **settings | s.options())
+    return LLM(s.settings['model'], **settings | s.settings['options'])
+
+def chosen(s: Setup) -> Iterator[tuple[str, Workload]]:
+    "The workloads that the command names, each announced."
+    for name in s.args.workloads:
+        s.say(f'{name} …')
+        yield name, s.make(name)
+
+def run_profile(s: Setup) -> Measured:
+    "The table of a step's parts, and the report."
+    llm = own_llm(s)
+    rows = {name: profile(llm, w, s.make(name, -1)) for name, w in chosen(s)}
+    return profile_table(rows), dict(profile={name: dict(parts=p, steps=n) for name, (p, n) in rows.items()}), None
 
 # %% ../../nbs/61_profile.ipynb #c6eaa829
 def decode_rate(llm: LLM, slots: int, context: int, steps: int = 32, vocab: tuple[int, int] = (100, 40_000),
@@ -123,33 +125,33 @@ def decode_rate(llm: LLM, slots: int, context: int, steps: int = 32, vocab: tupl
 
 # %% ../../nbs/61_profile.ipynb #3fa64b95
 def sweep(llm: LLM, slots: Iterable[int] = (1, 2, 4, 8, 16, 32, 64), contexts: Iterable[int] = (64, 128, 256, 512, 1024, 2048),
-          context: int = 64, at: int = 16, say: Say = lambda line: None, **kw: Any) -> dict[str, dict[int, float]]:
+          context: int = 64, at: int = 16, say: Callable[[str], object] = str, **kw: Any) -> dict[str, dict[int, float]]:
     """Decode speed over slots at one `context`, and over contexts `at` so many slots: `{'slots': {n: rate}, 'context': {n: rate}}`.
 
-    `kw`: of `decode_rate`."""
-    def rate(unit: str, n: int, slots: int, context: int) -> float:
-        found = decode_rate(llm, slots, context, **kw)
-        say(f'{n} {unit}: {found:,.0f} tokens/s')
-        return found
+    `say`: a function that is told of the progress. `kw`: of `decode_rate`."""
+    found = dict(slots={}, context={})
+    sizes = [('slots', n, n, context) for n in slots]
+    sizes += [('context', n, at, n) for n in contexts if n + 40 <= (llm.max_model_len or math.inf)]
     decode_rate(llm, 2, context, **kw)                                # to warm up
-    fit = [n for n in contexts if n + 40 <= (llm.max_model_len or math.inf)]
-    return dict(slots={n: rate('slots', n, n, context) for n in slots}, context={n: rate('of context', n, at, n) for n in fit})
+    for kind, n, rows, held in sizes:
+        found[kind][n] = decode_rate(llm, rows, held, **kw)
+        say(f'{kind} {n}: {found[kind][n]:,.0f} tokens/s')
+    return found
 
 # %% ../../nbs/61_profile.ipynb #f5378955
 def cliffs(got: dict[str, dict[int, float]], slack: float = .1) -> list[str]:
     "Sentences on where a `sweep` falls off; none if it does not."
-    pairs = lambda points: itertools.pairwise(points.items())
-    out = [f'{b} slots give {y:,.0f} tokens/s, fewer than the {x:,.0f} of {a}' for (a, x), (b, y) in pairs(got['slots'])
-           if y < x * (1 - slack)]
-    return out + [f'at context {b} a step takes {x / y:.1f} times what it takes at {a}' for (a, x), (b, y) in pairs(got['context'])
-                  if x / y > b / a * (1 + slack)]
+    slots, context = (itertools.pairwise(got[kind].items()) for kind in ('slots', 'context'))
+    fewer = [f'{b} slots give {y:,.0f} tokens/s, fewer than the {x:,.0f} of {a}' for (a, x), (b, y) in slots if y < x * (1 - slack)]
+    return fewer + [f'at context {b} a step takes {x / y:.1f} times what it takes at {a}' for (a, x), (b, y) in context
+                    if x / y > b / a * (1 + slack)]
 
 # %% ../../nbs/61_profile.ipynb #358bd192
-def sweep_bars(got: dict[str, dict[int, float]], width: int = 860) -> drawing.Picture:
+def sweep_bars(got: dict[str, dict[int, float]]) -> drawing.Picture:
     "The `Picture` of a `sweep`: a bar for each number of slots and each context, in tokens per second."
     rows = {f'{n} {kind}': {kind: rate} for kind, points in got.items() for n, rate in points.items()}
     key = dict(slots=('decode', 'over slots'), context=('prefill', 'over context'))
-    return drawing.bars(rows, key, 'tokens/s', title='Decode speed over slots and over context', width=width)
+    return drawing.bars(rows, key, 'tokens/s', title='Decode speed over slots and over context')
 
 def run_sweep(s: Setup) -> Measured:
     "The table of a sweep, and the report."
@@ -161,54 +163,49 @@ def run_sweep(s: Setup) -> Measured:
     return '\n\n'.join([*tables, *(found or ['No cliff.'])]), dict(sweep=got, cliffs=found), sweep_bars(got)
 
 # %% ../../nbs/61_profile.ipynb #8969420d
-def memory_of(settings: dict, w: Workload, threads: int | None = None, options: dict | None = None) -> dict[str, int | None]:
+def memory_of(settings: dict, w: Workload, threads: int | None = None) -> dict[str, int]:
     "Bytes for `w` in a fresh process: `{'base', 'weights', 'kv', 'ready', 'peak'}`, and `'slots'`. Raises `Unavailable`."
-    settings, env = settings | dict(options=options or {}), peer_env('batchlab', threads=threads)
-    with PeerProcess(worker_text(peers.start_batchlab), settings, env=env) as worker:
-        plan = worker.ask('plan', prompts=w.prompts, max_tokens=w.max_tokens, max_num_seqs=w.max_num_seqs)['result']
+    with PeerProcess(worker_text(peers.start_batchlab), settings, env=peer_env('batchlab', threads=threads)) as worker:
+        plan = worker.ask('plan', **w.job)['result']
         ready = peak_bytes(worker.process.pid)
-        play(worker.ask, w)
+        play(worker, w)
         return plan | dict(ready=ready, peak=peak_bytes(worker.process.pid))
 
 def memory_table(rows: Mapping[str, dict]) -> str:
     "A Markdown table in MB from `{workload: memory_of}`; the last column: how far the peak is from base and plan together."
-    mb = lambda n: f'{n / 1e6:,.0f}' if n else ''
-    def row(name: str, m: dict) -> dict[str, object]:
+    def row(name: str, m: dict) -> dict[str, Any]:
         due = m['base'] + m['weights'] + m['kv']
-        return {'MB': name, 'slots': m['slots'], 'libraries, tokenizer': mb(m['base']), 'weights': mb(m['weights']), 'KV': mb(m['kv']),
-                'together': mb(due), 'peak when ready': mb(m['ready']), 'peak': mb(m['peak']),
-                'difference': f"{m['peak'] / due - 1:+.1%}" if m['peak'] else ''}
+        sizes = {'libraries, tokenizer': m['base'], 'weights': m['weights'], 'KV': m['kv'], 'together': due, 'peak when ready': m['ready'],
+                 'peak': m['peak']}
+        cells = {title: f'{n / 1e6:,.0f}' if n else '' for title, n in sizes.items()}
+        return {'MB': name, 'slots': m['slots']} | cells | {'difference': f"{m['peak'] / due - 1:+.1%}" if m['peak'] else ''}
     return markdown([row(name, m) for name, m in rows.items()])
 
 def run_memory(s: Setup) -> Measured:
     "The table of memory against the plan, and the report."
-    rows = {}
-    for name in s.args.workloads:
-        s.say(f'{name} …')
-        rows[name] = memory_of(s.settings, s.make(name), s.args.threads, s.options())
+    rows = {name: memory_of(s.settings, w, s.args.threads) for name, w in chosen(s)}
     return memory_table(rows), dict(memory=rows), None
 
 # %% ../../nbs/61_profile.ipynb #1055b28d
-def step_bytes(model: Any, shapes: Sequence[tuple[int, int, int]], rows: int, held: int) -> int:
+def step_bytes(model: Any, rows: int, held: int) -> int:
     "Bytes that a decode step of `rows` rows has to read, each holding `held` tokens: weights once, keys and values."
     embedded = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.nbytes
-    kv = sum(h * (k + v) for h, k, v in shapes) * model.dtype.itemsize
+    kv = sum(h * (k + v) for h, k, v in kv_shapes(model)) * model.dtype.itemsize
     return sum(p.nbytes for p in model.parameters()) - embedded + rows * held * kv
 
 # %% ../../nbs/61_profile.ipynb #8cdf87bd
-def copy_speed(device: str | torch.device, size: int = 2**30, times: int = 10) -> float:
+def copy_speed(device: torch.device) -> float:
     "Bytes a second that a plain copy on `device` reads and writes together."
-    a = torch.ones(size, dtype=torch.uint8, device=device)
+    a = torch.ones(2**30 if device.type == 'cuda' else 2**28, dtype=torch.uint8, device=device)
     timer = Timer('b.copy_(a)', globals=dict(a=a, b=a.clone()), num_threads=torch.get_num_threads())      # waits for a GPU
-    return 2 * size / timer.timeit(times).mean
+    return 2 * a.nbytes / timer.timeit(10).mean
 
-def bandwidth(llm: LLM, slots: Sequence[int] = (1, 4, 16, 64, 256), context: int = 512, steps: int = 32,
-              say: Say = lambda line: None, **kw: Any) -> dict[int, tuple[float, float]]:
-    "`{slots: (tokens per second of decode, share of a copy's bytes a second)}`; `kw`: of `decode_rate`."
-    model, shapes = llm.model, kv_shapes(llm.model)
-    peak = copy_speed(model.device, 2**30 if model.device.type == 'cuda' else 2**28)
-    rates = sweep(llm, slots, (), context, say=say, steps=steps, **kw)['slots']
-    return {n: (rate, step_bytes(model, shapes, n, context + steps // 2) * rate / n / peak) for n, rate in rates.items()}
+def bandwidth(llm: LLM, slots: Iterable[int] = (1, 4, 16, 64, 256), context: int = 512, steps: int = 32,
+              **kw: Any) -> dict[int, tuple[float, float]]:
+    "`{slots: (tokens per second of decode, share of a copy's bytes a second)}`; `kw`: of `sweep` and `decode_rate`."
+    peak = copy_speed(llm.model.device)
+    rates = sweep(llm, slots, (), context, steps=steps, **kw)['slots']
+    return {n: (rate, step_bytes(llm.model, n, context + steps // 2) * rate / n / peak) for n, rate in rates.items()}
 
 def run_bandwidth(s: Setup) -> Measured:
     "The table of decode against a copy, and the report."
