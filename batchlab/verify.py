@@ -86,8 +86,8 @@ def gap_to(logits: torch.Tensor, row: SamplingRow, token: int, want: int | None,
 
 # %% ../nbs/16_verify.ipynb #a5490f72
 @contextlib.contextmanager
-def shaken(model: PreTrainedModel, seed: int = 0, share: float = 1/16) -> Iterator[None]:
-    "Inside, each innermost module of `model` gives numbers of which a `share` is off by one rounding of their dtype."
+def shaken(model: PreTrainedModel, seed: int = 0) -> Iterator[None]:
+    "Inside, each innermost module of `model` gives numbers of which one in sixteen is off by one rounding of their dtype."
     generators = {}
     def shake(module: torch.nn.Module, args: Any, out: Any) -> torch.Tensor | None:
         if not isinstance(out, torch.Tensor) or not out.is_floating_point() or not out.numel(): return
@@ -95,7 +95,7 @@ def shaken(model: PreTrainedModel, seed: int = 0, share: float = 1/16) -> Iterat
         gen = generators.setdefault(dev, torch.Generator(dev).manual_seed(seed))
         out = out.clone(memory_format=torch.contiguous_format)
         flat = out.view(-1)
-        at = torch.randint(len(flat), (math.ceil(len(flat) * share),), generator=gen, device=dev)
+        at = torch.randint(len(flat), (math.ceil(len(flat) / 16),), generator=gen, device=dev)
         up = torch.randint(2, at.shape, generator=gen, device=dev)
         flat[at] *= (1 - eps + 2 * eps * up).to(out.dtype)
         return out
@@ -107,31 +107,38 @@ def shaken(model: PreTrainedModel, seed: int = 0, share: float = 1/16) -> Iterat
             for h in hooks: h.remove()
 
 # %% ../nbs/16_verify.ipynb #849b6570
-def rounding_noise(model: PreTrainedModel, prompt_ids: Sequence[int], output_ids: Sequence[int], logits: torch.Tensor,
-                   measure: Callable[[torch.Tensor], torch.Tensor], shakes: int = 8) -> torch.Tensor:
-    """How much rounding alone moves what `measure` makes of the logits `[n, V]` of a replay: rms `[..., n]`.
+@dataclass
+class Alone:
+    """What a request would have given alone: the `logits` `[n, V]` of the `replay` of `n` `output_ids`, and how exact they are.
 
-    `measure`: a function of logits that gives numbers `[..., n]`, the last axis the positions. A position's noise is
-    never taken to be less than that of all positions together, as eight samples may agree by chance."""
-    base = measure(logits)
-    total = torch.zeros_like(base)
-    for seed in range(shakes):
-        with shaken(model, seed): moved = measure(replay(model, prompt_ids, output_ids)) - base
-        total += moved.nan_to_num(0., 0., 0.) ** 2 / shakes
-    return total.clamp(min=total.mean(-1, keepdim=True)).sqrt()
+    `measure`: a function of logits that gives a number for each position, `[n]`."""
+    model: PreTrainedModel
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
 
-# %% ../nbs/16_verify.ipynb #7225edc7
-def rounding_floor(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
-    "The least that counts, `[n]`: in fp32, 64 roundings of the largest of each line of `logits`; 0 in half precision."
-    steps = 0 if model.dtype.itemsize < 4 else 64
-    return steps * torch.finfo(model.dtype).eps * logits.nan_to_num(0., 0., 0.).abs().amax(-1)
+    def __post_init__(self) -> None: self.logits = self.replay()
 
-# %% ../nbs/16_verify.ipynb #1767fbfd
-def tolerances(model: PreTrainedModel, prompt_ids: Sequence[int], output_ids: Sequence[int], logits: torch.Tensor,
-               measure: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    "Up to which difference `measure(logits)` is only rounded, `[n]`: 5 times its `rounding_noise`, or the floor."
-    noise = rounding_noise(model, prompt_ids, output_ids, logits, measure)
-    return (5 * noise).maximum(rounding_floor(model, logits))
+    def replay(self) -> torch.Tensor: return replay(self.model, self.prompt_ids, self.output_ids)
+
+    def noise(self, measure: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """How much rounding alone moves `measure(logits)`: rms `[n]`.
+
+        A position's noise is never taken to be less than that of all positions together, as eight samples may agree by chance."""
+        base = measure(self.logits)
+        total = torch.zeros_like(base)
+        for seed in range(8):
+            with shaken(self.model, seed): moved = measure(self.replay()) - base
+            total += moved.nan_to_num(0., 0., 0.) ** 2 / 8
+        return total.clamp(min=total.mean()).sqrt()
+
+    def floor(self) -> torch.Tensor:
+        "The least that counts, `[n]`: in fp32, 64 roundings of the largest of each line of logits; 0 in half precision."
+        steps = 0 if self.model.dtype.itemsize < 4 else 64
+        return steps * torch.finfo(self.model.dtype).eps * self.logits.nan_to_num(0., 0., 0.).abs().amax(-1)
+
+    def tolerances(self, measure: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        "Up to which difference `measure(logits)` is only rounded, `[n]`: 5 times its noise, or the floor."
+        return (5 * self.noise(measure)).maximum(self.floor())
 
 # %% ../nbs/16_verify.ipynb #6f489393
 @dataclass
@@ -187,14 +194,13 @@ class Answer:
         return SamplingRow.make(self.params, self.prompt_ids, llm.eos_ids, llm.tokenizer, self.completion.index, llm.vocab_size,
                                 llm.max_model_len, grammar_for(llm, self.params))
 
+    def alone(self, start: int, size: int) -> Alone:
+        "The replay of `size` tokens from `start` on: what came before is their prompt."
+        return Alone(self.llm.model, [*self.prompt_ids, *self.ids[:start]], self.ids[start:start + size])
+
     def divergence(self, index: int, *args: Any, **kwargs: Any) -> Divergence:
         "One at output token `index`; the rest as `Divergence` has it."
         return Divergence(self.out.request_id, self.completion.index, index, len(self.prompt_ids) + index, *args, **kwargs)
-
-    def tolerances(self, start: int, logits: torch.Tensor, measure: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        "`tolerances` of `measure(logits)`, where `logits` are those of the tokens from `start` on."
-        ids = self.ids[start:start + len(logits)]
-        return tolerances(self.llm.model, [*self.prompt_ids, *self.ids[:start]], ids, logits, measure)
 
 # %% ../nbs/16_verify.ipynb #c0c39f81
 def is_unseeded(params: SamplingParams) -> bool: return not params.greedy and params.seed is None
@@ -202,7 +208,7 @@ def is_unseeded(params: SamplingParams) -> bool: return not params.greedy and pa
 def wanted(logits: torch.Tensor, rows: Sequence[SamplingRow], output_ids: Sequence[int]) -> list[int | None]:
     "What each of `rows` takes from its line of `logits` `[n, V]`: ids, None where it can take nothing."
     got = sample(logits, rows).token_ids
-    if not rows or not is_unseeded(rows[0].params): return got
+    if not is_unseeded(rows[0].params): return got
     p = probabilities(logits, rows)
     best = p.argmax(-1).tolist()
     return [None if w is None else i if p[t, i] > 0 else best[t] for t, (i, w) in enumerate(zip(output_ids, got))]
@@ -220,38 +226,39 @@ def check_end(a: Answer) -> list[Divergence]:
     return [a.divergence(n - 1, show(*was), show(*now), math.inf, 0., 'end')]
 
 # %% ../nbs/16_verify.ipynb #aceb8071
-def check_logprobs(a: Answer, start: int, logits: torch.Tensor, tolerance: float | None = None) -> list[Divergence]:
-    "A list, empty or with the worst `Divergence` of the log probabilities recorded from token `start` on; `logits`: their `replay`."
-    ids, recorded = a.ids[start:start + len(logits)], (a.completion.logprobs or [])[start:]
-    got = torch.tensor([d[i].logprob if i in d else math.nan for d, i in zip(recorded, ids)], device=logits.device)
-    at = torch.tensor(ids, device=logits.device)[:, None]
-    measure = lambda x: x.log_softmax(-1).gather(1, at)[:, 0]
-    want = measure(logits)
+def check_logprobs(a: Answer, start: int, alone: Alone, tolerance: float | None = None) -> list[Divergence]:
+    "A list, empty or with the worst `Divergence` of the log probabilities recorded from token `start` on; `alone`: their replay."
+    ids, recorded = alone.output_ids, (a.completion.logprobs or [])[start:]
+    at = torch.tensor(ids, device=alone.logits.device)[:, None]
+    measure = lambda logits: logits.log_softmax(-1).gather(1, at)[:, 0]
+    want = measure(alone.logits)
+    got = want.new_tensor([d[i].logprob if i in d else math.nan for d, i in zip(recorded, ids)])
     off = (want - got).abs()
-    limit = rounding_floor(a.llm.model, logits) if tolerance is None else torch.full_like(off, tolerance)
-    if (off > limit).any() and tolerance is None: limit = a.tolerances(start, logits, measure)
+    if not (off > (alone.floor() if tolerance is None else tolerance)).any(): return []
+    limit = alone.tolerances(measure) if tolerance is None else torch.full_like(off, tolerance)
     t = int((off / limit).nan_to_num(0.).argmax())             # what is no number shows in the tokens
-    if not off[t] > limit[t]: return []
+    if off[t] <= limit[t]: return []
     return [a.divergence(start + t, got[t].item(), want[t].item(), off[t].item(), limit[t].item(), 'logprob')]
 
 # %% ../nbs/16_verify.ipynb #5a313584
-def check_tokens(a: Answer, row: SamplingRow, start: int, logits: torch.Tensor, us: Sequence[float | None],
+def check_tokens(a: Answer, row: SamplingRow, start: int, alone: Alone, us: Sequence[float | None],
                  tolerance: float | None = None) -> list[Divergence]:
-    """A `Divergence` for each token from `start` on that is not what its row takes from its line of `logits`.
+    """A `Divergence` for each token from `start` on that is not what its row takes from its line of the logits of `alone`.
 
     `row`: the answer's row, its generator where these tokens were drawn; `us`: their random numbers. The rest as in `check_logprobs`."""
-    ids = a.ids[start:start + len(logits)]
+    logits, ids = alone.logits, alone.output_ids
     rows = [replace(row, output_ids=a.ids[:start + t]) for t in range(len(ids))]
-    want, limit = wanted(logits, rows, ids), [tolerance or 0.] * len(ids)
+    want = wanted(logits, rows, ids)
     differ = [t for t, (x, y) in enumerate(zip(want, ids)) if x != y]
-    if differ and tolerance is None:
-        pairs = logits.nan_to_num(0.).topk(2).indices                      # where nothing differs, any two will do
-        for t in differ: pairs[t] = torch.tensor([want[t] or 0, ids[t]])
-        limit = a.tolerances(start, logits, lambda x: x.gather(1, pairs).diff()[:, 0]).tolist()
+    if not differ: return []
+    pairs = logits.nan_to_num(0.).topk(2).indices                      # where nothing differs, any two will do
+    for t in differ: pairs[t] = torch.tensor([want[t] or 0, ids[t]])
+    apart = lambda x: x.gather(1, pairs).diff()[:, 0]
+    limit = alone.tolerances(apart).tolist() if tolerance is None else [tolerance] * len(ids)
     tokenizer: Any = a.llm.tokenizer
-    def text(i: int | None) -> str | None: return None if i is None else tokenizer.decode([i], clean_up_tokenization_spaces=False)
+    text = lambda i: tokenizer.decode([i or 0], clean_up_tokenization_spaces=False)
     return [a.divergence(start + t, ids[t], want[t], gap_to(logits[t], rows[t], ids[t], want[t], us[t]), limit[t],
-                         texts=(text(ids[t]), text(want[t])) if tokenizer is not None else None) for t in differ]
+                         texts=tokenizer and (text(ids[t]), text(want[t]))) for t in differ]
 
 # %% ../nbs/16_verify.ipynb #2eb405f8
 def check_answer(llm: LLM, out: RequestOutput, completion: CompletionOutput, tolerance: float | None = None,
@@ -262,9 +269,9 @@ def check_answer(llm: LLM, out: RequestOutput, completion: CompletionOutput, tol
     us = [None if is_unseeded(a.params) else again.uniform() for _ in a.ids]
     found = check_end(a)
     for s in range(0, len(a.ids), size):
-        logits = replay(llm.model, [*a.prompt_ids, *a.ids[:s]], a.ids[s:s + size])
-        found += check_tokens(a, row, s, logits, us[s:s + size], tolerance)
-        if completion.logprobs: found += check_logprobs(a, s, logits, tolerance)
+        alone = a.alone(s, size)
+        found += check_tokens(a, row, s, alone, us[s:s + size], tolerance)
+        if completion.logprobs: found += check_logprobs(a, s, alone, tolerance)
     return sorted(found, key=lambda d: d.index)
 
 # %% ../nbs/16_verify.ipynb #0412022e
@@ -302,9 +309,8 @@ class Report:
     @property
     def headline(self) -> str:
         "What was found, in a line."
-        ties, found = len(self.divergences) - len(self.bugs), 'all equal'
-        if not self.tokens: found = 'nothing to compare'
-        elif self.divergences: found = f'{_count(ties, "near-tie")}, {_count(len(self.bugs), "bug")}'
+        found = 'all equal' if self.tokens else 'nothing to compare'
+        if self.divergences: found = f'{_count(len(self.divergences) - len(self.bugs), "near-tie")}, {_count(len(self.bugs), "bug")}'
         if any(d.what == 'token' for d in self.divergences): found += f', largest gap {self.max_gap:.2g}'
         some = f'{self.requests:,} of ' if self.requests < self.total else ''
         line = f'{some}{_count(self.total, "request")}, {_count(self.tokens, "token")}: {found}'
@@ -318,7 +324,7 @@ class Report:
 
     def __str__(self) -> str:
         more = len(self.firsts) - 5
-        return '\n'.join([self.headline, *map(str, self.firsts[:5])] + ([f'and {more} more'] if more > 0 else []))
+        return '\n'.join([self.headline, *map(str, self.firsts[:5]), *[f'and {more} more'] * (more > 0)])
 
     def _repr_markdown_(self) -> str:
         cell = lambda x: str(x).replace('|', '\\|').replace('`', "'")
@@ -354,9 +360,8 @@ def verify(llm: LLM, outputs: RequestOutput | Iterable[RequestOutput], sample: i
     outs = list(outputs) if isinstance(outputs, Iterable) else [outputs]
     report = Report(len(outs), skipped=[(o.request_id, why) for o in outs if (why := why_not(o))])
     fit = [o for o in outs if not why_not(o)]
-    some = range(len(fit))
-    if sample is not None and sample < len(fit): some = sorted(random.Random(seed).sample(some, sample))
-    for out in (fit[i] for i in some):
+    some = random.Random(seed).sample(range(len(fit)), len(fit) if sample is None else min(sample, len(fit)))
+    for out in (fit[i] for i in sorted(some)):
         answers = [c for c in out.outputs if c.token_ids]
         try: found = [d for c in answers for d in check_answer(llm, out, c, tolerance)]
         except Exception as e:
