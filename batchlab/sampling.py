@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
@@ -166,7 +166,7 @@ def obey_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 # %% ../nbs/05_sampling.ipynb #592c2738
 def bias_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     "Add `logit_bias`, in place."
-    at = _places(x, rows, lambda r: list(r.params.logit_bias or ()))
+    at = _places(x, rows, lambda r: r.params.logit_bias or ())
     add = [b for r in rows for i, b in (r.params.logit_bias or {}).items() if i < x.shape[-1]]
     x.view(-1)[at] += torch.tensor(add, dtype=x.dtype, device=x.device)
     return x
@@ -189,8 +189,7 @@ def count_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 # %% ../nbs/05_sampling.ipynb #736437cc
 def _largest(x: Tensor, K: int) -> Tensor:
     "The `K` largest of each row of `x`, descending."
-    if K < x.shape[1]: return x.topk(K).values
-    if x.device.type != 'cpu': return x.sort(-1, descending=True).values
+    if K < x.shape[1] or x.device.type != 'cpu': return x.topk(K).values
     return torch.from_numpy(np.sort(x.numpy(), -1)[:, ::-1].copy())      # without indices, so much faster
 
 def _top_p_cutoffs(x: Tensor, p: Tensor, looks: Sequence[int] = (128, 2048)) -> Tensor:
@@ -210,42 +209,43 @@ def _top_p_cutoffs(x: Tensor, p: Tensor, looks: Sequence[int] = (128, 2048)) -> 
     return cut
 
 # %% ../nbs/05_sampling.ipynb #ff02166c
-def cutoffs(x: Tensor, rows: Sequence[SamplingRow], looks: Sequence[int] = (128, 2048)) -> Tensor:
+def cutoffs(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """The logit `[B]` below which each row keeps nothing, of logits `x` float32 `[B, V]` already divided by temperature.
 
-    A greedy row keeps its maximum, an unfiltered one everything (-inf). `looks` changes the speed and nothing else."""
-    def rows_where(asks: Callable[[SamplingParams], bool]) -> Tensor:
-        return torch.tensor([b for b, r in enumerate(rows) if asks(r.params)], dtype=torch.int64, device=x.device)
-    def of(some: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-        return torch.tensor([getattr(rows[b].params, name) for b in some.tolist()], dtype=dtype, device=x.device)
-    best, cut = x.amax(-1), torch.full_like(x[:, 0], -math.inf)
-    greedy = rows_where(lambda p: p.greedy)
-    cut[greedy] = best[greedy]
-    if len(some := rows_where(lambda p: p.min_p > 0)):
-        cut[some] = (best[some].double() + of(some, 'min_p', torch.float64).log()).float()
-    if len(some := rows_where(lambda p: p.top_k > 0)):
-        k = of(some, 'top_k', torch.int64).clamp(max=x.shape[1])
-        kth = _largest(x[some], int(k.max())).gather(1, k[:, None] - 1)[:, 0]
+    A greedy row keeps its maximum, an unfiltered one everything (-inf)."""
+    params = [r.params for r in rows]
+    def asked(values: Mapping[int, float], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        "The rows that ask for something, `{row: value}`, and their values as tensors."
+        return torch.tensor([*values], device=x.device), torch.tensor([*values.values()], dtype=dtype, device=x.device)
+    least = torch.tensor([1. if p.greedy else p.min_p for p in params], dtype=torch.float64, device=x.device)
+    cut = (x.amax(-1) + least.log()).float()
+    if top_k := {b: min(p.top_k, x.shape[1]) for b, p in enumerate(params) if p.top_k > 0}:
+        some, k = asked(top_k, torch.int64)
+        kth = _largest(x[some], max(top_k.values())).gather(1, k[:, None] - 1)[:, 0]
         cut[some] = cut[some].maximum(kth)
-    if len(some := rows_where(lambda p: p.top_p < 1)):
-        left = x[some].masked_fill_(x[some] < cut[some, None], -math.inf)
-        cut[some] = cut[some].maximum(_top_p_cutoffs(left, of(some, 'top_p', torch.float64), looks))
+    if top_p := {b: p.top_p for b, p in enumerate(params) if p.top_p < 1}:
+        some, p = asked(top_p, torch.float64)
+        left = x[some]
+        left.masked_fill_(left < cut[some, None], -math.inf)
+        cut[some] = cut[some].maximum(_top_p_cutoffs(left, p))
     return cut
 
 # %% ../nbs/05_sampling.ipynb #1c9e6dd6
 def processed_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     "The logits each row draws from, float32 `[B, V]`, a copy: steered, divided by temperature, -inf where filtered."
     assert logits.ndim == 2 and len(logits) == len(rows), f'{len(rows)} rows, logits {tuple(logits.shape)}'
-    return _process_(logits.to(torch.float32, copy=True), rows)
+    device = 'cpu' if logits.device.type == 'mps' else logits.device             # no float64 there
+    return _process_(logits.to(device, torch.float32, copy=True), rows)
 
 def _process_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     if some := [b for b, r in enumerate(rows) if _steered(r)]:
         part, sub = (x, rows) if len(some) == len(rows) else (x[some], [rows[b] for b in some])
         for step_ in (allow_, ban_, obey_, bias_, repeat_, count_): step_(part, sub)
         if part is not x: x[some] = part
-    if not all(r.params.greedy for r in rows):
-        x.div_(torch.tensor([[1. if r.params.greedy else r.params.temperature] for r in rows], device=x.device))
-    if any(p.greedy or p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in (r.params for r in rows)):
+    params = [r.params for r in rows]
+    if not all(p.greedy for p in params):
+        x.div_(torch.tensor([[1. if p.greedy else p.temperature] for p in params], device=x.device))
+    if any(p.greedy or p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params):
         x.masked_fill_(x < cutoffs(x, rows)[:, None], -math.inf)
     return x
 
@@ -262,12 +262,12 @@ class Logprob:
     decoded_token: str | None = None
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], k: int,
-                   texts: Sequence[Callable[[int], str | None]] | None = None) -> list[dict[int, Logprob]]:
+                   texts: Sequence[Callable[[int], str | None]]) -> list[dict[int, Logprob]]:
     """For each row of `logits` `[R, V]` `{id: Logprob}`: its token of `tokens` (R ids) first, then the `k` likeliest.
 
-    `k` -1: the whole vocabulary. `texts`: for each row a function from id to text, or None."""
-    if not len(tokens): return []
-    lp, texts = logits.float().log_softmax(-1), texts or [lambda i: None] * len(tokens)
+    `k` -1: the whole vocabulary. `texts`: for each row a function from id to text."""
+    if not tokens: return []
+    lp = logits.float().log_softmax(-1)
     mine = lp.gather(1, torch.tensor(tokens, device=lp.device)[:, None])
     rank = (1 + (lp > mine).sum(-1)).tolist()
     top, ids = (t.tolist() for t in lp.topk(lp.shape[-1] if k == -1 else min(k, lp.shape[-1])))
@@ -279,10 +279,10 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], k: int,
 def _logprobs(logits: Tensor, tokens: Sequence[int | None],
               rows: Sequence[SamplingRow]) -> list[dict[int, Logprob] | None]:
     "`token_logprobs` for each row that asks for `logprobs`, else None."
-    out, asked = list[Any]([None]*len(rows)), {}
-    for b, r in enumerate(rows):
-        if r.params.logprobs is not None and tokens[b] is not None: asked.setdefault(r.params.logprobs, []).append(b)
-    for k, some in asked.items():
+    out: list[Any] = [None]*len(rows)
+    k_of = {b: r.params.logprobs for b, r in enumerate(rows) if r.params.logprobs is not None and tokens[b] is not None}
+    for k in {*k_of.values()}:
+        some: Any = [b for b in k_of if k_of[b] == k]
         got = token_logprobs(logits[some], [tokens[b] for b in some], k, [token_text(rows[b]) for b in some])
         for b, d in zip(some, got): out[b] = d
     return out
