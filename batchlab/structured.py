@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from .deprecated import renamed
 from .errors import BatchlabError, ParamError
+from .loading import one_line
 from .params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING: from llguidance import LLMatcher, LLTokenizer
 
+__getattr__ = renamed(__name__, dict(said='loading.one_line'))
+
 # %% auto #0
-__all__ = ['FORMATS', 'ESCAPED', 'WHITESPACE', 'LONGEST', 'said', 'vocabulary', 'check_schema', 'grammar_text', 'Grammar',
-           'Grammars']
+__all__ = ['FORMATS', 'ESCAPED', 'WHITESPACE', 'LONGEST', 'vocabulary', 'check_schema', 'grammar_text', 'Grammar', 'Grammars']
 
 # %% ../nbs/30_structured.ipynb #a5cae600
-def said(e: object) -> str:
-    "What the library says of a mistake, in one line."
-    return ' '.join(str(e).split())[:200] or type(e).__name__
-
 def vocabulary(tokenizer: Any, vocab_size: int, eos_ids: Collection[int]) -> LLTokenizer:
     "The texts of the ids of `tokenizer`, for a model with `vocab_size` logits that ends at one of `eos_ids`. Raises `ParamError`."
     need = 'structured_outputs needs'
@@ -34,7 +33,7 @@ def vocabulary(tokenizer: Any, vocab_size: int, eos_ids: Collection[int]) -> LLT
     except ImportError: raise ParamError(f"{need} llguidance: pip install 'batchlab[structured]'") from None
     try: return from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=sorted(eos_ids))
     except Exception as e:
-        raise ParamError(f'structured_outputs is not for this tokenizer ({said(e)}): leave it out') from e
+        raise ParamError(f'structured_outputs is not for this tokenizer ({one_line(e)}): leave it out') from e
 
 # %% ../nbs/30_structured.ipynb #61be4a8b
 FORMATS = 'date-time time date duration email hostname ipv4 ipv6 uuid uri'.split()
@@ -46,11 +45,11 @@ def _bounds_slip(d: dict[str, Any], part: bool) -> bool:
     "Whether a number of `d` could be an excluded whole bound: the library lets that through where the other bound is less than 1 away."
     of: Any = d.get('type')
     kinds: list[Any] = of if isinstance(of, list) else [of]
-    ends = {k: d[k] for k in ('minimum', 'exclusiveMinimum', 'maximum', 'exclusiveMaximum') if isinstance(d.get(k), (int, float))}
     if 'number' not in kinds and None not in kinds: return False
+    ends = {k: d[k] for k in ('minimum', 'exclusiveMinimum', 'maximum', 'exclusiveMaximum') if isinstance(d.get(k), (int, float))}
     if not any(k.startswith('ex') and float(x).is_integer() for k, x in ends.items()): return False
-    low = max([x for k, x in ends.items() if k.lower().endswith('minimum')], default=-math.inf)
-    high = min([x for k, x in ends.items() if k.lower().endswith('maximum')], default=math.inf)
+    low = max(ends.get('minimum', -math.inf), ends.get('exclusiveMinimum', -math.inf))
+    high = min(ends.get('maximum', math.inf), ends.get('exclusiveMaximum', math.inf))
     return part or bool(d.keys() & _BESIDE) or high - low < 1
 
 def _inherits(d: Any) -> bool:
@@ -96,31 +95,41 @@ def check_schema(d: Any, where: str = '#', names: bool = False, part: bool = Fal
 # %% ../nbs/30_structured.ipynb #1298bc20
 WHITESPACE, LONGEST = 16, 2**17      # characters: between two parts of JSON; of a schema, a pattern or a grammar
 
+_GBNF = re.compile(r'''("(?:\\.|[^"\\])*" | \[(?:\\.|[^]\\])*] | \#.*) | \.''', re.X)      # a text, a set or a comment; any character
+_ANY = '[\\x00-\U0010ffff]'
+
 def _spelled(gbnf: str) -> str:
-    "`gbnf` with the escapes that the library reads. Raises `ParamError` for a rule that is defined twice, of which it would take the last."
+    "`gbnf` as the library reads it. Raises `ParamError` for a rule that is defined twice, of which it would take the last."
     names = re.findall(r'^[ \t]*([\w-]+)[ \t]*::=', gbnf, re.M)
     if twice := next((n for n in names if names.count(n) > 1), None):
         raise ParamError(f'structured_outputs.grammar: rule {twice!r} is defined twice: give it one definition')
     plain = lambda c: c if c.isalnum() or ord(c) > 127 else f'\\x{ord(c):02X}'
-    return re.sub(r'(\\\\)|\\u([0-9a-fA-F]{4})|\\-', lambda m: m[0] if m[1] else plain(chr(int(m[2], 16))) if m[2] else r'\x2D', gbnf)
+    known = re.sub(r'(\\\\)|\\u([0-9a-fA-F]{4})|\\-', lambda m: m[0] if m[1] else plain(chr(int(m[2], 16))) if m[2] else r'\x2D', gbnf)
+    return _GBNF.sub(lambda m: m[1] or _ANY, known)
+
+def _schema_of(s: StructuredOutputsParams) -> dict[str, Any]:
+    "The JSON schema that `s` asks for. Raises `ParamError`."
+    v = cast(Any, s.json)
+    if s.json_object: return dict(type='object')
+    if hasattr(v, 'model_json_schema'): return v.model_json_schema()
+    try: d = json.loads(v) if isinstance(v, str) else v
+    except ValueError as e: raise ParamError(f'structured_outputs.json is not JSON ({str(e)[:80]})') from e
+    if d is True: return {}
+    if not isinstance(d, dict): raise ParamError(f'structured_outputs.json: {str(d)[:40]!r} in place of a schema')
+    return d
 
 def grammar_text(s: StructuredOutputsParams) -> str:
     "What the library compiles for `s`. Raises `ParamError`, and whatever the library does."
     from llguidance import LLMatcher, grammar_from
-    v, opened = cast(Any, getattr(s, s.kind)), ''
-    if s.kind == 'choice': return grammar_from('choice', json.dumps(v))
-    if s.kind in ('json', 'json_object'):
-        d = dict(type='object') if s.kind == 'json_object' else v.model_json_schema() if hasattr(v, 'model_json_schema') else v
-        try: d = json.loads(d) if isinstance(d, str) else d
-        except ValueError as e: raise ParamError(f'structured_outputs.json is not JSON ({str(e)[:80]})') from e
-        d = {} if d is True else d
-        if not isinstance(d, dict): raise ParamError(f'structured_outputs.json: {str(d)[:40]!r} in place of a schema')
-        v, opened = json.dumps(check_schema(d)), json.dumps(check_schema(d, close=False))
+    if s.kind == 'choice': return grammar_from('choice', json.dumps(s.choice))
+    schema = _schema_of(s) if s.kind in ('json', 'json_object') else None
+    v = getattr(s, s.kind) if schema is None else json.dumps(check_schema(schema))
     if len(v) > LONGEST: raise ParamError(f'structured_outputs.{s.kind} has over {LONGEST:,} characters: shorten it')
     if s.kind == 'regex': return grammar_from('regex', v)
     if s.kind == 'grammar': return grammar_from('gbnf', _spelled(v))
     space: Any = dict(whitespace_flexible=False) if s.disable_any_whitespace else dict(whitespace_pattern=rf'[ \n]{{1,{WHITESPACE}}}')
     if '"oneOf"' in v:                       # whose choices must exclude each other by themselves, not because they were closed here
+        opened = json.dumps(check_schema(schema, close=False))
         if LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(opened, overrides=space), None):
             raise ParamError('structured_outputs.json: an answer might fit more than one schema of oneOf: take anyOf, or add to each what '
                              'the others exclude, such as a const')
@@ -153,10 +162,10 @@ class Grammar:
 
 # %% ../nbs/30_structured.ipynb #4db85301
 class Grammars:
-    "Makes a `Grammar` for each row that asks, over the vocabulary of `tokenizer`; keeps the `most` that it compiled last."
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Collection[int], most: int = 64) -> None:
+    "Makes a `Grammar` for each row that asks, over the vocabulary of `tokenizer`; keeps the 64 that it compiled last."
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Collection[int]) -> None:
         self.tokenizer, self.vocab_size, self.eos_ids = tokenizer, vocab_size, eos_ids
-        self.compiled = functools.lru_cache(most)(self._compile)
+        self.compiled = functools.lru_cache(64)(self._compile)
 
     @functools.cached_property
     def vocabulary(self) -> LLTokenizer: return vocabulary(self.tokenizer, self.vocab_size, self.eos_ids)
@@ -173,4 +182,4 @@ class Grammars:
         assert s is not None and self.vocabulary is not None
         try: return Grammar(self.compiled(grammar_text(s)).deep_copy(), self.eos_ids)
         except BatchlabError: raise
-        except Exception as e: raise ParamError(f'structured_outputs.{s.kind} can not be compiled: {said(e)}') from e
+        except Exception as e: raise ParamError(f'structured_outputs.{s.kind} can not be compiled: {one_line(e)}') from e

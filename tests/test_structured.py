@@ -278,6 +278,23 @@ def sentencepiece_like():
     return PreTrainedTokenizerFast(tokenizer_object=tok, unk_token='<unk>', bos_token='<s>', eos_token='</s>')
 
 
+def test_any_character_of_a_gbnf_grammar_may_be_a_line_break():
+    "Between quotes, in a set and in a comment a point is a point."
+    def takes(grammar, text):
+        g, ids = grammars().of(wish(grammar=grammar)), tiny_tokenizer()(text)['input_ids']
+        return g.follow(ids) and bool(g.mask_(torch.zeros(1, llm().vocab_size), ids)[0, [*llm().eos_ids]].isfinite().all())
+    for text in ('axb', 'a\nb', 'aéb', 'a😀b', 'a"b', 'a.b'): assert takes('root ::= "a" . "b"', text), text
+    for text in ('ab', 'axxb', 'ax'): assert not takes('root ::= "a" . "b"', text), text
+    assert takes('root ::= "a" .* "b"', 'a\n\n x\nb') and takes('root ::= ( "x" | . )+', 'x\n')
+    for text in ('x', '\n'): assert not takes(r'root ::= "." | [.] | "\"." | [\].]   # any .', text)
+    assert takes(r'root ::= "\"." | [\].]', '".') and takes(r'root ::= "\"." | [\].]', ']') and takes(r'root ::= [.]', '.')
+
+
+def test_an_empty_pattern_is_a_pattern():
+    out = llm().generate('x', wish(regex='', max_tokens=4))[0]
+    assert out.error is None and (out.outputs[0].text, out.outputs[0].finish_reason) == ('', 'stop')
+
+
 def test_the_other_family_of_tokenizers():
     tok = sentencepiece_like()
     e = LLM(tiny_model('llama', num_hidden_layers=1, vocab_size=len(tok) + 21, eos_token_id=tok.eos_token_id, bos_token_id=1), tok, compile=False)
