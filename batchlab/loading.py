@@ -9,6 +9,7 @@ import contextlib, json, logging, os, re, warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from platformdirs import user_cache_dir
@@ -142,17 +143,6 @@ def _gguf_fields(path: Path) -> Callable[[str], Any]:
         raise ModelError(f"{path} is not a whole GGUF file ({one_line(e)}): fetch it again, and see that it finishes") from e
     return lambda k: fields[k].contents() if k in fields else None
 
-# %% ../nbs/modules/000_loading.ipynb #651959b3
-@contextlib.contextmanager
-def _no_gguf_bar():
-    "The progress bar of transformers' GGUF reader off, and back."
-    from transformers import modeling_gguf_pytorch_utils
-    reader: Any = modeling_gguf_pytorch_utils
-    bar = getattr(reader, 'tqdm', None)
-    reader.tqdm = lambda it, *args, **kw: it
-    try: yield
-    finally: reader.tqdm = bar
-
 # %% ../nbs/modules/000_loading.ipynb #6c0c4f9d
 def _plain_copy(m, dtype):
     "`m` rebuilt in `dtype` from its config and weights, without a trace of its quantisation."
@@ -185,7 +175,7 @@ def load_gguf(path: Path, dtype: str | torch.dtype | None,
     stored = {0: torch.float32, 1: torch.float16}.get(field('general.file_type'), torch.bfloat16)
     dtype = resolve_dtype(dtype, stored, device)
     kw = dict(gguf_file=path.name, local_files_only=True)
-    with quiet(), _no_gguf_bar():
+    with quiet(), mock.patch('transformers.modeling_gguf_pytorch_utils.tqdm', lambda it, *args, **kw: it):     # no bar
         try:
             model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=dtype, **kw)
             tok = AutoTokenizer.from_pretrained(path.parent, **kw) if field('tokenizer.ggml.model') else None
@@ -217,11 +207,10 @@ def cpu_has_fast_bf16() -> bool:
     return bool({'avx512_bf16', 'amx_bf16', 'bf16'} & processor_flags()) or any(getattr(torch.cpu, f, bool)() for f in private)
 
 # %% ../nbs/01_models.ipynb #3cd718a0
-_DTYPES = {'fp32': torch.float32, 'float32': torch.float32, 'float': torch.float32,
-           'bf16': torch.bfloat16, 'bfloat16': torch.bfloat16,
-           'fp16': torch.float16, 'float16': torch.float16, 'half': torch.float16}
+_DTYPES = {name: dtype for dtype, names in {torch.float32: 'fp32 float32 float', torch.bfloat16: 'bf16 bfloat16',
+                                            torch.float16: 'fp16 float16 half'}.items() for name in names.split()}
 
-def resolve_dtype(dtype: str | torch.dtype | None = 'auto', config_dtype: str | torch.dtype | None = None,
+def resolve_dtype(dtype: str | torch.dtype | None = 'auto', config_dtype: torch.dtype | None = None,
                   device: str | torch.device = 'cpu', fast_bf16: bool | None = None) -> torch.dtype:
     """The `torch.dtype` to load a checkpoint of `config_dtype` in.
 
@@ -233,9 +222,7 @@ def resolve_dtype(dtype: str | torch.dtype | None = 'auto', config_dtype: str | 
         raise ModelError(f"unknown dtype {str(dtype)!r}: expected 'auto', {', '.join(map(repr, _DTYPES))} "
                          "or a floating torch.dtype")
     want, dev = config_dtype or torch.float32, torch.device(device).type
-    if isinstance(want, str): want = getattr(torch, want)
-    if want is torch.float16 and dev == 'cpu': return torch.float32
     if want is torch.bfloat16 and fast_bf16 is None:
-        fast_bf16 = (cpu_has_fast_bf16() if dev == 'cpu' else
-                     torch.cuda.is_bf16_supported(including_emulation=False) if dev == 'cuda' else True)
-    return torch.float32 if want is torch.bfloat16 and not fast_bf16 else want
+        fast_bf16 = cpu_has_fast_bf16() if dev == 'cpu' else dev != 'cuda' or torch.cuda.is_bf16_supported(including_emulation=False)
+    slow = want is torch.float16 and dev == 'cpu' or want is torch.bfloat16 and not fast_bf16
+    return torch.float32 if slow else want

@@ -22,8 +22,8 @@ if TYPE_CHECKING: from transformers import PreTrainedModel, PreTrainedTokenizerB
 _all_ = ['DEFAULT_MODEL', 'TINY_ARCHS', 'tiny_gguf', 'tiny_model', 'tiny_tokenizer', 'resolve_device', 'resolve_dtype', 'cache_dir',
          'cpu_has_fast_bf16', 'BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError', 'UnsupportedModelError']
 __getattr__ = renamed(__name__, dict.fromkeys(
-    ['CorruptFileError', 'DiskSpaceError', 'CacheFolderError', 'DownloadError', 'DtypeError', 'DeviceError', 'NoTokenizerError',
-     'ChatTemplateError', 'SpecialTokenError'], 'errors.ModelError'))
+    'CorruptFileError DiskSpaceError CacheFolderError DownloadError DtypeError DeviceError NoTokenizerError ChatTemplateError '
+    'SpecialTokenError'.split(), 'errors.ModelError'))
 
 # %% auto #0
 __all__ = ['encode', 'load_model', 'max_model_len', 'encode_chat', 'eos_token_ids', 'pad_token_id', 'start_token_id',

@@ -5,9 +5,10 @@
 # %% ../nbs/modules/000_params.ipynb #c79cc9c5
 from __future__ import annotations
 
-import difflib, math, numbers, sys
-from collections.abc import Collection, Sequence
+import difflib, numbers, sys
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
+from math import inf, isnan, nextafter
 from typing import Any
 from transformers import GenerationConfig
 from .errors import ParamError
@@ -16,32 +17,35 @@ from .errors import ParamError
 __all__ = ['StructuredOutputsParams', 'SamplingParams']
 
 # %% ../nbs/modules/000_params.ipynb #132d0887
-_ABOVE_0, _FINITE = math.nextafter(0, 1), sys.float_info.max      # the least number above 0, the largest below infinity
+_ABOVE_0, _FINITE = nextafter(0, 1), sys.float_info.max      # the least number above 0, the largest below infinity
 
 _RULES: dict[str, tuple[type, float, float, str, str]] = dict(        # (type, least, most, what it must be, advice)
-    n=(int, 1, math.inf, "a whole number of at least 1", "1 gives one completion"),
+    n=(int, 1, inf, "a whole number of at least 1", "1 gives one completion"),
     presence_penalty=(float, -2, 2, "a number from -2 to 2", "0 turns it off"),
     frequency_penalty=(float, -2, 2, "a number from -2 to 2", "0 turns it off"),
     repetition_penalty=(float, _ABOVE_0, _FINITE, "a finite number above 0", "1 turns it off"),
     temperature=(float, 0, _FINITE, "a finite number of at least 0", "0 is greedy"),
     top_p=(float, _ABOVE_0, 1, "a number above 0 and at most 1", "1 turns it off; temperature=0 is greedy"),
-    top_k=(int, -1, math.inf, "a whole number of at least -1", "0 or -1 turns it off"),
+    top_k=(int, -1, inf, "a whole number of at least -1", "0 or -1 turns it off"),
     min_p=(float, 0, 1, "a number from 0 to 1", "0 turns it off"),
     seed=(int, 0, 2**63 - 1, "a whole number from 0 to 2**63-1, or None", "None is a fresh seed each time"),
-    max_tokens=(int, 1, math.inf, "a whole number of at least 1, or None", "None goes on to the context length"),
-    min_tokens=(int, 0, math.inf, "a whole number of at least 0", "0 turns it off"),
-    logprobs=(int, -1, math.inf, "a whole number of at least -1, or None", "-1 gives the whole vocabulary"),
-    prompt_logprobs=(int, -1, math.inf, "a whole number of at least -1, or None", "0 gives the prompt's own tokens"))
+    max_tokens=(int, 1, inf, "a whole number of at least 1, or None", "None goes on to the context length"),
+    min_tokens=(int, 0, inf, "a whole number of at least 0", "0 turns it off"),
+    logprobs=(int, -1, inf, "a whole number of at least -1, or None", "-1 gives the whole vocabulary"),
+    prompt_logprobs=(int, -1, inf, "a whole number of at least -1, or None", "0 gives the prompt's own tokens"))
+
+def _is(v: Any, kind: type) -> bool:
+    "Whether `v` is a number of `kind`, int or float, from whatever library; True and False are none."
+    return isinstance(v, numbers.Integral if kind is int else numbers.Real) and not isinstance(v, bool)
 
 def _number(name: str, v: Any) -> int | float:
     "`v` as the int or float that field `name` holds. Raises `ParamError`."
     kind, least, most, want, advice = _RULES[name]
-    number: Any = numbers.Integral if kind is int else numbers.Real
-    if not isinstance(v, number) or isinstance(v, bool) or not least <= v <= most: raise ParamError(f"{name} must be {want}, got {v!r}: {advice}")
+    if not _is(v, kind) or not least <= v <= most: raise ParamError(f"{name} must be {want}, got {v!r}: {advice}")
     return kind(v)
 
 # %% ../nbs/modules/000_params.ipynb #4fc8a261
-def _is_id(v: Any) -> bool: return isinstance(v, numbers.Integral) and not isinstance(v, bool) and int(v) >= 0
+def _is_id(v: Any) -> bool: return _is(v, int) and v >= 0
 
 def _listed(v: Any) -> Any:
     "`v` as a list if it is None or a single string."
@@ -73,7 +77,7 @@ def _bad_words(v: Any) -> list[str | list[int]]:
 
 def _logit_bias(v: Any) -> dict[int, float]:
     "`v` as a dict of token id to bias, cut to -100..100 as the OpenAI API does. Raises `ParamError`."
-    def bias(b): return isinstance(b, numbers.Real) and not isinstance(b, bool) and not math.isnan(b)
+    def bias(b): return _is(b, float) and not isnan(b)
     def key(k): return _is_id(k) or isinstance(k, str) and k.isdecimal()      # JSON has only string keys
     if not isinstance(v, dict) or not all(key(k) and bias(b) for k, b in v.items()):
         raise ParamError(f"logit_bias must be a dict of token id to a number from -100 to 100, got {v!r}: "
@@ -81,7 +85,12 @@ def _logit_bias(v: Any) -> dict[int, float]:
     return {int(k): min(100., max(-100., float(b))) for k, b in v.items()}
 
 # %% ../nbs/modules/000_params.ipynb #bde02605
-_KINDS = 'json', 'regex', 'choice', 'grammar', 'json_object'
+def _is_text(v: Any) -> bool: return isinstance(v, str)
+
+_KINDS: dict[str, tuple[str, Callable[[Any], object]]] = dict(        # {kind: (what it must be, a test of it)}
+    json=('a JSON schema', lambda v: isinstance(v, (dict, str, bool)) or hasattr(v, 'model_json_schema')), regex=('a string', _is_text),
+    choice=('a list of strings', lambda v: isinstance(v, (list, tuple)) and v and all(map(_is_text, v))), grammar=('a string', _is_text),
+    json_object=('True', lambda v: v is True))
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
@@ -98,21 +107,18 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
 
     def __post_init__(self) -> None:
-        given = [k for k in _KINDS if getattr(self, k) not in (None, False)]
+        given = self._given()
         if len(given) != 1:
             raise ParamError(f"structured_outputs takes one of {', '.join(_KINDS)}, got {' and '.join(given) or 'none'}")
-        kind, v = given[0], getattr(self, given[0])
-        def text(x): return isinstance(x, str)
-        ok, want = text(v), 'a string'
-        if kind == 'json': ok, want = isinstance(v, (dict, str, bool)) or hasattr(v, 'model_json_schema'), 'a JSON schema'
-        if kind == 'json_object': ok, want = v is True, 'True'
-        if kind == 'choice': ok, want = isinstance(v, (list, tuple)) and v and all(map(text, v)), 'a list of strings'
-        if not ok: raise ParamError(f"structured_outputs.{kind} must be {want}, got {str(v)[:80]}")
+        (want, fits), v = _KINDS[self.kind], getattr(self, self.kind)
+        if not fits(v): raise ParamError(f"structured_outputs.{self.kind} must be {want}, got {str(v)[:80]}")
+
+    def _given(self) -> list[str]: return [k for k in _KINDS if getattr(self, k) not in (None, False)]
 
     @property
     def kind(self) -> str:
         "Which of the first five is asked for."
-        return next(k for k in _KINDS if getattr(self, k) not in (None, False))
+        return self._given()[0]
 
     @classmethod
     def of(cls, x: StructuredOutputsParams | dict[str, Any]) -> StructuredOutputsParams:
@@ -236,7 +242,7 @@ def _from_generation_config(gc: GenerationConfig, defaults: dict[str, Any]) -> S
     "See `SamplingParams.from_generation_config`."
     _refuse_gc(gc)
     get = lambda name: getattr(gc, name, None)
-    kw = {to: get(name) for name, to in _GC_NAMES.items() if get(name) is not None}
+    kw = {to: v for name, to in _GC_NAMES.items() if (v := get(name)) is not None}
     if not get('do_sample'): kw |= dict(temperature=0., top_k=0, top_p=1., min_p=0.)     # generate ignores them too
     else: kw.setdefault('top_k', defaults.get('top_k', 50))                              # what generate does with None
     eos = get('eos_token_id')

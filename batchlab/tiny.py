@@ -66,19 +66,18 @@ def _init_tiny(model, seed):
             else: p.copy_(3*noise / math.sqrt(p.shape[0 if isinstance(mod, Conv1D) else -1]))   # 3/sqrt(fan in)
 
 # %% ../nbs/modules/000_tiny.ipynb #3356efe0
-def tiny_model(arch: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+def tiny_model(arch: str, seed: int = 0, *, attn_implementation: str | None = None, **overrides: Any) -> PreTrainedModel:
     """A causal LM of family `arch` with random weights, in fp32 and eval mode on the CPU, for `tiny_tokenizer`.
 
     `arch` is one of `TINY_ARCHS`, or any model type of transformers that can be made small; `overrides` are config
-    values, or `attn_implementation`. Same seed, same weights. Raises `UnsupportedModelError`."""
+    values. Same seed, same weights. Raises `UnsupportedModelError`."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
-    attn = {k: overrides.pop(k) for k in ('attn_implementation',) if k in overrides}
     with torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(seed)
         config = _tiny_config(arch, overrides)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise UnsupportedModelError(f"{arch!r} is not a causal language model: expected one of {', '.join(TINY_ARCHS)}")
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **attn)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
         _init_tiny(model, seed)
     ids = {k: getattr(config, k) for k in ('bos_token_id', 'eos_token_id', 'pad_token_id')}
     model.generation_config = GenerationConfig(**ids)     # greedy, and the same special ids
