@@ -76,7 +76,7 @@ class Row(NamedTuple):
     n: int
     again: int
     samples: int
-    prefill: int
+    is_prefill: int
 
     @property
     def end(self) -> int: return self.start + self.n
