@@ -446,19 +446,20 @@ def print_kept(found: Iterable[Kept]) -> None:
 
 def manage_models(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab models`. Returns the exit status. Raises `BatchlabError`."
-    from batchlab.storage import kept, remove
-    if args.what == 'rm' and not args.name: raise JobError('no name: `batchlab models` lists what can be removed')
-    if args.what == 'list': print_kept(k for k in kept() if k.kind == 'model')
-    if args.what == 'rm': print_kept(remove(args.name))
+    from batchlab.storage import hub, own, remove
+    name = args.name or ''
+    if args.what == 'rm' and not name: raise JobError('no name: `batchlab models` lists what can be removed')
+    if args.what == 'list': print_kept(k for k in own() + hub() if k.kind == 'model' and name in ('', k.name))
+    if args.what == 'rm': print_kept(remove(name))
     if args.what == 'pull':
         from batchlab.fetching import find_model
         print(find_model(args.name))
     return 0
 
 def manage_cache(args: argparse.Namespace, llm: LLM | None = None) -> int:
-    "Run `batchlab cache`. Returns the exit status."
-    from batchlab.storage import cache_dir, clear, kept
-    print_kept(clear() if args.what == 'clear' else [k for k in kept() if k.path.is_relative_to(cache_dir())])
+    "Run `batchlab cache`. Returns the exit status. Raises `BatchlabError`."
+    from batchlab.storage import clear, own
+    print_kept(clear() if args.what == 'clear' else own())
     return 0
 
 # %% ../nbs/43_cli.ipynb #238aecb1

@@ -50,14 +50,20 @@ def _need_column(names: Sequence[str], column: str, where: str | Path) -> None:
 def csv_rows(f: IO[bytes], column: str, id_column: str, where: str | Path) -> Iterator[tuple[int, tuple[Any, Any] | csv.Error]]:
     "Yield `(number, (prompt, id))` for each row of binary CSV file `f` after its header, the error for a broken one."
     csv.field_size_limit(LONGEST_LINE)
-    rows = csv.DictReader(io.TextIOWrapper(f, 'utf-8-sig', 'surrogateescape', newline=''))
-    _need_column(rows.fieldnames or [], column, where)
-    for number in itertools.count(1):
+    rows = csv.reader(io.TextIOWrapper(f, 'utf-8-sig', 'surrogateescape', newline=''))
+    names, number = next(rows, []), 0
+    _need_column(names, column, where)
+    places = [names.index(c) if c in names else len(names) for c in (column, id_column)]      # the first of two of a name
+    while True:
         try: row = next(rows, None)
-        except csv.Error as e: yield number, e
+        except csv.Error as e: row = e
+        if row is None: return
+        if row == []: continue
+        number += 1
+        if isinstance(row, csv.Error): yield number, row
         else:
-            if row is None: return
-            yield number, (row[column], row.get(id_column))
+            prompt, custom_id = (row[i] if i < min(len(row), len(names)) else None for i in places)
+            yield number, (prompt, custom_id)
 
 def need_parquet() -> Any:
     "The module `pyarrow.parquet`. Raises `JobError` without it."

@@ -234,7 +234,7 @@ def resources_for(workers: int, device: str, num_cpus: float | None, num_gpus: f
     """`(num_cpus, num_gpus, device)` of each of `workers`; None takes its share, 'auto' a GPU if there is one for each.
 
     `nodes`: resources of each machine, by Ray's names. Raises `JobError` if a single machine has fewer."""
-    gpus, cpus = (sum(r.get(name, 0) for r in nodes) for name in ('GPU', 'CPU'))
+    gpus, cpus = sum(r.get('GPU', 0) for r in nodes), sum(r.get('CPU', 0) for r in nodes) or 1      # 0: nodes are still to come
     if num_gpus is None: num_gpus = int(device.startswith(('auto', 'cuda')) and gpus >= workers)
     smallest = min((r['CPU'] for r in nodes if r.get('CPU')), default=1)
     if num_cpus is None: num_cpus = max(1, int(min(cpus // workers, smallest)))
