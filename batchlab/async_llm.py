@@ -5,7 +5,7 @@
 # %% ../nbs/17_async.ipynb #6c051e85
 from __future__ import annotations
 
-import asyncio, functools, itertools
+import asyncio, functools, time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -29,6 +29,7 @@ class _Answer:
     last: RequestOutput | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: bool = False
+    free: Callable[[], None] | None = None                         # gives its place back
 
     def add(self, event: StreamEvent) -> None:
         "Take in what a step gave."
@@ -38,6 +39,12 @@ class _Answer:
         part.finish_reason = event.finish_reason
         self.last = event.output
         self.news.set()
+        if self.last: self.leave()
+
+    def leave(self) -> None:
+        "Give its place back, once."
+        free, self.free = self.free, None
+        if free: free()
 
     async def next(self) -> RequestOutput:
         "The output as it is now, as soon as it has anything that the one before had not."
@@ -57,7 +64,7 @@ class AsyncLLM:
     def __init__(self, model: Any = None, tokenizer: Any = None, max_pending: int = 1024, **kwargs: Any) -> None:
         check_count('max_pending', max_pending)
         self.llm = model if isinstance(model, LLM) else LLM(model, tokenizer, **kwargs)
-        self.max_pending, self.ids = max_pending, map(str, itertools.count())
+        self.max_pending = max_pending
         self.answers: dict[str, _Answer] = {}                                # of those that are not done
         self.places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self.queuer = ThreadPoolExecutor(1, 'batchlab-queue')
@@ -66,24 +73,29 @@ class AsyncLLM:
                        priority: int = 0, timeout: float | None = None) -> AsyncGenerator[RequestOutput]:
         """Yield the `RequestOutput` of one prompt as it grows; the last is `finished`. For arguments see `LLM.add_request`.
 
-        Those before the last have ids and text so far; the last has all that was asked for, or its `error`. Closing the generator or
-        cancelling its task cancels the request. Raises `EngineError` for an id that is not done yet, `ParamError`."""
-        request_id = next(i for i in self.ids if i not in self.answers) if request_id is None else str(request_id)
+        Those before the last have ids and text so far; the last has all that was asked for, or its `error`. `timeout` counts from
+        now; one that runs out before the request has its turn ends it when that comes. Closing the generator or cancelling its task
+        cancels the request. Raises `EngineError` for an id that is not done yet, `ParamError`."""
+        request_id, asked = self._next_id() if request_id is None else str(request_id), time.perf_counter()
         if request_id in self.answers: raise EngineError(f'request {request_id!r} is not done yet: give another id')
-        answer = self.answers[request_id] = _Answer(request_id)
+        answer, places = _Answer(request_id), self._places()
+        self.answers[request_id] = answer
         tell = functools.partial(self._tell, asyncio.get_running_loop(), answer)
         try:
-            async with self._places():
-                job = self.queuer.submit(self._queue, answer, prompt, sampling_params, tell, request_id, chat, priority, timeout)
-                try:
-                    await asyncio.wrap_future(job)
-                    output = None
-                    while output is None or not output.finished:
-                        output = await answer.next()
-                        yield output
-                finally:
-                    if not answer.last and not job.cancel(): job.add_done_callback(self._cancel)
-        finally: del self.answers[request_id]
+            await places.acquire()
+            answer.free = places.release
+            job = self.queuer.submit(self._queue, answer, tell, asked, prompt, sampling_params, chat, priority, timeout)
+            try:
+                await asyncio.wrap_future(job)
+                output = None
+                while output is None or not output.finished:
+                    output = await answer.next()
+                    yield output
+            finally:
+                if not answer.last and not job.cancel(): job.add_done_callback(self._cancel)
+        finally:
+            answer.leave()
+            del self.answers[request_id]
 
     def chat(self, messages: Any, sampling_params: Any = None, request_id: str | None = None, *, priority: int = 0,
              timeout: float | None = None) -> AsyncGenerator[RequestOutput]:
@@ -103,26 +115,41 @@ class AsyncLLM:
     def stats(self) -> Stats: return self.llm.stats()
 
     async def shutdown(self) -> None:
-        "Cancel what runs, end the threads and give the memory of the cache back. A later request begins anew."
-        await asyncio.to_thread(self.llm.close)
+        "Cancel all requests, end the engine's thread and give the memory of the cache back. A later request begins anew."
+        for answer in self.answers.values(): answer.aborted = True
+        await asyncio.shield(asyncio.wrap_future(self.queuer.submit(self.llm.close)))      # behind all that is being queued
 
     async def __aenter__(self) -> AsyncLLM: return self
     async def __aexit__(self, *_: object) -> None: await self.shutdown()
 
+    def _next_id(self) -> str:
+        "An id that no request has, nor those of others who use the same `LLM`."
+        return next(i for i in map(str, self.llm.ids) if i not in self.answers and i not in self.llm.groups)
+
     def _places(self) -> asyncio.Semaphore:
         "The places of the running loop: no semaphore serves two."
+        for loop in [loop for loop in self.places if loop.is_closed()]: del self.places[loop]
         return self.places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_pending))
 
-    def _queue(self, answer: _Answer, prompt: Any, sampling_params: Any, tell: Callable[[StreamEvent], object], *settings: Any) -> str:
+    def _queue(self, answer: _Answer, tell: Callable[[StreamEvent], object], asked: float, prompt: Any, sampling_params: Any, chat: bool,
+               priority: int, timeout: float | None) -> str:
         "Give the engine a request, in the queuer's thread; its id."
-        self.llm.start().add_request(prompt, sampling_params, tell, *settings)
-        if answer.aborted: self.llm.cancel(answer.request_id)
-        return answer.request_id
+        request_id = answer.request_id
+        if answer.aborted:
+            output = RequestOutput(request_id, outputs=[CompletionOutput(0, finish_reason='cancelled')])
+            tell(StreamEvent(request_id, finish_reason='cancelled', finished=True, output=output))
+            return request_id
+        if isinstance(timeout, (int, float)) and timeout > 0: timeout = max(1e-3, timeout - (time.perf_counter() - asked))
+        self.llm.add_request(prompt, sampling_params, tell, request_id, chat, priority, timeout)
+        self.llm.start()                                               # after it: whoever stopped the engine meanwhile, it runs
+        if answer.aborted: self.llm.cancel(request_id)
+        return request_id
 
     def _tell(self, loop: asyncio.AbstractEventLoop, answer: _Answer, event: StreamEvent) -> None:
         "Hand `event` to the loop, in the engine's thread. A closed loop has no readers any more."
         try: loop.call_soon_threadsafe(answer.add, event)
-        except RuntimeError: self.llm.cancel(answer.request_id)
+        except RuntimeError:
+            if not event.finished: self.llm.cancel(answer.request_id)
 
     def _cancel(self, job: Future[str]) -> None:
         "Cancel the request that `job` gave the engine, if it did."

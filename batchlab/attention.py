@@ -34,10 +34,12 @@ __all__ = ['KV', 'packed_attention', 'attention_override', 'both_ways', 'shared_
 # %% ../nbs/12_attention.ipynb #f965239c
 def _weights(x: torch.Tensor, mask: torch.Tensor | None, scaling: float, softcap: float | None = None,
              sinks: torch.Tensor | None = None) -> torch.Tensor:
-    "The scores `x` `[B, H, Q, K]`, which it may overwrite, as weights in fp32: all that a layer does to them, then the softmax."
+    """The scores `x` `[B, H, Q, K]`, which it may overwrite, as weights in fp32: all that a layer does to them, then the softmax.
+
+    `mask`: additive, for all columns or for the last."""
     x = x.float().mul_(scaling)
     if softcap is not None: x = softcap * (x / softcap).tanh()
-    if mask is not None: x += mask
+    if mask is not None: x[..., x.shape[-1] - mask.shape[-1]:] += mask
     if sinks is None: return x.softmax(-1)
     each = sinks.float().view(1, -1, 1, 1).expand(*x.shape[:3], 1)
     return torch.cat([x, each], -1).softmax(-1)[..., :-1]
@@ -236,7 +238,7 @@ def attend_pieces(q: torch.Tensor, shared: KV, own: KV, mask: torch.Tensor, scal
     """Attention of R rows with one query each, `q` `[R, H, D]`, over columns that all share and columns of their own: `[R, H, Dv]`.
 
     `shared`: keys and values `[S, KV, D]`, multiplied with all queries at once; `own`: `[R, C, KV, D]`; `mask`: additive,
-    `[R, 1, 1, S + C]`. The softmax is over both. (Hydragen, Juravsky et al. 2024.)"""
+    `[R, 1, 1, S + C]`, or `[R, 1, 1, C]` for the columns of their own alone. The softmax is over both. (Hydragen, Juravsky et al. 2024.)"""
     (R, H, _), (S, KV, _) = q.shape, shared[0].shape
     x = q.unflatten(1, (KV, -1))                                                                # [R, KV, G, D]
     both = (x.transpose(0, 1).flatten(1, 2) @ shared[0].permute(1, 2, 0)).unflatten(1, (R, -1)).transpose(0, 1)
@@ -284,7 +286,8 @@ class PackedStep:
         "Group i, one query a row, `q` `[R, H, D]`: `[R, H, Dv]`."
         g = self.groups[i]
         k, v = (t.unflatten(0, (len(g.rows), -1)) for t in self.cache.read(layer, g.own))
-        mask = self._once((i, window, q.dtype), _span_mask, g.lengths, 0, g.first + g.columns, window, q.dtype)[:, None, None]
+        low = g.first if window is None else 0                                       # all see all that they share
+        mask = self._once((i, window, q.dtype), _span_mask, g.lengths, low, g.first + g.columns, window, q.dtype)[:, None, None]
         if g.shared: return attend_pieces(q, self.cache.read(layer, g.shared), (k, v), mask, **asked)
         return attend(q[:, :, None], k.transpose(1, 2), v.transpose(1, 2), mask, **asked)[:, :, 0]
 

@@ -322,4 +322,5 @@ class LLM(BackgroundLoop):
         if verify: self.verify(outs)
         return outs
 
-__getattr__ = renamed(__name__, {'make_engine': 'loop.make_engine', 'NoBackend': 'attention.TorchBackend'})
+__getattr__ = renamed(__name__, {'make_engine': 'loop.make_engine', 'NoBackend': 'attention.TorchBackend',
+                                  'EngineError': 'errors.EngineError'})

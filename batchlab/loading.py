@@ -175,7 +175,7 @@ def load_gguf(path: Path, dtype: str | torch.dtype | None,
     stored = {0: torch.float32, 1: torch.float16}.get(field('general.file_type'), torch.bfloat16)
     dtype = resolve_dtype(dtype, stored, device)
     kw = dict(gguf_file=path.name, local_files_only=True)
-    with quiet(), mock.patch('transformers.modeling_gguf_pytorch_utils.tqdm', lambda it, *args, **kw: it):     # no bar
+    with quiet(), mock.patch('transformers.modeling_gguf_pytorch_utils.tqdm', lambda it, *args, **kw: it, create=True):     # no bar
         try:
             model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=dtype, **kw)
             tok = AutoTokenizer.from_pretrained(path.parent, **kw) if field('tokenizer.ggml.model') else None

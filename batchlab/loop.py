@@ -96,7 +96,7 @@ class EngineSet(dict[str, Engine]):
         if old := self.pop('packed', None):                                   # what it computed was of other weights
             old.reset()
             self.past_steps += old.num_steps
-        if not self.llm.own: self._open()                                     # else its weights lie in the backend that it has
+        if not self.llm.own or not self.llm.shapes: self._open()              # else its weights lie in the backend that it has
         self.weights_version = weights_version(self.llm.model)
 
     def _give_back_idle(self, owner: object) -> None:
@@ -143,7 +143,7 @@ class Delivery:
         if g.done: return
         g.error = g.error or error
         for r in g.requests:
-            if r.runner: self.llm.engines[r.runner].scheduler.finish(r, reason)
+            if r.runner and r.finish_reason is None: self.llm.engines[r.runner].scheduler.finish(r, reason)
             else: r.finish(reason)
             self.tell(r)
         if not g.requests:                                                    # it never began
@@ -272,7 +272,7 @@ class StepLoop:
         log.error('the engine failed, and goes on without the requests that it had', exc_info=e)
         kind = self.engines.last
         self.engines[kind].reset()
-        self.delivery.fail([g for g in self.groups.values() if any(r.runner == kind for r in g.requests)], 'the engine failed with', e)
+        self.delivery.fail([g for g in list(self.groups.values()) if any(r.runner == kind for r in g.requests)], 'the engine failed with', e)
         return []
 
     def _take_in(self) -> None:

@@ -355,6 +355,9 @@ class RequestQueue:
     def reset(self) -> None:
         "Preempt all requests and forget all blocks. A plan in hand is void: no `update` for it."
         for r in list(self.running): self.preempt(r)
+        self.waiting = [r for r in dict.fromkeys(self.waiting) if r.finish_reason is None]      # a step may have been interrupted
+        for r in self.waiting: r.slot, r.block_table, r.num_computed_tokens = None, [], 0
+        self.free_slots = [*range(self.max_num_seqs)]
         for b in self.pool.blocks: b.refs = 0                                 # copies in flight
         self.pool.clear()
 
@@ -363,8 +366,8 @@ class RequestQueue:
     def _enter(self, r: Request) -> list[tuple[int, int, int]]:
         "Give `r` a slot, and what is computed of it; the copies to be made."
         copies = self.memory.enter(r)
-        r.slot = heapq.heappop(self.free_slots)
         self.running.append(r)
+        r.slot = heapq.heappop(self.free_slots)
         if r.num_cached_tokens is None: r.num_cached_tokens = r.num_computed_tokens
         return copies
 
@@ -465,9 +468,9 @@ class Scheduler(RequestQueue):
                 continue
             if not (self.chunked or self.barrier) and plan.rows and r.num_tokens > budget: break
             if not self.memory.room_for(r, self.running): break          # none overtakes what memory makes wait
-            del self.waiting[passed]
-            plan.admitted.append(r)
             plan.copies += self._enter(r)
+            del self.waiting[passed]                                     # only now: an interrupt loses nobody
+            plan.admitted.append(r)
             self._put(r, n := self._share(r, budget), plan)              # there is memory: `room_for` has seen to it
             if not self.barrier: budget -= n
             coming |= _coming([r], chunk)

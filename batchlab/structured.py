@@ -95,7 +95,7 @@ def check_schema(d: Any, where: str = '#', names: bool = False, part: bool = Fal
 # %% ../nbs/30_structured.ipynb #1298bc20
 WHITESPACE, LONGEST = 16, 2**17      # characters: between two parts of JSON; of a schema, a pattern or a grammar
 
-_GBNF = re.compile(r'''("(?:\\.|[^"\\])*" | \[(?:\\.|[^]\\])*] | \#.*) | \.''', re.X)      # a text, a set or a comment; any character
+_GBNF = re.compile(r'''("(?:\\.|[^"\\])*"? | \[(?:\\.|[^]\\])*]? | \#.*) | \.''', re.X)      # a text, a set or a comment; any character
 _ANY = '[\\x00-\U0010ffff]'
 
 def _spelled(gbnf: str) -> str:

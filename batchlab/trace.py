@@ -272,8 +272,9 @@ class StepLog:
         self.sums['broken' if error else 'steps'] += 1
         self.num_steps += 1
         self.num_rows += len(now.rows) // len(ROW)
+        now.error = error                        # before others see the step
         self.taken.append(now)
-        self.now, now.error = None, error
+        self.now = None
         while self.num_rows > self.max_rows and len(self.taken) > 1: self.forget()
 
     def forget(self) -> None:
@@ -357,6 +358,8 @@ class Recorder(Trace):
         "All that was recorded so far, as its file holds it."
         steps = self.since()                     # first: a request that comes meanwhile has no row in them
         requests = [request_dict(r, self.began, self.request_log.text) for r in self.request_log.records()]
+        known = {r['request'] for r in requests}               # the oldest may have gone meanwhile
+        steps = [step for step in steps if all(row[1] in known for row in step['rows'])]
         return dict(format='batchlab-trace', version=VERSION, batchlab=__version__, created=self.created.isoformat(timespec='seconds'),
                     **about_run(self.source), max_rows=self.max_rows, dropped=self.dropped, row=list(ROW), totals=self.totals,
                     tokens=texts_of_tokens(getattr(self.source, 'tokenizer', None), requests), steps=steps, requests=requests)

@@ -1,5 +1,5 @@
 """`AsyncLLM`: what coroutines get is what `LLM` gives, whatever is cancelled, aborted, slow or closed meanwhile."""
-import asyncio, gc, random, threading
+import asyncio, gc, random, threading, time, weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -197,3 +197,70 @@ def test_a_loop_in_each_of_two_threads(llm):
 def test_an_llm_of_ones_own_is_taken_as_it_is():
     own = LLM(tiny_model('llama'))
     assert AsyncLLM(own).llm is own
+
+
+@pytest.mark.parametrize('max_pending', [1, 8])
+def test_shutdown_meets_those_that_wait_and_are_tokenised(max_pending):
+    llm = AsyncLLM(tiny_model('llama'), max_pending=max_pending)
+    real = llm.llm.add_request
+    def slow(*args):
+        time.sleep(.03)
+        return real(*args)
+    llm.llm.add_request = slow
+    async def shut():
+        async with llm:
+            tasks = [asyncio.create_task(last(llm.generate([7 + i], LONG))) for i in range(5)]
+            while not llm.llm.groups: await asyncio.sleep(.001)
+        outs = await asyncio.gather(*tasks)
+        assert {o.outputs[0].finish_reason for o in outs} == {'cancelled'}
+        assert llm.llm.thread is None and not llm.llm.groups and not llm.answers
+    run(shut())
+
+
+def test_answers_that_nobody_reads_leave_room_for_others():
+    llm = AsyncLLM(tiny_model('llama'), max_pending=2)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    async def held():
+        outputs = [llm.generate([5 + i], params) for i in range(6)]
+        firsts = [await anext(o) for o in outputs]                           # one after the other, none read to its end
+        return firsts, [await last(o) if not first.finished else first for o, first in zip(outputs, firsts)]
+    firsts, lasts = run(held())
+    assert [len(o.outputs[0].token_ids) for o in lasts] == [3] * 6
+    llm.llm.close()
+
+
+def test_two_share_one_engine():
+    own = LLM(tiny_model('llama'))
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    async def both():
+        a, b = AsyncLLM(own), AsyncLLM(own)
+        return await asyncio.gather(*(last(x.generate([5 + i], params)) for i in range(6) for x in (a, b)))
+    outs = run(both())
+    assert [o.outputs[0].token_ids for o in outs[::2]] == [o.outputs[0].token_ids for o in outs[1::2]]
+    assert len({o.request_id for o in outs}) == 12
+    own.close()
+
+
+def test_a_timeout_counts_from_the_call():
+    llm = AsyncLLM(tiny_model('llama'), max_pending=1)
+    async def late():
+        first = llm.generate([5], LONG)
+        await anext(first)
+        second = asyncio.create_task(last(llm.generate([6], LONG, timeout=.05)))
+        await asyncio.sleep(.1)
+        await first.aclose()
+        return (await second).outputs[0]
+    out = run(late())
+    assert out.finish_reason == 'timeout' and not out.token_ids
+    llm.llm.close()
+
+
+def test_loops_that_are_closed_are_let_go():
+    llm, loops = AsyncLLM(tiny_model('llama'), max_pending=1), []
+    async def some():
+        loops.append(weakref.ref(asyncio.get_running_loop()))
+        await asyncio.gather(*(last(llm.generate([5 + i], SamplingParams(max_tokens=2))) for i in range(3)))
+    for _ in range(3): run(some())
+    gc.collect()
+    assert sum(loop() is not None for loop in loops) <= 1
+    llm.llm.close()

@@ -1,5 +1,5 @@
 "The engine under load: drawn mixes of requests, thousands of them, several threads, and faults in the middle."
-import asyncio, copy, functools, gc, logging, random, threading, time
+import asyncio, copy, functools, gc, itertools, logging, random, sys, threading, time
 from collections import Counter
 
 import psutil, pytest, torch
@@ -678,3 +678,43 @@ def test_ending_many_that_wait_takes_time_for_each_once():
     for r in rs: r.rank = Rank(r.rank)
     for r in random.Random(0).sample(rs, len(rs)): s.finish(r, 'cancelled')
     assert not s.waiting and compared['n'] < 20 * len(rs)
+
+
+def test_an_interrupt_at_any_line_of_the_scheduler_loses_nobody():
+    "Ctrl-C comes between any two lines. After `reset` each request is there once, with no slot, and all run to their end."
+    def begun():
+        s = Scheduler(3, 12, max_kv_tokens=96, block_size=4)
+        for i in range(6): s.add(Request(str(i), [5, 6, 7, 8] * (1 + i % 3) + [i], 4 + i))
+        for _ in range(2): s.update(plan := s.schedule(), [RowOutput([9] * row.samples) for row in plan.rows])
+        s.finish(s.running[0], 'length')                         # so that the next step admits somebody
+        return s, [*s.running, *s.waiting]
+
+    def interrupted(s, after):
+        "Whether `schedule` was interrupted, `after` so many lines."
+        left = after
+        def trace(frame, event, arg):
+            nonlocal left
+            if not frame.f_code.co_filename.endswith(('scheduler.py', 'blocks.py')): return None
+            left -= event == 'line'
+            if left < 0: raise KeyboardInterrupt
+            return trace
+        old = sys.gettrace()
+        sys.settrace(trace)
+        try: s.schedule()
+        except KeyboardInterrupt: return True
+        finally: sys.settrace(old)
+        return False
+
+    for after in itertools.count():
+        s, requests = begun()
+        more = interrupted(s, after)
+        s.reset()
+        assert s.waiting == sorted(requests, key=lambda r: r.rank) and not s.running, after
+        assert sorted(s.free_slots) == [0, 1, 2] and all(r.slot is None and not r.block_table for r in requests), after
+        while s.has_unfinished:
+            plan = s.schedule()
+            check_invariants(s, plan)
+            s.update(plan, [RowOutput([9] * row.samples) for row in plan.rows])
+        assert all(len(r.output_ids) == r.max_tokens for r in requests), after
+        if not more: break
+    assert after > 100

@@ -226,6 +226,12 @@ def test_verify_knows_the_grammar():
     assert not llm().verify([outs[i]]).ok
 
 
+@pytest.mark.parametrize('text', ['[' * 2**16, '"' + '\\"' * 2**15, '"a" [b' * 2**13])
+def test_a_grammar_that_does_not_close_is_refused_at_once(text):
+    "In time that grows with its length, not with its square: else this would run for minutes."
+    with pytest.raises(ParamError, match='grammar'): grammars().of(wish(grammar='root ::= ' + text))
+
+
 def test_a_grammar_is_a_function_of_the_tokens():
     ids = lambda s: [tiny_tokenizer().convert_tokens_to_ids(c) for c in s]
     make = lambda: grammars().of(wish(regex='(ab|ac)*d'))

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['log', 'Attend', 'PAGE', 'Run', 'Paged', 'attend_paged', 'VarlenStep', 'paged_error', 'find_varlen', 'power_of_two',
-           'bucket', 'StaticStep', 'CudaGraphs', 'CudaBackend', 'cuda_backend', 'open_backend']
+           'bucket', 'StaticStep', 'CudaGraphs', 'CudaBackend', 'check_replays', 'cuda_backend', 'open_backend']
 
 # %% ../../nbs/24_cuda.ipynb #51672ec5
 import functools, inspect, itertools, logging, weakref
@@ -20,13 +20,11 @@ from ..attention import PackedStep, TorchBackend, _said, _span_mask, attend, che
 from . import BackendOptions, Unavailable
 from .kernels import attend_rows
 from ..batch import Batch, pack_rows
-from ..deprecated import renamed
 from ..padding import Probe
 from ..ragged import Packed, _ints
 from ..slots import KVCache, Shape
 
 log = logging.getLogger('batchlab')
-__getattr__ = renamed(__name__, {'check_replays': 'attention.check_backend'})
 
 # %% ../../nbs/24_cuda.ipynb #448918fd
 class Paged(NamedTuple):
@@ -280,6 +278,10 @@ class CudaBackend(TorchBackend):
         return out[:n].clone() if len(batch.logits_at) == n else out[_ints(batch.logits_at, device=out.device)]
 
 # %% ../../nbs/24_cuda.ipynb #440e3992
+def check_replays(model: PreTrainedModel, backend: CudaBackend, probe: Probe | None = None) -> None:
+    "As `check_backend`, with so many decode steps that the last are replays. Raises `Unavailable`."
+    check_backend(model, backend, probe, backend.after + 2)
+
 def cuda_backend(model: PreTrainedModel, shapes: Sequence[Shape], record: Callable[[Run], Run] | None = None,
                  kernel: Callable[..., Any] | None = None, probe: Probe | None = None) -> CudaBackend:
     """A `CudaBackend` that passed its trial; its `why` says what it goes without. Raises `Unavailable`.
@@ -289,7 +291,7 @@ def cuda_backend(model: PreTrainedModel, shapes: Sequence[Shape], record: Callab
     paged, why = find_varlen(heads, shapes, model.dtype, model.device, kernel)
     for way in [paged, None] if paged else [None]:
         backend = CudaBackend(model, shapes, record, way, why)
-        try: check_backend(model, backend, probe, backend.after + 2)
+        try: check_replays(model, backend, probe)
         except Exception as e: why = f"{'flash attention' if way else 'decode on a GPU'} was tried and left out: {_said(e)}"
         else:
             backend.close()

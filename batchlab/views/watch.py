@@ -166,8 +166,8 @@ class Watch:
 
     def rate(self, seconds: float = 2.) -> float:
         "Tokens a second over the last `seconds`."
-        now = time.perf_counter()
-        recent = [x for x in list(self.times) if x[0] > now - seconds]
+        times, now = list(self.times), time.perf_counter()
+        recent = [x for x in times if x[0] > now - seconds]
         if not recent: return 0.
         (start, before), (_, after) = recent[0], recent[-1]
         return (after - before) / (now - start)

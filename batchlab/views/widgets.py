@@ -86,7 +86,7 @@ class Panel:
         self.kept: list[Any] = []
         self.closed = False
         for p in [p for p in Panel.made[self.cell] if p.run_number != self.run_number]: p.close()
-        Panel.made[self.cell].append(self)
+        if self.cell is not None: Panel.made[self.cell].append(self)      # outside of a notebook nothing runs again
 
     def make(self, kind: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         "A widget of that kind, which is closed with this panel."
@@ -115,7 +115,7 @@ class Panel:
         "End all it has: threads, observers, widgets. Nothing happens the second time."
         if self.closed: return
         self.closed = True
-        Panel.made[self.cell].remove(self)
+        if self.cell is not None: Panel.made[self.cell].remove(self)
         self.end()
         for w in self.kept:
             w.unobserve_all()
