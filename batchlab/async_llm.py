@@ -134,12 +134,15 @@ class AsyncLLM:
     def _queue(self, answer: _Answer, tell: Callable[[StreamEvent], object], asked: float, prompt: Any, sampling_params: Any, chat: bool,
                priority: int, timeout: float | None) -> str:
         "Give the engine a request, in the queuer's thread; its id."
-        request_id = answer.request_id
-        if answer.aborted:
-            output = RequestOutput(request_id, outputs=[CompletionOutput(0, finish_reason='cancelled')])
-            tell(StreamEvent(request_id, finish_reason='cancelled', finished=True, output=output))
+        request_id, late = answer.request_id, False
+        if isinstance(timeout, (int, float)) and timeout > 0:
+            timeout -= time.perf_counter() - asked
+            late = timeout <= 0
+        if answer.aborted or late:                                     # before the engine heard of it
+            reason = 'cancelled' if answer.aborted else 'timeout'
+            output = RequestOutput(request_id, outputs=[CompletionOutput(0, finish_reason=reason)])
+            tell(StreamEvent(request_id, finish_reason=reason, finished=True, output=output))
             return request_id
-        if isinstance(timeout, (int, float)) and timeout > 0: timeout = max(1e-3, timeout - (time.perf_counter() - asked))
         self.llm.add_request(prompt, sampling_params, tell, request_id, chat, priority, timeout)
         self.llm.start()                                               # after it: whoever stopped the engine meanwhile, it runs
         if answer.aborted: self.llm.cancel(request_id)
