@@ -30,7 +30,7 @@ def texts(out):
         yield ''.join(value) if isinstance(value, list) else str(value)
 
 
-@pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda p: p.stem)
+@pytest.mark.parametrize('path', NOTEBOOKS + sorted((ROOT/'nbs'/'modules').glob('*.ipynb')), ids=lambda p: p.stem)
 def test_outputs_hold_no_machine_path(path):
     nb = json.loads(path.read_text(encoding='utf-8'))
     found = [t for c in nb['cells'] for o in c.get('outputs', []) for t in texts(o) if MACHINE_PATH.search(t)]
