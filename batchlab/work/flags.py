@@ -100,6 +100,7 @@ MODEL_FLAGS = [
     ('--kv-cache-bytes N', positive_int, "most that keys and values take (default: by memory)")]
 
 # %% ../../nbs/43_cli.ipynb #c7d568a9
+LOG_JSON = ('--log-json', 'store_true', "what is said on standard error as JSON, a line each, with the figures of progress")
 GENERATE_FLAGS = [
     ('prompts PROMPT', str, None, dict(nargs='*')),
     ('--prompts PROMPT', str, None, dict(dest='more_prompts', nargs='+', action='extend', default=[])),
@@ -109,6 +110,7 @@ GENERATE_FLAGS = [
     ('--chat', 'store_true', "each prompt is a user's message"),
     ('--system TEXT', str, "system message before each, with --chat or messages"),
     ('--verify', 'store_true', "then run some of the requests again, each alone, and compare"),
+    LOG_JSON,
     ('--trace FILE', str, "keep what happened at every step, for batchlab view")]
 INPUT_FLAGS = [
     ('-i --input FILE', str, "requests: OpenAI Batch or plain JSONL, CSV or Parquet; also .gz, .bz2, .xz; - is standard input, "
@@ -130,6 +132,7 @@ RUN_FLAGS = [
     ('--retry-errors', 'store_true', "run again what failed before"),
     ('--force', 'store_true', "go on though model, parameters or input have changed"),
     ('--dry-run', 'store_true', "only check the requests, without a model"),
+    LOG_JSON,
     ('--trace FILE', str, "keep what happened at every step, without texts, for batchlab view")]
 RAY_FLAGS = [
     ('--ray N', positive_int, "N workers, each with the model; with a folder as input, file by file"),

@@ -422,9 +422,10 @@ class RayRun(Run):
         "Settle what the worker of `handle` has done, and count its tokens, unless it is settled already."
         for number, record in records:
             if line := self.dispatcher.close(handle, number):
-                usage = flat(record)
-                self.result.prompt_tokens += usage['prompt_tokens'] or 0
-                self.result.output_tokens += usage['completion_tokens'] or 0
+                usage = ((record.get('response') or {}).get('body') or record).get('usage') or {}
+                self.result.prompt_tokens += usage.get('prompt_tokens', 0)
+                self.result.output_tokens += usage.get('completion_tokens', 0)
+                self.result.cached_tokens += usage.get('prompt_tokens_details', {}).get('cached_tokens', 0)
                 self.settle(line, record)
         if records: self.pool.deaths = 0
 
