@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-_lazy = {'LLM': 'llm', 'RequestOutput': 'outputs', 'CompletionOutput': 'outputs', 'SamplingParams': 'sampling',
-         'StructuredOutputsParams': 'sampling', 'AsyncLLM': 'async_llm', 'load_model': 'models', 'BatchlabError': 'errors'}
+_lazy = {'LLM': 'llm', 'RequestOutput': 'outputs', 'CompletionOutput': 'outputs', 'SamplingParams': 'params',
+         'StructuredOutputsParams': 'params', 'AsyncLLM': 'async_llm', 'load_model': 'models', 'BatchlabError': 'errors'}
 __all__ = ['LLM', 'RequestOutput', 'CompletionOutput', 'SamplingParams', 'StructuredOutputsParams', 'AsyncLLM', 'load_model',
            'BatchlabError']
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .outputs import CompletionOutput, RequestOutput
     from .errors import BatchlabError
     from .models import load_model
-    from .sampling import SamplingParams, StructuredOutputsParams
+    from .params import SamplingParams, StructuredOutputsParams
 
 
 def __getattr__(name: str):

@@ -13,7 +13,7 @@ import math, time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from .sampling import SamplingParams
+from .params import SamplingParams
 from .scheduler import Request
 
 # %% ../nbs/14_engine.ipynb #1a25183b

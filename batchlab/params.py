@@ -5,13 +5,14 @@
 # %% ../nbs/modules/000_params.ipynb #c79cc9c5
 from __future__ import annotations
 
-import difflib, numbers, sys
+import copy, numbers, sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from math import inf, isnan, nextafter
-from typing import Any
-from transformers import GenerationConfig
+from typing import TYPE_CHECKING, Any, TypeVar
 from .errors import ParamError
+from .names import read_settings, reads, setting_fields, settings_of
+if TYPE_CHECKING: from transformers import GenerationConfig
 
 # %% auto #0
 __all__ = ['StructuredOutputsParams', 'SamplingParams']
@@ -163,9 +164,19 @@ def _check_together(p: SamplingParams) -> None:
                          "raise temperature")
 
 # %% ../nbs/modules/000_params.ipynb #d3cbd773
+_C = TypeVar('_C', bound=type)
+
+def _by_any_name(cls: _C) -> _C:
+    "Let the constructor of `cls` read settings by the names that people bring from elsewhere, see `batchlab.names`."
+    cls.__init__ = reads(read_settings)(cls.__init__)
+    return cls
+
+@_by_any_name
 @dataclass
 class SamplingParams:
     """How to sample one request; vLLM's names and defaults. Every field is checked: raises `ParamError`.
+
+    Others' names that mean exactly the same work too, such as `max_new_tokens`; those that don't are refused with what to write.
 
     A `temperature` below 1e-5 is greedy and resets `top_p`, `top_k`, `min_p`. `bad_words` takes lists of ids besides
     strings. `logit_bias` is cut to -100..100. Of `seed`, torch's CPU generator reads the lower 32 bits."""
@@ -202,21 +213,22 @@ class SamplingParams:
     def of(cls, x: SamplingParams | GenerationConfig | dict[str, Any] | None = None, **defaults: Any) -> SamplingParams:
         "From `SamplingParams`, a dict, a `GenerationConfig` or None; `defaults` fill what `x` leaves unset."
         if isinstance(x, SamplingParams): return x
+        if x is None or isinstance(x, dict):
+            own = x or {}
+            return cls(**{**defaults, **(own if own.keys() <= setting_fields() else settings_of(own))})
+        from transformers import GenerationConfig
         if isinstance(x, GenerationConfig): return _from_generation_config(x, defaults)
-        if x is not None and not isinstance(x, dict):
-            raise ParamError("sampling parameters must be SamplingParams, a dict, a GenerationConfig or None, "
-                             f"got {type(x).__name__}")
-        names, kw = [f.name for f in fields(cls)], {**defaults, **(x or {})}
-        if bad := next((k for k in kw if k not in names), None):
-            near = difflib.get_close_matches(str(bad), names, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
-            raise ParamError(f"unknown sampling parameter {bad!r}: {hint}")
-        return cls(**kw)
+        raise ParamError("sampling parameters must be SamplingParams, a dict, a GenerationConfig or None, "
+                         f"got {type(x).__name__}")
 
     @classmethod
     def from_generation_config(cls, gc: GenerationConfig, **defaults: Any) -> SamplingParams:
         "From a transformers `GenerationConfig`; `defaults` fill what it leaves unset. Refuses beams and the like."
         return _from_generation_config(gc, defaults)
+
+    def clone(self) -> SamplingParams:
+        "A copy that may be changed."
+        return copy.deepcopy(self)
 
 # %% ../nbs/modules/000_params.ipynb #f41e2dc4
 _GC_NEUTRAL: dict[str, Any] = {name: value for value, names in (       # fields that ask for nothing at this value, or at None

@@ -9,16 +9,17 @@ from __future__ import annotations
 __all__ = ['read_raw']
 
 # %% ../../nbs/40_openai.ipynb #ob000026
-import bz2, csv, gzip, io, itertools, json, lzma, os, zlib
-from collections.abc import Callable, Iterator, Sequence
+import csv, itertools, json, lzma, os, zlib
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from ..errors import JobError
+from .tables import LONGEST_LINE, TABLES, AnswerTable, Columns, Records, Row, TableFile, _encode, file_kind, opener_of
 
 # %% ../../nbs/40_openai.ipynb #ob000126
-LONGEST_LINE = 2**25       # bytes
+Raw = bytes | Row | csv.Error                   # a line of JSONL, a row of a table, or what is wrong with a row
 
 def read_lines(f: IO[bytes], longest: int = 2**31) -> Iterator[tuple[int, bytes]]:
     "Yield `(number, bytes)` for each line of binary file `f`, from 1; of one beyond `longest` bytes the first `longest` + 1."
@@ -29,150 +30,67 @@ def read_lines(f: IO[bytes], longest: int = 2**31) -> Iterator[tuple[int, bytes]
         yield number, line.removesuffix(b'\n')
 
 # %% ../../nbs/40_openai.ipynb #ob000029
-OPENERS: dict[str, Callable[..., IO[Any]]] = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open}
-Raw = bytes | tuple[Any, Any] | csv.Error                   # a line of JSONL, `(prompt, id)` of a row, or what is wrong with a row
+def prompt_line(raw: bytes) -> bytes:
+    "Line `raw` of a text as a plain line of JSONL; as it is if it is no UTF-8, for its reader to say so."
+    with suppress(UnicodeDecodeError): return _encode(dict(prompt=raw.decode('utf-8-sig').rstrip('\r'))).encode()
+    return raw
 
-def file_kind(name: str | Path) -> str:
-    "'csv', 'parquet' or 'jsonl', by the name of a file without its compression."
-    p = Path(name)
-    suffix = (p.with_suffix('') if p.suffix.lower() in OPENERS else p).suffix.lower()
-    return suffix[1:] if suffix in ('.csv', '.parquet') else 'jsonl'
-
-def opener_of(name: str | Path) -> Callable[..., IO[Any]]:
-    "What opens file `name` in its compression, as `open` does."
-    return OPENERS.get(Path(name).suffix.lower(), open)
-
-# %% ../../nbs/40_openai.ipynb #ob000032
-def _need_column(names: Sequence[str], column: str, where: str | Path) -> None:
-    if column not in names:
-        raise JobError(f"{where} has no column {column!r}: choose the prompt column among {', '.join(map(repr, names))[:300]}")
-
-def csv_rows(f: IO[bytes], column: str, id_column: str, where: str | Path) -> Iterator[tuple[int, tuple[Any, Any] | csv.Error]]:
-    "Yield `(number, (prompt, id))` for each row of binary CSV file `f` after its header, the error for a broken one."
-    csv.field_size_limit(LONGEST_LINE)
-    rows = csv.reader(io.TextIOWrapper(f, 'utf-8-sig', 'surrogateescape', newline=''))
-    names, number = next(rows, []), 0
-    _need_column(names, column, where)
-    places = [names.index(c) if c in names else len(names) for c in (column, id_column)]      # the first of two of a name
-    while True:
-        try: row = next(rows, None)
-        except csv.Error as e: row = e
-        if row is None: return
-        if row == []: continue
-        number += 1
-        if isinstance(row, csv.Error): yield number, row
-        else:
-            prompt, custom_id = (row[i] if i < min(len(row), len(names)) else None for i in places)
-            yield number, (prompt, custom_id)
-
-def need_parquet() -> Any:
-    "The module `pyarrow.parquet`. Raises `JobError` without it."
-    try: import pyarrow.parquet as pq
-    except ImportError: raise JobError('reading and writing Parquet needs pyarrow: pip install pyarrow') from None
-    return pq
-
-def parquet_rows(name: str | Path, column: str, id_column: str) -> Iterator[tuple[int, tuple[Any, Any]]]:
-    "As `csv_rows`, of a Parquet file, whose prompts may be lists of messages too. Raises `JobError` without pyarrow."
-    pq = need_parquet()
-    from pyarrow import ArrowException
-    try:
-        with pq.ParquetFile(name) as f:
-            names = f.schema_arrow.names
-            _need_column(names, column, name)
-            batches = f.iter_batches(256, columns=[*{column, id_column} & {*names}])
-            for number, row in enumerate(itertools.chain.from_iterable(batch.to_pylist() for batch in batches), 1):
-                yield number, (row[column], row.get(id_column))
-    except ArrowException as e: raise JobError(f"{name} is not a Parquet file that can be read ({str(e)[:200]})") from e
+def json_lines(f: IO[bytes], name: str | Path) -> Iterator[tuple[int, bytes]]:
+    "As `read_lines`, of a file that may be an array of objects instead. Raises `JobError` for one that is broken."
+    start = f.read(2**16).removeprefix(b'\xef\xbb\xbf').lstrip()[:1]
+    f.seek(0)
+    if start != b'[': yield from read_lines(f, LONGEST_LINE)
+    else:
+        try: items = json.load(f)
+        except (ValueError, RecursionError) as e: raise JobError(f"{name} begins as an array and is not JSON ({e}): mend it, or give JSONL") from e
+        for number, d in enumerate(items, 1): yield number, _encode(d).encode()
 
 # %% ../../nbs/40_openai.ipynb #ob000035
-def read_raw(name: str | Path, prompt_column: str = 'prompt', id_column: str = 'custom_id') -> Iterator[tuple[int, Raw]]:
-    "Yield `(number, raw)` for each request of file `name`: bytes of JSONL, or `(prompt, id)`. Raises `JobError`."
+def read_raw(name: str | Path, prompt_column: str = 'prompt', id_column: str = 'custom_id', **columns: Any) -> Iterator[tuple[int, Raw]]:
+    "Yield `(number, raw)` for each request of file `name`: bytes of JSONL, or a `Row` by `Columns` with these arguments. Raises `JobError`."
     number, kind = 0, file_kind(name)
     try:
-        if kind == 'parquet': yield from parquet_rows(name, prompt_column, id_column)
+        if kind in TABLES:
+            table = TableFile(name)
+            read = Columns(table.names, name, prompt_column, id_column, text=table.text, **columns)
+            for number, cells in table.rows(None if read.keep else read.needed):
+                yield number, cells if isinstance(cells, csv.Error) else read.row(cells)
         else:
             with opener_of(name)(name, 'rb') as f:
-                rows = csv_rows(f, prompt_column, id_column, name) if kind == 'csv' else read_lines(f, LONGEST_LINE)
-                for number, raw in rows:
-                    if not isinstance(raw, bytes) or raw.strip(): yield number, raw
+                for number, raw in json_lines(f, name) if kind == 'json' else read_lines(f, LONGEST_LINE):
+                    if raw.strip(): yield number, prompt_line(raw) if kind == 'txt' else raw
     except (OSError, EOFError, zlib.error, lzma.LZMAError, csv.Error) as e:
         why = getattr(e, 'strerror', None) or e
         where = f' beyond line {number}' if number else ''
         raise JobError(f"can't read {name}{where} ({why}): mend the file, and run again", 2 - bool(number)) from e
 
 # %% ../../nbs/40_openai.ipynb #ob000039
-_encode = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode      # json.dumps would make one each time
-
 def as_json(d: dict[str, Any]) -> bytes:
     "Record `d` as a line of UTF-8 JSONL."
     try: return _encode(d).encode() + b'\n'
-    except UnicodeEncodeError: return json.dumps(d).encode() + b'\n'      # half a surrogate pair can only be an escape
+    except UnicodeEncodeError: return json.dumps(d, default=str).encode() + b'\n'      # half a surrogate pair can only be an escape
 
 def records_of(path: str | Path) -> Iterator[dict[str, Any]]:
     "Yield the records in file `path` of answers, one at a time, as there may be more than fit in memory."
-    with open(path, 'rb') as f:
+    with opener_of(path)(path, 'rb') as f:
         for _, raw in read_lines(f): yield json.loads(raw)
 
-# %% ../../nbs/40_openai.ipynb #ob000042
-OPTIONAL = {'index', 'logprobs'}      # columns that are left out if nothing is in them
-
-def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    "Record `d` as rows of a table, one for each of its answers: dicts. `index` and `logprobs` are None where there are none."
-    body = (d.get('response') or {}).get('body') or d
-    choices, usage = body.get('choices') or body.get('outputs') or [body], body.get('usage') or {}
-    whole = lambda v: v.encode(errors='replace').decode() if isinstance(v, str) else v      # tables hold UTF-8 only
-    row = {k: d[k] for k in ('line', 'row') if k in d}
-    row |= {k: None if d.get(k) is None else str(d[k]) for k in ('id', 'custom_id')}
-    for c in choices:
-        logprobs = c.get('logprobs')
-        one = row | dict(index=c['index'] if len(choices) > 1 else None, text=c['message']['content'] if 'message' in c else c.get('text'),
-                         finish_reason=c.get('finish_reason'), prompt_tokens=usage.get('prompt_tokens'),
-                         completion_tokens=usage.get('completion_tokens'), error=(d['error'] or {}).get('message'),
-                         logprobs=logprobs and as_json(logprobs).decode().rstrip())
-        yield {k: whole(v) for k, v in one.items()}
-
-def flat(d: dict[str, Any]) -> dict[str, Any]:
-    "The first answer of record `d` as a row of a table without log probabilities."
-    return {k: v for k, v in next(table_rows(d)).items() if k not in OPTIONAL}
-
 # %% ../../nbs/40_openai.ipynb #ob000045
-def write_parquet(path: str | Path, names: list[str], rows: Iterator[dict[str, Any]]) -> None:
-    "Write dicts with the keys `names` to Parquet file `path`, a thousand at a time."
-    import pyarrow as pa
-    text = 'id custom_id text finish_reason error logprobs'.split()
-    schema = pa.schema([(k, pa.string() if k in text else pa.int64()) for k in names])
-    with need_parquet().ParquetWriter(path, schema) as out:
-        while some := [*itertools.islice(rows, 1000)]: out.write_table(pa.Table.from_pylist(some, schema))
-
-def write_csv(path: str | Path, names: list[str], rows: Iterator[dict[str, Any]]) -> None:
-    "The same as CSV, compressed as the name of `path` says without its last end, `.new`."
-    with opener_of(Path(path).with_suffix(''))(path, 'wt', encoding='utf-8', errors='replace', newline='') as f:
-        out = csv.DictWriter(f, names)
-        out.writeheader()
-        out.writerows(rows)
-
-def table_names(journal: str | Path) -> list[str]:
-    "The columns of a table of the records in file `journal`; [] without records."
-    names, used = [], set()
-    for row in itertools.chain.from_iterable(map(table_rows, records_of(journal))):
-        names = names or [*row]
-        used |= {k for k in OPTIONAL if row[k] is not None}
-        if used == OPTIONAL: break
-    return [k for k in names if k not in OPTIONAL - used]
-
-def export_records(journal: str | Path, output: str | Path) -> None:
-    "Write the records in `journal` to `output`, as its name says, whole or not at all. Raises `JobError`."
+def export_records(records: Records, output: str | Path, source: TableFile | None = None) -> list[str]:
+    """Write `records` to `output`, as its name says, beside the columns of `source`; whole or not at all. Returns which
+    columns were renamed. Raises `JobError`."""
     kind, new = file_kind(output), f'{output}.new'
     try:
-        if not Path(journal).stat().st_size: return
-        if kind == 'jsonl':
-            with opener_of(output)(new, 'wb') as f: f.writelines(map(as_json, records_of(journal)))
+        clashes = []
+        if kind not in TABLES:
+            with opener_of(output)(new, 'wb') as f: f.writelines(as_json(d) for _, d in records())
         else:
-            names, rows = table_names(journal), itertools.chain.from_iterable(map(table_rows, records_of(journal)))
-            write = write_parquet if kind == 'parquet' else write_csv
-            write(new, names, ({k: row[k] for k in names} for row in rows))
+            table = AnswerTable(records, source)
+            clashes = table.clashes
+            if kind == 'parquet': table.write_parquet(new)
+            else: table.write_csv(new, output)
         os.replace(new, output)
-    except OSError as e:
-        raise JobError(f"can't write {output} ({e.strerror or e}): the answers are in {journal}", 1) from e
+        return clashes
+    except OSError as e: raise JobError(f"can't write {output} ({e.strerror or e}): make room, and run again", 1) from e
     finally:
         with suppress(OSError): os.unlink(new)

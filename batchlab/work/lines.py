@@ -10,25 +10,29 @@ __all__ = ['JobLine', 'digest_of', 'parse_line']
 
 # %% ../../nbs/40_openai.ipynb #ob000003
 import csv, hashlib, itertools, json
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..outputs import RequestOutput
-from ..sampling import SamplingParams
+from ..params import SamplingParams
 from . import openai
-from .formats import LONGEST_LINE, Raw, file_kind, read_raw
+from .formats import LONGEST_LINE, Raw, read_raw
 from .openai import (ALIASES, DROPPED, BadRequest, answer_body, as_messages, choice_of, custom_id_of, endpoint_of, error_body,
                                   is_setting, keys_beside, one_prompt, parse_body, request_params, sampling_options, usage_of)
+from .tables import ANSWER, CHAT_OPTIONS, OPTIONAL, TABLES, Row, file_kind, is_missing
+
+if TYPE_CHECKING: from batchlab.outputs import RequestOutput
 
 # %% ../../nbs/40_openai.ipynb #ob000004
 @dataclass
 class JobLine:
     """One request of a file. `kind`: 'chat' or 'text' for those endpoints of the Batch API, or 'plain'.
 
-    `ids`: what the line calls itself. `options`: its own sampling parameters. `ignored`: its keys that mean nothing here.
-    `model`: the one it asks for. `unit`: 'line', or 'row' of a table. `failure`: `(code, message)` if it can't run."""
+    `ids`: what the line calls itself. `options`: its own sampling parameters. `chat_options`: what it says of its conversation, such
+    as `tools`. `timeout`: its own, in seconds. `ignored`: its keys that mean nothing here. `model`: the one it asks for. `cells`: columns
+    of a table that stand in its record. `unit`: 'line', or 'row' of a table. `failure`: `(code, message)` if it can't run."""
     number: int
     digest: str
     kind: str = 'plain'
@@ -36,8 +40,11 @@ class JobLine:
     messages: list[dict[str, Any]] | None = None
     ids: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    chat_options: dict[str, Any] = field(default_factory=dict)
+    timeout: float | None = None
     ignored: tuple[str, ...] = ()
     model: str | None = None
+    cells: dict[str, Any] = field(default_factory=dict)
     unit: str = 'line'
     failure: tuple[str, str] | None = None
 
@@ -49,10 +56,16 @@ class JobLine:
     @property
     def where(self) -> str: return f'{self.unit} {self.number}'
 
+    @property
+    def conversation(self) -> Any:
+        "Its messages as an `LLM` takes them: a dict if there are options beside them; None for a prompt."
+        return dict(messages=self.messages, **self.chat_options) if self.messages and self.chat_options else self.messages
+
 def digest_of(raw: Raw) -> str:
-    "8 hex digits that name the content of a line or row."
+    "8 hex digits that name the content of a line, or what is asked of a row."
     if isinstance(raw, csv.Error): raw = f'BadLine({f"not CSV ({raw})"!r})'.encode()      # as in the answers of version 0.1, whose exception had that name
-    return hashlib.blake2b(raw if isinstance(raw, bytes) else repr(raw).encode(), digest_size=4).hexdigest()
+    if isinstance(raw, tuple): raw = repr(tuple(raw[:6] if any(raw[2:6]) else raw[:2])).encode()      # likewise
+    return hashlib.blake2b(raw, digest_size=4).hexdigest()
 
 # %% ../../nbs/40_openai.ipynb #ob000007
 def _no_constant(name: str) -> float: raise ValueError(f'{name} is not a JSON number')
@@ -84,6 +97,20 @@ def plain_options(d: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
         options |= found
     return options, tuple(k for k in beside if k not in own)
 
+def take_chat_options(d: dict[str, Any], but: str = '') -> dict[str, Any]:
+    "Take what dict `d` says of its conversation out of it, all `but` one key: a dict. What says nothing is left out."
+    found = {k: d.pop(k) for k in CHAT_OPTIONS if k in d and k != but}
+    return {k: v for k, v in found.items() if v is not None and v != []}
+
+def take_timeout(d: dict[str, Any]) -> float | None:
+    "Take the `timeout` out of dict `d`: seconds, or None. Raises `BadRequest`, also for a `priority`."
+    if d.get('priority') is not None:
+        raise BadRequest('priority means nothing in a file: its requests run in whichever order is the quickest, so leave it out')
+    if (v := d.pop('timeout', None)) is None: return None
+    if isinstance(v, bool) or not isinstance(v, (int, float)) or not 0 < v < float('inf'):
+        raise BadRequest(f'timeout must be a number of seconds above 0, got {v!r:.40}')
+    return v
+
 # %% ../../nbs/40_openai.ipynb #ob000013
 ANOTHER_FORM = ('{} in a file that is read as {}, by its first good line or by --format: '
                 'give it a file of its own, for batchlab run')
@@ -93,18 +120,26 @@ def form_of_keys(d: dict[str, Any]) -> str | None:
     if d.keys() & {'body', 'url'}: return 'batch'
     return 'plain' if d.keys() & {'prompt', 'messages'} else None
 
-def plain_line(line: JobLine, d: dict[str, Any]) -> None:
-    "Fill `line` from `d`, an object with `prompt` or `messages`. Raises `BadRequest`."
+def plain_settings(line: JobLine, d: dict[str, Any], chat: bool = False) -> None:
+    "Fill the settings of `line` from `d`, an object without its prompt. Raises `BadRequest`."
+    line.timeout = take_timeout(d)
+    if chat or line.messages is not None: line.chat_options = take_chat_options(d)
+    line.options, line.ignored = plain_options(d)
+
+def plain_line(line: JobLine, d: dict[str, Any], chat: bool = False) -> None:
+    "Fill `line` from `d`, an object with `prompt` or `messages`. `chat`: a prompt becomes a message. Raises `BadRequest`."
     ids = {k: d[k] for k in ('id', 'custom_id') if d.get(k) is not None}
     line.ids = {k: v for k, v in ids.items() if isinstance(v, (str, int))}
     for k, v in ids.items():
         if k not in line.ids: raise BadRequest(f'{k} must be a string or a whole number, got {v!r:.60}')
     if ('prompt' in d) == ('messages' in d):
         if form_of_keys(d) == 'batch' and 'prompt' not in d: raise BadRequest(ANOTHER_FORM.format('a line of the Batch API', 'plain lines'))
-        raise BadRequest(f"expected one of prompt and messages, got {'both' if 'prompt' in d else 'neither'}")
+        near = next((k for k in ('text', 'input', 'question', 'instruction', 'query') if k in d), None)
+        hint = f': call {near!r} prompt' if near and 'prompt' not in d else ''
+        raise BadRequest(f"expected one of prompt and messages, got {'both' if 'prompt' in d else 'neither'}{hint}")
     if 'messages' in d: line.messages = as_messages(d['messages'])
     else: line.prompt = one_prompt(d['prompt'])
-    line.options, line.ignored = plain_options({k: v for k, v in d.items() if k not in ('prompt', 'messages', 'id', 'custom_id')})
+    plain_settings(line, {k: v for k, v in d.items() if k not in ('prompt', 'messages', 'id', 'custom_id')}, chat)
     line.model = d.get('model')
 
 def batch_line(line: JobLine, d: dict[str, Any]) -> None:
@@ -114,18 +149,26 @@ def batch_line(line: JobLine, d: dict[str, Any]) -> None:
     if plain: raise BadRequest(ANOTHER_FORM.format('a plain line', 'lines of the Batch API'))
     line.kind, body = endpoint_of(d), d.get('body')
     if not isinstance(body, dict): raise BadRequest(f'body must be an object, got {body!r:.60}')
-    line.ignored, line.model = keys_beside(d), body.get('model')
+    line.ignored, line.model, body = keys_beside(d), body.get('model'), dict(body)
+    if line.kind == 'chat': line.chat_options = take_chat_options(body, but='tools')      # whose calls an answer could not give back
     given, line.options = parse_body(body, line.kind)
     setattr(line, 'messages' if line.kind == 'chat' else 'prompt', given)
 
-def row_line(line: JobLine, prompt: Any, custom_id: Any) -> None:
+def row_line(line: JobLine, row: Row, chat: bool = False) -> None:
     "Fill `line` from a row of a table. Raises `BadRequest`."
+    prompt, custom_id, messages, given, system, failure, cells = row
+    line.cells = cells or {}
     if custom_id is not None: line.ids = dict(custom_id=custom_id if isinstance(custom_id, int) else str(custom_id))
-    if isinstance(prompt, list): line.messages = as_messages(prompt)
-    elif not isinstance(prompt, str): raise BadRequest(f'the prompt must be text, got {prompt!r:.60}')
-    else: line.prompt = prompt
-    try: f'{prompt}{custom_id}'.encode()
+    if failure: raise BadRequest(failure)
+    if is_missing(prompt) and messages is None: raise BadRequest('the prompt is empty')
+    if not (is_missing(prompt) or messages is None): raise BadRequest('expected one of prompt and messages, got both')
+    if isinstance(prompt, list) and not all(type(i) is int for i in prompt): messages = prompt
+    if messages is not None: line.messages = as_messages(messages)
+    elif isinstance(prompt, (str, list)): line.prompt = prompt
+    else: raise BadRequest(f'the prompt must be text, got {prompt!r:.60}')
+    try: f'{prompt}{custom_id}{messages}{system}{given}'.encode()
     except UnicodeEncodeError: raise BadRequest('not UTF-8') from None
+    if given: plain_settings(line, dict(given), chat)
 
 # %% ../../nbs/40_openai.ipynb #ob000016
 def parse_line(number: int, raw: Raw, form: str | None = 'batch', chat: bool = False, system: str | None = None) -> JobLine:
@@ -133,12 +176,13 @@ def parse_line(number: int, raw: Raw, form: str | None = 'batch', chat: bool = F
     line = JobLine(number, digest_of(raw), 'plain' if form == 'plain' else 'text', unit='line' if isinstance(raw, bytes) else 'row')
     try:
         if isinstance(raw, csv.Error): raise BadRequest(f'not CSV ({raw})')
-        if isinstance(raw, tuple): row_line(line, *raw)
+        if isinstance(raw, Row): row_line(line, raw, chat)
         elif len(raw) > LONGEST_LINE: raise BadRequest(f'longer than {LONGEST_LINE:,} bytes')
         elif form == 'batch': batch_line(line, json_object(raw))
-        else: plain_line(line, json_object(raw, strict=False))
+        else: plain_line(line, json_object(raw, strict=False), chat)
         if chat and isinstance(line.prompt, str):
             line.messages, line.prompt = [dict(role='user', content=line.prompt)], None
+        if isinstance(raw, Row) and raw.system is not None: system = raw.system                    # filled in by its columns
         if line.messages and line.kind == 'plain': line.messages = as_messages(line.messages, system)
     except BadRequest as e: line.failure = e.code, str(e)
     except RecursionError: line.failure = 'invalid_request', 'nested too deeply'
@@ -160,19 +204,37 @@ class ParamsCache(dict[str, SamplingParams]):
         return self[key]
 
 # %% ../../nbs/40_openai.ipynb #ob000022
+Postprocess = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]]      # of a `RequestOutput`: to a dict or a value, or one for each column
+
 def plain_ids(line: JobLine) -> dict[str, Any]:
     "What a plain record begins with."
-    return dict(request_id=line.key, **{line.unit: line.number}, **line.ids)
+    return dict(request_id=line.key, **{line.unit: line.number}, **line.ids) | line.cells
 
-def answer_of(line: JobLine, out: RequestOutput, model: str) -> dict[str, Any]:
-    "The record of an answer: a dict for JSON."
+def answer_of(line: JobLine, out: RequestOutput, model: str, postprocess: Postprocess | None = None) -> dict[str, Any]:
+    "The record of an answer: a dict for JSON. `postprocess`: makes the `results` of each."
     if line.kind != 'plain':
         body = answer_body(out, line.kind, f'{line.number}-{line.digest}', model)
-        return dict(id=line.key, **line.ids, response=dict(status_code=200, request_id=line.key, body=body), error=None)
-    first = out.outputs[0]
-    many = len(out.outputs) > 1 or first.logprobs is not None
-    each = dict(outputs=[choice_of(c, 'text') for c in out.outputs]) if many else {}
-    return dict(**plain_ids(line), text=first.text, finish_reason=first.finish_reason, **each, usage=usage_of(out), error=None)
+        record, choices = dict(id=line.key, **line.ids, response=dict(status_code=200, request_id=line.key, body=body), error=None), body['choices']
+    else:
+        first = out.outputs[0]
+        many = len(out.outputs) > 1 or first.logprobs is not None
+        each = dict(outputs=[choice_of(c, 'text') for c in out.outputs]) if many else {}
+        record = dict(**plain_ids(line), text=first.text, finish_reason=first.finish_reason, **each, usage=usage_of(out), error=None)
+        choices = each.get('outputs') or [record]
+        for choice, c in zip(each.get('outputs', ()), out.outputs): choice['cumulative_logprob'] = c.cumulative_logprob
+    for choice, c in zip(choices, out.outputs):
+        if len(choices) > 1: choice['completion_tokens'] = len(c.token_ids)
+        if postprocess is None: continue
+        try: choice['results'] = results_of(replace(out, outputs=[c]), postprocess)
+        except Exception as e: record['error'] = dict(code='postprocess', message=f'{line.where}: postprocess: {type(e).__name__}: {str(e)[:300]}')
+    return record
+
+def results_of(out: RequestOutput, postprocess: Postprocess) -> dict[str, Any]:
+    "What `postprocess` makes of `out`, which has one answer, by column. Raises `ValueError` for a column that an answer has already."
+    if isinstance(postprocess, Mapping): made = {k: f(out) for k, f in postprocess.items()}
+    else: made = value if isinstance(value := postprocess(out), dict) else dict(result=value)
+    if twice := made.keys() & {*ANSWER, *OPTIONAL, 'request_id'}: raise ValueError(f'{min(twice)!r} is a column of the answer itself: call it something else')
+    return made
 
 def failure_of(line: JobLine, code: str, message: str) -> dict[str, Any]:
     "The record of a failure. The message begins with the line's number; `code` is for programs."
@@ -184,8 +246,8 @@ def failure_of(line: JobLine, code: str, message: str) -> dict[str, Any]:
 
 # %% ../../nbs/40_openai.ipynb #ob000048
 def guess_form(name: str | Path) -> str:
-    "'plain' if file `name` is a table, or JSONL whose first good line has a prompt or messages; else 'batch'."
-    if file_kind(name) != 'jsonl': return 'plain'
+    "'plain' if file `name` is a table or text, or JSONL whose first good line has a prompt or messages; else 'batch'."
+    if file_kind(name) in {*TABLES, 'txt'}: return 'plain'
     for _, raw in itertools.islice(read_raw(name), 100):
         assert isinstance(raw, bytes)
         with suppress(BadRequest):

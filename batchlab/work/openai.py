@@ -5,11 +5,12 @@
 # %% ../../nbs/40_openai.ipynb #oa000004
 from __future__ import annotations
 
-import difflib, itertools, json, math, re, time
-from dataclasses import fields
-from functools import cache, lru_cache
-from typing import Any, NoReturn
+import itertools, json, math, time
+from typing import Any
 
+from ..deprecated import renamed
+from ..errors import ParamError
+from ..names import ALIASES, DROPPED, GUIDED, INSTEAD, NEUTRAL, is_setting, setting_fields, settings_of
 from ..outputs import CompletionOutput, RequestOutput
 from ..sampling import Logprob, SamplingParams
 
@@ -25,37 +26,11 @@ class BadRequest(ValueError):
         super().__init__(message)
         self.code = code
 
-# %% ../../nbs/40_openai.ipynb #oa000014
-def structured_of(form: Any) -> dict[str, Any] | None:
-    "A `response_format` as the `structured_outputs` of `SamplingParams`, None for text. Raises `BadRequest`."
-    kind = form.get('type') if isinstance(form, dict) else None
-    if kind == 'text': return None
-    if kind == 'json_object': return dict(json_object=True)
-    if kind != 'json_schema':
-        raise BadRequest(f'response_format must be of type text, json_object or json_schema, got {form!r:.60}')
-    inner = form.get('json_schema')
-    if isinstance(inner, dict) and isinstance(inner.get('schema'), dict): return dict(json=inner['schema'])
-    raise BadRequest('response_format of type json_schema needs the schema, an object, in json_schema.schema')
-
 # %% ../../nbs/40_openai.ipynb #oa000017
-OPTIONS = {f.name for f in fields(SamplingParams)} - {'logprobs', 'prompt_logprobs', 'detokenize'}
-ALIASES = dict(max_completion_tokens='max_tokens', max_new_tokens='max_tokens')
-GUIDED = {f'guided_{form}': form for form in ('json', 'regex', 'choice', 'grammar')}
+OPTIONS = setting_fields() - {'logprobs', 'prompt_logprobs', 'detokenize'}
 KNOWN = OPTIONS | {*ALIASES, *GUIDED, 'response_format', 'logprobs', 'top_logprobs'}
-DROPPED = {*'''model user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction
-    parallel_tool_calls stream_options request_id'''.split()}
-NEUTRAL = dict(stream=[False], echo=[False], best_of=[1], suffix=[''], tools=[[]], functions=[[]], modalities=[['text']],
-               tool_choice=['none', 'auto'], function_call=['none', 'auto'], detokenize=[True])
-
-# %% ../../nbs/40_openai.ipynb #oa000019
-def form_of(given: dict[str, Any]) -> Any:
-    "Take what dict `given` says of the form of an answer out of it: a `structured_outputs`, or None. Raises `BadRequest`."
-    forms = {k: {GUIDED[k]: given.pop(k)} for k in GUIDED if k in given}
-    if 'response_format' in given: forms = dict(response_format=structured_of(given.pop('response_format'))) | forms
-    forms['structured_outputs'] = given.pop('structured_outputs', None)
-    forms = {k: v for k, v in forms.items() if v is not None}
-    if len(forms) > 1: raise BadRequest(f"{' and '.join(forms)}: give one of them")
-    return next(iter(forms.values()), None)
+__getattr__ = renamed(__name__, {name: f'names.{name}' for name in 'ADVICE ELSEWHERE BUILT_SO structured_of form_of plain_name near_key refuse '
+                                 'setting_names named_as_setting'.split()})
 
 # %% ../../nbs/40_openai.ipynb #oa000022
 def logprobs_of(given: dict[str, Any], chat: bool) -> Any:
@@ -70,56 +45,16 @@ def logprobs_of(given: dict[str, Any], chat: bool) -> Any:
     if top is not None and not wanted: raise BadRequest('top_logprobs needs logprobs to be true')
     return (top or 0) if wanted else None
 
-# %% ../../nbs/40_openai.ipynb #oa000025
-ADVICE = {                                     # what to give: instead of which parameters
-    'max_tokens': 'max_length max_output_tokens max_tokens_to_sample n_predict num_predict',
-    'min_tokens': 'min_length min_new_tokens',
-    'n': 'num_return_sequences',
-    'seed': 'random_seed sampling_seed',
-    'temperature, which is greedy at 0': 'do_sample',
-    'repetition_penalty': 'repeat_penalty',
-    'stop': 'stop_sequences stop_strings stop_words',
-    'stop_token_ids': 'eos_token_id',
-    'bad_words': 'bad_words_ids',
-    'structured_outputs': 'json_schema regex ebnf grammar format',
-    'prompt, which may be a list of token ids': 'prompt_token_ids input_ids',
-    'messages with one of role system, or --system': 'system'}
-INSTEAD = {name: advice for advice, names in ADVICE.items() for name in names.split()}
-
-def plain_name(k: str) -> str:
-    "Key `k` in small letters with underscores: `maxTokens` and `max-tokens` are `max_tokens`."
-    return re.sub('([a-z])([A-Z])', r'\1_\2', k).replace('-', '_').lower()
-
-@lru_cache(4096)
-def near_key(k: str) -> str | None:
-    "The known name that key `k` is probably a misspelling of, or None."
-    return next(iter(difflib.get_close_matches(plain_name(k), KNOWN, 1, .8)), None)
-
-def refuse(k: str, v: Any) -> NoReturn:
-    "Raise a `BadRequest` about parameter `k` with value `v`, which nothing here can honour."
-    if k in NEUTRAL:
-        raise BadRequest(f'{k}={json.dumps(v):.60} is not supported: leave it out, or give {json.dumps(NEUTRAL[k][0])}')
-    if near := near_key(k): raise BadRequest(f'unknown key {k!r:.60}, did you mean {near!r}?')
-    inner = isinstance(v, dict) and next((x for x in v if x in KNOWN), None)
-    advice = (f'give {INSTEAD[plain_name(k)]}' if plain_name(k) in INSTEAD else
-              f'give {inner} beside the prompt' if inner else 'leave it out')
-    raise BadRequest(f'parameter {k!r:.60} is not supported: {advice}')
-
 # %% ../../nbs/40_openai.ipynb #oa000028
 def sampling_options(given: dict[str, Any], chat: bool) -> dict[str, Any]:
     """The sampling parameters in dict `given`, by whatever names, as a dict for `SamplingParams`.
 
     `chat`: log probabilities are asked for as in the chat endpoint. Raises `BadRequest` for each that can't be honoured."""
-    given, options = {k: v for k, v in given.items() if v is not None and k not in DROPPED}, {}
-    if (form := form_of(given)) is not None: options['structured_outputs'] = form
-    if (top := logprobs_of(given, chat)) is not None: options['logprobs'] = top
-    for k, v in given.items():
-        name = ALIASES.get(k, k)
-        if name in OPTIONS:
-            if (old := options.setdefault(name, v)) is not v and old != v:
-                raise BadRequest(f'{k}={v!r:.40} and {name}={options[name]!r:.40}: give one of them')
-        elif not any(type(v) is type(x) and v == x for x in NEUTRAL.get(k, ())): refuse(k, v)
-    return options
+    given = {k: v for k, v in given.items() if v is not None and k not in DROPPED}
+    top = logprobs_of(given, chat)
+    try: options = settings_of(given, OPTIONS)
+    except ParamError as e: raise BadRequest(str(e)) from None
+    return {k: v for k, v in options.items() if v is not None} | ({} if top is None else dict(logprobs=top))
 
 # %% ../../nbs/40_openai.ipynb #oa000031
 DEFAULTS = dict(chat=dict(temperature=1., max_tokens=None), text=dict(temperature=1., max_tokens=16))
@@ -185,33 +120,6 @@ def endpoint_of(d: dict[str, Any]) -> str:
     if d.get('method', 'POST') != 'POST': raise BadRequest(f"method must be 'POST', got {d['method']!r:.60}")
     if isinstance(url := d.get('url'), str) and url in URLS: return URLS[url]
     raise BadRequest(f"url must be one of {', '.join(URLS)}, got {url!r:.60}", 'invalid_url')
-
-# %% ../../nbs/40_openai.ipynb #oa000050
-ELSEWHERE = """add_generation_prompt add_special_tokens beam_width cache_prompt
-    cache_salt chat_template chat_template_kwargs continue_final_message decoder_input_details enable_thinking extra_args
-    extra_body generation_config guided_decoding ignore_eos_token image_data include_reasoning keep_alive lora_path
-    lora_request mm_processor_kwargs multi_modal_data no_stop_trim num_ctx output_kind prompt_embeds prompt_logprobs
-    reasoning_effort repeat_last_n return_full_text return_token_ids safe_prompt safety_settings sampling_params
-    spaces_between_special_tokens structural_tag system_instruction thinking think thinking_token_budget top_n_sigma
-    top_n_tokens truncate_prompt_tokens typical_p use_beam_search verbosity watermark web_search_options"""
-BUILT_SO = re.compile(r'(guided|dry|xtc|mirostat|dynatemp|logits?)_\w+|\w+_penalty|top_[a-z]|(max|min)_(\w+_)?tokens(_\w+)?|'
-                      r'stop_(at|ids?|regex|strs?|tokens?|token_ids?|sequence|string)')
-
-@cache
-def setting_names() -> frozenset[str]:
-    "The names of settings, here and elsewhere. Imports transformers, so only called for keys that are not known here."
-    from transformers import GenerationConfig
-    return frozenset({*KNOWN, *NEUTRAL, *INSTEAD, *ELSEWHERE.split(), *GenerationConfig().to_dict()})
-
-@lru_cache(4096)
-def named_as_setting(k: str) -> bool:
-    "Whether key `k` is called as a setting of a request is, here or elsewhere."
-    name = plain_name(k)
-    return name in KNOWN or name in setting_names() or near_key(k) is not None or BUILT_SO.fullmatch(name) is not None
-
-def is_setting(k: str, v: Any) -> bool:
-    "Whether key `k` with value `v` looks like a setting of a request: by its name, or as it holds such names."
-    return k not in DROPPED and (named_as_setting(k) or isinstance(v, dict) and not KNOWN.isdisjoint(v))
 
 # %% ../../nbs/40_openai.ipynb #oa000053
 def keys_beside(d: dict[str, Any]) -> tuple[str, ...]:
