@@ -103,17 +103,31 @@ def read_text(name: str) -> str:
         raise JobError(f"{shown} is not UTF-8 (byte 0x{e.object[e.start]:02x} in line {line}): save it as UTF-8") from e
     except OSError as e: raise JobError(f"can't read {shown} ({e.strerror or e})") from e
 
-def read_file(name: str) -> list[JobLine]:
-    "The requests of a file: JSONL by its name or its first character, else one prompt a line. Raises `JobError`."
-    from batchlab.work.lines import JobLine, parse_line
+def text_rows(name: str) -> list[tuple[int, bytes]]:
+    "`(number, line of JSONL)` of a file that is JSONL by its name or its first character, or else has one prompt a line. Raises `JobError`."
+    from batchlab.work.formats import prompt_line
+    from batchlab.work.tables import KINDS
     shown = 'standard input' if name == '-' else name
     rows = read_text(name).removesuffix('\n').split('\n')
     full = [(i, s.rstrip('\r')) for i, s in enumerate(rows, 1) if s.strip()]
     if not full: raise JobError(f"{shown} has no prompts in it: expected one a line, or JSONL")
     if skipped := len(rows) - len(full): note(f"{shown}: {skipped} blank line{'s'*(skipped > 1)} skipped")
-    if Path(name).suffix not in ('.jsonl', '.json', '.ndjson') and not full[0][1].lstrip().startswith('{'):
-        return [JobLine(i, '', prompt=s) for i, s in full]
-    lines = [parse_line(i, s.encode(), 'plain') for i, s in full]
+    kind = KINDS.get(Path(name).suffix.lower())
+    jsonl = kind == 'jsonl' or kind is None and full[0][1].lstrip().startswith('{')
+    return [(i, s.encode() if jsonl else prompt_line(s.encode())) for i, s in full]
+
+def read_file(name: str, chat: bool = False, system: str | None = None, **columns: Any) -> list[JobLine]:
+    "The requests of a text, or of any file that `run` reads, where `columns` say what those of a table are for. Raises `JobError`."
+    from batchlab.work.formats import read_raw
+    from batchlab.work.lines import parse_line
+    from batchlab.work.tables import INSTEAD, OPENERS, TABLES, check_input, file_kind
+    shown, kind, suffix = 'standard input' if name == '-' else name, file_kind(name), Path(name).suffix.lower()
+    if suffix in INSTEAD: check_input(name)
+    if columns.get('prompt_template') is not None and kind not in TABLES:
+        raise JobError(f"--prompt-template is for the columns of a table, and {shown} is none")
+    if kind in TABLES: rows = read_raw(name, chat=chat, system=system, **columns)
+    else: rows = read_raw(name) if kind == 'json' or suffix in OPENERS else text_rows(name)
+    lines = [parse_line(i, raw, 'plain', chat, system) for i, raw in rows]
     unknown = {k for line in lines for k in line.ignored} | {'model' for line in lines if line.model is not None}
     if unknown: note(f"{shown}: keys without meaning here, ignored: {', '.join(sorted(unknown))}")
     return lines
@@ -144,7 +158,9 @@ def read_prompts(args: argparse.Namespace, options: dict[str, Any]) -> list[JobL
         if sys.stdin is None or sys.stdin.isatty():
             raise JobError('no prompts: give some, such as batchlab generate "The sky is", or --prompts-file')
         name = '-'
-    if name is not None: lines += read_file(name)
+    if name is not None:
+        lines += read_file(name, args.chat, args.system, prompt_column=args.prompt_column, id_column=args.id_column,
+                           prompt_template=args.prompt_template, data_columns=args.data_columns)
     for line in lines: prepare(line, args, options)
     if args.system is not None and not any(line.messages is not None for line in lines):
         raise JobError("--system needs --chat, or messages in the prompts file")
@@ -287,8 +303,9 @@ def outputs_of(llm: LLM | None, lines: Sequence[JobLine],
         group = [i for i, line in enumerate(lines) if not line.failure and (line.messages is not None) == chat]
         if not group: continue
         assert llm is not None
-        prompts = [lines[i].messages if chat else lines[i].prompt for i in group]
-        outs = llm.iter_outputs(prompts, [lines[i].options for i in group], chat=chat, on_step=on_step)
+        prompts = [lines[i].conversation if chat else lines[i].prompt for i in group]
+        outs = llm.iter_outputs(prompts, [lines[i].options for i in group], chat=chat, on_step=on_step,
+                                timeout=[lines[i].timeout for i in group])
         for k, out in outs: yield group[k], out
 
 def run_lines(llm: LLM | None, lines: Sequence[JobLine], results: Results) -> list[RequestOutput]:
