@@ -96,6 +96,7 @@ def chat_options(**options: Any) -> dict[str, Any]:
     "Those of `options`, what `CHAT_KEYS` say of a call of `chat`, that say something, its template as text. Raises `ParamError`."
     kinds: dict[str, type] = dict(tools=list, chat_template_kwargs=dict, add_generation_prompt=bool, continue_final_message=bool)
     for k, v in options.items():
+        if k not in CHAT_KEYS: raise ParamError(f'unknown argument {k!r:.60}: expected one of {", ".join(sorted(CHAT_KEYS))}')
         if v is not None and not isinstance(v, kinds.get(k, object)): raise ParamError(f'{k} must be a {kinds[k].__name__}, got {v!r:.60}')
     try: options['chat_template'] = template_text(options.get('chat_template'))
     except PromptError as e: raise ParamError(str(e)) from None

@@ -176,9 +176,10 @@ def reads(translate: Callable[[dict[str, Any], dict[str, Any], list[str]], dict[
         names = [*inspect.signature(f).parameters]
         @functools.wraps(f)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            if not kwargs.keys() <= {*names}:
-                given: dict[str, Any] = {k: v for k, v in kwargs.items() if k in names}
-                kwargs = translate({k: v for k, v in kwargs.items() if k not in names}, given, names[len(args):])       # type: ignore[assignment]
+            if not kwargs.keys() <= {*(free := names[len(args):])}:
+                if twice := [k for k in kwargs if k in names[:len(args)]]: raise ParamError(f'{twice[0]} is given twice: by its position and by name')
+                given: dict[str, Any] = {k: v for k, v in kwargs.items() if k in free}
+                kwargs = translate({k: v for k, v in kwargs.items() if k not in free}, given, free)       # type: ignore[assignment]
             return f(*args, **kwargs)
         return call
     return decorate
