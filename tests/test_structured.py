@@ -8,6 +8,7 @@ pytest.importorskip('llguidance', reason='structured outputs need llguidance, th
 from batchlab.llm import LLM
 from batchlab.work.jobs import Job
 from batchlab.models import tiny_model, tiny_tokenizer
+from batchlab.errors import ModelError
 from batchlab.sampling import ParamError, SamplingParams, StructuredOutputsParams
 from batchlab.structured import Grammars, WHITESPACE, check_schema
 
@@ -265,12 +266,10 @@ def test_wishes_that_make_no_sense():
 
 def test_without_library_or_tokenizer(monkeypatch):
     bare = LLM(copy.deepcopy(model()), None, compile=False)
-    outs = bare.generate([[5, 6], [7]], [wish(regex='a'), SamplingParams(max_tokens=1, detokenize=False)])
-    assert 'needs a tokenizer' in outs[0].error and outs[1].error is None
+    with pytest.raises(ModelError, match='needs a tokenizer'): bare.generate([[5, 6], [7]], [wish(regex='a'), SamplingParams(max_tokens=1, detokenize=False)])
     monkeypatch.setitem(sys.modules, 'llguidance', None)
     monkeypatch.setitem(sys.modules, 'llguidance.hf', None)
-    outs = engine().generate(['a', 'b'], [wish(regex='a'), SamplingParams(max_tokens=1)])
-    assert "pip install 'batchlab[structured]'" in outs[0].error and outs[1].error is None
+    with pytest.raises(ModelError, match=r"pip install 'batchlab\[structured\]'"): engine().generate(['a', 'b'], [wish(regex='a'), SamplingParams(max_tokens=1)])
 
 
 def sentencepiece_like():
