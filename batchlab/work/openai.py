@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import itertools, json, math, time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..deprecated import renamed
 from ..errors import ParamError
 from ..names import ALIASES, DROPPED, GUIDED, INSTEAD, NEUTRAL, is_setting, setting_fields, settings_of
-from ..outputs import CompletionOutput, RequestOutput
-from ..sampling import Logprob, SamplingParams
+from ..params import SamplingParams
+
+if TYPE_CHECKING:      # a check of a file needs no torch
+    from batchlab.outputs import CompletionOutput, RequestOutput
+    from batchlab.sampling import Logprob
 
 # %% auto #0
 __all__ = ['DEFAULTS', 'RANGES', 'URLS', 'STATUS', 'sampling_options', 'request_params', 'as_messages', 'one_prompt',
