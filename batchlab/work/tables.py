@@ -271,12 +271,12 @@ class Columns:
 
     def setting(self, name: str, v: Any) -> Any:
         "What cell `v` says of setting `name`: text in a CSV is read as JSON if it is that. Raises `MissingCell`."
-        if isinstance(v, float) and v.is_integer() and not self.text: return int(v)       # a column with a gap is made of floats
-        if not isinstance(v, str): return v
+        whole_number = lambda v: int(v) if isinstance(v, float) and v.is_integer() else v      # a column with a gap is made of floats
+        if not isinstance(v, str): return whole_number(v)
         if name in CHAT_OPTIONS and name not in LITERAL: return from_json(name, v)
         try: found = json.loads(v)
         except ValueError: return TRUTH.get(v, v)
-        return v if name in LITERAL and not isinstance(found, list) else found
+        return v if name in LITERAL and not isinstance(found, list) else whole_number(found)
 
 def from_json(name: str, text: str) -> Any:
     "The value in column `name`, JSON as text. Raises `MissingCell`."
