@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _lazy = {'LLM': 'llm', 'RequestOutput': 'outputs', 'CompletionOutput': 'outputs', 'SamplingParams': 'params',
-         'StructuredOutputsParams': 'params', 'AsyncLLM': 'async_llm', 'load_model': 'models', 'BatchlabError': 'errors'}
+         'StructuredOutputsParams': 'params', 'AsyncLLM': 'async_llm', 'load_model': 'models', 'BatchlabError': 'errors',
+         'EngineArgs': 'habits'}
 __all__ = ['LLM', 'RequestOutput', 'CompletionOutput', 'SamplingParams', 'StructuredOutputsParams', 'AsyncLLM', 'load_model',
-           'BatchlabError']
+           'BatchlabError', 'EngineArgs']
 
 if TYPE_CHECKING:
     from .async_llm import AsyncLLM
+    from .habits import EngineArgs
     from .llm import LLM
     from .outputs import CompletionOutput, RequestOutput
     from .errors import BatchlabError
@@ -31,14 +33,19 @@ def __getattr__(name: str):
 
 
 class _Moved:
-    "Finds a module under the name that it had, with a `DeprecationWarning`: `import batchlab.jobs` gives `batchlab.work.jobs`."
+    "Finds modules under names that they had, with a `DeprecationWarning`, and those of vLLM: `batchlab.jobs` is `batchlab.work.jobs`."
     names = {'kernels': 'backends.kernels', 'fused': 'backends.fused', 'int8': 'backends.int8', 'cuda': 'backends.cuda',
              'drawing': 'views.drawing', 'pictures': 'views.pictures', 'widgets': 'views.widgets', 'viewer': 'views.viewer',
              'jobs': 'work.jobs', 'scaleout': 'work.scaleout'}
 
+    vllm = {'utils', 'utils.argparse_utils', 'sampling_params', 'distributed'}      # what its programs import is in `habits`
+
     @classmethod
     def find_spec(cls, name: str, path=None, target=None):
         package, _, module = name.rpartition('.')
+        if name.removeprefix(f'{__name__}.') in cls.vllm:
+            from importlib.machinery import ModuleSpec
+            return ModuleSpec(name, cls, is_package=True)                                  # type: ignore[arg-type]
         if package != __name__ or module not in cls.names: return None
         from importlib.machinery import ModuleSpec
         warnings.warn(f'{name} is now {__name__}.{cls.names[module]}', DeprecationWarning, stacklevel=2)
@@ -49,13 +56,20 @@ class _Moved:
 
     @classmethod
     def create_module(cls, spec):
+        if spec.submodule_search_locations is not None: return None
         from importlib import import_module
         module = import_module(f"{__name__}.{cls.names[spec.name.rpartition('.')[2]]}")
         spec.loader_state = module.__spec__
         return module
 
     @staticmethod
-    def exec_module(module): module.__spec__ = module.__spec__.loader_state               # it has run under its own name
+    def exec_module(module):
+        if module.__spec__.submodule_search_locations is None:                             # it has run under its own name
+            module.__spec__ = module.__spec__.loader_state
+            return
+        from importlib import import_module
+        habits = import_module(f'{__name__}.habits')
+        module.__dict__.update({name: getattr(habits, name) for name in habits.__all__}, __all__=habits.__all__)
 
 
 if not any(getattr(f, '__module__', '') == __name__ for f in sys.meta_path): sys.meta_path.append(_Moved)   # type: ignore[arg-type]

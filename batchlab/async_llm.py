@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from .config import check_count
 from .errors import EngineError
+from .inputs import chat_options
 from .llm import LLM
 from .outputs import CompletionOutput, RequestOutput, Stats, StreamEvent
 
@@ -98,9 +99,10 @@ class AsyncLLM:
             del self.answers[request_id]
 
     def chat(self, messages: Any, sampling_params: Any = None, request_id: str | None = None, *, priority: int = 0,
-             timeout: float | None = None) -> AsyncGenerator[RequestOutput]:
-        "As `generate`, for one conversation, a list of messages."
-        return self.generate(messages, sampling_params, request_id, chat=True, priority=priority, timeout=timeout)
+             timeout: float | None = None, **template: Any) -> AsyncGenerator[RequestOutput]:
+        "As `generate`, for one conversation, a list of messages; `template`: what else `LLM.chat` takes, such as `chat_template`."
+        prompt = chat_options(**template) | (messages if isinstance(messages, dict) else {'messages': messages})
+        return self.generate(prompt, sampling_params, request_id, chat=True, priority=priority, timeout=timeout)
 
     async def abort(self, request_id: str) -> bool:
         """End a request with what it has by now; whether there was one. Its reader gets a last output, 'cancelled'.

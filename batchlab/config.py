@@ -17,6 +17,8 @@ import psutil, torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .attention import attention_override, kv_layout
 from .errors import ParamError, Unavailable, UnsupportedModelError
+from .fetching import find_model
+from .loading import load_tokenizer
 from .models import load_model, max_model_len
 from .padding import Probe, can_pad, same_as_alone
 from .prefill import kv_bytes_per_token
@@ -28,8 +30,7 @@ log = logging.getLogger('batchlab')
 # %% ../nbs/15_llm.ipynb #4b07a5d1
 def model_and_tokenizer(model: Any, tokenizer: Any, dtype: Any, device: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     "What `LLM` was given, as `(model, tokenizer or None)`. Raises `ModelError`, `ParamError`."
-    if isinstance(tokenizer, str):
-        raise ParamError(f'tokenizer is {tokenizer!r}: give a tokenizer object, as AutoTokenizer.from_pretrained makes')
+    if isinstance(tokenizer, str) or hasattr(tokenizer, '__fspath__'): tokenizer = load_tokenizer(find_model(tokenizer))
     if model is None or isinstance(model, str) or hasattr(model, '__fspath__'):
         model, own = load_model(model if model is None else str(model), dtype=dtype, device=device)
         return model, own if tokenizer is None else tokenizer

@@ -5,47 +5,109 @@
 # %% ../nbs/modules/000_inputs.ipynb #e3d6d3f1
 from __future__ import annotations
 
-# %% auto #0
-__all__ = ['log', 'PROMPT_FORMS', 'is_ids', 'as_list', 'parse_prompt', 'params_for', 'settings_for', 'prompt_ids_of']
-
-# %% ../nbs/15_llm.ipynb #bda22e97
-import logging, numbers
+import logging, numbers, re
+from collections.abc import Sequence
 from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from .errors import BatchlabError, ParamError, PromptError
-from .models import encode, encode_chat, start_token_id
+from .errors import BatchlabError, ModelError, ParamError, PromptError
+from .models import bad_message, encode, encode_chat, start_token_id, template_text
+from .names import is_setting, settings_of
+from .outputs import RequestOutput
 from .sampling import SamplingParams
 
 log = logging.getLogger('batchlab')
 
-# %% ../nbs/15_llm.ipynb #6d3ee88f
+# %% auto #0
+__all__ = ['log', 'PROMPT_FORMS', 'PROMPT_KEYS', 'CHAT_KEYS', 'is_ids', 'is_talk', 'as_list', 'parse_prompt', 'parse_chat',
+           'split_settings', 'check_forms', 'chat_options', 'check_bar', 'params_for', 'settings_for', 'prompt_ids_of',
+           'log_failures']
+
+# %% ../nbs/modules/000_inputs.ipynb #6d3ee88f
 def is_ids(x: Any) -> bool:
     "Whether `x` is a list, tuple, array or tensor of whole numbers, which makes it one prompt."
     x = x.tolist() if hasattr(x, 'tolist') else x
     return isinstance(x, (list, tuple)) and bool(x) and all(
         isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in x)
 
+def is_talk(x: Any) -> bool:
+    "Whether `x` is a conversation: a list of messages."
+    return isinstance(x, (list, tuple)) and bool(x) and all(isinstance(m, dict) and 'role' in m for m in x)
+
 def as_list(prompts: Any, chat: bool = False) -> list:
-    "One prompt (with `chat`, one conversation) or several, as a list of them."
-    talk = isinstance(prompts, (list, tuple)) and bool(prompts) and isinstance(prompts[0], dict)
+    "One prompt (with `chat`, one conversation) or several, as a list of them. Raises `PromptError` for a table."
+    if hasattr(prompts, 'columns') or hasattr(prompts, 'column_names'):
+        raise PromptError(f"prompts are a {type(prompts).__name__}: give one column of it, as in frame['prompt'], or see llm.map")
+    talk = isinstance(prompts, (list, tuple)) and bool(prompts) and isinstance(prompts[0], dict) and 'messages' not in prompts[0]
     one = talk if chat else is_ids(prompts)
     return [prompts] if one or isinstance(prompts, (str, dict)) or not hasattr(prompts, '__iter__') else list(prompts)
 
-# %% ../nbs/15_llm.ipynb #707e59f9
-PROMPT_FORMS = "a string, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
+# %% ../nbs/modules/000_inputs.ipynb #707e59f9
+PROMPT_FORMS = "a string, a list of token ids, {'prompt': text}, {'prompt_token_ids': ids} or {'messages': conversation}"
+PROMPT_KEYS = {'prompt', 'prompt_token_ids'}
+CHAT_KEYS = {'messages', 'chat_template', 'chat_template_kwargs', 'tools', 'add_generation_prompt', 'continue_final_message'}
 
 def parse_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
     "A prompt as `(text, ids)`, one of which may be None. Raises `PromptError`."
+    if is_talk(prompt) or isinstance(prompt, dict) and 'role' in prompt:
+        raise PromptError(f'this is a conversation, and a prompt is text: llm.chat answers conversations, got {prompt!r:.60}')
     if isinstance(prompt, dict): d = dict(prompt)
     else: d = {'prompt' if isinstance(prompt, str) else 'prompt_token_ids': prompt}
     text, ids = d.pop('prompt', None), d.pop('prompt_token_ids', None)
     if d: raise PromptError(f'a prompt has unknown keys {", ".join(map(repr, d))}: expected {PROMPT_FORMS}')
     if isinstance(ids, (list, tuple)) and not ids: return text, []
     if not (isinstance(text, str | None) and (is_ids(ids) or ids is None and text is not None)):
-        raise PromptError(f'a prompt must be {PROMPT_FORMS}, got {prompt!r:.60}')
+        columns = " (a dict of columns is no prompt: give d['prompt'])" if isinstance(text, list) else ''
+        raise PromptError(f'a prompt must be {PROMPT_FORMS}, got {prompt!r:.60}{columns}')
     return text, ids if ids is None else [int(i) for i in ids]
 
-# %% ../nbs/15_llm.ipynb #b5c7304f
+def parse_chat(prompt: Any) -> dict[str, Any]:
+    "A conversation, a list of messages or a dict of `CHAT_KEYS`, as arguments of `encode_chat`. Raises `PromptError`."
+    d = prompt if isinstance(prompt, dict) and 'messages' in prompt else {'messages': prompt}
+    if bad := [k for k in d if k not in CHAT_KEYS]:
+        raise PromptError(f'a conversation has unknown keys {", ".join(map(repr, bad))}: expected {", ".join(sorted(CHAT_KEYS))}')
+    if why := bad_message(d['messages']):
+        raise PromptError(why + (': llm.generate answers plain prompts' if isinstance(d['messages'], str) else ''))
+    return {k: v for k, v in d.items() if v is not None}
+
+def split_settings(prompt: Any) -> tuple[Any, dict[str, Any]]:
+    "`prompt` without the settings that it carries, and those, as fields of `SamplingParams`. Raises `ParamError`."
+    if not isinstance(prompt, dict) or prompt.keys() <= PROMPT_KEYS | CHAT_KEYS: return prompt, {}
+    own = {k: v for k, v in prompt.items() if k not in PROMPT_KEYS | CHAT_KEYS and isinstance(k, str) and is_setting(k, v)}
+    rest = {k: v for k, v in prompt.items() if k not in own}
+    if isinstance(nested := own.get('sampling_params'), dict):
+        del own['sampling_params']
+        if twice := nested.keys() & own.keys(): raise ParamError(f'{min(twice)} stands in sampling_params and beside it: give one of them')
+        own = nested | own
+    return rest, settings_of(own)
+
+# %% ../nbs/modules/000_inputs.ipynb #inp00003
+def check_forms(prompts: Sequence[Any], chat: bool) -> None:
+    "Raise `PromptError` or `ParamError` if not one of `prompts` has the form of a prompt (with `chat`, of a conversation)."
+    why = None
+    for p in prompts:
+        try:
+            talk, (plain, _) = chat or isinstance(p, dict) and 'messages' in p, split_settings(p)
+            parse_chat(plain) if talk else parse_prompt(plain)
+            return
+        except (PromptError, ParamError) as e: why = why or e
+    if why: raise why
+
+def chat_options(**options: Any) -> dict[str, Any]:
+    "Those of `options`, what `CHAT_KEYS` say of a call of `chat`, that say something, its template as text. Raises `ParamError`."
+    kinds: dict[str, type] = dict(tools=list, chat_template_kwargs=dict, add_generation_prompt=bool, continue_final_message=bool)
+    for k, v in options.items():
+        if k not in CHAT_KEYS: raise ParamError(f'unknown argument {k!r:.60}: expected one of {", ".join(sorted(CHAT_KEYS))}')
+        if v is not None and not isinstance(v, kinds.get(k, object)): raise ParamError(f'{k} must be a {kinds[k].__name__}, got {v!r:.60}')
+    try: options['chat_template'] = template_text(options.get('chat_template'))
+    except PromptError as e: raise ParamError(str(e)) from None
+    return {k: v for k, v in options.items() if v is not None}
+
+def check_bar(use_tqdm: Any) -> None:
+    "Raise `ParamError` unless `use_tqdm` is a bool, None, or makes a bar."
+    if use_tqdm is not None and not isinstance(use_tqdm, bool) and not callable(use_tqdm):
+        raise ParamError(f'use_tqdm must be True, False, None or a tqdm class, got {use_tqdm!r:.60}: give several prompts as one list')
+
+# %% ../nbs/modules/000_inputs.ipynb #b5c7304f
 def params_for(params: Any, n: int) -> list[SamplingParams]:
     "`n` `SamplingParams` from one for all or a list of one each. Raises `ParamError`."
     if not isinstance(params, (list, tuple)): return [SamplingParams.of(params)] * n
@@ -67,12 +129,12 @@ def settings_for(n: int, sampling_params: Any = None, priority: Any = None,
                     spread('priority', priority, 0, whole, 'a whole number, lower goes first'),
                     spread('timeout', timeout, None, above, 'a number of seconds above 0')))
 
-# %% ../nbs/15_llm.ipynb #bbcb7a60
+# %% ../nbs/modules/000_inputs.ipynb #bbcb7a60
 def prompt_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prompt: Any, chat: bool) -> tuple[str | None, list[int]]:
     "A prompt or conversation as `(text, ids)`. Raises `PromptError`, `ModelError`."
     words: Any = tokenizer                                 # `encode` and `encode_chat` say so where there is none
-    if chat:
-        ids = encode_chat(tokenizer, prompt)
+    if chat or isinstance(prompt, dict) and 'messages' in prompt:
+        ids = encode_chat(tokenizer, **parse_chat(prompt))
         return words.decode(ids), ids
     text, ids = parse_prompt(prompt)
     if ids is not None: return text, ids
@@ -80,6 +142,17 @@ def prompt_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
     except BatchlabError: raise
     except Exception as e: raise PromptError(f'the tokenizer refuses this text ({e}): is it valid Unicode?') from e
     if ids: return text, ids
-    start = start_token_id(model, tokenizer)
+    try: start = start_token_id(model, tokenizer)
+    except ModelError as e: raise PromptError(str(e)) from None
     log.warning('an empty prompt starts from token %s (%s)', start, words.decode([start]))
     return text, [start]
+
+# %% ../nbs/modules/000_inputs.ipynb #inp00006
+def log_failures(outs: Sequence[RequestOutput]) -> None:
+    "Log how many of `outs` failed, by reason, with the index of the first of each."
+    reasons: dict[str, list[int]] = {}
+    for i, o in enumerate(outs):
+        if o.error: reasons.setdefault(re.sub(r"'[^']*'|\"[^\"]*\"|\d[\d,]*", '…', o.error), []).append(i)
+    if not reasons: return
+    said = '; '.join(f'{len(ids)} × {outs[ids[0]].error:.160} (first: outputs[{ids[0]}])' for ids in reasons.values())
+    log.warning('%s of %s requests failed: %s. outputs[i].error says why', sum(map(len, reasons.values())), len(outs), said)

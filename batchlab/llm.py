@@ -12,6 +12,7 @@ __all__ = ['log', 'grammar_for', 'admit', 'group_waves', 'in_order', 'simulate',
 import contextlib, ctypes, itertools, logging, math, sys, threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
@@ -23,11 +24,13 @@ from .config import (check_compile, check_count, check_quantization, check_strat
                              probe_model, rope_switch)
 from .deprecated import renamed
 from .engine import make_request, sum_ledgers
-from .errors import BatchlabError, ParamError
-from .inputs import as_list, prompt_ids_of, settings_for
+from .errors import BatchlabError, ModelError, ParamError
+from .inputs import (as_list, chat_options, check_bar, check_forms, is_talk, log_failures, prompt_ids_of, settings_for,
+                             split_settings)
 from .ledger import Ledger
 from .loop import BackgroundLoop, Delivery, EngineSet
 from .models import eos_token_ids, pad_token_id
+from .names import by_any_name, read_call, read_engine
 from .outputs import MemoryPlan, RequestGroup, RequestOutput, Score, Stats, StreamEvent
 from .padding import Probe
 from .prefill import check_prompt
@@ -50,9 +53,11 @@ def grammar_for(llm: LLM, params: SamplingParams) -> Any:
 
 def admit(llm: LLM, group: RequestGroup, prompt: Any, params: SamplingParams, priority: int = 0, timeout: float | None = None,
           chat: bool = False) -> RequestGroup:
-    "Tokenise and check `prompt`; give `group` its requests, or its error."
+    "Tokenise and check `prompt`; give `group` its requests, or its error. Raises `ModelError`."
     group.params, group.deadline = params, None if timeout is None else group.start + timeout
     try:
+        prompt, own = split_settings(prompt)
+        if own: group.params = params = replace(params, **own)
         group.prompt, ids = prompt_ids_of(llm.model, llm.tokenizer, prompt, chat)
         group.prompt_token_ids = ids
         if llm.max_model_len and len(ids) >= llm.max_model_len: group.reason = 'too_long'
@@ -63,6 +68,7 @@ def admit(llm: LLM, group: RequestGroup, prompt: Any, params: SamplingParams, pr
             raise ParamError('max_tokens is None, and the model states no context length: give max_tokens')
         names = [f'{group.request_id}-{i}' for i in range(params.n)] if params.n > 1 else [group.request_id]
         group.requests = [make_request(row, name, i, priority, group) for i, (row, name) in enumerate(zip(rows, names))]
+    except ModelError: raise                               # no request can run so
     except BatchlabError as e: group.error = str(e)
     return group
 
@@ -134,11 +140,13 @@ def trim_memory() -> None:
     with contextlib.suppress(OSError, AttributeError, TypeError): ctypes.CDLL(None).malloc_trim(0)
 
 # %% ../nbs/15_llm.ipynb #3444a712
+@by_any_name(__init__=read_engine, generate=read_call, chat=read_call, stream=read_call, iter_outputs=read_call, score=read_call,
+             plan=read_call, add_request=read_call)
 class LLM(BackgroundLoop):
     """Batch inference with one causal LM: `generate` for prompts, `chat` for conversations, results in input order.
 
     `model`: None (the default model), a hub id, a folder, a `.gguf` file, or a loaded model, which is left as it was
-    found. `tokenizer`: None takes the model's own; with a loaded model None means ids in, ids out. `max_num_seqs`:
+    found. `tokenizer`: None takes the model's own, a name or folder that one's; with a loaded model None means ids in, ids out. `max_num_seqs`:
     sequences at once. `max_num_batched_tokens`: tokens a step. `max_model_len`: most tokens of prompt and answer
     together. `compile`: run on kernels compiled on this machine, 'auto' (if it can), True or False; `backend` says what came
     of it. `quantization`: None or 'int8', see chapter 22 for what it costs. `kv_cache_bytes`: the most that keys
@@ -146,8 +154,9 @@ class LLM(BackgroundLoop):
     its free memory, see `limits`. `enable_prefix_caching`: reuse the KV of earlier requests with the same beginning.
     `strategy`: 'continuous'; or, to compare, 'loop' (one at a time), 'static' (batches in the order given), 'bucketed'
     (similar lengths together), 'prefix' (batches that share a prefix). `trace`: record all that happens, in `recorder`;
-    to record a part of it, see `trace`. Raises `ModelError`, `ParamError`."""
-    def __init__(self, model: str | PreTrainedModel | None = None, tokenizer: PreTrainedTokenizerBase | None = None,
+    to record a part of it, see `trace`. vLLM's and transformers' further arguments work where they mean the same; the log says which
+    have no effect, and what would change the tokens is refused by name. Raises `ModelError`, `ParamError`."""
+    def __init__(self, model: str | PreTrainedModel | None = None, tokenizer: str | PreTrainedTokenizerBase | None = None,
                  dtype: str | torch.dtype = 'auto', device: str | torch.device = 'auto', max_num_seqs: int | None = None,
                  max_model_len: int | None = None, max_num_batched_tokens: int | None = None, enable_prefix_caching: bool = True,
                  strategy: str = 'continuous', kv_cache_bytes: int | None = None, compile: bool | str = 'auto',
@@ -156,7 +165,7 @@ class LLM(BackgroundLoop):
         limits = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
                       kv_cache_bytes=kv_cache_bytes)
         for name, x in limits.items(): check_count(name, x)
-        self.strategy, self.enable_prefix_caching = check_strategy(strategy), enable_prefix_caching
+        self.strategy, self.enable_prefix_caching = check_strategy(strategy), enable_prefix_caching is not False      # vLLM's None is True
         self.compile, self.own = check_compile(compile), not isinstance(model, torch.nn.Module)
         self.quantization = check_quantization(quantization, strategy)
         self.model, self.tokenizer = model_and_tokenizer(model, tokenizer, dtype, device)
@@ -186,26 +195,35 @@ class LLM(BackgroundLoop):
 
     # many prompts
 
-    def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: bool | None = None, priority: Any = None,
+    def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: Any = None, priority: Any = None,
                  timeout: Any = None, verify: bool = False) -> list[RequestOutput]:
         """Answer `prompts`, one or a list of strings, lists of ids or dicts: a list of `RequestOutput`, in their order.
 
+        A dict has a `prompt`, `prompt_token_ids` or `messages`, and may have settings of its own.
+
         `sampling_params`, `priority` (lower goes first), `timeout` (seconds since the call): one for all or one each. A
-        prompt that can't run gets its `error`; nothing is raised for it. `use_tqdm`: a progress bar; None shows one on a
-        terminal. `verify`: afterwards run a few of them again alone and compare, see `LLM.verify`. Raises `ParamError`."""
+        prompt that can't run gets its `error`; nothing is raised for it. `use_tqdm`: a progress bar, or the class of one; None shows one on a
+        terminal. `verify`: afterwards run a few of them again alone and compare, see `LLM.verify`. Raises `ParamError`, `PromptError` if
+        not one of them is a prompt, and `ModelError` if there is no tokenizer for text."""
         return self._collect(prompts, False, sampling_params, use_tqdm, priority, timeout, verify)
 
-    def chat(self, messages: Any, sampling_params: Any = None, use_tqdm: bool | None = None, priority: Any = None,
-             timeout: Any = None, verify: bool = False) -> list[RequestOutput]:
-        "Answer conversations, one or a list of lists of messages, in the model's chat template; as `generate` does."
-        return self._collect(messages, True, sampling_params, use_tqdm, priority, timeout, verify)
+    def chat(self, messages: Any, sampling_params: Any = None, use_tqdm: Any = None, priority: Any = None,
+             timeout: Any = None, verify: bool = False, chat_template: Any = None, chat_template_kwargs: dict[str, Any] | None = None,
+             tools: list | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False) -> list[RequestOutput]:
+        """Answer conversations, one or a list of lists of messages, in the model's chat template; as `generate` does.
+
+        For `chat_template` and what follows it see `encode_chat`; a conversation as a dict `{'messages': …}` may have its own."""
+        options = chat_options(chat_template=chat_template, chat_template_kwargs=chat_template_kwargs, tools=tools,
+                               add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
+        talks = [m if isinstance(m, dict) else {'messages': m} for m in as_list(messages, True)]
+        return self._collect([options | m for m in talks], True, sampling_params, use_tqdm, priority, timeout, verify)
 
     def stream(self, prompts: Any, sampling_params: Any = None, chat: bool = False, priority: Any = None,
                timeout: Any = None) -> Iterator[StreamEvent]:
         """Yield a `StreamEvent` for each token of each request as it comes; for arguments see `generate`.
 
         Closing the generator cancels what is left. Raises `ParamError`."""
-        prompts = as_list(prompts, chat)
+        prompts = self._prompts(prompts, chat)
         return self._stream(prompts, settings_for(len(prompts), sampling_params, priority, timeout), chat)
 
     def iter_outputs(self, prompts: Any, sampling_params: Any = None, chat: bool = False,
@@ -214,7 +232,7 @@ class LLM(BackgroundLoop):
         """Yield `(index, RequestOutput)` as each finishes: whoever writes them down at once loses nothing later.
 
         `on_step(k)` is called with the number of new tokens as they come."""
-        prompts = as_list(prompts, chat)
+        prompts = self._prompts(prompts, chat)
         settings = settings_for(len(prompts), sampling_params, priority, timeout)
         def outputs() -> Iterator[tuple[int, RequestOutput]]:
             with contextlib.closing(self._stream(prompts, settings, chat, longest_first=True)) as events:
@@ -223,9 +241,10 @@ class LLM(BackgroundLoop):
                     if e.output is not None: yield e.index, e.output
         return outputs()
 
-    def score(self, prompts: Any, use_tqdm: bool | None = None) -> list[Score]:
-        "The `Score` of each of `prompts`, in their order."
-        outs = self.generate(prompts, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False), use_tqdm)
+    def score(self, prompts: Any, use_tqdm: Any = None) -> list[Score]:
+        "The `Score` of each of `prompts`, in their order; conversations are scored as the chat template writes them."
+        talks = [{'messages': p, 'add_generation_prompt': False} if is_talk(p) else p for p in as_list(prompts, is_talk(prompts))]
+        outs = self.generate(talks, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False), use_tqdm)
         return [Score(o.prompt_token_ids or [], [next(iter(d.values())).logprob for d in (o.prompt_logprobs or [])[1:]], o.error)
                 for o in outs]
 
@@ -243,8 +262,20 @@ class LLM(BackgroundLoop):
 
     def plan(self, prompts: Any, sampling_params: Any = None, chat: bool = False) -> MemoryPlan:
         "The `MemoryPlan` of a call with these arguments; nothing is run. Raises `ParamError`."
-        prompts = as_list(prompts, chat)
+        prompts = self._prompts(prompts, chat)
         return make_plan(self, self._groups(prompts, settings_for(len(prompts), sampling_params), chat))
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        "The tokenizer. Raises `ModelError` if there is none."
+        if self.tokenizer is None: raise ModelError('this model came without a tokenizer: give LLM one')
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        "`SamplingParams` with what the model's generation config recommends, as vLLM has them."
+        advised = getattr(self.model, 'generation_config', None)
+        names = 'repetition_penalty', 'temperature', 'top_k', 'top_p', 'min_p', 'max_new_tokens'
+        given = advised.to_diff_dict() if advised else {}
+        return SamplingParams.of({k: given[k] for k in names if given.get(k) is not None})
 
     def stats(self) -> Stats:
         "The `Stats` of this moment."
@@ -256,7 +287,9 @@ class LLM(BackgroundLoop):
                     request_id: str | None = None, chat: bool = False, priority: int = 0, timeout: float | None = None) -> str:
         """Queue one prompt; returns its id. `stream_callback(event)` gets each `StreamEvent`, in the thread that steps.
 
-        It runs in the background after `start`, or as `step` is called. Raises `EngineError`, `ParamError`."""
+        It runs in the background after `start`, or as `step` is called. Raises `EngineError`, `ParamError`, `ModelError`."""
+        if isinstance(sampling_params, str):
+            raise ParamError('add_request takes the prompt first, unlike vLLM: add_request(prompt, sampling_params, request_id=…)')
         request_id = self._next_id() if request_id is None else str(request_id)
         [settings] = settings_for(1, sampling_params, priority, timeout)
         self.submit([admit(self, RequestGroup(request_id, on_event=stream_callback), prompt, *settings, chat)])
@@ -283,6 +316,12 @@ class LLM(BackgroundLoop):
     def _next_id(self) -> str:
         "An id that no request has."
         return next(i for i in map(str, self.ids) if i not in self.groups)
+
+    def _prompts(self, prompts: Any, chat: bool) -> list:
+        "`prompts` as a list. Raises `PromptError` if not one of them is a prompt."
+        prompts = as_list(prompts, chat)
+        check_forms(prompts, chat)
+        return prompts
 
     def _groups(self, prompts: Sequence[Any], settings: Sequence[tuple[SamplingParams, int, float | None]], chat: bool,
                 on_event: Callable[[StreamEvent], object] | None = None) -> list[RequestGroup]:
@@ -312,13 +351,16 @@ class LLM(BackgroundLoop):
     def _collect(self, prompts: Any, chat: bool, sampling_params: Any, use_tqdm: bool | None, priority: Any, timeout: Any,
                  verify: bool) -> list[RequestOutput]:
         "All outputs of a call in input order, under a progress bar if `use_tqdm`, or if None and on a terminal."
-        prompts, done = as_list(prompts, chat), {}
+        check_bar(use_tqdm)
+        prompts, done = self._prompts(prompts, chat), {}
         show = sys.stderr.isatty() if use_tqdm is None else use_tqdm
-        with tqdm(unit=' tok', disable=not show, bar_format='{n_fmt} tok, {rate_fmt}, {elapsed}{postfix}') as bar:
+        bar_class = use_tqdm if callable(use_tqdm) else tqdm
+        with bar_class(unit=' tok', disable=not show, bar_format='{n_fmt} tok, {rate_fmt}, {elapsed}{postfix}') as bar:
             for i, out in self.iter_outputs(prompts, sampling_params, chat, bar.update, priority, timeout):
                 done[i] = out
                 bar.set_postfix_str(f'{len(done)}/{len(prompts)} requests', refresh=False)
         outs = [done[i] for i in range(len(prompts))]
+        log_failures(outs)
         if verify: self.verify(outs)
         return outs
 

@@ -185,6 +185,17 @@ def load_gguf(path: Path, dtype: str | torch.dtype | None,
             raise _unsupported(path, f"GGUF architecture {arch!r} can't be read ({one_line(e)})") from e
         return _plain_copy(model, dtype), tok and _mend_tokenizer(tok, field)
 
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    "The tokenizer alone of a folder or a `.gguf` file. Raises `ModelError`."
+    from transformers import AutoTokenizer
+    field = _gguf_fields(path) if path.is_file() else None
+    if not (field('tokenizer.ggml.model') if field else has_tokenizer(path)): raise ModelError(f'there is no tokenizer in {path}')
+    folder, kw = (path.parent, dict(gguf_file=path.name)) if field else (path, {})
+    with quiet():
+        try: tok = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **kw)
+        except Exception as e: raise ModelError(f"the tokenizer in {path} can't be read ({one_line(e)}): {_fix(folder)}") from e
+    return _mend_tokenizer(tok, field) if field else tok
+
 # %% ../nbs/01_models.ipynb #c76240b6
 def resolve_device(device: str | torch.device | None = 'auto') -> torch.device:
     """The `torch.device` for 'auto' (cuda, else mps, else cpu), a device string or a `torch.device`.

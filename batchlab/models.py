@@ -5,14 +5,15 @@
 # %% ../nbs/01_models.ipynb #93b65e57
 from __future__ import annotations
 
-import os
+import contextlib, os, warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .deprecated import renamed
-from .errors import BatchlabError, HubUnreachableError, ModelError, ModelNotFoundError, UnsupportedModelError
+from .errors import BatchlabError, HubUnreachableError, ModelError, ModelNotFoundError, PromptError, UnsupportedModelError
 from .fetching import DEFAULT_MODEL, find_model
 from .loading import cache_dir, cpu_has_fast_bf16, load_folder, load_gguf, one_line, resolve_device, resolve_dtype
 from .tiny import TINY_ARCHS, tiny_gguf, tiny_model, tiny_tokenizer
@@ -26,10 +27,10 @@ __getattr__ = renamed(__name__, dict.fromkeys(
     'SpecialTokenError'.split(), 'errors.ModelError'))
 
 # %% auto #0
-__all__ = ['encode', 'load_model', 'max_model_len', 'encode_chat', 'eos_token_ids', 'pad_token_id', 'start_token_id',
-           'DEFAULT_MODEL', 'TINY_ARCHS', 'tiny_gguf', 'tiny_model', 'tiny_tokenizer', 'resolve_device',
-           'resolve_dtype', 'cache_dir', 'cpu_has_fast_bf16', 'BatchlabError', 'ModelError', 'ModelNotFoundError',
-           'HubUnreachableError', 'UnsupportedModelError']
+__all__ = ['encode', 'load_model', 'max_model_len', 'text_of', 'bad_message', 'template_text', 'encode_chat', 'eos_token_ids',
+           'pad_token_id', 'start_token_id', 'DEFAULT_MODEL', 'TINY_ARCHS', 'tiny_gguf', 'tiny_model', 'tiny_tokenizer',
+           'resolve_device', 'resolve_dtype', 'cache_dir', 'cpu_has_fast_bf16', 'BatchlabError', 'ModelError',
+           'ModelNotFoundError', 'HubUnreachableError', 'UnsupportedModelError']
 
 # %% ../nbs/01_models.ipynb #7435f647
 def _need_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
@@ -69,29 +70,54 @@ def max_model_len(model: PreTrainedModel) -> int | None:
     return next((n for n in lens if isinstance(n, int) and n > 0), None)
 
 # %% ../nbs/01_models.ipynb #cb0aa4a5
-def _bad_message(messages):
-    "What is wrong with `messages`, or None."
-    if not isinstance(messages, (list, tuple)) or not messages: return f'got {messages!r:.80}'
-    for i, m in enumerate(messages):
-        if not (isinstance(m, dict) and isinstance(m.get('role'), str) and isinstance(m.get('content'), (str, list))):
-            return f'message {i} is {m!r:.80}'
+def text_of(content: Any, where: str = 'a message') -> Any:
+    "The content of a message as a template takes it: text parts joined by line breaks. Raises `PromptError` for other parts."
+    if not isinstance(content, list): return content
+    for part in content:
+        if not (isinstance(part, dict) and part.get('type') == 'text' and isinstance(part.get('text'), str)):
+            kind = part.get('type') if isinstance(part, dict) else part
+            raise PromptError(f'{where} has a part of type {kind!r:.40}: only text is supported')
+    return '\n'.join(part['text'] for part in content)
 
-def encode_chat(tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Mapping[str, Any]],
-                **template_kwargs: Any) -> list[int]:
+def bad_message(messages: Any) -> str | None:
+    "What is wrong with `messages` as a conversation, or None."
+    need = ("messages must be a list of at least one dict with a role and a content, such as "
+            "{'role': 'user', 'content': 'Hi'}: ")
+    if not isinstance(messages, (list, tuple)) or not messages: return f'{need}got {messages!r:.80}'
+    for i, m in enumerate(messages):
+        said = isinstance(m, dict) and (isinstance(m.get('content'), (str, list)) or m.get('content') is None and m.get('tool_calls'))
+        if not (said and isinstance(m.get('role'), str)): return f'{need}message {i} is {m!r:.80}'
+
+def template_text(template: Any) -> str | None:
+    "A chat template, given as its text or as the file that holds it. Raises `PromptError`."
+    if template is None or isinstance(template, str) and '{' in template: return template
+    with contextlib.suppress(OSError, TypeError, ValueError): return Path(template).expanduser().read_text(encoding='utf-8')
+    raise PromptError(f'chat_template must be a template or the file of one, got {template!r:.60}')
+
+# %% ../nbs/01_models.ipynb #chat0002
+def encode_chat(tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Mapping[str, Any]], chat_template: Any = None,
+                chat_template_kwargs: Mapping[str, Any] | None = None, tools: list | None = None, add_generation_prompt: bool = True,
+                continue_final_message: bool = False, **template_kwargs: Any) -> list[int]:
     """The token ids, `list[int]`, of `messages` in the model's chat template, up to where the answer begins.
 
-    `messages`: dicts with `role` and `content`; `template_kwargs` go to the template. Raises `ModelError` if there is no
-    tokenizer or no template, or the template refuses the messages."""
+    `messages`: dicts with `role` and `content`; `chat_template`: another one, text or a file; `tools`: functions or their JSON
+    schemas; `continue_final_message`: the answer goes on with the last message, instead of a turn of its own; further arguments go
+    to the template. Raises `ModelError` if there is no tokenizer or no template, `PromptError` if the template refuses the messages."""
     tokenizer = _need_tokenizer(tokenizer)
-    if not getattr(tokenizer, 'chat_template', None):
-        raise ModelError("this tokenizer has no chat template: give plain prompts, or use an instruct model")
-    if bad := _bad_message(messages):
-        raise ModelError("messages must be a list of at least one dict with a role and a content, such as "
-                         "{'role': 'user', 'content': 'Hi'}: " + bad)
-    kw = {'add_generation_prompt': True, **template_kwargs, 'tokenize': True, 'return_dict': True}
+    template = template_text(chat_template)
+    if not (template or getattr(tokenizer, 'chat_template', None)):
+        raise ModelError("this tokenizer has no chat template: give plain prompts, a chat_template, or use an instruct model")
+    if bad := bad_message(messages): raise PromptError(bad)
+    opened = add_generation_prompt and not continue_final_message
+    if opened and messages[-1]['role'] == 'assistant':
+        warnings.warn('the last message is the assistant\'s, and the answer begins a new turn after it: '
+                      'give continue_final_message=True to go on with it', stacklevel=2)
+    given = [{**m, 'content': text_of(m['content'], f'message {i}')} if 'content' in m else {**m} for i, m in enumerate(messages)]
+    kw = {**(chat_template_kwargs or {}), **template_kwargs, 'chat_template': template, 'tools': tools, 'tokenize': True, 'return_dict': True,
+          'add_generation_prompt': opened, 'continue_final_message': continue_final_message}
     apply: Any = tokenizer.apply_chat_template
-    try: return list(apply(list(messages), **kw)['input_ids'])
-    except Exception as e: raise ModelError(f"the chat template refuses these messages ({one_line(e)})") from e
+    try: return list(apply(given, **kw)['input_ids'])
+    except Exception as e: raise PromptError(f"the chat template refuses these messages ({one_line(e)})") from e
 
 # %% ../nbs/01_models.ipynb #58bdbb2c
 def _special_ids(model, tokenizer, name):

@@ -17,10 +17,10 @@ from .errors import ParamError
 log = logging.getLogger('batchlab')
 
 # %% auto #0
-__all__ = ['log', 'ALIASES', 'GUIDED', 'NEUTRAL', 'DROPPED', 'ADVICE', 'INSTEAD', 'ELSEWHERE', 'BUILT_SO', 'P', 'T', 'WORKS',
+__all__ = ['log', 'ALIASES', 'GUIDED', 'NEUTRAL', 'DROPPED', 'ADVICE', 'INSTEAD', 'ELSEWHERE', 'BUILT_SO', 'P', 'T', 'C', 'WORKS',
            'WITHOUT_EFFECT', 'REFUSED', 'ENGINE_DEFAULTS', 'setting_fields', 'known_settings', 'setting_names',
            'plain_name', 'near_key', 'named_as_setting', 'is_setting', 'advice', 'refuse', 'structured_of', 'form_of',
-           'logprobs_of', 'settings_of', 'reads', 'read_settings', 'read_call', 'read_engine']
+           'logprobs_of', 'settings_of', 'reads', 'by_any_name', 'read_settings', 'read_call', 'read_engine']
 
 # %% ../nbs/modules/000_names.ipynb #nam00008
 ALIASES = dict(max_completion_tokens='max_tokens', max_new_tokens='max_tokens', guided_decoding='structured_outputs')
@@ -165,7 +165,9 @@ def settings_of(given: dict[str, Any], names: Collection[str] | None = None) -> 
     return found
 
 # %% ../nbs/modules/000_names.ipynb #nam00023
-P, T = ParamSpec('P'), TypeVar('T')
+P = ParamSpec('P')
+T = TypeVar('T')
+C = TypeVar('C', bound=type)
 
 def reads(translate: Callable[[dict[str, Any], dict[str, Any], list[str]], dict[str, Any]]) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """A decorator: keywords that the function doesn't have go through `translate(unknown, given, names)` first, which returns the
@@ -174,11 +176,19 @@ def reads(translate: Callable[[dict[str, Any], dict[str, Any], list[str]], dict[
         names = [*inspect.signature(f).parameters]
         @functools.wraps(f)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            if not kwargs.keys() <= {*names}:
-                given: dict[str, Any] = {k: v for k, v in kwargs.items() if k in names}
-                kwargs = translate({k: v for k, v in kwargs.items() if k not in names}, given, names[len(args):])       # type: ignore[assignment]
+            if not kwargs.keys() <= {*(free := names[len(args):])}:
+                if twice := [k for k in kwargs if k in names[:len(args)]]: raise ParamError(f'{twice[0]} is given twice: by its position and by name')
+                given: dict[str, Any] = {k: v for k, v in kwargs.items() if k in free}
+                kwargs = translate({k: v for k, v in kwargs.items() if k not in free}, given, free)       # type: ignore[assignment]
             return f(*args, **kwargs)
         return call
+    return decorate
+
+def by_any_name(**translate: Callable[[dict[str, Any], dict[str, Any], list[str]], dict[str, Any]]) -> Callable[[C], C]:
+    "A decorator of a class: its methods read keywords as by `reads`, each with its own function to translate them."
+    def decorate(cls: C) -> C:
+        for name, read in translate.items(): setattr(cls, name, reads(read)(getattr(cls, name)))
+        return cls
     return decorate
 
 def read_settings(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:

@@ -9,9 +9,9 @@ import copy, numbers, sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from math import inf, isnan, nextafter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from .errors import ParamError
-from .names import read_settings, reads, setting_fields, settings_of
+from .names import by_any_name, read_settings, setting_fields, settings_of
 if TYPE_CHECKING: from transformers import GenerationConfig
 
 # %% auto #0
@@ -164,14 +164,7 @@ def _check_together(p: SamplingParams) -> None:
                          "raise temperature")
 
 # %% ../nbs/modules/000_params.ipynb #d3cbd773
-_C = TypeVar('_C', bound=type)
-
-def _by_any_name(cls: _C) -> _C:
-    "Let the constructor of `cls` read settings by the names that people bring from elsewhere, see `batchlab.names`."
-    cls.__init__ = reads(read_settings)(cls.__init__)
-    return cls
-
-@_by_any_name
+@by_any_name(__init__=read_settings)
 @dataclass
 class SamplingParams:
     """How to sample one request; vLLM's names and defaults. Every field is checked: raises `ParamError`.

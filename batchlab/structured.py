@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from .deprecated import renamed
-from .errors import BatchlabError, ParamError
+from .errors import BatchlabError, ModelError, ParamError
 from .loading import one_line
 from .params import SamplingParams, StructuredOutputsParams
 
@@ -25,15 +25,15 @@ __all__ = ['FORMATS', 'ESCAPED', 'WHITESPACE', 'LONGEST', 'vocabulary', 'check_s
 
 # %% ../nbs/30_structured.ipynb #a5cae600
 def vocabulary(tokenizer: Any, vocab_size: int, eos_ids: Collection[int]) -> LLTokenizer:
-    "The texts of the ids of `tokenizer`, for a model with `vocab_size` logits that ends at one of `eos_ids`. Raises `ParamError`."
+    "The texts of the ids of `tokenizer`, for a model with `vocab_size` logits that ends at one of `eos_ids`. Raises `ModelError`."
     need = 'structured_outputs needs'
-    if tokenizer is None: raise ParamError(f'{need} a tokenizer, and there is none: give LLM one')
-    if not eos_ids: raise ParamError(f'{need} an end token, and the model names none')
+    if tokenizer is None: raise ModelError(f'{need} a tokenizer, and there is none: give LLM one')
+    if not eos_ids: raise ModelError(f'{need} an end token, and the model names none')
     try: from llguidance.hf import from_tokenizer
-    except ImportError: raise ParamError(f"{need} llguidance: pip install 'batchlab[structured]'") from None
+    except ImportError: raise ModelError(f"{need} llguidance: pip install 'batchlab[structured]'") from None
     try: return from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=sorted(eos_ids))
     except Exception as e:
-        raise ParamError(f'structured_outputs is not for this tokenizer ({one_line(e)}): leave it out') from e
+        raise ModelError(f'structured_outputs is not for this tokenizer ({one_line(e)}): leave it out') from e
 
 # %% ../nbs/30_structured.ipynb #61be4a8b
 FORMATS = 'date-time time date duration email hostname ipv4 ipv6 uuid uri'.split()

@@ -265,12 +265,10 @@ def test_wishes_that_make_no_sense():
 
 def test_without_library_or_tokenizer(monkeypatch):
     bare = LLM(copy.deepcopy(model()), None, compile=False)
-    outs = bare.generate([[5, 6], [7]], [wish(regex='a'), SamplingParams(max_tokens=1, detokenize=False)])
-    assert 'needs a tokenizer' in outs[0].error and outs[1].error is None
+    with pytest.raises(ModelError, match='needs a tokenizer'): bare.generate([[5, 6], [7]], [wish(regex='a'), SamplingParams(max_tokens=1, detokenize=False)])
     monkeypatch.setitem(sys.modules, 'llguidance', None)
     monkeypatch.setitem(sys.modules, 'llguidance.hf', None)
-    outs = engine().generate(['a', 'b'], [wish(regex='a'), SamplingParams(max_tokens=1)])
-    assert "pip install 'batchlab[structured]'" in outs[0].error and outs[1].error is None
+    with pytest.raises(ModelError, match=r"pip install 'batchlab\[structured\]'"): engine().generate(['a', 'b'], [wish(regex='a'), SamplingParams(max_tokens=1)])
 
 
 def sentencepiece_like():

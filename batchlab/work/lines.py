@@ -98,8 +98,9 @@ def plain_options(d: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     return options, tuple(k for k in beside if k not in own)
 
 def take_chat_options(d: dict[str, Any], but: str = '') -> dict[str, Any]:
-    "Take what dict `d` says of its conversation out of it, all `but` one key: a dict. What says nothing is left out."
+    "Take what dict `d` says of its conversation out of it, all `but` one key: a dict. What says nothing is left out. Raises `BadRequest`."
     found = {k: d.pop(k) for k in CHAT_OPTIONS if k in d and k != but}
+    if isinstance(text := found.get('chat_template'), str) and '{' not in text: raise BadRequest(f'chat_template must be a template, got {text!r:.60}')
     return {k: v for k, v in found.items() if v is not None and v != []}
 
 def take_timeout(d: dict[str, Any]) -> float | None:

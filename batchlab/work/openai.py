@@ -5,12 +5,12 @@
 # %% ../../nbs/40_openai.ipynb #oa000004
 from __future__ import annotations
 
-import itertools, json, math, time
+import itertools, math, time
 from typing import TYPE_CHECKING, Any
 
 from ..deprecated import renamed
-from ..errors import ParamError
-from ..names import ALIASES, DROPPED, GUIDED, INSTEAD, NEUTRAL, is_setting, setting_fields, settings_of
+from ..errors import ParamError, PromptError
+from ..names import ALIASES, DROPPED, GUIDED, is_setting, setting_fields, settings_of
 from ..params import SamplingParams
 
 if TYPE_CHECKING:      # a check of a file needs no torch
@@ -32,7 +32,7 @@ class BadRequest(ValueError):
 # %% ../../nbs/40_openai.ipynb #oa000017
 OPTIONS = setting_fields() - {'logprobs', 'prompt_logprobs', 'detokenize'}
 KNOWN = OPTIONS | {*ALIASES, *GUIDED, 'response_format', 'logprobs', 'top_logprobs'}
-__getattr__ = renamed(__name__, {name: f'names.{name}' for name in 'ADVICE ELSEWHERE BUILT_SO structured_of form_of plain_name near_key refuse '
+__getattr__ = renamed(__name__, {name: f'names.{name}' for name in 'ADVICE INSTEAD NEUTRAL ELSEWHERE BUILT_SO structured_of form_of plain_name near_key refuse '
                                  'setting_names named_as_setting'.split()})
 
 # %% ../../nbs/40_openai.ipynb #oa000022
@@ -75,11 +75,9 @@ def request_params(options: dict[str, Any], defaults: dict[str, Any]) -> Samplin
 def plain_text(content: Any, where: str) -> Any:
     "Content of a message as a string, its parts joined by line breaks. Raises `BadRequest` for parts that are no text."
     if not isinstance(content, list): return content
-    for part in content:
-        if not (isinstance(part, dict) and part.get('type') == 'text' and isinstance(part.get('text'), str)):
-            kind = part.get('type') if isinstance(part, dict) else part
-            raise BadRequest(f'{where} has a part of type {kind!r:.40}: only text is supported')
-    return '\n'.join(part['text'] for part in content)
+    from batchlab.models import text_of
+    try: return text_of(content, where)
+    except PromptError as e: raise BadRequest(str(e)) from None
 
 # %% ../../nbs/40_openai.ipynb #oa000036
 def as_messages(messages: Any, system: str | None = None) -> list[dict[str, Any]]:

@@ -1,0 +1,370 @@
+"Names that people bring from vLLM, transformers and the OpenAI API: each works, is refused by name, or is reported; and calls of which nothing can run raise."
+import dataclasses, inspect, logging, sys, warnings
+from functools import cache
+
+import pytest, torch
+from hypothesis import assume, given, settings as budget, strategies as st
+from test_package import py
+
+from batchlab import LLM, AsyncLLM, EngineArgs, SamplingParams
+from batchlab.errors import ModelError, ParamError, PromptError
+from batchlab.inputs import CHAT_KEYS, PROMPT_KEYS, parse_prompt, split_settings
+from batchlab.models import encode_chat, tiny_model, tiny_tokenizer
+from batchlab.names import ALIASES, DROPPED, ENGINE_DEFAULTS, NEUTRAL, REFUSED, WITHOUT_EFFECT, WORKS, plain_name, read_engine, setting_names, settings_of
+
+TALK = [dict(role='user', content='hi'), dict(role='assistant', content='yo'), dict(role='user', content='so')]
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
+
+
+@cache
+def tiny(chat=True): return tiny_model('llama'), tiny_tokenizer(chat=chat)
+
+
+@pytest.fixture(scope='module')
+def llm(): return LLM(*tiny())
+
+
+@pytest.fixture
+def lines(caplog, monkeypatch):
+    "What batchlab has logged, as a function."
+    monkeypatch.setattr(logging.getLogger('batchlab'), 'propagate', True)
+    caplog.set_level(logging.WARNING, 'batchlab')
+    return lambda: [r.getMessage() for r in caplog.records if r.name == 'batchlab' and r.levelno >= logging.WARNING]
+
+
+# --- properties: no key is passed over, whatever its value
+
+VALUES = st.one_of(st.booleans(), st.integers(-2, 300), st.floats(allow_nan=True), st.text(max_size=3), st.lists(st.integers(0, 9), max_size=2),
+                   st.lists(st.text(min_size=1, max_size=2), max_size=2), st.dictionaries(st.text(max_size=2), st.integers(0, 9), max_size=1),
+                   st.sampled_from([None, {'type': 'json_object'}, {'choice': ['a']}, 'auto', 16, 1., object()]))
+ODD = ['temprature', 'maxTokens', 'max-tokens', 'label', 'x', '', 'self', 'cls', 'args', 'Temperature', 'model', 'é']
+DEFAULTS = dataclasses.asdict(SamplingParams())
+
+
+def says_nothing(k, v):
+    "Whether setting `k` at `v` asks for what is the default, or for nothing."
+    neutral = [*NEUTRAL.get(k, ()), DEFAULTS.get(ALIASES.get(k, k))]
+    return v is None or v in ([], {}, '', False, -1) or any(v == x for x in neutral)
+
+
+def names(k, error):
+    "Whether `error` names setting `k`, or the field that it sets."
+    return any(n in str(error) for n in {k, plain_name(k), ALIASES.get(k, k), 'structured_outputs', 'json_schema'})
+
+
+@budget(max_examples=600, deadline=None)
+@given(st.sampled_from(sorted(setting_names() | DROPPED) + ODD), VALUES)
+def test_a_setting_is_used_or_refused_by_name(k, v):
+    assume(not says_nothing(k, v))
+    for make in (lambda: SamplingParams(**{k: v}), lambda: SamplingParams.of({k: v})):
+        try: assert make() != SamplingParams(), (k, v)
+        except ParamError as e: assert names(k, e), (k, v, e)
+    if k in PROMPT_KEYS | CHAT_KEYS | {'sampling_params'}: return
+    try:
+        rest, own = split_settings({'prompt': 'p', k: v})
+        if own: assert SamplingParams(**own) != SamplingParams(), (k, v)
+        else: parse_prompt(rest)
+    except (ParamError, PromptError) as e: assert names(k, e), (k, v, e)
+    else: assert own, (k, v)
+
+
+@budget(max_examples=600, deadline=None)
+@given(st.sampled_from(sorted({*ENGINE_DEFAULTS, *WORKS, *setting_names()}) + ODD), VALUES)
+def test_an_argument_of_an_engine_is_used_refused_by_name_or_reported(k, v):
+    own, heard = [*inspect.signature(LLM).parameters], []
+    if k in own: return
+    handler, log = logging.Handler(), logging.getLogger('batchlab')
+    handler.emit = lambda record: heard.append(record.getMessage())
+    log.addHandler(handler)
+    try: found = read_engine({k: v}, {}, own)
+    except ParamError as e: assert k in str(e), (k, v, e)
+    else:
+        why, neutral = (WITHOUT_EFFECT | REFUSED).get(k, ('', []))
+        asks = v is not None and v not in ([], {}, '') and not any(v == x for x in neutral)
+        assert not asks or found or (k in WITHOUT_EFFECT and len(heard) == 1 and k in heard[0] and why in heard[0]), (k, v)
+        assert k in WITHOUT_EFFECT or not heard
+    finally: log.removeHandler(handler)
+
+
+@pytest.mark.parametrize('kw,field,value', [
+    (dict(max_new_tokens=3), 'max_tokens', 3), (dict(max_completion_tokens=None), 'max_tokens', None), (dict(max_new_tokens=3, max_tokens=3), 'max_tokens', 3),
+    (dict(logprobs=True, top_logprobs=2), 'logprobs', 2), (dict(best_of=1, use_beam_search=False, logits_processors=None, n=2), 'n', 2),
+    (dict(guided_choice=['a'], response_format=dict(type='text')), 'structured_outputs', dict(choice=['a'])),
+    (dict(guided_decoding=dict(regex='a')), 'structured_outputs', dict(regex='a')), (dict(response_format=dict(type='json_object')), 'structured_outputs', dict(json_object=True))])
+def test_other_names_of_a_setting_work_everywhere(kw, field, value):
+    want = SamplingParams(**{field: value})
+    assert SamplingParams(**kw) == want == SamplingParams.of(kw) and SamplingParams.of(kw, min_p=.5).min_p == .5
+    assert split_settings(dict(prompt='p', **kw)) == (dict(prompt='p'), settings_of(kw))
+    assert SamplingParams(**settings_of(kw)) == want == want.clone() and want.clone() is not want
+
+
+@pytest.mark.parametrize('kw,words', [
+    (dict(temprature=1), "did you mean 'temperature'"), (dict(stop_sequences=['a']), 'give stop'), (dict(stop_strings='a'), 'give stop'), (dict(do_sample=True), 'give temperature'),
+    (dict(num_return_sequences=2), 'give n'), (dict(best_of=2), 'best_of=2'), (dict(max_length=5), 'give max_tokens'), (dict(max_tokens=3, max_new_tokens=4), 'one of them'),
+    (dict(output_kind=1), 'output_kind'), (dict(truncate_prompt_tokens=3), 'truncate_prompt_tokens'), (dict(extra_args=dict(a=1)), 'extra_args'), (dict(temprature=None), 'temperature'),
+    (dict(guided_json={}, guided_regex='a'), 'one of them'), (dict(top_logprobs=2), 'top_logprobs needs logprobs'), ({'max-tokens': 3}, "'max_tokens'"), (dict(foo=1), "'foo'")])
+def test_other_names_that_mean_something_else_say_what_to_write(kw, words):
+    for make in (lambda: SamplingParams(**kw), lambda: SamplingParams.of(kw), lambda: split_settings(dict(prompt='p', **kw))):
+        if kw == dict(foo=1) and make is not None and 'foo' in split_settings(dict(prompt='p', foo=1))[0]: make = lambda: SamplingParams(**kw)
+        with pytest.raises(ParamError, match=words): make()
+
+
+def test_positions_and_names_do_not_meet():
+    assert SamplingParams(2, max_new_tokens=3) == SamplingParams(n=2, max_tokens=3)
+    for make in (lambda: SamplingParams(2, n=3), lambda: LLM(tiny()[0], model=3), lambda: SamplingParams(1, 0, 0, 1, 1, 1, 0, 0, None, None, None, None, False, 5, max_new_tokens=6)):
+        with pytest.raises(ParamError, match='twice'): make()
+
+
+def test_the_signature_is_that_of_the_class():
+    assert [*inspect.signature(SamplingParams).parameters] == [f.name for f in dataclasses.fields(SamplingParams)]
+    assert {'model', 'tokenizer', 'kv_cache_bytes'} <= inspect.signature(LLM).parameters.keys() and 'sampling_params' in inspect.signature(LLM.generate).parameters
+
+
+def test_settings_and_results_import_neither_torch_nor_transformers(tmp_path):
+    out = py("""
+import sys
+from batchlab import SamplingParams, StructuredOutputsParams, RequestOutput, CompletionOutput
+import batchlab.names
+SamplingParams(max_new_tokens=3, guided_choice=['a']), SamplingParams.of(dict(temperature=0))
+try: SamplingParams(stop_sequences=['a'], temprature=1)
+except batchlab.BatchlabError as e: pass
+print(sorted({'torch', 'transformers', 'numpy', 'tokenizers', 'huggingface_hub', 'pandas'} & {*sys.modules}))
+""", tmp_path)
+    assert out == '[]'
+
+
+# --- vLLM's engine
+
+VLLM = """model enable_return_routed_experts model_weights served_model_name tokenizer hf_config_path runner convert task skip_tokenizer_init enable_prompt_embeds tokenizer_mode
+    trust_remote_code allowed_local_media_path allowed_media_domains download_dir safetensors_load_strategy load_format config_format dtype kv_cache_dtype seed max_model_len
+    cuda_graph_sizes cudagraph_capture_sizes max_cudagraph_capture_size ir_op_priority distributed_executor_backend pipeline_parallel_size master_addr master_port nnodes node_rank
+    distributed_timeout_seconds numa_bind numa_bind_nodes numa_bind_cpus tensor_parallel_size prefill_context_parallel_size decode_context_parallel_size dcp_comm_backend
+    dcp_kv_cache_interleave_size cp_kv_cache_interleave_size data_parallel_size data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address
+    data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb data_parallel_backend enable_expert_parallel enable_ep_weight_filter moe_backend all2all_backend
+    enable_elastic_ep enable_dbo ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold disable_nccl_for_dp_synchronization eplb_config enable_eplb
+    expert_placement_strategy num_redundant_experts eplb_window_size eplb_step_interval eplb_log_balancedness max_parallel_loading_workers block_size enable_prefix_caching
+    prefix_caching_hash_algo disable_sliding_window disable_cascade_attn offload_backend cpu_offload_gb cpu_offload_params offload_group_size offload_num_in_group
+    offload_prefetch_step offload_params swap_space gpu_memory_utilization kv_cache_memory_bytes max_num_batched_tokens max_num_partial_prefills max_long_partial_prefills
+    long_prefill_token_threshold max_num_seqs max_logprobs disable_log_stats aggregate_engine_logging revision code_revision rope_scaling rope_theta hf_token hf_overrides
+    tokenizer_revision quantization quantization_config allow_deprecated_quantization enforce_eager max_seq_len_to_capture disable_custom_all_reduce language_model_only
+    limit_mm_per_prompt enable_mm_embeds interleave_mm_strings media_io_kwargs mm_processor_kwargs disable_mm_preprocessor_cache mm_processor_cache_gb mm_processor_cache_type
+    mm_shm_cache_max_object_size_mb mm_encoder_only mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
+    mm_encoder_fp8_scale_save_margin io_processor_plugin renderer_num_workers skip_mm_profiling video_pruning_rate mm_tensor_ipc enable_lora max_loras max_lora_rank
+    default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype lora_extra_vocab_size lora_target_modules enable_tower_connector_lora specialize_active_lora
+    ray_workers_use_nsight num_gpu_blocks_override num_lookahead_slots model_loader_extra_config ignore_patterns enable_chunked_prefill disable_chunked_mm_input
+    scheduler_reserve_full_isl disable_hybrid_kv_cache_manager structured_outputs_config reasoning_parser reasoning_parser_plugin guided_decoding_backend
+    guided_decoding_disable_fallback guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties logits_processor_pattern speculative_config
+    show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces kv_cache_metrics kv_cache_metrics_sample cudagraph_metrics enable_layerwise_nvtx_tracing
+    enable_mfu_metrics enable_logging_iteration_details enable_mm_processor_stats scheduling_policy scheduler_cls pooler_config override_pooler_config compilation_config
+    attention_config mamba_config kernel_config enable_flashinfer_autotune worker_cls worker_extension_cls profiler_config kv_transfer_config kv_events_config
+    ec_transfer_config reasoning_config generation_config enable_sleep_mode override_generation_config model_impl override_attention_dtype attention_backend
+    calculate_kv_scales kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode mamba_backend
+    enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds additional_config use_tqdm_on_load pt_load_map_location logits_processors async_scheduling
+    stream_interval kv_sharing_fast_prefill optimization_level performance_mode kv_offloading_size kv_offloading_backend tokens_only shutdown_timeout
+    weight_transfer_config fail_on_environ_validation gdn_prefill_backend""".split()
+
+
+def test_every_argument_of_vllm_is_known():
+    own = {*inspect.signature(LLM).parameters}
+    assert [k for k in VLLM if k not in own and k not in ENGINE_DEFAULTS and k not in WORKS] == []
+    assert not own & {*ENGINE_DEFAULTS} and not {*WITHOUT_EFFECT} & {*REFUSED} and not {*WORKS} & {*ENGINE_DEFAULTS}
+
+
+@pytest.mark.parametrize('kw,words', [
+    (dict(trust_remote_code=True), 'no code of a model'), (dict(revision='main'), 'load_model'), (dict(enable_lora=True), 'merge'), (dict(task='embed'), 'only generates'),
+    (dict(runner='pooling'), 'only generates'), (dict(load_format='dummy'), 'weights come from'), (dict(speculative_config=dict(a=1)), 'token by token'),
+    (dict(hf_overrides=dict(a=1)), 'config'), (dict(tokenizer_mode='slow'), 'AutoTokenizer'), (dict(max_num_seq=4), "did you mean 'max_num_seqs'"),
+    (dict(gpu_memory_utilisation=.5), "did you mean 'gpu_memory_utilization'"), (dict(max_tokens=3), 'SamplingParams'), (dict(voice='alto'), "'voice'"),
+    (dict(device_map=dict(a=0, b=1)), 'more than one device'), (dict(kv_cache_dtype='fp8'), 'dtype'), (dict(device_map='cpu', device='cpu'), 'same argument')])
+def test_what_would_change_the_answers_is_refused(kw, words):
+    with pytest.raises(ParamError, match=words): LLM(tiny()[0], **kw)
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    at = tmp_path_factory.mktemp('tiny')
+    for part in tiny(): part.save_pretrained(at)
+    return str(at)
+
+
+def test_arguments_of_vllm_and_transformers(folder, lines):
+    made = LLM(model=folder, tokenizer=folder, torch_dtype='bfloat16', device_map='cpu', gpu_memory_utilization=.4, tensor_parallel_size=2, kv_cache_memory_bytes=2**20,
+               enforce_eager=True, seed=0, trust_remote_code=False, enable_prefix_caching=None, task='generate')
+    assert (made.model.dtype, made.limits.kv_bytes, made.enable_prefix_caching) == (torch.bfloat16, 2**20, True)
+    assert made.get_tokenizer()('a') == tiny()[1]('a')
+    [said] = [s for s in lines() if 'without effect' in s]
+    assert all(k in said for k in ('gpu_memory_utilization=0.4', 'kv_cache_bytes', 'tensor_parallel_size=2', '--ray', 'enforce_eager')) and 'seed' not in said
+    with pytest.raises(ModelError): LLM(folder, './nowhere')
+    with pytest.raises(ModelError, match='came without a tokenizer'): LLM(tiny()[0]).get_tokenizer()
+
+
+def test_default_sampling_params_are_the_models(llm):
+    model = tiny_model('llama')
+    assert LLM(model).get_default_sampling_params() == SamplingParams()
+    model.generation_config.update(temperature=.6, top_k=5, max_new_tokens=7, do_sample=True, eos_token_id=2)
+    assert LLM(model).get_default_sampling_params() == SamplingParams(temperature=.6, top_k=5, max_tokens=7)
+
+
+def test_engine_args_are_silent_at_their_defaults(folder, lines):
+    from batchlab.utils import FlexibleArgumentParser
+    from batchlab.utils.argparse_utils import FlexibleArgumentParser as same
+    parser = FlexibleArgumentParser()
+    assert same is FlexibleArgumentParser
+    EngineArgs.add_cli_args(parser.add_argument_group('engine')).set_defaults(model=folder)
+    parser.add_argument('--max-tokens', type=int)
+    args = vars(parser.parse_args(['--max_tokens', '5', '--max_num_seqs=3', '--max-model-len', '99']))
+    assert args.pop('max_tokens') == 5
+    made = LLM(**args)
+    assert (made.limits.max_num_seqs, made.max_model_len, lines()) == (3, 99, [])
+    assert vars(EngineArgs(model=folder)) == {**args, 'max_num_seqs': None, 'max_model_len': None}
+    with pytest.raises(ParamError, match="did you mean 'tensor_parallel_size'"): EngineArgs(tensor_parallel_sizes=2)
+
+
+EXAMPLE = """
+from batchlab import LLM, SamplingParams
+from batchlab.distributed import cleanup_dist_env_and_memory
+from batchlab.outputs import RequestOutput
+from batchlab.sampling_params import GuidedDecodingParams, SamplingParams as same, StructuredOutputsParams
+assert same is SamplingParams and GuidedDecodingParams is StructuredOutputsParams
+shared = 'You are an expert school principal, skilled in effectively managing faculty and staff. '
+prompts = [shared + p for p in ('Hello, my name is', 'The capital of France is', 'The future of AI is')]
+params = SamplingParams(temperature=0.0)
+texts = []
+for caching in (False, True):
+    llm = LLM(model={folder!r}, enable_prefix_caching=caching, gpu_memory_utilization=0.4)
+    llm.generate(prompts[0], params)
+    outputs: list[RequestOutput] = llm.generate(prompts, params)
+    texts.append([o.outputs[0].text for o in outputs])
+    print(all(o.num_cached_tokens for o in outputs))
+    del llm
+    cleanup_dist_env_and_memory()
+print(texts[0] == texts[1])
+"""
+
+
+def test_a_program_for_vllm_runs_with_its_imports_changed(folder, tmp_path):
+    assert py('import warnings; warnings.simplefilter("error", DeprecationWarning)\n' + EXAMPLE.format(folder=folder), tmp_path).split() == ['False', 'True', 'True']
+
+
+def test_modules_of_vllm_that_are_not_there():
+    with pytest.raises(ImportError): import batchlab.platforms  # noqa: F401
+    with pytest.raises(ImportError, match='no_such'): from batchlab.utils import no_such  # noqa: F401
+
+
+# --- conversations
+
+def ids_of(tokenizer, messages, **kw): return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **kw)['input_ids']
+
+
+def test_conversations_are_what_transformers_writes(llm, tmp_path):
+    tok, begun = llm.tokenizer, TALK[:2]
+    plain = '{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}{% if tools %}{{ tools[0].function.name }}{% endif %}{{ mood }}'
+    (tmp_path/'plain.jinja').write_text(plain)
+    tools = [dict(type='function', function=dict(name='f', description='d', parameters={}))]
+    cases = [(TALK, {}, dict(add_generation_prompt=True)), (begun, dict(continue_final_message=True), dict(continue_final_message=True)),
+             (begun, dict(add_generation_prompt=False), {}), (TALK, dict(tools=tools, chat_template=plain, chat_template_kwargs=dict(mood='!')), dict(tools=tools, chat_template=plain, mood='!'))]
+    for messages, kw, theirs in cases:
+        want = ids_of(tok, messages, **theirs)
+        outs = [*llm.chat(messages, GREEDY, **kw), *llm.generate({'messages': messages, **kw}, GREEDY), *llm.chat([messages, TALK], GREEDY, **kw)[:1], llm.chat([{'messages': messages, **kw}], GREEDY)[0]]
+        assert all(o.prompt_token_ids == want and o.error is None for o in outs)
+        assert [e.output.prompt_token_ids for e in llm.stream([{'messages': messages, **kw}], GREEDY, chat=True) if e.output] == [want]
+    assert llm.chat(TALK, GREEDY, chat_template=tmp_path/'plain.jinja')[0].prompt == llm.chat(TALK, GREEDY, chat_template=plain)[0].prompt
+    parts = [dict(role='user', content=[dict(type='text', text='a'), dict(type='text', text='b')])]
+    assert llm.chat(parts, GREEDY)[0].prompt_token_ids == ids_of(tok, [dict(role='user', content='a\nb')], add_generation_prompt=True)
+    called = [*TALK, dict(role='assistant', tool_calls=[dict(type='function', function=dict(name='f', arguments={}))]), dict(role='tool', content='5')]
+    assert llm.chat(called, GREEDY, chat_template=plain.replace('m.content', "m.content or ''"))[0].error is None
+
+
+def test_a_conversation_in_add_request_and_asyncio(llm):
+    import asyncio
+    got, prompt = [], {'messages': TALK[:2], 'continue_final_message': True, 'max_tokens': 2, 'temperature': 0}
+    llm.add_request(prompt, stream_callback=lambda e: got.append(e.output))
+    while llm.has_unfinished: llm.step()
+    want = got[-1].outputs[0].token_ids
+    async def both():
+        asked = AsyncLLM(llm)
+        ends = [[o async for o in stream][-1] for stream in (asked.generate(prompt), asked.chat(TALK[:2], GREEDY, continue_final_message=True))]
+        await asked.shutdown()
+        return ends
+    ends = asyncio.run(both())
+    assert [e.outputs[0].token_ids[:2] for e in ends] == [want, want] and len(want) == 2
+    with pytest.raises(ParamError, match='takes the prompt first'): llm.add_request('id1', 'hi', GREEDY)
+
+
+def test_an_answer_begun_and_closed_is_said(llm):
+    with pytest.warns(UserWarning, match='continue_final_message=True'): llm.chat(TALK[:2], GREEDY)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        llm.chat(TALK[:2], GREEDY, continue_final_message=True)
+        llm.score([TALK[:2]])
+
+
+def test_conversations_are_scored_as_the_template_writes_them(llm):
+    one, two = llm.score([TALK[:2], TALK])
+    [same] = llm.score(TALK)
+    ids = ids_of(llm.tokenizer, TALK)
+    logits = llm.model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+    theirs = logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    assert two.token_ids == ids == same.token_ids and one.token_ids == ids_of(llm.tokenizer, TALK[:2])
+    torch.testing.assert_close(torch.tensor(two.logprobs), theirs, atol=1e-4, rtol=1e-4)
+
+
+# --- loud
+
+def test_what_is_wrong_with_all_of_a_call_raises(llm):
+    import pandas as pd
+    from tqdm import tqdm
+    bare, plain = LLM(tiny()[0]), LLM(*tiny(chat=False))
+    wish = SamplingParams(structured_outputs=dict(regex='a'))
+    calls = [
+        (lambda: bare.generate(['hi', 'yo']), ModelError, 'without a tokenizer'), (lambda: bare.generate([[5, 6], 'yo']), ModelError, 'without a tokenizer'),
+        (lambda: [*bare.stream('hi')], ModelError, 'without a tokenizer'), (lambda: bare.plan('hi'), ModelError, 'tokenizer'), (lambda: bare.score('hi'), ModelError, 'tokenizer'),
+        (lambda: bare.generate([[5]], wish), ModelError, 'needs a tokenizer'), (lambda: plain.chat(TALK), ModelError, 'no chat template'),
+        (lambda: llm.chat('hello'), PromptError, 'llm.generate'), (lambda: llm.chat(['a', 'b']), PromptError, 'messages must be'), (lambda: llm.generate([TALK]), PromptError, 'llm.chat'),
+        (lambda: llm.generate(TALK), PromptError, 'llm.chat'), (lambda: llm.generate(pd.DataFrame(dict(prompt=['a']))), PromptError, r"frame\['prompt'\].*llm.map"),
+        (lambda: llm.generate(dict(prompt=['a', 'b'])), PromptError, r"d\['prompt'\]"), (lambda: llm.generate(7), PromptError, 'got 7'), (lambda: llm.generate(None), PromptError, 'None'),
+        (lambda: llm.score('hi', ['yo']), ParamError, 'use_tqdm'), (lambda: llm.plan([None]), PromptError, 'None'), (lambda: [*llm.stream(TALK)], PromptError, 'llm.chat'),
+        (lambda: llm.generate({'prompt': 'a', 'max_tokns': 3}), ParamError, 'max_tokens'), (lambda: llm.generate('a', time_out=3), ParamError, 'timeout'),
+        (lambda: llm.chat(TALK, chat_template='nowhere.jinja'), ParamError, 'chat_template'), (lambda: llm.chat(TALK, tools='f'), ParamError, 'tools must be'),
+        (lambda: llm.generate('a', GREEDY, max_tokens=3), ParamError, 'beside'), (lambda: llm.generate('a', lora_request=7), ParamError, 'lora_request')]
+    for call, error, words in calls:
+        with pytest.raises(error, match=words): call()
+    assert llm.generate([]) == [] == llm.chat([]) and not llm.has_unfinished
+    assert llm.generate('hi', GREEDY, use_tqdm=tqdm)[0].error is None
+    assert plain.chat(TALK, GREEDY, chat_template='{{ messages[0].content }}')[0].prompt == 'hi'
+
+
+def test_a_missing_llguidance_raises(llm, monkeypatch):
+    pytest.importorskip('llguidance')
+    monkeypatch.setitem(sys.modules, 'llguidance', None)
+    monkeypatch.setitem(sys.modules, 'llguidance.hf', None)
+    with pytest.raises(ModelError, match=r"pip install 'batchlab\[structured\]'"): LLM(*tiny()).generate(['a', 'b'], SamplingParams(structured_outputs=dict(regex='a')))
+
+
+def test_calls_take_settings_and_vllms_arguments(llm):
+    [want] = llm.generate('hi', GREEDY)
+    ids = llm.tokenizer('hi')['input_ids']
+    outs = [*llm.generate('hi', temperature=0, max_new_tokens=4), *llm.generate(prompt_token_ids=[ids], sampling_params=GREEDY, lora_request=None),
+            *llm.generate(prompt='hi', params=GREEDY), *llm.generate([dict(prompt='hi', max_tokens=4)], dict(temperature=0, max_tokens=9)),
+            *llm.generate([dict(prompt_token_ids=ids, sampling_params=dict(temperature=0), max_completion_tokens=4)])]
+    assert [o.outputs[0].token_ids for o in outs] == [want.outputs[0].token_ids] * 5
+    assert outs[3].params == GREEDY
+    assert llm.chat(conversation=TALK, sampling_params=GREEDY, chat_template_content_format='auto')[0].error is None
+
+
+def test_requests_that_failed_are_counted_by_reason(llm, lines):
+    outs = llm.generate(['a'] * 3 + [[999999]] * 2 + ['x ' * 300, 'x ' * 301, None], GREEDY)
+    [said] = lines()
+    assert said.startswith('5 of 8 requests failed: 2 × token id 999999') and '(first: outputs[3]); 2 × the prompt has' in said and '(first: outputs[5]); 1 × a prompt must be' in said
+    assert said.endswith('outputs[i].error says why') and sum(o.error is not None for o in outs) == 5
+    llm.generate(['a', 'b'], GREEDY)
+    assert len(lines()) == 1
+
+
+def test_encode_chat_tells_the_models_fault_from_the_messages():
+    tok = tiny_tokenizer()
+    for messages in ('hi', [], [dict(role='user')], [dict(role='user', content=[dict(type='image_url')])]):
+        with pytest.raises(PromptError): encode_chat(tok, messages)
+    tok.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(PromptError, match='refuses these messages'): encode_chat(tok, TALK)
+    with pytest.raises(ModelError): encode_chat(None, TALK)
