@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from batchlab.llm import LLM
 from batchlab.errors import JobError
-from batchlab.work.jobs import Job, Run
-from batchlab.work.journal import read_record
+from batchlab.work.jobs import Job, Run, model_digest
+from batchlab.work.journal import drop_side, journal_of, read_record, settings_file, write_settings
 from batchlab.work.lines import parse_line
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.sampling import SamplingParams
@@ -112,19 +112,19 @@ def test_no_room_for_small_files(tmp_path, monkeypatch):
     write(tmp_path/'in.jsonl', [ask(1)])
     def full(*_): raise OSError(28, 'No space left on device')
     monkeypatch.setattr(os, 'fsync', full)
-    with pytest.raises(JobError, match="can't write .*out.jsonl.job .No space"): Job(tmp_path/'in.jsonl', tmp_path/'out.jsonl').run(llm())
-    assert not (tmp_path/'out.jsonl').exists() and not [*tmp_path.glob('*.new')]
+    with pytest.raises(JobError, match="can't write .*settings.json .No space"): Job(tmp_path/'in.jsonl', tmp_path/'out.jsonl').run(llm())
+    assert [p.name for p in tmp_path.iterdir()] == ['in.jsonl']
 
 
 @functools.cache
 def example_job(ordered=False):
-    "Bytes of a job's input and its answers, undisturbed."
+    "Bytes of a job's input, its answers and its settings, undisturbed."
     import tempfile
     with tempfile.TemporaryDirectory() as d:
         d = Path(d)
         write(d/'in.jsonl', [(chat if i % 2 else ask)(i) for i in range(12)] + [ask(3), ask(13, temperature=-1)])
-        assert Job(d/'in.jsonl', d/'out.jsonl', ordered=ordered).run(llm()).failed == 2
-        return (d/'in.jsonl').read_bytes(), (d/'out.jsonl').read_bytes(), (d/'out.jsonl.job').read_bytes()
+        assert Job(d/'in.jsonl', d/'out.jsonl', ordered=ordered, keep_journal=True).run(llm()).failed == 2
+        return (d/'in.jsonl').read_bytes(), (d/'out.jsonl').read_bytes(), settings_file(d/'out.jsonl').read_bytes()
 
 
 def by_key(data):
@@ -145,7 +145,8 @@ def test_torn_anywhere(tmp_path_factory, cut, tail, ordered):
     d = tmp_path_factory.mktemp('torn')
     requests, answers, side = example_job(ordered)
     (d/'in.jsonl').write_bytes(requests)
-    (d/'out.jsonl.job').write_bytes(side)
+    settings_file(d/'out.jsonl').parent.mkdir()
+    settings_file(d/'out.jsonl').write_bytes(side)
     kept = answers[:cut % (len(answers) + 1)]
     (d/'out.jsonl').write_bytes(kept + tail)
     result = Job(d/'in.jsonl', d/'out.jsonl', ordered=ordered).run(llm())
@@ -249,20 +250,22 @@ def test_seeds_hold_whatever_runs_beside(tmp_path):
     asked = [ask(i, temperature=1.2, seed=i, max_tokens=12, ignore_eos=True) for i in range(20)]
     write(tmp_path/'a.jsonl', asked)
     write(tmp_path/'b.jsonl', asked[::-3] + [ask(30)])
-    for name in 'ab': Job(tmp_path/f'{name}.jsonl', tmp_path/f'{name}.out').run(llm())
-    a, b = texts(tmp_path/'a.out'), texts(tmp_path/'b.out')
+    for name in 'ab': Job(tmp_path/f'{name}.jsonl', tmp_path/f'{name}.out.jsonl').run(llm())
+    a, b = texts(tmp_path/'a.out.jsonl'), texts(tmp_path/'b.out.jsonl')
     assert {i: t for i, t in b.items() if i != 'r30'} == {i: a[i] for i in b if i != 'r30'}
 
 
 def test_one_run_at_a_time(tmp_path):
     write(tmp_path/'in.jsonl', [ask(1)])
-    code = f'from filelock import FileLock; l = FileLock({str(tmp_path/"err.jsonl.lock")!r}); l.acquire(); print(1, flush=True); input()'
+    (tmp_path/'err.jsonl.batchlab').mkdir()
+    code = f'from filelock import FileLock; l = FileLock({str(tmp_path/"err.jsonl.batchlab"/"lock")!r}); l.acquire(); print(1, flush=True); input()'
     p = subprocess.Popen([sys.executable, '-c', code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     p.stdout.readline()
     job = lambda out: Job(tmp_path/'in.jsonl', tmp_path/out, error_file=tmp_path/'err.jsonl')
     with pytest.raises(JobError, match='another run is writing .*err.jsonl'): job('out.jsonl').run(llm())
     p.communicate(b'\n')
-    assert job('out.jsonl').run(llm()).answered == 1
+    assert not (tmp_path/'out.jsonl.batchlab').exists()                      # of what was refused nothing is left
+    assert job('out.jsonl').run(llm()).answered == 1 and sorted(p.name for p in tmp_path.iterdir()) == ['err.jsonl', 'in.jsonl', 'out.jsonl']
 
 
 def test_what_changed_is_refused(tmp_path):
@@ -271,10 +274,16 @@ def test_what_changed_is_refused(tmp_path):
     Job(**first, limit=2).run(llm())
     kept = (tmp_path/'out.jsonl').read_bytes()
     other = LLM(tiny_model('llama', seed=1, num_hidden_layers=1), tiny_tokenizer())
-    for change, model, word in ((dict(sampling_params=dict(top_k=4)), llm(), "'top_k': 3"), (dict(sampling_params=None), llm(), 'sampling params'),
-                                (dict(ordered=True), llm(), 'ordered'), (dict(error_file=str(tmp_path/'e')), llm(), 'error file'), ({}, other, 'model')):
-        with pytest.raises(JobError, match=re.escape(word)): Job(**first | change).run(model)
-        assert (tmp_path/'out.jsonl').read_bytes() == kept
+    for kept_journal in (False, True):                            # by the stamps of a finished output, or by the settings beside it
+        changes = ((dict(sampling_params=dict(top_k=4)), llm(), "'top_k': 3" if kept_journal else 'other sampling parameters'),
+                   (dict(sampling_params=None), llm(), 'sampling param'), (dict(error_file=str(tmp_path/'e')), llm(), 'error file'), ({}, other, 'model'))
+        for change, model, word in changes:
+            with pytest.raises(JobError, match=re.escape(word)): Job(**first | change).run(model)
+            assert (tmp_path/'out.jsonl').read_bytes() == kept and settings_file(tmp_path/'out.jsonl').exists() == kept_journal
+        if kept_journal: break
+        settings_file(tmp_path/'out.jsonl').parent.mkdir()
+        write_settings(settings_file(tmp_path/'out.jsonl'), Job(**first, form='batch').settings() | dict(model=model_digest(llm())))
+    drop_side(tmp_path/'out.jsonl')
     requests = (tmp_path/'in.jsonl').read_bytes()
     (tmp_path/'in.jsonl').write_bytes(requests.replace(b'tell me 1', b'tell me I'))
     with pytest.raises(JobError, match='line 2 of .* is not what it was'): Job(**first).run(llm())
@@ -282,9 +291,10 @@ def test_what_changed_is_refused(tmp_path):
     assert Job(**first).run(llm()).answered == 5
     (tmp_path/'in.jsonl').write_bytes(requests + json.dumps(ask(9)).encode() + b'\n' + json.dumps(ask(10)).encode())
     assert Job(**first, force=True).run(other).answered == 6
-    for name in ('out.jsonl', 'out.jsonl.job'): assert (tmp_path/name).exists()
-    (tmp_path/'out.jsonl.job').unlink()
-    with pytest.raises(JobError, match='without .*out.jsonl.job'): Job(**first).run(llm())
+    assert not settings_file(tmp_path/'out.jsonl').exists()
+    data = (tmp_path/'out.jsonl').read_bytes()
+    (tmp_path/'out.jsonl').write_bytes(re.sub(rb'("id": "batch_req_\d+_[0-9a-f]{8})_[0-9a-f]{12}', rb'\1', data))
+    with pytest.raises(JobError, match='does not say how it was made'): Job(**first).run(llm())
     (tmp_path/'out.jsonl').unlink()
     assert Job(**first | dict(sampling_params=None)).run(llm()).answered == 6      # taken away: a new beginning
 
@@ -319,7 +329,7 @@ def test_cut_compression(tmp_path):
     (tmp_path/'in.jsonl.gz').write_bytes(whole[:len(whole) // 2])
     job = dict(input=tmp_path/'in.jsonl.gz', output=tmp_path/'out.jsonl.gz')
     with pytest.raises(JobError, match='beyond line') as e: Job(**job).run(llm())
-    done = len(rows(tmp_path/'out.jsonl.gz.jsonl'))
+    done = len(rows(journal_of(tmp_path/'out.jsonl.gz')))
     assert e.value.status == 1 and 50 < done < 400
     (tmp_path/'in.jsonl.gz').write_bytes(whole)
     result = Job(**job).run(llm())
@@ -345,9 +355,10 @@ def test_tables(tmp_path, kind):
     if kind == 'parquet': found = sys.modules['pyarrow.parquet'].read_table(tmp_path/'out.parquet').to_pylist()
     elif kind == 'jsonl.bz2': found = [json.loads(s) for s in bz2.open(tmp_path/'out.jsonl.bz2', 'rt')]
     else: found = [*csv.DictReader((lzma.open if kind == 'csv.xz' else open)(tmp_path/f'out.{kind}', 'rt', encoding='utf-8', newline=''))]
-    name = 'id' if kind == 'jsonl.bz2' else 'custom_id'
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith('out')] == [f'out.{kind}']
     clean = lambda s: s.encode('utf-8', 'replace').decode()
-    assert {r[name]: clean(r['text']) for r in found} == {i: clean(t) for i, t in want.items()} and len(found) == 30
+    assert [*{r['id']: 0 for r in found}] == [*want] or kind == 'jsonl.bz2'                # in order
+    assert {r['id']: clean(r['text']) for r in found} == {i: clean(t) for i, t in want.items()} and len(found) == 30
 
 
 def test_broken_rows_of_a_table(tmp_path):
@@ -355,7 +366,7 @@ def test_broken_rows_of_a_table(tmp_path):
     Job(tmp_path/'in.csv', tmp_path/'out.jsonl', sampling_params=dict(max_tokens=2)).run(llm())
     found = {r['row']: r for r in rows(tmp_path/'out.jsonl')}
     assert sorted(found) == [1, 2, 3, 4, 5, 6, 7]
-    assert {k: r['error']['code'] for k, r in found.items() if r['error']} == {2: 'invalid_request', 3: 'context_length_exceeded', 6: 'duplicate_custom_id'}
+    assert {k: r['error']['code'] for k, r in found.items() if r['error']} == {2: 'invalid_request', 3: 'context_length_exceeded', 5: 'invalid_request', 6: 'duplicate_custom_id'}
     for data, word in ((b'a,b\n1,2\n', 'no column'), (b'', 'no column')):
         (tmp_path/'bad.csv').write_bytes(data)
         with pytest.raises(JobError, match=word): Job(tmp_path/'bad.csv', tmp_path/'o.jsonl').run(llm())
@@ -393,7 +404,7 @@ def test_pipes(folder, tmp_path):
     p = run('-', '--trace', 'trace.json')
     (tmp_path/'piped.jsonl').write_bytes(p.stdout)
     assert p.returncode == 0 and texts(tmp_path/'piped.jsonl') == texts(tmp_path/'calm.jsonl'), p.stderr
-    assert b'can not go on' in p.stderr and not (tmp_path/'-').exists() and not (tmp_path/'-.job').exists()
+    assert b'can not go on' in p.stderr and not (tmp_path/'-').exists() and not [*tmp_path.glob('-*')]
     assert json.loads((tmp_path/'trace.json').read_text(encoding='utf-8'))['totals']['requests'] == dict(Counter(f for _, f in texts(tmp_path/'calm.jsonl').values()))
     assert run('kept.jsonl', '--limit', '15').returncode == 0 and len(rows(tmp_path/'kept.jsonl')) == 15
     p = run('kept.jsonl')                                                # the same input again: it goes on
@@ -534,7 +545,8 @@ def test_a_line_of_the_other_form_says_so(tmp_path):
 def test_answers_of_older_jobs_are_known():
     "What names a line or a row in a file of answers is what it always was."
     from batchlab.work.lines import digest_of
-    assert [digest_of(raw) for raw in (b'{}', ('a', None), csv.Error('x'))] == ['d905e156', '5eae67b9', '0f242ab5']
+    from batchlab.work.tables import Row
+    assert [digest_of(raw) for raw in (b'{}', Row('a'), csv.Error('x'))] == ['d905e156', '5eae67b9', '0f242ab5']
 
 
 def test_plain_lines_end_to_end(tmp_path):
@@ -560,7 +572,7 @@ def test_plain_lines_end_to_end(tmp_path):
 @pytest.mark.parametrize('kind', ['csv', 'csv.gz', 'parquet'])
 @pytest.mark.parametrize('form', ['plain', 'text', 'chat'])
 def test_tables_keep_every_answer(tmp_path, kind, form):
-    "With n and logprobs a table has all that the records have; without, the columns that it always had."
+    "With n and logprobs a table has all that the records have, and each row the tokens of its own answer."
     if kind == 'parquet': pq = pytest.importorskip('pyarrow.parquet', reason='Parquet files need pyarrow with Parquet built in')
     make = dict(text=ask, chat=chat, plain=lambda i, **b: dict(custom_id=f'r{i}', **ask(i, **b)['body']))[form]
     k = dict(logprobs=True, top_logprobs=2) if form == 'chat' else dict(logprobs=2)
@@ -570,17 +582,20 @@ def test_tables_keep_every_answer(tmp_path, kind, form):
     def run(name, lines):
         write(tmp_path/f'{name}.jsonl', lines)
         job = dict(input=str(tmp_path/f'{name}.jsonl'), output=str(tmp_path/f'{name}.{kind}'))
-        Job(**job, limit=2).run(llm())
-        Job(**job).run(llm())                                        # gone on with: the same table
-        return table(name)
+        Job(**job, keep_journal=True).run(llm())
+        whole, again = table(name), job | dict(output=str(tmp_path/f'{name}_again.{kind}'))
+        Job(**again, limit=2).run(llm())
+        Job(**again).run(llm())                                      # gone on with from a finished table: the same
+        assert table(f'{name}_again') == whole and not Path(journal_of(again['output'])).exists()
+        return whole
     old = run('old', [make(i) for i in range(3)])
-    front = ['line'] * (form == 'plain') + ['id', 'custom_id']
-    assert [*old[0]] == [*front, 'text', 'finish_reason', 'prompt_tokens', 'completion_tokens', 'error'] and len(old) == 3
+    front, end = ['line'] * (form == 'plain') + ['id', 'custom_id'], ['request_id'] * (form == 'plain')
+    assert [*old[0]] == [*front, 'text', 'finish_reason', 'prompt_tokens', 'completion_tokens', 'error', *end] and len(old) == 3
     new = run('new', [make(0), make(1, n=3, seed=1, temperature=1., **k), make(2, temperature=-1), make(3, **k)])
-    assert [*new[0]] == [*front, 'index', 'text', 'finish_reason', 'prompt_tokens', 'completion_tokens', 'error', 'logprobs'] and len(new) == 6
+    assert [*new[0]] == [*front, 'index', 'text', 'finish_reason', 'prompt_tokens', 'completion_tokens', 'error', 'logprobs', *['cumulative_logprob'] * (form == 'plain'), *end] and len(new) == 6
     none = lambda x: x if kind == 'parquet' or x != '' else None
     clean = lambda s: s.encode('utf-8', 'replace').decode()
-    for r in rows(tmp_path/f'new.{kind}.jsonl'):
+    for r in rows(journal_of(tmp_path/f'new.{kind}')):
         mine = [t for t in new if t['custom_id'] == r['custom_id']]
         body = r if form == 'plain' else r['response']['body']
         if r['error']: assert [(none(t['index']), none(t['logprobs']), t['error']) for t in mine] == [(None, None, r['error']['message'])]
@@ -589,6 +604,7 @@ def test_tables_keep_every_answer(tmp_path, kind, form):
             assert len(mine) == len(choices) == (3 if r['custom_id'] == 'r1' else 1)
             for c, t in zip(choices, mine):
                 assert t['text'] == clean(c['message']['content'] if form == 'chat' else c['text']) and t['finish_reason'] == c['finish_reason']
-                assert int(t['completion_tokens']) == body['usage']['completion_tokens']
+                assert int(t['completion_tokens']) == c.get('completion_tokens', body['usage']['completion_tokens'])
                 assert none(t['index']) == (None if len(choices) == 1 else c['index'] if kind == 'parquet' else str(c['index']))
                 assert (none(t['logprobs']) and json.loads(t['logprobs'])) == c.get('logprobs')
+            assert sum(int(t['completion_tokens']) for t in mine) == body['usage']['completion_tokens']

@@ -7,27 +7,29 @@ from __future__ import annotations
 
 import gc, hashlib, heapq, itertools, json, logging, os, random, sqlite3, sys, time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from ..deprecated import renamed
-from ..errors import BatchlabError, JobError
+from ..errors import BatchlabError, JobError, ModelError
 from ..hashes import chunk_hashes
-from ..llm import LLM, admit, group_waves
-from ..outputs import MemoryPlan, RequestGroup, RequestOutput, StreamEvent
-from ..prefix import find_common_chunk_prefix
-from ..sampling import SamplingParams
-from .formats import Raw, export_records, file_kind, need_parquet, read_raw
-from .journal import (AnswerFile, Ledgerbook, Outbox, StandardOutput, journal_of, recover, sort_records,
-                                   write_settings)
-from .lines import DEFAULTS, JobLine, ParamsCache, answer_of, digest_of, failure_of, guess_form, parse_line
+from ..params import SamplingParams
+from .formats import Raw, export_records, read_raw
+from .journal import (AnswerFile, Ledgerbook, Outbox, StandardOutput, drop_side, has_records, journal_of, raw_records, recover, restore,
+                                   settings_file, side_of, check_stamps, sort_records, stamp, stamp_of, write_settings)
+from .lines import DEFAULTS, JobLine, ParamsCache, Postprocess, answer_of, digest_of, failure_of, guess_form, parse_line
 from .openai import BadRequest
+from .tables import TABLES, TableFile, check_input, check_output, file_kind, need_parquet
+
+if TYPE_CHECKING:      # a dry run needs no torch
+    from batchlab.llm import LLM
+    from batchlab.outputs import MemoryPlan, RequestGroup, RequestOutput, StreamEvent
 
 log = logging.getLogger('batchlab')
 _T = TypeVar('_T')
@@ -35,12 +37,12 @@ _MOVED = dict(
     openai='''OPTIONS ALIASES GUIDED KNOWN DROPPED NEUTRAL INSTEAD URLS STATUS as_messages structured_of form_of logprobs_of refuse
         plain_text one_prompt is_setting chat_logprobs text_logprobs usage_of choice_of''',
     lines='batch_line json_object plain_line plain_options row_line',
-    formats='''LONGEST_LINE as_json csv_rows flat parquet_rows read_lines records_of table_names table_rows write_csv
-        write_parquet''',
+    formats='as_json read_lines records_of',
+    tables='LONGEST_LINE flat table_rows',
     journal='check_same read_record recover_answers replace_file without_failures')
 __getattr__ = renamed(__name__, {name: f'work.{module}.{name}' for module, names in _MOVED.items() for name in names.split()} | dict(
     BadLine='work.openai.BadRequest', options_of='work.openai.sampling_options', api_options='work.openai.parse_body',
-    body_of='work.openai.answer_body', params_of='work.openai.request_params', parquet_ready='work.formats.need_parquet') |
+    body_of='work.openai.answer_body', params_of='work.openai.request_params', parquet_ready='work.tables.need_parquet') |
     {name: f'names.{name}' for name in 'ALIASES DROPPED GUIDED INSTEAD NEUTRAL is_setting structured_of form_of refuse'.split()})
 
 # %% auto #0
@@ -55,6 +57,7 @@ def model_digest(llm: Any) -> str:
 # %% ../../nbs/41_jobs.ipynb #3865f65d
 def good_order(rows: list[tuple[list[int], int]]) -> list[int]:
     "In which order to run `rows`, pairs `(prompt ids, most tokens in all)`: a list of indices."
+    from batchlab.prefix import find_common_chunk_prefix
     if not rows: return []
     common, size = find_common_chunk_prefix([ids for ids, _ in rows]), lambda i: -rows[i][1]
     groups = {}
@@ -154,21 +157,25 @@ class Progress:
 
 # %% ../../nbs/41_jobs.ipynb #a217a0f5
 def admit_line(llm: LLM, line: JobLine, params: ParamsCache, on_event: Callable[[StreamEvent], object] | None = None) -> RequestGroup | None:
-    "A `RequestGroup` for `line` by a `ParamsCache`, ready to run; None if it can't, and `line.failure` says why."
+    "A `RequestGroup` for `line` by a `ParamsCache`, ready to run; None if it can't, and `line.failure` says why. Raises `JobError`."
+    from batchlab.llm import admit
+    from batchlab.outputs import RequestGroup
     try:
         group, chat = RequestGroup(line.key, line.number, on_event), line.messages is not None
-        admit(llm, group, line.messages if chat else line.prompt, params.of(line), chat=chat)
+        admit(llm, group, line.conversation if chat else line.prompt, params.of(line), chat=chat)
         if group.error is None: return group
         line.failure = 'context_length_exceeded' if group.reason == 'too_long' else 'invalid_request', group.error
+    except ModelError as e: raise JobError(str(e), 1) from e      # no line could run
     except (BadRequest, BatchlabError) as e: line.failure = getattr(e, 'code', 'invalid_request'), str(e)
     except Exception as e:                            # whatever a line does to a tokenizer, it does to itself alone
         line.failure = 'invalid_request', f'{type(e).__name__}: {e}'[:300]
 
 # %% ../../nbs/41_jobs.ipynb #91b0aa12
-def record_of(line: JobLine, out: RequestOutput, model: str, timeout: float | None = None, again: bool = False) -> dict[str, Any] | None:
+def record_of(line: JobLine, out: RequestOutput, model: str, timeout: float | None = None, again: bool = False,
+              postprocess: Postprocess | None = None) -> dict[str, Any] | None:
     "The record of `line` that ended as `out`; None if it must be tried once more, unless this was `again`."
     reason = out.outputs[0].finish_reason
-    if not out.error and reason in ('stop', 'length'): return answer_of(line, out, model)
+    if not out.error and reason in ('stop', 'length'): return answer_of(line, out, model, postprocess)
     if reason == 'timeout': return failure_of(line, 'timeout', f'not done after {timeout:g} seconds')
     return failure_of(line, 'server_error', out.error or f'ended as {reason}') if again else None
 
@@ -193,7 +200,7 @@ def name_of(model: Any) -> str:
     "What to call `model`: its name or folder, else its class."
     return getattr(model.config, '_name_or_path', '') or type(model).__name__
 
-Admitted = tuple[JobLine, RequestGroup]
+Admitted = tuple[JobLine, 'RequestGroup']
 
 class LineRunner:
     "Runs lines on `llm` as `job` says, and hands their records to `settle(line, record)`. `result` counts the tokens."
@@ -215,7 +222,7 @@ class LineRunner:
         "Hand requests to the engine; their time begins."
         for line, group in items:
             group.start = time.perf_counter()
-            if self.job.timeout: group.deadline = group.start + self.job.timeout
+            if timeout := line.timeout or self.job.timeout: group.deadline = group.start + timeout
             self.live[line.key] = line
         self.llm.submit([group for _, group in items])
 
@@ -229,7 +236,7 @@ class LineRunner:
         while self.ended:
             out = self.ended.popleft()
             line = self.live.pop(out.request_id)
-            record = record_of(line, out, self.model, self.job.timeout, line.key in self.retried)
+            record = record_of(line, out, self.model, line.timeout or self.job.timeout, line.key in self.retried, self.job.postprocess)
             if record is None:
                 self.retried.add(line.key)
                 self.again.append(line)
@@ -286,7 +293,7 @@ class Run:
         self.result.failed += failed
         self.result.answered += not failed
         self.new_errors += failed
-        self.outbox.put(line.number, record)
+        self.outbox.put(line.number, stamp(record, self.job.stamp) if self.job.stamp else record)
 
     def flush(self) -> None:
         "Write what is due. Raises `JobError` after too many failures."
@@ -313,6 +320,7 @@ class LocalRun(Run):
     "A run of `job` with the engine `llm`."
     def outlines(self, items: list[Admitted]) -> list[tuple[list[int], int]]:
         "Prompt ids and most tokens of each of a block of `items`, which share what they can."
+        from batchlab.llm import group_waves
         groups = [group for _, group in items]
         group_waves(self.llm, groups)
         return [(group.prompt_token_ids or [], group.requests[0].max_len) for group in groups]
@@ -343,15 +351,34 @@ def check_paths(input: str | Path, output: str | Path | None, error_file: str | 
     if not os.path.exists(input): raise JobError(f"can't read {input} (no such file)")
     names = [os.path.realpath(n) for n in (input, output, error_file) if n and n != '-']
     if len({*names}) < len(names): raise JobError('input, output and error file must be different files')
+    check_input(input)
+    if output and output != '-': check_output(output)
+    if error_file and journal_of(error_file) != str(error_file):
+        raise JobError(f'{error_file}: failures are written as JSONL, one after the other: give a name in .jsonl')
 
 def lock(path: str | Path, stack: ExitStack) -> None:
     "Hold the lock beside `path` until `stack` closes. Raises `JobError` if another process has it."
-    if not Path(path).absolute().parent.is_dir():                    # FileLock would make one
-        raise JobError(f"can't write {path} (no such folder)")
-    try: stack.enter_context(FileLock(f'{path}.lock', timeout=0))
-    except Timeout: raise JobError(f'another run is writing {path}: wait for its end, or give another output') from None
-    except (OSError, NotImplementedError) as e:
-        raise JobError(f"can't write {path} ({getattr(e, 'strerror', None) or e})") from e
+    folder, file = side_of(path), side_of(path) / 'lock'
+    if not folder.absolute().parent.is_dir(): raise JobError(f"can't write {path} (no such folder)")
+    stack.callback(suppress_os, folder.rmdir)
+    for tries in range(100):                                         # another run may take the folder away as it ends
+        held = FileLock(file, timeout=0)
+        try:
+            folder.mkdir(exist_ok=True)
+            held.acquire()
+            if file.exists(): break
+            held.release()
+        except Timeout: raise JobError(f'another run is writing {path}: wait for its end, or give another output') from None
+        except (OSError, NotImplementedError) as e:
+            if isinstance(e, FileNotFoundError) and tries < 99: continue
+            raise JobError(f"can't write {path} ({getattr(e, 'strerror', None) or e})") from e
+    if os.name == 'nt': stack.callback(suppress_os, file.unlink)     # where a file in use can't be taken away
+    stack.callback(held.release)
+    stack.callback(suppress_os, file.unlink)                         # while it is held: afterwards it may be another's
+
+def suppress_os(act: Callable[[], object]) -> None:
+    "Do `act`, if the system lets us."
+    with suppress(OSError): act()
 
 def survey(rows: Iterable[tuple[int, Raw]], book: Ledgerbook, name: str | Path, force: bool = False) -> JobResult:
     """The `JobResult` to begin with, from `rows` of file `name`: requests, as far as they can be read, and those in `book`.
@@ -363,7 +390,8 @@ def survey(rows: Iterable[tuple[int, Raw]], book: Ledgerbook, name: str | Path, 
             r.total += 1
             if not (known := book.find(number)): continue
             if known[0] != digest_of(raw) and not force:
-                raise JobError(f'line {number} of {name} is not what it was when it was answered: give another '
+                unit = 'line' if isinstance(raw, bytes) else 'row'
+                raise JobError(f'{unit} {number} of {name} is not what it was when it was answered: give another '
                                'output, or --force it, which keeps the old answer')
             r.failed += known[1]
             r.before += 1
@@ -389,10 +417,14 @@ class Job:
     `output` '-' is standard output, where a run that ended can't go on, as nothing of it can be read again.
 
     `sampling_params`: a dict, for what lines leave open. `form`: 'batch' or 'plain', None guesses. `chat`, `system`:
-    plain prompts are user messages, after this system message. `ordered`: answers in input order. `limit`: only so many
+    plain prompts are user messages, after this system message. `prompt_template`: makes the prompt of a table's columns, as
+    in 'Translate to {lang}: {text}'; for a table `system` is a template too. `data_columns`: those that are no settings,
+    whatever they are called. `ordered`: answers in input order, as in tables always. `limit`: only so many
     of the first requests. `timeout`: seconds for each request, from when it is next in line. `max_errors`: stop after
     more failures. `retry_errors`: run again what failed in an earlier run. `force`: go on though model, parameters or
-    input changed. `say`: called with lines of text about the progress. `use_tqdm`: None shows a bar on a terminal."""
+    input changed. `say`: called with lines of text about the progress. `use_tqdm`: None shows a bar on a terminal.
+    `keep_journal`: the folder beside the output stays when the job is done. `postprocess`: a function of a `RequestOutput` with one
+    answer, whose dict is further columns (any other value is `result`), or a dict of column and function."""
     input: str | Path
     output: str | Path | None = None
     error_file: str | Path | None = None
@@ -412,10 +444,24 @@ class Job:
     model_name: str | None = None
     say: Callable[[str], object] = log.info
     use_tqdm: bool | None = None
+    prompt_template: str | None = None
+    data_columns: Sequence[str] = ()
+    keep_journal: bool = False
+    postprocess: Postprocess | None = None
+    stamp: str = field(default='', init=False, repr=False)      # of the records, while it runs
+
+    @property
+    def from_table(self) -> bool: return file_kind(self.input) in TABLES
+
+    def columns(self) -> dict[str, Any]:
+        "How the columns of a table are to be read: arguments of `Columns`, {} for another file."
+        keep = self.output is not None and file_kind(self.output) not in TABLES      # records of a table get them at the end
+        return dict(prompt_template=self.prompt_template, system=self.system, chat=self.chat, data_columns=self.data_columns,
+                    keep=keep) if self.from_table else {}
 
     def raw(self) -> Iterator[tuple[int, Raw]]:
         "Yield `(number, raw)` for each request of the input that counts."
-        return itertools.islice(read_raw(self.input, self.prompt_column, self.id_column), self.limit)
+        return itertools.islice(read_raw(self.input, self.prompt_column, self.id_column, **self.columns()), self.limit)
 
     def line(self, number: int, raw: Raw) -> JobLine:
         "The request that `raw` asks for, or its failure."
@@ -427,8 +473,9 @@ class Job:
 
     def settings(self) -> dict[str, Any]:
         "What must stay the same from run to run, the model apart."
-        names = ('form', 'prompt_column', 'chat', 'system', 'ordered', 'sampling_params', 'error_file')
-        return json.loads(json.dumps({k: getattr(self, k) for k in names}, default=str))
+        names = ('form', 'prompt_column', 'chat', 'system', 'sampling_params', 'error_file', 'prompt_template')
+        made = sorted(self.postprocess) if isinstance(self.postprocess, Mapping) else self.postprocess is not None or None
+        return json.loads(json.dumps({k: getattr(self, k) for k in names} | dict(postprocess=made), default=str))
 
     def check(self) -> None:
         "Settle what is left open. Raises `JobError` if the job can't be."
@@ -437,6 +484,10 @@ class Job:
         check_paths(self.input, self.output, self.error_file, self.retry_errors)
         if self.form not in (None, 'batch', 'plain'):
             raise JobError(f"form {self.form!r} is unknown: expected 'batch' or 'plain'")
+        if self.from_table:
+            next(self.raw(), None)                                    # its columns are there, and have names that can be
+        elif self.prompt_template is not None or self.data_columns:
+            raise JobError(f'a prompt template and data columns are for tables (.csv, .tsv, .parquet), and {self.input} is none')
         self.form = self.form or guess_form(self.input)
         if self.form == 'batch' and (self.chat or self.system is not None):
             raise JobError('chat and system are for plain prompts: lines of the Batch API carry their messages themselves')
@@ -449,20 +500,38 @@ class Job:
         process, the same call goes on."""
         if self.output is None: raise JobError('no output: name a file for the answers')
         self.check()
-        journal = journal_of(self.output)
         with ExitStack() as stack:
             for path in (self.output, self.error_file):
                 if path and path != '-': lock(path, stack)
-            if file_kind(self.output) == 'parquet': need_parquet()
+            if 'parquet' in (file_kind(self.output), file_kind(self.input)): need_parquet()
             book, unsorted = recover(self.output, self.error_file, self.settings(), self.force, self.retry_errors)
             self.retry_errors = False
             r = self.result = survey(self.raw(), book, self.input, self.force)
-            if r.done < r.total: self._go(llm() if callable(llm) else llm, book)
-            if self.ordered and unsorted:
-                for path in (journal, self.error_file):
-                    if path and Path(path).exists(): sort_records(path)
-            if r.done and journal != str(self.output): export_records(journal, self.output)
+            done = False
+            try:
+                if r.done < r.total: self._go(llm() if callable(llm) else llm, book)
+                self._finish(unsorted)
+                done = r.done == r.total
+            finally: self._leave(done)
         return r
+
+    def _finish(self, unsorted: bool) -> None:
+        "Put the records in order, and make the output of them, if it is not that already."
+        assert self.output is not None
+        journal, table = journal_of(self.output), file_kind(self.output) in TABLES
+        if self.ordered and unsorted:
+            for path in has_records(None if self.output == '-' else journal, self.error_file): sort_records(path)
+        if journal == str(self.output) or not has_records(journal): return
+        if table: sort_records(journal)
+        source = TableFile(self.input) if table and self.from_table else None
+        clashes = export_records(lambda: ((n, d) for n, _, d in raw_records(journal)), self.output, source)
+        for clash in clashes: self.say(f'columns of the answers have these names too: {clash} in {self.output}')
+
+    def _leave(self, done: bool) -> None:
+        "Take away what is not needed: what stands beside the output of a job that is `done`, or that has no record yet."
+        if self.output is None or self.output == '-': return
+        some = has_records(self.output, journal_of(self.output), self.error_file)
+        if not some or done and not self.keep_journal: drop_side(self.output)
 
     def begin(self, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run:
         "The `Run` of this job with `llm`; the files of `outbox` are open."
@@ -470,10 +539,15 @@ class Job:
 
     def _go(self, llm: Any, book: Ledgerbook) -> None:
         assert self.output is not None
-        if self.output != '-': write_settings(f'{self.output}.job', self.settings() | dict(model=model_digest(llm)), self.force)
+        settings = self.settings() | dict(model=model_digest(llm))
+        self.stamp = '' if self.output == '-' else stamp_of(settings)
+        if self.stamp:
+            if not (self.force or settings_file(self.output).exists()): check_stamps(book.stamps, self.stamp, self.output)
+            write_settings(settings_file(self.output), settings, self.force)
+            if book.finished: restore(self.output)
         with ExitStack() as stack:
             open_file = lambda p: stack.enter_context(closing(StandardOutput() if p == '-' else AnswerFile(p)))
-            files = [open_file(p) for p in (journal_of(self.output), self.error_file) if p]
+            files = [open_file('-' if p == '-' else journal_of(p)) for p in (self.output, self.error_file) if p]
             stack.enter_context(frozen_heap())
             progress = stack.enter_context(closing(Progress(self.result, self.say, self.use_tqdm)))
             try: self.begin(llm, book, Outbox(files[0], files[-1], self.ordered)).loop(progress)

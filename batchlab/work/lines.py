@@ -98,8 +98,9 @@ def plain_options(d: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     return options, tuple(k for k in beside if k not in own)
 
 def take_chat_options(d: dict[str, Any], but: str = '') -> dict[str, Any]:
-    "Take what dict `d` says of its conversation out of it, all `but` one key: a dict. What says nothing is left out."
+    "Take what dict `d` says of its conversation out of it, all `but` one key: a dict. What says nothing is left out. Raises `BadRequest`."
     found = {k: d.pop(k) for k in CHAT_OPTIONS if k in d and k != but}
+    if isinstance(text := found.get('chat_template'), str) and '{' not in text: raise BadRequest(f'chat_template must be a template, got {text!r:.60}')
     return {k: v for k, v in found.items() if v is not None and v != []}
 
 def take_timeout(d: dict[str, Any]) -> float | None:
@@ -182,7 +183,9 @@ def parse_line(number: int, raw: Raw, form: str | None = 'batch', chat: bool = F
         else: plain_line(line, json_object(raw, strict=False), chat)
         if chat and isinstance(line.prompt, str):
             line.messages, line.prompt = [dict(role='user', content=line.prompt)], None
-        if isinstance(raw, Row) and raw.system is not None: system = raw.system                    # filled in by its columns
+        if isinstance(raw, Row) and raw.system is not None:                     # filled in by its columns
+            system = raw.system
+            if line.messages is None: raise BadRequest('a system message is for conversations: give chat (--chat) as well, or a column of messages')
         if line.messages and line.kind == 'plain': line.messages = as_messages(line.messages, system)
     except BadRequest as e: line.failure = e.code, str(e)
     except RecursionError: line.failure = 'invalid_request', 'nested too deeply'
@@ -225,16 +228,22 @@ def answer_of(line: JobLine, out: RequestOutput, model: str, postprocess: Postpr
     for choice, c in zip(choices, out.outputs):
         if len(choices) > 1: choice['completion_tokens'] = len(c.token_ids)
         if postprocess is None: continue
-        try: choice['results'] = results_of(replace(out, outputs=[c]), postprocess)
-        except Exception as e: record['error'] = dict(code='postprocess', message=f'{line.where}: postprocess: {type(e).__name__}: {str(e)[:300]}')
+        choice['results'], wrong = results_of(replace(out, outputs=[c]), postprocess)
+        if wrong: record['error'] = dict(code='postprocess', message=f'{line.where}: {wrong}')
     return record
 
-def results_of(out: RequestOutput, postprocess: Postprocess) -> dict[str, Any]:
-    "What `postprocess` makes of `out`, which has one answer, by column. Raises `ValueError` for a column that an answer has already."
-    if isinstance(postprocess, Mapping): made = {k: f(out) for k, f in postprocess.items()}
-    else: made = value if isinstance(value := postprocess(out), dict) else dict(result=value)
-    if twice := made.keys() & {*ANSWER, *OPTIONAL, 'request_id'}: raise ValueError(f'{min(twice)!r} is a column of the answer itself: call it something else')
-    return made
+def results_of(out: RequestOutput, postprocess: Postprocess) -> tuple[dict[str, Any], str | None]:
+    "What `postprocess` makes of `out`, which has one answer, by column; and what went wrong, if anything did."
+    named, made, wrong = isinstance(postprocess, Mapping), {}, None
+    for name, f in postprocess.items() if isinstance(postprocess, Mapping) else [('result', postprocess)]:
+        if named: made[name] = None
+        try:
+            v = f(out)
+            found = v if isinstance(v, dict) and not named else {name: v}
+            if twice := found.keys() & {*ANSWER, *OPTIONAL, 'request_id'}: raise ValueError(f'{min(twice)!r} is a column of the answer itself: call it something else')
+            made |= found
+        except Exception as e: wrong = f'{name} of the answer failed ({type(e).__name__}: {str(e)[:300]})'
+    return made, wrong
 
 def failure_of(line: JobLine, code: str, message: str) -> dict[str, Any]:
     "The record of a failure. The message begins with the line's number; `code` is for programs."

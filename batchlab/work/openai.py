@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import itertools, math, time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..deprecated import renamed
 from ..errors import ParamError, PromptError
-from ..models import text_of
 from ..names import ALIASES, DROPPED, GUIDED, is_setting, setting_fields, settings_of
-from ..outputs import CompletionOutput, RequestOutput
-from ..sampling import Logprob, SamplingParams
+from ..params import SamplingParams
+
+if TYPE_CHECKING:      # a check of a file needs no torch
+    from batchlab.outputs import CompletionOutput, RequestOutput
+    from batchlab.sampling import Logprob
 
 # %% auto #0
 __all__ = ['DEFAULTS', 'RANGES', 'URLS', 'STATUS', 'sampling_options', 'request_params', 'as_messages', 'one_prompt',
@@ -72,6 +74,8 @@ def request_params(options: dict[str, Any], defaults: dict[str, Any]) -> Samplin
 # %% ../../nbs/40_openai.ipynb #oa000035
 def plain_text(content: Any, where: str) -> Any:
     "Content of a message as a string, its parts joined by line breaks. Raises `BadRequest` for parts that are no text."
+    if not isinstance(content, list): return content
+    from batchlab.models import text_of
     try: return text_of(content, where)
     except PromptError as e: raise BadRequest(str(e)) from None
 

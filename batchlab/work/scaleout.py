@@ -22,11 +22,11 @@ from ..deprecated import renamed
 from ..errors import BatchlabError
 from ..llm import LLM
 from ..errors import JobError
-from .formats import flat
 from .jobs import Job, JobResult, LineRunner, Run, model_digest, name_of
-from .journal import Ledgerbook, Outbox, check_same
+from .journal import Ledgerbook, Outbox
 from .lines import JobLine, failure_of, parse_line
 from .openai import OPTIONS, is_setting
+from .tables import Row, flat, table_rows
 
 __getattr__ = renamed(__name__, {'Desk': 'LineQueue', 'Seat': 'WorkerHandle', 'Dealer': 'Dispatcher', 'need_ray': 'import_ray',
                                  'on_ray': 'ray_session', 'shares': 'resources_for'})
@@ -90,7 +90,8 @@ def line_of(number: int, row: dict, prompt_column: str = 'prompt', chat: bool = 
         with suppress(TypeError, ValueError, RecursionError): given['body'] = json.loads(given['body'])
         line = parse_line(number, json.dumps(given).encode())
     else:
-        line = parse_line(number, (given.get('messages', given.get(prompt_column)), None), 'plain', chat, system)
+        messages = given.get('messages')
+        line = parse_line(number, Row(None if messages else given.get(prompt_column), messages=messages), 'plain', chat, system)
         line.options = {k: given[k] for k in OPTIONS if k in given}
     line.unit = 'row'
     return line
@@ -436,7 +437,7 @@ class RayRun(Run):
 
     def steps(self) -> Generator[None, None, None]:
         job, pool, dispatcher = self.job, self.pool, self.dispatcher
-        pool.job = Job('-', sampling_params=job.sampling_params, timeout=job.timeout, model_name=job.model_name)
+        pool.job = Job('-', sampling_params=job.sampling_params, timeout=job.timeout, model_name=job.model_name, postprocess=job.postprocess)
         for handle in pool.handles:
             handle.sent = {}                     # what it still has of another job, it drops as it begins this one
             handle.begin(pool.job)
@@ -480,13 +481,12 @@ def shards(job: Job) -> list[Job]:
 
 def _run_shard(job: Job, pool: Callable[[], Pool]) -> JobResult:
     "Run `job` and mark its output as finished, or take the result of a mark that fits. Raises `JobError` for other settings."
-    mark, now = Path(f'{job.output}.done'), dict(bytes=os.path.getsize(job.input), limit=job.limit)
+    job.check()
+    mark, now = Path(f'{job.output}.done'), dict(bytes=os.path.getsize(job.input), limit=job.limit, settings=job.settings())
     try: then = json.loads(mark.read_text())
     except (OSError, ValueError): then = {}
     fits = then.items() >= now.items() and os.path.exists(str(job.output))
     if fits and not (job.retry_errors or job.force):
-        job.check()
-        check_same(f'{job.output}.job', job.settings())
         n = then['answered'] + then['failed']
         return JobResult(n, then['answered'], then['failed'], before=n)
     r = job.run(pool)                            # type: ignore[arg-type]  # a `RayJob` takes a pool

@@ -5,7 +5,7 @@
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e004
 from __future__ import annotations
 
-import bz2, csv, difflib, gzip, io, itertools, json, lzma, os, re, string
+import bz2, csv, difflib, gzip, io, itertools, json, lzma, re, string
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,20 +13,21 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from ..errors import JobError
+from ..names import INSTEAD, known_settings, near_key, plain_name
 
 # %% auto #0
-__all__ = ['OPENERS', 'KINDS', 'TABLES', 'INSTEAD', 'LONGEST_LINE', 'Cells', 'INT', 'FLOAT', 'TRUTH', 'CHAT_OPTIONS', 'LITERAL',
-           'OPTIONAL', 'ANSWER', 'NUMBERS', 'Records', 'file_kind', 'opener_of', 'check_input', 'check_output',
-           'need_parquet', 'unique_names', 'TableFile', 'no_column', 'is_missing', 'MissingCell', 'Template', 'literal',
-           'setting_of', 'Row', 'Columns', 'from_json', 'whole', 'table_rows', 'flat', 'record_of_rows', 'ColumnType',
-           'type_of', 'renamed_columns', 'cell_text', 'AnswerTable']
+__all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'Cells', 'INT', 'FLOAT', 'TRUTH', 'CHAT_OPTIONS',
+           'NO_SETTINGS', 'LITERAL', 'RECORD', 'OPTIONAL', 'ANSWER', 'NUMBERS', 'Records', 'file_kind', 'opener_of',
+           'check_input', 'check_output', 'need_parquet', 'unique_names', 'TableFile', 'no_column', 'is_missing',
+           'MissingCell', 'Template', 'literal', 'setting_of', 'renamed_columns', 'Row', 'Columns', 'from_json',
+           'whole', 'table_rows', 'flat', 'record_of_rows', 'ColumnType', 'type_of', 'cell_text', 'AnswerTable']
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e008
 OPENERS: dict[str, Callable[..., IO[Any]]] = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open}
 KINDS = {'.csv': 'csv', '.tsv': 'tsv', '.tab': 'tsv', '.parquet': 'parquet', '.pq': 'parquet', '.txt': 'txt', '.json': 'json',
          '.jsonl': 'jsonl', '.ndjson': 'jsonl', '.jsonlines': 'jsonl'}
 TABLES = {'csv', 'tsv', 'parquet'}
-INSTEAD = dict.fromkeys(('.xlsx', '.xls', '.xlsm', '.ods'), 'pandas.read_excel({0!r}).to_parquet({1!r}) makes one that can') | dict.fromkeys(
+CONVERT = dict.fromkeys(('.xlsx', '.xls', '.xlsm', '.ods'), 'pandas.read_excel({0!r}).to_parquet({1!r}) makes one that can') | dict.fromkeys(
     ('.feather', '.arrow', '.ipc'), 'pandas.read_feather({0!r}).to_parquet({1!r}) makes one that can') | {
     '.orc': 'pandas.read_orc({0!r}).to_parquet({1!r}) makes one that can', '.zip': 'unpack it', '.zst': 'pack it as .gz, .bz2 or .xz, or unpack it'}
 
@@ -44,12 +45,12 @@ def check_input(name: str | Path) -> None:
     p = Path(name)
     p = p.with_suffix('') if p.suffix.lower() in OPENERS else p
     if (suffix := p.suffix.lower()) in KINDS: return
-    if suffix not in INSTEAD:
+    if suffix not in CONVERT:
         try:
             with opener_of(name)(name, 'rb') as f: start = f.read(2**16).removeprefix(b'\xef\xbb\xbf').lstrip()
         except (OSError, EOFError, lzma.LZMAError): return              # whoever reads it says what is wrong
         if not start or start[:1] == b'{': return
-    advice = INSTEAD.get(suffix, 'name it .jsonl, .csv, .tsv, .parquet or, with one prompt a line, .txt, whichever it is')
+    advice = CONVERT.get(suffix, 'name it .jsonl, .csv, .tsv, .parquet or, with one prompt a line, .txt, whichever it is')
     raise JobError(f"{name} is of a format that can't be read: {advice.format(str(name), f'{p.stem}.parquet')}")
 
 def check_output(name: str | Path) -> None:
@@ -178,17 +179,28 @@ def literal(text: str) -> int | float | bool | str:
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e022
 CHAT_OPTIONS = 'tools chat_template chat_template_kwargs add_generation_prompt continue_final_message'.split()
+NO_SETTINGS = {'prompt_logprobs', 'detokenize'}                          # which no answer in a file has a place for
 LITERAL = {'stop', 'bad_words', 'guided_regex', 'guided_grammar', 'chat_template'}      # text is meant as it stands
 
 def setting_of(name: str) -> bool:
     "Whether column `name` is a setting. Raises `JobError` if it is a misspelt one, or one that nothing can honour."
-    from batchlab.work import openai
-    if name in openai.KNOWN or name == 'timeout': return True
-    advice = openai.INSTEAD.get(openai.plain_name(name), '')
-    if near := openai.near_key(name): advice = near
+    if name in known_settings() - NO_SETTINGS or name == 'timeout': return True
+    advice = INSTEAD.get(plain_name(name), '')
+    if near := near_key(name): advice = near
     elif not advice or advice == 'structured_outputs': return False      # columns of these names are common
     if name == 'system': advice = "--system '{system}'"
     raise JobError(f'column {name!r} is called as a setting is: give {advice} instead, or data_columns (--data-columns {name}) if it is none')
+
+RECORD = 'request_id line row custom_id text finish_reason outputs usage error results'.split()      # the keys of a record
+
+def renamed_columns(names: Sequence[str], answers: Collection[str]) -> dict[str, str]:
+    "`{name: new name}` for each of the columns `names` of the input, `text_input` for `text` if `answers` have that name too."
+    taken, new = {*answers}, {}
+    for name in names:
+        new[name] = next(n for n in itertools.chain([name, f'{name}_input'], (f'{name}_input{i}' for i in itertools.count(2)))
+                         if n not in taken and (n == name or n not in names))
+        taken.add(new[name])
+    return new
 
 class Row(NamedTuple):
     """What a row of a table asks for. `given`: its settings and options of its conversation. `failure`: why it can't run.
@@ -220,6 +232,7 @@ class Columns:
     keep: bool = False
     settings: list[str] = field(default_factory=list, init=False)        # and options of conversations
     templates: list[Template | None] = field(default_factory=list, init=False)
+    shown: dict[str, str] = field(default_factory=dict, init=False)      # columns as records call them
 
     def __post_init__(self) -> None:
         names, where = self.names, self.where
@@ -233,6 +246,7 @@ class Columns:
                           ((self.prompt_template, 'prompt template'), (self.system, 'system message'))]
         if self.system is not None and self.text and not (self.chat or self.talk):
             raise JobError('a system message is for conversations: give chat (--chat) as well, or a column of messages')
+        self.shown = renamed_columns([n for n in names if not n == self.id_column == 'custom_id'], RECORD) if self.keep else {}
         used = {self.prompt, self.id_column, 'messages', *self.data_columns}.union(*(t.columns for t in self.templates if t))
         options = CHAT_OPTIONS if self.talk or self.chat else []
         self.settings = [n for n in names if n not in used and (n in options or setting_of(n))]
@@ -245,7 +259,7 @@ class Columns:
 
     def row(self, cells: dict[str, Any]) -> Row:
         "What the row with `cells` asks for."
-        keep = cells if self.keep else None
+        keep = {new: None if is_missing(v := cells[old]) else v for old, new in self.shown.items()} if self.keep else None
         custom_id, messages = (None if is_missing(v := cells.get(k)) else v for k in (self.id_column, 'messages' if self.talk else None))
         try:
             prompt, system = (t and t.fill(cells) for t in self.templates)
@@ -257,12 +271,12 @@ class Columns:
 
     def setting(self, name: str, v: Any) -> Any:
         "What cell `v` says of setting `name`: text in a CSV is read as JSON if it is that. Raises `MissingCell`."
-        if isinstance(v, float) and v.is_integer() and not self.text: return int(v)       # a column with a gap is made of floats
-        if not isinstance(v, str): return v
+        whole_number = lambda v: int(v) if isinstance(v, float) and v.is_integer() else v      # a column with a gap is made of floats
+        if not isinstance(v, str): return whole_number(v)
         if name in CHAT_OPTIONS and name not in LITERAL: return from_json(name, v)
         try: found = json.loads(v)
         except ValueError: return TRUTH.get(v, v)
-        return v if name in LITERAL and not isinstance(found, list) else found
+        return v if name in LITERAL and not isinstance(found, list) else whole_number(found)
 
 def from_json(name: str, text: str) -> Any:
     "The value in column `name`, JSON as text. Raises `MissingCell`."
@@ -302,17 +316,17 @@ def flat(d: dict[str, Any]) -> dict[str, Any]:
 def record_of_rows(rows: Sequence[dict[str, Any]], columns: Collection[str] = ()) -> dict[str, Any]:
     "The record whose answers are `rows` of a table, with what a function made of them in `columns`: a dict that `table_rows` reads."
     def number(v: Any, kind: type = int) -> Any: return None if is_missing(v) else kind(v)
-    def choice(r: dict[str, Any]) -> dict[str, Any]:
+    def choice(i: int, r: dict[str, Any]) -> dict[str, Any]:
         logprobs, made = r.get('logprobs'), {k: r[k] for k in columns}
-        one = dict(text=r['text'] or ('' if is_missing(r['error']) else None), finish_reason=r['finish_reason'], index=number(r.get('index')),
+        one = dict(text=r['text'] or ('' if is_missing(r['error']) else None), finish_reason=r['finish_reason'], index=i,
                    logprobs=None if is_missing(logprobs) else json.loads(logprobs or ''), completion_tokens=number(r['completion_tokens']),
                    cumulative_logprob=number(r.get('cumulative_logprob'), float))
         return one | (dict(results=made) if made else {})
     first = rows[0]
     ids = {k: v for k in ('request_id', 'line', 'row', 'id', 'custom_id') if not is_missing(v := first.get(k))}
     failed = not is_missing(first['error'])
-    usage = dict(prompt_tokens=number(first['prompt_tokens']), completion_tokens=number(first['completion_tokens']))
-    return ids | dict(outputs=[choice(r) for r in rows], usage=None if failed else usage,
+    usage = None if is_missing(first['prompt_tokens']) else dict(prompt_tokens=number(first['prompt_tokens']), completion_tokens=number(first['completion_tokens']))
+    return ids | dict(outputs=[choice(i, r) for i, r in enumerate(rows)], usage=usage,
                       error=dict(code='invalid_request', message=first['error']) if failed else None)
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e033
@@ -348,15 +362,6 @@ def type_of(values: Any, text: bool = True) -> ColumnType:
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e037
 Records = Callable[[], Iterator[tuple[int, dict[str, Any]]]]           # begins anew with each call: `(number, record)`, by number
-
-def renamed_columns(names: Sequence[str], answers: Collection[str]) -> dict[str, str]:
-    "`{name: new name}` for each of the columns `names` of the input, `text_input` for `text` if `answers` have that name too."
-    taken, new = {*answers}, {}
-    for name in names:
-        new[name] = next(n for n in itertools.chain([name, f'{name}_input'], (f'{name}_input{i}' for i in itertools.count(2)))
-                         if n not in taken and (n == name or n not in names))
-        taken.add(new[name])
-    return new
 
 def cell_text(v: Any) -> Any:
     "Value `v` of a table as a CSV has it."
