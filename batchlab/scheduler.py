@@ -37,7 +37,8 @@ class Request:
     of one wave enter together. `adapter`: 0 for the model alone. `draft_ids`: guesses at its next tokens, to be tried in its
     next step. `row`, `text`, `stops`: what samples its tokens, what turns them into text, and what says of a new token
     whether it is the last, as `(finish_reason, stop_reason)`. `delta`: text that is settled and not yet sent. `logprobs`,
-    `prompt_logprobs`: a `{id: Logprob}` for each token (None for the first of a prompt), or None if not asked for. `slot`,
+    `prompt_logprobs`: a `{id: Logprob}` for each token, or None if not asked for; in a prompt, None for the tokens up to the first
+    that is asked for. `slot`,
     `block_table`: its seat in the batch and its blocks, while it runs. `group`: the prompt it answers, `index`: which of that
     prompt's answers it is."""
     request_id: str
@@ -84,8 +85,13 @@ class Request:
     def max_len(self) -> int: return len(self.prompt_ids) + self.max_tokens
     @property
     def wants_prompt_logits(self) -> bool:
-        "Whether the logits of all prompt positions are asked for, and some are still to come."
+        "Whether logits of the prompt's positions are asked for, and some are still to come."
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_ids)
+    @property
+    def first_logits(self) -> int:
+        "The first position whose logits are still needed. What lies before it may be cached."
+        if self.prompt_logprobs is not None and self.wants_prompt_logits: return len(self.prompt_logprobs) - 1
+        return self.num_tokens - 1
 
     def tokens(self, start: int, n: int) -> list[int]:
         "Token ids at positions `start` to `start + n` (excluded), guesses last."
@@ -130,9 +136,8 @@ class Row:
         return self.start + self.n_tokens >= self.request.num_tokens
     @property
     def num_logits(self) -> int:
-        "How many of its last positions give logits: all, those of its last token and of the guesses behind it, or none."
-        if self.request.wants_prompt_logits: return self.n_tokens
-        return max(0, self.start + self.n_tokens - self.request.num_tokens + 1)
+        "How many of its last positions give logits: those from `Request.first_logits` on."
+        return min(self.n_tokens, max(0, self.start + self.n_tokens - self.request.first_logits))
 
 # %% ../nbs/11_scheduler.ipynb #e5757b72
 @dataclass
@@ -196,7 +201,7 @@ class PagedMemory:
     def __init__(self, pool: BlockPool) -> None: self.pool = pool
 
     def _hit(self, r: Request) -> Hit:
-        return self.pool.find(r.token_ids if r.reuse else [], None if r.output_ids else r.hashes, _root(r))
+        return self.pool.find(r.token_ids[:r.first_logits + 1] if r.reuse else [], None if r.output_ids else r.hashes, _root(r))
 
     def _more(self, r: Request) -> int:
         "Blocks that `r` may take in its next `GROW` tokens."
@@ -273,8 +278,9 @@ def _coming(running: Iterable[Request], chunk_size: int) -> set[bytes]:
 def _worth_waiting(r: Request, memory: KVMemory, chunk_size: int, coming: set[bytes]) -> bool:
     "Whether a chunk of `coming` goes on where `memory` ends with the prefix of `r`."
     if not coming or not r.hashes or not r.reuse: return False
-    k = memory.cached(r) // chunk_size
-    return k < len(r.hashes) and r.hashes[k] in coming
+    n = memory.cached(r)
+    k = n // chunk_size
+    return n < r.first_logits and k < len(r.hashes) and r.hashes[k] in coming
 
 # %% ../nbs/11_scheduler.ipynb #3c07328d
 def _append(r: Request, out: RowOutput) -> tuple[str | None, str | None]:

@@ -38,7 +38,7 @@ def structured_of(form: Any) -> dict[str, Any] | None:
     raise BadRequest('response_format of type json_schema needs the schema, an object, in json_schema.schema')
 
 # %% ../../nbs/40_openai.ipynb #oa000017
-OPTIONS = {f.name for f in fields(SamplingParams)} - {'logprobs', 'prompt_logprobs', 'detokenize'}
+OPTIONS = {f.name for f in fields(SamplingParams)} - {'logprobs', 'prompt_logprobs', 'prompt_logprob_start', 'detokenize'}
 ALIASES = dict(max_completion_tokens='max_tokens', max_new_tokens='max_tokens')
 GUIDED = {f'guided_{form}': form for form in ('json', 'regex', 'choice', 'grammar')}
 KNOWN = OPTIONS | {*ALIASES, *GUIDED, 'response_format', 'logprobs', 'top_logprobs'}
@@ -191,7 +191,7 @@ ELSEWHERE = """add_generation_prompt add_special_tokens beam_width cache_prompt
     cache_salt chat_template chat_template_kwargs continue_final_message decoder_input_details enable_thinking extra_args
     extra_body generation_config guided_decoding ignore_eos_token image_data include_reasoning keep_alive lora_path
     lora_request mm_processor_kwargs multi_modal_data no_stop_trim num_ctx output_kind prompt_embeds prompt_logprobs
-    reasoning_effort repeat_last_n return_full_text return_token_ids safe_prompt safety_settings sampling_params
+    prompt_logprob_start reasoning_effort repeat_last_n return_full_text return_token_ids safe_prompt safety_settings sampling_params
     spaces_between_special_tokens structural_tag system_instruction thinking think thinking_token_budget top_n_sigma
     top_n_tokens truncate_prompt_tokens typical_p use_beam_search verbosity watermark web_search_options"""
 BUILT_SO = re.compile(r'(guided|dry|xtc|mirostat|dynatemp|logits?)_\w+|\w+_penalty|top_[a-z]|(max|min)_(\w+_)?tokens(_\w+)?|'
@@ -230,7 +230,9 @@ def chat_logprobs(c: CompletionOutput, k: int | None) -> dict[str, Any] | None:
         text = l.decoded_token or ''
         return dict(token=text, logprob=_number(l.logprob), bytes=list(text.encode('utf-8', 'replace')))
     if c.logprobs is None: return None
-    best = lambda step: sorted((l for l in step.values() if l.rank <= (k or 0)), key=lambda l: l.rank)[:k]
+    def best(step: dict[int, Logprob]) -> list[Logprob]:
+        if any(l.rank is None for l in step.values()): return [*step.values()]        # those of logprob_token_ids
+        return sorted((l for l in step.values() if (l.rank or 0) <= (k or 0)), key=lambda l: l.rank or 0)[:k]
     steps = zip(c.token_ids, c.logprobs)
     return dict(content=[one(step[t]) | dict(top_logprobs=[*map(one, best(step))]) for t, step in steps])
 
