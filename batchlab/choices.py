@@ -23,8 +23,8 @@ from .params import SamplingParams
 if TYPE_CHECKING: from batchlab.llm import LLM
 
 # %% auto #0
-__all__ = ['split_choices', 'encode_choices', 'decode', 'Question', 'log_sum', 'ask_first', 'ask_more', 'ChoiceScores', 'answer',
-           'check_choices', 'choices_for', 'choose']
+__all__ = ['split_choices', 'encode_choices', 'decode', 'Question', 'log_sum', 'ask', 'ChoiceScores', 'answer', 'check_choices',
+           'choices_for', 'choose']
 
 # %% ../nbs/33_choices.ipynb #c433000e
 def split_choices(prompt_ids: Sequence[int], wholes: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
@@ -64,35 +64,27 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
 class Question:
     """A prompt with its choices, `keys` (texts, or tuples of ids), on the way: what their tokens are, and what was found out about them.
 
-    `shared`: the tokens in front of all choices; `tails`: what each has after them. `first`: `{id: log probability}` after
-    `shared`. `found`: for a tail, or a tail without its last token, `(log probabilities of its tokens from the second on,
-    {id: log probability} after it)`. `end_ids`: the tokens of which one has to follow a choice, if its end counts."""
+    `shared`: the tokens in front of all choices; `tails`: what each has after them. `end_ids`: the tokens of which one has to follow a
+    choice, if its end counts. `found`: for each of `asks` `(log probabilities of its tokens from the second on, {id: log probability}
+    after it)`."""
     keys: list[Any]
     shared: list[int] = field(default_factory=list)
     tails: list[list[int]] = field(default_factory=list)
     end_ids: Sequence[int] = ()
     error: str | None = None
-    first: dict[int, float] = field(default_factory=dict)
     found: dict[tuple[int, ...], tuple[list[float], dict[int, float]]] = field(default_factory=dict)
 
-    @property
-    def longest(self) -> int: return len(self.shared) + max(map(len, self.tails), default=0)
-
-    def first_ids(self) -> list[int]:
-        "What is to be asked about after `shared`."
-        return list(dict.fromkeys(t[0] for t in self.tails))
-
-    def more(self) -> dict[tuple[int, ...], list[int]]:
-        "What is to be asked beyond that: `{tokens after shared: ids asked about after them}`."
-        asked: dict[tuple[int, ...], dict[int, None]] = {}
+    def asks(self) -> dict[tuple[int, ...], list[int]]:
+        "The requests to be made: `{tokens after shared: ids asked about after them}`, the first of them without any tokens."
+        asked: dict[tuple[int, ...], dict[int, None]] = {(): dict.fromkeys(t[0] for t in self.tails)} if self.tails else {}
         for t in self.tails:
-            if self.end_ids: asked.setdefault(tuple(t), {}).update(dict.fromkeys(self.end_ids))
             if len(t) > 1: asked.setdefault(tuple(t[:-1]), {})[t[-1]] = None
+            if self.end_ids: asked.setdefault(tuple(t), {}).update(dict.fromkeys(self.end_ids))
         return {tail: list(ids) for tail, ids in asked.items()}
 
     def logprobs(self, tail: list[int]) -> list[float]:
         "The log probability of each token of `tail`, and of its end."
-        told = [self.first[tail[0]]]
+        told = [self.found[()][1][tail[0]]]
         if len(tail) > 1:
             inner, after = self.found[tuple(tail[:-1])]
             told += [*inner, after[tail[-1]]]
@@ -110,28 +102,16 @@ def _asking(ids: Sequence[int], start: int | None = None) -> SamplingParams:
     inner: Any = {} if start is None else dict(prompt_logprobs=0, prompt_logprob_start=start)
     return SamplingParams(temperature=0, max_tokens=1, detokenize=False, logprob_token_ids=ids, logprobs_mode='raw_logprobs', **inner)
 
-def _after(out: RequestOutput, ids: Sequence[int]) -> dict[int, float]:
-    "What `out` says of `ids`."
-    told = (out.outputs[0].logprobs or [{}])[0]
-    return {i: told[i].logprob for i in ids}
-
-def ask_first(llm: LLM, questions: Sequence[Question]) -> None:
-    "Find out how likely the first tokens of all choices are, for each of `questions`."
-    asked = [q.first_ids() for q in questions]
-    for q, ids, out in zip(questions, asked, llm.generate([q.shared for q in questions], [*map(_asking, asked)], use_tqdm=False)):
-        if out.error: q.error = out.error
-        else: q.first = _after(out, ids)
-
-def ask_more(llm: LLM, questions: Sequence[Question]) -> None:
-    "Find out the rest, for those of `questions` whose choices have several tokens, or an end that counts."
-    asked = [(q, tail, ids) for q in questions if not q.error for tail, ids in q.more().items()]
-    outs = llm.generate([[*q.shared, *tail] for q, tail, _ in asked],
-                        [_asking(ids, len(q.shared)) for q, _, ids in asked], use_tqdm=False)
+def ask(llm: LLM, questions: Sequence[Question]) -> None:
+    "Find out what `questions` ask, all in one call."
+    asked = [(q, tail, ids) for q in questions for tail, ids in q.asks().items()]
+    params = [_asking(ids, len(q.shared) if tail else None) for q, tail, ids in asked]
+    outs = llm.generate([[*q.shared, *tail] for q, tail, _ in asked], params, use_tqdm=False)
     for (q, tail, ids), out in zip(asked, outs):
-        if out.error: q.error = out.error
+        if out.error: q.error = q.error or out.error
         else:
-            inner = (out.prompt_logprobs or [])[len(q.shared) + 1:]
-            q.found[tail] = [d[i].logprob for d, i in zip(inner, tail[1:])], _after(out, ids)
+            inner, after = (out.prompt_logprobs or [])[len(q.shared) + 1:], (out.outputs[0].logprobs or [{}])[0]
+            q.found[tail] = [d[i].logprob for d, i in zip(inner, tail[1:])], {i: after[i].logprob for i in ids}
 
 # %% ../nbs/33_choices.ipynb #c433001e
 @dataclass(repr=False)
@@ -203,16 +183,15 @@ def choices_for(n: int, choices: Any) -> list[Sequence[Any]]:
     return choices
 
 # %% ../nbs/33_choices.ipynb #c4330025
-def _waves(llm: LLM, questions: Iterable[Question], most: int = 256) -> Iterator[list[Question]]:
-    "`questions` in groups of at most `most`, that hold half of the KV memory at most."
-    limit, size, wave, held = (llm.limits.kv_tokens or math.inf) // 2, llm.backend.block_size or 1, [], 0
+def _waves(questions: Iterable[Question], most: int = 1000) -> Iterator[list[Question]]:
+    "`questions` in groups, each of which makes up to about `most` requests."
+    wave, requests = [], 0
     for q in questions:
-        tokens = -(-q.longest // size) * size
-        if wave and (len(wave) == most or held + tokens > limit):
-            yield wave
-            wave, held = [], 0
         wave.append(q)
-        held += tokens
+        requests += len(q.asks())
+        if requests >= most or len(wave) >= most:
+            yield wave
+            wave, requests = [], 0
     if wave: yield wave
 
 def choose(llm: LLM, prompts: Any, choices: Any, chat: bool = False, use_tqdm: bool | None = None, end: bool = False) -> list[ChoiceScores]:
@@ -231,9 +210,8 @@ def choose(llm: LLM, prompts: Any, choices: Any, chat: bool = False, use_tqdm: b
             except (PromptError, ParamError) as e: yield Question([], error=str(e))
     show, done = sys.stderr.isatty() if use_tqdm is None else use_tqdm, []
     with tqdm(total=len(prompts), unit=' prompts', disable=not show) as bar:
-        for wave in _waves(llm, questions()):
-            ask_first(llm, good := [q for q in wave if not q.error])
-            ask_more(llm, good)
+        for wave in _waves(questions()):
+            ask(llm, wave)
             done += map(answer, wave)
             bar.update(len(wave))
     return done

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['GROW', 'Request', 'Row', 'RowOutput', 'StepPlan', 'KVMemory', 'PagedMemory', 'round_up', 'RectangleMemory',
+__all__ = ['GROW', 'Name', 'Request', 'Row', 'RowOutput', 'StepPlan', 'KVMemory', 'PagedMemory', 'round_up', 'RectangleMemory',
            'RequestQueue', 'Scheduler', 'check_invariants']
 
 # %% ../nbs/11_scheduler.ipynb #39e3b68b
@@ -234,6 +234,7 @@ class PagedMemory:
 
     def leave(self, r: Request, keep: bool) -> None:
         self.pool.release(r.block_table, keep)
+        self.pool.recent.update(r.block_table)
         r.block_table = []
 
 # %% ../nbs/11_scheduler.ipynb #4d332a10
@@ -271,16 +272,27 @@ class RectangleMemory:
         self.budget.claim(self, self.rows * self.columns)
 
 # %% ../nbs/11_scheduler.ipynb #d571e91b
-def _coming(running: Iterable[Request], chunk_size: int) -> set[bytes]:
-    "Names of all chunks of prompts that `running` requests are about to compute."
-    return {h for r in running for h in (r.hashes or ())[r.num_computed_tokens // chunk_size:]}
+Name = bytes | tuple[bytes, tuple[int, ...]]        # of a chunk; of a prompt's end: the chunk before it, and its tokens
 
-def _worth_waiting(r: Request, memory: KVMemory, chunk_size: int, coming: set[bytes]) -> bool:
-    "Whether a chunk of `coming` goes on where `memory` ends with the prefix of `r`."
+def _coming(running: Iterable[Request], chunk_size: int) -> set[Name]:
+    "Names of all chunks of prompts that `running` requests are about to compute, and of the prompts' ends."
+    names: set[Name] = set()
+    for r in running:
+        if not (hashes := r.hashes) or r.num_computed_tokens >= len(r.prompt_ids): continue
+        names.update(hashes[r.num_computed_tokens // chunk_size:])
+        names.add((hashes[-1], tuple(r.prompt_ids[len(hashes) * chunk_size:])))
+    return names
+
+def _worth_waiting(r: Request, memory: KVMemory, chunk_size: int, coming: set[Name]) -> bool:
+    "Whether a chunk of `coming`, or a prompt's end, goes on where `memory` ends with the prefix of `r`."
     if not coming or not r.hashes or not r.reuse: return False
     n = memory.cached(r)
     k = n // chunk_size
-    return n < r.first_logits and k < len(r.hashes) and r.hashes[k] in coming
+    if n >= r.first_logits: return False
+    if k < len(r.hashes) and r.hashes[k] in coming: return True
+    if not 0 < k <= len(r.hashes): return False
+    ends = r.prompt_ids[k * chunk_size:min((k + 1) * chunk_size, r.first_logits)]
+    return any((r.hashes[k - 1], tuple(ends[:m])) in coming for m in range(n - k * chunk_size + 1, len(ends) + 1))
 
 # %% ../nbs/11_scheduler.ipynb #3c07328d
 def _append(r: Request, out: RowOutput) -> tuple[str | None, str | None]:
@@ -437,6 +449,7 @@ class Scheduler(RequestQueue):
             if n <= 0: break
             if self._put(r, n, plan): budget -= n
         if not (self.barrier and self.running) and not plan.preempted: self._admit(plan, budget)
+        self.pool.recent.clear()
         plan.rows.sort(key=lambda row: row.n_tokens > 1)
         return plan
 

@@ -223,3 +223,129 @@ def test_only_the_first_of_several_answers_tells_of_the_prompt():
     [out] = llm.generate([prompt], SamplingParams(n=4, seed=1, max_tokens=3, prompt_logprobs=0))
     assert told(out)[1:] == pytest.approx(by_hand(tiny(), prompt, 1), abs=1e-4)
     assert llm.ledger.useful < 80 + 4 * 8, 'the others share it'
+
+
+# whole choices
+
+
+def words(rng, n): return ' '.join(rng.choice('the sea is blue and warm in may but not so here'.split()) for _ in range(n))
+
+
+def check(llm, outs, eps=1e-4):
+    "Each log probability of `outs` is what the model alone says."
+    for o in outs:
+        assert not o.error
+        for c, ids in o.token_ids.items():
+            want = by_hand(llm.model, o.prompt_token_ids + ids, len(o.prompt_token_ids))
+            assert o.token_logprobs[c][:len(ids)] == pytest.approx(want, abs=eps)
+        assert sum(o.probabilities.values()) == pytest.approx(1)
+        assert o.best == max(o.logprobs, key=o.logprobs.get)
+
+
+@pytest.mark.parametrize('way', WAYS)
+def test_choices_are_what_score_says_of_the_whole_text(way):
+    rng = random.Random(way)
+    llm, choices = LLM(tiny(), tiny_tokenizer(), **WAYS[way]), [' sea', ' blue sea', 'b', ' ' + words(rng, 12), '!']
+    prompts = ['', 'a', 'the sea is', *('Look: ' + words(rng, rng.randint(1, 30)) + ' ' * (i % 2) for i in range(8))]
+    cold, cached = llm.choose(prompts, choices), llm.choose(prompts[::-1], choices)[::-1]
+    alone_ = [llm.choose(p, choices)[0] for p in prompts]
+    for a, b, c in zip(cold, cached, alone_, strict=True):
+        assert a.token_ids == b.token_ids == c.token_ids
+        for k in choices: assert a.token_logprobs[k] == pytest.approx(b.token_logprobs[k], abs=1e-5) == c.token_logprobs[k]
+    check(llm, cold)
+    for p, o in zip(prompts[1:], cold[1:]):
+        wholes = llm.score([p + c for c in choices])
+        assert [o.prompt_token_ids + o.token_ids[c] for c in choices] == [w.token_ids for w in wholes]
+        n = len(o.prompt_token_ids)
+        assert [*o.logprobs.values()] == pytest.approx([sum(w.logprobs[n - 1:]) for w in wholes], abs=1e-3)
+
+
+def test_the_same_bits_in_any_company():
+    llm, rng = LLM(tiny(), tiny_tokenizer(), enable_prefix_caching=False), random.Random(7)
+    if not llm.backend.batch_invariant: pytest.skip('this backend promises close numbers, not the same bits')
+    prompts, choices = [words(rng, rng.randint(1, 40)) for _ in range(9)], [' sea', ' blue and warm', ' not']
+    outs = llm.choose(prompts, choices)
+    assert [llm.choose(p, choices)[0].token_logprobs for p in prompts] == [o.token_logprobs for o in outs]
+    assert [o.token_logprobs for o in LLM(tiny(), tiny_tokenizer()).choose(prompts, choices)] == [o.token_logprobs for o in outs], 'cached too'
+
+
+def test_a_prompt_is_computed_once_whatever_its_choices():
+    llm = LLM(tiny(), tiny_tokenizer(), compile=False)
+    heads = [[*range(40 + i, 130 + i)] for i in range(3)]
+    tails = [[7], [8, 9], [8, 10, 11], [5] * 20]
+    computed = []
+    llm.watchers.append(lambda engine, event, x: event == 'schedule' and computed.append(x.num_tokens))
+    outs = llm.choose(heads, tails)
+    assert sum(computed) == 3 * (90 + 1 + 2 + 19)
+    check(llm, outs)
+    computed.clear()
+    llm.choose([h[:64] for h in heads], [[7], [9]])                       # all but a last token is known by now
+    assert sum(computed) == 3
+    shared = [[*range(100, 180), t] for t in range(3, 13)]
+    computed.clear()
+    check(llm, llm.choose(shared, [[7], [8, 9]]))
+    assert sum(computed) == 80 + 10 + 10, 'what prompts share is computed once too'
+
+
+def test_tokens_that_melt_across_the_border():
+    "The one tokenizer at hand that has merges: the default model's."
+    from batchlab.models import load_model
+    model, tok = load_model(dtype='fp32')
+    llm = LLM(model, tok, max_num_seqs=8)
+    prompts, choices = ['Answer: ', 'The opposite of un', 'A', '東京は日', 'See https:'], ['yes', 's', 'happy', ' no', '本です', '//x.org']
+    outs = llm.choose(prompts, choices)
+    check(llm, outs, 1e-3)
+    for p, o in zip(prompts, outs):
+        for c, ids in o.token_ids.items(): assert (o.prompt_token_ids + ids)[-len(tok(p + c)['input_ids']):] == tok(p + c)['input_ids']
+    assert outs[0].prompt_token_ids == tok('Answer:')['input_ids']
+    a, b = llm.choose([prompts[1], tok(prompts[1])['input_ids']], choices)
+    assert a == b, 'a prompt given as ids is the same prompt'
+
+
+def test_conversations_and_ends():
+    from batchlab.models import load_model
+    model, tok = load_model(dtype='fp32')
+    llm, talk = LLM(model, tok, max_num_seqs=8), [dict(role='user', content='Name one city. Say only its name.')]
+    [o] = llm.choose([talk], ['New', 'New York', 'Paris'], chat=True, end=True)
+    check(llm, [o])
+    head = tok.apply_chat_template(talk, add_generation_prompt=True, return_dict=True)['input_ids']
+    assert o.prompt_token_ids == head
+    for c, ls in o.token_logprobs.items():
+        ids = head + tok(c, add_special_tokens=False)['input_ids']
+        assert o.prompt_token_ids + o.token_ids[c] == ids and len(ls) == len(o.token_ids[c]) + 1
+        assert ls[-1] == pytest.approx(alone(model, ids)[-1, sorted(llm.eos_ids)].logsumexp(0).item(), abs=1e-3)
+
+
+def test_choices_that_cannot_be_compared():
+    llm = LLM(tiny(), tiny_tokenizer())
+    for wrong, why in (('yes', 'must be a list'), ([], 'no choices'), (['a', ''], 'choice 1 is empty'), (['a', 'a'], 'twice'), (['a', 3], 'choice 1 must be'),
+                       ([['a'], ['b']], '2 lists of choices for 1'), ({'a': 1}, 'must be a list'), (None, 'must be a list'), ([None], 'choice 0 must be')):
+        with pytest.raises(ParamError, match=why): llm.choose(['x'], wrong)
+    outs = llm.choose(['x', 'y', 'z', [5, 9999], 'w', 'long ' * 3000], [['a'], [], ['a', ''], ['b'], ['c', [7]], ['d']])
+    assert [bool(o.error) for o in outs] == [False, True, True, True, False, True]
+    for o in outs:
+        if o.error: assert (o.best, o.logprobs, o.probabilities) == (None, {}, {}) and o.error in repr(o)
+    assert 'no choices' in outs[1].error and 'choice 1 is empty' in outs[2].error and '9999' in outs[3].error and 'tokens' in outs[5].error
+    assert llm.choose([], ['a']) == []
+    assert list(outs[4].token_ids) == ['c', (7,)]
+
+
+def test_many_prompts_in_little_memory():
+    "A cache that holds a few of them: waves, evictions, and the same numbers."
+    rng, model = random.Random(2), tiny()
+    roomy = LLM(model, tiny_tokenizer())
+    llm = LLM(model, tiny_tokenizer(), kv_cache_bytes=512 * roomy.limits.kv_bytes_per_token, max_num_seqs=4)
+    prompts, choices = [words(rng, rng.randint(1, 40)) for _ in range(40)], [' sea', ' blue and so on', '.']
+    outs = llm.choose(prompts, choices)
+    check(llm, outs[:6])
+    for a, b in zip(outs, roomy.choose(prompts, choices)):
+        for c in choices: assert a.token_logprobs[c] == pytest.approx(b.token_logprobs[c], abs=1e-4)
+
+
+def test_results_go_into_a_table():
+    pd = pytest.importorskip('pandas')
+    llm = LLM(tiny(), tiny_tokenizer())
+    outs = llm.choose(['a', 'b', 'c'], ['x', 'y'])
+    frame = pd.DataFrame([o.probabilities for o in outs]).assign(best=[o.best for o in outs])
+    assert [*frame.columns] == ['x', 'y', 'best'] and len(frame) == 3
+    assert all(len(repr(o)) < 200 for o in outs)
