@@ -62,13 +62,15 @@ class BlockAllocator:
     """Which blocks are held, and which goes next. Blocks are numbered from 0; `blocks[i]` is a `Block`.
 
     A block is held (`refs`), cached (nobody holds it, and it can be found until it is taken for something else) or free (nobody
-    holds it, nothing lies in it). `budget`: what limits their number, shared with others. `evictions`: cached blocks taken."""
+    holds it, nothing lies in it). `budget`: what limits their number, shared with others. `evictions`: cached blocks taken. `recent`:
+    blocks that were given back just now, rather than which new memory is taken."""
     def __init__(self, block_size: int = 64, budget: KVBudget | None = None) -> None:
         assert block_size >= 1
         self.block_size, self.budget, self.evictions = block_size, budget or KVBudget(), 0
         self.blocks: list[Block] = []
         self.free: list[int] = []                                             # ascending
         self.cached: OrderedDict[int, None] = OrderedDict()                   # the next to be evicted first
+        self.recent: set[int] = set()
 
     def __len__(self) -> int: return len(self.blocks)
     @property
@@ -90,7 +92,7 @@ class BlockAllocator:
             wanted = 0 if after is None else after + 1
             at = bisect_left(self.free, wanted)
             i = self.free.pop(at if self.free[at:at + 1] == [wanted] else 0)
-        elif self.cached:
+        elif self.cached and not self._spared(next(iter(self.cached))):
             self._clear(i := self.cached.popitem(last=False)[0])
             self.evictions += 1
         elif self.budget.claim(self, (len(self.blocks) + 1) * self.block_size):
@@ -99,6 +101,10 @@ class BlockAllocator:
         else: return None
         self.blocks[i].refs = 1
         return i
+
+    def _spared(self, block: int) -> bool:
+        "Whether there is new memory, and cached `block` was given back just now."
+        return block in self.recent and (len(self.blocks) + 1) * self.block_size <= self.budget.left(self)
 
     def share(self, block: int) -> None:
         "Hold a block as it is, once more."

@@ -28,13 +28,14 @@ log = logging.getLogger('batchlab')
 def make_request(row: SamplingRow, request_id: str = '0', index: int = 0, priority: int = 0, group: Any = None) -> Request:
     """A `Request` that samples as `row` says, whose lists of ids it shares and whose `max_tokens` must be a number.
 
-    `index`: which of its prompt's answers it is; `group`: that prompt's `RequestGroup`."""
+    `index`: which of its prompt's answers it is; `group`: that prompt's `RequestGroup`. The prompt's own log probabilities are
+    for the first of the answers to find."""
     assert row.max_tokens is not None, 'an answer without a limit: give SamplingRow.make a max_model_len'
     p = row.params
     return Request(request_id, row.prompt_ids, row.max_tokens, priority, row.output_ids, index, group=group, row=row,
                    text=Detokenizer(row.tokenizer, p), stops=partial(finish_reason, row),
-                   logprobs=None if p.logprobs is None else [], prompt_logprobs=None if p.prompt_logprobs is None else [None],
-                   reuse=p.prompt_logprobs is None)                    # a cached position has no logits
+                   logprobs=None if p.logprobs is None else [],
+                   prompt_logprobs=None if p.prompt_logprobs is None or index else [None] * (p.prompt_logprob_start + 1))
 
 # %% ../nbs/14_engine.ipynb #3b751c28
 def sample_rows(plan: StepPlan, logits: torch.Tensor) -> list[RowOutput]:
@@ -47,7 +48,7 @@ def sample_rows(plan: StepPlan, logits: torch.Tensor) -> list[RowOutput]:
         n, r = row.num_logits, row.request
         end += n
         if row.samples: live.append((r, out, end - 1 - (row.start + row.n_tokens - r.num_tokens)))
-        if n and r.wants_prompt_logits: append_prompt(r, logits[end - n:end], row.start)
+        if n and r.wants_prompt_logits: append_prompt(r, logits[end - n:end], row.start + row.n_tokens - n)
     known = [(r, len(r.output_ids)) for r, _, _ in live]
     try:
         while live:

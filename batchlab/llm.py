@@ -33,11 +33,13 @@ from .models import eos_token_ids, pad_token_id
 from .names import by_any_name, read_call, read_engine
 from .outputs import MemoryPlan, RequestGroup, RequestOutput, Score, Stats, StreamEvent
 from .padding import Probe
+from .params import check_logprobs_mode
 from .prefill import check_prompt
 from .prefix import group_by_prefix
 from .sampling import SamplingParams, SamplingRow
 from .scheduler import Request, RowOutput, Scheduler, round_up
 if TYPE_CHECKING:
+    from batchlab.choices import ChoiceScores
     from batchlab.trace import Recorder
     from batchlab.verify import Report
 
@@ -63,7 +65,7 @@ def admit(llm: LLM, group: RequestGroup, prompt: Any, params: SamplingParams, pr
         if llm.max_model_len and len(ids) >= llm.max_model_len: group.reason = 'too_long'
         check_prompt(ids, llm.max_model_len, llm.vocab_size)
         rows = [SamplingRow.make(params, ids, llm.eos_ids, llm.tokenizer, i, llm.vocab_size, llm.max_model_len,
-                                 grammar_for(llm, params)) for i in range(params.n)]
+                                 grammar_for(llm, params), llm.logprobs_mode) for i in range(params.n)]
         if rows[0].max_tokens is None:
             raise ParamError('max_tokens is None, and the model states no context length: give max_tokens')
         names = [f'{group.request_id}-{i}' for i in range(params.n)] if params.n > 1 else [group.request_id]
@@ -88,7 +90,8 @@ def in_order(llm: LLM, groups: Sequence[RequestGroup]) -> list[RequestGroup]:
 def simulate(scheduler: Scheduler, requests: Iterable[Request], most: int = 200_000) -> tuple[int, int, int] | None:
     """Run copies of `requests` through `scheduler`, without a model and to their `max_tokens`: `(slots, blocks, tokens reused)`, the
     most at once. None if that takes more than `most` rows."""
-    for r in requests: scheduler.add(Request(r.request_id, r.prompt_ids, r.max_tokens, r.priority, reuse=r.reuse, adapter=r.adapter))
+    for r in requests: scheduler.add(Request(r.request_id, r.prompt_ids, r.max_tokens, r.priority, reuse=r.reuse, adapter=r.adapter,
+                                          prompt_logprobs=r.prompt_logprobs))
     slots = rows = 0
     while scheduler.has_unfinished:
         plan = scheduler.schedule()
@@ -153,21 +156,23 @@ class LLM(BackgroundLoop):
     and values may take, of which only what the requests need is taken. What is None is chosen from the device and
     its free memory, see `limits`. `enable_prefix_caching`: reuse the KV of earlier requests with the same beginning.
     `strategy`: 'continuous'; or, to compare, 'loop' (one at a time), 'static' (batches in the order given), 'bucketed'
-    (similar lengths together), 'prefix' (batches that share a prefix). `trace`: record all that happens, in `recorder`;
+    (similar lengths together), 'prefix' (batches that share a prefix). `logprobs_mode`: what `logprobs` are of, for requests that
+    don't say: 'raw_logprobs' of what the model says, 'processed_logprobs' of what may be sampled, or the logits of either,
+    'raw_logits', 'processed_logits'. `trace`: record all that happens, in `recorder`;
     to record a part of it, see `trace`. vLLM's and transformers' further arguments work where they mean the same; the log says which
     have no effect, and what would change the tokens is refused by name. Raises `ModelError`, `ParamError`."""
     def __init__(self, model: str | PreTrainedModel | None = None, tokenizer: str | PreTrainedTokenizerBase | None = None,
                  dtype: str | torch.dtype = 'auto', device: str | torch.device = 'auto', max_num_seqs: int | None = None,
                  max_model_len: int | None = None, max_num_batched_tokens: int | None = None, enable_prefix_caching: bool = True,
                  strategy: str = 'continuous', kv_cache_bytes: int | None = None, compile: bool | str = 'auto',
-                 quantization: str | None = None, trace: bool = False) -> None:
+                 quantization: str | None = None, trace: bool = False, logprobs_mode: str = 'raw_logprobs') -> None:
         super().__init__()
         limits = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
                       kv_cache_bytes=kv_cache_bytes)
         for name, x in limits.items(): check_count(name, x)
         self.strategy, self.enable_prefix_caching = check_strategy(strategy), enable_prefix_caching is not False      # vLLM's None is True
         self.compile, self.own = check_compile(compile), not isinstance(model, torch.nn.Module)
-        self.quantization = check_quantization(quantization, strategy)
+        self.quantization, self.logprobs_mode = check_quantization(quantization, strategy), check_logprobs_mode(logprobs_mode)
         self.model, self.tokenizer = model_and_tokenizer(model, tokenizer, dtype, device)
         self.eos_ids, self.pad_id = eos_token_ids(self.model, self.tokenizer), pad_token_id(self.model, self.tokenizer)
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
@@ -241,12 +246,22 @@ class LLM(BackgroundLoop):
                     if e.output is not None: yield e.index, e.output
         return outputs()
 
-    def score(self, prompts: Any, use_tqdm: Any = None) -> list[Score]:
-        "The `Score` of each of `prompts`, in their order; conversations are scored as the chat template writes them."
+    def score(self, prompts: Any, use_tqdm: Any = None, start: int = 1) -> list[Score]:
+        """The `Score` of each of `prompts`, in their order; conversations are scored as the chat template writes them.
+
+        `start`: the first token that counts. What lies before is computed once for all prompts that begin alike, and may come
+        from the prefix cache."""
+        check_count('start', start)
         talks = [{'messages': p, 'add_generation_prompt': False} if is_talk(p) else p for p in as_list(prompts, is_talk(prompts))]
-        outs = self.generate(talks, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False), use_tqdm)
-        return [Score(o.prompt_token_ids or [], [next(iter(d.values())).logprob for d in (o.prompt_logprobs or [])[1:]], o.error)
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, prompt_logprob_start=start - 1, detokenize=False)
+        outs = self.generate(talks, params, use_tqdm)
+        return [Score(o.prompt_token_ids or [], [next(iter(d.values())).logprob for d in (o.prompt_logprobs or [])[start:]], o.error)
                 for o in outs]
+
+    def choose(self, prompts: Any, choices: Any, chat: bool = False, use_tqdm: bool | None = None, end: bool = False) -> list[ChoiceScores]:
+        "How likely each of `choices` is after each of `prompts`: a `ChoiceScores` a prompt. For arguments see `batchlab.choices.choose`."
+        from batchlab.choices import choose
+        return choose(self, prompts, choices, chat, use_tqdm, end)
 
     def verify(self, outputs: RequestOutput | Sequence[RequestOutput], **kwargs: Any) -> Report:
         "Run some of `outputs` again, each alone, and compare: a `Report`. For arguments see `batchlab.verify.verify`."

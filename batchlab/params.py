@@ -15,7 +15,7 @@ from .names import by_any_name, read_settings, setting_fields, settings_of
 if TYPE_CHECKING: from transformers import GenerationConfig
 
 # %% auto #0
-__all__ = ['StructuredOutputsParams', 'SamplingParams']
+__all__ = ['LOGPROBS_MODES', 'check_logprobs_mode', 'StructuredOutputsParams', 'SamplingParams']
 
 # %% ../nbs/modules/000_params.ipynb #132d0887
 _ABOVE_0, _FINITE = nextafter(0, 1), sys.float_info.max      # the least number above 0, the largest below infinity
@@ -33,7 +33,8 @@ _RULES: dict[str, tuple[type, float, float, str, str]] = dict(        # (type, l
     max_tokens=(int, 1, inf, "a whole number of at least 1, or None", "None goes on to the context length"),
     min_tokens=(int, 0, inf, "a whole number of at least 0", "0 turns it off"),
     logprobs=(int, -1, inf, "a whole number of at least -1, or None", "-1 gives the whole vocabulary"),
-    prompt_logprobs=(int, -1, inf, "a whole number of at least -1, or None", "0 gives the prompt's own tokens"))
+    prompt_logprobs=(int, -1, inf, "a whole number of at least -1, or None", "0 gives the prompt's own tokens"),
+    prompt_logprob_start=(int, 0, inf, "a whole number of at least 0", "0 gives all tokens of the prompt but the first"))
 
 def _is(v: Any, kind: type) -> bool:
     "Whether `v` is a number of `kind`, int or float, from whatever library; True and False are none."
@@ -44,6 +45,15 @@ def _number(name: str, v: Any) -> int | float:
     kind, least, most, want, advice = _RULES[name]
     if not _is(v, kind) or not least <= v <= most: raise ParamError(f"{name} must be {want}, got {v!r}: {advice}")
     return kind(v)
+
+# %% ../nbs/modules/000_params.ipynb #c401ce01
+LOGPROBS_MODES = 'raw_logprobs', 'processed_logprobs', 'raw_logits', 'processed_logits'
+
+def check_logprobs_mode(v: Any) -> str:
+    "`v` if it is one of `LOGPROBS_MODES`. Raises `ParamError`."
+    if v in LOGPROBS_MODES: return v
+    raise ParamError(f"logprobs_mode must be one of {', '.join(map(repr, LOGPROBS_MODES))}, got {v!r}: "
+                     "'raw_logprobs' is of what the model says, 'processed_logprobs' of what may be sampled")
 
 # %% ../nbs/modules/000_params.ipynb #4fc8a261
 def _is_id(v: Any) -> bool: return _is(v, int) and v >= 0
@@ -136,6 +146,10 @@ def _check_params(p: SamplingParams) -> None:
         v = getattr(p, name)
         if v is None and name in ('seed', 'max_tokens', 'logprobs', 'prompt_logprobs'): continue
         setattr(p, name, _number(name, v))
+    if p.logprobs_mode is not None: check_logprobs_mode(p.logprobs_mode)
+    if p.logprob_token_ids is not None:
+        p.logprob_token_ids = _ids('logprob_token_ids', p.logprob_token_ids)
+        if p.logprobs is None: p.logprobs = 0
     for name in ('ignore_eos', 'detokenize', 'skip_special_tokens', 'include_stop_str_in_output'):
         if not isinstance(v := getattr(p, name), bool): raise ParamError(f"{name} must be True or False, got {v!r}")
     p.stop, p.bad_words = _strings('stop', p.stop), _bad_words(p.bad_words)
@@ -159,6 +173,9 @@ def _check_together(p: SamplingParams) -> None:
     if p.stop and not p.detokenize:
         raise ParamError("stop needs detokenize=True, since stop strings are looked for in the text: "
                          "use stop_token_ids instead")
+    if p.prompt_logprob_start and p.prompt_logprobs is None:
+        raise ParamError(f"prompt_logprob_start={p.prompt_logprob_start} says where prompt_logprobs begin, and none are asked for: "
+                         "give prompt_logprobs too, 0 for the prompt's own tokens")
     if p.greedy and p.n > 1:
         raise ParamError(f"n must be 1 with temperature=0, got {p.n}: greedy completions are all the same; "
                          "raise temperature")
@@ -172,7 +189,12 @@ class SamplingParams:
     Others' names that mean exactly the same work too, such as `max_new_tokens`; those that don't are refused with what to write.
 
     A `temperature` below 1e-5 is greedy and resets `top_p`, `top_k`, `min_p`. `bad_words` takes lists of ids besides
-    strings. `logit_bias` is cut to -100..100. Of `seed`, torch's CPU generator reads the lower 32 bits."""
+    strings. `logit_bias` is cut to -100..100. Of `seed`, torch's CPU generator reads the lower 32 bits.
+
+    `logprobs`: of the sampled token and that many of the likeliest; `logprob_token_ids`: of the sampled token and exactly these, in
+    place of the likeliest. `logprobs_mode`: see `token_logprobs`; None takes the `LLM`'s. `prompt_logprobs`: the same of the prompt's
+    tokens, always raw; `prompt_logprob_start`: the first position whose logits are looked at, which tell of the token after it. What
+    lies before that may come from the prefix cache."""
     n: int = 1
     presence_penalty: float = 0.
     frequency_penalty: float = 0.
@@ -190,6 +212,9 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None                # -1: the whole vocabulary
     prompt_logprobs: int | None = None         # the same for the tokens of the prompt
+    prompt_logprob_start: int = 0              # after which position of the prompt they begin
+    logprob_token_ids: Collection[int] | None = None
+    logprobs_mode: str | None = None           # one of LOGPROBS_MODES; None: the LLM's
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False

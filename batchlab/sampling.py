@@ -23,8 +23,9 @@ __getattr__ = renamed(__name__, {name: f'detokenize.{name}' for name in ('Increm
 
 # %% auto #0
 __all__ = ['BAD_LOGITS', 'NO_TOKEN', 'draw', 'TokenMask', 'SamplingRow', 'allow_', 'ban_', 'obey_', 'bias_', 'repeat_', 'count_',
-           'cutoffs', 'processed_logits', 'probabilities', 'Logprob', 'token_logprobs', 'token_text', 'Sampled',
-           'sample', 'finish_reason', 'ParamError', 'SamplingParams', 'StructuredOutputsParams', 'Detokenizer']
+           'cutoffs', 'processed_logits', 'probabilities', 'Logprob', 'token_logprobs', 'reported_logits', 'token_text',
+           'Sampled', 'sample', 'finish_reason', 'ParamError', 'SamplingParams', 'StructuredOutputsParams',
+           'Detokenizer']
 
 # %% ../nbs/05_sampling.ipynb #85253a7a
 def draw(probs: Tensor, u: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ def _word_ids(words: Collection[Any], tokenizer: PreTrainedTokenizerBase | None)
 
 def _check_vocab(params: SamplingParams, vocab_size: int) -> None:
     "Raise `ParamError` if `params` name a token id that logits of `vocab_size` columns don't have."
-    named = {n: getattr(params, n) for n in ('stop_token_ids', 'logit_bias', 'allowed_token_ids')}
+    named = {n: getattr(params, n) for n in ('stop_token_ids', 'logit_bias', 'allowed_token_ids', 'logprob_token_ids')}
     named['bad_words'] = [i for w in params.bad_words or () if not isinstance(w, str) for i in w]
     for name, ids in named.items():
         if bad := [i for i in ids or () if i >= vocab_size]:
@@ -92,11 +93,15 @@ class SamplingRow:
     def make(cls, params: SamplingParams | GenerationConfig | dict[str, Any] | None, prompt_ids: Sequence[int],
              eos_ids: Iterable[int] = (), tokenizer: PreTrainedTokenizerBase | None = None, index: int = 0,
              vocab_size: int | None = None, max_model_len: int | None = None,
-             grammar: TokenMask | None = None) -> SamplingRow:
+             grammar: TokenMask | None = None, logprobs_mode: str | None = None) -> SamplingRow:
         """A row with a generator of its own, from `seed + index` (`index` counts the `n` completions) or fresh.
 
-        Raises `ParamError` if `params` don't fit the tokenizer or the vocabulary."""
-        params = replace(SamplingParams.of(params))     # a checked copy: the caller may change his own later
+        `logprobs_mode`: for `params` that name none. Raises `ParamError` if `params` don't fit prompt, tokenizer or vocabulary."""
+        params = SamplingParams.of(params)
+        params = replace(params, logprobs_mode=params.logprobs_mode or logprobs_mode)     # a checked copy: the caller may change his own
+        if params.prompt_logprob_start and params.prompt_logprob_start >= len(prompt_ids):
+            raise ParamError(f'prompt_logprob_start must be below {len(prompt_ids)}, the number of tokens of the prompt, '
+                             f'got {params.prompt_logprob_start}')
         if vocab_size is not None: _check_vocab(params, vocab_size)
         left = None if max_model_len is None else max_model_len - len(prompt_ids)
         limits = [x for x in (params.max_tokens, left) if x is not None]
@@ -233,15 +238,23 @@ def cutoffs(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 # %% ../nbs/05_sampling.ipynb #1c9e6dd6
 def processed_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     "The logits each row draws from, float32 `[B, V]`, a copy: steered, divided by temperature, -inf where filtered."
+    return _process_(_copied(logits, rows), rows)
+
+def _copied(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     assert logits.ndim == 2 and len(logits) == len(rows), f'{len(rows)} rows, logits {tuple(logits.shape)}'
     device = 'cpu' if logits.device.type == 'mps' else logits.device             # no float64 there
-    return _process_(logits.to(device, torch.float32, copy=True), rows)
+    return logits.to(device, torch.float32, copy=True)
 
-def _process_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def _process_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor: return _filter_(_steer_(x, rows), rows)
+
+def _steer_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     if some := [b for b, r in enumerate(rows) if _steered(r)]:
         part, sub = (x, rows) if len(some) == len(rows) else (x[some], [rows[b] for b in some])
         for step_ in (allow_, ban_, obey_, bias_, repeat_, count_): step_(part, sub)
         if part is not x: x[some] = part
+    return x
+
+def _filter_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     params = [r.params for r in rows]
     if not all(p.greedy for p in params):
         x.div_(torch.tensor([[1. if p.greedy else p.temperature] for p in params], device=x.device))
@@ -256,35 +269,55 @@ def probabilities(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 # %% ../nbs/05_sampling.ipynb #55d86d44
 @dataclass
 class Logprob:
-    "Log probability of a token before any processing, its rank from 1 on, its text; vLLM's names."
+    """Log probability of a token, its rank from 1 on (None for one that was asked for by `logprob_token_ids`), its text; vLLM's names.
+
+    Raw, as the model has it, before any setting touched the logits; or whatever else `logprobs_mode` asks for."""
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
 
-def token_logprobs(logits: Tensor, tokens: Sequence[int], k: int,
-                   texts: Sequence[Callable[[int], str | None]]) -> list[dict[int, Logprob]]:
+def token_logprobs(logits: Tensor, tokens: Sequence[int], k: int, texts: Sequence[Callable[[int], str | None]],
+                   others: Sequence[int] | None = None, mode: str = 'raw_logprobs') -> list[dict[int, Logprob]]:
     """For each row of `logits` `[R, V]` `{id: Logprob}`: its token of `tokens` (R ids) first, then the `k` likeliest.
 
-    `k` -1: the whole vocabulary. `texts`: for each row a function from id to text."""
+    `k` -1: the whole vocabulary, as far as it is possible at all. `texts`: for each row a function from id to text. `others`: ids that
+    are wanted in place of the likeliest. With a `mode` of logits they are given as they are, not as log probabilities."""
     if not tokens: return []
-    lp = logits.float().log_softmax(-1)
+    lp = logits.float() if mode.endswith('logits') else logits.float().log_softmax(-1)
     mine = lp.gather(1, torch.tensor(tokens, device=lp.device)[:, None])
     rank = (1 + (lp > mine).sum(-1)).tolist()
-    top, ids = (t.tolist() for t in lp.topk(lp.shape[-1] if k == -1 else min(k, lp.shape[-1])))
     out = [{t: Logprob(m, r, text(t))} for t, m, r, text in zip(tokens, mine[:, 0].tolist(), rank, texts)]
+    if others is not None:
+        for row, values, text in zip(out, lp[:, list(others)].tolist(), texts):
+            for i, l in zip(others, values): row.setdefault(i, Logprob(l, None, text(i)))
+        return out
+    top, ids = (t.tolist() for t in lp.topk(lp.shape[-1] if k == -1 else min(k, lp.shape[-1])))
     for row, best, values, text in zip(out, ids, top, texts):
-        for n, (i, l) in enumerate(zip(best, values), 1): row.setdefault(i, Logprob(l, n, text(i)))
+        for n, (i, l) in enumerate(zip(best, values), 1):
+            if l > -math.inf: row.setdefault(i, Logprob(l, n, text(i)))
     return out
+
+def reported_logits(logits: Tensor, rows: Sequence[SamplingRow], mode: str | None = None) -> Tensor:
+    """The logits `[R, V]` whose log probabilities `rows` report in `logprobs_mode` `mode`: the model's own, or processed ones.
+
+    Those of a greedy row are steered only: they have no temperature, and nothing is filtered."""
+    if not (mode or '').startswith('processed'): return logits
+    x, drawn = _steer_(_copied(logits, rows), rows), [b for b, r in enumerate(rows) if not r.params.greedy]
+    if drawn: x[drawn] = _filter_(x[drawn], [rows[b] for b in drawn])
+    return x
 
 def _logprobs(logits: Tensor, tokens: Sequence[int | None],
               rows: Sequence[SamplingRow]) -> list[dict[int, Logprob] | None]:
     "`token_logprobs` for each row that asks for `logprobs`, else None."
     out: list[Any] = [None]*len(rows)
-    k_of = {b: r.params.logprobs for b, r in enumerate(rows) if r.params.logprobs is not None and tokens[b] is not None}
-    for k in {*k_of.values()}:
-        some: Any = [b for b in k_of if k_of[b] == k]
-        got = token_logprobs(logits[some], [tokens[b] for b in some], k, [token_text(rows[b]) for b in some])
-        for b, d in zip(some, got): out[b] = d
+    asked: dict[tuple, list[int]] = {}                                # rows that ask for the same
+    for b, r in enumerate(rows):
+        if (p := r.params).logprobs is None or tokens[b] is None: continue
+        asked.setdefault((p.logprobs_mode, p.logprobs, tuple(p.logprob_token_ids or ())), []).append(b)
+    for (mode, k, ids), some in asked.items():
+        given = reported_logits(logits[some], [rows[b] for b in some], mode)
+        texts, mine = [token_text(rows[b]) for b in some], [t for b in some if (t := tokens[b]) is not None]
+        for b, d in zip(some, token_logprobs(given, mine, k, texts, ids or None, mode or '')): out[b] = d
     return out
 
 def token_text(row: SamplingRow) -> Callable[[int], str | None]:

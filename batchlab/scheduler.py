@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['GROW', 'Request', 'Row', 'RowOutput', 'StepPlan', 'KVMemory', 'PagedMemory', 'round_up', 'RectangleMemory',
+__all__ = ['GROW', 'Name', 'Request', 'Row', 'RowOutput', 'StepPlan', 'KVMemory', 'PagedMemory', 'round_up', 'RectangleMemory',
            'RequestQueue', 'Scheduler', 'check_invariants']
 
 # %% ../nbs/11_scheduler.ipynb #39e3b68b
@@ -37,7 +37,8 @@ class Request:
     of one wave enter together. `adapter`: 0 for the model alone. `draft_ids`: guesses at its next tokens, to be tried in its
     next step. `row`, `text`, `stops`: what samples its tokens, what turns them into text, and what says of a new token
     whether it is the last, as `(finish_reason, stop_reason)`. `delta`: text that is settled and not yet sent. `logprobs`,
-    `prompt_logprobs`: a `{id: Logprob}` for each token (None for the first of a prompt), or None if not asked for. `slot`,
+    `prompt_logprobs`: a `{id: Logprob}` for each token, or None if not asked for; in a prompt, None for the tokens up to the first
+    that is asked for. `slot`,
     `block_table`: its seat in the batch and its blocks, while it runs. `group`: the prompt it answers, `index`: which of that
     prompt's answers it is."""
     request_id: str
@@ -84,8 +85,13 @@ class Request:
     def max_len(self) -> int: return len(self.prompt_ids) + self.max_tokens
     @property
     def wants_prompt_logits(self) -> bool:
-        "Whether the logits of all prompt positions are asked for, and some are still to come."
+        "Whether logits of the prompt's positions are asked for, and some are still to come."
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_ids)
+    @property
+    def first_logits(self) -> int:
+        "The first position whose logits are still needed. What lies before it may be cached."
+        if self.prompt_logprobs is not None and self.wants_prompt_logits: return len(self.prompt_logprobs) - 1
+        return self.num_tokens - 1
 
     def tokens(self, start: int, n: int) -> list[int]:
         "Token ids at positions `start` to `start + n` (excluded), guesses last."
@@ -130,9 +136,8 @@ class Row:
         return self.start + self.n_tokens >= self.request.num_tokens
     @property
     def num_logits(self) -> int:
-        "How many of its last positions give logits: all, those of its last token and of the guesses behind it, or none."
-        if self.request.wants_prompt_logits: return self.n_tokens
-        return max(0, self.start + self.n_tokens - self.request.num_tokens + 1)
+        "How many of its last positions give logits: those from `Request.first_logits` on."
+        return min(self.n_tokens, max(0, self.start + self.n_tokens - self.request.first_logits))
 
 # %% ../nbs/11_scheduler.ipynb #e5757b72
 @dataclass
@@ -196,7 +201,7 @@ class PagedMemory:
     def __init__(self, pool: BlockPool) -> None: self.pool = pool
 
     def _hit(self, r: Request) -> Hit:
-        return self.pool.find(r.token_ids if r.reuse else [], None if r.output_ids else r.hashes, _root(r))
+        return self.pool.find(r.token_ids[:r.first_logits + 1] if r.reuse else [], None if r.output_ids else r.hashes, _root(r))
 
     def _more(self, r: Request) -> int:
         "Blocks that `r` may take in its next `GROW` tokens."
@@ -229,6 +234,7 @@ class PagedMemory:
 
     def leave(self, r: Request, keep: bool) -> None:
         self.pool.release(r.block_table, keep)
+        self.pool.recent.update(r.block_table)
         r.block_table = []
 
 # %% ../nbs/11_scheduler.ipynb #4d332a10
@@ -266,15 +272,27 @@ class RectangleMemory:
         self.budget.claim(self, self.rows * self.columns)
 
 # %% ../nbs/11_scheduler.ipynb #d571e91b
-def _coming(running: Iterable[Request], chunk_size: int) -> set[bytes]:
-    "Names of all chunks of prompts that `running` requests are about to compute."
-    return {h for r in running for h in (r.hashes or ())[r.num_computed_tokens // chunk_size:]}
+Name = bytes | tuple[bytes, tuple[int, ...]]        # of a chunk; of a prompt's end: the chunk before it, and its tokens
 
-def _worth_waiting(r: Request, memory: KVMemory, chunk_size: int, coming: set[bytes]) -> bool:
-    "Whether a chunk of `coming` goes on where `memory` ends with the prefix of `r`."
+def _coming(running: Iterable[Request], chunk_size: int) -> set[Name]:
+    "Names of all chunks of prompts that `running` requests are about to compute, and of the prompts' ends."
+    names: set[Name] = set()
+    for r in running:
+        if not (hashes := r.hashes) or r.num_computed_tokens >= len(r.prompt_ids): continue
+        names.update(hashes[r.num_computed_tokens // chunk_size:])
+        names.add((hashes[-1], tuple(r.prompt_ids[len(hashes) * chunk_size:])))
+    return names
+
+def _worth_waiting(r: Request, memory: KVMemory, chunk_size: int, coming: set[Name]) -> bool:
+    "Whether a chunk of `coming`, or a prompt's end, goes on where `memory` ends with the prefix of `r`."
     if not coming or not r.hashes or not r.reuse: return False
-    k = memory.cached(r) // chunk_size
-    return k < len(r.hashes) and r.hashes[k] in coming
+    n = memory.cached(r)
+    k = n // chunk_size
+    if n >= r.first_logits: return False
+    if k < len(r.hashes) and r.hashes[k] in coming: return True
+    if not 0 < k <= len(r.hashes): return False
+    ends = r.prompt_ids[k * chunk_size:min((k + 1) * chunk_size, r.first_logits)]
+    return any((r.hashes[k - 1], tuple(ends[:m])) in coming for m in range(n - k * chunk_size + 1, len(ends) + 1))
 
 # %% ../nbs/11_scheduler.ipynb #3c07328d
 def _append(r: Request, out: RowOutput) -> tuple[str | None, str | None]:
@@ -431,6 +449,7 @@ class Scheduler(RequestQueue):
             if n <= 0: break
             if self._put(r, n, plan): budget -= n
         if not (self.barrier and self.running) and not plan.preempted: self._admit(plan, budget)
+        self.pool.recent.clear()
         plan.rows.sort(key=lambda row: row.n_tokens > 1)
         return plan
 

@@ -1,5 +1,5 @@
 "The engine under load: drawn mixes of requests, thousands of them, several threads, and faults in the middle."
-import asyncio, copy, functools, gc, itertools, logging, random, sys, threading, time
+import asyncio, copy, dataclasses, functools, gc, itertools, logging, random, sys, threading, time
 from collections import Counter
 
 import psutil, pytest, torch
@@ -64,6 +64,13 @@ def pool(arch, path='auto'):
     return model, LLM(model, **PATHS[path]), prompts, greedy, sampled
 
 
+@functools.cache
+def prompt_logprobs(arch, path, ids):
+    "The log probabilities of `ids` but the first, alone in an `LLM` of its own."
+    llm = LLM(pool(arch, path)[0], max_num_seqs=1, enable_prefix_caching=False, **PATHS['int8' if pool(arch, path)[1].quantization else path if path != 'int8' else 'auto'])
+    return llm.score([list(ids)])[0].logprobs
+
+
 def sampling(i, n): return SamplingParams(seed=i, temperature=1.3, top_p=.95, max_tokens=n, ignore_eos=True)
 
 
@@ -76,10 +83,11 @@ def expected(tokens, n, eos_ids):
 @st.composite
 def cases(draw):
     seqs = draw(st.integers(1, 6))
-    request = st.tuples(st.integers(0, 9), st.integers(1, LONGEST), st.booleans(), st.integers(-1, 1), st.integers(0, 3))
+    request = st.tuples(st.integers(0, 9), st.integers(1, LONGEST), st.booleans(), st.integers(-1, 1), st.integers(0, 3),
+                        st.sampled_from((None, None, 0., .3, .8, .999)))      # where of its prompt its log probabilities begin
     return dict(arch=draw(st.sampled_from(ARCHS)), path=draw(st.sampled_from(('auto', *PATHS))), seqs=seqs, budget=seqs + draw(st.integers(1, 40)),
                 kv_tokens=draw(st.sampled_from((None, 128, 192, 320, 512))), caching=draw(st.booleans()),
-                requests=draw(st.lists(request, min_size=1, max_size=12)),         # prompt, max_tokens, sampled, priority, steps before it
+                requests=draw(st.lists(request, min_size=1, max_size=12)),         # prompt, max_tokens, sampled, priority, steps before it, start
                 cancels=draw(st.sets(st.integers(0, 11), max_size=3)), preempts=draw(st.sets(st.integers(0, 25), max_size=4)))
 
 
@@ -114,9 +122,10 @@ def test_whatever_the_mix_each_request_gets_what_it_gets_alone(case):
             engine.scheduler.schedule = checked
 
     steps = 0
-    for i, (p, n, draws, priority, wait) in enumerate(case['requests']):
+    for i, (p, n, draws, priority, wait, start) in enumerate(case['requests']):
         for _ in range(wait): step()
         params = sampling(p, n) if draws else SamplingParams(temperature=0, max_tokens=n)
+        if start is not None: params = dataclasses.replace(params, prompt_logprobs=0, prompt_logprob_start=int(start * len(prompts[p])))
         rid = llm.add_request(prompts[p], params, end, priority=priority)
         want[rid] = sampled[p][:n] if draws else expected(greedy[p], n, eos)
         if i in case['cancels']: llm.cancel(rid)
@@ -127,6 +136,11 @@ def test_whatever_the_mix_each_request_gets_what_it_gets_alone(case):
     for rid, out in ends.items():
         got, why = out.outputs[0].token_ids, out.outputs[0].finish_reason
         assert not out.error, out.error
+        if out.prompt_logprobs and (start := out.params.prompt_logprob_start) + 1 < len(out.prompt_logprobs):
+            told = [d[t].logprob for d, t in zip(out.prompt_logprobs[start + 1:], out.prompt_token_ids[start + 1:])]
+            want_ = prompt_logprobs(case['arch'], case['path'], tuple(out.prompt_token_ids))[start:][:len(told)]
+            assert told == pytest.approx(want_, abs=1e-3) and (why == 'cancelled' or len(out.prompt_logprobs) == len(out.prompt_token_ids))
+            assert out.num_cached_tokens <= start
         if why == 'cancelled': assert got == want[rid][:len(got)]
         else: assert got == want[rid] and why in ('stop', 'length')
     scheduler = llm.engines['packed'].scheduler

@@ -30,7 +30,7 @@ class BadRequest(ValueError):
         self.code = code
 
 # %% ../../nbs/40_openai.ipynb #oa000017
-OPTIONS = setting_fields() - {'logprobs', 'prompt_logprobs', 'detokenize'}
+OPTIONS = setting_fields() - {'logprobs', 'prompt_logprobs', 'prompt_logprob_start', 'detokenize'}
 KNOWN = OPTIONS | {*ALIASES, *GUIDED, 'response_format', 'logprobs', 'top_logprobs'}
 __getattr__ = renamed(__name__, {name: f'names.{name}' for name in 'ADVICE INSTEAD NEUTRAL ELSEWHERE BUILT_SO structured_of form_of plain_name near_key refuse '
                                  'setting_names named_as_setting'.split()})
@@ -139,7 +139,9 @@ def chat_logprobs(c: CompletionOutput, k: int | None) -> dict[str, Any] | None:
         text = l.decoded_token or ''
         return dict(token=text, logprob=_number(l.logprob), bytes=list(text.encode('utf-8', 'replace')))
     if c.logprobs is None: return None
-    best = lambda step: sorted((l for l in step.values() if l.rank <= (k or 0)), key=lambda l: l.rank)[:k]
+    def best(step: dict[int, Logprob]) -> list[Logprob]:
+        if any(l.rank is None for l in step.values()): return [*step.values()]        # those of logprob_token_ids
+        return sorted((l for l in step.values() if (l.rank or 0) <= (k or 0)), key=lambda l: l.rank or 0)[:k]
     steps = zip(c.token_ids, c.logprobs)
     return dict(content=[one(step[t]) | dict(top_logprobs=[*map(one, best(step))]) for t, step in steps])
 
