@@ -22,18 +22,46 @@ if TYPE_CHECKING:
     from .params import SamplingParams, StructuredOutputsParams
 
 
+# to see with; the widgets want a package of their own, and stay out of `import *`
+_lazy |= {'Outputs': 'outputs', 'StreamEvent': 'outputs', 'Trace': 'tracefile', 'timeline': 'views.pictures',
+          'LiveView': 'views.widgets', 'Playground': 'views.widgets', 'Scrubber': 'views.scrubber'}
+__all__ += ['Outputs', 'StreamEvent', 'Trace', 'timeline']
+
+if TYPE_CHECKING:
+    from .outputs import Outputs, StreamEvent
+    from .tracefile import Trace
+    from .views.pictures import timeline
+    from .views.scrubber import Scrubber as Scrubber
+    from .views.widgets import LiveView as LiveView, Playground as Playground
+
+
 def __getattr__(name: str):
     if name in _Moved.names and f'{__name__}.{_Moved.names[name]}' in sys.modules:      # as if it had been imported here
         from importlib import import_module
         return import_module(f'{__name__}.{name}')
-    if name not in _lazy: raise AttributeError(f"module 'batchlab' has no attribute {name!r}")
+    if name not in _lazy: raise AttributeError(f"module 'batchlab' has no attribute {name!r}{_meant(name)}")
     from importlib import import_module
     value = globals()[name] = getattr(import_module(f'batchlab.{_lazy[name]}'), name)
     return value
 
 
+def _meant(name: str) -> str:
+    "The public name that is nearest to `name`, as a question; '' if there is none."
+    from difflib import get_close_matches
+    public = {n.lower(): n for n in _lazy}
+    near = get_close_matches(name.lower(), public, 1)
+    return f': did you mean {public[near[0]]!r}?' if near and not name.startswith('_') else ''
+
+
 class _Moved:
+<<<<<<< HEAD
     "Finds modules under names that they had, with a `DeprecationWarning`, and those of vLLM: `batchlab.jobs` is `batchlab.work.jobs`."
+=======
+    """Finds a module under the name that it had, with a `DeprecationWarning`: `import batchlab.jobs` gives `batchlab.work.jobs`.
+
+    Being asked last, it also says which name was meant: `from batchlab import X` looks for a module X before it gives up, and an
+    `ImportError` from here is what the user sees."""
+>>>>>>> h_seeing
     names = {'kernels': 'backends.kernels', 'fused': 'backends.fused', 'int8': 'backends.int8', 'cuda': 'backends.cuda',
              'drawing': 'views.drawing', 'pictures': 'views.pictures', 'widgets': 'views.widgets', 'viewer': 'views.viewer',
              'jobs': 'work.jobs', 'scaleout': 'work.scaleout'}
@@ -43,9 +71,14 @@ class _Moved:
     @classmethod
     def find_spec(cls, name: str, path=None, target=None):
         package, _, module = name.rpartition('.')
+<<<<<<< HEAD
         if name.removeprefix(f'{__name__}.') in cls.vllm:
             from importlib.machinery import ModuleSpec
             return ModuleSpec(name, cls, is_package=True)                                  # type: ignore[arg-type]
+=======
+        if package == __name__ and (meant := _meant(module)) and module not in cls.names:
+            raise ImportError(f"cannot import name {module!r} from 'batchlab'{meant}", name=name)
+>>>>>>> h_seeing
         if package != __name__ or module not in cls.names: return None
         from importlib.machinery import ModuleSpec
         warnings.warn(f'{name} is now {__name__}.{cls.names[module]}', DeprecationWarning, stacklevel=2)

@@ -16,7 +16,7 @@ from .config import check_count
 from .errors import EngineError
 from .inputs import chat_options
 from .llm import LLM
-from .outputs import CompletionOutput, RequestOutput, Stats, StreamEvent
+from .outputs import CompletionOutput, RequestOutput, Stats, StreamEvent, total_logprob
 
 # %% auto #0
 __all__ = ['AsyncLLM']
@@ -38,6 +38,7 @@ class _Answer:
         part.text += event.text
         part.token_ids.extend(event.token_ids)
         part.finish_reason = event.finish_reason
+        if event.logprobs is not None: part.logprobs = (part.logprobs or []) + event.logprobs
         self.last = event.output
         self.news.set()
         if self.last: self.leave()
@@ -52,7 +53,8 @@ class _Answer:
         await self.news.wait()
         self.news.clear()
         if self.last: return self.last
-        parts = [replace(p, token_ids=[*p.token_ids]) for _, p in sorted(self.parts.items())]
+        parts = [replace(p, token_ids=[*p.token_ids], cumulative_logprob=total_logprob(p.logprobs, p.token_ids))
+                 for _, p in sorted(self.parts.items())]
         return RequestOutput(self.request_id, outputs=parts, finished=False)
 
 # %% ../nbs/17_async.ipynb #fea3e7ff
@@ -74,7 +76,7 @@ class AsyncLLM:
                        priority: int = 0, timeout: float | None = None) -> AsyncGenerator[RequestOutput]:
         """Yield the `RequestOutput` of one prompt as it grows; the last is `finished`. For arguments see `LLM.add_request`.
 
-        Those before the last have ids and text so far; the last has all that was asked for, or its `error`. `timeout` counts from
+        Those before the last have ids, text and log probabilities so far; the last has all that was asked for, or its `error`. `timeout` counts from
         now; one that runs out before the request has its turn ends it when that comes. Closing the generator or cancelling its task
         cancels the request. Raises `EngineError` for an id that is not done yet, `ParamError`."""
         request_id, asked = self._next_id() if request_id is None else str(request_id), time.perf_counter()

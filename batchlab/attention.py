@@ -312,6 +312,10 @@ class TorchBackend:
     def __init__(self, model: PreTrainedModel, shapes: Sequence[Shape], why: str = '', block_size: int = 64) -> None:
         self.model, self.shapes, self.why, self.block_size = model, list(shapes), why, block_size
 
+    def __repr__(self) -> str:
+        same = ', the same bits in any company' if self.batch_invariant else ''
+        return f'<{self.name} backend: {self.block_size} tokens a block{same}{f". {self.why}" if self.why else ""}>'
+
     def make_cache(self, num_blocks: int) -> KVCache:
         return KVCache(self.shapes, num_blocks, self.block_size, self.model.dtype, self.model.device)
 

@@ -23,6 +23,7 @@ from .models import load_model, max_model_len
 from .padding import Probe, can_pad, same_as_alone
 from .prefill import kv_bytes_per_token
 from .scheduler import Request
+from .shown import megabytes
 from .slots import Shape
 
 log = logging.getLogger('batchlab')
@@ -116,7 +117,7 @@ def free_memory(device: torch.device) -> int:
     return max(0, free)
 
 # %% ../nbs/15_llm.ipynb #4957086c
-@dataclass
+@dataclass(repr=False)
 class Limits:
     "What an `LLM` holds itself to; `kv_tokens`: `kv_bytes` in tokens, of all its blocks together, None without a cache."
     max_num_seqs: int
@@ -124,6 +125,13 @@ class Limits:
     max_model_len: int | None
     kv_bytes: int
     kv_bytes_per_token: int
+
+    def __repr__(self) -> str: return f'Limits({self})'
+    def __str__(self) -> str:
+        cache = f'; keys and values: {megabytes(self.kv_bytes)}, {self.kv_tokens:,} tokens' if self.kv_tokens else ''
+        most = f'{self.max_model_len:,}' if self.max_model_len else 'any number of'
+        return (f'{self.max_num_seqs} sequences at once, {self.max_num_batched_tokens:,} tokens a step, '
+                f'{most} tokens of prompt and answer{cache}')
 
     @property
     def kv_tokens(self) -> int | None:

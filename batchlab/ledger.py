@@ -28,3 +28,7 @@ class Ledger:
     def waste(self) -> float:
         "Share of the positions computed that were of no use, 0 to 1."
         return 1 - self.useful / max(1, self.useful + self.padded + self.recomputed)
+
+    def _repr_svg_(self) -> str:
+        from batchlab.views.pictures import waste
+        return waste({'positions': self}).svg

@@ -9,10 +9,11 @@ from __future__ import annotations
 __all__ = ['log', 'grammar_for', 'admit', 'group_waves', 'in_order', 'simulate', 'make_plan', 'make_stats', 'trim_memory', 'LLM']
 
 # %% ../nbs/15_llm.ipynb #10a50c0d
-import contextlib, ctypes, itertools, logging, math, sys, threading
+import contextlib, ctypes, itertools, logging, math, threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
@@ -31,13 +32,14 @@ from .ledger import Ledger
 from .loop import BackgroundLoop, Delivery, EngineSet
 from .models import eos_token_ids, pad_token_id
 from .names import by_any_name, read_call, read_engine
-from .outputs import MemoryPlan, RequestGroup, RequestOutput, Score, Stats, StreamEvent
+from .outputs import MemoryPlan, Outputs, RequestGroup, RequestOutput, Score, Stats, StreamEvent
 from .padding import Probe
 from .params import check_logprobs_mode
 from .prefill import check_prompt
 from .prefix import group_by_prefix
 from .sampling import SamplingParams, SamplingRow
 from .scheduler import Request, RowOutput, Scheduler, round_up
+from .shown import facts_html, megabytes, shows_bar
 if TYPE_CHECKING:
     from batchlab.choices import ChoiceScores
     from batchlab.trace import Recorder
@@ -183,7 +185,8 @@ class LLM(BackgroundLoop):
         self.shapes, self.paddable = probe_model(self.model, strategy == 'continuous', self.switch, probe)
         self.limits = choose_limits(self.model, self.shapes, self.paddable, **limits)
         self.engines, self.delivery = EngineSet(self, probe), Delivery(self)
-        self.recorder = self.trace().start() if trace else None
+        self.recorder: Recorder | None = None                  # the last there was
+        if trace: self.trace().start()
 
     @property
     def backend(self) -> Backend: return self.engines.backend
@@ -198,23 +201,38 @@ class LLM(BackgroundLoop):
         "The `Ledger` of positions since a call last found the engine idle."
         return self.engines.ledger
 
+    def __repr__(self) -> str:
+        about, limits = self._facts(), self.limits
+        context = f'{limits.max_model_len:,} tokens of context' if limits.max_model_len else 'no limit of context'
+        return f'LLM({about["model"]}: {self.backend.name} backend, {self.strategy}, {limits.max_num_seqs} slots, {context})'
+    def _repr_html_(self) -> str: return facts_html(self, self._facts())
+
+    def _facts(self) -> dict[str, str]:
+        "What it is, in words."
+        name = Path(getattr(self.model.config, '_name_or_path', '') or type(self.model).__name__).name
+        weights = sum(p.nbytes for p in self.model.parameters()) + self.backend.nbytes
+        ids = '' if self.tokenizer else ', ids in and ids out: it came without a tokenizer'
+        return dict(model=f'{name}, {str(self.model.dtype).removeprefix("torch.")} on {self.model.device}{ids}',
+                    weights=megabytes(weights), backend=repr(self.backend).strip('<>'), strategy=self.strategy, limits=str(self.limits),
+                    now=f'{len(self.groups)} requests under way')
+
     # many prompts
 
     def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: Any = None, priority: Any = None,
-                 timeout: Any = None, verify: bool = False) -> list[RequestOutput]:
+                 timeout: Any = None, verify: bool = False) -> Outputs[RequestOutput]:
         """Answer `prompts`, one or a list of strings, lists of ids or dicts: a list of `RequestOutput`, in their order.
 
         A dict has a `prompt`, `prompt_token_ids` or `messages`, and may have settings of its own.
 
         `sampling_params`, `priority` (lower goes first), `timeout` (seconds since the call): one for all or one each. A
         prompt that can't run gets its `error`; nothing is raised for it. `use_tqdm`: a progress bar, or the class of one; None shows one on a
-        terminal. `verify`: afterwards run a few of them again alone and compare, see `LLM.verify`. Raises `ParamError`, `PromptError` if
-        not one of them is a prompt, and `ModelError` if there is no tokenizer for text."""
+        terminal and in a notebook. `verify`: afterwards run a few of them again alone and compare, see `LLM.verify`. Raises `ParamError`,
+        `PromptError` if not one of them is a prompt, and `ModelError` if there is no tokenizer for text."""
         return self._collect(prompts, False, sampling_params, use_tqdm, priority, timeout, verify)
 
     def chat(self, messages: Any, sampling_params: Any = None, use_tqdm: Any = None, priority: Any = None,
              timeout: Any = None, verify: bool = False, chat_template: Any = None, chat_template_kwargs: dict[str, Any] | None = None,
-             tools: list | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False) -> list[RequestOutput]:
+             tools: list | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False) -> Outputs[RequestOutput]:
         """Answer conversations, one or a list of lists of messages, in the model's chat template; as `generate` does.
 
         For `chat_template` and what follows it see `encode_chat`; a conversation as a dict `{'messages': …}` may have its own."""
@@ -246,7 +264,7 @@ class LLM(BackgroundLoop):
                     if e.output is not None: yield e.index, e.output
         return outputs()
 
-    def score(self, prompts: Any, use_tqdm: Any = None, start: int = 1) -> list[Score]:
+    def score(self, prompts: Any, use_tqdm: Any = None, start: int = 1) -> Outputs[Score]:
         """The `Score` of each of `prompts`, in their order; conversations are scored as the chat template writes them.
 
         `start`: the first token that counts. What lies before is computed once for all prompts that begin alike, and may come
@@ -255,8 +273,8 @@ class LLM(BackgroundLoop):
         talks = [{'messages': p, 'add_generation_prompt': False} if is_talk(p) else p for p in as_list(prompts, is_talk(prompts))]
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, prompt_logprob_start=start - 1, detokenize=False)
         outs = self.generate(talks, params, use_tqdm)
-        return [Score(o.prompt_token_ids or [], [next(iter(d.values())).logprob for d in (o.prompt_logprobs or [])[start:]], o.error)
-                for o in outs]
+        return Outputs(Score(o.prompt_token_ids or [], [next(iter(d.values())).logprob for d in (o.prompt_logprobs or [])[start:]], o.error)
+                       for o in outs)
 
     def choose(self, prompts: Any, choices: Any, chat: bool = False, use_tqdm: bool | None = None, end: bool = False) -> list[ChoiceScores]:
         "How likely each of `choices` is after each of `prompts`: a `ChoiceScores` a prompt. For arguments see `batchlab.choices.choose`."
@@ -271,9 +289,13 @@ class LLM(BackgroundLoop):
         return self.report
 
     def trace(self, **kwargs: Any) -> Recorder:
-        "Record what happens inside `with llm.trace() as trace:`, a `Recorder`. For arguments see `batchlab.trace.trace`."
+        """Record what happens inside `with llm.trace() as trace:`, a `Recorder`. For arguments see `batchlab.trace.trace`.
+
+        It is `recorder` from then on, unless the one there still records."""
         from batchlab.trace import trace
-        return trace(self, **kwargs)
+        recorder = trace(self, **kwargs)
+        if self.recorder not in self.watchers: self.recorder = recorder
+        return recorder
 
     def plan(self, prompts: Any, sampling_params: Any = None, chat: bool = False) -> MemoryPlan:
         "The `MemoryPlan` of a call with these arguments; nothing is run. Raises `ParamError`."
@@ -364,17 +386,21 @@ class LLM(BackgroundLoop):
             if gone and self.stepper != threading.get_ident(): self.take_in()
 
     def _collect(self, prompts: Any, chat: bool, sampling_params: Any, use_tqdm: bool | None, priority: Any, timeout: Any,
-                 verify: bool) -> list[RequestOutput]:
-        "All outputs of a call in input order, under a progress bar if `use_tqdm`, or if None and on a terminal."
+                 verify: bool) -> Outputs[RequestOutput]:
+        "All outputs of a call in input order, under a progress bar if that was asked for, or may be seen."
         check_bar(use_tqdm)
-        prompts, done = self._prompts(prompts, chat), {}
-        show = sys.stderr.isatty() if use_tqdm is None else use_tqdm
+        prompts, done, tokens = self._prompts(prompts, chat), {}, 0
+        def count(k: int) -> None:
+            nonlocal tokens
+            tokens += k
+            bar.set_postfix_str(f'{tokens:,} tok, {tokens / max(1e-9, bar.format_dict["elapsed"]):,.0f} tok/s', refresh=False)
+            bar.update(0)
         bar_class = use_tqdm if callable(use_tqdm) else tqdm
-        with bar_class(unit=' tok', disable=not show, bar_format='{n_fmt} tok, {rate_fmt}, {elapsed}{postfix}') as bar:
-            for i, out in self.iter_outputs(prompts, sampling_params, chat, bar.update, priority, timeout):
+        with bar_class(total=len(prompts), unit=' requests', miniters=0, disable=not shows_bar(use_tqdm)) as bar:
+            for i, out in self.iter_outputs(prompts, sampling_params, chat, None if bar.disable else count, priority, timeout):
                 done[i] = out
-                bar.set_postfix_str(f'{len(done)}/{len(prompts)} requests', refresh=False)
-        outs = [done[i] for i in range(len(prompts))]
+                bar.update()
+        outs = Outputs(done[i] for i in range(len(prompts)))
         log_failures(outs)
         if verify: self.verify(outs)
         return outs

@@ -134,6 +134,7 @@ class Delivery:
         g, r.notified = r.group, r.finish_reason is not None
         if r.notified: self.mark('ended', r)
         event = StreamEvent(g.request_id, g.index, r.index, r.delta, r.output_ids[r.num_told:], r.finish_reason)
+        if r.logprobs is not None: event.logprobs = r.logprobs[r.num_told:]
         r.delta, r.num_told = '', len(r.output_ids)
         if all(x.notified for x in g.requests): self._close(g, event)
         self._send(g, event)
@@ -167,6 +168,7 @@ class Delivery:
                              cached_tokens=r.num_cached_tokens or 0)
         for name in ('time_to_first_token', 'time_per_token'):
             if (t := (g.output.metrics or {})[name]) is not None: self.sums.update({name: t, f'n {name}': 1})
+        for r in g.requests: r.group = None                                   # no circle: it is freed with its last reader
 
     def _send(self, g: RequestGroup, event: StreamEvent) -> None:
         "Give `event` to whoever reads `g`. If that fails, `g` ends, and is told so once."

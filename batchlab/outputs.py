@@ -6,18 +6,26 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['CompletionOutput', 'RequestOutput', 'StreamEvent', 'RequestGroup', 'Score', 'MemoryPlan', 'Stats']
+__all__ = ['total_logprob', 'CompletionOutput', 'RequestOutput', 'Outputs', 'StreamEvent', 'RequestGroup', 'Score', 'MemoryPlan', 'Stats']
 
 # %% ../nbs/14_engine.ipynb #c863865c
 import math, time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeVar, overload
 from .params import SamplingParams
 from .scheduler import Request
+from .shown import brief, facts_html, facts_text, megabytes, panel_html, short, table
+from .views.drawing import esc
+if TYPE_CHECKING: import pandas
+
+def total_logprob(logprobs: list[dict] | None, token_ids: list[int]) -> float | None:
+    "The log probability of all `token_ids`, by their `logprobs`; None if these were not asked for."
+    return None if logprobs is None else sum(l[t].logprob for l, t in zip(logprobs, token_ids))
 
 # %% ../nbs/14_engine.ipynb #1a25183b
-@dataclass
+@dataclass(repr=False)
 class CompletionOutput:
     """One answer. `token_ids` include the EOS or stop token that ended it; `text` does not.
 
@@ -35,11 +43,19 @@ class CompletionOutput:
     @classmethod
     def of(cls, r: Request) -> CompletionOutput:
         "What `r` has become."
-        total = None if r.logprobs is None else sum(l[t].logprob for l, t in zip(r.logprobs, r.output_ids))
+        total = total_logprob(r.logprobs, r.output_ids)
         return cls(r.index, r.text.text if r.text else '', list(r.output_ids), total, r.logprobs, r.finish_reason, r.stop_reason)
 
+    def __repr__(self) -> str: return f'CompletionOutput({self.index}: {self.line})'
+
+    @property
+    def line(self) -> str:
+        "The answer in a line: the beginning of its text, why it ended, how long it is."
+        total = '' if self.cumulative_logprob is None else f', log probability {self.cumulative_logprob:.2f}'
+        return f'{brief(self.text, 50)} ({self.finish_reason}, {len(self.token_ids):,} tokens{total})'
+
 # %% ../nbs/14_engine.ipynb #6456f29d
-@dataclass
+@dataclass(repr=False)
 class RequestOutput:
     """What became of one prompt: its answers in `outputs`, or why there are none in `error`, one line.
 
@@ -55,15 +71,99 @@ class RequestOutput:
     metrics: dict[str, Any] | None = None
     num_cached_tokens: int = 0
     prompt_logprobs: list | None = None
-    params: SamplingParams | None = field(default=None, repr=False)
+    params: SamplingParams | None = None
+
+    def __repr__(self) -> str: return f'RequestOutput({self.request_id}: {self.line})'
+
+    @property
+    def line(self) -> str:
+        "What became of it in a line: the beginnings of the prompt and of its first answer, or the error."
+        asked = f'{len(self.prompt_token_ids or []):,} token ids' if self.prompt is None else brief(self.prompt, 30)
+        answer = f'error: {short(self.error, 90)}' if self.error else self.outputs[0].line if self.outputs else 'nothing yet'
+        more = f' and {len(self.outputs) - 1} more' if len(self.outputs) > 1 else ''
+        return f'{asked} → {answer}{more}'
+
+    @property
+    def num_tokens(self) -> int: return sum(len(o.token_ids) for o in self.outputs)
+
+    def rows(self) -> list[dict[str, Any]]:
+        "A row of a table for each answer."
+        return [dict(prompt=self.prompt, index=o.index, text=o.text, finish_reason=o.finish_reason,
+                     prompt_tokens=len(self.prompt_token_ids or []), completion_tokens=len(o.token_ids),
+                     cached_tokens=self.num_cached_tokens, error=self.error, cumulative_logprob=o.cumulative_logprob,
+                     logprobs=o.logprobs) for o in self.outputs]
+
+# %% ../nbs/14_engine.ipynb #9870b1d8
+class _Result(Protocol):
+    "What `Outputs` wants of what it holds."
+    error: str | None
+    @property
+    def line(self) -> str: ...
+    @property
+    def num_tokens(self) -> int: ...
+    def rows(self) -> list[dict[str, Any]]: ...
+
+_R = TypeVar('_R', bound=_Result)
+_ASKED_FOR = 'cumulative_logprob', 'logprobs'                      # columns that are there if any row has them
+
+class Outputs(list[_R]):
+    """The results of a call, in the order of its prompts: a list that prints in a few lines, and as a table in a notebook.
+
+    Its slices and sums are such lists too."""
+    @overload
+    def __getitem__(self, i: SupportsIndex) -> _R: ...
+    @overload
+    def __getitem__(self, i: slice) -> Outputs[_R]: ...
+    def __getitem__(self, i: SupportsIndex | slice) -> _R | Outputs[_R]:
+        return Outputs(super().__getitem__(i)) if isinstance(i, slice) else super().__getitem__(i)
+
+    def __add__(self, other: list[Any]) -> Outputs[Any]: return Outputs(super().__add__(other))
+    def copy(self) -> Outputs[_R]: return Outputs(self)
+
+    @property
+    def _head(self) -> str:
+        "How many there are, of how many tokens, and how many failed, by the commonest reason."
+        whys = Counter(short(x.error, 90) for x in self if x.error)
+        said = f'{len(self):,} result{"s" * (len(self) != 1)}, {sum(x.num_tokens for x in self):,} tokens'
+        if whys: said += f'; {whys.total():,} failed: ' + '; '.join(f'{why} ({n:,})' for why, n in whys.most_common(2))
+        return said
+
+    def __repr__(self) -> str:
+        more = [f'… {len(self) - 5:,} more'] if len(self) > 5 else []
+        return '\n'.join([self._head, *(f'{i}: {x.line}' for i, x in enumerate(self[:5])), *more])
+
+    def _repr_html_(self) -> str:
+        def cells(i: int, row: dict[str, Any]) -> dict[str, str]:
+            said = {k: brief(x, 200) if k in ('prompt', 'text') else f'{x:.2f}' if isinstance(x, float) else str(x)
+                    for k, x in row.items() if k != 'logprobs' and x is not None}
+            return {'': str(i)} | {k: esc(said.get(k, '')) for k in row if k != 'logprobs'}
+        rows, words = _rows(self[:20]), ('prompt', 'text', 'finish_reason', 'error')
+        more = f'<div class="dim">… {len(self) - 20:,} more</div>' if len(self) > 20 else ''
+        return panel_html(f'<b>{esc(self._head)}</b>{table([cells(*row) for row in rows[:20]], words) if rows else ""}{more}')
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A pandas `DataFrame` with a row for each answer, whose index is the place of its prompt: `frame.join(outs.to_pandas())`.
+
+        `cumulative_logprob` and `logprobs` are columns if they were asked for. Raises `ImportError` without pandas."""
+        try: import pandas
+        except ImportError as e: raise ImportError('to_pandas needs pandas: pip install pandas') from e
+        rows = _rows(self)
+        return pandas.DataFrame([row for _, row in rows], index=pandas.Index([i for i, _ in rows], dtype='int64'))
+
+def _rows(results: Iterable[_Result]) -> list[tuple[int, dict[str, Any]]]:
+    "The rows of `results`, each with the place of its prompt; without the columns that nobody asked for."
+    rows = [(i, row) for i, x in enumerate(results) for row in x.rows()]
+    empty = {k for k in _ASKED_FOR if all(row.get(k) is None for _, row in rows)}
+    return [(i, {k: x for k, x in row.items() if k not in empty}) for i, row in rows]
 
 # %% ../nbs/14_engine.ipynb #9724d57b
-@dataclass
+@dataclass(repr=False)
 class StreamEvent:
     """What a step gave one answer: `text` that it settled, `token_ids` new (none, one or several).
 
     `index`: the prompt's place in its call; `completion`: which of its `n` answers. `finish_reason` is set with the last
-    event of an answer. The last event of a prompt is `finished` and carries its `output`, a `RequestOutput`."""
+    event of an answer. The last event of a prompt is `finished` and carries its `output`, a `RequestOutput`. `logprobs`: one
+    `{id: Logprob}` for each of `token_ids`, if asked for."""
     request_id: str
     index: int = 0
     completion: int = 0
@@ -72,6 +172,12 @@ class StreamEvent:
     finish_reason: str | None = None
     finished: bool = False
     output: RequestOutput | None = None
+    logprobs: list[dict] | None = None
+
+    def __repr__(self) -> str:
+        ids = f'{self.token_ids}' if len(self.token_ids) <= 8 else f'{len(self.token_ids):,} ids'
+        end = f', {self.finish_reason}' if self.finish_reason else ''
+        return f'StreamEvent({self.request_id}, answer {self.completion}: {brief(self.text, 50)}, {ids}{end}{", finished" * self.finished})'
 
 # %% ../nbs/14_engine.ipynb #54c2eae1
 @dataclass(eq=False)
@@ -115,7 +221,7 @@ class RequestGroup:
                     num_preemptions=sum(r.num_preemptions for r in self.requests))
 
 # %% ../nbs/14_engine.ipynb #0c3375ce
-@dataclass
+@dataclass(repr=False)
 class Score:
     "How likely a text is: `logprobs` of all its tokens but the first, natural logarithms; `error` if it could not be run."
     token_ids: list[int]
@@ -127,8 +233,24 @@ class Score:
         "exp of the mean negative log probability; NaN for less than two tokens."
         return math.exp(-sum(self.logprobs) / len(self.logprobs)) if self.logprobs else math.nan
 
+    def __repr__(self) -> str: return f'Score({self.line})'
+
+    @property
+    def line(self) -> str:
+        "The score in a line."
+        if self.error: return f'error: {short(self.error, 90)}'
+        return f'{self.num_tokens:,} tokens, log probability {sum(self.logprobs):.2f}, perplexity {self.perplexity:.2f}'
+
+    @property
+    def num_tokens(self) -> int: return len(self.token_ids)
+
+    def rows(self) -> list[dict[str, Any]]:
+        "A row of a table."
+        return [dict(prompt_tokens=self.num_tokens, perplexity=self.perplexity, error=self.error,
+                     cumulative_logprob=sum(self.logprobs), logprobs=self.logprobs)]
+
 # %% ../nbs/14_engine.ipynb #a084aa91
-@dataclass
+@dataclass(repr=False)
 class MemoryPlan:
     """What a call would take. `longest`: prompt and answer of the longest request, tokens; `refused`: errors by index.
 
@@ -148,18 +270,22 @@ class MemoryPlan:
     block_size: int = 0
     shared_tokens: int = 0
 
-    def __str__(self) -> str:
-        mb = lambda n: f'{n / 1e6:,.1f} MB'
+    def __str__(self) -> str: return '\n'.join(self._lines(len(self.refused)))
+    def __repr__(self) -> str: return '\n'.join(self._lines(3))
+
+    def _lines(self, most: int) -> list[str]:
+        "The plan in lines, with at most `most` refusals."
         blocks = f', {self.blocks:,} blocks of {self.block_size} tokens' if self.block_size else ''
         shared = f', {self.shared_tokens:,} of them shared' if self.shared_tokens else ''
-        return (f'{self.num_requests} requests, {self.prompt_tokens:,} prompt tokens{shared}, at most '
-                f'{self.max_output_tokens:,} to generate, the longest {self.longest:,}\n'
-                f'weights {mb(self.weights_bytes)}, KV {self.kv_bytes_per_token:,} bytes a token: '
-                f'{self.slots} slots{blocks}, at most {mb(self.kv_bytes)} of {mb(self.kv_limit_bytes)}' +
-                ''.join(f'\nrequest {i} is refused: {why}' for i, why in self.refused.items()))
+        refused, more = [*self.refused.items()][:most], len(self.refused) - most
+        return [f'{self.num_requests} requests, {self.prompt_tokens:,} prompt tokens{shared}, at most '
+                f'{self.max_output_tokens:,} to generate, the longest {self.longest:,}',
+                f'weights {megabytes(self.weights_bytes)}, KV {self.kv_bytes_per_token:,} bytes a token: {self.slots} slots{blocks}, '
+                f'at most {megabytes(self.kv_bytes)} of {megabytes(self.kv_limit_bytes)}',
+                *(f'request {i} is refused: {why}' for i, why in refused), *[f'and {more:,} more are refused'] * (more > 0)]
 
 # %% ../nbs/14_engine.ipynb #f05bcb17
-@dataclass
+@dataclass(repr=False)
 class Stats:
     """What an `LLM` has done since it was made. Tokens are counted for finished requests, positions for all steps.
 
@@ -187,3 +313,18 @@ class Stats:
     time_to_first_token: float
     time_per_token: float
     tokens_per_second: float
+
+    def __repr__(self) -> str: return facts_text(self, self._facts())
+    def _repr_html_(self) -> str: return facts_html(self, self._facts())
+
+    def _facts(self) -> dict[str, str]:
+        said = lambda x, form: '–' if math.isnan(x) else format(x, form)
+        ended = ', '.join(f'{n:,} {why}' for why, n in self.requests.items()) or 'none'
+        return dict(ended=ended, now=f'{self.running} running in {self.slots_in_use} of {self.slots} slots, {self.waiting} waiting',
+                    tokens=f'{self.prompt_tokens:,} in, of which {self.cached_tokens:,} cached; {self.output_tokens:,} out',
+                    wasted=f'{self.recomputed:,} computed again, {self.padded:,} padded; {self.masked:,} masked reads',
+                    steps=f'{self.steps:,}, with {self.preemptions:,} preemptions',
+                    memory=f'{megabytes(self.kv_bytes)} of keys and values: {self.blocks_in_use:,} of {self.blocks:,} blocks in use, '
+                           f'{self.blocks_cached:,} can be found again',
+                    speed=f'{said(self.tokens_per_second, ",.1f")} tokens/s; {said(self.time_to_first_token, ".3f")} s to the first token, '
+                          f'{said(self.time_per_token, ".4f")} s for each after it')

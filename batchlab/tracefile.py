@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['ROW', 'LEDGER', 'PARTS', 'POOL', 'VERSION', 'Trace']
+__all__ = ['ROW', 'LEDGER', 'PARTS', 'POOL', 'VERSION', 'Trace', 'Recorded', 'trace_of']
 
 # %% ../nbs/50_trace.ipynb #7d0f8a11
 import json, os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import TraceError
 from .ledger import Ledger
@@ -225,3 +225,19 @@ class Trace:
         t = self.totals
         ended = sum(t['requests'].values())
         return f'{type(self).__name__}: {t["steps"]} steps, {ended} requests ended, {t["output_tokens"]} tokens out'
+
+# %% ../nbs/50_trace.ipynb #52b3a50b
+class Recorded(Protocol):
+    "What has a trace as its `recorder`, or None: an `LLM`."
+    @property
+    def recorder(self) -> Trace | None: ...
+
+def trace_of(x: Trace | str | os.PathLike | Recorded) -> Trace:
+    "The `Trace` that `x` is, as it is now; or the one saved under that name; or what an `LLM` recorded last. Raises `TraceError`."
+    if isinstance(x, (str, os.PathLike)): return Trace.load(x)
+    if not isinstance(x, Trace):
+        if not hasattr(x, 'recorder'): raise TraceError(f'expected a trace, its file, or an LLM that recorded one: got {type(x).__name__}')
+        if x.recorder is None:
+            raise TraceError('this LLM has recorded nothing: run something inside `with llm.trace():`, or make it by LLM(trace=True)')
+        x = x.recorder
+    return Trace(x.data)

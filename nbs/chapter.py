@@ -11,6 +11,7 @@ def begin(names: dict) -> None:
     "Begin a chapter, whose `globals()` are `names`."
     os.environ.setdefault('TRANSFORMERS_VERBOSITY', 'error')
     os.environ.setdefault('HF_HUB_DISABLE_PROGRESS_BARS', '1')
+    os.environ.setdefault('TQDM_DISABLE', '1')                 # the outputs of a chapter are kept: no bars in them
     if not os.environ.get('IN_TEST'): return                   # which nbdev_test sets
     global last
     last.get('_oh', {}).clear()                                # what its cells displayed

@@ -161,6 +161,33 @@ def test_a_slow_reader_gets_all_in_few_outputs(llm):
     assert len(outs) <= 3 and len(outs[-1].outputs[0].token_ids) == 60 and outs[-1].finished
 
 
+@pytest.mark.parametrize('n', [1, 3])
+def test_log_probabilities_grow_with_the_answer(llm, n):
+    params = SamplingParams(n=n, seed=4, max_tokens=20, logprobs=2, ignore_eos=True)
+    async def grown(): return [o async for o in llm.generate([7, 8], params)]
+    *outs, whole = run(grown())
+    assert outs
+    for o in outs:
+        for a in o.outputs:
+            final, k = whole.outputs[a.index], len(a.token_ids)
+            assert len(a.logprobs) == k and a.logprobs == final.logprobs[:k] and a.token_ids == final.token_ids[:k]
+            assert a.cumulative_logprob == sum(l[t].logprob for l, t in zip(final.logprobs[:k], final.token_ids))
+    assert whole.outputs[0].cumulative_logprob == llm.llm.generate([7, 8], params, use_tqdm=False)[0].outputs[0].cumulative_logprob
+    async def plain(): return [o async for o in llm.generate([7, 8], SamplingParams(max_tokens=4))]
+    assert {a.logprobs is a.cumulative_logprob is None for o in run(plain()) for a in o.outputs} == {True}
+
+
+def test_events_of_a_slow_reader_are_one_with_all_log_probabilities(llm):
+    async def slow():
+        outputs = llm.generate([7, 8], SamplingParams(temperature=0, max_tokens=60, logprobs=1, ignore_eos=True))
+        first = await anext(outputs)
+        while len(llm.answers[first.request_id].parts[0].token_ids) < 30: await asyncio.sleep(.001)
+        return [first, *[o async for o in outputs]]
+    outs = run(slow())
+    for o in outs: assert o.outputs[0].logprobs == outs[-1].outputs[0].logprobs[:len(o.outputs[0].token_ids)]
+    assert len(outs[-1].outputs[0].logprobs) == 60
+
+
 def test_wrong_calls_raise_where_they_are_awaited(llm):
     async def wrong():
         with pytest.raises(ParamError, match='max_tokens'): await anext(llm.generate([7], dict(max_tokens=-1)))

@@ -6,6 +6,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = {'StructuredOutputsParams', 'LLM', 'AsyncLLM', 'SamplingParams', 'RequestOutput', 'CompletionOutput', 'load_model', 'BatchlabError', 'EngineArgs'}
+PUBLIC |= {'Outputs', 'StreamEvent', 'Trace', 'timeline'}
 
 
 def py(code, cwd):
@@ -54,7 +55,9 @@ print(missing)
 def test_unknown_attribute():
     import batchlab
     with pytest.raises(AttributeError, match="module 'batchlab' has no attribute 'Lm'"): _ = batchlab.Lm
-    with pytest.raises(ImportError, match='Lm'): exec('from batchlab import Lm')
+    with pytest.raises(ImportError, match="cannot import name 'Lm' from 'batchlab': did you mean 'LLM'?"): exec('from batchlab import Lm')
+    with pytest.raises(ImportError, match="did you mean 'timeline'?"): exec('from batchlab import Timeline')
+    with pytest.raises(ImportError, match="cannot import name 'no_such_thing'"): exec('from batchlab import no_such_thing')
     assert not hasattr(batchlab, '__wrapped__')
 
 

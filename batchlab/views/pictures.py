@@ -18,7 +18,7 @@ import numpy as np
 from ..deprecated import renamed
 from ..errors import TraceError
 from ..ledger import Ledger
-from ..tracefile import PARTS, Trace
+from ..tracefile import PARTS, Recorded, Trace, trace_of
 from .drawing import Canvas, Picture, axis, bars, columns, heading, inner, legend, on_top, runs, scale, side_axis, tile
 
 # %% auto #0
@@ -26,20 +26,18 @@ __all__ = ['Lane', 'Lanes', 'KINDS', 'phase_of', 'Run', 'slot_runs', 'share_idle
            'padding', 'prefixes', 'kv_map', 'waste', 'latency']
 
 # %% ../../nbs/51_pictures.ipynb #a125fd06
-_One = Trace | str | Path                                   # a trace, or the file of one
+_One = Trace | str | Path | Recorded                        # see `trace_of`
 _Traces = _One | Sequence[_One] | Mapping[str, _One]
 
 def named(traces: _Traces) -> dict[str, Trace]:
     """`{name: Trace}` of one trace, a list, or a dict of them; a path is loaded. Else names are the strategies.
 
     Raises `TraceError`."""
-    if isinstance(traces, (Trace, str, Path)): traces = [traces]
-    pairs = traces.items() if isinstance(traces, dict) else [(None, t) for t in traces]
+    given: Any = [traces] if isinstance(traces, (Trace, str, Path)) or hasattr(traces, 'recorder') else traces
+    pairs = given.items() if isinstance(given, dict) else [(None, t) for t in given]
     found = {}
     for name, t in pairs:
-        if not isinstance(t, (Trace, str, Path)):
-            raise TraceError(f'a picture is drawn from traces: got {type(t).__name__}')
-        t = Trace(t.data) if isinstance(t, Trace) else Trace.load(t)
+        t = trace_of(t)
         if not t.steps:
             raise TraceError('a trace without steps has nothing to draw: record a run inside `with llm.trace()`')
         name = base = str(name or t.data.get('strategy') or 'engine')
@@ -93,28 +91,29 @@ class Run:
     """What a slot did from step `first` to `end` (excluded; by their places in the trace), for a `request` or for nobody.
 
     `kind`: 'prefill', 'decode', 'again' (computed before), 'held' (no share of these steps), 'blocked' (empty, while a request
-    waits) or 'idle'."""
+    waits) or 'idle'. `cached`: of a request's first step, the share of its tokens so far that came from the prefix cache."""
     first: int
     end: int
     kind: str
     request: int | None = None
+    cached: float = 0.
 
 Lane = list[Run]                                                        # of one slot; no run where the slot did not exist
 Lanes = Mapping[tuple[str, int], Lane]                                  # by engine and slot
 
 # %% ../../nbs/51_pictures.ipynb #34cef25a
-def extend(lane: Lane, i: int, kind: str, request: int | None) -> None:
-    "One step more, at place `i`; chunks of a prompt stay apart."
-    last = lane[-1] if lane else None
+def extend(lane: Lane, i: int, kind: str, request: int | None, cached: float = 0.) -> None:
+    "One step more, at place `i`; chunks of a prompt stay apart, and a step with tokens that were `cached`."
+    last = lane[-1] if lane and not cached and not lane[-1].cached else None
     if last and last.end == i and last.request == request and last.kind == kind != 'prefill': last.end = i + 1
-    else: lane.append(Run(i, i + 1, kind, request))
+    else: lane.append(Run(i, i + 1, kind, request, cached))
 
 def as_runs(lane: Sequence[Any]) -> Lane:
-    "A lane of `(kind, request or None)` for each step as one of `Run`s; 'none': the slot did not exist."
+    "A lane of `(kind, request or None)` or `(kind, request, share cached)` for each step as one of `Run`s; 'none': there was no slot."
     if lane and isinstance(lane[0], Run): return [*lane]
     found = []
-    for i, (kind, request) in enumerate(lane):
-        if kind != 'none': extend(found, i, kind, request)
+    for i, (kind, *whose) in enumerate(lane):
+        if kind != 'none': extend(found, i, kind, *whose)
     return found
 
 # %% ../../nbs/51_pictures.ipynb #34cef259
@@ -139,10 +138,11 @@ def slot_runs(trace: Trace) -> dict[tuple[str, int], Lane]:
     "What each slot did in the steps of `trace`: `{(engine, slot): [Run, …]}`."
     steps, preempted, lanes = trace.steps, {}, {}
     empty = {engine: _empty(steps, engine) for engine in sorted({s['engine'] for s in steps})}
-    for engine, found in empty.items():
-        for slot in range(max(slots for *_, (_, slots) in found)): lanes[engine, slot] = []
+    for engine, stretches in empty.items():
+        for slot in range(max(slots for *_, (_, slots) in stretches)): lanes[engine, slot] = []
     for i, s in enumerate(steps):
         preempted.update(dict.fromkeys(s['preempted'], i))
+        found = {number: cached for number, _, cached in s['admitted']}
         for row in s['rows']:
             slot, number = row[:2]
             lane = lanes[s['engine'], slot]
@@ -151,7 +151,8 @@ def slot_runs(trace: Trace) -> dict[tuple[str, int], Lane]:
                 held = last.request == number and preempted.get(number, -1) < last.end
                 if held: lane.append(Run(last.end, i, 'held', number))
                 else: _fill(lane, i, slot, empty[s['engine']])
-            extend(lane, i, phase_of(row), number)
+            cached = found.get(number, 0)
+            extend(lane, i, phase_of(row), number, cached / (cached + row[3]))
     for (engine, slot), lane in lanes.items(): _fill(lane, len(steps), slot, empty[engine])
     return lanes
 
@@ -170,7 +171,7 @@ def edges(trace: Trace, by: str = 'steps') -> list[float]:
     return [s['start'] for s in steps] + [last['start'] + sum(last[k] for k in PARTS)]
 
 # %% ../../nbs/51_pictures.ipynb #86b16711
-KINDS = dict(prefill='prefill', decode='decode', again='computed again', held='has the slot, no share of the step',
+KINDS = dict(prefill='prefill', cached='cached: found, not computed', decode='decode', again='computed again', held='has the slot, no share of the step',
              blocked='empty while a request waits', idle='empty')
 
 def _draw_run(c, run, x, end, high, tip):
@@ -179,16 +180,20 @@ def _draw_run(c, run, x, end, high, tip):
     if run.kind == 'decode' and high >= 6:                              # a narrower line, on what the slot is without it
         c.box(x, c.y, w, h, 'idle')
         inset = .18 * high
-    if not tip: return c.box(x, c.y + inset, w, h - 2 * inset, run.kind)
-    c.rect(x, c.y + inset, w - .6 if w > 3 else w, h - 2 * inset, run.kind, tip, data_request=number)
-    if high >= 11 and w > 6.5 * len(str(number)) + 3 and run.kind != 'held' and number >= 0:
+    top, tall = c.y + inset, h - 2 * inset
+    low = min(tall * run.cached, .85 * tall)                            # the green part, below; some was computed in any case
+    for kind, y, part in ((run.kind, top, tall - low), ('cached', top + tall - low, low)):
+        if not part: continue
+        if tip: c.rect(x, y, w - .6 if w > 3 else w, part, kind, tip, data_request=number)
+        else: c.box(x, y, w, part, kind)
+    if tip and high >= 11 and w > 6.5 * len(str(number)) + 3 and run.kind != 'held' and number >= 0:
         c.text(x + 2.5, c.y + high / 2 + 3.4, number, on_top(run.kind), pointer_events='none')
 
 def draw_lanes(c: Canvas, lanes: Mapping[tuple[str, int], Sequence[Any]], left: float, right: float, high: float,
                at: Sequence[float] | None = None, unit: str = 'steps', apart: bool = False) -> None:
     """Draw `lanes` at `c.y`, which moves on: a row of `high` pixels for each slot, steps from `left` to `right`.
 
-    A lane is a list of `Run`s, or of `(kind, request or None)` for each step. `at`: where in `unit` each step begins and the last one
+    A lane is a list of `Run`s, or what `as_runs` takes. `at`: where in `unit` each step begins and the last one
     ends; None counts steps. `apart`: a shape for each run of a request, with its number in `data-request`, however many there are; else
     only if they are few, and many of a kind are one shape."""
     if not lanes: return
@@ -202,7 +207,8 @@ def draw_lanes(c: Canvas, lanes: Mapping[tuple[str, int], Sequence[Any]], left: 
         for run in lane:
             start, end, tip = at[run.first], at[run.end], ''
             if apart and run.request is not None:
-                tip = f'request {run.request}: {KINDS[run.kind]}, slot {slot}, {unit} {start:.6g} to {end:.6g}'
+                cached = f', {run.cached:.0%} of its tokens cached' if run.cached else ''
+                tip = f'request {run.request}: {KINDS[run.kind]}{cached}, slot {slot}, {unit} {start:.6g} to {end:.6g}'
             _draw_run(c, run, place(start), place(end), high, tip)
         c.row(left, high, f'slot {slot}' if high >= 9 else slot)
 
@@ -210,8 +216,8 @@ def draw_lanes(c: Canvas, lanes: Mapping[tuple[str, int], Sequence[Any]], left: 
 def timeline(traces: _Traces, by: str = 'steps') -> Picture:
     """A `Picture`: who had which slot when, a panel for each trace on one scale; prefill, decode, and what stood empty.
 
-    `traces`: a `Trace` or the name of its file, several in a list, or in a dict by name. `by`: 'steps', or 'time' in seconds.
-    Raises `TraceError`."""
+    `traces`: a `Trace`, the name of its file, or an `LLM` for what it recorded last; several in a list, or in a dict by name. `by`:
+    'steps', or 'time' in seconds. Raises `TraceError`."""
     unit, traces, said = unit_of(by), named(traces), []
     c, left = Canvas(), 58
     panels = {name: (slot_runs(t), edges(t, by)) for name, t in traces.items()}

@@ -82,10 +82,11 @@ def step_line(step: dict, last: int) -> str:
             f'({counts}), {step["waiting"]} waiting')
 
 # %% ../../nbs/54_scrubber.ipynb #deee7ad2
-def step_slots(step: dict, parts: Sequence[Share]) -> list[SlotState]:
-    "The slots of a step of a trace after it, `parts` being its shares."
+def step_slots(step: dict, parts: Sequence[Share], requests: Mapping[int, dict]) -> list[SlotState]:
+    "The slots of a step of a trace after it, `parts` being its shares, of `requests` by their numbers."
     owner, size = {p.slot: (p.request, p.phase) for p in parts}, step['block_size'] or 64
-    return [SlotState(number, held, -(-held // size) * size, phase) for slot, held in enumerate(step['held'])
+    cached = lambda number: requests.get(number, {}).get('cached_tokens', 0)
+    return [SlotState(number, held, -(-held // size) * size, phase, cached(number)) for slot, held in enumerate(step['held'])
             for number, phase in [owner.get(slot, (None, 'held' if held else 'idle'))]]
 
 def step_html(trace: Trace, step: dict, parts: Sequence[Share], requests: Mapping[int, dict]) -> str:
@@ -94,7 +95,7 @@ def step_html(trace: Trace, step: dict, parts: Sequence[Share], requests: Mappin
     draw_step(c, trace, step)
     times = ', '.join(f'{name} {step[name] * 1000:.1f} ms' for name in PARTS)
     return panel_html(f'<div><b>{esc(said)}</b> <span class="dim">{times}</span></div>{row_html(parts)}'
-                      f'{c.picture("What the step computed", said).svg}{slots_html(step_slots(step, parts))}{texts_html(parts, requests)}')
+                      f'{c.picture("What the step computed", said).svg}{slots_html(step_slots(step, parts, requests))}{texts_html(parts, requests)}')
 
 # %% ../../nbs/54_scrubber.ipynb #488b8e86
 class Scrubber(Panel):

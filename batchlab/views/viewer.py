@@ -12,7 +12,7 @@ from typing import Any
 
 from ..deprecated import renamed
 from ..errors import TraceError
-from ..tracefile import Trace
+from ..tracefile import Trace, trace_of
 from .drawing import HTML_STYLE, Canvas, colour_key, columns, esc, scale, side_axis
 from .pictures import draw_lanes, phase_of, row_height, slot_runs
 
@@ -127,7 +127,9 @@ const most = steps.reduce((m, s) => Math.max(m, ...s.held), 1);
 function tank(held, i, s, owner) {
   const what = `slot ${i}: ${owner ? 'request ' + owner.number + ', ' + owner.phase : 'free'}, ${held} tokens`;
   const fill = `height:${percent(held, most)};background:${css(owner ? owner.phase : 'held')}`;
-  return el('span', {class: 'slot', role: 'img', title: what, 'aria-label': what}, el('i', {style: fill}), el('b', {}, owner ? owner.number : ''));
+  const cached = owner ? requests.get(owner.number)?.cached_tokens ?? 0 : 0, found = `height:${percent(cached, most)};background:${css('cached')}`;
+  return el('span', {class: 'slot', role: 'img', title: what, 'aria-label': what}, el('i', {style: fill}), el('i', {style: found}),
+    el('b', {}, owner ? owner.number : ''));
 }
 function box(p, total) {
   const texts = p.tokens.length && total <= 600 ? p.tokens.map(t => el('code', {}, seen(t))) : [`${p.n} tokens`];
@@ -252,12 +254,11 @@ BODY = r'''
 # %% ../../nbs/53_viewer.ipynb #6400c4c2
 PAGE_START = '<!DOCTYPE html>\n<html class="bl" lang="en"><head><meta charset="utf-8"><meta name="viewport"'
 KEY = dict(prefill='prefill', decode='decode', again='computed again', held='keys of a decoding request, or held without a share',
-           cached='keys of a prompt’s earlier part', blocked='empty while a request waits', padded='padded')
+           cached='cached: found, not computed', blocked='empty while a request waits', padded='padded')
 
 def data_of(trace: Trace | dict | str | os.PathLike) -> dict[str, Any]:
-    "What a `Trace`, its `data`, or the file of that name holds. Raises `TraceError` if it is none, or has no steps."
-    if isinstance(trace, (str, os.PathLike)): trace = Trace.load(trace)
-    data = trace if isinstance(trace, dict) else trace.data
+    "What a `Trace`, its `data`, the file of that name, or an `LLM` that recorded one holds. Raises `TraceError` if it is none, or has no steps."
+    data = trace if isinstance(trace, dict) else trace_of(trace).data
     if not data['steps']: raise TraceError('this trace has no steps to show: record while something runs')
     return data
 

@@ -95,11 +95,13 @@ class WatchedRequest:
 
 @dataclass
 class SlotState:
-    "`held` tokens, with room for `capacity`, of the request in a slot, `owner`, a request's index or None; `phase` 'prefill', 'decode' or 'idle'."
+    """`held` tokens, with room for `capacity`, of the request in a slot, `owner`, a request's index or None; `phase` 'prefill', 'decode' or
+    'idle'. `cached`: how many of the tokens were found in the prefix cache."""
     owner: int | None = None
     held: int = 0
     capacity: int = 0
     phase: str = 'idle'
+    cached: int = 0
 
 # %% ../../nbs/52_widgets.ipynb #06b59317
 def slots_of(scheduler: Scheduler, place: Mapping[str, int]) -> list[SlotState]:
@@ -108,7 +110,7 @@ def slots_of(scheduler: Scheduler, place: Mapping[str, int]) -> list[SlotState]:
     def state(r: Request) -> SlotState:
         room = len(r.block_table) * scheduler.block_size or r.max_len
         phase = 'prefill' if r.num_computed_tokens <= len(r.prompt_ids) else 'decode'            # what it has just done
-        return SlotState(place.get(r.request_id, -1), r.num_computed_tokens, room, phase)
+        return SlotState(place.get(r.request_id, -1), r.num_computed_tokens, room, phase, r.num_cached_tokens or 0)
     seats = min(scheduler.max_num_seqs, len(owners) + len(scheduler.waiting))
     return [state(owners[s]) if s in owners else SlotState() for s in range(max(seats, 1 + max(owners, default=-1)))]
 
@@ -117,13 +119,13 @@ class Watch:
     """Notes what becomes of some requests of `llm`, in the thread that steps; others read it.
 
     `requests`: a `WatchedRequest` for each; `slots`: a `SlotState` for each slot, as of the last `look`; `history`: for each look, what each
-    slot did, `(phase, request or None)`, the last 4,096."""
+    slot did, `(phase, request or None, share of its tokens that were cached, if it is new there)`, the last 4,096."""
     def __init__(self, llm: LLM):
         self.llm, self.num_tokens = llm, 0
         self.requests: list[WatchedRequest] = []
         self.slots: list[SlotState] = []
         self.place: dict[str, int] = {}                          # the index of a request by its id
-        self.history: deque[list[tuple[str, int | None]]] = deque(maxlen=4096)
+        self.history: deque[list[tuple[str, int | None, float]]] = deque(maxlen=4096)
         self.times: deque[tuple[float, int]] = deque(maxlen=4096)
 
     def add(self, prompt: str | Sequence, params: SamplingParams, **kw: Any) -> None:
@@ -149,16 +151,17 @@ class Watch:
         if not self.llm.mutex.acquire(timeout=.2): return
         try: self.slots = [s for e in self.llm.engines.values() for s in slots_of(e.scheduler, self.place)]
         finally: self.llm.mutex.release()
-        self.history.append([(s.phase, s.owner) for s in self.slots])
+        before = {owner for _, owner, _ in self.history[-1]} if self.history else set()
+        self.history.append([(s.phase, s.owner, 0. if s.owner in before else s.cached / max(1, s.held)) for s in self.slots])
         held = {s.owner: i for i, s in enumerate(self.slots) if s.owner is not None}
         for i, r in enumerate(self.requests):
             r.slot = held.get(i)
             if not r.done: r.state = 'running' if i in held else 'waiting'
 
     @property
-    def lanes(self) -> dict[tuple[str, int], list[tuple[str, int | None]]]:
+    def lanes(self) -> dict[tuple[str, int], list[tuple[str, int | None, float]]]:
         "The history of each slot, as `pictures.draw_lanes` takes it."
-        slots = zip_longest(*list(self.history), fillvalue=('none', None))
+        slots = zip_longest(*list(self.history), fillvalue=('none', None, 0.))
         return {('', i): list(lane) for i, lane in enumerate(slots)}
 
     @property

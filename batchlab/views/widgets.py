@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import comm, psutil, torch
-from IPython.core.getipython import get_ipython
+import psutil, torch
 
 from ..config import STRATEGIES
 from ..deprecated import renamed
@@ -22,10 +21,13 @@ from ..inputs import as_list, params_for
 from ..ledger import Ledger
 from ..llm import LLM
 from ..sampling import SamplingParams, SamplingRow, probabilities, sample
-from .drawing import HTML_STYLE, Canvas, Picture, bars, colour_key, esc, heading
-from .pictures import draw_lanes
+from ..shown import panel_html, short, table
+from .drawing import Canvas, Picture, bars, colour_key, esc, heading, legend
+from .pictures import KINDS, draw_lanes
 
-try: import ipywidgets as W
+try:
+    import comm, ipywidgets as W
+    from IPython.core.getipython import get_ipython
 except ImportError as e: raise ImportError("the widgets need ipywidgets: pip install 'batchlab[widgets]'") from e
 
 if TYPE_CHECKING:
@@ -162,10 +164,6 @@ def choices(logits: torch.Tensor, params: SamplingParams, n: int = 12) -> Choice
     return Choices(top, int((after > 0).sum()), sample(logits[None], [row]).token_ids[0], bits)
 
 # %% ../../nbs/52_widgets.ipynb #b9dab1fd
-def panel_html(body: str) -> str:
-    "HTML of a widget: `body` with the colours and classes of all."
-    return f'<style>{HTML_STYLE}.bl{{font-size:13px;color:var(--jp-ui-font-color1,inherit)}}</style><div class="bl">{body}</div>'
-
 def shown_token(tokenizer: Any, token_id: int) -> str:
     "A token's text between quotes, in which spaces and line breaks can be seen; its id if there is no tokenizer."
     if tokenizer is None: return str(token_id)
@@ -250,11 +248,6 @@ class SamplingExplorer(Panel):
 from .watch import SlotState, Stepper, Watch, WatchedRequest
 
 # %% ../../nbs/52_widgets.ipynb #e02d906a
-def short(text: str, n: int) -> str:
-    "`text` on one line, its end cut off after `n` characters."
-    line = ' '.join(text.split())
-    return line if len(line) <= n else line[:n - 1] + '…'
-
 def watch_picture(watch: Watch, most: int = 12) -> Picture:
     "A `Watch` as a `Picture`: the slots over the steps, and what became of the first `most` requests."
     c, lanes, requests = Canvas(), watch.lanes, watch.requests
@@ -262,7 +255,9 @@ def watch_picture(watch: Watch, most: int = 12) -> Picture:
     title = f'{len(requests)} requests, {len(watch.history)} steps; ended: {ends}'
     heading(c, 16, title)
     draw_lanes(c, lanes, 58, c.width - 16, max(4, min(18, 240 / max(1, len(lanes)))))
-    c.y += 25
+    c.y += 8
+    legend(c, 58, KINDS.items())
+    c.y += 14
     for i, r in enumerate(requests[:most]):
         c.text(16, c.y, i)
         c.text(44, c.y, short(r.prompt, 38), 'dim')
@@ -276,8 +271,10 @@ def watch_picture(watch: Watch, most: int = 12) -> Picture:
 def slot_html(i: int, s: SlotState) -> str:
     "A `SlotState` as a tank that is as full as the slot, with the number of its owner."
     who = 'free' if s.owner is None else 'another call' if s.owner < 0 else f'request {s.owner}'
-    what = f'slot {i}: {who}, {s.held} of {s.capacity} tokens{", " + s.phase if s.held else ""}'
-    fill = f'<i style="height:{min(1, s.held / max(1, s.capacity)):.0%};background:var(--{s.phase})"></i>'
+    cached = f', {s.cached} cached' if s.cached else ''
+    what = f'slot {i}: {who}, {s.held} of {s.capacity} tokens{", " + s.phase if s.held else ""}{cached}'
+    high = lambda n: f'{min(1, n / max(1, s.capacity)):.0%}'
+    fill = ''.join(f'<i style="height:{high(n)};background:var(--{kind})"></i>' for n, kind in ((s.held, s.phase), (s.cached, 'cached')) if n)
     return (f'<span class="slot" role="img" title="{what}" aria-label="{what}">{fill}'
             f'<b>{"" if s.owner is None else "·" if s.owner < 0 else s.owner}</b></span>')
 
@@ -366,7 +363,7 @@ class LiveView(Panel):
         "Show the state of this moment. What is as it was is not sent again: a trait that gets an equal value keeps still."
         w, s, self.paints = self.watch, self.stepper, self.paints + 1
         self.status.value = watch_line(w, s.paused, s.error)
-        self.slots.value = panel_html(slots_html(w.slots) + colour_key(dict(prefill='prefill', decode='decode')))
+        self.slots.value = panel_html(slots_html(w.slots) + colour_key(dict(prefill='prefill', decode='decode', cached='cached')))
         self.pause.description = 'Go on' if s.paused else 'Pause'
         for b in (self.pause, self.step, self.cancel): b.disabled = w.done
         for i, line in enumerate(self.lines, self.page.value): line.show(i, w.requests)
@@ -432,14 +429,6 @@ def bar_html(parts: Mapping[str, float], most: float) -> str:
     "A stacked bar of `parts`, `{kind of colour: number}`; `most` fill its cell."
     stack = ''.join(f'<i style="width:{n / most:.2%};background:var(--{kind})"></i>' for kind, n in parts.items())
     return f'<div style="display:flex;height:14px;min-width:90px">{stack}</div>'
-
-def table(rows: Sequence[Mapping[str, object]], words: Sequence[str]) -> str:
-    "An HTML table of `rows`, `{column: HTML}`, all numbers but the columns `words`."
-    cell = lambda tag, name, x: f'<{tag}{"" if name in words else " class=num"}>{x}</{tag}>'
-    lines = [''.join(cell('td', *x) for x in row.items()) for row in rows]
-    head = ''.join(cell('th', name, name) for name in rows[0])
-    body = ''.join(f'<tr>{line}</tr>' for line in lines)
-    return f'<div style="overflow-x:auto"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 def played_html(runs: Sequence[PlaygroundRun]) -> str:
     "Runs of the playground as a table."

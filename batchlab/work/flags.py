@@ -178,6 +178,8 @@ NOTES = dict(generate="A prompt that begins with a dash goes after --.",
                  "prompt, or in sampling_params; one that nothing here can honour fails the line, other keys are named once "
                  "and ignored. A table as output has a row for each of n answers, told apart by index, and a column logprobs.")
 
+UNSAID = "What is left open: temperature 0 and 256 tokens here; temperature 1 and 16 tokens in Python, where SamplingParams() is as in vLLM."
+
 def parser_of(command: str) -> OneLineParser:
     "The parser of the flags of a command, which is not `bench`."
     p = OneLineParser(prog=f'batchlab {command}', description=ABOUT[command], epilog=NOTES.get(command))
@@ -185,7 +187,7 @@ def parser_of(command: str) -> OneLineParser:
     if command == 'run': add_flags(p.add_argument_group('on Ray'), *RAY_FLAGS)
     if command in ('generate', 'run', 'plan'):
         add_flags(p, *MODEL_FLAGS)
-        add_flags(p.add_argument_group('sampling'), *SAMPLING_FLAGS, default=argparse.SUPPRESS)
+        add_flags(p.add_argument_group('sampling', UNSAID), *SAMPLING_FLAGS, default=argparse.SUPPRESS)
     return p
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
