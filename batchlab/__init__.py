@@ -6,33 +6,26 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-_lazy = {'LLM': 'llm', 'RequestOutput': 'outputs', 'CompletionOutput': 'outputs', 'SamplingParams': 'params',
-         'StructuredOutputsParams': 'params', 'AsyncLLM': 'async_llm', 'load_model': 'models', 'BatchlabError': 'errors',
-         'EngineArgs': 'habits'}
-__all__ = ['LLM', 'RequestOutput', 'CompletionOutput', 'SamplingParams', 'StructuredOutputsParams', 'AsyncLLM', 'load_model',
-           'BatchlabError', 'EngineArgs']
+_lazy = {'LLM': 'llm', 'AsyncLLM': 'async_llm', 'SamplingParams': 'params', 'StructuredOutputsParams': 'params', 'EngineArgs': 'habits',
+         'load_model': 'models', 'BatchlabError': 'errors', 'RequestOutput': 'outputs', 'CompletionOutput': 'outputs', 'Outputs': 'outputs',
+         'StreamEvent': 'outputs', 'Trace': 'tracefile', 'timeline': 'views.pictures', 'run': 'work.frames'}
+__all__ = ['LLM', 'AsyncLLM', 'SamplingParams', 'StructuredOutputsParams', 'EngineArgs', 'load_model', 'BatchlabError', 'RequestOutput',
+           'CompletionOutput', 'Outputs', 'StreamEvent', 'Trace', 'timeline', 'run']
+_lazy |= {'LiveView': 'views.widgets', 'Playground': 'views.widgets', 'Scrubber': 'views.scrubber'}      # not by *: they want a package of their own
 
 if TYPE_CHECKING:
     from .async_llm import AsyncLLM
+    from .errors import BatchlabError
     from .habits import EngineArgs
     from .llm import LLM
-    from .outputs import CompletionOutput, RequestOutput
-    from .errors import BatchlabError
     from .models import load_model
+    from .outputs import CompletionOutput, Outputs, RequestOutput, StreamEvent
     from .params import SamplingParams, StructuredOutputsParams
-
-
-# to see with; the widgets want a package of their own, and stay out of `import *`
-_lazy |= {'Outputs': 'outputs', 'StreamEvent': 'outputs', 'Trace': 'tracefile', 'timeline': 'views.pictures',
-          'LiveView': 'views.widgets', 'Playground': 'views.widgets', 'Scrubber': 'views.scrubber'}
-__all__ += ['Outputs', 'StreamEvent', 'Trace', 'timeline']
-
-if TYPE_CHECKING:
-    from .outputs import Outputs, StreamEvent
     from .tracefile import Trace
     from .views.pictures import timeline
     from .views.scrubber import Scrubber as Scrubber
     from .views.widgets import LiveView as LiveView, Playground as Playground
+    from .work.frames import run
 
 
 def __getattr__(name: str):
@@ -54,14 +47,10 @@ def _meant(name: str) -> str:
 
 
 class _Moved:
-<<<<<<< HEAD
-    "Finds modules under names that they had, with a `DeprecationWarning`, and those of vLLM: `batchlab.jobs` is `batchlab.work.jobs`."
-=======
-    """Finds a module under the name that it had, with a `DeprecationWarning`: `import batchlab.jobs` gives `batchlab.work.jobs`.
+    """Finds modules under names that they had, with a `DeprecationWarning`, and those of vLLM: `batchlab.jobs` is `batchlab.work.jobs`.
 
     Being asked last, it also says which name was meant: `from batchlab import X` looks for a module X before it gives up, and an
     `ImportError` from here is what the user sees."""
->>>>>>> h_seeing
     names = {'kernels': 'backends.kernels', 'fused': 'backends.fused', 'int8': 'backends.int8', 'cuda': 'backends.cuda',
              'drawing': 'views.drawing', 'pictures': 'views.pictures', 'widgets': 'views.widgets', 'viewer': 'views.viewer',
              'jobs': 'work.jobs', 'scaleout': 'work.scaleout'}
@@ -71,14 +60,11 @@ class _Moved:
     @classmethod
     def find_spec(cls, name: str, path=None, target=None):
         package, _, module = name.rpartition('.')
-<<<<<<< HEAD
         if name.removeprefix(f'{__name__}.') in cls.vllm:
             from importlib.machinery import ModuleSpec
             return ModuleSpec(name, cls, is_package=True)                                  # type: ignore[arg-type]
-=======
         if package == __name__ and (meant := _meant(module)) and module not in cls.names:
             raise ImportError(f"cannot import name {module!r} from 'batchlab'{meant}", name=name)
->>>>>>> h_seeing
         if package != __name__ or module not in cls.names: return None
         from importlib.machinery import ModuleSpec
         warnings.warn(f'{name} is now {__name__}.{cls.names[module]}', DeprecationWarning, stacklevel=2)
