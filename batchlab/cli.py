@@ -9,6 +9,7 @@ import argparse, contextlib, json, logging, math, os, re, signal, stat, sys, thr
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 from .deprecated import renamed
@@ -30,16 +31,28 @@ __getattr__ = renamed(__name__, dict(CliError='errors.JobError', as_json='json_l
 __all__ = ['main']
 
 # %% ../nbs/43_cli.ipynb #a3e2fcc2
-def note(text: object) -> None:
-    "Write one line `batchlab: text` to standard error, above the progress bar if there is one."
-    from tqdm import tqdm
-    with contextlib.suppress(OSError), tqdm.external_write_mode(file=sys.stderr):
-        print('batchlab:', ' '.join(str(text).split()), file=sys.stderr, flush=True)
+class Notes:
+    "Called with a text, it writes one line to standard error, above the progress bar if there is one. `as_json`: for programs."
+    as_json = False
+
+    def __call__(self, text: object, level: str = 'info') -> None:
+        from tqdm import tqdm
+        with contextlib.suppress(OSError), tqdm.external_write_mode(file=sys.stderr):
+            print(self.line(text, level), file=sys.stderr, flush=True)
+
+    def line(self, text: object, level: str) -> str:
+        "`batchlab: text`; or a JSON object of time (UTC), level and message, and of the `figures` that `text` carries."
+        message = ' '.join(str(text).split())
+        if not self.as_json: return f"batchlab: {'error: ' if level == 'error' else ''}{message}"
+        now = datetime.now(timezone.utc).isoformat(timespec='seconds')
+        return json.dumps(dict(time=now, level=level, message=message) | getattr(text, 'figures', {}))
+
+note = Notes()
 
 # %% ../nbs/43_cli.ipynb #d891cf7a
 class NoteHandler(logging.Handler):
     "Show log records as notes."
-    def emit(self, record: logging.LogRecord) -> None: note(record.getMessage())
+    def emit(self, record: logging.LogRecord) -> None: note(record.getMessage(), record.levelname.lower())
 
 @contextlib.contextmanager
 def log_as_notes() -> Iterator[None]:
@@ -90,17 +103,31 @@ def read_text(name: str) -> str:
         raise JobError(f"{shown} is not UTF-8 (byte 0x{e.object[e.start]:02x} in line {line}): save it as UTF-8") from e
     except OSError as e: raise JobError(f"can't read {shown} ({e.strerror or e})") from e
 
-def read_file(name: str) -> list[JobLine]:
-    "The requests of a file: JSONL by its name or its first character, else one prompt a line. Raises `JobError`."
-    from batchlab.work.lines import JobLine, parse_line
+def text_rows(name: str) -> list[tuple[int, bytes]]:
+    "`(number, line of JSONL)` of a file that is JSONL by its name or its first character, or else has one prompt a line. Raises `JobError`."
+    from batchlab.work.formats import prompt_line
+    from batchlab.work.tables import KINDS
     shown = 'standard input' if name == '-' else name
     rows = read_text(name).removesuffix('\n').split('\n')
     full = [(i, s.rstrip('\r')) for i, s in enumerate(rows, 1) if s.strip()]
     if not full: raise JobError(f"{shown} has no prompts in it: expected one a line, or JSONL")
     if skipped := len(rows) - len(full): note(f"{shown}: {skipped} blank line{'s'*(skipped > 1)} skipped")
-    if Path(name).suffix not in ('.jsonl', '.json', '.ndjson') and not full[0][1].lstrip().startswith('{'):
-        return [JobLine(i, '', prompt=s) for i, s in full]
-    lines = [parse_line(i, s.encode(), 'plain') for i, s in full]
+    kind = KINDS.get(Path(name).suffix.lower())
+    jsonl = kind == 'jsonl' or kind is None and full[0][1].lstrip().startswith('{')
+    return [(i, s.encode() if jsonl else prompt_line(s.encode())) for i, s in full]
+
+def read_file(name: str, chat: bool = False, system: str | None = None, **columns: Any) -> list[JobLine]:
+    "The requests of a text, or of any file that `run` reads, where `columns` say what those of a table are for. Raises `JobError`."
+    from batchlab.work.formats import read_raw
+    from batchlab.work.lines import parse_line
+    from batchlab.work.tables import INSTEAD, OPENERS, TABLES, check_input, file_kind
+    shown, kind, suffix = 'standard input' if name == '-' else name, file_kind(name), Path(name).suffix.lower()
+    if suffix in INSTEAD: check_input(name)
+    if columns.get('prompt_template') is not None and kind not in TABLES:
+        raise JobError(f"--prompt-template is for the columns of a table, and {shown} is none")
+    if kind in TABLES: rows = read_raw(name, chat=chat, system=system, **columns)
+    else: rows = read_raw(name) if kind == 'json' or suffix in OPENERS else text_rows(name)
+    lines = [parse_line(i, raw, 'plain', chat, system) for i, raw in rows]
     unknown = {k for line in lines for k in line.ignored} | {'model' for line in lines if line.model is not None}
     if unknown: note(f"{shown}: keys without meaning here, ignored: {', '.join(sorted(unknown))}")
     return lines
@@ -131,7 +158,9 @@ def read_prompts(args: argparse.Namespace, options: dict[str, Any]) -> list[JobL
         if sys.stdin is None or sys.stdin.isatty():
             raise JobError('no prompts: give some, such as batchlab generate "The sky is", or --prompts-file')
         name = '-'
-    if name is not None: lines += read_file(name)
+    if name is not None:
+        lines += read_file(name, args.chat, args.system, prompt_column=args.prompt_column, id_column=args.id_column,
+                           prompt_template=args.prompt_template, data_columns=args.data_columns)
     for line in lines: prepare(line, args, options)
     if args.system is not None and not any(line.messages is not None for line in lines):
         raise JobError("--system needs --chat, or messages in the prompts file")
@@ -274,25 +303,32 @@ def outputs_of(llm: LLM | None, lines: Sequence[JobLine],
         group = [i for i, line in enumerate(lines) if not line.failure and (line.messages is not None) == chat]
         if not group: continue
         assert llm is not None
-        prompts = [lines[i].messages if chat else lines[i].prompt for i in group]
-        outs = llm.iter_outputs(prompts, [lines[i].options for i in group], chat=chat, on_step=on_step)
+        prompts = [lines[i].conversation if chat else lines[i].prompt for i in group]
+        outs = llm.iter_outputs(prompts, [lines[i].options for i in group], chat=chat, on_step=on_step,
+                                timeout=[lines[i].timeout for i in group])
         for k, out in outs: yield group[k], out
 
 def run_lines(llm: LLM | None, lines: Sequence[JobLine], results: Results) -> list[RequestOutput]:
     "Put `lines` through `llm` into `results`, with a progress bar on a terminal. Returns the outputs."
-    from tqdm import tqdm
-    failed, outs = [record(i, line) for i, line in enumerate(lines) if line.failure], []
-    with tqdm(unit=' tok', file=sys.stderr, disable=not sys.stderr.isatty(), leave=False,
-              bar_format='{n_fmt} tok, {rate_fmt}, {elapsed}{postfix}') as bar:
+    from batchlab.work.jobs import JobResult, Progress
+    outs, r = [], JobResult(len(lines))
+    def on_step(tokens: int) -> None:
+        r.output_tokens += tokens
+        progress.update()
+    with contextlib.closing(Progress(r, note, False if note.as_json else None)) as progress:
         try:
-            for d in failed: results.add(d)
-            for i, out in outputs_of(llm, lines, bar.update):
+            for i, line in enumerate(lines):
+                if line.failure: results.add(record(i, line))
+            r.failed = len(results.errors)
+            for i, out in outputs_of(llm, lines, on_step):
                 results.add(record(i, lines[i], out))
                 outs.append(out)
-                bar.set_postfix_str(f'{len(failed) + len(outs)}/{len(lines)} requests', refresh=False)
+                r.failed, r.answered = len(results.errors), r.answered + (not out.error)
+                if not out.error: r.count(out)
         except BaseException:
             results.rest()
             raise
+    if note.as_json: note(r)
     return outs
 
 # %% ../nbs/43_cli.ipynb #eb5878c9
@@ -341,8 +377,8 @@ def summary(results: Results) -> int:
     "Say in one line what failed, if anything. Returns the exit status."
     if not results.errors: return 0
     first = min(results.errors, key=lambda d: d['index'])
-    note(f"error: {len(results.errors)} of {results.total} requests failed, the first is request {first['index'] + 1}: "
-         f"{first['error']}")
+    note(f"{len(results.errors)} of {results.total} requests failed, the first is request {first['index'] + 1}: "
+         f"{first['error']}", 'error')
     return 1
 
 def generate(args: argparse.Namespace, llm: LLM | None = None) -> int:
@@ -376,7 +412,8 @@ def job_of(args: argparse.Namespace) -> Job:
     given = {f.name: getattr(args, f.name) for f in fields(Job) if f.name in args}
     model = args.model or DEFAULT_MODEL
     return Job(**given, sampling_params=flag_options(args, {}) or None,
-               model_name=Path(model).name if os.path.exists(model) else model, say=note)
+               model_name=Path(model).name if os.path.exists(model) else model, say=note,
+               use_tqdm=False if note.as_json else None)
 
 # %% ../nbs/43_cli.ipynb #3ecad304
 @contextlib.contextmanager
@@ -465,8 +502,10 @@ def manage_cache(args: argparse.Namespace, llm: LLM | None = None) -> int:
 # %% ../nbs/43_cli.ipynb #238aecb1
 def main(argv: Sequence[str] | None = None, llm: LLM | None = None) -> int:
     "The command `batchlab`; `argv` without the program's name. Returns the exit status, having said what went wrong."
+    note.as_json = False
     try:
         args = parse_args(sys.argv[1:] if argv is None else list(argv))
+        note.as_json = getattr(args, 'log_json', False)
         with log_as_notes(): return call(args, llm)
     except SystemExit as e: return int(e.code or 0)      # --help and --version
     except KeyboardInterrupt:
@@ -488,7 +527,7 @@ def told(e: Exception) -> int:
     if isinstance(e, MemoryError) or type(e).__name__ == 'OutOfMemoryError':      # torch's, without importing it to ask
         e = JobError("out of memory: lower --max-num-seqs or --max-model-len, or take a smaller model or dtype", 1)
     if not isinstance(e, (BatchlabError, OSError)): raise e
-    note(f'error: {e}')
+    note(e, 'error')
     return getattr(e, 'status', 2)
 
 # %% ../nbs/43_cli.ipynb #9c67c720

@@ -207,3 +207,22 @@ def test_a_table_keeps_samples_and_log_probabilities(model, tmp_path):
     with open(tmp_path/'out.csv', encoding='utf-8', newline='') as f: found = [*csv.DictReader(f)]
     assert sorted((r['line'], r['index']) for r in found) == [('1', '0'), ('1', '1'), ('2', '')]
     for r in found: assert 0 < len(json.loads(r['logprobs'])['token_logprobs']) <= 4
+
+
+@pytest.mark.parametrize('command', ['run', 'generate'])
+def test_what_is_said_for_programs_is_json(model, tmp_path, command):
+    (tmp_path/'in.jsonl').write_text('{"prompt": "one two three"}\n{"prompt": "one two three"}\n{"prompt": 5}\n')
+    given = ['-i', 'in.jsonl', '-o', 'out.jsonl'] if command == 'run' else ['--prompts-file', 'in.jsonl', '--output', 'out.jsonl']
+    p = subprocess.run([*CMD, command, *given, '--model', model, '--max-tokens', '4', '--log-json'], text=True, encoding='utf-8',
+                       capture_output=True, cwd=tmp_path, env=ENV, timeout=50)
+    said = [json.loads(s) for s in p.stderr.splitlines()]
+    assert p.returncode == 1 and all({'time', 'level', 'message'} <= d.keys() for d in said), p.stderr
+    [last] = [d for d in said if 'total' in d]
+    assert (last['total'], last['answered'], last['failed'], last['seconds_left']) == (3, 2, 1, 0.), last
+    assert last['prompt_tokens'] > last['cached_tokens'] >= 0 and last['output_tokens'] <= 8
+
+
+def test_a_mistake_is_json_too(tmp_path):
+    p = subprocess.run([*CMD, 'run', '-i', 'nowhere.jsonl', '-o', 'out.jsonl', '--log-json'], text=True, capture_output=True, cwd=tmp_path, env=ENV)
+    [said] = [json.loads(s) for s in p.stderr.splitlines()]
+    assert p.returncode == 2 and said['level'] == 'error' and 'nowhere.jsonl' in said['message']

@@ -41,6 +41,7 @@ positive_int = argument('a whole number of at least 1', int, lambda n: n >= 1)
 whole_number = argument('a whole number of at least 0', int, lambda n: n >= 0)
 positive_float = argument('a number above 0', float, lambda x: 0 < x < math.inf)
 int_or_none = argument('a whole number or none', lambda s: None if s.lower() == 'none' else int(s))
+name_list = argument('names with commas between them', lambda s: [x for part in s.split(',') if (x := part.strip())], bool)
 id_list = argument('token ids such as 1,2', lambda s: [int(x) for x in s.strip().strip('[]').replace(',', ' ').split()])
 
 def json_value(s: str) -> Any:
@@ -100,22 +101,30 @@ MODEL_FLAGS = [
     ('--kv-cache-bytes N', positive_int, "most that keys and values take (default: by memory)")]
 
 # %% ../../nbs/43_cli.ipynb #c7d568a9
+TABLE_FLAGS = [
+    ('--prompt-column NAME', str, "of a table (default: prompt)", dict(default='prompt')),
+    ('--id-column NAME', str, "of a table (default: custom_id)", dict(default='custom_id')),
+    ('--prompt-template TEXT', str, "prompt of a table's row, with columns in braces: 'Translate to {lang}: {question}'"),
+    ('--data-columns NAMES', name_list, "columns of a table that are no settings, though they have such names; with commas",
+     dict(action='extend', default=[]))]
+LOG_JSON = ('--log-json', 'store_true', "what is said on standard error as JSON, a line each, with the figures of progress")
 GENERATE_FLAGS = [
     ('prompts PROMPT', str, None, dict(nargs='*')),
     ('--prompts PROMPT', str, None, dict(dest='more_prompts', nargs='+', action='extend', default=[])),
-    ('--prompts-file FILE', str, "one prompt a line, or JSONL with prompt or messages; - is standard input"),
+    ('--prompts-file FILE', str, "one prompt a line, JSONL with prompt or messages, or a table; - is standard input"),
     ('--output FILE', str, "write JSONL there instead of text to standard output"),
     ('--overwrite', 'store_true', "replace the output file if it is there"),
+    *TABLE_FLAGS,
     ('--chat', 'store_true', "each prompt is a user's message"),
     ('--system TEXT', str, "system message before each, with --chat or messages"),
     ('--verify', 'store_true', "then run some of the requests again, each alone, and compare"),
+    LOG_JSON,
     ('--trace FILE', str, "keep what happened at every step, for batchlab view")]
 INPUT_FLAGS = [
     ('-i --input FILE', str, "requests: OpenAI Batch or plain JSONL, CSV or Parquet; also .gz, .bz2, .xz; - is standard input, "
      "read to its end first", dict(required=True)),
     ('--format', ('batch', 'plain'), "of JSONL lines (default: by the first good line)", dict(dest='form')),
-    ('--prompt-column NAME', str, "of a table (default: prompt)", dict(default='prompt')),
-    ('--id-column NAME', str, "of a table (default: custom_id)", dict(default='custom_id')),
+    *TABLE_FLAGS,
     ('--chat', 'store_true', "each plain prompt is a user's message"),
     ('--system TEXT', str, "system message before each of those"),
     ('--limit N', positive_int, "only the first N requests"),
@@ -130,6 +139,7 @@ RUN_FLAGS = [
     ('--retry-errors', 'store_true', "run again what failed before"),
     ('--force', 'store_true', "go on though model, parameters or input have changed"),
     ('--dry-run', 'store_true', "only check the requests, without a model"),
+    LOG_JSON,
     ('--trace FILE', str, "keep what happened at every step, without texts, for batchlab view")]
 RAY_FLAGS = [
     ('--ray N', positive_int, "N workers, each with the model; with a folder as input, file by file"),

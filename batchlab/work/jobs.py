@@ -9,7 +9,7 @@ import gc, hashlib, heapq, itertools, json, logging, os, random, sqlite3, sys, t
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -67,10 +67,12 @@ def good_order(rows: list[tuple[list[int], int]]) -> list[int]:
     return [i for g in sorted(groups.values(), key=lambda g: size(g[0])) for i in g]
 
 # %% ../../nbs/41_jobs.ipynb #6d4715bc
+def _cached(r: JobResult) -> str: return f' ({r.cached_tokens:,} cached)' if r.cached_tokens else ''
+
 @dataclass
 class JobResult:
     """How a job went: requests in all; answered and failed, those of earlier runs (`before`) included; tokens and seconds
-    of this run."""
+    of this run. `cached_tokens`: those of `prompt_tokens` that were computed already, for an earlier request."""
     total: int
     answered: int = 0
     failed: int = 0
@@ -78,22 +80,35 @@ class JobResult:
     prompt_tokens: int = 0
     output_tokens: int = 0
     seconds: float = 0.
+    cached_tokens: int = 0
 
     @property
     def done(self) -> int: return self.answered + self.failed
     @property
     def rate(self) -> float: return self.output_tokens / self.seconds if self.seconds else 0.
 
+    def count(self, out: RequestOutput) -> None:
+        "Count the prompt of `out`, which has been answered."
+        self.prompt_tokens += len(out.prompt_token_ids or ())
+        self.cached_tokens += out.num_cached_tokens
+
     def left(self) -> float | None:
         "Seconds to go, guessed from this run, or None."
         ran = self.done - self.before
         return (self.total - self.done) * self.seconds / ran if ran else None
 
+    @property
+    def figures(self) -> dict[str, Any]:
+        "All of it as a dict for JSON, with the rate in tokens a second and the seconds left."
+        left = self.left()
+        return asdict(self) | dict(done=self.done, tokens_per_second=round(self.rate, 1), seconds=round(self.seconds, 1),
+                                   seconds_left=None if left is None else round(left, 1))
+
     def __str__(self) -> str:
         before = f' ({self.before:,} of them before)' if self.before else ''
         rate = f', {self.rate:,.0f} a second' if self.output_tokens else ''
         return (f'{self.done:,} of {self.total:,} requests done{before}, {self.failed:,} failed; '
-                f'{self.prompt_tokens:,} tokens in, {self.output_tokens:,} out{rate}')
+                f'{self.prompt_tokens:,} tokens in{_cached(self)}, {self.output_tokens:,} out{rate}')
 
 # %% ../../nbs/41_jobs.ipynb #0b955d52
 def duration(seconds: float | None) -> str:
@@ -102,6 +117,21 @@ def duration(seconds: float | None) -> str:
     m, s = divmod(round(seconds), 60)
     h, m = divmod(m, 60)
     return f'{h} h {m} min' if h else f'{m} min {s} s' if m else f'{s} s'
+
+class ProgressLine(str):
+    "A line for people about a `JobResult`, whose `figures` at that moment it carries for programs."
+    figures: dict[str, Any]
+
+    @classmethod
+    def of(cls, r: JobResult) -> ProgressLine:
+        line = cls(f'{r.done:,} of {r.total:,} done, {cls.rates(r)}')
+        line.figures = r.figures
+        return line
+
+    @staticmethod
+    def rates(r: JobResult) -> str:
+        "The part of it that stands beside a bar."
+        return f'{r.failed:,} failed, {r.rate:,.0f} tokens/s{_cached(r)}, {duration(r.left())} left'
 
 class Progress:
     "Shows a `JobResult` as it changes: a bar on a terminal, else a line through `say` every `every` seconds."
@@ -118,10 +148,9 @@ class Progress:
         r.seconds = now - self.start
         if now - self.last < self.every: return
         self.last = now
-        rate = f'{r.failed:,} failed, {r.rate:,.0f} tokens/s, {duration(r.left())} left'
-        self.bar.set_postfix_str(rate, refresh=False)
+        self.bar.set_postfix_str(ProgressLine.rates(r), refresh=False)
         self.bar.update(r.done - self.bar.n)
-        if self.bar.disable: self.say(f'{r.done:,} of {r.total:,} done, {rate}')
+        if self.bar.disable: self.say(ProgressLine.of(r))
 
     def close(self) -> None: self.bar.close()
 
@@ -211,7 +240,7 @@ class LineRunner:
                 self.retried.add(line.key)
                 self.again.append(line)
                 continue
-            if record['error'] is None: self.result.prompt_tokens += len(out.prompt_token_ids or ())
+            if record['error'] is None: self.result.count(out)
             self.settle(line, record)
 
     def retry(self) -> None:

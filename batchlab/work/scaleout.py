@@ -26,7 +26,7 @@ from .jobs import Job, JobResult, LineRunner, Run, model_digest, name_of
 from .journal import Ledgerbook, Outbox
 from .lines import JobLine, failure_of, parse_line
 from .openai import OPTIONS, is_setting
-from .tables import Row, flat, table_rows
+from .tables import Row, flat
 
 __getattr__ = renamed(__name__, {'Desk': 'LineQueue', 'Seat': 'WorkerHandle', 'Dealer': 'Dispatcher', 'need_ray': 'import_ray',
                                  'on_ray': 'ray_session', 'shares': 'resources_for'})
@@ -423,9 +423,10 @@ class RayRun(Run):
         "Settle what the worker of `handle` has done, and count its tokens, unless it is settled already."
         for number, record in records:
             if line := self.dispatcher.close(handle, number):
-                rows = [*table_rows(record)]
-                self.result.prompt_tokens += rows[0]['prompt_tokens'] or 0
-                self.result.output_tokens += sum(row['completion_tokens'] or 0 for row in rows)
+                usage = ((record.get('response') or {}).get('body') or record).get('usage') or {}
+                self.result.prompt_tokens += usage.get('prompt_tokens', 0)
+                self.result.output_tokens += usage.get('completion_tokens', 0)
+                self.result.cached_tokens += usage.get('prompt_tokens_details', {}).get('cached_tokens', 0)
                 self.settle(line, record)
         if records: self.pool.deaths = 0
 
