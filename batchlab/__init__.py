@@ -8,9 +8,9 @@ __version__ = "0.1.0"
 
 _lazy = {'LLM': 'llm', 'RequestOutput': 'outputs', 'CompletionOutput': 'outputs', 'SamplingParams': 'params',
          'StructuredOutputsParams': 'params', 'AsyncLLM': 'async_llm', 'load_model': 'models', 'BatchlabError': 'errors',
-         'EngineArgs': 'habits'}
+         'EngineArgs': 'habits', 'run': 'work.frames'}
 __all__ = ['LLM', 'RequestOutput', 'CompletionOutput', 'SamplingParams', 'StructuredOutputsParams', 'AsyncLLM', 'load_model',
-           'BatchlabError', 'EngineArgs']
+           'BatchlabError', 'EngineArgs', 'run']
 
 if TYPE_CHECKING:
     from .async_llm import AsyncLLM
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .errors import BatchlabError
     from .models import load_model
     from .params import SamplingParams, StructuredOutputsParams
+    from .work.frames import run
 
 
 def __getattr__(name: str):

@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'grammar_for', 'admit', 'group_waves', 'in_order', 'simulate', 'make_plan', 'make_stats', 'trim_memory', 'LLM']
+__all__ = ['log', 'Frame', 'grammar_for', 'admit', 'group_waves', 'in_order', 'simulate', 'make_plan', 'make_stats',
+           'trim_memory', 'LLM']
 
 # %% ../nbs/15_llm.ipynb #10a50c0d
 import contextlib, ctypes, itertools, logging, math, sys, threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from batchlab.verify import Report
 
 log = logging.getLogger('batchlab')
+Frame = TypeVar('Frame')
 
 # %% ../nbs/15_llm.ipynb #de377638
 def grammar_for(llm: LLM, params: SamplingParams) -> Any:
@@ -254,6 +256,16 @@ class LLM(BackgroundLoop):
         self.report = verify(self, outputs, **kwargs)
         self.report.log()
         return self.report
+
+    def map(self, frame: Frame, template: str | None = None, sampling_params: Any = None, *, column: str = 'prompt', system: str | None = None,
+            chat: bool = False, data_columns: Sequence[str] = (), postprocess: Any = None, output: str = 'text', use_tqdm: bool | None = None) -> Frame:
+        """Answer each row of `frame`, a DataFrame, an Arrow table or a list of dicts: one of the same kind with the answers in new columns.
+
+        `template`: 'Translate to {lang}: {text}', of the columns; without it the prompt is in `column`. For the rest see
+        `batchlab.work.frames.map_frame`. Raises `PromptError`, `ParamError`, `JobError` for what is wrong with the call."""
+        from batchlab.work.frames import map_frame
+        return map_frame(self, frame, template, sampling_params, column=column, system=system, chat=chat, data_columns=data_columns,
+                         postprocess=postprocess, output=output, use_tqdm=use_tqdm)
 
     def trace(self, **kwargs: Any) -> Recorder:
         "Record what happens inside `with llm.trace() as trace:`, a `Recorder`. For arguments see `batchlab.trace.trace`."
