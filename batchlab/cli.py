@@ -69,7 +69,8 @@ def log_as_notes() -> Iterator[None]:
 # %% ../nbs/43_cli.ipynb #f5ce3a1d
 def flag_options(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
     "The sampling parameters that the command line gives, over `defaults`, as a dict. Raises `JobError`."
-    from batchlab.sampling import ParamError, SamplingParams
+    from batchlab.errors import ParamError
+    from batchlab.params import SamplingParams
     given = {f.name: getattr(args, f.name) for f in fields(SamplingParams) if f.name in args}
     if 'do_sample' in args and given.setdefault('temperature', 1.) == 0:
         raise JobError("--do-sample and --temperature 0 contradict each other: leave one out")
@@ -120,9 +121,9 @@ def read_file(name: str, chat: bool = False, system: str | None = None, **column
     "The requests of a text, or of any file that `run` reads, where `columns` say what those of a table are for. Raises `JobError`."
     from batchlab.work.formats import read_raw
     from batchlab.work.lines import parse_line
-    from batchlab.work.tables import INSTEAD, OPENERS, TABLES, check_input, file_kind
+    from batchlab.work.tables import CONVERT, OPENERS, TABLES, check_input, file_kind
     shown, kind, suffix = 'standard input' if name == '-' else name, file_kind(name), Path(name).suffix.lower()
-    if suffix in INSTEAD: check_input(name)
+    if suffix in CONVERT: check_input(name)
     if columns.get('prompt_template') is not None and kind not in TABLES:
         raise JobError(f"--prompt-template is for the columns of a table, and {shown} is none")
     if kind in TABLES: rows = read_raw(name, chat=chat, system=system, **columns)
@@ -406,11 +407,13 @@ def generate(args: argparse.Namespace, llm: LLM | None = None) -> int:
 def job_of(args: argparse.Namespace) -> Job:
     "The `Job` that the arguments of `run` or `plan` ask for. Raises `BatchlabError`."
     from batchlab.work.jobs import Job
-    from batchlab.models import DEFAULT_MODEL, resolve_device
-    if getattr(args, 'ray', None): from batchlab.work.scaleout import RayJob as Job      # devices are the workers' there
-    else: resolve_device(args.device)
+    if getattr(args, 'dry_run', False): model = args.model or ''                        # which needs no torch either
+    else:
+        from batchlab.models import DEFAULT_MODEL, resolve_device
+        if getattr(args, 'ray', None): from batchlab.work.scaleout import RayJob as Job      # devices are the workers' there
+        else: resolve_device(args.device)
+        model = args.model or DEFAULT_MODEL
     given = {f.name: getattr(args, f.name) for f in fields(Job) if f.name in args}
-    model = args.model or DEFAULT_MODEL
     return Job(**given, sampling_params=flag_options(args, {}) or None,
                model_name=Path(model).name if os.path.exists(model) else model, say=note,
                use_tqdm=False if note.as_json else None)

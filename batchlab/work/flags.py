@@ -124,22 +124,23 @@ GENERATE_FLAGS = [
     LOG_JSON,
     ('--trace FILE', str, "keep what happened at every step, for batchlab view")]
 INPUT_FLAGS = [
-    ('-i --input FILE', str, "requests: OpenAI Batch or plain JSONL, CSV or Parquet; also .gz, .bz2, .xz; - is standard input, "
-     "read to its end first", dict(required=True)),
+    ('-i --input FILE', str, "requests: OpenAI Batch or plain JSONL, CSV, TSV, Parquet, or .txt with one prompt a line; also .gz, .bz2, .xz; "
+     "- is standard input, read to its end first", dict(required=True)),
     ('--format', ('batch', 'plain'), "of JSONL lines (default: by the first good line)", dict(dest='form')),
     *TABLE_FLAGS,
     ('--chat', 'store_true', "each plain prompt is a user's message"),
-    ('--system TEXT', str, "system message before each of those"),
+    ('--system TEXT', str, "system message before each of those; for a table with columns in braces too"),
     ('--limit N', positive_int, "only the first N requests"),
     ('--look-ahead N', positive_int, "lines to choose from (default: 1024)", dict(default=1024))]
 RUN_FLAGS = [
-    ('-o --output FILE', str, "answers, one for each request; .jsonl, .csv or .parquet; - is standard output, where an ended run "
+    ('-o --output FILE', str, "answers, one for each request; .jsonl, .csv, .tsv or .parquet; - is standard output, where an ended run "
      "can not go on"),
     ('--error-file FILE', str, "failures (default: among the answers)"),
-    ('--ordered', 'store_true', "answers in the order of the requests"),
+    ('--ordered', 'store_true', "answers in the order of the requests, as in tables always"),
     ('--timeout SECONDS', positive_float, "for each request"),
     ('--max-errors N', whole_number, "stop after more failures than this"),
     ('--retry-errors', 'store_true', "run again what failed before"),
+    ('--keep-journal', 'store_true', "leave the folder beside the output there when all is done"),
     ('--force', 'store_true', "go on though model, parameters or input have changed"),
     ('--dry-run', 'store_true', "only check the requests, without a model"),
     LOG_JSON,
@@ -176,7 +177,9 @@ ABOUT = dict(generate="Answer a batch of prompts with a language model.",
 NOTES = dict(generate="A prompt that begins with a dash goes after --.",
              run="Sampling flags hold for what a line leaves open. A plain line has its own settings beside its "
                  "prompt, or in sampling_params; one that nothing here can honour fails the line, other keys are named once "
-                 "and ignored. A table as output has a row for each of n answers, told apart by index, and a column logprobs.")
+                 "and ignored. Of a table, columns with the names of settings are settings of their row, all others stand beside the answers, "
+                 "in the same order; a table as output has a row for each of n answers, told apart by index, and a column logprobs. "
+                 "While a job runs, OUTPUT.batchlab holds what it needs to go on; it goes when the job is done.")
 
 UNSAID = "What is left open: temperature 0 and 256 tokens here; temperature 1 and 16 tokens in Python, where SamplingParams() is as in vLLM."
 

@@ -26,7 +26,7 @@ from .jobs import Job, JobResult, LineRunner, Run, model_digest, name_of
 from .journal import Ledgerbook, Outbox
 from .lines import JobLine, failure_of, parse_line
 from .openai import OPTIONS, is_setting
-from .tables import Row, flat, table_rows
+from .tables import Row, flat
 
 __getattr__ = renamed(__name__, {'Desk': 'LineQueue', 'Seat': 'WorkerHandle', 'Dealer': 'Dispatcher', 'need_ray': 'import_ray',
                                  'on_ray': 'ray_session', 'shares': 'resources_for'})
