@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from .blocks import common_length
-from .errors import ParamError, PromptError
+from .errors import BatchlabError, ParamError, PromptError
 from .inputs import as_list, is_ids, parse_prompt, prompt_ids_of
 from .models import encode, start_token_id
-from .outputs import RequestOutput
 from .params import SamplingParams
 
 if TYPE_CHECKING: from batchlab.llm import LLM
 
 # %% auto #0
-__all__ = ['split_choices', 'encode_choices', 'decode', 'Question', 'log_sum', 'ask', 'ChoiceScores', 'answer', 'check_choices',
+__all__ = ['split_choices', 'encode_choices', 'ids_of', 'Question', 'log_sum', 'ask', 'ChoiceScores', 'answer', 'check_choices',
            'choices_for', 'choose']
 
 # %% ../nbs/33_choices.ipynb #c433000e
@@ -40,24 +39,24 @@ def encode_choices(llm: LLM, prompt: Any, choices: Sequence[Any], chat: bool = F
 
     Where nothing is left in front of a choice, that is the token that stands for an empty prompt."""
     model, tokenizer = llm.model, llm.tokenizer
+    words: Any = tokenizer
     text, ids = (None, None) if chat else parse_prompt(prompt)
-    own = text is not None and ids is None                             # the prompt is a text, and special tokens are the tokenizer's to add
-    if own: ids = prompt_ids_of(model, tokenizer, text, False)[1]
-    else:
-        ids = prompt_ids_of(model, tokenizer, prompt, chat)[1]
-        if any(isinstance(c, str) for c in choices):
-            text = decode(tokenizer, ids)
-            if encode(tokenizer, text, False) != ids: text = None
+    special = ids is None and not chat                                 # special tokens are the tokenizer's to add
+    if ids is None: ids = prompt_ids_of(model, tokenizer, prompt, True)[1] if chat else ids_of(tokenizer, text or '')
+    if not special and any(isinstance(c, str) for c in choices):
+        text = words.decode(ids, clean_up_tokenization_spaces=False)
+        if ids_of(tokenizer, text, False) != ids: text = None
     def whole(choice: Any) -> list[int]:
         if not isinstance(choice, str): return [*ids, *map(int, choice)]
-        if text is None: return [*ids, *encode(tokenizer, choice, False)]
-        return prompt_ids_of(model, tokenizer, text + choice, False)[1] if own else encode(tokenizer, text + choice, False)
+        return [*ids, *ids_of(tokenizer, choice, False)] if text is None else ids_of(tokenizer, text + choice, special)
     shared, tails = split_choices(ids, [whole(c) for c in choices])
     return shared or [start_token_id(model, tokenizer)], tails
 
-def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    "The text of `ids` with all that is special in it."
-    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+def ids_of(tokenizer: Any, text: str, special: bool = True) -> list[int]:
+    "The ids of `text`, with the special tokens of the tokenizer or without. Raises `PromptError`, `ModelError`."
+    try: return encode(tokenizer, text, special)
+    except BatchlabError: raise
+    except Exception as e: raise PromptError(f'the tokenizer refuses this text ({e}): is it valid Unicode?') from e
 
 # %% ../nbs/33_choices.ipynb #c4330015
 @dataclass

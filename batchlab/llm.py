@@ -6,46 +6,41 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['grammar_for', 'admit', 'group_waves', 'in_order', 'simulate', 'make_plan', 'make_stats', 'trim_memory', 'LLM']
+__all__ = ['log', 'Frame', 'grammar_for', 'admit', 'group_waves', 'in_order', 'simulate', 'make_plan', 'make_stats',
+           'trim_memory', 'LLM']
 
 # %% ../nbs/15_llm.ipynb #10a50c0d
 import contextlib, ctypes, itertools, logging, math, threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
-<<<<<<< /tmp/tmpyehwssom/o
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-||||||| /tmp/tmpyehwssom/b
-from typing import TYPE_CHECKING, Any
-=======
 from typing import TYPE_CHECKING, Any, TypeVar
->>>>>>> /tmp/tmpyehwssom/t
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from batchlab.attention import probe_rows
-from batchlab.backends import Backend
-from batchlab.blocks import KVBudget
-from batchlab.config import (check_compile, check_count, check_quantization, check_strategy, choose_limits, model_and_tokenizer,
+from .attention import probe_rows
+from .backends import Backend
+from .blocks import KVBudget
+from .config import (check_compile, check_count, check_quantization, check_strategy, choose_limits, model_and_tokenizer,
                              probe_model, rope_switch)
-from batchlab.deprecated import renamed
-from batchlab.engine import make_request, sum_ledgers
-from batchlab.errors import BatchlabError, ModelError, ParamError
-from batchlab.inputs import (as_list, chat_options, check_bar, check_forms, is_talk, log_failures, prompt_ids_of, settings_for,
+from .deprecated import renamed
+from .engine import make_request, sum_ledgers
+from .errors import BatchlabError, ModelError, ParamError
+from .inputs import (as_list, chat_options, check_bar, check_forms, is_talk, log_failures, prompt_ids_of, settings_for,
                              split_settings)
-from batchlab.ledger import Ledger
-from batchlab.loop import BackgroundLoop, Delivery, EngineSet
-from batchlab.models import eos_token_ids, pad_token_id
-from batchlab.names import by_any_name, read_call, read_engine
-from batchlab.outputs import MemoryPlan, Outputs, RequestGroup, RequestOutput, Score, Stats, StreamEvent
-from batchlab.padding import Probe
-from batchlab.params import check_logprobs_mode
-from batchlab.prefill import check_prompt
-from batchlab.prefix import group_by_prefix
-from batchlab.sampling import SamplingParams, SamplingRow
-from batchlab.scheduler import Request, RowOutput, Scheduler, round_up
-from batchlab.shown import facts_html, megabytes, shows_bar
+from .ledger import Ledger
+from .loop import BackgroundLoop, Delivery, EngineSet
+from .models import eos_token_ids, pad_token_id
+from .names import by_any_name, read_call, read_engine
+from .outputs import MemoryPlan, Outputs, RequestGroup, RequestOutput, Score, Stats, StreamEvent
+from .padding import Probe
+from .params import check_logprobs_mode
+from .prefill import check_prompt
+from .prefix import group_by_prefix
+from .sampling import SamplingParams, SamplingRow
+from .scheduler import Request, RowOutput, Scheduler, round_up
+from .shown import facts_html, megabytes, shows_bar
 if TYPE_CHECKING:
     from batchlab.choices import ChoiceScores
     from batchlab.trace import Recorder

@@ -349,3 +349,39 @@ def test_results_go_into_a_table():
     frame = pd.DataFrame([o.probabilities for o in outs]).assign(best=[o.best for o in outs])
     assert [*frame.columns] == ['x', 'y', 'best'] and len(frame) == 3
     assert all(len(repr(o)) < 200 for o in outs)
+
+
+# lines, tables of the API, the command line
+
+
+def test_a_line_asks_for_chosen_tokens_and_modes():
+    from batchlab.work.lines import parse_line
+    line = parse_line(1, b'{"prompt": "p", "logprob_token_ids": [5, 9], "logprobs_mode": "processed_logprobs"}', 'plain')
+    assert (line.failure, line.options) == (None, dict(logprob_token_ids=[5, 9], logprobs_mode='processed_logprobs'))
+    assert 'prompt_logprob_start' in parse_line(1, b'{"prompt": "p", "prompt_logprob_start": 2}', 'plain').failure[1]
+
+
+@pytest.mark.parametrize('kind', ['chat', 'text'])
+def test_answers_of_the_api_carry_chosen_tokens(kind):
+    from batchlab.work.openai import chat_logprobs, text_logprobs
+    llm = LLM(tiny(), tiny_tokenizer())
+    [out] = llm.generate([[5, 6, 7]], dict(GREEDY, max_tokens=2, logprob_token_ids=[70, 80]))
+    c = out.outputs[0]
+    if kind == 'chat':
+        for step, d in zip(chat_logprobs(c, out.params.logprobs)['content'], c.logprobs):
+            assert [t['logprob'] for t in step['top_logprobs']] == [l.logprob for l in d.values()]
+    else: assert [len(d) for d in text_logprobs(c)['top_logprobs']] == [len(d) for d in c.logprobs]
+
+
+def test_flags():
+    from batchlab.work.flags import SAMPLING_FLAGS
+    from batchlab.params import LOGPROBS_MODES
+    rows = {spec.split()[0]: kind for spec, kind, *_ in SAMPLING_FLAGS}
+    assert rows['--logprobs-mode'] == LOGPROBS_MODES and '--logprob-token-ids' in rows
+
+
+def test_an_environments_fault_is_raised():
+    from batchlab.errors import ModelError
+    with pytest.raises(ModelError, match='tokenizer'): LLM(tiny()).choose(['a'], ['b'])
+    out = LLM(tiny(), tiny_tokenizer()).choose(['a', 'bad \ud800'], ['b'])
+    assert not out[0].error
