@@ -6,6 +6,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = {'StructuredOutputsParams', 'LLM', 'AsyncLLM', 'SamplingParams', 'RequestOutput', 'CompletionOutput', 'load_model', 'BatchlabError'}
+
+
 PUBLIC |= {'Outputs', 'StreamEvent', 'Trace', 'timeline'}
 
 
