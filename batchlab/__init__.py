@@ -47,10 +47,7 @@ def _meant(name: str) -> str:
 
 
 class _Moved:
-    """Finds modules under names that they had, with a `DeprecationWarning`, and those of vLLM: `batchlab.jobs` is `batchlab.work.jobs`.
-
-    Being asked last, it also says which name was meant: `from batchlab import X` looks for a module X before it gives up, and an
-    `ImportError` from here is what the user sees."""
+    "Finds modules under names that they had, with a `DeprecationWarning`, and those of vLLM: `batchlab.jobs` is `batchlab.work.jobs`."
     names = {'kernels': 'backends.kernels', 'fused': 'backends.fused', 'int8': 'backends.int8', 'cuda': 'backends.cuda',
              'drawing': 'views.drawing', 'pictures': 'views.pictures', 'widgets': 'views.widgets', 'viewer': 'views.viewer',
              'jobs': 'work.jobs', 'scaleout': 'work.scaleout'}
@@ -63,8 +60,6 @@ class _Moved:
         if name.removeprefix(f'{__name__}.') in cls.vllm:
             from importlib.machinery import ModuleSpec
             return ModuleSpec(name, cls, is_package=True)                                  # type: ignore[arg-type]
-        if package == __name__ and (meant := _meant(module)) and module not in cls.names:
-            raise ImportError(f"cannot import name {module!r} from 'batchlab'{meant}", name=name)
         if package != __name__ or module not in cls.names: return None
         from importlib.machinery import ModuleSpec
         warnings.warn(f'{name} is now {__name__}.{cls.names[module]}', DeprecationWarning, stacklevel=2)
@@ -92,6 +87,18 @@ class _Moved:
 
 
 if not any(getattr(f, '__module__', '') == __name__ for f in sys.meta_path): sys.meta_path.append(_Moved)   # type: ignore[arg-type]
+
+
+class _Misspelled:
+    "Asked last: `from batchlab import X` looks for a module X before it gives up, and an `ImportError` from here says which was meant."
+    @staticmethod
+    def find_spec(name: str, path=None, target=None):
+        package, _, wanted = name.rpartition('.')
+        if package == __name__ and (meant := _meant(wanted)):
+            raise ImportError(f"cannot import name {wanted!r} from 'batchlab'{meant}", name=name)
+
+
+if not any(getattr(f, '__name__', '') == '_Misspelled' for f in sys.meta_path): sys.meta_path.append(_Misspelled)   # type: ignore[arg-type]
 
 
 def __dir__() -> list[str]: return sorted({*globals(), *_lazy})

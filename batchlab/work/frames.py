@@ -50,9 +50,10 @@ def run(input: str | Path, output: str | Path, sampling_params: Any = None, *, m
     known = [f.name for f in fields(Job) if f.init]
     if unknown := job.keys() - {*known}: raise ParamError(f'unknown argument {min(unknown)!r}: a job has {", ".join(known)}')
     name = model if isinstance(model, str) else None
+    more: dict[str, Any] = dict(model_name=Path(name).name if name and os.path.exists(name) else name) | job
     one = Job(input, output, sampling_params=options_of(sampling_params), prompt_template=prompt_template, system=system, chat=chat,
               prompt_column=prompt_column, id_column=id_column, data_columns=data_columns, postprocess=postprocess,
-              **dict(model_name=Path(name).name if name and os.path.exists(name) else name) | job)
+              **more)
     def load() -> LLM:
         from batchlab.llm import LLM
         return LLM(name)

@@ -361,8 +361,8 @@ def lock(path: str | Path, stack: ExitStack) -> None:
     folder, file = side_of(path), side_of(path) / 'lock'
     if not folder.absolute().parent.is_dir(): raise JobError(f"can't write {path} (no such folder)")
     stack.callback(suppress_os, folder.rmdir)
+    held = FileLock(file, timeout=0)
     for tries in range(100):                                         # another run may take the folder away as it ends
-        held = FileLock(file, timeout=0)
         try:
             folder.mkdir(exist_ok=True)
             held.acquire()

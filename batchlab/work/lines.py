@@ -217,7 +217,8 @@ def answer_of(line: JobLine, out: RequestOutput, model: str, postprocess: Postpr
     "The record of an answer: a dict for JSON. `postprocess`: makes the `results` of each."
     if line.kind != 'plain':
         body = answer_body(out, line.kind, f'{line.number}-{line.digest}', model)
-        record, choices = dict(id=line.key, **line.ids, response=dict(status_code=200, request_id=line.key, body=body), error=None), body['choices']
+        record: dict[str, Any] = dict(id=line.key, **line.ids, response=dict(status_code=200, request_id=line.key, body=body), error=None)
+        choices = body['choices']
     else:
         first = out.outputs[0]
         many = len(out.outputs) > 1 or first.logprobs is not None

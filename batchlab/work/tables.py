@@ -166,7 +166,7 @@ class Template:
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e018
 INT, FLOAT = re.compile(r'0|-?[1-9]\d{0,18}'), re.compile(r'-?(0|[1-9]\d*)?(\.\d*)?([eE][+-]?\d{1,3})?')
-TRUTH = dict.fromkeys(('True', 'true', 'TRUE'), True) | dict.fromkeys(('False', 'false', 'FALSE'), False)
+TRUTH = {k: k[0] in 'tT' for k in 'True true TRUE False false FALSE'.split()}
 
 def literal(text: str) -> int | float | bool | str:
     "The number or truth value that `text` in a CSV stands for, if nothing of it is lost; else `text`."
@@ -242,7 +242,7 @@ class Columns:
         self.talk = 'messages' in names and self.prompt_column in ('prompt', 'messages') and self.prompt_template is None
         self.prompt = self.prompt_column if self.prompt_column in names and self.prompt_template is None and self.prompt_column != 'messages' else None
         if self.prompt is None and not self.talk and self.prompt_template is None: raise no_column(self.prompt_column, names, where, 'prompt column')
-        self.templates = [text and Template(text, names, where, what) for text, what in
+        self.templates = [None if text is None else Template(text, names, where, what) for text, what in
                           ((self.prompt_template, 'prompt template'), (self.system, 'system message'))]
         if self.system is not None and self.text and not (self.chat or self.talk):
             raise JobError('a system message is for conversations: give chat (--chat) as well, or a column of messages')
@@ -260,7 +260,7 @@ class Columns:
     def row(self, cells: dict[str, Any]) -> Row:
         "What the row with `cells` asks for."
         keep = {new: None if is_missing(v := cells[old]) else v for old, new in self.shown.items()} if self.keep else None
-        custom_id, messages = (None if is_missing(v := cells.get(k)) else v for k in (self.id_column, 'messages' if self.talk else None))
+        custom_id, messages = (None if is_missing(v := cells.get(k)) else v for k in (self.id_column, 'messages' if self.talk else ''))
         try:
             prompt, system = (t and t.fill(cells) for t in self.templates)
             given = {k: self.setting(k, cells[k]) for k in self.settings if not is_missing(cells[k])} or None
