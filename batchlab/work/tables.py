@@ -239,7 +239,7 @@ class Columns:
         for name in self.data_columns:
             if name not in names: raise no_column(name, names, where, 'data columns')
         if self.id_column != 'custom_id' and self.id_column not in names: raise no_column(self.id_column, names, where, 'id column')
-        self.talk = 'messages' in names and self.prompt_column in ('prompt', 'messages') and self.prompt_template is None
+        self.talk = 'messages' in {*names} - {*self.data_columns} and self.prompt_column in ('prompt', 'messages') and self.prompt_template is None
         self.prompt = self.prompt_column if self.prompt_column in names and self.prompt_template is None and self.prompt_column != 'messages' else None
         if self.prompt is None and not self.talk and self.prompt_template is None: raise no_column(self.prompt_column, names, where, 'prompt column')
         self.templates = [None if text is None else Template(text, names, where, what) for text, what in

@@ -1,0 +1,436 @@
+"Tables in and out: every row, every column, in order, with its type; what a column is for; what is refused before anything runs."
+import csv, functools, json, os, random, subprocess, sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from batchlab.errors import JobError, ParamError, PromptError
+from batchlab.llm import LLM
+from batchlab.models import tiny_model, tiny_tokenizer
+from batchlab.names import INSTEAD, known_settings
+from batchlab.sampling import SamplingParams
+from batchlab.work.frames import map_frame, run
+from batchlab.work.jobs import Job
+from batchlab.work.journal import journal_of, settings_file, stamp_of
+from batchlab.work.lines import parse_line
+from batchlab.work.tables import ANSWER, NO_SETTINGS, AnswerTable, Columns, Row, TableFile, literal, type_of
+
+pa = pytest.importorskip('pyarrow', reason='tables need pyarrow')
+pq = pytest.importorskip('pyarrow.parquet', reason='tables need pyarrow with Parquet built in')
+pd = pytest.importorskip('pandas', reason='frames need pandas')
+pytestmark = pytest.mark.usefixtures('one_thread')
+
+
+@functools.cache
+def llm(): return LLM(tiny_model('llama', num_hidden_layers=1), tiny_tokenizer(), max_num_seqs=16)
+
+
+SHORT = dict(max_tokens=2, ignore_eos=True)
+
+def write(path, rows):
+    with open(path, 'w', newline='', encoding='utf-8') as f: csv.writer(f).writerows(rows)
+
+def read(path):
+    with open(path, newline='', encoding='utf-8') as f: return [*csv.DictReader(f)]
+
+def left(folder, name): return sorted(p.name for p in Path(folder).iterdir() if p.name.startswith(name) and p.name != name)
+
+
+# --- columns, order and types
+
+def wide(n):
+    "A header and `n` rows of 12 columns, with what is easily lost: leading zeros, gaps, long numbers, line breaks."
+    names = 'id zip question text price seen big flag note n_words when lang'.split()
+    return [names, *([1000 + 7*i, f'{i:05d}', f'Say "{i}",\nplease', f'old {i}', '' if i % 10 == 3 else f'{i/4}', i % 2 == 0, 2**60 + i, 'true' if i % 3 else 'False',
+                      '' if i % 4 else 'ä, "b"', '' if i % 5 == 0 else i, f'2026-01-{1 + i % 28:02d}', 'de' if i % 2 else 'fr'] for i in range(n))]
+
+TEMPLATE = '{lang} {id}'
+
+JOB = """
+import sys, resource
+from pathlib import Path
+from batchlab.llm import LLM
+from batchlab.models import tiny_model, tiny_tokenizer
+from batchlab.work.jobs import Job
+name, out, stop = sys.argv[1], sys.argv[2], int(sys.argv[3])
+llm = LLM(tiny_model('llama', num_hidden_layers=1), tiny_tokenizer(), max_num_seqs=16)
+llm.generate(['warm'] * 20, dict(max_tokens=2))
+job = Job(name, out, prompt_template='{lang} {id}', sampling_params=dict(max_tokens=1), use_tqdm=False, id_column='id')
+class Stop(BaseException): pass
+step = llm.step
+def mortal():
+    if stop and job.result.done >= stop: raise Stop
+    return step()
+llm.step = mortal
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try: job.run(llm)
+except Stop: pass
+print(job.result.done, job.result.before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='ru_maxrss is in KiB on Linux')
+def test_ten_thousand_rows_come_back_by_their_key(tmp_path):
+    "Twelve columns, ended in the middle and gone on with: every row once, types kept; five times the rows take no more memory."
+    grown = {}
+    for n in (2000, 10_000):
+        write(tmp_path/f'{n}.csv', wide(n))
+        for stop in (n // 2, 0):
+            p = subprocess.run([sys.executable, '-c', JOB, f'{n}.csv', f'{n}.parquet', str(stop)], cwd=tmp_path, capture_output=True, text=True, timeout=500)
+            assert p.returncode == 0, p.stderr
+            done, before, grown[n] = map(int, p.stdout.split())
+        assert (done, before >= n // 2, left(tmp_path, f'{n}.parquet')) == (n, True, [])
+    assert grown[10_000] < grown[2000] + 40_000, grown
+    source, found = pd.read_csv(tmp_path/'10000.csv', dtype=dict(zip=str)), pd.read_parquet(tmp_path/'10000.parquet')
+    assert [*found.id] == [*source.id] and found.id.dtype == source.id.dtype == 'int64'
+    both = source.merge(found, on='id', suffixes=('_then', ''))
+    assert len(both) == 10_000 and both.error.isna().all() and (both.completion_tokens == 1).all() and found.completion_tokens.dtype == 'Int64'
+    for name in (n for n in source.columns if n not in ('id', 'text')): pd.testing.assert_series_equal(
+        both[f'{name}_then'].astype('Float64' if name == 'n_words' else both[name].dtype), both[name].astype('Float64' if name == 'n_words' else both[name].dtype), check_names=False)
+    assert [*both.text_input] == [*both.text_then] and found.zip[7] == '00007' and found.big.dtype == 'int64' and found.n_words.dtype == 'Int64'
+
+
+def test_text_and_error_of_every_row_equal_a_call_of_its_own(tmp_path):
+    write(tmp_path/'in.csv', wide(40))
+    run(tmp_path/'in.csv', tmp_path/'out.csv', SHORT, model=llm(), prompt_template=TEMPLATE)
+    rows, asked = read(tmp_path/'out.csv'), wide(40)
+    assert [[*r.values()][:12] for r in rows] == [[str(c) for c in row] for row in asked[1:]] and [*rows[0]][:4] == ['id', 'zip', 'question', 'text_input']
+    outs = llm().generate([f"{r['lang']} {r['id']}" for r in rows], SamplingParams(temperature=0, **SHORT), use_tqdm=False)
+    clean = lambda s: s.encode('utf-8', 'replace').decode()
+    assert [r['text'] for r in rows] == [clean(o.outputs[0].text) for o in outs] and {r['completion_tokens'] for r in rows} == {'2'}
+
+
+def test_parquet_types_pass_through(tmp_path):
+    import datetime, decimal
+    n = 300
+    table = pa.table(dict(
+        id=pa.array(range(n), pa.uint16()), prompt=[f'p {i}' if i % 7 else None for i in range(n)], tags=[['a', 'b'][:i % 3] for i in range(n)],
+        nested=[dict(a=i, b=[dict(c='x')]) for i in range(n)], when=pa.array([datetime.datetime(2026, 1, 1)] * n, pa.timestamp('us', 'Europe/Berlin')),
+        cost=[decimal.Decimal('1.50')] * n, raw=[b'\xff\0'] * n, kind=pa.array(['x', 'y', None] * 100).dictionary_encode(), error=[1.5] * n))
+    pq.write_table(table, tmp_path/'in.parquet', row_group_size=77)
+    said = []
+    result = run(tmp_path/'in.parquet', tmp_path/'out.parquet', dict(SHORT, n=2, temperature=1., seed=1, logprobs=1), model=llm(), say=said.append)
+    found = pq.read_table(tmp_path/'out.parquet')
+    assert result.failed == 43 and len(found) == 2*257 + 43 and said == [f"columns of the answers have these names too: error is error_input in {tmp_path/'out.parquet'}"]
+    first = found.filter(pa.compute.not_equal(pa.compute.fill_null(found['index'], 0), 1)) if hasattr(pa, 'compute') else None
+    import pyarrow.compute as pc
+    first = found.filter(pc.not_equal(pc.fill_null(found['index'], 0), 1))
+    for name in table.column_names: assert first['error_input' if name == 'error' else name].combine_chunks().equals(table[name].combine_chunks()), name
+    assert found.schema.field('prompt_tokens').type == pa.int64() and set(found['completion_tokens'].to_pylist()) == {2, None}
+    assert {r['error'] for r in found.to_pylist() if r['error']} == {f'row {i + 1}: the prompt is empty' for i in range(0, n, 7)}
+    one = found.to_pylist()[2]
+    assert len(json.loads(one['logprobs'])['tokens']) == 2 and one['cumulative_logprob'] == pytest.approx(sum(json.loads(one['logprobs'])['token_logprobs']))
+    assert pd.read_parquet(tmp_path/'out.parquet').prompt_tokens.dtype == 'Int64'
+    run(tmp_path/'in.parquet', tmp_path/'out.csv', SHORT, model=llm())
+    assert read(tmp_path/'out.csv')[1]['nested'] == json.dumps(dict(a=1, b=[dict(c='x')]))
+
+
+def test_pandas_index_and_int_columns_with_gaps_survive(tmp_path):
+    frame = pd.DataFrame(dict(prompt=['a', 'b'], k=pd.array([1, None], dtype='Int64')), index=pd.Index(['x', 'y'], name='key'))
+    frame.to_parquet(tmp_path/'in.parquet')
+    run(tmp_path/'in.parquet', tmp_path/'out.parquet', SHORT, model=llm())
+    found = pd.read_parquet(tmp_path/'out.parquet')
+    assert [*found.index] == ['x', 'y'] and found.index.name == 'key' and found.k.dtype == 'Int64' and found.completion_tokens.dtype == 'Int64'
+
+
+def test_jsonl_records_of_a_table_have_its_columns(tmp_path):
+    pq.write_table(pa.table(dict(id=[5, 6], prompt=['a', ''], text=['x', 'y'], row=[8., float('nan')])), tmp_path/'in.parquet')
+    run(tmp_path/'in.parquet', tmp_path/'out.jsonl', SHORT, model=llm(), id_column='id')
+    a, b = sorted((json.loads(s) for s in (tmp_path/'out.jsonl').read_text().splitlines()), key=lambda r: r['row'])
+    assert (a['id'], a['custom_id'], a['text_input'], a['row_input'], a['row']) == (5, 5, 'x', 8., 1)
+    assert (b['id'], b['row_input'], b['error']['message']) == (6, None, 'row 2: the prompt is empty')
+
+
+@pytest.mark.parametrize('kind', ['csv', 'parquet'])
+def test_an_empty_cell_is_no_prompt(tmp_path, kind):
+    "In a CSV as in Parquet the row fails, in the same words, and no token is made up for it."
+    frame = pd.DataFrame(dict(prompt=['a', None, 'c']))
+    frame.to_csv(tmp_path/'in.csv') if kind == 'csv' else frame.to_parquet(tmp_path/'in.parquet')
+    result = run(tmp_path/f'in.{kind}', tmp_path/f'out.{kind}', SHORT, model=llm())
+    found = pd.read_csv(tmp_path/'out.csv') if kind == 'csv' else pd.read_parquet(tmp_path/'out.parquet')
+    assert (result.answered, result.failed) == (2, 1) and found.error[1] == 'row 2: the prompt is empty'
+    if kind == 'csv': assert read(tmp_path/'out.csv')[1]['prompt_tokens'] == '' and read(tmp_path/'out.csv')[0]['prompt_tokens'].isdigit()
+
+
+@pytest.mark.parametrize('text', ['7', '007', '-0', '+1', '1.0', '1e3', ' 1', '1_0', 'nan', 'True', '9223372036854775807', '9223372036854775808', '0.1234567890123456789', '１', '', '.5'])
+def test_types_of_a_csv_lose_nothing(text):
+    "What is read as a number is written as the same number; everything else stays text."
+    v = literal(text)
+    if isinstance(v, bool): assert str(v).lower() == text.lower()
+    elif isinstance(v, int): assert str(v) == text
+    elif isinstance(v, float): assert v == float(text)
+    else: assert v == text
+    assert type_of(['x', text]).cast(text) == (text or None)
+
+
+def test_bytes_of_a_csv_that_are_no_utf8_come_back(tmp_path):
+    (tmp_path/'in.csv').write_bytes(b'prompt,other\na,caf\xe9\nb,x\n')
+    run(tmp_path/'in.csv', tmp_path/'out.csv', SHORT, model=llm())
+    assert b',caf\xe9,' in (tmp_path/'out.csv').read_bytes().splitlines()[1]
+    run(tmp_path/'in.csv', tmp_path/'out.parquet', SHORT, model=llm())
+    assert pq.read_table(tmp_path/'out.parquet')['other'].to_pylist() == ['caf\ufffd', 'x']
+
+
+# --- what a column is for
+
+NAMES = st.sampled_from(sorted(known_settings() | {*INSTEAD} | {'timeout', 'priority', 'tools', 'chat_template', 'messages', 'system', 'label', 'lang', 'score', 'format',
+                                                    'temprature', 'max_tokns', 'stops', 'body', 'url', 'model', 'user', 'text', 'error', 'index', 'row', 'request_id'}))
+
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(name=NAMES, cell=st.sampled_from(['', '1', '0.5', 'x', '["a"]', '{"a": 1}', 'true', '[{"role": "user", "content": "x"}]']), data=st.booleans())
+def test_each_column_is_used_or_refused_or_comes_through(tmp_path_factory, name, cell, data):
+    names, where = ['prompt', name], 'the table'
+    try: columns = Columns(names, where, text=True, data_columns=[name] if data else ())
+    except JobError as e:
+        assert repr(name) in str(e) and not data
+        return
+    line = parse_line(1, columns.row({'prompt': 'p', name: cell}), 'plain')
+    assert line.ignored == ()
+    if name in columns.settings and cell: assert line.failure or line.options or line.timeout or name in ('response_format', 'logprobs', 'structured_outputs'), line
+    elif name == 'messages' and not data and cell: assert line.failure
+    else: assert (line.failure, line.options, line.prompt) == (None, {}, 'p')
+    path = tmp_path_factory.mktemp('c')/'in.csv'
+    write(path, [names, ['p', cell]])
+    record = dict(request_id='batch_req_1_00000000', row=1, text='t', finish_reason='stop', usage=dict(prompt_tokens=1, completion_tokens=1), error=None)
+    table = AnswerTable(lambda: iter([(1, record)]), TableFile(path))
+    table.write_csv(path.with_suffix('.out.csv'), 'out.csv')
+    [row] = read(path.with_suffix('.out.csv'))
+    assert row[table.inputs[name]] == cell and row['text'] == 't' and set(ANSWER) <= row.keys()
+
+
+def test_settings_in_columns_count_as_in_lines(tmp_path):
+    "The same settings in a CSV, in Parquet and in lines of JSONL give the same answers; an empty cell leaves it open."
+    given = [dict(max_tokens=3, temperature=0), dict(max_tokens=1, temperature=None), dict(max_tokens=None, temperature=1.), dict(max_tokens=4, temperature=.5)]
+    asks = [dict(prompt=f'ask {i}', seed=i, ignore_eos=None if i == 3 else True, guided_choice=['ab', 'cd'] if i == 3 else None, stop='5', **g) for i, g in enumerate(given)]
+    frame = pd.DataFrame(asks)
+    frame.to_csv(tmp_path/'a.csv', index=False)
+    frame.to_parquet(tmp_path/'b.parquet')
+    (tmp_path/'c.jsonl').write_text(''.join(json.dumps({k: v for k, v in a.items() if v is not None}) + '\n' for a in asks))
+    cells = frame.guided_choice.map(lambda v: json.dumps(v) if isinstance(v, list) else v)
+    frame.assign(guided_choice=cells).to_csv(tmp_path/'a.csv', index=False)
+    found = []
+    for name in ('a.csv', 'b.parquet', 'c.jsonl'):
+        result = run(tmp_path/name, tmp_path/f'{name}.csv', dict(max_tokens=2, temperature=0), model=llm())
+        found.append([(r['text'], r['completion_tokens'], r['error']) for r in read(tmp_path/f'{name}.csv')])
+        assert result.failed == 0, found
+    assert found[0] == found[1] == found[2] and [r[1] for r in found[0]][:3] == ['3', '1', '2'] and found[0][3][0] in ('ab', 'cd')
+
+
+def test_messages_and_system_of_a_table(tmp_path):
+    talk = [[dict(role='user', content=f'Hi {i}')] for i in range(3)]
+    write(tmp_path/'in.csv', [['messages', 'tone'], *([json.dumps(m), t] for m, t in zip(talk, ('kind', 'curt', '')))])
+    pq.write_table(pa.table(dict(messages=talk, tone=['kind', 'curt', None])), tmp_path/'in.parquet')
+    want = [o.outputs[0].text for o in llm().chat([[dict(role='system', content=f'Be {t}.'), *m] for m, t in zip(talk, ('kind', 'curt'))], SamplingParams(temperature=0, **SHORT), use_tqdm=False)]
+    for name in ('in.csv', 'in.parquet'):
+        result = run(tmp_path/name, tmp_path/f'{name}.out.csv', SHORT, model=llm(), system='Be {tone}.')
+        rows = read(tmp_path/f'{name}.out.csv')
+        assert [r['text'] for r in rows[:2]] == [w.encode('utf-8', 'replace').decode() for w in want] and result.failed == 1
+        assert rows[2]['error'] == "row 3: column 'tone' is empty"
+
+
+def test_a_timeout_in_a_line_counts_and_a_priority_is_refused(tmp_path):
+    lines = [dict(prompt='a', max_tokens=500, ignore_eos=True, timeout=1e-9), dict(prompt='b', max_tokens=1), dict(prompt='c', priority=1), dict(prompt='d', timeout='soon')]
+    (tmp_path/'in.jsonl').write_text(''.join(json.dumps(d) + '\n' for d in lines))
+    run(tmp_path/'in.jsonl', tmp_path/'out.csv', model=llm())
+    assert [r['error'] for r in read(tmp_path/'out.csv')] == ['line 1: not done after 1e-09 seconds', '', 'line 3: priority means nothing in a file: its requests run in whichever '
+        'order is the quickest, so leave it out', "line 4: timeout must be a number of seconds above 0, got 'soon'"]
+
+
+def test_options_of_a_conversation_reach_the_template(tmp_path):
+    talk = [dict(role='user', content='Hi'), dict(role='assistant', content='The sea')]
+    line = parse_line(1, json.dumps(dict(messages=talk, continue_final_message=True, add_generation_prompt=False)).encode(), 'plain')
+    assert line.failure is None and line.conversation == dict(messages=talk, continue_final_message=True, add_generation_prompt=False)
+    assert 'chat_template' in parse_line(1, json.dumps(dict(messages=talk, chat_template='/etc/passwd')).encode(), 'plain').failure[1]
+    body = dict(custom_id='a', url='/v1/chat/completions', method='POST', body=dict(messages=talk, tools=[dict(type='function')]))
+    assert 'tools=' in parse_line(1, json.dumps(body).encode()).failure[1]
+    lines = [dict(messages=talk, **d) for d in ({}, dict(continue_final_message=True, add_generation_prompt=False))]
+    (tmp_path/'in.jsonl').write_text(''.join(json.dumps(d) + '\n' for d in lines))
+    assert run(tmp_path/'in.jsonl', tmp_path/'out.csv', SHORT, model=llm()).failed == 0
+    tokens = [int(r['prompt_tokens']) for r in read(tmp_path/'out.csv')]
+    assert tokens[1] < tokens[0]
+
+
+# --- refused before anything runs, and nothing left behind
+
+@pytest.mark.parametrize('args, words', [
+    (dict(prompt_column='nope'), ["no column 'nope'", "'question'"]), (dict(prompt_column='questoin'), ["did you mean 'question'?"]), (dict(prompt_column='question', id_column='nope'), ["'nope'", "'id'"]),
+    (dict(prompt_template='{lng}: {id}'), ["did you mean 'lang'?"]), (dict(prompt_template='{"a": 1}'), ['{{']), (dict(prompt_template='{lang'), ['{{']),
+    (dict(prompt_column='question', system='Be brief.'), ['chat']), (dict(prompt_column='question', data_columns=['x']), ["'x'"]), (dict(prompt_column='question', output='o.xlsx'), ['.xlsx']),
+    (dict(prompt_column='question', output='o.parquet.gz'), ['Parquet is compressed']), (dict(prompt_column='question', error_file='e.csv'), ['JSONL']), (dict(input='t.xlsx'), ['read_excel']),
+    (dict(input='t.feather'), ['read_feather']), (dict(input='t.docx'), ["can't be read"]), (dict(input='bad.csv'), ["'max_tokns'", 'max_tokens']), (dict(input='sys.csv'), ['{system}']),
+    (dict(input='p.jsonl', prompt_template='{a}'), ['tables']), (dict(input='cut.parquet'), ['not a Parquet file']), (dict(input='arr.json'), ['array'])])
+def test_mistakes_are_refused_and_leave_nothing(tmp_path, monkeypatch, args, words):
+    monkeypatch.chdir(tmp_path)
+    write('in.csv', [['id', 'lang', 'question'], [1, 'de', 'x']])
+    write('bad.csv', [['prompt', 'max_tokns'], ['a', 1]])
+    write('sys.csv', [['prompt', 'system'], ['a', 'b']])
+    for name in ('t.xlsx', 't.feather', 't.docx', 'cut.parquet'): Path(name).write_bytes(b'PK\x03\x04xxxx')
+    Path('p.jsonl').write_text('{"prompt": "a"}\n')
+    Path('arr.json').write_text('[{"prompt": "a"},')
+    before = sorted(os.listdir())
+    with pytest.raises(JobError) as e: Job(**dict(input='in.csv', output='out.csv') | args).run(lambda: pytest.fail('a model is loaded'))
+    assert all(w in str(e.value) for w in words), e.value
+    assert sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize('name, data', [('p.txt', 'Say one\nSay "two"\r\n\n  Say three\n'), ('p.tsv', 'prompt\tx\nSay one\t1\n"Say ""two"""\t2\n  Say three\t3\n'),
+                                        ('p.json', '[{"prompt": "Say one"},\n {"prompt": "Say \\"two\\""}, {"prompt": "  Say three"}]'), ('p', '{"prompt": "Say one"}\n{"prompt": "Say \\"two\\""}\n{"prompt": "  Say three"}')])
+def test_kinds_of_files(tmp_path, name, data):
+    (tmp_path/name).write_bytes(data.encode())
+    assert run(tmp_path/name, tmp_path/'out.tsv', SHORT, model=llm()).answered == 3
+    with open(tmp_path/'out.tsv', newline='', encoding='utf-8') as f: rows = [*csv.DictReader(f, delimiter='\t')]
+    want = [o.outputs[0].text for o in llm().generate(['Say one', 'Say "two"', '  Say three'], SamplingParams(temperature=0, **SHORT), use_tqdm=False)]
+    assert [r['text'] for r in rows] == [w.encode('utf-8', 'replace').decode() for w in want]
+
+
+def test_a_check_needs_neither_torch_nor_transformers(tmp_path):
+    write(tmp_path/'in.csv', [['id', 'lang', 'max_tokens'], [1, 'de', 3], [2, '', 'ten']])
+    code = "import sys; from batchlab.cli import main; print(main(sys.argv[1:]), {'torch', 'transformers'} & {*sys.modules})"
+    p = subprocess.run([sys.executable, '-c', code, 'run', '-i', 'in.csv', '--dry-run', '--prompt-template', 'In {lang}'], cwd=tmp_path, capture_output=True, text=True)
+    assert p.stdout.splitlines()[-1] == '1 set()' and "row 2: column 'lang' is empty" in p.stdout, p.stderr
+
+
+# --- one folder, gone when it is done; the output says how it was made
+
+@pytest.mark.parametrize('name', ['out.csv', 'out.tsv.gz', 'out.parquet', 'out.jsonl', 'out.jsonl.gz'])
+def test_a_finished_output_is_its_own_journal(tmp_path, name):
+    "The same command finds all done and touches nothing, adds what is new, tries failures again, and refuses other settings."
+    def rows(n): write(tmp_path/'in.csv', [['id', 'prompt', 'label'], *([i, f'ask {i}' if i != 2 else '', f'l{i}'] for i in range(n))])
+    job = lambda **kw: Job(tmp_path/'in.csv', tmp_path/name, sampling_params=dict(SHORT), id_column='id', **kw)
+    def table(): return {r['id'] if 'id' in r else r['custom_id']: {k: v for k, v in r.items() if k != 'usage'} for r in records()}
+    def records():
+        import gzip
+        if 'parquet' in name: return pq.read_table(tmp_path/name).to_pylist()
+        f = (gzip.open if name.endswith('.gz') else open)(tmp_path/name, 'rt', encoding='utf-8', newline='')
+        with f: return [json.loads(s) for s in f] if 'jsonl' in name else [*csv.DictReader(f, delimiter='\t' if 'tsv' in name else ',')]
+    rows(5)
+    assert job().run(llm()).failed == 1 and left(tmp_path, name) == []
+    first, data, when = table(), (tmp_path/name).read_bytes(), (tmp_path/name).stat().st_mtime_ns
+    assert (job().run(None).before, (tmp_path/name).read_bytes(), (tmp_path/name).stat().st_mtime_ns) == (5, data, when)
+    for change, words in ((dict(sampling_params=dict(max_tokens=3)), 'other sampling parameters'), (dict(prompt_template='{id}'), 'not what it was|other columns'), (dict(chat=True), 'other columns')):
+        with pytest.raises(JobError, match=words): Job(**dict(input=tmp_path/'in.csv', output=tmp_path/name, sampling_params=dict(SHORT), id_column='id') | change).run(llm())
+    rows(8)
+    other = LLM(tiny_model('llama', seed=1, num_hidden_layers=1), tiny_tokenizer())
+    with pytest.raises(JobError, match='other model'): job().run(other)
+    assert (tmp_path/name).read_bytes() == data and left(tmp_path, name) == []
+    r = job(keep_journal=True).run(llm())
+    assert (r.before, r.answered, r.failed) == (5, 7, 1) and left(tmp_path, name) == [f'{name}.batchlab']
+    assert {k: v for k, v in table().items() if k in first} == first and len(table()) == 8
+    again = job(retry_errors=True).run(llm())
+    assert (again.before, again.failed, left(tmp_path, name), len(records())) == (7, 1, [], 8)
+
+
+@pytest.mark.parametrize('name', ['out.csv', 'out.jsonl'])
+def test_a_job_of_version_01_goes_on(tmp_path, name):
+    "Its three files become the folder; no answer is computed twice, other settings are refused."
+    (tmp_path/'in.jsonl').write_text(''.join(json.dumps(dict(custom_id=f'r{i}', prompt=f'ask {i}')) + '\n' for i in range(6)))
+    new = Job(tmp_path/'in.jsonl', tmp_path/'whole.jsonl', sampling_params=dict(SHORT), ordered=True)
+    new.run(llm())
+    old = [json.loads(s) for s in (tmp_path/'whole.jsonl').read_text().splitlines()]
+    for r in old: r['request_id'] = r['request_id'].rpartition('_')[0]
+    (tmp_path/(f'{name}.jsonl' if name == 'out.csv' else name)).write_text(''.join(json.dumps(r) + '\n' for r in old[:4]) + '{"request_id": "batch_')
+    from batchlab.work.jobs import model_digest
+    then = dict(form='plain', prompt_column='prompt', chat=False, system=None, ordered=False, sampling_params=SHORT, error_file=None, model=model_digest(llm()))
+    (tmp_path/f'{name}.job').write_text(json.dumps(dict(batchlab='0.1.0', settings=then)))
+    (tmp_path/f'{name}.lock').touch()
+    with pytest.raises(JobError, match="'max_tokens': 2"): Job(tmp_path/'in.jsonl', tmp_path/name).run(llm())
+    result = Job(tmp_path/'in.jsonl', tmp_path/name, sampling_params=dict(SHORT)).run(llm())
+    assert (result.before, result.answered, left(tmp_path, name)) == (4, 6, [])
+    found = {r['custom_id']: r['text'] for r in (read(tmp_path/name) if name == 'out.csv' else map(json.loads, (tmp_path/name).read_text().splitlines()))}
+    assert found == {r['custom_id']: r['text'].encode('utf-8', 'replace').decode() if name == 'out.csv' else r['text'] for r in old}
+    assert Job(tmp_path/'in.jsonl', tmp_path/name, sampling_params=dict(SHORT)).run(None).before == 6
+
+
+def test_an_interrupt_before_the_first_answer_leaves_nothing(tmp_path):
+    write(tmp_path/'in.csv', [['prompt'], ['a']])
+    class Never:
+        def __getattr__(self, name): return getattr(llm(), name)
+        def step(self): raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt): Job(tmp_path/'in.csv', tmp_path/'out.csv').run(Never())
+    assert os.listdir(tmp_path) == ['in.csv']
+
+
+def test_killed_while_the_table_is_written(tmp_path, monkeypatch):
+    "The journal goes only after the table stands; a death in between costs nothing."
+    import batchlab.work.jobs as jobs
+    write(tmp_path/'in.csv', [['id', 'prompt'], *([i, f'ask {i}'] for i in range(9))])
+    class Died(BaseException): pass
+    def die(*_): raise Died
+    for name in ('export_records', 'drop_side'):
+        out = tmp_path/f'{name}.parquet'
+        with monkeypatch.context() as m:
+            m.setattr(jobs, name, die)
+            with pytest.raises(Died): Job(tmp_path/'in.csv', out, sampling_params=dict(SHORT)).run(llm())
+        assert Path(journal_of(out)).exists() and settings_file(out).exists()
+        assert Job(tmp_path/'in.csv', out, sampling_params=dict(SHORT)).run(None).before == 9
+        assert pq.read_table(out)['id'].to_pylist() == [*range(9)] and left(tmp_path, out.name) == []
+
+
+def test_a_stamp_names_what_differs():
+    now = dict(form='plain', sampling_params=dict(top_k=1), model='m', prompt_column='prompt')
+    assert len(stamp_of(now)) == 12 and stamp_of(now | dict(prompt_template=None, chat=False, ordered=True)) == stamp_of(now)
+    differs = [stamp_of(now | d) for d in (dict(sampling_params=None), dict(model='n'), dict(system='x'))]
+    assert [[a[i:i + 4] == stamp_of(now)[i:i + 4] for i in (0, 4, 8)] for a in differs] == [[False, True, True], [True, False, True], [True, True, False]]
+
+
+# --- frames
+
+def arrow_like(table):
+    "A class of somebody's that gives and takes Arrow, as polars does."
+    class Frame:
+        def __init__(self, table): self.table = table
+        def __arrow_c_stream__(self, requested_schema=None): return self.table.__arrow_c_stream__(requested_schema)
+    return Frame(table)
+
+def test_frames_of_every_kind_give_the_same(tmp_path):
+    rng = random.Random(1)
+    frame = pd.DataFrame(dict(q=[f'ask {rng.random()}' for _ in range(20)], lang=['de', ''] * 10, max_tokens=[1 + i % 3 for i in range(20)], error=range(20)), index=[f'k{i}' for i in range(20)])
+    table = pa.Table.from_pandas(frame, preserve_index=False)
+    frame.to_csv(tmp_path/'in.csv', index=False)
+    args = dict(template='{lang}: {q}', sampling_params=dict(temperature=0, ignore_eos=True))
+    pandas, arrow, rows = (llm().map(f, **args) for f in (frame, table, table.to_pylist()))
+    other = llm().map(arrow_like(table), **args)
+    run(tmp_path/'in.csv', tmp_path/'out.parquet', dict(ignore_eos=True), model=llm(), prompt_template='{lang}: {q}')
+    assert type(other).__name__ == 'Frame' and other.table.equals(arrow) and arrow.to_pylist() == rows
+    assert [*pandas.index] == [*frame.index] and [*pandas.columns] == arrow.column_names == [*rows[0]] == ['q', 'lang', 'max_tokens', 'error_input', *ANSWER]
+    assert pandas.completion_tokens.dtype == 'Int64' and pandas.completion_tokens.fillna(0).tolist() == [(1 + i % 3) * (i % 2 == 0) for i in range(20)]
+    assert [None if pd.isna(t) else t for t in pandas.text] == arrow['text'].to_pylist() == pq.read_table(tmp_path/'out.parquet')['text'].to_pylist()
+    assert frame.columns.tolist() == ['q', 'lang', 'max_tokens', 'error']                                        # the caller's own is untouched
+
+
+def test_a_frame_with_several_answers_and_functions(caplog):
+    frame = pd.DataFrame(dict(prompt=['a', None, 'c']), index=[7, 8, 9])
+    made = llm().map(frame, None, dict(n=2, max_tokens=3, ignore_eos=True, logprobs=1), output='answer',
+                     postprocess=dict(size=lambda out: len(out.outputs[0].token_ids), bad=lambda out: 1 // (9 - out.outputs[0].index * 9)))
+    assert [*made.index] == [7, 7, 8, 9, 9] and made['index'].fillna(-1).tolist() == [0, 1, -1, 0, 1] and made['size'].fillna(0).tolist() == [3, 3, 0, 3, 3]
+    assert made.error.notna().tolist() == [False, True, True, False, True] or made.error.notna().tolist() == [True, True, True, True, True]
+    assert 'bad of the answer failed (ZeroDivisionError' in made.error.iloc[1] and isinstance(made.answer.iloc[1], str) and made.bad.iloc[0] == 0
+    assert '1 of 3 rows can not run, the first is row 2: the prompt is empty' in caplog.text
+    empty = llm().map(frame.iloc[:0])
+    assert len(empty) == 0 and [*empty.columns] == ['prompt', *ANSWER]
+
+
+@pytest.mark.parametrize('frame, args, error, words', [
+    ('text', {}, PromptError, 'llm.generate takes prompts'), (dict(prompt=['a']), {}, PromptError, 'pandas.DataFrame'), (pd.Series(['a']), {}, PromptError, 'to_frame'),
+    (pd.DataFrame(dict(q=['a'])), {}, JobError, "no column 'prompt'"), (pd.DataFrame(dict(q=['a'])), dict(template='{x}'), JobError, "no column 'x'"),
+    (pd.DataFrame(dict(prompt=['a'])), dict(sampling_params=dict(temprature=1)), ParamError, 'temperature'), (pd.DataFrame(dict(prompt=['a'])), dict(system='x'), JobError, 'chat=True'),
+    (pd.DataFrame([['a', 'b']], columns=['prompt', 'prompt']), {}, PromptError, 'two columns')])
+def test_a_frame_that_is_none_is_refused(frame, args, error, words):
+    with pytest.raises(error, match=words): llm().map(frame, **args)
+
+
+def test_run_goes_on_and_keeps_what_functions_made(tmp_path):
+    write(tmp_path/'in.csv', [['id', 'prompt'], *([i, f'ask {i}'] for i in range(6))])
+    called = []
+    def made(out):
+        called.append(1)
+        return dict(size=len(out.outputs[0].token_ids), words=['a', 'b'])
+    args = dict(sampling_params=SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), model=llm(), postprocess=made, use_tqdm=False)
+    assert run(tmp_path/'in.csv', tmp_path/'out.parquet', **args, limit=4).done == 4
+    assert run(tmp_path/'in.csv', tmp_path/'out.parquet', **args).before == 4 and len(called) == 6
+    found = pq.read_table(tmp_path/'out.parquet')
+    assert found['size'].to_pylist() == [2] * 6 and found.schema.field('size').type == pa.int64() and json.loads(found['words'][5].as_py()) == ['a', 'b']
+    with pytest.raises(JobError, match='other columns'): run(tmp_path/'in.csv', tmp_path/'out.parquet', **args | dict(postprocess=None))
+    with pytest.raises(ParamError, match='prompt_template'): run(tmp_path/'in.csv', tmp_path/'o.csv', **args, prompt_tempalte='x')
+    import batchlab
+    assert batchlab.run is run and map_frame.__name__ == 'map_frame' and NO_SETTINGS and Row('a').prompt == 'a'
