@@ -148,7 +148,7 @@ def trim_memory() -> None:
 
 # %% ../nbs/15_llm.ipynb #3444a712
 @by_any_name(__init__=read_engine, generate=read_call, chat=read_call, stream=read_call, iter_outputs=read_call, score=read_call,
-             plan=read_call, add_request=read_call)
+             plan=read_call, add_request=read_call, choose=read_call)
 class LLM(BackgroundLoop):
     """Batch inference with one causal LM: `generate` for prompts, `chat` for conversations, results in input order.
 
