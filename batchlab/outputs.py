@@ -125,7 +125,7 @@ class Outputs(list[_R]):
         "How many there are, of how many tokens, and how many failed, by the commonest reason."
         whys = Counter(short(x.error, 90) for x in self if x.error)
         said = f'{len(self):,} result{"s" * (len(self) != 1)}, {sum(x.num_tokens for x in self):,} tokens'
-        if whys: said += f'; {whys.total():,} failed: ' + '; '.join(f'{why} ({n:,})' for why, n in whys.most_common(2))
+        if whys: said += f'; {whys.total():,} failed: ' + '; '.join(f'{why} ({n:,})' for why, n in whys.most_common(2)) + '; …' * (len(whys) > 2)
         return said
 
     def __repr__(self) -> str:
@@ -137,8 +137,8 @@ class Outputs(list[_R]):
             said = {k: brief(x, 200) if k in ('prompt', 'text') else f'{x:.2f}' if isinstance(x, float) else str(x)
                     for k, x in row.items() if k != 'logprobs' and x is not None}
             return {'': str(i)} | {k: esc(said.get(k, '')) for k in row if k != 'logprobs'}
-        rows, words = _rows(self[:20]), ('prompt', 'text', 'finish_reason', 'error')
-        more = f'<div class="dim">… {len(self) - 20:,} more</div>' if len(self) > 20 else ''
+        rows, words = _rows(self), ('prompt', 'text', 'finish_reason', 'error')
+        more = f'<div class="dim">… {len(rows) - 20:,} more rows</div>' if len(rows) > 20 else ''
         return panel_html(f'<b>{esc(self._head)}</b>{table([cells(*row) for row in rows[:20]], words) if rows else ""}{more}')
 
     def to_pandas(self) -> pandas.DataFrame:

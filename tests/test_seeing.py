@@ -47,6 +47,7 @@ def test_shown_short_and_whole(name):
         text = getattr(x, form)()
         ET.fromstring(f'<div>{text}</div>')                                        # well-formed: a control character or a bare < would not be
         assert '<script' not in text and len(text) < 60_000
+        if name == 'outputs': assert text.count('<tr>') == 21 and '… 380 more rows' in text
 
 
 def test_engine_shown(llm):

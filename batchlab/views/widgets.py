@@ -133,7 +133,7 @@ def engine_logits(llm: LLM, prompt: str | Sequence[int], steps: int = 8) -> tupl
     """What the engine chose from at each of `steps` greedy tokens after `prompt`: `(ids, logits)`, float32 `[n, V]`.
 
     Each line of `logits` is right up to a constant. Raises `PromptError` if the prompt can't be run."""
-    [out] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=steps, logprobs=-1, detokenize=False))
+    [out] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=steps, logprobs=-1, detokenize=False), use_tqdm=False)
     if out.error: raise PromptError(f'no distribution to show: {out.error}')
     answer = out.outputs[0]
     return answer.token_ids, torch.tensor([[chances[i].logprob for i in range(len(chances))] for chances in answer.logprobs or []])
