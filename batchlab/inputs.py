@@ -53,7 +53,9 @@ def parse_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
     if isinstance(prompt, dict): d = dict(prompt)
     else: d = {'prompt' if isinstance(prompt, str) else 'prompt_token_ids': prompt}
     text, ids = d.pop('prompt', None), d.pop('prompt_token_ids', None)
-    if d: raise PromptError(f'a prompt has unknown keys {", ".join(map(repr, d))}: expected {PROMPT_FORMS}')
+    if d:
+        beside = '; priority and timeout are arguments of the call' if d.keys() & {'priority', 'timeout'} else ''
+        raise PromptError(f'a prompt has unknown keys {", ".join(map(repr, d))}: expected {PROMPT_FORMS}{beside}')
     if isinstance(ids, (list, tuple)) and not ids: return text, []
     if not (isinstance(text, str | None) and (is_ids(ids) or ids is None and text is not None)):
         columns = " (a dict of columns is no prompt: give d['prompt'])" if isinstance(text, list) else ''

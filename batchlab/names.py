@@ -147,21 +147,26 @@ def logprobs_of(given: dict[str, Any]) -> Any:
     return top
 
 # %% ../nbs/modules/000_names.ipynb #nam00019
+def _is_neutral(k: str, v: Any) -> bool:
+    "Whether setting `k`, which nothing here can honour, asks for nothing at `v`."
+    return any(type(v) is type(x) and v == x for x in NEUTRAL.get(k, ()))
+
 _FORMS = {*GUIDED, 'response_format', 'structured_outputs', 'guided_decoding'}
 
 def settings_of(given: dict[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:
     """The settings in dict `given`, by whatever names, as fields of `SamplingParams`.
 
     `names`: the fields that may be set, None for all. Raises `ParamError` for each that can't be honoured."""
-    names, rest, found = setting_fields() if names is None else names, dict(given), {}
+    names, rest, found, by = setting_fields() if names is None else names, dict(given), {}, {}
     if _FORMS & rest.keys(): found['structured_outputs'] = form_of(rest)
     if {'logprobs', 'top_logprobs'} & rest.keys(): found['logprobs'] = logprobs_of(rest)
     for k, v in rest.items():
         name = ALIASES.get(k, k)
         if name in names:
             if (old := found.setdefault(name, v)) is not v and old != v:
-                raise ParamError(f'{k}={v!r:.40} and {name}={old!r:.40}: give one of them')
-        elif not (any(type(v) is type(x) and v == x for x in NEUTRAL.get(k, ())) or v is None and k in setting_names()): refuse(k, v)
+                raise ParamError(f'{k}={v!r:.40} and {by[name]}={old!r:.40}: give one of them')
+            by[name] = k
+        elif not (_is_neutral(k, v) or v is None and k in setting_names()): refuse(k, v)
     return found
 
 # %% ../nbs/modules/000_names.ipynb #nam00023
@@ -215,10 +220,10 @@ def read_call(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) 
         if same in given: raise ParamError(f'{k} and {same} are the same argument: give one of them')
         if same: given[same] = v
         elif k in known_settings(): settings[k] = v
-        elif not (k in _CALL_NEUTRAL and (v is None or v in _CALL_NEUTRAL[k])): _refuse_argument(k, v, names)
+        elif not (_is_neutral(k, v) or k in _CALL_NEUTRAL and (v is None or v in _CALL_NEUTRAL[k])): _refuse_argument(k, v, names)
     if not settings: return given
     if 'sampling_params' not in names or given.get('sampling_params') is not None:
-        raise ParamError(f"{', '.join(settings)} beside the sampling parameters: give them there, as in SamplingParams({next(iter(settings))}=…)")
+        raise ParamError(f"{', '.join(settings)}: settings stand in sampling_params, as in SamplingParams({next(iter(settings))}=…)")
     return given | dict(sampling_params=settings_of(settings))
 
 def _refuse_argument(k: str, v: Any, names: list[str]) -> NoReturn:

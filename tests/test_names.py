@@ -10,7 +10,7 @@ from batchlab import LLM, AsyncLLM, EngineArgs, SamplingParams
 from batchlab.errors import ModelError, ParamError, PromptError
 from batchlab.inputs import CHAT_KEYS, PROMPT_KEYS, parse_prompt, split_settings
 from batchlab.models import encode_chat, tiny_model, tiny_tokenizer
-from batchlab.names import ALIASES, DROPPED, ENGINE_DEFAULTS, NEUTRAL, REFUSED, WITHOUT_EFFECT, WORKS, plain_name, read_engine, setting_names, settings_of
+from batchlab.names import ALIASES, DROPPED, ENGINE_DEFAULTS, NEUTRAL, REFUSED, WITHOUT_EFFECT, WORKS, plain_name, read_call, read_engine, setting_names, settings_of
 
 TALK = [dict(role='user', content='hi'), dict(role='assistant', content='yo'), dict(role='user', content='so')]
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -84,6 +84,16 @@ def test_an_argument_of_an_engine_is_used_refused_by_name_or_reported(k, v):
         assert not asks or found or (k in WITHOUT_EFFECT and len(heard) == 1 and k in heard[0] and why in heard[0]), (k, v)
         assert k in WITHOUT_EFFECT or not heard
     finally: log.removeHandler(handler)
+
+
+@budget(max_examples=400, deadline=None)
+@given(st.sampled_from(sorted(setting_names() | {'lora_request', 'prompt_token_ids', 'inputs', 'params', 'callback', 'truncate_prompt_tokens'}) + ODD), VALUES)
+def test_an_argument_of_a_call_is_used_or_refused_by_name(k, v):
+    own = [p for p in inspect.signature(LLM.generate).parameters if p != 'prompts']
+    if k in own: return
+    try: found = read_call({k: v}, {}, own)
+    except ParamError as e: assert names(k, e), (k, v, e)
+    else: assert found or v is None or v in ({}, 'auto') or any(v == x for x in NEUTRAL.get(k, ())), (k, v)
 
 
 @pytest.mark.parametrize('kw,field,value', [
@@ -326,7 +336,8 @@ def test_what_is_wrong_with_all_of_a_call_raises(llm):
         (lambda: llm.score('hi', ['yo']), ParamError, 'use_tqdm'), (lambda: llm.plan([None]), PromptError, 'None'), (lambda: [*llm.stream(TALK)], PromptError, 'llm.chat'),
         (lambda: llm.generate({'prompt': 'a', 'max_tokns': 3}), ParamError, 'max_tokens'), (lambda: llm.generate('a', time_out=3), ParamError, 'timeout'),
         (lambda: llm.chat(TALK, chat_template='nowhere.jinja'), ParamError, 'chat_template'), (lambda: llm.chat(TALK, tools='f'), ParamError, 'tools must be'),
-        (lambda: llm.generate('a', GREEDY, max_tokens=3), ParamError, 'beside'), (lambda: llm.generate('a', lora_request=7), ParamError, 'lora_request')]
+        (lambda: llm.generate('a', GREEDY, max_tokens=3), ParamError, 'max_tokens: settings stand in sampling_params'), (lambda: llm.generate('a', lora_request=7), ParamError, 'lora_request'),
+        (lambda: llm.score('a', temperature=0), ParamError, 'temperature'), (lambda: llm.generate('a', stream=True), ParamError, 'llm.stream')]
     for call, error, words in calls:
         with pytest.raises(error, match=words): call()
     assert llm.generate([]) == [] == llm.chat([]) and not llm.has_unfinished

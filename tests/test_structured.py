@@ -8,6 +8,7 @@ pytest.importorskip('llguidance', reason='structured outputs need llguidance, th
 from batchlab.llm import LLM
 from batchlab.work.jobs import Job
 from batchlab.models import tiny_model, tiny_tokenizer
+from batchlab.errors import ModelError
 from batchlab.sampling import ParamError, SamplingParams, StructuredOutputsParams
 from batchlab.structured import Grammars, WHITESPACE, check_schema
 

@@ -42,7 +42,8 @@ _MOVED = dict(
     journal='check_same read_record recover_answers replace_file without_failures')
 __getattr__ = renamed(__name__, {name: f'work.{module}.{name}' for module, names in _MOVED.items() for name in names.split()} | dict(
     BadLine='work.openai.BadRequest', options_of='work.openai.sampling_options', api_options='work.openai.parse_body',
-    body_of='work.openai.answer_body', params_of='work.openai.request_params', parquet_ready='work.tables.need_parquet'))
+    body_of='work.openai.answer_body', params_of='work.openai.request_params', parquet_ready='work.tables.need_parquet') |
+    {name: f'names.{name}' for name in 'ALIASES DROPPED GUIDED INSTEAD NEUTRAL is_setting structured_of form_of refuse'.split()})
 
 # %% auto #0
 __all__ = ['log', 'JobResult', 'Job', 'JobPlan']
