@@ -8,9 +8,10 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from batchlab.llm import LLM
 from batchlab.errors import JobError
-from batchlab.work.jobs import Job, Run, model_digest
+from batchlab.work.jobs import Job, Run
 from batchlab.work.journal import drop_side, journal_of, read_record, settings_file, write_settings
 from batchlab.work.lines import parse_line
+from batchlab.work.runner import model_digest
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.sampling import SamplingParams
 

@@ -329,7 +329,7 @@ def test_a_job_of_version_01_goes_on(tmp_path, name):
     old = [json.loads(s) for s in (tmp_path/'whole.jsonl').read_text().splitlines()]
     for r in old: r['request_id'] = r['request_id'].rpartition('_')[0]
     (tmp_path/(f'{name}.jsonl' if name == 'out.csv' else name)).write_text(''.join(json.dumps(r) + '\n' for r in old[:4]) + '{"request_id": "batch_')
-    from batchlab.work.jobs import model_digest
+    from batchlab.work.runner import model_digest
     then = dict(form='plain', prompt_column='prompt', chat=False, system=None, ordered=False, sampling_params=SHORT, error_file=None, model=model_digest(llm()))
     (tmp_path/f'{name}.job').write_text(json.dumps(dict(batchlab='0.1.0', settings=then)))
     (tmp_path/f'{name}.lock').touch()

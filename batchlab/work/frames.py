@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import JobError, ParamError, PromptError
 from ..params import SamplingParams
-from .jobs import Job, JobResult, log, name_of
+from .jobs import Job, JobResult, log
 from .lines import JobLine, Postprocess, answer_of, failure_of, parse_line
+from .runner import name_of
 from .tables import ANSWER, NUMBERS, OPTIONAL, Columns, ColumnType, renamed_columns, table_rows
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@
 # %% ../../nbs/41_jobs.ipynb #74747f46
 from __future__ import annotations
 
-import gc, hashlib, heapq, itertools, json, logging, os, random, sqlite3, sys, time
-from collections import deque
+import gc, heapq, itertools, json, logging, os, random, sqlite3, sys, time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -17,19 +16,20 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from ..deprecated import renamed
-from ..errors import BatchlabError, JobError, ModelError
+from ..errors import BatchlabError, JobError
 from ..hashes import chunk_hashes
 from ..params import SamplingParams
 from .formats import Raw, export_records, read_raw
 from .journal import (AnswerFile, Ledgerbook, Outbox, StandardOutput, drop_side, has_records, journal_of, raw_records, recover, restore,
                                    settings_file, side_of, check_stamps, sort_records, stamp, stamp_of, write_settings)
-from .lines import DEFAULTS, JobLine, ParamsCache, Postprocess, answer_of, digest_of, failure_of, guess_form, parse_line
+from .lines import DEFAULTS, JobLine, ParamsCache, Postprocess, digest_of, guess_form, parse_line
 from .openai import BadRequest
+from .runner import Admitted, LineRunner, Remarks, admit_line, good_order, model_digest, name_of
 from .tables import TABLES, TableFile, check_input, check_output, file_kind, need_parquet
 
 if TYPE_CHECKING:      # a dry run needs no torch
     from batchlab.llm import LLM
-    from batchlab.outputs import MemoryPlan, RequestGroup, RequestOutput, StreamEvent
+    from batchlab.outputs import MemoryPlan, RequestGroup, RequestOutput
 
 log = logging.getLogger('batchlab')
 _T = TypeVar('_T')
@@ -47,25 +47,6 @@ __getattr__ = renamed(__name__, {name: f'work.{module}.{name}' for module, names
 
 # %% auto #0
 __all__ = ['log', 'JobResult', 'Job', 'JobPlan']
-
-# %% ../../nbs/41_jobs.ipynb #66c77235
-def model_digest(llm: Any) -> str:
-    "16 hex digits that change with the weights, their quantization or the chat template of `llm`."
-    about = llm.weights_digest, llm.quantization, getattr(llm.tokenizer, 'chat_template', None)
-    return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
-
-# %% ../../nbs/41_jobs.ipynb #3865f65d
-def good_order(rows: list[tuple[list[int], int]]) -> list[int]:
-    "In which order to run `rows`, pairs `(prompt ids, most tokens in all)`: a list of indices."
-    from batchlab.prefix import find_common_chunk_prefix
-    if not rows: return []
-    common, size = find_common_chunk_prefix([ids for ids, _ in rows]), lambda i: -rows[i][1]
-    groups = {}
-    for i, (ids, _) in enumerate(rows):      # as group_by_prefix, by the tokens themselves: that of a block is quicker
-        first = ids[common:common + 48]
-        groups.setdefault(tuple(first[:len(first) // 16 * 16] or first), []).append(i)
-    for g in groups.values(): g.sort(key=size)
-    return [i for g in sorted(groups.values(), key=lambda g: size(g[0])) for i in g]
 
 # %% ../../nbs/41_jobs.ipynb #6d4715bc
 def _cached(r: JobResult) -> str: return f' ({r.cached_tokens:,} cached)' if r.cached_tokens else ''
@@ -154,105 +135,6 @@ class Progress:
         if self.bar.disable: self.say(ProgressLine.of(r))
 
     def close(self) -> None: self.bar.close()
-
-# %% ../../nbs/41_jobs.ipynb #a217a0f5
-def admit_line(llm: LLM, line: JobLine, params: ParamsCache, on_event: Callable[[StreamEvent], object] | None = None) -> RequestGroup | None:
-    "A `RequestGroup` for `line` by a `ParamsCache`, ready to run; None if it can't, and `line.failure` says why. Raises `JobError`."
-    from batchlab.llm import admit
-    from batchlab.outputs import RequestGroup
-    try:
-        group, chat = RequestGroup(line.key, line.number, on_event), line.messages is not None
-        admit(llm, group, line.conversation if chat else line.prompt, params.of(line), chat=chat)
-        if group.error is None: return group
-        line.failure = 'context_length_exceeded' if group.reason == 'too_long' else 'invalid_request', group.error
-    except ModelError as e: raise JobError(str(e), 1) from e      # no line could run
-    except (BadRequest, BatchlabError) as e: line.failure = getattr(e, 'code', 'invalid_request'), str(e)
-    except Exception as e:                            # whatever a line does to a tokenizer, it does to itself alone
-        line.failure = 'invalid_request', f'{type(e).__name__}: {e}'[:300]
-
-# %% ../../nbs/41_jobs.ipynb #91b0aa12
-def record_of(line: JobLine, out: RequestOutput, model: str, timeout: float | None = None, again: bool = False,
-              postprocess: Postprocess | None = None) -> dict[str, Any] | None:
-    "The record of `line` that ended as `out`; None if it must be tried once more, unless this was `again`."
-    reason = out.outputs[0].finish_reason
-    if not out.error and reason in ('stop', 'length'): return answer_of(line, out, model, postprocess)
-    if reason == 'timeout': return failure_of(line, 'timeout', f'not done after {timeout:g} seconds')
-    return failure_of(line, 'server_error', out.error or f'ended as {reason}') if again else None
-
-# %% ../../nbs/41_jobs.ipynb #91b0aa15
-class Remarks:
-    "Tells through `say` what lines have that changes nothing, each thing once. `model`: the name of the one that answers."
-    def __init__(self, say: Callable[[str], object], model: str) -> None:
-        self.say, self.model, self.noted = say, model, False
-        self.named: set[str] = set()
-
-    def on(self, line: JobLine) -> None:
-        "Name the keys of `line` without meaning, up to fifty of a file, and the first model that is another."
-        if (more := {*line.ignored} - self.named) and len(self.named) < 50:
-            self.named |= more
-            self.say(f"{line.where}: keys without meaning here, ignored: {', '.join(sorted(more))[:300]}")
-        if line.model not in (None, self.model) and not self.noted:
-            self.noted = True
-            self.say(f'{line.where} asks for model {line.model!r:.60}: {self.model} answers this and all others')
-
-# %% ../../nbs/41_jobs.ipynb #91b0aa18
-def name_of(model: Any) -> str:
-    "What to call `model`: its name or folder, else its class."
-    return getattr(model.config, '_name_or_path', '') or type(model).__name__
-
-Admitted = tuple[JobLine, 'RequestGroup']
-
-class LineRunner:
-    "Runs lines on `llm` as `job` says, and hands their records to `settle(line, record)`. `result` counts the tokens."
-    def __init__(self, job: Job, llm: LLM, result: JobResult, settle: Callable[[JobLine, dict[str, Any]], object]) -> None:
-        self.job, self.llm, self.result, self.settle = job, llm, result, settle
-        self.model, self.params = job.model_name or name_of(llm.model), ParamsCache(job.sampling_params)
-        self.live: dict[str, JobLine] = {}                            # lines in the engine
-        self.again: deque[JobLine] = deque()                          # lines to try alone
-        self.ended: deque[RequestOutput] = deque()
-        self.retried: set[str] = set()                                # keys of lines that were tried alone
-
-    def admit(self, line: JobLine) -> Admitted | None:
-        "`line` and its request; None, with the line settled, if it can't run."
-        group = None if line.failure else admit_line(self.llm, line, self.params, self.on_event)
-        if line.failure: self.settle(line, failure_of(line, *line.failure))
-        return group and (line, group)
-
-    def submit(self, items: list[Admitted]) -> None:
-        "Hand requests to the engine; their time begins."
-        for line, group in items:
-            group.start = time.perf_counter()
-            if timeout := line.timeout or self.job.timeout: group.deadline = group.start + timeout
-            self.live[line.key] = line
-        self.llm.submit([group for _, group in items])
-
-    def on_event(self, event: StreamEvent) -> None:
-        "Called by the engine."
-        self.result.output_tokens += len(event.token_ids)
-        if event.output: self.ended.append(event.output)
-
-    def collect(self) -> None:
-        "Settle the requests that ended, or put them by for another try."
-        while self.ended:
-            out = self.ended.popleft()
-            line = self.live.pop(out.request_id)
-            record = record_of(line, out, self.model, line.timeout or self.job.timeout, line.key in self.retried, self.job.postprocess)
-            if record is None:
-                self.retried.add(line.key)
-                self.again.append(line)
-                continue
-            if record['error'] is None: self.result.count(out)
-            self.settle(line, record)
-
-    def retry(self) -> None:
-        "Run the next line that waits for it once more, by itself."
-        if item := self.admit(self.again.popleft()): self.submit([item])
-
-    def abandon(self) -> None:
-        "Take back from the engine what it still runs."
-        for key in self.live: self.llm.cancel(key)
-        with suppress(Exception):
-            if self.live: self.llm.step()
 
 # %% ../../nbs/41_jobs.ipynb #730fd72f
 class Run:

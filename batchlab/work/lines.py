@@ -21,7 +21,7 @@ from . import openai
 from .formats import LONGEST_LINE, Raw, read_raw
 from .openai import (ALIASES, DROPPED, BadRequest, answer_body, as_messages, choice_of, custom_id_of, endpoint_of, error_body,
                                   is_setting, keys_beside, one_prompt, parse_body, request_params, sampling_options, usage_of)
-from .tables import ANSWER, CHAT_OPTIONS, OPTIONAL, TABLES, Row, file_kind, is_missing
+from .tables import ANSWER, CHAT_OPTIONS, OPTIONAL, TABLES, Row, file_kind, is_missing, plain_value
 
 if TYPE_CHECKING: from batchlab.outputs import RequestOutput
 
@@ -239,7 +239,7 @@ def results_of(out: RequestOutput, postprocess: Postprocess) -> tuple[dict[str, 
     for name, f in postprocess.items() if isinstance(postprocess, Mapping) else [('result', postprocess)]:
         if named: made[name] = None
         try:
-            v = f(out)
+            v = plain_value(f(out))
             found = v if isinstance(v, dict) and not named else {name: v}
             if twice := found.keys() & {*ANSWER, *OPTIONAL, 'request_id'}: raise ValueError(f'{min(twice)!r} is a column of the answer itself: call it something else')
             made |= found

@@ -22,10 +22,11 @@ from ..deprecated import renamed
 from ..errors import BatchlabError
 from ..llm import LLM
 from ..errors import JobError
-from .jobs import Job, JobResult, LineRunner, Run, model_digest, name_of
+from .jobs import Job, JobResult, Run
 from .journal import Ledgerbook, Outbox
 from .lines import JobLine, failure_of, parse_line
 from .openai import OPTIONS, is_setting
+from .runner import LineRunner, model_digest, name_of
 from .tables import Row, flat
 
 __getattr__ = renamed(__name__, {'Desk': 'LineQueue', 'Seat': 'WorkerHandle', 'Dealer': 'Dispatcher', 'need_ray': 'import_ray',

@@ -20,7 +20,8 @@ __all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'Cells', 'IN
            'NO_SETTINGS', 'LITERAL', 'RECORD', 'OPTIONAL', 'ANSWER', 'NUMBERS', 'Records', 'file_kind', 'opener_of',
            'check_input', 'check_output', 'need_parquet', 'unique_names', 'TableFile', 'no_column', 'is_missing',
            'MissingCell', 'Template', 'literal', 'setting_of', 'renamed_columns', 'Row', 'Columns', 'from_json',
-           'whole', 'table_rows', 'flat', 'record_of_rows', 'ColumnType', 'type_of', 'cell_text', 'AnswerTable']
+           'plain_value', 'whole', 'table_rows', 'flat', 'record_of_rows', 'ColumnType', 'type_of', 'cell_text',
+           'AnswerTable']
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e008
 OPENERS: dict[str, Callable[..., IO[Any]]] = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open}
@@ -149,8 +150,8 @@ class Template:
         try: self.parts = [*string.Formatter().parse(text)]
         except ValueError as e: raise JobError(f'the {what} {text!r:.60} is none ({e}): write {{{{ for a brace') from None
         self.columns = {name for _, name, _, _ in self.parts if name is not None}
-        for name in self.columns - {*names}:
-            if not name.isidentifier() and name not in names:
+        for name in self.columns - {*names} | self.columns & {''}:
+            if not name or not name.isidentifier():
                 raise JobError(f'the {what} has {{{name:.40}}}, which is no column: write {{{{ and }}}} for braces')
             raise no_column(name, names, where, f'columns of the {what}')
 
@@ -287,7 +288,15 @@ def from_json(name: str, text: str) -> Any:
 OPTIONAL = {'index', 'logprobs', 'cumulative_logprob'}      # columns that are left out if nothing is in them
 ANSWER = dict(text='string', finish_reason='string', prompt_tokens='int64', completion_tokens='int64', error='string')
 NUMBERS = dict(index='int64', prompt_tokens='int64', completion_tokens='int64', cumulative_logprob='double')
-_encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, default=str).encode      # json.dumps would make one each time
+
+def plain_value(v: Any) -> Any:
+    "Value `v` as JSON has it: a number or an array of numpy, or a pydantic model, as Python's own; anything else as it is."
+    if hasattr(v, 'tolist'): return v.tolist()
+    return v.model_dump(mode='json') if hasattr(v, 'model_dump') else v
+
+def _as_text(v: Any) -> Any: return str(v) if (plain := plain_value(v)) is v else plain
+
+_encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, default=_as_text).encode      # json.dumps would make one each time
 
 def whole(v: Any) -> Any:
     "Text `v` as UTF-8 can hold it; anything else as it is."
