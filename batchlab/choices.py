@@ -5,7 +5,7 @@
 # %% ../nbs/33_choices.ipynb #c4330004
 from __future__ import annotations
 
-import math, sys
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +15,11 @@ from tqdm.auto import tqdm
 
 from .blocks import common_length
 from .errors import BatchlabError, ParamError, PromptError
-from .inputs import as_list, is_ids, parse_prompt, prompt_ids_of
+from .inputs import as_list, check_bar, check_forms, is_ids, parse_prompt, prompt_ids_of
 from .models import encode, start_token_id
+from .outputs import Outputs
 from .params import SamplingParams
+from .shown import shows_bar
 
 if TYPE_CHECKING: from batchlab.llm import LLM
 
@@ -149,10 +151,22 @@ class ChoiceScores:
         logprobs = self.logprobs
         return max(logprobs, key=lambda c: logprobs[c], default=None)
 
-    def __repr__(self) -> str:
-        if self.error: return f'ChoiceScores(error={self.error!r})'
+    @property
+    def line(self) -> str:
+        "The result in a line."
+        if self.error: return f'error: {self.error}'
         shares = ', '.join(f'{c!r}: {p:.3g}' for c, p in [*self.probabilities.items()][:8])
-        return f'ChoiceScores({self.best!r} of {len(self.token_ids)}: {shares})'
+        return f'{self.best!r} of {len(self.token_ids)}: {shares}'
+
+    def __repr__(self) -> str: return f'ChoiceScores({self.line})'
+
+    @property
+    def num_tokens(self) -> int: return sum(map(len, self.token_ids.values()))
+
+    def rows(self) -> list[dict[str, Any]]:
+        "A row of a table: the likeliest choice, and `P(choice)`, the share of each."
+        shares = {f'P({c if isinstance(c, str) else list(c)})': p for c, p in self.probabilities.items()}
+        return [dict(best=self.best, **shares, error=self.error)]
 
 def answer(q: Question) -> ChoiceScores:
     "What was found out about `q`."
@@ -193,22 +207,26 @@ def _waves(questions: Iterable[Question], most: int = 1000) -> Iterator[list[Que
             wave, requests = [], 0
     if wave: yield wave
 
-def choose(llm: LLM, prompts: Any, choices: Any, chat: bool = False, use_tqdm: bool | None = None, end: bool = False) -> list[ChoiceScores]:
+def choose(llm: LLM, prompts: Any, choices: Any, chat: bool = False, use_tqdm: Any = None, end: bool = False) -> Outputs[ChoiceScores]:
     """How likely each of `choices` is after each of `prompts`, one or a list (with `chat`, conversations): a `ChoiceScores` a prompt.
 
     `choices`: strings or lists of token ids, one list for all prompts, or a list of such lists, one a prompt. A string goes on where the prompt ends:
     after `'Answer:'` give `' yes'`, with its space. With `chat` it is the assistant's answer. `end`: the answer has to end there, so that 'New' is not as
     likely as all that begins with it; any of the model's end tokens will do. The sums are those of `score(prompt + choice)`. `use_tqdm`: see
-    `LLM.generate`. Raises `ParamError`; a prompt that can't run gets its `error`."""
+    `LLM.generate`. `to_pandas()` of the result has a column `P(choice)` for each. Raises `ParamError`, and `PromptError` if not one is a prompt; a
+    prompt that can't run gets its `error`."""
+    check_bar(use_tqdm)
     prompts = as_list(prompts, chat)
+    check_forms(prompts, chat)
     each, end_ids = choices_for(len(prompts), choices), sorted(llm.eos_ids) if end else ()
     if end and not end_ids: raise ParamError('end=True, and this model has no end token: leave it out')
     def questions() -> Iterator[Question]:
         for prompt, mine in zip(prompts, each):
             try: yield Question(check_choices(mine), *encode_choices(llm, prompt, mine, chat), end_ids)
             except (PromptError, ParamError) as e: yield Question([], error=str(e))
-    show, done = sys.stderr.isatty() if use_tqdm is None else use_tqdm, []
-    with tqdm(total=len(prompts), unit=' prompts', disable=not show) as bar:
+    done: Outputs[ChoiceScores] = Outputs()
+    bar_class: Any = use_tqdm if callable(use_tqdm) else tqdm
+    with bar_class(total=len(prompts), unit=' prompts', disable=not shows_bar(use_tqdm)) as bar:
         for wave in _waves(questions()):
             ask(llm, wave)
             done += map(answer, wave)

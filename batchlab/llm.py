@@ -278,7 +278,7 @@ class LLM(BackgroundLoop):
         return Outputs(Score(o.prompt_token_ids or [], [next(iter(d.values())).logprob for d in (o.prompt_logprobs or [])[start:]], o.error)
                        for o in outs)
 
-    def choose(self, prompts: Any, choices: Any, chat: bool = False, use_tqdm: bool | None = None, end: bool = False) -> list[ChoiceScores]:
+    def choose(self, prompts: Any, choices: Any, chat: bool = False, use_tqdm: Any = None, end: bool = False) -> Outputs[ChoiceScores]:
         "How likely each of `choices` is after each of `prompts`: a `ChoiceScores` a prompt. For arguments see `batchlab.choices.choose`."
         from batchlab.choices import choose
         return choose(self, prompts, choices, chat, use_tqdm, end)

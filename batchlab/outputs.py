@@ -59,8 +59,8 @@ class CompletionOutput:
 class RequestOutput:
     """What became of one prompt: its answers in `outputs`, or why there are none in `error`, one line.
 
-    `num_cached_tokens`: prompt tokens whose KV was there already. `prompt_logprobs`: one `{id: Logprob}` a prompt token,
-    None for the first, if asked for. `metrics`, in seconds since the call: `time_to_first_token`, `latency`; and
+    `num_cached_tokens`: prompt tokens whose KV was there already. `prompt_logprobs`: if asked for, one `{id: Logprob}` a prompt
+    token, None for those up to position `prompt_logprob_start`. `metrics`, in seconds since the call: `time_to_first_token`, `latency`; and
     `time_per_token` after the first, `num_preemptions`. `params`: the `SamplingParams` it ran with."""
     request_id: str
     prompt: str | None = None

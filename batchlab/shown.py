@@ -55,9 +55,9 @@ def facts_html(x: object, facts: Mapping[str, str]) -> str:
     return panel_html(f'<b>{type(x).__name__}</b><table>{lines}</table>')
 
 # %% ../nbs/modules/000_shown.ipynb #570371f9
-def shows_bar(use_tqdm: bool | None) -> bool:
+def shows_bar(use_tqdm: Any) -> bool:
     "Whether to show a progress bar: as `use_tqdm` says; if that is None, where it may be seen, unless `TQDM_DISABLE` is set."
-    if use_tqdm is not None: return use_tqdm
+    if use_tqdm is not None: return bool(use_tqdm)
     shell = getattr(sys.modules.get('IPython'), 'get_ipython', lambda: None)()
     seen = hasattr(shell, 'kernel') or sys.stderr is not None and sys.stderr.isatty()
     return seen and not os.environ.get('TQDM_DISABLE')
