@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os, sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .views.drawing import HTML_STYLE, esc
 
