@@ -12,10 +12,11 @@ _lazy = {'LLM': 'llm', 'AsyncLLM': 'async_llm', 'SamplingParams': 'params', 'Str
 __all__ = ['LLM', 'AsyncLLM', 'SamplingParams', 'StructuredOutputsParams', 'EngineArgs', 'load_model', 'BatchlabError', 'RequestOutput',
            'CompletionOutput', 'Outputs', 'StreamEvent', 'Trace', 'timeline', 'run']
 _lazy |= {'LiveView': 'views.widgets', 'Playground': 'views.widgets', 'Scrubber': 'views.scrubber'}      # not by *: they want a package of their own
+_lazy |= dict.fromkeys(('JobError', 'ModelError', 'ParamError', 'PromptError'), 'errors')
 
 if TYPE_CHECKING:
     from .async_llm import AsyncLLM
-    from .errors import BatchlabError
+    from .errors import BatchlabError, JobError as JobError, ModelError as ModelError, ParamError as ParamError, PromptError as PromptError
     from .habits import EngineArgs
     from .llm import LLM
     from .models import load_model

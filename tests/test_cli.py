@@ -226,3 +226,23 @@ def test_a_mistake_is_json_too(tmp_path):
     p = subprocess.run([*CMD, 'run', '-i', 'nowhere.jsonl', '-o', 'out.jsonl', '--log-json'], text=True, capture_output=True, cwd=tmp_path, env=ENV)
     [said] = [json.loads(s) for s in p.stderr.splitlines()]
     assert p.returncode == 2 and said['level'] == 'error' and 'nowhere.jsonl' in said['message']
+
+
+@pytest.mark.parametrize('flag, said', [('--guided-choice', '--structured-outputs'), ('--json', '--structured-outputs'), ('--max-tokns', '--max-tokens'),
+                                        ('--frobnicate', 'unknown flag --frobnicate (see')])
+def test_an_unknown_flag_says_what_was_meant(flag, said, capsys):
+    from batchlab.cli import main
+    assert main(['generate', 'a', flag, 'x']) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_says_why_its_first_failure_failed(model, tmp_path):
+    (tmp_path/'in.jsonl').write_text('{"prompt": "a"}\n{"txt": "b"}\n{"prompt": 5}\n')
+    p = subprocess.run([*CMD, 'run', '-i', 'in.jsonl', '-o', 'out.jsonl', '--model', model, '--max-tokens', '2'], text=True, capture_output=True, cwd=tmp_path, env=ENV)
+    assert p.returncode == 1 and '2 failed (the first: line ' in p.stderr.splitlines()[-1], p.stderr
+
+
+def test_errors_that_docstrings_name_are_at_the_top():
+    import batchlab
+    from batchlab import errors
+    assert all(getattr(batchlab, n) is getattr(errors, n) for n in ('JobError', 'ModelError', 'ParamError', 'PromptError'))

@@ -70,7 +70,7 @@ def link_names(app, doctree):
     "Code in prose that names something public becomes a link to its API."
     at = Path(app.env.docname)
     built = {p.stem: m for m, p in sources.modules().items()}
-    module = at.name if at.parent.name == 'api' else built.get(at.name)
+    module = built.get(at.name) if at.parent.name != 'api' else at.name if at.name in sources.modules() else None
     taken = nodes.title, nodes.reference, addnodes.pending_xref
     for node in list(doctree.findall(nodes.literal)):
         above = node.parent

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from ..errors import JobError
+from ..names import GUIDED
 
 # %% ../../nbs/43_cli.ipynb #59b7b224
 class OneLineParser(argparse.ArgumentParser):
@@ -23,10 +24,15 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         flag = re.match(r'unrecognized arguments: (-[^\s=]*)', message)
-        if flag:
-            near = difflib.get_close_matches(flag[1], self._option_string_actions, 1)
-            message = f"unknown flag {flag[1]}" + (f", did you mean {near[0]}?" if near else '')
+        if flag: message = f'unknown flag {flag[1]}{self._meant(flag[1])}'
         raise JobError(f'{message} (see {self.prog} --help)')
+
+    def _meant(self, flag: str) -> str:
+        "What was probably meant by an unknown `flag`; '' if there is no guess."
+        form = GUIDED.get(flag.lstrip('-').replace('-', '_'), 'json' if flag in ('--json', '--json-schema', '--response-format') else None)
+        if form and '--structured-outputs' in self._option_string_actions: return f""": give --structured-outputs '{{"{form}": …}}'"""
+        near = difflib.get_close_matches(flag, self._option_string_actions, 1, .7)
+        return f', did you mean {near[0]}?' if near else ''
 
 # %% ../../nbs/43_cli.ipynb #79c049b6
 def argument(want: str, convert: Callable[[str], Any], ok: Callable[[Any], bool] = lambda v: True) -> Callable[[str], Any]:
@@ -164,7 +170,7 @@ CACHE_FLAGS = [('what ACTION', ('list', 'clear'), "list (the default) or clear",
 # %% ../../nbs/43_cli.ipynb #4e24f8ff
 COMMANDS = dict(generate="answer a batch of prompts", run="answer a file of requests, and go on where it ended",
                 plan="what such a file would take", bench="measure the strategies on this machine",
-                view="look at a trace in the browser, step by step", models="list, fetch or remove models on this machine",
+                view="look at a trace in the browser, step by step", models="list, pull or rm: the models on this machine",
                 cache="what is kept on the disk, and how large")
 FLAGS = dict(generate=GENERATE_FLAGS, run=INPUT_FLAGS + RUN_FLAGS, plan=INPUT_FLAGS + PLAN_FLAGS, view=VIEW_FLAGS,
              models=MODELS_FLAGS, cache=CACHE_FLAGS)

@@ -54,7 +54,8 @@ def _cached(r: JobResult) -> str: return f' ({r.cached_tokens:,} cached)' if r.c
 @dataclass
 class JobResult:
     """How a job went: requests in all; answered and failed, those of earlier runs (`before`) included; tokens and seconds
-    of this run. `cached_tokens`: those of `prompt_tokens` that were computed already, for an earlier request."""
+    of this run. `cached_tokens`: those of `prompt_tokens` that were computed already, for an earlier request. `first_failure`: what
+    the first that failed in this run said."""
     total: int
     answered: int = 0
     failed: int = 0
@@ -63,6 +64,7 @@ class JobResult:
     output_tokens: int = 0
     seconds: float = 0.
     cached_tokens: int = 0
+    first_failure: str = ''
 
     @property
     def done(self) -> int: return self.answered + self.failed
@@ -89,7 +91,8 @@ class JobResult:
     def __str__(self) -> str:
         before = f' ({self.before:,} of them before)' if self.before else ''
         rate = f', {self.rate:,.0f} a second' if self.output_tokens else ''
-        return (f'{self.done:,} of {self.total:,} requests done{before}, {self.failed:,} failed; '
+        why = f' (the first: {self.first_failure:.200})' if self.first_failure else ''
+        return (f'{self.done:,} of {self.total:,} requests done{before}, {self.failed:,} failed{why}; '
                 f'{self.prompt_tokens:,} tokens in{_cached(self)}, {self.output_tokens:,} out{rate}')
 
 # %% ../../nbs/41_jobs.ipynb #0b955d52
@@ -173,6 +176,7 @@ class Run:
         "Count `record`, and put it where it will be written."
         failed = record['error'] is not None
         self.result.failed += failed
+        if failed and not self.result.first_failure: self.result.first_failure = record['error']['message']
         self.result.answered += not failed
         self.new_errors += failed
         self.outbox.put(line.number, stamp(record, self.job.stamp) if self.job.stamp else record)
