@@ -500,8 +500,8 @@ def run_jobs(jobs: list[Job], make_pool: Callable[[], Pool]) -> JobResult:
     with ExitStack() as stack:
         pool = cache(lambda: stack.enter_context(make_pool()))
         results = [_run_shard(job, pool) if len(jobs) > 1 else job.run(pool) for job in jobs]      # type: ignore[arg-type]
-    total = JobResult(*(sum(getattr(r, f.name) for r in results) for f in fields(JobResult) if f.name != 'first_failure'))
-    return replace(total, first_failure=next((r.first_failure for r in results if r.first_failure), ''))
+    sums: dict[str, Any] = {f.name: sum(getattr(r, f.name) for r in results) for f in fields(JobResult) if f.name != 'first_failure'}
+    return JobResult(**sums, first_failure=next((r.first_failure for r in results if r.first_failure), ''))
 
 def run_on_ray(input: str | Path, output: str | Path, model: str | None = None, workers: int = 2, num_cpus: float | None = None,
                num_gpus: float | None = None, address: str | None = None, llm: dict | None = None, **job: Any) -> JobResult:
