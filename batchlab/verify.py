@@ -204,7 +204,7 @@ class Answer:
 
 # %% ../nbs/16_verify.ipynb #c0c39f81
 def is_unseeded(params: SamplingParams) -> bool: return not params.greedy and params.seed is None
-def is_filtered(params: SamplingParams) -> bool: return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+def is_filtered(params: SamplingParams) -> bool: return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
 def wanted(logits: torch.Tensor, rows: Sequence[SamplingRow], output_ids: Sequence[int]) -> list[int | None]:
     "What each of `rows` takes from its line of `logits` `[n, V]`: ids, None where it can take nothing."
