@@ -361,5 +361,5 @@ def _refuse_engine(k: str, names: list[str]) -> NoReturn:
     "Raise a `ParamError` about argument `k`, which no engine has."
     if near := _near(k, [*names, *WORKS, *ENGINE_DEFAULTS]): raise ParamError(f'unknown argument {k!r:.60}, did you mean {near!r}?')
     if k in known_settings() or plain_name(k) in INSTEAD:
-        raise ParamError(f'{k} is no argument of an engine: give {INSTEAD.get(plain_name(k), k)} to a request, in SamplingParams or its prompt')
+        raise ParamError(f'{k} belongs to a request, to SamplingParams or its prompt, and not to an engine: give {INSTEAD.get(plain_name(k), k)} there')
     raise ParamError(f'unknown argument {k!r:.60}: known are {", ".join(names)}')

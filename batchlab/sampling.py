@@ -98,7 +98,7 @@ class SamplingRow:
 
         `logprobs_mode`: for `params` that name none. Raises `ParamError` if `params` don't fit prompt, tokenizer or vocabulary."""
         params = SamplingParams.of(params)
-        params = replace(params, logprobs_mode=params.logprobs_mode or logprobs_mode)     # a checked copy: the caller may change his own
+        params = replace(params, logprobs_mode=None if params.logprobs is None else params.logprobs_mode or logprobs_mode)     # a checked copy: the caller may change his own
         if params.prompt_logprob_start and params.prompt_logprob_start >= len(prompt_ids):
             raise ParamError(f'prompt_logprob_start must be below {len(prompt_ids)}, the number of tokens of the prompt, '
                              f'got {params.prompt_logprob_start}')

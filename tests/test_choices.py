@@ -61,7 +61,7 @@ def test_modes_report_what_the_row_drew_from():
                 assert l.logprob > -math.inf
         single = [sample(x[b:b + 1], [r]).logprobs[0] for b, r in enumerate(SamplingRow.make(r.params, ids) for r in rows)]
         assert single == got.logprobs, 'the same bits alone and in company'
-    drawn = [sample(x, [SamplingRow.make(dict(s, logprobs_mode=m), ids) for s in settings]).token_ids for m in (None, 'processed_logits')]
+    drawn = [sample(x, [SamplingRow.make(dict(s, logprobs=0, logprobs_mode=m), ids) for s in settings]).token_ids for m in (None, 'processed_logits')]
     assert drawn[0] == drawn[1], 'what is reported changes nothing of what is drawn'
 
 
