@@ -219,7 +219,7 @@ def read_call(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) 
     given, settings = dict(given), {}
     for k, v in unknown.items():
         same = next((n for group in _SAME if k in group for n in names if n in group), None)
-        if given.get(same) is not None: raise ParamError(f'{k} and {same} are the same argument: give one of them')
+        if same and given.get(same) is not None: raise ParamError(f'{k} and {same} are the same argument: give one of them')
         if same: given[same] = v
         elif k in known_settings(): settings[k] = v
         elif not (_is_neutral(k, v) or k in _CALL_NEUTRAL and (v is None or v in _CALL_NEUTRAL[k])): _refuse_argument(k, v, names)
