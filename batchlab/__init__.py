@@ -53,12 +53,12 @@ class _Moved:
              'drawing': 'views.drawing', 'pictures': 'views.pictures', 'widgets': 'views.widgets', 'viewer': 'views.viewer',
              'jobs': 'work.jobs', 'scaleout': 'work.scaleout'}
 
-    vllm = {'utils', 'utils.argparse_utils', 'sampling_params', 'distributed'}      # what its programs import is in `habits`
+    vllm = {f'{__name__}.{m}' for m in ('utils', 'utils.argparse_utils', 'sampling_params', 'distributed')}      # what programs import: `habits`
 
     @classmethod
     def find_spec(cls, name: str, path=None, target=None):
         package, _, module = name.rpartition('.')
-        if name.removeprefix(f'{__name__}.') in cls.vllm:
+        if name in cls.vllm:
             from importlib.machinery import ModuleSpec
             return ModuleSpec(name, cls, is_package=True)                                  # type: ignore[arg-type]
         if package != __name__ or module not in cls.names: return None
@@ -91,12 +91,12 @@ if not any(getattr(f, '__module__', '') == __name__ for f in sys.meta_path): sys
 
 
 class _Misspelled:
-    "Asked last: `from batchlab import X` looks for a module X before it gives up, and an `ImportError` from here says which was meant."
+    "Asked last: `from batchlab import X` looks for a module X before it gives up, and an error from here says which was meant."
     @staticmethod
     def find_spec(name: str, path=None, target=None):
         package, _, wanted = name.rpartition('.')
-        if package == __name__ and (meant := _meant(wanted)):
-            raise ImportError(f"cannot import name {wanted!r} from 'batchlab'{meant}", name=name)
+        if package == __name__ and wanted not in _lazy and (meant := _meant(wanted)):
+            raise ModuleNotFoundError(f"cannot import name {wanted!r} from 'batchlab'{meant}", name=__name__)      # with `name` it would go unsaid
 
 
 if not any(getattr(f, '__name__', '') == '_Misspelled' for f in sys.meta_path): sys.meta_path.append(_Misspelled)   # type: ignore[arg-type]

@@ -13,9 +13,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from .config import check_count
-from .errors import EngineError
+from .errors import EngineError, ParamError
 from .inputs import chat_options
 from .llm import LLM
+from .names import by_any_name, read_call
 from .outputs import CompletionOutput, RequestOutput, Stats, StreamEvent, total_logprob
 
 # %% auto #0
@@ -26,6 +27,8 @@ __all__ = ['AsyncLLM']
 class _Answer:
     "What came of a request so far, in `parts` by answer. All of it is used in the event loop alone."
     request_id: str
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
     parts: dict[int, CompletionOutput] = field(default_factory=dict)
     last: RequestOutput | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -38,7 +41,10 @@ class _Answer:
         part.text += event.text
         part.token_ids.extend(event.token_ids)
         part.finish_reason = event.finish_reason
-        if event.logprobs is not None: part.logprobs = (part.logprobs or []) + event.logprobs
+        if event.logprobs is not None:
+            part.logprobs = [] if part.logprobs is None else part.logprobs
+            part.logprobs.extend(event.logprobs)
+            part.cumulative_logprob = (part.cumulative_logprob or 0) + (total_logprob(event.logprobs, event.token_ids) or 0)
         self.last = event.output
         self.news.set()
         if self.last: self.leave()
@@ -53,11 +59,11 @@ class _Answer:
         await self.news.wait()
         self.news.clear()
         if self.last: return self.last
-        parts = [replace(p, token_ids=[*p.token_ids], cumulative_logprob=total_logprob(p.logprobs, p.token_ids))
-                 for _, p in sorted(self.parts.items())]
-        return RequestOutput(self.request_id, outputs=parts, finished=False)
+        parts = [replace(p, token_ids=[*p.token_ids], logprobs=None if p.logprobs is None else [*p.logprobs]) for _, p in sorted(self.parts.items())]
+        return RequestOutput(self.request_id, prompt=self.prompt, prompt_token_ids=self.prompt_token_ids, outputs=parts, finished=False)
 
 # %% ../nbs/17_async.ipynb #fea3e7ff
+@by_any_name(generate=read_call, chat=read_call)
 class AsyncLLM:
     """An `LLM` for asyncio: `async for output in llm.generate(prompt, params)`, in as many tasks as you like.
 
@@ -66,6 +72,8 @@ class AsyncLLM:
     end. It is for one thread, and for any number of event loops one after the other."""
     def __init__(self, model: Any = None, tokenizer: Any = None, max_pending: int = 1024, **kwargs: Any) -> None:
         check_count('max_pending', max_pending)
+        if isinstance(model, LLM) and (tokenizer is not None or kwargs):
+            raise ParamError(f'{next(iter(kwargs), "tokenizer")} is for a model that is yet to be loaded: give it to the LLM')
         self.llm = model if isinstance(model, LLM) else LLM(model, tokenizer, **kwargs)
         self.max_pending = max_pending
         self.answers: dict[str, _Answer] = {}                                # of those that are not done
@@ -101,9 +109,12 @@ class AsyncLLM:
             del self.answers[request_id]
 
     def chat(self, messages: Any, sampling_params: Any = None, request_id: str | None = None, *, priority: int = 0,
-             timeout: float | None = None, **template: Any) -> AsyncGenerator[RequestOutput]:
-        "As `generate`, for one conversation, a list of messages; `template`: what else `LLM.chat` takes, such as `chat_template`."
-        prompt = chat_options(**template) | (messages if isinstance(messages, dict) else {'messages': messages})
+             timeout: float | None = None, chat_template: Any = None, chat_template_kwargs: dict[str, Any] | None = None,
+             tools: list | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False) -> AsyncGenerator[RequestOutput]:
+        "As `generate`, for one conversation, a list of messages; for `chat_template` and what follows it see `LLM.chat`."
+        template = chat_options(chat_template=chat_template, chat_template_kwargs=chat_template_kwargs, tools=tools,
+                                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
+        prompt = template | (messages if isinstance(messages, dict) else {'messages': messages})
         return self.generate(prompt, sampling_params, request_id, chat=True, priority=priority, timeout=timeout)
 
     async def abort(self, request_id: str) -> bool:
@@ -147,7 +158,9 @@ class AsyncLLM:
             output = RequestOutput(request_id, outputs=[CompletionOutput(0, finish_reason=reason)])
             tell(StreamEvent(request_id, finish_reason=reason, finished=True, output=output))
             return request_id
-        self.llm.add_request(prompt, sampling_params, tell, request_id, chat, priority, timeout)
+        group = self.llm._group(prompt, sampling_params, tell, request_id, chat, priority, timeout)
+        answer.prompt, answer.prompt_token_ids = group.prompt, group.prompt_token_ids
+        self.llm.submit([group])
         self.llm.start()                                               # after it: whoever stopped the engine meanwhile, it runs
         if answer.aborted: self.llm.cancel(request_id)
         return request_id

@@ -31,7 +31,9 @@ log = logging.getLogger('batchlab')
 # %% ../nbs/15_llm.ipynb #4b07a5d1
 def model_and_tokenizer(model: Any, tokenizer: Any, dtype: Any, device: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     "What `LLM` was given, as `(model, tokenizer or None)`. Raises `ModelError`, `ParamError`."
-    if isinstance(tokenizer, str) or hasattr(tokenizer, '__fspath__'): tokenizer = load_tokenizer(find_model(tokenizer))
+    if isinstance(tokenizer, str) or hasattr(tokenizer, '__fspath__'): tokenizer = load_tokenizer(find_model(tokenizer, weights=False))
+    if tokenizer is not None and not hasattr(tokenizer, 'decode'):
+        raise ParamError(f'tokenizer must be a hub id, a folder, a .gguf file or a loaded tokenizer, got {type(tokenizer).__name__}')
     if model is None or isinstance(model, str) or hasattr(model, '__fspath__'):
         model, own = load_model(model if model is None else str(model), dtype=dtype, device=device)
         return model, own if tokenizer is None else tokenizer

@@ -102,13 +102,15 @@ def _convert_default(cache):
     finally: shutil.rmtree(tmp, ignore_errors=True)
 
 # %% ../nbs/modules/000_fetching.ipynb #d239f5aa
-def _cached_snapshot(repo, revision=None, need_tokenizer=True):
+def _cached_snapshot(repo, revision=None, need_tokenizer=True, need_weights=True):
     "The folder of `repo` in the hub's local cache if it is complete there, else None; no network."
     from huggingface_hub import try_to_load_from_cache
-    config = try_to_load_from_cache(repo, 'config.json', revision=revision)
-    if not isinstance(config, str): return None
-    folder = Path(config).parent
-    return folder if has_weights(folder) and (has_tokenizer(folder) or not need_tokenizer) else None
+    names = ['config.json'] if need_weights else ['config.json', 'tokenizer_config.json', 'tokenizer.json']
+    found = [f for name in names if isinstance(f := try_to_load_from_cache(repo, name, revision=revision), str)]
+    if not found: return None
+    folder = Path(found[0]).parent
+    whole = (has_weights(folder) or not need_weights) and (has_tokenizer(folder) or not need_tokenizer)
+    return folder if whole else None
 
 # %% ../nbs/modules/000_fetching.ipynb #cb7f3fa4
 def _default_folder():
@@ -126,17 +128,17 @@ def _default_folder():
     return folder
 
 # %% ../nbs/modules/000_fetching.ipynb #e19b681b
-def _hub_folder(name, revision=None):
-    """The local folder of a hub id, downloaded if need be.
+def _hub_folder(name, revision=None, weights=True):
+    """The local folder of a hub id, downloaded if need be; without `weights`, of its smaller files alone.
 
     Raises `ModelNotFoundError`, `HubUnreachableError`, `ModelError`."""
     from huggingface_hub import HfApi, errors, snapshot_download
-    if folder := _cached_snapshot(name, revision): return folder
+    if folder := _cached_snapshot(name, revision, need_weights=weights): return folder
     at = f'{name!r}' + (f' at revision {revision!r}' if revision else '')
     try:
         files = [s.rfilename for s in HfApi().model_info(name, revision=revision, timeout=10).siblings or ()]
-        weights = '*.safetensors' if any(f.endswith('.safetensors') for f in files) else '*.bin'
-        keep = [weights, '*.json', '*.jinja', '*.model', '*.txt', '*.tiktoken']
+        kind = '*.safetensors' if any(f.endswith('.safetensors') for f in files) else '*.bin'
+        keep = [*[kind] * weights, '*.json', '*.jinja', '*.model', '*.txt', '*.tiktoken']
         return Path(snapshot_download(name, revision=revision, allow_patterns=keep, ignore_patterns=['*/*']))
     except errors.GatedRepoError as e:
         raise ModelNotFoundError(f"{at} is gated: accept its terms on the hub and run `hf auth login`, "
@@ -153,8 +155,8 @@ def _hub_folder(name, revision=None):
                                   f"({one_line(e)}): download it where there is a network, or {_OWN_MODEL}") from e
 
 # %% ../nbs/01_models.ipynb #75821764
-def find_model(name: str | os.PathLike[str] | None, revision: str | None = None) -> Path:
-    "The folder or `.gguf` file that `name` stands for. Raises `ModelNotFoundError`, `HubUnreachableError`, `ModelError`."
+def find_model(name: str | os.PathLike[str] | None, revision: str | None = None, weights: bool = True) -> Path:
+    "The folder or `.gguf` file that `name` stands for, fetched with its `weights` or without. Raises `ModelNotFoundError`, `HubUnreachableError`, `ModelError`."
     from huggingface_hub.utils import HFValidationError, validate_repo_id
     name = DEFAULT_MODEL if name is None else os.fspath(name)
     path = Path(name).expanduser()
@@ -167,6 +169,6 @@ def find_model(name: str | os.PathLike[str] | None, revision: str | None = None)
     try: validate_repo_id(name)
     except HFValidationError: is_id = False
     else: is_id = not (name.lower().endswith('.gguf') or name.startswith(('.', '/', '~')) or '\\' in name)
-    if is_id: return _hub_folder(name, revision)
+    if is_id: return _hub_folder(name, revision, weights)
     raise ModelNotFoundError(f"no model {name!r}: there is no such folder or file, and it can't be a hub id "
                              "('name' or 'owner/name'): check the path")

@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from dataclasses import field, make_dataclass
 from typing import Any, Self
 
-import torch
-
 from .llm import LLM, trim_memory
-from .names import ENGINE_DEFAULTS, REFUSED, WITHOUT_EFFECT, by_any_name, read_engine
+from .names import ENGINE_DEFAULTS, REFUSED, WITHOUT_EFFECT, WORKS, by_any_name, read_engine
 from .outputs import CompletionOutput, RequestOutput
 from .params import SamplingParams, StructuredOutputsParams
 
@@ -24,13 +22,15 @@ __all__ = ['GuidedDecodingParams', 'EngineArgs', 'FlexibleArgumentParser', 'clea
 
 # %% ../nbs/18_habits.ipynb #hab00025
 _OWN = {name: p for name, p in inspect.signature(LLM.__init__).parameters.items() if name != 'self'}
-_DEFAULTS = {name: p.default for name, p in _OWN.items()} | {k: v for k, v in ENGINE_DEFAULTS.items() if k[0] != '_' and k not in _OWN}
+_DEFAULTS = {name: p.default for name, p in _OWN.items()} | {k: v for k, v in ENGINE_DEFAULTS.items() if k not in _OWN}
 _Fields: Any = make_dataclass('_Fields', [(k, Any, field(default=v)) for k, v in _DEFAULTS.items()])
 
 def _value(text: str) -> Any:
-    "What `text` means on a command line: a number, None, a dict …, else itself."
-    try: return literal_eval(text)
+    "What `text` means on a command line: a number, None, true, a dict …, else itself."
+    try: return literal_eval(text.title() if text in ('true', 'false') else text)
     except (ValueError, SyntaxError): return text
+
+def _text(text: str) -> str | None: return None if text == 'None' else text
 
 @by_any_name(__init__=read_engine)
 class EngineArgs(_Fields):
@@ -42,9 +42,10 @@ class EngineArgs(_Fields):
         for name, default in _DEFAULTS.items():
             of = str(_OWN[name].annotation) if name in _OWN else ''
             why = (WITHOUT_EFFECT | REFUSED).get(name, ('',))[0]
-            how: dict[str, Any] = dict(type=str if of.startswith('str') else _value)
+            how: dict[str, Any] = dict(type=_text if of.startswith('str') else _value)
             if isinstance(default, bool): how = dict(action=argparse.BooleanOptionalAction)
-            parser.add_argument(f"--{name.replace('_', '-')}", default=default, help=why or 'see LLM', **how)
+            flags = [f"--{n.replace('_', '-')}" for n in (name, *(k for k, v in WORKS.items() if v == name))]
+            parser.add_argument(*flags, default=default, help=why or 'see LLM', **how)
         return parser
 
     @classmethod
@@ -64,7 +65,6 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     "Give back what deleted models held. Nothing is distributed here, so `shutdown_ray` says nothing."
     gc.collect()
-    if torch.cuda.is_available(): torch.cuda.empty_cache()
     trim_memory()
 
 # %% ../nbs/18_habits.ipynb #hab00031

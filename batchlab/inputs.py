@@ -69,10 +69,22 @@ def parse_chat(prompt: Any) -> dict[str, Any]:
         raise PromptError(f'a conversation has unknown keys {", ".join(map(repr, bad))}: expected {", ".join(sorted(CHAT_KEYS))}')
     if why := bad_message(d['messages']):
         raise PromptError(why + (': llm.generate answers plain prompts' if isinstance(d['messages'], str) else ''))
+    if why := _bad_option(d): raise PromptError(why)
+    if (template := d.get('chat_template')) is not None and not (isinstance(template, str) and '{' in template):
+        raise PromptError(f'chat_template of a prompt must be the text of one, got {template!r:.60}: llm.chat(chat_template=…) takes a file')
     return {k: v for k, v in d.items() if v is not None}
 
+_KINDS: dict[str, type] = dict(tools=list, chat_template_kwargs=dict, add_generation_prompt=bool, continue_final_message=bool)
+
+def _bad_option(options: dict[str, Any]) -> str | None:
+    "What is wrong with the first of `options` that is of another type than `encode_chat` takes, or None."
+    return next((f'{k} must be a {kind.__name__}, got {options[k]!r:.60}' for k, kind in _KINDS.items()
+                 if options.get(k) is not None and not isinstance(options[k], kind)), None)
+
 def split_settings(prompt: Any) -> tuple[Any, dict[str, Any]]:
-    "`prompt` without the settings that it carries, and those, as fields of `SamplingParams`. Raises `ParamError`."
+    """`prompt` without the settings that it carries, and those, as fields of `SamplingParams`; None says nothing, but of `max_tokens`.
+
+    Raises `ParamError`."""
     if not isinstance(prompt, dict) or prompt.keys() <= PROMPT_KEYS | CHAT_KEYS: return prompt, {}
     own = {k: v for k, v in prompt.items() if k not in PROMPT_KEYS | CHAT_KEYS and isinstance(k, str) and is_setting(k, v)}
     rest = {k: v for k, v in prompt.items() if k not in own}
@@ -80,7 +92,8 @@ def split_settings(prompt: Any) -> tuple[Any, dict[str, Any]]:
         del own['sampling_params']
         if twice := nested.keys() & own.keys(): raise ParamError(f'{min(twice)} stands in sampling_params and beside it: give one of them')
         own = nested | own
-    return rest, settings_of(own)
+    own = settings_of({k: v for k, v in own.items() if not (isinstance(v, float) and v != v)})      # NaN: how pandas says None
+    return rest, {k: v for k, v in own.items() if v is not None or k == 'max_tokens'}
 
 # %% ../nbs/modules/000_inputs.ipynb #inp00003
 def check_forms(prompts: Sequence[Any], chat: bool) -> None:
@@ -96,10 +109,9 @@ def check_forms(prompts: Sequence[Any], chat: bool) -> None:
 
 def chat_options(**options: Any) -> dict[str, Any]:
     "Those of `options`, what `CHAT_KEYS` say of a call of `chat`, that say something, its template as text. Raises `ParamError`."
-    kinds: dict[str, type] = dict(tools=list, chat_template_kwargs=dict, add_generation_prompt=bool, continue_final_message=bool)
-    for k, v in options.items():
+    for k in options:
         if k not in CHAT_KEYS: raise ParamError(f'unknown argument {k!r:.60}: expected one of {", ".join(sorted(CHAT_KEYS))}')
-        if v is not None and not isinstance(v, kinds.get(k, object)): raise ParamError(f'{k} must be a {kinds[k].__name__}, got {v!r:.60}')
+    if why := _bad_option(options): raise ParamError(why)
     try: options['chat_template'] = template_text(options.get('chat_template'))
     except PromptError as e: raise ParamError(str(e)) from None
     return {k: v for k, v in options.items() if v is not None}
@@ -151,10 +163,12 @@ def prompt_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
 
 # %% ../nbs/modules/000_inputs.ipynb #inp00006
 def log_failures(outs: Sequence[RequestOutput]) -> None:
-    "Log how many of `outs` failed, by reason, with the index of the first of each."
+    "Log how many of `outs` failed, by the five commonest reasons, with the index of the first of each."
     reasons: dict[str, list[int]] = {}
     for i, o in enumerate(outs):
-        if o.error: reasons.setdefault(re.sub(r"'[^']*'|\"[^\"]*\"|\d[\d,]*", '…', o.error), []).append(i)
+        if o.error: reasons.setdefault(re.sub(r"(?<!\w)'[^']*('|$)|\"[^\"]*(\"|$)|\d[\d,]*", '…', o.error), []).append(i)
     if not reasons: return
-    said = '; '.join(f'{len(ids)} × {outs[ids[0]].error:.160} (first: outputs[{ids[0]}])' for ids in reasons.values())
+    common = sorted(reasons.values(), key=len, reverse=True)
+    said = '; '.join(f'{len(ids)} × {outs[ids[0]].error:.160} (first: outputs[{ids[0]}])' for ids in common[:5])
+    if rare := sum(map(len, common[5:])): said += f'; and {rare} others'
     log.warning('%s of %s requests failed: %s. outputs[i].error says why', sum(map(len, reasons.values())), len(outs), said)

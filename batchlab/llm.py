@@ -32,7 +32,7 @@ from .inputs import (as_list, chat_options, check_bar, check_forms, is_talk, log
 from .ledger import Ledger
 from .loop import BackgroundLoop, Delivery, EngineSet
 from .models import eos_token_ids, pad_token_id
-from .names import by_any_name, read_call, read_engine
+from .names import by_any_name, read_call, read_engine, read_plain_call
 from .outputs import MemoryPlan, Outputs, RequestGroup, RequestOutput, Score, Stats, StreamEvent
 from .padding import Probe
 from .params import check_logprobs_mode
@@ -74,7 +74,7 @@ def admit(llm: LLM, group: RequestGroup, prompt: Any, params: SamplingParams, pr
             raise ParamError('max_tokens is None, and the model states no context length: give max_tokens')
         names = [f'{group.request_id}-{i}' for i in range(params.n)] if params.n > 1 else [group.request_id]
         group.requests = [make_request(row, name, i, priority, group) for i, (row, name) in enumerate(zip(rows, names))]
-    except ModelError: raise                               # no request can run so
+    except ModelError: raise                               # others of its kind can't run either: the caller's to say
     except BatchlabError as e: group.error = str(e)
     return group
 
@@ -143,12 +143,13 @@ def make_stats(llm: LLM) -> Stats:
                  d['output_tokens'] / llm.engines.seconds if llm.engines.seconds else math.nan)
 
 def trim_memory() -> None:
-    "Have the C library give back to the system what was freed (glibc; else nothing)."
+    "Have torch and the C library give back to the system what was freed (CUDA's cache, and glibc's)."
+    if torch.cuda.is_initialized(): torch.cuda.empty_cache()
     with contextlib.suppress(OSError, AttributeError, TypeError): ctypes.CDLL(None).malloc_trim(0)
 
 # %% ../nbs/15_llm.ipynb #3444a712
-@by_any_name(__init__=read_engine, generate=read_call, chat=read_call, stream=read_call, iter_outputs=read_call, score=read_call,
-             plan=read_call, add_request=read_call, choose=read_call)
+@by_any_name(__init__=read_engine, generate=read_call, chat=read_call, stream=read_call, iter_outputs=read_call, score=read_plain_call,
+             plan=read_call, add_request=read_call, choose=read_plain_call, map=read_call)
 class LLM(BackgroundLoop):
     """Batch inference with one causal LM: `generate` for prompts, `chat` for conversations, results in input order.
 
@@ -174,7 +175,7 @@ class LLM(BackgroundLoop):
         limits = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
                       kv_cache_bytes=kv_cache_bytes)
         for name, x in limits.items(): check_count(name, x)
-        self.strategy, self.enable_prefix_caching = check_strategy(strategy), enable_prefix_caching is not False      # vLLM's None is True
+        self.strategy, self.enable_prefix_caching = check_strategy(strategy), enable_prefix_caching is None or bool(enable_prefix_caching)
         self.compile, self.own = check_compile(compile), not isinstance(model, torch.nn.Module)
         self.quantization, self.logprobs_mode = check_quantization(quantization, strategy), check_logprobs_mode(logprobs_mode)
         self.model, self.tokenizer = model_and_tokenizer(model, tokenizer, dtype, device)
@@ -229,7 +230,7 @@ class LLM(BackgroundLoop):
         `sampling_params`, `priority` (lower goes first), `timeout` (seconds since the call): one for all or one each. A
         prompt that can't run gets its `error`; nothing is raised for it. `use_tqdm`: a progress bar, or the class of one; None shows one on a
         terminal and in a notebook. `verify`: afterwards run a few of them again alone and compare, see `LLM.verify`. Raises `ParamError`,
-        `PromptError` if not one of them is a prompt, and `ModelError` if there is no tokenizer for text."""
+        `PromptError` if not one of them is a prompt, and `ModelError` if none can run, as there is no tokenizer for text."""
         return self._collect(prompts, False, sampling_params, use_tqdm, priority, timeout, verify)
 
     def chat(self, messages: Any, sampling_params: Any = None, use_tqdm: Any = None, priority: Any = None,
@@ -270,11 +271,17 @@ class LLM(BackgroundLoop):
         """The `Score` of each of `prompts`, in their order; conversations are scored as the chat template writes them.
 
         `start`: the first token that counts. What lies before is computed once for all prompts that begin alike, and may come
-        from the prefix cache."""
+        from the prefix cache. Prompts have no settings here: raises `ParamError`."""
         check_count('start', start)
-        talks = [{'messages': p, 'add_generation_prompt': False} if is_talk(p) else p for p in as_list(prompts, is_talk(prompts))]
-        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, prompt_logprob_start=start - 1, detokenize=False)
-        outs = self.generate(talks, params, use_tqdm)
+        talks = [{'messages': p} if is_talk(p) else p for p in as_list(prompts, is_talk(prompts))]
+        talks = [{'add_generation_prompt': False} | p if isinstance(p, dict) and 'messages' in p else p for p in talks]
+        for own in (own for p in talks for own in split_settings(p)[1]): raise ParamError(f'{own}: score has no settings, leave it out')
+        def first(prompt: Any) -> int:
+            "After which position those of `prompt` begin: of a shorter one, the last."
+            try: return min(start, len(prompt_ids_of(self.model, self.tokenizer, prompt, False)[1]) or 1) - 1
+            except BatchlabError: return 0                     # it gets that error below
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        outs = self.generate(talks, [replace(params, prompt_logprob_start=first(p)) for p in talks] if start > 1 else params, use_tqdm)
         return Outputs(Score(o.prompt_token_ids or [], [next(iter(d.values())).logprob for d in (o.prompt_logprobs or [])[start:]], o.error)
                        for o in outs)
 
@@ -337,12 +344,18 @@ class LLM(BackgroundLoop):
         """Queue one prompt; returns its id. `stream_callback(event)` gets each `StreamEvent`, in the thread that steps.
 
         It runs in the background after `start`, or as `step` is called. Raises `EngineError`, `ParamError`, `ModelError`."""
-        if isinstance(sampling_params, str):
+        group = self._group(prompt, sampling_params, stream_callback, request_id, chat, priority, timeout)
+        self.submit([group])
+        return group.request_id
+
+    def _group(self, prompt: Any, sampling_params: Any, stream_callback: Callable[[StreamEvent], object] | None, request_id: str | None,
+               chat: bool, priority: int, timeout: float | None) -> RequestGroup:
+        "What `add_request` queues."
+        if isinstance(sampling_params, str) or stream_callback is not None and not callable(stream_callback):
             raise ParamError('add_request takes the prompt first, unlike vLLM: add_request(prompt, sampling_params, request_id=…)')
         request_id = self._next_id() if request_id is None else str(request_id)
         [settings] = settings_for(1, sampling_params, priority, timeout)
-        self.submit([admit(self, RequestGroup(request_id, on_event=stream_callback), prompt, *settings, chat)])
-        return request_id
+        return admit(self, RequestGroup(request_id, on_event=stream_callback), prompt, *settings, chat)
 
     def reset_prefix_cache(self) -> None:
         "Forget what earlier requests left in the blocks."
@@ -374,9 +387,15 @@ class LLM(BackgroundLoop):
 
     def _groups(self, prompts: Sequence[Any], settings: Sequence[tuple[SamplingParams, int, float | None]], chat: bool,
                 on_event: Callable[[StreamEvent], object] | None = None) -> list[RequestGroup]:
-        "A `RequestGroup` for each of `prompts`, made ready by `admit`."
+        "A `RequestGroup` for each of `prompts`, made ready by `admit`. Raises `ModelError` if none can run, as the model lacks something."
         groups = [RequestGroup(self._next_id(), i, on_event) for i in range(len(prompts))]
-        for group, prompt, s in zip(groups, prompts, settings): admit(self, group, prompt, *s, chat)
+        down: list[ModelError] = []
+        for group, prompt, s in zip(groups, prompts, settings):
+            try: admit(self, group, prompt, *s, chat)
+            except ModelError as e:
+                down.append(e)
+                group.error = str(e)
+        if down and all(g.error for g in groups): raise down[0]
         return groups
 
     def _stream(self, prompts: Sequence[Any], settings: Sequence[tuple[SamplingParams, int, float | None]], chat: bool,

@@ -113,10 +113,13 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Ma
         warnings.warn('the last message is the assistant\'s, and the answer begins a new turn after it: '
                       'give continue_final_message=True to go on with it', stacklevel=2)
     given = [{**m, 'content': text_of(m['content'], f'message {i}')} if 'content' in m else {**m} for i, m in enumerate(messages)]
-    kw = {**(chat_template_kwargs or {}), **template_kwargs, 'chat_template': template, 'tools': tools, 'tokenize': True, 'return_dict': True,
-          'add_generation_prompt': opened, 'continue_final_message': continue_final_message}
+    for m in given: m['role'] = 'system' if m['role'] == 'developer' else m['role']      # the newer name of the same
     apply: Any = tokenizer.apply_chat_template
-    try: return list(apply(given, **kw)['input_ids'])
+    try:
+        kw = {**(chat_template_kwargs or {}), **template_kwargs, 'chat_template': template, 'tools': tools, 'tokenize': True, 'return_dict': True,
+              'add_generation_prompt': opened, 'continue_final_message': continue_final_message}
+        if 'return_tensors' in kw: raise ValueError('return_tensors: ids come as a list, leave it out')
+        return list(apply(given, **kw)['input_ids'])
     except Exception as e: raise PromptError(f"the chat template refuses these messages ({one_line(e)})") from e
 
 # %% ../nbs/01_models.ipynb #58bdbb2c

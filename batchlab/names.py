@@ -17,10 +17,11 @@ from .errors import ParamError
 log = logging.getLogger('batchlab')
 
 # %% auto #0
-__all__ = ['log', 'ALIASES', 'GUIDED', 'NEUTRAL', 'DROPPED', 'ADVICE', 'INSTEAD', 'ELSEWHERE', 'BUILT_SO', 'P', 'T', 'C', 'WORKS',
+__all__ = ['log', 'ALIASES', 'GUIDED', 'NEUTRAL', 'DROPPED', 'ADVICE', 'INSTEAD', 'ELSEWHERE', 'BUILT_SO', 'WORKS',
            'WITHOUT_EFFECT', 'REFUSED', 'ENGINE_DEFAULTS', 'setting_fields', 'known_settings', 'setting_names',
            'plain_name', 'near_key', 'named_as_setting', 'is_setting', 'advice', 'refuse', 'structured_of', 'form_of',
-           'logprobs_of', 'settings_of', 'reads', 'by_any_name', 'read_settings', 'read_call', 'read_engine']
+           'logprobs_of', 'settings_of', 'reads', 'by_any_name', 'read_settings', 'read_call', 'read_plain_call',
+           'read_engine']
 
 # %% ../nbs/modules/000_names.ipynb #nam00008
 ALIASES = dict(max_completion_tokens='max_tokens', max_new_tokens='max_tokens', guided_decoding='structured_outputs')
@@ -162,6 +163,7 @@ def settings_of(given: dict[str, Any], names: Collection[str] | None = None) -> 
     if {'logprobs', 'top_logprobs'} & rest.keys(): found['logprobs'] = logprobs_of(rest)
     for k, v in rest.items():
         name = ALIASES.get(k, k)
+        if v is None and name != k and name in rest: continue
         if name in names:
             if (old := found.setdefault(name, v)) is not v and old != v:
                 raise ParamError(f'{k}={v!r:.40} and {by[name]}={old!r:.40}: give one of them')
@@ -170,17 +172,17 @@ def settings_of(given: dict[str, Any], names: Collection[str] | None = None) -> 
     return found
 
 # %% ../nbs/modules/000_names.ipynb #nam00023
-P = ParamSpec('P')
-T = TypeVar('T')
-C = TypeVar('C', bound=type)
+_P = ParamSpec('_P')
+_T = TypeVar('_T')
+_C = TypeVar('_C', bound=type)
 
-def reads(translate: Callable[[dict[str, Any], dict[str, Any], list[str]], dict[str, Any]]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def reads(translate: Callable[[dict[str, Any], dict[str, Any], list[str]], dict[str, Any]]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """A decorator: keywords that the function doesn't have go through `translate(unknown, given, names)` first, which returns the
     keywords to call it with. `given`: those that it has; `names`: all that it has and that no position filled."""
-    def decorate(f: Callable[P, T]) -> Callable[P, T]:
+    def decorate(f: Callable[_P, _T]) -> Callable[_P, _T]:
         names = [*inspect.signature(f).parameters]
         @functools.wraps(f)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             if not kwargs.keys() <= {*(free := names[len(args):])}:
                 if twice := [k for k in kwargs if k in names[:len(args)]]: raise ParamError(f'{twice[0]} is given twice: by its position and by name')
                 given: dict[str, Any] = {k: v for k, v in kwargs.items() if k in free}
@@ -189,9 +191,9 @@ def reads(translate: Callable[[dict[str, Any], dict[str, Any], list[str]], dict[
         return call
     return decorate
 
-def by_any_name(**translate: Callable[[dict[str, Any], dict[str, Any], list[str]], dict[str, Any]]) -> Callable[[C], C]:
+def by_any_name(**translate: Callable[[dict[str, Any], dict[str, Any], list[str]], dict[str, Any]]) -> Callable[[_C], _C]:
     "A decorator of a class: its methods read keywords as by `reads`, each with its own function to translate them."
-    def decorate(cls: C) -> C:
+    def decorate(cls: _C) -> _C:
         for name, read in translate.items(): setattr(cls, name, reads(read)(getattr(cls, name)))
         return cls
     return decorate
@@ -217,7 +219,7 @@ def read_call(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) 
     given, settings = dict(given), {}
     for k, v in unknown.items():
         same = next((n for group in _SAME if k in group for n in names if n in group), None)
-        if same in given: raise ParamError(f'{k} and {same} are the same argument: give one of them')
+        if same and given.get(same) is not None: raise ParamError(f'{k} and {same} are the same argument: give one of them')
         if same: given[same] = v
         elif k in known_settings(): settings[k] = v
         elif not (_is_neutral(k, v) or k in _CALL_NEUTRAL and (v is None or v in _CALL_NEUTRAL[k])): _refuse_argument(k, v, names)
@@ -225,6 +227,11 @@ def read_call(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) 
     if 'sampling_params' not in names or given.get('sampling_params') is not None:
         raise ParamError(f"{', '.join(settings)}: settings stand in sampling_params, as in SamplingParams({next(iter(settings))}=…)")
     return given | dict(sampling_params=settings_of(settings))
+
+def read_plain_call(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    "`read_call` for a method that samples nothing. Raises `ParamError`."
+    if own := known_settings() & unknown.keys(): raise ParamError(f'{min(own)}: this call has no settings, leave it out')
+    return read_call(unknown, given, names)
 
 def _refuse_argument(k: str, v: Any, names: list[str]) -> NoReturn:
     "Raise a `ParamError` about argument `k` of a call that has the arguments `names`."
@@ -254,7 +261,7 @@ _WITHOUT_EFFECT = {                            # why: vLLM's arguments and their
     'batchlab plans its steps by max_num_seqs and max_num_batched_tokens': '''block_size=None|16 enable_chunked_prefill=None max_num_partial_prefills=1
         max_long_partial_prefills=1 long_prefill_token_threshold=0 num_lookahead_slots=0 scheduler_delay_factor=0 num_scheduler_steps=1
         multi_step_stream_outputs=True use_v2_block_manager=True async_scheduling=None stream_interval=1 scheduler_reserve_full_isl=True
-        disable_hybrid_kv_cache_manager=None disable_chunked_mm_input=False disable_sliding_window=False disable_cascade_attn=False
+        disable_hybrid_kv_cache_manager=None disable_chunked_mm_input=False disable_cascade_attn=False
         prefix_caching_hash_algo='sha256' disable_async_output_proc=False tokenizer_pool_size=0 tokenizer_pool_type='ray' tokenizer_pool_extra_config=None
         renderer_num_workers=1 kv_sharing_fast_prefill=False mamba_cache_dtype='auto' mamba_ssm_cache_dtype='auto' mamba_block_size=None
         mamba_cache_mode='none' mamba_backend='triton' mamba_config=None enable_mamba_cache_stochastic_rounding=False mamba_cache_philox_rounds=0
@@ -263,7 +270,6 @@ _WITHOUT_EFFECT = {                            # why: vLLM's arguments and their
         max_cudagraph_capture_size=None max_seq_len_to_capture=8192 attention_config=None attention_backend=None kernel_config=None
         enable_flashinfer_autotune=None enable_bf16x3_router_gemm=None gdn_prefill_backend=None override_attention_dtype=None model_impl='auto'|'transformers'
         attn_implementation=None override_neuron_config=None''',
-    'a request that has a seed of its own can be repeated, as in SamplingParams(seed=1)': 'seed=0|None',
     'a request may ask for any number of them': 'max_logprobs=20|-1',
     'llm.stats() and llm.trace() have the numbers': '''disable_log_stats=False|True aggregate_engine_logging=False otlp_traces_endpoint=None
         collect_detailed_traces=None kv_cache_metrics=False kv_cache_metrics_sample=0.01 cudagraph_metrics=False enable_layerwise_nvtx_tracing=False
@@ -282,15 +288,17 @@ _WITHOUT_EFFECT = {                            # why: vLLM's arguments and their
     'there are no adapters': '''max_loras=1 max_lora_rank=16 fully_sharded_loras=False max_cpu_loras=None lora_dtype='auto' lora_extra_vocab_size=256
         lora_target_modules=None specialize_active_lora=False enable_lora_bias=False long_lora_scaling_factors=None max_prompt_adapters=1
         max_prompt_adapter_token=0''',
-    'llguidance holds answers to their form': '''guided_decoding_backend=None|'auto'|'xgrammar'|'guidance' guided_decoding_disable_fallback=None
-        guided_decoding_disable_any_whitespace=None guided_decoding_disable_additional_properties=None structured_outputs_config=None''',
+    'llguidance holds answers to their form': '''guided_decoding_backend=None|'auto'|'xgrammar'|'guidance' guided_decoding_disable_fallback=None|False''',
     'llm.close() gives back the memory of the cache': 'enable_sleep_mode=False shutdown_timeout=0',
-    'it is for servers': '''tokens_only=False fail_on_environ_validation=False _api_process_count=1 _api_process_rank=0 intial_incremental_detokenization_offset=5'''}
+    'it is for servers': '''tokens_only=False fail_on_environ_validation=False'''}
 
 # %% ../nbs/modules/000_names.ipynb #nam00031
 _REFUSED = {                                   # what to do: the arguments, and at which values they ask for nothing
     "no code of a model is ever run; load it yourself and give LLM the model and the tokenizer": 'trust_remote_code=False code_revision=None',
     "LLM(*load_model(name, revision='…')) takes that one": 'revision=None tokenizer_revision=None',
+    'give each request a seed, as in SamplingParams(seed=1)': 'seed=0|None',
+    'give it to requests, as in StructuredOutputsParams(json=…, disable_any_whitespace=True)': '''structured_outputs_config=None
+        guided_decoding_disable_any_whitespace=None|False guided_decoding_disable_additional_properties=None|False''',
     'LLM only generates': '''task=None|'auto'|'generate' runner='auto'|'generate' convert='auto'|'none' pooler_config=None override_pooler_config=None
         enable_prompt_embeds=False enable_return_routed_experts=False io_processor_plugin=None''',
     'merge the adapter into the model, and give that': 'enable_lora=False enable_prompt_adapter=False qlora_adapter_name_or_path=None',
@@ -298,7 +306,8 @@ _REFUSED = {                                   # what to do: the arguments, and 
         ngram_prompt_lookup_max=None ngram_prompt_lookup_min=None spec_method=None spec_model=None spec_tokens=None''',
     "weights come from safetensors or a .gguf file": "load_format='auto'|'safetensors'|'hf'|'gguf' model_loader_extra_config=None gguf_file=None variant=None",
     'the folder has its config; change that, or the config of a loaded model that you give': '''hf_overrides=None hf_config_path=None rope_scaling=None
-        rope_theta=None config=None config_format='auto'|'hf' subfolder=None additional_config=None''',
+        rope_theta=None config=None config_format='auto'|'hf' subfolder=None additional_config=None
+        disable_sliding_window=False''',
     'give a tokenizer as AutoTokenizer.from_pretrained makes it': "tokenizer_mode='auto'|'hf' skip_tokenizer_init=False",
     "quantization='int8' is what there is": 'quantization_config=None load_in_8bit=False load_in_4bit=False speculative_model_quantization=None',
     "keys and values have the model's dtype": "kv_cache_dtype='auto' kv_cache_dtype_skip_layers=None",
@@ -352,5 +361,5 @@ def _refuse_engine(k: str, names: list[str]) -> NoReturn:
     "Raise a `ParamError` about argument `k`, which no engine has."
     if near := _near(k, [*names, *WORKS, *ENGINE_DEFAULTS]): raise ParamError(f'unknown argument {k!r:.60}, did you mean {near!r}?')
     if k in known_settings() or plain_name(k) in INSTEAD:
-        raise ParamError(f'{k} is a setting of a request: give it there, as in SamplingParams({INSTEAD.get(plain_name(k), k).split(",")[0]}=…)')
+        raise ParamError(f'{k} belongs to a request, to SamplingParams or its prompt, and not to an engine: give {INSTEAD.get(plain_name(k), k)} there')
     raise ParamError(f'unknown argument {k!r:.60}: known are {", ".join(names)}')

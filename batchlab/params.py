@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy, numbers, sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from difflib import get_close_matches
 from math import inf, isnan, nextafter
 from typing import TYPE_CHECKING, Any
 from .errors import ParamError
@@ -99,10 +100,19 @@ def _logit_bias(v: Any) -> dict[int, float]:
 def _is_text(v: Any) -> bool: return isinstance(v, str)
 
 _KINDS: dict[str, tuple[str, Callable[[Any], object]]] = dict(        # {kind: (what it must be, a test of it)}
-    json=('a JSON schema', lambda v: isinstance(v, (dict, str, bool)) or hasattr(v, 'model_json_schema')), regex=('a string', _is_text),
-    choice=('a list of strings', lambda v: isinstance(v, (list, tuple)) and v and all(map(_is_text, v))), grammar=('a string', _is_text),
+    json=('a JSON schema', lambda v: isinstance(v, (dict, str, bool)) or hasattr(v, 'model_json_schema')), regex=('a string, not empty', lambda v: _is_text(v) and v),
+    choice=('a list of strings', lambda v: isinstance(v, (list, tuple)) and v and all(map(_is_text, v))), grammar=('a string, not empty', lambda v: _is_text(v) and v),
     json_object=('True', lambda v: v is True))
 
+def _read_structured(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    "For `reads`: the keywords of `StructuredOutputsParams`; which library does it is vLLM's matter. Raises `ParamError`."
+    for k, v in unknown.items():
+        if k in ('backend', 'disable_fallback'): continue
+        if k in ('whitespace_pattern', 'structural_tag', 'disable_additional_properties') and v in (None, False): continue
+        raise ParamError(f"structured_outputs has no {k!r:.60}: it takes one of {', '.join(get_close_matches(k, names, 1) or _KINDS)}")
+    return given
+
+@by_any_name(__init__=_read_structured)
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """What the whole text of an answer must be, exactly one of the first five; vLLM's names. Raises `ParamError`.
@@ -135,13 +145,14 @@ class StructuredOutputsParams:
     def of(cls, x: StructuredOutputsParams | dict[str, Any]) -> StructuredOutputsParams:
         "From `StructuredOutputsParams` or a dict of its fields."
         if isinstance(x, cls): return x
-        if isinstance(x, dict) and x.keys() <= {f.name for f in fields(cls)}: return cls(**x)
+        if isinstance(x, dict) and all(map(_is_text, x)): return cls(**x)
         raise ParamError(f"structured_outputs must be an object with one of {', '.join(_KINDS)}, got {str(x)[:80]}")
 
 # %% ../nbs/modules/000_params.ipynb #97b6cb9d
 def _check_params(p: SamplingParams) -> None:
     "Normalise and check every field of `SamplingParams` `p` in place. Raises `ParamError`."
     if p.seed == -1 and not isinstance(p.seed, bool): p.seed = None
+    if isinstance(p.logprobs, bool): p.logprobs = 0 if p.logprobs else None      # as the chat API asks
     for name in _RULES:
         v = getattr(p, name)
         if v is None and name in ('seed', 'max_tokens', 'logprobs', 'prompt_logprobs'): continue
@@ -149,7 +160,11 @@ def _check_params(p: SamplingParams) -> None:
     if p.logprobs_mode is not None: check_logprobs_mode(p.logprobs_mode)
     if p.logprob_token_ids is not None:
         p.logprob_token_ids = _ids('logprob_token_ids', p.logprob_token_ids)
-        if p.logprobs is None: p.logprobs = 0
+        if not p.logprob_token_ids: raise ParamError("logprob_token_ids is empty: give logprobs=0 for those of the sampled tokens alone")
+        if p.logprobs: raise ParamError(f"logprobs={p.logprobs} and logprob_token_ids: give one of them, the likeliest tokens or these")
+        p.logprobs = 0
+    if p.logprobs_mode is not None and p.logprobs is None:
+        raise ParamError(f"logprobs_mode={p.logprobs_mode!r} says what logprobs are of, and none are asked for: give logprobs too, 0 for the sampled tokens'")
     for name in ('ignore_eos', 'detokenize', 'skip_special_tokens', 'include_stop_str_in_output'):
         if not isinstance(v := getattr(p, name), bool): raise ParamError(f"{name} must be True or False, got {v!r}")
     p.stop, p.bad_words = _strings('stop', p.stop), _bad_words(p.bad_words)
@@ -158,7 +173,6 @@ def _check_params(p: SamplingParams) -> None:
     if p.allowed_token_ids is not None: p.allowed_token_ids = _ids('allowed_token_ids', p.allowed_token_ids)
     if p.structured_outputs is not None: p.structured_outputs = StructuredOutputsParams.of(p.structured_outputs)
     if p.top_k == -1: p.top_k = 0
-    if p.greedy: p.top_p, p.top_k, p.min_p = 1., 0, 0.
     _check_together(p)
 
 def _check_together(p: SamplingParams) -> None:
@@ -188,7 +202,7 @@ class SamplingParams:
 
     Others' names that mean exactly the same work too, such as `max_new_tokens`; those that don't are refused with what to write.
 
-    A `temperature` below 1e-5 is greedy and resets `top_p`, `top_k`, `min_p`. `bad_words` takes lists of ids besides
+    A `temperature` below 1e-5 is greedy: `top_p`, `top_k`, `min_p` say nothing then. `bad_words` takes lists of ids besides
     strings. `logit_bias` is cut to -100..100. Of `seed`, torch's CPU generator reads the lower 32 bits.
 
     `logprobs`: of the sampled token and that many of the likeliest; `logprob_token_ids`: of the sampled token and exactly these, in

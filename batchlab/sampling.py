@@ -98,7 +98,7 @@ class SamplingRow:
 
         `logprobs_mode`: for `params` that name none. Raises `ParamError` if `params` don't fit prompt, tokenizer or vocabulary."""
         params = SamplingParams.of(params)
-        params = replace(params, logprobs_mode=params.logprobs_mode or logprobs_mode)     # a checked copy: the caller may change his own
+        params = replace(params, logprobs_mode=None if params.logprobs is None else params.logprobs_mode or logprobs_mode)     # a checked copy: the caller may change his own
         if params.prompt_logprob_start and params.prompt_logprob_start >= len(prompt_ids):
             raise ParamError(f'prompt_logprob_start must be below {len(prompt_ids)}, the number of tokens of the prompt, '
                              f'got {params.prompt_logprob_start}')
@@ -224,11 +224,11 @@ def cutoffs(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         return torch.tensor([*values], device=x.device), torch.tensor([*values.values()], dtype=dtype, device=x.device)
     least = torch.tensor([1. if p.greedy else p.min_p for p in params], dtype=torch.float64, device=x.device)
     cut = (x.amax(-1) + least.log()).float()
-    if top_k := {b: min(p.top_k, x.shape[1]) for b, p in enumerate(params) if p.top_k > 0}:
+    if top_k := {b: min(p.top_k, x.shape[1]) for b, p in enumerate(params) if p.top_k > 0 and not p.greedy}:
         some, k = asked(top_k, torch.int64)
         kth = _largest(x[some], max(top_k.values())).gather(1, k[:, None] - 1)[:, 0]
         cut[some] = cut[some].maximum(kth)
-    if top_p := {b: p.top_p for b, p in enumerate(params) if p.top_p < 1}:
+    if top_p := {b: p.top_p for b, p in enumerate(params) if p.top_p < 1 and not p.greedy}:
         some, p = asked(top_p, torch.float64)
         left = x[some]
         left.masked_fill_(left < cut[some, None], -math.inf)

@@ -185,7 +185,8 @@ class Answer:
 
     def __post_init__(self) -> None:
         assert self.out.params is not None and self.out.prompt_token_ids is not None
-        self.params = replace(self.out.params, logprobs=None, logprob_token_ids=None, prompt_logprobs=None, prompt_logprob_start=0)
+        self.params = replace(self.out.params, logprobs=None, logprob_token_ids=None, logprobs_mode=None, prompt_logprobs=None,
+                              prompt_logprob_start=0)
         self.prompt_ids, self.ids = self.out.prompt_token_ids, self.completion.token_ids
 
     def row(self) -> SamplingRow:
@@ -204,7 +205,7 @@ class Answer:
 
 # %% ../nbs/16_verify.ipynb #c0c39f81
 def is_unseeded(params: SamplingParams) -> bool: return not params.greedy and params.seed is None
-def is_filtered(params: SamplingParams) -> bool: return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+def is_filtered(params: SamplingParams) -> bool: return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
 def wanted(logits: torch.Tensor, rows: Sequence[SamplingRow], output_ids: Sequence[int]) -> list[int | None]:
     "What each of `rows` takes from its line of `logits` `[n, V]`: ids, None where it can take nothing."
@@ -230,7 +231,7 @@ def check_end(a: Answer) -> list[Divergence]:
 def check_logprobs(a: Answer, start: int, alone: Alone, tolerance: float | None = None) -> list[Divergence]:
     "A list, empty or with the worst `Divergence` of the log probabilities recorded from token `start` on; `alone`: their replay."
     ids, recorded = alone.output_ids, (a.completion.logprobs or [])[start:]
-    row, mode, at = a.row(), a.params.logprobs_mode or a.llm.logprobs_mode, torch.tensor(ids, device=alone.logits.device)[:, None]
+    row, mode, at = a.row(), (a.out.params or a.params).logprobs_mode or a.llm.logprobs_mode, torch.tensor(ids, device=alone.logits.device)[:, None]
     if mode.startswith('processed') and is_filtered(a.params): return []      # they jump as a token at the edge is in or out
     rows = [replace(row, output_ids=a.ids[:start + t]) for t in range(len(ids))]
     def measure(logits: torch.Tensor) -> torch.Tensor:

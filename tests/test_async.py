@@ -47,6 +47,13 @@ def test_same_as_alone(llm):
         assert o.finished and o.prompt_token_ids == p
 
 
+def test_growing_outputs_have_the_prompt_and_the_sum(llm):
+    async def read(): return [o async for o in llm.generate('a b', temperature=0, max_tokens=4, logprobs=0, lora_request=None)]
+    outs = run(read())
+    assert {o.prompt for o in outs} == {'a b'} and all(o.prompt_token_ids == outs[-1].prompt_token_ids for o in outs)
+    for o in outs: assert o.outputs[0].cumulative_logprob == pytest.approx(sum(d[t].logprob for t, d in zip(o.outputs[0].token_ids, o.outputs[0].logprobs)))
+
+
 @pytest.mark.parametrize('seed', range(6))
 def test_a_hundred_tasks_a_third_cancelled(llm, seed):
     rand = random.Random(seed)

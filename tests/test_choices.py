@@ -61,7 +61,7 @@ def test_modes_report_what_the_row_drew_from():
                 assert l.logprob > -math.inf
         single = [sample(x[b:b + 1], [r]).logprobs[0] for b, r in enumerate(SamplingRow.make(r.params, ids) for r in rows)]
         assert single == got.logprobs, 'the same bits alone and in company'
-    drawn = [sample(x, [SamplingRow.make(dict(s, logprobs_mode=m), ids) for s in settings]).token_ids for m in (None, 'processed_logits')]
+    drawn = [sample(x, [SamplingRow.make(dict(s, logprobs=0, logprobs_mode=m), ids) for s in settings]).token_ids for m in (None, 'processed_logits')]
     assert drawn[0] == drawn[1], 'what is reported changes nothing of what is drawn'
 
 
@@ -363,13 +363,15 @@ def test_a_line_asks_for_chosen_tokens_and_modes():
 
 @pytest.mark.parametrize('kind', ['chat', 'text'])
 def test_answers_of_the_api_carry_chosen_tokens(kind):
-    from batchlab.work.openai import chat_logprobs, text_logprobs
+    from batchlab.work.openai import answer_body, text_logprobs
     llm = LLM(tiny(), tiny_tokenizer())
     [out] = llm.generate([[5, 6, 7]], dict(GREEDY, max_tokens=2, logprob_token_ids=[70, 80]))
     c = out.outputs[0]
     if kind == 'chat':
-        for step, d in zip(chat_logprobs(c, out.params.logprobs)['content'], c.logprobs):
-            assert [t['logprob'] for t in step['top_logprobs']] == [l.logprob for l in d.values()]
+        for ids in ([70, 80], [c.token_ids[0]]):                       # also where the sampled token is the one asked for
+            [out] = llm.generate([[5, 6, 7]], dict(GREEDY, max_tokens=2, logprob_token_ids=ids))
+            for step, d in zip(answer_body(out, kind, '1', 'm')['choices'][0]['logprobs']['content'], out.outputs[0].logprobs):
+                assert [t['logprob'] for t in step['top_logprobs']] == [d[i].logprob for i in ids]
     else: assert [len(d) for d in text_logprobs(c)['top_logprobs']] == [len(d) for d in c.logprobs]
 
 

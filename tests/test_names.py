@@ -65,7 +65,7 @@ def test_a_setting_is_used_or_refused_by_name(k, v):
         if own: assert SamplingParams(**own) != SamplingParams(), (k, v)
         else: parse_prompt(rest)
     except (ParamError, PromptError) as e: assert names(k, e), (k, v, e)
-    else: assert own, (k, v)
+    else: assert own or v != v, (k, v)                            # NaN is how pandas says None
 
 
 @budget(max_examples=600, deadline=None)
@@ -181,7 +181,8 @@ def test_every_argument_of_vllm_is_known():
 
 
 @pytest.mark.parametrize('kw,words', [
-    (dict(trust_remote_code=True), 'no code of a model'), (dict(revision='main'), 'load_model'), (dict(enable_lora=True), 'merge'), (dict(task='embed'), 'only generates'),
+    (dict(seed=3), 'each request a seed'), (dict(guided_decoding_disable_any_whitespace=True), 'StructuredOutputsParams'), (dict(structured_outputs_config=dict(disable_any_whitespace=True)), 'StructuredOutputsParams'),
+    (dict(disable_sliding_window=True), 'config'), (dict(trust_remote_code=True), 'no code of a model'), (dict(revision='main'), 'load_model'), (dict(enable_lora=True), 'merge'), (dict(task='embed'), 'only generates'),
     (dict(runner='pooling'), 'only generates'), (dict(load_format='dummy'), 'weights come from'), (dict(speculative_config=dict(a=1)), 'token by token'),
     (dict(hf_overrides=dict(a=1)), 'config'), (dict(tokenizer_mode='slow'), 'AutoTokenizer'), (dict(max_num_seq=4), "did you mean 'max_num_seqs'"),
     (dict(gpu_memory_utilisation=.5), "did you mean 'gpu_memory_utilization'"), (dict(max_tokens=3), 'SamplingParams'), (dict(voice='alto'), "'voice'"),
@@ -227,6 +228,8 @@ def test_engine_args_are_silent_at_their_defaults(folder, lines):
     made = LLM(**args)
     assert (made.limits.max_num_seqs, made.max_model_len, lines()) == (3, 99, [])
     assert vars(EngineArgs(model=folder)) == {**args, 'max_num_seqs': None, 'max_model_len': None}
+    args = parser.parse_args(['--quantization', 'None', '--compile', 'false', '--device-map', 'cpu', '--kv-cache-memory-bytes', '5'])
+    assert (args.quantization, args.compile, args.device, args.kv_cache_bytes) == (None, False, 'cpu', 5)
     with pytest.raises(ParamError, match="did you mean 'tensor_parallel_size'"): EngineArgs(tensor_parallel_sizes=2)
 
 
@@ -298,7 +301,8 @@ def test_a_conversation_in_add_request_and_asyncio(llm):
         return ends
     ends = asyncio.run(both())
     assert [e.outputs[0].token_ids[:2] for e in ends] == [want, want] and len(want) == 2
-    with pytest.raises(ParamError, match='takes the prompt first'): llm.add_request('id1', 'hi', GREEDY)
+    for prompt in ('hi', dict(prompt='hi')):
+        with pytest.raises(ParamError, match='takes the prompt first'): llm.add_request('id1', prompt, GREEDY)
 
 
 def test_an_answer_begun_and_closed_is_said(llm):
@@ -327,7 +331,7 @@ def test_what_is_wrong_with_all_of_a_call_raises(llm):
     bare, plain = LLM(tiny()[0]), LLM(*tiny(chat=False))
     wish = SamplingParams(structured_outputs=dict(regex='a'))
     calls = [
-        (lambda: bare.generate(['hi', 'yo']), ModelError, 'without a tokenizer'), (lambda: bare.generate([[5, 6], 'yo']), ModelError, 'without a tokenizer'),
+        (lambda: bare.generate(['hi', 'yo']), ModelError, 'without a tokenizer'), (lambda: bare.generate([None, 'yo']), ModelError, 'without a tokenizer'),
         (lambda: [*bare.stream('hi')], ModelError, 'without a tokenizer'), (lambda: bare.plan('hi'), ModelError, 'tokenizer'), (lambda: bare.score('hi'), ModelError, 'tokenizer'),
         (lambda: bare.generate([[5]], wish), ModelError, 'needs a tokenizer'), (lambda: plain.chat(TALK), ModelError, 'no chat template'),
         (lambda: llm.chat('hello'), PromptError, 'llm.generate'), (lambda: llm.chat(['a', 'b']), PromptError, 'messages must be'), (lambda: llm.generate([TALK]), PromptError, 'llm.chat'),
@@ -336,13 +340,91 @@ def test_what_is_wrong_with_all_of_a_call_raises(llm):
         (lambda: llm.score('hi', ['yo']), ParamError, 'use_tqdm'), (lambda: llm.plan([None]), PromptError, 'None'), (lambda: [*llm.stream(TALK)], PromptError, 'llm.chat'),
         (lambda: llm.generate({'prompt': 'a', 'max_tokns': 3}), ParamError, 'max_tokens'), (lambda: llm.generate('a', time_out=3), ParamError, 'timeout'),
         (lambda: llm.chat(TALK, chat_template='nowhere.jinja'), ParamError, 'chat_template'), (lambda: llm.chat(TALK, tools='f'), ParamError, 'tools must be'),
+        (lambda: LLM(*tiny(), system='x'), ParamError, 'give messages with one of role system'), (lambda: LLM(tiny()[0], 5), ParamError, 'got int'),
+        (lambda: llm.score({'prompt': 'a', 'temperature': 0}), ParamError, 'temperature'), (lambda: llm.map([{'prompt': 'a'}], lora_request=7), ParamError, 'lora_request'),
+        (lambda: AsyncLLM(llm, 'nowhere'), ParamError, 'tokenizer'), (lambda: AsyncLLM(llm, max_num_seqs=3, nonsense=7), ParamError, 'max_num_seqs'),
         (lambda: llm.generate('a', GREEDY, max_tokens=3), ParamError, 'max_tokens: settings stand in sampling_params'), (lambda: llm.generate('a', lora_request=7), ParamError, 'lora_request'),
-        (lambda: llm.score('a', temperature=0), ParamError, 'temperature'), (lambda: llm.generate('a', stream=True), ParamError, 'llm.stream')]
+        (lambda: llm.score('a', temperature=0), ParamError, 'temperature: this call has no settings'), (lambda: llm.generate('a', stream=True), ParamError, 'llm.stream')]
     for call, error, words in calls:
         with pytest.raises(error, match=words): call()
     assert llm.generate([]) == [] == llm.chat([]) and not llm.has_unfinished
     assert llm.generate('hi', GREEDY, use_tqdm=tqdm)[0].error is None
     assert plain.chat(TALK, GREEDY, chat_template='{{ messages[0].content }}')[0].prompt == 'hi'
+
+
+def test_a_models_fault_with_some_prompts_is_theirs(llm):
+    plain = LLM(*tiny(chat=False))
+    one, two = plain.generate(['a', {'messages': TALK}], GREEDY)
+    assert one.error is None and one.outputs[0].token_ids and 'no chat template' in two.error
+    one, two = LLM(tiny()[0]).generate([[5, 6], 'yo'], GREEDY)
+    assert one.error is None and 'without a tokenizer' in two.error
+
+
+def test_what_a_conversations_dict_says_is_checked(llm, tmp_path):
+    (file := tmp_path/'secret').write_text('{{ messages }}')
+    wrong = [dict(chat_template_kwargs='x'), dict(chat_template_kwargs=dict(return_tensors='pt')), dict(add_generation_prompt='false'), dict(tools='f'), dict(chat_template=str(file))]
+    outs = llm.generate(['a', *({'messages': TALK} | kw for kw in wrong)], GREEDY)
+    assert outs[0].error is None and all(word in o.error for o, word in zip(outs[1:], ('chat_template_kwargs', 'return_tensors', 'add_generation_prompt', 'tools', 'chat_template')))
+    developer = [dict(role='developer', content='be brief'), *TALK]
+    assert llm.chat(developer, GREEDY)[0].prompt == llm.chat([dict(developer[0], role='system'), *TALK], GREEDY)[0].prompt
+
+
+def test_scores_of_dicts_and_of_short_prompts(llm):
+    assert [s.token_ids for p in ([{'messages': TALK}], {'messages': TALK}) for s in llm.score(p)] == [llm.score(TALK)[0].token_ids] * 2
+    short, long = llm.score([[5, 6, 7], [5, 6, 7, 8, 9, 10]], start=5)
+    assert (short.error, short.logprobs, long.error, len(long.logprobs)) == (None, [], None, 1)
+    assert llm.score([[5, 6, 7]], start=3)[0].logprobs == [] and llm.score([[5, 6, 7]])[0].logprobs[-1:] == llm.score([[5, 6, 7]], start=2)[0].logprobs
+
+
+def test_none_in_a_prompts_dict_says_nothing():
+    assert split_settings(dict(prompt='p', temperature=None, top_p=float('nan'), max_tokens=None, seed=3)) == (dict(prompt='p'), dict(max_tokens=None, seed=3))
+    assert SamplingParams(max_tokens=3, max_new_tokens=None) == SamplingParams(max_tokens=3)
+
+
+def test_a_greedy_default_keeps_what_a_prompt_samples_by(llm):
+    [out] = llm.generate([dict(prompt='a', temperature=.7)], dict(temperature=0, top_k=5, top_p=.5))
+    assert (out.params.temperature, out.params.top_k, out.params.top_p) == (.7, 5, .5)
+    many = llm.generate(['a', 'bc'], [SamplingParams(temperature=0, top_k=5, top_p=.5, min_p=.1), SamplingParams(temperature=1, seed=1, top_k=3)])
+    assert many[0].outputs[0].token_ids == llm.generate('a', SamplingParams(temperature=0))[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize('kw', [dict(logprobs=5, logprob_token_ids=[1]), dict(logprob_token_ids=[]), dict(logprobs_mode='raw_logits'),
+                                dict(structured_outputs=dict(jsno={})), dict(structured_outputs=dict(regex=''))])
+def test_settings_without_effect_are_refused(kw):
+    with pytest.raises(ParamError, match='json' if 'jsno' in str(kw) else next(reversed(kw))): SamplingParams(**kw)
+
+
+def test_true_asks_for_log_probabilities_everywhere():
+    for made in (SamplingParams(logprobs=True), SamplingParams.of(dict(logprobs=True)), SamplingParams(**split_settings(dict(prompt='p', logprobs=True))[1]), SamplingParams(logprobs=True, max_new_tokens=16)):
+        assert made == SamplingParams(logprobs=0)
+    assert SamplingParams(logprobs=False) == SamplingParams()
+
+
+def test_vllms_structured_outputs_are_read():
+    from batchlab import StructuredOutputsParams
+    assert StructuredOutputsParams(regex='a', backend='xgrammar', disable_fallback=True, whitespace_pattern=None) == StructuredOutputsParams(regex='a')
+    for kw in (dict(jsno={}), dict(regex='a', structural_tag='x')):
+        with pytest.raises(ParamError, match=[*kw][-1]): StructuredOutputsParams(**kw)
+
+
+def test_the_log_of_failures_is_short(lines):
+    from batchlab.inputs import log_failures
+    from batchlab.outputs import RequestOutput
+    letters = [f"a prompt must be a string, got '{chr(97 + i % 26)}{chr(97 + i // 26)}" for i in range(300)]
+    log_failures([RequestOutput(str(i), error=e) for i, e in enumerate([*letters, *(f'{x} {x}' for x in map(chr, range(97, 110)))])])
+    [said] = lines()
+    assert '300 × a prompt' in said and 'and 9 others' in said and len(said) < 1200
+
+
+def test_modules_of_vllms_names_are_batchlabs_alone(tmp_path):
+    assert py("""
+import batchlab, importlib.util
+print([importlib.util.find_spec(m) for m in ('distributed', 'sampling_params', 'batchlab.LLM')])
+try: from batchlab import Lllm
+except ImportError as e: print("did you mean 'LLM'" in str(e))
+try: import batchlab.runs
+except ModuleNotFoundError as e: print("did you mean 'run'" in str(e))
+""", tmp_path).split('\n') == ['[None, None, None]', 'True', 'True']
 
 
 def test_a_missing_llguidance_raises(llm, monkeypatch):
@@ -355,7 +437,7 @@ def test_a_missing_llguidance_raises(llm, monkeypatch):
 def test_calls_take_settings_and_vllms_arguments(llm):
     [want] = llm.generate('hi', GREEDY)
     ids = llm.tokenizer('hi')['input_ids']
-    outs = [*llm.generate('hi', temperature=0, max_new_tokens=4), *llm.generate(prompt_token_ids=[ids], sampling_params=GREEDY, lora_request=None),
+    outs = [*llm.generate('hi', temperature=0, max_new_tokens=4), *llm.generate(prompts=None, prompt_token_ids=[ids], sampling_params=GREEDY, lora_request=None),
             *llm.generate(prompt='hi', params=GREEDY), *llm.generate([dict(prompt='hi', max_tokens=4)], dict(temperature=0, max_tokens=9)),
             *llm.generate([dict(prompt_token_ids=ids, sampling_params=dict(temperature=0), max_completion_tokens=4)])]
     assert [o.outputs[0].token_ids for o in outs] == [want.outputs[0].token_ids] * 5

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools, math, time
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from ..deprecated import renamed
@@ -133,14 +134,14 @@ def keys_beside(d: dict[str, Any]) -> tuple[str, ...]:
 # %% ../../nbs/40_openai.ipynb #oa000057
 def _number(x: float | None) -> float: return x if x is not None and math.isfinite(x) else -9999.
 
-def chat_logprobs(c: CompletionOutput, k: int | None) -> dict[str, Any] | None:
-    "Log probabilities of a `CompletionOutput` as the chat endpoint gives them, with the `k` likeliest, or None."
+def chat_logprobs(c: CompletionOutput, k: int | None, ids: Collection[int] | None = None) -> dict[str, Any] | None:
+    "Log probabilities of a `CompletionOutput` as the chat endpoint gives them, with the `k` likeliest or those of `ids`, or None."
     def one(l: Logprob) -> dict[str, Any]:
         text = l.decoded_token or ''
         return dict(token=text, logprob=_number(l.logprob), bytes=list(text.encode('utf-8', 'replace')))
     if c.logprobs is None: return None
     def best(step: dict[int, Logprob]) -> list[Logprob]:
-        if any(l.rank is None for l in step.values()): return [*step.values()]        # those of logprob_token_ids
+        if ids is not None: return [step[i] for i in ids]
         return sorted((l for l in step.values() if (l.rank or 0) <= (k or 0)), key=lambda l: l.rank or 0)[:k]
     steps = zip(c.token_ids, c.logprobs)
     return dict(content=[one(step[t]) | dict(top_logprobs=[*map(one, best(step))]) for t, step in steps])
@@ -161,18 +162,18 @@ def usage_of(out: RequestOutput) -> dict[str, Any]:
     return dict(prompt_tokens=p, completion_tokens=c, total_tokens=p + c,
                 prompt_tokens_details=dict(cached_tokens=out.num_cached_tokens))
 
-def choice_of(c: CompletionOutput, kind: str, k: int | None = None) -> dict[str, Any]:
-    "A `CompletionOutput` as a choice of a 'chat' or 'text' answer; `k`: how many log probabilities were asked for."
+def choice_of(c: CompletionOutput, kind: str, k: int | None = None, ids: Collection[int] | None = None) -> dict[str, Any]:
+    "A `CompletionOutput` as a choice of a 'chat' or 'text' answer; `k`: how many log probabilities were asked for, `ids`: or of which."
     if kind != 'chat': return dict(index=c.index, text=c.text, logprobs=text_logprobs(c), finish_reason=c.finish_reason)
     message = dict(role='assistant', content=c.text, refusal=None)
-    return dict(index=c.index, message=message, logprobs=chat_logprobs(c, k), finish_reason=c.finish_reason)
+    return dict(index=c.index, message=message, logprobs=chat_logprobs(c, k, ids), finish_reason=c.finish_reason)
 
 def answer_body(out: RequestOutput, kind: str, name: str, model: str) -> dict[str, Any]:
     "The body that a 'chat' or 'text' endpoint answers with. `name`: what makes its id one of a kind; `model`: what to call it."
     prefix, object = dict(chat=('chatcmpl', 'chat.completion'), text=('cmpl', 'text_completion'))[kind]
-    top = out.params.logprobs if out.params else None
+    top, ids = (out.params.logprobs, out.params.logprob_token_ids) if out.params else (None, None)
     return dict(id=f'{prefix}-{name}', object=object, created=int(time.time()), model=model,
-                choices=[choice_of(c, kind, top) for c in out.outputs], usage=usage_of(out))
+                choices=[choice_of(c, kind, top, ids) for c in out.outputs], usage=usage_of(out))
 
 # %% ../../nbs/40_openai.ipynb #oa000063
 STATUS = dict(timeout=408, server_error=500)      # of any other failure: 400
