@@ -374,7 +374,8 @@ def test_requests_of_one_step_each_stay_in_memory():
     most = 0
     for i in range(30):
         for k in range(4): llm.add_request([i + 3, k + 40, *range(3, 20)], dict(temperature=0, max_tokens=1, prompt_logprobs=0))
-        while llm.step():
+        while llm.has_unfinished:
+            llm.step()
             pool = llm.engines['packed'].scheduler.pool
             pool.check()
             most = max(most, len(pool) * size)
