@@ -63,7 +63,7 @@ class BlockAllocator:
 
     A block is held (`refs`), cached (nobody holds it, and it can be found until it is taken for something else) or free (nobody
     holds it, nothing lies in it). `budget`: what limits their number, shared with others. `evictions`: cached blocks taken. `recent`:
-    blocks that were given back just now, rather than which new memory is taken."""
+    blocks released to be spared until `spare_no_more`: while there is new memory, that is taken rather than they."""
     def __init__(self, block_size: int = 64, budget: KVBudget | None = None) -> None:
         assert block_size >= 1
         self.block_size, self.budget, self.evictions = block_size, budget or KVBudget(), 0
@@ -111,8 +111,9 @@ class BlockAllocator:
         self.cached.pop(block, None)
         self.blocks[block].refs += 1
 
-    def release(self, table: Sequence[int], keep: bool = True) -> None:
-        "Hold the blocks of `table` no longer. What lies in them can still be found, unless `keep` is False."
+    def release(self, table: Sequence[int], keep: bool = True, spare: bool = False) -> None:
+        "Hold the blocks of `table` no longer. What lies in them can still be found, unless `keep` is False; `spare`: see `recent`."
+        if spare: self.recent.update(table)
         for i in reversed(table):                          # the last first, so that children go before parents
             b = self.blocks[i]
             assert b.refs > 0, f'block {i} was released more often than held'
@@ -123,8 +124,13 @@ class BlockAllocator:
                 self._clear(i)
                 insort(self.free, i)
 
+    def spare_no_more(self) -> None:
+        "What was released so far may be taken again."
+        self.recent.clear()
+
     def forget(self) -> None:
         "Forget what nobody holds: cached blocks become free."
+        self.spare_no_more()
         for i in self.cached: self._clear(i)
         self.free = sorted([*self.free, *self.cached])
         self.cached.clear()
@@ -288,7 +294,7 @@ class BlockPool(BlockAllocator):
     def clear(self) -> None:
         "Forget all, and give the memory back; nobody may hold a block."
         assert not any(b.refs for b in self.blocks), 'blocks are held'
-        for part in (self.blocks, self.free, self.cached, self.full, self.children): part.clear()
+        for part in (self.blocks, self.free, self.cached, self.recent, self.full, self.children): part.clear()
         self.budget.claim(self, 0)
 
     def check(self) -> None:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from .blocks import common_length
-from .errors import BatchlabError, ParamError, PromptError
-from .inputs import as_list, check_bar, check_forms, is_ids, parse_prompt, prompt_ids_of
+from .errors import BatchlabError, ModelError, ParamError, PromptError
+from .inputs import as_list, check_bar, check_forms, is_ids, log_failures, parse_prompt, prompt_ids_of
 from .models import encode, start_token_id
 from .outputs import Outputs
 from .params import SamplingParams
@@ -42,6 +42,7 @@ def encode_choices(llm: LLM, prompt: Any, choices: Sequence[Any], chat: bool = F
     Where nothing is left in front of a choice, that is the token that stands for an empty prompt."""
     model, tokenizer = llm.model, llm.tokenizer
     words: Any = tokenizer
+    chat = chat or isinstance(prompt, dict) and 'messages' in prompt
     text, ids = (None, None) if chat else parse_prompt(prompt)
     special = ids is None and not chat                                 # special tokens are the tokenizer's to add
     if ids is None: ids = prompt_ids_of(model, tokenizer, prompt, True)[1] if chat else ids_of(tokenizer, text or '')
@@ -52,7 +53,8 @@ def encode_choices(llm: LLM, prompt: Any, choices: Sequence[Any], chat: bool = F
         if not isinstance(choice, str): return [*ids, *map(int, choice)]
         return [*ids, *ids_of(tokenizer, choice, False)] if text is None else ids_of(tokenizer, text + choice, special)
     shared, tails = split_choices(ids, [whole(c) for c in choices])
-    return shared or [start_token_id(model, tokenizer)], tails
+    try: return shared or [start_token_id(model, tokenizer)], tails
+    except ModelError as e: raise PromptError(str(e)) from None          # other prompts need no such token
 
 def ids_of(tokenizer: Any, text: str, special: bool = True) -> list[int]:
     "The ids of `text`, with the special tokens of the tokenizer or without. Raises `PromptError`, `ModelError`."
@@ -104,11 +106,11 @@ def _asking(ids: Sequence[int], start: int | None = None) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=1, detokenize=False, logprob_token_ids=ids, logprobs_mode='raw_logprobs', **inner)
 
 def ask(llm: LLM, questions: Sequence[Question]) -> None:
-    "Find out what `questions` ask, all in one call."
+    "Find out what `questions` ask, all in one call, of which nothing is logged."
     asked = [(q, tail, ids) for q in questions for tail, ids in q.asks().items()]
     params = [_asking(ids, len(q.shared) if tail else None) for q, tail, ids in asked]
-    outs = llm.generate([[*q.shared, *tail] for q, tail, _ in asked], params, use_tqdm=False)
-    for (q, tail, ids), out in zip(asked, outs):
+    for i, out in llm.iter_outputs([[*q.shared, *tail] for q, tail, _ in asked], params):
+        q, tail, ids = asked[i]
         if out.error: q.error = q.error or out.error
         else:
             inner, after = (out.prompt_logprobs or [])[len(q.shared) + 1:], (out.outputs[0].logprobs or [{}])[0]
@@ -191,9 +193,9 @@ def choices_for(n: int, choices: Any) -> list[Sequence[Any]]:
     if isinstance(choices, (str, dict)) or not hasattr(choices, '__iter__'):
         raise ParamError(f"choices must be a list, as ['yes', 'no'], got {choices!r:.60}")
     choices = list(choices)
-    if not choices or any(_is_choice(c) or not isinstance(c, (list, tuple)) for c in choices): return [check_choices(choices)] * n
+    if not choices or any(_is_choice(c) or isinstance(c, (dict, bytes)) or not hasattr(c, '__iter__') for c in choices): return [check_choices(choices)] * n
     if len(choices) != n: raise ParamError(f'{len(choices)} lists of choices for {n} prompts: give one list for all, or one for each')
-    return choices
+    return [list(c) for c in choices]
 
 # %% ../nbs/33_choices.ipynb #c4330025
 def _waves(questions: Iterable[Question], most: int = 1000) -> Iterator[list[Question]]:
@@ -224,11 +226,12 @@ def choose(llm: LLM, prompts: Any, choices: Any, chat: bool = False, use_tqdm: A
         for prompt, mine in zip(prompts, each):
             try: yield Question(check_choices(mine), *encode_choices(llm, prompt, mine, chat), end_ids)
             except (PromptError, ParamError) as e: yield Question([], error=str(e))
-    done: Outputs[ChoiceScores] = Outputs()
+    done: Any = Outputs()
     bar_class: Any = use_tqdm if callable(use_tqdm) else tqdm
     with bar_class(total=len(prompts), unit=' prompts', disable=not shows_bar(use_tqdm)) as bar:
         for wave in _waves(questions()):
             ask(llm, wave)
             done += map(answer, wave)
             bar.update(len(wave))
+    log_failures(done)
     return done

@@ -10,7 +10,7 @@ __all__ = ['log', 'Frame', 'grammar_for', 'admit', 'group_waves', 'in_order', 's
            'trim_memory', 'LLM']
 
 # %% ../nbs/15_llm.ipynb #10a50c0d
-import contextlib, ctypes, itertools, logging, math, threading
+import contextlib, ctypes, itertools, logging, math, threading, time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -70,6 +70,7 @@ def admit(llm: LLM, group: RequestGroup, prompt: Any, params: SamplingParams, pr
         check_prompt(ids, llm.max_model_len, llm.vocab_size)
         rows = [SamplingRow.make(params, ids, llm.eos_ids, llm.tokenizer, i, llm.vocab_size, llm.max_model_len,
                                  grammar_for(llm, params), llm.logprobs_mode) for i in range(params.n)]
+        group.params = rows[0].params                      # with the `logprobs_mode` that counts
         if rows[0].max_tokens is None:
             raise ParamError('max_tokens is None, and the model states no context length: give max_tokens')
         names = [f'{group.request_id}-{i}' for i in range(params.n)] if params.n > 1 else [group.request_id]
@@ -94,7 +95,7 @@ def in_order(llm: LLM, groups: Sequence[RequestGroup]) -> list[RequestGroup]:
 def simulate(scheduler: Scheduler, requests: Iterable[Request], most: int = 200_000) -> tuple[int, int, int] | None:
     """Run copies of `requests` through `scheduler`, without a model and to their `max_tokens`: `(slots, blocks, tokens reused)`, the
     most at once. None if that takes more than `most` rows."""
-    for r in requests: scheduler.add(Request(r.request_id, r.prompt_ids, r.max_tokens, r.priority, reuse=r.reuse, adapter=r.adapter,
+    for r in requests: scheduler.add(Request(r.request_id, r.prompt_ids, r.max_tokens, r.priority, adapter=r.adapter,
                                           prompt_logprobs=r.prompt_logprobs))
     slots = rows = 0
     while scheduler.has_unfinished:
@@ -420,10 +421,14 @@ class LLM(BackgroundLoop):
                  verify: bool) -> Outputs[RequestOutput]:
         "All outputs of a call in input order, under a progress bar if that was asked for, or may be seen."
         check_bar(use_tqdm)
-        prompts, done, tokens = self._prompts(prompts, chat), {}, 0
+        prompts, done, tokens, last = self._prompts(prompts, chat), {}, 0, 0.
         def count(k: int) -> None:
-            nonlocal tokens
+            nonlocal tokens, last
             tokens += k
+            if time.perf_counter() - last >= .1: say()
+        def say() -> None:
+            nonlocal last
+            last = time.perf_counter()
             bar.set_postfix_str(f'{tokens:,} tok, {tokens / max(1e-9, bar.format_dict["elapsed"]):,.0f} tok/s', refresh=False)
             bar.update(0)
         bar_class = use_tqdm if callable(use_tqdm) else tqdm
@@ -431,6 +436,7 @@ class LLM(BackgroundLoop):
             for i, out in self.iter_outputs(prompts, sampling_params, chat, None if bar.disable else count, priority, timeout):
                 done[i] = out
                 bar.update()
+            if not bar.disable: say()
         outs = Outputs(done[i] for i in range(len(prompts)))
         log_failures(outs)
         if verify: self.verify(outs)

@@ -11,9 +11,10 @@ __all__ = ['total_logprob', 'CompletionOutput', 'RequestOutput', 'Outputs', 'Str
 # %% ../nbs/14_engine.ipynb #c863865c
 import math, time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeVar, overload
+from .errors import ParamError
 from .params import SamplingParams
 from .scheduler import Request
 from .shown import brief, facts_html, facts_text, megabytes, panel_html, short, table
@@ -118,7 +119,13 @@ class Outputs(list[_R]):
         return Outputs(super().__getitem__(i)) if isinstance(i, slice) else super().__getitem__(i)
 
     def __add__(self, other: list[Any]) -> Outputs[Any]: return Outputs(super().__add__(other))
+    def __radd__(self, other: list[Any]) -> Outputs[Any]: return Outputs([*other, *self]) if isinstance(other, list) else NotImplemented
     def copy(self) -> Outputs[_R]: return Outputs(self)
+
+    @property
+    def _whole(self) -> bool:
+        "Whether it holds results only: as to any list, something else may have been put in."
+        return all(hasattr(x, 'rows') for x in self)
 
     @property
     def _head(self) -> str:
@@ -129,10 +136,12 @@ class Outputs(list[_R]):
         return said
 
     def __repr__(self) -> str:
+        if not self._whole: return super().__repr__()
         more = [f'… {len(self) - 5:,} more'] if len(self) > 5 else []
         return '\n'.join([self._head, *(f'{i}: {x.line}' for i, x in enumerate(self[:5])), *more])
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self) -> str | None:
+        if not self._whole: return None
         def cells(i: int, row: dict[str, Any]) -> dict[str, str]:
             said = {k: brief(x, 200) if k in ('prompt', 'text') else f'{x:.2f}' if isinstance(x, float) else str(x)
                     for k, x in row.items() if k != 'logprobs' and x is not None}
@@ -141,20 +150,25 @@ class Outputs(list[_R]):
         more = f'<div class="dim">… {len(rows) - 20:,} more rows</div>' if len(rows) > 20 else ''
         return panel_html(f'<b>{esc(self._head)}</b>{table([cells(*row) for row in rows[:20]], words) if rows else ""}{more}')
 
-    def to_pandas(self) -> pandas.DataFrame:
-        """A pandas `DataFrame` with a row for each answer, whose index is the place of its prompt: `frame.join(outs.to_pandas())`.
+    def to_pandas(self, index: Sequence[Any] | None = None) -> pandas.DataFrame:
+        """A pandas `DataFrame` with a row for each answer. Its index is the place of its prompt or what `index`, such as `frame.index`, has there.
 
-        `cumulative_logprob` and `logprobs` are columns if they were asked for. Raises `ImportError` without pandas."""
+        For a frame with the answers in new columns see `LLM.map`. `cumulative_logprob` and `logprobs` are columns if they were asked for. Raises `ParamError` for an index of
+        another length, `ImportError` without pandas."""
         try: import pandas
         except ImportError as e: raise ImportError('to_pandas needs pandas: pip install pandas') from e
+        places = pandas.Index(range(len(self)) if index is None else index)
+        if len(places) != len(self): raise ParamError(f'the index has {len(places):,} entries for {len(self):,} results')
         rows = _rows(self)
-        return pandas.DataFrame([row for _, row in rows], index=pandas.Index([i for i, _ in rows], dtype='int64'))
+        names = (rows or _rows([RequestOutput('', outputs=[CompletionOutput(0)])]))[0][1]
+        return pandas.DataFrame([row for _, row in rows], places.take([i for i, _ in rows]), [*names])
 
 def _rows(results: Iterable[_Result]) -> list[tuple[int, dict[str, Any]]]:
-    "The rows of `results`, each with the place of its prompt; without the columns that nobody asked for."
+    "The rows of `results`, each with the place of its prompt and the columns of all; without those that nobody asked for."
     rows = [(i, row) for i, x in enumerate(results) for row in x.rows()]
     empty = {k for k in _ASKED_FOR if all(row.get(k) is None for _, row in rows)}
-    return [(i, {k: x for k, x in row.items() if k not in empty}) for i, row in rows]
+    names = [k for k in dict.fromkeys(k for _, row in rows for k in row) if k not in empty]
+    return [(i, {k: row.get(k) for k in names}) for i, row in rows]
 
 # %% ../nbs/14_engine.ipynb #9724d57b
 @dataclass(repr=False)
@@ -270,7 +284,7 @@ class MemoryPlan:
     block_size: int = 0
     shared_tokens: int = 0
 
-    def __str__(self) -> str: return '\n'.join(self._lines(len(self.refused)))
+    def __str__(self) -> str: return '\n'.join(self._lines(10))
     def __repr__(self) -> str: return '\n'.join(self._lines(3))
 
     def _lines(self, most: int) -> list[str]:

@@ -33,7 +33,7 @@ class Request:
     """One sequence on its way: what was asked, its tokens so far, how far they are computed, and where their KV lies.
 
     It needs `num_pending` more positions through the model: several are prefill, one is decode. Counts are in tokens.
-    `priority`: lower goes first. `reuse`: whether KV that is already there may be used. `wave`: behind a barrier, requests
+    `priority`: lower goes first. `wave`: behind a barrier, requests
     of one wave enter together. `adapter`: 0 for the model alone. `draft_ids`: guesses at its next tokens, to be tried in its
     next step. `row`, `text`, `stops`: what samples its tokens, what turns them into text, and what says of a new token
     whether it is the last, as `(finish_reason, stop_reason)`. `delta`: text that is settled and not yet sent. `logprobs`,
@@ -47,7 +47,6 @@ class Request:
     priority: int = 0
     output_ids: list[int] = field(default_factory=list)
     index: int = 0
-    reuse: bool = True
     wave: object = ''
     adapter: int = 0
     row: SamplingRow | None = None
@@ -201,7 +200,7 @@ class PagedMemory:
     def __init__(self, pool: BlockPool) -> None: self.pool = pool
 
     def _hit(self, r: Request) -> Hit:
-        return self.pool.find(r.token_ids[:r.first_logits + 1] if r.reuse else [], None if r.output_ids else r.hashes, _root(r))
+        return self.pool.find(r.token_ids[:r.first_logits + 1], None if r.output_ids else r.hashes, _root(r))
 
     def _more(self, r: Request) -> int:
         "Blocks that `r` may take in its next `GROW` tokens."
@@ -233,8 +232,7 @@ class PagedMemory:
         if end > start: self.pool.commit(r.block_table, start, r.tokens(start, end - start), _root(r))
 
     def leave(self, r: Request, keep: bool) -> None:
-        self.pool.release(r.block_table, keep)
-        self.pool.recent.update(r.block_table)
+        self.pool.release(r.block_table, keep, spare=True)
         r.block_table = []
 
 # %% ../nbs/11_scheduler.ipynb #4d332a10
@@ -285,7 +283,7 @@ def _coming(running: Iterable[Request], chunk_size: int) -> set[Name]:
 
 def _worth_waiting(r: Request, memory: KVMemory, chunk_size: int, coming: set[Name]) -> bool:
     "Whether a chunk of `coming`, or a prompt's end, goes on where `memory` ends with the prefix of `r`."
-    if not coming or not r.hashes or not r.reuse: return False
+    if not coming or not r.hashes: return False
     n = memory.cached(r)
     k = n // chunk_size
     if n >= r.first_logits: return False
@@ -449,7 +447,7 @@ class Scheduler(RequestQueue):
             if n <= 0: break
             if self._put(r, n, plan): budget -= n
         if not (self.barrier and self.running) and not plan.preempted: self._admit(plan, budget)
-        self.pool.recent.clear()
+        self.pool.spare_no_more()
         plan.rows.sort(key=lambda row: row.n_tokens > 1)
         return plan
 

@@ -69,11 +69,12 @@ COUNTS = ('prompt_tokens', 'output_tokens', 'cached_tokens', 'preemptions')
 
 def facts_of(r: Request, text: bool) -> dict:
     "What the trace keeps of request `r` itself, as in the file; with its tokens and text, packed, if `text`."
+    group = r.group                                        # read once: another thread may just be taking it away
     facts = dict(id=r.request_id, answer=r.index, prompt_tokens=len(r.prompt_ids), cached_tokens=r.num_cached_tokens or 0,
                  output_tokens=len(r.output_ids), max_tokens=r.max_tokens, priority=r.priority, preemptions=r.num_preemptions,
                  finish_reason=r.finish_reason, error=r.error, first_token=r.first_token_at, last_token=r.last_token_at)
     if not text: return facts
-    return facts | dict(prompt=r.group and r.group.prompt, prompt_ids=array('i', r.prompt_ids), output_ids=array('i', r.output_ids),
+    return facts | dict(prompt=group and group.prompt, prompt_ids=array('i', r.prompt_ids), output_ids=array('i', r.output_ids),
                         text=r.text.text if r.text else '')
 
 def pieces_of(text: str, ends: Sequence[int]) -> list[str]:

@@ -207,6 +207,10 @@ class Answer:
 def is_unseeded(params: SamplingParams) -> bool: return not params.greedy and params.seed is None
 def is_filtered(params: SamplingParams) -> bool: return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
+def is_checkable(params: SamplingParams, mode: str) -> bool:
+    "Whether log probabilities of a `mode` can be compared: those of what a filter leaves jump as a token at its edge is in or out."
+    return not (mode.startswith('processed') and is_filtered(params))
+
 def wanted(logits: torch.Tensor, rows: Sequence[SamplingRow], output_ids: Sequence[int]) -> list[int | None]:
     "What each of `rows` takes from its line of `logits` `[n, V]`: ids, None where it can take nothing."
     got = sample(logits, rows).token_ids
@@ -232,7 +236,7 @@ def check_logprobs(a: Answer, start: int, alone: Alone, tolerance: float | None 
     "A list, empty or with the worst `Divergence` of the log probabilities recorded from token `start` on; `alone`: their replay."
     ids, recorded = alone.output_ids, (a.completion.logprobs or [])[start:]
     row, mode, at = a.row(), (a.out.params or a.params).logprobs_mode or a.llm.logprobs_mode, torch.tensor(ids, device=alone.logits.device)[:, None]
-    if mode.startswith('processed') and is_filtered(a.params): return []      # they jump as a token at the edge is in or out
+    if not is_checkable(a.params, mode): return []
     rows = [replace(row, output_ids=a.ids[:start + t]) for t in range(len(ids))]
     def measure(logits: torch.Tensor) -> torch.Tensor:
         x = reported_logits(logits, rows, mode)
@@ -289,13 +293,14 @@ class Report:
 
     `total`: outputs given, `requests`: those run again, `tokens`: in their answers. `divergences`: each `Divergence`,
     those of an answer by index. `skipped`: `(request_id, why)` of outputs that could not be compared. `unseeded`: answers
-    sampled without a seed, whose tokens are only known to be possible."""
+    sampled without a seed, whose tokens are only known to be possible. `unchecked`: answers with log probabilities that can't be compared."""
     total: int = 0
     requests: int = 0
     tokens: int = 0
     unseeded: int = 0
     divergences: list[Divergence] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
+    unchecked: int = 0
 
     @property
     def bugs(self) -> list[Divergence]: return [d for d in self.divergences if d.kind == 'bug']
@@ -321,6 +326,7 @@ class Report:
         some = f'{self.requests:,} of ' if self.requests < self.total else ''
         line = f'{some}{_count(self.total, "request")}, {_count(self.tokens, "token")}: {found}'
         if self.unseeded: line += f'; {_count(self.unseeded, "answer")} without a seed, of which only: they were possible'
+        if self.unchecked: line += f'; log probabilities of {_count(self.unchecked, "answer")} not checked: processed, with a filter'
         return line + (f'; {len(self.skipped)} skipped' if self.skipped else '')
 
     def log(self) -> None:
@@ -360,7 +366,7 @@ def verify(llm: LLM, outputs: RequestOutput | Iterable[RequestOutput], sample: i
 
     Greedy: every token must be the best after all processing; sampled with a seed: the one that its random number draws;
     without: one that could be drawn. Log probabilities, if recorded, must be those of the replay, within their own
-    noise, and each answer must have ended where and why its tokens say. Costs a prefill of prompt and answer for each
+    noise (processed ones with `top_p`, `top_k` or `min_p` are not checked), and each answer must have ended where and why its tokens say. Costs a prefill of prompt and answer for each
     answer, nine where something differs. Raises `ParamError`."""
     check_count('sample', sample)
     outs = list(outputs) if isinstance(outputs, Iterable) else [outputs]
@@ -376,6 +382,8 @@ def verify(llm: LLM, outputs: RequestOutput | Iterable[RequestOutput], sample: i
             continue
         report.requests += 1
         report.tokens += sum(len(c.token_ids) for c in answers)
-        report.unseeded += len(answers) * is_unseeded(out.params or SamplingParams())
+        params = out.params or SamplingParams()
+        report.unseeded += len(answers) * is_unseeded(params)
+        if not is_checkable(params, params.logprobs_mode or llm.logprobs_mode): report.unchecked += sum(c.logprobs is not None for c in answers)
         report.divergences += found
     return report

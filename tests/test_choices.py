@@ -1,10 +1,10 @@
 "Log probabilities of what was asked about: modes, chosen tokens, prompts from a position on, and whole choices."
 import functools, math, random
 
-import pytest, torch
+import numpy as np, pytest, torch
 from batchlab.choices import choose
 from batchlab.config import choose_limits
-from batchlab.errors import ParamError
+from batchlab.errors import ModelError, ParamError
 from batchlab.llm import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.sampling import SamplingParams, SamplingRow, processed_logits, sample
@@ -96,6 +96,14 @@ def test_verify_knows_the_mode():
         c = outs[0].outputs[0]
         c.logprobs[2][c.token_ids[2]].logprob += .5
         assert [d.what for d in llm.verify(outs, sample=2).divergences] == ['logprob']
+
+
+def test_verify_by_an_llm_of_another_mode():
+    llm, other = LLM(tiny(), tiny_tokenizer(), logprobs_mode='processed_logprobs'), LLM(tiny(), tiny_tokenizer())
+    outs = llm.generate([[5, 6, 7]], dict(GREEDY, max_tokens=5, logprobs=1, repetition_penalty=1.3))
+    assert outs[0].params.logprobs_mode == 'processed_logprobs' and not other.verify(outs).divergences
+    report = other.verify(llm.generate([[5, 6, 7]], dict(seed=1, top_p=.9, max_tokens=5, logprobs=1)))
+    assert report.unchecked == 1 and 'log probabilities of 1 answer not checked' in report.headline
 
 
 # chosen tokens
@@ -328,6 +336,52 @@ def test_choices_that_cannot_be_compared():
     assert 'no choices' in outs[1].error and 'choice 1 is empty' in outs[2].error and '9999' in outs[3].error and 'tokens' in outs[5].error
     assert llm.choose([], ['a']) == []
     assert list(outs[4].token_ids) == ['c', (7,)]
+
+
+def test_failures_are_logged_as_of_prompts(caplog):
+    llm = LLM(tiny(), tiny_tokenizer(), max_model_len=32)
+    outs = llm.choose(['a', 'b', [5, 9999], 'long ' * 30, 'c'], ['yes', 'no'])
+    assert [bool(o.error) for o in outs] == [False, False, True, True, False]
+    said, = [r.getMessage() for r in caplog.records if 'failed' in r.getMessage()]
+    assert said.startswith('2 of 5 requests failed') and 'outputs[2]' in said and 'outputs[3]' in said
+    caplog.clear()
+    assert llm.choose(['a', 'b'], [['x'], ['']])[1].error and '1 of 2 requests failed' in caplog.text
+
+
+def test_a_conversation_in_a_dict_and_choices_in_arrays():
+    llm, talk = LLM(tiny(), tiny_tokenizer()), [{'role': 'user', 'content': 'Hi'}]
+    for prompts in ([{'messages': talk}], {'messages': talk}): assert llm.choose(prompts, ['a', 'b']) == llm.choose([talk], ['a', 'b'], chat=True)
+    lists = [['a', 'bc'], ['d']]
+    assert llm.choose(['x', 'y'], [np.array(c, dtype=object) for c in lists]) == llm.choose(['x', 'y'], np.array(lists, dtype=object)) == llm.choose(['x', 'y'], lists)
+    for wrong in ([b'a', b'b'], [{}, {}]):
+        with pytest.raises(ParamError, match='choice 0 must be'): llm.choose(['x', 'y'], wrong)
+
+
+def test_an_empty_prompt_of_a_model_without_a_first_token(monkeypatch):
+    def none(*_): raise ModelError('this model has no BOS token')
+    monkeypatch.setattr('batchlab.choices.start_token_id', none)
+    llm = LLM(tiny(), tiny_tokenizer())
+    monkeypatch.setattr('batchlab.choices.ids_of', lambda tok, text, special=True: tok.encode(text, add_special_tokens=False))
+    empty, a = llm.choose(['', 'a'], ['b'])
+    assert 'no BOS' in empty.error and a.best == 'b'
+
+
+def test_requests_of_one_step_each_stay_in_memory():
+    "All end in each step, and what the last one left is spared: never more than there may be."
+    llm = LLM(tiny(), tiny_tokenizer(), max_num_seqs=4)
+    size, each = llm.backend.block_size, llm.limits.kv_bytes_per_token
+    llm = LLM(tiny(), tiny_tokenizer(), max_num_seqs=4, kv_cache_bytes=6 * size * each)
+    most = 0
+    for i in range(30):
+        for k in range(4): llm.add_request([i + 3, k + 40, *range(3, 20)], dict(temperature=0, max_tokens=1, prompt_logprobs=0))
+        while llm.has_unfinished:
+            llm.step()
+            pool = llm.engines['packed'].scheduler.pool
+            pool.check()
+            most = max(most, len(pool) * size)
+    assert most <= llm.budget.limit < 8 * size and pool.evictions
+    llm.reset_prefix_cache()
+    assert not pool.recent
 
 
 def test_many_prompts_in_little_memory():

@@ -441,7 +441,7 @@ def test_calls_take_settings_and_vllms_arguments(llm):
             *llm.generate(prompt='hi', params=GREEDY), *llm.generate([dict(prompt='hi', max_tokens=4)], dict(temperature=0, max_tokens=9)),
             *llm.generate([dict(prompt_token_ids=ids, sampling_params=dict(temperature=0), max_completion_tokens=4)])]
     assert [o.outputs[0].token_ids for o in outs] == [want.outputs[0].token_ids] * 5
-    assert outs[3].params == GREEDY
+    assert outs[3].params == dataclasses.replace(GREEDY, logprobs_mode='raw_logprobs')
     assert llm.chat(conversation=TALK, sampling_params=GREEDY, chat_template_content_format='auto')[0].error is None
 
 

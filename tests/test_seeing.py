@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from batchlab.config import Limits
+from batchlab.errors import ParamError
 from batchlab.ledger import Ledger
 from batchlab.llm import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
@@ -77,6 +78,36 @@ def test_failures_are_counted(llm):
     assert '1: 1 token ids → error: ' in repr(outs) and 'error: ' in repr(outs[1])
 
 
+def plain_columns(llm): return llm.generate(['Hi'], SamplingParams(max_tokens=1), use_tqdm=False).to_pandas()
+
+
+def test_lists_of_anything():
+    "What is no result is shown as in any list; rows of several kinds stand under their own columns."
+    a, score = Outputs([request(0, tokens=3)]), Score([1, 2], [-.5])
+    assert {type(x) for x in (sum([a, a], []), [score] + a, a + [score])} == {Outputs} and ([score] + a)[0] is score
+    with pytest.raises(TypeError): (1,) + a
+    mixed = (a + [score])._repr_html_()
+    heads, *rows = [re.findall(r'<t[hd][^>]*>(.*?)</t[hd]>', row) for row in mixed.split('<tr>')[1:]]
+    assert {len(row) for row in rows} == {len(heads)} and rows[1][heads.index('perplexity')] == '1.65' and rows[1][heads.index('text')] == ''
+    a[0] = 'x'
+    assert repr(a) == "['x']" and a._repr_html_() is None
+
+
+def test_a_plan_names_ten_refusals():
+    lines = str(MemoryPlan(5000, 0, 0, 0, 1, 0, 0, 0, 0, {i: 'why' for i in range(5000)})).splitlines()
+    assert len(lines) == 13 and lines[-1] == 'and 4,990 more are refused'
+
+
+def test_the_bar_says_its_speed_ten_times_a_second(llm, capsys):
+    from tqdm import tqdm
+    said = []
+    class Bar(tqdm):
+        def set_postfix_str(self, s='', refresh=True): said.append(s)
+    outs = llm.generate(['Hi'] * 30, SamplingParams(max_tokens=30, ignore_eos=True), use_tqdm=Bar)
+    assert said[-1].startswith('900 tok, ') and len(said) <= 2 + 10 * (outs[-1].metrics['latency'] + 1)
+    assert len(said) < 300
+
+
 def test_to_pandas(llm):
     pd = pytest.importorskip('pandas', reason='needs pandas')
     frame = pd.DataFrame(dict(key=[7, 8, 9], text_in=['Hi', 'Once', None]))
@@ -87,8 +118,10 @@ def test_to_pandas(llm):
     assert [*table.completion_tokens] == [3, 3, 3, 3, 0] and [*table.error.isna()] == [True] * 4 + [False]
     assert [*table.text[:2]] == [o.text for o in outs[0].outputs] and [*table.cumulative_logprob[:2]] == [o.cumulative_logprob for o in outs[0].outputs]
     assert table.logprobs.iloc[0] == outs[0].outputs[0].logprobs
-    joined = frame.join(table)
-    assert [*joined.key] == [7, 7, 8, 8, 9] and str(joined.key.dtype) == 'int64'
+    joined = frame.set_index('key').join(outs.to_pandas(index=frame.key))
+    assert [*joined.index] == [7, 7, 8, 8, 9] and [*joined.completion_tokens] == [3, 3, 3, 3, 0]
+    with pytest.raises(ParamError, match='2 entries for 3 results'): outs.to_pandas(index=[1, 2])
+    assert [*Outputs().to_pandas().columns] == [*plain_columns(llm)] and not len(Outputs().to_pandas()['text'])
     plain = llm.generate(['Hi'], SamplingParams(max_tokens=3), use_tqdm=False).to_pandas()
     assert not {'logprobs', 'cumulative_logprob'} & {*plain.columns}
     scores = llm.score(['Hi there', 'Once'], use_tqdm=False)
@@ -250,6 +283,23 @@ def test_cached_tokens_are_green(llm):
     watch.look()
     assert green(watch_picture(watch).svg) and '>cached' in watch_picture(watch).svg
     assert any('background:var(--cached)' in html and ' cached"' in html for html in tanks)
+
+
+def test_no_more_is_green_than_a_slot_holds(llm):
+    "After a preemption it may hold less than was found at first."
+    from batchlab.views.scrubber import step_slots
+    from batchlab.views.viewer import view_html
+    from batchlab.views.watch import slots_of
+    from batchlab.scheduler import Request, Scheduler
+    step = dict(held=[3], block_size=16)
+    [slot] = step_slots(step, [], {})
+    s = Scheduler(2, 16)
+    r = s.add(Request('a', [*range(30)], 4))
+    s.schedule()
+    r.num_cached_tokens, r.num_computed_tokens = 20, 7
+    assert slot.cached == 0 and slots_of(s, {})[0].cached == 7
+    with llm.trace() as trace: llm.generate(['Hi'], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert 'Math.min(held, requests.get(' in view_html(trace)
 
 
 def defaults_in_readme():

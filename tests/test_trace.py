@@ -375,3 +375,20 @@ def test_spans_cover_every_row():
     for lane in {s['slot'] for s in spans}:
         mine = sorted((s['first'], s['last']) for s in spans if s['slot'] == lane)
         assert all(a[1] < b[0] for a, b in zip(mine, mine[1:]))
+
+
+def test_facts_are_read_while_another_thread_ends_the_request():
+    from batchlab.outputs import RequestGroup
+    from batchlab.scheduler import Request
+    from batchlab.trace import facts_of
+    left = [RequestGroup('0', prompt='Hi')]
+    class Ending(Request):
+        group = property(lambda self: left.pop() if left else None, lambda self, x: None)
+    assert facts_of(Ending('0', [1]), True)['prompt'] == 'Hi' and not left
+
+
+def test_what_is_no_trace_is_refused(tmp_path):
+    class Name:
+        def __fspath__(self): return str(tmp_path/'none.json')
+    for x in (5, None, object(), [5], {'a': None}, Name()):
+        with pytest.raises(TraceError): pictures.timeline(x)

@@ -33,7 +33,7 @@ def named(traces: _Traces) -> dict[str, Trace]:
     """`{name: Trace}` of one trace, a list, or a dict of them; a path is loaded. Else names are the strategies.
 
     Raises `TraceError`."""
-    given: Any = [traces] if isinstance(traces, (Trace, str, Path)) or hasattr(traces, 'recorder') else traces
+    given: Any = traces if hasattr(traces, '__iter__') and not isinstance(traces, str) else [traces]
     pairs = given.items() if isinstance(given, dict) else [(None, t) for t in given]
     found = {}
     for name, t in pairs:

@@ -127,7 +127,7 @@ const most = steps.reduce((m, s) => Math.max(m, ...s.held), 1);
 function tank(held, i, s, owner) {
   const what = `slot ${i}: ${owner ? 'request ' + owner.number + ', ' + owner.phase : 'free'}, ${held} tokens`;
   const fill = `height:${percent(held, most)};background:${css(owner ? owner.phase : 'held')}`;
-  const cached = owner ? requests.get(owner.number)?.cached_tokens ?? 0 : 0, found = `height:${percent(cached, most)};background:${css('cached')}`;
+  const cached = owner ? Math.min(held, requests.get(owner.number)?.cached_tokens ?? 0) : 0, found = `height:${percent(cached, most)};background:${css('cached')}`;
   return el('span', {class: 'slot', role: 'img', title: what, 'aria-label': what}, el('i', {style: fill}), el('i', {style: found}),
     el('b', {}, owner ? owner.number : ''));
 }

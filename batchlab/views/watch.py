@@ -103,6 +103,8 @@ class SlotState:
     phase: str = 'idle'
     cached: int = 0
 
+    def __post_init__(self) -> None: self.cached = min(self.cached, self.held)    # after a preemption it may hold less
+
 # %% ../../nbs/52_widgets.ipynb #06b59317
 def slots_of(scheduler: Scheduler, place: Mapping[str, int]) -> list[SlotState]:
     "A `SlotState` for each slot of `scheduler`; `place`: the index of a request by its id. A stranger's index is -1."
