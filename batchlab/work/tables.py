@@ -17,11 +17,11 @@ from ..names import INSTEAD, known_settings, near_key, plain_name
 
 # %% auto #0
 __all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'Cells', 'INT', 'FLOAT', 'TRUTH', 'CHAT_OPTIONS',
-           'NO_SETTINGS', 'LITERAL', 'RECORD', 'OPTIONAL', 'ANSWER', 'NUMBERS', 'Records', 'file_kind', 'opener_of',
-           'check_input', 'check_output', 'need_parquet', 'unique_names', 'BadRow', 'readable', 'TableFile',
-           'no_column', 'is_missing', 'MissingCell', 'Template', 'literal', 'setting_of', 'renamed_columns', 'Row',
-           'Columns', 'from_json', 'plain_value', 'json_value', 'whole', 'table_rows', 'flat', 'record_of_rows',
-           'ColumnType', 'type_of', 'cell_text', 'cells_of', 'AnswerTable']
+           'NO_SETTINGS', 'LITERAL', 'SETTINGS_REMARK', 'RECORD', 'OPTIONAL', 'ANSWER', 'NUMBERS', 'Records',
+           'file_kind', 'opener_of', 'check_input', 'check_output', 'need_parquet', 'unique_names', 'BadRow',
+           'readable', 'TableFile', 'no_column', 'is_missing', 'MissingCell', 'Template', 'literal', 'setting_of',
+           'renamed_columns', 'Row', 'Columns', 'from_json', 'plain_value', 'json_value', 'whole', 'table_rows', 'flat',
+           'record_of_rows', 'ColumnType', 'type_of', 'cell_text', 'cells_of', 'AnswerTable']
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e008
 OPENERS: dict[str, Callable[..., IO[Any]]] = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open}
@@ -176,7 +176,9 @@ class Template:
     def _fits(spec: str) -> bool:
         "Whether text, a number or a time may be written by `spec`."
         for v in ('', 0, 0.):
-            with suppress(ValueError): return [format(v, spec)] != []
+            with suppress(ValueError):
+                format(v, spec)
+                return True
         return '%' in spec and '{' not in spec
 
     def fill(self, cells: dict[str, Any]) -> str:
@@ -206,6 +208,8 @@ def literal(text: str) -> int | float | bool | str:
 CHAT_OPTIONS = 'tools chat_template chat_template_kwargs add_generation_prompt continue_final_message'.split()
 NO_SETTINGS = {'prompt_logprobs', 'detokenize'}                          # which no answer in a file has a place for
 LITERAL = {'stop', 'bad_words', 'guided_regex', 'guided_grammar', 'chat_template'}      # text is meant as it stands
+
+SETTINGS_REMARK = 'columns that are settings of their row: {}; data_columns (--data-columns {}) if they are data'
 
 def setting_of(name: str) -> bool:
     "Whether column `name` is a setting. Raises `JobError` if it is a misspelt one, or one that nothing can honour."
