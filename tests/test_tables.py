@@ -460,7 +460,7 @@ def test_pandas_metadata_of_clashes(tmp_path):
     frame.to_parquet(tmp_path/'in.parquet')
     answered(tmp_path/'in.parquet', tmp_path/'out.parquet')
     found = pd.read_parquet(tmp_path/'out.parquet')
-    assert (found.index.name, [*found.index], found.prompt_tokens_input[0], found.prompt_tokens[0], found.prompt_tokens.dtype) == ('text_input', ['k'], 7, 1, 'Int64')
+    assert (found.index.name, [*found.index], found.prompt_tokens_input.iloc[0], found.prompt_tokens.iloc[0], found.prompt_tokens.dtype) == ('text_input', ['k'], 7, 1, 'Int64')
 
 def test_what_arrow_can_not_hold_comes_back(tmp_path):
     assert type_of([1, 2**70], text=False).name == 'string' and literal('1１') == '1１'

@@ -140,7 +140,8 @@ class TableFile:
         number = itertools.count(1)
         places = [(i, n) for i, n in enumerate(self.names) if columns is None or n in columns]
         for block in self.blocks(columns=[n for _, n in places]):
-            if not isinstance(block, list): yield from zip(number, block.select([n for _, n in places]).to_pylist())
+            if not isinstance(block, list):
+                for cells in block.select([n for _, n in places]).to_pylist(): yield next(number), cells
             else:
                 for row in block: yield next(number), row if isinstance(row, csv.Error) else {n: row[i] for i, n in places}
 
