@@ -117,6 +117,12 @@ def text_rows(name: str) -> list[tuple[int, bytes]]:
     jsonl = kind == 'jsonl' or kind is None and full[0][1].lstrip().startswith('{')
     return [(i, s.encode() if jsonl else prompt_line(s.encode())) for i, s in full]
 
+def refuse_columns(columns: dict[str, Any], why: str) -> None:
+    "Raise `JobError` if `columns` says anything of a table."
+    usual = dict(prompt_column='prompt', id_column='custom_id', prompt_template=None, data_columns=[])
+    if flag := next((k for k, v in columns.items() if v != usual[k]), None):
+        raise JobError(f"--{flag.replace('_', '-')} is for the columns of a table, {why}")
+
 def read_file(name: str, chat: bool = False, system: str | None = None, **columns: Any) -> list[JobLine]:
     "The requests of a text, or of any file that `run` reads, where `columns` say what those of a table are for. Raises `JobError`."
     from batchlab.work.formats import read_raw
@@ -124,8 +130,7 @@ def read_file(name: str, chat: bool = False, system: str | None = None, **column
     from batchlab.work.tables import CONVERT, OPENERS, TABLES, check_input, file_kind
     shown, kind, suffix = 'standard input' if name == '-' else name, file_kind(name), Path(name).suffix.lower()
     if suffix in CONVERT: check_input(name)
-    if columns.get('prompt_template') is not None and kind not in TABLES:
-        raise JobError(f"--prompt-template is for the columns of a table, and {shown} is none")
+    if kind not in TABLES: refuse_columns(columns, f'and {shown} is none')
     if kind in TABLES: rows = read_raw(name, chat=chat, system=system, **columns)
     else: rows = read_raw(name) if kind == 'json' or suffix in OPENERS else text_rows(name)
     lines = [parse_line(i, raw, 'plain', chat, system) for i, raw in rows]
@@ -159,9 +164,9 @@ def read_prompts(args: argparse.Namespace, options: dict[str, Any]) -> list[JobL
         if sys.stdin is None or sys.stdin.isatty():
             raise JobError('no prompts: give some, such as batchlab generate "The sky is", or --prompts-file')
         name = '-'
-    if name is not None:
-        lines += read_file(name, args.chat, args.system, prompt_column=args.prompt_column, id_column=args.id_column,
-                           prompt_template=args.prompt_template, data_columns=args.data_columns)
+    columns = {k: getattr(args, k) for k in ('prompt_column', 'id_column', 'prompt_template', 'data_columns')}
+    if name is None: refuse_columns(columns, 'and there is no --prompts-file')
+    else: lines += read_file(name, args.chat, args.system, **columns)
     for line in lines: prepare(line, args, options)
     if args.system is not None and not any(line.messages is not None for line in lines):
         raise JobError("--system needs --chat, or messages in the prompts file")

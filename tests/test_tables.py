@@ -434,3 +434,117 @@ def test_run_goes_on_and_keeps_what_functions_made(tmp_path):
     with pytest.raises(ParamError, match='prompt_template'): run(tmp_path/'in.csv', tmp_path/'o.csv', **args, prompt_tempalte='x')
     import batchlab
     assert batchlab.run is run and map_frame.__name__ == 'map_frame' and NO_SETTINGS and Row('a').prompt == 'a'
+
+
+# --- what must not be lost on the way out
+
+RECORD = dict(request_id='batch_req_1_00000000', row=1, text='t', finish_reason='stop', usage=dict(prompt_tokens=1, completion_tokens=1), error=None)
+
+def answered(path, out):
+    "One answer to the only row of table `path` in file `out`."
+    from batchlab.work.formats import export_records
+    export_records(lambda: iter([(1, RECORD)]), out, TableFile(path))
+
+def test_a_table_is_on_the_disk_before_its_journal_goes(tmp_path, monkeypatch):
+    import batchlab.work.jobs as jobs
+    write(tmp_path/'in.csv', [['prompt'], ['a']])
+    done, fsync, drop, replace = [], os.fsync, jobs.drop_side, os.replace
+    monkeypatch.setattr(os, 'fsync', lambda fd: (done.append(os.path.basename(os.readlink(f'/proc/self/fd/{fd}'))), fsync(fd)))
+    monkeypatch.setattr(os, 'replace', lambda a, b: (done.append('replace ' + os.path.basename(b)), replace(a, b)))
+    monkeypatch.setattr(jobs, 'drop_side', lambda p: (done.append('drop'), drop(p)))
+    run(tmp_path/'in.csv', tmp_path/'out.csv', SHORT, model=llm())
+    assert done[-4:] == ['out.csv.new', 'replace out.csv', tmp_path.name, 'drop']
+
+def test_pandas_metadata_of_clashes(tmp_path):
+    frame = pd.DataFrame(dict(prompt=['a'], prompt_tokens=[7]), index=pd.Index(['k'], name='text'))
+    frame.to_parquet(tmp_path/'in.parquet')
+    answered(tmp_path/'in.parquet', tmp_path/'out.parquet')
+    found = pd.read_parquet(tmp_path/'out.parquet')
+    assert (found.index.name, [*found.index], found.prompt_tokens_input.iloc[0], found.prompt_tokens.iloc[0], found.prompt_tokens.dtype) == ('text_input', ['k'], 7, 1, 'Int64')
+
+def test_what_arrow_can_not_hold_comes_back(tmp_path):
+    assert type_of([1, 2**70], text=False).name == 'string' and literal('1１') == '1１'
+    (tmp_path/'in.csv').write_bytes(b'prompt,caf\xe9\na,1\n')
+    answered(tmp_path/'in.csv', tmp_path/'a.parquet')
+    assert 'caf\ufffd' in pq.read_table(tmp_path/'a.parquet').column_names
+    pq.write_table(pa.table(dict(prompt=pa.array(['a'], pa.string_view()), x=[1])), tmp_path/'v.parquet')
+    answered(tmp_path/'v.parquet', tmp_path/'b.parquet')
+    assert pq.read_table(tmp_path/'b.parquet')['prompt'].to_pylist() == ['a'] and [*TableFile(tmp_path/'v.parquet').rows(['x'])] == [(1, dict(x=1))]
+    pq.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], ['prompt', 'prompt']), tmp_path/'twice.parquet')
+    with pytest.raises(JobError, match="two columns 'prompt'"): Job(tmp_path/'twice.parquet', tmp_path/'c.csv').check()
+
+def test_a_row_with_a_cell_too_many_keeps_its_cells(tmp_path):
+    write(tmp_path/'in.csv', [['id', 'prompt'], ['k1', 'a', 'b']])
+    for name in ('out.csv', 'out.parquet', 'out.jsonl'): assert run(tmp_path/'in.csv', tmp_path/name, SHORT, model=llm(), id_column='id').failed == 1
+    assert read(tmp_path/'out.csv')[0]['id'] == pq.read_table(tmp_path/'out.parquet')['id'][0].as_py() == json.loads((tmp_path/'out.jsonl').read_text())['custom_id'] == 'k1'
+
+def test_columns_that_are_no_settings():
+    columns = Columns(['prompt', *ANSWER, 'logprobs', 'index', 'speed', 'top', 'stops', 'seeds', 'n'])
+    assert columns.settings == ['logprobs', 'n']
+    cells = dict.fromkeys(columns.names) | dict(prompt='a', logprobs='{"tokens": []}')
+    assert columns.row(cells).given is None and columns.row(cells | dict(logprobs='2')).given == dict(logprobs=2)
+    assert "nested" in Columns(['prompt', 'logit_bias']).row(dict(prompt='a', logit_bias='[' * 200000)).failure
+    for bad in ('{a:{b}}', '{a!z}', '{a:zz}'):
+        with pytest.raises(JobError, match='written'): Columns(['a', 'b'], prompt_template=bad)
+    with pytest.raises(JobError, match='one of them'): Columns(['a', 'nope'], prompt_template='{a}', prompt_column='nope')
+
+def test_settings_of_columns_are_said(tmp_path):
+    write(tmp_path/'in.csv', [['prompt', 'n', 'seed'], ['a', 1, 2]])
+    said = []
+    run(tmp_path/'in.csv', tmp_path/'out.csv', dict(max_new_tokens=2), model=llm(), say=said.append)
+    assert [s for s in said if 'settings' in s] == ['columns that are settings of their row: n, seed; data_columns (--data-columns n,seed) if they are data']
+
+def test_records_of_odd_cells(tmp_path):
+    pq.write_table(pa.table(dict(prompt=['a', 'b'], x=[float('inf'), 1.], raw=[b'z', b'\xff'], e=['', 'q'], k=[1., None])), tmp_path/'in.parquet')
+    columns = Columns(['prompt', 'x', 'raw', 'e', 'k'], id_column='k', keep=True)
+    (_, first), _ = TableFile(tmp_path/'in.parquet').rows()
+    row = columns.row(first)
+    assert (row.cells['x'], row.cells['raw'], row.cells['e'], parse_line(1, row, 'plain').ids) == (None, 'z', '', dict(custom_id=1))
+
+def test_maps_that_need_no_column_and_plain_values():
+    import numpy as np
+    assert len(llm().map(pd.DataFrame(dict(x=[1, 2])), 'Tell a joke', SHORT)) == 2
+    made = llm().map([dict(prompt='a')], None, SHORT, postprocess=lambda out: dict(size=np.int64(3), some=[np.float32(1)]))
+    assert made[0]['size'] == 3 and json.loads(made[0]['some']) == [1.]
+    for name in ('id', 'custom_id', 'row', 'line', 'request_id'):
+        assert 'column of the answer' in llm().map([dict(prompt='a')], None, SHORT, postprocess={name: len})[0]['error'] or name
+    assert 'column of the answer' in llm().map([dict(prompt='a')], None, SHORT, postprocess=lambda out: dict(id=1))[0]['error']
+    with pytest.raises(ParamError, match='another column'): llm().map([dict(prompt='a')], output='error')
+
+@pytest.mark.parametrize('name', ['out.csv', 'out.parquet'])
+def test_a_table_without_answers_has_its_header(tmp_path, name):
+    write(tmp_path/'in.csv', [['id', 'prompt'], [1, '']])
+    args = dict(sampling_params=SHORT, model=llm(), error_file=tmp_path/'e.jsonl', say=lambda s: None)
+    assert run(tmp_path/'in.csv', tmp_path/name, **args).failed == 1
+    found = pd.read_csv(tmp_path/name) if 'csv' in name else pd.read_parquet(tmp_path/name)
+    assert len(found) == 0 and [*found.columns] == ['id', 'prompt', *ANSWER, 'request_id']
+    assert run(tmp_path/'in.csv', tmp_path/name, **args).before == 1
+
+def test_a_finished_table_through_pandas_and_a_second_try(tmp_path):
+    write(tmp_path/'in.csv', [['prompt'], ['a'], ['']])
+    run(tmp_path/'in.csv', tmp_path/'out.csv', SHORT, model=llm())
+    pd.read_csv(tmp_path/'out.csv').to_csv(tmp_path/'out.csv', index=False)
+    settings_file(tmp_path/'out.csv').parent.mkdir()
+    (settings_file(tmp_path/'out.csv').parent/'answers.jsonl.new').touch()
+    assert run(tmp_path/'in.csv', tmp_path/'out.csv', SHORT, model=llm()).before == 2 and left(tmp_path, 'out.csv') == []
+    data = (tmp_path/'out.csv').read_bytes()
+    with pytest.raises(JobError, match='other model'):
+        run(tmp_path/'in.csv', tmp_path/'out.csv', SHORT, model=LLM(tiny_model('llama', seed=1, num_hidden_layers=1), tiny_tokenizer()), retry_errors=True)
+    assert (tmp_path/'out.csv').read_bytes() == data and left(tmp_path, 'out.csv') == []
+
+def test_a_line_that_the_model_can_not_run_fails_alone(tmp_path):
+    base = LLM(tiny_model('llama', num_hidden_layers=1), tiny_tokenizer())
+    base.tokenizer.chat_template = None
+    lines = [dict(prompt='a'), dict(messages=[dict(role='user', content='x')]), dict(prompt='b')]
+    for some, failed in ((lines, 1), (lines[1:], None)):
+        (tmp_path/'in.jsonl').write_text(''.join(json.dumps(d) + '\n' for d in some))
+        job = Job(tmp_path/'in.jsonl', tmp_path/f'{len(some)}.jsonl', sampling_params=dict(SHORT))
+        if failed: assert job.run(base).failed == failed
+        else:
+            with pytest.raises(JobError, match='template'): job.run(base)
+
+@pytest.mark.parametrize('args', [dict(system='x'), dict(prompt_column='q'), dict(id_column='q')])
+@pytest.mark.parametrize('name, data', [('in.txt', 'a\n'), ('in.jsonl', '{"prompt": "a"}\n')])
+def test_arguments_without_effect_are_refused(tmp_path, name, data, args):
+    (tmp_path/name).write_text(data)
+    with pytest.raises(JobError): Job(tmp_path/name, tmp_path/'o.jsonl', **args).check()

@@ -9,14 +9,14 @@ from __future__ import annotations
 __all__ = ['read_raw']
 
 # %% ../../nbs/40_openai.ipynb #ob000026
-import csv, itertools, json, lzma, os, zlib
+import csv, errno, itertools, json, lzma, os, zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from ..errors import JobError
-from .tables import LONGEST_LINE, TABLES, AnswerTable, Columns, Records, Row, TableFile, _encode, file_kind, opener_of
+from .tables import LONGEST_LINE, TABLES, AnswerTable, BadRow, Columns, Records, Row, TableFile, _encode, file_kind, opener_of
 
 # %% ../../nbs/40_openai.ipynb #ob000126
 Raw = bytes | Row | csv.Error                   # a line of JSONL, a row of a table, or what is wrong with a row
@@ -54,6 +54,7 @@ def read_raw(name: str | Path, prompt_column: str = 'prompt', id_column: str = '
             table = TableFile(name)
             read = Columns(table.names, name, prompt_column, id_column, text=table.text, **columns)
             for number, cells in table.rows(None if read.keep else read.needed):
+                if isinstance(cells, BadRow): cells.row = read.row(dict(zip(table.names, cells.cells)))
                 yield number, cells if isinstance(cells, csv.Error) else read.row(cells)
         else:
             with opener_of(name)(name, 'rb') as f:
@@ -76,6 +77,14 @@ def records_of(path: str | Path) -> Iterator[dict[str, Any]]:
         for _, raw in read_lines(f): yield json.loads(raw)
 
 # %% ../../nbs/40_openai.ipynb #ob000045
+def sync(path: str | Path) -> None:
+    "Have the disk itself hold file or folder `path`, against a loss of power."
+    fd = os.open(path, os.O_RDONLY if os.path.isdir(path) else os.O_RDWR)
+    try: os.fsync(fd)
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP): raise
+    finally: os.close(fd)
+
 def export_records(records: Records, output: str | Path, source: TableFile | None = None) -> list[str]:
     """Write `records` to `output`, as its name says, beside the columns of `source`; whole or not at all. Returns which
     columns were renamed. Raises `JobError`."""
@@ -89,8 +98,13 @@ def export_records(records: Records, output: str | Path, source: TableFile | Non
             clashes = table.clashes
             if kind == 'parquet': table.write_parquet(new)
             else: table.write_csv(new, output)
+        sync(new)
         os.replace(new, output)
+        with suppress(OSError): sync(Path(output).absolute().parent)      # not every system can
         return clashes
+    except (ValueError, TypeError, OverflowError, NotImplementedError) as e:      # as pyarrow's errors are
+        raise JobError(f"can't write {output} ({str(e)[:200]}): the answers are safe beside it; choose another kind of input or output "
+                       f"(.jsonl, .csv), or take them from {output}.batchlab", 1) from e
     except OSError as e: raise JobError(f"can't write {output} ({e.strerror or e}): make room, and run again", 1) from e
     finally:
         with suppress(OSError): os.unlink(new)

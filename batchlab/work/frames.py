@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import JobError, ParamError, PromptError
+from ..names import settings_of
 from ..params import SamplingParams
 from .jobs import Job, JobResult, log
 from .lines import JobLine, Postprocess, answer_of, failure_of, parse_line
 from .runner import name_of
-from .tables import ANSWER, NUMBERS, OPTIONAL, Columns, ColumnType, renamed_columns, table_rows
+from .tables import ANSWER, NUMBERS, OPTIONAL, SETTINGS_REMARK, Columns, ColumnType, renamed_columns, table_rows
 
 if TYPE_CHECKING:
     from batchlab.llm import LLM
@@ -30,12 +32,13 @@ __all__ = ['Frame', 'run', 'map_frame']
 # %% ../../nbs/45_tables.ipynb #45ab1e13
 def options_of(sampling_params: Any) -> dict[str, Any] | None:
     "`sampling_params`, in whichever form `SamplingParams.of` takes, as a dict for what rows leave open. Raises `ParamError`."
-    if sampling_params is None or isinstance(sampling_params, dict): return sampling_params
+    if not sampling_params: return None
+    if isinstance(sampling_params, dict): return settings_of(sampling_params)
     given, defaults = vars(SamplingParams.of(sampling_params)), vars(SamplingParams())
     return {k: v for k, v in given.items() if k in ('temperature', 'max_tokens') or v != defaults[k]}      # whose defaults are others in a file
 
 # %% ../../nbs/45_tables.ipynb #45ab1e15
-def run(input: str | Path, output: str | Path, sampling_params: Any = None, *, model: str | LLM | None = None, prompt_template: str | None = None,
+def run(input: str | Path, output: str | Path, sampling_params: Any = None, *, model: str | os.PathLike[str] | LLM | None = None, prompt_template: str | None = None,
         system: str | None = None, chat: bool = False, prompt_column: str = 'prompt', id_column: str = 'custom_id', data_columns: Sequence[str] = (),
         postprocess: Postprocess | None = None, **job: Any) -> JobResult:
     """Answer the requests in file `input` in file `output`, as the command `batchlab run` does: a `JobResult`. Called again, it goes on where it ended.
@@ -50,15 +53,18 @@ def run(input: str | Path, output: str | Path, sampling_params: Any = None, *, m
     Raises `JobError` for what is wrong with the files or the call; a row that can't run has its `error`."""
     known = [f.name for f in fields(Job) if f.init]
     if unknown := job.keys() - {*known}: raise ParamError(f'unknown argument {min(unknown)!r}: a job has {", ".join(known)}')
-    name = model if isinstance(model, str) else None
+    name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
     more: dict[str, Any] = dict(model_name=Path(name).name if name and os.path.exists(name) else name) | job
     one = Job(input, output, sampling_params=options_of(sampling_params), prompt_template=prompt_template, system=system, chat=chat,
               prompt_column=prompt_column, id_column=id_column, data_columns=data_columns, postprocess=postprocess,
               **more)
-    def load() -> LLM:
-        from batchlab.llm import LLM
-        return LLM(name)
-    return one.run(load if model is None or isinstance(model, str) else model)
+    with ExitStack() as stack:
+        def load() -> LLM:
+            from batchlab.llm import LLM
+            llm = LLM(name)
+            stack.callback(llm.close)
+            return llm
+        return one.run(load if model is None or name else model)      # type: ignore[arg-type]
 
 # %% ../../nbs/45_tables.ipynb #45ab1e27
 class Records:
@@ -128,7 +134,8 @@ def table_of(frame: Any) -> Records:
 # %% ../../nbs/45_tables.ipynb #45ab1e30
 def lines_of(table: Records, columns: Columns, given: dict[str, Any], chat: bool) -> list[JobLine]:
     "The requests of `table`, each with its whole settings, `given` for what it leaves open."
-    lines = [parse_line(i, columns.row(cells), 'plain', chat) for i, cells in enumerate(table.cells([*columns.needed]), 1)]
+    cells = table.cells([*columns.needed]) if columns.needed else ({} for _ in range(len(table.frame)))
+    lines = [parse_line(i, columns.row(row), 'plain', chat) for i, row in enumerate(cells, 1)]
     for line in lines:
         try: line.options = vars(SamplingParams.of(given | line.options))
         except ParamError as e: line.failure = line.failure or ('invalid_request', str(e))
@@ -166,6 +173,9 @@ def map_frame(llm: LLM, frame: Frame, template: str | None = None, sampling_para
     table, given = table_of(frame), vars(SamplingParams.of(sampling_params))
     columns = Columns(table.names, 'the frame', column, prompt_template=template, system=system, chat=chat, data_columns=data_columns)
     if system is not None and not (chat or columns.talk): raise JobError('a system message is for conversations: give chat=True as well, or a column of messages')
+    taken = {*ANSWER, *OPTIONAL, *(postprocess if isinstance(postprocess, Mapping) else ())} - {'text'}
+    if output in taken: raise ParamError(f'output={output!r} is another column of the answers: call the texts something else')
+    if columns.settings: log.warning(SETTINGS_REMARK.format(', '.join(columns.settings), ','.join(columns.settings)))
     lines = lines_of(table, columns, given, chat)
     if bad := [f'{line.where}: {line.failure[1]}' for line in lines if line.failure]:
         log.warning('%d of %d rows can not run, the first is %s: the column error says which', len(bad), len(lines), bad[0])
@@ -179,7 +189,7 @@ def map_frame(llm: LLM, frame: Frame, template: str | None = None, sampling_para
     for k, t in types.items():
         for row in rows: t.see(row.get(k))
         t.name = (ANSWER | NUMBERS).get(k, t.name) if t.name or k in ANSWER else ''
-    new = {output if k == 'text' else k: (t.name, [t.cast(row.get(k)) for row in rows]) for k, t in types.items() if t.name or k not in OPTIONAL}
+    new = {output if k == 'text' else f'{k}_result' if k == output else k: (t.name, [t.cast(row.get(k)) for row in rows]) for k, t in types.items() if t.name or k not in OPTIONAL}
     renamed = renamed_columns(table.names, new)
     if clashes := [f'{old} is {name}' for old, name in renamed.items() if old != name]: log.warning('columns of the answers have these names too: %s', ', '.join(clashes))
     return table.with_columns(take, renamed, new)

@@ -18,14 +18,15 @@ from tqdm import tqdm
 from ..deprecated import renamed
 from ..errors import BatchlabError, JobError
 from ..hashes import chunk_hashes
+from ..names import settings_of
 from ..params import SamplingParams
 from .formats import Raw, export_records, read_raw
 from .journal import (AnswerFile, Ledgerbook, Outbox, StandardOutput, drop_side, has_records, journal_of, raw_records, recover, restore,
-                                   settings_file, side_of, check_stamps, sort_records, stamp, stamp_of, write_settings)
-from .lines import DEFAULTS, JobLine, ParamsCache, Postprocess, digest_of, guess_form, parse_line
+                                   settings_file, side_of, check_stamps, sort_records, stamp, stamp_of, without_failures, write_settings)
+from .lines import DEFAULTS, NO_TALK, JobLine, ParamsCache, Postprocess, digest_of, guess_form, parse_line
 from .openai import BadRequest
 from .runner import Admitted, LineRunner, Remarks, admit_line, good_order, model_digest, name_of
-from .tables import TABLES, TableFile, check_input, check_output, file_kind, need_parquet
+from .tables import SETTINGS_REMARK, TABLES, Columns, TableFile, check_input, check_output, file_kind, need_parquet
 
 if TYPE_CHECKING:      # a dry run needs no torch
     from batchlab.llm import LLM
@@ -39,7 +40,7 @@ _MOVED = dict(
     lines='batch_line json_object plain_line plain_options row_line',
     formats='as_json read_lines records_of',
     tables='LONGEST_LINE flat table_rows',
-    journal='check_same read_record recover_answers replace_file without_failures')
+    journal='check_same read_record recover_answers replace_file')
 __getattr__ = renamed(__name__, {name: f'work.{module}.{name}' for module, names in _MOVED.items() for name in names.split()} | dict(
     BadLine='work.openai.BadRequest', options_of='work.openai.sampling_options', api_options='work.openai.parse_body',
     body_of='work.openai.answer_body', params_of='work.openai.request_params', parquet_ready='work.tables.need_parquet') |
@@ -147,7 +148,7 @@ class Run:
     def __init__(self, job: Job, llm: Any, book: Ledgerbook, outbox: Outbox) -> None:
         self.job, self.llm, self.book, self.outbox, self.result = job, llm, book, outbox, job.result
         self.room = llm.limits.max_num_seqs * (5 if llm.strategy == 'continuous' else 16) // 4 + 1
-        self.remarks = Remarks(job.say, job.model_name or name_of(llm.model))
+        self.remarks = Remarks(job.warn, job.model_name or name_of(llm.model))
         self.new_errors = 0                                   # failures of this run
         self.trouble: JobError | None = None                  # what ended the input early
 
@@ -363,8 +364,17 @@ class Job:
         made = sorted(self.postprocess) if isinstance(self.postprocess, Mapping) else self.postprocess is not None or None
         return json.loads(json.dumps({k: getattr(self, k) for k in names} | dict(postprocess=made), default=str))
 
+    def warn(self, text: str) -> None:
+        "Say what nobody may miss."
+        (log.warning if self.say == log.info else self.say)(text)
+
+    def _remark_settings(self) -> None:
+        columns = self.from_table and Columns(TableFile(self.input).names, self.input, self.prompt_column, self.id_column, **self.columns()).settings
+        if columns: self.warn(SETTINGS_REMARK.format(', '.join(columns), ','.join(columns)))
+
     def check(self) -> None:
         "Settle what is left open. Raises `JobError` if the job can't be."
+        if self.sampling_params: self.sampling_params = settings_of(self.sampling_params)
         for name in ('look_ahead', 'limit'):
             if (n := getattr(self, name)) is not None and n < 1: raise JobError(f'{name} must be at least 1, got {n}')
         check_paths(self.input, self.output, self.error_file, self.retry_errors)
@@ -372,11 +382,14 @@ class Job:
             raise JobError(f"form {self.form!r} is unknown: expected 'batch' or 'plain'")
         if self.from_table:
             next(self.raw(), None)                                    # its columns are there, and have names that can be
-        elif self.prompt_template is not None or self.data_columns:
-            raise JobError(f'a prompt template and data columns are for tables (.csv, .tsv, .parquet), and {self.input} is none')
+        elif self.prompt_template is not None or self.data_columns or (self.prompt_column, self.id_column) != ('prompt', 'custom_id'):
+            raise JobError(f'a prompt template and names of columns are for tables (.csv, .tsv, .parquet), and {self.input} is none')
         self.form = self.form or guess_form(self.input)
         if self.form == 'batch' and (self.chat or self.system is not None):
             raise JobError('chat and system are for plain prompts: lines of the Batch API carry their messages themselves')
+        if self.system is not None and not (self.chat or self.from_table):
+            first = [self.line(number, raw) for number, raw in itertools.islice(self.raw(), 100)]
+            if first and all(line.messages is None for line in first): raise JobError(NO_TALK)
         SamplingParams.of(DEFAULTS['plain'] | (self.sampling_params or {}))
 
     def run(self, llm: LLM | Callable[[], LLM]) -> JobResult:
@@ -392,6 +405,7 @@ class Job:
             if 'parquet' in (file_kind(self.output), file_kind(self.input)): need_parquet()
             book, unsorted = recover(self.output, self.error_file, self.settings(), self.force, self.retry_errors)
             self.retry_errors = False
+            self._remark_settings()
             r = self.result = survey(self.raw(), book, self.input, self.force)
             done = False
             try:
@@ -407,11 +421,12 @@ class Job:
         journal, table = journal_of(self.output), file_kind(self.output) in TABLES
         if self.ordered and unsorted:
             for path in has_records(None if self.output == '-' else journal, self.error_file): sort_records(path)
-        if journal == str(self.output) or not has_records(journal): return
-        if table: sort_records(journal)
+        some = has_records(journal)
+        if journal == str(self.output) or not some and Path(self.output).exists(): return
+        if table and some: sort_records(journal)
         source = TableFile(self.input) if table and self.from_table else None
-        clashes = export_records(lambda: ((n, d) for n, _, d in raw_records(journal)), self.output, source)
-        for clash in clashes: self.say(f'columns of the answers have these names too: {clash} in {self.output}')
+        clashes = export_records(lambda: ((n, d) for path in some for n, _, d in raw_records(path)), self.output, source)
+        for clash in clashes: self.warn(f'columns of the answers have these names too: {clash} in {self.output}')
 
     def _leave(self, done: bool) -> None:
         "Take away what is not needed: what stands beside the output of a job that is `done`, or that has no record yet."
@@ -431,6 +446,8 @@ class Job:
             if not (self.force or settings_file(self.output).exists()): check_stamps(book.stamps, self.stamp, self.output)
             write_settings(settings_file(self.output), settings, self.force)
             if book.finished: restore(self.output)
+            if book.retry:
+                for path in has_records(journal_of(self.output), self.error_file): without_failures(path)
         with ExitStack() as stack:
             open_file = lambda p: stack.enter_context(closing(StandardOutput() if p == '-' else AnswerFile(p)))
             files = [open_file('-' if p == '-' else journal_of(p)) for p in (self.output, self.error_file) if p]
@@ -549,7 +566,7 @@ def plan_with_model(lines: Iterable[JobLine], llm: LLM, given: dict[str, Any] | 
     for i, line in enumerate(lines):
         if i % look_ahead == 0: seen.clear()
         p.ignored.update(line.ignored)
-        group = None if line.failure else admit_line(llm, line, params)
+        group = None if line.failure else admit_line(llm, line, params, first=not p.requests)
         if not group:
             p.fail(line)
             continue

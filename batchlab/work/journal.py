@@ -106,11 +106,12 @@ class Ledgerbook:
     """The lines that have an answer, and the ids that lines have used.
 
     `stamps`: of the records, None for a record without one. `failed`: how many failed. `finished`: the file that the records
-    were found in, if that is finished and no journal."""
+    were found in, if that is finished and no journal. `retry`: failures in the files are to be taken out."""
     def __init__(self) -> None:
         self.db, self.size, self.failed = sqlite3.connect('', isolation_level=None), 0, 0
         self.stamps: set[str | None] = set()
         self.finished: Path | None = None
+        self.retry = False
         self.db.executescript("""pragma journal_mode=off; pragma synchronous=off;
             create table lines(number integer primary key, digest text, failed integer);
             create table ids(id blob primary key, number integer) without rowid; begin""")
@@ -123,6 +124,12 @@ class Ledgerbook:
         if key := key_of(record): self.stamps.add(key[3])
         self.size += 1
         self.failed += failed
+
+    def forget_failures(self) -> None:
+        "Let the lines that failed have no answer."
+        self.db.execute('delete from ids where number in (select number from lines where failed)')
+        self.db.execute('delete from lines where failed')
+        self.size, self.failed, self.retry = self.size - self.failed, 0, True
 
     def find(self, number: int) -> tuple[str, int] | None:
         "`(digest, failed)` of line `number` when it was answered, or None."
@@ -211,7 +218,8 @@ def has_records(*paths: str | Path | None) -> list[str | Path]:
 
 def drop_side(output: str | Path) -> None:
     "Take away what stood beside `output`, the journal first: the settings alone harm nobody."
-    for path in (side_of(output) / 'answers.jsonl', settings_file(output)): path.unlink(missing_ok=True)
+    left = [*side_of(output).glob('*.new'), Path(f'{output}.new')]                # of a run that was killed
+    for path in (side_of(output) / 'answers.jsonl', settings_file(output), *left): path.unlink(missing_ok=True)
 
 def raw_records(path: str | Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
     "Yield `(line number, bytes, record)` of each line in file `path` of answers, which has been recovered."
@@ -260,7 +268,8 @@ def finished_records(output: str | Path) -> Iterator[dict[str, Any]]:
     rows = (row if isinstance(row, dict) else {} for _, row in table.rows({*ids, *names[start:]}))
     for name, some in itertools.groupby(rows, lambda row: row.get(key)):
         if not KEY.fullmatch(str(name)): raise foreign
-        yield record_of_rows([*some], made)
+        try: yield record_of_rows([*some], made)
+        except ValueError as e: raise foreign from e
 
 def restore(output: str | Path) -> None:
     "Make the journal of the finished `output` again, to go on from there. Raises `JobError`."
@@ -284,7 +293,7 @@ def recover(output: str | Path, error_file: str | Path | None, settings: dict[st
             retry: bool = False) -> tuple[Ledgerbook, bool]:
     """What is on the disk of a job with `settings`: a `Ledgerbook`, and whether its records may be in disorder.
 
-    `retry`: less the failures, which are taken out of the files. Raises `JobError` if the files are not this job's."""
+    `retry`: less the failures, which a run takes out of the files. Raises `JobError` if the files are not this job's."""
     book, side, journal, unsorted = Ledgerbook(), settings_file(output), journal_of(output), False
     if output == '-': return book, unsorted
     adopt(output, error_file)
@@ -312,9 +321,8 @@ def recover(output: str | Path, error_file: str | Path | None, settings: dict[st
             raise JobError(f'{[*there, output][0]} is there already, and does not say how it was made: give another output, or --force it')
         if not ours: check_stamps(book.stamps, stamp_of(settings), [*there, output][0])
     if not retry or not book.failed: return book, unsorted
-    if book.finished: restore(output)
-    for path in has_records(journal, error_file): without_failures(path)
-    return recover(output, error_file, settings, force)[0], True
+    book.forget_failures()
+    return book, True
 
 # %% ../../nbs/41_jobs.ipynb #91b0aa02
 class Outbox:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['JobLine', 'digest_of', 'parse_line']
+__all__ = ['NO_TALK', 'JobLine', 'digest_of', 'parse_line']
 
 # %% ../../nbs/40_openai.ipynb #ob000003
 import csv, hashlib, itertools, json
@@ -21,7 +21,7 @@ from . import openai
 from .formats import LONGEST_LINE, Raw, read_raw
 from .openai import (ALIASES, DROPPED, BadRequest, answer_body, as_messages, choice_of, custom_id_of, endpoint_of, error_body,
                                   is_setting, keys_beside, one_prompt, parse_body, request_params, sampling_options, usage_of)
-from .tables import ANSWER, CHAT_OPTIONS, OPTIONAL, TABLES, Row, file_kind, is_missing, plain_value
+from .tables import ANSWER, CHAT_OPTIONS, OPTIONAL, TABLES, BadRow, Row, _encode, file_kind, is_missing, plain_value
 
 if TYPE_CHECKING: from batchlab.outputs import RequestOutput
 
@@ -159,6 +159,7 @@ def row_line(line: JobLine, row: Row, chat: bool = False) -> None:
     "Fill `line` from a row of a table. Raises `BadRequest`."
     prompt, custom_id, messages, given, system, failure, cells = row
     line.cells = cells or {}
+    if isinstance(custom_id, float) and custom_id.is_integer(): custom_id = int(custom_id)      # a column with a gap is made of floats
     if custom_id is not None: line.ids = dict(custom_id=custom_id if isinstance(custom_id, int) else str(custom_id))
     if failure: raise BadRequest(failure)
     if is_missing(prompt) and messages is None: raise BadRequest('the prompt is empty')
@@ -172,11 +173,15 @@ def row_line(line: JobLine, row: Row, chat: bool = False) -> None:
     if given: plain_settings(line, dict(given), chat)
 
 # %% ../../nbs/40_openai.ipynb #ob000016
+NO_TALK = 'a system message is for conversations: give chat (--chat) as well, or messages'
+
 def parse_line(number: int, raw: Raw, form: str | None = 'batch', chat: bool = False, system: str | None = None) -> JobLine:
     "The `JobLine` of what `read_raw` gave. `chat`: plain prompts are a user's message; `system`: put before them."
     line = JobLine(number, digest_of(raw), 'plain' if form == 'plain' else 'text', unit='line' if isinstance(raw, bytes) else 'row')
     try:
-        if isinstance(raw, csv.Error): raise BadRequest(f'not CSV ({raw})')
+        if isinstance(raw, csv.Error):
+            if isinstance(raw, BadRow) and raw.row: row_line(line, raw.row._replace(failure=f'not CSV ({raw})'))
+            raise BadRequest(f'not CSV ({raw})')
         if isinstance(raw, Row): row_line(line, raw, chat)
         elif len(raw) > LONGEST_LINE: raise BadRequest(f'longer than {LONGEST_LINE:,} bytes')
         elif form == 'batch': batch_line(line, json_object(raw))
@@ -185,7 +190,7 @@ def parse_line(number: int, raw: Raw, form: str | None = 'batch', chat: bool = F
             line.messages, line.prompt = [dict(role='user', content=line.prompt)], None
         if isinstance(raw, Row) and raw.system is not None:                     # filled in by its columns
             system = raw.system
-            if line.messages is None: raise BadRequest('a system message is for conversations: give chat (--chat) as well, or a column of messages')
+        if system is not None and line.kind == 'plain' and line.messages is None: raise BadRequest(NO_TALK)
         if line.messages and line.kind == 'plain': line.messages = as_messages(line.messages, system)
     except BadRequest as e: line.failure = e.code, str(e)
     except RecursionError: line.failure = 'invalid_request', 'nested too deeply'
@@ -241,7 +246,8 @@ def results_of(out: RequestOutput, postprocess: Postprocess) -> tuple[dict[str, 
         try:
             v = plain_value(f(out))
             found = v if isinstance(v, dict) and not named else {name: v}
-            if twice := found.keys() & {*ANSWER, *OPTIONAL, 'request_id'}: raise ValueError(f'{min(twice)!r} is a column of the answer itself: call it something else')
+            _encode(found)                                            # or it could not be written
+            if twice := found.keys() & {*ANSWER, *OPTIONAL, *'request_id line row id custom_id'.split()}: raise ValueError(f'{min(twice)!r} is a column of the answer itself: call it something else')
             made |= found
         except Exception as e: wrong = f'{name} of the answer failed ({type(e).__name__}: {str(e)[:300]})'
     return made, wrong

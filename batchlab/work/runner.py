@@ -44,8 +44,11 @@ def good_order(rows: list[tuple[list[int], int]]) -> list[int]:
     return [i for g in sorted(groups.values(), key=lambda g: size(g[0])) for i in g]
 
 # %% ../../nbs/41_jobs.ipynb #a217a0f5
-def admit_line(llm: LLM, line: JobLine, params: ParamsCache, on_event: Callable[[StreamEvent], object] | None = None) -> RequestGroup | None:
-    "A `RequestGroup` for `line` by a `ParamsCache`, ready to run; None if it can't, and `line.failure` says why. Raises `JobError`."
+def admit_line(llm: LLM, line: JobLine, params: ParamsCache, on_event: Callable[[StreamEvent], object] | None = None,
+               first: bool = True) -> RequestGroup | None:
+    """A `RequestGroup` for `line` by a `ParamsCache`, ready to run; None if it can't, and `line.failure` says why.
+
+    `first`: no line could run so far. Raises `JobError` if this one can't for want of something that the model lacks."""
     from batchlab.llm import admit
     from batchlab.outputs import RequestGroup
     try:
@@ -53,8 +56,9 @@ def admit_line(llm: LLM, line: JobLine, params: ParamsCache, on_event: Callable[
         admit(llm, group, line.conversation if chat else line.prompt, params.of(line), chat=chat)
         if group.error is None: return group
         line.failure = 'context_length_exceeded' if group.reason == 'too_long' else 'invalid_request', group.error
-    except ModelError as e: raise JobError(str(e), 1) from e      # no line could run
-    except (BadRequest, BatchlabError) as e: line.failure = getattr(e, 'code', 'invalid_request'), str(e)
+    except (BadRequest, BatchlabError) as e:
+        if first and isinstance(e, ModelError): raise JobError(str(e), 1) from e
+        line.failure = getattr(e, 'code', 'invalid_request'), str(e)
     except Exception as e:                            # whatever a line does to a tokenizer, it does to itself alone
         line.failure = 'invalid_request', f'{type(e).__name__}: {e}'[:300]
 
@@ -99,10 +103,12 @@ class LineRunner:
         self.again: deque[JobLine] = deque()                          # lines to try alone
         self.ended: deque[RequestOutput] = deque()
         self.retried: set[str] = set()                                # keys of lines that were tried alone
+        self.first = not result.answered                              # no line could run so far
 
     def admit(self, line: JobLine) -> Admitted | None:
         "`line` and its request; None, with the line settled, if it can't run."
-        group = None if line.failure else admit_line(self.llm, line, self.params, self.on_event)
+        group = None if line.failure else admit_line(self.llm, line, self.params, self.on_event, self.first)
+        if group: self.first = False
         if line.failure: self.settle(line, failure_of(line, *line.failure))
         return group and (line, group)
 

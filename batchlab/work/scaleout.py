@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -19,15 +19,15 @@ from typing import Any, Self
 import numpy as np, psutil, torch
 
 from ..deprecated import renamed
-from ..errors import BatchlabError
+from ..errors import BatchlabError, ParamError
 from ..llm import LLM
 from ..errors import JobError
 from .jobs import Job, JobResult, Run
 from .journal import Ledgerbook, Outbox
 from .lines import JobLine, failure_of, parse_line
-from .openai import OPTIONS, is_setting
+from ..names import is_setting, settings_of
 from .runner import LineRunner, model_digest, name_of
-from .tables import Row, flat
+from .tables import Columns, check_output, flat
 
 __getattr__ = renamed(__name__, {'Desk': 'LineQueue', 'Seat': 'WorkerHandle', 'Dealer': 'Dispatcher', 'need_ray': 'import_ray',
                                  'on_ray': 'ray_session', 'shares': 'resources_for'})
@@ -78,23 +78,29 @@ def _jsonable(x: Any) -> Any:
     if hasattr(x, 'tolist'): return x.tolist()
     raise TypeError(f'{str(x)[:40]!r} is neither text nor a number')
 
+@lru_cache
+def _columns(names: tuple[str, ...], prompt_column: str, chat: bool) -> Columns: return Columns(names, 'the batch', prompt_column, chat=chat)
+
+_SEVERAL = 'several answers and log probabilities have no column here: leave n and logprobs out'
+def _several(given: dict[str, Any]) -> bool: return (given.get('n') or 1) != 1 or given.get('logprobs') is not None
+
 def line_of(number: int, row: dict, prompt_column: str = 'prompt', chat: bool = False, system: str | None = None) -> JobLine:
     "The `JobLine` of `row`, a dict: of the Batch API, or with `messages` or a prompt. What is wrong is its failure."
-    read, batch = {'custom_id', 'url', 'body', 'messages', prompt_column, *OPTIONS}, {'url', 'body'}
-    if row.keys() >= batch: read |= {k for k in row if is_setting(k, None)}                                 # refused beside the body
-    try: plain = json.loads(json.dumps({k: row[k] for k in row if k in read}, default=_jsonable))
-    except (TypeError, ValueError, RecursionError) as e:
-        return JobLine(number, f'{number:08x}', unit='row', failure=('invalid_request', f'the row can not be read: {e}'))
-    whole = lambda v: int(v) if isinstance(v, float) and v.is_integer() else v      # a column with a gap is made of floats
-    given: dict[str, Any] = {k: whole(v) for k, v in plain.items() if v is not None and v == v}
-    if given.keys() >= batch:
+    batch = {'url', 'body'}
+    fail = lambda why: JobLine(number, f'{number:08x}', unit='row', failure=('invalid_request', why))
+    try:
+        columns = None if row.keys() >= batch else _columns(tuple(row), prompt_column, chat)
+        read = columns.needed if columns else {'custom_id', *batch, *(k for k in row if is_setting(k, None))}      # refused beside the body
+        plain = json.loads(json.dumps({k: row[k] for k in row if k in read}, default=_jsonable))
+    except JobError as e: return fail(str(e))
+    except (TypeError, ValueError, RecursionError) as e: return fail(f'the row can not be read: {e}')
+    if columns: line = parse_line(number, columns.row(plain), 'plain', chat, system)
+    else:
+        given: dict[str, Any] = {k: v for k, v in plain.items() if v is not None and v == v}
         with suppress(TypeError, ValueError, RecursionError): given['body'] = json.loads(given['body'])
         line = parse_line(number, json.dumps(given).encode())
-    else:
-        messages = given.get('messages')
-        line = parse_line(number, Row(None if messages else given.get(prompt_column), messages=messages), 'plain', chat, system)
-        line.options = {k: given[k] for k in OPTIONS if k in given}
     line.unit = 'row'
+    if not line.failure and _several(line.options): line.failure = 'invalid_request', _SEVERAL
     return line
 
 # %% ../../nbs/44_scaleout.ipynb #af5299c9
@@ -109,6 +115,8 @@ class BatchLLM:
     `dtype`, `max_num_seqs`. Raises `ModelError`, `ParamError`."""
     def __init__(self, sampling_params: dict | None = None, prompt_column: str = 'prompt', chat: bool = False,
                  system: str | None = None, timeout: float | None = None, num_threads: int | None = None, **llm: Any) -> None:
+        sampling_params = settings_of(sampling_params or {})
+        if _several(sampling_params): raise ParamError(_SEVERAL)
         if num_threads: torch.set_num_threads(num_threads)
         self.queue = LineQueue(Job('-', sampling_params=sampling_params, timeout=timeout), LLM(**llm))
         self.numbers, self.read = itertools.count(1), partial(line_of, prompt_column=prompt_column, chat=chat, system=system)
@@ -424,7 +432,7 @@ class RayRun(Run):
         "Settle what the worker of `handle` has done, and count its tokens, unless it is settled already."
         for number, record in records:
             if line := self.dispatcher.close(handle, number):
-                usage = ((record.get('response') or {}).get('body') or record).get('usage') or {}
+                usage = (record if 'request_id' in record else record['response']['body']).get('usage') or {}      # a table may have a column response
                 self.result.prompt_tokens += usage.get('prompt_tokens', 0)
                 self.result.output_tokens += usage.get('completion_tokens', 0)
                 self.result.cached_tokens += usage.get('prompt_tokens_details', {}).get('cached_tokens', 0)
@@ -470,7 +478,7 @@ class RayJob(Job):
 
 # %% ../../nbs/44_scaleout.ipynb #86301dc3
 def shards(job: Job) -> list[Job]:
-    "`[job]`, or if its input is a folder a job for each of its files, answered in one of that name. Raises `JobError`."
+    "`[job]`, or if its input is a folder a job for each of its files, answered in one of that name, or with .jsonl behind it. Raises `JobError`."
     folder, output = Path(job.input), Path(job.output or '')
     if not folder.is_dir(): return [job]
     names = sorted(p.name for p in folder.iterdir() if p.is_file() and p.name[0] not in '._')
@@ -478,11 +486,14 @@ def shards(job: Job) -> list[Job]:
     if job.error_file: raise JobError('with a folder as input, failures stand among the answers: leave error_file out')
     try: output.mkdir(exist_ok=True)
     except OSError as e: raise JobError(f"can't write {job.output} ({e.strerror or e}): it must be a folder too") from e
-    return [replace(job, input=str(folder / n), output=str(output / n)) for n in names]
+    def answers(n: str) -> str:
+        try: check_output(n)
+        except JobError: return f'{n}.jsonl'
+        return n
+    return [replace(job, input=str(folder / n), output=str(output / answers(n))) for n in names]
 
 def _run_shard(job: Job, pool: Callable[[], Pool]) -> JobResult:
     "Run `job` and mark its output as finished, or take the result of a mark that fits. Raises `JobError` for other settings."
-    job.check()
     mark, now = Path(f'{job.output}.done'), dict(bytes=os.path.getsize(job.input), limit=job.limit, settings=job.settings())
     try: then = json.loads(mark.read_text())
     except (OSError, ValueError): then = {}
@@ -497,6 +508,7 @@ def _run_shard(job: Job, pool: Callable[[], Pool]) -> JobResult:
 # %% ../../nbs/44_scaleout.ipynb #c26fbb9e
 def run_jobs(jobs: list[Job], make_pool: Callable[[], Pool]) -> JobResult:
     "Run `jobs`, one after the other, on the `Pool` of `make_pool()` if there is work: their `JobResult`s in one."
+    for job in jobs if len(jobs) > 1 else (): job.check()
     with ExitStack() as stack:
         pool = cache(lambda: stack.enter_context(make_pool()))
         results = [_run_shard(job, pool) if len(jobs) > 1 else job.run(pool) for job in jobs]      # type: ignore[arg-type]

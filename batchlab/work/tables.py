@@ -5,9 +5,9 @@
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e004
 from __future__ import annotations
 
-import bz2, csv, difflib, gzip, io, itertools, json, lzma, re, string
+import bz2, csv, difflib, gzip, io, itertools, json, lzma, math, re, string
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -17,11 +17,11 @@ from ..names import INSTEAD, known_settings, near_key, plain_name
 
 # %% auto #0
 __all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'Cells', 'INT', 'FLOAT', 'TRUTH', 'CHAT_OPTIONS',
-           'NO_SETTINGS', 'LITERAL', 'RECORD', 'OPTIONAL', 'ANSWER', 'NUMBERS', 'Records', 'file_kind', 'opener_of',
-           'check_input', 'check_output', 'need_parquet', 'unique_names', 'TableFile', 'no_column', 'is_missing',
-           'MissingCell', 'Template', 'literal', 'setting_of', 'renamed_columns', 'Row', 'Columns', 'from_json',
-           'plain_value', 'whole', 'table_rows', 'flat', 'record_of_rows', 'ColumnType', 'type_of', 'cell_text',
-           'AnswerTable']
+           'NO_SETTINGS', 'LITERAL', 'SETTINGS_REMARK', 'RECORD', 'OPTIONAL', 'ANSWER', 'NUMBERS', 'Records',
+           'file_kind', 'opener_of', 'check_input', 'check_output', 'need_parquet', 'unique_names', 'BadRow',
+           'readable', 'TableFile', 'no_column', 'is_missing', 'MissingCell', 'Template', 'literal', 'setting_of',
+           'renamed_columns', 'Row', 'Columns', 'from_json', 'plain_value', 'json_value', 'whole', 'table_rows', 'flat',
+           'record_of_rows', 'ColumnType', 'type_of', 'cell_text', 'cells_of', 'AnswerTable']
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e008
 OPENERS: dict[str, Callable[..., IO[Any]]] = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open}
@@ -79,6 +79,18 @@ def unique_names(names: Sequence[str]) -> list[str]:
     for name in names: found[next(n for i in itertools.count() if (n := f'{name}.{i}' if i else name) not in found)] = None
     return [*found]
 
+class BadRow(csv.Error):
+    "Why a row can't be read. `cells`: what it has in the columns. `row`: what it would have asked for."
+    row: Row | None = None
+
+    def __init__(self, why: str, cells: list[str]) -> None:
+        super().__init__(why)
+        self.cells = cells
+
+def readable(text: str) -> str:
+    "`text` whose bytes may be no UTF-8, as UTF-8 can hold it."
+    return text.encode('utf-8', 'surrogateescape').decode('utf-8', 'replace')
+
 class TableFile:
     "The table in file `path`: the `names` of its columns, and its rows. Raises `JobError` if it can't be opened."
     def __init__(self, path: str | Path) -> None:
@@ -88,27 +100,30 @@ class TableFile:
 
     def _open(self, stack: ExitStack) -> tuple[list[str], Any]:
         if self.kind == 'parquet':
+            pq = need_parquet()
             from pyarrow import ArrowException
-            try: f = stack.enter_context(need_parquet().ParquetFile(self.path))
+            try: f = stack.enter_context(pq.ParquetFile(self.path))
             except ArrowException as e: raise JobError(f"{self.path} is not a Parquet file that can be read ({str(e)[:200]})") from e
-            return f.schema_arrow.names, f
+            names = f.schema_arrow.names
+            if twice := [n for n in names if names.count(n) > 1]: raise JobError(f'{self.path} has two columns {twice[0]!r}: rename one')
+            return names, f
         f = stack.enter_context(opener_of(self.path)(self.path, 'rb'))
         csv.field_size_limit(LONGEST_LINE)
         rows = csv.reader(io.TextIOWrapper(f, 'utf-8-sig', 'surrogateescape', newline=''), delimiter='\t' if self.kind == 'tsv' else ',')
         return unique_names(next(rows, [])), rows
 
-    def blocks(self, size: int = 256) -> Iterator[Any]:
-        "Yield blocks of at most `size` rows: a `pyarrow.RecordBatch`, or a list with the cells of each row or a `csv.Error`."
+    def blocks(self, size: int = 256, columns: list[str] | None = None) -> Iterator[Any]:
+        "Yield blocks of at most `size` rows, of Parquet with all or some `columns`: a `pyarrow.RecordBatch`, or a list with the cells of each row or a `csv.Error`."
         with ExitStack() as stack:
             names, source = self._open(stack)
-            if self.kind == 'parquet': yield from self._batches(source, size)
+            if self.kind == 'parquet': yield from self._batches(source, size, columns)
             else:
                 rows = self._rows(source, len(names))
                 while block := [*itertools.islice(rows, size)]: yield block
 
-    def _batches(self, f: Any, size: int) -> Iterator[Any]:
+    def _batches(self, f: Any, size: int, columns: list[str] | None) -> Iterator[Any]:
         from pyarrow import ArrowException
-        try: yield from f.iter_batches(size)
+        try: yield from f.iter_batches(size, columns=columns)
         except ArrowException as e: raise JobError(f"{self.path} is not a Parquet file that can be read ({str(e)[:200]})") from e
 
     def _rows(self, reader: Any, width: int) -> Iterator[Cells | csv.Error]:
@@ -117,18 +132,18 @@ class TableFile:
             except csv.Error as e: row = e
             if row is None: return
             if row == []: continue
-            if isinstance(row, list) and any(row[width:]): row = csv.Error(f'{len(row)} cells, and the header has {width}')
+            if isinstance(row, list) and any(row[width:]): row = BadRow(f'{len(row)} cells, and the header has {width}', row[:width])
             yield row if isinstance(row, csv.Error) else row[:width] + [None] * (width - len(row))
 
     def rows(self, columns: Collection[str] | None = None) -> Iterator[tuple[int, dict[str, Any] | csv.Error]]:
         "Yield `(number, cells by column)` for each row, from 1, with all or some `columns`; the error for a broken one."
         number = itertools.count(1)
         places = [(i, n) for i, n in enumerate(self.names) if columns is None or n in columns]
-        for block in self.blocks():
+        for block in self.blocks(columns=[n for _, n in places]):
             if not isinstance(block, list):
-                block = [*zip(*(block.column(i).to_pylist() if columns is None or n in columns else [None] * len(block)
-                                for i, n in enumerate(self.names)))]
-            for row in block: yield next(number), row if isinstance(row, csv.Error) else {n: row[i] for i, n in places}
+                for cells in block.select([n for _, n in places]).to_pylist(): yield next(number), cells
+            else:
+                for row in block: yield next(number), row if isinstance(row, csv.Error) else {n: row[i] for i, n in places}
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e016
 def no_column(name: str, names: Collection[str], where: str | Path, what: str) -> JobError:
@@ -154,6 +169,18 @@ class Template:
             if not name or not name.isidentifier():
                 raise JobError(f'the {what} has {{{name:.40}}}, which is no column: write {{{{ and }}}} for braces')
             raise no_column(name, names, where, f'columns of the {what}')
+        for _, name, spec, how in self.parts:
+            if name is None or how in (None, *'sra') and self._fits(spec or ''): continue
+            raise JobError(f'the {what} has {{{name}{f"!{how}" if how else ""}:{spec}}}, and nothing can be written so')
+
+    @staticmethod
+    def _fits(spec: str) -> bool:
+        "Whether text, a number or a time may be written by `spec`."
+        for v in ('', 0, 0.):
+            with suppress(ValueError):
+                format(v, spec)
+                return True
+        return '%' in spec and '{' not in spec
 
     def fill(self, cells: dict[str, Any]) -> str:
         "The text of a row. Raises `MissingCell`."
@@ -166,7 +193,7 @@ class Template:
         except (ValueError, TypeError) as e: raise MissingCell(f'column {name!r} holds {v!r:.40}, which {{{name}:{spec}}} can not write ({e})') from None
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e018
-INT, FLOAT = re.compile(r'0|-?[1-9]\d{0,18}'), re.compile(r'-?(0|[1-9]\d*)?(\.\d*)?([eE][+-]?\d{1,3})?')
+INT, FLOAT = re.compile(r'0|-?[1-9]\d{0,18}', re.ASCII), re.compile(r'-?(0|[1-9]\d*)?(\.\d*)?([eE][+-]?\d{1,3})?', re.ASCII)
 TRUTH = {k: k[0] in 'tT' for k in 'True true TRUE False false FALSE'.split()}
 
 def literal(text: str) -> int | float | bool | str:
@@ -183,11 +210,14 @@ CHAT_OPTIONS = 'tools chat_template chat_template_kwargs add_generation_prompt c
 NO_SETTINGS = {'prompt_logprobs', 'detokenize'}                          # which no answer in a file has a place for
 LITERAL = {'stop', 'bad_words', 'guided_regex', 'guided_grammar', 'chat_template'}      # text is meant as it stands
 
+SETTINGS_REMARK = 'columns that are settings of their row: {}; data_columns (--data-columns {}) if they are data'
+
 def setting_of(name: str) -> bool:
     "Whether column `name` is a setting. Raises `JobError` if it is a misspelt one, or one that nothing can honour."
+    if name in {*ANSWER, *OPTIONAL} - {'logprobs'}: return False          # columns of an earlier answer
     if name in known_settings() - NO_SETTINGS or name == 'timeout': return True
     advice = INSTEAD.get(plain_name(name), '')
-    if near := near_key(name): advice = near
+    if (near := near_key(name)) and (near == plain_name(name) or len(name) > 6): advice = near      # speed is no misspelt seed
     elif not advice or advice == 'structured_outputs': return False      # columns of these names are common
     if name == 'system': advice = "--system '{system}'"
     raise JobError(f'column {name!r} is called as a setting is: give {advice} instead, or data_columns (--data-columns {name}) if it is none')
@@ -237,6 +267,8 @@ class Columns:
 
     def __post_init__(self) -> None:
         names, where = self.names, self.where
+        if self.prompt_template is not None and self.prompt_column != 'prompt':
+            raise JobError(f'a prompt template and a prompt column, {self.prompt_column!r}: give one of them')
         for name in self.data_columns:
             if name not in names: raise no_column(name, names, where, 'data columns')
         if self.id_column != 'custom_id' and self.id_column not in names: raise no_column(self.id_column, names, where, 'id column')
@@ -260,15 +292,16 @@ class Columns:
 
     def row(self, cells: dict[str, Any]) -> Row:
         "What the row with `cells` asks for."
-        keep = {new: None if is_missing(v := cells[old]) else v for old, new in self.shown.items()} if self.keep else None
+        keep = {new: None if is_missing(v := cells[old]) and (self.text or v != '') else json_value(v) for old, new in self.shown.items()} if self.keep else None
         custom_id, messages = (None if is_missing(v := cells.get(k)) else v for k in (self.id_column, 'messages' if self.talk else ''))
         try:
             prompt, system = (t and t.fill(cells) for t in self.templates)
-            given = {k: self.setting(k, cells[k]) for k in self.settings if not is_missing(cells[k])} or None
+            given = {k: self.setting(k, cells[k]) for k in self.settings if not is_missing(cells[k])}
+            if isinstance(given.get('logprobs'), dict): del given['logprobs']      # of an earlier answer
             if isinstance(messages, str): messages = from_json('messages', messages)
         except MissingCell as e: return Row(custom_id=custom_id, failure=str(e), cells=keep)
         if self.prompt: prompt = cells[self.prompt]
-        return Row(prompt, custom_id, messages, given, system, None, keep)
+        return Row(prompt, custom_id, messages, given or None, system, None, keep)
 
     def setting(self, name: str, v: Any) -> Any:
         "What cell `v` says of setting `name`: text in a CSV is read as JSON if it is that. Raises `MissingCell`."
@@ -277,6 +310,7 @@ class Columns:
         if name in CHAT_OPTIONS and name not in LITERAL: return from_json(name, v)
         try: found = json.loads(v)
         except ValueError: return TRUTH.get(v, v)
+        except RecursionError: raise MissingCell(f'column {name!r} is nested too deeply') from None
         return v if name in LITERAL and not isinstance(found, list) else whole_number(found)
 
 def from_json(name: str, text: str) -> Any:
@@ -290,13 +324,22 @@ ANSWER = dict(text='string', finish_reason='string', prompt_tokens='int64', comp
 NUMBERS = dict(index='int64', prompt_tokens='int64', completion_tokens='int64', cumulative_logprob='double')
 
 def plain_value(v: Any) -> Any:
-    "Value `v` as JSON has it: a number or an array of numpy, or a pydantic model, as Python's own; anything else as it is."
+    "Value `v` as JSON has it: numbers and arrays of numpy and pydantic models, at any depth, as Python's own; anything else as it is."
+    if isinstance(v, dict): return {k: plain_value(x) for k, x in v.items()}
+    if isinstance(v, (list, tuple)): return [*map(plain_value, v)]
     if hasattr(v, 'tolist'): return v.tolist()
     return v.model_dump(mode='json') if hasattr(v, 'model_dump') else v
 
 def _as_text(v: Any) -> Any: return str(v) if (plain := plain_value(v)) is v else plain
 
 _encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, default=_as_text).encode      # json.dumps would make one each time
+
+def json_value(v: Any) -> Any:
+    "Cell `v` as JSON has it: null for what is no number, bytes as text; anything else as it is."
+    if isinstance(v, float): return v if math.isfinite(v) else None
+    if isinstance(v, bytes): return v.decode('utf-8', 'backslashreplace')
+    if isinstance(v, dict): return {k: json_value(x) for k, x in v.items()}
+    return [*map(json_value, v)] if isinstance(v, (list, tuple)) else v
 
 def whole(v: Any) -> Any:
     "Text `v` as UTF-8 can hold it; anything else as it is."
@@ -324,7 +367,7 @@ def flat(d: dict[str, Any]) -> dict[str, Any]:
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e029
 def record_of_rows(rows: Sequence[dict[str, Any]], columns: Collection[str] = ()) -> dict[str, Any]:
     "The record whose answers are `rows` of a table, with what a function made of them in `columns`: a dict that `table_rows` reads."
-    def number(v: Any, kind: type = int) -> Any: return None if is_missing(v) else kind(v)
+    def number(v: Any, kind: type = int) -> Any: return None if is_missing(v) else kind(float(v))      # pandas writes 1.0
     def choice(i: int, r: dict[str, Any]) -> dict[str, Any]:
         logprobs, made = r.get('logprobs'), {k: r[k] for k in columns}
         one = dict(text=r['text'] or ('' if is_missing(r['error']) else None), finish_reason=r['finish_reason'], index=i,
@@ -352,6 +395,7 @@ class ColumnType:
         if self.name == 'string': return
         v = literal(v) if self.text else v
         name = {bool: 'bool', int: 'int64', float: 'double'}.get(type(v), 'string')
+        if name == 'int64' and not -2**63 <= v < 2**63: name = 'string'
         self.large |= name == 'int64' and abs(v) > 2**53                 # no float holds it
         if self.name and name != self.name: name = 'double' if {name, self.name} == {'int64', 'double'} else 'string'
         self.name = 'string' if name == 'double' and self.large else name
@@ -359,7 +403,7 @@ class ColumnType:
     def cast(self, v: Any) -> Any:
         "Value `v` as one of this type."
         if is_missing(v) and not (v == '' and not self.text): return None
-        if self.name in ('string', ''): return v.encode('utf-8', 'surrogateescape').decode('utf-8', 'replace') if self.text else v if isinstance(v, str) else _encode(v)
+        if self.name in ('string', ''): return readable(v) if self.text else v if isinstance(v, str) else _encode(v)
         v = literal(v) if self.text else v
         return float(v) if self.name == 'double' else v
 
@@ -377,6 +421,10 @@ def cell_text(v: Any) -> Any:
     if isinstance(v, (list, dict)): return _encode(v)
     return v.decode('utf-8', 'backslashreplace') if isinstance(v, bytes) else v
 
+def cells_of(row: Any, width: int) -> Any:
+    "The cells of a row of `width` columns, also of one that can't be read."
+    return getattr(row, 'cells', [None] * width) if isinstance(row, csv.Error) else row
+
 class AnswerTable:
     "The table of `records` (a function that yields them) beside the columns of `source`, if the requests came from a table."
     def __init__(self, records: Records, source: TableFile | None = None) -> None:
@@ -384,7 +432,8 @@ class AnswerTable:
         for _, d in records():
             for row in table_rows(d):
                 for k, v in row.items(): found.setdefault(k, ColumnType()).see(v)
-        beside = {'row', 'id', 'custom_id'} if source else set()         # the source has them
+        if not found: found = {k: ColumnType() for k in ('line', 'id', 'custom_id', *ANSWER, 'request_id')}
+        beside = {'line', 'row', 'id', 'custom_id'} if source else set()         # the source has them
         self.answers: dict[str, ColumnType] = {k: t for k, t in found.items() if k not in beside and (t.name or k not in OPTIONAL)}
         for k, t in self.answers.items(): t.name = (ANSWER | NUMBERS).get(k, t.name)
         self.inputs = renamed_columns(source.names, self.answers) if source else {}
@@ -418,11 +467,11 @@ class AnswerTable:
             for block, take, rows in self.blocks():
                 if block is not None and not isinstance(block, list): block = [*zip(*(c.to_pylist() for c in block.columns))]
                 for i, row in zip(take or itertools.repeat(None), rows):
-                    cells = [] if block is None or i is None else [''] * len(self.inputs) if isinstance(block[i], csv.Error) else block[i]
+                    cells = [] if block is None or i is None else cells_of(block[i], len(self.inputs))
                     out.writerow([*map(cell_text, cells), *(cell_text(row.get(k)) for k in self.answers)])
 
     def write_parquet(self, path: str | Path) -> None:
-        "Write all to Parquet file `path`, a thousand rows at a time."
+        "Write all to Parquet file `path`, in groups of some ten thousand rows, or some megabytes."
         import pyarrow as pa
         fields, casts, pandas = self._input_fields(pa)
         for k, t in self.answers.items():
@@ -430,29 +479,36 @@ class AnswerTable:
             if t.name == 'int64': pandas.append(dict(name=k, field_name=k, pandas_type='int64', numpy_type='Int64', metadata=None))
         schema = pa.schema(fields, self._metadata(pandas))
         with need_parquet().ParquetWriter(path, schema) as out:
+            some: list[Any] = []
             for block, take, rows in self.blocks():
                 if block is None: arrays = []
                 elif isinstance(block, list):
-                    picked = [None if isinstance(row := block[i], csv.Error) else row for i in take]
-                    arrays = [pa.array([row and t.cast(row[j]) for row in picked], f.type) for j, (t, f) in enumerate(zip(casts, fields))]
-                else: arrays = block.take(pa.array(take, pa.int64())).columns
+                    picked = [cells_of(block[i], len(casts)) for i in take]
+                    arrays = [pa.array([t.cast(row[j]) for row in picked], f.type) for j, (t, f) in enumerate(zip(casts, fields))]
+                else: arrays = [(c if c.type == f.type else c.cast(f.type)).take(pa.array(take, pa.int64())) for c, f in zip(block.columns, fields)]
                 arrays += [pa.array([t.cast(row.get(k)) for row in rows], schema.field(k).type) for k, t in self.answers.items()]
-                out.write_table(pa.Table.from_arrays(arrays, schema=schema))
+                some.append(pa.Table.from_arrays(arrays, schema=schema))
+                if sum(map(len, some)) < 2**16 and sum(t.nbytes for t in some) < 2**23: continue
+                out.write_table(pa.concat_tables(some))
+                some = []
+            if some: out.write_table(pa.concat_tables(some))
 
     def _input_fields(self, pa: Any) -> tuple[list[Any], list[ColumnType], list[dict[str, Any]]]:
         "Fields of the input's columns, their types if they come from a CSV, and what pandas must know of them."
         if not self.source: return [], [], []
         if not self.source.text:
             schema = need_parquet().read_schema(self.source.path)
-            return [f.with_name(n) for f, n in zip(schema, self.inputs.values())], [], self._pandas(schema).get('columns', [])
-        types = [ColumnType(text=True) for _ in self.inputs]
+            views = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}      # which not all of pyarrow takes
+            fields = [f.with_name(n).with_type(views.get(f.type, f.type)) for f, n in zip(schema, self.inputs.values())]
+            about = self._pandas(schema).get('columns', [])
+            return fields, [], [c | {k: self.inputs.get(c[k], c[k]) for k in ('name', 'field_name') if c.get(k)} for c in about]
+        types, names = [ColumnType(text=True) for _ in self.inputs], unique_names([*map(readable, self.inputs.values())])
         for block in self.source.blocks(1000):
             for row in block:
-                if not isinstance(row, csv.Error):
-                    for t, v in zip(types, row): t.see(v)
+                for t, v in zip(types, cells_of(row, len(types))): t.see(v)
         known = [dict(name=n, field_name=n, pandas_type='int64', numpy_type='Int64', metadata=None)
-                 for n, t in zip(self.inputs.values(), types) if t.name == 'int64' and t.gaps]
-        return [pa.field(n, t.name or 'string') for n, t in zip(self.inputs.values(), types)], types, known
+                 for n, t in zip(names, types) if t.name == 'int64' and t.gaps]
+        return [pa.field(n, t.name or 'string') for n, t in zip(names, types)], types, known
 
     @staticmethod
     def _pandas(schema: Any) -> dict[str, Any]: return json.loads((schema.metadata or {}).get(b'pandas', b'{}'))
@@ -461,6 +517,6 @@ class AnswerTable:
         "Metadata of the schema: the input's, and for pandas that counts with gaps are integers nevertheless."
         schema = need_parquet().read_schema(self.source.path) if self.source and not self.source.text else None
         old = self._pandas(schema) if schema is not None else {}
-        columns = [c | {k: self.inputs.get(c[k], c[k]) for k in ('name', 'field_name') if c.get(k)} for c in columns]
-        pandas = dict(index_columns=[], column_indexes=[], creator=dict(library='batchlab'), pandas_version='2') | old | dict(columns=columns)
+        index = [self.inputs.get(c, c) if isinstance(c, str) else c for c in old.get('index_columns', [])]
+        pandas = dict(column_indexes=[], creator=dict(library='batchlab'), pandas_version='2') | old | dict(columns=columns, index_columns=index)
         return {**((schema.metadata or {}) if schema is not None else {}), b'pandas': json.dumps(pandas).encode()}
