@@ -235,3 +235,17 @@ def test_no_ray(tmp_path, monkeypatch, capsys):
     write('in.jsonl', [ask(1)])
     assert main(['run', '-i', 'in.jsonl', '-o', 'out.jsonl', '--ray', '2']) == 2
     assert "pip install 'batchlab[ray]'" in capsys.readouterr().err
+
+
+def test_rows_of_a_batch_are_read_as_those_of_tables():
+    from batchlab.work.scaleout import line_of
+    assert line_of(1, dict(prompt='a', max_new_tokens=3, timeout=2, text='x')).options == dict(max_tokens=3)
+    assert line_of(1, dict(prompt='a', guided_choice=['x'])).options['structured_outputs'] == dict(choice=['x'])
+    assert 'max_tokens' in line_of(1, dict(prompt='a', max_tokns=4)).failure[1] and 'several answers' in line_of(1, dict(prompt='a', n=2)).failure[1]
+
+
+def test_a_folder_of_texts_is_answered_in_jsonl(tmp_path):
+    from batchlab.work.scaleout import RayJob, shards
+    (tmp_path/'in').mkdir()
+    for name in ('a.txt', 'b.csv'): (tmp_path/'in'/name).write_text('prompt\nx\n')
+    assert [Path(j.output).name for j in shards(RayJob(tmp_path/'in', tmp_path/'out'))] == ['a.txt.jsonl', 'b.csv']
