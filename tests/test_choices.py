@@ -112,7 +112,7 @@ def test_verify_by_an_llm_of_another_mode():
 def test_logprob_token_ids_are_exactly_those_and_the_sampled_one():
     llm, ids = LLM(tiny(), tiny_tokenizer()), [7, 250, 3]
     prompts = rows_of(random.Random(1), 6)
-    each = [dict(GREEDY, logprob_token_ids=ids) if i % 2 else dict(GREEDY, max_tokens=3, logprobs=5, logprob_token_ids=ids[:i]) for i in range(6)]
+    each = [dict(GREEDY, logprob_token_ids=ids if i % 2 else ids[:i]) if i else dict(GREEDY, max_tokens=3, logprobs=5) for i in range(6)]
     for i, out in enumerate(llm.generate(prompts, each)):
         c = out.outputs[0]
         lp = alone(tiny(), out.prompt_token_ids + c.token_ids)
