@@ -119,6 +119,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Ma
         kw = {**(chat_template_kwargs or {}), **template_kwargs, 'chat_template': template, 'tools': tools, 'tokenize': True, 'return_dict': True,
               'add_generation_prompt': opened, 'continue_final_message': continue_final_message}
         if 'return_tensors' in kw: raise ValueError('return_tensors: ids come as a list, leave it out')
+        if tools and 'tools' not in str(template or tokenizer.chat_template): raise ValueError('it knows no tools: leave them out, or give a chat_template')
         return list(apply(given, **kw)['input_ids'])
     except Exception as e: raise PromptError(f"the chat template refuses these messages ({one_line(e)})") from e
 

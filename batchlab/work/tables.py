@@ -16,10 +16,10 @@ from ..errors import JobError
 from ..names import INSTEAD, known_settings, near_key, plain_name
 
 # %% auto #0
-__all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'Cells', 'INT', 'FLOAT', 'TRUTH', 'CHAT_OPTIONS',
-           'NO_SETTINGS', 'LITERAL', 'SETTINGS_REMARK', 'RECORD', 'OPTIONAL', 'ANSWER', 'NUMBERS', 'Records',
-           'file_kind', 'opener_of', 'check_input', 'check_output', 'need_parquet', 'unique_names', 'BadRow',
-           'readable', 'TableFile', 'no_column', 'is_missing', 'MissingCell', 'Template', 'literal', 'setting_of',
+__all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'Cells', 'INT', 'FLOAT', 'TRUTH', 'OPTIONAL', 'ANSWER',
+           'CHAT_OPTIONS', 'NO_SETTINGS', 'LITERAL', 'SETTINGS_REMARK', 'RECORD', 'NUMBERS', 'Records', 'file_kind',
+           'opener_of', 'check_input', 'check_output', 'need_parquet', 'unique_names', 'BadRow', 'readable',
+           'TableFile', 'no_column', 'is_missing', 'MissingCell', 'Template', 'literal', 'setting_of',
            'renamed_columns', 'Row', 'Columns', 'from_json', 'plain_value', 'json_value', 'whole', 'table_rows', 'flat',
            'record_of_rows', 'ColumnType', 'type_of', 'cell_text', 'cells_of', 'AnswerTable']
 
@@ -206,6 +206,8 @@ def literal(text: str) -> int | float | bool | str:
     return v if abs(v) < float('inf') and ('.' in text or 'e' in text.lower()) else text
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e022
+OPTIONAL = {'index', 'logprobs', 'cumulative_logprob'}      # columns that are left out if nothing is in them
+ANSWER = dict(text='string', finish_reason='string', prompt_tokens='int64', completion_tokens='int64', error='string')
 CHAT_OPTIONS = 'tools chat_template chat_template_kwargs add_generation_prompt continue_final_message'.split()
 NO_SETTINGS = {'prompt_logprobs', 'detokenize'}                          # which no answer in a file has a place for
 LITERAL = {'stop', 'bad_words', 'guided_regex', 'guided_grammar', 'chat_template'}      # text is meant as it stands
@@ -319,8 +321,6 @@ def from_json(name: str, text: str) -> Any:
     except (ValueError, RecursionError) as e: raise MissingCell(f'column {name!r} is not JSON ({e})') from None
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e026
-OPTIONAL = {'index', 'logprobs', 'cumulative_logprob'}      # columns that are left out if nothing is in them
-ANSWER = dict(text='string', finish_reason='string', prompt_tokens='int64', completion_tokens='int64', error='string')
 NUMBERS = dict(index='int64', prompt_tokens='int64', completion_tokens='int64', cumulative_logprob='double')
 
 def plain_value(v: Any) -> Any:
