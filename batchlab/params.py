@@ -164,7 +164,7 @@ def _check_params(p: SamplingParams) -> None:
         if p.logprobs: raise ParamError(f"logprobs={p.logprobs} and logprob_token_ids: give one of them, the likeliest tokens or these")
         p.logprobs = 0
     if p.logprobs_mode is not None and p.logprobs is None:
-        raise ParamError(f"logprobs_mode={p.logprobs_mode!r} says what logprobs are of, and none are asked for: give logprobs too, 0 for the sampled tokens'")
+        raise ParamError(f"logprobs_mode={p.logprobs_mode!r} says what logprobs are of, and none are asked for: give logprobs too, 0 for the sampled tokens")
     for name in ('ignore_eos', 'detokenize', 'skip_special_tokens', 'include_stop_str_in_output'):
         if not isinstance(v := getattr(p, name), bool): raise ParamError(f"{name} must be True or False, got {v!r}")
     p.stop, p.bad_words = _strings('stop', p.stop), _bad_words(p.bad_words)

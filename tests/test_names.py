@@ -441,7 +441,7 @@ def test_calls_take_settings_and_vllms_arguments(llm):
             *llm.generate(prompt='hi', params=GREEDY), *llm.generate([dict(prompt='hi', max_tokens=4)], dict(temperature=0, max_tokens=9)),
             *llm.generate([dict(prompt_token_ids=ids, sampling_params=dict(temperature=0), max_completion_tokens=4)])]
     assert [o.outputs[0].token_ids for o in outs] == [want.outputs[0].token_ids] * 5
-    assert outs[3].params == dataclasses.replace(GREEDY, logprobs_mode='raw_logprobs')
+    assert outs[3].params == GREEDY
     assert llm.chat(conversation=TALK, sampling_params=GREEDY, chat_template_content_format='auto')[0].error is None
 
 
@@ -461,3 +461,12 @@ def test_encode_chat_tells_the_models_fault_from_the_messages():
     tok.chat_template = "{{ raise_exception('no') }}"
     with pytest.raises(PromptError, match='refuses these messages'): encode_chat(tok, TALK)
     with pytest.raises(ModelError): encode_chat(None, TALK)
+
+
+def test_tools_that_the_template_does_not_know_are_refused(llm):
+    talk, tools = [dict(role='user', content='hi')], [dict(type='function', function=dict(name='f', parameters={}))]
+    [out] = llm.chat(talk, GREEDY, tools=tools)
+    assert 'knows no tools' in out.error
+    known = "{% for t in tools or [] %}{{ t['function']['name'] }}{% endfor %}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    [out] = llm.chat(talk, GREEDY, tools=tools, chat_template=known)
+    assert out.error is None and out.prompt.startswith('f')

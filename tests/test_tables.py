@@ -548,3 +548,19 @@ def test_a_line_that_the_model_can_not_run_fails_alone(tmp_path):
 def test_arguments_without_effect_are_refused(tmp_path, name, data, args):
     (tmp_path/name).write_text(data)
     with pytest.raises(JobError): Job(tmp_path/name, tmp_path/'o.jsonl', **args).check()
+
+
+def test_a_second_try_keeps_what_it_does_not_run_again(tmp_path):
+    "A failure beyond the limit stays; answers of rows that the input has no more are not dropped without a word."
+    rows = [['id', 'prompt'], [1, 'a'], [2, 'b'], [3, ''], [4, 'd'], [5, '']]
+    write(tmp_path/'in.csv', rows)
+    job = lambda **kw: run(tmp_path/'in.csv', tmp_path/'out.csv', SHORT, model=llm(), id_column='id', **kw)
+    job()
+    before = read(tmp_path/'out.csv')
+    assert len(before) == 5 and [bool(r['error']) for r in before] == [False, False, True, False, True]
+    job(limit=3, retry_errors=True)
+    assert read(tmp_path/'out.csv') == before
+    write(tmp_path/'in.csv', rows[:4])
+    with pytest.raises(JobError, match='only 3 rows now'): job(retry_errors=True)
+    write(tmp_path/'in.csv', rows)
+    assert job(retry_errors=True).done == 5 and read(tmp_path/'out.csv') == before

@@ -470,7 +470,7 @@ def waste(traces: _Traces | Mapping[str, Trace | Ledger]) -> Picture:
 
     `traces`: see `named`; a `Ledger` will do for a trace, in a dict by name. Raises `TraceError`."""
     given: Any = traces
-    if isinstance(given, dict) and any(isinstance(t, Ledger) for t in given.values()): ledgers = given
+    if isinstance(given, dict) and all(hasattr(t, 'useful') for t in given.values()): ledgers = given
     else: ledgers = {name: t.ledger for name, t in named(given).items()}
     key = dict(useful=('decode', 'useful'), recomputed=('again', 'computed again'), padded=('padded', 'padding, or fed after the end'),
                reused=('cached', 'taken from a cache'))

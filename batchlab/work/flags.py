@@ -31,7 +31,7 @@ class OneLineParser(argparse.ArgumentParser):
         "What was probably meant by an unknown `flag`; '' if there is no guess."
         form = GUIDED.get(flag.lstrip('-').replace('-', '_'), 'json' if flag in ('--json', '--json-schema', '--response-format') else None)
         if form and '--structured-outputs' in self._option_string_actions: return f""": give --structured-outputs '{{"{form}": …}}'"""
-        near = difflib.get_close_matches(flag, self._option_string_actions, 1, .7)
+        near = difflib.get_close_matches(flag, self._option_string_actions, 1)
         return f', did you mean {near[0]}?' if near else ''
 
 # %% ../../nbs/43_cli.ipynb #79c049b6

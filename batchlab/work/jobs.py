@@ -275,6 +275,7 @@ def survey(rows: Iterable[tuple[int, Raw]], book: Ledgerbook, name: str | Path, 
     try:
         for number, raw in rows:
             r.total += 1
+            book.last = number
             if not (known := book.find(number)): continue
             if known[0] != digest_of(raw) and not force:
                 unit = 'line' if isinstance(raw, bytes) else 'row'
@@ -447,7 +448,7 @@ class Job:
             write_settings(settings_file(self.output), settings, self.force)
             if book.finished: restore(self.output)
             if book.retry:
-                for path in has_records(journal_of(self.output), self.error_file): without_failures(path)
+                for path in has_records(journal_of(self.output), self.error_file): without_failures(path, book.last)
         with ExitStack() as stack:
             open_file = lambda p: stack.enter_context(closing(StandardOutput() if p == '-' else AnswerFile(p)))
             files = [open_file('-' if p == '-' else journal_of(p)) for p in (self.output, self.error_file) if p]

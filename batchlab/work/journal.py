@@ -9,7 +9,7 @@ from __future__ import annotations
 __all__ = []
 
 # %% ../../nbs/41_jobs.ipynb #jb000013
-import errno, hashlib, itertools, json, os, re, sqlite3, time
+import errno, hashlib, itertools, json, math, os, re, sqlite3, time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
@@ -106,12 +106,12 @@ class Ledgerbook:
     """The lines that have an answer, and the ids that lines have used.
 
     `stamps`: of the records, None for a record without one. `failed`: how many failed. `finished`: the file that the records
-    were found in, if that is finished and no journal. `retry`: failures in the files are to be taken out."""
+    were found in, if that is finished and no journal. `retry`: failures in the files are to be taken out, up to line `last`."""
     def __init__(self) -> None:
         self.db, self.size, self.failed = sqlite3.connect('', isolation_level=None), 0, 0
         self.stamps: set[str | None] = set()
         self.finished: Path | None = None
-        self.retry = False
+        self.retry, self.last = False, 0
         self.db.executescript("""pragma journal_mode=off; pragma synchronous=off;
             create table lines(number integer primary key, digest text, failed integer);
             create table ids(id blob primary key, number integer) without rowid; begin""")
@@ -229,9 +229,9 @@ def raw_records(path: str | Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]
             assert found, f'{path} has changed'
             yield found[0], raw + b'\n', found[2]
 
-def without_failures(path: str | Path) -> None:
-    "Rewrite file `path` of answers without the failures, whole or not at all. Raises `JobError`."
-    replace_file(path, (raw for _, raw, record in raw_records(path) if record['error'] is None))
+def without_failures(path: str | Path, last: float = math.inf) -> None:
+    "Rewrite file `path` of answers without the failures of lines up to `last`, whole or not at all. Raises `JobError`."
+    replace_file(path, (raw for number, raw, record in raw_records(path) if record['error'] is None or number > last))
 
 def sort_records(path: str | Path) -> None:
     "Put the records in file `path` into the order of their lines, whole or not at all. Raises `JobError`."

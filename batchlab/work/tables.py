@@ -458,6 +458,7 @@ class AnswerTable:
             if take: yield block, take, rows
             if due is None: return
             first += len(block)
+        if due: raise JobError(f'row {due[0]} was answered, and {self.source.path} has only {first - 1} rows now: give it all its rows, or another output', 1)
 
     def write_csv(self, path: str | Path, name: str | Path) -> None:
         "Write all to file `path`, compressed and with tabs or commas as `name` says."
