@@ -9,10 +9,11 @@ from __future__ import annotations
 __all__ = []
 
 # %% ../../nbs/41_jobs.ipynb #66c77234
-import hashlib, time
+import hashlib, os, time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BatchlabError, JobError, ModelError
@@ -89,8 +90,9 @@ class Remarks:
 
 # %% ../../nbs/41_jobs.ipynb #91b0aa18
 def name_of(model: Any) -> str:
-    "What to call `model`: its name or folder, else its class."
-    return getattr(model.config, '_name_or_path', '') or type(model).__name__
+    "What to call `model`: its name, or that of its folder without the path, else its class."
+    name = getattr(model.config, '_name_or_path', '')
+    return (Path(name).name if os.path.exists(name) else name) or type(model).__name__
 
 Admitted = tuple[JobLine, 'RequestGroup']
 
