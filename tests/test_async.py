@@ -109,12 +109,12 @@ def test_the_loop_ends_in_the_middle(llm):
 
 def test_cancelled_while_its_prompt_is_tokenised(llm):
     "The engine takes the request only after its task is gone."
-    begun, go, real = threading.Event(), threading.Event(), llm.llm.add_request
+    begun, go, real = threading.Event(), threading.Event(), llm.llm._group
     def slow(*args):
         begun.set()
         go.wait(60)
         return real(*args)
-    llm.llm.add_request = slow
+    llm.llm._group = slow
     async def cancelled():
         task = asyncio.create_task(last(llm.generate([7], LONG)))
         behind = asyncio.create_task(last(llm.generate([8], LONG)))          # waits for the queuer, and is never queued
