@@ -236,11 +236,11 @@ def test_an_llm_of_ones_own_is_taken_as_it_is():
 @pytest.mark.parametrize('max_pending', [1, 8])
 def test_shutdown_meets_those_that_wait_and_are_tokenised(max_pending):
     llm = AsyncLLM(tiny_model('llama'), max_pending=max_pending)
-    real = llm.llm.add_request
+    real = llm.llm._group
     def slow(*args):
         time.sleep(.03)
         return real(*args)
-    llm.llm.add_request = slow
+    llm.llm._group = slow
     async def shut():
         async with llm:
             tasks = [asyncio.create_task(last(llm.generate([7 + i], LONG))) for i in range(5)]
