@@ -100,7 +100,7 @@ def _logit_bias(v: Any) -> dict[int, float]:
 def _is_text(v: Any) -> bool: return isinstance(v, str)
 
 _KINDS: dict[str, tuple[str, Callable[[Any], object]]] = dict(        # {kind: (what it must be, a test of it)}
-    json=('a JSON schema', lambda v: isinstance(v, (dict, str, bool)) or hasattr(v, 'model_json_schema')), regex=('a string, not empty', lambda v: _is_text(v) and v),
+    json=('a JSON schema', lambda v: isinstance(v, (dict, str, bool)) or hasattr(v, 'model_json_schema')), regex=('a string', _is_text),
     choice=('a list of strings', lambda v: isinstance(v, (list, tuple)) and v and all(map(_is_text, v))), grammar=('a string, not empty', lambda v: _is_text(v) and v),
     json_object=('True', lambda v: v is True))
 
