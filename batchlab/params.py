@@ -344,8 +344,8 @@ class BeamSearchParams:
 
     def __post_init__(self) -> None:
         for name, (kind, least, most, want, advice) in _BEAM_RULES.items():
-            v: Any = getattr(self, name)
-            if v is None and name == 'max_tokens': continue
+            if name == 'max_tokens' and self.max_tokens is None: continue
+            v = getattr(self, name)
             if not _is(v, kind) or not least <= v <= most: raise ParamError(f'{name} must be {want}, got {v!r}: {advice}')
             setattr(self, name, kind(v))
         for name in ('ignore_eos', 'include_stop_str_in_output'):
