@@ -22,3 +22,35 @@ def begin(names: dict) -> None:
     if platform.libc_ver()[0] == 'glibc': ctypes.CDLL(None).malloc_trim(0)
     os.environ.setdefault('OMP_NUM_THREADS', '1')              # for what it starts, and for torch if that comes later
     if 'torch' in sys.modules: sys.modules['torch'].set_num_threads(1)
+
+
+# Where each chapter stands on the way of a request: its number, what it is about, and its box (x, row) in the picture.
+PLACES = {'01': ('the model', 446, 0), '02': ('prefill', 446, 1), '03': ('decode', 550, 1), '04': ('padding', 320, 1), '05': ('sampling', 672, 0),
+          '06': ('prefixes', 194, 2), '07': ('packing', 320, 2), '10': ('KV blocks', 194, 1), '11': ('scheduler', 194, 0), '12': ('attention', 550, 0),
+          '13': ('runner', 320, 0), '14': ('engine', 180, -1), '15': ('LLM', 72, 0), '16': ('verify', 72, 2), '17': ('strategies', 72, 1)}
+
+
+def place(number: str):
+    "A picture of the way of a request through the engine, with chapter `number` marked; chapters before it are tinted."
+    from batchlab.views.drawing import Canvas
+    c, wide, high, top = Canvas(), 98, 30, 34
+    about, x, row = PLACES[number]
+    kind = lambda n: 'prefill' if n == number else 'held' if n < number else 'idle'
+    c.rect(180, 14, 604, 142, kind('14'), rx=7)
+    c.rect(183, 17, 598, 136, 'ground', rx=5)
+    c.text(776, 28, '14 engine', 'prefill' if number == '14' else 'dim', 'end', font_size=11, font_weight=600 if number == '14' else 400)
+    c.rect(436, top - 4, 222, 2 * high + 18, 'edge', rx=6)
+    c.rect(437, top - 3, 220, 2 * high + 16, 'ground', rx=5)
+    middle = top + high / 2
+    for a, b in [(58, 72), (170, 194), (292, 320), (418, 436), (658, 672), (770, 798)]:
+        c.line([(a, middle), (b - 4, middle)], 'dim', 1.3)
+        c.area([(b - 6, middle - 4), (b, middle), (b - 6, middle + 4)], 'dim')
+    c.text(10, middle + 4, 'prompts', 'dim', font_size=11)
+    c.text(802, middle + 4, 'answers', 'dim', font_size=11)
+    for n, (name, x, row) in PLACES.items():
+        if row < 0: continue
+        y = top + row * (high + 8)
+        c.rect(x, y, wide, high, kind(n), rx=4)
+        c.text(x + wide / 2, y + high / 2 + 4, f'{n} {name}', 'on' if n == number else 'ink' if n < number else 'dim', 'middle', font_size=11.5)
+    c.y = 166
+    return c.picture(f'Chapter {number}: {about}', 'prompts, LLM, scheduler, runner, model, sampling, answers: the way of a request through the engine')

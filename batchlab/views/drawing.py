@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 # %% auto #0
-__all__ = ['COLOURS', 'HTML_STYLE', 'px', 'esc', 'Picture', 'Canvas', 'on_top', 'scale', 'runs', 'ticks', 'heading', 'legend',
-           'axis', 'tile', 'columns', 'side_axis', 'grid', 'bars', 'curves', 'colour_key']
+__all__ = ['COLOURS', 'HTML_STYLE', 'px', 'esc', 'Picture', 'Canvas', 'on_top', 'scale', 'runs', 'ticks', 'powers', 'heading',
+           'written', 'legend', 'axis', 'tile', 'columns', 'side_axis', 'grid', 'bars', 'curves', 'colour_key']
 
 # %% ../../nbs/55_drawing.ipynb #ad398be4
 COLOURS = dict(ground=('#ffffff', '#14181e'), edge=('#d0d7de', '#3a424d'), ink=('#1f2328', '#e6edf3'),
@@ -161,12 +161,25 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
     size = next(m * power for m in (1, 2, 5, 10) if m * power >= least * (1 - 1e-9))
     return [round(i * size, 9) for i in range(math.ceil(low / size), math.floor(high / size + 1e-9) + 1)]
 
+def powers(low: float, high: float) -> list[float]:
+    "Powers of two from `low` to `high`, or of ten if those would be more than ten: the marks of a logarithmic axis."
+    two = [2.0 ** i for i in range(math.ceil(math.log2(low) - 1e-9), math.floor(math.log2(high) + 1e-9) + 1)]
+    if len(two) <= 10: return two
+    return [10.0 ** i for i in range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)]
+
 def heading(c: Canvas, x: float, s: str) -> None:
     "Bold text at `c.y`, which moves on, in as many lines as it needs."
     for line in textwrap.wrap(s, max(20, int((c.width - x - 12) / 6.5))):
         c.text(x, c.y + 8, line, font_weight='bold')
         c.y += 15
     c.y += 2
+
+def written(c: Canvas, x: float, s: str) -> None:
+    "Small text at `c.y`, which moves on, in as many lines as it needs: what a picture was made from."
+    for line in textwrap.wrap(s, max(20, int((c.width - x - 12) / 5.2))):
+        c.text(x, c.y + 9, line, 'dim', font_size=10)
+        c.y += 14
+    if s: c.y += 6
 
 def legend(c: Canvas, x: float, kinds: Iterable[tuple[str, str]]) -> None:
     "A line of `(kind, label)` at `c.y`, which moves on: of those kinds that the canvas has."
@@ -177,10 +190,12 @@ def legend(c: Canvas, x: float, kinds: Iterable[tuple[str, str]]) -> None:
         x += 34 + 5.8 * len(label)
     c.y += 22
 
-def axis(c: Canvas, left: float, right: float, low: float, high: float, label: str, whole: bool = False) -> None:
-    "A horizontal axis at `c.y`, which moves on; `whole`: numbers that can't be broken."
-    at = scale(low, high, left, right)
-    for v in ticks(low, high):
+def axis(c: Canvas, left: float, right: float, low: float, high: float, label: str, whole: bool = False, log: bool = False) -> None:
+    "A horizontal axis at `c.y`, which moves on; `whole`: numbers that can't be broken; `log`: each power as far from the next."
+    on = math.log if log else float
+    across = scale(on(low), on(high), left, right)
+    at = lambda v: across(on(v))
+    for v in powers(low, high) if log else ticks(low, high):
         if whole and v != int(v): continue
         c.line([(at(v), c.y), (at(v), c.y + 4)])
         c.text(at(v), c.y + 15, f'{v:,.10g}', 'dim', 'middle')
@@ -259,10 +274,11 @@ def grid(rows: Iterable[Iterable[str | tuple[str, object]]], key: Mapping[str, t
 def _said(n): return f'{n:,.4g}' if isinstance(n, float) else f'{n:,}'
 
 def bars(rows: Mapping[str, Mapping[str, float]], key: Mapping[str, tuple[str, str]], label: str,
-         notes: Mapping[str, str] | None = None, title: str = '', width: float = 860) -> Picture:
+         notes: Mapping[str, str] | None = None, title: str = '', width: float = 860, caption: str = '') -> Picture:
     """A `Picture` of `rows`, `{name: {part: number}}`, a stacked bar each, on one scale from 0; numbers are of at least 0.
 
-    `key`: `{part: (kind, label)}` with kinds of `COLOURS`. `label` says what is counted. `notes`: `{name: text to its right}`."""
+    `key`: `{part: (kind, label)}` with kinds of `COLOURS`. `label` says what is counted. `notes`: `{name: text to its right}`.
+    `caption`: a line below."""
     notes, desc, c = notes or {}, [], Canvas(width)
     left, right = 16 + max(48, wide(rows)), c.right - wide(notes.values())
     most = max([sum(parts.values()) for parts in rows.values()] + [1e-9])
@@ -282,30 +298,41 @@ def bars(rows: Mapping[str, Mapping[str, float]], key: Mapping[str, tuple[str, s
     c.y += 2
     axis(c, left, right, 0, most, label, all(isinstance(n, int) for parts in rows.values() for n in parts.values()))
     legend(c, left, [(kind, what) for kind, what in key.values() if what])
+    written(c, left, caption)
     return c.picture(title or label, '; '.join(desc))
 
 # %% ../../nbs/55_drawing.ipynb #42864330
 def curves(lines: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str, title: str = '',
-           kinds: Sequence[str] = ('decode', 'prefill', 'cached', 'again', 'padded', 'ink')) -> Picture:
+           kinds: Sequence[str] = ('decode', 'prefill', 'cached', 'again', 'padded', 'ink'), log: str = '',
+           spread: Mapping[str, Sequence[tuple[float, float, float]]] | None = None, dashed: Iterable[str] = (),
+           caption: str = '') -> Picture:
     """A `Picture` of `lines`, `{name: [(x, y), …]}`, on one scale; y from 0, or from the least if that is below.
 
-    At most six lines, one for each of `kinds`. Raises `ValueError` beyond that, or with nothing to draw."""
+    `log`: which axes are logarithmic: '', 'x', 'y' or 'xy'. `spread`: `{name: [(x, low, high), …]}`, drawn as thin upright lines.
+    `dashed`: names of lines to be drawn so. `caption`: a line below. At most six lines, one for each of `kinds`. Raises
+    `ValueError` beyond that, or with nothing to draw."""
     points = [p for line in lines.values() for p in line]
     if not points or len(lines) > len(kinds): raise ValueError(f'between one and {len(kinds)} lines can be told apart, got {len(lines)}')
-    c, left, right = Canvas(), 64, 836
+    c, left, right, spread = Canvas(), 64, 836, spread or {}
     (x0, x1), (y0, y1) = [(min(v), max(v)) for v in zip(*points)]
-    y0 = min(0, y0)
+    y1 = max([y1, *(high for marks in spread.values() for _, _, high in marks)])
+    if 'y' not in log: y0 = min(0, y0)
     if title: heading(c, left, title)
     c.text(left, c.y + 8, y_label, 'dim')
     c.y += 214
-    x, y = scale(x0, x1, left, right), scale(y0, y1, c.y, c.y - 200)
-    for v in ticks(y0, y1, 4):
+    on = lambda axis, v: math.log(v) if axis in log else v
+    across, up = scale(on('x', x0), on('x', x1), left, right), scale(on('y', y0), on('y', y1), c.y, c.y - 200)
+    x, y = lambda v: across(on('x', v)), lambda v: up(on('y', v))
+    for v in powers(y0, y1) if 'y' in log else ticks(y0, y1, 4):
         c.line([(left, y(v)), (right, y(v))], 'idle')
         c.text(left - 6, y(v) + 4, f'{v:,.10g}', 'dim', 'end')
-    for line, kind in zip(lines.values(), kinds): c.line([(x(a), y(b)) for a, b in line], kind, 2)
+    for (name, line), kind in zip(lines.items(), kinds):
+        c.line([(x(a), y(b)) for a, b in line], kind, 2, **(dict(stroke_dasharray='5 4') if name in dashed else {}))
+        for a, low, high in spread.get(name, ()): c.line([(x(a), y(low)), (x(a), y(high))], kind, 1.2)
     c.y += 2
-    axis(c, left, right, x0, x1, x_label)
+    axis(c, left, right, x0, x1, x_label, log='x' in log)
     legend(c, left, list(zip(kinds, lines)))
+    written(c, left, caption)
     said = [f'{name}: {line[0][1]:,.4g} at {line[0][0]:,.4g} to {line[-1][1]:,.4g} at {line[-1][0]:,.4g}' for name, line in lines.items()]
     return c.picture(title or y_label, f'{y_label} by {x_label}; ' + '; '.join(said))
 
