@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-_lazy = {'LLM': 'llm', 'AsyncLLM': 'async_llm', 'SamplingParams': 'params', 'StructuredOutputsParams': 'params', 'EngineArgs': 'habits',
+_lazy = {'LLM': 'llm', 'AsyncLLM': 'async_llm', 'SamplingParams': 'params', 'StructuredOutputsParams': 'params', 'BeamSearchParams': 'params', 'EngineArgs': 'habits',
          'load_model': 'models', 'BatchlabError': 'errors', 'RequestOutput': 'outputs', 'CompletionOutput': 'outputs', 'Outputs': 'outputs',
          'StreamEvent': 'outputs', 'Trace': 'tracefile', 'timeline': 'views.pictures', 'run': 'work.frames'}
-__all__ = ['LLM', 'AsyncLLM', 'SamplingParams', 'StructuredOutputsParams', 'EngineArgs', 'load_model', 'BatchlabError', 'RequestOutput',
-           'CompletionOutput', 'Outputs', 'StreamEvent', 'Trace', 'timeline', 'run']
+__all__ = ['LLM', 'AsyncLLM', 'SamplingParams', 'StructuredOutputsParams', 'BeamSearchParams', 'EngineArgs', 'load_model', 'BatchlabError',
+           'RequestOutput', 'CompletionOutput', 'Outputs', 'StreamEvent', 'Trace', 'timeline', 'run']
 _lazy |= {'LiveView': 'views.widgets', 'Playground': 'views.widgets', 'Scrubber': 'views.scrubber'}      # not by *: they want a package of their own
 _lazy |= dict.fromkeys(('JobError', 'ModelError', 'ParamError', 'PromptError'), 'errors')
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .llm import LLM
     from .models import load_model
     from .outputs import CompletionOutput, Outputs, RequestOutput, StreamEvent
-    from .params import SamplingParams, StructuredOutputsParams
+    from .params import BeamSearchParams, SamplingParams, StructuredOutputsParams
     from .tracefile import Trace
     from .views.pictures import timeline
     from .views.scrubber import Scrubber as Scrubber

@@ -35,13 +35,14 @@ from .models import eos_token_ids, pad_token_id
 from .names import by_any_name, read_call, read_engine, read_plain_call
 from .outputs import MemoryPlan, Outputs, RequestGroup, RequestOutput, Score, Stats, StreamEvent
 from .padding import Probe
-from .params import check_logprobs_mode
+from .params import BeamSearchParams, check_logprobs_mode, read_beam_call
 from .prefill import check_prompt
 from .prefix import group_by_prefix
 from .sampling import SamplingParams, SamplingRow
 from .scheduler import Request, RowOutput, Scheduler, round_up
 from .shown import facts_html, megabytes, shows_bar
 if TYPE_CHECKING:
+    from batchlab.beam import BeamSearchOutput
     from batchlab.choices import ChoiceScores
     from batchlab.trace import Recorder
     from batchlab.verify import Report
@@ -150,7 +151,7 @@ def trim_memory() -> None:
 
 # %% ../nbs/15_llm.ipynb #3444a712
 @by_any_name(__init__=read_engine, generate=read_call, chat=read_call, stream=read_call, iter_outputs=read_call, score=read_plain_call,
-             plan=read_call, add_request=read_call, choose=read_plain_call, map=read_call)
+             plan=read_call, add_request=read_call, choose=read_plain_call, map=read_call, beam_search=read_beam_call)
 class LLM(BackgroundLoop):
     """Batch inference with one causal LM: `generate` for prompts, `chat` for conversations, results in input order.
 
@@ -290,6 +291,12 @@ class LLM(BackgroundLoop):
         "How likely each of `choices` is after each of `prompts`: a `ChoiceScores` a prompt. For arguments see `batchlab.choices.choose`."
         from batchlab.choices import choose
         return choose(self, prompts, choices, chat, use_tqdm, end)
+
+    def beam_search(self, prompts: Any, params: BeamSearchParams | dict[str, Any] | None = None, use_tqdm: Any = None,
+                    concurrency_limit: int | None = None) -> Outputs[BeamSearchOutput]:
+        "The likeliest answers to each of `prompts`, by beam search: a `BeamSearchOutput` a prompt. For arguments see `batchlab.beam.beam_search`."
+        from batchlab.beam import beam_search
+        return beam_search(self, prompts, params, use_tqdm, concurrency_limit)
 
     def verify(self, outputs: RequestOutput | Sequence[RequestOutput], **kwargs: Any) -> Report:
         "Run some of `outputs` again, each alone, and compare: a `Report`. For arguments see `batchlab.verify.verify`."

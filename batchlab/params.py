@@ -12,11 +12,12 @@ from difflib import get_close_matches
 from math import inf, isnan, nextafter
 from typing import TYPE_CHECKING, Any
 from .errors import ParamError
-from .names import by_any_name, read_settings, setting_fields, settings_of
+from .names import by_any_name, read_plain_call, read_settings, setting_fields, settings_of
 if TYPE_CHECKING: from transformers import GenerationConfig
 
 # %% auto #0
-__all__ = ['LOGPROBS_MODES', 'check_logprobs_mode', 'StructuredOutputsParams', 'SamplingParams']
+__all__ = ['LOGPROBS_MODES', 'check_logprobs_mode', 'StructuredOutputsParams', 'SamplingParams', 'read_beam_call',
+           'BeamSearchParams']
 
 # %% ../nbs/modules/000_params.ipynb #132d0887
 _ABOVE_0, _FINITE = nextafter(0, 1), sys.float_info.max      # the least number above 0, the largest below infinity
@@ -298,3 +299,63 @@ def _from_generation_config(gc: GenerationConfig, defaults: dict[str, Any]) -> S
         raise ParamError(f"GenerationConfig.max_length={gc.max_length} counts the prompt too, and prompts differ: "
                          "set max_new_tokens")
     return SamplingParams(**{**defaults, **kw})
+
+# %% ../nbs/modules/000_params.ipynb #bea00003
+_BEAM_RULES = dict(
+    beam_width=(int, 1, inf, 'a whole number of at least 1', '1 is greedy'),
+    max_tokens=_RULES['max_tokens'],
+    length_penalty=(float, -10, 10, 'a number from -10 to 10', '1 ranks answers by the mean of their log probabilities, 0 by the sum'))
+_BEAM_NAMES = dict(num_beams='beam_width', max_new_tokens='max_tokens', max_completion_tokens='max_tokens')
+_BEAM_NEUTRAL: dict[str, Any] = dict(do_sample=False, early_stopping=False, n=1)
+
+def _read_beams(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    "For `reads`: the keywords of `BeamSearchParams`. Raises `ParamError`."
+    found = dict(given)
+    for k, v in unknown.items():
+        if (name := _BEAM_NAMES.get(k)) is not None:
+            if name in found or name not in names: raise ParamError(f'{k} and {name} are the same: give one of them')
+            found[name] = v
+        elif v is not None and (k not in _BEAM_NEUTRAL or v != _BEAM_NEUTRAL[k]):
+            near = get_close_matches(k, [*_BEAM_RULES, 'ignore_eos'], 1)
+            raise ParamError(f"BeamSearchParams has no {k!r:.60}: {f'did you mean {near[0]!r}?' if near else 'leave it out, or use llm.generate'}")
+    return found
+
+def read_beam_call(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    "For `reads`: the keywords of `LLM.beam_search`, with settings in place of `params` too. Raises `ParamError`."
+    own = {k: v for k, v in unknown.items() if k in _BEAM_NAMES or k in BeamSearchParams.__dataclass_fields__}
+    given = read_plain_call({k: v for k, v in unknown.items() if k not in own}, given, names)
+    if own and ('params' not in names or given.get('params') is not None):
+        raise ParamError(f"{', '.join(own)}: settings stand in params, as in BeamSearchParams({next(iter(own))}=…)")
+    return given | dict(params=own) if own else given
+
+@by_any_name(__init__=_read_beams)
+@dataclass
+class BeamSearchParams:
+    """How `LLM.beam_search` searches; vLLM's names. `max_tokens`: None goes on to the context length. Raises `ParamError`.
+
+    `length_penalty`: answers are ranked by the sum of their log probabilities over their length to this power. `ignore_eos`: end tokens
+    end nothing. `include_stop_str_in_output`: `text` keeps the end token. `temperature` must be 0, as nothing is drawn."""
+    beam_width: int
+    max_tokens: int | None = 16
+    ignore_eos: bool = False
+    temperature: float = 0.
+    length_penalty: float = 1.
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        for name, (kind, least, most, want, advice) in _BEAM_RULES.items():
+            if name == 'max_tokens' and self.max_tokens is None: continue
+            v = getattr(self, name)
+            if not _is(v, kind) or not least <= v <= most: raise ParamError(f'{name} must be {want}, got {v!r}: {advice}')
+            setattr(self, name, kind(v))
+        for name in ('ignore_eos', 'include_stop_str_in_output'):
+            if not isinstance(v := getattr(self, name), bool): raise ParamError(f'{name} must be True or False, got {v!r}')
+        if not _is(self.temperature, float) or self.temperature != 0:
+            raise ParamError(f'temperature must be 0, got {self.temperature!r}: a beam search draws nothing; llm.generate samples')
+
+    @classmethod
+    def of(cls, x: BeamSearchParams | dict[str, Any] | None) -> BeamSearchParams:
+        "From `BeamSearchParams` or a dict of its fields."
+        if isinstance(x, cls): return x
+        if isinstance(x, dict) and 'beam_width' in x.keys() | {_BEAM_NAMES.get(k) for k in x}: return cls(**x)
+        raise ParamError(f'params must be BeamSearchParams or a dict with beam_width, got {x!r:.60}: BeamSearchParams(beam_width=4, max_tokens=64)')

@@ -6,7 +6,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = {'StructuredOutputsParams', 'LLM', 'AsyncLLM', 'SamplingParams', 'RequestOutput', 'CompletionOutput', 'load_model', 'BatchlabError', 'EngineArgs'}
-PUBLIC |= {'Outputs', 'StreamEvent', 'Trace', 'timeline', 'run'}
+PUBLIC |= {'Outputs', 'StreamEvent', 'Trace', 'timeline', 'run', 'BeamSearchParams'}
 
 
 def py(code, cwd):
