@@ -80,6 +80,8 @@ class AsyncLLM:
         self.places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self.queuer = ThreadPoolExecutor(1, 'batchlab-queue')
 
+    def __repr__(self) -> str: return f'Async{self.llm!r}'
+
     async def generate(self, prompt: Any, sampling_params: Any = None, request_id: str | None = None, *, chat: bool = False,
                        priority: int = 0, timeout: float | None = None) -> AsyncGenerator[RequestOutput]:
         """Yield the `RequestOutput` of one prompt as it grows; the last is `finished`. For arguments see `LLM.add_request`.

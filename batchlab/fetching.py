@@ -154,7 +154,7 @@ def _hub_folder(name, revision=None, weights=True):
         raise HubUnreachableError(f"{at} is no folder and not in the hub's local cache, and the hub can't be reached "
                                   f"({one_line(e)}): download it where there is a network, or {_OWN_MODEL}") from e
 
-# %% ../nbs/01_models.ipynb #75821764
+# %% ../nbs/70_models.ipynb #75821764
 def find_model(name: str | os.PathLike[str] | None, revision: str | None = None, weights: bool = True) -> Path:
     "The folder or `.gguf` file that `name` stands for, fetched with its `weights` or without. Raises `ModelNotFoundError`, `HubUnreachableError`, `ModelError`."
     from huggingface_hub.utils import HFValidationError, validate_repo_id

@@ -196,7 +196,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         except Exception as e: raise ModelError(f"the tokenizer in {path} can't be read ({one_line(e)}): {_fix(folder)}") from e
     return _mend_tokenizer(tok, field) if field else tok
 
-# %% ../nbs/01_models.ipynb #c76240b6
+# %% ../nbs/70_models.ipynb #c76240b6
 def resolve_device(device: str | torch.device | None = 'auto') -> torch.device:
     """The `torch.device` for 'auto' (cuda, else mps, else cpu), a device string or a `torch.device`.
 
@@ -211,13 +211,13 @@ def resolve_device(device: str | torch.device | None = 'auto') -> torch.device:
     if name in have: return dev
     raise ModelError(f"device {str(device)!r} is not available here: give 'auto' or one of {', '.join(have)}")
 
-# %% ../nbs/01_models.ipynb #c0f3e17f
+# %% ../nbs/70_models.ipynb #c0f3e17f
 def cpu_has_fast_bf16() -> bool:
     "Whether this CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16), bool."
     private = '_is_avx512_bf16_supported', '_is_amx_tile_supported'            # torch may drop them
     return bool({'avx512_bf16', 'amx_bf16', 'bf16'} & processor_flags()) or any(getattr(torch.cpu, f, bool)() for f in private)
 
-# %% ../nbs/01_models.ipynb #3cd718a0
+# %% ../nbs/70_models.ipynb #3cd718a0
 _DTYPES = {name: dtype for dtype, names in {torch.float32: 'fp32 float32 float', torch.bfloat16: 'bf16 bfloat16',
                                             torch.float16: 'fp16 float16 half'}.items() for name in names.split()}
 

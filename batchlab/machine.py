@@ -8,7 +8,7 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['processor_flags', 'cpu_name']
 
-# %% ../nbs/01_models.ipynb #b54cc550
+# %% ../nbs/70_models.ipynb #b54cc550
 import functools
 from pathlib import Path
 

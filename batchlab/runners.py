@@ -15,14 +15,17 @@ from .attention import attention_override
 from .backends import Backend
 from .batch import Batch
 from .decode import DecodeBatch
+from .deprecated import renamed
 from .errors import BatchError
 from .ledger import Ledger
 from .padding import prefill_padded
 from .prefix import find_common_chunk_prefix, prefill_shared
 from .slots import KVCache
 
+__getattr__ = renamed(__name__, {'PlanError': 'errors.BatchError'})
+
 # %% auto #0
-__all__ = ['Runner', 'check_batch', 'SoloRunner', 'PaddedRow', 'PaddedRunner', 'PackedRunner']
+__all__ = ['Runner', 'SoloRunner', 'PaddedRow', 'PaddedRunner', 'PackedRunner', 'check_batch']
 
 # %% ../nbs/13_runners.ipynb #2aa1ebd6
 class Runner(Protocol):
@@ -36,17 +39,6 @@ class Runner(Protocol):
     def nbytes(self) -> int:
         "Bytes of KV."
         ...
-
-# %% ../nbs/13_runners.ipynb #3f1d3037
-from .deprecated import renamed
-
-__getattr__ = renamed(__name__, {'PlanError': 'errors.BatchError'})
-
-# %% ../nbs/13_runners.ipynb #cb425002
-def check_batch(batch: Batch, runner: str, causal: bool = True) -> None:
-    "Raise `BatchError` if `batch` asks for what no model alone can do (`causal`: or for rows that see both ways)."
-    if any(batch.adapters): raise BatchError(f'a row asks for adapter {max(batch.adapters)}, and {runner} has none')
-    if causal and not batch.causal: raise BatchError(f'rows that see both ways do not run with {runner}: take PackedRunner')
 
 # %% ../nbs/13_runners.ipynb #23a0919e
 class SoloRunner:
@@ -175,3 +167,9 @@ class PackedRunner:
     def reset(self) -> None:
         self.cache = None
         self.backend.close()
+
+# %% ../nbs/71_families.ipynb #cb425002
+def check_batch(batch: Batch, runner: str, causal: bool = True) -> None:
+    "Raise `BatchError` if `batch` asks for what no model alone can do (`causal`: or for rows that see both ways)."
+    if any(batch.adapters): raise BatchError(f'a row asks for adapter {max(batch.adapters)}, and {runner} has none')
+    if causal and not batch.causal: raise BatchError(f'rows that see both ways do not run with {runner}: take PackedRunner')

@@ -107,7 +107,7 @@ def tiny_gguf(path: str | os.PathLike[str], seed: int = 0) -> Path:
     w.write_header_to_file(); w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()
     return Path(path)
 
-# %% ../nbs/01_models.ipynb #04b62f6f
+# %% ../nbs/70_models.ipynb #04b62f6f
 _TEMPLATE = ("{% for m in messages %}{{ '<bos>' + m['role'] + ':' + m['content'] + '<eos>' }}{% endfor %}"
              "{% if add_generation_prompt %}{{ '<bos>assistant:' }}{% endif %}")
 

@@ -21,6 +21,9 @@ def llm():
     llm.llm.close()
 
 
+def test_says_what_it_is(llm): assert repr(llm) == f'Async{llm.llm!r}' and repr(llm).startswith('AsyncLLM(')
+
+
 def run(coroutine): return asyncio.run(asyncio.wait_for(coroutine, 120))
 
 

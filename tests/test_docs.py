@@ -50,7 +50,8 @@ def test_a_picture_that_stands_alone_is_one_that_a_notebook_drew(path):
 
 
 def test_every_chapter_shows_something():
-    bare = [p.stem for p in NOTEBOOKS if p.stem not in ('index', '01_models') and 'image/svg+xml' not in p.read_text(encoding='utf-8')]
+    exempt = lambda stem: stem in ('index', '01_models') or stem.startswith('8')       # pages of part IX are to look things up
+    bare = [p.stem for p in NOTEBOOKS if not exempt(p.stem) and 'image/svg+xml' not in p.read_text(encoding='utf-8')]
     assert not bare
 
 

@@ -30,9 +30,12 @@ def test_links_between_files(path):
     assert not dead
 
 
-@pytest.mark.parametrize('path', BOOK, ids=lambda p: p.stem)
+LOOKED_UP = [p for p in BOOK if p.stem.startswith('8')]            # pages of part IX, which nobody reads through
+
+
+@pytest.mark.parametrize('path', [p for p in BOOK if p not in LOOKED_UP], ids=lambda p: p.stem)
 def test_ends_in_exercises(path):
-    assert re.search(r'^## Exercises\b.*^1\. ', prose(path), re.M | re.S)
+    assert re.search(r'^## Exercises\b.*^(### )?1\. ', prose(path), re.M | re.S)
 
 
 def test_book_order():

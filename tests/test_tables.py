@@ -258,12 +258,14 @@ def test_options_of_a_conversation_reach_the_template(tmp_path):
     (dict(prompt_column='question', system='Be brief.'), ['chat']), (dict(prompt_column='question', data_columns=['x']), ["'x'"]), (dict(prompt_column='question', output='o.xlsx'), ['.xlsx']),
     (dict(prompt_column='question', output='o.parquet.gz'), ['Parquet is compressed']), (dict(prompt_column='question', error_file='e.csv'), ['JSONL']), (dict(input='t.xlsx'), ['read_excel']),
     (dict(input='t.feather'), ['read_feather']), (dict(input='t.docx'), ["can't be read"]), (dict(input='bad.csv'), ["'max_tokns'", 'max_tokens']), (dict(input='sys.csv'), ['{system}']),
-    (dict(input='p.jsonl', prompt_template='{a}'), ['tables']), (dict(input='cut.parquet'), ['not a Parquet file']), (dict(input='arr.json'), ['array'])])
+    (dict(input='p.jsonl', prompt_template='{a}'), ['tables']), (dict(input='cut.parquet'), ['not a Parquet file']), (dict(input='arr.json'), ['array']),
+    (dict(input='semi.csv', prompt_column='q'), ['semicolons', '.tsv'])])
 def test_mistakes_are_refused_and_leave_nothing(tmp_path, monkeypatch, args, words):
     monkeypatch.chdir(tmp_path)
     write('in.csv', [['id', 'lang', 'question'], [1, 'de', 'x']])
     write('bad.csv', [['prompt', 'max_tokns'], ['a', 1]])
     write('sys.csv', [['prompt', 'system'], ['a', 'b']])
+    Path('semi.csv').write_text('id;q\n1;a\n')
     for name in ('t.xlsx', 't.feather', 't.docx', 'cut.parquet'): Path(name).write_bytes(b'PK\x03\x04xxxx')
     Path('p.jsonl').write_text('{"prompt": "a"}\n')
     Path('arr.json').write_text('[{"prompt": "a"},')

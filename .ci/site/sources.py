@@ -197,6 +197,11 @@ def chapter(path):
     return dict(nb, cells=out)
 
 
+def part_of(stem):
+    "The Roman number of the part that a notebook is in, by its first digit: the tour is part 0, 01 to 07 are part I, 10 to 17 part II."
+    return '0' if stem.startswith('00') else ('I', 'II', 'III', 'IV', 'V', 'VI', 'VII', 'VIII', 'IX')[int(stem[0])]
+
+
 def toctree(caption, rows):
     return f'```{{toctree}}\n:hidden:\n:caption: {caption}\n\n' + ''.join(f'{t} <{d}>\n' for t, d in rows) + '```\n\n'
 
@@ -204,11 +209,9 @@ def toctree(caption, rows):
 def home():
     "The index, with the order of everything."
     nb = chapter(ROOT/'nbs/index.ipynb')
-    parts = re.findall(r'^\*\*(Part [^*]*)\*\*', ''.join(cells(ROOT/'nbs/index.ipynb', 'markdown')), re.M)     # in README's tables
-    book = ''
-    for digit, part in enumerate(parts):                                       # the tour and the drawings, 01 to 07, 10 to 16, …
-        of = lambda stem, d=digit: stem.startswith('00') if d == 0 else stem[0] == str(d - 1) and not stem.startswith('00')
-        book += toctree(part, [(f"{p.stem.split('_')[0]} {title_of(p).split(':')[0]}", p.stem) for p in notebooks() if of(p.stem)])
+    parts = re.findall(r'^\*\*Part ([0IVX]+): ([^*]*)\*\*', ''.join(cells(ROOT/'nbs/index.ipynb', 'markdown')), re.M)     # in README's tables
+    book = ''.join(toctree(f'Part {number}: {name}', [(f"{p.stem.split('_')[0]} {title_of(p).split(':')[0]}", p.stem) for p in notebooks()
+                                                      if part_of(p.stem) == number]) for number, name in parts)
     api = [('All modules', 'api/index')] + [(m, f'api/{m}') for m in modules()]
     rest = [(title_of(p), p.stem) for p in small()]
     working = [('Contributing', 'CONTRIBUTING')]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from batchlab.slots import KVCache, Shape
 
 # %% auto #0
-__all__ = ['REGISTRY', 'Step', 'Backend', 'BackendOptions', 'register', 'select_backend']
+__all__ = ['Step', 'Backend', 'REGISTRY', 'BackendOptions', 'register', 'select_backend']
 
 # %% ../../nbs/12_attention.ipynb #c243b429
 class Step(Protocol):
@@ -52,7 +52,7 @@ class Backend(Protocol):
         "Give back what was made for the cache in use."
         ...
 
-# %% ../../nbs/12_attention.ipynb #7b3368b9
+# %% ../../nbs/71_families.ipynb #7b3368b9
 @dataclass
 class BackendOptions:
     """`compile`: False for plain torch, True to insist on kernels, 'auto' to take them where they can be had. `own`: the model's

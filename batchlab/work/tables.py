@@ -150,7 +150,8 @@ def no_column(name: str, names: Collection[str], where: str | Path, what: str) -
     "The error that there is no column `name` for `what` among `names`, the nearest of them first."
     near = difflib.get_close_matches(name, names, 1, .7) or [n for n in names if n.lower() == name.lower()]
     guess, known = f', did you mean {near[0]!r}?' if near else '', ', '.join(map(repr, names))[:300]
-    return JobError(f"{where} has no column {name!r}{guess}: choose the {what} among {known or 'none, it is empty'}")
+    split = '; its header has no comma but semicolons: save it with commas, or as .tsv with tabs' if len(names) == 1 and ';' in min(names) else ''
+    return JobError(f"{where} has no column {name!r}{guess}: choose the {what} among {known or 'none, it is empty'}{split}")
 
 def is_missing(v: Any) -> bool:
     "Whether cell `v` holds nothing: None, an empty string, NaN, or what pandas has there."
