@@ -184,6 +184,13 @@ def link_chapters(text, own):
     return ''.join(parts)
 
 
+def to_pages(text):
+    "Prose in which a link to a notebook of `nbs/modules` that has no page leads to the page of its module."
+    paged = {p.name for p in small()}
+    of = lambda m: m[0] if m[1] in paged else f'](api/{module_of(ROOT/"nbs/modules"/m[1])}.md)'
+    return re.sub(r'\]\(modules/(\w+\.ipynb)\)', of, text)
+
+
 def admonition(text):
     "A cell that is a box as MyST's admonition, other text as it is."
     m = BOX.match(text)
@@ -223,7 +230,7 @@ def chapter(path):
                 code = f'```cpp\n{code.partition(chr(10))[2]}\n```'
             cell['source'] = code
         else:
-            source = admonition(unfolded(source))
+            source = admonition(unfolded(to_pages(source)))
             cell['source'] = link_chapters(source.replace('](../', '](').replace('](modules/', ']('), path.stem)
             if not out: cell['source'] = re.sub(r'^(?!# )\s*', '# ', cell['source'])
             if not out and module: cell['source'] += f'\n\n{{.module}}\nBuilds [`batchlab.{module}`](api/{module}.md).'
