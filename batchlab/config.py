@@ -8,7 +8,7 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['log', 'STRATEGIES', 'model_and_tokenizer', 'check_causal', 'probe_model', 'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory', 'Limits', 'choose_limits', 'check_strategy', 'check_compile', 'check_quantization', 'check_count', 'weights_digest', 'weights_version']
 
-# %% ../nbs/15_llm.ipynb #8ec2a59b
+# %% ../nbs/73_recovery.ipynb #8ec2a59b
 import contextlib, hashlib, logging, numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from .slots import Shape
 
 log = logging.getLogger('batchlab')
 
-# %% ../nbs/15_llm.ipynb #4b07a5d1
+# %% ../nbs/73_recovery.ipynb #4b07a5d1
 def model_and_tokenizer(model: Any, tokenizer: Any, dtype: Any, device: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     "What `LLM` was given, as `(model, tokenizer or None)`. Raises `ModelError`, `ParamError`."
     if isinstance(tokenizer, str) or hasattr(tokenizer, '__fspath__'): tokenizer = load_tokenizer(find_model(tokenizer, weights=False))
@@ -44,7 +44,7 @@ def model_and_tokenizer(model: Any, tokenizer: Any, dtype: Any, device: Any) -> 
         raise ParamError('dtype and device are for models loaded by name: give the loaded model as you want it')
     return model, tokenizer
 
-# %% ../nbs/15_llm.ipynb #5daab18f
+# %% ../nbs/73_recovery.ipynb #5daab18f
 @torch.inference_mode()
 def check_causal(model: PreTrainedModel) -> None:
     "Raise `UnsupportedModelError` unless `model` takes ids, returns logits, and sees no token ahead of their position."
@@ -79,7 +79,7 @@ def probe_model(model: PreTrainedModel, packed: bool = True, switch: int | None 
     elif why: log.warning('%s runs in padded batches, not packed: %s', name, why)
     return shapes, paddable
 
-# %% ../nbs/15_llm.ipynb #493215ba
+# %% ../nbs/73_recovery.ipynb #493215ba
 def rope_switch(model: PreTrainedModel) -> int | None:
     "The length beyond which a model rotates all positions of a batch differently (`longrope`), or None."
     config = model.config.get_text_config()
@@ -101,7 +101,7 @@ def select_runner(r: Request, switch: int | None, shapes: Sequence[Shape] | None
     if side == 'across' or not paddable or r.prompt_logprobs is not None: return 'solo'
     return 'padded' if side == 'below' else 'beyond'
 
-# %% ../nbs/15_llm.ipynb #c7bf9f25
+# %% ../nbs/73_recovery.ipynb #c7bf9f25
 def context_limit(model: PreTrainedModel, asked: int | None = None) -> int | None:
     "The most tokens of a request, prompt and answer: the model's context, or `asked` if less. Raises `ParamError`."
     own = max_model_len(model)
@@ -118,7 +118,7 @@ def free_memory(device: torch.device) -> int:
         free = min(free, limit - used)
     return max(0, free)
 
-# %% ../nbs/15_llm.ipynb #4957086c
+# %% ../nbs/73_recovery.ipynb #4957086c
 @dataclass(repr=False)
 class Limits:
     "What an `LLM` holds itself to; `kv_tokens`: `kv_bytes` in tokens, of all its blocks together, None without a cache."
@@ -147,7 +147,7 @@ class Limits:
         self.kv_bytes = self.kv_tokens // block_size * block_size * self.kv_bytes_per_token
         if self.max_model_len: self.max_model_len = min(self.max_model_len, self.kv_tokens)
 
-# %% ../nbs/15_llm.ipynb #81d6c49b
+# %% ../nbs/73_recovery.ipynb #81d6c49b
 def choose_limits(model: PreTrainedModel, shapes: Sequence[Shape] | None, paddable: bool | None = None,
                   max_num_seqs: int | None = None, max_num_batched_tokens: int | None = None, max_model_len: int | None = None,
                   kv_cache_bytes: int | None = None) -> Limits:
@@ -173,7 +173,7 @@ def choose_limits(model: PreTrainedModel, shapes: Sequence[Shape] | None, paddab
         l.max_model_len = l.kv_tokens
     return l
 
-# %% ../nbs/15_llm.ipynb #34de1be3
+# %% ../nbs/73_recovery.ipynb #34de1be3
 STRATEGIES = ('loop', 'static', 'bucketed', 'prefix', 'continuous')
 
 def check_strategy(name: str) -> str:
@@ -198,7 +198,7 @@ def check_count(name: str, n: Any) -> int | None:
     if isinstance(n, numbers.Integral) and not isinstance(n, bool) and int(n) >= 1: return int(n)
     raise ParamError(f'{name} must be a whole number of at least 1, got {n!r}')
 
-# %% ../nbs/15_llm.ipynb #a9e3d027
+# %% ../nbs/73_recovery.ipynb #a9e3d027
 def weights_digest(model: PreTrainedModel) -> str:
     "16 hex digits that tell `model` from another, also from one of the same shape: of the first numbers of each weight."
     h = hashlib.blake2b(digest_size=8)

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'Frame', 'grammar_for', 'admit', 'group_waves', 'in_order', 'simulate', 'make_plan', 'make_stats',
-           'trim_memory', 'LLM']
+__all__ = ['log', 'Frame', 'grammar_for', 'admit', 'group_waves', 'LLM', 'in_order', 'simulate', 'make_plan', 'make_stats', 'trim_memory']
 
 # %% ../nbs/15_llm.ipynb #10a50c0d
 import contextlib, ctypes, itertools, logging, math, threading, time
@@ -87,68 +86,6 @@ def group_waves(llm: LLM, groups: Sequence[RequestGroup]) -> None:
     for key, rows in group_by_prefix([r.prompt_ids for r in requests]).items():
         for i in rows: requests[i].wave = key if len(rows) > 1 else ''
 
-# %% ../nbs/15_llm.ipynb #a0bd6157
-def in_order(llm: LLM, groups: Sequence[RequestGroup]) -> list[RequestGroup]:
-    "The order in which a call queues `groups`: the longest first, unless `llm.strategy` goes by the order given."
-    if llm.strategy != 'continuous': return list(groups)
-    return sorted(groups, key=lambda g: -max((r.max_tokens for r in g.requests), default=0))
-
-def simulate(scheduler: Scheduler, requests: Iterable[Request], most: int = 200_000) -> tuple[int, int, int] | None:
-    """Run copies of `requests` through `scheduler`, without a model and to their `max_tokens`: `(slots, blocks, tokens reused)`, the
-    most at once. None if that takes more than `most` rows."""
-    for r in requests: scheduler.add(Request(r.request_id, r.prompt_ids, r.max_tokens, r.priority, adapter=r.adapter,
-                                          prompt_logprobs=r.prompt_logprobs))
-    slots = rows = 0
-    while scheduler.has_unfinished:
-        plan = scheduler.schedule()
-        slots, rows = max(slots, len(scheduler.running)), rows + len(plan.rows)
-        if rows > most or not plan.rows: return None
-        scheduler.update(plan, [RowOutput([-1] if row.samples else []) for row in plan.rows])
-    return slots, len(scheduler.pool), scheduler.ledger.reused
-
-# %% ../nbs/15_llm.ipynb #c18d57b9
-def _count_longest(llm: LLM, lengths: Iterable[int]) -> tuple[int, int]:
-    "Of requests that may get as long as `lengths`, how many of the longest run at once, and the blocks that they hold."
-    limits, size = llm.limits, llm.backend.block_size
-    longest = sorted(lengths, reverse=True)
-    if not longest or not limits.kv_tokens: return len(longest[:1]), 0
-    longest = longest[:1 if llm.strategy == 'loop' else limits.max_num_seqs]
-    paged = llm.shapes and llm.strategy == 'continuous'
-    held = [round_up(n, size) if paged else round_up(longest[0]) for n in longest]
-    slots = max(1, sum(total <= limits.kv_tokens for total in itertools.accumulate(held)))
-    return slots, sum(held[:slots]) // size
-
-def make_plan(llm: LLM, groups: Sequence[RequestGroup]) -> MemoryPlan:
-    "The `MemoryPlan` of prompts that were made ready by `admit`."
-    rs, l, size, found = [r for g in in_order(llm, groups) for r in g.requests], llm.limits, llm.backend.block_size, None
-    lengths, tokens = [r.max_len for r in rs], sum(r.max_tokens for r in rs)
-    if llm.shapes and llm.strategy == 'continuous' and tokens <= 200_000:
-        found = simulate(Scheduler(l.max_num_seqs, l.max_num_batched_tokens, l.kv_tokens, size, llm.enable_prefix_caching), rs)
-    slots, blocks, shared = found or (*_count_longest(llm, lengths), 0)
-    weights = sum(p.nbytes for p in llm.model.parameters()) + llm.backend.nbytes
-    return MemoryPlan(len(groups), sum(len(r.prompt_ids) for r in rs), tokens, max(lengths, default=0), slots, weights,
-                      blocks * size * l.kv_bytes_per_token, l.kv_bytes_per_token, l.kv_bytes,
-                      {g.index: g.error for g in groups if g.error}, blocks, size, shared)
-
-# %% ../nbs/15_llm.ipynb #856f8094
-def make_stats(llm: LLM) -> Stats:
-    "The `Stats` of this moment."
-    d, engines, all_time = llm.delivery.sums, list(llm.engines.values()), sum_ledgers([llm.engines.past, llm.ledger])
-    mean = lambda name: d[name] / d[f'n {name}'] if d[f'n {name}'] else math.nan
-    schedulers = [e.scheduler for e in engines]
-    pools, running = [s.pool for s in schedulers], sum(len(s.running) for s in schedulers)
-    return Stats(dict(llm.delivery.ends), d['prompt_tokens'], d['output_tokens'], d['cached_tokens'], all_time.recomputed,
-                 all_time.padded, all_time.masked, d['preemptions'], llm.engines.past_steps + sum(e.num_steps for e in engines), running,
-                 sum(len(s.waiting) for s in schedulers), sum(s.max_num_seqs for s in schedulers), running,
-                 sum(map(len, pools)), sum(p.num_held for p in pools), sum(len(p.cached) for p in pools),
-                 sum(e.runner.nbytes for e in engines), mean('time_to_first_token'), mean('time_per_token'),
-                 d['output_tokens'] / llm.engines.seconds if llm.engines.seconds else math.nan)
-
-def trim_memory() -> None:
-    "Have torch and the C library give back to the system what was freed (CUDA's cache, and glibc's)."
-    if torch.cuda.is_initialized(): torch.cuda.empty_cache()
-    with contextlib.suppress(OSError, AttributeError, TypeError): ctypes.CDLL(None).malloc_trim(0)
-
 # %% ../nbs/15_llm.ipynb #3444a712
 @by_any_name(__init__=read_engine, generate=read_call, chat=read_call, stream=read_call, iter_outputs=read_call, score=read_plain_call,
              plan=read_call, add_request=read_call, choose=read_plain_call, map=read_call, beam_search=read_beam_call)
@@ -177,18 +114,22 @@ class LLM(BackgroundLoop):
         limits = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
                       kv_cache_bytes=kv_cache_bytes)
         for name, x in limits.items(): check_count(name, x)
+        # what was asked for
         self.strategy, self.enable_prefix_caching = check_strategy(strategy), enable_prefix_caching is None or bool(enable_prefix_caching)
         self.compile, self.own = check_compile(compile), not isinstance(model, torch.nn.Module)
         self.quantization, self.logprobs_mode = check_quantization(quantization, strategy), check_logprobs_mode(logprobs_mode)
+        # the model, and what it says of itself
         self.model, self.tokenizer = model_and_tokenizer(model, tokenizer, dtype, device)
         self.eos_ids, self.pad_id = eos_token_ids(self.model, self.tokenizer), pad_token_id(self.model, self.tokenizer)
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
         self.switch = rope_switch(self.model)
-        self.grammars: Any = None                              # made when a request first asks for structured outputs
-        self.watchers: list[Callable] = []                     # of its engines, and of requests: see `Engine`, `Delivery.mark`
+        # how it can run, found by trying it
         probe = Probe(self.model, probe_rows(self.model))      # the model's own answers, asked for once
         self.shapes, self.paddable = probe_model(self.model, strategy == 'continuous', self.switch, probe)
         self.limits = choose_limits(self.model, self.shapes, self.paddable, **limits)
+        # what moves
+        self.watchers: list[Callable] = []                     # of its engines, and of requests: see `Engine`, `Delivery.mark`
+        self.grammars: Any = None                              # made when a request first asks for structured outputs
         self.engines, self.delivery = EngineSet(self, probe), Delivery(self)
         self.recorder: Recorder | None = None                  # the last there was
         if trace: self.trace().start()
@@ -451,3 +392,65 @@ class LLM(BackgroundLoop):
 
 __getattr__ = renamed(__name__, {'make_engine': 'loop.make_engine', 'NoBackend': 'attention.TorchBackend',
                                   'EngineError': 'errors.EngineError'})
+
+# %% ../nbs/73_recovery.ipynb #a0bd6157
+def in_order(llm: LLM, groups: Sequence[RequestGroup]) -> list[RequestGroup]:
+    "The order in which a call queues `groups`: the longest first, unless `llm.strategy` goes by the order given."
+    if llm.strategy != 'continuous': return list(groups)
+    return sorted(groups, key=lambda g: -max((r.max_tokens for r in g.requests), default=0))
+
+def simulate(scheduler: Scheduler, requests: Iterable[Request], most: int = 200_000) -> tuple[int, int, int] | None:
+    """Run copies of `requests` through `scheduler`, without a model and to their `max_tokens`: `(slots, blocks, tokens reused)`, the
+    most at once. None if that takes more than `most` rows."""
+    for r in requests: scheduler.add(Request(r.request_id, r.prompt_ids, r.max_tokens, r.priority, adapter=r.adapter,
+                                          prompt_logprobs=r.prompt_logprobs))
+    slots = rows = 0
+    while scheduler.has_unfinished:
+        plan = scheduler.schedule()
+        slots, rows = max(slots, len(scheduler.running)), rows + len(plan.rows)
+        if rows > most or not plan.rows: return None
+        scheduler.update(plan, [RowOutput([-1] if row.samples else []) for row in plan.rows])
+    return slots, len(scheduler.pool), scheduler.ledger.reused
+
+# %% ../nbs/73_recovery.ipynb #c18d57b9
+def _count_longest(llm: LLM, lengths: Iterable[int]) -> tuple[int, int]:
+    "Of requests that may get as long as `lengths`, how many of the longest run at once, and the blocks that they hold."
+    limits, size = llm.limits, llm.backend.block_size
+    longest = sorted(lengths, reverse=True)
+    if not longest or not limits.kv_tokens: return len(longest[:1]), 0
+    longest = longest[:1 if llm.strategy == 'loop' else limits.max_num_seqs]
+    paged = llm.shapes and llm.strategy == 'continuous'
+    held = [round_up(n, size) if paged else round_up(longest[0]) for n in longest]
+    slots = max(1, sum(total <= limits.kv_tokens for total in itertools.accumulate(held)))
+    return slots, sum(held[:slots]) // size
+
+def make_plan(llm: LLM, groups: Sequence[RequestGroup]) -> MemoryPlan:
+    "The `MemoryPlan` of prompts that were made ready by `admit`."
+    rs, l, size, found = [r for g in in_order(llm, groups) for r in g.requests], llm.limits, llm.backend.block_size, None
+    lengths, tokens = [r.max_len for r in rs], sum(r.max_tokens for r in rs)
+    if llm.shapes and llm.strategy == 'continuous' and tokens <= 200_000:
+        found = simulate(Scheduler(l.max_num_seqs, l.max_num_batched_tokens, l.kv_tokens, size, llm.enable_prefix_caching), rs)
+    slots, blocks, shared = found or (*_count_longest(llm, lengths), 0)
+    weights = sum(p.nbytes for p in llm.model.parameters()) + llm.backend.nbytes
+    return MemoryPlan(len(groups), sum(len(r.prompt_ids) for r in rs), tokens, max(lengths, default=0), slots, weights,
+                      blocks * size * l.kv_bytes_per_token, l.kv_bytes_per_token, l.kv_bytes,
+                      {g.index: g.error for g in groups if g.error}, blocks, size, shared)
+
+# %% ../nbs/73_recovery.ipynb #856f8094
+def make_stats(llm: LLM) -> Stats:
+    "The `Stats` of this moment."
+    d, engines, all_time = llm.delivery.sums, list(llm.engines.values()), sum_ledgers([llm.engines.past, llm.ledger])
+    mean = lambda name: d[name] / d[f'n {name}'] if d[f'n {name}'] else math.nan
+    schedulers = [e.scheduler for e in engines]
+    pools, running = [s.pool for s in schedulers], sum(len(s.running) for s in schedulers)
+    return Stats(dict(llm.delivery.ends), d['prompt_tokens'], d['output_tokens'], d['cached_tokens'], all_time.recomputed,
+                 all_time.padded, all_time.masked, d['preemptions'], llm.engines.past_steps + sum(e.num_steps for e in engines), running,
+                 sum(len(s.waiting) for s in schedulers), sum(s.max_num_seqs for s in schedulers), running,
+                 sum(map(len, pools)), sum(p.num_held for p in pools), sum(len(p.cached) for p in pools),
+                 sum(e.runner.nbytes for e in engines), mean('time_to_first_token'), mean('time_per_token'),
+                 d['output_tokens'] / llm.engines.seconds if llm.engines.seconds else math.nan)
+
+def trim_memory() -> None:
+    "Have torch and the C library give back to the system what was freed (CUDA's cache, and glibc's)."
+    if torch.cuda.is_initialized(): torch.cuda.empty_cache()
+    with contextlib.suppress(OSError, AttributeError, TypeError): ctypes.CDLL(None).malloc_trim(0)

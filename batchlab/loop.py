@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'make_engine', 'EngineSet', 'Delivery', 'StepLoop', 'BackgroundLoop']
+__all__ = ['log', 'StepLoop', 'BackgroundLoop', 'make_engine', 'EngineSet', 'Delivery']
 
 # %% ../nbs/15_llm.ipynb #90905258
 import contextlib, heapq, itertools, logging, threading, time
@@ -28,157 +28,6 @@ if TYPE_CHECKING:
     from batchlab.padding import Probe
 
 log = logging.getLogger('batchlab')
-
-# %% ../nbs/15_llm.ipynb #5f81e419
-def make_engine(llm: LLM, kind: str) -> Engine:
-    "An `Engine` for requests of a kind, by `llm.strategy`."
-    l, strategy, solo = llm.limits, llm.strategy, kind == 'solo'
-    how: Any = dict(max_num_batched_tokens=l.max_num_batched_tokens, budget=llm.budget)
-    if kind == 'packed':
-        size = llm.backend.block_size
-        scheduler = Scheduler(l.max_num_seqs, prefix_caching=llm.enable_prefix_caching, block_size=size, **how)
-        return Engine(scheduler, PackedRunner(llm.backend, max(1, (l.kv_tokens or 0) // size)), llm.watchers)
-    order = dict(bucketed=lambda r: -r.max_len, prefix=lambda r: (r.wave, -r.max_len)).get(strategy)
-    scheduler = Scheduler(1 if solo or strategy == 'loop' else l.max_num_seqs, paged=False, chunked=False, order=order,
-                          barrier=strategy != 'continuous', recompute=solo, **how)
-    runner = SoloRunner(llm.model) if solo else PaddedRunner(llm.model, llm.pad_id, strategy == 'prefix')
-    return Engine(scheduler, runner, llm.watchers)
-
-# %% ../nbs/15_llm.ipynb #10a50c03
-class EngineSet(dict[str, Engine]):
-    """The engines of `llm` by kind of request, see `select_runner`, over one `backend` and one `budget` of KV.
-
-    For the thread that holds `llm.mutex`. `past`: the ledger of all calls before this one; `past_steps`: steps of engines that
-    are gone; `seconds`: time spent in steps; `last`: the kind that stepped last. `probe`: see `check_backend`."""
-    def __init__(self, llm: LLM, probe: Probe | None = None) -> None:
-        super().__init__()
-        self.llm, self.past, self.past_steps, self.seconds, self.last = llm, Ledger(), 0, 0., ''
-        self._open(probe)
-        self.weights_version = weights_version(llm.model)                     # an own model has given weights up by now
-        self.configure()
-
-    def configure(self) -> None:
-        "Begin with no engines, under `llm.limits`."
-        self.llm.limits.fit(self.backend.block_size)
-        self.budget = KVBudget(self.llm.limits.kv_tokens, self._give_back_idle)
-        self.clear()
-
-    @property
-    def busy(self) -> list[str]:
-        "The kinds that have something to do."
-        return [kind for kind, e in self.items() if e.scheduler.has_unfinished]
-    @property
-    def ledger(self) -> Ledger:
-        "The positions of this call."
-        return sum_ledgers([e.ledger for e in list(self.values())])
-
-    def add(self, r: Request) -> None:
-        "Queue `r` with the engine of its kind. Raises `BatchError`."
-        kind = select_runner(r, self.llm.switch, self.llm.shapes, self.llm.paddable)
-        if kind not in self: self[kind] = make_engine(self.llm, kind)
-        self[kind].scheduler.add(r)
-        r.runner = kind
-
-    def step(self) -> list[Request]:
-        "One step of the next kind in line that has something to do: the requests that got a token, or ended."
-        busy = self.busy
-        if not busy: return []
-        self.last = min(busy, key=lambda kind: (kind <= self.last, kind))
-        start = time.perf_counter()
-        try: return self[self.last].step()
-        finally: self.seconds += time.perf_counter() - start
-
-    def begin(self) -> None:
-        "A call begins while nobody runs: what was counted so far belongs to the past, and the weights may be others."
-        self.past = sum_ledgers([self.past, self.ledger])
-        for e in self.values(): e.runner.ledger, e.scheduler.ledger = Ledger(), Ledger()
-        if self.weights_version == weights_version(self.llm.model): return
-        if old := self.pop('packed', None):                                   # what it computed was of other weights
-            old.reset()
-            self.past_steps += old.num_steps
-        if not self.llm.own or not self.llm.shapes: self._open()              # else its weights lie in the backend that it has
-        self.weights_version = weights_version(self.llm.model)
-
-    def _give_back_idle(self, owner: object) -> None:
-        "Memory is short for `owner`: the engines that run nobody give back theirs."
-        for e in self.values():
-            s = e.scheduler
-            if not s.running and s.pool is not owner and s.memory is not owner: e.reset()
-
-    def _open(self, probe: Probe | None = None) -> None:
-        "Look for the backend of the model as it is now. Raises `UnsupportedModelError`."
-        llm, model = self.llm, self.llm.model
-        self.weights_digest = weights_digest(model)                           # now, as an own model gives its weights up
-        options = BackendOptions(llm.compile, llm.own, free_memory(model.device) / 10, llm.quantization, probe)
-        backend = select_backend(model, llm.shapes, options) if llm.shapes else TorchBackend(model, [], 'it does not run packed')
-        if llm.quantization and backend.name != 'fused':
-            raise UnsupportedModelError(f'quantization={llm.quantization!r} is for models that run fused, and this one does not: '
-                                        f'{backend.why}')
-        log.info('%s runs on: %s. %s', type(model).__name__, backend.name, backend.why)
-        self.backend: Backend = backend
-
-# %% ../nbs/15_llm.ipynb #10a50c05
-class Delivery:
-    """Tells whoever asked what becomes of the prompts of `llm`, and counts it. For the thread that holds `llm.mutex`.
-
-    `ends`: how many requests ended for each reason; `sums`: of all that ended, see `Stats`."""
-    def __init__(self, llm: LLM) -> None: self.llm, self.ends, self.sums = llm, Counter(), Counter()
-
-    def mark(self, event: str, x: object) -> None:
-        "Tell those who watch: 'queued', 'ended' of a request, or 'refused' of a prompt that never began."
-        for watch in list(self.llm.watchers): watch(self.llm, event, x)
-
-    def tell(self, r: Request) -> None:
-        "Send the event of what `r` just got; if it was the last of its prompt, with the output."
-        if r.notified: return
-        g, r.notified = r.group, r.finish_reason is not None
-        if r.notified: self.mark('ended', r)
-        event = StreamEvent(g.request_id, g.index, r.index, r.delta, r.output_ids[r.num_told:], r.finish_reason)
-        if r.logprobs is not None: event.logprobs = r.logprobs[r.num_told:]
-        r.delta, r.num_told = '', len(r.output_ids)
-        if all(x.notified for x in g.requests): self._close(g, event)
-        self._send(g, event)
-
-    def end(self, g: RequestGroup, reason: str, error: str | None = None) -> None:
-        "End what still runs of prompt `g`, for a `reason`."
-        if g.done: return
-        g.error = g.error or error
-        for r in g.requests:
-            if r.runner and r.finish_reason is None: self.llm.engines[r.runner].scheduler.finish(r, reason)
-            else: r.finish(reason)
-            self.tell(r)
-        if not g.requests:                                                    # it never began
-            self.mark('refused', g)
-            event = StreamEvent(g.request_id, g.index, finish_reason=g.reason)
-            self._close(g, event)
-            self._send(g, event)
-
-    def fail(self, groups: Iterable[RequestGroup], what: str, e: Exception) -> None:
-        "End `groups` with an error, that `what` and `e` say."
-        for g in groups: self.end(g, 'error', f'{what} {type(e).__name__}: {e}')
-
-    def _close(self, g: RequestGroup, event: StreamEvent) -> None:
-        "Note the result of `g`, in its last event and in the statistics."
-        event.finished, event.output = True, g.result()
-        g.output = event.output
-        with self.llm.progress: self.llm.groups.pop(g.request_id, None)
-        self.ends.update([r.finish_reason for r in g.requests] or [g.reason])
-        for r in g.requests:
-            self.sums.update(prompt_tokens=len(r.prompt_ids), output_tokens=len(r.output_ids), preemptions=r.num_preemptions,
-                             cached_tokens=r.num_cached_tokens or 0)
-        for name in ('time_to_first_token', 'time_per_token'):
-            if (t := (g.output.metrics or {})[name]) is not None: self.sums.update({name: t, f'n {name}': 1})
-        for r in g.requests: r.group = None                                   # no circle: it is freed with its last reader
-
-    def _send(self, g: RequestGroup, event: StreamEvent) -> None:
-        "Give `event` to whoever reads `g`. If that fails, `g` ends, and is told so once."
-        try:
-            if g.on_event: g.on_event(event)
-        except Exception as e:
-            if g.broken: return
-            g.broken = True
-            log.error('the stream callback of request %s failed', g.request_id, exc_info=e)
-            self.fail([g], 'its stream callback failed with', e)
 
 # %% ../nbs/15_llm.ipynb #10a50c09
 class StepLoop:
@@ -361,3 +210,154 @@ class BackgroundLoop(StepLoop):
         with self.progress:
             if self.stopping or self.has_unfinished and (self.inbox or not self.paused): return
             self.progress.wait(.05 if self.paused and self.deadlines else 1)
+
+# %% ../nbs/73_recovery.ipynb #5f81e419
+def make_engine(llm: LLM, kind: str) -> Engine:
+    "An `Engine` for requests of a kind, by `llm.strategy`."
+    l, strategy, solo = llm.limits, llm.strategy, kind == 'solo'
+    how: Any = dict(max_num_batched_tokens=l.max_num_batched_tokens, budget=llm.budget)
+    if kind == 'packed':
+        size = llm.backend.block_size
+        scheduler = Scheduler(l.max_num_seqs, prefix_caching=llm.enable_prefix_caching, block_size=size, **how)
+        return Engine(scheduler, PackedRunner(llm.backend, max(1, (l.kv_tokens or 0) // size)), llm.watchers)
+    order = dict(bucketed=lambda r: -r.max_len, prefix=lambda r: (r.wave, -r.max_len)).get(strategy)
+    scheduler = Scheduler(1 if solo or strategy == 'loop' else l.max_num_seqs, paged=False, chunked=False, order=order,
+                          barrier=strategy != 'continuous', recompute=solo, **how)
+    runner = SoloRunner(llm.model) if solo else PaddedRunner(llm.model, llm.pad_id, strategy == 'prefix')
+    return Engine(scheduler, runner, llm.watchers)
+
+# %% ../nbs/73_recovery.ipynb #10a50c03
+class EngineSet(dict[str, Engine]):
+    """The engines of `llm` by kind of request, see `select_runner`, over one `backend` and one `budget` of KV.
+
+    For the thread that holds `llm.mutex`. `past`: the ledger of all calls before this one; `past_steps`: steps of engines that
+    are gone; `seconds`: time spent in steps; `last`: the kind that stepped last. `probe`: see `check_backend`."""
+    def __init__(self, llm: LLM, probe: Probe | None = None) -> None:
+        super().__init__()
+        self.llm, self.past, self.past_steps, self.seconds, self.last = llm, Ledger(), 0, 0., ''
+        self._open(probe)
+        self.weights_version = weights_version(llm.model)                     # an own model has given weights up by now
+        self.configure()
+
+    def configure(self) -> None:
+        "Begin with no engines, under `llm.limits`."
+        self.llm.limits.fit(self.backend.block_size)
+        self.budget = KVBudget(self.llm.limits.kv_tokens, self._give_back_idle)
+        self.clear()
+
+    @property
+    def busy(self) -> list[str]:
+        "The kinds that have something to do."
+        return [kind for kind, e in self.items() if e.scheduler.has_unfinished]
+    @property
+    def ledger(self) -> Ledger:
+        "The positions of this call."
+        return sum_ledgers([e.ledger for e in list(self.values())])
+
+    def add(self, r: Request) -> None:
+        "Queue `r` with the engine of its kind. Raises `BatchError`."
+        kind = select_runner(r, self.llm.switch, self.llm.shapes, self.llm.paddable)
+        if kind not in self: self[kind] = make_engine(self.llm, kind)
+        self[kind].scheduler.add(r)
+        r.runner = kind
+
+    def step(self) -> list[Request]:
+        "One step of the next kind in line that has something to do: the requests that got a token, or ended."
+        busy = self.busy
+        if not busy: return []
+        self.last = min(busy, key=lambda kind: (kind <= self.last, kind))
+        start = time.perf_counter()
+        try: return self[self.last].step()
+        finally: self.seconds += time.perf_counter() - start
+
+    def begin(self) -> None:
+        "A call begins while nobody runs: what was counted so far belongs to the past, and the weights may be others."
+        self.past = sum_ledgers([self.past, self.ledger])
+        for e in self.values(): e.runner.ledger, e.scheduler.ledger = Ledger(), Ledger()
+        if self.weights_version == weights_version(self.llm.model): return
+        if old := self.pop('packed', None):                                   # what it computed was of other weights
+            old.reset()
+            self.past_steps += old.num_steps
+        if not self.llm.own or not self.llm.shapes: self._open()              # else its weights lie in the backend that it has
+        self.weights_version = weights_version(self.llm.model)
+
+    def _give_back_idle(self, owner: object) -> None:
+        "Memory is short for `owner`: the engines that run nobody give back theirs."
+        for e in self.values():
+            s = e.scheduler
+            if not s.running and s.pool is not owner and s.memory is not owner: e.reset()
+
+    def _open(self, probe: Probe | None = None) -> None:
+        "Look for the backend of the model as it is now. Raises `UnsupportedModelError`."
+        llm, model = self.llm, self.llm.model
+        self.weights_digest = weights_digest(model)                           # now, as an own model gives its weights up
+        options = BackendOptions(llm.compile, llm.own, free_memory(model.device) / 10, llm.quantization, probe)
+        backend = select_backend(model, llm.shapes, options) if llm.shapes else TorchBackend(model, [], 'it does not run packed')
+        if llm.quantization and backend.name != 'fused':
+            raise UnsupportedModelError(f'quantization={llm.quantization!r} is for models that run fused, and this one does not: '
+                                        f'{backend.why}')
+        log.info('%s runs on: %s. %s', type(model).__name__, backend.name, backend.why)
+        self.backend: Backend = backend
+
+# %% ../nbs/73_recovery.ipynb #10a50c05
+class Delivery:
+    """Tells whoever asked what becomes of the prompts of `llm`, and counts it. For the thread that holds `llm.mutex`.
+
+    `ends`: how many requests ended for each reason; `sums`: of all that ended, see `Stats`."""
+    def __init__(self, llm: LLM) -> None: self.llm, self.ends, self.sums = llm, Counter(), Counter()
+
+    def mark(self, event: str, x: object) -> None:
+        "Tell those who watch: 'queued', 'ended' of a request, or 'refused' of a prompt that never began."
+        for watch in list(self.llm.watchers): watch(self.llm, event, x)
+
+    def tell(self, r: Request) -> None:
+        "Send the event of what `r` just got; if it was the last of its prompt, with the output."
+        if r.notified: return
+        g, r.notified = r.group, r.finish_reason is not None
+        if r.notified: self.mark('ended', r)
+        event = StreamEvent(g.request_id, g.index, r.index, r.delta, r.output_ids[r.num_told:], r.finish_reason)
+        if r.logprobs is not None: event.logprobs = r.logprobs[r.num_told:]
+        r.delta, r.num_told = '', len(r.output_ids)
+        if all(x.notified for x in g.requests): self._close(g, event)
+        self._send(g, event)
+
+    def end(self, g: RequestGroup, reason: str, error: str | None = None) -> None:
+        "End what still runs of prompt `g`, for a `reason`."
+        if g.done: return
+        g.error = g.error or error
+        for r in g.requests:
+            if r.runner and r.finish_reason is None: self.llm.engines[r.runner].scheduler.finish(r, reason)
+            else: r.finish(reason)
+            self.tell(r)
+        if not g.requests:                                                    # it never began
+            self.mark('refused', g)
+            event = StreamEvent(g.request_id, g.index, finish_reason=g.reason)
+            self._close(g, event)
+            self._send(g, event)
+
+    def fail(self, groups: Iterable[RequestGroup], what: str, e: Exception) -> None:
+        "End `groups` with an error, that `what` and `e` say."
+        for g in groups: self.end(g, 'error', f'{what} {type(e).__name__}: {e}')
+
+    def _close(self, g: RequestGroup, event: StreamEvent) -> None:
+        "Note the result of `g`, in its last event and in the statistics."
+        event.finished, event.output = True, g.result()
+        g.output = event.output
+        with self.llm.progress: self.llm.groups.pop(g.request_id, None)
+        self.ends.update([r.finish_reason for r in g.requests] or [g.reason])
+        for r in g.requests:
+            self.sums.update(prompt_tokens=len(r.prompt_ids), output_tokens=len(r.output_ids), preemptions=r.num_preemptions,
+                             cached_tokens=r.num_cached_tokens or 0)
+        for name in ('time_to_first_token', 'time_per_token'):
+            if (t := (g.output.metrics or {})[name]) is not None: self.sums.update({name: t, f'n {name}': 1})
+        for r in g.requests: r.group = None                                   # no circle: it is freed with its last reader
+
+    def _send(self, g: RequestGroup, event: StreamEvent) -> None:
+        "Give `event` to whoever reads `g`. If that fails, `g` ends, and is told so once."
+        try:
+            if g.on_event: g.on_event(event)
+        except Exception as e:
+            if g.broken: return
+            g.broken = True
+            log.error('the stream callback of request %s failed', g.request_id, exc_info=e)
+            self.fail([g], 'its stream callback failed with', e)

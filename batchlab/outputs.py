@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['total_logprob', 'CompletionOutput', 'RequestOutput', 'Outputs', 'StreamEvent', 'RequestGroup', 'Score', 'MemoryPlan', 'Stats']
+__all__ = ['total_logprob', 'CompletionOutput', 'RequestOutput', 'Outputs', 'StreamEvent', 'RequestGroup', 'Score', 'MemoryPlan',
+           'Stats']
 
-# %% ../nbs/14_engine.ipynb #c863865c
+# %% ../nbs/modules/000_outputs.ipynb #c863865c
 import math, time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +26,7 @@ def total_logprob(logprobs: list[dict] | None, token_ids: list[int]) -> float | 
     "The log probability of all `token_ids`, by their `logprobs`; None if these were not asked for."
     return None if logprobs is None else sum(l[t].logprob for l, t in zip(logprobs, token_ids))
 
-# %% ../nbs/14_engine.ipynb #1a25183b
+# %% ../nbs/modules/000_outputs.ipynb #1a25183b
 @dataclass(repr=False)
 class CompletionOutput:
     """One answer. `token_ids` include the EOS or stop token that ended it; `text` does not.
@@ -55,7 +56,7 @@ class CompletionOutput:
         total = '' if self.cumulative_logprob is None else f', log probability {self.cumulative_logprob:.2f}'
         return f'{brief(self.text, 50)} ({self.finish_reason}, {len(self.token_ids):,} tokens{total})'
 
-# %% ../nbs/14_engine.ipynb #6456f29d
+# %% ../nbs/modules/000_outputs.ipynb #6456f29d
 @dataclass(repr=False)
 class RequestOutput:
     """What became of one prompt: its answers in `outputs`, or why there are none in `error`, one line.
@@ -94,7 +95,7 @@ class RequestOutput:
                      cached_tokens=self.num_cached_tokens, error=self.error, cumulative_logprob=o.cumulative_logprob,
                      logprobs=o.logprobs) for o in self.outputs]
 
-# %% ../nbs/14_engine.ipynb #9870b1d8
+# %% ../nbs/modules/000_outputs.ipynb #9870b1d8
 class _Result(Protocol):
     "What `Outputs` wants of what it holds."
     error: str | None
@@ -170,7 +171,7 @@ def _rows(results: Iterable[_Result]) -> list[tuple[int, dict[str, Any]]]:
     names = [k for k in dict.fromkeys(k for _, row in rows for k in row) if k not in empty]
     return [(i, {k: row.get(k) for k in names}) for i, row in rows]
 
-# %% ../nbs/14_engine.ipynb #9724d57b
+# %% ../nbs/modules/000_outputs.ipynb #9724d57b
 @dataclass(repr=False)
 class StreamEvent:
     """What a step gave one answer: `text` that it settled, `token_ids` new (none, one or several).
@@ -193,7 +194,7 @@ class StreamEvent:
         end = f', {self.finish_reason}' if self.finish_reason else ''
         return f'StreamEvent({self.request_id}, answer {self.completion}: {brief(self.text, 50)}, {ids}{end}{", finished" * self.finished})'
 
-# %% ../nbs/14_engine.ipynb #54c2eae1
+# %% ../nbs/modules/000_outputs.ipynb #54c2eae1
 @dataclass(eq=False)
 class RequestGroup:
     """A prompt on its way: what was given, its `requests` (one for each of its `n` answers), and what went wrong.
@@ -234,7 +235,7 @@ class RequestGroup:
                     latency=time.perf_counter() - self.start, time_per_token=sum(each) / len(each) if each else None,
                     num_preemptions=sum(r.num_preemptions for r in self.requests))
 
-# %% ../nbs/14_engine.ipynb #0c3375ce
+# %% ../nbs/modules/000_outputs.ipynb #0c3375ce
 @dataclass(repr=False)
 class Score:
     "How likely a text is: `logprobs` of all its tokens but the first, natural logarithms; `error` if it could not be run."
@@ -263,7 +264,7 @@ class Score:
         return [dict(prompt_tokens=self.num_tokens, perplexity=self.perplexity, error=self.error,
                      cumulative_logprob=sum(self.logprobs), logprobs=self.logprobs)]
 
-# %% ../nbs/14_engine.ipynb #a084aa91
+# %% ../nbs/modules/000_outputs.ipynb #a084aa91
 @dataclass(repr=False)
 class MemoryPlan:
     """What a call would take. `longest`: prompt and answer of the longest request, tokens; `refused`: errors by index.
@@ -298,7 +299,7 @@ class MemoryPlan:
                 f'at most {megabytes(self.kv_bytes)} of {megabytes(self.kv_limit_bytes)}',
                 *(f'request {i} is refused: {why}' for i, why in refused), *[f'and {more:,} more are refused'] * (more > 0)]
 
-# %% ../nbs/14_engine.ipynb #f05bcb17
+# %% ../nbs/modules/000_outputs.ipynb #f05bcb17
 @dataclass(repr=False)
 class Stats:
     """What an `LLM` has done since it was made. Tokens are counted for finished requests, positions for all steps.

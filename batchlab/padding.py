@@ -23,7 +23,7 @@ if TYPE_CHECKING: from transformers import PreTrainedModel
 __getattr__ = renamed(__name__, {'PaddingError': 'errors.BatchError', 'Ledger': 'ledger.Ledger'})
 
 # %% auto #0
-__all__ = ['pad_and_mask', 'positions_from_mask', 'prefill_padded', 'Probe', 'same_as_alone', 'can_pad']
+__all__ = ['pad_and_mask', 'positions_from_mask', 'prefill_padded', 'Probe', 'can_pad', 'same_as_alone']
 
 # %% ../nbs/04_padding.ipynb #ff44790d
 def pad_and_mask(rows: Sequence[Sequence[int]], pad_id: int = 0, side: str = 'left') -> tuple[Tensor, Tensor]:
@@ -78,10 +78,7 @@ class Probe:
             if not (got.to(want.device) - want).abs().max() <= tolerance * want.abs().max(): return False      # NaN is not close
         return True
 
-def same_as_alone(model: PreTrainedModel, rows: Sequence[Sequence[int]], logits: Tensor, tolerance: float | None = None) -> bool:
-    "Whether each of `logits` `[n, V]` is what `model` gives after one of `rows`, run alone: as `Probe.agrees` has it."
-    return Probe(model, rows).agrees([(i, len(row)) for i, row in enumerate(rows)], logits, tolerance)
-
+# %% ../nbs/04_padding.ipynb #a31375d0
 @torch.inference_mode()
 def can_pad(model: PreTrainedModel) -> bool:
     "Whether left-padded rows get the logits that each gets alone, in prefill and in a decode step, for this model."
@@ -94,3 +91,8 @@ def can_pad(model: PreTrainedModel) -> bool:
         second = decode_step(model, last, cache, lengths, mask)
         return probe.agrees([(0, 9), (1, 3)], first) and probe.agrees([(0, 10), (1, 4)], second)
     except Exception: return False      # whatever it says: its cache or its arguments are of another kind
+
+# %% ../nbs/04_padding.ipynb #7bf92a6a
+def same_as_alone(model: PreTrainedModel, rows: Sequence[Sequence[int]], logits: Tensor, tolerance: float | None = None) -> bool:
+    "Whether each of `logits` `[n, V]` is what `model` gives after one of `rows`, run alone: as `Probe.agrees` has it."
+    return Probe(model, rows).agrees([(i, len(row)) for i, row in enumerate(rows)], logits, tolerance)
