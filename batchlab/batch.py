@@ -104,7 +104,7 @@ def make_batch(plan: 'StepPlan', block_size: int = 0) -> Batch:
     return pack_rows(rows, [r.block_table for r in requests], block_size, at, slots=[r.slot for r in requests],
                      copies=list(plan.copies), adapters=[r.adapter for r in requests])
 
-# %% ../nbs/07_ragged.ipynb #abc7086c
+# %% ../nbs/modules/000_batch.ipynb #abc7086c
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
@@ -112,7 +112,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING: from batchlab.scheduler import StepPlan
 
-# %% ../nbs/07_ragged.ipynb #7e1b6100
+# %% ../nbs/modules/000_batch.ipynb #7e1b6100
 @dataclass
 class Batch:
     """One step: R rows side by side, T tokens in all. Numbers only, so that it can be pickled; it knows no request.
@@ -156,7 +156,7 @@ class Batch:
         n = self.lengths
         return next((i for i, x in enumerate(n) if x > 1), len(n))
 
-# %% ../nbs/07_ragged.ipynb #a1fd867d
+# %% ../nbs/modules/000_batch.ipynb #a1fd867d
 def places(table: Sequence[int], start: int, n: int, block_size: int) -> list[int]:
     "The places in the cache of positions `start` to `start + n` (excluded) of a sequence with that block table."
     if n == 1: return [table[start // block_size] * block_size + start % block_size]
@@ -169,7 +169,7 @@ def places(table: Sequence[int], start: int, n: int, block_size: int) -> list[in
         start, n = start + k, n - k
     return found
 
-# %% ../nbs/07_ragged.ipynb #1606492c
+# %% ../nbs/modules/000_batch.ipynb #1606492c
 def pack_rows(rows: Sequence[tuple[Sequence[int], int]], tables: Sequence[Sequence[int]], block_size: int,
               logits_at: Sequence[int] | None = None, **more: Any) -> Batch:
     """A `Batch` of `rows` `(token ids, start)` with these block `tables`; rows of one token have to come first.
@@ -188,7 +188,7 @@ def pack_rows(rows: Sequence[tuple[Sequence[int], int]], tables: Sequence[Sequen
                  [s + n for (_, s), n in zip(rows, lengths)], block_table=[list(t) for t in tables], slot_mapping=list(mapping),
                  logits_at=at, **more)
 
-# %% ../nbs/07_ragged.ipynb #c548a6c7
+# %% ../nbs/modules/000_batch.ipynb #c548a6c7
 def make_batch(plan: 'StepPlan', block_size: int = 0) -> Batch:
     "The `Batch` of a plan; `block_size` 0 for a runner that keeps no blocks."
     at, end = [], 0
