@@ -80,6 +80,14 @@ def link_names(app, doctree):
             node.replace_self(addnodes.pending_xref('', node.deepcopy(), reftarget=full, **how))
 
 
+def explain_terms(app, doctree, docname):
+    "A link to the glossary says what the term means, to whoever points at it."
+    known = {anchor.replace('_', '-'): text for anchor, text in sources.terms().items()}
+    for node in doctree.findall(nodes.reference):
+        page, _, anchor = node.get('refuri', '').partition('#')
+        if page.endswith('82_glossary.html') and anchor.replace('_', '-') in known: node['reftitle'] = known[anchor.replace('_', '-')]
+
+
 def draw_math(page, node):
     text = node.astext().replace(r'\dots', r'\ldots')
     page.body.append(latex2mathml.tex2mathml(text, as_block=isinstance(node, nodes.math_block)))
@@ -92,4 +100,5 @@ def setup(app):
     app.connect('autodoc-process-docstring', docstring)
     app.connect('autodoc-skip-member', skip)
     app.connect('doctree-read', link_names)
+    app.connect('doctree-resolved', explain_terms)
     return dict(parallel_read_safe=True)

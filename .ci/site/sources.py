@@ -8,6 +8,9 @@ HIDDEN = re.compile(r'^#\s*\|\s*(hide|default_exp)\b', re.M)
 EXPORT, DEFAULT = re.compile(r'^#\s*\|\s*export[is]?\b', re.M), re.compile(r'^#\s*\|\s*default_exp\s+([\w.]+)', re.M)
 ELSEWHERE = re.compile(r'^#\s*\|\s*export[is]?[ \t]+([\w.]+)', re.M)
 DIRECTIVE = re.compile(r'^#\s*\|.*\n?', re.M)
+SOLUTION, FOLD = re.compile(r'^#\s*\|\s*solution\b', re.M), re.compile(r'^#\s*\|\s*code-fold:\s*(.+)', re.M)
+MARKS = re.compile(r'^\s*### (BEGIN|END) SOLUTION\n?', re.M)
+BOX = re.compile(r'> \*\*Box: (.+?)\.?\*\*\s*')
 SCOPED = re.compile(r'<style scoped>.*?</style>', re.S)           # which browsers take for a style of the whole page
 
 
@@ -149,6 +152,19 @@ def meant(text, module=None):
     return full[0] if len(full) == 1 else None
 
 
+# --- terms
+
+@functools.cache
+def terms():
+    "`{anchor: definition}` of the glossary, as plain text."
+    found = {}
+    for cell in cells(ROOT/'nbs/82_glossary.ipynb', 'markdown'):
+        if m := re.match(r'### ([^\n]+)\n+([^\n]+)', cell):
+            text = re.sub(r'\s*\[Chapter [^\]]*\]\([^)]*\)', '', m[2])
+            found[m[1].strip().replace(' ', '-')] = re.sub(r'\[([^\]]*)\]\([^)]*\)', r'\1', text).replace('`', '').strip()
+    return found
+
+
 # --- pages
 
 def picture(svg):
@@ -168,28 +184,53 @@ def link_chapters(text, own):
     return ''.join(parts)
 
 
+def to_pages(text):
+    "Prose in which a link to a notebook of `nbs/modules` that has no page leads to the page of its module."
+    paged = {p.name for p in small()}
+    of = lambda m: m[0] if m[1] in paged else f'](api/{module_of(ROOT/"nbs/modules"/m[1])}.md)'
+    return re.sub(r'\]\(modules/(\w+\.ipynb)\)', of, text)
+
+
+def admonition(text):
+    "A cell that is a box as MyST's admonition, other text as it is."
+    m = BOX.match(text)
+    if not m: return text
+    body = re.sub('^> ?', '', '> ' + text[m.end():].removeprefix('> '), flags=re.M)
+    return f'````{{admonition}} {m[1]}\n:class: box\n\n{body}\n````'
+
+
+def unfolded(text):
+    "Prose in which what `<details>` holds is read as Markdown: that wants an empty line around it."
+    return re.sub(r'\s*(</details>)', r'\n\n\1', re.sub(r'(</summary>)\s*', r'\1\n\n', text)) if '<details' in text else text
+
+
 def chapter(path):
-    "A notebook for the site: hidden cells and directives out, exported cells marked, links as they are here."
+    "A notebook for the site: hidden cells and directives out, exported cells marked, boxes and answers folded, links as they are here."
     nb, module, out = load(path), module_of(path), []
     for i, cell in enumerate(nb['cells']):
         source, cell = ''.join(cell['source']), dict(cell, metadata={})
         if cell['cell_type'] == 'code':
             if HIDDEN.search(source): continue
-            code = DIRECTIVE.sub('', source).strip()
+            code = MARKS.sub('', DIRECTIVE.sub('', source)).strip()
             if not code and not cell['outputs']: continue
             if EXPORT.search(source):
                 anchors = ''.join(f'<span id="def-{n}"></span>' for n in defined(ast.parse(code).body))
                 if anchors: out.append(dict(cell_type='markdown', metadata={}, source=anchors, id=f'anchor-{i}'))
                 cell['metadata']['tags'] = ['export']
+            fold = 'A worked answer' if SOLUTION.search(source) else m[1].strip() if (m := FOLD.search(source)) else ''
+            if fold:
+                cell['metadata']['tags'] = [*cell['metadata'].get('tags', []), 'hide-input']
+                cell['metadata']['mystnb'] = dict(code_prompt_show=fold, code_prompt_hide=fold)
             for o in cell['outputs']:
                 data = o.get('data', {})
-                if svg := ''.join(data.get('image/svg+xml', '')): cell['metadata']['mystnb'] = dict(image=picture(svg))
+                if svg := ''.join(data.get('image/svg+xml', '')): cell['metadata'].setdefault('mystnb', {})['image'] = picture(svg)
                 if table := ''.join(data.get('text/html', '')): data['text/html'] = SCOPED.sub('', table)
             if code.startswith('%%cpp'):                                   # C++, shown as such
                 cell = dict(cell_type='markdown', metadata=cell['metadata'], id=f'cpp-{i}')
                 code = f'```cpp\n{code.partition(chr(10))[2]}\n```'
             cell['source'] = code
         else:
+            source = admonition(unfolded(to_pages(source)))
             cell['source'] = link_chapters(source.replace('](../', '](').replace('](modules/', ']('), path.stem)
             if not out: cell['source'] = re.sub(r'^(?!# )\s*', '# ', cell['source'])
             if not out and module: cell['source'] += f'\n\n{{.module}}\nBuilds [`batchlab.{module}`](api/{module}.md).'
