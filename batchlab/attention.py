@@ -261,7 +261,7 @@ def open_backend(model: PreTrainedModel, shapes: Sequence[Shape], options: Backe
     "The backend that always runs."
     return TorchBackend(model, shapes, 'compile=False' if options.compile is False else '')
 
-# %% ../nbs/71_families.ipynb #5c71aa55
+# %% ../nbs/71_families.ipynb #a3f1b4b0
 import contextlib, threading, weakref
 from collections.abc import Iterator
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['KVBudget', 'Block', 'BlockAllocator', 'common_length', 'BlockIndex', 'Hit', 'BlockPool']
+__all__ = ['Block', 'BlockAllocator', 'common_length', 'BlockIndex', 'Hit', 'BlockPool', 'KVBudget']
 
 # %% ../nbs/10_slots.ipynb #cdd329a6
 import math
@@ -16,33 +16,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from .hashes import content_hash
-
-# %% ../nbs/10_slots.ipynb #4af0c6a6
-class KVBudget:
-    """The tokens of KV that all engines of an `LLM` may hold together: `limit`, or None for any number.
-
-    `claims`: what each owner holds. `on_short(owner)`: called when a claim does not fit, to give back what lies idle with others
-    than `owner`."""
-    def __init__(self, limit: int | None = None, on_short: Callable[[Hashable], None] | None = None) -> None:
-        self.limit, self.on_short = limit, on_short
-        self.claims: dict[Hashable, int] = {}
-
-    def left(self, owner: Hashable) -> float:
-        "How many tokens `owner` may hold in all, as far as the others leave them; infinity without a limit."
-        if self.limit is None: return math.inf
-        return self.limit - sum(n for o, n in self.claims.items() if o != owner)
-
-    def has_room(self, owner: Hashable, tokens: int) -> bool:
-        "Whether `owner` may hold `tokens` in all, if need be once others have given back what lies idle."
-        if tokens > self.left(owner) and self.on_short is not None: self.on_short(owner)
-        return tokens <= self.left(owner)
-
-    def claim(self, owner: Hashable, tokens: int) -> bool:
-        "Let `owner` hold `tokens` in all; whether they were there."
-        if not self.has_room(owner, tokens): return False
-        if tokens: self.claims[owner] = tokens
-        else: self.claims.pop(owner, None)
-        return True
 
 # %% ../nbs/10_slots.ipynb #c4493a25
 @dataclass(slots=True, eq=False)
@@ -197,24 +170,6 @@ class Hit:
     source: int | None = None
     n: int = 0
 
-# %% ../nbs/10_slots.ipynb #d6383787
-def _check_pool(pool: BlockPool) -> None:
-    "Raise `AssertionError` unless the books of `pool` agree with each other."
-    free, cached = set(pool.free), set(pool.cached)
-    assert len(free) == len(pool.free) and not free & cached, 'a block is free twice, or free and cached'
-    assert pool.free == sorted(free), 'free blocks are out of order'
-    for i, b in enumerate(pool.blocks):
-        assert (b.refs == 0) == (i in free or i in cached), f'block {i} is held and free, or neither'
-        assert i not in free or not (b.token_ids or b.listed), f'free block {i} holds something'
-        assert i not in cached or b.listed, f'cached block {i} can not be found'
-        assert len(b.token_ids) <= pool.block_size, f'block {i} holds too much'
-        assert b.listed == (i in pool.children.get(b.parent, ())), f'block {i} is not listed where it should be'
-        assert b.hash is None or b.hash == pool.chain(b.token_ids, b.parent), f'block {i} is not what its hash says'
-        assert not b.listed or b.hash is None or pool.full.get(b.hash) == i, f'full block {i} is not found by its hash'
-    assert all(pool.blocks[i].hash == h for h, i in pool.full.items()), 'a hash leads to another block'
-    assert sum(map(len, pool.children.values())) == sum(b.listed for b in pool.blocks), 'a block is listed twice'
-    assert len(pool.blocks) * pool.block_size <= pool.budget.left(pool), 'more memory than there may be'
-
 # %% ../nbs/10_slots.ipynb #3cef918d
 class BlockPool(BlockAllocator):
     """Hands out blocks of KV, and finds again what lies in them. States and arguments: `BlockAllocator`.
@@ -300,3 +255,48 @@ class BlockPool(BlockAllocator):
     def check(self) -> None:
         "Raise `AssertionError` unless the books agree with each other. For tests: takes time in proportion to all held."
         _check_pool(self)
+
+# %% ../nbs/74_memory.ipynb #4af0c6a6
+class KVBudget:
+    """The tokens of KV that all engines of an `LLM` may hold together: `limit`, or None for any number.
+
+    `claims`: what each owner holds. `on_short(owner)`: called when a claim does not fit, to give back what lies idle with others
+    than `owner`."""
+    def __init__(self, limit: int | None = None, on_short: Callable[[Hashable], None] | None = None) -> None:
+        self.limit, self.on_short = limit, on_short
+        self.claims: dict[Hashable, int] = {}
+
+    def left(self, owner: Hashable) -> float:
+        "How many tokens `owner` may hold in all, as far as the others leave them; infinity without a limit."
+        if self.limit is None: return math.inf
+        return self.limit - sum(n for o, n in self.claims.items() if o != owner)
+
+    def has_room(self, owner: Hashable, tokens: int) -> bool:
+        "Whether `owner` may hold `tokens` in all, if need be once others have given back what lies idle."
+        if tokens > self.left(owner) and self.on_short is not None: self.on_short(owner)
+        return tokens <= self.left(owner)
+
+    def claim(self, owner: Hashable, tokens: int) -> bool:
+        "Let `owner` hold `tokens` in all; whether they were there."
+        if not self.has_room(owner, tokens): return False
+        if tokens: self.claims[owner] = tokens
+        else: self.claims.pop(owner, None)
+        return True
+
+# %% ../nbs/74_memory.ipynb #d6383787
+def _check_pool(pool: BlockPool) -> None:
+    "Raise `AssertionError` unless the books of `pool` agree with each other."
+    free, cached = set(pool.free), set(pool.cached)
+    assert len(free) == len(pool.free) and not free & cached, 'a block is free twice, or free and cached'
+    assert pool.free == sorted(free), 'free blocks are out of order'
+    for i, b in enumerate(pool.blocks):
+        assert (b.refs == 0) == (i in free or i in cached), f'block {i} is held and free, or neither'
+        assert i not in free or not (b.token_ids or b.listed), f'free block {i} holds something'
+        assert i not in cached or b.listed, f'cached block {i} can not be found'
+        assert len(b.token_ids) <= pool.block_size, f'block {i} holds too much'
+        assert b.listed == (i in pool.children.get(b.parent, ())), f'block {i} is not listed where it should be'
+        assert b.hash is None or b.hash == pool.chain(b.token_ids, b.parent), f'block {i} is not what its hash says'
+        assert not b.listed or b.hash is None or pool.full.get(b.hash) == i, f'full block {i} is not found by its hash'
+    assert all(pool.blocks[i].hash == h for h, i in pool.full.items()), 'a hash leads to another block'
+    assert sum(map(len, pool.children.values())) == sum(b.listed for b in pool.blocks), 'a block is listed twice'
+    assert len(pool.blocks) * pool.block_size <= pool.budget.left(pool), 'more memory than there may be'

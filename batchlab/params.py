@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from math import inf, isnan, nextafter
 from typing import TYPE_CHECKING, Any
 from .errors import ParamError
-from .names import by_any_name, read_plain_call, read_settings, setting_fields, settings_of
+from .names import by_any_name, known_settings, read_plain_call, read_settings, setting_fields, settings_of
 if TYPE_CHECKING: from transformers import GenerationConfig
 
 # %% auto #0
@@ -317,12 +317,12 @@ def _read_beams(unknown: dict[str, Any], given: dict[str, Any], names: list[str]
             found[name] = v
         elif v is not None and (k not in _BEAM_NEUTRAL or v != _BEAM_NEUTRAL[k]):
             near = get_close_matches(k, [*_BEAM_RULES, 'ignore_eos'], 1)
-            raise ParamError(f"BeamSearchParams has no {k!r:.60}: {f'did you mean {near[0]!r}?' if near else 'leave it out, or use llm.generate'}")
+            raise ParamError(f"a beam search has no {k!r:.60}: {f'did you mean {near[0]!r}?' if near else 'leave it out, or use llm.generate'}")
     return found
 
 def read_beam_call(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
     "For `reads`: the keywords of `LLM.beam_search`, with settings in place of `params` too. Raises `ParamError`."
-    own = {k: v for k, v in unknown.items() if k in _BEAM_NAMES or k in BeamSearchParams.__dataclass_fields__}
+    own = {k: v for k, v in unknown.items() if k in _BEAM_NAMES or k in BeamSearchParams.__dataclass_fields__ or k in known_settings()}
     given = read_plain_call({k: v for k, v in unknown.items() if k not in own}, given, names)
     if own and ('params' not in names or given.get('params') is not None):
         raise ParamError(f"{', '.join(own)}: settings stand in params, as in BeamSearchParams({next(iter(own))}=…)")
@@ -358,4 +358,4 @@ class BeamSearchParams:
         "From `BeamSearchParams` or a dict of its fields."
         if isinstance(x, cls): return x
         if isinstance(x, dict) and 'beam_width' in x.keys() | {_BEAM_NAMES.get(k) for k in x}: return cls(**x)
-        raise ParamError(f'params must be BeamSearchParams or a dict with beam_width, got {x!r:.60}: BeamSearchParams(beam_width=4, max_tokens=64)')
+        raise ParamError(f'params must be BeamSearchParams or a dict with beam_width, got {x!r:.40}: BeamSearchParams(beam_width=4, max_tokens=64)')

@@ -18,7 +18,7 @@ from .engine import log, make_request, out_of_memory
 from .llm import grammar_for
 from .prefill import check_prompt
 from .params import SamplingParams
-from .sampling import SamplingRow, draw, probabilities, processed_logits, reported_logits, sample
+from .sampling import SamplingRow, probabilities, processed_logits, reported_logits, sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,24 +45,6 @@ def replay(model: PreTrainedModel, prompt_ids: Sequence[int], output_ids: Sequen
     with attention_override(model):
         logits = model(torch.tensor([ids], device=model.device), use_cache=False, **keep).logits[0]
     return (logits if keep else logits[at]).float()
-
-# %% ../nbs/16_verify.ipynb #a0632bd7
-def could_draw(logits: torch.Tensor, row: SamplingRow, token: int, u: float | None, slack: float = 0.) -> bool:
-    """Whether `row` could draw `token` from `logits` `[V]`, fp32, if each of them may be off by `slack`.
-
-    `u`: the random number of the draw; None if nobody knows it, then: any. A greedy row has no `u`: it takes `token` if raising
-    that alone makes it the best."""
-    ids = torch.arange(len(logits), device=logits.device)
-    def raised(some: torch.Tensor) -> torch.Tensor:
-        "The logits `[V]` if those of `some` are too low by `slack` and all others too high."
-        return torch.where(some, logits + slack, logits - slack)
-    if u is None or row.params.greedy:
-        return bool(probabilities(raised(ids == token)[None], [row])[0, token] > 0)
-    # `u` draws the id at which the running sum passes it. With the ids up to `token` raised that is the smallest id that can be,
-    # with `token` and those behind it raised the largest; in between lies all that may happen.
-    p = probabilities(torch.stack([raised(ids <= token), raised(ids >= token)]), [row, row])
-    smallest, largest = draw(p, torch.tensor([u, u], dtype=torch.float64, device=p.device)).tolist()
-    return smallest <= token <= largest and bool((p[:, token] > 0).all())
 
 # %% ../nbs/16_verify.ipynb #982acabb
 def gap_to(logits: torch.Tensor, row: SamplingRow, token: int, want: int | None, u: float | None = None) -> float:
@@ -346,13 +328,6 @@ class Report:
         table = [f'| {" | ".join(map(cell, r))} |' for r in (head, ['---'] * len(head), *rows)] if rows else []
         return '\n'.join([self.headline, '', *table])
 
-# %% ../nbs/16_verify.ipynb #32ffe13a
-def why_not(out: RequestOutput) -> str | None:
-    "Why there is nothing to compare in `RequestOutput` `out`, or None."
-    if out.error: return f'it failed: {out.error}'
-    if not any(c.token_ids for c in out.outputs): return f'{out.outputs[0].finish_reason}, before its first token'
-    if out.params is None or not out.prompt_token_ids: return 'it lacks its params or its prompt_token_ids'
-
 # %% ../nbs/16_verify.ipynb #8bc9e287
 def verify(llm: LLM, outputs: RequestOutput | Iterable[RequestOutput], sample: int | None = 8, seed: int = 0,
            tolerance: float | None = None) -> Report:
@@ -387,3 +362,31 @@ def verify(llm: LLM, outputs: RequestOutput | Iterable[RequestOutput], sample: i
         if not is_checkable(params, params.logprobs_mode or llm.logprobs_mode): report.unchecked += sum(c.logprobs is not None for c in answers)
         report.divergences += found
     return report
+
+# %% ../nbs/71_families.ipynb #632b67a2
+from .sampling import draw
+
+# %% ../nbs/71_families.ipynb #a0632bd7
+def could_draw(logits: torch.Tensor, row: SamplingRow, token: int, u: float | None, slack: float = 0.) -> bool:
+    """Whether `row` could draw `token` from `logits` `[V]`, fp32, if each of them may be off by `slack`.
+
+    `u`: the random number of the draw; None if nobody knows it, then: any. A greedy row has no `u`: it takes `token` if raising
+    that alone makes it the best."""
+    ids = torch.arange(len(logits), device=logits.device)
+    def raised(some: torch.Tensor) -> torch.Tensor:
+        "The logits `[V]` if those of `some` are too low by `slack` and all others too high."
+        return torch.where(some, logits + slack, logits - slack)
+    if u is None or row.params.greedy:
+        return bool(probabilities(raised(ids == token)[None], [row])[0, token] > 0)
+    # `u` draws the id at which the running sum passes it. With the ids up to `token` raised that is the smallest id that can be,
+    # with `token` and those behind it raised the largest; in between lies all that may happen.
+    p = probabilities(torch.stack([raised(ids <= token), raised(ids >= token)]), [row, row])
+    smallest, largest = draw(p, torch.tensor([u, u], dtype=torch.float64, device=p.device)).tolist()
+    return smallest <= token <= largest and bool((p[:, token] > 0).all())
+
+# %% ../nbs/71_families.ipynb #32ffe13a
+def why_not(out: RequestOutput) -> str | None:
+    "Why there is nothing to compare in `RequestOutput` `out`, or None."
+    if out.error: return f'it failed: {out.error}'
+    if not any(c.token_ids for c in out.outputs): return f'{out.outputs[0].finish_reason}, before its first token'
+    if out.params is None or not out.prompt_token_ids: return 'it lacks its params or its prompt_token_ids'

@@ -216,7 +216,8 @@ def test_arguments_are_used_or_refused():
     cases = [(lambda: b([5]), 'BeamSearchParams'), (lambda: b([5], SamplingParams()), 'BeamSearchParams'), (lambda: b([5], dict(max_tokens=3)), 'beam_width'),
              (lambda: b([5], p, concurrency_limit=0), 'concurrency_limit'), (lambda: b([5], p, concurrency_limit=1.5), 'concurrency_limit'), (lambda: b([5], p, use_tqdm=3), 'use_tqdm'),
              (lambda: b([5], p, lora_request=7), 'lora_request'), (lambda: b([5], p, beam_width=3), 'settings stand in params'), (lambda: b([5], p, temprature=0), 'temprature'),
-             (lambda: b([5], p, params=p), 'twice'), (lambda: b([5], p, foo=1), 'foo'), (lambda: b([5], p, max_num_seqs=1), 'max_num_seqs')]
+             (lambda: b([5], p, params=p), 'twice'), (lambda: b([5], p, foo=1), 'foo'), (lambda: b([5], p, max_num_seqs=1), 'max_num_seqs'),
+             (lambda: b([5], beam_width=2, stop='.'), "no 'stop'"), (lambda: b([5], beam_width=2, guided_json={}), "no 'guided_json'"), (lambda: b([5], p, stop='.'), 'settings stand in params')]
     for call, words in cases:
         with pytest.raises(ParamError, match=words): call()
     for prompts in (None, 7, [None], [[dict(role='user', content='hi')]]):
