@@ -77,6 +77,11 @@ def test_measured_anew_with_claims_that_hold_and_that_do_not(tmp_path, capsys, m
     assert MEASURE.main(['cost_of_rows'], book(tmp_path, 1)) == 1
     assert 'no longer holds: cost_of_rows: two cost less than twice one' in capsys.readouterr().out
     with pytest.raises(SystemExit, match='no figure'): MEASURE.main(['cost_of_row'], tmp_path)
+    assert not nbformat.read(tmp_path/'01_a.ipynb', 4).cells[0].outputs
+    (tmp_path/'settings.ini').write_text((ROOT/'settings.ini').read_text())
+    assert MEASURE.main(['--draw'], book(tmp_path, 1)) == 1
+    [drawn] = nbformat.read(tmp_path/'01_a.ipynb', 4).cells[0].outputs         # and not how long it took
+    assert 'Milliseconds of a step' in drawn.data['image/svg+xml']
 
 
 def test_a_claim_is_checked_on_the_record_each_time(tmp_path, monkeypatch):
