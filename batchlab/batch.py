@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['Batch', 'places', 'pack_rows', 'make_batch', 'Batch', 'places', 'pack_rows', 'make_batch']
+__all__ = ['Batch', 'places', 'pack_rows', 'make_batch']
 
 # %% ../nbs/modules/000_batch.ipynb #abc7086c
 from collections.abc import Sequence
@@ -93,102 +93,6 @@ def pack_rows(rows: Sequence[tuple[Sequence[int], int]], tables: Sequence[Sequen
                  logits_at=at, **more)
 
 # %% ../nbs/modules/000_batch.ipynb #c548a6c7
-def make_batch(plan: 'StepPlan', block_size: int = 0) -> Batch:
-    "The `Batch` of a plan; `block_size` 0 for a runner that keeps no blocks."
-    at, end = [], 0
-    for row in plan.rows:
-        end += row.n_tokens
-        at += range(end - row.num_logits, end)
-    rows = [(row.request.tokens(row.start, row.n_tokens), row.start) for row in plan.rows]
-    requests = [row.request for row in plan.rows]
-    return pack_rows(rows, [r.block_table for r in requests], block_size, at, slots=[r.slot for r in requests],
-                     copies=list(plan.copies), adapters=[r.adapter for r in requests])
-
-# %% ../nbs/07_ragged.ipynb #abc7086c
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING: from batchlab.scheduler import StepPlan
-
-# %% ../nbs/07_ragged.ipynb #7e1b6100
-@dataclass
-class Batch:
-    """One step: R rows side by side, T tokens in all. Numbers only, so that it can be pickled; it knows no request.
-
-    `ids`, `positions`, `slot_mapping`: for each of the T tokens its id, its position in its sequence, and its place in the
-    cache, `block * block_size + offset`. `cu_seqlens`: R + 1 numbers; row i has the tokens `cu_seqlens[i]` up to
-    `cu_seqlens[i + 1]`. `seq_lens`: for each row how many tokens it has after the step, these included. `slots`: each row's
-    seat in the batch. `block_table`: each row's blocks, in order.
-
-    `copies`: `(source, target, n)`, done before all else: the first `n` tokens of one block into another. `logits_at`: which
-    of the T tokens give an output. `adapters`: for each row the adapter it runs with, 0 for none. `causal`: False for rows
-    that see all of themselves, in both directions, and leave no KV: a whole sequence each. `hidden`: give the last hidden
-    states in place of logits."""
-    ids: list[int]
-    positions: list[int]
-    cu_seqlens: list[int]
-    seq_lens: list[int]
-    slots: list[int]
-    block_table: list[list[int]]
-    slot_mapping: list[int]
-    copies: list[tuple[int, int, int]] = field(default_factory=list)
-    logits_at: list[int] = field(default_factory=list)
-    adapters: list[int] = field(default_factory=list)
-    causal: bool = True
-    hidden: bool = False
-
-    def __len__(self) -> int: return len(self.seq_lens)
-    @property
-    def num_tokens(self) -> int: return len(self.ids)
-    @property
-    def lengths(self) -> list[int]:
-        "How many tokens each row has in this step."
-        return [b - a for a, b in zip(self.cu_seqlens, self.cu_seqlens[1:])]
-    @property
-    def starts(self) -> list[int]:
-        "How many tokens each row had before the step."
-        return [n - q for n, q in zip(self.seq_lens, self.lengths)]
-    @property
-    def num_decode(self) -> int:
-        "How many rows, all of them at the front, have a single token."
-        n = self.lengths
-        return next((i for i, x in enumerate(n) if x > 1), len(n))
-
-# %% ../nbs/07_ragged.ipynb #a1fd867d
-def places(table: Sequence[int], start: int, n: int, block_size: int) -> list[int]:
-    "The places in the cache of positions `start` to `start + n` (excluded) of a sequence with that block table."
-    if n == 1: return [table[start // block_size] * block_size + start % block_size]
-    found: list[int] = []
-    while n > 0:
-        offset = start % block_size
-        k = min(n, block_size - offset)
-        at = table[start // block_size] * block_size + offset
-        found += range(at, at + k)
-        start, n = start + k, n - k
-    return found
-
-# %% ../nbs/07_ragged.ipynb #1606492c
-def pack_rows(rows: Sequence[tuple[Sequence[int], int]], tables: Sequence[Sequence[int]], block_size: int,
-              logits_at: Sequence[int] | None = None, **more: Any) -> Batch:
-    """A `Batch` of `rows` `(token ids, start)` with these block `tables`; rows of one token have to come first.
-
-    `logits_at`: None for the last token of each row. `block_size`: 0 for a runner that keeps no blocks. `more`: further fields
-    of `Batch`; each row's slot is its index, if not given."""
-    lengths = [len(ids) for ids, _ in rows]
-    assert lengths == sorted(lengths, key=lambda n: n > 1), 'rows of one token come first'
-    cu = list(accumulate(lengths, initial=0))
-    at = [end - 1 for end in cu[1:]] if logits_at is None else list(logits_at)
-    mapping = chain.from_iterable(places(t, s, n, block_size) for t, (_, s), n in zip(tables, rows, lengths)) if block_size else ()
-    more.setdefault('slots', list(range(len(rows))))
-    more.setdefault('adapters', [0] * len(rows))
-    return Batch(list(chain.from_iterable(ids for ids, _ in rows)),
-                 list(chain.from_iterable(range(s, s + n) for (_, s), n in zip(rows, lengths))), cu,
-                 [s + n for (_, s), n in zip(rows, lengths)], block_table=[list(t) for t in tables], slot_mapping=list(mapping),
-                 logits_at=at, **more)
-
-# %% ../nbs/07_ragged.ipynb #c548a6c7
 def make_batch(plan: 'StepPlan', block_size: int = 0) -> Batch:
     "The `Batch` of a plan; `block_size` 0 for a runner that keeps no blocks."
     at, end = [], 0

@@ -47,7 +47,8 @@ def sample_rows(plan: StepPlan, logits: torch.Tensor) -> list[RowOutput]:
     for row, out in zip(plan.rows, outs):
         n, r = row.num_logits, row.request
         end += n
-        if row.samples: live.append((r, out, end - 1 - (row.start + row.n_tokens - r.num_tokens)))
+        guesses = row.start + row.n_tokens - r.num_tokens              # they follow the last token that is known
+        if row.samples: live.append((r, out, end - 1 - guesses))
         if n and r.wants_prompt_logits: append_prompt(r, logits[end - n:end], row.start + row.n_tokens - n)
     known = [(r, len(r.output_ids)) for r, _, _ in live]
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['content_hash', 'chunk_hashes']
 
-# %% ../nbs/06_prefix.ipynb #c8f426f9
+# %% ../nbs/modules/000_hashes.ipynb #c8f426f9
 import hashlib, struct
 from collections.abc import Sequence
 

@@ -1,5 +1,5 @@
 "The book as a whole: links between notebooks, and the site that `.ci/site/build` makes of them."
-import importlib.util, json, re, subprocess, sys
+import importlib.util, json, os, re, shutil, subprocess, sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -68,6 +68,22 @@ def test_chapters_are_linked():
     assert sources.link_chapters(text, '05_sampling').count('](04_padding.ipynb)') == 2
     assert '[Chapter 20](20_kernels.ipynb)' in sources.link_chapters(text, '05_sampling')
     assert sources.link_chapters(text, '04_padding').count('](04_padding.ipynb)') == 1
+
+
+def test_parts_by_the_first_digit():
+    assert [sources.part_of(s) for s in ('000_tour', '01_models', '17_x', '61_profile', '70_models', '84_map')] == ['0', 'I', 'II', 'VII', 'VIII', 'IX']
+    named = re.findall(r'^\*\*Part ([0IVX]+):', prose(ALL[0]), re.M)
+    assert {sources.part_of(p.stem) for p in BOOK} == {*named}, 'a part of the index without chapters, or the reverse'
+
+
+def test_boxes_answers_and_links_for_the_site():
+    box = sources.admonition('> **Box: Rows or blocks.** vLLM has\n> blocks.\n>\n> - one')
+    assert box == '````{admonition} Rows or blocks\n:class: box\n\nvLLM has\nblocks.\n\n- one\n````'
+    assert sources.admonition('> A quotation.') == '> A quotation.'
+    assert sources.unfolded('<details><summary>Why</summary>\nSince.\n</details>') == '<details><summary>Why</summary>\n\nSince.\n\n</details>'
+    assert sources.to_pages('[x](modules/000_errors.ipynb)').endswith('errors.ipynb)')
+    assert 'reads' in sources.terms()['block-table'] or 'slot' in sources.terms()['block-table']
+    assert not [t for t in sources.terms().values() if '](' in t or '`' in t]
 
 
 # --- the site itself
@@ -187,3 +203,63 @@ def test_prose_links_to_code(pages):
     assert '04_padding.html' in pages['06_prefix.html'].links[40:]           # its prose names that chapter
     assert '<math' in pages['02_prefill.html'].text and '$T$' not in pages['02_prefill.html'].text
     assert {'batchlab.llm.LLM.generate', 'batchlab.llm.LLM.score', 'batchlab.engine.Engine.recover'} <= methods
+
+
+@needs_docs
+@pytest.mark.parametrize('path', BOOK, ids=lambda p: p.stem)
+def test_boxes_and_answers_are_shown_as_such(path, pages):
+    text, cells = pages[f'{path.stem}.html'].text, sources.load(path)['cells']
+    boxes = [c for c in cells if c['cell_type'] == 'markdown' and sources.BOX.match(''.join(c['source']))]
+    answers = [c for c in cells if c['cell_type'] == 'code' and sources.SOLUTION.search(''.join(c['source']))]
+    assert len(re.findall(r'class="box admonition|class="admonition[^"]*\bbox\b', text)) == len(boxes)
+    assert text.count('A worked answer') >= len(answers) and 'BEGIN SOLUTION' not in text
+
+
+@needs_docs
+def test_a_link_to_a_term_says_what_it_means(pages):
+    links = re.findall(r'<a [^>]*href="82_glossary\.html#[^>]*>', pages['10_slots.html'].text + pages['12_attention.html'].text)
+    assert links and all('title="' in a for a in links)
+
+
+@pytest.fixture(scope='module')
+def browser():
+    playwright = pytest.importorskip('playwright.sync_api', reason='needs the package playwright: pip install playwright')
+    path = os.environ.get('CHROMIUM') or next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None)
+    if not path: pytest.skip('needs Chromium: install it, or name it in the variable CHROMIUM')
+    with playwright.sync_playwright() as p:
+        b = p.chromium.launch(executable_path=path, args=['--no-sandbox'])
+        yield b
+        b.close()
+
+
+@needs_docs
+@pytest.mark.parametrize('width', [390, 1400])
+def test_no_page_scrolls_sideways(site, browser, width):
+    page = browser.new_page(viewport=dict(width=width, height=900))
+    wide = []
+    for name in ('index', *(p.stem for p in BOOK)):
+        page.goto((site/f'{name}.html').as_uri())
+        if page.evaluate('document.documentElement.scrollWidth > innerWidth'): wide.append(name)
+    page.close()
+    assert not wide
+
+
+@needs_docs
+def test_search_finds_a_chapter(site, browser):
+    page = browser.new_page()
+    page.goto((site/'search.html').as_uri() + '?q=preemption')
+    page.wait_for_selector('ul.search li a', timeout=15_000)
+    assert page.locator('ul.search li a[href*="11_scheduler"]').count()
+    page.close()
+
+
+@needs_docs
+def test_an_answer_unfolds(site, browser):
+    page = browser.new_page(color_scheme='dark')
+    page.goto((site/'02_prefill.html').as_uri())
+    fold = page.locator('details:has(summary:has-text("A worked answer"))').first
+    code = fold.locator('pre').first
+    assert not code.is_visible()
+    fold.locator('summary').click()
+    assert code.is_visible()
+    page.close()

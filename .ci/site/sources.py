@@ -230,8 +230,8 @@ def chapter(path):
                 code = f'```cpp\n{code.partition(chr(10))[2]}\n```'
             cell['source'] = code
         else:
-            source = admonition(unfolded(to_pages(source)))
-            cell['source'] = link_chapters(source.replace('](../', '](').replace('](modules/', ']('), path.stem)
+            source = unfolded(to_pages(source)).replace('](../', '](').replace('](modules/', '](')
+            cell['source'] = admonition(link_chapters(source, path.stem))
             if not out: cell['source'] = re.sub(r'^(?!# )\s*', '# ', cell['source'])
             if not out and module: cell['source'] += f'\n\n{{.module}}\nBuilds [`batchlab.{module}`](api/{module}.md).'
         out.append(cell)

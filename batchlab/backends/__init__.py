@@ -57,7 +57,7 @@ class Backend(Protocol):
 class BackendOptions:
     """`compile`: False for plain torch, True to insist on kernels, 'auto' to take them where they can be had. `own`: the model's
     weights may be given up for packed ones; `room`: else bytes that packed ones may take beside them. `quantization`: None or
-    'int8'. `probe`: of chapter 12's `probe_rows`, if there is one, so that the model is not asked again."""
+    'int8'. `probe`: of `probe_rows`, if there is one, so that the model is not asked again."""
     compile: bool | str = 'auto'
     own: bool = False
     room: float | None = None

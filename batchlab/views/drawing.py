@@ -299,7 +299,7 @@ def bars(rows: Mapping[str, Mapping[str, float]], key: Mapping[str, tuple[str, s
     axis(c, left, right, 0, most, label, all(isinstance(n, int) for parts in rows.values() for n in parts.values()))
     legend(c, left, [(kind, what) for kind, what in key.values() if what])
     written(c, left, caption)
-    return c.picture(title or label, '; '.join(desc))
+    return c.picture(title or label, '; '.join([*desc, *([caption] if caption else [])]))
 
 # %% ../../nbs/55_drawing.ipynb #42864330
 def curves(lines: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str, title: str = '',
@@ -333,8 +333,9 @@ def curves(lines: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_l
     axis(c, left, right, x0, x1, x_label, log='x' in log)
     legend(c, left, list(zip(kinds, lines)))
     written(c, left, caption)
-    said = [f'{name}: {line[0][1]:,.4g} at {line[0][0]:,.4g} to {line[-1][1]:,.4g} at {line[-1][0]:,.4g}' for name, line in lines.items()]
-    return c.picture(title or y_label, f'{y_label} by {x_label}; ' + '; '.join(said))
+    at = lambda p: f'{p[1]:,.4g} at {p[0]:,.4g}'
+    said = [f'{name}: ' + (', '.join(map(at, line)) if len(line) <= 12 else f'{at(line[0])} to {at(line[-1])}') for name, line in lines.items()]
+    return c.picture(title or y_label, '; '.join([f'{y_label} by {x_label}', *said, *([caption] if caption else [])]))
 
 # %% ../../nbs/55_drawing.ipynb #5e1b8c40
 HTML_STYLE = '.bl{color-scheme:light dark;' + ''.join(f'--{k}:light-dark({a},{b});' for k, (a, b) in COLOURS.items()) + '''
