@@ -67,11 +67,21 @@ def definitions(path):
     return {name for source in cells(path, 'code') if EXPORT.search(source) for name in defined(ast.parse(DIRECTIVE.sub('', source)).body)}
 
 
+@functools.cache
+def homes():
+    "`{(module, name): the notebook that defines it}`: a cell may export into the module of another chapter."
+    found = {}
+    for p in [*notebooks(), *small()]:
+        for source in cells(p, 'code'):
+            if not EXPORT.search(source): continue
+            module = m[1].removesuffix('.__init__') if (m := ELSEWHERE.search(source)) else module_of(p)
+            for name in defined(ast.parse(DIRECTIVE.sub('', source)).body): found.setdefault((module, name), p)
+    return found
+
+
 def explained(module, name):
     "The notebook that defines `name` of a module, or the one that explains the module."
-    chapter = modules()[module]
-    own = [chapter, *(p for p in small() if module_of(p) == module)]
-    return next((p for p in own if name in definitions(p)), chapter)
+    return homes().get((module, name), modules()[module])
 
 
 @functools.cache
