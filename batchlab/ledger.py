@@ -15,8 +15,9 @@ from dataclasses import dataclass
 class Ledger:
     """Positions that went through the model, by what they were good for.
 
-    `useful`: tokens of running requests. `padded`: padding, and rows fed after their end. `masked`: columns of the
-    cache read in decode only to be masked. `recomputed`: tokens computed again. `reused`: tokens taken from a cache.
+    `useful`: tokens of running requests. `padded`: padding, and rows fed after their end. `recomputed`: tokens
+    computed again. Not among them: `masked`, columns of the cache read in decode only to be masked, added up over
+    rows and steps; `reused`, tokens taken from a cache.
     """
     useful: int = 0
     padded: int = 0
