@@ -32,18 +32,21 @@ class IncrementalDecoder:
     def add(self, token_id: int) -> str:
         "The text that `token_id` settles, often all of its own, maybe ''."
         text, one = self.decode(self.ids + [token_id], self.skip), [token_id]
-        if text == self.text and self.decode(one, self.skip) != self.decode(one, False): return ''     # it is skipped
+        # a special token that is skipped adds no text; it stays out of the window
+        if text == self.text and self.decode(one, self.skip) != self.decode(one, False): return ''
         self.ids.append(token_id)
-        settled = len(text.rstrip('\ufffd'))
+        settled = len(text.rstrip('\ufffd'))               # up to here no later token changes it
         new, self.text, self.sent = text[self.sent:settled], text, max(self.sent, settled)
         if len(self.ids) >= 16: self._shrink()
         return new
 
     def _shrink(self):
         "Keep a few last ids as window if they read the same without those before."
-        for keep in (5, 6, 7, 8):
+        for keep in (5, 6, 7, 8):                           # a character has up to 4 bytes, so often as many tokens
             tail = self.decode(self.ids[-keep:], self.skip)
-            clean = tail and not tail.startswith('\ufffd') or len(self.ids) >= 64      # else it may cut a character
+            # a tail that begins with U+FFFD may begin inside a character; bytes that never make one end at 64 ids
+            clean = tail and not tail.startswith('\ufffd') or len(self.ids) >= 64
+            # `sent`, counted from the start of the tail; below 0 the tail would lack text not yet given out
             if clean and self.text.endswith(tail) and (sent := self.sent - len(self.text) + len(tail)) >= 0:
                 self.ids, self.text, self.sent = self.ids[-keep:], tail, sent
                 return

@@ -108,8 +108,8 @@ def prefill_shared(model: PreTrainedModel, prompts: Iterable[Iterable[int]], pre
 
     What `prefill_padded` returns, for `DecodeBatch.join`: lengths are whole, the cache left-padded. Every prompt keeps
     at least one token to itself: `prefix_len` is cut to the shortest prompt less one. `prefix_cache`, one row with
-    every layer whole, holds the prefix already and is left as it is; that it was made from these ids is the caller's
-    word. For models that `can_pad`. Raises `BatchError` if prompts differ inside the prefix, or one is empty.
+    every layer whole, holds the prefix already and is left as it is; it must have been made from these ids, which is
+    not checked. For models that `can_pad`. Raises `BatchError` if prompts differ inside the prefix, or one is empty.
     """
     prompts = [list(p) for p in prompts]
     n = min(prefix_len, min(map(len, prompts), default=0) - 1)
