@@ -38,6 +38,7 @@ ADVICE = {                                     # what to give: instead of which 
     'max_tokens': 'max_length max_output_tokens max_tokens_to_sample n_predict num_predict',
     'min_tokens': 'min_length min_new_tokens',
     'n': 'num_return_sequences',
+    'it to llm.beam_search': 'beam_width num_beams',
     'seed': 'random_seed sampling_seed',
     'temperature, which is greedy at 0': 'do_sample',
     'repetition_penalty': 'repeat_penalty',
@@ -49,7 +50,7 @@ ADVICE = {                                     # what to give: instead of which 
     'messages with one of role system, or --system': 'system'}
 INSTEAD = {name: advice for advice, names in ADVICE.items() for name in names.split()}
 
-ELSEWHERE = """add_generation_prompt add_special_tokens beam_width cache_prompt
+ELSEWHERE = """add_generation_prompt add_special_tokens cache_prompt
     cache_salt chat_template chat_template_kwargs continue_final_message decoder_input_details enable_thinking extra_args
     extra_body generation_config guided_decoding ignore_eos_token image_data include_reasoning keep_alive lora_path
     lora_request mm_processor_kwargs multi_modal_data no_stop_trim num_ctx output_kind prompt_embeds prompt_logprobs

@@ -106,6 +106,11 @@ def test_end_tokens_can_be_ignored():
     assert any(s.finish_reason == 'stop' for s in llm(ends=30).beam_search([9, 8, 7], BeamSearchParams(4, 12))[0].sequences)
 
 
+def test_what_an_llm_reports_by_default_changes_no_beam():
+    out, = LLM(model('llama'), logprobs_mode='raw_logits').beam_search([9, 8, 7], BeamSearchParams(4, 6))
+    check(model('llama'), [9, 8, 7], out, 4, 6)
+
+
 @pytest.mark.parametrize('path', ['bf16', 'int8', 'torch bf16'])
 def test_beams_are_the_same_in_any_company(path):
     m = tiny_model('llama', seed=4)

@@ -183,7 +183,7 @@ def test_a_setting_is_used_or_fails_its_line(cli, model, tmp_path):
     for name in ('one.jsonl', 'two.jsonl'):
         out = rows(tmp_path/name)
         assert [r['usage'] and r['usage']['completion_tokens'] for r in out if not r['error']] == [2, 3]
-        assert ['tools=[{}]' in str(out[1]['error']), 'num_beams' in str(out[3]['error'])] == [True, True]
+        assert ['tools=[{}]' in str(out[1]['error']), 'give it to llm.beam_search' in str(out[3]['error'])] == [True, True]
 
 
 def test_messages_may_come_in_parts(cli, model, tmp_path):
