@@ -131,6 +131,14 @@ def test_the_emptied_edition(tmp_path):
     for p in (tmp_path/'out').glob('*.ipynb'): assert 'BEGIN SOLUTION' not in p.read_text(encoding='utf-8')
 
 
+def test_jupyter_folds_what_the_site_folds():
+    new, code = nbformat.v4.new_notebook, nbformat.v4.new_code_cell
+    texts = ['#| export\nimport os', '#| solution\nx = 1', '#| code-fold: How\nx = 1', 'import os', '#| export\nimport os\ndef f(): ...']
+    folded = EXERCISES.folded(nbformat.writes(new(cells=[*map(code, texts), nbformat.v4.new_markdown_cell('import os')])))
+    assert [c.metadata.get('jupyter', {}).get('source_hidden', False) for c in nbformat.reads(folded, 4).cells] == [True] * 3 + [False] * 3
+    assert EXERCISES.folded(folded) == folded
+
+
 # --- words
 
 def test_words_leave_out_what_is_not_the_spine(tmp_path):

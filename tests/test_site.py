@@ -86,6 +86,16 @@ def test_boxes_answers_and_links_for_the_site():
     assert not [t for t in sources.terms().values() if '](' in t or '`' in t]
 
 
+def test_what_is_folded():
+    imports = "#| export\nfrom __future__ import annotations\nimport os\n\nif TYPE_CHECKING: from x import Y\n\n_all_ = ['a']\n__getattr__ = renamed(__name__, {})"
+    assert sources.fold(imports) == 'Imports'
+    assert sources.fold(imports + '\n\ndef f(): pass') == sources.fold(imports + '\nX = 1') == sources.fold('import os') == ''
+    assert sources.fold('#| export\n%%cpp\nint x;') == sources.fold('#| export') == ''
+    assert sources.fold('#| code-fold: How it is drawn\nx = 1') == 'How it is drawn' and sources.fold('#| solution\nx = 1') == 'A worked answer'
+    folded = [c for c in sources.chapter(ROOT/'nbs/01_models.ipynb')['cells'] if c['metadata'].get('mystnb', {}).get('code_prompt_show') == 'Imports']
+    assert len(folded) == 1 and 'hide-input' in folded[0]['metadata']['tags'] and 'import torch' in folded[0]['source']
+
+
 # --- the site itself
 
 class Page(HTMLParser):

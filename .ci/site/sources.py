@@ -162,6 +162,25 @@ def meant(text, module=None):
     return full[0] if len(full) == 1 else None
 
 
+# --- what is folded
+
+def only_imports(code):
+    "Whether code holds imports, and besides them at most what a module hands on by name (`_all_`, `__getattr__`) and its `log`."
+    try: body = ast.parse(code).body
+    except SyntaxError: return False                                # such as C++
+    imports = lambda nodes: all(isinstance(n, (ast.Import, ast.ImportFrom)) for n in nodes)
+    named = lambda n: isinstance(n, ast.Assign) and all(getattr(t, 'id', '') in ('_all_', '__all__', '__getattr__', 'log') for t in n.targets)
+    typing = lambda n: isinstance(n, ast.If) and ast.unparse(n.test) == 'TYPE_CHECKING' and imports(n.body) and not n.orelse
+    return bool(body) and all(imports([n]) or named(n) or typing(n) for n in body)
+
+
+def fold(source):
+    "What a code cell is folded under: an answer, a title of its own, or imports of the library; '' if it stays open."
+    if SOLUTION.search(source): return 'A worked answer'
+    if m := FOLD.search(source): return m[1].strip()
+    return 'Imports' if EXPORT.search(source) and only_imports(DIRECTIVE.sub('', source)) else ''
+
+
 # --- terms
 
 @functools.cache
@@ -170,7 +189,7 @@ def terms():
     found = {}
     for cell in cells(ROOT/'nbs/82_glossary.ipynb', 'markdown'):
         if m := re.match(r'### ([^\n]+)\n+([^\n]+)', cell):
-            text = re.sub(r'\s*\[Chapter [^\]]*\]\([^)]*\)', '', m[2])
+            text = re.sub(r'\s*\[Chapter [^\]]*\]\([^)]*\)(, more in \[chapter [^\]]*\]\([^)]*\))?', '', m[2])
             found[m[1].strip().replace(' ', '-')] = re.sub(r'\[([^\]]*)\]\([^)]*\)', r'\1', text).replace('`', '').strip()
     return found
 
@@ -215,7 +234,7 @@ def unfolded(text):
 
 
 def chapter(path):
-    "A notebook for the site: hidden cells and directives out, exported cells marked, boxes and answers folded, links as they are here."
+    "A notebook for the site: hidden cells and directives out, exported cells marked, answers and imports folded, links as they are here."
     nb, module, out = load(path), module_of(path), []
     for i, cell in enumerate(nb['cells']):
         source, cell = ''.join(cell['source']), dict(cell, metadata={})
@@ -227,10 +246,9 @@ def chapter(path):
                 anchors = ''.join(f'<span id="def-{n}"></span>' for n in defined(ast.parse(code).body))
                 if anchors: out.append(dict(cell_type='markdown', metadata={}, source=anchors, id=f'anchor-{i}'))
                 cell['metadata']['tags'] = ['export']
-            fold = 'A worked answer' if SOLUTION.search(source) else m[1].strip() if (m := FOLD.search(source)) else ''
-            if fold:
+            if title := fold(source):
                 cell['metadata']['tags'] = [*cell['metadata'].get('tags', []), 'hide-input']
-                cell['metadata']['mystnb'] = dict(code_prompt_show=fold, code_prompt_hide=fold)
+                cell['metadata']['mystnb'] = dict(code_prompt_show=title, code_prompt_hide=title)
             for o in cell['outputs']:
                 data = o.get('data', {})
                 if svg := ''.join(data.get('image/svg+xml', '')): cell['metadata'].setdefault('mystnb', {})['image'] = picture(svg)
