@@ -95,8 +95,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
            softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """As `attend_plain`, by torch's fused kernel where there are neither softcap nor sinks: `[B, H, Q, Dv]`.
 
-    `mask` may also be 'causal', for Q = K: query i sees columns 0 to i. To the kernel, query heads that share a KV head are
-    more queries of one head if `Q` = 1, else the KV heads are the batch (`B` = 1 then): K and V are never repeated."""
+    `mask` may also be 'causal', for Q = K: query i sees columns 0 to i. `Q` > 1 takes one sequence, `B` = 1. K and V are
+    never repeated in memory."""
     causal = isinstance(mask, str)
     if softcap is not None or sinks is not None:
         if causal: mask = torch.full((q.shape[2], k.shape[2]), -torch.inf, device=q.device).triu(1)

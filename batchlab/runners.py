@@ -118,7 +118,8 @@ class PaddedRunner:
         for row in b.sessions: row.slot = row.slot if row.slot in stay else None
         rows = [i for i, row in enumerate(b.sessions) if row.slot is not None]
         if len(rows) <= len(b) * 7 / 8: b.keep(rows)
-        elif len(rows) < len(b): b.lengths = b.lengths * torch.tensor([r.slot is not None for r in b.sessions], device=b.lengths.device)
+        elif len(rows) < len(b):                                               # a row left in is now of length 0: it must not outgrow the context
+            b.lengths = b.lengths * torch.tensor([r.slot is not None for r in b.sessions], device=b.lengths.device)
 
     def _decode(self, tokens: dict[int, int]) -> tuple[torch.Tensor, list[int]]:
         "Feed each seat its token: logits `[R, V]`, and whose they are."
