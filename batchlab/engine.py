@@ -115,7 +115,10 @@ class Engine:
         for watch in list(self.watchers): watch(self, event, x)
 
     def recover(self, plan: StepPlan | None, e: BaseException) -> list[Request]:
-        "After a step broke off with exception `e`: who ran waits, and nothing that was finished is lost. The requests that ended."
+        """After a step broke off with exception `e`: all slots and blocks are given back. The requests of `plan` that ended.
+
+        They end with an error, unless memory ran out and a step can be smaller: then they wait, as all others do. Raises `e` if it is no
+        `Exception`, as with Ctrl-C, or if no request was in the step; then all wait."""
         ran = [row.request for row in plan.rows] if plan else []
         hit = [r for r in ran if not r.finish_reason]
         self.mark('broke', (plan, e))
