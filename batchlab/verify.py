@@ -50,8 +50,9 @@ def replay(model: PreTrainedModel, prompt_ids: Sequence[int], output_ids: Sequen
 def gap_to(logits: torch.Tensor, row: SamplingRow, token: int, want: int | None, u: float | None = None) -> float:
     """How far two of `logits` `[V]` must be off against each other for `row` to take `token`; alone it takes `want`.
 
-    Greedy: the logit of `want` minus that of `token`, penalties and bans applied. Else twice the least slack with which
-    `row` `could_draw` it, to within 2%. inf if it never does; NaN if `want` is None, for want of numbers."""
+    Greedy: the logit of `want` minus that of `token`, penalties and bans applied. Sampled: if every logit may be off by
+    `slack`, the least with which `row` `could_draw` it, found by halving to within 2%, and doubled, as two logits are off
+    against each other. inf if none does; NaN if `want` is None, where the replay has no numbers."""
     if want is None: return math.nan
     if row.params.greedy:
         plain = replace(row, params=replace(row.params, temperature=1.))
@@ -320,6 +321,8 @@ class Report:
         more = len(self.firsts) - 5
         return '\n'.join([self.headline, *map(str, self.firsts[:5]), *[f'and {more} more'] * (more > 0)])
 
+    __repr__ = __str__
+
     def _repr_markdown_(self) -> str:
         cell = lambda x: str(x).replace('|', '\\|').replace('`', "'")
         head = ['kind', 'request', 'what', 'in the batch', 'alone', 'gap', 'tolerance']
@@ -336,8 +339,8 @@ def verify(llm: LLM, outputs: RequestOutput | Iterable[RequestOutput], sample: i
     `llm`: the `LLM` that gave them, or one with the same model. `outputs`: one or a list of `RequestOutput`; those that
     have nothing to compare are not in the sample. `sample`: how many requests, None for all; `seed`: which. `tolerance`:
     up to which gap, in logits, a difference is a near-tie; None measures it: 5 times the noise that rounding gives that
-    very gap, and in fp32 at least 64 roundings of the largest logit. (TF32 and the like round inside a product, where
-    that does not see it: give a number then.)
+    very gap, and in fp32 at least 64 roundings of the largest logit. (On a GPU with TF32 give a number: its
+    products are rounded inside the kernel, and no measured noise holds that.)
 
     Greedy: every token must be the best after all processing; sampled with a seed: the one that its random number draws;
     without: one that could be drawn. Log probabilities, if recorded, must be those of the replay, within their own
