@@ -487,7 +487,7 @@ def test_settings_of_a_plain_line_are_used(keys, want):
 
 @pytest.mark.parametrize('keys,words', [
     (dict(tools=[{}]), ['tools=[{}]']), (dict(best_of=3), ['best_of=3']), (dict(stream=True), ['stream=true']), (dict(tool_choice='auto', functions=[1]), ['functions']),
-    (dict(num_beams=4), ["'num_beams'", 'leave it out']), (dict(max_length=9), ["'max_length'", 'give max_tokens']), (dict(do_sample=True), ['do_sample', 'temperature']),
+    (dict(num_beams=4), ["'num_beams'", 'give it to llm.beam_search']), (dict(max_length=9), ["'max_length'", 'give max_tokens']), (dict(do_sample=True), ['do_sample', 'temperature']),
     (dict(maxTokens=9), ["'maxTokens'", "'max_tokens'"]), ({'top-p': .5}, ["'top-p'", "'top_p'"]), (dict(guided_decoding_backend='x'), ['guided_decoding_backend']),
     (dict(prompt_logprobs=1), ['prompt_logprobs']), (dict(system='Be brief.'), ["'system'", 'role system']), (dict(chat_template='x'), ['chat_template']),
     (dict(extra_body=dict(top_k=1)), ['extra_body', 'top_k']), (dict(parameters=dict(seed=1)), ['parameters']), (dict(sampling_params=dict(best_of=2)), ['best_of=2']),
