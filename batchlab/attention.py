@@ -5,8 +5,8 @@
 # %% ../nbs/12_attention.ipynb #27525e5d
 from __future__ import annotations
 
-import functools, inspect
-from collections.abc import Callable, Sequence
+import contextlib, functools, inspect, threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,25 +26,42 @@ KV = tuple[torch.Tensor, torch.Tensor]
 __getattr__ = renamed(__name__, {'as_found': 'attention_override', 'NotPacked': 'errors.Unavailable', 'NoStep': 'errors.EngineError'})
 
 # %% auto #0
-__all__ = ['KV', 'packed_attention', 'both_ways', 'PackedStep', 'TorchBackend', 'open_backend', 'attention_override', 'probe_rows', 'check_backend', 'kv_layout', 'can_pack', 'shared_prefixes']
+__all__ = ['KV', 'packed_attention', 'both_ways', 'PackedStep', 'TorchBackend', 'open_backend', 'attention_override', 'probe_rows', 'check_backend', 'layer_specs', 'kv_layout', 'can_pack', 'shared_prefixes']
+
+# %% ../nbs/12_attention.ipynb #5e1a0c13
+class _Thread(threading.local):
+    "What a thread is in the middle of: a step, the configs of its model, and which layers have attended."
+    runs: tuple[Step | None, Sequence[Any], set[int]] = None, (), set()
+
+_thread = _Thread()
+
+@contextlib.contextmanager
+def _runs(step: Step, configs: Sequence[Any]) -> Iterator[None]:
+    "Inside, `step` attends for modules with one of `configs` that this thread calls, once for each layer."
+    before, _thread.runs = _thread.runs, (step, configs, set())
+    try: yield
+    finally: _thread.runs = before
 
 # %% ../nbs/12_attention.ipynb #631e3919
 def packed_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                     attention_mask: torch.Tensor | None = None, *, batchlab_step: Step | None = None,
-                     scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
-                     s_aux: torch.Tensor | None = None, **kwargs: Any) -> tuple[torch.Tensor, None]:
+                     attention_mask: torch.Tensor | None = None, *, scaling: float | None = None,
+                     sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
+                     **kwargs: Any) -> tuple[torch.Tensor, None]:
     """What transformers calls in each attention layer, by the name 'batchlab': `(output [1, T, H, Dv], None)`.
 
-    `query` `[1, H, T, D]`; `key`, `value` `[1, KV, T, D]`: the packed new tokens. `batchlab_step.attention` gets all
-    that the layer asks for, the last argument whatever else it passed on. Raises `EngineError`.
+    `query` `[1, H, T, D]`; `key`, `value` `[1, KV, T, D]`: the packed new tokens. The step that this thread is in the
+    middle of gets all that the layer asks for, the last argument whatever else it passed on. Raises `EngineError`.
     """
-    if batchlab_step is None:
+    layer: Any = module.layer_idx
+    step, configs, attended = _thread.runs
+    if step is None or not any(c is module.config for c in configs):
         raise EngineError('this model is in the middle of a batchlab step: do not call it from another thread meanwhile')
+    if layer in attended: raise EngineError(f'its layer {layer} attends more than once in a step')
+    attended.add(layer)
     kwargs.setdefault('is_causal', getattr(module, 'is_causal', True))
     if attention_mask is not None: kwargs['attention_mask'] = attention_mask       # made by the model itself
-    layer: Any = module.layer_idx
     scale = query.shape[-1] ** -.5 if scaling is None else scaling
-    return batchlab_step.attention(layer, query, key, value, scale, sliding_window, softcap, s_aux, kwargs), None
+    return step.attention(layer, query, key, value, scale, sliding_window, softcap, s_aux, kwargs), None
 
 AttentionInterface.register('batchlab', packed_attention)
 
@@ -59,8 +76,8 @@ def packed_forward(model: PreTrainedModel, step: Step, packed: Packed, last: tor
     last = packed.last if last is None else last
     run = model.base_model if hidden else model
     keep = dict(logits_to_keep=last) if not hidden and 'logits_to_keep' in inspect.signature(model.forward).parameters else {}
-    with attention_override(model, 'batchlab'):
-        out = run(input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, batchlab_step=step, **keep)
+    with attention_override(model, 'batchlab') as configs, _runs(step, configs):
+        out = run(input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, **keep)
     if hidden: return out.last_hidden_state[0, last]
     return out.logits[0] if keep else out.logits[0, last]
 
@@ -258,12 +275,13 @@ class TorchBackend:
     def close(self) -> None: "Nothing is held."
 
 def open_backend(model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions) -> TorchBackend:
-    "The backend that always runs."
-    return TorchBackend(model, shapes, 'compile=False' if options.compile is False else '')
+    "The backend that always runs; with `options.untried`, once it was tried: raises `Unavailable`."
+    backend = TorchBackend(model, shapes, 'compile=False' if options.compile is False else '')
+    if options.untried: check_backend(model, backend, options.probe)             # of chapter 71
+    return backend
 
 # %% ../nbs/71_families.ipynb #a3f1b4b0
-import contextlib, threading, weakref
-from collections.abc import Iterator
+import weakref
 
 from .errors import Unavailable
 from .padding import Probe
@@ -279,8 +297,8 @@ def _configs(config: Any) -> list[Any]:
     return list({id(c): c for c in (config, *(c for i in inner if i is not None for c in _configs(i)))}.values())
 
 @contextlib.contextmanager
-def attention_override(model: PreTrainedModel, attention: str | None = None) -> Iterator[None]:
-    """Inside, `model` is in eval mode and calls the `attention` function of that name (None: its own).
+def attention_override(model: PreTrainedModel, attention: str | None = None) -> Iterator[list[Any]]:
+    """Inside, `model` is in eval mode and calls the `attention` function of that name (None: its own). Gives the configs that name it.
 
     Afterwards, also after an exception, all is as it was. One thread at a time for each model; the same thread may
     enter again.
@@ -292,7 +310,7 @@ def attention_override(model: PreTrainedModel, attention: str | None = None) -> 
         try:
             if training: model.eval()
             for c in configs: c._attn_implementation = attention
-            yield
+            yield configs
         finally:
             for c, name in zip(configs, before): c._attn_implementation = name
             for m in training: m.training = True
@@ -300,13 +318,27 @@ def attention_override(model: PreTrainedModel, attention: str | None = None) -> 
 # %% ../nbs/71_families.ipynb #11d225dc
 PASSED_ON = {'position_ids', 'position_embeddings', 'cache_position'}      # a layer may hand these on, and need not
 
+@dataclass(frozen=True)
+class AttentionSpec:
+    "What a layer asks of attention. `dim`, `dim_v`: of a key and of a value. None for no window, soft cap or sinks."
+    heads: int
+    kv_heads: int
+    dim: int
+    dim_v: int
+    scaling: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+    @property
+    def shape(self) -> Shape: return self.kv_heads, self.dim, self.dim_v
+
 class LayerCalls:
     """A step without a cache, for one packed sequence, that notes what each layer asks for.
 
-    `calls`: `(layer, (kv_heads, key head_dim, value head_dim), window)`, in the order of the calls. Raises `Unavailable`
-    if a layer asks for what batchlab doesn't know.
+    `calls`: `(layer, its AttentionSpec)`, in the order of the calls. Raises `Unavailable` if a layer asks for what batchlab doesn't know.
     """
-    def __init__(self) -> None: self.calls: list[tuple[int, Shape, int | None]] = []
+    def __init__(self) -> None: self.calls: list[tuple[int, AttentionSpec]] = []
 
     def attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None,
                   softcap: float | None, sinks: torch.Tensor | None, others: dict) -> torch.Tensor:
@@ -314,17 +346,17 @@ class LayerCalls:
         if strange := [n for n, x in others.items() if n not in PASSED_ON and isinstance(x, torch.Tensor)]:
             raise Unavailable(f'its attention takes {strange[0]}, which batchlab does not know')
         if others.get('is_causal') is False: raise Unavailable('its attention is not causal')
-        self.calls.append((layer, (k.shape[1], k.shape[3], v.shape[3]), window))
+        self.calls.append((layer, AttentionSpec(q.shape[1], k.shape[1], q.shape[3], v.shape[3], scaling, window, softcap, sinks)))
         return attend(q, k, v, 'causal', scaling, softcap, sinks).transpose(1, 2)
 
-def _record(model: PreTrainedModel, ids: list[int]) -> list[tuple[Shape, int | None]]:
-    "Of each layer `((kv_heads, key head_dim, value head_dim), window)`, from one row alone. Raises `Unavailable`."
+def _record(model: PreTrainedModel, ids: list[int]) -> list[AttentionSpec]:
+    "What each layer asks of attention, from one row alone. Raises `Unavailable`."
     seen, n = LayerCalls(), model.config.get_text_config().num_hidden_layers
     packed_forward(model, seen, pack([ids], [0], model.device))
     calls = sorted(seen.calls, key=lambda c: c[0])
     if not calls or [c[0] for c in calls] != list(range(n)):
         raise Unavailable(f'its {n} layers called the attention function {len(calls)} times, not once each')
-    return [c[1:] for c in calls]
+    return [spec for _, spec in calls]
 
 # %% ../nbs/71_families.ipynb #5e04c3c7
 def _check_windows(config: Any, windows: list[int | None]) -> None:
@@ -345,6 +377,14 @@ def probe_rows(model: PreTrainedModel) -> list[list[int]]:
     vocab = model.config.get_text_config().vocab_size
     return [[(7 * i + 3 * n) % vocab for i in range(n)] for n in (13, 3, 1)]
 
+@contextlib.contextmanager
+def _why_not() -> Iterator[None]:
+    "What goes wrong inside is a reason not to run packed, or not on a backend: `Unavailable`."
+    try: yield
+    except Unavailable: raise
+    except EngineError as e: raise Unavailable(str(e)) from e
+    except Exception as e: raise Unavailable(_said(e)) from e
+
 @torch.inference_mode()
 def check_backend(model: PreTrainedModel, backend: Backend, probe: Probe | None = None, times: int = 1) -> None:
     """Raise `Unavailable` unless rows of 13, 3 and 1 tokens get from `backend` the logits that `model` gives each alone.
@@ -354,7 +394,7 @@ def check_backend(model: PreTrainedModel, backend: Backend, probe: Probe | None 
     probe, size = probe or Probe(model, probe_rows(model)), backend.block_size
     each = -(-16 // size)
     cache, tables = backend.make_cache(3 * each), [list(range(i * each, (i + 1) * each)) for i in (1, 0, 2)]
-    with attention_override(model):
+    with attention_override(model), _why_not():
         decode = [(0, 12, 1), (1, 2, 1), (2, 0, 1)]                                 # (row, start, n_tokens)
         for step in ([(2, 0, 1), (0, 0, 7), (1, 0, 2)], [(0, 7, 5)], *[decode] * times):
             rows = [(probe.rows[r][start:start + n], start) for r, start, n in step]
@@ -364,21 +404,23 @@ def check_backend(model: PreTrainedModel, backend: Backend, probe: Probe | None 
 
 # %% ../nbs/71_families.ipynb #35d20d40
 @torch.inference_mode()
+def layer_specs(model: PreTrainedModel) -> list[AttentionSpec]:
+    """What each layer of `model` asks of attention, by one short row. Raises `Unavailable` unless each calls the attention function once,
+    asks for nothing unknown, and for the window that config states."""
+    if 'position_ids' not in inspect.signature(model.forward).parameters: raise Unavailable('it takes no position_ids')
+    with _why_not():
+        specs = _record(model, probe_rows(model)[0])
+        _check_windows(model.config.get_text_config(), [spec.window for spec in specs])
+    return specs
+
 def kv_layout(model: PreTrainedModel, probe: Probe | None = None) -> list[Shape]:
     """Of each layer `(kv_heads, key head_dim, value head_dim)`, for a model that runs packed; else raises `Unavailable`.
 
-    Each layer must call the attention function once, ask for nothing unknown, and for the windows that config states,
-    and three short rows, packed, must get the logits that each gets alone (`check_backend`, whose `probe` it takes). Not
-    seen: what begins beyond 13 tokens and is stated nowhere, and `longrope`, which rotates a whole row by its longest sequence.
+    Its layers must ask for what they may (`layer_specs`), and three short rows, packed, must get the logits that each gets alone
+    (`check_backend`, whose `probe` it takes). Not seen: what begins beyond 13 tokens and is stated nowhere, and `longrope`, which rotates a whole row by its longest sequence.
     """
-    if 'position_ids' not in inspect.signature(model.forward).parameters: raise Unavailable('it takes no position_ids')
-    try:
-        shapes, windows = map(list, zip(*_record(model, probe_rows(model)[0])))
-        _check_windows(model.config.get_text_config(), windows)
-        check_backend(model, TorchBackend(model, shapes), probe)
-    except Unavailable: raise
-    except EngineError as e: raise Unavailable('it does not hand the step on to its attention') from e
-    except Exception as e: raise Unavailable(_said(e)) from e
+    shapes = [spec.shape for spec in layer_specs(model)]
+    check_backend(model, TorchBackend(model, shapes), probe)
     return shapes
 
 def can_pack(model: PreTrainedModel) -> bool:

@@ -6,16 +6,17 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'STRATEGIES', 'model_and_tokenizer', 'check_causal', 'probe_model', 'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory', 'Limits', 'choose_limits', 'check_strategy', 'check_compile', 'check_quantization', 'check_count', 'weights_digest', 'weights_version']
+__all__ = ['log', 'STRATEGIES', 'model_and_tokenizer', 'no_collection', 'check_causal', 'probe_model', 'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory', 'Limits', 'choose_limits', 'check_strategy', 'check_compile', 'check_quantization', 'check_count', 'weights_digest', 'weights_version']
 
 # %% ../nbs/73_recovery.ipynb #8ec2a59b
-import contextlib, hashlib, logging, numbers
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib, gc, hashlib, logging, numbers
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 import psutil, torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from .attention import attention_override, kv_layout
+from .attention import TorchBackend, attention_override, layer_specs, probe_rows
+from .backends import Backend, BackendOptions, select_backend
 from .errors import ParamError, Unavailable, UnsupportedModelError
 from .fetching import find_model
 from .loading import load_tokenizer
@@ -45,6 +46,15 @@ def model_and_tokenizer(model: Any, tokenizer: Any, dtype: Any, device: Any) -> 
     return model, tokenizer
 
 # %% ../nbs/73_recovery.ipynb #5daab18f
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    "Python's garbage collector waits meanwhile: a model and its tokenizer are many new objects, and none of them is garbage."
+    was_on = gc.isenabled()
+    gc.disable()
+    try: yield
+    finally:
+        if was_on: gc.enable()
+
 @torch.inference_mode()
 def check_causal(model: PreTrainedModel) -> None:
     "Raise `UnsupportedModelError` unless `model` takes ids, returns logits, and sees no token ahead of their position."
@@ -61,23 +71,29 @@ def check_causal(model: PreTrainedModel) -> None:
                                     'take a decoder model (an encoder with is_decoder=True in its config becomes one)')
 
 def probe_model(model: PreTrainedModel, packed: bool = True, switch: int | None = None,
-                probe: Probe | None = None) -> tuple[list[Shape] | None, bool | None]:
-    """How `model` can run: `(shapes, paddable)`, the shapes of its KV or None if not packed. Says so where it is slower.
+                options: BackendOptions | None = None) -> tuple[list[Shape] | None, bool | None, Backend]:
+    """How `model` can run: `(shapes, paddable, backend)`, the shapes of its KV or None if not packed. Says so where it is slower.
 
-    `paddable` is None where nobody needs to know. `probe`: see `check_backend`. Raises `UnsupportedModelError`."""
-    shapes = paddable = why = None
+    `paddable` is None where nobody needs to know. The backend, looked for with `options`, has shown that it runs the model rightly; of a
+    model that does not run packed it stands for nothing. Raises `UnsupportedModelError`, and `CompileError` as `select_backend` does."""
+    shapes, why, backend = None, None, TorchBackend(model, [], 'it does not run packed')
     with attention_override(model):
+        paddable = can_pad(model) if switch or not packed else None              # first, for a backend may take the weights
         if packed:
-            try: shapes = kv_layout(model, probe)
-            except Unavailable as e: why = e
-        if shapes is None or switch: paddable = can_pad(model)
+            probe = Probe(model, probe_rows(model), at_once=True)                # the model's own answers, asked for once
+            try:
+                specs = layer_specs(model)
+                asked = replace(options or BackendOptions(), probe=probe, specs=specs, untried=True)
+                backend = select_backend(model, shapes := [spec.shape for spec in specs], asked)
+            except Unavailable as e: shapes, why = None, e
+        if shapes is None and paddable is None: paddable = can_pad(model)
         if shapes is None and not paddable: check_causal(model)
     name = type(model).__name__
     if shapes is None and not paddable:
         log.warning('%s gives other logits in a padded batch than alone: its requests run one at a time, without a '
                     'cache, which is slow', name)
     elif why: log.warning('%s runs in padded batches, not packed: %s', name, why)
-    return shapes, paddable
+    return shapes, paddable, backend
 
 # %% ../nbs/73_recovery.ipynb #493215ba
 def rope_switch(model: PreTrainedModel) -> int | None:

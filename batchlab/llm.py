@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from .attention import probe_rows
 from .backends import Backend
 from .blocks import KVBudget
 from .config import (check_compile, check_count, check_quantization, check_strategy, choose_limits, model_and_tokenizer,
-                             probe_model, rope_switch)
+                             no_collection, rope_switch)
 from .deprecated import renamed
 from .engine import make_request, sum_ledgers
 from .errors import BatchlabError, ModelError, ParamError
@@ -33,12 +32,12 @@ from .loop import BackgroundLoop, Delivery, EngineSet
 from .models import eos_token_ids, pad_token_id
 from .names import by_any_name, read_call, read_engine, read_plain_call
 from .outputs import MemoryPlan, Outputs, RequestGroup, RequestOutput, Score, Stats, StreamEvent
-from .padding import Probe
 from .params import BeamSearchParams, check_logprobs_mode, read_beam_call
 from .prefill import check_prompt
 from .prefix import group_by_prefix
 from .sampling import SamplingParams, SamplingRow
 from .scheduler import Request, RowOutput, Scheduler, round_up
+from .slots import Shape
 from .shown import facts_html, megabytes, shows_bar
 if TYPE_CHECKING:
     from batchlab.beam import BeamSearchOutput
@@ -105,6 +104,7 @@ class LLM(BackgroundLoop):
     'raw_logits', 'processed_logits'. `trace`: record all that happens, in `recorder`;
     to record a part of it, see `trace`. vLLM's and transformers' further arguments work where they mean the same; the log says which
     have no effect, and what would change the tokens is refused by name. Raises `ModelError`, `ParamError`."""
+    @no_collection()
     def __init__(self, model: str | PreTrainedModel | None = None, tokenizer: str | PreTrainedTokenizerBase | None = None,
                  dtype: str | torch.dtype = 'auto', device: str | torch.device = 'auto', max_num_seqs: int | None = None,
                  max_model_len: int | None = None, max_num_batched_tokens: int | None = None, enable_prefix_caching: bool = True,
@@ -124,13 +124,15 @@ class LLM(BackgroundLoop):
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
         self.switch = rope_switch(self.model)
         # how it can run, found by trying it
-        probe = Probe(self.model, probe_rows(self.model))      # the model's own answers, asked for once
-        self.shapes, self.paddable = probe_model(self.model, strategy == 'continuous', self.switch, probe)
+        self.shapes: list[Shape] | None
+        self.paddable: bool | None
+        self.engines = EngineSet(self)
         self.limits = choose_limits(self.model, self.shapes, self.paddable, **limits)
+        self.engines.configure()
         # what moves
         self.watchers: list[Callable] = []                     # of its engines, and of requests: see `Engine`, `Delivery.mark`
         self.grammars: Any = None                              # made when a request first asks for structured outputs
-        self.engines, self.delivery = EngineSet(self, probe), Delivery(self)
+        self.delivery = Delivery(self)
         self.recorder: Recorder | None = None                  # the last there was
         if trace: self.trace().start()
 

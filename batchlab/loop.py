@@ -13,10 +13,9 @@ import contextlib, heapq, itertools, logging, threading, time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
-from .attention import TorchBackend
 from .backends import Backend, BackendOptions, select_backend
 from .blocks import KVBudget
-from .config import free_memory, select_runner, weights_digest, weights_version
+from .config import free_memory, probe_model, select_runner, weights_digest, weights_version
 from .engine import Engine, sum_ledgers
 from .errors import BatchlabError, EngineError, UnsupportedModelError
 from .ledger import Ledger
@@ -25,7 +24,6 @@ from .runners import PackedRunner, PaddedRunner, SoloRunner
 from .scheduler import Request, Scheduler
 if TYPE_CHECKING:
     from batchlab.llm import LLM
-    from batchlab.padding import Probe
 
 log = logging.getLogger('batchlab')
 
@@ -231,13 +229,15 @@ class EngineSet(dict[str, Engine]):
     """The engines of `llm` by kind of request, see `select_runner`, over one `backend` and one `budget` of KV.
 
     For the thread that holds `llm.mutex`. `past`: the ledger of all calls before this one; `past_steps`: steps of engines that
-    are gone; `seconds`: time spent in steps; `last`: the kind that stepped last. `probe`: see `check_backend`."""
-    def __init__(self, llm: LLM, probe: Probe | None = None) -> None:
+    are gone; `seconds`: time spent in steps; `last`: the kind that stepped last.
+
+    Making it finds out how the model runs: `llm.shapes`, `llm.paddable`. Once there are `llm.limits`, `configure` it. Raises
+    `UnsupportedModelError`, `CompileError`."""
+    def __init__(self, llm: LLM) -> None:
         super().__init__()
         self.llm, self.past, self.past_steps, self.seconds, self.last = llm, Ledger(), 0, 0., ''
-        self._open(probe)
+        self._open(first=True)
         self.weights_version = weights_version(llm.model)                     # an own model has given weights up by now
-        self.configure()
 
     def configure(self) -> None:
         "Begin with no engines, under `llm.limits`."
@@ -287,14 +287,15 @@ class EngineSet(dict[str, Engine]):
             s = e.scheduler
             if not s.running and s.pool is not owner and s.memory is not owner: e.reset()
 
-    def _open(self, probe: Probe | None = None) -> None:
-        "Look for the backend of the model as it is now. Raises `UnsupportedModelError`."
+    def _open(self, first: bool = False) -> None:
+        "Look for the backend of the model as it is now, and `first` for how it runs at all. Raises `UnsupportedModelError`."
         llm, model = self.llm, self.llm.model
         self.weights_digest = weights_digest(model)                           # now, as an own model gives its weights up
-        options = BackendOptions(llm.compile, llm.own, free_memory(model.device) / 10, llm.quantization, probe)
-        backend = select_backend(model, llm.shapes, options) if llm.shapes else TorchBackend(model, [], 'it does not run packed')
-        if llm.quantization and backend.name != 'fused':
-            raise UnsupportedModelError(f'quantization={llm.quantization!r} is for models that run fused, and this one does not: '
+        options = BackendOptions(llm.compile, llm.own, free_memory(model.device) / 10, llm.quantization)
+        if first: llm.shapes, llm.paddable, backend = probe_model(model, llm.strategy == 'continuous', llm.switch, options)
+        else: backend = select_backend(model, llm.shapes, options) if llm.shapes else self.backend
+        if llm.quantization and backend.name not in ('fused', 'modules'):
+            raise UnsupportedModelError(f'quantization={llm.quantization!r} is for models that run on packed weights, and this one does not: '
                                         f'{backend.why}')
         log.info('%s runs on: %s. %s', type(model).__name__, backend.name, backend.why)
         self.backend: Backend = backend

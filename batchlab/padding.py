@@ -55,16 +55,22 @@ def prefill_padded(model: PreTrainedModel, prompts: Sequence[Sequence[int]],
 
 # %% ../nbs/04_padding.ipynb #1d91862c
 class Probe:
-    "Rows of ids to try ways to run `model` on, and what its own code gives them. Made while the model is in eval mode."
-    def __init__(self, model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> None:
-        self.model, self.rows = model, [list(row) for row in rows]
+    """Rows of ids to try ways to run `model` on, and what its own code gives them. Made while the model is in eval mode.
+
+    `at_once`: ask it once, each row followed by what makes it as long as the longest. A causal model does not see what follows; from
+    one that does, nothing agrees."""
+    def __init__(self, model: PreTrainedModel, rows: Sequence[Sequence[int]], at_once: bool = False) -> None:
+        self.model, self.rows, self.at_once = model, [list(row) for row in rows], at_once
 
     @functools.cached_property
     @torch.inference_mode()
     def alone(self) -> list[Tensor]:
         "The logits `[n, V]` of each row by itself and without a cache: computed when they are first asked for."
-        ids = (torch.tensor([row], device=self.model.device) for row in self.rows)
-        return [self.model(input_ids=x, use_cache=False).logits[0] for x in ids]
+        longest = max(self.rows, key=len)
+        batches = [[row + longest[len(row):] for row in self.rows]] if self.at_once else [[row] for row in self.rows]
+        ids = (torch.tensor(batch, device=self.model.device) for batch in batches)
+        logits = [x for batch in ids for x in self.model(input_ids=batch, use_cache=False).logits]
+        return [x[:len(row)] for x, row in zip(logits, self.rows)]
 
     def agrees(self, ends: Sequence[tuple[int, int]], logits: Tensor, tolerance: float | None = None) -> bool:
         """Whether each of `logits` `[n, V]` is what the model gives alone. `ends`: for each `(row, how many of its tokens)`.

@@ -22,7 +22,7 @@ _all_ = ['ParamError', 'SamplingParams', 'StructuredOutputsParams', 'Detokenizer
 __getattr__ = renamed(__name__, {name: f'detokenize.{name}' for name in ('IncrementalDecoder', 'StopScanner')})
 
 # %% auto #0
-__all__ = ['BAD_LOGITS', 'NO_TOKEN', 'draw', 'SamplingRow', 'cutoffs', 'processed_logits', 'probabilities', 'Sampled', 'sample', 'finish_reason', 'ParamError', 'SamplingParams', 'StructuredOutputsParams', 'Detokenizer', 'TokenMask', 'allow_', 'ban_', 'obey_', 'bias_', 'repeat_', 'count_', 'Logprob', 'token_logprobs', 'reported_logits', 'token_text']
+__all__ = ['BAD_LOGITS', 'NO_TOKEN', 'draw', 'SamplingRow', 'cutoffs', 'processed_logits', 'probabilities', 'best_tokens', 'Sampled', 'sample', 'finish_reason', 'ParamError', 'SamplingParams', 'StructuredOutputsParams', 'Detokenizer', 'TokenMask', 'allow_', 'ban_', 'obey_', 'bias_', 'repeat_', 'count_', 'Logprob', 'token_logprobs', 'reported_logits', 'token_text']
 
 # %% ../nbs/05_sampling.ipynb #85253a7a
 def draw(probs: Tensor, u: Tensor) -> Tensor:
@@ -170,6 +170,17 @@ def probabilities(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     "The distribution each row draws from, float32 `[B, V]`; a greedy row has all of it on its maximum."
     return processed_logits(logits, rows).softmax(-1)
 
+# %% ../nbs/05_sampling.ipynb #dc9a226c
+def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+    "The largest of each row of `logits` `[B, V]` and the first id that has it: `[B]` each. NaN if one of the row is NaN."
+    if not logits.is_cpu: return logits.max(-1)
+    n = logits.element_size()
+    bits, minus_inf = (x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[n]).numpy() for x in (logits, logits.new_tensor(-torch.inf)))
+    at = torch.from_numpy(bits.argmax(1))
+    best = logits.gather(1, at[:, None])[:, 0]
+    numbers = bits.view(f'u{n}').max() <= minus_inf.view(f'u{n}')                # whichever sign a NaN has, it lies above
+    return (best, at) if numbers and (best > 0).all() else logits.max(-1)
+
 # %% ../nbs/05_sampling.ipynb #9172e792
 @dataclass
 class Sampled:
@@ -192,7 +203,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     if logits.device.type == 'mps': logits = logits.cpu()             # no float64 there
     work = [b for b, r in enumerate(rows) if _steered(r) or not r.params.greedy]
     plain = len(work) < len(rows)                                     # greedy, nothing to change: no copy is made
-    best, tokens = logits.max(-1) if plain else (logits.amax(-1), logits.new_zeros(len(rows), dtype=torch.int64))
+    best, tokens = best_tokens(logits) if plain else (logits.amax(-1), logits.new_zeros(len(rows), dtype=torch.int64))
     sound = best.isfinite()
     left = sound.clone()
     size = len(work) if logits.is_cuda else max(1, 2**19 // logits.shape[1])     # on a CPU, what its cache holds

@@ -20,11 +20,13 @@ from .loading import cache_dir
 __all__ = ['Kept', 'own', 'hub', 'remove', 'clear']
 
 # %% ../nbs/modules/000_storage.ipynb #12b25377
-_KERNELS = '[0-9a-f]' * 16 + '.so'
+_FILES = {'kernels': '[0-9a-f]' * 16 + '.so', 'bench-shapes': '*-s[0-9]*'}      # in folders of these names
 
 @dataclass(frozen=True)
 class Kept:
-    "Something on the disk: 'model' in the hub's cache or ours, 'kernels', or a 'download' that was not finished; `nbytes` in bytes."
+    """Something on the disk: 'model' in the hub's cache or ours, 'kernels', 'bench-shapes', or a 'download' that was not finished.
+
+    `nbytes` in bytes."""
     kind: str
     name: str
     path: Path
@@ -39,14 +41,15 @@ def _size(paths: Iterable[Path]) -> int:
     return total
 
 def own() -> list[Kept]:
-    "What is in batchlab's own folder: models, compiled kernels, unfinished downloads."
+    "What is in batchlab's own folder: models, compiled kernels, models of random weights, unfinished downloads."
     folder, found = cache_dir(), []
     for path in sorted(folder.glob('SmolLM2-135M-Instruct-[0-9]*-f[0-9]*')):
         if not path.is_dir() or path.is_symlink(): continue
         kind, name = ('download', path.name) if '.tmp-' in path.name else ('model', DEFAULT_MODEL if path.name == _CONVERTED else path.name)
         found.append(Kept(kind, name, path, _size([path])))
-    if kernels := list((folder/'kernels').glob(_KERNELS)): found.append(Kept('kernels', 'kernels', folder/'kernels', _size(kernels)))
-    return sorted(found, key=lambda k: ('model', 'kernels', 'download').index(k.kind))
+    for kind, files in _FILES.items():
+        if here := list((folder/kind).glob(files)): found.append(Kept(kind, kind, folder/kind, _size(here)))
+    return sorted(found, key=lambda k: ('model', *_FILES, 'download').index(k.kind))
 
 def hub() -> list[Kept]:
     "The models in the hub's local cache, by name."
@@ -63,8 +66,10 @@ def _remove_own(found: list[Kept]) -> list[Kept]:
     except Timeout: raise ModelError('another process is preparing the default model: wait until it is done') from None
     try:
         for k in found:
-            if k.kind == 'kernels':
-                for f in k.path.glob(_KERNELS): f.unlink(missing_ok=True)
+            if k.kind in _FILES:
+                for f in k.path.glob(_FILES[k.kind]):
+                    if f.is_dir(): shutil.rmtree(f)
+                    else: f.unlink(missing_ok=True)
                 with contextlib.suppress(OSError): k.path.rmdir()          # if nothing else is in it
             else:
                 gone = k.path.with_name(f'{_CONVERTED}.tmp-removed-{os.getpid()}')

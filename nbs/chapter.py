@@ -19,9 +19,41 @@ def begin(names: dict) -> None:
     last = names
     sys.last_traceback = sys.last_value = sys.last_exc = None
     gc.collect()
+    if attention := sys.modules.get('batchlab.attention'):     # chapter 12 registers its own function, whose names are gone now
+        attention.AttentionInterface.register('batchlab', attention.packed_attention)
     if platform.libc_ver()[0] == 'glibc': ctypes.CDLL(None).malloc_trim(0)
     os.environ.setdefault('OMP_NUM_THREADS', '1')              # for what it starts, and for torch if that comes later
     if 'torch' in sys.modules: sys.modules['torch'].set_num_threads(1)
+
+
+def cpp_cells():
+    """Let a chapter's cells begin with `%%cpp NAME`, and check each: it has to compile, without a warning, behind those before it.
+
+    Returns a function that gives the C++ of the cells so far, with the files that they include."""
+    import subprocess
+    from IPython.core.magic import register_cell_magic
+    from batchlab.backends.native import FLAGS, find_compiler, with_includes
+    from batchlab.errors import CompileError
+    parts = {}
+    def so_far(): return with_includes('\n\n'.join(parts.values())) + '\n'
+
+    def cpp(name, cell):
+        "C++, a part of the chapter's file."
+        parts[name] = cell.strip()
+        try: command = [find_compiler(), *FLAGS, *'-Wall -Wextra -Wno-unused-function -fsyntax-only -x c++ -'.split()]
+        except CompileError: return
+        said = subprocess.run(command, input=so_far(), capture_output=True, text=True).stderr
+        assert not said, said
+    register_cell_magic(cpp)
+    return so_far
+
+
+def run_cpp(source: str, name: str, *args):
+    "Compile C++ `source` and call what it exports by `EXPORT(name)`, in fp32, with tensors, structs and numbers."
+    import torch
+    from batchlab.backends.native import build, signatures
+    call = ctypes.CFUNCTYPE(None, *signatures(source)[name]).in_dll(ctypes.CDLL(str(build(source))), f'{name}_fp32')
+    call(*(x.data_ptr() if isinstance(x, torch.Tensor) else ctypes.addressof(x) if isinstance(x, ctypes.Structure) else x for x in args))
 
 
 # Where each chapter stands on the way of a request: its number, what it is about, and its box (x, row) in the picture.

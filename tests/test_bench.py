@@ -3,11 +3,12 @@ import json, os, subprocess, sys, time
 
 import psutil, pytest
 
-from batchlab import bench
-from batchlab.bench import peers, profiling
+from batchlab import SamplingParams, bench
+from batchlab.bench import peers, profiling, shapes
 from batchlab.errors import Unavailable
 from batchlab.llm import LLM
-from batchlab.models import tiny_model
+from batchlab.models import load_model, tiny_model
+from batchlab.prefill import generate_naive
 
 TINY = ['--dtype', 'fp32', '--device', 'cpu', '--scale', '.03', '--threads', '1', '--rounds', '1']
 
@@ -92,7 +93,7 @@ def test_profile_leaves_everything_as_it_was():
 
 @pytest.mark.parametrize('args, said', [
     (['--contenders', 'llm'], "contender 'llm' is unknown"), (['--peer', 'vllm'], 'must be NAME=PYTHON'),
-    (['--contenders', 'openvino', '--peer', 'openvino=/nowhere'], 'nobody could be measured')])
+    (['--contenders', 'openvino', '--peer', 'openvino=/nowhere'], 'nobody could be measured'), (['--shape', 'llama-1b'], 'not allowed with')])
 def test_mistakes_get_one_line(folder, args, said):
     status, _, err = run('--model', folder, *TINY, '--workloads', 'single', *args)
     assert status == 2 and said in err.splitlines()[-1] and 'Traceback' not in err
@@ -125,3 +126,72 @@ def test_what_a_contender_did_before_it_died_is_reported():
     report = bench.as_report([whole, died])
     assert [list(r['workloads']) for r in report['results']] == [['single', 'uniform'], ['single']]
     assert '| died |' in bench.speed_table(report) and 'died' in bench.detail_table(report) and 'died' in bench.bars(report).svg
+
+
+@pytest.fixture
+def small_shape(tmp_path, monkeypatch):
+    "A cache folder of its own, and a shape 'small' that takes no time."
+    monkeypatch.setenv('BATCHLAB_CACHE', str(tmp_path/'cache'))
+    monkeypatch.setitem(shapes.SHAPES, 'small', shapes.SHAPES['gemma3-270m'] | dict(
+        num_hidden_layers=6, layer_types=shapes.SHAPES['gemma3-270m']['layer_types'][:6], hidden_size=64, intermediate_size=96, vocab_size=300))
+    return tmp_path/'cache/bench-shapes'
+
+
+def test_a_shape_is_made_once_and_every_way_of_loading_gives_its_weights(small_shape):
+    (small_shape/'small-fp32-s0.tmp-killed').mkdir(parents=True)
+    folder = shapes.shape_folder('small', 'fp32')
+    written = (folder/'model.safetensors').stat().st_mtime_ns
+    assert shapes.shape_folder('small', 'fp32') == folder and (folder/'model.safetensors').stat().st_mtime_ns == written
+    assert sorted(p.name for p in small_shape.iterdir()) == ['small-fp32-s0', 'small-fp32-s0.lock']
+    model, tokenizer = load_model(str(folder))
+    prompts, params = [[7, 200, 31], [5, 90, 140, 299, 8, 8]], dict(max_tokens=6, temperature=0, ignore_eos=True)
+    want = [generate_naive(model, p, 6, ()) for p in prompts]
+    assert len({tuple(w) for w in want}) == 2 and tokenizer.decode(tokenizer('one two').input_ids) == 'one two'
+    assert [o.outputs[0].token_ids for o in LLM(str(folder)).generate(prompts, SamplingParams(**params), use_tqdm=False)] == want
+    assert str(load_model(str(shapes.shape_folder('small', 'auto')), dtype='auto')[0].config.dtype) == 'torch.bfloat16'
+
+
+def test_the_shapes_are_those_that_were_published():
+    gemma, qwen, llama = (shapes.SHAPES[name] for name in ('gemma3-270m', 'qwen3-0.6b', 'llama-1b'))
+    assert [i for i, kind in enumerate(gemma['layer_types']) if kind == 'full_attention'] == [5, 11, 17]
+    assert (gemma['vocab_size'], qwen['vocab_size'], llama['vocab_size']) == (262_144, 49_152, 49_152)
+    assert (llama['num_hidden_layers'], llama['num_attention_heads'], llama['num_key_value_heads'], llama['head_dim']) == (16, 32, 8, 64)
+
+
+def test_unknown_shape_names_those_there_are():
+    status, _, err = run('--shape', 'qwen3-9b', *TINY)
+    assert status == 2 and err.splitlines()[-1] == ("batchlab: error: shape 'qwen3-9b' is unknown: choose 'smollm2-135m', 'gemma3-270m', "
+                                                    "'qwen3-0.6b', 'llama-1b'")
+
+
+@pytest.mark.parametrize('spec, options, label', [
+    ('llamacpp', {}, 'llama.cpp, one by one'), ('llamacpp:quantization=q4_0,n_batch=64', dict(quantization='q4_0', n_batch=64),
+                                                'llama.cpp, one by one (quantization=q4_0, n_batch=64)'),
+    ('vllm:quantization=int8', dict(quantization='int8'), 'vLLM (quantization=int8)')])
+def test_options_of_a_contender(spec, options, label):
+    c = bench.contender(spec)
+    assert (c.options, c.label) == (options, label)
+
+
+def test_llamacpp_without_its_package_says_so(monkeypatch):
+    c = bench.CONTENDERS['llamacpp']
+    monkeypatch.setitem(bench.CONTENDERS, 'llamacpp', bench.Contender(c.label, 'llama_cpp_that_nobody_has', c.start, gguf=c.gguf))
+    with pytest.raises(Unavailable, match='has no package llama_cpp_that_nobody_has; give one that has: --peer llamacpp=PYTHON'):
+        bench.find_package('llamacpp', sys.executable)
+
+
+def test_llamacpp_gets_a_file_where_one_can_be_written(folder, tmp_path):
+    "With a package in its place that reads the file's first bytes: two quantizations side by side, and a family that is not written."
+    (tmp_path/'llama_cpp.py').write_text("class Llama:\n"
+        "    def __init__(self, path, n_ctx, n_threads, **_): self.magic = open(path, 'rb').read(4); assert self.magic == b'GGUF' and n_threads == 1\n"
+        "    def generate(self, prompt, top_k, temp):\n"
+        "        while True: yield prompt[-1]\n")
+    env = os.environ | dict(PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get('PYTHONPATH', '')]))
+    kinds = ['llamacpp', 'llamacpp:quantization=q4_0', 'llamacpp:quantization=q5']
+    status, out, err = run('--model', folder, *TINY, '--workloads', 'single', '--contenders', *kinds, env=env)
+    assert status == 0 and "llamacpp:quantization=q5 is left out: quantization 'q5' is not written" in out, err
+    assert [line.split('|')[1].strip() for line in out.splitlines() if line.startswith('| llama')][:2] == [bench.contender(k).label for k in kinds[:2]]
+    tiny_model('opt', max_position_embeddings=2048).save_pretrained(tmp_path/'opt')
+    status, out, err = run('--model', str(tmp_path/'opt'), *TINY, '--workloads', 'single', '--contenders', 'batchlab', 'llamacpp', env=env)
+    assert status == 0 and "llamacpp is left out: 'opt' is not written as GGUF here" in out and '| batchlab |' in out, err
+    assert not list((tmp_path/'opt').glob('*.gguf'))

@@ -27,6 +27,14 @@ FIGURES = MEASURE.figures()
 CHAPTERS = EXERCISES.chapters()
 
 
+def test_notebooks_keep_no_state_of_widgets():
+    "A progress bar's state is longer than the chapter, and shows nothing."
+    for p in sorted((ROOT/'nbs').rglob('*.ipynb')):
+        nb = nbformat.read(p, 4)
+        assert 'widgets' not in nb.metadata, p.name
+        for c in nb.cells: assert not any(MEASURE.BAR in o.get('data', {}) for o in c.get('outputs', ())), p.name
+
+
 # --- figures
 
 def test_each_record_is_drawn_by_a_chapter():
@@ -66,6 +74,15 @@ def book(folder, factor):
     (folder/'figures.py').write_text((ROOT/'nbs/figures.py').read_text(encoding='utf-8'), encoding='utf-8')
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CHAPTER % factor)]), folder/'01_a.ipynb')
     return folder
+
+
+def test_only_what_a_figure_needs_is_run():
+    cells = ['from __future__ import annotations', 'import math, time\nlimit = 3', 'sizes = []\nfor n in range(limit): total = n', 'sizes.append(4)', 'limit = 5', 'assert False',
+             '%%writefile a.cpp\n// C++', 'def size(sizes=[1]): return [s for s in sizes]',
+             'def other(n): total = n; return total', '@figure(by="n")\ndef speed(): return [dict(n=n, ms=math.sqrt(n)) for n in sizes[:limit]]',
+             'total', 'rate = speed.table.ms * size()[0]', 'print(rate)']
+    keep, shown = MEASURE.needed(cells, ['speed'])
+    assert keep == {0, 1, 2, 3, 4, 7, 9, 11} and shown == {9, 11}
 
 
 def test_measured_anew_with_claims_that_hold_and_that_do_not(tmp_path, capsys, monkeypatch):

@@ -100,7 +100,7 @@ def agrees(trace, llm, ledger):
 @st.composite
 def cases(draw):
     request = st.tuples(st.integers(0, 11), st.integers(1, 14), st.integers(1, 2), st.integers(-1, 1), st.integers(0, 2))
-    return dict(arch=draw(st.sampled_from(('llama', 'llama', 'gemma3', 'stablelm', 'mamba'))), strategy=draw(st.sampled_from(STRATEGIES)),
+    return dict(arch=draw(st.sampled_from(('llama', 'llama', 'gemma3', 'bloom', 'mamba'))), strategy=draw(st.sampled_from(STRATEGIES)),
                 seqs=draw(st.integers(1, 5)), budget=draw(st.integers(6, 40)), kv=draw(st.sampled_from((None, 192, 320))), caching=draw(st.booleans()),
                 requests=draw(st.lists(request, min_size=1, max_size=8)), cancels=draw(st.dictionaries(st.integers(0, 7), st.integers(0, 5), max_size=2)))
 
@@ -154,7 +154,7 @@ def test_the_cases_do_what_they_are_for():
 
 def test_several_kinds_of_engine_in_one_trace():
     "Prompt log probabilities on a padded model run alone, the rest in batches: slots are those of their engine."
-    llm = LLM(model('stablelm'), tiny_tokenizer(), max_num_seqs=3, trace=True)
+    llm = LLM(model('bloom'), tiny_tokenizer(), max_num_seqs=3, trace=True)
     llm.generate(prompts_of(5, 2), [SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0 if i % 2 else None) for i in range(5)])
     agrees(llm.recorder, llm, vars(llm.ledger))
     assert {s['engine'] for s in llm.recorder.steps} == {'padded', 'solo'}

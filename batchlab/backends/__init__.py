@@ -15,6 +15,7 @@ from ..errors import Unavailable
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
+    from batchlab.attention import AttentionSpec
     from batchlab.batch import Batch
     from batchlab.padding import Probe
     from batchlab.slots import KVCache, Shape
@@ -57,15 +58,18 @@ class Backend(Protocol):
 class BackendOptions:
     """`compile`: False for plain torch, True to insist on kernels, 'auto' to take them where they can be had. `own`: the model's
     weights may be given up for packed ones; `room`: else bytes that packed ones may take beside them. `quantization`: None or
-    'int8'. `probe`: of `probe_rows`, if there is one, so that the model is not asked again."""
+    'int8'. `probe`: of `probe_rows`, if there is one, so that the model is not asked again; `specs`: what its layers ask of attention,
+    likewise. `untried`: plain torch has to pass `check_backend` too, as no `kv_layout` has seen to that."""
     compile: bool | str = 'auto'
     own: bool = False
     room: float | None = None
     quantization: str | None = None
     probe: Probe | None = None
+    specs: Sequence[AttentionSpec] | None = None
+    untried: bool = False
 
-REGISTRY: dict[str, str] = dict(cuda='batchlab.backends.cuda', fused='batchlab.backends.fused', kernels='batchlab.backends.kernels',
-                                torch='batchlab.attention')
+REGISTRY: dict[str, str] = dict(cuda='batchlab.backends.cuda', fused='batchlab.backends.fused', modules='batchlab.backends.modules',
+                                kernels='batchlab.backends.kernels', torch='batchlab.attention')
 
 def register(name: str, module: str) -> None:
     "Have the function `open_backend(model, shapes, options)` of `module` tried before all others."
@@ -74,7 +78,7 @@ def register(name: str, module: str) -> None:
     REGISTRY.update({name: module} | others)
 
 def select_backend(model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions | None = None) -> Backend:
-    """The first backend in the registry that runs `model`, whose `kv_layout` is `shapes`; 'torch', the last, always does.
+    """The first backend in the registry that runs `model`, whose `kv_layout` is `shapes`; 'torch', the last, does.
 
     A backend's module is imported when it is tried. Raises what a backend raises besides `Unavailable`: with `compile=True`
     `CompileError`, where there are no kernels."""
@@ -86,4 +90,4 @@ def select_backend(model: PreTrainedModel, shapes: Sequence[Shape], options: Bac
         else:
             backend.why = '. '.join(filter(None, [*whys, backend.why]))
             return backend
-    raise Unavailable('. '.join(whys))
+    raise Unavailable(whys[-1] if whys else '')                     # why not even plain torch runs it

@@ -1,4 +1,4 @@
-// The kernels: products, attention over blocks, and what is small, in fp32 and bf16. Made from the cells of
+// The kernels: products and attention over blocks, in fp32 and bf16. Made from the cells of
 // nbs/20_kernels.ipynb by .ci/cpp: edit the notebook.
 #include <algorithm>
 #include <cmath>
@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <vector>
 #include <omp.h>
-#if defined(__AVX512BF16__) || defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#if defined(__AVX512F__) || defined(__AVXVNNI__)
 #include <immintrin.h>
 #endif
 #ifdef __AVX512F__
@@ -35,8 +35,8 @@ static inline vu nearest(vf v) {  // its bf16, in the lower half
 }
 static inline void store(float* p, vf v) { *(vfu*)p = v; }
 static inline void store(bf16* p, vf v) { *(vhu*)p = __builtin_convertvector(nearest(v), vh); }
-static inline vf as(const float*, vf v) { return v; }
-static inline vf as(const bf16*, vf v) { return (vf)(nearest(v) << 16); }
+[[maybe_unused]] static inline vf as(const float*, vf v) { return v; }
+[[maybe_unused]] static inline vf as(const bf16*, vf v) { return (vf)(nearest(v) << 16); }
 
 template <class T>
 static inline vf part(const T* p, int m) {
@@ -51,6 +51,7 @@ static inline void part_store(T* p, vf v, int m) {
     else
         store(t, v), memcpy(p, t, m * sizeof(T));
 }
+[[maybe_unused]] static inline float one(const float* p) { return *p; }
 [[maybe_unused]] static inline float one(const bf16* p) {
     uint32_t u = (uint32_t)p->x << 16;
     float f;
@@ -108,14 +109,29 @@ static inline void store_weights(bf16* p, vf v) {
     }
 extern "C" void set_threads(int n) { omp_set_num_threads(n); }
 
-static inline vf vexp(vf x) {  // x up to 88
-    const auto low = x < -87.f;
-    const vf y = low ? all(-87.f) : x, n = y * 1.44269504f + 12582912.f, f = n - 12582912.f;  // 1.5 * 2^23: f is whole
-    const vf r = y - f * .693359375f + f * 2.12194440e-4f;
-    vf p = all(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f, p = p * r + 8.3334519073e-3f, p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f, p = p * r + 5.0000001201e-1f, p = p * (r * r) + r + 1.f;
-    return low ? all(0.f) : p * (vf)(((vi)n + 127) << 23);
+static inline vf vexp(vf x) {                                                                  // x up to 88
+    const vf y = x < -150.f ? all(-150.f) : x, n = y * 1.44269502f + 12582912.f - 12582912.f;  // 1.5 * 2^23: n is whole
+    const vf f = y * 1.44269502f - n + y * 1.92596299e-8f;
+    vf p = all(1.53533620e-4f);
+    p = p * f + 1.33988750e-3f, p = p * f + 9.61843692e-3f, p = p * f + 5.55033237e-2f;
+    p = p * f + 2.40226477e-1f, p = p * f + 6.93147182e-1f, p = p * f + 1.f;
+#ifdef __AVX512F__
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    return x < -87.f ? all(0.f) : p * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+#endif
+}
+// The same where the result becomes a T
+[[maybe_unused]] static inline vf vexp_as(const float*, vf x) { return vexp(x); }
+[[maybe_unused]] static inline vf vexp_as(const bf16*, vf x) {
+#ifdef __AVX512DQ__
+    const vf y = x * 1.44269502f, f = (vf)_mm512_reduce_ps((__m512)y, 1);  // y less the whole number below it
+    vf p = f * 1.86707261e-03f + 9.01715088e-03f;
+    p = p * f + 5.57998288e-02f, p = p * f + 2.40164472e-01f, p = p * f + 6.93151310e-01f, p = p * f + 1.f;
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)y);
+#else
+    return vexp(x);
+#endif
 }
 static inline vf vtanh(vf x) {
     const vf e = vexp(x < 0.f ? 2.f * x : -2.f * x), t = (1.f - e) / (1.f + e);
@@ -123,18 +139,19 @@ static inline vf vtanh(vf x) {
 }
 
 constexpr int NR = 32, NV = NR / W, MR = W == 16 ? 12 : 3, AHEAD = 8;  // AHEAD: so many blocks of rows fetch the next panel
-// s[M][V * W] += a[M][2] b[2][V * W]: in fp32 the rows of b lie ld apart, in bf16 they lie in pairs
+// s[M][V * W] += a[M][2] b[2][V * W]. A row of a lies lda behind the one before. In bf16 the two numbers of a row lie together,
+// and the rows of b in pairs; in fp32 the second one lies lda2 behind the first, and the rows of b lie ld apart.
 template <int M, int V>
-static inline void multiply(const float* a, i64 lda, const float* b, i64 ld, vf (&s)[M][V]) {
+static inline void multiply(const float* a, i64 lda, const float* b, i64 ld, vf (&s)[M][V], i64 lda2 = 1) {
     for (int k = 0; k < 2; k++) {
         vf x[V];
         for (int j = 0; j < V; j++) x[j] = load(b + k * ld + j * W);
         for (int i = 0; i < M; i++)
-            for (int j = 0; j < V; j++) s[i][j] += a[i * lda + k] * x[j];
+            for (int j = 0; j < V; j++) s[i][j] += a[i * lda + k * lda2] * x[j];
     }
 }
 template <int M, int V>
-static inline void multiply(const bf16* a, i64 lda, const bf16* b, i64, vf (&s)[M][V]) {
+static inline void multiply(const bf16* a, i64 lda, const bf16* b, i64, vf (&s)[M][V], i64 = 0) {
 #ifdef __AVX512BF16__
     __m512bh x[V];
     for (int j = 0; j < V; j++) x[j] = (__m512bh)_mm512_loadu_si512(b + j * 2 * W);
@@ -157,13 +174,57 @@ static inline void multiply(const bf16* a, i64 lda, const bf16* b, i64, vf (&s)[
 #endif
 }
 
-template <int M, bool FETCH, class T>
-static void block(const T* a, i64 lda, const T* b, const T* bias, int K, T* c, i64 ldc, int n, const char* soon, int lines) {
+// Rows are multiplied in blocks of up to MR, all of nearly the same size
+struct Blocks {
+    i64 n, each;
+    Blocks(i64 rows) : n((rows + MR - 1) / MR), each(n ? (rows + n - 1) / n : 0) {}
+};
+typedef uint32_t v4 __attribute__((vector_size(16)));
+template <int A, int B, int C, int D>
+static inline v4 shuffled(v4 a, v4 b) {  // of the eight numbers of a and b these
+    const auto at = [=](int i) { return i < 4 ? a[i] : b[i - 4]; };
+    return v4{at(A), at(B), at(C), at(D)};
+}
+// 4 bytes of each of m rows, then the next 4 of each: row(i) is where the i-th begins, n times 4 bytes long
+template <class F>
+static inline void pack_block(F row, uint32_t* to, int m, i64 n) {
+    int i = 0;
+    i64 whole = n / 4 * 4;
+    for (; i + 4 <= m; i += 4)
+        for (i64 k = 0; k < whole; k += 4) {  // four by four, transposed
+            v4 x[4];
+            for (int j = 0; j < 4; j++) memcpy(&x[j], row(i + j) + k, 16);
+            const v4 p = shuffled<0, 4, 1, 5>(x[0], x[1]), q = shuffled<2, 6, 3, 7>(x[0], x[1]);
+            const v4 r = shuffled<0, 4, 1, 5>(x[2], x[3]), s = shuffled<2, 6, 3, 7>(x[2], x[3]);
+            const v4 y[4] = {shuffled<0, 1, 4, 5>(p, r), shuffled<2, 3, 6, 7>(p, r), shuffled<0, 1, 4, 5>(q, s),
+                             shuffled<2, 3, 6, 7>(q, s)};
+            for (int j = 0; j < 4; j++) memcpy(to + (k + j) * m + i, &y[j], 16);
+        }
+    for (int j = 0; j < m; j++)
+        for (i64 k = j < i ? whole : 0; k < n; k++) to[k * m + j] = row(j)[k];
+}
+namespace shared {
+template <class T>  // all rows, of K numbers each
+static const T* pack(const T* x, T* to, i64 rows, i64 K) {
+    if (rows < 2) return x;
+    const Blocks blocks(rows);
+    auto at = [](auto* p) { return (uint32_t*)p; };
+#pragma omp for
+    for (i64 q = 0; q < blocks.n; q++) {
+        const i64 r = q * blocks.each;
+        pack_block([=](int i) { return at(x + (r + i) * K); }, at(to + r * K), std::min(blocks.each, rows - r),
+                   K * sizeof(T) / 4);
+    }
+    return to;
+}
+}  // namespace shared
+
+template <int M, class T, class O>
+static void block(const T* a, const T* b, const T* bias, int K, O* c, i64 ldc, int n, const char* soon, int lines) {
     vf s[M][NV] = {};
-    for (int k = 0, p = 0, due = 0; k < K / 2; k++) {
-        if (FETCH)
-            for (due += lines; due >= K / 2; due -= K / 2) __builtin_prefetch(soon + 64 * p++, 0, 2);
-        multiply(a + 2 * k, lda, b + 2 * k * NR, NR, s);
+    for (int k = 0, due = 0; k < K / 2; k++, a += 2 * M, b += 2 * NR) {
+        for (due += lines; due >= K / 2; due -= K / 2, soon += 64) __builtin_prefetch(soon, 0, 2);
+        multiply(a, 4 / sizeof(T), b, NR, s, M);
     }
     for (int i = 0; i < M; i++)
         for (int j = 0; j < NV; j++) {
@@ -171,57 +232,78 @@ static void block(const T* a, i64 lda, const T* b, const T* bias, int K, T* c, i
             if (m) part_store(c + i * ldc + j * W, bias ? s[i][j] + part(bias + j * W, m) : s[i][j], m);
         }
 }
-// For all rows and panels, shared out to the threads: call(rows of a block, whether it fetches, first row, panel, its weights,
-// where its part of the next panel begins, lines of 64 bytes in that)
+// For blocks first to last (excluded) of `rows` packed rows, of which row `from` is the first, and a panel b, the p-th:
+// call(rows of a block, its first row, panel, its weights, where its part of the next panel begins, lines of 64 bytes in that)
 template <class T, class F>
-static void for_panels(const T* w, i64 M, i64 N, i64 K, F call) {
-    const i64 panels = (N + NR - 1) / NR, threads = omp_get_max_threads();
-    const i64 parts = std::clamp<i64>(4 * threads / panels, 1, M / (4 * MR) + 1), each = (M + parts - 1) / parts;
-#pragma omp parallel for if (M * N * K > 100000)
-    for (i64 u = 0; u < panels * parts; u++) {
-        const i64 p = u / parts, from = u % parts * each, rows = std::min(each, M - from);
-        if (rows <= 0) continue;
-        const T* b = w + p * NR * K;
-        const int blocks = (rows + MR - 1) / MR, per = (rows + blocks - 1) / blocks, fetching = std::min(blocks, AHEAD);
-        const int total = NR * K * sizeof(T) / 64, share = (total + fetching - 1) / fetching;
-        for (int q = 0; q < blocks; q++) {
-            const i64 r = from + q * per;
-            const char* soon = (const char*)(b + NR * K) + (i64)q * share * 64;
-            by_count<MR>(std::min<i64>(per, from + rows - r), [&](auto m) {
-                if (q < fetching)
-                    call(m, std::true_type(), r, p, b, soon, share);
-                else
-                    call(m, std::false_type(), r, p, b, soon, 0);
-            });
-        }
+static inline void one_panel(const T* b, i64 p, i64 from, i64 rows, i64 first, i64 last, i64 K, F call) {
+    const Blocks blocks(rows);
+    const int fetching = rows > 4 ? std::min<i64>(last - first, AHEAD) : 0, total = NR * K * sizeof(T) / 64;
+    const int share = fetching ? (total + fetching - 1) / fetching : 0;
+    for (i64 q = first; q < last; q++) {
+        const i64 at = q * blocks.each;
+        const char* soon = (const char*)(b + NR * K) + (q - first) * share * 64;
+        by_count<MR>(std::min(blocks.each, rows - at),
+                     [&](auto m) { call(m, from + at, p, b, soon, q - first < fetching ? share : 0); });
     }
 }
+// For all rows and panels, shared out to the threads
+template <class T, class F>
+static void for_panels(const T* w, i64 M, i64 N, i64 K, F call) {
+    const i64 panels = (N + NR - 1) / NR, threads = omp_get_num_threads(), blocks = Blocks(M).n;
+    const i64 parts = std::clamp<i64>(4 * threads / panels, 1, blocks / 4 + 1);
+#pragma omp for
+    for (i64 u = 0; u < panels * parts; u++) {
+        const i64 p = u / parts, i = u % parts;
+        one_panel(w + p * NR * K, p, 0, M, blocks * i / parts, blocks * (i + 1) / parts, K, call);
+    }
+}
+// What is to be done for a block. Panels of several weights, each with N outputs, may lie one behind the other.
+template <class T, class O>
+static auto multiplying(const T* x, const T* bias, O* out, i64 N, i64 K) {
+    return [=](auto m, i64 r, i64 p, const T* b, const char* soon, int lines) {
+        const i64 c = p * NR, at = c % N;
+        const int n = std::min<i64>(NR, N - at);
+        block<m>(x + r * K, b, bias ? bias + c : bias, K, out + r * N + at, N, n, soon, lines);
+    };
+}
+namespace shared {
+template <class T>  // packed: room for the rows
+static void product(const T* x, const T* w, const T* bias, T* out, i64 M, i64 N, i64 K, T* packed) {
+    for_panels(w, M, N, K, multiplying(pack(x, packed, M, K), bias, out, N, K));
+}
+}  // namespace shared
 template <class T>
 static void product(const T* x, const T* w, const T* bias, T* out, i64 M, i64 N, i64 K) {
-    for_panels(w, M, N, K, [=](auto m, auto fetch, i64 r, i64 p, const T* b, const char* soon, int lines) {
-        const i64 c = p * NR;
-        const int n = std::min<i64>(NR, N - c);
-        block<m, fetch>(x + r * K, K, b, bias ? bias + c : bias, K, out + r * N + c, N, n, soon, lines);
-    });
+    std::vector<T> packed(M > 1 ? M * K : 0);
+#pragma omp parallel if (M * N * K > 100000)
+    shared::product(x, w, bias, out, M, N, K, packed.data());
 }
 EXPORT(product)
 
 constexpr int COLUMNS = 64, CV = 4, TILE = CV * W, STEP = 128, ROWS = 64, DIM = 256;
-template <int HOW, class T>
-static inline void fetch(const T* p, int n) {  // HOW: 3 into the nearest cache, 2 the next
-    for (int i = 0; i < n; i += 64 / (int)sizeof(T)) __builtin_prefetch(p + i, 0, HOW);
-}
+// What will be read next, fetched into the second cache bit by bit: up to so many stretches of memory
+struct Prefetch {
+    const char *from[2 * STEP / COLUMNS], *end[2 * STEP / COLUMNS];
+    int n = 0, at = 0;
+    void add(const void* p, i64 bytes) { from[n] = (const char*)p, end[n++] = (const char*)p + bytes; }
+    inline void some() {
+        if (at == n) return;
+        const char*& p = from[at];
+        for (int i = 0; i < 4; i++) __builtin_prefetch(p + 64 * i, 0, 2);
+        if ((p += 256) >= end[at]) at++;
+    }
+    void rest() {
+        while (at < n) some();
+    }
+};
 // s[N][n] = scale q[N][D] k[n / 64][D][64], n up to STEP, each 64 columns where k says; computed up to the next multiple of TILE
 template <int N, class T>
-static void scores(const T* q, int D, const T* const* k, int n, float scale, float* s, const T* const* soon, int soon_dims) {
+static void scores(const T* q, int D, const T* const* k, int n, float scale, float* s, Prefetch& ahead) {
     for (int c = 0; c < n; c += TILE) {
-        const T *tile = k[c / COLUMNS] + c % COLUMNS * (4 / sizeof(T)),
-                *next = soon ? soon[c / COLUMNS] + c % COLUMNS * soon_dims : nullptr;
-        const T* after = soon && c % COLUMNS == 0 && c + COLUMNS < n ? k[c / COLUMNS + 1] : nullptr;
+        const T* tile = k[c / COLUMNS] + c % COLUMNS * (4 / sizeof(T));
         vf a[N][CV] = {};
         for (int d = 0; d < D; d += 2) {
-            if (next && d < TILE && c + d < n) fetch<3>(next + d * soon_dims, 2 * soon_dims);
-            if (after) fetch<2>(after + d * COLUMNS, 2 * COLUMNS);
+            ahead.some();
             multiply(q + d, D, tile + d * COLUMNS, COLUMNS, a);
         }
         for (int i = 0; i < N; i++)
@@ -229,17 +311,16 @@ static void scores(const T* q, int D, const T* const* k, int n, float scale, flo
     }
 }
 
-// o[N][M * W] += p[N][n] v[n / 64][64][M * W], n even, `at` numbers into each tile; meanwhile tiles of keys are fetched
+// o[N][M * W] += p[N][n] v[n / 64][64][M * W], n even, `at` numbers into each tile
 template <int N, int M, class T>
-static void weigh(const T* p, const T* const* v, int at, int n, float* o, int D, const T* const* soon, int soon_dims,
-                  int soon_n) {
+static void weigh(const T* p, const T* const* v, int at, int n, float* o, int D, Prefetch& ahead) {
     vf a[N][M];
     for (int i = 0; i < N; i++)
         for (int j = 0; j < M; j++) a[i][j] = load(o + i * D + j * W);
     for (int tile = 0; tile < n; tile += COLUMNS) {
-        const T *w = v[tile / COLUMNS] + at, *next = tile < soon_n ? soon[tile / COLUMNS] : nullptr;
+        const T* w = v[tile / COLUMNS] + at;
         for (int c = 0; c < std::min(COLUMNS, n - tile); c += 2) {
-            if (next) fetch<2>(next + c * soon_dims, 2 * soon_dims);
+            ahead.some();
             multiply(p + tile + c, STEP * 4 / sizeof(T), w + c * D, D, a);
         }
     }
@@ -247,11 +328,11 @@ static void weigh(const T* p, const T* const* v, int at, int n, float* o, int D,
         for (int j = 0; j < M; j++) store(o + i * D + j * W, a[i][j]);
 }
 template <int N, class T>
-static void weigh_all(const T* p, const T* const* v, int n, float* o, int D, const T* const* soon, int soon_dims, int soon_n) {
+static void weigh_all(const T* p, const T* const* v, int n, float* o, int D, Prefetch& ahead) {
     constexpr int E = 4 / sizeof(T);
     int d = 0;
-    for (; d + 4 * W <= D; d += 4 * W) weigh<N, 4>(p, v, d * E, n, o + d, D, soon, soon_dims, d ? 0 : soon_n);
-    for (; d < D; d += W) weigh<N, 1>(p, v, d * E, n, o + d, D, soon, soon_dims, d ? 0 : soon_n);
+    for (; d + 4 * W <= D; d += 4 * W) weigh<N, 4>(p, v, d * E, n, o + d, D, ahead);
+    for (; d < D; d += W) weigh<N, 1>(p, v, d * E, n, o + d, D, ahead);
 }
 template <class T>
 static void last_pair(const T* v, int D, T* pair) {
@@ -277,10 +358,10 @@ static inline float soften(float* x, T* p, int lo, int hi, int n, float cap, flo
         vf y = load(x + i);
         top = top > y ? top : y;
     }
-    const float now = most(top), fade = std::exp(m - now);
+    const float now = most(top), fade = vexp(all(m - now))[0];
     vf t = {};
     for (int i = 0; i < full; i += W) {
-        vf e = vexp(load(x + i) - now);
+        vf e = vexp_as(p, load(x + i) - now);
         store_weights(p + i, e);
         t += e;
     }
@@ -296,73 +377,97 @@ struct Shape {
 template <class T>
 struct Unit {  // rows of queries, and what they have gathered; end: columns that a row may see
     T q[ROWS * DIM];
-    float s[ROWS * STEP], o[ROWS * DIM], m[ROWS], l[ROWS];
+    float s[RB * STEP], o[ROWS * DIM], m[ROWS], l[ROWS];
     i64 end[ROWS];
 };
 template <class T>
-struct Tiles {
-    const T *k[STEP / COLUMNS], *v[STEP / COLUMNS];
-};  // one KV head's keys and values of a step
-template <class T>
-struct Path {  // the columns of a block table, from some multiple of 64 on
-    const Shape& z;
+struct Stretch {  // columns of one KV head that a block table leads to
     const T *K, *V;
     const i64* table;
-    i64 offset;
-    Path(const Shape& z, const T* K, const T* V, const i64* table, i64 column)
-        : z(z), K(K), V(V), table(table + column / z.block_size), offset(column % z.block_size) {}
-    void take(i64 n, Tiles<T>& t) {  // the next n columns
-        for (int i = 0; n > 0; i++, n -= COLUMNS) {
-            t.k[i] = K + *table * z.k_block + offset * z.dim, t.v[i] = V + *table * z.v_block + offset * z.dim_v;
-            if ((offset += COLUMNS) == z.block_size) offset = 0, table++;
-        }
-    }
+    i64 from, to;
 };
 template <class T>
-static void walk(const Shape& z, Unit<T>& u, int first, int last, const T* K, const T* V, const i64* table, i64 from, i64 to) {
+struct Tiles {  // those of a step: up to 128 columns
+    const T *k[STEP / COLUMNS], *v[STEP / COLUMNS];
+    int n = 0;
+    // Of the columns from c on, up to a multiple of 128 or the end
+    Tiles(const Shape& z, const Stretch<T>& x, i64 c) {
+        if (c >= x.to) return;
+        n = std::min(x.to, c / STEP * STEP + STEP) - c;
+        const i64* block = x.table + c / z.block_size;
+        i64 offset = c % z.block_size;
+        for (int i = 0; i * COLUMNS < n; i++) {
+            k[i] = x.K + *block * z.k_block + offset * z.dim, v[i] = x.V + *block * z.v_block + offset * z.dim_v;
+            if ((offset += COLUMNS) == z.block_size) offset = 0, block++;
+        }
+    }
+    Prefetch prefetch(const Shape& z) const {
+        Prefetch a;
+        for (int i = 0; i * COLUMNS < n; i++) a.add(k[i], COLUMNS * z.dim * sizeof(T));
+        for (int i = 0; i * COLUMNS < n; i++) a.add(v[i], std::min(COLUMNS, n - i * COLUMNS) * z.dim_v * sizeof(T));
+        return a;
+    }
+};
+// Rows first to last (excluded) go through x; `next` is what the thread goes through then
+template <class T>
+static void walk(const Shape& z, Unit<T>& u, int first, int last, const Stretch<T>& x, const Stretch<T>& next) {
     const int D = z.dim, DV = z.dim_v;
-    auto after = [&](i64 c) { return std::min(to, c / STEP * STEP + STEP); };
     T pair[2 * DIM];
     const T* odd = pair;
-    Tiles<T> now, soon;
-    Path<T> path(z, K, V, table, from);
-    if (from < to) path.take(after(from) - from, now);
-    for (i64 c = from, end; c < to; c = end, now = soon) {
-        end = after(c);
-        const int cols = end - c, even = cols / 2 * 2, more = after(end) - end;
-        path.take(more, soon);
-        for (int r = first; r < last; r += RB) {
-            by_count<RB>(last - r, [&](auto n) {
-                scores<n>(u.q + r * D, D, now.k, cols, z.scale, u.s + r * STEP, r == first ? now.v : nullptr, DV);
-            });
-        }
-        for (int r = first; r < last; r++) {
-            const i64 seen = u.end[r] - c;  // columns of this step before the row's own end
-            const int lo = z.window ? std::clamp<i64>(seen - z.window, 0, cols) : 0, hi = std::clamp<i64>(seen, 0, cols);
-            const float fade = soften(u.s + r * STEP, (T*)(u.s + r * STEP), lo, hi, cols, z.softcap, u.m[r], u.l[r]);
-            if (fade != 1)
-                for (int d = 0; d < DV; d += W) store(u.o + r * DV + d, load(u.o + r * DV + d) * fade);
-        }
+    Tiles<T> now(z, x, x.from);
+    for (i64 c = x.from; c < x.to;) {
+        const int cols = now.n, even = cols / 2 * 2;
+        const Tiles<T> soon = c + cols < x.to ? Tiles<T>(z, x, c + cols) : Tiles<T>(z, next, next.from);
+        Prefetch ahead = soon.prefetch(z);
         if (even < cols) last_pair(now.v[even / COLUMNS] + even % COLUMNS * DV, DV, pair);
-        for (int r = first; r < last; r += RB) {
-            const T* p = (const T*)(u.s + r * STEP);
+        for (int r = first; r < last; r += RB)
             by_count<RB>(last - r, [&](auto n) {
-                weigh_all<n>(p, now.v, even, u.o + r * DV, DV, soon.k, D, r == first ? more : 0);
-                if (even < cols) weigh_all<n>(p + even, &odd, 2, u.o + r * DV, DV, soon.k, D, 0);
+                const T* p = (const T*)u.s;
+                scores<n>(u.q + r * D, D, now.k, cols, z.scale, u.s, ahead);
+                for (int i = 0; i < n; i++) {
+                    const i64 seen = u.end[r + i] - c;  // columns of this step before the row's own end
+                    const int lo = z.window ? std::clamp<i64>(seen - z.window, 0, cols) : 0, hi = std::clamp<i64>(seen, 0, cols);
+                    float* o = u.o + (r + i) * DV;
+                    const float fade =
+                        soften(u.s + i * STEP, (T*)(u.s + i * STEP), lo, hi, cols, z.softcap, u.m[r + i], u.l[r + i]);
+                    if (fade != 1)
+                        for (int d = 0; d < DV; d += W) store(o + d, load(o + d) * fade);
+                }
+                weigh_all<n>(p, now.v, even, u.o + r * DV, DV, ahead);
+                if (even < cols) weigh_all<n>(p + even, &odd, 2, u.o + r * DV, DV, ahead);
             });
-        }
+        ahead.rest();
+        c += cols, now = soon;
     }
 }
 
+// What attention goes through: units, each for all KV heads; of a unit first what its query rows share, then each one's own
 template <class T>
-static void one_unit(const Shape& z, const T* q, const T* K, const T* V, T* out, const i64* blocks, const i64* members,
-                     const i64* unit, i64 h) {
+struct Route {
+    const Shape& z;
+    const T *K, *V;
+    const i64 *blocks, *members, *units;
+    i64 n;
+    bool shares(const i64* unit) const { return unit[3] && !z.window; }
+    Stretch<T> stretch(i64 h, i64 table, i64 from, i64 to) const {
+        return {K + h * z.k_head, V + h * z.v_head, blocks + table, from, to};
+    }
+    Stretch<T> own(const i64* unit, i64 i, i64 h) const {  // of query row i
+        const i64* a = members + 4 * i;
+        const i64 from = z.window ? std::max<i64>(0, a[3] + 1 - z.window) / COLUMNS * COLUMNS : unit[3];
+        return stretch(h, a[2], from, a[3] + a[1]);
+    }
+    Stretch<T> first(i64 u) const {
+        if (u >= n * z.kv_heads) return {};
+        const i64 *unit = units + u / z.kv_heads * 4, h = u % z.kv_heads;
+        return shares(unit) ? stretch(h, unit[2], 0, unit[3]) : own(unit, unit[0], h);
+    }
+};
+template <class T>
+static void one_unit(const Route<T>& all, const T* q, T* out, i64 number, const Stretch<T>& then) {
+    const Shape& z = all.z;
+    const i64 *members = all.members, *unit = all.units + number / z.kv_heads * 4, h = number % z.kv_heads;
     const int G = z.heads / z.kv_heads, D = z.dim, DV = z.dim_v;
-    const i64 shared = unit[3];
-    auto begin = [&](i64 column) { return z.window ? std::max<i64>(0, column + 1 - z.window) / COLUMNS * COLUMNS : 0; };
-    auto go = [&](Unit<T>& u, int first, int last, i64 table, i64 from, i64 to) {
-        walk(z, u, first, last, K + h * z.k_head, V + h * z.v_head, blocks + table, from, to);
-    };
     Unit<T> u;
     int R = 0;
     for (i64 i = unit[0]; i < unit[1]; i++)
@@ -372,11 +477,11 @@ static void one_unit(const Shape& z, const T* q, const T* K, const T* V, T* out,
             memset(u.o + R * DV, 0, DV * sizeof(float));
             u.m[R] = z.sinks ? z.sinks[head] : -INFINITY, u.l[R] = z.sinks ? 1 : 0, u.end[R] = a[3] + j / G + 1;
         }
-    if (shared && !z.window) go(u, 0, R, unit[2], 0, shared);
+    if (all.shares(unit)) walk(z, u, 0, R, all.first(number), all.own(unit, unit[0], h));
     R = 0;
     for (i64 i = unit[0]; i < unit[1]; i++) {
         const i64 *a = members + 4 * i, n = a[1] * G;
-        go(u, R, R + n, a[2], z.window ? begin(a[3]) : shared, a[3] + a[1]);
+        walk(z, u, R, R + n, all.own(unit, i, h), i + 1 < unit[1] ? all.own(unit, i + 1, h) : then);
         for (int j = 0; j < n; j++) {
             T* row = out + ((a[0] + j / G) * z.heads + h * G + j % G) * DV;
             for (int d = 0; d < DV; d += W) store(row + d, load(u.o + (R + j) * DV + d) / u.l[R + j]);
@@ -384,76 +489,53 @@ static void one_unit(const Shape& z, const T* q, const T* K, const T* V, T* out,
         R += n;
     }
 }
+namespace shared {
 template <class T>
 static void attend(const Shape& z, const T* q, const T* K, const T* V, T* out, const i64* blocks, const i64* members,
                    const i64* units, i64 n) {
-#pragma omp parallel for schedule(dynamic)
-    for (i64 u = 0; u < n * z.kv_heads; u++)
-        one_unit(z, q, K, V, out, blocks, members, units + u / z.kv_heads * 4, u % z.kv_heads);
+    const Route<T> all{z, K, V, blocks, members, units, n};
+    const i64 threads = omp_get_num_threads(), total = n * z.kv_heads;
+    const i64 each = std::max<i64>(1, total / (16 * threads)), chunks = (total + each - 1) / each;
+#pragma omp for schedule(dynamic)
+    for (i64 c = 0; c < chunks; c++) {
+        const i64 end = std::min(total, c * each + each);
+        for (i64 u = c * each; u < end; u++) one_unit(all, q, out, u, all.first(u + 1 < end ? u + 1 : (c + threads) * each));
+    }
+}
+}  // namespace shared
+template <class T>
+static void attend(const Shape& z, const T* q, const T* K, const T* V, T* out, const i64* blocks, const i64* members,
+                   const i64* units, i64 n) {
+#pragma omp parallel
+    shared::attend(z, q, K, V, out, blocks, members, units, n);
 }
 EXPORT(attend)
 
 template <class T>
+static inline void write_key(const Shape& z, const T* key, T* K, i64 head, i64 place) {
+    constexpr int E = 4 / sizeof(T);  // numbers side by side: 2 in bf16
+    const i64 c = place % z.block_size;
+    T* to = K + place / z.block_size * z.k_block + head * z.k_head + c / COLUMNS * COLUMNS * z.dim + c % COLUMNS * E;
+    for (i64 d = 0; d < z.dim; d++) to[d / E * COLUMNS * E + d % E] = key[d];
+}
+template <class T>
+static inline void write_value(const Shape& z, const T* value, T* V, i64 head, i64 place) {
+    constexpr int E = 4 / sizeof(T);
+    const i64 c = place % z.block_size;
+    T* to = V + place / z.block_size * z.v_block + head * z.v_head + c / E * E * z.dim_v + c % E;
+    for (i64 d = 0; d < z.dim_v; d++) to[d * E] = value[d];
+}
+template <class T>
 static void write(const Shape& z, const T* k, const T* v, i64 k_token, i64 k_head, i64 v_token, i64 v_head, T* K, T* V,
                   const i64* places, i64 n) {
-    constexpr int E = 4 / sizeof(T);  // numbers side by side: 2 in bf16
 #pragma omp parallel for if (n > 8)
     for (i64 t = 0; t < n; t++)
         for (i64 h = 0; h < z.kv_heads; h++) {
-            const i64 block = places[t] / z.block_size, c = places[t] % z.block_size;
-            const T *from = k + t * k_token + h * k_head, *of = v + t * v_token + h * v_head;
-            T* to = K + block * z.k_block + h * z.k_head + c / COLUMNS * COLUMNS * z.dim + c % COLUMNS * E;
-            for (i64 d = 0; d < z.dim; d++) to[d / E * COLUMNS * E + d % E] = from[d];
-            T* at = V + block * z.v_block + h * z.v_head + c / E * E * z.dim_v + c % E;
-            for (i64 d = 0; d < z.dim_v; d++) at[d * E] = of[d];
+            write_key(z, k + t * k_token + h * k_head, K, h, places[t]);
+            write_value(z, v + t * v_token + h * v_head, V, h, places[t]);
         }
 }
 EXPORT(write)
-
-template <class T>
-static void add_norm(T* h, const T* delta, const T* w, T* out, i64 n, i64 E, float eps) {
-#pragma omp parallel for if (n > 8)
-    for (i64 r = 0; r < n; r++) {
-        T *x = h + r * E, *y = out + r * E;
-        vf s = {};
-        for (i64 i = 0; i < E; i += W) {
-            vf v = load(x + i);
-            if (delta) v = as(x, v + load(delta + r * E + i)), store(x + i, v);
-            s += v * v;
-        }
-        const float f = 1 / std::sqrt(sum(s) / E + eps);
-        for (i64 i = 0; i < E; i += W) store(y + i, as(y, load(x + i) * f) * load(w + i));
-    }
-}
-template <class T>
-static void silu_mul(const T* gu, T* out, i64 n, i64 I) {
-#pragma omp parallel for if (n > 1)
-    for (i64 r = 0; r < n; r++)
-        for (i64 i = 0; i < I; i += W) {
-            vf g = load(gu + r * 2 * I + i);
-            const vf e = vexp(g < -88.f ? all(88.f) : -g);
-            store(out + r * I + i, as(out, g / (1.f + e)) * load(gu + r * 2 * I + I + i));
-        }
-}
-EXPORT(add_norm)
-EXPORT(silu_mul)
-
-template <class T>
-static void rotate(T* x, i64 token, i64 heads, i64 dim, const T* cos, const T* sin, i64 rot, i64 n) {
-    const i64 half = rot / 2;
-#pragma omp parallel for if (n > 8)
-    for (i64 t = 0; t < n; t++)
-        for (i64 h = 0; h < heads; h++)
-            for (i64 i = 0; i < half; i += W) {
-                const int m = std::min<i64>(W, half - i);
-                T *a = x + t * token + h * dim + i, *b = a + half;
-                const T *c = cos + t * rot + i, *s = sin + t * rot + i;
-                vf p = part(a, m), q = part(b, m);
-                part_store(a, as(a, p * part(c, m)) - as(a, q * part(s, m)), m);
-                part_store(b, as(a, q * part(c + half, m)) + as(a, p * part(s + half, m)), m);
-            }
-}
-EXPORT(rotate)
 
 template <int S>
 static inline vf hadamard_within(vf v) {
@@ -492,28 +574,33 @@ static float hadamard_row(const T* x, float* y, i64 K) {  // y; its largest magn
     return most(m) + sum(odd);
 }
 template <class T>
-static void quantize(const T* x, uint8_t* bytes, float* steps, i64 n, i64 K, i64 B, i64 top) {
+static float quantize_row(const T* x, uint8_t* bytes, float* y, i64 K, i64 B, i64 top) {  // its step; y: room for K + W numbers
     typedef uint8_t vb __attribute__((vector_size(W)));
-#pragma omp parallel if (n > 8)
-    {
-        std::vector<float> y(K + W);
-#pragma omp for
-        for (i64 r = 0; r < n; r++) {
-            float* p = y.data();
-            const float largest = B == 64   ? hadamard_row<64>(x + r * K, p, K)
-                                  : B == 32 ? hadamard_row<32>(x + r * K, p, K)
-                                  : B == 16 ? hadamard_row<16>(x + r * K, p, K)
-                                            : hadamard_row<1>(x + r * K, p, K);
-            const float f = top / largest, t = top, shift = 12582913.f + top;  // 1.5 * 2^23 + top + 1
-            for (i64 i = 0; i < K; i += W) {
-                vf v = load(p + i) * f;
-                v = v > t ? all(t) : v < -t ? all(-t) : v;
-                vb b = __builtin_convertvector((vu)(v + shift) & 255, vb);
-                memcpy(bytes + r * K + i, &b, std::min<i64>(W, K - i));
-            }
-            steps[r] = largest / top;
-        }
+    const float largest = B == 64   ? hadamard_row<64>(x, y, K)
+                          : B == 32 ? hadamard_row<32>(x, y, K)
+                          : B == 16 ? hadamard_row<16>(x, y, K)
+                                    : hadamard_row<1>(x, y, K);
+    const float f = top / largest, t = top, shift = 12582913.f + top;  // 1.5 * 2^23 + top + 1
+    for (i64 i = 0; i < K; i += W) {
+        vf v = load(y + i) * f;
+        v = v > t ? all(t) : v < -t ? all(-t) : v;
+        vb b = __builtin_convertvector((vu)(v + shift) & 255, vb);
+        memcpy(bytes + i, &b, std::min<i64>(W, K - i));
     }
+    return largest / top;
+}
+namespace shared {
+template <class T>
+static void quantize(const T* x, uint8_t* bytes, float* steps, i64 n, i64 K, i64 B, i64 top) {
+    std::vector<float> y(K + W);
+#pragma omp for
+    for (i64 r = 0; r < n; r++) steps[r] = quantize_row(x + r * K, bytes + r * K, y.data(), K, B, top);
+}
+}  // namespace shared
+template <class T>
+static void quantize(const T* x, uint8_t* bytes, float* steps, i64 n, i64 K, i64 B, i64 top) {
+#pragma omp parallel if (n > 8)
+    shared::quantize(x, bytes, steps, n, K, B, top);
 }
 EXPORT(quantize)
 
@@ -539,7 +626,7 @@ static inline vi dot4(vi s, int32_t a, vi w) {
 #endif
 }
 #endif
-template <int M, bool FETCH>
+template <int M>
 static void bytes_block(const uint8_t* a, i64 K, const int8_t* b, [[maybe_unused]] const int32_t* start, int32_t* sums,
                         [[maybe_unused]] const char* soon, [[maybe_unused]] int lines) {
     const int steps = K / 4;
@@ -550,14 +637,13 @@ static void bytes_block(const uint8_t* a, i64 K, const int8_t* b, [[maybe_unused
         memcpy(&v, start + j * W, sizeof v);
         for (int i = 0; i < M; i++) s[i][j] = v;
     }
-    for (int k = 0, p = 0, due = 0; k < steps; k++) {
-        if (FETCH)
-            for (due += lines; due >= steps; due -= steps) __builtin_prefetch(soon + 64 * p++, 0, 2);
+    for (int k = 0, due = 0; k < steps; k++) {
+        for (due += lines; due >= steps; due -= steps, soon += 64) __builtin_prefetch(soon, 0, 2);
         vi x[NV];
         for (int j = 0; j < NV; j++) memcpy(&x[j], b + (k * NR + j * W) * 4, sizeof(vi));
         for (int i = 0; i < M; i++) {
             int32_t quad;
-            memcpy(&quad, a + i * K + 4 * k, 4);
+            memcpy(&quad, a + 4 * (k * M + i), 4);
             for (int j = 0; j < NV; j++) s[i][j] = dot4(s[i][j], quad, x[j]);
         }
     }
@@ -570,7 +656,7 @@ static void bytes_block(const uint8_t* a, i64 K, const int8_t* b, [[maybe_unused
                 memcpy(&w, b + (k * NR + j * W) * 4, sizeof w);
                 for (int d = 0; d < 4; d++) {
                     vf f = __builtin_convertvector((vi)((vu)w << (24 - 8 * d)) >> 24, vf);
-                    for (int i = 0; i < M; i++) t[i][j] += (float)(a[i * K + 4 * k + d] - 128) * f;
+                    for (int i = 0; i < M; i++) t[i][j] += (float)(a[4 * (k * M + i) + d] - 128) * f;
                 }
             }
         for (int i = 0; i < M; i++)
@@ -582,24 +668,85 @@ static void bytes_block(const uint8_t* a, i64 K, const int8_t* b, [[maybe_unused
 }
 
 template <class T>
-static void bytes_product(const T* x, const int8_t* w, const int32_t* start, const float* scales, const float* bias, T* out,
-                          i64 M, i64 N, i64 K, i64 B) {
-    std::vector<uint8_t> bytes(M * K);
-    std::vector<float> steps(M);
-    quantize(x, bytes.data(), steps.data(), M, K, B, 127);
-    for_panels(w, M, N, K, [&](auto m, auto fetch, i64 r, i64 p, const int8_t* b, const char* soon, int lines) {
-        const i64 c = p * NR;
-        const int n = std::min<i64>(NR, N - c);
+static auto multiplying(const uint8_t* bytes, const float* steps, const int32_t* start, const float* scales, const float* bias,
+                        T* out, i64 N, i64 K) {
+    return [=](auto m, i64 r, i64 p, const int8_t* b, const char* soon, int lines) {
+        const i64 c = p * NR, at = c % N;
+        const int n = std::min<i64>(NR, N - at);
         int32_t sums[m * NR];
-        bytes_block<m, fetch>(bytes.data() + r * K, K, b, start + c, sums, soon, lines);
+        bytes_block<m>(bytes + r * K, K, b, start + c, sums, soon, lines);
         for (int i = 0; i < m; i++)
             for (int j = 0; j < n; j += W) {
                 const int some = std::min(W, n - j);
                 vi v;
                 memcpy(&v, sums + i * NR + j, sizeof v);
                 vf f = __builtin_convertvector(v, vf) * part(scales + c + j, some) * steps[r + i];
-                part_store(out + (r + i) * N + c + j, bias ? f + part(bias + c + j, some) : f, some);
+                part_store(out + (r + i) * N + at + j, bias ? f + part(bias + c + j, some) : f, some);
             }
-    });
+    };
+}
+namespace shared {
+template <class T>
+static void bytes_product(const uint8_t* bytes, const float* steps, const int8_t* w, const int32_t* start, const float* scales,
+                          const float* bias, T* out, i64 M, i64 N, i64 K, uint8_t* packed) {
+    for_panels(w, M, N, K, multiplying(pack(bytes, packed, M, K), steps, start, scales, bias, out, N, K));
+}
+}  // namespace shared
+template <class T>
+static void bytes_product(const T* x, const int8_t* w, const int32_t* start, const float* scales, const float* bias, T* out,
+                          i64 M, i64 N, i64 K, i64 B) {
+    std::vector<uint8_t> bytes(M * K), packed(M > 1 ? M * K : 0);
+    std::vector<float> steps(M);
+#pragma omp parallel if (M * N * K > 100000)
+    {
+        shared::quantize(x, bytes.data(), steps.data(), M, K, B, 127);
+        shared::bytes_product(bytes.data(), steps.data(), w, start, scales, bias, out, M, N, K, packed.data());
+    }
 }
 EXPORT(bytes_product)
+
+// A panel of NR rows, n times 4 bytes long
+template <class F>
+static inline void fill_panel(F row, uint32_t* to, i64 n) {
+    constexpr i64 SOME = 256;
+    for (i64 k = 0; k < n; k += SOME) pack_block([=](int i) { return row(i) + k; }, to + k * NR, NR, std::min(SOME, n - k));
+}
+// rows: where each of N rows of K numbers lies. The last panel is filled up with zeros.
+template <class T>
+static void pack_weight(const i64* rows, T* to, i64 N, i64 K) {
+    const i64 panels = (N + NR - 1) / NR, n = K * sizeof(T) / 4;
+    const std::vector<uint32_t> zeros(n);
+#pragma omp parallel for schedule(dynamic)
+    for (i64 p = 0; p < panels; p++) {
+        const auto row = [&](int i) { return p * NR + i < N ? (const uint32_t*)rows[p * NR + i] : zeros.data(); };
+        fill_panel(row, (uint32_t*)(to + p * NR * K), n);
+    }
+}
+EXPORT(pack_weight)
+// As `quantize`, signed. start: what the sum of each output begins with; it has a number for each row of each panel, steps for
+// each of N.
+template <class T>
+static void pack_bytes(const i64* rows, int8_t* to, int32_t* start, float* steps, i64 N, i64 K, i64 B, i64 top) {
+    const i64 panels = (N + NR - 1) / NR;
+#pragma omp parallel
+    {
+        std::vector<float> y(K + W);
+        std::vector<uint8_t> bytes(NR * K);
+#pragma omp for schedule(dynamic)
+        for (i64 p = 0; p < panels; p++) {
+            for (i64 i = 0; i < NR; i++) {
+                uint8_t* x = bytes.data() + i * K;
+                const i64 r = p * NR + i;
+                if (r < N) steps[r] = quantize_row((const T*)rows[r], x, y.data(), K, B, top);
+                int32_t total = 0;
+                for (i64 k = 0; k < K; k++) {
+                    x[k] = r < N ? x[k] - (uint8_t)(top + 1) : 0;
+                    total += (int8_t)x[k];
+                }
+                start[r] = -128 * total;
+            }
+            fill_panel([&](int i) { return (const uint32_t*)(bytes.data() + i * K); }, (uint32_t*)(to + p * NR * K), K / 4);
+        }
+    }
+}
+EXPORT(pack_bytes)

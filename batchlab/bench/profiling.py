@@ -19,6 +19,7 @@ from torch.utils.benchmark import Timer
 
 import batchlab.engine
 from ..attention import PackedStep
+from ..backends.native import PARTS
 from . import Measured, PeerProcess, Setup, Workload, markdown, peak_bytes, peer_env, peers, play, worker_text
 from ..llm import LLM
 from ..sampling import SamplingParams
@@ -49,21 +50,28 @@ class Clock:
 # %% ../../nbs/61_profile.ipynb #c35aa016
 def linear_classes(llm: LLM) -> set[type]:
     "The classes of all linear layers in what `llm` runs: the model's own, and those that its fused pass has instead."
-    own = {type(m) for m in llm.model.modules() if re.search('linear|conv1d', type(m).__name__, re.I)}
-    layers = getattr(getattr(llm.backend, 'fused', None), 'layers', ())
-    return own | {type(x) for layer in layers for x in vars(layer).values() if isinstance(x, torch.nn.Module)}
+    own, fused = {type(m) for m in llm.model.modules() if re.search('linear|conv1d', type(m).__name__, re.I)}, getattr(llm.backend, 'fused', None)
+    return own | ({type(m) for layer in fused.modules for m in layer} if fused else set())
 
 @contextlib.contextmanager
 def watched(llm: LLM) -> Iterator[Clock]:
     "The parts of every step of `llm`, which has run before, in a `Clock`."
     clock, fused = Clock(), getattr(llm.backend, 'fused', None)
     attention = [(cls, name) for cls in (PackedStep, *PackedStep.__subclasses__()) for name in ('attention', 'run') if name in vars(cls)]
-    parts = dict(linears=[(cls, 'forward') for cls in linear_classes(llm)], attention=attention,
-                 sampling=[(batchlab.engine, 'sample_rows')], forward=[(type(fused), '__call__') if fused else (llm.model, 'forward')])
+    linears = [(cls, 'forward') for cls in linear_classes(llm)]
+    parts = dict(linears=linears, attention=attention, sampling=[(batchlab.engine, 'sample_rows')],
+                 forward=[(type(fused.kernels), 'run'), *linears] if fused else [(llm.model, 'forward')])
     with contextlib.ExitStack() as stack:
         for label, methods in parts.items():
             for obj, name in methods: stack.enter_context(clock.watch(obj, name, label))
-        yield clock
+        if fused: fused.seconds = torch.zeros(PARTS, dtype=torch.float64)
+        try: yield clock
+        finally:
+            if fused:
+                spent = fused.seconds.tolist()
+                clock.seconds['attention'] = spent[2]
+                clock.seconds['linears'] += sum(spent[i] for i in (1, 3, 5, 7, 8, 9, 11))       # those of experts last
+                fused.seconds = None
 
 # %% ../../nbs/61_profile.ipynb #6c0d6de2
 def _exactly(max_tokens: int) -> SamplingParams: return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
