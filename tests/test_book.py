@@ -80,9 +80,9 @@ def test_only_what_a_figure_needs_is_run():
     cells = ['from __future__ import annotations', 'import math, time\nlimit = 3', 'sizes = []\nfor n in range(limit): total = n', 'sizes.append(4)', 'limit = 5', 'assert False',
              '%%writefile a.cpp\n// C++', 'def size(sizes=[1]): return [s for s in sizes]',
              'def other(n): total = n; return total', '@figure(by="n")\ndef speed(): return [dict(n=n, ms=math.sqrt(n)) for n in sizes[:limit]]',
-             'total', 'rate = speed.table.ms * size()[0]', 'print(rate)']
+             'total', 'rate = speed.table.ms * size()[0]', 'print(rate)', 'def found(): pass\nRegistry.register("by a string", found)']
     keep, shown = MEASURE.needed(cells, ['speed'])
-    assert keep == {0, 1, 2, 3, 4, 7, 9, 11} and shown == {9, 11}
+    assert keep == {0, 1, 2, 3, 4, 7, 9, 11, 13} and shown == {9, 11}
 
 
 def test_measured_anew_with_claims_that_hold_and_that_do_not(tmp_path, capsys, monkeypatch):
