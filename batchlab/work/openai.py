@@ -25,10 +25,10 @@ __all__ = ['DEFAULTS', 'RANGES', 'URLS', 'STATUS', 'sampling_options', 'request_
 
 # %% ../../nbs/40_openai.ipynb #oa000010
 class BadRequest(ValueError):
-    "A request that can't run, and why. `code`: the `code` of the API's error object."
-    def __init__(self, message: str, code: str = 'invalid_request') -> None:
+    "A request that can't run, and why. `code` and `param`: those of the API's error object."
+    def __init__(self, message: str, code: str = 'invalid_request', param: str | None = None) -> None:
         super().__init__(message)
-        self.code = code
+        self.code, self.param = code, param
 
 # %% ../../nbs/40_openai.ipynb #oa000017
 OPTIONS = setting_fields() - {'logprobs', 'prompt_logprobs', 'prompt_logprob_start', 'detokenize'}
