@@ -15,8 +15,8 @@ from ..params import SamplingParams
 from .openai import BadRequest
 
 # %% auto #0
-__all__ = ['FORMATS', 'ToolChoice', 'check_tools', 'ToolFormat', 'format_of', 'tool_grammar', 'tool_params', 'tools_in',
-           'messages_for', 'ToolParser', 'whole_message', 'parse_answer', 'finish_of']
+__all__ = ['FORMATS', 'ToolChoice', 'check_tools', 'take_tools', 'ToolFormat', 'format_of', 'tool_grammar', 'messages_for',
+           'tool_params', 'conversation_with', 'ToolParser', 'whole_message', 'parse_answer']
 
 # %% ../../nbs/48_tools.ipynb #too00004
 @dataclass(frozen=True, eq=False)
@@ -124,6 +124,11 @@ def _checked(request: str) -> ToolChoice:
     return ToolChoice(found, mode, tuple(names), parallel and not one)
 
 # %% ../../nbs/48_tools.ipynb #too00008
+def take_tools(body: dict[str, Any]) -> ToolChoice | None:
+    "Take `tools`, `tool_choice` and `parallel_tool_calls` out of the body of a chat request: `check_tools` of them. Raises `BadRequest`."
+    return check_tools(*(body.pop(k, None) for k in ('tools', 'tool_choice', 'parallel_tool_calls')))
+
+# %% ../../nbs/48_tools.ipynb #too00009
 @dataclass(frozen=True)
 class ToolFormat:
     """How a family of models writes calls: `first head NAME middle ARGUMENTS tail`, then for each further call `between head … tail`, then `last`.
@@ -150,10 +155,10 @@ class ToolFormat:
     special: tuple[tuple[str, int], ...] = ()
     visible: tuple[int, ...] = ()
 
-# %% ../../nbs/48_tools.ipynb #too00009
+# %% ../../nbs/48_tools.ipynb #too00010
 _NAMED = '{"name": "'
-_DEEPSEEK = dict(first='<｜tool▁calls▁begin｜>', trigger='<｜tool▁calls▁begin｜>', last='<｜tool▁calls▁end｜>')
-_LIST = dict(head=_NAMED, tail='}', between=', ')
+_DEEPSEEK: Any = dict(first='<｜tool▁calls▁begin｜>', trigger='<｜tool▁calls▁begin｜>', last='<｜tool▁calls▁end｜>')
+_LIST: Any = dict(head=_NAMED, tail='}', between=', ')
 
 FORMATS: dict[str, tuple[tuple[str, ...], ToolFormat]] = {f.name: (marks, f) for marks, f in (      # marks of a template; '!' is before what it lacks
     (('<function=', '<parameter='), ToolFormat('qwen3_coder', '<tool_call>\n<function=', '\n</tool_call>', '>\n', between='\n', trigger='<tool_call>', xml=True)),
@@ -168,7 +173,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], ToolFormat]] = {f.name: (marks, f) for
     (('<tool_call>', '</tool_call>', 'arguments', '!<arg_key>'), ToolFormat('hermes', '<tool_call>\n' + _NAMED, '}\n</tool_call>', between='\n', trigger='<tool_call>')),
     (('dictionary of argument name and its value',), ToolFormat('llama', _NAMED, '}', '", "parameters": ', prefix='<|python_tag|>', parallel=False)))}
 
-# %% ../../nbs/48_tools.ipynb #too00010
+# %% ../../nbs/48_tools.ipynb #too00011
 _PROBE = dict(type='function', function=dict(name='tool_probe', description='', parameters=dict(type='object', properties={})))
 _JOINED = re.compile(r"""arguments(['"]\])?\s*[+~]|[+~]\s*\w+(\[['"]\w+['"]\]|\.\w+)*(\[['"]|\.)arguments(['"]\])?\s*([+~]|-?\}\})""")
 
@@ -188,7 +193,7 @@ def _route(template: str, names: dict[str, Any]) -> str | None:
             if 'tool_probe' in str(render_jinja_template([talk], chat_template=template, add_generation_prompt=True, **names | given)): return route
         except Exception: continue                          # it wants another conversation: then another way may do
 
-# %% ../../nbs/48_tools.ipynb #too00011
+# %% ../../nbs/48_tools.ipynb #too00012
 def format_of(tokenizer: Any, template: str | None = None) -> ToolFormat | None:
     """The `ToolFormat` that the chat template of `tokenizer` asks of a model, None if it takes no tools, or asks for calls of another form.
 
@@ -211,7 +216,7 @@ def _tokens(tokenizer: Any, f: ToolFormat) -> tuple[tuple[tuple[str, int], ...],
     special = tuple((t.content, i) for i, t in sorted(apart.items()) if t.content in layout)
     return special, tuple(i for i, t in sorted(apart.items()) if not t.special and t.content not in layout)
 
-# %% ../../nbs/48_tools.ipynb #too00012
+# %% ../../nbs/48_tools.ipynb #too00013
 _TIGHT = {'whitespace_flexible': False, 'item_separator': ', ', 'key_separator': ': '}      # JSON as templates write it
 
 def _lark(text: str, f: ToolFormat) -> str:
@@ -236,7 +241,7 @@ def _free(f: ToolFormat) -> str:
 
 def _regex(text: str) -> str: return re.sub(r'[^\w\s<>]', lambda m: m[0] if ord(m[0]) > 127 else '\\' + m[0], text)
 
-# %% ../../nbs/48_tools.ipynb #too00013
+# %% ../../nbs/48_tools.ipynb #too00014
 def _is_text(schema: Any) -> bool:
     "Whether a parameter of `schema` is written as it is, without quotes: it is a string and nothing else."
     if not isinstance(schema, dict): return False
@@ -253,7 +258,7 @@ def _parameters(schema: dict[str, Any], rule: str) -> str:
     parts, rules = [], []
     for i, (k, s) in enumerate(schema.get('properties', {}).items()):
         if re.search('[<>\\s]', k): refuse(f'the name {k!r:.60}')
-        open_, part = json.dumps(f'<parameter={k}>\n', ensure_ascii=False), f'{rule}p{i}'
+        value, part, begin = '', f'{rule}p{i}', json.dumps(f'<parameter={k}>\n', ensure_ascii=False)
         if not _is_text(s): value = f'{_json(s, schema)} {json.dumps(_END)}'
         elif (some := s.get('enum', [s['const']] if 'const' in s else None)) is not None:
             if any('</parameter>' in v for v in some): refuse(f'a value of text {k!r:.60}')
@@ -262,12 +267,12 @@ def _parameters(schema: dict[str, Any], rule: str) -> str:
         else:
             value = f'{part}v'
             rules.append(f'{part}v[lazy]: VALUE {json.dumps(_END)}\n')
-        rules.append(f'{part}: {open_} {value}\n')
+        rules.append(f'{part}: {begin} {value}\n')
         parts.append(part if k in schema.get('required', ()) else f'{part}?')
     if lost := {*schema.get('required', ())} - {*schema.get('properties', {})}: refuse(f'required {min(lost)!r:.60}')
     return f'{rule}: {" ".join(parts)} "</function>"\n' + ''.join(rules)
 
-# %% ../../nbs/48_tools.ipynb #too00014
+# %% ../../nbs/48_tools.ipynb #too00015
 @functools.lru_cache(64)
 def tool_grammar(fmt: ToolFormat, choice: ToolChoice) -> str | None:
     """A Lark grammar of llguidance for answers in format `fmt`, for `structured_outputs`; None if no tool may be called.
@@ -291,26 +296,6 @@ def tool_grammar(fmt: ToolFormat, choice: ToolChoice) -> str | None:
 
 def _after(text: str, f: ToolFormat) -> str: return f' {_lark(text, f)}' if text else ""
 
-# %% ../../nbs/48_tools.ipynb #too00015
-def tool_params(params: SamplingParams, fmt: ToolFormat | None, choice: ToolChoice) -> SamplingParams:
-    """`params` with the answer held to the calls of `choice` in format `fmt`, and with the special tokens that mark them in its text.
-
-    Raises `BadRequest` if the model's template takes no tools (`fmt` is None), or if `params` hold the answer to another form."""
-    if choice.mode == 'none': return params
-    if fmt is None: raise BadRequest("tools are not supported by this model: its chat template takes none, or asks for calls of an unknown form; leave them out", param='tools')
-    if params.structured_outputs: raise BadRequest('tools and response_format (or structured_outputs) each say what the answer is: give one of them', param='tools')
-    if params.stop: raise BadRequest('tools and stop: a stop string could cut a call short, leave one of them out', param='stop')
-    return replace(params, structured_outputs=dict(grammar=tool_grammar(fmt, choice)), skip_special_tokens=False)
-
-def tools_in(fmt: ToolFormat, choice: ToolChoice, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    "`(messages, options)` of a conversation that tell the template the tools of `choice`, the way that it takes them; not if none may be called."
-    messages, tools = messages_for(fmt, messages), [*choice.tools]
-    if choice.mode == 'none': return messages, {}
-    if fmt.route == 'xml_tools': return messages, dict(chat_template_kwargs=dict(xml_tools=tools))
-    if fmt.route == 'tools': return messages, dict(tools=tools)
-    system = messages[0] if messages[0].get('role') == 'system' else dict(role='system', content='')
-    return [system | dict(tools=json.dumps(tools)), *messages[messages[0] is system:]], {}
-
 # %% ../../nbs/48_tools.ipynb #too00016
 def messages_for(fmt: ToolFormat, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     "`messages`, as `as_messages` gives them, with the calls in them as the template wants them: arguments as text, ids of its length."
@@ -324,11 +309,36 @@ def messages_for(fmt: ToolFormat, messages: list[dict[str, Any]]) -> list[dict[s
     out = []
     for m in messages:
         if m.get('tool_calls'): m = m | dict(tool_calls=[*map(call_of, m['tool_calls'])])
-        if isinstance(m.get('tool_call_id'), str): m = m | dict(tool_call_id=id_of(m['tool_call_id']))
+        if isinstance(i := m.get('tool_call_id'), str): m = m | dict(tool_call_id=id_of(i))
         out.append(m)
     return out
 
 # %% ../../nbs/48_tools.ipynb #too00017
+def tool_params(params: SamplingParams, fmt: ToolFormat | None, choice: ToolChoice) -> SamplingParams:
+    """`params` with the answer held to the calls of `choice` in format `fmt`, and with the special tokens that mark them in its text.
+
+    Raises `BadRequest` if the model's template takes no tools (`fmt` is None), or if `params` hold the answer to another form."""
+    if choice.mode == 'none': return params
+    if fmt is None: raise BadRequest("tools are not supported by this model: its chat template takes none, or asks for calls of an unknown form; leave them out", param='tools')
+    if params.structured_outputs: raise BadRequest('tools and response_format (or structured_outputs) each say what the answer is: give one of them', param='tools')
+    if params.stop: raise BadRequest('tools and stop: a stop string could cut a call short, leave one of them out', param='stop')
+    return replace(params, structured_outputs=dict(grammar=tool_grammar(fmt, choice)), skip_special_tokens=False)
+
+def conversation_with(fmt: ToolFormat | None, choice: ToolChoice | None, conversation: dict[str, Any]) -> dict[str, Any]:
+    """`conversation`, a dict with `messages` and options of a chat template, with the tools of `choice` where the template looks for them.
+
+    If none may be called, the prompt doesn't speak of them. Calls in the messages are as `messages_for` has them."""
+    if fmt is None: return conversation
+    conversation = conversation | dict(messages=(messages := messages_for(fmt, conversation['messages'])))
+    if choice is None or choice.mode == 'none': return conversation
+    tools = [*choice.tools]
+    if fmt.route == 'tools': return conversation | dict(tools=tools)
+    if fmt.route == 'xml_tools': return conversation | dict(chat_template_kwargs=(conversation.get('chat_template_kwargs') or {}) | dict(xml_tools=tools))
+    system = [] if messages[0].get('role') == 'system' else [dict(role='system', content='')]
+    first, *rest = system + messages
+    return conversation | dict(messages=[first | dict(tools=json.dumps(tools, ensure_ascii=False)), *rest])
+
+# %% ../../nbs/48_tools.ipynb #too00018
 _WS, _CALLED = '\0ws', '\0name'                            # white space, up to 16 characters of it; the name of a function
 _SPACE = re.compile(r'\s{0,16}')
 
@@ -358,7 +368,7 @@ def _follow(pattern: tuple[str, ...], text: str) -> tuple[int, str] | bool:
         else: return p.startswith(text[i:i + len(p)])
     return i, name
 
-# %% ../../nbs/48_tools.ipynb #too00018
+# %% ../../nbs/48_tools.ipynb #too00019
 Read = tuple[str, int, bool | None]      # a piece of the arguments, how much of the text it took, whether they end there; None: more is to come
 
 class _JSONArguments:
@@ -377,7 +387,7 @@ class _JSONArguments:
                 if self.depth <= 0: return text[:i], i, True
         return text, len(text), None
 
-# %% ../../nbs/48_tools.ipynb #too00019
+# %% ../../nbs/48_tools.ipynb #too00020
 class _XMLArguments:
     "Reads arguments that are XML parameters, each as soon as it is whole, as parts of a JSON object. `schema` says which are text."
     def __init__(self, schema: dict[str, Any]) -> None: self.kinds, self.num, self.seen = schema.get('properties', {}), 0, 0
@@ -403,7 +413,7 @@ def _value(text: str, schema: Any) -> str | None:
     try: return json.dumps(json.loads(text), ensure_ascii=False)
     except (ValueError, RecursionError): return None
 
-# %% ../../nbs/48_tools.ipynb #too00020
+# %% ../../nbs/48_tools.ipynb #too00021
 class ToolParser:
     """The text of an answer in, its deltas out as the chat endpoint streams them: `{'content': …}`, and `{'tool_calls': [{'index': …, …}]}`.
 
@@ -500,7 +510,7 @@ class ToolParser:
         self.step = self._open if self.fmt.trigger else self._text
         return True
 
-# %% ../../nbs/48_tools.ipynb #too00021
+# %% ../../nbs/48_tools.ipynb #too00022
 def whole_message(deltas: Iterable[dict[str, Any]]) -> tuple[str | None, list[dict[str, Any]]]:
     "`(content, tool_calls)` of a message, which `deltas` add up to; content is None if there are only calls."
     content, calls = '', []
@@ -511,11 +521,7 @@ def whole_message(deltas: Iterable[dict[str, Any]]) -> tuple[str | None, list[di
             else: calls[c['index']]['function']['arguments'] += c['function']['arguments']
     return content or (None if calls else ''), calls
 
-def parse_answer(text: str, fmt: ToolFormat | None, choice: ToolChoice | None, key: str | None = None) -> tuple[str | None, list[dict[str, Any]]]:
-    "`(content, tool_calls)` of the whole text of an answer; arguments are `ToolParser`'s."
+def parse_answer(fmt: ToolFormat | None, choice: ToolChoice | None, text: str, key: str | None = None) -> tuple[str | None, list[dict[str, Any]]]:
+    "`(content, tool_calls)` of the whole text of an answer: what the deltas of a `ToolParser` add up to."
     parser = ToolParser(fmt, choice, key)
     return whole_message([*parser.feed(text), *parser.close()])
-
-def finish_of(reason: str | None, calls: Any) -> str | None:
-    "The `finish_reason` of a chat choice: 'tool_calls' if the model stopped and made `calls`; one that was cut off stays 'length'."
-    return 'tool_calls' if calls and reason == 'stop' else reason
