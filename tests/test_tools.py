@@ -81,7 +81,7 @@ def test_choices(choice, mode, names, parallel):
     assert check_tools(tools(), choice) is found, 'the same request is looked at once'
 
 def test_no_tools():
-    for given in (None, []): assert check_tools(given) is check_tools(given, 'auto', True) is check_tools(given, 'none') is None
+    for none in (None, []): assert check_tools(none) is check_tools(none, 'auto', True) is check_tools(none, 'none') is None
 
 @pytest.mark.parametrize('given,field', [
     (dict(tools='x'), 'tools must be a list'), (dict(tools={}), 'tools must'), (dict(tools=[function('f')] * 129), 'at most 128'), (dict(tools=[5]), 'tools[0] must be of type'),
@@ -111,8 +111,8 @@ JUNK = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(JUNK, JUNK, JUNK)
 def test_junk_is_refused_in_one_line(a, b, c):
-    for given in (a, [a], [function('f', a)]):
-        try: check_tools(given, b, c)
+    for some in (a, [a], [function('f', a)]):
+        try: check_tools(some, b, c)
         except BadRequest as e: assert '\n' not in str(e) and len(str(e)) < 500
 
 def test_deep_schemas_are_refused():
@@ -277,6 +277,20 @@ def test_what_goes_with_tools():
     for held in (plain, SamplingParams(stop='x')):
         with pytest.raises(BadRequest, match='tools and'): tool_params(held, f, choice)
 
+def test_more_than_the_grammar_can_be():
+    many = check_tools([function(f'f{i}', dict(properties=dict(a=dict(enum=['x' * 2000])))) for i in range(100)])
+    with pytest.raises(BadRequest, match='give fewer'): tool_params(SamplingParams(), fmt_of('hermes'), many)
+
+def test_without_the_library(monkeypatch):
+    "A request can be read, and the engine says what is missing."
+    monkeypatch.setitem(sys.modules, 'llguidance', None)
+    monkeypatch.setitem(sys.modules, 'llguidance.hf', None)
+    choice = check_tools([function('f', dict(properties=dict(only_here=dict(type='null'))))], 'required')
+    from batchlab.llm import LLM
+    fresh, f = LLM(copy.deepcopy(model()), tiny_tokenizer(), compile=False), fmt_of('hermes')
+    outs = fresh.generate(['x', 'y'], [tool_params(SamplingParams(), f, choice), SamplingParams(max_tokens=2)])
+    assert "pip install 'batchlab[structured]'" in outs[0].error and outs[1].error is None
+
 
 # --- the parser
 
@@ -325,7 +339,7 @@ def test_text_without_a_call_is_content(name, text):
 def test_as_it_streams(name):
     "Text comes at once, but what may begin a call; arguments come as they are written, before their end."
     f = fmt_of(name)
-    choice, p = check_tools(tools(f)), ToolParser(f, check_tools(tools(f)))
+    p = ToolParser(f, check_tools(tools(f)))
     if f.trigger:
         assert p.feed('Well. ') == [dict(content='Well. ')]
         assert p.feed(f.trigger[:-1]) == [] and p.feed('!') == [dict(content=f.trigger[:-1] + '!')]
