@@ -46,7 +46,7 @@ TEMPLATES = dict(
     mistral=template('', '[TOOL_CALLS] [' + LIST + ']'),
     mistral_args=template('', each('[TOOL_CALLS]', '[ARGS]', '')),
     granite=template('Answer with <|tool_call|> and a JSON list. ', '<|tool_call|>[' + LIST + ']'),
-    phi4_mini=template('', '<|tool_call|>[' + LIST + ']<|/tool_call|>', "{% if messages[0].tools %}<|tool|>{{ messages[0].tools }}<|/tool|>{% endif %}"),
+    phi4_mini=template('', '', "{% if messages[0].tools %}<|tool|>{{ messages[0].tools }}<|/tool|>{% endif %}").replace("{% if m.tool_calls %}{% endif %}", ''),
     functools=template('Prefix with functools[', 'functools[' + LIST + ']'),
     deepseek_v3=template(f'{CALLS}…```json', CALLS + each(CALL + 'function' + SEP, '\n```json\n', '\n```' + DONE, AS_TEXT) + ALL),
     deepseek_v31=template(CALLS, CALLS + each(CALL, SEP, DONE, AS_TEXT) + ALL))
@@ -174,6 +174,7 @@ def test_ids_and_tools_as_templates_want_them():
     assert cut[1]['tool_calls'][0]['id'] == cut[2]['tool_call_id'] and re.fullmatch('[0-9a-z]{9}', cut[2]['tool_call_id']) and messages_for(fmt_of('mistral'), cut) == cut
     assert messages_for(fmt_of('deepseek_v31'), talk)[1]['tool_calls'][0]['function']['arguments'] == '{}'
     assert talk[1]['tool_calls'][0]['function']['arguments'] == {}, 'what was given stays as it was'
+    assert messages_for(fmt_of('phi4_mini'), talk)[1]['content'] == '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>', 'whose template writes no calls'
     xml = format_of(TEMPLATES['hermes'].replace('tools', 'xml_tools'))
     got = conversation_with(xml, check_tools(tools()), dict(messages=talk, chat_template_kwargs=dict(a=1)))
     assert got['chat_template_kwargs']['a'] == 1 and got['chat_template_kwargs']['xml_tools'][0]['function']['name'] == 'weather'

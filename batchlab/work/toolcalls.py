@@ -135,7 +135,8 @@ class ToolFormat:
 
     `trigger`: the text that nothing but a call begins with, which `first + head` starts with; '' if calls stand at the start of an answer only,
     maybe after `prefix`. `xml`: arguments are XML parameters, not one JSON object. `parallel`: several calls may follow each other.
-    `id_length`: of the ids that the template takes, None for any. Of one model: `arguments_as_text`: its template wants arguments as a string;
+    `id_length`: of the ids that the template takes, None for any. Of one model: `arguments_as_text`: its template wants arguments as a string; `writes_calls`:
+    whether it writes the calls of earlier messages;
     `route`: how it takes tools; `special`: `(text, id)` of the tokens that are no text to a grammar; `visible`: ids of those that may stand
     in an answer, such as `<think>`."""
     name: str
@@ -151,6 +152,7 @@ class ToolFormat:
     parallel: bool = True
     id_length: int | None = None
     arguments_as_text: bool = False
+    writes_calls: bool = True
     route: str = 'tools'
     special: tuple[tuple[str, int], ...] = ()
     visible: tuple[int, ...] = ()
@@ -206,7 +208,7 @@ def format_of(tokenizer: Any, template: str | None = None) -> ToolFormat | None:
     if (route := _route(text, names)) is None: return None
     special, visible = _tokens(tokenizer, found)
     as_text = 'arguments is not string' not in text and 'arguments is string' not in text and bool(_JOINED.search(text))
-    return replace(found, route=route, arguments_as_text=as_text, special=special, visible=visible)
+    return replace(found, route=route, arguments_as_text=as_text, writes_calls='tool_calls' in text, special=special, visible=visible)
 
 def _tokens(tokenizer: Any, f: ToolFormat) -> tuple[tuple[tuple[str, int], ...], tuple[int, ...]]:
     "The `special` and `visible` of format `f` with `tokenizer`: added tokens like `<this>`, and special ones, are no text to a grammar."
@@ -217,8 +219,13 @@ def _tokens(tokenizer: Any, f: ToolFormat) -> tuple[tuple[tuple[str, int], ...],
     return special, tuple(i for i, t in sorted(apart.items()) if not t.special and t.content not in layout)
 
 # %% ../../nbs/48_tools.ipynb #too00040
+def _written(f: ToolFormat, calls: list[dict[str, Any]]) -> str:
+    "`calls` with arguments as dicts, as a model of JSON format `f` writes them."
+    each = (f'{f.head}{c["function"]["name"]}{f.middle}{json.dumps(c["function"]["arguments"], ensure_ascii=False)}{f.tail}' for c in calls)
+    return f.first + f.between.join(each) + f.last
+
 def messages_for(fmt: ToolFormat, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    "`messages`, as `as_messages` gives them, with the calls in them as the template wants them: arguments as text, ids of its length."
+    "`messages`, as `as_messages` gives them, with the calls in them as the template wants them: arguments as text, ids of its length, or the whole in the content."
     def id_of(i: str) -> str:
         if fmt.id_length is None or len(i) == fmt.id_length and i.isalnum(): return i
         return hashlib.blake2b(i.encode('utf-8', 'replace')).hexdigest()[:fmt.id_length]
@@ -228,7 +235,8 @@ def messages_for(fmt: ToolFormat, messages: list[dict[str, Any]]) -> list[dict[s
         return c | dict(function=own) | (dict(id=id_of(c['id'])) if 'id' in c else {})
     out = []
     for m in messages:
-        if m.get('tool_calls'): m = m | dict(tool_calls=[*map(call_of, m['tool_calls'])])
+        if calls := [*map(call_of, m.get('tool_calls') or ())]:
+            m = m | dict(tool_calls=calls) if fmt.writes_calls or fmt.xml else m | dict(content=(m.get('content') or '') + _written(fmt, calls))
         if isinstance(i := m.get('tool_call_id'), str): m = m | dict(tool_call_id=id_of(i))
         out.append(m)
     return out
