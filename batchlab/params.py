@@ -120,7 +120,7 @@ class StructuredOutputsParams:
 
     `json`: valid under this JSON schema (a dict, its JSON, or a pydantic model). `json_object`: any JSON object.
     `regex`: a match of it. `choice`: one of these strings. `grammar`: a sentence of this grammar (EBNF as GBNF writes
-    it). `disable_any_whitespace`: no line breaks and spaces of the model's choice between the parts of JSON."""
+    it; Lark as llguidance has it if it begins with `%llguidance`). `disable_any_whitespace`: no line breaks and spaces of the model's choice between the parts of JSON."""
     json: dict[str, Any] | str | bool | type | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None

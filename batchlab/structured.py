@@ -126,7 +126,7 @@ def grammar_text(s: StructuredOutputsParams) -> str:
     v = getattr(s, s.kind) if schema is None else json.dumps(check_schema(schema))
     if len(v) > LONGEST: raise ParamError(f'structured_outputs.{s.kind} has over {LONGEST:,} characters: shorten it')
     if s.kind == 'regex': return grammar_from('regex', v)
-    if s.kind == 'grammar': return grammar_from('gbnf', _spelled(v))
+    if s.kind == 'grammar': return grammar_from('lark', v) if v.startswith('%llguidance') else grammar_from('gbnf', _spelled(v))
     space: Any = dict(whitespace_flexible=False) if s.disable_any_whitespace else dict(whitespace_pattern=rf'[ \n]{{1,{WHITESPACE}}}')
     if '"oneOf"' in v:                       # whose choices must exclude each other by themselves, not because they were closed here
         opened = json.dumps(check_schema(schema, close=False))

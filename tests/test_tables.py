@@ -242,7 +242,7 @@ def test_options_of_a_conversation_reach_the_template(tmp_path):
     assert line.failure is None and line.conversation == dict(messages=talk, continue_final_message=True, add_generation_prompt=False)
     assert 'chat_template' in parse_line(1, json.dumps(dict(messages=talk, chat_template='/etc/passwd')).encode(), 'plain').failure[1]
     body = dict(custom_id='a', url='/v1/chat/completions', method='POST', body=dict(messages=talk, tools=[dict(type='function')]))
-    assert 'tools=' in parse_line(1, json.dumps(body).encode()).failure[1]
+    assert 'tools[0].function must be' in parse_line(1, json.dumps(body).encode()).failure[1]
     lines = [dict(messages=talk, **d) for d in ({}, dict(continue_final_message=True, add_generation_prompt=False))]
     (tmp_path/'in.jsonl').write_text(''.join(json.dumps(d) + '\n' for d in lines))
     assert run(tmp_path/'in.jsonl', tmp_path/'out.csv', SHORT, model=llm()).failed == 0

@@ -13,6 +13,7 @@ import csv, hashlib, itertools, json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from .formats import LONGEST_LINE, Raw, read_raw
 from .openai import (ALIASES, DROPPED, BadRequest, answer_body, as_messages, choice_of, custom_id_of, endpoint_of, error_body,
                                   is_setting, keys_beside, one_prompt, parse_body, request_params, sampling_options, usage_of)
 from .tables import ANSWER, CHAT_OPTIONS, OPTIONAL, TABLES, BadRow, Row, _encode, file_kind, is_missing, plain_value
+from .toolcalls import ToolChoice, ToolFormat, format_of, parse_answer, take_tools
 
 if TYPE_CHECKING: from batchlab.outputs import RequestOutput
 
@@ -32,7 +34,8 @@ class JobLine:
 
     `ids`: what the line calls itself. `options`: its own sampling parameters. `chat_options`: what it says of its conversation, such
     as `tools`. `timeout`: its own, in seconds. `ignored`: its keys that mean nothing here. `model`: the one it asks for. `cells`: columns
-    of a table that stand in its record. `unit`: 'line', or 'row' of a table. `failure`: `(code, message)` if it can't run."""
+    of a table that stand in its record. `unit`: 'line', or 'row' of a table. `tools`: which functions its answer may call, and `tool_format` how the
+    model writes calls. `failure`: `(code, message)` if it can't run."""
     number: int
     digest: str
     kind: str = 'plain'
@@ -47,6 +50,8 @@ class JobLine:
     cells: dict[str, Any] = field(default_factory=dict)
     unit: str = 'line'
     failure: tuple[str, str] | None = None
+    tools: ToolChoice | None = None
+    tool_format: ToolFormat | None = None
 
     @property
     def key(self) -> str:
@@ -97,9 +102,9 @@ def plain_options(d: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
         options |= found
     return options, tuple(k for k in beside if k not in own)
 
-def take_chat_options(d: dict[str, Any], but: str = '') -> dict[str, Any]:
-    "Take what dict `d` says of its conversation out of it, all `but` one key: a dict. What says nothing is left out. Raises `BadRequest`."
-    found = {k: d.pop(k) for k in CHAT_OPTIONS if k in d and k != but}
+def take_chat_options(d: dict[str, Any]) -> dict[str, Any]:
+    "Take what dict `d` says of its conversation out of it: a dict. What says nothing is left out. Raises `BadRequest`."
+    found = {k: d.pop(k) for k in CHAT_OPTIONS if k in d}
     if isinstance(text := found.get('chat_template'), str) and '{' not in text: raise BadRequest(f'chat_template must be a template, got {text!r:.60}')
     return {k: v for k, v in found.items() if v is not None and v != []}
 
@@ -151,7 +156,7 @@ def batch_line(line: JobLine, d: dict[str, Any]) -> None:
     line.kind, body = endpoint_of(d), d.get('body')
     if not isinstance(body, dict): raise BadRequest(f'body must be an object, got {body!r:.60}')
     line.ignored, line.model, body = keys_beside(d), body.get('model'), dict(body)
-    if line.kind == 'chat': line.chat_options = take_chat_options(body, but='tools')      # whose calls an answer could not give back
+    if line.kind == 'chat': line.tools, line.chat_options = take_tools(body), take_chat_options(body)
     given, line.options = parse_body(body, line.kind)
     setattr(line, 'messages' if line.kind == 'chat' else 'prompt', given)
 
@@ -200,8 +205,13 @@ def parse_line(number: int, raw: Raw, form: str | None = 'batch', chat: bool = F
 DEFAULTS = openai.DEFAULTS | dict(plain=dict(temperature=0., max_tokens=256))
 
 class ParamsCache(dict[str, SamplingParams]):
-    "The `SamplingParams` of lines, `given` for what they leave open, made once for all that ask for the same."
-    def __init__(self, given: dict[str, Any] | None = None) -> None: self.given = given or {}
+    "The `SamplingParams` of lines, `given` for what they leave open, made once for all that ask for the same; and how a model writes tool calls."
+    def __init__(self, given: dict[str, Any] | None = None) -> None: self.given, self.formats = given or {}, dict[Any, ToolFormat | None]()
+
+    def format(self, tokenizer: Any, template: str | None) -> ToolFormat | None:
+        "`format_of` the two, found out once."
+        if template not in self.formats: self.formats[template] = format_of(tokenizer, template)
+        return self.formats[template]
 
     def of(self, line: JobLine) -> SamplingParams:
         "Those of `line`. Raises `BadRequest`, `ParamError`."
@@ -221,7 +231,8 @@ def plain_ids(line: JobLine) -> dict[str, Any]:
 def answer_of(line: JobLine, out: RequestOutput, model: str, postprocess: Postprocess | None = None) -> dict[str, Any]:
     "The record of an answer: a dict for JSON. `postprocess`: makes the `results` of each."
     if line.kind != 'plain':
-        body = answer_body(out, line.kind, f'{line.number}-{line.digest}', model)
+        read = partial(parse_answer, line.tool_format, line.tools) if line.tools else None      # (text, key)
+        body = answer_body(out, line.kind, f'{line.number}-{line.digest}', model, read)
         record: dict[str, Any] = dict(id=line.key, **line.ids, response=dict(status_code=200, request_id=line.key, body=body), error=None)
         choices = body['choices']
     else:

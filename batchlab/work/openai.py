@@ -5,8 +5,8 @@
 # %% ../../nbs/40_openai.ipynb #oa000004
 from __future__ import annotations
 
-import itertools, math, time
-from collections.abc import Collection
+import itertools, json, math, time
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from ..deprecated import renamed
@@ -19,16 +19,16 @@ if TYPE_CHECKING:      # a check of a file needs no torch
     from batchlab.sampling import Logprob
 
 # %% auto #0
-__all__ = ['DEFAULTS', 'RANGES', 'URLS', 'STATUS', 'sampling_options', 'request_params', 'as_messages', 'one_prompt',
-           'parse_body', 'custom_id_of', 'endpoint_of', 'keys_beside', 'usage_of', 'choice_of', 'answer_body',
-           'error_body']
+__all__ = ['DEFAULTS', 'RANGES', 'URLS', 'ReadCalls', 'STATUS', 'sampling_options', 'request_params', 'as_messages', 'one_prompt',
+           'parse_body', 'custom_id_of', 'endpoint_of', 'keys_beside', 'usage_of', 'finish_of', 'choice_of',
+           'answer_body', 'error_body']
 
 # %% ../../nbs/40_openai.ipynb #oa000010
 class BadRequest(ValueError):
-    "A request that can't run, and why. `code`: the `code` of the API's error object."
-    def __init__(self, message: str, code: str = 'invalid_request') -> None:
+    "A request that can't run, and why. `code` and `param`: those of the API's error object."
+    def __init__(self, message: str, code: str = 'invalid_request', param: str | None = None) -> None:
         super().__init__(message)
-        self.code = code
+        self.code, self.param = code, param
 
 # %% ../../nbs/40_openai.ipynb #oa000017
 OPTIONS = setting_fields() - {'logprobs', 'prompt_logprobs', 'prompt_logprob_start', 'detokenize'}
@@ -80,12 +80,38 @@ def plain_text(content: Any, where: str) -> Any:
     try: return text_of(content, where)
     except PromptError as e: raise BadRequest(str(e)) from None
 
+# %% ../../nbs/40_openai.ipynb #too40001
+def _calls_of(m: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    "The `tool_calls` of message `m`, with their arguments as dicts. Raises `BadRequest`."
+    calls, out = m['tool_calls'], []
+    if m.get('role') != 'assistant' or not isinstance(calls, list): raise BadRequest(f'{where}: tool_calls must be a list in a message of role assistant, got {calls!r:.60}')
+    for i, c in enumerate(calls):
+        f = c.get('function') if isinstance(c, dict) else None
+        if not isinstance(f, dict) or not isinstance(f.get('name'), str) or not isinstance(c.get('id', ''), str):
+            raise BadRequest(f'{where}: tool_calls[{i}] must be an object with an id and a function, which has a name and arguments, got {c!r:.60}')
+        given = f.get('arguments') or {}
+        try: arguments = json.loads(given) if isinstance(given, str) else given
+        except (ValueError, RecursionError): arguments = None
+        if not isinstance(arguments, dict): raise BadRequest(f'{where}: tool_calls[{i}].function.arguments must be a JSON object, got {given!r:.60}')
+        out.append(dict(type='function') | c | dict(function=f | dict(arguments=arguments)))
+    return out
+
 # %% ../../nbs/40_openai.ipynb #oa000036
 def as_messages(messages: Any, system: str | None = None) -> list[dict[str, Any]]:
-    "Messages as a chat template takes them, `system` before them if they have no such message. Raises `BadRequest`."
+    """Messages as a chat template takes them, `system` before them if they have no such message. Raises `BadRequest`.
+
+    The arguments of calls become dicts. A message of role `tool` must answer a call made before it, if that call has an id."""
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
         raise BadRequest(f'messages must be a list of at least one object with role and content, got {messages!r:.60}')
-    out = [m | dict(content=plain_text(m.get('content'), f'message {i}')) for i, m in enumerate(messages)]
+    out = [{k: v for k, v in m.items() if v or k != 'tool_calls'} | dict(content=plain_text(m.get('content'), f'message {i}')) for i, m in enumerate(messages)]
+    made: dict[str, str] = {}
+    for i, m in enumerate(out):
+        if 'tool_calls' in m: m['tool_calls'] = _calls_of(m, f'message {i}')
+        made |= {c['id']: c['function']['name'] for c in m.get('tool_calls', ()) if 'id' in c}
+        if m.get('role') != 'tool' or not made and 'tool_call_id' not in m: continue
+        if (name := made.get(str(m.get('tool_call_id')))) is None:
+            raise BadRequest(f'message {i} has tool_call_id {m.get("tool_call_id")!r:.60}, and no message before it makes that call')
+        m.setdefault('name', name)                              # which some templates want
     for m in out:
         if m.get('role') == 'developer': m['role'] = 'system'
     if system is not None and out[0].get('role') != 'system': out.insert(0, dict(role='system', content=system))
@@ -162,18 +188,28 @@ def usage_of(out: RequestOutput) -> dict[str, Any]:
     return dict(prompt_tokens=p, completion_tokens=c, total_tokens=p + c,
                 prompt_tokens_details=dict(cached_tokens=out.num_cached_tokens))
 
-def choice_of(c: CompletionOutput, kind: str, k: int | None = None, ids: Collection[int] | None = None) -> dict[str, Any]:
-    "A `CompletionOutput` as a choice of a 'chat' or 'text' answer; `k`: how many log probabilities were asked for, `ids`: or of which."
-    if kind != 'chat': return dict(index=c.index, text=c.text, logprobs=text_logprobs(c), finish_reason=c.finish_reason)
-    message = dict(role='assistant', content=c.text, refusal=None)
-    return dict(index=c.index, message=message, logprobs=chat_logprobs(c, k, ids), finish_reason=c.finish_reason)
+ReadCalls = Callable[[str, str], tuple['str | None', list[dict[str, Any]]]]      # (text, key for ids) -> (content, tool_calls)
 
-def answer_body(out: RequestOutput, kind: str, name: str, model: str) -> dict[str, Any]:
-    "The body that a 'chat' or 'text' endpoint answers with. `name`: what makes its id one of a kind; `model`: what to call it."
+def finish_of(reason: str | None, calls: Any) -> str | None:
+    "The `finish_reason` of a chat choice: 'tool_calls' if the model stopped and made `calls`; one that was cut off stays 'length'."
+    return 'tool_calls' if calls and reason == 'stop' else reason
+
+def choice_of(c: CompletionOutput, kind: str, k: int | None = None, ids: Collection[int] | None = None, read: ReadCalls | None = None,
+              name: str = '') -> dict[str, Any]:
+    """A `CompletionOutput` as a choice of a 'chat' or 'text' answer; `k`: how many log probabilities were asked for, `ids`: or of which.
+
+    `read`: finds the tool calls in the text of a chat answer, whose ids `name` makes."""
+    if kind != 'chat': return dict(index=c.index, text=c.text, logprobs=text_logprobs(c), finish_reason=c.finish_reason)
+    content, calls = read(c.text, f'{name}-{c.index}') if read else (c.text, [])
+    message = dict(role='assistant', content=content, refusal=None) | (dict(tool_calls=calls) if calls else {})
+    return dict(index=c.index, message=message, logprobs=chat_logprobs(c, k, ids), finish_reason=finish_of(c.finish_reason, calls))
+
+def answer_body(out: RequestOutput, kind: str, name: str, model: str, read: ReadCalls | None = None) -> dict[str, Any]:
+    "The body that a 'chat' or 'text' endpoint answers with. `name`: what makes its id one of a kind; `model`: what to call it; `read`: see `choice_of`."
     prefix, object = dict(chat=('chatcmpl', 'chat.completion'), text=('cmpl', 'text_completion'))[kind]
     top, ids = (out.params.logprobs, out.params.logprob_token_ids) if out.params else (None, None)
     return dict(id=f'{prefix}-{name}', object=object, created=int(time.time()), model=model,
-                choices=[choice_of(c, kind, top, ids) for c in out.outputs], usage=usage_of(out))
+                choices=[choice_of(c, kind, top, ids, read, name) for c in out.outputs], usage=usage_of(out))
 
 # %% ../../nbs/40_openai.ipynb #oa000063
 STATUS = dict(timeout=408, server_error=500)      # of any other failure: 400

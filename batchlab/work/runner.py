@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import BatchlabError, JobError, ModelError
 from .lines import JobLine, ParamsCache, Postprocess, answer_of, failure_of
 from .openai import BadRequest
+from .toolcalls import conversation_with, tool_params
 
 if TYPE_CHECKING:      # a dry run needs no torch
     from batchlab.llm import LLM
@@ -54,7 +55,12 @@ def admit_line(llm: LLM, line: JobLine, params: ParamsCache, on_event: Callable[
     from batchlab.outputs import RequestGroup
     try:
         group, chat = RequestGroup(line.key, line.number, on_event), line.messages is not None
-        admit(llm, group, line.conversation if chat else line.prompt, params.of(line), chat=chat)
+        prompt, own = line.conversation if chat else line.prompt, params.of(line)
+        if line.tools or any('tool_calls' in m for m in line.messages or ()):
+            line.tool_format = params.format(llm.tokenizer, line.chat_options.get('chat_template'))
+            prompt = conversation_with(line.tool_format, line.tools, dict(messages=line.messages, **line.chat_options))
+            if line.tools: own = tool_params(own, line.tool_format, line.tools)
+        admit(llm, group, prompt, own, chat=chat)
         if group.error is None: return group
         line.failure = 'context_length_exceeded' if group.reason == 'too_long' else 'invalid_request', group.error
     except (BadRequest, BatchlabError) as e:

@@ -346,6 +346,10 @@ def whole(v: Any) -> Any:
     "Text `v` as UTF-8 can hold it; anything else as it is."
     return v.encode(errors='replace').decode() if isinstance(v, str) else v
 
+def _text_of(message: dict[str, Any]) -> Any:
+    "What a table shows of a message: its text, or as JSON its text and the calls that it makes."
+    return _encode({k: message.get(k) for k in ('content', 'tool_calls')}) if message.get('tool_calls') else message['content']
+
 def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
     "Record `d` as rows of a table, one for each of its answers: dicts. Those of `OPTIONAL` are None where there are none."
     body = (d.get('response') or {}).get('body') or d
@@ -354,7 +358,7 @@ def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
     row = {k: d[k] for k in ('line', 'row') if k in d} | {k: d.get(k) for k in ('id', 'custom_id')}
     for c in choices:
         logprobs, tokens = c.get('logprobs'), None if many else usage.get('completion_tokens')
-        one = row | dict(index=c['index'] if many else None, text=c['message']['content'] if 'message' in c else c.get('text'),
+        one = row | dict(index=c['index'] if many else None, text=_text_of(c['message']) if 'message' in c else c.get('text'),
                          finish_reason=c.get('finish_reason'), prompt_tokens=usage.get('prompt_tokens'),
                          completion_tokens=c.get('completion_tokens', tokens), error=(d['error'] or {}).get('message'),
                          logprobs=logprobs and _encode(logprobs), cumulative_logprob=c.get('cumulative_logprob'))
