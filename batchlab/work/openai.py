@@ -241,9 +241,11 @@ def _parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
     d, flag = dict(body), 'true or false'
     r = ApiRequest(kind, [], SamplingParams(), take(d, 'model', str, None, 'a string'), take(d, 'stream', bool, False, flag), asked=body,
                    priority=take(d, 'priority', int, 0, 'a whole number, lower goes first'))
-    more = take(d, 'stream_options', dict, {}, 'an object')
+    more = dict(take(d, 'stream_options', dict, {}, 'an object'))
     if more and not r.stream: raise BadRequest('stream_options needs stream to be true', param='stream_options')
-    r.usage = take(dict(more), 'include_usage', bool, False, flag)
+    more.pop('include_obfuscation', None)
+    r.usage = take(more, 'include_usage', bool, False, flag)
+    if more: raise BadRequest(f'stream_options has no {min(more)!r:.60}: leave it out', param='stream_options')
     if not r.chat: r.echo = take(d, 'echo', bool, False, flag)
     talk = {k: v for k, (t, want) in TALK.items() if r.chat and (v := take(d, k, t, None, want)) is not None}
     of_prompt = take(d, 'prompt_logprobs', int, None, 'a whole number')
@@ -283,22 +285,22 @@ DONE = b'data: [DONE]\n\n'
 class Parts:
     """The events of one streamed answer, as bytes. `top`, `ids`: the log probabilities that were asked for, as in `choice_of`.
 
-    `since` is called with the answers as they are by now, and writes what is new. `first`: the text of the first token of an echoed prompt."""
-    def __init__(self, kind: str, name: str, model: str, top: int | None = None, ids: Collection[int] | None = None, usage: bool = False, first: str = '') -> None:
-        self.kind, self.top, self.ids, self.first = kind, top, ids, first
+    `since` is called with the answers as they are by now, and writes what is new."""
+    def __init__(self, kind: str, name: str, model: str, top: int | None = None, ids: Collection[int] | None = None, usage: bool = False) -> None:
+        self.kind, self.top, self.ids = kind, top, ids
         self.head = f'data: {_dumps(head_of(kind, name, model, True))[:-1]},"choices":['
         self.tail = ']' + ',"usage":null' * usage + '}\n\n'
         self.sent: dict[int, tuple[int, int, int]] = {}               # of each choice: characters, tokens, and where the next token begins
 
-    def since(self, outputs: Sequence[CompletionOutput], first_index: int = 0) -> bytes:
-        "An event for each of `outputs` that has got anything, maybe none; choices are counted from `first_index`."
-        return ''.join(self.head + new + self.tail for c in outputs if (new := self._choice(c, first_index + c.index))).encode()
+    def since(self, outputs: Sequence[CompletionOutput], start: int = 0, first: str = '') -> bytes:
+        "An event for each of `outputs` that has got anything, maybe none. `start`: the index of the first; `first`: as in `text_logprobs`."
+        return ''.join(self.head + new + self.tail for c in outputs if (new := self._choice(c, start + c.index, first))).encode()
 
     def end(self, usage: dict[str, Any] | None = None) -> bytes:
         "The last events."
         return (f'{self.head}],"usage":{_dumps(usage)}}}\n\n'.encode() if usage else b'') + DONE
 
-    def _choice(self, c: CompletionOutput, index: int) -> str:
+    def _choice(self, c: CompletionOutput, index: int, first: str) -> str:
         "What choice `index` got, as JSON; '' if nothing."
         begun = index in self.sent
         chars, tokens, offset = self.sent.get(index, (0, 0, 0))
@@ -307,7 +309,7 @@ class Parts:
         if c.logprobs is None: logprobs = None
         else:
             new = replace(c, token_ids=c.token_ids[tokens:], logprobs=c.logprobs[tokens:])
-            logprobs = chat_logprobs(new, self.top, self.ids) if self.kind == 'chat' else text_logprobs(new, offset, self.first)
+            logprobs = chat_logprobs(new, self.top, self.ids) if self.kind == 'chat' else text_logprobs(new, offset, first)
             if logprobs and self.kind != 'chat': offset += sum(map(len, logprobs['tokens']))
         self.sent[index] = len(c.text), len(c.token_ids), offset
         said = _dumps(text)

@@ -5,9 +5,8 @@
 # %% ../../nbs/49_server.ipynb #srv00005
 from __future__ import annotations
 
-import asyncio, contextlib, hashlib, hmac, itertools, json, math, os, secrets, signal, socket, threading, time
+import asyncio, contextlib, hashlib, hmac, itertools, json, logging, math, secrets, signal, socket, threading, time
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -19,7 +18,7 @@ from ..inputs import prompt_ids_of
 from ..llm import LLM
 from ..outputs import RequestOutput
 from .lines import json_object
-from .openai import (DEFAULTS, ApiRequest, BadRequest, Parts, as_messages, echoed, error_body, head_of, choice_of, parse_online,
+from .openai import (ApiRequest, BadRequest, Parts, as_messages, echoed, error_body, head_of, choice_of, parse_online,
                                   prompt_logprobs_of, take, text_logprobs, usage_of)
 from .runner import name_of
 
@@ -30,6 +29,7 @@ try:
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect
 except ImportError as e: raise JobError(f"the server needs {e.name}: pip install 'batchlab[server]'") from e
 
 Scope, Message = dict[str, Any], dict[str, Any]                       # ASGI's
@@ -90,22 +90,17 @@ async def merged(outputs: Sequence[AsyncGenerator[RequestOutput]]) -> AsyncGener
         async with contextlib.aclosing(outputs[0]) as only:
             async for o in only: yield 0, o
         return
-    came: asyncio.Queue[tuple[int, RequestOutput]] = asyncio.Queue(1)
+    came: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(1)
     async def pump(i: int) -> None:
-        async with contextlib.aclosing(outputs[i]) as one:
-            async for o in one: await came.put((i, o))
-    tasks = [asyncio.ensure_future(pump(i)) for i in range(len(outputs))]
+        try:
+            async with contextlib.aclosing(outputs[i]) as one:
+                async for o in one: await came.put((i, o))
+        except Exception as e: await came.put((i, e))
+    tasks, left = [asyncio.ensure_future(pump(i)) for i in range(len(outputs))], len(outputs)
     try:
-        left = len(tasks)
         while left:
-            get = asyncio.ensure_future(came.get())
-            await asyncio.wait([get, *(t for t in tasks if not t.done())], return_when=asyncio.FIRST_COMPLETED)
-            if not get.done():
-                get.cancel()
-                for t in tasks:
-                    if t.done(): t.result()                            # raises what went wrong
-                continue
-            i, o = get.result()
+            i, o = await came.get()
+            if isinstance(o, Exception): raise o
             left -= o.finished
             yield i, o
     finally:
@@ -121,14 +116,11 @@ class Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
-        done = False
-        with self.api.place(self.asked):
-            try: done = await unless_gone(self._answer(send), receive)
-            finally:
-                if not done: scope['said'] = 'client left'
+        if not await unless_gone(self._answer(send), receive): scope['said'] = 'the client left'
 
     async def _answer(self, send: Send) -> None:
-        try: await (self._stream if self.asked.stream else self._whole)(send)
+        try:
+            with self.api.place(self.asked): await (self._stream if self.asked.stream else self._whole)(send)
         except (BadRequest, BatchlabError) as e:
             wrong = e if isinstance(e, BadRequest) else BadRequest(str(e), 'unavailable' if isinstance(e, EngineError) else 'invalid_request')
             status, body = error_body(str(wrong), wrong.code, wrong.param)
@@ -171,18 +163,18 @@ class Answer(Response):
         return body
 
     async def _stream(self, send: Send) -> None:
-        a, lasts, parts = self.asked, {}, None
+        a, lasts = self.asked, {}
+        parts = Parts(a.kind, self.name, self.api.name, a.params.logprobs, a.params.logprob_token_ids, a.usage)
         async with contextlib.aclosing(self._outputs(grow=True)) as outputs:
             async for i, o in outputs:
                 if o.finished: lasts[i] = o
                 if a.echo and not o.finished and a.params.prompt_logprobs is not None: continue      # which are known at the end
-                if i not in (parts := parts or {}):
-                    parts[i] = Parts(a.kind, self.name, self.api.name, a.params.logprobs, a.params.logprob_token_ids, a.usage, self._first(o) if a.echo else '')
-                new = parts[i].since((echoed(o, self._text(o), a.silent) if a.echo else o).outputs, i * a.params.n)
+                shown, first = (echoed(o, self._text(o), a.silent), self._first(o)) if a.echo else (o, '')
+                new = parts.since(shown.outputs, i * a.params.n, first)
                 if new: await self._send(send, new)
         usage = self._usage([lasts[i] for i in sorted(lasts)])
         self.scope['said'] = said_of(usage)
-        await self._send(send, Parts(a.kind, self.name, self.api.name).end(usage if a.usage else None), last=True)
+        await self._send(send, parts.end(usage if a.usage else None), last=True)
 
     async def _send(self, send: Send, body: bytes, last: bool = False) -> None:
         "Send a part; before the first, the headers. Waits for a reader that is slow."
@@ -222,7 +214,7 @@ SECONDS = .001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1., 2.5, 5., 7.
 class Metrics:
     "What `/metrics` says of `llm`, under the names that vLLM gives it. `add` is called with each request that was answered."
     def __init__(self, llm: AsyncLLM, name: str) -> None:
-        self.llm, self.name, self.ends = llm, name, Counter()
+        self.llm, self.name = llm, name
         self.first, self.each, self.whole = (Histogram(SECONDS) for _ in range(3))
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -267,7 +259,8 @@ class Api:
 
     @contextlib.contextmanager
     def place(self, asked: ApiRequest) -> Iterator[None]:
-        "Count the choices of `asked` as pending while the context lasts."
+        "Count the choices of `asked` as pending while the context lasts. Raises `BadRequest` if there is no room for them."
+        self.check_room(asked)
         self.pending += asked.num_choices
         try: yield
         finally: self.pending -= asked.num_choices
@@ -286,7 +279,6 @@ class Api:
     async def complete(self, request: Request, kind: str) -> Response:
         asked = parse_online(json_object(await request.body()), kind)
         self.check_model(asked.model)
-        self.check_room(asked)
         return Answer(self, asked)
 
     async def chat(self, request: Request) -> Response: return await self.complete(request, 'chat')
@@ -418,7 +410,7 @@ def create_app(llm: AsyncLLM | LLM, name: str | None = None, *, api_key: str | N
                                    ('/health', api.health, 'GET'), ('/version', api.version, 'GET'), ('/metrics', api.figures, 'GET')):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     for router in routers: app.include_router(router)
-    for kind, handler in ((BadRequest, _bad_request), (HTTPException, _http_error), (RequestValidationError, _invalid), (Exception, _broken)):
+    for kind, handler in ((BadRequest, _bad_request), (HTTPException, _http_error), (RequestValidationError, _invalid), (ClientDisconnect, _left), (Exception, _broken)):
         app.add_exception_handler(kind, handler)
     app.add_middleware(BodyLimit, most=max_body, more={'/v1/files': max_upload})       # type: ignore[arg-type]
     if api_key: app.add_middleware(KeyGate, key=api_key)                               # type: ignore[arg-type]
@@ -444,6 +436,11 @@ async def _invalid(request: Request, e: Any) -> Response:
     where = str(first['loc'][-1]) if first.get('loc') else None
     return error_response(BadRequest(f"{where}: {first['msg']}", param=where))
 
+async def _left(request: Request, e: Any) -> Response:
+    "The client left while it was sending; nobody reads this."
+    request.scope['said'] = 'the client left'
+    return Response(status_code=400)
+
 async def _broken(request: Request, e: Any) -> Response:
     return error_response(BadRequest('the server failed to answer this request: its log says why', 'server_error'))
 
@@ -464,7 +461,7 @@ class Server(uvicorn.Server):
 
     `ready(url)` is called when it listens."""
     def __init__(self, app: FastAPI, drain: float = 30, ready: Callable[[], object] | None = None) -> None:
-        super().__init__(uvicorn.Config(app, log_level='warning', access_log=False, lifespan='on', timeout_graceful_shutdown=math.ceil(drain) + 5, server_header=False))
+        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, lifespan='on', timeout_graceful_shutdown=math.ceil(drain) + 5, server_header=False))
         self.api, self.drain, self.ready = app.state.api, drain, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -483,7 +480,9 @@ class Server(uvicorn.Server):
         for request_id in list(self.api.llm.answers): asyncio.ensure_future(self.api.llm.abort(request_id))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit: self.force_exit = True
+        if self.should_exit:
+            self.force_exit = True
+            logging.getLogger('uvicorn.error').setLevel(logging.CRITICAL)      # of the tasks that end with it
         self.should_exit = True
 
     @contextlib.contextmanager
