@@ -9,7 +9,7 @@ import asyncio, time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from .config import check_count
@@ -60,7 +60,8 @@ class _Answer:
         await self.news.wait()
         self.news.clear()
         if self.last: return self.last
-        parts = [replace(p, token_ids=[*p.token_ids], logprobs=None if p.logprobs is None else [*p.logprobs]) for _, p in sorted(self.parts.items())]
+        parts = [CompletionOutput(p.index, p.text, [*p.token_ids], p.cumulative_logprob, None if p.logprobs is None else [*p.logprobs], p.finish_reason)
+                 for _, p in sorted(self.parts.items())]
         return RequestOutput(self.request_id, prompt=self.prompt, prompt_token_ids=self.prompt_token_ids, outputs=parts, finished=False)
 
 # %% ../nbs/46_async.ipynb #mbx00003

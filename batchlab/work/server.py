@@ -124,7 +124,7 @@ class Answer(Response):
         except (BadRequest, BatchlabError) as e:
             wrong = e if isinstance(e, BadRequest) else BadRequest(str(e), 'unavailable' if isinstance(e, EngineError) else 'invalid_request')
             status, body = error_body(str(wrong), wrong.code, wrong.param)
-            self.scope['said'] = f'{wrong.code}: {wrong}'
+            self.scope['said'] = wrong.code
             if self.begun: await send(dict(type='http.response.body', body=f'data: {_dumps(body)}\n\ndata: [DONE]\n\n'.encode()))
             else: await error_response(wrong)(self.scope, None, send)       # type: ignore[arg-type]
 
@@ -418,7 +418,7 @@ def create_app(llm: AsyncLLM | LLM, name: str | None = None, *, api_key: str | N
     return app
 
 async def _bad_request(request: Request, e: Any) -> Response:
-    request.scope['said'] = f'{e.code}: {e}'
+    request.scope['said'] = e.code                                     # the message may quote what was sent
     return error_response(e)
 
 async def _http_error(request: Request, e: Any) -> Response:
