@@ -30,14 +30,11 @@ try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 except ImportError as e: raise JobError(f"the server needs {e.name}: pip install 'batchlab[server]'") from e
 
-Scope, Message = dict[str, Any], dict[str, Any]                       # ASGI's
-Receive, Send = Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
 # %% auto #0
-__all__ = ['Scope', 'Message', 'Receive', 'Send', 'App', 'create_app', 'listen', 'url_of', 'Server']
+__all__ = ['create_app', 'listen', 'url_of', 'Server']
 
 # %% ../../nbs/49_server.ipynb #srv00011
 _dumps = json.JSONEncoder(separators=(',', ':')).encode               # ASCII: half a surrogate pair is an escape in it
@@ -51,6 +48,11 @@ def error_response(e: BadRequest) -> Response:
     status, body = error_body(str(e), e.code, e.param)
     more = {401: {'WWW-Authenticate': 'Bearer'}, 413: {'Connection': 'close'}, 429: {'Retry-After': str(getattr(e, 'retry_after', 1))}}
     return json_response(body, status, more.get(status))
+
+async def respond(response: Response, scope: Scope, send: Send) -> None:
+    "Send `response`, which reads nothing."
+    nothing: Any = None
+    await response(scope, nothing, send)
 
 def not_here(scope: Scope, methods: str | None = None) -> BadRequest:
     "The error for a path or, where others are known, a method that is not served."
@@ -126,7 +128,7 @@ class Answer(Response):
             status, body = error_body(str(wrong), wrong.code, wrong.param)
             self.scope['said'] = wrong.code
             if self.begun: await send(dict(type='http.response.body', body=f'data: {_dumps(body)}\n\ndata: [DONE]\n\n'.encode()))
-            else: await error_response(wrong)(self.scope, None, send)       # type: ignore[arg-type]
+            else: await respond(error_response(wrong), self.scope, send)
 
     async def _outputs(self, grow: bool) -> AsyncGenerator[tuple[int, RequestOutput]]:
         "`(index of the prompt, output)` as they come. Raises `BadRequest` for one that failed."
@@ -146,7 +148,7 @@ class Answer(Response):
             async for i, o in outputs: outs[i] = o
         body = self._body([outs[i] for i in range(len(outs))])
         self.scope['said'] = said_of(body['usage'])
-        await json_response(body)(self.scope, None, send)                    # type: ignore[arg-type]
+        await respond(json_response(body), self.scope, send)
 
     def _body(self, outs: list[RequestOutput]) -> dict[str, Any]:
         "The body of a whole answer."
@@ -227,7 +229,8 @@ class Metrics:
 
     def collect(self) -> Iterator[Any]:
         "For prometheus_client: the state of this moment."
-        s, label, limits = self.llm.stats(), dict(labels=['model_name']), self.llm.llm.limits
+        s, limits = self.llm.stats(), self.llm.llm.limits
+        label: dict[str, Any] = dict(labels=['model_name'])
         total = (limits.kv_tokens or 0) // (self.llm.llm.backend.block_size or 1) or s.blocks
         for name, text, x in (('num_requests_running', 'Requests that have a slot.', s.running), ('num_requests_waiting', 'Requests that wait for one.', s.waiting),
                               ('kv_cache_usage_perc', 'Share of the KV blocks in use; 1 is all.', s.blocks_in_use / total if total else 0)):
@@ -338,7 +341,7 @@ class Api:
 class KeyGate:
     "ASGI middleware: who has not the API key is turned away. Its digest alone is kept, and compared in constant time."
     OPEN = {'/health', '/version', '/metrics'}
-    def __init__(self, app: App, key: str) -> None: self.app, self.digest = app, self._digest(key.encode())
+    def __init__(self, app: ASGIApp, key: str) -> None: self.app, self.digest = app, self._digest(key.encode())
 
     @staticmethod
     def _digest(key: bytes) -> bytes: return hashlib.sha256(key).digest()
@@ -349,19 +352,19 @@ class KeyGate:
             scheme, _, key = given.partition(b' ')
             if not hmac.compare_digest(self._digest(key.strip()), self.digest) or scheme.lower() != b'bearer':
                 e = BadRequest('the API key is missing or wrong: send it as Authorization: Bearer KEY', 'invalid_api_key')
-                return await error_response(e)(scope, receive, send)         # type: ignore[arg-type]
+                return await respond(error_response(e), scope, send)
         await self.app(scope, receive, send)
 
 class BodyLimit:
     "ASGI middleware: a body beyond `most` bytes is refused as soon as that many have come. `more`: other limits by the beginning of the path."
-    def __init__(self, app: App, most: int, more: dict[str, int] | None = None) -> None: self.app, self.most, self.more = app, most, more or {}
+    def __init__(self, app: ASGIApp, most: int, more: dict[str, int] | None = None) -> None: self.app, self.most, self.more = app, most, more or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope['type'] != 'http': return await self.app(scope, receive, send)
         most, came = next((n for path, n in self.more.items() if scope['path'].startswith(path)), self.most), 0
         wrong = BadRequest(f'the body is longer than {most:,} bytes: send less', 'request_too_large')
         length = next((v for k, v in scope['headers'] if k == b'content-length'), b'0')
-        if length.isdigit() and int(length) > most: return await error_response(wrong)(scope, receive, send)      # type: ignore[arg-type]
+        if length.isdigit() and int(length) > most: return await respond(error_response(wrong), scope, send)
         async def counted() -> Message:
             nonlocal came
             message = await receive()
@@ -372,7 +375,7 @@ class BodyLimit:
 
 class RequestLog:
     "ASGI middleware: one line for each request: method, path, status, seconds, and what the endpoint `said`. No headers, no queries."
-    def __init__(self, app: App, say: Callable[[str], object]) -> None: self.app, self.say = app, say
+    def __init__(self, app: ASGIApp, say: Callable[[str], object]) -> None: self.app, self.say = app, say
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope['type'] != 'http': return await self.app(scope, receive, send)
@@ -412,9 +415,9 @@ def create_app(llm: AsyncLLM | LLM, name: str | None = None, *, api_key: str | N
     for router in routers: app.include_router(router)
     for kind, handler in ((BadRequest, _bad_request), (HTTPException, _http_error), (RequestValidationError, _invalid), (ClientDisconnect, _left), (Exception, _broken)):
         app.add_exception_handler(kind, handler)
-    app.add_middleware(BodyLimit, most=max_body, more={'/v1/files': max_upload})       # type: ignore[arg-type]
-    if api_key: app.add_middleware(KeyGate, key=api_key)                               # type: ignore[arg-type]
-    if say: app.add_middleware(RequestLog, say=say)                                    # type: ignore[arg-type]
+    app.add_middleware(BodyLimit, most=max_body, more={'/v1/files': max_upload})
+    if api_key: app.add_middleware(KeyGate, key=api_key)
+    if say: app.add_middleware(RequestLog, say=say)
     return app
 
 async def _bad_request(request: Request, e: Any) -> Response:
