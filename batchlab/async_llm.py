@@ -5,12 +5,12 @@
 # %% ../nbs/46_async.ipynb #6c051e85
 from __future__ import annotations
 
-import asyncio, functools, time
+import asyncio, time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from .config import check_count
 from .errors import EngineError, ParamError
@@ -32,6 +32,7 @@ class _Answer:
     parts: dict[int, CompletionOutput] = field(default_factory=dict)
     last: RequestOutput | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
+    grow: bool = True                                              # whether its reader wants more than the last output
     aborted: bool = False
     free: Callable[[], None] | None = None                         # gives its place back
 
@@ -59,8 +60,50 @@ class _Answer:
         await self.news.wait()
         self.news.clear()
         if self.last: return self.last
-        parts = [replace(p, token_ids=[*p.token_ids], logprobs=None if p.logprobs is None else [*p.logprobs]) for _, p in sorted(self.parts.items())]
+        parts = [CompletionOutput(p.index, p.text, [*p.token_ids], p.cumulative_logprob, None if p.logprobs is None else [*p.logprobs], p.finish_reason)
+                 for _, p in sorted(self.parts.items())]
         return RequestOutput(self.request_id, prompt=self.prompt, prompt_token_ids=self.prompt_token_ids, outputs=parts, finished=False)
+
+# %% ../nbs/46_async.ipynb #mbx00003
+REST, LONGEST_REST = 9, .1                                             # times the work that was done; seconds
+
+@dataclass(eq=False)
+class _Mailbox:
+    "Events on their way to one event loop, and the `places` that it has for requests. `cancel`: ends one by its id."
+    loop: asyncio.AbstractEventLoop
+    places: asyncio.Semaphore
+    cancel: Callable[[str], object]
+    came: deque[tuple[_Answer, StreamEvent]] = field(default_factory=deque)
+    due: bool = False                                                  # the loop will look by itself
+
+    def put(self, answer: _Answer, event: StreamEvent, after: deque[Callable[[], object]] | None = None) -> None:
+        "Add `event`, in any thread. The loop is woken now, or when the calls `after` a step are made."
+        first = not self.came
+        self.came.append((answer, event))
+        if after is None: self.post()
+        elif first: after.append(self.post)
+
+    def post(self) -> None:
+        "Wake the loop unless it rests, in any thread. A closed loop has no readers any more."
+        if self.due and not self.loop.is_closed(): return
+        self.due = True
+        try: self.loop.call_soon_threadsafe(self.look)
+        except RuntimeError:
+            while self.came:
+                answer, event = self.came.popleft()
+                if not event.finished: self.cancel(answer.request_id)
+
+    def look(self) -> None:
+        "Give out what came, then rest. `due` is put down first: what comes later posts itself."
+        self.due = False
+        if not self.came: return
+        self.due, start = True, time.thread_time()
+        while self.came:
+            answer, event = self.came.popleft()
+            answer.add(event)
+        self.loop.call_soon(self.rest, start)                          # behind the tasks that this has woken
+
+    def rest(self, start: float) -> None: self.loop.call_later(min(LONGEST_REST, REST * (time.thread_time() - start)), self.look)
 
 # %% ../nbs/46_async.ipynb #fea3e7ff
 @by_any_name(generate=read_call, chat=read_call)
@@ -77,27 +120,26 @@ class AsyncLLM:
         self.llm = model if isinstance(model, LLM) else LLM(model, tokenizer, **kwargs)
         self.max_pending = max_pending
         self.answers: dict[str, _Answer] = {}                                # of those that are not done
-        self.places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self.loops: dict[asyncio.AbstractEventLoop, _Mailbox] = {}
         self.queuer = ThreadPoolExecutor(1, 'batchlab-queue')
 
     def __repr__(self) -> str: return f'Async{self.llm!r}'
 
     async def generate(self, prompt: Any, sampling_params: Any = None, request_id: str | None = None, *, chat: bool = False,
-                       priority: int = 0, timeout: float | None = None) -> AsyncGenerator[RequestOutput]:
+                       priority: int = 0, timeout: float | None = None, grow: bool = True) -> AsyncGenerator[RequestOutput]:
         """Yield the `RequestOutput` of one prompt as it grows; the last is `finished`. For arguments see `LLM.add_request`.
 
-        Those before the last have ids, text and log probabilities so far; the last has all that was asked for, or its `error`. `timeout` counts from
+        `grow`: False yields the last alone, and spares the loop all others. Those before the last have ids, text and log probabilities so far; the last has all that was asked for, or its `error`. `timeout` counts from
         now; one that runs out before the request has its turn ends it when that comes. Closing the generator or cancelling its task
         cancels the request. Raises `EngineError` for an id that is not done yet, `ParamError`."""
         request_id, asked = self._next_id() if request_id is None else str(request_id), time.perf_counter()
         if request_id in self.answers: raise EngineError(f'request {request_id!r} is not done yet: give another id')
-        answer, places = _Answer(request_id), self._places()
+        answer, mailbox = _Answer(request_id, grow=grow), self._mailbox()
         self.answers[request_id] = answer
-        tell = functools.partial(self._tell, asyncio.get_running_loop(), answer)
         try:
-            await places.acquire()
-            answer.free = places.release
-            job = self.queuer.submit(self._queue, answer, tell, asked, prompt, sampling_params, chat, priority, timeout)
+            await mailbox.places.acquire()
+            answer.free = mailbox.places.release
+            job = self.queuer.submit(self._queue, answer, mailbox, asked, prompt, sampling_params, chat, priority, timeout)
             try:
                 await asyncio.wrap_future(job)
                 output = None
@@ -143,14 +185,17 @@ class AsyncLLM:
         "An id that no request has, nor those of others who use the same `LLM`."
         return next(i for i in map(str, self.llm.ids) if i not in self.answers and i not in self.llm.groups)
 
-    def _places(self) -> asyncio.Semaphore:
-        "The places of the running loop: no semaphore serves two."
-        for loop in [loop for loop in self.places if loop.is_closed()]: del self.places[loop]
-        return self.places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_pending))
+    def _mailbox(self) -> _Mailbox:
+        "The mailbox of the running loop."
+        for loop in [loop for loop in self.loops if loop.is_closed()]: del self.loops[loop]
+        loop = asyncio.get_running_loop()
+        return self.loops.setdefault(loop, _Mailbox(loop, asyncio.Semaphore(self.max_pending), self.llm.cancel))
 
-    def _queue(self, answer: _Answer, tell: Callable[[StreamEvent], object], asked: float, prompt: Any, sampling_params: Any, chat: bool,
+    def _queue(self, answer: _Answer, mailbox: _Mailbox, asked: float, prompt: Any, sampling_params: Any, chat: bool,
                priority: int, timeout: float | None) -> str:
         "Give the engine a request, in the queuer's thread; its id."
+        def tell(event: StreamEvent) -> None:                          # in the engine's thread
+            if answer.grow or event.finished: mailbox.put(answer, event, self.llm.after)
         request_id, late = answer.request_id, False
         if isinstance(timeout, (int, float)) and timeout > 0:
             timeout -= time.perf_counter() - asked
@@ -158,7 +203,7 @@ class AsyncLLM:
         if answer.aborted or late:                                     # before the engine heard of it
             reason = 'cancelled' if answer.aborted else 'timeout'
             output = RequestOutput(request_id, outputs=[CompletionOutput(0, finish_reason=reason)])
-            tell(StreamEvent(request_id, finish_reason=reason, finished=True, output=output))
+            mailbox.put(answer, StreamEvent(request_id, finish_reason=reason, finished=True, output=output))
             return request_id
         group = self.llm._group(prompt, sampling_params, tell, request_id, chat, priority, timeout)
         answer.prompt, answer.prompt_token_ids = group.prompt, group.prompt_token_ids
@@ -166,12 +211,6 @@ class AsyncLLM:
         self.llm.start()                                               # after it: whoever stopped the engine meanwhile, it runs
         if answer.aborted: self.llm.cancel(request_id)
         return request_id
-
-    def _tell(self, loop: asyncio.AbstractEventLoop, answer: _Answer, event: StreamEvent) -> None:
-        "Hand `event` to the loop, in the engine's thread. A closed loop has no readers any more."
-        try: loop.call_soon_threadsafe(answer.add, event)
-        except RuntimeError:
-            if not event.finished: self.llm.cancel(answer.request_id)
 
     def _cancel(self, job: Future[str]) -> None:
         "Cancel the request that `job` gave the engine, if it did."

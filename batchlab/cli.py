@@ -482,6 +482,41 @@ def view_trace(args: argparse.Namespace, llm: LLM | None = None) -> int:
     if args.open and not open_page(path): note(f'no browser found here: open {path} in one')
     return 0
 
+# %% ../nbs/43_cli.ipynb #srv43002
+def api_key_of(args: argparse.Namespace) -> str | None:
+    "The key that clients of `serve` must send, or None. Raises `JobError`."
+    key = args.api_key if args.api_key is not None else os.environ.get('BATCHLAB_API_KEY') or None
+    if key is not None and (not key.strip() or key != key.strip() or not key.isascii() or not key.isprintable()):
+        raise JobError('an API key must be of plain ASCII characters, with none of space around it: give another')
+    return key
+
+def batch_routers(folder: str | None, llm: Any) -> list[Any]:
+    "The endpoints for files and batches that are kept in `folder`. Raises `JobError`."
+    if folder is None: return []
+    raise JobError('--data is for files and batches, which this version does not serve: leave it out')
+
+def serve(args: argparse.Namespace, llm: LLM | None = None) -> int:
+    "Run `batchlab serve`. Returns the exit status. Raises `BatchlabError`."
+    key = api_key_of(args)
+    from batchlab.work.server import AsyncLLM, Server, create_app, listen, url_of
+    from batchlab.models import DEFAULT_MODEL, resolve_device
+    resolve_device(args.device)
+    model, server = args.model or DEFAULT_MODEL, None
+    name = args.served_model_name or (Path(model).name if os.path.exists(model) else model)
+    with listen(args.host, args.port) as sock:
+        url = url_of(sock)
+        if key is None and args.host not in ('127.0.0.1', 'localhost', '::1'):
+            note(f'whoever reaches {url} can use this model: give BATCHLAB_API_KEY', 'warning')
+        engine = AsyncLLM(llm or load_llm(args), max_pending=args.max_pending)
+        app = create_app(engine, name, api_key=key, routers=batch_routers(args.data, engine), others=[] if args.served_model_name else [model],
+                         say=note if args.request_log else None)
+        server = Server(app, args.drain, lambda: note(f'{name} is served at {url}/v1'))
+        server.run([sock])
+    if server.force_exit:                           # the engine may be in the middle of a step: leave without waiting for it
+        sys.stderr.flush()
+        os._exit(130)
+    return 0
+
 # %% ../nbs/43_cli.ipynb #fd786c93
 def print_kept(found: Iterable[Kept]) -> None:
     "One line for each of `found`, and their sum."
@@ -525,7 +560,7 @@ def main(argv: Sequence[str] | None = None, llm: LLM | None = None) -> int:
 # %% ../nbs/43_cli.ipynb #da178f3b
 def call(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run the command that `args` is for. Returns the exit status."
-    commands = dict(generate=generate, run=run_job, plan=plan_job, view=view_trace, models=manage_models, cache=manage_cache)
+    commands = dict(generate=generate, run=run_job, serve=serve, plan=plan_job, view=view_trace, models=manage_models, cache=manage_cache)
     if args.command in commands: return commands[args.command](args, llm)
     from batchlab.bench import main
     return main(args.rest)

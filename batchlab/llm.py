@@ -75,7 +75,7 @@ def admit(llm: LLM, group: RequestGroup, prompt: Any, params: SamplingParams, pr
         names = [f'{group.request_id}-{i}' for i in range(params.n)] if params.n > 1 else [group.request_id]
         group.requests = [make_request(row, name, i, priority, group) for i, (row, name) in enumerate(zip(rows, names))]
     except ModelError: raise                               # others of its kind can't run either: the caller's to say
-    except BatchlabError as e: group.error = str(e)
+    except BatchlabError as e: group.error, group.refused = str(e), True
     return group
 
 def group_waves(llm: LLM, groups: Sequence[RequestGroup]) -> None:

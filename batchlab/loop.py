@@ -11,7 +11,7 @@ __all__ = ['log', 'StepLoop', 'BackgroundLoop', 'make_engine', 'EngineSet', 'Del
 # %% ../nbs/15_llm.ipynb #90905258
 import contextlib, heapq, itertools, logging, threading, time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 from .backends import Backend, BackendOptions, select_backend
 from .blocks import KVBudget
@@ -33,7 +33,7 @@ class StepLoop:
 
     Who holds `mutex` changes schedulers, requests, engines and backend: the thread that steps, `stepper`. All others put what they
     want into `inbox`, under `progress`: `(group, None)` to be queued, or `(group, reason)` to be ended. `groups`: prompts that are not
-    done yet, by id; `deadlines`: a heap."""
+    done yet, by id; `deadlines`: a heap; `after`: what stream callbacks want called once, when the step is over."""
     engines: EngineSet
     delivery: Delivery
 
@@ -44,6 +44,7 @@ class StepLoop:
         self.inbox: deque[tuple[RequestGroup, str | None]] = deque()
         self.groups: dict[str, RequestGroup] = {}
         self.deadlines: list[tuple[float, int, RequestGroup]] = []
+        self.after: deque[Callable[[], object]] = deque()
         self.stopping: str | None = None
 
     @property
@@ -99,6 +100,7 @@ class StepLoop:
             yield mine
         finally:
             if mine:
+                while self.after: self.after.popleft()()
                 self.stepper = None
                 self.mutex.release()
                 self._wake()
@@ -148,7 +150,7 @@ class StepLoop:
             for r in [] if g.error else g.requests:
                 self.engines.add(r)
                 self.delivery.mark('queued', r)
-        except BatchlabError as e: g.error = str(e)
+        except BatchlabError as e: g.error, g.refused = str(e), True
         if g.error: self.delivery.end(g, g.reason)
 
 # %% ../nbs/15_llm.ipynb #10a50c0b

@@ -63,7 +63,8 @@ class RequestOutput:
 
     `num_cached_tokens`: prompt tokens whose KV was there already. `prompt_logprobs`: if asked for, one `{id: Logprob}` a prompt
     token, None for those up to position `prompt_logprob_start`. `metrics`, in seconds since the call: `time_to_first_token`, `latency`; and
-    `time_per_token` after the first, `num_preemptions`. `params`: the `SamplingParams` it ran with."""
+    `time_per_token` after the first, `num_preemptions`. `params`: the `SamplingParams` it ran with.
+    `refused`: it has an `error` because it could not be run as it was asked, by no fault of the engine's."""
     request_id: str
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
@@ -74,6 +75,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list | None = None
     params: SamplingParams | None = None
+    refused: bool = False
 
     def __repr__(self) -> str: return f'RequestOutput({self.request_id}: {self.line})'
 
@@ -213,6 +215,7 @@ class RequestGroup:
     error: str | None = None
     reason: str = 'error'
     output: RequestOutput | None = None
+    refused: bool = False                         # its `error` is of what was asked
     broken: bool = False                          # its `on_event` raised
 
     @property
@@ -224,7 +227,7 @@ class RequestGroup:
         outs = [CompletionOutput.of(r) for r in rs] or [CompletionOutput(0, finish_reason=self.reason)]
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outs, True,
                              self.error or next((r.error for r in rs if r.error), None), self.metrics(),
-                             rs[0].num_cached_tokens or 0 if rs else 0, rs[0].prompt_logprobs if rs else None, self.params)
+                             rs[0].num_cached_tokens or 0 if rs else 0, rs[0].prompt_logprobs if rs else None, self.params, self.refused)
 
     def metrics(self) -> dict[str, Any]:
         "Times of the request, in seconds, as in `RequestOutput.metrics`."

@@ -301,3 +301,39 @@ def test_loops_that_are_closed_are_let_go():
     gc.collect()
     assert sum(loop() is not None for loop in loops) <= 1
     llm.llm.close()
+
+
+def test_only_the_last_output_is_made_if_no_other_is_wanted(llm):
+    params = SamplingParams(n=2, seed=4, max_tokens=20, ignore_eos=True)
+    async def read(grow): return [o async for o in llm.generate([7, 8], params, grow=grow)]
+    [one], many = run(read(False)), run(read(True))
+    assert one.finished and [c.token_ids for c in one.outputs] == [c.token_ids for c in many[-1].outputs]
+
+
+def test_the_loop_is_woken_once_a_step(llm):
+    "Not once for each event: here 4 requests get one in each step."
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    async def count():
+        loop, calls = asyncio.get_running_loop(), []
+        real = loop.call_soon_threadsafe
+        def counted(f, *args, **kw):
+            if getattr(f, '__name__', '') == 'look': calls.append(f)
+            return real(f, *args, **kw)
+        loop.call_soon_threadsafe = counted
+        await asyncio.gather(*(last(llm.generate([5 + i], params)) for i in range(4)))
+        return len(calls)
+    before = llm.stats().steps
+    woken = run(count())
+    assert 0 < woken <= llm.stats().steps - before
+    assert llm.stats().requests['length'] == 4
+
+
+def test_a_refusal_is_told_from_a_failure(llm):
+    async def both():
+        bad = await last(llm.generate([10**6]))
+        def fail(): raise RuntimeError('no more memory')
+        await last(llm.generate([7], SamplingParams(max_tokens=2)))
+        for e in llm.llm.engines.values(): e.step = fail
+        return bad, await last(llm.generate([7], LONG))
+    bad, failed = run(both())
+    assert bad.error and bad.refused and failed.error and not failed.refused

@@ -44,6 +44,7 @@ def argument(want: str, convert: Callable[[str], Any], ok: Callable[[Any], bool]
     return read
 
 positive_int = argument('a whole number of at least 1', int, lambda n: n >= 1)
+port_number = argument('a port from 0 to 65535', int, lambda n: 0 <= n < 2**16)
 whole_number = argument('a whole number of at least 0', int, lambda n: n >= 0)
 positive_float = argument('a number above 0', float, lambda x: 0 < x < math.inf)
 int_or_none = argument('a whole number or none', lambda s: None if s.lower() == 'none' else int(s))
@@ -156,6 +157,16 @@ RAY_FLAGS = [
     ('--ray-cpus N', positive_int, "cores of each (default: its share)"),
     ('--ray-gpus N', whole_number, "GPUs of each (default: one if there are enough)"),
     ('--ray-address ADDRESS', str, "of the cluster, or auto (default: one of its own, here)")]
+SERVE_FLAGS = [
+    ('--host ADDRESS', str, "to listen on (default: 127.0.0.1, this machine alone; 0.0.0.0 is all)", dict(default='127.0.0.1')),
+    ('--port N', port_number, "(default: 8000; 0 takes a free one, and says which)", dict(default=8000)),
+    ('--api-key KEY', str, "what clients must send; better in BATCHLAB_API_KEY, as others see the flags of a process"),
+    ('--served-model-name NAME', str, "what clients call the model (default: its name)"),
+    ('--data FOLDER', str, "where files and batches are kept"),
+    ('--max-pending N', positive_int, "answers under way, beyond which clients are told to come back (default: 1024)", dict(default=1024)),
+    ('--drain SECONDS', whole_number, "for what is under way when the server is stopped (default: 30)", dict(default=30)),
+    ('--no-request-log', 'store_false', "no line for each request", dict(dest='request_log')),
+    LOG_JSON]
 PLAN_FLAGS = [('--no-calibration', 'store_false', "run nothing, estimate no time", dict(dest='calibrate'))]
 VIEW_FLAGS = [
     ('trace TRACE', str, "a file that Trace.save has written"),
@@ -169,13 +180,14 @@ CACHE_FLAGS = [('what ACTION', ('list', 'clear'), "list (the default) or clear",
 
 # %% ../../nbs/43_cli.ipynb #4e24f8ff
 COMMANDS = dict(generate="answer a batch of prompts", run="answer a file of requests, and go on where it ended",
-                plan="what such a file would take", bench="measure the strategies on this machine",
+                serve="answer programs that speak OpenAI's API, over HTTP", plan="what such a file would take", bench="measure the strategies on this machine",
                 view="look at a trace in the browser, step by step", models="list, pull or rm: the models on this machine",
                 cache="what is kept on the disk, and how large")
-FLAGS = dict(generate=GENERATE_FLAGS, run=INPUT_FLAGS + RUN_FLAGS, plan=INPUT_FLAGS + PLAN_FLAGS, view=VIEW_FLAGS,
+FLAGS = dict(generate=GENERATE_FLAGS, run=INPUT_FLAGS + RUN_FLAGS, serve=SERVE_FLAGS, plan=INPUT_FLAGS + PLAN_FLAGS, view=VIEW_FLAGS,
              models=MODELS_FLAGS, cache=CACHE_FLAGS)
 ABOUT = dict(generate="Answer a batch of prompts with a language model.",
              run="Answer a file of requests. Ended in the middle, the same command goes on.",
+             serve="Serve a model over HTTP to programs that speak OpenAI's API, until Ctrl-C or SIGTERM.",
              plan="Say what a job would take: requests, tokens, memory, time.",
              view="Make one HTML page of a trace, to step through, and open it.",
              models="List the models on this machine, fetch one ahead of time, or remove one.",
@@ -194,8 +206,8 @@ def parser_of(command: str) -> OneLineParser:
     p = OneLineParser(prog=f'batchlab {command}', description=ABOUT[command], epilog=NOTES.get(command))
     add_flags(p, *FLAGS[command])
     if command == 'run': add_flags(p.add_argument_group('on Ray'), *RAY_FLAGS)
+    if command in ('generate', 'run', 'serve', 'plan'): add_flags(p, *MODEL_FLAGS)
     if command in ('generate', 'run', 'plan'):
-        add_flags(p, *MODEL_FLAGS)
         add_flags(p.add_argument_group('sampling', UNSAID), *SAMPLING_FLAGS, default=argparse.SUPPRESS)
     return p
 

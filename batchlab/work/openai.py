@@ -5,8 +5,9 @@
 # %% ../../nbs/40_openai.ipynb #oa000004
 from __future__ import annotations
 
-import itertools, json, math, time
-from collections.abc import Callable, Collection
+import itertools, json, math, re, time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..deprecated import renamed
@@ -19,13 +20,14 @@ if TYPE_CHECKING:      # a check of a file needs no torch
     from batchlab.sampling import Logprob
 
 # %% auto #0
-__all__ = ['DEFAULTS', 'RANGES', 'URLS', 'ReadCalls', 'STATUS', 'sampling_options', 'request_params', 'as_messages', 'one_prompt',
-           'parse_body', 'custom_id_of', 'endpoint_of', 'keys_beside', 'usage_of', 'finish_of', 'choice_of',
-           'answer_body', 'error_body']
+__all__ = ['DEFAULTS', 'RANGES', 'URLS', 'ReadCalls', 'STATUS', 'TALK', 'DONE', 'sampling_options', 'request_params',
+           'as_messages', 'many_prompts', 'one_prompt', 'parse_body', 'custom_id_of', 'endpoint_of', 'keys_beside',
+           'usage_of', 'finish_of', 'choice_of', 'head_of', 'answer_body', 'error_body', 'ApiRequest', 'parse_online',
+           'echoed', 'prompt_logprobs_of', 'Parts']
 
 # %% ../../nbs/40_openai.ipynb #oa000010
 class BadRequest(ValueError):
-    "A request that can't run, and why. `code` and `param`: those of the API's error object."
+    "A request that can't run, and why. `code`, `param`: those of the API's error object; `param` is the key at fault, if it is one."
     def __init__(self, message: str, code: str = 'invalid_request', param: str | None = None) -> None:
         super().__init__(message)
         self.code, self.param = code, param
@@ -62,7 +64,7 @@ def sampling_options(given: dict[str, Any], chat: bool) -> dict[str, Any]:
 
 # %% ../../nbs/40_openai.ipynb #oa000031
 DEFAULTS = dict(chat=dict(temperature=1., max_tokens=None), text=dict(temperature=1., max_tokens=16))
-RANGES = dict(n=(1, 128), logprobs=(0, 20), top_k=(-1, 2**31 - 1))      # the API's, and what a tensor holds
+RANGES = dict(n=(1, 128), logprobs=(0, 20), prompt_logprobs=(0, 20), top_k=(-1, 2**31 - 1))      # the API's, and what a tensor holds
 
 def request_params(options: dict[str, Any], defaults: dict[str, Any]) -> SamplingParams:
     "The `SamplingParams` of `options`, with `defaults` for what they leave open. Raises `BadRequest`, `ParamError`."
@@ -118,14 +120,19 @@ def as_messages(messages: Any, system: str | None = None) -> list[dict[str, Any]
     return out
 
 # %% ../../nbs/40_openai.ipynb #oa000038
-def one_prompt(prompt: Any) -> str | list[int]:
-    "`prompt` of a completions request: a string or a list of ids, alone or in a list. Raises `BadRequest`."
-    ids = lambda p: isinstance(p, list) and p and all(type(i) is int for i in p)
-    if isinstance(prompt, list) and len(prompt) == 1 and not ids(prompt): prompt = prompt[0]
-    if isinstance(prompt, str) or ids(prompt): return prompt
-    if isinstance(prompt, list) and len(prompt) > 1:
-        raise BadRequest('several prompts in one request: give each a line of its own')
+def _is_prompt(p: Any) -> bool: return isinstance(p, str) or isinstance(p, list) and bool(p) and all(type(i) is int for i in p)
+
+def many_prompts(prompt: Any) -> list[str | list[int]]:
+    "`prompt` of a completions request, a string or a list of ids, or a list of these, as a list. Raises `BadRequest`."
+    if _is_prompt(prompt): return [prompt]
+    if isinstance(prompt, list) and prompt and all(map(_is_prompt, prompt)): return prompt
     raise BadRequest(f'prompt must be a string or a list of token ids, got {prompt!r:.60}')
+
+def one_prompt(prompt: Any) -> str | list[int]:
+    "The prompt of a completions request that may have one only. Raises `BadRequest`."
+    prompts = many_prompts(prompt)
+    if len(prompts) == 1: return prompts[0]
+    raise BadRequest('several prompts in one request: give each a line of its own')
 
 # %% ../../nbs/40_openai.ipynb #oa000041
 def parse_body(body: dict[str, Any], kind: str) -> tuple[str | list[int] | list[dict[str, Any]], dict[str, Any]]:
@@ -172,21 +179,23 @@ def chat_logprobs(c: CompletionOutput, k: int | None, ids: Collection[int] | Non
     steps = zip(c.token_ids, c.logprobs)
     return dict(content=[one(step[t]) | dict(top_logprobs=[*map(one, best(step))]) for t, step in steps])
 
-def text_logprobs(c: CompletionOutput) -> dict[str, Any] | None:
-    "The same as the completions endpoint gives them."
+def text_logprobs(c: CompletionOutput, start: int = 0, first: str = '') -> dict[str, Any] | None:
+    """The same as the completions endpoint gives them.
+
+    `start`: the offset of the first token in the text, in characters. `first`: the text of a token with no log probability, as the first of a prompt is."""
     if c.logprobs is None: return None
-    chosen = [step[t] for t, step in zip(c.token_ids, c.logprobs)]
-    tokens = [l.decoded_token or '' for l in chosen]
-    top = [{l.decoded_token or str(i): _number(l.logprob) for i, l in step.items()} for step in c.logprobs]
-    return dict(tokens=tokens, token_logprobs=[_number(l.logprob) for l in chosen], top_logprobs=top,
-                text_offset=[*itertools.accumulate(map(len, tokens), initial=0)][:-1])
+    chosen = [step[t] if step else None for t, step in zip(c.token_ids, c.logprobs)]
+    tokens = [l.decoded_token or '' if l else first for l in chosen]
+    top = [{l.decoded_token or str(i): _number(l.logprob) for i, l in step.items()} if step else None for step in c.logprobs]
+    return dict(tokens=tokens, token_logprobs=[_number(l.logprob) if l else None for l in chosen], top_logprobs=top,
+                text_offset=[*itertools.accumulate(map(len, tokens), initial=start)][:-1])
 
 # %% ../../nbs/40_openai.ipynb #oa000060
-def usage_of(out: RequestOutput) -> dict[str, Any]:
-    "Tokens of a `RequestOutput` in and out, as the API counts them."
-    p, c = len(out.prompt_token_ids or ()), sum(len(c.token_ids) for c in out.outputs)
+def usage_of(*outs: RequestOutput) -> dict[str, Any]:
+    "Tokens of one `RequestOutput` or more in and out, as the API counts them."
+    p, c = sum(len(o.prompt_token_ids or ()) for o in outs), sum(o.num_tokens for o in outs)
     return dict(prompt_tokens=p, completion_tokens=c, total_tokens=p + c,
-                prompt_tokens_details=dict(cached_tokens=out.num_cached_tokens))
+                prompt_tokens_details=dict(cached_tokens=sum(o.num_cached_tokens for o in outs)))
 
 ReadCalls = Callable[[str, str], tuple['str | None', list[dict[str, Any]]]]      # (text, key for ids) -> (content, tool_calls)
 
@@ -204,17 +213,143 @@ def choice_of(c: CompletionOutput, kind: str, k: int | None = None, ids: Collect
     message = dict(role='assistant', content=content, refusal=None) | (dict(tool_calls=calls) if calls else {})
     return dict(index=c.index, message=message, logprobs=chat_logprobs(c, k, ids), finish_reason=finish_of(c.finish_reason, calls))
 
+def head_of(kind: str, name: str, model: str, part: bool = False) -> dict[str, Any]:
+    "What the body of an answer begins with, or each `part` of one that is streamed."
+    prefix, object = dict(chat=('chatcmpl', 'chat.completion'), text=('cmpl', 'text_completion'))[kind]
+    return dict(id=f'{prefix}-{name}', object=object + '.chunk' * (part and kind == 'chat'), created=int(time.time()), model=model)
+
 def answer_body(out: RequestOutput, kind: str, name: str, model: str, read: ReadCalls | None = None) -> dict[str, Any]:
     "The body that a 'chat' or 'text' endpoint answers with. `name`: what makes its id one of a kind; `model`: what to call it; `read`: see `choice_of`."
-    prefix, object = dict(chat=('chatcmpl', 'chat.completion'), text=('cmpl', 'text_completion'))[kind]
     top, ids = (out.params.logprobs, out.params.logprob_token_ids) if out.params else (None, None)
-    return dict(id=f'{prefix}-{name}', object=object, created=int(time.time()), model=model,
-                choices=[choice_of(c, kind, top, ids, read, name) for c in out.outputs], usage=usage_of(out))
+    return head_of(kind, name, model) | dict(choices=[choice_of(c, kind, top, ids, read, name) for c in out.outputs], usage=usage_of(out))
 
 # %% ../../nbs/40_openai.ipynb #oa000063
-STATUS = dict(timeout=408, server_error=500)      # of any other failure: 400
+STATUS = dict(invalid_api_key=401, model_not_found=404, not_found=404, method_not_allowed=405, timeout=408, request_too_large=413,
+              rate_limit_exceeded=429, server_error=500, unavailable=503)      # of any other failure: 400
 
 def error_body(message: str, code: str, param: str | None = None) -> tuple[int, dict[str, Any]]:
     "`(status, body)` that an endpoint answers a request with which failed for the reason `code`."
-    kind = 'server_error' if code in STATUS else 'invalid_request_error'
-    return STATUS.get(code, 400), dict(error=dict(message=message, type=kind, param=param, code=code))
+    status = STATUS.get(code, 400)
+    kind = 'server_error' if status >= 500 or code == 'timeout' else 'rate_limit_error' if status == 429 else 'invalid_request_error'
+    return status, dict(error=dict(message=message, type=kind, param=param, code=code))
+
+# %% ../../nbs/40_openai.ipynb #onl00003
+@dataclass
+class ApiRequest:
+    """A request to a server, of a kind 'chat' or 'text'. `prompts`: strings, lists of ids, or one conversation as a dict for `LLM.chat`.
+
+    `stream`: the answer is wanted in parts; `usage`: with the tokens counted at its end. `echo`: with the prompt before it. `silent`: no tokens are
+    wanted, and `params` ask for one, as they must."""
+    kind: str
+    prompts: list[Any]
+    params: SamplingParams
+    model: str | None = None
+    stream: bool = False
+    usage: bool = False
+    echo: bool = False
+    silent: bool = False
+    priority: int = 0
+    asked: dict[str, Any] = field(default_factory=dict)               # the body
+
+    @property
+    def chat(self) -> bool: return self.kind == 'chat'
+    @property
+    def num_choices(self) -> int: return len(self.prompts) * self.params.n
+
+# %% ../../nbs/40_openai.ipynb #onl00004
+def take(d: dict[str, Any], k: str, kind: type, default: Any, want: str) -> Any:
+    "Take key `k` out of `d`: a value of type `kind`, or `default` where there is none or null. Raises `BadRequest`."
+    v = d.pop(k, None)
+    if v is None: return default
+    if type(v) is kind: return v
+    raise BadRequest(f'{k} must be {want}, got {v!r:.60}', param=k)
+
+def param_of(message: str, body: dict[str, Any]) -> str | None:
+    "Which key of `body` a `message` is about: the first that it names, if any."
+    keys = {ALIASES.get(k, k): k for k in body} | {k: k for k in body} | dict(messages='messages', prompt='prompt')
+    return next((keys[w] for w in re.findall(r'\w+', message) if w in keys), None)
+
+# %% ../../nbs/40_openai.ipynb #onl00005
+TALK = dict(add_generation_prompt=(bool, 'true or false'), continue_final_message=(bool, 'true or false'), chat_template_kwargs=(dict, 'an object'))
+
+def _parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
+    "See `parse_online`."
+    d, flag = dict(body), 'true or false'
+    r = ApiRequest(kind, [], SamplingParams(), take(d, 'model', str, None, 'a string'), take(d, 'stream', bool, False, flag), asked=body,
+                   priority=take(d, 'priority', int, 0, 'a whole number, lower goes first'))
+    more = dict(take(d, 'stream_options', dict, {}, 'an object'))
+    if more and not r.stream: raise BadRequest('stream_options needs stream to be true', param='stream_options')
+    more.pop('include_obfuscation', None)
+    r.usage = take(more, 'include_usage', bool, False, flag)
+    if more: raise BadRequest(f'stream_options has no {min(more)!r:.60}: leave it out', param='stream_options')
+    if not r.chat: r.echo = take(d, 'echo', bool, False, flag)
+    talk = {k: v for k, (t, want) in TALK.items() if r.chat and (v := take(d, k, t, None, want)) is not None}
+    of_prompt = take(d, 'prompt_logprobs', int, None, 'a whole number')
+    if r.echo and 'max_tokens' in d and d['max_tokens'] == 0 and type(d['max_tokens']) is int: r.silent, d['max_tokens'] = True, 1
+    own = 'messages' if r.chat else 'prompt'
+    options = sampling_options({k: v for k, v in d.items() if k != own}, r.chat)
+    if r.echo and of_prompt is None: of_prompt = options.get('logprobs')
+    if of_prompt is not None and r.stream and not r.echo: raise BadRequest('prompt_logprobs come with a whole answer: leave stream out', param='prompt_logprobs')
+    r.params = request_params(options | ({} if of_prompt is None else dict(prompt_logprobs=of_prompt)), DEFAULTS[kind])
+    r.prompts = [dict(messages=as_messages(d.get(own))) | talk] if r.chat else many_prompts(d.get(own))
+    return r
+
+def parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
+    "The `ApiRequest` of the body of a 'chat' or 'text' request to a server. Raises `BadRequest`, which names the key at fault if it is one."
+    try: return _parse_online(body, kind)
+    except (BadRequest, ParamError) as e:
+        raise BadRequest(str(e), getattr(e, 'code', 'invalid_request'), getattr(e, 'param', None) or param_of(str(e), body)) from None
+
+# %% ../../nbs/40_openai.ipynb #onl00008
+def echoed(out: RequestOutput, prompt: str, silent: bool = False) -> RequestOutput:
+    "`out` with `prompt`, its text, before each answer; `silent`: in place of it. Usage is counted before: an echo is no completion."
+    def one(c: CompletionOutput) -> CompletionOutput:
+        if silent: c = replace(c, text='', token_ids=[], logprobs=None if c.logprobs is None else [], finish_reason='length')
+        steps = None if c.logprobs is None else [*(out.prompt_logprobs or ()), *c.logprobs]
+        return replace(c, text=prompt + c.text, token_ids=[*(out.prompt_token_ids or ()), *c.token_ids], logprobs=steps)
+    return replace(out, outputs=[one(c) for c in out.outputs])
+
+def prompt_logprobs_of(out: RequestOutput) -> list[dict[str, Any] | None]:
+    "The log probabilities of the prompt's tokens as vLLM writes them: for each an object by token id, null for the first."
+    one = lambda l: dict(logprob=_number(l.logprob), rank=l.rank, decoded_token=l.decoded_token)
+    return [{str(i): one(l) for i, l in step.items()} if step else None for step in out.prompt_logprobs or ()]
+
+# %% ../../nbs/40_openai.ipynb #onl00011
+_dumps = json.JSONEncoder(separators=(',', ':')).encode
+DONE = b'data: [DONE]\n\n'
+
+class Parts:
+    """The events of one streamed answer, as bytes. `top`, `ids`: the log probabilities that were asked for, as in `choice_of`.
+
+    `since` is called with the answers as they are by now, and writes what is new."""
+    def __init__(self, kind: str, name: str, model: str, top: int | None = None, ids: Collection[int] | None = None, usage: bool = False) -> None:
+        self.kind, self.top, self.ids = kind, top, ids
+        self.head = f'data: {_dumps(head_of(kind, name, model, True))[:-1]},"choices":['
+        self.tail = ']' + ',"usage":null' * usage + '}\n\n'
+        self.sent: dict[int, tuple[int, int, int]] = {}               # of each choice: characters, tokens, and where the next token begins
+
+    def since(self, outputs: Sequence[CompletionOutput], start: int = 0, first: str = '') -> bytes:
+        "An event for each of `outputs` that has got anything, maybe none. `start`: the index of the first; `first`: as in `text_logprobs`."
+        return ''.join(self.head + new + self.tail for c in outputs if (new := self._choice(c, start + c.index, first))).encode()
+
+    def end(self, usage: dict[str, Any] | None = None) -> bytes:
+        "The last events."
+        return (f'{self.head}],"usage":{_dumps(usage)}}}\n\n'.encode() if usage else b'') + DONE
+
+    def _choice(self, c: CompletionOutput, index: int, first: str) -> str:
+        "What choice `index` got, as JSON; '' if nothing."
+        begun = index in self.sent
+        chars, tokens, offset = self.sent.get(index, (0, 0, 0))
+        text = c.text[chars:]
+        if begun and not text and not c.finish_reason: return ''      # its tokens come with the text that they settle
+        if c.logprobs is None: logprobs = None
+        else:
+            new = replace(c, token_ids=c.token_ids[tokens:], logprobs=c.logprobs[tokens:])
+            logprobs = chat_logprobs(new, self.top, self.ids) if self.kind == 'chat' else text_logprobs(new, offset, first)
+            if logprobs and self.kind != 'chat': offset += sum(map(len, logprobs['tokens']))
+        self.sent[index] = len(c.text), len(c.token_ids), offset
+        said = _dumps(text)
+        if self.kind == 'chat': said = '"delta":{' + '"role":"assistant",' * (not begun) + f'"content":{said}}}'
+        else: said = f'"text":{said}'
+        reason = f'"{c.finish_reason}"' if c.finish_reason else 'null'
+        return f'{{"index":{index},{said},"logprobs":{_dumps(logprobs) if logprobs else "null"},"finish_reason":{reason}}}'
