@@ -44,7 +44,6 @@ class Request:
     prompt_ids: list[int]
     max_tokens: int = 16
     priority: int = 0
-    preemptible: bool = False
     output_ids: list[int] = field(default_factory=list)
     index: int = 0
     wave: object = ''
@@ -73,6 +72,7 @@ class Request:
     runner: str | None = None                    # which engine of an `LLM` has it
     num_told: int = 0                            # how many of its tokens were told of
     notified: bool = False                       # whether its end was
+    preemptible: bool = False
 
     @property
     def num_tokens(self) -> int: return len(self.prompt_ids) + len(self.output_ids)
