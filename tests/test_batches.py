@@ -12,7 +12,7 @@ from batchlab.llm import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.sampling import SamplingParams
 from batchlab.scheduler import Request, RowOutput, Scheduler, check_invariants
-from batchlab.work.batches import ENDED, ApiError, BatchRunner, BatchStore, ObjectTable, batch_router
+from batchlab.work.batches import ENDED, BatchRunner, BatchStore, ObjectTable, batch_router
 
 httpx, fastapi, uvicorn, openai = map(pytest.importorskip, ('httpx', 'fastapi', 'uvicorn', 'openai'))
 pytestmark = pytest.mark.usefixtures('one_thread')
@@ -435,6 +435,79 @@ def test_a_waiting_request_gets_the_place_of_one_that_makes_way():
     assert step() == [day]
     while s.has_unfinished: step()
     assert s.num_preemptions <= 1 and all(len(r.output_ids) == r.max_tokens for r in night)
+
+
+@pytest.fixture
+def cli(server, tmp_path, capfd, monkeypatch):
+    "Calls `batchlab batch` with words: its exit status, standard output, standard error."
+    from batchlab.cli import main
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv('OPENAI_API_KEY', raising=False)
+    def call(*words, url=server.url):
+        status = main(['batch', *map(str, words), '--url', url])
+        return status, *capfd.readouterr()
+    return call
+
+def test_from_the_command_line(server, cli, tmp_path):
+    lines = [chat(i) for i in range(9)] + [chat(1)]
+    (tmp_path/'in.jsonl').write_bytes(b'\n' + jsonl(lines))
+    status, out, err = cli('submit', 'in.jsonl', '--metadata', '{"who": "me"}')
+    id = out.strip()
+    assert status == 0 and not err and server.store.get(id)['endpoint'] == '/v1/chat/completions'
+    server.wait(id)
+    assert cli('status', id) == (0, f'{id}: completed, 9 of 10 requests answered, 1 failed\n', '')
+    assert json.loads(cli('status', id, '--json')[1])['metadata'] == dict(who='me')
+    status, out, err = cli('fetch', id)                                        # to standard output
+    assert status == 1 and len(out.splitlines()) == 9 and 'what failed: --error-file' in err
+    status, _, err = cli('fetch', id, '-o', 'out.jsonl', '--error-file', 'errors.jsonl')
+    assert (tmp_path/'out.jsonl').read_bytes().decode() == out and 'duplicate_custom_id' in (tmp_path/'errors.jsonl').read_text()
+    assert cli('fetch', id, '-o', 'out.jsonl')[0] == 2 and cli('fetch', id, '-o', 'out.jsonl', '--overwrite')[0] == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['data', 'errors.jsonl', 'in.jsonl', 'out.jsonl']
+    (tmp_path/'good.jsonl').write_bytes(jsonl(lines[:9]))
+    status, out, err = cli('submit', 'good.jsonl', '--wait', '-o', 'good-out.jsonl', url=server.url.removesuffix('/v1'))
+    assert status == 0 and 'completed, 9 of 9 requests answered' in err and len((tmp_path/'good-out.jsonl').read_text().splitlines()) == 9
+    assert cli('list')[1].split()[0] == f'{out.strip()}:' and len(cli('list')[1].splitlines()) == 2
+    (tmp_path/'long.jsonl').write_bytes(jsonl(long()))
+    id = cli('submit', 'long.jsonl')[1].strip()
+    status, _, err = cli('fetch', id)
+    assert status == 1 and 'fetch it when it has ended' in err
+    assert cli('cancel', id)[1].split()[1] in ('cancelling,', 'cancelled,')
+
+def test_mistakes_on_the_command_line(cli, tmp_path):
+    (tmp_path/'plain.jsonl').write_text('{"prompt": "hi"}\n')
+    (tmp_path/'text').write_text('hi')
+    (tmp_path/'empty').write_text('\n')
+    free = socket.create_server(('127.0.0.1', 0))
+    port = free.getsockname()[1]
+    free.close()
+    for words, said in [
+            (['submit', 'none'], "can't read none (No such file or directory)"), (['submit', 'plain.jsonl'], 'no file of the Batch API (line 1 has no url)'),
+            (['submit', 'text'], 'no file of the Batch API (line 1: not JSON'), (['submit', 'empty'], '(it is empty)'), (['submit'], 'needs a file'),
+            (['status'], 'needs the id of a batch'), (['status', '../files'], 'no id of a batch'), (['status', 'x'], "answered 404: no batch 'x'"),
+            (['submit', 'plain.jsonl', '--endpoint', '/v1/x'], 'answered 400: endpoint must be one of'), (['dance'], 'invalid choice')]:
+        status, out, err = cli(*words)
+        assert status in (1, 2) and not out and err.count('\n') == 1 and said in err, (words, err)
+    for url, said in [(f'http://127.0.0.1:{port}', "can't reach"), ('ftp://x', "can't reach"), ('http://x:y', 'no URL')]:
+        status, out, err = cli('list', url=url)
+        assert status in (1, 2) and not out and err.count('\n') == 1 and said in err, (url, err)
+
+def test_a_wait_outlasts_the_server(tmp_path):
+    from batchlab.work.client import BatchClient
+    said, waits = [], threading.Event()
+    def say(text):
+        said.append(text)
+        if 'trying again' in text: waits.set()
+    with serving(tmp_path/'data') as server:
+        port = server.socket.getsockname()[1]
+        batch = server.runner.create(wish(server.upload(lines := long(30))))
+        ended = []
+        waiting = threading.Thread(target=lambda: ended.append(BatchClient(server.url).wait(batch['id'], say)))
+        server.wait(batch['id'], 'in_progress', 'completed')
+    waiting.start()
+    assert waits.wait(60)
+    with serving(tmp_path/'data', port=port) as server:
+        waiting.join(60)
+        assert ended[0]['status'] == 'completed' and server.texts(ended[0]) == alone(lines) and len([s for s in said if 'trying again' in s]) == 1
 
 
 LINES = [(ask if i % 3 else functools.partial(ask, stop='e'))(i, max_tokens=5 + i % 20) for i in range(400)] + ['no JSON', ask(5)]
