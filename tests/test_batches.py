@@ -243,12 +243,31 @@ def test_online_requests_go_first(server):
     with llm().trace(text=False) as trace:
         outs = llm().generate([f'hello {i}' for i in range(4)], params, use_tqdm=False)
     assert [o.outputs[0].text for o in outs] == expected
-    steps = trace.trace.steps if hasattr(trace, 'trace') else trace.steps
-    people = [s for s in steps if s['admitted'] and s['preempted']]
-    assert people and sum(len(s['preempted']) for s in steps) >= 4                               # all four slots changed hands
-    assert llm().stats().preemptions >= 0 and all(o.metrics is not None for o in outs)
+    full = [s for s in trace.trace.steps if s['preempted']]
+    assert sum(len(s['preempted']) for s in full) >= 3 and sum(len(s['admitted']) for s in full) >= 3       # a line may have ended just then
     server.runner.cancel(batch['id'])
-    assert server.texts(server.wait(batch['id'])).items() <= alone(lines).items()               # who made way lost nothing
+    assert server.texts(server.wait(batch['id'])).items() <= alone(lines).items()
+
+
+def test_lines_that_made_way_lose_nothing(server):
+    batch, mine = server.runner.create(wish(server.upload(lines := long(30)))), SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    while llm().stats().running < 4: time.sleep(.005)
+    before, i = llm().stats().preemptions, 0
+    while server.store.get(batch['id'])['status'] not in ENDED:
+        llm().generate([f'hello {i}'] * 3, mine, use_tqdm=False)
+        i += 1
+    assert server.texts(server.wait(batch['id'])) == alone(lines) and llm().stats().preemptions > before
+
+
+def test_an_engine_that_stops_keeps_the_batch(tmp_path):
+    with serving(tmp_path/'data', own := model()) as server:
+        batch = server.runner.create(wish(server.upload(lines := long(40))))
+        while server.runner.show(server.store.get(batch['id']))['request_counts']['completed'] < 5: time.sleep(.005)
+        own.stop(drain=False)
+        server.runner.thread.join(60)
+        assert not server.runner.thread.is_alive() and server.store.get(batch['id'])['status'] == 'in_progress'
+        server.runner.start()
+        assert server.texts(server.wait(batch['id'])) == alone(lines)
 
 
 @pytest.mark.parametrize('name', ['../../x', '/etc/passwd', 'a\x00b', '🦜 "q" \r\n.jsonl', '..', '', 'a' * 3000, '%00%2e%2e%2f', 'C:\\x'])

@@ -95,7 +95,7 @@ class BatchClient:
             if new: new.unlink(missing_ok=True)
 
 # %% ../../nbs/42_batches.ipynb #b28faf9a
-def endpoint_in(path: str) -> str:
+def endpoint_in(path: str | Path) -> str:
     "The `url` of the first line of file `path`. Raises `JobError`."
     number = 0
     try:
