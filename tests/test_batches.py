@@ -12,6 +12,7 @@ from batchlab.llm import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.sampling import SamplingParams
 from batchlab.scheduler import Request, RowOutput, Scheduler, check_invariants
+from batchlab.tracefile import trace_of
 from batchlab.work.batches import ENDED, BatchRunner, BatchStore, ObjectTable, batch_router
 
 httpx, fastapi, uvicorn, openai = map(pytest.importorskip, ('httpx', 'fastapi', 'uvicorn', 'openai'))
@@ -236,14 +237,14 @@ def test_a_file_ends_and_one_in_use_stays(tmp_path):
 
 def test_online_requests_go_first(server):
     lines = long(200)
-    batch = server.runner.create(wish(server.upload(lines)))
-    while llm().stats().running < 4: time.sleep(.005)
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     expected = [o.outputs[0].text for o in model().generate([f'hello {i}' for i in range(4)], params, use_tqdm=False)]
+    batch = server.runner.create(wish(server.upload(lines)))
+    while llm().stats().running < 4: time.sleep(.005)
     with llm().trace(text=False) as trace:
         outs = llm().generate([f'hello {i}' for i in range(4)], params, use_tqdm=False)
     assert [o.outputs[0].text for o in outs] == expected
-    full = [s for s in trace.trace.steps if s['preempted']]
+    full = [s for s in trace_of(trace).steps if s['preempted']]
     assert sum(len(s['preempted']) for s in full) >= 3 and sum(len(s['admitted']) for s in full) >= 3       # a line may have ended just then
     server.runner.cancel(batch['id'])
     assert server.texts(server.wait(batch['id'])).items() <= alone(lines).items()
