@@ -542,6 +542,11 @@ def manage_cache(args: argparse.Namespace, llm: LLM | None = None) -> int:
     print_kept(clear() if args.what == 'clear' else own())
     return 0
 
+def submit_batch(args: argparse.Namespace, llm: LLM | None = None) -> int:
+    "Run `batchlab batch`. Returns the exit status. Raises `JobError`."
+    from batchlab.work.client import command
+    return command(args, note)
+
 # %% ../nbs/43_cli.ipynb #238aecb1
 def main(argv: Sequence[str] | None = None, llm: LLM | None = None) -> int:
     "The command `batchlab`; `argv` without the program's name. Returns the exit status, having said what went wrong."
@@ -560,7 +565,8 @@ def main(argv: Sequence[str] | None = None, llm: LLM | None = None) -> int:
 # %% ../nbs/43_cli.ipynb #da178f3b
 def call(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run the command that `args` is for. Returns the exit status."
-    commands = dict(generate=generate, run=run_job, serve=serve, plan=plan_job, view=view_trace, models=manage_models, cache=manage_cache)
+    commands = dict(generate=generate, run=run_job, serve=serve, plan=plan_job, view=view_trace, models=manage_models, cache=manage_cache,
+                    batch=submit_batch)
     if args.command in commands: return commands[args.command](args, llm)
     from batchlab.bench import main
     return main(args.rest)

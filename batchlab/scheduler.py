@@ -32,8 +32,8 @@ class Request:
     """One sequence on its way: what was asked, its tokens so far, how far they are computed, and where their KV lies.
 
     It needs `num_pending` more positions through the model: several are prefill, one is decode. Counts are in tokens.
-    `priority`: lower goes first. `wave`: behind a barrier, requests
-    of one wave enter together. `adapter`: 0 for the model alone. `draft_ids`: guesses at its next tokens, to be tried in its
+    `priority`: lower goes first; `preemptible`: while it runs, it makes way for those of a lower number that wait. `wave`: behind a
+    barrier, requests of one wave enter together. `adapter`: 0 for the model alone. `draft_ids`: guesses at its next tokens, to be tried in its
     next step. `row`, `text`, `stops`: what samples its tokens, what turns them into text, and what says of a new token
     whether it is the last, as `(finish_reason, stop_reason)`. `delta`: text that is settled and not yet sent. `logprobs`,
     `prompt_logprobs`: a `{id: Logprob}` for each token, or None if not asked for; in a prompt, None for the tokens up to the first
@@ -72,6 +72,7 @@ class Request:
     runner: str | None = None                    # which engine of an `LLM` has it
     num_told: int = 0                            # how many of its tokens were told of
     notified: bool = False                       # whether its end was
+    preemptible: bool = False
 
     @property
     def num_tokens(self) -> int: return len(self.prompt_ids) + len(self.output_ids)
@@ -375,14 +376,23 @@ class Scheduler(RequestQueue):
             self._trim_guesses(row.request, budget)
             row.n_tokens += len(row.request.draft_ids)
             budget -= len(row.request.draft_ids)
-        for r in prefills:
-            n = self._share(r, budget)
-            if n <= 0: break
-            if self._put(r, n, plan): budget -= n
-        if not (self.barrier and self.running) and not plan.preempted: self._admit(plan, budget)
+        budget, late = self._prefill([r for r in prefills if not r.preemptible], plan, budget), [r for r in prefills if r.preemptible]
+        enter = not (self.barrier and self.running)
+        if late:                                                              # they go on with what others leave
+            if enter and not plan.preempted: self._admit(plan, budget, late=True)
+            budget = self._prefill(late, plan, self.max_num_batched_tokens - plan.num_tokens)
+        if enter and not plan.preempted: self._admit(plan, budget)
         self.pool.spare_no_more()
         plan.rows.sort(key=lambda row: row.n_tokens > 1)
         return plan
+
+    def _prefill(self, requests: Sequence[Request], plan: StepPlan, budget: int) -> int:
+        "Rows for those of `requests` that still run, as far as `budget` goes; what is left of it."
+        for r in requests:
+            n = self._share(r, budget)
+            if n <= 0: break
+            if r.slot is not None and self._put(r, n, plan): budget -= n
+        return budget
 
     def _share(self, r: Request, budget: int) -> int:
         "How many positions `r` gets of `budget`."
@@ -398,26 +408,41 @@ class Scheduler(RequestQueue):
     def _put(self, r: Request, n: int, plan: StepPlan) -> bool:
         "A row for the next `n` positions of `r`; while memory is short, preempts the last in rank. Whether `r` still runs."
         while r.slot is not None and not self.memory.grow(r, r.num_computed_tokens + n, self.running):
-            last = self._victim()
-            plan.rows = [row for row in plan.rows if row.request is not last]
-            plan.preempted.append(last)
-            self.preempt(last)
+            self._take_out(self._victim(), plan)
         if r.slot is not None: plan.rows.append(Row(r, r.num_computed_tokens, n))
         return r.slot is not None
 
-    def _admit(self, plan: StepPlan, budget: int) -> None:
-        "Let requests in by rank, while there are seats, memory and `budget`."
-        if not self.waiting or budget <= 0 or len(self.running) >= self.max_num_seqs: return
+    def _take_out(self, r: Request, plan: StepPlan) -> int:
+        "Preempt `r`, a running request, in the middle of `plan`; the positions that it had there."
+        n = sum(row.n_tokens for row in plan.rows if row.request is r)
+        plan.rows = [row for row in plan.rows if row.request is not r]
+        plan.preempted.append(r)
+        self.preempt(r)
+        return n
+
+    def _makes_way(self, r: Request, plan: StepPlan) -> Request | None:
+        "The last in rank of those that make way for `r`, or None."
+        able = (x for x in self.running if x.preemptible and x.priority > r.priority and x.rank > r.rank and x not in plan.admitted)
+        return None if self.barrier else max(able, key=lambda x: x.rank, default=None)
+
+    def _admit(self, plan: StepPlan, budget: int, late: bool = False) -> None:
+        "Let requests in by rank, while there are seats, memory and `budget`. `late`: none that is preemptible."
+        full = lambda: len(self.running) >= self.max_num_seqs
+        if not self.waiting or budget <= 0 or full() and not self._makes_way(self.waiting[0], plan): return
         chunk, passed = self.pool.chunk_size, 0
         coming = _coming(self.running, chunk)
-        while budget > 0 and len(self.running) < self.max_num_seqs and passed < min(len(self.waiting), 64):
+        while budget > 0 and passed < min(len(self.waiting), 64):
             r = self.waiting[passed]
+            if late and r.preemptible or r in plan.preempted: break
+            if full() and not self._makes_way(r, plan): break
             if self.barrier and self.running and r.wave != self.running[0].wave: break
             if _worth_waiting(r, self.memory, chunk, coming):
                 passed += 1
                 continue
             if not (self.chunked or self.barrier) and plan.rows and r.num_tokens > budget: break
-            if not self.memory.room_for(r, self.running): break          # none overtakes what memory makes wait
+            while full() or not self.memory.room_for(r, self.running):
+                if not (x := self._makes_way(r, plan)): return           # none overtakes what memory makes wait
+                budget += self._take_out(x, plan)
             plan.copies += self._enter(r)
             del self.waiting[passed]                                     # only now: an interrupt loses nobody
             plan.admitted.append(r)

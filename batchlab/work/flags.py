@@ -177,21 +177,36 @@ MODELS_FLAGS = [
     ('what ACTION', ('list', 'pull', 'rm'), "list (the default), pull or rm", dict(nargs='?', default='list')),
     ('name NAME', str, "a hub id; pull takes the default model without one", dict(nargs='?'))]
 CACHE_FLAGS = [('what ACTION', ('list', 'clear'), "list (the default) or clear", dict(nargs='?', default='list'))]
+BATCH_FLAGS = [
+    ('what ACTION', ('submit', 'status', 'list', 'fetch', 'cancel'), "submit a file, see how a batch is, list batches, fetch answers, cancel"),
+    ('name NAME', str, "the file to submit, or the id of a batch", dict(nargs='?')),
+    ('--url URL', str, "of the server (default: http://127.0.0.1:8000)", dict(default='http://127.0.0.1:8000')),
+    ('--api-key KEY', str, "for the server (default: OPENAI_API_KEY of the environment)"),
+    ('--wait', 'store_true', "with submit and fetch: until the batch has ended"),
+    ('-o --output FILE', str, "the answers (default: fetch writes to standard output, submit fetches nothing)"),
+    ('--error-file FILE', str, "what failed"),
+    ('--overwrite', 'store_true', "replace these files if they are there"),
+    ('--endpoint URL', str, "of all lines (default: that of the first)"),
+    ('--metadata JSON', json_value, 'to be kept with the batch, such as {"who": "me"}'),
+    ('--limit N', positive_int, "of list (default: 20)", dict(default=20)),
+    ('--json', 'store_true', "print the batch as JSON"),
+    LOG_JSON]
 
 # %% ../../nbs/43_cli.ipynb #4e24f8ff
 COMMANDS = dict(generate="answer a batch of prompts", run="answer a file of requests, and go on where it ended",
                 serve="answer programs that speak OpenAI's API, over HTTP", plan="what such a file would take", bench="measure the strategies on this machine",
                 view="look at a trace in the browser, step by step", models="list, pull or rm: the models on this machine",
-                cache="what is kept on the disk, and how large")
+                cache="what is kept on the disk, and how large", batch="have a server answer a file: submit, status, list, fetch, cancel")
 FLAGS = dict(generate=GENERATE_FLAGS, run=INPUT_FLAGS + RUN_FLAGS, serve=SERVE_FLAGS, plan=INPUT_FLAGS + PLAN_FLAGS, view=VIEW_FLAGS,
-             models=MODELS_FLAGS, cache=CACHE_FLAGS)
+             models=MODELS_FLAGS, cache=CACHE_FLAGS, batch=BATCH_FLAGS)
 ABOUT = dict(generate="Answer a batch of prompts with a language model.",
              run="Answer a file of requests. Ended in the middle, the same command goes on.",
              serve="Serve a model over HTTP to programs that speak OpenAI's API, until Ctrl-C or SIGTERM.",
              plan="Say what a job would take: requests, tokens, memory, time.",
              view="Make one HTML page of a trace, to step through, and open it.",
              models="List the models on this machine, fetch one ahead of time, or remove one.",
-             cache="List what batchlab keeps in its own folder, or remove all of it.")
+             cache="List what batchlab keeps in its own folder, or remove all of it.",
+             batch="Hand files of the Batch API to a server that has it, this library's or another, and fetch the answers.")
 NOTES = dict(generate="A prompt that begins with a dash goes after --.",
              run="Sampling flags hold for what a line leaves open. A plain line has its own settings beside its "
                  "prompt, or in sampling_params; one that nothing here can honour fails the line, other keys are named once "

