@@ -20,6 +20,7 @@ if TYPE_CHECKING:      # the command line is quick since it imports these only w
     from batchlab.llm import LLM
     from batchlab.outputs import CompletionOutput, RequestOutput
     from batchlab.storage import Kept
+    from batchlab.work.batches import BatchRunner
     from batchlab.work.jobs import Job, JobResult
     from batchlab.work.lines import JobLine
 
@@ -490,10 +491,11 @@ def api_key_of(args: argparse.Namespace) -> str | None:
         raise JobError('an API key must be of plain ASCII characters, with none of space around it: give another')
     return key
 
-def batch_routers(folder: str | None, llm: Any) -> list[Any]:
-    "The endpoints for files and batches that are kept in `folder`. Raises `JobError`."
-    if folder is None: return []
-    raise JobError('--data is for files and batches, which this version does not serve: leave it out')
+def batches_in(folder: str | None, llm: LLM, name: str) -> BatchRunner | None:
+    "What runs the batches that are kept in `folder` through `llm`, which goes by `name`. Raises `JobError`."
+    if folder is None: return None
+    from batchlab.work.batches import BatchRunner, BatchStore
+    return BatchRunner(BatchStore(folder), llm, name)
 
 def serve(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab serve`. Returns the exit status. Raises `BatchlabError`."
@@ -508,7 +510,7 @@ def serve(args: argparse.Namespace, llm: LLM | None = None) -> int:
         if key is None and args.host not in ('127.0.0.1', 'localhost', '::1'):
             note(f'whoever reaches {url} can use this model: give BATCHLAB_API_KEY', 'warning')
         engine = AsyncLLM(llm or load_llm(args), max_pending=args.max_pending)
-        app = create_app(engine, name, api_key=key, routers=batch_routers(args.data, engine), others=[] if args.served_model_name else [model],
+        app = create_app(engine, name, api_key=key, batches=batches_in(args.data, engine.llm, name), others=[] if args.served_model_name else [model],
                          say=note if args.request_log else None)
         server = Server(app, args.drain, lambda: note(f'{name} is served at {url}/v1'))
         server.run([sock])

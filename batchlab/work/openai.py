@@ -18,6 +18,7 @@ from ..params import SamplingParams
 if TYPE_CHECKING:      # a check of a file needs no torch
     from batchlab.outputs import CompletionOutput, RequestOutput
     from batchlab.sampling import Logprob
+    from batchlab.work.toolcalls import ToolChoice, ToolFormat, ToolParser
 
 # %% auto #0
 __all__ = ['DEFAULTS', 'RANGES', 'URLS', 'ReadCalls', 'STATUS', 'TALK', 'DONE', 'sampling_options', 'request_params',
@@ -239,7 +240,7 @@ class ApiRequest:
     """A request to a server, of a kind 'chat' or 'text'. `prompts`: strings, lists of ids, or one conversation as a dict for `LLM.chat`.
 
     `stream`: the answer is wanted in parts; `usage`: with the tokens counted at its end. `echo`: with the prompt before it. `silent`: no tokens are
-    wanted, and `params` ask for one, as they must."""
+    wanted, and `params` ask for one, as they must. `tools`: which functions the answer may call, and `tool_format` how the model writes calls."""
     kind: str
     prompts: list[Any]
     params: SamplingParams
@@ -250,6 +251,8 @@ class ApiRequest:
     silent: bool = False
     priority: int = 0
     asked: dict[str, Any] = field(default_factory=dict)               # the body
+    tools: ToolChoice | None = None
+    tool_format: ToolFormat | None = None
 
     @property
     def chat(self) -> bool: return self.kind == 'chat'
@@ -321,35 +324,48 @@ DONE = b'data: [DONE]\n\n'
 class Parts:
     """The events of one streamed answer, as bytes. `top`, `ids`: the log probabilities that were asked for, as in `choice_of`.
 
-    `since` is called with the answers as they are by now, and writes what is new."""
-    def __init__(self, kind: str, name: str, model: str, top: int | None = None, ids: Collection[int] | None = None, usage: bool = False) -> None:
-        self.kind, self.top, self.ids = kind, top, ids
+    `since` is called with the answers as they are by now, and writes what is new. `parser`: makes what finds the tool calls of choice `index`."""
+    def __init__(self, kind: str, name: str, model: str, top: int | None = None, ids: Collection[int] | None = None, usage: bool = False,
+                 parser: Callable[[int], ToolParser] | None = None) -> None:
+        self.kind, self.top, self.ids, self.parser = kind, top, ids, parser
+        self.parsers: dict[int, ToolParser] = {}
         self.head = f'data: {_dumps(head_of(kind, name, model, True))[:-1]},"choices":['
         self.tail = ']' + ',"usage":null' * usage + '}\n\n'
         self.sent: dict[int, tuple[int, int, int]] = {}               # of each choice: characters, tokens, and where the next token begins
 
     def since(self, outputs: Sequence[CompletionOutput], start: int = 0, first: str = '') -> bytes:
-        "An event for each of `outputs` that has got anything, maybe none. `start`: the index of the first; `first`: as in `text_logprobs`."
-        return ''.join(self.head + new + self.tail for c in outputs if (new := self._choice(c, start + c.index, first))).encode()
+        "Events for each of `outputs` that has got anything, maybe none. `start`: the index of the first; `first`: as in `text_logprobs`."
+        return ''.join(self.head + new + self.tail for c in outputs for new in self._choice(c, start + c.index, first)).encode()
 
     def end(self, usage: dict[str, Any] | None = None) -> bytes:
         "The last events."
         return (f'{self.head}],"usage":{_dumps(usage)}}}\n\n'.encode() if usage else b'') + DONE
 
-    def _choice(self, c: CompletionOutput, index: int, first: str) -> str:
-        "What choice `index` got, as JSON; '' if nothing."
+    def _choice(self, c: CompletionOutput, index: int, first: str) -> list[str]:
+        "What choice `index` got, as JSON, a part for each delta."
         begun = index in self.sent
         chars, tokens, offset = self.sent.get(index, (0, 0, 0))
-        text = c.text[chars:]
-        if begun and not text and not c.finish_reason: return ''      # its tokens come with the text that they settle
+        text, reason = c.text[chars:], c.finish_reason
+        if begun and not text and not reason: return []               # its tokens come with the text that they settle
+        deltas = [dict[str, Any](content=text)]
+        if self.parser:
+            parser = self.parsers.setdefault(index, self.parser(index))
+            deltas = parser.feed(text) + (parser.close() if reason else [])
+            reason = finish_of(reason, parser.calls)
+            if not deltas:
+                self.sent[index] = len(c.text), tokens, offset
+                if begun and not reason: return []                    # the beginning of a call, maybe
+                deltas = [{}]
         if c.logprobs is None: logprobs = None
         else:
             new = replace(c, token_ids=c.token_ids[tokens:], logprobs=c.logprobs[tokens:])
             logprobs = chat_logprobs(new, self.top, self.ids) if self.kind == 'chat' else text_logprobs(new, offset, first)
             if logprobs and self.kind != 'chat': offset += sum(map(len, logprobs['tokens']))
         self.sent[index] = len(c.text), len(c.token_ids), offset
-        said = _dumps(text)
-        if self.kind == 'chat': said = '"delta":{' + '"role":"assistant",' * (not begun) + f'"content":{said}}}'
-        else: said = f'"text":{said}'
-        reason = f'"{c.finish_reason}"' if c.finish_reason else 'null'
-        return f'{{"index":{index},{said},"logprobs":{_dumps(logprobs) if logprobs else "null"},"finish_reason":{reason}}}'
+        parts = []
+        for i, delta in enumerate(deltas):
+            if self.kind != 'chat': said = f'"text":{_dumps(text)}'
+            else: said = f'"delta":{_dumps(delta if begun or i else dict(role="assistant", content=None) | delta)}'
+            settled, ended = i == 0 and logprobs, reason and i == len(deltas) - 1
+            parts.append(f'{{"index":{index},{said},"logprobs":{_dumps(settled) if settled else "null"},"finish_reason":{_dumps(reason) if ended else "null"}}}')
+        return parts

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio, contextlib, hashlib, hmac, itertools, json, logging, math, secrets, signal, socket, threading, time
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -17,10 +18,12 @@ from ..errors import BatchlabError, EngineError, JobError
 from ..inputs import prompt_ids_of
 from ..llm import LLM
 from ..outputs import RequestOutput
+from .batches import BatchRunner, batch_router
 from .lines import json_object
 from .openai import (ApiRequest, BadRequest, Parts, as_messages, echoed, error_body, head_of, choice_of, parse_online,
                                   prompt_logprobs_of, take, text_logprobs, usage_of)
 from .runner import name_of
+from .toolcalls import ToolChoice, ToolFormat, ToolParser, conversation_with, format_of, parse_answer, take_tools, tool_params
 
 try:
     import uvicorn
@@ -58,7 +61,7 @@ def not_here(scope: Scope, methods: str | None = None) -> BadRequest:
     "The error for a path or, where others are known, a method that is not served."
     path, method = repr(scope['path'])[1:-1][:100], scope['method']
     if methods: return BadRequest(f'{method} is not served at {path}: use {methods}', 'method_not_allowed')
-    why = dict(embeddings='this server has no embeddings', responses='this server has no responses: use /v1/chat/completions')
+    why = dict(embeddings='this server has no embeddings', files='start it with --data FOLDER', batches='start it with --data FOLDER', responses='this server has no responses: use /v1/chat/completions')
     return BadRequest(f"{path} is not served here: {why.get(path.removeprefix('/v1/').split('/')[0], 'see /v1/models and /v1/chat/completions')}", 'not_found')
 
 def error_of(o: RequestOutput, asked: ApiRequest) -> BadRequest | None:
@@ -152,11 +155,12 @@ class Answer(Response):
 
     def _body(self, outs: list[RequestOutput]) -> dict[str, Any]:
         "The body of a whole answer."
-        a, choices = self.asked, []
+        a, choices = self.asked, list[dict[str, Any]]()
+        read = partial(parse_answer, a.tool_format, a.tools) if a.tools else None      # (text, key)
         for i, o in enumerate(outs):
             shown = echoed(o, self._text(o), a.silent) if a.echo else o
             for c in shown.outputs:
-                choice = choice_of(c, a.kind, a.params.logprobs, a.params.logprob_token_ids) | dict(index=i * a.params.n + c.index)
+                choice = choice_of(c, a.kind, a.params.logprobs, a.params.logprob_token_ids, read, self.name) | dict(index=i * a.params.n + c.index)
                 if a.echo: choice['logprobs'] = text_logprobs(c, first=self._first(o))
                 if a.asked.get('prompt_logprobs') is not None and not a.chat: choice['prompt_logprobs'] = prompt_logprobs_of(o)
                 choices.append(choice)
@@ -166,7 +170,8 @@ class Answer(Response):
 
     async def _stream(self, send: Send) -> None:
         a, lasts = self.asked, {}
-        parts = Parts(a.kind, self.name, self.api.name, a.params.logprobs, a.params.logprob_token_ids, a.usage)
+        parser = (lambda i: ToolParser(a.tool_format, a.tools, f'{self.name}-{i}')) if a.tools else None
+        parts = Parts(a.kind, self.name, self.api.name, a.params.logprobs, a.params.logprob_token_ids, a.usage, parser)
         async with contextlib.aclosing(self._outputs(grow=True)) as outputs:
             async for i, o in outputs:
                 if o.finished: lasts[i] = o
@@ -252,6 +257,8 @@ class Metrics:
     def text(self) -> bytes: return generate_latest(self.registry)
 
 # %% ../../nbs/49_server.ipynb #srv00041
+_UNKNOWN = ToolFormat('', '', '')
+
 class Api:
     """The endpoints over `llm`, a model that goes by the `name` here, and by `others`. `max_pending`: choices that may be under way.
 
@@ -259,6 +266,7 @@ class Api:
     def __init__(self, llm: AsyncLLM, name: str, max_pending: int, others: Iterable[str] = ()) -> None:
         self.llm, self.name, self.names, self.max_pending = llm, name, {name, *others}, max_pending
         self.metrics, self.pending, self.draining, self.since = Metrics(llm, name), 0, False, int(time.time())
+        self.tool_format: ToolFormat | None = _UNKNOWN                    # until a request has tools
 
     @contextlib.contextmanager
     def place(self, asked: ApiRequest) -> Iterator[None]:
@@ -280,9 +288,19 @@ class Api:
         if self.pending + n > most: raise BadRequest(f'{self.pending:,} requests are under way, and this server takes {most:,}: ask again later', 'rate_limit_exceeded')
 
     async def complete(self, request: Request, kind: str) -> Response:
-        asked = parse_online(json_object(await request.body()), kind)
+        body = json_object(await request.body())
+        tools = take_tools(body) if kind == 'chat' else None
+        asked = parse_online(body, kind)
         self.check_model(asked.model)
+        if tools or asked.chat and any('tool_calls' in m for m in asked.prompts[0]['messages']): await self._in_queuer(lambda: self._arm(asked, tools))
         return Answer(self, asked)
+
+    def _arm(self, asked: ApiRequest, tools: ToolChoice | None) -> None:
+        "Put `tools` into the prompt of `asked`, and hold its answer to their calls. Raises `BadRequest`."
+        if self.tool_format is _UNKNOWN: self.tool_format = format_of(self.llm.llm.tokenizer)
+        asked.tools, asked.tool_format, [prompt] = tools, self.tool_format, asked.prompts
+        asked.prompts = [conversation_with(self.tool_format, tools, prompt)]
+        if tools: asked.params = tool_params(asked.params, self.tool_format, tools)
 
     async def chat(self, request: Request) -> Response: return await self.complete(request, 'chat')
     async def text(self, request: Request) -> Response: return await self.complete(request, 'text')
@@ -395,16 +413,21 @@ class RequestLog:
 
 # %% ../../nbs/49_server.ipynb #srv00052
 def create_app(llm: AsyncLLM | LLM, name: str | None = None, *, api_key: str | None = None, max_pending: int | None = None, max_body: int = 2**24,
-               max_upload: int = 2**29, routers: Sequence[APIRouter] = (), others: Iterable[str] = (), say: Callable[[str], object] | None = None) -> FastAPI:
+               max_upload: int = 2**29, batches: BatchRunner | None = None, routers: Sequence[APIRouter] = (), others: Iterable[str] = (), say: Callable[[str], object] | None = None) -> FastAPI:
     """An ASGI application that serves `llm` as OpenAI's API. `name`: what the model is called, `others`: further names for it.
 
     `api_key`: what clients must send. `max_pending`: choices under way, beyond which requests get status 429; None takes that of `llm`. `max_body`: bytes of a body,
-    `max_upload` of one to /v1/files. `routers`: more endpoints. `say` gets a line for each request. The app's `state.api` has `llm`; its engine stops with the app."""
+    `max_upload` of one to /v1/files. `batches`: runs files of requests beside the others, with endpoints for them; it and its store
+    are closed with the app. `routers`: more endpoints. `say` gets a line for each request. The app's `state.api` has `llm`; its engine stops with the app."""
     llm = llm if isinstance(llm, AsyncLLM) else AsyncLLM(llm, max_pending=max_pending or 1024)
     api = Api(llm, name or name_of(llm.llm.model), max_pending or llm.max_pending, others)
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if batches: batches.start()
         yield
+        if batches:
+            await asyncio.to_thread(batches.stop)
+            batches.store.close()
         await llm.shutdown()
     app = FastAPI(title='batchlab', version=__version__, openapi_url=None, lifespan=lifespan, redirect_slashes=False)
     app.state.api = api
@@ -412,6 +435,7 @@ def create_app(llm: AsyncLLM | LLM, name: str | None = None, *, api_key: str | N
                                    ('/detokenize', api.detokenize, 'POST'), ('/v1/models', api.models, 'GET'), ('/v1/models/{name:path}', api.model, 'GET'),
                                    ('/health', api.health, 'GET'), ('/version', api.version, 'GET'), ('/metrics', api.figures, 'GET')):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    if batches: routers = [batch_router(batches.store, batches, max_upload), *routers]
     for router in routers: app.include_router(router)
     for kind, handler in ((BadRequest, _bad_request), (HTTPException, _http_error), (RequestValidationError, _invalid), (ClientDisconnect, _left), (Exception, _broken)):
         app.add_exception_handler(kind, handler)
