@@ -329,6 +329,7 @@ class Parts:
                  parser: Callable[[int], ToolParser] | None = None) -> None:
         self.kind, self.top, self.ids, self.parser = kind, top, ids, parser
         self.parsers: dict[int, ToolParser] = {}
+        self.ended: set[int] = set()
         self.head = f'data: {_dumps(head_of(kind, name, model, True))[:-1]},"choices":['
         self.tail = ']' + ',"usage":null' * usage + '}\n\n'
         self.sent: dict[int, tuple[int, int, int]] = {}               # of each choice: characters, tokens, and where the next token begins
@@ -346,7 +347,8 @@ class Parts:
         begun = index in self.sent
         chars, tokens, offset = self.sent.get(index, (0, 0, 0))
         text, reason = c.text[chars:], c.finish_reason
-        if begun and not text and not reason: return []               # its tokens come with the text that they settle
+        if index in self.ended or begun and not text and not reason: return []        # its tokens come with the text that they settle
+        if reason: self.ended.add(index)                              # the others of its prompt may go on
         deltas = [dict[str, Any](content=text)]
         if self.parser:
             parser = self.parsers.setdefault(index, self.parser(index))
