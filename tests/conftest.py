@@ -2,6 +2,10 @@
 import os, shutil, sys
 from pathlib import Path
 
+# Beside another worker of pytest-xdist, torch gets its share of the cores: two that each take all of them wait for each other.
+if others := int(os.environ.get('PYTEST_XDIST_WORKER_COUNT', 0)):
+    for name in 'OMP_NUM_THREADS', 'MKL_NUM_THREADS': os.environ.setdefault(name, str(max(1, (os.cpu_count() or 1) // others)))
+
 import pytest
 
 
