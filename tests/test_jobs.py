@@ -439,7 +439,7 @@ def test_plan_counts_what_runs(tmp_path):
 
 @pytest.mark.parametrize('args,words', [
     (['-i', 'nowhere', '-o', 'o'], ["can't read nowhere"]), (['-i', 'in'], ['--output']), (['-i', 'in', '-o', 'in'], ['different files']),
-    (['-i', 'in', '-o', 'no/dir/o'], ["can't write no/dir/o"]), (['-i', 'in', '-o', '.'], ['']), (['-i', 'in', '-o', 'o', '--timeout', '0'], ['--timeout']),
+    (['-i', 'in', '-o', 'no/dir/o'], ["can't write no/dir/o"]), (['-i', 'in', '-o', '.'], ['no file']), (['-i', 'in', '-o', 'o', '--timeout', '0'], ['--timeout']),
     (['-i', 'in', '-o', 'o', '--retry'], ['--retry', 'did you mean --retry-errors?']), (['-i', 'in', '-o', 'o', '--chat'], ['plain prompts']),
     (['-i', 'in', '-o', '-', '--error-file', 'e'], ['standard output is not kept']), (['-i', 'in', '-o', '-', '--ray', '2'], ['--ray takes files']),
     (['-i', 'in', '-o', 'o', '--structured-outputs', '{"regx": "a"}'], ['--structured-outputs']),

@@ -21,7 +21,7 @@ from ..hashes import chunk_hashes
 from ..names import settings_of
 from ..params import SamplingParams
 from .formats import Raw, export_records, read_raw
-from .journal import (AnswerFile, Ledgerbook, Outbox, StandardOutput, drop_side, has_records, journal_of, raw_records, recover, restore,
+from .journal import (AnswerFile, Ledgerbook, Outbox, StandardOutput, drop_side, has_records, journal_of, no_file, raw_records, recover, restore,
                                    settings_file, side_of, check_stamps, sort_records, stamp, stamp_of, without_failures, write_settings)
 from .lines import DEFAULTS, NO_TALK, JobLine, ParamsCache, Postprocess, digest_of, guess_form, parse_line
 from .openai import BadRequest
@@ -236,6 +236,8 @@ def check_paths(input: str | Path, output: str | Path | None, error_file: str | 
     if output == '-' and (error_file or retry):
         raise JobError('what went to standard output is not kept: for an error file or a second try name an output')
     if not os.path.exists(input): raise JobError(f"can't read {input} (no such file)")
+    for path in (output, error_file):
+        if path and path != '-' and os.path.exists(path) and not os.path.isfile(path): raise no_file(path)
     names = [os.path.realpath(n) for n in (input, output, error_file) if n and n != '-']
     if len({*names}) < len(names): raise JobError('input, output and error file must be different files')
     check_input(input)

@@ -23,13 +23,14 @@ from .lines import JobLine
 from .tables import ANSWER, OPENERS, OPTIONAL, TABLES, TableFile, file_kind, record_of_rows
 
 # %% ../../nbs/41_jobs.ipynb #ae760b69
+def no_file(path: str | Path) -> JobError: return JobError(f'{path} is no file: a job needs one that it can read again')
+
 class AnswerFile:
     "A file that grows by whole records. Raises `JobError` when the disk is full."
     def __init__(self, path: str | Path) -> None:
         self.path: str | Path = Path(path)
         try:
-            if self.path.exists() and not self.path.is_file():
-                raise JobError(f'{path} is no file: a job needs one that it can read again')
+            if self.path.exists() and not self.path.is_file(): raise no_file(path)
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, 'O_BINARY', 0), 0o666)
         except OSError as e: raise JobError(f"can't write {path} ({e.strerror or e})") from e
         self.size = os.fstat(self.fd).st_size
