@@ -44,7 +44,7 @@ def cells_of(engine: Engine, plan: StepPlan) -> str:
     for row in plan.rows:
         r = row.request
         if r.slot is None: continue
-        kind = 'p' if row.n_tokens > 1 + len(r.draft_ids) or row.start < len(r.prompt_ids) else 'd'
+        kind = 'p' if row.n_tokens > 1 + len(r.draft_ids) or row.start < len(r.prompt_ids) else 'b' if r.preemptible else 'd'
         if r.num_seen > row.start: kind = 'a'
         elif r in new and r.num_cached_tokens: kind = 'c'
         cells[r.slot] = kind.upper() if r in new else kind
@@ -65,9 +65,9 @@ def state_of(llm: LLM) -> dict[str, Any]:
         first += s.max_num_seqs
     pools, sums = [s.pool for s in schedulers], llm.delivery.sums
     total = (llm.limits.kv_tokens or 0) // (llm.backend.block_size or 1) or sum(map(len, pools))
-    queue = [[r.request_id[:40], len(r.prompt_ids), r.preemptible] for s in schedulers for r in islice(s.waiting, 12)]
+    queue = [[r.request_id[:40], len(r.prompt_ids), r.preemptible] for s in schedulers for r in islice(s.waiting, 24)]
     return dict(running=len(slots), seats=first or llm.limits.max_num_seqs, slots=sorted(slots), waiting=sum(len(s.waiting) for s in schedulers) + len(llm.inbox),
-                queue=queue[:12], kv=dict(held=sum(p.num_held for p in pools), cached=sum(len(p.cached) for p in pools), total=total),
+                queue=queue[:24], behind=sum(r.preemptible for s in schedulers for r in s.waiting), kv=dict(held=sum(p.num_held for p in pools), cached=sum(len(p.cached) for p in pools), total=total),
                 totals=dict(prompt=sums['prompt_tokens'], cached=sums['cached_tokens'], out=sums['output_tokens'], preempted=sums['preemptions'], ended=dict(llm.delivery.ends)))
 
 # %% ../../nbs/modules/000_page.ipynb #pag00010
@@ -198,7 +198,7 @@ async function events(response, take) {                                         
 
 # %% ../../nbs/modules/000_page.ipynb #pag00019
 JS_ROLL = r'''
-const KINDS = {d: 'decode', p: 'prefill', a: 'again', h: 'held', c: 'cached'};
+const KINDS = {d: 'decode', b: 'decode', p: 'prefill', a: 'again', h: 'held', c: 'cached'};
 let steps = [], tones = {};
 function readTones() {                                                                     // a canvas knows no CSS variables
   const probe = document.body.appendChild(el('i'));
@@ -234,7 +234,9 @@ function drawRoll(seats) {                                                      
       if (!kind) continue;
       const fresh = cells[i] !== cells[i].toLowerCase();
       g.fillStyle = tones[kind];
+      g.globalAlpha = cells[i].toLowerCase() === 'b' ? .55 : 1;
       g.fillRect(x, i * lane, unit, lane - gap);
+      g.globalAlpha = 1;
       if (fresh) { g.fillStyle = tones.ink; g.fillRect(x, i * lane, 1, lane - gap); }
     }
     const d = 46 * decode / most, p = 46 * prefill / most;
@@ -330,8 +332,15 @@ function showSlots(s) {
   $('slot-table').hidden = !rows.length;
 }
 function showQueue(s) {
-  const of = s.queue.slice(0, 12).map(([id, prompt, batch]) => `${number(prompt)}${batch ? ' (batch)' : ''}`).join(', ');
-  put($('queue'), s.waiting ? `Next, by the tokens of their prompts: ${of}${s.waiting > 12 ? `, and ${number(s.waiting - 12)} more` : ''}` : 'Nobody waits.');
+  const online = s.waiting - s.behind, chips = $('chips'), next = s.waiting ? s.queue : [];
+  put($('queue'), s.waiting ? `${number(online)} online, ${number(s.behind)} of batches. The next, by the tokens of their prompts:` : 'Nobody waits.');
+  while (chips.children.length > next.length) chips.lastChild.remove();
+  while (chips.children.length < next.length) chips.append(el('li', {class: 'chip'}));
+  next.forEach(([id, prompt, batch], k) => {
+    put(chips.children[k], number(prompt));
+    chips.children[k].classList.toggle('batch', batch);
+    chips.children[k].title = `request ${id}${batch ? ', of a batch' : ''}`;
+  });
 }
 
 function take(text) {
@@ -385,7 +394,7 @@ async function watch() {
     if (!r.ok) throw Error(await failure(r));
     document.body.classList.remove('locked');
     $('forget').hidden = !key;
-    steps = shots = [];
+    [steps, shots, last] = [[], [], null];
     tries = 0;
     say('Live');
     listBatches();
@@ -413,7 +422,6 @@ $('ask').onsubmit = e => {
 $('forget').onclick = () => {
   key = '';
   keep('batchlab-key', '');
-  last = null;
   askKey(false);
 };
 function scheme(to) {
@@ -558,13 +566,14 @@ main{display:grid;grid-template-columns:minmax(0,1.65fr) minmax(0,1fr);gap:16px;
 .locked main{display:block}#figures{grid-column:1/-1;display:grid;grid-template-columns:repeat(4,minmax(0,1fr));gap:10px;margin:0}
 #figures div{border:1px solid var(--edge);border-radius:8px;padding:8px 12px;min-width:0;position:relative}
 dt{color:var(--dim);font-size:13px}dd{margin:0}dd b{display:block;font-size:24px;line-height:1.25;font-weight:600;font-variant-numeric:tabular-nums}
-dd span{display:block;color:var(--dim);font-size:12.5px;font-variant-numeric:tabular-nums}dd .meter{height:4px;background:var(--idle);border-radius:2px;margin-top:6px}
+dd span{display:block;color:var(--dim);font-size:12.5px;font-variant-numeric:tabular-nums}#chips{display:flex;flex-wrap:wrap;gap:4px;list-style:none;margin:0;padding:0}#chips li{font-size:12.5px;border-color:var(--prefill)}#chips .batch{border-color:var(--edge);color:var(--dim)}
+dd .meter{margin:6px 0 0;height:4px;background:var(--idle);border-radius:2px}
 .meter i{display:block;height:4px;border-radius:2px;background:var(--decode);max-width:100%}#b-hits{background:var(--cached)}
 #speed{position:absolute;right:10px;top:10px;width:45%;height:34px}
 section{border:1px solid var(--edge);border-radius:8px;padding:12px;min-width:0}.side,.wide-side{display:grid;gap:16px;align-content:start;min-width:0}
 #roll{display:block;width:100%;height:180px}.key{font-size:12.5px;color:var(--dim);margin:8px 0 0}
 .key i,.dot{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}.key span{white-space:nowrap;margin-right:12px}
-.k-decode{background:var(--decode)}.k-prefill{background:var(--prefill)}.k-cached{background:var(--cached)}.k-again{background:var(--again)}.k-held{background:var(--held)}.k-idle{background:var(--idle)}
+.k-decode{background:var(--decode)}.k-batch{background:var(--decode);opacity:.55}.k-prefill{background:var(--prefill)}.k-cached{background:var(--cached)}.k-again{background:var(--again)}.k-held{background:var(--held)}.k-idle{background:var(--idle)}
 .scroll{overflow:auto;max-height:420px}table{border-collapse:collapse;width:100%;font-size:13px}
 td,th{padding:2px 10px 2px 0;text-align:left;font-weight:400;border-bottom:1px solid var(--edge);white-space:nowrap}thead th{color:var(--dim)}
 td.num,th.num{text-align:right;font-variant-numeric:tabular-nums}.num{font-variant-numeric:tabular-nums}td.wide{width:55%}
@@ -584,7 +593,7 @@ textarea{resize:vertical;min-height:56px;display:block;color:var(--ink)}#play in
 BODY = r'''
 <a class="skip" href="#say">To the playground</a>
 <header><h1>batchlab <span id="model"></span></h1><p id="state" role="status">Connecting …</p>
-<button id="pause">Pause</button><button id="forget" hidden>Forget the key</button><button id="theme" aria-label="Light or dark" title="Light or dark">◐</button></header>
+<button id="pause">Pause</button><button id="forget" hidden>Forget the key</button><button id="theme" aria-label="Switch between light and dark" title="Light or dark">◐</button></header>
 <main>
 <form id="ask"><label for="key">API key of this server</label><input id="key" type="password" autocomplete="off" required>
 <button>Open</button><p id="wrong" role="alert"></p><p class="note">It is kept until this tab is closed.</p></form>
@@ -599,14 +608,14 @@ BODY = r'''
 <div><dt>Requests ended</dt><dd><b id="f-done">–</b><span id="n-done"></span></dd></div></dl>
 <div class="wide-side">
 <section aria-labelledby="h-roll"><h2 id="h-roll">Slots, step by step</h2><canvas id="roll" role="img" aria-label="The last steps"></canvas>
-<p class="key"><span><i class="k-prefill"></i>prefill</span><span><i class="k-decode"></i>decode</span><span><i class="k-cached"></i>begins with a prefix hit</span>
+<p class="key"><span><i class="k-prefill"></i>prefill</span><span><i class="k-decode"></i>decode</span><span><i class="k-batch"></i>decode of a batch</span><span><i class="k-cached"></i>begins with a prefix hit</span>
 <span><i class="k-held"></i>has a slot, not in the step</span><span><i class="k-again"></i>computed again</span><span><i class="k-idle"></i>free</span></p>
 <p class="note">A row is a slot, a column a step, the newest at the right; a dark line is where a request begins. Below: the tokens of each step.</p></section>
 <section aria-labelledby="h-slots"><h2 id="h-slots">In the slots now</h2>
 <div class="scroll" id="slot-table" tabindex="0" role="region" aria-labelledby="h-slots" hidden><table><thead><tr><th scope="col">slot</th><th scope="col">phase</th>
 <th scope="col">tokens</th><th scope="col" class="num">prompt</th><th scope="col" class="num">answer</th></tr></thead><tbody id="slots"></tbody></table></div>
 <p class="note" id="more"></p></section>
-<section aria-labelledby="h-queue"><h2 id="h-queue">Waiting for a slot</h2><p class="note" id="queue"></p></section></div>
+<section aria-labelledby="h-queue"><h2 id="h-queue">Waiting for a slot</h2><p class="note" id="queue"></p><ol id="chips" aria-label="The next, by the tokens of their prompts"></ol></section></div>
 <div class="side">
 <section aria-labelledby="h-play"><h2 id="h-play">Playground</h2><div id="talk" role="log" aria-live="off" aria-label="Conversation" tabindex="0"></div>
 <form id="play"><label for="say">Message</label><textarea id="say" rows="2" placeholder="Why is the sky blue?"></textarea>
