@@ -234,9 +234,8 @@ function drawRoll(seats) {                                                      
       if (!kind) continue;
       const fresh = cells[i] !== cells[i].toLowerCase();
       g.fillStyle = tones[kind];
-      g.globalAlpha = cells[i].toLowerCase() === 'b' ? .55 : 1;
-      g.fillRect(x, i * lane, unit, lane - gap);
-      g.globalAlpha = 1;
+      const thin = cells[i].toLowerCase() === 'b' ? Math.floor((lane - gap) / 2) : 0;
+      g.fillRect(x, i * lane + thin, unit, lane - gap - thin);
       if (fresh) { g.fillStyle = tones.ink; g.fillRect(x, i * lane, 1, lane - gap); }
     }
     const d = 46 * decode / most, p = 46 * prefill / most;
@@ -573,15 +572,15 @@ dd .meter{margin:6px 0 0;height:4px;background:var(--idle);border-radius:2px}
 section{border:1px solid var(--edge);border-radius:8px;padding:12px;min-width:0}.side,.wide-side{display:grid;gap:16px;align-content:start;min-width:0}
 #roll{display:block;width:100%;height:180px}.key{font-size:12.5px;color:var(--dim);margin:8px 0 0}
 .key i,.dot{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}.key span{white-space:nowrap;margin-right:12px}
-.k-decode{background:var(--decode)}.k-batch{background:var(--decode);opacity:.55}.k-prefill{background:var(--prefill)}.k-cached{background:var(--cached)}.k-again{background:var(--again)}.k-held{background:var(--held)}.k-idle{background:var(--idle)}
+.k-decode{background:var(--decode)}.k-batch{background:linear-gradient(var(--idle) 50%,var(--decode) 50%)}.k-prefill{background:var(--prefill)}.k-cached{background:var(--cached)}.k-again{background:var(--again)}.k-held{background:var(--held)}.k-idle{background:var(--idle)}
 .scroll{overflow:auto;max-height:420px}table{border-collapse:collapse;width:100%;font-size:13px}
 td,th{padding:2px 10px 2px 0;text-align:left;font-weight:400;border-bottom:1px solid var(--edge);white-space:nowrap}thead th{color:var(--dim)}
 td.num,th.num{text-align:right;font-variant-numeric:tabular-nums}.num{font-variant-numeric:tabular-nums}td.wide{width:55%}
 .bar{display:flex;height:10px;background:var(--idle);border-radius:3px;overflow:hidden;min-width:60px}.bar i{display:block;height:10px}
-#talk{height:300px;overflow:auto;border:1px solid var(--edge);border-radius:6px;padding:8px 10px}#talk p{margin:0 0 10px;white-space:pre-wrap;overflow-wrap:anywhere}
+#talk{min-height:140px;max-height:340px;overflow:auto;border:1px solid var(--edge);border-radius:6px;padding:8px 10px}#talk p{margin:0 0 10px;white-space:pre-wrap;overflow-wrap:anywhere}
 #talk b{display:block;font-size:12px;color:var(--dim);font-weight:600}.model span{display:block;border-left:3px solid var(--decode);padding-left:8px}
 #play{display:grid;gap:8px;margin-top:8px}.line{display:flex;flex-wrap:wrap;gap:8px;align-items:end}.line label{flex:1 1 90px}#play label{font-size:13px;color:var(--dim)}
-textarea{resize:vertical;min-height:56px;display:block;color:var(--ink)}#play input{color:var(--ink)}#said{min-height:1.45em;font-variant-numeric:tabular-nums}
+::placeholder{color:var(--dim);opacity:1}textarea{resize:vertical;min-height:56px;display:block;color:var(--ink)}#play input{color:var(--ink)}#said{min-height:1.45em;font-variant-numeric:tabular-nums}
 #batches{list-style:none;margin:0;padding:0}#batches li{display:flex;flex-wrap:wrap;gap:2px 10px;align-items:center;padding:6px 0;border-bottom:1px solid var(--edge);font-size:13px}
 .name{flex:1 1 100%;overflow-wrap:anywhere}.chip{border:1px solid var(--edge);border-radius:9px;padding:0 8px}progress{flex:1 1 90px;height:8px;accent-color:var(--decode)}
 @media(max-width:900px){main{grid-template-columns:minmax(0,1fr)}#figures{grid-template-columns:repeat(2,minmax(0,1fr))}}
@@ -610,7 +609,7 @@ BODY = r'''
 <section aria-labelledby="h-roll"><h2 id="h-roll">Slots, step by step</h2><canvas id="roll" role="img" aria-label="The last steps"></canvas>
 <p class="key"><span><i class="k-prefill"></i>prefill</span><span><i class="k-decode"></i>decode</span><span><i class="k-batch"></i>decode of a batch</span><span><i class="k-cached"></i>begins with a prefix hit</span>
 <span><i class="k-held"></i>has a slot, not in the step</span><span><i class="k-again"></i>computed again</span><span><i class="k-idle"></i>free</span></p>
-<p class="note">A row is a slot, a column a step, the newest at the right; a dark line is where a request begins. Below: the tokens of each step.</p></section>
+<p class="note">A row is a slot, a column a step, the newest at the right; a line is where a request begins, half a row the decoding of a batch. Below: the tokens of each step.</p></section>
 <section aria-labelledby="h-slots"><h2 id="h-slots">In the slots now</h2>
 <div class="scroll" id="slot-table" tabindex="0" role="region" aria-labelledby="h-slots" hidden><table><thead><tr><th scope="col">slot</th><th scope="col">phase</th>
 <th scope="col">tokens</th><th scope="col" class="num">prompt</th><th scope="col" class="num">answer</th></tr></thead><tbody id="slots"></tbody></table></div>
