@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio, base64, hashlib, ipaddress, json, logging, time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncGenerator, Collection, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -151,7 +151,7 @@ def facts_of(api: Any) -> dict[str, Any]:
     answers = list(api.llm.answers.values())
     return dict(model=api.name, version=__version__, pending=api.pending, most=api.max_pending, streams=sum(a.grow for a in answers))
 
-async def feed(lookout: Lookout, api: Any, more: dict[str, Any]) -> AsyncIterator[bytes]:
+async def feed(lookout: Lookout, api: Any, more: dict[str, Any]) -> AsyncGenerator[bytes]:
     "States as server-sent events, until the server stops."
     seen, before, sent = 0, None, 0.
     while not api.draining:
@@ -664,7 +664,7 @@ def page_router(batches: bool = False, names: Collection[str] | None = None) -> 
         api = request.app.state.api
         if not lookouts: lookouts.append(Lookout(api.llm.llm))
         [lookout] = lookouts
-        async def parts() -> AsyncIterator[bytes]:
+        async def parts() -> AsyncGenerator[bytes]:
             with lookout.viewer():
                 async with aclosing(feed(lookout, api, dict(batches=batches))) as states:
                     async for state in states: yield state
