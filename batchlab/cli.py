@@ -17,6 +17,7 @@ from .errors import BatchlabError, JobError
 from .work.flags import parse_args
 
 if TYPE_CHECKING:      # the command line is quick since it imports these only when it runs something
+    from fastapi import APIRouter
     from batchlab.llm import LLM
     from batchlab.outputs import CompletionOutput, RequestOutput
     from batchlab.storage import Kept
@@ -497,6 +498,13 @@ def batches_in(folder: str | None, llm: LLM, name: str) -> BatchRunner | None:
     from batchlab.work.batches import BatchRunner, BatchStore
     return BatchRunner(BatchStore(folder), llm, name)
 
+def page_of(args: argparse.Namespace, key: str | None) -> list[APIRouter]:
+    "The page of the server, unless it is switched off; without a `key` only for who calls the server by a name of its own."
+    if not args.page: return []
+    import socket
+    from batchlab.work.page import page_router
+    return [page_router(args.data is not None, None if key else [args.host, socket.gethostname()])]
+
 def serve(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab serve`. Returns the exit status. Raises `BatchlabError`."
     key = api_key_of(args)
@@ -511,8 +519,11 @@ def serve(args: argparse.Namespace, llm: LLM | None = None) -> int:
             note(f'whoever reaches {url} can use this model: give BATCHLAB_API_KEY', 'warning')
         engine = AsyncLLM(llm or load_llm(args), max_pending=args.max_pending)
         app = create_app(engine, name, api_key=key, batches=batches_in(args.data, engine.llm, name), others=[] if args.served_model_name else [model],
-                         say=note if args.request_log else None)
-        server = Server(app, args.drain, lambda: note(f'{name} is served at {url}/v1'))
+                         routers=page_of(args, key), say=note if args.request_log else None)
+        def ready() -> None:
+            note(f'{name} is served at {url}/v1')
+            if args.page: note(f'watch it at {url}')
+        server = Server(app, args.drain, ready)
         server.run([sock])
     if server.force_exit:                           # the engine may be in the middle of a step: leave without waiting for it
         sys.stderr.flush()

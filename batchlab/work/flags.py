@@ -165,6 +165,7 @@ SERVE_FLAGS = [
     ('--data FOLDER', str, "where files and batches are kept"),
     ('--max-pending N', positive_int, "answers under way, beyond which clients are told to come back (default: 1024)", dict(default=1024)),
     ('--drain SECONDS', whole_number, "for what is under way when the server is stopped (default: 30)", dict(default=30)),
+    ('--no-page', 'store_false', "no page at /", dict(dest='page')),
     ('--no-request-log', 'store_false', "no line for each request", dict(dest='request_log')),
     LOG_JSON]
 PLAN_FLAGS = [('--no-calibration', 'store_false', "run nothing, estimate no time", dict(dest='calibrate'))]

@@ -358,7 +358,7 @@ class Api:
 # %% ../../nbs/49_server.ipynb #srv00051
 class KeyGate:
     "ASGI middleware: who has not the API key is turned away. Its digest alone is kept, and compared in constant time."
-    OPEN = {'/health', '/version', '/metrics'}
+    OPEN = {'/', '/health', '/version', '/metrics'}                       # what / has is no secret, see `work.page`
     def __init__(self, app: ASGIApp, key: str) -> None: self.app, self.digest = app, self._digest(key.encode())
 
     @staticmethod
