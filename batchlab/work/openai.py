@@ -178,7 +178,7 @@ def chat_logprobs(c: CompletionOutput, k: int | None, ids: Collection[int] | Non
         if ids is not None: return [step[i] for i in ids]
         return sorted((l for l in step.values() if (l.rank or 0) <= (k or 0)), key=lambda l: l.rank or 0)[:k]
     steps = zip(c.token_ids, c.logprobs)
-    return dict(content=[one(step[t]) | dict(top_logprobs=[*map(one, best(step))]) for t, step in steps])
+    return dict(content=[one(step[t]) | dict(top_logprobs=[*map(one, best(step))]) for t, step in steps], refusal=None)
 
 def text_logprobs(c: CompletionOutput, start: int = 0, first: str = '') -> dict[str, Any] | None:
     """The same as the completions endpoint gives them.
@@ -225,7 +225,7 @@ def answer_body(out: RequestOutput, kind: str, name: str, model: str, read: Read
     return head_of(kind, name, model) | dict(choices=[choice_of(c, kind, top, ids, read, name) for c in out.outputs], usage=usage_of(out))
 
 # %% ../../nbs/40_openai.ipynb #oa000063
-STATUS = dict(invalid_api_key=401, model_not_found=404, not_found=404, method_not_allowed=405, timeout=408, request_too_large=413,
+STATUS = dict(invalid_api_key=401, model_not_found=404, not_found=404, method_not_allowed=405, timeout=408, request_too_large=413, unsupported_media_type=415,
               rate_limit_exceeded=429, server_error=500, unavailable=503)      # of any other failure: 400
 
 def error_body(message: str, code: str, param: str | None = None) -> tuple[int, dict[str, Any]]:
