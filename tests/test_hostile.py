@@ -3,6 +3,7 @@
 As a script it serves a tiny model in a process of its own, with as many requests as it is told, a third of whose clients hang up: python tests/test_hostile.py 10000
 --together says how many connections there are at once (1,000)."""
 import asyncio, contextlib, json, os, random, signal, socket, statistics, struct, subprocess, sys, threading, time
+from pathlib import Path
 
 import pytest
 
@@ -197,7 +198,7 @@ def test_bodies(s):
                                (json.dumps(dict(prompt='a', logit_bias={str(i): 1 for i in range(10**5)})).encode(), 400, 'logit_bias'),
                                (json.dumps(dict(prompt='a', stop=['x'] * 10**5)).encode(), 400, 'stop'), (json.dumps(dict(prompt=['a'] * 10**5)).encode(), 400, 'at once')):
         r = httpx.post(f'{s.url}/v1/completions', content=raw, timeout=100)
-        assert r.status_code == status and words in r.text and len(r.text) < 5000, (raw[:60], r.text[:300])
+        assert r.status_code == status and words in r.text and len(r.text) < 2000, (raw[:60], r.text[:300])
 
 
 def test_requests_in_a_row_on_one_connection(s):
@@ -340,10 +341,7 @@ def serve(descriptors):
     router, sock = APIRouter(), listen('127.0.0.1', 0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     @router.get('/state')
-    async def look():
-        import psutil
-        p = psutil.Process()
-        return state(server) | dict(fds=p.num_fds(), threads=p.num_threads(), rss=p.memory_info().rss / 2**20, loop=len(asyncio.all_tasks()), room=server.config.limit_concurrency)
+    async def look(): return state(server) | dict(threads=threading.active_count(), loop=len(asyncio.all_tasks()), room=server.config.limit_concurrency)
     import tempfile
     from batchlab.work.batches import BatchRunner, BatchStore
     with tempfile.TemporaryDirectory() as folder:
@@ -372,7 +370,7 @@ def process(descriptors=0):
 @pytest.mark.skipif(sys.platform != 'linux', reason='file descriptors as Linux has them')
 def test_a_server_with_few_file_descriptors():
     "It says 503 to some, closes others, goes on, and writes no flood of errors."
-    with process(64) as (where, said, p), contextlib.ExitStack() as stack, httpx.Client(base_url=f'http://{where[0]}:{where[1]}', timeout=100) as web:
+    with process(96) as (where, said, p), contextlib.ExitStack() as stack, httpx.Client(base_url=f'http://{where[0]}:{where[1]}', timeout=100) as web:
         state = lambda: web.get('/state').json()
         room = state()['room']
         assert 8 < room < 48
@@ -405,7 +403,7 @@ def main(count, together, seed=0):
         def rest():
             end = time.monotonic() + 120
             while time.monotonic() < end:
-                now = web.get('/state').json()
+                now = web.get('/state').json() | dict(fds=len(os.listdir(f'/proc/{p.pid}/fd')), rss=int(Path(f'/proc/{p.pid}/statm').read_text().split()[1]) * os.sysconf('SC_PAGESIZE') / 2**20)
                 if not any(now[k] for k in ('pending', 'answers', 'groups', 'running', 'waiting')) and now['tasks'] <= 1 and now['connections'] <= 2: break
                 time.sleep(.1)
             return now

@@ -21,7 +21,7 @@ if TYPE_CHECKING:      # a check of a file needs no torch
     from batchlab.work.toolcalls import ToolChoice, ToolFormat, ToolParser
 
 # %% auto #0
-__all__ = ['DEFAULTS', 'RANGES', 'URLS', 'ReadCalls', 'STATUS', 'TALK', 'DONE', 'sampling_options', 'request_params',
+__all__ = ['DEFAULTS', 'RANGES', 'URLS', 'ReadCalls', 'STATUS', 'MESSAGE', 'TALK', 'DONE', 'sampling_options', 'request_params',
            'as_messages', 'many_prompts', 'one_prompt', 'parse_body', 'custom_id_of', 'endpoint_of', 'keys_beside',
            'usage_of', 'finish_of', 'choice_of', 'head_of', 'answer_body', 'error_body', 'ApiRequest', 'parse_online',
            'echoed', 'prompt_logprobs_of', 'Parts']
@@ -227,11 +227,13 @@ def answer_body(out: RequestOutput, kind: str, name: str, model: str, read: Read
 # %% ../../nbs/40_openai.ipynb #oa000063
 STATUS = dict(invalid_api_key=401, model_not_found=404, not_found=404, method_not_allowed=405, timeout=408, request_too_large=413, unsupported_media_type=415,
               rate_limit_exceeded=429, server_error=500, unavailable=503)      # of any other failure: 400
+MESSAGE = 1000                                                       # characters of a message
 
 def error_body(message: str, code: str, param: str | None = None) -> tuple[int, dict[str, Any]]:
     "`(status, body)` that an endpoint answers a request with which failed for the reason `code`."
     status = STATUS.get(code, 400)
     kind = 'server_error' if status >= 500 or code == 'timeout' else 'rate_limit_error' if status == 429 else 'invalid_request_error'
+    message = message if len(message) <= MESSAGE else f'{message[:MESSAGE]}…'      # it may list what was sent
     return status, dict(error=dict(message=message, type=kind, param=param, code=code))
 
 # %% ../../nbs/40_openai.ipynb #onl00003

@@ -522,10 +522,11 @@ async def _broken(request: Request, e: Any) -> Response:
     return error_response(BadRequest('the server failed to answer this request: its log says why', 'server_error'))
 
 # %% ../../nbs/49_server.ipynb #srv00073
-ACCEPTS = 100                                                             # asyncio tries as many times to accept when file descriptors run out, and logs each
+ACCEPTS = 16                                                             # asyncio tries as many times to accept when file descriptors run out, and logs each
+SPARE = 32                                                                # file descriptors for the process itself: a first request imports modules
 
 def room_for() -> int:
-    "How many connections there is room for: three quarters of the free file descriptors, the limit of which is raised as far as it may be, to 16,384."
+    "How many connections there is room for: three quarters of the free file descriptors but `SPARE`. Their limit is raised as far as it may be, to 16,384."
     try: import resource
     except ImportError: return 1000
     soft, hard = (2**14 if x == resource.RLIM_INFINITY else x for x in resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -534,7 +535,7 @@ def room_for() -> int:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
             soft = most
-    return max(1, (min(soft, most) - len(os.listdir('/dev/fd'))) * 3 // 4)
+    return max(1, (min(soft, most) - len(os.listdir('/dev/fd')) - SPARE) * 3 // 4)
 
 async def crowded(scope: Scope, receive: Receive, send: Send) -> None:
     "An ASGI application for whom there is no room."
