@@ -21,7 +21,7 @@ if TYPE_CHECKING:      # a check of a file needs no torch
     from batchlab.work.toolcalls import ToolChoice, ToolFormat, ToolParser
 
 # %% auto #0
-__all__ = ['DEFAULTS', 'RANGES', 'URLS', 'ReadCalls', 'STATUS', 'TALK', 'DONE', 'sampling_options', 'request_params',
+__all__ = ['DEFAULTS', 'RANGES', 'URLS', 'ReadCalls', 'STATUS', 'MESSAGE', 'TALK', 'DONE', 'sampling_options', 'request_params',
            'as_messages', 'many_prompts', 'one_prompt', 'parse_body', 'custom_id_of', 'endpoint_of', 'keys_beside',
            'usage_of', 'finish_of', 'choice_of', 'head_of', 'answer_body', 'error_body', 'ApiRequest', 'parse_online',
            'echoed', 'prompt_logprobs_of', 'Parts']
@@ -178,7 +178,7 @@ def chat_logprobs(c: CompletionOutput, k: int | None, ids: Collection[int] | Non
         if ids is not None: return [step[i] for i in ids]
         return sorted((l for l in step.values() if (l.rank or 0) <= (k or 0)), key=lambda l: l.rank or 0)[:k]
     steps = zip(c.token_ids, c.logprobs)
-    return dict(content=[one(step[t]) | dict(top_logprobs=[*map(one, best(step))]) for t, step in steps])
+    return dict(content=[one(step[t]) | dict(top_logprobs=[*map(one, best(step))]) for t, step in steps], refusal=None)
 
 def text_logprobs(c: CompletionOutput, start: int = 0, first: str = '') -> dict[str, Any] | None:
     """The same as the completions endpoint gives them.
@@ -225,13 +225,15 @@ def answer_body(out: RequestOutput, kind: str, name: str, model: str, read: Read
     return head_of(kind, name, model) | dict(choices=[choice_of(c, kind, top, ids, read, name) for c in out.outputs], usage=usage_of(out))
 
 # %% ../../nbs/40_openai.ipynb #oa000063
-STATUS = dict(invalid_api_key=401, model_not_found=404, not_found=404, method_not_allowed=405, timeout=408, request_too_large=413,
+STATUS = dict(invalid_api_key=401, model_not_found=404, not_found=404, method_not_allowed=405, timeout=408, request_too_large=413, unsupported_media_type=415,
               rate_limit_exceeded=429, server_error=500, unavailable=503)      # of any other failure: 400
+MESSAGE = 1000                                                       # characters of a message
 
 def error_body(message: str, code: str, param: str | None = None) -> tuple[int, dict[str, Any]]:
     "`(status, body)` that an endpoint answers a request with which failed for the reason `code`."
     status = STATUS.get(code, 400)
     kind = 'server_error' if status >= 500 or code == 'timeout' else 'rate_limit_error' if status == 429 else 'invalid_request_error'
+    message = message if len(message) <= MESSAGE else f'{message[:MESSAGE]}…'      # it may list what was sent
     return status, dict(error=dict(message=message, type=kind, param=param, code=code))
 
 # %% ../../nbs/40_openai.ipynb #onl00003

@@ -5,7 +5,7 @@
 # %% ../../nbs/49_server.ipynb #srv00005
 from __future__ import annotations
 
-import asyncio, contextlib, hashlib, hmac, itertools, json, logging, math, secrets, signal, socket, threading, time
+import asyncio, contextlib, hashlib, hmac, itertools, json, logging, math, os, secrets, signal, socket, threading, time
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -26,7 +26,7 @@ from .runner import name_of
 from .toolcalls import ToolChoice, ToolFormat, ToolParser, conversation_with, format_of, parse_answer, take_tools, tool_params
 
 try:
-    import uvicorn
+    import h11, uvicorn
     from fastapi import APIRouter, FastAPI, Request, Response
     from fastapi.exceptions import RequestValidationError
     from prometheus_client import CollectorRegistry, generate_latest
@@ -34,6 +34,7 @@ try:
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as e: raise JobError(f"the server needs {e.name}: pip install 'batchlab[server]'") from e
 
 # %% auto #0
@@ -49,7 +50,7 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 def error_response(e: BadRequest) -> Response:
     "The API's error object, with what its status wants in the headers."
     status, body = error_body(str(e), e.code, e.param)
-    more = {401: {'WWW-Authenticate': 'Bearer'}, 413: {'Connection': 'close'}, 429: {'Retry-After': str(getattr(e, 'retry_after', 1))}}
+    more = {401: {'WWW-Authenticate': 'Bearer'}, 408: {'Connection': 'close'}, 413: {'Connection': 'close'}, 429: {'Retry-After': str(getattr(e, 'retry_after', 1))}}
     return json_response(body, status, more.get(status))
 
 async def respond(response: Response, scope: Scope, send: Send) -> None:
@@ -117,7 +118,7 @@ class Answer(Response):
     "The answer to `asked`, whole or in parts, as it is made by the engine of `api`."
     def __init__(self, api: Api, asked: ApiRequest) -> None:
         self.api, self.asked, self.name, self.background = api, asked, secrets.token_hex(12), None
-        self.begun = False
+        self.begun, self.turn, self.sent = False, asyncio.Lock(), 0.
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
@@ -125,7 +126,7 @@ class Answer(Response):
 
     async def _answer(self, send: Send) -> None:
         try:
-            with self.api.place(self.asked): await (self._stream if self.asked.stream else self._whole)(send)
+            with self.api.place(self.asked): await (self._kept_alive if self.asked.stream else self._whole)(send)
         except (BadRequest, BatchlabError) as e:
             wrong = e if isinstance(e, BadRequest) else BadRequest(str(e), 'unavailable' if isinstance(e, EngineError) else 'invalid_request')
             status, body = error_body(str(wrong), wrong.code, wrong.param)
@@ -168,6 +169,19 @@ class Answer(Response):
         if a.chat and a.params.prompt_logprobs is not None: body['prompt_logprobs'] = prompt_logprobs_of(outs[0])
         return body
 
+    async def _kept_alive(self, send: Send) -> None:
+        "The stream, with a comment whenever there was nothing to send for a while: who stands between cuts what is silent."
+        beat = asyncio.ensure_future(self._beat(send))
+        try: await self._stream(send)
+        finally: beat.cancel()
+
+    async def _beat(self, send: Send) -> None:
+        clock, every = asyncio.get_running_loop().time, self.api.keep_alive
+        self.sent = clock()
+        while True:
+            await asyncio.sleep(self.sent + every - clock())
+            if clock() - self.sent >= every: await self._send(send, b': keep-alive\n\n')
+
     async def _stream(self, send: Send) -> None:
         a, lasts = self.asked, {}
         parser = (lambda i: ToolParser(a.tool_format, a.tools, f'{self.name}-{i}')) if a.tools else None
@@ -185,11 +199,13 @@ class Answer(Response):
 
     async def _send(self, send: Send, body: bytes, last: bool = False) -> None:
         "Send a part; before the first, the headers. Waits for a reader that is slow."
-        if not self.begun:
-            self.begun = True
-            headers = [(b'content-type', b'text/event-stream; charset=utf-8'), (b'cache-control', b'no-cache'), (b'x-accel-buffering', b'no')]
-            await send(dict(type='http.response.start', status=200, headers=headers))
-        await send(dict(type='http.response.body', body=body, more_body=not last))
+        async with self.turn:
+            if not self.begun:
+                headers = [(b'content-type', b'text/event-stream; charset=utf-8'), (b'cache-control', b'no-cache'), (b'x-accel-buffering', b'no')]
+                await send(dict(type='http.response.start', status=200, headers=headers))
+                self.begun = True
+            await send(dict(type='http.response.body', body=body, more_body=not last))
+            self.sent = asyncio.get_running_loop().time()
 
     def _usage(self, outs: list[RequestOutput]) -> dict[str, Any]:
         usage = usage_of(*outs)
@@ -260,11 +276,12 @@ class Metrics:
 _UNKNOWN = ToolFormat('', '', '')
 
 class Api:
-    """The endpoints over `llm`, a model that goes by the `name` here, and by `others`. `max_pending`: choices that may be under way.
+    """The endpoints over `llm`, a model that goes by the `name` here, and by `others`. `max_pending`: choices that may be under way;
+    `keep_alive`: seconds after which a stream without news gets a comment.
 
     A method of it is for the event loop, and raises `BadRequest` for what can't be answered."""
-    def __init__(self, llm: AsyncLLM, name: str, max_pending: int, others: Iterable[str] = ()) -> None:
-        self.llm, self.name, self.names, self.max_pending = llm, name, {name, *others}, max_pending
+    def __init__(self, llm: AsyncLLM, name: str, max_pending: int, others: Iterable[str] = (), keep_alive: float = 10.) -> None:
+        self.llm, self.name, self.names, self.max_pending, self.keep_alive = llm, name, {name, *others}, max_pending, keep_alive
         self.metrics, self.pending, self.draining, self.since = Metrics(llm, name), 0, False, int(time.time())
         self.tool_format: ToolFormat | None = _UNKNOWN                    # until a request has tools
 
@@ -356,6 +373,8 @@ class Api:
     async def figures(self) -> Response: return Response(self.metrics.text(), media_type='text/plain; version=0.0.4; charset=utf-8')
 
 # %% ../../nbs/49_server.ipynb #srv00051
+PATIENCE = 30.                                                        # seconds for a client to send what it has begun
+
 class KeyGate:
     "ASGI middleware: who has not the API key is turned away. Its digest alone is kept, and compared in constant time."
     OPEN = {'/', '/health', '/version', '/metrics'}                       # what / has is no secret, see `work.page`
@@ -373,23 +392,52 @@ class KeyGate:
                 return await respond(error_response(e), scope, send)
         await self.app(scope, receive, send)
 
+class Body:
+    """The body of a request on its way through `receive`, of at most `most` bytes, for which there are `patience` seconds and one more for each
+    `RATE` bytes that have come. An answer given before all has come goes out through `send`, and then the rest is read and dropped for a while,
+    as most clients hear an answer only when they have sent all."""
+    RATE, DROPPED = 1000, 2**28
+    def __init__(self, receive: Receive, send: Send, most: int, patience: float) -> None:
+        self._receive, self._send, self.most, self.patience = receive, send, most, patience
+        self.came, self.whole, self.end = 0, False, 0.
+
+    async def _next(self, rate: float) -> Message:
+        now = asyncio.get_running_loop().time()
+        self.end = self.end or now + self.patience
+        try:
+            async with asyncio.timeout(self.end - now + self.came / rate): message = await self._receive()
+        except TimeoutError: raise HTTPException(408, f'the body comes too slowly: {self.came:,} bytes of it are here') from None      # which frameworks hand on as it is
+        self.came += len(message.get('body', b''))
+        self.whole = not message.get('more_body')
+        return message
+
+    async def receive(self) -> Message:
+        if self.whole: return await self._receive()
+        message = await self._next(self.RATE)
+        if self.came > self.most: raise HTTPException(413, f'the body is longer than {self.most:,} bytes: send less')
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message['type'] == 'http.response.body' and not message.get('more_body') and not self.whole:
+            await self._send({**message, 'more_body': True})
+            with contextlib.suppress(HTTPException):
+                while not self.whole and self.came < self.DROPPED: await self._next(math.inf)
+            message = dict(type='http.response.body')
+        await self._send(message)
+
 class BodyLimit:
-    "ASGI middleware: a body beyond `most` bytes is refused as soon as that many have come. `more`: other limits by the beginning of the path."
-    def __init__(self, app: ASGIApp, most: int, more: dict[str, int] | None = None) -> None: self.app, self.most, self.more = app, most, more or {}
+    "ASGI middleware: a body must be plain, of at most `most` bytes, and come in time (`Body`). `more`: other limits of bytes by the beginning of the path."
+    def __init__(self, app: ASGIApp, most: int, more: dict[str, int] | None = None, patience: float = PATIENCE) -> None:
+        self.app, self.most, self.more, self.patience = app, most, more or {}, patience
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope['type'] != 'http': return await self.app(scope, receive, send)
-        most, came = next((n for path, n in self.more.items() if scope['path'].startswith(path)), self.most), 0
-        wrong = BadRequest(f'the body is longer than {most:,} bytes: send less', 'request_too_large')
-        length = next((v for k, v in scope['headers'] if k == b'content-length'), b'0')
-        if length.isdigit() and int(length) > most: return await respond(error_response(wrong), scope, send)
-        async def counted() -> Message:
-            nonlocal came
-            message = await receive()
-            came += len(message.get('body', b''))
-            if came > most: raise HTTPException(413, str(wrong))              # which frameworks hand on as it is
-            return message
-        await self.app(scope, counted, send)
+        body = Body(receive, send, next((n for path, n in self.more.items() if scope['path'].startswith(path)), self.most), self.patience)
+        headers, wrong = dict(scope['headers']), None
+        length, encoding = headers.get(b'content-length', b''), headers.get(b'content-encoding', b'identity').strip().lower()
+        if length.isdigit() and int(length[:20]) > body.most: wrong = BadRequest(f'the body is longer than {body.most:,} bytes: send less', 'request_too_large')
+        elif encoding != b'identity': wrong = BadRequest(f'the body is encoded as {encoding.decode("latin-1")!r:.40}: send it plain', 'unsupported_media_type')
+        await (respond(error_response(wrong), scope, body.send) if wrong else self.app(scope, body.receive, body.send))
 
 class RequestLog:
     "ASGI middleware: one line for each request: method, path, status, seconds, and what the endpoint `said`. No headers, no queries."
@@ -413,14 +461,16 @@ class RequestLog:
 
 # %% ../../nbs/49_server.ipynb #srv00052
 def create_app(llm: AsyncLLM | LLM, name: str | None = None, *, api_key: str | None = None, max_pending: int | None = None, max_body: int = 2**24,
-               max_upload: int = 2**29, batches: BatchRunner | None = None, routers: Sequence[APIRouter] = (), others: Iterable[str] = (), say: Callable[[str], object] | None = None) -> FastAPI:
+               max_upload: int = 2**29, batches: BatchRunner | None = None, routers: Sequence[APIRouter] = (), others: Iterable[str] = (), say: Callable[[str], object] | None = None,
+               patience: float = PATIENCE, keep_alive: float = 10.) -> FastAPI:
     """An ASGI application that serves `llm` as OpenAI's API. `name`: what the model is called, `others`: further names for it.
 
     `api_key`: what clients must send. `max_pending`: choices under way, beyond which requests get status 429; None takes that of `llm`. `max_body`: bytes of a body,
     `max_upload` of one to /v1/files. `batches`: runs files of requests beside the others, with endpoints for them; it and its store
-    are closed with the app. `routers`: more endpoints. `say` gets a line for each request. The app's `state.api` has `llm`; its engine stops with the app."""
+    are closed with the app. `routers`: more endpoints. `say` gets a line for each request. `patience`: seconds for a body to come, and one more for
+    each 1,000 bytes of it; `keep_alive`: after so many without a part a stream gets a comment. The app's `state.api` has `llm`; its engine stops with the app."""
     llm = llm if isinstance(llm, AsyncLLM) else AsyncLLM(llm, max_pending=max_pending or 1024)
-    api = Api(llm, name or name_of(llm.llm.model), max_pending or llm.max_pending, others)
+    api = Api(llm, name or name_of(llm.llm.model), max_pending or llm.max_pending, others, keep_alive)
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         if batches: batches.start()
@@ -439,7 +489,7 @@ def create_app(llm: AsyncLLM | LLM, name: str | None = None, *, api_key: str | N
     for router in routers: app.include_router(router)
     for kind, handler in ((BadRequest, _bad_request), (HTTPException, _http_error), (RequestValidationError, _invalid), (ClientDisconnect, _left), (Exception, _broken)):
         app.add_exception_handler(kind, handler)
-    app.add_middleware(BodyLimit, most=max_body, more={'/v1/files': max_upload})
+    app.add_middleware(BodyLimit, most=max_body, more={'/v1/files': max_upload}, patience=patience)
     if api_key: app.add_middleware(KeyGate, key=api_key)
     if say: app.add_middleware(RequestLog, say=say)
     return app
@@ -452,7 +502,7 @@ async def _http_error(request: Request, e: Any) -> Response:
     "404 and 405 of the framework, and whatever else it or a router raises, as the API's error object."
     allow = (e.headers or {}).get('Allow')
     if e.status_code in (404, 405) and e.detail in ('Not Found', 'Method Not Allowed'): response = error_response(not_here(request.scope, allow if e.status_code == 405 else None))
-    elif e.status_code == 413: response = error_response(BadRequest(str(e.detail), 'request_too_large'))
+    elif e.status_code in (408, 413): response = error_response(BadRequest(str(e.detail), 'timeout' if e.status_code == 408 else 'request_too_large'))
     else: response = json_response(error_body(str(e.detail), 'invalid_request')[1], e.status_code)
     for k, v in (e.headers or {}).items(): response.headers[k] = v
     return response
@@ -471,6 +521,62 @@ async def _left(request: Request, e: Any) -> Response:
 async def _broken(request: Request, e: Any) -> Response:
     return error_response(BadRequest('the server failed to answer this request: its log says why', 'server_error'))
 
+# %% ../../nbs/49_server.ipynb #srv00073
+ACCEPTS = 16                                                             # asyncio tries as many times to accept when file descriptors run out, and logs each
+SPARE = 32                                                                # file descriptors for the process itself: a first request imports modules
+
+def room_for() -> int:
+    "How many connections there is room for: three quarters of the free file descriptors but `SPARE`. Their limit is raised as far as it may be, to 16,384."
+    try: import resource
+    except ImportError: return 1000
+    soft, hard = (2**14 if x == resource.RLIM_INFINITY else x for x in resource.getrlimit(resource.RLIMIT_NOFILE))
+    most = min(hard, 2**14)
+    if soft < most:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            soft = most
+    return max(1, (min(soft, most) - len(os.listdir('/dev/fd')) - SPARE) * 3 // 4)
+
+async def crowded(scope: Scope, receive: Receive, send: Send) -> None:
+    "An ASGI application for whom there is no room."
+    response = error_response(BadRequest('the server has as many connections as it can hold: try again later', 'unavailable'))
+    response.headers.update({'Connection': 'close', 'Retry-After': '1'})
+    await respond(response, scope, send)
+
+class Connection(H11Protocol):
+    "uvicorn's connection, which may not stand still, and says what is wrong with the API's error object. uvicorn's `limit_concurrency` is how many there may be."
+    STUCK = 4                                                             # times the patience for a client that does not read
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        most, self.limit_concurrency, self.seen, self.since = self.limit_concurrency, None, None, 0.
+        if most and len(self.connections) > most: self.app = crowded
+        if most and len(self.connections) > most + most // 8 + 1: transport.abort()
+
+    def check(self, now: float, patience: float) -> None:
+        "Called from time to time. Ends the connection if for `patience` seconds no request was under way or came, or 4 times as long nobody read."
+        busy, unread = self.cycle is not None and not self.cycle.response_complete, self.transport.get_write_buffer_size()
+        seen = (self.cycle, busy, unread) if unread or not busy else None
+        if seen != self.seen: self.seen, self.since = seen, now
+        elif seen and now - self.since >= patience * (self.STUCK if unread else 1):
+            if unread: self.transport.abort()
+            elif self.conn.trailing_data[0]: self.refuse(BadRequest('the head of the request comes too slowly', 'timeout'))
+            else: self.transport.close()
+
+    def send_400_response(self, msg: str) -> None: self.refuse(BadRequest('this is not HTTP as it should be', 'invalid_request'))
+
+    def refuse(self, e: BadRequest) -> None:
+        "Answer with `e`, unless an answer has begun, and close."
+        if self.cycle:
+            self.cycle.disconnected = True                                # what comes of it is not sent any more
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            response = error_response(e)
+            head = h11.Response(status_code=response.status_code, headers=[*response.raw_headers, (b'connection', b'close')], reason=b'')
+            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()): self.transport.write(self.conn.send(event) or b'')
+        self.transport.close()
+
+
 # %% ../../nbs/49_server.ipynb #srv00061
 def listen(host: str, port: int) -> socket.socket:
     "A socket that listens there; `port` 0 takes a free one. Raises `JobError`."
@@ -486,14 +592,24 @@ def url_of(sock: socket.socket) -> str:
 class Server(uvicorn.Server):
     """Serves an app of `create_app`. The first SIGINT or SIGTERM stops it when all is answered, or `drain` seconds later; a second one at once.
 
-    `ready(url)` is called when it listens."""
-    def __init__(self, app: FastAPI, drain: float = 30, ready: Callable[[], object] | None = None) -> None:
-        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, lifespan='on', timeout_graceful_shutdown=math.ceil(drain) + 5, server_header=False))
-        self.api, self.drain, self.ready = app.state.api, drain, ready
+    `ready()` is called when it listens. `connections`: how many it holds (`room_for`, if None), beyond which clients are told to come back.
+    `patience`: seconds that a connection may stand still, `Connection.check`."""
+    def __init__(self, app: FastAPI, drain: float = 30, ready: Callable[[], object] | None = None, connections: int | None = None, patience: float = PATIENCE) -> None:
+        super().__init__(uvicorn.Config(app, http=Connection, ws='none', log_config=None, access_log=False, lifespan='on', timeout_graceful_shutdown=math.ceil(drain) + 5,
+                                        server_header=False, timeout_keep_alive=20, limit_concurrency=connections or room_for(), backlog=ACCEPTS))
+        self.api, self.drain, self.ready, self.patience = app.state.api, drain, ready, patience
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for sock in sockets or (): sock.listen(2048)                      # those that wait; `backlog` is how many are accepted at a time
         if self.ready: self.ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:                                             # each second
+            now = asyncio.get_running_loop().time()
+            for c in list(self.server_state.connections):
+                if isinstance(c, Connection): c.check(now, self.patience)
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         "Let what is under way end; what has not ended `drain` seconds later is told so."
