@@ -157,7 +157,7 @@ def answered(act: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Aw
         except (OSError, sqlite3.Error) as e: error = disk_error(e)
         except ClientDisconnect: return Response(status_code=400)
         else: return answer if isinstance(answer, Response) else JSONResponse(answer)
-        return JSONResponse(error.body, error.status)
+        return JSONResponse(error.body, error.status, {'x-should-retry': 'false'} if error.status == 409 else None)      # OpenAI's client would
     return endpoint
 
 # %% ../../nbs/42_batches.ipynb #b253db34
