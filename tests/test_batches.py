@@ -543,30 +543,38 @@ def test_a_wait_outlasts_the_server(tmp_path):
         assert ended[0]['status'] == 'completed' and server.texts(ended[0]) == alone(lines) and len([s for s in said if 'trying again' in s]) == 1
 
 
-LINES = [(ask if i % 3 else functools.partial(ask, stop='e'))(i, max_tokens=5 + i % 20) for i in range(400)] + ['no JSON', ask(5)]
+def mixed(longer=1):
+    "400 lines, some of which end at a letter, and two that can't run."
+    return [(ask if i % 3 else functools.partial(ask, stop='e'))(i, max_tokens=longer * (5 + i % 20)) for i in range(400)] + ['no JSON', ask(5)]
+
 ENV = {**os.environ, 'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1'}
 
-def serve(folder):
+def serve(folder, longer):
     "A server in a process of its own, to be killed; without HTTP. It begins a batch if there is none, and ends when all have."
     store = BatchStore(folder)
     runner = BatchRunner(store, model(), model_name='tiny').start()
-    if not store.table.page('batch')['data']: runner.create(wish(store.files.create('in.jsonl', jsonl(LINES))))
+    if not store.table.page('batch')['data']: runner.create(wish(store.files.create('in.jsonl', jsonl(mixed(longer)))))
     print('runs', flush=True)
     while store.next(): time.sleep(.01)
 
 def template():
-    "A process that has imported everything: for each line it forks one that serves, and says its number and at last its status."
+    """A process that has imported everything. For each line it forks one that serves a folder or, if it is JSON, is a command. It says its number and at
+    last its status."""
+    import batchlab.cli, batchlab.work.server
+    model()
     for line in sys.stdin:
         if not (pid := os.fork()):
-            serve(Path(line.strip()))
-            os._exit(0)
+            if line[0] != '[': serve(Path(line.strip()), int(sys.argv[2]))
+            os._exit(batchlab.cli.main(json.loads(line)) if line[0] == '[' else 0)
         print(pid, flush=True)
         print('ended', os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 class Forks:
     "Servers without HTTP, one at a time, from a `template`; `start` one, `kill` it, or let it `end`."
+    early, share = .3, 2                                                        # seconds of a start in which it may be killed
+    def __init__(self, longer=1): self.longer = longer
     def __enter__(self):
-        self.p = subprocess.Popen([sys.executable, __file__, '--template'], env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.p = subprocess.Popen([sys.executable, __file__, '--template', str(self.longer)], env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         return self
     def __exit__(self, *_): self.p.communicate()
     def start(self, folder):
@@ -599,18 +607,20 @@ def records_in(folder):
     return batch, records
 
 def kill_often(servers, folder, times, seed=3):
-    "Kill `servers` on `folder` at random moments, and let one more begin."
-    rng, done = random.Random(seed), 0
+    "Kill `servers` on `folder` at random moments, and let one more begin. How many were in the middle of the batch."
+    rng, done, inside = random.Random(seed), 0, 0
     answered = lambda: sum(p.read_bytes().count(b'batch_req_') for p in (folder/'files').glob('*.jsonl')) if (folder/'files').exists() else 0
     for _ in range(times):
         servers.start(folder)
-        early, more = rng.random() < .3, rng.randrange(1, max(2, 2 * len(LINES) // (times + 1)))
+        early, more = rng.random() < .3, rng.randrange(1, max(2, servers.share * 402 // (times + 1)))
         if not early: servers.ready()                                    # else at any moment of its start
         else: time.sleep(rng.random() * servers.early)
-        while not early and not servers.ended() and answered() < done + more: time.sleep(.001)
+        while not early and not servers.ended() and answered() < min(done + more, 402): time.sleep(.001)
         servers.kill()
         done = answered()
+        inside += done < 402
     servers.start(folder)
+    return inside
 
 def of_line(records):
     "What each record says, by line, without what a clock or a cache puts in."
@@ -623,14 +633,13 @@ def of_line(records):
 
 def check_killed(folder, times, seed):
     with Forks() as forks:
-        forks.early = .3
         for path, n in [(calm := folder/'calm', 0), (killed := folder/f'killed-{seed}', times)]:
             kill_often(forks, path, n, seed)
             assert forks.end() == 0
     check_equal(records_in(calm), records_in(killed))
 
 def check_equal(calm, killed):
-    assert of_line(killed[1]) == of_line(calm[1]) and len(killed[1]) == len(LINES)
+    assert of_line(killed[1]) == of_line(calm[1]) and len(killed[1]) == 402
     for batch, _ in (calm, killed): assert batch['request_counts'] == dict(total=402, completed=400, failed=2) and batch['status'] == 'completed'
     assert {r['custom_id']: r['response']['body']['choices'][0]['text'] for r in killed[1] if not r['error']}.keys() == {f'r{i}' for i in range(400)}
 
@@ -638,32 +647,29 @@ def check_equal(calm, killed):
 def test_killed_at_random_moments(tmp_path): check_killed(tmp_path, 4, seed=3)
 
 
-# Killed while clients talk to it: a script, as each start of the command loads a model
+# Killed while clients talk to it: a script, as it takes long
 
-class Command:
+class Command(Forks):
     "`batchlab serve` on a port that stays, one process after the other; `flags`: more for it."
-    early = 8.
+    early, share = 1., 1
     def __init__(self, model, *flags):
+        super().__init__()
         with socket.create_server(('127.0.0.1', 0)) as free: self.port = free.getsockname()[1]
         self.url, self.flags = f'http://127.0.0.1:{self.port}/v1', ['--model', str(model), '--dtype', 'fp32', '--max-num-seqs', '4', *flags]
     def start(self, folder):
-        self.p = subprocess.Popen([sys.executable, '-m', 'batchlab.cli', 'serve', '--port', str(self.port), '--data', str(folder), '--no-request-log',
-                                   '--served-model-name', 'tiny', *self.flags], env=ENV, stderr=subprocess.DEVNULL)
-    def ended(self): return self.p.poll() is not None
+        words = ['serve', '--port', str(self.port), '--data', str(folder), '--no-request-log', '--served-model-name', 'tiny', *self.flags]
+        super().start(json.dumps(words))
     def ready(self):
         while not self.ended():
             try: return httpx.get(f'{self.url}/models').raise_for_status()
             except httpx.HTTPError: time.sleep(.02)
         raise AssertionError('the server has ended')
-    def kill(self):
-        self.p.kill()
-        self.p.wait()
 
 class Talk:
     "Clients that ask all the time, whole and streamed; `right` and `broken` count. What comes must be `expected`, and what breaks off a beginning of it."
     def __init__(self, url, expected):
         self.url, self.expected, self.right, self.broken, self.wrong, self.over = url, expected, [0, 0], [0, 0], [], threading.Event()
-        self.threads = [threading.Thread(target=self.talk, args=(k,)) for k in range(4)]
+        self.threads = [threading.Thread(target=self.talk, args=(k,)) for k in range(3)]
         for t in self.threads: t.start()
     def talk(self, k):
         rng, streamed, prompts = random.Random(k), k % 2, list(self.expected)
@@ -674,6 +680,7 @@ class Talk:
                 self.one(client, prompt, streamed, got)
                 if got[0] == self.expected[prompt]: self.right[streamed] += 1
                 else: self.wrong.append((prompt, got[0]))
+                self.over.wait(rng.random() * .1)                        # else the batch would have no slot left
             except (openai.APIConnectionError, httpx.HTTPError, openai.APIError) as e:
                 if getattr(e, 'status_code', 503) != 503 or not self.expected[prompt].startswith(got[0]): self.wrong.append((prompt, got[0], repr(e)))
                 self.broken[streamed] += 1
@@ -690,7 +697,7 @@ class Talk:
 
 def check_killed_online(folder, times, seed, *flags):
     "Kill `batchlab serve` in the middle of a batch while clients chat: every line once as in a calm run, and what they heard is right."
-    with Forks() as forks:
+    with Forks(longer=6) as forks:
         forks.start(folder/'calm')
         assert forks.end() == 0
     model().model.save_pretrained(folder/'model')
@@ -698,23 +705,24 @@ def check_killed_online(folder, times, seed, *flags):
     own = LLM(str(folder/'model'), dtype='fp32', max_num_seqs=4)
     prompts = [f'what is {i}? ' + 'please ' * (i % 7) for i in range(40)]
     outs = own.chat([[dict(role='user', content=p)] for p in prompts], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False)
-    server, data = Command(folder/'model', *flags), folder/'data'
-    server.start(data)
-    server.ready()
-    with openai.OpenAI(base_url=server.url, api_key='none') as client:
-        file = client.files.create(file=('in.jsonl', jsonl(LINES)), purpose='batch')
-        batch = client.batches.create(input_file_id=file.id, endpoint=URL, completion_window='24h')
-        talk = Talk(server.url, {p: o.outputs[0].text for p, o in zip(prompts, outs)})
-        server.kill()
-        try:
-            kill_often(server, data, times - 1, seed)
-            server.ready()
-            while (done := client.batches.retrieve(batch.id)).status not in ENDED: time.sleep(.1)
-        finally: talk.end()
-    server.p.send_signal(signal.SIGTERM)
-    assert server.p.wait(60) == 0 and done.status == 'completed'
+    data = folder/'data'
+    with Command(folder/'model', *flags) as server:
+        server.start(data)
+        server.ready()
+        with openai.OpenAI(base_url=server.url, api_key='none') as client:
+            file = client.files.create(file=('in.jsonl', jsonl(mixed(longer=6))), purpose='batch')
+            batch = client.batches.create(input_file_id=file.id, endpoint=URL, completion_window='24h')
+            talk = Talk(server.url, {p: o.outputs[0].text for p, o in zip(prompts, outs)})
+            try:
+                server.kill()
+                inside = 1 + kill_often(server, data, times - 1, seed)
+                server.ready()
+                while (done := client.batches.retrieve(batch.id)).status not in ENDED: time.sleep(.1)
+            finally: talk.end()
+        os.kill(server.pid, signal.SIGTERM)
+        assert server.end() == 0 and done.status == 'completed'
     check_equal(records_in(folder/'calm'), records_in(data))
-    return talk
+    return inside, talk
 
 
 if __name__ == '__main__':
@@ -730,6 +738,7 @@ if __name__ == '__main__':
         with tempfile.TemporaryDirectory() as d:
             if not args.online: check_killed(Path(d), args.times, args.seed)
             else:
-                talk = check_killed_online(Path(d), args.times, args.seed, *(['--ray', args.ray, '--ray-cpus', '1'] if args.ray else []))
+                inside, talk = check_killed_online(Path(d), args.times, args.seed, *(['--ray', args.ray, '--ray-cpus', '1'] if args.ray else []))
                 print(f'online: {talk.right[0]} whole answers and {talk.right[1]} streams, all right; {sum(talk.broken)} broken off or refused')
+                print(f'{inside} kills were in the middle of the batch')
         print(f'{args.times} kills: each line answered once, as in a calm run')
