@@ -22,6 +22,7 @@ if TYPE_CHECKING:      # the command line is quick since it imports these only w
     from batchlab.outputs import CompletionOutput, RequestOutput
     from batchlab.storage import Kept
     from batchlab.work.batches import BatchRunner
+    from batchlab.work.scaleout import BatchWorkers
     from batchlab.work.jobs import Job, JobResult
     from batchlab.work.lines import JobLine
 
@@ -492,11 +493,20 @@ def api_key_of(args: argparse.Namespace) -> str | None:
         raise JobError('an API key must be of plain ASCII characters, with none of space around it: give another')
     return key
 
-def batches_in(folder: str | None, llm: LLM, name: str) -> BatchRunner | None:
-    "What runs the batches that are kept in `folder` through `llm`, which goes by `name`. Raises `JobError`."
-    if folder is None: return None
+@contextlib.contextmanager
+def batch_workers(args: argparse.Namespace) -> Iterator[BatchWorkers | None]:
+    "The workers on Ray that the arguments of `serve` ask for, if any, while the context lasts. Raises `JobError`."
+    if not args.ray: return (yield None)
+    from batchlab.work.scaleout import BatchWorkers, Pool
+    workers = BatchWorkers(lambda: Pool(args.ray, args.ray_cpus, args.ray_gpus, args.ray_address, llm_options(args), note)).start()
+    try: yield workers
+    finally: workers.stop()
+
+def batches_in(args: argparse.Namespace, llm: LLM, name: str, workers: BatchWorkers | None) -> BatchRunner | None:
+    "What runs the batches of `serve`, through `workers` or else `llm`, whose model goes by `name`. Raises `JobError`."
+    if args.data is None: return None
     from batchlab.work.batches import BatchRunner, BatchStore
-    return BatchRunner(BatchStore(folder), llm, name)
+    return BatchRunner(BatchStore(args.data), llm, name, args.fail_whole, workers=workers)
 
 def page_of(args: argparse.Namespace, key: str | None) -> list[APIRouter]:
     "The page of the server, unless it is switched off; without a `key` only for who calls the server by a name of its own."
@@ -508,26 +518,28 @@ def page_of(args: argparse.Namespace, key: str | None) -> list[APIRouter]:
 def serve(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab serve`. Returns the exit status. Raises `BatchlabError`."
     key = api_key_of(args)
+    for flag in ('--ray', '--fail-whole'):
+        if getattr(args, flag[2:].replace('-', '_')) and not args.data: raise JobError(f'{flag} is for batches: say with --data FOLDER where they are kept')
     from batchlab.work.server import AsyncLLM, Server, create_app, listen, url_of
     from batchlab.models import DEFAULT_MODEL, resolve_device
     resolve_device(args.device)
     model, server = args.model or DEFAULT_MODEL, None
     name = args.served_model_name or (Path(model).name if os.path.exists(model) else model)
-    with listen(args.host, args.port) as sock:
+    with listen(args.host, args.port) as sock, batch_workers(args) as workers:
         url = url_of(sock)
         if key is None and args.host not in ('127.0.0.1', 'localhost', '::1'):
             note(f'whoever reaches {url} can use this model: give BATCHLAB_API_KEY', 'warning')
         engine = AsyncLLM(llm or load_llm(args), max_pending=args.max_pending)
-        app = create_app(engine, name, api_key=key, batches=batches_in(args.data, engine.llm, name), others=[] if args.served_model_name else [model],
+        app = create_app(engine, name, api_key=key, batches=batches_in(args, engine.llm, name, workers), others=[] if args.served_model_name else [model],
                          routers=page_of(args, key), say=note if args.request_log else None)
         def ready() -> None:
             note(f'{name} is served at {url}/v1')
             if args.page: note(f'watch it at {url}')
         server = Server(app, args.drain, ready)
         server.run([sock])
-    if server.force_exit:                           # the engine may be in the middle of a step: leave without waiting for it
-        sys.stderr.flush()
-        os._exit(130)
+        if server.force_exit:                       # the engine may be in the middle of a step: leave without waiting for it
+            sys.stderr.flush()
+            os._exit(130)
     return 0
 
 # %% ../nbs/43_cli.ipynb #fd786c93

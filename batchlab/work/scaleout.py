@@ -19,9 +19,9 @@ from typing import Any, Self
 import numpy as np, psutil, torch
 
 from ..deprecated import renamed
-from ..errors import BatchlabError, ParamError
+from ..errors import BatchlabError, EngineError, JobError, ParamError
 from ..llm import LLM
-from ..errors import JobError
+from .batches import BatchJob
 from .jobs import Job, JobResult, Run
 from .journal import Ledgerbook, Outbox
 from .lines import JobLine, failure_of, parse_line
@@ -414,14 +414,14 @@ class Dispatcher:
 
 # %% ../../nbs/44_scaleout.ipynb #bd932ff3
 class RayRun(Run):
-    "A run of `job` by all workers of `pool`."
-    def __init__(self, job: 'RayJob', pool: Pool, book: Ledgerbook, outbox: Outbox) -> None:
+    "A run of `job` by all workers of `pool`. `backup_after`: seconds, then an idle worker tries too."
+    def __init__(self, job: Job, pool: Pool, book: Ledgerbook, outbox: Outbox, backup_after: float = 120.) -> None:
         info = pool.ready()
         job.model_name = job.model_name or info.name
         super().__init__(job, info, book, outbox)
         source = self.in_order(self.readable, lambda lines: [outline(line, job.sampling_params) for line in lines])
         full = lambda: len(outbox.held) >= 4 * job.look_ahead
-        self.pool, self.dispatcher = pool, Dispatcher(source, pool.handles, self.room, job.backup_after, full)
+        self.pool, self.dispatcher = pool, Dispatcher(source, pool.handles, self.room, backup_after, full)
 
     def readable(self, line: JobLine) -> JobLine | None:
         "`line`; None, with the line settled, if it can't be sent."
@@ -444,18 +444,24 @@ class RayRun(Run):
         if line := self.dispatcher.take_back(handle):
             self.settle(line, failure_of(line, 'server_error', 'the worker died with this request alone'))
 
+    def ended(self) -> bool:
+        "Whether to end before all is answered."
+        return False
+
+    def events(self) -> Iterator[tuple[WorkerHandle, Any]]: return self.pool.events()
+
     def steps(self) -> Generator[None, None, None]:
         job, pool, dispatcher = self.job, self.pool, self.dispatcher
         pool.job = Job('-', sampling_params=job.sampling_params, timeout=job.timeout, model_name=job.model_name, postprocess=job.postprocess)
         for handle in pool.handles:
             handle.sent = {}                     # what it still has of another job, it drops as it begins this one
             handle.begin(pool.job)
-        while dispatcher.more or dispatcher.unanswered:
+        while (dispatcher.more or dispatcher.unanswered) and not self.ended():
             for handle in pool.handles:
                 if handle.info and handle.ref is None:
                     lines = dispatcher.lines_for(handle, self.result.total - self.result.done)
                     if lines or handle.sent: handle.exchange(lines)
-            for handle, got in pool.events():
+            for handle, got in self.events():
                 if got is None: self.on_worker_death(handle)
                 else: self.on_records(handle, got)
             yield
@@ -474,7 +480,7 @@ class RayJob(Job):
             return self.pool.ready()             # a `WorkerInfo`, which has what `Job` reads of an `LLM`
         return super().run(ready)
 
-    def begin(self, llm: Any, book: Ledgerbook, outbox: Outbox) -> RayRun: return RayRun(self, self.pool, book, outbox)
+    def begin(self, llm: Any, book: Ledgerbook, outbox: Outbox) -> RayRun: return RayRun(self, self.pool, book, outbox, self.backup_after)
 
 # %% ../../nbs/44_scaleout.ipynb #86301dc3
 def shards(job: Job) -> list[Job]:
@@ -524,3 +530,57 @@ def run_on_ray(input: str | Path, output: str | Path, model: str | None = None, 
     (see `RayJob`). Killed, it goes on where it was when it is called again. Raises `JobError`."""
     jobs, llm = shards(RayJob(input, output, **job)), dict(llm or {}, model=model)
     return run_jobs(jobs, lambda: Pool(workers, num_cpus, num_gpus, address, llm, jobs[0].say))
+
+# %% ../../nbs/44_scaleout.ipynb #5c0ba7c3
+class BatchRayRun(RayRun):
+    "A run of a `BatchJob` by the pool of `workers`, until the job `ends`. Raises `EngineError` if the pool can't go on."
+    job: BatchJob
+    def __init__(self, job: BatchJob, workers: 'BatchWorkers', book: Ledgerbook, outbox: Outbox) -> None:
+        assert workers.pool
+        super().__init__(job, workers.pool, book, outbox)
+        self.workers = workers
+
+    def ended(self) -> bool: return bool(self.job.ends())
+    def events(self) -> Iterator[tuple[WorkerHandle, Any]]:
+        try: yield from super().events()
+        except Exception as e: raise self.workers.broken(e) from e
+
+    def steps(self) -> Generator[None, None, None]:
+        try: yield from super().steps()
+        finally:
+            for handle in self.pool.handles:      # which drops the lines that nobody waits for any more
+                with suppress(Exception): self.pool.job and handle.begin(self.pool.job)
+
+# %% ../../nbs/44_scaleout.ipynb #5c0ba7c7
+class BatchWorkers:
+    """The `Workers` of a `BatchRunner`: a pool of `make_pool()`, from `start` to `stop`. One that broke is made anew when there is work again."""
+    def __init__(self, make_pool: Callable[[], Pool]) -> None:
+        self.make_pool = make_pool
+        self.pool: Pool | None = None
+
+    def start(self) -> Self:
+        "Start the workers, without waiting for them. Raises `JobError`."
+        self.pool = self.make_pool().__enter__()
+        return self
+
+    def stop(self) -> None:
+        "End the workers. No batch may be running."
+        pool, self.pool = self.pool, None
+        if pool: pool.__exit__()
+
+    def broken(self, e: Exception) -> EngineError:
+        "End what is left of the pool that `e` ended: the error to raise."
+        with suppress(Exception): self.stop()
+        return EngineError(f'the workers can not go on ({str(e) or type(e).__name__})')
+
+    def wait(self, ends: Callable[[], object]) -> WorkerInfo | None:
+        "What the workers have, once the first has its model; None if `ends()` says something before. Raises `EngineError`."
+        try:
+            pool = self.pool or self.start().pool
+            assert pool
+            while not pool.info and not ends():
+                for _ in pool.events(): pass
+            return pool.info
+        except Exception as e: raise self.broken(e) from e
+
+    def run_of(self, job: BatchJob, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run: return BatchRayRun(job, self, book, outbox)

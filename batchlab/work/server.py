@@ -18,7 +18,8 @@ from ..errors import BatchlabError, EngineError, JobError
 from ..inputs import prompt_ids_of
 from ..llm import LLM
 from ..outputs import RequestOutput
-from .batches import BatchRunner, batch_router
+from .batch_routes import batch_router
+from .batches import BatchRunner
 from .lines import json_object
 from .openai import (ApiRequest, BadRequest, Parts, as_messages, echoed, error_body, head_of, choice_of, parse_online,
                                   prompt_logprobs_of, take, text_logprobs, usage_of)
