@@ -60,28 +60,36 @@ class IncrementalDecoder:
 class StopScanner:
     """Text in, text out up to the first of the strings `stops`; text that may begin one is held back.
 
-    The match that is complete first wins, at a tie the longer: how the text is cut into pieces doesn't matter."""
+    The match that is complete first wins, at a tie the longer: how the text is cut into pieces doesn't matter. After the first of the
+    texts `until` none counts."""
     found: str | None
 
-    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        self.stops, self.include, self.held, self.found = stops, include, '', None
+    def __init__(self, stops: Sequence[str], include: bool = False, until: Sequence[str] = ()) -> None:
+        self.stops, self.include, self.until, self.held, self.found = stops, include, until if stops else (), '', None
 
-    def add(self, text: str, armed: bool = True) -> str:
-        "What may be shown of the held text and `text`; sets `found`. Unless `armed`, a match in `text` doesn't count."
+    def add(self, text: str, armed: bool = True, last: bool = False) -> str:
+        "What may be shown of the held text and `text`; sets `found`. Unless `armed`, a match in `text` doesn't count. `last`: no text follows."
         old, text = len(self.held), self.held + text
-        hits = [(i + len(s), i, s) for s in self.stops if armed and (i := text.find(s, max(0, old - len(s) + 1))) >= 0]
+        ends = [i for u in self.until if (i := text.find(u)) >= 0]
+        limit = min(ends) if ends else len(text) if last else len(text) - _begun(text, self.until)           # a match ends before it
+        seen = 0 if self.until else old + 1
+        hits = [(i + len(s), i, s) for s in self.stops if armed and (i := text.find(s, max(0, seen - len(s)), limit)) >= 0]
         if hits:
             end, start, self.found = min(hits)
             self.held = ''
             return text[:end if self.include else start]
-        keep = max((k for s in self.stops for k in range(1, len(s)) if text.endswith(s[:k])), default=0)
+        if ends: self.stops, self.until = (), ()
+        keep = 0 if last else max(_begun(text, self.stops), len(text) - limit) if not ends else 0
         self.held = text[len(text) - keep:]
         return text[:len(text) - keep]
 
     def finish(self) -> str:
         "The text held back."
-        rest, self.held = self.held, ''
-        return rest
+        return self.add('', last=True)
+
+def _begun(text: str, words: Sequence[str]) -> int:
+    "How many characters at the end of `text` may begin one of `words`."
+    return max((k for s in words for k in range(1, len(s)) if text.endswith(s[:k])), default=0)
 
 # %% ../nbs/05_sampling.ipynb #21d13cc7
 class Detokenizer:
@@ -95,7 +103,7 @@ class Detokenizer:
         self.params, self.num_tokens, self._parts = params, 0, []
         self._decoder = (IncrementalDecoder(tokenizer, params.skip_special_tokens)
                          if tokenizer is not None and params.detokenize else None)
-        self._scanner = StopScanner(params.stop or (), params.include_stop_str_in_output)
+        self._scanner = StopScanner(params.stop or (), params.include_stop_str_in_output, params.stop_until or ())
 
     @property
     def text(self) -> str: return ''.join(self._parts)

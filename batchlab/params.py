@@ -168,7 +168,7 @@ def _check_params(p: SamplingParams) -> None:
         raise ParamError(f"logprobs_mode={p.logprobs_mode!r} says what logprobs are of, and none are asked for: give logprobs too, 0 for the sampled tokens")
     for name in ('ignore_eos', 'detokenize', 'skip_special_tokens', 'include_stop_str_in_output'):
         if not isinstance(v := getattr(p, name), bool): raise ParamError(f"{name} must be True or False, got {v!r}")
-    p.stop, p.bad_words = _strings('stop', p.stop), _bad_words(p.bad_words)
+    p.stop, p.stop_until, p.bad_words = _strings('stop', p.stop), _strings('stop_until', p.stop_until), _bad_words(p.bad_words)
     p.stop_token_ids = _ids('stop_token_ids', [] if p.stop_token_ids is None else p.stop_token_ids)
     if p.logit_bias is not None: p.logit_bias = _logit_bias(p.logit_bias)
     if p.allowed_token_ids is not None: p.allowed_token_ids = _ids('allowed_token_ids', p.allowed_token_ids)
@@ -236,6 +236,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Collection[int] | None = None
     structured_outputs: StructuredOutputsParams | None = None      # or a dict of its fields
+    stop_until: str | Sequence[str] | None = None                  # after the first of these texts no string of `stop` counts
 
     def __post_init__(self) -> None: _check_params(self)
 

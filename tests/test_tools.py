@@ -5,12 +5,13 @@ import jsonschema, pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from tokenizers import AddedToken
 
+from batchlab.detokenize import Detokenizer
 from batchlab.models import encode_chat, tiny_model, tiny_tokenizer
 from batchlab.sampling import SamplingParams
 from batchlab.work.jobs import Job
 from batchlab.work.lines import parse_line
 from batchlab.work.openai import BadRequest, as_messages, error_body
-from batchlab.work.toolcalls import (FORMATS, ToolParser, check_tools, conversation_with, format_of, messages_for, parse_answer, take_tools,
+from batchlab.work.toolcalls import (FORMATS, ID, KIND, NUMBER, ToolParser, check_tools, conversation_with, format_of, messages_for, parse_answer, take_tools,
                                      tool_grammar, tool_params, whole_message)
 
 pytestmark = pytest.mark.usefixtures('one_thread')
@@ -22,7 +23,7 @@ XML_CITY = dict(CITY, properties=CITY['properties'] | dict(city=dict(type='strin
 
 def function(name, parameters=None, **kw): return dict(type='function', function=dict(name=name, **{} if parameters is None else dict(parameters=parameters), **kw))
 
-def tools(fmt=None): return [function('weather', XML_CITY if fmt and fmt.xml else CITY, description='The weather.'), function('now')]
+def tools(fmt=None): return [function('weather', XML_CITY if fmt and fmt.style == 'xml' else CITY, description='The weather.'), function('now')]
 
 
 # Templates in the manner of the families: the tools, the messages, and calls as the family writes them.
@@ -35,8 +36,17 @@ def each(begin, middle, end, args=JSON): return EACH.replace("'A'", repr(begin))
 
 def template(say, calls, tools=TOOLS): return tools.replace('SAY', say) + TALK.replace('CALLS', calls)
 
-XML = ("{% for c in m.tool_calls %}{{ '<tool_call>\\n<function=' + c.function.name + '>\\n' }}{% for k, v in c.function.arguments.items() %}"
-       "{{ '<parameter=' + k + '>\\n' }}{{ v if v is string else v | tojson }}{{ '\\n</parameter>\\n' }}{% endfor %}{{ '</function>\\n</tool_call>' }}{{ '\\n' if not loop.last }}{% endfor %}")
+def tagged(head, middle, param, end, tail='', between='\n', first='', last='', kind="''"):
+    before, inside, after = map(repr, param)
+    return (f"{{{{ {first!r} }}}}{{% for c in m.tool_calls %}}{{{{ {head!r} + c.function.name + {middle!r} }}}}{{% for k, v in c.function.arguments.items() %}}{{{{ {before} + k + {inside} + {kind} }}}}"
+            f"{{{{ v if v is string else v | tojson }}}}{{{{ {after} }}}}{{% endfor %}}{{{{ {end + tail!r} + ('' if loop.last else {between!r}) }}}}{{% endfor %}}{{{{ {last!r} }}}}")
+def dsml(around):
+    d = '｜DSML｜'
+    return tagged(f'<{d}invoke name="', '">\n', (f'<{d}parameter name="', '" string="', f'</{d}parameter>\n'), f'</{d}invoke>', first=f'<{d}{around}>\n', last=f'\n</{d}{around}>',
+                  kind="('true' if v is string else 'false') + '\">'")
+KEYWORDS = ("{% for c in m.tool_calls %}{{ ', ' if not loop.first }}{{ c.function.name + '(' }}{% for k, v in c.function.arguments.items() %}"
+            "{{ ', ' if not loop.first }}{{ k + '=' }}{{ v | tojson }}{% endfor %}){% endfor %}")
+XML = tagged('<tool_call>\n<function=', '>\n', ('<parameter=', '>\n', '\n</parameter>\n'), '</function>', '\n</tool_call>')
 CALLS, CALL, SEP, DONE, ALL = '<｜tool▁calls▁begin｜>', '<｜tool▁call▁begin｜>', '<｜tool▁sep｜>', '<｜tool▁call▁end｜>', '<｜tool▁calls▁end｜>'
 AS_TEXT = "c['function']['arguments']"
 TEMPLATES = dict(
@@ -49,8 +59,27 @@ TEMPLATES = dict(
     phi4_mini=template('', '', "{% if messages[0].tools %}<|tool|>{{ messages[0].tools }}<|/tool|>{% endif %}").replace("{% if m.tool_calls %}{% endif %}", ''),
     functools=template('Prefix with functools[', 'functools[' + LIST + ']'),
     deepseek_v3=template(f'{CALLS}…```json', CALLS + each(CALL + 'function' + SEP, '\n```json\n', '\n```' + DONE, AS_TEXT) + ALL),
-    deepseek_v31=template(CALLS, CALLS + each(CALL, SEP, DONE, AS_TEXT) + ALL))
-MARKERS = ['<tool_call>', '</tool_call>', '<think>', '</think>', '[TOOL_CALLS]', '[ARGS]', '<|tool_call|>', '<|/tool_call|>', '<|python_tag|>', CALLS, CALL, SEP, DONE, ALL]
+    deepseek_v31=template(CALLS, CALLS + each(CALL, SEP, DONE, AS_TEXT) + ALL),
+    kimi_k2=template('', "<|tool_calls_section_begin|>{% for c in m.tool_calls %}{{ '<|tool_call_begin|>' + c.id + '<|tool_call_argument_begin|>' + JSON + '<|tool_call_end|>' }}{% endfor %}<|tool_calls_section_end|>".replace('JSON', JSON)),
+    mistral_ids=template('[ARGS]', "{% for c in m.tool_calls %}{{ '[TOOL_CALLS]' + c.function.name + '[CALL_ID]' + c.id + '[ARGS]' + JSON }}{% endfor %}".replace('JSON', JSON)),
+    apertus=template('', "<|tools_prefix|>[{% for c in m.tool_calls %}{{ ', ' if not loop.first }}{{ '{\"' + c.function.name + '\": ' + JSON + '}' }}{% endfor %}]<|tools_suffix|>".replace('JSON', JSON)),
+    gigachat=template('', each('<|function_call|>{"name": "', '", "arguments": ', '}').replace('m.tool_calls', 'm.tool_calls[:1]')),
+    nemotron=template('', '<TOOLCALL>[' + LIST + ']</TOOLCALL>'),
+    apriel=template('', '<tool_calls>[' + LIST.replace("+ '}'", """+ ', "id": "' + c.id + '"}'""") + ']</tool_calls>'),
+    minimax_m1=template('', '<tool_calls>\n' + LIST.replace("', '", "'\n'") + '\n</tool_calls>'),
+    function_tags=template('', each('<function=', '>', '</function>')),
+    seed_oss=template('', tagged('<seed:tool_call>\n<function=', '>\n', ('<parameter=', '>', '</parameter>\n'), '</function>', '\n</seed:tool_call>')),
+    glm=template('', tagged('<tool_call>', '\n', ('<arg_key>', '</arg_key>\n<arg_value>', '</arg_value>\n'), '</tool_call>')),
+    minimax_m2=template('', tagged('<invoke name="', '">\n', ('<parameter name="', '">', '</parameter>\n'), '</invoke>', first='<minimax:tool_call>\n', last='\n</minimax:tool_call>')),
+    deepseek_v32=template('', dsml('function_calls')),
+    deepseek_v4=template('', dsml('tool_calls')),
+    lfm2=template('', '<|tool_call_start|>[' + KEYWORDS + ']<|tool_call_end|>'),
+    pythonic=template('Use exact format: [func_name1(param1=value1), func_name2(...)]', '[' + KEYWORDS + ']'),
+    harmony=template('', "{% for c in m.tool_calls %}{{ '<|channel|>commentary to=functions.' + c.function.name + ' <|constrain|>json<|message|>' + JSON + '<|call|>' }}{% endfor %}".replace('JSON', JSON)))
+MARKERS = ['<tool_call>', '</tool_call>', '<think>', '</think>', '[TOOL_CALLS]', '[ARGS]', '<|tool_call|>', '<|/tool_call|>', '<|python_tag|>', CALLS, CALL, SEP, DONE, ALL,
+           '<|tool_calls_section_begin|>', '<|tool_calls_section_end|>', '<|tool_call_begin|>', '<|tool_call_argument_begin|>', '<|tool_call_end|>', '[CALL_ID]', '<|tools_prefix|>', '<|tools_suffix|>',
+           '<|function_call|>', '<TOOLCALL>', '</TOOLCALL>', '<tool_calls>', '</tool_calls>', '<seed:tool_call>', '</seed:tool_call>', '<arg_key>', '</arg_key>', '<arg_value>', '</arg_value>',
+           '<minimax:tool_call>', '</minimax:tool_call>', '｜DSML｜', '<|tool_call_start|>', '<|python_start|>']
 
 @functools.cache
 def tokenizer(special=False):
@@ -62,8 +91,20 @@ def tokenizer(special=False):
 @functools.cache
 def fmt_of(name, special=False): return format_of(tokenizer(special), TEMPLATES[name])
 
-BOTH = [(name, special) for name in TEMPLATES for special in (False, True)]
-each_format = pytest.mark.parametrize('name', [*TEMPLATES])
+HELD = [name for name in TEMPLATES if name != 'harmony']
+BOTH = [(name, special) for name in HELD for special in (False, True)]
+each_format = pytest.mark.parametrize('name', HELD)
+
+def plain_layout(text): return text.replace(NUMBER, '0').replace(ID, 'call00000')
+
+def given_as(f, arguments):
+    "`arguments` as a model of format `f` writes them, up to their end."
+    if f.style == 'json': return json.dumps(arguments)
+    if f.style == 'python': return ', '.join(f'{k}={json.dumps(v)}' for k, v in arguments.items()) + f.end
+    before, between, after = f.param
+    return ''.join(before + k + between.replace(KIND, json.dumps(isinstance(v, str))) + (v if isinstance(v, str) else json.dumps(v)) + after for k, v in arguments.items()) + f.end
+
+def call_as(f, name, arguments): return plain_layout(f'{f.first}{f.head}{name}{f.middle}{given_as(f, arguments)}{f.tail}{f.last}')
 
 
 # --- what a request says
@@ -127,8 +168,8 @@ def test_deep_schemas_are_refused():
 def test_the_format_is_found_from_the_template(name, special):
     f = fmt_of(name, special)
     assert f.name == name and f.special == tuple(sorted(f.special, key=lambda p: p[1]))
-    assert f.arguments_as_text == name.startswith('deepseek') and f.route == ('message' if name == 'phi4_mini' else 'tools')
-    assert bool(f.special) == (special and name != 'functools')
+    assert f.arguments_as_text == (name in ('deepseek_v3', 'deepseek_v31')) and f.route == ('message' if name == 'phi4_mini' else 'tools')
+    assert {t for t, _ in f.special} == {m for m in MARKERS if special and m in ''.join((f.prefix, f.first, f.head, f.middle, *f.param, f.end, f.tail, f.between, f.last))}
     if special: assert tokenizer(True).convert_tokens_to_ids('<think>') in f.visible
 
 def test_every_format_has_a_template_here(): assert {*FORMATS} == {*TEMPLATES}
@@ -142,6 +183,38 @@ def test_templates_without_tools():
     assert format_of(TEMPLATES['hermes'].replace('tools', 'xml_tools')).route == 'xml_tools'
     with pytest.raises(BadRequest, match='its chat template takes none') as e: tool_params(SamplingParams(), None, check_tools(tools()))
     assert e.value.param == 'tools'
+
+def test_the_layout_is_what_the_template_writes():
+    "Marks alone are not enough: a call in an earlier message is rendered, and read again."
+    seed = TEMPLATES['seed_oss'].replace('seed:tool_call', 'other:tool_call')
+    assert '<parameter=' in seed and format_of(seed) is None, 'marks of one family, and calls of another'
+    tight = format_of(template('', tagged('<tool_call>', '', ('<arg_key>', '</arg_key><arg_value>', '</arg_value>'), '</tool_call>', between='')))
+    assert (tight.name, tight.middle, tight.param[1:], tight.between) == ('glm', '', ('</arg_key><arg_value>', '</arg_value>'), ''), 'white space is as it has it'
+    assert fmt_of('glm').param[1:] == ('</arg_key>\n<arg_value>', '</arg_value>\n')
+    assert format_of(TEMPLATES['hermes'].replace("m.content or ''", 'm.content | trim')).blank, 'a template that writes None'
+    assert not format_of(TEMPLATES['hermes'].replace('m.tool_calls %}', 'm.tool_calls and m.tool_calls | length < 2 %}', 1)).parallel, 'that drops the second call'
+    assert not fmt_of('harmony').parallel or fmt_of('harmony').refused
+
+def test_kimi_knows_calls_by_their_number():
+    talk = [dict(role='user', content='?')] + 2 * [dict(role='assistant', content=None, tool_calls=calls_of(('now', {}))), dict(role='tool', tool_call_id='call_0', content='5')]
+    talk[3] = dict(talk[3], tool_calls=[dict(talk[3]['tool_calls'][0], id='call_1')])
+    talk[4] = dict(talk[4], tool_call_id='call_1')
+    found = messages_for(fmt_of('kimi_k2'), as_messages(talk))
+    assert [m['tool_call_id'] for m in found if m['role'] == 'tool'] == [m['tool_calls'][0]['id'] for m in found if m['role'] == 'assistant'] == ['functions.now:0', 'functions.now:1']
+
+@pytest.mark.parametrize('text,found', [('city="a", days=3', '{"city": "a", "days": 3}'), ("city='it\\'s', unit = None", '{"city": "it\'s", "unit": null}'),
+    ('city=Oslo,days=[1, (2), {"k": True, \'j\': false}],', '{"city": "Oslo", "days": [1, 2, {"k": true, "j": false}]}'), ('city="\\ud83d\\ude00)"', '{"city": "😀)"}'), ('', '{}')])
+def test_keywords_of_python(text, found):
+    f, choice = fmt_of('pythonic'), check_tools(tools())
+    assert [c['function']['arguments'] for c in parse_answer(f, choice, f'[weather({text})]')[1]] == [found]
+    for bad in ('days=open(1)', 'days=', '"a"'):
+        content, [call] = parse_answer(f, choice, f'[weather(days=1, {bad})]')
+        assert content and call['function']['arguments'].startswith('{"days": 1')
+
+def test_values_of_tags_as_json_or_python():
+    f, choice = fmt_of('glm'), check_tools([function('f', dict(properties=dict(a=dict(type='boolean'), b=dict(type='array'), c=dict(type='string'))))])
+    text = '<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>True</arg_value>\n<arg_key>b</arg_key>\n<arg_value>["</arg_value>", null]</arg_value>\n<arg_key>c</arg_key>\n<arg_value>True\n</arg_value>\n</tool_call>'
+    assert plain(parse_answer(f, choice, text)[1]) == [('f', dict(a=True, b=['</arg_value>', None], c='True\n'))]
 
 ARGUMENTS = dict(city='a"}{\\ é\n</x>', days=3, unit='C')
 
@@ -161,7 +234,7 @@ def test_what_a_template_writes_is_read_again(name, special):
     assert content is None and plain(calls) == named
     assert all(re.fullmatch('call_[0-9a-f]{24}', c['id']) and c['type'] == 'function' for c in calls) and len({c['id'] for c in calls}) == len(calls)
 
-@pytest.mark.parametrize('name', [*TEMPLATES])
+@each_format
 def test_tools_reach_the_prompt(name):
     f, talk = fmt_of(name), dict(messages=[dict(role='user', content='Hi')])
     def prompt(choice): return tokenizer().decode(encode_chat(tokenizer(), **conversation_with(f, check_tools(tools(), choice), talk), chat_template=TEMPLATES[name]))
@@ -201,8 +274,8 @@ def writer(name, special, choice, rng, begin='', most=600):
         if 2 in some and (len(some) == 1 or rng.random() < .5): return tok.decode(ids)
         some = [i for i in some if i != 2]
         short = [i for i in some if i in out]
-        closing = tok('\n</parameter>\n')['input_ids']
-        if f.xml and rng.random() < .3 and m.validate_tokens(closing) == len(closing): some, short = closing[:1], []
+        closing = tok(f.param[2])['input_ids']
+        if f.style == 'xml' and rng.random() < .3 and m.validate_tokens(closing) == len(closing): some, short = closing[:1], []
         step = [rng.choice(short if short and rng.random() < .5 else some)]
         if step == closing[:1] and len(some) == 1: step = closing if m.validate_tokens(closing) == len(closing) else step
         assert m.try_consume_tokens(step) == len(step)
@@ -252,8 +325,8 @@ def test_what_the_grammar_takes():
 
 def test_names_that_begin_alike():
     choice = check_tools([function('get', CITY), function('get_all'), function('get-it')], 'required')
-    for name in TEMPLATES:
-        if fmt_of(name).xml: continue
+    for name in HELD:
+        if fmt_of(name).style == 'xml': continue
         for special in (False, True):
             text = writer(name, special, choice, random.Random(3))
             assert text and parse_answer(fmt_of(name, special), choice, text)[1]
@@ -275,8 +348,28 @@ def test_what_goes_with_tools():
     none = check_tools(tools(), 'none')
     plain = SamplingParams(structured_outputs=dict(json_object=True))
     assert tool_params(plain, None, none) is plain and tool_grammar(f, none) is None
-    for held in (plain, SamplingParams(stop='x')):
-        with pytest.raises(BadRequest, match='tools and'): tool_params(held, f, choice)
+    with pytest.raises(BadRequest, match='tools and'): tool_params(plain, f, choice)
+    with pytest.raises(BadRequest, match='channels'): tool_params(SamplingParams(), fmt_of('harmony'), choice)
+    stops = SamplingParams(stop=['x', '<'])
+    assert tool_params(stops, f, choice).stop == ['x', '<'] and tool_params(stops, f, choice).stop_until == ['<tool_call>']
+    assert not tool_params(stops, f, check_tools(tools(), 'required')).stop, 'such an answer has no content'
+    assert tool_params(stops, fmt_of('pythonic'), choice).stop_until == ['[weather(', '[now(']
+
+@pytest.mark.parametrize('name,special', [('hermes', False), ('hermes', True), ('llama', False)])
+def test_a_stop_string_ends_content_and_no_call(name, special):
+    "Whatever is cut off by a stop string is content; a call with the same letters in it is whole."
+    f, tok, choice = fmt_of(name, special), tokenizer(special), check_tools(tools())
+    p = tool_params(SamplingParams(stop=['a', '"', '<'], max_tokens=None), f, choice)
+    def text(answer):
+        d = Detokenizer(tok, p)
+        for i in tok(answer)['input_ids']:
+            d.add(i)
+            if d.stopped: break
+        d.finish()
+        return d.text
+    call = call_as(f, 'weather', dict(city='a', days=3))
+    assert text(call) == call and text('Well, a ' + call) == 'Well, ' == text('Well, "') == text('Well, <') == text('Well, <a')
+    if f.trigger: assert text('Well.' + call) == 'Well.' + call
 
 def test_more_than_the_grammar_can_be():
     many = check_tools([function(f'f{i}', dict(properties=dict(a=dict(enum=['x' * 2000])))) for i in range(100)])
@@ -305,11 +398,11 @@ def cut(text, places):
 
 def fragments(f):
     "Parts of answers in a format: whole calls, their pieces, and others' text."
-    args = '{"city": "a}\\"{", "days": 3}', '{}', '{"x": [{"y": 1}, 2]}', '{"a": "\\\\"}'
-    xml = '<parameter=city>\na<b\n</parameter>\n', '<parameter=days>\n3\n</parameter>\n', '<parameter=x>\n[</parameter>', '</function>'
-    return st.sampled_from([f.first, f.head, f.middle, f.tail, f.between, f.last, f.trigger, f.prefix, 'weather', 'now', 'then', *(xml if f.xml else args), ' ', '\n', '}', '{', '"', '<', '[', 'Well. ', 'é',
-                            *(f'{f.first}{f.head}{n}{f.middle}{a}{f.tail}{f.last}' for n in ('weather', 'now', 'then') for a in (xml if f.xml else args)),
-                            f'{f.first}{f.head}now{f.middle}{"</function>" if f.xml else "{}"}{f.tail}{f.between}{f.head}weather{f.middle}{"".join(xml[:2]) + xml[3] if f.xml else args[0]}{f.tail}{f.last}'])
+    args = [given_as(f, a) for a in (dict(city='a}"{', days=3), {}, dict(x=[dict(y=1), 2]), dict(a='\\'))]
+    parts = re.findall('[^\n]+\n*|\n+', args[0])
+    return st.sampled_from([*map(plain_layout, (f.first, f.head, f.middle, f.tail, f.between, f.last, f.trigger, f.prefix, *f.param)), f.end, 'weather', 'now', 'then', *args, *parts, ' ', '\n', '}', '{', '"', '<', '[', 'Well. ', 'é',
+                            *(call_as(f, n, a) for n in ('weather', 'now', 'then') for a in (dict(city='a<b', days=3), {})),
+                            plain_layout(f'{f.first}{f.head}now{f.middle}{given_as(f, {})}{f.tail}{f.between}{f.head}weather{f.middle}{args[0]}{f.tail}{f.last}')])
 
 @each_format
 @settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -344,21 +437,24 @@ def test_as_it_streams(name):
     if f.trigger:
         assert p.feed('Well. ') == [dict(content='Well. ')]
         assert p.feed(f.trigger[:-1]) == [] and p.feed('!') == [dict(content=f.trigger[:-1] + '!')]
-    begin = f'{f.first}{f.head}weather{f.middle}'
-    said = [d for c in begin for d in p.feed(c)]
-    assert len(said) == f.xml                                      # else whether they are an object is still to be seen
-    parts = ('<parameter=city>\nOslo\n</parameter>', '\n<parameter=days>\n3\n</parameter>', '\n</function>') if f.xml else ('{"city":', ' "Oslo", "da', 'ys": 3}')
-    [first, a], [b], [c] = said + p.feed(parts[0]), p.feed(parts[1]), p.feed(parts[2])
+    said = [d for c in plain_layout(f'{f.first}{f.head}weather{f.middle}') for d in p.feed(c)]
+    assert said == []                                              # whether these are arguments is still to be seen
+    before, between, after = f.param
+    parts = dict(json=('{"city":', ' "Oslo", "da', 'ys": 3}'), python=('city="Oslo",', ' days=3', ')'), xml=(
+        f'{before}city{between.replace(KIND, "true")}Oslo{after}', f'{before}days{between.replace(KIND, "false")}3{after}', f.end))[f.style]
+    fed = [p.feed(part) for part in parts]
+    [[first, a], b, c] = fed
     call = first['tool_calls'][0]
     assert (call['index'], call['type'], call['function']) == (0, 'function', dict(name='weather', arguments='')) and call['id'].startswith('call_')
-    parts = [d['tool_calls'][0] for d in (a, b, c)]
+    parts = [d['tool_calls'][0] for d in (a, *b, *c)]
+    assert a['tool_calls'][0]['function']['arguments']
     assert all([*x] == ['index', 'function'] for x in parts) and json.loads(''.join(x['function']['arguments'] for x in parts)) == dict(city='Oslo', days=3)
     assert p.feed(f.tail) == [] == p.feed(f.last) == p.close()
 
 def test_little_is_held_back():
-    for name in TEMPLATES:
+    for name in HELD:
         f = fmt_of(name)
-        for text in ('<' * 5000, ' ' * 5000, f.trigger * 400 + 'x' * 900, f'{f.first}{f.head}' + 'n' * 5000, f'{f.first}{f.head}now{f.middle}' + ' ' * 5000 + '!'):
+        for text in ('<' * 5000, ' ' * 5000, f.trigger * 400 + 'x' * 900, plain_layout(f'{f.first}{f.head}') + 'n' * 5000, plain_layout(f'{f.first}{f.head}now{f.middle}') + ' ' * 5000 + '!'):
             p, said = ToolParser(f, check_tools(tools(f))), 0
             for i, c in enumerate(text, 1):
                 said += sum(len(d.get('content', '')) for d in p.feed(c))
@@ -367,8 +463,7 @@ def test_little_is_held_back():
 @each_format
 def test_bad_calls_are_content(name):
     f, choice = fmt_of(name), check_tools(tools(fmt_of(name)))
-    args = '</function>' if f.xml else '{}'
-    unknown = f'{f.first}{f.head}then{f.middle}{args}{f.tail}{f.last}'
+    unknown = call_as(f, 'then', {})
     assert parse_answer(f, choice, unknown) == (unknown, [])
     begun = f'{f.first}{f.head}now'
     assert parse_answer(f, choice, begun) == (begun, [])
@@ -382,9 +477,10 @@ def test_bad_calls_are_content(name):
 def test_an_answer_that_was_cut_off(name):
     "By max_tokens, in the middle of arguments: what there is of them stands there, and the finish reason stays 'length'."
     f, choice = fmt_of(name), check_tools(tools(fmt_of(name)))
-    begun, some = f'{f.first}{f.head}weather{f.middle}', '<parameter=city>\nOslo\n</parameter>\n<para' if f.xml else '{"city": "Oslo"'
-    content, [call] = parse_answer(f, choice, begun + some)
-    assert call['function']['arguments'] == '{"city": "Oslo"' and content == ('\n<para' if f.xml else None)
+    text = call_as(f, 'weather', dict(city='Oslo', days=3))
+    cut = re.search('.*?Oslo.*?(?=.days)', text, re.S)[0]
+    content, [call] = parse_answer(f, choice, cut)
+    assert call['function']['arguments'] == '{"city": "Oslo"' + ', ' * (f.style == 'json' and cut.endswith(' ')), (cut, content)
 
 def test_ids_are_those_of_the_key():
     text = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -470,9 +566,9 @@ def test_a_conversation_goes_on_after_a_call(tmp_path):
 
 def test_lines_that_can_not_run(tmp_path):
     both = dict(tools=tools(), response_format=dict(type='json_object'))
-    bad = [ask(0, **both), ask(1, tools=[dict(type='function')]), ask(2, tools=tools(), tool_choice='any'), ask(3, max_tokens=2), ask(4, tools=tools(), stop='x'), ask(5, tools=tools(), n=2, max_tokens=2)]
+    bad = [ask(0, **both), ask(1, tools=[dict(type='function')]), ask(2, tools=tools(), tool_choice='any'), ask(3, max_tokens=2), ask(4, tools=tools(), stop='x', max_tokens=2), ask(5, tools=tools(), n=2, max_tokens=2)]
     found = run(tmp_path/'a', bad, llm())
-    words = ['tools and response_format', 'tools[0].function must be an object', 'tool_choice must be', None, 'tools and stop', None]
+    words = ['tools and response_format', 'tools[0].function must be an object', 'tool_choice must be', None, None, None]
     for w, r in zip(words, found): assert (r['error'] is None) == (w is None) and (w is None or w in r['error']['message']), r
     assert len(found[5]['response']['body']['choices']) == 2
     from batchlab.llm import LLM
