@@ -26,7 +26,7 @@ try:
     from python_multipart.exceptions import FormParserError
     from python_multipart.multipart import MultipartParser, parse_options_header
     from starlette.requests import ClientDisconnect
-except ImportError as e: raise JobError(f"a server needs {e.name}: pip install 'batchlab[server]'") from e
+except ImportError as e: raise JobError(f"the server needs {e.name}: pip install 'batchlab[server]'") from e
 
 # %% ../../nbs/42_batches.ipynb #b25453a6
 def too_large(most: int) -> ApiError: return ApiError(f'larger than {most:,} bytes: make several of it', 413, 'too_large', 'file')
