@@ -169,7 +169,9 @@ def test_log_probabilities(s, client, loose):
     [out] = s.llm.chat([TALK], dict(temperature=0, max_tokens=9, logprobs=2))
     want = [[l.logprob for l in sorted(step.values(), key=lambda l: l.rank)[:2]] for step in out.outputs[0].logprobs]
     how = dict(model='tiny', messages=TALK, temperature=0, max_tokens=9, logprobs=True, top_logprobs=2)
-    whole = client.chat.completions.create(**how).choices[0].logprobs.content
+    r = client.chat.completions.create(**how).choices[0].logprobs
+    whole = r.content
+    assert r.model_dump()['refusal'] is None and 'refusal' in r.model_fields_set      # it must be there
     assert [[t.logprob for t in x.top_logprobs] for x in whole] == want
     parts = [x for c in client.chat.completions.create(stream=True, **how) for x in (c.choices[0].logprobs.content if c.choices[0].logprobs else [])]
     assert parts == whole

@@ -21,10 +21,10 @@ if TYPE_CHECKING:      # a check of a file needs no torch
     from batchlab.work.toolcalls import ToolChoice, ToolFormat, ToolParser
 
 # %% auto #0
-__all__ = ['DEFAULTS', 'RANGES', 'URLS', 'ReadCalls', 'STATUS', 'MESSAGE', 'TALK', 'DONE', 'sampling_options', 'request_params',
-           'as_messages', 'many_prompts', 'one_prompt', 'parse_body', 'custom_id_of', 'endpoint_of', 'keys_beside',
-           'usage_of', 'finish_of', 'choice_of', 'head_of', 'answer_body', 'error_body', 'ApiRequest', 'parse_online',
-           'echoed', 'prompt_logprobs_of', 'Parts']
+__all__ = ['DEFAULTS', 'RANGES', 'LENGTHS', 'URLS', 'ReadCalls', 'STATUS', 'MESSAGE', 'TALK', 'DONE', 'sampling_options',
+           'request_params', 'as_messages', 'many_prompts', 'one_prompt', 'parse_body', 'custom_id_of', 'endpoint_of',
+           'keys_beside', 'usage_of', 'finish_of', 'choice_of', 'head_of', 'answer_body', 'error_body', 'ApiRequest',
+           'parse_online', 'echoed', 'prompt_logprobs_of', 'Parts']
 
 # %% ../../nbs/40_openai.ipynb #oa000010
 class BadRequest(ValueError):
@@ -66,6 +66,7 @@ def sampling_options(given: dict[str, Any], chat: bool) -> dict[str, Any]:
 # %% ../../nbs/40_openai.ipynb #oa000031
 DEFAULTS = dict(chat=dict(temperature=1., max_tokens=None), text=dict(temperature=1., max_tokens=16))
 RANGES = dict(n=(1, 128), logprobs=(0, 20), prompt_logprobs=(0, 20), top_k=(-1, 2**31 - 1))      # the API's, and what a tensor holds
+LENGTHS = dict(stop=128, bad_words=1024, stop_token_ids=1024)            # each is looked for at every token, while others wait
 
 def request_params(options: dict[str, Any], defaults: dict[str, Any]) -> SamplingParams:
     "The `SamplingParams` of `options`, with `defaults` for what they leave open. Raises `BadRequest`, `ParamError`."
@@ -73,6 +74,8 @@ def request_params(options: dict[str, Any], defaults: dict[str, Any]) -> Samplin
     for k, (least, most) in RANGES.items():
         if isinstance(v := options.get(k), int) and not least <= v <= most:
             raise BadRequest(f'{k} must be a whole number from {least} to {most:,}, got {str(v)[:40]}')
+    for k, most in LENGTHS.items():
+        if isinstance(v := options.get(k), (list, tuple)) and len(v) > most: raise BadRequest(f'{k} may have up to {most:,} entries, got {len(v):,}')
     return SamplingParams.of(defaults | options)
 
 # %% ../../nbs/40_openai.ipynb #oa000035

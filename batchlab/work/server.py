@@ -573,7 +573,8 @@ class Connection(H11Protocol):
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             response = error_response(e)
-            head = h11.Response(status_code=response.status_code, headers=[*response.raw_headers, (b'connection', b'close')], reason=b'')
+            response.headers['Connection'] = 'close'
+            head = h11.Response(status_code=response.status_code, headers=response.raw_headers, reason=b'')
             for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()): self.transport.write(self.conn.send(event) or b'')
         self.transport.close()
 
