@@ -38,6 +38,18 @@ def asking(url, prompt, **more):
     t.start()
     return t
 
+@contextlib.contextmanager
+def held(s, asks, events):
+    "The engine stands after `events` more of what its watchers hear of, which begin when all of `asks` are there. They are done at the end."
+    s.llm.start().pause()
+    threads = [asking(s.url, **a) for a in asks]
+    until(lambda: len(s.llm.groups) == len(asks))
+    with paused_after(s.llm, events):
+        s.llm.resume()
+        until(lambda: s.llm.paused)
+        yield
+    for t in threads: t.join()
+
 
 @pytest.fixture(scope='module')
 def s():
@@ -47,22 +59,17 @@ def s():
 # what it shows
 
 def test_a_state_is_what_the_engine_has(s):
-    with paused_after(s.llm, 40), looking(s.url) as states:
-        asked = [asking(s.url, f'{SECRET} {i}', stream=i < 2) for i in range(4)]
-        until(lambda: s.llm.paused and len(s.llm.groups) == 4)
-        for state in states:
-            if state['waiting'] == 2 and state['pending'] == 4 and s.llm.mutex.acquire(timeout=10):
-                stats, [scheduler] = s.llm.stats(), [e.scheduler for e in s.llm.engines.values()]
-                s.llm.mutex.release()
-                if len(scheduler.running) + len(scheduler.waiting) == 4: break
-        assert (state['running'], state['waiting'], state['kv']['held']) == (stats.running, 2, stats.blocks_in_use) and stats.running == 2
-        assert sorted((x[0], x[1], x[3], x[4], x[6], x[7]) for x in state['slots']) == sorted(
-            (r.slot, r.request_id, len(r.prompt_ids), r.num_computed_tokens, len(r.output_ids), 150) for r in scheduler.running)
-        assert [q[1] for q in state['queue']] == [len(r.prompt_ids) for r in scheduler.waiting] and state['streams'] == 2 and state['seats'] == 2
-        assert SECRET not in json.dumps(state)
-        s.llm.resume()
-        for t in asked: t.join()
-        after = next(x for x in states if not x['running'] and not x['pending'])
+    with looking(s.url) as states:
+        next(states)                                                   # it is looked at from the first step on
+        with held(s, [dict(prompt=f'{SECRET} {i}', stream=i < 2) for i in range(4)], 60):
+            state, stats, [scheduler] = next(x for x in states if x['waiting'] == 2), s.llm.stats(), [e.scheduler for e in s.llm.engines.values()]
+            while state['made'] < sum(len(r.output_ids) for r in scheduler.running): state = next(states)      # of the step that is the last for now
+            assert (state['running'], state['waiting'], state['kv']['held']) == (stats.running, 2, stats.blocks_in_use) and stats.running == 2
+            assert sorted((x[0], x[1], x[3], x[4], x[6], x[7]) for x in state['slots']) == sorted(
+                (r.slot, r.request_id, len(r.prompt_ids), r.num_computed_tokens, len(r.output_ids), 150) for r in scheduler.running)
+            assert [q[1] for q in state['queue']] == [len(r.prompt_ids) for r in scheduler.waiting] and state['streams'] == 2 and state['seats'] == 2
+            assert SECRET not in json.dumps(state)
+        after = next(x for x in states if sum(x['totals']['ended'].values()) == 4)       # whose ends were told, which follows the last step
         stats = s.llm.stats()
         assert after['totals'] == dict(prompt=stats.prompt_tokens, cached=stats.cached_tokens, out=stats.output_tokens, preempted=0, ended=stats.requests)
     assert after['made'] == 600 and state['made'] == sum(x[6] for x in state['slots'])
@@ -209,14 +216,12 @@ def test_slots_fill_and_the_playground_answers_by_keyboard(browser):
     with serving(llm=LLM(tiny_model('llama', max_position_embeddings=2048), tiny_tokenizer(), max_num_seqs=4), routers=[page_router()]) as s, opened(browser, s.url) as page:
         reads(page, '#state', 'Live')
         assert page.locator('#more').inner_text().startswith('Nothing runs')
-        with paused_after(s.llm, 60):
-            asked = [asking(s.url, f'{SECRET} {i}', max_tokens=800) for i in range(6)]
+        with held(s, [dict(prompt=f'{SECRET} {i}', max_tokens=800) for i in range(6)], 60):
             until(lambda: page.locator('#slots tr').count() == 4 and page.locator('#f-waiting').inner_text() == '2')
             assert page.locator('#f-running').inner_text() == '4' and page.locator('#chips li').count() == 2 and SECRET not in page.content()
             painted = "() => { const c = document.getElementById('roll'), d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data, s = new Set(); for (let i = 0; i < d.length; i += 4) s.add(d[i] << 16 | d[i + 1] << 8 | d[i + 2]); return [...s]; }"
             light = page.evaluate(painted)
             assert {0x2f6fb5, 0xd9730d} <= {*light}                    # decode and prefill, in the colours of all pictures
-        for t in asked: t.join()
         page.keyboard.press('Tab')
         assert page.evaluate('document.activeElement.textContent') == 'To the playground'
         page.keyboard.press('Enter')
@@ -230,11 +235,12 @@ def test_slots_fill_and_the_playground_answers_by_keyboard(browser):
         assert page.locator('.model span').inner_text() == out.outputs[0].text.strip() and f'{len(out.outputs[0].token_ids)} out' in page.locator('#said').inner_text()
         page.locator('#max').fill('1900')
         page.locator('#say').fill('Hello')
-        page.locator('#say').press('Enter')
-        until(lambda: len(page.locator('.model span').nth(1).text_content()) > 3)
-        page.locator('#stop').press('Enter')
-        reads(page, '#said', 'stopped after')
-        until(lambda: not s.llm.has_unfinished)                        # the engine has heard of it
+        with paused_after(s.llm, 100):                                 # in the middle of the answer
+            page.locator('#say').press('Enter')
+            until(lambda: len(page.locator('.model span').nth(1).text_content() or '') > 3)
+            page.locator('#stop').press('Enter')
+            reads(page, '#said', 'stopped after')
+            until(lambda: not s.llm.has_unfinished)                    # the engine has heard of it
         dark = page.evaluate('getComputedStyle(document.body).backgroundColor')
         page.locator('#theme').press('Enter')
         assert page.evaluate('getComputedStyle(document.body).backgroundColor') != dark and page.evaluate(painted) != light
