@@ -532,10 +532,7 @@ def serve(args: argparse.Namespace, llm: LLM | None = None) -> int:
         engine = AsyncLLM(llm or load_llm(args), max_pending=args.max_pending)
         app = create_app(engine, name, api_key=key, batches=batches_in(args, engine.llm, name, workers), others=[] if args.served_model_name else [model],
                          routers=page_of(args, key), say=note if args.request_log else None)
-        def ready() -> None:
-            note(f'{name} is served at {url}/v1')
-            if args.page: note(f'watch it at {url}')
-        server = Server(app, args.drain, ready)
+        server = Server(app, args.drain, lambda: note(f'{name} is served at {url}/v1'))
         server.run([sock])
         if server.force_exit:                       # the engine may be in the middle of a step: leave without waiting for it
             sys.stderr.flush()
