@@ -64,7 +64,7 @@ def not_here(scope: Scope, methods: str | None = None) -> BadRequest:
     why = dict(embeddings='this server has no embeddings', files='start it with --data FOLDER', batches='start it with --data FOLDER', responses='this server has no responses: use /v1/chat/completions')
     return BadRequest(f"{path} is not served here: {why.get(path.removeprefix('/v1/').split('/')[0], 'see /v1/models and /v1/chat/completions')}", 'not_found')
 
-def error_of(o: RequestOutput, asked: ApiRequest, most: int) -> BadRequest | None:
+def error_of(o: RequestOutput, asked: ApiRequest, most: int | None) -> BadRequest | None:
     "Why `o`, an output of `asked`, is no answer, or None. `most`: tokens that the model holds."
     reason, own = o.outputs[0].finish_reason, 'messages' if asked.chat else 'prompt'
     if reason == 'too_long': return BadRequest(f"this model's maximum context length is {most} tokens: {o.error}", 'context_length_exceeded', own)      # by these words clients know it
