@@ -66,10 +66,10 @@ def not_here(scope: Scope, methods: str | None = None) -> BadRequest:
     why = dict(embeddings='this server has no embeddings', files='start it with --data FOLDER', batches='start it with --data FOLDER', responses='this server has no responses: use /v1/chat/completions')
     return BadRequest(f"{path} is not served here: {why.get(path.removeprefix('/v1/').split('/')[0], 'see /v1/models and /v1/chat/completions')}", 'not_found')
 
-def error_of(o: RequestOutput, asked: ApiRequest) -> BadRequest | None:
-    "Why `o`, an output of `asked`, is no answer, or None."
+def error_of(o: RequestOutput, asked: ApiRequest, most: int | None) -> BadRequest | None:
+    "Why `o`, an output of `asked`, is no answer, or None. `most`: tokens that the model holds."
     reason, own = o.outputs[0].finish_reason, 'messages' if asked.chat else 'prompt'
-    if reason == 'too_long': return BadRequest(o.error or '', 'context_length_exceeded', own)
+    if reason == 'too_long': return BadRequest(f"this model's maximum context length is {most} tokens: {o.error}", 'context_length_exceeded', own)      # by these words clients know it
     if o.refused: return BadRequest(o.error or '', param=next((k for k in asked.asked if (o.error or '').startswith(k)), None))
     if o.error: return BadRequest(o.error, 'server_error')
     if reason == 'cancelled': return BadRequest('the server is stopping: ask again later', 'unavailable')
@@ -143,7 +143,7 @@ class Answer(Response):
         async with contextlib.aclosing(merged([one(p) for p in a.prompts])) as outputs:
             async for i, o in outputs:
                 if o.finished:
-                    if wrong := error_of(o, a): raise wrong
+                    if wrong := error_of(o, a, self.api.llm.llm.max_model_len): raise wrong
                     self.api.metrics.add(o)
                 yield i, o
 
@@ -365,6 +365,12 @@ class Api:
         try: return await asyncio.wrap_future(self.llm.queuer.submit(work))
         except BatchlabError as e: raise BadRequest(str(e)) from None
 
+    async def tokenizer(self) -> Response:
+        "What a client needs to know of the tokenizer beside /tokenize: its special tokens, and the chat template."
+        tok = self.llm.llm.tokenizer
+        names = [k for k in ('bos_token', 'eos_token', 'pad_token', 'unk_token') if getattr(tok, k, None) is not None]
+        return json_response(dict(tokenizer_class=type(tok).__name__, chat_template=getattr(tok, 'chat_template', None), **{k: str(getattr(tok, k)) for k in names}))
+
     def decode(self, ids: list[int]) -> str:
         text: Any = self.llm.llm.tokenizer.decode(ids, clean_up_tokenization_spaces=False) if self.llm.llm.tokenizer else ''
         return text
@@ -483,7 +489,7 @@ def create_app(llm: AsyncLLM | LLM, name: str | None = None, *, api_key: str | N
     app = FastAPI(title='batchlab', version=__version__, openapi_url=None, lifespan=lifespan, redirect_slashes=False)
     app.state.api = api
     for path, endpoint, method in (('/v1/chat/completions', api.chat, 'POST'), ('/v1/completions', api.text, 'POST'), ('/tokenize', api.tokenize, 'POST'),
-                                   ('/detokenize', api.detokenize, 'POST'), ('/v1/models', api.models, 'GET'), ('/v1/models/{name:path}', api.model, 'GET'),
+                                   ('/detokenize', api.detokenize, 'POST'), ('/tokenizer_info', api.tokenizer, 'GET'), ('/v1/models', api.models, 'GET'), ('/v1/models/{name:path}', api.model, 'GET'),
                                    ('/health', api.health, 'GET'), ('/version', api.version, 'GET'), ('/metrics', api.figures, 'GET')):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     if batches: routers = [batch_router(batches.store, batches, max_upload), *routers]
