@@ -5,7 +5,7 @@
 # %% ../nbs/43_cli.ipynb #9e57a6e9
 from __future__ import annotations
 
-import argparse, contextlib, json, logging, math, os, re, signal, stat, sys, threading
+import argparse, contextlib, json, logging, math, os, re, signal, socket, stat, sys, threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
@@ -508,10 +508,11 @@ def batches_in(args: argparse.Namespace, llm: LLM, name: str, workers: BatchWork
     from batchlab.work.batches import BatchRunner, BatchStore
     return BatchRunner(BatchStore(args.data), llm, name, args.fail_whole, workers=workers)
 
+LOOPBACK = '127.0.0.1', 'localhost', '::1'
+
 def page_of(args: argparse.Namespace, key: str | None) -> list[APIRouter]:
     "The page of the server, unless it is switched off; without a `key` only for who calls the server by a name of its own."
     if not args.page: return []
-    import socket
     from batchlab.work.page import page_router
     return [page_router(args.data is not None, None if key else [args.host, socket.gethostname()])]
 
@@ -527,11 +528,12 @@ def serve(args: argparse.Namespace, llm: LLM | None = None) -> int:
     name = args.served_model_name or (Path(model).name if os.path.exists(model) else model)
     with listen(args.host, args.port) as sock, batch_workers(args) as workers:
         url = url_of(sock)
-        if key is None and args.host not in ('127.0.0.1', 'localhost', '::1'):
+        if key is None and args.host not in LOOPBACK:
             note(f'whoever reaches {url} can use this model: give BATCHLAB_API_KEY', 'warning')
         engine = AsyncLLM(llm or load_llm(args), max_pending=args.max_pending)
+        alone = key is None and args.host in LOOPBACK
         app = create_app(engine, name, api_key=key, batches=batches_in(args, engine.llm, name, workers), others=[] if args.served_model_name else [model],
-                         routers=page_of(args, key), say=note if args.request_log else None)
+                         routers=page_of(args, key), say=note if args.request_log else None, names=[socket.gethostname()] if alone else None)
         server = Server(app, args.drain, lambda: note(f'{name} is served at {url}/v1'))
         server.run([sock])
         if server.force_exit:                       # the engine may be in the middle of a step: leave without waiting for it

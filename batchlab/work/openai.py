@@ -228,7 +228,7 @@ def answer_body(out: RequestOutput, kind: str, name: str, model: str, read: Read
     return head_of(kind, name, model) | dict(choices=[choice_of(c, kind, top, ids, read, name) for c in out.outputs], usage=usage_of(out))
 
 # %% ../../nbs/40_openai.ipynb #oa000063
-STATUS = dict(invalid_api_key=401, model_not_found=404, not_found=404, method_not_allowed=405, timeout=408, request_too_large=413, unsupported_media_type=415,
+STATUS = dict(invalid_api_key=401, forbidden=403, model_not_found=404, not_found=404, method_not_allowed=405, timeout=408, request_too_large=413, unsupported_media_type=415,
               rate_limit_exceeded=429, server_error=500, unavailable=503)      # of any other failure: 400
 MESSAGE = 1000                                                       # characters of a message
 

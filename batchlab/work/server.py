@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio, contextlib, hashlib, hmac, itertools, json, logging, math, os, secrets, signal, socket, threading, time
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -23,6 +23,7 @@ from .batches import BatchRunner
 from .lines import json_object
 from .openai import (ApiRequest, BadRequest, Parts, as_messages, echoed, error_body, head_of, choice_of, parse_online,
                                   prompt_logprobs_of, take, text_logprobs, usage_of)
+from .page import trusted
 from .runner import name_of
 from .toolcalls import ToolChoice, ToolFormat, ToolParser, conversation_with, format_of, parse_answer, take_tools, tool_params
 
@@ -302,7 +303,7 @@ class Api:
         "Raise `BadRequest` if `asked` has no room beside what is pending."
         n, most = asked.num_choices, self.max_pending
         if self.draining: raise BadRequest('the server is stopping: ask again later', 'unavailable')
-        if n > most: raise BadRequest(f'{n:,} answers in one request, and this server takes {most:,} at once: ask for fewer', param='prompt')
+        if n > most: raise BadRequest(f'{n:,} answers in one request, and this server takes {most:,} at once: ask for fewer', param='n' if asked.params.n > 1 else 'prompt')
         if self.pending + n > most: raise BadRequest(f'{self.pending:,} requests are under way, and this server takes {most:,}: ask again later', 'rate_limit_exceeded')
 
     async def complete(self, request: Request, kind: str) -> Response:
@@ -432,6 +433,18 @@ class Body:
             message = dict(type='http.response.body')
         await self._send(message)
 
+class OwnPages:
+    "ASGI middleware: the server is called by an address, as localhost or by one of `names`, and by no page of another site."
+    def __init__(self, app: ASGIApp, names: Collection[str]) -> None: self.app, self.names = app, names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope['type'] == 'http':
+            host, origin = (next((v.decode('latin-1') for k, v in scope['headers'] if k == key), '') for key in (b'host', b'origin'))
+            if host and not trusted(host, self.names) or origin and origin.partition('://')[2] != host:
+                e = BadRequest('without an API key this server answers only to its own address, and to no page of another site: give it a key', 'forbidden')
+                return await respond(error_response(e), scope, send)
+        await self.app(scope, receive, send)
+
 class BodyLimit:
     "ASGI middleware: a body must be plain, of at most `most` bytes, and come in time (`Body`). `more`: other limits of bytes by the beginning of the path."
     def __init__(self, app: ASGIApp, most: int, more: dict[str, int] | None = None, patience: float = PATIENCE) -> None:
@@ -469,13 +482,14 @@ class RequestLog:
 # %% ../../nbs/49_server.ipynb #srv00052
 def create_app(llm: AsyncLLM | LLM, name: str | None = None, *, api_key: str | None = None, max_pending: int | None = None, max_body: int = 2**24,
                max_upload: int = 2**29, batches: BatchRunner | None = None, routers: Sequence[APIRouter] = (), others: Iterable[str] = (), say: Callable[[str], object] | None = None,
-               patience: float = PATIENCE, keep_alive: float = 10.) -> FastAPI:
+               patience: float = PATIENCE, keep_alive: float = 10., names: Collection[str] | None = None) -> FastAPI:
     """An ASGI application that serves `llm` as OpenAI's API. `name`: what the model is called, `others`: further names for it.
 
     `api_key`: what clients must send. `max_pending`: choices under way, beyond which requests get status 429; None takes that of `llm`. `max_body`: bytes of a body,
     `max_upload` of one to /v1/files. `batches`: runs files of requests beside the others, with endpoints for them; it and its store
     are closed with the app. `routers`: more endpoints. `say` gets a line for each request. `patience`: seconds for a body to come, and one more for
-    each 1,000 bytes of it; `keep_alive`: after so many without a part a stream gets a comment. The app's `state.api` has `llm`; its engine stops with the app."""
+    each 1,000 bytes of it; `keep_alive`: after so many without a part a stream gets a comment. `names`: those by which the server may be called beside its addresses, and then by
+    no page of another site; None is any. The app's `state.api` has `llm`; its engine stops with the app."""
     llm = llm if isinstance(llm, AsyncLLM) else AsyncLLM(llm, max_pending=max_pending or 1024)
     api = Api(llm, name or name_of(llm.llm.model), max_pending or llm.max_pending, others, keep_alive)
     @contextlib.asynccontextmanager
@@ -497,6 +511,7 @@ def create_app(llm: AsyncLLM | LLM, name: str | None = None, *, api_key: str | N
     for kind, handler in ((BadRequest, _bad_request), (HTTPException, _http_error), (RequestValidationError, _invalid), (ClientDisconnect, _left), (Exception, _broken)):
         app.add_exception_handler(kind, handler)
     app.add_middleware(BodyLimit, most=max_body, more={'/v1/files': max_upload}, patience=patience)
+    if names is not None: app.add_middleware(OwnPages, names=names)
     if api_key: app.add_middleware(KeyGate, key=api_key)
     if say: app.add_middleware(RequestLog, say=say)
     return app
