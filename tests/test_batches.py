@@ -168,11 +168,19 @@ def test_objects_are_what_the_api_publishes(server):
 
 
 def test_chat_lines_and_lines_for_another_endpoint(server):
-    server.wait((batch := server.runner.create(wish(server.upload([chat(i) for i in range(5)] + [ask(5)]), endpoint='/v1/chat/completions')))['id'])
+    server.wait((batch := server.runner.create(wish(server.upload([chat(i) for i in range(5)] + [ask(5), dict(ask(6), url='/v1/chat/completions'), 'no JSON']), endpoint='/v1/chat/completions')))['id'])
     done = server.store.get(batch['id'])
     assert sorted(server.texts(done)) == [f'r{i}' for i in range(5)]
-    [failed] = server.records(done['error_file_id'])
-    assert failed['custom_id'] == 'r5' and failed['error']['code'] == 'invalid_url' and 'that of the batch' in failed['error']['message']
+    failed = sorted(server.records(done['error_file_id']), key=lambda r: r['custom_id'] or '')
+    assert [(r['custom_id'], r['error']['code']) for r in failed] == [(None, 'invalid_request'), ('r5', 'invalid_url'), ('r6', 'invalid_request')]
+    assert 'that of the batch' in failed[1]['error']['message']
+
+
+def test_a_wrong_url_is_named_before_what_comes_of_it(server):
+    "A body of the batch's endpoint, under the url of the other one."
+    done = server.wait(server.runner.create(wish(server.upload([ask(0), dict(ask(1), url='/v1/chat/completions'), dict(ask(2), url='/v1/x')])))['id'])
+    failed = {r['custom_id']: r['error'] for r in server.records(done['error_file_id'])}
+    assert {k: e['code'] for k, e in failed.items()} == {'r1': 'invalid_url', 'r2': 'invalid_url'} and 'that of the batch' in failed['r1']['message']
 
 
 def test_bad_lines_fail_alone(server):

@@ -157,8 +157,9 @@ def test_other_sites_may_not_look():
         asked = dict(Origin='https://evil.example', Access_Control_Request_Method='GET', Access_Control_Request_Headers='authorization')
         r = httpx.options(events, headers={k.replace('_', '-'): v for k, v in asked.items()})
         assert r.status_code == 405 and not any(k.startswith('access-control') for k in r.headers)
+        assert [code(Origin=x) for x in ('https://evil.example', 'http://[', 'null')] == [403] * 3             # all that a browser says on plain HTTP
         for host in ('box.lan:80', 'localhost', s.url[7:]):
-            with httpx.stream('GET', events, headers=dict(Host=host, Origin='https://evil.example')) as r:
+            with httpx.stream('GET', events, headers=dict(Host=host, Origin=f'http://{host}')) as r:
                 assert r.status_code == 200 and not any(k.startswith('access-control') for k in r.headers)
     assert [trusted(h, []) for h in ('', '[', '127.0.0.1.evil.example', 'localhost.evil.example', '1.2.3.4:x')] == [False] * 4 + [True]
 

@@ -19,8 +19,8 @@ from ..errors import EngineError, JobError
 from .formats import Raw
 from .jobs import Job, LocalRun, Run
 from .journal import Ledgerbook, Outbox, recover_answers, side_of
-from .lines import JobLine, ParamsCache, failure_of
-from .openai import URLS, BadRequest, error_body
+from .lines import JobLine, ParamsCache, failure_of, json_object
+from .openai import URLS, BadRequest, endpoint_of, error_body
 from .runner import Admitted, LineRunner, name_of
 
 if TYPE_CHECKING:      # looking at files needs no torch
@@ -390,7 +390,11 @@ class BatchJob(Job):
 
     def line(self, number: int, raw: Raw) -> JobLine:
         line = super().line(number, raw)
-        if not line.failure and URLS[self.endpoint] != line.kind: line.failure = 'invalid_url', f'the url must be that of the batch, {self.endpoint}'
+        if line.failure:                                                  # what is wrong with its body may come of its url
+            try: kind = endpoint_of(json_object(raw)) if isinstance(raw, bytes) else line.kind
+            except BadRequest: return line
+        else: kind = line.kind
+        if URLS[self.endpoint] != kind: line.failure = 'invalid_url', f'the url must be that of the batch, {self.endpoint}'
         return line
 
     def settings(self) -> dict[str, Any]:
@@ -474,7 +478,7 @@ class BatchRunner:
                         continue
                 run_batch(self, batch)
                 tries = 0
-            except Exception as e:                                        # the disk may be full: all of it can be done again
+            except Exception as e:                                        # no room for the table, or no engine: all of it can be done again
                 if isinstance(e, EngineError) and not self.workers:
                     return log.warning('%s: batches wait until the server is started again', e)
                 log.error('a batch can not go on, and is tried again: %s', e)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio, base64, hashlib, ipaddress, json, logging, time
 from collections import deque
-from collections.abc import AsyncGenerator, Collection, Iterator
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger('batchlab')
 
 # %% auto #0
-__all__ = ['log', 'TICK', 'MOST_VIEWERS', 'IDLE', 'Lookout', 'trusted', 'page_router']
+__all__ = ['log', 'TICK', 'MOST_VIEWERS', 'IDLE', 'Lookout', 'trusted', 'is_foreign', 'page_router']
 
 # %% ../../nbs/modules/000_page.ipynb #pag00008
 def cells_of(engine: Engine, plan: StepPlan) -> str:
@@ -291,7 +291,7 @@ function showFigures(s) {
   put($('f-speed'), number(speed, speed < 10 ? 1 : 0));
   put($('n-speed'), `and ${number(rate('read'))} of prompts`);
   put($('f-kv'), s.kv.total ? share(s.kv.held, s.kv.total) : number(s.kv.held));
-  put($('n-kv'), `${number(s.kv.held)} of ${many(s.kv.total, 'block')}, ${number(s.kv.cached)} more to find`);
+  put($('n-kv'), `${number(s.kv.held)} of ${many(s.kv.total, 'block')}, ${number(s.kv.cached)} cached`);
   $('b-kv').style.width = `${100 * s.kv.held / Math.max(1, s.kv.total)}%`;
   put($('f-hits'), share(t.cached, t.prompt));
   put($('n-hits'), `${number(t.cached)} of ${number(t.prompt)} prompt tokens`);
@@ -649,6 +649,12 @@ def trusted(host: str, names: Collection[str]) -> bool:
     except ValueError: return False
     return True
 
+def is_foreign(headers: Mapping[str, str]) -> bool:
+    "Whether a browser asks for a page of another site: by `Sec-Fetch-Site`, or if it left that out by an `Origin` that is not the `Host`."
+    if site := headers.get('sec-fetch-site'): return site not in ('same-origin', 'none')
+    origin = headers.get('origin')
+    return origin is not None and origin.partition('://')[2].lower() != headers.get('host', '').lower()
+
 def page_router(batches: bool = False, names: Collection[str] | None = None) -> APIRouter:
     """The page at / and its feed at /page/events, as a router for `create_app`. `batches`: whether the server has endpoints for them.
 
@@ -658,7 +664,7 @@ def page_router(batches: bool = False, names: Collection[str] | None = None) -> 
     async def page() -> Response: return HTMLResponse(HTML, headers=HEADERS)
 
     async def events(request: Request) -> Response:
-        if request.headers.get('sec-fetch-site', 'same-origin') not in ('same-origin', 'none'): raise HTTPException(403, 'the page of another site may not look')
+        if is_foreign(request.headers): raise HTTPException(403, 'the page of another site may not look')
         if names is not None and not trusted(request.headers.get('host', ''), names):
             raise HTTPException(403, 'call this server by its address or as localhost, or give it an API key')
         api = request.app.state.api
