@@ -12,6 +12,7 @@ pytest.importorskip('uvicorn')
 httpx = pytest.importorskip('httpx')
 
 from batchlab.work.server import Server, create_app, listen, url_of
+from conftest import running, until
 
 HEAD = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\n'
 
@@ -35,31 +36,15 @@ def serving(llm=None, connections=None, patience=100., sndbuf=None, **kw):
     llm, up, sock = llm or small(), threading.Event(), listen('127.0.0.1', 0)
     if sndbuf: sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sndbuf)      # those that it accepts have it too
     server = Server(create_app(llm, 'tiny', patience=patience, **kw), 60, up.set, connections, patience)
-    thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
-    thread.start()
-    assert up.wait(60)
     server.url, server.where, server.llm = url_of(sock), sock.getsockname(), llm
-    try:
+    with running(server, sock, up):
         yield server
         until(lambda: not any(state(server).values()))
-    finally:
-        server.should_exit = True
-        llm.resume()
-        thread.join(60)
-        assert not thread.is_alive()
 
 
 @pytest.fixture(scope='module')
 def s():
     with serving() as s: yield s
-
-
-def until(f, seconds=100):
-    "Wait for `f()` to be true."
-    end = time.monotonic() + seconds
-    while not f():
-        assert time.monotonic() < end, 'waited in vain'
-        time.sleep(.002)
 
 
 def connect(s):

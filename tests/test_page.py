@@ -1,5 +1,5 @@
 """The page of a server: what it shows is what the engine has, it costs nothing while nobody looks, and neither names nor answers nor other sites do anything in it."""
-import base64, contextlib, hashlib, json, os, re, shutil, threading
+import base64, contextlib, hashlib, json, re, threading
 from html.parser import HTMLParser
 
 import pytest
@@ -184,16 +184,6 @@ def test_the_flag():
 
 
 # in a browser
-
-@pytest.fixture(scope='module')
-def browser():
-    playwright = pytest.importorskip('playwright.sync_api', reason='needs the package playwright: pip install playwright')
-    chromium = os.environ.get('CHROMIUM') or next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None)
-    if not chromium: pytest.skip('needs Chromium: install it, or name it in the variable CHROMIUM')
-    with playwright.sync_playwright() as p:
-        b = p.chromium.launch(executable_path=chromium, args=['--no-sandbox'])
-        yield b
-        b.close()
 
 @contextlib.contextmanager
 def opened(browser, url, **kw):

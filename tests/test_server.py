@@ -1,5 +1,6 @@
 """The server: driven by OpenAI's own client, it gives what `LLM` gives, and stays up whatever its clients send, drop or leave unread."""
-import asyncio, contextlib, http.client, json, os, random, re, signal, socket, subprocess, sys, threading, time
+import asyncio, contextlib, http.client, json, os, random, re, signal, socket, subprocess, sys, threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ httpx = pytest.importorskip('httpx')
 from batchlab.llm import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.work.server import Server, create_app, listen, url_of
+from conftest import running, until
 
 LONG = dict(max_tokens=200, extra_body=dict(ignore_eos=True))
 TALK = [dict(role='user', content='Hello')]
@@ -24,16 +26,8 @@ def serving(drain=60, llm=None, **kw):
     llm, said, up = llm or LLM(tiny_model('llama'), tiny_tokenizer(), max_num_seqs=4), [], threading.Event()
     sock = listen('127.0.0.1', 0)
     server = Server(create_app(llm, 'tiny', say=said.append, **kw), drain, up.set)
-    thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
-    thread.start()
-    assert up.wait(60)
-    s = SimpleNamespace(url=url_of(sock), llm=llm, api=server.api, server=server, thread=thread, said=said)
-    try: yield s
-    finally:
-        server.should_exit = True
-        llm.resume()
-        thread.join(60)
-        assert not thread.is_alive()
+    with running(server, sock, up) as thread:
+        yield SimpleNamespace(url=url_of(sock), llm=llm, api=server.api, server=server, thread=thread, said=said)
 
 
 @pytest.fixture(scope='module')
@@ -55,14 +49,6 @@ def loose(s):
 @pytest.fixture
 def web(s):
     with httpx.Client(base_url=s.url, timeout=100) as c: yield c
-
-
-def until(f, seconds=100):
-    "Wait for `f()` to be true."
-    end = time.monotonic() + seconds
-    while not f():
-        assert time.monotonic() < end, 'waited in vain'
-        time.sleep(.002)
 
 
 def nothing_left(s): return not s.llm.has_unfinished and not s.api.llm.answers and s.api.pending == 0 and s.llm.stats().running == 0
@@ -316,12 +302,14 @@ def test_health_version_and_figures(s, web):
 
 
 def test_a_line_for_each_request(s, web):
+    until(lambda: not s.server.server_state.tasks)                        # a line may come after its answer
     del s.said[:]
-    web.post('/v1/completions?token=secret', json=dict(prompt='abc', max_tokens=2, ignore_eos=True))
-    web.post('/v1/completions', json=dict(prompt='abc', max_tokens=2, ignore_eos=True, stream=True))
-    web.post('/v1/completions', json=dict(prompt='abc', stop=['a secret', 5]))
-    web.get('/v1/%0a%1b[31mnope')
-    until(lambda: len(s.said) == 4)
+    some = dict(prompt='abc', max_tokens=2, ignore_eos=True)
+    asks = [partial(web.post, '/v1/completions?token=secret', json=some), partial(web.post, '/v1/completions', json=some | dict(stream=True)),
+            partial(web.post, '/v1/completions', json=dict(prompt='abc', stop=['a secret', 5])), partial(web.get, '/v1/%0a%1b[31mnope')]
+    for i, ask in enumerate(asks, 1):
+        ask()
+        until(lambda: len(s.said) == i)
     number = re.compile(r'\d+\.\d\d s')
     assert [number.sub('T s', x) for x in s.said] == ['POST /v1/completions 200, T s, 3 tokens in, 2 out'] * 2 + [
         'POST /v1/completions 400, T s, invalid_request', 'GET /v1/%0a%1b[31mnope 404, T s']
@@ -413,6 +401,7 @@ def test_a_body_that_is_too_long_is_refused_before_it_has_come():
 
 def test_a_client_that_leaves_while_it_sends(s):
     host, port = s.url.removeprefix('http://').split(':')
+    until(lambda: not s.server.server_state.tasks)
     until_now = len(s.said)
     with socket.create_connection((host, int(port))) as c: c.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"prom')
     until(lambda: len(s.said) > until_now)
@@ -464,6 +453,7 @@ def test_who_hangs_up_is_cancelled(s, stream, prompts):
             until(lambda: len(s.llm.groups) == prompts)
         until(lambda: nothing_left(s))
     assert s.llm.stats().requests['cancelled'] == ended + prompts
+    until(lambda: not s.server.server_state.tasks)                        # a line may come after all else
     assert 'the client left' in s.said[-1]
 
 

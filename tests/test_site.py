@@ -1,5 +1,5 @@
 "The book as a whole: links between notebooks, and the site that `.ci/site/build` makes of them."
-import importlib.util, json, os, re, shutil, subprocess, sys
+import importlib.util, json, re, subprocess, sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -230,17 +230,6 @@ def test_boxes_and_answers_are_shown_as_such(path, pages):
 def test_a_link_to_a_term_says_what_it_means(pages):
     links = re.findall(r'<a [^>]*href="82_glossary\.html#[^>]*>', pages['10_slots.html'].text + pages['12_attention.html'].text)
     assert links and all('title="' in a for a in links)
-
-
-@pytest.fixture(scope='module')
-def browser():
-    playwright = pytest.importorskip('playwright.sync_api', reason='needs the package playwright: pip install playwright')
-    path = os.environ.get('CHROMIUM') or next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None)
-    if not path: pytest.skip('needs Chromium: install it, or name it in the variable CHROMIUM')
-    with playwright.sync_playwright() as p:
-        b = p.chromium.launch(executable_path=path, args=['--no-sandbox'])
-        yield b
-        b.close()
 
 
 @needs_docs
