@@ -1,5 +1,5 @@
 "What several files of tests use."
-import contextlib, os, shutil, sys, threading, time
+import os, shutil, sys
 from pathlib import Path
 
 # Beside another worker of pytest-xdist, torch gets its share of the cores: two that each take all of them wait for each other.
@@ -17,28 +17,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def running(server, sock, up):
-    "`server` of batchlab at work on `sock`, in the thread that is given; it sets `up` when it listens."
-    thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
-    thread.start()
-    assert up.wait(60)
-    try: yield thread
-    finally:
-        server.should_exit = True
-        server.api.llm.llm.resume()
-        thread.join(60)
-        assert not thread.is_alive()
-
-
-def until(f, seconds=100):
-    "Wait for `f()` to be true."
-    end = time.monotonic() + seconds
-    while not f():
-        assert time.monotonic() < end, 'waited in vain'
-        time.sleep(.002)
 
 
 @pytest.fixture(scope='module')

@@ -12,7 +12,7 @@ pytest.importorskip('uvicorn')
 httpx = pytest.importorskip('httpx')
 
 from batchlab.work.server import Server, create_app, listen, url_of
-from conftest import running, until
+from helpers import running, until
 
 HEAD = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\n'
 

@@ -13,7 +13,7 @@ httpx = pytest.importorskip('httpx')
 from batchlab.llm import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.work.server import Server, create_app, listen, url_of
-from conftest import running, until
+from helpers import running, until
 
 LONG = dict(max_tokens=200, extra_body=dict(ignore_eos=True))
 TALK = [dict(role='user', content='Hello')]

@@ -1,0 +1,24 @@
+"What the tests of the server share."
+import contextlib, threading, time
+
+
+@contextlib.contextmanager
+def running(server, sock, up):
+    "`server` of batchlab at work on `sock`, in the thread that is given; it sets `up` when it listens."
+    thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
+    thread.start()
+    assert up.wait(60)
+    try: yield thread
+    finally:
+        server.should_exit = True
+        server.api.llm.llm.resume()
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def until(f, seconds=100):
+    "Wait for `f()` to be true."
+    end = time.monotonic() + seconds
+    while not f():
+        assert time.monotonic() < end, 'waited in vain'
+        time.sleep(.002)
