@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..attention import AttentionSpec, _said, attention_override, check_backend, encoder_inputs, packed_of, probe_rows
+from ..attention import AttentionSpec, StateProbe, _said, attention_override, check_backend, encoder_inputs, packed_of, probe_rows
 from . import BackendOptions, Unavailable
 from .experts import PackedExperts, ProbeOfMixture
 from .kernels import AttentionWorklist, KernelBackend, blocks_for, prefix_groups, usable_kernels
@@ -95,6 +95,7 @@ class FusedWeights:
                 self.kept += experts.kept
         self.head, self.embed = None if _head(model) is None else packer.join([model.lm_head]), model.get_input_embeddings()
         self.multiplier, self.places = getattr(base, 'embedding_multiplier', 1), _first(base, 'wpe', 'embed_positions')
+        self.project = None if (project := _first(base, 'embeddings_project')) is None else packer.join([project])
         end = self.layers[len(self.modules)]
         if self.head is not None: end.qkv = self.head.describe()
         if (norm := _first(base, 'norm', 'final_layernorm', 'final_layer_norm', 'ln_f', 'final_norm')) is not None:
@@ -107,6 +108,7 @@ class FusedWeights:
         embed, self.embed = self.embed, _packed_embedding(model, self.head, self.embed)
         if self.embed is not embed: model.set_input_embeddings(self.embed)
         if self.head is not None: model.lm_head = self.head
+        if self.project is not None: base.embeddings_project = self.project
         for p in model.parameters(): p.data = p.data.clone()                    # lets the file go that they were mapped from
 
 # %% ../../nbs/25_fused.ipynb #d186f09a
@@ -156,12 +158,11 @@ def finish_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
 # %% ../../nbs/25_fused.ipynb #27c6febd
 @torch.inference_mode()
 def embed_encoder(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    "What the first layer of an encoder gets for `batch`, `[T, E]`, by its own embeddings: of ids, positions as the family counts them, and types."
-    base, (packed, _) = model.base_model, packed_of(batch)
-    given, takes = encoder_inputs(model, packed), inspect.signature(base.embeddings.forward).parameters
-    with attention_override(model): h = base.embeddings(packed.input_ids, **{name: x for name, x in given.items() if name in takes})
-    project = getattr(base, 'embeddings_project', None)                    # ELECTRA's may be narrower than its layers
-    return (h if project is None else project(h))[0].contiguous()
+    "The embeddings `[T, E]` of `batch` by an encoder's own module: of ids, positions as the family counts them, and types."
+    embeddings: Any = model.base_model.embeddings
+    packed, _ = packed_of(batch)
+    given, takes = encoder_inputs(model, packed), inspect.signature(embeddings.forward).parameters
+    with attention_override(model): return embeddings(packed.input_ids, **{name: x for name, x in given.items() if name in takes})[0].contiguous()
 
 _READS = {3: 'attended', 7: 'activated', 11: 'activated'}                   # the others read `normed`, or `stream` where there is no norm
 _WRITES = {1: 'qkv', 3: 'projected', 5: 'gate_up', 7: 'mlp_out', 9: 'gate_up', 11: 'expert_rows'}
@@ -202,7 +203,9 @@ class Fused(FusedWeights):
         return finish_logits(space['logits'], self.model.config)
 
     def _embed(self, batch: Batch, positions: torch.Tensor) -> torch.Tensor:
-        if self.model.config.model_type in ENCODERS: return embed_encoder(self.model, batch)
+        if self.model.config.model_type in ENCODERS and hasattr(self.model.base_model, 'embeddings'):
+            h = embed_encoder(self.model, batch)
+            return h if self.project is None else self.project(h)              # ELECTRA's may be narrower than its layers
         h = self.embed(_ints(batch.ids))
         if self.multiplier != 1: h = h * self.multiplier
         if self.places is not None: h = h + F.embedding(positions + getattr(self.places, 'offset', 0), self.places.weight)
@@ -244,6 +247,7 @@ def fuse(model: PreTrainedModel, kernels: Kernels, shapes: Sequence[Shape], own:
 
     `shapes`: the model's `kv_layout`; `own`, `linear`, `specs`: see `Fused`; `probe`: see `check_backend`. Raises `Unavailable`."""
     if model.dtype.itemsize < 4 and any(hasattr(m, 'experts') for m in model.modules()): probe = ProbeOfMixture(model, probe_rows(model), probe=probe)
+    if probe is None and _head(model) is None: probe = StateProbe(model, probe_rows(model))
     with attention_override(model):
         try: tried = Fused(model, kernels, linear=PlainLinear, specs=specs)
         except (AttributeError, TypeError, ValueError, RuntimeError) as e:              # built otherwise than when its code was read

@@ -63,9 +63,10 @@ FAMILIES = {name: Family() for name in ('llama', 'mistral', 'qwen2', 'qwen3', 'p
     'apertus': Family(('attention_layernorm', '', 'feedforward_layernorm', ''))}
 
 _BERT = Family(('', 'attention.output.LayerNorm', '', 'output.LayerNorm'), behind=True)
-ENCODERS = {name: _BERT for name in ('bert', 'roberta', 'xlm-roberta', 'camembert', 'electra')} | {
+ENCODERS = {name: _BERT for name in ('bert', 'roberta', 'xlm-roberta', 'camembert', 'electra', 'ernie')} | {
     'distilbert': Family(('', 'sa_layer_norm', '', 'output_layer_norm'), behind=True),
-    'modernbert': Family(('attn_norm', '', 'mlp_norm', ''), exact=True)}
+    'modernbert': Family(('attn_norm', '', 'mlp_norm', ''), exact=True), 'eurobert': Family()} | {
+    name: Family(('', 'post_attention_layernorm', '', 'post_mlp_layernorm'), behind=True) for name in ('nomic_bert', 'gte', 'jina_embeddings_v3')}
 
 # %% ../../nbs/23_layers.ipynb #f90032de
 def _inner(holder: Any, path: str) -> Any: return functools.reduce(lambda x, name: getattr(x, name, None), path.split('.'), holder)
@@ -114,7 +115,7 @@ def check_family(model: PreTrainedModel) -> Family:
     if config.model_type in ENCODERS and getattr(config, 'is_decoder', False): no('it is an encoder that writes')
     if not getattr(config, 'do_layer_norm_before', True) or _first(base, 'project_in'): no('its norms or embeddings are others')
     modules = [l for layer in _layers(model) for part in _linears(layer) for l in part]
-    if (head := _head(model)) is not None: modules.append(head)
+    modules += [m for m in (_head(model), _first(base, 'embeddings_project')) if m is not None]
     if strange := next((l for l in modules if type(l) not in (nn.Linear, Conv1D)), None): no(f'it has a {type(strange).__name__}')
     if any(p.dtype != model.dtype for p in model.parameters()): no('it mixes dtypes')
     if any(n % 16 for n in (config.hidden_size, *(_linear(l).in_features for l in modules))): no('its sizes are no multiples of 16')
@@ -214,7 +215,7 @@ def describe_rotations(model: PreTrainedModel) -> tuple[Rotations | None, Sequen
 # %% ../../nbs/23_layers.ipynb #3f490369
 def attention_specs(model: PreTrainedModel, known: Sequence[AttentionSpec] | None = None) -> Sequence[AttentionSpec]:
     "What each layer of `model` asks of attention, unless that is `known`. Raises `Unavailable`, also if layers have different heads."
-    specs = layer_specs(model) if known is None else known
+    specs = layer_specs(model, model.config.model_type not in ENCODERS, _head(model) is None) if known is None else known
     if len({(s.heads, s.kv_heads, s.dim, s.dim_v) for s in specs}) != 1: raise Unavailable('its layers have different heads')
     return specs
 
