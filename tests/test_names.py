@@ -182,7 +182,7 @@ def test_every_argument_of_vllm_is_known():
 
 @pytest.mark.parametrize('kw,words', [
     (dict(seed=3), 'each request a seed'), (dict(guided_decoding_disable_any_whitespace=True), 'StructuredOutputsParams'), (dict(structured_outputs_config=dict(disable_any_whitespace=True)), 'StructuredOutputsParams'),
-    (dict(disable_sliding_window=True), 'config'), (dict(trust_remote_code=True), 'no code of a model'), (dict(revision='main'), 'load_model'), (dict(enable_lora=True), 'merge'), (dict(task='embed'), 'only generates'),
+    (dict(disable_sliding_window=True), 'config'), (dict(trust_remote_code=True), 'no code of a model'), (dict(revision='main'), 'load_model'), (dict(enable_lora=True), 'merge'),
     (dict(runner='pooling'), 'only generates'), (dict(load_format='dummy'), 'weights come from'), (dict(speculative_config=dict(a=1)), 'token by token'),
     (dict(hf_overrides=dict(a=1)), 'config'), (dict(tokenizer_mode='slow'), 'AutoTokenizer'), (dict(max_num_seq=4), "did you mean 'max_num_seqs'"),
     (dict(gpu_memory_utilisation=.5), "did you mean 'gpu_memory_utilization'"), (dict(max_tokens=3), 'SamplingParams'), (dict(voice='alto'), "'voice'"),
