@@ -332,6 +332,7 @@ static void weigh_all(const T* p, const T* const* v, int n, float* o, int D, Pre
     constexpr int E = 4 / sizeof(T);
     int d = 0;
     for (; d + 4 * W <= D; d += 4 * W) weigh<N, 4>(p, v, d * E, n, o + d, D, ahead);
+    for (; d + 2 * W <= D; d += 2 * W) weigh<N, 2>(p, v, d * E, n, o + d, D, ahead);
     for (; d < D; d += W) weigh<N, 1>(p, v, d * E, n, o + d, D, ahead);
 }
 template <class T>
@@ -375,10 +376,10 @@ struct Shape {
     const float* sinks;    // one for each head, or null
 };
 template <class T>
-struct Unit {  // rows of queries, and what they have gathered; end: columns that a row may see
+struct Unit {  // rows of queries, and what they have gathered; a row sees columns begin to end (excluded)
     T q[ROWS * DIM];
     float s[RB * STEP], o[ROWS * DIM], m[ROWS], l[ROWS];
-    i64 end[ROWS];
+    i64 begin[ROWS], end[ROWS];
 };
 template <class T>
 struct Stretch {  // columns of one KV head that a block table leads to
@@ -425,8 +426,7 @@ static void walk(const Shape& z, Unit<T>& u, int first, int last, const Stretch<
                 const T* p = (const T*)u.s;
                 scores<n>(u.q + r * D, D, now.k, cols, z.scale, u.s, ahead);
                 for (int i = 0; i < n; i++) {
-                    const i64 seen = u.end[r + i] - c;  // columns of this step before the row's own end
-                    const int lo = z.window ? std::clamp<i64>(seen - z.window, 0, cols) : 0, hi = std::clamp<i64>(seen, 0, cols);
+                    const int lo = std::clamp<i64>(u.begin[r + i] - c, 0, cols), hi = std::clamp<i64>(u.end[r + i] - c, 0, cols);
                     float* o = u.o + (r + i) * DV;
                     const float fade =
                         soften(u.s + i * STEP, (T*)(u.s + i * STEP), lo, hi, cols, z.softcap, u.m[r + i], u.l[r + i]);
@@ -452,10 +452,12 @@ struct Route {
     Stretch<T> stretch(i64 h, i64 table, i64 from, i64 to) const {
         return {K + h * z.k_head, V + h * z.v_head, blocks + table, from, to};
     }
+    // The columns that the token at `column` of query row `a` sees
+    i64 begin(i64 column) const { return z.window ? std::max<i64>(0, column + 1 - z.window) : 0; }
+    i64 end(const i64* a, i64 column) const { return !a[4] ? column + 1 : z.window ? std::min(a[4], column + z.window) : a[4]; }
     Stretch<T> own(const i64* unit, i64 i, i64 h) const {  // of query row i
-        const i64* a = members + 4 * i;
-        const i64 from = z.window ? std::max<i64>(0, a[3] + 1 - z.window) / COLUMNS * COLUMNS : unit[3];
-        return stretch(h, a[2], from, a[3] + a[1]);
+        const i64* a = members + 5 * i;
+        return stretch(h, a[2], z.window ? begin(a[3]) / COLUMNS * COLUMNS : unit[3], end(a, a[3] + a[1] - 1));
     }
     Stretch<T> first(i64 u) const {
         if (u >= n * z.kv_heads) return {};
@@ -471,16 +473,17 @@ static void one_unit(const Route<T>& all, const T* q, T* out, i64 number, const 
     Unit<T> u;
     int R = 0;
     for (i64 i = unit[0]; i < unit[1]; i++)
-        for (i64 j = 0; j < members[4 * i + 1] * G; j++, R++) {
-            const i64 *a = members + 4 * i, head = h * G + j % G;
+        for (i64 j = 0; j < members[5 * i + 1] * G; j++, R++) {
+            const i64 *a = members + 5 * i, head = h * G + j % G, column = a[3] + j / G;
             memcpy(u.q + R * D, q + (a[0] + j / G) * z.q_token + head * z.q_head, D * sizeof(T));
             memset(u.o + R * DV, 0, DV * sizeof(float));
-            u.m[R] = z.sinks ? z.sinks[head] : -INFINITY, u.l[R] = z.sinks ? 1 : 0, u.end[R] = a[3] + j / G + 1;
+            u.m[R] = z.sinks ? z.sinks[head] : -INFINITY, u.l[R] = z.sinks ? 1 : 0;
+            u.begin[R] = all.begin(column), u.end[R] = all.end(a, column);
         }
     if (all.shares(unit)) walk(z, u, 0, R, all.first(number), all.own(unit, unit[0], h));
     R = 0;
     for (i64 i = unit[0]; i < unit[1]; i++) {
-        const i64 *a = members + 4 * i, n = a[1] * G;
+        const i64 *a = members + 5 * i, n = a[1] * G;
         walk(z, u, R, R + n, all.own(unit, i, h), i + 1 < unit[1] ? all.own(unit, i + 1, h) : then);
         for (int j = 0; j < n; j++) {
             T* row = out + ((a[0] + j / G) * z.heads + h * G + j % G) * DV;
