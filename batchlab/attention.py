@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib, functools, inspect, threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,19 +26,19 @@ KV = tuple[torch.Tensor, torch.Tensor]
 __getattr__ = renamed(__name__, {'as_found': 'attention_override', 'NotPacked': 'errors.Unavailable', 'NoStep': 'errors.EngineError'})
 
 # %% auto #0
-__all__ = ['KV', 'packed_attention', 'both_ways', 'PackedStep', 'TorchBackend', 'open_backend', 'attention_override', 'probe_rows', 'check_backend', 'layer_specs', 'kv_layout', 'can_pack', 'shared_prefixes']
+__all__ = ['KV', 'packed_attention', 'both_ways', 'PackedStep', 'TorchBackend', 'open_backend', 'attention_override', 'probe_rows', 'check_backend', 'layer_specs', 'kv_layout', 'can_pack', 'encoder_inputs', 'takes_types', 'StateProbe', 'sees_back_only', 'shared_prefixes']
 
 # %% ../nbs/12_attention.ipynb #5e1a0c13
 class _Thread(threading.local):
     "What a thread is in the middle of: a step, the configs of its model, and which layers have attended."
-    runs: tuple[Step | None, Sequence[Any], set[int]] = None, (), set()
+    runs: tuple[Step | None, Sequence[Any], list[int], bool] = None, (), [], True
 
 _thread = _Thread()
 
 @contextlib.contextmanager
-def _runs(step: Step, configs: Sequence[Any]) -> Iterator[None]:
+def _runs(step: Step, configs: Sequence[Any], causal: bool = True) -> Iterator[None]:
     "Inside, `step` attends for modules with one of `configs` that this thread calls, once for each layer."
-    before, _thread.runs = _thread.runs, (step, configs, set())
+    before, _thread.runs = _thread.runs, (step, configs, [], causal)
     try: yield
     finally: _thread.runs = before
 
@@ -52,12 +52,12 @@ def packed_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Te
     `query` `[1, H, T, D]`; `key`, `value` `[1, KV, T, D]`: the packed new tokens. The step that this thread is in the
     middle of gets all that the layer asks for, the last argument whatever else it passed on. Raises `EngineError`.
     """
-    layer: Any = module.layer_idx
-    step, configs, attended = _thread.runs
+    step, configs, attended, causal = _thread.runs
     if step is None or not any(c is module.config for c in configs):
         raise EngineError('this model is in the middle of a batchlab step: do not call it from another thread meanwhile')
+    layer: Any = module.layer_idx if causal else len(attended)                     # what leaves no KV has no fixed place for it
     if layer in attended: raise EngineError(f'its layer {layer} attends more than once in a step')
-    attended.add(layer)
+    attended.append(layer)
     kwargs.setdefault('is_causal', getattr(module, 'is_causal', True))
     if attention_mask is not None: kwargs['attention_mask'] = attention_mask       # made by the model itself
     scale = query.shape[-1] ** -.5 if scaling is None else scaling
@@ -75,9 +75,10 @@ def packed_forward(model: PreTrainedModel, step: Step, packed: Packed, last: tor
     hidden states `[n, E]` in place of logits."""
     last = packed.last if last is None else last
     run = model.base_model if hidden else model
+    inputs = dict(position_ids=packed.position_ids, use_cache=False) if packed.causal else encoder_inputs(model, packed)
     keep = dict(logits_to_keep=last) if not hidden and 'logits_to_keep' in inspect.signature(model.forward).parameters else {}
-    with attention_override(model, 'batchlab') as configs, _runs(step, configs):
-        out = run(input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, **keep)
+    with attention_override(model, 'batchlab') as configs, _runs(step, configs, packed.causal):
+        out = run(input_ids=packed.input_ids, **inputs, **keep)
     if hidden: return out.last_hidden_state[0, last]
     return out.logits[0] if keep else out.logits[0, last]
 
@@ -130,8 +131,9 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
 # %% ../nbs/12_attention.ipynb #d06fcc1b
 def packed_of(batch: Batch, device: torch.device | str | None = None) -> tuple[Packed, torch.Tensor]:
     "`batch` as tensors: its `Packed` row, and where its outputs are due, int64 `[n]`."
+    types = _ints(batch.token_types, device=device)[None] if batch.token_types else None
     row = Packed(_ints(batch.ids, device=device)[None], _ints(batch.positions, device=device)[None],
-                 _ints(batch.cu_seqlens, torch.int32, device), _ints(batch.starts, device=device))
+                 _ints(batch.cu_seqlens, torch.int32, device), _ints(batch.starts, device=device), batch.causal, types)
     return row, _ints(batch.logits_at, device=device)
 
 # %% ../nbs/12_attention.ipynb #8a6368b5
@@ -267,7 +269,7 @@ class TorchBackend:
 
     @torch.inference_mode()
     def execute(self, cache: KVCache, batch: Batch) -> torch.Tensor:
-        cache.prepare(batch)
+        if batch.causal: cache.prepare(batch)
         step = self.make_step(cache, batch)
         packed, last = packed_of(batch, self.model.device)
         with self.adapters.inside(batch) if self.adapters is not None and any(batch.adapters) else contextlib.nullcontext():
@@ -339,32 +341,35 @@ class AttentionSpec:
 class LayerCalls:
     """A step without a cache, for one packed sequence, that notes what each layer asks for.
 
-    `calls`: `(layer, its AttentionSpec)`, in the order of the calls. Raises `Unavailable` if a layer asks for what batchlab doesn't know.
+    `calls`: `(layer, its AttentionSpec)`, in the order of the calls. `causal`: what all layers have to be. Raises `Unavailable` if a layer
+    asks for what batchlab doesn't know.
     """
-    def __init__(self) -> None: self.calls: list[tuple[int, AttentionSpec]] = []
+    def __init__(self, causal: bool = True) -> None: self.causal, self.calls = causal, list[tuple[int, AttentionSpec]]()
 
     def attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None,
                   softcap: float | None, sinks: torch.Tensor | None, others: dict) -> torch.Tensor:
         "As `packed_attention` calls it."
         if strange := [n for n, x in others.items() if n not in PASSED_ON and isinstance(x, torch.Tensor)]:
             raise Unavailable(f'its attention takes {strange[0]}, which batchlab does not know')
-        if others.get('is_causal') is False: raise Unavailable('its attention is not causal')
+        if others.get('is_causal') is not self.causal: raise Unavailable(f'its attention is {"not " * self.causal}causal')
         self.calls.append((layer, AttentionSpec(q.shape[1], k.shape[1], q.shape[3], v.shape[3], scaling, window, softcap, sinks)))
-        return attend(q, k, v, 'causal', scaling, softcap, sinks).transpose(1, 2)
+        mask = 'causal' if self.causal else both_ways(q.shape[2], window, q)
+        return attend(q, k, v, mask, scaling, softcap, sinks).transpose(1, 2)
 
-def _record(model: PreTrainedModel, ids: list[int]) -> list[AttentionSpec]:
+def _record(model: PreTrainedModel, ids: list[int], causal: bool = True, hidden: bool = False) -> list[AttentionSpec]:
     "What each layer asks of attention, from one row alone. Raises `Unavailable`."
-    seen, n = LayerCalls(), model.config.get_text_config().num_hidden_layers
-    packed_forward(model, seen, pack([ids], [0], model.device))
+    seen, n = LayerCalls(causal), model.config.get_text_config().num_hidden_layers
+    packed_forward(model, seen, replace(pack([ids], [0], model.device), causal=causal), hidden=hidden)
     calls = sorted(seen.calls, key=lambda c: c[0])
     if not calls or [c[0] for c in calls] != list(range(n)):
         raise Unavailable(f'its {n} layers called the attention function {len(calls)} times, not once each')
     return [spec for _, spec in calls]
 
 # %% ../nbs/71_families.ipynb #5e04c3c7
-def _check_windows(config: Any, windows: list[int | None]) -> None:
+def _check_windows(config: Any, windows: list[int | None], causal: bool = True) -> None:
     "Raise `Unavailable` unless the layers asked for the windows that `config` states; None is full attention."
     size, kinds = getattr(config, 'sliding_window', None), getattr(config, 'layer_types', None)
+    if size and not causal: size += 1                                    # tokens so far away are still seen, on both sides
     if getattr(config, 'use_sliding_window', True) is False: size = None
     if strange := {*(kinds or ())} - {'full_attention', 'sliding_attention'}: raise Unavailable(f'it has layers of type {min(strange)!r}')
     for name in ('attention_chunk_size', 'window_size', 'local_attention', 'attention_window_size'):
@@ -393,27 +398,37 @@ def check_backend(model: PreTrainedModel, backend: Backend, probe: Probe | None 
     """Raise `Unavailable` unless rows of 13, 3 and 1 tokens get from `backend` the logits that `model` gives each alone.
 
     In three steps: together, a chunk, and decode, so many `times`. `probe`: of `probe_rows`, whose answers may be known; None
-    makes one."""
+    makes one. With a `StateProbe` it is hidden states; where rows see both ways, of all positions in one step."""
     probe, size = probe or Probe(model, probe_rows(model)), backend.block_size
     each = -(-16 // size)
     cache, tables = backend.make_cache(3 * each), [list(range(i * each, (i + 1) * each)) for i in (1, 0, 2)]
+    how: dict[str, Any] = dict(causal=probe.causal, hidden=probe.hidden)
     with attention_override(model), _why_not():
-        decode = [(0, 12, 1), (1, 2, 1), (2, 0, 1)]                                 # (row, start, n_tokens)
-        for step in ([(2, 0, 1), (0, 0, 7), (1, 0, 2)], [(0, 7, 5)], *[decode] * times):
+        for step in _trial_steps(probe.causal, times):
             rows = [(probe.rows[r][start:start + n], start) for r, start, n in step]
-            logits = backend.execute(cache, pack_rows(rows, [tables[r] for r, *_ in step], size))
-            if not probe.agrees([(r, start + n) for r, start, n in step], logits):
-                raise Unavailable('its logits packed differ from those alone')
+            ends = [(r, start + n) for r, start, n in step]
+            if not probe.causal: ends = [(r, i + 1) for r, _, n in step for i in range(n)]
+            at = None if probe.causal else range(len(ends))
+            types = [t for r, *_ in step for t in probe.types[r]] if probe.types and not probe.causal else []
+            out = backend.execute(cache, pack_rows(rows, [tables[r] for r, *_ in step], size, at, token_types=types, **how))
+            if not probe.agrees(ends, out):
+                raise Unavailable(f'its {"hidden states" if probe.hidden else "logits"} packed differ from those alone')
+
+def _trial_steps(causal: bool, times: int) -> list[list[tuple[int, int, int]]]:
+    "Of each step of a trial its rows, `(row, start, n_tokens)`."
+    if not causal: return [[(2, 0, 1), (1, 0, 3), (0, 0, 13)]]
+    return [[(2, 0, 1), (0, 0, 7), (1, 0, 2)], [(0, 7, 5)], *[[(0, 12, 1), (1, 2, 1), (2, 0, 1)]] * times]
 
 # %% ../nbs/71_families.ipynb #35d20d40
 @torch.inference_mode()
-def layer_specs(model: PreTrainedModel) -> list[AttentionSpec]:
+def layer_specs(model: PreTrainedModel, causal: bool = True, hidden: bool = False) -> list[AttentionSpec]:
     """What each layer of `model` asks of attention, by one short row. Raises `Unavailable` unless each calls the attention function once,
-    asks for nothing unknown, and for the window that config states."""
-    if 'position_ids' not in inspect.signature(model.forward).parameters: raise Unavailable('it takes no position_ids')
+    asks for nothing unknown, and for the window that config states. `causal`, `hidden`: as in a `Batch`."""
+    run = model.base_model if hidden else model
+    if 'position_ids' not in inspect.signature(run.forward).parameters: raise Unavailable('it takes no position_ids')
     with _why_not():
-        specs = _record(model, probe_rows(model)[0])
-        _check_windows(model.config.get_text_config(), [spec.window for spec in specs])
+        specs = _record(model, probe_rows(model)[0], causal, hidden)
+        _check_windows(model.config.get_text_config(), [spec.window for spec in specs], causal)
     return specs
 
 def kv_layout(model: PreTrainedModel, probe: Probe | None = None) -> list[Shape]:
@@ -430,6 +445,48 @@ def can_pack(model: PreTrainedModel) -> bool:
     "Whether `model` runs packed; `kv_layout` says why not."
     try: return bool(kv_layout(model))
     except Unavailable: return False
+
+# %% ../nbs/71_families.ipynb #enc00002
+def encoder_inputs(model: PreTrainedModel, packed: Packed) -> dict[str, torch.Tensor]:
+    "What the base of `model` takes beside the ids of a row that sees both ways: its `position_ids` as it counts them, and `token_type_ids`."
+    base, ids, positions = model.base_model, packed.input_ids, packed.position_ids
+    embed, takes = getattr(base, 'embeddings', None), inspect.signature(base.forward).parameters
+    if hasattr(embed, 'create_position_ids_from_input_ids'):                        # RoBERTa: from behind the padding id, which is left out
+        real, cu = (ids != embed.padding_idx).long(), packed.cu_seqlens_q.long()
+        count = F.pad(real.cumsum(-1), (1, 0))[0]
+        positions = (count[1:] - count[cu[:-1]].repeat_interleave(cu.diff())) * real + embed.padding_idx
+    if 'token_type_ids' not in takes: return dict(position_ids=positions)
+    return dict(position_ids=positions, token_type_ids=torch.zeros_like(ids) if packed.token_types is None else packed.token_types)
+
+def takes_types(model: PreTrainedModel) -> bool:
+    "Whether `model` tells the two texts of a pair apart by `token_type_ids`."
+    return 'token_type_ids' in inspect.signature(model.base_model.forward).parameters and getattr(model.config, 'type_vocab_size', 0) > 1
+
+class StateProbe(Probe):
+    """A `Probe` of last hidden states. `causal`: whether a token sees only what stands before it, which is tried unless given.
+
+    `types`: the types of the tokens of its rows, those of a pair if the model takes them."""
+    hidden = True
+    def __init__(self, model: PreTrainedModel, rows: Sequence[Sequence[int]], causal: bool | None = None) -> None:
+        super().__init__(model, rows)
+        self.causal = sees_back_only(model) if causal is None else causal
+        self.types: list[list[int]] | None = [[int(takes_types(model) and 2 * i > len(row)) for i in range(len(row))] for row in self.rows]
+
+    @functools.cached_property
+    @torch.inference_mode()
+    def alone(self) -> list[torch.Tensor]:
+        "The hidden states `[n, E]` of each row by itself: computed when they are first asked for."
+        def states(row: list[int], types: list[int]) -> torch.Tensor:
+            ids, told = torch.tensor([row], device=self.model.device), torch.tensor([types], device=self.model.device)
+            return self.model.base_model(input_ids=ids, **(dict(token_type_ids=told) if takes_types(self.model) else {})).last_hidden_state[0]
+        return [states(row, types) for row, types in zip(self.rows, self.types or ())]
+
+@torch.inference_mode()
+def sees_back_only(model: PreTrainedModel) -> bool:
+    "Whether the hidden state of a first token stays when those behind it become others: tried."
+    row, run = probe_rows(model)[0], model.base_model
+    one, other = (run(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state[0, 0].float() for ids in (row, row[:1] + row[:0:-1]))
+    return bool((one - other).abs().max() <= (1e-4 if model.dtype.itemsize >= 4 else 2e-2) * one.abs().max())
 
 # %% ../nbs/71_families.ipynb #aed6da4c
 def shared_prefixes(tables: Sequence[Sequence[int]], limits: Sequence[int], unit: int = 1) -> list[tuple[list[int], int]]:

@@ -29,7 +29,7 @@ class Batch:
     `copies`: `(source, target, n)`, done before all else: the first `n` tokens of one block into another. `logits_at`: which
     of the T tokens give an output. `adapters`: for each row the adapter it runs with, 0 for none. `causal`: False for rows
     that see all of themselves, in both directions, and leave no KV: a whole sequence each. `hidden`: give the last hidden
-    states in place of logits."""
+    states in place of logits. `token_types`: of each of the T tokens, for models that tell the parts of a pair apart; or []."""
     ids: list[int]
     positions: list[int]
     cu_seqlens: list[int]
@@ -42,6 +42,7 @@ class Batch:
     adapters: list[int] = field(default_factory=list)
     causal: bool = True
     hidden: bool = False
+    token_types: list[int] = field(default_factory=list)
 
     def __len__(self) -> int: return len(self.seq_lens)
     @property

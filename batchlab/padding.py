@@ -58,7 +58,9 @@ class Probe:
     """Rows of ids to try ways to run `model` on, and what its own code gives them. Made while the model is in eval mode.
 
     `at_once`: ask it once, each row followed by what makes it as long as the longest. A causal model does not see what follows; from
-    one that does, nothing agrees."""
+    one that does, nothing agrees. `hidden`, `causal`: what is compared, here the logits of a causal model; for others see `StateProbe`."""
+    hidden, causal = False, True
+    types: list[list[int]] | None = None
     def __init__(self, model: PreTrainedModel, rows: Sequence[Sequence[int]], at_once: bool = False) -> None:
         self.model, self.rows, self.at_once = model, [list(row) for row in rows], at_once
 
