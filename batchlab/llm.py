@@ -25,7 +25,7 @@ from .config import (check_compile, check_count, check_quantization, check_strat
 from .deprecated import renamed
 from .engine import make_request, sum_ledgers
 from .errors import BatchlabError, ModelError, ParamError
-from .inputs import (as_list, chat_options, check_bar, check_forms, is_talk, log_failures, prompt_ids_of, settings_for,
+from .inputs import (as_list, chat_options, check_bar, check_forms, is_pooling, is_talk, log_failures, prompt_ids_of, settings_for,
                              split_settings)
 from .ledger import Ledger
 from .loop import BackgroundLoop, Delivery, EngineSet
@@ -33,6 +33,8 @@ from .models import eos_token_ids, pad_token_id
 from .names import by_any_name, read_call, read_engine, read_plain_call
 from .outputs import MemoryPlan, Outputs, RequestGroup, RequestOutput, Score, Stats, StreamEvent
 from .params import BeamSearchParams, check_logprobs_mode, read_beam_call
+from .pooled import PoolerConfig, PoolingGroup, PoolingParams, PoolingRequestOutput
+from .pooling import Pooler, PoolingCalls, admit_pooling
 from .prefill import check_prompt
 from .prefix import group_by_prefix
 from .sampling import SamplingParams, SamplingRow
@@ -56,9 +58,12 @@ def grammar_for(llm: LLM, params: SamplingParams) -> Any:
     if llm.grammars is None: llm.grammars = Grammars(llm.tokenizer, llm.vocab_size, llm.eos_ids)
     return llm.grammars.of(params)
 
-def admit(llm: LLM, group: RequestGroup, prompt: Any, params: SamplingParams, priority: int = 0, timeout: float | None = None,
+def admit(llm: LLM, group: RequestGroup, prompt: Any, params: SamplingParams | PoolingParams, priority: int = 0, timeout: float | None = None,
           chat: bool = False) -> RequestGroup:
     "Tokenise and check `prompt`; give `group` its requests, or its error. Raises `ModelError`."
+    if isinstance(params, PoolingParams) and isinstance(group, PoolingGroup): return admit_pooling(llm, group, prompt, params, priority, timeout)
+    if not llm.can_generate:
+        raise ModelError(f'{type(llm.model).__name__} writes no text: it has {", ".join(llm.pooling_tasks)}, as llm.embed, llm.classify, llm.score or llm.encode')
     group.params, group.deadline = params, None if timeout is None else group.start + timeout
     try:
         prompt, own = split_settings(prompt)
@@ -86,10 +91,11 @@ def group_waves(llm: LLM, groups: Sequence[RequestGroup]) -> None:
         for i in rows: requests[i].wave = key if len(rows) > 1 else ''
 
 # %% ../nbs/15_llm.ipynb #3444a712
-@by_any_name(__init__=read_engine, generate=read_call, chat=read_call, stream=read_call, iter_outputs=read_call, score=read_plain_call,
+@by_any_name(__init__=read_engine, generate=read_call, chat=read_call, stream=read_call, iter_outputs=read_call, logprobs=read_plain_call,
              plan=read_call, add_request=read_call, choose=read_plain_call, map=read_call, beam_search=read_beam_call)
-class LLM(BackgroundLoop):
-    """Batch inference with one causal LM: `generate` for prompts, `chat` for conversations, results in input order.
+class LLM(PoolingCalls, BackgroundLoop):
+    """Batch inference with one model: `generate` for prompts, `chat` for conversations, `embed` and the other `PoolingCalls` for texts whose
+    hidden states are wanted; results in input order.
 
     `model`: None (the default model), a hub id, a folder, a `.gguf` file, or a loaded model, which is left as it was
     found. `tokenizer`: None takes the model's own, a name or folder that one's; with a loaded model None means ids in, ids out. `max_num_seqs`:
@@ -101,7 +107,7 @@ class LLM(BackgroundLoop):
     `strategy`: 'continuous'; or, to compare, 'loop' (one at a time), 'static' (batches in the order given), 'bucketed'
     (similar lengths together), 'prefix' (batches that share a prefix). `logprobs_mode`: what `logprobs` are of, for requests that
     don't say: 'raw_logprobs' of what the model says, 'processed_logprobs' of what may be sampled, or the logits of either,
-    'raw_logits', 'processed_logits'. `trace`: record all that happens, in `recorder`;
+    'raw_logits', 'processed_logits'. `pooler_config`: a `PoolerConfig`, where hidden states are to be pooled otherwise than the model's folder says. `trace`: record all that happens, in `recorder`;
     to record a part of it, see `trace`. vLLM's and transformers' further arguments work where they mean the same; the log says which
     have no effect, and what would change the tokens is refused by name. Raises `ModelError`, `ParamError`."""
     @no_collection()
@@ -109,7 +115,8 @@ class LLM(BackgroundLoop):
                  dtype: str | torch.dtype = 'auto', device: str | torch.device = 'auto', max_num_seqs: int | None = None,
                  max_model_len: int | None = None, max_num_batched_tokens: int | None = None, enable_prefix_caching: bool = True,
                  strategy: str = 'continuous', kv_cache_bytes: int | None = None, compile: bool | str = 'auto',
-                 quantization: str | None = None, trace: bool = False, logprobs_mode: str = 'raw_logprobs') -> None:
+                 quantization: str | None = None, trace: bool = False, logprobs_mode: str = 'raw_logprobs',
+                 pooler_config: PoolerConfig | dict[str, Any] | str | None = None) -> None:
         super().__init__()
         limits = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
                       kv_cache_bytes=kv_cache_bytes)
@@ -123,11 +130,16 @@ class LLM(BackgroundLoop):
         self.eos_ids, self.pad_id = eos_token_ids(self.model, self.tokenizer), pad_token_id(self.model, self.tokenizer)
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
         self.switch = rope_switch(self.model)
+        self.can_generate: bool = getattr(self.model, 'can_generate', lambda: True)()
         # how it can run, found by trying it
         self.shapes: list[Shape] | None
-        self.paddable: bool | None
+        self.paddable: bool | None = None
+        self.causal = True
         self.engines = EngineSet(self)
-        self.limits = choose_limits(self.model, self.shapes, self.paddable, **limits)
+        self.pooler = Pooler(self.model, self.tokenizer, PoolerConfig.of(pooler_config), self.causal)
+        if not self.can_generate: limits['max_model_len'] = max_model_len or self.pooler.limit
+        shapes = self.shapes if self.causal else (self.shapes or [])[:1]               # one layer's keys and values at a time, where none are kept
+        self.limits = choose_limits(self.model, shapes, self.paddable, **limits)
         self.engines.configure()
         # what moves
         self.watchers: list[Callable] = []                     # of its engines, and of requests: see `Engine`, `Delivery.mark`
@@ -194,7 +206,7 @@ class LLM(BackgroundLoop):
         """Yield a `StreamEvent` for each token of each request as it comes; for arguments see `generate`.
 
         Closing the generator cancels what is left. Raises `ParamError`."""
-        prompts = self._prompts(prompts, chat)
+        prompts = self._prompts(prompts, chat, sampling_params)
         return self._stream(prompts, settings_for(len(prompts), sampling_params, priority, timeout), chat)
 
     def iter_outputs(self, prompts: Any, sampling_params: Any = None, chat: bool = False,
@@ -203,16 +215,16 @@ class LLM(BackgroundLoop):
         """Yield `(index, RequestOutput)` as each finishes: whoever writes them down at once loses nothing later.
 
         `on_step(k)` is called with the number of new tokens as they come."""
-        prompts = self._prompts(prompts, chat)
+        prompts = self._prompts(prompts, chat, sampling_params)
         settings = settings_for(len(prompts), sampling_params, priority, timeout)
         def outputs() -> Iterator[tuple[int, RequestOutput]]:
             with contextlib.closing(self._stream(prompts, settings, chat, longest_first=True)) as events:
                 for e in events:
-                    if on_step and e.token_ids: on_step(len(e.token_ids))
+                    if on_step and (k := len(e.token_ids) or (e.output.num_tokens if isinstance(e.output, PoolingRequestOutput) else 0)): on_step(k)
                     if e.output is not None: yield e.index, e.output
         return outputs()
 
-    def score(self, prompts: Any, use_tqdm: Any = None, start: int = 1) -> Outputs[Score]:
+    def logprobs(self, prompts: Any, use_tqdm: Any = None, start: int = 1) -> Outputs[Score]:
         """The `Score` of each of `prompts`, in their order; conversations are scored as the chat template writes them.
 
         `start`: the first token that counts. What lies before is computed once for all prompts that begin alike, and may come
@@ -220,7 +232,7 @@ class LLM(BackgroundLoop):
         check_count('start', start)
         talks = [{'messages': p} if is_talk(p) else p for p in as_list(prompts, is_talk(prompts))]
         talks = [{'add_generation_prompt': False} | p if isinstance(p, dict) and 'messages' in p else p for p in talks]
-        for own in (own for p in talks for own in split_settings(p)[1]): raise ParamError(f'{own}: score has no settings, leave it out')
+        for own in (own for p in talks for own in split_settings(p)[1]): raise ParamError(f'{own}: logprobs has no settings, leave it out')
         def first(prompt: Any) -> int:
             "After which position those of `prompt` begin: of a shorter one, the last."
             try: return min(start, len(prompt_ids_of(self.model, self.tokenizer, prompt, False)[1]) or 1) - 1
@@ -269,7 +281,7 @@ class LLM(BackgroundLoop):
 
     def plan(self, prompts: Any, sampling_params: Any = None, chat: bool = False) -> MemoryPlan:
         "The `MemoryPlan` of a call with these arguments; nothing is run. Raises `ParamError`."
-        prompts = self._prompts(prompts, chat)
+        prompts = self._prompts(prompts, chat, sampling_params)
         return make_plan(self, self._groups(prompts, settings_for(len(prompts), sampling_params), chat))
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -306,7 +318,8 @@ class LLM(BackgroundLoop):
             raise ParamError('add_request takes the prompt first, unlike vLLM: add_request(prompt, sampling_params, request_id=…)')
         request_id = self._next_id() if request_id is None else str(request_id)
         [settings] = settings_for(1, sampling_params, priority, timeout)
-        return admit(self, RequestGroup(request_id, on_event=stream_callback), prompt, *settings, chat)
+        kind = PoolingGroup if isinstance(settings[0], PoolingParams) else RequestGroup
+        return admit(self, kind(request_id, on_event=stream_callback), prompt, *settings, chat)
 
     def reset_prefix_cache(self) -> None:
         "Forget what earlier requests left in the blocks."
@@ -330,16 +343,17 @@ class LLM(BackgroundLoop):
         "An id that no request has."
         return next(i for i in map(str, self.ids) if i not in self.groups)
 
-    def _prompts(self, prompts: Any, chat: bool) -> list:
+    def _prompts(self, prompts: Any, chat: bool, params: Any = None) -> list:
         "`prompts` as a list. Raises `PromptError` if not one of them is a prompt."
         prompts = as_list(prompts, chat)
-        check_forms(prompts, chat)
+        if not is_pooling(params): check_forms(prompts, chat)
         return prompts
 
-    def _groups(self, prompts: Sequence[Any], settings: Sequence[tuple[SamplingParams, int, float | None]], chat: bool,
+    def _groups(self, prompts: Sequence[Any], settings: Sequence[tuple[Any, int, float | None]], chat: bool,
                 on_event: Callable[[StreamEvent], object] | None = None) -> list[RequestGroup]:
         "A `RequestGroup` for each of `prompts`, made ready by `admit`. Raises `ModelError` if none can run, as the model lacks something."
-        groups = [RequestGroup(self._next_id(), i, on_event) for i in range(len(prompts))]
+        kinds = [PoolingGroup if isinstance(s[0], PoolingParams) else RequestGroup for s in settings]
+        groups = [kind(self._next_id(), i, on_event) for i, kind in enumerate(kinds)]
         down: list[ModelError] = []
         for group, prompt, s in zip(groups, prompts, settings):
             try: admit(self, group, prompt, *s, chat)
@@ -371,7 +385,7 @@ class LLM(BackgroundLoop):
                  verify: bool) -> Outputs[RequestOutput]:
         "All outputs of a call in input order, under a progress bar if that was asked for, or may be seen."
         check_bar(use_tqdm)
-        prompts, done, tokens, last = self._prompts(prompts, chat), {}, 0, 0.
+        prompts, done, tokens, last = self._prompts(prompts, chat, sampling_params), {}, 0, 0.
         def count(k: int) -> None:
             nonlocal tokens, last
             tokens += k

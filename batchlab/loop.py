@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 from .backends import Backend, BackendOptions, select_backend
 from .blocks import KVBudget
-from .config import free_memory, probe_model, select_runner, weights_digest, weights_version
+from .config import free_memory, probe_model, probe_pooling, select_runner, weights_digest, weights_version
 from .engine import Engine, sum_ledgers
 from .errors import BatchlabError, EngineError, UnsupportedModelError
 from .ledger import Ledger
 from .outputs import RequestGroup, StreamEvent
+from .pooling import pooling_engine
 from .runners import PackedRunner, PaddedRunner, SoloRunner
 from .scheduler import Request, Scheduler
 if TYPE_CHECKING:
@@ -214,6 +215,7 @@ class BackgroundLoop(StepLoop):
 # %% ../nbs/73_recovery.ipynb #5f81e419
 def make_engine(llm: LLM, kind: str) -> Engine:
     "An `Engine` for requests of a kind, by `llm.strategy`."
+    if kind == 'pooled': return pooling_engine(llm)
     l, strategy, solo = llm.limits, llm.strategy, kind == 'solo'
     how: Any = dict(max_num_batched_tokens=l.max_num_batched_tokens, budget=llm.budget)
     if kind == 'packed':
@@ -294,7 +296,8 @@ class EngineSet(dict[str, Engine]):
         llm, model = self.llm, self.llm.model
         self.weights_digest = weights_digest(model)                           # now, as an own model gives its weights up
         options = BackendOptions(llm.compile, llm.own, free_memory(model.device) / 10, llm.quantization)
-        if first: llm.shapes, llm.paddable, backend = probe_model(model, llm.strategy == 'continuous', llm.switch, options)
+        if first and not llm.can_generate: llm.shapes, llm.causal, backend = probe_pooling(model, options)
+        elif first: llm.shapes, llm.paddable, backend = probe_model(model, llm.strategy == 'continuous', llm.switch, options)
         else: backend = select_backend(model, llm.shapes, options) if llm.shapes else self.backend
         if llm.quantization and backend.name not in ('fused', 'modules'):
             raise UnsupportedModelError(f'quantization={llm.quantization!r} is for models that run on packed weights, and this one does not: '

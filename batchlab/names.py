@@ -242,7 +242,7 @@ def _refuse_argument(k: str, v: Any, names: list[str]) -> NoReturn:
     raise ParamError(f'argument {k!r:.60} is not supported: leave it out')
 
 # %% ../nbs/modules/000_names.ipynb #nam00030
-WORKS = dict(torch_dtype='dtype', device_map='device', kv_cache_memory_bytes='kv_cache_bytes', pretrained_model_name_or_path='model')
+WORKS = dict(override_pooler_config='pooler_config', torch_dtype='dtype', device_map='device', kv_cache_memory_bytes='kv_cache_bytes', pretrained_model_name_or_path='model')
 
 _WITHOUT_EFFECT = {                            # why: vLLM's arguments and their defaults
     'kv_cache_bytes bounds the memory of the cache': '''gpu_memory_utilization=0.9|0.92 swap_space=4 num_gpu_blocks_override=None
@@ -290,6 +290,8 @@ _WITHOUT_EFFECT = {                            # why: vLLM's arguments and their
         lora_target_modules=None specialize_active_lora=False enable_lora_bias=False long_lora_scaling_factors=None max_prompt_adapters=1
         max_prompt_adapter_token=0''',
     'llguidance holds answers to their form': '''guided_decoding_backend=None|'auto'|'xgrammar'|'guidance' guided_decoding_disable_fallback=None|False''',
+    'what a model can do is seen from the model, see llm.pooling_tasks': '''task=None|'auto'|'generate'|'embed'|'embedding'|'classify'|'score'|'reward'
+        runner='auto'|'generate'|'pooling' convert='auto'|'none'|'embed'|'classify'|'reward' ''',
     'llm.close() gives back the memory of the cache': 'enable_sleep_mode=False shutdown_timeout=0',
     'it is for servers': '''tokens_only=False fail_on_environ_validation=False'''}
 
@@ -300,8 +302,7 @@ _REFUSED = {                                   # what to do: the arguments, and 
     'give each request a seed, as in SamplingParams(seed=1)': 'seed=0|None',
     'give it to requests, as in StructuredOutputsParams(json=…, disable_any_whitespace=True)': '''structured_outputs_config=None
         guided_decoding_disable_any_whitespace=None|False guided_decoding_disable_additional_properties=None|False''',
-    'LLM only generates': '''task=None|'auto'|'generate' runner='auto'|'generate' convert='auto'|'none' pooler_config=None override_pooler_config=None
-        enable_prompt_embeds=False enable_return_routed_experts=False io_processor_plugin=None''',
+    'prompts are text or ids': '''enable_prompt_embeds=False enable_return_routed_experts=False io_processor_plugin=None''',
     'merge the adapter into the model, and give that': 'enable_lora=False enable_prompt_adapter=False qlora_adapter_name_or_path=None',
     'a model runs by itself, token by token': '''speculative_config=None speculative_model=None num_speculative_tokens=None diffusion_config=None
         ngram_prompt_lookup_max=None ngram_prompt_lookup_min=None spec_method=None spec_model=None spec_tokens=None''',

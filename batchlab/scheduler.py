@@ -72,6 +72,12 @@ class Request:
     runner: str | None = None                    # which engine of an `LLM` has it
     num_told: int = 0                            # how many of its tokens were told of
     notified: bool = False                       # whether its end was
+    pool: Callable[..., Any] | None = None       # chapter 31: makes of its hidden states what was asked for; it writes no tokens
+    pooled: Any = None                           # what that gave
+    states: list[Any] = field(default_factory=list)      # of its chunks so far
+    wants_all_states: bool = False               # and not the last token's alone
+    layers: Sequence[int] | None = None          # of which layers; None: the last
+    token_types: list[int] | None = None         # which text of a pair each token belongs to
     preemptible: bool = False
 
     @property
@@ -89,6 +95,7 @@ class Request:
     @property
     def first_logits(self) -> int:
         "The first position whose logits are still needed. What lies before it may be cached."
+        if self.wants_all_states: return 0
         if self.prompt_logprobs is not None and self.wants_prompt_logits: return len(self.prompt_logprobs) - 1
         return self.num_tokens - 1
 
@@ -143,10 +150,12 @@ class Row:
 class RowOutput:
     """What a row came to: its next tokens (none, one or several), or an `error` for the user.
 
-    `logprobs`: for each of them a `{id: Logprob}` or None, or [] if none were asked for."""
+    `logprobs`: for each of them a `{id: Logprob}` or None, or [] if none were asked for. `finish_reason`: why the request ends with them,
+    where its tokens don't say."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Any] | None] = field(default_factory=list)
     error: str | None = None
+    finish_reason: str | None = None
 
 # %% ../nbs/11_scheduler.ipynb #3ec8db30
 @dataclass
@@ -243,7 +252,7 @@ def _append(r: Request, out: RowOutput) -> tuple[str | None, str | None]:
         try: reason = r.append(token, logprobs)
         except Exception as e: return 'error', f'its text failed with {type(e).__name__}: {e}'
         if reason: return reason, None
-    return None, None
+    return out.finish_reason, None
 
 def _count(ledger: Ledger, row: Row, end: int) -> None:
     "Count the positions of `row`, of which those before `end` stay."
@@ -468,7 +477,7 @@ class Scheduler(RequestQueue):
                 end = min(end, max(row.start, r.num_tokens - 1))          # the last token stays to be computed
                 self.memory.commit(r, row.start, end)
                 r.num_computed_tokens = end
-            if out.token_ids or error: moved.append(r)
+            if out.token_ids or reason: moved.append(r)
             if reason: self.finish(r, reason, error, keep=not error)
         return moved
 
