@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['LoRARequest', 'LowRank', 'AdapterConfig', 'read_adapter', 'Adapter', 'signature_of', 'Adapters', 'read_modules']
+__all__ = ['LoRARequest', 'LowRank', 'AdapterConfig', 'read_adapter', 'Adapter', 'signature_of', 'Adapters', 'read_modules', 'open_for', 'put_adapter', 'plan_adapters', 'LoRACalls']
 
 # %% ../nbs/32_lora.ipynb #32aa0005
 import itertools, json, re, threading
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from .errors import AdapterError, ParamError, UnsupportedModelError
+from .shown import megabytes
 
 if TYPE_CHECKING:
     import torch
@@ -188,7 +189,7 @@ class Adapters:
     At most `max_loras` have running requests, and at most `max_cpu_loras` are in memory: who was used least recently goes first, and
     is read again when asked for. One that was removed or replaced stays until its last request has ended, beside that limit."""
     def __init__(self, shapes: dict[str, tuple[int, int]], itemsize: int, max_loras: int = 8, max_lora_rank: int = 16,
-                 max_cpu_loras: int | None = None, modules: Any = None) -> None:
+                 max_cpu_loras: int | None = None, modules: dict[str, LoRARequest] | None = None) -> None:
         self.shapes, self.itemsize, self.max_loras, self.max_lora_rank = shapes, itemsize, max_loras, max_lora_rank
         self.max_cpu_loras = max_cpu_loras or max_loras
         if self.max_cpu_loras < max_loras: raise ParamError(f'max_cpu_loras={max_cpu_loras} must be at least max_loras={max_loras}: raise it')
@@ -196,17 +197,22 @@ class Adapters:
         self.current = dict[int, Adapter]()                              # by lora_int_id
         self.alive: WeakValueDictionary[int, Adapter] = WeakValueDictionary()                # by number, as long as somebody holds it
         self.loaded = OrderedDict[int, Adapter]()                        # by number, the least recently used first
-        self.modules = read_modules(modules)
+        self.modules = modules or {}
 
     @property
     def limit_bytes(self) -> int:
         "The most that adapters in memory take: so many of the largest rank on all linear layers."
         return self.max_cpu_loras * self.max_lora_rank * sum(k + n for k, n in self.shapes.values()) * self.itemsize
+    def __str__(self) -> str:
+        return (f'up to rank {self.max_lora_rank}, of {self.max_loras} at once; {len(self.loaded)} of {self.max_cpu_loras} in memory, '
+                f'{megabytes(self.nbytes)} of at most {megabytes(self.limit_bytes)}')
     @property
     def nbytes(self) -> int: return sum(a.weights.nbytes for a in [*self.alive.values()] if a.weights is not None)
 
-    def bind(self, backend: Any) -> None:
-        "Run on `backend` from now on; what was loaded for another one is forgotten. Raises `BatchError` if it can't."
+    def bind(self, backend: Any, shapes: Any = True) -> None:
+        """Run on `backend` from now on; what was loaded for another one is forgotten. Raises `UnsupportedModelError` where no model's rows run
+        packed (no `shapes`), and `BatchError` for a backend that can't."""
+        if not shapes: raise UnsupportedModelError('adapters are for models that run packed, and this one does not: merge the adapter into it')
         from batchlab.backends.adapters import open_adapters
         with self.lock:
             for a in self.alive.values(): a.weights = None
@@ -265,6 +271,11 @@ class Adapters:
         if self.current.get(a.request.lora_int_id) is a: self.loaded[number] = a
         return a
 
+    def applied(self, model: Any, asked: Any) -> Any:
+        "Inside, all that `model` computes, by its own code, is computed with the adapter that is `asked` for. Raises `AdapterError`."
+        from batchlab.backends.adapters import applied
+        return applied(model, read_adapter(Path(self.find(asked).lora_path), self.shapes, self.max_lora_rank))
+
     def remove(self, lora_int_id: int) -> bool:
         "Forget the adapter of that number; whether there was one. Its memory goes with the last of its requests."
         with self.lock:
@@ -272,6 +283,7 @@ class Adapters:
             if old: self.loaded.pop(old.number, None)
         return old is not None
 
+# %% ../nbs/32_lora.ipynb #32bb0034
 def read_modules(modules: Any) -> dict[str, LoRARequest]:
     "`{name: folder}`, or a list of `LoRARequest`, 'name=folder' or vLLM's `{'name': …, 'path': …}`, as `{name: LoRARequest}`. Raises `ParamError`."
     if not modules: return {}
@@ -287,3 +299,51 @@ def read_modules(modules: Any) -> dict[str, LoRARequest]:
             item = LoRARequest(str(item[0]), i, str(item[1]))
         found[item.lora_name] = item
     return found
+
+# %% ../nbs/32_lora.ipynb #32bb0040
+def open_for(llm: Any, max_loras: Any = None, max_lora_rank: Any = 16, max_cpu_loras: Any = None, modules: Any = None) -> Adapters:
+    "The `Adapters` of an `LLM` whose model is loaded, and has its own linear layers still. Raises `ParamError`."
+    from batchlab.backends.adapters import linear_shapes
+    from batchlab.config import check_count
+    if llm.strategy != 'continuous': raise ParamError(f"adapters need strategy='continuous', got {llm.strategy!r}")
+    at_once, rank, kept = (check_count(n, x) for n, x in dict(max_loras=max_loras, max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras).items())
+    modules = read_modules(modules)
+    return Adapters(linear_shapes(llm.model), llm.model.dtype.itemsize, at_once or min(8, kept or 8), rank or 16, kept, modules)
+
+def put_adapter(llm: Any, group: Any, asked: Any) -> Any:
+    "`group`, made ready by `admit`, with the adapter that is `asked` for, or None: its requests run with it, or it has an error. Raises `ParamError`."
+    if asked is None: return group
+    if llm.adapters is None: raise ParamError(f'lora_request={asked!r:.60} needs LLM(enable_lora=True)')
+    try: group.adapter = llm.adapters.admit(asked)
+    except AdapterError as e: group.error, group.refused = group.error or str(e), True
+    else:
+        group.lora_request = group.adapter.request
+        for r in group.requests: r.adapter = group.adapter.number
+    return group
+
+def plan_adapters(adapters: Adapters | None, groups: Sequence[Any]) -> tuple[int, int]:
+    "Bytes of the adapters of `groups` that are in memory at once, and the most that adapters may take."
+    if adapters is None: return 0, 0
+    each = sorted((a.nbytes for a in {g.adapter for g in groups} if a is not None), reverse=True)
+    return sum(each[:adapters.max_cpu_loras]), adapters.limit_bytes
+
+class LoRACalls:
+    "The methods of `LLM` for adapters, by vLLM's names. A request that names an adapter loads it by itself."
+    adapters: Adapters | None
+
+    def _adapters(self) -> Adapters:
+        if self.adapters is None: raise ParamError('adapters need LLM(enable_lora=True)')
+        return self.adapters
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        "Load an adapter before a request asks for it. Raises `AdapterError`."
+        self._adapters().weights([(a := self._adapters().admit(lora_request)).number])
+        return a.weights is not None
+
+    def remove_lora(self, lora_id: int) -> bool:
+        "Forget the adapter of that number; whether there was one. Requests that have it run to their end."
+        return self._adapters().remove(lora_id)
+
+    def list_loras(self) -> set[int]:
+        "The numbers of the adapters that requests asked for and that were not removed."
+        return {*self._adapters().current}

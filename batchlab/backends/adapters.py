@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['UNIT', 'Slice', 'Delta', 'Adapted', 'pack_delta', 'rows_by_adapter', 'Packed', 'PackedAdapters', 'linear_shapes',
-           'fused_layout', 'HookedAdapters', 'OnDevice', 'hooked', 'KernelAdapters', 'open_adapters']
+           'fused_layout', 'HookedAdapters', 'OnDevice', 'applied', 'hooked', 'KernelAdapters', 'open_adapters']
 
 # %% ../../nbs/32_lora.ipynb #32aa0006
 import contextlib, ctypes
@@ -169,6 +169,14 @@ def _is_late(batch: Batch, n: int) -> bool:
     if n == batch.num_tokens: return False
     if n == len(batch.logits_at): return True
     raise BatchError(f'a layer with an adapter has {n} rows in a step of {batch.num_tokens} tokens: this model runs without adapters only')
+
+@contextlib.contextmanager
+def applied(model: PreTrainedModel, parts: dict[str, LowRank]) -> Iterator[None]:
+    "Inside, `model` computes all rows with an adapter, by its own code."
+    def add(part: LowRank, x: torch.Tensor, y: torch.Tensor) -> None:
+        down, up = (t.to(y.device, y.dtype) for t in part[:2])
+        y.add_((x @ down.T) @ up.T, alpha=part.scale)
+    with attention_override(model), hooked(model, {name: partial(add, part) for name, part in parts.items()}): yield
 
 @contextlib.contextmanager
 def hooked(model: nn.Module, additions: dict[str, Callable[[torch.Tensor, torch.Tensor], None]]) -> Iterator[None]:
