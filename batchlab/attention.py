@@ -252,8 +252,10 @@ class PackedStep:
 
 # %% ../nbs/12_attention.ipynb #a0674596
 class TorchBackend:
-    "Runs packed steps in plain torch, by the model's own code: for any model that `kv_layout` accepts, on any device."
-    name, nbytes, masked, batch_invariant = 'torch', 0, 0, False
+    """Runs packed steps in plain torch, by the model's own code: for any model that `kv_layout` accepts, on any device.
+
+    `adapters`: what runs rows with an adapter (chapter 32), or None."""
+    name, nbytes, masked, batch_invariant, adapters = 'torch', 0, 0, False, None
 
     def __init__(self, model: PreTrainedModel, shapes: Sequence[Shape], why: str = '', block_size: int = 64) -> None:
         self.model, self.shapes, self.why, self.block_size = model, list(shapes), why, block_size
@@ -272,7 +274,8 @@ class TorchBackend:
         if batch.causal: cache.prepare(batch)
         step = self.make_step(cache, batch)
         packed, last = packed_of(batch, self.model.device)
-        out = packed_forward(self.model, step, packed, last, batch.hidden, batch.layers)
+        with self.adapters.inside(batch) if self.adapters is not None and any(batch.adapters) else contextlib.nullcontext():
+            out = packed_forward(self.model, step, packed, last, batch.hidden, batch.layers)
         self.masked = step.masked
         return out
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from .batch import Batch, make_batch
 from .deprecated import renamed
+from .errors import AdapterError
 from .ledger import Ledger
 from .runners import Runner
 from .sampling import Detokenizer, SamplingRow, finish_reason, sample, token_logprobs, token_text
@@ -128,6 +129,9 @@ class Engine:
         self.reset()
         for r in hit: rewind(r)
         if not isinstance(e, Exception) or not ran: raise e                  # Ctrl-C: whoever steps on goes on
+        if isinstance(e, AdapterError) and (hit := [r for r in hit if r.adapter == e.number]):        # the others are computed again
+            for r in hit: self.scheduler.finish(r, 'error', str(e))
+            return [r for r in ran if r.finish_reason]
         why = f'the step failed with {type(e).__name__}: {e}'
         if out_of_memory(e):
             if not hit or self.shrink(len(hit)): return [r for r in ran if r.finish_reason]

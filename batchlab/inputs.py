@@ -136,8 +136,8 @@ def params_for(params: Any, n: int) -> list[Any]:
     return [p if is_pooling(p) else SamplingParams.of(p) for p in params]
 
 def settings_for(n: int, sampling_params: Any = None, priority: Any = None,
-                 timeout: Any = None) -> list[tuple[Any, int, float | None]]:
-    "For each of `n` prompts `(SamplingParams or PoolingParams, priority, timeout)`. Raises `ParamError`."
+                 timeout: Any = None, lora_request: Any = None) -> list[tuple[Any, int, float | None, Any]]:
+    "For each of `n` prompts `(SamplingParams or PoolingParams, priority, timeout, LoRARequest or None)`. Raises `ParamError`."
     whole = lambda v: isinstance(v, numbers.Integral) and not isinstance(v, bool)
     above = lambda v: isinstance(v, numbers.Real) and not isinstance(v, bool) and float(v) > 0
     def spread(name, x, default, ok, want):
@@ -147,7 +147,8 @@ def settings_for(n: int, sampling_params: Any = None, priority: Any = None,
         return [default if v is None else v for v in xs]
     return list(zip(params_for(sampling_params, n),
                     spread('priority', priority, 0, whole, 'a whole number, lower goes first'),
-                    spread('timeout', timeout, None, above, 'a number of seconds above 0')))
+                    spread('timeout', timeout, None, above, 'a number of seconds above 0'),
+                    spread('lora_request', lora_request, None, lambda v: True, '')))
 
 # %% ../nbs/modules/000_inputs.ipynb #bbcb7a60
 def prompt_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prompt: Any, chat: bool) -> tuple[str | None, list[int]]:

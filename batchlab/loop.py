@@ -17,7 +17,7 @@ from .backends import Backend, BackendOptions, select_backend
 from .blocks import KVBudget
 from .config import free_memory, probe_model, probe_pooling, select_runner, weights_digest, weights_version
 from .engine import Engine, sum_ledgers
-from .errors import BatchlabError, EngineError, UnsupportedModelError
+from .errors import BatchError, BatchlabError, EngineError, UnsupportedModelError
 from .ledger import Ledger
 from .outputs import RequestGroup, StreamEvent
 from .pooling import pooling_engine
@@ -220,7 +220,8 @@ def make_engine(llm: LLM, kind: str) -> Engine:
     how: Any = dict(max_num_batched_tokens=l.max_num_batched_tokens, budget=llm.budget)
     if kind == 'packed':
         size = llm.backend.block_size
-        scheduler = Scheduler(l.max_num_seqs, prefix_caching=llm.enable_prefix_caching, block_size=size, **how)
+        scheduler = Scheduler(l.max_num_seqs, prefix_caching=llm.enable_prefix_caching, block_size=size,
+                              max_adapters=llm.adapters and llm.adapters.max_loras, **how)
         return Engine(scheduler, PackedRunner(llm.backend, max(1, (l.kv_tokens or 0) // size)), llm.watchers)
     order = dict(bucketed=lambda r: -r.max_len, prefix=lambda r: (r.wave, -r.max_len)).get(strategy)
     scheduler = Scheduler(1 if solo or strategy == 'loop' else l.max_num_seqs, paged=False, chunked=False, order=order,
@@ -261,6 +262,7 @@ class EngineSet(dict[str, Engine]):
     def add(self, r: Request) -> None:
         "Queue `r` with the engine of its kind. Raises `BatchError`."
         kind = select_runner(r, self.llm.switch, self.llm.shapes, self.llm.paddable)
+        if r.adapter and kind not in ('packed', 'pooled'): raise BatchError(f'with an adapter a request runs packed, and this one runs {kind}: shorten it')
         if kind not in self: self[kind] = make_engine(self.llm, kind)
         self[kind].scheduler.add(r)
         r.runner = kind
@@ -302,6 +304,7 @@ class EngineSet(dict[str, Engine]):
         if llm.quantization and backend.name not in ('fused', 'modules'):
             raise UnsupportedModelError(f'quantization={llm.quantization!r} is for models that run on packed weights, and this one does not: '
                                         f'{backend.why}')
+        if llm.adapters is not None: llm.adapters.bind(backend, llm.shapes)
         log.info('%s runs on: %s. %s', type(model).__name__, backend.name, backend.why)
         self.backend: Backend = backend
 
@@ -348,7 +351,7 @@ class Delivery:
     def _close(self, g: RequestGroup, event: StreamEvent) -> None:
         "Note the result of `g`, in its last event and in the statistics."
         event.finished, event.output = True, g.result()
-        g.output = event.output
+        g.output, g.adapter = event.output, None
         with self.llm.progress: self.llm.groups.pop(g.request_id, None)
         self.ends.update([r.finish_reason for r in g.requests] or [g.reason])
         for r in g.requests:

@@ -213,7 +213,8 @@ def pooling_engine(llm: LLM) -> PoolingEngine:
     how: Any = dict(max_num_batched_tokens=l.max_num_batched_tokens, budget=llm.budget)
     if llm.shapes:
         size = llm.backend.block_size
-        scheduler = Scheduler(l.max_num_seqs, block_size=size, prefix_caching=llm.enable_prefix_caching and causal, chunked=causal, **how)
+        scheduler = Scheduler(l.max_num_seqs, block_size=size, prefix_caching=llm.enable_prefix_caching and causal, chunked=causal,
+                              max_adapters=llm.adapters and llm.adapters.max_loras, **how)
         engine = PoolingEngine(scheduler, PackedRunner(llm.backend, max(1, (l.kv_tokens or 0) // size)), llm.watchers)
     else: engine = PoolingEngine(Scheduler(1, paged=False, chunked=False, recompute=True, **how), SoloRunner(llm.model), llm.watchers)
     engine.causal, engine.depth = causal, llm.model.config.get_text_config().num_hidden_layers
@@ -374,8 +375,7 @@ class PoolingCalls:
     def _pool(self, task: str, prompts: Any, params: Any, use_tqdm: Any, lora_request: Any, tokenization: dict[str, Any] | None,
               raw: bool = False) -> Outputs[Any]:
         llm: Any = self
-        if lora_request is not None: raise ParamError('lora_request: adapters can not be loaded: leave it out')
         prompts = [text_and_answer(p) for p in as_list(prompts, is_talk(prompts))]
         each = _params(params, task, tokenization, len(prompts))
         if each: prompts = encode_texts(llm.tokenizer, prompts, each[0])
-        return llm._collect(prompts, False, [replace(p, raw=True) for p in each] if raw else each, use_tqdm, None, None, False)
+        return llm._collect(prompts, False, [replace(p, raw=True) for p in each] if raw else each, use_tqdm, None, None, False, lora_request)

@@ -160,7 +160,7 @@ class PackedRunner:
     def nbytes(self) -> int: return 0 if self.cache is None else self.cache.nbytes
 
     def execute(self, batch: Batch) -> torch.Tensor:
-        check_batch(batch, 'this backend', causal=False)
+        check_batch(batch, 'this backend', causal=False, adapters=getattr(self.backend, 'adapters', None) is not None)
         if self.cache is None: self.cache = self.backend.make_cache(self.num_blocks)
         out = self.backend.execute(self.cache, batch)
         self.ledger.masked += self.backend.masked
@@ -171,9 +171,10 @@ class PackedRunner:
         self.backend.close()
 
 # %% ../nbs/71_families.ipynb #cb425002
-def check_batch(batch: Batch, runner: str, causal: bool = True) -> None:
-    "Raise `BatchError` if `batch` asks for what no model alone can do (`causal`: or for rows that see both ways)."
-    if any(batch.adapters): raise BatchError(f'a row asks for adapter {max(batch.adapters)}, and {runner} has none')
+def check_batch(batch: Batch, runner: str, causal: bool = True, adapters: bool = False) -> None:
+    """Raise `BatchError` if `batch` asks for what a runner can't do (`causal`: for rows that see both ways; without `adapters`: for rows
+    that have one)."""
+    if any(batch.adapters) and not adapters: raise BatchError(f'a row asks for adapter {max(batch.adapters)}, and {runner} has none')
     if causal and not batch.causal: raise BatchError(f'rows that see both ways do not run with {runner}: take PackedRunner')
 
 def hidden_states(model: PreTrainedModel, ids: torch.Tensor, layers: Sequence[int], types: Sequence[int]) -> torch.Tensor:

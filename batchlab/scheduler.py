@@ -360,7 +360,7 @@ class Scheduler(RequestQueue):
     def __init__(self, max_num_seqs: int = 32, max_num_batched_tokens: int = 512, max_kv_tokens: int | None = None,
                  block_size: int = 64, prefix_caching: bool = True, chunked: bool = True,
                  barrier: bool = False, order: Callable[[Request], Any] | None = None, patience: int = 256,
-                 paged: bool = True, recompute: bool = False, budget: KVBudget | None = None) -> None:
+                 paged: bool = True, recompute: bool = False, budget: KVBudget | None = None, max_adapters: int | None = None) -> None:
         if max_num_seqs < 1: raise BatchError(f'max_num_seqs={max_num_seqs}: expected at least 1')
         if max_num_batched_tokens <= max_num_seqs:
             raise BatchError(f'max_num_batched_tokens={max_num_batched_tokens} must be more than '
@@ -371,7 +371,7 @@ class Scheduler(RequestQueue):
         memory = PagedMemory(pool) if paged else RectangleMemory(KVBudget() if recompute else budget)
         super().__init__(max_num_seqs, pool, memory, order, patience)
         self.max_num_batched_tokens, self.recompute = max_num_batched_tokens, recompute
-        self.chunked, self.barrier = chunked and not barrier, barrier
+        self.chunked, self.barrier, self.max_adapters = chunked and not barrier, barrier, max_adapters
         self.block_size = block_size if paged else 0
         self.ledger = Ledger()
 
@@ -434,18 +434,26 @@ class Scheduler(RequestQueue):
         able = (x for x in self.running if x.preemptible and x.priority > r.priority and x.rank > r.rank and x not in plan.admitted)
         return None if self.barrier else max(able, key=lambda x: x.rank, default=None)
 
+    def _no_adapter_seat(self, r: Request) -> bool:
+        "Whether as many other adapters as may have running requests have them, and that of `r` has none."
+        if not r.adapter or not self.max_adapters: return False
+        running = {x.adapter for x in self.running if x.adapter}
+        return r.adapter not in running and len(running) >= self.max_adapters
+
     def _admit(self, plan: StepPlan, budget: int, late: bool = False) -> None:
         "Let requests in by rank, while there are seats, memory and `budget`. `late`: none that is preemptible."
         full = lambda: len(self.running) >= self.max_num_seqs
         if not self.waiting or budget <= 0 or full() and not self._makes_way(self.waiting[0], plan): return
-        chunk, passed = self.pool.chunk_size, 0
+        chunk, passed, kept = self.pool.chunk_size, 0, None
         coming = _coming(self.running, chunk)
         while budget > 0 and passed < min(len(self.waiting), 64):
             r = self.waiting[passed]
             if late and r.preemptible or r in plan.preempted: break
             if full() and not self._makes_way(r, plan): break
             if self.barrier and self.running and r.wave != self.running[0].wave: break
-            if _worth_waiting(r, self.memory, chunk, coming):
+            if kept and r.rank[-1] > kept.rank[-1] + self.patience: break
+            if no_seat := self._no_adapter_seat(r): kept = kept or r
+            if no_seat or _worth_waiting(r, self.memory, chunk, coming):
                 passed += 1
                 continue
             if not (self.chunked or self.barrier) and plan.rows and r.num_tokens > budget: break
