@@ -68,17 +68,19 @@ AttentionInterface.register('batchlab', packed_attention)
 # %% ../nbs/12_attention.ipynb #e0984e8b
 @torch.inference_mode()
 def packed_forward(model: PreTrainedModel, step: Step, packed: Packed, last: torch.Tensor | None = None,
-                   hidden: bool = False) -> torch.Tensor:
+                   hidden: bool = False, layers: Sequence[int] = ()) -> torch.Tensor:
     """Logits `[n, V]` at the packed positions `last`, int64 `[n]`, or after each row's last token if None.
 
     `packed`: the `Packed` row; `step`: attention for the same rows in the same order, which writes their KV. `hidden`: the last
-    hidden states `[n, E]` in place of logits."""
+    hidden states `[n, E]` in place of logits; with `layers` those of these, `[n, L, E]`."""
     last = packed.last if last is None else last
     run = model.base_model if hidden else model
     inputs = dict(position_ids=packed.position_ids, use_cache=False) if packed.causal else encoder_inputs(model, packed)
-    keep = dict(logits_to_keep=last) if not hidden and 'logits_to_keep' in inspect.signature(model.forward).parameters else {}
+    keep: dict[str, Any] = dict(output_hidden_states=True) if layers else {}
+    if not hidden and 'logits_to_keep' in inspect.signature(model.forward).parameters: keep = dict(logits_to_keep=last)
     with attention_override(model, 'batchlab') as configs, _runs(step, configs, packed.causal):
         out = run(input_ids=packed.input_ids, **inputs, **keep)
+    if layers: return torch.stack([out.hidden_states[i][0, last] for i in layers], 1)
     if hidden: return out.last_hidden_state[0, last]
     return out.logits[0] if keep else out.logits[0, last]
 
@@ -250,8 +252,10 @@ class PackedStep:
 
 # %% ../nbs/12_attention.ipynb #a0674596
 class TorchBackend:
-    "Runs packed steps in plain torch, by the model's own code: for any model that `kv_layout` accepts, on any device."
-    name, nbytes, masked, batch_invariant = 'torch', 0, 0, False
+    """Runs packed steps in plain torch, by the model's own code: for any model that `kv_layout` accepts, on any device.
+
+    `adapters`: what runs rows with an adapter (chapter 32), or None."""
+    name, nbytes, masked, batch_invariant, adapters = 'torch', 0, 0, False, None
 
     def __init__(self, model: PreTrainedModel, shapes: Sequence[Shape], why: str = '', block_size: int = 64) -> None:
         self.model, self.shapes, self.why, self.block_size = model, list(shapes), why, block_size
@@ -270,7 +274,8 @@ class TorchBackend:
         if batch.causal: cache.prepare(batch)
         step = self.make_step(cache, batch)
         packed, last = packed_of(batch, self.model.device)
-        out = packed_forward(self.model, step, packed, last, batch.hidden)
+        with self.adapters.inside(batch) if self.adapters is not None and any(batch.adapters) else contextlib.nullcontext():
+            out = packed_forward(self.model, step, packed, last, batch.hidden, batch.layers)
         self.masked = step.masked
         return out
 

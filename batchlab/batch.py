@@ -29,7 +29,8 @@ class Batch:
     `copies`: `(source, target, n)`, done before all else: the first `n` tokens of one block into another. `logits_at`: which
     of the T tokens give an output. `adapters`: for each row the adapter it runs with, 0 for none. `causal`: False for rows
     that see all of themselves, in both directions, and leave no KV: a whole sequence each. `hidden`: give the last hidden
-    states in place of logits. `token_types`: of each of the T tokens, for models that tell the parts of a pair apart; or []."""
+    states in place of logits. `token_types`: of each of the T tokens, for models that tell the parts of a pair apart; or []. `layers`: whose hidden states
+    are due, `[n, L, E]`, 0 for the embeddings, the last one's normed; [] for the last alone."""
     ids: list[int]
     positions: list[int]
     cu_seqlens: list[int]
@@ -43,6 +44,7 @@ class Batch:
     causal: bool = True
     hidden: bool = False
     token_types: list[int] = field(default_factory=list)
+    layers: list[int] = field(default_factory=list)
 
     def __len__(self) -> int: return len(self.seq_lens)
     @property
@@ -94,8 +96,8 @@ def pack_rows(rows: Sequence[tuple[Sequence[int], int]], tables: Sequence[Sequen
                  logits_at=at, **more)
 
 # %% ../nbs/modules/000_batch.ipynb #c548a6c7
-def make_batch(plan: 'StepPlan', block_size: int = 0) -> Batch:
-    "The `Batch` of a plan; `block_size` 0 for a runner that keeps no blocks."
+def make_batch(plan: 'StepPlan', block_size: int = 0, **more: Any) -> Batch:
+    "The `Batch` of a plan; `block_size` 0 for a runner that keeps no blocks; `more` fields."
     at, end = [], 0
     for row in plan.rows:
         end += row.n_tokens
@@ -103,4 +105,4 @@ def make_batch(plan: 'StepPlan', block_size: int = 0) -> Batch:
     rows = [(row.request.tokens(row.start, row.n_tokens), row.start) for row in plan.rows]
     requests = [row.request for row in plan.rows]
     return pack_rows(rows, [r.block_table for r in requests], block_size, at, slots=[r.slot for r in requests],
-                     copies=list(plan.copies), adapters=[r.adapter for r in requests])
+                     copies=list(plan.copies), adapters=[r.adapter for r in requests], **more)

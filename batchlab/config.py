@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'STRATEGIES', 'model_and_tokenizer', 'no_collection', 'check_causal', 'probe_model', 'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory', 'Limits', 'choose_limits', 'check_strategy', 'check_compile', 'check_quantization', 'check_count', 'weights_digest', 'weights_version']
+__all__ = ['log', 'STRATEGIES', 'model_and_tokenizer', 'no_collection', 'check_causal', 'probe_model', 'probe_pooling', 'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory', 'Limits', 'choose_limits', 'check_strategy', 'check_compile', 'check_quantization', 'check_count', 'weights_digest', 'weights_version']
 
 # %% ../nbs/73_recovery.ipynb #8ec2a59b
 import contextlib, gc, hashlib, logging, numbers
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 import psutil, torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from .attention import TorchBackend, attention_override, layer_specs, probe_rows
+from .attention import StateProbe, TorchBackend, attention_override, layer_specs, probe_rows, sees_back_only
 from .backends import Backend, BackendOptions, select_backend
 from .errors import ParamError, Unavailable, UnsupportedModelError
 from .fetching import find_model
@@ -95,6 +95,24 @@ def probe_model(model: PreTrainedModel, packed: bool = True, switch: int | None 
     elif why: log.warning('%s runs in padded batches, not packed: %s', name, why)
     return shapes, paddable, backend
 
+def probe_pooling(model: PreTrainedModel, options: BackendOptions | None = None) -> tuple[list[Shape] | None, bool, Backend]:
+    """How a `model` that writes no text can run: `(shapes or None, causal, backend)`. Says so where it is slower.
+
+    The shapes are None where it runs one text at a time; `causal`: whether a token sees only what stands before it. Raises `UnsupportedModelError`."""
+    try:
+        with attention_override(model): causal = sees_back_only(model)
+    except Exception as e:
+        raise UnsupportedModelError(f'{type(model).__name__} takes no ids, or gives no hidden states ({" ".join(str(e).split())[:100]})') from e
+    with attention_override(model):
+        try:
+            specs = layer_specs(model, causal, hidden=True)
+            asked = replace(options or BackendOptions(), probe=StateProbe(model, probe_rows(model), causal), specs=specs, untried=True)
+            shapes = [spec.shape for spec in specs]
+            return shapes, causal, select_backend(model, shapes, asked)
+        except Unavailable as e: why = e
+    log.warning('%s runs one text at a time, not packed: %s', type(model).__name__, why)
+    return None, causal, TorchBackend(model, [], 'it does not run packed')
+
 # %% ../nbs/73_recovery.ipynb #493215ba
 def rope_switch(model: PreTrainedModel) -> int | None:
     "The length beyond which a model rotates all positions of a batch differently (`longrope`), or None."
@@ -111,7 +129,8 @@ def rope_side(session: Any, switch: int | None) -> str:
     return 'beyond' if len(session.prompt_ids) > switch else 'across'
 
 def select_runner(r: Request, switch: int | None, shapes: Sequence[Shape] | None, paddable: bool | None) -> str:
-    "How request `r` is to run: 'packed', 'padded', 'beyond' (padded, all past the rope's switch) or 'solo'."
+    "How request `r` is to run: 'packed', 'padded', 'beyond' (padded, all past the rope's switch), 'solo', or 'pooled' if it wants hidden states."
+    if r.pool is not None: return 'pooled'
     side = rope_side(r, switch)
     if side == 'below' and shapes: return 'packed'
     if side == 'across' or not paddable or r.prompt_logprobs is not None: return 'solo'

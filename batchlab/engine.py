@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 import torch
-from .batch import make_batch
+from .batch import Batch, make_batch
 from .deprecated import renamed
+from .errors import AdapterError
 from .ledger import Ledger
 from .runners import Runner
 from .sampling import Detokenizer, SamplingRow, finish_reason, sample, token_logprobs, token_text
@@ -99,9 +100,9 @@ class Engine:
             plan = self.scheduler.schedule()
             self.mark('schedule', plan)
             if not plan.rows: return []
-            outputs = self.runner.execute(make_batch(plan, self.scheduler.block_size))
+            outputs = self.runner.execute(self.batch_of(plan))
             self.mark('forward')
-            rows = sample_rows(plan, outputs)
+            rows = self.rows_of(plan, outputs)
             self.mark('sample')
             moved = self.scheduler.update(plan, rows)
             self.num_steps += 1
@@ -109,6 +110,9 @@ class Engine:
             if not self.scheduler.running and not self.scheduler.block_size: self.runner.reset()     # a rectangle that nobody needs
             return moved
         except BaseException as e: return self.recover(plan, e)
+
+    def batch_of(self, plan: StepPlan) -> Batch: return make_batch(plan, self.scheduler.block_size)
+    def rows_of(self, plan: StepPlan, outputs: torch.Tensor) -> list[RowOutput]: return sample_rows(plan, outputs)
 
     def mark(self, event: str, x: object = None) -> None:
         "Tell those who watch; mostly nobody does."
@@ -125,6 +129,9 @@ class Engine:
         self.reset()
         for r in hit: rewind(r)
         if not isinstance(e, Exception) or not ran: raise e                  # Ctrl-C: whoever steps on goes on
+        if isinstance(e, AdapterError) and (hit := [r for r in hit if r.adapter == e.number]):        # the others are computed again
+            for r in hit: self.scheduler.finish(r, 'error', str(e))
+            return [r for r in ran if r.finish_reason]
         why = f'the step failed with {type(e).__name__}: {e}'
         if out_of_memory(e):
             if not hit or self.shrink(len(hit)): return [r for r in ran if r.finish_reason]

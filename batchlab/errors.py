@@ -7,7 +7,8 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError', 'UnsupportedModelError', 'PromptError',
-           'ParamError', 'BatchError', 'EngineError', 'Unavailable', 'CompileError', 'JobError', 'TraceError']
+           'ParamError', 'BatchError', 'EngineError', 'AdapterError', 'Unavailable', 'CompileError', 'JobError',
+           'TraceError']
 
 # %% ../nbs/modules/000_errors.ipynb #e44045aa
 class BatchlabError(Exception):
@@ -16,7 +17,7 @@ class BatchlabError(Exception):
 class ModelError(BatchlabError): "A model or tokenizer can't be loaded or used."
 class ModelNotFoundError(ModelError): "No model has that name: no such folder, file or hub id."
 class HubUnreachableError(ModelError): "A valid hub id, not in the local cache, and the hub can't be reached."
-class UnsupportedModelError(ModelError): "The model is there, and is not a causal language model that batchlab can run."
+class UnsupportedModelError(ModelError): "The model is there, and batchlab can't run it, or not for what is asked."
 
 class PromptError(BatchlabError, ValueError):
     "A prompt can't be run as it is: it is empty, not made of token ids, or longer than the model's context."
@@ -29,6 +30,12 @@ class BatchError(BatchlabError, ValueError):
 
 class EngineError(BatchlabError, RuntimeError):
     "The engine was used in a way that can't work: an id twice, a step inside a callback, an addition while it stops."
+
+class AdapterError(BatchlabError, ValueError):
+    "An adapter can't be loaded or used: says which, why, and what to do. `number`: of the adapter, 0 if it has none yet."
+    def __init__(self, message: str, number: int = 0):
+        super().__init__(message)
+        self.number = number
 
 class Unavailable(BatchlabError):
     "Why a way to run a model, such as a backend, is not open to it, in a line for the user."

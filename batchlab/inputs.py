@@ -13,14 +13,15 @@ from .errors import BatchlabError, ModelError, ParamError, PromptError
 from .models import bad_message, encode, encode_chat, start_token_id, template_text
 from .names import is_setting, settings_of
 from .outputs import RequestOutput
+from .pooled import PoolingParams
 from .sampling import SamplingParams
 
 log = logging.getLogger('batchlab')
 
 # %% auto #0
 __all__ = ['log', 'PROMPT_FORMS', 'PROMPT_KEYS', 'CHAT_KEYS', 'is_ids', 'is_talk', 'as_list', 'parse_prompt', 'parse_chat',
-           'split_settings', 'check_forms', 'chat_options', 'check_bar', 'params_for', 'settings_for', 'prompt_ids_of',
-           'log_failures']
+           'split_settings', 'check_forms', 'chat_options', 'check_bar', 'is_pooling', 'params_for', 'settings_for',
+           'prompt_ids_of', 'log_failures']
 
 # %% ../nbs/modules/000_inputs.ipynb #6d3ee88f
 def is_ids(x: Any) -> bool:
@@ -122,16 +123,21 @@ def check_bar(use_tqdm: Any) -> None:
         raise ParamError(f'use_tqdm must be True, False, None or a tqdm class, got {use_tqdm!r:.60}: give several prompts as one list')
 
 # %% ../nbs/modules/000_inputs.ipynb #b5c7304f
-def params_for(params: Any, n: int) -> list[SamplingParams]:
-    "`n` `SamplingParams` from one for all or a list of one each. Raises `ParamError`."
-    if not isinstance(params, (list, tuple)): return [SamplingParams.of(params)] * n
+def is_pooling(params: Any) -> bool:
+    "Whether `params`, one for all or one each, ask for hidden states and not for text."
+    first = params[0] if isinstance(params, (list, tuple)) and params else params
+    return isinstance(first, PoolingParams)
+
+def params_for(params: Any, n: int) -> list[Any]:
+    "`n` `SamplingParams` or `PoolingParams` from one for all or a list of one each. Raises `ParamError`."
+    if not isinstance(params, (list, tuple)): return [params if is_pooling(params) else SamplingParams.of(params)] * n
     if len(params) != n:
         raise ParamError(f'{len(params)} sampling parameters for {n} prompts: give one for all, or one for each')
-    return [SamplingParams.of(p) for p in params]
+    return [p if is_pooling(p) else SamplingParams.of(p) for p in params]
 
 def settings_for(n: int, sampling_params: Any = None, priority: Any = None,
-                 timeout: Any = None) -> list[tuple[SamplingParams, int, float | None]]:
-    "For each of `n` prompts `(SamplingParams, priority, timeout)`. Raises `ParamError`."
+                 timeout: Any = None, lora_request: Any = None) -> list[tuple[Any, int, float | None, Any]]:
+    "For each of `n` prompts `(SamplingParams or PoolingParams, priority, timeout, LoRARequest or None)`. Raises `ParamError`."
     whole = lambda v: isinstance(v, numbers.Integral) and not isinstance(v, bool)
     above = lambda v: isinstance(v, numbers.Real) and not isinstance(v, bool) and float(v) > 0
     def spread(name, x, default, ok, want):
@@ -141,7 +147,8 @@ def settings_for(n: int, sampling_params: Any = None, priority: Any = None,
         return [default if v is None else v for v in xs]
     return list(zip(params_for(sampling_params, n),
                     spread('priority', priority, 0, whole, 'a whole number, lower goes first'),
-                    spread('timeout', timeout, None, above, 'a number of seconds above 0')))
+                    spread('timeout', timeout, None, above, 'a number of seconds above 0'),
+                    spread('lora_request', lora_request, None, lambda v: True, '')))
 
 # %% ../nbs/modules/000_inputs.ipynb #bbcb7a60
 def prompt_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prompt: Any, chat: bool) -> tuple[str | None, list[int]]:

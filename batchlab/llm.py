@@ -25,14 +25,17 @@ from .config import (check_compile, check_count, check_quantization, check_strat
 from .deprecated import renamed
 from .engine import make_request, sum_ledgers
 from .errors import BatchlabError, ModelError, ParamError
-from .inputs import (as_list, chat_options, check_bar, check_forms, is_talk, log_failures, prompt_ids_of, settings_for,
+from .inputs import (as_list, chat_options, check_bar, check_forms, is_pooling, is_talk, log_failures, prompt_ids_of, settings_for,
                              split_settings)
 from .ledger import Ledger
 from .loop import BackgroundLoop, Delivery, EngineSet
+from .lora import Adapters, LoRACalls, open_for, plan_adapters, put_adapter
 from .models import eos_token_ids, pad_token_id
 from .names import by_any_name, read_call, read_engine, read_plain_call
 from .outputs import MemoryPlan, Outputs, RequestGroup, RequestOutput, Score, Stats, StreamEvent
 from .params import BeamSearchParams, check_logprobs_mode, read_beam_call
+from .pooled import PoolerConfig, PoolingGroup, PoolingParams, PoolingRequestOutput
+from .pooling import Pooler, PoolingCalls, admit_pooling
 from .prefill import check_prompt
 from .prefix import group_by_prefix
 from .sampling import SamplingParams, SamplingRow
@@ -56,9 +59,12 @@ def grammar_for(llm: LLM, params: SamplingParams) -> Any:
     if llm.grammars is None: llm.grammars = Grammars(llm.tokenizer, llm.vocab_size, llm.eos_ids)
     return llm.grammars.of(params)
 
-def admit(llm: LLM, group: RequestGroup, prompt: Any, params: SamplingParams, priority: int = 0, timeout: float | None = None,
+def admit(llm: LLM, group: RequestGroup, prompt: Any, params: SamplingParams | PoolingParams, priority: int = 0, timeout: float | None = None,
           chat: bool = False) -> RequestGroup:
     "Tokenise and check `prompt`; give `group` its requests, or its error. Raises `ModelError`."
+    if isinstance(params, PoolingParams) and isinstance(group, PoolingGroup): return admit_pooling(llm, group, prompt, params, priority, timeout)
+    if not llm.can_generate:
+        raise ModelError(f'{type(llm.model).__name__} writes no text: it has {", ".join(llm.pooling_tasks)}, as llm.embed, llm.classify, llm.score or llm.encode')
     group.params, group.deadline = params, None if timeout is None else group.start + timeout
     try:
         prompt, own = split_settings(prompt)
@@ -86,10 +92,11 @@ def group_waves(llm: LLM, groups: Sequence[RequestGroup]) -> None:
         for i in rows: requests[i].wave = key if len(rows) > 1 else ''
 
 # %% ../nbs/15_llm.ipynb #3444a712
-@by_any_name(__init__=read_engine, generate=read_call, chat=read_call, stream=read_call, iter_outputs=read_call, score=read_plain_call,
+@by_any_name(__init__=read_engine, generate=read_call, chat=read_call, stream=read_call, iter_outputs=read_call, logprobs=read_plain_call,
              plan=read_call, add_request=read_call, choose=read_plain_call, map=read_call, beam_search=read_beam_call)
-class LLM(BackgroundLoop):
-    """Batch inference with one causal LM: `generate` for prompts, `chat` for conversations, results in input order.
+class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
+    """Batch inference with one model: `generate` for prompts, `chat` for conversations, `embed` and the other `PoolingCalls` for texts whose
+    hidden states are wanted; results in input order.
 
     `model`: None (the default model), a hub id, a folder, a `.gguf` file, or a loaded model, which is left as it was
     found. `tokenizer`: None takes the model's own, a name or folder that one's; with a loaded model None means ids in, ids out. `max_num_seqs`:
@@ -101,15 +108,18 @@ class LLM(BackgroundLoop):
     `strategy`: 'continuous'; or, to compare, 'loop' (one at a time), 'static' (batches in the order given), 'bucketed'
     (similar lengths together), 'prefix' (batches that share a prefix). `logprobs_mode`: what `logprobs` are of, for requests that
     don't say: 'raw_logprobs' of what the model says, 'processed_logprobs' of what may be sampled, or the logits of either,
-    'raw_logits', 'processed_logits'. `trace`: record all that happens, in `recorder`;
-    to record a part of it, see `trace`. vLLM's and transformers' further arguments work where they mean the same; the log says which
+    'raw_logits', 'processed_logits'. `pooler_config`: a `PoolerConfig`, where hidden states are to be pooled otherwise than the model's folder says. `trace`: record all that happens, in `recorder`;
+    to record a part of it, see `trace`. `enable_lora`: requests may have adapters (chapter 32): of at most `max_loras` at once (8), up to
+    `max_lora_rank`, `max_cpu_loras` in memory (as many); `lora_modules`: `{name: folder}` of adapters to ask for by name. vLLM's and transformers' further arguments work where they mean the same; the log says which
     have no effect, and what would change the tokens is refused by name. Raises `ModelError`, `ParamError`."""
     @no_collection()
     def __init__(self, model: str | PreTrainedModel | None = None, tokenizer: str | PreTrainedTokenizerBase | None = None,
                  dtype: str | torch.dtype = 'auto', device: str | torch.device = 'auto', max_num_seqs: int | None = None,
                  max_model_len: int | None = None, max_num_batched_tokens: int | None = None, enable_prefix_caching: bool = True,
                  strategy: str = 'continuous', kv_cache_bytes: int | None = None, compile: bool | str = 'auto',
-                 quantization: str | None = None, trace: bool = False, logprobs_mode: str = 'raw_logprobs') -> None:
+                 quantization: str | None = None, trace: bool = False, logprobs_mode: str = 'raw_logprobs',
+                 pooler_config: PoolerConfig | dict[str, Any] | str | None = None, enable_lora: bool = False, max_loras: int | None = None,
+                 max_lora_rank: int = 16, max_cpu_loras: int | None = None, lora_modules: Any = None) -> None:
         super().__init__()
         limits = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
                       kv_cache_bytes=kv_cache_bytes)
@@ -123,11 +133,17 @@ class LLM(BackgroundLoop):
         self.eos_ids, self.pad_id = eos_token_ids(self.model, self.tokenizer), pad_token_id(self.model, self.tokenizer)
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
         self.switch = rope_switch(self.model)
+        self.can_generate: bool = getattr(self.model, 'can_generate', lambda: True)()
+        self.adapters: Adapters | None = open_for(self, max_loras, max_lora_rank, max_cpu_loras, lora_modules) if enable_lora or lora_modules else None
         # how it can run, found by trying it
         self.shapes: list[Shape] | None
-        self.paddable: bool | None
+        self.paddable: bool | None = None
+        self.causal = True
         self.engines = EngineSet(self)
-        self.limits = choose_limits(self.model, self.shapes, self.paddable, **limits)
+        self.pooler = Pooler(self.model, self.tokenizer, PoolerConfig.of(pooler_config), self.causal)
+        if not self.can_generate: limits['max_model_len'] = max_model_len or self.pooler.limit
+        shapes = self.shapes if self.causal else (self.shapes or [])[:1]               # one layer's keys and values at a time, where none are kept
+        self.limits = choose_limits(self.model, shapes, self.paddable, **limits)
         self.engines.configure()
         # what moves
         self.watchers: list[Callable] = []                     # of its engines, and of requests: see `Engine`, `Delivery.mark`
@@ -162,57 +178,59 @@ class LLM(BackgroundLoop):
         ids = '' if self.tokenizer else ', ids in and ids out: it came without a tokenizer'
         return dict(model=f'{name}, {str(self.model.dtype).removeprefix("torch.")} on {self.model.device}{ids}',
                     weights=megabytes(weights), backend=repr(self.backend).strip('<>'), strategy=self.strategy, limits=str(self.limits),
-                    now=f'{len(self.groups)} requests under way')
+                    now=f'{len(self.groups)} requests under way', **({} if self.adapters is None else {'adapters': str(self.adapters)}))
 
     # many prompts
 
     def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: Any = None, priority: Any = None,
-                 timeout: Any = None, verify: bool = False) -> Outputs[RequestOutput]:
+                 timeout: Any = None, verify: bool = False, lora_request: Any = None) -> Outputs[RequestOutput]:
         """Answer `prompts`, one or a list of strings, lists of ids or dicts: a list of `RequestOutput`, in their order.
 
         A dict has a `prompt`, `prompt_token_ids` or `messages`, and may have settings of its own.
 
-        `sampling_params`, `priority` (lower goes first), `timeout` (seconds since the call): one for all or one each. A
+        `sampling_params`, `priority` (lower goes first), `timeout` (seconds since the call), `lora_request` (a `LoRARequest` or an
+        adapter's name): one for all or one each. A
         prompt that can't run gets its `error`; nothing is raised for it. `use_tqdm`: a progress bar, or the class of one; None shows one on a
         terminal and in a notebook. `verify`: afterwards run a few of them again alone and compare, see `LLM.verify`. Raises `ParamError`,
         `PromptError` if not one of them is a prompt, and `ModelError` if none can run, as there is no tokenizer for text."""
-        return self._collect(prompts, False, sampling_params, use_tqdm, priority, timeout, verify)
+        return self._collect(prompts, False, sampling_params, use_tqdm, priority, timeout, verify, lora_request)
 
     def chat(self, messages: Any, sampling_params: Any = None, use_tqdm: Any = None, priority: Any = None,
              timeout: Any = None, verify: bool = False, chat_template: Any = None, chat_template_kwargs: dict[str, Any] | None = None,
-             tools: list | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False) -> Outputs[RequestOutput]:
+             tools: list | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False,
+             lora_request: Any = None) -> Outputs[RequestOutput]:
         """Answer conversations, one or a list of lists of messages, in the model's chat template; as `generate` does.
 
         For `chat_template` and what follows it see `encode_chat`; a conversation as a dict `{'messages': …}` may have its own."""
         options = chat_options(chat_template=chat_template, chat_template_kwargs=chat_template_kwargs, tools=tools,
                                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
         talks = [m if isinstance(m, dict) else {'messages': m} for m in as_list(messages, True)]
-        return self._collect([options | m for m in talks], True, sampling_params, use_tqdm, priority, timeout, verify)
+        return self._collect([options | m for m in talks], True, sampling_params, use_tqdm, priority, timeout, verify, lora_request)
 
     def stream(self, prompts: Any, sampling_params: Any = None, chat: bool = False, priority: Any = None,
-               timeout: Any = None) -> Iterator[StreamEvent]:
+               timeout: Any = None, lora_request: Any = None) -> Iterator[StreamEvent]:
         """Yield a `StreamEvent` for each token of each request as it comes; for arguments see `generate`.
 
         Closing the generator cancels what is left. Raises `ParamError`."""
-        prompts = self._prompts(prompts, chat)
-        return self._stream(prompts, settings_for(len(prompts), sampling_params, priority, timeout), chat)
+        prompts = self._prompts(prompts, chat, sampling_params)
+        return self._stream(prompts, settings_for(len(prompts), sampling_params, priority, timeout, lora_request), chat)
 
     def iter_outputs(self, prompts: Any, sampling_params: Any = None, chat: bool = False,
                      on_step: Callable[[int], object] | None = None, priority: Any = None,
-                     timeout: Any = None) -> Iterator[tuple[int, RequestOutput]]:
+                     timeout: Any = None, lora_request: Any = None) -> Iterator[tuple[int, RequestOutput]]:
         """Yield `(index, RequestOutput)` as each finishes: whoever writes them down at once loses nothing later.
 
         `on_step(k)` is called with the number of new tokens as they come."""
-        prompts = self._prompts(prompts, chat)
-        settings = settings_for(len(prompts), sampling_params, priority, timeout)
+        prompts = self._prompts(prompts, chat, sampling_params)
+        settings = settings_for(len(prompts), sampling_params, priority, timeout, lora_request)
         def outputs() -> Iterator[tuple[int, RequestOutput]]:
             with contextlib.closing(self._stream(prompts, settings, chat, longest_first=True)) as events:
                 for e in events:
-                    if on_step and e.token_ids: on_step(len(e.token_ids))
+                    if on_step and (k := len(e.token_ids) or (e.output.num_tokens if isinstance(e.output, PoolingRequestOutput) else 0)): on_step(k)
                     if e.output is not None: yield e.index, e.output
         return outputs()
 
-    def score(self, prompts: Any, use_tqdm: Any = None, start: int = 1) -> Outputs[Score]:
+    def logprobs(self, prompts: Any, use_tqdm: Any = None, start: int = 1) -> Outputs[Score]:
         """The `Score` of each of `prompts`, in their order; conversations are scored as the chat template writes them.
 
         `start`: the first token that counts. What lies before is computed once for all prompts that begin alike, and may come
@@ -220,7 +238,7 @@ class LLM(BackgroundLoop):
         check_count('start', start)
         talks = [{'messages': p} if is_talk(p) else p for p in as_list(prompts, is_talk(prompts))]
         talks = [{'add_generation_prompt': False} | p if isinstance(p, dict) and 'messages' in p else p for p in talks]
-        for own in (own for p in talks for own in split_settings(p)[1]): raise ParamError(f'{own}: score has no settings, leave it out')
+        for own in (own for p in talks for own in split_settings(p)[1]): raise ParamError(f'{own}: logprobs has no settings, leave it out')
         def first(prompt: Any) -> int:
             "After which position those of `prompt` begin: of a shorter one, the last."
             try: return min(start, len(prompt_ids_of(self.model, self.tokenizer, prompt, False)[1]) or 1) - 1
@@ -267,10 +285,10 @@ class LLM(BackgroundLoop):
         if self.recorder not in self.watchers: self.recorder = recorder
         return recorder
 
-    def plan(self, prompts: Any, sampling_params: Any = None, chat: bool = False) -> MemoryPlan:
+    def plan(self, prompts: Any, sampling_params: Any = None, chat: bool = False, lora_request: Any = None) -> MemoryPlan:
         "The `MemoryPlan` of a call with these arguments; nothing is run. Raises `ParamError`."
-        prompts = self._prompts(prompts, chat)
-        return make_plan(self, self._groups(prompts, settings_for(len(prompts), sampling_params), chat))
+        prompts = self._prompts(prompts, chat, sampling_params)
+        return make_plan(self, self._groups(prompts, settings_for(len(prompts), sampling_params, lora_request=lora_request), chat))
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         "The tokenizer. Raises `ModelError` if there is none."
@@ -291,22 +309,24 @@ class LLM(BackgroundLoop):
     # one prompt, and what is held
 
     def add_request(self, prompt: Any, sampling_params: Any = None, stream_callback: Callable[[StreamEvent], object] | None = None,
-                    request_id: str | None = None, chat: bool = False, priority: int = 0, timeout: float | None = None) -> str:
+                    request_id: str | None = None, chat: bool = False, priority: int = 0, timeout: float | None = None,
+                    lora_request: Any = None) -> str:
         """Queue one prompt; returns its id. `stream_callback(event)` gets each `StreamEvent`, in the thread that steps.
 
         It runs in the background after `start`, or as `step` is called. Raises `EngineError`, `ParamError`, `ModelError`."""
-        group = self._group(prompt, sampling_params, stream_callback, request_id, chat, priority, timeout)
+        group = self._group(prompt, sampling_params, stream_callback, request_id, chat, priority, timeout, lora_request)
         self.submit([group])
         return group.request_id
 
     def _group(self, prompt: Any, sampling_params: Any, stream_callback: Callable[[StreamEvent], object] | None, request_id: str | None,
-               chat: bool, priority: int, timeout: float | None) -> RequestGroup:
+               chat: bool, priority: int, timeout: float | None, lora_request: Any = None) -> RequestGroup:
         "What `add_request` queues."
         if isinstance(sampling_params, str) or stream_callback is not None and not callable(stream_callback):
             raise ParamError('add_request takes the prompt first, unlike vLLM: add_request(prompt, sampling_params, request_id=…)')
         request_id = self._next_id() if request_id is None else str(request_id)
-        [settings] = settings_for(1, sampling_params, priority, timeout)
-        return admit(self, RequestGroup(request_id, on_event=stream_callback), prompt, *settings, chat)
+        [(*settings, lora)] = settings_for(1, sampling_params, priority, timeout, lora_request)
+        kind = PoolingGroup if isinstance(settings[0], PoolingParams) else RequestGroup
+        return put_adapter(self, admit(self, kind(request_id, on_event=stream_callback), prompt, *settings, chat), lora)
 
     def reset_prefix_cache(self) -> None:
         "Forget what earlier requests left in the blocks."
@@ -330,26 +350,27 @@ class LLM(BackgroundLoop):
         "An id that no request has."
         return next(i for i in map(str, self.ids) if i not in self.groups)
 
-    def _prompts(self, prompts: Any, chat: bool) -> list:
+    def _prompts(self, prompts: Any, chat: bool, params: Any = None) -> list:
         "`prompts` as a list. Raises `PromptError` if not one of them is a prompt."
         prompts = as_list(prompts, chat)
-        check_forms(prompts, chat)
+        if not is_pooling(params): check_forms(prompts, chat)
         return prompts
 
-    def _groups(self, prompts: Sequence[Any], settings: Sequence[tuple[SamplingParams, int, float | None]], chat: bool,
+    def _groups(self, prompts: Sequence[Any], settings: Sequence[tuple[Any, int, float | None, Any]], chat: bool,
                 on_event: Callable[[StreamEvent], object] | None = None) -> list[RequestGroup]:
         "A `RequestGroup` for each of `prompts`, made ready by `admit`. Raises `ModelError` if none can run, as the model lacks something."
-        groups = [RequestGroup(self._next_id(), i, on_event) for i in range(len(prompts))]
+        kinds = [PoolingGroup if isinstance(s[0], PoolingParams) else RequestGroup for s in settings]
+        groups = [kind(self._next_id(), i, on_event) for i, kind in enumerate(kinds)]
         down: list[ModelError] = []
-        for group, prompt, s in zip(groups, prompts, settings):
-            try: admit(self, group, prompt, *s, chat)
+        for group, prompt, (*s, lora) in zip(groups, prompts, settings):
+            try: put_adapter(self, admit(self, group, prompt, *s, chat), lora)
             except ModelError as e:
                 down.append(e)
                 group.error = str(e)
         if down and all(g.error for g in groups): raise down[0]
         return groups
 
-    def _stream(self, prompts: Sequence[Any], settings: Sequence[tuple[SamplingParams, int, float | None]], chat: bool,
+    def _stream(self, prompts: Sequence[Any], settings: Sequence[tuple[Any, int, float | None, Any]], chat: bool,
                 longest_first: bool = False) -> Generator[StreamEvent]:
         self._not_inside()
         events, left = deque(), len(prompts)
@@ -368,10 +389,10 @@ class LLM(BackgroundLoop):
             if gone and self.stepper != threading.get_ident(): self.take_in()
 
     def _collect(self, prompts: Any, chat: bool, sampling_params: Any, use_tqdm: bool | None, priority: Any, timeout: Any,
-                 verify: bool) -> Outputs[RequestOutput]:
+                 verify: bool, lora_request: Any = None) -> Outputs[RequestOutput]:
         "All outputs of a call in input order, under a progress bar if that was asked for, or may be seen."
         check_bar(use_tqdm)
-        prompts, done, tokens, last = self._prompts(prompts, chat), {}, 0, 0.
+        prompts, done, tokens, last = self._prompts(prompts, chat, sampling_params), {}, 0, 0.
         def count(k: int) -> None:
             nonlocal tokens, last
             tokens += k
@@ -383,7 +404,7 @@ class LLM(BackgroundLoop):
             bar.update(0)
         bar_class = use_tqdm if callable(use_tqdm) else tqdm
         with bar_class(total=len(prompts), unit=' requests', miniters=0, disable=not shows_bar(use_tqdm)) as bar:
-            for i, out in self.iter_outputs(prompts, sampling_params, chat, None if bar.disable else count, priority, timeout):
+            for i, out in self.iter_outputs(prompts, sampling_params, chat, None if bar.disable else count, priority, timeout, lora_request):
                 done[i] = out
                 bar.update()
             if not bar.disable: say()
@@ -436,7 +457,7 @@ def make_plan(llm: LLM, groups: Sequence[RequestGroup]) -> MemoryPlan:
     weights = sum(p.nbytes for p in llm.model.parameters()) + llm.backend.nbytes
     return MemoryPlan(len(groups), sum(len(r.prompt_ids) for r in rs), tokens, max(lengths, default=0), slots, weights,
                       blocks * size * l.kv_bytes_per_token, l.kv_bytes_per_token, l.kv_bytes,
-                      {g.index: g.error for g in groups if g.error}, blocks, size, shared)
+                      {g.index: g.error for g in groups if g.error}, blocks, size, shared, *plan_adapters(llm.adapters, groups))
 
 # %% ../nbs/73_recovery.ipynb #856f8094
 def make_stats(llm: LLM) -> Stats:

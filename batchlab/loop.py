@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 from .backends import Backend, BackendOptions, select_backend
 from .blocks import KVBudget
-from .config import free_memory, probe_model, select_runner, weights_digest, weights_version
+from .config import free_memory, probe_model, probe_pooling, select_runner, weights_digest, weights_version
 from .engine import Engine, sum_ledgers
-from .errors import BatchlabError, EngineError, UnsupportedModelError
+from .errors import BatchError, BatchlabError, EngineError, UnsupportedModelError
 from .ledger import Ledger
 from .outputs import RequestGroup, StreamEvent
+from .pooling import pooling_engine
 from .runners import PackedRunner, PaddedRunner, SoloRunner
 from .scheduler import Request, Scheduler
 if TYPE_CHECKING:
@@ -214,11 +215,13 @@ class BackgroundLoop(StepLoop):
 # %% ../nbs/73_recovery.ipynb #5f81e419
 def make_engine(llm: LLM, kind: str) -> Engine:
     "An `Engine` for requests of a kind, by `llm.strategy`."
+    if kind == 'pooled': return pooling_engine(llm)
     l, strategy, solo = llm.limits, llm.strategy, kind == 'solo'
     how: Any = dict(max_num_batched_tokens=l.max_num_batched_tokens, budget=llm.budget)
     if kind == 'packed':
         size = llm.backend.block_size
-        scheduler = Scheduler(l.max_num_seqs, prefix_caching=llm.enable_prefix_caching, block_size=size, **how)
+        scheduler = Scheduler(l.max_num_seqs, prefix_caching=llm.enable_prefix_caching, block_size=size,
+                              max_adapters=llm.adapters and llm.adapters.max_loras, **how)
         return Engine(scheduler, PackedRunner(llm.backend, max(1, (l.kv_tokens or 0) // size)), llm.watchers)
     order = dict(bucketed=lambda r: -r.max_len, prefix=lambda r: (r.wave, -r.max_len)).get(strategy)
     scheduler = Scheduler(1 if solo or strategy == 'loop' else l.max_num_seqs, paged=False, chunked=False, order=order,
@@ -259,6 +262,7 @@ class EngineSet(dict[str, Engine]):
     def add(self, r: Request) -> None:
         "Queue `r` with the engine of its kind. Raises `BatchError`."
         kind = select_runner(r, self.llm.switch, self.llm.shapes, self.llm.paddable)
+        if r.adapter and kind not in ('packed', 'pooled'): raise BatchError(f'with an adapter a request runs packed, and this one runs {kind}: shorten it')
         if kind not in self: self[kind] = make_engine(self.llm, kind)
         self[kind].scheduler.add(r)
         r.runner = kind
@@ -294,11 +298,13 @@ class EngineSet(dict[str, Engine]):
         llm, model = self.llm, self.llm.model
         self.weights_digest = weights_digest(model)                           # now, as an own model gives its weights up
         options = BackendOptions(llm.compile, llm.own, free_memory(model.device) / 10, llm.quantization)
-        if first: llm.shapes, llm.paddable, backend = probe_model(model, llm.strategy == 'continuous', llm.switch, options)
+        if first and not llm.can_generate: llm.shapes, llm.causal, backend = probe_pooling(model, options)
+        elif first: llm.shapes, llm.paddable, backend = probe_model(model, llm.strategy == 'continuous', llm.switch, options)
         else: backend = select_backend(model, llm.shapes, options) if llm.shapes else self.backend
         if llm.quantization and backend.name not in ('fused', 'modules'):
             raise UnsupportedModelError(f'quantization={llm.quantization!r} is for models that run on packed weights, and this one does not: '
                                         f'{backend.why}')
+        if llm.adapters is not None: llm.adapters.bind(backend, llm.shapes)
         log.info('%s runs on: %s. %s', type(model).__name__, backend.name, backend.why)
         self.backend: Backend = backend
 
@@ -345,7 +351,7 @@ class Delivery:
     def _close(self, g: RequestGroup, event: StreamEvent) -> None:
         "Note the result of `g`, in its last event and in the statistics."
         event.finished, event.output = True, g.result()
-        g.output = event.output
+        g.output, g.adapter = event.output, None
         with self.llm.progress: self.llm.groups.pop(g.request_id, None)
         self.ends.update([r.finish_reason for r in g.requests] or [g.reason])
         for r in g.requests:

@@ -209,11 +209,10 @@ def read_settings(unknown: dict[str, Any], given: dict[str, Any], names: list[st
 _SAME = [{'prompts', 'prompt', 'inputs', 'prompt_token_ids'}, {'messages', 'conversation', 'conversations'},
          {'sampling_params', 'params', 'generation_config'}]
 _CALL_NEUTRAL: dict[str, list[Any]] = dict(
-    lora_request=[], prompt_adapter_request=[], guided_options_request=[], tokenization_kwargs=[{}], mm_processor_kwargs=[{}],
+    prompt_adapter_request=[], guided_options_request=[], tokenization_kwargs=[{}], mm_processor_kwargs=[{}],
     truncate_prompt_tokens=[], chat_template_content_format=['auto', 'string'], cache_salt=[], arrival_time=[], trace_headers=[], data_parallel_rank=[])
 _CALL_ADVICE = dict(callback='give stream_callback', on_token='give stream_callback', stream='llm.stream yields tokens as they come',
-                    system="give a message of role 'system'", batch_size='LLM(max_num_seqs=…) says how many run at once',
-                    lora_request='adapters can not be loaded: leave it out')
+                    system="give a message of role 'system'", batch_size='LLM(max_num_seqs=…) says how many run at once')
 
 def read_call(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
     "For `reads`: the keywords of a method of `LLM`. Raises `ParamError`."
@@ -242,7 +241,7 @@ def _refuse_argument(k: str, v: Any, names: list[str]) -> NoReturn:
     raise ParamError(f'argument {k!r:.60} is not supported: leave it out')
 
 # %% ../nbs/modules/000_names.ipynb #nam00030
-WORKS = dict(torch_dtype='dtype', device_map='device', kv_cache_memory_bytes='kv_cache_bytes', pretrained_model_name_or_path='model')
+WORKS = dict(override_pooler_config='pooler_config', torch_dtype='dtype', device_map='device', kv_cache_memory_bytes='kv_cache_bytes', pretrained_model_name_or_path='model')
 
 _WITHOUT_EFFECT = {                            # why: vLLM's arguments and their defaults
     'kv_cache_bytes bounds the memory of the cache': '''gpu_memory_utilization=0.9|0.92 swap_space=4 num_gpu_blocks_override=None
@@ -286,10 +285,12 @@ _WITHOUT_EFFECT = {                            # why: vLLM's arguments and their
         mm_encoder_attn_backend=None mm_encoder_attn_dtype=None mm_encoder_fp8_scale_path=None mm_encoder_fp8_scale_save_path=None
         mm_encoder_fp8_scale_save_margin=1.5 skip_mm_profiling=False video_pruning_rate=None mm_tensor_ipc='direct_rpc' language_model_only=False|True
         served_model_name=None enable_tower_connector_lora=False default_mm_loras=None''',
-    'there are no adapters': '''max_loras=1 max_lora_rank=16 fully_sharded_loras=False max_cpu_loras=None lora_dtype='auto' lora_extra_vocab_size=256
+    'adapters are plain LoRA, in the dtype of the model': '''fully_sharded_loras=False lora_dtype='auto' lora_extra_vocab_size=256
         lora_target_modules=None specialize_active_lora=False enable_lora_bias=False long_lora_scaling_factors=None max_prompt_adapters=1
         max_prompt_adapter_token=0''',
     'llguidance holds answers to their form': '''guided_decoding_backend=None|'auto'|'xgrammar'|'guidance' guided_decoding_disable_fallback=None|False''',
+    'what a model can do is seen from the model, see llm.pooling_tasks': '''task=None|'auto'|'generate'|'embed'|'embedding'|'classify'|'score'|'reward'
+        runner='auto'|'generate'|'pooling' convert='auto'|'none'|'embed'|'classify'|'reward' ''',
     'llm.close() gives back the memory of the cache': 'enable_sleep_mode=False shutdown_timeout=0',
     'it is for servers': '''tokens_only=False fail_on_environ_validation=False'''}
 
@@ -300,9 +301,8 @@ _REFUSED = {                                   # what to do: the arguments, and 
     'give each request a seed, as in SamplingParams(seed=1)': 'seed=0|None',
     'give it to requests, as in StructuredOutputsParams(json=…, disable_any_whitespace=True)': '''structured_outputs_config=None
         guided_decoding_disable_any_whitespace=None|False guided_decoding_disable_additional_properties=None|False''',
-    'LLM only generates': '''task=None|'auto'|'generate' runner='auto'|'generate' convert='auto'|'none' pooler_config=None override_pooler_config=None
-        enable_prompt_embeds=False enable_return_routed_experts=False io_processor_plugin=None''',
-    'merge the adapter into the model, and give that': 'enable_lora=False enable_prompt_adapter=False qlora_adapter_name_or_path=None',
+    'prompts are text or ids': '''enable_prompt_embeds=False enable_return_routed_experts=False io_processor_plugin=None''',
+    'merge the adapter into the model, and give that': 'enable_prompt_adapter=False qlora_adapter_name_or_path=None',
     'a model runs by itself, token by token': '''speculative_config=None speculative_model=None num_speculative_tokens=None diffusion_config=None
         ngram_prompt_lookup_max=None ngram_prompt_lookup_min=None spec_method=None spec_model=None spec_tokens=None''',
     "weights come from safetensors or a .gguf file": "load_format='auto'|'safetensors'|'hf'|'gguf' model_loader_extra_config=None gguf_file=None variant=None",

@@ -64,7 +64,7 @@ class RequestOutput:
     `num_cached_tokens`: prompt tokens whose KV was there already. `prompt_logprobs`: if asked for, one `{id: Logprob}` a prompt
     token, None for those up to position `prompt_logprob_start`. `metrics`, in seconds since the call: `time_to_first_token`, `latency`; and
     `time_per_token` after the first, `num_preemptions`. `params`: the `SamplingParams` it ran with.
-    `refused`: it has an `error` because it could not be run as it was asked, by no fault of the engine's."""
+    `refused`: it has an `error` because it could not be run as it was asked, by no fault of the engine's. `lora_request`: the adapter it ran with."""
     request_id: str
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
@@ -76,6 +76,7 @@ class RequestOutput:
     prompt_logprobs: list | None = None
     params: SamplingParams | None = None
     refused: bool = False
+    lora_request: Any = None
 
     def __repr__(self) -> str: return f'RequestOutput({self.request_id}: {self.line})'
 
@@ -217,6 +218,8 @@ class RequestGroup:
     output: RequestOutput | None = None
     refused: bool = False                         # its `error` is of what was asked
     broken: bool = False                          # its `on_event` raised
+    lora_request: Any = None                      # the `LoRARequest` that it runs with
+    adapter: Any = None                           # and the `Adapter` that came of it, until its end
 
     @property
     def done(self) -> bool: return self.output is not None
@@ -227,7 +230,8 @@ class RequestGroup:
         outs = [CompletionOutput.of(r) for r in rs] or [CompletionOutput(0, finish_reason=self.reason)]
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outs, True,
                              self.error or next((r.error for r in rs if r.error), None), self.metrics(),
-                             rs[0].num_cached_tokens or 0 if rs else 0, rs[0].prompt_logprobs if rs else None, self.params, self.refused)
+                             rs[0].num_cached_tokens or 0 if rs else 0, rs[0].prompt_logprobs if rs else None, self.params, self.refused,
+                             self.lora_request)
 
     def metrics(self) -> dict[str, Any]:
         "Times of the request, in seconds, as in `RequestOutput.metrics`."
@@ -273,7 +277,8 @@ class MemoryPlan:
     """What a call would take. `longest`: prompt and answer of the longest request, tokens; `refused`: errors by index.
 
     `slots`: requests at once; `blocks` of `block_size` tokens: the most that they hold at once; `shared_tokens`: prompt tokens
-    that are computed once for several requests, as far as that was looked at."""
+    that are computed once for several requests, as far as that was looked at. `adapters_bytes`: of the adapters in memory at once, which is
+    at most `adapters_limit_bytes`."""
     num_requests: int
     prompt_tokens: int
     max_output_tokens: int
@@ -287,6 +292,8 @@ class MemoryPlan:
     blocks: int = 0
     block_size: int = 0
     shared_tokens: int = 0
+    adapters_bytes: int = 0
+    adapters_limit_bytes: int = 0
 
     def __str__(self) -> str: return '\n'.join(self._lines(10))
     def __repr__(self) -> str: return '\n'.join(self._lines(3))
@@ -300,6 +307,7 @@ class MemoryPlan:
                 f'{self.max_output_tokens:,} to generate, the longest {self.longest:,}',
                 f'weights {megabytes(self.weights_bytes)}, KV {self.kv_bytes_per_token:,} bytes a token: {self.slots} slots{blocks}, '
                 f'at most {megabytes(self.kv_bytes)} of {megabytes(self.kv_limit_bytes)}',
+                *[f'adapters {megabytes(self.adapters_bytes)}, of at most {megabytes(self.adapters_limit_bytes)}'] * bool(self.adapters_limit_bytes),
                 *(f'request {i} is refused: {why}' for i, why in refused), *[f'and {more:,} more are refused'] * (more > 0)]
 
 # %% ../nbs/modules/000_outputs.ipynb #f05bcb17

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +26,7 @@ from .slots import KVCache
 __getattr__ = renamed(__name__, {'PlanError': 'errors.BatchError'})
 
 # %% auto #0
-__all__ = ['Runner', 'SoloRunner', 'PaddedRow', 'PaddedRunner', 'PackedRunner', 'check_batch']
+__all__ = ['Runner', 'SoloRunner', 'PaddedRow', 'PaddedRunner', 'PackedRunner', 'check_batch', 'hidden_states']
 
 # %% ../nbs/13_runners.ipynb #2aa1ebd6
 class Runner(Protocol):
@@ -49,13 +50,13 @@ class SoloRunner:
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> torch.Tensor:
-        check_batch(batch, 'SoloRunner')
+        check_batch(batch, 'SoloRunner', causal=not batch.hidden)
         parts: list[torch.Tensor] = []
         with attention_override(self.model):
             for a, b, start in zip(batch.cu_seqlens, batch.cu_seqlens[1:], batch.starts):
                 if start: raise BatchError('SoloRunner keeps nothing: give the Scheduler recompute=True')
                 ids, at = torch.tensor([batch.ids[a:b]], device=self.model.device), [x - a for x in batch.logits_at if a <= x < b]
-                if batch.hidden: out = self.model.base_model(ids, use_cache=False).last_hidden_state[0]
+                if batch.hidden: out = hidden_states(self.model, ids, batch.layers, batch.token_types[a:b])
                 else: out = self.model(ids, use_cache=False).logits[0]
                 parts.append(out[at].clone())                          # a view would keep all of them in memory
         return torch.cat(parts)
@@ -159,7 +160,7 @@ class PackedRunner:
     def nbytes(self) -> int: return 0 if self.cache is None else self.cache.nbytes
 
     def execute(self, batch: Batch) -> torch.Tensor:
-        check_batch(batch, 'this backend', causal=False)
+        check_batch(batch, 'this backend', causal=False, adapters=getattr(self.backend, 'adapters', None) is not None)
         if self.cache is None: self.cache = self.backend.make_cache(self.num_blocks)
         out = self.backend.execute(self.cache, batch)
         self.ledger.masked += self.backend.masked
@@ -170,7 +171,14 @@ class PackedRunner:
         self.backend.close()
 
 # %% ../nbs/71_families.ipynb #cb425002
-def check_batch(batch: Batch, runner: str, causal: bool = True) -> None:
-    "Raise `BatchError` if `batch` asks for what no model alone can do (`causal`: or for rows that see both ways)."
-    if any(batch.adapters): raise BatchError(f'a row asks for adapter {max(batch.adapters)}, and {runner} has none')
+def check_batch(batch: Batch, runner: str, causal: bool = True, adapters: bool = False) -> None:
+    """Raise `BatchError` if `batch` asks for what a runner can't do (`causal`: for rows that see both ways; without `adapters`: for rows
+    that have one)."""
+    if any(batch.adapters) and not adapters: raise BatchError(f'a row asks for adapter {max(batch.adapters)}, and {runner} has none')
     if causal and not batch.causal: raise BatchError(f'rows that see both ways do not run with {runner}: take PackedRunner')
+
+def hidden_states(model: PreTrainedModel, ids: torch.Tensor, layers: Sequence[int], types: Sequence[int]) -> torch.Tensor:
+    "The last hidden states `[n, E]` of `ids` `[1, n]` by the model's own code, or those of `layers`, `[n, L, E]`. `types`: of the tokens, or []."
+    more: dict[str, Any] = dict(token_type_ids=torch.tensor([[*types]], device=ids.device)) if types else {}
+    out = model.base_model(input_ids=ids, **more, output_hidden_states=bool(layers))
+    return torch.stack([out.hidden_states[i][0] for i in layers], 1) if layers else out.last_hidden_state[0]

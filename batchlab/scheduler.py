@@ -72,6 +72,12 @@ class Request:
     runner: str | None = None                    # which engine of an `LLM` has it
     num_told: int = 0                            # how many of its tokens were told of
     notified: bool = False                       # whether its end was
+    pool: Callable[..., Any] | None = None       # chapter 31: makes of its hidden states what was asked for; it writes no tokens
+    pooled: Any = None                           # what that gave
+    states: list[Any] = field(default_factory=list)      # of its chunks so far
+    wants_all_states: bool = False               # and not the last token's alone
+    layers: Sequence[int] | None = None          # of which layers; None: the last
+    token_types: list[int] | None = None         # which text of a pair each token belongs to
     preemptible: bool = False
 
     @property
@@ -89,6 +95,7 @@ class Request:
     @property
     def first_logits(self) -> int:
         "The first position whose logits are still needed. What lies before it may be cached."
+        if self.wants_all_states: return 0
         if self.prompt_logprobs is not None and self.wants_prompt_logits: return len(self.prompt_logprobs) - 1
         return self.num_tokens - 1
 
@@ -143,10 +150,12 @@ class Row:
 class RowOutput:
     """What a row came to: its next tokens (none, one or several), or an `error` for the user.
 
-    `logprobs`: for each of them a `{id: Logprob}` or None, or [] if none were asked for."""
+    `logprobs`: for each of them a `{id: Logprob}` or None, or [] if none were asked for. `finish_reason`: why the request ends with them,
+    where its tokens don't say."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Any] | None] = field(default_factory=list)
     error: str | None = None
+    finish_reason: str | None = None
 
 # %% ../nbs/11_scheduler.ipynb #3ec8db30
 @dataclass
@@ -243,7 +252,7 @@ def _append(r: Request, out: RowOutput) -> tuple[str | None, str | None]:
         try: reason = r.append(token, logprobs)
         except Exception as e: return 'error', f'its text failed with {type(e).__name__}: {e}'
         if reason: return reason, None
-    return None, None
+    return out.finish_reason, None
 
 def _count(ledger: Ledger, row: Row, end: int) -> None:
     "Count the positions of `row`, of which those before `end` stay."
@@ -351,7 +360,7 @@ class Scheduler(RequestQueue):
     def __init__(self, max_num_seqs: int = 32, max_num_batched_tokens: int = 512, max_kv_tokens: int | None = None,
                  block_size: int = 64, prefix_caching: bool = True, chunked: bool = True,
                  barrier: bool = False, order: Callable[[Request], Any] | None = None, patience: int = 256,
-                 paged: bool = True, recompute: bool = False, budget: KVBudget | None = None) -> None:
+                 paged: bool = True, recompute: bool = False, budget: KVBudget | None = None, max_adapters: int | None = None) -> None:
         if max_num_seqs < 1: raise BatchError(f'max_num_seqs={max_num_seqs}: expected at least 1')
         if max_num_batched_tokens <= max_num_seqs:
             raise BatchError(f'max_num_batched_tokens={max_num_batched_tokens} must be more than '
@@ -362,7 +371,7 @@ class Scheduler(RequestQueue):
         memory = PagedMemory(pool) if paged else RectangleMemory(KVBudget() if recompute else budget)
         super().__init__(max_num_seqs, pool, memory, order, patience)
         self.max_num_batched_tokens, self.recompute = max_num_batched_tokens, recompute
-        self.chunked, self.barrier = chunked and not barrier, barrier
+        self.chunked, self.barrier, self.max_adapters = chunked and not barrier, barrier, max_adapters
         self.block_size = block_size if paged else 0
         self.ledger = Ledger()
 
@@ -425,18 +434,26 @@ class Scheduler(RequestQueue):
         able = (x for x in self.running if x.preemptible and x.priority > r.priority and x.rank > r.rank and x not in plan.admitted)
         return None if self.barrier else max(able, key=lambda x: x.rank, default=None)
 
+    def _no_adapter_seat(self, r: Request) -> bool:
+        "Whether as many other adapters as may have running requests have them, and that of `r` has none."
+        if not r.adapter or not self.max_adapters: return False
+        running = {x.adapter for x in self.running if x.adapter}
+        return r.adapter not in running and len(running) >= self.max_adapters
+
     def _admit(self, plan: StepPlan, budget: int, late: bool = False) -> None:
         "Let requests in by rank, while there are seats, memory and `budget`. `late`: none that is preemptible."
         full = lambda: len(self.running) >= self.max_num_seqs
         if not self.waiting or budget <= 0 or full() and not self._makes_way(self.waiting[0], plan): return
-        chunk, passed = self.pool.chunk_size, 0
+        chunk, passed, kept = self.pool.chunk_size, 0, None
         coming = _coming(self.running, chunk)
         while budget > 0 and passed < min(len(self.waiting), 64):
             r = self.waiting[passed]
             if late and r.preemptible or r in plan.preempted: break
             if full() and not self._makes_way(r, plan): break
             if self.barrier and self.running and r.wave != self.running[0].wave: break
-            if _worth_waiting(r, self.memory, chunk, coming):
+            if kept and r.rank[-1] > kept.rank[-1] + self.patience: break
+            if no_seat := self._no_adapter_seat(r): kept = kept or r
+            if no_seat or _worth_waiting(r, self.memory, chunk, coming):
                 passed += 1
                 continue
             if not (self.chunked or self.barrier) and plan.rows and r.num_tokens > budget: break
@@ -468,7 +485,7 @@ class Scheduler(RequestQueue):
                 end = min(end, max(row.start, r.num_tokens - 1))          # the last token stays to be computed
                 self.memory.commit(r, row.start, end)
                 r.num_computed_tokens = end
-            if out.token_ids or error: moved.append(r)
+            if out.token_ids or reason: moved.append(r)
             if reason: self.finish(r, reason, error, keep=not error)
         return moved
 

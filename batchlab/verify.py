@@ -261,10 +261,11 @@ def check_answer(llm: LLM, out: RequestOutput, completion: CompletionOutput, tol
     row, again = a.row(), a.row()
     us = [None if is_unseeded(a.params) else again.uniform() for _ in a.ids]
     found = check_end(a)
-    for s in range(0, len(a.ids), size):
-        alone = a.alone(s, size)
-        found += check_tokens(a, row, s, alone, us[s:s + size], tolerance)
-        if completion.logprobs: found += check_logprobs(a, s, alone, tolerance)
+    with contextlib.nullcontext() if out.lora_request is None else llm.adapters.applied(llm.model, out.lora_request):
+        for s in range(0, len(a.ids), size):
+            alone = a.alone(s, size)
+            found += check_tokens(a, row, s, alone, us[s:s + size], tolerance)
+            if completion.logprobs: found += check_logprobs(a, s, alone, tolerance)
     return sorted(found, key=lambda d: d.index)
 
 # %% ../nbs/16_verify.ipynb #0412022e

@@ -216,12 +216,12 @@ def test_a_start_is_checked():
     for bad in (-1, 1.5, 'a', None):
         with pytest.raises(ParamError, match='prompt_logprob_start'): SamplingParams(prompt_logprobs=0, prompt_logprob_start=bad)
     with pytest.raises(ParamError, match='none are asked for'): SamplingParams(prompt_logprob_start=2)
-    with pytest.raises(ParamError, match='start'): llm.score([[5, 6]], start=0)
+    with pytest.raises(ParamError, match='start'): llm.logprobs([[5, 6]], start=0)
 
 
 def test_score_from_a_token_on():
     llm, prompts = LLM(tiny(), tiny_tokenizer()), rows_of(random.Random(4), 5)
-    whole, part = llm.score(prompts), llm.score(prompts, start=41)
+    whole, part = llm.logprobs(prompts), llm.logprobs(prompts, start=41)
     assert [s.logprobs[40:] for s in whole] == [pytest.approx(s.logprobs, abs=1e-5) for s in part]
     assert [len(s.logprobs) for s in whole] == [len(p) - 1 for p in prompts]
 
@@ -262,7 +262,7 @@ def test_choices_are_what_score_says_of_the_whole_text(way):
         for k in choices: assert a.token_logprobs[k] == pytest.approx(b.token_logprobs[k], abs=1e-5) == c.token_logprobs[k]
     check(llm, cold)
     for p, o in zip(prompts[1:], cold[1:]):
-        wholes = llm.score([p + c for c in choices])
+        wholes = llm.logprobs([p + c for c in choices])
         assert [o.prompt_token_ids + o.token_ids[c] for c in choices] == [w.token_ids for w in wholes]
         n = len(o.prompt_token_ids)
         assert [*o.logprobs.values()] == pytest.approx([sum(w.logprobs[n - 1:]) for w in wholes], abs=1e-3)

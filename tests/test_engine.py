@@ -71,7 +71,7 @@ def pool(arch, path='auto'):
 def prompt_logprobs(arch, path, ids):
     "The log probabilities of `ids` but the first, alone in an `LLM` of its own."
     llm = LLM(pool(arch, path)[0], max_num_seqs=1, enable_prefix_caching=False, **PATHS['int8' if pool(arch, path)[1].quantization else path if path != 'int8' else 'auto'])
-    return llm.score([list(ids)])[0].logprobs
+    return llm.logprobs([list(ids)])[0].logprobs
 
 
 def sampling(i, n): return SamplingParams(seed=i, temperature=1.3, top_p=.95, max_tokens=n, ignore_eos=True)

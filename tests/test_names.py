@@ -182,7 +182,7 @@ def test_every_argument_of_vllm_is_known():
 
 @pytest.mark.parametrize('kw,words', [
     (dict(seed=3), 'each request a seed'), (dict(guided_decoding_disable_any_whitespace=True), 'StructuredOutputsParams'), (dict(structured_outputs_config=dict(disable_any_whitespace=True)), 'StructuredOutputsParams'),
-    (dict(disable_sliding_window=True), 'config'), (dict(trust_remote_code=True), 'no code of a model'), (dict(revision='main'), 'load_model'), (dict(enable_lora=True), 'merge'), (dict(task='embed'), 'only generates'),
+    (dict(disable_sliding_window=True), 'config'), (dict(trust_remote_code=True), 'no code of a model'), (dict(revision='main'), 'load_model'), (dict(enable_lora=True), 'merge'),
     (dict(runner='pooling'), 'only generates'), (dict(load_format='dummy'), 'weights come from'), (dict(speculative_config=dict(a=1)), 'token by token'),
     (dict(hf_overrides=dict(a=1)), 'config'), (dict(tokenizer_mode='slow'), 'AutoTokenizer'), (dict(max_num_seq=4), "did you mean 'max_num_seqs'"),
     (dict(gpu_memory_utilisation=.5), "did you mean 'gpu_memory_utilization'"), (dict(max_tokens=3), 'SamplingParams'), (dict(voice='alto'), "'voice'"),
@@ -310,12 +310,12 @@ def test_an_answer_begun_and_closed_is_said(llm):
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         llm.chat(TALK[:2], GREEDY, continue_final_message=True)
-        llm.score([TALK[:2]])
+        llm.logprobs([TALK[:2]])
 
 
 def test_conversations_are_scored_as_the_template_writes_them(llm):
-    one, two = llm.score([TALK[:2], TALK])
-    [same] = llm.score(TALK)
+    one, two = llm.logprobs([TALK[:2], TALK])
+    [same] = llm.logprobs(TALK)
     ids = ids_of(llm.tokenizer, TALK)
     logits = llm.model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
     theirs = logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
@@ -337,14 +337,14 @@ def test_what_is_wrong_with_all_of_a_call_raises(llm):
         (lambda: llm.chat('hello'), PromptError, 'llm.generate'), (lambda: llm.chat(['a', 'b']), PromptError, 'messages must be'), (lambda: llm.generate([TALK]), PromptError, 'llm.chat'),
         (lambda: llm.generate(TALK), PromptError, 'llm.chat'), (lambda: llm.generate(pd.DataFrame(dict(prompt=['a']))), PromptError, r"frame\['prompt'\].*llm.map"),
         (lambda: llm.generate(dict(prompt=['a', 'b'])), PromptError, r"d\['prompt'\]"), (lambda: llm.generate(7), PromptError, 'got 7'), (lambda: llm.generate(None), PromptError, 'None'),
-        (lambda: llm.score('hi', ['yo']), ParamError, 'use_tqdm'), (lambda: llm.plan([None]), PromptError, 'None'), (lambda: [*llm.stream(TALK)], PromptError, 'llm.chat'),
+        (lambda: llm.logprobs('hi', ['yo']), ParamError, 'use_tqdm'), (lambda: llm.plan([None]), PromptError, 'None'), (lambda: [*llm.stream(TALK)], PromptError, 'llm.chat'),
         (lambda: llm.generate({'prompt': 'a', 'max_tokns': 3}), ParamError, 'max_tokens'), (lambda: llm.generate('a', time_out=3), ParamError, 'timeout'),
         (lambda: llm.chat(TALK, chat_template='nowhere.jinja'), ParamError, 'chat_template'), (lambda: llm.chat(TALK, tools='f'), ParamError, 'tools must be'),
         (lambda: LLM(*tiny(), system='x'), ParamError, 'give messages with one of role system'), (lambda: LLM(tiny()[0], 5), ParamError, 'got int'),
-        (lambda: llm.score({'prompt': 'a', 'temperature': 0}), ParamError, 'temperature'), (lambda: llm.map([{'prompt': 'a'}], lora_request=7), ParamError, 'lora_request'),
+        (lambda: llm.logprobs({'prompt': 'a', 'temperature': 0}), ParamError, 'temperature'), (lambda: llm.map([{'prompt': 'a'}], lora_request=7), ParamError, 'lora_request'),
         (lambda: AsyncLLM(llm, 'nowhere'), ParamError, 'tokenizer'), (lambda: AsyncLLM(llm, max_num_seqs=3, nonsense=7), ParamError, 'max_num_seqs'),
         (lambda: llm.generate('a', GREEDY, max_tokens=3), ParamError, 'max_tokens: settings stand in sampling_params'), (lambda: llm.generate('a', lora_request=7), ParamError, 'lora_request'),
-        (lambda: llm.score('a', temperature=0), ParamError, 'temperature: this call has no settings'), (lambda: llm.generate('a', stream=True), ParamError, 'llm.stream')]
+        (lambda: llm.logprobs('a', temperature=0), ParamError, 'temperature: this call has no settings'), (lambda: llm.generate('a', stream=True), ParamError, 'llm.stream')]
     for call, error, words in calls:
         with pytest.raises(error, match=words): call()
     assert llm.generate([]) == [] == llm.chat([]) and not llm.has_unfinished
@@ -370,10 +370,10 @@ def test_what_a_conversations_dict_says_is_checked(llm, tmp_path):
 
 
 def test_scores_of_dicts_and_of_short_prompts(llm):
-    assert [s.token_ids for p in ([{'messages': TALK}], {'messages': TALK}) for s in llm.score(p)] == [llm.score(TALK)[0].token_ids] * 2
-    short, long = llm.score([[5, 6, 7], [5, 6, 7, 8, 9, 10]], start=5)
+    assert [s.token_ids for p in ([{'messages': TALK}], {'messages': TALK}) for s in llm.logprobs(p)] == [llm.logprobs(TALK)[0].token_ids] * 2
+    short, long = llm.logprobs([[5, 6, 7], [5, 6, 7, 8, 9, 10]], start=5)
     assert (short.error, short.logprobs, long.error, len(long.logprobs)) == (None, [], None, 1)
-    assert llm.score([[5, 6, 7]], start=3)[0].logprobs == [] and llm.score([[5, 6, 7]])[0].logprobs[-1:] == llm.score([[5, 6, 7]], start=2)[0].logprobs
+    assert llm.logprobs([[5, 6, 7]], start=3)[0].logprobs == [] and llm.logprobs([[5, 6, 7]])[0].logprobs[-1:] == llm.logprobs([[5, 6, 7]], start=2)[0].logprobs
 
 
 def test_none_in_a_prompts_dict_says_nothing():

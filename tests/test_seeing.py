@@ -68,7 +68,7 @@ def test_results_are_a_list(llm):
     assert pickle.loads(pickle.dumps(outs)) == outs and asdict(outs[0])['outputs'][0]['token_ids'] == outs[0].outputs[0].token_ids
     assert repr(outs[0].outputs[0].text[:5])[1:-1] in repr(outs) and 'failed' not in repr(outs)
     assert type(llm.chat([[{'role': 'user', 'content': 'Hi'}]], SamplingParams(max_tokens=1), use_tqdm=False)) is Outputs
-    assert type(llm.score(['Hi there'], use_tqdm=False)) is Outputs
+    assert type(llm.logprobs(['Hi there'], use_tqdm=False)) is Outputs
 
 
 def test_failures_are_counted(llm):
@@ -124,7 +124,7 @@ def test_to_pandas(llm):
     assert [*Outputs().to_pandas().columns] == [*plain_columns(llm)] and not len(Outputs().to_pandas()['text'])
     plain = llm.generate(['Hi'], SamplingParams(max_tokens=3), use_tqdm=False).to_pandas()
     assert not {'logprobs', 'cumulative_logprob'} & {*plain.columns}
-    scores = llm.score(['Hi there', 'Once'], use_tqdm=False)
+    scores = llm.logprobs(['Hi there', 'Once'], use_tqdm=False)
     assert [*scores.to_pandas().perplexity] == [s.perplexity for s in scores] and len(Outputs().to_pandas()) == 0
 
 

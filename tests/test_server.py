@@ -172,7 +172,7 @@ def test_log_probabilities(s, client, loose):
 def test_echo_with_log_probabilities_of_the_prompt(s, web, prompt):
     "As programs score texts; the first token has no log probability, so OpenAI's client is not strict here."
     text = 'abcd' if isinstance(prompt, str) else bytes(i - 3 for i in prompt).decode()
-    score = [None, *s.llm.score([prompt])[0].logprobs]
+    score = [None, *s.llm.logprobs([prompt])[0].logprobs]
     for most in (0, 3):
         body = dict(prompt=prompt, echo=True, logprobs=1, max_tokens=most, temperature=0)
         d = web.post('/v1/completions', json=body).json()

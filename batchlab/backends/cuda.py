@@ -128,7 +128,7 @@ def bucket(batch: Batch, block_size: int, in_place: bool = False) -> tuple[int, 
     """`(rows, blocks)`: the shape of the step that `batch` is padded to; None if not all its rows decode.
 
     None also if it would read more than 4 times the blocks that its rows hold, unless blocks are read `in_place`."""
-    if not batch.causal or batch.hidden or not len(batch) or batch.num_decode < len(batch): return None
+    if not batch.causal or batch.hidden or any(batch.adapters) or not len(batch) or batch.num_decode < len(batch): return None
     held = [-(-n // block_size) for n in batch.seq_lens]
     size = power_of_two(len(held)), power_of_two(max(held))
     return size if in_place or size[0] * size[1] <= 4 * sum(held) else None

@@ -1,5 +1,5 @@
 // A step through all layers in one call. Made from the cells of nbs/25_fused.ipynb by .ci/cpp: edit the notebook.
-#include "experts.cpp"
+#include "adapters.cpp"
 
 template <class T>
 static void linear(const Linear& l, const T* x, T* out, i64 rows, const Step& step) {
@@ -10,6 +10,12 @@ static void linear(const Linear& l, const T* x, T* out, i64 rows, const Step& st
         shared::bytes_product((const uint8_t*)bytes, step.byte_steps, (const int8_t*)l.weight, l.start, l.scales,
                               (const float*)l.bias, out, rows, l.outputs, l.inputs, (uint8_t*)step.packed);
     }
+}
+// A product, of all of a model the `index`-th, and what adapters add to it; late: of the tokens whose logits are due
+template <class T>
+static void product_of(const Linear& l, i64 index, const T* x, T* out, i64 rows, bool late, const Step& step) {
+    linear(l, x, out, rows, step);
+    if (step.adapted && l.kind != 3) adapt(*step.adapted, index, x, l.inputs, out, l.outputs, late);
 }
 template <class T>
 static void take(T* x, const i64* rows, i64 n, i64 width) {  // ascending
@@ -69,28 +75,29 @@ static void part_of(const Layer* layers, i64 n, const Step& step, i64 p) {
     const Layer& layer = layers[i];
     const Experts& experts = layer.experts;
     if (part > 7 && !experts.num_experts) return;
-    const i64 rows = i == n || (i == n - 1 && part > 2) ? step.outputs : step.tokens;
+    const bool late = i == n || (i == n - 1 && part > 2);
+    const i64 rows = late ? step.outputs : step.tokens, product = 4 * i + part / 2;
     T *stream = (T*)step.stream, *normed = (T*)step.normed, *gate_up = (T*)step.gate_up, *activated = (T*)step.activated;
     const T* mlp_in = layer.mlp_before.kind || (layer.parallel && layer.before.kind) ? normed : stream;
     switch (part) {
         case 0:
             return begin_layer<T>(i ? layers + i - 1 : nullptr, layer, step, rows);
         case 1:
-            return linear(layer.qkv, (const T*)(layer.before.kind ? normed : stream), (T*)(i == n ? step.logits : step.qkv), rows,
-                          step);
+            return product_of(layer.qkv, product, (const T*)(layer.before.kind ? normed : stream),
+                              (T*)(i == n ? step.logits : step.qkv), rows, late, step);
         case 2:
             return attend_layer<T>(layer, step, i == n - 1);
         case 3:
-            return linear(layer.out, (const T*)step.attended, (T*)step.projected, rows, step);
+            return product_of(layer.out, product, (const T*)step.attended, (T*)step.projected, rows, late, step);
         case 4:
             return after_attention<T>(layer, step, rows);
         case 5:
-            return linear(layer.gate_up, mlp_in, gate_up, rows, step);
+            return product_of(layer.gate_up, product, mlp_in, gate_up, rows, late, step);
         case 6:
             if (layer.down.kind) activate((const T*)gate_up, activated, rows, layer.down.inputs, layer.act);
             return;
         case 7:
-            return linear(layer.down, (const T*)activated, (T*)step.mlp_out, rows, step);
+            return product_of(layer.down, product, (const T*)activated, (T*)step.mlp_out, rows, late, step);
         case 8:
             return choose(experts, step, mlp_in, rows);
         case 9:

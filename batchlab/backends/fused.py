@@ -7,7 +7,7 @@ __all__ = ['WeightPacker', 'FusedWeights', 'make_workspace', 'bind_cache', 'expe
            'Fused', 'FusedBackend', 'fuse', 'open_backend']
 
 # %% ../../nbs/25_fused.ipynb #f9fdbaa6
-import inspect, itertools
+import ctypes, inspect, itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -176,8 +176,11 @@ class Fused(FusedWeights):
         self.seconds: torch.Tensor | None = None
 
     @torch.inference_mode()
-    def __call__(self, cache: KVCache, batch: Batch) -> torch.Tensor:
-        "Logits `[n, V]` at `batch.logits_at`; with `batch.hidden` the last hidden states, as the model gives them, `[n, E]`."
+    def __call__(self, cache: KVCache, batch: Batch, adapters: Any = None) -> torch.Tensor:
+        """Logits `[n, V]` at `batch.logits_at`; with `batch.hidden` the last hidden states, as the model gives them, `[n, E]`, or those of
+        `batch.layers`, `[n, L, E]`.
+
+        `adapters`: the `PackedAdapters` of chapter 32 if rows have any."""
         T, n, end, positions = batch.num_tokens, len(batch.logits_at), len(self.modules), _ints(batch.positions)
         rotation_rows, moved = self.rotations.rows(positions) if self.rotations else (positions, False)
         if moved or cache is not self.cache:
@@ -192,15 +195,24 @@ class Fused(FusedWeights):
                                   slot_mapping=_ints(batch.slot_mapping), logits_at=_ints(batch.logits_at), blocks=work.blocks,
                                   query_rows=work.query_rows, work_units=work.work_units)
         step = Step(tokens=T, outputs=n, width=stream.shape[1], num_work_units=len(work.work_units), longest=max(batch.seq_lens),
-                    seconds=_at(self.seconds), **{name: _at(t) for name, t in space.items()})
+                    seconds=_at(self.seconds), adapted=None, **{name: _at(t) for name, t in space.items()})
+        adapted, kept = adapters.prepare(batch) if adapters is not None else (None, None)
+        if adapted is not None: step.adapted = ctypes.addressof(adapted)
         first, last = 0, PARTS * end + (1 if batch.hidden else 2)
-        for at in (p for p in self.outside if p < last):
+        stops, states = {PARTS * i + 1: i for i in batch.layers if i < end}, dict[int, torch.Tensor]()      # part 0 of a layer ends the one before
+        for at in sorted({p for p in self.outside if p < last} | stops.keys()):
             self.kernels.run(stream.dtype, self.layers, step, first, at)
-            self._outside(at, n if at > PARTS * (end - 1) + 2 else T, space)
+            first = at
+            if at in stops: states[stops[at]] = _rows(space['stream'], T, step.width)[space['logits_at']]
+            if at not in self.outside: continue
+            late = at > PARTS * (end - 1) + 2
+            x, y = self._outside(at, n if late else T, space)
+            if adapted is not None and at % PARTS < 8: adapters.add(adapted, 4 * (at // PARTS) + at % PARTS // 2, x, y, late)
             first = at + 1
         self.kernels.run(stream.dtype, self.layers, step, first, last)
-        if batch.hidden: return space['normed' if self.layers[end].before.kind else 'stream'][:n].clone()
-        return finish_logits(space['logits'], self.model.config)
+        if not batch.hidden: return finish_logits(space['logits'], self.model.config)
+        states[end] = space['normed' if self.layers[end].before.kind else 'stream'][:n].clone()
+        return torch.stack([states[i] for i in batch.layers], 1) if batch.layers else states[end]
 
     def _embed(self, batch: Batch, positions: torch.Tensor) -> torch.Tensor:
         if self.model.config.model_type in ENCODERS and hasattr(self.model.base_model, 'embeddings'):
@@ -211,16 +223,19 @@ class Fused(FusedWeights):
         if self.places is not None: h = h + F.embedding(positions + getattr(self.places, 'offset', 0), self.places.weight)
         return h.contiguous()
 
-    def _outside(self, at: int, rows: int, space: dict[str, torch.Tensor]) -> None:
-        "The product that is part `at`, which is not the kernels' own."
+    def _outside(self, at: int, rows: int, space: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        "The product that is part `at`, which is not the kernels' own: its inputs and outputs, in `space`."
         i, part = divmod(at, PARTS)
         z, end = self.layers[i], i == len(self.modules)
         normed = z.before.kind if part == 1 else z.mlp_before.kind or z.parallel and z.before.kind
         x, y = space[_READS.get(part, 'normed' if normed else 'stream')], space['logits' if end else _WRITES[part]]
-        if part > 8: return experts_outside(self.experts[i], part == 9, x, y, rows, space['bounds'], space['token_of'])
+        if part > 8:
+            experts_outside(self.experts[i], part == 9, x, y, rows, space['bounds'], space['token_of'])
+            return x, y
         module: Any = self.head if end else self.modules[i][part // 2]
         about = (z.qkv, z.out, z.gate_up, z.down)[part // 2]
-        _rows(y, rows, about.outputs).copy_(module(_rows(x, rows, about.inputs)))
+        x, y = _rows(x, rows, about.inputs), _rows(y, rows, about.outputs)
+        return x, y.copy_(module(x))
 
 # %% ../../nbs/25_fused.ipynb #f05edb01
 class FusedBackend(KernelBackend):
@@ -235,9 +250,8 @@ class FusedBackend(KernelBackend):
     def execute(self, cache: KVCache, batch: Batch) -> torch.Tensor:
         "One step, see `Backend`. Raises `Unavailable` for what fused layers can't do."
         if not batch.hidden and self.fused.head is None: raise Unavailable('it has no head to give logits: ask for hidden states')
-        if any(batch.adapters): raise Unavailable('fused layers run no adapters')
         cache.prepare(batch)
-        with limit_threads(self.kernels): return self.fused(cache, batch)
+        with limit_threads(self.kernels): return self.fused(cache, batch, self.adapters if any(batch.adapters) else None)
 
 # %% ../../nbs/25_fused.ipynb #9e329c44
 @torch.inference_mode()

@@ -55,7 +55,8 @@ struct Step {
     void* expert_rows;  // chapter 24: rows sorted by expert
     float *router_logits, *expert_weights;
     i64 *chosen, *row_of, *token_of, *bounds;
-    double* seconds;  // of each part, or null
+    double* seconds;                // of each part, or null
+    const struct Adapted* adapted;  // chapter 32: which rows have adapters, or null
 };
 
 template <class T>

@@ -69,7 +69,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.onednn: return _product(x, self.weight, self.bias)
-        if x.dim() > 2: return self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        if x.dim() > 2: return self.forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
         return self.kernels.product(x.contiguous(), self.weight, self.bias, self.n)
 
 # %% ../../nbs/21_packed.ipynb #fc63924c
