@@ -23,7 +23,7 @@ from .experts import PackedExperts, ProbeOfMixture
 from .kernels import AttentionWorklist, KernelBackend, prefix_groups, usable_kernels, whole_rows
 from .layers import (Rotations, ENCODERS, _base, _first, _head, _layers, _linear, _linears, _mixture, attention_specs, check_family, describe_layer,
                                       describe_norm, describe_rotations)
-from .native import PARTS, HugePages, Kernels, Layer, Linear, Step, limit_threads
+from .native import PARTS, SPARE, HugePages, Kernels, Layer, Linear, Step, limit_threads
 from .packed import (MakeLinear, PackedEmbedding, PackedLinear, PlainLinear, _at, mapped_files, release_mapped_pages,
                                       replace_linears)
 from ..batch import Batch
@@ -188,7 +188,7 @@ class Fused(FusedWeights):
             self.cache = cache
         if T > self.room:
             self.room = -(-T // 256) * 256
-            self.space = make_workspace(self.room, self)
+            self.space = make_workspace(self.room + SPARE, self)
         stream = self._embed(batch, positions)
         work = self._work(batch, cache.block_size)
         space = self.space | dict(stream=stream, logits=stream.new_empty(n, self.layers[end].qkv.outputs), rotation_rows=rotation_rows,

@@ -204,18 +204,19 @@ static inline void pack_block(F row, uint32_t* to, int m, i64 n) {
     for (int j = 0; j < m; j++)
         for (i64 k = j < i ? whole : 0; k < n; k++) to[k * m + j] = row(j)[k];
 }
+template <class T>  // the q-th block of rows, of K numbers each
+static inline void pack_rows(const T* x, T* to, const Blocks& blocks, i64 q, i64 rows, i64 K) {
+    const i64 r = q * blocks.each;
+    pack_block([=](int i) { return (const uint32_t*)(x + (r + i) * K); }, (uint32_t*)(to + r * K),
+               std::min(blocks.each, rows - r), K * sizeof(T) / 4);
+}
 namespace shared {
-template <class T>  // all rows, of K numbers each
+template <class T>  // all rows
 static const T* pack(const T* x, T* to, i64 rows, i64 K) {
     if (rows < 2) return x;
     const Blocks blocks(rows);
-    auto at = [](auto* p) { return (uint32_t*)p; };
 #pragma omp for
-    for (i64 q = 0; q < blocks.n; q++) {
-        const i64 r = q * blocks.each;
-        pack_block([=](int i) { return at(x + (r + i) * K); }, at(to + r * K), std::min(blocks.each, rows - r),
-                   K * sizeof(T) / 4);
-    }
+    for (i64 q = 0; q < blocks.n; q++) pack_rows(x, to, blocks, q, rows, K);
     return to;
 }
 }  // namespace shared
@@ -273,6 +274,15 @@ static void product(const T* x, const T* w, const T* bias, T* out, i64 M, i64 N,
     for_panels(w, M, N, K, multiplying(pack(x, packed, M, K), bias, out, N, K));
 }
 }  // namespace shared
+namespace alone {
+template <class T>  // by the thread that calls it
+static void product(const T* x, const T* w, const T* bias, T* out, i64 M, i64 N, i64 K, T* packed) {
+    const Blocks blocks(M);
+    for (i64 q = 0; q < blocks.n; q++) pack_rows(x, packed, blocks, q, M, K);
+    for (i64 p = 0; p * NR < N; p++)
+        one_panel(w + p * NR * K, p, 0, M, 0, blocks.n, K, multiplying((const T*)packed, bias, out, N, K));
+}
+}  // namespace alone
 template <class T>
 static void product(const T* x, const T* w, const T* bias, T* out, i64 M, i64 N, i64 K) {
     std::vector<T> packed(M > 1 ? M * K : 0);
