@@ -145,7 +145,7 @@ static bool chained(const Layer& l, const Linear& next, const Step& step, i64 ro
 template <class T>
 static void chain(const Layer* layer, i64 rows, bool further, const Step& step, Clock& clock) {
     const Layer &l = layer[0], &next = layer[1];
-    const i64 width = step.width, inner = l.down.inputs, most = (768 << 10) / sizeof(T) / (l.gate_up.outputs + inner);
+    const i64 width = step.width, inner = l.down.inputs, most = (512 << 10) / sizeof(T) / (l.gate_up.outputs + inner);
     const i64 parts = (rows + std::clamp<i64>(most, MR, 8 * MR) - 1) / std::clamp<i64>(most, MR, 8 * MR),
               threads = omp_get_num_threads();
     const i64 even = (parts + threads - 1) / threads * threads, each = (rows + even - 1) / even,
