@@ -117,6 +117,7 @@ static void part_of(const Layer* layers, i64 n, const Step& step, i64 p) {
             return expert_linear(experts, experts.down, step, (const T*)activated, (T*)step.expert_rows, rows, true);
     }
 }
+
 // Adds the time since the last part to part p, in thread 0
 struct Clock {
     double* seconds;
@@ -176,6 +177,7 @@ static void chain(const Layer* layer, i64 rows, bool further, const Step& step, 
     }
     clock.part(7);
 }
+
 // Parts `first` to `last` (excluded) of all layers, by one team of threads
 template <class T>
 static void run(const Layer* layers, i64 n, const Step& step, i64 first, i64 last) {
