@@ -7,7 +7,7 @@ __all__ = ['WeightPacker', 'FusedWeights', 'make_workspace', 'bind_cache', 'expe
            'Fused', 'FusedBackend', 'fuse', 'open_backend']
 
 # %% ../../nbs/25_fused.ipynb #f9fdbaa6
-import ctypes, inspect, itertools
+import ctypes, inspect
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -130,9 +130,10 @@ def make_workspace(tokens: int, weights: FusedWeights) -> dict[str, torch.Tensor
 # %% ../../nbs/25_fused.ipynb #fd278fd5
 def bind_cache(layers: Any, cache: KVCache, rotations: Rotations | None, kinds: Sequence[str | None]) -> None:
     "Tell described `layers` where the keys and values of `cache` lie, and the tables of `rotations`, of which each takes that of its kind."
-    for z, K, V, kind in zip(layers, itertools.cycle(cache.keys), itertools.cycle(cache.values), kinds):       # an encoder's may have one layer, or none
+    for z, K, V in zip(layers, cache.keys, cache.values):                    # an encoder's cache has fewer layers, or none
         a, z.keys, z.values = z.shape, _at(K), _at(V)
         a.k_block, a.k_head, a.v_block, a.v_head, a.block_size = *K.stride()[:2], *V.stride()[:2], cache.block_size
+    for z, kind in zip(layers, kinds):
         if not z.rotated or not rotations: continue
         cos, sin = rotations.tables[kind]
         z.cos, z.sin, z.rotated = _at(cos), _at(sin), 2 * cos.shape[1]
@@ -182,6 +183,7 @@ class Fused(FusedWeights):
 
         `adapters`: the `PackedAdapters` of chapter 32 if rows have any."""
         T, n, end, positions = batch.num_tokens, len(batch.logits_at), len(self.modules), _ints(batch.positions)
+        assert not batch.causal or len(cache.keys) == end, 'a cache of other layers'
         rotation_rows, moved = self.rotations.rows(positions) if self.rotations else (positions, False)
         if moved or cache is not self.cache:
             bind_cache(self.layers, cache, self.rotations, self.kinds)
@@ -255,6 +257,7 @@ class FusedBackend(KernelBackend):
     def execute(self, cache: KVCache, batch: Batch) -> torch.Tensor:
         "One step, see `Backend`. Raises `Unavailable` for what fused layers can't do."
         if not batch.hidden and self.fused.head is None: raise Unavailable('it has no head to give logits: ask for hidden states')
+        if any(batch.adapters) and self.adapters is None: raise Unavailable('a row has an adapter, and none are loaded')
         cache.prepare(batch)
         with limit_threads(self.kernels): return self.fused(cache, batch, self.adapters if any(batch.adapters) else None)
 

@@ -46,7 +46,7 @@ struct Step {
     i64 num_work_units, longest;                  // of attention's work list; tokens of the longest sequence
     i64 whole;                                    // rows see both ways, and leave nothing in the cache
     const i64* rotation_rows;                     // of each token: its row of cos and sin
-    const i64* slot_mapping;                      // of each token: its place in the cache
+    const i64* slot_mapping;                      // of each token: its place in the cache, unless `whole`
     const i64* logits_at;                         // which tokens' logits are due, ascending
     const i64 *blocks, *query_rows, *work_units;  // attention's work list
     void *stream, *normed, *qkv, *attended, *projected, *gate_up, *activated, *mlp_out, *logits;
@@ -195,7 +195,7 @@ static void prepare(const Layer& layer, const Step& step) {
     }
 #pragma omp for
     for (i64 u = 0; u < step.tokens * heads; u++) {
-        const i64 t = u / heads, h = u % heads, place = step.slot_mapping[t];
+        const i64 t = u / heads, h = u % heads, place = step.whole ? 0 : step.slot_mapping[t];
         T* x = qkv + t * shape.q_token + head_at(layer, h);
         if (h < rotated) {
             const bool query = h < shape.heads;
