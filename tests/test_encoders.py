@@ -86,6 +86,27 @@ def test_hidden_states_are_the_models_own_and_the_same_bits_in_any_company(kerne
         assert all(map(torch.equal, alone, whole)) and all(map(torch.equal, some, whole[:1] + whole[:3:-1]))
 
 
+@pytest.mark.parametrize('family', ['bert', 'modernbert'])
+def test_some_tokens_some_layers_and_any_number_of_threads(kernels, family):
+    model = encoder(family)
+    rows, specs = texts(model, LENGTHS + [40] * 8), layer_specs(model, False, True)
+    backend = FusedBackend(Fused(model, kernels, specs=specs), [])
+    whole, ids, types = torch.cat(states(backend, rows)), *zip(*rows)
+    def run(at, **more):
+        batch = pack_rows([(x, 0) for x in ids], [[]] * len(ids), 0, at, causal=False, hidden=True, token_types=sum(types, []), **more)
+        return backend.execute(backend.make_cache(1), batch)
+    firsts = [*itertools.accumulate(map(len, ids[:-1]), initial=0)]
+    for at in (firsts, range(100, 700), [len(whole) - 1]): assert torch.equal(run(at), whole[[*at]])
+    torch.set_num_threads(3)
+    assert torch.equal(run(range(len(whole))), whole) and torch.equal(run(range(100, 700)), whole[100:700])
+    torch.set_num_threads(1)
+    some = run(firsts, layers=(0, 1, 3))
+    told = dict(token_type_ids=torch.tensor([types[-1]])) if takes_types(model) else {}
+    with torch.inference_mode(): want = model(torch.tensor([ids[-1]]), output_hidden_states=True, **told).hidden_states
+    assert torch.equal(some[:, 2], whole[firsts])
+    for i in (0, 1): torch.testing.assert_close(some[-1, i], want[i][0, 0], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize('family', ['bert', 'distilbert', 'modernbert', 'electra'])
 def test_weights_are_given_up_and_heads_stay(kernels, family):
     model, twin = (encoder(family, AutoModelForSequenceClassification) for _ in range(2))
