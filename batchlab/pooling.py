@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from .attention import attention_override
 from .batch import Batch, make_batch
@@ -56,10 +56,10 @@ def pool(states: torch.Tensor, how: Sequence[str]) -> torch.Tensor:
 # %% ../nbs/31_embeddings.ipynb #emb00021
 class _Given(nn.Module):
     "Stands where a model's base stands, and gives hidden states that are there already."
-    def __init__(self, out: BaseModelOutputWithPooling) -> None:
+    def __init__(self, out: BaseModelOutputWithPoolingAndCrossAttentions) -> None:
         super().__init__()
         self.out = out
-    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPooling: return self.out
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPoolingAndCrossAttentions: return self.out
 
 @torch.inference_mode()
 def head_logits(model: PreTrainedModel, states: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
@@ -68,7 +68,7 @@ def head_logits(model: PreTrainedModel, states: torch.Tensor, ids: Sequence[int]
     It is the model's own code, called for this one sequence, with its base replaced by what the base would give."""
     name, base, x = model.base_model_prefix, model.base_model, states[None]
     pooler: Any = getattr(base, 'pooler', None)
-    given = _Given(BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=None if pooler is None else pooler(x)))
+    given = _Given(BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=x, pooler_output=None if pooler is None else pooler(x)))
     with attention_override(model):
         model._modules[name] = given
         try: return model(input_ids=torch.tensor([[*ids]], device=x.device)).logits[0].float()
@@ -96,7 +96,8 @@ class Pooler:
                  causal: bool = True) -> None:
         self.model, self.tokenizer, self.config, self.causal = model, tokenizer, config or PoolerConfig(), causal
         self.classifies, self.tags = has_head(model, 'SequenceClassification'), has_head(model, 'TokenClassification')
-        self.tasks = ('classify', 'score', 'token_embed') if self.classifies else ('token_classify', 'token_embed') if self.tags else ('embed', 'score', 'token_embed')
+        if self.classifies: self.tasks = ('classify', 'score', 'token_embed') if model.config.num_labels == 1 else ('classify', 'token_embed')
+        else: self.tasks = ('token_classify', 'token_embed') if self.tags else ('embed', 'score', 'token_embed')
         folder = getattr(model, 'name_or_path', '') or ''
         st = read_sentence_transformer(folder) if folder and Path(folder).is_dir() else None
         self.trained, st = st is not None, st or SentenceTransformerConfig(('lasttoken',) if causal else ('mean',), steps=(Normalize(),))
@@ -181,10 +182,10 @@ def pool_rows(plan: StepPlan, states: torch.Tensor, layers: Sequence[int] = ()) 
     for row, out in zip(plan.rows, outs):
         n, r = row.num_logits, row.request
         end += n
-        if n: r.states.append(states[end - n:end] if not layers else states[end - n:end, [layers.index(i) for i in r.layers or layers[-1:]]])
+        at = slice(end - n, end)
+        if n: r.states.append(states[at] if not layers else states[at, [layers.index(i) for i in r.layers]] if r.layers else states[at, -1])
         if not row.samples: continue
         whole, r.states = r.states[0] if len(r.states) == 1 else torch.cat(r.states), []
-        if layers and not r.layers: whole = whole[:, 0]
         try: r.pooled, out.finish_reason = r.pool(whole, r.prompt_ids), 'stop'
         except BatchlabError as e: out.error = str(e)
         except Exception as e: out.error = f'its states could not be pooled ({type(e).__name__}: {e})'
@@ -368,7 +369,7 @@ class PoolingCalls:
             return self.logprobs(data_1, use_tqdm=use_tqdm, **old)                                 # type: ignore[attr-defined]
         if old: raise ParamError(f'score has no argument {min(old)!r:.60}: leave it out')
         a, b = pair_up(data_1, data_2)
-        if self.pooler.classifies: return self._pool('score', [_pair(x, y) for x, y in zip(a, b)], pooling_params, use_tqdm, lora_request, tokenization_kwargs)
+        if self.pooler.classifies or self.pooler.tags: return self._pool('score', [_pair(x, y) for x, y in zip(a, b)], pooling_params, use_tqdm, lora_request, tokenization_kwargs)
         texts = list({str(x): x for x in [*a, *b]}.values())
         found = dict(zip(map(str, texts), self._pool('embed', texts, pooling_params, use_tqdm, lora_request, tokenization_kwargs, raw=True)))
         return Outputs(_compared(found[str(x)], found[str(y)]) for x, y in zip(a, b))
@@ -378,5 +379,6 @@ class PoolingCalls:
         llm: Any = self
         prompts = [text_and_answer(p) for p in as_list(prompts, is_talk(prompts))]
         each = _params(params, task, tokenization, len(prompts))
+        for p in dict.fromkeys(each): self.pooler.check(p)                        # it concerns all: no result for each of them
         if each: prompts = encode_texts(llm.tokenizer, prompts, each[0])
         return llm._collect(prompts, False, [replace(p, raw=True) for p in each] if raw else each, use_tqdm, None, None, False, lora_request)
