@@ -512,7 +512,7 @@ def embed(args: argparse.Namespace, llm: LLM | None = None) -> int:
         args.model = DEFAULT_EMBEDDING_MODEL
     params = PoolingParams('embed', args.normalize, args.dimensions, -1 if args.truncate else None)
     args.embed = PoolingRequest('embed', [], params=params, prompt_name=args.prompt_name, asked=dict(pooling=args.pooling))
-    args.output = args.output or '-'
+    args.output, args.ordered = args.output or '-', True               # a vector is found by its place
     with texts_file(args.texts, args.input) as args.input: return run_job(args, llm)
 
 # %% ../nbs/43_cli.ipynb #srv43002

@@ -175,14 +175,14 @@ EMBED_FLAGS = [
      "- is standard input, read to its end first"),
     *(row for row in INPUT_FLAGS[1:] if row[0].split()[0] in ('--format', '--id-column', '--prompt-template', '--limit')),
     ('--prompt-column NAME', str, "of a table (default: prompt, text or input)", dict(default='prompt')),
-    ('-o --output FILE', str, "vectors, one for each text; .jsonl, .csv, .tsv, .parquet, or .npy, an array with a row for each text; - is standard output (the default)"),
+    ('-o --output FILE', str, "vectors, in the order of the texts; .jsonl, .csv, .tsv, .parquet, or .npy, an array with a row for each text; - is standard output (the default)"),
     ('--dimensions N', positive_int, "only so many of a vector's first numbers"),
     ('--normalize', 'store_true', "vectors of length 1 (default: as the model's folder says)", dict(default=None)),
     ('--no-normalize', 'store_false', "vectors as they are", dict(dest='normalize', default=None)),
     ('--truncate', 'store_true', "cut a text that is longer than the model takes (default: it fails)"),
     ('--prompt-name NAME', str, "which of the model's prompts goes before each text, such as query"),
     ('--pooling', ('mean', 'cls', 'last', 'max', 'mean_sqrt_len', 'weightedmean'), "in place of the model's own way"),
-    *RUN_FLAGS[1:]]
+    *(row for row in RUN_FLAGS[1:] if row[0] != '--ordered')]
 PLAN_FLAGS = [('--no-calibration', 'store_false', "run nothing, estimate no time", dict(dest='calibrate'))]
 VIEW_FLAGS = [
     ('trace TRACE', str, "a file that Trace.save has written"),

@@ -576,11 +576,13 @@ def rates(llm: LLM, prompts: list[list[int]], budget: int = 4096, more: int = 16
 def reading_rate(llm: LLM, texts: list[tuple[list[int], Any]], budget: int = 4096) -> float:
     "Tokens a second that `llm` reads where it writes nothing, tried on the first of `texts`, pairs of ids and `PoolingParams`, `budget` tokens in all."
     n = max(1, sum(total <= budget for total in itertools.accumulate(len(ids) for ids, _ in texts)))
-    for _ in range(2):                             # whatever is only slow the first time
+    def seconds() -> float:
         llm.reset_prefix_cache()
         start = time.perf_counter()
         for _ in llm.iter_outputs([ids for ids, _ in texts[:n]], [params for _, params in texts[:n]]): pass
-    return sum(len(ids) for ids, _ in texts[:n]) / (time.perf_counter() - start)
+        return time.perf_counter() - start
+    seconds()                                      # whatever is only slow the first time
+    return sum(len(ids) for ids, _ in texts[:n]) / seconds()
 
 def plan_with_model(lines: Iterable[JobLine], llm: LLM, given: dict[str, Any] | None = None, look_ahead: int = 1024,
                     calibrate: bool = True) -> JobPlan:

@@ -64,7 +64,7 @@ class PoolingRequest:
             return [(t, params) for t in texts]
         from batchlab.pooling import pair_up
         a, b = pair_up(self.texts, self.others)
-        if llm.pooler.classifies: return [({'prompt': x, 'text_pair': y}, self.params) for x, y in zip(a, b)]
+        if llm.pooler.classifies or llm.pooler.tags: return [({'prompt': x, 'text_pair': y}, self.params) for x, y in zip(a, b)]
         return [(t, replace(self.params, task='embed')) for t in dict.fromkeys([*a, *b])]
 
     def as_group(self, llm: LLM, request_id: str, on_event: Callable[[StreamEvent], object] | None = None, index: int = 0, priority: int | None = None,
@@ -111,8 +111,8 @@ def _parse(body, kind):
     elif kind == 'rerank':
         if not isinstance(query := d.pop('query', None), str): raise BadRequest(f'query must be a string, got {query!r:.60}', param='query')
         r.key, r.texts, r.others, r.with_texts = 'query', [query], _documents(d.pop('documents', None)), take(d, 'return_documents', bool, True, 'true or false')
-        r.top_n = take(d, 'top_n', int, 0, 'a whole number')
-        if r.top_n < 0: raise BadRequest(f'top_n must be a whole number of at least 0, got {r.top_n}', param='top_n')
+        r.top_n = n = int(take(d, 'top_n', int, 0, 'a whole number'))
+        if n < 0: raise BadRequest(f'top_n must be a whole number of at least 0, got {n}', param='top_n')
     elif 'messages' in d: raise BadRequest('messages are for chats: give their text as input', param='messages')
     else: r.texts = texts_of(d.pop('input', None), 'input')
     r.encoding = d.pop('encoding_format', 'float') if kind in ('embed', 'pooling') else 'float'

@@ -224,9 +224,8 @@ class Answer(Response):
 class PooledAnswer(Answer):
     "The answer to `asked`, a `PoolingRequest`, whose texts the engine gets as one request."
     async def _whole(self, send: Send) -> None:
-        a, out = self.asked, None
-        async with contextlib.aclosing(self.api.llm.generate(a, a.params, priority=a.priority, grow=False)) as outputs:
-            async for out in outputs: pass
+        a: PoolingRequest = self.asked
+        async with contextlib.aclosing(self.api.llm.generate(a, priority=a.priority, grow=False)) as outputs: [out] = [o async for o in outputs]
         if wrong := error_of(out, a, self.api.llm.llm.max_model_len): raise wrong
         self.api.metrics.add(out)
         body = await asyncio.to_thread(pooling_body, a, out, self.name, self.api.name)      # of a thousand vectors it is long
