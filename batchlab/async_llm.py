@@ -205,7 +205,8 @@ class AsyncLLM:
             output = RequestOutput(request_id, outputs=[CompletionOutput(0, finish_reason=reason)])
             mailbox.put(answer, StreamEvent(request_id, finish_reason=reason, finished=True, output=output))
             return request_id
-        group = self.llm._group(prompt, sampling_params, tell, request_id, chat, priority, timeout)
+        several = getattr(prompt, 'as_group', None)                    # texts that are one request
+        group = several(self.llm, request_id, tell, 0, priority, timeout) if several else self.llm._group(prompt, sampling_params, tell, request_id, chat, priority, timeout)
         answer.prompt, answer.prompt_token_ids = group.prompt, group.prompt_token_ids
         self.llm.submit([group])
         self.llm.start()                                               # after it: whoever stopped the engine meanwhile, it runs

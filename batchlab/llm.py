@@ -452,7 +452,7 @@ def make_plan(llm: LLM, groups: Sequence[RequestGroup]) -> MemoryPlan:
     rs, l, size, found = [r for g in in_order(llm, groups) for r in g.requests], llm.limits, llm.backend.block_size, None
     lengths, tokens = [r.max_len for r in rs], sum(r.max_tokens for r in rs)
     if llm.shapes and llm.strategy == 'continuous' and tokens <= 200_000:
-        found = simulate(Scheduler(l.max_num_seqs, l.max_num_batched_tokens, l.kv_tokens, size, llm.enable_prefix_caching), rs)
+        found = simulate(Scheduler(l.max_num_seqs, l.max_num_batched_tokens, l.kv_tokens, size, llm.enable_prefix_caching and llm.causal), rs)
     slots, blocks, shared = found or (*_count_longest(llm, lengths), 0)
     weights = sum(p.nbytes for p in llm.model.parameters()) + llm.backend.nbytes
     return MemoryPlan(len(groups), sum(len(r.prompt_ids) for r in rs), tokens, max(lengths, default=0), slots, weights,

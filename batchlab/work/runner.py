@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import BatchlabError, JobError, ModelError
 from .lines import JobLine, ParamsCache, Postprocess, answer_of, failure_of
 from .openai import BadRequest
+from .pooling_api import TextsOutput
 from .toolcalls import conversation_with, tool_params
 
 if TYPE_CHECKING:      # a dry run needs no torch
@@ -46,6 +47,11 @@ def good_order(rows: list[tuple[list[int], int]]) -> list[int]:
     return [i for g in sorted(groups.values(), key=lambda g: size(g[0])) for i in g]
 
 # %% ../../nbs/41_jobs.ipynb #a217a0f5
+def _admitted(line: JobLine, group: RequestGroup) -> RequestGroup | None:
+    "`group` if it can run, else None, and `line.failure` says why."
+    if group.error is None: return group
+    line.failure = 'context_length_exceeded' if group.reason == 'too_long' else 'invalid_request', group.error
+
 def admit_line(llm: LLM, line: JobLine, params: ParamsCache, on_event: Callable[[StreamEvent], object] | None = None,
                first: bool = True) -> RequestGroup | None:
     """A `RequestGroup` for `line` by a `ParamsCache`, ready to run; None if it can't, and `line.failure` says why.
@@ -54,15 +60,14 @@ def admit_line(llm: LLM, line: JobLine, params: ParamsCache, on_event: Callable[
     from batchlab.llm import admit
     from batchlab.outputs import RequestGroup
     try:
+        if line.pooling: return _admitted(line, line.pooling.as_group(llm, line.key, on_event, line.number))
         group, chat = RequestGroup(line.key, line.number, on_event), line.messages is not None
         prompt, own = line.conversation if chat else line.prompt, params.of(line)
         if line.tools or any('tool_calls' in m for m in line.messages or ()):
             line.tool_format = params.format(llm.tokenizer, line.chat_options.get('chat_template'))
             prompt = conversation_with(line.tool_format, line.tools, dict(messages=line.messages, **line.chat_options))
             if line.tools: own = tool_params(own, line.tool_format, line.tools)
-        admit(llm, group, prompt, own, chat=chat)
-        if group.error is None: return group
-        line.failure = 'context_length_exceeded' if group.reason == 'too_long' else 'invalid_request', group.error
+        return _admitted(line, admit(llm, group, prompt, own, chat=chat))
     except (BadRequest, BatchlabError) as e:
         if first and isinstance(e, ModelError): raise JobError(str(e), 1) from e
         line.failure = getattr(e, 'code', 'invalid_request'), str(e)
@@ -70,11 +75,13 @@ def admit_line(llm: LLM, line: JobLine, params: ParamsCache, on_event: Callable[
         line.failure = 'invalid_request', f'{type(e).__name__}: {e}'[:300]
 
 # %% ../../nbs/41_jobs.ipynb #91b0aa12
-def record_of(line: JobLine, out: RequestOutput, model: str, timeout: float | None = None, again: bool = False,
+def record_of(line: JobLine, out: RequestOutput | TextsOutput, model: str, timeout: float | None = None, again: bool = False,
               postprocess: Postprocess | None = None) -> dict[str, Any] | None:
     "The record of `line` that ended as `out`; None if it must be tried once more, unless this was `again`."
-    reason = out.outputs[0].finish_reason
-    if not out.error and reason in ('stop', 'length'): return answer_of(line, out, model, postprocess)
+    reason = out.finish_reason if isinstance(out, TextsOutput) else out.outputs[0].finish_reason
+    if not out.error and reason in ('stop', 'length'):
+        try: return answer_of(line, out, model, postprocess)
+        except BadRequest as e: return failure_of(line, e.code, str(e))
     if reason == 'timeout': return failure_of(line, 'timeout', f'not done after {timeout:g} seconds')
     return failure_of(line, 'server_error', out.error or f'ended as {reason}') if again else None
 
