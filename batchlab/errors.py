@@ -17,7 +17,7 @@ class BatchlabError(Exception):
 class ModelError(BatchlabError): "A model or tokenizer can't be loaded or used."
 class ModelNotFoundError(ModelError): "No model has that name: no such folder, file or hub id."
 class HubUnreachableError(ModelError): "A valid hub id, not in the local cache, and the hub can't be reached."
-class UnsupportedModelError(ModelError): "The model is there, and is not a causal language model that batchlab can run."
+class UnsupportedModelError(ModelError): "The model is there, and batchlab can't run it, or not for what is asked."
 
 class PromptError(BatchlabError, ValueError):
     "A prompt can't be run as it is: it is empty, not made of token ids, or longer than the model's context."

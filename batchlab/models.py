@@ -14,20 +14,20 @@ import torch
 
 from .deprecated import renamed
 from .errors import BatchlabError, HubUnreachableError, ModelError, ModelNotFoundError, PromptError, UnsupportedModelError
-from .fetching import DEFAULT_MODEL, find_model
+from .fetching import DEFAULT_EMBEDDING_MODEL, DEFAULT_MODEL, find_model
 from .loading import cache_dir, cpu_has_fast_bf16, load_folder, load_gguf, one_line, resolve_device, resolve_dtype
 from .tiny import TINY_ARCHS, tiny_gguf, tiny_model, tiny_tokenizer
 
 if TYPE_CHECKING: from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_all_ = ['DEFAULT_MODEL', 'TINY_ARCHS', 'tiny_gguf', 'tiny_model', 'tiny_tokenizer', 'resolve_device', 'resolve_dtype', 'cache_dir',
+_all_ = ['DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TINY_ARCHS', 'tiny_gguf', 'tiny_model', 'tiny_tokenizer', 'resolve_device', 'resolve_dtype', 'cache_dir',
          'cpu_has_fast_bf16', 'BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError', 'UnsupportedModelError']
 __getattr__ = renamed(__name__, dict.fromkeys(
     'CorruptFileError DiskSpaceError CacheFolderError DownloadError DtypeError DeviceError NoTokenizerError ChatTemplateError '
     'SpecialTokenError'.split(), 'errors.ModelError'))
 
 # %% auto #0
-__all__ = ['encode', 'max_model_len', 'eos_token_ids', 'pad_token_id', 'start_token_id', 'DEFAULT_MODEL', 'TINY_ARCHS', 'tiny_gguf', 'tiny_model', 'tiny_tokenizer', 'resolve_device', 'resolve_dtype', 'cache_dir', 'cpu_has_fast_bf16', 'BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError', 'UnsupportedModelError', 'load_model', 'text_of', 'bad_message', 'template_text', 'encode_chat']
+__all__ = ['encode', 'max_model_len', 'eos_token_ids', 'pad_token_id', 'start_token_id', 'DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TINY_ARCHS', 'tiny_gguf', 'tiny_model', 'tiny_tokenizer', 'resolve_device', 'resolve_dtype', 'cache_dir', 'cpu_has_fast_bf16', 'BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError', 'UnsupportedModelError', 'load_model', 'text_of', 'bad_message', 'template_text', 'encode_chat']
 
 # %% ../nbs/01_models.ipynb #7435f647
 def _need_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
@@ -82,9 +82,10 @@ def load_model(name: str | os.PathLike[str] | None = None, # None or `DEFAULT_MO
                device: str | torch.device | None = 'auto', # 'auto', 'cpu', 'cuda', 'mps' or a `torch.device`
                revision: str | None = None, # branch, tag or commit of a hub id
               ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """Load a causal LM and its tokenizer, `(model, tokenizer)`: the model in eval mode, without gradients, on `device`.
+    """Load a model and its tokenizer, `(model, tokenizer)`: the model in eval mode, without gradients, on `device`.
 
-    The tokenizer is None if the model has none. Raises a `ModelError` that says what to do: `ModelNotFoundError`,
+    The class of the model says what it is: `…ForCausalLM`, `…ForSequenceClassification`, `…ForTokenClassification`, or `…Model` for an
+    encoder and a decoder without a head. The tokenizer is None if the model has none. Raises a `ModelError` that says what to do: `ModelNotFoundError`,
     `HubUnreachableError`, `UnsupportedModelError`, or `ModelError` itself for broken files, a full disk and the like."""
     device = resolve_device(device)
     resolve_dtype(dtype)                     # an unknown dtype is refused before anything is fetched

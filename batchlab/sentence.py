@@ -19,7 +19,7 @@ from .errors import ModelError, UnsupportedModelError
 if TYPE_CHECKING: from transformers import PreTrainedTokenizerBase
 
 # %% auto #0
-__all__ = ['POOLING', 'ACTIVATIONS', 'activation_name', 'Dense', 'Normalize', 'SentenceTransformerConfig',
+__all__ = ['POOLING', 'ACTIVATIONS', 'activation_name', 'Dense', 'Normalize', 'SentenceTransformerConfig', 'first_step',
            'read_sentence_transformer', 'cross_encoder_activation', 'lower_case']
 
 # %% ../nbs/modules/000_sentence.ipynb #fa40ecb2
@@ -118,6 +118,10 @@ class SentenceTransformerConfig:
         "The text that goes before every text that comes without a prompt's name."
         return self.prompts.get(self.default_prompt_name or '', '')
 
+def first_step(folder: Path) -> dict[str, Any]:
+    "sentence-transformers' settings of the model in `folder`, such as `max_seq_length` in tokens; `{}` if there are none. Raises `ModelError`."
+    return next(filter(None, (_json(f) for f in sorted(folder.glob('sentence_*_config.json')))), {})
+
 def _read_modules(folder, modules):
     "`(config of the model's step, pooling config, steps)`. Raises `ValueError`, `ModelError`."
     first, pooling, steps = {}, None, []
@@ -125,7 +129,7 @@ def _read_modules(folder, modules):
         name, at = m['type'].rpartition('.')[2], folder/m['path']
         known = m['type'].startswith('sentence_transformers.') and folder.resolve() in [(r := at.resolve()), *r.parents]
         if known and name == 'Transformer' and i == 0:
-            first = next(filter(None, (_json(f) for f in sorted(at.glob('sentence_*_config.json')))), {})
+            first = first_step(at)
         elif known and name == 'Pooling' and i == 1: pooling = _json(at/'config.json')
         elif known and name == 'Dense' and pooling is not None: steps.append(_dense(at))
         elif known and name == 'Normalize' and pooling is not None: steps.append(Normalize())
@@ -169,6 +173,6 @@ def cross_encoder_activation(folder: str | Path) -> str | None:
 def lower_case(tokenizer: PreTrainedTokenizerBase) -> None:
     "Let `tokenizer` read texts in lower case."
     from tokenizers import normalizers
-    backend: Any = getattr(tokenizer, 'backend_tokenizer')
+    backend: Any = tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]    fast ones have it
     was = backend.normalizer
     backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *([] if was is None else [was])])

@@ -13,7 +13,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from .errors import ModelError, ModelNotFoundError
-from .fetching import _CONVERTED, DEFAULT_MODEL
+from .fetching import WHEELS
 from .loading import cache_dir
 
 # %% auto #0
@@ -43,9 +43,10 @@ def _size(paths: Iterable[Path]) -> int:
 def own() -> list[Kept]:
     "What is in batchlab's own folder: models, compiled kernels, models of random weights, unfinished downloads."
     folder, found = cache_dir(), []
-    for path in sorted(folder.glob('SmolLM2-135M-Instruct-[0-9]*-f[0-9]*')):
+    made = {w.folder: w.model for w in WHEELS.values()}
+    for path in sorted(path for w in WHEELS.values() for path in folder.glob(w.versions)):
         if not path.is_dir() or path.is_symlink(): continue
-        kind, name = ('download', path.name) if '.tmp-' in path.name else ('model', DEFAULT_MODEL if path.name == _CONVERTED else path.name)
+        kind, name = ('download', path.name) if '.tmp-' in path.name else ('model', made.get(path.name, path.name))
         found.append(Kept(kind, name, path, _size([path])))
     for kind, files in _FILES.items():
         if here := list((folder/kind).glob(files)): found.append(Kept(kind, kind, folder/kind, _size(here)))
@@ -61,10 +62,10 @@ def hub() -> list[Kept]:
 # %% ../nbs/modules/000_storage.ipynb #41906666
 def _remove_own(found: list[Kept]) -> list[Kept]:
     if not found: return found
-    lock = FileLock(cache_dir()/f'{_CONVERTED}.lock')
-    try: lock.acquire(timeout=0)
-    except Timeout: raise ModelError('another process is preparing the default model: wait until it is done') from None
-    try:
+    with contextlib.ExitStack() as locks:
+        for w in WHEELS.values():
+            try: locks.enter_context(FileLock(cache_dir()/f'{w.folder}.lock').acquire(timeout=0))
+            except Timeout: raise ModelError(f'another process is preparing {w.what}: wait until it is done') from None
         for k in found:
             if k.kind in _FILES:
                 for f in k.path.glob(_FILES[k.kind]):
@@ -72,10 +73,10 @@ def _remove_own(found: list[Kept]) -> list[Kept]:
                     else: f.unlink(missing_ok=True)
                 with contextlib.suppress(OSError): k.path.rmdir()          # if nothing else is in it
             else:
-                gone = k.path.with_name(f'{_CONVERTED}.tmp-removed-{os.getpid()}')
+                wheel = next(w for w in WHEELS.values() if k.path.match(w.versions))
+                gone = k.path.with_name(f'{wheel.folder}.tmp-removed-{os.getpid()}')          # swept up if we are killed here
                 os.replace(k.path, gone)
                 shutil.rmtree(gone)
-    finally: lock.release()
     return found
 
 def _remove_from_hub(found: list[Kept]) -> list[Kept]:

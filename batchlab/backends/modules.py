@@ -8,7 +8,7 @@ __all__ = ['NEAR', 'NEAR_INT8', 'Swap', 'kind_of', 'record_calls', 'PackedNorm',
            'open_backend']
 
 # %% ../../nbs/27_modules.ipynb #58eb198b
-import contextlib, ctypes
+import contextlib, ctypes, inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..attention import attention_override, check_backend, probe_rows
 from . import BackendOptions, Unavailable
 from .experts import PackedExperts, ProbeOfMixture, _expert_views, describe_gate
 from .int8 import Int8Linear, module_places, put_module
-from .kernels import KernelBackend, usable_kernels
+from .kernels import KernelBackend, blocks_for, usable_kernels
 from .layers import _linear, describe_norm
 from .native import Experts, HugePages, Kernels, Layer, Norm, Step, address
 from .packed import MakeLinear, PackedEmbedding, PackedLinear, mapped_files, release_mapped_pages
@@ -38,14 +38,18 @@ def kind_of(module: nn.Module) -> str | None:
     return 'norm' if 'norm' in type(module).__name__.lower() and not [*module.children()] else None
 
 @torch.inference_mode()
-def record_calls(model: PreTrainedModel, row: Sequence[int]) -> dict[nn.Module, tuple[torch.Tensor, ...]]:
-    "What each module of a `kind_of` is called with, the first time, when `model` runs `row` by its own code: tensors, by position."
+def record_calls(model: PreTrainedModel, row: Sequence[int], hidden: bool = False) -> dict[nn.Module, tuple[torch.Tensor, ...]]:
+    """What each module of a `kind_of` is called with, the first time, when `model` runs `row` by its own code: tensors, by position.
+
+    `hidden`: it runs without its head."""
     calls: dict[nn.Module, tuple[torch.Tensor, ...]] = {}
     def note(module: nn.Module, args: tuple, kwargs: dict) -> None:
         if args and not kwargs and all(isinstance(x, torch.Tensor) for x in args): calls.setdefault(module, args)
     hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules() if kind_of(m)]
+    run = model.base_model if hidden else model
+    kept = dict(use_cache=False) if 'use_cache' in inspect.signature(run.forward).parameters else {}
     try:
-        with attention_override(model): model(input_ids=torch.tensor([[*row]]), use_cache=False)
+        with attention_override(model): run(input_ids=torch.tensor([[*row]]), **kept)
     finally:
         for hook in hooks: hook.remove()
     return calls
@@ -165,12 +169,13 @@ def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
 class Modules:
     """What takes the places of modules of `model`, by `kernels`: put in by `inside()`, or for good with `own`, as their weights go one by one.
 
-    `make`: what is made of linear layers and experts; `StandIn` to try, None to leave them. `nbytes`: of packed weights. `replaced`:
+    `make`: what is made of linear layers and experts; `StandIn` to try, None to leave them. `hidden`: the head is left as it is. `nbytes`: of packed weights. `replaced`:
     of each module `(name, its class, the class in its place, bytes)`, in the order of the calls."""
-    def __init__(self, model: PreTrainedModel, kernels: Kernels, own: bool = False, make: MakeLinear | None = PackedLinear) -> None:
+    def __init__(self, model: PreTrainedModel, kernels: Kernels, own: bool = False, make: MakeLinear | None = PackedLinear,
+                 hidden: bool = False) -> None:
         self.model, self.kernels, self.make, self.memory, self.nbytes = model, kernels, make, HugePages(), 0
         self.swaps, self.replaced, self.files = list[Swap](), list[tuple[str, str, str, int]](), mapped_files() if own else []
-        calls, names = record_calls(model, probe_rows(model)[0]), {id(m): name for name, m in model.named_modules()}
+        calls, names = record_calls(model, probe_rows(model)[0], hidden), {id(m): name for name, m in model.named_modules()}
         places = module_places(model, calls.__contains__)
         while calls:                                                                # nothing else holds them, so that each can go
             module = next(iter(calls))
@@ -227,18 +232,19 @@ def open_backend(model: PreTrainedModel, shapes: Sequence[Shape], options: Backe
 
     `options` as for fused layers: with `own` weights are given up for packed ones, else these take up to `room` bytes beside them, and
     where there is less room only norms are replaced; 'int8' for weights in bytes."""
-    kernels, why = usable_kernels(model, shapes, options), ''
+    kernels, why, shapes = usable_kernels(model, shapes, options), '', blocks_for(shapes, options)
     make: MakeLinear | None = PackedLinear
     weights = sum(p.nbytes for p in model.parameters())
     if options.quantization == 'int8': make = Int8Linear
     elif options.quantization: raise Unavailable(f'packed modules know no quantization {options.quantization!r}')
     elif not options.own and options.room is not None and weights > options.room:
         make, why = None, f'packed weights beside its own would take {weights:,} bytes more: load it by name'
-    tried = Modules(model, kernels, make=StandIn if make else None)
+    hidden = options.probe is not None and options.probe.hidden
+    tried = Modules(model, kernels, make=StandIn if make else None, hidden=hidden)
     if not tried.replaced: raise Unavailable('')
     mixture = model.dtype.itemsize < 4 and any(hasattr(m, 'experts') for m in model.modules())
     try: check_backend(model, ModuleBackend(tried, shapes), ProbeOfMixture(model, probe_rows(model), probe=options.probe) if mixture else options.probe)
     except (Unavailable, AttributeError, TypeError) as e:
         raise Unavailable(f'{type(model).__name__} runs by its own modules: replaced, {e}') from e
     del tried                                                                      # it holds the modules whose weights are to be given up
-    return ModuleBackend(Modules(model, kernels, options.own, make), shapes, why)
+    return ModuleBackend(Modules(model, kernels, options.own, make, hidden), shapes, why)

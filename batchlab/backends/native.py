@@ -222,6 +222,13 @@ class Kernels(ByteKernels):
                                 len(work.work_units))
         return out
 
+    def attend_whole(self, z: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
+        "As `attend`, for whole rows that see both ways, with keys and values `[T, kv_heads, dim]` of no cache. `units`: `whole_rows`."
+        d, out = q.dtype, q.new_empty(len(q), z.heads, z.dim_v)
+        self.calls['attend_whole', d](ctypes.addressof(z), address(q, d), address(k, d), address(v, d), *k.stride()[:2], *v.stride()[:2],
+                                      out.data_ptr(), address(units, torch.int64, 4 * len(units)), len(units))
+        return out
+
     def write(self, z: Shape, k: torch.Tensor, v: torch.Tensor, K: torch.Tensor, V: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         "Keys and values `[T, kv_heads, dim]` into their places, int64 `[T]`."
         d, T = k.dtype, len(k)

@@ -1,0 +1,153 @@
+"Encoders on the kernels: the model's own hidden states, the same bits alone and in any company, one layer's blocks for all layers."
+import itertools, random
+
+import pytest, torch
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+from batchlab.attention import StateProbe, TorchBackend, kv_layout, layer_specs, probe_rows, takes_types
+from batchlab.backends import BackendOptions, Unavailable, select_backend
+from batchlab.backends.fused import Fused, FusedBackend, fuse
+from batchlab.backends.kernels import AttentionWorklist, TiledCache, attend_rows, layout, load_kernels, prefix_groups
+from batchlab.backends.layers import ENCODERS
+from batchlab.backends.native import DTYPES, find_compiler
+from batchlab.batch import pack_rows, places
+from batchlab.errors import CompileError
+from batchlab.models import tiny_model
+from batchlab.tiny import _init_tiny
+
+LENGTHS = [1, 2, 5, 17, 64, 65, 130, 300]
+
+pytestmark = pytest.mark.usefixtures('one_thread')
+
+
+@pytest.fixture(scope='module')
+def kernels():
+    try: find_compiler()
+    except CompileError as e: pytest.skip(str(e))
+    return load_kernels()
+
+
+def encoder(family, auto=AutoModel, **more):
+    "A small encoder of that model type with random weights, for 300 ids, of which 1 is the padding."
+    sizes = dict(dim=64, hidden_size=64, n_layers=3, num_hidden_layers=3, n_heads=4, num_attention_heads=4, hidden_dim=128, intermediate_size=128)
+    special = dict(pad_token_id=1, bos_token_id=2, eos_token_id=2, cls_token_id=2, sep_token_id=2)
+    more = {'electra': dict(embedding_size=48), 'modernbert': dict(local_attention=16), 'eurobert': dict(num_key_value_heads=2)}.get(family, {}) | more
+    config = AutoConfig.for_model(family)
+    config = AutoConfig.for_model(family, vocab_size=300, max_position_embeddings=400, **special, **{k: v for k, v in sizes.items() if hasattr(config, k)}, **more)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = auto.from_config(config, dtype=torch.float32)
+    _init_tiny(model, 0)
+    for p in model.parameters(): p.data.mul_(.4 if p.ndim > 1 else 1)           # in bf16 roundings would grow from layer to layer
+    return model.eval().requires_grad_(False)
+
+
+def texts(model, lengths=LENGTHS):
+    "`(ids, token types)` of each text; some ids are the padding."
+    rng = random.Random(0)
+    return [([rng.choice([1, 7, 8, rng.randrange(259)]) for _ in range(n)], [int(takes_types(model) and 2 * i > n) for i in range(n)]) for n in lengths]
+
+
+def batch_of(rows, seed=0, spare=3):
+    "A `Batch` of whole texts in blocks anywhere, and how many blocks the cache needs."
+    need = [-(-len(ids) // 64) for ids, _ in rows]
+    blocks = random.Random(seed).sample(range(sum(need) + spare), sum(need) + spare)
+    tables = [[blocks.pop() for _ in range(n)] for n in need]
+    types = [t for _, of in rows for t in of]
+    return pack_rows([(ids, 0) for ids, _ in rows], tables, 64, range(len(types)), causal=False, hidden=True, token_types=types), sum(need) + spare
+
+
+def states(backend, rows, seed=0):
+    "The hidden states of each of `rows` in one step, in a cache full of NaN."
+    batch, n = batch_of(rows, seed)
+    cache = backend.make_cache(n)
+    for t in cache.keys + cache.values: t.fill_(torch.nan)
+    return backend.execute(cache, batch).float().split([len(ids) for ids, _ in rows])
+
+
+def own_states(model, rows):
+    "The same by the model alone."
+    with torch.inference_mode():
+        return [model.base_model(input_ids=torch.tensor([ids]), **(dict(token_type_ids=torch.tensor([types])) if takes_types(model) else {})).last_hidden_state[0].float()
+                for ids, types in rows]
+
+
+def off(got, want): return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(got, want))
+
+
+@pytest.mark.parametrize('family', ENCODERS)
+def test_hidden_states_are_the_models_own_and_the_same_bits_in_any_company(kernels, family):
+    model = encoder(family)
+    specs = layer_specs(model, False, True)
+    shapes, rows = [s.shape for s in specs], texts(model)
+    want = own_states(model, rows)
+    backend = select_backend(model, shapes, BackendOptions(probe=StateProbe(model, probe_rows(model)), specs=specs))
+    assert backend.name == 'fused' and backend.batch_invariant and len(backend.make_cache(1).keys) == 1
+    for dtype in DTYPES:
+        if dtype == torch.bfloat16: backend = FusedBackend(Fused(model.to(dtype), kernels, specs=specs), shapes[:1])
+        whole = states(backend, rows)
+        assert off(whole, want) < 2e-5 if dtype == torch.float32 else off(whole, want) < max(.03, 1.2 * off(own_states(model, rows), want)) < .1
+        alone = [states(backend, [row], seed=i)[0] for i, row in enumerate(rows)]
+        some = states(backend, rows[:1] + rows[:3:-1], seed=9)
+        assert all(map(torch.equal, alone, whole)) and all(map(torch.equal, some, whole[:1] + whole[:3:-1]))
+
+
+@pytest.mark.parametrize('family', ['bert', 'distilbert', 'modernbert', 'electra'])
+def test_weights_are_given_up_and_heads_stay(kernels, family):
+    model, twin = (encoder(family, AutoModelForSequenceClassification) for _ in range(2))
+    rows, options = texts(model), BackendOptions(probe=StateProbe(model, probe_rows(model)), own=True)
+    shapes, before = [s.shape for s in layer_specs(model, False, True)], sum(p.nbytes for p in model.parameters())
+    heads = [m for m in model.modules() if type(m) is torch.nn.Linear and m.out_features == model.config.num_labels]
+    backend = select_backend(model, shapes, options)
+    assert backend.name == 'fused' and .98 * before < sum(p.nbytes for p in model.parameters()) + backend.nbytes <= before      # biases are no parameters then
+    assert all(map(torch.equal, states(backend, rows), states(FusedBackend(fuse(twin, kernels, shapes), shapes[:1]), rows)))
+    assert heads and all(m in [*model.modules()] for m in heads)
+    ids = torch.tensor([rows[3][0]])
+    with torch.inference_mode(): torch.testing.assert_close(model(ids).logits, twin(ids).logits, rtol=1e-4, atol=1e-4)
+    with pytest.raises(Unavailable, match='no head'): backend.execute(backend.make_cache(1), pack_rows([([5, 6], 0)], [[0]], 64, causal=False))
+
+
+@pytest.mark.parametrize('family', ['xlm-roberta-xl', 'roberta-prelayernorm'])
+def test_other_encoders_run_by_their_own_code(kernels, family):
+    model = encoder(family)
+    rows, shapes = texts(model), [s.shape for s in layer_specs(model, False, True)]
+    backend = select_backend(model, shapes, BackendOptions(probe=StateProbe(model, probe_rows(model))))
+    assert backend.name == 'modules' and 'family' in backend.why and len(backend.make_cache(1).keys) == 1
+    assert off(states(backend, rows), own_states(model, rows)) < 2e-5
+
+
+def test_decoders_without_a_head_and_rows_that_see_both_ways(kernels):
+    model = tiny_model('qwen3')
+    shapes, rows = kv_layout(model), texts(model)
+    both = FusedBackend(fuse(model, kernels, shapes), shapes)
+    assert off(states(both, rows), states(TorchBackend(model, shapes), rows)) < 2e-5
+    probe = StateProbe(model.base_model, probe_rows(model))
+    headless = select_backend(model.base_model, shapes, BackendOptions(probe=probe))
+    assert probe.causal and headless.name == 'fused' and len(headless.make_cache(1).keys) == len(shapes)
+    batch = pack_rows([([5], 0), ([6, 7, 8], 0)], [[0], [1]], 64, hidden=True)
+    assert torch.equal(headless.execute(headless.make_cache(2), batch), both.execute(both.make_cache(2), batch))
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_attention_both_ways(kernels, dtype):
+    gen = torch.Generator().manual_seed(0)
+    def noise(*shape): return torch.randn(*shape, generator=gen).to(dtype)
+    for (H, KV, D, Dv), size in zip(((12, 12, 32, 32), (6, 2, 48, 16), (4, 4, 64, 64)), (64, 128, 64)):
+        rows = [([5] * n, []) for n in (1, 3, 47, 48, 49, 63, 64, 65, 80, 127, 128, 129, 200, 257, 300)]
+        tables = [[*range(3 * i, 3 * i + -(-len(ids) // size))] if size > 64 else [*range(5 * i, 5 * i + -(-len(ids) // size))] for i, (ids, _) in enumerate(rows)]
+        cache = TiledCache([(KV, D, Dv)], 80, size, dtype)
+        for t in cache.keys + cache.values: t.fill_(torch.nan)
+        def attend(which, q, asks, threads=1):
+            batch = pack_rows([(rows[i][0], 0) for i in which], [tables[i] for i in which], size, causal=False)
+            work = AttentionWorklist(batch, prefix_groups(batch, size), size, H // KV, KV, threads)
+            return kernels.attend(layout(cache, 0, q, D ** -.5, **asks), q, cache.keys[0], cache.values[0], work), batch
+        written = torch.tensor([p for (ids, _), t in zip(rows, tables) for p in places(t, 0, len(ids), size)])
+        cache.write(0, noise(len(written), KV, D), noise(len(written), KV, Dv), written)
+        q = noise(len(written), H, D)
+        each = q.split([len(ids) for ids, _ in rows])
+        for window, softcap in itertools.product((None, 1, 9, 65, 200), (None, 3.)):
+            asks = dict(window=window, softcap=softcap)
+            got, batch = attend(range(len(rows)), q, asks)
+            assert (got.float() - attend_rows(cache, 0, batch, q, D ** -.5, **asks)).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)
+            parts = got.split([len(ids) for ids, _ in rows])
+            assert all(torch.equal(attend([i], each[i], asks, threads=3)[0], parts[i]) for i in range(len(rows)))
