@@ -324,9 +324,9 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         if isinstance(sampling_params, str) or stream_callback is not None and not callable(stream_callback):
             raise ParamError('add_request takes the prompt first, unlike vLLM: add_request(prompt, sampling_params, request_id=…)')
         request_id = self._next_id() if request_id is None else str(request_id)
-        [(*settings, lora)] = settings_for(1, sampling_params, priority, timeout, lora_request)
-        kind = PoolingGroup if isinstance(settings[0], PoolingParams) else RequestGroup
-        return put_adapter(self, admit(self, kind(request_id, on_event=stream_callback), prompt, *settings, chat), lora)
+        [(params, own_priority, own_timeout, lora)] = settings_for(1, sampling_params, priority, timeout, lora_request)
+        kind = PoolingGroup if isinstance(params, PoolingParams) else RequestGroup
+        return put_adapter(self, admit(self, kind(request_id, on_event=stream_callback), prompt, params, own_priority, own_timeout, chat), lora)
 
     def reset_prefix_cache(self) -> None:
         "Forget what earlier requests left in the blocks."
@@ -362,8 +362,8 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         kinds = [PoolingGroup if isinstance(s[0], PoolingParams) else RequestGroup for s in settings]
         groups = [kind(self._next_id(), i, on_event) for i, kind in enumerate(kinds)]
         down: list[ModelError] = []
-        for group, prompt, (*s, lora) in zip(groups, prompts, settings):
-            try: put_adapter(self, admit(self, group, prompt, *s, chat), lora)
+        for group, prompt, (params, priority, timeout, lora) in zip(groups, prompts, settings):
+            try: put_adapter(self, admit(self, group, prompt, params, priority, timeout, chat), lora)
             except ModelError as e:
                 down.append(e)
                 group.error = str(e)

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['LoRARequest', 'LowRank', 'AdapterConfig', 'read_adapter', 'Adapter', 'signature_of', 'Adapters', 'read_modules', 'open_for', 'put_adapter', 'plan_adapters', 'LoRACalls']
+__all__ = ['LoRARequest', 'LowRank', 'AdapterConfig', 'read_adapter', 'Adapter', 'signature_of', 'Adapters', 'read_modules', 'open_for', 'put_adapter', 'plan_adapters', 'adapter_named', 'adapter_names', 'LoRACalls']
 
 # %% ../nbs/32_lora.ipynb #32aa0005
-import itertools, json, re, threading
+import hashlib, itertools, json, re, threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -20,9 +20,7 @@ from weakref import WeakValueDictionary
 from .errors import AdapterError, ParamError, UnsupportedModelError
 from .shown import megabytes
 
-if TYPE_CHECKING:
-    import torch
-    from batchlab.backends import Backend
+if TYPE_CHECKING: import torch
 
 # %% ../nbs/32_lora.ipynb #32bb0010
 @dataclass(frozen=True)
@@ -194,7 +192,8 @@ class Adapters:
         self.shapes, self.itemsize, self.max_loras, self.max_lora_rank = shapes, itemsize, max_loras, max_lora_rank
         self.max_cpu_loras = max_cpu_loras or max_loras
         if self.max_cpu_loras < max_loras: raise ParamError(f'max_cpu_loras={max_cpu_loras} must be at least max_loras={max_loras}: raise it')
-        self.lock, self.numbers, self.bank = threading.RLock(), itertools.count(1), None
+        self.lock, self.numbers = threading.RLock(), itertools.count(1)
+        self.bank: Any = None                                            # of the backend, see `open_adapters`
         self.current = dict[int, Adapter]()                              # by lora_int_id
         self.alive: WeakValueDictionary[int, Adapter] = WeakValueDictionary()                # by number, as long as somebody holds it
         self.loaded = OrderedDict[int, Adapter]()                        # by number, the least recently used first
@@ -220,13 +219,27 @@ class Adapters:
             self.loaded.clear()
             self.bank = backend.adapters = open_adapters(backend, self.shapes, self.weights)
 
+    @property
+    def known(self) -> dict[str, LoRARequest]:
+        "All adapters by name: those that requests asked for, and those of `modules`."
+        return {a.request.lora_name: a.request for a in [*self.current.values()]} | self.modules
+
+    @property
+    def digest(self) -> str:
+        "16 hex digits that change with the files of `modules`."
+        h = hashlib.blake2b(digest_size=8)
+        for name, r in sorted(self.modules.items()):
+            files = (Path(r.lora_path)/f for f in ('adapter_config.json', 'adapter_model.safetensors', 'adapter_model.bin'))
+            h.update(repr((name, [f.read_bytes() if f.is_file() else None for f in files])).encode())
+        return h.hexdigest()
+
     def find(self, asked: Any) -> LoRARequest:
         "The `LoRARequest` that `asked` is, or is the name of. Raises `AdapterError`, `ParamError`."
         if isinstance(asked, LoRARequest): return asked
         if all(hasattr(asked, n) for n in ('lora_name', 'lora_int_id', 'lora_path')):                       # vLLM's own
             return LoRARequest(asked.lora_name, asked.lora_int_id, asked.lora_path, load_inplace=bool(getattr(asked, 'load_inplace', False)))
         if not isinstance(asked, str): raise ParamError(f'lora_request must be a LoRARequest or the name of an adapter, got {asked!r:.60}')
-        known = {a.request.lora_name: a.request for a in [*self.current.values()]} | self.modules
+        known = self.known
         if asked in known: return known[asked]
         raise AdapterError(f'there is no adapter {asked!r}: ' + (f'known are {", ".join(sorted(known))}' if known else 'give LLM its folder, as lora_modules={name: folder}'))
 
@@ -327,6 +340,15 @@ def plan_adapters(adapters: Adapters | None, groups: Sequence[Any]) -> tuple[int
     if adapters is None: return 0, 0
     each = sorted((a.nbytes for a in {g.adapter for g in groups} if a is not None), reverse=True)
     return sum(each[:adapters.max_cpu_loras]), adapters.limit_bytes
+
+def adapter_named(llm: Any, name: Any) -> str | None:
+    "`name` if an adapter of `llm` is called so, else None."
+    return name if name in adapter_names(llm) else None
+
+def adapter_names(llm: Any) -> list[str]:
+    "What the adapters of `llm` are called."
+    adapters = getattr(llm, 'adapters', None)
+    return [] if adapters is None else [*adapters.known]
 
 class LoRACalls:
     "The methods of `LLM` for adapters, by vLLM's names. A request that names an adapter loads it by itself."

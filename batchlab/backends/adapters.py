@@ -21,7 +21,7 @@ from ..attention import TorchBackend, attention_override
 from .fused import FusedBackend
 from .kernels import KernelBackend
 from .layers import _layers, _linears
-from .native import DTYPES, Kernels, address, struct
+from .native import Kernels, address, struct
 from ..batch import Batch
 from ..errors import BatchError
 from ..lora import LowRank
@@ -119,7 +119,7 @@ class PackedAdapters:
 # %% ../../nbs/32_lora.ipynb #32aa0060
 def linear_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     "Of each linear layer of `model`, by its name, `(inputs, outputs)`."
-    shape = lambda m: tuple(m.weight.shape) if type(m) is Conv1D else (m.in_features, m.out_features)
+    def shape(m: Any) -> tuple[int, int]: return (m.weight.shape[0], m.weight.shape[1]) if type(m) is Conv1D else (m.in_features, m.out_features)
     return {name: shape(m) for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
 
 def fused_layout(model: PreTrainedModel) -> list[tuple[list[str], list[int]]]:
