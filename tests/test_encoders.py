@@ -1,4 +1,4 @@
-"Encoders on the kernels: the model's own hidden states, the same bits alone and in any company, one layer's blocks for all layers."
+"Encoders on the kernels: the model's own hidden states, the same bits alone and in any company."
 import itertools, random
 
 import pytest, torch
@@ -7,10 +7,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from batchlab.attention import StateProbe, TorchBackend, kv_layout, layer_specs, probe_rows, takes_types
 from batchlab.backends import BackendOptions, Unavailable, select_backend
 from batchlab.backends.fused import Fused, FusedBackend, fuse
-from batchlab.backends.kernels import AttentionWorklist, TiledCache, attend_rows, layout, load_kernels, prefix_groups
+from batchlab.backends.kernels import attend_both_ways, layout_whole, load_kernels, whole_rows
 from batchlab.backends.layers import ENCODERS
 from batchlab.backends.native import DTYPES, find_compiler
-from batchlab.batch import pack_rows, places
+from batchlab.batch import pack_rows
 from batchlab.errors import CompileError
 from batchlab.models import tiny_model
 from batchlab.tiny import _init_tiny
@@ -82,7 +82,7 @@ def test_hidden_states_are_the_models_own_and_the_same_bits_in_any_company(kerne
     shapes, rows = [s.shape for s in specs], texts(model)
     want = own_states(model, rows)
     backend = select_backend(model, shapes, BackendOptions(probe=StateProbe(model, probe_rows(model)), specs=specs))
-    assert backend.name == 'fused' and backend.batch_invariant and len(backend.make_cache(1).keys) == 1
+    assert backend.name == 'fused' and backend.batch_invariant
     for dtype in DTYPES:
         if dtype == torch.bfloat16: backend = FusedBackend(Fused(model.to(dtype), kernels, specs=specs), shapes[:1])
         whole = states(backend, rows)
@@ -112,7 +112,7 @@ def test_other_encoders_run_by_their_own_code(kernels, family):
     model = encoder(family)
     rows, shapes = texts(model), [s.shape for s in layer_specs(model, False, True)]
     backend = select_backend(model, shapes, BackendOptions(probe=StateProbe(model, probe_rows(model))))
-    assert backend.name == 'modules' and 'family' in backend.why and len(backend.make_cache(1).keys) == 1
+    assert backend.name == 'modules' and 'family' in backend.why
     assert off(states(backend, rows), own_states(model, rows)) < 2e-5
 
 
@@ -123,7 +123,7 @@ def test_decoders_without_a_head_and_rows_that_see_both_ways(kernels):
     assert off(states(both, rows), states(TorchBackend(model, shapes), rows)) < 2e-5
     probe = StateProbe(model.base_model, probe_rows(model))
     headless = select_backend(model.base_model, shapes, BackendOptions(probe=probe))
-    assert probe.causal and headless.name == 'fused' and len(headless.make_cache(1).keys) == len(shapes)
+    assert probe.causal and headless.name == 'fused'
     batch = pack_rows([([5], 0), ([6, 7, 8], 0)], [[0], [1]], 64, hidden=True)
     assert torch.equal(headless.execute(headless.make_cache(2), batch), both.execute(both.make_cache(2), batch))
 
@@ -132,22 +132,16 @@ def test_decoders_without_a_head_and_rows_that_see_both_ways(kernels):
 def test_attention_both_ways(kernels, dtype):
     gen = torch.Generator().manual_seed(0)
     def noise(*shape): return torch.randn(*shape, generator=gen).to(dtype)
-    for (H, KV, D, Dv), size in zip(((12, 12, 32, 32), (6, 2, 48, 16), (4, 4, 64, 64)), (64, 128, 64)):
-        rows = [([5] * n, []) for n in (1, 3, 47, 48, 49, 63, 64, 65, 80, 127, 128, 129, 200, 257, 300)]
-        tables = [[*range(3 * i, 3 * i + -(-len(ids) // size))] if size > 64 else [*range(5 * i, 5 * i + -(-len(ids) // size))] for i, (ids, _) in enumerate(rows)]
-        cache = TiledCache([(KV, D, Dv)], 80, size, dtype)
-        for t in cache.keys + cache.values: t.fill_(torch.nan)
-        def attend(which, q, asks, threads=1):
-            batch = pack_rows([(rows[i][0], 0) for i in which], [tables[i] for i in which], size, causal=False)
-            work = AttentionWorklist(batch, prefix_groups(batch, size), size, H // KV, KV, threads)
-            return kernels.attend(layout(cache, 0, q, D ** -.5, **asks), q, cache.keys[0], cache.values[0], work), batch
-        written = torch.tensor([p for (ids, _), t in zip(rows, tables) for p in places(t, 0, len(ids), size)])
-        cache.write(0, noise(len(written), KV, D), noise(len(written), KV, Dv), written)
-        q = noise(len(written), H, D)
-        each = q.split([len(ids) for ids, _ in rows])
+    lengths = [1, 3, 47, 48, 49, 63, 64, 65, 80, 127, 128, 129, 200, 257, 300]
+    whole = pack_rows([([5] * n, 0) for n in lengths], [[]] * len(lengths), 0, causal=False)
+    for H, KV, D, Dv in ((12, 12, 32, 32), (6, 2, 48, 16), (4, 4, 64, 64)):
+        qkv = noise(whole.num_tokens, H * D + KV * (D + Dv) + 5)[:, 5:]                       # as a product leaves them, side by side
+        q, k, v = (t.unflatten(1, (n, -1)) for t, n in zip(qkv.split([H * D, KV * D, KV * Dv], 1), (H, KV, KV)))
         for window, softcap in itertools.product((None, 1, 9, 65, 200), (None, 3.)):
-            asks = dict(window=window, softcap=softcap)
-            got, batch = attend(range(len(rows)), q, asks)
-            assert (got.float() - attend_rows(cache, 0, batch, q, D ** -.5, **asks)).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)
-            parts = got.split([len(ids) for ids, _ in rows])
-            assert all(torch.equal(attend([i], each[i], asks, threads=3)[0], parts[i]) for i in range(len(rows)))
+            z = layout_whole(q, KV, Dv, D ** -.5, window, softcap)
+            got = kernels.attend_whole(z, q, k, v, whole_rows(whole))
+            assert (got.float() - attend_both_ways(whole, q, k, v, D ** -.5, window, softcap)).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)
+            assert torch.equal(kernels.attend_whole(z, q, k, v, whole_rows(whole, 70)), got)
+            for a, b in zip(whole.cu_seqlens, whole.cu_seqlens[1:]):
+                one = pack_rows([([5] * (b - a), 0)], [[]], 0, causal=False)
+                assert torch.equal(kernels.attend_whole(z, q[a:b], k[a:b], v[a:b], whole_rows(one)), got[a:b])

@@ -45,8 +45,13 @@ static void attend_layer(const Layer& layer, const Step& step, bool last) {
     Shape shape = layer.shape;
     if (shape.window >= step.longest) shape.window = 0;
     T* attended = (T*)step.attended;
-    shared::attend(shape, (const T*)step.qkv, (const T*)layer.keys, (const T*)layer.values, attended, step.blocks,
-                   step.query_rows, step.work_units, step.num_work_units);
+    const T *q = (const T*)step.qkv, *k = q + head_at(layer, shape.heads), *v = q + head_at(layer, shape.heads + shape.kv_heads);
+    if (step.whole)
+        shared::attend_whole(shape, q, k, v, shape.q_token, shape.q_head, shape.q_token,
+                             layer.by_head ? shape.q_head : shape.dim_v, attended, step.work_units, step.num_work_units);
+    else
+        shared::attend(shape, q, (const T*)layer.keys, (const T*)layer.values, attended, step.blocks, step.query_rows,
+                       step.work_units, step.num_work_units);
     if (!last || step.outputs == step.tokens) return;
 #pragma omp single
     {

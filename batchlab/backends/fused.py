@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ..attention import AttentionSpec, StateProbe, _said, attention_override, check_backend, encoder_inputs, packed_of, probe_rows
 from . import BackendOptions, Unavailable
 from .experts import PackedExperts, ProbeOfMixture
-from .kernels import AttentionWorklist, KernelBackend, blocks_for, prefix_groups, usable_kernels
+from .kernels import AttentionWorklist, KernelBackend, prefix_groups, usable_kernels, whole_rows
 from .layers import (Rotations, ENCODERS, _base, _first, _head, _layers, _linear, _linears, _mixture, attention_specs, check_family, describe_layer,
                                       describe_norm, describe_rotations)
 from .native import PARTS, HugePages, Kernels, Layer, Linear, Step, limit_threads
@@ -130,7 +130,7 @@ def make_workspace(tokens: int, weights: FusedWeights) -> dict[str, torch.Tensor
 # %% ../../nbs/25_fused.ipynb #fd278fd5
 def bind_cache(layers: Any, cache: KVCache, rotations: Rotations | None, kinds: Sequence[str | None]) -> None:
     "Tell described `layers` where the keys and values of `cache` lie, and the tables of `rotations`, of which each takes that of its kind."
-    for z, K, V, kind in zip(layers, itertools.cycle(cache.keys), itertools.cycle(cache.values), kinds):       # a model that keeps nothing may have one layer's
+    for z, K, V, kind in zip(layers, itertools.cycle(cache.keys), itertools.cycle(cache.values), kinds):       # an encoder's may have one layer, or none
         a, z.keys, z.values = z.shape, _at(K), _at(V)
         a.k_block, a.k_head, a.v_block, a.v_head, a.block_size = *K.stride()[:2], *V.stride()[:2], cache.block_size
         if not z.rotated or not rotations: continue
@@ -190,11 +190,10 @@ class Fused(FusedWeights):
             self.room = -(-T // 256) * 256
             self.space = make_workspace(self.room, self)
         stream = self._embed(batch, positions)
-        work = AttentionWorklist(batch, prefix_groups(batch, cache.block_size), cache.block_size, self.spec.heads // self.spec.kv_heads, self.spec.kv_heads)
+        work = self._work(batch, cache.block_size)
         space = self.space | dict(stream=stream, logits=stream.new_empty(n, self.layers[end].qkv.outputs), rotation_rows=rotation_rows,
-                                  slot_mapping=_ints(batch.slot_mapping), logits_at=_ints(batch.logits_at), blocks=work.blocks,
-                                  query_rows=work.query_rows, work_units=work.work_units)
-        step = Step(tokens=T, outputs=n, width=stream.shape[1], num_work_units=len(work.work_units), longest=max(batch.seq_lens),
+                                  slot_mapping=_ints(batch.slot_mapping), logits_at=_ints(batch.logits_at), **work)
+        step = Step(tokens=T, outputs=n, width=stream.shape[1], num_work_units=len(work['work_units']), whole=not batch.causal, longest=max(batch.seq_lens),
                     seconds=_at(self.seconds), adapted=None, **{name: _at(t) for name, t in space.items()})
         adapted, kept = adapters.prepare(batch) if adapters is not None else (None, None)
         if adapted is not None: step.adapted = ctypes.addressof(adapted)
@@ -213,6 +212,12 @@ class Fused(FusedWeights):
         if not batch.hidden: return finish_logits(space['logits'], self.model.config)
         states[end] = space['normed' if self.layers[end].before.kind else 'stream'][:n].clone()
         return torch.stack([states[i] for i in batch.layers], 1) if batch.layers else states[end]
+
+    def _work(self, batch: Batch, block_size: int) -> dict[str, torch.Tensor]:
+        "What attention goes through, by the names of `Step`."
+        if not batch.causal: return dict(work_units=whole_rows(batch))
+        work = AttentionWorklist(batch, prefix_groups(batch, block_size), block_size, self.spec.heads // self.spec.kv_heads, self.spec.kv_heads)
+        return dict(blocks=work.blocks, query_rows=work.query_rows, work_units=work.work_units)
 
     def _embed(self, batch: Batch, positions: torch.Tensor) -> torch.Tensor:
         if self.model.config.model_type in ENCODERS and hasattr(self.model.base_model, 'embeddings'):
@@ -280,7 +285,7 @@ def open_backend(model: PreTrainedModel, shapes: Sequence[Shape], options: Backe
 
     `options.own`: its weights are given up for packed ones. `options.room`: else bytes that packed ones may take beside them,
     None for any number; where there is less room its own are used. `options.quantization`: 'int8' for `Int8Linear`."""
-    kernels, why, shapes = usable_kernels(model, shapes, options), '', blocks_for(shapes, options)
+    kernels, why = usable_kernels(model, shapes, options), ''
     linear: MakeLinear = PackedLinear
     weights = sum(p.nbytes for p in model.parameters())
     if options.quantization == 'int8':

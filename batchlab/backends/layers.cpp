@@ -44,6 +44,7 @@ struct Layer {
 struct Step {
     i64 tokens, outputs, width;                   // outputs: tokens whose logits are due
     i64 num_work_units, longest;                  // of attention's work list; tokens of the longest sequence
+    i64 whole;                                    // rows see both ways, and leave nothing in the cache
     const i64* rotation_rows;                     // of each token: its row of cos and sin
     const i64* slot_mapping;                      // of each token: its place in the cache
     const i64* logits_at;                         // which tokens' logits are due, ascending
@@ -178,6 +179,7 @@ static void prepare(const Layer& layer, const Step& step) {
     const Shape& shape = layer.shape;
     const i64 rotated = shape.heads + shape.kv_heads, heads = rotated + shape.kv_heads;
     T* qkv = (T*)step.qkv;
+    if (step.whole && !layer.rotated && !layer.query.kind) return;
     if (layer.whole) {
 #pragma omp for
         for (i64 t = 0; t < step.tokens; t++) {
@@ -200,8 +202,8 @@ static void prepare(const Layer& layer, const Step& step) {
                 rotate_row(x, layer.cos + row, layer.sin + row, layer);
             }
             if (norm.kind && layer.late) norm_row(x, x, norm, at, shape.dim);
-            if (!query) write_key(shape, x, (T*)layer.keys, h - shape.heads, place);
-        } else
+            if (!query && !step.whole) write_key(shape, x, (T*)layer.keys, h - shape.heads, place);
+        } else if (!step.whole)
             write_value(shape, x, (T*)layer.values, h - rotated, place);
     }
 }

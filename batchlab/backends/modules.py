@@ -21,7 +21,7 @@ from ..attention import attention_override, check_backend, probe_rows
 from . import BackendOptions, Unavailable
 from .experts import PackedExperts, ProbeOfMixture, _expert_views, describe_gate
 from .int8 import Int8Linear, module_places, put_module
-from .kernels import KernelBackend, blocks_for, usable_kernels
+from .kernels import KernelBackend, usable_kernels
 from .layers import _linear, describe_norm
 from .native import Experts, HugePages, Kernels, Layer, Norm, Step, address
 from .packed import MakeLinear, PackedEmbedding, PackedLinear, mapped_files, release_mapped_pages
@@ -232,7 +232,7 @@ def open_backend(model: PreTrainedModel, shapes: Sequence[Shape], options: Backe
 
     `options` as for fused layers: with `own` weights are given up for packed ones, else these take up to `room` bytes beside them, and
     where there is less room only norms are replaced; 'int8' for weights in bytes."""
-    kernels, why, shapes = usable_kernels(model, shapes, options), '', blocks_for(shapes, options)
+    kernels, why = usable_kernels(model, shapes, options), ''
     make: MakeLinear | None = PackedLinear
     weights = sum(p.nbytes for p in model.parameters())
     if options.quantization == 'int8': make = Int8Linear
