@@ -1,5 +1,5 @@
 "Adapters by request: their products, their tokens, their places in memory, what can't be loaded, and where requests name them."
-import copy, json, math, shutil
+import copy, json, shutil
 from pathlib import Path
 
 import pytest
@@ -139,8 +139,9 @@ def test_any_mix_gives_the_tokens_of_merged_models(three, compile):
         for o, a in zip(outs, of):
             assert o.outputs[0].token_ids == alone(refs[a], o.prompt_token_ids)
             assert o.lora_request == (requests[a - 1] if a else None)
-        assert not again or all(o.num_cached_tokens >= len(o.prompt_token_ids) - 1 for o in outs)
-    report = llm.verify(outs, sample=24) if False else llm.verify(outs)
+        cached = [o.num_cached_tokens for o in outs]                                  # what one adapter computed is no other's
+        assert min(cached) >= 64 if again else cached[:4] == [0] * 4 and max(cached) > 64
+    report = llm.verify(outs)
     assert report.ok and report.requests
     events = [e.output for e in llm.stream(prompts[:4], GREEDY, lora_request=[None, *requests]) if e.finished]
     assert sorted(o.outputs[0].token_ids for o in events) == sorted(alone(refs[a], llm.tokenizer(p)['input_ids']) for a, p in enumerate(prompts[:4]))
@@ -276,7 +277,6 @@ def test_at_most_so_many_are_in_memory_and_have_requests(three):
 def test_seats_for_adapters_without_a_model():
     s = Scheduler(max_num_seqs=4, max_num_batched_tokens=64, block_size=4, max_adapters=1)
     s.patience = 6
-    rows = lambda: [(row.request.request_id, row.request.adapter) for row in s.schedule().rows]
     def step():
         plan = s.schedule()
         s.update(plan, [RowOutput([7] if row.samples else []) for row in plan.rows])
@@ -285,7 +285,7 @@ def test_seats_for_adapters_without_a_model():
     for name, adapter in (('a', 1), ('b', 2), ('c', 1), ('d', 0)): add(name, adapter, 2)
     assert step() == {'a', 'c', 'd'} == step() and step() == {'b'}                   # those behind b were let past, for a while
     add('w', 1, 99)
-    add('x', 2)
+    add('x', 3)
     for i in range(20): add(f'y{i}', 1)
     ran = set()
     for _ in range(8): ran |= step()
