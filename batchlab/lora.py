@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['LoRARequest', 'LowRank', 'AdapterConfig', 'read_adapter', 'Adapter', 'signature_of', 'Adapters', 'read_modules', 'open_for', 'put_adapter', 'plan_adapters', 'adapter_named', 'adapter_names', 'LoRACalls']
+__all__ = ['LowRank', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'Adapter', 'signature_of', 'Adapters', 'read_modules', 'open_for', 'put_adapter', 'plan_adapters', 'adapter_named', 'adapter_names', 'LoRACalls']
 
 # %% ../nbs/32_lora.ipynb #32aa0005
 import hashlib, itertools, json, re, threading
@@ -21,6 +21,13 @@ from .errors import AdapterError, ParamError, UnsupportedModelError
 from .shown import megabytes
 
 if TYPE_CHECKING: import torch
+
+# %% ../nbs/32_lora.ipynb #32bb0012
+class LowRank(NamedTuple):
+    "What an adapter adds to the outputs of a linear layer: `scale` times `x @ down.T @ up.T`. `down` `[rank, in]`, `up` `[out, rank]`."
+    down: 'torch.Tensor'
+    up: 'torch.Tensor'
+    scale: float
 
 # %% ../nbs/32_lora.ipynb #32bb0010
 @dataclass(frozen=True)
@@ -49,13 +56,6 @@ class LoRARequest:
     def adapter_id(self) -> int: return self.lora_int_id
     @property
     def path(self) -> str: return self.lora_path
-
-# %% ../nbs/32_lora.ipynb #32bb0012
-class LowRank(NamedTuple):
-    "What an adapter adds to the outputs of a linear layer: `scale` times `x @ down.T @ up.T`. `down` `[rank, in]`, `up` `[out, rank]`."
-    down: 'torch.Tensor'
-    up: 'torch.Tensor'
-    scale: float
 
 # %% ../nbs/32_lora.ipynb #32bb0020
 _KNOWN = {*"""peft_type task_type auto_mapping base_model_name_or_path revision inference_mode peft_version r lora_alpha lora_dropout
