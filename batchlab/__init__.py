@@ -54,7 +54,7 @@ class _Moved:
              'drawing': 'views.drawing', 'pictures': 'views.pictures', 'widgets': 'views.widgets', 'viewer': 'views.viewer',
              'jobs': 'work.jobs', 'scaleout': 'work.scaleout'}
 
-    vllm = {f'{__name__}.{m}' for m in ('utils', 'utils.argparse_utils', 'sampling_params', 'distributed')}      # what programs import: `habits`
+    vllm = {f'{__name__}.{m}' for m in ('utils', 'utils.argparse_utils', 'sampling_params', 'distributed', 'lora.request')}      # what programs import: `habits`
 
     @classmethod
     def find_spec(cls, name: str, path=None, target=None):

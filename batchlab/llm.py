@@ -230,7 +230,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
                     if e.output is not None: yield e.index, e.output
         return outputs()
 
-    def logprobs(self, prompts: Any, use_tqdm: Any = None, start: int = 1) -> Outputs[Score]:
+    def logprobs(self, prompts: Any, use_tqdm: Any = None, start: int = 1, lora_request: Any = None) -> Outputs[Score]:
         """The `Score` of each of `prompts`, in their order; conversations are scored as the chat template writes them.
 
         `start`: the first token that counts. What lies before is computed once for all prompts that begin alike, and may come
@@ -244,7 +244,8 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
             try: return min(start, len(prompt_ids_of(self.model, self.tokenizer, prompt, False)[1]) or 1) - 1
             except BatchlabError: return 0                     # it gets that error below
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        outs = self.generate(talks, [replace(params, prompt_logprob_start=first(p)) for p in talks] if start > 1 else params, use_tqdm)
+        outs = self.generate(talks, [replace(params, prompt_logprob_start=first(p)) for p in talks] if start > 1 else params, use_tqdm,
+                             lora_request=lora_request)
         return Outputs(Score(o.prompt_token_ids or [], [next(iter(d.values())).logprob for d in (o.prompt_logprobs or [])[start:]], o.error)
                        for o in outs)
 
@@ -344,6 +345,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         self.stop(drain)
         with self._hold():
             for e in self.engines.values(): e.reset()
+            if self.adapters is not None: self.adapters.unload()
         trim_memory()
 
     def _next_id(self) -> str:

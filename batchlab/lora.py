@@ -30,6 +30,8 @@ class LowRank(NamedTuple):
     scale: float
 
 # %% ../nbs/32_lora.ipynb #32bb0010
+__path__: list[str] = []                      # so that `from batchlab.lora.request import LoRARequest` is found, as vLLM has it
+
 @dataclass(frozen=True)
 class LoRARequest:
     """Ask for an adapter: `lora_path`, the folder that PEFT wrote, under a name and a number of your own, from 1 on. The fields are vLLM's.
@@ -202,7 +204,7 @@ class Adapters:
     @property
     def limit_bytes(self) -> int:
         "The most that adapters in memory take: so many of the largest rank on all linear layers."
-        return self.max_cpu_loras * self.max_lora_rank * sum(k + n for k, n in self.shapes.values()) * self.itemsize
+        return self.max_cpu_loras * self._bytes(dict.fromkeys(self.shapes, self.max_lora_rank))
     def __str__(self) -> str:
         return (f'up to rank {self.max_lora_rank}, of {self.max_loras} at once; {len(self.loaded)} of {self.max_cpu_loras} in memory, '
                 f'{megabytes(self.nbytes)} of at most {megabytes(self.limit_bytes)}')
@@ -215,8 +217,7 @@ class Adapters:
         if not shapes: raise UnsupportedModelError('adapters are for models that run packed, and this one does not: merge the adapter into it')
         from batchlab.backends.adapters import open_adapters
         with self.lock:
-            for a in self.alive.values(): a.weights = None
-            self.loaded.clear()
+            self.unload()
             self.bank = backend.adapters = open_adapters(backend, self.shapes, self.weights)
 
     @property
@@ -232,6 +233,16 @@ class Adapters:
             files = (Path(r.lora_path)/f for f in ('adapter_config.json', 'adapter_model.safetensors', 'adapter_model.bin'))
             h.update(repr((name, [f.read_bytes() if f.is_file() else None for f in files])).encode())
         return h.hexdigest()
+
+    def _bytes(self, ranks: dict[str, int]) -> int:
+        "Of an adapter with parts of these ranks, as it is in memory."
+        return self.itemsize * (sum(r * sum(self.shapes[n]) for n, r in ranks.items()) if self.bank is None else self.bank.size_of(ranks))
+
+    def unload(self) -> None:
+        "Give the memory of all back; they are read again when asked for."
+        with self.lock:
+            for a in self.alive.values(): a.weights = None
+            self.loaded.clear()
 
     def find(self, asked: Any) -> LoRARequest:
         "The `LoRARequest` that `asked` is, or is the name of. Raises `AdapterError`, `ParamError`."
@@ -263,8 +274,7 @@ class Adapters:
         parts = read_adapter(Path(request.lora_path), self.shapes, self.max_lora_rank)
         if strange := [n for n in parts if self.bank is not None and n not in self.bank.names]:
             raise AdapterError(f'it has a part in {strange[0]}, where this model takes none: leave it out of target_modules')
-        return Adapter(next(self.numbers), request, signature, sum(p.down.numel() + p.up.numel() for p in parts.values()) * self.itemsize,
-                       max(len(p.down) for p in parts.values()))
+        return Adapter(next(self.numbers), request, signature, self._bytes(ranks := {n: len(p.down) for n, p in parts.items()}), max(ranks.values()))
 
     def weights(self, numbers: Sequence[int]) -> list[Any]:
         "The weights of adapters, ready for the backend, read where they are not there. Raises `AdapterError`."

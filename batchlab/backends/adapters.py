@@ -91,17 +91,26 @@ class Packed:
         self.nbytes = sum(t.nbytes for t in self.kept if isinstance(t, torch.Tensor))
 
 class PackedAdapters:
-    """Adapters for the products of a model on `kernels`. `layout`: of each product the names of its linear layers and their sizes.
+    """Adapters for the products of a model on `kernels`. `layout`: of each product the names of its linear layers and their sizes; `shapes`: of
+    each of these layers `(inputs, outputs)`.
 
     `weights(numbers)`: gives what `pack` made for these adapters."""
-    def __init__(self, layout: Sequence[tuple[Sequence[str], Sequence[int]]], kernels: Kernels, dtype: torch.dtype,
+    def __init__(self, layout: Sequence[tuple[Sequence[str], Sequence[int]]], shapes: dict[str, tuple[int, int]], kernels: Kernels, dtype: torch.dtype,
                  weights: Callable[[Sequence[int]], list[Any]]) -> None:
-        self.layout, self.kernels, self.dtype, self.weights = layout, kernels, dtype, weights
+        self.layout, self.shapes, self.kernels, self.dtype, self.weights = layout, shapes, kernels, dtype, weights
         self.names = {name for names, _ in layout for name in names}
 
     def pack(self, parts: dict[str, LowRank]) -> Packed:
         parts = {name: LowRank(p.down.to(self.dtype), p.up.to(self.dtype), p.scale) for name, p in parts.items()}
         return Packed(parts, self.layout, self.kernels)
+
+    def size_of(self, ranks: dict[str, int]) -> int:
+        "How many numbers an adapter with parts of these `ranks` takes: panels of 32 outputs are filled up."
+        panels, total = lambda n: -(-n // 32) * 32, 0
+        for names, sizes in self.layout:
+            mine = [(n, size, _even(ranks[n])) for n, size in zip(names, sizes) if n in ranks]
+            if mine: total += panels(sum(r for *_, r in mine)) * self.shapes[mine[0][0]][0] + sum(panels(size) * r for _, size, r in mine)
+        return total
 
     def prepare(self, batch: Batch) -> tuple[Adapted, list[Any]]:
         "For the kernels, who is for which adapter; and what that leads to, to be kept until the step is over."
@@ -158,11 +167,15 @@ def hooked(model: nn.Module, additions: dict[str, Callable[[torch.Tensor, torch.
 
 # %% ../../nbs/32_lora.ipynb #32aa0062
 class HookedAdapters:
-    """Adapters for any model: what they add is added to what its linear layers give, as these are called. `names`: of those layers.
+    """Adapters for any model: what they add is added to what its linear layers give, as these are called. `shapes`: of those, by name.
 
     `weights`: see `PackedAdapters`."""
-    def __init__(self, model: PreTrainedModel, names: set[str], weights: Callable[[Sequence[int]], list[Any]]) -> None:
-        self.model, self.names, self.weights = model, names, weights
+    def __init__(self, model: PreTrainedModel, shapes: dict[str, tuple[int, int]], weights: Callable[[Sequence[int]], list[Any]]) -> None:
+        self.model, self.shapes, self.names, self.weights = model, shapes, {*shapes}, weights
+
+    def size_of(self, ranks: dict[str, int]) -> int:
+        "How many numbers an adapter with parts of these `ranks` takes."
+        return sum(r * sum(self.shapes[n]) for n, r in ranks.items())
 
     def pack(self, parts: dict[str, LowRank]) -> 'OnDevice':
         device, dtype = self.model.device, self.model.dtype
@@ -194,7 +207,7 @@ class OnDevice:
 class KernelAdapters(PackedAdapters):
     "As `HookedAdapters`, what is added computed by `kernels`: the same bits in any company."
     def __init__(self, model: PreTrainedModel, shapes: dict[str, tuple[int, int]], kernels: Kernels, weights: Callable[[Sequence[int]], list[Any]]) -> None:
-        super().__init__([([name], [size]) for name, (_, size) in shapes.items()], kernels, model.dtype, weights)
+        super().__init__([([name], [n]) for name, (k, n) in shapes.items() if k % 2 == 0], shapes, kernels, model.dtype, weights)
         self.model = model
 
     @contextlib.contextmanager
@@ -209,7 +222,7 @@ def open_adapters(backend: Any, shapes: dict[str, tuple[int, int]], weights: Cal
     """What runs adapters on `backend`, to be put in its `adapters`. `shapes`: `linear_shapes` of its model; `weights`: see `PackedAdapters`.
 
     Raises `BatchError` for a backend that can't."""
-    if isinstance(backend, FusedBackend): return PackedAdapters(fused_layout(backend.model), backend.kernels, backend.model.dtype, weights)
+    if isinstance(backend, FusedBackend): return PackedAdapters(fused_layout(backend.model), shapes, backend.kernels, backend.model.dtype, weights)
     if isinstance(backend, KernelBackend): return KernelAdapters(backend.model, shapes, backend.kernels, weights)
-    if isinstance(backend, TorchBackend): return HookedAdapters(backend.model, {*shapes}, weights)
+    if isinstance(backend, TorchBackend): return HookedAdapters(backend.model, shapes, weights)
     raise BatchError(f'the {backend.name} backend runs no adapters')
