@@ -126,7 +126,7 @@ def refuse_columns(columns: dict[str, Any], why: str) -> None:
     if flag := next((k for k, v in columns.items() if v != usual[k]), None):
         raise JobError(f"--{flag.replace('_', '-')} is for the columns of a table, {why}")
 
-def read_file(name: str, chat: bool = False, system: str | None = None, **columns: Any) -> list[JobLine]:
+def read_file(name: str, chat: bool = False, system: str | None = None, adapters: bool = False, **columns: Any) -> list[JobLine]:
     "The requests of a text, or of any file that `run` reads, where `columns` say what those of a table are for. Raises `JobError`."
     from batchlab.work.formats import read_raw
     from batchlab.work.lines import parse_line
@@ -137,7 +137,7 @@ def read_file(name: str, chat: bool = False, system: str | None = None, **column
     if kind in TABLES: rows = read_raw(name, chat=chat, system=system, **columns)
     else: rows = read_raw(name) if kind == 'json' or suffix in OPENERS else text_rows(name)
     lines = [parse_line(i, raw, 'plain', chat, system) for i, raw in rows]
-    unknown = {k for line in lines for k in line.ignored} | {'model' for line in lines if line.model is not None}
+    unknown = {k for line in lines for k in line.ignored} | {'model' for line in lines if line.model is not None and not adapters}
     if unknown: note(f"{shown}: keys without meaning here, ignored: {', '.join(sorted(unknown))}")
     return lines
 
@@ -169,7 +169,7 @@ def read_prompts(args: argparse.Namespace, options: dict[str, Any]) -> list[JobL
         name = '-'
     columns = {k: getattr(args, k) for k in ('prompt_column', 'id_column', 'prompt_template', 'data_columns')}
     if name is None: refuse_columns(columns, 'and there is no --prompts-file')
-    else: lines += read_file(name, args.chat, args.system, **columns)
+    else: lines += read_file(name, args.chat, args.system, args.enable_lora or bool(args.lora_modules), **columns)
     for line in lines: prepare(line, args, options)
     if args.system is not None and not any(line.messages is not None for line in lines):
         raise JobError("--system needs --chat, or messages in the prompts file")
@@ -308,13 +308,14 @@ class Signals:
 def outputs_of(llm: LLM | None, lines: Sequence[JobLine],
                on_step: Callable[[int], object] | None = None) -> Iterator[tuple[int, RequestOutput]]:
     "Yield `(index, RequestOutput)` as requests finish: plain prompts, then conversations."
+    from batchlab.lora import adapter_named
     for chat in (False, True):
         group = [i for i, line in enumerate(lines) if not line.failure and (line.messages is not None) == chat]
         if not group: continue
         assert llm is not None
         prompts = [lines[i].conversation if chat else lines[i].prompt for i in group]
         outs = llm.iter_outputs(prompts, [lines[i].options for i in group], chat=chat, on_step=on_step,
-                                timeout=[lines[i].timeout for i in group])
+                                timeout=[lines[i].timeout for i in group], lora_request=[lines[i].adapter or adapter_named(llm, lines[i].model) for i in group])
         for k, out in outs: yield group[k], out
 
 def run_lines(llm: LLM | None, lines: Sequence[JobLine], results: Results) -> list[RequestOutput]:
@@ -344,8 +345,14 @@ def run_lines(llm: LLM | None, lines: Sequence[JobLine], results: Results) -> li
 def llm_options(args: argparse.Namespace) -> dict[str, Any]:
     "The arguments of `LLM` that the command line gives."
     names = '''model dtype device max_num_seqs max_model_len max_num_batched_tokens strategy compile quantization
-        kv_cache_bytes enable_prefix_caching'''
-    return {k: getattr(args, k) for k in names.split()}
+        kv_cache_bytes enable_prefix_caching enable_lora max_loras max_lora_rank max_cpu_loras'''
+    return ({k: getattr(args, k) for k in names.split()} | ({'pooler_config': args.pooling} if getattr(args, 'pooling', None) else {})
+            | dict(lora_modules=[absolute_module(m) for m in args.lora_modules]))
+
+def absolute_module(module: str) -> str:
+    "'name=folder' with the folder's whole path, for workers that run elsewhere."
+    name, given, folder = module.partition('=')
+    return f'{name}={os.path.abspath(folder)}' if given and folder and not module.startswith('{') else module
 
 def load_llm(args: argparse.Namespace) -> LLM:
     "The `LLM` that the arguments ask for."
@@ -428,15 +435,18 @@ def job_of(args: argparse.Namespace) -> Job:
 
 # %% ../nbs/43_cli.ipynb #3ecad304
 @contextlib.contextmanager
-def input_file(name: str, stdin: IO[bytes] | None = None) -> Iterator[str]:
-    "Give `name`; if that is `-`, the name of a temporary file with what standard input says, while the context lasts."
+def input_file(name: str, stdin: IO[bytes] | None = None, text: bool = False) -> Iterator[str]:
+    """Give `name`; if that is `-`, the name of a temporary file with what standard input says, while the context lasts.
+
+    `text`: what does not begin as JSON has one text a line."""
     import shutil, tempfile
     if name != '-': yield name
     else:
         with tempfile.TemporaryDirectory(prefix='batchlab-') as folder:
             path = Path(folder)/'standard-input.jsonl'
             with path.open('wb') as f: shutil.copyfileobj(stdin or sys.stdin.buffer, f)
-            yield str(path)
+            with path.open('rb') as f: plain = text and not f.read(2**16).removeprefix(b'\xef\xbb\xbf').lstrip().startswith(b'{')
+            yield str(path.rename(path.with_suffix('.txt')) if plain else path)
 
 # %% ../nbs/43_cli.ipynb #a5c18fe1
 def run_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
@@ -444,7 +454,7 @@ def run_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
     if args.output is None and not args.dry_run: raise JobError("no --output: give a file for the answers, or --dry-run")
     if args.ray and (args.trace or '-' in (args.input, args.output)): raise JobError("--ray takes files, no --trace")
     check_trace_path(args)
-    with Signals(), input_file(args.input) as args.input:
+    with Signals(), input_file(args.input, text=args.command == 'embed') as args.input:
         job = job_of(args)
         if args.dry_run:
             print(plan := job.dry_run())
@@ -460,7 +470,7 @@ def run_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
 def run_here(args: argparse.Namespace, job: Job, llm: LLM | None = None) -> JobResult:
     "Run `job` in this process. Returns the `JobResult`. Raises `BatchlabError`."
     job.check()
-    if args.output == '-': note('answers go to standard output: ended in the middle, this run can not go on')
+    if args.output == '-' and not getattr(args, 'texts', None): note('answers go to standard output: ended in the middle, this run can not go on')
     with traced(args.trace, text=False) as watch: return job.run(lambda: watch(llm or load_llm(args)))
 
 def run_with_ray(args: argparse.Namespace, job: Job) -> JobResult:
@@ -484,6 +494,33 @@ def view_trace(args: argparse.Namespace, llm: LLM | None = None) -> int:
     print(path)
     if args.open and not open_page(path): note(f'no browser found here: open {path} in one')
     return 0
+
+# %% ../nbs/43_cli.ipynb #c46b9344
+@contextlib.contextmanager
+def texts_file(texts: Sequence[str], name: str | None) -> Iterator[str]:
+    "Give file `name`, or that of a temporary file with `texts`, while the context lasts. Raises `JobError`."
+    import tempfile
+    if texts and name is not None: raise JobError('texts and --input: give one of them')
+    if not texts:
+        if name is None and (sys.stdin is None or sys.stdin.isatty()): raise JobError('no texts: give some, such as batchlab embed "The sky is blue", or --input')
+        yield name or '-'
+    else:
+        with tempfile.TemporaryDirectory(prefix='batchlab-') as folder:
+            path = Path(folder)/'texts.jsonl'
+            path.write_text(''.join(json_line(dict(prompt=t)) for t in texts), encoding='utf-8', errors='surrogateescape')
+            yield str(path)
+
+def embed(args: argparse.Namespace, llm: LLM | None = None) -> int:
+    "Run `batchlab embed`. Returns the exit status. Raises `BatchlabError`."
+    from batchlab.pooled import PoolingParams
+    from batchlab.work.pooling_api import PoolingRequest
+    if not (args.dry_run or args.model):
+        from batchlab.fetching import DEFAULT_EMBEDDING_MODEL
+        args.model = DEFAULT_EMBEDDING_MODEL
+    params = PoolingParams('embed', args.normalize, args.dimensions, -1 if args.truncate else None)
+    args.embed = PoolingRequest('embed', [], params=params, prompt_name=args.prompt_name, asked=dict(pooling=args.pooling))
+    args.output, args.ordered = args.output or '-', True               # a vector is found by its place
+    with texts_file(args.texts, args.input) as args.input: return run_job(args, llm)
 
 # %% ../nbs/43_cli.ipynb #srv43002
 def api_key_of(args: argparse.Namespace) -> str | None:
@@ -589,7 +626,7 @@ def main(argv: Sequence[str] | None = None, llm: LLM | None = None) -> int:
 # %% ../nbs/43_cli.ipynb #da178f3b
 def call(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run the command that `args` is for. Returns the exit status."
-    commands = dict(generate=generate, run=run_job, serve=serve, plan=plan_job, view=view_trace, models=manage_models, cache=manage_cache,
+    commands = dict(generate=generate, run=run_job, embed=embed, serve=serve, plan=plan_job, view=view_trace, models=manage_models, cache=manage_cache,
                     batch=submit_batch)
     if args.command in commands: return commands[args.command](args, llm)
     from batchlab.bench import main

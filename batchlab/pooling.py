@@ -272,6 +272,7 @@ def admit_pooling(llm: LLM, group: PoolingGroup, prompt: Any, params: PoolingPar
         group.prompt, ids, types = pooling_ids(llm, prompt, params)
         group.prompt_token_ids = ids
         if (most := llm.limits.max_model_len) and len(ids) > most:
+            group.reason = 'too_long'
             raise PromptError(f'the prompt has {len(ids):,} tokens, and the model takes {most:,}: shorten it, or cut it by truncate_prompt_tokens=-1')
         check_prompt(ids, None, llm.vocab_size)
         depth = llm.model.config.get_text_config().num_hidden_layers

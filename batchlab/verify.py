@@ -18,6 +18,7 @@ from .engine import log, make_request, out_of_memory
 from .llm import grammar_for
 from .prefill import check_prompt
 from .params import SamplingParams
+from .pooled import PoolingRequestOutput
 from .sampling import SamplingRow, probabilities, processed_logits, reported_logits, sample
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from batchlab.outputs import CompletionOutput, RequestOutput
 
 # %% auto #0
-__all__ = ['replay', 'Divergence', 'check_answer', 'Report', 'verify']
+__all__ = ['replay', 'Divergence', 'check_answer', 'Report', 'verify', 'numbers_of', 'check_vector']
 
 # %% ../nbs/16_verify.ipynb #1cdf3d0f
 @torch.inference_mode()
@@ -128,9 +129,9 @@ class Alone:
 class Divergence:
     """One place where an answer is not what its request gives alone.
 
-    `what`: 'token'; 'logprob', a recorded log probability; 'end', how it finished. `index`: which of its output tokens,
-    `position`: which of prompt and answer. `got` in the batch, `want` alone: token ids, log probabilities or reasons;
-    None where the replay gives no numbers. `gap` and `tolerance` are in logits. `kind`: 'tie' if the gap is within the
+    `what`: 'token'; 'logprob', a recorded log probability; 'end', how it finished; 'number', the one of a vector that is furthest off. `index`: which
+    of its output tokens, or numbers, `position`: which of prompt and answer. `got` in the batch, `want` alone: token ids, log probabilities, reasons,
+    numbers; None where the replay gives no numbers. `gap` and `tolerance` are in logits; of vectors see `check_vector`. `kind`: 'tie' if the gap is within the
     tolerance, else 'bug'; a gap that is NaN is a bug."""
     request_id: str
     completion: int
@@ -261,7 +262,7 @@ def check_answer(llm: LLM, out: RequestOutput, completion: CompletionOutput, tol
     row, again = a.row(), a.row()
     us = [None if is_unseeded(a.params) else again.uniform() for _ in a.ids]
     found = check_end(a)
-    with contextlib.nullcontext() if out.lora_request is None else llm.adapters.applied(llm.model, out.lora_request):
+    with contextlib.nullcontext() if out.lora_request is None or llm.adapters is None else llm.adapters.applied(llm.model, out.lora_request):
         for s in range(0, len(a.ids), size):
             alone = a.alone(s, size)
             found += check_tokens(a, row, s, alone, us[s:s + size], tolerance)
@@ -333,11 +334,12 @@ class Report:
         return '\n'.join([self.headline, '', *table])
 
 # %% ../nbs/16_verify.ipynb #8bc9e287
-def verify(llm: LLM, outputs: RequestOutput | Iterable[RequestOutput], sample: int | None = 8, seed: int = 0,
+def verify(llm: LLM, outputs: Any, sample: int | None = 8, seed: int = 0,
            tolerance: float | None = None) -> Report:
     """Run a random `sample` of `outputs` again, each alone, and compare: a `Report`.
 
-    `llm`: the `LLM` that gave them, or one with the same model. `outputs`: one or a list of `RequestOutput`; those that
+    `llm`: the `LLM` that gave them, or one with the same model. `outputs`: one or a list of `RequestOutput`, or of what `embed` and its like give, for
+    which see `check_vector`; those that
     have nothing to compare are not in the sample. `sample`: how many requests, None for all; `seed`: which. `tolerance`:
     up to which gap, in logits, a difference is a near-tie; None measures it: 5 times the noise that rounding gives that
     very gap, and in fp32 at least 64 roundings of the largest logit. (On a GPU with TF32 give a number: its
@@ -353,6 +355,10 @@ def verify(llm: LLM, outputs: RequestOutput | Iterable[RequestOutput], sample: i
     fit = [o for o in outs if not why_not(o)]
     some = random.Random(seed).sample(range(len(fit)), len(fit) if sample is None else min(sample, len(fit)))
     for out in (fit[i] for i in sorted(some)):
+        if isinstance(out, PoolingRequestOutput):
+            report.requests, report.tokens = report.requests + 1, report.tokens + out.num_tokens
+            report.divergences += check_vector(llm, out, tolerance)
+            continue
         answers = [c for c in out.outputs if c.token_ids]
         try: found = [d for c in answers for d in check_answer(llm, out, c, tolerance)]
         except Exception as e:
@@ -367,7 +373,36 @@ def verify(llm: LLM, outputs: RequestOutput | Iterable[RequestOutput], sample: i
         report.divergences += found
     return report
 
+# %% ../nbs/16_verify.ipynb #80da2171
+def numbers_of(out: PoolingRequestOutput[Any]) -> torch.Tensor:
+    "The numbers of a `PoolingRequestOutput`, of whatever kind, as an fp32 tensor."
+    o = out.outputs
+    data = next(x for name in ('data', 'embedding', 'probs', 'score') if (x := getattr(o, name, None)) is not None)
+    return data if isinstance(data, torch.Tensor) else torch.tensor(data)
+
+def check_vector(llm: LLM, out: PoolingRequestOutput[Any], tolerance: float | None = None) -> list[Divergence]:
+    """A list, empty or with a `Divergence`: what `out` has is not what its text gives `llm` alone.
+
+    On a backend that is `batch_invariant` the gap is the largest difference of two numbers, and none is tolerated. Elsewhere it is 1 less the cosine, or of
+    single numbers the difference, and up to `tolerance` a tie: if None 1e-5 in fp32, 1e-2 in half precision."""
+    assert out.params is not None
+    prompt = dict(prompt_token_ids=out.prompt_token_ids) | ({} if out.token_type_ids is None else dict(token_type_ids=out.token_type_ids))
+    alone: Any
+    [(_, alone)] = llm.iter_outputs([prompt], replace(out.params, raw=True, truncate_prompt_tokens=None))
+    got, want = numbers_of(out).float().cpu(), alone.outputs.data.float().cpu()
+    if got.numel() == want.numel() == 1: got = got.view(want.shape)        # a score
+    if got.shape == want.shape and torch.equal(got, want): return []
+    if got.shape != want.shape or not got.isfinite().all() or not want.isfinite().all():
+        return [Divergence(out.request_id, 0, 0, len(out.prompt_token_ids) - 1, str([*got.shape]), str([*want.shape]), math.nan, 0., 'number')]
+    off = (got - want).abs()
+    exact, at = llm.backend.batch_invariant and llm.shapes is not None, int(off.argmax())
+    one = got.ndim == 0 or got.shape[-1] == 1
+    gap = off.max().item() if exact or one else (1 - torch.cosine_similarity(got, want, dim=-1)).clamp(min=0).max().item()
+    limit = 0. if exact else tolerance if tolerance is not None else 1e-5 if llm.model.dtype.itemsize >= 4 else 1e-2
+    return [Divergence(out.request_id, 0, at, len(out.prompt_token_ids) - 1, got.flatten()[at].item(), want.flatten()[at].item(), gap, limit, 'number')]
+
 # %% ../nbs/71_families.ipynb #632b67a2
+from .pooled import ScoringRequestOutput
 from .sampling import draw
 
 # %% ../nbs/71_families.ipynb #a0632bd7
@@ -389,8 +424,11 @@ def could_draw(logits: torch.Tensor, row: SamplingRow, token: int, u: float | No
     return smallest <= token <= largest and bool((p[:, token] > 0).all())
 
 # %% ../nbs/71_families.ipynb #32ffe13a
-def why_not(out: RequestOutput) -> str | None:
-    "Why there is nothing to compare in `RequestOutput` `out`, or None."
+def why_not(out: Any) -> str | None:
+    "Why there is nothing to compare in `out`, a `RequestOutput` or `PoolingRequestOutput`, or None."
     if out.error: return f'it failed: {out.error}'
+    if isinstance(out, PoolingRequestOutput):
+        if isinstance(out, ScoringRequestOutput) and (out.params is None or out.params.task != 'score'): return 'it is the cosine of two vectors: give these'
+        return None if out.params and out.prompt_token_ids else 'it lacks its params or its prompt_token_ids'
     if not any(c.token_ids for c in out.outputs): return f'{out.outputs[0].finish_reason}, before its first token'
     if out.params is None or not out.prompt_token_ids: return 'it lacks its params or its prompt_token_ids'

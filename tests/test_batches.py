@@ -311,7 +311,7 @@ def test_what_clients_do_wrong(server):
     file, h = server.upload([ask(0)]), server.http
     deep, half = b'[' * 100_000, b'{"input_file_id": "\\ud800", "endpoint": "/v1/completions", "completion_window": "24h"}'
     asked = [(400, h.post('/batches', json=wish(file) | change)) for change in [
-        dict(endpoint='/v1/embeddings'), dict(endpoint=['x']), dict(completion_window='2h'), dict(input_file_id=7), dict(metadata={'a': 1}),
+        dict(endpoint='/v1/moderations'), dict(endpoint=['x']), dict(completion_window='2h'), dict(input_file_id=7), dict(metadata={'a': 1}),
         dict(metadata={str(i): '' for i in range(17)}), dict(metadata=[]), dict(output_expires_after=dict(anchor='created_at', seconds=1)),
         dict(output_expires_after=7)]]
     asked += [(400, h.post('/batches', content=c)) for c in (b'', b'{', b'[]', b'\xff', deep, half, b'{"a": NaN}')]

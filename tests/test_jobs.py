@@ -223,7 +223,7 @@ def test_a_hosted_file_runs_unchanged(tmp_path):
              dict(custom_id='request-2', method='POST', url='/v1/chat/completions', body=chat_body | dict(
                  max_tokens=6, temperature=0, logprobs=True, top_logprobs=3, stream=False, user='u', response_format=dict(type='text'), tools=None)),
              dict(custom_id='request-3', method='POST', url='/v1/completions', body=dict(model='m', prompt=['Hi'], logprobs=2, seed=3)),
-             dict(custom_id='request-4', method='POST', url='/v1/embeddings', body=dict(model='m', input='x'))]
+             dict(custom_id='request-4', method='POST', url='/v1/moderations', body=dict(model='m', input='x'))]
     write(tmp_path/'in.jsonl', lines)
     said = []
     result = Job(tmp_path/'in.jsonl', tmp_path/'out.jsonl', error_file=tmp_path/'err.jsonl', say=said.append, model_name='tiny').run(llm())

@@ -208,7 +208,7 @@ class Fused(FusedWeights):
             if at not in self.outside: continue
             late = at > PARTS * (end - 1) + 2
             x, y = self._outside(at, n if late else T, space)
-            if adapted is not None and at % PARTS < 8: adapters.add(adapted, 4 * (at // PARTS) + at % PARTS // 2, x, y, late)
+            if adapters is not None and at % PARTS < 8: adapters.add(adapted, 4 * (at // PARTS) + at % PARTS // 2, x, y, late)
             first = at + 1
         self.kernels.run(stream.dtype, self.layers, step, first, last)
         if not batch.hidden: return finish_logits(space['logits'], self.model.config)

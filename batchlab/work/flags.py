@@ -108,7 +108,12 @@ MODEL_FLAGS = [
     ('--max-num-batched-tokens N', positive_int, "tokens in a step (default: likewise)"),
     ('--no-prefix-caching', 'store_false', "compute every prompt whole", dict(dest='enable_prefix_caching')),
     ('--max-model-len N', positive_int, "longest prompt and answer together"),
-    ('--kv-cache-bytes N', positive_int, "most that keys and values take (default: by memory)")]
+    ('--kv-cache-bytes N', positive_int, "most that keys and values take (default: by memory)"),
+    ('--enable-lora', 'store_true', "requests may name an adapter as their model"),
+    ('--lora-modules NAME=FOLDER', str, "adapters, and what requests call them", dict(nargs='+', action='extend', default=[])),
+    ('--max-loras N', positive_int, "adapters at once (default: 8)"),
+    ('--max-lora-rank N', positive_int, "largest rank of an adapter (default: 16)", dict(default=16)),
+    ('--max-cpu-loras N', positive_int, "adapters in memory (default: as many as at once)")]
 
 # %% ../../nbs/43_cli.ipynb #c7d568a9
 TABLE_FLAGS = [
@@ -169,6 +174,20 @@ SERVE_FLAGS = [
     ('--no-page', 'store_false', "no page at /", dict(dest='page')),
     ('--no-request-log', 'store_false', "no line for each request", dict(dest='request_log')),
     LOG_JSON]
+EMBED_FLAGS = [
+    ('texts TEXT', str, None, dict(nargs='*')),
+    ('-i --input FILE', str, "texts: .txt with one a line, JSONL with prompt, text or input, CSV, TSV, Parquet, or lines of /v1/embeddings; also .gz, .bz2, .xz; "
+     "- is standard input, read to its end first"),
+    *(row for row in INPUT_FLAGS[1:] if row[0].split()[0] in ('--format', '--id-column', '--prompt-template', '--limit')),
+    ('--prompt-column NAME', str, "of a table (default: prompt, text or input)", dict(default='prompt')),
+    ('-o --output FILE', str, "vectors, in the order of the texts; .jsonl, .csv, .tsv, .parquet, or .npy, an array with a row for each text; - is standard output (the default)"),
+    ('--dimensions N', positive_int, "only so many of a vector's first numbers"),
+    ('--normalize', 'store_true', "vectors of length 1 (default: as the model's folder says)", dict(default=None)),
+    ('--no-normalize', 'store_false', "vectors as they are", dict(dest='normalize', default=None)),
+    ('--truncate', 'store_true', "cut a text that is longer than the model takes (default: it fails)"),
+    ('--prompt-name NAME', str, "which of the model's prompts goes before each text, such as query"),
+    ('--pooling', ('mean', 'cls', 'last', 'max', 'mean_sqrt_len', 'weightedmean'), "in place of the model's own way"),
+    *(row for row in RUN_FLAGS[1:] if row[0] != '--ordered')]
 PLAN_FLAGS = [('--no-calibration', 'store_false', "run nothing, estimate no time", dict(dest='calibrate'))]
 VIEW_FLAGS = [
     ('trace TRACE', str, "a file that Trace.save has written"),
@@ -196,13 +215,15 @@ BATCH_FLAGS = [
 
 # %% ../../nbs/43_cli.ipynb #4e24f8ff
 COMMANDS = dict(generate="answer a batch of prompts", run="answer a file of requests, and go on where it ended",
+                embed="make vectors of texts, given or in a file, and go on where it ended",
                 serve="answer programs that speak OpenAI's API, over HTTP", plan="what such a file would take", bench="measure the strategies on this machine",
                 view="look at a trace in the browser, step by step", models="list, pull or rm: the models on this machine",
                 cache="what is kept on the disk, and how large", batch="have a server answer a file: submit, status, list, fetch, cancel")
-FLAGS = dict(generate=GENERATE_FLAGS, run=INPUT_FLAGS + RUN_FLAGS, serve=SERVE_FLAGS, plan=INPUT_FLAGS + PLAN_FLAGS, view=VIEW_FLAGS,
+FLAGS = dict(generate=GENERATE_FLAGS, run=INPUT_FLAGS + RUN_FLAGS, embed=EMBED_FLAGS, serve=SERVE_FLAGS, plan=INPUT_FLAGS + PLAN_FLAGS, view=VIEW_FLAGS,
              models=MODELS_FLAGS, cache=CACHE_FLAGS, batch=BATCH_FLAGS)
 ABOUT = dict(generate="Answer a batch of prompts with a language model.",
              run="Answer a file of requests. Ended in the middle, the same command goes on.",
+             embed="Make a vector of each text, with a model for embeddings. Ended in the middle, the same command on a file goes on.",
              serve="Serve a model over HTTP to programs that speak OpenAI's API, until Ctrl-C or SIGTERM.",
              plan="Say what a job would take: requests, tokens, memory, time.",
              view="Make one HTML page of a trace, to step through, and open it.",
@@ -210,13 +231,15 @@ ABOUT = dict(generate="Answer a batch of prompts with a language model.",
              cache="List what batchlab keeps in its own folder, or remove all of it.",
              batch="Hand files of the Batch API to a server that has it, this library's or another, and fetch the answers.")
 NOTES = dict(generate="A prompt that begins with a dash goes after --.",
+             embed="Of a table all columns stand beside the vectors, and none is a setting. A text that fails is a row of NaN in an array. "
+                   "While a file is worked on, OUTPUT.batchlab holds what it needs to go on, for all outputs but .jsonl, which grows itself.",
              run="Sampling flags hold for what a line leaves open. A plain line has its own settings beside its "
                  "prompt, or in sampling_params; one that nothing here can honour fails the line, other keys are named once "
                  "and ignored. Of a table, columns with the names of settings are settings of their row, all others stand beside the answers, "
                  "in the same order; a table as output has a row for each of n answers, told apart by index, and a column logprobs. "
                  "While a job runs, OUTPUT.batchlab holds what it needs to go on; it goes when the job is done.")
 
-ON_RAY = dict(run="With a folder as input, file by file.", serve="Workers answer the batches, and the engine here has the online requests alone.")
+ON_RAY = dict(run="With a folder as input, file by file.", embed="With a folder as input, file by file.", serve="Workers answer the batches, and the engine here has the online requests alone.")
 UNSAID = "What is left open: temperature 0 and 256 tokens here; temperature 1 and 16 tokens in Python, where SamplingParams() is as in vLLM."
 
 def parser_of(command: str) -> OneLineParser:
@@ -225,6 +248,7 @@ def parser_of(command: str) -> OneLineParser:
     add_flags(p, *FLAGS[command])
     if command in ON_RAY: add_flags(p.add_argument_group('on Ray', ON_RAY[command]), *RAY_FLAGS)
     if command in ('generate', 'run', 'serve', 'plan'): add_flags(p, *MODEL_FLAGS)
+    if command == 'embed': add_flags(p, ('--model', str, "hub id or folder (default: sentence-transformers/all-MiniLM-L6-v2)"), *MODEL_FLAGS[1:])
     if command in ('generate', 'run', 'plan'):
         add_flags(p.add_argument_group('sampling', UNSAID), *SAMPLING_FLAGS, default=argparse.SUPPRESS)
     return p
@@ -238,7 +262,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     command, rest = top.parse_args(argv[:1]).command, list(argv[1:])
     if command == 'bench': return argparse.Namespace(command=command, rest=rest)
     parser = parser_of(command)
-    if command == 'generate':
+    if command == 'embed': args = parser.parse_intermixed_args(rest)
+    elif command == 'generate':
         cut = rest.index('--') if '--' in rest else len(rest)
         args = parser.parse_intermixed_args(rest[:cut])                 # flags may stand between prompts
         args.prompts = [*args.prompts, *args.more_prompts, *rest[cut + 1:]]

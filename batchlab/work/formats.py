@@ -85,13 +85,24 @@ def sync(path: str | Path) -> None:
         if e.errno not in (errno.EINVAL, errno.ENOTSUP): raise
     finally: os.close(fd)
 
+def write_vectors(records: Records, path: str) -> None:
+    "Write the vectors of plain `records` to `path` as an array of numpy, fp32, a row for each record; of a failure NaN. Raises `ValueError`."
+    import numpy as np
+    n, size = 0, 0
+    for _, d in records(): n, size = n + 1, size or len(d.get('embedding') or ())
+    if not size: raise ValueError('there is no vector among the answers')
+    rows = np.lib.format.open_memmap(path, mode='w+', dtype='float32', shape=(n, size))
+    for i, (_, d) in enumerate(records()): rows[i] = d.get('embedding') or np.nan
+    rows.flush()
+
 def export_records(records: Records, output: str | Path, source: TableFile | None = None) -> list[str]:
     """Write `records` to `output`, as its name says, beside the columns of `source`; whole or not at all. Returns which
     columns were renamed. Raises `JobError`."""
     kind, new = file_kind(output), f'{output}.new'
     try:
         clashes = []
-        if kind not in TABLES:
+        if kind == 'npy': write_vectors(records, new)
+        elif kind not in TABLES:
             with opener_of(output)(new, 'wb') as f: f.writelines(as_json(d) for _, d in records())
         else:
             table = AnswerTable(records, source)

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from ..deprecated import renamed
 from ..errors import BatchlabError, JobError
 from ..hashes import chunk_hashes
+from ..lora import adapter_names
 from ..names import settings_of
 from ..params import SamplingParams
 from .formats import Raw, export_records, read_raw
@@ -25,6 +26,7 @@ from .journal import (AnswerFile, Ledgerbook, Outbox, StandardOutput, drop_side,
                                    settings_file, side_of, check_stamps, sort_records, stamp, stamp_of, without_failures, write_settings)
 from .lines import DEFAULTS, NO_TALK, JobLine, ParamsCache, Postprocess, digest_of, guess_form, parse_line
 from .openai import BadRequest
+from .pooling_api import PoolingRequest, TextsGroup
 from .runner import Admitted, LineRunner, Remarks, admit_line, good_order, model_digest, name_of
 from .tables import SETTINGS_REMARK, TABLES, Columns, TableFile, check_input, check_output, file_kind, need_parquet
 
@@ -70,7 +72,9 @@ class JobResult:
     @property
     def done(self) -> int: return self.answered + self.failed
     @property
-    def rate(self) -> float: return self.output_tokens / self.seconds if self.seconds else 0.
+    def rate(self) -> float:
+        "Tokens a second: those written, or those read where nothing is written, as for vectors."
+        return (self.output_tokens or self.prompt_tokens) / self.seconds if self.seconds else 0.
 
     def count(self, out: RequestOutput) -> None:
         "Count the prompt of `out`, which has been answered."
@@ -91,7 +95,7 @@ class JobResult:
 
     def __str__(self) -> str:
         before = f' ({self.before:,} of them before)' if self.before else ''
-        rate = f', {self.rate:,.0f} a second' if self.output_tokens else ''
+        rate = f', {self.rate:,.0f} a second' if self.rate else ''
         why = f' (the first: {self.first_failure:.200})' if self.first_failure else ''
         return (f'{self.done:,} of {self.total:,} requests done{before}, {self.failed:,} failed{why}; '
                 f'{self.prompt_tokens:,} tokens in{_cached(self)}, {self.output_tokens:,} out{rate}')
@@ -148,7 +152,7 @@ class Run:
     def __init__(self, job: Job, llm: Any, book: Ledgerbook, outbox: Outbox) -> None:
         self.job, self.llm, self.book, self.outbox, self.result = job, llm, book, outbox, job.result
         self.room = llm.limits.max_num_seqs * (5 if llm.strategy == 'continuous' else 16) // 4 + 1
-        self.remarks = Remarks(job.warn, job.model_name or name_of(llm.model))
+        self.remarks = Remarks(job.warn, job.model_name or name_of(llm.model), adapter_names(llm))
         self.new_errors = 0                                   # failures of this run
         self.trouble: JobError | None = None                  # what ended the input early
 
@@ -314,7 +318,8 @@ class Job:
     more failures. `retry_errors`: run again what failed in an earlier run. `force`: go on though model, parameters or
     input changed. `say`: called with lines of text about the progress. `use_tqdm`: None shows a bar on a terminal.
     `keep_journal`: the folder beside the output stays when the job is done. `postprocess`: a function of a `RequestOutput` with one
-    answer, whose dict is further columns (any other value is `result`), or a dict of column and function."""
+    answer, whose dict is further columns (any other value is `result`), or a dict of column and function. `embed`: plain prompts are texts, of each
+    of which a vector is wanted, as this `PoolingRequest` says; then an `output` in .npy is an array of them, in input order."""
     input: str | Path
     output: str | Path | None = None
     error_file: str | Path | None = None
@@ -338,6 +343,7 @@ class Job:
     data_columns: Sequence[str] = ()
     keep_journal: bool = False
     postprocess: Postprocess | None = None
+    embed: PoolingRequest | None = None
     stamp: str = field(default='', init=False, repr=False)      # of the records, while it runs
 
     @property
@@ -346,8 +352,9 @@ class Job:
     def columns(self) -> dict[str, Any]:
         "How the columns of a table are to be read: arguments of `Columns`, {} for another file."
         keep = self.output is not None and file_kind(self.output) not in TABLES      # records of a table get them at the end
-        return dict(prompt_template=self.prompt_template, system=self.system, chat=self.chat, data_columns=self.data_columns,
-                    keep=keep) if self.from_table else {}
+        if not self.from_table: return {}
+        data = TableFile(self.input).names if self.embed else self.data_columns      # a text that is embedded has no settings
+        return dict(prompt_template=self.prompt_template, system=self.system, chat=self.chat, data_columns=data, keep=keep)
 
     def raw(self) -> Iterator[tuple[int, Raw]]:
         "Yield `(number, raw)` for each request of the input that counts."
@@ -355,7 +362,7 @@ class Job:
 
     def line(self, number: int, raw: Raw) -> JobLine:
         "The request that `raw` asks for, or its failure."
-        return parse_line(number, raw, self.form, self.chat, self.system)
+        return parse_line(number, raw, self.form, self.chat, self.system, self.embed)
 
     def lines(self, book: Ledgerbook) -> Iterator[JobLine]:
         "Yield each line without an answer in `book`, where its id is entered."
@@ -365,7 +372,8 @@ class Job:
         "What must stay the same from run to run, the model apart."
         names = ('form', 'prompt_column', 'chat', 'system', 'sampling_params', 'error_file', 'prompt_template')
         made = sorted(self.postprocess) if isinstance(self.postprocess, Mapping) else self.postprocess is not None or None
-        return json.loads(json.dumps({k: getattr(self, k) for k in names} | dict(postprocess=made), default=str))
+        own = dict(embed=self.embed) if self.embed else {}
+        return json.loads(json.dumps({k: getattr(self, k) for k in names} | dict(postprocess=made) | own, default=str))
 
     def warn(self, text: str) -> None:
         "Say what nobody may miss."
@@ -384,10 +392,14 @@ class Job:
         if self.form not in (None, 'batch', 'plain'):
             raise JobError(f"form {self.form!r} is unknown: expected 'batch' or 'plain'")
         if self.from_table:
+            names = TableFile(self.input).names if self.embed and self.prompt_column == 'prompt' and self.prompt_template is None else []
+            self.prompt_column = next((n for n in ('prompt', 'text', 'input') if n in names), self.prompt_column)
             next(self.raw(), None)                                    # its columns are there, and have names that can be
         elif self.prompt_template is not None or self.data_columns or (self.prompt_column, self.id_column) != ('prompt', 'custom_id'):
             raise JobError(f'a prompt template and names of columns are for tables (.csv, .tsv, .parquet), and {self.input} is none')
-        self.form = self.form or guess_form(self.input)
+        self.form = self.form or guess_form(self.input, 'plain' if self.embed else 'batch')
+        if self.output and file_kind(self.output) == 'npy' and not (self.embed and self.form == 'plain'):
+            raise JobError(f'{self.output}: an array is for the vectors of plain texts: give .jsonl, .csv or .parquet')
         if self.form == 'batch' and (self.chat or self.system is not None):
             raise JobError('chat and system are for plain prompts: lines of the Batch API carry their messages themselves')
         if self.system is not None and not (self.chat or self.from_table):
@@ -421,7 +433,7 @@ class Job:
     def _finish(self, unsorted: bool) -> None:
         "Put the records in order, and make the output of them, if it is not that already."
         assert self.output is not None
-        journal, table = journal_of(self.output), file_kind(self.output) in TABLES
+        journal, table = journal_of(self.output), file_kind(self.output) in {*TABLES, 'npy'}
         if self.ordered and unsorted:
             for path in has_records(None if self.output == '-' else journal, self.error_file): sort_records(path)
         some = has_records(journal)
@@ -493,8 +505,8 @@ class JobPlan:
     @property
     def seconds(self) -> float | None:
         "At most, if every answer takes all its tokens; None if no rate is known."
-        if not self.prompt_rate or not self.output_rate: return None
-        return (self.prompt_tokens - self.shared_tokens) / self.prompt_rate + self.max_output_tokens / self.output_rate
+        if not self.prompt_rate or self.max_output_tokens and not self.output_rate: return None
+        return (self.prompt_tokens - self.shared_tokens) / self.prompt_rate + (self.max_output_tokens / self.output_rate if self.output_rate else 0)
 
     def fail(self, line: JobLine) -> None:
         "Count a `line` that can't run; the first ten are kept."
@@ -505,10 +517,10 @@ class JobPlan:
         "Count a request, of whose prompt `shared` tokens are computed by then."
         ids, rs = group.prompt_token_ids or [], group.requests
         self.requests += 1
-        self.prompt_tokens += len(ids) * len(rs)
-        self.shared_tokens += shared + (len(rs) - 1) * (len(ids) - 1)
+        self.prompt_tokens += sum(len(r.prompt_ids) for r in rs)
+        self.shared_tokens += shared + (0 if isinstance(group, TextsGroup) else (len(rs) - 1) * (len(ids) - 1))
         self.max_output_tokens += sum(r.max_tokens for r in rs)
-        self.longest = max(self.longest, rs[0].max_len)
+        self.longest = max(self.longest, *(r.max_len for r in rs))
 
     def __str__(self) -> str:
         lines = [f'{self.requests:,} requests; {self.failed:,} more can not run', *(f'  {f}' for f in self.failures)]
@@ -522,8 +534,9 @@ class JobPlan:
                       f'settings: max_num_seqs {l.max_num_seqs}, max_num_batched_tokens {l.max_num_batched_tokens}, '
                       f'max_model_len {l.max_model_len}']
         if self.prompt_rate:
-            lines += [f'speed: {self.prompt_rate:,.0f} prompt tokens and {self.output_rate:,.0f} output tokens a second',
-                      f'time: {duration(self.seconds)} at most, if every answer takes all its tokens']
+            written = f' and {self.output_rate:,.0f} output tokens' if self.output_rate else ''
+            lines += [f'speed: {self.prompt_rate:,.0f} prompt tokens{written} a second',
+                      f"time: {duration(self.seconds)}{' at most, if every answer takes all its tokens' * bool(written)}"]
         return '\n'.join(lines)
 
 # %% ../../nbs/41_jobs.ipynb #4041a8bf
@@ -539,7 +552,7 @@ def plan_without_model(lines: Iterable[JobLine], given: dict[str, Any] | None = 
     p, params = JobPlan(), ParamsCache(given)
     for line in lines:
         p.ignored.update(line.ignored)
-        if not line.failure:
+        if not line.failure and not line.pooling:
             try: params.of(line)
             except (BadRequest, BatchlabError) as e: line.failure = 'invalid_request', str(e)
         if line.failure: p.fail(line)
@@ -561,6 +574,17 @@ def rates(llm: LLM, prompts: list[list[int]], budget: int = 4096, more: int = 16
     one, many = seconds(1), seconds(1 + more)
     return sum(map(len, prompts)) / one, len(prompts) * more / max(many - one, 1e-6)
 
+def reading_rate(llm: LLM, texts: list[tuple[list[int], Any]], budget: int = 4096) -> float:
+    "Tokens a second that `llm` reads where it writes nothing, tried on the first of `texts`, pairs of ids and `PoolingParams`, `budget` tokens in all."
+    n = max(1, sum(total <= budget for total in itertools.accumulate(len(ids) for ids, _ in texts)))
+    def seconds() -> float:
+        llm.reset_prefix_cache()
+        start = time.perf_counter()
+        for _ in llm.iter_outputs([ids for ids, _ in texts[:n]], [params for _, params in texts[:n]]): pass
+        return time.perf_counter() - start
+    seconds()                                      # whatever is only slow the first time
+    return sum(len(ids) for ids, _ in texts[:n]) / seconds()
+
 def plan_with_model(lines: Iterable[JobLine], llm: LLM, given: dict[str, Any] | None = None, look_ahead: int = 1024,
                     calibrate: bool = True) -> JobPlan:
     "The `JobPlan` of `lines` with `llm`, in blocks of `look_ahead`; `calibrate` tries some requests for a few tokens."
@@ -573,13 +597,16 @@ def plan_with_model(lines: Iterable[JobLine], llm: LLM, given: dict[str, Any] | 
         if not group:
             p.fail(line)
             continue
-        ids, r = group.prompt_token_ids or [], group.requests[0]
-        p.add(group, sharing(seen, ids))
-        push = heapq.heappush if len(longest) < most else heapq.heappushpop
-        push(longest, (r.max_len, i, ids, r.max_tokens))
-        if len(some) < most: some.append(ids)
-        elif (at := rng.randrange(p.requests)) < most: some[at] = ids
+        rs, texts = (group.requests, group.parts) if isinstance(group, TextsGroup) else (group.requests[:1], [])
+        p.add(group, sum(sharing(seen, r.prompt_ids) for r in rs) if llm.causal else 0)
+        for k, r in enumerate(rs):
+            push = heapq.heappush if len(longest) < most else heapq.heappushpop
+            push(longest, (r.max_len, (i, k), r.prompt_ids, texts[k].pooling if texts else SamplingParams(max_tokens=r.max_tokens)))
+            if len(some) < most: some.append((r.prompt_ids, texts[k].pooling if texts else None))
+            elif (at := rng.randrange(p.requests)) < most: some[at] = r.prompt_ids, texts[k].pooling if texts else None
     if not p.requests: return p
-    p.memory = llm.plan([ids for *_, ids, _ in longest], [SamplingParams(max_tokens=n) for *_, n in longest])
-    if calibrate: p.prompt_rate, p.output_rate = rates(llm, some)
+    p.memory = llm.plan([ids for *_, ids, _ in longest], [x for *_, x in longest])
+    text = [ids for ids, pooling in some if pooling is None]
+    if calibrate and text: p.prompt_rate, p.output_rate = rates(llm, text)
+    elif calibrate: p.prompt_rate = reading_rate(llm, some)
     return p

@@ -210,7 +210,7 @@ def settings_file(output: str | Path) -> Path: return side_of(output) / 'setting
 
 def journal_of(output: str | Path) -> str:
     "The file that grows, record by record: `output` itself if it is plain JSONL, else one beside it."
-    table = file_kind(output) in TABLES or Path(output).suffix.lower() in OPENERS
+    table = file_kind(output) in {*TABLES, 'npy'} or Path(output).suffix.lower() in OPENERS
     return str(side_of(output) / 'answers.jsonl') if table else str(output)
 
 def has_records(*paths: str | Path | None) -> list[str | Path]:
@@ -257,6 +257,7 @@ def sort_records(path: str | Path) -> None:
 def finished_records(output: str | Path) -> Iterator[dict[str, Any]]:
     "Yield the records that `output` was made of, a table or a packed file. Raises `JobError` if a job did not make it."
     foreign = JobError(f'{output} is there already: give another output, or --force it')
+    if file_kind(output) == 'npy': raise foreign
     if file_kind(output) not in TABLES:
         try: yield from records_of(output)
         except (OSError, EOFError, ValueError) as e: raise foreign from e

@@ -21,7 +21,8 @@ from ..params import SamplingParams
 from . import openai
 from .formats import LONGEST_LINE, Raw, read_raw
 from .openai import (ALIASES, DROPPED, BadRequest, answer_body, as_messages, choice_of, custom_id_of, endpoint_of, error_body,
-                                  is_setting, keys_beside, one_prompt, parse_body, request_params, sampling_options, usage_of)
+                                  is_setting, keys_beside, one_prompt, parse_body, request_params, sampling_options, take, usage_of)
+from .pooling_api import POOLING_KINDS, PoolingRequest, TextsOutput, check_finite, encoded, parse_pooling, pooling_body, texts_usage
 from .tables import ANSWER, CHAT_OPTIONS, OPTIONAL, TABLES, BadRow, Row, _encode, file_kind, is_missing, plain_value
 from .toolcalls import ToolChoice, ToolFormat, format_of, parse_answer, take_tools
 
@@ -30,12 +31,12 @@ if TYPE_CHECKING: from batchlab.outputs import RequestOutput
 # %% ../../nbs/40_openai.ipynb #ob000004
 @dataclass
 class JobLine:
-    """One request of a file. `kind`: 'chat' or 'text' for those endpoints of the Batch API, or 'plain'.
+    """One request of a file. `kind`: that of its endpoint of the Batch API, such as 'chat', 'text' or 'embed', or 'plain'.
 
     `ids`: what the line calls itself. `options`: its own sampling parameters. `chat_options`: what it says of its conversation, such
-    as `tools`. `timeout`: its own, in seconds. `ignored`: its keys that mean nothing here. `model`: the one it asks for. `cells`: columns
+    as `tools`. `timeout`: its own, in seconds. `ignored`: its keys that mean nothing here. `model`: the one it asks for, `adapter`: likewise, which has to be there. `cells`: columns
     of a table that stand in its record. `unit`: 'line', or 'row' of a table. `tools`: which functions its answer may call, and `tool_format` how the
-    model writes calls. `failure`: `(code, message)` if it can't run."""
+    model writes calls. `pooling`: what it asks of hidden states, if it wants no text. `failure`: `(code, message)` if it can't run."""
     number: int
     digest: str
     kind: str = 'plain'
@@ -47,11 +48,13 @@ class JobLine:
     timeout: float | None = None
     ignored: tuple[str, ...] = ()
     model: str | None = None
+    adapter: str | None = None
     cells: dict[str, Any] = field(default_factory=dict)
     unit: str = 'line'
     failure: tuple[str, str] | None = None
     tools: ToolChoice | None = None
     tool_format: ToolFormat | None = None
+    pooling: PoolingRequest | None = None
 
     @property
     def key(self) -> str:
@@ -128,7 +131,7 @@ def form_of_keys(d: dict[str, Any]) -> str | None:
 
 def plain_settings(line: JobLine, d: dict[str, Any], chat: bool = False) -> None:
     "Fill the settings of `line` from `d`, an object without its prompt. Raises `BadRequest`."
-    line.timeout = take_timeout(d)
+    line.timeout, line.adapter = take_timeout(d), take(d, 'adapter', str, None, 'the name of an adapter')
     if chat or line.messages is not None: line.chat_options = take_chat_options(d)
     line.options, line.ignored = plain_options(d)
 
@@ -156,9 +159,20 @@ def batch_line(line: JobLine, d: dict[str, Any]) -> None:
     line.kind, body = endpoint_of(d), d.get('body')
     if not isinstance(body, dict): raise BadRequest(f'body must be an object, got {body!r:.60}')
     line.ignored, line.model, body = keys_beside(d), body.get('model'), dict(body)
+    if line.kind in POOLING_KINDS:
+        line.pooling = parse_pooling(body, line.kind)
+        return
     if line.kind == 'chat': line.tools, line.chat_options = take_tools(body), take_chat_options(body)
     given, line.options = parse_body(body, line.kind)
     setattr(line, 'messages' if line.kind == 'chat' else 'prompt', given)
+
+def text_line(line: JobLine, d: dict[str, Any]) -> None:
+    "Fill `line` from `d`, an object with a text that is to be embedded. Raises `BadRequest`."
+    keys = [k for k in ('prompt', 'text', 'input') if d.get(k) is not None]
+    if len(keys) != 1: raise BadRequest(f"expected a text in one of prompt, text and input, got {'several' if keys else 'none'}")
+    rest = {k: d[k] for k in ('id', 'custom_id', 'timeout') if k in d}
+    plain_line(line, rest | dict(prompt=d[keys[0]]))
+    line.ignored = tuple(k for k in d if k not in rest and k not in keys)
 
 def row_line(line: JobLine, row: Row, chat: bool = False) -> None:
     "Fill `line` from a row of a table. Raises `BadRequest`."
@@ -180,8 +194,11 @@ def row_line(line: JobLine, row: Row, chat: bool = False) -> None:
 # %% ../../nbs/40_openai.ipynb #ob000016
 NO_TALK = 'a system message is for conversations: give chat (--chat) as well, or messages'
 
-def parse_line(number: int, raw: Raw, form: str | None = 'batch', chat: bool = False, system: str | None = None) -> JobLine:
-    "The `JobLine` of what `read_raw` gave. `chat`: plain prompts are a user's message; `system`: put before them."
+def parse_line(number: int, raw: Raw, form: str | None = 'batch', chat: bool = False, system: str | None = None,
+               embed: PoolingRequest | None = None) -> JobLine:
+    """The `JobLine` of what `read_raw` gave. `chat`: plain prompts are a user's message; `system`: put before them.
+
+    `embed`: plain prompts are texts, for each of which this is asked."""
     line = JobLine(number, digest_of(raw), 'plain' if form == 'plain' else 'text', unit='line' if isinstance(raw, bytes) else 'row')
     try:
         if isinstance(raw, csv.Error):
@@ -190,6 +207,7 @@ def parse_line(number: int, raw: Raw, form: str | None = 'batch', chat: bool = F
         if isinstance(raw, Row): row_line(line, raw, chat)
         elif len(raw) > LONGEST_LINE: raise BadRequest(f'longer than {LONGEST_LINE:,} bytes')
         elif form == 'batch': batch_line(line, json_object(raw))
+        elif embed: text_line(line, json_object(raw, strict=False))
         else: plain_line(line, json_object(raw, strict=False), chat)
         if chat and isinstance(line.prompt, str):
             line.messages, line.prompt = [dict(role='user', content=line.prompt)], None
@@ -197,8 +215,12 @@ def parse_line(number: int, raw: Raw, form: str | None = 'batch', chat: bool = F
             system = raw.system
         if system is not None and line.kind == 'plain' and line.messages is None: raise BadRequest(NO_TALK)
         if line.messages and line.kind == 'plain': line.messages = as_messages(line.messages, system)
+        if embed and line.kind == 'plain':
+            if line.messages: raise BadRequest('messages are for chats: give a text to embed')
+            line.pooling, line.options = replace(embed, texts=[line.prompt]), {}
     except BadRequest as e: line.failure = e.code, str(e)
     except RecursionError: line.failure = 'invalid_request', 'nested too deeply'
+    if line.failure and embed and line.kind == 'plain': line.pooling = embed      # the form of its record
     return line
 
 # %% ../../nbs/40_openai.ipynb #ob000019
@@ -214,7 +236,7 @@ class ParamsCache(dict[str, SamplingParams]):
         return self.formats[template]
 
     def of(self, line: JobLine) -> SamplingParams:
-        "Those of `line`. Raises `BadRequest`, `ParamError`."
+        "Those of `line`, which wants text. Raises `BadRequest`, `ParamError`."
         key = f'{line.kind} {line.options}'
         if key not in self:
             if len(self) > 1000: self.clear()
@@ -228,8 +250,19 @@ def plain_ids(line: JobLine) -> dict[str, Any]:
     "What a plain record begins with."
     return dict(request_id=line.key, **{line.unit: line.number}, **line.ids) | line.cells
 
-def answer_of(line: JobLine, out: RequestOutput, model: str, postprocess: Postprocess | None = None) -> dict[str, Any]:
-    "The record of an answer: a dict for JSON. `postprocess`: makes the `results` of each."
+def vectors_of(line: JobLine, asked: PoolingRequest, out: TextsOutput, model: str) -> dict[str, Any]:
+    "The record of what was asked of hidden states. Raises `BadRequest`."
+    if line.kind == 'plain':
+        check_finite(out)
+        return plain_ids(line) | dict(embedding=encoded(out.parts[0].outputs.data), usage=texts_usage(out), error=None)
+    body = pooling_body(asked, out, f'{line.number}-{line.digest}', model)
+    return dict(id=line.key, **line.ids, response=dict(status_code=200, request_id=line.key, body=body), error=None)
+
+def answer_of(line: JobLine, out: RequestOutput | TextsOutput, model: str, postprocess: Postprocess | None = None) -> dict[str, Any]:
+    "The record of an answer: a dict for JSON. `postprocess`: makes the `results` of each. Raises `BadRequest`."
+    if isinstance(out, TextsOutput):
+        assert line.pooling
+        return vectors_of(line, line.pooling, out, model)
     if line.kind != 'plain':
         read = partial(parse_answer, line.tool_format, line.tools) if line.tools else None      # (text, key)
         body = answer_body(out, line.kind, f'{line.number}-{line.digest}', model, read)
@@ -266,17 +299,19 @@ def results_of(out: RequestOutput, postprocess: Postprocess) -> tuple[dict[str, 
 def failure_of(line: JobLine, code: str, message: str) -> dict[str, Any]:
     "The record of a failure. The message begins with the line's number; `code` is for programs."
     error = dict(code=code, message=f'{line.where}: {message}')
-    if line.kind == 'plain': return dict(**plain_ids(line), text=None, finish_reason='error', usage=None, error=error)
+    if line.kind == 'plain':
+        nothing = dict(embedding=None) if line.pooling else dict(text=None, finish_reason='error')
+        return plain_ids(line) | nothing | dict(usage=None, error=error)
     status, body = error_body(error['message'], code)
     response = dict(status_code=status, request_id=line.key, body=body)
     return dict(id=line.key, custom_id=line.ids.get('custom_id'), response=response, error=error)
 
 # %% ../../nbs/40_openai.ipynb #ob000048
-def guess_form(name: str | Path) -> str:
-    "'plain' if file `name` is a table or text, or JSONL whose first good line has a prompt or messages; else 'batch'."
+def guess_form(name: str | Path, default: str = 'batch') -> str:
+    "'plain' if file `name` is a table or text, or JSONL whose first good line has a prompt or messages; 'batch' if that is of the Batch API; else `default`."
     if file_kind(name) in {*TABLES, 'txt'}: return 'plain'
     for _, raw in itertools.islice(read_raw(name), 100):
         assert isinstance(raw, bytes)
         with suppress(BadRequest):
             if form := form_of_keys(json_object(raw, strict=False)): return form
-    return 'batch'
+    return default

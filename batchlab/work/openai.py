@@ -21,10 +21,10 @@ if TYPE_CHECKING:      # a check of a file needs no torch
     from batchlab.work.toolcalls import ToolChoice, ToolFormat, ToolParser
 
 # %% auto #0
-__all__ = ['DEFAULTS', 'RANGES', 'LENGTHS', 'URLS', 'ReadCalls', 'STATUS', 'MESSAGE', 'TALK', 'DONE', 'sampling_options',
-           'request_params', 'as_messages', 'many_prompts', 'one_prompt', 'parse_body', 'custom_id_of', 'endpoint_of',
-           'keys_beside', 'usage_of', 'finish_of', 'choice_of', 'head_of', 'answer_body', 'error_body', 'ApiRequest',
-           'parse_online', 'echoed', 'prompt_logprobs_of', 'Parts']
+__all__ = ['DEFAULTS', 'RANGES', 'LENGTHS', 'POOLING_URLS', 'URLS', 'ReadCalls', 'STATUS', 'MESSAGE', 'TALK', 'DONE',
+           'sampling_options', 'request_params', 'as_messages', 'many_prompts', 'one_prompt', 'parse_body',
+           'custom_id_of', 'endpoint_of', 'keys_beside', 'usage_of', 'finish_of', 'choice_of', 'head_of', 'answer_body',
+           'error_body', 'ApiRequest', 'parse_online', 'echoed', 'prompt_logprobs_of', 'Parts']
 
 # %% ../../nbs/40_openai.ipynb #oa000010
 class BadRequest(ValueError):
@@ -147,7 +147,9 @@ def parse_body(body: dict[str, Any], kind: str) -> tuple[str | list[int] | list[
     return (as_messages if chat else one_prompt)(body.get(own)), options
 
 # %% ../../nbs/40_openai.ipynb #oa000045
-URLS = {'/v1/chat/completions': 'chat', '/v1/completions': 'text'}
+POOLING_URLS = {'/v1/embeddings': 'embed', '/classify': 'classify', '/pooling': 'pooling', '/score': 'score', '/v1/score': 'score', '/rerank': 'rerank',
+                '/v1/rerank': 'rerank', '/v2/rerank': 'rerank'}            # vLLM's but the first, see work.pooling_api
+URLS = {'/v1/chat/completions': 'chat', '/v1/completions': 'text'} | POOLING_URLS
 
 def custom_id_of(d: dict[str, Any]) -> str:
     "The `custom_id` of `d`, a line of the Batch API. Raises `BadRequest`."
@@ -155,7 +157,7 @@ def custom_id_of(d: dict[str, Any]) -> str:
     raise BadRequest(f'custom_id must be a string, got {i!r:.60}')
 
 def endpoint_of(d: dict[str, Any]) -> str:
-    "The kind of request that the method and URL of `d` ask for: 'chat' or 'text'. Raises `BadRequest`."
+    "The kind of request that the method and URL of `d` ask for: one of `URLS`. Raises `BadRequest`."
     if d.get('method', 'POST') != 'POST': raise BadRequest(f"method must be 'POST', got {d['method']!r:.60}")
     if isinstance(url := d.get('url'), str) and url in URLS: return URLS[url]
     raise BadRequest(f"url must be one of {', '.join(URLS)}, got {url!r:.60}", 'invalid_url')

@@ -24,7 +24,9 @@ from ..llm import LLM
 from .batches import BatchJob
 from .jobs import Job, JobResult, Run
 from .journal import Ledgerbook, Outbox
+from ..pooled import PoolingParams
 from .lines import JobLine, failure_of, parse_line
+from .pooling_api import PoolingRequest
 from ..names import is_setting, settings_of
 from .runner import LineRunner, model_digest, name_of
 from .tables import Columns, check_output, flat
@@ -79,28 +81,36 @@ def _jsonable(x: Any) -> Any:
     raise TypeError(f'{str(x)[:40]!r} is neither text nor a number')
 
 @lru_cache
-def _columns(names: tuple[str, ...], prompt_column: str, chat: bool) -> Columns: return Columns(names, 'the batch', prompt_column, chat=chat)
+def _columns(names: tuple[str, ...], prompt_column: str, chat: bool, embed: bool = False) -> Columns:
+    return Columns(names, 'the batch', prompt_column, chat=chat, data_columns=names if embed else ())
 
 _SEVERAL = 'several answers and log probabilities have no column here: leave n and logprobs out'
+_VECTORS = 'a row here has one vector: give embed=True, and one text in each row'
 def _several(given: dict[str, Any]) -> bool: return (given.get('n') or 1) != 1 or given.get('logprobs') is not None
 
-def line_of(number: int, row: dict, prompt_column: str = 'prompt', chat: bool = False, system: str | None = None) -> JobLine:
-    "The `JobLine` of `row`, a dict: of the Batch API, or with `messages` or a prompt. What is wrong is its failure."
+def line_of(number: int, row: dict, prompt_column: str = 'prompt', chat: bool = False, system: str | None = None,
+            embed: PoolingRequest | None = None) -> JobLine:
+    """The `JobLine` of `row`, a dict: of the Batch API, or with `messages` or a prompt. What is wrong is its failure.
+
+    `embed`: a prompt is a text, for which this is asked."""
     batch = {'url', 'body'}
     fail = lambda why: JobLine(number, f'{number:08x}', unit='row', failure=('invalid_request', why))
     try:
-        columns = None if row.keys() >= batch else _columns(tuple(row), prompt_column, chat)
+        columns = None if row.keys() >= batch else _columns(tuple(row), prompt_column, chat, embed is not None)
         read = columns.needed if columns else {'custom_id', *batch, *(k for k in row if is_setting(k, None))}      # refused beside the body
         plain = json.loads(json.dumps({k: row[k] for k in row if k in read}, default=_jsonable))
     except JobError as e: return fail(str(e))
     except (TypeError, ValueError, RecursionError) as e: return fail(f'the row can not be read: {e}')
-    if columns: line = parse_line(number, columns.row(plain), 'plain', chat, system)
+    if columns: line = parse_line(number, columns.row(plain), 'plain', chat, system, embed)
     else:
         given: dict[str, Any] = {k: v for k, v in plain.items() if v is not None and v == v}
         with suppress(TypeError, ValueError, RecursionError): given['body'] = json.loads(given['body'])
         line = parse_line(number, json.dumps(given).encode())
     line.unit = 'row'
-    if not line.failure and _several(line.options): line.failure = 'invalid_request', _SEVERAL
+    if line.failure: return line
+    one_vector = line.pooling is not None and line.pooling.kind == 'embed' and len(line.pooling.texts) == 1
+    if _several(line.options): line.failure = 'invalid_request', _SEVERAL
+    elif one_vector != (embed is not None) or line.pooling and not one_vector: line.failure = 'invalid_request', _VECTORS
     return line
 
 # %% ../../nbs/44_scaleout.ipynb #af5299c9
@@ -111,22 +121,32 @@ class BatchLLM:
     parameters in columns of their names. Added columns: `generated_text`, `finish_reason`, `prompt_tokens`,
     `completion_tokens`, `error` (None if there is none; a row that can't run spoils no other). `sampling_params`: a
     dict, for what rows leave open. `chat`, `system`: prompts are user messages, after this system message. `timeout`:
-    seconds for each row. `num_threads`: of torch, None leaves it to Ray. `llm`: arguments of `LLM`, such as `model`,
+    seconds for each row. `num_threads`: of torch, None leaves it to Ray. `embed`: True or `PoolingParams`, prompts are texts, and the columns
+    `embedding`, a vector, `prompt_tokens` and `error` are added instead. `llm`: arguments of `LLM`, such as `model`,
     `dtype`, `max_num_seqs`. Raises `ModelError`, `ParamError`."""
     def __init__(self, sampling_params: dict | None = None, prompt_column: str = 'prompt', chat: bool = False,
-                 system: str | None = None, timeout: float | None = None, num_threads: int | None = None, **llm: Any) -> None:
+                 system: str | None = None, timeout: float | None = None, num_threads: int | None = None,
+                 embed: bool | PoolingParams = False, **llm: Any) -> None:
         sampling_params = settings_of(sampling_params or {})
         if _several(sampling_params): raise ParamError(_SEVERAL)
         if num_threads: torch.set_num_threads(num_threads)
         self.queue = LineQueue(Job('-', sampling_params=sampling_params, timeout=timeout), LLM(**llm))
-        self.numbers, self.read = itertools.count(1), partial(line_of, prompt_column=prompt_column, chat=chat, system=system)
+        self.embed = PoolingRequest('embed', [], params=PoolingParams.of(None if embed is True else embed, 'embed')) if embed else None
+        self.numbers, self.read = itertools.count(1), partial(line_of, prompt_column=prompt_column, chat=chat, system=system, embed=self.embed)
 
     async def __call__(self, batch: Any) -> AsyncIterator[dict]:
         columns = batch.to_pydict() if hasattr(batch, 'to_pydict') else {k: batch[k] for k in batch}      # pyarrow's, or a dict
         lines = [self.read(next(self.numbers), dict(zip(columns, row))) for row in zip(*columns.values())]
         answers = [flat(r) for r in await asyncio.to_thread(self.queue.answer, lines)]
         names = dict(generated_text='text') | {k: k for k in ('finish_reason', 'prompt_tokens', 'completion_tokens', 'error')}
-        yield columns | {new: np.array([a[old] for a in answers], dtype=object) for new, old in names.items()}
+        if self.embed: names = {k: k for k in ('embedding', 'prompt_tokens', 'error')}
+        yield columns | {new: _objects([a.get(old) for a in answers]) for new, old in names.items()}
+
+def _objects(values: list) -> Any:
+    "`values` as an array of numpy, whatever they are, one each."
+    found = np.empty(len(values), dtype=object)
+    found[:] = values
+    return found
 
 # %% ../../nbs/44_scaleout.ipynb #66db313b
 OLDEST_RAY = 2, 51
@@ -193,6 +213,7 @@ class WorkerInfo:
     tokenizer: SimpleNamespace                   # with `chat_template`
     name: str
     pid: int
+    adapters: Any = None
 
 class Worker:
     "The actor that Ray runs in a process of each worker: an engine and its queue."
@@ -206,7 +227,7 @@ class Worker:
         except BatchlabError as e: return str(e)
         template = SimpleNamespace(chat_template=getattr(engine.tokenizer, 'chat_template', None))
         return WorkerInfo(engine.limits, engine.strategy, engine.weights_digest, engine.quantization, template,
-                          name_of(engine.model), os.getpid())
+                          name_of(engine.model), os.getpid(), engine.adapters and SimpleNamespace(known=[*engine.adapters.known], digest=engine.adapters.digest))
 
     def begin(self, job: Job) -> list:
         "Work for `job`, and no longer for another. No records yet: []."
@@ -354,6 +375,10 @@ def outline(line: JobLine, given: dict | None = None) -> tuple[list[int], int]:
     """`line` as `good_order` takes it, guessed without a tokenizer: `(first bytes or ids of its prompt, tokens in all)`.
 
     `given`: the job's sampling parameters."""
+    if line.pooling:
+        texts = [line.prompt] if line.prompt is not None else [*line.pooling.texts, *line.pooling.others]
+        first = texts[0] if isinstance(texts[0], list) else [*str(texts[0])[:400].encode(errors='replace')]
+        return first[:400], sum(len(t) if isinstance(t, list) else len(t or '') // 4 for t in texts)
     text, asked = line.prompt or str(line.messages), line.options.get('max_tokens') or (given or {}).get('max_tokens')
     most = asked if isinstance(asked, int) else 1024
     if isinstance(text, list): return text[:400], len(text) + most

@@ -17,13 +17,15 @@ from ..async_llm import AsyncLLM
 from ..errors import BatchlabError, EngineError, JobError
 from ..inputs import prompt_ids_of
 from ..llm import LLM
+from ..lora import adapter_named, adapter_names
 from ..outputs import RequestOutput
 from .batch_routes import batch_router
 from .batches import BatchRunner
 from .lines import json_object
-from .openai import (ApiRequest, BadRequest, Parts, as_messages, echoed, error_body, head_of, choice_of, parse_online,
+from .openai import (POOLING_URLS, ApiRequest, BadRequest, Parts, as_messages, echoed, error_body, head_of, choice_of, parse_online,
                                   prompt_logprobs_of, take, text_logprobs, usage_of)
 from .page import trusted
+from .pooling_api import PoolingRequest, parse_pooling, pooling_body
 from .runner import name_of
 from .toolcalls import ToolChoice, ToolFormat, ToolParser, conversation_with, format_of, parse_answer, take_tools, tool_params
 
@@ -64,17 +66,18 @@ def not_here(scope: Scope, methods: str | None = None) -> BadRequest:
     "The error for a path or, where others are known, a method that is not served."
     path, method = repr(scope['path'])[1:-1][:100], scope['method']
     if methods: return BadRequest(f'{method} is not served at {path}: use {methods}', 'method_not_allowed')
-    why = dict(embeddings='this server has no embeddings', files='start it with --data FOLDER', batches='start it with --data FOLDER', responses='this server has no responses: use /v1/chat/completions')
+    why = dict(files='start it with --data FOLDER', batches='start it with --data FOLDER', responses='this server has no responses: use /v1/chat/completions')
     return BadRequest(f"{path} is not served here: {why.get(path.removeprefix('/v1/').split('/')[0], 'see /v1/models and /v1/chat/completions')}", 'not_found')
 
-def error_of(o: RequestOutput, asked: ApiRequest, most: int | None) -> BadRequest | None:
-    "Why `o`, an output of `asked`, is no answer, or None. `most`: tokens that the model holds."
-    reason, own = o.outputs[0].finish_reason, 'messages' if asked.chat else 'prompt'
+def error_of(o: Any, asked: ApiRequest | PoolingRequest, most: int | None) -> BadRequest | None:
+    "Why `o`, a `RequestOutput` or `TextsOutput` of `asked`, is no answer, or None. `most`: tokens that the model holds."
+    pooled = isinstance(asked, PoolingRequest)
+    reason, own = o.outputs[0].finish_reason if o.outputs else o.finish_reason, asked.key if pooled else 'messages' if asked.chat else 'prompt'
     if reason == 'too_long': return BadRequest(f"this model's maximum context length is {most} tokens: {o.error}", 'context_length_exceeded', own)      # by these words clients know it
     if o.refused: return BadRequest(o.error or '', param=next((k for k in asked.asked if (o.error or '').startswith(k)), None))
-    if o.error: return BadRequest(o.error, 'server_error')
     if reason == 'cancelled': return BadRequest('the server is stopping: ask again later', 'unavailable')
-    return BadRequest('the request ran out of time', 'timeout') if reason == 'timeout' else None
+    if reason == 'timeout': return BadRequest('the request ran out of time', 'timeout')
+    return BadRequest(o.error, 'server_error') if o.error else None
 
 # %% ../../nbs/49_server.ipynb #srv00021
 async def until_gone(receive: Receive) -> None:
@@ -118,7 +121,7 @@ async def merged(outputs: Sequence[AsyncGenerator[RequestOutput]]) -> AsyncGener
 # %% ../../nbs/49_server.ipynb #srv00022
 class Answer(Response):
     "The answer to `asked`, whole or in parts, as it is made by the engine of `api`."
-    def __init__(self, api: Api, asked: ApiRequest) -> None:
+    def __init__(self, api: Api, asked: Any) -> None:
         self.api, self.asked, self.name, self.background = api, asked, secrets.token_hex(12), None
         self.begun, self.turn, self.sent = False, asyncio.Lock(), 0.
 
@@ -140,7 +143,7 @@ class Answer(Response):
         "`(index of the prompt, output)` as they come. Raises `BadRequest` for one that failed."
         a = self.asked
         def one(prompt: Any) -> AsyncGenerator[RequestOutput]:
-            return self.api.llm.generate(prompt, a.params, chat=a.chat, priority=a.priority, grow=grow)
+            return self.api.llm.generate(prompt, a.params, chat=a.chat, priority=a.priority, grow=grow, lora_request=self.api.adapter_of(a.model))
         async with contextlib.aclosing(merged([one(p) for p in a.prompts])) as outputs:
             async for i, o in outputs:
                 if o.finished:
@@ -167,7 +170,7 @@ class Answer(Response):
                 if a.echo: choice['logprobs'] = text_logprobs(c, first=self._first(o))
                 if a.asked.get('prompt_logprobs') is not None and not a.chat: choice['prompt_logprobs'] = prompt_logprobs_of(o)
                 choices.append(choice)
-        body = head_of(a.kind, self.name, self.api.name) | dict(choices=choices, usage=self._usage(outs))
+        body = head_of(a.kind, self.name, self.api.adapter_of(a.model) or self.api.name) | dict(choices=choices, usage=self._usage(outs))
         if a.chat and a.params.prompt_logprobs is not None: body['prompt_logprobs'] = prompt_logprobs_of(outs[0])
         return body
 
@@ -187,7 +190,7 @@ class Answer(Response):
     async def _stream(self, send: Send) -> None:
         a, lasts = self.asked, {}
         parser = (lambda i: ToolParser(a.tool_format, a.tools, f'{self.name}-{i}')) if a.tools else None
-        parts = Parts(a.kind, self.name, self.api.name, a.params.logprobs, a.params.logprob_token_ids, a.usage, parser)
+        parts = Parts(a.kind, self.name, self.api.adapter_of(a.model) or self.api.name, a.params.logprobs, a.params.logprob_token_ids, a.usage, parser)
         async with contextlib.aclosing(self._outputs(grow=True)) as outputs:
             async for i, o in outputs:
                 if o.finished: lasts[i] = o
@@ -219,7 +222,18 @@ class Answer(Response):
 
     def _first(self, o: RequestOutput) -> str: return self.api.decode((o.prompt_token_ids or [])[:1])
 
-def said_of(usage: dict[str, Any]) -> str: return f"{usage['prompt_tokens']:,} tokens in, {usage['completion_tokens']:,} out"
+class PooledAnswer(Answer):
+    "The answer to `asked`, a `PoolingRequest`, whose texts the engine gets as one request."
+    async def _whole(self, send: Send) -> None:
+        a: PoolingRequest = self.asked
+        async with contextlib.aclosing(self.api.llm.generate(a, priority=a.priority, grow=False)) as outputs: [out] = [o async for o in outputs]
+        if wrong := error_of(out, a, self.api.llm.llm.max_model_len): raise wrong
+        self.api.metrics.add(out)
+        body = await asyncio.to_thread(pooling_body, a, out, self.name, self.api.name)      # of a thousand vectors it is long
+        self.scope['said'] = said_of(body['usage'])
+        await respond(json_response(body), self.scope, send)
+
+def said_of(usage: dict[str, Any]) -> str: return f"{usage['prompt_tokens']:,} tokens in, {usage.get('completion_tokens', 0):,} out"
 
 # %% ../../nbs/49_server.ipynb #srv00031
 class Histogram:
@@ -288,22 +302,28 @@ class Api:
         self.tool_format: ToolFormat | None = _UNKNOWN                    # until a request has tools
 
     @contextlib.contextmanager
-    def place(self, asked: ApiRequest) -> Iterator[None]:
+    def place(self, asked: ApiRequest | PoolingRequest) -> Iterator[None]:
         "Count the choices of `asked` as pending while the context lasts. Raises `BadRequest` if there is no room for them."
         self.check_room(asked)
         self.pending += asked.num_choices
         try: yield
         finally: self.pending -= asked.num_choices
 
+    def adapter_of(self, model: Any) -> str | None:
+        "The name of the adapter that a request for `model` wants, or None: the model's own names come first."
+        return None if model in self.names else adapter_named(self.llm.llm, model)
+
     def check_model(self, model: Any) -> None:
-        if model is not None and model not in self.names:
+        if model is not None and model not in self.names and self.adapter_of(model) is None:
             raise BadRequest(f'the model {model!r:.100} does not exist: this server has {self.name!r}', 'model_not_found', 'model')
 
-    def check_room(self, asked: ApiRequest) -> None:
+    def check_room(self, asked: ApiRequest | PoolingRequest) -> None:
         "Raise `BadRequest` if `asked` has no room beside what is pending."
         n, most = asked.num_choices, self.max_pending
         if self.draining: raise BadRequest('the server is stopping: ask again later', 'unavailable')
-        if n > most: raise BadRequest(f'{n:,} answers in one request, and this server takes {most:,} at once: ask for fewer', param='n' if asked.params.n > 1 else 'prompt')
+        if n > most:
+            own = asked.key if isinstance(asked, PoolingRequest) else 'n' if asked.params.n > 1 else 'prompt'
+            raise BadRequest(f'{n:,} answers in one request, and this server takes {most:,} at once: ask for fewer', param=own)
         if self.pending + n > most: raise BadRequest(f'{self.pending:,} requests are under way, and this server takes {most:,}: ask again later', 'rate_limit_exceeded')
 
     async def complete(self, request: Request, kind: str) -> Response:
@@ -313,6 +333,12 @@ class Api:
         self.check_model(asked.model)
         if tools or asked.chat and any('tool_calls' in m for m in asked.prompts[0]['messages']): await self._in_queuer(lambda: self._arm(asked, tools))
         return Answer(self, asked)
+
+    async def pool(self, request: Request) -> Response:
+        "The endpoints for vectors, scores and classes."
+        asked = parse_pooling(json_object(await request.body()), POOLING_URLS[request.scope['path']])
+        self.check_model(asked.model)
+        return PooledAnswer(self, asked)
 
     def _arm(self, asked: ApiRequest, tools: ToolChoice | None) -> None:
         "Put `tools` into the prompt of `asked`, and hold its answer to their calls. Raises `BadRequest`."
@@ -326,10 +352,13 @@ class Api:
 
     def card(self) -> dict[str, Any]:
         return dict(id=self.name, object='model', created=self.since, owned_by='batchlab', root=self.name, parent=None, max_model_len=self.llm.llm.max_model_len)
-    async def models(self) -> Response: return json_response(dict(object='list', data=[self.card()]))
+    def cards(self) -> list[dict[str, Any]]:
+        "The model, and its adapters by name."
+        return [self.card(), *(self.card() | dict(id=name, root=name, parent=self.name) for name in adapter_names(self.llm.llm))]
+    async def models(self) -> Response: return json_response(dict(object='list', data=self.cards()))
     async def model(self, name: str) -> Response:
         self.check_model(name)
-        return json_response(self.card())
+        return json_response(next((card for card in self.cards() if card['id'] == name), self.card()))
 
     async def tokenize(self, request: Request) -> Response:
         d = json_object(await request.body())
@@ -503,7 +532,7 @@ def create_app(llm: AsyncLLM | LLM, name: str | None = None, *, api_key: str | N
     app = FastAPI(title='batchlab', version=__version__, openapi_url=None, lifespan=lifespan, redirect_slashes=False)
     app.state.api = api
     for path, endpoint, method in (('/v1/chat/completions', api.chat, 'POST'), ('/v1/completions', api.text, 'POST'), ('/tokenize', api.tokenize, 'POST'),
-                                   ('/detokenize', api.detokenize, 'POST'), ('/tokenizer_info', api.tokenizer, 'GET'), ('/v1/models', api.models, 'GET'), ('/v1/models/{name:path}', api.model, 'GET'),
+                                   *((path, api.pool, 'POST') for path in POOLING_URLS), ('/detokenize', api.detokenize, 'POST'), ('/tokenizer_info', api.tokenizer, 'GET'), ('/v1/models', api.models, 'GET'), ('/v1/models/{name:path}', api.model, 'GET'),
                                    ('/health', api.health, 'GET'), ('/version', api.version, 'GET'), ('/metrics', api.figures, 'GET')):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     if batches: routers = [batch_router(batches.store, batches, max_upload), *routers]

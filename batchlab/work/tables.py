@@ -17,23 +17,23 @@ from ..names import INSTEAD, known_settings, near_key, plain_name
 
 # %% auto #0
 __all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'Cells', 'INT', 'FLOAT', 'TRUTH', 'OPTIONAL', 'ANSWER',
-           'CHAT_OPTIONS', 'NO_SETTINGS', 'LITERAL', 'SETTINGS_REMARK', 'RECORD', 'NUMBERS', 'Records', 'file_kind',
-           'opener_of', 'check_input', 'check_output', 'need_parquet', 'unique_names', 'BadRow', 'readable',
-           'TableFile', 'no_column', 'is_missing', 'MissingCell', 'Template', 'literal', 'setting_of',
+           'CHAT_OPTIONS', 'NO_SETTINGS', 'LITERAL', 'SETTINGS_REMARK', 'RECORD', 'NUMBERS', 'VECTORS', 'Records',
+           'file_kind', 'opener_of', 'check_input', 'check_output', 'need_parquet', 'unique_names', 'BadRow',
+           'readable', 'TableFile', 'no_column', 'is_missing', 'MissingCell', 'Template', 'literal', 'setting_of',
            'renamed_columns', 'Row', 'Columns', 'from_json', 'plain_value', 'json_value', 'whole', 'table_rows', 'flat',
            'record_of_rows', 'ColumnType', 'type_of', 'cell_text', 'cells_of', 'AnswerTable']
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e008
 OPENERS: dict[str, Callable[..., IO[Any]]] = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open}
 KINDS = {'.csv': 'csv', '.tsv': 'tsv', '.tab': 'tsv', '.parquet': 'parquet', '.pq': 'parquet', '.txt': 'txt', '.json': 'json',
-         '.jsonl': 'jsonl', '.ndjson': 'jsonl', '.jsonlines': 'jsonl'}
+         '.jsonl': 'jsonl', '.ndjson': 'jsonl', '.jsonlines': 'jsonl', '.npy': 'npy'}
 TABLES = {'csv', 'tsv', 'parquet'}
 CONVERT = dict.fromkeys(('.xlsx', '.xls', '.xlsm', '.ods'), 'pandas.read_excel({0!r}).to_parquet({1!r}) makes one that can') | dict.fromkeys(
     ('.feather', '.arrow', '.ipc'), 'pandas.read_feather({0!r}).to_parquet({1!r}) makes one that can') | {
     '.orc': 'pandas.read_orc({0!r}).to_parquet({1!r}) makes one that can', '.zip': 'unpack it', '.zst': 'pack it as .gz, .bz2 or .xz, or unpack it'}
 
 def file_kind(name: str | Path) -> str:
-    "'csv', 'tsv', 'parquet', 'txt', 'json' or 'jsonl', by the name of a file without its compression."
+    "'csv', 'tsv', 'parquet', 'npy', 'txt', 'json' or 'jsonl', by the name of a file without its compression."
     p = Path(name)
     return KINDS.get((p.with_suffix('') if p.suffix.lower() in OPENERS else p).suffix.lower(), 'jsonl')
 
@@ -45,7 +45,7 @@ def check_input(name: str | Path) -> None:
     "Raise `JobError` unless the name of file `name`, or else its beginning, is that of a format that can be read."
     p = Path(name)
     p = p.with_suffix('') if p.suffix.lower() in OPENERS else p
-    if (suffix := p.suffix.lower()) in KINDS: return
+    if (suffix := p.suffix.lower()) in KINDS and suffix != '.npy': return
     if suffix not in CONVERT:
         try:
             with opener_of(name)(name, 'rb') as f: start = f.read(2**16).removeprefix(b'\xef\xbb\xbf').lstrip()
@@ -61,7 +61,7 @@ def check_output(name: str | Path) -> None:
     suffix = (p.with_suffix('') if packed else p).suffix.lower()
     if suffix and (suffix not in KINDS or kind in ('txt', 'json')):
         raise JobError(f"{name}: answers can't be written as {suffix}: give .jsonl, .csv, .tsv or .parquet, all but the last also .gz, .bz2 or .xz")
-    if kind == 'parquet' and packed: raise JobError(f'{name}: Parquet is compressed in itself: give {p.with_suffix("")}')
+    if kind in ('parquet', 'npy') and packed: raise JobError(f'{name}: this format is not compressed once more: give {p.with_suffix("")}')
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e012
 LONGEST_LINE = 2**25       # bytes, or characters of a cell
@@ -350,9 +350,21 @@ def _text_of(message: dict[str, Any]) -> Any:
     "What a table shows of a message: its text, or as JSON its text and the calls that it makes."
     return _encode({k: message.get(k) for k in ('content', 'tool_calls')}) if message.get('tool_calls') else message['content']
 
+VECTORS = 'embedding', 'probs', 'data'                               # columns of lists
+_MADE = {*VECTORS, 'score', 'relevance_score', 'label'}
+
+def _rows_without_text(d: dict[str, Any], body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    "As `table_rows`, where the answer is vectors, scores or classes, several of them maybe."
+    entries, usage = body.get('data') or body.get('results') or [body], body.get('usage') or {}
+    for e in entries:
+        yield ({k: d[k] for k in ('line', 'row') if k in d} | {k: d.get(k) for k in ('id', 'custom_id')} | dict(index=e['index'] if len(entries) > 1 else None)
+               | {k: e[k] for k in e if k in _MADE} | dict(prompt_tokens=usage.get('prompt_tokens'), error=(d['error'] or {}).get('message'))
+               | {k: d[k] for k in ('request_id',) if k in d})
+
 def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
     "Record `d` as rows of a table, one for each of its answers: dicts. Those of `OPTIONAL` are None where there are none."
     body = (d.get('response') or {}).get('body') or d
+    if body.keys() & {'data', 'results', 'embedding'}: return (yield from _rows_without_text(d, body))
     choices, usage = body.get('choices') or body.get('outputs') or [body], body.get('usage') or {}
     many = len(choices) > 1
     row = {k: d[k] for k in ('line', 'row') if k in d} | {k: d.get(k) for k in ('id', 'custom_id')}
@@ -408,6 +420,7 @@ class ColumnType:
     def cast(self, v: Any) -> Any:
         "Value `v` as one of this type."
         if is_missing(v) and not (v == '' and not self.text): return None
+        if self.name == 'list': return v
         if self.name in ('string', ''): return readable(v) if self.text else v if isinstance(v, str) else _encode(v)
         v = literal(v) if self.text else v
         return float(v) if self.name == 'double' else v
@@ -434,13 +447,15 @@ class AnswerTable:
     "The table of `records` (a function that yields them) beside the columns of `source`, if the requests came from a table."
     def __init__(self, records: Records, source: TableFile | None = None) -> None:
         self.records, self.source, found = records, source, {}
+        lists, others = {*VECTORS}, set[str]()                            # of vectors; with base64 among them
         for _, d in records():
             for row in table_rows(d):
-                for k, v in row.items(): found.setdefault(k, ColumnType()).see(v)
+                others |= {k for k in row.keys() & lists if isinstance(row[k], str)}
+                for k, v in row.items(): found.setdefault(k, ColumnType()).see(None if k in lists and isinstance(v, list) else v)
         if not found: found = {k: ColumnType() for k in ('line', 'id', 'custom_id', *ANSWER, 'request_id')}
         beside = {'line', 'row', 'id', 'custom_id'} if source else set()         # the source has them
         self.answers: dict[str, ColumnType] = {k: t for k, t in found.items() if k not in beside and (t.name or k not in OPTIONAL)}
-        for k, t in self.answers.items(): t.name = (ANSWER | NUMBERS).get(k, t.name)
+        for k, t in self.answers.items(): t.name = (ANSWER | NUMBERS).get(k, 'list' if k in lists - others else t.name)
         self.inputs = renamed_columns(source.names, self.answers) if source else {}
 
     @property
@@ -481,7 +496,7 @@ class AnswerTable:
         import pyarrow as pa
         fields, casts, pandas = self._input_fields(pa)
         for k, t in self.answers.items():
-            fields.append(pa.field(k, t.name or 'string'))
+            fields.append(pa.field(k, pa.list_(pa.float32()) if t.name == 'list' else t.name or 'string'))
             if t.name == 'int64': pandas.append(dict(name=k, field_name=k, pandas_type='int64', numpy_type='Int64', metadata=None))
         schema = pa.schema(fields, self._metadata(pandas))
         with need_parquet().ParquetWriter(path, schema) as out:
