@@ -230,6 +230,13 @@ static void block(const T* a, const T* b, const T* bias, int K, O* c, i64 ldc, i
         for (due += lines; due >= K / 2; due -= K / 2, soon += 64) __builtin_prefetch(soon, 0, 2);
         multiply(a, 4 / sizeof(T), b, NR, s, M);
     }
+    if (n == NR) {  // the compiler keeps the sums in registers only if nothing depends on n
+        const auto put = [&](auto add) {
+            for (int i = 0; i < M; i++)
+                for (int j = 0; j < NV; j++) store(c + i * ldc + j * W, s[i][j] + add(j));
+        };
+        return bias ? put([=](int j) { return load(bias + j * W); }) : put([](int) { return vf{}; });
+    }
     for (int i = 0; i < M; i++)
         for (int j = 0; j < NV; j++) {
             const int m = std::clamp(n - j * W, 0, W);
