@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-_lazy = {'LLM': 'llm', 'AsyncLLM': 'async_llm', 'SamplingParams': 'params', 'StructuredOutputsParams': 'params', 'BeamSearchParams': 'params', 'EngineArgs': 'habits',
+_lazy = {'LLM': 'llm', 'AsyncLLM': 'async_llm', 'SamplingParams': 'params', 'StructuredOutputsParams': 'params', 'BeamSearchParams': 'params', 'EngineArgs': 'habits', 'LoRARequest': 'lora',
          'load_model': 'models', 'BatchlabError': 'errors', 'RequestOutput': 'outputs', 'CompletionOutput': 'outputs', 'Outputs': 'outputs',
          'StreamEvent': 'outputs', 'Trace': 'tracefile', 'timeline': 'views.pictures', 'run': 'work.frames'}
-__all__ = ['LLM', 'AsyncLLM', 'SamplingParams', 'StructuredOutputsParams', 'BeamSearchParams', 'EngineArgs', 'load_model', 'BatchlabError',
+__all__ = ['LLM', 'AsyncLLM', 'SamplingParams', 'StructuredOutputsParams', 'BeamSearchParams', 'EngineArgs', 'LoRARequest', 'load_model', 'BatchlabError',
            'RequestOutput', 'CompletionOutput', 'Outputs', 'StreamEvent', 'Trace', 'timeline', 'run']
 _lazy |= {'LiveView': 'views.widgets', 'Playground': 'views.widgets', 'Scrubber': 'views.scrubber'}      # not by *: they want a package of their own
 _lazy |= dict.fromkeys(('JobError', 'ModelError', 'ParamError', 'PromptError'), 'errors')
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .errors import BatchlabError, JobError as JobError, ModelError as ModelError, ParamError as ParamError, PromptError as PromptError
     from .habits import EngineArgs
     from .llm import LLM
+    from .lora import LoRARequest
     from .models import load_model
     from .outputs import CompletionOutput, Outputs, RequestOutput, StreamEvent
     from .params import BeamSearchParams, SamplingParams, StructuredOutputsParams
@@ -53,7 +54,7 @@ class _Moved:
              'drawing': 'views.drawing', 'pictures': 'views.pictures', 'widgets': 'views.widgets', 'viewer': 'views.viewer',
              'jobs': 'work.jobs', 'scaleout': 'work.scaleout'}
 
-    vllm = {f'{__name__}.{m}' for m in ('utils', 'utils.argparse_utils', 'sampling_params', 'distributed')}      # what programs import: `habits`
+    vllm = {f'{__name__}.{m}' for m in ('utils', 'utils.argparse_utils', 'sampling_params', 'distributed', 'lora.request')}      # what programs import: `habits`
 
     @classmethod
     def find_spec(cls, name: str, path=None, target=None):

@@ -126,7 +126,7 @@ class AsyncLLM:
     def __repr__(self) -> str: return f'Async{self.llm!r}'
 
     async def generate(self, prompt: Any, sampling_params: Any = None, request_id: str | None = None, *, chat: bool = False,
-                       priority: int = 0, timeout: float | None = None, grow: bool = True) -> AsyncGenerator[RequestOutput]:
+                       priority: int = 0, timeout: float | None = None, grow: bool = True, lora_request: Any = None) -> AsyncGenerator[RequestOutput]:
         """Yield the `RequestOutput` of one prompt as it grows; the last is `finished`. For arguments see `LLM.add_request`.
 
         `grow`: False yields the last alone, and spares the loop all others. Those before the last have ids, text and log probabilities so far; the last has all that was asked for, or its `error`. `timeout` counts from
@@ -139,7 +139,7 @@ class AsyncLLM:
         try:
             await mailbox.places.acquire()
             answer.free = mailbox.places.release
-            job = self.queuer.submit(self._queue, answer, mailbox, asked, prompt, sampling_params, chat, priority, timeout)
+            job = self.queuer.submit(self._queue, answer, mailbox, asked, prompt, sampling_params, chat, priority, timeout, lora_request)
             try:
                 await asyncio.wrap_future(job)
                 output = None
@@ -154,12 +154,13 @@ class AsyncLLM:
 
     def chat(self, messages: Any, sampling_params: Any = None, request_id: str | None = None, *, priority: int = 0,
              timeout: float | None = None, chat_template: Any = None, chat_template_kwargs: dict[str, Any] | None = None,
-             tools: list | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False) -> AsyncGenerator[RequestOutput]:
+             tools: list | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False,
+             lora_request: Any = None) -> AsyncGenerator[RequestOutput]:
         "As `generate`, for one conversation, a list of messages; for `chat_template` and what follows it see `LLM.chat`."
         template = chat_options(chat_template=chat_template, chat_template_kwargs=chat_template_kwargs, tools=tools,
                                 add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
         prompt = template | (messages if isinstance(messages, dict) else {'messages': messages})
-        return self.generate(prompt, sampling_params, request_id, chat=True, priority=priority, timeout=timeout)
+        return self.generate(prompt, sampling_params, request_id, chat=True, priority=priority, timeout=timeout, lora_request=lora_request)
 
     async def abort(self, request_id: str) -> bool:
         """End a request with what it has by now; whether there was one. Its reader gets a last output, 'cancelled'.
@@ -192,7 +193,7 @@ class AsyncLLM:
         return self.loops.setdefault(loop, _Mailbox(loop, asyncio.Semaphore(self.max_pending), self.llm.cancel))
 
     def _queue(self, answer: _Answer, mailbox: _Mailbox, asked: float, prompt: Any, sampling_params: Any, chat: bool,
-               priority: int, timeout: float | None) -> str:
+               priority: int, timeout: float | None, lora_request: Any) -> str:
         "Give the engine a request, in the queuer's thread; its id."
         def tell(event: StreamEvent) -> None:                          # in the engine's thread
             if answer.grow or event.finished: mailbox.put(answer, event, self.llm.after)
@@ -206,7 +207,8 @@ class AsyncLLM:
             mailbox.put(answer, StreamEvent(request_id, finish_reason=reason, finished=True, output=output))
             return request_id
         several = getattr(prompt, 'as_group', None)                    # texts that are one request
-        group = several(self.llm, request_id, tell, 0, priority, timeout) if several else self.llm._group(prompt, sampling_params, tell, request_id, chat, priority, timeout)
+        group = several(self.llm, request_id, tell, 0, priority, timeout) if several else self.llm._group(prompt, sampling_params, tell, request_id, chat,
+                                                                                                          priority, timeout, lora_request)
         answer.prompt, answer.prompt_token_ids = group.prompt, group.prompt_token_ids
         self.llm.submit([group])
         self.llm.start()                                               # after it: whoever stopped the engine meanwhile, it runs

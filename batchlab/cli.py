@@ -126,7 +126,7 @@ def refuse_columns(columns: dict[str, Any], why: str) -> None:
     if flag := next((k for k, v in columns.items() if v != usual[k]), None):
         raise JobError(f"--{flag.replace('_', '-')} is for the columns of a table, {why}")
 
-def read_file(name: str, chat: bool = False, system: str | None = None, **columns: Any) -> list[JobLine]:
+def read_file(name: str, chat: bool = False, system: str | None = None, adapters: bool = False, **columns: Any) -> list[JobLine]:
     "The requests of a text, or of any file that `run` reads, where `columns` say what those of a table are for. Raises `JobError`."
     from batchlab.work.formats import read_raw
     from batchlab.work.lines import parse_line
@@ -137,7 +137,7 @@ def read_file(name: str, chat: bool = False, system: str | None = None, **column
     if kind in TABLES: rows = read_raw(name, chat=chat, system=system, **columns)
     else: rows = read_raw(name) if kind == 'json' or suffix in OPENERS else text_rows(name)
     lines = [parse_line(i, raw, 'plain', chat, system) for i, raw in rows]
-    unknown = {k for line in lines for k in line.ignored} | {'model' for line in lines if line.model is not None}
+    unknown = {k for line in lines for k in line.ignored} | {'model' for line in lines if line.model is not None and not adapters}
     if unknown: note(f"{shown}: keys without meaning here, ignored: {', '.join(sorted(unknown))}")
     return lines
 
@@ -169,7 +169,7 @@ def read_prompts(args: argparse.Namespace, options: dict[str, Any]) -> list[JobL
         name = '-'
     columns = {k: getattr(args, k) for k in ('prompt_column', 'id_column', 'prompt_template', 'data_columns')}
     if name is None: refuse_columns(columns, 'and there is no --prompts-file')
-    else: lines += read_file(name, args.chat, args.system, **columns)
+    else: lines += read_file(name, args.chat, args.system, args.enable_lora or bool(args.lora_modules), **columns)
     for line in lines: prepare(line, args, options)
     if args.system is not None and not any(line.messages is not None for line in lines):
         raise JobError("--system needs --chat, or messages in the prompts file")
@@ -308,13 +308,14 @@ class Signals:
 def outputs_of(llm: LLM | None, lines: Sequence[JobLine],
                on_step: Callable[[int], object] | None = None) -> Iterator[tuple[int, RequestOutput]]:
     "Yield `(index, RequestOutput)` as requests finish: plain prompts, then conversations."
+    from batchlab.lora import adapter_named
     for chat in (False, True):
         group = [i for i, line in enumerate(lines) if not line.failure and (line.messages is not None) == chat]
         if not group: continue
         assert llm is not None
         prompts = [lines[i].conversation if chat else lines[i].prompt for i in group]
         outs = llm.iter_outputs(prompts, [lines[i].options for i in group], chat=chat, on_step=on_step,
-                                timeout=[lines[i].timeout for i in group])
+                                timeout=[lines[i].timeout for i in group], lora_request=[lines[i].adapter or adapter_named(llm, lines[i].model) for i in group])
         for k, out in outs: yield group[k], out
 
 def run_lines(llm: LLM | None, lines: Sequence[JobLine], results: Results) -> list[RequestOutput]:
@@ -344,8 +345,14 @@ def run_lines(llm: LLM | None, lines: Sequence[JobLine], results: Results) -> li
 def llm_options(args: argparse.Namespace) -> dict[str, Any]:
     "The arguments of `LLM` that the command line gives."
     names = '''model dtype device max_num_seqs max_model_len max_num_batched_tokens strategy compile quantization
-        kv_cache_bytes enable_prefix_caching'''
-    return {k: getattr(args, k) for k in names.split()} | ({'pooler_config': args.pooling} if getattr(args, 'pooling', None) else {})
+        kv_cache_bytes enable_prefix_caching enable_lora max_loras max_lora_rank max_cpu_loras'''
+    return ({k: getattr(args, k) for k in names.split()} | ({'pooler_config': args.pooling} if getattr(args, 'pooling', None) else {})
+            | dict(lora_modules=[absolute_module(m) for m in args.lora_modules]))
+
+def absolute_module(module: str) -> str:
+    "'name=folder' with the folder's whole path, for workers that run elsewhere."
+    name, given, folder = module.partition('=')
+    return f'{name}={os.path.abspath(folder)}' if given and folder and not module.startswith('{') else module
 
 def load_llm(args: argparse.Namespace) -> LLM:
     "The `LLM` that the arguments ask for."

@@ -129,8 +129,8 @@ class Engine:
         self.reset()
         for r in hit: rewind(r)
         if not isinstance(e, Exception) or not ran: raise e                  # Ctrl-C: whoever steps on goes on
-        if isinstance(e, AdapterError) and (hit := [r for r in hit if r.adapter == e.number]):        # the others are computed again
-            for r in hit: self.scheduler.finish(r, 'error', str(e))
+        if isinstance(e, AdapterError) and (theirs := [r for r in hit if r.adapter == e.number]):     # the others are computed again
+            for r in theirs: self.scheduler.finish(r, 'error', str(e))
             return [r for r in ran if r.finish_reason]
         why = f'the step failed with {type(e).__name__}: {e}'
         if out_of_memory(e):

@@ -12,13 +12,14 @@ from dataclasses import field, make_dataclass
 from typing import Any, Self
 
 from .llm import LLM, trim_memory
+from .lora import LoRARequest
 from .names import ENGINE_DEFAULTS, REFUSED, WITHOUT_EFFECT, WORKS, by_any_name, read_engine
 from .outputs import CompletionOutput, RequestOutput
 from .params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 # %% auto #0
 __all__ = ['GuidedDecodingParams', 'EngineArgs', 'FlexibleArgumentParser', 'cleanup_dist_env_and_memory', 'SamplingParams',
-           'StructuredOutputsParams', 'BeamSearchParams', 'LLM', 'RequestOutput', 'CompletionOutput']
+           'StructuredOutputsParams', 'BeamSearchParams', 'LLM', 'LoRARequest', 'RequestOutput', 'CompletionOutput']
 
 # %% ../nbs/47_habits.ipynb #hab00025
 _OWN = {name: p for name, p in inspect.signature(LLM.__init__).parameters.items() if name != 'self'}
@@ -69,4 +70,4 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 
 # %% ../nbs/47_habits.ipynb #hab00031
 GuidedDecodingParams = StructuredOutputsParams
-_all_ = ['SamplingParams', 'StructuredOutputsParams', 'BeamSearchParams', 'LLM', 'RequestOutput', 'CompletionOutput']
+_all_ = ['SamplingParams', 'StructuredOutputsParams', 'BeamSearchParams', 'LLM', 'LoRARequest', 'RequestOutput', 'CompletionOutput']

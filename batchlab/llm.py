@@ -230,7 +230,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
                     if e.output is not None: yield e.index, e.output
         return outputs()
 
-    def logprobs(self, prompts: Any, use_tqdm: Any = None, start: int = 1) -> Outputs[Score]:
+    def logprobs(self, prompts: Any, use_tqdm: Any = None, start: int = 1, lora_request: Any = None) -> Outputs[Score]:
         """The `Score` of each of `prompts`, in their order; conversations are scored as the chat template writes them.
 
         `start`: the first token that counts. What lies before is computed once for all prompts that begin alike, and may come
@@ -244,7 +244,8 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
             try: return min(start, len(prompt_ids_of(self.model, self.tokenizer, prompt, False)[1]) or 1) - 1
             except BatchlabError: return 0                     # it gets that error below
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        outs = self.generate(talks, [replace(params, prompt_logprob_start=first(p)) for p in talks] if start > 1 else params, use_tqdm)
+        outs = self.generate(talks, [replace(params, prompt_logprob_start=first(p)) for p in talks] if start > 1 else params, use_tqdm,
+                             lora_request=lora_request)
         return Outputs(Score(o.prompt_token_ids or [], [next(iter(d.values())).logprob for d in (o.prompt_logprobs or [])[start:]], o.error)
                        for o in outs)
 
@@ -324,9 +325,9 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         if isinstance(sampling_params, str) or stream_callback is not None and not callable(stream_callback):
             raise ParamError('add_request takes the prompt first, unlike vLLM: add_request(prompt, sampling_params, request_id=…)')
         request_id = self._next_id() if request_id is None else str(request_id)
-        [(*settings, lora)] = settings_for(1, sampling_params, priority, timeout, lora_request)
-        kind = PoolingGroup if isinstance(settings[0], PoolingParams) else RequestGroup
-        return put_adapter(self, admit(self, kind(request_id, on_event=stream_callback), prompt, *settings, chat), lora)
+        [(params, own_priority, own_timeout, lora)] = settings_for(1, sampling_params, priority, timeout, lora_request)
+        kind = PoolingGroup if isinstance(params, PoolingParams) else RequestGroup
+        return put_adapter(self, admit(self, kind(request_id, on_event=stream_callback), prompt, params, own_priority, own_timeout, chat), lora)
 
     def reset_prefix_cache(self) -> None:
         "Forget what earlier requests left in the blocks."
@@ -344,6 +345,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         self.stop(drain)
         with self._hold():
             for e in self.engines.values(): e.reset()
+            if self.adapters is not None: self.adapters.unload()
         trim_memory()
 
     def _next_id(self) -> str:
@@ -362,8 +364,8 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         kinds = [PoolingGroup if isinstance(s[0], PoolingParams) else RequestGroup for s in settings]
         groups = [kind(self._next_id(), i, on_event) for i, kind in enumerate(kinds)]
         down: list[ModelError] = []
-        for group, prompt, (*s, lora) in zip(groups, prompts, settings):
-            try: put_adapter(self, admit(self, group, prompt, *s, chat), lora)
+        for group, prompt, (params, priority, timeout, lora) in zip(groups, prompts, settings):
+            try: put_adapter(self, admit(self, group, prompt, params, priority, timeout, chat), lora)
             except ModelError as e:
                 down.append(e)
                 group.error = str(e)

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['LoRARequest', 'LowRank', 'AdapterConfig', 'read_adapter', 'Adapter', 'signature_of', 'Adapters', 'read_modules', 'open_for', 'put_adapter', 'plan_adapters', 'LoRACalls']
+__all__ = ['LowRank', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'Adapter', 'signature_of', 'Adapters', 'read_modules', 'open_for', 'put_adapter', 'plan_adapters', 'adapter_named', 'adapter_names', 'LoRACalls']
 
 # %% ../nbs/32_lora.ipynb #32aa0005
-import itertools, json, re, threading
+import hashlib, itertools, json, re, threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -20,11 +20,18 @@ from weakref import WeakValueDictionary
 from .errors import AdapterError, ParamError, UnsupportedModelError
 from .shown import megabytes
 
-if TYPE_CHECKING:
-    import torch
-    from batchlab.backends import Backend
+if TYPE_CHECKING: import torch
+
+# %% ../nbs/32_lora.ipynb #32bb0012
+class LowRank(NamedTuple):
+    "What an adapter adds to the outputs of a linear layer: `scale` times `x @ down.T @ up.T`. `down` `[rank, in]`, `up` `[out, rank]`."
+    down: 'torch.Tensor'
+    up: 'torch.Tensor'
+    scale: float
 
 # %% ../nbs/32_lora.ipynb #32bb0010
+__path__: list[str] = []                      # so that `from batchlab.lora.request import LoRARequest` is found, as vLLM has it
+
 @dataclass(frozen=True)
 class LoRARequest:
     """Ask for an adapter: `lora_path`, the folder that PEFT wrote, under a name and a number of your own, from 1 on. The fields are vLLM's.
@@ -51,13 +58,6 @@ class LoRARequest:
     def adapter_id(self) -> int: return self.lora_int_id
     @property
     def path(self) -> str: return self.lora_path
-
-# %% ../nbs/32_lora.ipynb #32bb0012
-class LowRank(NamedTuple):
-    "What an adapter adds to the outputs of a linear layer: `scale` times `x @ down.T @ up.T`. `down` `[rank, in]`, `up` `[out, rank]`."
-    down: 'torch.Tensor'
-    up: 'torch.Tensor'
-    scale: float
 
 # %% ../nbs/32_lora.ipynb #32bb0020
 _KNOWN = {*"""peft_type task_type auto_mapping base_model_name_or_path revision inference_mode peft_version r lora_alpha lora_dropout
@@ -141,6 +141,7 @@ def read_adapter(folder: Path, shapes: dict[str, tuple[int, int]], max_rank: int
     for key, t in _tensors(folder).items():
         if 'lora_magnitude_vector' in key: raise AdapterError('it has DoRA, and batchlab runs plain LoRA: merge it into the model, or train it without')
         if 'lora_embedding_' in key: raise AdapterError('it has LoRA of an embedding, which batchlab does not run: leave embeddings out of target_modules')
+        if key.endswith('.base_layer.weight'): raise AdapterError(f'it has weights of the model itself, {key!r}: save it with save_embedding_layers=False')
         if not (m := _KEY.fullmatch(key)): raise AdapterError(f'it has weights of its own, {key!r}, and batchlab runs plain LoRA: train it without modules_to_save')
         halves.setdefault(m[1], {})[m[2]] = t
     for module, pair in halves.items():
@@ -193,7 +194,8 @@ class Adapters:
         self.shapes, self.itemsize, self.max_loras, self.max_lora_rank = shapes, itemsize, max_loras, max_lora_rank
         self.max_cpu_loras = max_cpu_loras or max_loras
         if self.max_cpu_loras < max_loras: raise ParamError(f'max_cpu_loras={max_cpu_loras} must be at least max_loras={max_loras}: raise it')
-        self.lock, self.numbers, self.bank = threading.RLock(), itertools.count(1), None
+        self.lock, self.numbers = threading.RLock(), itertools.count(1)
+        self.bank: Any = None                                            # of the backend, see `open_adapters`
         self.current = dict[int, Adapter]()                              # by lora_int_id
         self.alive: WeakValueDictionary[int, Adapter] = WeakValueDictionary()                # by number, as long as somebody holds it
         self.loaded = OrderedDict[int, Adapter]()                        # by number, the least recently used first
@@ -202,7 +204,7 @@ class Adapters:
     @property
     def limit_bytes(self) -> int:
         "The most that adapters in memory take: so many of the largest rank on all linear layers."
-        return self.max_cpu_loras * self.max_lora_rank * sum(k + n for k, n in self.shapes.values()) * self.itemsize
+        return self.max_cpu_loras * self._bytes(dict.fromkeys(self.shapes, self.max_lora_rank))
     def __str__(self) -> str:
         return (f'up to rank {self.max_lora_rank}, of {self.max_loras} at once; {len(self.loaded)} of {self.max_cpu_loras} in memory, '
                 f'{megabytes(self.nbytes)} of at most {megabytes(self.limit_bytes)}')
@@ -215,9 +217,32 @@ class Adapters:
         if not shapes: raise UnsupportedModelError('adapters are for models that run packed, and this one does not: merge the adapter into it')
         from batchlab.backends.adapters import open_adapters
         with self.lock:
+            self.unload()
+            self.bank = backend.adapters = open_adapters(backend, self.shapes, self.weights)
+
+    @property
+    def known(self) -> dict[str, LoRARequest]:
+        "All adapters by name: those that requests asked for, and those of `modules`."
+        return {a.request.lora_name: a.request for a in [*self.current.values()]} | self.modules
+
+    @property
+    def digest(self) -> str:
+        "16 hex digits that change with the files of `modules`."
+        h = hashlib.blake2b(digest_size=8)
+        for name, r in sorted(self.modules.items()):
+            files = (Path(r.lora_path)/f for f in ('adapter_config.json', 'adapter_model.safetensors', 'adapter_model.bin'))
+            h.update(repr((name, [f.read_bytes() if f.is_file() else None for f in files])).encode())
+        return h.hexdigest()
+
+    def _bytes(self, ranks: dict[str, int]) -> int:
+        "Of an adapter with parts of these ranks, as it is in memory."
+        return self.itemsize * (sum(r * sum(self.shapes[n]) for n, r in ranks.items()) if self.bank is None else self.bank.size_of(ranks))
+
+    def unload(self) -> None:
+        "Give the memory of all back; they are read again when asked for."
+        with self.lock:
             for a in self.alive.values(): a.weights = None
             self.loaded.clear()
-            self.bank = backend.adapters = open_adapters(backend, self.shapes, self.weights)
 
     def find(self, asked: Any) -> LoRARequest:
         "The `LoRARequest` that `asked` is, or is the name of. Raises `AdapterError`, `ParamError`."
@@ -225,7 +250,7 @@ class Adapters:
         if all(hasattr(asked, n) for n in ('lora_name', 'lora_int_id', 'lora_path')):                       # vLLM's own
             return LoRARequest(asked.lora_name, asked.lora_int_id, asked.lora_path, load_inplace=bool(getattr(asked, 'load_inplace', False)))
         if not isinstance(asked, str): raise ParamError(f'lora_request must be a LoRARequest or the name of an adapter, got {asked!r:.60}')
-        known = {a.request.lora_name: a.request for a in [*self.current.values()]} | self.modules
+        known = self.known
         if asked in known: return known[asked]
         raise AdapterError(f'there is no adapter {asked!r}: ' + (f'known are {", ".join(sorted(known))}' if known else 'give LLM its folder, as lora_modules={name: folder}'))
 
@@ -249,8 +274,7 @@ class Adapters:
         parts = read_adapter(Path(request.lora_path), self.shapes, self.max_lora_rank)
         if strange := [n for n in parts if self.bank is not None and n not in self.bank.names]:
             raise AdapterError(f'it has a part in {strange[0]}, where this model takes none: leave it out of target_modules')
-        return Adapter(next(self.numbers), request, signature, sum(p.down.numel() + p.up.numel() for p in parts.values()) * self.itemsize,
-                       max(len(p.down) for p in parts.values()))
+        return Adapter(next(self.numbers), request, signature, self._bytes(ranks := {n: len(p.down) for n, p in parts.items()}), max(ranks.values()))
 
     def weights(self, numbers: Sequence[int]) -> list[Any]:
         "The weights of adapters, ready for the backend, read where they are not there. Raises `AdapterError`."
@@ -326,6 +350,15 @@ def plan_adapters(adapters: Adapters | None, groups: Sequence[Any]) -> tuple[int
     if adapters is None: return 0, 0
     each = sorted((a.nbytes for a in {g.adapter for g in groups} if a is not None), reverse=True)
     return sum(each[:adapters.max_cpu_loras]), adapters.limit_bytes
+
+def adapter_named(llm: Any, name: Any) -> str | None:
+    "`name` if an adapter of `llm` is called so, else None."
+    return name if name in adapter_names(llm) else None
+
+def adapter_names(llm: Any) -> list[str]:
+    "What the adapters of `llm` are called."
+    adapters = getattr(llm, 'adapters', None)
+    return [] if adapters is None else [*adapters.known]
 
 class LoRACalls:
     "The methods of `LLM` for adapters, by vLLM's names. A request that names an adapter loads it by itself."

@@ -17,7 +17,7 @@ from .loading import quiet
 if TYPE_CHECKING: from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 # %% auto #0
-__all__ = ['TINY_ARCHS', 'tiny_model', 'tiny_gguf', 'tiny_tokenizer']
+__all__ = ['TINY_ARCHS', 'tiny_model', 'tiny_gguf', 'tiny_adapter', 'tiny_tokenizer']
 
 # %% ../nbs/modules/000_tiny.ipynb #5552d31e
 TINY_ARCHS = ('llama', 'mistral', 'qwen3', 'gemma3', 'gpt2', 'gpt_neox', 'opt', 'phi3', 'olmo2', 'mixtral')
@@ -106,6 +106,29 @@ def tiny_gguf(path: str | os.PathLike[str], seed: int = 0) -> Path:
         w.add_tensor(names.get_name(k, try_suffixes=('.weight',)) or k, v.contiguous().numpy())
     w.write_header_to_file(); w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()
     return Path(path)
+
+# %% ../nbs/32_lora.ipynb #32cc0010
+def tiny_adapter(folder: str | os.PathLike[str], model: PreTrainedModel, rank: int = 4, seed: int = 0, modules: tuple[str, ...] | None = None,
+                 dtype: torch.dtype = torch.float32, **config: Any) -> Path:
+    """Write a LoRA adapter with random weights for `model` into `folder`, as PEFT does; returns the folder.
+
+    `modules`: of which linear layers, by the ends of their names; None for all but the head. `config`: what else stands in its
+    `adapter_config.json`. Same seed, same weights; large enough that answers change."""
+    import json
+    from safetensors.torch import save_file
+    from batchlab.backends.adapters import linear_shapes
+    folder, gen, tensors = Path(folder), torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+    head = next((name for name, m in model.named_modules() if m is model.get_output_embeddings()), None)
+    for name, (k, n) in linear_shapes(model).items():
+        if name == head if modules is None else name.rpartition('.')[2] not in modules: continue
+        r = next((r for key, r in config.get('rank_pattern', {}).items() if name.endswith(key)), rank)
+        for half, shape, size in (('A', (r, k), k ** -.5), ('B', (n, r), .5 * r ** -.5)):
+            tensors[f'base_model.model.{name}.lora_{half}.weight'] = (size * torch.randn(shape, generator=gen)).to(dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder/'adapter_model.safetensors')
+    about = dict(peft_type='LORA', r=rank, lora_alpha=2 * rank, target_modules=sorted({k.split('.')[-3] for k in tensors}))
+    (folder/'adapter_config.json').write_text(json.dumps(about | config))
+    return folder
 
 # %% ../nbs/70_models.ipynb #04b62f6f
 _TEMPLATE = ("{% for m in messages %}{{ '<bos>' + m['role'] + ':' + m['content'] + '<eos>' }}{% endfor %}"

@@ -72,6 +72,7 @@ def facts_of(r: Request, text: bool) -> dict:
     group = r.group                                        # read once: another thread may just be taking it away
     facts = dict(id=r.request_id, answer=r.index, prompt_tokens=len(r.prompt_ids), cached_tokens=r.num_cached_tokens or 0,
                  output_tokens=len(r.output_ids), max_tokens=r.max_tokens, priority=r.priority, preemptions=r.num_preemptions,
+                 **({'adapter': group.lora_request.lora_name} if r.adapter and group else {}),
                  finish_reason=r.finish_reason, error=r.error, first_token=r.first_token_at, last_token=r.last_token_at)
     if not text: return facts
     return facts | dict(prompt=group and group.prompt, prompt_ids=array('i', r.prompt_ids), output_ids=array('i', r.output_ids),

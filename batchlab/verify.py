@@ -262,7 +262,7 @@ def check_answer(llm: LLM, out: RequestOutput, completion: CompletionOutput, tol
     row, again = a.row(), a.row()
     us = [None if is_unseeded(a.params) else again.uniform() for _ in a.ids]
     found = check_end(a)
-    with contextlib.nullcontext() if out.lora_request is None else llm.adapters.applied(llm.model, out.lora_request):
+    with contextlib.nullcontext() if out.lora_request is None or llm.adapters is None else llm.adapters.applied(llm.model, out.lora_request):
         for s in range(0, len(a.ids), size):
             alone = a.alone(s, size)
             found += check_tokens(a, row, s, alone, us[s:s + size], tolerance)

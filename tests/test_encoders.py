@@ -15,7 +15,7 @@ from batchlab.errors import CompileError
 from batchlab.models import tiny_model
 from batchlab.tiny import _init_tiny
 
-LENGTHS = [1, 2, 5, 17, 64, 65, 130, 300]
+LENGTHS = [1, 2, 5, 17, 64, 65, 130, 300]                      # enough for rows to go from layer to layer together, and for one that does not
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 
@@ -48,19 +48,13 @@ def texts(model, lengths=LENGTHS):
     return [([rng.choice([1, 7, 8, rng.randrange(259)]) for _ in range(n)], [int(takes_types(model) and 2 * i > n) for i in range(n)]) for n in lengths]
 
 
-def batch_of(rows, seed=0, spare=3):
-    "A `Batch` of whole texts in blocks anywhere, and how many blocks the cache needs."
-    need = [-(-len(ids) // 64) for ids, _ in rows]
-    blocks = random.Random(seed).sample(range(sum(need) + spare), sum(need) + spare)
-    tables = [[blocks.pop() for _ in range(n)] for n in need]
-    types = [t for _, of in rows for t in of]
-    return pack_rows([(ids, 0) for ids, _ in rows], tables, 64, range(len(types)), causal=False, hidden=True, token_types=types), sum(need) + spare
-
-
-def states(backend, rows, seed=0):
-    "The hidden states of each of `rows` in one step, in a cache full of NaN."
-    batch, n = batch_of(rows, seed)
-    cache = backend.make_cache(n)
+def states(backend, rows, size=0):
+    "The hidden states of each of `rows` in one step: without blocks, or with blocks of `size` tokens, which nobody should need."
+    need = [-(-len(ids) // size) if size else 0 for ids, _ in rows]
+    ends, types = [*itertools.accumulate(need)], [t for _, of in rows for t in of]
+    tables = [list(range(end - n, end)) for n, end in zip(need, ends)]
+    batch = pack_rows([(ids, 0) for ids, _ in rows], tables, size, range(len(types)), causal=False, hidden=True, token_types=types)
+    cache = backend.make_cache(max(1, ends[-1]))
     for t in cache.keys + cache.values: t.fill_(torch.nan)
     return backend.execute(cache, batch).float().split([len(ids) for ids, _ in rows])
 
@@ -87,9 +81,30 @@ def test_hidden_states_are_the_models_own_and_the_same_bits_in_any_company(kerne
         if dtype == torch.bfloat16: backend = FusedBackend(Fused(model.to(dtype), kernels, specs=specs), shapes[:1])
         whole = states(backend, rows)
         assert off(whole, want) < 2e-5 if dtype == torch.float32 else off(whole, want) < max(.03, 1.2 * off(own_states(model, rows), want)) < .1
-        alone = [states(backend, [row], seed=i)[0] for i, row in enumerate(rows)]
-        some = states(backend, rows[:1] + rows[:3:-1], seed=9)
+        alone = [states(backend, [row])[0] for row in rows]
+        some = states(backend, rows[:1] + rows[:3:-1], size=64)
         assert all(map(torch.equal, alone, whole)) and all(map(torch.equal, some, whole[:1] + whole[:3:-1]))
+
+
+@pytest.mark.parametrize('family', ['bert', 'modernbert'])
+def test_some_tokens_some_layers_and_any_number_of_threads(kernels, family):
+    model = encoder(family)
+    rows, specs = texts(model, LENGTHS + [40] * 8), layer_specs(model, False, True)
+    backend = FusedBackend(Fused(model, kernels, specs=specs), [])
+    whole, ids, types = torch.cat(states(backend, rows)), *zip(*rows)
+    def run(at, **more):
+        batch = pack_rows([(x, 0) for x in ids], [[]] * len(ids), 0, at, causal=False, hidden=True, token_types=sum(types, []), **more)
+        return backend.execute(backend.make_cache(1), batch)
+    firsts = [*itertools.accumulate(map(len, ids[:-1]), initial=0)]
+    for at in (firsts, range(100, 700), [len(whole) - 1]): assert torch.equal(run(at), whole[[*at]])
+    torch.set_num_threads(3)
+    assert torch.equal(run(range(len(whole))), whole) and torch.equal(run(range(100, 700)), whole[100:700])
+    torch.set_num_threads(1)
+    some = run(firsts, layers=(0, 1, 3))
+    told = dict(token_type_ids=torch.tensor([types[-1]])) if takes_types(model) else {}
+    with torch.inference_mode(): want = model(torch.tensor([ids[-1]]), output_hidden_states=True, **told).hidden_states
+    assert torch.equal(some[:, 2], whole[firsts])
+    for i in (0, 1): torch.testing.assert_close(some[-1, i], want[i][0, 0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize('family', ['bert', 'distilbert', 'modernbert', 'electra'])

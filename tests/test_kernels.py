@@ -141,7 +141,7 @@ def test_wrong_arguments_are_refused(kernels):
 
 def test_both_sides_take_the_same(kernels):
     exported = {name for name, _ in kernels.calls}
-    assert exported == set(native.signatures(SOURCE)) and len(exported) == 11
+    assert exported == set(native.signatures(SOURCE)) and len(exported) == 13
     names = [name for name, _ in native.fields(SOURCE, 'Shape')]
     assert names[:4] == ['heads', 'kv_heads', 'dim', 'dim_v'] and names[-3:] == ['scale', 'softcap', 'sinks']
 
@@ -170,7 +170,7 @@ def test_installed_with_the_package(tmp_path):
     assert not done.returncode, done.stderr
     [wheel] = tmp_path.glob('*.whl')
     sources = sorted((ROOT/'batchlab').rglob('*.cpp'))
-    assert len(sources) == 4
+    assert len(sources) == 5
     for path in sources:
         file = path.relative_to(ROOT).as_posix()
         assert zipfile.ZipFile(wheel).read(file).decode() == path.read_text(encoding='utf-8')

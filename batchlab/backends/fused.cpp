@@ -24,18 +24,19 @@ static void take(T* x, const i64* rows, i64 n, i64 width) {  // ascending
 
 // Part 0: what the layer before left is added to the residual stream, then the norm before attention
 template <class T>
+static inline void begin_row(const Layer* before, const Layer& layer, T* stream, T* projected, T* mlp_out, T* normed, i64 width) {
+    if (before && before->parallel) add_row(stream, projected, before->after, before->behind, before->residual, width);
+    if (before) add_row(stream, mlp_out, before->mlp_after, before->behind, before->residual, width);
+    if (layer.before.kind) norm_row(stream, normed, layer.before, 0, width);
+}
+template <class T>
 static void begin_layer(const Layer* before, const Layer& layer, const Step& step, i64 rows) {
-    const i64 width = step.width;
+    const auto row = [&](void* p, i64 r) { return (T*)p + r * step.width; };
 #pragma omp for
     for (i64 r = 0; r < rows; r++) {
-        T* stream = (T*)step.stream + r * width;
-        if (before) {
-            if (before->parallel)
-                add_row(stream, (T*)step.projected + r * width, before->after, before->behind, before->residual, width);
-            if (before->experts.num_experts) mix_row<T>(*before, step, r);
-            add_row(stream, (T*)step.mlp_out + r * width, before->mlp_after, before->behind, before->residual, width);
-        }
-        if (layer.before.kind) norm_row(stream, (T*)step.normed + r * width, layer.before, 0, width);
+        if (before && before->experts.num_experts) mix_row<T>(*before, step, r);
+        begin_row(before, layer, row(step.stream, r), row(step.projected, r), row(step.mlp_out, r), row(step.normed, r),
+                  step.width);
     }
 }
 // Part 2: attention; of the last layer's rows those stay whose logits are due
@@ -62,18 +63,21 @@ static void attend_layer(const Layer& layer, const Step& step, bool last) {
 }
 // Part 4: what attention gave is added to the residual stream, then the norm before the MLP
 template <class T>
+static inline void middle_row(const Layer& layer, T* stream, T* projected, T* normed, i64 width) {
+    if (!layer.parallel) add_row(stream, projected, layer.after, layer.behind, layer.residual, width);
+    if (layer.mlp_before.kind) norm_row(stream, normed, layer.mlp_before, 0, width);
+}
+template <class T>
 static void after_attention(const Layer& layer, const Step& step, i64 rows) {
     if (layer.parallel && !layer.mlp_before.kind) return;
-    const i64 width = step.width;
+    const auto row = [&](void* p, i64 r) { return (T*)p + r * step.width; };
 #pragma omp for
-    for (i64 r = 0; r < rows; r++) {
-        T* stream = (T*)step.stream + r * width;
-        if (!layer.parallel) add_row(stream, (T*)step.projected + r * width, layer.after, layer.behind, layer.residual, width);
-        if (layer.mlp_before.kind) norm_row(stream, (T*)step.normed + r * width, layer.mlp_before, 0, width);
-    }
+    for (i64 r = 0; r < rows; r++)
+        middle_row(layer, row(step.stream, r), row(step.projected, r), row(step.normed, r), step.width);
 }
 
-constexpr int PARTS = 12;  // of a layer; behind the last layer there are two more, final norm and head
+constexpr int PARTS = 12;   // of a layer; behind the last layer there are two more, final norm and head
+constexpr int SPARE = 256;  // rows that a step's memory has beside those of its tokens
 template <class T>
 static void part_of(const Layer* layers, i64 n, const Step& step, i64 p) {
     const i64 i = p / PARTS, part = p % PARTS;
@@ -113,15 +117,86 @@ static void part_of(const Layer* layers, i64 n, const Step& step, i64 p) {
             return expert_linear(experts, experts.down, step, (const T*)activated, (T*)step.expert_rows, rows, true);
     }
 }
+
+// Adds the time since the last part to part p, in thread 0
+struct Clock {
+    double* seconds;
+    double begin = 0;
+    Clock(const Step& step) : seconds(omp_get_thread_num() ? nullptr : step.seconds) {
+        if (seconds) begin = omp_get_wtime();
+    }
+    void part(i64 p) {
+        if (!seconds) return;
+        const double now = omp_get_wtime();
+        seconds[p % PARTS] += now - begin, begin = now;
+    }
+};
+// Whether a layer's products take the way of `chain`: `rows` enough for all threads, and weights that stay in the third cache
+template <class T>
+static bool chained(const Layer& l, const Linear& next, const Step& step, i64 rows, i64 threads) {
+    i64 weights = 0;
+    for (const Linear* p : {&l.out, &l.gate_up, &l.down, &next}) {
+        if (p->kind != 1) return false;
+        weights += p->outputs * p->inputs * sizeof(T);
+    }
+    return !l.experts.num_experts && !step.adapted && threads <= SPARE && rows >= 4 * MR * threads && weights <= 32 << 20;
+}
+// From the output product of a layer to the product for queries, keys and values of the next, rows need nothing of each other. So
+// a thread takes some of them all the way, as many as leave in its second cache what they leave for each part's next.
+template <class T>
+static void chain(const Layer* layer, i64 rows, bool further, const Step& step, Clock& clock) {
+    const Layer &l = layer[0], &next = layer[1];
+    const i64 width = step.width, inner = l.down.inputs, most = (512 << 10) / sizeof(T) / (l.gate_up.outputs + inner);
+    const i64 parts = (rows + std::clamp<i64>(most, MR, 8 * MR) - 1) / std::clamp<i64>(most, MR, 8 * MR),
+              threads = omp_get_num_threads();
+    const i64 even = (parts + threads - 1) / threads * threads, each = (rows + even - 1) / even,
+              own = omp_get_thread_num() * each;
+    const auto mine = [&](void* p, i64 width) { return (T*)p + own * width; };
+    T *packed = mine(step.packed, std::max({l.out.inputs, inner, width})), *projected = mine(step.projected, width);
+    T *gate_up = mine(step.gate_up, l.gate_up.outputs), *mlp_out = mine(step.mlp_out, width);
+    const auto product = [&](const Linear& p, const T* x, T* out, i64 m) {
+        alone::product(x, (const T*)p.weight, (const T*)p.bias, out, m, p.outputs, p.inputs, packed);
+    };
+#pragma omp for schedule(dynamic)
+    for (i64 first = 0; first < rows; first += each) {
+        const i64 m = std::min(each, rows - first);
+        T *stream = (T*)step.stream + first * width, *normed = (T*)step.normed + first * width;
+        product(l.out, (const T*)step.attended + first * l.out.inputs, projected, m), clock.part(3);
+        if (!l.parallel || l.mlp_before.kind)
+            for (i64 at = 0; at < m * width; at += width) middle_row(l, stream + at, projected + at, normed + at, width);
+        clock.part(4);
+        product(l.gate_up, l.mlp_before.kind || (l.parallel && l.before.kind) ? normed : stream, gate_up, m), clock.part(5);
+        for (i64 r = 0; r < m; r++) activate_row(gate_up + r * l.gate_up.outputs, gate_up + r * inner, 0, inner, inner, l.act);
+        clock.part(6);
+        product(l.down, gate_up, mlp_out, m), clock.part(7);
+        for (i64 at = 0; at < m * width; at += width)
+            begin_row(&l, next, stream + at, projected + at, mlp_out + at, normed + at, width);
+        clock.part(0);
+        if (further) product(next.qkv, next.before.kind ? normed : stream, (T*)step.qkv + first * next.qkv.outputs, m);
+        if (further) clock.part(1);
+    }
+    clock.part(7);
+}
+
 // Parts `first` to `last` (excluded) of all layers, by one team of threads
 template <class T>
 static void run(const Layer* layers, i64 n, const Step& step, i64 first, i64 last) {
 #pragma omp parallel if (step.tokens * step.width * layers[0].qkv.outputs > 100000)
-    for (i64 p = first; p < last; p++) {
-        double begin = 0;
-        if (step.seconds && omp_get_thread_num() == 0) begin = omp_get_wtime();
-        part_of<T>(layers, n, step, p);
-        if (step.seconds && omp_get_thread_num() == 0) step.seconds[p % PARTS] += omp_get_wtime() - begin;
+    {
+        const i64 threads = omp_get_num_threads();
+        Clock clock(step);
+        for (i64 p = first; p < last;) {
+            const i64 i = p / PARTS, rows = i == n - 1 ? step.outputs : step.tokens, next = (i + 1) * PARTS;
+            const bool further = i + 1 < n && last > next + 1;
+            if (p % PARTS == 3 && last > next &&
+                chained<T>(layers[i], further ? layers[i + 1].qkv : layers[i].out, step, rows, threads)) {
+                chain<T>(layers + i, rows, further, step, clock);
+                p = next + 1 + further;
+            } else {
+                part_of<T>(layers, n, step, p);
+                clock.part(p++);
+            }
+        }
     }
 }
 EXPORT(run)

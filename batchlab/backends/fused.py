@@ -7,7 +7,7 @@ __all__ = ['WeightPacker', 'FusedWeights', 'make_workspace', 'bind_cache', 'expe
            'Fused', 'FusedBackend', 'fuse', 'open_backend']
 
 # %% ../../nbs/25_fused.ipynb #f9fdbaa6
-import ctypes, inspect, itertools
+import ctypes, inspect
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from .experts import PackedExperts, ProbeOfMixture
 from .kernels import AttentionWorklist, KernelBackend, prefix_groups, usable_kernels, whole_rows
 from .layers import (Rotations, ENCODERS, _base, _first, _head, _layers, _linear, _linears, _mixture, attention_specs, check_family, describe_layer,
                                       describe_norm, describe_rotations)
-from .native import PARTS, HugePages, Kernels, Layer, Linear, Step, limit_threads
+from .native import PARTS, SPARE, HugePages, Kernels, Layer, Linear, Step, limit_threads
 from .packed import (MakeLinear, PackedEmbedding, PackedLinear, PlainLinear, _at, mapped_files, release_mapped_pages,
                                       replace_linears)
 from ..batch import Batch
@@ -130,9 +130,10 @@ def make_workspace(tokens: int, weights: FusedWeights) -> dict[str, torch.Tensor
 # %% ../../nbs/25_fused.ipynb #fd278fd5
 def bind_cache(layers: Any, cache: KVCache, rotations: Rotations | None, kinds: Sequence[str | None]) -> None:
     "Tell described `layers` where the keys and values of `cache` lie, and the tables of `rotations`, of which each takes that of its kind."
-    for z, K, V, kind in zip(layers, itertools.cycle(cache.keys), itertools.cycle(cache.values), kinds):       # an encoder's may have one layer, or none
+    for z, K, V in zip(layers, cache.keys, cache.values):                    # an encoder's cache has fewer layers, or none
         a, z.keys, z.values = z.shape, _at(K), _at(V)
         a.k_block, a.k_head, a.v_block, a.v_head, a.block_size = *K.stride()[:2], *V.stride()[:2], cache.block_size
+    for z, kind in zip(layers, kinds):
         if not z.rotated or not rotations: continue
         cos, sin = rotations.tables[kind]
         z.cos, z.sin, z.rotated = _at(cos), _at(sin), 2 * cos.shape[1]
@@ -182,13 +183,14 @@ class Fused(FusedWeights):
 
         `adapters`: the `PackedAdapters` of chapter 32 if rows have any."""
         T, n, end, positions = batch.num_tokens, len(batch.logits_at), len(self.modules), _ints(batch.positions)
+        assert not batch.causal or len(cache.keys) == end, 'a cache of other layers'
         rotation_rows, moved = self.rotations.rows(positions) if self.rotations else (positions, False)
         if moved or cache is not self.cache:
             bind_cache(self.layers, cache, self.rotations, self.kinds)
             self.cache = cache
         if T > self.room:
             self.room = -(-T // 256) * 256
-            self.space = make_workspace(self.room, self)
+            self.space = make_workspace(self.room + SPARE, self)
         stream = self._embed(batch, positions)
         work = self._work(batch, cache.block_size)
         space = self.space | dict(stream=stream, logits=stream.new_empty(n, self.layers[end].qkv.outputs), rotation_rows=rotation_rows,
@@ -206,7 +208,7 @@ class Fused(FusedWeights):
             if at not in self.outside: continue
             late = at > PARTS * (end - 1) + 2
             x, y = self._outside(at, n if late else T, space)
-            if adapted is not None and at % PARTS < 8: adapters.add(adapted, 4 * (at // PARTS) + at % PARTS // 2, x, y, late)
+            if adapters is not None and at % PARTS < 8: adapters.add(adapted, 4 * (at // PARTS) + at % PARTS // 2, x, y, late)
             first = at + 1
         self.kernels.run(stream.dtype, self.layers, step, first, last)
         if not batch.hidden: return finish_logits(space['logits'], self.model.config)
@@ -255,6 +257,7 @@ class FusedBackend(KernelBackend):
     def execute(self, cache: KVCache, batch: Batch) -> torch.Tensor:
         "One step, see `Backend`. Raises `Unavailable` for what fused layers can't do."
         if not batch.hidden and self.fused.head is None: raise Unavailable('it has no head to give logits: ask for hidden states')
+        if any(batch.adapters) and self.adapters is None: raise Unavailable('a row has an adapter, and none are loaded')
         cache.prepare(batch)
         with limit_threads(self.kernels): return self.fused(cache, batch, self.adapters if any(batch.adapters) else None)
 

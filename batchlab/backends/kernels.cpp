@@ -186,9 +186,11 @@ static inline v4 shuffled(v4 a, v4 b) {  // of the eight numbers of a and b thes
     const auto at = [=](int i) { return i < 4 ? a[i] : b[i - 4]; };
     return v4{at(A), at(B), at(C), at(D)};
 }
-// 4 bytes of each of m rows, then the next 4 of each: row(i) is where the i-th begins, n times 4 bytes long
+// 4 bytes of each of m rows, then the next 4 of each, behind them or ld times 4 bytes behind the first: row(i) is where the i-th
+// begins, n times 4 bytes long
 template <class F>
-static inline void pack_block(F row, uint32_t* to, int m, i64 n) {
+static inline void pack_block(F row, uint32_t* to, int m, i64 n, i64 ld = 0) {
+    if (!ld) ld = m;
     const int i = m / 4 * 4;
     const i64 whole = n / 4 * 4;
     for (i64 k = 0; k < whole; k += 4)
@@ -199,23 +201,24 @@ static inline void pack_block(F row, uint32_t* to, int m, i64 n) {
             const v4 r = shuffled<0, 4, 1, 5>(x[2], x[3]), s = shuffled<2, 6, 3, 7>(x[2], x[3]);
             const v4 y[4] = {shuffled<0, 1, 4, 5>(p, r), shuffled<2, 3, 6, 7>(p, r), shuffled<0, 1, 4, 5>(q, s),
                              shuffled<2, 3, 6, 7>(q, s)};
-            for (int j = 0; j < 4; j++) memcpy(to + (k + j) * m + i, &y[j], 16);
+            for (int j = 0; j < 4; j++) memcpy(to + (k + j) * ld + i, &y[j], 16);
         }
     for (int j = 0; j < m; j++)
-        for (i64 k = j < i ? whole : 0; k < n; k++) to[k * m + j] = row(j)[k];
+        for (i64 k = j < i ? whole : 0; k < n; k++) to[k * ld + j] = row(j)[k];
+}
+template <class T>  // the q-th block of rows, of K numbers each
+static inline void pack_some(const T* x, T* to, const Blocks& blocks, i64 q, i64 rows, i64 K) {
+    const i64 r = q * blocks.each;
+    const i64 m = std::min(blocks.each, rows - r);
+    pack_block([=](int i) { return (const uint32_t*)(x + (r + i) * K); }, (uint32_t*)(to + r * K), m, K * sizeof(T) / 4);
 }
 namespace shared {
-template <class T>  // all rows, of K numbers each
+template <class T>  // all rows
 static const T* pack(const T* x, T* to, i64 rows, i64 K) {
     if (rows < 2) return x;
     const Blocks blocks(rows);
-    auto at = [](auto* p) { return (uint32_t*)p; };
 #pragma omp for
-    for (i64 q = 0; q < blocks.n; q++) {
-        const i64 r = q * blocks.each;
-        pack_block([=](int i) { return at(x + (r + i) * K); }, at(to + r * K), std::min(blocks.each, rows - r),
-                   K * sizeof(T) / 4);
-    }
+    for (i64 q = 0; q < blocks.n; q++) pack_some(x, to, blocks, q, rows, K);
     return to;
 }
 }  // namespace shared
@@ -273,6 +276,15 @@ static void product(const T* x, const T* w, const T* bias, T* out, i64 M, i64 N,
     for_panels(w, M, N, K, multiplying(pack(x, packed, M, K), bias, out, N, K));
 }
 }  // namespace shared
+namespace alone {
+template <class T>  // by the thread that calls it
+static void product(const T* x, const T* w, const T* bias, T* out, i64 M, i64 N, i64 K, T* packed) {
+    const Blocks blocks(M);
+    for (i64 q = 0; q < blocks.n; q++) pack_some(x, packed, blocks, q, M, K);
+    for (i64 p = 0; p * NR < N; p++)
+        one_panel(w + p * NR * K, p, 0, M, 0, blocks.n, K, multiplying((const T*)packed, bias, out, N, K));
+}
+}  // namespace alone
 template <class T>
 static void product(const T* x, const T* w, const T* bias, T* out, i64 M, i64 N, i64 K) {
     std::vector<T> packed(M > 1 ? M * K : 0);
@@ -297,18 +309,20 @@ struct Prefetch {
         while (at < n) some();
     }
 };
-// s[N][n] = scale q[N][D] k[n / 64][D][64], n up to STEP, each 64 columns where k says; computed up to the next multiple of TILE
+// s[N][n] = scale q[N][D] k[n / 64][D][64], n up to STEP, each 64 columns where k says; computed up to the next multiple of W
 template <int N, class T>
 static void scores(const T* q, int D, const T* const* k, int n, float scale, float* s, Prefetch& ahead) {
     for (int c = 0; c < n; c += TILE) {
         const T* tile = k[c / COLUMNS] + c % COLUMNS * (4 / sizeof(T));
-        vf a[N][CV] = {};
-        for (int d = 0; d < D; d += 2) {
-            ahead.some();
-            multiply(q + d, D, tile + d * COLUMNS, COLUMNS, a);
-        }
-        for (int i = 0; i < N; i++)
-            for (int j = 0; j < CV; j++) store(s + i * STEP + c + j * W, a[i][j] * scale);
+        by_count<CV>((n - c + W - 1) / W, [&](auto vectors) {
+            vf a[N][vectors] = {};
+            for (int d = 0; d < D; d += 2) {
+                ahead.some();
+                multiply(q + d, D, tile + d * COLUMNS, COLUMNS, a);
+            }
+            for (int i = 0; i < N; i++)
+                for (int j = 0; j < vectors; j++) store(s + i * STEP + c + j * W, a[i][j] * scale);
+        });
     }
 }
 
@@ -360,7 +374,8 @@ static inline float soften(float* x, T* p, int lo, int hi, int n, float cap, flo
         vf y = load(x + i);
         top = top > y ? top : y;
     }
-    const float now = most(top), fade = vexp(all(m - now))[0];
+    const float now = most(top),
+                fade = m == now || m == -INFINITY ? 1 : vexp(all(m - now))[0];  // in the first step nothing fades
     vf t = {};
     for (int i = 0; i < full; i += W) {
         vf e = vexp_as(p, load(x + i) - now);
@@ -517,11 +532,9 @@ EXPORT(attend)
 template <class T>
 static void lay_out(const Shape& z, const T* k, const T* v, i64 k_token, i64 v_token, T* K, T* V, i64 from, i64 to) {
     constexpr i64 E = 4 / sizeof(T);
-    for (i64 c = from; c < to; c += COLUMNS) {
-        const i64 last = std::min(to - c, (i64)COLUMNS) - 1;  // stands in for those that are not there, too
-        pack_block([=](i64 i) { return (const uint32_t*)(k + (c + std::min(i, last)) * k_token); }, (uint32_t*)(K + c * z.dim),
-                   COLUMNS, z.dim / E);
-    }
+    for (i64 c = from; c < to; c += COLUMNS)
+        pack_block([=](i64 i) { return (const uint32_t*)(k + (c + i) * k_token); }, (uint32_t*)(K + c * z.dim),
+                   std::min(to - c, (i64)COLUMNS), z.dim / E, COLUMNS);
     for (i64 c = from; c < to; c++) {
         if (E == 1)
             memcpy(V + c * z.dim_v, v + c * v_token, z.dim_v * sizeof(T));

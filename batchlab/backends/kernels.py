@@ -157,8 +157,8 @@ def attend_both_ways(batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     "The same for whole rows that see both ways, with `k`, `v` `[T, KV, D]`."
     out = []
     for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:]):
-        rows = (t[a:b].float().transpose(0, 1)[None] for t in (q, k, v))
-        out.append(attend_plain(*rows, both_ways(b - a, window, q.float()), scale, softcap, sinks)[0].transpose(0, 1))
+        x, key, value = (t[a:b].float().transpose(0, 1)[None] for t in (q, k, v))
+        out.append(attend_plain(x, key, value, both_ways(b - a, window, q.float()), scale, softcap, sinks)[0].transpose(0, 1))
     return torch.cat(out)
 
 def _trials(kernels: Kernels) -> Iterator[bool]:

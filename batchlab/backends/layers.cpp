@@ -46,7 +46,7 @@ struct Step {
     i64 num_work_units, longest;                  // of attention's work list; tokens of the longest sequence
     i64 whole;                                    // rows see both ways, and leave nothing in the cache
     const i64* rotation_rows;                     // of each token: its row of cos and sin
-    const i64* slot_mapping;                      // of each token: its place in the cache
+    const i64* slot_mapping;                      // of each token: its place in the cache, unless `whole`
     const i64* logits_at;                         // which tokens' logits are due, ascending
     const i64 *blocks, *query_rows, *work_units;  // attention's work list
     void *stream, *normed, *qkv, *attended, *projected, *gate_up, *activated, *mlp_out, *logits;
@@ -124,7 +124,19 @@ static inline vf activation(const Activation& act, vf v) {
     return act.kind == RELU ? r : r * r;
 }
 
-// The activation of rows of `inner` dims, times the other half of the row where it is gated
+// The activation of dims `from` to `to` (excluded) of a row of `inner`, times the other half of the row where it is gated; in
+// place, too
+template <class T>
+static inline void activate_row(const T* gate_up, T* out, i64 from, i64 to, i64 inner, const Activation& act) {
+    for (i64 i = from; i < to; i += W) {
+        vf v = activation(act, load(gate_up + i));
+        if (act.gated) {
+            const vf up = load(gate_up + inner + i);
+            v = as(out, v) * (act.kind == CLAMPED ? 1.f + clamp(up, -act.b, act.b) : up);
+        }
+        store(out + i, v);
+    }
+}
 template <class T>
 static void activate(const T* gate_up, T* out, i64 rows, i64 inner, const Activation& act) {
     constexpr i64 CHUNK = 512;
@@ -132,14 +144,7 @@ static void activate(const T* gate_up, T* out, i64 rows, i64 inner, const Activa
 #pragma omp for
     for (i64 c = 0; c < rows * chunks; c++) {
         const i64 r = c / chunks, from = c % chunks * CHUNK, to = std::min(inner, from + CHUNK);
-        for (i64 i = from; i < to; i += W) {
-            vf v = activation(act, load(gate_up + r * width + i));
-            if (act.gated) {
-                const vf up = load(gate_up + r * width + inner + i);
-                v = as(out, v) * (act.kind == CLAMPED ? 1.f + clamp(up, -act.b, act.b) : up);
-            }
-            store(out + r * inner + i, v);
-        }
+        activate_row(gate_up + r * width, out + r * inner, from, to, inner, act);
     }
 }
 
@@ -190,7 +195,7 @@ static void prepare(const Layer& layer, const Step& step) {
     }
 #pragma omp for
     for (i64 u = 0; u < step.tokens * heads; u++) {
-        const i64 t = u / heads, h = u % heads, place = step.slot_mapping[t];
+        const i64 t = u / heads, h = u % heads, place = step.whole ? 0 : step.slot_mapping[t];
         T* x = qkv + t * shape.q_token + head_at(layer, h);
         if (h < rotated) {
             const bool query = h < shape.heads;

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['FLAGS', 'SOURCE', 'NUMBERS', 'S', 'COLUMNS', 'STEP', 'ROWS', 'PARTS', 'DTYPES', 'tune_malloc', 'find_compiler', 'build', 'with_includes', 'ctype', 'signatures', 'fields', 'struct', 'Shape', 'Norm', 'Linear', 'Activation', 'Experts', 'Layer', 'Step', 'address', 'ByteKernels', 'Kernels', 'pack_weight', 'unpack_rows', 'pack_bytes', 'HugePages', 'IdleCores', 'limit_threads']
+__all__ = ['FLAGS', 'SOURCE', 'NUMBERS', 'S', 'COLUMNS', 'STEP', 'ROWS', 'PARTS', 'SPARE', 'DTYPES', 'tune_malloc', 'find_compiler', 'build', 'with_includes', 'ctype', 'signatures', 'fields', 'struct', 'Shape', 'Norm', 'Linear', 'Activation', 'Experts', 'Layer', 'Step', 'address', 'ByteKernels', 'Kernels', 'pack_weight', 'unpack_rows', 'pack_bytes', 'HugePages', 'IdleCores', 'limit_threads']
 
 # %% ../../nbs/20_kernels.ipynb #042fc35f
 import contextlib, ctypes, functools, hashlib, itertools, math, mmap, os, platform, re, shutil, subprocess, sys, tempfile, time
@@ -124,8 +124,8 @@ class Layer(ctypes.Structure): "A layer, in parts."
 @struct
 class Step(ctypes.Structure): "What a step goes through the layers with."
 
-# Columns of a tile of keys, columns of a step, rows of queries of a unit, parts of a layer.
-COLUMNS, STEP, ROWS, PARTS = (int(*re.findall(rf'\b{name} = (\d+)', SOURCE)) for name in ('COLUMNS', 'STEP', 'ROWS', 'PARTS'))
+# Columns of a tile of keys, columns of a step, rows of queries of a unit, parts of a layer, rows that a step's memory has to spare.
+COLUMNS, STEP, ROWS, PARTS, SPARE = (int(*re.findall(rf'\b{name} = (\d+)', SOURCE)) for name in ('COLUMNS', 'STEP', 'ROWS', 'PARTS', 'SPARE'))
 DTYPES = {torch.float32: 'fp32', torch.bfloat16: 'bf16'}
 
 # %% ../../nbs/20_kernels.ipynb #c7a1e025

@@ -108,7 +108,12 @@ MODEL_FLAGS = [
     ('--max-num-batched-tokens N', positive_int, "tokens in a step (default: likewise)"),
     ('--no-prefix-caching', 'store_false', "compute every prompt whole", dict(dest='enable_prefix_caching')),
     ('--max-model-len N', positive_int, "longest prompt and answer together"),
-    ('--kv-cache-bytes N', positive_int, "most that keys and values take (default: by memory)")]
+    ('--kv-cache-bytes N', positive_int, "most that keys and values take (default: by memory)"),
+    ('--enable-lora', 'store_true', "requests may name an adapter as their model"),
+    ('--lora-modules NAME=FOLDER', str, "adapters, and what requests call them", dict(nargs='+', action='extend', default=[])),
+    ('--max-loras N', positive_int, "adapters at once (default: 8)"),
+    ('--max-lora-rank N', positive_int, "largest rank of an adapter (default: 16)", dict(default=16)),
+    ('--max-cpu-loras N', positive_int, "adapters in memory (default: as many as at once)")]
 
 # %% ../../nbs/43_cli.ipynb #c7d568a9
 TABLE_FLAGS = [

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from ..deprecated import renamed
 from ..errors import BatchlabError, JobError
 from ..hashes import chunk_hashes
+from ..lora import adapter_names
 from ..names import settings_of
 from ..params import SamplingParams
 from .formats import Raw, export_records, read_raw
@@ -151,7 +152,7 @@ class Run:
     def __init__(self, job: Job, llm: Any, book: Ledgerbook, outbox: Outbox) -> None:
         self.job, self.llm, self.book, self.outbox, self.result = job, llm, book, outbox, job.result
         self.room = llm.limits.max_num_seqs * (5 if llm.strategy == 'continuous' else 16) // 4 + 1
-        self.remarks = Remarks(job.warn, job.model_name or name_of(llm.model))
+        self.remarks = Remarks(job.warn, job.model_name or name_of(llm.model), adapter_names(llm))
         self.new_errors = 0                                   # failures of this run
         self.trouble: JobError | None = None                  # what ended the input early
 

@@ -21,7 +21,7 @@ from ..params import SamplingParams
 from . import openai
 from .formats import LONGEST_LINE, Raw, read_raw
 from .openai import (ALIASES, DROPPED, BadRequest, answer_body, as_messages, choice_of, custom_id_of, endpoint_of, error_body,
-                                  is_setting, keys_beside, one_prompt, parse_body, request_params, sampling_options, usage_of)
+                                  is_setting, keys_beside, one_prompt, parse_body, request_params, sampling_options, take, usage_of)
 from .pooling_api import POOLING_KINDS, PoolingRequest, TextsOutput, check_finite, encoded, parse_pooling, pooling_body, texts_usage
 from .tables import ANSWER, CHAT_OPTIONS, OPTIONAL, TABLES, BadRow, Row, _encode, file_kind, is_missing, plain_value
 from .toolcalls import ToolChoice, ToolFormat, format_of, parse_answer, take_tools
@@ -34,7 +34,7 @@ class JobLine:
     """One request of a file. `kind`: that of its endpoint of the Batch API, such as 'chat', 'text' or 'embed', or 'plain'.
 
     `ids`: what the line calls itself. `options`: its own sampling parameters. `chat_options`: what it says of its conversation, such
-    as `tools`. `timeout`: its own, in seconds. `ignored`: its keys that mean nothing here. `model`: the one it asks for. `cells`: columns
+    as `tools`. `timeout`: its own, in seconds. `ignored`: its keys that mean nothing here. `model`: the one it asks for, `adapter`: likewise, which has to be there. `cells`: columns
     of a table that stand in its record. `unit`: 'line', or 'row' of a table. `tools`: which functions its answer may call, and `tool_format` how the
     model writes calls. `pooling`: what it asks of hidden states, if it wants no text. `failure`: `(code, message)` if it can't run."""
     number: int
@@ -48,6 +48,7 @@ class JobLine:
     timeout: float | None = None
     ignored: tuple[str, ...] = ()
     model: str | None = None
+    adapter: str | None = None
     cells: dict[str, Any] = field(default_factory=dict)
     unit: str = 'line'
     failure: tuple[str, str] | None = None
@@ -130,7 +131,7 @@ def form_of_keys(d: dict[str, Any]) -> str | None:
 
 def plain_settings(line: JobLine, d: dict[str, Any], chat: bool = False) -> None:
     "Fill the settings of `line` from `d`, an object without its prompt. Raises `BadRequest`."
-    line.timeout = take_timeout(d)
+    line.timeout, line.adapter = take_timeout(d), take(d, 'adapter', str, None, 'the name of an adapter')
     if chat or line.messages is not None: line.chat_options = take_chat_options(d)
     line.options, line.ignored = plain_options(d)
 

@@ -11,7 +11,7 @@ __all__ = []
 # %% ../../nbs/41_jobs.ipynb #66c77234
 import hashlib, os, time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,9 @@ if TYPE_CHECKING:      # a dry run needs no torch
 
 # %% ../../nbs/41_jobs.ipynb #66c77235
 def model_digest(llm: Any) -> str:
-    "16 hex digits that change with the weights, their quantization or the chat template of `llm`."
-    about = llm.weights_digest, llm.quantization, getattr(llm.tokenizer, 'chat_template', None)
+    "16 hex digits that change with the weights, their quantization or the chat template of `llm`, or its named adapters."
+    about: tuple[Any, ...] = llm.weights_digest, llm.quantization, getattr(llm.tokenizer, 'chat_template', None)
+    if adapters := getattr(llm, 'adapters', None): about += (adapters.digest,)
     return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
 
 # %% ../../nbs/41_jobs.ipynb #3865f65d
@@ -58,6 +59,7 @@ def admit_line(llm: LLM, line: JobLine, params: ParamsCache, on_event: Callable[
 
     `first`: no line could run so far. Raises `JobError` if this one can't for want of something that the model lacks."""
     from batchlab.llm import admit
+    from batchlab.lora import adapter_named, put_adapter
     from batchlab.outputs import RequestGroup
     try:
         if line.pooling: return _admitted(line, line.pooling.as_group(llm, line.key, on_event, line.number))
@@ -67,7 +69,7 @@ def admit_line(llm: LLM, line: JobLine, params: ParamsCache, on_event: Callable[
             line.tool_format = params.format(llm.tokenizer, line.chat_options.get('chat_template'))
             prompt = conversation_with(line.tool_format, line.tools, dict(messages=line.messages, **line.chat_options))
             if line.tools: own = tool_params(own, line.tool_format, line.tools)
-        return _admitted(line, admit(llm, group, prompt, own, chat=chat))
+        return _admitted(line, put_adapter(llm, admit(llm, group, prompt, own, chat=chat), line.adapter or adapter_named(llm, line.model)))
     except (BadRequest, BatchlabError) as e:
         if first and isinstance(e, ModelError): raise JobError(str(e), 1) from e
         line.failure = getattr(e, 'code', 'invalid_request'), str(e)
@@ -79,6 +81,7 @@ def record_of(line: JobLine, out: RequestOutput | TextsOutput, model: str, timeo
               postprocess: Postprocess | None = None) -> dict[str, Any] | None:
     "The record of `line` that ended as `out`; None if it must be tried once more, unless this was `again`."
     reason = out.finish_reason if isinstance(out, TextsOutput) else out.outputs[0].finish_reason
+    if adapter := getattr(out, 'lora_request', None): model = adapter.lora_name
     if not out.error and reason in ('stop', 'length'):
         try: return answer_of(line, out, model, postprocess)
         except BadRequest as e: return failure_of(line, e.code, str(e))
@@ -87,9 +90,9 @@ def record_of(line: JobLine, out: RequestOutput | TextsOutput, model: str, timeo
 
 # %% ../../nbs/41_jobs.ipynb #91b0aa15
 class Remarks:
-    "Tells through `say` what lines have that changes nothing, each thing once. `model`: the name of the one that answers."
-    def __init__(self, say: Callable[[str], object], model: str) -> None:
-        self.say, self.model, self.noted = say, model, False
+    "Tells through `say` what lines have that changes nothing, each thing once. `model`: the name of the one that answers; `adapters`: of its adapters."
+    def __init__(self, say: Callable[[str], object], model: str, adapters: Collection[str] = ()) -> None:
+        self.say, self.model, self.noted, self.adapters = say, model, False, adapters
         self.named: set[str] = set()
 
     def on(self, line: JobLine) -> None:
@@ -97,9 +100,9 @@ class Remarks:
         if (more := {*line.ignored} - self.named) and len(self.named) < 50:
             self.named |= more
             self.say(f"{line.where}: keys without meaning here, ignored: {', '.join(sorted(more))[:300]}")
-        if line.model not in (None, self.model) and not self.noted:
-            self.noted = True
-            self.say(f'{line.where} asks for model {line.model!r:.60}: {self.model} answers this and all others')
+        if line.model not in (None, self.model, *self.adapters) and not self.noted:
+            self.noted, others = True, f'all others but those for {", ".join(sorted(self.adapters))}' if self.adapters else 'all others'
+            self.say(f'{line.where} asks for model {line.model!r:.60}: {self.model} answers this and {others}')
 
 # %% ../../nbs/41_jobs.ipynb #91b0aa18
 def name_of(model: Any) -> str:

@@ -213,6 +213,7 @@ class WorkerInfo:
     tokenizer: SimpleNamespace                   # with `chat_template`
     name: str
     pid: int
+    adapters: Any = None
 
 class Worker:
     "The actor that Ray runs in a process of each worker: an engine and its queue."
@@ -226,7 +227,7 @@ class Worker:
         except BatchlabError as e: return str(e)
         template = SimpleNamespace(chat_template=getattr(engine.tokenizer, 'chat_template', None))
         return WorkerInfo(engine.limits, engine.strategy, engine.weights_digest, engine.quantization, template,
-                          name_of(engine.model), os.getpid())
+                          name_of(engine.model), os.getpid(), engine.adapters and SimpleNamespace(known=[*engine.adapters.known], digest=engine.adapters.digest))
 
     def begin(self, job: Job) -> list:
         "Work for `job`, and no longer for another. No records yet: []."

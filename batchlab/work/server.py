@@ -17,6 +17,7 @@ from ..async_llm import AsyncLLM
 from ..errors import BatchlabError, EngineError, JobError
 from ..inputs import prompt_ids_of
 from ..llm import LLM
+from ..lora import adapter_named, adapter_names
 from ..outputs import RequestOutput
 from .batch_routes import batch_router
 from .batches import BatchRunner
@@ -142,7 +143,7 @@ class Answer(Response):
         "`(index of the prompt, output)` as they come. Raises `BadRequest` for one that failed."
         a = self.asked
         def one(prompt: Any) -> AsyncGenerator[RequestOutput]:
-            return self.api.llm.generate(prompt, a.params, chat=a.chat, priority=a.priority, grow=grow)
+            return self.api.llm.generate(prompt, a.params, chat=a.chat, priority=a.priority, grow=grow, lora_request=self.api.adapter_of(a.model))
         async with contextlib.aclosing(merged([one(p) for p in a.prompts])) as outputs:
             async for i, o in outputs:
                 if o.finished:
@@ -169,7 +170,7 @@ class Answer(Response):
                 if a.echo: choice['logprobs'] = text_logprobs(c, first=self._first(o))
                 if a.asked.get('prompt_logprobs') is not None and not a.chat: choice['prompt_logprobs'] = prompt_logprobs_of(o)
                 choices.append(choice)
-        body = head_of(a.kind, self.name, self.api.name) | dict(choices=choices, usage=self._usage(outs))
+        body = head_of(a.kind, self.name, self.api.adapter_of(a.model) or self.api.name) | dict(choices=choices, usage=self._usage(outs))
         if a.chat and a.params.prompt_logprobs is not None: body['prompt_logprobs'] = prompt_logprobs_of(outs[0])
         return body
 
@@ -189,7 +190,7 @@ class Answer(Response):
     async def _stream(self, send: Send) -> None:
         a, lasts = self.asked, {}
         parser = (lambda i: ToolParser(a.tool_format, a.tools, f'{self.name}-{i}')) if a.tools else None
-        parts = Parts(a.kind, self.name, self.api.name, a.params.logprobs, a.params.logprob_token_ids, a.usage, parser)
+        parts = Parts(a.kind, self.name, self.api.adapter_of(a.model) or self.api.name, a.params.logprobs, a.params.logprob_token_ids, a.usage, parser)
         async with contextlib.aclosing(self._outputs(grow=True)) as outputs:
             async for i, o in outputs:
                 if o.finished: lasts[i] = o
@@ -308,8 +309,12 @@ class Api:
         try: yield
         finally: self.pending -= asked.num_choices
 
+    def adapter_of(self, model: Any) -> str | None:
+        "The name of the adapter that a request for `model` wants, or None: the model's own names come first."
+        return None if model in self.names else adapter_named(self.llm.llm, model)
+
     def check_model(self, model: Any) -> None:
-        if model is not None and model not in self.names:
+        if model is not None and model not in self.names and self.adapter_of(model) is None:
             raise BadRequest(f'the model {model!r:.100} does not exist: this server has {self.name!r}', 'model_not_found', 'model')
 
     def check_room(self, asked: ApiRequest | PoolingRequest) -> None:
@@ -347,10 +352,13 @@ class Api:
 
     def card(self) -> dict[str, Any]:
         return dict(id=self.name, object='model', created=self.since, owned_by='batchlab', root=self.name, parent=None, max_model_len=self.llm.llm.max_model_len)
-    async def models(self) -> Response: return json_response(dict(object='list', data=[self.card()]))
+    def cards(self) -> list[dict[str, Any]]:
+        "The model, and its adapters by name."
+        return [self.card(), *(self.card() | dict(id=name, root=name, parent=self.name) for name in adapter_names(self.llm.llm))]
+    async def models(self) -> Response: return json_response(dict(object='list', data=self.cards()))
     async def model(self, name: str) -> Response:
         self.check_model(name)
-        return json_response(self.card())
+        return json_response(next((card for card in self.cards() if card['id'] == name), self.card()))
 
     async def tokenize(self, request: Request) -> Response:
         d = json_object(await request.body())
