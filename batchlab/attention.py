@@ -452,7 +452,8 @@ def can_pack(model: PreTrainedModel) -> bool:
 def encoder_inputs(model: PreTrainedModel, packed: Packed) -> dict[str, torch.Tensor]:
     "What the base of `model` takes beside the ids of a row that sees both ways: its `position_ids` as it counts them, and `token_type_ids`."
     base, ids, positions = model.base_model, packed.input_ids, packed.position_ids
-    embed, takes = getattr(base, 'embeddings', None), inspect.signature(base.forward).parameters
+    embed: Any = getattr(base, 'embeddings', None)
+    takes = inspect.signature(base.forward).parameters
     if hasattr(embed, 'create_position_ids_from_input_ids'):                        # RoBERTa: from behind the padding id, which is left out
         real, cu = (ids != embed.padding_idx).long(), packed.cu_seqlens_q.long()
         count = F.pad(real.cumsum(-1), (1, 0))[0]

@@ -62,7 +62,9 @@ def grammar_for(llm: LLM, params: SamplingParams) -> Any:
 def admit(llm: LLM, group: RequestGroup, prompt: Any, params: SamplingParams | PoolingParams, priority: int = 0, timeout: float | None = None,
           chat: bool = False) -> RequestGroup:
     "Tokenise and check `prompt`; give `group` its requests, or its error. Raises `ModelError`."
-    if isinstance(params, PoolingParams) and isinstance(group, PoolingGroup): return admit_pooling(llm, group, prompt, params, priority, timeout)
+    if isinstance(params, PoolingParams):
+        assert isinstance(group, PoolingGroup)
+        return admit_pooling(llm, group, prompt, params, priority, timeout)
     if not llm.can_generate:
         raise ModelError(f'{type(llm.model).__name__} writes no text: it has {", ".join(llm.pooling_tasks)}, as llm.embed, llm.classify, llm.score or llm.encode')
     group.params, group.deadline = params, None if timeout is None else group.start + timeout

@@ -224,7 +224,7 @@ class RequestGroup:
     @property
     def done(self) -> bool: return self.output is not None
 
-    def result(self) -> RequestOutput:
+    def result(self) -> Any:
         "What became of it."
         rs = self.requests
         outs = [CompletionOutput.of(r) for r in rs] or [CompletionOutput(0, finish_reason=self.reason)]

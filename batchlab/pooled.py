@@ -75,7 +75,8 @@ class PoolingParams:
     def of(cls, x: PoolingParams | dict[str, Any] | None, task: str | None = None) -> PoolingParams:
         "From `PoolingParams`, a dict of their fields or None; for a `task`, which they may not contradict. Raises `ParamError`."
         if not isinstance(x, cls | dict | None): raise ParamError(f'pooling_params must be PoolingParams or a dict, got {type(x).__name__}')
-        p = x if isinstance(x, cls) else cls(**(x or {}))
+        given: dict[str, Any] = x if isinstance(x, dict) else {}
+        p = x if isinstance(x, cls) else cls(**given)
         if task is None or p.task == task: return p
         if p.task is not None: raise ParamError(f'this call is for task {task!r}, and pooling_params ask for {p.task!r}')
         return replace(p, task=task)
@@ -197,7 +198,7 @@ class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]): "Of `embed`
 class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]): "Of `classify`: `outputs.probs`."
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]): "Of `score`: `outputs.score`."
 
-RESULTS: dict[str | None, tuple[type[PoolingRequestOutput[Any]], Any]] = dict(
+RESULTS: dict[str, tuple[Any, Any]] = dict(
     embed=(EmbeddingRequestOutput, EmbeddingOutput.of), classify=(ClassificationRequestOutput, ClassificationOutput.of),
     score=(ScoringRequestOutput, ScoringOutput.of), token_embed=(PoolingRequestOutput, PoolingOutput), token_classify=(PoolingRequestOutput, PoolingOutput))
 

@@ -172,7 +172,8 @@ class Pooler:
 
 def max_positions(model: PreTrainedModel) -> int | None:
     "The most tokens of a text that `model` has positions for, or None. RoBERTa's begin behind the id of its padding token."
-    n, embed = max_model_len(model), getattr(model.base_model, 'embeddings', None)
+    embed: Any = getattr(model.base_model, 'embeddings', None)
+    n = max_model_len(model)
     return n - embed.padding_idx - 1 if n and hasattr(embed, 'create_position_ids_from_input_ids') else n
 
 # %% ../nbs/31_embeddings.ipynb #emb00041
@@ -186,6 +187,7 @@ def pool_rows(plan: StepPlan, states: torch.Tensor, layers: Sequence[int] = ()) 
         if n: r.states.append(states[at] if not layers else states[at, [layers.index(i) for i in r.layers]] if r.layers else states[at, -1])
         if not row.samples: continue
         whole, r.states = r.states[0] if len(r.states) == 1 else torch.cat(r.states), []
+        assert r.pool is not None
         try: r.pooled, out.finish_reason = r.pool(whole, r.prompt_ids), 'stop'
         except BatchlabError as e: out.error = str(e)
         except Exception as e: out.error = f'its states could not be pooled ({type(e).__name__}: {e})'

@@ -231,7 +231,7 @@ ABOUT = dict(generate="Answer a batch of prompts with a language model.",
              cache="List what batchlab keeps in its own folder, or remove all of it.",
              batch="Hand files of the Batch API to a server that has it, this library's or another, and fetch the answers.")
 NOTES = dict(generate="A prompt that begins with a dash goes after --.",
-             embed="Of a table all columns stand beside the vectors, and none is a setting. A text that fails is a row of NaN in an array. "
+             embed="A text that begins with a dash goes after --. Of a table all columns stand beside the vectors, and none is a setting. A text that fails is a row of NaN in an array. "
                    "While a file is worked on, OUTPUT.batchlab holds what it needs to go on, for all outputs but .jsonl, which grows itself.",
              run="Sampling flags hold for what a line leaves open. A plain line has its own settings beside its "
                  "prompt, or in sampling_params; one that nothing here can honour fails the line, other keys are named once "
@@ -262,11 +262,11 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     command, rest = top.parse_args(argv[:1]).command, list(argv[1:])
     if command == 'bench': return argparse.Namespace(command=command, rest=rest)
     parser = parser_of(command)
-    if command == 'embed': args = parser.parse_intermixed_args(rest)
-    elif command == 'generate':
+    if command in ('generate', 'embed'):
         cut = rest.index('--') if '--' in rest else len(rest)
         args = parser.parse_intermixed_args(rest[:cut])                 # flags may stand between prompts
-        args.prompts = [*args.prompts, *args.more_prompts, *rest[cut + 1:]]
+        if command == 'embed': args.texts = [*args.texts, *rest[cut + 1:]]
+        else: args.prompts = [*args.prompts, *args.more_prompts, *rest[cut + 1:]]
     else: args = parser.parse_args(rest)
     args.command = command
     return args

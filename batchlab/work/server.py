@@ -227,9 +227,10 @@ class PooledAnswer(Answer):
     async def _whole(self, send: Send) -> None:
         a: PoolingRequest = self.asked
         async with contextlib.aclosing(self.api.llm.generate(a, priority=a.priority, grow=False)) as outputs: [out] = [o async for o in outputs]
+        result: Any = out
         if wrong := error_of(out, a, self.api.llm.llm.max_model_len): raise wrong
         self.api.metrics.add(out)
-        body = await asyncio.to_thread(pooling_body, a, out, self.name, self.api.name)      # of a thousand vectors it is long
+        body = await asyncio.to_thread(pooling_body, a, result, self.name, self.api.name)      # of a thousand vectors it is long
         self.scope['said'] = said_of(body['usage'])
         await respond(json_response(body), self.scope, send)
 

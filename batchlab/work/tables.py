@@ -61,7 +61,7 @@ def check_output(name: str | Path) -> None:
     suffix = (p.with_suffix('') if packed else p).suffix.lower()
     if suffix and (suffix not in KINDS or kind in ('txt', 'json')):
         raise JobError(f"{name}: answers can't be written as {suffix}: give .jsonl, .csv, .tsv or .parquet, all but the last also .gz, .bz2 or .xz")
-    if kind in ('parquet', 'npy') and packed: raise JobError(f'{name}: this format is not compressed once more: give {p.with_suffix("")}')
+    if kind in ('parquet', 'npy') and packed: raise JobError(f"{name}: {'Parquet is compressed in itself' if kind == 'parquet' else 'an array is not compressed'}: give {p.with_suffix('')}")
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e012
 LONGEST_LINE = 2**25       # bytes, or characters of a cell
