@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PUBLIC = {'StructuredOutputsParams', 'LLM', 'AsyncLLM', 'SamplingParams', 'RequestOutput', 'CompletionOutput', 'load_model', 'BatchlabError', 'EngineArgs'}
+PUBLIC = {'StructuredOutputsParams', 'LLM', 'AsyncLLM', 'SamplingParams', 'RequestOutput', 'CompletionOutput', 'load_model', 'BatchlabError', 'EngineArgs', 'LoRARequest'}
 PUBLIC |= {'Outputs', 'StreamEvent', 'Trace', 'timeline', 'run', 'BeamSearchParams'}
 
 
