@@ -5,6 +5,8 @@
 # %% ../nbs/modules/000_lora.ipynb #lora0004
 from __future__ import annotations
 
+__path__: list[str] = []                              # `batchlab.lora.request` is a name of vLLM's, see `batchlab.habits`
+
 # %% auto #0
 __all__ = ['LoRARequest', 'LowRank', 'AdapterConfig', 'read_adapter', 'Adapter', 'signature_of', 'Adapters', 'read_modules', 'open_for', 'put_adapter', 'plan_adapters', 'LoRACalls']
 
