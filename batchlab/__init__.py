@@ -9,20 +9,25 @@ __version__ = "0.1.0"
 _lazy = {'LLM': 'llm', 'AsyncLLM': 'async_llm', 'SamplingParams': 'params', 'StructuredOutputsParams': 'params', 'BeamSearchParams': 'params', 'EngineArgs': 'habits', 'LoRARequest': 'lora',
          'load_model': 'models', 'BatchlabError': 'errors', 'RequestOutput': 'outputs', 'CompletionOutput': 'outputs', 'Outputs': 'outputs',
          'StreamEvent': 'outputs', 'Trace': 'tracefile', 'timeline': 'views.pictures', 'run': 'work.frames'}
-__all__ = ['LLM', 'AsyncLLM', 'SamplingParams', 'StructuredOutputsParams', 'BeamSearchParams', 'EngineArgs', 'LoRARequest', 'load_model', 'BatchlabError',
-           'RequestOutput', 'CompletionOutput', 'Outputs', 'StreamEvent', 'Trace', 'timeline', 'run']
+__all__ = ['LLM', 'AsyncLLM', 'SamplingParams', 'StructuredOutputsParams', 'BeamSearchParams', 'EngineArgs', 'load_model', 'BatchlabError',
+           'RequestOutput', 'CompletionOutput', 'Outputs', 'StreamEvent', 'Trace', 'timeline', 'run', 'PoolingParams', 'PoolerConfig', 'LoRARequest',
+           'PoolingRequestOutput', 'EmbeddingRequestOutput', 'ClassificationRequestOutput', 'ScoringRequestOutput', 'LLMEngine', 'TextPrompt', 'TokensPrompt']
+_lazy |= dict.fromkeys(('PoolingParams', 'PoolerConfig', 'PoolingRequestOutput', 'EmbeddingRequestOutput', 'ClassificationRequestOutput', 'ScoringRequestOutput'), 'pooled')
+_lazy |= {'LoRARequest': 'lora'} | dict.fromkeys(('LLMEngine', 'TextPrompt', 'TokensPrompt'), 'habits')
 _lazy |= {'LiveView': 'views.widgets', 'Playground': 'views.widgets', 'Scrubber': 'views.scrubber'}      # not by *: they want a package of their own
 _lazy |= dict.fromkeys(('JobError', 'ModelError', 'ParamError', 'PromptError'), 'errors')
 
 if TYPE_CHECKING:
     from .async_llm import AsyncLLM
     from .errors import BatchlabError, JobError as JobError, ModelError as ModelError, ParamError as ParamError, PromptError as PromptError
-    from .habits import EngineArgs
+    from .habits import EngineArgs, LLMEngine, TextPrompt, TokensPrompt
     from .llm import LLM
     from .lora import LoRARequest
     from .models import load_model
     from .outputs import CompletionOutput, Outputs, RequestOutput, StreamEvent
     from .params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+    from .pooled import (ClassificationRequestOutput, EmbeddingRequestOutput, PoolerConfig, PoolingParams, PoolingRequestOutput,
+                         ScoringRequestOutput)
     from .tracefile import Trace
     from .views.pictures import timeline
     from .views.scrubber import Scrubber as Scrubber
@@ -54,7 +59,8 @@ class _Moved:
              'drawing': 'views.drawing', 'pictures': 'views.pictures', 'widgets': 'views.widgets', 'viewer': 'views.viewer',
              'jobs': 'work.jobs', 'scaleout': 'work.scaleout'}
 
-    vllm = {f'{__name__}.{m}' for m in ('utils', 'utils.argparse_utils', 'sampling_params', 'distributed', 'lora.request')}      # what programs import: `habits`
+    vllm = {f'{__name__}.{m}' for m in ('utils', 'utils.argparse_utils', 'utils.print_utils', 'sampling_params', 'pooling_params',
+                                             'lora.request', 'distributed')}      # what programs import: `habits`
 
     @classmethod
     def find_spec(cls, name: str, path=None, target=None):

@@ -22,6 +22,7 @@ from .fetching import find_model
 from .loading import load_tokenizer
 from .models import load_model, max_model_len
 from .padding import Probe, can_pad, same_as_alone
+from .pooled import PoolerConfig as PoolerConfig                # its place in vLLM
 from .prefill import kv_bytes_per_token
 from .scheduler import Request
 from .shown import megabytes

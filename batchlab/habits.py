@@ -8,18 +8,25 @@ from __future__ import annotations
 import argparse, gc, inspect, re, sys
 from ast import literal_eval
 from collections.abc import Sequence
+from collections import deque
 from dataclasses import field, make_dataclass
-from typing import Any, Self
+from types import SimpleNamespace
+from typing import Any, Self, TypedDict
 
 from .llm import LLM, trim_memory
 from .lora import LoRARequest
 from .names import ENGINE_DEFAULTS, REFUSED, WITHOUT_EFFECT, WORKS, by_any_name, read_engine
-from .outputs import CompletionOutput, RequestOutput
+from .outputs import CompletionOutput, RequestOutput, StreamEvent
 from .params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from .pooled import (ClassificationRequestOutput, EmbeddingRequestOutput, PoolerConfig, PoolingParams, PoolingRequestOutput,
+                             ScoringRequestOutput)
 
 # %% auto #0
-__all__ = ['GuidedDecodingParams', 'EngineArgs', 'FlexibleArgumentParser', 'cleanup_dist_env_and_memory', 'SamplingParams',
-           'StructuredOutputsParams', 'BeamSearchParams', 'LLM', 'LoRARequest', 'RequestOutput', 'CompletionOutput']
+__all__ = ['GuidedDecodingParams', 'EngineArgs', 'FlexibleArgumentParser', 'cleanup_dist_env_and_memory', 'TextPrompt',
+           'TokensPrompt', 'print_embeddings', 'LLMEngine', 'SamplingParams', 'StructuredOutputsParams',
+           'BeamSearchParams', 'PoolingParams', 'PoolerConfig', 'LoRARequest', 'LLM', 'RequestOutput',
+           'CompletionOutput', 'PoolingRequestOutput', 'EmbeddingRequestOutput', 'ClassificationRequestOutput',
+           'ScoringRequestOutput']
 
 # %% ../nbs/47_habits.ipynb #hab00025
 _OWN = {name: p for name, p in inspect.signature(LLM.__init__).parameters.items() if name != 'self'}
@@ -70,4 +77,56 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 
 # %% ../nbs/47_habits.ipynb #hab00031
 GuidedDecodingParams = StructuredOutputsParams
-_all_ = ['SamplingParams', 'StructuredOutputsParams', 'BeamSearchParams', 'LLM', 'LoRARequest', 'RequestOutput', 'CompletionOutput']
+_all_ = ['SamplingParams', 'StructuredOutputsParams', 'BeamSearchParams', 'PoolingParams', 'PoolerConfig', 'LoRARequest', 'LLM', 'RequestOutput',
+         'CompletionOutput', 'PoolingRequestOutput', 'EmbeddingRequestOutput', 'ClassificationRequestOutput', 'ScoringRequestOutput']
+
+class TextPrompt(TypedDict):
+    "A prompt that is text."
+    prompt: str
+
+class TokensPrompt(TypedDict):
+    "A prompt of token ids."
+    prompt_token_ids: list[int]
+
+def print_embeddings(embeds: Sequence[float], prefix: str = 'Embeddings') -> None:
+    "Print the first numbers of a vector, and how many it has."
+    few = f'{str(embeds[:4])[:-1]}, ...]' if len(embeds) > 4 else embeds
+    print(f'{prefix}: {few} (size={len(embeds)})')
+
+
+# %% ../nbs/47_habits.ipynb #hab00042
+class LLMEngine:
+    "vLLM's engine: requests are added by hand, and each `step` gives the results of those that it ended. `llm`: the `LLM` that runs them."
+    def __init__(self, llm: LLM) -> None: self.llm, self.done = llm, deque[Any]()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        "An engine of an `LLM` with these arguments."
+        return cls(LLM(**vars(engine_args)))
+
+    def add_request(self, request_id: str, prompt: Any, params: Any, arrival_time: float | None = None, lora_request: Any = None, *, priority: int = 0) -> str:
+        "Queue a prompt; `arrival_time` says nothing. A prompt that can't run has an `error` in its result. Raises `EngineError` for an id that is not done yet."
+        def keep(event: StreamEvent) -> None:
+            if event.finished: self.done.append(event.output)
+        return self.llm.add_request(prompt, params, keep, request_id, priority=priority, lora_request=lora_request)
+
+    def step(self) -> list[Any]:
+        "One step of all; the results of the requests that are finished since the last."
+        if self.llm.has_unfinished: self.llm.step()
+        return [self.done.popleft() for _ in range(len(self.done))]
+
+    def abort_request(self, request_ids: str | Sequence[str]) -> None:
+        "End requests at the next step: they come out with finish_reason 'cancelled'."
+        for i in [request_ids] if isinstance(request_ids, str) else request_ids: self.llm.cancel(i)
+
+    def get_num_unfinished_requests(self) -> int: return len(self.llm.groups) + len(self.done)
+    def has_unfinished_requests(self) -> bool: return self.get_num_unfinished_requests() > 0
+    def get_tokenizer(self) -> Any: return self.llm.get_tokenizer()
+
+    @property
+    def model_config(self) -> SimpleNamespace:
+        "What programs read of a model: `model`, `hf_config`, `dtype`, `max_model_len`."
+        config = self.llm.model.config
+        return SimpleNamespace(model=config._name_or_path, hf_config=config, dtype=self.llm.model.dtype, max_model_len=self.llm.max_model_len)
+    @property
+    def vllm_config(self) -> SimpleNamespace: return SimpleNamespace(model_config=self.model_config)

@@ -45,6 +45,7 @@ from .shown import facts_html, megabytes, shows_bar
 if TYPE_CHECKING:
     from batchlab.beam import BeamSearchOutput
     from batchlab.choices import ChoiceScores
+    from batchlab.habits import LLMEngine
     from batchlab.trace import Recorder
     from batchlab.verify import Report
 
@@ -297,6 +298,12 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         "The tokenizer. Raises `ModelError` if there is none."
         if self.tokenizer is None: raise ModelError('this model came without a tokenizer: give LLM one')
         return self.tokenizer
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        "vLLM's engine, for programs that look into it: see `batchlab.habits`."
+        from batchlab.habits import LLMEngine
+        return LLMEngine(self)
 
     def get_default_sampling_params(self) -> SamplingParams:
         "`SamplingParams` with what the model's generation config recommends, as vLLM has them."

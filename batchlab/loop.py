@@ -358,7 +358,7 @@ class Delivery:
             self.sums.update(prompt_tokens=len(r.prompt_ids), output_tokens=len(r.output_ids), preemptions=r.num_preemptions,
                              cached_tokens=r.num_cached_tokens or 0)
         for name in ('time_to_first_token', 'time_per_token'):
-            if (t := (g.output.metrics or {})[name]) is not None: self.sums.update({name: t, f'n {name}': 1})
+            if (t := (event.output.metrics or {})[name]) is not None: self.sums.update({name: t, f'n {name}': 1})
         for r in g.requests: r.group = None                                   # no circle: it is freed with its last reader
 
     def _send(self, g: RequestGroup, event: StreamEvent) -> None:

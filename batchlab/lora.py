@@ -5,6 +5,8 @@
 # %% ../nbs/modules/000_lora.ipynb #lora0004
 from __future__ import annotations
 
+__path__: list[str] = []                              # `batchlab.lora.request` is a name of vLLM's, see `batchlab.habits`
+
 # %% auto #0
 __all__ = ['LowRank', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'Adapter', 'signature_of', 'Adapters', 'read_modules', 'open_for', 'put_adapter', 'plan_adapters', 'adapter_named', 'adapter_names', 'LoRACalls']
 
@@ -30,8 +32,6 @@ class LowRank(NamedTuple):
     scale: float
 
 # %% ../nbs/32_lora.ipynb #32bb0010
-__path__: list[str] = []                      # so that `from batchlab.lora.request import LoRARequest` is found, as vLLM has it
-
 @dataclass(frozen=True)
 class LoRARequest:
     """Ask for an adapter: `lora_path`, the folder that PEFT wrote, under a name and a number of your own, from 1 on. The fields are vLLM's.

@@ -21,7 +21,7 @@ __all__ = ['log', 'ALIASES', 'GUIDED', 'NEUTRAL', 'DROPPED', 'ADVICE', 'INSTEAD'
            'WITHOUT_EFFECT', 'REFUSED', 'ENGINE_DEFAULTS', 'setting_fields', 'known_settings', 'setting_names',
            'plain_name', 'near_key', 'named_as_setting', 'is_setting', 'advice', 'refuse', 'structured_of', 'form_of',
            'logprobs_of', 'settings_of', 'reads', 'by_any_name', 'read_settings', 'read_call', 'read_plain_call',
-           'read_engine']
+           'read_pooling_call', 'read_engine']
 
 # %% ../nbs/modules/000_names.ipynb #nam00008
 ALIASES = dict(max_completion_tokens='max_tokens', max_new_tokens='max_tokens', guided_decoding='structured_outputs')
@@ -234,6 +234,12 @@ def read_plain_call(unknown: dict[str, Any], given: dict[str, Any], names: list[
     if own := known_settings() & unknown.keys(): raise ParamError(f'{min(own)}: this call has no settings, leave it out')
     return read_call(unknown, given, names)
 
+def read_pooling_call(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    "`read_plain_call` for a method that pools, with vLLM's older `truncate_prompt_tokens`. Raises `ParamError`."
+    unknown = dict(unknown)
+    cut = {k: v for k in ('truncate_prompt_tokens',) if (v := unknown.pop(k, None)) is not None}
+    return read_plain_call(unknown, given | dict(tokenization_kwargs=cut | (given.get('tokenization_kwargs') or {})) if cut else given, names)
+
 def _refuse_argument(k: str, v: Any, names: list[str]) -> NoReturn:
     "Raise a `ParamError` about argument `k` of a call that has the arguments `names`."
     if k in _CALL_ADVICE: raise ParamError(f'argument {k!r} is not supported: {_CALL_ADVICE[k]}')
@@ -292,12 +298,13 @@ _WITHOUT_EFFECT = {                            # why: vLLM's arguments and their
     'llguidance holds answers to their form': '''guided_decoding_backend=None|'auto'|'xgrammar'|'guidance' guided_decoding_disable_fallback=None|False''',
     'what a model can do is seen from the model, see llm.pooling_tasks': '''task=None|'auto'|'generate'|'embed'|'embedding'|'classify'|'score'|'reward'
         runner='auto'|'generate'|'pooling' convert='auto'|'none'|'embed'|'classify'|'reward' ''',
+    'a model runs without code of its own, or is refused as it is loaded': 'trust_remote_code=False',
     'llm.close() gives back the memory of the cache': 'enable_sleep_mode=False shutdown_timeout=0',
     'it is for servers': '''tokens_only=False fail_on_environ_validation=False'''}
 
 # %% ../nbs/modules/000_names.ipynb #nam00031
 _REFUSED = {                                   # what to do: the arguments, and at which values they ask for nothing
-    "no code of a model is ever run; load it yourself and give LLM the model and the tokenizer": 'trust_remote_code=False code_revision=None',
+    "no code of a model is ever run; load it yourself and give LLM the model and the tokenizer": 'code_revision=None',
     "LLM(*load_model(name, revision='…')) takes that one": 'revision=None tokenizer_revision=None',
     'give each request a seed, as in SamplingParams(seed=1)': 'seed=0|None',
     'give it to requests, as in StructuredOutputsParams(json=…, disable_any_whitespace=True)': '''structured_outputs_config=None

@@ -85,9 +85,20 @@ class PoolingParams:
         "Itself: it can't be changed."
         return self
 
+def _read_pooler(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    "For `reads`: the keywords of `PoolerConfig` by vLLM's other names too, and what changes nothing here. Raises `ParamError`."
+    found, same = dict(given), dict(seq_pooling_type='pooling_type', **_SAME)
+    for k, v in unknown.items():
+        if v is None or k == 'task' and v in ('embed', 'classify', 'score') or k == 'tok_pooling_type' and v == 'ALL': continue
+        if k == 'task': raise ParamError(f'pooler_config has no task {v!r:.40}: a call names it, as in llm.encode(texts, pooling_task={v!r:.40}), and llm.score compares whole texts')
+        if k not in same or found.get(same[k]) is not None: raise ParamError(f'pooler_config has {k!r:.60}: it takes {", ".join(names)}')
+        found[same[k]] = v
+    return found
+
+@by_any_name(__init__=_read_pooler)
 @dataclass(frozen=True)
 class PoolerConfig:
-    """How a model's states become a vector, where that is to be another way than its folder says; vLLM's name. Raises `ParamError`.
+    """How a model's states become a vector, where that is to be another way than its folder says; vLLM's name and keywords. Raises `ParamError`.
 
     `pooling_type`: one of `POOLING_TYPES`, in any case. `use_activation`: what `PoolingParams` that say nothing get."""
     pooling_type: str | None = None
@@ -105,8 +116,6 @@ class PoolerConfig:
         if isinstance(x, cls): return x
         if isinstance(x, str): return cls(x)
         given = x if isinstance(x, dict) else {} if x is None else {k: v for k, v in vars(x).items() if v is not None}
-        given = {{'seq_pooling_type': 'pooling_type', 'normalize': 'use_activation'}.get(k, k): v for k, v in given.items()}
-        if bad := given.keys() - cls.__dataclass_fields__: raise ParamError(f'pooler_config has {min(bad)!r:.60}: it takes {", ".join(cls.__dataclass_fields__)}')
         return cls(**given)
 
 # %% ../nbs/modules/000_pooled.ipynb #poo00010

@@ -24,7 +24,7 @@ from .engine import Engine
 from .errors import BatchlabError, ModelError, ParamError, PromptError, UnsupportedModelError
 from .inputs import is_talk, as_list, prompt_ids_of
 from .models import max_model_len
-from .names import by_any_name, read_plain_call
+from .names import by_any_name, read_pooling_call
 from .outputs import Outputs
 from .pooled import (ClassificationRequestOutput, EmbeddingRequestOutput, PoolerConfig, PoolingGroup, PoolingParams,
                              PoolingRequestOutput, ScoringOutput, ScoringRequestOutput)
@@ -310,9 +310,14 @@ def text_and_answer(prompt: Any) -> Any:
     if not hasattr(prompt, 'prompt_token_ids') or not getattr(prompt, 'outputs', None): return prompt
     return {'prompt_token_ids': [*(prompt.prompt_token_ids or []), *prompt.outputs[0].token_ids]}
 
-def _pair(a: Any, b: Any) -> Any:
-    if isinstance(a, str) and isinstance(b, str): return {'prompt': a, 'text_pair': b}
-    raise PromptError(f'a cross-encoder compares two strings, got {a!r:.40} and {b!r:.40}')
+def _pair(llm: Any, a: Any, b: Any, template: str | None) -> Any:
+    "Two texts as one prompt: as the tokenizer joins a pair, or as a chat `template` writes what a query says, and a document. Raises `PromptError`."
+    if not isinstance(a, str) or not isinstance(b, str): raise PromptError(f'a cross-encoder compares two strings, got {a!r:.40} and {b!r:.40}')
+    if template is None: return {'prompt': a, 'text_pair': b}
+    talk = [{'role': 'query', 'content': a}, {'role': 'document', 'content': b}]
+    try: return llm.get_tokenizer().apply_chat_template(talk, chat_template=template, tokenize=False)
+    except BatchlabError: raise
+    except Exception as e: raise PromptError(f"the chat template can't write a query and a document ({e}): its messages have these two roles") from e
 
 def _compared(a: PoolingRequestOutput[Any], b: PoolingRequestOutput[Any]) -> ScoringRequestOutput:
     "The result of two texts, of whose vectors the cosine is taken."
@@ -323,7 +328,7 @@ def _compared(a: PoolingRequestOutput[Any], b: PoolingRequestOutput[Any]) -> Sco
                                 a.num_cached_tokens + b.num_cached_tokens, True, f'{a.prompt} {b.prompt}', error, {**(a.metrics or {}), 'latency': latency},
                                 a.params, a.refused or b.refused)
 
-@by_any_name(embed=read_plain_call, encode=read_plain_call, classify=read_plain_call, score=read_plain_call, reward=read_plain_call)
+@by_any_name(embed=read_pooling_call, encode=read_pooling_call, classify=read_pooling_call, score=read_pooling_call, reward=read_pooling_call)
 class PoolingCalls:
     "The methods of `LLM` that make something of hidden states. vLLM's names, arguments and results."
     pooler: Pooler
@@ -362,16 +367,19 @@ class PoolingCalls:
         return self._pool('classify', prompts, params, use_tqdm, lora_request, tokenization_kwargs, raw=True)
 
     def score(self, data_1: Any, data_2: Any = None, /, *, use_tqdm: Any = None, pooling_params: Any = None, lora_request: Any = None,
-              tokenization_kwargs: dict[str, Any] | None = None, **old: Any) -> Outputs[Any]:
+              tokenization_kwargs: dict[str, Any] | None = None, chat_template: str | None = None, **old: Any) -> Outputs[Any]:
         """How well texts of `data_1` and `data_2` belong together, one and many or as many of each: `outputs[i].outputs.score`.
 
-        By a cross-encoder, which reads both texts at once, or as the cosine of two vectors. With one argument, as before: `logprobs`."""
+        By a cross-encoder, which reads both texts at once, joined as its tokenizer does or by `chat_template`, whose messages have roles query and
+        document; or as the cosine of two vectors. With one argument, as before: `logprobs`."""
         if data_2 is None:
             warnings.warn('llm.score(texts) is now llm.logprobs(texts); llm.score compares two texts', DeprecationWarning, stacklevel=2)
             return self.logprobs(data_1, use_tqdm=use_tqdm, **old)                                 # type: ignore[attr-defined]
         if old: raise ParamError(f'score has no argument {min(old)!r:.60}: leave it out')
         a, b = pair_up(data_1, data_2)
-        if self.pooler.classifies or self.pooler.tags: return self._pool('score', [_pair(x, y) for x, y in zip(a, b)], pooling_params, use_tqdm, lora_request, tokenization_kwargs)
+        if self.pooler.classifies or self.pooler.tags:
+            return self._pool('score', [_pair(self, x, y, chat_template) for x, y in zip(a, b)], pooling_params, use_tqdm, lora_request, tokenization_kwargs)
+        if chat_template is not None: raise ParamError('chat_template writes two texts as one, for a cross-encoder, and this model compares vectors: leave it out')
         texts = list({str(x): x for x in [*a, *b]}.values())
         found = dict(zip(map(str, texts), self._pool('embed', texts, pooling_params, use_tqdm, lora_request, tokenization_kwargs, raw=True)))
         return Outputs(_compared(found[str(x)], found[str(y)]) for x, y in zip(a, b))

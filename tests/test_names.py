@@ -182,7 +182,7 @@ def test_every_argument_of_vllm_is_known():
 
 @pytest.mark.parametrize('kw,words', [
     (dict(seed=3), 'each request a seed'), (dict(guided_decoding_disable_any_whitespace=True), 'StructuredOutputsParams'), (dict(structured_outputs_config=dict(disable_any_whitespace=True)), 'StructuredOutputsParams'),
-    (dict(disable_sliding_window=True), 'config'), (dict(trust_remote_code=True), 'no code of a model'), (dict(revision='main'), 'load_model'),
+    (dict(disable_sliding_window=True), 'config'), (dict(code_revision='main'), 'no code of a model'), (dict(revision='main'), 'load_model'),
     (dict(load_format='dummy'), 'weights come from'), (dict(speculative_config=dict(a=1)), 'token by token'),
     (dict(hf_overrides=dict(a=1)), 'config'), (dict(tokenizer_mode='slow'), 'AutoTokenizer'), (dict(max_num_seq=4), "did you mean 'max_num_seqs'"),
     (dict(gpu_memory_utilisation=.5), "did you mean 'gpu_memory_utilization'"), (dict(max_tokens=3), 'SamplingParams'), (dict(voice='alto'), "'voice'"),
@@ -200,11 +200,11 @@ def folder(tmp_path_factory):
 
 def test_arguments_of_vllm_and_transformers(folder, lines):
     made = LLM(model=folder, tokenizer=folder, torch_dtype='bfloat16', device_map='cpu', gpu_memory_utilization=.4, tensor_parallel_size=2, kv_cache_memory_bytes=2**20,
-               enforce_eager=True, seed=0, trust_remote_code=False, enable_prefix_caching=None, task='generate')
+               enforce_eager=True, seed=0, trust_remote_code=True, enable_prefix_caching=None, task='generate')
     assert (made.model.dtype, made.limits.kv_bytes, made.enable_prefix_caching) == (torch.bfloat16, 2**20, True)
     assert made.get_tokenizer()('a') == tiny()[1]('a')
     [said] = [s for s in lines() if 'without effect' in s]
-    assert all(k in said for k in ('gpu_memory_utilization=0.4', 'kv_cache_bytes', 'tensor_parallel_size=2', '--ray', 'enforce_eager')) and 'seed' not in said
+    assert all(k in said for k in ('gpu_memory_utilization=0.4', 'kv_cache_bytes', 'tensor_parallel_size=2', '--ray', 'enforce_eager', 'trust_remote_code=True (a model runs without code of its own')) and 'seed' not in said
     with pytest.raises(ModelError): LLM(folder, './nowhere')
     with pytest.raises(ModelError, match='came without a tokenizer'): LLM(tiny()[0]).get_tokenizer()
 
