@@ -339,7 +339,8 @@ ENGINE_DEFAULTS = {k: values[0] for table in (WITHOUT_EFFECT, REFUSED) for k, (_
 # %% ../nbs/modules/000_names.ipynb #nam00033
 def _one_device(v: Any) -> Any:
     "transformers' `device_map` as a device. Raises `ParamError`."
-    devices = [*dict.fromkeys(v.values())] if isinstance(v, dict) else [v]
+    given: list[Any] = [*v.values()] if isinstance(v, dict) else [v]
+    devices = [x for i, x in enumerate(given) if x not in given[:i]]         # maybe of a kind that has no hash
     if len(devices) != 1 or devices[0] in ('balanced', 'balanced_low_0', 'sequential', 'disk'):
         raise ParamError(f"device_map={v!r:.60} is more than one device: give one, as in device='cuda:0'")
     return f'cuda:{v}' if type(v := devices[0]) is int else v

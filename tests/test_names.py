@@ -186,7 +186,7 @@ def test_every_argument_of_vllm_is_known():
     (dict(load_format='dummy'), 'weights come from'), (dict(speculative_config=dict(a=1)), 'token by token'),
     (dict(hf_overrides=dict(a=1)), 'config'), (dict(tokenizer_mode='slow'), 'AutoTokenizer'), (dict(max_num_seq=4), "did you mean 'max_num_seqs'"),
     (dict(gpu_memory_utilisation=.5), "did you mean 'gpu_memory_utilization'"), (dict(max_tokens=3), 'SamplingParams'), (dict(voice='alto'), "'voice'"),
-    (dict(device_map=dict(a=0, b=1)), 'more than one device'), (dict(kv_cache_dtype='fp8'), 'dtype'), (dict(device_map='cpu', device='cpu'), 'same argument')])
+    (dict(device_map=dict(a=0, b=1)), 'more than one device'), (dict(device_map=dict(a=['cpu'])), 'device'), (dict(kv_cache_dtype='fp8'), 'dtype'), (dict(device_map='cpu', device='cpu'), 'same argument')])
 def test_what_would_change_the_answers_is_refused(kw, words):
     with pytest.raises(ParamError, match=words): LLM(tiny()[0], **kw)
 

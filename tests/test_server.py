@@ -354,7 +354,7 @@ def test_bad_requests(s, web, body, status, code, param, words, stream):
 
 
 def test_paths_that_are_not_served(client, web):
-    with pytest.raises(openai.NotFoundError, match='has no embeddings') as e: client.embeddings.create(model='tiny', input='a')
+    with pytest.raises(openai.NotFoundError, match='v1/moderations is not served here') as e: client.moderations.create(model='tiny', input='a')
     assert e.value.code == 'not_found'
     with pytest.raises(openai.NotFoundError, match='no responses: use /v1/chat/completions'): client.responses.create(model='tiny', input='a')
     for method, path, status in (('GET', '/', 404), ('POST', '/v2/x', 404), ('GET', '/v1/completions', 405), ('DELETE', '/v1/models', 405), ('POST', '/v1/completions/', 404), ('GET', '/docs', 404)):

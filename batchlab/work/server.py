@@ -226,6 +226,7 @@ class PooledAnswer(Answer):
     "The answer to `asked`, a `PoolingRequest`, whose texts the engine gets as one request."
     async def _whole(self, send: Send) -> None:
         a: PoolingRequest = self.asked
+        out: Any
         async with contextlib.aclosing(self.api.llm.generate(a, priority=a.priority, grow=False)) as outputs: [out] = [o async for o in outputs]
         result: Any = out
         if wrong := error_of(out, a, self.api.llm.llm.max_model_len): raise wrong
