@@ -31,7 +31,7 @@ from .pooled import (ClassificationRequestOutput, EmbeddingRequestOutput, Pooler
 from .prefill import check_prompt
 from .runners import PackedRunner, SoloRunner
 from .scheduler import Request, RowOutput, Scheduler, StepPlan
-from .sentence import (ACTIVATIONS, Dense, Normalize, SentenceTransformerConfig, cross_encoder_activation, lower_case,
+from .sentence import (ACTIVATIONS, Dense, Normalize, SentenceTransformerConfig, cross_encoder_activation,
                                read_sentence_transformer)
 if TYPE_CHECKING: from batchlab.llm import LLM
 
@@ -103,11 +103,11 @@ class Pooler:
         self.trained, st = st is not None, st or SentenceTransformerConfig(('lasttoken',) if causal else ('mean',), steps=(Normalize(),))
         self.how, self.steps, self.prompts, self.default_prompt, self.size_limit = st.pooling, list(st.steps), st.prompts, st.default_prompt, st.truncate_dim
         if not st.include_prompt and st.prompts: raise UnsupportedModelError(f'{folder}: the tokens of its prompts are left out of the pooling, which batchlab does not do')
-        if st.do_lower_case and tokenizer is not None: lower_case(tokenizer)
         if self.config.pooling_type: self.how = (_NAMES.get(self.config.pooling_type, self.config.pooling_type),)
         self.normalize = st.normalize if self.config.use_activation is None else self.config.use_activation
         if self.steps and isinstance(self.steps[-1], Normalize): self.steps.pop()
-        self.limit = min(filter(None, (max_positions(model), st.max_seq_length)), default=None)
+        own = getattr(tokenizer, 'model_max_length', None)                           # where newer folders have it; a huge number says nothing
+        self.limit = min((n for n in (max_positions(model), st.max_seq_length, own) if n and n < 10**9), default=None)
         self.activation = activation_for(model.config) if self.classifies or self.tags else None
         asked = cross_encoder_activation(folder) if self.classifies and folder and Path(folder).is_dir() else None
         self.score_activation = ACTIVATIONS[asked] if asked else torch.sigmoid if model.config.num_labels == 1 else lambda x: x

@@ -7,6 +7,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = {'StructuredOutputsParams', 'LLM', 'AsyncLLM', 'SamplingParams', 'RequestOutput', 'CompletionOutput', 'load_model', 'BatchlabError', 'EngineArgs', 'LoRARequest'}
 PUBLIC |= {'Outputs', 'StreamEvent', 'Trace', 'timeline', 'run', 'BeamSearchParams'}
+PUBLIC |= {'PoolingParams', 'PoolerConfig', 'PoolingRequestOutput', 'EmbeddingRequestOutput', 'ClassificationRequestOutput', 'ScoringRequestOutput', 'LLMEngine',
+           'TextPrompt', 'TokensPrompt'}
 
 
 def py(code, cwd):
