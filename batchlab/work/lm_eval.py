@@ -34,7 +34,7 @@ def likelihoods(llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], 
     keys = [cut(context, more) if more else None for context, more in pairs]
     for key, (_, more) in zip(keys, pairs):
         if key: asked.setdefault(key, {})[more[-1]] = None
-    params = [_asking([*last], n if len(ids) > n else None) for (n, ids), last in asked.items()]
+    params = [_asking([*last], n - 1 if len(ids) > n else None) for (n, ids), last in asked.items()]
     outs = dict(zip(asked, whole(llm.generate([[*ids] for _, ids in asked], params, **how))))
     return [_likelihood(outs[key], key[0], more) if key else (0., True) for key, (_, more) in zip(keys, pairs)]
 
