@@ -259,7 +259,7 @@ class Adapters:
         request = self.find(asked)
         with self.lock:
             old = self.current.get(request.lora_int_id)
-            if old and (old.request.lora_name, old.request.lora_path) != (request.lora_name, request.lora_path):
+            if old and old.request.lora_path != request.lora_path:                        # by other names it is the same, as in vLLM
                 raise AdapterError(f'adapter {request.lora_name!r} can not be number {request.lora_int_id}, which {old.request.lora_name!r} has: '
                                    'give it another lora_int_id')
             if old and old.weights is not None and not request.load_inplace: return old
