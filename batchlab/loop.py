@@ -350,15 +350,15 @@ class Delivery:
 
     def _close(self, g: RequestGroup, event: StreamEvent) -> None:
         "Note the result of `g`, in its last event and in the statistics."
-        event.finished, event.output = True, g.result()
-        g.output, g.adapter = event.output, None
+        out = g.result()
+        event.finished, event.output, g.output, g.adapter = True, out, out, None
         with self.llm.progress: self.llm.groups.pop(g.request_id, None)
         self.ends.update([r.finish_reason for r in g.requests] or [g.reason])
         for r in g.requests:
             self.sums.update(prompt_tokens=len(r.prompt_ids), output_tokens=len(r.output_ids), preemptions=r.num_preemptions,
                              cached_tokens=r.num_cached_tokens or 0)
         for name in ('time_to_first_token', 'time_per_token'):
-            if (t := (event.output.metrics or {})[name]) is not None: self.sums.update({name: t, f'n {name}': 1})
+            if (t := (out.metrics or {})[name]) is not None: self.sums.update({name: t, f'n {name}': 1})
         for r in g.requests: r.group = None                                   # no circle: it is freed with its last reader
 
     def _send(self, g: RequestGroup, event: StreamEvent) -> None:
