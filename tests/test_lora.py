@@ -345,6 +345,13 @@ def test_files_of_requests_and_the_command_line_name_adapters(three, tmp_path, c
     Job(tmp_path/'batch.jsonl', tmp_path/'out2.jsonl', say=said.append).run(llm)
     answer = json.loads((tmp_path/'out2.jsonl').read_text())['response']['body']
     assert (answer['model'], answer['choices'][0]['text']) == ('c', texts[3])
+    vectors = [v.outputs.embedding for v in llm.embed(['hi'] * 3, lora_request=[None, *requests[:2]])]
+    asked = [dict(custom_id=name, method='POST', url='/v1/embeddings', body=dict(model=name, input='hi')) for name in ('tiny', 'a', 'b')]
+    (tmp_path/'vectors.jsonl').write_text('\n'.join(map(json.dumps, asked)))
+    Job(tmp_path/'vectors.jsonl', tmp_path/'out3.jsonl', ordered=True, say=said.append).run(llm)
+    bodies = [json.loads(line)['response']['body'] for line in (tmp_path/'out3.jsonl').read_text().splitlines()]
+    for body, want in zip(bodies, vectors): assert body['data'][0]['embedding'] == pytest.approx(want, abs=1e-5)
+    assert [b['model'] for b in bodies[1:]] == ['a', 'b'] and vectors[0] != pytest.approx(vectors[1], abs=1e-2)
     args = parse_args(['run', '-i', 'x', '-o', 'y', '--lora-modules', 'a=here', 'b=/there', '--max-lora-rank', '64', '--max-loras', '2'])
     options = llm_options(args)
     assert options['lora_modules'] == [f'a={Path("here").absolute()}', 'b=/there'] and (options['max_lora_rank'], options['max_loras']) == (64, 2)
@@ -366,6 +373,9 @@ def test_the_server_has_adapters_as_models(three):
             assert (answer['model'], answer['choices'][0]['text']) == (name, text)
             parts = [json.loads(x[6:]) for x in client.post('/v1/completions', json=asked | dict(stream=True)).text.splitlines() if x.startswith('data: {')]
             assert {p['model'] for p in parts} == {name} and ''.join(c['text'] for p in parts for c in p['choices']) == text
+        for name, vector in zip(('tiny', 'a', 'b'), llm.embed(['hi'] * 3, lora_request=[None, *requests[:2]])):
+            body = client.post('/v1/embeddings', json=dict(model=name, input='hi')).json()
+            assert body['model'] == name and body['data'][0]['embedding'] == pytest.approx(vector.outputs.embedding, abs=1e-5)
         assert client.post('/v1/completions', json=dict(model='nobody', prompt='hi')).status_code == 404
 
 

@@ -34,7 +34,7 @@ class PoolingRequest:
 
     `encoding`: 'float' or 'base64' (little-endian fp32) for vectors. `prompt_name`: which of the model's prompts goes before each text. `top_n`: of a
     ranking only so many; `with_texts`: with its documents. `key`: the one of the body that has the texts; `asked`: the body. `labels`: the model's
-    names of classes, by index, when it has run."""
+    names of classes, by index, when it has run. `adapter`: the name of the one that it is to run with, or None."""
     kind: str
     texts: list[Any]
     others: list[str] = field(default_factory=list)
@@ -48,6 +48,7 @@ class PoolingRequest:
     key: str = 'input'
     asked: dict[str, Any] = field(default_factory=dict)
     labels: dict[int, str] = field(default_factory=dict)
+    adapter: str | None = None
     stream = False
     chat = False
 
@@ -180,6 +181,7 @@ class TextsGroup(PoolingGroup):
 
 def admit_texts(llm: LLM, asked: PoolingRequest, group: TextsGroup, priority: int = 0, timeout: float | None = None) -> TextsGroup:
     "Tokenise and check the texts of `asked`; give `group` their requests, or its error. Raises `ModelError`, `PromptError`, `ParamError`."
+    from batchlab.lora import put_adapter
     from batchlab.pooling import admit_pooling, encode_texts
     group.deadline = None if timeout is None else group.start + timeout
     asked.labels = getattr(llm.model.config, 'id2label', None) or {}
@@ -193,7 +195,7 @@ def admit_texts(llm: LLM, asked: PoolingRequest, group: TextsGroup, priority: in
     group.requests = [r for part in group.parts for r in part.requests]
     for i, r in enumerate(group.requests): r.group, r.index = group, i
     group.prompt_token_ids = group.parts[0].prompt_token_ids
-    return group
+    return put_adapter(llm, group, asked.adapter)
 
 # %% ../../nbs/modules/000_pooling_api.ipynb #8edb1b96
 _IDS = dict(embed='embd', classify='classify', pooling='pool', score='score', rerank='rerank')

@@ -62,7 +62,9 @@ def admit_line(llm: LLM, line: JobLine, params: ParamsCache, on_event: Callable[
     from batchlab.lora import adapter_named, put_adapter
     from batchlab.outputs import RequestGroup
     try:
-        if line.pooling: return _admitted(line, line.pooling.as_group(llm, line.key, on_event, line.number))
+        if line.pooling:
+            line.pooling.adapter = line.adapter or adapter_named(llm, line.model)
+            return _admitted(line, line.pooling.as_group(llm, line.key, on_event, line.number))
         group, chat = RequestGroup(line.key, line.number, on_event), line.messages is not None
         prompt, own = line.conversation if chat else line.prompt, params.of(line)
         if line.tools or any('tool_calls' in m for m in line.messages or ()):
@@ -81,7 +83,8 @@ def record_of(line: JobLine, out: RequestOutput | TextsOutput, model: str, timeo
               postprocess: Postprocess | None = None) -> dict[str, Any] | None:
     "The record of `line` that ended as `out`; None if it must be tried once more, unless this was `again`."
     reason = out.finish_reason if isinstance(out, TextsOutput) else out.outputs[0].finish_reason
-    if adapter := getattr(out, 'lora_request', None): model = adapter.lora_name
+    if isinstance(out, TextsOutput): model = line.pooling.adapter or model if line.pooling else model
+    elif out.lora_request: model = out.lora_request.lora_name
     if not out.error and reason in ('stop', 'length'):
         try: return answer_of(line, out, model, postprocess)
         except BadRequest as e: return failure_of(line, e.code, str(e))

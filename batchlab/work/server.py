@@ -231,7 +231,7 @@ class PooledAnswer(Answer):
         result: Any = out
         if wrong := error_of(out, a, self.api.llm.llm.max_model_len): raise wrong
         self.api.metrics.add(out)
-        body = await asyncio.to_thread(pooling_body, a, result, self.name, self.api.name)      # of a thousand vectors it is long
+        body = await asyncio.to_thread(pooling_body, a, result, self.name, a.adapter or self.api.name)      # of a thousand vectors it is long
         self.scope['said'] = said_of(body['usage'])
         await respond(json_response(body), self.scope, send)
 
@@ -339,6 +339,7 @@ class Api:
     async def pool(self, request: Request) -> Response:
         "The endpoints for vectors, scores and classes."
         asked = parse_pooling(json_object(await request.body()), POOLING_URLS[request.scope['path']])
+        asked.adapter = self.adapter_of(asked.model)
         self.check_model(asked.model)
         return PooledAnswer(self, asked)
 
