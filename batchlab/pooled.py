@@ -174,7 +174,8 @@ class PoolingRequestOutput(Generic[_Data]):
 
     `num_cached_tokens`: prompt tokens that were not computed. `metrics`: `latency`, in seconds since the call. `params`: what it ran
     with. `refused`: it has an `error` because it could not be run as it was asked, by no fault of the engine's. `finish_reason`: 'stop', or why it
-    ended without a result: 'too_long', 'timeout', 'cancelled', 'error'. `token_type_ids`: which text of a pair each token is of, if that was told."""
+    ended without a result: 'too_long', 'timeout', 'cancelled', 'error'. `token_type_ids`: which text of a pair each token is of, if that was told.
+    `lora_request`: the adapter it ran with."""
     request_id: str
     outputs: _Data
     prompt_token_ids: list[int] = field(default_factory=list)
@@ -187,6 +188,7 @@ class PoolingRequestOutput(Generic[_Data]):
     refused: bool = False
     finish_reason: str = 'stop'
     token_type_ids: list[int] | None = None
+    lora_request: Any = None
 
     def __repr__(self) -> str: return f'{type(self).__name__}({self.request_id}: {self.line})'
 
@@ -226,4 +228,4 @@ class PoolingGroup(RequestGroup):
         if not error and (r is None or r.pooled is None): error = f'ended before it was computed: {r.finish_reason if r else self.reason}'
         return kind(self.request_id, make(data), self.prompt_token_ids or [], (r.num_cached_tokens or 0) if r else 0, True, self.prompt, error,
                     self.metrics(), self.pooling, self.refused, (r and r.finish_reason or self.reason) if error else 'stop',
-                    r and r.token_types)
+                    r and r.token_types, self.lora_request)

@@ -388,7 +388,7 @@ def check_vector(llm: LLM, out: PoolingRequestOutput[Any], tolerance: float | No
     assert out.params is not None
     prompt = dict(prompt_token_ids=out.prompt_token_ids) | ({} if out.token_type_ids is None else dict(token_type_ids=out.token_type_ids))
     alone: Any
-    [(_, alone)] = llm.iter_outputs([prompt], replace(out.params, raw=True, truncate_prompt_tokens=None))
+    [(_, alone)] = llm.iter_outputs([prompt], replace(out.params, raw=True, truncate_prompt_tokens=None), lora_request=out.lora_request)
     got, want = numbers_of(out).float().cpu(), alone.outputs.data.float().cpu()
     if got.numel() == want.numel() == 1: got = got.view(want.shape)        # a score
     if got.shape == want.shape and torch.equal(got, want): return []

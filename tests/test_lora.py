@@ -379,3 +379,11 @@ def test_the_server_has_adapters_as_models(three):
         assert client.post('/v1/completions', json=dict(model='nobody', prompt='hi')).status_code == 404
 
 
+
+
+def test_vectors_are_verified_with_their_adapter(three):
+    llm = engine(three)
+    outs = llm.embed(['one', 'two', 'one'], lora_request=[None, three[1][0], three[1][1]])
+    assert [o.lora_request and o.lora_request.lora_name for o in outs] == [None, 'a', 'b'] and llm.verify(outs).ok
+    outs[1].lora_request = three[1][1]                                               # not what it ran with
+    assert not llm.verify(outs).ok
