@@ -288,7 +288,7 @@ class Adapters:
         if a.weights is not None: return a
         try:
             if signature_of(a.folder) != a.signature: raise AdapterError('its files are others than when it was asked for: ask for it again')
-            weights = self.bank.pack(read_adapter(a.folder, self.shapes, self.max_lora_rank))
+            weights = self.bank.take(read_adapter(a.folder, self.shapes, self.max_lora_rank))
         except AdapterError as e: raise AdapterError(f'adapter {a.request.lora_name!r}: {e}', number) from e
         while len(self.loaded) >= self.max_cpu_loras: self.loaded.popitem(last=False)[1].weights = None
         a.weights = weights

@@ -213,7 +213,7 @@ def test_prose_links_to_code(pages):
     methods = {*pages['api/engine.html'].ids, *pages['api/llm.html'].ids}
     assert '04_padding.html' in pages['06_prefix.html'].links[40:]           # its prose names that chapter
     assert '<math' in pages['02_prefill.html'].text and '$T$' not in pages['02_prefill.html'].text
-    assert {'batchlab.llm.LLM.generate', 'batchlab.llm.LLM.score', 'batchlab.engine.Engine.recover'} <= methods
+    assert {'batchlab.llm.LLM.generate', 'batchlab.llm.LLM.logprobs', 'batchlab.engine.Engine.recover'} <= methods
 
 
 @needs_docs

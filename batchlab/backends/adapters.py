@@ -100,7 +100,7 @@ class PackedAdapters:
         self.layout, self.shapes, self.kernels, self.dtype, self.weights = layout, shapes, kernels, dtype, weights
         self.names = {name for names, _ in layout for name in names}
 
-    def pack(self, parts: dict[str, LowRank]) -> Packed:
+    def take(self, parts: dict[str, LowRank]) -> Packed:
         parts = {name: LowRank(p.down.to(self.dtype), p.up.to(self.dtype), p.scale) for name, p in parts.items()}
         return Packed(parts, self.layout, self.kernels)
 
@@ -177,7 +177,7 @@ class HookedAdapters:
         "How many numbers an adapter with parts of these `ranks` takes."
         return sum(r * sum(self.shapes[n]) for n, r in ranks.items())
 
-    def pack(self, parts: dict[str, LowRank]) -> 'OnDevice':
+    def take(self, parts: dict[str, LowRank]) -> 'OnDevice':
         device, dtype = self.model.device, self.model.dtype
         return OnDevice({n: LowRank(p.down.to(device, dtype), p.up.to(device, dtype), p.scale) for n, p in parts.items()})
 

@@ -364,7 +364,7 @@ def _rows_without_text(d: dict[str, Any], body: dict[str, Any]) -> Iterator[dict
 def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
     "Record `d` as rows of a table, one for each of its answers: dicts. Those of `OPTIONAL` are None where there are none."
     body = (d.get('response') or {}).get('body') or d
-    if any(isinstance(body.get(k), list) for k in ('data', 'results', 'embedding')): return (yield from _rows_without_text(d, body))
+    if 'embedding' in body or any(isinstance(body.get(k), list) for k in ('data', 'results')): return (yield from _rows_without_text(d, body))
     choices, usage = body.get('choices') or body.get('outputs') or [body], body.get('usage') or {}
     many = len(choices) > 1
     row = {k: d[k] for k in ('line', 'row') if k in d} | {k: d.get(k) for k in ('id', 'custom_id')}
