@@ -130,8 +130,9 @@ def rope_side(session: Any, switch: int | None) -> str:
     return 'beyond' if len(session.prompt_ids) > switch else 'across'
 
 def select_runner(r: Request, switch: int | None, shapes: Sequence[Shape] | None, paddable: bool | None) -> str:
-    "How request `r` is to run: 'packed', 'padded', 'beyond' (padded, all past the rope's switch), 'solo', or 'pooled' if it wants hidden states."
-    if r.pool is not None: return 'pooled'
+    """How request `r` is to run: 'packed', 'padded', 'beyond' (padded, all past the rope's switch), 'solo'; or 'pooled' if it wants hidden states,
+    'pooled alone' where others would change its rotations."""
+    if r.pool is not None: return 'pooled' if rope_side(r, switch) == 'below' else 'pooled alone'
     side = rope_side(r, switch)
     if side == 'below' and shapes: return 'packed'
     if side == 'across' or not paddable or r.prompt_logprobs is not None: return 'solo'

@@ -215,7 +215,7 @@ class BackgroundLoop(StepLoop):
 # %% ../nbs/73_recovery.ipynb #5f81e419
 def make_engine(llm: LLM, kind: str) -> Engine:
     "An `Engine` for requests of a kind, by `llm.strategy`."
-    if kind == 'pooled': return pooling_engine(llm)
+    if kind.startswith('pooled'): return pooling_engine(llm, alone=kind == 'pooled alone')
     l, strategy, solo = llm.limits, llm.strategy, kind == 'solo'
     how: Any = dict(max_num_batched_tokens=l.max_num_batched_tokens, budget=llm.budget)
     if kind == 'packed':

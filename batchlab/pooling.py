@@ -188,7 +188,7 @@ def pool_rows(plan: StepPlan, states: torch.Tensor, layers: Sequence[int] = ()) 
         if not row.samples: continue
         whole, r.states = r.states[0] if len(r.states) == 1 else torch.cat(r.states), []
         assert r.pool is not None
-        try: r.pooled, out.finish_reason = r.pool(whole, r.prompt_ids), 'stop'
+        try: r.pooled, out.finish_reason = r.pool(whole, r.prompt_ids).clone(), 'stop'      # a view would keep the states of the whole step
         except BatchlabError as e: out.error = str(e)
         except Exception as e: out.error = f'its states could not be pooled ({type(e).__name__}: {e})'
     return outs
@@ -210,11 +210,11 @@ class PoolingEngine(Engine):
 
     def rows_of(self, plan: StepPlan, outputs: torch.Tensor) -> list[RowOutput]: return pool_rows(plan, outputs, self.layers_of(plan))
 
-def pooling_engine(llm: LLM) -> PoolingEngine:
-    "The engine for requests of `llm` that pool: packed where the model can be, with a prefix cache where that holds; else one text at a time."
+def pooling_engine(llm: LLM, alone: bool = False) -> PoolingEngine:
+    "The engine for requests of `llm` that pool: packed where the model can be, with a prefix cache where that holds; else, or `alone`, one text at a time."
     l, causal = llm.limits, llm.pooler.causal
     how: Any = dict(max_num_batched_tokens=l.max_num_batched_tokens, budget=llm.budget)
-    if llm.shapes:
+    if llm.shapes and not alone:
         size = llm.backend.block_size
         scheduler = Scheduler(l.max_num_seqs, block_size=size, prefix_caching=llm.enable_prefix_caching and causal, chunked=causal,
                               max_adapters=llm.adapters and llm.adapters.max_loras, **how)
@@ -228,10 +228,10 @@ class EncodedText(str):
     "A text that is tokenised already: `ids`."
     ids: list[int]
 
-def encode_texts(tokenizer: PreTrainedTokenizerBase | None, prompts: Sequence[Any], p: PoolingParams) -> list[Any]:
+def encode_texts(tokenizer: PreTrainedTokenizerBase | None, prompts: Sequence[Any]) -> list[Any]:
     "`prompts`, the plain texts among them tokenised at once, which is faster than one by one."
     texts = [t for t in prompts if type(t) is str and t]
-    if tokenizer is None or len(texts) < 2 or p.truncate_prompt_tokens is not None: return list(prompts)
+    if tokenizer is None or len(texts) < 2: return list(prompts)
     try: found = iter(tokenizer(texts)['input_ids'])
     except Exception: return list(prompts)                                # one of them is bad: it is to be told which
     def encoded(t: Any) -> Any:
@@ -380,9 +380,10 @@ class PoolingCalls:
         if self.pooler.classifies or self.pooler.tags:
             return self._pool('score', [_pair(self, x, y, chat_template) for x, y in zip(a, b)], pooling_params, use_tqdm, lora_request, tokenization_kwargs)
         if chat_template is not None: raise ParamError('chat_template writes two texts as one, for a cross-encoder, and this model compares vectors: leave it out')
-        texts = list({str(x): x for x in [*a, *b]}.values())
-        found = dict(zip(map(str, texts), self._pool('embed', texts, pooling_params, use_tqdm, lora_request, tokenization_kwargs, raw=True)))
-        return Outputs(_compared(found[str(x)], found[str(y)]) for x, y in zip(a, b))
+        key = lambda x: x if isinstance(x, str) else repr(x).encode()
+        texts = list({key(x): x for x in [*a, *b]}.values())
+        found = dict(zip(map(key, texts), self._pool('embed', texts, pooling_params, use_tqdm, lora_request, tokenization_kwargs, raw=True)))
+        return Outputs(_compared(found[key(x)], found[key(y)]) for x, y in zip(a, b))
 
     def _pool(self, task: str, prompts: Any, params: Any, use_tqdm: Any, lora_request: Any, tokenization: dict[str, Any] | None,
               raw: bool = False) -> Outputs[Any]:
@@ -390,5 +391,5 @@ class PoolingCalls:
         prompts = [text_and_answer(p) for p in as_list(prompts, is_talk(prompts))]
         each = _params(params, task, tokenization, len(prompts))
         for p in dict.fromkeys(each): self.pooler.check(p)                        # it concerns all: no result for each of them
-        if each: prompts = encode_texts(llm.tokenizer, prompts, each[0])
+        if all(p.truncate_prompt_tokens is None for p in each): prompts = encode_texts(llm.tokenizer, prompts)
         return llm._collect(prompts, False, [replace(p, raw=True) for p in each] if raw else each, use_tqdm, None, None, False, lora_request)

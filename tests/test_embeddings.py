@@ -175,3 +175,29 @@ def test_score_of_one_argument_is_what_it_was():
     llm = LLM(tiny_model('llama'))
     with pytest.warns(DeprecationWarning, match='logprobs'): old = llm.score([[5, 6, 7]])
     assert old[0].logprobs == llm.logprobs([[5, 6, 7]])[0].logprobs
+
+
+def test_texts_beyond_a_switch_of_rotations_change_nobody_else():
+    model = tiny_model('phi3', seed=3, max_position_embeddings=128, original_max_position_embeddings=16,
+                       rope_parameters=dict(rope_type='longrope', rope_theta=10_000., short_factor=[1.] * 8, long_factor=[8.] * 8))
+    prompts = [[7, 8, 9], list(range(40, 52)), list(range(60, 85)), list(range(90, 130)), list(range(5, 21))]
+    for compile in (False, 'auto'):
+        llm = LLM(model, compile=compile)
+        for ids, out in zip(prompts, llm.embed(prompts)):
+            want = F.normalize(alone(model, ids)[-1], dim=-1)
+            torch.testing.assert_close(torch.tensor(out.outputs.embedding), want, atol=1e-4, rtol=1e-3)
+        assert {*llm.engines} == {'pooled', 'pooled alone'}
+
+
+def test_texts_are_cut_where_their_own_params_say_so_and_ids_are_no_text():
+    llm = LLM(make('bert'), tiny_tokenizer())
+    whole, cut, other = llm.embed(['x' * 200] * 2 + ['y'], pooling_params=[None, dict(truncate_prompt_tokens=-1), None])
+    assert 'truncate_prompt_tokens' in whole.error and len(cut.prompt_token_ids) == 140 and not other.error
+    ids, text = [60, 61], '[60, 61]'
+    assert [o.outputs.score < .999 for o in llm.score(text, [text, ids])] == [False, True]
+
+
+def test_a_result_does_not_hold_the_states_of_its_step():
+    llm = LLM(make('bert'), pooler_config=PoolerConfig('cls', False))
+    [one, *_] = llm.encode(some_ids(), pooling_task='embed')
+    assert one.outputs.data.untyped_storage().nbytes() == one.outputs.data.nbytes

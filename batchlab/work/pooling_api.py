@@ -186,7 +186,9 @@ def admit_texts(llm: LLM, asked: PoolingRequest, group: TextsGroup, priority: in
     group.deadline = None if timeout is None else group.start + timeout
     asked.labels = getattr(llm.model.config, 'id2label', None) or {}
     todo = asked.prompts(llm)
-    for i, (text, (_, params)) in enumerate(zip(encode_texts(llm.tokenizer, [t for t, _ in todo], todo[0][1]), todo)):
+    texts = [t for t, _ in todo]
+    if asked.params.truncate_prompt_tokens is None: texts = encode_texts(llm.tokenizer, texts)
+    for i, (text, (_, params)) in enumerate(zip(texts, todo)):
         part = admit_pooling(llm, PoolingGroup(f'{group.request_id}-{i}'), text, replace(params, raw=True), priority)
         if part.error:
             group.error, group.refused, group.reason = f'{asked.key}[{i}]: {part.error}' if len(todo) > 1 else part.error, part.refused, part.reason
