@@ -65,7 +65,9 @@ class PackedLinear(nn.Module):
 
     def describe(self) -> Linear:
         "For the kernels."
-        return Linear(self.weight.data_ptr(), _at(self.bias), kind=3 if self.onednn else 1, outputs=self.n, inputs=self.in_features)
+        sizes: Any = dict(outputs=self.n, inputs=self.in_features)
+        if self.onednn: return Linear(kind=3, **sizes)                         # its weight has no address: called from Python
+        return Linear(self.weight.data_ptr(), _at(self.bias), kind=1, **sizes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.onednn: return _product(x, self.weight, self.bias)
