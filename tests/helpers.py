@@ -1,5 +1,7 @@
-"What the tests of the server share."
+"What several files of tests share."
 import contextlib, threading, time
+
+import pytest
 
 
 @contextlib.contextmanager
@@ -22,3 +24,9 @@ def until(f, seconds=100):
     while not f():
         assert time.monotonic() < end, 'waited in vain'
         time.sleep(.002)
+
+
+def need_same_bits(backend):
+    "Skip where a token's bits depend on its company: without kernels, and on a matrix unit."
+    why = f'no kernels: {backend.why}' if backend.why else "the processor's matrix unit (amx_bf16) rounds by itself, so that company changes bits"
+    if not backend.batch_invariant: pytest.skip(why)

@@ -9,6 +9,7 @@ from batchlab.beam import BeamSearchInstance, BeamSearchOutput, BeamSearchSequen
 from batchlab.errors import EngineError, ModelError, ParamError, PromptError, UnsupportedModelError
 from batchlab.models import TINY_ARCHS, tiny_model, tiny_tokenizer
 from batchlab.sampling import Logprob
+from helpers import need_same_bits
 from test_package import py
 
 ARCHS = (*TINY_ARCHS, 'gemma2', 'bloom')                  # bloom runs padded
@@ -117,7 +118,7 @@ def test_beams_are_the_same_in_any_company(path):
     if 'bf16' in path: m = m.to(torch.bfloat16)
     try: big = LLM(m, quantization='int8' if path == 'int8' else None, compile='auto' if path != 'torch bf16' else False)
     except UnsupportedModelError: pytest.skip('this machine runs no int8')
-    if path != 'torch bf16' and not big.backend.batch_invariant: pytest.skip('no kernels: so other bits in other company')
+    if path != 'torch bf16': need_same_bits(big.backend)
     rng = random.Random(path)
     head = [rng.randrange(3, 259) for _ in range(70)]
     prompts = [head[:rng.choice((0, 20, 70))] + [rng.randrange(3, 259) for _ in range(rng.choice((1, 3, 9, 30)))] for _ in range(6)]

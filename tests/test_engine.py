@@ -20,6 +20,7 @@ from batchlab.prefill import generate_naive
 from batchlab.sampling import ParamError, SamplingParams
 from batchlab.scheduler import Request, RowOutput, Scheduler, check_invariants
 from batchlab.slots import KVCache
+from helpers import need_same_bits
 
 ARCHS = (*TINY_ARCHS, 'gemma2', 'gpt_oss', 'qwen3_moe', 'phimoe')         # the last is not fused
 PATHS = dict(auto={}, torch=dict(compile=False), int8=dict(quantization='int8'))       # ways through `LLM`
@@ -339,12 +340,6 @@ def test_what_a_callback_may_not_do():
         while llm.has_unfinished: time.sleep(.001)
     assert len(errors) == 6 and all('callback' in e for e in errors)
     assert llm.stats().requests == {'length': 2}
-
-
-def need_same_bits(backend):
-    "Skip where a token's bits depend on its company: without kernels, and on a matrix unit."
-    why = f'no kernels: {backend.why}' if backend.why else "the processor's matrix unit (amx_bf16) rounds by itself, so that company changes bits"
-    if not backend.batch_invariant: pytest.skip(why)
 
 
 @pytest.mark.parametrize('arch, how', [*((a, {}) for a in ('llama', 'qwen3', 'mistral', 'phi3')), ('llama', dict(quantization='int8'))])

@@ -363,8 +363,9 @@ def test_a_batch_of_a_server_over_the_kill_of_a_worker_and_of_the_server(pool, f
     p.communicate(timeout=60)
     assert work and not psutil.wait_procs(work, timeout=60)[1]             # nobody goes on without the one who writes
     for c in psutil.wait_procs(helpers, timeout=1)[1]: c.kill()
-    with Batches(tmp_path/'data', lambda: pool, model_name=Path(folder).name) as s:
-        s.workers.pool = pool                                              # it has been entered already
+    batches = Batches(tmp_path/'data', lambda: pytest.fail('the pool is at work'), model_name=Path(folder).name)
+    batches.workers.pool = pool                                            # it has been entered already
+    with batches as s:
         s.wait_for(id, 100)
         os.kill(next(handle.info.pid for handle in pool.handles if handle.info), signal.SIGKILL)
         assert s.wait(id)['request_counts'] == dict(total=404, completed=400, failed=4)
@@ -373,6 +374,26 @@ def test_a_batch_of_a_server_over_the_kill_of_a_worker_and_of_the_server(pool, f
         return {id.rpartition('_')[0]: (r['custom_id'], r['response']['body'].get('choices'), r['error']) for id, r in found.items()}
     assert by_line(got) == by_line(expected) and len(got) == 404
     while not all(handle.info for handle in pool.handles): [*pool.events()]      # for those who come after
+
+
+def test_ray_outlives_the_thread_that_asked_for_it():
+    "Its processes would end with the thread that started them, and after a minute this one with them."
+    pytest.importorskip('ray', reason="needs Ray: pip install 'batchlab[ray]'")
+    program = """
+import os, threading, time
+from contextlib import ExitStack
+import psutil
+from batchlab.work.scaleout import ray_session
+stack, found = ExitStack(), []
+t = threading.Thread(target=lambda: found.append(stack.enter_context(ray_session(num_cpus=1))))
+t.start(); t.join()
+assert not psutil.wait_procs([p for p in psutil.Process().children() if p.name() in ('raylet', 'gcs_server')], timeout=1)[0]
+[ray] = found
+print(ray.get(ray.remote(lambda: 'at work').remote(), timeout=60))
+stack.close()
+"""
+    p = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, timeout=200)
+    assert p.stdout.strip() == 'at work' and not p.returncode, p.stderr
 
 
 def test_a_server_without_ray(tmp_path, monkeypatch, capsys):

@@ -9,7 +9,8 @@ __all__ = ['BatchLLM', 'Pool', 'RayJob', 'shards', 'run_jobs', 'run_on_ray']
 import asyncio, itertools, json, math, os, re, signal, socket, threading, time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -194,13 +195,14 @@ def ray_session(address: str | None = None, **resources: Any) -> Iterator[Any]:
     its own on this machine with `resources` (`num_cpus`); or the one that the process is in. Raises `JobError`."""
     ray, main = import_ray(address), threading.current_thread() is threading.main_thread()
     mine, term = not ray.is_initialized(), signal.getsignal(signal.SIGTERM)
-    try:
-        if mine: _start(ray, address, resources)
-    finally:
-        if main: signal.signal(signal.SIGTERM, term)                      # Ray's would exit at once
-    try: yield ray
-    finally:
-        if mine: _end(ray)
+    with nullcontext() if main else ThreadPoolExecutor(1, 'ray') as keeper:   # Ray's processes die with the thread that started them
+        try:
+            if mine: keeper.submit(_start, ray, address, resources).result() if keeper else _start(ray, address, resources)
+        finally:
+            if main: signal.signal(signal.SIGTERM, term)                      # Ray's would exit at once
+        try: yield ray
+        finally:
+            if mine: _end(ray)
 
 # %% ../../nbs/44_scaleout.ipynb #3adc876a
 @dataclass
