@@ -11,6 +11,7 @@ from batchlab.backends.fused import fuse
 from batchlab.backends.kernels import AttentionWorklist, TiledCache, attend_rows, check_kernels, layout, load_kernels, prefix_groups
 from batchlab.backends.layers import ACTIVATIONS
 from batchlab.backends.native import DTYPES, SOURCE, Kernels, build, find_compiler, pack_bytes, pack_weight, unpack_rows
+from batchlab.backends.packed import PackedLinear
 from batchlab.batch import pack_rows
 from batchlab.errors import CompileError
 from batchlab.models import tiny_model
@@ -46,6 +47,24 @@ def test_products_of_any_size(kernels, dtype):
         for bias in (None, torch.randn(N)):
             got = kernels.bytes_product(x, pack_bytes(w), scales, bias, block)
             torch.testing.assert_close(got, kernels.dequantize(sums, steps, scales, bias, dtype), rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_products_of_many_rows_in_groups_and_spans(kernels, dtype):
+    for M, N, K in itertools.product((17, 33, 70, 600), (31, 64, 100), (32, 190, 200, 416, 1000)):
+        x, w, b = (drawn(*s, dtype=dtype) for s in ((M, K), (N, K), (N,)))
+        got = kernels.product(x, pack_weight(w), b, N)
+        torch.testing.assert_close(got, F.linear(x.float(), w.float(), b.float()).to(dtype), rtol=2e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-3)
+        for r in (0, M // 2, M - 1): assert torch.equal(got[r:r + 1], kernels.product(x[r:r + 1], pack_weight(w), b, N))
+        assert torch.equal(got[5:16], kernels.product(x[5:16], pack_weight(w), b, N))
+
+
+def test_the_matrix_unit_is_used_where_linux_gives_it(kernels):
+    flags = native.processor_flags()
+    if 'amx_bf16' not in flags or '__AMX_BF16__' not in subprocess.run([find_compiler(), '-march=native', '-dM', '-E', '-x', 'c', '/dev/null'], capture_output=True, text=True).stdout:
+        assert not kernels.tiles
+        pytest.skip('no matrix unit (amx_bf16) that the compiler knows')
+    assert kernels.tiles and PackedLinear(torch.nn.Linear(64, 32, dtype=torch.bfloat16), kernels=kernels).invariant
 
 
 @pytest.mark.parametrize('dtype', DTYPES)
@@ -146,9 +165,10 @@ def test_both_sides_take_the_same(kernels):
     assert names[:4] == ['heads', 'kv_heads', 'dim', 'dim_v'] and names[-3:] == ['scale', 'softcap', 'sinks']
 
 
-@pytest.mark.parametrize('flags', [['-msse2', '-Wno-psabi'], ['-mavx2', '-mfma']])
+@pytest.mark.parametrize('flags', [['-msse2', '-Wno-psabi'], ['-mavx2', '-mfma'], ['-march=native', '-mno-amx-bf16']])
 def test_other_processors(kernels, flags, tmp_path, monkeypatch):
-    "What is compiled for a processor without AVX, as for ARM, and for one with AVX2, computes right here."
+    "What is compiled for a processor without AVX, as for ARM, for one with AVX2, and for one without a matrix unit, computes right here."
+    if flags[0] == '-march=native' and not kernels.tiles: pytest.skip('this processor has no matrix unit to leave out')
     if native.platform.machine() != 'x86_64' or 'avx2' not in native.processor_flags(): pytest.skip('tries what the compiler makes of AVX2, which this processor lacks')
     monkeypatch.setenv('BATCHLAB_CACHE', str(tmp_path))
     monkeypatch.setattr(native, 'FLAGS', tuple(f for f in native.FLAGS if f != '-march=native') + tuple(flags))

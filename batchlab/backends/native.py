@@ -156,6 +156,7 @@ class ByteKernels:
         for (name, types), (dtype, d) in itertools.product(signatures(SOURCE).items(), DTYPES.items()):
             self.calls[name, dtype] = ctypes.CFUNCTYPE(None, *types).in_dll(lib, f'{name}_{d}')
         self.set_threads: Callable[[int], None] = lib.set_threads              # what this thread calls runs on so many
+        self.tiles = bool(lib.has_tiles())                                      # whether a matrix unit multiplies bf16
 
     def quantize(self, x: torch.Tensor, block: int, top: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of `x` `[T, K]`, mixed in blocks of 16, 32 or 64 (1: not), as uint8 in steps: `(bytes [T, K], steps fp32 [T])`.

@@ -57,7 +57,7 @@ class PackedLinear(nn.Module):
         weights = [l.weight.detach() for l in linears]
         self.sizes, self.kernels = [l.out_features for l in linears], kernels
         self.onednn, self.n, self.in_features = onednn, sum(self.sizes), linears[0].in_features
-        if onednn is None: self.onednn = has_matrix_unit(weights[0].dtype)
+        if onednn is None: self.onednn = has_matrix_unit(weights[0].dtype) and not kernels.tiles
         pack = kernels.pack_weight if all(w.stride(-1) == 1 for w in weights) else pack_weight
         self.weight = _prepack(torch.cat(weights)) if self.onednn else pack(*weights, empty=empty)
         self.bias = join_biases(*linears)
