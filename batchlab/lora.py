@@ -8,7 +8,7 @@ from __future__ import annotations
 __path__: list[str] = []                              # `batchlab.lora.request` is a name of vLLM's, see `batchlab.habits`
 
 # %% auto #0
-__all__ = ['LowRank', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'Adapter', 'signature_of', 'Adapters', 'read_modules', 'open_for', 'put_adapter', 'plan_adapters', 'adapter_named', 'adapter_names', 'LoRACalls']
+__all__ = ['LowRank', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'Adapter', 'signature_of', 'Adapters', 'read_modules', 'open_for', 'look_up', 'put_adapter', 'adapters_for', 'plan_adapters', 'adapter_named', 'adapter_names', 'LoRACalls']
 
 # %% ../nbs/32_lora.ipynb #32aa0005
 import hashlib, itertools, json, re, threading
@@ -256,6 +256,7 @@ class Adapters:
 
     def admit(self, asked: Any) -> Adapter:
         "The adapter that is `asked` for, once it was looked at: its weights are read when the first request runs. Raises `AdapterError`, `ParamError`."
+        if isinstance(asked, Adapter): return asked                                       # of a call that began with it
         request = self.find(asked)
         with self.lock:
             old = self.current.get(request.lora_int_id)
@@ -334,16 +335,28 @@ def open_for(llm: Any, max_loras: Any = None, max_lora_rank: Any = 16, max_cpu_l
     modules = read_modules(modules)
     return Adapters(linear_shapes(llm.model), llm.model.dtype.itemsize, at_once or min(8, kept or 8), rank or 16, kept, modules)
 
+def look_up(llm: Any, asked: Any) -> Adapter | AdapterError | None:
+    "The adapter that is `asked` for, or why it can't be had; None if none is. Raises `ParamError`."
+    if asked is None: return None
+    if llm.adapters is None: raise ParamError(f'lora_request={asked!r:.60} needs LLM(enable_lora=True)')
+    try: return llm.adapters.admit(asked)
+    except AdapterError as e: return e
+
 def put_adapter(llm: Any, group: Any, asked: Any) -> Any:
     "`group`, made ready by `admit`, with the adapter that is `asked` for, or None: its requests run with it, or it has an error. Raises `ParamError`."
-    if asked is None: return group
-    if llm.adapters is None: raise ParamError(f'lora_request={asked!r:.60} needs LLM(enable_lora=True)')
-    try: group.adapter = llm.adapters.admit(asked)
-    except AdapterError as e: group.error, group.refused = group.error or str(e), True
-    else:
-        group.lora_request = group.adapter.request
-        for r in group.requests: r.adapter = group.adapter.number
+    found = look_up(llm, asked)
+    if isinstance(found, AdapterError): group.error, group.refused = group.error or str(found), True
+    elif found:
+        group.adapter, group.lora_request = found, found.request
+        for r in group.requests: r.adapter = found.number
     return group
+
+def adapters_for(llm: Any, n: int, lora_request: Any) -> list[Adapter | AdapterError | None]:
+    """For each of `n` prompts, of which each makes many requests, what `look_up` says: whatever becomes of the files, all those have one adapter.
+
+    `lora_request`: one for all or one each, as `LLM.generate` takes it. Raises `ParamError`."""
+    from batchlab.inputs import settings_for
+    return [look_up(llm, asked) for *_, asked in settings_for(n, lora_request=lora_request)]
 
 def plan_adapters(adapters: Adapters | None, groups: Sequence[Any]) -> tuple[int, int]:
     "Bytes of the adapters of `groups` that are in memory at once, and the most that adapters may take."
