@@ -473,3 +473,23 @@ def test_a_search_has_one_adapter_from_its_first_beam_to_its_last(three, tmp_pat
     [new] = llm.beam_search([[5, 6, 7]], BeamSearchParams(3, 8), lora_request=x)
     check(merged(three[0], folder), [5, 6, 7], new, 3, 8)
     assert steps.count('forward') >= 16 and [s.tokens for s in new.sequences] != [s.tokens for s in out.sequences] and len(llm.adapters.alive) == 1
+
+
+def test_workers_on_ray_have_adapters(three, tmp_path, monkeypatch):
+    pytest.importorskip('ray', reason="needs Ray: pip install 'batchlab[ray]'")
+    from batchlab.work.scaleout import Pool, RayJob
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('OMP_NUM_THREADS', '1')
+    model, requests, refs = three
+    model.save_pretrained('model')
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained('model')
+    for r in requests: shutil.copytree(r.lora_path, r.lora_name)                     # found from here, wherever a worker runs
+    lines = [dict(prompt=f'hi {"you " * (i % 5)}', max_tokens=8, ignore_eos=True) | ({} if not i % 4 else {('model', 'adapter')[i % 2]: 'abc'[i % 4 - 1]}) for i in range(24)]
+    Path('in.jsonl').write_text('\n'.join(map(json.dumps, [*lines, dict(prompt='hi', adapter='zz')])))
+    with Pool(1, num_cpus=1, llm=dict(model='model', lora_modules={n: n for n in 'abc'}, max_lora_rank=64, max_num_seqs=4, compile=False), say=lambda s: None) as pool:
+        result = RayJob('in.jsonl', 'out.jsonl', ordered=True, use_tqdm=False).run(pool)
+    *records, bad = [json.loads(line) for line in Path('out.jsonl').read_text().splitlines()]
+    want = [tokenizer.decode(alone(refs[i % 4], tokenizer(d['prompt'])['input_ids']), skip_special_tokens=True) for i, d in enumerate(lines)]
+    assert [r['text'] for r in records] == want and (result.answered, result.failed) == (24, 1)
+    assert 'known are a, b, c' in bad['error']['message']
