@@ -207,6 +207,18 @@ def test_embed_on_the_command_line(tmp_path, encoder, capfd, monkeypatch):
     assert main(['embed', 'a', '-i', 'b'], llm=encoder) == 2 and main(['embed', 'a', '--pooling', 'median'], llm=encoder) == 2
 
 
+def test_a_plan_of_texts_on_the_command_line(tmp_path, encoder, capfd):
+    (tmp_path/'in.txt').write_text('\n'.join([*TEXTS, 'z' * 200]))
+    plan = ['plan', '-i', str(tmp_path/'in.txt')]
+    assert main([*plan, '--embed', '--no-calibration'], llm=encoder) == 1
+    said = capfd.readouterr().out
+    assert f'tokens: {sum(len(t.encode()) for t in TEXTS):,} in prompts' in said and 'weights' in said and 'the model takes 64' in said, said
+    assert main(plan, llm=encoder) == 2 and (err := capfd.readouterr().err).count('\n') == 1 and '--embed' in err, err
+    assert main([*plan, '--embed', '--no-calibration'], llm=writer()) == 0                     # of a model that writes as well
+    (tmp_path/'in.csv').write_text('text,max_tokens\nabc,x\nabcdef,\n')
+    assert main(['plan', '-i', str(tmp_path/'in.csv'), '--embed'], llm=encoder) == 0 and 'speed' in capfd.readouterr().out
+
+
 # the server
 
 fastapi, openai, httpx = map(pytest.importorskip, ('fastapi', 'openai', 'httpx'))
