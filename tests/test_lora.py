@@ -380,6 +380,54 @@ def test_the_server_has_adapters_as_models(three):
         assert client.post('/v1/completions', json=dict(model='nobody', prompt='hi')).status_code == 404
 
 
+def test_clients_bring_in_no_adapters_and_take_none_out(three, tmp_path):
+    testclient = pytest.importorskip('starlette.testclient')
+    from batchlab.work.server import create_app
+    model, [a, b, _], refs = three
+    llm = LLM(model, tiny_tokenizer(), lora_modules={'a': a.lora_path}, max_lora_rank=64, compile=False)
+    (tmp_path/'a').symlink_to(b.lora_path)
+    with testclient.TestClient(create_app(llm, 'tiny')) as client:
+        post = lambda path, **body: client.post(path, json=body)
+        for path in ('load', 'unload'):
+            for url in (f'/v1/{path}_lora_adapter', f'/{path}_lora_adapter'):
+                assert post(url, lora_name='b', lora_path=b.lora_path).status_code == 404 == post(url, lora_name='a', lora_int_id=1).status_code
+        asked = dict(prompt='hi', max_tokens=8, ignore_eos=True, temperature=0)
+        for name in (b.lora_path, f'a/../{b.lora_path}', str(tmp_path/'a'), './a', 'A', 'a ', '', 'b', f'b={b.lora_path}'):          # a name is no path
+            assert post('/v1/completions', model=name, **asked).status_code == 404 == post('/v1/embeddings', model=name, input='hi').status_code, name
+        for bad in (['a'], {'name': 'a', 'path': b.lora_path}, 1):
+            for url, body in (('/v1/completions', asked), ('/v1/embeddings', dict(input='hi')), ('/tokenize', dict(prompt='hi')), ('/detokenize', dict(tokens=[5]))):
+                assert post(url, model=bad, **body).status_code == 400, (bad, url)
+        for key, value in (('lora_request', dict(lora_name='b', lora_int_id=1, lora_path=b.lora_path)), ('lora_path', b.lora_path), ('adapter', 'a')):
+            said = post('/v1/completions', model='tiny', **asked, **{key: value})
+            assert said.status_code == 400 and key in said.json()['error']['message'], said.text
+        answers = [post('/v1/completions', model=m, **asked).json()['choices'][0]['text'] for m in ('tiny', 'a')]
+        assert answers == [llm.tokenizer.decode(alone(m, llm.tokenizer('hi')['input_ids'])) for m in refs[:2]]
+        assert [c['id'] for c in client.get('/v1/models').json()['data']] == ['tiny', 'a'] and llm.list_loras() == {1}
+
+
+def test_a_server_begins_with_adapters_that_work_and_names_that_are_one_things(three, tmp_path):
+    pytest.importorskip('fastapi')
+    from batchlab.errors import AdapterError
+    from batchlab.work.jobs import Job, JobError
+    from batchlab.work.server import create_app
+    model, [a, *_], _ = three
+    make = lambda modules: LLM(model, tiny_tokenizer(), lora_modules=modules, max_lora_rank=8, compile=False)
+    for others in ((), ('also',)):
+        with pytest.raises(ParamError, match="model and an adapter are both called '(tiny|also)'"): create_app(make({'tiny' if not others else 'also': a.lora_path}), 'tiny', others=others)
+    with pytest.raises(AdapterError, match="adapter 'x': there is no folder"): create_app(make({'a': a.lora_path, 'x': tmp_path/'nowhere'}), 'tiny')
+    with pytest.raises(AdapterError, match='max_lora_rank=40'): create_app(make({'big': three[1][2].lora_path}), 'tiny')
+    with pytest.raises(ParamError, match="two adapters 'a'"): make(['a=x', 'a=y'])
+    (tmp_path/'in.jsonl').write_text('{"prompt": "hi", "model": "tiny"}')
+    with pytest.raises(JobError, match="both called 'tiny'"): Job(tmp_path/'in.jsonl', tmp_path/'out.jsonl', model_name='tiny').run(make({'tiny': a.lora_path}))
+
+
+@pytest.mark.parametrize('config, said', [(dict(lora_alpha=float('nan')), 'a scale of nan'), (dict(alpha_pattern={'(': 3}), 'gives no scale'), (dict(alpha_pattern={'q_proj': 'x'}), 'gives no scale'),
+                                          (dict(lora_alpha=1e308, alpha_pattern={'q_proj': float('inf')}), 'a scale of inf'), (dict(rank_pattern={'(': 3}), 'gives no scale')])
+def test_no_number_comes_of_some_configurations(three, config, said, tmp_path):
+    bad, good = engine(three, compile=False).generate(['a', 'b'], GREEDY, lora_request=[LoRARequest('bad', 9, tiny_adapter(tmp_path/'bad', three[0], **config)), None])
+    assert bad.refused and said in bad.error and '\n' not in bad.error and good.error is None
+
+
 def test_vectors_are_verified_with_their_adapter(three):
     llm = engine(three)
     outs = llm.embed(['one', 'two', 'one'], lora_request=[None, three[1][0], three[1][1]])
