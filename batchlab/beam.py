@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 from .config import check_count
-from .errors import BatchlabError, ModelError, ParamError
+from .errors import AdapterError, BatchlabError, ModelError, ParamError
 from .inputs import as_list, check_bar, check_forms, log_failures, prompt_ids_of, split_settings
+from .lora import Adapter, LoRARequest, adapters_for
 from .outputs import Outputs, RequestOutput, StreamEvent
 from .params import BeamSearchParams, SamplingParams
 from .prefill import check_prompt
@@ -37,7 +38,8 @@ class BeamSearchSequence:
     """One sequence of a beam search; vLLM's names. `tokens`: those of the prompt and of the answer, the end token included; `text`: both.
 
     `logprobs`: for each token of the answer `{id: Logprob}` of the likeliest at its place; `cum_logprob`: the sum of the answer's own.
-    `score`: that over the answer's length to the power of `length_penalty`. `finish_reason`: 'stop' at the end token `stop_reason`, or 'length'."""
+    `score`: that over the answer's length to the power of `length_penalty`. `finish_reason`: 'stop' at the end token `stop_reason`, or 'length'.
+    `lora_request`: the adapter it was found with."""
     orig_prompt: dict[str, Any]
     tokens: list[int]
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
@@ -46,6 +48,7 @@ class BeamSearchSequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     score: float = -math.inf
+    lora_request: LoRARequest | None = None
 
     @property
     def output_ids(self) -> list[int]:
@@ -54,7 +57,7 @@ class BeamSearchSequence:
 
     def grown(self, token: int, top: dict[int, Logprob], cum_logprob: float) -> BeamSearchSequence:
         "This sequence and one more `token`, chosen from `top`."
-        return BeamSearchSequence(self.orig_prompt, [*self.tokens, token], [*self.logprobs, top], cum_logprob)
+        return BeamSearchSequence(self.orig_prompt, [*self.tokens, token], [*self.logprobs, top], cum_logprob, lora_request=self.lora_request)
 
     def end(self, score: float, eos_ids: Collection[int]) -> None:
         "It is an answer, with its last token."
@@ -69,11 +72,13 @@ class BeamSearchSequence:
 class BeamSearchInstance:
     """The beam search of one prompt, without a model: `running` beams want to know their next tokens, `finished` are the best answers yet.
 
-    The arithmetic is that of transformers' `generate` with `early_stopping=False`. `error`: why it ended, if it broke off."""
+    The arithmetic is that of transformers' `generate` with `early_stopping=False`. `adapter`: the one all its beams have. `error`: why it ended,
+    if it broke off."""
     def __init__(self, prompt_ids: Sequence[int], beam_width: int, max_tokens: int, eos_ids: Collection[int] = (), length_penalty: float = 1.,
-                 prompt: str | None = None) -> None:
+                 prompt: str | None = None, adapter: Adapter | None = None) -> None:
         self.beam_width, self.max_tokens, self.eos_ids, self.length_penalty = beam_width, max_tokens, eos_ids, length_penalty
-        self.running = [BeamSearchSequence(dict(prompt=prompt, prompt_token_ids=list(prompt_ids)), list(prompt_ids))]
+        self.adapter, first = adapter, dict(prompt=prompt, prompt_token_ids=list(prompt_ids))
+        self.running = [BeamSearchSequence(first, list(prompt_ids), lora_request=adapter and adapter.request)]
         self.finished: list[BeamSearchSequence] = []
         self.length, self.told, self.error = 0, {}, None      # tokens of an answer so far; what `tell` was told
 
@@ -124,7 +129,7 @@ def run_searches(llm: LLM, searches: Iterable[BeamSearchInstance], at_once: int)
         if e.output is not None: outputs.append(e.output)
     def ask(search: BeamSearchInstance) -> None:
         p = SamplingParams(temperature=0, max_tokens=1, logprobs=search.num_logprobs, logprobs_mode='raw_logprobs', detokenize=False)
-        for b, beam in enumerate(search.running): asked[llm.add_request(beam.tokens, p, hear)] = search, b
+        for b, beam in enumerate(search.running): asked[llm.add_request(beam.tokens, p, hear, lora_request=search.adapter)] = search, b
     try:
         while waiting or asked:
             while waiting and num_running < at_once:
@@ -167,15 +172,16 @@ class BeamSearchOutput:
                      finish_reason=s.finish_reason, error=None) for i, s in enumerate(self.sequences)] or [nothing | dict(error=self.error)]
 
 # %% ../nbs/17_strategy.ipynb #str00030
-def make_search(llm: LLM, prompt: Any, p: BeamSearchParams) -> BeamSearchInstance:
-    "The search of `prompt`, in any form that `LLM.generate` takes. Raises `ParamError`, `PromptError`, `ModelError`."
+def make_search(llm: LLM, prompt: Any, p: BeamSearchParams, adapter: Adapter | AdapterError | None = None) -> BeamSearchInstance:
+    "The search of `prompt`, in any form that `LLM.generate` takes. Raises `ParamError`, `PromptError`, `ModelError`, and `adapter` if that is an error."
     prompt, own = split_settings(prompt)
     if own: raise ParamError(f'{min(own)} stands in a prompt: the settings of a beam search are its params')
     text, ids = prompt_ids_of(llm.model, llm.tokenizer, prompt, False)
     check_prompt(ids, llm.max_model_len, llm.vocab_size)
     limits = [n for n in (p.max_tokens, llm.max_model_len and llm.max_model_len - len(ids)) if n]
     if not limits: raise ParamError('max_tokens is None, and the model states no context length: give max_tokens')
-    return BeamSearchInstance(ids, p.beam_width, min(limits), () if p.ignore_eos else llm.eos_ids, p.length_penalty, text)
+    if isinstance(adapter, AdapterError): raise adapter
+    return BeamSearchInstance(ids, p.beam_width, min(limits), () if p.ignore_eos else llm.eos_ids, p.length_penalty, text, adapter)
 
 def _room(llm: LLM, searches: Sequence[BeamSearchInstance]) -> int:
     "How many of `searches` have room for all their beams, in the slots and in the memory of the cache; 1 at least."
@@ -194,21 +200,21 @@ def _output(llm: LLM, search: BeamSearchInstance, p: BeamSearchParams) -> BeamSe
 
 # %% ../nbs/17_strategy.ipynb #str00032
 def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams | dict[str, Any] | None = None, use_tqdm: Any = None,
-                concurrency_limit: int | None = None) -> Outputs[BeamSearchOutput]:
+                concurrency_limit: int | None = None, lora_request: Any = None) -> Outputs[BeamSearchOutput]:
     """The likeliest answers to `prompts`, one or many in any form that `LLM.generate` takes, by beam search: a `BeamSearchOutput` a prompt.
 
     Tokens, order and `score` are those of transformers' `generate(num_beams=…, num_return_sequences=…, do_sample=False, early_stopping=False)`.
     In contrast to vLLM, `length_penalty` counts the answer without its prompt, and any of the model's end tokens ends an answer.
-    `concurrency_limit`: prompts at once; None: as many as have room. `use_tqdm`: see `LLM.generate`. Raises `ParamError`, and `PromptError` if
-    not one is a prompt; a prompt that can't run gets its `error`."""
+    `concurrency_limit`: prompts at once; None: as many as have room. `use_tqdm`, `lora_request`: see `LLM.generate`. Raises `ParamError`, and
+    `PromptError` if not one is a prompt; a prompt that can't run gets its `error`."""
     check_bar(use_tqdm)
     p, prompts, limit = BeamSearchParams.of(params), as_list(prompts), check_count('concurrency_limit', concurrency_limit)
     check_forms(prompts, False)
     searches: dict[BeamSearchInstance, int] = {}
     done: dict[int, BeamSearchOutput] = {}
     down: list[ModelError] = []
-    for i, prompt in enumerate(prompts):
-        try: searches[make_search(llm, prompt, p)] = i
+    for i, (prompt, adapter) in enumerate(zip(prompts, adapters_for(llm, len(prompts), lora_request))):
+        try: searches[make_search(llm, prompt, p, adapter)] = i
         except BatchlabError as e:
             if isinstance(e, ModelError): down.append(e)
             done[i] = BeamSearchOutput([], str(e))

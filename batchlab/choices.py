@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from .blocks import common_length
-from .errors import BatchlabError, ModelError, ParamError, PromptError
+from .errors import AdapterError, BatchlabError, ModelError, ParamError, PromptError
 from .inputs import as_list, check_bar, check_forms, is_ids, log_failures, parse_prompt, prompt_ids_of
+from .lora import Adapter, LoRARequest, adapters_for
 from .models import encode, start_token_id
 from .outputs import Outputs
 from .params import SamplingParams
@@ -68,12 +69,13 @@ class Question:
     """A prompt with its choices, `keys` (texts, or tuples of ids), on the way: what their tokens are, and what was found out about them.
 
     `shared`: the tokens in front of all choices; `tails`: what each has after them. `end_ids`: the tokens of which one has to follow a
-    choice, if its end counts. `found`: for each of `asks` `(log probabilities of its tokens from the second on, {id: log probability}
-    after it)`."""
+    choice, if its end counts. `adapter`: the one that is asked. `found`: for each of `asks` `(log probabilities of its tokens from the second on,
+    {id: log probability} after it)`."""
     keys: list[Any]
     shared: list[int] = field(default_factory=list)
     tails: list[list[int]] = field(default_factory=list)
     end_ids: Sequence[int] = ()
+    adapter: Adapter | None = None
     error: str | None = None
     found: dict[tuple[int, ...], tuple[list[float], dict[int, float]]] = field(default_factory=dict)
 
@@ -109,7 +111,7 @@ def ask(llm: LLM, questions: Sequence[Question]) -> None:
     "Find out what `questions` ask, all in one call, of which nothing is logged."
     asked = [(q, tail, ids) for q in questions for tail, ids in q.asks().items()]
     params = [_asking(ids, len(q.shared) if tail else None) for q, tail, ids in asked]
-    for i, out in llm.iter_outputs([[*q.shared, *tail] for q, tail, _ in asked], params):
+    for i, out in llm.iter_outputs([[*q.shared, *tail] for q, tail, _ in asked], params, lora_request=[q.adapter for q, *_ in asked]):
         q, tail, ids = asked[i]
         if out.error: q.error = q.error or out.error
         else:
@@ -123,11 +125,12 @@ class ChoiceScores:
 
     `token_ids`: the tokens of each choice (a choice of ids is named by a tuple of them); `token_logprobs`: the log probability of each of them after
     `prompt_token_ids` and those before it, natural logarithms, and of the end behind them if it counts. `error`: why nothing is known; then the
-    dicts are empty."""
+    dicts are empty. `lora_request`: the adapter that was asked."""
     prompt_token_ids: list[int]
     token_ids: dict[Any, list[int]]
     token_logprobs: dict[Any, list[float]]
     error: str | None = None
+    lora_request: LoRARequest | None = None
 
     @property
     def logprobs(self) -> dict[Any, float]:
@@ -173,7 +176,8 @@ class ChoiceScores:
 def answer(q: Question) -> ChoiceScores:
     "What was found out about `q`."
     if q.error: return ChoiceScores(q.shared, {}, {}, q.error)
-    return ChoiceScores(q.shared, dict(zip(q.keys, q.tails)), {c: q.logprobs(t) for c, t in zip(q.keys, q.tails)})
+    return ChoiceScores(q.shared, dict(zip(q.keys, q.tails)), {c: q.logprobs(t) for c, t in zip(q.keys, q.tails)},
+                        lora_request=q.adapter and q.adapter.request)
 
 # %% ../nbs/33_choices.ipynb #c4330022
 def _is_choice(x: Any) -> bool: return isinstance(x, str) or is_ids(x)
@@ -209,27 +213,29 @@ def _waves(questions: Iterable[Question], most: int = 1000) -> Iterator[list[Que
             wave, requests = [], 0
     if wave: yield wave
 
-def choose(llm: LLM, prompts: Any, choices: Any, chat: bool = False, use_tqdm: Any = None, end: bool = False) -> Outputs[ChoiceScores]:
+def choose(llm: LLM, prompts: Any, choices: Any, chat: bool = False, use_tqdm: Any = None, end: bool = False,
+           lora_request: Any = None) -> Outputs[ChoiceScores]:
     """How likely each of `choices` is after each of `prompts`, one or a list (with `chat`, conversations): a `ChoiceScores` a prompt.
 
     `choices`: strings or lists of token ids, one list for all prompts, or a list of such lists, one a prompt. A string goes on where the prompt ends:
     after `'Answer:'` give `' yes'`, with its space. With `chat` it is the assistant's answer. `end`: the answer has to end there, so that 'New' is not as
-    likely as all that begins with it; any of the model's end tokens will do. The sums are those of `score(prompt + choice)`. `use_tqdm`: see
-    `LLM.generate`. `to_pandas()` of the result has a column `P(choice)` for each. Raises `ParamError`, and `PromptError` if not one is a prompt; a
+    likely as all that begins with it; any of the model's end tokens will do. The sums are those of `score(prompt + choice)`. `use_tqdm`,
+    `lora_request`: see `LLM.generate`. `to_pandas()` of the result has a column `P(choice)` for each. Raises `ParamError`, and `PromptError` if not one is a prompt; a
     prompt that can't run gets its `error`."""
     check_bar(use_tqdm)
     prompts = as_list(prompts, chat)
     check_forms(prompts, chat)
     each, end_ids = choices_for(len(prompts), choices), sorted(llm.eos_ids) if end else ()
     if end and not end_ids: raise ParamError('end=True, and this model has no end token: leave it out')
-    def questions() -> Iterator[Question]:
-        for prompt, mine in zip(prompts, each):
-            try: yield Question(check_choices(mine), *encode_choices(llm, prompt, mine, chat), end_ids)
-            except (PromptError, ParamError) as e: yield Question([], error=str(e))
+    adapters = adapters_for(llm, len(prompts), lora_request)
+    def question(prompt: Any, mine: Sequence[Any], adapter: Adapter | AdapterError | None) -> Question:
+        try: keys, (shared, tails) = check_choices(mine), encode_choices(llm, prompt, mine, chat)
+        except (PromptError, ParamError) as e: return Question([], error=str(e))
+        return Question([], error=str(adapter)) if isinstance(adapter, AdapterError) else Question(keys, shared, tails, end_ids, adapter)
     done: Any = Outputs()
     bar_class: Any = use_tqdm if callable(use_tqdm) else tqdm
     with bar_class(total=len(prompts), unit=' prompts', disable=not shows_bar(use_tqdm)) as bar:
-        for wave in _waves(questions()):
+        for wave in _waves(map(question, prompts, each, adapters)):
             ask(llm, wave)
             done += map(answer, wave)
             bar.update(len(wave))

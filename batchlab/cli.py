@@ -25,6 +25,7 @@ if TYPE_CHECKING:      # the command line is quick since it imports these only w
     from batchlab.work.scaleout import BatchWorkers
     from batchlab.work.jobs import Job, JobResult
     from batchlab.work.lines import JobLine
+    from batchlab.work.pooling_api import PoolingRequest
 
 _FLAGS = 'SAMPLING_FLAGS COMMANDS OneLineParser id_list json_value int_or_none positive_int positive_float whole_number'
 __getattr__ = renamed(__name__, dict(CliError='errors.JobError', as_json='json_line') | {
@@ -481,10 +482,13 @@ def run_with_ray(args: argparse.Namespace, job: Job) -> JobResult:
 
 def plan_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab plan`. Returns the exit status. Raises `BatchlabError`."
-    with input_file(args.input) as args.input:
+    args.embed = vectors_asked(args) if args.embed else None
+    with input_file(args.input, text=bool(args.embed)) as args.input:
         job = job_of(args)
         job.check()
-        print(plan := job.plan(llm or load_llm(args), args.calibrate))
+        llm = llm or load_llm(args)
+        if not (llm.can_generate or args.embed) and job.form == 'plain': raise JobError('this model writes no text: --embed plans for vectors of the texts')
+        print(plan := job.plan(llm, args.calibrate))
     return int(plan.failed > 0)
 
 def view_trace(args: argparse.Namespace, llm: LLM | None = None) -> int:
@@ -510,15 +514,20 @@ def texts_file(texts: Sequence[str], name: str | None) -> Iterator[str]:
             path.write_text(''.join(json_line(dict(prompt=t)) for t in texts), encoding='utf-8', errors='surrogateescape')
             yield str(path)
 
-def embed(args: argparse.Namespace, llm: LLM | None = None) -> int:
-    "Run `batchlab embed`. Returns the exit status. Raises `BatchlabError`."
+def vectors_asked(args: argparse.Namespace) -> PoolingRequest:
+    "What `embed` and `plan --embed` ask for each text. Without a `model`, `args` get one for embeddings. Raises `ParamError`."
     from batchlab.pooled import PoolingParams
     from batchlab.work.pooling_api import PoolingRequest
-    if not (args.dry_run or args.model):
+    given = argparse.Namespace(**dict.fromkeys('dry_run normalize dimensions truncate prompt_name pooling'.split()) | vars(args))
+    if not (given.dry_run or args.model):
         from batchlab.fetching import DEFAULT_EMBEDDING_MODEL
         args.model = DEFAULT_EMBEDDING_MODEL
-    params = PoolingParams('embed', args.normalize, args.dimensions, -1 if args.truncate else None)
-    args.embed = PoolingRequest('embed', [], params=params, prompt_name=args.prompt_name, asked=dict(pooling=args.pooling))
+    params = PoolingParams('embed', given.normalize, given.dimensions, -1 if given.truncate else None)
+    return PoolingRequest('embed', [], params=params, prompt_name=given.prompt_name, asked=dict(pooling=given.pooling))
+
+def embed(args: argparse.Namespace, llm: LLM | None = None) -> int:
+    "Run `batchlab embed`. Returns the exit status. Raises `BatchlabError`."
+    args.embed = vectors_asked(args)
     args.output, args.ordered = args.output or '-', True               # a vector is found by its place
     with texts_file(args.texts, args.input) as args.input: return run_job(args, llm)
 

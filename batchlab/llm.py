@@ -252,16 +252,17 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         return Outputs(Score(o.prompt_token_ids or [], [next(iter(d.values())).logprob for d in (o.prompt_logprobs or [])[start:]], o.error)
                        for o in outs)
 
-    def choose(self, prompts: Any, choices: Any, chat: bool = False, use_tqdm: Any = None, end: bool = False) -> Outputs[ChoiceScores]:
+    def choose(self, prompts: Any, choices: Any, chat: bool = False, use_tqdm: Any = None, end: bool = False,
+               lora_request: Any = None) -> Outputs[ChoiceScores]:
         "How likely each of `choices` is after each of `prompts`: a `ChoiceScores` a prompt. For arguments see `batchlab.choices.choose`."
         from batchlab.choices import choose
-        return choose(self, prompts, choices, chat, use_tqdm, end)
+        return choose(self, prompts, choices, chat, use_tqdm, end, lora_request)
 
     def beam_search(self, prompts: Any, params: BeamSearchParams | dict[str, Any] | None = None, use_tqdm: Any = None,
-                    concurrency_limit: int | None = None) -> Outputs[BeamSearchOutput]:
+                    concurrency_limit: int | None = None, lora_request: Any = None) -> Outputs[BeamSearchOutput]:
         "The likeliest answers to each of `prompts`, by beam search: a `BeamSearchOutput` a prompt. For arguments see `batchlab.beam.beam_search`."
         from batchlab.beam import beam_search
-        return beam_search(self, prompts, params, use_tqdm, concurrency_limit)
+        return beam_search(self, prompts, params, use_tqdm, concurrency_limit, lora_request)
 
     def verify(self, outputs: RequestOutput | Sequence[RequestOutput], **kwargs: Any) -> Report:
         "Run some of `outputs` again, each alone, and compare: a `Report`. For arguments see `batchlab.verify.verify`."
@@ -271,14 +272,15 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         return self.report
 
     def map(self, frame: Frame, template: str | None = None, sampling_params: Any = None, *, column: str = 'prompt', system: str | None = None,
-            chat: bool = False, data_columns: Sequence[str] = (), postprocess: Any = None, output: str = 'text', use_tqdm: bool | None = None) -> Frame:
+            chat: bool = False, data_columns: Sequence[str] = (), postprocess: Any = None, output: str = 'text', use_tqdm: bool | None = None,
+            lora_request: Any = None) -> Frame:
         """Answer each row of `frame`, a DataFrame, an Arrow table or a list of dicts: one of the same kind with the answers in new columns.
 
         `template`: 'Translate to {lang}: {text}', of the columns; without it the prompt is in `column`. For the rest see
         `batchlab.work.frames.map_frame`. Raises `PromptError`, `ParamError`, `JobError` for what is wrong with the call."""
         from batchlab.work.frames import map_frame
         return map_frame(self, frame, template, sampling_params, column=column, system=system, chat=chat, data_columns=data_columns,
-                         postprocess=postprocess, output=output, use_tqdm=use_tqdm)
+                         postprocess=postprocess, output=output, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def trace(self, **kwargs: Any) -> Recorder:
         """Record what happens inside `with llm.trace() as trace:`, a `Recorder`. For arguments see `batchlab.trace.trace`.

@@ -136,6 +136,16 @@ def _without(model, missing, headless):
     else: return model, missing
     return model, []
 
+_UNUSED = re.compile(r"""(.*\.)?(position_ids|token_type_ids|inv_freq|masked_bias)|([\w-]+\.)?(pooler|contact_head)\..*
+    |(cls|lm_head|mlm_head|predictions|lm_predictions|mask_predictions|sop_classifier|vocab_(transform|layer_norm|projector)|pred_layer|decoder
+    |(generator|discriminator)_(predictions|lm_head)|head\.(dense|norm))\..*""", re.VERBOSE)      # constants, poolers, and what guesses masked words
+
+def _check_unused(folder, model, unused):
+    "Raise `UnsupportedModelError` if `unused` weights of the folder, which are no part of an encoder `model`, are more than its class is known to leave."
+    strange = [k for k in unused if not _UNUSED.fullmatch(k)]
+    if strange: raise _unsupported(folder, f"{type(model).__name__} has no place for {', '.join(strange[:3])}{', …' * (len(strange) > 3)}, as a ColBERT model's "
+                                           'projection, and without it the vectors would be others')
+
 def _load_weights(folder, config, auto, dtype, device):
     "The model of a folder on the CPU, every weight of it from the files. Raises `ModelError`, `UnsupportedModelError`."
     broken = lambda why: ModelError(f"the weights in {folder} can't be read ({why}): {_fix(folder)}")
@@ -152,6 +162,7 @@ def _load_weights(folder, config, auto, dtype, device):
     model, missing = _without(model, sorted(info['missing_keys']), bare)
     if missing:
         raise broken(f"{len(missing)} of {type(model).__name__} are missing, first {missing[0]}")
+    if not auto.__name__.endswith('CausalLM'): _check_unused(folder, model, sorted(info['unexpected_keys']))
     return model
 
 def _read_tokenizer(path, folder, **kw):

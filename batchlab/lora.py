@@ -8,12 +8,12 @@ from __future__ import annotations
 __path__: list[str] = []                              # `batchlab.lora.request` is a name of vLLM's, see `batchlab.habits`
 
 # %% auto #0
-__all__ = ['LowRank', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'Adapter', 'signature_of', 'Adapters', 'read_modules', 'open_for', 'put_adapter', 'plan_adapters', 'adapter_named', 'adapter_names', 'LoRACalls']
+__all__ = ['LowRank', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'Adapter', 'signature_of', 'Adapters', 'read_modules', 'open_for', 'look_up', 'put_adapter', 'adapters_for', 'plan_adapters', 'adapter_named', 'adapter_names', 'check_modules', 'LoRACalls']
 
 # %% ../nbs/32_lora.ipynb #32aa0005
-import hashlib, itertools, json, re, threading
+import hashlib, itertools, json, math, re, threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -95,10 +95,14 @@ class AdapterConfig:
             raise AdapterError(f"{str(file)!r} can't be read as PEFT's configuration ({type(e).__name__}: {e})") from e
 
     def scale(self, module: str, rank: int) -> float:
-        "What the adapter's part in `module` is multiplied by. Raises `AdapterError` if its `rank` is not as configured."
-        if rank != (r := _of_pattern(self.ranks, module, self.rank)):
-            raise AdapterError(f'its weights for {module} have rank {rank}, and adapter_config.json says {r}: one of the two files is of another adapter')
-        return _of_pattern(self.alphas, module, self.alpha) / (r ** .5 if self.rslora else r)
+        "What the adapter's part in `module` is multiplied by. Raises `AdapterError` if its `rank` is not as configured, or no number comes of it."
+        try:
+            if rank != (r := _of_pattern(self.ranks, module, self.rank)):
+                raise AdapterError(f'its weights for {module} have rank {rank}, and adapter_config.json says {r}: one of the two files is of another adapter')
+            scale = float(_of_pattern(self.alphas, module, self.alpha) / (r ** .5 if self.rslora else r))
+        except (re.error, TypeError, ArithmeticError) as e: raise AdapterError(f"adapter_config.json gives no scale for {module} ({e}): save it again") from e
+        if not math.isfinite(scale): raise AdapterError(f'adapter_config.json gives {module} a scale of {scale}: save it again')
+        return scale
 
 def _more_than_lora(d: dict[str, Any]) -> str | None:
     "What a configuration asks for besides plain LoRA, or None."
@@ -256,6 +260,7 @@ class Adapters:
 
     def admit(self, asked: Any) -> Adapter:
         "The adapter that is `asked` for, once it was looked at: its weights are read when the first request runs. Raises `AdapterError`, `ParamError`."
+        if isinstance(asked, Adapter): return asked                                       # of a call that began with it
         request = self.find(asked)
         with self.lock:
             old = self.current.get(request.lora_int_id)
@@ -321,6 +326,7 @@ def read_modules(modules: Any) -> dict[str, LoRARequest]:
         if not isinstance(item, LoRARequest):
             if not isinstance(item, tuple) or len(item) != 2 or not all(item): raise ParamError(f'lora_modules takes name=folder, got {item!r:.60}')
             item = LoRARequest(str(item[0]), i, str(item[1]))
+        if item.lora_name in found: raise ParamError(f'lora_modules has two adapters {item.lora_name!r}: call one of them something else')
         found[item.lora_name] = item
     return found
 
@@ -334,16 +340,28 @@ def open_for(llm: Any, max_loras: Any = None, max_lora_rank: Any = 16, max_cpu_l
     modules = read_modules(modules)
     return Adapters(linear_shapes(llm.model), llm.model.dtype.itemsize, at_once or min(8, kept or 8), rank or 16, kept, modules)
 
+def look_up(llm: Any, asked: Any) -> Adapter | AdapterError | None:
+    "The adapter that is `asked` for, or why it can't be had; None if none is. Raises `ParamError`."
+    if asked is None: return None
+    if llm.adapters is None: raise ParamError(f'lora_request={asked!r:.60} needs LLM(enable_lora=True)')
+    try: return llm.adapters.admit(asked)
+    except AdapterError as e: return e
+
 def put_adapter(llm: Any, group: Any, asked: Any) -> Any:
     "`group`, made ready by `admit`, with the adapter that is `asked` for, or None: its requests run with it, or it has an error. Raises `ParamError`."
-    if asked is None: return group
-    if llm.adapters is None: raise ParamError(f'lora_request={asked!r:.60} needs LLM(enable_lora=True)')
-    try: group.adapter = llm.adapters.admit(asked)
-    except AdapterError as e: group.error, group.refused = group.error or str(e), True
-    else:
-        group.lora_request = group.adapter.request
-        for r in group.requests: r.adapter = group.adapter.number
+    found = look_up(llm, asked)
+    if isinstance(found, AdapterError): group.error, group.refused = group.error or str(found), True
+    elif found:
+        group.adapter, group.lora_request = found, found.request
+        for r in group.requests: r.adapter = found.number
     return group
+
+def adapters_for(llm: Any, n: int, lora_request: Any) -> list[Adapter | AdapterError | None]:
+    """For each of `n` prompts, of which each makes many requests, what `look_up` says: whatever becomes of the files, all those have one adapter.
+
+    `lora_request`: one for all or one each, as `LLM.generate` takes it. Raises `ParamError`."""
+    from batchlab.inputs import settings_for
+    return [look_up(llm, asked) for *_, asked in settings_for(n, lora_request=lora_request)]
 
 def plan_adapters(adapters: Adapters | None, groups: Sequence[Any]) -> tuple[int, int]:
     "Bytes of the adapters of `groups` that are in memory at once, and the most that adapters may take."
@@ -359,6 +377,15 @@ def adapter_names(llm: Any) -> list[str]:
     "What the adapters of `llm` are called."
     adapters = getattr(llm, 'adapters', None)
     return [] if adapters is None else [*adapters.known]
+
+def check_modules(llm: Any, names: Collection[str]) -> None:
+    """Look at all the adapters that `llm` was given, and at what they are called, if the model goes by `names` for those who ask.
+
+    Raises `AdapterError` for one that can't be loaded, `ParamError` for one of those names: who asks for it could mean either."""
+    if (adapters := getattr(llm, 'adapters', None)) is None: return
+    for name in adapters.modules:
+        if name in names: raise ParamError(f'the model and an adapter are both called {name!r}: call one of them something else')
+        adapters.admit(name)
 
 class LoRACalls:
     "The methods of `LLM` for adapters, by vLLM's names. A request that names an adapter loads it by itself."

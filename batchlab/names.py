@@ -209,11 +209,10 @@ def read_settings(unknown: dict[str, Any], given: dict[str, Any], names: list[st
 _SAME = [{'prompts', 'prompt', 'inputs', 'prompt_token_ids'}, {'messages', 'conversation', 'conversations'},
          {'sampling_params', 'params', 'generation_config'}]
 _CALL_NEUTRAL: dict[str, list[Any]] = dict(
-    lora_request=[], prompt_adapter_request=[], guided_options_request=[], tokenization_kwargs=[{}], mm_processor_kwargs=[{}],
+    prompt_adapter_request=[], guided_options_request=[], tokenization_kwargs=[{}], mm_processor_kwargs=[{}],
     truncate_prompt_tokens=[], chat_template_content_format=['auto', 'string'], cache_salt=[], arrival_time=[], trace_headers=[], data_parallel_rank=[])
 _CALL_ADVICE = dict(callback='give stream_callback', on_token='give stream_callback', stream='llm.stream yields tokens as they come',
-                    system="give a message of role 'system'", batch_size='LLM(max_num_seqs=…) says how many run at once',
-                    lora_request='generate, chat, stream, embed and what is like them take adapters')
+                    system="give a message of role 'system'", batch_size='LLM(max_num_seqs=…) says how many run at once')
 
 def read_call(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
     "For `reads`: the keywords of a method of `LLM`. Raises `ParamError`."

@@ -5,10 +5,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np, pytest, torch
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForPreTraining, AutoModelForSequenceClassification
 
 from batchlab.cli import main
-from batchlab.errors import JobError
+from batchlab.errors import JobError, UnsupportedModelError
 from batchlab.llm import LLM
 from batchlab.loading import quiet
 from batchlab.models import tiny_model, tiny_tokenizer
@@ -152,6 +152,45 @@ def test_a_plan_of_vectors(tmp_path, encoder):
     assert Job(tmp_path/'in.jsonl').dry_run().requests == 2
 
 
+def save(model, folder, architecture=None, **more):
+    "`model` in `folder`, with `more` weights, said to be an `architecture`."
+    from safetensors.torch import load_file, save_file
+    with quiet():
+        model.save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+    save_file(load_file(folder/'model.safetensors') | more, folder/'model.safetensors', dict(format='pt'))
+    config = json.loads((folder/'config.json').read_text())
+    (folder/'config.json').write_text(json.dumps(config | dict(architectures=[architecture or type(model).__name__])))
+    return str(folder)
+
+
+def test_weights_without_a_place_are_refused_by_name(tmp_path):
+    torch.manual_seed(0)
+    bert, labelled = (auto.from_config(AutoConfig.for_model('bert', **SMALL)) for auto in (AutoModel, AutoModelForSequenceClassification))
+    with pytest.raises(UnsupportedModelError, match="BertModel has no place for linear.weight, as a ColBERT") as e: LLM(save(bert, tmp_path/'colbert', 'HF_ColBERT', **{'linear.weight': torch.ones(8, 32)}))
+    assert '\n' not in str(e.value)
+    with pytest.raises(UnsupportedModelError, match=r'no place for classifier.bias, classifier.weight'): LLM(save(labelled, tmp_path/'labels', 'BertModel'))
+    with pytest.raises(UnsupportedModelError, match=r'a.0, a.1, a.2, …,'): LLM(save(labelled, tmp_path/'more', **{f'a.{i}': torch.ones(2) for i in range(5)}))
+    pylate = save(bert, tmp_path/'pylate')
+    for i, step in enumerate(('sentence_transformers.models.Dense', 'pylate.models.Dense.Dense')):
+        (tmp_path/'pylate/modules.json').write_text(json.dumps([dict(type='sentence_transformers.models.Transformer', path=''), dict(type=step, path='1_Dense')]))
+        with pytest.raises(UnsupportedModelError, match=f'step 1 of modules.json is a {step}'): LLM(pylate, compile=False)
+
+
+@pytest.mark.parametrize('kind', ['bert', 'roberta', 'distilbert', 'electra', 'albert', 'mpnet', 'deberta', 'nomic_bert'])
+def test_what_guesses_masked_words_is_left_out(tmp_path, kind):
+    small = dict(dim=32, hidden_dim=48, n_layers=2, n_heads=2) if kind == 'distilbert' else dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    config = AutoConfig.for_model(kind, vocab_size=259, max_position_embeddings=64, **small, **(dict(embedding_size=32) if kind in ('electra', 'albert') else {}))
+    for auto in (AutoModelForMaskedLM, AutoModelForPreTraining):
+        if kind == 'nomic_bert' and auto is AutoModelForPreTraining: continue
+        torch.manual_seed(0)
+        model = auto.from_config(config).eval()
+        llm = LLM(save(model, tmp_path/auto.__name__, **{'embeddings.position_ids': torch.arange(64)[None]}), compile=False)
+        ids = [5, 9, 33, 7]
+        with torch.inference_mode(): want = model.base_model(torch.tensor([ids])).last_hidden_state[0]
+        torch.testing.assert_close(torch.as_tensor(llm.encode([ids], pooling_task='token_embed')[0].outputs.data).float(), want, atol=1e-4, rtol=1e-3)
+
+
 # the command line
 
 def test_embed_on_the_command_line(tmp_path, encoder, capfd, monkeypatch):
@@ -166,6 +205,18 @@ def test_embed_on_the_command_line(tmp_path, encoder, capfd, monkeypatch):
     assert main(['embed', '-i', str(tmp_path/'in.txt'), '-o', str(tmp_path/'out.jsonl'), '--dimensions', '3'], llm=encoder) == 2          # other vectors than those there
     assert main(['embed', 'z' * 200], llm=encoder) == 1 and main(['embed', 'z' * 200, '--truncate'], llm=encoder) == 0
     assert main(['embed', 'a', '-i', 'b'], llm=encoder) == 2 and main(['embed', 'a', '--pooling', 'median'], llm=encoder) == 2
+
+
+def test_a_plan_of_texts_on_the_command_line(tmp_path, encoder, capfd):
+    (tmp_path/'in.txt').write_text('\n'.join([*TEXTS, 'z' * 200]))
+    plan = ['plan', '-i', str(tmp_path/'in.txt')]
+    assert main([*plan, '--embed', '--no-calibration'], llm=encoder) == 1
+    said = capfd.readouterr().out
+    assert f'tokens: {sum(len(t.encode()) for t in TEXTS):,} in prompts' in said and 'weights' in said and 'the model takes 64' in said, said
+    assert main(plan, llm=encoder) == 2 and (err := capfd.readouterr().err).count('\n') == 1 and '--embed' in err, err
+    assert main([*plan, '--embed', '--no-calibration'], llm=writer()) == 0                     # of a model that writes as well
+    (tmp_path/'in.csv').write_text('text,max_tokens\nabc,x\nabcdef,\n')
+    assert main(['plan', '-i', str(tmp_path/'in.csv'), '--embed'], llm=encoder) == 0 and 'speed' in capfd.readouterr().out
 
 
 # the server
@@ -268,6 +319,20 @@ def test_rows_of_ray_data(folder):
     close([*got['embedding'][:5]], vectors(worker.queue.llm))
     assert got['embedding'][5] is None and 'the model takes' in got['error'][5] and got['error'][0] is None and 'generated_text' not in got
     worker.queue.llm.stop()
+
+
+def test_embed_by_a_worker_on_ray(tmp_path, folder, encoder, capfd, monkeypatch):
+    pytest.importorskip('ray', reason="needs Ray: pip install 'batchlab[ray]'")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('OMP_NUM_THREADS', '1')
+    texts = [*TEXTS, *(f'text {"and more " * (i % 7)}{i}' for i in range(40)), 'z' * 200]          # the last is longer than the model takes
+    Path('in.txt').write_text('\n'.join(texts))
+    args = ['embed', '-i', 'in.txt', '-o', 'out.jsonl', '--model', folder, '--ray', '1', '--ray-cpus', '1']
+    assert main(args) == 1 and '46 of 46 requests done, 1 failed' in (said := capfd.readouterr().err), said
+    records = [json.loads(line) for line in Path('out.jsonl').read_text().splitlines()]
+    assert [r['line'] for r in records] == [*range(1, 47)] and 'the model takes' in records[-1]['error']['message'] and records[-1]['embedding'] is None
+    close([r['embedding'] for r in records[:-1]], vectors(encoder, texts[:-1]))
+    assert main([*args[:4], 'more.jsonl', *args[5:-4]]) == 1 and [json.loads(x)['embedding'] is None for x in Path('more.jsonl').read_text().splitlines()] == [False] * 45 + [True]
 
 
 def test_verify_compares_vectors(encoder):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import has_compiler
 
-from batchlab import LLM, LoRARequest, SamplingParams
+from batchlab import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from batchlab.attention import kv_layout
 from batchlab.backends import BackendOptions, kernels, modules, select_backend
 from batchlab.backends.adapters import linear_shapes
@@ -38,6 +38,7 @@ def merged(model, folder, max_rank=256):
 def three(tmp_path_factory):
     "A tiny model, three adapters for it of different ranks, and it merged with none and with each."
     model, root = tiny_model('llama'), tmp_path_factory.mktemp('adapters')
+    model.generation_config.eos_token_id = [2]
     folders = [tiny_adapter(root/'a', model, 3, 1), tiny_adapter(root/'b', model, 8, 2, ATTENTION), tiny_adapter(root/'c', model, 40, 3)]
     return model, [LoRARequest(f.name, i, f) for i, f in enumerate(folders, 1)], [model, *(merged(model, f) for f in folders)]
 
@@ -379,6 +380,52 @@ def test_the_server_has_adapters_as_models(three):
         assert client.post('/v1/completions', json=dict(model='nobody', prompt='hi')).status_code == 404
 
 
+def test_clients_bring_in_no_adapters_and_take_none_out(three, tmp_path):
+    testclient = pytest.importorskip('starlette.testclient')
+    from batchlab.work.server import create_app
+    model, [a, b, _], refs = three
+    llm = LLM(model, tiny_tokenizer(), lora_modules={'a': a.lora_path}, max_lora_rank=64, compile=False)
+    (tmp_path/'a').symlink_to(b.lora_path)
+    with testclient.TestClient(create_app(llm, 'tiny')) as client:
+        post = lambda path, **body: client.post(path, json=body)
+        for path in ('load', 'unload'):
+            for url in (f'/v1/{path}_lora_adapter', f'/{path}_lora_adapter'):
+                assert post(url, lora_name='b', lora_path=b.lora_path).status_code == 404 == post(url, lora_name='a', lora_int_id=1).status_code
+        asked = dict(prompt='hi', max_tokens=8, ignore_eos=True, temperature=0)
+        for name in (b.lora_path, f'a/../{b.lora_path}', str(tmp_path/'a'), './a', 'A', 'a ', '', 'b', f'b={b.lora_path}'):          # a name is no path
+            assert post('/v1/completions', model=name, **asked).status_code == 404 == post('/v1/embeddings', model=name, input='hi').status_code, name
+        for bad in (['a'], {'name': 'a', 'path': b.lora_path}, 1):
+            for url, body in (('/v1/completions', asked), ('/v1/embeddings', dict(input='hi')), ('/tokenize', dict(prompt='hi')), ('/detokenize', dict(tokens=[5]))):
+                assert post(url, model=bad, **body).status_code == 400, (bad, url)
+        for key, value in (('lora_request', dict(lora_name='b', lora_int_id=1, lora_path=b.lora_path)), ('lora_path', b.lora_path), ('adapter', 'a')):
+            said = post('/v1/completions', model='tiny', **asked, **{key: value})
+            assert said.status_code == 400 and key in said.json()['error']['message'], said.text
+        answers = [post('/v1/completions', model=m, **asked).json()['choices'][0]['text'] for m in ('tiny', 'a')]
+        assert answers == [llm.tokenizer.decode(alone(m, llm.tokenizer('hi')['input_ids'])) for m in refs[:2]]
+        assert [c['id'] for c in client.get('/v1/models').json()['data']] == ['tiny', 'a'] and llm.list_loras() == {1}
+
+
+def test_a_server_begins_with_adapters_that_work_and_names_that_are_one_things(three, tmp_path):
+    pytest.importorskip('fastapi')
+    from batchlab.errors import AdapterError
+    from batchlab.work.jobs import Job, JobError
+    from batchlab.work.server import create_app
+    model, [a, *_], _ = three
+    make = lambda modules: LLM(model, tiny_tokenizer(), lora_modules=modules, max_lora_rank=8, compile=False)
+    for others in ((), ('also',)):
+        with pytest.raises(ParamError, match="model and an adapter are both called '(tiny|also)'"): create_app(make({'tiny' if not others else 'also': a.lora_path}), 'tiny', others=others)
+    with pytest.raises(AdapterError, match="adapter 'x': there is no folder"): create_app(make({'a': a.lora_path, 'x': tmp_path/'nowhere'}), 'tiny')
+    with pytest.raises(AdapterError, match='max_lora_rank=40'): create_app(make({'big': three[1][2].lora_path}), 'tiny')
+    with pytest.raises(ParamError, match="two adapters 'a'"): make(['a=x', 'a=y'])
+    (tmp_path/'in.jsonl').write_text('{"prompt": "hi", "model": "tiny"}')
+    with pytest.raises(JobError, match="both called 'tiny'"): Job(tmp_path/'in.jsonl', tmp_path/'out.jsonl', model_name='tiny').run(make({'tiny': a.lora_path}))
+
+
+@pytest.mark.parametrize('config, said', [(dict(lora_alpha=float('nan')), 'a scale of nan'), (dict(alpha_pattern={'(': 3}), 'gives no scale'), (dict(alpha_pattern={'q_proj': 'x'}), 'gives no scale'),
+                                          (dict(lora_alpha=1e308, alpha_pattern={'q_proj': float('inf')}), 'a scale of inf'), (dict(rank_pattern={'(': 3}), 'gives no scale')])
+def test_no_number_comes_of_some_configurations(three, config, said, tmp_path):
+    bad, good = engine(three, compile=False).generate(['a', 'b'], GREEDY, lora_request=[LoRARequest('bad', 9, tiny_adapter(tmp_path/'bad', three[0], **config)), None])
+    assert bad.refused and said in bad.error and '\n' not in bad.error and good.error is None
 
 
 def test_vectors_are_verified_with_their_adapter(three):
@@ -387,3 +434,110 @@ def test_vectors_are_verified_with_their_adapter(three):
     assert [o.lora_request and o.lora_request.lora_name for o in outs] == [None, 'a', 'b'] and llm.verify(outs).ok
     outs[1].lora_request = three[1][1]                                               # not what it ran with
     assert not llm.verify(outs).ok
+
+MIX = [None, 0, 1, 2]                                                                # in a call, of three adapters and none
+
+
+def mix(three, n): return [a if a is None else three[1][a] for a in (MIX * n)[:n]], [three[2][0 if a is None else a + 1] for a in (MIX * n)[:n]]
+
+
+@pytest.mark.parametrize('compile', [pytest.param('auto', marks=compiled), False])
+def test_beams_with_adapters_are_those_of_merged_models(three, compile):
+    from test_beam import check
+    llm, head = engine(three, compile=compile, max_num_seqs=10), [*range(60, 130)]
+    prompts = [head + [7], head + [7], head + [7], head + [7], [9, 8, 7], [20], [5] * 30, head]                   # four adapters begin alike
+    loras, refs = mix(three, len(prompts))
+    for again in (False, True):                                                      # from an empty cache, and from what all of them left
+        outs = llm.beam_search(prompts, BeamSearchParams(3, 8), lora_request=loras)
+        for ids, ref, lora, out in zip(prompts, refs, loras, outs, strict=True):
+            check(ref, ids, out, 3, 8)
+            assert all(s.lora_request == lora for s in out.sequences)
+    assert len({tuple(o.sequences[0].output_ids) for o in outs[:4]}) == 4
+    check(refs[2], [9, 8], llm.beam_search([9, 8], BeamSearchParams(2, 5), lora_request=three[1][1])[0], 2, 5)      # one for all
+
+
+def test_choices_with_adapters_are_those_of_merged_models(three):
+    llm = engine(three, compile=False, max_num_seqs=6)
+    prompts = ['The sea is'] * 4 + ['A much longer prompt, of other words, which ends so:', 'x', 'The sea was', 'The sea is']
+    choices, (loras, refs) = [' blue', ' warm and wide', ' so'], mix(three, len(prompts))
+    for again in (False, True):
+        outs = llm.choose(prompts, choices, lora_request=loras)
+        for prompt, ref, lora, out in zip(prompts, refs, loras, outs, strict=True):
+            assert out.lora_request == lora
+            for choice in choices:
+                ids = torch.tensor([(n := llm.tokenizer(prompt)['input_ids']) + llm.tokenizer(choice, add_special_tokens=False)['input_ids']])
+                want = ref(ids).logits[0, len(n) - 1:-1].log_softmax(-1).gather(1, ids[0, len(n):, None])[:, 0]
+                assert out.token_logprobs[choice] == pytest.approx(want.tolist(), abs=1e-4)
+    assert len({o.logprobs[' so'] for o in outs[:4]}) == 4
+    ended = llm.choose(prompts[:2], choices, end=True, lora_request=three[1][0])
+    assert ended[0].logprobs == pytest.approx(ended[1].logprobs, abs=1e-4) and [*map(len, ended[0].token_logprobs.values())] == [len(c) + 1 for c in choices]
+
+
+def test_tables_with_adapters(three):
+    llm = engine(three, compile=False)
+    loras, refs = mix(three, 6)
+    rows = [dict(q=f'row {"x" * i}') for i in range(6)]
+    rows[4]['q'] = None                                                              # it has no prompt; those after it keep their adapters
+    answers = llm.map(rows, '{q}', GREEDY, lora_request=loras)
+    want = [None if row['q'] is None else llm.tokenizer.decode(alone(ref, llm.tokenizer(row['q'])['input_ids'])) for row, ref in zip(rows, refs)]
+    assert [a['text'] for a in answers] == want and "'q' is empty" in answers[4]['error']
+    named = [row | dict(adapter=name) for row, name in zip(rows, (None, 'a', 'b', 'c', 'a', 'a'))]                # as a column of their own
+    for lora in (None, three[1][1]):
+        got = [a['text'] for a in llm.map(named, '{q}', GREEDY, lora_request=lora)]
+        assert got[1:] == [want[1], *[llm.tokenizer.decode(alone(three[2][i], llm.tokenizer(rows[j]['q'])['input_ids'])) if i else None for i, j in ((2, 2), (3, 3), (0, 4), (1, 5))]]
+        assert got[0] == llm.tokenizer.decode(alone(three[2][0 if lora is None else 2], llm.tokenizer(rows[0]['q'])['input_ids']))
+    [one] = llm.map(rows[:1], '{q}', GREEDY, lora_request=three[1][2])
+    assert one['text'] == llm.tokenizer.decode(alone(three[2][3], llm.tokenizer(rows[0]['q'])['input_ids']))
+
+
+def test_an_adapter_that_can_not_be_had_is_one_prompts_error_in_all_calls(three):
+    llm = engine(three, compile=False)
+    loras = [LoRARequest('missing', 9, 'nowhere'), three[1][0], 'nobody']
+    beams, chosen = llm.beam_search([[5, 6]] * 3, BeamSearchParams(2, 3), lora_request=loras), llm.choose(['a'] * 3, [' b', ' c'], lora_request=loras)
+    rows = llm.map([dict(prompt='a')] * 3, sampling_params=GREEDY, lora_request=loras)
+    for errors in ([o.error for o in beams], [o.error for o in chosen], [r['error'] for r in rows]):
+        assert "'missing': there is no folder" in errors[0] and errors[1] is None and "no adapter 'nobody'" in errors[2]
+    assert len(beams[1].sequences) == 2 and chosen[1].best and rows[1]['text']
+    for call in (lambda lora: llm.beam_search([[5]], BeamSearchParams(2, 3), lora_request=lora), lambda lora: llm.choose('a', ['b'], lora_request=lora), lambda lora: llm.map([dict(prompt='a')], lora_request=lora)):
+        with pytest.raises(ParamError, match='2 values of lora_request for 1'): call(loras[:2])
+        with pytest.raises(ParamError, match='must be a LoRARequest or the name'): call(7)
+    bare = LLM(three[0], tiny_tokenizer(), compile=False)
+    with pytest.raises(ParamError, match='enable_lora'): bare.beam_search([[5]], BeamSearchParams(2, 3), lora_request=three[1][0])
+    with pytest.raises(ParamError, match='enable_lora'): bare.choose('a', ['b'], lora_request=three[1][0])
+
+
+def test_a_search_has_one_adapter_from_its_first_beam_to_its_last(three, tmp_path):
+    from test_beam import check
+    llm, folder, steps = engine(three, compile=False), tiny_adapter(tmp_path/'x', three[0], seed=5), []
+    x, old = LoRARequest('x', 7, folder, load_inplace=True), merged(three[0], folder)
+    def swap(engine, event, what):
+        steps.append(event)
+        if steps.count('forward') == 3 and event == 'forward':
+            tiny_adapter(folder, three[0], seed=6)
+            llm.remove_lora(7)
+    llm.watchers.append(swap)
+    [out] = llm.beam_search([[5, 6, 7]], BeamSearchParams(3, 8), lora_request=x)
+    check(old, [5, 6, 7], out, 3, 8)
+    [new] = llm.beam_search([[5, 6, 7]], BeamSearchParams(3, 8), lora_request=x)
+    check(merged(three[0], folder), [5, 6, 7], new, 3, 8)
+    assert steps.count('forward') >= 16 and [s.tokens for s in new.sequences] != [s.tokens for s in out.sequences] and len(llm.adapters.alive) == 1
+
+
+def test_workers_on_ray_have_adapters(three, tmp_path, monkeypatch):
+    pytest.importorskip('ray', reason="needs Ray: pip install 'batchlab[ray]'")
+    from batchlab.work.scaleout import Pool, RayJob
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('OMP_NUM_THREADS', '1')
+    model, requests, refs = three
+    model.save_pretrained('model')
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained('model')
+    for r in requests: shutil.copytree(r.lora_path, r.lora_name)                     # found from here, wherever a worker runs
+    lines = [dict(prompt=f'hi {"you " * (i % 5)}', max_tokens=8, ignore_eos=True) | ({} if not i % 4 else {('model', 'adapter')[i % 2]: 'abc'[i % 4 - 1]}) for i in range(24)]
+    Path('in.jsonl').write_text('\n'.join(map(json.dumps, [*lines, dict(prompt='hi', adapter='zz')])))
+    with Pool(1, num_cpus=1, llm=dict(model='model', lora_modules={n: n for n in 'abc'}, max_lora_rank=64, max_num_seqs=4, compile=False), say=lambda s: None) as pool:
+        result = RayJob('in.jsonl', 'out.jsonl', ordered=True, use_tqdm=False).run(pool)
+    *records, bad = [json.loads(line) for line in Path('out.jsonl').read_text().splitlines()]
+    want = [tokenizer.decode(alone(refs[i % 4], tokenizer(d['prompt'])['input_ids']), skip_special_tokens=True) for i, d in enumerate(lines)]
+    assert [r['text'] for r in records] == want and (result.answered, result.failed) == (24, 1)
+    assert 'known are a, b, c' in bad['error']['message']

@@ -188,7 +188,8 @@ EMBED_FLAGS = [
     ('--prompt-name NAME', str, "which of the model's prompts goes before each text, such as query"),
     ('--pooling', ('mean', 'cls', 'last', 'max', 'mean_sqrt_len', 'weightedmean'), "in place of the model's own way"),
     *(row for row in RUN_FLAGS[1:] if row[0] != '--ordered')]
-PLAN_FLAGS = [('--no-calibration', 'store_false', "run nothing, estimate no time", dict(dest='calibrate'))]
+PLAN_FLAGS = [('--embed', 'store_true', "of batchlab embed: plain prompts are texts, for a model that makes vectors"),
+              ('--no-calibration', 'store_false', "run nothing, estimate no time", dict(dest='calibrate'))]
 VIEW_FLAGS = [
     ('trace TRACE', str, "a file that Trace.save has written"),
     ('-o --output FILE', str, "the page (default: beside the trace)"),

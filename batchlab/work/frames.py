@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import JobError, ParamError, PromptError
+from ..inputs import settings_for
 from ..names import settings_of
 from ..params import SamplingParams
 from .jobs import Job, JobResult, log
@@ -141,13 +142,15 @@ def lines_of(table: Records, columns: Columns, given: dict[str, Any], chat: bool
         except ParamError as e: line.failure = line.failure or ('invalid_request', str(e))
     return lines
 
-def outputs_of(llm: LLM, lines: Sequence[JobLine], use_tqdm: bool | None = None) -> dict[int, RequestOutput]:
-    "What becomes of those of `lines` that can run, by their numbers."
+def outputs_of(llm: LLM, lines: Sequence[JobLine], use_tqdm: bool | None = None, lora_request: Any = None) -> dict[int, RequestOutput]:
+    "What becomes of those of `lines` that can run, by their numbers. `lora_request`: one for all or one each, of those that name no adapter. Raises `ParamError`."
+    loras = {line.number: line.adapter or s[3] for line, s in zip(lines, settings_for(len(lines), lora_request=lora_request))}
     done: dict[int, RequestOutput] = {}
     for call, some in ((llm.generate, [l for l in lines if l.messages is None]), (llm.chat, [l for l in lines if l.messages is not None])):
         some = [l for l in some if not l.failure]
         prompts: list[Any] = [l.prompt if l.messages is None else l.conversation for l in some]
-        if some: done |= zip((l.number for l in some), call(prompts, [l.options for l in some], use_tqdm, timeout=[l.timeout for l in some]))
+        if some: done |= zip((l.number for l in some), call(prompts, [l.options for l in some], use_tqdm, timeout=[l.timeout for l in some],
+                                                                       lora_request=[loras[l.number] for l in some]))
     return done
 
 def record_of_row(line: JobLine, out: RequestOutput | None, model: str, postprocess: Postprocess | None) -> dict[str, Any]:
@@ -160,13 +163,13 @@ def record_of_row(line: JobLine, out: RequestOutput | None, model: str, postproc
 # %% ../../nbs/45_tables.ipynb #45ab1e31
 def map_frame(llm: LLM, frame: Frame, template: str | None = None, sampling_params: Any = None, *, column: str = 'prompt', system: str | None = None,
               chat: bool = False, data_columns: Sequence[str] = (), postprocess: Postprocess | None = None, output: str = 'text',
-              use_tqdm: bool | None = None) -> Frame:
+              use_tqdm: bool | None = None, lora_request: Any = None) -> Frame:
     """Answer each row of `frame`: a frame of the same kind, with the same rows and columns in the same order, and the answers in new columns.
 
     `frame`: a pandas or polars DataFrame, an Arrow table, or a list of dicts. `template`: 'Translate to {lang}: {text}', of its columns; without
     one the prompt is in `column`, or a conversation in the column `messages`. `chat`: each prompt is a user's message, after `system`, a template
     as well. `sampling_params`: for what rows leave open; columns with the names of settings are settings of their row, but for `data_columns`.
-    `postprocess`: as in `run`. `output`: what the column of texts is called.
+    `postprocess`: as in `run`. `output`: what the column of texts is called. `lora_request`: as `LLM.generate` takes it, for rows without an `adapter`.
 
     New columns: `text`, `finish_reason`, `prompt_tokens`, `completion_tokens`, `error`, with log probabilities `logprobs` (JSON) and
     `cumulative_logprob`; with n > 1 a row for each answer, and `index`. Raises `PromptError`, `ParamError`, `JobError` for what is wrong with the call."""
@@ -179,7 +182,7 @@ def map_frame(llm: LLM, frame: Frame, template: str | None = None, sampling_para
     lines = lines_of(table, columns, given, chat)
     if bad := [f'{line.where}: {line.failure[1]}' for line in lines if line.failure]:
         log.warning('%d of %d rows can not run, the first is %s: the column error says which', len(bad), len(lines), bad[0])
-    done, model = outputs_of(llm, lines, use_tqdm), name_of(llm.model)
+    done, model = outputs_of(llm, lines, use_tqdm, lora_request), name_of(llm.model)
     take, rows = [], []
     for i, line in enumerate(lines):
         answers = [*table_rows(record_of_row(line, done.pop(line.number, None), model, postprocess))]

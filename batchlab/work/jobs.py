@@ -152,7 +152,9 @@ class Run:
     def __init__(self, job: Job, llm: Any, book: Ledgerbook, outbox: Outbox) -> None:
         self.job, self.llm, self.book, self.outbox, self.result = job, llm, book, outbox, job.result
         self.room = llm.limits.max_num_seqs * (5 if llm.strategy == 'continuous' else 16) // 4 + 1
-        self.remarks = Remarks(job.warn, job.model_name or name_of(llm.model), adapter_names(llm))
+        model, adapters = job.model_name or name_of(llm.model), adapter_names(llm)
+        if model in adapters: raise JobError(f'the model and an adapter are both called {model!r}: call one of them something else')
+        self.remarks = Remarks(job.warn, model, adapters)
         self.new_errors = 0                                   # failures of this run
         self.trouble: JobError | None = None                  # what ended the input early
 

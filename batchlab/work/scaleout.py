@@ -22,6 +22,7 @@ import numpy as np, psutil, torch
 from ..deprecated import renamed
 from ..errors import BatchlabError, EngineError, JobError, ParamError
 from ..llm import LLM
+from ..lora import read_modules
 from .batches import BatchJob
 from .jobs import Job, JobResult, Run
 from .journal import Ledgerbook, Outbox
@@ -287,6 +288,7 @@ class Workers:
         self.handles: list[WorkerHandle] = []
         model = self.llm.get('model')
         if model and os.path.exists(model): self.llm['model'] = os.path.abspath(model)      # wherever a worker is
+        if modules := self.llm.get('lora_modules'): self.llm['lora_modules'] = {name: os.path.abspath(r.lora_path) for name, r in read_modules(modules).items()}
 
     def __enter__(self) -> Self:
         self.__exit__()                          # entered again, it begins anew

@@ -17,7 +17,7 @@ from ..async_llm import AsyncLLM
 from ..errors import BatchlabError, EngineError, JobError
 from ..inputs import prompt_ids_of
 from ..llm import LLM
-from ..lora import adapter_named, adapter_names
+from ..lora import adapter_named, adapter_names, check_modules
 from ..outputs import RequestOutput
 from .batch_routes import batch_router
 from .batches import BatchRunner
@@ -387,7 +387,7 @@ class Api:
 
     async def detokenize(self, request: Request) -> Response:
         d = json_object(await request.body())
-        self.check_model(d.get('model'))
+        self.check_model(take(d, 'model', str, None, 'a string'))
         ids, most = d.get('tokens'), self.llm.llm.vocab_size
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < most for i in ids):
             raise BadRequest(f'tokens must be a list of token ids from 0 to {most - 1:,}', param='tokens')
@@ -521,9 +521,13 @@ def create_app(llm: AsyncLLM | LLM, name: str | None = None, *, api_key: str | N
     `max_upload` of one to /v1/files. `batches`: runs files of requests beside the others, with endpoints for them; it and its store
     are closed with the app. `routers`: more endpoints. `say` gets a line for each request. `patience`: seconds for a body to come, and one more for
     each 1,000 bytes of it; `keep_alive`: after so many without a part a stream gets a comment. `names`: those by which the server may be called beside its addresses, and then by
-    no page of another site; None is any. The app's `state.api` has `llm`; its engine stops with the app."""
+    no page of another site; None is any. The app's `state.api` has `llm`; its engine stops with the app.
+
+    Adapters are those that `llm` was given: no request brings one in or takes one out. Raises `AdapterError` for one of them that can't be loaded, and
+    `ParamError` for one that is called as the model is."""
     llm = llm if isinstance(llm, AsyncLLM) else AsyncLLM(llm, max_pending=max_pending or 1024)
     api = Api(llm, name or name_of(llm.llm.model), max_pending or llm.max_pending, others, keep_alive)
+    check_modules(llm.llm, api.names)
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         if batches: batches.start()

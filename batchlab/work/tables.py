@@ -211,14 +211,14 @@ OPTIONAL = {'index', 'logprobs', 'cumulative_logprob'}      # columns that are l
 ANSWER = dict(text='string', finish_reason='string', prompt_tokens='int64', completion_tokens='int64', error='string')
 CHAT_OPTIONS = 'tools chat_template chat_template_kwargs add_generation_prompt continue_final_message'.split()
 NO_SETTINGS = {'prompt_logprobs', 'detokenize'}                          # which no answer in a file has a place for
-LITERAL = {'stop', 'bad_words', 'guided_regex', 'guided_grammar', 'chat_template'}      # text is meant as it stands
+LITERAL = {'stop', 'bad_words', 'guided_regex', 'guided_grammar', 'chat_template', 'adapter'}      # text is meant as it stands
 
 SETTINGS_REMARK = 'columns that are settings of their row: {}; data_columns (--data-columns {}) if they are data'
 
 def setting_of(name: str) -> bool:
     "Whether column `name` is a setting. Raises `JobError` if it is a misspelt one, or one that nothing can honour."
     if name in {*ANSWER, *OPTIONAL} - {'logprobs'}: return False          # columns of an earlier answer
-    if name in known_settings() - NO_SETTINGS or name == 'timeout': return True
+    if name in known_settings() - NO_SETTINGS or name in ('timeout', 'adapter'): return True
     advice = INSTEAD.get(plain_name(name), '')
     if (near := near_key(name)) and (near == plain_name(name) or len(name) > 6): advice = near      # speed is no misspelt seed
     elif not advice or advice == 'structured_outputs': return False      # columns of these names are common
