@@ -522,8 +522,8 @@ def vectors_asked(args: argparse.Namespace) -> PoolingRequest:
     if not (given.dry_run or args.model):
         from batchlab.fetching import DEFAULT_EMBEDDING_MODEL
         args.model = DEFAULT_EMBEDDING_MODEL
-    params = PoolingParams('embed', given.normalize, given.dimensions, -1 if given.truncate else None)
-    return PoolingRequest('embed', [], params=params, prompt_name=given.prompt_name, asked=dict(pooling=given.pooling))
+    params = PoolingParams('embed', given.normalize, given.dimensions, -1 if given.truncate else None, prompt_name=given.prompt_name)
+    return PoolingRequest('embed', [], params=params, asked=dict(pooling=given.pooling))
 
 def embed(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab embed`. Returns the exit status. Raises `BatchlabError`."

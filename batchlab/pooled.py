@@ -37,7 +37,8 @@ def _read_pooling(unknown: dict[str, Any], given: dict[str, Any], names: list[st
     found = dict(given)
     for k, v in unknown.items():
         if v is None: continue
-        if k not in _SAME or found.get(_SAME[k]) is not None: raise ParamError(f'pooling has no parameter {k!r:.60}: known are {", ".join(names)}')
+        if k in _SAME and found.get(_SAME[k]) is not None: raise ParamError(f'{k} and {_SAME[k]} say the same: give one of them')
+        if k not in _SAME: raise ParamError(f'pooling has no parameter {k!r:.60}: known are {", ".join(names)}')
         found[_SAME[k]] = v
     return found
 
@@ -49,7 +50,8 @@ class PoolingParams:
     `task`: one of `POOLING_TASKS`; None leaves it to the call. `use_activation`: whether a vector is made of length 1, and whether logits
     become probabilities; None as the model has it. `dimensions`: only so many of a vector's first numbers. `truncate_prompt_tokens`: cut
     a longer prompt to so many tokens, -1 for as many as the model takes; None refuses it. `layers`, `positions`, for 'token_embed': the hidden states
-    of these layers, counted as transformers does (0 for the embeddings, -1 for the last, normed), and of these tokens. `raw`: the result is a tensor, in
+    of these layers, counted as transformers does (0 for the embeddings, -1 for the last, normed), and of these tokens. `prompt_name`: which of the
+    model's prompts stands before a text; None for the one that it takes by itself. `raw`: the result is a tensor, in
     a `PoolingRequestOutput`, whatever the task."""
     task: str | None = None
     use_activation: bool | None = None
@@ -57,12 +59,14 @@ class PoolingParams:
     truncate_prompt_tokens: int | None = None
     layers: Sequence[int] | None = None
     positions: Sequence[int] | None = None
+    prompt_name: str | None = None
     raw: bool = False
 
     def __post_init__(self) -> None:
         if self.task is not None and self.task not in POOLING_TASKS:
             raise ParamError(f'task must be one of {", ".join(map(repr, POOLING_TASKS))}, got {self.task!r:.40}')
         if not isinstance(self.use_activation, bool | None): raise ParamError(f'use_activation must be True, False or None, got {self.use_activation!r:.40}')
+        if not isinstance(self.prompt_name, str | None): raise ParamError(f'prompt_name must be a string, got {self.prompt_name!r:.40}')
         if self.dimensions is not None: _whole('dimensions', self.dimensions, 1, 'a whole number of at least 1')
         if self.truncate_prompt_tokens is not None and (_whole('truncate_prompt_tokens', self.truncate_prompt_tokens, -1, 'a whole number above 0, or -1') == 0):
             raise ParamError('truncate_prompt_tokens must be a whole number above 0, or -1, got 0')
@@ -105,6 +109,7 @@ class PoolerConfig:
     use_activation: bool | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.use_activation, bool | None): raise ParamError(f'use_activation must be True, False or None, got {self.use_activation!r:.40}')
         if self.pooling_type is None: return
         kind = str(self.pooling_type).lower()
         if kind not in POOLING_TYPES: raise ParamError(f'pooling_type must be one of {", ".join(map(repr, POOLING_TYPES))}, got {self.pooling_type!r:.40}')
@@ -115,6 +120,8 @@ class PoolerConfig:
         "From `PoolerConfig`, vLLM's, a dict, the name of a pooling or None. Raises `ParamError`."
         if isinstance(x, cls): return x
         if isinstance(x, str): return cls(x)
+        if not (x is None or isinstance(x, dict) or hasattr(x, '__dict__')):
+            raise ParamError(f'pooler_config must be PoolerConfig, a dict or the name of a pooling, got {x!r:.40}')
         given = x if isinstance(x, dict) else {} if x is None else {k: v for k, v in vars(x).items() if v is not None}
         return cls(**given)
 
@@ -123,7 +130,7 @@ class PoolerConfig:
 class PoolingOutput:
     "What `encode` gives: `data`, a fp32 tensor."
     data: torch.Tensor
-    def __eq__(self, other: object) -> bool: return isinstance(other, PoolingOutput) and bool((self.data == other.data).all())
+    def __eq__(self, other: object) -> bool: return isinstance(other, PoolingOutput) and self.data.equal(other.data)
     def __repr__(self) -> str: return f'PoolingOutput(data: {self.line})'
     @property
     def line(self) -> str: return f'a tensor {list(self.data.shape)}'

@@ -5,7 +5,7 @@
 # %% ../nbs/31_embeddings.ipynb #emb00003
 from __future__ import annotations
 
-import logging, warnings
+import inspect, logging, warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -38,9 +38,9 @@ if TYPE_CHECKING: from batchlab.llm import LLM
 log = logging.getLogger('batchlab')
 
 # %% auto #0
-__all__ = ['log', 'POOLINGS', 'pool', 'head_logits', 'has_head', 'activation_for', 'Pooler', 'max_positions', 'pool_rows',
-           'PoolingEngine', 'pooling_engine', 'EncodedText', 'encode_texts', 'pooling_ids', 'admit_pooling', 'pair_up',
-           'text_and_answer', 'PoolingCalls']
+__all__ = ['log', 'POOLINGS', 'pool', 'head_logits', 'has_head', 'check_head', 'activation_for', 'Pooler', 'max_positions',
+           'pool_rows', 'PoolingEngine', 'pooling_engine', 'EncodedText', 'encode_texts', 'text_limit', 'pooling_ids',
+           'admit_pooling', 'pair_up', 'text_and_answer', 'PoolingCalls']
 
 # %% ../nbs/31_embeddings.ipynb #emb00011
 POOLINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = dict(
@@ -67,7 +67,7 @@ def head_logits(model: PreTrainedModel, states: torch.Tensor, ids: Sequence[int]
 
     It is the model's own code, called for this one sequence, with its base replaced by what the base would give."""
     name, base, x = model.base_model_prefix, model.base_model, states[None]
-    pooler: Any = getattr(base, 'pooler', None)
+    pooler = getattr(base, 'pooler', None)
     given = _Given(BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=x, pooler_output=None if pooler is None else pooler(x)))
     with attention_override(model):
         model._modules[name] = given
@@ -77,6 +77,12 @@ def head_logits(model: PreTrainedModel, states: torch.Tensor, ids: Sequence[int]
 def has_head(model: PreTrainedModel, kind: str) -> bool:
     "Whether `model` has a head of this `kind`, 'SequenceClassification' or 'TokenClassification'."
     return type(model).__name__.endswith(f'For{kind}') and model.base_model is not model
+
+def check_head(model: PreTrainedModel) -> None:
+    "Raise `UnsupportedModelError` where `head_logits` would not give a head what its base gives it: ALBERT's base does more than call its pooler."
+    if (pooler := getattr(model.base_model, 'pooler', None)) is None: return
+    with torch.inference_mode(): out = pooler(torch.zeros(1, 2, model.config.get_text_config().hidden_size, dtype=model.dtype, device=model.device))
+    if out.dim() != 2: raise UnsupportedModelError(f'{type(model).__name__} makes of hidden states what its pooler alone does not: take a model of another family, such as BERT')
 
 def activation_for(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     "What makes probabilities of a classifier's logits, by what `config` says of its classes."
@@ -98,19 +104,25 @@ class Pooler:
         self.classifies, self.tags = has_head(model, 'SequenceClassification'), has_head(model, 'TokenClassification')
         if self.classifies: self.tasks = ('classify', 'score', 'token_embed') if model.config.num_labels == 1 else ('classify', 'token_embed')
         else: self.tasks = ('token_classify', 'token_embed') if self.tags else ('embed', 'score', 'token_embed')
-        folder = getattr(model, 'name_or_path', '') or ''
-        st = read_sentence_transformer(folder) if folder and Path(folder).is_dir() else None
+        if self.classifies: check_head(model)
+        named = getattr(model, 'name_or_path', '')
+        self.folder = folder = named if named and Path(named).is_dir() else None
+        st = read_sentence_transformer(folder) if folder else None
         self.trained, st = st is not None, st or SentenceTransformerConfig(('lasttoken',) if causal else ('mean',), steps=(Normalize(),))
-        self.how, self.steps, self.prompts, self.default_prompt, self.size_limit = st.pooling, list(st.steps), st.prompts, st.default_prompt, st.truncate_dim
+        self.how, self.steps, self.prompts, self.default_prompt, self.size_limit = st.pooling, [s.to(model.device) for s in st.steps], st.prompts, st.default_prompt, st.truncate_dim
         if not st.include_prompt and st.prompts: raise UnsupportedModelError(f'{folder}: the tokens of its prompts are left out of the pooling, which batchlab does not do')
+        if self.config.pooling_type and (self.classifies or self.tags):
+            raise ParamError(f'pooling_type={self.config.pooling_type!r} is for vectors, and {type(model).__name__} has a head that pools by itself: leave it out')
         if self.config.pooling_type: self.how = (_NAMES.get(self.config.pooling_type, self.config.pooling_type),)
         self.normalize = st.normalize if self.config.use_activation is None else self.config.use_activation
         if self.steps and isinstance(self.steps[-1], Normalize): self.steps.pop()
         own = getattr(tokenizer, 'model_max_length', None)                           # where newer folders have it; a huge number says nothing
         self.limit = min((n for n in (max_positions(model), st.max_seq_length, own) if n and n < 10**9), default=None)
         self.activation = activation_for(model.config) if self.classifies or self.tags else None
-        asked = cross_encoder_activation(folder) if self.classifies and folder and Path(folder).is_dir() else None
+        asked = cross_encoder_activation(folder, model.config) if self.classifies else None
         self.score_activation = ACTIVATIONS[asked] if asked else torch.sigmoid if model.config.num_labels == 1 else lambda x: x
+        takes = not causal and 'token_type_ids' in inspect.signature(model.base_model.forward).parameters
+        self.num_types = getattr(model.config, 'type_vocab_size', 2) or 0 if takes else 0
         self.said = False
 
     def check(self, p: PoolingParams) -> None:
@@ -119,14 +131,18 @@ class Pooler:
             raise ModelError(f'{type(self.model).__name__} has no task {p.task!r}, only {", ".join(map(repr, self.tasks))}: take a model that was trained for it')
         if p.dimensions is not None:
             if p.task not in ('embed', 'token_embed'): raise ParamError(f'dimensions are for vectors, not for task {p.task!r}: leave it out')
-            if p.dimensions > (size := self.size): raise ParamError(f'dimensions={p.dimensions} is more than the {size} that the model gives: lower it')
+            if p.dimensions > (size := self.size if p.task == 'embed' else self.model.config.get_text_config().hidden_size): raise ParamError(f'dimensions={p.dimensions} is more than the {size} that the model gives: lower it')
+        if p.prompt_name is not None:
+            if p.task not in ('embed', 'score') or self.classifies: raise ParamError(f'prompt_name is for vectors, not for task {p.task!r}: leave it out')
+            if p.prompt_name not in self.prompts:
+                raise ParamError(f'the model has no prompt {p.prompt_name!r:.40}: it has {", ".join(map(repr, self.prompts)) or "none"}')
         depth = self.model.config.get_text_config().num_hidden_layers
         for i in p.layers or ():
             if not -depth - 1 <= i <= depth: raise ParamError(f'there is no layer {i}: the model has {depth}, and 0 stands for the embeddings')
         if not self.said and p.task in ('embed', 'score') and not self.classifies and not self.trained:
             self.said = True
-            log.warning('%s was not trained for embeddings, as far as its folder says: vectors are the %s of its last hidden states%s',
-                        type(self.model).__name__, ' and '.join(self.how), ', of length 1' * self.normalize)
+            log.warning('%s was not trained for embeddings, as far as %s: vectors are the %s of its last hidden states%s',
+                        type(self.model).__name__, 'its folder says' if self.folder else 'one can tell of a model without its folder', ' and '.join(self.how), ', of length 1' * self.normalize)
 
     @property
     def size(self) -> int:
@@ -134,8 +150,9 @@ class Pooler:
         if dense := [x for x in self.steps if isinstance(x, Dense)]: return len(dense[-1].weight)
         return self.model.config.get_text_config().hidden_size * len(self.how)
 
-    def needs_all(self, p: PoolingParams) -> bool:
-        "Whether the states of all tokens are needed, not those of the last alone."
+    def needs_all(self, p: PoolingParams, ids: Sequence[int]) -> bool:
+        "Whether the states of all tokens `ids` are needed, not those of the last alone. A classifier that writes takes the last that is no padding."
+        if self.classifies and ids and ids[-1] == self.model.config.get_text_config().pad_token_id: return True
         if p.task in ('embed', 'score') and not self.classifies: return self.how != ('lasttoken',)
         return not self.causal or p.task in ('token_embed', 'token_classify')
 
@@ -144,21 +161,21 @@ class Pooler:
         if p.task == 'token_embed': return self._states(p, states)
         if p.task in ('classify', 'score', 'token_classify') and self.activation is not None:
             logits = head_logits(self.model, states, ids[-len(states):])
-            return logits if p.use_activation is False else (self.score_activation if p.task == 'score' else self.activation)(logits)
+            asked = self.config.use_activation if p.use_activation is None else p.use_activation
+            return logits if asked is False else (self.score_activation if p.task == 'score' else self.activation)(logits)
         x = pool(states, self.how)
         for step in self.steps: x = step(x[None])[0]
         return self._finish(p, x)
 
-    def prompted(self, prompts: Any, name: str | None) -> Any:
-        "`prompts`, the texts among them behind the model's prompt of that `name`, or the one that it takes when none is named. Raises `ParamError`."
-        if name is not None and name not in self.prompts:
-            raise ParamError(f'the model has no prompt {name!r:.40}: it has {", ".join(map(repr, self.prompts)) or "none"}')
-        if not (start := self.default_prompt if name is None else self.prompts[name]): return prompts
-        return [start + t if isinstance(t, str) else t for t in as_list(prompts, is_talk(prompts))]
+    def start_of(self, p: PoolingParams) -> str:
+        "The model's prompt that stands before every text of which `p` wants a vector: the one that it names, or the one that the model takes by itself."
+        if p.task not in ('embed', 'score') or self.classifies or self.tags: return ''
+        return self.default_prompt if p.prompt_name is None else self.prompts[p.prompt_name]
 
     def _finish(self, p: PoolingParams, x: torch.Tensor) -> torch.Tensor:
-        if (n := p.dimensions or self.size_limit) is not None: x = x[..., :n]
-        return F.normalize(x, dim=-1) if (self.normalize if p.use_activation is None else p.use_activation) else x
+        x = x[..., :p.dimensions or None]
+        if self.normalize if p.use_activation is None else p.use_activation: x = F.normalize(x, dim=-1)
+        return x[..., :self.size_limit or None] if p.dimensions is None else x                 # which sentence-transformers cuts last
 
     def _states(self, p: PoolingParams, x: torch.Tensor) -> torch.Tensor:
         x = x.float()
@@ -168,13 +185,14 @@ class Pooler:
             if bad := [i for i in p.positions if not -n <= i < n]: raise PromptError(f'there is no token {bad[0]}: the prompt has {n}')
             x = x[..., list(p.positions), :]
         if p.dimensions is not None: x = x[..., :p.dimensions]
-        return F.normalize(x, dim=-1) if p.use_activation else x
+        return F.normalize(x, dim=-1) if (self.config.use_activation if p.use_activation is None else p.use_activation) else x
 
 def max_positions(model: PreTrainedModel) -> int | None:
     "The most tokens of a text that `model` has positions for, or None. RoBERTa's begin behind the id of its padding token."
     embed: Any = getattr(model.base_model, 'embeddings', None)
     n = max_model_len(model)
-    return n - embed.padding_idx - 1 if n and hasattr(embed, 'create_position_ids_from_input_ids') else n
+    behind = not isinstance(embed, nn.Embedding) and getattr(embed, 'padding_idx', None) is not None
+    return n - embed.padding_idx - 1 if n and behind else n
 
 # %% ../nbs/31_embeddings.ipynb #emb00041
 def pool_rows(plan: StepPlan, states: torch.Tensor, layers: Sequence[int] = ()) -> list[RowOutput]:
@@ -184,6 +202,7 @@ def pool_rows(plan: StepPlan, states: torch.Tensor, layers: Sequence[int] = ()) 
         n, r = row.num_logits, row.request
         end += n
         at = slice(end - n, end)
+        if row.start <= r.first_logits: r.states = []                         # it begins, or begins again
         if n: r.states.append(states[at] if not layers else states[at, [layers.index(i) for i in r.layers]] if r.layers else states[at, -1])
         if not row.samples: continue
         whole, r.states = r.states[0] if len(r.states) == 1 else torch.cat(r.states), []
@@ -228,34 +247,40 @@ class EncodedText(str):
     "A text that is tokenised already: `ids`."
     ids: list[int]
 
-def encode_texts(tokenizer: PreTrainedTokenizerBase | None, prompts: Sequence[Any]) -> list[Any]:
-    "`prompts`, the plain texts among them tokenised at once, which is faster than one by one."
-    texts = [t for t in prompts if type(t) is str and t]
-    if tokenizer is None or len(texts) < 2: return list(prompts)
-    try: found = iter(tokenizer(texts)['input_ids'])
+def encode_texts(llm: LLM, prompts: Sequence[Any], each: Sequence[PoolingParams]) -> list[Any]:
+    "`prompts`, the plain texts among them tokenised at once, which is faster than one by one. `each`: what is wanted of each; those that cut are left for later."
+    plain = [type(t) is str and t != '' and p.truncate_prompt_tokens is None for t, p in zip(prompts, each)]
+    if llm.tokenizer is None or sum(plain) < 2: return list(prompts)
+    texts = [llm.pooler.start_of(p) + t for t, p, is_plain in zip(prompts, each, plain) if is_plain]
+    try: found = zip(texts, llm.tokenizer(texts)['input_ids'])
     except Exception: return list(prompts)                                # one of them is bad: it is to be told which
-    def encoded(t: Any) -> Any:
-        if not (type(t) is str and t): return t
-        t = EncodedText(t)
-        t.ids = next(found)
+    def encoded() -> EncodedText:
+        text, ids = next(found)
+        t = EncodedText(text)
+        t.ids = ids
         return t
-    return [encoded(t) for t in prompts]
+    return [encoded() if is_plain else t for t, is_plain in zip(prompts, plain)]
+
+def text_limit(llm: LLM) -> int | None:
+    "The most tokens of a text that is pooled, or None. What a decoder that was trained for vectors takes may be less than what it could write from."
+    return min((n for n in (llm.limits.max_model_len, llm.pooler.limit if llm.can_generate and llm.pooler.trained else None) if n), default=None)
 
 def pooling_ids(llm: LLM, prompt: Any, p: PoolingParams) -> tuple[str | None, list[int], list[int] | None]:
     """A prompt that is to be pooled as `(text, ids, token types or None)`, cut if `p` says so. Raises `PromptError`, `ModelError`.
 
-    Besides the forms of all prompts: a pair `{'prompt': text, 'text_pair': text}`, ids with `token_type_ids`."""
+    Besides the forms of all prompts: a pair `{'prompt': text, 'text_pair': text}`, ids with `token_type_ids`. Before a text stands the model's prompt, not before ids."""
     if isinstance(prompt, EncodedText): return str(prompt), prompt.ids, None
-    limit = llm.limits.max_model_len
+    limit, start, num_types = text_limit(llm), llm.pooler.start_of(p), llm.pooler.num_types
     most = None if p.truncate_prompt_tokens is None else limit if p.truncate_prompt_tokens == -1 else min(p.truncate_prompt_tokens, limit or p.truncate_prompt_tokens)
     d = dict(prompt) if isinstance(prompt, dict) else {}
     pair, types = d.pop('text_pair', None), d.pop('token_type_ids', None)
     if isinstance(prompt, str) or isinstance(d.get('prompt'), str) and 'prompt_token_ids' not in d:
         text = prompt if isinstance(prompt, str) else d['prompt']
         if not isinstance(pair, str | None) or len(d) > 1: raise PromptError(f'a pair is two strings, prompt and text_pair, got {prompt!r:.80}')
-        if text or pair: return _tokenized(llm, text, pair, most)
+        if text or pair: return _tokenized(llm, start + text, pair, most)
     text, ids = prompt_ids_of(llm.model, llm.tokenizer, d if isinstance(prompt, dict) else prompt, is_talk(prompt))
     if types is not None and (len(types) != len(ids) or not {*types} <= {0, 1}): raise PromptError(f'token_type_ids must be {len(ids)} numbers of 0 or 1, one for each token')
+    if types is not None and any(t >= num_types for t in types if t): raise PromptError(f'token_type_ids: the model has {num_types} types of tokens: leave them out')
     return text, ids[:most], types if types is None else [*types][:most]
 
 def _tokenized(llm: LLM, text: str, pair: str | None, most: int | None) -> tuple[str, list[int], list[int] | None]:
@@ -273,13 +298,15 @@ def admit_pooling(llm: LLM, group: PoolingGroup, prompt: Any, params: PoolingPar
         llm.pooler.check(params)
         group.prompt, ids, types = pooling_ids(llm, prompt, params)
         group.prompt_token_ids = ids
-        if (most := llm.limits.max_model_len) and len(ids) > most:
+        if params.task == 'score' and not (llm.pooler.classifies or llm.pooler.tags):
+            raise ParamError('a score is of two texts: ask llm.score for it')
+        if (most := text_limit(llm)) and len(ids) > most:
             group.reason = 'too_long'
             raise PromptError(f'the prompt has {len(ids):,} tokens, and the model takes {most:,}: shorten it, or cut it by truncate_prompt_tokens=-1')
         check_prompt(ids, None, llm.vocab_size)
         depth = llm.model.config.get_text_config().num_hidden_layers
         r = Request(group.request_id, ids, 0, priority, group=group, pool=partial(llm.pooler, params), token_types=types)
-        r.wants_all_states = llm.pooler.needs_all(params)
+        r.wants_all_states = llm.pooler.needs_all(params, ids)
         if params.layers: r.layers = [i if i >= 0 else i + depth + 1 for i in params.layers]
         group.requests = [r]
     except ModelError: raise
@@ -330,7 +357,8 @@ def _compared(a: PoolingRequestOutput[Any], b: PoolingRequestOutput[Any]) -> Sco
 
 @by_any_name(embed=read_pooling_call, encode=read_pooling_call, classify=read_pooling_call, score=read_pooling_call, reward=read_pooling_call)
 class PoolingCalls:
-    "The methods of `LLM` that make something of hidden states. vLLM's names, arguments and results."
+    """The methods of `LLM` that make something of hidden states. vLLM's names, arguments and results; but `reward` gives the logits of a text where
+    a head classifies texts, and of each token where it classifies tokens."""
     pooler: Pooler
 
     @property
@@ -343,7 +371,7 @@ class PoolingCalls:
         """A vector for each of `prompts`, texts or lists of ids: `outputs[i].outputs.embedding`.
 
         Pooled as the model's folder says, see `Pooler`. `prompt_name`: which of the model's prompts stands before each text."""
-        return self._pool('embed', self.pooler.prompted(prompts, prompt_name), pooling_params, use_tqdm, lora_request, tokenization_kwargs)
+        return self._pool('embed', prompts, pooling_params, use_tqdm, lora_request, tokenization_kwargs, prompt_name=prompt_name)
 
     def classify(self, prompts: Any, *, use_tqdm: Any = None, pooling_params: Any = None, lora_request: Any = None,
                  tokenization_kwargs: dict[str, Any] | None = None) -> Outputs[ClassificationRequestOutput]:
@@ -382,14 +410,18 @@ class PoolingCalls:
         if chat_template is not None: raise ParamError('chat_template writes two texts as one, for a cross-encoder, and this model compares vectors: leave it out')
         key = lambda x: x if isinstance(x, str) else repr(x).encode()
         texts = list({key(x): x for x in [*a, *b]}.values())
-        found = dict(zip(map(key, texts), self._pool('embed', texts, pooling_params, use_tqdm, lora_request, tokenization_kwargs, raw=True)))
+        wants = PoolingParams.of(pooling_params)
+        if wants.task == 'score': wants = replace(wants, task='embed')
+        found = dict(zip(map(key, texts), self._pool('embed', texts, wants, use_tqdm, lora_request, tokenization_kwargs, raw=True)))
         return Outputs(_compared(found[key(x)], found[key(y)]) for x, y in zip(a, b))
 
     def _pool(self, task: str, prompts: Any, params: Any, use_tqdm: Any, lora_request: Any, tokenization: dict[str, Any] | None,
-              raw: bool = False) -> Outputs[Any]:
+              raw: bool = False, prompt_name: str | None = None) -> Outputs[Any]:
         llm: Any = self
-        prompts = [text_and_answer(p) for p in as_list(prompts, is_talk(prompts))]
-        each = _params(params, task, tokenization, len(prompts))
+        prompts = as_list(prompts, is_talk(prompts))
+        if lora_request is None and any(own := [getattr(p, 'lora_request', None) for p in prompts]): lora_request = own       # the one that answered
+        prompts, each = [text_and_answer(p) for p in prompts], _params(params, task, tokenization, len(prompts))
+        if prompt_name is not None: each = [replace(p, prompt_name=prompt_name) for p in each]
         for p in dict.fromkeys(each): self.pooler.check(p)                        # it concerns all: no result for each of them
-        if all(p.truncate_prompt_tokens is None for p in each): prompts = encode_texts(llm.tokenizer, prompts)
+        prompts = encode_texts(llm, prompts, each)
         return llm._collect(prompts, False, [replace(p, raw=True) for p in each] if raw else each, use_tqdm, None, None, False, lora_request)

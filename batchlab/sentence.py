@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .errors import ModelError, UnsupportedModelError
 
-if TYPE_CHECKING: from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING: from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 # %% auto #0
 __all__ = ['POOLING', 'ACTIVATIONS', 'activation_name', 'Dense', 'Normalize', 'SentenceTransformerConfig', 'first_step',
@@ -57,6 +57,10 @@ class Dense:
     use_residual: bool = False
     residual: Tensor | None = None       # [out, in] where the sizes differ
 
+    def to(self, device: torch.device | str) -> Dense:
+        "The same on `device`."
+        return replace(self, **{name: x.to(device) for name in ('weight', 'bias', 'residual') if (x := getattr(self, name)) is not None})
+
     def __call__(self, x: Tensor) -> Tensor:
         "`x` [n, in] → [n, out]."
         x = x.to(self.weight.dtype)
@@ -66,6 +70,9 @@ class Dense:
 @dataclass(frozen=True)
 class Normalize:
     "Every vector divided by its length."
+    def to(self, device: torch.device | str) -> Normalize:
+        "Itself: it has no weights."
+        return self
     def __call__(self, x: Tensor) -> Tensor: return nn.functional.normalize(x, p=2, dim=-1)
 
 # %% ../nbs/modules/000_sentence.ipynb #26483b11
@@ -158,16 +165,16 @@ def read_sentence_transformer(folder: str | Path) -> SentenceTransformerConfig |
     except (KeyError, TypeError, AttributeError) as e: raise ModelError(f"{folder}/modules.json can't be read ({e!r}): fetch the model again") from e
 
 # %% ../nbs/modules/000_sentence.ipynb #d9128331
-def cross_encoder_activation(folder: str | Path) -> str | None:
-    """The activation after the head, a key in `ACTIVATIONS`, that a CrossEncoder's folder names; None if it names none.
+def cross_encoder_activation(folder: str | Path | None, own: PreTrainedConfig | None = None) -> str | None:
+    """The activation after the head, a key in `ACTIVATIONS`, that a CrossEncoder's folder names; None if it names none. Without a folder, the model's `own` configuration.
 
     sentence-transformers then takes a sigmoid for one label, and nothing for several. Raises `UnsupportedModelError`, `ModelError`."""
-    folder = Path(folder)
-    config, beside = _json(folder/'config.json'), _json(folder/'config_sentence_transformers.json')
+    if folder is None: config, beside = own.to_dict() if own else {}, {}
+    else: config, beside = (_json(Path(folder)/name) for name in ('config.json', 'config_sentence_transformers.json'))
     path = (beside.get('activation_fn') or (config.get('sentence_transformers') or {}).get('activation_fn')
             or config.get('sbert_ce_default_activation_function'))
     try: return activation_name(path) if path else None
-    except ValueError as e: raise UnsupportedModelError(f'{folder}: {e}') from e
+    except ValueError as e: raise UnsupportedModelError(f'{folder or "the model"}: {e}') from e
 
 # %% ../nbs/modules/000_sentence.ipynb #70a36b58
 def lower_case(tokenizer: PreTrainedTokenizerBase) -> None:

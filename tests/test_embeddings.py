@@ -3,14 +3,15 @@ import math, random
 
 import pytest, torch
 import torch.nn.functional as F
-from transformers import (AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig, DistilBertConfig, LlamaConfig, ModernBertConfig,
+from transformers import (AlbertConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig, DistilBertConfig, LlamaConfig, ModernBertConfig,
                           MPNetConfig, RobertaConfig, XLMRobertaConfig)
 
-from batchlab.errors import ModelError, ParamError, PromptError
+from batchlab.errors import ModelError, ParamError, PromptError, UnsupportedModelError
 from batchlab.llm import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.pooled import EmbeddingRequestOutput, PoolerConfig, PoolingParams, PoolingRequestOutput
+from batchlab.pooled import EmbeddingRequestOutput, PoolerConfig, PoolingOutput, PoolingParams, PoolingRequestOutput
 from batchlab.runners import SoloRunner
+from batchlab.tiny import tiny_adapter
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 SMALL = dict(vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, max_position_embeddings=140, pad_token_id=1)
@@ -201,3 +202,103 @@ def test_a_result_does_not_hold_the_states_of_its_step():
     llm = LLM(make('bert'), pooler_config=PoolerConfig('cls', False))
     [one, *_] = llm.encode(some_ids(), pooling_task='embed')
     assert one.outputs.data.untyped_storage().nbytes() == one.outputs.data.nbytes
+
+
+def test_a_text_that_begins_again_is_pooled_once():
+    model, ids = tiny_model('llama', seed=2), [5 + i % 200 for i in range(150)]
+    llm, events = LLM(model, tiny_tokenizer(), max_num_batched_tokens=70, max_num_seqs=3), []
+    llm.add_request(ids, PoolingParams('token_embed'), events.append)
+    llm.step()
+    llm.engines['pooled'].reset()                                              # its blocks are gone, as after an error of a step
+    while llm.step(): pass
+    torch.testing.assert_close(events[-1].output.outputs.data, alone(model, ids), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize('pad', [7, None])
+def test_a_classifier_that_writes_takes_the_last_token_that_is_no_padding(pad):
+    model = make('llama', AutoModelForSequenceClassification, pad_token_id=pad, num_labels=1)
+    for compile in (False, 'auto'):
+        llm = LLM(model, compile=compile)
+        for ids in ([5, 9, 7], [5, 9], [7], [5, 7, 9, 7, 7]):
+            with torch.inference_mode(): want = model(torch.tensor([ids])).logits[0].tolist()
+            assert llm.reward([ids])[0].outputs.data.tolist() == pytest.approx(want, abs=1e-4)
+
+
+def test_a_head_that_takes_more_than_states_is_refused():
+    model = AutoModelForSequenceClassification.from_config(AlbertConfig(vocab_size=300, embedding_size=32, hidden_size=64, num_attention_heads=4, intermediate_size=128, num_labels=3))
+    with pytest.raises(UnsupportedModelError, match='another family, such as BERT'): LLM(model.eval())
+
+
+def test_settings_of_the_pooler_hold_for_all_tasks():
+    judge, ids = make('bert', AutoModelForSequenceClassification, num_labels=3), [5, 6, 7]
+    with torch.inference_mode(): logits = judge(torch.tensor([ids])).logits[0]
+    plain = LLM(judge, pooler_config=PoolerConfig(softmax=False))
+    assert plain.classify([ids])[0].outputs.probs == pytest.approx(logits.tolist(), abs=1e-4)
+    asked = plain.classify([ids], pooling_params=PoolingParams(use_activation=True))[0].outputs.probs
+    assert asked == pytest.approx(logits.softmax(-1).tolist(), abs=1e-4)
+    [states] = LLM(make('bert'), pooler_config=PoolerConfig(use_activation=True)).encode([ids])
+    torch.testing.assert_close(states.outputs.data.norm(dim=-1), torch.ones(3))
+    with pytest.raises(ParamError, match='pools by itself'): LLM(judge, pooler_config=dict(pooling_type='cls'))
+    for wrong in (lambda: PoolerConfig(use_activation='false'), lambda: PoolerConfig.of(5), lambda: PoolingParams(normalize=True, use_activation=True)):
+        with pytest.raises(ParamError): wrong()
+    assert PoolingOutput(torch.empty(0)) != PoolingOutput(torch.tensor([.7])) and PoolingOutput(torch.ones(2)) == PoolingOutput(torch.ones(2))
+
+
+def test_every_way_to_a_vector_has_the_prompt_of_the_model():
+    llm = LLM(make('bert'), tiny_tokenizer())
+    llm.pooler.prompts, llm.pooler.default_prompt = dict(query='find: ', document='text: '), 'text: '
+    by_hand = lambda t: llm.embed([{'prompt_token_ids': llm.tokenizer(t)['input_ids']}])[0].outputs.embedding
+    want, named = by_hand('text: one'), by_hand('find: one')
+    whole, cut = PoolingParams('embed', raw=True), PoolingParams('embed', truncate_prompt_tokens=-1)
+    for outs in (llm.embed('one'), llm.embed(['one', 'two']), llm.embed([{'prompt': 'one'}]), llm.embed(['one', 'two'], pooling_params=[cut, None]), llm.embed('one', prompt_name='document')):
+        assert outs[0].outputs.embedding == want
+    assert llm.encode('one', whole)[0].outputs.data.tolist() == want
+    for outs in (llm.embed('one', prompt_name='query'), llm.embed([{'prompt': 'one'}], prompt_name='query'), llm.embed(['one', 'two'], pooling_params=[dict(prompt_name='query'), None])):
+        assert outs[0].outputs.embedding == named
+    score = F.cosine_similarity(torch.tensor(want), torch.tensor(by_hand('text: two')), dim=0).item()
+    assert llm.score('one', 'two')[0].outputs.score == pytest.approx(score, abs=1e-6)
+    assert llm.score('one', 'two', pooling_params=PoolingParams('score'))[0].outputs.score == pytest.approx(score, abs=1e-6)
+    with pytest.raises(ParamError, match='prompt_name is for vectors'): llm.encode('one', dict(prompt_name='query'), pooling_task='token_embed')
+    with pytest.raises(ParamError, match='two texts'): raise ParamError(llm.encode('one', pooling_task='score')[0].error)
+
+
+def test_a_loaded_cross_encoder_keeps_its_activation():
+    judge, ids = make('bert', AutoModelForSequenceClassification, num_labels=1), [5, 6, 7]
+    with torch.inference_mode(): logit = judge(torch.tensor([ids])).logits[0].item()
+    assert LLM(judge).encode([ids], pooling_task='score')[0].outputs.data.item() == pytest.approx(1 / (1 + math.exp(-logit)), abs=1e-4)
+    judge.config.sentence_transformers = dict(activation_fn='torch.nn.modules.linear.Identity')
+    assert LLM(judge).encode([ids], pooling_task='score')[0].outputs.data.item() == pytest.approx(logit, abs=1e-4)
+
+
+def test_types_of_tokens_that_a_model_lacks_are_one_prompts_error():
+    typed = {'prompt_token_ids': [5, 6], 'token_type_ids': [0, 1]}
+    for model, n in ((make('roberta', type_vocab_size=1), 1), (tiny_model('gpt2'), 0), (make('distilbert'), 0)):
+        good, bad = LLM(model).encode([[5, 6], typed])
+        assert not good.error and f'has {n} types' in bad.error
+    assert not LLM(make('bert')).encode([typed])[0].error
+
+
+def test_a_decoder_for_vectors_takes_what_it_was_trained_for():
+    llm = LLM(tiny_model('llama'), tiny_tokenizer())
+    llm.pooler.trained, llm.pooler.limit = True, 10
+    outs = llm.embed(['x' * 40, 'x' * 4], pooling_params=[dict(truncate_prompt_tokens=-1), None])
+    assert len(outs[0].prompt_token_ids) == 10 and not outs[1].error and 'takes 10' in llm.embed('x' * 40)[0].error
+    assert llm.generate('x' * 40, dict(max_tokens=2))[0].outputs[0].token_ids
+
+
+def test_an_answer_is_read_by_the_adapter_that_wrote_it(tmp_path):
+    model = tiny_model('llama')
+    tiny_adapter(tmp_path/'a', model)
+    llm = LLM(model, tiny_tokenizer(), lora_modules=dict(a=str(tmp_path/'a')))
+    outs = [llm.generate('hi', dict(max_tokens=3), lora_request=who)[0] for who in ('a', None)]
+    mine, base = (o.outputs.data for o in llm.encode(outs))
+    again = [{'prompt_token_ids': [*o.prompt_token_ids, *o.outputs[0].token_ids]} for o in outs]
+    assert mine.equal(llm.encode(again[0], lora_request='a')[0].outputs.data) and base.equal(llm.encode(again[1])[0].outputs.data)
+    assert not mine.equal(llm.encode(again[0])[0].outputs.data)
+
+
+def test_dimensions_are_of_what_is_asked_for():
+    llm = LLM(make('bert'))
+    llm.pooler.how = ('cls', 'mean')
+    assert len(llm.embed([[5, 6]], pooling_params=dict(dimensions=100))[0].outputs.embedding) == 100
+    with pytest.raises(ParamError, match='more than the 64'): llm.encode([[5, 6]], dict(dimensions=100))

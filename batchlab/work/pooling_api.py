@@ -32,7 +32,7 @@ class PoolingRequest:
     """What a body asks for. `kind`: 'embed', 'classify', 'pooling', 'score' or 'rerank'. `texts`: strings or lists of ids; of pairs the first
     texts, and `others` the second, of which there are as many, or one of either and any number.
 
-    `encoding`: 'float' or 'base64' (little-endian fp32) for vectors. `prompt_name`: which of the model's prompts goes before each text. `top_n`: of a
+    `encoding`: 'float' or 'base64' (little-endian fp32) for vectors. `top_n`: of a
     ranking only so many; `with_texts`: with its documents. `key`: the one of the body that has the texts; `asked`: the body. `labels`: the model's
     names of classes, by index, when it has run. `adapter`: the name of the one that it is to run with, or None."""
     kind: str
@@ -41,7 +41,6 @@ class PoolingRequest:
     params: PoolingParams = PoolingParams()
     model: str | None = None
     encoding: str = 'float'
-    prompt_name: str | None = None
     top_n: int | None = None
     with_texts: bool = True
     priority: int = 0
@@ -60,9 +59,8 @@ class PoolingRequest:
     def prompts(self, llm: LLM) -> list[tuple[Any, PoolingParams]]:
         "What `llm` is to run for it. Raises `PromptError`, `ParamError`."
         if self.kind not in ('score', 'rerank'):
-            texts = llm.pooler.prompted(self.texts, self.prompt_name) if self.kind == 'embed' else self.texts
             params = self.params if self.params.task else replace(self.params, task=llm.pooling_tasks[0])
-            return [(t, params) for t in texts]
+            return [(t, params) for t in self.texts]
         from batchlab.pooling import pair_up
         a, b = pair_up(self.texts, self.others)
         if llm.pooler.classifies or llm.pooler.tags: return [({'prompt': x, 'text_pair': y}, self.params) for x, y in zip(a, b)]
@@ -107,8 +105,8 @@ def _parse(body, kind):
         pair = next((p for p in _PAIRS if {*p} <= d.keys()), None)
         if pair is None: raise BadRequest(f"a score needs two keys of one kind: {', or '.join(' and '.join(p) for p in _PAIRS)}", param=next((k for p in _PAIRS for k in p if k in d), 'text_1'))
         r.key, (r.texts, r.others) = pair[0], (texts_of(d.pop(k), k, ids=False) for k in pair)
-        if 1 not in (n := (len(r.texts), len(r.others))) and n[0] != n[1]:
-            raise BadRequest(f'{pair[0]} has {n[0]:,} texts and {pair[1]} {n[1]:,}: give one of either, or as many of each', param=pair[1])
+        if (n := (len(r.texts), len(r.others)))[0] not in (1, n[1]):
+            raise BadRequest(f'{pair[0]} has {n[0]:,} texts and {pair[1]} {n[1]:,}: give one {pair[0]}, or as many of each', param=pair[1])
     elif kind == 'rerank':
         if not isinstance(query := d.pop('query', None), str): raise BadRequest(f'query must be a string, got {query!r:.60}', param='query')
         r.key, r.texts, r.others, r.with_texts = 'query', [query], _documents(d.pop('documents', None)), take(d, 'return_documents', bool, True, 'true or false')
@@ -119,7 +117,6 @@ def _parse(body, kind):
     r.encoding = d.pop('encoding_format', 'float') if kind in ('embed', 'pooling') else 'float'
     if r.encoding not in ('float', 'base64'):
         raise BadRequest(f"encoding_format must be 'float' or 'base64', got {r.encoding!r:.40}", param='encoding_format')
-    if kind == 'embed': r.prompt_name = take(d, 'prompt_name', str, None, 'a string')
     r.params = _params(d, kind)
     return r
 
@@ -186,8 +183,7 @@ def admit_texts(llm: LLM, asked: PoolingRequest, group: TextsGroup, priority: in
     group.deadline = None if timeout is None else group.start + timeout
     asked.labels = getattr(llm.model.config, 'id2label', None) or {}
     todo = asked.prompts(llm)
-    texts = [t for t, _ in todo]
-    if asked.params.truncate_prompt_tokens is None: texts = encode_texts(llm.tokenizer, texts)
+    texts = encode_texts(llm, [t for t, _ in todo], [p for _, p in todo])
     for i, (text, (_, params)) in enumerate(zip(texts, todo)):
         part = admit_pooling(llm, PoolingGroup(f'{group.request_id}-{i}'), text, replace(params, raw=True), priority)
         if part.error:
