@@ -38,7 +38,7 @@ if TYPE_CHECKING: from batchlab.llm import LLM
 log = logging.getLogger('batchlab')
 
 # %% auto #0
-__all__ = ['log', 'POOLINGS', 'pool', 'head_logits', 'has_head', 'check_head', 'activation_for', 'Pooler', 'max_positions',
+__all__ = ['log', 'POOLINGS', 'pool', 'head_logits', 'has_head', 'check_head', 'activation_for', 'max_positions', 'Pooler',
            'pool_rows', 'PoolingEngine', 'pooling_engine', 'EncodedText', 'encode_texts', 'text_limit', 'pooling_ids',
            'admit_pooling', 'pair_up', 'text_and_answer', 'PoolingCalls']
 
@@ -84,14 +84,24 @@ def check_head(model: PreTrainedModel) -> None:
     with torch.inference_mode(): out = pooler(torch.zeros(1, 2, model.config.get_text_config().hidden_size, dtype=model.dtype, device=model.device))
     if out.dim() != 2: raise UnsupportedModelError(f'{type(model).__name__} makes of hidden states what its pooler alone does not: take a model of another family, such as BERT')
 
+# %% ../nbs/31_embeddings.ipynb #emb00024
 def activation_for(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     "What makes probabilities of a classifier's logits, by what `config` says of its classes."
     kind, n = getattr(config, 'problem_type', None), config.num_labels
     if kind == 'regression': return lambda x: x
     return torch.sigmoid if kind == 'multi_label_classification' or n == 1 else partial(torch.softmax, dim=-1)
-_NAMES = dict(last='lasttoken', mean_sqrt_len='mean_sqrt_len_tokens')
+
+# %% ../nbs/31_embeddings.ipynb #emb00036
+def max_positions(model: PreTrainedModel) -> int | None:
+    "The most tokens of a text that `model` has positions for, or None. RoBERTa's begin behind the id of its padding token."
+    embed: Any = getattr(model.base_model, 'embeddings', None)
+    n = max_model_len(model)
+    behind: int | None = None if isinstance(embed, nn.Embedding) else getattr(embed, 'padding_idx', None)
+    return n if not n or behind is None else n - behind - 1
 
 # %% ../nbs/31_embeddings.ipynb #emb00031
+_NAMES = dict(last='lasttoken', mean_sqrt_len='mean_sqrt_len_tokens')
+
 class Pooler:
     """What can be made of the hidden states of `model`, and how.
 
@@ -187,13 +197,6 @@ class Pooler:
         if p.dimensions is not None: x = x[..., :p.dimensions]
         return F.normalize(x, dim=-1) if (self.config.use_activation if p.use_activation is None else p.use_activation) else x
 
-def max_positions(model: PreTrainedModel) -> int | None:
-    "The most tokens of a text that `model` has positions for, or None. RoBERTa's begin behind the id of its padding token."
-    embed: Any = getattr(model.base_model, 'embeddings', None)
-    n = max_model_len(model)
-    behind = not isinstance(embed, nn.Embedding) and getattr(embed, 'padding_idx', None) is not None
-    return n - embed.padding_idx - 1 if n and behind else n
-
 # %% ../nbs/31_embeddings.ipynb #emb00041
 def pool_rows(plan: StepPlan, states: torch.Tensor, layers: Sequence[int] = ()) -> list[RowOutput]:
     "What each row of `plan` comes to by the `states` of its batch, `[n, E]`, or `[n, L, E]` of `layers`: those that are whole now are pooled, and end."
@@ -212,6 +215,7 @@ def pool_rows(plan: StepPlan, states: torch.Tensor, layers: Sequence[int] = ()) 
         except Exception as e: out.error = f'its states could not be pooled ({type(e).__name__}: {e})'
     return outs
 
+# %% ../nbs/31_embeddings.ipynb #emb00044
 class PoolingEngine(Engine):
     """An `Engine` whose requests want hidden states, and end as soon as these are there. `causal`: whether tokens see only what stands
     before them; `depth`: layers of the model."""
@@ -229,6 +233,7 @@ class PoolingEngine(Engine):
 
     def rows_of(self, plan: StepPlan, outputs: torch.Tensor) -> list[RowOutput]: return pool_rows(plan, outputs, self.layers_of(plan))
 
+# %% ../nbs/31_embeddings.ipynb #emb00046
 def pooling_engine(llm: LLM, alone: bool = False) -> PoolingEngine:
     "The engine for requests of `llm` that pool: packed where the model can be, with a prefix cache where that holds; else, or `alone`, one text at a time."
     l, causal = llm.limits, llm.pooler.causal
@@ -265,6 +270,7 @@ def text_limit(llm: LLM) -> int | None:
     "The most tokens of a text that is pooled, or None. What a decoder that was trained for vectors takes may be less than what it could write from."
     return min((n for n in (llm.limits.max_model_len, llm.pooler.limit if llm.can_generate and llm.pooler.trained else None) if n), default=None)
 
+# %% ../nbs/31_embeddings.ipynb #emb00053
 def pooling_ids(llm: LLM, prompt: Any, p: PoolingParams) -> tuple[str | None, list[int], list[int] | None]:
     """A prompt that is to be pooled as `(text, ids, token types or None)`, cut if `p` says so. Raises `PromptError`, `ModelError`.
 
@@ -291,6 +297,7 @@ def _tokenized(llm: LLM, text: str, pair: str | None, most: int | None) -> tuple
     types = got.get('token_type_ids')
     return text if pair is None else f'{text} {pair}', got['input_ids'], types if pair is not None and types is not None and any(types) else None
 
+# %% ../nbs/31_embeddings.ipynb #emb00055
 def admit_pooling(llm: LLM, group: PoolingGroup, prompt: Any, params: PoolingParams, priority: int = 0, timeout: float | None = None) -> PoolingGroup:
     "Tokenise and check `prompt`; give `group` its request, or its error. Raises `ModelError`."
     group.pooling, group.deadline = params, None if timeout is None else group.start + timeout
@@ -337,6 +344,7 @@ def text_and_answer(prompt: Any) -> Any:
     if not hasattr(prompt, 'prompt_token_ids') or not getattr(prompt, 'outputs', None): return prompt
     return {'prompt_token_ids': [*(prompt.prompt_token_ids or []), *prompt.outputs[0].token_ids]}
 
+# %% ../nbs/31_embeddings.ipynb #emb00063
 def _pair(llm: Any, a: Any, b: Any, template: str | None) -> Any:
     "Two texts as one prompt: as the tokenizer joins a pair, or as a chat `template` writes what a query says, and a document. Raises `PromptError`."
     if not isinstance(a, str) or not isinstance(b, str): raise PromptError(f'a cross-encoder compares two strings, got {a!r:.40} and {b!r:.40}')
@@ -355,6 +363,7 @@ def _compared(a: PoolingRequestOutput[Any], b: PoolingRequestOutput[Any]) -> Sco
                                 a.num_cached_tokens + b.num_cached_tokens, True, f'{a.prompt} {b.prompt}', error, {**(a.metrics or {}), 'latency': latency},
                                 a.params, a.refused or b.refused)
 
+# %% ../nbs/31_embeddings.ipynb #emb00065
 @by_any_name(embed=read_pooling_call, encode=read_pooling_call, classify=read_pooling_call, score=read_pooling_call, reward=read_pooling_call)
 class PoolingCalls:
     """The methods of `LLM` that make something of hidden states. vLLM's names, arguments and results; but `reward` gives the logits of a text where
