@@ -67,7 +67,7 @@ _KNOWN = {*"""peft_type task_type auto_mapping base_model_name_or_path revision 
 _CALLED = dict(use_dora='DoRA', modules_to_save='modules_to_save', trainable_token_indices='trainable tokens', lora_bias='lora_bias',
                target_parameters='LoRA of bare parameters (target_parameters)', alora_invocation_tokens='activated LoRA',
                use_qalora='QALoRA', use_bdlora='block-diagonal LoRA', arrow_config='Arrow', kasa_config='KaSA')
-_MOVED_BASE = 'pissa', 'olora', 'corda', 'loftq'                          # inits that leave other weights in the base model
+_KEPT_BASE = 'true', 'false', 'gaussian', 'eva', 'orthogonal', 'mica'      # ways to begin that leave the base model as it is; others may not
 
 @dataclass(frozen=True)
 class AdapterConfig:
@@ -108,7 +108,7 @@ def _more_than_lora(d: dict[str, Any]) -> str | None:
     "What a configuration asks for besides plain LoRA, or None."
     if (kind := str(d.get('peft_type')).upper()) != 'LORA': return f'it is of PEFT type {kind}'
     if d.get('bias', 'none') != 'none': return f'it has biases (bias={d["bias"]!r})'
-    if (how := d.get('init_lora_weights')) and str(how).lower().startswith(_MOVED_BASE): return f'it was made for a changed base model (init_lora_weights={how!r})'
+    if (how := d.get('init_lora_weights')) and str(how).lower() not in _KEPT_BASE: return f'it was made for a changed base model (init_lora_weights={how!r})'
     return next((f'it has {_CALLED.get(k, k)}' for k, v in d.items() if v and k not in _KNOWN), None)
 
 def _of_pattern(patterns: dict[str, Any], module: str, default: Any) -> Any:

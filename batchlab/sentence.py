@@ -134,7 +134,8 @@ def _read_modules(folder, modules):
     first, pooling, steps = {}, None, []
     for i, m in enumerate(modules):
         name, at = m['type'].rpartition('.')[2], folder/m['path']
-        known = m['type'].startswith('sentence_transformers.') and folder.resolve() in [(r := at.resolve()), *r.parents]
+        if folder.resolve() not in [(r := at.resolve()), *r.parents]: raise ModelError(f'{folder}: step {i} of modules.json lies outside of the folder, in {m["path"]!r}: fetch the model again')
+        known = m['type'].startswith('sentence_transformers.')
         if known and name == 'Transformer' and i == 0:
             first = first_step(at)
         elif known and name == 'Pooling' and i == 1: pooling = _json(at/'config.json')

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import has_compiler
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification, BertConfig, LlamaConfig
 
 from batchlab import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from batchlab.attention import kv_layout
@@ -197,12 +199,12 @@ def test_other_ways_to_write_an_adapter(tmp_path):
 
 
 BROKEN = [(dict(use_dora=True), 'DoRA'), (dict(modules_to_save=['score']), 'modules_to_save'), (dict(peft_type='LOHA'), 'PEFT type LOHA'),
-          (dict(bias='all'), "bias='all'"), (dict(trainable_token_indices=[3]), 'trainable tokens'), (dict(init_lora_weights='pissa'), 'changed base'),
+          (dict(bias='all'), "bias='all'"), (dict(trainable_token_indices=[3]), 'trainable tokens'), (dict(init_lora_weights='pissa'), 'changed base'), (dict(init_lora_weights='lora_ga'), 'changed base'), (dict(init_lora_weights='of_a_later_peft'), 'later_peft'),
           (dict(from_a_later_peft=True), 'from_a_later_peft'), (dict(r=5), 'rank 4'), (dict(r='many'), 'adapter_config.json'),
           (dict(target_parameters=['experts']), 'target_parameters')]
 
 
-@pytest.mark.parametrize('config, said', BROKEN, ids=[said for _, said in BROKEN])
+@pytest.mark.parametrize('config, said', BROKEN, ids=[str(config) for config, _ in BROKEN])
 def test_what_is_more_than_lora_is_refused_by_name(three, config, said, tmp_path):
     llm = engine(three, compile=False)
     bad = LoRARequest('bad', 9, tiny_adapter(tmp_path/'bad', three[0], **config))
@@ -211,7 +213,6 @@ def test_what_is_more_than_lora_is_refused_by_name(three, config, said, tmp_path
 
 
 def test_what_can_not_be_loaded_says_why_and_stops_nobody(three, tmp_path):
-    from safetensors.torch import load_file, save_file
     model, requests, refs = three
     llm, folders = engine(three, compile=False), {}
     def bad(name, change=lambda tensors: tensors, **kwargs):
@@ -541,3 +542,22 @@ def test_workers_on_ray_have_adapters(three, tmp_path, monkeypatch):
     want = [tokenizer.decode(alone(refs[i % 4], tokenizer(d['prompt'])['input_ids']), skip_special_tokens=True) for i, d in enumerate(lines)]
     assert [r['text'] for r in records] == want and (result.answered, result.failed) == (24, 1)
     assert 'known are a, b, c' in bad['error']['message']
+
+
+@pytest.mark.parametrize('compile', [False, 'auto'])
+def test_a_part_in_what_no_step_runs_is_its_requests_error(compile, tmp_path):
+    "A classifier's head and a pooler get a text when it has ended: an adapter's part there would be left out, or meet other rows."
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, max_position_embeddings=140, num_labels=1)
+    judge = AutoModelForSequenceClassification.from_config(LlamaConfig(**sizes, num_key_value_heads=2, pad_token_id=None)).eval()
+    bert = AutoModelForSequenceClassification.from_config(BertConfig(**sizes)).eval()
+    for model, part in ((judge, 'score'), (bert, 'classifier'), (bert, 'bert.pooler.dense')):
+        llm = LLM(copy.deepcopy(model), enable_lora=True, compile=compile)
+        folder = tiny_adapter(tmp_path/part, model, 4, 1, ('q_proj', 'query'))
+        n, k = model.get_submodule(part).weight.shape
+        save_file({f'base_model.model.{part}.lora_A.weight': torch.ones(4, k), f'base_model.model.{part}.lora_B.weight': torch.ones(n, 4)}, folder/'adapter_model.safetensors')
+        bad = LoRARequest('bad', 1, folder)
+        good = LoRARequest('good', 2, tiny_adapter(tmp_path/f'{part}-good', model, 4, 1, ('q_proj',) if model is judge else ('query',)))
+        plain, ill, well = llm.classify([[5, 6, 7]] * 3, lora_request=[None, bad, good])
+        assert not plain.error and f'a part in {part}' in ill.error and ill.refused and not well.error
+        assert well.outputs.probs != plain.outputs.probs

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['UNIT', 'rows_by_adapter', 'Slice', 'Delta', 'Adapted', 'pack_delta', 'Packed', 'PackedAdapters', 'linear_shapes',
-           'fused_layout', 'applied', 'hooked', 'HookedAdapters', 'OnDevice', 'KernelAdapters', 'open_adapters']
+           'step_linears', 'fused_layout', 'applied', 'hooked', 'HookedAdapters', 'OnDevice', 'KernelAdapters',
+           'open_adapters']
 
 # %% ../../nbs/32_lora.ipynb #32aa0006
 import contextlib, ctypes
@@ -39,6 +40,9 @@ def rows_by_adapter(batch: Batch) -> tuple[dict[int, list[int]], dict[int, list[
         if of[t]: late.setdefault(of[t], []).append(i)
     return tokens, late
 
+# %% ../../nbs/32_lora.ipynb #32aa0055
+UNIT = 12                                                                   # rows of an adapter that are one piece of work
+
 def _units(rows: dict[int, list[int]], at: dict[int, int]) -> tuple[list[int], list[int]]:
     "The units of `rows` by adapter, flat, and all rows, one adapter's behind the other's; `at`: where each adapter's deltas are."
     units, every = list[int](), list[int]()
@@ -57,8 +61,6 @@ class Slice(ctypes.Structure): "Of an adapter's part in a product, one linear la
 class Delta(ctypes.Structure): "What an adapter adds to a product."
 @struct
 class Adapted(ctypes.Structure): "Which rows of a step are for which adapter."
-
-UNIT = 12                                                                   # rows of an adapter that are one piece of work
 
 # %% ../../nbs/32_lora.ipynb #32aa0052
 def _even(rank: int) -> int: return rank + rank % 2                        # the kernels multiply two numbers at a time
@@ -131,6 +133,14 @@ def linear_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     def shape(m: Any) -> tuple[int, int]: return (m.weight.shape[0], m.weight.shape[1]) if type(m) is Conv1D else (m.in_features, m.out_features)
     return {name: shape(m) for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
 
+def step_linears(model: PreTrainedModel, shapes: dict[str, tuple[int, int]]) -> set[str]:
+    "The names of those linear layers of `shapes` that a step runs for its tokens: not of a pooler or a classifier's head, which a text gets when it has ended."
+    base, names = model.base_model, {id(m): name for name, m in model.named_modules()}
+    inside = '' if base is model else f'{names[id(base)]}.'
+    mine = {n for n in shapes if n.startswith(inside) and not n.removeprefix(inside).startswith('pooler.')}
+    head = None if any(kind in type(model).__name__ for kind in ('ForSequence', 'ForToken')) else model.get_output_embeddings()
+    return mine if head is None else mine | {names[id(head)]}
+
 def fused_layout(model: PreTrainedModel) -> list[tuple[list[str], list[int]]]:
     "Of each product of fused layers, four a layer and then the head, the names of its linear layers and how many outputs each has."
     names, found = {id(m): name for name, m in model.named_modules()}, list[tuple[list[str], list[int]]]()
@@ -171,7 +181,7 @@ class HookedAdapters:
 
     `weights`: see `PackedAdapters`."""
     def __init__(self, model: PreTrainedModel, shapes: dict[str, tuple[int, int]], weights: Callable[[Sequence[int]], list[Any]]) -> None:
-        self.model, self.shapes, self.names, self.weights = model, shapes, {*shapes}, weights
+        self.model, self.shapes, self.names, self.weights = model, shapes, step_linears(model, shapes), weights
 
     def size_of(self, ranks: dict[str, int]) -> int:
         "How many numbers an adapter with parts of these `ranks` takes."
@@ -207,7 +217,8 @@ class OnDevice:
 class KernelAdapters(PackedAdapters):
     "As `HookedAdapters`, what is added computed by `kernels`: the same bits in any company."
     def __init__(self, model: PreTrainedModel, shapes: dict[str, tuple[int, int]], kernels: Kernels, weights: Callable[[Sequence[int]], list[Any]]) -> None:
-        super().__init__([([name], [n]) for name, (k, n) in shapes.items() if k % 2 == 0], shapes, kernels, model.dtype, weights)
+        run = step_linears(model, shapes)
+        super().__init__([([name], [n]) for name, (k, n) in shapes.items() if k % 2 == 0 and name in run], shapes, kernels, model.dtype, weights)
         self.model = model
 
     @contextlib.contextmanager
