@@ -140,11 +140,27 @@ _UNUSED = re.compile(r"""(.*\.)?(position_ids|token_type_ids|inv_freq|masked_bia
     |(cls|lm_head|mlm_head|predictions|lm_predictions|mask_predictions|sop_classifier|vocab_(transform|layer_norm|projector)|pred_layer|decoder
     |(generator|discriminator)_(predictions|lm_head)|head\.(dense|norm))\..*""", re.VERBOSE)      # constants, poolers, and what guesses masked words
 
-def _check_unused(folder, model, unused):
-    "Raise `UnsupportedModelError` if `unused` weights of the folder, which are no part of an encoder `model`, are more than its class is known to leave."
-    strange = [k for k in unused if not _UNUSED.fullmatch(k)]
-    if strange: raise _unsupported(folder, f"{type(model).__name__} has no place for {', '.join(strange[:3])}{', …' * (len(strange) > 3)}, as a ColBERT model's "
-                                           'projection, and without it the vectors would be others')
+_CONSTANTS = re.compile(r'(.*\.)?(inv_freq|masked_bias|[kv]_scale)')      # written by older versions, or for a KV cache in fewer bits
+
+def _inside(model, key):
+    """Whether the weight `key`, which `model` has no place for, lies in a part of it that runs, as a layer's bias or norm would.
+
+    A value head or layers that draft tokens lie beside the parts that run, and a constant is made anew."""
+    parts, constants, whole = dict(model.named_modules()), dict(model.named_buffers()), (model, model.base_model, model.get_decoder())
+    def inside(name):
+        if name in constants: return False
+        while name not in parts: name = name.rpartition('.')[0]
+        return not isinstance(parts[name], torch.nn.ModuleList) and parts[name] not in whole
+    return not _CONSTANTS.fullmatch(key) and (inside(key) or inside(f'{model.base_model_prefix}.{key}'))
+
+def _check_unused(folder, model, unused, writes):
+    """Raise `UnsupportedModelError` if some of the folder's weights that are `unused`, as `model` has no place for them, change what comes out.
+
+    For a model that `writes` text these are the ones inside of a part that runs; for an encoder all but those its class is known to leave."""
+    strange = [k for k in unused if (_inside(model, k) if writes else not _UNUSED.fullmatch(k))]
+    if not strange: return
+    why = 'and without it the tokens would be others' if writes else "as a ColBERT model's projection, and without it the vectors would be others"
+    raise _unsupported(folder, f"{type(model).__name__} has no place for {', '.join(strange[:3])}{', …' * (len(strange) > 3)}, {why}")
 
 def _load_weights(folder, config, auto, dtype, device):
     "The model of a folder on the CPU, every weight of it from the files. Raises `ModelError`, `UnsupportedModelError`."
@@ -162,7 +178,7 @@ def _load_weights(folder, config, auto, dtype, device):
     model, missing = _without(model, sorted(info['missing_keys']), bare)
     if missing:
         raise broken(f"{len(missing)} of {type(model).__name__} are missing, first {missing[0]}")
-    if not auto.__name__.endswith('CausalLM'): _check_unused(folder, model, sorted(info['unexpected_keys']))
+    _check_unused(folder, model, sorted(info['unexpected_keys']), auto.__name__.endswith('CausalLM'))
     return model
 
 def _read_tokenizer(path, folder, **kw):

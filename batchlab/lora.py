@@ -146,6 +146,7 @@ def read_adapter(folder: Path, shapes: dict[str, tuple[int, int]], max_rank: int
         if 'lora_magnitude_vector' in key: raise AdapterError('it has DoRA, and batchlab runs plain LoRA: merge it into the model, or train it without')
         if 'lora_embedding_' in key: raise AdapterError('it has LoRA of an embedding, which batchlab does not run: leave embeddings out of target_modules')
         if key.endswith('.base_layer.weight'): raise AdapterError(f'it has weights of the model itself, {key!r}: save it with save_embedding_layers=False')
+        if not t.is_floating_point(): raise AdapterError(f'its weights {key!r} are {t.dtype}, not floating point: save it again in float32 or bfloat16')
         if not (m := _KEY.fullmatch(key)): raise AdapterError(f'it has weights of its own, {key!r}, and batchlab runs plain LoRA: train it without modules_to_save')
         halves.setdefault(m[1], {})[m[2]] = t
     for module, pair in halves.items():

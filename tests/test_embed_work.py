@@ -13,6 +13,7 @@ from batchlab.llm import LLM
 from batchlab.loading import quiet
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.pooled import PoolingParams
+from batchlab.tiny import TINY_ARCHS
 from batchlab.verify import verify
 from batchlab.work.batches import ENDED, BatchRunner, BatchStore
 from batchlab.work.jobs import Job
@@ -175,6 +176,19 @@ def test_weights_without_a_place_are_refused_by_name(tmp_path):
     for i, step in enumerate(('sentence_transformers.models.Dense', 'pylate.models.Dense.Dense')):
         (tmp_path/'pylate/modules.json').write_text(json.dumps([dict(type='sentence_transformers.models.Transformer', path=''), dict(type=step, path='1_Dense')]))
         with pytest.raises(UnsupportedModelError, match=f'step 1 of modules.json is a {step}'): LLM(pylate, compile=False)
+
+
+@pytest.mark.parametrize('arch', TINY_ARCHS)
+def test_a_weight_inside_a_language_model_is_refused_and_one_beside_it_left(tmp_path, arch):
+    model = tiny_model(arch)
+    layers = next(name for name, m in model.named_modules() if isinstance(m, torch.nn.ModuleList))
+    inside = next(name for name, m in model.named_modules() if name.startswith(f'{layers}.1.') and len(name.split('.')) > len(layers.split('.')) + 2)
+    beside = {k: torch.ones(8) for k in (f'{layers}.9.norm.weight', 'v_head.summary.weight', f'{layers}.0.attn.rotary_emb.inv_freq', f'{layers}.0.attn.masked_bias')}
+    llm = LLM(save(model, tmp_path/'beside', **beside), compile=False)
+    assert all(torch.equal(t, model.get_parameter(name)) for name, t in llm.model.named_parameters())
+    for key in (f'{inside}.extra', f'{layers}.0.extra_norm.weight', f"{layers.removeprefix(f'{model.base_model_prefix}.')}.1.extra"):
+        with pytest.raises(UnsupportedModelError, match=f'{type(model).__name__} has no place for .*extra.*, and without it the tokens would be others'):
+            LLM(save(model, tmp_path/'inside', **{key: torch.ones(8)}), compile=False)
 
 
 @pytest.mark.parametrize('kind', ['bert', 'roberta', 'distilbert', 'electra', 'albert', 'mpnet', 'deberta', 'nomic_bert'])

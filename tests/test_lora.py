@@ -14,7 +14,7 @@ from batchlab.backends import BackendOptions, kernels, modules, select_backend
 from batchlab.backends.adapters import linear_shapes
 from batchlab.backends.cuda import bucket
 from batchlab.batch import pack_rows
-from batchlab.errors import ParamError, UnsupportedModelError
+from batchlab.errors import AdapterError, ParamError, UnsupportedModelError
 from batchlab.lora import Adapters, read_adapter, read_modules
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.scheduler import Request, RowOutput, Scheduler
@@ -196,6 +196,8 @@ def test_other_ways_to_write_an_adapter(tmp_path):
         torch.save({name(k): t for k, t in tensors.items()}, folder/'adapter_model.bin')
         got = read_adapter(folder, shapes, 8)
         assert got.keys() == want.keys() and all(torch.equal(got[n].up, want[n].up) for n in want)
+    torch.save({k: t.to(torch.int8) for k, t in tensors.items()}, folder/'adapter_model.bin')          # quantised, its scales elsewhere
+    with pytest.raises(AdapterError, match='are torch.int8, not floating point'): read_adapter(folder, shapes, 8)
 
 
 BROKEN = [(dict(use_dora=True), 'DoRA'), (dict(modules_to_save=['score']), 'modules_to_save'), (dict(peft_type='LOHA'), 'PEFT type LOHA'),
@@ -408,7 +410,6 @@ def test_clients_bring_in_no_adapters_and_take_none_out(three, tmp_path):
 
 def test_a_server_begins_with_adapters_that_work_and_names_that_are_one_things(three, tmp_path):
     pytest.importorskip('fastapi')
-    from batchlab.errors import AdapterError
     from batchlab.work.jobs import Job, JobError
     from batchlab.work.server import create_app
     model, [a, *_], _ = three
