@@ -140,7 +140,7 @@ _UNUSED = re.compile(r"""(.*\.)?(position_ids|token_type_ids|inv_freq|masked_bia
     |(cls|lm_head|mlm_head|predictions|lm_predictions|mask_predictions|sop_classifier|vocab_(transform|layer_norm|projector)|pred_layer|decoder
     |(generator|discriminator)_(predictions|lm_head)|head\.(dense|norm))\..*""", re.VERBOSE)      # constants, poolers, and what guesses masked words
 
-_CONSTANTS = re.compile(r'(.*\.)?(inv_freq|masked_bias|[kv]_scale)')      # written by older versions, or for a KV cache in fewer bits
+_CONSTANTS = re.compile(r'(.*\.)?(inv_freq|(cos|sin)_cached|masked_bias|causal_mask|(attn|attention)\.bias|[kv]_scale)')     # of older versions, masks too, or of a KV cache in fewer bits
 
 def _inside(model, key):
     """Whether the weight `key`, which `model` has no place for, lies in a part of it that runs, as a layer's bias or norm would.

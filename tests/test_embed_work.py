@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np, pytest, torch
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForPreTraining, AutoModelForSequenceClassification
 
+from batchlab import SamplingParams
 from batchlab.cli import main
 from batchlab.errors import JobError, UnsupportedModelError
 from batchlab.llm import LLM
@@ -189,6 +190,15 @@ def test_a_weight_inside_a_language_model_is_refused_and_one_beside_it_left(tmp_
     for key in (f'{inside}.extra', f'{layers}.0.extra_norm.weight', f"{layers.removeprefix(f'{model.base_model_prefix}.')}.1.extra"):
         with pytest.raises(UnsupportedModelError, match=f'{type(model).__name__} has no place for .*extra.*, and without it the tokens would be others'):
             LLM(save(model, tmp_path/'inside', **{key: torch.ones(8)}), compile=False)
+
+
+@pytest.mark.parametrize('arch, key', [('gptj', 'attn.bias'), ('gptj', 'attn.masked_bias'), ('gpt_neo', 'attn.attention.bias'), ('codegen', 'attn.causal_mask'), ('gpt2', 'attn.bias')])
+def test_masks_that_older_checkpoints_hold_are_no_weights(tmp_path, arch, key):
+    model = tiny_model(arch)
+    llm = LLM(save(model, tmp_path/'old', **{f'transformer.h.0.{key}': torch.ones(1, 1, 8, 8)}), compile=False)
+    ids = [5, 9, 33, 7]
+    want = model.generate(torch.tensor([ids]), max_new_tokens=5, min_new_tokens=5, do_sample=False)[0, 4:].tolist()
+    assert list(llm.generate([ids], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))[0].outputs[0].token_ids) == want
 
 
 @pytest.mark.parametrize('kind', ['bert', 'roberta', 'distilbert', 'electra', 'albert', 'mpnet', 'deberta', 'nomic_bert'])
