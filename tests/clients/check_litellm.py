@@ -37,8 +37,11 @@ def test_tools(ask, tools):
     [call] = litellm.completion(**ask | dict(max_tokens=60), tools=[weather], tool_choice='required', parallel_tool_calls=False).choices[0].message.tool_calls
     assert call.function.name == 'weather'
 
-def test_errors(ask, url, model):
+def test_errors(ask, model):
     for more, kind in ((dict(messages=[dict(role='user', content='a ' * 20_000)]), litellm.ContextWindowExceededError), (dict(temperature=-1), litellm.BadRequestError),
                        (dict(model=ask['model'].replace(model, 'gpt')), litellm.NotFoundError)):
         with pytest.raises(kind): litellm.completion(**ask | more)
-    with pytest.raises(litellm.BadRequestError, match='no embeddings'): litellm.embedding(model=f'openai/{model}', input=['a'], api_base=f'{url}/v1', api_key='any')
+
+def test_embeddings(url, model):
+    one, two = litellm.embedding(model=f'openai/{model}', input=['a', 'two words'], api_base=f'{url}/v1', api_key='any', encoding_format='float').data
+    assert len(one['embedding']) == len(two['embedding']) and one['embedding'] != two['embedding']

@@ -102,12 +102,19 @@ def test_files_and_batches(client, model, whole):
     assert [json.loads(line)['custom_id'] for line in client.files.content(b.error_file_id).text.splitlines()] == ['bad']
     assert b.id in [x.id for x in client.batches.list(limit=2)] and client.files.delete(f.id).deleted
 
+def test_embeddings(client, settings, model):
+    texts = ['a', 'two words', 'a']
+    whole = [d.embedding for d in client.embeddings.create(model=model, input=texts, encoding_format='float').data]
+    assert whole[0] == whole[2] != whole[1] and all(abs(sum(x * x for x in v) - 1) < 1e-3 for v in whole)
+    with openai.OpenAI(**settings) as lax: packed = [d.embedding for d in lax.embeddings.create(model=model, input=texts).data]     # base64, which the published type denies
+    assert all(abs(x - y) < 1e-6 for v, w in zip(whole, packed, strict=True) for x, y in zip(v, w, strict=True))
+
 def test_errors_by_class(client, model):
     ask = dict(model=model, **SHORT)
     cases = [(openai.NotFoundError, lambda: client.chat.completions.create(**ask | dict(model='gpt-4')), 'model_not_found', 'model'),
              (openai.BadRequestError, lambda: client.chat.completions.create(**ask | dict(temperature=-1)), 'invalid_request', 'temperature'),
              (openai.BadRequestError, lambda: client.chat.completions.create(**ask | dict(messages=[dict(role='user', content='a ' * 20_000)])), 'context_length_exceeded', 'messages'),
-             (openai.NotFoundError, lambda: client.embeddings.create(model=model, input='a'), 'not_found', None),
+             (openai.BadRequestError, lambda: client.embeddings.create(model=model, input='a', encoding_format='float', dimensions=0), 'invalid_request', 'dimensions'),
              (openai.NotFoundError, lambda: client.responses.create(model=model, input='a'), 'not_found', None),
              (openai.NotFoundError, lambda: client.files.retrieve('file-none'), 'not_found', 'file_id'),
              (openai.NotFoundError, lambda: client.batches.retrieve('batch-none'), 'not_found', 'batch_id')]
