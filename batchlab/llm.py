@@ -24,7 +24,7 @@ from .config import (check_compile, check_count, check_quantization, check_strat
                              no_collection, rope_switch)
 from .deprecated import renamed
 from .engine import make_request, sum_ledgers
-from .errors import BatchlabError, ModelError, ParamError
+from .errors import BatchlabError, ModelError, ParamError, PromptTooLongError
 from .inputs import (as_list, chat_options, check_bar, check_forms, is_pooling, is_talk, log_failures, prompt_ids_of, settings_for,
                              split_settings)
 from .ledger import Ledger
@@ -72,9 +72,8 @@ def admit(llm: LLM, group: RequestGroup, prompt: Any, params: SamplingParams | P
     try:
         prompt, own = split_settings(prompt)
         if own: group.params = params = replace(params, **own)
-        group.prompt, ids = prompt_ids_of(llm.model, llm.tokenizer, prompt, chat)
+        group.prompt, ids = prompt_ids_of(llm.model, llm.tokenizer, prompt, chat, llm.max_model_len)
         group.prompt_token_ids = ids
-        if llm.max_model_len and len(ids) >= llm.max_model_len: group.reason = 'too_long'
         check_prompt(ids, llm.max_model_len, llm.vocab_size)
         rows = [SamplingRow.make(params, ids, llm.eos_ids, llm.tokenizer, i, llm.vocab_size, llm.max_model_len,
                                  grammar_for(llm, params), llm.logprobs_mode) for i in range(params.n)]
@@ -84,7 +83,9 @@ def admit(llm: LLM, group: RequestGroup, prompt: Any, params: SamplingParams | P
         names = [f'{group.request_id}-{i}' for i in range(params.n)] if params.n > 1 else [group.request_id]
         group.requests = [make_request(row, name, i, priority, group) for i, (row, name) in enumerate(zip(rows, names))]
     except ModelError: raise                               # others of its kind can't run either: the caller's to say
-    except BatchlabError as e: group.error, group.refused = str(e), True
+    except BatchlabError as e:
+        group.error, group.refused = str(e), True
+        if isinstance(e, PromptTooLongError): group.reason = 'too_long'
     return group
 
 def group_waves(llm: LLM, groups: Sequence[RequestGroup]) -> None:
@@ -244,7 +245,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         for own in (own for p in talks for own in split_settings(p)[1]): raise ParamError(f'{own}: logprobs has no settings, leave it out')
         def first(prompt: Any) -> int:
             "After which position those of `prompt` begin: of a shorter one, the last."
-            try: return min(start, len(prompt_ids_of(self.model, self.tokenizer, prompt, False)[1]) or 1) - 1
+            try: return min(start, len(prompt_ids_of(self.model, self.tokenizer, prompt, False, self.max_model_len)[1]) or 1) - 1
             except BatchlabError: return 0                     # it gets that error below
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         outs = self.generate(talks, [replace(params, prompt_logprob_start=first(p)) for p in talks] if start > 1 else params, use_tqdm,
@@ -486,7 +487,7 @@ def make_stats(llm: LLM) -> Stats:
                  sum(e.runner.nbytes for e in engines), mean('time_to_first_token'), mean('time_per_token'),
                  d['output_tokens'] / llm.engines.seconds if llm.engines.seconds else math.nan)
 
-def trim_memory() -> None:
-    "Have torch and the C library give back to the system what was freed (CUDA's cache, and glibc's)."
-    if torch.cuda.is_initialized(): torch.cuda.empty_cache()
+def trim_memory(cuda: bool = True) -> None:
+    "Have torch (unless `cuda` is False) and the C library give back to the system what was freed (CUDA's cache, and glibc's)."
+    if cuda and torch.cuda.is_initialized(): torch.cuda.empty_cache()
     with contextlib.suppress(OSError, AttributeError, TypeError): ctypes.CDLL(None).malloc_trim(0)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .deprecated import renamed
-from .errors import BatchlabError, HubUnreachableError, ModelError, ModelNotFoundError, PromptError, UnsupportedModelError
+from .errors import BatchlabError, HubUnreachableError, ModelError, ModelNotFoundError, PromptError, PromptTooLongError, UnsupportedModelError
 from .fetching import DEFAULT_EMBEDDING_MODEL, DEFAULT_MODEL, find_model
+from .lengths import SHORT, chars_in, check_length
 from .loading import cache_dir, cpu_has_fast_bf16, load_folder, load_gguf, one_line, resolve_device, resolve_dtype
 from .tiny import TINY_ARCHS, tiny_gguf, tiny_model, tiny_tokenizer
 
@@ -122,12 +123,14 @@ def template_text(template: Any) -> str | None:
 # %% ../nbs/70_models.ipynb #chat0002
 def encode_chat(tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Mapping[str, Any]], chat_template: Any = None,
                 chat_template_kwargs: Mapping[str, Any] | None = None, tools: list | None = None, add_generation_prompt: bool = True,
-                continue_final_message: bool = False, **template_kwargs: Any) -> list[int]:
+                continue_final_message: bool = False, max_len: int | None = None, **template_kwargs: Any) -> list[int]:
     """The token ids, `list[int]`, of `messages` in the model's chat template, up to where the answer begins.
 
     `messages`: dicts with `role` and `content`; `chat_template`: another one, text or a file; `tools`: functions or their JSON
-    schemas; `continue_final_message`: the answer goes on with the last message, instead of a turn of its own; further arguments go
-    to the template. Raises `ModelError` if there is no tokenizer or no template, `PromptError` if the template refuses the messages."""
+    schemas; `continue_final_message`: the answer goes on with the last message, instead of a turn of its own; `max_len`: tokens of which there must be
+    fewer, which is only looked at where it spares the tokenizer a long text; further arguments go
+    to the template. Raises `ModelError` if there is no tokenizer or no template, `PromptError` if the template refuses the messages,
+    `PromptTooLongError`."""
     tokenizer = _need_tokenizer(tokenizer)
     template = template_text(chat_template)
     if not (template or getattr(tokenizer, 'chat_template', None)):
@@ -145,5 +148,8 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Ma
               'add_generation_prompt': opened, 'continue_final_message': continue_final_message}
         if 'return_tensors' in kw: raise ValueError('return_tensors: ids come as a list, leave it out')
         if tools and 'tools' not in str(template or tokenizer.chat_template): raise ValueError('it knows no tools: leave them out, or give a chat_template')
+        if max_len and chars_in(given) >= SHORT and not kw.get('truncation'):
+            check_length(tokenizer, apply(given, **kw | dict(tokenize=False, return_dict=False)), max_len - 1)
         return list(apply(given, **kw)['input_ids'])
+    except PromptTooLongError: raise
     except Exception as e: raise PromptError(f"the chat template refuses these messages ({one_line(e)})") from e
