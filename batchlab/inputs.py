@@ -114,7 +114,7 @@ def chat_options(**options: Any) -> dict[str, Any]:
         if k not in CHAT_KEYS: raise ParamError(f'unknown argument {k!r:.60}: expected one of {", ".join(sorted(CHAT_KEYS))}')
     if why := _bad_option(options): raise ParamError(why)
     try: options['chat_template'] = template_text(options.get('chat_template'))
-    except PromptError as e: raise ParamError(str(e)) from None
+    except PromptError as e: raise ParamError(*e.args, **e.fields) from None
     return {k: v for k, v in options.items() if v is not None}
 
 def check_bar(use_tqdm: Any) -> None:

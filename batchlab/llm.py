@@ -29,8 +29,8 @@ from .inputs import (as_list, chat_options, check_bar, check_forms, is_pooling, 
                              split_settings)
 from .ledger import Ledger
 from .loop import BackgroundLoop, Delivery, EngineSet
-from .lora import Adapters, LoRACalls, open_for, plan_adapters, put_adapter
-from .models import eos_token_ids, pad_token_id
+from .lora import Adapters, LoRACalls, check_folders, check_modules, open_for, plan_adapters, put_adapter
+from .models import check_template, eos_token_ids, pad_token_id, with_template
 from .names import by_any_name, read_call, read_engine, read_plain_call
 from .outputs import MemoryPlan, Outputs, RequestGroup, RequestOutput, Score, Stats, StreamEvent
 from .params import BeamSearchParams, check_logprobs_mode, read_beam_call
@@ -113,7 +113,8 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
     don't say: 'raw_logprobs' of what the model says, 'processed_logprobs' of what may be sampled, or the logits of either,
     'raw_logits', 'processed_logits'. `pooler_config`: a `PoolerConfig`, where hidden states are to be pooled otherwise than the model's folder says. `trace`: record all that happens, in `recorder`;
     to record a part of it, see `trace`. `enable_lora`: requests may have adapters (chapter 32): of at most `max_loras` at once (8), up to
-    `max_lora_rank`, `max_cpu_loras` in memory (as many); `lora_modules`: `{name: folder}` of adapters to ask for by name. vLLM's and transformers' further arguments work where they mean the same; the log says which
+    `max_lora_rank`, `max_cpu_loras` in memory (as many); `lora_modules`: `{name: folder}` of adapters to ask for by name, looked at now.
+    `chat_template`: instead of the tokenizer's own, as text or a file. vLLM's and transformers' further arguments work where they mean the same; the log says which
     have no effect, and what would change the tokens is refused by name. Raises `ModelError`, `ParamError`."""
     @no_collection()
     def __init__(self, model: str | PreTrainedModel | None = None, tokenizer: str | PreTrainedTokenizerBase | None = None,
@@ -122,7 +123,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
                  strategy: str = 'continuous', kv_cache_bytes: int | None = None, compile: bool | str = 'auto',
                  quantization: str | None = None, trace: bool = False, logprobs_mode: str = 'raw_logprobs',
                  pooler_config: PoolerConfig | dict[str, Any] | str | None = None, enable_lora: bool = False, max_loras: int | None = None,
-                 max_lora_rank: int = 16, max_cpu_loras: int | None = None, lora_modules: Any = None) -> None:
+                 max_lora_rank: int = 16, max_cpu_loras: int | None = None, lora_modules: Any = None, chat_template: Any = None) -> None:
         super().__init__()
         limits = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
                       kv_cache_bytes=kv_cache_bytes)
@@ -131,8 +132,11 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         self.strategy, self.enable_prefix_caching = check_strategy(strategy), enable_prefix_caching is None or bool(enable_prefix_caching)
         self.compile, self.own = check_compile(compile), not isinstance(model, torch.nn.Module)
         self.quantization, self.logprobs_mode = check_quantization(quantization, strategy), check_logprobs_mode(logprobs_mode)
+        template = check_template(chat_template)
+        check_folders(lora_modules, max_lora_rank)
         # the model, and what it says of itself
         self.model, self.tokenizer = model_and_tokenizer(model, tokenizer, dtype, device)
+        self.tokenizer = with_template(self.tokenizer, template)
         self.eos_ids, self.pad_id = eos_token_ids(self.model, self.tokenizer), pad_token_id(self.model, self.tokenizer)
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
         self.switch = rope_switch(self.model)
@@ -148,6 +152,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         shapes = self.shapes if self.causal else (self.shapes or [])[:1]               # one layer's keys and values at a time, where none are kept
         self.limits = choose_limits(self.model, shapes, self.paddable, **limits)
         self.engines.configure()
+        check_modules(self)
         # what moves
         self.watchers: list[Callable] = []                     # of its engines, and of requests: see `Engine`, `Delivery.mark`
         self.grammars: Any = None                              # made when a request first asks for structured outputs
