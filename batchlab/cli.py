@@ -21,7 +21,7 @@ if TYPE_CHECKING:      # the command line is quick since it imports these only w
     from batchlab.llm import LLM
     from batchlab.outputs import CompletionOutput, RequestOutput
     from batchlab.storage import Kept
-    from batchlab.work.batches import BatchRunner
+    from batchlab.work.batches import BatchRunner, BatchStore
     from batchlab.work.scaleout import BatchWorkers
     from batchlab.work.jobs import Job, JobResult
     from batchlab.work.lines import JobLine
@@ -548,11 +548,18 @@ def batch_workers(args: argparse.Namespace) -> Iterator[BatchWorkers | None]:
     try: yield workers
     finally: workers.stop()
 
-def batches_in(args: argparse.Namespace, llm: LLM, name: str, workers: BatchWorkers | None) -> BatchRunner | None:
-    "What runs the batches of `serve`, through `workers` or else `llm`, whose model goes by `name`. Raises `JobError`."
-    if args.data is None: return None
-    from batchlab.work.batches import BatchRunner, BatchStore
-    return BatchRunner(BatchStore(args.data), llm, name, args.fail_whole, workers=workers)
+@contextlib.contextmanager
+def store_in(args: argparse.Namespace) -> Iterator[BatchStore | None]:
+    "The files and batches of `serve --data`, if it is given, while the context lasts. Raises `JobError`."
+    if args.data is None: return (yield None)
+    from batchlab.work.batches import BatchStore
+    with contextlib.closing(BatchStore(args.data)) as store: yield store
+
+def batches_in(store: BatchStore | None, args: argparse.Namespace, llm: LLM, name: str, workers: BatchWorkers | None) -> BatchRunner | None:
+    "What runs the batches of `store`, through `workers` or else `llm`, whose model goes by `name`; None without a store."
+    if store is None: return None
+    from batchlab.work.batches import BatchRunner
+    return BatchRunner(store, llm, name, args.fail_whole, workers=workers)
 
 LOOPBACK = '127.0.0.1', 'localhost', '::1'
 
@@ -572,13 +579,13 @@ def serve(args: argparse.Namespace, llm: LLM | None = None) -> int:
     resolve_device(args.device)
     model, server = args.model or DEFAULT_MODEL, None
     name = args.served_model_name or (Path(model).name if os.path.exists(model) else model)
-    with listen(args.host, args.port) as sock, batch_workers(args) as workers:
+    with listen(args.host, args.port) as sock, store_in(args) as store, batch_workers(args) as workers:
         url = url_of(sock)
         if key is None and args.host not in LOOPBACK:
             note(f'whoever reaches {url} can use this model: give BATCHLAB_API_KEY', 'warning')
         engine = AsyncLLM(llm or load_llm(args), max_pending=args.max_pending)
         alone = key is None and args.host in LOOPBACK
-        app = create_app(engine, name, api_key=key, batches=batches_in(args, engine.llm, name, workers), others=[] if args.served_model_name else [model],
+        app = create_app(engine, name, api_key=key, batches=batches_in(store, args, engine.llm, name, workers), others=[] if args.served_model_name else [model],
                          routers=page_of(args, key), say=note if args.request_log else None, names=[socket.gethostname()] if alone else None)
         server = Server(app, args.drain, lambda: note(f'{name} is served at {url}/v1'))
         server.run([sock])
