@@ -1,5 +1,5 @@
 "The C++ kernels: odd sizes against plain torch, wrong arguments, other processors, and whether they are installed."
-import itertools, math, random, shutil, subprocess, sys, zipfile
+import itertools, math, os, random, shutil, subprocess, sys, zipfile
 from pathlib import Path
 
 import pytest, torch
