@@ -574,14 +574,15 @@ def batch_workers(args: argparse.Namespace) -> Iterator[BatchWorkers | None]:
     try: yield workers
     finally: workers.stop()
 
-def batch_store(args: argparse.Namespace) -> BatchStore | None:
-    "Where `serve` keeps files and batches, if it has any. Raises `JobError`."
-    if args.data is None: return None
+@contextlib.contextmanager
+def store_in(args: argparse.Namespace) -> Iterator[BatchStore | None]:
+    "The files and batches of `serve --data`, if it is given, while the context lasts. Raises `JobError`."
+    if args.data is None: return (yield None)
     from batchlab.work.batches import BatchStore
-    return BatchStore(args.data)
+    with contextlib.closing(BatchStore(args.data)) as store: yield store
 
-def batches_in(args: argparse.Namespace, store: BatchStore | None, llm: LLM, name: str, workers: BatchWorkers | None) -> BatchRunner | None:
-    "What runs the batches of `store`, through `workers` or else `llm`, whose model goes by `name`. Raises `JobError`."
+def batches_in(store: BatchStore | None, args: argparse.Namespace, llm: LLM, name: str, workers: BatchWorkers | None) -> BatchRunner | None:
+    "What runs the batches of `store`, through `workers` or else `llm`, whose model goes by `name`; None without a store."
     if store is None: return None
     from batchlab.work.batches import BatchRunner
     return BatchRunner(store, llm, name, args.fail_whole, workers=workers)
@@ -604,13 +605,13 @@ def serve(args: argparse.Namespace, llm: LLM | None = None) -> int:
     resolve_device(args.device)
     model, server = args.model or DEFAULT_MODEL, None
     name = args.served_model_name or (Path(model).name if os.path.exists(model) else model)
-    with listen(args.host, args.port) as sock, batch_workers(args) as workers:
-        url, store = url_of(sock), batch_store(args)
+    with listen(args.host, args.port) as sock, store_in(args) as store, batch_workers(args) as workers:
+        url = url_of(sock)
         if key is None and args.host not in LOOPBACK:
             note(f'whoever reaches {url} can use this model: give BATCHLAB_API_KEY', 'warning')
         engine = AsyncLLM(llm or load_llm(args), max_pending=args.max_pending)
         alone = key is None and args.host in LOOPBACK
-        app = create_app(engine, name, api_key=key, batches=batches_in(args, store, engine.llm, name, workers), others=[] if args.served_model_name else [model],
+        app = create_app(engine, name, api_key=key, batches=batches_in(store, args, engine.llm, name, workers), others=[] if args.served_model_name else [model],
                          routers=page_of(args, key), say=note if args.request_log else None, names=[socket.gethostname()] if alone else None)
         server = Server(app, args.drain, lambda: note(f'{name} is served at {url}/v1'))
         server.run([sock])

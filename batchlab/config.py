@@ -9,7 +9,7 @@ from __future__ import annotations
 __all__ = ['log', 'STRATEGIES', 'model_and_tokenizer', 'no_collection', 'check_causal', 'probe_model', 'probe_pooling', 'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory', 'Limits', 'choose_limits', 'check_strategy', 'check_compile', 'check_quantization', 'check_count', 'weights_digest', 'weights_version']
 
 # %% ../nbs/73_recovery.ipynb #8ec2a59b
-import contextlib, gc, hashlib, logging, numbers
+import contextlib, gc, hashlib, logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +21,7 @@ from .errors import Option, ParamError, Unavailable, UnsupportedModelError
 from .fetching import find_model
 from .loading import load_tokenizer
 from .models import load_model, max_model_len
+from .names import whole_number, written
 from .padding import Probe, can_pad, same_as_alone
 from .pooled import PoolerConfig as PoolerConfig                # its place in vLLM
 from .prefill import kv_bytes_per_token
@@ -234,8 +235,8 @@ def check_quantization(x: Any, strategy: str) -> str | None:
 def check_count(name: str, n: Any) -> int | None:
     "`n` if it is None or a whole number of at least 1. Raises `ParamError`."
     if n is None: return None
-    if isinstance(n, numbers.Integral) and not isinstance(n, bool) and int(n) >= 1: return int(n)
-    raise ParamError('{option} must be a whole number of at least 1, got {n!r}', option=Option(name), n=n)
+    if (whole := whole_number(n)) is not None and whole >= 1: return whole
+    raise ParamError('{option} must be a whole number of at least 1, got {n}', option=Option(name), n=written(n))
 
 # %% ../nbs/73_recovery.ipynb #a9e3d027
 def weights_digest(model: PreTrainedModel) -> str:

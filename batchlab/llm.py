@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'Frame', 'grammar_for', 'admit', 'group_waves', 'LLM', 'in_order', 'simulate', 'make_plan', 'make_stats', 'trim_memory']
+__all__ = ['log', 'Frame', 'keep_last', 'grammar_for', 'admit', 'group_waves', 'LLM', 'in_order', 'simulate', 'make_plan', 'make_stats', 'trim_memory']
 
 # %% ../nbs/15_llm.ipynb #10a50c0d
 import contextlib, ctypes, itertools, logging, math, threading, time
@@ -53,6 +53,15 @@ log = logging.getLogger('batchlab')
 Frame = TypeVar('Frame')
 
 # %% ../nbs/15_llm.ipynb #de377638
+def keep_last(ids: list[int], params: SamplingParams, max_model_len: int | None) -> list[int]:
+    "The tokens at the end of prompt `ids` that `params.truncate_prompt_tokens` keeps, all of them if it is None."
+    most = params.truncate_prompt_tokens
+    if most is None or most == -1 and max_model_len is None: return ids
+    if most == -1:
+        assert max_model_len is not None
+        most = max(max_model_len - (params.max_tokens or 1), max_model_len // 2, 1)      # a long `max_tokens` leaves half
+    return ids[-most:]
+
 def grammar_for(llm: LLM, params: SamplingParams) -> Any:
     "A new grammar that holds a row to `params.structured_outputs`, or None if it asks for none. Raises `ParamError`."
     if params.structured_outputs is None: return None
@@ -73,7 +82,7 @@ def admit(llm: LLM, group: RequestGroup, prompt: Any, params: SamplingParams | P
         prompt, own = split_settings(prompt)
         if own: group.params = params = replace(params, **own)
         group.prompt, ids = prompt_ids_of(llm.model, llm.tokenizer, prompt, chat)
-        group.prompt_token_ids = ids
+        group.prompt_token_ids = ids = keep_last(ids, params, llm.max_model_len)
         if llm.max_model_len and len(ids) >= llm.max_model_len: group.reason = 'too_long'
         check_prompt(ids, llm.max_model_len, llm.vocab_size)
         rows = [SamplingRow.make(params, ids, llm.eos_ids, llm.tokenizer, i, llm.vocab_size, llm.max_model_len,
@@ -127,7 +136,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         super().__init__()
         limits = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
                       kv_cache_bytes=kv_cache_bytes)
-        for name, x in limits.items(): check_count(name, x)
+        limits = {name: check_count(name, x) for name, x in limits.items()}
         # what was asked for
         self.strategy, self.enable_prefix_caching = check_strategy(strategy), enable_prefix_caching is None or bool(enable_prefix_caching)
         self.compile, self.own = check_compile(compile), not isinstance(model, torch.nn.Module)
