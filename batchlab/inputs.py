@@ -5,14 +5,14 @@
 # %% ../nbs/modules/000_inputs.ipynb #e3d6d3f1
 from __future__ import annotations
 
-import logging, numbers, re
-from collections.abc import Sequence
+import logging, numbers, re, sys
+from collections.abc import Callable, Sequence
 from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .errors import BatchlabError, ModelError, ParamError, PromptError
 from .lengths import check_length
 from .models import bad_message, encode, encode_chat, start_token_id, template_text
-from .names import is_setting, settings_of
+from .names import is_setting, settings_of, whole_number, written
 from .outputs import RequestOutput
 from .pooled import PoolingParams
 from .sampling import SamplingParams
@@ -28,8 +28,7 @@ __all__ = ['log', 'PROMPT_FORMS', 'PROMPT_KEYS', 'CHAT_KEYS', 'is_ids', 'is_talk
 def is_ids(x: Any) -> bool:
     "Whether `x` is a list, tuple, array or tensor of whole numbers, which makes it one prompt."
     x = x.tolist() if hasattr(x, 'tolist') else x
-    return isinstance(x, (list, tuple)) and bool(x) and all(
-        isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in x)
+    return isinstance(x, (list, tuple)) and bool(x) and all(whole_number(i) is not None for i in x)
 
 def is_talk(x: Any) -> bool:
     "Whether `x` is a conversation: a list of messages."
@@ -115,7 +114,7 @@ def chat_options(**options: Any) -> dict[str, Any]:
         if k not in CHAT_KEYS: raise ParamError(f'unknown argument {k!r:.60}: expected one of {", ".join(sorted(CHAT_KEYS))}')
     if why := _bad_option(options): raise ParamError(why)
     try: options['chat_template'] = template_text(options.get('chat_template'))
-    except PromptError as e: raise ParamError(str(e)) from None
+    except PromptError as e: raise ParamError(*e.args, **e.fields) from None
     return {k: v for k, v in options.items() if v is not None}
 
 def check_bar(use_tqdm: Any) -> None:
@@ -139,17 +138,20 @@ def params_for(params: Any, n: int) -> list[Any]:
 def settings_for(n: int, sampling_params: Any = None, priority: Any = None,
                  timeout: Any = None, lora_request: Any = None) -> list[tuple[Any, int, float | None, Any]]:
     "For each of `n` prompts `(SamplingParams or PoolingParams, priority, timeout, LoRARequest or None)`. Raises `ParamError`."
-    whole = lambda v: isinstance(v, numbers.Integral) and not isinstance(v, bool)
-    above = lambda v: isinstance(v, numbers.Real) and not isinstance(v, bool) and float(v) > 0
-    def spread(name, x, default, ok, want):
+    def seconds(v: Any) -> float | None:
+        "`v` as a float above 0, also of a number that is too large for one, or None."
+        return float(min(v, sys.float_info.max)) if isinstance(v, numbers.Real) and not isinstance(v, bool) and v > 0 else None
+    def spread(name: str, x: Any, default: Any, read: Callable[[Any], Any], want: str) -> list[Any]:
         xs = list(x) if isinstance(x, (list, tuple)) else [x] * n
         if len(xs) != n: raise ParamError(f'{len(xs)} values of {name} for {n} prompts: give one for all, or one for each')
-        if bad := [v for v in xs if v is not None and not ok(v)]: raise ParamError(f'{name} must be {want}, got {bad[0]!r}')
-        return [default if v is None else v for v in xs]
+        found: list[Any] = [default if v is None else read(v) for v in xs]
+        for v, got in zip(xs, found):
+            if v is not None and got is None: raise ParamError(f'{name} must be {want}, got {written(v)}')
+        return found
     return list(zip(params_for(sampling_params, n),
-                    spread('priority', priority, 0, whole, 'a whole number, lower goes first'),
-                    spread('timeout', timeout, None, above, 'a number of seconds above 0'),
-                    spread('lora_request', lora_request, None, lambda v: True, '')))
+                    spread('priority', priority, 0, whole_number, 'a whole number, lower goes first'),
+                    spread('timeout', timeout, None, seconds, 'a number of seconds above 0'),
+                    spread('lora_request', lora_request, None, lambda v: v, '')))
 
 # %% ../nbs/modules/000_inputs.ipynb #bbcb7a60
 def encode_text(tokenizer: PreTrainedTokenizerBase | None, text: str, special: bool = True) -> list[int]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'Frame', 'grammar_for', 'admit', 'group_waves', 'LLM', 'in_order', 'simulate', 'make_plan', 'make_stats', 'trim_memory']
+__all__ = ['log', 'Frame', 'keep_last', 'grammar_for', 'admit', 'group_waves', 'LLM', 'in_order', 'simulate', 'make_plan', 'make_stats', 'trim_memory']
 
 # %% ../nbs/15_llm.ipynb #10a50c0d
 import contextlib, ctypes, itertools, logging, math, threading, time
@@ -29,8 +29,8 @@ from .inputs import (as_list, chat_options, check_bar, check_forms, is_pooling, 
                              split_settings)
 from .ledger import Ledger
 from .loop import BackgroundLoop, Delivery, EngineSet
-from .lora import Adapters, LoRACalls, open_for, plan_adapters, put_adapter
-from .models import eos_token_ids, pad_token_id
+from .lora import Adapters, LoRACalls, check_folders, check_modules, open_for, plan_adapters, put_adapter
+from .models import check_template, eos_token_ids, pad_token_id, with_template
 from .names import by_any_name, read_call, read_engine, read_plain_call
 from .outputs import MemoryPlan, Outputs, RequestGroup, RequestOutput, Score, Stats, StreamEvent
 from .params import BeamSearchParams, check_logprobs_mode, read_beam_call
@@ -53,6 +53,15 @@ log = logging.getLogger('batchlab')
 Frame = TypeVar('Frame')
 
 # %% ../nbs/15_llm.ipynb #de377638
+def keep_last(ids: list[int], params: SamplingParams, max_model_len: int | None) -> list[int]:
+    "The tokens at the end of prompt `ids` that `params.truncate_prompt_tokens` keeps, all of them if it is None."
+    most = params.truncate_prompt_tokens
+    if most is None or most == -1 and max_model_len is None: return ids
+    if most == -1:
+        assert max_model_len is not None
+        most = max(max_model_len - (params.max_tokens or 1), max_model_len // 2, 1)      # a long `max_tokens` leaves half
+    return ids[-most:]
+
 def grammar_for(llm: LLM, params: SamplingParams) -> Any:
     "A new grammar that holds a row to `params.structured_outputs`, or None if it asks for none. Raises `ParamError`."
     if params.structured_outputs is None: return None
@@ -72,8 +81,9 @@ def admit(llm: LLM, group: RequestGroup, prompt: Any, params: SamplingParams | P
     try:
         prompt, own = split_settings(prompt)
         if own: group.params = params = replace(params, **own)
-        group.prompt, ids = prompt_ids_of(llm.model, llm.tokenizer, prompt, chat, llm.max_model_len)
-        group.prompt_token_ids = ids
+        most = llm.max_model_len if params.truncate_prompt_tokens is None else None
+        group.prompt, ids = prompt_ids_of(llm.model, llm.tokenizer, prompt, chat, most)
+        group.prompt_token_ids = ids = keep_last(ids, params, llm.max_model_len)
         check_prompt(ids, llm.max_model_len, llm.vocab_size)
         rows = [SamplingRow.make(params, ids, llm.eos_ids, llm.tokenizer, i, llm.vocab_size, llm.max_model_len,
                                  grammar_for(llm, params), llm.logprobs_mode) for i in range(params.n)]
@@ -114,7 +124,8 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
     don't say: 'raw_logprobs' of what the model says, 'processed_logprobs' of what may be sampled, or the logits of either,
     'raw_logits', 'processed_logits'. `pooler_config`: a `PoolerConfig`, where hidden states are to be pooled otherwise than the model's folder says. `trace`: record all that happens, in `recorder`;
     to record a part of it, see `trace`. `enable_lora`: requests may have adapters (chapter 32): of at most `max_loras` at once (8), up to
-    `max_lora_rank`, `max_cpu_loras` in memory (as many); `lora_modules`: `{name: folder}` of adapters to ask for by name. vLLM's and transformers' further arguments work where they mean the same; the log says which
+    `max_lora_rank`, `max_cpu_loras` in memory (as many); `lora_modules`: `{name: folder}` of adapters to ask for by name, looked at now.
+    `chat_template`: instead of the tokenizer's own, as text or a file. vLLM's and transformers' further arguments work where they mean the same; the log says which
     have no effect, and what would change the tokens is refused by name. Raises `ModelError`, `ParamError`."""
     @no_collection()
     def __init__(self, model: str | PreTrainedModel | None = None, tokenizer: str | PreTrainedTokenizerBase | None = None,
@@ -123,17 +134,20 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
                  strategy: str = 'continuous', kv_cache_bytes: int | None = None, compile: bool | str = 'auto',
                  quantization: str | None = None, trace: bool = False, logprobs_mode: str = 'raw_logprobs',
                  pooler_config: PoolerConfig | dict[str, Any] | str | None = None, enable_lora: bool = False, max_loras: int | None = None,
-                 max_lora_rank: int = 16, max_cpu_loras: int | None = None, lora_modules: Any = None) -> None:
+                 max_lora_rank: int = 16, max_cpu_loras: int | None = None, lora_modules: Any = None, chat_template: Any = None) -> None:
         super().__init__()
         limits = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
                       kv_cache_bytes=kv_cache_bytes)
-        for name, x in limits.items(): check_count(name, x)
+        limits = {name: check_count(name, x) for name, x in limits.items()}
         # what was asked for
         self.strategy, self.enable_prefix_caching = check_strategy(strategy), enable_prefix_caching is None or bool(enable_prefix_caching)
         self.compile, self.own = check_compile(compile), not isinstance(model, torch.nn.Module)
         self.quantization, self.logprobs_mode = check_quantization(quantization, strategy), check_logprobs_mode(logprobs_mode)
+        template = check_template(chat_template)
+        check_folders(lora_modules, max_lora_rank)
         # the model, and what it says of itself
         self.model, self.tokenizer = model_and_tokenizer(model, tokenizer, dtype, device)
+        self.tokenizer = with_template(self.tokenizer, template)
         self.eos_ids, self.pad_id = eos_token_ids(self.model, self.tokenizer), pad_token_id(self.model, self.tokenizer)
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
         self.switch = rope_switch(self.model)
@@ -149,6 +163,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         shapes = self.shapes if self.causal else (self.shapes or [])[:1]               # one layer's keys and values at a time, where none are kept
         self.limits = choose_limits(self.model, shapes, self.paddable, **limits)
         self.engines.configure()
+        check_modules(self)
         # what moves
         self.watchers: list[Callable] = []                     # of its engines, and of requests: see `Engine`, `Delivery.mark`
         self.grammars: Any = None                              # made when a request first asks for structured outputs

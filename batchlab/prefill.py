@@ -15,6 +15,7 @@ from transformers import Cache, DynamicCache
 
 from .errors import PromptError, PromptTooLongError
 from .models import eos_token_ids, max_model_len
+from .names import written
 
 if TYPE_CHECKING: from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -53,7 +54,7 @@ def check_prompt(prompt_ids: Iterable[int], limit: int | None = None, vocab_size
                                  f'shorten it to {limit - 1} tokens or fewer')
     bad = next((i for i in ids if i < 0 or (vocab_size and i >= vocab_size)), None)
     if bad is not None:
-        raise PromptError(f'token id {bad} is outside the vocabulary (0 to {vocab_size - 1 if vocab_size else "…"}): '
+        raise PromptError(f'token id {written(bad, 40)} is outside the vocabulary (0 to {vocab_size - 1 if vocab_size else "…"}): '
                           'was the prompt encoded with another tokenizer?')
     return ids
 
