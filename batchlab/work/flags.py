@@ -51,6 +51,8 @@ int_or_none = argument('a whole number or none', lambda s: None if s.lower() == 
 name_list = argument('names with commas between them', lambda s: [x for part in s.split(',') if (x := part.strip())], bool)
 id_list = argument('token ids such as 1,2', lambda s: [int(x) for x in s.strip().strip('[]').replace(',', ' ').split()])
 
+delimiter = argument("one character such as ';', or tab", lambda s: {'tab': '\t', '\\t': '\t'}.get(s, s), lambda s: len(s) == 1 and s not in '"\r\n')
+
 def json_value(s: str) -> Any:
     "The value that JSON `s` stands for."
     try: return json.loads(s)
@@ -122,6 +124,10 @@ TABLE_FLAGS = [
     ('--prompt-template TEXT', str, "prompt of a table's row, with columns in braces: 'Translate to {lang}: {question}'"),
     ('--data-columns NAMES', name_list, "columns of a table that are no settings, though they have such names; with commas",
      dict(action='extend', default=[]))]
+TEXT_FLAGS = [
+    ('--delimiter CHAR', delimiter, "between the cells of a CSV, such as ';' or tab (default: found in its header)"),
+    ('--encoding NAME', str, "of a CSV or text, such as cp1252 or utf-16 (default: UTF-8, or as its first bytes say)"),
+    ('--no-quotes', 'store_false', "quotes in a CSV or TSV mean nothing", dict(dest='quotes'))]
 LOG_JSON = ('--log-json', 'store_true', "what is said on standard error as JSON, a line each, with the figures of progress")
 GENERATE_FLAGS = [
     ('prompts PROMPT', str, None, dict(nargs='*')),
@@ -138,7 +144,9 @@ GENERATE_FLAGS = [
 INPUT_FLAGS = [
     ('-i --input FILE', str, "requests: OpenAI Batch or plain JSONL, CSV, TSV, Parquet, or .txt with one prompt a line; also .gz, .bz2, .xz; "
      "- is standard input, read to its end first", dict(required=True)),
-    ('--format', ('batch', 'plain'), "of JSONL lines (default: by the first good line)", dict(dest='form')),
+    ('--format', ('batch', 'plain', 'csv', 'tsv', 'parquet', 'txt'), "of JSONL lines (default: by the first good line), or of an input whose name does not say it",
+     dict(dest='form')),
+    *TEXT_FLAGS,
     *TABLE_FLAGS,
     ('--chat', 'store_true', "each plain prompt is a user's message"),
     ('--system TEXT', str, "system message before each of those; for a table with columns in braces too"),
@@ -178,7 +186,7 @@ EMBED_FLAGS = [
     ('texts TEXT', str, None, dict(nargs='*')),
     ('-i --input FILE', str, "texts: .txt with one a line, JSONL with prompt, text or input, CSV, TSV, Parquet, or lines of /v1/embeddings; also .gz, .bz2, .xz; "
      "- is standard input, read to its end first"),
-    *(row for row in INPUT_FLAGS[1:] if row[0].split()[0] in ('--format', '--id-column', '--prompt-template', '--limit')),
+    *(row for row in INPUT_FLAGS[1:] if row[0].split()[0] in ('--format', '--delimiter', '--encoding', '--no-quotes', '--id-column', '--prompt-template', '--limit')),
     ('--prompt-column NAME', str, "of a table (default: prompt, text or input)", dict(default='prompt')),
     ('-o --output FILE', str, "vectors, in the order of the texts; .jsonl, .csv, .tsv, .parquet, or .npy, an array with a row for each text; - is standard output (the default)"),
     ('--dimensions N', positive_int, "only so many of a vector's first numbers"),
