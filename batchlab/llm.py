@@ -13,7 +13,6 @@ import contextlib, ctypes, itertools, logging, math, threading, time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from tqdm.auto import tqdm
@@ -25,6 +24,7 @@ from .config import (check_compile, check_count, check_quantization, check_strat
 from .deprecated import renamed
 from .engine import make_request, sum_ledgers
 from .errors import BatchlabError, ModelError, ParamError
+from .fetching import short_name
 from .inputs import (as_list, chat_options, check_bar, check_forms, is_pooling, is_talk, log_failures, prompt_ids_of, settings_for,
                              split_settings)
 from .ledger import Ledger
@@ -176,7 +176,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
 
     def _facts(self) -> dict[str, str]:
         "What it is, in words."
-        name = Path(getattr(self.model.config, '_name_or_path', '') or type(self.model).__name__).name
+        name = short_name(getattr(self.model.config, '_name_or_path', '') or type(self.model).__name__)
         weights = sum(p.nbytes for p in self.model.parameters()) + self.backend.nbytes
         ids = '' if self.tokenizer else ', ids in and ids out: it came without a tokenizer'
         return dict(model=f'{name}, {str(self.model.dtype).removeprefix("torch.")} on {self.model.device}{ids}',

@@ -96,7 +96,7 @@ SAMPLING_FLAGS = [
 
 # %% ../../nbs/43_cli.ipynb #da07da89
 MODEL_FLAGS = [
-    ('--model', str, "hub id, folder or .gguf file (default: SmolLM2-135M-Instruct)"),
+    ('--model', str, "hub id, folder or .gguf file (default: SmolLM2-135M-Instruct-Q4_1, of 4 bits)"),
     ('--strategy', ('continuous', 'loop', 'static', 'bucketed', 'prefix'), None, dict(default='continuous')),
     ('--dtype', ('auto', 'fp32', 'bf16', 'fp16'), None, dict(default='auto')),
     ('--quantization', ('int8',), "8 bits for weights and activations: faster, a little less exact"),
