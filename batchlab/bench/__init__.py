@@ -421,6 +421,11 @@ def own_settings(c: Contender, s: Setup) -> dict[str, Any]:
     return s.settings | form | dict(options=options)
 
 # %% ../../nbs/60_bench.ipynb #276b100b
+def bits_of(gguf: str) -> str:
+    "What a label says of the weights in a GGUF file, by its name: ', 4-bit weights' for 'model.Q4_1.gguf', '' if it does not tell."
+    found = re.search(r'[.-]I?Q(\d)_', Path(gguf).name, re.I)
+    return f', {found[1]}-bit weights' if found else ''
+
 def compare(s: Setup, busy: bool = False) -> tuple[list[Result], list[str]]:
     "Measure the contenders of `s`: their `Result`s, and why others are left out. See `measure`."
     results, left_out = [], []
@@ -433,6 +438,7 @@ def compare(s: Setup, busy: bool = False) -> tuple[list[Result], list[str]]:
         try:
             result.version = find_package(name, python)
             settings, env = own_settings(c, s), peer_env(name, python, s.args.threads)
+            if c.gguf: result.label += bits_of(settings['gguf'])
             with PeerProcess(worker_text(c.start), settings, python, log, env) as worker: measure(worker, result, s)
         except (ModelError, Unavailable) as e:
             left_out.append(f'{spec} is left out: {e}')
@@ -481,6 +487,7 @@ def prepare(args: argparse.Namespace, spare: str | Path) -> Setup:
                     max_num_seqs=args.max_num_seqs, max_model_len=min(limit, max(2048, need)), longest=need, vocab=vocab, options=options[0])
     line = f'{type(model).__name__} of {model.num_parameters() / 1e6:.0f}M parameters, {dtype}, {model.device.type}'
     if own: line += f', of the shape {args.shape} with random weights'
+    if name in (None, DEFAULT_MODEL): line += ', widened from 4-bit weights (Q4_1)'
     return Setup(args, settings, line, dict(peer.split('=', 1) for peer in args.peer), own.parent if own else Path(spare)/'forms')
 
 # %% ../../nbs/60_bench.ipynb #d95bb02a

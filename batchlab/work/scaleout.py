@@ -23,6 +23,7 @@ from ..deprecated import renamed
 from ..errors import BatchlabError, EngineError, JobError, ParamError
 from ..llm import LLM
 from ..lora import read_modules
+from ..models import template_text
 from .batches import BatchJob
 from .jobs import Job, JobResult, Run
 from .journal import Ledgerbook, Outbox
@@ -289,6 +290,7 @@ class Workers:
         model = self.llm.get('model')
         if model and os.path.exists(model): self.llm['model'] = os.path.abspath(model)      # wherever a worker is
         if modules := self.llm.get('lora_modules'): self.llm['lora_modules'] = {name: os.path.abspath(r.lora_path) for name, r in read_modules(modules).items()}
+        if template := self.llm.get('chat_template'): self.llm['chat_template'] = template_text(template)      # a file may be here alone
 
     def __enter__(self) -> Self:
         self.__exit__()                          # entered again, it begins anew
