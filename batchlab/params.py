@@ -9,10 +9,11 @@ import copy, numbers, sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from math import inf, isnan, nextafter
+from math import inf, nextafter
 from typing import TYPE_CHECKING, Any
 from .errors import ParamError
-from .names import by_any_name, known_settings, read_plain_call, read_settings, setting_fields, settings_of
+from .names import (by_any_name, known_settings, read_plain_call, read_settings, setting_fields, settings_of,
+                            whole_number, written)
 if TYPE_CHECKING: from transformers import GenerationConfig
 
 # %% auto #0
@@ -21,6 +22,7 @@ __all__ = ['LOGPROBS_MODES', 'check_logprobs_mode', 'StructuredOutputsParams', '
 
 # %% ../nbs/modules/000_params.ipynb #132d0887
 _ABOVE_0, _FINITE = nextafter(0, 1), sys.float_info.max      # the least number above 0, the largest below infinity
+_LARGEST = 2**63 - 1                                         # a count beyond it, larger than any there is, counts as this
 
 _RULES: dict[str, tuple[type, float, float, str, str]] = dict(        # (type, least, most, what it must be, advice)
     n=(int, 1, inf, "a whole number of at least 1", "1 gives one completion"),
@@ -36,17 +38,19 @@ _RULES: dict[str, tuple[type, float, float, str, str]] = dict(        # (type, l
     min_tokens=(int, 0, inf, "a whole number of at least 0", "0 turns it off"),
     logprobs=(int, -1, inf, "a whole number of at least -1, or None", "-1 gives the whole vocabulary"),
     prompt_logprobs=(int, -1, inf, "a whole number of at least -1, or None", "0 gives the prompt's own tokens"),
-    prompt_logprob_start=(int, 0, inf, "a whole number of at least 0", "0 gives all tokens of the prompt but the first"))
+    prompt_logprob_start=(int, 0, inf, "a whole number of at least 0", "0 gives all tokens of the prompt but the first"),
+    truncate_prompt_tokens=(int, -1, inf, "a whole number above 0, -1 or None", "-1 keeps as many as leave room to answer"))
 
 def _is(v: Any, kind: type) -> bool:
-    "Whether `v` is a number of `kind`, int or float, from whatever library; True and False are none."
-    return isinstance(v, numbers.Integral if kind is int else numbers.Real) and not isinstance(v, bool)
+    "Whether `v` is a number of `kind`, int (3.0 too) or float, from whatever library; True and False are none."
+    if kind is int: return whole_number(v) is not None
+    return isinstance(v, numbers.Real) and not isinstance(v, bool)
 
-def _number(name: str, v: Any) -> int | float:
-    "`v` as the int or float that field `name` holds. Raises `ParamError`."
-    kind, least, most, want, advice = _RULES[name]
-    if not _is(v, kind) or not least <= v <= most: raise ParamError(f"{name} must be {want}, got {v!r}: {advice}")
-    return kind(v)
+def _number(name: str, v: Any, rules: dict[str, tuple[type, float, float, str, str]] = _RULES) -> int | float:
+    "`v` as the int or float that field `name` holds by `rules`. Raises `ParamError`."
+    kind, least, most, want, advice = rules[name]
+    if not _is(v, kind) or not least <= v <= most: raise ParamError(f"{name} must be {want}, got {written(v)}: {advice}")
+    return kind(v) if kind is float else min(int(v), _LARGEST)
 
 # %% ../nbs/modules/000_params.ipynb #c401ce01
 LOGPROBS_MODES = 'raw_logprobs', 'processed_logprobs', 'raw_logits', 'processed_logits'
@@ -67,7 +71,7 @@ def _listed(v: Any) -> Any:
 def _ids(name: str, v: Any) -> list[int]:
     "`v` as a list of distinct token ids, in order. Raises `ParamError`."
     if not isinstance(v, (list, tuple, set, frozenset)) or not all(map(_is_id, v)):
-        raise ParamError(f"{name} must be a list of token ids (whole numbers of at least 0), got {v!r}: "
+        raise ParamError(f"{name} must be a list of token ids (whole numbers of at least 0), got {written(v)}: "
                          "tokenizer.convert_tokens_to_ids gives the id of a token")
     return list(dict.fromkeys(int(i) for i in v))
 
@@ -75,7 +79,7 @@ def _strings(name: str, v: Any) -> list[str]:
     "`v`, None, a string or several, as a list of distinct non-empty strings. Raises `ParamError`."
     v = _listed(v)
     if not isinstance(v, (list, tuple)) or not all(isinstance(s, str) and s for s in v):
-        raise ParamError(f"{name} must be a string or a list of strings, none of them empty, got {v!r}: "
+        raise ParamError(f"{name} must be a string or a list of strings, none of them empty, got {written(v)}: "
                          "leave out empty ones")
     return list(dict.fromkeys(v))
 
@@ -84,18 +88,18 @@ def _bad_words(v: Any) -> list[str | list[int]]:
     v = _listed(v)
     def word(w): return w and (isinstance(w, str) or isinstance(w, (list, tuple)) and all(map(_is_id, w)))
     if not isinstance(v, (list, tuple)) or not all(map(word, v)):
-        raise ParamError(f"bad_words must be a list of words, strings or lists of token ids, none empty, got {v!r}: "
+        raise ParamError(f"bad_words must be a list of words, strings or lists of token ids, none empty, got {written(v)}: "
                          "to forbid single ids give [[id], [id]]")
     return [w if isinstance(w, str) else [int(i) for i in w] for w in v]
 
 def _logit_bias(v: Any) -> dict[int, float]:
     "`v` as a dict of token id to bias, cut to -100..100 as the OpenAI API does. Raises `ParamError`."
-    def bias(b): return _is(b, float) and not isnan(b)
+    def bias(b): return _is(b, float) and b == b                              # not NaN
     def key(k): return _is_id(k) or isinstance(k, str) and k.isdecimal()      # JSON has only string keys
     if not isinstance(v, dict) or not all(key(k) and bias(b) for k, b in v.items()):
-        raise ParamError(f"logit_bias must be a dict of token id to a number from -100 to 100, got {v!r}: "
+        raise ParamError(f"logit_bias must be a dict of token id to a number from -100 to 100, got {written(v)}: "
                          "positive numbers make a token likelier, -100 all but forbids it")
-    return {int(k): min(100., max(-100., float(b))) for k, b in v.items()}
+    return {int(k): float(min(100, max(-100, b))) for k, b in v.items()}         # cut first: an int may be too large for a float
 
 # %% ../nbs/modules/000_params.ipynb #bde02605
 def _is_text(v: Any) -> bool: return isinstance(v, str)
@@ -150,13 +154,15 @@ class StructuredOutputsParams:
         raise ParamError(f"structured_outputs must be an object with one of {', '.join(_KINDS)}, got {str(x)[:80]}")
 
 # %% ../nbs/modules/000_params.ipynb #97b6cb9d
+_NONE_SAYS = {'seed', 'max_tokens', 'logprobs', 'prompt_logprobs', 'truncate_prompt_tokens'}      # what None means there
+
 def _check_params(p: SamplingParams) -> None:
     "Normalise and check every field of `SamplingParams` `p` in place. Raises `ParamError`."
     if p.seed == -1 and not isinstance(p.seed, bool): p.seed = None
     if isinstance(p.logprobs, bool): p.logprobs = 0 if p.logprobs else None      # as the chat API asks
     for name in _RULES:
         v = getattr(p, name)
-        if v is None and name in ('seed', 'max_tokens', 'logprobs', 'prompt_logprobs'): continue
+        if v is None and name in _NONE_SAYS: continue
         setattr(p, name, _number(name, v))
     if p.logprobs_mode is not None: check_logprobs_mode(p.logprobs_mode)
     if p.logprob_token_ids is not None:
@@ -174,6 +180,7 @@ def _check_params(p: SamplingParams) -> None:
     if p.allowed_token_ids is not None: p.allowed_token_ids = _ids('allowed_token_ids', p.allowed_token_ids)
     if p.structured_outputs is not None: p.structured_outputs = StructuredOutputsParams.of(p.structured_outputs)
     if p.top_k == -1: p.top_k = 0
+    if p.truncate_prompt_tokens == 0: raise ParamError('truncate_prompt_tokens=0 leaves no prompt: give -1, or how many tokens to keep')
     _check_together(p)
 
 def _check_together(p: SamplingParams) -> None:
@@ -209,7 +216,8 @@ class SamplingParams:
     `logprobs`: of the sampled token and that many of the likeliest; `logprob_token_ids`: of the sampled token and exactly these, in
     place of the likeliest. `logprobs_mode`: see `token_logprobs`; None takes the `LLM`'s. `prompt_logprobs`: the same of the prompt's
     tokens, always raw; `prompt_logprob_start`: the first position whose logits are looked at, which tell of the token after it. What
-    lies before that may come from the prefix cache."""
+    lies before that may come from the prefix cache. `truncate_prompt_tokens`: of a longer prompt only so many tokens at its end are
+    used, as `prompt_token_ids` of the output shows; -1 as many as leave room for `max_tokens`, but at least half of the context."""
     n: int = 1
     presence_penalty: float = 0.
     frequency_penalty: float = 0.
@@ -237,6 +245,7 @@ class SamplingParams:
     allowed_token_ids: Collection[int] | None = None
     structured_outputs: StructuredOutputsParams | None = None      # or a dict of its fields
     stop_until: str | Sequence[str] | None = None                  # after the first of these texts no string of `stop` counts
+    truncate_prompt_tokens: int | None = None                      # keep so many at the prompt's end; None: a prompt that is too long fails
 
     def __post_init__(self) -> None: _check_params(self)
 
@@ -344,11 +353,9 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        for name, (kind, least, most, want, advice) in _BEAM_RULES.items():
+        for name in _BEAM_RULES:
             if name == 'max_tokens' and self.max_tokens is None: continue
-            v = getattr(self, name)
-            if not _is(v, kind) or not least <= v <= most: raise ParamError(f'{name} must be {want}, got {v!r}: {advice}')
-            setattr(self, name, kind(v))
+            setattr(self, name, _number(name, getattr(self, name), _BEAM_RULES))
         for name in ('ignore_eos', 'include_stop_str_in_output'):
             if not isinstance(v := getattr(self, name), bool): raise ParamError(f'{name} must be True or False, got {v!r}')
         if not _is(self.temperature, float) or self.temperature != 0:

@@ -15,6 +15,7 @@ from torch import Tensor
 from .deprecated import renamed
 from .detokenize import Detokenizer
 from .errors import ParamError
+from .names import written
 from .params import SamplingParams, StructuredOutputsParams
 if TYPE_CHECKING: from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -248,7 +249,7 @@ def _check_vocab(params: SamplingParams, vocab_size: int) -> None:
     named['bad_words'] = [i for w in params.bad_words or () if not isinstance(w, str) for i in w]
     for name, ids in named.items():
         if bad := [i for i in ids or () if i >= vocab_size]:
-            raise ParamError(f"{name} has token ids {bad}, and the model's ids go from 0 to {vocab_size - 1}: "
+            raise ParamError(f"{name} has token ids {written(bad)}, and the model's ids go from 0 to {vocab_size - 1}: "
                              "was another tokenizer used?")
 
 # %% ../nbs/72_settings.ipynb #a7c31d5e

@@ -411,9 +411,9 @@ def test_pipes(folder, tmp_path):
     p = run('kept.jsonl')                                                # the same input again: it goes on
     assert b'15 of them before' in p.stderr and texts(tmp_path/'kept.jsonl') == texts(tmp_path/'calm.jsonl')
     os.mkfifo(tmp_path/'fifo')
-    for given in ('/dev/stdin', 'fifo'):                                # read whole first: a job reads its input twice
-        whole = ' '.join([*args, 'named.jsonl']).replace('-i -', f'-i {given}')
-        feed = 'cat in.jsonl > fifo & ' if given == 'fifo' else 'cat in.jsonl | '
+    for pipe in ('/dev/stdin', 'fifo'):                                # read whole first: a job reads its input twice
+        whole = ' '.join([*args, 'named.jsonl']).replace('-i -', f'-i {pipe}')
+        feed = 'cat in.jsonl > fifo & ' if pipe == 'fifo' else 'cat in.jsonl | '
         p = subprocess.run(feed + whole, shell=True, cwd=tmp_path, env=ENV, capture_output=True, timeout=120)
         assert p.returncode == 0 and texts(tmp_path/'named.jsonl') == texts(tmp_path/'calm.jsonl'), p.stderr
         (tmp_path/'named.jsonl').unlink()

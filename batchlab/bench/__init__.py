@@ -98,7 +98,7 @@ class PeerProcess:
                  env: Mapping[str, str] | None = None) -> None:
         begin, self.folder = time.perf_counter(), tempfile.TemporaryDirectory()
         script = Path(self.folder.name)/'contender.py'
-        script.write_text(text)
+        script.write_text(text, encoding='utf-8')
         self.log = log or script.with_suffix('.log')
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open('wb') as f:
@@ -139,7 +139,7 @@ def peak_bytes(pid: int) -> int:
     peak = 0
     for p in (pid, *(child.pid for child in started_by(pid))):
         with contextlib.suppress(OSError):
-            found = re.search(r'^VmHWM:\s+(\d+) kB', Path(f'/proc/{p}/status').read_text(), re.M)
+            found = re.search(r'^VmHWM:\s+(\d+) kB', Path(f'/proc/{p}/status').read_text(encoding='utf-8', errors='replace'), re.M)
             peak += int(found[1]) * 1024 if found else 0
     return peak
 
@@ -394,7 +394,7 @@ def bars(report: dict) -> drawing.Picture:
 def peer_folder(model: Any, tokenizer: Any, spare: str | Path) -> str:
     "A folder that every contender can load `model` from: its own, else `spare`, written now."
     config = Path(model.name_or_path)/'config.json'
-    if config.is_file() and 'quantization_config' not in json.loads(config.read_text()): return str(config.parent)
+    if config.is_file() and 'quantization_config' not in json.loads(config.read_text(encoding='utf-8')): return str(config.parent)
     model.save_pretrained(spare)
     if tokenizer: tokenizer.save_pretrained(spare)
     return str(spare)
@@ -421,6 +421,11 @@ def own_settings(c: Contender, s: Setup) -> dict[str, Any]:
     return s.settings | form | dict(options=options)
 
 # %% ../../nbs/60_bench.ipynb #276b100b
+def bits_of(gguf: str) -> str:
+    "What a label says of the weights in a GGUF file, by its name: ', 4-bit weights' for 'model.Q4_1.gguf', '' if it does not tell."
+    found = re.search(r'[.-]I?Q(\d)_', Path(gguf).name, re.I)
+    return f', {found[1]}-bit weights' if found else ''
+
 def compare(s: Setup, busy: bool = False) -> tuple[list[Result], list[str]]:
     "Measure the contenders of `s`: their `Result`s, and why others are left out. See `measure`."
     results, left_out = [], []
@@ -433,6 +438,7 @@ def compare(s: Setup, busy: bool = False) -> tuple[list[Result], list[str]]:
         try:
             result.version = find_package(name, python)
             settings, env = own_settings(c, s), peer_env(name, python, s.args.threads)
+            if c.gguf: result.label += bits_of(settings['gguf'])
             with PeerProcess(worker_text(c.start), settings, python, log, env) as worker: measure(worker, result, s)
         except (ModelError, Unavailable) as e:
             left_out.append(f'{spec} is left out: {e}')
@@ -481,6 +487,7 @@ def prepare(args: argparse.Namespace, spare: str | Path) -> Setup:
                     max_num_seqs=args.max_num_seqs, max_model_len=min(limit, max(2048, need)), longest=need, vocab=vocab, options=options[0])
     line = f'{type(model).__name__} of {model.num_parameters() / 1e6:.0f}M parameters, {dtype}, {model.device.type}'
     if own: line += f', of the shape {args.shape} with random weights'
+    if name in (None, DEFAULT_MODEL): line += ', widened from 4-bit weights (Q4_1)'
     return Setup(args, settings, line, dict(peer.split('=', 1) for peer in args.peer), own.parent if own else Path(spare)/'forms')
 
 # %% ../../nbs/60_bench.ipynb #d95bb02a
@@ -498,6 +505,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(text, flush=True)
     about = dict(machine=here, model=setup.model, scale=args.scale, command=['batchlab', 'bench', *(sys.argv[1:] if argv is None else argv)])
-    if args.json: Path(args.json).write_text(json.dumps(about | report, indent=1))
+    if args.json: Path(args.json).write_text(json.dumps(about | report, indent=1), encoding='utf-8')
     if args.svg and picture: picture.save(args.svg)
     return 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 __all__ = ['read_raw']
 
 # %% ../../nbs/40_openai.ipynb #ob000026
-import csv, errno, itertools, json, lzma, os, zlib
+import csv, errno, itertools, json, lzma, os, re, zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -70,9 +70,13 @@ def read_raw(name: str | Path, prompt_column: str = 'prompt', id_column: str = '
         raise JobError(f"can't read {name}{where} ({why}): mend the file, and run again", 2 - bool(number)) from e
 
 # %% ../../nbs/40_openai.ipynb #ob000039
+_CUTS = re.compile('[\x85\u2028\u2029]')                               # where `str.splitlines` cuts, as the other places are escaped by JSON
+
 def as_json(d: dict[str, Any]) -> bytes:
-    "Record `d` as a line of UTF-8 JSONL."
-    try: return _encode(d).encode() + b'\n'
+    "Record `d` as a line of UTF-8 JSONL, one for every reader: what Unicode counts as the end of a line is escaped."
+    text = _encode(d)
+    if not text.isascii(): text = _CUTS.sub(lambda found: f'\\u{ord(found[0]):04x}', text)
+    try: return text.encode() + b'\n'
     except UnicodeEncodeError: return json.dumps(d, default=str).encode() + b'\n'      # half a surrogate pair can only be an escape
 
 def records_of(path: str | Path) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..deprecated import renamed
 from ..errors import ParamError, PromptError
-from ..names import ALIASES, DROPPED, GUIDED, is_setting, setting_fields, settings_of
+from ..names import ALIASES, DROPPED, GUIDED, is_setting, setting_fields, settings_of, whole_number, written
 from ..params import SamplingParams
 
 if TYPE_CHECKING:      # a check of a file needs no torch
@@ -72,8 +72,8 @@ def request_params(options: dict[str, Any], defaults: dict[str, Any]) -> Samplin
     "The `SamplingParams` of `options`, with `defaults` for what they leave open. Raises `BadRequest`, `ParamError`."
     options = {k: v for k, v in options.items() if v is not None or k == 'max_tokens'}
     for k, (least, most) in RANGES.items():
-        if isinstance(v := options.get(k), int) and not least <= v <= most:
-            raise BadRequest(f'{k} must be a whole number from {least} to {most:,}, got {str(v)[:40]}')
+        if (v := options.get(k)) is not None and not isinstance(v, bool) and (n := whole_number(v)) is not None and not least <= n <= most:
+            raise BadRequest(f'{k} must be a whole number from {least} to {most:,}, got {written(v, 40)}')
     for k, most in LENGTHS.items():
         if isinstance(v := options.get(k), (list, tuple)) and len(v) > most: raise BadRequest(f'{k} may have up to {most:,} entries, got {len(v):,}')
     return SamplingParams.of(defaults | options)
@@ -124,7 +124,7 @@ def as_messages(messages: Any, system: str | None = None) -> list[dict[str, Any]
     return out
 
 # %% ../../nbs/40_openai.ipynb #oa000038
-def _is_prompt(p: Any) -> bool: return isinstance(p, str) or isinstance(p, list) and bool(p) and all(type(i) is int for i in p)
+def _is_prompt(p: Any) -> bool: return isinstance(p, str) or isinstance(p, list) and bool(p) and all(whole_number(i) is not None for i in p)
 
 def many_prompts(prompt: Any) -> list[str | list[int]]:
     "`prompt` of a completions request, a string or a list of ids, or a list of these, as a list. Raises `BadRequest`."
@@ -271,8 +271,9 @@ def take(d: dict[str, Any], k: str, kind: type, default: Any, want: str) -> Any:
     "Take key `k` out of `d`: a value of type `kind`, or `default` where there is none or null. Raises `BadRequest`."
     v = d.pop(k, None)
     if v is None: return default
+    if kind is int and (whole := whole_number(v)) is not None: return whole
     if type(v) is kind: return v
-    raise BadRequest(f'{k} must be {want}, got {v!r:.60}', param=k)
+    raise BadRequest(f'{k} must be {want}, got {written(v, 60)}', param=k)
 
 def param_of(message: str, body: dict[str, Any]) -> str | None:
     "Which key of `body` a `message` is about: the first that it names, if any."
