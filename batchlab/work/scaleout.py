@@ -23,6 +23,7 @@ from ..deprecated import renamed
 from ..errors import BatchlabError, EngineError, JobError, ParamError
 from ..llm import LLM
 from ..lora import read_modules
+from ..models import template_text
 from .batches import BatchJob
 from .jobs import Job, JobResult, Run
 from .journal import Ledgerbook, Outbox
@@ -289,6 +290,7 @@ class Workers:
         model = self.llm.get('model')
         if model and os.path.exists(model): self.llm['model'] = os.path.abspath(model)      # wherever a worker is
         if modules := self.llm.get('lora_modules'): self.llm['lora_modules'] = {name: os.path.abspath(r.lora_path) for name, r in read_modules(modules).items()}
+        if template := self.llm.get('chat_template'): self.llm['chat_template'] = template_text(template)      # a file may be here alone
 
     def __enter__(self) -> Self:
         self.__exit__()                          # entered again, it begins anew
@@ -530,14 +532,14 @@ def shards(job: Job) -> list[Job]:
 def _run_shard(job: Job, pool: Callable[[], Pool]) -> JobResult:
     "Run `job` and mark its output as finished, or take the result of a mark that fits. Raises `JobError` for other settings."
     mark, now = Path(f'{job.output}.done'), dict(bytes=os.path.getsize(job.input), limit=job.limit, settings=job.settings())
-    try: then = json.loads(mark.read_text())
+    try: then = json.loads(mark.read_text(encoding='utf-8'))
     except (OSError, ValueError): then = {}
     fits = then.items() >= now.items() and os.path.exists(str(job.output))
     if fits and not (job.retry_errors or job.force):
         n = then['answered'] + then['failed']
         return JobResult(n, then['answered'], then['failed'], before=n)
     r = job.run(pool)                            # type: ignore[arg-type]  # a `RayJob` takes a pool
-    if r.done == r.total: mark.write_text(json.dumps(now | dict(answered=r.answered, failed=r.failed)))
+    if r.done == r.total: mark.write_text(json.dumps(now | dict(answered=r.answered, failed=r.failed)), encoding='utf-8')
     return r
 
 # %% ../../nbs/44_scaleout.ipynb #c26fbb9e
