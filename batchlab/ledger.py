@@ -6,4 +6,30 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = []
+__all__ = ['Ledger']
+
+# %% ../nbs/04_padding.ipynb #91551059
+from dataclasses import dataclass
+
+@dataclass
+class Ledger:
+    """Positions that went through the model, by what they were good for.
+
+    `useful`: tokens of running requests. `padded`: padding, and rows fed after their end. `recomputed`: tokens
+    computed again. Not among them: `masked`, columns of the cache read in decode only to be masked, added up over
+    rows and steps; `reused`, tokens taken from a cache.
+    """
+    useful: int = 0
+    padded: int = 0
+    masked: int = 0
+    recomputed: int = 0
+    reused: int = 0
+
+    @property
+    def waste(self) -> float:
+        "Share of the positions computed that were of no use, 0 to 1."
+        return 1 - self.useful / max(1, self.useful + self.padded + self.recomputed)
+
+    def _repr_svg_(self) -> str:
+        from batchlab.views.pictures import waste
+        return waste({'positions': self}).svg

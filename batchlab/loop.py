@@ -6,4 +6,367 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = []
+__all__ = ['log', 'StepLoop', 'BackgroundLoop', 'make_engine', 'EngineSet', 'Delivery']
+
+# %% ../nbs/15_llm.ipynb #90905258
+import contextlib, heapq, itertools, logging, threading, time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Self
+from .backends import Backend, BackendOptions, select_backend
+from .blocks import KVBudget
+from .config import free_memory, probe_model, probe_pooling, select_runner, weights_digest, weights_version
+from .engine import Engine, sum_ledgers
+from .errors import BatchError, BatchlabError, EngineError, Option, UnsupportedModelError
+from .ledger import Ledger
+from .outputs import RequestGroup, StreamEvent
+from .pooling import pooling_engine
+from .runners import PackedRunner, PaddedRunner, SoloRunner
+from .scheduler import Request, Scheduler
+if TYPE_CHECKING:
+    from batchlab.llm import LLM
+
+log = logging.getLogger('batchlab')
+
+# %% ../nbs/15_llm.ipynb #10a50c09
+class StepLoop:
+    """Takes requests in from any thread, and steps `engines` in one thread at a time.
+
+    Who holds `mutex` changes schedulers, requests, engines and backend: the thread that steps, `stepper`. All others put what they
+    want into `inbox`, under `progress`: `(group, None)` to be queued, or `(group, reason)` to be ended. `groups`: prompts that are not
+    done yet, by id; `deadlines`: a heap; `after`: what stream callbacks want called once, when the step is over."""
+    engines: EngineSet
+    delivery: Delivery
+
+    def __init__(self) -> None:
+        self.mutex, self.progress = threading.Lock(), threading.Condition()
+        self.stepper: int | None = None
+        self.ids = itertools.count()
+        self.inbox: deque[tuple[RequestGroup, str | None]] = deque()
+        self.groups: dict[str, RequestGroup] = {}
+        self.deadlines: list[tuple[float, int, RequestGroup]] = []
+        self.after: deque[Callable[[], object]] = deque()
+        self.stopping: str | None = None
+
+    @property
+    def has_unfinished(self) -> bool: return bool(self.inbox or self.groups)
+
+    def submit(self, groups: Sequence[RequestGroup]) -> None:
+        "Queue prompts made ready by `admit`, in this order. Raises `EngineError` for an id that is not done yet, or while it stops."
+        with self.progress:
+            if self.stopping: raise EngineError('the engine is stopping: start it again before adding requests')
+            for g in groups:
+                if g.request_id in self.groups: raise EngineError(f'request {g.request_id!r} is not done yet: give another id')
+            self.groups.update((g.request_id, g) for g in groups)
+            self.inbox.extend((g, None) for g in groups)
+            self.progress.notify_all()
+
+    def cancel(self, request_id: str) -> bool:
+        "End a request at the next step, with what it has by then; whether there was one."
+        with self.progress:
+            group = self.groups.get(str(request_id))
+            if group is not None: self.inbox.append((group, 'cancelled'))
+            self.progress.notify_all()
+        return group is not None
+
+    def step(self) -> bool:
+        """One step of the engine or, while another thread makes one, a wait for its end. Whether there is more to do.
+
+        Raises `EngineError` inside a stream callback."""
+        with self._hold(0) as mine:
+            if mine: self._step()
+        if mine: return self.has_unfinished
+        with self.progress: self.progress.wait(.02)
+        return True
+
+    def take_in(self, timeout: float = -1) -> bool:
+        """Queue what came and end what was cancelled or has run out of time, without a step.
+
+        Waits for the end of another thread's step, `timeout` seconds at most (-1: as long as it takes); whether that came."""
+        with self._hold(timeout) as mine:
+            if mine: self._take_in()
+        return mine
+
+    def _not_inside(self) -> None:
+        if self.stepper == threading.get_ident():
+            raise EngineError('a stream callback runs inside a step: it may call add_request and cancel, and nothing that steps')
+
+    @contextlib.contextmanager
+    def _hold(self, timeout: float = -1) -> Iterator[bool]:
+        "Nobody else makes a step meanwhile; gives whether that was so within `timeout` seconds. Raises `EngineError` inside a callback."
+        self._not_inside()
+        mine = self.mutex.acquire(timeout=timeout)
+        try:
+            if mine: self.stepper = threading.get_ident()
+            yield mine
+        finally:
+            if mine:
+                while self.after: self.after.popleft()()
+                self.stepper = None
+                self.mutex.release()
+                self._wake()
+
+    def _wake(self) -> None:
+        with self.progress: self.progress.notify_all()
+
+    def _step(self) -> None:
+        self._take_in()
+        try:
+            try: moved = self.engines.step()
+            except Exception as e: moved = self._lose(e)
+            for r in moved: self.delivery.tell(r)
+        except BaseException:                                                 # Ctrl-C: what had just ended is still told
+            for r in [r for g in list(self.groups.values()) for r in g.requests if r.finish_reason]: self.delivery.tell(r)
+            raise
+
+    def _lose(self, e: Exception) -> list[Request]:
+        "An engine itself failed with `e`, by no request's fault: those that it had end, and it goes on without."
+        log.error('the engine failed, and goes on without the requests that it had', exc_info=e)
+        kind = self.engines.last
+        self.engines[kind].reset()
+        self.delivery.fail([g for g in list(self.groups.values()) if any(r.runner == kind for r in g.requests)], 'the engine failed with', e)
+        return []
+
+    def _take_in(self) -> None:
+        "Queue the prompts that came, and end those that are to be cancelled."
+        if self.inbox and not self.engines.busy:
+            try: self.engines.begin()
+            except Exception as e:                                            # the thread goes on, for it serves others too
+                log.error('the model can not be run as it is now', exc_info=e)
+                self.delivery.fail(list(self.groups.values()), 'the model can not be run as it is now:', e)
+        while self.inbox:
+            group, reason = self.inbox.popleft()
+            if reason: self.delivery.end(group, reason)
+            elif not group.done: self._queue(group)
+        if len(self.deadlines) > 2 * len(self.groups) + 64:                    # most of them were done in time
+            self.deadlines = [d for d in self.deadlines if not d[2].done]
+            heapq.heapify(self.deadlines)
+        now = time.perf_counter()
+        while self.deadlines and self.deadlines[0][0] <= now: self.delivery.end(heapq.heappop(self.deadlines)[2], 'timeout')
+
+    def _queue(self, g: RequestGroup) -> None:
+        "Give the requests of `g` to their engines."
+        if g.deadline is not None: heapq.heappush(self.deadlines, (g.deadline, next(self.ids), g))
+        try:
+            for r in [] if g.error else g.requests:
+                self.engines.add(r)
+                self.delivery.mark('queued', r)
+        except BatchlabError as e: g.error, g.refused = str(e), True
+        if g.error: self.delivery.end(g, g.reason)
+
+# %% ../nbs/15_llm.ipynb #10a50c0b
+class BackgroundLoop(StepLoop):
+    "A `StepLoop` that may run in a `thread` of its own, between `start` and `stop`. `stopping`: None, 'drain' or 'cancel'."
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread: threading.Thread | None = None
+        self.paused = False
+
+    def start(self) -> Self:
+        "Run the engine in a thread of its own until `stop`."
+        with self.progress:
+            if self.thread is None:
+                self.thread = threading.Thread(target=self._run, name='batchlab', daemon=True)
+                self.thread.start()
+        return self
+
+    def stop(self, drain: bool = True) -> None:
+        "End the background thread, after all requests are done (`drain`) or cancelled. Returns when it has ended."
+        if self.thread is None: return
+        if self.stepper == threading.get_ident(): raise EngineError('a stream callback can not stop the engine that runs it')
+        with self.progress:
+            thread = self.thread
+            if thread is None: return                          # another thread was quicker
+            self.stopping = 'drain' if drain else 'cancel'
+            self.progress.notify_all()
+        thread.join()
+
+    def pause(self) -> None:
+        """Hold the background thread before its next step, until `resume`, `stop` or the end of `with llm:`.
+
+        Meanwhile requests may be added, and those that are cancelled or run out of time end. Calls that step by themselves
+        (`generate`, `stream`, `step`) are not held, and move everybody."""
+        self.paused = True
+        self._wake()
+
+    def resume(self) -> None:
+        "Go on after `pause`."
+        self.paused = False
+        self._wake()
+
+    def _run(self) -> None:
+        try:
+            while not self.stopping or self.has_unfinished:
+                if self.stopping == 'cancel':
+                    with self.progress: self.inbox.extend((g, 'cancelled') for g in self.groups.values())
+                if self.has_unfinished and (self.stopping or not self.paused): self.step()
+                else:
+                    if self.inbox or self.deadlines: self.take_in()
+                    self._wait()
+        finally:
+            with self.progress: self.thread, self.stopping, self.paused = None, None, False
+
+    def _wait(self) -> None:
+        "Wait for something to do; while paused with deadlines, for a moment."
+        with self.progress:
+            if self.stopping or self.has_unfinished and (self.inbox or not self.paused): return
+            self.progress.wait(.05 if self.paused and self.deadlines else 1)
+
+# %% ../nbs/73_recovery.ipynb #5f81e419
+def make_engine(llm: LLM, kind: str) -> Engine:
+    "An `Engine` for requests of a kind, by `llm.strategy`."
+    if kind.startswith('pooled'): return pooling_engine(llm, alone=kind == 'pooled alone')
+    l, strategy, solo = llm.limits, llm.strategy, kind == 'solo'
+    how: Any = dict(max_num_batched_tokens=l.max_num_batched_tokens, budget=llm.budget)
+    if kind == 'packed':
+        size = llm.backend.block_size
+        scheduler = Scheduler(l.max_num_seqs, prefix_caching=llm.enable_prefix_caching, block_size=size,
+                              max_adapters=llm.adapters and llm.adapters.max_loras, **how)
+        return Engine(scheduler, PackedRunner(llm.backend, max(1, (l.kv_tokens or 0) // size)), llm.watchers)
+    order = dict(bucketed=lambda r: -r.max_len, prefix=lambda r: (r.wave, -r.max_len)).get(strategy)
+    scheduler = Scheduler(1 if solo or strategy == 'loop' else l.max_num_seqs, paged=False, chunked=False, order=order,
+                          barrier=strategy != 'continuous', recompute=solo, **how)
+    runner = SoloRunner(llm.model) if solo else PaddedRunner(llm.model, llm.pad_id, strategy == 'prefix')
+    return Engine(scheduler, runner, llm.watchers)
+
+# %% ../nbs/73_recovery.ipynb #10a50c03
+class EngineSet(dict[str, Engine]):
+    """The engines of `llm` by kind of request, see `select_runner`, over one `backend` and one `budget` of KV.
+
+    For the thread that holds `llm.mutex`. `past`: the ledger of all calls before this one; `past_steps`: steps of engines that
+    are gone; `seconds`: time spent in steps; `last`: the kind that stepped last.
+
+    Making it finds out how the model runs: `llm.shapes`, `llm.paddable`. Once there are `llm.limits`, `configure` it. Raises
+    `UnsupportedModelError`, `CompileError`."""
+    def __init__(self, llm: LLM) -> None:
+        super().__init__()
+        self.llm, self.past, self.past_steps, self.seconds, self.last = llm, Ledger(), 0, 0., ''
+        self._open(first=True)
+        self.weights_version = weights_version(llm.model)                     # an own model has given weights up by now
+
+    def configure(self) -> None:
+        "Begin with no engines, under `llm.limits`."
+        self.llm.limits.fit(self.backend.block_size)
+        self.budget = KVBudget(self.llm.limits.kv_tokens, self._give_back_idle)
+        self.clear()
+
+    @property
+    def busy(self) -> list[str]:
+        "The kinds that have something to do."
+        return [kind for kind, e in self.items() if e.scheduler.has_unfinished]
+    @property
+    def ledger(self) -> Ledger:
+        "The positions of this call."
+        return sum_ledgers([e.ledger for e in list(self.values())])
+
+    def add(self, r: Request) -> None:
+        "Queue `r` with the engine of its kind. Raises `BatchError`."
+        kind = select_runner(r, self.llm.switch, self.llm.shapes, self.llm.paddable)
+        if r.adapter and kind not in ('packed', 'pooled'): raise BatchError(f'with an adapter a request runs packed, and this one runs {kind}: shorten it')
+        if kind not in self: self[kind] = make_engine(self.llm, kind)
+        self[kind].scheduler.add(r)
+        r.runner = kind
+
+    def step(self) -> list[Request]:
+        "One step of the next kind in line that has something to do: the requests that got a token, or ended."
+        busy = self.busy
+        if not busy: return []
+        self.last = min(busy, key=lambda kind: (kind <= self.last, kind))
+        start = time.perf_counter()
+        try: return self[self.last].step()
+        finally: self.seconds += time.perf_counter() - start
+
+    def begin(self) -> None:
+        "A call begins while nobody runs: what was counted so far belongs to the past, and the weights may be others."
+        self.past = sum_ledgers([self.past, self.ledger])
+        for e in self.values(): e.runner.ledger, e.scheduler.ledger = Ledger(), Ledger()
+        if self.weights_version == weights_version(self.llm.model): return
+        if old := self.pop('packed', None):                                   # what it computed was of other weights
+            old.reset()
+            self.past_steps += old.num_steps
+        if not self.llm.own or not self.llm.shapes: self._open()              # else its weights lie in the backend that it has
+        self.weights_version = weights_version(self.llm.model)
+
+    def _give_back_idle(self, owner: object) -> None:
+        "Memory is short for `owner`: the engines that run nobody give back theirs."
+        for e in self.values():
+            s = e.scheduler
+            if not s.running and s.pool is not owner and s.memory is not owner: e.reset()
+
+    def _open(self, first: bool = False) -> None:
+        "Look for the backend of the model as it is now, and `first` for how it runs at all. Raises `UnsupportedModelError`."
+        llm, model = self.llm, self.llm.model
+        self.weights_digest = weights_digest(model)                           # now, as an own model gives its weights up
+        options = BackendOptions(llm.compile, llm.own, free_memory(model.device) / 10, llm.quantization)
+        if first and not llm.can_generate: llm.shapes, llm.causal, backend = probe_pooling(model, options)
+        elif first: llm.shapes, llm.paddable, backend = probe_model(model, llm.strategy == 'continuous', llm.switch, options)
+        else: backend = select_backend(model, llm.shapes, options) if llm.shapes else self.backend
+        if llm.quantization and backend.name not in ('fused', 'modules'):
+            raise UnsupportedModelError('{asked} is for models that run on packed weights, and this one does not: {why}',
+                                        asked=Option('quantization', llm.quantization), why=backend.why)
+        if llm.adapters is not None: llm.adapters.bind(backend, llm.shapes)
+        log.info('%s runs on: %s. %s', type(model).__name__, backend.name, backend.why)
+        self.backend: Backend = backend
+
+# %% ../nbs/73_recovery.ipynb #10a50c05
+class Delivery:
+    """Tells whoever asked what becomes of the prompts of `llm`, and counts it. For the thread that holds `llm.mutex`.
+
+    `ends`: how many requests ended for each reason; `sums`: of all that ended, see `Stats`."""
+    def __init__(self, llm: LLM) -> None: self.llm, self.ends, self.sums = llm, Counter(), Counter()
+
+    def mark(self, event: str, x: object) -> None:
+        "Tell those who watch: 'queued', 'ended' of a request, or 'refused' of a prompt that never began."
+        for watch in list(self.llm.watchers): watch(self.llm, event, x)
+
+    def tell(self, r: Request) -> None:
+        "Send the event of what `r` just got; if it was the last of its prompt, with the output."
+        if r.notified: return
+        g, r.notified = r.group, r.finish_reason is not None
+        if r.notified: self.mark('ended', r)
+        event = StreamEvent(g.request_id, g.index, r.index, r.delta, r.output_ids[r.num_told:], r.finish_reason)
+        if r.logprobs is not None: event.logprobs = r.logprobs[r.num_told:]
+        r.delta, r.num_told = '', len(r.output_ids)
+        if all(x.notified for x in g.requests): self._close(g, event)
+        self._send(g, event)
+
+    def end(self, g: RequestGroup, reason: str, error: str | None = None) -> None:
+        "End what still runs of prompt `g`, for a `reason`."
+        if g.done: return
+        g.error = g.error or error
+        for r in g.requests:
+            if r.runner and r.finish_reason is None: self.llm.engines[r.runner].scheduler.finish(r, reason)
+            else: r.finish(reason)
+            self.tell(r)
+        if not g.requests:                                                    # it never began
+            self.mark('refused', g)
+            event = StreamEvent(g.request_id, g.index, finish_reason=g.reason)
+            self._close(g, event)
+            self._send(g, event)
+
+    def fail(self, groups: Iterable[RequestGroup], what: str, e: Exception) -> None:
+        "End `groups` with an error, that `what` and `e` say."
+        for g in groups: self.end(g, 'error', f'{what} {type(e).__name__}: {e}')
+
+    def _close(self, g: RequestGroup, event: StreamEvent) -> None:
+        "Note the result of `g`, in its last event and in the statistics."
+        out = g.result()
+        event.finished, event.output, g.output, g.adapter = True, out, out, None
+        with self.llm.progress: self.llm.groups.pop(g.request_id, None)
+        self.ends.update([r.finish_reason for r in g.requests] or [g.reason])
+        for r in g.requests:
+            self.sums.update(prompt_tokens=len(r.prompt_ids), output_tokens=len(r.output_ids), preemptions=r.num_preemptions,
+                             cached_tokens=r.num_cached_tokens or 0)
+        for name in ('time_to_first_token', 'time_per_token'):
+            if (t := (out.metrics or {})[name]) is not None: self.sums.update({name: t, f'n {name}': 1})
+        for r in g.requests: r.group = None                                   # no circle: it is freed with its last reader
+
+    def _send(self, g: RequestGroup, event: StreamEvent) -> None:
+        "Give `event` to whoever reads `g`. If that fails, `g` ends, and is told so once."
+        try:
+            if g.on_event: g.on_event(event)
+        except Exception as e:
+            if g.broken: return
+            g.broken = True
+            log.error('the stream callback of request %s failed', g.request_id, exc_info=e)
+            self.fail([g], 'its stream callback failed with', e)
