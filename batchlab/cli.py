@@ -173,7 +173,9 @@ def read_prompts(args: argparse.Namespace, options: dict[str, Any]) -> list[JobL
         name = '-'
     columns = {k: getattr(args, k) for k in ('prompt_column', 'id_column', 'prompt_template', 'data_columns')}
     if name is None: refuse_columns(columns, 'and there is no --prompts-file')
-    else: lines += read_file(name, args.chat, args.system, args.enable_lora or bool(args.lora_modules), **columns)
+    else:
+        with input_file(name, text=True) if name != '-' else contextlib.nullcontext(name) as path:
+            lines += read_file(path, args.chat, args.system, args.enable_lora or bool(args.lora_modules), **columns)
     for line in lines: prepare(line, args, options)
     if args.system is not None and not any(line.messages is not None for line in lines):
         raise JobError("--system needs --chat, or messages in the prompts file")
@@ -459,18 +461,36 @@ def job_of(args: argparse.Namespace) -> Job:
 
 # %% ../nbs/43_cli.ipynb #3ecad304
 @contextlib.contextmanager
-def input_file(name: str, stdin: IO[bytes] | None = None, text: bool = False) -> Iterator[str]:
-    """Give `name`; if that is `-`, the name of a temporary file with what standard input says, while the context lasts.
+def input_file(name: str, stdin: IO[bytes] | None = None, text: bool = False, form: str | None = None) -> Iterator[str]:
+    """Give `name`; if that is `-`, or a pipe, the name of a temporary file with all that it says, while the context lasts.
 
-    `text`: what does not begin as JSON has one text a line."""
+    `text`: what does not begin as JSON has one text a line. `form`: as `Job` has it. Raises `JobError` if there is nothing."""
     import shutil, tempfile
-    if name != '-': yield name
+    if name != '-' and (os.path.isfile(name) or os.path.isdir(name) or not os.path.exists(name)): yield name
     else:
         with tempfile.TemporaryDirectory(prefix='batchlab-') as folder:
-            path = Path(folder)/'standard-input.jsonl'
-            with path.open('wb') as f: shutil.copyfileobj(stdin or sys.stdin.buffer, f)
-            with path.open('rb') as f: plain = text and not f.read(2**16).removeprefix(b'\xef\xbb\xbf').lstrip().startswith(b'{')
-            yield str(path.rename(path.with_suffix('.txt')) if plain else path)
+            path = Path(folder)/('standard-input' if name == '-' else Path(name).name)
+            with path.open('wb') as f:
+                if name == '-': shutil.copyfileobj(stdin or sys.stdin.buffer, f)
+                else:
+                    with open(name, 'rb') as pipe: shutil.copyfileobj(pipe, f)
+            if not path.stat().st_size: raise JobError(f"{'standard input' if name == '-' else name} is empty: no request came through it")
+            yield str(path.rename(f'{path}{kind_in(path, text, form)}'))
+
+def kind_in(path: Path, text: bool, form: str | None) -> str:
+    "How the name of file `path`, the content of a pipe, should end, by its own name or its first bytes. Raises `JobError`."
+    from batchlab.work.tables import KINDS, OPENERS
+    with path.open('rb') as f: start = f.read(2**10)
+    packed = next((end for end, mark in {'.gz': b'\x1f\x8b', '.bz2': b'BZh', '.xz': b'\xfd7zXZ'}.items() if start.startswith(mark)), '')
+    if {s.lower() for s in path.suffixes} & {*KINDS, *OPENERS}: return ''
+    if start.startswith(b'PAR1'): return '.parquet'
+    if packed:
+        with OPENERS[packed](path, 'rb') as f: start = f.read(2**10)
+    bare = start.removeprefix(b'\xef\xbb\xbf').lstrip()
+    if bare[:1] == b'[' and form is None: return f'.json{packed}'
+    if bare[:1] == b'{' or form: return f'.jsonl{packed}'
+    if text: return f'.txt{packed}'
+    raise JobError('the input begins neither as JSON nor as Parquet: say with --format csv, tsv or txt what it is')
 
 # %% ../nbs/43_cli.ipynb #a5c18fe1
 def run_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
@@ -478,7 +498,7 @@ def run_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
     if args.output is None and not args.dry_run: raise JobError("no --output: give a file for the answers, or --dry-run")
     if args.ray and (args.trace or '-' in (args.input, args.output)): raise JobError("--ray takes files, no --trace")
     check_trace_path(args)
-    with Signals(), input_file(args.input, text=args.command == 'embed') as args.input:
+    with Signals(), input_file(args.input, text=args.command == 'embed', form=args.form) as args.input:
         job = job_of(args)
         if args.dry_run:
             plan = job.dry_run()
@@ -517,11 +537,11 @@ def run_with_ray(args: argparse.Namespace, job: Job) -> JobResult:
 def plan_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab plan`. Returns the exit status. Raises `BatchlabError`."
     args.embed = vectors_asked(args) if args.embed else None
-    with input_file(args.input, text=bool(args.embed)) as args.input:
+    with input_file(args.input, text=bool(args.embed), form=args.form) as args.input:
         job = job_of(args)
         job.check()
         llm = llm or load_llm(args)
-        if not (llm.can_generate or args.embed) and job.form == 'plain': raise JobError('this model writes no text: --embed plans for vectors of the texts')
+        if not (llm.can_generate or args.embed) and job.line_form == 'plain': raise JobError('this model writes no text: --embed plans for vectors of the texts')
         plan = job.plan(llm, args.calibrate)
         print(plan.said(args.spell))
     return int(plan.failed > 0)
@@ -662,7 +682,8 @@ def print_completion(args: argparse.Namespace, llm: LLM | None = None) -> int:
 def submit_batch(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab batch`. Returns the exit status. Raises `JobError`."
     from batchlab.work.client import command
-    return command(args, note)
+    if args.what != 'submit' or not args.name: return command(args, note)
+    with input_file(args.name, form='batch') as args.name: return command(args, note)
 
 # %% ../nbs/43_cli.ipynb #stream02
 @contextlib.contextmanager

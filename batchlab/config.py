@@ -152,7 +152,7 @@ def free_memory(device: torch.device) -> int:
     if device.type == 'cuda': return torch.cuda.mem_get_info(device)[0]
     free = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):         # no such file, or 'max'
-        limit, used = (int(open(f'/sys/fs/cgroup/memory.{n}').read()) for n in ('max', 'current'))
+        limit, used = (int(open(f'/sys/fs/cgroup/memory.{n}', encoding='utf-8').read()) for n in ('max', 'current'))
         free = min(free, limit - used)
     return max(0, free)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 # %% auto #0
 __all__ = ['Option', 'Message', 'BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError',
-           'UnsupportedModelError', 'PromptError', 'ParamError', 'BatchError', 'EngineError', 'AdapterError',
-           'Unavailable', 'CompileError', 'JobError', 'TraceError']
+           'UnsupportedModelError', 'PromptError', 'PromptTooLongError', 'ParamError', 'BatchError', 'EngineError',
+           'AdapterError', 'Unavailable', 'CompileError', 'JobError', 'TraceError']
 
 # %% ../nbs/modules/000_errors.ipynb #e44045a1
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ class UnsupportedModelError(ModelError): "The model is there, and batchlab can't
 
 class PromptError(BatchlabError, ValueError):
     "A prompt can't be run as it is: it is empty, not made of token ids, or longer than the model's context."
+
+class PromptTooLongError(PromptError): "A prompt has more tokens than the model holds."
 
 class ParamError(BatchlabError, ValueError):
     "A sampling parameter is out of range, of the wrong type or not supported: names it, what it may be, what to do."

@@ -13,7 +13,6 @@ import contextlib, ctypes, itertools, logging, math, threading, time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from tqdm.auto import tqdm
@@ -24,7 +23,8 @@ from .config import (check_compile, check_count, check_quantization, check_strat
                              no_collection, rope_switch)
 from .deprecated import renamed
 from .engine import make_request, sum_ledgers
-from .errors import BatchlabError, ModelError, ParamError
+from .errors import BatchlabError, ModelError, ParamError, PromptTooLongError
+from .fetching import short_name
 from .inputs import (as_list, chat_options, check_bar, check_forms, is_pooling, is_talk, log_failures, prompt_ids_of, settings_for,
                              split_settings)
 from .ledger import Ledger
@@ -81,9 +81,9 @@ def admit(llm: LLM, group: RequestGroup, prompt: Any, params: SamplingParams | P
     try:
         prompt, own = split_settings(prompt)
         if own: group.params = params = replace(params, **own)
-        group.prompt, ids = prompt_ids_of(llm.model, llm.tokenizer, prompt, chat)
+        most = llm.max_model_len if params.truncate_prompt_tokens is None else None
+        group.prompt, ids = prompt_ids_of(llm.model, llm.tokenizer, prompt, chat, most)
         group.prompt_token_ids = ids = keep_last(ids, params, llm.max_model_len)
-        if llm.max_model_len and len(ids) >= llm.max_model_len: group.reason = 'too_long'
         check_prompt(ids, llm.max_model_len, llm.vocab_size)
         rows = [SamplingRow.make(params, ids, llm.eos_ids, llm.tokenizer, i, llm.vocab_size, llm.max_model_len,
                                  grammar_for(llm, params), llm.logprobs_mode) for i in range(params.n)]
@@ -93,7 +93,9 @@ def admit(llm: LLM, group: RequestGroup, prompt: Any, params: SamplingParams | P
         names = [f'{group.request_id}-{i}' for i in range(params.n)] if params.n > 1 else [group.request_id]
         group.requests = [make_request(row, name, i, priority, group) for i, (row, name) in enumerate(zip(rows, names))]
     except ModelError: raise                               # others of its kind can't run either: the caller's to say
-    except BatchlabError as e: group.error, group.refused = str(e), True
+    except BatchlabError as e:
+        group.error, group.refused = str(e), True
+        if isinstance(e, PromptTooLongError): group.reason = 'too_long'
     return group
 
 def group_waves(llm: LLM, groups: Sequence[RequestGroup]) -> None:
@@ -190,7 +192,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
 
     def _facts(self) -> dict[str, str]:
         "What it is, in words."
-        name = Path(getattr(self.model.config, '_name_or_path', '') or type(self.model).__name__).name
+        name = short_name(getattr(self.model.config, '_name_or_path', '') or type(self.model).__name__)
         weights = sum(p.nbytes for p in self.model.parameters()) + self.backend.nbytes
         ids = '' if self.tokenizer else ', ids in and ids out: it came without a tokenizer'
         return dict(model=f'{name}, {str(self.model.dtype).removeprefix("torch.")} on {self.model.device}{ids}',
@@ -258,7 +260,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         for own in (own for p in talks for own in split_settings(p)[1]): raise ParamError(f'{own}: logprobs has no settings, leave it out')
         def first(prompt: Any) -> int:
             "After which position those of `prompt` begin: of a shorter one, the last."
-            try: return min(start, len(prompt_ids_of(self.model, self.tokenizer, prompt, False)[1]) or 1) - 1
+            try: return min(start, len(prompt_ids_of(self.model, self.tokenizer, prompt, False, self.max_model_len)[1]) or 1) - 1
             except BatchlabError: return 0                     # it gets that error below
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         outs = self.generate(talks, [replace(params, prompt_logprob_start=first(p)) for p in talks] if start > 1 else params, use_tqdm,
@@ -500,7 +502,7 @@ def make_stats(llm: LLM) -> Stats:
                  sum(e.runner.nbytes for e in engines), mean('time_to_first_token'), mean('time_per_token'),
                  d['output_tokens'] / llm.engines.seconds if llm.engines.seconds else math.nan)
 
-def trim_memory() -> None:
-    "Have torch and the C library give back to the system what was freed (CUDA's cache, and glibc's)."
-    if torch.cuda.is_initialized(): torch.cuda.empty_cache()
+def trim_memory(cuda: bool = True) -> None:
+    "Have torch (unless `cuda` is False) and the C library give back to the system what was freed (CUDA's cache, and glibc's)."
+    if cuda and torch.cuda.is_initialized(): torch.cuda.empty_cache()
     with contextlib.suppress(OSError, AttributeError, TypeError): ctypes.CDLL(None).malloc_trim(0)

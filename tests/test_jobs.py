@@ -410,6 +410,16 @@ def test_pipes(folder, tmp_path):
     assert run('kept.jsonl', '--limit', '15').returncode == 0 and len(rows(tmp_path/'kept.jsonl')) == 15
     p = run('kept.jsonl')                                                # the same input again: it goes on
     assert b'15 of them before' in p.stderr and texts(tmp_path/'kept.jsonl') == texts(tmp_path/'calm.jsonl')
+    os.mkfifo(tmp_path/'fifo')
+    for pipe in ('/dev/stdin', 'fifo'):                                # read whole first: a job reads its input twice
+        whole = ' '.join([*args, 'named.jsonl']).replace('-i -', f'-i {pipe}')
+        feed = 'cat in.jsonl > fifo & ' if pipe == 'fifo' else 'cat in.jsonl | '
+        p = subprocess.run(feed + whole, shell=True, cwd=tmp_path, env=ENV, capture_output=True, timeout=120)
+        assert p.returncode == 0 and texts(tmp_path/'named.jsonl') == texts(tmp_path/'calm.jsonl'), p.stderr
+        (tmp_path/'named.jsonl').unlink()
+    with pytest.raises(JobError, match='is no file'): Job(tmp_path/'fifo', tmp_path/'o.jsonl').check()
+    p = subprocess.run([*args, 'none.jsonl'], cwd=tmp_path, env=ENV, input=b'', capture_output=True, timeout=120)
+    assert p.returncode == 2 and b'standard input is empty' in p.stderr
     head = subprocess.run(f"{' '.join(args)} - < in.jsonl | head -n 1", shell=True, cwd=tmp_path, env=ENV, capture_output=True, timeout=120)
     assert len(head.stdout.splitlines()) == 1 and b'Traceback' not in head.stderr
 

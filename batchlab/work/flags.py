@@ -81,6 +81,7 @@ name_list = argument('names with commas between them', lambda s: [x for part in 
 id_list = argument('token ids such as 1,2', lambda s: [int(x) for x in s.strip().strip('[]').replace(',', ' ').split()])
 
 token_limit = argument('a number of tokens, or auto', lambda s: -1 if s.lower() == 'auto' else int(s), lambda n: n == -1 or n > 0)
+delimiter = argument("one character such as ';', or tab", lambda s: {'tab': '\t', '\\t': '\t'}.get(s, s), lambda s: len(s) == 1 and s not in '"\r\n')
 
 def json_value(s: str) -> Any:
     "The value that JSON `s` stands for."
@@ -130,7 +131,7 @@ SAMPLING_FLAGS = [
 
 # %% ../../nbs/43_cli.ipynb #da07da89
 MODEL_FLAGS = [
-    ('--model', str, "hub id, folder or .gguf file (default: SmolLM2-135M-Instruct)"),
+    ('--model', str, "hub id, folder or .gguf file (default: SmolLM2-135M-Instruct-Q4_1, of 4 bits)"),
     ('--strategy', ('continuous', 'loop', 'static', 'bucketed', 'prefix'), None, dict(default='continuous')),
     ('--dtype', ('auto', 'fp32', 'bf16', 'fp16'), None, dict(default='auto')),
     ('--quantization', ('int8',), "8 bits for weights and activations: faster, a little less exact"),
@@ -157,6 +158,10 @@ TABLE_FLAGS = [
     ('--prompt-template TEXT', plain_text, "prompt of a table's row, with columns in braces: 'Translate to {lang}: {question}'"),
     ('--data-columns NAMES', name_list, "columns of a table that are no settings, though they have such names; with commas",
      dict(action='extend', default=[]))]
+TEXT_FLAGS = [
+    ('--delimiter CHAR', delimiter, "between the cells of a CSV, such as ';' or tab (default: found in its header)"),
+    ('--encoding NAME', str, "of a CSV or text, such as cp1252 or utf-16 (default: UTF-8, or as its first bytes say)"),
+    ('--no-quotes', 'store_false', "quotes in a CSV or TSV mean nothing", dict(dest='quotes'))]
 LOG_JSON = ('--log-json', 'store_true', "what is said on standard error as JSON, a line each, with the figures of progress")
 GENERATE_FLAGS = [
     ('prompts PROMPT', plain_text, None, dict(nargs='*')),
@@ -173,7 +178,9 @@ GENERATE_FLAGS = [
 INPUT_FLAGS = [
     ('-i --input FILE', str, "requests: OpenAI Batch or plain JSONL, CSV, TSV, Parquet, or .txt with one prompt a line; also .gz, .bz2, .xz; "
      "- is standard input, read to its end first", dict(required=True)),
-    ('--format', ('batch', 'plain'), "of JSONL lines (default: by the first good line)", dict(dest='form')),
+    ('--format', ('batch', 'plain', 'csv', 'tsv', 'parquet', 'txt'), "of JSONL lines (default: by the first good line), or of an input whose name does not say it",
+     dict(dest='form')),
+    *TEXT_FLAGS,
     *TABLE_FLAGS,
     ('--chat', 'store_true', "each plain prompt is a user's message"),
     ('--system TEXT', plain_text, "system message before each of those; for a table with columns in braces too"),
@@ -213,7 +220,7 @@ EMBED_FLAGS = [
     ('texts TEXT', plain_text, None, dict(nargs='*')),
     ('-i --input FILE', str, "texts: .txt with one a line, JSONL with prompt, text or input, CSV, TSV, Parquet, or lines of /v1/embeddings; also .gz, .bz2, .xz; "
      "- is standard input, read to its end first"),
-    *(row for row in INPUT_FLAGS[1:] if row[0].split()[0] in ('--format', '--id-column', '--prompt-template', '--limit')),
+    *(row for row in INPUT_FLAGS[1:] if row[0].split()[0] in ('--format', '--delimiter', '--encoding', '--no-quotes', '--id-column', '--prompt-template', '--limit')),
     ('--prompt-column NAME', plain_text, "of a table (default: prompt, text or input)", dict(default='prompt')),
     ('-o --output FILE', str, "vectors, in the order of the texts; .jsonl, .csv, .tsv, .parquet, or .npy, an array with a row for each text; - is standard output (the default)"),
     ('--dimensions N', positive_int, "only so many of a vector's first numbers"),

@@ -28,7 +28,7 @@ from .lines import DEFAULTS, NO_TALK, JobLine, ParamsCache, Postprocess, digest_
 from .openai import BadRequest
 from .pooling_api import PoolingRequest, TextsGroup
 from .runner import Admitted, LineRunner, Remarks, admit_line, good_order, model_digest, name_of
-from .tables import SETTINGS_REMARK, TABLES, Columns, TableFile, check_input, check_output, file_kind, need_parquet
+from .tables import SETTINGS_REMARK, TABLES, Columns, TableFile, TextForm, check_input, check_output, file_kind, need_parquet
 
 if TYPE_CHECKING:      # a dry run needs no torch
     from batchlab.llm import LLM
@@ -49,7 +49,7 @@ __getattr__ = renamed(__name__, {name: f'work.{module}.{name}' for module, names
     {name: f'names.{name}' for name in 'ALIASES DROPPED GUIDED INSTEAD NEUTRAL is_setting structured_of form_of refuse'.split()})
 
 # %% auto #0
-__all__ = ['log', 'JobResult', 'Job', 'JobPlan']
+__all__ = ['log', 'INPUT_KINDS', 'JobResult', 'Job', 'JobPlan']
 
 # %% ../../nbs/41_jobs.ipynb #6d4715bc
 def _cached(r: JobResult) -> str: return f' ({r.cached_tokens:,} cached)' if r.cached_tokens else ''
@@ -245,11 +245,11 @@ def check_paths(input: str | Path, output: str | Path | None, error_file: str | 
     if output == '-' and (error_file or retry):
         raise JobError('what went to standard output is not kept: for an error file or a second try name an output')
     if not os.path.exists(input): raise JobError(f"can't read {input} (no such file)")
+    if not os.path.isfile(input): raise no_file(input)
     for path in (output, error_file):
         if path and path != '-' and os.path.exists(path) and not os.path.isfile(path): raise no_file(path)
     names = [os.path.realpath(n) for n in (input, output, error_file) if n and n != '-']
     if len({*names}) < len(names): raise JobError('input, output and error file must be different files')
-    check_input(input)
     if output and output != '-': check_output(output)
     if error_file and journal_of(error_file) != str(error_file):
         raise JobError(f'{error_file}: failures are written as JSONL, one after the other: give a name in .jsonl')
@@ -278,11 +278,12 @@ def suppress_os(act: Callable[[], object]) -> None:
     "Do `act`, if the system lets us."
     with suppress(OSError): act()
 
-def survey(rows: Iterable[tuple[int, Raw]], book: Ledgerbook, name: str | Path, force: bool = False) -> JobResult:
-    """The `JobResult` to begin with, from `rows` of file `name`: requests, as far as they can be read, and those in `book`.
+def survey(rows: Iterable[tuple[int, Raw]], book: Ledgerbook, name: str | Path, force: bool = False, whole: bool = True) -> tuple[JobResult, JobError | None]:
+    """The `JobResult` to begin with, from `rows` of file `name`: requests, as far as they can be read, and those in `book`; and what
+    ended the reading early, if anything did.
 
-    Raises `JobError` if a line is not what it was when it was answered, unless `force`."""
-    r = JobResult(0)
+    `whole`: `rows` are all there are. Raises `JobError` if a line is not what it was when it was answered, or gone, unless `force`."""
+    r, trouble = JobResult(0), None
     try:
         for number, raw in rows:
             r.total += 1
@@ -296,8 +297,13 @@ def survey(rows: Iterable[tuple[int, Raw]], book: Ledgerbook, name: str | Path, 
             r.before += 1
     except JobError as e:
         if e.status == 2: raise
+        trouble = e
+    gone, first = book.beyond(book.last) if whole and not trouble and not force else (0, 0)
+    if gone:
+        raise JobError(f'{name} has lost rows: its last is {book.last:,}, and {gone:,} beyond it, from {first:,} on, were answered before: give it all '
+                       'its rows, another output, or --force it, which keeps these answers')
     r.answered = r.before - r.failed
-    return r
+    return r, trouble
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
@@ -309,13 +315,16 @@ def frozen_heap() -> Iterator[None]:
         finally: gc.unfreeze()
 
 # %% ../../nbs/41_jobs.ipynb #b9ce02a6
+INPUT_KINDS = 'csv', 'tsv', 'parquet', 'txt'                             # that a form may name
+
 @dataclass
 class Job:
     """Requests from file `input`, answers to file `output`, failures to `error_file` (None: among the answers).
 
     `output` '-' is standard output, where a run that ended can't go on, as nothing of it can be read again.
 
-    `sampling_params`: a dict, for what lines leave open. `form`: 'batch' or 'plain', None guesses. `chat`, `system`:
+    `sampling_params`: a dict, for what lines leave open. `form`: 'batch' or 'plain', None guesses; or 'csv', 'tsv', 'parquet', 'txt' where the name of the
+    input does not say so. `delimiter`, `encoding`: of a CSV or text, None finds them; `quotes`: whether a quote opens a cell. `chat`, `system`:
     plain prompts are user messages, after this system message. `prompt_template`: makes the prompt of a table's columns, as
     in 'Translate to {lang}: {text}'; for a table `system` is a template too. `data_columns`: those that are no settings,
     whatever they are called. `ordered`: answers in input order, as in tables always. `limit`: only so many
@@ -349,25 +358,39 @@ class Job:
     keep_journal: bool = False
     postprocess: Postprocess | None = None
     embed: PoolingRequest | None = None
+    delimiter: str | None = None
+    encoding: str | None = None
+    quotes: bool = True
     stamp: str = field(default='', init=False, repr=False)      # of the records, while it runs
 
     @property
-    def from_table(self) -> bool: return file_kind(self.input) in TABLES
+    def input_kind(self) -> str: return self.form if self.form in INPUT_KINDS else file_kind(self.input)
+    @property
+    def from_table(self) -> bool: return self.input_kind in TABLES
+
+    @property
+    def line_form(self) -> str: return 'batch' if self.form == 'batch' else 'plain'
+
+    def table(self) -> TableFile: return TableFile(self.input, self.input_kind, self.text_form)
+
+    @property
+    def text_form(self) -> TextForm: return TextForm(self.delimiter, self.encoding, self.quotes)
 
     def columns(self) -> dict[str, Any]:
         "How the columns of a table are to be read: arguments of `Columns`, {} for another file."
         keep = self.output is not None and file_kind(self.output) not in TABLES      # records of a table get them at the end
         if not self.from_table: return {}
-        data = TableFile(self.input).names if self.embed else self.data_columns      # a text that is embedded has no settings
+        data = self.table().names if self.embed else self.data_columns      # a text that is embedded has no settings
         return dict(prompt_template=self.prompt_template, system=self.system, chat=self.chat, data_columns=data, keep=keep)
 
     def raw(self) -> Iterator[tuple[int, Raw]]:
         "Yield `(number, raw)` for each request of the input that counts."
-        return itertools.islice(read_raw(self.input, self.prompt_column, self.id_column, **self.columns()), self.limit)
+        rows = read_raw(self.input, self.prompt_column, self.id_column, self.input_kind, self.text_form, **self.columns())
+        return itertools.islice(rows, self.limit)
 
     def line(self, number: int, raw: Raw) -> JobLine:
         "The request that `raw` asks for, or its failure."
-        return parse_line(number, raw, self.form, self.chat, self.system, self.embed)
+        return parse_line(number, raw, self.line_form, self.chat, self.system, self.embed)
 
     def lines(self, book: Ledgerbook) -> Iterator[JobLine]:
         "Yield each line without an answer in `book`, where its id is entered."
@@ -375,17 +398,28 @@ class Job:
 
     def settings(self) -> dict[str, Any]:
         "What must stay the same from run to run, the model apart."
-        names = ('form', 'prompt_column', 'chat', 'system', 'sampling_params', 'error_file', 'prompt_template')
+        names = ('prompt_column', 'chat', 'system', 'sampling_params', 'error_file', 'prompt_template')
         made = sorted(self.postprocess) if isinstance(self.postprocess, Mapping) else self.postprocess is not None or None
         own = dict(embed=self.embed) if self.embed else {}
-        return json.loads(json.dumps({k: getattr(self, k) for k in names} | dict(postprocess=made) | own, default=str))
+        return json.loads(json.dumps({k: getattr(self, k) for k in names} | dict(form=self.line_form, postprocess=made) | own, default=str))
+
+    def _check_text_form(self) -> None:
+        "Raise `JobError` for a `delimiter`, `encoding` or `quotes` that can't be."
+        given = [k for k, v in dict(delimiter=self.delimiter, quotes=not self.quotes).items() if v]
+        if given and self.input_kind not in ('csv', 'tsv'): raise JobError(f'{given[0]} is for CSV and TSV, and {self.input} is neither')
+        if self.encoding and self.input_kind == 'parquet': raise JobError(f'encoding is for text, and {self.input} is Parquet')
+        if self.delimiter is not None and (len(self.delimiter) != 1 or self.delimiter in '"\r\n'):
+            raise JobError(f'delimiter must be one character that can stand between cells, got {self.delimiter!r:.20}')
+        try: ''.encode(self.encoding or 'utf-8')
+        except LookupError: raise JobError(f'encoding {self.encoding!r:.40} is unknown: give one such as utf-8, cp1252 or utf-16') from None
 
     def warn(self, text: str) -> None:
         "Say what nobody may miss."
         (log.warning if self.say == log.info else self.say)(text)
 
-    def _remark_settings(self) -> None:
-        columns = self.from_table and Columns(TableFile(self.input).names, self.input, self.prompt_column, self.id_column, **self.columns()).settings
+    def _remark_input(self) -> None:
+        for remark in self.table().form.remarks if self.from_table else (): self.warn(remark)
+        columns = self.from_table and Columns(self.table().names, self.input, self.prompt_column, self.id_column, **self.columns()).settings
         if columns: self.warn(SETTINGS_REMARK.format(', '.join(columns), ','.join(columns)))
 
     def check(self) -> None:
@@ -394,16 +428,18 @@ class Job:
         for name in ('look_ahead', 'limit'):
             if (n := getattr(self, name)) is not None and n < 1: raise JobError(f'{name} must be at least 1, got {n}')
         check_paths(self.input, self.output, self.error_file, self.retry_errors)
-        if self.form not in (None, 'batch', 'plain'):
-            raise JobError(f"form {self.form!r} is unknown: expected 'batch' or 'plain'")
+        if self.form not in (None, 'batch', 'plain', *INPUT_KINDS):
+            raise JobError(f"form {self.form!r} is unknown: expected one of batch, plain, {', '.join(INPUT_KINDS)}")
+        if self.form not in INPUT_KINDS: check_input(self.input)
+        self._check_text_form()
         if self.from_table:
-            names = TableFile(self.input).names if self.embed and self.prompt_column == 'prompt' and self.prompt_template is None else []
+            names = self.table().names if self.embed and self.prompt_column == 'prompt' and self.prompt_template is None else []
             self.prompt_column = next((n for n in ('prompt', 'text', 'input') if n in names), self.prompt_column)
             next(self.raw(), None)                                    # its columns are there, and have names that can be
         elif self.prompt_template is not None or self.data_columns or (self.prompt_column, self.id_column) != ('prompt', 'custom_id'):
             raise JobError(f'a prompt template and names of columns are for tables (.csv, .tsv, .parquet), and {self.input} is none')
-        self.form = self.form or guess_form(self.input, 'plain' if self.embed else 'batch')
-        if self.output and file_kind(self.output) == 'npy' and not (self.embed and self.form == 'plain'):
+        self.form = self.form or ('plain' if self.input_kind == 'txt' or self.from_table else guess_form(self.raw(), 'plain' if self.embed else 'batch'))
+        if self.output and file_kind(self.output) == 'npy' and not (self.embed and self.form != 'batch'):
             raise JobError(f'{self.output}: an array is for the vectors of plain texts: give .jsonl, .csv or .parquet')
         if self.form == 'batch' and (self.chat or self.system is not None):
             raise JobError('{chat} and {system} are for plain prompts: lines of the Batch API carry their messages themselves',
@@ -423,14 +459,16 @@ class Job:
         with ExitStack() as stack:
             for path in (self.output, self.error_file):
                 if path and path != '-': lock(path, stack)
-            if 'parquet' in (file_kind(self.output), file_kind(self.input)): need_parquet()
+            if 'parquet' in (file_kind(self.output), self.input_kind): need_parquet()
             book, unsorted = recover(self.output, self.error_file, self.settings(), self.force, self.retry_errors)
             self.retry_errors = False
-            self._remark_settings()
-            r = self.result = survey(self.raw(), book, self.input, self.force)
-            done = False
+            self._remark_input()
+            r, trouble = survey(self.raw(), book, self.input, self.force, self.limit is None)
+            self.result, done = r, False
+            if not r.total: self.warn(f'{self.input} has no request in it')
             try:
                 if r.done < r.total: self._go(llm() if callable(llm) else llm, book)
+                if trouble: raise trouble
                 self._finish(unsorted)
                 done = r.done == r.total
             finally: self._leave(done)
@@ -445,7 +483,7 @@ class Job:
         some = has_records(journal)
         if journal == str(self.output) or not some and Path(self.output).exists(): return
         if table and some: sort_records(journal)
-        source = TableFile(self.input) if table and self.from_table else None
+        source = self.table() if table and self.from_table else None
         clashes = export_records(lambda: ((n, d) for path in some for n, _, d in raw_records(path)), self.output, source)
         for clash in clashes: self.warn(f'columns of the answers have these names too: {clash} in {self.output}')
 

@@ -137,6 +137,11 @@ class Ledgerbook:
         if not self.size: return None
         return self.db.execute('select digest, failed from lines where number = ?', (number,)).fetchone()
 
+    def beyond(self, last: int) -> tuple[int, int]:
+        "How many lines after `last` were answered, and the first of them."
+        n, first = self.db.execute('select count(*), min(number) from lines where number > ?', (last,)).fetchone()
+        return n, first or 0
+
     def claim(self, custom_id: str | int, number: int) -> int | None:
         "Let line `number` have `custom_id`; the number of the line that has it already, or None."
         key = hashlib.blake2b(repr(custom_id).encode(), digest_size=16).digest()

@@ -13,7 +13,6 @@ import hashlib, os, time
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BatchlabError, JobError, ModelError
@@ -110,8 +109,9 @@ class Remarks:
 # %% ../../nbs/41_jobs.ipynb #91b0aa18
 def name_of(model: Any) -> str:
     "What to call `model`: its name, or that of its folder without the path, else its class."
+    from batchlab.fetching import short_name                     # not for a dry run, which needs no torch
     name = getattr(model.config, '_name_or_path', '')
-    return (Path(name).name if os.path.exists(name) else name) or type(model).__name__
+    return (short_name(name) if os.path.exists(name) else name) or type(model).__name__
 
 Admitted = tuple[JobLine, 'RequestGroup']
 

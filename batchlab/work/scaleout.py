@@ -118,7 +118,7 @@ def line_of(number: int, row: dict, prompt_column: str = 'prompt', chat: bool = 
 
 # %% ../../nbs/44_scaleout.ipynb #af5299c9
 class BatchLLM:
-    """For `ds.map_batches(BatchLLM, fn_constructor_kwargs=…, batch_size=…, concurrency=n)`: engines in n workers.
+    """For `ds.map_batches(BatchLLM, fn_constructor_kwargs=…, batch_size=…, compute=ray.data.ActorPoolStrategy(size=n))`: engines in n workers.
 
     Rows have `prompt` (or `prompt_column`), `messages`, or the columns of the Batch API, and may have sampling
     parameters in columns of their names. Added columns: `generated_text`, `finish_reason`, `prompt_tokens`,
@@ -532,14 +532,14 @@ def shards(job: Job) -> list[Job]:
 def _run_shard(job: Job, pool: Callable[[], Pool]) -> JobResult:
     "Run `job` and mark its output as finished, or take the result of a mark that fits. Raises `JobError` for other settings."
     mark, now = Path(f'{job.output}.done'), dict(bytes=os.path.getsize(job.input), limit=job.limit, settings=job.settings())
-    try: then = json.loads(mark.read_text())
+    try: then = json.loads(mark.read_text(encoding='utf-8'))
     except (OSError, ValueError): then = {}
     fits = then.items() >= now.items() and os.path.exists(str(job.output))
     if fits and not (job.retry_errors or job.force):
         n = then['answered'] + then['failed']
         return JobResult(n, then['answered'], then['failed'], before=n)
     r = job.run(pool)                            # type: ignore[arg-type]  # a `RayJob` takes a pool
-    if r.done == r.total: mark.write_text(json.dumps(now | dict(answered=r.answered, failed=r.failed)))
+    if r.done == r.total: mark.write_text(json.dumps(now | dict(answered=r.answered, failed=r.failed)), encoding='utf-8')
     return r
 
 # %% ../../nbs/44_scaleout.ipynb #c26fbb9e

@@ -5,7 +5,7 @@
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e004
 from __future__ import annotations
 
-import bz2, csv, difflib, gzip, io, itertools, json, lzma, math, re, string
+import bz2, codecs, csv, difflib, gzip, io, itertools, json, lzma, math, re, string
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -18,10 +18,11 @@ from ..names import INSTEAD, known_settings, near_key, plain_name
 # %% auto #0
 __all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'Cells', 'INT', 'FLOAT', 'TRUTH', 'OPTIONAL', 'ANSWER',
            'CHAT_OPTIONS', 'NO_SETTINGS', 'LITERAL', 'SETTINGS_REMARK', 'RECORD', 'NUMBERS', 'VECTORS', 'Records',
-           'file_kind', 'opener_of', 'check_input', 'check_output', 'need_parquet', 'unique_names', 'BadRow',
-           'readable', 'TableFile', 'no_column', 'is_missing', 'MissingCell', 'Template', 'literal', 'setting_of',
-           'renamed_columns', 'Row', 'Columns', 'from_json', 'plain_value', 'json_value', 'whole', 'table_rows', 'flat',
-           'record_of_rows', 'ColumnType', 'type_of', 'cell_text', 'cells_of', 'AnswerTable']
+           'file_kind', 'opener_of', 'check_input', 'check_output', 'need_parquet', 'opened_text', 'Recoded',
+           'unique_names', 'BadRow', 'TextForm', 'encoding_of', 'CSVRows', 'in_blocks', 'broken_parquet',
+           'open_parquet', 'readable', 'TableFile', 'no_column', 'is_missing', 'MissingCell', 'Template', 'literal',
+           'setting_of', 'renamed_columns', 'Row', 'Columns', 'from_json', 'plain_value', 'json_value', 'whole',
+           'table_rows', 'flat', 'record_of_rows', 'ColumnType', 'type_of', 'cell_text', 'cells_of', 'AnswerTable']
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e008
 OPENERS: dict[str, Callable[..., IO[Any]]] = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open}
@@ -73,6 +74,22 @@ def need_parquet() -> Any:
     except ImportError: raise JobError('reading and writing Parquet needs pyarrow: pip install pyarrow') from None
     return pq
 
+def opened_text(f: IO[bytes], name: str | Path, encoding: str | None = None) -> IO[Any]:
+    "Text file `f` as a reader of bytes of UTF-8, whatever its `encoding`; None: UTF-8, or for a plain text as its first bytes say. Raises `JobError`."
+    if not encoding and file_kind(name) == 'txt': encoding = encoding_of(f.peek(2**10), name)      # type: ignore[attr-defined]
+    if encoding in (None, 'utf-8-sig'): return f
+    return io.BufferedReader(Recoded(io.TextIOWrapper(f, encoding)))      # type: ignore[arg-type]
+
+class Recoded(io.RawIOBase):
+    "The characters of `text` as bytes of UTF-8."
+    def __init__(self, text: IO[str]) -> None: self.text, self.left = text, b''
+    def readable(self) -> bool: return True
+    def readinto(self, buffer: Any) -> int:
+        self.left = self.left or self.text.read(2**16).encode('utf-8', 'surrogatepass')
+        part, self.left = self.left[:len(buffer)], self.left[len(buffer):]
+        buffer[:len(part)] = part
+        return len(part)
+
 def unique_names(names: Sequence[str]) -> list[str]:
     "`names`, the second `a` as `a.1`."
     found: dict[str, None] = {}
@@ -87,53 +104,146 @@ class BadRow(csv.Error):
         super().__init__(why)
         self.cells = cells
 
+class TextForm(NamedTuple):
+    """How the text of a CSV is written. None: to be found out. `quotes`: whether a quote opens a cell. `end`: of its lines.
+
+    `remarks`: what was found and is not the usual."""
+    delimiter: str | None = None
+    encoding: str | None = None
+    quotes: bool = True
+    end: str = '\n'
+    remarks: tuple[str, ...] = ()
+
+    def found(self, path: str | Path, kind: str = 'csv') -> TextForm:
+        "The form of file `path`: what is not given is found in its beginning. Raises `JobError`."
+        delimiter, remarks = self.delimiter, []
+        with opener_of(path)(path, 'rb') as f: start = f.read(2**16)
+        encoding = self.encoding or encoding_of(start, path)
+        if encoding != 'utf-8-sig' and not self.encoding: remarks.append(f'{path} is read as {encoding.upper()}, as its first bytes say (--encoding)')
+        header = next(iter(start.decode(encoding, 'replace').splitlines(True)), '')
+        if not delimiter and kind == 'tsv': delimiter = '\t'
+        if not delimiter:
+            delimiter = max(',', ';', '\t', key=header.count) if ',' not in header else ','
+            if delimiter != ',': remarks.append(f"{path} is read with {'semicolons' if delimiter == ';' else 'tabs'} between cells, as its header says (--delimiter)")
+        return TextForm(delimiter, encoding, self.quotes, '\r\n' if header.endswith('\r\n') else '\n', tuple(remarks))
+
+def encoding_of(start: bytes, path: str | Path) -> str:
+    "The encoding of file `path`, which begins with bytes `start`: UTF-8, or what its mark says. Raises `JobError`."
+    if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)): return 'utf-32'
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)): return 'utf-16'
+    for first, name in (1, 'utf-16-le'), (0, 'utf-16-be'):
+        half = start[first:200:2]
+        if len(half) > 1 and half.count(0) * 2 > len(half): raise JobError(f'{path} is no UTF-8, and looks like UTF-16: give its encoding ({name})')
+    return 'utf-8-sig'
+
+class CSVRows:
+    """The rows of CSV file `f` (bytes) in `form`.
+
+    A quote that is never closed, or closed far below in the middle of a cell, takes all lines between into one cell. What rows they were is
+    not known, so this is an error of the file, and not of one row."""
+    def __init__(self, f: IO[bytes], form: TextForm) -> None:
+        csv.field_size_limit(LONGEST_LINE)
+        errors = 'surrogateescape' if form.encoding == 'utf-8-sig' else 'strict'
+        self.text, self.form, self.ended = io.TextIOWrapper(f, form.encoding, errors, newline=''), form, False
+        quoting = csv.QUOTE_MINIMAL if form.quotes else csv.QUOTE_NONE
+        self.reader = csv.reader(self._lines(), delimiter=form.delimiter or ',', quoting=quoting, strict=True)
+
+    def _lines(self) -> Iterator[str]:
+        yield from self.text
+        self.ended = True
+
+    def _next(self, what: str) -> list[str] | csv.Error | None:
+        "The next row, None at the end, or why it can't be read. Raises `csv.Error` if lines beside its own are lost with it."
+        first = self.reader.line_num + 1
+        try: return next(self.reader, None)
+        except csv.Error as e:
+            last = self.reader.line_num
+            if self.ended: raise csv.Error(f'a quote in {what}, line {first}, is never closed: is the file cut off, or a quote too many?') from e
+            if last > first:
+                raise csv.Error(f'a quote in {what}, line {first}, takes all up to line {last} into one cell, and there {e}: is a quote too many?') from e
+            if 'expected after' not in str(e): return e
+            return csv.Error(f'{e}; a quote within a cell is written twice, and quotes=False (--no-quotes) reads all as they are')
+        except UnicodeDecodeError as e: raise csv.Error(f'{what} is no {self.form.encoding}: {e.reason}') from e
+
+    def header(self, path: str | Path) -> list[str]:
+        "The cells of the first row. Raises `JobError`."
+        try: row = self._next('the header')
+        except csv.Error as e: row = e
+        if isinstance(row, csv.Error): raise JobError(f"can't read {path} ({row}): mend the file") from row
+        return row or []
+
+    def rows(self, width: int) -> Iterator[Cells | csv.Error]:
+        "Yield the `width` cells of each row after the header, or why it can't be read. Raises `csv.Error`."
+        number = 0
+        while (row := self._next(f'row {number + 1}')) is not None:
+            if row == []: continue
+            number += 1
+            if isinstance(row, list) and any(row[width:]): row = BadRow(f'{len(row)} cells, and the header has {width}', row[:width])
+            yield row if isinstance(row, csv.Error) else row[:width] + [None] * (width - len(row))
+
+def in_blocks(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    "Yield lists of at most `size` of `items`. An error among these comes after what stands before it."
+    trouble = None
+    while trouble is None:
+        block: list[Any] = []
+        try:
+            for item in itertools.islice(items, size): block.append(item)
+        except Exception as e: trouble = e
+        if not block: break
+        yield block
+    if trouble: raise trouble
+
+def broken_parquet(path: str | Path, e: Exception) -> JobError:
+    "The error that `e` ended the reading of file `path`."
+    why = ' '.join(str(e).split())[:200]
+    return JobError(f'{path} is not a Parquet file that can be read ({why}): is it whole?')
+
+def open_parquet(path: str | Path) -> Any:
+    "The `pyarrow.parquet.ParquetFile` in file `path`. Raises `JobError`."
+    pq = need_parquet()
+    from pyarrow import ArrowException
+    try: return pq.ParquetFile(path, page_checksum_verification=True)      # of files that have such sums
+    except FileNotFoundError: raise
+    except (ArrowException, OSError) as e: raise broken_parquet(path, e) from e
+
 def readable(text: str) -> str:
     "`text` whose bytes may be no UTF-8, as UTF-8 can hold it."
     return text.encode('utf-8', 'surrogateescape').decode('utf-8', 'replace')
 
 class TableFile:
-    "The table in file `path`: the `names` of its columns, and its rows. Raises `JobError` if it can't be opened."
-    def __init__(self, path: str | Path) -> None:
-        self.path, self.kind = path, file_kind(path)
+    """The table in file `path`: the `names` of its columns, and its rows. Raises `JobError` if it can't be opened.
+
+    `form`: 'csv', 'tsv' or 'parquet', else its name says it. `text_form`: a CSV's own, else it is found out."""
+    def __init__(self, path: str | Path, form: str | None = None, text_form: TextForm | None = None) -> None:
+        self.path, self.kind = path, form or file_kind(path)
         self.text = self.kind != 'parquet'                               # cells are text
+        self.form = (text_form or TextForm()).found(path, self.kind) if self.text else TextForm()
         with ExitStack() as stack: self.names: list[str] = self._open(stack)[0]
 
     def _open(self, stack: ExitStack) -> tuple[list[str], Any]:
         if self.kind == 'parquet':
-            pq = need_parquet()
-            from pyarrow import ArrowException
-            try: f = stack.enter_context(pq.ParquetFile(self.path))
-            except ArrowException as e: raise JobError(f"{self.path} is not a Parquet file that can be read ({str(e)[:200]})") from e
+            f = stack.enter_context(open_parquet(self.path))
             names = f.schema_arrow.names
             if twice := [n for n in names if names.count(n) > 1]: raise JobError(f'{self.path} has two columns {twice[0]!r}: rename one')
             return names, f
-        f = stack.enter_context(opener_of(self.path)(self.path, 'rb'))
-        csv.field_size_limit(LONGEST_LINE)
-        rows = csv.reader(io.TextIOWrapper(f, 'utf-8-sig', 'surrogateescape', newline=''), delimiter='\t' if self.kind == 'tsv' else ',')
-        return unique_names(next(rows, [])), rows
+        rows = CSVRows(stack.enter_context(opener_of(self.path)(self.path, 'rb')), self.form)
+        return unique_names(rows.header(self.path)), rows
 
     def blocks(self, size: int = 256, columns: list[str] | None = None) -> Iterator[Any]:
-        "Yield blocks of at most `size` rows, of Parquet with all or some `columns`: a `pyarrow.RecordBatch`, or a list with the cells of each row or a `csv.Error`."
+        """Yield blocks of at most `size` rows, of Parquet with all or some `columns`: a `pyarrow.RecordBatch`, or a list with the cells
+        of each row or a `csv.Error`. Whatever breaks the reading off comes after the rows before it."""
         with ExitStack() as stack:
             names, source = self._open(stack)
             if self.kind == 'parquet': yield from self._batches(source, size, columns)
-            else:
-                rows = self._rows(source, len(names))
-                while block := [*itertools.islice(rows, size)]: yield block
+            else: yield from in_blocks(source.rows(len(names)), size)
 
     def _batches(self, f: Any, size: int, columns: list[str] | None) -> Iterator[Any]:
         from pyarrow import ArrowException
-        try: yield from f.iter_batches(size, columns=columns)
-        except ArrowException as e: raise JobError(f"{self.path} is not a Parquet file that can be read ({str(e)[:200]})") from e
-
-    def _rows(self, reader: Any, width: int) -> Iterator[Cells | csv.Error]:
-        while True:
-            try: row = next(reader, None)
-            except csv.Error as e: row = e
-            if row is None: return
-            if row == []: continue
-            if isinstance(row, list) and any(row[width:]): row = BadRow(f'{len(row)} cells, and the header has {width}', row[:width])
-            yield row if isinstance(row, csv.Error) else row[:width] + [None] * (width - len(row))
+        try:
+            for batch in f.iter_batches(size, columns=columns):
+                batch.validate(full=True)                                # text that is no UTF-8, offsets that lead out of it
+                yield batch
+        except (ArrowException, OSError) as e: raise broken_parquet(self.path, e) from e
 
     def rows(self, columns: Collection[str] | None = None) -> Iterator[tuple[int, dict[str, Any] | csv.Error]]:
         "Yield `(number, cells by column)` for each row, from 1, with all or some `columns`; the error for a broken one."
@@ -483,7 +593,8 @@ class AnswerTable:
     def write_csv(self, path: str | Path, name: str | Path) -> None:
         "Write all to file `path`, compressed and with tabs or commas as `name` says."
         with opener_of(name)(path, 'wt', encoding='utf-8', errors='surrogateescape', newline='') as f:
-            out = csv.writer(f, delimiter='\t' if file_kind(name) == 'tsv' else ',')
+            end = self.source.form.end if self.source else '\n'
+            out = csv.writer(f, delimiter='\t' if file_kind(name) == 'tsv' else ',', lineterminator=end)
             out.writerow([*self.inputs.values(), *self.answers])
             for block, take, rows in self.blocks():
                 if block is not None and not isinstance(block, list): block = [*zip(*(c.to_pylist() for c in block.columns))]
@@ -499,7 +610,7 @@ class AnswerTable:
             fields.append(pa.field(k, pa.list_(pa.float32()) if t.name == 'list' else t.name or 'string'))
             if t.name == 'int64': pandas.append(dict(name=k, field_name=k, pandas_type='int64', numpy_type='Int64', metadata=None))
         schema = pa.schema(fields, self._metadata(pandas))
-        with need_parquet().ParquetWriter(path, schema) as out:
+        with need_parquet().ParquetWriter(path, schema, write_page_checksum=True) as out:
             some: list[Any] = []
             for block, take, rows in self.blocks():
                 if block is None: arrays = []
