@@ -5,7 +5,7 @@
 # %% ../nbs/43_cli.ipynb #9e57a6e9
 from __future__ import annotations
 
-import argparse, contextlib, io, json, logging, math, os, re, signal, socket, stat, sys, threading
+import argparse, contextlib, io, json, logging, math, os, signal, socket, stat, sys, threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
@@ -80,14 +80,11 @@ def given_settings(args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 def flag_options(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
-    "The sampling parameters that the command line gives, over `defaults`, as a dict. Raises `JobError`."
-    from batchlab.errors import ParamError
+    "The sampling parameters that the command line gives, over `defaults`, as a dict. Raises `JobError`, `ParamError`."
     from batchlab.params import SamplingParams
     given = given_settings(args)
     options = defaults | given
-    try: SamplingParams(**{'temperature': 0., **options})
-    except ParamError as e:      # its message begins with the field: name the flag
-        raise JobError(re.sub(r'^[a-z_]+', lambda m: '--' + m[0].replace('_', '-'), str(e))) from e
+    SamplingParams(**{'temperature': 0., **options})
     if options.get('temperature') == 0 and (idle := [k for k in ('top_p', 'top_k', 'min_p') if k in given]):
         note(f"--{idle[0].replace('_', '-')} changes nothing at temperature 0: add --do-sample or --temperature")
     return options
@@ -513,7 +510,8 @@ def run_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
     with Signals(), input_file(args.input, text=args.command == 'embed', form=args.form) as args.input:
         job = job_of(args)
         if args.dry_run:
-            print(plan := job.dry_run())
+            plan = job.dry_run()
+            print(plan.said(args.spell))
             return int(plan.failed > 0)
         try: result = run_with_ray(args, job) if args.ray else run_here(args, job, llm)
         except KeyboardInterrupt:
@@ -527,7 +525,17 @@ def run_here(args: argparse.Namespace, job: Job, llm: LLM | None = None) -> JobR
     "Run `job` in this process. Returns the `JobResult`. Raises `BatchlabError`."
     job.check()
     if args.output == '-' and not getattr(args, 'texts', None): note('answers go to standard output: ended in the middle, this run can not go on')
-    with traced(args.trace, text=False) as watch: return job.run(lambda: watch(llm or load_llm(args)))
+    with traced(args.trace, text=False) as watch:
+        return job.run(lambda: watch(llm or suggested(load_llm(args), args, job.result.total - job.result.done)))
+
+def suggested(llm: LLM, args: argparse.Namespace, requests: int) -> LLM:
+    "`llm`, once one line has said what would make so many `requests` faster, if flags that were given make them slow."
+    from batchlab.advice import advise
+    usual = dict(max_num_seqs=None, strategy='continuous', compile='auto', dtype='auto', enable_prefix_caching=True)
+    given = {name for name, value in usual.items() if getattr(args, name) != value}
+    about = lambda message: any(isinstance(x, Option) and x.name in given for x in message.fields.values())
+    if found := next(filter(about, advise(llm, requests)), None): note(f'faster: {found.said(args.spell)}')
+    return llm
 
 def run_with_ray(args: argparse.Namespace, job: Job) -> JobResult:
     "Run `job` by workers on Ray. Returns the `JobResult`. Raises `BatchlabError`."
@@ -543,7 +551,8 @@ def plan_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
         job.check()
         llm = llm or load_llm(args)
         if not (llm.can_generate or args.embed) and job.line_form == 'plain': raise JobError('this model writes no text: --embed plans for vectors of the texts')
-        print(plan := job.plan(llm, args.calibrate))
+        plan = job.plan(llm, args.calibrate)
+        print(plan.said(args.spell))
     return int(plan.failed > 0)
 
 def view_trace(args: argparse.Namespace, llm: LLM | None = None) -> int:

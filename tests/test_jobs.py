@@ -447,7 +447,7 @@ def test_plan_counts_what_runs(tmp_path):
     result = job.run(llm())
     assert (plan.requests, plan.failed, plan.prompt_tokens, plan.max_output_tokens) == (30, 1, result.prompt_tokens, result.output_tokens)
     assert 29 * 32 <= plan.shared_tokens < plan.prompt_tokens and plan.seconds > 0 and plan.memory.slots == 4
-    assert 'at most, if every answer' in str(plan) and 'is that of line 2 already' in str(plan)
+    assert 'if each takes all its tokens' in str(plan) and 'is that of line 2 already' in str(plan)
 
 
 @pytest.mark.parametrize('args,words', [
@@ -622,3 +622,52 @@ def test_tables_keep_every_answer(tmp_path, kind, form):
                 assert none(t['index']) == (None if len(choices) == 1 else c['index'] if kind == 'parquet' else str(c['index']))
                 assert (none(t['logprobs']) and json.loads(t['logprobs'])) == c.get('logprobs')
             assert sum(int(t['completion_tokens']) for t in mine) == body['usage']['completion_tokens']
+
+
+def test_a_speed_that_is_tried_is_a_possible_one(monkeypatch):
+    "By a clock that ticks once a step, whatever the machine does meanwhile."
+    from types import SimpleNamespace
+    from batchlab.llm import LLM
+    from batchlab.tiny import tiny_model, tiny_tokenizer
+    from batchlab.work import jobs
+    llm, ticks = LLM(tiny_model('llama'), tiny_tokenizer(), max_num_seqs=8, max_num_batched_tokens=64, compile=False), iter(range(10**6))
+    monkeypatch.setattr(jobs, 'time', SimpleNamespace(perf_counter=lambda: next(ticks)))
+    assert jobs.speed(llm, [[5 + i] * 8 for i in range(4)], 16) == (4 * 8 / 1, 4)              # one step reads all, each further one writes four tokens
+    long = [[3 + i] * 200 for i in range(6)]                                                   # four steps to a prompt
+    (slow, fast), (least, most), tried = jobs.rates(llm, long, budget=400)
+    assert tried == 2 and 0 < slow <= fast <= 64 and 0 < least <= most <= 6
+
+
+def test_a_plan_says_what_would_help(tmp_path):
+    from batchlab.llm import LLM
+    from batchlab.tiny import tiny_model, tiny_tokenizer
+    from batchlab.work.jobs import Job
+    (tmp_path/'in.jsonl').write_text(''.join(json.dumps(dict(prompt='The same beginning of all, and then ' + 'a' * i)) + '\n' for i in range(12)))
+    make = lambda **kw: LLM(tiny_model('llama'), tiny_tokenizer(), **kw)
+    plan = lambda llm: Job(tmp_path/'in.jsonl', sampling_params=dict(max_tokens=4)).plan(llm, calibrate=False)
+    slow = plan(make(max_num_seqs=1, compile=False, enable_prefix_caching=False))
+    said = str(slow)
+    assert 'faster: 1 slot: 12 requests would fit at once: give max_num_seqs=64' in said and 'leave out compile=False' in said
+    assert 'leave out enable_prefix_caching=False' in said and slow.shared_tokens == 0 and ', in 1 slot\n' in said
+    good = str(plan(make()))
+    assert 'would fit' not in good and 'enable_prefix_caching' not in good and 'compile' not in good.split('faster: it runs without')[0]
+    assert 'strategy=\'loop\' is there to compare' in str(plan(make(strategy='loop')))
+    assert 'holds' in str(plan(make(kv_cache_bytes=2**16))) and 'raise kv_cache_bytes' in str(plan(make(kv_cache_bytes=2**16)))
+    assert 'was not checked' in str(Job(tmp_path/'in.jsonl').dry_run())
+
+
+def test_a_run_with_slow_settings_says_so(tmp_path, capsys):
+    from batchlab.cli import main
+    from batchlab.tiny import tiny_model, tiny_tokenizer
+    tiny_model('llama').save_pretrained(tmp_path/'model')
+    tiny_tokenizer().save_pretrained(tmp_path/'model')
+    (tmp_path/'in.jsonl').write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "%s"}\n' % ('c' * 400))
+    run = lambda out, *flags: main(['run', '-i', str(tmp_path/'in.jsonl'), '-o', str(tmp_path/out), '--model', str(tmp_path/'model'), '--max-tokens', '2', *flags])
+    assert run('slow.jsonl', '--max-num-seqs', '1') == 1
+    assert 'faster: 1 slot: 3 requests would fit at once: give --max-num-seqs 64' in capsys.readouterr().err
+    assert run('usual.jsonl', '--truncate', 'auto') == 0 and 'faster' not in capsys.readouterr().err
+    rows = {r['line']: r for r in map(json.loads, (tmp_path/'usual.jsonl').read_text().splitlines())}
+    assert rows[3]['usage']['prompt_tokens'] == 254
+    assert main(['plan', '-i', str(tmp_path/'in.jsonl'), '--model', str(tmp_path/'model'), '--truncate', '20', '--max-num-seqs', '1', '--no-calibration']) == 0
+    said = capsys.readouterr().out
+    assert '3 requests; 0 more can not run' in said and 'give --max-num-seqs 64' in said

@@ -80,6 +80,7 @@ int_or_none = argument('a whole number or none', lambda s: None if s.lower() == 
 name_list = argument('names with commas between them', lambda s: [x for part in plain_text(s).split(',') if (x := part.strip())], bool)
 id_list = argument('token ids such as 1,2', lambda s: [int(x) for x in s.strip().strip('[]').replace(',', ' ').split()])
 
+token_limit = argument('a number of tokens, or auto', lambda s: -1 if s.lower() == 'auto' else int(s), lambda n: n == -1 or n > 0)
 delimiter = argument("one character such as ';', or tab", lambda s: {'tab': '\t', '\\t': '\t'}.get(s, s), lambda s: len(s) == 1 and s not in '"\r\n')
 
 def json_value(s: str) -> Any:
@@ -109,6 +110,8 @@ SAMPLING_FLAGS = [
     ('--frequency-penalty X', float, "the same, by their count"),
     ('--repetition-penalty X', float, "the same, prompt included, as a factor"),
     ('--min-tokens X', int, "no end before this many tokens"),
+    ('--truncate --truncate-prompt-tokens N', token_limit, "keep so many tokens at the end of a longer prompt, auto: as many as leave "
+     "room to answer (default: it fails)", dict(dest='truncate_prompt_tokens')),
     ('--logprobs X', int, "log probabilities of this many tokens"),
     ('--logprob-token-ids IDS', id_list, "log probabilities of these ids, in place of the likeliest", dict(action='extend')),
     ('--logprobs-mode', ('raw_logprobs', 'processed_logprobs', 'raw_logits', 'processed_logits'),

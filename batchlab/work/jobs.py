@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from ..deprecated import renamed
-from ..errors import BatchlabError, JobError
+from ..errors import BatchlabError, JobError, Message, Option
 from ..hashes import chunk_hashes
 from ..names import settings_of
 from ..params import SamplingParams
@@ -31,7 +31,7 @@ from .tables import SETTINGS_REMARK, TABLES, Columns, TableFile, TextForm, check
 
 if TYPE_CHECKING:      # a dry run needs no torch
     from batchlab.llm import LLM
-    from batchlab.outputs import MemoryPlan, RequestGroup, RequestOutput
+    from batchlab.outputs import MemoryPlan, RequestGroup, RequestOutput, StreamEvent
 
 log = logging.getLogger('batchlab')
 _T = TypeVar('_T')
@@ -100,6 +100,8 @@ class JobResult:
                 f'{self.prompt_tokens:,} tokens in{_cached(self)}, {self.output_tokens:,} out{rate}')
 
 # %% ../../nbs/41_jobs.ipynb #0b955d52
+def number_of(n: int, what: str) -> str: return f"{n:,} {what}{'s' * (n != 1)}"
+
 def duration(seconds: float | None) -> str:
     "`seconds` for people."
     if seconds is None: return 'unknown'
@@ -120,7 +122,8 @@ class ProgressLine(str):
     @staticmethod
     def rates(r: JobResult) -> str:
         "The part of it that stands beside a bar."
-        return f'{r.failed:,} failed, {r.rate:,.0f} tokens/s{_cached(r)}, {duration(r.left())} left'
+        rate = f'{r.rate:,.0f} tokens/s' if r.rate else 'reading the first prompts'
+        return f'{r.failed:,} failed, {rate}{_cached(r)}, {duration(r.left())} left'
 
 class Progress:
     "Shows a `JobResult` as it changes: a bar on a terminal, else a line through `say` every `every` seconds."
@@ -190,8 +193,8 @@ class Run:
         "Write what is due. Raises `JobError` after too many failures."
         self.outbox.flush()
         if self.job.max_errors is not None and self.new_errors > self.job.max_errors:
-            raise JobError(f'stopped: more than {self.job.max_errors:,} requests failed; the same command goes on, '
-                           '--retry-errors tries the failed again', 1)
+            raise JobError('stopped: more than {most:,} requests failed; the same again goes on, {retry} tries the failed again', 1,
+                           most=self.job.max_errors, retry=Option('retry_errors', True))
 
     def steps(self) -> Generator[None, None, None]:
         "Run the lines; yields after each step. Closed early, it leaves nothing running."
@@ -286,8 +289,8 @@ def survey(rows: Iterable[tuple[int, Raw]], book: Ledgerbook, name: str | Path, 
             if not (known := book.find(number)): continue
             if known[0] != digest_of(raw) and not force:
                 unit = 'line' if isinstance(raw, bytes) else 'row'
-                raise JobError(f'{unit} {number} of {name} is not what it was when it was answered: give another '
-                               'output, or --force it, which keeps the old answer')
+                raise JobError('{unit} {number} of {name} is not what it was when it was answered: give another output, or {force}, '
+                               'which keeps the old answer', unit=unit, number=number, name=name, force=Option('force', True))
             r.failed += known[1]
             r.before += 1
     except JobError as e:
@@ -439,7 +442,8 @@ class Job:
         if self.output and file_kind(self.output) == 'npy' and not (self.embed and self.form != 'batch'):
             raise JobError(f'{self.output}: an array is for the vectors of plain texts: give .jsonl, .csv or .parquet')
         if self.form == 'batch' and (self.chat or self.system is not None):
-            raise JobError('chat and system are for plain prompts: lines of the Batch API carry their messages themselves')
+            raise JobError('{chat} and {system} are for plain prompts: lines of the Batch API carry their messages themselves',
+                           chat=Option('chat'), system=Option('system'))
         if self.system is not None and not (self.chat or self.from_table):
             first = [self.line(number, raw) for number, raw in itertools.islice(self.raw(), 100)]
             if first and all(line.messages is None for line in first): raise JobError(NO_TALK)
@@ -529,8 +533,8 @@ class Job:
 class JobPlan:
     """What a job would take. `failures`: the first lines that can't run, of `failed`. `ignored`: keys of lines that mean
     nothing here. `shared_tokens`: of `prompt_tokens`, those that an earlier line of the same block has computed. `memory`: a
-    `MemoryPlan` of the longest requests that run together. `prompt_rate`, `output_rate`: tokens a second in a full batch,
-    None if not tried."""
+    `MemoryPlan` of the longest requests that run together. `prompt_rates`, `output_rates`: tokens a second, the least and the most
+    that were seen when so many requests were `tried`; None if none was. `advice`: what would make it faster."""
     requests: int = 0
     failed: int = 0
     failures: list[str] = field(default_factory=list)
@@ -541,14 +545,30 @@ class JobPlan:
     longest: int = 0
     limits: Any = None
     memory: MemoryPlan | None = None
-    prompt_rate: float | None = None
-    output_rate: float | None = None
+    prompt_rates: tuple[float, float] | None = None
+    output_rates: tuple[float, float] | None = None
+    tried: int = 0
+    advice: list[Message] = field(default_factory=list)
 
     @property
+    def prompt_rate(self) -> float | None: return self.prompt_rates and self.prompt_rates[0]
+    @property
+    def output_rate(self) -> float | None: return self.output_rates and self.output_rates[0]
+
+    def _seconds(self, fast: bool) -> tuple[float, float] | None:
+        "To read and to write, by the `fast` rates or by the slow ones; None if no rate is known."
+        if not self.prompt_rates or self.max_output_tokens and not self.output_rates: return None
+        return ((self.prompt_tokens - self.shared_tokens) / self.prompt_rates[fast],
+                self.max_output_tokens / self.output_rates[fast] if self.output_rates else 0.)
+
+    @property
+    def least_seconds(self) -> float | None:
+        "About what it takes if every answer ends with its first token; None if no rate is known."
+        return found[0] if (found := self._seconds(True)) else None
+    @property
     def seconds(self) -> float | None:
-        "At most, if every answer takes all its tokens; None if no rate is known."
-        if not self.prompt_rate or self.max_output_tokens and not self.output_rate: return None
-        return (self.prompt_tokens - self.shared_tokens) / self.prompt_rate + (self.max_output_tokens / self.output_rate if self.output_rate else 0)
+        "About what it takes if every answer takes all its tokens, by the slower rates, and a quarter more; None if no rate is known."
+        return 1.25 * sum(found) if (found := self._seconds(False)) else None
 
     def fail(self, line: JobLine) -> None:
         "Count a `line` that can't run; the first ten are kept."
@@ -556,30 +576,45 @@ class JobPlan:
         if line.failure and len(self.failures) < 10: self.failures.append(f'{line.where}: {line.failure[1]}')
 
     def add(self, group: RequestGroup, shared: int) -> None:
-        "Count a request, of whose prompt `shared` tokens are computed by then."
-        ids, rs = group.prompt_token_ids or [], group.requests
+        "Count a request, of whose prompts `shared` tokens are computed by then."
+        rs = group.requests
         self.requests += 1
         self.prompt_tokens += sum(len(r.prompt_ids) for r in rs)
-        self.shared_tokens += shared + (0 if isinstance(group, TextsGroup) else (len(rs) - 1) * (len(ids) - 1))
+        self.shared_tokens += shared
         self.max_output_tokens += sum(r.max_tokens for r in rs)
         self.longest = max(self.longest, *(r.max_len for r in rs))
 
-    def __str__(self) -> str:
-        lines = [f'{self.requests:,} requests; {self.failed:,} more can not run', *(f'  {f}' for f in self.failures)]
+    def __str__(self) -> str: return self.said()
+
+    def said(self, spell: Callable[[Option], str] = str) -> str:
+        "The plan in lines, each `Option` in them as `spell` writes it."
+        return '\n'.join([*self._counted(), *self._timed(), *(f'faster: {m.said(spell)}' for m in self.advice)])
+
+    def _counted(self) -> list[str]:
+        lines = [f"{number_of(self.requests, 'request')}; {self.failed:,} more can not run", *(f'  {f}' for f in self.failures)]
         if self.ignored: lines += [f"keys without meaning here, ignored: {', '.join(sorted(self.ignored)[:50])}"]
         if self.prompt_tokens:
             lines += [f'tokens: {self.prompt_tokens:,} in prompts, of which {self.shared_tokens:,} are shared prefixes; '
                       f'at most {self.max_output_tokens:,} to generate; the longest request {self.longest:,}']
         if m := self.memory:
             mb, l = (lambda n: f'{n / 1e6:,.1f} MB'), self.limits
-            lines += [f'memory: weights {mb(m.weights_bytes)}, KV at most {mb(m.kv_bytes)} of {mb(m.kv_limit_bytes)}, in {m.slots} slots',
+            lines += [f'memory: weights {mb(m.weights_bytes)}, KV at most {mb(m.kv_bytes)} of {mb(m.kv_limit_bytes)}, '
+                      f"in {number_of(m.slots, 'slot')}",
                       f'settings: max_num_seqs {l.max_num_seqs}, max_num_batched_tokens {l.max_num_batched_tokens}, '
                       f'max_model_len {l.max_model_len}']
-        if self.prompt_rate:
-            written = f' and {self.output_rate:,.0f} output tokens' if self.output_rate else ''
-            lines += [f'speed: {self.prompt_rate:,.0f} prompt tokens{written} a second',
-                      f"time: {duration(self.seconds)}{' at most, if every answer takes all its tokens' * bool(written)}"]
-        return '\n'.join(lines)
+        elif self.requests: lines += ['how long the prompts are was not checked: that takes a model, as in a plan']
+        return lines
+
+    def _timed(self) -> list[str]:
+        slow = self._seconds(False)
+        if not self.prompt_rates or not slow or self.least_seconds is None: return []
+        between = lambda rates: f'{rates[0]:,.0f}' if f'{rates[0]:,.0f}' == f'{rates[1]:,.0f}' else f'{rates[0]:,.0f} to {rates[1]:,.0f}'
+        written = f' and {between(self.output_rates)} output tokens' if self.output_rates else ''
+        lines = [f"speed: {between(self.prompt_rates)} prompt tokens{written} a second, tried on {number_of(self.tried, 'request')}",
+                 f'time: {duration(self.least_seconds)} to {duration(self.seconds)}'
+                 f"{', by how early the answers end' * bool(written)}; longer if the machine has other work"]
+        if written: lines += [f'cost: {slow[0] / sum(slow):.0%} for reading prompts, {slow[1] / sum(slow):.0%} for answers, if each takes all its tokens']
+        return lines
 
 # %% ../../nbs/41_jobs.ipynb #4041a8bf
 def sharing(seen: set[Any], ids: list[int], size: int = 16) -> int:
@@ -603,22 +638,41 @@ def plan_without_model(lines: Iterable[JobLine], given: dict[str, Any] | None = 
     return p
 
 # %% ../../nbs/41_jobs.ipynb #84b2587e
-def rates(llm: LLM, prompts: list[list[int]], budget: int = 4096, more: int = 16) -> tuple[float, float]:
-    "Prompt tokens and output tokens a second of `llm`, tried on the first of `prompts` (ids), `budget` tokens in all."
-    n = max(1, sum(total <= budget for total in itertools.accumulate(map(len, prompts))))
-    room = (llm.max_model_len or sys.maxsize) - more - 1
-    prompts = [ids[:max(1, room)] for ids in prompts[:n]]
-    def seconds(m: int) -> float:
-        llm.reset_prefix_cache()
-        start = time.perf_counter()
-        llm.generate(prompts, SamplingParams(max_tokens=m, ignore_eos=True, temperature=0), use_tqdm=False)
-        return time.perf_counter() - start
-    seconds(2)                                     # whatever is only slow the first time
-    one, many = seconds(1), seconds(1 + more)
-    return sum(map(len, prompts)) / one, len(prompts) * more / max(many - one, 1e-6)
+Rates = tuple[float, float]                        # tokens a second, the least and the most
 
-def reading_rate(llm: LLM, texts: list[tuple[list[int], Any]], budget: int = 4096) -> float:
-    "Tokens a second that `llm` reads where it writes nothing, tried on the first of `texts`, pairs of ids and `PoolingParams`, `budget` tokens in all."
+def speed(llm: LLM, prompts: list[list[int]], more: int) -> tuple[float, float]:
+    "Prompt tokens a second until each of `prompts` (ids) has its first token, and output tokens a second while each gets so many `more`."
+    begun, busy = set[str](), True
+    got: list[StreamEvent] = []
+    llm.reset_prefix_cache()
+    for ids in prompts: llm.add_request(ids, SamplingParams(max_tokens=1 + more, ignore_eos=True, temperature=0), got.append)
+    start = read = now = time.perf_counter()
+    written = 0
+    while busy:
+        got.clear()
+        busy = llm.step()
+        now, fresh = time.perf_counter(), {e.request_id for e in got} - begun
+        begun |= fresh
+        if fresh: read, written = now, 0
+        else: written += sum(len(e.token_ids) for e in got)
+    return sum(map(len, prompts)) / (read - start), written / (now - read) if written else 0.
+
+def rates(llm: LLM, prompts: list[list[int]], budget: int = 4096, more: int = 16) -> tuple[Rates, Rates, int]:
+    """Prompt tokens and output tokens a second of `llm`, and how many prompts it was tried on: the first of `prompts` (ids), `budget` tokens in all.
+
+    Where that is few of them, as they are long, answers are also tried on as many as would run together, of which each is cut."""
+    n = max(1, sum(total <= budget for total in itertools.accumulate(map(len, prompts))))
+    rows = min(len(prompts), budget // 64)
+    room = max(1, (llm.max_model_len or sys.maxsize) - more - 2)
+    whole, cut = [ids[:room] for ids in prompts[:n]], [ids[:min(room, budget // rows)] for ids in prompts[:rows]]
+    speed(llm, [ids[:64] for ids in cut], 2)                    # whatever is only slow the first time
+    tries = [speed(llm, whole, more), speed(llm, whole, more)]
+    read, written = [r for r, _ in tries], [w for _, w in tries] + ([speed(llm, cut, more)[1]] if rows > n else [])
+    return (min(read), max(read)), (min(written), max(written)), n
+
+def reading_rates(llm: LLM, texts: list[tuple[list[int], Any]], budget: int = 4096) -> tuple[Rates, int]:
+    """Tokens a second that `llm` reads where it writes nothing, and on how many it was tried: the first of `texts`, pairs of ids and `PoolingParams`,
+    `budget` tokens in all."""
     n = max(1, sum(total <= budget for total in itertools.accumulate(len(ids) for ids, _ in texts)))
     def seconds() -> float:
         llm.reset_prefix_cache()
@@ -626,13 +680,14 @@ def reading_rate(llm: LLM, texts: list[tuple[list[int], Any]], budget: int = 409
         for _ in llm.iter_outputs([ids for ids, _ in texts[:n]], [params for _, params in texts[:n]]): pass
         return time.perf_counter() - start
     seconds()                                      # whatever is only slow the first time
-    return sum(len(ids) for ids, _ in texts[:n]) / seconds()
+    found = [sum(len(ids) for ids, _ in texts[:n]) / seconds() for _ in range(2)]
+    return (min(found), max(found)), n
 
 def plan_with_model(lines: Iterable[JobLine], llm: LLM, given: dict[str, Any] | None = None, look_ahead: int = 1024,
                     calibrate: bool = True, names: ModelNames | None = None) -> JobPlan:
     "The `JobPlan` of `lines` with `llm`, in blocks of `look_ahead`; `calibrate` tries some requests for a few tokens. `names`: as for `Run`."
     p, seen, longest, some, most = JobPlan(limits=llm.limits), set(), [], [], llm.limits.max_num_seqs
-    rng, params = random.Random(0), ParamsCache(given)
+    rng, params, alike, reused = random.Random(0), ParamsCache(given), 0, llm.enable_prefix_caching and llm.strategy == 'continuous'
     for i, line in enumerate(lines):
         if i % look_ahead == 0: seen.clear()
         p.ignored.update(line.ignored)
@@ -642,7 +697,10 @@ def plan_with_model(lines: Iterable[JobLine], llm: LLM, given: dict[str, Any] | 
             p.fail(line)
             continue
         rs, texts = (group.requests, group.parts) if isinstance(group, TextsGroup) else (group.requests[:1], [])
-        p.add(group, sum(sharing(seen, r.prompt_ids) for r in rs) if llm.causal else 0)
+        shared = sum(sharing(seen, r.prompt_ids) for r in rs) if llm.causal else 0
+        if not texts: shared += (len(group.requests) - 1) * (len(group.prompt_token_ids or []) - 1)      # further answers to one prompt
+        alike += shared
+        p.add(group, shared if reused else 0)
         for k, r in enumerate(rs):
             push = heapq.heappush if len(longest) < most else heapq.heappushpop
             push(longest, (r.max_len, (i, k), r.prompt_ids, texts[k].pooling if texts else SamplingParams(max_tokens=r.max_tokens)))
@@ -651,6 +709,8 @@ def plan_with_model(lines: Iterable[JobLine], llm: LLM, given: dict[str, Any] | 
     if not p.requests: return p
     p.memory = llm.plan([ids for *_, ids, _ in longest], [x for *_, x in longest])
     text = [ids for ids, pooling in some if pooling is None]
-    if calibrate and text: p.prompt_rate, p.output_rate = rates(llm, text)
-    elif calibrate: p.prompt_rate = reading_rate(llm, some)
+    if calibrate and text: p.prompt_rates, p.output_rates, p.tried = rates(llm, text)
+    elif calibrate: p.prompt_rates, p.tried = reading_rates(llm, some)
+    from ..advice import advise, try_int8
+    p.advice = advise(llm, p.requests, p.longest, alike / p.prompt_tokens) + try_int8(llm)
     return p

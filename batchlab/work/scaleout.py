@@ -118,7 +118,7 @@ def line_of(number: int, row: dict, prompt_column: str = 'prompt', chat: bool = 
 
 # %% ../../nbs/44_scaleout.ipynb #af5299c9
 class BatchLLM:
-    """For `ds.map_batches(BatchLLM, fn_constructor_kwargs=…, batch_size=…, concurrency=n)`: engines in n workers.
+    """For `ds.map_batches(BatchLLM, fn_constructor_kwargs=…, batch_size=…, compute=ray.data.ActorPoolStrategy(size=n))`: engines in n workers.
 
     Rows have `prompt` (or `prompt_column`), `messages`, or the columns of the Batch API. `setting_columns`: those that are
     sampling parameters of their row; all others are data, whatever they are called. Added columns: `generated_text`, `finish_reason`, `prompt_tokens`,
