@@ -126,7 +126,7 @@ def text_rows(name: str) -> list[tuple[int, bytes]]:
 
 def refuse_columns(columns: dict[str, Any], why: str) -> None:
     "Raise `JobError` if `columns` says anything of a table."
-    usual = dict(prompt_column='prompt', id_column='custom_id', prompt_template=None, data_columns=[])
+    usual = dict(prompt_column='prompt', id_column='custom_id', prompt_template=None, setting_columns=[])
     if flag := next((k for k, v in columns.items() if v != usual[k]), None):
         raise JobError(f"--{flag.replace('_', '-')} is for the columns of a table, {why}")
 
@@ -171,7 +171,7 @@ def read_prompts(args: argparse.Namespace, options: dict[str, Any]) -> list[JobL
         if sys.stdin is None or sys.stdin.isatty():
             raise JobError('no prompts: give some, such as batchlab generate "The sky is", or --prompts-file')
         name = '-'
-    columns = {k: getattr(args, k) for k in ('prompt_column', 'id_column', 'prompt_template', 'data_columns')}
+    columns = {k: getattr(args, k) for k in ('prompt_column', 'id_column', 'prompt_template', 'setting_columns')}
     if name is None: refuse_columns(columns, 'and there is no --prompts-file')
     else:
         with input_file(name, text=True) if name != '-' else contextlib.nullcontext(name) as path:
@@ -324,6 +324,14 @@ def outputs_of(llm: LLM | None, lines: Sequence[JobLine],
                                 timeout=[lines[i].timeout for i in group], lora_request=[lines[i].adapter or adapter_named(llm, lines[i].model) for i in group])
         for k, out in outs: yield group[k], out
 
+def check_names(llm: LLM, args: argparse.Namespace, lines: Sequence[JobLine]) -> None:
+    "Let those of `lines` fail that ask for a model which is neither that of `llm` nor an adapter, if there are adapters. Raises `JobError`."
+    from batchlab.models import DEFAULT_MODEL
+    from batchlab.work.runner import ModelNames
+    model = args.model or DEFAULT_MODEL
+    names = ModelNames.of(llm, Path(model).name if os.path.exists(model) else model, any_model=True)
+    for line in lines: names.check(line)
+
 def run_lines(llm: LLM | None, lines: Sequence[JobLine], results: Results) -> list[RequestOutput]:
     "Put `lines` through `llm` into `results`, with a progress bar on a terminal. Returns the outputs."
     from batchlab.work.jobs import JobResult, Progress
@@ -435,6 +443,7 @@ def generate(args: argparse.Namespace, llm: LLM | None = None) -> int:
         results = Results(out, args.output or 'standard output', json_line if f else as_text, len(lines), signals.held)
         try:
             if llm is None and not all(line.failure for line in lines): llm = load_llm(args)
+            if llm: check_names(llm, args, lines)
             if f and file_size(f): f.truncate(0)                        # pipes and devices have no size
             outs = run_lines(watch(llm) if llm else None, lines, results)
             if args.verify and outs and llm: note(llm.verify(outs))
@@ -448,7 +457,7 @@ def generate(args: argparse.Namespace, llm: LLM | None = None) -> int:
 def job_of(args: argparse.Namespace) -> Job:
     "The `Job` that the arguments of `run` or `plan` ask for. Raises `BatchlabError`."
     from batchlab.work.jobs import Job
-    if getattr(args, 'dry_run', False): model = args.model or ''                        # which needs no torch either
+    if getattr(args, 'dry_run', False): model = '' if getattr(args, 'lora_modules', None) else args.model or ''      # which needs no torch either
     else:
         from batchlab.models import DEFAULT_MODEL, resolve_device
         if getattr(args, 'ray', None): from batchlab.work.scaleout import RayJob as Job      # devices are the workers' there

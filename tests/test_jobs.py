@@ -41,7 +41,7 @@ def ask(i, **body):
 
 def chat(i, **body):
     messages = [dict(role='system', content='Be brief.' * (i % 2)), dict(role='user', content=f'What is {i}?')]
-    body = dict(model='gpt-4o-mini', messages=messages, max_tokens=2 + i % 4, temperature=0) | body
+    body = dict(messages=messages, max_tokens=2 + i % 4, temperature=0) | body
     return dict(custom_id=f'r{i}', method='POST', url='/v1/chat/completions', body=body)
 
 def write(path, rows): Path(path).write_text(''.join(json.dumps(r) + '\n' for r in rows), encoding='utf-8')
@@ -226,8 +226,11 @@ def test_a_hosted_file_runs_unchanged(tmp_path):
              dict(custom_id='request-4', method='POST', url='/v1/moderations', body=dict(model='m', input='x'))]
     write(tmp_path/'in.jsonl', lines)
     said = []
-    result = Job(tmp_path/'in.jsonl', tmp_path/'out.jsonl', error_file=tmp_path/'err.jsonl', say=said.append, model_name='tiny').run(llm())
-    assert (result.answered, result.failed) == (3, 1) and said[0].startswith("line 1 asks for model 'gpt-4o-mini'") and len(said) == 1
+    refused = Job(tmp_path/'in.jsonl', tmp_path/'no.jsonl', model_name='tiny').run(llm())
+    assert refused.failed == 4 and "there is no model 'gpt-4o-mini' here: tiny answers" in refused.first_failure and '--any-model' in refused.first_failure
+    assert [r['error']['code'] for r in rows(tmp_path/'no.jsonl')].count('model_not_found') == 3
+    result = Job(tmp_path/'in.jsonl', tmp_path/'out.jsonl', error_file=tmp_path/'err.jsonl', say=said.append, model_name='tiny', any_model=True).run(llm())
+    assert (result.answered, result.failed, said) == (3, 1, [])
     one, two, three = sorted(rows(tmp_path/'out.jsonl'), key=lambda r: r['custom_id'])
     for r in (one, two, three):
         assert set(r) == {'id', 'custom_id', 'response', 'error'} and r['error'] is None

@@ -180,14 +180,15 @@ NAMES = st.sampled_from(sorted(known_settings() | {*INSTEAD} | {'timeout', 'prio
 @given(name=NAMES, cell=st.sampled_from(['', '1', '0.5', 'x', '["a"]', '{"a": 1}', 'true', '[{"role": "user", "content": "x"}]']), data=st.booleans())
 def test_each_column_is_used_or_refused_or_comes_through(tmp_path_factory, name, cell, data):
     names, where = ['prompt', name], 'the table'
-    try: columns = Columns(names, where, text=True, data_columns=[name] if data else ())
+    try: columns = Columns(names, where, text=True, setting_columns=() if data else [name])
     except JobError as e:
         assert repr(name) in str(e) and not data
         return
+    assert columns.settings == ([] if data else [name])
     line = parse_line(1, columns.row({'prompt': 'p', name: cell}), 'plain')
     assert line.ignored == ()
     if name in columns.settings and cell: assert line.failure or line.options or line.timeout or name in ('response_format', 'logprobs', 'structured_outputs'), line
-    elif name == 'messages' and not data and cell: assert line.failure
+    elif name == 'messages' and cell: assert line.failure
     else: assert (line.failure, line.options, line.prompt) == (None, {}, 'p')
     path = tmp_path_factory.mktemp('c')/'in.csv'
     write(path, [names, ['p', cell]])
@@ -210,7 +211,8 @@ def test_settings_in_columns_count_as_in_lines(tmp_path):
     frame.assign(guided_choice=cells).to_csv(tmp_path/'a.csv', index=False)
     found = []
     for name in ('a.csv', 'b.parquet', 'c.jsonl'):
-        result = run(tmp_path/name, tmp_path/f'{name}.csv', dict(max_tokens=2, temperature=0), model=llm())
+        columns = [c for c in frame.columns if c != 'prompt'] if name != 'c.jsonl' else []
+        result = run(tmp_path/name, tmp_path/f'{name}.csv', dict(max_tokens=2, temperature=0), model=llm(), setting_columns=columns)
         found.append([(r['text'], r['completion_tokens'], r['error']) for r in read(tmp_path/f'{name}.csv')])
         assert result.failed == 0, found
     assert found[0] == found[1] == found[2] and [r[1] for r in found[0]][:3] == ['3', '1', '2'] and found[0][3][0] in ('ab', 'cd')
@@ -255,9 +257,9 @@ def test_options_of_a_conversation_reach_the_template(tmp_path):
 @pytest.mark.parametrize('args, words', [
     (dict(prompt_column='nope'), ["no column 'nope'", "'question'"]), (dict(prompt_column='questoin'), ["did you mean 'question'?"]), (dict(prompt_column='question', id_column='nope'), ["'nope'", "'id'"]),
     (dict(prompt_template='{lng}: {id}'), ["did you mean 'lang'?"]), (dict(prompt_template='{"a": 1}'), ['{{']), (dict(prompt_template='{lang'), ['{{']),
-    (dict(prompt_column='question', system='Be brief.'), ['chat']), (dict(prompt_column='question', data_columns=['x']), ["'x'"]), (dict(prompt_column='question', output='o.xlsx'), ['.xlsx']),
+    (dict(prompt_column='question', system='Be brief.'), ['chat']), (dict(prompt_column='question', setting_columns=['x']), ["'x'"]), (dict(prompt_column='question', output='o.xlsx'), ['.xlsx']),
     (dict(prompt_column='question', output='o.parquet.gz'), ['Parquet is compressed']), (dict(prompt_column='question', error_file='e.csv'), ['JSONL']), (dict(input='t.xlsx'), ['read_excel']),
-    (dict(input='t.feather'), ['read_feather']), (dict(input='t.docx'), ["can't be read"]), (dict(input='bad.csv'), ["'max_tokns'", 'max_tokens']), (dict(input='sys.csv'), ['{system}']),
+    (dict(input='t.feather'), ['read_feather']), (dict(input='t.docx'), ["can't be read"]), (dict(input='bad.csv', setting_columns=['max_tokns']), ["'max_tokns'", 'max_tokens']), (dict(input='sys.csv', setting_columns=['system']), ['{system}']),
     (dict(input='p.jsonl', prompt_template='{a}'), ['tables']), (dict(input='cut.parquet'), ['not a Parquet file']), (dict(input='arr.json'), ['array']),
     (dict(input='semi.csv', prompt_column='q', delimiter=','), ["no column 'q'"]), (dict(input='semi.csv', encoding='utf-99'), ['utf-99']), (dict(input='.'), ['is no file']),
     (dict(input='p.jsonl', delimiter=';'), ['CSV']), (dict(input='semi.csv', delimiter=';;'), ['one character']), (dict(input='quote.csv'), ['the header, line 1'])])
@@ -391,10 +393,10 @@ def test_frames_of_every_kind_give_the_same(tmp_path):
     frame = pd.DataFrame(dict(q=[f'ask {rng.random()}' for _ in range(20)], lang=['de', ''] * 10, max_tokens=[1 + i % 3 for i in range(20)], error=range(20)), index=[f'k{i}' for i in range(20)])
     table = pa.Table.from_pandas(frame, preserve_index=False)
     frame.to_csv(tmp_path/'in.csv', index=False)
-    args = dict(template='{lang}: {q}', sampling_params=dict(temperature=0, ignore_eos=True))
+    args = dict(template='{lang}: {q}', sampling_params=dict(temperature=0, ignore_eos=True), setting_columns=['max_tokens'])
     pandas, arrow, rows = (llm().map(f, **args) for f in (frame, table, table.to_pylist()))
     other = llm().map(arrow_like(table), **args)
-    run(tmp_path/'in.csv', tmp_path/'out.parquet', dict(ignore_eos=True), model=llm(), prompt_template='{lang}: {q}')
+    run(tmp_path/'in.csv', tmp_path/'out.parquet', dict(ignore_eos=True), model=llm(), prompt_template='{lang}: {q}', setting_columns=['max_tokens'])
     assert type(other).__name__ == 'Frame' and other.table.equals(arrow) and arrow.to_pylist() == rows
     assert [*pandas.index] == [*frame.index] and [*pandas.columns] == arrow.column_names == [*rows[0]] == ['q', 'lang', 'max_tokens', 'error_input', *ANSWER]
     assert pandas.completion_tokens.dtype == 'Int64' and pandas.completion_tokens.fillna(0).tolist() == [(1 + i % 3) * (i % 2 == 0) for i in range(20)]
@@ -483,20 +485,30 @@ def test_a_row_with_a_cell_too_many_keeps_its_cells(tmp_path):
     assert read(tmp_path/'out.csv')[0]['id'] == pq.read_table(tmp_path/'out.parquet')['id'][0].as_py() == json.loads((tmp_path/'out.jsonl').read_text())['custom_id'] == 'k1'
 
 def test_columns_that_are_no_settings():
-    columns = Columns(['prompt', *ANSWER, 'logprobs', 'index', 'speed', 'top', 'stops', 'seeds', 'n'])
-    assert columns.settings == ['logprobs', 'n']
+    names = ['prompt', *ANSWER, 'logprobs', 'index', 'speed', 'top', 'stops', 'seeds', 'n', 'temperature']
+    assert Columns(names).settings == [] and Columns(names).alike == ['n', 'temperature']
+    columns = Columns(names, setting_columns=['n', 'logprobs'])
+    assert columns.settings == ['logprobs', 'n'] and columns.alike == ['temperature']
     cells = dict.fromkeys(columns.names) | dict(prompt='a', logprobs='{"tokens": []}')
     assert columns.row(cells).given is None and columns.row(cells | dict(logprobs='2')).given == dict(logprobs=2)
-    assert "nested" in Columns(['prompt', 'logit_bias']).row(dict(prompt='a', logit_bias='[' * 200000)).failure
+    assert "nested" in Columns(['prompt', 'logit_bias'], setting_columns=['logit_bias']).row(dict(prompt='a', logit_bias='[' * 200000)).failure
     for bad in ('{a:{b}}', '{a!z}', '{a:zz}'):
         with pytest.raises(JobError, match='written'): Columns(['a', 'b'], prompt_template=bad)
     with pytest.raises(JobError, match='one of them'): Columns(['a', 'nope'], prompt_template='{a}', prompt_column='nope')
 
 def test_settings_of_columns_are_said(tmp_path):
-    write(tmp_path/'in.csv', [['prompt', 'n', 'seed'], ['a', 1, 2]])
+    "A patient's temperature is no temperature to sample at, whatever its column is called."
+    write(tmp_path/'in.csv', [['prompt', 'temperature', 'max_tokens', 'seed'], ['a', 36.6, 1, 2], ['b', -2, 'many', 'x']])
     said = []
-    run(tmp_path/'in.csv', tmp_path/'out.csv', dict(max_new_tokens=2), model=llm(), say=said.append)
-    assert [s for s in said if 'settings' in s] == ['columns that are settings of their row: n, seed; data_columns (--data-columns n,seed) if they are data']
+    run(tmp_path/'in.csv', tmp_path/'out.csv', SHORT, model=llm(), say=said.append)
+    assert said[0] == ('columns with names of settings are data here: temperature, max_tokens, seed; '
+                       'setting_columns (--setting-columns temperature,max_tokens,seed) makes them settings of their row')
+    found = read(tmp_path/'out.csv')
+    assert [(r['temperature'], r['completion_tokens'], r['error']) for r in found] == [('36.6', '2', ''), ('-2', '2', '')]
+    run(tmp_path/'in.csv', tmp_path/'set.csv', SHORT, model=llm(), setting_columns=['max_tokens'])
+    assert [r['completion_tokens'] for r in read(tmp_path/'set.csv')] == ['1', ''] and 'max_tokens' in read(tmp_path/'set.csv')[1]['error']
+    frame = llm().map(pd.DataFrame(dict(prompt=['a'], temperature=[36.6], max_tokens=[1])), sampling_params=SHORT, setting_columns=['max_tokens'])
+    assert frame.completion_tokens[0] == 1 and frame.temperature[0] == 36.6
 
 def test_records_of_odd_cells(tmp_path):
     pq.write_table(pa.table(dict(prompt=['a', 'b'], x=[float('inf'), 1.], raw=[b'z', b'\xff'], e=['', 'q'], k=[1., None])), tmp_path/'in.parquet')

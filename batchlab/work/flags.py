@@ -156,7 +156,7 @@ TABLE_FLAGS = [
     ('--prompt-column NAME', plain_text, "of a table (default: prompt)", dict(default='prompt')),
     ('--id-column NAME', plain_text, "of a table (default: custom_id)", dict(default='custom_id')),
     ('--prompt-template TEXT', plain_text, "prompt of a table's row, with columns in braces: 'Translate to {lang}: {question}'"),
-    ('--data-columns NAMES', name_list, "columns of a table that are no settings, though they have such names; with commas",
+    ('--setting-columns NAMES', name_list, "columns of a table that are settings of their row, such as max_tokens,seed (default: all columns are data)",
      dict(action='extend', default=[]))]
 TEXT_FLAGS = [
     ('--delimiter CHAR', delimiter, "between the cells of a CSV, such as ';' or tab (default: found in its header)"),
@@ -184,6 +184,7 @@ INPUT_FLAGS = [
     *TABLE_FLAGS,
     ('--chat', 'store_true', "each plain prompt is a user's message"),
     ('--system TEXT', plain_text, "system message before each of those; for a table with columns in braces too"),
+    ('--any-model', 'store_true', "answer lines that ask for another model too (default: they fail)"),
     ('--limit N', positive_int, "only the first N requests"),
     ('--look-ahead N', positive_int, "lines to choose from (default: 1024)", dict(default=1024))]
 RUN_FLAGS = [
@@ -220,7 +221,7 @@ EMBED_FLAGS = [
     ('texts TEXT', plain_text, None, dict(nargs='*')),
     ('-i --input FILE', str, "texts: .txt with one a line, JSONL with prompt, text or input, CSV, TSV, Parquet, or lines of /v1/embeddings; also .gz, .bz2, .xz; "
      "- is standard input, read to its end first"),
-    *(row for row in INPUT_FLAGS[1:] if row[0].split()[0] in ('--format', '--delimiter', '--encoding', '--no-quotes', '--id-column', '--prompt-template', '--limit')),
+    *(row for row in INPUT_FLAGS[1:] if row[0].split()[0] in ('--format', '--delimiter', '--encoding', '--no-quotes', '--id-column', '--prompt-template', '--any-model', '--limit')),
     ('--prompt-column NAME', plain_text, "of a table (default: prompt, text or input)", dict(default='prompt')),
     ('-o --output FILE', str, "vectors, in the order of the texts; .jsonl, .csv, .tsv, .parquet, or .npy, an array with a row for each text; - is standard output (the default)"),
     ('--dimensions N', positive_int, "only so many of a vector's first numbers"),
@@ -278,12 +279,12 @@ ABOUT = dict(generate="Answer a batch of prompts with a language model.",
              batch="Hand files of the Batch API to a server that has it, this library's or another, and fetch the answers.",
              completion="Print what a shell reads to complete commands and flags: put `source <(batchlab completion bash)` into ~/.bashrc.")
 NOTES = dict(generate="A prompt that begins with a dash goes after --.",
-             embed="A text that begins with a dash goes after --. Of a table all columns stand beside the vectors, and none is a setting. A text that fails is a row of NaN in an array. "
+             embed="A text that begins with a dash goes after --. Of a table all columns stand beside the vectors. A text that fails is a row of NaN in an array. "
                    "While a file is worked on, OUTPUT.batchlab holds what it needs to go on, for all outputs but .jsonl, which grows itself.",
              run="Sampling flags hold for what a line leaves open. A plain line has its own settings beside its "
                  "prompt, or in sampling_params; one that nothing here can honour fails the line, other keys are named once "
-                 "and ignored. Of a table, columns with the names of settings are settings of their row, all others stand beside the answers, "
-                 "in the same order; a table as output has a row for each of n answers, told apart by index, and a column logprobs. "
+                 "and ignored. Of a table, all columns stand beside the answers, in the same order, and only those named by --setting-columns are settings of their row; "
+                 " a table as output has a row for each of n answers, told apart by index, and a column logprobs. "
                  "While a job runs, OUTPUT.batchlab holds what it needs to go on; it goes when the job is done.")
 
 ON_RAY = dict(run="With a folder as input, file by file.", embed="With a folder as input, file by file.", serve="Workers answer the batches, and the engine here has the online requests alone.")

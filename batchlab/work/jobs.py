@@ -18,7 +18,6 @@ from tqdm import tqdm
 from ..deprecated import renamed
 from ..errors import BatchlabError, JobError, Message, Option
 from ..hashes import chunk_hashes
-from ..lora import adapter_names
 from ..names import settings_of
 from ..params import SamplingParams
 from .formats import Raw, export_records, read_raw
@@ -27,7 +26,7 @@ from .journal import (AnswerFile, Ledgerbook, Outbox, StandardOutput, drop_side,
 from .lines import DEFAULTS, NO_TALK, JobLine, ParamsCache, Postprocess, digest_of, guess_form, parse_line
 from .openai import BadRequest
 from .pooling_api import PoolingRequest, TextsGroup
-from .runner import Admitted, LineRunner, Remarks, admit_line, good_order, model_digest, name_of
+from .runner import Admitted, LineRunner, ModelNames, Remarks, admit_line, good_order, model_digest, name_of
 from .tables import SETTINGS_REMARK, TABLES, Columns, TableFile, TextForm, check_input, check_output, file_kind, need_parquet
 
 if TYPE_CHECKING:      # a dry run needs no torch
@@ -155,9 +154,7 @@ class Run:
     def __init__(self, job: Job, llm: Any, book: Ledgerbook, outbox: Outbox) -> None:
         self.job, self.llm, self.book, self.outbox, self.result = job, llm, book, outbox, job.result
         self.room = llm.limits.max_num_seqs * (5 if llm.strategy == 'continuous' else 16) // 4 + 1
-        model, adapters = job.model_name or name_of(llm.model), adapter_names(llm)
-        if model in adapters: raise JobError(f'the model and an adapter are both called {model!r}: call one of them something else')
-        self.remarks = Remarks(job.warn, model, adapters)
+        self.remarks, self.names = Remarks(job.warn), ModelNames.of(llm, job.model_name, job.any_model)
         self.new_errors = 0                                   # failures of this run
         self.trouble: JobError | None = None                  # what ended the input early
 
@@ -166,6 +163,7 @@ class Run:
         try:
             for line in self.job.lines(self.book):
                 self.remarks.on(line)
+                self.names.check(line)
                 yield line
         except JobError as e: self.trouble = e
 
@@ -324,10 +322,11 @@ class Job:
     `output` '-' is standard output, where a run that ended can't go on, as nothing of it can be read again.
 
     `sampling_params`: a dict, for what lines leave open. `form`: 'batch' or 'plain', None guesses; or 'csv', 'tsv', 'parquet', 'txt' where the name of the
-    input does not say so. `delimiter`, `encoding`: of a CSV or text, None finds them; `quotes`: whether a quote opens a cell. `chat`, `system`:
+    input does not say so. `delimiter`, `encoding`: of a CSV or text, None finds them; `quotes`: whether a quote opens a cell. `any_model`: lines that
+    ask for another model are answered too, and fail else. `chat`, `system`:
     plain prompts are user messages, after this system message. `prompt_template`: makes the prompt of a table's columns, as
-    in 'Translate to {lang}: {text}'; for a table `system` is a template too. `data_columns`: those that are no settings,
-    whatever they are called. `ordered`: answers in input order, as in tables always. `limit`: only so many
+    in 'Translate to {lang}: {text}'; for a table `system` is a template too. `setting_columns`: those that are settings
+    of their row; all others are data, whatever they are called. `ordered`: answers in input order, as in tables always. `limit`: only so many
     of the first requests. `timeout`: seconds for each request, from when it is next in line. `max_errors`: stop after
     more failures. `retry_errors`: run again what failed in an earlier run. `force`: go on though model, parameters or
     input changed. `say`: called with lines of text about the progress. `use_tqdm`: None shows a bar on a terminal.
@@ -354,13 +353,14 @@ class Job:
     say: Callable[[str], object] = log.info
     use_tqdm: bool | None = None
     prompt_template: str | None = None
-    data_columns: Sequence[str] = ()
+    setting_columns: Sequence[str] = ()
     keep_journal: bool = False
     postprocess: Postprocess | None = None
     embed: PoolingRequest | None = None
     delimiter: str | None = None
     encoding: str | None = None
     quotes: bool = True
+    any_model: bool | None = False
     stamp: str = field(default='', init=False, repr=False)      # of the records, while it runs
 
     @property
@@ -380,8 +380,7 @@ class Job:
         "How the columns of a table are to be read: arguments of `Columns`, {} for another file."
         keep = self.output is not None and file_kind(self.output) not in TABLES      # records of a table get them at the end
         if not self.from_table: return {}
-        data = self.table().names if self.embed else self.data_columns      # a text that is embedded has no settings
-        return dict(prompt_template=self.prompt_template, system=self.system, chat=self.chat, data_columns=data, keep=keep)
+        return dict(prompt_template=self.prompt_template, system=self.system, chat=self.chat, setting_columns=self.setting_columns, keep=keep)
 
     def raw(self) -> Iterator[tuple[int, Raw]]:
         "Yield `(number, raw)` for each request of the input that counts."
@@ -419,7 +418,8 @@ class Job:
 
     def _remark_input(self) -> None:
         for remark in self.table().form.remarks if self.from_table else (): self.warn(remark)
-        columns = self.from_table and Columns(self.table().names, self.input, self.prompt_column, self.id_column, **self.columns()).settings
+        if not self.from_table or self.embed: return
+        columns = Columns(self.table().names, self.input, self.prompt_column, self.id_column, **self.columns()).alike
         if columns: self.warn(SETTINGS_REMARK.format(', '.join(columns), ','.join(columns)))
 
     def check(self) -> None:
@@ -436,7 +436,7 @@ class Job:
             names = self.table().names if self.embed and self.prompt_column == 'prompt' and self.prompt_template is None else []
             self.prompt_column = next((n for n in ('prompt', 'text', 'input') if n in names), self.prompt_column)
             next(self.raw(), None)                                    # its columns are there, and have names that can be
-        elif self.prompt_template is not None or self.data_columns or (self.prompt_column, self.id_column) != ('prompt', 'custom_id'):
+        elif self.prompt_template is not None or self.setting_columns or (self.prompt_column, self.id_column) != ('prompt', 'custom_id'):
             raise JobError(f'a prompt template and names of columns are for tables (.csv, .tsv, .parquet), and {self.input} is none')
         self.form = self.form or ('plain' if self.input_kind == 'txt' or self.from_table else guess_form(self.raw(), 'plain' if self.embed else 'batch'))
         if self.output and file_kind(self.output) == 'npy' and not (self.embed and self.form != 'batch'):
@@ -519,12 +519,14 @@ class Job:
     def dry_run(self) -> JobPlan:
         "A `JobPlan` without a model: which lines can't be read. Writes nothing."
         self.check()
-        return plan_without_model(self.lines(Ledgerbook()), self.sampling_params)
+        names = ModelNames([self.model_name], any_model=self.any_model) if self.model_name else None
+        return plan_without_model(self.lines(Ledgerbook()), self.sampling_params, names)
 
     def plan(self, llm: LLM, calibrate: bool = True) -> JobPlan:
         "The `JobPlan` with `llm`; `calibrate` tries some requests for a few tokens. Writes nothing."
         self.check()
-        return plan_with_model(self.lines(Ledgerbook()), llm, self.sampling_params, self.look_ahead, calibrate)
+        lines = self.lines(Ledgerbook())
+        return plan_with_model(lines, llm, self.sampling_params, self.look_ahead, calibrate, ModelNames.of(llm, self.model_name, self.any_model))
 
 # %% ../../nbs/41_jobs.ipynb #91e16194
 @dataclass
@@ -622,11 +624,12 @@ def sharing(seen: set[Any], ids: list[int], size: int = 16) -> int:
     seen.update(hashes[n:])
     return n * size
 
-def plan_without_model(lines: Iterable[JobLine], given: dict[str, Any] | None = None) -> JobPlan:
-    "A `JobPlan` of which `lines` can't be read; `given`: sampling parameters for what they leave open."
+def plan_without_model(lines: Iterable[JobLine], given: dict[str, Any] | None = None, names: ModelNames | None = None) -> JobPlan:
+    "A `JobPlan` of which `lines` can't be read; `given`: sampling parameters for what they leave open. `names`: of models that they may ask for."
     p, params = JobPlan(), ParamsCache(given)
     for line in lines:
         p.ignored.update(line.ignored)
+        if names: names.check(line)
         if not line.failure and not line.pooling:
             try: params.of(line)
             except (BadRequest, BatchlabError) as e: line.failure = 'invalid_request', str(e)
@@ -681,13 +684,14 @@ def reading_rates(llm: LLM, texts: list[tuple[list[int], Any]], budget: int = 40
     return (min(found), max(found)), n
 
 def plan_with_model(lines: Iterable[JobLine], llm: LLM, given: dict[str, Any] | None = None, look_ahead: int = 1024,
-                    calibrate: bool = True) -> JobPlan:
-    "The `JobPlan` of `lines` with `llm`, in blocks of `look_ahead`; `calibrate` tries some requests for a few tokens."
+                    calibrate: bool = True, names: ModelNames | None = None) -> JobPlan:
+    "The `JobPlan` of `lines` with `llm`, in blocks of `look_ahead`; `calibrate` tries some requests for a few tokens. `names`: as for `Run`."
     p, seen, longest, some, most = JobPlan(limits=llm.limits), set(), [], [], llm.limits.max_num_seqs
     rng, params, alike, reused = random.Random(0), ParamsCache(given), 0, llm.enable_prefix_caching and llm.strategy == 'continuous'
     for i, line in enumerate(lines):
         if i % look_ahead == 0: seen.clear()
         p.ignored.update(line.ignored)
+        if names: names.check(line)
         group = None if line.failure else admit_line(llm, line, params, first=not p.requests)
         if not group:
             p.fail(line)

@@ -21,8 +21,9 @@ __all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'Cells', 'IN
            'file_kind', 'opener_of', 'check_input', 'check_output', 'need_parquet', 'opened_text', 'Recoded',
            'unique_names', 'BadRow', 'TextForm', 'encoding_of', 'CSVRows', 'in_blocks', 'broken_parquet',
            'open_parquet', 'readable', 'TableFile', 'no_column', 'is_missing', 'MissingCell', 'Template', 'literal',
-           'setting_of', 'renamed_columns', 'Row', 'Columns', 'from_json', 'plain_value', 'json_value', 'whole',
-           'table_rows', 'flat', 'record_of_rows', 'ColumnType', 'type_of', 'cell_text', 'cells_of', 'AnswerTable']
+           'is_setting_name', 'check_setting', 'renamed_columns', 'Row', 'Columns', 'from_json', 'plain_value',
+           'json_value', 'whole', 'table_rows', 'flat', 'record_of_rows', 'ColumnType', 'type_of', 'cell_text',
+           'cells_of', 'AnswerTable']
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e008
 OPENERS: dict[str, Callable[..., IO[Any]]] = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open}
@@ -323,17 +324,18 @@ CHAT_OPTIONS = 'tools chat_template chat_template_kwargs add_generation_prompt c
 NO_SETTINGS = {'prompt_logprobs', 'detokenize'}                          # which no answer in a file has a place for
 LITERAL = {'stop', 'bad_words', 'guided_regex', 'guided_grammar', 'chat_template', 'adapter'}      # text is meant as it stands
 
-SETTINGS_REMARK = 'columns that are settings of their row: {}; data_columns (--data-columns {}) if they are data'
+SETTINGS_REMARK = 'columns with names of settings are data here: {}; setting_columns (--setting-columns {}) makes them settings of their row'
 
-def setting_of(name: str) -> bool:
-    "Whether column `name` is a setting. Raises `JobError` if it is a misspelt one, or one that nothing can honour."
-    if name in {*ANSWER, *OPTIONAL} - {'logprobs'}: return False          # columns of an earlier answer
-    if name in known_settings() - NO_SETTINGS or name in ('timeout', 'adapter'): return True
-    advice = INSTEAD.get(plain_name(name), '')
-    if (near := near_key(name)) and (near == plain_name(name) or len(name) > 6): advice = near      # speed is no misspelt seed
-    elif not advice or advice == 'structured_outputs': return False      # columns of these names are common
-    if name == 'system': advice = "--system '{system}'"
-    raise JobError(f'column {name!r} is called as a setting is: give {advice} instead, or data_columns (--data-columns {name}) if it is none')
+def is_setting_name(name: str) -> bool:
+    "Whether a column `name` may be a setting of its row."
+    return name in known_settings() - NO_SETTINGS or name in ('timeout', 'adapter')
+
+def check_setting(name: str, options: Collection[str] = ()) -> None:
+    "Raise `JobError` unless column `name` may be a setting of its row, or is one of `options` of conversations."
+    if is_setting_name(name) or name in options: return
+    advice = "a template (--system '{system}')" if name == 'system' else INSTEAD.get(plain_name(name)) or near_key(name) or ''
+    if name in CHAT_OPTIONS: advice = 'chat (--chat) as well, as it is for conversations'
+    raise JobError(f"column {name!r} is no setting of a row{f': give {advice}' if advice else ''}")
 
 RECORD = 'request_id line row custom_id text finish_reason outputs usage error results'.split()      # the keys of a record
 
@@ -363,7 +365,7 @@ class Columns:
     """What the columns `names` of the table `where` are for. `text`: its cells are text. Raises `JobError`.
 
     `prompt_template`: makes the prompt of columns; else it is `prompt_column`, or `messages`. `system`: a template too.
-    `chat`: prompts are a user's message. `data_columns`: no settings, whatever they are called. `keep`: rows have all their `cells`."""
+    `chat`: prompts are a user's message. `setting_columns`: settings of their row; all others are data, whatever they are called. `keep`: rows have all their `cells`."""
     names: Sequence[str]
     where: str | Path = 'the table'
     prompt_column: str = 'prompt'
@@ -371,10 +373,11 @@ class Columns:
     prompt_template: str | None = None
     system: str | None = None
     chat: bool = False
-    data_columns: Collection[str] = ()
+    setting_columns: Collection[str] = ()
     text: bool = False
     keep: bool = False
     settings: list[str] = field(default_factory=list, init=False)        # and options of conversations
+    alike: list[str] = field(default_factory=list, init=False)           # data with the names of settings
     templates: list[Template | None] = field(default_factory=list, init=False)
     shown: dict[str, str] = field(default_factory=dict, init=False)      # columns as records call them
 
@@ -382,10 +385,10 @@ class Columns:
         names, where = self.names, self.where
         if self.prompt_template is not None and self.prompt_column != 'prompt':
             raise JobError(f'a prompt template and a prompt column, {self.prompt_column!r}: give one of them')
-        for name in self.data_columns:
-            if name not in names: raise no_column(name, names, where, 'data columns')
+        for name in self.setting_columns:
+            if name not in names: raise no_column(name, names, where, 'setting columns')
         if self.id_column != 'custom_id' and self.id_column not in names: raise no_column(self.id_column, names, where, 'id column')
-        self.talk = 'messages' in {*names} - {*self.data_columns} and self.prompt_column in ('prompt', 'messages') and self.prompt_template is None
+        self.talk = 'messages' in names and self.prompt_column in ('prompt', 'messages') and self.prompt_template is None
         self.prompt = self.prompt_column if self.prompt_column in names and self.prompt_template is None and self.prompt_column != 'messages' else None
         if self.prompt is None and not self.talk and self.prompt_template is None: raise no_column(self.prompt_column, names, where, 'prompt column')
         self.templates = [None if text is None else Template(text, names, where, what) for text, what in
@@ -393,9 +396,10 @@ class Columns:
         if self.system is not None and self.text and not (self.chat or self.talk):
             raise JobError('a system message is for conversations: give chat (--chat) as well, or a column of messages')
         self.shown = renamed_columns([n for n in names if not n == self.id_column == 'custom_id'], RECORD) if self.keep else {}
-        used = {self.prompt, self.id_column, 'messages', *self.data_columns}.union(*(t.columns for t in self.templates if t))
-        options = CHAT_OPTIONS if self.talk or self.chat else []
-        self.settings = [n for n in names if n not in used and (n in options or setting_of(n))]
+        for name in self.setting_columns: check_setting(name, CHAT_OPTIONS if self.talk or self.chat else ())
+        self.settings = [n for n in names if n in self.setting_columns]
+        used = {self.prompt, self.id_column, *self.settings, *ANSWER, *OPTIONAL}.union(*(t.columns for t in self.templates if t))
+        self.alike = [n for n in names if n not in used and is_setting_name(n)]
 
     @property
     def needed(self) -> set[str]:
