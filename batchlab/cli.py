@@ -5,7 +5,7 @@
 # %% ../nbs/43_cli.ipynb #9e57a6e9
 from __future__ import annotations
 
-import argparse, contextlib, io, json, logging, math, os, re, signal, socket, stat, sys, threading
+import argparse, contextlib, io, json, logging, math, os, signal, socket, stat, sys, threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
@@ -80,14 +80,11 @@ def given_settings(args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 def flag_options(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
-    "The sampling parameters that the command line gives, over `defaults`, as a dict. Raises `JobError`."
-    from batchlab.errors import ParamError
+    "The sampling parameters that the command line gives, over `defaults`, as a dict. Raises `JobError`, `ParamError`."
     from batchlab.params import SamplingParams
     given = given_settings(args)
     options = defaults | given
-    try: SamplingParams(**{'temperature': 0., **options})
-    except ParamError as e:      # its message begins with the field: name the flag
-        raise JobError(re.sub(r'^[a-z_]+', lambda m: '--' + m[0].replace('_', '-'), str(e))) from e
+    SamplingParams(**{'temperature': 0., **options})
     if options.get('temperature') == 0 and (idle := [k for k in ('top_p', 'top_k', 'min_p') if k in given]):
         note(f"--{idle[0].replace('_', '-')} changes nothing at temperature 0: add --do-sample or --temperature")
     return options
@@ -129,7 +126,7 @@ def text_rows(name: str) -> list[tuple[int, bytes]]:
 
 def refuse_columns(columns: dict[str, Any], why: str) -> None:
     "Raise `JobError` if `columns` says anything of a table."
-    usual = dict(prompt_column='prompt', id_column='custom_id', prompt_template=None, data_columns=[])
+    usual = dict(prompt_column='prompt', id_column='custom_id', prompt_template=None, setting_columns=[])
     if flag := next((k for k, v in columns.items() if v != usual[k]), None):
         raise JobError(f"--{flag.replace('_', '-')} is for the columns of a table, {why}")
 
@@ -174,9 +171,11 @@ def read_prompts(args: argparse.Namespace, options: dict[str, Any]) -> list[JobL
         if sys.stdin is None or sys.stdin.isatty():
             raise JobError('no prompts: give some, such as batchlab generate "The sky is", or --prompts-file')
         name = '-'
-    columns = {k: getattr(args, k) for k in ('prompt_column', 'id_column', 'prompt_template', 'data_columns')}
+    columns = {k: getattr(args, k) for k in ('prompt_column', 'id_column', 'prompt_template', 'setting_columns')}
     if name is None: refuse_columns(columns, 'and there is no --prompts-file')
-    else: lines += read_file(name, args.chat, args.system, args.enable_lora or bool(args.lora_modules), **columns)
+    else:
+        with input_file(name, text=True) if name != '-' else contextlib.nullcontext(name) as path:
+            lines += read_file(path, args.chat, args.system, args.enable_lora or bool(args.lora_modules), **columns)
     for line in lines: prepare(line, args, options)
     if args.system is not None and not any(line.messages is not None for line in lines):
         raise JobError("--system needs --chat, or messages in the prompts file")
@@ -325,6 +324,14 @@ def outputs_of(llm: LLM | None, lines: Sequence[JobLine],
                                 timeout=[lines[i].timeout for i in group], lora_request=[lines[i].adapter or adapter_named(llm, lines[i].model) for i in group])
         for k, out in outs: yield group[k], out
 
+def check_names(llm: LLM, args: argparse.Namespace, lines: Sequence[JobLine]) -> None:
+    "Let those of `lines` fail that ask for a model which is neither that of `llm` nor an adapter, if there are adapters. Raises `JobError`."
+    from batchlab.models import DEFAULT_MODEL
+    from batchlab.work.runner import ModelNames
+    model = args.model or DEFAULT_MODEL
+    names = ModelNames.of(llm, Path(model).name if os.path.exists(model) else model, any_model=True)
+    for line in lines: names.check(line)
+
 def run_lines(llm: LLM | None, lines: Sequence[JobLine], results: Results) -> list[RequestOutput]:
     "Put `lines` through `llm` into `results`, with a progress bar on a terminal. Returns the outputs."
     from batchlab.work.jobs import JobResult, Progress
@@ -436,6 +443,7 @@ def generate(args: argparse.Namespace, llm: LLM | None = None) -> int:
         results = Results(out, args.output or 'standard output', json_line if f else as_text, len(lines), signals.held)
         try:
             if llm is None and not all(line.failure for line in lines): llm = load_llm(args)
+            if llm: check_names(llm, args, lines)
             if f and file_size(f): f.truncate(0)                        # pipes and devices have no size
             outs = run_lines(watch(llm) if llm else None, lines, results)
             if args.verify and outs and llm: note(llm.verify(outs))
@@ -449,7 +457,7 @@ def generate(args: argparse.Namespace, llm: LLM | None = None) -> int:
 def job_of(args: argparse.Namespace) -> Job:
     "The `Job` that the arguments of `run` or `plan` ask for. Raises `BatchlabError`."
     from batchlab.work.jobs import Job
-    if getattr(args, 'dry_run', False): model = args.model or ''                        # which needs no torch either
+    if getattr(args, 'dry_run', False): model = '' if getattr(args, 'lora_modules', None) else args.model or ''      # which needs no torch either
     else:
         from batchlab.models import DEFAULT_MODEL, resolve_device
         if getattr(args, 'ray', None): from batchlab.work.scaleout import RayJob as Job      # devices are the workers' there
@@ -462,18 +470,36 @@ def job_of(args: argparse.Namespace) -> Job:
 
 # %% ../nbs/43_cli.ipynb #3ecad304
 @contextlib.contextmanager
-def input_file(name: str, stdin: IO[bytes] | None = None, text: bool = False) -> Iterator[str]:
-    """Give `name`; if that is `-`, the name of a temporary file with what standard input says, while the context lasts.
+def input_file(name: str, stdin: IO[bytes] | None = None, text: bool = False, form: str | None = None) -> Iterator[str]:
+    """Give `name`; if that is `-`, or a pipe, the name of a temporary file with all that it says, while the context lasts.
 
-    `text`: what does not begin as JSON has one text a line."""
+    `text`: what does not begin as JSON has one text a line. `form`: as `Job` has it. Raises `JobError` if there is nothing."""
     import shutil, tempfile
-    if name != '-': yield name
+    if name != '-' and (os.path.isfile(name) or os.path.isdir(name) or not os.path.exists(name)): yield name
     else:
         with tempfile.TemporaryDirectory(prefix='batchlab-') as folder:
-            path = Path(folder)/'standard-input.jsonl'
-            with path.open('wb') as f: shutil.copyfileobj(stdin or sys.stdin.buffer, f)
-            with path.open('rb') as f: plain = text and not f.read(2**16).removeprefix(b'\xef\xbb\xbf').lstrip().startswith(b'{')
-            yield str(path.rename(path.with_suffix('.txt')) if plain else path)
+            path = Path(folder)/('standard-input' if name == '-' else Path(name).name)
+            with path.open('wb') as f:
+                if name == '-': shutil.copyfileobj(stdin or sys.stdin.buffer, f)
+                else:
+                    with open(name, 'rb') as pipe: shutil.copyfileobj(pipe, f)
+            if not path.stat().st_size: raise JobError(f"{'standard input' if name == '-' else name} is empty: no request came through it")
+            yield str(path.rename(f'{path}{kind_in(path, text, form)}'))
+
+def kind_in(path: Path, text: bool, form: str | None) -> str:
+    "How the name of file `path`, the content of a pipe, should end, by its own name or its first bytes. Raises `JobError`."
+    from batchlab.work.tables import KINDS, OPENERS
+    with path.open('rb') as f: start = f.read(2**10)
+    packed = next((end for end, mark in {'.gz': b'\x1f\x8b', '.bz2': b'BZh', '.xz': b'\xfd7zXZ'}.items() if start.startswith(mark)), '')
+    if {s.lower() for s in path.suffixes} & {*KINDS, *OPENERS}: return ''
+    if start.startswith(b'PAR1'): return '.parquet'
+    if packed:
+        with OPENERS[packed](path, 'rb') as f: start = f.read(2**10)
+    bare = start.removeprefix(b'\xef\xbb\xbf').lstrip()
+    if bare[:1] == b'[' and form is None: return f'.json{packed}'
+    if bare[:1] == b'{' or form: return f'.jsonl{packed}'
+    if text: return f'.txt{packed}'
+    raise JobError('the input begins neither as JSON nor as Parquet: say with --format csv, tsv or txt what it is')
 
 # %% ../nbs/43_cli.ipynb #a5c18fe1
 def run_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
@@ -481,10 +507,11 @@ def run_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
     if args.output is None and not args.dry_run: raise JobError("no --output: give a file for the answers, or --dry-run")
     if args.ray and (args.trace or '-' in (args.input, args.output)): raise JobError("--ray takes files, no --trace")
     check_trace_path(args)
-    with Signals(), input_file(args.input, text=args.command == 'embed') as args.input:
+    with Signals(), input_file(args.input, text=args.command == 'embed', form=args.form) as args.input:
         job = job_of(args)
         if args.dry_run:
-            print(plan := job.dry_run())
+            plan = job.dry_run()
+            print(plan.said(args.spell))
             return int(plan.failed > 0)
         try: result = run_with_ray(args, job) if args.ray else run_here(args, job, llm)
         except KeyboardInterrupt:
@@ -498,7 +525,17 @@ def run_here(args: argparse.Namespace, job: Job, llm: LLM | None = None) -> JobR
     "Run `job` in this process. Returns the `JobResult`. Raises `BatchlabError`."
     job.check()
     if args.output == '-' and not getattr(args, 'texts', None): note('answers go to standard output: ended in the middle, this run can not go on')
-    with traced(args.trace, text=False) as watch: return job.run(lambda: watch(llm or load_llm(args)))
+    with traced(args.trace, text=False) as watch:
+        return job.run(lambda: watch(llm or suggested(load_llm(args), args, job.result.total - job.result.done)))
+
+def suggested(llm: LLM, args: argparse.Namespace, requests: int) -> LLM:
+    "`llm`, once one line has said what would make so many `requests` faster, if flags that were given make them slow."
+    from batchlab.advice import advise
+    usual = dict(max_num_seqs=None, strategy='continuous', compile='auto', dtype='auto', enable_prefix_caching=True)
+    given = {name for name, value in usual.items() if getattr(args, name) != value}
+    about = lambda message: any(isinstance(x, Option) and x.name in given for x in message.fields.values())
+    if found := next(filter(about, advise(llm, requests)), None): note(f'faster: {found.said(args.spell)}')
+    return llm
 
 def run_with_ray(args: argparse.Namespace, job: Job) -> JobResult:
     "Run `job` by workers on Ray. Returns the `JobResult`. Raises `BatchlabError`."
@@ -509,12 +546,13 @@ def run_with_ray(args: argparse.Namespace, job: Job) -> JobResult:
 def plan_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab plan`. Returns the exit status. Raises `BatchlabError`."
     args.embed = vectors_asked(args) if args.embed else None
-    with input_file(args.input, text=bool(args.embed)) as args.input:
+    with input_file(args.input, text=bool(args.embed), form=args.form) as args.input:
         job = job_of(args)
         job.check()
         llm = llm or load_llm(args)
-        if not (llm.can_generate or args.embed) and job.form == 'plain': raise JobError('this model writes no text: --embed plans for vectors of the texts')
-        print(plan := job.plan(llm, args.calibrate))
+        if not (llm.can_generate or args.embed) and job.line_form == 'plain': raise JobError('this model writes no text: --embed plans for vectors of the texts')
+        plan = job.plan(llm, args.calibrate)
+        print(plan.said(args.spell))
     return int(plan.failed > 0)
 
 def view_trace(args: argparse.Namespace, llm: LLM | None = None) -> int:
@@ -653,7 +691,8 @@ def print_completion(args: argparse.Namespace, llm: LLM | None = None) -> int:
 def submit_batch(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab batch`. Returns the exit status. Raises `JobError`."
     from batchlab.work.client import command
-    return command(args, note)
+    if args.what != 'submit' or not args.name: return command(args, note)
+    with input_file(args.name, form='batch') as args.name: return command(args, note)
 
 # %% ../nbs/43_cli.ipynb #stream02
 @contextlib.contextmanager

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 # %% auto #0
-__all__ = ['Option', 'BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError', 'UnsupportedModelError',
-           'PromptError', 'PromptTooLongError', 'ParamError', 'BatchError', 'EngineError', 'AdapterError',
-           'Unavailable', 'CompileError', 'JobError', 'TraceError']
+__all__ = ['Option', 'Message', 'BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError',
+           'UnsupportedModelError', 'PromptError', 'PromptTooLongError', 'ParamError', 'BatchError', 'EngineError',
+           'AdapterError', 'Unavailable', 'CompileError', 'JobError', 'TraceError']
 
 # %% ../nbs/modules/000_errors.ipynb #e44045a1
 @dataclass(frozen=True)
@@ -25,22 +25,31 @@ class Option:
         given = self.name if self.value is None else f'{self.name}={self.value!r:.60}'
         return f'{self.of}({given})' if self.of else given
 
+class Message:
+    "A `text` with a place in braces for each of `fields`: a value, an `Option`, or another message."
+    def __init__(self, text: str, **fields: object) -> None: self.text, self.fields = text, fields
+
+    def said(self, spell: Callable[[Option], str] = str) -> str:
+        "The text, with each `Option` in it as `spell` writes it."
+        def shown(value: object) -> object:
+            if isinstance(value, (Message, BatchlabError)): return value.said(spell)
+            return spell(value) if isinstance(value, Option) else value
+        return self.text.format(**{k: shown(v) for k, v in self.fields.items()}) if self.fields else self.text
+
+    def __str__(self) -> str: return self.said()
+
 # %% ../nbs/modules/000_errors.ipynb #e44045aa
 class BatchlabError(Exception):
     """Base of every error that a user of batchlab can meet: what was wrong, what was expected, what to do.
 
-    `message` has a place in braces for each of `fields`, if there are any: what it is about, an `Option`, or the error behind it."""
+    `message` and `fields` are those of a `Message`."""
     def __init__(self, message: str = '', *rest: object, **fields: object) -> None:
         super().__init__(message, *rest)
         self.fields = fields
 
     def said(self, spell: Callable[[Option], str] = str) -> str:
         "The message, with each `Option` in it as `spell` writes it."
-        def text(value: object) -> object:
-            if isinstance(value, BatchlabError): return value.said(spell)
-            return spell(value) if isinstance(value, Option) else value
-        message = str(self.args[0])
-        return message.format(**{k: text(v) for k, v in self.fields.items()}) if self.fields else message
+        return Message(str(self.args[0]), **self.fields).said(spell)
 
     def __str__(self) -> str: return self.said()
 

@@ -35,7 +35,7 @@ class OneLineParser(argparse.ArgumentParser):
         form = GUIDED.get(flag.lstrip('-').replace('-', '_'), 'json' if flag in ('--json', '--json-schema', '--response-format') else None)
         if form and '--structured-outputs' in self._option_string_actions: return f""": give --structured-outputs '{{"{form}": …}}'"""
         same = '--' + WORKS.get(flag.lstrip('-').replace('-', '_'), '').replace('_', '-')
-        near = [same] if same in self._option_string_actions else difflib.get_close_matches(flag, self._option_string_actions, 1)
+        near = [same] if same in self._option_string_actions else difflib.get_close_matches(flag, self._option_string_actions, 1, .75)
         return f', did you mean {near[0]}?' if near else ''
 
     def spell(self, option: Option) -> str:
@@ -80,6 +80,9 @@ int_or_none = argument('a whole number or none', lambda s: None if s.lower() == 
 name_list = argument('names with commas between them', lambda s: [x for part in plain_text(s).split(',') if (x := part.strip())], bool)
 id_list = argument('token ids such as 1,2', lambda s: [int(x) for x in s.strip().strip('[]').replace(',', ' ').split()])
 
+token_limit = argument('a number of tokens, or auto', lambda s: -1 if s.lower() == 'auto' else int(s), lambda n: n == -1 or n > 0)
+delimiter = argument("one character such as ';', or tab", lambda s: {'tab': '\t', '\\t': '\t'}.get(s, s), lambda s: len(s) == 1 and s not in '"\r\n')
+
 def json_value(s: str) -> Any:
     "The value that JSON `s` stands for."
     try: return json.loads(plain_text(s))
@@ -107,6 +110,8 @@ SAMPLING_FLAGS = [
     ('--frequency-penalty X', float, "the same, by their count"),
     ('--repetition-penalty X', float, "the same, prompt included, as a factor"),
     ('--min-tokens X', int, "no end before this many tokens"),
+    ('--truncate --truncate-prompt-tokens N', token_limit, "keep so many tokens at the end of a longer prompt, auto: as many as leave "
+     "room to answer (default: it fails)", dict(dest='truncate_prompt_tokens')),
     ('--logprobs X', int, "log probabilities of this many tokens"),
     ('--logprob-token-ids IDS', id_list, "log probabilities of these ids, in place of the likeliest", dict(action='extend')),
     ('--logprobs-mode', ('raw_logprobs', 'processed_logprobs', 'raw_logits', 'processed_logits'),
@@ -126,7 +131,7 @@ SAMPLING_FLAGS = [
 
 # %% ../../nbs/43_cli.ipynb #da07da89
 MODEL_FLAGS = [
-    ('--model', str, "hub id, folder or .gguf file (default: SmolLM2-135M-Instruct)"),
+    ('--model', str, "hub id, folder or .gguf file (default: SmolLM2-135M-Instruct-Q4_1, of 4 bits)"),
     ('--strategy', ('continuous', 'loop', 'static', 'bucketed', 'prefix'), None, dict(default='continuous')),
     ('--dtype', ('auto', 'fp32', 'bf16', 'fp16'), None, dict(default='auto')),
     ('--quantization', ('int8',), "8 bits for weights and activations: faster, a little less exact"),
@@ -151,8 +156,12 @@ TABLE_FLAGS = [
     ('--prompt-column NAME', plain_text, "of a table (default: prompt)", dict(default='prompt')),
     ('--id-column NAME', plain_text, "of a table (default: custom_id)", dict(default='custom_id')),
     ('--prompt-template TEXT', plain_text, "prompt of a table's row, with columns in braces: 'Translate to {lang}: {question}'"),
-    ('--data-columns NAMES', name_list, "columns of a table that are no settings, though they have such names; with commas",
+    ('--setting-columns NAMES', name_list, "columns of a table that are settings of their row, such as max_tokens,seed (default: all columns are data)",
      dict(action='extend', default=[]))]
+TEXT_FLAGS = [
+    ('--delimiter CHAR', delimiter, "between the cells of a CSV, such as ';' or tab (default: found in its header)"),
+    ('--encoding NAME', str, "of a CSV or text, such as cp1252 or utf-16 (default: UTF-8, or as its first bytes say)"),
+    ('--no-quotes', 'store_false', "quotes in a CSV or TSV mean nothing", dict(dest='quotes'))]
 LOG_JSON = ('--log-json', 'store_true', "what is said on standard error as JSON, a line each, with the figures of progress")
 GENERATE_FLAGS = [
     ('prompts PROMPT', plain_text, None, dict(nargs='*')),
@@ -169,10 +178,13 @@ GENERATE_FLAGS = [
 INPUT_FLAGS = [
     ('-i --input FILE', str, "requests: OpenAI Batch or plain JSONL, CSV, TSV, Parquet, or .txt with one prompt a line; also .gz, .bz2, .xz; "
      "- is standard input, read to its end first", dict(required=True)),
-    ('--format', ('batch', 'plain'), "of JSONL lines (default: by the first good line)", dict(dest='form')),
+    ('--format', ('batch', 'plain', 'csv', 'tsv', 'parquet', 'txt'), "of JSONL lines (default: by the first good line), or of an input whose name does not say it",
+     dict(dest='form')),
+    *TEXT_FLAGS,
     *TABLE_FLAGS,
     ('--chat', 'store_true', "each plain prompt is a user's message"),
     ('--system TEXT', plain_text, "system message before each of those; for a table with columns in braces too"),
+    ('--any-model', 'store_true', "answer lines that ask for another model too (default: they fail)"),
     ('--limit N', positive_int, "only the first N requests"),
     ('--look-ahead N', positive_int, "lines to choose from (default: 1024)", dict(default=1024))]
 RUN_FLAGS = [
@@ -209,7 +221,7 @@ EMBED_FLAGS = [
     ('texts TEXT', plain_text, None, dict(nargs='*')),
     ('-i --input FILE', str, "texts: .txt with one a line, JSONL with prompt, text or input, CSV, TSV, Parquet, or lines of /v1/embeddings; also .gz, .bz2, .xz; "
      "- is standard input, read to its end first"),
-    *(row for row in INPUT_FLAGS[1:] if row[0].split()[0] in ('--format', '--id-column', '--prompt-template', '--limit')),
+    *(row for row in INPUT_FLAGS[1:] if row[0].split()[0] in ('--format', '--delimiter', '--encoding', '--no-quotes', '--id-column', '--prompt-template', '--any-model', '--limit')),
     ('--prompt-column NAME', plain_text, "of a table (default: prompt, text or input)", dict(default='prompt')),
     ('-o --output FILE', str, "vectors, in the order of the texts; .jsonl, .csv, .tsv, .parquet, or .npy, an array with a row for each text; - is standard output (the default)"),
     ('--dimensions N', positive_int, "only so many of a vector's first numbers"),
@@ -267,12 +279,12 @@ ABOUT = dict(generate="Answer a batch of prompts with a language model.",
              batch="Hand files of the Batch API to a server that has it, this library's or another, and fetch the answers.",
              completion="Print what a shell reads to complete commands and flags: put `source <(batchlab completion bash)` into ~/.bashrc.")
 NOTES = dict(generate="A prompt that begins with a dash goes after --.",
-             embed="A text that begins with a dash goes after --. Of a table all columns stand beside the vectors, and none is a setting. A text that fails is a row of NaN in an array. "
+             embed="A text that begins with a dash goes after --. Of a table all columns stand beside the vectors. A text that fails is a row of NaN in an array. "
                    "While a file is worked on, OUTPUT.batchlab holds what it needs to go on, for all outputs but .jsonl, which grows itself.",
              run="Sampling flags hold for what a line leaves open. A plain line has its own settings beside its "
                  "prompt, or in sampling_params; one that nothing here can honour fails the line, other keys are named once "
-                 "and ignored. Of a table, columns with the names of settings are settings of their row, all others stand beside the answers, "
-                 "in the same order; a table as output has a row for each of n answers, told apart by index, and a column logprobs. "
+                 "and ignored. Of a table, all columns stand beside the answers, in the same order, and only those named by --setting-columns are settings of their row; "
+                 " a table as output has a row for each of n answers, told apart by index, and a column logprobs. "
                  "While a job runs, OUTPUT.batchlab holds what it needs to go on; it goes when the job is done.")
 
 ON_RAY = dict(run="With a folder as input, file by file.", embed="With a folder as input, file by file.", serve="Workers answer the batches, and the engine here has the online requests alone.")
