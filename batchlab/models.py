@@ -5,7 +5,7 @@
 # %% ../nbs/01_models.ipynb #93b65e57
 from __future__ import annotations
 
-import copy, os, re, warnings
+import copy, logging, os, re, warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +16,12 @@ from .deprecated import renamed
 from .errors import BatchlabError, HubUnreachableError, ModelError, ModelNotFoundError, Option, PromptError, PromptTooLongError, UnsupportedModelError
 from .fetching import DEFAULT_EMBEDDING_MODEL, DEFAULT_MODEL, find_model
 from .lengths import SHORT, chars_in, check_length
-from .loading import cache_dir, cpu_has_fast_bf16, load_folder, load_gguf, one_line, resolve_device, resolve_dtype
+from .loading import cache_dir, cpu_has_fast_bf16, gguf_packing, load_folder, load_gguf, one_line, resolve_device, resolve_dtype
 from .tiny import TINY_ARCHS, tiny_gguf, tiny_model, tiny_tokenizer
 
 if TYPE_CHECKING: from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+log = logging.getLogger('batchlab')
 
 _all_ = ['DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TINY_ARCHS', 'tiny_gguf', 'tiny_model', 'tiny_tokenizer', 'resolve_device', 'resolve_dtype', 'cache_dir',
          'cpu_has_fast_bf16', 'BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError', 'UnsupportedModelError']
@@ -28,7 +30,7 @@ __getattr__ = renamed(__name__, dict.fromkeys(
     'SpecialTokenError'.split(), 'errors.ModelError'))
 
 # %% auto #0
-__all__ = ['encode', 'max_model_len', 'eos_token_ids', 'pad_token_id', 'start_token_id', 'DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TINY_ARCHS', 'tiny_gguf', 'tiny_model', 'tiny_tokenizer', 'resolve_device', 'resolve_dtype', 'cache_dir', 'cpu_has_fast_bf16', 'BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError', 'UnsupportedModelError', 'ROLES', 'load_model', 'text_of', 'half_character', 'bad_message', 'unknown_role', 'template_text', 'check_template', 'with_template', 'encode_chat']
+__all__ = ['log', 'encode', 'max_model_len', 'eos_token_ids', 'pad_token_id', 'start_token_id', 'DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TINY_ARCHS', 'tiny_gguf', 'tiny_model', 'tiny_tokenizer', 'resolve_device', 'resolve_dtype', 'cache_dir', 'cpu_has_fast_bf16', 'BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError', 'UnsupportedModelError', 'ROLES', 'load_model', 'text_of', 'half_character', 'bad_message', 'unknown_role', 'template_text', 'check_template', 'with_template', 'encode_chat']
 
 # %% ../nbs/01_models.ipynb #7435f647
 def _need_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
@@ -92,6 +94,8 @@ def load_model(name: str | os.PathLike[str] | None = None, # None or `DEFAULT_MO
     resolve_dtype(dtype)                     # an unknown dtype is refused before anything is fetched
     path = find_model(name, revision)
     model, tok = (load_gguf if path.is_file() else load_folder)(path, dtype, device)
+    if path.is_file() and (packing := gguf_packing(path)):
+        log.warning('%s: its weights, %s, are dequantised: they take the memory and the time of %s', path.name, packing, str(model.dtype)[6:])
     model.to(device)  # pyright: ignore[reportArgumentType]    transformers' decorator hides self
     return model.eval().requires_grad_(False), tok
 
