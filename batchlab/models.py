@@ -16,6 +16,7 @@ from .deprecated import renamed
 from .errors import BatchlabError, HubUnreachableError, ModelError, ModelNotFoundError, PromptError, UnsupportedModelError
 from .fetching import DEFAULT_EMBEDDING_MODEL, DEFAULT_MODEL, find_model
 from .loading import cache_dir, cpu_has_fast_bf16, load_folder, load_gguf, one_line, resolve_device, resolve_dtype
+from .tokens import ids_of_text, own_tokenizer
 from .tiny import TINY_ARCHS, tiny_gguf, tiny_model, tiny_tokenizer
 
 if TYPE_CHECKING: from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,7 +39,7 @@ def encode(tokenizer: PreTrainedTokenizerBase | None, text: str, add_special_tok
     """The token ids of `text`, `list[int]`, with the special tokens that the tokenizer adds by itself.
 
     Raises `ModelError` without a tokenizer."""
-    return _need_tokenizer(tokenizer)(text, add_special_tokens=add_special_tokens)['input_ids']
+    return ids_of_text(_need_tokenizer(tokenizer), text, add_special_tokens)
 
 # %% ../nbs/01_models.ipynb #1a776c2f
 _LEN_NAMES = ('max_position_embeddings', 'n_positions', 'max_sequence_length', 'max_seq_len', 'n_ctx', 'seq_length')
@@ -129,8 +130,8 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Ma
     schemas; `continue_final_message`: the answer goes on with the last message, instead of a turn of its own; further arguments go
     to the template. Raises `ModelError` if there is no tokenizer or no template, `PromptError` if the template refuses the messages."""
     tokenizer = _need_tokenizer(tokenizer)
-    template = template_text(chat_template)
-    if not (template or getattr(tokenizer, 'chat_template', None)):
+    template = template_text(chat_template) or getattr(tokenizer, 'chat_template', None)      # as it is now
+    if not template:
         raise ModelError("this tokenizer has no chat template: give plain prompts, a chat_template, or use an instruct model")
     if bad := bad_message(messages): raise PromptError(bad)
     opened = add_generation_prompt and not continue_final_message
@@ -139,11 +140,11 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Ma
                       'give continue_final_message=True to go on with it', stacklevel=2)
     given = [{**m, 'content': text_of(m['content'], f'message {i}')} if 'content' in m else {**m} for i, m in enumerate(messages)]
     for m in given: m['role'] = 'system' if m['role'] == 'developer' else m['role']      # the newer name of the same
-    apply: Any = tokenizer.apply_chat_template
+    apply: Any = own_tokenizer(tokenizer).apply_chat_template
     try:
         kw = {**(chat_template_kwargs or {}), **template_kwargs, 'chat_template': template, 'tools': tools, 'tokenize': True, 'return_dict': True,
               'add_generation_prompt': opened, 'continue_final_message': continue_final_message}
         if 'return_tensors' in kw: raise ValueError('return_tensors: ids come as a list, leave it out')
-        if tools and 'tools' not in str(template or tokenizer.chat_template): raise ValueError('it knows no tools: leave them out, or give a chat_template')
+        if tools and 'tools' not in str(template): raise ValueError('it knows no tools: leave them out, or give a chat_template')
         return list(apply(given, **kw)['input_ids'])
     except Exception as e: raise PromptError(f"the chat template refuses these messages ({one_line(e)})") from e

@@ -33,6 +33,7 @@ from .runners import PackedRunner, SoloRunner
 from .scheduler import Request, RowOutput, Scheduler, StepPlan
 from .sentence import (ACTIVATIONS, Dense, Normalize, SentenceTransformerConfig, cross_encoder_activation,
                                read_sentence_transformer)
+from .tokens import cut_text, own_tokenizer
 if TYPE_CHECKING: from batchlab.llm import LLM
 
 log = logging.getLogger('batchlab')
@@ -257,7 +258,7 @@ def encode_texts(llm: LLM, prompts: Sequence[Any], each: Sequence[PoolingParams]
     plain = [type(t) is str and t != '' and p.truncate_prompt_tokens is None for t, p in zip(prompts, each)]
     if llm.tokenizer is None or sum(plain) < 2: return list(prompts)
     texts = [llm.pooler.start_of(p) + t for t, p, is_plain in zip(prompts, each, plain) if is_plain]
-    try: found = zip(texts, llm.tokenizer(texts)['input_ids'])
+    try: found = zip(texts, own_tokenizer(llm.tokenizer)(texts)['input_ids'])
     except Exception: return list(prompts)                                # one of them is bad: it is to be told which
     def encoded() -> EncodedText:
         text, ids = next(found)
@@ -290,8 +291,8 @@ def pooling_ids(llm: LLM, prompt: Any, p: PoolingParams) -> tuple[str | None, li
     return text, ids[:most], types if types is None else [*types][:most]
 
 def _tokenized(llm: LLM, text: str, pair: str | None, most: int | None) -> tuple[str, list[int], list[int] | None]:
-    how: dict[str, Any] = {} if most is None else dict(truncation=True, max_length=most)
-    try: got = llm.get_tokenizer()(text, pair, **how)
+    tokenizer = llm.get_tokenizer()
+    try: got: Any = own_tokenizer(tokenizer)(text, pair) if most is None else cut_text(tokenizer, text, pair, most)
     except BatchlabError: raise
     except Exception as e: raise PromptError(f'the tokenizer refuses this text ({e}): is it valid Unicode?') from e
     types = got.get('token_type_ids')
