@@ -140,7 +140,9 @@ def settings_for(n: int, sampling_params: Any = None, priority: Any = None,
     "For each of `n` prompts `(SamplingParams or PoolingParams, priority, timeout, LoRARequest or None)`. Raises `ParamError`."
     def seconds(v: Any) -> float | None:
         "`v` as a float above 0, also of a number that is too large for one, or None."
-        return float(min(v, sys.float_info.max)) if isinstance(v, numbers.Real) and not isinstance(v, bool) and v > 0 else None
+        if isinstance(v, bool) or not isinstance(v, numbers.Real): return None
+        x: Any = v
+        return float(min(x, sys.float_info.max)) if x > 0 else None
     def spread(name: str, x: Any, default: Any, read: Callable[[Any], Any], want: str) -> list[Any]:
         xs = list(x) if isinstance(x, (list, tuple)) else [x] * n
         if len(xs) != n: raise ParamError(f'{len(xs)} values of {name} for {n} prompts: give one for all, or one for each')

@@ -17,6 +17,7 @@ from .errors import BatchlabError, HubUnreachableError, ModelError, ModelNotFoun
 from .fetching import DEFAULT_EMBEDDING_MODEL, DEFAULT_MODEL, find_model
 from .lengths import SHORT, chars_in, check_length
 from .loading import cache_dir, cpu_has_fast_bf16, gguf_packing, load_folder, load_gguf, one_line, resolve_device, resolve_dtype
+from .tokens import ids_of_text, make_twin, own_tokenizer
 from .tiny import TINY_ARCHS, tiny_gguf, tiny_model, tiny_tokenizer
 
 if TYPE_CHECKING: from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,7 +31,7 @@ __getattr__ = renamed(__name__, dict.fromkeys(
     'SpecialTokenError'.split(), 'errors.ModelError'))
 
 # %% auto #0
-__all__ = ['log', 'encode', 'max_model_len', 'eos_token_ids', 'pad_token_id', 'start_token_id', 'DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TINY_ARCHS', 'tiny_gguf', 'tiny_model', 'tiny_tokenizer', 'resolve_device', 'resolve_dtype', 'cache_dir', 'cpu_has_fast_bf16', 'BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError', 'UnsupportedModelError', 'ROLES', 'load_model', 'text_of', 'half_character', 'bad_message', 'unknown_role', 'template_text', 'check_template', 'with_template', 'encode_chat']
+__all__ = ['log', 'encode', 'max_model_len', 'eos_token_ids', 'pad_token_id', 'start_token_id', 'DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TINY_ARCHS', 'tiny_gguf', 'tiny_model', 'tiny_tokenizer', 'resolve_device', 'resolve_dtype', 'cache_dir', 'cpu_has_fast_bf16', 'BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError', 'UnsupportedModelError', 'ROLES', 'load_model', 'text_of', 'half_character', 'bad_message', 'unknown_role', 'template_text', 'check_template', 'with_template', 'hush', 'encode_chat']
 
 # %% ../nbs/01_models.ipynb #7435f647
 def _need_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
@@ -41,7 +42,7 @@ def encode(tokenizer: PreTrainedTokenizerBase | None, text: str, add_special_tok
     """The token ids of `text`, `list[int]`, with the special tokens that the tokenizer adds by itself.
 
     Raises `ModelError` without a tokenizer."""
-    return _need_tokenizer(tokenizer)(text, add_special_tokens=add_special_tokens)['input_ids']
+    return ids_of_text(_need_tokenizer(tokenizer), text, add_special_tokens)
 
 # %% ../nbs/01_models.ipynb #1a776c2f
 _LEN_NAMES = ('max_position_embeddings', 'n_positions', 'max_sequence_length', 'max_seq_len', 'n_ctx', 'seq_length')
@@ -159,6 +160,11 @@ def with_template(tokenizer: PreTrainedTokenizerBase | None, template: str | Non
     tokenizer.chat_template = template
     return tokenizer
 
+def hush(tokenizer: PreTrainedTokenizerBase) -> None:
+    "Have `tokenizer` not warn of a text that is longer than its model takes: that is refused, or cut."
+    told = 'sequence-length-is-longer-than-the-specified-maximum'
+    tokenizer.deprecation_warnings = {**getattr(tokenizer, 'deprecation_warnings', {}), told: True}
+
 # %% ../nbs/70_models.ipynb #chat0002
 def encode_chat(tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Mapping[str, Any]], chat_template: Any = None,
                 chat_template_kwargs: Mapping[str, Any] | None = None, tools: list | None = None, add_generation_prompt: bool = True,
@@ -171,22 +177,23 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Ma
     to the template. Raises `ModelError` if there is no tokenizer or no template, `PromptError` if the template refuses the messages,
     `PromptTooLongError`."""
     tokenizer = _need_tokenizer(tokenizer)
-    template = template_text(chat_template)
-    if not (template or getattr(tokenizer, 'chat_template', None)):
+    template = template_text(chat_template) or getattr(tokenizer, 'chat_template', None)      # as it is now
+    if not template:
         raise ModelError('this tokenizer has no chat template: give plain prompts, {option}, or use an instruct model', option=Option('chat_template'))
-    if bad := bad_message(messages) or unknown_role(messages, str(template or tokenizer.chat_template)): raise PromptError(bad)
+    if bad := bad_message(messages) or unknown_role(messages, str(template)): raise PromptError(bad)
     opened = add_generation_prompt and not continue_final_message
     if opened and messages[-1]['role'] == 'assistant':
         warnings.warn('the last message is the assistant\'s, and the answer begins a new turn after it: '
                       'give continue_final_message=True to go on with it', stacklevel=2)
     given = [{**m, 'content': text_of(m['content'], f'message {i}')} if 'content' in m else {**m} for i, m in enumerate(messages)]
     for m in given: m['role'] = 'system' if m['role'] == 'developer' else m['role']      # the newer name of the same
-    apply: Any = tokenizer.apply_chat_template
     try:
         kw = {**(chat_template_kwargs or {}), **template_kwargs, 'chat_template': template, 'tools': tools, 'tokenize': True, 'return_dict': True,
               'add_generation_prompt': opened, 'continue_final_message': continue_final_message}
+        cuts = kw.keys() & {'truncation', 'padding', 'max_length'}          # which a tokenizer keeps: it has to be another one
+        apply: Any = (make_twin(tokenizer) if cuts else own_tokenizer(tokenizer)).apply_chat_template
         if 'return_tensors' in kw: raise ValueError('return_tensors: ids come as a list, leave it out')
-        if tools and 'tools' not in str(template or tokenizer.chat_template): raise ValueError('it knows no tools: leave them out, or give a chat_template')
+        if tools and 'tools' not in str(template): raise ValueError('it knows no tools: leave them out, or give a chat_template')
         if max_len and chars_in(given) >= SHORT and not kw.get('truncation'):
             check_length(tokenizer, apply(given, **kw | dict(tokenize=False, return_dict=False)), max_len - 1)
         return list(apply(given, **kw)['input_ids'])

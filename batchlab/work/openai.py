@@ -5,7 +5,7 @@
 # %% ../../nbs/40_openai.ipynb #oa000004
 from __future__ import annotations
 
-import functools, itertools, json, logging, math, re, time
+import functools, json, logging, math, re, time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -188,28 +188,60 @@ def keys_beside(d: dict[str, Any]) -> tuple[str, ...]:
 # %% ../../nbs/40_openai.ipynb #oa000057
 def _number(x: float | None) -> float: return x if x is not None and math.isfinite(x) else -9999.
 
+def token_names(step: dict[int, Logprob]) -> dict[int, str]:
+    """What each token of `step` is called, no two alike; the one that was taken is the first, and called by what it adds to the text.
+
+    Of the others one is called by its text, or by its bytes, as OpenAI writes them (`bytes:\\xe2\\x82`), where it is a part of a character or
+    another one reads alike, or else by its id."""
+    names: dict[int, str] = {}
+    taken: set[str] = set()
+    for i, l in step.items():
+        text, data = l.decoded_token, l.token_bytes
+        spelled = None if not data else 'bytes:' + ''.join(f'\\x{b:02x}' for b in data)
+        whole = text and (data is None or data == text.encode('utf-8', 'replace'))
+        forms = [text if whole or not names else None, spelled, str(i) if text is None else f'token_id:{i}']
+        names[i] = next((n for n in forms if n is not None and n not in taken), f'token_id:{i}')
+        taken.add(names[i])
+    return names
+
+def token_offsets(text: str, tokens: Sequence[str], start: int = 0) -> list[int]:
+    """Where each of `tokens` begins in `text`, of which they are from character `start` on, and where the last ends.
+
+    A special token that the text leaves out has no width; of a text that is still to come every token counts."""
+    offsets = [start]
+    for token in tokens:
+        at = offsets[-1]
+        rest = text[at:at + len(token)]
+        offsets.append(at + len(token) * (rest.casefold() == token[:len(rest)].casefold()))
+    return offsets
+
 def chat_logprobs(c: CompletionOutput, k: int | None, ids: Collection[int] | None = None) -> dict[str, Any] | None:
     "Log probabilities of a `CompletionOutput` as the chat endpoint gives them, with the `k` likeliest or those of `ids`, or None."
-    def one(l: Logprob) -> dict[str, Any]:
-        text = l.decoded_token or ''
-        return dict(token=text, logprob=_number(l.logprob), bytes=list(text.encode('utf-8', 'replace')))
     if c.logprobs is None: return None
-    def best(step: dict[int, Logprob]) -> list[Logprob]:
-        if ids is not None: return [step[i] for i in ids]
-        return sorted((l for l in step.values() if (l.rank or 0) <= (k or 0)), key=lambda l: l.rank or 0)[:k]
-    steps = zip(c.token_ids, c.logprobs)
-    return dict(content=[one(step[t]) | dict(top_logprobs=[*map(one, best(step))]) for t, step in steps], refusal=None)
+    def best(step: dict[int, Logprob]) -> list[int]:
+        if ids is not None: return [*ids]
+        return sorted((i for i, l in step.items() if (l.rank or 0) <= (k or 0)), key=lambda i: step[i].rank or 0)[:k]
+    def one(step: dict[int, Logprob], names: dict[int, str], i: int) -> dict[str, Any]:
+        l, name = step[i], names[i]
+        own = name.encode('utf-8', 'replace') if l.token_bytes is None else l.token_bytes
+        return dict(token=name, logprob=_number(l.logprob), bytes=[*own])
+    def content(i: int, step: dict[int, Logprob]) -> dict[str, Any]:
+        names = token_names(step)
+        return one(step, names, i) | dict(top_logprobs=[one(step, names, j) for j in best(step)])
+    return dict(content=[content(i, step) for i, step in zip(c.token_ids, c.logprobs)], refusal=None)
 
 def text_logprobs(c: CompletionOutput, start: int = 0, first: str = '') -> dict[str, Any] | None:
     """The same as the completions endpoint gives them.
 
     `start`: the offset of the first token in the text, in characters. `first`: the text of a token with no log probability, as the first of a prompt is."""
     if c.logprobs is None: return None
-    chosen = [step[t] if step else None for t, step in zip(c.token_ids, c.logprobs)]
-    tokens = [l.decoded_token or '' if l else first for l in chosen]
-    top = [{l.decoded_token or str(i): _number(l.logprob) for i, l in step.items()} if step else None for step in c.logprobs]
-    return dict(tokens=tokens, token_logprobs=[_number(l.logprob) if l else None for l in chosen], top_logprobs=top,
-                text_offset=[*itertools.accumulate(map(len, tokens), initial=start)][:-1])
+    names = [token_names(step) if step else {} for step in c.logprobs]
+    tokens = [named.get(i, first) for i, named in zip(c.token_ids, names)]
+    logprobs = [_number(step[i].logprob) if step else None for i, step in zip(c.token_ids, c.logprobs)]
+    top = [{named[i]: _number(l.logprob) for i, l in step.items()} if step else None for step, named in zip(c.logprobs, names)]
+    offsets = token_offsets(c.text, tokens, start)[:-1]
+    if c.finish_reason is not None: offsets = [min(at, len(c.text)) for at in offsets]      # a stop string and its tokens were cut off
+    return dict(tokens=tokens, token_logprobs=logprobs, top_logprobs=top, text_offset=offsets)
 
 # %% ../../nbs/40_openai.ipynb #oa000060
 def usage_of(*outs: RequestOutput) -> dict[str, Any]:
@@ -400,7 +432,7 @@ class Parts:
         else:
             new = replace(c, token_ids=c.token_ids[tokens:], logprobs=c.logprobs[tokens:])
             logprobs = chat_logprobs(new, self.top, self.ids) if self.kind == 'chat' else text_logprobs(new, offset, first)
-            if logprobs and self.kind != 'chat': offset += sum(map(len, logprobs['tokens']))
+            if logprobs and self.kind != 'chat': offset = token_offsets(c.text, logprobs['tokens'], offset)[-1]
         self.sent[index] = len(c.text), len(c.token_ids), offset
         parts = []
         for i, delta in enumerate(deltas):

@@ -244,7 +244,8 @@ class Answer(Response):
 
     def _text(self, o: RequestOutput) -> str:
         "The text of its prompt."
-        return o.prompt if o.prompt is not None else self.api.decode(o.prompt_token_ids or [])
+        if o.prompt is not None and self.asked.params.truncate_prompt_tokens is None: return o.prompt
+        return self.api.decode(o.prompt_token_ids or [])                      # of a prompt that was cut, what was used
 
     def _first(self, o: RequestOutput) -> str: return self.api.decode((o.prompt_token_ids or [])[:1])
 
