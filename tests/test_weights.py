@@ -21,6 +21,11 @@ def ids(llm): return [*llm.generate([PROMPT], GREEDY)[0].outputs[0].token_ids]
 def fresh(model, **how): return LLM(copy.deepcopy(model), TOKENIZER, **how)
 
 
+def need_kernels():
+    backend = LLM(tiny_model('llama')).backend
+    if backend.name != 'fused': pytest.skip(f'no kernels: {backend.why}')
+
+
 def others(model, scale=1.):
     "Weights for `model` that give other tokens."
     g = torch.Generator().manual_seed(9)
@@ -69,6 +74,7 @@ def test_a_changed_model_answers_as_it_is(change, compile):
 
 
 def test_tied_embeddings_and_int8():
+    need_kernels()
     model = tiny_model('llama', tie_word_embeddings=True)
     for how in (dict(quantization='int8'), {}):
         llm = LLM(model, TOKENIZER, **how)
@@ -177,6 +183,7 @@ def test_the_config_of_generation_and_a_switch_of_training():
 @pytest.mark.parametrize('how', [{}, dict(quantization='int8'), dict(compile=False)], ids=['packed', 'int8', 'torch'])
 def test_a_model_loaded_by_its_name(how, tmp_path):
     "Its weights were given up for packed ones: a change is refused, and its files are read again on demand."
+    if 'quantization' in how: need_kernels()
     model = tiny_model('llama')
     for m in (model, TOKENIZER): m.save_pretrained(tmp_path)
     llm = LLM(tmp_path, **how)
@@ -196,9 +203,9 @@ def test_a_model_loaded_by_its_name(how, tmp_path):
 
 
 def test_a_model_that_can_not_run_any_more_says_so_until_it_can():
+    need_kernels()
     model = tiny_model('llama')
     llm = LLM(model, TOKENIZER, quantization='int8')
-    if llm.backend.name != 'fused': pytest.skip(f'no kernels: {llm.backend.why}')
     before = ids(llm)
     hook = model.lm_head.register_forward_hook(lambda m, i, o: -o)
     for _ in range(2): assert ids_or_error(llm)
