@@ -650,12 +650,13 @@ def serve(args: argparse.Namespace, llm: LLM | None = None) -> int:
         engine = AsyncLLM(llm or load_llm(args), max_pending=args.max_pending)
         alone = key is None and args.host in LOOPBACK
         app = create_app(engine, name, api_key=key, batches=batches_in(store, args, engine.llm, name, workers), others=[] if args.served_model_name else [model],
-                         routers=page_of(args, key), say=note if args.request_log else None, names=[socket.gethostname()] if alone else None)
-        server = Server(app, args.drain, lambda: note(f'{name} is served at {url}/v1'))
+                         routers=page_of(args, key), say=note if args.request_log else None, names=[socket.gethostname()] if alone else None, origins=args.allowed_origins)
+        server = Server(app, args.drain, lambda: note(f'{name} is served at {url}/v1'), say=note)
         server.run([sock])
         if server.force_exit:                       # the engine may be in the middle of a step: leave without waiting for it
             sys.stderr.flush()
             os._exit(130)
+    note('stopped')
     return 0
 
 # %% ../nbs/43_cli.ipynb #fd786c93
