@@ -478,7 +478,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
             if not bar.disable: say()
         outs = Outputs(done[i] for i in range(len(prompts)))
         log_failures(outs)
-        if verify: self.verify(outs)
+        if verify: outs.report = self.verify(outs)
         return outs
 
 __getattr__ = renamed(__name__, {'make_engine': 'loop.make_engine', 'NoBackend': 'attention.TorchBackend',
