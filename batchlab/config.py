@@ -17,7 +17,7 @@ import psutil, torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .attention import StateProbe, TorchBackend, attention_override, layer_specs, probe_rows, sees_back_only
 from .backends import Backend, BackendOptions, select_backend
-from .errors import ParamError, Unavailable, UnsupportedModelError
+from .errors import Option, ParamError, Unavailable, UnsupportedModelError
 from .fetching import find_model
 from .loading import load_tokenizer
 from .models import load_model, max_model_len
@@ -144,7 +144,7 @@ def context_limit(model: PreTrainedModel, asked: int | None = None) -> int | Non
     "The most tokens of a request, prompt and answer: the model's context, or `asked` if less. Raises `ParamError`."
     own = max_model_len(model)
     if asked and own and asked > own:
-        raise ParamError(f"max_model_len={asked} is more than the model's context of {own} tokens: lower it")
+        raise ParamError("{asked} is more than the model's context of {own} tokens: lower it", asked=Option('max_model_len', asked), own=own)
     return asked or own
 
 def free_memory(device: torch.device) -> int:
@@ -152,7 +152,7 @@ def free_memory(device: torch.device) -> int:
     if device.type == 'cuda': return torch.cuda.mem_get_info(device)[0]
     free = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):         # no such file, or 'max'
-        limit, used = (int(open(f'/sys/fs/cgroup/memory.{n}').read()) for n in ('max', 'current'))
+        limit, used = (int(open(f'/sys/fs/cgroup/memory.{n}', encoding='utf-8').read()) for n in ('max', 'current'))
         free = min(free, limit - used)
     return max(0, free)
 
@@ -181,7 +181,8 @@ class Limits:
         "Whole blocks of memory only, and no request longer than those. Raises `ParamError` where there is not one."
         if not self.kv_tokens or self.kv_tokens % block_size == 0: return
         if self.kv_tokens < block_size:
-            raise ParamError(f'a KV cache of {self.kv_bytes:,} bytes holds less than a block of {block_size} tokens: raise kv_cache_bytes')
+            raise ParamError('a KV cache of {kv_bytes:,} bytes holds less than a block of {block_size} tokens: raise {limit}',
+                             kv_bytes=self.kv_bytes, block_size=block_size, limit=Option('kv_cache_bytes'))
         self.kv_bytes = self.kv_tokens // block_size * block_size * self.kv_bytes_per_token
         if self.max_model_len: self.max_model_len = min(self.max_model_len, self.kv_tokens)
 
@@ -196,16 +197,16 @@ def choose_limits(model: PreTrainedModel, shapes: Sequence[Shape] | None, paddab
     l = Limits(max_num_seqs or (64 if cpu else 256), 0, own, kv_cache_bytes or int(.7 * free_memory(model.device)), per_token)
     l.max_num_batched_tokens = max_num_batched_tokens or max(512 if cpu else 4096, 2 * l.max_num_seqs)
     if l.max_num_batched_tokens <= l.max_num_seqs:
-        raise ParamError(f'max_num_batched_tokens={l.max_num_batched_tokens} must be more than max_num_seqs='
-                         f'{l.max_num_seqs}, as each sequence takes one token of a step: raise the one or lower the other')
+        raise ParamError('{tokens} must be more than {seqs}, as each sequence takes one token of a step: raise the one or lower the other',
+                         tokens=Option('max_num_batched_tokens', l.max_num_batched_tokens), seqs=Option('max_num_seqs', l.max_num_seqs))
     if not per_token: return l
     if not l.kv_tokens:
-        raise ParamError(f'a KV cache of {l.kv_bytes:,} bytes holds less than 64 tokens of {per_token:,} bytes: '
-                         'raise kv_cache_bytes')
+        raise ParamError('a KV cache of {kv_bytes:,} bytes holds less than 64 tokens of {per_token:,} bytes: raise {limit}',
+                         kv_bytes=l.kv_bytes, per_token=per_token, limit=Option('kv_cache_bytes'))
     if own is None or own > l.kv_tokens:
         if max_model_len:
-            raise ParamError(f'max_model_len={max_model_len} takes {max_model_len * per_token:,} bytes of KV, and there are '
-                             f'{l.kv_bytes:,}: lower it, or raise kv_cache_bytes')
+            raise ParamError('{asked} takes {takes:,} bytes of KV, and there are {kv_bytes:,}: lower it, or raise {limit}', kv_bytes=l.kv_bytes,
+                             asked=Option('max_model_len', max_model_len), takes=max_model_len * per_token, limit=Option('kv_cache_bytes'))
         if own: log.warning('prompt and answer are limited to %s tokens, of the context of %s, by a KV cache of %s bytes',
                             l.kv_tokens, own, f'{l.kv_bytes:,}')
         l.max_model_len = l.kv_tokens
@@ -227,14 +228,15 @@ def check_compile(x: Any) -> bool | str:
 def check_quantization(x: Any, strategy: str) -> str | None:
     "`x` if it names a quantization that runs. Raises `ParamError`."
     if x not in (None, 'int8'): raise ParamError(f"quantization must be None or 'int8', got {x!r}")
-    if x and strategy != 'continuous': raise ParamError(f"quantization={x!r} needs strategy='continuous', got {strategy!r}")
+    if x and strategy != 'continuous':
+        raise ParamError('{asked} needs {needed}, got {strategy!r}', asked=Option('quantization', x), needed=Option('strategy', 'continuous'), strategy=strategy)
     return x
 
 def check_count(name: str, n: Any) -> int | None:
     "`n` if it is None or a whole number of at least 1. Raises `ParamError`."
     if n is None: return None
     if (whole := whole_number(n)) is not None and whole >= 1: return whole
-    raise ParamError(f'{name} must be a whole number of at least 1, got {written(n)}')
+    raise ParamError('{option} must be a whole number of at least 1, got {n}', option=Option(name), n=written(n))
 
 # %% ../nbs/73_recovery.ipynb #a9e3d027
 def weights_digest(model: PreTrainedModel) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .errors import BatchlabError, ModelError, ParamError, PromptError
+from .lengths import check_length
 from .models import bad_message, encode, encode_chat, start_token_id, template_text
 from .names import is_setting, settings_of, whole_number, written
 from .outputs import RequestOutput
@@ -21,7 +22,7 @@ log = logging.getLogger('batchlab')
 # %% auto #0
 __all__ = ['log', 'PROMPT_FORMS', 'PROMPT_KEYS', 'CHAT_KEYS', 'is_ids', 'is_talk', 'as_list', 'parse_prompt', 'parse_chat',
            'split_settings', 'check_forms', 'chat_options', 'check_bar', 'is_pooling', 'params_for', 'settings_for',
-           'prompt_ids_of', 'log_failures']
+           'encode_text', 'unreadable', 'prompt_ids_of', 'log_failures']
 
 # %% ../nbs/modules/000_inputs.ipynb #6d3ee88f
 def is_ids(x: Any) -> bool:
@@ -113,7 +114,7 @@ def chat_options(**options: Any) -> dict[str, Any]:
         if k not in CHAT_KEYS: raise ParamError(f'unknown argument {k!r:.60}: expected one of {", ".join(sorted(CHAT_KEYS))}')
     if why := _bad_option(options): raise ParamError(why)
     try: options['chat_template'] = template_text(options.get('chat_template'))
-    except PromptError as e: raise ParamError(str(e)) from None
+    except PromptError as e: raise ParamError(*e.args, **e.fields) from None
     return {k: v for k, v in options.items() if v is not None}
 
 def check_bar(use_tqdm: Any) -> None:
@@ -153,17 +154,31 @@ def settings_for(n: int, sampling_params: Any = None, priority: Any = None,
                     spread('lora_request', lora_request, None, lambda v: v, '')))
 
 # %% ../nbs/modules/000_inputs.ipynb #bbcb7a60
-def prompt_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prompt: Any, chat: bool) -> tuple[str | None, list[int]]:
-    "A prompt or conversation as `(text, ids)`. Raises `PromptError`, `ModelError`."
+def encode_text(tokenizer: PreTrainedTokenizerBase | None, text: str, special: bool = True) -> list[int]:
+    "The ids of `text`, with the `special` tokens of the tokenizer or without. Raises `PromptError`, `ModelError`."
+    try: return encode(tokenizer, text, special)
+    except BatchlabError: raise
+    except Exception as e: raise PromptError(unreadable(text, e)) from e
+
+def unreadable(text: str, error: Exception) -> str:
+    "Why the tokenizer refuses `text` with `error`."
+    half = next((i for i, c in enumerate(text) if '\ud800' <= c <= '\udfff'), None)
+    if half is None: return f'the tokenizer refuses this text ({error})'
+    return f'the prompt is not valid Unicode: character {half} is half of a surrogate pair, \\u{ord(text[half]):04x}: leave it out, or send the whole pair'
+
+def prompt_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prompt: Any, chat: bool,
+                  max_len: int | None = None) -> tuple[str | None, list[int]]:
+    """A prompt or conversation as `(text, ids)`. `max_len`: a text that surely has as many tokens is refused before it is tokenised.
+
+    Raises `PromptError`, `PromptTooLongError` for such a text, `ModelError`."""
     words: Any = tokenizer                                 # `encode` and `encode_chat` say so where there is none
     if chat or isinstance(prompt, dict) and 'messages' in prompt:
-        ids = encode_chat(tokenizer, **parse_chat(prompt))
+        ids = encode_chat(tokenizer, **parse_chat(prompt), max_len=max_len)
         return words.decode(ids), ids
     text, ids = parse_prompt(prompt)
     if ids is not None: return text, ids
-    try: ids = encode(tokenizer, text or '')
-    except BatchlabError: raise
-    except Exception as e: raise PromptError(f'the tokenizer refuses this text ({e}): is it valid Unicode?') from e
+    if max_len: check_length(tokenizer, text or '', max_len - 1)
+    ids = encode_text(tokenizer, text or '')
     if ids: return text, ids
     try: start = start_token_id(model, tokenizer)
     except ModelError as e: raise PromptError(str(e)) from None

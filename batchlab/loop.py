@@ -17,7 +17,7 @@ from .backends import Backend, BackendOptions, select_backend
 from .blocks import KVBudget
 from .config import free_memory, probe_model, probe_pooling, select_runner, weights_digest, weights_version
 from .engine import Engine, sum_ledgers
-from .errors import BatchError, BatchlabError, EngineError, UnsupportedModelError
+from .errors import BatchError, BatchlabError, EngineError, Option, UnsupportedModelError
 from .ledger import Ledger
 from .outputs import RequestGroup, StreamEvent
 from .pacing import Pace
@@ -308,8 +308,8 @@ class EngineSet(dict[str, Engine]):
         elif first: llm.shapes, llm.paddable, backend = probe_model(model, llm.strategy == 'continuous', llm.switch, options)
         else: backend = select_backend(model, llm.shapes, options) if llm.shapes else self.backend
         if llm.quantization and backend.name not in ('fused', 'modules'):
-            raise UnsupportedModelError(f'quantization={llm.quantization!r} is for models that run on packed weights, and this one does not: '
-                                        f'{backend.why}')
+            raise UnsupportedModelError('{asked} is for models that run on packed weights, and this one does not: {why}',
+                                        asked=Option('quantization', llm.quantization), why=backend.why)
         if llm.adapters is not None: llm.adapters.bind(backend, llm.shapes)
         log.info('%s runs on: %s. %s', type(model).__name__, backend.name, backend.why)
         self.backend: Backend = backend

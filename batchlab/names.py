@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 from math import floor, inf
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
-from .errors import ParamError
+from .errors import Option, ParamError
 
 log = logging.getLogger('batchlab')
 
@@ -342,7 +342,7 @@ _REFUSED = {                                   # what to do: the arguments, and 
         logits_processor_pattern=None''',
     'the text comes as the model writes it': "reasoning_parser='' reasoning_parser_plugin=None reasoning_config=None",
     'the cache is of this process': 'kv_transfer_config=None kv_events_config=None ec_transfer_config=None scheduler_cls=None',
-    'give it to llm.chat': 'chat_template=None chat_template_kwargs=None'}
+    'give it to llm.chat': 'chat_template_kwargs=None'}
 
 def _read_table(table: dict[str, str]) -> dict[str, tuple[str, list[Any]]]:
     "`{name: (why, neutral values)}`"
@@ -375,7 +375,7 @@ def read_engine(unknown: dict[str, Any], given: dict[str, Any], names: list[str]
             found[WORKS[k]] = _one_device(v) if k == 'device_map' else v
         elif k in REFUSED:
             why, neutral = REFUSED[k]
-            if not _asks_nothing(v, neutral): raise ParamError(f'{k}={v!r:.60} is not supported: {why}')
+            if not _asks_nothing(v, neutral): raise ParamError('{given} is not supported: {why}', given=Option(k, v), why=why)
         elif k in WITHOUT_EFFECT:
             why, neutral = WITHOUT_EFFECT[k]
             if not _asks_nothing(v, neutral): idle.append(f'{k}={v!r:.40} ({why})')

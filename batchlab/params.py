@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from math import inf, nextafter
 from typing import TYPE_CHECKING, Any
-from .errors import ParamError
+from .errors import Option, ParamError
 from .names import (by_any_name, known_settings, read_plain_call, read_settings, setting_fields, settings_of,
                             whole_number, written)
 if TYPE_CHECKING: from transformers import GenerationConfig
@@ -41,6 +41,10 @@ _RULES: dict[str, tuple[type, float, float, str, str]] = dict(        # (type, l
     prompt_logprob_start=(int, 0, inf, "a whole number of at least 0", "0 gives all tokens of the prompt but the first"),
     truncate_prompt_tokens=(int, -1, inf, "a whole number above 0, -1 or None", "-1 keeps as many as leave room to answer"))
 
+def _about(name: str, rest: str) -> ParamError:
+    "What is wrong with field `name`, which goes before the `rest`."
+    return ParamError('{option} {rest}', option=Option(name), rest=rest)
+
 def _is(v: Any, kind: type) -> bool:
     "Whether `v` is a number of `kind`, int (3.0 too) or float, from whatever library; True and False are none."
     if kind is int: return whole_number(v) is not None
@@ -49,7 +53,7 @@ def _is(v: Any, kind: type) -> bool:
 def _number(name: str, v: Any, rules: dict[str, tuple[type, float, float, str, str]] = _RULES) -> int | float:
     "`v` as the int or float that field `name` holds by `rules`. Raises `ParamError`."
     kind, least, most, want, advice = rules[name]
-    if not _is(v, kind) or not least <= v <= most: raise ParamError(f"{name} must be {want}, got {written(v)}: {advice}")
+    if not _is(v, kind) or not least <= v <= most: raise _about(name, f"must be {want}, got {written(v)}: {advice}")
     return kind(v) if kind is float else min(int(v), _LARGEST)
 
 # %% ../nbs/modules/000_params.ipynb #c401ce01
@@ -58,8 +62,8 @@ LOGPROBS_MODES = 'raw_logprobs', 'processed_logprobs', 'raw_logits', 'processed_
 def check_logprobs_mode(v: Any) -> str:
     "`v` if it is one of `LOGPROBS_MODES`. Raises `ParamError`."
     if v in LOGPROBS_MODES: return v
-    raise ParamError(f"logprobs_mode must be one of {', '.join(map(repr, LOGPROBS_MODES))}, got {v!r}: "
-                     "'raw_logprobs' is of what the model says, 'processed_logprobs' of what may be sampled")
+    raise _about('logprobs_mode', f"must be one of {', '.join(map(repr, LOGPROBS_MODES))}, got {v!r}: "
+                 "'raw_logprobs' is of what the model says, 'processed_logprobs' of what may be sampled")
 
 # %% ../nbs/modules/000_params.ipynb #4fc8a261
 def _is_id(v: Any) -> bool: return _is(v, int) and v >= 0
@@ -71,16 +75,15 @@ def _listed(v: Any) -> Any:
 def _ids(name: str, v: Any) -> list[int]:
     "`v` as a list of distinct token ids, in order. Raises `ParamError`."
     if not isinstance(v, (list, tuple, set, frozenset)) or not all(map(_is_id, v)):
-        raise ParamError(f"{name} must be a list of token ids (whole numbers of at least 0), got {written(v)}: "
-                         "tokenizer.convert_tokens_to_ids gives the id of a token")
+        raise _about(name, f"must be a list of token ids (whole numbers of at least 0), got {written(v)}: "
+                     "tokenizer.convert_tokens_to_ids gives the id of a token")
     return list(dict.fromkeys(int(i) for i in v))
 
 def _strings(name: str, v: Any) -> list[str]:
     "`v`, None, a string or several, as a list of distinct non-empty strings. Raises `ParamError`."
     v = _listed(v)
     if not isinstance(v, (list, tuple)) or not all(isinstance(s, str) and s for s in v):
-        raise ParamError(f"{name} must be a string or a list of strings, none of them empty, got {written(v)}: "
-                         "leave out empty ones")
+        raise _about(name, f"must be a string or a list of strings, none of them empty, got {written(v)}: leave out empty ones")
     return list(dict.fromkeys(v))
 
 def _bad_words(v: Any) -> list[str | list[int]]:
@@ -88,8 +91,8 @@ def _bad_words(v: Any) -> list[str | list[int]]:
     v = _listed(v)
     def word(w): return w and (isinstance(w, str) or isinstance(w, (list, tuple)) and all(map(_is_id, w)))
     if not isinstance(v, (list, tuple)) or not all(map(word, v)):
-        raise ParamError(f"bad_words must be a list of words, strings or lists of token ids, none empty, got {written(v)}: "
-                         "to forbid single ids give [[id], [id]]")
+        raise _about('bad_words', f"must be a list of words, strings or lists of token ids, none empty, got {written(v)}: "
+                     "to forbid single ids give [[id], [id]]")
     return [w if isinstance(w, str) else [int(i) for i in w] for w in v]
 
 def _logit_bias(v: Any) -> dict[int, float]:
@@ -97,8 +100,8 @@ def _logit_bias(v: Any) -> dict[int, float]:
     def bias(b): return _is(b, float) and b == b                              # not NaN
     def key(k): return _is_id(k) or isinstance(k, str) and k.isdecimal()      # JSON has only string keys
     if not isinstance(v, dict) or not all(key(k) and bias(b) for k, b in v.items()):
-        raise ParamError(f"logit_bias must be a dict of token id to a number from -100 to 100, got {written(v)}: "
-                         "positive numbers make a token likelier, -100 all but forbids it")
+        raise _about('logit_bias', f"must be a dict of token id to a number from -100 to 100, got {written(v)}: "
+                     "positive numbers make a token likelier, -100 all but forbids it")
     return {int(k): float(min(100, max(-100, b))) for k, b in v.items()}         # cut first: an int may be too large for a float
 
 # %% ../nbs/modules/000_params.ipynb #bde02605
@@ -114,7 +117,7 @@ def _read_structured(unknown: dict[str, Any], given: dict[str, Any], names: list
     for k, v in unknown.items():
         if k in ('backend', 'disable_fallback'): continue
         if k in ('whitespace_pattern', 'structural_tag', 'disable_additional_properties') and v in (None, False): continue
-        raise ParamError(f"structured_outputs has no {k!r:.60}: it takes one of {', '.join(get_close_matches(k, names, 1) or _KINDS)}")
+        raise _about('structured_outputs', f"has no {k!r:.60}: it takes one of {', '.join(get_close_matches(k, names, 1) or _KINDS)}")
     return given
 
 @by_any_name(__init__=_read_structured)
@@ -135,7 +138,7 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         given = self._given()
         if len(given) != 1:
-            raise ParamError(f"structured_outputs takes one of {', '.join(_KINDS)}, got {' and '.join(given) or 'none'}")
+            raise _about('structured_outputs', f"takes one of {', '.join(_KINDS)}, got {' and '.join(given) or 'none'}")
         (want, fits), v = _KINDS[self.kind], getattr(self, self.kind)
         if not fits(v): raise ParamError(f"structured_outputs.{self.kind} must be {want}, got {str(v)[:80]}")
 
@@ -151,7 +154,7 @@ class StructuredOutputsParams:
         "From `StructuredOutputsParams` or a dict of its fields."
         if isinstance(x, cls): return x
         if isinstance(x, dict) and all(map(_is_text, x)): return cls(**x)
-        raise ParamError(f"structured_outputs must be an object with one of {', '.join(_KINDS)}, got {str(x)[:80]}")
+        raise _about('structured_outputs', f"must be an object with one of {', '.join(_KINDS)}, got {str(x)[:80]}")
 
 # %% ../nbs/modules/000_params.ipynb #97b6cb9d
 _NONE_SAYS = {'seed', 'max_tokens', 'logprobs', 'prompt_logprobs', 'truncate_prompt_tokens'}      # what None means there
@@ -167,31 +170,37 @@ def _check_params(p: SamplingParams) -> None:
     if p.logprobs_mode is not None: check_logprobs_mode(p.logprobs_mode)
     if p.logprob_token_ids is not None:
         p.logprob_token_ids = _ids('logprob_token_ids', p.logprob_token_ids)
-        if not p.logprob_token_ids: raise ParamError("logprob_token_ids is empty: give logprobs=0 for those of the sampled tokens alone")
-        if p.logprobs: raise ParamError(f"logprobs={p.logprobs} and logprob_token_ids: give one of them, the likeliest tokens or these")
+        if not p.logprob_token_ids:
+            raise ParamError('{ids} is empty: give {advice} for those of the sampled tokens alone', ids=Option('logprob_token_ids'), advice=Option('logprobs', 0))
+        if p.logprobs:
+            raise ParamError('{likeliest} and {ids}: give one of them, the likeliest tokens or these',
+                             likeliest=Option('logprobs', p.logprobs), ids=Option('logprob_token_ids'))
         p.logprobs = 0
     if p.logprobs_mode is not None and p.logprobs is None:
-        raise ParamError(f"logprobs_mode={p.logprobs_mode!r} says what logprobs are of, and none are asked for: give logprobs too, 0 for the sampled tokens")
+        raise ParamError('{mode} says what logprobs are of, and none are asked for: give {logprobs} too, 0 for the sampled tokens',
+                         mode=Option('logprobs_mode', p.logprobs_mode), logprobs=Option('logprobs'))
     for name in ('ignore_eos', 'detokenize', 'skip_special_tokens', 'include_stop_str_in_output'):
-        if not isinstance(v := getattr(p, name), bool): raise ParamError(f"{name} must be True or False, got {v!r}")
+        if not isinstance(v := getattr(p, name), bool): raise _about(name, f'must be True or False, got {v!r}')
     p.stop, p.stop_until, p.bad_words = _strings('stop', p.stop), _strings('stop_until', p.stop_until), _bad_words(p.bad_words)
     p.stop_token_ids = _ids('stop_token_ids', [] if p.stop_token_ids is None else p.stop_token_ids)
     if p.logit_bias is not None: p.logit_bias = _logit_bias(p.logit_bias)
     if p.allowed_token_ids is not None: p.allowed_token_ids = _ids('allowed_token_ids', p.allowed_token_ids)
     if p.structured_outputs is not None: p.structured_outputs = StructuredOutputsParams.of(p.structured_outputs)
     if p.top_k == -1: p.top_k = 0
-    if p.truncate_prompt_tokens == 0: raise ParamError('truncate_prompt_tokens=0 leaves no prompt: give -1, or how many tokens to keep')
+    if p.truncate_prompt_tokens == 0:
+        raise ParamError('{option} leaves no prompt: give -1, or how many tokens to keep', option=Option('truncate_prompt_tokens', 0))
     _check_together(p)
 
 def _check_together(p: SamplingParams) -> None:
     "Raise `ParamError` if two fields of `p` contradict each other."
     if p.allowed_token_ids == []:
-        raise ParamError("allowed_token_ids is empty, which forbids every token: give None to allow all")
+        raise _about('allowed_token_ids', 'is empty, which forbids every token: give None to allow all')
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
-        raise ParamError(f"min_tokens must be at most max_tokens={p.max_tokens}, got {p.min_tokens}: "
-                         "lower it or raise max_tokens")
+        raise ParamError('{least} must be at most {most}, got {got}: lower it or raise {limit}', least=Option('min_tokens'), got=p.min_tokens,
+                         most=Option('max_tokens', p.max_tokens), limit=Option('max_tokens'))
     if p.structured_outputs and p.ignore_eos:
-        raise ParamError("ignore_eos and structured_outputs contradict each other: nothing can follow a whole answer")
+        raise ParamError('{endless} and {form} contradict each other: nothing can follow a whole answer',
+                         endless=Option('ignore_eos'), form=Option('structured_outputs'))
     if p.stop and not p.detokenize:
         raise ParamError("stop needs detokenize=True, since stop strings are looked for in the text: "
                          "use stop_token_ids instead")
@@ -199,8 +208,8 @@ def _check_together(p: SamplingParams) -> None:
         raise ParamError(f"prompt_logprob_start={p.prompt_logprob_start} says where prompt_logprobs begin, and none are asked for: "
                          "give prompt_logprobs too, 0 for the prompt's own tokens")
     if p.greedy and p.n > 1:
-        raise ParamError(f"n must be 1 with temperature=0, got {p.n}: greedy completions are all the same; "
-                         "raise temperature")
+        raise ParamError('{n} must be 1 with {greedy}, got {got}: greedy completions are all the same; raise {temperature}', n=Option('n'), got=p.n,
+                         greedy=Option('temperature', 0), temperature=Option('temperature'))
 
 # %% ../nbs/modules/000_params.ipynb #d3cbd773
 @by_any_name(__init__=read_settings)

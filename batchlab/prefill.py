@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from .errors import PromptError
+from .errors import PromptError, PromptTooLongError
 from .models import eos_token_ids, max_model_len
 from .names import written
 
@@ -50,8 +50,8 @@ def check_prompt(prompt_ids: Iterable[int], limit: int | None = None, vocab_size
     ids = [int(i) for i in prompt_ids]
     if not ids: raise PromptError('the prompt has no tokens: give at least one, for example the BOS token')
     if limit and len(ids) >= limit:
-        raise PromptError(f'the prompt has {len(ids)} tokens, and the model holds {limit} with its answer: '
-                          f'shorten it to {limit - 1} tokens or fewer')
+        raise PromptTooLongError(f'the prompt has {len(ids)} tokens, and the model holds {limit} with its answer: '
+                                 f'shorten it to {limit - 1} tokens or fewer')
     bad = next((i for i in ids if i < 0 or (vocab_size and i >= vocab_size)), None)
     if bad is not None:
         raise PromptError(f'token id {written(bad, 40)} is outside the vocabulary (0 to {vocab_size - 1 if vocab_size else "…"}): '

@@ -1,5 +1,5 @@
 "What several files of tests use."
-import os, shutil, sys
+import contextlib, os, shutil, sys
 
 # Beside another worker of pytest-xdist, torch gets its share of the cores: two that each take all of them wait for each other.
 if others := int(os.environ.get('PYTEST_XDIST_WORKER_COUNT', 0)):
@@ -38,6 +38,15 @@ def has_compiler():
 
 @pytest.fixture
 def compiler(): return has_compiler()
+
+
+@pytest.fixture(scope='session', autouse=True)
+def compiled():
+    "The kernels are compiled before the first test: it takes a while, and says so on standard error."
+    if not has_compiler(): return
+    from batchlab.backends.native import SOURCE, build
+    from batchlab.errors import CompileError
+    with contextlib.suppress(CompileError): build(SOURCE)
 
 
 def matrix_unit():

@@ -98,7 +98,7 @@ class PeerProcess:
                  env: Mapping[str, str] | None = None) -> None:
         begin, self.folder = time.perf_counter(), tempfile.TemporaryDirectory()
         script = Path(self.folder.name)/'contender.py'
-        script.write_text(text)
+        script.write_text(text, encoding='utf-8')
         self.log = log or script.with_suffix('.log')
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open('wb') as f:
@@ -139,7 +139,7 @@ def peak_bytes(pid: int) -> int:
     peak = 0
     for p in (pid, *(child.pid for child in started_by(pid))):
         with contextlib.suppress(OSError):
-            found = re.search(r'^VmHWM:\s+(\d+) kB', Path(f'/proc/{p}/status').read_text(), re.M)
+            found = re.search(r'^VmHWM:\s+(\d+) kB', Path(f'/proc/{p}/status').read_text(encoding='utf-8', errors='replace'), re.M)
             peak += int(found[1]) * 1024 if found else 0
     return peak
 
@@ -394,7 +394,7 @@ def bars(report: dict) -> drawing.Picture:
 def peer_folder(model: Any, tokenizer: Any, spare: str | Path) -> str:
     "A folder that every contender can load `model` from: its own, else `spare`, written now."
     config = Path(model.name_or_path)/'config.json'
-    if config.is_file() and 'quantization_config' not in json.loads(config.read_text()): return str(config.parent)
+    if config.is_file() and 'quantization_config' not in json.loads(config.read_text(encoding='utf-8')): return str(config.parent)
     model.save_pretrained(spare)
     if tokenizer: tokenizer.save_pretrained(spare)
     return str(spare)
@@ -505,6 +505,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(text, flush=True)
     about = dict(machine=here, model=setup.model, scale=args.scale, command=['batchlab', 'bench', *(sys.argv[1:] if argv is None else argv)])
-    if args.json: Path(args.json).write_text(json.dumps(about | report, indent=1))
+    if args.json: Path(args.json).write_text(json.dumps(about | report, indent=1), encoding='utf-8')
     if args.svg and picture: picture.save(args.svg)
     return 0

@@ -624,7 +624,7 @@ def job_of(runner: BatchRunner, batch: dict[str, Any]) -> BatchJob:
     "The job that answers the lines of `batch`."
     output, errors = runner.store.paths(batch['id'])
     return BatchJob(runner.store.files.path(batch['input_file_id']), output, errors, form='batch', look_ahead=runner.look_ahead,
-                    model_name=runner.model_name, say=log.debug, use_tqdm=False, id=batch['id'], endpoint=batch['endpoint'],
+                    model_name=runner.model_name, say=log.debug, any_model=True, use_tqdm=False, id=batch['id'], endpoint=batch['endpoint'],
                     ends=lambda: end_of(runner, batch), run_of=runner.workers.run_of if runner.workers else LiveRun)
 
 def run_lines(runner: BatchRunner, job: BatchJob) -> bool:

@@ -10,20 +10,19 @@ __all__ = ['NO_TALK', 'JobLine', 'digest_of', 'parse_line']
 
 # %% ../../nbs/40_openai.ipynb #ob000003
 import csv, hashlib, itertools, json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..params import SamplingParams
 from . import openai
-from .formats import LONGEST_LINE, Raw, read_raw
+from .formats import LONGEST_LINE, Raw
 from .openai import (ALIASES, DROPPED, BadRequest, answer_body, as_messages, choice_of, custom_id_of, endpoint_of, error_body,
                                   is_setting, keys_beside, one_prompt, parse_body, request_params, sampling_options, take, usage_of)
 from .pooling_api import POOLING_KINDS, PoolingRequest, TextsOutput, check_finite, encoded, parse_pooling, pooling_body, texts_usage
-from .tables import ANSWER, CHAT_OPTIONS, OPTIONAL, TABLES, BadRow, Row, _encode, file_kind, is_missing, plain_value
+from .tables import ANSWER, CHAT_OPTIONS, OPTIONAL, BadRow, Row, _encode, is_missing, plain_value
 from .toolcalls import ToolChoice, ToolFormat, format_of, parse_answer, take_tools
 
 if TYPE_CHECKING: from batchlab.outputs import RequestOutput
@@ -83,7 +82,9 @@ _strict = json.JSONDecoder(parse_constant=_no_constant).decode      # json.loads
 def json_object(raw: bytes, strict: bool = True) -> dict[str, Any]:
     "The dict that the bytes `raw` stand for. `strict`: without NaN. Raises `BadRequest`."
     try: d = (_strict if strict else json.loads)(raw.decode('utf-8-sig'))
-    except UnicodeDecodeError as e: raise BadRequest(f'not UTF-8 (byte 0x{raw[e.start]:02x} at position {e.start})') from None
+    except UnicodeDecodeError as e:
+        wide = ', and looks like UTF-16: give encoding (--encoding utf-16)' if raw[:2] in (b'\xff\xfe', b'\xfe\xff') else ''
+        raise BadRequest(f'not UTF-8 (byte 0x{raw[e.start]:02x} at position {e.start}){wide}') from None
     except RecursionError: raise BadRequest('nested too deeply') from None
     except ValueError as e: raise BadRequest(f'not JSON ({e})') from None
     if isinstance(d, dict): return d
@@ -188,7 +189,7 @@ def row_line(line: JobLine, row: Row, chat: bool = False) -> None:
     elif isinstance(prompt, (str, list)): line.prompt = prompt
     else: raise BadRequest(f'the prompt must be text, got {prompt!r:.60}')
     try: f'{prompt}{custom_id}{messages}{system}{given}'.encode()
-    except UnicodeEncodeError: raise BadRequest('not UTF-8') from None
+    except UnicodeEncodeError: raise BadRequest('not UTF-8: give its encoding, such as cp1252 (--encoding)') from None
     if given: plain_settings(line, dict(given), chat)
 
 # %% ../../nbs/40_openai.ipynb #ob000016
@@ -307,10 +308,11 @@ def failure_of(line: JobLine, code: str, message: str) -> dict[str, Any]:
     return dict(id=line.key, custom_id=line.ids.get('custom_id'), response=response, error=error)
 
 # %% ../../nbs/40_openai.ipynb #ob000048
-def guess_form(name: str | Path, default: str = 'batch') -> str:
-    "'plain' if file `name` is a table or text, or JSONL whose first good line has a prompt or messages; 'batch' if that is of the Batch API; else `default`."
-    if file_kind(name) in {*TABLES, 'txt'}: return 'plain'
-    for _, raw in itertools.islice(read_raw(name), 100):
+def guess_form(rows: Iterable[tuple[int, Raw]], default: str = 'batch') -> str:
+    """'plain' if the first good line of JSONL has a prompt or messages, 'batch' if it is of the Batch API, else `default`.
+
+    `rows`: what `read_raw` gives."""
+    for _, raw in itertools.islice(rows, 100):
         assert isinstance(raw, bytes)
         with suppress(BadRequest):
             if form := form_of_keys(json_object(raw, strict=False)): return form

@@ -15,7 +15,7 @@ from typing import Any
 from .. import __version__
 from ..async_llm import AsyncLLM
 from ..errors import BatchlabError, EngineError, JobError
-from ..inputs import prompt_ids_of
+from ..inputs import encode_text, prompt_ids_of
 from ..llm import LLM
 from ..lora import adapter_named, adapter_names, check_modules
 from ..outputs import RequestOutput
@@ -376,13 +376,12 @@ class Api:
                        if (v := take(d, k, t, None, 'true or false' if t is bool else 'an object')) is not None}
         elif prompt is None: raise BadRequest('prompt must be a string, got null', param='prompt')
         if d: raise BadRequest(f'unknown key {min(d)!r:.60}: leave it out', param=min(d))
-        ids = await self._in_queuer(lambda: self._ids(prompt, special is not False))
+        ids = await self._in_queuer(lambda: self._ids(prompt, special is not False), prompt)
         more = dict(token_strs=self.llm.llm.get_tokenizer().convert_ids_to_tokens(ids)) if strings else {}
         return json_response(dict(count=len(ids), max_model_len=self.llm.llm.max_model_len, tokens=ids, **more))
 
     def _ids(self, prompt: Any, special: bool) -> list[int]:
-        from batchlab.models import encode
-        if isinstance(prompt, str): return encode(self.llm.llm.tokenizer, prompt, special)
+        if isinstance(prompt, str): return encode_text(self.llm.llm.tokenizer, prompt, special)
         return prompt_ids_of(self.llm.llm.model, self.llm.llm.tokenizer, prompt, True)[1]
 
     async def detokenize(self, request: Request) -> Response:
@@ -393,9 +392,9 @@ class Api:
             raise BadRequest(f'tokens must be a list of token ids from 0 to {most - 1:,}', param='tokens')
         return json_response(dict(prompt=await self._in_queuer(lambda: self.decode(ids))))
 
-    async def _in_queuer(self, work: Callable[[], Any]) -> Any:
-        "What `work` gives in the thread that has the tokenizer. Raises `BadRequest`."
-        try: return await asyncio.wrap_future(self.llm.queuer.submit(work))
+    async def _in_queuer(self, work: Callable[[], Any], prompt: Any = None) -> Any:
+        "What `work` gives in the thread that tokenises `prompt`. Raises `BadRequest`."
+        try: return await asyncio.wrap_future(self.llm.queuer_for(prompt).submit(work))
         except BatchlabError as e: raise BadRequest(str(e)) from None
 
     async def tokenizer(self) -> Response:
