@@ -563,13 +563,13 @@ def _check_rows(s: Scheduler, plan: StepPlan) -> None:
     for r, row in rows.items():
         assert row.start == r.num_computed_tokens and 1 <= row.n_tokens <= r.num_pending, 'not the positions it needs'
     late = sum(row.n_tokens for r, row in rows.items() if r.preemptible)
-    held = s.allowance is not None and not s.barrier
-    assert all(r in rows for r in s.running if _decodes(r) and not (held and r.preemptible)), 'a decoding request is left out'
-    assert not held or late <= s.allowance or not s.chunked, 'more than preemptible requests are allowed'
+    most = math.inf if s.allowance is None or s.barrier else s.allowance
+    assert all(r in rows for r in s.running if _decodes(r) and not (r.preemptible and most < math.inf)), 'a decoding request is left out'
+    assert late <= most or not s.chunked, 'preemptible requests have more than they are allowed'
     if s.chunked:
         assert plan.num_tokens <= s.max_num_batched_tokens, 'over budget'
         wait = sum(r.num_pending for r in s.running if r.preemptible)
-        wanted = sum(r.num_pending for r in s.running if not r.preemptible) + (min(wait, s.allowance) if held else wait)
+        wanted = sum(r.num_pending for r in s.running if not r.preemptible) + min(wait, most)
         assert plan.preempted or plan.num_tokens == min(wanted, s.max_num_batched_tokens), 'some of the budget is unused'
     elif not s.barrier: assert plan.num_tokens <= s.max_num_batched_tokens or len(rows) == 1, 'over budget in company'
 

@@ -34,7 +34,7 @@ def ask(i, **body):
     return dict(custom_id=f'r{i}', method='POST', url=URL, body=body)
 
 def chat(i, **body):
-    body = dict(model='gpt-4o-mini', messages=[dict(role='user', content=f'What is {i}?')], max_tokens=2 + i % 4, temperature=0) | body
+    body = dict(model='tiny', messages=[dict(role='user', content=f'What is {i}?')], max_tokens=2 + i % 4, temperature=0) | body
     return dict(custom_id=f'r{i}', method='POST', url='/v1/chat/completions', body=body)
 
 def jsonl(lines): return ''.join((s if isinstance(s, str) else json.dumps(s)) + '\n' for s in lines).encode()
@@ -192,6 +192,38 @@ def test_bad_lines_fail_alone(server):
     failed = {int(r['id'].split('_')[2]): r['error']['code'] for r in server.records(done['error_file_id'])}
     assert failed == {2: 'invalid_request', 4: 'duplicate_custom_id', 5: 'invalid_request', 6: 'invalid_request', 8: 'context_length_exceeded'}
 
+
+def test_a_line_for_a_model_that_is_not_here_fails(tmp_path):
+    lines = [ask(0), ask(1, model='tiny'), ask(2, model='gpt-4o-mini'), ask(3, model='also-tiny'), ask(4, model='')]
+    with serving(tmp_path/'a') as server:
+        server.runner.others = {'also-tiny'}
+        done = server.wait(server.runner.create(wish(server.upload(lines)))['id'])
+        assert server.texts(done) == alone([lines[0], lines[1], lines[3]])
+        failed = {r['custom_id']: (r['error']['code'], r['response']['status_code']) for r in server.records(done['error_file_id'])}
+        assert failed == dict(r2=('model_not_found', 404), r4=('model_not_found', 404))
+        assert not any('any' in r['error']['message'] for r in server.records(done['error_file_id']))           # no word of options of a command
+    with serving(tmp_path/'b', fail_whole=True) as server:
+        done = server.wait(server.runner.create(wish(server.upload(lines)))['id'])
+        assert done['status'] == 'failed' and [(e['line'], e['code']) for e in done['errors']['data']] == [(n, 'model_not_found') for n in (3, 4, 5)]
+
+def test_lines_stop_at_the_signal_and_not_after_the_drain(tmp_path, monkeypatch):
+    import asyncio
+    from batchlab.work.server import Server as HTTP, create_app
+    own = model()
+    runner = BatchRunner(store := BatchStore(tmp_path), own, 'tiny').start()
+    batch = runner.create(wish(store.files.create('x', jsonl(long()))))
+    while runner.show(store.get(batch['id']))['request_counts']['completed'] < 5: time.sleep(.005)
+    server, seen = HTTP(create_app(own, 'tiny', batches=runner)), []
+    async def drain(*_):
+        for _ in range(6000):
+            if runner.thread is None: return seen.append([k for k in own.groups if k.startswith('batch_req')])
+            await asyncio.sleep(.01)
+    monkeypatch.setattr(uvicorn.Server, 'shutdown', drain)
+    asyncio.run(server.shutdown())
+    assert seen == [[]] and own.thread is not None                          # no line is left, and the engine goes on
+    assert store.get(batch['id'])['status'] == 'in_progress'
+    own.stop(drain=False)
+    store.close()
 
 def test_fail_whole(tmp_path):
     with serving(tmp_path, fail_whole=True) as server:
@@ -624,16 +656,16 @@ def test_the_pace_of_lines_follows_what_steps_take(fixed, each):
     cost = lambda n, i=0: fixed + each * n
     pace = Pace()
     alone = paced(pace, 0, 100, cost)
-    assert all(seconds <= 4.5 * cost(1) for _, seconds in alone) and all(p >= 1 for p, _ in alone)
-    assert alone[-1][0] == 64 or alone[-1][1] > 3 * cost(1)
+    assert all(seconds <= 3.5 * cost(1) for _, seconds in alone) and all(p >= 1 for p, _ in alone)
+    assert max(alone[-20:]) >= (64, 0) or max(alone[-20:])[1] > 2.4 * cost(1)
     assert paced(pace, 1, 1, cost)[0][0] == 0                             # who comes has the first step alone
     for streams in (1, 4, 1):
         beside, idle = paced(pace, streams, 200, cost), cost(streams)
         late = beside[100:]
         assert sum(s for _, s in late) <= 2 * idle * len(late) and sum(p for p, _ in late) > 0
         best = max([p for p in range(65) if cost(streams + p) <= 1.7 * idle])
-        assert sum(p for p, _ in late) >= .6 * len(late) * max(1, best)
-    assert all(seconds <= 4.5 * cost(1) for _, seconds in paced(pace, 0, 100, cost))
+        assert sum(p for p, _ in late) >= .4 * len(late) * max(1, best)
+    assert all(seconds <= 3.5 * cost(1) for _, seconds in paced(pace, 0, 100, cost))
 
 def test_the_pace_forgets_one_slow_step_and_learns_a_slower_machine():
     cost = lambda n, i=0: .0075 + .00035 * n

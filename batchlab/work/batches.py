@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import errno, json, logging, os, re, sqlite3, threading, time, uuid
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, Self
 
@@ -21,7 +21,7 @@ from .jobs import Job, LocalRun, Run
 from .journal import Ledgerbook, Outbox, drop_side, recover_answers, side_of
 from .lines import JobLine, ParamsCache, failure_of, json_object
 from .openai import URLS, BadRequest, endpoint_of, error_body
-from .runner import Admitted, LineRunner, name_of
+from .runner import Admitted, LineRunner, ModelNames, name_of
 
 if TYPE_CHECKING:      # looking at files needs no torch
     from batchlab.llm import LLM
@@ -475,9 +475,10 @@ class ExpiredRun(Run):
 # %% ../../nbs/42_batches.ipynb #b20f13c3
 @dataclass
 class BatchJob(Job):
-    "The `Job` of batch `id`. `ends`: says why it is to end early, or None. `run_of`: makes the run, which may be one elsewhere."
+    "The `Job` of batch `id`. `others`: further names of the model. `ends`: says why it is to end early, or None. `run_of`: makes the run, which may be elsewhere."
     id: str = ''
     endpoint: str = ''
+    others: Collection[str] = ()
     ends: Callable[[], str | None] = lambda: None
     run_of: Callable[[BatchJob, Any, Ledgerbook, Outbox], Run] = LiveRun
 
@@ -493,7 +494,16 @@ class BatchJob(Job):
     def settings(self) -> dict[str, Any]:
         return super().settings() | dict(error_file=Path(str(self.error_file)).name)      # the folder may move
 
-    def begin(self, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run: return self.run_of(self, llm, book, outbox)
+    def model_names(self, llm: Any) -> ModelNames:
+        "Which models its lines may ask for: no others, as online."
+        found = ModelNames.of(llm, self.model_name, None)
+        return replace(found, names=[*found.names, *self.others])
+
+    def begin(self, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run:
+        run = self.run_of(self, llm, book, outbox)
+        run.names = self.model_names(llm)
+        return run
+
 
 # %% ../../nbs/42_batches.ipynb #b27b7b2f
 class Workers(Protocol):
@@ -515,6 +525,7 @@ class BatchRunner:
         self.store, self.llm, self.fail_whole, self.look_ahead, self.workers = store, llm, fail_whole, look_ahead, workers
         self.model_name = model_name or name_of(llm.model)
         self.changed, self.stopping = threading.Condition(), False
+        self.others: Collection[str] = ()                                 # further names of the model, that lines may ask for
         self.thread: threading.Thread | None = None
         self.job: BatchJob | None = None                                  # that runs now
         self.cancelled: set[str] = set()
@@ -595,10 +606,11 @@ def failure_errors(e: Exception, folder: Path) -> dict[str, Any]:
     text = str(e).replace(f'{folder}{os.sep}', '').replace('this job', 'this batch').partition(': give another output')[0]
     return errors_of(dict(code='server_error', message=text))
 
-def check_lines(job: BatchJob) -> tuple[int, list[dict[str, Any]]]:
-    "How many lines `job` has, and the errors of the first hundred that can't be read."
-    total, found, params = 0, [], ParamsCache()
+def check_lines(job: BatchJob, llm: Any) -> tuple[int, list[dict[str, Any]]]:
+    "How many lines `job` has, and the errors of the first hundred that can't be read, or ask for a model that `llm` is not."
+    total, found, params, names = 0, [], ParamsCache(), job.model_names(llm)
     for total, line in enumerate(job.lines(Ledgerbook()), 1):
+        names.check(line)
         if not line.failure:
             try: params.of(line)
             except ValueError as e: line.failure = getattr(e, 'code', 'invalid_request'), str(e)
@@ -607,7 +619,7 @@ def check_lines(job: BatchJob) -> tuple[int, list[dict[str, Any]]]:
 
 def validate(runner: BatchRunner, job: BatchJob) -> str:
     "Look at the lines of `job`, and let its batch begin or fail: the state it has then."
-    total, found = check_lines(job) if runner.fail_whole else (sum(1 for _ in job.raw()), [])
+    total, found = check_lines(job, runner.llm) if runner.fail_whole else (sum(1 for _ in job.raw()), [])
     if not total: found = [dict(code='empty_file', message='the file has no requests in it: upload one with a request in each line')]
     if found: return runner.store.end(job.id, 'failed', errors=errors_of(*found))['status']
     counts = dict(total=total, completed=0, failed=0)
@@ -624,7 +636,7 @@ def job_of(runner: BatchRunner, batch: dict[str, Any]) -> BatchJob:
     "The job that answers the lines of `batch`."
     output, errors = runner.store.paths(batch['id'])
     return BatchJob(runner.store.files.path(batch['input_file_id']), output, errors, form='batch', look_ahead=runner.look_ahead,
-                    model_name=runner.model_name, say=log.debug, any_model=True, use_tqdm=False, id=batch['id'], endpoint=batch['endpoint'],
+                    model_name=runner.model_name, say=log.debug, use_tqdm=False, others=runner.others, id=batch['id'], endpoint=batch['endpoint'],
                     ends=lambda: end_of(runner, batch), run_of=runner.workers.run_of if runner.workers else LiveRun)
 
 def run_lines(runner: BatchRunner, job: BatchJob) -> bool:
