@@ -13,12 +13,12 @@ __all__ = []
 class Pace:
     """How many positions of a step preemptible requests may have, by what the steps before took.
 
-    `beside`, `alone`: a step with them takes so many times what one takes without, where others run and where none does. `every`: of so
+    `beside`, `alone`: a step with them takes so many times what one takes without, where others run and where none does; there they have `least` at least. `every`: of so
     many steps one is without them, or with one position of them alone. `base`: seconds of a step without them, or with one position; None if not known yet."""
-    def __init__(self, beside: float = 1.7, alone: float = 3., every: int = 16) -> None:
-        self.factors, self.every = {True: beside, False: alone}, every
+    def __init__(self, beside: float = 1.7, alone: float = 3., least: int = 32, every: int = 16) -> None:
+        self.factors, self.least, self.every = {True: beside, False: alone}, {True: 1, False: least}, every
         self.base: float | None = None
-        self.positions = {True: 4., False: 4.}                           # beside others, and alone
+        self.positions = {True: 4., False: float(least)}                           # beside others, and alone
         self.others, self.since = False, 0                                # whether others are there; steps since one without
         self.now = 1
 
@@ -41,4 +41,4 @@ class Pace:
         elif self.base is not None:
             free, took = self.base * (self.factors[others > 0] - 1), max(seconds - self.base, 1e-9)
             known, change = self.positions[others > 0], min(1.1, max(2 / 3, free / took))
-            if change < 1 or positions >= self.now: self.positions[others > 0] = min(max(known * change, 1.), 2. ** 20)
+            if change < 1 or positions >= self.now: self.positions[others > 0] = min(max(known * change, self.least[others > 0]), 2. ** 20)

@@ -20,6 +20,7 @@ from .prefill import check_prompt
 from .params import SamplingParams
 from .pooled import PoolingRequestOutput
 from .sampling import SamplingRow, probabilities, processed_logits, reported_logits, sample
+from .tokens import vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -249,10 +250,10 @@ def check_tokens(a: Answer, row: SamplingRow, start: int, alone: Alone, us: Sequ
     for t in differ: pairs[t] = torch.tensor([want[t] or 0, ids[t]])
     apart = lambda x: x.gather(1, pairs).diff()[:, 0]
     limit = alone.tolerances(apart).tolist() if tolerance is None else [tolerance] * len(ids)
-    tokenizer: Any = a.llm.tokenizer
-    text = lambda i: tokenizer.decode([i or 0], clean_up_tokenization_spaces=False)
+    tokenizer = a.llm.tokenizer
+    def text(i: int | None) -> str: return '' if tokenizer is None else vocabulary_of(tokenizer).text(i or 0)
     return [a.divergence(start + t, ids[t], want[t], gap_to(logits[t], rows[t], ids[t], want[t], us[t]), limit[t],
-                         texts=tokenizer and (text(ids[t]), text(want[t]))) for t in differ]
+                         texts=None if tokenizer is None else (text(ids[t]), text(want[t]))) for t in differ]
 
 # %% ../nbs/16_verify.ipynb #2eb405f8
 def check_answer(llm: LLM, out: RequestOutput, completion: CompletionOutput, tolerance: float | None = None,

@@ -35,7 +35,7 @@ class OneLineParser(argparse.ArgumentParser):
         form = GUIDED.get(flag.lstrip('-').replace('-', '_'), 'json' if flag in ('--json', '--json-schema', '--response-format') else None)
         if form and '--structured-outputs' in self._option_string_actions: return f""": give --structured-outputs '{{"{form}": …}}'"""
         same = '--' + WORKS.get(flag.lstrip('-').replace('-', '_'), '').replace('_', '-')
-        near = [same] if same in self._option_string_actions else difflib.get_close_matches(flag, self._option_string_actions, 1)
+        near = [same] if same in self._option_string_actions else difflib.get_close_matches(flag, self._option_string_actions, 1, .75)
         return f', did you mean {near[0]}?' if near else ''
 
     def spell(self, option: Option) -> str:
