@@ -30,7 +30,7 @@ from .inputs import (as_list, chat_options, check_bar, check_forms, is_pooling, 
 from .ledger import Ledger
 from .loop import BackgroundLoop, Delivery, EngineSet
 from .lora import Adapters, LoRACalls, check_folders, check_modules, open_for, plan_adapters, put_adapter
-from .models import check_template, eos_token_ids, max_model_len, pad_token_id, with_template
+from .models import check_template, eos_token_ids, hush, max_model_len, pad_token_id, with_template
 from .names import by_any_name, read_call, read_engine, read_plain_call
 from .outputs import MemoryPlan, Outputs, RequestGroup, RequestOutput, Score, Stats, StreamEvent
 from .params import BeamSearchParams, check_logprobs_mode, read_beam_call
@@ -150,6 +150,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         self.source: tuple[Any, ...] = model if self.own else None, tokenizer, dtype, device
         self.model, self.tokenizer = model_and_tokenizer(model, tokenizer, dtype, device)
         self.tokenizer = with_template(self.tokenizer, template)
+        if self.tokenizer is not None and self.tokenizer is not tokenizer: hush(self.tokenizer)      # no object of the caller's
         self.grammars: Any = None                              # made when a request first asks for structured outputs
         self.eos_ids: frozenset[int] = frozenset()
         self.read_model()
@@ -477,7 +478,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
             if not bar.disable: say()
         outs = Outputs(done[i] for i in range(len(prompts)))
         log_failures(outs)
-        if verify: self.verify(outs)
+        if verify: outs.report = self.verify(outs)
         return outs
 
 __getattr__ = renamed(__name__, {'make_engine': 'loop.make_engine', 'NoBackend': 'attention.TorchBackend',

@@ -31,7 +31,7 @@ __getattr__ = renamed(__name__, dict.fromkeys(
     'SpecialTokenError'.split(), 'errors.ModelError'))
 
 # %% auto #0
-__all__ = ['log', 'encode', 'max_model_len', 'eos_token_ids', 'pad_token_id', 'start_token_id', 'DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TINY_ARCHS', 'tiny_gguf', 'tiny_model', 'tiny_tokenizer', 'resolve_device', 'resolve_dtype', 'cache_dir', 'cpu_has_fast_bf16', 'BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError', 'UnsupportedModelError', 'ROLES', 'load_model', 'text_of', 'half_character', 'bad_message', 'unknown_role', 'template_text', 'check_template', 'with_template', 'encode_chat']
+__all__ = ['log', 'encode', 'max_model_len', 'eos_token_ids', 'pad_token_id', 'start_token_id', 'DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TINY_ARCHS', 'tiny_gguf', 'tiny_model', 'tiny_tokenizer', 'resolve_device', 'resolve_dtype', 'cache_dir', 'cpu_has_fast_bf16', 'BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError', 'UnsupportedModelError', 'ROLES', 'load_model', 'text_of', 'half_character', 'bad_message', 'unknown_role', 'template_text', 'check_template', 'with_template', 'hush', 'encode_chat']
 
 # %% ../nbs/01_models.ipynb #7435f647
 def _need_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
@@ -159,6 +159,11 @@ def with_template(tokenizer: PreTrainedTokenizerBase | None, template: str | Non
     tokenizer = copy.copy(_need_tokenizer(tokenizer))
     tokenizer.chat_template = template
     return tokenizer
+
+def hush(tokenizer: PreTrainedTokenizerBase) -> None:
+    "Have `tokenizer` not warn of a text that is longer than its model takes: that is refused, or cut."
+    told = 'sequence-length-is-longer-than-the-specified-maximum'
+    tokenizer.deprecation_warnings = {**getattr(tokenizer, 'deprecation_warnings', {}), told: True}
 
 # %% ../nbs/70_models.ipynb #chat0002
 def encode_chat(tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Mapping[str, Any]], chat_template: Any = None,

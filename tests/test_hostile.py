@@ -196,11 +196,16 @@ def test_two_lengths_of_a_body_end_the_connection(s):
 @pytest.mark.parametrize('stream', [False, True])
 def test_who_only_stops_sending_is_answered(s, stream):
     "Two requests, the second of which waits for the first: both are whole, and the connection ends after them."
-    ask = dict(prompt='Once', max_tokens=20, ignore_eos=True, stream=stream)
-    with connect(s) as c:
-        c.sendall(post(ask) + post(ask))
-        c.shutdown(socket.SHUT_WR)
-        got = read_all(c)
+    ask, llm = dict(prompt='Once', max_tokens=20, ignore_eos=True, stream=stream), s.llm
+    llm.start().pause()
+    try:
+        with connect(s) as c:
+            c.sendall(post(ask) + post(ask))
+            c.shutdown(socket.SHUT_WR)
+            until(lambda: any(getattr(x, 'ended', False) for x in list(s.server_state.connections)))
+            llm.resume()
+            got = read_all(c)
+    finally: llm.resume()
     assert got.count(b'HTTP/1.1 200 OK') == 2
     if stream: assert got.count(b'[DONE]') == 2
     else: assert [json.loads(body)['usage']['completion_tokens'] for status, body in answers(got)] == [20, 20]

@@ -638,7 +638,7 @@ def test_a_signal_ends_what_is_not_done_in_time(sig):
         p.send_signal(getattr(signal, sig))
         with pytest.raises(openai.APIError, match='the server is stopping'): list(stream)
         assert p.wait(100) == 0
-    assert [x for x in lines[1:] if 'POST' not in x and 'GET' not in x] == []
+    assert [x for x in lines[1:] if 'POST' not in x and 'GET' not in x] == ['batchlab: stopping: 1 answers under way have 0 s to end\n', 'batchlab: stopped\n']
 
 
 @posix
@@ -755,3 +755,13 @@ def test_a_model_that_is_none_names_those_that_there_are(s, web, monkeypatch):
     monkeypatch.setattr('batchlab.work.server.adapter_names', lambda llm: ['pirate', 'poet'])
     r = web.post('/v1/completions', json=dict(prompt='a', model='pirat'))
     assert r.status_code == 404 and "this server has 'tiny', and with adapters 'pirate', 'poet'" in r.json()['error']['message']
+
+
+def test_what_the_command_takes():
+    from batchlab.errors import JobError
+    from batchlab.work.flags import parse_args
+    assert parse_args(['serve', 'a/model', '--port', '0']).model == parse_args(['serve', '--model', 'a/model']).model == 'a/model' and parse_args(['serve']).model is None
+    assert parse_args(['serve', '--allowed-origins', 'https://a.example/,http://b.example:5173']).allowed_origins == ['https://a.example', 'http://b.example:5173']
+    assert parse_args(['serve', '--allowed-origins', '["*"]']).allowed_origins == ['*'] and parse_args(['serve']).allowed_origins == []
+    for argv, words in ((['a/model', '--model', 'b'], 'give one of them'), (['--allowed-origins', 'a.example'], 'expected origins'), (['--allowed-origins', 'https://a.example/x'], 'without a path')):
+        with pytest.raises(JobError, match=words): parse_args(['serve', *argv])

@@ -26,7 +26,7 @@ from .journal import (AnswerFile, Ledgerbook, Outbox, StandardOutput, drop_side,
 from .lines import DEFAULTS, NO_TALK, JobLine, ParamsCache, Postprocess, digest_of, guess_form, parse_line
 from .openai import BadRequest
 from .pooling_api import PoolingRequest, TextsGroup
-from .runner import Admitted, LineRunner, ModelNames, Remarks, admit_line, good_order, model_digest, name_of
+from .runner import Admitted, LineRunner, ModelNames, Remarks, admit_line, good_order, model_digest
 from .tables import SETTINGS_REMARK, TABLES, Columns, TableFile, TextForm, check_input, check_output, file_kind, need_parquet
 
 if TYPE_CHECKING:      # a dry run needs no torch

@@ -703,8 +703,9 @@ class Connection(H11Protocol):
 
     def eof_received(self) -> bool | None:  # pyright: ignore[reportIncompatibleMethodOverride]    as asyncio has it
         """The client sends no more. It may have left, or have closed its own direction alone, and then it gets its answer: which of the two, only
-        sending tells, and HTTP/1.1 has a message for it."""
-        if self.cycle is None or self.cycle.response_complete or self.cycle.more_body or self.scope['http_version'] != '1.1': return None
+        sending tells, and HTTP/1.1 has a message for it before an answer begins. Later who sends no more has left."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_started or cycle.more_body or self.scope['http_version'] != '1.1': return None
         self.ended = True
         self.probe(.02)
         return True                                                       # stay open
@@ -747,12 +748,13 @@ def url_of(sock: socket.socket) -> str:
 class Server(uvicorn.Server):
     """Serves an app of `create_app`. The first SIGINT or SIGTERM stops it when all is answered, or `drain` seconds later; a second one at once.
 
-    `ready()` is called when it listens. `connections`: how many it holds (`room_for`, if None), beyond which clients are told to come back.
+    `ready()` is called when it listens, and `say` gets a line when it stops. `connections`: how many it holds (`room_for`, if None), beyond which clients are told to come back.
     `patience`: seconds that a connection may stand still, `Connection.check`."""
-    def __init__(self, app: FastAPI, drain: float = 30, ready: Callable[[], object] | None = None, connections: int | None = None, patience: float = PATIENCE) -> None:
+    def __init__(self, app: FastAPI, drain: float = 30, ready: Callable[[], object] | None = None, connections: int | None = None, patience: float = PATIENCE,
+                 say: Callable[[str], object] | None = None) -> None:
         super().__init__(uvicorn.Config(app, http=Connection, ws='none', log_config=None, access_log=False, lifespan='on', timeout_graceful_shutdown=math.ceil(drain) + 5,
                                         server_header=False, timeout_keep_alive=20, limit_concurrency=connections or room_for(), backlog=ACCEPTS))
-        self.api, self.drain, self.ready, self.patience = app.state.api, drain, ready, patience
+        self.api, self.drain, self.ready, self.patience, self.say = app.state.api, drain, ready, patience, say
         self.batches: BatchRunner | None = app.state.batches
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -770,6 +772,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         "Let what is under way end, but for the lines of batches, which stop now; what has not ended `drain` seconds later is told so."
         self.api.draining = True
+        if self.say: self.say(f'stopping: {self.api.pending:,} answers under way have {self.drain:g} s to end' if self.api.pending else 'stopping')
         lines = asyncio.ensure_future(asyncio.to_thread(self.batches.stop)) if self.batches else None
         timer = asyncio.get_running_loop().call_later(self.drain, self.end_all)
         try: await super().shutdown(sockets)
