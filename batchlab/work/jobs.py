@@ -734,6 +734,6 @@ def plan_with_model(lines: Iterable[JobLine], llm: LLM, given: dict[str, Any] | 
     text = [ids for ids, pooling in some if pooling is None]
     if calibrate and text: p.prompt_rates, p.output_rates, p.tried = rates(llm, text)
     elif calibrate: p.prompt_rates, p.tried = reading_rates(llm, some)
-    from ..advice import advise, try_int8
+    from batchlab.advice import advise, try_int8
     p.advice = advise(llm, p.requests, p.longest, alike / p.prompt_tokens) + try_int8(llm)
     return p
