@@ -145,6 +145,39 @@ def read_file(name: str, chat: bool = False, system: str | None = None, adapters
     if unknown: note(f"{shown}: keys without meaning here, ignored: {', '.join(sorted(unknown))}")
     return lines
 
+# %% ../nbs/43_cli.ipynb #3ecad304
+@contextlib.contextmanager
+def input_file(name: str, stdin: IO[bytes] | None = None, text: bool = False, form: str | None = None) -> Iterator[str]:
+    """Give `name`; if that is `-`, or a pipe, the name of a temporary file with all that it says, while the context lasts.
+
+    `text`: what does not begin as JSON has one text a line. `form`: as `Job` has it. Raises `JobError` if there is nothing."""
+    import shutil, tempfile
+    if name != '-' and (os.path.isfile(name) or os.path.isdir(name) or not os.path.exists(name)): yield name
+    else:
+        with tempfile.TemporaryDirectory(prefix='batchlab-') as folder:
+            path = Path(folder)/('standard-input' if name == '-' else Path(name).name)
+            with path.open('wb') as f:
+                if name == '-': shutil.copyfileobj(stdin or sys.stdin.buffer, f)
+                else:
+                    with open(name, 'rb') as pipe: shutil.copyfileobj(pipe, f)
+            if not path.stat().st_size: raise JobError(f"{'standard input' if name == '-' else name} is empty: no request came through it")
+            yield str(path.rename(f'{path}{kind_in(path, text, form)}'))
+
+def kind_in(path: Path, text: bool, form: str | None) -> str:
+    "How the name of file `path`, the content of a pipe, should end, by its own name or its first bytes. Raises `JobError`."
+    from batchlab.work.tables import KINDS, OPENERS
+    with path.open('rb') as f: start = f.read(2**10)
+    packed = next((end for end, mark in {'.gz': b'\x1f\x8b', '.bz2': b'BZh', '.xz': b'\xfd7zXZ'}.items() if start.startswith(mark)), '')
+    if {s.lower() for s in path.suffixes} & {*KINDS, *OPENERS}: return ''
+    if start.startswith(b'PAR1'): return '.parquet'
+    if packed:
+        with OPENERS[packed](path, 'rb') as f: start = f.read(2**10)
+    bare = start.removeprefix(b'\xef\xbb\xbf').lstrip()
+    if bare[:1] == b'[' and form is None: return f'.json{packed}'
+    if bare[:1] == b'{' or form: return f'.jsonl{packed}'
+    if text: return f'.txt{packed}'
+    raise JobError('the input begins neither as JSON nor as Parquet: say with --format csv, tsv or txt what it is')
+
 # %% ../nbs/43_cli.ipynb #e485235a
 def prepare(line: JobLine, args: argparse.Namespace, options: dict[str, Any]) -> None:
     "Give `line` its messages, which run instead of its prompt, and settings, `options` for what it leaves open; or a failure."
@@ -468,39 +501,6 @@ def job_of(args: argparse.Namespace) -> Job:
                model_name=Path(model).name if os.path.exists(model) else model, say=note,
                use_tqdm=False if note.as_json else None)
 
-# %% ../nbs/43_cli.ipynb #3ecad304
-@contextlib.contextmanager
-def input_file(name: str, stdin: IO[bytes] | None = None, text: bool = False, form: str | None = None) -> Iterator[str]:
-    """Give `name`; if that is `-`, or a pipe, the name of a temporary file with all that it says, while the context lasts.
-
-    `text`: what does not begin as JSON has one text a line. `form`: as `Job` has it. Raises `JobError` if there is nothing."""
-    import shutil, tempfile
-    if name != '-' and (os.path.isfile(name) or os.path.isdir(name) or not os.path.exists(name)): yield name
-    else:
-        with tempfile.TemporaryDirectory(prefix='batchlab-') as folder:
-            path = Path(folder)/('standard-input' if name == '-' else Path(name).name)
-            with path.open('wb') as f:
-                if name == '-': shutil.copyfileobj(stdin or sys.stdin.buffer, f)
-                else:
-                    with open(name, 'rb') as pipe: shutil.copyfileobj(pipe, f)
-            if not path.stat().st_size: raise JobError(f"{'standard input' if name == '-' else name} is empty: no request came through it")
-            yield str(path.rename(f'{path}{kind_in(path, text, form)}'))
-
-def kind_in(path: Path, text: bool, form: str | None) -> str:
-    "How the name of file `path`, the content of a pipe, should end, by its own name or its first bytes. Raises `JobError`."
-    from batchlab.work.tables import KINDS, OPENERS
-    with path.open('rb') as f: start = f.read(2**10)
-    packed = next((end for end, mark in {'.gz': b'\x1f\x8b', '.bz2': b'BZh', '.xz': b'\xfd7zXZ'}.items() if start.startswith(mark)), '')
-    if {s.lower() for s in path.suffixes} & {*KINDS, *OPENERS}: return ''
-    if start.startswith(b'PAR1'): return '.parquet'
-    if packed:
-        with OPENERS[packed](path, 'rb') as f: start = f.read(2**10)
-    bare = start.removeprefix(b'\xef\xbb\xbf').lstrip()
-    if bare[:1] == b'[' and form is None: return f'.json{packed}'
-    if bare[:1] == b'{' or form: return f'.jsonl{packed}'
-    if text: return f'.txt{packed}'
-    raise JobError('the input begins neither as JSON nor as Parquet: say with --format csv, tsv or txt what it is')
-
 # %% ../nbs/43_cli.ipynb #a5c18fe1
 def run_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab run`. Returns the exit status. Raises `BatchlabError`."
@@ -650,12 +650,13 @@ def serve(args: argparse.Namespace, llm: LLM | None = None) -> int:
         engine = AsyncLLM(llm or load_llm(args), max_pending=args.max_pending)
         alone = key is None and args.host in LOOPBACK
         app = create_app(engine, name, api_key=key, batches=batches_in(store, args, engine.llm, name, workers), others=[] if args.served_model_name else [model],
-                         routers=page_of(args, key), say=note if args.request_log else None, names=[socket.gethostname()] if alone else None)
-        server = Server(app, args.drain, lambda: note(f'{name} is served at {url}/v1'))
+                         routers=page_of(args, key), say=note if args.request_log else None, names=[socket.gethostname()] if alone else None, origins=args.allowed_origins)
+        server = Server(app, args.drain, lambda: note(f'{name} is served at {url}/v1'), say=note)
         server.run([sock])
         if server.force_exit:                       # the engine may be in the middle of a step: leave without waiting for it
             sys.stderr.flush()
             os._exit(130)
+    note('stopped')
     return 0
 
 # %% ../nbs/43_cli.ipynb #fd786c93

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'STRATEGIES', 'model_and_tokenizer', 'no_collection', 'check_causal', 'probe_model', 'probe_pooling', 'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory', 'Limits', 'choose_limits', 'check_strategy', 'check_compile', 'check_quantization', 'check_count', 'weights_digest', 'weights_version']
+__all__ = ['log', 'STRATEGIES', 'model_and_tokenizer', 'no_collection', 'check_causal', 'probe_model', 'probe_pooling', 'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory', 'Limits', 'choose_limits', 'check_strategy', 'check_compile', 'check_quantization', 'check_count', 'weights_digest', 'model_state']
 
 # %% ../nbs/73_recovery.ipynb #8ec2a59b
 import contextlib, gc, hashlib, logging
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 import psutil, torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .attention import StateProbe, TorchBackend, attention_override, layer_specs, probe_rows, sees_back_only
 from .backends import Backend, BackendOptions, select_backend
@@ -246,9 +247,47 @@ def weights_digest(model: PreTrainedModel) -> str:
         h.update(f'{name} {tuple(p.shape)} {p.dtype} {p.detach().reshape(-1)[:16].tolist()}'.encode())
     return h.hexdigest()
 
-def weights_version(model: PreTrainedModel) -> int:
-    "Changes whenever a weight of `model` is written in place or replaced."
-    def version(p: torch.Tensor) -> int:
-        try: return p._version
-        except RuntimeError: return 0                             # a tensor of inference mode: can't be written outside
-    return hash(tuple((p.data_ptr(), version(p)) for p in model.parameters()))
+def _sample(x: torch.Tensor) -> torch.Tensor:
+    "Up to 256 numbers of `x`, from all over it: `[n]`."
+    most = (256, 256, 16, 6)[x.dim()] if x.dim() < 4 else 4
+    return x[tuple(slice(None, None, -(-n // most) or 1) for n in x.shape)].reshape(-1)
+
+@torch.inference_mode()
+def _tensors_state(model: PreTrainedModel) -> int:
+    "A hash of where the weights and buffers of `model` lie, how often torch wrote them, and of a sample of each."
+    def version(x: torch.Tensor) -> int:
+        try: return x._version
+        except RuntimeError: return 0                             # a tensor of inference mode: torch doesn't count
+    tensors: dict[int, torch.Tensor] = {}
+    for m in model.modules():
+        moving = getattr(m, 'rope_type', None) in ('dynamic', 'longrope')      # such rotations write their frequencies as they run
+        own = *m._parameters.values(), *([] if moving else m._buffers.values())
+        tensors.update((id(x), x) for x in own if x is not None)
+    about = tuple((x.data_ptr(), version(x), x.shape, x.dtype) for x in tensors.values())
+    samples: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for x in tensors.values():
+        if x.device.type != 'meta': samples.setdefault((x.dtype, x.device), []).append(_sample(x))
+    values = (torch.cat(parts).cpu().view(torch.uint8).numpy().tobytes() for parts in samples.values())
+    return hash((about, *values))
+
+_BASE = {*nn.Module().__dict__, 'max_seq_len_cached'}             # what every module has, and what a rotation counts as it runs
+
+def _plain(x: Any) -> Any:
+    "`x` as something that can be hashed: numbers and texts, also inside of lists and dicts; functions by their address; None for the rest."
+    if isinstance(x, (bool, int, float, str, type(None))): return x
+    if isinstance(x, (list, tuple)): return tuple(map(_plain, x))
+    if isinstance(x, dict): return tuple((str(k), _plain(v)) for k, v in x.items())
+    if isinstance(x, (set, frozenset)): return tuple(sorted(map(str, x)))
+    return id(x) if callable(x) and not isinstance(x, nn.Module) else None
+
+def _module_state(m: nn.Module) -> tuple[Any, ...]:
+    hooks = *m._forward_hooks, '-', *m._forward_pre_hooks
+    return type(m), hooks, tuple((k, _plain(v)) for k, v in m.__dict__.items() if k not in _BASE)
+
+def model_state(model: PreTrainedModel) -> dict[str, int]:
+    "Hashes of the `weights`, `modules` and `config` of `model`, for this process: others after a change, see above."
+    from torch.nn.modules import module as of_all
+    everywhere = *of_all._global_forward_hooks, '-', *of_all._global_forward_pre_hooks
+    with attention_override(model):                                   # nobody else has it in hand: an engine in another thread
+        modules, weights = hash((everywhere, *map(_module_state, model.modules()))), _tensors_state(model)
+        return dict(weights=weights, modules=modules, config=hash(_plain(model.config.to_dict())))

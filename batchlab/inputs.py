@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .errors import BatchlabError, ModelError, ParamError, PromptError
 from .lengths import check_length
-from .models import bad_message, encode, encode_chat, start_token_id, template_text
+from .models import bad_message, encode, encode_chat, half_character, start_token_id, template_text
 from .names import is_setting, settings_of, whole_number, written
 from .outputs import RequestOutput
 from .pooled import PoolingParams
@@ -140,7 +140,9 @@ def settings_for(n: int, sampling_params: Any = None, priority: Any = None,
     "For each of `n` prompts `(SamplingParams or PoolingParams, priority, timeout, LoRARequest or None)`. Raises `ParamError`."
     def seconds(v: Any) -> float | None:
         "`v` as a float above 0, also of a number that is too large for one, or None."
-        return float(min(v, sys.float_info.max)) if isinstance(v, numbers.Real) and not isinstance(v, bool) and v > 0 else None
+        if isinstance(v, bool) or not isinstance(v, numbers.Real): return None
+        x: Any = v
+        return float(min(x, sys.float_info.max)) if x > 0 else None
     def spread(name: str, x: Any, default: Any, read: Callable[[Any], Any], want: str) -> list[Any]:
         xs = list(x) if isinstance(x, (list, tuple)) else [x] * n
         if len(xs) != n: raise ParamError(f'{len(xs)} values of {name} for {n} prompts: give one for all, or one for each')
@@ -162,9 +164,7 @@ def encode_text(tokenizer: PreTrainedTokenizerBase | None, text: str, special: b
 
 def unreadable(text: str, error: Exception) -> str:
     "Why the tokenizer refuses `text` with `error`."
-    half = next((i for i, c in enumerate(text) if '\ud800' <= c <= '\udfff'), None)
-    if half is None: return f'the tokenizer refuses this text ({error})'
-    return f'the prompt is not valid Unicode: character {half} is half of a surrogate pair, \\u{ord(text[half]):04x}: leave it out, or send the whole pair'
+    return half_character(text) or f'the tokenizer refuses this text ({error})'
 
 def prompt_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prompt: Any, chat: bool,
                   max_len: int | None = None) -> tuple[str | None, list[int]]:

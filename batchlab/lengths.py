@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from .errors import PromptTooLongError
+from .tokens import own_tokenizer
 
 if TYPE_CHECKING: from transformers import PreTrainedTokenizerBase
 
@@ -94,7 +95,7 @@ PART = 8                                                                 # chara
 
 def settled(tokenizer: Any, part: str, edge: int) -> int:
     "How many tokens of `part`, the beginning of a text, begin the whole text too. `edge`: as in `TextBounds`."
-    [e] = tokenizer(part, add_special_tokens=False, verbose=False).encodings
+    [e] = own_tokenizer(tokenizer)(part, add_special_tokens=False, verbose=False).encodings
     words, offsets = e.word_ids, e.offsets
     n = len(words)
     while n and (words[n - 1] is None or words[n - 1] > (words[-1] or 0) - NEAR or offsets[n - 1][1] > len(part) - edge): n -= 1

@@ -23,14 +23,14 @@ from .config import (check_compile, check_count, check_quantization, check_strat
                              no_collection, rope_switch)
 from .deprecated import renamed
 from .engine import make_request, sum_ledgers
-from .errors import BatchlabError, ModelError, ParamError, PromptTooLongError
+from .errors import BatchlabError, EngineError, ModelError, ParamError, PromptTooLongError
 from .fetching import short_name
 from .inputs import (as_list, chat_options, check_bar, check_forms, is_pooling, is_talk, log_failures, prompt_ids_of, settings_for,
                              split_settings)
 from .ledger import Ledger
 from .loop import BackgroundLoop, Delivery, EngineSet
 from .lora import Adapters, LoRACalls, check_folders, check_modules, open_for, plan_adapters, put_adapter
-from .models import check_template, eos_token_ids, pad_token_id, with_template
+from .models import check_template, eos_token_ids, hush, max_model_len, pad_token_id, with_template
 from .names import by_any_name, read_call, read_engine, read_plain_call
 from .outputs import MemoryPlan, Outputs, RequestGroup, RequestOutput, Score, Stats, StreamEvent
 from .params import BeamSearchParams, check_logprobs_mode, read_beam_call
@@ -145,31 +145,56 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         self.quantization, self.logprobs_mode = check_quantization(quantization, strategy), check_logprobs_mode(logprobs_mode)
         template = check_template(chat_template)
         check_folders(lora_modules, max_lora_rank)
+        self.asked_limits, self.pooler_config = limits, PoolerConfig.of(pooler_config)
         # the model, and what it says of itself
+        self.source: tuple[Any, ...] = model if self.own else None, tokenizer, dtype, device
         self.model, self.tokenizer = model_and_tokenizer(model, tokenizer, dtype, device)
         self.tokenizer = with_template(self.tokenizer, template)
-        self.eos_ids, self.pad_id = eos_token_ids(self.model, self.tokenizer), pad_token_id(self.model, self.tokenizer)
-        self.vocab_size: int = self.model.config.get_text_config().vocab_size
-        self.switch = rope_switch(self.model)
-        self.can_generate: bool = getattr(self.model, 'can_generate', lambda: True)()
+        if self.tokenizer is not None and self.tokenizer is not tokenizer: hush(self.tokenizer)      # no object of the caller's
+        self.grammars: Any = None                              # made when a request first asks for structured outputs
+        self.eos_ids: frozenset[int] = frozenset()
+        self.read_model()
         self.adapters: Adapters | None = open_for(self, max_loras, max_lora_rank, max_cpu_loras, lora_modules) if enable_lora or lora_modules else None
         # how it can run, found by trying it
         self.shapes: list[Shape] | None
         self.paddable: bool | None = None
         self.causal = True
         self.engines = EngineSet(self)
-        self.pooler = Pooler(self.model, self.tokenizer, PoolerConfig.of(pooler_config), self.causal)
-        if not self.can_generate: limits['max_model_len'] = max_model_len or self.pooler.limit
-        shapes = self.shapes if self.causal else (self.shapes or [])[:1]               # one layer's keys and values at a time, where none are kept
-        self.limits = choose_limits(self.model, shapes, self.paddable, **limits)
-        self.engines.configure()
+        self.prepare()
         check_modules(self)
         # what moves
         self.watchers: list[Callable] = []                     # of its engines, and of requests: see `Engine`, `Delivery.mark`
-        self.grammars: Any = None                              # made when a request first asks for structured outputs
         self.delivery = Delivery(self)
         self.recorder: Recorder | None = None                  # the last there was
         if trace: self.trace().start()
+
+    def read_model(self) -> None:
+        "Take from the model what it says of itself."
+        self.read_ends()
+        self.pad_id = pad_token_id(self.model, self.tokenizer)
+        self.vocab_size: int = self.model.config.get_text_config().vocab_size
+        self.switch = rope_switch(self.model)
+        self.can_generate: bool = getattr(self.model, 'can_generate', lambda: True)()
+
+    def read_ends(self) -> None:
+        "Take from the configs which tokens end an answer: they may be edited between two calls."
+        if (ends := eos_token_ids(self.model, self.tokenizer)) == self.eos_ids: return
+        self.eos_ids, self.grammars = ends, None
+
+    def prepare(self) -> None:
+        """Find out how the model runs as it is now, and within which limits: for `EngineSet`, which calls it when the model has changed.
+
+        Raises `UnsupportedModelError`, `ParamError`, `CompileError`."""
+        self.read_model()
+        self.engines.open()
+        self.pooler = Pooler(self.model, self.tokenizer, self.pooler_config, self.causal)
+        limits = dict(self.asked_limits)
+        if not self.can_generate: limits['max_model_len'] = limits['max_model_len'] or self.pooler.limit
+        shapes = self.shapes if self.causal else (self.shapes or [])[:1]               # one layer's keys and values at a time, where none are kept
+        fits = shapes, self.paddable, self.model.dtype, self.model.device, max_model_len(self.model), self.pooler.limit
+        if fits != getattr(self, 'limits_fit', None):                                  # else they stay, though other memory is free by now
+            self.limits, self.limits_fit = choose_limits(self.model, shapes, self.paddable, **limits), fits
+        self.engines.configure()
 
     @property
     def backend(self) -> Backend: return self.engines.backend
@@ -354,12 +379,25 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         request_id = self._next_id() if request_id is None else str(request_id)
         [(params, own_priority, own_timeout, lora)] = settings_for(1, sampling_params, priority, timeout, lora_request)
         kind = PoolingGroup if isinstance(params, PoolingParams) else RequestGroup
+        self.read_ends()
         return put_adapter(self, admit(self, kind(request_id, on_event=stream_callback), prompt, params, own_priority, own_timeout, chat), lora)
 
     def reset_prefix_cache(self) -> None:
         "Forget what earlier requests left in the blocks."
         with self._hold():
             for e in self.engines.values(): e.scheduler.pool.forget()
+
+    def reload_weights(self) -> None:
+        """Run the model as it is now, whatever of it has changed: packed weights, cached keys and values and loaded adapters of before go.
+
+        Needed only where no call can notice it by itself, see `batchlab.config.model_state`: a few rows of a weight written through `.data`
+        or NumPy, or something that a hook of yours reads from elsewhere. A model that `LLM` loaded by its name is read from its files again,
+        with the old one in memory until then. Raises `EngineError` while requests are under way, and `ModelError`."""
+        with self._hold():
+            if self.groups: raise EngineError(f'{len(self.groups)} requests are under way: reload the weights when they are done, or cancel them')
+            if self.own:
+                with no_collection(): self.model, _ = model_and_tokenizer(*self.source)
+            self.engines.reopen()
 
     def close(self) -> None:
         "Stop, and give back the memory of the cache; the next call takes it anew."
@@ -391,6 +429,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         kinds = [PoolingGroup if isinstance(s[0], PoolingParams) else RequestGroup for s in settings]
         groups = [kind(self._next_id(), i, on_event) for i, kind in enumerate(kinds)]
         down: list[ModelError] = []
+        self.read_ends()
         for group, prompt, (params, priority, timeout, lora) in zip(groups, prompts, settings):
             try: put_adapter(self, admit(self, group, prompt, params, priority, timeout, chat), lora)
             except ModelError as e:
@@ -439,7 +478,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
             if not bar.disable: say()
         outs = Outputs(done[i] for i in range(len(prompts)))
         log_failures(outs)
-        if verify: self.verify(outs)
+        if verify: outs.report = self.verify(outs)
         return outs
 
 __getattr__ = renamed(__name__, {'make_engine': 'loop.make_engine', 'NoBackend': 'attention.TorchBackend',

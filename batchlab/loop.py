@@ -13,17 +13,18 @@ import contextlib, heapq, itertools, logging, threading, time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
-from .backends import Backend, BackendOptions, select_backend
+from .backends import Backend, BackendOptions
 from .blocks import KVBudget
-from .config import free_memory, probe_model, probe_pooling, select_runner, weights_digest, weights_version
+from .config import free_memory, model_state, probe_model, probe_pooling, select_runner, weights_digest
 from .engine import Engine, sum_ledgers
-from .errors import BatchError, BatchlabError, EngineError, Option, UnsupportedModelError
+from .errors import BatchError, BatchlabError, EngineError, ModelError, Option, UnsupportedModelError
 from .ledger import Ledger
 from .outputs import RequestGroup, StreamEvent
 from .pooling import pooling_engine
 from .runners import PackedRunner, PaddedRunner, SoloRunner
 from .scheduler import Request, Scheduler
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
     from batchlab.llm import LLM
 
 log = logging.getLogger('batchlab')
@@ -236,13 +237,12 @@ class EngineSet(dict[str, Engine]):
     For the thread that holds `llm.mutex`. `past`: the ledger of all calls before this one; `past_steps`: steps of engines that
     are gone; `seconds`: time spent in steps; `last`: the kind that stepped last.
 
-    Making it finds out how the model runs: `llm.shapes`, `llm.paddable`. Once there are `llm.limits`, `configure` it. Raises
-    `UnsupportedModelError`, `CompileError`."""
+    `open` finds out how the model runs: `llm.shapes`, `llm.paddable`. Once there are `llm.limits`, `configure` it."""
     def __init__(self, llm: LLM) -> None:
         super().__init__()
         self.llm, self.past, self.past_steps, self.seconds, self.last = llm, Ledger(), 0, 0., ''
-        self._open(first=True)
-        self.weights_version = weights_version(llm.model)                     # an own model has given weights up by now
+        self.opened: PreTrainedModel | None = None                            # the model that the backend is for
+        self.state: dict[str, int] = {}                                       # its `model_state` then
 
     def configure(self) -> None:
         "Begin with no engines, under `llm.limits`."
@@ -277,15 +277,29 @@ class EngineSet(dict[str, Engine]):
         finally: self.seconds += time.perf_counter() - start
 
     def begin(self) -> None:
-        "A call begins while nobody runs: what was counted so far belongs to the past, and the weights may be others."
+        "A call begins while nobody runs: what was counted so far belongs to the past, and the model may be another. Raises `ModelError`."
         self.past = sum_ledgers([self.past, self.ledger])
         for e in self.values(): e.runner.ledger, e.scheduler.ledger = Ledger(), Ledger()
-        if self.weights_version == weights_version(self.llm.model): return
-        if old := self.pop('packed', None):                                   # what it computed was of other weights
-            old.reset()
-            self.past_steps += old.num_steps
-        if not self.llm.own or not self.llm.shapes: self._open()              # else its weights lie in the backend that it has
-        self.weights_version = weights_version(self.llm.model)
+        now = model_state(self.llm.model)
+        changed = [k for k in now if now[k] != self.state.get(k)]
+        if not changed: return
+        if self.packed and {'weights', 'modules'} & {*changed}:
+            raise ModelError(f'{" and ".join(changed)} of llm.model changed, and what runs is the packed copy that LLM made of it: call '
+                             'llm.reload_weights(), which reads its files again, or load the model yourself and give LLM that')
+        self.reopen()
+
+    @property
+    def packed(self) -> bool:
+        "Whether all that is left of the model's weights lies in the backend."
+        return bool(self.llm.own and self.backend.nbytes) and self.opened is self.llm.model
+
+    def reopen(self) -> None:
+        "Forget all that was computed, and run the model as it is now. Raises `UnsupportedModelError`, `CompileError`."
+        for e in self.values(): e.reset()
+        self.past_steps += sum(e.num_steps for e in self.values())
+        self.clear()
+        if self.packed: self.state = model_state(self.llm.model)
+        else: self.llm.prepare()                                              # which calls `open`
 
     def _give_back_idle(self, owner: object) -> None:
         "Memory is short for `owner`: the engines that run nobody give back theirs."
@@ -293,20 +307,21 @@ class EngineSet(dict[str, Engine]):
             s = e.scheduler
             if not s.running and s.pool is not owner and s.memory is not owner: e.reset()
 
-    def _open(self, first: bool = False) -> None:
-        "Look for the backend of the model as it is now, and `first` for how it runs at all. Raises `UnsupportedModelError`."
+    def open(self) -> None:
+        "Find out how the model runs as it is now, and open a backend for it. Raises `UnsupportedModelError`, `CompileError`."
         llm, model = self.llm, self.llm.model
+        self.state, self.opened = {}, None                                    # should it fail, the next call tries again
         self.weights_digest = weights_digest(model)                           # now, as an own model gives its weights up
         options = BackendOptions(llm.compile, llm.own, free_memory(model.device) / 10, llm.quantization)
-        if first and not llm.can_generate: llm.shapes, llm.causal, backend = probe_pooling(model, options)
-        elif first: llm.shapes, llm.paddable, backend = probe_model(model, llm.strategy == 'continuous', llm.switch, options)
-        else: backend = select_backend(model, llm.shapes, options) if llm.shapes else self.backend
+        if not llm.can_generate: llm.shapes, llm.causal, backend = probe_pooling(model, options)
+        else: llm.shapes, llm.paddable, backend = probe_model(model, llm.strategy == 'continuous', llm.switch, options)
         if llm.quantization and backend.name not in ('fused', 'modules'):
             raise UnsupportedModelError('{asked} is for models that run on packed weights, and this one does not: {why}',
                                         asked=Option('quantization', llm.quantization), why=backend.why)
         if llm.adapters is not None: llm.adapters.bind(backend, llm.shapes)
         log.info('%s runs on: %s. %s', type(model).__name__, backend.name, backend.why)
         self.backend: Backend = backend
+        self.opened, self.state = model, model_state(model)                   # an own model has given weights up by now
 
 # %% ../nbs/73_recovery.ipynb #10a50c05
 class Delivery:

@@ -5,7 +5,7 @@
 # %% ../nbs/31_embeddings.ipynb #emb00003
 from __future__ import annotations
 
-import copy, inspect, logging, threading, warnings
+import inspect, logging, warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,6 +34,7 @@ from .runners import PackedRunner, SoloRunner
 from .scheduler import Request, RowOutput, Scheduler, StepPlan
 from .sentence import (ACTIVATIONS, Dense, Normalize, SentenceTransformerConfig, cross_encoder_activation,
                                read_sentence_transformer)
+from .tokens import cut_text, own_tokenizer
 if TYPE_CHECKING: from batchlab.llm import LLM
 
 log = logging.getLogger('batchlab')
@@ -135,7 +136,6 @@ class Pooler:
         takes = not causal and 'token_type_ids' in inspect.signature(model.base_model.forward).parameters
         self.num_types = getattr(model.config, 'type_vocab_size', 2) or 0 if takes else 0
         self.said = False
-        self.cutter, self.cutting = None, threading.Lock()
 
     def check(self, p: PoolingParams) -> None:
         "Raise `ModelError` or `ParamError` unless it can do what `p` asks for. Says once if the model was not trained for it."
@@ -155,13 +155,6 @@ class Pooler:
             self.said = True
             log.warning('%s was not trained for embeddings, as far as %s: vectors are the %s of its last hidden states%s',
                         type(self.model).__name__, 'its folder says' if self.folder else 'one can tell of a model without its folder', ' and '.join(self.how), ', of length 1' * self.normalize)
-
-    def cut(self, text: str, pair: str | None, most: int) -> Any:
-        "What the tokenizer makes of `text` and its `pair` in `most` tokens: a copy of it, as one that cuts for a thread meanwhile cuts for all."
-        with self.cutting:
-            if self.cutter is None: self.cutter = copy.deepcopy(self.tokenizer)
-            cutter: Any = self.cutter
-            return cutter(text, pair, truncation=True, max_length=most)
 
     @property
     def size(self) -> int:
@@ -266,7 +259,7 @@ def encode_texts(llm: LLM, prompts: Sequence[Any], each: Sequence[PoolingParams]
     plain = [type(t) is str and 0 < len(t) < SHORT and p.truncate_prompt_tokens is None for t, p in zip(prompts, each)]
     if llm.tokenizer is None or sum(plain) < 2: return list(prompts)
     texts = [llm.pooler.start_of(p) + t for t, p, is_plain in zip(prompts, each, plain) if is_plain]
-    try: found = zip(texts, llm.tokenizer(texts)['input_ids'])
+    try: found = zip(texts, own_tokenizer(llm.tokenizer)(texts)['input_ids'])
     except Exception: return list(prompts)                                # one of them is bad: it is to be told which
     def encoded() -> EncodedText:
         text, ids = next(found)
@@ -308,7 +301,7 @@ def _tokenized(llm: LLM, text: str, pair: str | None, most: int | None, limit: i
     if most is None and limit:
         for part in (text, pair or ''): check_length(tokenizer, part, limit, too_many(limit))
     read = text if most is None or pair is not None else beginning(tokenizer, text, most)
-    try: got = tokenizer(read, pair) if most is None else llm.pooler.cut(read, pair, most)
+    try: got: Any = own_tokenizer(tokenizer)(read, pair) if most is None else cut_text(tokenizer, read, pair, most)
     except Exception as e: raise PromptError(unreadable(text + (pair or ''), e)) from e
     types = got.get('token_type_ids')
     return text if pair is None else f'{text} {pair}', got['input_ids'], types if pair is not None and types is not None and any(types) else None

@@ -128,7 +128,7 @@ def test_bad_prompts_fail_alone(cli, tmp_path):
     p = cli('a', '', 'x'*100_000, 'b', '--output', 'o.jsonl')
     out = rows(tmp_path/'o.jsonl')
     assert p.returncode == 1 and len(out) == 4
-    assert '100000 tokens' in out[2]['error'] and out[2]['finish_reason'] == 'error'
+    assert '100,000 characters' in out[2]['error'] and out[2]['finish_reason'] == 'error'
     assert [r['error'] for r in (out[0], out[1], out[3])] == [None] * 3 and out[3]['outputs'][0]['text'] is not None
     assert out[1]['prompt'] == '' and out[1]['usage'] == dict(prompt_tokens=1, completion_tokens=6)
     assert 'an empty prompt starts from token 1 (<bos>)' in p.stderr
@@ -375,3 +375,16 @@ def test_letters_that_standard_output_can_not_write(model, tmp_path, env):
     assert p.returncode == 0 and [r['prompt'] for r in rows(tmp_path/'o.jsonl')] == ['grüße 日本', 'größer Straße'], p.stderr
     p = call('plan', '-i', 'in.csv', '--prompt-template', 'größer {wort}', '--no-calibration')
     assert p.returncode == 0 and b'1 request' in p.stdout, p.stderr
+
+
+def test_a_profile_of_ones_own_file_says_what_costs(model, tmp_path, capsys):
+    from batchlab.bench import main
+    (tmp_path/'in.jsonl').write_text('{"prompt": "a"}\n{"prompt": "b", "max_tokens": 3}\n')
+    report = tmp_path/'report.json'
+    assert main(['--profile', '--input', str(tmp_path/'in.jsonl'), '--model', model, '--dtype', 'fp32', '--json', str(report)]) == 0
+    said = capsys.readouterr().out
+    assert '| in.jsonl |' in said and 'in.jsonl: ' in said.split('| in.jsonl |')[1]
+    found = json.loads(report.read_text())
+    assert [*found['profile']] == ['in.jsonl'] and any('% of the time: ' in s for s in found['said'])
+    for args, words in [(['--json', str(tmp_path/'no'/'x.json')], "can't write"), (['--frobnicate'], 'unknown flag --frobnicate'), (['--input', 'x'], 'is for --profile')]:
+        assert main(args) == 2 and words in capsys.readouterr().err

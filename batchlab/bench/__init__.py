@@ -20,10 +20,11 @@ import batchlab
 from . import peers
 from .shapes import SHAPES, gguf_of, int8_of, shape_folder
 from ..deprecated import renamed
-from ..errors import BatchlabError, ModelError, Unavailable
+from ..errors import BatchlabError, JobError, ModelError, Unavailable
 from ..machine import cpu_name, processor_flags
 from ..models import DEFAULT_MODEL, load_model, max_model_len
 from ..views import drawing
+from ..work.flags import OneLineParser
 
 _moved = dict(
     peers='hf_model hf_config serve start_batchlab start_hf_static start_hf_loop start_hf_cb start_vllm start_openvino',
@@ -206,7 +207,7 @@ def find_package(name: str, python: str) -> str:
 # %% ../../nbs/60_bench.ipynb #c05c57b4
 def parser() -> argparse.ArgumentParser:
     "The arguments of the command."
-    p = argparse.ArgumentParser(prog='batchlab bench', description='Measure batchlab beside its peers, in one run.')
+    p = OneLineParser(prog='batchlab bench', description='Measure batchlab beside its peers, in one run.')
     add, mode, which = p.add_argument, p.add_mutually_exclusive_group(), p.add_mutually_exclusive_group()
     which.add_argument('--model', help='hub id, folder or .gguf file (default: the default model)')
     which.add_argument('--shape', metavar='NAME', help=f"a model with random weights, made once: {', '.join(SHAPES)}")
@@ -217,6 +218,7 @@ def parser() -> argparse.ArgumentParser:
     add('--contenders', nargs='+', metavar='NAME[:OPTION=VALUE,…]', help=f"of {', '.join(CONTENDERS)}; the first is what ratios "
         "are of (default: all but hf-loop; with --busy batchlab and hf-static); batchlab and vllm take quantization=int8, llamacpp and "
         "openvino quantization=q8_0 or q4_0")
+    add('--input', metavar='FILE', help='with --profile: the first requests of a file of yours, as batchlab run reads it, instead of workloads')
     add('--peer', action='append', default=[], metavar='NAME=PYTHON', help='the interpreter of a contender that has its package')
     add('--max-num-seqs', type=int, default=64, help='slots of the engines that schedule (default: 64)')
     add('--rounds', type=int, default=3)
@@ -476,6 +478,10 @@ def prepare(args: argparse.Namespace, spare: str | Path) -> Setup:
     for peer in args.peer:
         if peer.partition('=')[0] not in CONTENDERS or '=' not in peer:
             raise ValueError(f"--peer {peer} must be NAME=PYTHON, with one of {', '.join(CONTENDERS)}")
+    if args.input and args.mode != 'profile': raise JobError('--input is for --profile')
+    for path in filter(None, (args.json, args.svg)):
+        try: open(path, 'a').close()                          # what was measured for minutes should have a place
+        except OSError as e: raise JobError(f"can't write {path} ({e.strerror or e})") from e
     if args.threads: torch.set_num_threads(args.threads)
     own = shape_folder(args.shape, args.dtype) if args.shape else None
     name = str(own) if own else args.model
@@ -494,8 +500,8 @@ def prepare(args: argparse.Namespace, spare: str | Path) -> Setup:
 def main(argv: Sequence[str] | None = None) -> int:
     "`batchlab bench`: print the tables, and write what is asked for. Returns the exit status."
     from batchlab.bench.profiling import MODES
-    args = parser().parse_args(argv)
     try:
+        args = parser().parse_args(argv)
         with tempfile.TemporaryDirectory() as spare:
             setup, here = prepare(args, spare), machine(args.threads)
             print(f"{machine_line(here)}\n{setup.model}; scale {args.scale:g}, rounds {args.rounds}\n", flush=True)
@@ -503,8 +509,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BatchlabError, ValueError) as e:
         print(f'batchlab: error: {e}', file=sys.stderr)
         return 2
-    print(text, flush=True)
     about = dict(machine=here, model=setup.model, scale=args.scale, command=['batchlab', 'bench', *(sys.argv[1:] if argv is None else argv)])
     if args.json: Path(args.json).write_text(json.dumps(about | report, indent=1), encoding='utf-8')
     if args.svg and picture: picture.save(args.svg)
+    print(text, flush=True)
     return 0

@@ -36,7 +36,7 @@ class OneLineParser(argparse.ArgumentParser):
         if form and '--structured-outputs' in self._option_string_actions: return f""": give --structured-outputs '{{"{form}": …}}'"""
         same = '--' + WORKS.get(flag.lstrip('-').replace('-', '_'), '').replace('_', '-')
         longer = [option for option in self._option_string_actions if option == same or option.startswith(f'{flag}-')]
-        near = longer or difflib.get_close_matches(flag, self._option_string_actions, 1)
+        near = longer or difflib.get_close_matches(flag, self._option_string_actions, 1, .75)
         return f', did you mean {near[0]}?' if near else ''
 
     def spell(self, option: Option) -> str:
@@ -79,6 +79,13 @@ whole_number = argument('a whole number of at least 0', int, lambda n: n >= 0)
 positive_float = argument('a number above 0', float, lambda x: 0 < x < math.inf)
 int_or_none = argument('a whole number or none', lambda s: None if s.lower() == 'none' else int(s))
 name_list = argument('names with commas between them', lambda s: [x for part in plain_text(s).split(',') if (x := part.strip())], bool)
+def _origins_of(s: str) -> list[str]:
+    given = json.loads(s) if s.startswith('[') else s.split(',')               # vLLM takes a list in JSON
+    found = [x.strip().rstrip('/') for x in given]
+    if not all(re.fullmatch(r'\*|https?://[^/\s]+', x) for x in found): raise ValueError(s)
+    return found
+
+origin_list = argument('origins such as https://a.example, without a path, with commas between them, or *', _origins_of, bool)
 id_list = argument('token ids such as 1,2', lambda s: [int(x) for x in s.strip().strip('[]').replace(',', ' ').split()])
 
 token_limit = argument('a number of tokens, or auto', lambda s: -1 if s.lower() == 'auto' else int(s), lambda n: n == -1 or n > 0)
@@ -208,9 +215,12 @@ RAY_FLAGS = [
     ('--ray-gpus N', whole_number, "GPUs of each (default: one if there are enough)"),
     ('--ray-address ADDRESS', str, "of the cluster, or auto (default: one of its own, here)")]
 SERVE_FLAGS = [
+    ('served MODEL', str, "the model, as --model", dict(nargs='?')),
     ('--host ADDRESS', str, "to listen on (default: 127.0.0.1, this machine alone; 0.0.0.0 is all)", dict(default='127.0.0.1')),
     ('--port N', port_number, "(default: 8000; 0 takes a free one, and says which)", dict(default=8000)),
     ('--api-key KEY', str, "what clients must send; better in BATCHLAB_API_KEY, as others see the flags of a process"),
+    ('--allowed-origins URLS', origin_list, "sites whose pages may use the server, such as https://a.example; with commas, * is any (default: none)",
+     dict(action='extend', default=[])),
     ('--served-model-name NAME', str, "what clients call the model (default: its name)"),
     ('--data FOLDER', str, "where files and batches are kept"),
     ('--fail-whole', 'store_true', "a batch with a line that can't be read fails as a whole, as at OpenAI (default: that line fails alone)"),
@@ -350,6 +360,9 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         if command == 'embed': args.texts = [*args.texts, *after]
         else: args.prompts = [*args.prompts, *args.more_prompts, *after]
     else: args = parser.parse_args(rest)
+    if command == 'serve' and args.served is not None:
+        if args.model not in (None, args.served): raise JobError(f'the model is {args.served!r:.80}, and --model {args.model!r:.80}: give one of them')
+        args.model = args.served
     args.command, args.idle, args.spell = command, parser.idle, parser.spell
     return args
 

@@ -152,7 +152,7 @@ class Progress:
 # %% ../../nbs/41_jobs.ipynb #730fd72f
 def was_cut(record: dict[str, Any]) -> bool:
     "Whether an answer in `record` ended at its `max_tokens`."
-    body = record if 'request_id' in record else record['response']['body']
+    body = record if 'request_id' in record else (record.get('response') or {}).get('body') or {}
     return any(c.get('finish_reason') == 'length' for c in body.get('choices') or body.get('outputs') or [body])
 
 class Run:

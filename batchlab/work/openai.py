@@ -5,7 +5,7 @@
 # %% ../../nbs/40_openai.ipynb #oa000004
 from __future__ import annotations
 
-import itertools, json, math, re, time
+import functools, json, logging, math, re, time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -15,16 +15,18 @@ from ..errors import ParamError, PromptError
 from ..names import ALIASES, DROPPED, GUIDED, is_setting, setting_fields, settings_of, whole_number, written
 from ..params import SamplingParams
 
+log = logging.getLogger('batchlab')
+
 if TYPE_CHECKING:      # a check of a file needs no torch
     from batchlab.outputs import CompletionOutput, RequestOutput
     from batchlab.sampling import Logprob
     from batchlab.work.toolcalls import ToolChoice, ToolFormat, ToolParser
 
 # %% auto #0
-__all__ = ['DEFAULTS', 'RANGES', 'LENGTHS', 'POOLING_URLS', 'URLS', 'ReadCalls', 'STATUS', 'MESSAGE', 'TALK', 'DONE',
-           'sampling_options', 'request_params', 'as_messages', 'many_prompts', 'one_prompt', 'parse_body',
-           'custom_id_of', 'endpoint_of', 'keys_beside', 'usage_of', 'finish_of', 'choice_of', 'head_of', 'answer_body',
-           'error_body', 'ApiRequest', 'parse_online', 'echoed', 'prompt_logprobs_of', 'Parts']
+__all__ = ['log', 'IGNORED', 'DEFAULTS', 'RANGES', 'LENGTHS', 'POOLING_URLS', 'URLS', 'ReadCalls', 'STATUS', 'MESSAGE', 'TALK',
+           'DONE', 'say_ignored', 'sampling_options', 'request_params', 'as_messages', 'many_prompts', 'one_prompt',
+           'parse_body', 'custom_id_of', 'endpoint_of', 'keys_beside', 'usage_of', 'finish_of', 'choice_of', 'head_of',
+           'answer_body', 'error_body', 'ApiRequest', 'parse_online', 'echoed', 'prompt_logprobs_of', 'Parts']
 
 # %% ../../nbs/40_openai.ipynb #oa000010
 class BadRequest(ValueError):
@@ -50,14 +52,27 @@ def logprobs_of(given: dict[str, Any], chat: bool) -> Any:
     if not (wanted is None or isinstance(wanted, bool)):
         raise BadRequest(f'logprobs must be true or false, got {wanted!r:.40}')
     if top is not None and not wanted: raise BadRequest('top_logprobs needs logprobs to be true')
+    if (n := whole_number(top)) is not None and not 0 <= n <= 20: raise BadRequest(f'top_logprobs must be a whole number from 0 to 20, got {written(top, 40)}')
     return (top or 0) if wanted else None
 
 # %% ../../nbs/40_openai.ipynb #oa000028
+IGNORED = {*'reasoning_effort verbosity reasoning thinking think include_reasoning thinking_token_budget keep_alive cache_prompt'.split()}
+
+@functools.cache
+def say_ignored(k: str) -> None:
+    "Log, once, that `k` changes nothing."
+    log.warning('%s has no effect here: requests that have it are answered as if they had not (said once)', k)
+
 def sampling_options(given: dict[str, Any], chat: bool) -> dict[str, Any]:
-    """The sampling parameters in dict `given`, by whatever names, as a dict for `SamplingParams`.
+    """The sampling parameters in dict `given`, by whatever names, as a dict for `SamplingParams`; those of `IGNORED` are left out, and named in the log.
 
     `chat`: log probabilities are asked for as in the chat endpoint. Raises `BadRequest` for each that can't be honoured."""
     given = {k: v for k, v in given.items() if v is not None and k not in DROPPED}
+    for k in given.keys() & IGNORED:
+        del given[k]
+        say_ignored(k)
+    if (other := 'prompt' if chat else 'messages') in given:
+        raise BadRequest(f"{other} {'is' if chat else 'are'} for /v1/{'' if chat else 'chat/'}completions: ask there, or give {'messages' if chat else 'a prompt'}")
     top = logprobs_of(given, chat)
     try: options = settings_of(given, OPTIONS)
     except ParamError as e: raise BadRequest(str(e)) from None
@@ -173,28 +188,60 @@ def keys_beside(d: dict[str, Any]) -> tuple[str, ...]:
 # %% ../../nbs/40_openai.ipynb #oa000057
 def _number(x: float | None) -> float: return x if x is not None and math.isfinite(x) else -9999.
 
+def token_names(step: dict[int, Logprob]) -> dict[int, str]:
+    """What each token of `step` is called, no two alike; the one that was taken is the first, and called by what it adds to the text.
+
+    Of the others one is called by its text, or by its bytes, as OpenAI writes them (`bytes:\\xe2\\x82`), where it is a part of a character or
+    another one reads alike, or else by its id."""
+    names: dict[int, str] = {}
+    taken: set[str] = set()
+    for i, l in step.items():
+        text, data = l.decoded_token, l.token_bytes
+        spelled = None if not data else 'bytes:' + ''.join(f'\\x{b:02x}' for b in data)
+        whole = text and (data is None or data == text.encode('utf-8', 'replace'))
+        forms = [text if whole or not names else None, spelled, str(i) if text is None else f'token_id:{i}']
+        names[i] = next((n for n in forms if n is not None and n not in taken), f'token_id:{i}')
+        taken.add(names[i])
+    return names
+
+def token_offsets(text: str, tokens: Sequence[str], start: int = 0) -> list[int]:
+    """Where each of `tokens` begins in `text`, of which they are from character `start` on, and where the last ends.
+
+    A special token that the text leaves out has no width; of a text that is still to come every token counts."""
+    offsets = [start]
+    for token in tokens:
+        at = offsets[-1]
+        rest = text[at:at + len(token)]
+        offsets.append(at + len(token) * (rest.casefold() == token[:len(rest)].casefold()))
+    return offsets
+
 def chat_logprobs(c: CompletionOutput, k: int | None, ids: Collection[int] | None = None) -> dict[str, Any] | None:
     "Log probabilities of a `CompletionOutput` as the chat endpoint gives them, with the `k` likeliest or those of `ids`, or None."
-    def one(l: Logprob) -> dict[str, Any]:
-        text = l.decoded_token or ''
-        return dict(token=text, logprob=_number(l.logprob), bytes=list(text.encode('utf-8', 'replace')))
     if c.logprobs is None: return None
-    def best(step: dict[int, Logprob]) -> list[Logprob]:
-        if ids is not None: return [step[i] for i in ids]
-        return sorted((l for l in step.values() if (l.rank or 0) <= (k or 0)), key=lambda l: l.rank or 0)[:k]
-    steps = zip(c.token_ids, c.logprobs)
-    return dict(content=[one(step[t]) | dict(top_logprobs=[*map(one, best(step))]) for t, step in steps], refusal=None)
+    def best(step: dict[int, Logprob]) -> list[int]:
+        if ids is not None: return [*ids]
+        return sorted((i for i, l in step.items() if (l.rank or 0) <= (k or 0)), key=lambda i: step[i].rank or 0)[:k]
+    def one(step: dict[int, Logprob], names: dict[int, str], i: int) -> dict[str, Any]:
+        l, name = step[i], names[i]
+        own = name.encode('utf-8', 'replace') if l.token_bytes is None else l.token_bytes
+        return dict(token=name, logprob=_number(l.logprob), bytes=[*own])
+    def content(i: int, step: dict[int, Logprob]) -> dict[str, Any]:
+        names = token_names(step)
+        return one(step, names, i) | dict(top_logprobs=[one(step, names, j) for j in best(step)])
+    return dict(content=[content(i, step) for i, step in zip(c.token_ids, c.logprobs)], refusal=None)
 
 def text_logprobs(c: CompletionOutput, start: int = 0, first: str = '') -> dict[str, Any] | None:
     """The same as the completions endpoint gives them.
 
     `start`: the offset of the first token in the text, in characters. `first`: the text of a token with no log probability, as the first of a prompt is."""
     if c.logprobs is None: return None
-    chosen = [step[t] if step else None for t, step in zip(c.token_ids, c.logprobs)]
-    tokens = [l.decoded_token or '' if l else first for l in chosen]
-    top = [{l.decoded_token or str(i): _number(l.logprob) for i, l in step.items()} if step else None for step in c.logprobs]
-    return dict(tokens=tokens, token_logprobs=[_number(l.logprob) if l else None for l in chosen], top_logprobs=top,
-                text_offset=[*itertools.accumulate(map(len, tokens), initial=start)][:-1])
+    names = [token_names(step) if step else {} for step in c.logprobs]
+    tokens = [named.get(i, first) for i, named in zip(c.token_ids, names)]
+    logprobs = [_number(step[i].logprob) if step else None for i, step in zip(c.token_ids, c.logprobs)]
+    top = [{named[i]: _number(l.logprob) for i, l in step.items()} if step else None for step, named in zip(c.logprobs, names)]
+    offsets = token_offsets(c.text, tokens, start)[:-1]
+    if c.finish_reason is not None: offsets = [min(at, len(c.text)) for at in offsets]      # a stop string and its tokens were cut off
+    return dict(tokens=tokens, token_logprobs=logprobs, top_logprobs=top, text_offset=offsets)
 
 # %% ../../nbs/40_openai.ipynb #oa000060
 def usage_of(*outs: RequestOutput) -> dict[str, Any]:
@@ -230,8 +277,8 @@ def answer_body(out: RequestOutput, kind: str, name: str, model: str, read: Read
     return head_of(kind, name, model) | dict(choices=[choice_of(c, kind, top, ids, read, name) for c in out.outputs], usage=usage_of(out))
 
 # %% ../../nbs/40_openai.ipynb #oa000063
-STATUS = dict(invalid_api_key=401, forbidden=403, model_not_found=404, not_found=404, method_not_allowed=405, timeout=408, request_too_large=413, unsupported_media_type=415,
-              rate_limit_exceeded=429, server_error=500, unavailable=503)      # of any other failure: 400
+STATUS = dict(invalid_api_key=401, forbidden=403, model_not_found=404, not_found=404, method_not_allowed=405, timeout=408, request_too_large=413, uri_too_long=414,
+              unsupported_media_type=415, headers_too_large=431, rate_limit_exceeded=429, server_error=500, unavailable=503)      # of any other failure: 400
 MESSAGE = 1000                                                       # characters of a message
 
 def error_body(message: str, code: str, param: str | None = None) -> tuple[int, dict[str, Any]]:
@@ -246,7 +293,7 @@ def error_body(message: str, code: str, param: str | None = None) -> tuple[int, 
 class ApiRequest:
     """A request to a server, of a kind 'chat' or 'text'. `prompts`: strings, lists of ids, or one conversation as a dict for `LLM.chat`.
 
-    `stream`: the answer is wanted in parts; `usage`: with the tokens counted at its end. `echo`: with the prompt before it. `silent`: no tokens are
+    `stream`: the answer is wanted in parts; `usage`: with the tokens counted at its end, `usage_each`: and so far in each part. `echo`: with the prompt before it. `silent`: no tokens are
     wanted, and `params` ask for one, as they must. `tools`: which functions the answer may call, and `tool_format` how the model writes calls."""
     kind: str
     prompts: list[Any]
@@ -254,6 +301,7 @@ class ApiRequest:
     model: str | None = None
     stream: bool = False
     usage: bool = False
+    usage_each: bool = False
     echo: bool = False
     silent: bool = False
     priority: int = 0
@@ -280,6 +328,12 @@ def param_of(message: str, body: dict[str, Any]) -> str | None:
     keys = {ALIASES.get(k, k): k for k in body} | {k: k for k in body} | dict(messages='messages', prompt='prompt')
     return next((keys[w] for w in re.findall(r'\w+', message) if w in keys), None)
 
+def at_fault(message: str, body: dict[str, Any], own: str) -> str | None:
+    "Which key of `body` is at fault, where the engine refuses a request with `message`: the setting that this begins with, or `own`, the key of its prompt."
+    [first] = re.findall(r'^\w*', message)
+    if first == 'structured_outputs' and 'response_format' in body: return 'response_format'
+    return param_of(first, body) if first in KNOWN else own
+
 # %% ../../nbs/40_openai.ipynb #onl00005
 TALK = dict(add_generation_prompt=(bool, 'true or false'), continue_final_message=(bool, 'true or false'), chat_template_kwargs=(dict, 'an object'))
 
@@ -292,6 +346,7 @@ def _parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
     if more and not r.stream: raise BadRequest('stream_options needs stream to be true', param='stream_options')
     more.pop('include_obfuscation', None)
     r.usage = take(more, 'include_usage', bool, False, flag)
+    r.usage_each = take(more, 'continuous_usage_stats', bool, False, flag) and r.usage
     if more: raise BadRequest(f'stream_options has no {min(more)!r:.60}: leave it out', param='stream_options')
     if not r.chat: r.echo = take(d, 'echo', bool, False, flag)
     talk = {k: v for k, (t, want) in TALK.items() if r.chat and (v := take(d, k, t, None, want)) is not None}
@@ -302,7 +357,8 @@ def _parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
     if r.echo and of_prompt is None: of_prompt = options.get('logprobs')
     if of_prompt is not None and r.stream and not r.echo: raise BadRequest('prompt_logprobs come with a whole answer: leave stream out', param='prompt_logprobs')
     r.params = request_params(options | ({} if of_prompt is None else dict(prompt_logprobs=of_prompt)), DEFAULTS[kind])
-    r.prompts = [dict(messages=as_messages(d.get(own))) | talk] if r.chat else many_prompts(d.get(own))
+    try: r.prompts = [dict(messages=as_messages(d.get(own))) | talk] if r.chat else many_prompts(d.get(own))
+    except BadRequest as e: raise BadRequest(str(e), e.code, e.param or own) from None
     return r
 
 def parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
@@ -335,16 +391,22 @@ class Parts:
     `since` is called with the answers as they are by now, and writes what is new. `parser`: makes what finds the tool calls of choice `index`."""
     def __init__(self, kind: str, name: str, model: str, top: int | None = None, ids: Collection[int] | None = None, usage: bool = False,
                  parser: Callable[[int], ToolParser] | None = None) -> None:
-        self.kind, self.top, self.ids, self.parser = kind, top, ids, parser
+        self.kind, self.top, self.ids, self.usage, self.parser = kind, top, ids, usage, parser
         self.parsers: dict[int, ToolParser] = {}
         self.ended: set[int] = set()
         self.head = f'data: {_dumps(head_of(kind, name, model, True))[:-1]},"choices":['
-        self.tail = ']' + ',"usage":null' * usage + '}\n\n'
         self.sent: dict[int, tuple[int, int, int]] = {}               # of each choice: characters, tokens, and where the next token begins
 
-    def since(self, outputs: Sequence[CompletionOutput], start: int = 0, first: str = '') -> bytes:
-        "Events for each of `outputs` that has got anything, maybe none. `start`: the index of the first; `first`: as in `text_logprobs`."
-        return ''.join(self.head + new + self.tail for c in outputs for new in self._choice(c, start + c.index, first)).encode()
+    def since(self, outputs: Sequence[CompletionOutput], start: int = 0, first: str = '', used: Sequence[tuple[int, int]] | None = None) -> bytes:
+        """Events for each of `outputs` that has got anything, maybe none. `start`: the index of the first; `first`: as in `text_logprobs`.
+
+        `used`: for each its tokens `(of the prompt, of the answer)` so far, if each part is to say them."""
+        return ''.join(self.head + new + self._tail(used[i] if used else None) for i, c in enumerate(outputs) for new in self._choice(c, start + c.index, first)).encode()
+
+    def _tail(self, used: tuple[int, int] | None) -> str:
+        if not self.usage: return ']}\n\n'
+        told = used and dict(prompt_tokens=used[0], completion_tokens=used[1], total_tokens=sum(used))
+        return f'],"usage":{_dumps(told or None)}}}\n\n'
 
     def end(self, usage: dict[str, Any] | None = None) -> bytes:
         "The last events."
@@ -370,7 +432,7 @@ class Parts:
         else:
             new = replace(c, token_ids=c.token_ids[tokens:], logprobs=c.logprobs[tokens:])
             logprobs = chat_logprobs(new, self.top, self.ids) if self.kind == 'chat' else text_logprobs(new, offset, first)
-            if logprobs and self.kind != 'chat': offset += sum(map(len, logprobs['tokens']))
+            if logprobs and self.kind != 'chat': offset = token_offsets(c.text, logprobs['tokens'], offset)[-1]
         self.sent[index] = len(c.text), len(c.token_ids), offset
         parts = []
         for i, delta in enumerate(deltas):
