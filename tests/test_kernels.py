@@ -252,12 +252,12 @@ def test_the_first_compilation_is_said(monkeypatch, capsys):
     assert capsys.readouterr().err == 'batchlab: compiling\n'
 
 
-def test_a_user_without_a_home_folder(monkeypatch):
+def test_a_user_without_a_home_folder(monkeypatch, compiler):
     "What lies elsewhere is loaded and runs, on torch; the message says which variable helps."
     monkeypatch.delenv('BATCHLAB_CACHE', raising=False)
     monkeypatch.delenv('HOME')
     monkeypatch.setattr('os.path.expanduser', lambda path: path)
     with pytest.raises(ModelError, match='there is none: write the path out, or set HOME, or BATCHLAB_CACHE'): cache_dir()
-    if sys.platform == 'linux' and shutil.which('g++'):
+    if compiler:
         with pytest.raises(CompileError, match='HOME'): build('int x;')
     with pytest.raises(ModelError, match='there is none'): find_model('~nobody/model')

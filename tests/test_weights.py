@@ -1,5 +1,5 @@
 "Which model answers: one whose weights, modules, hooks or config were changed after `LLM` had it answers as it is then, or the call says why not."
-import copy, json
+import copy, importlib, json
 
 import pytest, torch
 from torch import nn
@@ -19,6 +19,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 def ids(llm): return [*llm.generate([PROMPT], GREEDY)[0].outputs[0].token_ids]
 def fresh(model, **how): return LLM(copy.deepcopy(model), TOKENIZER, **how)
+
+
+def need_kernels():
+    backend = LLM(tiny_model('llama')).backend
+    if backend.name != 'fused': pytest.skip(f'no kernels: {backend.why}')
 
 
 def others(model, scale=1.):
@@ -69,6 +74,7 @@ def test_a_changed_model_answers_as_it_is(change, compile):
 
 
 def test_tied_embeddings_and_int8():
+    need_kernels()
     model = tiny_model('llama', tie_word_embeddings=True)
     for how in (dict(quantization='int8'), {}):
         llm = LLM(model, TOKENIZER, **how)
@@ -177,6 +183,7 @@ def test_the_config_of_generation_and_a_switch_of_training():
 @pytest.mark.parametrize('how', [{}, dict(quantization='int8'), dict(compile=False)], ids=['packed', 'int8', 'torch'])
 def test_a_model_loaded_by_its_name(how, tmp_path):
     "Its weights were given up for packed ones: a change is refused, and its files are read again on demand."
+    if 'quantization' in how: need_kernels()
     model = tiny_model('llama')
     for m in (model, TOKENIZER): m.save_pretrained(tmp_path)
     llm = LLM(tmp_path, **how)
@@ -196,9 +203,9 @@ def test_a_model_loaded_by_its_name(how, tmp_path):
 
 
 def test_a_model_that_can_not_run_any_more_says_so_until_it_can():
+    need_kernels()
     model = tiny_model('llama')
     llm = LLM(model, TOKENIZER, quantization='int8')
-    if llm.backend.name != 'fused': pytest.skip(f'no kernels: {llm.backend.why}')
     before = ids(llm)
     hook = model.lm_head.register_forward_hook(lambda m, i, o: -o)
     for _ in range(2): assert ids_or_error(llm)
@@ -220,3 +227,30 @@ def test_running_a_model_is_no_change(arch):
     before = model_state(model)
     llm.generate([[5] * n for n in (3, 20)], SamplingParams(max_tokens=2))
     assert json.dumps(model_state(model)) == json.dumps(before) == json.dumps(llm.engines.state)
+
+
+def test_verify_holds_the_kernels_to_their_promise(monkeypatch):
+    "In bf16 transformers rounds otherwise. That is no near-tie where the engine alone gives the same bits, and a bug where it does not."
+    torch.manual_seed(1)
+    llm = LLM(tiny_model('llama').bfloat16(), TOKENIZER)
+    if not llm.backend.batch_invariant: pytest.skip(f'no kernels: {llm.backend.why}' if llm.backend.why else "the processor's matrix unit rounds by itself")
+    llm.generate(['before'], GREEDY)
+    outs = llm.generate(['hello ' * n for n in range(1, 10)], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), verify=True)
+    assert outs.report is llm.report and outs.report.divergences == [] and outs.report.requests == 8
+    assert f'verified: {outs.report.headline}' in repr(outs) and 'verified: ' in outs._repr_html_()
+    verify = importlib.import_module('batchlab.verify')
+
+    def shown_as(kind):
+        "A near-tie of transformers' at the second token of each answer, or a bug."
+        def check(llm, out, completion, tolerance=None):
+            return [verify.Divergence(out.request_id, 0, 1, 9, completion.token_ids[1], 7, 0., .5 if kind == 'tie' else -1.)]
+        monkeypatch.setattr(verify, 'check_answer', check)
+        return llm.verify(outs, sample=None)
+    report = shown_as('tie')
+    assert report.ok and not report.divergences and [d.number for d in report.rounded] == [*range(9)]
+    assert 'all equal' in report.headline and '9 near-ties' in report.headline
+    assert len(shown_as('bug').bugs) == 9
+    outs[4].outputs[0].token_ids[3] += 1                              # what it gives alone is another token
+    [bug] = shown_as('tie').bugs
+    assert (bug.number, bug.index, bug.want) == (4, 3, outs[4].outputs[0].token_ids[3] - 1)
+    assert str(bug).startswith('bug: outputs[4], token 3')
