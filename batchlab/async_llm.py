@@ -5,7 +5,7 @@
 # %% ../nbs/46_async.ipynb #6c051e85
 from __future__ import annotations
 
-import asyncio, time
+import asyncio, threading, time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +15,8 @@ from typing import Any
 from .config import check_count
 from .errors import EngineError, ParamError
 from .inputs import chat_options
-from .llm import LLM
+from .lengths import SHORT, chars_in
+from .llm import LLM, trim_memory
 from .names import by_any_name, read_call
 from .outputs import CompletionOutput, RequestOutput, Stats, StreamEvent, total_logprob
 
@@ -121,7 +122,8 @@ class AsyncLLM:
         self.max_pending = max_pending
         self.answers: dict[str, _Answer] = {}                                # of those that are not done
         self.loops: dict[asyncio.AbstractEventLoop, _Mailbox] = {}
-        self.queuer = ThreadPoolExecutor(1, 'batchlab-queue')
+        self.queuer, self.long_queuer = ThreadPoolExecutor(1, 'batchlab-queue'), ThreadPoolExecutor(1, 'batchlab-queue-long')
+        self.door = threading.Lock()                                         # held by who hands a request over, and by who closes
 
     def __repr__(self) -> str: return f'Async{self.llm!r}'
 
@@ -132,6 +134,7 @@ class AsyncLLM:
         `grow`: False yields the last alone, and spares the loop all others. Those before the last have ids, text and log probabilities so far; the last has all that was asked for, or its `error`. `timeout` counts from
         now; one that runs out before the request has its turn ends it when that comes. Closing the generator or cancelling its task
         cancels the request. Raises `EngineError` for an id that is not done yet, `ParamError`."""
+        self.llm.check_process()
         request_id, asked = self._next_id() if request_id is None else str(request_id), time.perf_counter()
         if request_id in self.answers: raise EngineError(f'request {request_id!r} is not done yet: give another id')
         answer, mailbox = _Answer(request_id, grow=grow), self._mailbox()
@@ -139,7 +142,9 @@ class AsyncLLM:
         try:
             await mailbox.places.acquire()
             answer.free = mailbox.places.release
-            job = self.queuer.submit(self._queue, answer, mailbox, asked, prompt, sampling_params, chat, priority, timeout, lora_request)
+            queuer = self.queuer_for(prompt)
+            job = queuer.submit(self._queue, answer, mailbox, asked, prompt, sampling_params, chat, priority, timeout, lora_request)
+            if queuer is self.long_queuer: job.add_done_callback(lambda _: trim_memory(cuda=False))
             try:
                 await asyncio.wrap_future(job)
                 output = None
@@ -147,7 +152,9 @@ class AsyncLLM:
                     output = await answer.next()
                     yield output
             finally:
-                if not answer.last and not job.cancel(): job.add_done_callback(self._cancel)
+                if not answer.last and not job.cancel():
+                    answer.aborted = True                              # which spares the engine what is being tokenised for nobody
+                    job.add_done_callback(self._cancel)
         finally:
             answer.leave()
             del self.answers[request_id]
@@ -176,11 +183,20 @@ class AsyncLLM:
 
     async def shutdown(self) -> None:
         "Cancel all requests, end the engine's thread and give the memory of the cache back. A later request begins anew."
+        self.llm.check_process()
         for answer in self.answers.values(): answer.aborted = True
-        await asyncio.shield(asyncio.wrap_future(self.queuer.submit(self.llm.close)))      # behind all that is being queued
+        def close() -> None:
+            with self.door: self.llm.close()
+        await asyncio.shield(asyncio.wrap_future(self.queuer.submit(close)))      # behind what is being queued
 
     async def __aenter__(self) -> AsyncLLM: return self
     async def __aexit__(self, *_: object) -> None: await self.shutdown()
+
+    def queuer_for(self, prompt: Any) -> ThreadPoolExecutor:
+        "The thread that tokenises `prompt`: long ones have one of their own, if the tokenizer is one that several threads may read."
+        texts = (prompt.texts, prompt.others) if hasattr(prompt, 'as_group') else prompt
+        is_long = chars_in(texts) >= SHORT and hasattr(self.llm.tokenizer, 'backend_tokenizer')
+        return self.long_queuer if is_long else self.queuer
 
     def _next_id(self) -> str:
         "An id that no request has, nor those of others who use the same `LLM`."
@@ -193,28 +209,29 @@ class AsyncLLM:
         return self.loops.setdefault(loop, _Mailbox(loop, asyncio.Semaphore(self.max_pending), self.llm.cancel))
 
     def _queue(self, answer: _Answer, mailbox: _Mailbox, asked: float, prompt: Any, sampling_params: Any, chat: bool,
-               priority: int, timeout: float | None, lora_request: Any) -> str:
-        "Give the engine a request, in the queuer's thread; its id."
+               priority: int, timeout: float | None, lora_request: Any) -> str | None:
+        "Give the engine a request, in a queuer's thread; its id, or None if it had ended by then."
         def tell(event: StreamEvent) -> None:                          # in the engine's thread
             if answer.grow or event.finished: mailbox.put(answer, event, self.llm.after)
-        request_id, late = answer.request_id, False
-        if isinstance(timeout, (int, float)) and timeout > 0:
-            timeout -= time.perf_counter() - asked
-            late = timeout <= 0
-        if answer.aborted or late:                                     # before the engine heard of it
-            reason = 'cancelled' if answer.aborted else 'timeout'
+        def end(reason: str) -> None:                                  # before the engine heard of it
             output = RequestOutput(request_id, outputs=[CompletionOutput(0, finish_reason=reason)])
             mailbox.put(answer, StreamEvent(request_id, finish_reason=reason, finished=True, output=output))
-            return request_id
+        request_id = answer.request_id
+        if answer.aborted: return end('cancelled')
+        if isinstance(timeout, (int, float)) and timeout > 0:
+            timeout -= time.perf_counter() - asked
+            if timeout <= 0: return end('timeout')
         several = getattr(prompt, 'as_group', None)                    # texts that are one request
         group = several(self.llm, request_id, tell, 0, priority, timeout) if several else self.llm._group(prompt, sampling_params, tell, request_id, chat,
                                                                                                           priority, timeout, lora_request)
         answer.prompt, answer.prompt_token_ids = group.prompt, group.prompt_token_ids
-        self.llm.submit([group])
-        self.llm.start()                                               # after it: whoever stopped the engine meanwhile, it runs
+        with self.door:
+            if answer.aborted: return end('cancelled')                 # the engine may be closed by now
+            self.llm.submit([group])
+            self.llm.start()                                           # after it: whoever stopped the engine meanwhile, it runs
         if answer.aborted: self.llm.cancel(request_id)
         return request_id
 
-    def _cancel(self, job: Future[str]) -> None:
+    def _cancel(self, job: Future[str | None]) -> None:
         "Cancel the request that `job` gave the engine, if it did."
-        if not job.cancelled() and not job.exception(): self.llm.cancel(job.result())
+        if not job.cancelled() and not job.exception() and (request_id := job.result()) is not None: self.llm.cancel(request_id)

@@ -176,7 +176,7 @@ def make_search(llm: LLM, prompt: Any, p: BeamSearchParams, adapter: Adapter | A
     "The search of `prompt`, in any form that `LLM.generate` takes. Raises `ParamError`, `PromptError`, `ModelError`, and `adapter` if that is an error."
     prompt, own = split_settings(prompt)
     if own: raise ParamError(f'{min(own)} stands in a prompt: the settings of a beam search are its params')
-    text, ids = prompt_ids_of(llm.model, llm.tokenizer, prompt, False)
+    text, ids = prompt_ids_of(llm.model, llm.tokenizer, prompt, False, llm.max_model_len)
     check_prompt(ids, llm.max_model_len, llm.vocab_size)
     limits = [n for n in (p.max_tokens, llm.max_model_len and llm.max_model_len - len(ids)) if n]
     if not limits: raise ParamError('max_tokens is None, and the model states no context length: give max_tokens')

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from .blocks import common_length
-from .errors import AdapterError, BatchlabError, ModelError, ParamError, PromptError
-from .inputs import as_list, check_bar, check_forms, is_ids, log_failures, parse_prompt, prompt_ids_of
+from .errors import AdapterError, ModelError, ParamError, PromptError
+from .inputs import as_list, check_bar, check_forms, encode_text, is_ids, log_failures, parse_prompt, prompt_ids_of
+from .lengths import check_length
 from .lora import Adapter, LoRARequest, adapters_for
-from .models import encode, start_token_id
+from .models import start_token_id
 from .outputs import Outputs
 from .params import SamplingParams
 from .shown import shows_bar
@@ -25,7 +26,7 @@ from .shown import shows_bar
 if TYPE_CHECKING: from batchlab.llm import LLM
 
 # %% auto #0
-__all__ = ['split_choices', 'encode_choices', 'ids_of', 'Question', 'log_sum', 'ask', 'ChoiceScores', 'answer', 'check_choices',
+__all__ = ['split_choices', 'encode_choices', 'Question', 'log_sum', 'ask', 'ChoiceScores', 'answer', 'check_choices',
            'choices_for', 'choose']
 
 # %% ../nbs/33_choices.ipynb #c433000e
@@ -46,22 +47,17 @@ def encode_choices(llm: LLM, prompt: Any, choices: Sequence[Any], chat: bool = F
     chat = chat or isinstance(prompt, dict) and 'messages' in prompt
     text, ids = (None, None) if chat else parse_prompt(prompt)
     special = ids is None and not chat                                 # special tokens are the tokenizer's to add
-    if ids is None: ids = prompt_ids_of(model, tokenizer, prompt, True)[1] if chat else ids_of(tokenizer, text or '')
+    if special and llm.max_model_len: check_length(tokenizer, text or '', llm.max_model_len - 1)
+    if ids is None: ids = prompt_ids_of(model, tokenizer, prompt, True, llm.max_model_len)[1] if chat else encode_text(tokenizer, text or '')
     if not special and any(isinstance(c, str) for c in choices):
         text = words.decode(ids, clean_up_tokenization_spaces=False)
-        if ids_of(tokenizer, text, False) != ids: text = None
+        if encode_text(tokenizer, text, False) != ids: text = None
     def whole(choice: Any) -> list[int]:
         if not isinstance(choice, str): return [*ids, *map(int, choice)]
-        return [*ids, *ids_of(tokenizer, choice, False)] if text is None else ids_of(tokenizer, text + choice, special)
+        return [*ids, *encode_text(tokenizer, choice, False)] if text is None else encode_text(tokenizer, text + choice, special)
     shared, tails = split_choices(ids, [whole(c) for c in choices])
     try: return shared or [start_token_id(model, tokenizer)], tails
     except ModelError as e: raise PromptError(str(e)) from None          # other prompts need no such token
-
-def ids_of(tokenizer: Any, text: str, special: bool = True) -> list[int]:
-    "The ids of `text`, with the special tokens of the tokenizer or without. Raises `PromptError`, `ModelError`."
-    try: return encode(tokenizer, text, special)
-    except BatchlabError: raise
-    except Exception as e: raise PromptError(f'the tokenizer refuses this text ({e}): is it valid Unicode?') from e
 
 # %% ../nbs/33_choices.ipynb #c4330015
 @dataclass

@@ -5,7 +5,7 @@
 # %% ../nbs/43_cli.ipynb #9e57a6e9
 from __future__ import annotations
 
-import argparse, contextlib, json, logging, math, os, re, signal, socket, stat, sys, threading
+import argparse, contextlib, io, json, logging, math, os, signal, socket, stat, sys, threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
@@ -13,15 +13,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 from .deprecated import renamed
-from .errors import BatchlabError, JobError
-from .work.flags import parse_args
+from .errors import BatchlabError, JobError, Option
+from .work.flags import completion, parse_args
 
 if TYPE_CHECKING:      # the command line is quick since it imports these only when it runs something
     from fastapi import APIRouter
     from batchlab.llm import LLM
     from batchlab.outputs import CompletionOutput, RequestOutput
     from batchlab.storage import Kept
-    from batchlab.work.batches import BatchRunner
+    from batchlab.work.batches import BatchRunner, BatchStore
     from batchlab.work.scaleout import BatchWorkers
     from batchlab.work.jobs import Job, JobResult
     from batchlab.work.lines import JobLine
@@ -71,17 +71,20 @@ def log_as_notes() -> Iterator[None]:
         logger.propagate = propagate
 
 # %% ../nbs/43_cli.ipynb #f5ce3a1d
-def flag_options(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
-    "The sampling parameters that the command line gives, over `defaults`, as a dict. Raises `JobError`."
-    from batchlab.errors import ParamError
+def given_settings(args: argparse.Namespace) -> dict[str, Any]:
+    "The sampling parameters that the command line gives, as a dict. Raises `JobError`."
     from batchlab.params import SamplingParams
     given = {f.name: getattr(args, f.name) for f in fields(SamplingParams) if f.name in args}
     if 'do_sample' in args and given.setdefault('temperature', 1.) == 0:
         raise JobError("--do-sample and --temperature 0 contradict each other: leave one out")
+    return given
+
+def flag_options(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
+    "The sampling parameters that the command line gives, over `defaults`, as a dict. Raises `JobError`, `ParamError`."
+    from batchlab.params import SamplingParams
+    given = given_settings(args)
     options = defaults | given
-    try: SamplingParams(**{'temperature': 0., **options})
-    except ParamError as e:      # its message begins with the field: name the flag
-        raise JobError(re.sub(r'^[a-z_]+', lambda m: '--' + m[0].replace('_', '-'), str(e))) from e
+    SamplingParams(**{'temperature': 0., **options})
     if options.get('temperature') == 0 and (idle := [k for k in ('top_p', 'top_k', 'min_p') if k in given]):
         note(f"--{idle[0].replace('_', '-')} changes nothing at temperature 0: add --do-sample or --temperature")
     return options
@@ -123,7 +126,7 @@ def text_rows(name: str) -> list[tuple[int, bytes]]:
 
 def refuse_columns(columns: dict[str, Any], why: str) -> None:
     "Raise `JobError` if `columns` says anything of a table."
-    usual = dict(prompt_column='prompt', id_column='custom_id', prompt_template=None, data_columns=[])
+    usual = dict(prompt_column='prompt', id_column='custom_id', prompt_template=None, setting_columns=[], empty=None)
     if flag := next((k for k, v in columns.items() if v != usual[k]), None):
         raise JobError(f"--{flag.replace('_', '-')} is for the columns of a table, {why}")
 
@@ -141,6 +144,39 @@ def read_file(name: str, chat: bool = False, system: str | None = None, adapters
     unknown = {k for line in lines for k in line.ignored} | {'model' for line in lines if line.model is not None and not adapters}
     if unknown: note(f"{shown}: keys without meaning here, ignored: {', '.join(sorted(unknown))}")
     return lines
+
+# %% ../nbs/43_cli.ipynb #3ecad304
+@contextlib.contextmanager
+def input_file(name: str, stdin: IO[bytes] | None = None, text: bool = False, form: str | None = None) -> Iterator[str]:
+    """Give `name`; if that is `-`, or a pipe, the name of a temporary file with all that it says, while the context lasts.
+
+    `text`: what does not begin as JSON has one text a line. `form`: as `Job` has it. Raises `JobError` if there is nothing."""
+    import shutil, tempfile
+    if name != '-' and (os.path.isfile(name) or os.path.isdir(name) or not os.path.exists(name)): yield name
+    else:
+        with tempfile.TemporaryDirectory(prefix='batchlab-') as folder:
+            path = Path(folder)/('standard-input' if name == '-' else Path(name).name)
+            with path.open('wb') as f:
+                if name == '-': shutil.copyfileobj(stdin or sys.stdin.buffer, f)
+                else:
+                    with open(name, 'rb') as pipe: shutil.copyfileobj(pipe, f)
+            if not path.stat().st_size: raise JobError(f"{'standard input' if name == '-' else name} is empty: no request came through it")
+            yield str(path.rename(f'{path}{kind_in(path, text, form)}'))
+
+def kind_in(path: Path, text: bool, form: str | None) -> str:
+    "How the name of file `path`, the content of a pipe, should end, by its own name or its first bytes. Raises `JobError`."
+    from batchlab.work.tables import KINDS, OPENERS
+    with path.open('rb') as f: start = f.read(2**10)
+    packed = next((end for end, mark in {'.gz': b'\x1f\x8b', '.bz2': b'BZh', '.xz': b'\xfd7zXZ'}.items() if start.startswith(mark)), '')
+    if {s.lower() for s in path.suffixes} & {*KINDS, *OPENERS}: return ''
+    if start.startswith(b'PAR1'): return '.parquet'
+    if packed:
+        with OPENERS[packed](path, 'rb') as f: start = f.read(2**10)
+    bare = start.removeprefix(b'\xef\xbb\xbf').lstrip()
+    if bare[:1] == b'[' and form is None: return f'.json{packed}'
+    if bare[:1] == b'{' or form: return f'.jsonl{packed}'
+    if text: return f'.txt{packed}'
+    raise JobError('the input begins neither as JSON nor as Parquet: say with --format csv, tsv or txt what it is')
 
 # %% ../nbs/43_cli.ipynb #e485235a
 def prepare(line: JobLine, args: argparse.Namespace, options: dict[str, Any]) -> None:
@@ -168,9 +204,11 @@ def read_prompts(args: argparse.Namespace, options: dict[str, Any]) -> list[JobL
         if sys.stdin is None or sys.stdin.isatty():
             raise JobError('no prompts: give some, such as batchlab generate "The sky is", or --prompts-file')
         name = '-'
-    columns = {k: getattr(args, k) for k in ('prompt_column', 'id_column', 'prompt_template', 'data_columns')}
+    columns = {k: getattr(args, k) for k in ('prompt_column', 'id_column', 'prompt_template', 'setting_columns', 'empty')}
     if name is None: refuse_columns(columns, 'and there is no --prompts-file')
-    else: lines += read_file(name, args.chat, args.system, args.enable_lora or bool(args.lora_modules), **columns)
+    else:
+        with input_file(name, text=True) if name != '-' else contextlib.nullcontext(name) as path:
+            lines += read_file(path, args.chat, args.system, args.enable_lora or bool(args.lora_modules), **columns)
     for line in lines: prepare(line, args, options)
     if args.system is not None and not any(line.messages is not None for line in lines):
         raise JobError("--system needs --chat, or messages in the prompts file")
@@ -319,6 +357,14 @@ def outputs_of(llm: LLM | None, lines: Sequence[JobLine],
                                 timeout=[lines[i].timeout for i in group], lora_request=[lines[i].adapter or adapter_named(llm, lines[i].model) for i in group])
         for k, out in outs: yield group[k], out
 
+def check_names(llm: LLM, args: argparse.Namespace, lines: Sequence[JobLine]) -> None:
+    "Let those of `lines` fail that ask for a model which is neither that of `llm` nor an adapter, if there are adapters. Raises `JobError`."
+    from batchlab.models import DEFAULT_MODEL
+    from batchlab.work.runner import ModelNames
+    model = args.model or DEFAULT_MODEL
+    names = ModelNames.of(llm, Path(model).name if os.path.exists(model) else model, any_model=True)
+    for line in lines: names.check(line)
+
 def run_lines(llm: LLM | None, lines: Sequence[JobLine], results: Results) -> list[RequestOutput]:
     "Put `lines` through `llm` into `results`, with a progress bar on a terminal. Returns the outputs."
     from batchlab.work.jobs import JobResult, Progress
@@ -348,17 +394,37 @@ def llm_options(args: argparse.Namespace) -> dict[str, Any]:
     names = '''model dtype device max_num_seqs max_model_len max_num_batched_tokens strategy compile quantization
         kv_cache_bytes enable_prefix_caching enable_lora max_loras max_lora_rank max_cpu_loras'''
     return ({k: getattr(args, k) for k in names.split()} | ({'pooler_config': args.pooling} if getattr(args, 'pooling', None) else {})
-            | dict(lora_modules=[absolute_module(m) for m in args.lora_modules]))
+            | dict(lora_modules=[absolute_module(m) for m in args.lora_modules], chat_template=getattr(args, 'chat_template', None)) | args.idle)
 
 def absolute_module(module: str) -> str:
     "'name=folder' with the folder's whole path, for workers that run elsewhere."
     name, given, folder = module.partition('=')
     return f'{name}={os.path.abspath(folder)}' if given and folder and not module.startswith('{') else module
 
+def check_given(args: argparse.Namespace) -> None:
+    "Look at the adapters and the chat template that the arguments name, before anything else is done. Raises `BatchlabError`."
+    if getattr(args, 'lora_modules', None):
+        from batchlab.lora import check_folders
+        check_folders([absolute_module(m) for m in args.lora_modules], args.max_lora_rank)
+    if getattr(args, 'chat_template', None) is not None:
+        from batchlab.models import check_template
+        args.chat_template = check_template(args.chat_template)
+
 def load_llm(args: argparse.Namespace) -> LLM:
-    "The `LLM` that the arguments ask for."
+    "The `LLM` that the arguments ask for, which takes the settings that they give. Raises `BatchlabError`."
     from batchlab.llm import LLM
-    return LLM(**llm_options(args))
+    llm = LLM(**llm_options(args))
+    check_settings(llm, args)
+    return llm
+
+def check_settings(llm: LLM, args: argparse.Namespace) -> None:
+    "Raise `ParamError` if the sampling flags are none for the model of `llm`, its vocabulary and tokenizer: every line would fail of them."
+    from batchlab.llm import grammar_for
+    from batchlab.sampling import SamplingParams, SamplingRow
+    given = given_settings(args)
+    if not given or not llm.can_generate: return
+    params = SamplingParams.of({'max_tokens': 1, 'temperature': 0., **given, 'min_tokens': 0})
+    SamplingRow.make(params, [0], llm.eos_ids, llm.tokenizer, 0, llm.vocab_size, llm.max_model_len, grammar_for(llm, params), llm.logprobs_mode)
 
 # %% ../nbs/43_cli.ipynb #9d30ab3c
 def check_trace_path(args: argparse.Namespace) -> None:
@@ -410,6 +476,7 @@ def generate(args: argparse.Namespace, llm: LLM | None = None) -> int:
         results = Results(out, args.output or 'standard output', json_line if f else as_text, len(lines), signals.held)
         try:
             if llm is None and not all(line.failure for line in lines): llm = load_llm(args)
+            if llm: check_names(llm, args, lines)
             if f and file_size(f): f.truncate(0)                        # pipes and devices have no size
             outs = run_lines(watch(llm) if llm else None, lines, results)
             if args.verify and outs and llm: note(llm.verify(outs))
@@ -423,7 +490,7 @@ def generate(args: argparse.Namespace, llm: LLM | None = None) -> int:
 def job_of(args: argparse.Namespace) -> Job:
     "The `Job` that the arguments of `run` or `plan` ask for. Raises `BatchlabError`."
     from batchlab.work.jobs import Job
-    if getattr(args, 'dry_run', False): model = args.model or ''                        # which needs no torch either
+    if getattr(args, 'dry_run', False): model = '' if getattr(args, 'lora_modules', None) else args.model or ''      # which needs no torch either
     else:
         from batchlab.models import DEFAULT_MODEL, resolve_device
         if getattr(args, 'ray', None): from batchlab.work.scaleout import RayJob as Job      # devices are the workers' there
@@ -434,31 +501,17 @@ def job_of(args: argparse.Namespace) -> Job:
                model_name=Path(model).name if os.path.exists(model) else model, say=note,
                use_tqdm=False if note.as_json else None)
 
-# %% ../nbs/43_cli.ipynb #3ecad304
-@contextlib.contextmanager
-def input_file(name: str, stdin: IO[bytes] | None = None, text: bool = False) -> Iterator[str]:
-    """Give `name`; if that is `-`, the name of a temporary file with what standard input says, while the context lasts.
-
-    `text`: what does not begin as JSON has one text a line."""
-    import shutil, tempfile
-    if name != '-': yield name
-    else:
-        with tempfile.TemporaryDirectory(prefix='batchlab-') as folder:
-            path = Path(folder)/'standard-input.jsonl'
-            with path.open('wb') as f: shutil.copyfileobj(stdin or sys.stdin.buffer, f)
-            with path.open('rb') as f: plain = text and not f.read(2**16).removeprefix(b'\xef\xbb\xbf').lstrip().startswith(b'{')
-            yield str(path.rename(path.with_suffix('.txt')) if plain else path)
-
 # %% ../nbs/43_cli.ipynb #a5c18fe1
 def run_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab run`. Returns the exit status. Raises `BatchlabError`."
     if args.output is None and not args.dry_run: raise JobError("no --output: give a file for the answers, or --dry-run")
     if args.ray and (args.trace or '-' in (args.input, args.output)): raise JobError("--ray takes files, no --trace")
     check_trace_path(args)
-    with Signals(), input_file(args.input, text=args.command == 'embed') as args.input:
+    with Signals(), input_file(args.input, text=args.command == 'embed', form=args.form) as args.input:
         job = job_of(args)
         if args.dry_run:
-            print(plan := job.dry_run())
+            plan = job.dry_run()
+            print(plan.said(args.spell))
             return int(plan.failed > 0)
         try: result = run_with_ray(args, job) if args.ray else run_here(args, job, llm)
         except KeyboardInterrupt:
@@ -472,7 +525,17 @@ def run_here(args: argparse.Namespace, job: Job, llm: LLM | None = None) -> JobR
     "Run `job` in this process. Returns the `JobResult`. Raises `BatchlabError`."
     job.check()
     if args.output == '-' and not getattr(args, 'texts', None): note('answers go to standard output: ended in the middle, this run can not go on')
-    with traced(args.trace, text=False) as watch: return job.run(lambda: watch(llm or load_llm(args)))
+    with traced(args.trace, text=False) as watch:
+        return job.run(lambda: watch(llm or suggested(load_llm(args), args, job.result.total - job.result.done)))
+
+def suggested(llm: LLM, args: argparse.Namespace, requests: int) -> LLM:
+    "`llm`, once one line has said what would make so many `requests` faster, if flags that were given make them slow."
+    from batchlab.advice import advise
+    usual = dict(max_num_seqs=None, strategy='continuous', compile='auto', dtype='auto', enable_prefix_caching=True)
+    given = {name for name, value in usual.items() if getattr(args, name) != value}
+    about = lambda message: any(isinstance(x, Option) and x.name in given for x in message.fields.values())
+    if found := next(filter(about, advise(llm, requests)), None): note(f'faster: {found.said(args.spell)}')
+    return llm
 
 def run_with_ray(args: argparse.Namespace, job: Job) -> JobResult:
     "Run `job` by workers on Ray. Returns the `JobResult`. Raises `BatchlabError`."
@@ -483,12 +546,13 @@ def run_with_ray(args: argparse.Namespace, job: Job) -> JobResult:
 def plan_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab plan`. Returns the exit status. Raises `BatchlabError`."
     args.embed = vectors_asked(args) if args.embed else None
-    with input_file(args.input, text=bool(args.embed)) as args.input:
+    with input_file(args.input, text=bool(args.embed), form=args.form) as args.input:
         job = job_of(args)
         job.check()
         llm = llm or load_llm(args)
-        if not (llm.can_generate or args.embed) and job.form == 'plain': raise JobError('this model writes no text: --embed plans for vectors of the texts')
-        print(plan := job.plan(llm, args.calibrate))
+        if not (llm.can_generate or args.embed) and job.line_form == 'plain': raise JobError('this model writes no text: --embed plans for vectors of the texts')
+        plan = job.plan(llm, args.calibrate)
+        print(plan.said(args.spell))
     return int(plan.failed > 0)
 
 def view_trace(args: argparse.Namespace, llm: LLM | None = None) -> int:
@@ -548,11 +612,18 @@ def batch_workers(args: argparse.Namespace) -> Iterator[BatchWorkers | None]:
     try: yield workers
     finally: workers.stop()
 
-def batches_in(args: argparse.Namespace, llm: LLM, name: str, workers: BatchWorkers | None) -> BatchRunner | None:
-    "What runs the batches of `serve`, through `workers` or else `llm`, whose model goes by `name`. Raises `JobError`."
-    if args.data is None: return None
-    from batchlab.work.batches import BatchRunner, BatchStore
-    return BatchRunner(BatchStore(args.data), llm, name, args.fail_whole, workers=workers)
+@contextlib.contextmanager
+def store_in(args: argparse.Namespace) -> Iterator[BatchStore | None]:
+    "The files and batches of `serve --data`, if it is given, while the context lasts. Raises `JobError`."
+    if args.data is None: return (yield None)
+    from batchlab.work.batches import BatchStore
+    with contextlib.closing(BatchStore(args.data)) as store: yield store
+
+def batches_in(store: BatchStore | None, args: argparse.Namespace, llm: LLM, name: str, workers: BatchWorkers | None) -> BatchRunner | None:
+    "What runs the batches of `store`, through `workers` or else `llm`, whose model goes by `name`; None without a store."
+    if store is None: return None
+    from batchlab.work.batches import BatchRunner
+    return BatchRunner(store, llm, name, args.fail_whole, workers=workers)
 
 LOOPBACK = '127.0.0.1', 'localhost', '::1'
 
@@ -572,19 +643,20 @@ def serve(args: argparse.Namespace, llm: LLM | None = None) -> int:
     resolve_device(args.device)
     model, server = args.model or DEFAULT_MODEL, None
     name = args.served_model_name or (Path(model).name if os.path.exists(model) else model)
-    with listen(args.host, args.port) as sock, batch_workers(args) as workers:
+    with listen(args.host, args.port) as sock, store_in(args) as store, batch_workers(args) as workers:
         url = url_of(sock)
         if key is None and args.host not in LOOPBACK:
             note(f'whoever reaches {url} can use this model: give BATCHLAB_API_KEY', 'warning')
         engine = AsyncLLM(llm or load_llm(args), max_pending=args.max_pending)
         alone = key is None and args.host in LOOPBACK
-        app = create_app(engine, name, api_key=key, batches=batches_in(args, engine.llm, name, workers), others=[] if args.served_model_name else [model],
-                         routers=page_of(args, key), say=note if args.request_log else None, names=[socket.gethostname()] if alone else None)
-        server = Server(app, args.drain, lambda: note(f'{name} is served at {url}/v1'))
+        app = create_app(engine, name, api_key=key, batches=batches_in(store, args, engine.llm, name, workers), others=[] if args.served_model_name else [model],
+                         routers=page_of(args, key), say=note if args.request_log else None, names=[socket.gethostname()] if alone else None, origins=args.allowed_origins)
+        server = Server(app, args.drain, lambda: note(f'{name} is served at {url}/v1'), say=note)
         server.run([sock])
         if server.force_exit:                       # the engine may be in the middle of a step: leave without waiting for it
             sys.stderr.flush()
             os._exit(130)
+    note('stopped')
     return 0
 
 # %% ../nbs/43_cli.ipynb #fd786c93
@@ -612,41 +684,85 @@ def manage_cache(args: argparse.Namespace, llm: LLM | None = None) -> int:
     print_kept(clear() if args.what == 'clear' else own())
     return 0
 
+def print_completion(args: argparse.Namespace, llm: LLM | None = None) -> int:
+    "Run `batchlab completion`. Returns the exit status."
+    print(completion(args.shell), end='')
+    return 0
+
 def submit_batch(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab batch`. Returns the exit status. Raises `JobError`."
     from batchlab.work.client import command
-    return command(args, note)
+    if args.what != 'submit' or not args.name: return command(args, note)
+    with input_file(args.name, form='batch') as args.name: return command(args, note)
+
+# %% ../nbs/43_cli.ipynb #stream02
+@contextlib.contextmanager
+def standard_streams() -> Iterator[None]:
+    "While entered, standard output takes every letter, closed streams are no file's, and at the end nothing waits in standard output."
+    for fd in range(3):
+        try: os.fstat(fd)
+        except OSError: os.open(os.devnull, os.O_RDWR)             # takes the lowest number that is free, which is this one
+    err, out, errors = sys.stderr, sys.stdout, getattr(sys.stdout, 'errors', None)
+    if err is None: sys.stderr = open(os.devnull, 'w', encoding='utf-8')
+    lossy = errors == 'strict' or errors == 'surrogateescape' and out.encoding.lower() not in ('utf-8', 'utf8')
+    if lossy and isinstance(out, io.TextIOWrapper): out.reconfigure(errors='backslashreplace')
+    try: yield
+    finally:
+        with contextlib.suppress(OSError, JobError): flush_output()
+        if err is None: sys.stderr = err
+        if lossy and isinstance(out, io.TextIOWrapper): out.reconfigure(errors=errors)
+
+def flush_output() -> None:
+    "Write what standard output still holds; what it does not take goes nowhere. Raises `JobError`, `BrokenPipeError`."
+    if (out := sys.stdout) is None: return
+    try: out.flush()
+    except OSError as e:
+        give_up(out, None)
+        if isinstance(e, BrokenPipeError): raise
+        raise JobError(f"can't write standard output ({e.strerror or e})", 1) from e
+
+def check_output_open(args: argparse.Namespace) -> None:
+    "Raise `JobError` if standard output is closed and the command that `args` are for writes to it."
+    output, named = getattr(args, 'output', None), 'output' in args and args.command != 'view'
+    silent = args.command in ('serve',) or named and output not in (None, '-') and args.command != 'batch'
+    if sys.stdout is None and (not silent or getattr(args, 'dry_run', False)):
+        raise JobError(f"standard output is closed, and {args.command} writes to it: lead it to a file with >{', or give --output' * named}")
 
 # %% ../nbs/43_cli.ipynb #238aecb1
 def main(argv: Sequence[str] | None = None, llm: LLM | None = None) -> int:
     "The command `batchlab`; `argv` without the program's name. Returns the exit status, having said what went wrong."
-    note.as_json = False
-    try:
-        args = parse_args(sys.argv[1:] if argv is None else list(argv))
-        note.as_json = getattr(args, 'log_json', False)
-        with log_as_notes(): return call(args, llm)
-    except SystemExit as e: return int(e.code or 0)      # --help and --version
-    except KeyboardInterrupt:
-        note('interrupted')
-        return 130
-    except BrokenPipeError: return 1                # the reader of our output left, as head does
-    except Exception as e: return told(e)
+    note.as_json, spell = False, str
+    with standard_streams():
+        try:
+            args = parse_args(sys.argv[1:] if argv is None else list(argv))
+            note.as_json, spell = getattr(args, 'log_json', False), getattr(args, 'spell', str)
+            check_output_open(args)
+            with log_as_notes(): status = call(args, llm)
+            flush_output()
+            return status
+        except SystemExit as e: return int(e.code or 0)      # --help and --version
+        except KeyboardInterrupt:
+            note('interrupted')
+            return 130
+        except BrokenPipeError: return 1                # the reader of our output left, as head does
+        except Exception as e: return told(e, spell)
 
 # %% ../nbs/43_cli.ipynb #da178f3b
 def call(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run the command that `args` is for. Returns the exit status."
     commands = dict(generate=generate, run=run_job, embed=embed, serve=serve, plan=plan_job, view=view_trace, models=manage_models, cache=manage_cache,
-                    batch=submit_batch)
+                    batch=submit_batch, completion=print_completion)
+    check_given(args)
     if args.command in commands: return commands[args.command](args, llm)
     from batchlab.bench import main
     return main(args.rest)
 
-def told(e: Exception) -> int:
-    "Say error `e` in one line if it is one that users meet, else raise it again. Returns the exit status."
+def told(e: Exception, spell: Callable[[Option], str] = str) -> int:
+    "Say error `e`, its options as `spell` writes them, in one line if it is one that users meet, else raise it again. Returns the exit status."
     if isinstance(e, MemoryError) or type(e).__name__ == 'OutOfMemoryError':      # torch's, without importing it to ask
         e = JobError("out of memory: lower --max-num-seqs or --max-model-len, or take a smaller model or dtype", 1)
     if not isinstance(e, (BatchlabError, OSError)): raise e
-    note(e, 'error')
+    note(e.said(spell) if isinstance(e, BatchlabError) else e, 'error')
     return getattr(e, 'status', 2)
 
 # %% ../nbs/43_cli.ipynb #9c67c720

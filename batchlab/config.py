@@ -6,21 +6,23 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'STRATEGIES', 'model_and_tokenizer', 'no_collection', 'check_causal', 'probe_model', 'probe_pooling', 'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory', 'Limits', 'choose_limits', 'check_strategy', 'check_compile', 'check_quantization', 'check_count', 'weights_digest', 'weights_version']
+__all__ = ['log', 'STRATEGIES', 'model_and_tokenizer', 'no_collection', 'check_causal', 'probe_model', 'probe_pooling', 'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory', 'Limits', 'choose_limits', 'check_strategy', 'check_compile', 'check_quantization', 'check_count', 'weights_digest', 'model_state']
 
 # %% ../nbs/73_recovery.ipynb #8ec2a59b
-import contextlib, gc, hashlib, logging, numbers
+import contextlib, gc, hashlib, logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 import psutil, torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .attention import StateProbe, TorchBackend, attention_override, layer_specs, probe_rows, sees_back_only
 from .backends import Backend, BackendOptions, select_backend
-from .errors import ParamError, Unavailable, UnsupportedModelError
+from .errors import Option, ParamError, Unavailable, UnsupportedModelError
 from .fetching import find_model
 from .loading import load_tokenizer
 from .models import load_model, max_model_len
+from .names import whole_number, written
 from .padding import Probe, can_pad, same_as_alone
 from .pooled import PoolerConfig as PoolerConfig                # its place in vLLM
 from .prefill import kv_bytes_per_token
@@ -143,7 +145,7 @@ def context_limit(model: PreTrainedModel, asked: int | None = None) -> int | Non
     "The most tokens of a request, prompt and answer: the model's context, or `asked` if less. Raises `ParamError`."
     own = max_model_len(model)
     if asked and own and asked > own:
-        raise ParamError(f"max_model_len={asked} is more than the model's context of {own} tokens: lower it")
+        raise ParamError("{asked} is more than the model's context of {own} tokens: lower it", asked=Option('max_model_len', asked), own=own)
     return asked or own
 
 def free_memory(device: torch.device) -> int:
@@ -151,7 +153,7 @@ def free_memory(device: torch.device) -> int:
     if device.type == 'cuda': return torch.cuda.mem_get_info(device)[0]
     free = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):         # no such file, or 'max'
-        limit, used = (int(open(f'/sys/fs/cgroup/memory.{n}').read()) for n in ('max', 'current'))
+        limit, used = (int(open(f'/sys/fs/cgroup/memory.{n}', encoding='utf-8').read()) for n in ('max', 'current'))
         free = min(free, limit - used)
     return max(0, free)
 
@@ -180,7 +182,8 @@ class Limits:
         "Whole blocks of memory only, and no request longer than those. Raises `ParamError` where there is not one."
         if not self.kv_tokens or self.kv_tokens % block_size == 0: return
         if self.kv_tokens < block_size:
-            raise ParamError(f'a KV cache of {self.kv_bytes:,} bytes holds less than a block of {block_size} tokens: raise kv_cache_bytes')
+            raise ParamError('a KV cache of {kv_bytes:,} bytes holds less than a block of {block_size} tokens: raise {limit}',
+                             kv_bytes=self.kv_bytes, block_size=block_size, limit=Option('kv_cache_bytes'))
         self.kv_bytes = self.kv_tokens // block_size * block_size * self.kv_bytes_per_token
         if self.max_model_len: self.max_model_len = min(self.max_model_len, self.kv_tokens)
 
@@ -195,16 +198,16 @@ def choose_limits(model: PreTrainedModel, shapes: Sequence[Shape] | None, paddab
     l = Limits(max_num_seqs or (64 if cpu else 256), 0, own, kv_cache_bytes or int(.7 * free_memory(model.device)), per_token)
     l.max_num_batched_tokens = max_num_batched_tokens or max(512 if cpu else 4096, 2 * l.max_num_seqs)
     if l.max_num_batched_tokens <= l.max_num_seqs:
-        raise ParamError(f'max_num_batched_tokens={l.max_num_batched_tokens} must be more than max_num_seqs='
-                         f'{l.max_num_seqs}, as each sequence takes one token of a step: raise the one or lower the other')
+        raise ParamError('{tokens} must be more than {seqs}, as each sequence takes one token of a step: raise the one or lower the other',
+                         tokens=Option('max_num_batched_tokens', l.max_num_batched_tokens), seqs=Option('max_num_seqs', l.max_num_seqs))
     if not per_token: return l
     if not l.kv_tokens:
-        raise ParamError(f'a KV cache of {l.kv_bytes:,} bytes holds less than 64 tokens of {per_token:,} bytes: '
-                         'raise kv_cache_bytes')
+        raise ParamError('a KV cache of {kv_bytes:,} bytes holds less than 64 tokens of {per_token:,} bytes: raise {limit}',
+                         kv_bytes=l.kv_bytes, per_token=per_token, limit=Option('kv_cache_bytes'))
     if own is None or own > l.kv_tokens:
         if max_model_len:
-            raise ParamError(f'max_model_len={max_model_len} takes {max_model_len * per_token:,} bytes of KV, and there are '
-                             f'{l.kv_bytes:,}: lower it, or raise kv_cache_bytes')
+            raise ParamError('{asked} takes {takes:,} bytes of KV, and there are {kv_bytes:,}: lower it, or raise {limit}', kv_bytes=l.kv_bytes,
+                             asked=Option('max_model_len', max_model_len), takes=max_model_len * per_token, limit=Option('kv_cache_bytes'))
         if own: log.warning('prompt and answer are limited to %s tokens, of the context of %s, by a KV cache of %s bytes',
                             l.kv_tokens, own, f'{l.kv_bytes:,}')
         l.max_model_len = l.kv_tokens
@@ -226,14 +229,15 @@ def check_compile(x: Any) -> bool | str:
 def check_quantization(x: Any, strategy: str) -> str | None:
     "`x` if it names a quantization that runs. Raises `ParamError`."
     if x not in (None, 'int8'): raise ParamError(f"quantization must be None or 'int8', got {x!r}")
-    if x and strategy != 'continuous': raise ParamError(f"quantization={x!r} needs strategy='continuous', got {strategy!r}")
+    if x and strategy != 'continuous':
+        raise ParamError('{asked} needs {needed}, got {strategy!r}', asked=Option('quantization', x), needed=Option('strategy', 'continuous'), strategy=strategy)
     return x
 
 def check_count(name: str, n: Any) -> int | None:
     "`n` if it is None or a whole number of at least 1. Raises `ParamError`."
     if n is None: return None
-    if isinstance(n, numbers.Integral) and not isinstance(n, bool) and int(n) >= 1: return int(n)
-    raise ParamError(f'{name} must be a whole number of at least 1, got {n!r}')
+    if (whole := whole_number(n)) is not None and whole >= 1: return whole
+    raise ParamError('{option} must be a whole number of at least 1, got {n}', option=Option(name), n=written(n))
 
 # %% ../nbs/73_recovery.ipynb #a9e3d027
 def weights_digest(model: PreTrainedModel) -> str:
@@ -243,9 +247,47 @@ def weights_digest(model: PreTrainedModel) -> str:
         h.update(f'{name} {tuple(p.shape)} {p.dtype} {p.detach().reshape(-1)[:16].tolist()}'.encode())
     return h.hexdigest()
 
-def weights_version(model: PreTrainedModel) -> int:
-    "Changes whenever a weight of `model` is written in place or replaced."
-    def version(p: torch.Tensor) -> int:
-        try: return p._version
-        except RuntimeError: return 0                             # a tensor of inference mode: can't be written outside
-    return hash(tuple((p.data_ptr(), version(p)) for p in model.parameters()))
+def _sample(x: torch.Tensor) -> torch.Tensor:
+    "Up to 256 numbers of `x`, from all over it: `[n]`."
+    most = (256, 256, 16, 6)[x.dim()] if x.dim() < 4 else 4
+    return x[tuple(slice(None, None, -(-n // most) or 1) for n in x.shape)].reshape(-1)
+
+@torch.inference_mode()
+def _tensors_state(model: PreTrainedModel) -> int:
+    "A hash of where the weights and buffers of `model` lie, how often torch wrote them, and of a sample of each."
+    def version(x: torch.Tensor) -> int:
+        try: return x._version
+        except RuntimeError: return 0                             # a tensor of inference mode: torch doesn't count
+    tensors: dict[int, torch.Tensor] = {}
+    for m in model.modules():
+        moving = getattr(m, 'rope_type', None) in ('dynamic', 'longrope')      # such rotations write their frequencies as they run
+        own = *m._parameters.values(), *([] if moving else m._buffers.values())
+        tensors.update((id(x), x) for x in own if x is not None)
+    about = tuple((x.data_ptr(), version(x), x.shape, x.dtype) for x in tensors.values())
+    samples: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for x in tensors.values():
+        if x.device.type != 'meta': samples.setdefault((x.dtype, x.device), []).append(_sample(x))
+    values = (torch.cat(parts).cpu().view(torch.uint8).numpy().tobytes() for parts in samples.values())
+    return hash((about, *values))
+
+_BASE = {*nn.Module().__dict__, 'max_seq_len_cached'}             # what every module has, and what a rotation counts as it runs
+
+def _plain(x: Any) -> Any:
+    "`x` as something that can be hashed: numbers and texts, also inside of lists and dicts; functions by their address; None for the rest."
+    if isinstance(x, (bool, int, float, str, type(None))): return x
+    if isinstance(x, (list, tuple)): return tuple(map(_plain, x))
+    if isinstance(x, dict): return tuple((str(k), _plain(v)) for k, v in x.items())
+    if isinstance(x, (set, frozenset)): return tuple(sorted(map(str, x)))
+    return id(x) if callable(x) and not isinstance(x, nn.Module) else None
+
+def _module_state(m: nn.Module) -> tuple[Any, ...]:
+    hooks = *m._forward_hooks, '-', *m._forward_pre_hooks
+    return type(m), hooks, tuple((k, _plain(v)) for k, v in m.__dict__.items() if k not in _BASE)
+
+def model_state(model: PreTrainedModel) -> dict[str, int]:
+    "Hashes of the `weights`, `modules` and `config` of `model`, for this process: others after a change, see above."
+    from torch.nn.modules import module as of_all
+    everywhere = *of_all._global_forward_hooks, '-', *of_all._global_forward_pre_hooks
+    with attention_override(model):                                   # nobody else has it in hand: an engine in another thread
+        modules, weights = hash((everywhere, *map(_module_state, model.modules()))), _tensors_state(model)
+        return dict(weights=weights, modules=modules, config=hash(_plain(model.config.to_dict())))

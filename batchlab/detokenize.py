@@ -9,21 +9,41 @@ from __future__ import annotations
 __all__ = ['IncrementalDecoder', 'StopScanner', 'Detokenizer']
 
 # %% ../nbs/05_sampling.ipynb #4a94903e
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from .errors import ParamError
+from .tokens import vocabulary_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from batchlab.params import SamplingParams
+    from batchlab.sampling import Logprob
 
 class IncrementalDecoder:
     """Token ids in, text out as soon as it is settled; together the same as `tokenizer.decode` of all ids.
 
     Decodes a short window of the last ids each time, so that a token costs the same however long the text is. Text
-    that ends in U+FFFD waits: the rest of its character may be on its way. (After the offsets of TGI and vLLM.)"""
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True) -> None:
-        self.tokenizer, self.skip = tokenizer, skip_special_tokens
+    that ends in U+FFFD waits: the rest of its character may be on its way. (After the offsets of TGI and vLLM.)
+    `before`: the prompt, whose text the ids go on with; so a first token that begins with a space keeps it."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True, before: Sequence[int] = ()) -> None:
+        self.tokenizer, self.skip, self.vocabulary = tokenizer, skip_special_tokens, vocabulary_of(tokenizer)
         self.ids, self.text, self.sent = [], '', 0      # the window, its text, how much of that was given out
+        self.owed = ''                                  # U+FFFD at the end of the prompt
+        if before: self._begin_behind(before)
+
+    def _begin_behind(self, before: Sequence[int]) -> None:
+        "Let the last ids of `before` be the window: as many as begin no character in its middle."
+        for keep in (5, 6, 7, 8, 64):                       # a character has up to 4 bytes
+            last = itertools.islice((i for i in reversed(before) if not self.skips(i)), keep)
+            self.ids = [*last][::-1]
+            self.text = self.decode(self.ids, self.skip)
+            if self.text[:1] not in ('', '\ufffd'): break
+        self.sent = len(self.text.rstrip('\ufffd'))
+        self.owed = self.text[self.sent:]
+
+    def skips(self, token_id: int) -> bool:
+        "Whether `token_id` is a special token that adds no text."
+        return self.skip and self.vocabulary.skipped(token_id)
 
     def decode(self, ids: list[int], skip: bool) -> str:
         text: Any = self.tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
@@ -31,12 +51,12 @@ class IncrementalDecoder:
 
     def add(self, token_id: int) -> str:
         "The text that `token_id` settles, often all of its own, maybe ''."
-        text, one = self.decode(self.ids + [token_id], self.skip), [token_id]
-        # a special token that is skipped adds no text; it stays out of the window
-        if text == self.text and self.decode(one, self.skip) != self.decode(one, False): return ''
+        if self.skips(token_id): return ''                 # it stays out of the window
+        text = self.decode(self.ids + [token_id], self.skip)
         self.ids.append(token_id)
         settled = len(text.rstrip('\ufffd'))               # up to here no later token changes it
         new, self.text, self.sent = text[self.sent:settled], text, max(self.sent, settled)
+        if new: new, self.owed = new.removeprefix(self.owed), ''
         if len(self.ids) >= 16: self._shrink()
         return new
 
@@ -54,7 +74,7 @@ class IncrementalDecoder:
     def finish(self) -> str:
         "The text held back."
         rest, self.ids, self.text, self.sent = self.text[self.sent:], [], '', 0
-        return rest
+        return rest.removeprefix(self.owed)
 
 # %% ../nbs/05_sampling.ipynb #9b1ea1a5
 class StopScanner:
@@ -88,20 +108,27 @@ class StopScanner:
         return self.add('', last=True)
 
 def _begun(text: str, words: Sequence[str]) -> int:
-    "How many characters at the end of `text` may begin one of `words`."
-    return max((k for s in words for k in range(1, len(s)) if text.endswith(s[:k])), default=0)
+    "How many characters at the end of `text` may begin one of `words`. Takes time by `text`, however long a word is."
+    most = 0
+    for s in words:
+        at = text.find(s[0], max(0, len(text) - len(s) + 1))
+        while at >= 0 and len(text) - at > most:
+            if s.startswith(text[at:]): most = len(text) - at             # the first is the longest
+            else: at = text.find(s[0], at + 1)
+    return most
 
 # %% ../nbs/05_sampling.ipynb #21d13cc7
 class Detokenizer:
-    """The text of one request as it grows: whole characters, without special tokens, cut at a stop string.
+    """The text of one request as it grows, behind `prompt_ids`: whole characters, without special tokens, cut at a stop string.
 
     `text` is what was given out so far, `stopped` the stop string found. Without tokenizer, or with `detokenize=False`,
     all text is ''. Raises `ParamError` if `params.stop` is given without a tokenizer."""
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
         if params.stop and tokenizer is None:
             raise ParamError(f"stop={params.stop!r} needs a tokenizer, and there is none: use stop_token_ids")
         self.params, self.num_tokens, self._parts = params, 0, []
-        self._decoder = (IncrementalDecoder(tokenizer, params.skip_special_tokens)
+        self._last: Logprob | None = None                                # of the token that came last
+        self._decoder = (IncrementalDecoder(tokenizer, params.skip_special_tokens, prompt_ids)
                          if tokenizer is not None and params.detokenize else None)
         self._scanner = StopScanner(params.stop or (), params.include_stop_str_in_output, params.stop_until or ())
 
@@ -114,15 +141,21 @@ class Detokenizer:
         self._parts.append(text)
         return text
 
-    def add(self, token_id: int, ended: bool = False) -> str:
-        "The new text to show, maybe ''. `ended`: this is the EOS or stop token, whose own text is left out."
+    def add(self, token_id: int, ended: bool = False, logprob: Logprob | None = None) -> str:
+        """The new text to show, maybe ''. `ended`: this is the EOS or stop token, whose own text is left out.
+
+        `logprob`: of the token, whose `decoded_token` becomes what it adds to the text, which is '' for the first bytes of a character."""
         self.num_tokens += 1
         if self._decoder is None or self.stopped is not None: return ''
         if ended and not self.params.include_stop_str_in_output: return ''
-        return self._give(self._scanner.add(self._decoder.add(token_id), self.num_tokens > self.params.min_tokens))
+        text = self._decoder.add(token_id)
+        if logprob is not None and not self._decoder.skips(token_id): logprob.decoded_token, self._last = text, logprob
+        return self._give(self._scanner.add(text, self.num_tokens > self.params.min_tokens))
 
     def finish(self) -> str:
         "The text held back, when no token follows."
         if self._decoder is None or self.stopped is not None: return ''
-        text = self._scanner.add(self._decoder.finish(), self.num_tokens > self.params.min_tokens)
+        text = self._decoder.finish()
+        if self._last is not None: self._last.decoded_token = (self._last.decoded_token or '') + text
+        text = self._scanner.add(text, self.num_tokens > self.params.min_tokens)
         return self._give(text + ('' if self.stopped is not None else self._scanner.finish()))

@@ -19,7 +19,7 @@ from .deprecated import renamed
 from .errors import AdapterError
 from .ledger import Ledger
 from .runners import Runner
-from .sampling import Detokenizer, SamplingRow, finish_reason, sample, token_logprobs, token_text
+from .sampling import Detokenizer, SamplingRow, finish_reason, prompt_texts, sample, token_logprobs, token_text
 from .scheduler import Request, RowOutput, Scheduler, StepPlan
 
 # %% ../nbs/14_engine.ipynb #0acd21cd
@@ -34,7 +34,7 @@ def make_request(row: SamplingRow, request_id: str = '0', index: int = 0, priori
     assert row.max_tokens is not None, 'an answer without a limit: give SamplingRow.make a max_model_len'
     p = row.params
     return Request(request_id, row.prompt_ids, row.max_tokens, priority, row.output_ids, index, group=group, row=row,
-                   text=Detokenizer(row.tokenizer, p), stops=partial(finish_reason, row),
+                   text=Detokenizer(row.tokenizer, p, row.prompt_ids), stops=partial(finish_reason, row),
                    logprobs=None if p.logprobs is None else [],
                    prompt_logprobs=None if p.prompt_logprobs is None or index else [None] * (p.prompt_logprob_start + 1))
 
@@ -183,7 +183,10 @@ def append_prompt(request: Request, logits: torch.Tensor, start: int) -> None:
     assert start <= known, f'positions {known} to {start} of the prompt were left out'
     logits = logits[known - start:]
     ids = request.prompt_ids[known + 1:known + 1 + len(logits)]
-    told += token_logprobs(logits[:len(ids)], ids, row.params.prompt_logprobs, [token_text(row)] * len(ids))
+    new = token_logprobs(logits[:len(ids)], ids, row.params.prompt_logprobs, [token_text(row)] * len(ids))
+    for step, i, text in zip(new, ids, prompt_texts(row, known + 1, len(ids))):
+        if text is not None: step[i].decoded_token = text
+    told += new
 
 # %% ../nbs/73_recovery.ipynb #a57d884b
 _MOVED = dict(

@@ -5,14 +5,53 @@
 # %% ../nbs/modules/000_errors.ipynb #827b7a58
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 # %% auto #0
-__all__ = ['BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError', 'UnsupportedModelError', 'PromptError',
-           'ParamError', 'BatchError', 'EngineError', 'AdapterError', 'Unavailable', 'CompileError', 'JobError',
-           'TraceError']
+__all__ = ['Option', 'Message', 'BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError',
+           'UnsupportedModelError', 'PromptError', 'PromptTooLongError', 'ParamError', 'BatchError', 'EngineError',
+           'AdapterError', 'Unavailable', 'CompileError', 'JobError', 'TraceError']
+
+# %% ../nbs/modules/000_errors.ipynb #e44045a1
+@dataclass(frozen=True)
+class Option:
+    "An option by its name in Python, set to `value` unless that is None; as text it reads as in Python. `of`: what takes it, such as 'LLM'."
+    name: str
+    value: object = None
+    of: str = ''
+
+    def __str__(self) -> str:
+        given = self.name if self.value is None else f'{self.name}={self.value!r:.60}'
+        return f'{self.of}({given})' if self.of else given
+
+class Message:
+    "A `text` with a place in braces for each of `fields`: a value, an `Option`, or another message."
+    def __init__(self, text: str, **fields: object) -> None: self.text, self.fields = text, fields
+
+    def said(self, spell: Callable[[Option], str] = str) -> str:
+        "The text, with each `Option` in it as `spell` writes it."
+        def shown(value: object) -> object:
+            if isinstance(value, (Message, BatchlabError)): return value.said(spell)
+            return spell(value) if isinstance(value, Option) else value
+        return self.text.format(**{k: shown(v) for k, v in self.fields.items()}) if self.fields else self.text
+
+    def __str__(self) -> str: return self.said()
 
 # %% ../nbs/modules/000_errors.ipynb #e44045aa
 class BatchlabError(Exception):
-    "Base of every error that a user of batchlab can meet: what was wrong, what was expected, what to do."
+    """Base of every error that a user of batchlab can meet: what was wrong, what was expected, what to do.
+
+    `message` and `fields` are those of a `Message`."""
+    def __init__(self, message: str = '', *rest: object, **fields: object) -> None:
+        super().__init__(message, *rest)
+        self.fields = fields
+
+    def said(self, spell: Callable[[Option], str] = str) -> str:
+        "The message, with each `Option` in it as `spell` writes it."
+        return Message(str(self.args[0]), **self.fields).said(spell)
+
+    def __str__(self) -> str: return self.said()
 
 class ModelError(BatchlabError): "A model or tokenizer can't be loaded or used."
 class ModelNotFoundError(ModelError): "No model has that name: no such folder, file or hub id."
@@ -21,6 +60,8 @@ class UnsupportedModelError(ModelError): "The model is there, and batchlab can't
 
 class PromptError(BatchlabError, ValueError):
     "A prompt can't be run as it is: it is empty, not made of token ids, or longer than the model's context."
+
+class PromptTooLongError(PromptError): "A prompt has more tokens than the model holds."
 
 class ParamError(BatchlabError, ValueError):
     "A sampling parameter is out of range, of the wrong type or not supported: names it, what it may be, what to do."
@@ -33,8 +74,8 @@ class EngineError(BatchlabError, RuntimeError):
 
 class AdapterError(BatchlabError, ValueError):
     "An adapter can't be loaded or used: says which, why, and what to do. `number`: of the adapter, 0 if it has none yet."
-    def __init__(self, message: str, number: int = 0):
-        super().__init__(message)
+    def __init__(self, message: str, number: int = 0, **fields: object) -> None:
+        super().__init__(message, **fields)
         self.number = number
 
 class Unavailable(BatchlabError):
@@ -45,8 +86,8 @@ class CompileError(BatchlabError, RuntimeError):
 
 class JobError(BatchlabError):
     "A job can't start or go on: says what is in the way and what to do. `status`: 1 if it had begun, else 2."
-    def __init__(self, message: str, status: int = 2):
-        super().__init__(message)
+    def __init__(self, message: str, status: int = 2, **fields: object) -> None:
+        super().__init__(message, **fields)
         self.status = status
 
 class TraceError(BatchlabError, ValueError):

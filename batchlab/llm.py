@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'Frame', 'grammar_for', 'admit', 'group_waves', 'LLM', 'in_order', 'simulate', 'make_plan', 'make_stats', 'trim_memory']
+__all__ = ['log', 'Frame', 'keep_last', 'grammar_for', 'admit', 'group_waves', 'LLM', 'in_order', 'simulate', 'make_plan', 'make_stats', 'trim_memory']
 
 # %% ../nbs/15_llm.ipynb #10a50c0d
 import contextlib, ctypes, itertools, logging, math, threading, time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from tqdm.auto import tqdm
@@ -24,13 +23,14 @@ from .config import (check_compile, check_count, check_quantization, check_strat
                              no_collection, rope_switch)
 from .deprecated import renamed
 from .engine import make_request, sum_ledgers
-from .errors import BatchlabError, ModelError, ParamError
+from .errors import BatchlabError, EngineError, ModelError, ParamError, PromptTooLongError
+from .fetching import short_name
 from .inputs import (as_list, chat_options, check_bar, check_forms, is_pooling, is_talk, log_failures, prompt_ids_of, settings_for,
                              split_settings)
 from .ledger import Ledger
 from .loop import BackgroundLoop, Delivery, EngineSet
-from .lora import Adapters, LoRACalls, open_for, plan_adapters, put_adapter
-from .models import eos_token_ids, pad_token_id
+from .lora import Adapters, LoRACalls, check_folders, check_modules, open_for, plan_adapters, put_adapter
+from .models import check_template, eos_token_ids, hush, max_model_len, pad_token_id, with_template
 from .names import by_any_name, read_call, read_engine, read_plain_call
 from .outputs import MemoryPlan, Outputs, RequestGroup, RequestOutput, Score, Stats, StreamEvent
 from .params import BeamSearchParams, check_logprobs_mode, read_beam_call
@@ -53,6 +53,15 @@ log = logging.getLogger('batchlab')
 Frame = TypeVar('Frame')
 
 # %% ../nbs/15_llm.ipynb #de377638
+def keep_last(ids: list[int], params: SamplingParams, max_model_len: int | None) -> list[int]:
+    "The tokens at the end of prompt `ids` that `params.truncate_prompt_tokens` keeps, all of them if it is None."
+    most = params.truncate_prompt_tokens
+    if most is None or most == -1 and max_model_len is None: return ids
+    if most == -1:
+        assert max_model_len is not None
+        most = max(max_model_len - (params.max_tokens or 1), max_model_len // 2, 1)      # a long `max_tokens` leaves half
+    return ids[-most:]
+
 def grammar_for(llm: LLM, params: SamplingParams) -> Any:
     "A new grammar that holds a row to `params.structured_outputs`, or None if it asks for none. Raises `ParamError`."
     if params.structured_outputs is None: return None
@@ -72,9 +81,9 @@ def admit(llm: LLM, group: RequestGroup, prompt: Any, params: SamplingParams | P
     try:
         prompt, own = split_settings(prompt)
         if own: group.params = params = replace(params, **own)
-        group.prompt, ids = prompt_ids_of(llm.model, llm.tokenizer, prompt, chat)
-        group.prompt_token_ids = ids
-        if llm.max_model_len and len(ids) >= llm.max_model_len: group.reason = 'too_long'
+        most = llm.max_model_len if params.truncate_prompt_tokens is None else None
+        group.prompt, ids = prompt_ids_of(llm.model, llm.tokenizer, prompt, chat, most)
+        group.prompt_token_ids = ids = keep_last(ids, params, llm.max_model_len)
         check_prompt(ids, llm.max_model_len, llm.vocab_size)
         rows = [SamplingRow.make(params, ids, llm.eos_ids, llm.tokenizer, i, llm.vocab_size, llm.max_model_len,
                                  grammar_for(llm, params), llm.logprobs_mode) for i in range(params.n)]
@@ -84,7 +93,9 @@ def admit(llm: LLM, group: RequestGroup, prompt: Any, params: SamplingParams | P
         names = [f'{group.request_id}-{i}' for i in range(params.n)] if params.n > 1 else [group.request_id]
         group.requests = [make_request(row, name, i, priority, group) for i, (row, name) in enumerate(zip(rows, names))]
     except ModelError: raise                               # others of its kind can't run either: the caller's to say
-    except BatchlabError as e: group.error, group.refused = str(e), True
+    except BatchlabError as e:
+        group.error, group.refused = str(e), True
+        if isinstance(e, PromptTooLongError): group.reason = 'too_long'
     return group
 
 def group_waves(llm: LLM, groups: Sequence[RequestGroup]) -> None:
@@ -113,7 +124,8 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
     don't say: 'raw_logprobs' of what the model says, 'processed_logprobs' of what may be sampled, or the logits of either,
     'raw_logits', 'processed_logits'. `pooler_config`: a `PoolerConfig`, where hidden states are to be pooled otherwise than the model's folder says. `trace`: record all that happens, in `recorder`;
     to record a part of it, see `trace`. `enable_lora`: requests may have adapters (chapter 32): of at most `max_loras` at once (8), up to
-    `max_lora_rank`, `max_cpu_loras` in memory (as many); `lora_modules`: `{name: folder}` of adapters to ask for by name. vLLM's and transformers' further arguments work where they mean the same; the log says which
+    `max_lora_rank`, `max_cpu_loras` in memory (as many); `lora_modules`: `{name: folder}` of adapters to ask for by name, looked at now.
+    `chat_template`: instead of the tokenizer's own, as text or a file. vLLM's and transformers' further arguments work where they mean the same; the log says which
     have no effect, and what would change the tokens is refused by name. Raises `ModelError`, `ParamError`."""
     @no_collection()
     def __init__(self, model: str | PreTrainedModel | None = None, tokenizer: str | PreTrainedTokenizerBase | None = None,
@@ -122,38 +134,67 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
                  strategy: str = 'continuous', kv_cache_bytes: int | None = None, compile: bool | str = 'auto',
                  quantization: str | None = None, trace: bool = False, logprobs_mode: str = 'raw_logprobs',
                  pooler_config: PoolerConfig | dict[str, Any] | str | None = None, enable_lora: bool = False, max_loras: int | None = None,
-                 max_lora_rank: int = 16, max_cpu_loras: int | None = None, lora_modules: Any = None) -> None:
+                 max_lora_rank: int = 16, max_cpu_loras: int | None = None, lora_modules: Any = None, chat_template: Any = None) -> None:
         super().__init__()
         limits = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
                       kv_cache_bytes=kv_cache_bytes)
-        for name, x in limits.items(): check_count(name, x)
+        limits = {name: check_count(name, x) for name, x in limits.items()}
         # what was asked for
         self.strategy, self.enable_prefix_caching = check_strategy(strategy), enable_prefix_caching is None or bool(enable_prefix_caching)
         self.compile, self.own = check_compile(compile), not isinstance(model, torch.nn.Module)
         self.quantization, self.logprobs_mode = check_quantization(quantization, strategy), check_logprobs_mode(logprobs_mode)
+        template = check_template(chat_template)
+        check_folders(lora_modules, max_lora_rank)
+        self.asked_limits, self.pooler_config = limits, PoolerConfig.of(pooler_config)
         # the model, and what it says of itself
+        self.source: tuple[Any, ...] = model if self.own else None, tokenizer, dtype, device
         self.model, self.tokenizer = model_and_tokenizer(model, tokenizer, dtype, device)
-        self.eos_ids, self.pad_id = eos_token_ids(self.model, self.tokenizer), pad_token_id(self.model, self.tokenizer)
-        self.vocab_size: int = self.model.config.get_text_config().vocab_size
-        self.switch = rope_switch(self.model)
-        self.can_generate: bool = getattr(self.model, 'can_generate', lambda: True)()
+        self.tokenizer = with_template(self.tokenizer, template)
+        if self.tokenizer is not None and self.tokenizer is not tokenizer: hush(self.tokenizer)      # no object of the caller's
+        self.grammars: Any = None                              # made when a request first asks for structured outputs
+        self.eos_ids: frozenset[int] = frozenset()
+        self.read_model()
         self.adapters: Adapters | None = open_for(self, max_loras, max_lora_rank, max_cpu_loras, lora_modules) if enable_lora or lora_modules else None
         # how it can run, found by trying it
         self.shapes: list[Shape] | None
         self.paddable: bool | None = None
         self.causal = True
         self.engines = EngineSet(self)
-        self.pooler = Pooler(self.model, self.tokenizer, PoolerConfig.of(pooler_config), self.causal)
-        if not self.can_generate: limits['max_model_len'] = max_model_len or self.pooler.limit
-        shapes = self.shapes if self.causal else (self.shapes or [])[:1]               # one layer's keys and values at a time, where none are kept
-        self.limits = choose_limits(self.model, shapes, self.paddable, **limits)
-        self.engines.configure()
+        self.prepare()
+        check_modules(self)
         # what moves
         self.watchers: list[Callable] = []                     # of its engines, and of requests: see `Engine`, `Delivery.mark`
-        self.grammars: Any = None                              # made when a request first asks for structured outputs
         self.delivery = Delivery(self)
         self.recorder: Recorder | None = None                  # the last there was
         if trace: self.trace().start()
+
+    def read_model(self) -> None:
+        "Take from the model what it says of itself."
+        self.read_ends()
+        self.pad_id = pad_token_id(self.model, self.tokenizer)
+        self.vocab_size: int = self.model.config.get_text_config().vocab_size
+        self.switch = rope_switch(self.model)
+        self.can_generate: bool = getattr(self.model, 'can_generate', lambda: True)()
+
+    def read_ends(self) -> None:
+        "Take from the configs which tokens end an answer: they may be edited between two calls."
+        if (ends := eos_token_ids(self.model, self.tokenizer)) == self.eos_ids: return
+        self.eos_ids, self.grammars = ends, None
+
+    def prepare(self) -> None:
+        """Find out how the model runs as it is now, and within which limits: for `EngineSet`, which calls it when the model has changed.
+
+        Raises `UnsupportedModelError`, `ParamError`, `CompileError`."""
+        self.read_model()
+        self.engines.open()
+        self.pooler = Pooler(self.model, self.tokenizer, self.pooler_config, self.causal)
+        limits = dict(self.asked_limits)
+        if not self.can_generate: limits['max_model_len'] = limits['max_model_len'] or self.pooler.limit
+        shapes = self.shapes if self.causal else (self.shapes or [])[:1]               # one layer's keys and values at a time, where none are kept
+        fits = shapes, self.paddable, self.model.dtype, self.model.device, max_model_len(self.model), self.pooler.limit
+        if fits != getattr(self, 'limits_fit', None):                                  # else they stay, though other memory is free by now
+            self.limits, self.limits_fit = choose_limits(self.model, shapes, self.paddable, **limits), fits
+        self.engines.configure()
 
     @property
     def backend(self) -> Backend: return self.engines.backend
@@ -176,7 +217,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
 
     def _facts(self) -> dict[str, str]:
         "What it is, in words."
-        name = Path(getattr(self.model.config, '_name_or_path', '') or type(self.model).__name__).name
+        name = short_name(getattr(self.model.config, '_name_or_path', '') or type(self.model).__name__)
         weights = sum(p.nbytes for p in self.model.parameters()) + self.backend.nbytes
         ids = '' if self.tokenizer else ', ids in and ids out: it came without a tokenizer'
         return dict(model=f'{name}, {str(self.model.dtype).removeprefix("torch.")} on {self.model.device}{ids}',
@@ -244,7 +285,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         for own in (own for p in talks for own in split_settings(p)[1]): raise ParamError(f'{own}: logprobs has no settings, leave it out')
         def first(prompt: Any) -> int:
             "After which position those of `prompt` begin: of a shorter one, the last."
-            try: return min(start, len(prompt_ids_of(self.model, self.tokenizer, prompt, False)[1]) or 1) - 1
+            try: return min(start, len(prompt_ids_of(self.model, self.tokenizer, prompt, False, self.max_model_len)[1]) or 1) - 1
             except BatchlabError: return 0                     # it gets that error below
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         outs = self.generate(talks, [replace(params, prompt_logprob_start=first(p)) for p in talks] if start > 1 else params, use_tqdm,
@@ -272,15 +313,15 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         return self.report
 
     def map(self, frame: Frame, template: str | None = None, sampling_params: Any = None, *, column: str = 'prompt', system: str | None = None,
-            chat: bool = False, data_columns: Sequence[str] = (), postprocess: Any = None, output: str = 'text', use_tqdm: bool | None = None,
-            lora_request: Any = None) -> Frame:
+            chat: bool = False, setting_columns: Sequence[str] = (), empty: str | None = None, postprocess: Any = None, output: str = 'text',
+            use_tqdm: bool | None = None, lora_request: Any = None) -> Frame:
         """Answer each row of `frame`, a DataFrame, an Arrow table or a list of dicts: one of the same kind with the answers in new columns.
 
         `template`: 'Translate to {lang}: {text}', of the columns; without it the prompt is in `column`. For the rest see
         `batchlab.work.frames.map_frame`. Raises `PromptError`, `ParamError`, `JobError` for what is wrong with the call."""
         from batchlab.work.frames import map_frame
-        return map_frame(self, frame, template, sampling_params, column=column, system=system, chat=chat, data_columns=data_columns,
-                         postprocess=postprocess, output=output, use_tqdm=use_tqdm, lora_request=lora_request)
+        return map_frame(self, frame, template, sampling_params, column=column, system=system, chat=chat, setting_columns=setting_columns,
+                         empty=empty, postprocess=postprocess, output=output, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def trace(self, **kwargs: Any) -> Recorder:
         """Record what happens inside `with llm.trace() as trace:`, a `Recorder`. For arguments see `batchlab.trace.trace`.
@@ -338,12 +379,25 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         request_id = self._next_id() if request_id is None else str(request_id)
         [(params, own_priority, own_timeout, lora)] = settings_for(1, sampling_params, priority, timeout, lora_request)
         kind = PoolingGroup if isinstance(params, PoolingParams) else RequestGroup
+        self.read_ends()
         return put_adapter(self, admit(self, kind(request_id, on_event=stream_callback), prompt, params, own_priority, own_timeout, chat), lora)
 
     def reset_prefix_cache(self) -> None:
         "Forget what earlier requests left in the blocks."
         with self._hold():
             for e in self.engines.values(): e.scheduler.pool.forget()
+
+    def reload_weights(self) -> None:
+        """Run the model as it is now, whatever of it has changed: packed weights, cached keys and values and loaded adapters of before go.
+
+        Needed only where no call can notice it by itself, see `batchlab.config.model_state`: a few rows of a weight written through `.data`
+        or NumPy, or something that a hook of yours reads from elsewhere. A model that `LLM` loaded by its name is read from its files again,
+        with the old one in memory until then. Raises `EngineError` while requests are under way, and `ModelError`."""
+        with self._hold():
+            if self.groups: raise EngineError(f'{len(self.groups)} requests are under way: reload the weights when they are done, or cancel them')
+            if self.own:
+                with no_collection(): self.model, _ = model_and_tokenizer(*self.source)
+            self.engines.reopen()
 
     def close(self) -> None:
         "Stop, and give back the memory of the cache; the next call takes it anew."
@@ -375,6 +429,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         kinds = [PoolingGroup if isinstance(s[0], PoolingParams) else RequestGroup for s in settings]
         groups = [kind(self._next_id(), i, on_event) for i, kind in enumerate(kinds)]
         down: list[ModelError] = []
+        self.read_ends()
         for group, prompt, (params, priority, timeout, lora) in zip(groups, prompts, settings):
             try: put_adapter(self, admit(self, group, prompt, params, priority, timeout, chat), lora)
             except ModelError as e:
@@ -423,7 +478,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
             if not bar.disable: say()
         outs = Outputs(done[i] for i in range(len(prompts)))
         log_failures(outs)
-        if verify: self.verify(outs)
+        if verify: outs.report = self.verify(outs)
         return outs
 
 __getattr__ = renamed(__name__, {'make_engine': 'loop.make_engine', 'NoBackend': 'attention.TorchBackend',
@@ -486,7 +541,7 @@ def make_stats(llm: LLM) -> Stats:
                  sum(e.runner.nbytes for e in engines), mean('time_to_first_token'), mean('time_per_token'),
                  d['output_tokens'] / llm.engines.seconds if llm.engines.seconds else math.nan)
 
-def trim_memory() -> None:
-    "Have torch and the C library give back to the system what was freed (CUDA's cache, and glibc's)."
-    if torch.cuda.is_initialized(): torch.cuda.empty_cache()
+def trim_memory(cuda: bool = True) -> None:
+    "Have torch (unless `cuda` is False) and the C library give back to the system what was freed (CUDA's cache, and glibc's)."
+    if cuda and torch.cuda.is_initialized(): torch.cuda.empty_cache()
     with contextlib.suppress(OSError, AttributeError, TypeError): ctypes.CDLL(None).malloc_trim(0)

@@ -39,15 +39,31 @@ def quiet() -> Iterator[None]:
         if bar: tl.enable_progress_bar()
 
 # %% ../nbs/modules/000_loading.ipynb #12073d0a
+def _no_home(what: str) -> ModelError:
+    return ModelError(f"{what} is in a home folder, and there is none: write the path out, or set HOME, "
+                      "or BATCHLAB_CACHE for what batchlab keeps")
+
+def expanded(path: str | Path) -> Path:
+    "`path`, with the home folder for `~`. Raises `ModelError` if there is none."
+    try: return Path(path).expanduser()
+    except RuntimeError as e: raise _no_home(repr(str(path))) from e     # no such user, or one without a home
+
 def cache_dir() -> Path:
-    "The folder for what batchlab keeps, such as the default model: `BATCHLAB_CACHE`, else the platform's user cache folder."
-    return Path(os.environ.get('BATCHLAB_CACHE') or user_cache_dir('batchlab')).expanduser().absolute()
+    """The folder for what batchlab keeps, such as the default model: `BATCHLAB_CACHE`, else the platform's user cache folder.
+
+    Raises `ModelError` for a user without a home folder."""
+    if given := os.environ.get('BATCHLAB_CACHE'): return expanded(given).absolute()
+    try: return Path(user_cache_dir('batchlab')).absolute()
+    except RuntimeError as e: raise _no_home('the cache folder') from e
 
 def one_line(e: BaseException) -> str:
     "The message of `e` in a line of up to 200 characters."
     return ' '.join(str(e).split())[:200] or type(e).__name__
 
-def _fix(folder): return f'delete {folder} and run again' if folder.parent == cache_dir() else 'fetch the model again'
+def _fix(folder):
+    try: ours = folder.parent == cache_dir()
+    except ModelError: ours = False
+    return f'delete {folder} and run again' if ours else 'fetch the model again'
 
 def _unsupported(path, why):
     return UnsupportedModelError(f"{path}: {why}; batchlab runs the language models, encoders and classifiers of text "
@@ -64,7 +80,7 @@ def has_weights(folder: Path) -> bool:
     for name in ('model.safetensors', 'pytorch_model.bin'):
         index = folder/f'{name}.index.json'
         if (folder/name).exists(): return True
-        if index.exists(): return all((folder/f).exists() for f in json.loads(index.read_text())['weight_map'].values())
+        if index.exists(): return all((folder/f).exists() for f in json.loads(index.read_text(encoding='utf-8'))['weight_map'].values())
     return False
 
 # %% ../nbs/modules/000_loading.ipynb #ca84564b
@@ -100,7 +116,7 @@ def _load_config(folder):
     file = folder/'config.json'
     if not file.exists():
         raise ModelNotFoundError(f"{folder} has no config.json: expected a folder written by save_pretrained")
-    try: raw = json.loads(file.read_text())
+    try: raw = json.loads(file.read_text(encoding='utf-8'))
     except ValueError as e: raise ModelError(f"{file} is not JSON ({e}): {_fix(folder)}") from e
     if not isinstance(raw, dict): raise ModelError(f"{file} is not a JSON object: {_fix(folder)}")
     try: config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -248,6 +264,13 @@ def load_gguf(path: Path, dtype: str | torch.dtype | None,
             raise _unsupported(path, f"GGUF architecture {arch!r} can't be read ({one_line(e)})") from e
         return _plain_copy(model, dtype), tok and _mend_tokenizer(tok, field)
 
+def gguf_packing(path: Path) -> str:
+    "What the weights of a `.gguf` file are packed as, such as 'Q4_1'; '' for plain numbers. Raises `ModelError`."
+    from gguf import LlamaFileType
+    kind = _gguf_fields(path)('general.file_type')
+    known = {int(t): t.name.removeprefix('MOSTLY_') for t in LlamaFileType}
+    return '' if kind is None or known.get(kind) in ('ALL_F32', 'F16', 'BF16') else known.get(kind, 'packed')
+
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     "The tokenizer alone of a folder or a `.gguf` file. Raises `ModelError`."
     field = _gguf_fields(path) if path.is_file() else None
@@ -275,7 +298,8 @@ def resolve_device(device: str | torch.device | None = 'auto') -> torch.device:
 def cpu_has_fast_bf16() -> bool:
     "Whether this CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16), bool."
     private = '_is_avx512_bf16_supported', '_is_amx_tile_supported'            # torch may drop them
-    return bool({'avx512_bf16', 'amx_bf16', 'bf16'} & processor_flags()) or any(getattr(torch.cpu, f, bool)() for f in private)
+    if flags := processor_flags(): return bool({'avx512_bf16', 'amx_bf16', 'bf16'} & flags)
+    return any(getattr(torch.cpu, f, bool)() for f in private)
 
 # %% ../nbs/70_models.ipynb #3cd718a0
 _DTYPES = {name: dtype for dtype, names in {torch.float32: 'fp32 float32 float', torch.bfloat16: 'bf16 bfloat16',

@@ -9,21 +9,22 @@ from __future__ import annotations
 __all__ = ['log', 'StepLoop', 'BackgroundLoop', 'make_engine', 'EngineSet', 'Delivery']
 
 # %% ../nbs/15_llm.ipynb #90905258
-import contextlib, heapq, itertools, logging, threading, time
+import contextlib, heapq, itertools, logging, os, threading, time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
-from .backends import Backend, BackendOptions, select_backend
+from .backends import Backend, BackendOptions
 from .blocks import KVBudget
-from .config import free_memory, probe_model, probe_pooling, select_runner, weights_digest, weights_version
+from .config import free_memory, model_state, probe_model, probe_pooling, select_runner, weights_digest
 from .engine import Engine, sum_ledgers
-from .errors import BatchError, BatchlabError, EngineError, UnsupportedModelError
+from .errors import BatchError, BatchlabError, EngineError, ModelError, Option, UnsupportedModelError
 from .ledger import Ledger
 from .outputs import RequestGroup, StreamEvent
 from .pooling import pooling_engine
 from .runners import PackedRunner, PaddedRunner, SoloRunner
 from .scheduler import Request, Scheduler
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
     from batchlab.llm import LLM
 
 log = logging.getLogger('batchlab')
@@ -39,7 +40,7 @@ class StepLoop:
     delivery: Delivery
 
     def __init__(self) -> None:
-        self.mutex, self.progress = threading.Lock(), threading.Condition()
+        self.mutex, self.progress, self.process = threading.Lock(), threading.Condition(), os.getpid()
         self.stepper: int | None = None
         self.ids = itertools.count()
         self.inbox: deque[tuple[RequestGroup, str | None]] = deque()
@@ -51,8 +52,17 @@ class StepLoop:
     @property
     def has_unfinished(self) -> bool: return bool(self.inbox or self.groups)
 
+    def check_process(self) -> None:
+        """Raise `EngineError` in a process forked from the one that made the engine.
+
+        There its threads are gone, a lock may be held by one of them for ever, and OpenMP waits for workers that are none."""
+        if os.getpid() != self.process:
+            raise EngineError("this process was forked from the one that made the engine, and has none of its threads: make the LLM in the "
+                              "process that uses it, or start processes by 'spawn'")
+
     def submit(self, groups: Sequence[RequestGroup]) -> None:
         "Queue prompts made ready by `admit`, in this order. Raises `EngineError` for an id that is not done yet, or while it stops."
+        self.check_process()
         with self.progress:
             if self.stopping: raise EngineError('the engine is stopping: start it again before adding requests')
             for g in groups:
@@ -63,6 +73,7 @@ class StepLoop:
 
     def cancel(self, request_id: str) -> bool:
         "End a request at the next step, with what it has by then; whether there was one."
+        self.check_process()
         with self.progress:
             group = self.groups.get(str(request_id))
             if group is not None: self.inbox.append((group, 'cancelled'))
@@ -88,6 +99,7 @@ class StepLoop:
         return mine
 
     def _not_inside(self) -> None:
+        self.check_process()
         if self.stepper == threading.get_ident():
             raise EngineError('a stream callback runs inside a step: it may call add_request and cancel, and nothing that steps')
 
@@ -163,7 +175,8 @@ class BackgroundLoop(StepLoop):
         self.paused = False
 
     def start(self) -> Self:
-        "Run the engine in a thread of its own until `stop`."
+        "Run the engine in a thread of its own until `stop`. Raises `EngineError` in a forked process."
+        self.check_process()
         with self.progress:
             if self.thread is None:
                 self.thread = threading.Thread(target=self._run, name='batchlab', daemon=True)
@@ -173,6 +186,7 @@ class BackgroundLoop(StepLoop):
     def stop(self, drain: bool = True) -> None:
         "End the background thread, after all requests are done (`drain`) or cancelled. Returns when it has ended."
         if self.thread is None: return
+        self.check_process()
         if self.stepper == threading.get_ident(): raise EngineError('a stream callback can not stop the engine that runs it')
         with self.progress:
             thread = self.thread
@@ -186,11 +200,13 @@ class BackgroundLoop(StepLoop):
 
         Meanwhile requests may be added, and those that are cancelled or run out of time end. Calls that step by themselves
         (`generate`, `stream`, `step`) are not held, and move everybody."""
+        self.check_process()
         self.paused = True
         self._wake()
 
     def resume(self) -> None:
         "Go on after `pause`."
+        self.check_process()
         self.paused = False
         self._wake()
 
@@ -236,13 +252,12 @@ class EngineSet(dict[str, Engine]):
     For the thread that holds `llm.mutex`. `past`: the ledger of all calls before this one; `past_steps`: steps of engines that
     are gone; `seconds`: time spent in steps; `last`: the kind that stepped last.
 
-    Making it finds out how the model runs: `llm.shapes`, `llm.paddable`. Once there are `llm.limits`, `configure` it. Raises
-    `UnsupportedModelError`, `CompileError`."""
+    `open` finds out how the model runs: `llm.shapes`, `llm.paddable`. Once there are `llm.limits`, `configure` it."""
     def __init__(self, llm: LLM) -> None:
         super().__init__()
         self.llm, self.past, self.past_steps, self.seconds, self.last = llm, Ledger(), 0, 0., ''
-        self._open(first=True)
-        self.weights_version = weights_version(llm.model)                     # an own model has given weights up by now
+        self.opened: PreTrainedModel | None = None                            # the model that the backend is for
+        self.state: dict[str, int] = {}                                       # its `model_state` then
 
     def configure(self) -> None:
         "Begin with no engines, under `llm.limits`."
@@ -277,15 +292,29 @@ class EngineSet(dict[str, Engine]):
         finally: self.seconds += time.perf_counter() - start
 
     def begin(self) -> None:
-        "A call begins while nobody runs: what was counted so far belongs to the past, and the weights may be others."
+        "A call begins while nobody runs: what was counted so far belongs to the past, and the model may be another. Raises `ModelError`."
         self.past = sum_ledgers([self.past, self.ledger])
         for e in self.values(): e.runner.ledger, e.scheduler.ledger = Ledger(), Ledger()
-        if self.weights_version == weights_version(self.llm.model): return
-        if old := self.pop('packed', None):                                   # what it computed was of other weights
-            old.reset()
-            self.past_steps += old.num_steps
-        if not self.llm.own or not self.llm.shapes: self._open()              # else its weights lie in the backend that it has
-        self.weights_version = weights_version(self.llm.model)
+        now = model_state(self.llm.model)
+        changed = [k for k in now if now[k] != self.state.get(k)]
+        if not changed: return
+        if self.packed and {'weights', 'modules'} & {*changed}:
+            raise ModelError(f'{" and ".join(changed)} of llm.model changed, and what runs is the packed copy that LLM made of it: call '
+                             'llm.reload_weights(), which reads its files again, or load the model yourself and give LLM that')
+        self.reopen()
+
+    @property
+    def packed(self) -> bool:
+        "Whether all that is left of the model's weights lies in the backend."
+        return bool(self.llm.own and self.backend.nbytes) and self.opened is self.llm.model
+
+    def reopen(self) -> None:
+        "Forget all that was computed, and run the model as it is now. Raises `UnsupportedModelError`, `CompileError`."
+        for e in self.values(): e.reset()
+        self.past_steps += sum(e.num_steps for e in self.values())
+        self.clear()
+        if self.packed: self.state = model_state(self.llm.model)
+        else: self.llm.prepare()                                              # which calls `open`
 
     def _give_back_idle(self, owner: object) -> None:
         "Memory is short for `owner`: the engines that run nobody give back theirs."
@@ -293,20 +322,21 @@ class EngineSet(dict[str, Engine]):
             s = e.scheduler
             if not s.running and s.pool is not owner and s.memory is not owner: e.reset()
 
-    def _open(self, first: bool = False) -> None:
-        "Look for the backend of the model as it is now, and `first` for how it runs at all. Raises `UnsupportedModelError`."
+    def open(self) -> None:
+        "Find out how the model runs as it is now, and open a backend for it. Raises `UnsupportedModelError`, `CompileError`."
         llm, model = self.llm, self.llm.model
+        self.state, self.opened = {}, None                                    # should it fail, the next call tries again
         self.weights_digest = weights_digest(model)                           # now, as an own model gives its weights up
         options = BackendOptions(llm.compile, llm.own, free_memory(model.device) / 10, llm.quantization)
-        if first and not llm.can_generate: llm.shapes, llm.causal, backend = probe_pooling(model, options)
-        elif first: llm.shapes, llm.paddable, backend = probe_model(model, llm.strategy == 'continuous', llm.switch, options)
-        else: backend = select_backend(model, llm.shapes, options) if llm.shapes else self.backend
+        if not llm.can_generate: llm.shapes, llm.causal, backend = probe_pooling(model, options)
+        else: llm.shapes, llm.paddable, backend = probe_model(model, llm.strategy == 'continuous', llm.switch, options)
         if llm.quantization and backend.name not in ('fused', 'modules'):
-            raise UnsupportedModelError(f'quantization={llm.quantization!r} is for models that run on packed weights, and this one does not: '
-                                        f'{backend.why}')
+            raise UnsupportedModelError('{asked} is for models that run on packed weights, and this one does not: {why}',
+                                        asked=Option('quantization', llm.quantization), why=backend.why)
         if llm.adapters is not None: llm.adapters.bind(backend, llm.shapes)
         log.info('%s runs on: %s. %s', type(model).__name__, backend.name, backend.why)
         self.backend: Backend = backend
+        self.opened, self.state = model, model_state(model)                   # an own model has given weights up by now
 
 # %% ../nbs/73_recovery.ipynb #10a50c05
 class Delivery:

@@ -8,7 +8,7 @@ from __future__ import annotations
 __path__: list[str] = []                              # `batchlab.lora.request` is a name of vLLM's, see `batchlab.habits`
 
 # %% auto #0
-__all__ = ['LowRank', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'Adapter', 'signature_of', 'Adapters', 'read_modules', 'open_for', 'look_up', 'put_adapter', 'adapters_for', 'plan_adapters', 'adapter_named', 'adapter_names', 'check_modules', 'LoRACalls']
+__all__ = ['LowRank', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'Adapter', 'signature_of', 'Adapters', 'read_modules', 'open_for', 'look_up', 'put_adapter', 'adapters_for', 'plan_adapters', 'adapter_named', 'adapter_names', 'check_folders', 'check_modules', 'LoRACalls']
 
 # %% ../nbs/32_lora.ipynb #32aa0005
 import hashlib, itertools, json, math, re, threading
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from .errors import AdapterError, ParamError, UnsupportedModelError
+from .errors import AdapterError, Option, ParamError, UnsupportedModelError
 from .shown import megabytes
 
 if TYPE_CHECKING: import torch
@@ -111,6 +111,10 @@ def _more_than_lora(d: dict[str, Any]) -> str | None:
     if (how := d.get('init_lora_weights')) and str(how).lower() not in _KEPT_BASE: return f'it was made for a changed base model (init_lora_weights={how!r})'
     return next((f'it has {_CALLED.get(k, k)}' for k, v in d.items() if v and k not in _KNOWN), None)
 
+def _rank_error(rank: int, most: int) -> AdapterError:
+    return AdapterError('its rank of {rank} is above {limit}: give {advice}', rank=rank, limit=Option('max_lora_rank', most),
+                        advice=Option('max_lora_rank', rank, 'LLM'))
+
 def _of_pattern(patterns: dict[str, Any], module: str, default: Any) -> Any:
     "The value of the first of `patterns` that the end of the name `module` matches, as PEFT has it."
     return next((v for key, v in patterns.items() if re.match(rf'(.*\.)?({key})$', module)), default)
@@ -158,7 +162,7 @@ def read_adapter(folder: Path, shapes: dict[str, tuple[int, int]], max_rank: int
         if down.ndim != 2 or up.ndim != 2 or down.shape[1] != k or up.shape[0] != n or len(down) != up.shape[1]:
             raise AdapterError(f'its weights for {module} are {[*down.shape]} and {[*up.shape]}, and for this model they must be [rank, {k}] and [{n}, rank]: '
                                'it is for another model')
-        if len(down) > max_rank: raise AdapterError(f'its rank of {len(down)} is above max_lora_rank={max_rank}: give LLM(max_lora_rank={len(down)})')
+        if len(down) > max_rank: raise _rank_error(len(down), max_rank)
         found[name] = LowRank(down, up, config.scale(module, len(down)))
     if not found: raise AdapterError('its file has no weights: save it again')
     return found
@@ -198,7 +202,8 @@ class Adapters:
                  max_cpu_loras: int | None = None, modules: dict[str, LoRARequest] | None = None) -> None:
         self.shapes, self.itemsize, self.max_loras, self.max_lora_rank = shapes, itemsize, max_loras, max_lora_rank
         self.max_cpu_loras = max_cpu_loras or max_loras
-        if self.max_cpu_loras < max_loras: raise ParamError(f'max_cpu_loras={max_cpu_loras} must be at least max_loras={max_loras}: raise it')
+        if self.max_cpu_loras < max_loras:
+            raise ParamError('{kept} must be at least {at_once}: raise it', kept=Option('max_cpu_loras', max_cpu_loras), at_once=Option('max_loras', max_loras))
         self.lock, self.numbers = threading.RLock(), itertools.count(1)
         self.bank: Any = None                                            # of the backend, see `open_adapters`
         self.current = dict[int, Adapter]()                              # by lora_int_id
@@ -270,7 +275,7 @@ class Adapters:
                                    'give it another lora_int_id')
             if old and old.weights is not None and not request.load_inplace: return old
             try: new = self._look(request, signature_of(Path(request.lora_path)), old)
-            except AdapterError as e: raise AdapterError(f'adapter {request.lora_name!r}: {e}') from e
+            except AdapterError as e: raise AdapterError('adapter {name!r}: {why}', name=request.lora_name, why=e) from e
             if new is not old: self.remove(request.lora_int_id)
             self.current[request.lora_int_id] = self.alive[new.number] = new
             return new
@@ -295,7 +300,7 @@ class Adapters:
         try:
             if signature_of(a.folder) != a.signature: raise AdapterError('its files are others than when it was asked for: ask for it again')
             weights = self.bank.take(read_adapter(a.folder, self.shapes, self.max_lora_rank))
-        except AdapterError as e: raise AdapterError(f'adapter {a.request.lora_name!r}: {e}', number) from e
+        except AdapterError as e: raise AdapterError('adapter {name!r}: {why}', number, name=a.request.lora_name, why=e) from e
         while len(self.loaded) >= self.max_cpu_loras: self.loaded.popitem(last=False)[1].weights = None
         a.weights = weights
         if self.current.get(a.request.lora_int_id) is a: self.loaded[number] = a
@@ -325,9 +330,11 @@ def read_modules(modules: Any) -> dict[str, LoRARequest]:
             except ValueError: item = tuple(item.split('=', 1))
         if isinstance(item, dict): item = (item.get('name'), item.get('path'))
         if not isinstance(item, LoRARequest):
-            if not isinstance(item, tuple) or len(item) != 2 or not all(item): raise ParamError(f'lora_modules takes name=folder, got {item!r:.60}')
+            if not isinstance(item, tuple) or len(item) != 2 or not all(item):
+                raise ParamError('{option} takes name=folder, got {item!r:.60}', option=Option('lora_modules'), item=item)
             item = LoRARequest(str(item[0]), i, str(item[1]))
-        if item.lora_name in found: raise ParamError(f'lora_modules has two adapters {item.lora_name!r}: call one of them something else')
+        if item.lora_name in found:
+            raise ParamError('{option} has two adapters {name!r}: call one of them something else', option=Option('lora_modules'), name=item.lora_name)
         found[item.lora_name] = item
     return found
 
@@ -336,7 +343,8 @@ def open_for(llm: Any, max_loras: Any = None, max_lora_rank: Any = 16, max_cpu_l
     "The `Adapters` of an `LLM` whose model is loaded, and has its own linear layers still. Raises `ParamError`."
     from batchlab.backends.adapters import linear_shapes
     from batchlab.config import check_count
-    if llm.strategy != 'continuous': raise ParamError(f"adapters need strategy='continuous', got {llm.strategy!r}")
+    if llm.strategy != 'continuous':
+        raise ParamError('adapters need {needed}, got {strategy!r}', needed=Option('strategy', 'continuous'), strategy=llm.strategy)
     at_once, rank, kept = (check_count(n, x) for n, x in dict(max_loras=max_loras, max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras).items())
     modules = read_modules(modules)
     return Adapters(linear_shapes(llm.model), llm.model.dtype.itemsize, at_once or min(8, kept or 8), rank or 16, kept, modules)
@@ -344,7 +352,7 @@ def open_for(llm: Any, max_loras: Any = None, max_lora_rank: Any = 16, max_cpu_l
 def look_up(llm: Any, asked: Any) -> Adapter | AdapterError | None:
     "The adapter that is `asked` for, or why it can't be had; None if none is. Raises `ParamError`."
     if asked is None: return None
-    if llm.adapters is None: raise ParamError(f'lora_request={asked!r:.60} needs LLM(enable_lora=True)')
+    if llm.adapters is None: raise ParamError('lora_request={asked!r:.60} needs {needed}', asked=asked, needed=Option('enable_lora', True, 'LLM'))
     try: return llm.adapters.admit(asked)
     except AdapterError as e: return e
 
@@ -379,7 +387,17 @@ def adapter_names(llm: Any) -> list[str]:
     adapters = getattr(llm, 'adapters', None)
     return [] if adapters is None else [*adapters.known]
 
-def check_modules(llm: Any, names: Collection[str]) -> None:
+def check_folders(modules: Any, max_lora_rank: int | None = None) -> None:
+    """Look at the folders of `modules`, as `read_modules` takes them, as far as that needs no model.
+
+    Raises `ParamError`, and `AdapterError` for a folder that is none of an adapter, or of one that no model here runs."""
+    for name, request in read_modules(modules).items():
+        try:
+            config, most = AdapterConfig.read(Path(request.lora_path)), max_lora_rank or 16
+            if not config.ranks and config.rank > most: raise _rank_error(config.rank, most)
+        except AdapterError as e: raise AdapterError('adapter {name!r}: {why}', name=name, why=e) from e
+
+def check_modules(llm: Any, names: Collection[str] = ()) -> None:
     """Look at all the adapters that `llm` was given, and at what they are called, if the model goes by `names` for those who ask.
 
     Raises `AdapterError` for one that can't be loaded, `ParamError` for one of those names: who asks for it could mean either."""
@@ -393,7 +411,7 @@ class LoRACalls:
     adapters: Adapters | None
 
     def _adapters(self) -> Adapters:
-        if self.adapters is None: raise ParamError('adapters need LLM(enable_lora=True)')
+        if self.adapters is None: raise ParamError('adapters need {needed}', needed=Option('enable_lora', True, 'LLM'))
         return self.adapters
 
     def add_lora(self, lora_request: LoRARequest) -> bool:

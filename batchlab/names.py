@@ -5,23 +5,24 @@
 # %% ../nbs/modules/000_names.ipynb #nam00004
 from __future__ import annotations
 
-import difflib, functools, inspect, json, logging, re
+import difflib, functools, inspect, json, logging, numbers, re
 from ast import literal_eval
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields
 from functools import cache, lru_cache
+from math import floor, inf
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
-from .errors import ParamError
+from .errors import Option, ParamError
 
 log = logging.getLogger('batchlab')
 
 # %% auto #0
 __all__ = ['log', 'ALIASES', 'GUIDED', 'NEUTRAL', 'DROPPED', 'ADVICE', 'INSTEAD', 'ELSEWHERE', 'BUILT_SO', 'WORKS',
            'WITHOUT_EFFECT', 'REFUSED', 'ENGINE_DEFAULTS', 'setting_fields', 'known_settings', 'setting_names',
-           'plain_name', 'near_key', 'named_as_setting', 'is_setting', 'advice', 'refuse', 'structured_of', 'form_of',
-           'logprobs_of', 'settings_of', 'reads', 'by_any_name', 'read_settings', 'read_call', 'read_plain_call',
-           'read_pooling_call', 'read_engine']
+           'plain_name', 'near_key', 'named_as_setting', 'is_setting', 'whole_number', 'written', 'advice', 'refuse',
+           'structured_of', 'form_of', 'logprobs_of', 'settings_of', 'reads', 'by_any_name', 'read_settings',
+           'read_call', 'read_plain_call', 'read_pooling_call', 'read_engine']
 
 # %% ../nbs/modules/000_names.ipynb #nam00008
 ALIASES = dict(max_completion_tokens='max_tokens', max_new_tokens='max_tokens', guided_decoding='structured_outputs')
@@ -45,6 +46,7 @@ ADVICE = {                                     # what to give: instead of which 
     'stop': 'stop_sequences stop_strings stop_words',
     'stop_token_ids': 'eos_token_id',
     'bad_words': 'bad_words_ids',
+    'truncate_prompt_tokens, -1 for as many as fit': 'truncate truncation',
     'structured_outputs': 'json_schema regex ebnf grammar format',
     'prompt, which may be a list of token ids': 'prompt_token_ids input_ids',
     'messages with one of role system, or --system': 'system'}
@@ -56,7 +58,7 @@ ELSEWHERE = """add_generation_prompt add_special_tokens cache_prompt
     lora_request mm_processor_kwargs multi_modal_data no_stop_trim num_ctx output_kind prompt_embeds prompt_logprobs
     reasoning_effort repeat_last_n return_full_text return_token_ids safe_prompt safety_settings sampling_params
     spaces_between_special_tokens structural_tag system_instruction thinking think thinking_token_budget top_n_sigma
-    top_n_tokens truncate_prompt_tokens typical_p use_beam_search verbosity watermark web_search_options
+    top_n_tokens typical_p use_beam_search verbosity watermark web_search_options
     logit_processors repetition_detection skip_reading_prefix_cache stream_interval prompt_logprob_start"""
 BUILT_SO = re.compile(r'(guided|dry|xtc|mirostat|dynatemp|logits?)_\w+|\w+_penalty|top_[a-z]|(max|min)_(\w+_)?tokens(_\w+)?|'
                       r'stop_(at|ids?|regex|strs?|tokens?|token_ids?|sequence|string)|(prompt_)?logprob_\w+')
@@ -100,6 +102,18 @@ def named_as_setting(k: str) -> bool:
 def is_setting(k: str, v: Any) -> bool:
     "Whether key `k` with value `v` looks like a setting of a request: by its name, or as it holds such names."
     return k not in DROPPED and (named_as_setting(k) or isinstance(v, dict) and not known_settings().isdisjoint(v))
+
+# %% ../nbs/modules/000_names.ipynb #nam00038
+def whole_number(v: Any) -> int | None:
+    "`v` as an int if it is a whole number of any library's, 3.0 too, else None; True and False are none."
+    if isinstance(v, bool) or not isinstance(v, numbers.Real): return None
+    x: Any = v                                                               # what a Real can do is not in its type
+    return int(x) if isinstance(v, numbers.Integral) or -inf < x < inf and x == floor(x) else None
+
+def written(v: Any, most: int = 200) -> str:
+    "The `repr` of `v` in at most `most` characters; of a number that Python will not write out, what it is."
+    try: return f'{v!r:.{most}}'
+    except ValueError: return f'{type(v).__name__} with a number of more digits than Python writes'
 
 # %% ../nbs/modules/000_names.ipynb #nam00013
 def _shown(v: Any) -> str:
@@ -217,7 +231,7 @@ _SAME = [{'prompts', 'prompt', 'inputs', 'prompt_token_ids'}, {'messages', 'conv
          {'sampling_params', 'params', 'generation_config'}]
 _CALL_NEUTRAL: dict[str, list[Any]] = dict(
     prompt_adapter_request=[], guided_options_request=[], tokenization_kwargs=[{}], mm_processor_kwargs=[{}],
-    truncate_prompt_tokens=[], chat_template_content_format=['auto', 'string'], cache_salt=[], arrival_time=[], trace_headers=[], data_parallel_rank=[])
+    chat_template_content_format=['auto', 'string'], cache_salt=[], arrival_time=[], trace_headers=[], data_parallel_rank=[])
 _CALL_ADVICE = dict(callback='give stream_callback', on_token='give stream_callback', stream='llm.stream yields tokens as they come',
                     system="give a message of role 'system'", batch_size='LLM(max_num_seqs=…) says how many run at once')
 
@@ -241,9 +255,12 @@ def read_plain_call(unknown: dict[str, Any], given: dict[str, Any], names: list[
     return read_call(unknown, given, names)
 
 def read_pooling_call(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    "`read_plain_call` for a method that pools, with vLLM's older `truncate_prompt_tokens`. Raises `ParamError`."
+    "`read_plain_call` for a method that pools, with vLLM's older `truncate_prompt_tokens`, and `truncate`. Raises `ParamError`."
     unknown = dict(unknown)
     cut = {k: v for k in ('truncate_prompt_tokens',) if (v := unknown.pop(k, None)) is not None}
+    if (whole := unknown.pop('truncate', None)) is not None:
+        if not isinstance(whole, bool): raise ParamError(f'truncate must be True or False, got {whole!r:.40}: truncate_prompt_tokens says how many')
+        if whole: cut.setdefault('truncate_prompt_tokens', -1)
     return read_plain_call(unknown, given | dict(tokenization_kwargs=cut | (given.get('tokenization_kwargs') or {})) if cut else given, names)
 
 def _refuse_argument(k: str, v: Any, names: list[str]) -> NoReturn:
@@ -332,7 +349,7 @@ _REFUSED = {                                   # what to do: the arguments, and 
         logits_processor_pattern=None''',
     'the text comes as the model writes it': "reasoning_parser='' reasoning_parser_plugin=None reasoning_config=None",
     'the cache is of this process': 'kv_transfer_config=None kv_events_config=None ec_transfer_config=None scheduler_cls=None',
-    'give it to llm.chat': 'chat_template=None chat_template_kwargs=None'}
+    'give it to llm.chat': 'chat_template_kwargs=None'}
 
 def _read_table(table: dict[str, str]) -> dict[str, tuple[str, list[Any]]]:
     "`{name: (why, neutral values)}`"
@@ -365,7 +382,7 @@ def read_engine(unknown: dict[str, Any], given: dict[str, Any], names: list[str]
             found[WORKS[k]] = _one_device(v) if k == 'device_map' else v
         elif k in REFUSED:
             why, neutral = REFUSED[k]
-            if not _asks_nothing(v, neutral): raise ParamError(f'{k}={v!r:.60} is not supported: {why}')
+            if not _asks_nothing(v, neutral): raise ParamError('{given} is not supported: {why}', given=Option(k, v), why=why)
         elif k in WITHOUT_EFFECT:
             why, neutral = WITHOUT_EFFECT[k]
             if not _asks_nothing(v, neutral): idle.append(f'{k}={v!r:.40} ({why})')

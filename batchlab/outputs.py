@@ -20,7 +20,9 @@ from .params import SamplingParams
 from .scheduler import Request
 from .shown import brief, facts_html, facts_text, megabytes, panel_html, short, table
 from .views.drawing import esc
-if TYPE_CHECKING: import pandas
+if TYPE_CHECKING:
+    import pandas
+    from batchlab.verify import Report
 
 def total_logprob(logprobs: list[dict] | None, token_ids: list[int]) -> float | None:
     "The log probability of all `token_ids`, by their `logprobs`; None if these were not asked for."
@@ -114,7 +116,9 @@ _ASKED_FOR = 'cumulative_logprob', 'logprobs'                      # columns tha
 class Outputs(list[_R]):
     """The results of a call, in the order of its prompts: a list that prints in a few lines, and as a table in a notebook.
 
-    Its slices and sums are such lists too."""
+    Its slices and sums are such lists too. `report`: of `verify=True`."""
+    report: Report | None = None
+
     @overload
     def __getitem__(self, i: SupportsIndex) -> _R: ...
     @overload
@@ -137,7 +141,7 @@ class Outputs(list[_R]):
         whys = Counter(short(x.error, 90) for x in self if x.error)
         said = f'{len(self):,} result{"s" * (len(self) != 1)}, {sum(x.num_tokens for x in self):,} tokens'
         if whys: said += f'; {whys.total():,} failed: ' + '; '.join(f'{why} ({n:,})' for why, n in whys.most_common(2)) + '; …' * (len(whys) > 2)
-        return said
+        return said if self.report is None else f'{said}; verified: {self.report.headline}'
 
     def __repr__(self) -> str:
         if not self._whole: return super().__repr__()

@@ -9,10 +9,11 @@ import copy, numbers, sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from math import inf, isnan, nextafter
+from math import inf, nextafter
 from typing import TYPE_CHECKING, Any
-from .errors import ParamError
-from .names import by_any_name, known_settings, read_plain_call, read_settings, setting_fields, settings_of
+from .errors import Option, ParamError
+from .names import (by_any_name, known_settings, read_plain_call, read_settings, setting_fields, settings_of,
+                            whole_number, written)
 if TYPE_CHECKING: from transformers import GenerationConfig
 
 # %% auto #0
@@ -21,6 +22,7 @@ __all__ = ['LOGPROBS_MODES', 'check_logprobs_mode', 'StructuredOutputsParams', '
 
 # %% ../nbs/modules/000_params.ipynb #132d0887
 _ABOVE_0, _FINITE = nextafter(0, 1), sys.float_info.max      # the least number above 0, the largest below infinity
+_LARGEST = 2**63 - 1                                         # a count beyond it, larger than any there is, counts as this
 
 _RULES: dict[str, tuple[type, float, float, str, str]] = dict(        # (type, least, most, what it must be, advice)
     n=(int, 1, inf, "a whole number of at least 1", "1 gives one completion"),
@@ -36,17 +38,23 @@ _RULES: dict[str, tuple[type, float, float, str, str]] = dict(        # (type, l
     min_tokens=(int, 0, inf, "a whole number of at least 0", "0 turns it off"),
     logprobs=(int, -1, inf, "a whole number of at least -1, or None", "-1 gives the whole vocabulary"),
     prompt_logprobs=(int, -1, inf, "a whole number of at least -1, or None", "0 gives the prompt's own tokens"),
-    prompt_logprob_start=(int, 0, inf, "a whole number of at least 0", "0 gives all tokens of the prompt but the first"))
+    prompt_logprob_start=(int, 0, inf, "a whole number of at least 0", "0 gives all tokens of the prompt but the first"),
+    truncate_prompt_tokens=(int, -1, inf, "a whole number above 0, -1 or None", "-1 keeps as many as leave room to answer"))
+
+def _about(name: str, rest: str) -> ParamError:
+    "What is wrong with field `name`, which goes before the `rest`."
+    return ParamError('{option} {rest}', option=Option(name), rest=rest)
 
 def _is(v: Any, kind: type) -> bool:
-    "Whether `v` is a number of `kind`, int or float, from whatever library; True and False are none."
-    return isinstance(v, numbers.Integral if kind is int else numbers.Real) and not isinstance(v, bool)
+    "Whether `v` is a number of `kind`, int (3.0 too) or float, from whatever library; True and False are none."
+    if kind is int: return whole_number(v) is not None
+    return isinstance(v, numbers.Real) and not isinstance(v, bool)
 
-def _number(name: str, v: Any) -> int | float:
-    "`v` as the int or float that field `name` holds. Raises `ParamError`."
-    kind, least, most, want, advice = _RULES[name]
-    if not _is(v, kind) or not least <= v <= most: raise ParamError(f"{name} must be {want}, got {v!r}: {advice}")
-    return kind(v)
+def _number(name: str, v: Any, rules: dict[str, tuple[type, float, float, str, str]] = _RULES) -> int | float:
+    "`v` as the int or float that field `name` holds by `rules`. Raises `ParamError`."
+    kind, least, most, want, advice = rules[name]
+    if not _is(v, kind) or not least <= v <= most: raise _about(name, f"must be {want}, got {written(v)}: {advice}")
+    return kind(v) if kind is float else min(int(v), _LARGEST)
 
 # %% ../nbs/modules/000_params.ipynb #c401ce01
 LOGPROBS_MODES = 'raw_logprobs', 'processed_logprobs', 'raw_logits', 'processed_logits'
@@ -54,8 +62,8 @@ LOGPROBS_MODES = 'raw_logprobs', 'processed_logprobs', 'raw_logits', 'processed_
 def check_logprobs_mode(v: Any) -> str:
     "`v` if it is one of `LOGPROBS_MODES`. Raises `ParamError`."
     if v in LOGPROBS_MODES: return v
-    raise ParamError(f"logprobs_mode must be one of {', '.join(map(repr, LOGPROBS_MODES))}, got {v!r}: "
-                     "'raw_logprobs' is of what the model says, 'processed_logprobs' of what may be sampled")
+    raise _about('logprobs_mode', f"must be one of {', '.join(map(repr, LOGPROBS_MODES))}, got {v!r}: "
+                 "'raw_logprobs' is of what the model says, 'processed_logprobs' of what may be sampled")
 
 # %% ../nbs/modules/000_params.ipynb #4fc8a261
 def _is_id(v: Any) -> bool: return _is(v, int) and v >= 0
@@ -67,16 +75,15 @@ def _listed(v: Any) -> Any:
 def _ids(name: str, v: Any) -> list[int]:
     "`v` as a list of distinct token ids, in order. Raises `ParamError`."
     if not isinstance(v, (list, tuple, set, frozenset)) or not all(map(_is_id, v)):
-        raise ParamError(f"{name} must be a list of token ids (whole numbers of at least 0), got {v!r}: "
-                         "tokenizer.convert_tokens_to_ids gives the id of a token")
+        raise _about(name, f"must be a list of token ids (whole numbers of at least 0), got {written(v)}: "
+                     "tokenizer.convert_tokens_to_ids gives the id of a token")
     return list(dict.fromkeys(int(i) for i in v))
 
 def _strings(name: str, v: Any) -> list[str]:
     "`v`, None, a string or several, as a list of distinct non-empty strings. Raises `ParamError`."
     v = _listed(v)
     if not isinstance(v, (list, tuple)) or not all(isinstance(s, str) and s for s in v):
-        raise ParamError(f"{name} must be a string or a list of strings, none of them empty, got {v!r}: "
-                         "leave out empty ones")
+        raise _about(name, f"must be a string or a list of strings, none of them empty, got {written(v)}: leave out empty ones")
     return list(dict.fromkeys(v))
 
 def _bad_words(v: Any) -> list[str | list[int]]:
@@ -84,18 +91,18 @@ def _bad_words(v: Any) -> list[str | list[int]]:
     v = _listed(v)
     def word(w): return w and (isinstance(w, str) or isinstance(w, (list, tuple)) and all(map(_is_id, w)))
     if not isinstance(v, (list, tuple)) or not all(map(word, v)):
-        raise ParamError(f"bad_words must be a list of words, strings or lists of token ids, none empty, got {v!r}: "
-                         "to forbid single ids give [[id], [id]]")
+        raise _about('bad_words', f"must be a list of words, strings or lists of token ids, none empty, got {written(v)}: "
+                     "to forbid single ids give [[id], [id]]")
     return [w if isinstance(w, str) else [int(i) for i in w] for w in v]
 
 def _logit_bias(v: Any) -> dict[int, float]:
     "`v` as a dict of token id to bias, cut to -100..100 as the OpenAI API does. Raises `ParamError`."
-    def bias(b): return _is(b, float) and not isnan(b)
+    def bias(b): return _is(b, float) and b == b                              # not NaN
     def key(k): return _is_id(k) or isinstance(k, str) and k.isdecimal()      # JSON has only string keys
     if not isinstance(v, dict) or not all(key(k) and bias(b) for k, b in v.items()):
-        raise ParamError(f"logit_bias must be a dict of token id to a number from -100 to 100, got {v!r}: "
-                         "positive numbers make a token likelier, -100 all but forbids it")
-    return {int(k): min(100., max(-100., float(b))) for k, b in v.items()}
+        raise _about('logit_bias', f"must be a dict of token id to a number from -100 to 100, got {written(v)}: "
+                     "positive numbers make a token likelier, -100 all but forbids it")
+    return {int(k): float(min(100, max(-100, b))) for k, b in v.items()}         # cut first: an int may be too large for a float
 
 # %% ../nbs/modules/000_params.ipynb #bde02605
 def _is_text(v: Any) -> bool: return isinstance(v, str)
@@ -111,7 +118,7 @@ def _read_structured(unknown: dict[str, Any], given: dict[str, Any], names: list
         if k in ('backend', 'disable_fallback'): continue
         if k in ('whitespace_pattern', 'structural_tag', 'disable_additional_properties') and v in (None, False): continue
         near = ''.join(f'; did you mean {name!r}?' for name in get_close_matches(k, names, 1))
-        raise ParamError(f"structured_outputs has no {k!r:.60}: it takes one of {', '.join(_KINDS)}{near}")
+        raise _about('structured_outputs', f"has no {k!r:.60}: it takes one of {', '.join(_KINDS)}{near}")
     return given
 
 @by_any_name(__init__=_read_structured)
@@ -132,7 +139,7 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         given = self._given()
         if len(given) != 1:
-            raise ParamError(f"structured_outputs takes one of {', '.join(_KINDS)}, got {' and '.join(given) or 'none'}")
+            raise _about('structured_outputs', f"takes one of {', '.join(_KINDS)}, got {' and '.join(given) or 'none'}")
         (want, fits), v = _KINDS[self.kind], getattr(self, self.kind)
         if not fits(v): raise ParamError(f"structured_outputs.{self.kind} must be {want}, got {str(v)[:80]}")
 
@@ -148,44 +155,53 @@ class StructuredOutputsParams:
         "From `StructuredOutputsParams` or a dict of its fields."
         if isinstance(x, cls): return x
         if isinstance(x, dict) and all(map(_is_text, x)): return cls(**x)
-        raise ParamError(f"structured_outputs must be an object with one of {', '.join(_KINDS)}, got {str(x)[:80]}")
+        raise _about('structured_outputs', f"must be an object with one of {', '.join(_KINDS)}, got {str(x)[:80]}")
 
 # %% ../nbs/modules/000_params.ipynb #97b6cb9d
+_NONE_SAYS = {'seed', 'max_tokens', 'logprobs', 'prompt_logprobs', 'truncate_prompt_tokens'}      # what None means there
+
 def _check_params(p: SamplingParams) -> None:
     "Normalise and check every field of `SamplingParams` `p` in place. Raises `ParamError`."
     if p.seed == -1 and not isinstance(p.seed, bool): p.seed = None
     if isinstance(p.logprobs, bool): p.logprobs = 0 if p.logprobs else None      # as the chat API asks
     for name in _RULES:
         v = getattr(p, name)
-        if v is None and name in ('seed', 'max_tokens', 'logprobs', 'prompt_logprobs'): continue
+        if v is None and name in _NONE_SAYS: continue
         setattr(p, name, _number(name, v))
     if p.logprobs_mode is not None: check_logprobs_mode(p.logprobs_mode)
     if p.logprob_token_ids is not None:
         p.logprob_token_ids = _ids('logprob_token_ids', p.logprob_token_ids)
-        if not p.logprob_token_ids: raise ParamError("logprob_token_ids is empty: give logprobs=0 for those of the sampled tokens alone")
-        if p.logprobs: raise ParamError(f"logprobs={p.logprobs} and logprob_token_ids: give one of them, the likeliest tokens or these")
+        if not p.logprob_token_ids:
+            raise ParamError('{ids} is empty: give {advice} for those of the sampled tokens alone', ids=Option('logprob_token_ids'), advice=Option('logprobs', 0))
+        if p.logprobs:
+            raise ParamError('{likeliest} and {ids}: give one of them, the likeliest tokens or these',
+                             likeliest=Option('logprobs', p.logprobs), ids=Option('logprob_token_ids'))
         p.logprobs = 0
     if p.logprobs_mode is not None and p.logprobs is None:
-        raise ParamError(f"logprobs_mode={p.logprobs_mode!r} says what logprobs are of, and none are asked for: give logprobs too, 0 for the sampled tokens")
+        raise ParamError('{mode} says what logprobs are of, and none are asked for: give {logprobs} too, 0 for the sampled tokens',
+                         mode=Option('logprobs_mode', p.logprobs_mode), logprobs=Option('logprobs'))
     for name in ('ignore_eos', 'detokenize', 'skip_special_tokens', 'include_stop_str_in_output'):
-        if not isinstance(v := getattr(p, name), bool): raise ParamError(f"{name} must be True or False, got {v!r}")
+        if not isinstance(v := getattr(p, name), bool): raise _about(name, f'must be True or False, got {v!r}')
     p.stop, p.stop_until, p.bad_words = _strings('stop', p.stop), _strings('stop_until', p.stop_until), _bad_words(p.bad_words)
     p.stop_token_ids = _ids('stop_token_ids', [] if p.stop_token_ids is None else p.stop_token_ids)
     if p.logit_bias is not None: p.logit_bias = _logit_bias(p.logit_bias)
     if p.allowed_token_ids is not None: p.allowed_token_ids = _ids('allowed_token_ids', p.allowed_token_ids)
     if p.structured_outputs is not None: p.structured_outputs = StructuredOutputsParams.of(p.structured_outputs)
     if p.top_k == -1: p.top_k = 0
+    if p.truncate_prompt_tokens == 0:
+        raise ParamError('{option} leaves no prompt: give -1, or how many tokens to keep', option=Option('truncate_prompt_tokens', 0))
     _check_together(p)
 
 def _check_together(p: SamplingParams) -> None:
     "Raise `ParamError` if two fields of `p` contradict each other."
     if p.allowed_token_ids == []:
-        raise ParamError("allowed_token_ids is empty, which forbids every token: give None to allow all")
+        raise _about('allowed_token_ids', 'is empty, which forbids every token: give None to allow all')
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
-        raise ParamError(f"min_tokens must be at most max_tokens={p.max_tokens}, got {p.min_tokens}: "
-                         "lower it or raise max_tokens")
+        raise ParamError('{least} must be at most {most}, got {got}: lower it or raise {limit}', least=Option('min_tokens'), got=p.min_tokens,
+                         most=Option('max_tokens', p.max_tokens), limit=Option('max_tokens'))
     if p.structured_outputs and p.ignore_eos:
-        raise ParamError("ignore_eos and structured_outputs contradict each other: nothing can follow a whole answer")
+        raise ParamError('{endless} and {form} contradict each other: nothing can follow a whole answer',
+                         endless=Option('ignore_eos'), form=Option('structured_outputs'))
     if p.stop and not p.detokenize:
         raise ParamError("stop needs detokenize=True, since stop strings are looked for in the text: "
                          "use stop_token_ids instead")
@@ -193,8 +209,8 @@ def _check_together(p: SamplingParams) -> None:
         raise ParamError(f"prompt_logprob_start={p.prompt_logprob_start} says where prompt_logprobs begin, and none are asked for: "
                          "give prompt_logprobs too, 0 for the prompt's own tokens")
     if p.greedy and p.n > 1:
-        raise ParamError(f"n must be 1 with temperature=0, got {p.n}: greedy completions are all the same; "
-                         "raise temperature")
+        raise ParamError('{n} must be 1 with {greedy}, got {got}: greedy completions are all the same; raise {temperature}', n=Option('n'), got=p.n,
+                         greedy=Option('temperature', 0), temperature=Option('temperature'))
 
 # %% ../nbs/modules/000_params.ipynb #d3cbd773
 @by_any_name(__init__=read_settings)
@@ -210,7 +226,8 @@ class SamplingParams:
     `logprobs`: of the sampled token and that many of the likeliest; `logprob_token_ids`: of the sampled token and exactly these, in
     place of the likeliest. `logprobs_mode`: see `token_logprobs`; None takes the `LLM`'s. `prompt_logprobs`: the same of the prompt's
     tokens, always raw; `prompt_logprob_start`: the first position whose logits are looked at, which tell of the token after it. What
-    lies before that may come from the prefix cache."""
+    lies before that may come from the prefix cache. `truncate_prompt_tokens`: of a longer prompt only so many tokens at its end are
+    used, as `prompt_token_ids` of the output shows; -1 as many as leave room for `max_tokens`, but at least half of the context."""
     n: int = 1
     presence_penalty: float = 0.
     frequency_penalty: float = 0.
@@ -238,6 +255,7 @@ class SamplingParams:
     allowed_token_ids: Collection[int] | None = None
     structured_outputs: StructuredOutputsParams | None = None      # or a dict of its fields
     stop_until: str | Sequence[str] | None = None                  # after the first of these texts no string of `stop` counts
+    truncate_prompt_tokens: int | None = None                      # keep so many at the prompt's end; None: a prompt that is too long fails
 
     def __post_init__(self) -> None: _check_params(self)
 
@@ -345,11 +363,9 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        for name, (kind, least, most, want, advice) in _BEAM_RULES.items():
+        for name in _BEAM_RULES:
             if name == 'max_tokens' and self.max_tokens is None: continue
-            v = getattr(self, name)
-            if not _is(v, kind) or not least <= v <= most: raise ParamError(f'{name} must be {want}, got {v!r}: {advice}')
-            setattr(self, name, kind(v))
+            setattr(self, name, _number(name, getattr(self, name), _BEAM_RULES))
         for name in ('ignore_eos', 'include_stop_str_in_output'):
             if not isinstance(v := getattr(self, name), bool): raise ParamError(f'{name} must be True or False, got {v!r}')
         if not _is(self.temperature, float) or self.temperature != 0:

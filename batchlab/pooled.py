@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from .errors import ParamError
-from .names import by_any_name
+from .names import by_any_name, whole_number, written
 from .outputs import RequestGroup
 from .shown import brief, short
 if TYPE_CHECKING: import torch
@@ -25,12 +25,14 @@ POOLING_TYPES = 'mean', 'cls', 'last', 'max', 'mean_sqrt_len', 'weightedmean'
 _SAME = dict(normalize='use_activation', softmax='use_activation', activation='use_activation')
 
 def _whole(name: str, v: Any, least: int, want: str) -> int:
-    if isinstance(v, int) and not isinstance(v, bool) and v >= least: return v
-    raise ParamError(f'{name} must be {want}, got {v!r:.40}')
+    if (whole := whole_number(v)) is not None and whole >= least: return whole
+    raise ParamError(f'{name} must be {want}, got {written(v, 40)}')
 
 def _wholes(name: str, v: Any) -> tuple[int, ...]:
-    if isinstance(v, (list, tuple, range)) and v and all(isinstance(i, int) and not isinstance(i, bool) for i in v): return tuple(v)
-    raise ParamError(f'{name} must be a list of whole numbers, negative ones from the end, got {v!r:.40}')
+    if isinstance(v, (list, tuple, range)) and v:
+        found = [whole_number(i) for i in v]
+        if None not in found: return tuple(i for i in found if i is not None)
+    raise ParamError(f'{name} must be a list of whole numbers, negative ones from the end, got {written(v, 40)}')
 
 def _read_pooling(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
     "For `reads`: the keywords of `PoolingParams` by vLLM's older names too. Raises `ParamError`."
@@ -67,9 +69,9 @@ class PoolingParams:
             raise ParamError(f'task must be one of {", ".join(map(repr, POOLING_TASKS))}, got {self.task!r:.40}')
         if not isinstance(self.use_activation, bool | None): raise ParamError(f'use_activation must be True, False or None, got {self.use_activation!r:.40}')
         if not isinstance(self.prompt_name, str | None): raise ParamError(f'prompt_name must be a string, got {self.prompt_name!r:.40}')
-        if self.dimensions is not None: _whole('dimensions', self.dimensions, 1, 'a whole number of at least 1')
-        if self.truncate_prompt_tokens is not None and (_whole('truncate_prompt_tokens', self.truncate_prompt_tokens, -1, 'a whole number above 0, or -1') == 0):
-            raise ParamError('truncate_prompt_tokens must be a whole number above 0, or -1, got 0')
+        for name, least, want in (('dimensions', 1, 'a whole number of at least 1'), ('truncate_prompt_tokens', -1, 'a whole number above 0, or -1')):
+            if (v := getattr(self, name)) is not None: object.__setattr__(self, name, _whole(name, v, least, want))
+        if self.truncate_prompt_tokens == 0: raise ParamError('truncate_prompt_tokens must be a whole number above 0, or -1, got 0')
         for name in ('layers', 'positions'):
             if (v := getattr(self, name)) is not None: object.__setattr__(self, name, _wholes(name, v))
         if (self.layers or self.positions) and self.task not in (None, 'token_embed'):

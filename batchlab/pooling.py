@@ -21,8 +21,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from .attention import attention_override
 from .batch import Batch, make_batch
 from .engine import Engine
-from .errors import BatchlabError, ModelError, ParamError, PromptError, UnsupportedModelError
-from .inputs import is_talk, as_list, prompt_ids_of
+from .errors import BatchlabError, ModelError, ParamError, PromptError, PromptTooLongError, UnsupportedModelError
+from .inputs import is_talk, as_list, prompt_ids_of, unreadable
+from .lengths import SHORT, beginning, check_length
 from .models import max_model_len
 from .names import by_any_name, read_pooling_call
 from .outputs import Outputs
@@ -33,14 +34,15 @@ from .runners import PackedRunner, SoloRunner
 from .scheduler import Request, RowOutput, Scheduler, StepPlan
 from .sentence import (ACTIVATIONS, Dense, Normalize, SentenceTransformerConfig, cross_encoder_activation,
                                read_sentence_transformer)
+from .tokens import cut_text, own_tokenizer
 if TYPE_CHECKING: from batchlab.llm import LLM
 
 log = logging.getLogger('batchlab')
 
 # %% auto #0
 __all__ = ['log', 'POOLINGS', 'pool', 'head_logits', 'has_head', 'check_head', 'activation_for', 'max_positions', 'Pooler',
-           'pool_rows', 'PoolingEngine', 'pooling_engine', 'EncodedText', 'encode_texts', 'text_limit', 'pooling_ids',
-           'admit_pooling', 'pair_up', 'text_and_answer', 'PoolingCalls']
+           'pool_rows', 'PoolingEngine', 'pooling_engine', 'EncodedText', 'encode_texts', 'too_many', 'text_limit',
+           'pooling_ids', 'admit_pooling', 'pair_up', 'text_and_answer', 'PoolingCalls']
 
 # %% ../nbs/31_embeddings.ipynb #emb00011
 POOLINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = dict(
@@ -253,11 +255,11 @@ class EncodedText(str):
     ids: list[int]
 
 def encode_texts(llm: LLM, prompts: Sequence[Any], each: Sequence[PoolingParams]) -> list[Any]:
-    "`prompts`, the plain texts among them tokenised at once, which is faster than one by one. `each`: what is wanted of each; those that cut are left for later."
-    plain = [type(t) is str and t != '' and p.truncate_prompt_tokens is None for t, p in zip(prompts, each)]
+    "`prompts`, the plain texts among them tokenised at once, which is faster than one by one. `each`: what is wanted of each; those that cut, and those that may be too long, are left for later."
+    plain = [type(t) is str and 0 < len(t) < SHORT and p.truncate_prompt_tokens is None for t, p in zip(prompts, each)]
     if llm.tokenizer is None or sum(plain) < 2: return list(prompts)
     texts = [llm.pooler.start_of(p) + t for t, p, is_plain in zip(prompts, each, plain) if is_plain]
-    try: found = zip(texts, llm.tokenizer(texts)['input_ids'])
+    try: found = zip(texts, own_tokenizer(llm.tokenizer)(texts)['input_ids'])
     except Exception: return list(prompts)                                # one of them is bad: it is to be told which
     def encoded() -> EncodedText:
         text, ids = next(found)
@@ -265,6 +267,10 @@ def encode_texts(llm: LLM, prompts: Sequence[Any], each: Sequence[PoolingParams]
         t.ids = ids
         return t
     return [encoded() if is_plain else t for t, is_plain in zip(prompts, plain)]
+
+def too_many(limit: int) -> str:
+    "How the message of a text of more than `limit` tokens goes on."
+    return f'and the model takes {limit:,}: shorten it, or have it cut (truncate_prompt_tokens -1, on the command line --truncate)'
 
 def text_limit(llm: LLM) -> int | None:
     "The most tokens of a text that is pooled, or None. What a decoder that was trained for vectors takes may be less than what it could write from."
@@ -283,17 +289,20 @@ def pooling_ids(llm: LLM, prompt: Any, p: PoolingParams) -> tuple[str | None, li
     if isinstance(prompt, str) or isinstance(d.get('prompt'), str) and 'prompt_token_ids' not in d:
         text = prompt if isinstance(prompt, str) else d['prompt']
         if not isinstance(pair, str | None) or len(d) > 1: raise PromptError(f'a pair is two strings, prompt and text_pair, got {prompt!r:.80}')
-        if text or pair: return _tokenized(llm, start + text, pair, most)
+        if text or pair: return _tokenized(llm, start + text, pair, most, limit)
     text, ids = prompt_ids_of(llm.model, llm.tokenizer, d if isinstance(prompt, dict) else prompt, is_talk(prompt))
     if types is not None and (len(types) != len(ids) or not {*types} <= {0, 1}): raise PromptError(f'token_type_ids must be {len(ids)} numbers of 0 or 1, one for each token')
     if types is not None and any(t >= num_types for t in types if t): raise PromptError(f'token_type_ids: the model has {num_types} types of tokens: leave them out')
     return text, ids[:most], types if types is None else [*types][:most]
 
-def _tokenized(llm: LLM, text: str, pair: str | None, most: int | None) -> tuple[str, list[int], list[int] | None]:
-    how: dict[str, Any] = {} if most is None else dict(truncation=True, max_length=most)
-    try: got = llm.get_tokenizer()(text, pair, **how)
-    except BatchlabError: raise
-    except Exception as e: raise PromptError(f'the tokenizer refuses this text ({e}): is it valid Unicode?') from e
+def _tokenized(llm: LLM, text: str, pair: str | None, most: int | None, limit: int | None) -> tuple[str, list[int], list[int] | None]:
+    "`text` and its `pair`, cut to `most` tokens if that is not None, as `pooling_ids` gives them. Raises `PromptError`, `ModelError`."
+    tokenizer = llm.get_tokenizer()
+    if most is None and limit:
+        for part in (text, pair or ''): check_length(tokenizer, part, limit, too_many(limit))
+    read = text if most is None or pair is not None else beginning(tokenizer, text, most)
+    try: got: Any = own_tokenizer(tokenizer)(read, pair) if most is None else cut_text(tokenizer, read, pair, most)
+    except Exception as e: raise PromptError(unreadable(text + (pair or ''), e)) from e
     types = got.get('token_type_ids')
     return text if pair is None else f'{text} {pair}', got['input_ids'], types if pair is not None and types is not None and any(types) else None
 
@@ -308,8 +317,7 @@ def admit_pooling(llm: LLM, group: PoolingGroup, prompt: Any, params: PoolingPar
         if params.task == 'score' and not (llm.pooler.classifies or llm.pooler.tags):
             raise ParamError('a score is of two texts: ask llm.score for it')
         if (most := text_limit(llm)) and len(ids) > most:
-            group.reason = 'too_long'
-            raise PromptError(f'the prompt has {len(ids):,} tokens, and the model takes {most:,}: shorten it, or cut it by truncate_prompt_tokens=-1')
+            raise PromptTooLongError(f'the prompt has {len(ids):,} tokens, {too_many(most)}')
         check_prompt(ids, None, llm.vocab_size)
         depth = llm.model.config.get_text_config().num_hidden_layers
         r = Request(group.request_id, ids, 0, priority, group=group, pool=partial(llm.pooler, params), token_types=types)
@@ -317,7 +325,9 @@ def admit_pooling(llm: LLM, group: PoolingGroup, prompt: Any, params: PoolingPar
         if params.layers: r.layers = [i if i >= 0 else i + depth + 1 for i in params.layers]
         group.requests = [r]
     except ModelError: raise
-    except BatchlabError as e: group.error, group.refused = str(e), True
+    except BatchlabError as e:
+        group.error, group.refused = str(e), True
+        if isinstance(e, PromptTooLongError): group.reason = 'too_long'
     return group
 
 # %% ../nbs/31_embeddings.ipynb #emb00061

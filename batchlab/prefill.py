@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from .errors import PromptError
+from .errors import PromptError, PromptTooLongError
 from .models import eos_token_ids, max_model_len
+from .names import written
 
 if TYPE_CHECKING: from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -49,11 +50,11 @@ def check_prompt(prompt_ids: Iterable[int], limit: int | None = None, vocab_size
     ids = [int(i) for i in prompt_ids]
     if not ids: raise PromptError('the prompt has no tokens: give at least one, for example the BOS token')
     if limit and len(ids) >= limit:
-        raise PromptError(f'the prompt has {len(ids)} tokens, and the model holds {limit} with its answer: '
-                          f'shorten it to {limit - 1} tokens or fewer')
+        raise PromptTooLongError(f'the prompt has {len(ids)} tokens, and the model holds {limit} with its answer: '
+                                 f'shorten it to {limit - 1} tokens or fewer')
     bad = next((i for i in ids if i < 0 or (vocab_size and i >= vocab_size)), None)
     if bad is not None:
-        raise PromptError(f'token id {bad} is outside the vocabulary (0 to {vocab_size - 1 if vocab_size else "…"}): '
+        raise PromptError(f'token id {written(bad, 40)} is outside the vocabulary (0 to {vocab_size - 1 if vocab_size else "…"}): '
                           'was the prompt encoded with another tokenizer?')
     return ids
 

@@ -13,16 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 from .deprecated import renamed
-from .detokenize import Detokenizer
+from .detokenize import Detokenizer, IncrementalDecoder
 from .errors import ParamError
+from .names import written
 from .params import SamplingParams, StructuredOutputsParams
+from .tokens import vocabulary_of, word_ids
 if TYPE_CHECKING: from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 _all_ = ['ParamError', 'SamplingParams', 'StructuredOutputsParams', 'Detokenizer']      # found here too
 __getattr__ = renamed(__name__, {name: f'detokenize.{name}' for name in ('IncrementalDecoder', 'StopScanner')})
 
 # %% auto #0
-__all__ = ['BAD_LOGITS', 'NO_TOKEN', 'draw', 'SamplingRow', 'cutoffs', 'processed_logits', 'probabilities', 'best_tokens', 'Sampled', 'sample', 'finish_reason', 'ParamError', 'SamplingParams', 'StructuredOutputsParams', 'Detokenizer', 'TokenMask', 'allow_', 'ban_', 'obey_', 'bias_', 'repeat_', 'count_', 'Logprob', 'token_logprobs', 'reported_logits', 'token_text']
+__all__ = ['BAD_LOGITS', 'NO_TOKEN', 'draw', 'SamplingRow', 'cutoffs', 'processed_logits', 'probabilities', 'best_tokens', 'Sampled', 'sample', 'finish_reason', 'ParamError', 'SamplingParams', 'StructuredOutputsParams', 'Detokenizer', 'TokenText', 'TokenMask', 'allow_', 'ban_', 'obey_', 'bias_', 'repeat_', 'count_', 'Logprob', 'token_logprobs', 'reported_logits', 'token_text', 'prompt_texts']
 
 # %% ../nbs/05_sampling.ipynb #85253a7a
 def draw(probs: Tensor, u: Tensor) -> Tensor:
@@ -232,15 +234,14 @@ def finish_reason(row: SamplingRow, token: int) -> tuple[str | None, int | None]
 
 # %% ../nbs/72_settings.ipynb #8faab9ba
 def _word_ids(words: Collection[Any], tokenizer: PreTrainedTokenizerBase | None) -> list[tuple[int, ...]]:
-    "Token id sequences of `words` (strings or ids), each string as it stands at the start of a text and after a space."
+    "Token id sequences of `words` (strings or ids), each string with and without a space before it. Raises `ParamError`."
     if tokenizer is None and any(isinstance(w, str) for w in words):
         raise ParamError(f"bad_words={words!r} needs a tokenizer, and there is none: give lists of token ids instead")
-    tok: Any = tokenizer
-    seqs = []
+    seqs: dict[tuple[int, ...], None] = {}
     for w in words:
-        for s in (w.lstrip(), ' ' + w.lstrip()) if isinstance(w, str) else (w,):
-            seqs.append(tuple(tok(s, add_special_tokens=False)['input_ids'] if isinstance(s, str) else s))
-    return [s for s in dict.fromkeys(seqs) if s]
+        if not isinstance(w, str): seqs[tuple(w)] = None
+        elif tokenizer is not None: seqs |= dict.fromkeys(word_ids(tokenizer, w))
+    return [*seqs]
 
 def _check_vocab(params: SamplingParams, vocab_size: int) -> None:
     "Raise `ParamError` if `params` name a token id that logits of `vocab_size` columns don't have."
@@ -248,7 +249,7 @@ def _check_vocab(params: SamplingParams, vocab_size: int) -> None:
     named['bad_words'] = [i for w in params.bad_words or () if not isinstance(w, str) for i in w]
     for name, ids in named.items():
         if bad := [i for i in ids or () if i >= vocab_size]:
-            raise ParamError(f"{name} has token ids {bad}, and the model's ids go from 0 to {vocab_size - 1}: "
+            raise ParamError(f"{name} has token ids {written(bad)}, and the model's ids go from 0 to {vocab_size - 1}: "
                              "was another tokenizer used?")
 
 # %% ../nbs/72_settings.ipynb #a7c31d5e
@@ -339,30 +340,35 @@ def _steer_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 class Logprob:
     """Log probability of a token, its rank from 1 on (None for one that was asked for by `logprob_token_ids`), its text; vLLM's names.
 
-    Raw, as the model has it, before any setting touched the logits; or whatever else `logprobs_mode` asks for."""
+    Raw, as the model has it, before any setting touched the logits; or whatever else `logprobs_mode` asks for. `decoded_token`: what a token
+    of prompt or answer adds to the text, so that put together they are the text; of any other candidate, its text behind other text.
+    `token_bytes`: the token's own, also those of a part of a character."""
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+    token_bytes: bytes | None = field(default=None, repr=False)
 
-def token_logprobs(logits: Tensor, tokens: Sequence[int], k: int, texts: Sequence[Callable[[int], str | None]],
+TokenText = Callable[[int], tuple[str | None, bytes | None]]        # id -> (text, bytes)
+
+def token_logprobs(logits: Tensor, tokens: Sequence[int], k: int, texts: Sequence[TokenText],
                    others: Sequence[int] | None = None, mode: str = 'raw_logprobs') -> list[dict[int, Logprob]]:
     """For each row of `logits` `[R, V]` `{id: Logprob}`: its token of `tokens` (R ids) first, then the `k` likeliest.
 
-    `k` -1: the whole vocabulary, as far as it is possible at all. `texts`: for each row a function from id to text. `others`: ids that
+    `k` -1: the whole vocabulary, as far as it is possible at all. `texts`: for each row a function from id to text and bytes. `others`: ids that
     are wanted in place of the likeliest. With a `mode` of logits they are given as they are, not as log probabilities."""
     if not tokens: return []
     lp = logits.float() if mode.endswith('logits') else logits.float().log_softmax(-1)
     mine = lp.gather(1, torch.tensor(tokens, device=lp.device)[:, None])
     rank = (1 + (lp > mine).sum(-1)).tolist()
-    out = [{t: Logprob(m, r, text(t))} for t, m, r, text in zip(tokens, mine[:, 0].tolist(), rank, texts)]
+    out = [{t: Logprob(m, r, *text(t))} for t, m, r, text in zip(tokens, mine[:, 0].tolist(), rank, texts)]
     if others is not None:
         for row, values, text in zip(out, lp[:, list(others)].tolist(), texts):
-            for i, l in zip(others, values): row.setdefault(i, Logprob(l, None, text(i)))
+            for i, l in zip(others, values): row.setdefault(i, Logprob(l, None, *text(i)))
         return out
     top, ids = (t.tolist() for t in lp.topk(lp.shape[-1] if k == -1 else min(k, lp.shape[-1])))
     for row, best, values, text in zip(out, ids, top, texts):
         for n, (i, l) in enumerate(zip(best, values), 1):
-            if l > -math.inf: row.setdefault(i, Logprob(l, n, text(i)))
+            if l > -math.inf: row.setdefault(i, Logprob(l, n, *text(i)))
     return out
 
 def reported_logits(logits: Tensor, rows: Sequence[SamplingRow], mode: str | None = None) -> Tensor:
@@ -388,8 +394,18 @@ def _logprobs(logits: Tensor, tokens: Sequence[int | None],
         for b, d in zip(some, token_logprobs(given, mine, k, texts, ids or None, mode or '')): out[b] = d
     return out
 
-def token_text(row: SamplingRow) -> Callable[[int], str | None]:
-    "What turns one token of `row` into text; into None where none is wanted."
-    tokenizer: Any = row.tokenizer
-    if tokenizer is None or not row.params.detokenize: return lambda i: None
-    return lambda i: tokenizer.decode([i], clean_up_tokenization_spaces=False)
+def token_text(row: SamplingRow) -> TokenText:
+    "What turns one token of `row` into text and bytes; into None where none are wanted."
+    if row.tokenizer is None or not row.params.detokenize: return lambda i: (None, None)
+    v = vocabulary_of(row.tokenizer)
+    return lambda i: (v.text(i), v.bytes_of(i))
+
+def prompt_texts(row: SamplingRow, start: int, n: int) -> list[str | None]:
+    "What each of `n` tokens of the prompt of `row`, from `start` on, adds to its text; None for special ones, and where no text is wanted."
+    if row.tokenizer is None or not row.params.detokenize: return [None] * n
+    ids, early = row.prompt_ids, max(0, start - 8)                     # a character may have begun before
+    decoder = IncrementalDecoder(row.tokenizer, before=ids[:early])
+    added = [(None if decoder.skips(i) else '', decoder.add(i)) for i in ids[early:start + n]][start - early:]
+    texts = [none if none is None else text for none, text in added]
+    if start + n == len(ids) and texts and texts[-1] is not None: texts[-1] += decoder.finish()
+    return texts

@@ -116,7 +116,7 @@ class Request:
         if self.stops is None: reason = 'length' if len(self.output_ids) >= self.max_tokens else None
         else: reason, self.stop_reason = self.stops(token)
         if self.text is None: return reason
-        self.delta += self.text.add(token, ended=reason == 'stop')
+        self.delta += self.text.add(token, reason == 'stop', logprobs and logprobs.get(token))
         if reason: self.delta += self.text.finish()
         if self.text.stopped is None: return reason
         self.stop_reason = self.text.stopped

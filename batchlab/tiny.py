@@ -127,7 +127,7 @@ def tiny_adapter(folder: str | os.PathLike[str], model: PreTrainedModel, rank: i
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder/'adapter_model.safetensors')
     about = dict(peft_type='LORA', r=rank, lora_alpha=2 * rank, target_modules=sorted({k.split('.')[-3] for k in tensors}))
-    (folder/'adapter_config.json').write_text(json.dumps(about | config))
+    (folder/'adapter_config.json').write_text(json.dumps(about | config), encoding='utf-8')
     return folder
 
 # %% ../nbs/70_models.ipynb #04b62f6f

@@ -19,6 +19,7 @@ from .config import check_count
 from .engine import log
 from .deprecated import renamed
 from .scheduler import Request
+from .tokens import vocabulary_of
 
 if TYPE_CHECKING:
     from batchlab.engine import Engine
@@ -303,7 +304,7 @@ def about_run(llm: Any) -> dict:
 def texts_of_tokens(tokenizer: Any, requests: Iterable[dict]) -> dict[str, str]:
     "`{id: text}` of every token id in `requests`, if there is a tokenizer."
     ids = {i for r in requests for k in ('prompt_ids', 'output_ids') for i in r.get(k, ())}
-    return {} if tokenizer is None else {str(i): tokenizer.decode([i]) for i in sorted(ids)}
+    return {} if tokenizer is None else {str(i): vocabulary_of(tokenizer).text(i) for i in sorted(ids)}
 
 # %% ../nbs/50_trace.ipynb #21bb52ef
 class Recorder(Trace):

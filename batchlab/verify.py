@@ -20,6 +20,7 @@ from .prefill import check_prompt
 from .params import SamplingParams
 from .pooled import PoolingRequestOutput
 from .sampling import SamplingRow, probabilities, processed_logits, reported_logits, sample
+from .tokens import vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -132,7 +133,7 @@ class Divergence:
     `what`: 'token'; 'logprob', a recorded log probability; 'end', how it finished; 'number', the one of a vector that is furthest off. `index`: which
     of its output tokens, or numbers, `position`: which of prompt and answer. `got` in the batch, `want` alone: token ids, log probabilities, reasons,
     numbers; None where the replay gives no numbers. `gap` and `tolerance` are in logits; of vectors see `check_vector`. `kind`: 'tie' if the gap is within the
-    tolerance, else 'bug'; a gap that is NaN is a bug."""
+    tolerance, else 'bug'; a gap that is NaN is a bug. `number`: which of the outputs that were given to `verify`."""
     request_id: str
     completion: int
     index: int
@@ -143,11 +144,15 @@ class Divergence:
     tolerance: float
     what: str = 'token'
     texts: tuple | None = None
+    number: int | None = None
 
     @property
     def kind(self) -> str: return 'tie' if self.gap <= self.tolerance else 'bug'
     @property
-    def name(self) -> str: return self.request_id + (f'-{self.completion}' if self.completion else '')
+    def name(self) -> str:
+        "As the caller finds it."
+        if self.number is None: return f'request {self.request_id}' + (f'-{self.completion}' if self.completion else '')
+        return f'outputs[{self.number}]' + (f'.outputs[{self.completion}]' if self.completion else '')
 
     def show(self, i: int) -> str:
         "`got` (i = 0) or `want` (1) for a reader."
@@ -156,7 +161,7 @@ class Divergence:
         return f'{x:.3f}' if isinstance(x, float) else f'{self.texts[i]!r} ({x})' if self.texts else str(x)
 
     def __str__(self) -> str:
-        return (f'{self.kind}: request {self.name}, {self.what} {self.index} (position {self.position}): '
+        return (f'{self.kind}: {self.name}, {self.what} {self.index} (position {self.position}): '
                 f'{self.show(0)}, alone {self.show(1)}; gap {self.gap:.2g}, tolerance {self.tolerance:.2g}')
 
 # %% ../nbs/16_verify.ipynb #78f488bd
@@ -249,10 +254,10 @@ def check_tokens(a: Answer, row: SamplingRow, start: int, alone: Alone, us: Sequ
     for t in differ: pairs[t] = torch.tensor([want[t] or 0, ids[t]])
     apart = lambda x: x.gather(1, pairs).diff()[:, 0]
     limit = alone.tolerances(apart).tolist() if tolerance is None else [tolerance] * len(ids)
-    tokenizer: Any = a.llm.tokenizer
-    text = lambda i: tokenizer.decode([i or 0], clean_up_tokenization_spaces=False)
+    tokenizer = a.llm.tokenizer
+    def text(i: int | None) -> str: return '' if tokenizer is None else vocabulary_of(tokenizer).text(i or 0)
     return [a.divergence(start + t, ids[t], want[t], gap_to(logits[t], rows[t], ids[t], want[t], us[t]), limit[t],
-                         texts=tokenizer and (text(ids[t]), text(want[t]))) for t in differ]
+                         texts=None if tokenizer is None else (text(ids[t]), text(want[t]))) for t in differ]
 
 # %% ../nbs/16_verify.ipynb #2eb405f8
 def check_answer(llm: LLM, out: RequestOutput, completion: CompletionOutput, tolerance: float | None = None,
@@ -278,7 +283,8 @@ class Report:
 
     `total`: outputs given, `requests`: those run again, `tokens`: in their answers. `divergences`: each `Divergence`,
     those of an answer by index. `skipped`: `(request_id, why)` of outputs that could not be compared. `unseeded`: answers
-    sampled without a seed, whose tokens are only known to be possible. `unchecked`: answers with log probabilities that can't be compared."""
+    sampled without a seed, whose tokens are only known to be possible. `unchecked`: answers with log probabilities that can't be compared.
+    `rounded`: where transformers' arithmetic, which rounds otherwise, would take another token by a near-tie, and the engine alone does not."""
     total: int = 0
     requests: int = 0
     tokens: int = 0
@@ -286,6 +292,7 @@ class Report:
     divergences: list[Divergence] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
     unchecked: int = 0
+    rounded: list[Divergence] = field(default_factory=list)
 
     @property
     def bugs(self) -> list[Divergence]: return [d for d in self.divergences if d.kind == 'bug']
@@ -308,6 +315,7 @@ class Report:
         found = 'all equal' if self.tokens else 'nothing to compare'
         if self.divergences: found = f'{_count(len(self.divergences) - len(self.bugs), "near-tie")}, {_count(len(self.bugs), "bug")}'
         if any(d.what == 'token' for d in self.divergences): found += f', largest gap {self.max_gap:.2g}'
+        if self.rounded: found += f" (transformers' own arithmetic takes another token by {_count(len(self.rounded), 'near-tie')})"
         some = f'{self.requests:,} of ' if self.requests < self.total else ''
         line = f'{some}{_count(self.total, "request")}, {_count(self.tokens, "token")}: {found}'
         if self.unseeded: line += f'; {_count(self.unseeded, "answer")} without a seed, of which only: they were possible'
@@ -333,10 +341,34 @@ class Report:
         table = [f'| {" | ".join(map(cell, r))} |' for r in (head, ['---'] * len(head), *rows)] if rows else []
         return '\n'.join([self.headline, '', *table])
 
+# %% ../nbs/16_verify.ipynb #5d0b17c1
+def promises_bits(llm: LLM, params: SamplingParams) -> bool:
+    "Whether a request with `params` gives the same bits alone as in any company, on the backend of `llm`, and so the same answer."
+    packed = llm.shapes is not None and llm.strategy == 'continuous' and llm.switch is None
+    return packed and llm.backend.batch_invariant and not is_unseeded(params)
+
+def check_bits(llm: LLM, out: RequestOutput) -> list[Divergence] | None:
+    "A list, with a `Divergence` for each answer of `out` that its request does not give alone on the backend of `llm`; None if it could not run."
+    params = replace(out.params or SamplingParams(), truncate_prompt_tokens=None)
+    again: Any
+    [(_, again)] = llm.iter_outputs([dict(prompt_token_ids=out.prompt_token_ids)], params, lora_request=out.lora_request)
+    if again.error: return None
+    found = []
+    for c, d in zip(out.outputs, again.outputs):
+        pairs = zip(c.token_ids, [*d.token_ids, *[None] * len(c.token_ids)])
+        at = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
+        if at is None: continue
+        want = d.token_ids[at] if at < len(d.token_ids) else None
+        found.append(Answer(llm, out, c).divergence(at, c.token_ids[at], want, math.inf, 0.))
+    return found
+
 # %% ../nbs/16_verify.ipynb #8bc9e287
 def verify(llm: LLM, outputs: Any, sample: int | None = 8, seed: int = 0,
            tolerance: float | None = None) -> Report:
     """Run a random `sample` of `outputs` again, each alone, and compare: a `Report`.
+
+    Each answer is compared with what transformers' own code computes of it. On a backend that is `batch_invariant` that is other arithmetic: where it
+    differs by near-ties only, the request is run again alone on the same backend, which must give the very same answer, else it is a bug.
 
     `llm`: the `LLM` that gave them, or one with the same model. `outputs`: one or a list of `RequestOutput`, or of what `embed` and its like give, for
     which see `check_vector`; those that
@@ -352,12 +384,13 @@ def verify(llm: LLM, outputs: Any, sample: int | None = 8, seed: int = 0,
     check_count('sample', sample)
     outs = list(outputs) if isinstance(outputs, Iterable) else [outputs]
     report = Report(len(outs), skipped=[(o.request_id, why) for o in outs if (why := why_not(o))])
-    fit = [o for o in outs if not why_not(o)]
+    fit = [(i, o) for i, o in enumerate(outs) if not why_not(o)]
     some = random.Random(seed).sample(range(len(fit)), len(fit) if sample is None else min(sample, len(fit)))
-    for out in (fit[i] for i in sorted(some)):
+    for number, out in (fit[i] for i in sorted(some)):
+        named = lambda found: [replace(d, number=number) for d in found]
         if isinstance(out, PoolingRequestOutput):
             report.requests, report.tokens = report.requests + 1, report.tokens + out.num_tokens
-            report.divergences += check_vector(llm, out, tolerance)
+            report.divergences += named(check_vector(llm, out, tolerance))
             continue
         answers = [c for c in out.outputs if c.token_ids]
         try: found = [d for c in answers for d in check_answer(llm, out, c, tolerance)]
@@ -370,7 +403,9 @@ def verify(llm: LLM, outputs: Any, sample: int | None = 8, seed: int = 0,
         params = out.params or SamplingParams()
         report.unseeded += len(answers) * is_unseeded(params)
         if not is_checkable(params, params.logprobs_mode or llm.logprobs_mode): report.unchecked += sum(c.logprobs is not None for c in answers)
-        report.divergences += found
+        same = found and all(d.kind == 'tie' for d in found) and promises_bits(llm, params)
+        if same and (wrong := check_bits(llm, out)) is not None: report.rounded, found = report.rounded + named([] if wrong else found), wrong
+        report.divergences += named(found)
     return report
 
 # %% ../nbs/16_verify.ipynb #80da2171

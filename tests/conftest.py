@@ -1,6 +1,5 @@
 "What several files of tests use."
-import os, shutil, sys
-from pathlib import Path
+import contextlib, os, shutil, sys
 
 # Beside another worker of pytest-xdist, torch gets its share of the cores: two that each take all of them wait for each other.
 if others := int(os.environ.get('PYTEST_XDIST_WORKER_COUNT', 0)):
@@ -41,12 +40,34 @@ def has_compiler():
 def compiler(): return has_compiler()
 
 
+@pytest.fixture(scope='session', autouse=True)
+def compiled():
+    "The kernels are compiled before the first test: it takes a while, and says so on standard error."
+    if not has_compiler(): return
+    from batchlab.backends.native import SOURCE, build
+    from batchlab.errors import CompileError
+    with contextlib.suppress(CompileError): build(SOURCE)
+
+
+def matrix_unit():
+    "Whether the package sees a matrix unit that multiplies bf16: `BATCHLAB_MAX_CPU` hides it."
+    from batchlab.machine import processor_flags
+    return 'amx_bf16' in processor_flags()
+
+
+def wrongly_skipped(why):
+    "What speaks against a skip for the reason `why`, on a machine that has a C++ compiler; '' if nothing does."
+    if 'no kernels' in why: return 'skipped, though there is a C++ compiler'
+    if 'matrix unit rounds by itself' in why and not matrix_unit(): return 'skipped, though there is no matrix unit'
+    if 'has no matrix unit' in why and matrix_unit(): return 'skipped, though there is a matrix unit'
+    return ''
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    "A test that skips as there are no kernels fails where there is a compiler: it's they that stopped loading, or fitting."
+    "A test that skips for want of what this machine has fails: the kernels stopped loading, or fitting, or using it."
     report = yield
     if report.skipped and has_compiler():
         why = str(call.excinfo.value)
-        no_unit = 'amx_bf16' in why and 'amx_bf16' not in Path('/proc/cpuinfo').read_text()      # the unit that it skips for
-        if 'no kernels' in why or no_unit: report.outcome, report.longrepr = 'failed', f'skipped, though there is a C++ compiler: {why}'
+        if wrong := wrongly_skipped(why): report.outcome, report.longrepr = 'failed', f'{wrong}: {why}'
     return report

@@ -28,5 +28,5 @@ def until(f, seconds=100):
 
 def need_same_bits(backend):
     "Skip where a token's bits depend on its company: without kernels, and on a matrix unit."
-    why = f'no kernels: {backend.why}' if backend.why else "the processor's matrix unit (amx_bf16) rounds by itself, so that company changes bits"
+    why = f'no kernels: {backend.why}' if backend.why else "the processor's matrix unit rounds by itself, so that company changes bits"
     if not backend.batch_invariant: pytest.skip(why)

@@ -436,6 +436,127 @@ def test_it_goes_on_in_a_folder_that_moved(tmp_path):
         assert {p.suffix for p in (tmp_path/'b/files').iterdir()} == {'.jsonl'}
 
 
+def tree(folder): return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob('*')}
+
+@pytest.mark.parametrize('names', [['thesis.docx'], ['files/thesis.docx'], ['files/photos/2025/a.jpg', 'notes.txt'], ['files/file-1.jsonl'], ['lock'],
+                                   ['lost/x', 'a', 'b', 'c', 'd']])
+def test_a_folder_of_others_is_refused_and_stays(tmp_path, names):
+    for name in names:
+        (tmp_path/name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path/name).write_text('years of work')
+    before = tree(tmp_path)
+    with pytest.raises(JobError, match='in use for other things') as e: BatchStore(tmp_path)
+    assert tree(tmp_path) == before and str(e.value).count('\n') == 0
+
+def test_the_table_of_another_program_is_refused(tmp_path):
+    db = sqlite3.connect(tmp_path/'state.sqlite')
+    db.executescript('create table songs(name); insert into songs values (1)')
+    db.close()
+    before = (tmp_path/'state.sqlite').read_bytes()
+    with pytest.raises(JobError, match='another program'): BatchStore(tmp_path)
+    assert (tmp_path/'state.sqlite').read_bytes() == before
+
+ODD = 'file-' + 'a1' * 12 + '.jsonl'
+
+def test_what_others_put_into_the_folder_stays(tmp_path):
+    store = BatchStore(tmp_path)
+    mine = store.files.create('a', b'{}')['id']
+    store.close()
+    theirs = ['thesis.docx', 'photos/2025/a.jpg', 'file-x.jsonl', ODD.upper(), f'{ODD}.bak', f'{ODD}/in-a-folder-of-that-name', '.hidden',
+              f'{ODD}.batchlab/notes.txt']
+    for name in theirs:
+        (path := tmp_path/'files'/name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    for name in ('settings.json', 'lock', 'settings.json.new'): (tmp_path/f'files/{ODD}.batchlab'/name).write_text('')
+    for _ in range(2): BatchStore(tmp_path).close()
+    assert {p.relative_to(tmp_path/'files').as_posix() for p in (tmp_path/'files').rglob('*') if p.is_file()} == {*theirs, f'{mine}.jsonl'}
+    assert not (tmp_path/'lost').exists()
+
+@pytest.mark.parametrize('table', ['missing', 'empty', 'older'])
+def test_files_that_the_table_does_not_name_are_set_aside(tmp_path, table, caplog):
+    with serving(tmp_path/'data') as server:
+        old = server.upload([ask(0)])['id']
+        server.store.table.db.execute('pragma wal_checkpoint(truncate)')
+        copy = (tmp_path/'data/state.sqlite').read_bytes()
+        done = server.wait(server.runner.create(wish(server.upload([ask(i) for i in range(3)] + ['no JSON'])))['id'])
+    files = tree(tmp_path/'data/files')
+    for path in (tmp_path/'data').glob('state.sqlite*'): path.unlink()
+    if table != 'missing': (tmp_path/'data/state.sqlite').write_bytes(copy if table == 'older' else b'')
+    store = BatchStore(tmp_path/'data')
+    kept = {f'{old}.jsonl'} if table == 'older' else set()
+    assert tree(tmp_path/'data/files').keys() == kept and tree(tmp_path/'data/lost').items() | tree(tmp_path/'data/files').items() == files.items()
+    assert f"{done['output_file_id']}.jsonl" in tree(tmp_path/'data/lost') and len(files) == 4
+    [said] = [r.getMessage() for r in caplog.records if 'moved' in r.getMessage()]
+    assert str(tmp_path/'data/lost') in said and ('does not name' in said) == (table == 'older') and ('no table' in said) == (table != 'older')
+    store.close()
+    BatchStore(tmp_path/'data').close()
+    assert len(tree(tmp_path/'data/lost')) == 4 - len(kept)
+
+def test_killed_while_a_file_comes_or_goes(tmp_path):
+    store = BatchStore(tmp_path)
+    ids = [store.files.create('a', b'{}')['id'] for _ in range(2)]
+    store.close()
+    for id, state in zip(ids, ('.part', '.gone')): store.files.path(id).rename(store.files.path(id, state))      # the row is there: not yet renamed
+    for state in ('.part', '.gone', '.new'): (tmp_path/f'files/{ODD}{state}').write_text('{}')                  # and of no row
+    (tmp_path/f'files/{ODD}').write_bytes(b'')
+    store = BatchStore(tmp_path)
+    assert tree(tmp_path/'files') == {f'{id}.jsonl': b'{}' for id in ids} and [store.files.open(id).read() for id in ids] == [b'{}'] * 2
+    store.close()
+
+def test_a_removal_that_fails_loses_nothing(server, monkeypatch):
+    id = server.upload([ask(0)])['id']
+    monkeypatch.setattr(os, 'replace', lambda *_: (_ for _ in ()).throw(PermissionError(13, 'in use')))
+    assert server.http.delete(f'/files/{id}').status_code == 503
+    monkeypatch.undo()
+    assert server.store.files.open(id).read() == jsonl([ask(0)]) and server.http.delete(f'/files/{id}').status_code == 200
+    assert not tree(server.store.table.path/'files')
+
+@pytest.mark.parametrize('every', [37, 101, 997])
+def test_a_damaged_table_is_one_line(tmp_path, every):
+    "Bytes flipped anywhere in it: either all objects can be read, or the store does not begin."
+    with serving(tmp_path/'a') as server:
+        for _ in range(3): server.wait(server.runner.create(wish(server.upload([ask(1)])))['id'])
+        known = server.store.table.page('batch')
+    whole = (tmp_path/'a/state.sqlite').read_bytes()
+    assert len(whole) >= 12288
+    refused = 0
+    for start in range(0, len(whole) - 4096, 1024):
+        (folder := tmp_path/f'{start}').mkdir()
+        hurt = bytearray(whole)
+        for i in range(start, start + 4096, every): hurt[i] ^= 255
+        (folder/'state.sqlite').write_bytes(hurt)
+        try: store = BatchStore(folder)
+        except JobError as e:
+            refused += 1
+            assert '\n' not in str(e) and e.status == 2 and re.search('is damaged|another program|keep files', str(e)), str(e)
+        else:
+            assert store.table.page('batch') == known
+            store.close()
+    assert refused > 5
+
+def test_who_reads_waits_for_no_change(server):
+    id = server.upload([ask(0)])['id']
+    gone = server.store.files.create('a', b'{}', expires_after=-1)['id']
+    other = sqlite3.connect(server.store.table.path/'state.sqlite', isolation_level=None)
+    with server.store.table.change():
+        for path in ('/files', f'/files/{id}', f'/files/{id}/content', '/batches'): assert server.http.get(path).status_code == 200
+    assert server.http.get(f'/files/{gone}').status_code == 404
+    again = server.store.files.create('a', b'{}', expires_after=-1)['id']
+    other.execute('begin immediate')                                       # another program's lock: what has ended stays a while longer
+    assert [f['id'] for f in server.http.get('/files').json()['data']] == [again, id]
+    other.execute('rollback')
+    other.close()
+    assert [f['id'] for f in server.http.get('/files').json()['data']] == [id]
+
+def test_a_record_is_one_line_for_every_reader(server):
+    odd = 'a\u2028b\u2029c\x85d\x0b\x1c\u00e9\U0001f99c'
+    lines = [dict(ask(0), custom_id=odd), dict(ask(1, temperature=-1), custom_id=odd + '!')]
+    done = server.wait(server.runner.create(wish(server.upload(lines)))['id'])
+    for key, id in (('output_file_id', odd), ('error_file_id', odd + '!')):
+        content = server.client.files.content(done[key])
+        assert [json.loads(s)['custom_id'] for s in content.text.splitlines()] == [json.loads(s)['custom_id'] for s in content.iter_lines()] == [id]
+        assert '\u00e9\U0001f99c' in content.text
+
 def test_a_preemptible_request_makes_way():
     "Drawn mixes of requests; every plan is checked, and who makes way loses none of its tokens."
     preempted = 0
@@ -561,7 +682,9 @@ def serve(folder, longer):
     "A server in a process of its own, to be killed; without HTTP. It begins a batch if there is none, and ends when all have."
     store = BatchStore(folder)
     runner = BatchRunner(store, model(), model_name='tiny').start()
-    if not store.table.page('batch')['data']: runner.create(wish(store.files.create('in.jsonl', jsonl(mixed(longer)))))
+    if not store.table.page('batch')['data']:                            # killed after the upload, it finds that again, as a client would
+        uploads = store.files.page()['data'] or [store.files.create('in.jsonl', jsonl(mixed(longer)))]
+        runner.create(wish(uploads[0]))
     print('runs', flush=True)
     while store.next(): time.sleep(.01)
 

@@ -206,7 +206,7 @@ def test_text_is_that_of_prompt_and_answer():
 # --- what is refused
 
 @pytest.mark.parametrize('kw,words', [
-    (dict(beam_width=0), 'beam_width must be a whole number of at least 1, got 0'), (dict(beam_width=2.), 'beam_width'), (dict(beam_width=True), 'beam_width'),
+    (dict(beam_width=0), 'beam_width must be a whole number of at least 1, got 0'), (dict(beam_width=2.5), 'beam_width'), (dict(beam_width=True), 'beam_width'),
     (dict(beam_width=2, max_tokens=0), 'max_tokens'), (dict(beam_width=2, length_penalty=float('nan')), 'length_penalty'), (dict(beam_width=2, length_penalty=11), 'length_penalty'),
     (dict(beam_width=2, temperature=1), 'temperature must be 0'), (dict(beam_width=2, temperature=None), 'temperature must be 0'), (dict(beam_width=2, ignore_eos=None), 'ignore_eos'),
     (dict(beam_width=2, include_stop_str_in_output='x'), 'include_stop_str_in_output'), (dict(beam_width=2, structured_outputs=dict(choice=['a'])), "no 'structured_outputs'"),

@@ -361,7 +361,7 @@ def test_an_empty_prompt_of_a_model_without_a_first_token(monkeypatch):
     def none(*_): raise ModelError('this model has no BOS token')
     monkeypatch.setattr('batchlab.choices.start_token_id', none)
     llm = LLM(tiny(), tiny_tokenizer())
-    monkeypatch.setattr('batchlab.choices.ids_of', lambda tok, text, special=True: tok.encode(text, add_special_tokens=False))
+    monkeypatch.setattr('batchlab.choices.encode_text', lambda tok, text, special=True: tok.encode(text, add_special_tokens=False))
     empty, a = llm.choose(['', 'a'], ['b'])
     assert 'no BOS' in empty.error and a.best == 'b'
 

@@ -128,7 +128,7 @@ def test_bad_prompts_fail_alone(cli, tmp_path):
     p = cli('a', '', 'x'*100_000, 'b', '--output', 'o.jsonl')
     out = rows(tmp_path/'o.jsonl')
     assert p.returncode == 1 and len(out) == 4
-    assert '100000 tokens' in out[2]['error'] and out[2]['finish_reason'] == 'error'
+    assert '100,000 characters' in out[2]['error'] and out[2]['finish_reason'] == 'error'
     assert [r['error'] for r in (out[0], out[1], out[3])] == [None] * 3 and out[3]['outputs'][0]['text'] is not None
     assert out[1]['prompt'] == '' and out[1]['usage'] == dict(prompt_tokens=1, completion_tokens=6)
     assert 'an empty prompt starts from token 1 (<bos>)' in p.stderr
@@ -246,3 +246,145 @@ def test_errors_that_docstrings_name_are_at_the_top():
     import batchlab
     from batchlab import errors
     assert all(getattr(batchlab, n) is getattr(errors, n) for n in ('JobError', 'ModelError', 'ParamError', 'PromptError'))
+
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }}\n{% endfor %}"
+
+def said(capsys, *args, **kw):
+    "The exit status of a command in this process, and what it says on standard error."
+    from batchlab.cli import main
+    return main([*args], **kw), capsys.readouterr().err
+
+
+@pytest.mark.parametrize('form', ['file', 'text'])
+def test_a_chat_template_of_ones_own(model, tmp_path, capsys, form):
+    (tmp_path/'own.jinja').write_text(TEMPLATE, encoding='utf-8')
+    given = str(tmp_path/'own.jinja') if form == 'file' else TEMPLATE
+    (tmp_path/'in.jsonl').write_text('{"prompt": "Hi there"}\n')
+    out = tmp_path/'out.jsonl'
+    for command, *rest in (['generate', '-i', str(tmp_path/'in.jsonl'), '--chat', '-o', str(out)], ['run', '-i', str(tmp_path/'in.jsonl'), '--chat', '-o', str(tmp_path/'run.jsonl')]):
+        status, err = said(capsys, command, *rest, '--model', model, '--chat-template', given, '--max-tokens', '2')
+        assert status == 0, err
+    from batchlab.tiny import tiny_tokenizer
+    asked = len(tiny_tokenizer()('<user> Hi there\n')['input_ids'])
+    assert rows(out)[0]['usage']['prompt_tokens'] == rows(tmp_path/'run.jsonl')[0]['usage']['prompt_tokens'] == asked
+
+
+def test_a_template_belongs_to_the_llm_that_it_was_given():
+    from batchlab.llm import LLM
+    from batchlab.tiny import tiny_model, tiny_tokenizer
+    tok = tiny_tokenizer()
+    before, llm = tok.chat_template, LLM(tiny_model('llama'), tok, chat_template=TEMPLATE, compile=False)
+    [out] = llm.chat([dict(role='user', content='Hi')], dict(max_tokens=1))
+    assert out.prompt == '<user> Hi\n' and tok.chat_template == before
+
+
+@pytest.mark.parametrize('command', ['generate', 'run', 'plan', 'serve'])
+def test_what_the_command_line_names_is_looked_at_before_a_model_is(tmp_path, capsys, command):
+    (tmp_path/'bad.jinja').write_text('{% for m in messages %}')
+    (tmp_path/'latin.jinja').write_bytes(b'\xe9{{ x }}')
+    (tmp_path/'dora').mkdir()
+    (tmp_path/'in.jsonl').write_text('{"prompt": "Hi"}\n')
+    config = dict(peft_type='LORA', r=32, lora_alpha=16)
+    (tmp_path/'dora'/'adapter_config.json').write_text(json.dumps(config | dict(use_dora=True)))
+    (tmp_path/'big').mkdir()
+    (tmp_path/'big'/'adapter_config.json').write_text(json.dumps(config))
+    given = dict(generate=['Hi'], run=['-i', str(tmp_path/'in.jsonl'), '-o', str(tmp_path/'o.jsonl')], plan=['-i', str(tmp_path/'in.jsonl')], serve=['--port', '0'])[command]
+    for flags, words in [
+            (['--chat-template', str(tmp_path/'nowhere.jinja')], ['--chat-template', 'No such file']),
+            (['--chat-template', str(tmp_path/'latin.jinja')], ['--chat-template', 'UTF-8']),
+            (['--chat-template', str(tmp_path/'bad.jinja')], ['--chat-template', 'line 1', 'endfor']),
+            (['--lora-modules', f'a={tmp_path}/nowhere'], ["adapter 'a'", 'nowhere']), (['--lora-modules', f'a={tmp_path}/dora'], ['DoRA']),
+            (['--lora-modules', f'a={tmp_path}/big'], ['rank of 32', 'above --max-lora-rank 16', 'give --max-lora-rank 32']),
+            (['--lora-modules', 'pirate'], ['--lora-modules', 'name=folder'])]:
+        status, err = said(capsys, command, *given, '--model', 'no such model', *flags)
+        assert status == 2 and len(err.splitlines()) == 1 and 'no such model' not in err and 'LLM(' not in err, err
+        for w in words: assert w in err, err
+
+
+@pytest.mark.parametrize('flags, words', [
+    (['--structured-outputs', '{"grammar": "start: missing"}'], ['structured']), (['--structured-outputs', '{"regex": "["}'], ['regex']), (['--stop-token-ids', '99999'], ['99999']),
+    (['--logit-bias', '{"99999": 1}'], ['99999']), (['--max-model-len', '9999999'], ['--max-model-len 9999999']),
+    (['--max-num-seqs', '9', '--max-num-batched-tokens', '3'], ['--max-num-batched-tokens 3', '--max-num-seqs 9']),
+    (['--quantization', 'int8', '--strategy', 'loop'], ['--quantization int8', '--strategy continuous'])])
+@pytest.mark.parametrize('command', ['generate', 'run'])
+def test_settings_are_tried_on_the_model_before_a_line_is(model, tmp_path, capsys, flags, words, command):
+    pytest.importorskip('llguidance')
+    (tmp_path/'in.jsonl').write_text('{"prompt": "Hi"}\n')
+    out = tmp_path/'o.jsonl'
+    status, err = said(capsys, command, '-i', str(tmp_path/'in.jsonl'), '-o', str(out), '--model', model, *flags)
+    assert status == 2 and len(err.splitlines()) == 1 and not (out.exists() and out.read_text()), err
+    for w in words: assert w in err, err
+
+
+def test_help_without_a_command_and_what_was_meant(capsys):
+    from batchlab.cli import main
+    assert [main([]), main(['help']), main(['help', 'run'])] == [0, 0, 0]
+    assert '--max-tokens' in capsys.readouterr().out
+    for given, words in [('rnu', 'did you mean run?'), ('run-batch', 'did you mean run?'), ('frobnicate', 'expected one of generate')]:
+        status, err = said(capsys, given)
+        assert status == 2 and words in err, err
+    p = subprocess.run([sys.executable, '-m', 'batchlab', '--version'], capture_output=True, text=True, env=ENV)
+    assert p.returncode == 0 and p.stdout.startswith('batchlab 0'), p.stderr
+
+
+def test_flags_of_other_engines(model, capsys):
+    status, err = said(capsys, 'generate', 'Hi', '--model', model, '--max-tokens', '1', '--gpu-memory-utilization', '0.5', '--enforce-eager', '--swap-space=2')
+    assert status == 0 and 'without effect here: gpu_memory_utilization=0.5' in err and 'enforce_eager=True' in err and 'swap_space=2' in err
+    for flags, words in [(['--load-format', 'dummy'], '--load-format dummy is not supported'), (['--torch-dtype', 'fp32'], 'did you mean --dtype?')]:
+        status, err = said(capsys, 'generate', 'Hi', '--model', model, *flags)
+        assert status == 2 and words in err, err
+
+
+@pytest.mark.parametrize('text, number', [('2GB', 2 * 10**9), ('512MiB', 2**29), ('1.5k', 1500), ('700', 700), ('2 gib', 2**31)])
+def test_bytes_with_units(text, number):
+    from batchlab.work.flags import parse_args
+    assert parse_args(['generate', 'Hi', '--kv-cache-bytes', text]).kv_cache_bytes == number
+    from batchlab.errors import JobError
+    with pytest.raises(JobError, match='512MiB'): parse_args(['generate', 'Hi', '--kv-cache-bytes', '2 GX'])
+
+
+@posix
+@pytest.mark.parametrize('args', [['generate', 'hi'], ['plan', '-i', 'in.jsonl'], ['run', '-i', 'in.jsonl', '--dry-run'], ['run', '-i', 'in.jsonl', '-o', '-'],
+                                  ['embed', 'hi'], ['models'], ['cache'], ['batch', 'list'], ['bench'], ['completion', 'bash'], ['view', 'x.trace']])
+def test_closed_standard_output_is_said_before_anything_else(args, capsys, monkeypatch):
+    from batchlab.cli import main
+    monkeypatch.setattr(sys, 'stdout', None)
+    assert main(args) == 2
+    monkeypatch.undo()
+    err = capsys.readouterr().err
+    assert err.startswith('batchlab: error: standard output is closed') and len(err.splitlines()) == 1
+
+
+@posix
+def test_a_job_needs_no_standard_streams(model, tmp_path):
+    (tmp_path/'in.jsonl').write_text('{"prompt": "Hi"}\n')
+    command = f'exec {sys.executable} -m batchlab.cli run -i in.jsonl -o out.jsonl --model {model} --max-tokens 2 <&- >&- 2>&-'
+    p = subprocess.run(['sh', '-c', command], cwd=tmp_path, env=ENV, timeout=50)
+    assert p.returncode == 0 and len(rows(tmp_path/'out.jsonl')) == 1
+
+
+@posix
+@pytest.mark.parametrize('env', [dict(PYTHONIOENCODING='ascii'), dict(PYTHONIOENCODING='cp1252'), dict(LC_ALL='C', PYTHONCOERCECLOCALE='0')], ids=['ascii', 'cp1252', 'C'])
+def test_letters_that_standard_output_can_not_write(model, tmp_path, env):
+    (tmp_path/'in.csv').write_text('wort\nStraße\n', encoding='utf-8')
+    def call(*args): return subprocess.run([*CMD, *args, '--model', model, '--max-tokens', '4'], capture_output=True, cwd=tmp_path, env=ENV | env, timeout=50)
+    p = call('generate', 'grüße 日本', '-i', 'in.csv', '--prompt-template', 'größer {wort}')
+    assert p.returncode == 0 and p.stdout.count(b'[') >= 2 and b'\\u65e5' in p.stdout, p.stderr
+    p = call('generate', 'grüße 日本', '-i', 'in.csv', '--prompt-template', 'größer {wort}', '-o', 'o.jsonl')
+    assert p.returncode == 0 and [r['prompt'] for r in rows(tmp_path/'o.jsonl')] == ['grüße 日本', 'größer Straße'], p.stderr
+    p = call('plan', '-i', 'in.csv', '--prompt-template', 'größer {wort}', '--no-calibration')
+    assert p.returncode == 0 and b'1 request' in p.stdout, p.stderr
+
+
+def test_a_profile_of_ones_own_file_says_what_costs(model, tmp_path, capsys):
+    from batchlab.bench import main
+    (tmp_path/'in.jsonl').write_text('{"prompt": "a"}\n{"prompt": "b", "max_tokens": 3}\n')
+    report = tmp_path/'report.json'
+    assert main(['--profile', '--input', str(tmp_path/'in.jsonl'), '--model', model, '--dtype', 'fp32', '--json', str(report)]) == 0
+    said = capsys.readouterr().out
+    assert '| in.jsonl |' in said and 'in.jsonl: ' in said.split('| in.jsonl |')[1]
+    found = json.loads(report.read_text())
+    assert [*found['profile']] == ['in.jsonl'] and any('% of the time: ' in s for s in found['said'])
+    for args, words in [(['--json', str(tmp_path/'no'/'x.json')], "can't write"), (['--frobnicate'], 'unknown flag --frobnicate'), (['--input', 'x'], 'is for --profile')]:
+        assert main(args) == 2 and words in capsys.readouterr().err

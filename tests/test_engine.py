@@ -520,7 +520,7 @@ def test_a_model_that_can_not_be_run_any_more_ends_requests_and_not_the_thread(c
         assert ids(llm.generate(PROMPTS, GREEDY)) == want
         with torch.no_grad(): model.lm_head.weight.mul_(1)
         with monkeypatch.context() as m:
-            m.setattr('batchlab.loop.select_backend', refuse)
+            m.setattr('batchlab.loop.probe_model', refuse)
             llm.add_request([5], GREEDY, note, request_id='bad')
             assert 'no room for other weights' in llm.generate([6], GREEDY)[0].error
         assert ids(llm.generate(PROMPTS, GREEDY)) == want

@@ -69,7 +69,7 @@ def answers(raw):
     while raw:
         head, _, raw = raw.partition(b'\r\n\r\n')
         status, length = int(head.split()[1]), next((int(x.split(b':')[1]) for x in head.lower().split(b'\r\n') if x.startswith(b'content-length')), None)
-        if status == 100: continue
+        if status in (100, 102): continue
         body, raw = (raw, b'') if length is None else (raw[:length], raw[length:])
         out.append((status, body))
     return out
@@ -156,11 +156,11 @@ def test_bytes_at_random(s):
         with connect(s) as c:
             c.sendall(odd(i % 4) + b'\r\n\r\n')
             c.shutdown(socket.SHUT_WR)
-            for status, body in answers(read_all(c)): assert status in (200, 400, 404, 405, 413, 415) and body, (status, body)
+            for status, body in answers(read_all(c)): assert status in (200, 400, 404, 405, 413, 414, 415, 431) and body, (status, body)
     fine(s)
 
 
-HEADS = [(b'X: ' + b'y' * 200_000, 400), (b'X: y\r\n' * 40_000, 400), (b'no colon', 400), (b'Content-Length: 2\r\nContent-Length: 3', 400), (b'Content-Length: -1', 400),
+HEADS = [(b'X: ' + b'y' * 200_000, 431), (b'X: y\r\n' * 40_000, 431), (b'Transfer-Encoding: chunked', 400), (b'no colon', 400), (b'Content-Length: 2\r\nContent-Length: 3', 400), (b'Content-Length: -1', 400),
          (b'Content-Length: ' + b'9' * 5000, 400), (b'Transfer-Encoding: gzip', 400), (b'X: a\x00b', 400), (b'X\xff: a', 400),
          (b'Authorization: Bearer \xff\xfe', 200), (b'Upgrade: websocket\r\nConnection: Upgrade', 200), (b'Content-Encoding: gzip', 415), (b'Content-Type: \xff; charset=\xff', 200), (b'Range: bytes=5-', 200)]
 
@@ -169,8 +169,61 @@ def test_heads(s, head, status):
     with connect(s) as c:
         with contextlib.suppress(ConnectionError): c.sendall(HEAD + head + b'\r\nConnection: close\r\n' + post(dict(prompt='a', max_tokens=1), b''))
         got = answers(read_all(c))
-        assert [x for x, _ in got] in ([status], [] if status == 400 else None), got
+        assert [x for x, _ in got] in ([status], [] if status in (400, 431) else None), got
         for _, body in got: assert (json.loads(body).get('error') is None) == (status == 200)
+
+
+@pytest.mark.parametrize('sent,line,words', [
+    (b'GET /health HTTP/1.1\r\n\r\n', b'HTTP/1.1 400 Bad Request', 'no Host header'), (HEAD + b'Host: y\r\n\r\n', b'HTTP/1.1 400 Bad Request', 'more than one Host header'),
+    (b'GET /' + b'x' * 200_000, b'HTTP/1.1 414 ', 'the URL is too long'), (b'\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03' + bytes(200), b'HTTP/1.1 400 Bad Request', 'this is TLS'),
+    (b'hello there\r\n\r\n', b'HTTP/1.1 400 Bad Request', 'illegal request line'), (b'GET / HTTP/1.1\r\nX: ' + b'y' * 200_000, b'HTTP/1.1 431 ', 'headers are too long')])
+def test_what_is_refused_hears_why(s, sent, line, words):
+    with connect(s) as c:
+        with contextlib.suppress(ConnectionError): c.sendall(sent)
+        got = read_all(c)
+        if got: assert got.startswith(line) and words in json.loads(answers(got)[0][1])['error']['message']      # a reset may overtake it
+        else: assert len(sent) > 10**5
+
+
+def test_two_lengths_of_a_body_end_the_connection(s):
+    "Who stands before the server may read the other, and take the rest for another request."
+    with connect(s) as c:
+        c.sendall(HEAD + b'Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n')
+        got = answers(read_all(c))
+    assert len(got) == 1 and got[0][0] == 400 and b'send one of them' in got[0][1]
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_who_only_stops_sending_is_answered(s, stream):
+    "Two requests, the second of which waits for the first: both are whole, and the connection ends after them."
+    ask, llm = dict(prompt='Once', max_tokens=20, ignore_eos=True, stream=stream), s.llm
+    llm.start().pause()
+    try:
+        with connect(s) as c:
+            c.sendall(post(ask) + post(ask))
+            c.shutdown(socket.SHUT_WR)
+            until(lambda: any(getattr(x, 'ended', False) for x in list(s.server_state.connections)))
+            llm.resume()
+            got = read_all(c)
+    finally: llm.resume()
+    assert got.count(b'HTTP/1.1 200 OK') == 2
+    if stream: assert got.count(b'[DONE]') == 2
+    else: assert [json.loads(body)['usage']['completion_tokens'] for status, body in answers(got)] == [20, 20]
+
+
+def test_who_left_is_forgotten_before_its_answer_begins():
+    "To close is not to stop sending alone: sending tells."
+    llm = small()
+    llm.start().pause()
+    try:
+        with serving(llm) as s:
+            c = connect(s)
+            c.sendall(post(dict(prompt='Once', max_tokens=20)))
+            until(lambda: state(s)['pending'] == 1)
+            c.close()
+            until(lambda: state(s)['pending'] == 0)
+            llm.resume()
+    finally: llm.resume()
 
 
 def test_bodies(s):

@@ -41,7 +41,7 @@ def ask(i, **body):
 
 def chat(i, **body):
     messages = [dict(role='system', content='Be brief.' * (i % 2)), dict(role='user', content=f'What is {i}?')]
-    body = dict(model='gpt-4o-mini', messages=messages, max_tokens=2 + i % 4, temperature=0) | body
+    body = dict(messages=messages, max_tokens=2 + i % 4, temperature=0) | body
     return dict(custom_id=f'r{i}', method='POST', url='/v1/chat/completions', body=body)
 
 def write(path, rows): Path(path).write_text(''.join(json.dumps(r) + '\n' for r in rows), encoding='utf-8')
@@ -226,8 +226,11 @@ def test_a_hosted_file_runs_unchanged(tmp_path):
              dict(custom_id='request-4', method='POST', url='/v1/moderations', body=dict(model='m', input='x'))]
     write(tmp_path/'in.jsonl', lines)
     said = []
-    result = Job(tmp_path/'in.jsonl', tmp_path/'out.jsonl', error_file=tmp_path/'err.jsonl', say=said.append, model_name='tiny').run(llm())
-    assert (result.answered, result.failed) == (3, 1) and said[0].startswith("line 1 asks for model 'gpt-4o-mini'") and len(said) == 1
+    refused = Job(tmp_path/'in.jsonl', tmp_path/'no.jsonl', model_name='tiny').run(llm())
+    assert refused.failed == 4 and "there is no model 'gpt-4o-mini' here: tiny answers" in refused.first_failure and '--any-model' in refused.first_failure
+    assert [r['error']['code'] for r in rows(tmp_path/'no.jsonl')].count('model_not_found') == 3
+    result = Job(tmp_path/'in.jsonl', tmp_path/'out.jsonl', error_file=tmp_path/'err.jsonl', say=said.append, model_name='tiny', any_model=True).run(llm())
+    assert (result.answered, result.failed, said) == (3, 1, [])
     one, two, three = sorted(rows(tmp_path/'out.jsonl'), key=lambda r: r['custom_id'])
     for r in (one, two, three):
         assert set(r) == {'id', 'custom_id', 'response', 'error'} and r['error'] is None
@@ -410,6 +413,16 @@ def test_pipes(folder, tmp_path):
     assert run('kept.jsonl', '--limit', '15').returncode == 0 and len(rows(tmp_path/'kept.jsonl')) == 15
     p = run('kept.jsonl')                                                # the same input again: it goes on
     assert b'15 of them before' in p.stderr and texts(tmp_path/'kept.jsonl') == texts(tmp_path/'calm.jsonl')
+    os.mkfifo(tmp_path/'fifo')
+    for pipe in ('/dev/stdin', 'fifo'):                                # read whole first: a job reads its input twice
+        whole = ' '.join([*args, 'named.jsonl']).replace('-i -', f'-i {pipe}')
+        feed = 'cat in.jsonl > fifo & ' if pipe == 'fifo' else 'cat in.jsonl | '
+        p = subprocess.run(feed + whole, shell=True, cwd=tmp_path, env=ENV, capture_output=True, timeout=120)
+        assert p.returncode == 0 and texts(tmp_path/'named.jsonl') == texts(tmp_path/'calm.jsonl'), p.stderr
+        (tmp_path/'named.jsonl').unlink()
+    with pytest.raises(JobError, match='is no file'): Job(tmp_path/'fifo', tmp_path/'o.jsonl').check()
+    p = subprocess.run([*args, 'none.jsonl'], cwd=tmp_path, env=ENV, input=b'', capture_output=True, timeout=120)
+    assert p.returncode == 2 and b'standard input is empty' in p.stderr
     head = subprocess.run(f"{' '.join(args)} - < in.jsonl | head -n 1", shell=True, cwd=tmp_path, env=ENV, capture_output=True, timeout=120)
     assert len(head.stdout.splitlines()) == 1 and b'Traceback' not in head.stderr
 
@@ -434,7 +447,7 @@ def test_plan_counts_what_runs(tmp_path):
     result = job.run(llm())
     assert (plan.requests, plan.failed, plan.prompt_tokens, plan.max_output_tokens) == (30, 1, result.prompt_tokens, result.output_tokens)
     assert 29 * 32 <= plan.shared_tokens < plan.prompt_tokens and plan.seconds > 0 and plan.memory.slots == 4
-    assert 'at most, if every answer' in str(plan) and 'is that of line 2 already' in str(plan)
+    assert 'if each takes all its tokens' in str(plan) and 'is that of line 2 already' in str(plan)
 
 
 @pytest.mark.parametrize('args,words', [
@@ -562,8 +575,8 @@ def test_plain_lines_end_to_end(tmp_path):
     write(tmp_path/'in.jsonl', plain)
     job, said = Job(tmp_path/'in.jsonl', tmp_path/'out.jsonl', sampling_params=dict(max_tokens=9)), []
     job.say = said.append
-    assert 'ignored: extra, label, source' in str(job.dry_run()) and 'ignored: extra, label, source' in str(job.plan(llm(), calibrate=False))
-    assert (job.run(llm()).failed, said) == (1, ['line 1: keys without meaning here, ignored: label, source', 'line 6: keys without meaning here, ignored: extra'])
+    assert 'ignored' not in str(job.dry_run()) + str(job.plan(llm(), calibrate=False))
+    assert (job.run(llm()).failed, said) == (1, [])
     found = {r['id']: r for r in rows(tmp_path/'out.jsonl')}
     assert found[1]['text'] in ('salt', 'sweet') and found[2]['text'] in ('true', 'false')
     assert found[3]['error']['message'].startswith('line 4: tools=') and found[4]['usage']['completion_tokens'] == 2
@@ -590,7 +603,7 @@ def test_tables_keep_every_answer(tmp_path, kind, form):
         assert table(f'{name}_again') == whole and not Path(journal_of(again['output'])).exists()
         return whole
     old = run('old', [make(i) for i in range(3)])
-    front, end = ['line'] * (form == 'plain') + ['id', 'custom_id'], ['request_id'] * (form == 'plain')
+    front, end = ['line' if form == 'plain' else 'id', 'custom_id'], ['request_id'] * (form == 'plain')
     assert [*old[0]] == [*front, 'text', 'finish_reason', 'prompt_tokens', 'completion_tokens', 'error', *end] and len(old) == 3
     new = run('new', [make(0), make(1, n=3, seed=1, temperature=1., **k), make(2, temperature=-1), make(3, **k)])
     assert [*new[0]] == [*front, 'index', 'text', 'finish_reason', 'prompt_tokens', 'completion_tokens', 'error', 'logprobs', *['cumulative_logprob'] * (form == 'plain'), *end] and len(new) == 6
@@ -609,3 +622,52 @@ def test_tables_keep_every_answer(tmp_path, kind, form):
                 assert none(t['index']) == (None if len(choices) == 1 else c['index'] if kind == 'parquet' else str(c['index']))
                 assert (none(t['logprobs']) and json.loads(t['logprobs'])) == c.get('logprobs')
             assert sum(int(t['completion_tokens']) for t in mine) == body['usage']['completion_tokens']
+
+
+def test_a_speed_that_is_tried_is_a_possible_one(monkeypatch):
+    "By a clock that ticks once a step, whatever the machine does meanwhile."
+    from types import SimpleNamespace
+    from batchlab.llm import LLM
+    from batchlab.tiny import tiny_model, tiny_tokenizer
+    from batchlab.work import jobs
+    llm, ticks = LLM(tiny_model('llama'), tiny_tokenizer(), max_num_seqs=8, max_num_batched_tokens=64, compile=False), iter(range(10**6))
+    monkeypatch.setattr(jobs, 'time', SimpleNamespace(perf_counter=lambda: next(ticks)))
+    assert jobs.speed(llm, [[5 + i] * 8 for i in range(4)], 16) == (4 * 8 / 1, 4)              # one step reads all, each further one writes four tokens
+    long = [[3 + i] * 200 for i in range(6)]                                                   # four steps to a prompt
+    (slow, fast), (least, most), tried = jobs.rates(llm, long, budget=400)
+    assert tried == 2 and 0 < slow <= fast <= 64 and 0 < least <= most <= 6
+
+
+def test_a_plan_says_what_would_help(tmp_path):
+    from batchlab.llm import LLM
+    from batchlab.tiny import tiny_model, tiny_tokenizer
+    from batchlab.work.jobs import Job
+    (tmp_path/'in.jsonl').write_text(''.join(json.dumps(dict(prompt='The same beginning of all, and then ' + 'a' * i)) + '\n' for i in range(12)))
+    make = lambda **kw: LLM(tiny_model('llama'), tiny_tokenizer(), **kw)
+    plan = lambda llm: Job(tmp_path/'in.jsonl', sampling_params=dict(max_tokens=4)).plan(llm, calibrate=False)
+    slow = plan(make(max_num_seqs=1, compile=False, enable_prefix_caching=False))
+    said = str(slow)
+    assert 'faster: 1 slot: 12 requests would fit at once: give max_num_seqs=64' in said and 'leave out compile=False' in said
+    assert 'leave out enable_prefix_caching=False' in said and slow.shared_tokens == 0 and ', in 1 slot\n' in said
+    good = str(plan(make()))
+    assert 'would fit' not in good and 'enable_prefix_caching' not in good and 'compile' not in good.split('faster: it runs without')[0]
+    assert 'strategy=\'loop\' is there to compare' in str(plan(make(strategy='loop')))
+    assert 'holds' in str(plan(make(kv_cache_bytes=2**16))) and 'raise kv_cache_bytes' in str(plan(make(kv_cache_bytes=2**16)))
+    assert 'was not checked' in str(Job(tmp_path/'in.jsonl').dry_run())
+
+
+def test_a_run_with_slow_settings_says_so(tmp_path, capsys):
+    from batchlab.cli import main
+    from batchlab.tiny import tiny_model, tiny_tokenizer
+    tiny_model('llama').save_pretrained(tmp_path/'model')
+    tiny_tokenizer().save_pretrained(tmp_path/'model')
+    (tmp_path/'in.jsonl').write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "%s"}\n' % ('c' * 400))
+    run = lambda out, *flags: main(['run', '-i', str(tmp_path/'in.jsonl'), '-o', str(tmp_path/out), '--model', str(tmp_path/'model'), '--max-tokens', '2', *flags])
+    assert run('slow.jsonl', '--max-num-seqs', '1') == 1
+    assert 'faster: 1 slot: 3 requests would fit at once: give --max-num-seqs 64' in capsys.readouterr().err
+    assert run('usual.jsonl', '--truncate', 'auto') == 0 and 'faster' not in capsys.readouterr().err
+    rows = {r['line']: r for r in map(json.loads, (tmp_path/'usual.jsonl').read_text().splitlines())}
+    assert rows[3]['usage']['prompt_tokens'] == 254
+    assert main(['plan', '-i', str(tmp_path/'in.jsonl'), '--model', str(tmp_path/'model'), '--truncate', '20', '--max-num-seqs', '1', '--no-calibration']) == 0
+    said = capsys.readouterr().out
+    assert '3 requests\n' in said and 'give --max-num-seqs 64' in said

@@ -1,19 +1,22 @@
 "The C++ kernels: odd sizes against plain torch, wrong arguments, other processors, and whether they are installed."
-import itertools, math, random, shutil, subprocess, sys, zipfile
+import ctypes, itertools, math, os, random, shutil, subprocess, sys, zipfile
 from pathlib import Path
 
 import pytest, torch
 import torch.nn.functional as F
 
+from batchlab import LLM
 from batchlab.attention import kv_layout
-from batchlab.backends import native
+from batchlab.backends import kernels as kernels_module, native
 from batchlab.backends.fused import fuse
 from batchlab.backends.kernels import AttentionWorklist, TiledCache, attend_rows, check_kernels, layout, load_kernels, prefix_groups
 from batchlab.backends.layers import ACTIVATIONS
 from batchlab.backends.native import DTYPES, SOURCE, Kernels, build, find_compiler, pack_bytes, pack_weight, unpack_rows
 from batchlab.backends.packed import PackedLinear
 from batchlab.batch import pack_rows
-from batchlab.errors import CompileError
+from batchlab.errors import CompileError, ModelError
+from batchlab.fetching import find_model
+from batchlab.loading import cache_dir
 from batchlab.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,11 +62,19 @@ def test_products_of_many_rows_in_groups_and_spans(kernels, dtype):
         assert torch.equal(got[5:16], kernels.product(x[5:16], pack_weight(w), b, N))
 
 
+def compiler_knows(macro):
+    "Whether the compiler, making code for this processor, defines `macro`."
+    command = [find_compiler(), '-march=native', '-dM', '-E', '-x', 'c', os.devnull]
+    return macro in subprocess.run(command, capture_output=True, text=True).stdout
+
+
 def test_the_matrix_unit_is_used_where_linux_gives_it(kernels):
-    flags = native.processor_flags()
-    if 'amx_bf16' not in flags or '__AMX_BF16__' not in subprocess.run([find_compiler(), '-march=native', '-dM', '-E', '-x', 'c', '/dev/null'], capture_output=True, text=True).stdout:
+    if 'amx_bf16' not in native.processor_flags():
         assert not kernels.tiles
-        pytest.skip('no matrix unit (amx_bf16) that the compiler knows')
+        pytest.skip('this processor has no matrix unit (amx_bf16)')
+    if not compiler_knows('__AMX_BF16__'):
+        assert not kernels.tiles
+        pytest.skip('the compiler knows no matrix unit (amx_bf16): take a newer one')
     assert kernels.tiles and PackedLinear(torch.nn.Linear(64, 32, dtype=torch.bfloat16), kernels=kernels).invariant
 
 
@@ -194,3 +205,59 @@ def test_installed_with_the_package(tmp_path):
     for path in sources:
         file = path.relative_to(ROOT).as_posix()
         assert zipfile.ZipFile(wheel).read(file).decode() == path.read_text(encoding='utf-8')
+
+
+@pytest.mark.parametrize('left', [0, 64, 1000, -1])
+def test_a_library_that_was_cut_short_is_compiled_anew(kernels, left, tmp_path, monkeypatch):
+    "It would end the process by a signal when it is loaded; so would one with other bytes in it."
+    monkeypatch.setenv('BATCHLAB_CACHE', str(tmp_path))
+    source, said = 'extern "C" int twice(int x) { return 2 * x; }', []
+    path = build(source, said.append)
+    whole = path.read_bytes()
+    assert build(source, said.append) == path and len(said) == 1 and 'once' in said[0]
+    path.write_bytes(whole[:left])
+    assert build(source, said.append).stat().st_size == len(whole) and len(said) == 2
+    path.write_bytes(whole[:100] + b'?' + whole[101:])
+    assert ctypes.CDLL(str(build(source))).twice(21) == 42
+
+
+def test_the_switch_hides_what_the_processor_can_do(tmp_path):
+    code = ("from batchlab.backends.native import compiler_flags; from batchlab.loading import cpu_has_fast_bf16; from batchlab.machine import processor_flags; "
+            "print(*sorted({'avx512f', 'avx512_bf16', 'avx2', 'amx_bf16'} & processor_flags()), cpu_has_fast_bf16(), compiler_flags()[1])")
+    def seen(**env): return subprocess.run([sys.executable, '-c', code], env={**os.environ, **env}, capture_output=True, text=True)
+    if 'avx512f' not in seen().stdout: pytest.skip('this processor has nothing beyond AVX2 to hide')
+    assert seen(BATCHLAB_MAX_CPU='avx2').stdout.split() == ['avx2', 'False', '-march=haswell']
+    assert seen(BATCHLAB_MAX_CPU='avx512').stdout.split() == ['avx2', 'avx512f', 'False', '-march=skylake-avx512']
+    assert 'ParamError: BATCHLAB_MAX_CPU is ' in seen(BATCHLAB_MAX_CPU='pentium').stderr
+
+
+def test_without_a_compiler_one_sentence_says_what_that_costs(monkeypatch, caplog):
+    def none(): raise CompileError('no C++ compiler (g++): install g++')
+    monkeypatch.setattr(kernels_module, 'load_kernels', none)
+    kernels_module._warn_of_torch.cache_clear()
+    with caplog.at_level('WARNING', 'batchlab'):
+        for arch in ('llama', 'gpt2'): assert LLM(tiny_model(arch)).backend.name == 'torch'
+        LLM(tiny_model('llama'), compile=False)
+    [said] = [r.getMessage() for r in caplog.records]
+    assert 'a quarter to two fifths of the speed' in said and 'install g++' in said
+    kernels_module._warn_of_torch.cache_clear()
+
+
+def test_the_first_compilation_is_said(monkeypatch, capsys):
+    def slow(source, say):
+        say('compiling')
+        raise CompileError('c++ failed')
+    monkeypatch.setattr(kernels_module, 'build', slow)
+    with pytest.raises(CompileError): kernels_module.load_kernels.__wrapped__()
+    assert capsys.readouterr().err == 'batchlab: compiling\n'
+
+
+def test_a_user_without_a_home_folder(monkeypatch, compiler):
+    "What lies elsewhere is loaded and runs, on torch; the message says which variable helps."
+    monkeypatch.delenv('BATCHLAB_CACHE', raising=False)
+    monkeypatch.delenv('HOME')
+    monkeypatch.setattr('os.path.expanduser', lambda path: path)
+    with pytest.raises(ModelError, match='there is none: write the path out, or set HOME, or BATCHLAB_CACHE'): cache_dir()
+    if compiler:
+        with pytest.raises(CompileError, match='HOME'): build('int x;')
+    with pytest.raises(ModelError, match='there is none'): find_model('~nobody/model')

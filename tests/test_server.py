@@ -312,7 +312,20 @@ def test_a_line_for_each_request(s, web):
         until(lambda: len(s.said) == i)
     number = re.compile(r'\d+\.\d\d s')
     assert [number.sub('T s', x) for x in s.said] == ['POST /v1/completions 200, T s, 3 tokens in, 2 out'] * 2 + [
-        'POST /v1/completions 400, T s, invalid_request', 'GET /v1/%0a%1b[31mnope 404, T s']
+        'POST /v1/completions 400, T s, invalid_request: stop must be a string or a list of strings, none of them empty',
+        'GET /v1/%0a%1b[31mnope 404, T s, not_found: /v1/\\n\\x1b[31mnope is not served here: see /v1/models and /v1/chat/completions']
+
+
+def test_the_log_quotes_nothing_of_a_request(s, web):
+    secret = """it's a "secret" """
+    bodies = [dict(prompt='a', stop=[secret, 5]), dict(prompt='a', model=secret), {'prompt': 'a', secret: 1}, dict(prompt=dict(a=secret)), dict(prompt='a', user=secret, temperature=secret),
+              dict(prompt='a', structured_outputs=dict(regex='(secret')), dict(messages=[dict(role=secret, content='')]), dict(messages=[dict(role='user', content=[dict(type=secret)])])]
+    for body in bodies:
+        until(lambda: not s.server.server_state.tasks)
+        del s.said[:]
+        assert web.post('/v1/chat/completions' if 'messages' in body else '/v1/completions', json=body).status_code in (400, 404)
+        until(lambda: len(s.said) == 1)
+        assert 'secret' not in s.said[0] and ': ' in s.said[0], s.said
 
 
 # what goes wrong
@@ -322,7 +335,7 @@ BAD = [  # body, status, code, param, words of the message
     (b'[' * 100_000, 400, 'invalid_request', None, 'nested'), (b'', 400, 'invalid_request', None, 'not JSON'), (b'{"prompt": "a", "temperature": NaN}', 400, 'invalid_request', None, 'NaN'),
     (dict(), 400, 'invalid_request', 'prompt', 'prompt must be'), (dict(prompt=5), 400, 'invalid_request', 'prompt', 'prompt must be'),
     (dict(prompt=['a', 5]), 400, 'invalid_request', 'prompt', 'prompt must be'), (dict(prompt=[]), 400, 'invalid_request', 'prompt', 'prompt must be'),
-    (dict(prompt={'messages': []}), 400, 'invalid_request', 'prompt', 'prompt must be'), (dict(prompt=[10**6]), 400, 'invalid_request', None, '1000000'),
+    (dict(prompt={'messages': []}), 400, 'invalid_request', 'prompt', 'prompt must be'), (dict(prompt=[10**6]), 400, 'invalid_request', 'prompt', '1000000'),
     (dict(prompt='a', model='gpt-4'), 404, 'model_not_found', 'model', "'gpt-4' does not exist"), (dict(prompt='a', model=5), 400, 'invalid_request', 'model', 'a string'),
     (dict(prompt='a', temprature=1), 400, 'invalid_request', 'temprature', 'did you mean'), (dict(prompt='a', max_tokens=-1), 400, 'invalid_request', 'max_tokens', 'max_tokens'),
     (dict(prompt='a', max_tokens=0), 400, 'invalid_request', 'max_tokens', 'max_tokens'), (dict(prompt='a', n=129), 400, 'invalid_request', 'n', '128'),
@@ -334,7 +347,13 @@ BAD = [  # body, status, code, param, words of the message
     (dict(prompt='a', structured_outputs=dict(regex='(')), 400, 'invalid_request', 'structured_outputs', 'regex'), (dict(prompt='a', priority='high'), 400, 'invalid_request', 'priority', 'whole number'),
     (dict(messages=TALK, tools=[dict(type='function', function=dict(name='f'))]), 400, 'invalid_request', 'tools', 'not supported'),
     (dict(messages=[]), 400, 'invalid_request', 'messages', 'messages must be'), (dict(messages='hi'), 400, 'invalid_request', 'messages', 'messages must be'),
-    (dict(messages=[dict(role='user', content=[dict(type='image_url', image_url=dict(url='x'))])]), 400, 'invalid_request', None, 'only text'),
+    (dict(messages=[dict(role='user', content=[dict(type='image_url', image_url=dict(url='x'))])]), 400, 'invalid_request', 'messages', 'only text'),
+    (dict(messages=[dict(role='wizard', content='a')]), 400, 'invalid_request', 'messages', "has the role 'wizard'"),
+    (dict(messages=[dict(role='user', content='caf\ud800')]), 400, 'invalid_request', 'messages', 'character 3 is half of one'),
+    (dict(prompt='caf\ud800'), 400, 'invalid_request', 'prompt', 'character 3 is half of one'),
+    (dict(messages=TALK, logprobs=True, top_logprobs=50), 400, 'invalid_request', 'top_logprobs', 'top_logprobs must be a whole number from 0 to 20'),
+    (dict(messages=TALK, prompt='a'), 400, 'invalid_request', 'prompt', 'ask there, or give messages'), (dict(prompt='a', max_tokens=10**6), 400, 'invalid_request', 'max_tokens', 'the model holds 256 tokens'),
+    (dict(messages=TALK, max_completion_tokens=257), 400, 'invalid_request', 'max_completion_tokens', 'max_completion_tokens is 257'),
     (dict(messages=[dict(role='user')]), 400, 'invalid_request', 'messages', 'content'), (dict(messages=TALK, chat_template='{{ 1 }}'), 400, 'invalid_request', 'chat_template', 'not supported'),
     (dict(messages=TALK, top_logprobs=2), 400, 'invalid_request', 'top_logprobs', 'logprobs'), (dict(messages=[dict(role='user', content='x' * 400)]), 400, 'context_length_exceeded', 'messages', 'tokens')]
 
@@ -619,7 +638,7 @@ def test_a_signal_ends_what_is_not_done_in_time(sig):
         p.send_signal(getattr(signal, sig))
         with pytest.raises(openai.APIError, match='the server is stopping'): list(stream)
         assert p.wait(100) == 0
-    assert [x for x in lines[1:] if 'POST' not in x and 'GET' not in x] == []
+    assert [x for x in lines[1:] if 'POST' not in x and 'GET' not in x] == ['batchlab: stopping: 1 answers under way have 0 s to end\n', 'batchlab: stopped\n']
 
 
 @posix
@@ -666,3 +685,83 @@ def test_without_the_libraries(tmp_path):
     code = f'import sys; sys.path.insert(0, {str(tmp_path)!r}); from batchlab.cli import main; sys.exit(main(["serve"]))'
     p = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=100)
     assert (p.returncode, p.stderr) == (2, "batchlab: error: the server needs fastapi: pip install 'batchlab[server]'\n")
+
+
+# what other servers take, and other clients meet
+
+@pytest.mark.parametrize('path', ['/v1/completions', '/v1/chat/completions'])
+def test_usage_in_every_part(s, web, path):
+    ask = dict(stream=True, max_tokens=5, n=2, ignore_eos=True, seed=1) | (dict(messages=TALK) if 'chat' in path else dict(prompt='abc'))
+    parts = lambda **more: [json.loads(line[6:]) for line in web.post(path, json=ask | dict(stream_options=more)).text.split('\n\n') if line.startswith('data: {')]
+    told = parts(include_usage=True, continuous_usage_stats=True)
+    for part in told: assert part['usage']['total_tokens'] == part['usage']['prompt_tokens'] + part['usage']['completion_tokens']
+    for i in (0, 1):
+        counts = [p['usage']['completion_tokens'] for p in told if p['choices'] and p['choices'][0]['index'] == i]
+        assert counts == sorted(counts) and counts[-1] == 5 and counts[0] >= 1
+    assert not told[-1]['choices'] and told[-1]['usage']['completion_tokens'] == 10
+    assert {p['usage'] is None for p in parts(include_usage=True)[:-1]} == {True}
+    assert not any('usage' in p for p in parts(include_usage=False, continuous_usage_stats=True))
+
+
+def test_what_has_no_effect_is_said_once(web, caplog):
+    from batchlab.work.openai import IGNORED, say_ignored
+    say_ignored.cache_clear()
+    for _ in range(2):
+        for k in IGNORED:
+            assert web.post('/v1/chat/completions', json=dict(messages=TALK, max_tokens=1) | {k: 'low'}).status_code == 200
+    assert len([r for r in caplog.records if 'has no effect here' in r.getMessage()]) == len(IGNORED)
+    assert web.post('/v1/completions', json=dict(prompt='a', messages=TALK)).json()['error']['param'] == 'messages'
+
+
+@pytest.mark.parametrize('key', [None, 'k'])
+def test_pages_of_other_sites(key):
+    asks = {'Origin': 'https://a.example', 'Access-Control-Request-Method': 'POST', 'Access-Control-Request-Headers': 'authorization,content-type'}
+    auth = {'Authorization': 'Bearer k'} if key else {}
+    post = lambda s, origin: httpx.post(f'{s.url}/v1/completions', json=dict(prompt='a', max_tokens=1), headers={'Origin': origin} | auth, timeout=100)
+    with serving(api_key=key, names=None if key else []) as s:
+        r = httpx.options(f'{s.url}/v1/completions', headers=asks)
+        assert r.status_code == 403 and '--allowed-origins' in r.text and not any(k.startswith('access-control') for k in r.headers)
+        assert post(s, 'https://a.example').headers.get('access-control-allow-origin') is None
+    for origins in (['https://a.example'], ['*']):
+        with serving(api_key=key, names=None if key else [], origins=origins) as s:
+            r = httpx.options(f'{s.url}/v1/completions', headers=asks)
+            assert (r.status_code, r.headers['access-control-allow-origin']) == (200, origins[0]) and 'authorization' in r.headers['access-control-allow-headers']
+            r = post(s, 'https://a.example')
+            assert (r.status_code, r.headers['access-control-allow-origin']) == (200, origins[0])
+            r = post(s, 'https://b.example')
+            assert (r.headers.get('access-control-allow-origin') == '*') == (origins == ['*'])
+            assert r.status_code == (403 if not key and origins != ['*'] else 200)
+            if key: assert httpx.get(f'{s.url}/v1/models', headers={'Origin': 'https://a.example'}).status_code == 401
+            assert httpx.get(f'{s.url}/health', headers={'Host': 'evil.example'}).status_code == (200 if key else 403)
+
+
+def test_head_is_get_without_a_body(web):
+    for path in ('/v1/models', '/v1/models/tiny', '/health', '/version', '/metrics', '/v1/nope'):
+        head, get = web.head(path), web.get(path)
+        assert (head.status_code, head.content, head.headers['content-type'] if get.content else '') == (get.status_code, b'', get.headers['content-type'] if get.content else '')
+    assert web.head('/v1/completions').status_code == 405
+    assert web.get('/v1/models').status_code == 200                                # the connection still works
+
+
+@pytest.mark.parametrize('path,words', [
+    ('//v1/chat/completions', '/v1/chat/completions is: a base_url'), ('/v1/v1/chat/completions', '/v1/chat/completions is: a base_url'), ('/v1//completions', '/v1/completions is'),
+    ('/chat/completions', '/v1/chat/completions is'), ('/v1/completions/', '/v1/completions is'), ('/v1/files', '--data FOLDER'), ('/v1/responses', 'no responses'), ('/v2/nope', 'see /v1/models')])
+def test_paths_that_are_nearly_right(web, path, words):
+    r = web.post(path, json={})
+    assert r.status_code == 404 and words in r.json()['error']['message']
+
+
+def test_a_model_that_is_none_names_those_that_there_are(s, web, monkeypatch):
+    monkeypatch.setattr('batchlab.work.server.adapter_names', lambda llm: ['pirate', 'poet'])
+    r = web.post('/v1/completions', json=dict(prompt='a', model='pirat'))
+    assert r.status_code == 404 and "this server has 'tiny', and with adapters 'pirate', 'poet'" in r.json()['error']['message']
+
+
+def test_what_the_command_takes():
+    from batchlab.errors import JobError
+    from batchlab.work.flags import parse_args
+    assert parse_args(['serve', 'a/model', '--port', '0']).model == parse_args(['serve', '--model', 'a/model']).model == 'a/model' and parse_args(['serve']).model is None
+    assert parse_args(['serve', '--allowed-origins', 'https://a.example/,http://b.example:5173']).allowed_origins == ['https://a.example', 'http://b.example:5173']
+    assert parse_args(['serve', '--allowed-origins', '["*"]']).allowed_origins == ['*'] and parse_args(['serve']).allowed_origins == []
+    for argv, words in ((['a/model', '--model', 'b'], 'give one of them'), (['--allowed-origins', 'a.example'], 'expected origins'), (['--allowed-origins', 'https://a.example/x'], 'without a path')):
+        with pytest.raises(JobError, match=words): parse_args(['serve', *argv])

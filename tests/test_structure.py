@@ -123,3 +123,23 @@ def test_kernels_that_do_not_load_are_seen(tmp_path):
     said = pytest_in(tmp_path, 'test_skips.py', CXX=str(broken))
     assert '1 failed, 1 skipped' in said and 'though there is a C++ compiler' in said, said
     assert '2 skipped' in pytest_in(tmp_path, 'test_skips.py', CXX='/no/such/compiler')
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='the kernels are for Linux')
+@pytest.mark.parametrize('flags, fails', [((), 'rounds'), (('amx_bf16',), 'lacks')], ids=['no matrix unit', 'a matrix unit'])
+def test_skips_for_a_matrix_unit_are_right(flags, fails, tmp_path):
+    "With a processor that has none, and one that has it, whatever this one is: the wrong skip fails, and the right one is a skip."
+    shutil.copy(Path(__file__).parent/'conftest.py', tmp_path)
+    shutil.copy(Path(__file__).parent/'helpers.py', tmp_path)
+    (tmp_path/'test_skips.py').write_text(f"""
+import pytest, types
+from batchlab import machine
+from helpers import need_same_bits
+machine.processor_flags = lambda: {{*{flags!r}}}
+def test_lacks(): pytest.skip('this processor has no matrix unit (amx_bf16)')
+def test_old_compiler(): pytest.skip('the compiler knows no matrix unit (amx_bf16): take a newer one')
+def test_rounds(): need_same_bits(types.SimpleNamespace(why='', batch_invariant=False))
+def test_same_bits(): need_same_bits(types.SimpleNamespace(why='', batch_invariant=True))
+""")
+    said = pytest_in(tmp_path, 'test_skips.py', '-rf', CXX=sys.executable)
+    assert '1 failed, 1 passed, 2 skipped' in said and f'::test_{fails}' in said, said

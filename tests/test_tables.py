@@ -1,5 +1,5 @@
 "Tables in and out: every row, every column, in order, with its type; what a column is for; what is refused before anything runs."
-import csv, functools, json, os, random, subprocess, sys
+import csv, functools, gzip, json, os, random, subprocess, sys
 from pathlib import Path
 
 import pytest
@@ -180,14 +180,15 @@ NAMES = st.sampled_from(sorted(known_settings() | {*INSTEAD} | {'timeout', 'prio
 @given(name=NAMES, cell=st.sampled_from(['', '1', '0.5', 'x', '["a"]', '{"a": 1}', 'true', '[{"role": "user", "content": "x"}]']), data=st.booleans())
 def test_each_column_is_used_or_refused_or_comes_through(tmp_path_factory, name, cell, data):
     names, where = ['prompt', name], 'the table'
-    try: columns = Columns(names, where, text=True, data_columns=[name] if data else ())
+    try: columns = Columns(names, where, text=True, setting_columns=() if data else [name])
     except JobError as e:
         assert repr(name) in str(e) and not data
         return
+    assert columns.settings == ([] if data else [name])
     line = parse_line(1, columns.row({'prompt': 'p', name: cell}), 'plain')
     assert line.ignored == ()
     if name in columns.settings and cell: assert line.failure or line.options or line.timeout or name in ('response_format', 'logprobs', 'structured_outputs'), line
-    elif name == 'messages' and not data and cell: assert line.failure
+    elif name == 'messages' and cell: assert line.failure
     else: assert (line.failure, line.options, line.prompt) == (None, {}, 'p')
     path = tmp_path_factory.mktemp('c')/'in.csv'
     write(path, [names, ['p', cell]])
@@ -210,7 +211,8 @@ def test_settings_in_columns_count_as_in_lines(tmp_path):
     frame.assign(guided_choice=cells).to_csv(tmp_path/'a.csv', index=False)
     found = []
     for name in ('a.csv', 'b.parquet', 'c.jsonl'):
-        result = run(tmp_path/name, tmp_path/f'{name}.csv', dict(max_tokens=2, temperature=0), model=llm())
+        columns = [c for c in frame.columns if c != 'prompt'] if name != 'c.jsonl' else []
+        result = run(tmp_path/name, tmp_path/f'{name}.csv', dict(max_tokens=2, temperature=0), model=llm(), setting_columns=columns)
         found.append([(r['text'], r['completion_tokens'], r['error']) for r in read(tmp_path/f'{name}.csv')])
         assert result.failed == 0, found
     assert found[0] == found[1] == found[2] and [r[1] for r in found[0]][:3] == ['3', '1', '2'] and found[0][3][0] in ('ab', 'cd')
@@ -225,7 +227,7 @@ def test_messages_and_system_of_a_table(tmp_path):
         result = run(tmp_path/name, tmp_path/f'{name}.out.csv', SHORT, model=llm(), system='Be {tone}.')
         rows = read(tmp_path/f'{name}.out.csv')
         assert [r['text'] for r in rows[:2]] == [w.encode('utf-8', 'replace').decode() for w in want] and result.failed == 1
-        assert rows[2]['error'] == "row 3: column 'tone' is empty"
+        assert rows[2]['error'] == "row 3: column 'tone' is empty: empty='' (--empty '') lets it be"
 
 
 def test_a_timeout_in_a_line_counts_and_a_priority_is_refused(tmp_path):
@@ -255,19 +257,22 @@ def test_options_of_a_conversation_reach_the_template(tmp_path):
 @pytest.mark.parametrize('args, words', [
     (dict(prompt_column='nope'), ["no column 'nope'", "'question'"]), (dict(prompt_column='questoin'), ["did you mean 'question'?"]), (dict(prompt_column='question', id_column='nope'), ["'nope'", "'id'"]),
     (dict(prompt_template='{lng}: {id}'), ["did you mean 'lang'?"]), (dict(prompt_template='{"a": 1}'), ['{{']), (dict(prompt_template='{lang'), ['{{']),
-    (dict(prompt_column='question', system='Be brief.'), ['chat']), (dict(prompt_column='question', data_columns=['x']), ["'x'"]), (dict(prompt_column='question', output='o.xlsx'), ['.xlsx']),
+    (dict(prompt_column='question', system='Be brief.'), ['chat']), (dict(prompt_column='question', setting_columns=['x']), ["'x'"]), (dict(prompt_column='question', output='o.xlsx'), ['.xlsx']),
     (dict(prompt_column='question', output='o.parquet.gz'), ['Parquet is compressed']), (dict(prompt_column='question', error_file='e.csv'), ['JSONL']), (dict(input='t.xlsx'), ['read_excel']),
-    (dict(input='t.feather'), ['read_feather']), (dict(input='t.docx'), ["can't be read"]), (dict(input='bad.csv'), ["'max_tokns'", 'max_tokens']), (dict(input='sys.csv'), ['{system}']),
-    (dict(input='p.jsonl', prompt_template='{a}'), ['tables']), (dict(input='cut.parquet'), ['not a Parquet file']), (dict(input='arr.json'), ['array']),
-    (dict(input='semi.csv', prompt_column='q'), ['semicolons', '.tsv'])])
+    (dict(input='t.feather'), ['read_feather']), (dict(input='t.docx'), ["can't be read"]), (dict(input='bad.csv', setting_columns=['max_tokns']), ["'max_tokns'", 'max_tokens']), (dict(input='sys.csv', setting_columns=['system']), ['{system}']),
+    (dict(input='p.jsonl', prompt_template='{a}'), ["no column 'a'", "'prompt'"]), (dict(input='p.txt', prompt_column='a'), ['one prompt a line']), (dict(input='cut.parquet'), ['not a Parquet file']), (dict(input='arr.json'), ['array']),
+    (dict(input='semi.csv', prompt_column='q', delimiter=','), ["no column 'q'"]), (dict(input='semi.csv', encoding='utf-99'), ['utf-99']), (dict(input='.'), ['is no file']),
+    (dict(input='p.jsonl', delimiter=';'), ['CSV']), (dict(input='semi.csv', delimiter=';;'), ['one character']), (dict(input='quote.csv'), ['the header, line 1'])])
 def test_mistakes_are_refused_and_leave_nothing(tmp_path, monkeypatch, args, words):
     monkeypatch.chdir(tmp_path)
     write('in.csv', [['id', 'lang', 'question'], [1, 'de', 'x']])
     write('bad.csv', [['prompt', 'max_tokns'], ['a', 1]])
     write('sys.csv', [['prompt', 'system'], ['a', 'b']])
     Path('semi.csv').write_text('id;q\n1;a\n')
+    Path('quote.csv').write_text('"prompt,q\n1;a\n')
     for name in ('t.xlsx', 't.feather', 't.docx', 'cut.parquet'): Path(name).write_bytes(b'PK\x03\x04xxxx')
     Path('p.jsonl').write_text('{"prompt": "a"}\n')
+    Path('p.txt').write_text('a\n')
     Path('arr.json').write_text('[{"prompt": "a"},')
     before = sorted(os.listdir())
     with pytest.raises(JobError) as e: Job(**dict(input='in.csv', output='out.csv') | args).run(lambda: pytest.fail('a model is loaded'))
@@ -389,10 +394,10 @@ def test_frames_of_every_kind_give_the_same(tmp_path):
     frame = pd.DataFrame(dict(q=[f'ask {rng.random()}' for _ in range(20)], lang=['de', ''] * 10, max_tokens=[1 + i % 3 for i in range(20)], error=range(20)), index=[f'k{i}' for i in range(20)])
     table = pa.Table.from_pandas(frame, preserve_index=False)
     frame.to_csv(tmp_path/'in.csv', index=False)
-    args = dict(template='{lang}: {q}', sampling_params=dict(temperature=0, ignore_eos=True))
+    args = dict(template='{lang}: {q}', sampling_params=dict(temperature=0, ignore_eos=True), setting_columns=['max_tokens'])
     pandas, arrow, rows = (llm().map(f, **args) for f in (frame, table, table.to_pylist()))
     other = llm().map(arrow_like(table), **args)
-    run(tmp_path/'in.csv', tmp_path/'out.parquet', dict(ignore_eos=True), model=llm(), prompt_template='{lang}: {q}')
+    run(tmp_path/'in.csv', tmp_path/'out.parquet', dict(ignore_eos=True), model=llm(), prompt_template='{lang}: {q}', setting_columns=['max_tokens'])
     assert type(other).__name__ == 'Frame' and other.table.equals(arrow) and arrow.to_pylist() == rows
     assert [*pandas.index] == [*frame.index] and [*pandas.columns] == arrow.column_names == [*rows[0]] == ['q', 'lang', 'max_tokens', 'error_input', *ANSWER]
     assert pandas.completion_tokens.dtype == 'Int64' and pandas.completion_tokens.fillna(0).tolist() == [(1 + i % 3) * (i % 2 == 0) for i in range(20)]
@@ -481,20 +486,30 @@ def test_a_row_with_a_cell_too_many_keeps_its_cells(tmp_path):
     assert read(tmp_path/'out.csv')[0]['id'] == pq.read_table(tmp_path/'out.parquet')['id'][0].as_py() == json.loads((tmp_path/'out.jsonl').read_text())['custom_id'] == 'k1'
 
 def test_columns_that_are_no_settings():
-    columns = Columns(['prompt', *ANSWER, 'logprobs', 'index', 'speed', 'top', 'stops', 'seeds', 'n'])
-    assert columns.settings == ['logprobs', 'n']
+    names = ['prompt', *ANSWER, 'logprobs', 'index', 'speed', 'top', 'stops', 'seeds', 'n', 'temperature']
+    assert Columns(names).settings == [] and Columns(names).alike == ['n', 'temperature']
+    columns = Columns(names, setting_columns=['n', 'logprobs'])
+    assert columns.settings == ['logprobs', 'n'] and columns.alike == ['temperature']
     cells = dict.fromkeys(columns.names) | dict(prompt='a', logprobs='{"tokens": []}')
     assert columns.row(cells).given is None and columns.row(cells | dict(logprobs='2')).given == dict(logprobs=2)
-    assert "nested" in Columns(['prompt', 'logit_bias']).row(dict(prompt='a', logit_bias='[' * 200000)).failure
+    assert "nested" in Columns(['prompt', 'logit_bias'], setting_columns=['logit_bias']).row(dict(prompt='a', logit_bias='[' * 200000)).failure
     for bad in ('{a:{b}}', '{a!z}', '{a:zz}'):
         with pytest.raises(JobError, match='written'): Columns(['a', 'b'], prompt_template=bad)
     with pytest.raises(JobError, match='one of them'): Columns(['a', 'nope'], prompt_template='{a}', prompt_column='nope')
 
 def test_settings_of_columns_are_said(tmp_path):
-    write(tmp_path/'in.csv', [['prompt', 'n', 'seed'], ['a', 1, 2]])
+    "A patient's temperature is no temperature to sample at, whatever its column is called."
+    write(tmp_path/'in.csv', [['prompt', 'temperature', 'max_tokens', 'seed'], ['a', 36.6, 1, 2], ['b', -2, 'many', 'x']])
     said = []
-    run(tmp_path/'in.csv', tmp_path/'out.csv', dict(max_new_tokens=2), model=llm(), say=said.append)
-    assert [s for s in said if 'settings' in s] == ['columns that are settings of their row: n, seed; data_columns (--data-columns n,seed) if they are data']
+    run(tmp_path/'in.csv', tmp_path/'out.csv', SHORT, model=llm(), say=said.append)
+    assert said[0] == ('columns with names of settings are data here: temperature, max_tokens, seed; '
+                       'setting_columns (--setting-columns temperature,max_tokens,seed) makes them settings of their row')
+    found = read(tmp_path/'out.csv')
+    assert [(r['temperature'], r['completion_tokens'], r['error']) for r in found] == [('36.6', '2', ''), ('-2', '2', '')]
+    run(tmp_path/'in.csv', tmp_path/'set.csv', SHORT, model=llm(), setting_columns=['max_tokens'])
+    assert [r['completion_tokens'] for r in read(tmp_path/'set.csv')] == ['1', ''] and 'max_tokens' in read(tmp_path/'set.csv')[1]['error']
+    frame = llm().map(pd.DataFrame(dict(prompt=['a'], temperature=[36.6], max_tokens=[1])), sampling_params=SHORT, setting_columns=['max_tokens'])
+    assert frame.completion_tokens[0] == 1 and frame.temperature[0] == 36.6
 
 def test_records_of_odd_cells(tmp_path):
     pq.write_table(pa.table(dict(prompt=['a', 'b'], x=[float('inf'), 1.], raw=[b'z', b'\xff'], e=['', 'q'], k=[1., None])), tmp_path/'in.parquet')
@@ -563,6 +578,149 @@ def test_a_second_try_keeps_what_it_does_not_run_again(tmp_path):
     job(limit=3, retry_errors=True)
     assert read(tmp_path/'out.csv') == before
     write(tmp_path/'in.csv', rows[:4])
-    with pytest.raises(JobError, match='only 3 rows now'): job(retry_errors=True)
+    with pytest.raises(JobError, match='has lost rows: its last is 3, and 1 beyond it, from 4 on'): job(retry_errors=True)
     write(tmp_path/'in.csv', rows)
     assert job(retry_errors=True).done == 5 and read(tmp_path/'out.csv') == before
+
+
+# --- rows that a reader could lose without a word
+
+@pytest.mark.parametrize('tail, said', [
+    ('"c,3\nd,4\ne,5\n', 'a quote in row 3, line 4, is never closed'), ('"c, cut off here', 'a quote in row 3, line 4, is never closed'),
+    ('"c,3\nd,4\n"e",5\nf,6\n', 'a quote in row 3, line 4, takes all up to line 6 into one cell')])
+@pytest.mark.parametrize('name', ['in.csv', 'in.csv.gz', 'in.tsv'])
+def test_a_quote_that_swallows_rows_is_an_error(tmp_path, name, tail, said):
+    "What stands before it is answered, no row of what it took is made up, and the mended file goes on from there."
+    mended = tail.replace('"', '')
+    text = lambda end: ('prompt,x\na,1\nb,2\n' + end).replace(',', '\t' if name == 'in.tsv' else ',')
+    pack = gzip.compress if name.endswith('.gz') else bytes
+    (tmp_path/name).write_bytes(pack(text(tail).encode()))
+    job = lambda: Job(tmp_path/name, tmp_path/'out.csv', sampling_params=SHORT)
+    for again in range(2):                                                # also where nothing is left to do but the broken part
+        with pytest.raises(JobError) as e: job().run(llm())
+        assert e.value.status == 1 and said in str(e.value) and 'beyond row 2' in str(e.value) and not (tmp_path/'out.csv').exists()
+    with pytest.raises(JobError, match='beyond row 2'): job().dry_run()
+    with pytest.raises(JobError, match='beyond row 2'): job().plan(llm(), calibrate=False)
+    (tmp_path/name).write_bytes(pack(text(mended).encode()))
+    result = job().run(llm())
+    assert result.before == 2 and result.failed == 0 and result.answered == mended.count('\n') + 2 + (not mended.endswith('\n'))
+
+
+def test_a_quote_that_ends_in_a_cell_fails_its_row_alone(tmp_path):
+    (tmp_path/'in.csv').write_text('prompt,x\na,1\n"b" said, 2\n"c ""d""",3\n')
+    result = Job(tmp_path/'in.csv', tmp_path/'out.csv', sampling_params=SHORT).run(llm())
+    assert (result.answered, result.failed) == (2, 1) and 'written twice' in read(tmp_path/'out.csv')[1]['error']
+    result = Job(tmp_path/'in.csv', tmp_path/'as_it_is.jsonl', sampling_params=SHORT, quotes=False, ordered=True).run(llm())
+    assert result.failed == 0 and [r['prompt'] for r in map(json.loads, (tmp_path/'as_it_is.jsonl').open())][1:] == ['"b" said', '"c ""d"""']
+
+
+@pytest.mark.parametrize('form', ['utf-8-sig', 'utf-16', 'utf-16-le', 'cp1252'])
+@pytest.mark.parametrize('comma, end', [(';', '\r\n'), ('\t', '\n'), (',', '\n'), ('|', '\r\n')])
+def test_every_way_to_write_a_csv(tmp_path, form, comma, end):
+    "Semicolons, tabs and marks of an encoding are found, and said; what can't be found is given. Lines end as they did."
+    said, rows = [], [['id', 'prompt'], ['1', 'Grüße, Zoë; bis bald'], ['2', 'x' * 30]]
+    (tmp_path/'in.csv').write_bytes(''.join(comma.join(f'"{c}"' for c in row) + end for row in rows).encode(form))
+    given = dict(encoding=form if form in ('utf-16-le', 'cp1252') else None, delimiter='|' if comma == '|' else None)
+    assert run(tmp_path/'in.csv', tmp_path/'out.csv', SHORT, model=llm(), say=said.append, **given).failed == 0
+    data = (tmp_path/'out.csv').read_bytes()
+    assert data.count(b'\n') == 3 and data.count(b'\r\n') == (3 if end == '\r\n' else 0)
+    assert [[r['id'], r['prompt']] for r in read(tmp_path/'out.csv')] == rows[1:]
+    assert any('semicolons' in s for s in said) == (comma == ';') and any('tabs' in s for s in said) == (comma == '\t')
+    assert any('UTF-16' in s for s in said) == (form == 'utf-16')
+
+
+def test_an_encoding_that_is_not_named_is_asked_for(tmp_path):
+    (tmp_path/'in.csv').write_bytes('prompt\nGrüße\nx\n'.encode('cp1252'))
+    result = run(tmp_path/'in.csv', tmp_path/'out.csv', SHORT, model=llm())
+    assert result.failed == 1 and '--encoding' in result.first_failure
+    (tmp_path/'wide.csv').write_bytes('prompt\nGrüße\n'.encode('utf-16-le'))
+    with pytest.raises(JobError, match='looks like UTF-16.*utf-16-le'): run(tmp_path/'wide.csv', tmp_path/'o.csv', SHORT, model=llm())
+    (tmp_path/'in.jsonl').write_bytes('{"prompt": "Grüße"}\n'.encode('utf-16'))
+    failed = Job(tmp_path/'in.jsonl', tmp_path/'o.jsonl', form='plain', sampling_params=SHORT).run(llm())
+    assert '--encoding utf-16' in failed.first_failure
+    assert Job(tmp_path/'in.jsonl', tmp_path/'p.jsonl', encoding='utf-16', sampling_params=SHORT).run(llm()).answered == 1
+
+
+def test_rows_that_are_gone_are_said(tmp_path):
+    "An output that has answers of lines beyond the input's end is not called done."
+    lines = [json.dumps(dict(prompt=f'say {i}')) + '\n' for i in range(5)]
+    (tmp_path/'in.jsonl').write_text(''.join(lines))
+    job = lambda **kw: Job(tmp_path/'in.jsonl', tmp_path/'out.jsonl', sampling_params=SHORT, **kw)
+    assert job().run(llm()).answered == 5
+    assert job(limit=3).run(llm()).total == 3                              # a limit is no loss
+    (tmp_path/'in.jsonl').write_text(''.join(lines[:3]))
+    with pytest.raises(JobError, match='has lost rows: its last is 3, and 2 beyond it, from 4 on'): job().run(llm())
+    assert job(force=True).run(llm()).total == 3 and len((tmp_path/'out.jsonl').read_text().splitlines()) == 5
+
+
+def test_a_file_without_requests_says_so(tmp_path):
+    said = []
+    for name, data in (('in.jsonl', ''), ('in.csv', 'prompt\n')):
+        (tmp_path/name).write_text(data)
+        assert Job(tmp_path/name, tmp_path/f'{name}.out.jsonl', say=said.append).run(llm()).total == 0
+    assert [s.rpartition('/')[2] for s in said] == ['in.jsonl has no request in it', 'in.csv has no request in it']
+
+
+def test_a_damaged_parquet_file_is_an_error_of_one_line(tmp_path):
+    import pyarrow as pa
+    pq.write_table(pa.table(dict(prompt=[f'hello {i}' for i in range(500)], n=range(500))), tmp_path/'whole.parquet', write_page_checksum=True)
+    whole, rng = (tmp_path/'whole.parquet').read_bytes(), random.Random(3)
+    want = [*TableFile(tmp_path/'whole.parquet').rows()]
+    for _ in range(150):
+        data = bytearray(whole)
+        for _ in range(rng.choice([1, 4])): data[rng.randrange(len(data))] ^= rng.randrange(1, 256)
+        if rng.random() < .3: del data[rng.randrange(len(data)):]
+        (tmp_path/'d.parquet').write_bytes(data)
+        try: found = [*TableFile(tmp_path/'d.parquet').rows()]
+        except JobError as e: assert 'is not a Parquet file that can be read' in str(e) and '\n' not in str(e)
+        else: assert len(found) == len(want)
+
+
+# --- lines of JSONL with keys of their own
+
+GSM = [dict(question_id=7, category='math', question='2 + 2?', text='four', hints=['a', None]), dict(question_id=8, category=None, question='3 + 3?'),
+       dict(question_id=9, category='x', question='', user='me')]
+
+@pytest.mark.parametrize('kind', ['jsonl', 'csv', 'parquet', 'jsonl.gz'])
+@pytest.mark.parametrize('args, first', [(dict(prompt_column='question'), '2 + 2?'), (dict(prompt_template='{category}: {question}', empty='-'), 'math: 2 + 2?'),
+                                         (dict(prompt_column='question', chat=True, system='Be brief.'), None)])
+def test_keys_of_a_line_are_its_columns(tmp_path, kind, args, first):
+    "They make its prompt as a table's columns do, and stand beside the answer, also after a second run of the same output."
+    (tmp_path/'in.jsonl').write_text(''.join(json.dumps(d) + '\n' for d in GSM))
+    out = tmp_path/f'out.{kind}'
+    job = lambda **kw: Job(tmp_path/'in.jsonl', out, sampling_params=SHORT, ordered=True, id_column='question_id', **args, **kw)
+    assert job().dry_run().requests == job().plan(llm(), calibrate=False).requests == (3 if args.get('empty') else 2)
+    job(limit=1).run(llm())
+    result = job().run(llm())
+    assert (result.before, result.failed, result.cut) == (1, 0 if args.get('empty') else 1, 2 - (not args.get('empty')))
+    if kind == 'csv': found = [{k: v or None for k, v in r.items()} for r in read(out)]
+    elif kind == 'parquet': found = pq.read_table(out).to_pylist()
+    else: found = [json.loads(s) for s in (gzip.open if kind == 'jsonl.gz' else open)(out, 'rt')]
+    assert [str(r['question_id']) for r in found] == [str(r['custom_id']) for r in found] == ['7', '8', '9']
+    assert [r.get('category') for r in found] == ['math', None, 'x'] and found[0]['text_input'] == 'four' and found[2].get('user') == 'me'
+    assert [r['finish_reason'] for r in found[:2]] == ['length'] * 2 and 'id' not in found[0]
+    if first: assert found[0]['text'] == llm().generate(first, SamplingParams(temperature=0, **SHORT), use_tqdm=False)[0].outputs[0].text.encode('utf-8', 'replace').decode()
+    if kind == 'csv': assert [*found[0]][:2] == ['line', 'custom_id'] and json.loads(found[0]['hints']) == ['a', None]
+
+
+def test_lines_without_a_prompt_say_which_key_could_be_one(tmp_path):
+    (tmp_path/'in.jsonl').write_text(''.join(json.dumps(d) + '\n' for d in GSM))
+    plan = Job(tmp_path/'in.jsonl').dry_run()
+    assert plan.failed == 3 and "prompt_column='question' (--prompt-column question)" in plan.failures[0]
+    with pytest.raises(JobError, match="no column 'qestion', did you mean 'question'"): Job(tmp_path/'in.jsonl', prompt_column='qestion').dry_run()
+    (tmp_path/'batch.jsonl').write_text(json.dumps(dict(custom_id='a', url='/v1/completions', method='POST', body=dict(prompt='x'))) + '\n')
+    with pytest.raises(JobError, match='lines of the Batch API'): Job(tmp_path/'batch.jsonl', prompt_column='x').dry_run()
+
+
+def test_an_empty_cell_may_stand_for_something(tmp_path):
+    write(tmp_path/'in.csv', [['a', 'n'], ['x', '1'], ['y', '']])
+    job = dict(prompt_template='{a} {n:>3}', model=llm())
+    assert run(tmp_path/'in.csv', tmp_path/'o.csv', SHORT, **job).failed == 1 and "--empty ''" in read(tmp_path/'o.csv')[1]['error']
+    assert run(tmp_path/'in.csv', tmp_path/'p.csv', SHORT, empty='', **job).failed == 0
+    assert llm().map([dict(a='y', n=None)], '{a} {n}', SHORT, empty='')[0]['error'] is None
+
+
+def test_a_summary_counts_what_was_cut_and_says_how_to_try_again(tmp_path):
+    write(tmp_path/'in.csv', [['prompt'], ['a'], ['b' * 1000]])
+    result = str(run(tmp_path/'in.csv', tmp_path/'o.csv', SHORT, model=llm()))
+    assert '1 failed (the first: row 2' in result and '--retry-errors' in result and ', 1 ended at max_tokens;' in result

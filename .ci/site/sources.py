@@ -12,13 +12,14 @@ SOLUTION, FOLD = re.compile(r'^#\s*\|\s*solution\b', re.M), re.compile(r'^#\s*\|
 MARKS = re.compile(r'^\s*### (BEGIN|END) SOLUTION\n?', re.M)
 BOX = re.compile(r'> \*\*Box: (.+?)\.?\*\*\s*')
 SCOPED = re.compile(r'<style scoped>.*?</style>', re.S)           # which browsers take for a style of the whole page
+TASKS = '80_tasks'                                              # who wants to get something done begins there
 
 
 # --- what there is
 
 def notebooks():
-    "Paths of the notebooks in the book's order, which is that of their names, without the index."
-    return sorted((p for p in (ROOT/'nbs').glob('[!_.]*.ipynb') if p.stem != 'index'), key=lambda p: p.stem)
+    "Paths of the notebooks in the site's order: the page of tasks, then the book by name; without the index."
+    return sorted((p for p in (ROOT/'nbs').glob('[!_.]*.ipynb') if p.stem != 'index'), key=lambda p: (p.stem != TASKS, p.stem))
 
 
 @functools.cache
@@ -57,8 +58,8 @@ def modules():
 
 
 def small():
-    "Notebooks of `nbs/modules` that define something themselves, and do not leave it all to a chapter."
-    return [p for p in sorted((ROOT/'nbs/modules').glob('*.ipynb')) if definitions(p)]
+    "Notebooks of `nbs/modules` that define something themselves, and do not leave it all to a chapter, or are the command."
+    return [p for p in sorted((ROOT/'nbs/modules').glob('*.ipynb')) if definitions(p) or module_of(p) == '__main__']
 
 
 @functools.cache
@@ -279,8 +280,9 @@ def home():
     "The index, with the order of everything."
     nb = chapter(ROOT/'nbs/index.ipynb')
     parts = re.findall(r'^\*\*Part ([0IVX]+): ([^*]*)\*\*', ''.join(cells(ROOT/'nbs/index.ipynb', 'markdown')), re.M)     # in README's tables
-    book = ''.join(toctree(f'Part {number}: {name}', [(f"{p.stem.split('_')[0]} {title_of(p).split(':')[0]}", p.stem) for p in notebooks()
-                                                      if part_of(p.stem) == number]) for number, name in parts)
+    book = toctree('To use it', [(title_of(p), p.stem) for p in notebooks() if p.stem == TASKS])
+    book += ''.join(toctree(f'Part {number}: {name}', [(f"{p.stem.split('_')[0]} {title_of(p).split(':')[0]}", p.stem) for p in notebooks()
+                                                       if part_of(p.stem) == number and p.stem != TASKS]) for number, name in parts)
     api = [('All modules', 'api/index')] + [(m, f'api/{m}') for m in modules()]
     rest = [(title_of(p), p.stem) for p in small()]
     working = [('Contributing', 'CONTRIBUTING')]

@@ -268,6 +268,8 @@ def fuse(model: PreTrainedModel, kernels: Kernels, shapes: Sequence[Shape], own:
     """A `Fused` whose layers gave the model's own logits when they were tried, before any weight was touched.
 
     `shapes`: the model's `kv_layout`; `own`, `linear`, `specs`: see `Fused`; `probe`: see `check_backend`. Raises `Unavailable`."""
+    if any(m._forward_hooks or m._forward_pre_hooks or 'forward' in m.__dict__ for m in model.modules()):
+        raise Unavailable(f'{type(model).__name__} runs by its own code: it has hooks, or a forward of its own, which fused layers would not call')
     if model.dtype.itemsize < 4 and any(hasattr(m, 'experts') for m in model.modules()): probe = ProbeOfMixture(model, probe_rows(model), probe=probe)
     if probe is None and _head(model) is None: probe = StateProbe(model, probe_rows(model))
     with attention_override(model):

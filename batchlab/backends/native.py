@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['FLAGS', 'SOURCE', 'NUMBERS', 'S', 'COLUMNS', 'STEP', 'ROWS', 'PARTS', 'SPARE', 'DTYPES', 'tune_malloc', 'find_compiler', 'build', 'with_includes', 'ctype', 'signatures', 'fields', 'struct', 'Shape', 'Norm', 'Linear', 'Activation', 'Experts', 'Layer', 'Step', 'address', 'ByteKernels', 'Kernels', 'pack_weight', 'unpack_rows', 'pack_bytes', 'HugePages', 'IdleCores', 'limit_threads']
+__all__ = ['FLAGS', 'SOURCE', 'NUMBERS', 'S', 'COLUMNS', 'STEP', 'ROWS', 'PARTS', 'SPARE', 'DTYPES', 'tune_malloc', 'find_compiler', 'compiler_flags', 'build', 'with_includes', 'ctype', 'signatures', 'fields', 'struct', 'Shape', 'Norm', 'Linear', 'Activation', 'Experts', 'Layer', 'Step', 'address', 'ByteKernels', 'Kernels', 'pack_weight', 'unpack_rows', 'pack_bytes', 'HugePages', 'IdleCores', 'limit_threads']
 
 # %% ../../nbs/20_kernels.ipynb #042fc35f
 import contextlib, ctypes, functools, hashlib, itertools, math, mmap, os, platform, re, shutil, subprocess, sys, tempfile, time
@@ -19,8 +19,8 @@ import psutil
 import torch
 import torch.nn.functional as F
 
-from ..errors import CompileError
-from ..machine import processor_flags
+from ..errors import CompileError, ModelError
+from ..machine import compiler_target, processor_flags
 from ..models import cache_dir
 
 if TYPE_CHECKING: from batchlab.backends.kernels import AttentionWorklist
@@ -47,31 +47,53 @@ def find_compiler() -> str:
     if found := next(filter(None, map(shutil.which, names)), None): return found
     raise CompileError(f"no C++ compiler ({', '.join(names)}): install g++, or go on without, which is slower")
 
+def compiler_flags() -> list[str]:
+    "`FLAGS`, for the processor that `BATCHLAB_MAX_CPU` names where it names one."
+    return [f'-march={compiler_target()}' if f == '-march=native' else f for f in FLAGS]
+
 # %% ../../nbs/20_kernels.ipynb #fbe17eed
 def _run(command: list[str]) -> str:
-    try: done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    try: done = subprocess.run(command, capture_output=True, encoding='utf-8', errors='replace', timeout=300)
     except (OSError, subprocess.TimeoutExpired) as e: raise CompileError(f'{command[0]} does not run: {e}') from e
     if done.returncode == 0: return done.stdout
     what = next((l for l in done.stderr.splitlines() if 'error' in l), done.stderr[-200:])
     raise CompileError(f'{Path(command[0]).name} failed ({what.strip()[:200]}): '
                        'set CXX to another compiler, or go on without')
 
-def build(source: str) -> Path:
-    """The shared library made from C++ `source`, as a path in batchlab's cache folder: compiled if it isn't there yet.
+def _is_whole(library: Path) -> bool:
+    "Whether `library` is there and ends with the hash of what stands before it."
+    try: data = library.read_bytes()
+    except OSError: return False
+    return data[-32:] == hashlib.sha256(data[:-32]).digest()
 
-    Raises `CompileError`."""
+def _compile(compiler: str, flags: list[str], source: str, path: Path) -> None:
+    "Write the library of `source`, and its hash behind it, at `path`, at once or not at all. Raises `CompileError`, `OSError`."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as tmp:
+        made = Path(tmp)/'kernels.so'
+        (Path(tmp)/'kernels.cpp').write_text(source, encoding='utf-8')
+        _run([compiler, *flags, f'{tmp}/kernels.cpp', '-o', str(made)])
+        with open(made, 'rb+') as f:
+            digest = hashlib.file_digest(f, 'sha256').digest()
+            f.seek(0, os.SEEK_END)
+            f.write(digest)                                          # what follows a library's own parts is not loaded
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(made, path)
+
+def build(source: str, say: Callable[[str], None] | None = None) -> Path:
+    """The shared library made from C++ `source`, as a path in batchlab's cache folder: compiled if it isn't there, and whole.
+
+    `say`: told in a line that it is being compiled. Raises `CompileError`."""
     if sys.platform != 'linux': raise CompileError(f'the kernels are for Linux, and this is {sys.platform}')
-    compiler = find_compiler()
-    about = '\n'.join([source, *FLAGS, compiler, _run([compiler, '--version']), platform.machine(), *sorted(processor_flags())])
-    folder = cache_dir()/'kernels'
+    compiler, flags = find_compiler(), compiler_flags()
+    about = '\n'.join([source, *flags, compiler, _run([compiler, '--version']), platform.machine(), *sorted(processor_flags())])
+    try: folder = cache_dir()/'kernels'
+    except ModelError as e: raise CompileError(str(e)) from e
     path = folder/f'{hashlib.sha256(about.encode()).hexdigest()[:16]}.so'
-    if path.exists(): return path
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as tmp:
-            (Path(tmp)/'kernels.cpp').write_text(source)
-            _run([compiler, *FLAGS, f'{tmp}/kernels.cpp', '-o', f'{tmp}/kernels.so'])
-            os.replace(f'{tmp}/kernels.so', path)
+    if _is_whole(path): return path
+    if say: say(f'compiling the kernels for this processor with {Path(compiler).name}, once: up to half a minute')
+    try: _compile(compiler, flags, source, path)
     except OSError as e:
         raise CompileError(f"can't write in {folder} ({e}): set BATCHLAB_CACHE to a folder that you may write") from e
     return path

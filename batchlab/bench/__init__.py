@@ -20,10 +20,11 @@ import batchlab
 from . import peers
 from .shapes import SHAPES, gguf_of, int8_of, shape_folder
 from ..deprecated import renamed
-from ..errors import BatchlabError, ModelError, Unavailable
+from ..errors import BatchlabError, JobError, ModelError, Unavailable
 from ..machine import cpu_name, processor_flags
 from ..models import DEFAULT_MODEL, load_model, max_model_len
 from ..views import drawing
+from ..work.flags import OneLineParser
 
 _moved = dict(
     peers='hf_model hf_config serve start_batchlab start_hf_static start_hf_loop start_hf_cb start_vllm start_openvino',
@@ -98,7 +99,7 @@ class PeerProcess:
                  env: Mapping[str, str] | None = None) -> None:
         begin, self.folder = time.perf_counter(), tempfile.TemporaryDirectory()
         script = Path(self.folder.name)/'contender.py'
-        script.write_text(text)
+        script.write_text(text, encoding='utf-8')
         self.log = log or script.with_suffix('.log')
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open('wb') as f:
@@ -139,7 +140,7 @@ def peak_bytes(pid: int) -> int:
     peak = 0
     for p in (pid, *(child.pid for child in started_by(pid))):
         with contextlib.suppress(OSError):
-            found = re.search(r'^VmHWM:\s+(\d+) kB', Path(f'/proc/{p}/status').read_text(), re.M)
+            found = re.search(r'^VmHWM:\s+(\d+) kB', Path(f'/proc/{p}/status').read_text(encoding='utf-8', errors='replace'), re.M)
             peak += int(found[1]) * 1024 if found else 0
     return peak
 
@@ -206,7 +207,7 @@ def find_package(name: str, python: str) -> str:
 # %% ../../nbs/60_bench.ipynb #c05c57b4
 def parser() -> argparse.ArgumentParser:
     "The arguments of the command."
-    p = argparse.ArgumentParser(prog='batchlab bench', description='Measure batchlab beside its peers, in one run.')
+    p = OneLineParser(prog='batchlab bench', description='Measure batchlab beside its peers, in one run.')
     add, mode, which = p.add_argument, p.add_mutually_exclusive_group(), p.add_mutually_exclusive_group()
     which.add_argument('--model', help='hub id, folder or .gguf file (default: the default model)')
     which.add_argument('--shape', metavar='NAME', help=f"a model with random weights, made once: {', '.join(SHAPES)}")
@@ -217,6 +218,7 @@ def parser() -> argparse.ArgumentParser:
     add('--contenders', nargs='+', metavar='NAME[:OPTION=VALUE,…]', help=f"of {', '.join(CONTENDERS)}; the first is what ratios "
         "are of (default: all but hf-loop; with --busy batchlab and hf-static); batchlab and vllm take quantization=int8, llamacpp and "
         "openvino quantization=q8_0 or q4_0")
+    add('--input', metavar='FILE', help='with --profile: the first requests of a file of yours, as batchlab run reads it, instead of workloads')
     add('--peer', action='append', default=[], metavar='NAME=PYTHON', help='the interpreter of a contender that has its package')
     add('--max-num-seqs', type=int, default=64, help='slots of the engines that schedule (default: 64)')
     add('--rounds', type=int, default=3)
@@ -394,7 +396,7 @@ def bars(report: dict) -> drawing.Picture:
 def peer_folder(model: Any, tokenizer: Any, spare: str | Path) -> str:
     "A folder that every contender can load `model` from: its own, else `spare`, written now."
     config = Path(model.name_or_path)/'config.json'
-    if config.is_file() and 'quantization_config' not in json.loads(config.read_text()): return str(config.parent)
+    if config.is_file() and 'quantization_config' not in json.loads(config.read_text(encoding='utf-8')): return str(config.parent)
     model.save_pretrained(spare)
     if tokenizer: tokenizer.save_pretrained(spare)
     return str(spare)
@@ -421,6 +423,11 @@ def own_settings(c: Contender, s: Setup) -> dict[str, Any]:
     return s.settings | form | dict(options=options)
 
 # %% ../../nbs/60_bench.ipynb #276b100b
+def bits_of(gguf: str) -> str:
+    "What a label says of the weights in a GGUF file, by its name: ', 4-bit weights' for 'model.Q4_1.gguf', '' if it does not tell."
+    found = re.search(r'[.-]I?Q(\d)_', Path(gguf).name, re.I)
+    return f', {found[1]}-bit weights' if found else ''
+
 def compare(s: Setup, busy: bool = False) -> tuple[list[Result], list[str]]:
     "Measure the contenders of `s`: their `Result`s, and why others are left out. See `measure`."
     results, left_out = [], []
@@ -433,6 +440,7 @@ def compare(s: Setup, busy: bool = False) -> tuple[list[Result], list[str]]:
         try:
             result.version = find_package(name, python)
             settings, env = own_settings(c, s), peer_env(name, python, s.args.threads)
+            if c.gguf: result.label += bits_of(settings['gguf'])
             with PeerProcess(worker_text(c.start), settings, python, log, env) as worker: measure(worker, result, s)
         except (ModelError, Unavailable) as e:
             left_out.append(f'{spec} is left out: {e}')
@@ -470,6 +478,10 @@ def prepare(args: argparse.Namespace, spare: str | Path) -> Setup:
     for peer in args.peer:
         if peer.partition('=')[0] not in CONTENDERS or '=' not in peer:
             raise ValueError(f"--peer {peer} must be NAME=PYTHON, with one of {', '.join(CONTENDERS)}")
+    if args.input and args.mode != 'profile': raise JobError('--input is for --profile')
+    for path in filter(None, (args.json, args.svg)):
+        try: open(path, 'a').close()                          # what was measured for minutes should have a place
+        except OSError as e: raise JobError(f"can't write {path} ({e.strerror or e})") from e
     if args.threads: torch.set_num_threads(args.threads)
     own = shape_folder(args.shape, args.dtype) if args.shape else None
     name = str(own) if own else args.model
@@ -481,14 +493,15 @@ def prepare(args: argparse.Namespace, spare: str | Path) -> Setup:
                     max_num_seqs=args.max_num_seqs, max_model_len=min(limit, max(2048, need)), longest=need, vocab=vocab, options=options[0])
     line = f'{type(model).__name__} of {model.num_parameters() / 1e6:.0f}M parameters, {dtype}, {model.device.type}'
     if own: line += f', of the shape {args.shape} with random weights'
+    if name in (None, DEFAULT_MODEL): line += ', widened from 4-bit weights (Q4_1)'
     return Setup(args, settings, line, dict(peer.split('=', 1) for peer in args.peer), own.parent if own else Path(spare)/'forms')
 
 # %% ../../nbs/60_bench.ipynb #d95bb02a
 def main(argv: Sequence[str] | None = None) -> int:
     "`batchlab bench`: print the tables, and write what is asked for. Returns the exit status."
     from batchlab.bench.profiling import MODES
-    args = parser().parse_args(argv)
     try:
+        args = parser().parse_args(argv)
         with tempfile.TemporaryDirectory() as spare:
             setup, here = prepare(args, spare), machine(args.threads)
             print(f"{machine_line(here)}\n{setup.model}; scale {args.scale:g}, rounds {args.rounds}\n", flush=True)
@@ -496,8 +509,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BatchlabError, ValueError) as e:
         print(f'batchlab: error: {e}', file=sys.stderr)
         return 2
-    print(text, flush=True)
     about = dict(machine=here, model=setup.model, scale=args.scale, command=['batchlab', 'bench', *(sys.argv[1:] if argv is None else argv)])
-    if args.json: Path(args.json).write_text(json.dumps(about | report, indent=1))
+    if args.json: Path(args.json).write_text(json.dumps(about | report, indent=1), encoding='utf-8')
     if args.svg and picture: picture.save(args.svg)
+    print(text, flush=True)
     return 0

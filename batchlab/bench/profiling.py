@@ -10,6 +10,7 @@ __all__ = ['profile', 'decode_rate', 'sweep', 'cliffs', 'memory_of', 'memory_tab
 import contextlib, itertools, math, random, re, time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -18,13 +19,20 @@ import torch
 from torch.utils.benchmark import Timer
 
 import batchlab.engine
+from ..advice import advise, conclusions, try_int8
 from ..attention import PackedStep
 from ..backends.native import PARTS
 from . import Measured, PeerProcess, Setup, Workload, markdown, peak_bytes, peer_env, peers, play, worker_text
+from ..errors import JobError
 from ..llm import LLM
 from ..sampling import SamplingParams
+from ..scheduler import Request
 from ..slots import kv_shapes
 from ..views import drawing
+from ..work.flags import parser_of
+from ..work.jobs import Job
+from ..work.lines import ParamsCache
+from ..work.runner import admit_line
 
 # %% ../../nbs/61_profile.ipynb #2742e401
 class Clock:
@@ -83,6 +91,7 @@ def profile(llm: LLM, w: Workload, warm: Workload | None = None) -> tuple[dict[s
         llm.generate(w.prompts, [*map(_exactly, w.max_tokens)], use_tqdm=False)
         return time.perf_counter() - begin, llm.stats().steps - before
     run(warm or w)
+    llm.reset_prefix_cache()
     with watched(llm) as clock: total, steps = run(w)
     linears, attention, forward, sampling = (clock.seconds[n] for n in ('linears', 'attention', 'forward', 'sampling'))
     return {'linears': linears, 'attention': attention, 'small ops': forward - linears - attention, 'sampling': sampling,
@@ -108,11 +117,29 @@ def chosen(s: Setup) -> Iterator[tuple[str, Workload]]:
         s.say(f'{name} …')
         yield name, s.make(name)
 
+def requests_of(llm: LLM, path: str, most: int = 64) -> Workload:
+    "The first requests of file `path`, at `most` so many, as a `Workload` for `llm`. Raises `JobError`."
+    job, params, found = Job(path, limit=most), ParamsCache(None), list[Request]()
+    job.check()
+    for number, raw in job.raw():
+        line = job.line(number, raw)
+        if not line.failure and (group := admit_line(llm, line, params, first=not found)): found += group.requests
+    if not found: raise JobError(f'{path}: none of the first {most} lines is a request that this model answers; batchlab plan says why')
+    return Workload(Path(path).name, [r.prompt_ids for r in found], [r.max_tokens for r in found], llm.limits.max_num_seqs)
+
 def run_profile(s: Setup) -> Measured:
-    "The table of a step's parts, and the report."
-    llm = own_llm(s)
-    rows = {name: profile(llm, w, s.make(name, -1)) for name, w in chosen(s)}
-    return profile_table(rows), dict(profile={name: dict(parts=p, steps=n) for name, (p, n) in rows.items()}), None
+    "The table of a step's parts, what it says, and the report."
+    llm, spell = own_llm(s), parser_of('run').spell
+    if s.args.input:
+        own = requests_of(llm, s.args.input, max(1, round(64 * s.args.scale)))
+        few = Workload('warm', own.prompts[:4], [min(4, n) for n in own.max_tokens[:4]], own.max_num_seqs)
+        rows, requests = {own.name: profile(llm, own, few)}, len(own.prompts)
+    else:
+        rows = {name: profile(llm, w, s.make(name, -1)) for name, w in chosen(s)}
+        requests = 64
+    said = [f'{name}: {m.said(spell)}' for name, (parts, _) in rows.items() for m in conclusions(parts)]
+    said += [f'faster: {m.said(spell)}' for m in advise(llm, requests) + try_int8(llm)]
+    return '\n\n'.join([profile_table(rows), '\n'.join(said)]), dict(profile={name: dict(parts=p, steps=n) for name, (p, n) in rows.items()}, said=said), None
 
 # %% ../../nbs/61_profile.ipynb #c6eaa829
 def decode_rate(llm: LLM, slots: int, context: int, steps: int = 32, vocab: tuple[int, int] = (100, 40_000),

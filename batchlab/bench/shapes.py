@@ -158,8 +158,8 @@ def write_int8(folder: Path, to: Path) -> None:
                  input_activations=eight | dict(strategy='token', dynamic=True))
     how = dict(quant_method='compressed-tensors', format='int-quantized', quantization_status='compressed', ignore=['lm_head'],
                config_groups=dict(group_0=group), kv_cache_scheme=None)
-    config = json.loads((to/'config.json').read_text())
-    (to/'config.json').write_text(json.dumps(config | dict(quantization_config=how), indent=1))
+    config = json.loads((to/'config.json').read_text(encoding='utf-8'))
+    (to/'config.json').write_text(json.dumps(config | dict(quantization_config=how), indent=1), encoding='utf-8')
 
 def int8_of(folder: str | Path, forms: str | Path) -> Path:
     "The model in `folder` with linear layers of int8 in the folder `forms`, written on first use; see `write_int8`. Raises `Unavailable`, `ModelError`."

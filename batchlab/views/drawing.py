@@ -352,7 +352,7 @@ HTML_STYLE = '.bl{color-scheme:light dark;' + ''.join(f'--{k}:light-dark({a},{b}
 .bl .part b{color:var(--on);padding:1px 5px;margin-right:4px}.bl .part code+code{border-left:1px solid var(--edge)}
 .bl .slot{position:relative;width:34px;height:46px;border:1px solid var(--edge);border-radius:5px;overflow:hidden;text-align:center;
   line-height:46px;font-size:12px}.bl .slot i{position:absolute;left:0;right:0;bottom:0;opacity:.55}.bl .slot b{position:relative;font-weight:600}
-.bl .key span{white-space:nowrap;margin-right:12px}.bl .key i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:4px}
+.bl .key{display:flex;flex-wrap:wrap;gap:0 12px}.bl .key i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:4px}
 .bl .answer{white-space:pre-wrap;overflow-wrap:anywhere;margin:1px 0 7px}.bl mark{background:var(--mark);color:inherit}
 .bl .chip{border:1px solid var(--edge);border-radius:9px;padding:0 7px;white-space:nowrap}
 '''

@@ -22,6 +22,7 @@ from ..ledger import Ledger
 from ..llm import LLM
 from ..sampling import SamplingParams, SamplingRow, probabilities, sample
 from ..shown import panel_html, short, table
+from ..tokens import vocabulary_of
 from .drawing import Canvas, Picture, bars, colour_key, esc, heading, legend
 from .pictures import KINDS, draw_lanes
 
@@ -167,7 +168,7 @@ def choices(logits: torch.Tensor, params: SamplingParams, n: int = 12) -> Choice
 def shown_token(tokenizer: Any, token_id: int) -> str:
     "A token's text between quotes, in which spaces and line breaks can be seen; its id if there is no tokenizer."
     if tokenizer is None: return str(token_id)
-    text = repr(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+    text = repr(vocabulary_of(tokenizer).text(token_id))
     return text if len(text) <= 18 else text[:17] + '…'
 
 # %% ../../nbs/52_widgets.ipynb #2c49eda7

@@ -5,7 +5,7 @@
 # %% ../../nbs/42_batches.ipynb #b262240d
 from __future__ import annotations
 
-import errno, json, logging, os, shutil, sqlite3, threading, time, uuid
+import errno, json, logging, os, re, sqlite3, threading, time, uuid
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from ..errors import EngineError, JobError
 from .formats import Raw
 from .jobs import Job, LocalRun, Run
-from .journal import Ledgerbook, Outbox, recover_answers, side_of
+from .journal import Ledgerbook, Outbox, drop_side, recover_answers, side_of
 from .lines import JobLine, ParamsCache, failure_of, json_object
 from .openai import URLS, BadRequest, endpoint_of, error_body
 from .runner import Admitted, LineRunner, name_of
@@ -52,46 +52,100 @@ def disk_error(e: OSError | sqlite3.Error) -> ApiError:
     log.error('the server can not use its folder', exc_info=e)
     return ApiError(f'the server can not use its folder now ({type(e).__name__}): try again later', 503, 'unavailable')
 
+# %% ../../nbs/42_batches.ipynb #b2ac3664
+MADE = re.compile(r'(file-[0-9a-f]{24})\.jsonl(|\.part|\.gone|\.new|\.batchlab)')      # the names that a server gives in `files`
+
+def check_folder(path: Path) -> None:
+    "Raise `JobError` if no server has used folder `path` and something is in it. Hidden files and what a table's copies are called don't count."
+    table, files = path/'state.sqlite', path/'files'
+    if not path.is_dir() or table.is_file() and table.stat().st_size: return
+    own = lambda p: p.name in ('files', 'lost', 'lost+found') or p.name.startswith(('state.sqlite', '.')) or p.name == 'lock' and not p.stat().st_size
+    others = [p.name for p in path.iterdir() if not own(p)]
+    if files.is_dir(): others += [f'files/{p.name}' for p in files.iterdir() if not (MADE.fullmatch(p.name) or p.name.startswith('.'))]
+    if not others: return
+    named = ', '.join(sorted(others)[:3]) + (f' and {len(others) - 3:,} more' if len(others) > 3 else '')
+    raise JobError(f'{path} is in use for other things ({named:.200}): give a folder that is empty or not there yet, or one that a server had')
+
+# %% ../../nbs/42_batches.ipynb #b2ac3665
+NEEDED = dict(file={'id', 'bytes', 'created_at', 'filename', 'purpose'},
+              batch={'id', 'status', 'created_at', 'expires_at', 'endpoint', 'input_file_id', 'request_counts'})
+
+def check_table(db: sqlite3.Connection) -> bool:
+    "Whether `db` has objects in it yet. Raises `sqlite3.DatabaseError` if something in it can't be read, `JobError` if it is another program's."
+    names = {name for name, in db.execute("select name from sqlite_master where type='table'")}
+    if names and 'objects' not in names: raise JobError(f'its state.sqlite is that of another program (with tables {min(names)!r:.40}): give another folder')
+    [(found,), *_] = db.execute('pragma integrity_check(1)')
+    if found != 'ok': raise sqlite3.DatabaseError(' '.join(found.split())[:100])
+    if not names: return False
+    for id, kind, object, own in db.execute('select id, kind, object, own from objects'):
+        try:
+            whole, more = json.loads(object), json.loads(own)
+            good = whole['id'] == id and whole.keys() >= NEEDED[kind] and (kind == 'file' or more.keys() >= {'output', 'error', 'expires'})
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError): good = False
+        if not good: raise sqlite3.DatabaseError(f'the object {id!r:.40} can not be read')
+    return bool(db.execute('select 1 from objects limit 1').fetchone())
+
 # %% ../../nbs/42_batches.ipynb #b2ac3667
 class ObjectTable:
     """Objects of `kind` 'file' and 'batch' in SQLite, in folder `path`, which is made if it is not there.
 
-    `clock`: gives the time in seconds since 1970. From any thread. Raises `JobError` if another server has the folder."""
+    `clock`: gives the time in seconds since 1970. From any thread; who only reads waits for no change. `new`: there was no table yet. Raises
+    `JobError` if another server has the folder, if it is in use for other things, or if the table is damaged."""
     def __init__(self, path: str | Path, clock: Callable[[], float] = time.time) -> None:
         self.path, self.clock, self.mutex = Path(path), clock, threading.RLock()
+        self.reading, self.changing = threading.Lock(), 0                 # the thread that makes a change
         self.held = FileLock(self.path/'lock', timeout=0, thread_local=False)
-        try:
-            (self.path/'files').mkdir(parents=True, exist_ok=True)
-            self.held.acquire()
-            self.db = sqlite3.connect(self.path/'state.sqlite', check_same_thread=False, isolation_level=None)
-            self.db.executescript("""pragma journal_mode=wal; pragma synchronous=full;
-                create table if not exists objects(number integer primary key autoincrement, id text unique, kind text, expires integer,
-                    ended integer, object text, own text);""")
-        except Timeout: raise JobError(f'another server uses {path}: stop that one, or give this one another folder') from None
-        except (OSError, sqlite3.Error) as e: raise JobError(f"can't keep files and batches in {path} ({getattr(e, 'strerror', None) or e})") from e
+        try: self._open()
+        except BaseException as e:
+            self.held.release(force=True)
+            if isinstance(e, Timeout): raise JobError(f'another server uses {path}: stop that one, or give this one another folder') from None
+            if isinstance(e, sqlite3.OperationalError): raise JobError(f"can't keep files and batches in {path} ({e})") from e
+            if isinstance(e, (sqlite3.DatabaseError, UnicodeError)):
+                raise JobError(f'{self.path/"state.sqlite"} is damaged ({e}): put back a copy of it, or move it away to begin without; '
+                               f'the files in {self.path/"files"} stay') from e
+            if isinstance(e, OSError): raise JobError(f"can't keep files and batches in {path} ({e.strerror or e})") from e
+            raise
+
+    def _open(self) -> None:
+        check_folder(self.path)
+        (self.path/'files').mkdir(parents=True, exist_ok=True)
+        self.held.acquire()
+        self.db, self.reader = (sqlite3.connect(self.path/'state.sqlite', check_same_thread=False, isolation_level=None) for _ in range(2))
+        self.new = not check_table(self.db)
+        self.db.executescript("""pragma journal_mode=wal; pragma synchronous=full;
+            create table if not exists objects(number integer primary key autoincrement, id text unique, kind text, expires integer,
+                ended integer, object text, own text);""")
 
     def now(self) -> int: return int(self.clock())
 
     def close(self) -> None:
         "Let another server have the folder."
-        with self.mutex: self.db.close()
+        with self.mutex, self.reading:
+            self.reader.close()
+            self.db.close()
         self.held.release()
 
     @contextmanager
-    def change(self) -> Iterator[sqlite3.Connection]:
-        "All changes inside are made, or none is."
-        with self.mutex:
+    def change(self, wait: bool = True) -> Iterator[sqlite3.Connection]:
+        "All changes inside are made, or none is. `wait`: for other changes, 5 seconds for one of another process. Raises `sqlite3.Error`."
+        if not self.mutex.acquire(blocking=wait): raise sqlite3.OperationalError('another change is being made')
+        try:
+            self.db.execute(f'pragma busy_timeout={5000 * wait}')
             self.db.execute('begin immediate')
+            self.changing = threading.get_ident()
             try:
                 yield self.db
                 self.db.execute('commit')
             except BaseException:
                 with suppress(sqlite3.Error): self.db.execute('rollback')
                 raise
+            finally: self.changing = 0
+        finally: self.mutex.release()
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-        "What `sql` selects."
-        with self.mutex: return self.db.execute(sql, values).fetchall()
+        "What `sql` selects; inside `change` of what that has changed."
+        if self.changing == threading.get_ident(): return self.db.execute(sql, values).fetchall()
+        with self.reading: return self.reader.execute(sql, values).fetchall()
 
     def put(self, object: dict[str, Any], ended: bool = True, own: dict[str, Any] | None = None) -> None:
         "Enter `object`, new or changed; inside `change`. `own`: None leaves what there is."
@@ -121,7 +175,12 @@ class NewFile:
     "A file on its way into `store`: `write` its parts, then `keep` it; what is not kept is dropped at the end of the `with`."
     def __init__(self, store: FileStore, id: str) -> None:
         self.store, self.id, self.size, self.kept = store, id, 0, False
-        self.f: BinaryIO = open(store.path(id), 'xb')
+        self.f: BinaryIO = open(self.part, 'xb')
+
+    @property
+    def part(self) -> Path:
+        "What its bytes are called until it is kept."
+        return self.store.path(self.id, '.part')
 
     def write(self, data: bytes) -> None:
         self.size += len(data)
@@ -131,23 +190,27 @@ class NewFile:
         "All is there: the file object. `expires_after`: in seconds."
         self.f.flush()
         os.fsync(self.f.fileno())
-        with self.store.table.change(): object = self.store.enter(self.id, filename, purpose, self.size, expires_after)
+        self.f.close()
+        with self.store.table.change():
+            object = self.store.enter(self.id, filename, purpose, self.size, expires_after)
+            os.replace(self.part, self.store.path(self.id))               # before the object is there for good: what is listed has its bytes
         self.kept = True
         return object
 
     def __enter__(self) -> Self: return self
     def __exit__(self, *_: object) -> None:
         with suppress(OSError): self.f.close()
-        if not self.kept: self.store.path(self.id).unlink(missing_ok=True)
+        if not self.kept:
+            for path in (self.part, self.store.path(self.id)): path.unlink(missing_ok=True)
 
 # %% ../../nbs/42_batches.ipynb #b238f471
 class FileStore:
     "Files in `table`, and their bytes in a folder beside it."
     def __init__(self, table: ObjectTable) -> None: self.table = table
 
-    def path(self, id: str) -> Path:
-        "Where the bytes of file `id`, made by us, lie."
-        return self.table.path/'files'/f'{id}.jsonl'
+    def path(self, id: str, state: str = '') -> Path:
+        "Where the bytes of file `id`, made by us, lie. `state`: '.part' while they come, '.gone' while they are removed."
+        return self.table.path/'files'/f'{id}.jsonl{state}'
 
     def new(self) -> NewFile: return NewFile(self, f'file-{uuid.uuid4().hex[:24]}')
 
@@ -171,13 +234,21 @@ class FileStore:
         return next((batch for batch, in self.table.rows(sql, id)), None)
 
     def sweep(self) -> None:
-        "Remove files whose end has come."
+        "Remove files whose end has come; later, while others make changes."
         for id, in self.table.rows("select id from objects where kind='file' and expires<=?", self.table.now()):
-            if not self.in_use(id): self._remove(id)
+            with suppress(sqlite3.OperationalError):
+                if not self.in_use(id): self._remove(id, wait=False)
 
-    def _remove(self, id: str) -> None:
-        with self.table.change() as db: db.execute('delete from objects where id=?', (id,))
-        self.path(id).unlink(missing_ok=True)                             # only now: what is listed is there
+    def _remove(self, id: str, wait: bool = True) -> None:
+        path, gone = self.path(id), self.path(id, '.gone')
+        try:
+            with self.table.change(wait) as db:
+                db.execute('delete from objects where id=?', (id,))
+                with suppress(FileNotFoundError): os.replace(path, gone)
+        except BaseException:
+            with suppress(OSError): os.replace(gone, path)
+            raise
+        gone.unlink(missing_ok=True)                                      # only now: what is listed is there
 
     def get(self, id: str) -> dict[str, Any]:
         "The file object. Raises `ApiError`."
@@ -252,14 +323,32 @@ def read_answers(paths: Iterable[Path]) -> tuple[list[int], dict[str, Any], int]
                  output_tokens_details=dict(reasoning_tokens=0), total_tokens=sums['input'] + sums['output'])
     return counts, usage, expired
 
-def clear_leftovers(table: ObjectTable, folder: Path) -> None:
-    "Remove from `folder` what no object of `table` knows: uploads that broke off, and what a killed server had not yet cleared away."
+def drop_journal(output: Path) -> None:
+    "Take away what a job keeps beside `output` while it runs, and nothing else."
+    drop_side(output)
+    with suppress(OSError): (side_of(output)/'lock').unlink(missing_ok=True)
+    with suppress(OSError): side_of(output).rmdir()                       # if it is there, and nobody put something into it
+
+def clear_leftovers(table: ObjectTable) -> list[Path]:
+    """Bring the folder of files into line with `table`; what the table does not name goes to the folder `lost`: its new paths.
+
+    Of names that no server gives nothing is touched, and no folder but those of journals. An upload that broke off, an empty file,
+    and what was being removed or was beside answers that are complete are deleted."""
     known = {id for id, in table.rows("select id from objects where kind='file'")}
     written = {id for own, in table.rows("select own from objects where kind='batch' and not ended") for id in json.loads(own).values()}
-    for p in folder.iterdir():
-        id = p.name.partition('.')[0]
-        if p.is_dir() and id not in written: shutil.rmtree(p, ignore_errors=True)
-        elif id not in known | written: p.unlink(missing_ok=True)
+    lost = []
+    for path in sorted((table.path/'files').iterdir()):
+        if not (made := MADE.fullmatch(path.name)): continue
+        (id, state), whole = made.groups(), path.with_name(f'{made[1]}.jsonl')
+        if state == '.batchlab':
+            if id not in written: drop_journal(whole)
+        elif not path.is_file() or not state and id in known | written: pass
+        elif state in ('.part', '.gone') and id in known and not whole.exists(): path.rename(whole)      # killed between the two
+        elif state or not path.stat().st_size: path.unlink()
+        elif not (to := table.path/'lost'/path.name).exists():
+            to.parent.mkdir(exist_ok=True)
+            lost.append(path.rename(to))
+    return lost
 
 # %% ../../nbs/42_batches.ipynb #b2ea6e66
 class BatchStore:
@@ -267,7 +356,11 @@ class BatchStore:
     def __init__(self, path: str | Path, clock: Callable[[], float] = time.time) -> None:
         self.table = ObjectTable(path, clock)
         self.files = FileStore(self.table)
-        clear_leftovers(self.table, self.table.path/'files')
+        try: lost = clear_leftovers(self.table)
+        except OSError as e: raise JobError(f"can't keep files and batches in {path} ({e.strerror or e})") from e
+        if lost:
+            why = 'there is no table, or an empty one' if self.table.new else 'the table does not name them'
+            log.warning('%s of files and answers moved from %s to %s: %s (state.sqlite)', len(lost), self.table.path/'files', lost[0].parent, why)
 
     def close(self) -> None:
         "Let another server have the folder. The runner must have stopped."
@@ -337,7 +430,7 @@ class BatchStore:
             batch |= {'status': status, f'{status}_at': self.table.now(), 'request_counts': counts, 'usage': usage} | more
             self.table.put(batch, True)
         for path, size in zip(paths, sizes):
-            shutil.rmtree(side_of(path), ignore_errors=True)
+            drop_journal(path)
             if not size: path.unlink(missing_ok=True)
         return batch
 
@@ -531,7 +624,7 @@ def job_of(runner: BatchRunner, batch: dict[str, Any]) -> BatchJob:
     "The job that answers the lines of `batch`."
     output, errors = runner.store.paths(batch['id'])
     return BatchJob(runner.store.files.path(batch['input_file_id']), output, errors, form='batch', look_ahead=runner.look_ahead,
-                    model_name=runner.model_name, say=log.debug, use_tqdm=False, id=batch['id'], endpoint=batch['endpoint'],
+                    model_name=runner.model_name, say=log.debug, any_model=True, use_tqdm=False, id=batch['id'], endpoint=batch['endpoint'],
                     ends=lambda: end_of(runner, batch), run_of=runner.workers.run_of if runner.workers else LiveRun)
 
 def run_lines(runner: BatchRunner, job: BatchJob) -> bool:

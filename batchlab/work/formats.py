@@ -9,14 +9,14 @@ from __future__ import annotations
 __all__ = ['read_raw']
 
 # %% ../../nbs/40_openai.ipynb #ob000026
-import csv, errno, itertools, json, lzma, os, zlib
+import csv, errno, itertools, json, lzma, os, re, zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from ..errors import JobError
-from .tables import LONGEST_LINE, TABLES, AnswerTable, BadRow, Columns, Records, Row, TableFile, _encode, file_kind, opener_of
+from .tables import LONGEST_LINE, TABLES, AnswerTable, BadRow, Columns, Records, Row, TableFile, TextForm, _encode, file_kind, opened_text, opener_of
 
 # %% ../../nbs/40_openai.ipynb #ob000126
 Raw = bytes | Row | csv.Error                   # a line of JSONL, a row of a table, or what is wrong with a row
@@ -37,8 +37,7 @@ def prompt_line(raw: bytes) -> bytes:
 
 def json_lines(f: IO[bytes], name: str | Path) -> Iterator[tuple[int, bytes]]:
     "As `read_lines`, of a file that may be an array of objects instead. Raises `JobError` for one that is broken."
-    start = f.read(2**16).removeprefix(b'\xef\xbb\xbf').lstrip()[:1]
-    f.seek(0)
+    start = f.peek(2**16).removeprefix(b'\xef\xbb\xbf').lstrip()[:1]      # type: ignore[attr-defined]
     if start != b'[': yield from read_lines(f, LONGEST_LINE)
     else:
         try: items = json.load(f)
@@ -46,29 +45,38 @@ def json_lines(f: IO[bytes], name: str | Path) -> Iterator[tuple[int, bytes]]:
         for number, d in enumerate(items, 1): yield number, _encode(d).encode()
 
 # %% ../../nbs/40_openai.ipynb #ob000035
-def read_raw(name: str | Path, prompt_column: str = 'prompt', id_column: str = 'custom_id', **columns: Any) -> Iterator[tuple[int, Raw]]:
-    "Yield `(number, raw)` for each request of file `name`: bytes of JSONL, or a `Row` by `Columns` with these arguments. Raises `JobError`."
-    number, kind = 0, file_kind(name)
+def read_raw(name: str | Path, prompt_column: str = 'prompt', id_column: str = 'custom_id', kind: str | None = None,
+             text_form: TextForm | None = None, **columns: Any) -> Iterator[tuple[int, Raw]]:
+    """Yield `(number, raw)` for each request of file `name`: bytes of JSONL, or a `Row` by `Columns` with these arguments.
+
+    `kind`: 'csv' and so on, else the name says it; `text_form`: how its text is written, else it is found out. Raises `JobError`, after
+    all that stands before what can't be read."""
+    number, kind = 0, kind or file_kind(name)
     try:
         if kind in TABLES:
-            table = TableFile(name)
+            table = TableFile(name, kind, text_form)
             read = Columns(table.names, name, prompt_column, id_column, text=table.text, **columns)
             for number, cells in table.rows(None if read.keep else read.needed):
                 if isinstance(cells, BadRow): cells.row = read.row(dict(zip(table.names, cells.cells)))
                 yield number, cells if isinstance(cells, csv.Error) else read.row(cells)
         else:
-            with opener_of(name)(name, 'rb') as f:
+            with opener_of(name)(name, 'rb') as file:
+                f = opened_text(file, name, text_form and text_form.encoding)
                 for number, raw in json_lines(f, name) if kind == 'json' else read_lines(f, LONGEST_LINE):
                     if raw.strip(): yield number, prompt_line(raw) if kind == 'txt' else raw
-    except (OSError, EOFError, zlib.error, lzma.LZMAError, csv.Error) as e:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, csv.Error, UnicodeDecodeError) as e:
         why = getattr(e, 'strerror', None) or e
-        where = f' beyond line {number}' if number else ''
+        where = f" beyond {'row' if kind in TABLES else 'line'} {number}" if number else ''
         raise JobError(f"can't read {name}{where} ({why}): mend the file, and run again", 2 - bool(number)) from e
 
 # %% ../../nbs/40_openai.ipynb #ob000039
+_CUTS = re.compile('[\x85\u2028\u2029]')                               # where `str.splitlines` cuts, as the other places are escaped by JSON
+
 def as_json(d: dict[str, Any]) -> bytes:
-    "Record `d` as a line of UTF-8 JSONL."
-    try: return _encode(d).encode() + b'\n'
+    "Record `d` as a line of UTF-8 JSONL, one for every reader: what Unicode counts as the end of a line is escaped."
+    text = _encode(d)
+    if not text.isascii(): text = _CUTS.sub(lambda found: f'\\u{ord(found[0]):04x}', text)
+    try: return text.encode() + b'\n'
     except UnicodeEncodeError: return json.dumps(d, default=str).encode() + b'\n'      # half a surrogate pair can only be an escape
 
 def records_of(path: str | Path) -> Iterator[dict[str, Any]]:

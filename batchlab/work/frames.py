@@ -40,15 +40,15 @@ def options_of(sampling_params: Any) -> dict[str, Any] | None:
 
 # %% ../../nbs/45_tables.ipynb #45ab1e15
 def run(input: str | Path, output: str | Path, sampling_params: Any = None, *, model: str | os.PathLike[str] | LLM | None = None, prompt_template: str | None = None,
-        system: str | None = None, chat: bool = False, prompt_column: str = 'prompt', id_column: str = 'custom_id', data_columns: Sequence[str] = (),
+        system: str | None = None, chat: bool = False, prompt_column: str = 'prompt', id_column: str = 'custom_id', setting_columns: Sequence[str] = (),
         postprocess: Postprocess | None = None, **job: Any) -> JobResult:
     """Answer the requests in file `input` in file `output`, as the command `batchlab run` does: a `JobResult`. Called again, it goes on where it ended.
 
     `input`: JSONL, CSV, TSV, Parquet, or text with one prompt a line. `output`: .jsonl, .csv, .tsv or .parquet. `sampling_params`: a dict or
     `SamplingParams`, for what rows and lines leave open; the rest is the command's, temperature 0 and 256 tokens. `model`: a name, a folder, or an
     `LLM`; it is only loaded if there is something to do. `prompt_template`: 'Translate to {lang}: {text}', of a table's columns; without one the prompt is in
-    `prompt_column`, or a conversation in the column `messages`. `chat`: each prompt is a user's message, after `system`, a template as well. Columns with the names of
-    settings are settings of their row, but for `data_columns`. `postprocess`: a function of a `RequestOutput` with one answer, or a dict of column and
+    `prompt_column`, or a conversation in the column `messages`. `chat`: each prompt is a user's message, after `system`, a template as well. `setting_columns`: those that are
+    settings of their row, such as `max_tokens`; all others are data, whatever they are called. `postprocess`: a function of a `RequestOutput` with one answer, or a dict of column and
     function; a dict that the function returns is several columns, anything else is `result`. `job`: further arguments of `Job`.
 
     Raises `JobError` for what is wrong with the files or the call; a row that can't run has its `error`."""
@@ -57,7 +57,7 @@ def run(input: str | Path, output: str | Path, sampling_params: Any = None, *, m
     name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
     more: dict[str, Any] = dict(model_name=Path(name).name if name and os.path.exists(name) else name) | job
     one = Job(input, output, sampling_params=options_of(sampling_params), prompt_template=prompt_template, system=system, chat=chat,
-              prompt_column=prompt_column, id_column=id_column, data_columns=data_columns, postprocess=postprocess,
+              prompt_column=prompt_column, id_column=id_column, setting_columns=setting_columns, postprocess=postprocess,
               **more)
     with ExitStack() as stack:
         def load() -> LLM:
@@ -162,23 +162,23 @@ def record_of_row(line: JobLine, out: RequestOutput | None, model: str, postproc
 
 # %% ../../nbs/45_tables.ipynb #45ab1e31
 def map_frame(llm: LLM, frame: Frame, template: str | None = None, sampling_params: Any = None, *, column: str = 'prompt', system: str | None = None,
-              chat: bool = False, data_columns: Sequence[str] = (), postprocess: Postprocess | None = None, output: str = 'text',
+              chat: bool = False, setting_columns: Sequence[str] = (), empty: str | None = None, postprocess: Postprocess | None = None, output: str = 'text',
               use_tqdm: bool | None = None, lora_request: Any = None) -> Frame:
     """Answer each row of `frame`: a frame of the same kind, with the same rows and columns in the same order, and the answers in new columns.
 
     `frame`: a pandas or polars DataFrame, an Arrow table, or a list of dicts. `template`: 'Translate to {lang}: {text}', of its columns; without
     one the prompt is in `column`, or a conversation in the column `messages`. `chat`: each prompt is a user's message, after `system`, a template
-    as well. `sampling_params`: for what rows leave open; columns with the names of settings are settings of their row, but for `data_columns`.
+    as well. `sampling_params`: for what rows leave open; `setting_columns`: those that are settings of their row; all others are data. `empty`: what stands in a template for an empty cell.
     `postprocess`: as in `run`. `output`: what the column of texts is called. `lora_request`: as `LLM.generate` takes it, for rows without an `adapter`.
 
     New columns: `text`, `finish_reason`, `prompt_tokens`, `completion_tokens`, `error`, with log probabilities `logprobs` (JSON) and
     `cumulative_logprob`; with n > 1 a row for each answer, and `index`. Raises `PromptError`, `ParamError`, `JobError` for what is wrong with the call."""
     table, given = table_of(frame), vars(SamplingParams.of(sampling_params))
-    columns = Columns(table.names, 'the frame', column, prompt_template=template, system=system, chat=chat, data_columns=data_columns)
+    columns = Columns(table.names, 'the frame', column, prompt_template=template, system=system, chat=chat, setting_columns=setting_columns, empty=empty)
     if system is not None and not (chat or columns.talk): raise JobError('a system message is for conversations: give chat=True as well, or a column of messages')
     taken = {*ANSWER, *OPTIONAL, *(postprocess if isinstance(postprocess, Mapping) else ())} - {'text'}
     if output in taken: raise ParamError(f'output={output!r} is another column of the answers: call the texts something else')
-    if columns.settings: log.warning(SETTINGS_REMARK.format(', '.join(columns.settings), ','.join(columns.settings)))
+    if columns.alike: log.warning(SETTINGS_REMARK.format(', '.join(columns.alike), ','.join(columns.alike)))
     lines = lines_of(table, columns, given, chat)
     if bad := [f'{line.where}: {line.failure[1]}' for line in lines if line.failure]:
         log.warning('%d of %d rows can not run, the first is %s: the column error says which', len(bad), len(lines), bad[0])

@@ -16,23 +16,22 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from ..deprecated import renamed
-from ..errors import BatchlabError, JobError
+from ..errors import BatchlabError, JobError, Message, Option
 from ..hashes import chunk_hashes
-from ..lora import adapter_names
 from ..names import settings_of
 from ..params import SamplingParams
 from .formats import Raw, export_records, read_raw
 from .journal import (AnswerFile, Ledgerbook, Outbox, StandardOutput, drop_side, has_records, journal_of, no_file, raw_records, recover, restore,
                                    settings_file, side_of, check_stamps, sort_records, stamp, stamp_of, without_failures, write_settings)
-from .lines import DEFAULTS, NO_TALK, JobLine, ParamsCache, Postprocess, digest_of, guess_form, parse_line
+from .lines import DEFAULTS, NO_TALK, JobLine, ParamsCache, Postprocess, digest_of, guess_form, json_object, parse_line
 from .openai import BadRequest
 from .pooling_api import PoolingRequest, TextsGroup
-from .runner import Admitted, LineRunner, Remarks, admit_line, good_order, model_digest, name_of
-from .tables import SETTINGS_REMARK, TABLES, Columns, TableFile, check_input, check_output, file_kind, need_parquet
+from .runner import Admitted, LineRunner, ModelNames, Remarks, admit_line, good_order, model_digest
+from .tables import SETTINGS_REMARK, TABLES, Columns, TableFile, TextForm, check_input, check_output, file_kind, need_parquet
 
 if TYPE_CHECKING:      # a dry run needs no torch
     from batchlab.llm import LLM
-    from batchlab.outputs import MemoryPlan, RequestGroup, RequestOutput
+    from batchlab.outputs import MemoryPlan, RequestGroup, RequestOutput, StreamEvent
 
 log = logging.getLogger('batchlab')
 _T = TypeVar('_T')
@@ -49,7 +48,7 @@ __getattr__ = renamed(__name__, {name: f'work.{module}.{name}' for module, names
     {name: f'names.{name}' for name in 'ALIASES DROPPED GUIDED INSTEAD NEUTRAL is_setting structured_of form_of refuse'.split()})
 
 # %% auto #0
-__all__ = ['log', 'JobResult', 'Job', 'JobPlan']
+__all__ = ['log', 'INPUT_KINDS', 'JobResult', 'Job', 'JobPlan']
 
 # %% ../../nbs/41_jobs.ipynb #6d4715bc
 def _cached(r: JobResult) -> str: return f' ({r.cached_tokens:,} cached)' if r.cached_tokens else ''
@@ -58,7 +57,7 @@ def _cached(r: JobResult) -> str: return f' ({r.cached_tokens:,} cached)' if r.c
 class JobResult:
     """How a job went: requests in all; answered and failed, those of earlier runs (`before`) included; tokens and seconds
     of this run. `cached_tokens`: those of `prompt_tokens` that were computed already, for an earlier request. `first_failure`: what
-    the first that failed in this run said."""
+    the first that failed in this run said. `cut`: answers of this run that ended at `max_tokens`."""
     total: int
     answered: int = 0
     failed: int = 0
@@ -68,6 +67,7 @@ class JobResult:
     seconds: float = 0.
     cached_tokens: int = 0
     first_failure: str = ''
+    cut: int = 0
 
     @property
     def done(self) -> int: return self.answered + self.failed
@@ -97,10 +97,14 @@ class JobResult:
         before = f' ({self.before:,} of them before)' if self.before else ''
         rate = f', {self.rate:,.0f} a second' if self.rate else ''
         why = f' (the first: {self.first_failure:.200})' if self.first_failure else ''
-        return (f'{self.done:,} of {self.total:,} requests done{before}, {self.failed:,} failed{why}; '
+        again = '; --retry-errors (retry_errors) runs these again' if self.failed else ''
+        cut = f', {self.cut:,} ended at max_tokens' if self.cut else ''
+        return (f'{self.done:,} of {self.total:,} requests done{before}, {self.failed:,} failed{why}{again}{cut}; '
                 f'{self.prompt_tokens:,} tokens in{_cached(self)}, {self.output_tokens:,} out{rate}')
 
 # %% ../../nbs/41_jobs.ipynb #0b955d52
+def number_of(n: int, what: str) -> str: return f"{n:,} {what}{'s' * (n != 1)}"
+
 def duration(seconds: float | None) -> str:
     "`seconds` for people."
     if seconds is None: return 'unknown'
@@ -121,7 +125,8 @@ class ProgressLine(str):
     @staticmethod
     def rates(r: JobResult) -> str:
         "The part of it that stands beside a bar."
-        return f'{r.failed:,} failed, {r.rate:,.0f} tokens/s{_cached(r)}, {duration(r.left())} left'
+        rate = f'{r.rate:,.0f} tokens/s' if r.rate else 'reading the first prompts'
+        return f'{r.failed:,} failed, {rate}{_cached(r)}, {duration(r.left())} left'
 
 class Progress:
     "Shows a `JobResult` as it changes: a bar on a terminal, else a line through `say` every `every` seconds."
@@ -145,6 +150,11 @@ class Progress:
     def close(self) -> None: self.bar.close()
 
 # %% ../../nbs/41_jobs.ipynb #730fd72f
+def was_cut(record: dict[str, Any]) -> bool:
+    "Whether an answer in `record` ended at its `max_tokens`."
+    body = record if 'request_id' in record else (record.get('response') or {}).get('body') or {}
+    return any(c.get('finish_reason') == 'length' for c in body.get('choices') or body.get('outputs') or [body])
+
 class Run:
     """One run of `job`: lines that `book` has no answer of go in, their records to `outbox`. `llm`: says how many run at a time.
 
@@ -152,9 +162,7 @@ class Run:
     def __init__(self, job: Job, llm: Any, book: Ledgerbook, outbox: Outbox) -> None:
         self.job, self.llm, self.book, self.outbox, self.result = job, llm, book, outbox, job.result
         self.room = llm.limits.max_num_seqs * (5 if llm.strategy == 'continuous' else 16) // 4 + 1
-        model, adapters = job.model_name or name_of(llm.model), adapter_names(llm)
-        if model in adapters: raise JobError(f'the model and an adapter are both called {model!r}: call one of them something else')
-        self.remarks = Remarks(job.warn, model, adapters)
+        self.remarks, self.names = Remarks(job.warn), ModelNames.of(llm, job.model_name, job.any_model)
         self.new_errors = 0                                   # failures of this run
         self.trouble: JobError | None = None                  # what ended the input early
 
@@ -162,7 +170,8 @@ class Run:
         "Yield each line without an answer. What ends the input early is kept as `trouble`."
         try:
             for line in self.job.lines(self.book):
-                self.remarks.on(line)
+                if line.kind != 'plain' or not line.cells: self.remarks.on(line)      # what is kept is not ignored
+                self.names.check(line)
                 yield line
         except JobError as e: self.trouble = e
 
@@ -185,6 +194,7 @@ class Run:
         self.result.failed += failed
         if failed and not self.result.first_failure: self.result.first_failure = record['error']['message']
         self.result.answered += not failed
+        self.result.cut += was_cut(record)
         self.new_errors += failed
         self.outbox.put(line.number, stamp(record, self.job.stamp) if self.job.stamp else record)
 
@@ -192,8 +202,8 @@ class Run:
         "Write what is due. Raises `JobError` after too many failures."
         self.outbox.flush()
         if self.job.max_errors is not None and self.new_errors > self.job.max_errors:
-            raise JobError(f'stopped: more than {self.job.max_errors:,} requests failed; the same command goes on, '
-                           '--retry-errors tries the failed again', 1)
+            raise JobError('stopped: more than {most:,} requests failed; the same again goes on, {retry} tries the failed again', 1,
+                           most=self.job.max_errors, retry=Option('retry_errors', True))
 
     def steps(self) -> Generator[None, None, None]:
         "Run the lines; yields after each step. Closed early, it leaves nothing running."
@@ -242,11 +252,11 @@ def check_paths(input: str | Path, output: str | Path | None, error_file: str | 
     if output == '-' and (error_file or retry):
         raise JobError('what went to standard output is not kept: for an error file or a second try name an output')
     if not os.path.exists(input): raise JobError(f"can't read {input} (no such file)")
+    if not os.path.isfile(input): raise no_file(input)
     for path in (output, error_file):
         if path and path != '-' and os.path.exists(path) and not os.path.isfile(path): raise no_file(path)
     names = [os.path.realpath(n) for n in (input, output, error_file) if n and n != '-']
     if len({*names}) < len(names): raise JobError('input, output and error file must be different files')
-    check_input(input)
     if output and output != '-': check_output(output)
     if error_file and journal_of(error_file) != str(error_file):
         raise JobError(f'{error_file}: failures are written as JSONL, one after the other: give a name in .jsonl')
@@ -275,11 +285,12 @@ def suppress_os(act: Callable[[], object]) -> None:
     "Do `act`, if the system lets us."
     with suppress(OSError): act()
 
-def survey(rows: Iterable[tuple[int, Raw]], book: Ledgerbook, name: str | Path, force: bool = False) -> JobResult:
-    """The `JobResult` to begin with, from `rows` of file `name`: requests, as far as they can be read, and those in `book`.
+def survey(rows: Iterable[tuple[int, Raw]], book: Ledgerbook, name: str | Path, force: bool = False, whole: bool = True) -> tuple[JobResult, JobError | None]:
+    """The `JobResult` to begin with, from `rows` of file `name`: requests, as far as they can be read, and those in `book`; and what
+    ended the reading early, if anything did.
 
-    Raises `JobError` if a line is not what it was when it was answered, unless `force`."""
-    r = JobResult(0)
+    `whole`: `rows` are all there are. Raises `JobError` if a line is not what it was when it was answered, or gone, unless `force`."""
+    r, trouble = JobResult(0), None
     try:
         for number, raw in rows:
             r.total += 1
@@ -287,14 +298,19 @@ def survey(rows: Iterable[tuple[int, Raw]], book: Ledgerbook, name: str | Path, 
             if not (known := book.find(number)): continue
             if known[0] != digest_of(raw) and not force:
                 unit = 'line' if isinstance(raw, bytes) else 'row'
-                raise JobError(f'{unit} {number} of {name} is not what it was when it was answered: give another '
-                               'output, or --force it, which keeps the old answer')
+                raise JobError('{unit} {number} of {name} is not what it was when it was answered: give another output, or {force}, '
+                               'which keeps the old answer', unit=unit, number=number, name=name, force=Option('force', True))
             r.failed += known[1]
             r.before += 1
     except JobError as e:
         if e.status == 2: raise
+        trouble = e
+    gone, first = book.beyond(book.last) if whole and not trouble and not force else (0, 0)
+    if gone:
+        raise JobError(f'{name} has lost rows: its last is {book.last:,}, and {gone:,} beyond it, from {first:,} on, were answered before: give it all '
+                       'its rows, another output, or --force it, which keeps these answers')
     r.answered = r.before - r.failed
-    return r
+    return r, trouble
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
@@ -306,16 +322,20 @@ def frozen_heap() -> Iterator[None]:
         finally: gc.unfreeze()
 
 # %% ../../nbs/41_jobs.ipynb #b9ce02a6
+INPUT_KINDS = 'csv', 'tsv', 'parquet', 'txt'                             # that a form may name
+
 @dataclass
 class Job:
     """Requests from file `input`, answers to file `output`, failures to `error_file` (None: among the answers).
 
     `output` '-' is standard output, where a run that ended can't go on, as nothing of it can be read again.
 
-    `sampling_params`: a dict, for what lines leave open. `form`: 'batch' or 'plain', None guesses. `chat`, `system`:
-    plain prompts are user messages, after this system message. `prompt_template`: makes the prompt of a table's columns, as
-    in 'Translate to {lang}: {text}'; for a table `system` is a template too. `data_columns`: those that are no settings,
-    whatever they are called. `ordered`: answers in input order, as in tables always. `limit`: only so many
+    `sampling_params`: a dict, for what lines leave open. `form`: 'batch' or 'plain', None guesses; or 'csv', 'tsv', 'parquet', 'txt' where the name of the
+    input does not say so. `delimiter`, `encoding`: of a CSV or text, None finds them; `quotes`: whether a quote opens a cell. `any_model`: lines that
+    ask for another model are answered too, and fail else. `chat`, `system`:
+    plain prompts are user messages, after this system message. `prompt_template`: makes the prompt of a table's columns, or of a line's own keys, as
+    in 'Translate to {lang}: {text}', with `empty` for an empty cell; for a table `system` is a template too. `setting_columns`: those that are settings
+    of their row; all others are data, whatever they are called. `ordered`: answers in input order, as in tables always. `limit`: only so many
     of the first requests. `timeout`: seconds for each request, from when it is next in line. `max_errors`: stop after
     more failures. `retry_errors`: run again what failed in an earlier run. `force`: go on though model, parameters or
     input changed. `say`: called with lines of text about the progress. `use_tqdm`: None shows a bar on a terminal.
@@ -342,29 +362,45 @@ class Job:
     say: Callable[[str], object] = log.info
     use_tqdm: bool | None = None
     prompt_template: str | None = None
-    data_columns: Sequence[str] = ()
+    setting_columns: Sequence[str] = ()
     keep_journal: bool = False
     postprocess: Postprocess | None = None
     embed: PoolingRequest | None = None
+    delimiter: str | None = None
+    encoding: str | None = None
+    quotes: bool = True
+    any_model: bool | None = False
+    empty: str | None = None
     stamp: str = field(default='', init=False, repr=False)      # of the records, while it runs
+    _keyed: Columns | None = field(default=None, init=False, repr=False)      # of JSONL with keys of its own
 
     @property
-    def from_table(self) -> bool: return file_kind(self.input) in TABLES
+    def input_kind(self) -> str: return self.form if self.form in INPUT_KINDS else file_kind(self.input)
+    @property
+    def from_table(self) -> bool: return self.input_kind in TABLES
+
+    @property
+    def line_form(self) -> str: return 'batch' if self.form == 'batch' else 'plain'
+
+    def table(self) -> TableFile: return TableFile(self.input, self.input_kind, self.text_form)
+
+    @property
+    def text_form(self) -> TextForm: return TextForm(self.delimiter, self.encoding, self.quotes)
 
     def columns(self) -> dict[str, Any]:
         "How the columns of a table are to be read: arguments of `Columns`, {} for another file."
         keep = self.output is not None and file_kind(self.output) not in TABLES      # records of a table get them at the end
         if not self.from_table: return {}
-        data = TableFile(self.input).names if self.embed else self.data_columns      # a text that is embedded has no settings
-        return dict(prompt_template=self.prompt_template, system=self.system, chat=self.chat, data_columns=data, keep=keep)
+        return dict(prompt_template=self.prompt_template, system=self.system, chat=self.chat, setting_columns=self.setting_columns, keep=keep, empty=self.empty)
 
     def raw(self) -> Iterator[tuple[int, Raw]]:
         "Yield `(number, raw)` for each request of the input that counts."
-        return itertools.islice(read_raw(self.input, self.prompt_column, self.id_column, **self.columns()), self.limit)
+        rows = read_raw(self.input, self.prompt_column, self.id_column, self.input_kind, self.text_form, **self.columns())
+        return itertools.islice(rows, self.limit)
 
     def line(self, number: int, raw: Raw) -> JobLine:
         "The request that `raw` asks for, or its failure."
-        return parse_line(number, raw, self.form, self.chat, self.system, self.embed)
+        return parse_line(number, raw, self.line_form, self.chat, self.system, self.embed, self._keyed)
 
     def lines(self, book: Ledgerbook) -> Iterator[JobLine]:
         "Yield each line without an answer in `book`, where its id is entered."
@@ -372,17 +408,41 @@ class Job:
 
     def settings(self) -> dict[str, Any]:
         "What must stay the same from run to run, the model apart."
-        names = ('form', 'prompt_column', 'chat', 'system', 'sampling_params', 'error_file', 'prompt_template')
+        names = ('prompt_column', 'chat', 'system', 'sampling_params', 'error_file', 'prompt_template')
         made = sorted(self.postprocess) if isinstance(self.postprocess, Mapping) else self.postprocess is not None or None
         own = dict(embed=self.embed) if self.embed else {}
-        return json.loads(json.dumps({k: getattr(self, k) for k in names} | dict(postprocess=made) | own, default=str))
+        return json.loads(json.dumps({k: getattr(self, k) for k in names} | dict(form=self.line_form, postprocess=made) | own, default=str))
+
+    def _key_columns(self) -> Columns | None:
+        "What the keys of JSONL are for, if the job says so: None, or `Columns` of those in its first lines. Raises `JobError`."
+        if self.from_table or (self.prompt_column, self.id_column, self.prompt_template, *self.setting_columns) == ('prompt', 'custom_id', None): return None
+        if self.line_form == 'batch' or self.input_kind == 'txt':
+            what = 'one prompt a line' if self.input_kind == 'txt' else 'lines of the Batch API'
+            raise JobError(f'a prompt template and names of columns are for tables and JSONL with keys of its own, and {self.input} has {what}')
+        names: dict[str, None] = {}
+        for _, raw in itertools.islice(self.raw(), 100):
+            with suppress(BadRequest): names |= dict.fromkeys(json_object(raw, strict=False) if isinstance(raw, bytes) else ())
+        return Columns([*names], self.input, self.prompt_column, self.id_column, self.prompt_template, self.system, self.chat,
+                       self.setting_columns, empty=self.empty)
+
+    def _check_text_form(self) -> None:
+        "Raise `JobError` for a `delimiter`, `encoding` or `quotes` that can't be."
+        given = [k for k, v in dict(delimiter=self.delimiter, quotes=not self.quotes).items() if v]
+        if given and self.input_kind not in ('csv', 'tsv'): raise JobError(f'{given[0]} is for CSV and TSV, and {self.input} is neither')
+        if self.encoding and self.input_kind == 'parquet': raise JobError(f'encoding is for text, and {self.input} is Parquet')
+        if self.delimiter is not None and (len(self.delimiter) != 1 or self.delimiter in '"\r\n'):
+            raise JobError(f'delimiter must be one character that can stand between cells, got {self.delimiter!r:.20}')
+        try: ''.encode(self.encoding or 'utf-8')
+        except LookupError: raise JobError(f'encoding {self.encoding!r:.40} is unknown: give one such as utf-8, cp1252 or utf-16') from None
 
     def warn(self, text: str) -> None:
         "Say what nobody may miss."
         (log.warning if self.say == log.info else self.say)(text)
 
-    def _remark_settings(self) -> None:
-        columns = self.from_table and Columns(TableFile(self.input).names, self.input, self.prompt_column, self.id_column, **self.columns()).settings
+    def _remark_input(self) -> None:
+        for remark in self.table().form.remarks if self.from_table else (): self.warn(remark)
+        if not self.from_table or self.embed: return
+        columns = Columns(self.table().names, self.input, self.prompt_column, self.id_column, **self.columns()).alike
         if columns: self.warn(SETTINGS_REMARK.format(', '.join(columns), ','.join(columns)))
 
     def check(self) -> None:
@@ -391,20 +451,22 @@ class Job:
         for name in ('look_ahead', 'limit'):
             if (n := getattr(self, name)) is not None and n < 1: raise JobError(f'{name} must be at least 1, got {n}')
         check_paths(self.input, self.output, self.error_file, self.retry_errors)
-        if self.form not in (None, 'batch', 'plain'):
-            raise JobError(f"form {self.form!r} is unknown: expected 'batch' or 'plain'")
+        if self.form not in (None, 'batch', 'plain', *INPUT_KINDS):
+            raise JobError(f"form {self.form!r} is unknown: expected one of batch, plain, {', '.join(INPUT_KINDS)}")
+        if self.form not in INPUT_KINDS: check_input(self.input)
+        self._check_text_form()
         if self.from_table:
-            names = TableFile(self.input).names if self.embed and self.prompt_column == 'prompt' and self.prompt_template is None else []
+            names = self.table().names if self.embed and self.prompt_column == 'prompt' and self.prompt_template is None else []
             self.prompt_column = next((n for n in ('prompt', 'text', 'input') if n in names), self.prompt_column)
             next(self.raw(), None)                                    # its columns are there, and have names that can be
-        elif self.prompt_template is not None or self.data_columns or (self.prompt_column, self.id_column) != ('prompt', 'custom_id'):
-            raise JobError(f'a prompt template and names of columns are for tables (.csv, .tsv, .parquet), and {self.input} is none')
-        self.form = self.form or guess_form(self.input, 'plain' if self.embed else 'batch')
-        if self.output and file_kind(self.output) == 'npy' and not (self.embed and self.form == 'plain'):
+        self.form = self.form or ('plain' if self.input_kind == 'txt' or self.from_table else guess_form(self.raw(), 'plain' if self.embed else 'batch'))
+        if self.output and file_kind(self.output) == 'npy' and not (self.embed and self.form != 'batch'):
             raise JobError(f'{self.output}: an array is for the vectors of plain texts: give .jsonl, .csv or .parquet')
+        self._keyed = self._key_columns()
         if self.form == 'batch' and (self.chat or self.system is not None):
-            raise JobError('chat and system are for plain prompts: lines of the Batch API carry their messages themselves')
-        if self.system is not None and not (self.chat or self.from_table):
+            raise JobError('{chat} and {system} are for plain prompts: lines of the Batch API carry their messages themselves',
+                           chat=Option('chat'), system=Option('system'))
+        if self.system is not None and not (self.chat or self.from_table or self._keyed):
             first = [self.line(number, raw) for number, raw in itertools.islice(self.raw(), 100)]
             if first and all(line.messages is None for line in first): raise JobError(NO_TALK)
         SamplingParams.of(DEFAULTS['plain'] | (self.sampling_params or {}))
@@ -419,14 +481,16 @@ class Job:
         with ExitStack() as stack:
             for path in (self.output, self.error_file):
                 if path and path != '-': lock(path, stack)
-            if 'parquet' in (file_kind(self.output), file_kind(self.input)): need_parquet()
+            if 'parquet' in (file_kind(self.output), self.input_kind): need_parquet()
             book, unsorted = recover(self.output, self.error_file, self.settings(), self.force, self.retry_errors)
             self.retry_errors = False
-            self._remark_settings()
-            r = self.result = survey(self.raw(), book, self.input, self.force)
-            done = False
+            self._remark_input()
+            r, trouble = survey(self.raw(), book, self.input, self.force, self.limit is None)
+            self.result, done = r, False
+            if not r.total: self.warn(f'{self.input} has no request in it')
             try:
                 if r.done < r.total: self._go(llm() if callable(llm) else llm, book)
+                if trouble: raise trouble
                 self._finish(unsorted)
                 done = r.done == r.total
             finally: self._leave(done)
@@ -441,7 +505,7 @@ class Job:
         some = has_records(journal)
         if journal == str(self.output) or not some and Path(self.output).exists(): return
         if table and some: sort_records(journal)
-        source = TableFile(self.input) if table and self.from_table else None
+        source = self.table() if table and self.from_table else None
         clashes = export_records(lambda: ((n, d) for path in some for n, _, d in raw_records(path)), self.output, source)
         for clash in clashes: self.warn(f'columns of the answers have these names too: {clash} in {self.output}')
 
@@ -477,20 +541,22 @@ class Job:
     def dry_run(self) -> JobPlan:
         "A `JobPlan` without a model: which lines can't be read. Writes nothing."
         self.check()
-        return plan_without_model(self.lines(Ledgerbook()), self.sampling_params)
+        names = ModelNames([self.model_name], any_model=self.any_model) if self.model_name else None
+        return plan_without_model(self.lines(Ledgerbook()), self.sampling_params, names)
 
     def plan(self, llm: LLM, calibrate: bool = True) -> JobPlan:
         "The `JobPlan` with `llm`; `calibrate` tries some requests for a few tokens. Writes nothing."
         self.check()
-        return plan_with_model(self.lines(Ledgerbook()), llm, self.sampling_params, self.look_ahead, calibrate)
+        lines = self.lines(Ledgerbook())
+        return plan_with_model(lines, llm, self.sampling_params, self.look_ahead, calibrate, ModelNames.of(llm, self.model_name, self.any_model))
 
 # %% ../../nbs/41_jobs.ipynb #91e16194
 @dataclass
 class JobPlan:
     """What a job would take. `failures`: the first lines that can't run, of `failed`. `ignored`: keys of lines that mean
     nothing here. `shared_tokens`: of `prompt_tokens`, those that an earlier line of the same block has computed. `memory`: a
-    `MemoryPlan` of the longest requests that run together. `prompt_rate`, `output_rate`: tokens a second in a full batch,
-    None if not tried."""
+    `MemoryPlan` of the longest requests that run together. `prompt_rates`, `output_rates`: tokens a second, the least and the most
+    that were seen when so many requests were `tried`; None if none was. `advice`: what would make it faster."""
     requests: int = 0
     failed: int = 0
     failures: list[str] = field(default_factory=list)
@@ -501,14 +567,30 @@ class JobPlan:
     longest: int = 0
     limits: Any = None
     memory: MemoryPlan | None = None
-    prompt_rate: float | None = None
-    output_rate: float | None = None
+    prompt_rates: tuple[float, float] | None = None
+    output_rates: tuple[float, float] | None = None
+    tried: int = 0
+    advice: list[Message] = field(default_factory=list)
 
     @property
+    def prompt_rate(self) -> float | None: return self.prompt_rates and self.prompt_rates[0]
+    @property
+    def output_rate(self) -> float | None: return self.output_rates and self.output_rates[0]
+
+    def _seconds(self, fast: bool) -> tuple[float, float] | None:
+        "To read and to write, by the `fast` rates or by the slow ones; None if no rate is known."
+        if not self.prompt_rates or self.max_output_tokens and not self.output_rates: return None
+        return ((self.prompt_tokens - self.shared_tokens) / self.prompt_rates[fast],
+                self.max_output_tokens / self.output_rates[fast] if self.output_rates else 0.)
+
+    @property
+    def least_seconds(self) -> float | None:
+        "About what it takes if every answer ends with its first token; None if no rate is known."
+        return found[0] if (found := self._seconds(True)) else None
+    @property
     def seconds(self) -> float | None:
-        "At most, if every answer takes all its tokens; None if no rate is known."
-        if not self.prompt_rate or self.max_output_tokens and not self.output_rate: return None
-        return (self.prompt_tokens - self.shared_tokens) / self.prompt_rate + (self.max_output_tokens / self.output_rate if self.output_rate else 0)
+        "About what it takes if every answer takes all its tokens, by the slower rates, and a quarter more; None if no rate is known."
+        return 1.25 * sum(found) if (found := self._seconds(False)) else None
 
     def fail(self, line: JobLine) -> None:
         "Count a `line` that can't run; the first ten are kept."
@@ -516,30 +598,46 @@ class JobPlan:
         if line.failure and len(self.failures) < 10: self.failures.append(f'{line.where}: {line.failure[1]}')
 
     def add(self, group: RequestGroup, shared: int) -> None:
-        "Count a request, of whose prompt `shared` tokens are computed by then."
-        ids, rs = group.prompt_token_ids or [], group.requests
+        "Count a request, of whose prompts `shared` tokens are computed by then."
+        rs = group.requests
         self.requests += 1
         self.prompt_tokens += sum(len(r.prompt_ids) for r in rs)
-        self.shared_tokens += shared + (0 if isinstance(group, TextsGroup) else (len(rs) - 1) * (len(ids) - 1))
+        self.shared_tokens += shared
         self.max_output_tokens += sum(r.max_tokens for r in rs)
         self.longest = max(self.longest, *(r.max_len for r in rs))
 
-    def __str__(self) -> str:
-        lines = [f'{self.requests:,} requests; {self.failed:,} more can not run', *(f'  {f}' for f in self.failures)]
+    def __str__(self) -> str: return self.said()
+
+    def said(self, spell: Callable[[Option], str] = str) -> str:
+        "The plan in lines, each `Option` in them as `spell` writes it."
+        return '\n'.join([*self._counted(), *self._timed(), *(f'faster: {m.said(spell)}' for m in self.advice)])
+
+    def _counted(self) -> list[str]:
+        more = f'; {self.failed:,} more can not run' if self.failed else ''
+        lines = [f"{number_of(self.requests, 'request')}{more}", *(f'  {f}' for f in self.failures)]
         if self.ignored: lines += [f"keys without meaning here, ignored: {', '.join(sorted(self.ignored)[:50])}"]
         if self.prompt_tokens:
             lines += [f'tokens: {self.prompt_tokens:,} in prompts, of which {self.shared_tokens:,} are shared prefixes; '
                       f'at most {self.max_output_tokens:,} to generate; the longest request {self.longest:,}']
         if m := self.memory:
             mb, l = (lambda n: f'{n / 1e6:,.1f} MB'), self.limits
-            lines += [f'memory: weights {mb(m.weights_bytes)}, KV at most {mb(m.kv_bytes)} of {mb(m.kv_limit_bytes)}, in {m.slots} slots',
+            lines += [f'memory: weights {mb(m.weights_bytes)}, KV at most {mb(m.kv_bytes)} of {mb(m.kv_limit_bytes)}, '
+                      f"in {number_of(m.slots, 'slot')}",
                       f'settings: max_num_seqs {l.max_num_seqs}, max_num_batched_tokens {l.max_num_batched_tokens}, '
                       f'max_model_len {l.max_model_len}']
-        if self.prompt_rate:
-            written = f' and {self.output_rate:,.0f} output tokens' if self.output_rate else ''
-            lines += [f'speed: {self.prompt_rate:,.0f} prompt tokens{written} a second',
-                      f"time: {duration(self.seconds)}{' at most, if every answer takes all its tokens' * bool(written)}"]
-        return '\n'.join(lines)
+        elif self.requests: lines += ['how long the prompts are was not checked: that takes a model, as in a plan']
+        return lines
+
+    def _timed(self) -> list[str]:
+        slow = self._seconds(False)
+        if not self.prompt_rates or not slow or self.least_seconds is None: return []
+        between = lambda rates: f'{rates[0]:,.0f}' if f'{rates[0]:,.0f}' == f'{rates[1]:,.0f}' else f'{rates[0]:,.0f} to {rates[1]:,.0f}'
+        written = f' and {between(self.output_rates)} output tokens' if self.output_rates else ''
+        lines = [f"speed: {between(self.prompt_rates)} prompt tokens{written} a second, tried on {number_of(self.tried, 'request')}",
+                 f'time: {duration(self.least_seconds)} to {duration(self.seconds)}'
+                 f"{', by how early the answers end' * bool(written)}; longer if the machine has other work"]
+        if written: lines += [f'cost: {slow[0] / sum(slow):.0%} for reading prompts, {slow[1] / sum(slow):.0%} for answers, if each takes all its tokens']
+        return lines
 
 # %% ../../nbs/41_jobs.ipynb #4041a8bf
 def sharing(seen: set[Any], ids: list[int], size: int = 16) -> int:
@@ -549,11 +647,12 @@ def sharing(seen: set[Any], ids: list[int], size: int = 16) -> int:
     seen.update(hashes[n:])
     return n * size
 
-def plan_without_model(lines: Iterable[JobLine], given: dict[str, Any] | None = None) -> JobPlan:
-    "A `JobPlan` of which `lines` can't be read; `given`: sampling parameters for what they leave open."
+def plan_without_model(lines: Iterable[JobLine], given: dict[str, Any] | None = None, names: ModelNames | None = None) -> JobPlan:
+    "A `JobPlan` of which `lines` can't be read; `given`: sampling parameters for what they leave open. `names`: of models that they may ask for."
     p, params = JobPlan(), ParamsCache(given)
     for line in lines:
-        p.ignored.update(line.ignored)
+        if line.kind != 'plain' or not line.cells: p.ignored.update(line.ignored)
+        if names: names.check(line)
         if not line.failure and not line.pooling:
             try: params.of(line)
             except (BadRequest, BatchlabError) as e: line.failure = 'invalid_request', str(e)
@@ -562,22 +661,41 @@ def plan_without_model(lines: Iterable[JobLine], given: dict[str, Any] | None = 
     return p
 
 # %% ../../nbs/41_jobs.ipynb #84b2587e
-def rates(llm: LLM, prompts: list[list[int]], budget: int = 4096, more: int = 16) -> tuple[float, float]:
-    "Prompt tokens and output tokens a second of `llm`, tried on the first of `prompts` (ids), `budget` tokens in all."
-    n = max(1, sum(total <= budget for total in itertools.accumulate(map(len, prompts))))
-    room = (llm.max_model_len or sys.maxsize) - more - 1
-    prompts = [ids[:max(1, room)] for ids in prompts[:n]]
-    def seconds(m: int) -> float:
-        llm.reset_prefix_cache()
-        start = time.perf_counter()
-        llm.generate(prompts, SamplingParams(max_tokens=m, ignore_eos=True, temperature=0), use_tqdm=False)
-        return time.perf_counter() - start
-    seconds(2)                                     # whatever is only slow the first time
-    one, many = seconds(1), seconds(1 + more)
-    return sum(map(len, prompts)) / one, len(prompts) * more / max(many - one, 1e-6)
+Rates = tuple[float, float]                        # tokens a second, the least and the most
 
-def reading_rate(llm: LLM, texts: list[tuple[list[int], Any]], budget: int = 4096) -> float:
-    "Tokens a second that `llm` reads where it writes nothing, tried on the first of `texts`, pairs of ids and `PoolingParams`, `budget` tokens in all."
+def speed(llm: LLM, prompts: list[list[int]], more: int) -> tuple[float, float]:
+    "Prompt tokens a second until each of `prompts` (ids) has its first token, and output tokens a second while each gets so many `more`."
+    begun, busy = set[str](), True
+    got: list[StreamEvent] = []
+    llm.reset_prefix_cache()
+    for ids in prompts: llm.add_request(ids, SamplingParams(max_tokens=1 + more, ignore_eos=True, temperature=0), got.append)
+    start = read = now = time.perf_counter()
+    written = 0
+    while busy:
+        got.clear()
+        busy = llm.step()
+        now, fresh = time.perf_counter(), {e.request_id for e in got} - begun
+        begun |= fresh
+        if fresh: read, written = now, 0
+        else: written += sum(len(e.token_ids) for e in got)
+    return sum(map(len, prompts)) / (read - start), written / (now - read) if written else 0.
+
+def rates(llm: LLM, prompts: list[list[int]], budget: int = 4096, more: int = 16) -> tuple[Rates, Rates, int]:
+    """Prompt tokens and output tokens a second of `llm`, and how many prompts it was tried on: the first of `prompts` (ids), `budget` tokens in all.
+
+    Where that is few of them, as they are long, answers are also tried on as many as would run together, of which each is cut."""
+    n = max(1, sum(total <= budget for total in itertools.accumulate(map(len, prompts))))
+    rows = min(len(prompts), budget // 64)
+    room = max(1, (llm.max_model_len or sys.maxsize) - more - 2)
+    whole, cut = [ids[:room] for ids in prompts[:n]], [ids[:min(room, budget // rows)] for ids in prompts[:rows]]
+    speed(llm, [ids[:64] for ids in cut], 2)                    # whatever is only slow the first time
+    tries = [speed(llm, whole, more), speed(llm, whole, more)]
+    read, written = [r for r, _ in tries], [w for _, w in tries] + ([speed(llm, cut, more)[1]] if rows > n else [])
+    return (min(read), max(read)), (min(written), max(written)), n
+
+def reading_rates(llm: LLM, texts: list[tuple[list[int], Any]], budget: int = 4096) -> tuple[Rates, int]:
+    """Tokens a second that `llm` reads where it writes nothing, and on how many it was tried: the first of `texts`, pairs of ids and `PoolingParams`,
+    `budget` tokens in all."""
     n = max(1, sum(total <= budget for total in itertools.accumulate(len(ids) for ids, _ in texts)))
     def seconds() -> float:
         llm.reset_prefix_cache()
@@ -585,22 +703,27 @@ def reading_rate(llm: LLM, texts: list[tuple[list[int], Any]], budget: int = 409
         for _ in llm.iter_outputs([ids for ids, _ in texts[:n]], [params for _, params in texts[:n]]): pass
         return time.perf_counter() - start
     seconds()                                      # whatever is only slow the first time
-    return sum(len(ids) for ids, _ in texts[:n]) / seconds()
+    found = [sum(len(ids) for ids, _ in texts[:n]) / seconds() for _ in range(2)]
+    return (min(found), max(found)), n
 
 def plan_with_model(lines: Iterable[JobLine], llm: LLM, given: dict[str, Any] | None = None, look_ahead: int = 1024,
-                    calibrate: bool = True) -> JobPlan:
-    "The `JobPlan` of `lines` with `llm`, in blocks of `look_ahead`; `calibrate` tries some requests for a few tokens."
+                    calibrate: bool = True, names: ModelNames | None = None) -> JobPlan:
+    "The `JobPlan` of `lines` with `llm`, in blocks of `look_ahead`; `calibrate` tries some requests for a few tokens. `names`: as for `Run`."
     p, seen, longest, some, most = JobPlan(limits=llm.limits), set(), [], [], llm.limits.max_num_seqs
-    rng, params = random.Random(0), ParamsCache(given)
+    rng, params, alike, reused = random.Random(0), ParamsCache(given), 0, llm.enable_prefix_caching and llm.strategy == 'continuous'
     for i, line in enumerate(lines):
         if i % look_ahead == 0: seen.clear()
-        p.ignored.update(line.ignored)
+        if line.kind != 'plain' or not line.cells: p.ignored.update(line.ignored)
+        if names: names.check(line)
         group = None if line.failure else admit_line(llm, line, params, first=not p.requests)
         if not group:
             p.fail(line)
             continue
         rs, texts = (group.requests, group.parts) if isinstance(group, TextsGroup) else (group.requests[:1], [])
-        p.add(group, sum(sharing(seen, r.prompt_ids) for r in rs) if llm.causal else 0)
+        shared = sum(sharing(seen, r.prompt_ids) for r in rs) if llm.causal else 0
+        if not texts: shared += (len(group.requests) - 1) * (len(group.prompt_token_ids or []) - 1)      # further answers to one prompt
+        alike += shared
+        p.add(group, shared if reused else 0)
         for k, r in enumerate(rs):
             push = heapq.heappush if len(longest) < most else heapq.heappushpop
             push(longest, (r.max_len, (i, k), r.prompt_ids, texts[k].pooling if texts else SamplingParams(max_tokens=r.max_tokens)))
@@ -609,6 +732,8 @@ def plan_with_model(lines: Iterable[JobLine], llm: LLM, given: dict[str, Any] | 
     if not p.requests: return p
     p.memory = llm.plan([ids for *_, ids, _ in longest], [x for *_, x in longest])
     text = [ids for ids, pooling in some if pooling is None]
-    if calibrate and text: p.prompt_rate, p.output_rate = rates(llm, text)
-    elif calibrate: p.prompt_rate = reading_rate(llm, some)
+    if calibrate and text: p.prompt_rates, p.output_rates, p.tried = rates(llm, text)
+    elif calibrate: p.prompt_rates, p.tried = reading_rates(llm, some)
+    from batchlab.advice import advise, try_int8
+    p.advice = advise(llm, p.requests, p.longest, alike / p.prompt_tokens) + try_int8(llm)
     return p

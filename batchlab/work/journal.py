@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..errors import JobError
+from ..errors import JobError, Option
 from .formats import as_json, read_lines, records_of
 from .lines import JobLine
 from .tables import ANSWER, OPENERS, OPTIONAL, TABLES, TableFile, file_kind, record_of_rows
@@ -137,6 +137,11 @@ class Ledgerbook:
         if not self.size: return None
         return self.db.execute('select digest, failed from lines where number = ?', (number,)).fetchone()
 
+    def beyond(self, last: int) -> tuple[int, int]:
+        "How many lines after `last` were answered, and the first of them."
+        n, first = self.db.execute('select count(*), min(number) from lines where number > ?', (last,)).fetchone()
+        return n, first or 0
+
     def claim(self, custom_id: str | int, number: int) -> int | None:
         "Let line `number` have `custom_id`; the number of the line that has it already, or None."
         key = hashlib.blake2b(repr(custom_id).encode(), digest_size=16).digest()
@@ -170,7 +175,8 @@ def check_stamps(stamps: set[str | None], now: str, where: str | Path) -> None:
     known = [s for s in stamps if s]
     if not known or any(re.fullmatch(now, s) for s in known): return
     what = next((part for i, part in enumerate(PARTS) if not re.fullmatch(now[4*i:4*i + 4], known[0][4*i:4*i + 4])), '')
-    raise JobError(f'{where} was made with other {what} than this: give another output, or --force it, which mixes the two')
+    raise JobError('{where} was made with other {what} than this: give another output, or {force}, which mixes the two',
+                   where=where, what=what, force=Option('force', True))
 
 def check_same(path: str | Path, now: dict[str, Any], force: bool = False) -> None:
     "Compare the settings `now` with those in file `path`, if it is there. Raises `JobError` for a difference."
@@ -180,8 +186,8 @@ def check_same(path: str | Path, now: dict[str, Any], force: bool = False) -> No
     changed = [k for k in now if then.get(k) != now[k] or not then]
     if changed and not force:
         was, k = ('nothing that can be read' if not then else repr(then.get(changed[0]))), changed[0].replace('_', ' ')
-        raise JobError(f'this job was begun with {k} {was}, and it is {now[changed[0]]!r} now: give another output, '
-                       'or --force it, which mixes the two')
+        raise JobError('this job was begun with {what} {was}, and it is {now!r} now: give another output, or {force}, which mixes the two',
+                       what=k, was=was, now=now[changed[0]], force=Option('force', True))
 
 def replace_file(path: str | Path, parts: Iterable[bytes]) -> None:
     "Let file `path` hold `parts`, bytes one after the other, whole or not at all. Raises `JobError`."
@@ -256,7 +262,7 @@ def sort_records(path: str | Path) -> None:
 # %% ../../nbs/41_jobs.ipynb #be8c69b5
 def finished_records(output: str | Path) -> Iterator[dict[str, Any]]:
     "Yield the records that `output` was made of, a table or a packed file. Raises `JobError` if a job did not make it."
-    foreign = JobError(f'{output} is there already: give another output, or --force it')
+    foreign = JobError('{output} is there already: give another output, or {force}', output=output, force=Option('force', True))
     if file_kind(output) == 'npy': raise foreign
     if file_kind(output) not in TABLES:
         try: yield from records_of(output)
@@ -265,12 +271,13 @@ def finished_records(output: str | Path) -> Iterator[dict[str, Any]]:
     names = (table := TableFile(output)).names
     if not {*ANSWER} <= {*names}: raise foreign
     key, start = 'request_id' if 'request_id' in names else 'id', next(i for i, n in enumerate(names) if n in ('index', 'text') and 'text' in names[i:i + 2])
-    ids = names[:start] if names[:start] in (['line', 'id', 'custom_id'], ['id', 'custom_id']) else []
+    ids = names[:start] if names[0] == 'line' or names[:start] == ['id', 'custom_id'] else []
+    cells = [n for n in ids if n not in ('line', 'id', 'custom_id')]
     made = [n for n in names[names.index('error') + 1:] if n not in {*OPTIONAL, 'request_id'}]
     rows = (row if isinstance(row, dict) else {} for _, row in table.rows({*ids, *names[start:]}))
     for name, some in itertools.groupby(rows, lambda row: row.get(key)):
         if not KEY.fullmatch(str(name)): raise foreign
-        try: yield record_of_rows([*some], made)
+        try: yield record_of_rows([*some], made, cells)
         except ValueError as e: raise foreign from e
 
 def restore(output: str | Path) -> None:
@@ -303,7 +310,8 @@ def recover(output: str | Path, error_file: str | Path | None, settings: dict[st
     if journal != str(output) and Path(output).exists() and not Path(journal).exists():
         try:
             for record in finished_records(output):
-                if not (key := key_of(record)): raise JobError(f'{output} is there already: give another output, or --force it')
+                if not (key := key_of(record)):
+                    raise JobError('{output} is there already: give another output, or {force}', output=output, force=Option('force', True))
                 book.note(int(key[1]), key[2], record)
             book.finished = Path(output)
         except JobError:
@@ -320,7 +328,8 @@ def recover(output: str | Path, error_file: str | Path | None, settings: dict[st
             last = found[0]
     if not force:
         if None in book.stamps and not ours:
-            raise JobError(f'{[*there, output][0]} is there already, and does not say how it was made: give another output, or --force it')
+            raise JobError('{output} is there already, and does not say how it was made: give another output, or {force}',
+                           output=[*there, output][0], force=Option('force', True))
         if not ours: check_stamps(book.stamps, stamp_of(settings), [*there, output][0])
     if not retry or not book.failed: return book, unsorted
     book.forget_failures()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..choices import _asking
 from ..errors import BatchlabError
 from ..params import SamplingParams
+from ..tokens import own_tokenizer
 
 if TYPE_CHECKING: from batchlab.llm import LLM
 
@@ -130,7 +131,7 @@ def lm_class() -> Any:
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
             special = add_special_tokens if add_special_tokens is not None else self.bos is not False
             begun = self.tokenizer.bos_token is not None and string.startswith(self.tokenizer.bos_token)
-            return self.tokenizer(string, add_special_tokens=special and not begun, **kwargs)['input_ids']
+            return own_tokenizer(self.tokenizer)(string, add_special_tokens=special and not begun, **kwargs)['input_ids']
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
             return self.tokenizer.apply_chat_template(chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,

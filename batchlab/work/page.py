@@ -446,13 +446,23 @@ async function fileLink(e) {                                                    
   el('a', {href: url, download: link.download}).click();
   setTimeout(() => URL.revokeObjectURL(url), 60000);
 }
+function outcome(c, name) {                                                                  // what was answered, and what failed
+  const bar = el('span', {class: 'bar', role: 'progressbar', 'aria-valuenow': c.completed + c.failed, 'aria-valuemax': c.total,
+    'aria-label': `done of ${name}, ${number(c.failed)} failed`}, el('i'), el('i'));
+  [['completed', 'decode'], ['failed', 'failed']].forEach(([k, tone], i) => {
+    bar.children[i].style.width = `${100 * c[k] / Math.max(1, c.total)}%`;
+    bar.children[i].style.background = `var(--${tone})`;
+  });
+  return bar;
+}
 function batchRow(b) {
   const c = b.request_counts || {total: 0, completed: 0, failed: 0}, done = c.completed + c.failed, name = names.get(b.input_file_id) || b.input_file_id;
   const link = (id, label) => id ? [el('a', {href: `/v1/files/${encodeURIComponent(id)}/content`, download: `${id}.jsonl`, onclick: fileLink,
     'aria-label': `${label} of ${name}`}, label), ' '] : [];
   const failed = c.failed ? `, ${number(c.failed)} failed` : '';
-  return el('li', {title: b.id}, el('span', {class: 'name'}, name), el('span', {class: 'chip'}, b.status.replace('_', ' ')),
-    el('progress', {max: Math.max(1, c.total), value: done, 'aria-label': `done of ${name}`}),
+  return el('li', {}, el('span', {class: 'name'}, name), el('span', {class: 'chip'}, b.status.replace('_', ' ')),
+    el('span', {class: 'when'}, [...Object.values(b.metadata || {}), new Date(b.created_at * 1000).toLocaleString(), b.id].join(', ')),
+    outcome(c, name),
     el('span', {class: 'num'}, `${number(done)} of ${number(c.total)}${failed}`), el('span', {}, ...link(b.output_file_id, 'answers'), ...link(b.error_file_id, 'errors')));
 }
 async function listBatches() {
@@ -573,7 +583,7 @@ section{border:1px solid var(--edge);border-radius:8px;padding:12px;min-width:0}
 #roll{display:block;width:100%;height:180px}.key{font-size:12.5px;color:var(--dim);margin:8px 0 0}
 .key i,.dot{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}.key span{white-space:nowrap;margin-right:12px}
 .k-decode{background:var(--decode)}.k-batch{background:linear-gradient(var(--idle) 50%,var(--decode) 50%)}.k-prefill{background:var(--prefill)}.k-cached{background:var(--cached)}.k-again{background:var(--again)}.k-held{background:var(--held)}.k-idle{background:var(--idle)}
-.scroll{overflow:auto;max-height:420px}table{border-collapse:collapse;width:100%;font-size:13px}
+.scroll{overflow:auto;max-height:1000px}table{border-collapse:collapse;width:100%;font-size:13px}
 td,th{padding:2px 10px 2px 0;text-align:left;font-weight:400;border-bottom:1px solid var(--edge);white-space:nowrap}thead th{color:var(--dim)}
 td.num,th.num{text-align:right;font-variant-numeric:tabular-nums}.num{font-variant-numeric:tabular-nums}td.wide{width:55%}
 .bar{display:flex;height:10px;background:var(--idle);border-radius:3px;overflow:hidden;min-width:60px}.bar i{display:block;height:10px}
@@ -582,7 +592,7 @@ td.num,th.num{text-align:right;font-variant-numeric:tabular-nums}.num{font-varia
 #play{display:grid;gap:8px;margin-top:8px}.line{display:flex;flex-wrap:wrap;gap:8px;align-items:end}.line label{flex:1 1 90px}#play label{font-size:13px;color:var(--dim)}
 ::placeholder{color:var(--dim);opacity:1}textarea{resize:vertical;min-height:56px;display:block;color:var(--ink)}#play input{color:var(--ink)}#said{min-height:1.45em;font-variant-numeric:tabular-nums}
 #batches{list-style:none;margin:0;padding:0}#batches li{display:flex;flex-wrap:wrap;gap:2px 10px;align-items:center;padding:6px 0;border-bottom:1px solid var(--edge);font-size:13px}
-.name{flex:1 1 100%;overflow-wrap:anywhere}.chip{border:1px solid var(--edge);border-radius:9px;padding:0 8px}progress{flex:1 1 90px;height:8px;accent-color:var(--decode)}
+.name{flex:1 1 100%;overflow-wrap:anywhere}.chip{border:1px solid var(--edge);border-radius:9px;padding:0 8px}.when{flex:1 1 100%;color:var(--dim);overflow-wrap:anywhere}#batches .bar{flex:1 1 90px;height:8px}
 @media(max-width:900px){main{grid-template-columns:minmax(0,1fr)}#figures{grid-template-columns:repeat(2,minmax(0,1fr))}}
 @media(max-width:480px){header,main{padding-left:10px;padding-right:10px}#figures{gap:6px}#figures div{padding:6px 8px}dd b{font-size:20px}#speed{width:34%}td.wide{width:30%}td,th{padding-right:6px}}
 @media(forced-colors:active){.bar i,.dot,.key i,.meter i{forced-color-adjust:none}}
@@ -628,7 +638,7 @@ BODY = r'''
 
 # %% ../../nbs/modules/000_page.ipynb #pag00025
 SCRIPT = f"'use strict';{JS_START}{JS_ROLL}{JS_SHOW}{JS_FEED}{JS_BATCHES}{JS_CHAT}"
-STYLE = ':root{color-scheme:light dark;' + ''.join(f'--{k}:light-dark({a},{b});' for k, (a, b) in COLOURS.items()) + '}' + CSS
+STYLE = ':root{color-scheme:light dark;' + ''.join(f'--{k}:light-dark({a},{b});' for k, (a, b) in COLOURS.items()) + '--failed:light-dark(#cf222e,#f85149)}' + CSS
 HTML = ('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>batchlab</title>'
         f'<link rel="icon" href="data:,"><style>{STYLE}</style></head><body>{BODY}<script>{SCRIPT}</script></body></html>\n')
 

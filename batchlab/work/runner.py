@@ -11,12 +11,13 @@ __all__ = []
 # %% ../../nbs/41_jobs.ipynb #66c77234
 import hashlib, os, time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BatchlabError, JobError, ModelError
+from ..lora import adapter_names
 from .lines import JobLine, ParamsCache, Postprocess, answer_of, failure_of
 from .openai import BadRequest
 from .pooling_api import TextsOutput
@@ -93,25 +94,46 @@ def record_of(line: JobLine, out: RequestOutput | TextsOutput, model: str, timeo
 
 # %% ../../nbs/41_jobs.ipynb #91b0aa15
 class Remarks:
-    "Tells through `say` what lines have that changes nothing, each thing once. `model`: the name of the one that answers; `adapters`: of its adapters."
-    def __init__(self, say: Callable[[str], object], model: str, adapters: Collection[str] = ()) -> None:
-        self.say, self.model, self.noted, self.adapters = say, model, False, adapters
-        self.named: set[str] = set()
+    "Tells through `say` what lines have that changes nothing, each thing once."
+    def __init__(self, say: Callable[[str], object]) -> None: self.say, self.named = say, set[str]()
 
     def on(self, line: JobLine) -> None:
-        "Name the keys of `line` without meaning, up to fifty of a file, and the first model that is another."
+        "Name the keys of `line` without meaning, up to fifty of a file."
         if (more := {*line.ignored} - self.named) and len(self.named) < 50:
             self.named |= more
             self.say(f"{line.where}: keys without meaning here, ignored: {', '.join(sorted(more))[:300]}")
-        if line.model not in (None, self.model, *self.adapters) and not self.noted:
-            self.noted, others = True, f'all others but those for {", ".join(sorted(self.adapters))}' if self.adapters else 'all others'
-            self.say(f'{line.where} asks for model {line.model!r:.60}: {self.model} answers this and {others}')
+
+@dataclass
+class ModelNames:
+    """Which model a line may ask for: the one that answers, by any of `names`, or one of `adapters`.
+
+    `any_model`: a line for another is answered too, if there are no adapters, among which it may be a misspelt one; None: nobody can say so."""
+    names: Sequence[str]
+    adapters: Collection[str] = ()
+    any_model: bool | None = False
+
+    @classmethod
+    def of(cls, llm: Any, name: str | None, any_model: bool | None = False) -> ModelNames:
+        "Those of `llm`, which answers call `name`. A hub's id may lack its owner. Raises `JobError`."
+        own, adapters = getattr(llm, 'model', None), adapter_names(llm)                # a worker's model is elsewhere
+        names = [n for n in (name, own is not None and name_of(own)) if n]
+        if twice := {*names[:1]} & {*adapters}: raise JobError(f'the model and an adapter are both called {min(twice)!r}: call one of them something else')
+        return cls(names, adapters, any_model)
+
+    def check(self, line: JobLine) -> None:
+        "Let `line` fail if it asks for a model that is not here."
+        known = {*self.names, *(name.rpartition('/')[2] for name in self.names), *self.adapters}
+        if line.failure or line.model is None or line.model in known or self.any_model and not self.adapters: return
+        here = f'{self.names[0]} answers' + (f', and its adapters {", ".join(sorted(self.adapters))}' if self.adapters else '')
+        way = '' if self.adapters or self.any_model is None else '; any_model (--any-model) lets it answer for all names'
+        line.failure = 'model_not_found', f'there is no model {line.model!r:.60} here: {here}{way}'
 
 # %% ../../nbs/41_jobs.ipynb #91b0aa18
 def name_of(model: Any) -> str:
     "What to call `model`: its name, or that of its folder without the path, else its class."
+    from batchlab.fetching import short_name                     # not for a dry run, which needs no torch
     name = getattr(model.config, '_name_or_path', '')
-    return (Path(name).name if os.path.exists(name) else name) or type(model).__name__
+    return (short_name(name) if os.path.exists(name) else name) or type(model).__name__
 
 Admitted = tuple[JobLine, 'RequestGroup']
 

@@ -8,7 +8,7 @@ __all__ = ['BatchLLM', 'Pool', 'RayJob', 'shards', 'run_jobs', 'run_on_ray']
 # %% ../../nbs/44_scaleout.ipynb #d6a214be
 import asyncio, itertools, json, math, os, re, signal, socket, threading, time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
@@ -23,6 +23,7 @@ from ..deprecated import renamed
 from ..errors import BatchlabError, EngineError, JobError, ParamError
 from ..llm import LLM
 from ..lora import read_modules
+from ..models import template_text
 from .batches import BatchJob
 from .jobs import Job, JobResult, Run
 from .journal import Ledgerbook, Outbox
@@ -83,22 +84,22 @@ def _jsonable(x: Any) -> Any:
     raise TypeError(f'{str(x)[:40]!r} is neither text nor a number')
 
 @lru_cache
-def _columns(names: tuple[str, ...], prompt_column: str, chat: bool, embed: bool = False) -> Columns:
-    return Columns(names, 'the batch', prompt_column, chat=chat, data_columns=names if embed else ())
+def _columns(names: tuple[str, ...], prompt_column: str, chat: bool, settings: tuple[str, ...] = ()) -> Columns:
+    return Columns(names, 'the batch', prompt_column, chat=chat, setting_columns=settings)
 
 _SEVERAL = 'several answers and log probabilities have no column here: leave n and logprobs out'
 _VECTORS = 'a row here has one vector: give embed=True, and one text in each row'
 def _several(given: dict[str, Any]) -> bool: return (given.get('n') or 1) != 1 or given.get('logprobs') is not None
 
 def line_of(number: int, row: dict, prompt_column: str = 'prompt', chat: bool = False, system: str | None = None,
-            embed: PoolingRequest | None = None) -> JobLine:
+            embed: PoolingRequest | None = None, setting_columns: Sequence[str] = ()) -> JobLine:
     """The `JobLine` of `row`, a dict: of the Batch API, or with `messages` or a prompt. What is wrong is its failure.
 
     `embed`: a prompt is a text, for which this is asked."""
     batch = {'url', 'body'}
     fail = lambda why: JobLine(number, f'{number:08x}', unit='row', failure=('invalid_request', why))
     try:
-        columns = None if row.keys() >= batch else _columns(tuple(row), prompt_column, chat, embed is not None)
+        columns = None if row.keys() >= batch else _columns(tuple(row), prompt_column, chat, tuple(setting_columns))
         read = columns.needed if columns else {'custom_id', *batch, *(k for k in row if is_setting(k, None))}      # refused beside the body
         plain = json.loads(json.dumps({k: row[k] for k in row if k in read}, default=_jsonable))
     except JobError as e: return fail(str(e))
@@ -117,10 +118,10 @@ def line_of(number: int, row: dict, prompt_column: str = 'prompt', chat: bool = 
 
 # %% ../../nbs/44_scaleout.ipynb #af5299c9
 class BatchLLM:
-    """For `ds.map_batches(BatchLLM, fn_constructor_kwargs=…, batch_size=…, concurrency=n)`: engines in n workers.
+    """For `ds.map_batches(BatchLLM, fn_constructor_kwargs=…, batch_size=…, compute=ray.data.ActorPoolStrategy(size=n))`: engines in n workers.
 
-    Rows have `prompt` (or `prompt_column`), `messages`, or the columns of the Batch API, and may have sampling
-    parameters in columns of their names. Added columns: `generated_text`, `finish_reason`, `prompt_tokens`,
+    Rows have `prompt` (or `prompt_column`), `messages`, or the columns of the Batch API. `setting_columns`: those that are
+    sampling parameters of their row; all others are data, whatever they are called. Added columns: `generated_text`, `finish_reason`, `prompt_tokens`,
     `completion_tokens`, `error` (None if there is none; a row that can't run spoils no other). `sampling_params`: a
     dict, for what rows leave open. `chat`, `system`: prompts are user messages, after this system message. `timeout`:
     seconds for each row. `num_threads`: of torch, None leaves it to Ray. `embed`: True or `PoolingParams`, prompts are texts, and the columns
@@ -128,13 +129,14 @@ class BatchLLM:
     `dtype`, `max_num_seqs`. Raises `ModelError`, `ParamError`."""
     def __init__(self, sampling_params: dict | None = None, prompt_column: str = 'prompt', chat: bool = False,
                  system: str | None = None, timeout: float | None = None, num_threads: int | None = None,
-                 embed: bool | PoolingParams = False, **llm: Any) -> None:
+                 embed: bool | PoolingParams = False, setting_columns: Sequence[str] = (), **llm: Any) -> None:
         sampling_params = settings_of(sampling_params or {})
         if _several(sampling_params): raise ParamError(_SEVERAL)
         if num_threads: torch.set_num_threads(num_threads)
         self.queue = LineQueue(Job('-', sampling_params=sampling_params, timeout=timeout), LLM(**llm))
         self.embed = PoolingRequest('embed', [], params=PoolingParams.of(None if embed is True else embed, 'embed')) if embed else None
-        self.numbers, self.read = itertools.count(1), partial(line_of, prompt_column=prompt_column, chat=chat, system=system, embed=self.embed)
+        self.numbers = itertools.count(1)
+        self.read = partial(line_of, prompt_column=prompt_column, chat=chat, system=system, embed=self.embed, setting_columns=setting_columns)
 
     async def __call__(self, batch: Any) -> AsyncIterator[dict]:
         columns = batch.to_pydict() if hasattr(batch, 'to_pydict') else {k: batch[k] for k in batch}      # pyarrow's, or a dict
@@ -289,6 +291,7 @@ class Workers:
         model = self.llm.get('model')
         if model and os.path.exists(model): self.llm['model'] = os.path.abspath(model)      # wherever a worker is
         if modules := self.llm.get('lora_modules'): self.llm['lora_modules'] = {name: os.path.abspath(r.lora_path) for name, r in read_modules(modules).items()}
+        if template := self.llm.get('chat_template'): self.llm['chat_template'] = template_text(template)      # a file may be here alone
 
     def __enter__(self) -> Self:
         self.__exit__()                          # entered again, it begins anew
@@ -530,14 +533,14 @@ def shards(job: Job) -> list[Job]:
 def _run_shard(job: Job, pool: Callable[[], Pool]) -> JobResult:
     "Run `job` and mark its output as finished, or take the result of a mark that fits. Raises `JobError` for other settings."
     mark, now = Path(f'{job.output}.done'), dict(bytes=os.path.getsize(job.input), limit=job.limit, settings=job.settings())
-    try: then = json.loads(mark.read_text())
+    try: then = json.loads(mark.read_text(encoding='utf-8'))
     except (OSError, ValueError): then = {}
     fits = then.items() >= now.items() and os.path.exists(str(job.output))
     if fits and not (job.retry_errors or job.force):
         n = then['answered'] + then['failed']
         return JobResult(n, then['answered'], then['failed'], before=n)
     r = job.run(pool)                            # type: ignore[arg-type]  # a `RayJob` takes a pool
-    if r.done == r.total: mark.write_text(json.dumps(now | dict(answered=r.answered, failed=r.failed)))
+    if r.done == r.total: mark.write_text(json.dumps(now | dict(answered=r.answered, failed=r.failed)), encoding='utf-8')
     return r
 
 # %% ../../nbs/44_scaleout.ipynb #c26fbb9e

@@ -5,24 +5,25 @@
 # %% ../../nbs/49_server.ipynb #srv00005
 from __future__ import annotations
 
-import asyncio, contextlib, hashlib, hmac, itertools, json, logging, math, os, secrets, signal, socket, threading, time
+import asyncio, contextlib, hashlib, hmac, itertools, json, logging, math, os, re, secrets, signal, socket, sys, threading, time
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
+from http import HTTPStatus
 from types import FrameType
 from typing import Any
 
 from .. import __version__
 from ..async_llm import AsyncLLM
 from ..errors import BatchlabError, EngineError, JobError
-from ..inputs import prompt_ids_of
+from ..inputs import encode_text, prompt_ids_of
 from ..llm import LLM
 from ..lora import adapter_named, adapter_names, check_modules
 from ..outputs import RequestOutput
 from .batch_routes import batch_router
 from .batches import BatchRunner
 from .lines import json_object
-from .openai import (POOLING_URLS, ApiRequest, BadRequest, Parts, as_messages, echoed, error_body, head_of, choice_of, parse_online,
+from .openai import (POOLING_URLS, ApiRequest, BadRequest, Parts, as_messages, at_fault, echoed, error_body, head_of, choice_of, parse_online,
                                   prompt_logprobs_of, take, text_logprobs, usage_of)
 from .page import trusted
 from .pooling_api import PoolingRequest, parse_pooling, pooling_body
@@ -36,6 +37,7 @@ try:
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     from starlette.exceptions import HTTPException
+    from starlette.middleware.cors import CORSMiddleware
     from starlette.requests import ClientDisconnect
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -62,19 +64,43 @@ async def respond(response: Response, scope: Scope, send: Send) -> None:
     nothing: Any = None
     await response(scope, nothing, send)
 
+def logged(e: BadRequest) -> str:
+    "What the log says of `e`: its code, and its message without what that quotes of the request."
+    quoted = r"(?<!\w)'(\\.|[^'\\])*('|$)|\"(\\.|[^\"\\])*(\"|$)|\(.*\)"
+    return f"{e.code}: {re.sub(quoted, '…', str(e)).partition(', got ')[0].partition('compiled: ')[0]:.150}"
+
+async def refuse(e: BadRequest, scope: Scope, send: Send, close: bool = False) -> None:
+    "Answer with the error `e`, and let the log say so. `close`: the connection ends with it."
+    scope['said'], response = logged(e), error_response(e)
+    if close: response.headers['Connection'] = 'close'
+    await respond(response, scope, send)
+
+def _near_path(scope: Scope) -> str | None:
+    "The path of an endpoint that is probably meant: with one /v1 in front and single slashes."
+    plain = re.sub('/+', '/', scope['path']).rstrip('/')
+    while plain.startswith('/v1/v1/'): plain = plain[3:]
+    routes = [r.path_regex for r in scope['app'].routes if hasattr(r, 'path_regex') and '{name' not in getattr(r, 'path', '')]
+    return next((p for p in (plain, '/v1' + plain) if p != scope['path'] and any(r.match(p) for r in routes)), None)
+
 def not_here(scope: Scope, methods: str | None = None) -> BadRequest:
     "The error for a path or, where others are known, a method that is not served."
     path, method = repr(scope['path'])[1:-1][:100], scope['method']
     if methods: return BadRequest(f'{method} is not served at {path}: use {methods}', 'method_not_allowed')
-    why = dict(files='start it with --data FOLDER', batches='start it with --data FOLDER', responses='this server has no responses: use /v1/chat/completions')
-    return BadRequest(f"{path} is not served here: {why.get(path.removeprefix('/v1/').split('/')[0], 'see /v1/models and /v1/chat/completions')}", 'not_found')
+    if near := _near_path(scope):
+        return BadRequest(f'{path} is not served here, {near[:100]} is: a base_url ends in /v1, once, and in no slash', 'not_found')
+    kind = path.removeprefix('/v1/').split('/')[0]
+    if kind in ('files', 'batches'):
+        has = any(getattr(r, 'path', '') == '/v1/files' for r in scope['app'].routes)
+        why = f'the id of a {kind.removesuffix("es") if kind == "batches" else "file"} has no slash in it' if has else 'start it with --data FOLDER'
+    else: why = dict(responses='this server has no responses: use /v1/chat/completions').get(kind, 'see /v1/models and /v1/chat/completions')
+    return BadRequest(f'{path} is not served here: {why}', 'not_found')
 
 def error_of(o: Any, asked: ApiRequest | PoolingRequest, most: int | None) -> BadRequest | None:
     "Why `o`, a `RequestOutput` or `TextsOutput` of `asked`, is no answer, or None. `most`: tokens that the model holds."
     pooled = isinstance(asked, PoolingRequest)
     reason, own = o.outputs[0].finish_reason if o.outputs else o.finish_reason, asked.key if pooled else 'messages' if asked.chat else 'prompt'
     if reason == 'too_long': return BadRequest(f"this model's maximum context length is {most} tokens: {o.error}", 'context_length_exceeded', own)      # by these words clients know it
-    if o.refused: return BadRequest(o.error or '', param=next((k for k in asked.asked if (o.error or '').startswith(k)), None))
+    if o.refused: return BadRequest(o.error or '', param=at_fault(o.error or '', asked.asked, own))
     if reason == 'cancelled': return BadRequest('the server is stopping: ask again later', 'unavailable')
     if reason == 'timeout': return BadRequest('the request ran out of time', 'timeout')
     return BadRequest(o.error, 'server_error') if o.error else None
@@ -134,10 +160,9 @@ class Answer(Response):
             with self.api.place(self.asked): await (self._kept_alive if self.asked.stream else self._whole)(send)
         except (BadRequest, BatchlabError) as e:
             wrong = e if isinstance(e, BadRequest) else BadRequest(str(e), 'unavailable' if isinstance(e, EngineError) else 'invalid_request')
-            status, body = error_body(str(wrong), wrong.code, wrong.param)
-            self.scope['said'] = wrong.code
-            if self.begun: await send(dict(type='http.response.body', body=f'data: {_dumps(body)}\n\ndata: [DONE]\n\n'.encode()))
-            else: await respond(error_response(wrong), self.scope, send)
+            if not self.begun: return await refuse(wrong, self.scope, send)
+            self.scope['said'], body = logged(wrong), error_body(str(wrong), wrong.code, wrong.param)[1]
+            await send(dict(type='http.response.body', body=f'data: {_dumps(body)}\n\ndata: [DONE]\n\n'.encode()))
 
     async def _outputs(self, grow: bool) -> AsyncGenerator[tuple[int, RequestOutput]]:
         "`(index of the prompt, output)` as they come. Raises `BadRequest` for one that failed."
@@ -196,7 +221,8 @@ class Answer(Response):
                 if o.finished: lasts[i] = o
                 if a.echo and not o.finished and a.params.prompt_logprobs is not None: continue      # which are known at the end
                 shown, first = (echoed(o, self._text(o), a.silent), self._first(o)) if a.echo else (o, '')
-                new = parts.since(shown.outputs, i * a.params.n, first)
+                used = [(len(o.prompt_token_ids or ()), 0 if a.silent else len(c.token_ids)) for c in o.outputs] if a.usage_each else None
+                new = parts.since(shown.outputs, i * a.params.n, first, used)
                 if new: await self._send(send, new)
         usage = self._usage([lasts[i] for i in sorted(lasts)])
         self.scope['said'] = said_of(usage)
@@ -218,7 +244,8 @@ class Answer(Response):
 
     def _text(self, o: RequestOutput) -> str:
         "The text of its prompt."
-        return o.prompt if o.prompt is not None else self.api.decode(o.prompt_token_ids or [])
+        if o.prompt is not None and self.asked.params.truncate_prompt_tokens is None: return o.prompt
+        return self.api.decode(o.prompt_token_ids or [])                      # of a prompt that was cut, what was used
 
     def _first(self, o: RequestOutput) -> str: return self.api.decode((o.prompt_token_ids or [])[:1])
 
@@ -317,7 +344,16 @@ class Api:
 
     def check_model(self, model: Any) -> None:
         if model is not None and model not in self.names and self.adapter_of(model) is None:
-            raise BadRequest(f'the model {model!r:.100} does not exist: this server has {self.name!r}', 'model_not_found', 'model')
+            adapters = ', '.join(map(repr, adapter_names(self.llm.llm)))
+            has = f'{self.name!r}, and with adapters {adapters}' if adapters else f'{self.name!r}'
+            raise BadRequest(f'the model {model!r:.100} does not exist: this server has {has}', 'model_not_found', 'model')
+
+    def check_length(self, asked: ApiRequest) -> None:
+        "Raise `BadRequest` if `asked` wants longer answers than there can be."
+        n, most = asked.params.max_tokens, self.llm.llm.max_model_len
+        key = next((k for k in ('max_tokens', 'max_completion_tokens') if asked.asked.get(k) is not None), 'max_tokens')
+        if n and most and n > most:
+            raise BadRequest(f'{key} is {n:,}, and the model holds {most:,} tokens with the prompt: lower it, or leave it out', param=key)
 
     def check_room(self, asked: ApiRequest | PoolingRequest) -> None:
         "Raise `BadRequest` if `asked` has no room beside what is pending."
@@ -333,6 +369,7 @@ class Api:
         tools = take_tools(body) if kind == 'chat' else None
         asked = parse_online(body, kind)
         self.check_model(asked.model)
+        self.check_length(asked)
         if tools or asked.chat and any('tool_calls' in m for m in asked.prompts[0]['messages']): await self._in_queuer(lambda: self._arm(asked, tools))
         return Answer(self, asked)
 
@@ -376,13 +413,12 @@ class Api:
                        if (v := take(d, k, t, None, 'true or false' if t is bool else 'an object')) is not None}
         elif prompt is None: raise BadRequest('prompt must be a string, got null', param='prompt')
         if d: raise BadRequest(f'unknown key {min(d)!r:.60}: leave it out', param=min(d))
-        ids = await self._in_queuer(lambda: self._ids(prompt, special is not False))
+        ids = await self._in_queuer(lambda: self._ids(prompt, special is not False), prompt)
         more = dict(token_strs=self.llm.llm.get_tokenizer().convert_ids_to_tokens(ids)) if strings else {}
         return json_response(dict(count=len(ids), max_model_len=self.llm.llm.max_model_len, tokens=ids, **more))
 
     def _ids(self, prompt: Any, special: bool) -> list[int]:
-        from batchlab.models import encode
-        if isinstance(prompt, str): return encode(self.llm.llm.tokenizer, prompt, special)
+        if isinstance(prompt, str): return encode_text(self.llm.llm.tokenizer, prompt, special)
         return prompt_ids_of(self.llm.llm.model, self.llm.llm.tokenizer, prompt, True)[1]
 
     async def detokenize(self, request: Request) -> Response:
@@ -393,9 +429,9 @@ class Api:
             raise BadRequest(f'tokens must be a list of token ids from 0 to {most - 1:,}', param='tokens')
         return json_response(dict(prompt=await self._in_queuer(lambda: self.decode(ids))))
 
-    async def _in_queuer(self, work: Callable[[], Any]) -> Any:
-        "What `work` gives in the thread that has the tokenizer. Raises `BadRequest`."
-        try: return await asyncio.wrap_future(self.llm.queuer.submit(work))
+    async def _in_queuer(self, work: Callable[[], Any], prompt: Any = None) -> Any:
+        "What `work` gives in the thread that tokenises `prompt`. Raises `BadRequest`."
+        try: return await asyncio.wrap_future(self.llm.queuer_for(prompt).submit(work))
         except BatchlabError as e: raise BadRequest(str(e)) from None
 
     async def tokenizer(self) -> Response:
@@ -428,8 +464,7 @@ class KeyGate:
             given = next((v for k, v in scope['headers'] if k == b'authorization'), b'')
             scheme, _, key = given.partition(b' ')
             if not hmac.compare_digest(self._digest(key.strip()), self.digest) or scheme.lower() != b'bearer':
-                e = BadRequest('the API key is missing or wrong: send it as Authorization: Bearer KEY', 'invalid_api_key')
-                return await respond(error_response(e), scope, send)
+                return await refuse(BadRequest('the API key is missing or wrong: send it as Authorization: Bearer KEY', 'invalid_api_key'), scope, send)
         await self.app(scope, receive, send)
 
 class Body:
@@ -466,16 +501,37 @@ class Body:
         await self._send(message)
 
 class OwnPages:
-    "ASGI middleware: the server is called by an address, as localhost or by one of `names`, and by no page of another site."
-    def __init__(self, app: ASGIApp, names: Collection[str]) -> None: self.app, self.names = app, names
+    "ASGI middleware: the server is called by an address, as localhost or by one of `names`, and by no page of another site but `origins`."
+    def __init__(self, app: ASGIApp, names: Collection[str], origins: Collection[str] = ()) -> None: self.app, self.names, self.origins = app, names, origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope['type'] == 'http':
             host, origin = (next((v.decode('latin-1') for k, v in scope['headers'] if k == key), '') for key in (b'host', b'origin'))
-            if host and not trusted(host, self.names) or origin and origin.partition('://')[2] != host:
+            foreign = origin and origin.partition('://')[2] != host and not {'*', origin} & {*self.origins}
+            if host and not trusted(host, self.names) or foreign:
                 e = BadRequest('without an API key this server answers only to its own address, and to no page of another site: give it a key', 'forbidden')
-                return await respond(error_response(e), scope, send)
+                return await refuse(e, scope, send)
         await self.app(scope, receive, send)
+
+class NoPreflights:
+    "ASGI middleware: a browser that asks for a page of another site, which comes without a key, hears that there is an option."
+    def __init__(self, app: ASGIApp) -> None: self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope['type'] == 'http' and scope['method'] == 'OPTIONS' and any(k == b'access-control-request-method' for k, _ in scope['headers']):
+            e = BadRequest('pages of other sites may not use this server: it is started with --allowed-origins for those that may', 'forbidden')
+            return await refuse(e, scope, send)
+        await self.app(scope, receive, send)
+
+class Heads:
+    "ASGI middleware: HEAD is answered as GET is, and the connection leaves the body out."
+    def __init__(self, app: ASGIApp) -> None: self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope['type'] != 'http' or scope['method'] != 'HEAD': return await self.app(scope, receive, send)
+        inner = {**scope, 'method': 'GET'}
+        await self.app(inner, receive, send)
+        if 'said' in inner: scope['said'] = inner['said']
 
 class BodyLimit:
     "ASGI middleware: a body must be plain, of at most `most` bytes, and come in time (`Body`). `more`: other limits of bytes by the beginning of the path."
@@ -487,9 +543,12 @@ class BodyLimit:
         body = Body(receive, send, next((n for path, n in self.more.items() if scope['path'].startswith(path)), self.most), self.patience)
         headers, wrong = dict(scope['headers']), None
         length, encoding = headers.get(b'content-length', b''), headers.get(b'content-encoding', b'identity').strip().lower()
-        if length.isdigit() and int(length[:20]) > body.most: wrong = BadRequest(f'the body is longer than {body.most:,} bytes: send less', 'request_too_large')
+        both = b'transfer-encoding' in headers and b'content-length' in headers
+        if both:
+            wrong = BadRequest('the request has Content-Length and Transfer-Encoding, which may contradict each other: send one of them')
+        elif length.isdigit() and int(length[:20]) > body.most: wrong = BadRequest(f'the body is longer than {body.most:,} bytes: send less', 'request_too_large')
         elif encoding != b'identity': wrong = BadRequest(f'the body is encoded as {encoding.decode("latin-1")!r:.40}: send it plain', 'unsupported_media_type')
-        await (respond(error_response(wrong), scope, body.send) if wrong else self.app(scope, body.receive, body.send))
+        await (refuse(wrong, scope, body.send, both) if wrong else self.app(scope, body.receive, body.send))
 
 class RequestLog:
     "ASGI middleware: one line for each request: method, path, status, seconds, and what the endpoint `said`. No headers, no queries."
@@ -514,14 +573,14 @@ class RequestLog:
 # %% ../../nbs/49_server.ipynb #srv00052
 def create_app(llm: AsyncLLM | LLM, name: str | None = None, *, api_key: str | None = None, max_pending: int | None = None, max_body: int = 2**24,
                max_upload: int = 2**29, batches: BatchRunner | None = None, routers: Sequence[APIRouter] = (), others: Iterable[str] = (), say: Callable[[str], object] | None = None,
-               patience: float = PATIENCE, keep_alive: float = 10., names: Collection[str] | None = None) -> FastAPI:
+               patience: float = PATIENCE, keep_alive: float = 10., names: Collection[str] | None = None, origins: Collection[str] = ()) -> FastAPI:
     """An ASGI application that serves `llm` as OpenAI's API. `name`: what the model is called, `others`: further names for it.
 
     `api_key`: what clients must send. `max_pending`: choices under way, beyond which requests get status 429; None takes that of `llm`. `max_body`: bytes of a body,
     `max_upload` of one to /v1/files. `batches`: runs files of requests beside the others, with endpoints for them; it and its store
     are closed with the app. `routers`: more endpoints. `say` gets a line for each request. `patience`: seconds for a body to come, and one more for
     each 1,000 bytes of it; `keep_alive`: after so many without a part a stream gets a comment. `names`: those by which the server may be called beside its addresses, and then by
-    no page of another site; None is any. The app's `state.api` has `llm`; its engine stops with the app.
+    no page of another site; None is any. `origins`: sites whose pages may use it, such as 'https://a.example', or '*' for any. The app's `state.api` has `llm`; its engine stops with the app.
 
     Adapters are those that `llm` was given: no request brings one in or takes one out. Raises `AdapterError` for one of them that can't be loaded, and
     `ParamError` for one that is called as the model is."""
@@ -546,22 +605,26 @@ def create_app(llm: AsyncLLM | LLM, name: str | None = None, *, api_key: str | N
     for router in routers: app.include_router(router)
     for kind, handler in ((BadRequest, _bad_request), (HTTPException, _http_error), (RequestValidationError, _invalid), (ClientDisconnect, _left), (Exception, _broken)):
         app.add_exception_handler(kind, handler)
+    app.add_middleware(Heads)
     app.add_middleware(BodyLimit, most=max_body, more={'/v1/files': max_upload}, patience=patience)
-    if names is not None: app.add_middleware(OwnPages, names=names)
+    if names is not None: app.add_middleware(OwnPages, names=names, origins=origins)
     if api_key: app.add_middleware(KeyGate, key=api_key)
+    if origins: app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=['*'], allow_headers=['*'])
+    else: app.add_middleware(NoPreflights)
     if say: app.add_middleware(RequestLog, say=say)
     return app
 
 async def _bad_request(request: Request, e: Any) -> Response:
-    request.scope['said'] = e.code                                     # the message may quote what was sent
+    request.scope['said'] = logged(e)
     return error_response(e)
 
 async def _http_error(request: Request, e: Any) -> Response:
     "404 and 405 of the framework, and whatever else it or a router raises, as the API's error object."
     allow = (e.headers or {}).get('Allow')
-    if e.status_code in (404, 405) and e.detail in ('Not Found', 'Method Not Allowed'): response = error_response(not_here(request.scope, allow if e.status_code == 405 else None))
-    elif e.status_code in (408, 413): response = error_response(BadRequest(str(e.detail), 'timeout' if e.status_code == 408 else 'request_too_large'))
-    else: response = json_response(error_body(str(e.detail), 'invalid_request')[1], e.status_code)
+    if e.status_code in (404, 405) and e.detail in ('Not Found', 'Method Not Allowed'): wrong = not_here(request.scope, allow if e.status_code == 405 else None)
+    else: wrong = BadRequest(str(e.detail), {408: 'timeout', 413: 'request_too_large'}.get(e.status_code, 'invalid_request'))
+    request.scope['said'], response = logged(wrong), error_response(wrong)
+    if wrong.code == 'invalid_request': response.status_code = e.status_code
     for k, v in (e.headers or {}).items(): response.headers[k] = v
     return response
 
@@ -569,7 +632,7 @@ async def _invalid(request: Request, e: Any) -> Response:
     "A router's own check of its arguments."
     first = e.errors()[0]
     where = str(first['loc'][-1]) if first.get('loc') else None
-    return error_response(BadRequest(f"{where}: {first['msg']}", param=where))
+    return await _bad_request(request, BadRequest(f"{where}: {first['msg']}", param=where))
 
 async def _left(request: Request, e: Any) -> Response:
     "The client left while it was sending; nobody reads this."
@@ -601,6 +664,15 @@ async def crowded(scope: Scope, receive: Receive, send: Send) -> None:
     response.headers.update({'Connection': 'close', 'Retry-After': '1'})
     await respond(response, scope, send)
 
+def not_http(error: BaseException | None, first: bytes, rest: bytes) -> BadRequest:
+    "What is wrong with bytes, `first` those of the connection, that h11 refuses with `error`; `rest`: what it has not read."
+    if first[:2] == b'\x16\x03': return BadRequest('this port speaks plain HTTP, and this is TLS: use http:// in place of https://')
+    if getattr(error, 'error_status_hint', 0) == 431:
+        if b'\n' in rest: return BadRequest('the headers are too long: send less than 64 KiB', 'headers_too_large')
+        return BadRequest('the URL is too long: send less than 64 KiB, and data in the body', 'uri_too_long')
+    why = {'Missing mandatory Host: header': 'it has no Host header', 'Found multiple Host: headers': 'it has more than one Host header'}
+    return BadRequest(f'this is not HTTP as it should be: {why.get(str(error), error)}')
+
 class Connection(H11Protocol):
     "uvicorn's connection, which may not stand still, and says what is wrong with the API's error object. uvicorn's `limit_concurrency` is how many there may be."
     STUCK = 4                                                             # times the patience for a client that does not read
@@ -608,6 +680,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         most, self.limit_concurrency, self.seen, self.since = self.limit_concurrency, None, None, 0.
+        self.first, self.ended = b'', False                               # bytes that came; whether the client sends no more
         if most and len(self.connections) > most: self.app = crowded
         if most and len(self.connections) > most + most // 8 + 1: transport.abort()
 
@@ -621,7 +694,30 @@ class Connection(H11Protocol):
             elif self.conn.trailing_data[0]: self.refuse(BadRequest('the head of the request comes too slowly', 'timeout'))
             else: self.transport.close()
 
-    def send_400_response(self, msg: str) -> None: self.refuse(BadRequest('this is not HTTP as it should be', 'invalid_request'))
+    def data_received(self, data: bytes) -> None:
+        self.first = self.first or bytes(data[:3])
+        super().data_received(data)
+
+    def send_400_response(self, msg: str) -> None: self.refuse(not_http(sys.exc_info()[1], self.first, self.conn.trailing_data[0]))
+
+    def eof_received(self) -> bool | None:  # pyright: ignore[reportIncompatibleMethodOverride]    as asyncio has it
+        """The client sends no more. It may have left, or have closed its own direction alone, and then it gets its answer: which of the two, only
+        sending tells, and HTTP/1.1 has a message for it before an answer begins. Later who sends no more has left."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_started or cycle.more_body or self.scope['http_version'] != '1.1': return None
+        self.ended = True
+        self.probe(.02)
+        return True                                                       # stay open
+
+    def probe(self, wait: float) -> None:
+        "Tell the client that its request is worked on, until the answer begins: to one that has left, this ends the connection."
+        if self.transport.is_closing() or self.cycle.response_started: return
+        self.transport.write(self.conn.send(h11.InformationalResponse(status_code=102, headers=[], reason=b'Processing')) or b'')
+        self.loop.call_later(wait, self.probe, min(1., 5 * wait))
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.ended and self.cycle.response_complete: self.transport.close()
 
     def refuse(self, e: BadRequest) -> None:
         "Answer with `e`, unless an answer has begun, and close."
@@ -631,7 +727,7 @@ class Connection(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             response = error_response(e)
             response.headers['Connection'] = 'close'
-            head = h11.Response(status_code=response.status_code, headers=response.raw_headers, reason=b'')
+            head = h11.Response(status_code=response.status_code, headers=response.raw_headers, reason=HTTPStatus(response.status_code).phrase.encode())
             for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()): self.transport.write(self.conn.send(event) or b'')
         self.transport.close()
 
@@ -651,12 +747,13 @@ def url_of(sock: socket.socket) -> str:
 class Server(uvicorn.Server):
     """Serves an app of `create_app`. The first SIGINT or SIGTERM stops it when all is answered, or `drain` seconds later; a second one at once.
 
-    `ready()` is called when it listens. `connections`: how many it holds (`room_for`, if None), beyond which clients are told to come back.
+    `ready()` is called when it listens, and `say` gets a line when it stops. `connections`: how many it holds (`room_for`, if None), beyond which clients are told to come back.
     `patience`: seconds that a connection may stand still, `Connection.check`."""
-    def __init__(self, app: FastAPI, drain: float = 30, ready: Callable[[], object] | None = None, connections: int | None = None, patience: float = PATIENCE) -> None:
+    def __init__(self, app: FastAPI, drain: float = 30, ready: Callable[[], object] | None = None, connections: int | None = None, patience: float = PATIENCE,
+                 say: Callable[[str], object] | None = None) -> None:
         super().__init__(uvicorn.Config(app, http=Connection, ws='none', log_config=None, access_log=False, lifespan='on', timeout_graceful_shutdown=math.ceil(drain) + 5,
                                         server_header=False, timeout_keep_alive=20, limit_concurrency=connections or room_for(), backlog=ACCEPTS))
-        self.api, self.drain, self.ready, self.patience = app.state.api, drain, ready, patience
+        self.api, self.drain, self.ready, self.patience, self.say = app.state.api, drain, ready, patience, say
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -673,6 +770,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         "Let what is under way end; what has not ended `drain` seconds later is told so."
         self.api.draining = True
+        if self.say: self.say(f'stopping: {self.api.pending:,} answers under way have {self.drain:g} s to end' if self.api.pending else 'stopping')
         timer = asyncio.get_running_loop().call_later(self.drain, self.end_all)
         try: await super().shutdown(sockets)
         finally: timer.cancel()

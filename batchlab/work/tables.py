@@ -5,7 +5,7 @@
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e004
 from __future__ import annotations
 
-import bz2, csv, difflib, gzip, io, itertools, json, lzma, math, re, string
+import bz2, codecs, csv, difflib, gzip, io, itertools, json, lzma, math, re, string
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -18,10 +18,12 @@ from ..names import INSTEAD, known_settings, near_key, plain_name
 # %% auto #0
 __all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'Cells', 'INT', 'FLOAT', 'TRUTH', 'OPTIONAL', 'ANSWER',
            'CHAT_OPTIONS', 'NO_SETTINGS', 'LITERAL', 'SETTINGS_REMARK', 'RECORD', 'NUMBERS', 'VECTORS', 'Records',
-           'file_kind', 'opener_of', 'check_input', 'check_output', 'need_parquet', 'unique_names', 'BadRow',
-           'readable', 'TableFile', 'no_column', 'is_missing', 'MissingCell', 'Template', 'literal', 'setting_of',
-           'renamed_columns', 'Row', 'Columns', 'from_json', 'plain_value', 'json_value', 'whole', 'table_rows', 'flat',
-           'record_of_rows', 'ColumnType', 'type_of', 'cell_text', 'cells_of', 'AnswerTable']
+           'file_kind', 'opener_of', 'check_input', 'check_output', 'need_parquet', 'opened_text', 'Recoded',
+           'unique_names', 'BadRow', 'TextForm', 'encoding_of', 'CSVRows', 'in_blocks', 'broken_parquet',
+           'open_parquet', 'readable', 'TableFile', 'no_column', 'is_missing', 'MissingCell', 'Template', 'literal',
+           'is_setting_name', 'check_setting', 'kept_cells', 'renamed_columns', 'Row', 'Columns', 'from_json',
+           'plain_value', 'json_value', 'whole', 'table_rows', 'flat', 'record_of_rows', 'ColumnType', 'type_of',
+           'cell_text', 'cells_of', 'AnswerTable']
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e008
 OPENERS: dict[str, Callable[..., IO[Any]]] = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open}
@@ -73,6 +75,22 @@ def need_parquet() -> Any:
     except ImportError: raise JobError('reading and writing Parquet needs pyarrow: pip install pyarrow') from None
     return pq
 
+def opened_text(f: IO[bytes], name: str | Path, encoding: str | None = None) -> IO[Any]:
+    "Text file `f` as a reader of bytes of UTF-8, whatever its `encoding`; None: UTF-8, or for a plain text as its first bytes say. Raises `JobError`."
+    if not encoding and file_kind(name) == 'txt': encoding = encoding_of(f.peek(2**10), name)      # type: ignore[attr-defined]
+    if encoding in (None, 'utf-8-sig'): return f
+    return io.BufferedReader(Recoded(io.TextIOWrapper(f, encoding)))      # type: ignore[arg-type]
+
+class Recoded(io.RawIOBase):
+    "The characters of `text` as bytes of UTF-8."
+    def __init__(self, text: IO[str]) -> None: self.text, self.left = text, b''
+    def readable(self) -> bool: return True
+    def readinto(self, buffer: Any) -> int:
+        self.left = self.left or self.text.read(2**16).encode('utf-8', 'surrogatepass')
+        part, self.left = self.left[:len(buffer)], self.left[len(buffer):]
+        buffer[:len(part)] = part
+        return len(part)
+
 def unique_names(names: Sequence[str]) -> list[str]:
     "`names`, the second `a` as `a.1`."
     found: dict[str, None] = {}
@@ -87,53 +105,146 @@ class BadRow(csv.Error):
         super().__init__(why)
         self.cells = cells
 
+class TextForm(NamedTuple):
+    """How the text of a CSV is written. None: to be found out. `quotes`: whether a quote opens a cell. `end`: of its lines.
+
+    `remarks`: what was found and is not the usual."""
+    delimiter: str | None = None
+    encoding: str | None = None
+    quotes: bool = True
+    end: str = '\n'
+    remarks: tuple[str, ...] = ()
+
+    def found(self, path: str | Path, kind: str = 'csv') -> TextForm:
+        "The form of file `path`: what is not given is found in its beginning. Raises `JobError`."
+        delimiter, remarks = self.delimiter, []
+        with opener_of(path)(path, 'rb') as f: start = f.read(2**16)
+        encoding = self.encoding or encoding_of(start, path)
+        if encoding != 'utf-8-sig' and not self.encoding: remarks.append(f'{path} is read as {encoding.upper()}, as its first bytes say (--encoding)')
+        header = next(iter(start.decode(encoding, 'replace').splitlines(True)), '')
+        if not delimiter and kind == 'tsv': delimiter = '\t'
+        if not delimiter:
+            delimiter = max(',', ';', '\t', key=header.count) if ',' not in header else ','
+            if delimiter != ',': remarks.append(f"{path} is read with {'semicolons' if delimiter == ';' else 'tabs'} between cells, as its header says (--delimiter)")
+        return TextForm(delimiter, encoding, self.quotes, '\r\n' if header.endswith('\r\n') else '\n', tuple(remarks))
+
+def encoding_of(start: bytes, path: str | Path) -> str:
+    "The encoding of file `path`, which begins with bytes `start`: UTF-8, or what its mark says. Raises `JobError`."
+    if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)): return 'utf-32'
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)): return 'utf-16'
+    for first, name in (1, 'utf-16-le'), (0, 'utf-16-be'):
+        half = start[first:200:2]
+        if len(half) > 1 and half.count(0) * 2 > len(half): raise JobError(f'{path} is no UTF-8, and looks like UTF-16: give its encoding ({name})')
+    return 'utf-8-sig'
+
+class CSVRows:
+    """The rows of CSV file `f` (bytes) in `form`.
+
+    A quote that is never closed, or closed far below in the middle of a cell, takes all lines between into one cell. What rows they were is
+    not known, so this is an error of the file, and not of one row."""
+    def __init__(self, f: IO[bytes], form: TextForm) -> None:
+        csv.field_size_limit(LONGEST_LINE)
+        errors = 'surrogateescape' if form.encoding == 'utf-8-sig' else 'strict'
+        self.text, self.form, self.ended = io.TextIOWrapper(f, form.encoding, errors, newline=''), form, False
+        quoting = csv.QUOTE_MINIMAL if form.quotes else csv.QUOTE_NONE
+        self.reader = csv.reader(self._lines(), delimiter=form.delimiter or ',', quoting=quoting, strict=True)
+
+    def _lines(self) -> Iterator[str]:
+        yield from self.text
+        self.ended = True
+
+    def _next(self, what: str) -> list[str] | csv.Error | None:
+        "The next row, None at the end, or why it can't be read. Raises `csv.Error` if lines beside its own are lost with it."
+        first = self.reader.line_num + 1
+        try: return next(self.reader, None)
+        except csv.Error as e:
+            last = self.reader.line_num
+            if self.ended: raise csv.Error(f'a quote in {what}, line {first}, is never closed: is the file cut off, or a quote too many?') from e
+            if last > first:
+                raise csv.Error(f'a quote in {what}, line {first}, takes all up to line {last} into one cell, and there {e}: is a quote too many?') from e
+            if 'expected after' not in str(e): return e
+            return csv.Error(f'{e}; a quote within a cell is written twice, and quotes=False (--no-quotes) reads all as they are')
+        except UnicodeDecodeError as e: raise csv.Error(f'{what} is no {self.form.encoding}: {e.reason}') from e
+
+    def header(self, path: str | Path) -> list[str]:
+        "The cells of the first row. Raises `JobError`."
+        try: row = self._next('the header')
+        except csv.Error as e: row = e
+        if isinstance(row, csv.Error): raise JobError(f"can't read {path} ({row}): mend the file") from row
+        return row or []
+
+    def rows(self, width: int) -> Iterator[Cells | csv.Error]:
+        "Yield the `width` cells of each row after the header, or why it can't be read. Raises `csv.Error`."
+        number = 0
+        while (row := self._next(f'row {number + 1}')) is not None:
+            if row == []: continue
+            number += 1
+            if isinstance(row, list) and any(row[width:]): row = BadRow(f'{len(row)} cells, and the header has {width}', row[:width])
+            yield row if isinstance(row, csv.Error) else row[:width] + [None] * (width - len(row))
+
+def in_blocks(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    "Yield lists of at most `size` of `items`. An error among these comes after what stands before it."
+    trouble = None
+    while trouble is None:
+        block: list[Any] = []
+        try:
+            for item in itertools.islice(items, size): block.append(item)
+        except Exception as e: trouble = e
+        if not block: break
+        yield block
+    if trouble: raise trouble
+
+def broken_parquet(path: str | Path, e: Exception) -> JobError:
+    "The error that `e` ended the reading of file `path`."
+    why = ' '.join(str(e).split())[:200]
+    return JobError(f'{path} is not a Parquet file that can be read ({why}): is it whole?')
+
+def open_parquet(path: str | Path) -> Any:
+    "The `pyarrow.parquet.ParquetFile` in file `path`. Raises `JobError`."
+    pq = need_parquet()
+    from pyarrow import ArrowException
+    try: return pq.ParquetFile(path, page_checksum_verification=True)      # of files that have such sums
+    except FileNotFoundError: raise
+    except (ArrowException, OSError) as e: raise broken_parquet(path, e) from e
+
 def readable(text: str) -> str:
     "`text` whose bytes may be no UTF-8, as UTF-8 can hold it."
     return text.encode('utf-8', 'surrogateescape').decode('utf-8', 'replace')
 
 class TableFile:
-    "The table in file `path`: the `names` of its columns, and its rows. Raises `JobError` if it can't be opened."
-    def __init__(self, path: str | Path) -> None:
-        self.path, self.kind = path, file_kind(path)
+    """The table in file `path`: the `names` of its columns, and its rows. Raises `JobError` if it can't be opened.
+
+    `form`: 'csv', 'tsv' or 'parquet', else its name says it. `text_form`: a CSV's own, else it is found out."""
+    def __init__(self, path: str | Path, form: str | None = None, text_form: TextForm | None = None) -> None:
+        self.path, self.kind = path, form or file_kind(path)
         self.text = self.kind != 'parquet'                               # cells are text
+        self.form = (text_form or TextForm()).found(path, self.kind) if self.text else TextForm()
         with ExitStack() as stack: self.names: list[str] = self._open(stack)[0]
 
     def _open(self, stack: ExitStack) -> tuple[list[str], Any]:
         if self.kind == 'parquet':
-            pq = need_parquet()
-            from pyarrow import ArrowException
-            try: f = stack.enter_context(pq.ParquetFile(self.path))
-            except ArrowException as e: raise JobError(f"{self.path} is not a Parquet file that can be read ({str(e)[:200]})") from e
+            f = stack.enter_context(open_parquet(self.path))
             names = f.schema_arrow.names
             if twice := [n for n in names if names.count(n) > 1]: raise JobError(f'{self.path} has two columns {twice[0]!r}: rename one')
             return names, f
-        f = stack.enter_context(opener_of(self.path)(self.path, 'rb'))
-        csv.field_size_limit(LONGEST_LINE)
-        rows = csv.reader(io.TextIOWrapper(f, 'utf-8-sig', 'surrogateescape', newline=''), delimiter='\t' if self.kind == 'tsv' else ',')
-        return unique_names(next(rows, [])), rows
+        rows = CSVRows(stack.enter_context(opener_of(self.path)(self.path, 'rb')), self.form)
+        return unique_names(rows.header(self.path)), rows
 
     def blocks(self, size: int = 256, columns: list[str] | None = None) -> Iterator[Any]:
-        "Yield blocks of at most `size` rows, of Parquet with all or some `columns`: a `pyarrow.RecordBatch`, or a list with the cells of each row or a `csv.Error`."
+        """Yield blocks of at most `size` rows, of Parquet with all or some `columns`: a `pyarrow.RecordBatch`, or a list with the cells
+        of each row or a `csv.Error`. Whatever breaks the reading off comes after the rows before it."""
         with ExitStack() as stack:
             names, source = self._open(stack)
             if self.kind == 'parquet': yield from self._batches(source, size, columns)
-            else:
-                rows = self._rows(source, len(names))
-                while block := [*itertools.islice(rows, size)]: yield block
+            else: yield from in_blocks(source.rows(len(names)), size)
 
     def _batches(self, f: Any, size: int, columns: list[str] | None) -> Iterator[Any]:
         from pyarrow import ArrowException
-        try: yield from f.iter_batches(size, columns=columns)
-        except ArrowException as e: raise JobError(f"{self.path} is not a Parquet file that can be read ({str(e)[:200]})") from e
-
-    def _rows(self, reader: Any, width: int) -> Iterator[Cells | csv.Error]:
-        while True:
-            try: row = next(reader, None)
-            except csv.Error as e: row = e
-            if row is None: return
-            if row == []: continue
-            if isinstance(row, list) and any(row[width:]): row = BadRow(f'{len(row)} cells, and the header has {width}', row[:width])
-            yield row if isinstance(row, csv.Error) else row[:width] + [None] * (width - len(row))
+        try:
+            for batch in f.iter_batches(size, columns=columns):
+                batch.validate(full=True)                                # text that is no UTF-8, offsets that lead out of it
+                yield batch
+        except (ArrowException, OSError) as e: raise broken_parquet(self.path, e) from e
 
     def rows(self, columns: Collection[str] | None = None) -> Iterator[tuple[int, dict[str, Any] | csv.Error]]:
         "Yield `(number, cells by column)` for each row, from 1, with all or some `columns`; the error for a broken one."
@@ -161,8 +272,10 @@ class MissingCell(ValueError):
     "A template meets a cell that it can't be filled from."
 
 class Template:
-    "Text with columns in braces, such as 'Translate to {lang}: {text}'. `{{` is a brace. Raises `JobError`."
-    def __init__(self, text: str, names: Collection[str], where: str | Path = 'the table', what: str = 'prompt template') -> None:
+    "Text with columns in braces, such as 'Translate to {lang}: {text}'. `{{` is a brace. `empty`: what stands for an empty cell, None for an error. Raises `JobError`."
+    def __init__(self, text: str, names: Collection[str], where: str | Path = 'the table', what: str = 'prompt template',
+                 empty: str | None = None) -> None:
+        self.empty = empty
         try: self.parts = [*string.Formatter().parse(text)]
         except ValueError as e: raise JobError(f'the {what} {text!r:.60} is none ({e}): write {{{{ for a brace') from None
         self.columns = {name for _, name, _, _ in self.parts if name is not None}
@@ -188,7 +301,8 @@ class Template:
         return ''.join(text + ('' if name is None else self._cell(name, cells[name], spec, how)) for text, name, spec, how in self.parts)
 
     def _cell(self, name: str, v: Any, spec: str | None, how: str | None) -> str:
-        if is_missing(v): raise MissingCell(f'column {name!r} is empty')
+        if is_missing(v) and self.empty is not None: return self.empty
+        if is_missing(v): raise MissingCell(f"column {name!r} is empty: empty='' (--empty '') lets it be")
         if spec and isinstance(v, str): v = literal(v)
         try: return format(string.Formatter().convert_field(v, how), spec or '')
         except (ValueError, TypeError) as e: raise MissingCell(f'column {name!r} holds {v!r:.40}, which {{{name}:{spec}}} can not write ({e})') from None
@@ -213,19 +327,25 @@ CHAT_OPTIONS = 'tools chat_template chat_template_kwargs add_generation_prompt c
 NO_SETTINGS = {'prompt_logprobs', 'detokenize'}                          # which no answer in a file has a place for
 LITERAL = {'stop', 'bad_words', 'guided_regex', 'guided_grammar', 'chat_template', 'adapter'}      # text is meant as it stands
 
-SETTINGS_REMARK = 'columns that are settings of their row: {}; data_columns (--data-columns {}) if they are data'
+SETTINGS_REMARK = 'columns with names of settings are data here: {}; setting_columns (--setting-columns {}) makes them settings of their row'
 
-def setting_of(name: str) -> bool:
-    "Whether column `name` is a setting. Raises `JobError` if it is a misspelt one, or one that nothing can honour."
-    if name in {*ANSWER, *OPTIONAL} - {'logprobs'}: return False          # columns of an earlier answer
-    if name in known_settings() - NO_SETTINGS or name in ('timeout', 'adapter'): return True
-    advice = INSTEAD.get(plain_name(name), '')
-    if (near := near_key(name)) and (near == plain_name(name) or len(name) > 6): advice = near      # speed is no misspelt seed
-    elif not advice or advice == 'structured_outputs': return False      # columns of these names are common
-    if name == 'system': advice = "--system '{system}'"
-    raise JobError(f'column {name!r} is called as a setting is: give {advice} instead, or data_columns (--data-columns {name}) if it is none')
+def is_setting_name(name: str) -> bool:
+    "Whether a column `name` may be a setting of its row."
+    return name in known_settings() - NO_SETTINGS or name in ('timeout', 'adapter')
+
+def check_setting(name: str, options: Collection[str] = ()) -> None:
+    "Raise `JobError` unless column `name` may be a setting of its row, or is one of `options` of conversations."
+    if is_setting_name(name) or name in options: return
+    advice = "a template (--system '{system}')" if name == 'system' else INSTEAD.get(plain_name(name)) or near_key(name) or ''
+    if name in CHAT_OPTIONS: advice = 'chat (--chat) as well, as it is for conversations'
+    raise JobError(f"column {name!r} is no setting of a row{f': give {advice}' if advice else ''}")
 
 RECORD = 'request_id line row custom_id text finish_reason outputs usage error results'.split()      # the keys of a record
+
+def kept_cells(d: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    "Those `keys` of object `d` that are its owner's, as they stand in a record: `text_input` for `text`, which is ours."
+    new = renamed_columns([k for k in d if k in keys], {*RECORD, *ANSWER, *OPTIONAL, *_MADE, 'id'})
+    return {name: json_value(d[k]) for k, name in new.items()}
 
 def renamed_columns(names: Sequence[str], answers: Collection[str]) -> dict[str, str]:
     "`{name: new name}` for each of the columns `names` of the input, `text_input` for `text` if `answers` have that name too."
@@ -253,7 +373,8 @@ class Columns:
     """What the columns `names` of the table `where` are for. `text`: its cells are text. Raises `JobError`.
 
     `prompt_template`: makes the prompt of columns; else it is `prompt_column`, or `messages`. `system`: a template too.
-    `chat`: prompts are a user's message. `data_columns`: no settings, whatever they are called. `keep`: rows have all their `cells`."""
+    `chat`: prompts are a user's message. `setting_columns`: settings of their row; all others are data, whatever they are called. `keep`: rows have all their `cells`.
+    `empty`: what stands in a template for an empty cell."""
     names: Sequence[str]
     where: str | Path = 'the table'
     prompt_column: str = 'prompt'
@@ -261,10 +382,12 @@ class Columns:
     prompt_template: str | None = None
     system: str | None = None
     chat: bool = False
-    data_columns: Collection[str] = ()
+    setting_columns: Collection[str] = ()
     text: bool = False
     keep: bool = False
+    empty: str | None = None
     settings: list[str] = field(default_factory=list, init=False)        # and options of conversations
+    alike: list[str] = field(default_factory=list, init=False)           # data with the names of settings
     templates: list[Template | None] = field(default_factory=list, init=False)
     shown: dict[str, str] = field(default_factory=dict, init=False)      # columns as records call them
 
@@ -272,20 +395,21 @@ class Columns:
         names, where = self.names, self.where
         if self.prompt_template is not None and self.prompt_column != 'prompt':
             raise JobError(f'a prompt template and a prompt column, {self.prompt_column!r}: give one of them')
-        for name in self.data_columns:
-            if name not in names: raise no_column(name, names, where, 'data columns')
+        for name in self.setting_columns:
+            if name not in names: raise no_column(name, names, where, 'setting columns')
         if self.id_column != 'custom_id' and self.id_column not in names: raise no_column(self.id_column, names, where, 'id column')
-        self.talk = 'messages' in {*names} - {*self.data_columns} and self.prompt_column in ('prompt', 'messages') and self.prompt_template is None
+        self.talk = 'messages' in names and self.prompt_column in ('prompt', 'messages') and self.prompt_template is None
         self.prompt = self.prompt_column if self.prompt_column in names and self.prompt_template is None and self.prompt_column != 'messages' else None
         if self.prompt is None and not self.talk and self.prompt_template is None: raise no_column(self.prompt_column, names, where, 'prompt column')
-        self.templates = [None if text is None else Template(text, names, where, what) for text, what in
+        self.templates = [None if text is None else Template(text, names, where, what, self.empty) for text, what in
                           ((self.prompt_template, 'prompt template'), (self.system, 'system message'))]
         if self.system is not None and self.text and not (self.chat or self.talk):
             raise JobError('a system message is for conversations: give chat (--chat) as well, or a column of messages')
         self.shown = renamed_columns([n for n in names if not n == self.id_column == 'custom_id'], RECORD) if self.keep else {}
-        used = {self.prompt, self.id_column, 'messages', *self.data_columns}.union(*(t.columns for t in self.templates if t))
-        options = CHAT_OPTIONS if self.talk or self.chat else []
-        self.settings = [n for n in names if n not in used and (n in options or setting_of(n))]
+        for name in self.setting_columns: check_setting(name, CHAT_OPTIONS if self.talk or self.chat else ())
+        self.settings = [n for n in names if n in self.setting_columns]
+        used = {self.prompt, self.id_column, *self.settings, *ANSWER, *OPTIONAL}.union(*(t.columns for t in self.templates if t))
+        self.alike = [n for n in names if n not in used and is_setting_name(n)]
 
     @property
     def needed(self) -> set[str]:
@@ -353,11 +477,15 @@ def _text_of(message: dict[str, Any]) -> Any:
 VECTORS = 'embedding', 'probs', 'data'                               # columns of lists
 _MADE = {*VECTORS, 'score', 'relevance_score', 'label'}
 
+def _cells(d: dict[str, Any]) -> dict[str, Any]:
+    "What a plain record `d` has of its line's own keys."
+    return {k: v for k, v in d.items() if k not in {*RECORD, *VECTORS, 'id'}} if 'line' in d else {}
+
 def _rows_without_text(d: dict[str, Any], body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     "As `table_rows`, where the answer is vectors, scores or classes, several of them maybe."
     entries, usage = body.get('data') or body.get('results') or [body], body.get('usage') or {}
     for e in entries:
-        yield ({k: d[k] for k in ('line', 'row') if k in d} | {k: d.get(k) for k in ('id', 'custom_id')} | dict(index=e['index'] if len(entries) > 1 else None)
+        yield ({k: d[k] for k in ('line', 'row') if k in d} | {k: d.get(k) for k in ('id', 'custom_id')} | _cells(d) | dict(index=e['index'] if len(entries) > 1 else None)
                | {k: e[k] for k in e if k in _MADE} | dict(prompt_tokens=usage.get('prompt_tokens'), error=(d['error'] or {}).get('message'))
                | {k: d[k] for k in ('request_id',) if k in d})
 
@@ -367,7 +495,7 @@ def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if 'embedding' in body or any(isinstance(body.get(k), list) for k in ('data', 'results')): return (yield from _rows_without_text(d, body))
     choices, usage = body.get('choices') or body.get('outputs') or [body], body.get('usage') or {}
     many = len(choices) > 1
-    row = {k: d[k] for k in ('line', 'row') if k in d} | {k: d.get(k) for k in ('id', 'custom_id')}
+    row = {k: d[k] for k in ('line', 'row') if k in d} | {k: d.get(k) for k in ('id', 'custom_id')} | _cells(d)
     for c in choices:
         logprobs, tokens = c.get('logprobs'), None if many else usage.get('completion_tokens')
         one = row | dict(index=c['index'] if many else None, text=_text_of(c['message']) if 'message' in c else c.get('text'),
@@ -382,8 +510,8 @@ def flat(d: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in next(table_rows(d)).items() if k not in OPTIONAL}
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e029
-def record_of_rows(rows: Sequence[dict[str, Any]], columns: Collection[str] = ()) -> dict[str, Any]:
-    "The record whose answers are `rows` of a table, with what a function made of them in `columns`: a dict that `table_rows` reads."
+def record_of_rows(rows: Sequence[dict[str, Any]], columns: Collection[str] = (), cells: Collection[str] = ()) -> dict[str, Any]:
+    "The record whose answers are `rows` of a table, with what a function made of them in `columns`, and its line's own `cells`: a dict that `table_rows` reads."
     def number(v: Any, kind: type = int) -> Any: return None if is_missing(v) else kind(float(v))      # pandas writes 1.0
     def choice(i: int, r: dict[str, Any]) -> dict[str, Any]:
         logprobs, made = r.get('logprobs'), {k: r[k] for k in columns}
@@ -395,7 +523,7 @@ def record_of_rows(rows: Sequence[dict[str, Any]], columns: Collection[str] = ()
     ids = {k: v for k in ('request_id', 'line', 'row', 'id', 'custom_id') if not is_missing(v := first.get(k))}
     failed = not is_missing(first['error'])
     usage = None if is_missing(first['prompt_tokens']) else dict(prompt_tokens=number(first['prompt_tokens']), completion_tokens=number(first['completion_tokens']))
-    return ids | dict(outputs=[choice(i, r) for i, r in enumerate(rows)], usage=usage,
+    return ids | {k: first[k] for k in cells} | dict(outputs=[choice(i, r) for i, r in enumerate(rows)], usage=usage,
                       error=dict(code='invalid_request', message=first['error']) if failed else None)
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e033
@@ -454,7 +582,8 @@ class AnswerTable:
                 for k, v in row.items(): found.setdefault(k, ColumnType()).see(None if k in lists and isinstance(v, list) else v)
         if not found: found = {k: ColumnType() for k in ('line', 'id', 'custom_id', *ANSWER, 'request_id')}
         beside = {'line', 'row', 'id', 'custom_id'} if source else set()         # the source has them
-        self.answers: dict[str, ColumnType] = {k: t for k, t in found.items() if k not in beside and (t.name or k not in OPTIONAL)}
+        rare = {*OPTIONAL, 'id', 'custom_id'} if 'request_id' in found else OPTIONAL       # columns that nothing may stand in
+        self.answers: dict[str, ColumnType] = {k: t for k, t in found.items() if k not in beside and (t.name or k not in rare)}
         for k, t in self.answers.items(): t.name = (ANSWER | NUMBERS).get(k, 'list' if k in lists - others else t.name)
         self.inputs = renamed_columns(source.names, self.answers) if source else {}
 
@@ -483,7 +612,8 @@ class AnswerTable:
     def write_csv(self, path: str | Path, name: str | Path) -> None:
         "Write all to file `path`, compressed and with tabs or commas as `name` says."
         with opener_of(name)(path, 'wt', encoding='utf-8', errors='surrogateescape', newline='') as f:
-            out = csv.writer(f, delimiter='\t' if file_kind(name) == 'tsv' else ',')
+            end = self.source.form.end if self.source else '\n'
+            out = csv.writer(f, delimiter='\t' if file_kind(name) == 'tsv' else ',', lineterminator=end)
             out.writerow([*self.inputs.values(), *self.answers])
             for block, take, rows in self.blocks():
                 if block is not None and not isinstance(block, list): block = [*zip(*(c.to_pylist() for c in block.columns))]
@@ -499,7 +629,7 @@ class AnswerTable:
             fields.append(pa.field(k, pa.list_(pa.float32()) if t.name == 'list' else t.name or 'string'))
             if t.name == 'int64': pandas.append(dict(name=k, field_name=k, pandas_type='int64', numpy_type='Int64', metadata=None))
         schema = pa.schema(fields, self._metadata(pandas))
-        with need_parquet().ParquetWriter(path, schema) as out:
+        with need_parquet().ParquetWriter(path, schema, write_page_checksum=True) as out:
             some: list[Any] = []
             for block, take, rows in self.blocks():
                 if block is None: arrays = []
