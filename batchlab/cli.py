@@ -126,7 +126,7 @@ def text_rows(name: str) -> list[tuple[int, bytes]]:
 
 def refuse_columns(columns: dict[str, Any], why: str) -> None:
     "Raise `JobError` if `columns` says anything of a table."
-    usual = dict(prompt_column='prompt', id_column='custom_id', prompt_template=None, setting_columns=[])
+    usual = dict(prompt_column='prompt', id_column='custom_id', prompt_template=None, setting_columns=[], empty=None)
     if flag := next((k for k, v in columns.items() if v != usual[k]), None):
         raise JobError(f"--{flag.replace('_', '-')} is for the columns of a table, {why}")
 
@@ -204,7 +204,7 @@ def read_prompts(args: argparse.Namespace, options: dict[str, Any]) -> list[JobL
         if sys.stdin is None or sys.stdin.isatty():
             raise JobError('no prompts: give some, such as batchlab generate "The sky is", or --prompts-file')
         name = '-'
-    columns = {k: getattr(args, k) for k in ('prompt_column', 'id_column', 'prompt_template', 'setting_columns')}
+    columns = {k: getattr(args, k) for k in ('prompt_column', 'id_column', 'prompt_template', 'setting_columns', 'empty')}
     if name is None: refuse_columns(columns, 'and there is no --prompts-file')
     else:
         with input_file(name, text=True) if name != '-' else contextlib.nullcontext(name) as path:

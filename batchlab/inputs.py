@@ -186,8 +186,18 @@ def prompt_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
     return text, [start]
 
 # %% ../nbs/modules/000_inputs.ipynb #inp00006
+def _log_cut(outs: Sequence[RequestOutput]) -> None:
+    "Log how many of `outs` were held to a form and cut off by `max_tokens`, so that they may not have it."
+    held = [(i, o) for i, o in enumerate(outs) if getattr(o.params, 'structured_outputs', None)]
+    cut = [(i, o) for i, o in held if any(c.finish_reason == 'length' for c in o.outputs)]
+    if not cut: return
+    first, o = cut[0]
+    log.warning("%s of %s answers held to a form were cut off by max_tokens and are not whole (finish_reason 'length', first: outputs[%s], at %s "
+                'tokens): give a larger max_tokens', len(cut), len(held), first, max(len(c.token_ids) for c in o.outputs))
+
 def log_failures(outs: Sequence[RequestOutput]) -> None:
-    "Log how many of `outs` failed, by the five commonest reasons, with the index of the first of each."
+    "Log how many of `outs` failed, by the five commonest reasons, with the index of the first of each; and how many were cut off in a form."
+    _log_cut(outs)
     reasons: dict[str, list[int]] = {}
     for i, o in enumerate(outs):
         if o.error: reasons.setdefault(re.sub(r"(?<!\w)'[^']*('|$)|\"[^\"]*(\"|$)|\d[\d,]*", '…', o.error), []).append(i)

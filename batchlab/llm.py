@@ -318,15 +318,15 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         return self.report
 
     def map(self, frame: Frame, template: str | None = None, sampling_params: Any = None, *, column: str = 'prompt', system: str | None = None,
-            chat: bool = False, setting_columns: Sequence[str] = (), postprocess: Any = None, output: str = 'text', use_tqdm: bool | None = None,
-            lora_request: Any = None) -> Frame:
+            chat: bool = False, setting_columns: Sequence[str] = (), empty: str | None = None, postprocess: Any = None, output: str = 'text',
+            use_tqdm: bool | None = None, lora_request: Any = None) -> Frame:
         """Answer each row of `frame`, a DataFrame, an Arrow table or a list of dicts: one of the same kind with the answers in new columns.
 
         `template`: 'Translate to {lang}: {text}', of the columns; without it the prompt is in `column`. For the rest see
         `batchlab.work.frames.map_frame`. Raises `PromptError`, `ParamError`, `JobError` for what is wrong with the call."""
         from batchlab.work.frames import map_frame
         return map_frame(self, frame, template, sampling_params, column=column, system=system, chat=chat, setting_columns=setting_columns,
-                         postprocess=postprocess, output=output, use_tqdm=use_tqdm, lora_request=lora_request)
+                         empty=empty, postprocess=postprocess, output=output, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def trace(self, **kwargs: Any) -> Recorder:
         """Record what happens inside `with llm.trace() as trace:`, a `Recorder`. For arguments see `batchlab.trace.trace`.
