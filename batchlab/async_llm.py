@@ -134,6 +134,7 @@ class AsyncLLM:
         `grow`: False yields the last alone, and spares the loop all others. Those before the last have ids, text and log probabilities so far; the last has all that was asked for, or its `error`. `timeout` counts from
         now; one that runs out before the request has its turn ends it when that comes. Closing the generator or cancelling its task
         cancels the request. Raises `EngineError` for an id that is not done yet, `ParamError`."""
+        self.llm.check_process()
         request_id, asked = self._next_id() if request_id is None else str(request_id), time.perf_counter()
         if request_id in self.answers: raise EngineError(f'request {request_id!r} is not done yet: give another id')
         answer, mailbox = _Answer(request_id, grow=grow), self._mailbox()
@@ -182,6 +183,7 @@ class AsyncLLM:
 
     async def shutdown(self) -> None:
         "Cancel all requests, end the engine's thread and give the memory of the cache back. A later request begins anew."
+        self.llm.check_process()
         for answer in self.answers.values(): answer.aborted = True
         def close() -> None:
             with self.door: self.llm.close()

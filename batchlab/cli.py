@@ -126,7 +126,7 @@ def text_rows(name: str) -> list[tuple[int, bytes]]:
 
 def refuse_columns(columns: dict[str, Any], why: str) -> None:
     "Raise `JobError` if `columns` says anything of a table."
-    usual = dict(prompt_column='prompt', id_column='custom_id', prompt_template=None, setting_columns=[])
+    usual = dict(prompt_column='prompt', id_column='custom_id', prompt_template=None, setting_columns=[], empty=None)
     if flag := next((k for k, v in columns.items() if v != usual[k]), None):
         raise JobError(f"--{flag.replace('_', '-')} is for the columns of a table, {why}")
 
@@ -144,6 +144,39 @@ def read_file(name: str, chat: bool = False, system: str | None = None, adapters
     unknown = {k for line in lines for k in line.ignored} | {'model' for line in lines if line.model is not None and not adapters}
     if unknown: note(f"{shown}: keys without meaning here, ignored: {', '.join(sorted(unknown))}")
     return lines
+
+# %% ../nbs/43_cli.ipynb #3ecad304
+@contextlib.contextmanager
+def input_file(name: str, stdin: IO[bytes] | None = None, text: bool = False, form: str | None = None) -> Iterator[str]:
+    """Give `name`; if that is `-`, or a pipe, the name of a temporary file with all that it says, while the context lasts.
+
+    `text`: what does not begin as JSON has one text a line. `form`: as `Job` has it. Raises `JobError` if there is nothing."""
+    import shutil, tempfile
+    if name != '-' and (os.path.isfile(name) or os.path.isdir(name) or not os.path.exists(name)): yield name
+    else:
+        with tempfile.TemporaryDirectory(prefix='batchlab-') as folder:
+            path = Path(folder)/('standard-input' if name == '-' else Path(name).name)
+            with path.open('wb') as f:
+                if name == '-': shutil.copyfileobj(stdin or sys.stdin.buffer, f)
+                else:
+                    with open(name, 'rb') as pipe: shutil.copyfileobj(pipe, f)
+            if not path.stat().st_size: raise JobError(f"{'standard input' if name == '-' else name} is empty: no request came through it")
+            yield str(path.rename(f'{path}{kind_in(path, text, form)}'))
+
+def kind_in(path: Path, text: bool, form: str | None) -> str:
+    "How the name of file `path`, the content of a pipe, should end, by its own name or its first bytes. Raises `JobError`."
+    from batchlab.work.tables import KINDS, OPENERS
+    with path.open('rb') as f: start = f.read(2**10)
+    packed = next((end for end, mark in {'.gz': b'\x1f\x8b', '.bz2': b'BZh', '.xz': b'\xfd7zXZ'}.items() if start.startswith(mark)), '')
+    if {s.lower() for s in path.suffixes} & {*KINDS, *OPENERS}: return ''
+    if start.startswith(b'PAR1'): return '.parquet'
+    if packed:
+        with OPENERS[packed](path, 'rb') as f: start = f.read(2**10)
+    bare = start.removeprefix(b'\xef\xbb\xbf').lstrip()
+    if bare[:1] == b'[' and form is None: return f'.json{packed}'
+    if bare[:1] == b'{' or form: return f'.jsonl{packed}'
+    if text: return f'.txt{packed}'
+    raise JobError('the input begins neither as JSON nor as Parquet: say with --format csv, tsv or txt what it is')
 
 # %% ../nbs/43_cli.ipynb #e485235a
 def prepare(line: JobLine, args: argparse.Namespace, options: dict[str, Any]) -> None:
@@ -171,7 +204,7 @@ def read_prompts(args: argparse.Namespace, options: dict[str, Any]) -> list[JobL
         if sys.stdin is None or sys.stdin.isatty():
             raise JobError('no prompts: give some, such as batchlab generate "The sky is", or --prompts-file')
         name = '-'
-    columns = {k: getattr(args, k) for k in ('prompt_column', 'id_column', 'prompt_template', 'setting_columns')}
+    columns = {k: getattr(args, k) for k in ('prompt_column', 'id_column', 'prompt_template', 'setting_columns', 'empty')}
     if name is None: refuse_columns(columns, 'and there is no --prompts-file')
     else:
         with input_file(name, text=True) if name != '-' else contextlib.nullcontext(name) as path:
@@ -467,39 +500,6 @@ def job_of(args: argparse.Namespace) -> Job:
     return Job(**given, sampling_params=flag_options(args, {}) or None,
                model_name=Path(model).name if os.path.exists(model) else model, say=note,
                use_tqdm=False if note.as_json else None)
-
-# %% ../nbs/43_cli.ipynb #3ecad304
-@contextlib.contextmanager
-def input_file(name: str, stdin: IO[bytes] | None = None, text: bool = False, form: str | None = None) -> Iterator[str]:
-    """Give `name`; if that is `-`, or a pipe, the name of a temporary file with all that it says, while the context lasts.
-
-    `text`: what does not begin as JSON has one text a line. `form`: as `Job` has it. Raises `JobError` if there is nothing."""
-    import shutil, tempfile
-    if name != '-' and (os.path.isfile(name) or os.path.isdir(name) or not os.path.exists(name)): yield name
-    else:
-        with tempfile.TemporaryDirectory(prefix='batchlab-') as folder:
-            path = Path(folder)/('standard-input' if name == '-' else Path(name).name)
-            with path.open('wb') as f:
-                if name == '-': shutil.copyfileobj(stdin or sys.stdin.buffer, f)
-                else:
-                    with open(name, 'rb') as pipe: shutil.copyfileobj(pipe, f)
-            if not path.stat().st_size: raise JobError(f"{'standard input' if name == '-' else name} is empty: no request came through it")
-            yield str(path.rename(f'{path}{kind_in(path, text, form)}'))
-
-def kind_in(path: Path, text: bool, form: str | None) -> str:
-    "How the name of file `path`, the content of a pipe, should end, by its own name or its first bytes. Raises `JobError`."
-    from batchlab.work.tables import KINDS, OPENERS
-    with path.open('rb') as f: start = f.read(2**10)
-    packed = next((end for end, mark in {'.gz': b'\x1f\x8b', '.bz2': b'BZh', '.xz': b'\xfd7zXZ'}.items() if start.startswith(mark)), '')
-    if {s.lower() for s in path.suffixes} & {*KINDS, *OPENERS}: return ''
-    if start.startswith(b'PAR1'): return '.parquet'
-    if packed:
-        with OPENERS[packed](path, 'rb') as f: start = f.read(2**10)
-    bare = start.removeprefix(b'\xef\xbb\xbf').lstrip()
-    if bare[:1] == b'[' and form is None: return f'.json{packed}'
-    if bare[:1] == b'{' or form: return f'.jsonl{packed}'
-    if text: return f'.txt{packed}'
-    raise JobError('the input begins neither as JSON nor as Parquet: say with --format csv, tsv or txt what it is')
 
 # %% ../nbs/43_cli.ipynb #a5c18fe1
 def run_job(args: argparse.Namespace, llm: LLM | None = None) -> int:

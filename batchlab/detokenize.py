@@ -108,8 +108,14 @@ class StopScanner:
         return self.add('', last=True)
 
 def _begun(text: str, words: Sequence[str]) -> int:
-    "How many characters at the end of `text` may begin one of `words`."
-    return max((k for s in words for k in range(1, len(s)) if text.endswith(s[:k])), default=0)
+    "How many characters at the end of `text` may begin one of `words`. Takes time by `text`, however long a word is."
+    most = 0
+    for s in words:
+        at = text.find(s[0], max(0, len(text) - len(s) + 1))
+        while at >= 0 and len(text) - at > most:
+            if s.startswith(text[at:]): most = len(text) - at             # the first is the longest
+            else: at = text.find(s[0], at + 1)
+    return most
 
 # %% ../nbs/05_sampling.ipynb #21d13cc7
 class Detokenizer:

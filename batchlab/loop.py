@@ -9,8 +9,8 @@ from __future__ import annotations
 __all__ = ['log', 'StepLoop', 'BackgroundLoop', 'make_engine', 'EngineSet', 'Delivery']
 
 # %% ../nbs/15_llm.ipynb #90905258
-import contextlib, heapq, itertools, logging, threading, time
-from collections import Counter, deque
+import contextlib, heapq, itertools, logging, os, threading, time
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 from .backends import Backend, BackendOptions
@@ -20,6 +20,7 @@ from .engine import Engine, sum_ledgers
 from .errors import BatchError, BatchlabError, EngineError, ModelError, Option, UnsupportedModelError
 from .ledger import Ledger
 from .outputs import RequestGroup, StreamEvent
+from .pacing import Pace
 from .pooling import pooling_engine
 from .runners import PackedRunner, PaddedRunner, SoloRunner
 from .scheduler import Request, Scheduler
@@ -40,7 +41,7 @@ class StepLoop:
     delivery: Delivery
 
     def __init__(self) -> None:
-        self.mutex, self.progress = threading.Lock(), threading.Condition()
+        self.mutex, self.progress, self.process = threading.Lock(), threading.Condition(), os.getpid()
         self.stepper: int | None = None
         self.ids = itertools.count()
         self.inbox: deque[tuple[RequestGroup, str | None]] = deque()
@@ -52,8 +53,17 @@ class StepLoop:
     @property
     def has_unfinished(self) -> bool: return bool(self.inbox or self.groups)
 
+    def check_process(self) -> None:
+        """Raise `EngineError` in a process forked from the one that made the engine.
+
+        There its threads are gone, a lock may be held by one of them for ever, and OpenMP waits for workers that are none."""
+        if os.getpid() != self.process:
+            raise EngineError("this process was forked from the one that made the engine, and has none of its threads: make the LLM in the "
+                              "process that uses it, or start processes by 'spawn'")
+
     def submit(self, groups: Sequence[RequestGroup]) -> None:
         "Queue prompts made ready by `admit`, in this order. Raises `EngineError` for an id that is not done yet, or while it stops."
+        self.check_process()
         with self.progress:
             if self.stopping: raise EngineError('the engine is stopping: start it again before adding requests')
             for g in groups:
@@ -64,6 +74,7 @@ class StepLoop:
 
     def cancel(self, request_id: str) -> bool:
         "End a request at the next step, with what it has by then; whether there was one."
+        self.check_process()
         with self.progress:
             group = self.groups.get(str(request_id))
             if group is not None: self.inbox.append((group, 'cancelled'))
@@ -89,6 +100,7 @@ class StepLoop:
         return mine
 
     def _not_inside(self) -> None:
+        self.check_process()
         if self.stepper == threading.get_ident():
             raise EngineError('a stream callback runs inside a step: it may call add_request and cancel, and nothing that steps')
 
@@ -164,7 +176,8 @@ class BackgroundLoop(StepLoop):
         self.paused = False
 
     def start(self) -> Self:
-        "Run the engine in a thread of its own until `stop`."
+        "Run the engine in a thread of its own until `stop`. Raises `EngineError` in a forked process."
+        self.check_process()
         with self.progress:
             if self.thread is None:
                 self.thread = threading.Thread(target=self._run, name='batchlab', daemon=True)
@@ -174,6 +187,7 @@ class BackgroundLoop(StepLoop):
     def stop(self, drain: bool = True) -> None:
         "End the background thread, after all requests are done (`drain`) or cancelled. Returns when it has ended."
         if self.thread is None: return
+        self.check_process()
         if self.stepper == threading.get_ident(): raise EngineError('a stream callback can not stop the engine that runs it')
         with self.progress:
             thread = self.thread
@@ -187,11 +201,13 @@ class BackgroundLoop(StepLoop):
 
         Meanwhile requests may be added, and those that are cancelled or run out of time end. Calls that step by themselves
         (`generate`, `stream`, `step`) are not held, and move everybody."""
+        self.check_process()
         self.paused = True
         self._wake()
 
     def resume(self) -> None:
         "Go on after `pause`."
+        self.check_process()
         self.paused = False
         self._wake()
 
@@ -235,12 +251,13 @@ class EngineSet(dict[str, Engine]):
     """The engines of `llm` by kind of request, see `select_runner`, over one `backend` and one `budget` of KV.
 
     For the thread that holds `llm.mutex`. `past`: the ledger of all calls before this one; `past_steps`: steps of engines that
-    are gone; `seconds`: time spent in steps; `last`: the kind that stepped last.
+    are gone; `seconds`: time spent in steps; `last`: the kind that stepped last. `paces`: how much of a step preemptible requests get.
 
     `open` finds out how the model runs: `llm.shapes`, `llm.paddable`. Once there are `llm.limits`, `configure` it."""
     def __init__(self, llm: LLM) -> None:
         super().__init__()
         self.llm, self.past, self.past_steps, self.seconds, self.last = llm, Ledger(), 0, 0., ''
+        self.paces: defaultdict[str, Pace] = defaultdict(Pace)
         self.opened: PreTrainedModel | None = None                            # the model that the backend is for
         self.state: dict[str, int] = {}                                       # its `model_state` then
 
@@ -272,9 +289,13 @@ class EngineSet(dict[str, Engine]):
         busy = self.busy
         if not busy: return []
         self.last = min(busy, key=lambda kind: (kind <= self.last, kind))
+        engine, pace = self[self.last], self.paces[self.last]
+        engine.scheduler.allowance = pace.allowance(any(self[kind].scheduler.has_others for kind in busy))
         start = time.perf_counter()
-        try: return self[self.last].step()
-        finally: self.seconds += time.perf_counter() - start
+        try: return engine.step()
+        finally:
+            self.seconds += (took := time.perf_counter() - start)
+            pace.note(*engine.scheduler.shares, took)
 
     def begin(self) -> None:
         "A call begins while nobody runs: what was counted so far belongs to the past, and the model may be another. Raises `ModelError`."

@@ -190,7 +190,8 @@ def test_llamacpp_gets_a_file_where_one_can_be_written(folder, tmp_path):
     kinds = ['llamacpp', 'llamacpp:quantization=q4_0', 'llamacpp:quantization=q5']
     status, out, err = run('--model', folder, *TINY, '--workloads', 'single', '--contenders', *kinds, env=env)
     assert status == 0 and "llamacpp:quantization=q5 is left out: quantization 'q5' is not written" in out, err
-    assert [line.split('|')[1].strip() for line in out.splitlines() if line.startswith('| llama')][:2] == [bench.contender(k).label for k in kinds[:2]]
+    labels = [line.split('|')[1].strip() for line in out.splitlines() if line.startswith('| llama')][:2]
+    assert labels == [f'{bench.contender(k).label}, {bits}-bit weights' for k, bits in zip(kinds, (8, 4))]
     tiny_model('opt', max_position_embeddings=2048).save_pretrained(tmp_path/'opt')
     status, out, err = run('--model', str(tmp_path/'opt'), *TINY, '--workloads', 'single', '--contenders', 'batchlab', 'llamacpp', env=env)
     assert status == 0 and "llamacpp is left out: 'opt' is not written as GGUF here" in out and '| batchlab |' in out, err

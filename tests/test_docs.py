@@ -124,6 +124,12 @@ def test_every_citation_finds_its_entry_and_every_entry_is_cited():
         assert (key in cited) != ('*Further reading.*' in text), f'{key}: cited, or marked as further reading'
 
 
+def test_readme_names_the_commands_that_there_are():
+    from batchlab.work.flags import COMMANDS
+    row = next(line for line in (ROOT/'README.md').read_text(encoding='utf-8').splitlines() if line.startswith('| [43_cli]'))
+    assert [c.removeprefix('batchlab ') for c in re.findall('`([^`]+)`', row.split(' | ')[2])] == [*COMMANDS]
+
+
 def test_the_map_shows_every_module_there_is():
     shown = ' '.join(t for c in json.loads((ROOT/'nbs/84_map.ipynb').read_text(encoding='utf-8'))['cells'] for o in c.get('outputs', []) for t in texts(o))
     modules = {'.'.join(p.relative_to(ROOT/'batchlab').with_suffix('').parts).removesuffix('.__init__') for p in (ROOT/'batchlab').rglob('*.py')}

@@ -227,7 +227,7 @@ def test_messages_and_system_of_a_table(tmp_path):
         result = run(tmp_path/name, tmp_path/f'{name}.out.csv', SHORT, model=llm(), system='Be {tone}.')
         rows = read(tmp_path/f'{name}.out.csv')
         assert [r['text'] for r in rows[:2]] == [w.encode('utf-8', 'replace').decode() for w in want] and result.failed == 1
-        assert rows[2]['error'] == "row 3: column 'tone' is empty"
+        assert rows[2]['error'] == "row 3: column 'tone' is empty: empty='' (--empty '') lets it be"
 
 
 def test_a_timeout_in_a_line_counts_and_a_priority_is_refused(tmp_path):
@@ -260,7 +260,7 @@ def test_options_of_a_conversation_reach_the_template(tmp_path):
     (dict(prompt_column='question', system='Be brief.'), ['chat']), (dict(prompt_column='question', setting_columns=['x']), ["'x'"]), (dict(prompt_column='question', output='o.xlsx'), ['.xlsx']),
     (dict(prompt_column='question', output='o.parquet.gz'), ['Parquet is compressed']), (dict(prompt_column='question', error_file='e.csv'), ['JSONL']), (dict(input='t.xlsx'), ['read_excel']),
     (dict(input='t.feather'), ['read_feather']), (dict(input='t.docx'), ["can't be read"]), (dict(input='bad.csv', setting_columns=['max_tokns']), ["'max_tokns'", 'max_tokens']), (dict(input='sys.csv', setting_columns=['system']), ['{system}']),
-    (dict(input='p.jsonl', prompt_template='{a}'), ['tables']), (dict(input='cut.parquet'), ['not a Parquet file']), (dict(input='arr.json'), ['array']),
+    (dict(input='p.jsonl', prompt_template='{a}'), ["no column 'a'", "'prompt'"]), (dict(input='p.txt', prompt_column='a'), ['one prompt a line']), (dict(input='cut.parquet'), ['not a Parquet file']), (dict(input='arr.json'), ['array']),
     (dict(input='semi.csv', prompt_column='q', delimiter=','), ["no column 'q'"]), (dict(input='semi.csv', encoding='utf-99'), ['utf-99']), (dict(input='.'), ['is no file']),
     (dict(input='p.jsonl', delimiter=';'), ['CSV']), (dict(input='semi.csv', delimiter=';;'), ['one character']), (dict(input='quote.csv'), ['the header, line 1'])])
 def test_mistakes_are_refused_and_leave_nothing(tmp_path, monkeypatch, args, words):
@@ -272,6 +272,7 @@ def test_mistakes_are_refused_and_leave_nothing(tmp_path, monkeypatch, args, wor
     Path('quote.csv').write_text('"prompt,q\n1;a\n')
     for name in ('t.xlsx', 't.feather', 't.docx', 'cut.parquet'): Path(name).write_bytes(b'PK\x03\x04xxxx')
     Path('p.jsonl').write_text('{"prompt": "a"}\n')
+    Path('p.txt').write_text('a\n')
     Path('arr.json').write_text('[{"prompt": "a"},')
     before = sorted(os.listdir())
     with pytest.raises(JobError) as e: Job(**dict(input='in.csv', output='out.csv') | args).run(lambda: pytest.fail('a model is loaded'))
@@ -673,3 +674,53 @@ def test_a_damaged_parquet_file_is_an_error_of_one_line(tmp_path):
         try: found = [*TableFile(tmp_path/'d.parquet').rows()]
         except JobError as e: assert 'is not a Parquet file that can be read' in str(e) and '\n' not in str(e)
         else: assert len(found) == len(want)
+
+
+# --- lines of JSONL with keys of their own
+
+GSM = [dict(question_id=7, category='math', question='2 + 2?', text='four', hints=['a', None]), dict(question_id=8, category=None, question='3 + 3?'),
+       dict(question_id=9, category='x', question='', user='me')]
+
+@pytest.mark.parametrize('kind', ['jsonl', 'csv', 'parquet', 'jsonl.gz'])
+@pytest.mark.parametrize('args, first', [(dict(prompt_column='question'), '2 + 2?'), (dict(prompt_template='{category}: {question}', empty='-'), 'math: 2 + 2?'),
+                                         (dict(prompt_column='question', chat=True, system='Be brief.'), None)])
+def test_keys_of_a_line_are_its_columns(tmp_path, kind, args, first):
+    "They make its prompt as a table's columns do, and stand beside the answer, also after a second run of the same output."
+    (tmp_path/'in.jsonl').write_text(''.join(json.dumps(d) + '\n' for d in GSM))
+    out = tmp_path/f'out.{kind}'
+    job = lambda **kw: Job(tmp_path/'in.jsonl', out, sampling_params=SHORT, ordered=True, id_column='question_id', **args, **kw)
+    assert job().dry_run().requests == job().plan(llm(), calibrate=False).requests == (3 if args.get('empty') else 2)
+    job(limit=1).run(llm())
+    result = job().run(llm())
+    assert (result.before, result.failed, result.cut) == (1, 0 if args.get('empty') else 1, 2 - (not args.get('empty')))
+    if kind == 'csv': found = [{k: v or None for k, v in r.items()} for r in read(out)]
+    elif kind == 'parquet': found = pq.read_table(out).to_pylist()
+    else: found = [json.loads(s) for s in (gzip.open if kind == 'jsonl.gz' else open)(out, 'rt')]
+    assert [str(r['question_id']) for r in found] == [str(r['custom_id']) for r in found] == ['7', '8', '9']
+    assert [r.get('category') for r in found] == ['math', None, 'x'] and found[0]['text_input'] == 'four' and found[2].get('user') == 'me'
+    assert [r['finish_reason'] for r in found[:2]] == ['length'] * 2 and 'id' not in found[0]
+    if first: assert found[0]['text'] == llm().generate(first, SamplingParams(temperature=0, **SHORT), use_tqdm=False)[0].outputs[0].text.encode('utf-8', 'replace').decode()
+    if kind == 'csv': assert [*found[0]][:2] == ['line', 'custom_id'] and json.loads(found[0]['hints']) == ['a', None]
+
+
+def test_lines_without_a_prompt_say_which_key_could_be_one(tmp_path):
+    (tmp_path/'in.jsonl').write_text(''.join(json.dumps(d) + '\n' for d in GSM))
+    plan = Job(tmp_path/'in.jsonl').dry_run()
+    assert plan.failed == 3 and "prompt_column='question' (--prompt-column question)" in plan.failures[0]
+    with pytest.raises(JobError, match="no column 'qestion', did you mean 'question'"): Job(tmp_path/'in.jsonl', prompt_column='qestion').dry_run()
+    (tmp_path/'batch.jsonl').write_text(json.dumps(dict(custom_id='a', url='/v1/completions', method='POST', body=dict(prompt='x'))) + '\n')
+    with pytest.raises(JobError, match='lines of the Batch API'): Job(tmp_path/'batch.jsonl', prompt_column='x').dry_run()
+
+
+def test_an_empty_cell_may_stand_for_something(tmp_path):
+    write(tmp_path/'in.csv', [['a', 'n'], ['x', '1'], ['y', '']])
+    job = dict(prompt_template='{a} {n:>3}', model=llm())
+    assert run(tmp_path/'in.csv', tmp_path/'o.csv', SHORT, **job).failed == 1 and "--empty ''" in read(tmp_path/'o.csv')[1]['error']
+    assert run(tmp_path/'in.csv', tmp_path/'p.csv', SHORT, empty='', **job).failed == 0
+    assert llm().map([dict(a='y', n=None)], '{a} {n}', SHORT, empty='')[0]['error'] is None
+
+
+def test_a_summary_counts_what_was_cut_and_says_how_to_try_again(tmp_path):
+    write(tmp_path/'in.csv', [['prompt'], ['a'], ['b' * 1000]])
+    result = str(run(tmp_path/'in.csv', tmp_path/'o.csv', SHORT, model=llm()))
+    assert '1 failed (the first: row 2' in result and '--retry-errors' in result and ', 1 ended at max_tokens;' in result

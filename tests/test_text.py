@@ -1,5 +1,5 @@
 "Text in and out: what a token adds to a text and its bytes, words as tokens, and a tokenizer of the engine's own; for byte-level BPE, SentencePiece and WordPiece."
-import json, random, sys, threading
+import json, os, random, subprocess, sys, threading
 from dataclasses import replace
 from functools import cache
 
@@ -250,3 +250,53 @@ def test_tokens_and_a_template_that_a_user_gives_his_tokenizer_later_count():
     assert len(llm.generate('<tool>', SamplingParams(max_tokens=1))[0].prompt_token_ids) == 1
     t.chat_template = "{{ messages[0]['content'] }}#"
     assert llm.chat([dict(role='user', content='ab')], SamplingParams(max_tokens=1))[0].prompt == 'ab#'
+
+
+# --- stop strings, and processes that are forked
+
+def test_a_long_stop_string_costs_no_more_than_the_text_is_long():
+    from batchlab.detokenize import StopScanner, _begun
+    class Counting(str):
+        looks = 0
+        def startswith(self, *a):
+            Counting.looks += len(a[0])
+            return super().startswith(*a)
+    long = Counting('ab' * 50_000)
+    scanner = StopScanner([long])
+    assert ''.join(scanner.add(x) for x in ['x', 'a', 'b', 'aa', 'y'] * 20) + scanner.finish() == 'xabaay' * 20 and Counting.looks < 10_000
+    rng = random.Random(0)
+    for _ in range(3000):
+        text, words = (''.join(rng.choices('ab', k=rng.randrange(12))) for _ in '1'), [''.join(rng.choices('ab', k=rng.randrange(1, 8))) for _ in '12']
+        [text] = text
+        assert _begun(text, words) == max((k for w in words for k in range(1, len(w)) if text.endswith(w[:k])), default=0)
+
+
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason='this system has no fork')
+def test_a_forked_process_gets_an_error_at_once():
+    "In a process of its own, as pytest's has threads; the thread that holds the locks runs when it forks."
+    code = '''
+import asyncio, faulthandler, os
+from batchlab import AsyncLLM, LLM
+from batchlab.errors import EngineError
+from batchlab.tiny import tiny_model, tiny_tokenizer
+llm = LLM(tiny_model('llama'), tiny_tokenizer())
+shared = AsyncLLM(llm)
+async def one(): return [o async for o in shared.generate('x')]
+calls = [lambda: llm.generate('x'), lambda: llm.embed('x'), lambda: next(llm.stream('x')), llm.step, llm.start, llm.stop, llm.close, llm.pause, llm.resume,
+         lambda: llm.add_request('x'), lambda: llm.cancel('0'), lambda: asyncio.run(one()), lambda: asyncio.run(shared.shutdown()), lambda: llm.beam_search('x', beam_width=2)]
+asyncio.run(one())
+for held in (False, True):
+    if held: llm.progress.acquire()
+    if not (pid := os.fork()):
+        faulthandler.dump_traceback_later(60, exit=True)
+        said = []
+        for call in calls:
+            try: call()
+            except EngineError as e: said.append('forked' in str(e))
+        os._exit(said != [True] * len(calls))
+    if held: llm.progress.release()
+    assert os.waitpid(pid, 0)[1] == 0, held
+assert len(llm.generate('x')[0].outputs[0].token_ids) and not asyncio.run(shared.shutdown())
+'''
+    done = subprocess.run([sys.executable, '-c', code], env={**os.environ, 'OMP_NUM_THREADS': '1'}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -12,6 +12,7 @@ __all__ = []
 import argparse, contextlib, difflib, json, math, os, re
 from ast import literal_eval
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import __version__
@@ -35,7 +36,8 @@ class OneLineParser(argparse.ArgumentParser):
         form = GUIDED.get(flag.lstrip('-').replace('-', '_'), 'json' if flag in ('--json', '--json-schema', '--response-format') else None)
         if form and '--structured-outputs' in self._option_string_actions: return f""": give --structured-outputs '{{"{form}": …}}'"""
         same = '--' + WORKS.get(flag.lstrip('-').replace('-', '_'), '').replace('_', '-')
-        near = [same] if same in self._option_string_actions else difflib.get_close_matches(flag, self._option_string_actions, 1, .75)
+        longer = [option for option in self._option_string_actions if option == same or option.startswith(f'{flag}-')]
+        near = longer or difflib.get_close_matches(flag, self._option_string_actions, 1, .75)
         return f', did you mean {near[0]}?' if near else ''
 
     def spell(self, option: Option) -> str:
@@ -95,6 +97,12 @@ def json_value(s: str) -> Any:
     try: return json.loads(plain_text(s))
     except ValueError as e: raise argparse.ArgumentTypeError(f"not JSON ({e}), got {s!r}") from None
 
+def json_or_file(s: str) -> Any:
+    "The value that JSON `s` stands for, or that in the file after an @."
+    if not s.startswith('@'): return json_value(s)
+    try: return json_value(Path(s[1:]).read_text(encoding='utf-8-sig'))
+    except (OSError, UnicodeDecodeError) as e: raise argparse.ArgumentTypeError(f'{s[1:]} can not be read: {e}') from None
+
 # %% ../../nbs/43_cli.ipynb #76552ef0
 def add_flags(parser: Any, *rows: tuple[Any, ...], **common: Any) -> None:
     "Add a flag for each of `rows`: `(names and value, kind, help)` and perhaps a dict of more for `add_argument`."
@@ -124,8 +132,8 @@ SAMPLING_FLAGS = [
     ('--logprobs-mode', ('raw_logprobs', 'processed_logprobs', 'raw_logits', 'processed_logits'),
      "raw: what the model says (the default); processed: of what may be sampled"),
     ('--logit-bias JSON', json_value, 'JSON of token id to bias, such as {"42": -100}'),
-    ('--structured-outputs JSON', json_value,
-     'JSON of what the answer must be, such as {"regex": "[0-9]+"} or {"json": SCHEMA}'),
+    ('--structured-outputs JSON', json_or_file,
+     'JSON of what the answer must be, such as {"regex": "[0-9]+"} or {"json": SCHEMA}; or @FILE'),
     ('--stop TEXT', 'append', "end before this text; may be repeated"),
     ('--bad-words TEXT', 'append', "never write this word; may be repeated"),
     ('--stop-token-ids IDS', id_list, "end at one of these ids, such as 1,2", dict(action='extend')),
@@ -160,9 +168,10 @@ MODEL_FLAGS = [
 # %% ../../nbs/43_cli.ipynb #c7d568a9
 CHAT_TEMPLATE = ('--chat-template FILE', plain_text, "how conversations are written, a Jinja template, its file or text (default: the model's own)")
 TABLE_FLAGS = [
-    ('--prompt-column NAME', plain_text, "of a table (default: prompt)", dict(default='prompt')),
-    ('--id-column NAME', plain_text, "of a table (default: custom_id)", dict(default='custom_id')),
-    ('--prompt-template TEXT', plain_text, "prompt of a table's row, with columns in braces: 'Translate to {lang}: {question}'"),
+    ('--prompt-column NAME', plain_text, "of a table, or of JSONL with keys of its own (default: prompt)", dict(default='prompt')),
+    ('--id-column NAME', plain_text, "likewise (default: custom_id)", dict(default='custom_id')),
+    ('--prompt-template TEXT', plain_text, "prompt of a row, with columns in braces: 'Translate to {lang}: {question}'"),
+    ('--empty TEXT', plain_text, "what stands there for an empty cell, such as '' (default: the row fails)"),
     ('--setting-columns NAMES', name_list, "columns of a table that are settings of their row, such as max_tokens,seed (default: all columns are data)",
      dict(action='extend', default=[]))]
 TEXT_FLAGS = [
@@ -231,7 +240,7 @@ EMBED_FLAGS = [
     ('texts TEXT', plain_text, None, dict(nargs='*')),
     ('-i --input FILE', str, "texts: .txt with one a line, JSONL with prompt, text or input, CSV, TSV, Parquet, or lines of /v1/embeddings; also .gz, .bz2, .xz; "
      "- is standard input, read to its end first"),
-    *(row for row in INPUT_FLAGS[1:] if row[0].split()[0] in ('--format', '--delimiter', '--encoding', '--no-quotes', '--id-column', '--prompt-template', '--any-model', '--limit')),
+    *(row for row in INPUT_FLAGS[1:] if row[0].split()[0] in ('--format', '--delimiter', '--encoding', '--no-quotes', '--id-column', '--prompt-template', '--empty', '--any-model', '--limit')),
     ('--prompt-column NAME', plain_text, "of a table (default: prompt, text or input)", dict(default='prompt')),
     ('-o --output FILE', str, "vectors, in the order of the texts; .jsonl, .csv, .tsv, .parquet, or .npy, an array with a row for each text; - is standard output (the default)"),
     ('--dimensions N', positive_int, "only so many of a vector's first numbers"),

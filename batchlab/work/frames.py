@@ -162,19 +162,19 @@ def record_of_row(line: JobLine, out: RequestOutput | None, model: str, postproc
 
 # %% ../../nbs/45_tables.ipynb #45ab1e31
 def map_frame(llm: LLM, frame: Frame, template: str | None = None, sampling_params: Any = None, *, column: str = 'prompt', system: str | None = None,
-              chat: bool = False, setting_columns: Sequence[str] = (), postprocess: Postprocess | None = None, output: str = 'text',
+              chat: bool = False, setting_columns: Sequence[str] = (), empty: str | None = None, postprocess: Postprocess | None = None, output: str = 'text',
               use_tqdm: bool | None = None, lora_request: Any = None) -> Frame:
     """Answer each row of `frame`: a frame of the same kind, with the same rows and columns in the same order, and the answers in new columns.
 
     `frame`: a pandas or polars DataFrame, an Arrow table, or a list of dicts. `template`: 'Translate to {lang}: {text}', of its columns; without
     one the prompt is in `column`, or a conversation in the column `messages`. `chat`: each prompt is a user's message, after `system`, a template
-    as well. `sampling_params`: for what rows leave open; `setting_columns`: those that are settings of their row; all others are data.
+    as well. `sampling_params`: for what rows leave open; `setting_columns`: those that are settings of their row; all others are data. `empty`: what stands in a template for an empty cell.
     `postprocess`: as in `run`. `output`: what the column of texts is called. `lora_request`: as `LLM.generate` takes it, for rows without an `adapter`.
 
     New columns: `text`, `finish_reason`, `prompt_tokens`, `completion_tokens`, `error`, with log probabilities `logprobs` (JSON) and
     `cumulative_logprob`; with n > 1 a row for each answer, and `index`. Raises `PromptError`, `ParamError`, `JobError` for what is wrong with the call."""
     table, given = table_of(frame), vars(SamplingParams.of(sampling_params))
-    columns = Columns(table.names, 'the frame', column, prompt_template=template, system=system, chat=chat, setting_columns=setting_columns)
+    columns = Columns(table.names, 'the frame', column, prompt_template=template, system=system, chat=chat, setting_columns=setting_columns, empty=empty)
     if system is not None and not (chat or columns.talk): raise JobError('a system message is for conversations: give chat=True as well, or a column of messages')
     taken = {*ANSWER, *OPTIONAL, *(postprocess if isinstance(postprocess, Mapping) else ())} - {'text'}
     if output in taken: raise ParamError(f'output={output!r} is another column of the answers: call the texts something else')

@@ -23,7 +23,7 @@ from ..params import SamplingParams
 from .formats import Raw, export_records, read_raw
 from .journal import (AnswerFile, Ledgerbook, Outbox, StandardOutput, drop_side, has_records, journal_of, no_file, raw_records, recover, restore,
                                    settings_file, side_of, check_stamps, sort_records, stamp, stamp_of, without_failures, write_settings)
-from .lines import DEFAULTS, NO_TALK, JobLine, ParamsCache, Postprocess, digest_of, guess_form, parse_line
+from .lines import DEFAULTS, NO_TALK, JobLine, ParamsCache, Postprocess, digest_of, guess_form, json_object, parse_line
 from .openai import BadRequest
 from .pooling_api import PoolingRequest, TextsGroup
 from .runner import Admitted, LineRunner, ModelNames, Remarks, admit_line, good_order, model_digest
@@ -57,7 +57,7 @@ def _cached(r: JobResult) -> str: return f' ({r.cached_tokens:,} cached)' if r.c
 class JobResult:
     """How a job went: requests in all; answered and failed, those of earlier runs (`before`) included; tokens and seconds
     of this run. `cached_tokens`: those of `prompt_tokens` that were computed already, for an earlier request. `first_failure`: what
-    the first that failed in this run said."""
+    the first that failed in this run said. `cut`: answers of this run that ended at `max_tokens`."""
     total: int
     answered: int = 0
     failed: int = 0
@@ -67,6 +67,7 @@ class JobResult:
     seconds: float = 0.
     cached_tokens: int = 0
     first_failure: str = ''
+    cut: int = 0
 
     @property
     def done(self) -> int: return self.answered + self.failed
@@ -96,7 +97,9 @@ class JobResult:
         before = f' ({self.before:,} of them before)' if self.before else ''
         rate = f', {self.rate:,.0f} a second' if self.rate else ''
         why = f' (the first: {self.first_failure:.200})' if self.first_failure else ''
-        return (f'{self.done:,} of {self.total:,} requests done{before}, {self.failed:,} failed{why}; '
+        again = '; --retry-errors (retry_errors) runs these again' if self.failed else ''
+        cut = f', {self.cut:,} ended at max_tokens' if self.cut else ''
+        return (f'{self.done:,} of {self.total:,} requests done{before}, {self.failed:,} failed{why}{again}{cut}; '
                 f'{self.prompt_tokens:,} tokens in{_cached(self)}, {self.output_tokens:,} out{rate}')
 
 # %% ../../nbs/41_jobs.ipynb #0b955d52
@@ -147,6 +150,11 @@ class Progress:
     def close(self) -> None: self.bar.close()
 
 # %% ../../nbs/41_jobs.ipynb #730fd72f
+def was_cut(record: dict[str, Any]) -> bool:
+    "Whether an answer in `record` ended at its `max_tokens`."
+    body = record if 'request_id' in record else (record.get('response') or {}).get('body') or {}
+    return any(c.get('finish_reason') == 'length' for c in body.get('choices') or body.get('outputs') or [body])
+
 class Run:
     """One run of `job`: lines that `book` has no answer of go in, their records to `outbox`. `llm`: says how many run at a time.
 
@@ -162,7 +170,7 @@ class Run:
         "Yield each line without an answer. What ends the input early is kept as `trouble`."
         try:
             for line in self.job.lines(self.book):
-                self.remarks.on(line)
+                if line.kind != 'plain' or not line.cells: self.remarks.on(line)      # what is kept is not ignored
                 self.names.check(line)
                 yield line
         except JobError as e: self.trouble = e
@@ -186,6 +194,7 @@ class Run:
         self.result.failed += failed
         if failed and not self.result.first_failure: self.result.first_failure = record['error']['message']
         self.result.answered += not failed
+        self.result.cut += was_cut(record)
         self.new_errors += failed
         self.outbox.put(line.number, stamp(record, self.job.stamp) if self.job.stamp else record)
 
@@ -324,8 +333,8 @@ class Job:
     `sampling_params`: a dict, for what lines leave open. `form`: 'batch' or 'plain', None guesses; or 'csv', 'tsv', 'parquet', 'txt' where the name of the
     input does not say so. `delimiter`, `encoding`: of a CSV or text, None finds them; `quotes`: whether a quote opens a cell. `any_model`: lines that
     ask for another model are answered too, and fail else. `chat`, `system`:
-    plain prompts are user messages, after this system message. `prompt_template`: makes the prompt of a table's columns, as
-    in 'Translate to {lang}: {text}'; for a table `system` is a template too. `setting_columns`: those that are settings
+    plain prompts are user messages, after this system message. `prompt_template`: makes the prompt of a table's columns, or of a line's own keys, as
+    in 'Translate to {lang}: {text}', with `empty` for an empty cell; for a table `system` is a template too. `setting_columns`: those that are settings
     of their row; all others are data, whatever they are called. `ordered`: answers in input order, as in tables always. `limit`: only so many
     of the first requests. `timeout`: seconds for each request, from when it is next in line. `max_errors`: stop after
     more failures. `retry_errors`: run again what failed in an earlier run. `force`: go on though model, parameters or
@@ -361,7 +370,9 @@ class Job:
     encoding: str | None = None
     quotes: bool = True
     any_model: bool | None = False
+    empty: str | None = None
     stamp: str = field(default='', init=False, repr=False)      # of the records, while it runs
+    _keyed: Columns | None = field(default=None, init=False, repr=False)      # of JSONL with keys of its own
 
     @property
     def input_kind(self) -> str: return self.form if self.form in INPUT_KINDS else file_kind(self.input)
@@ -380,7 +391,7 @@ class Job:
         "How the columns of a table are to be read: arguments of `Columns`, {} for another file."
         keep = self.output is not None and file_kind(self.output) not in TABLES      # records of a table get them at the end
         if not self.from_table: return {}
-        return dict(prompt_template=self.prompt_template, system=self.system, chat=self.chat, setting_columns=self.setting_columns, keep=keep)
+        return dict(prompt_template=self.prompt_template, system=self.system, chat=self.chat, setting_columns=self.setting_columns, keep=keep, empty=self.empty)
 
     def raw(self) -> Iterator[tuple[int, Raw]]:
         "Yield `(number, raw)` for each request of the input that counts."
@@ -389,7 +400,7 @@ class Job:
 
     def line(self, number: int, raw: Raw) -> JobLine:
         "The request that `raw` asks for, or its failure."
-        return parse_line(number, raw, self.line_form, self.chat, self.system, self.embed)
+        return parse_line(number, raw, self.line_form, self.chat, self.system, self.embed, self._keyed)
 
     def lines(self, book: Ledgerbook) -> Iterator[JobLine]:
         "Yield each line without an answer in `book`, where its id is entered."
@@ -401,6 +412,18 @@ class Job:
         made = sorted(self.postprocess) if isinstance(self.postprocess, Mapping) else self.postprocess is not None or None
         own = dict(embed=self.embed) if self.embed else {}
         return json.loads(json.dumps({k: getattr(self, k) for k in names} | dict(form=self.line_form, postprocess=made) | own, default=str))
+
+    def _key_columns(self) -> Columns | None:
+        "What the keys of JSONL are for, if the job says so: None, or `Columns` of those in its first lines. Raises `JobError`."
+        if self.from_table or (self.prompt_column, self.id_column, self.prompt_template, *self.setting_columns) == ('prompt', 'custom_id', None): return None
+        if self.line_form == 'batch' or self.input_kind == 'txt':
+            what = 'one prompt a line' if self.input_kind == 'txt' else 'lines of the Batch API'
+            raise JobError(f'a prompt template and names of columns are for tables and JSONL with keys of its own, and {self.input} has {what}')
+        names: dict[str, None] = {}
+        for _, raw in itertools.islice(self.raw(), 100):
+            with suppress(BadRequest): names |= dict.fromkeys(json_object(raw, strict=False) if isinstance(raw, bytes) else ())
+        return Columns([*names], self.input, self.prompt_column, self.id_column, self.prompt_template, self.system, self.chat,
+                       self.setting_columns, empty=self.empty)
 
     def _check_text_form(self) -> None:
         "Raise `JobError` for a `delimiter`, `encoding` or `quotes` that can't be."
@@ -436,15 +459,14 @@ class Job:
             names = self.table().names if self.embed and self.prompt_column == 'prompt' and self.prompt_template is None else []
             self.prompt_column = next((n for n in ('prompt', 'text', 'input') if n in names), self.prompt_column)
             next(self.raw(), None)                                    # its columns are there, and have names that can be
-        elif self.prompt_template is not None or self.setting_columns or (self.prompt_column, self.id_column) != ('prompt', 'custom_id'):
-            raise JobError(f'a prompt template and names of columns are for tables (.csv, .tsv, .parquet), and {self.input} is none')
         self.form = self.form or ('plain' if self.input_kind == 'txt' or self.from_table else guess_form(self.raw(), 'plain' if self.embed else 'batch'))
         if self.output and file_kind(self.output) == 'npy' and not (self.embed and self.form != 'batch'):
             raise JobError(f'{self.output}: an array is for the vectors of plain texts: give .jsonl, .csv or .parquet')
+        self._keyed = self._key_columns()
         if self.form == 'batch' and (self.chat or self.system is not None):
             raise JobError('{chat} and {system} are for plain prompts: lines of the Batch API carry their messages themselves',
                            chat=Option('chat'), system=Option('system'))
-        if self.system is not None and not (self.chat or self.from_table):
+        if self.system is not None and not (self.chat or self.from_table or self._keyed):
             first = [self.line(number, raw) for number, raw in itertools.islice(self.raw(), 100)]
             if first and all(line.messages is None for line in first): raise JobError(NO_TALK)
         SamplingParams.of(DEFAULTS['plain'] | (self.sampling_params or {}))
@@ -591,7 +613,8 @@ class JobPlan:
         return '\n'.join([*self._counted(), *self._timed(), *(f'faster: {m.said(spell)}' for m in self.advice)])
 
     def _counted(self) -> list[str]:
-        lines = [f"{number_of(self.requests, 'request')}; {self.failed:,} more can not run", *(f'  {f}' for f in self.failures)]
+        more = f'; {self.failed:,} more can not run' if self.failed else ''
+        lines = [f"{number_of(self.requests, 'request')}{more}", *(f'  {f}' for f in self.failures)]
         if self.ignored: lines += [f"keys without meaning here, ignored: {', '.join(sorted(self.ignored)[:50])}"]
         if self.prompt_tokens:
             lines += [f'tokens: {self.prompt_tokens:,} in prompts, of which {self.shared_tokens:,} are shared prefixes; '
@@ -628,7 +651,7 @@ def plan_without_model(lines: Iterable[JobLine], given: dict[str, Any] | None = 
     "A `JobPlan` of which `lines` can't be read; `given`: sampling parameters for what they leave open. `names`: of models that they may ask for."
     p, params = JobPlan(), ParamsCache(given)
     for line in lines:
-        p.ignored.update(line.ignored)
+        if line.kind != 'plain' or not line.cells: p.ignored.update(line.ignored)
         if names: names.check(line)
         if not line.failure and not line.pooling:
             try: params.of(line)
@@ -690,7 +713,7 @@ def plan_with_model(lines: Iterable[JobLine], llm: LLM, given: dict[str, Any] | 
     rng, params, alike, reused = random.Random(0), ParamsCache(given), 0, llm.enable_prefix_caching and llm.strategy == 'continuous'
     for i, line in enumerate(lines):
         if i % look_ahead == 0: seen.clear()
-        p.ignored.update(line.ignored)
+        if line.kind != 'plain' or not line.cells: p.ignored.update(line.ignored)
         if names: names.check(line)
         group = None if line.failure else admit_line(llm, line, params, first=not p.requests)
         if not group:
@@ -711,6 +734,6 @@ def plan_with_model(lines: Iterable[JobLine], llm: LLM, given: dict[str, Any] | 
     text = [ids for ids, pooling in some if pooling is None]
     if calibrate and text: p.prompt_rates, p.output_rates, p.tried = rates(llm, text)
     elif calibrate: p.prompt_rates, p.tried = reading_rates(llm, some)
-    from ..advice import advise, try_int8
+    from batchlab.advice import advise, try_int8
     p.advice = advise(llm, p.requests, p.longest, alike / p.prompt_tokens) + try_int8(llm)
     return p

@@ -271,12 +271,13 @@ def finished_records(output: str | Path) -> Iterator[dict[str, Any]]:
     names = (table := TableFile(output)).names
     if not {*ANSWER} <= {*names}: raise foreign
     key, start = 'request_id' if 'request_id' in names else 'id', next(i for i, n in enumerate(names) if n in ('index', 'text') and 'text' in names[i:i + 2])
-    ids = names[:start] if names[:start] in (['line', 'id', 'custom_id'], ['id', 'custom_id']) else []
+    ids = names[:start] if names[0] == 'line' or names[:start] == ['id', 'custom_id'] else []
+    cells = [n for n in ids if n not in ('line', 'id', 'custom_id')]
     made = [n for n in names[names.index('error') + 1:] if n not in {*OPTIONAL, 'request_id'}]
     rows = (row if isinstance(row, dict) else {} for _, row in table.rows({*ids, *names[start:]}))
     for name, some in itertools.groupby(rows, lambda row: row.get(key)):
         if not KEY.fullmatch(str(name)): raise foreign
-        try: yield record_of_rows([*some], made)
+        try: yield record_of_rows([*some], made, cells)
         except ValueError as e: raise foreign from e
 
 def restore(output: str | Path) -> None:

@@ -22,7 +22,7 @@ from .formats import LONGEST_LINE, Raw
 from .openai import (ALIASES, DROPPED, BadRequest, answer_body, as_messages, choice_of, custom_id_of, endpoint_of, error_body,
                                   is_setting, keys_beside, one_prompt, parse_body, request_params, sampling_options, take, usage_of)
 from .pooling_api import POOLING_KINDS, PoolingRequest, TextsOutput, check_finite, encoded, parse_pooling, pooling_body, texts_usage
-from .tables import ANSWER, CHAT_OPTIONS, OPTIONAL, BadRow, Row, _encode, is_missing, plain_value
+from .tables import ANSWER, CHAT_OPTIONS, OPTIONAL, BadRow, Columns, Row, _encode, is_missing, kept_cells, plain_value
 from .toolcalls import ToolChoice, ToolFormat, format_of, parse_answer, take_tools
 
 if TYPE_CHECKING: from batchlab.outputs import RequestOutput
@@ -136,21 +136,24 @@ def plain_settings(line: JobLine, d: dict[str, Any], chat: bool = False) -> None
     if chat or line.messages is not None: line.chat_options = take_chat_options(d)
     line.options, line.ignored = plain_options(d)
 
+PLAIN_KEYS = {*'prompt messages id custom_id model adapter timeout priority sampling_params'.split(), *CHAT_OPTIONS}
+
 def plain_line(line: JobLine, d: dict[str, Any], chat: bool = False) -> None:
     "Fill `line` from `d`, an object with `prompt` or `messages`. `chat`: a prompt becomes a message. Raises `BadRequest`."
+    line.cells = kept_cells(d, {k for k, v in d.items() if k not in PLAIN_KEYS and not is_setting(k, v)})
     ids = {k: d[k] for k in ('id', 'custom_id') if d.get(k) is not None}
     line.ids = {k: v for k, v in ids.items() if isinstance(v, (str, int))}
     for k, v in ids.items():
         if k not in line.ids: raise BadRequest(f'{k} must be a string or a whole number, got {v!r:.60}')
     if ('prompt' in d) == ('messages' in d):
         if form_of_keys(d) == 'batch' and 'prompt' not in d: raise BadRequest(ANOTHER_FORM.format('a line of the Batch API', 'plain lines'))
-        near = next((k for k in ('text', 'input', 'question', 'instruction', 'query') if k in d), None)
-        hint = f': call {near!r} prompt' if near and 'prompt' not in d else ''
+        near = next((k for k in ('question', 'instruction', 'query', 'text', 'input') if k in d), next((k for k, v in d.items() if isinstance(v, str)), None))
+        hint = f': prompt_column={near!r} (--prompt-column {near}) takes that key, a template (--prompt-template) any of them' if near and 'prompt' not in d else ''
         raise BadRequest(f"expected one of prompt and messages, got {'both' if 'prompt' in d else 'neither'}{hint}")
+    line.model = d.get('model')
     if 'messages' in d: line.messages = as_messages(d['messages'])
     else: line.prompt = one_prompt(d['prompt'])
     plain_settings(line, {k: v for k, v in d.items() if k not in ('prompt', 'messages', 'id', 'custom_id')}, chat)
-    line.model = d.get('model')
 
 def batch_line(line: JobLine, d: dict[str, Any]) -> None:
     "Fill `line` from `d`, an object of the Batch API. Raises `BadRequest`."
@@ -192,12 +195,19 @@ def row_line(line: JobLine, row: Row, chat: bool = False) -> None:
     except UnicodeEncodeError: raise BadRequest('not UTF-8: give its encoding, such as cp1252 (--encoding)') from None
     if given: plain_settings(line, dict(given), chat)
 
+def keyed_line(line: JobLine, d: dict[str, Any], columns: Columns, chat: bool = False, system: str | None = None) -> str | None:
+    "Fill `line` from `d`, an object whose keys are what `columns` say, as a row's are. Returns its system message, else `system`. Raises `BadRequest`."
+    row = columns.row(dict.fromkeys(columns.names) | d)
+    line.cells = kept_cells(d, d.keys() - {'custom_id'})
+    row_line(line, row._replace(cells=line.cells), chat)
+    return row.system or system
+
 # %% ../../nbs/40_openai.ipynb #ob000016
 NO_TALK = 'a system message is for conversations: give chat (--chat) as well, or messages'
 
 def parse_line(number: int, raw: Raw, form: str | None = 'batch', chat: bool = False, system: str | None = None,
-               embed: PoolingRequest | None = None) -> JobLine:
-    """The `JobLine` of what `read_raw` gave. `chat`: plain prompts are a user's message; `system`: put before them.
+               embed: PoolingRequest | None = None, columns: Columns | None = None) -> JobLine:
+    """The `JobLine` of what `read_raw` gave. `columns`: what the keys of an object with its owner's own keys are for. `chat`: plain prompts are a user's message; `system`: put before them.
 
     `embed`: plain prompts are texts, for each of which this is asked."""
     line = JobLine(number, digest_of(raw), 'plain' if form == 'plain' else 'text', unit='line' if isinstance(raw, bytes) else 'row')
@@ -208,6 +218,7 @@ def parse_line(number: int, raw: Raw, form: str | None = 'batch', chat: bool = F
         if isinstance(raw, Row): row_line(line, raw, chat)
         elif len(raw) > LONGEST_LINE: raise BadRequest(f'longer than {LONGEST_LINE:,} bytes')
         elif form == 'batch': batch_line(line, json_object(raw))
+        elif columns: system = keyed_line(line, json_object(raw, strict=False), columns, chat, system)
         elif embed: text_line(line, json_object(raw, strict=False))
         else: plain_line(line, json_object(raw, strict=False), chat)
         if chat and isinstance(line.prompt, str):
@@ -309,11 +320,13 @@ def failure_of(line: JobLine, code: str, message: str) -> dict[str, Any]:
 
 # %% ../../nbs/40_openai.ipynb #ob000048
 def guess_form(rows: Iterable[tuple[int, Raw]], default: str = 'batch') -> str:
-    """'plain' if the first good line of JSONL has a prompt or messages, 'batch' if it is of the Batch API, else `default`.
+    """'batch' if the first good line of JSONL that says so is of the Batch API, 'plain' if it has a prompt or messages; 'plain' too if all are
+    objects with keys of their own, else `default`.
 
     `rows`: what `read_raw` gives."""
     for _, raw in itertools.islice(rows, 100):
         assert isinstance(raw, bytes)
         with suppress(BadRequest):
-            if form := form_of_keys(json_object(raw, strict=False)): return form
+            if form := form_of_keys(d := json_object(raw, strict=False)): return form
+            if d and not d.keys() <= {'custom_id', 'method'}: default = 'plain'
     return default

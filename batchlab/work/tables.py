@@ -21,9 +21,9 @@ __all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'Cells', 'IN
            'file_kind', 'opener_of', 'check_input', 'check_output', 'need_parquet', 'opened_text', 'Recoded',
            'unique_names', 'BadRow', 'TextForm', 'encoding_of', 'CSVRows', 'in_blocks', 'broken_parquet',
            'open_parquet', 'readable', 'TableFile', 'no_column', 'is_missing', 'MissingCell', 'Template', 'literal',
-           'is_setting_name', 'check_setting', 'renamed_columns', 'Row', 'Columns', 'from_json', 'plain_value',
-           'json_value', 'whole', 'table_rows', 'flat', 'record_of_rows', 'ColumnType', 'type_of', 'cell_text',
-           'cells_of', 'AnswerTable']
+           'is_setting_name', 'check_setting', 'kept_cells', 'renamed_columns', 'Row', 'Columns', 'from_json',
+           'plain_value', 'json_value', 'whole', 'table_rows', 'flat', 'record_of_rows', 'ColumnType', 'type_of',
+           'cell_text', 'cells_of', 'AnswerTable']
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e008
 OPENERS: dict[str, Callable[..., IO[Any]]] = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open}
@@ -272,8 +272,10 @@ class MissingCell(ValueError):
     "A template meets a cell that it can't be filled from."
 
 class Template:
-    "Text with columns in braces, such as 'Translate to {lang}: {text}'. `{{` is a brace. Raises `JobError`."
-    def __init__(self, text: str, names: Collection[str], where: str | Path = 'the table', what: str = 'prompt template') -> None:
+    "Text with columns in braces, such as 'Translate to {lang}: {text}'. `{{` is a brace. `empty`: what stands for an empty cell, None for an error. Raises `JobError`."
+    def __init__(self, text: str, names: Collection[str], where: str | Path = 'the table', what: str = 'prompt template',
+                 empty: str | None = None) -> None:
+        self.empty = empty
         try: self.parts = [*string.Formatter().parse(text)]
         except ValueError as e: raise JobError(f'the {what} {text!r:.60} is none ({e}): write {{{{ for a brace') from None
         self.columns = {name for _, name, _, _ in self.parts if name is not None}
@@ -299,7 +301,8 @@ class Template:
         return ''.join(text + ('' if name is None else self._cell(name, cells[name], spec, how)) for text, name, spec, how in self.parts)
 
     def _cell(self, name: str, v: Any, spec: str | None, how: str | None) -> str:
-        if is_missing(v): raise MissingCell(f'column {name!r} is empty')
+        if is_missing(v) and self.empty is not None: return self.empty
+        if is_missing(v): raise MissingCell(f"column {name!r} is empty: empty='' (--empty '') lets it be")
         if spec and isinstance(v, str): v = literal(v)
         try: return format(string.Formatter().convert_field(v, how), spec or '')
         except (ValueError, TypeError) as e: raise MissingCell(f'column {name!r} holds {v!r:.40}, which {{{name}:{spec}}} can not write ({e})') from None
@@ -339,6 +342,11 @@ def check_setting(name: str, options: Collection[str] = ()) -> None:
 
 RECORD = 'request_id line row custom_id text finish_reason outputs usage error results'.split()      # the keys of a record
 
+def kept_cells(d: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    "Those `keys` of object `d` that are its owner's, as they stand in a record: `text_input` for `text`, which is ours."
+    new = renamed_columns([k for k in d if k in keys], {*RECORD, *ANSWER, *OPTIONAL, *_MADE, 'id'})
+    return {name: json_value(d[k]) for k, name in new.items()}
+
 def renamed_columns(names: Sequence[str], answers: Collection[str]) -> dict[str, str]:
     "`{name: new name}` for each of the columns `names` of the input, `text_input` for `text` if `answers` have that name too."
     taken, new = {*answers}, {}
@@ -365,7 +373,8 @@ class Columns:
     """What the columns `names` of the table `where` are for. `text`: its cells are text. Raises `JobError`.
 
     `prompt_template`: makes the prompt of columns; else it is `prompt_column`, or `messages`. `system`: a template too.
-    `chat`: prompts are a user's message. `setting_columns`: settings of their row; all others are data, whatever they are called. `keep`: rows have all their `cells`."""
+    `chat`: prompts are a user's message. `setting_columns`: settings of their row; all others are data, whatever they are called. `keep`: rows have all their `cells`.
+    `empty`: what stands in a template for an empty cell."""
     names: Sequence[str]
     where: str | Path = 'the table'
     prompt_column: str = 'prompt'
@@ -376,6 +385,7 @@ class Columns:
     setting_columns: Collection[str] = ()
     text: bool = False
     keep: bool = False
+    empty: str | None = None
     settings: list[str] = field(default_factory=list, init=False)        # and options of conversations
     alike: list[str] = field(default_factory=list, init=False)           # data with the names of settings
     templates: list[Template | None] = field(default_factory=list, init=False)
@@ -391,7 +401,7 @@ class Columns:
         self.talk = 'messages' in names and self.prompt_column in ('prompt', 'messages') and self.prompt_template is None
         self.prompt = self.prompt_column if self.prompt_column in names and self.prompt_template is None and self.prompt_column != 'messages' else None
         if self.prompt is None and not self.talk and self.prompt_template is None: raise no_column(self.prompt_column, names, where, 'prompt column')
-        self.templates = [None if text is None else Template(text, names, where, what) for text, what in
+        self.templates = [None if text is None else Template(text, names, where, what, self.empty) for text, what in
                           ((self.prompt_template, 'prompt template'), (self.system, 'system message'))]
         if self.system is not None and self.text and not (self.chat or self.talk):
             raise JobError('a system message is for conversations: give chat (--chat) as well, or a column of messages')
@@ -467,11 +477,15 @@ def _text_of(message: dict[str, Any]) -> Any:
 VECTORS = 'embedding', 'probs', 'data'                               # columns of lists
 _MADE = {*VECTORS, 'score', 'relevance_score', 'label'}
 
+def _cells(d: dict[str, Any]) -> dict[str, Any]:
+    "What a plain record `d` has of its line's own keys."
+    return {k: v for k, v in d.items() if k not in {*RECORD, *VECTORS, 'id'}} if 'line' in d else {}
+
 def _rows_without_text(d: dict[str, Any], body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     "As `table_rows`, where the answer is vectors, scores or classes, several of them maybe."
     entries, usage = body.get('data') or body.get('results') or [body], body.get('usage') or {}
     for e in entries:
-        yield ({k: d[k] for k in ('line', 'row') if k in d} | {k: d.get(k) for k in ('id', 'custom_id')} | dict(index=e['index'] if len(entries) > 1 else None)
+        yield ({k: d[k] for k in ('line', 'row') if k in d} | {k: d.get(k) for k in ('id', 'custom_id')} | _cells(d) | dict(index=e['index'] if len(entries) > 1 else None)
                | {k: e[k] for k in e if k in _MADE} | dict(prompt_tokens=usage.get('prompt_tokens'), error=(d['error'] or {}).get('message'))
                | {k: d[k] for k in ('request_id',) if k in d})
 
@@ -481,7 +495,7 @@ def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if 'embedding' in body or any(isinstance(body.get(k), list) for k in ('data', 'results')): return (yield from _rows_without_text(d, body))
     choices, usage = body.get('choices') or body.get('outputs') or [body], body.get('usage') or {}
     many = len(choices) > 1
-    row = {k: d[k] for k in ('line', 'row') if k in d} | {k: d.get(k) for k in ('id', 'custom_id')}
+    row = {k: d[k] for k in ('line', 'row') if k in d} | {k: d.get(k) for k in ('id', 'custom_id')} | _cells(d)
     for c in choices:
         logprobs, tokens = c.get('logprobs'), None if many else usage.get('completion_tokens')
         one = row | dict(index=c['index'] if many else None, text=_text_of(c['message']) if 'message' in c else c.get('text'),
@@ -496,8 +510,8 @@ def flat(d: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in next(table_rows(d)).items() if k not in OPTIONAL}
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e029
-def record_of_rows(rows: Sequence[dict[str, Any]], columns: Collection[str] = ()) -> dict[str, Any]:
-    "The record whose answers are `rows` of a table, with what a function made of them in `columns`: a dict that `table_rows` reads."
+def record_of_rows(rows: Sequence[dict[str, Any]], columns: Collection[str] = (), cells: Collection[str] = ()) -> dict[str, Any]:
+    "The record whose answers are `rows` of a table, with what a function made of them in `columns`, and its line's own `cells`: a dict that `table_rows` reads."
     def number(v: Any, kind: type = int) -> Any: return None if is_missing(v) else kind(float(v))      # pandas writes 1.0
     def choice(i: int, r: dict[str, Any]) -> dict[str, Any]:
         logprobs, made = r.get('logprobs'), {k: r[k] for k in columns}
@@ -509,7 +523,7 @@ def record_of_rows(rows: Sequence[dict[str, Any]], columns: Collection[str] = ()
     ids = {k: v for k in ('request_id', 'line', 'row', 'id', 'custom_id') if not is_missing(v := first.get(k))}
     failed = not is_missing(first['error'])
     usage = None if is_missing(first['prompt_tokens']) else dict(prompt_tokens=number(first['prompt_tokens']), completion_tokens=number(first['completion_tokens']))
-    return ids | dict(outputs=[choice(i, r) for i, r in enumerate(rows)], usage=usage,
+    return ids | {k: first[k] for k in cells} | dict(outputs=[choice(i, r) for i, r in enumerate(rows)], usage=usage,
                       error=dict(code='invalid_request', message=first['error']) if failed else None)
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e033
@@ -568,7 +582,8 @@ class AnswerTable:
                 for k, v in row.items(): found.setdefault(k, ColumnType()).see(None if k in lists and isinstance(v, list) else v)
         if not found: found = {k: ColumnType() for k in ('line', 'id', 'custom_id', *ANSWER, 'request_id')}
         beside = {'line', 'row', 'id', 'custom_id'} if source else set()         # the source has them
-        self.answers: dict[str, ColumnType] = {k: t for k, t in found.items() if k not in beside and (t.name or k not in OPTIONAL)}
+        rare = {*OPTIONAL, 'id', 'custom_id'} if 'request_id' in found else OPTIONAL       # columns that nothing may stand in
+        self.answers: dict[str, ColumnType] = {k: t for k, t in found.items() if k not in beside and (t.name or k not in rare)}
         for k, t in self.answers.items(): t.name = (ANSWER | NUMBERS).get(k, 'list' if k in lists - others else t.name)
         self.inputs = renamed_columns(source.names, self.answers) if source else {}
 
