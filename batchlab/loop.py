@@ -10,7 +10,7 @@ __all__ = ['log', 'StepLoop', 'BackgroundLoop', 'make_engine', 'EngineSet', 'Del
 
 # %% ../nbs/15_llm.ipynb #90905258
 import contextlib, heapq, itertools, logging, os, threading, time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 from .backends import Backend, BackendOptions
@@ -20,6 +20,7 @@ from .engine import Engine, sum_ledgers
 from .errors import BatchError, BatchlabError, EngineError, ModelError, Option, UnsupportedModelError
 from .ledger import Ledger
 from .outputs import RequestGroup, StreamEvent
+from .pacing import Pace
 from .pooling import pooling_engine
 from .runners import PackedRunner, PaddedRunner, SoloRunner
 from .scheduler import Request, Scheduler
@@ -250,12 +251,13 @@ class EngineSet(dict[str, Engine]):
     """The engines of `llm` by kind of request, see `select_runner`, over one `backend` and one `budget` of KV.
 
     For the thread that holds `llm.mutex`. `past`: the ledger of all calls before this one; `past_steps`: steps of engines that
-    are gone; `seconds`: time spent in steps; `last`: the kind that stepped last.
+    are gone; `seconds`: time spent in steps; `last`: the kind that stepped last. `paces`: how much of a step preemptible requests get.
 
     `open` finds out how the model runs: `llm.shapes`, `llm.paddable`. Once there are `llm.limits`, `configure` it."""
     def __init__(self, llm: LLM) -> None:
         super().__init__()
         self.llm, self.past, self.past_steps, self.seconds, self.last = llm, Ledger(), 0, 0., ''
+        self.paces: defaultdict[str, Pace] = defaultdict(Pace)
         self.opened: PreTrainedModel | None = None                            # the model that the backend is for
         self.state: dict[str, int] = {}                                       # its `model_state` then
 
@@ -287,9 +289,13 @@ class EngineSet(dict[str, Engine]):
         busy = self.busy
         if not busy: return []
         self.last = min(busy, key=lambda kind: (kind <= self.last, kind))
+        engine, pace = self[self.last], self.paces[self.last]
+        engine.scheduler.allowance = pace.allowance(any(self[kind].scheduler.has_others for kind in busy))
         start = time.perf_counter()
-        try: return self[self.last].step()
-        finally: self.seconds += time.perf_counter() - start
+        try: return engine.step()
+        finally:
+            self.seconds += (took := time.perf_counter() - start)
+            pace.note(*engine.scheduler.shares, took)
 
     def begin(self) -> None:
         "A call begins while nobody runs: what was counted so far belongs to the past, and the model may be another. Raises `ModelError`."

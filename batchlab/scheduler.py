@@ -116,7 +116,7 @@ class Request:
         if self.stops is None: reason = 'length' if len(self.output_ids) >= self.max_tokens else None
         else: reason, self.stop_reason = self.stops(token)
         if self.text is None: return reason
-        self.delta += self.text.add(token, reason == 'stop', logprobs and logprobs.get(token))
+        self.delta += self.text.add(token, reason == 'stop', logprobs.get(token) if logprobs else None)
         if reason: self.delta += self.text.finish()
         if self.text.stopped is None: return reason
         self.stop_reason = self.text.stopped
@@ -312,8 +312,10 @@ class RequestQueue:
         self._wait(request)
 
     def reset(self) -> None:
-        "Preempt all requests and forget all blocks. A plan in hand is void: no `update` for it."
-        for r in list(self.running): self.preempt(r)
+        "Let all requests wait and forget all blocks. A plan in hand is void: no `update` for it."
+        for r in list(self.running):                                          # by no want of memory, so it counts as no preemption
+            self._leave(r)
+            self._wait(r)
         self.waiting = [r for r in dict.fromkeys(self.waiting) if r.finish_reason is None]      # a step may have been interrupted
         for r in self.waiting: r.slot, r.block_table, r.num_computed_tokens = None, [], 0
         self.free_slots = [*range(self.max_num_seqs)]
@@ -354,6 +356,9 @@ class Scheduler(RequestQueue):
     computes whole sequences, and no memory is claimed. `chunked=False`: prompts enter whole. `barrier=True`, static batching: requests enter only when none runs, all
     of one `wave` at once, whole, and without prefix caching. `order`: a key by which requests rank before all else.
 
+    `allowance`: how many of a step's positions preemptible requests may have at most (None: as many as there are); in blocks, those that
+    get none stand still, with all that they have. `shares`: of the last plan, positions of the others, their rows, and those of the preemptible.
+
     `waiting`, `running`: its requests, the first by rank. `ledger`: the positions that its steps computed, recomputed and
     reused. Raises `BatchError`. Scheduling by iteration is Orca's (Yu et al. 2022); prefill in chunks beside
     decode under a token budget is Sarathi-Serve's (Agrawal et al. 2024); KV in blocks is vLLM's (Kwon et al. 2023)."""
@@ -374,15 +379,20 @@ class Scheduler(RequestQueue):
         self.chunked, self.barrier, self.max_adapters = chunked and not barrier, barrier, max_adapters
         self.block_size = block_size if paged else 0
         self.ledger = Ledger()
+        self.allowance: int | None = None
+        self.shares = 0, 0, 0
 
     def schedule(self) -> StepPlan:
         "The next `StepPlan`; no rows if there is nothing to do. Carry it out and call `update` before the next one."
         plan, decodes, prefills = StepPlan(), [], []
         for r in self.running: (decodes if _decodes(r) else prefills).append(r)
+        if self.allowance is not None and self.block_size:
+            still = {*[r for r in decodes if r.preemptible][self.allowance:]}
+            decodes = [r for r in decodes if r not in still]
         budget = self.max_num_batched_tokens - len(decodes)
         for r in decodes: self._put(r, 1, plan)
         for row in plan.rows:                                                 # guesses get what is left
-            self._trim_guesses(row.request, budget)
+            self._trim_guesses(row.request, min(budget, self._left(row.request, plan)))
             row.n_tokens += len(row.request.draft_ids)
             budget -= len(row.request.draft_ids)
         budget, late = self._prefill([r for r in prefills if not r.preemptible], plan, budget), [r for r in prefills if r.preemptible]
@@ -393,12 +403,24 @@ class Scheduler(RequestQueue):
         if enter and not plan.preempted: self._admit(plan, budget)
         self.pool.spare_no_more()
         plan.rows.sort(key=lambda row: row.n_tokens > 1)
+        others = [row.n_tokens for row in plan.rows if not row.request.preemptible]
+        self.shares = sum(others), len(others), plan.num_tokens - sum(others)
         return plan
+
+    @property
+    def has_others(self) -> bool:
+        "Whether a request waits or runs that is not preemptible."
+        return any(not r.preemptible for queue in (self.running, self.waiting) for r in queue)
+
+    def _left(self, r: Request, plan: StepPlan) -> int:
+        "How many positions of `plan` `r` may still have beside its rows by now, as far as `allowance` is concerned."
+        if self.allowance is None or self.barrier or not r.preemptible: return self.max_num_batched_tokens
+        return self.allowance - sum(row.n_tokens for row in plan.rows if row.request.preemptible)
 
     def _prefill(self, requests: Sequence[Request], plan: StepPlan, budget: int) -> int:
         "Rows for those of `requests` that still run, as far as `budget` goes; what is left of it."
         for r in requests:
-            n = self._share(r, budget)
+            n = self._share(r, min(budget, self._left(r, plan)))
             if n <= 0: break
             if r.slot is not None and self._put(r, n, plan): budget -= n
         return budget
@@ -453,7 +475,7 @@ class Scheduler(RequestQueue):
             if self.barrier and self.running and r.wave != self.running[0].wave: break
             if kept and r.rank[-1] > kept.rank[-1] + self.patience: break
             if no_seat := self._no_adapter_seat(r): kept = kept or r
-            if no_seat or _worth_waiting(r, self.memory, chunk, coming):
+            if self._left(r, plan) <= 0 or no_seat or _worth_waiting(r, self.memory, chunk, coming):
                 passed += 1
                 continue
             if not (self.chunked or self.barrier) and plan.rows and r.num_tokens > budget: break
@@ -463,7 +485,7 @@ class Scheduler(RequestQueue):
             plan.copies += self._enter(r)
             del self.waiting[passed]                                     # only now: an interrupt loses nobody
             plan.admitted.append(r)
-            self._put(r, n := self._share(r, budget), plan)              # there is memory: `room_for` has seen to it
+            self._put(r, n := self._share(r, min(budget, self._left(r, plan))), plan)      # there is memory: `room_for` has seen to it
             if not self.barrier: budget -= n
             coming |= _coming([r], chunk)
 
@@ -508,7 +530,7 @@ def _check_requests(s: Scheduler, plan: StepPlan) -> None:
     assert all(r.slot is None and not r.block_table and r.num_computed_tokens == 0 for r in waiting), 'waiting with a slot'
     assert all(a.rank < b.rank for a, b in zip(s.waiting, s.waiting[1:])), 'out of order'
     alone = s.budget.left(s.pool if s.block_size else s.memory) == (math.inf if s.budget.limit is None else s.budget.limit)
-    assert plan.rows or not s.has_unfinished or not alone, 'there is work and the step does none'
+    assert plan.rows or not s.has_unfinished or not alone or s.allowance == 0, 'there is work and the step does none'
     assert set(plan.admitted) <= running, 'admitted and not running'
     assert set(plan.preempted) <= waiting, 'preempted and not waiting'
     slots = [r.slot for r in s.running if r.slot is not None]
@@ -542,10 +564,14 @@ def _check_rows(s: Scheduler, plan: StepPlan) -> None:
     assert [row.n_tokens > 1 for row in plan.rows] == sorted(row.n_tokens > 1 for row in plan.rows), 'single tokens come first'
     for r, row in rows.items():
         assert row.start == r.num_computed_tokens and 1 <= row.n_tokens <= r.num_pending, 'not the positions it needs'
-    assert all(r in rows for r in s.running if _decodes(r)), 'a decoding request is left out'
+    late = sum(row.n_tokens for r, row in rows.items() if r.preemptible)
+    most = math.inf if s.allowance is None or s.barrier else s.allowance
+    assert all(r in rows for r in s.running if _decodes(r) and not (r.preemptible and most < math.inf)), 'a decoding request is left out'
+    assert late <= most or not s.chunked, 'preemptible requests have more than they are allowed'
     if s.chunked:
         assert plan.num_tokens <= s.max_num_batched_tokens, 'over budget'
-        wanted = sum(r.num_pending for r in s.running)
+        wait = sum(r.num_pending for r in s.running if r.preemptible)
+        wanted = sum(r.num_pending for r in s.running if not r.preemptible) + min(wait, most)
         assert plan.preempted or plan.num_tokens == min(wanted, s.max_num_batched_tokens), 'some of the budget is unused'
     elif not s.barrier: assert plan.num_tokens <= s.max_num_batched_tokens or len(rows) == 1, 'over budget in company'
 

@@ -10,6 +10,7 @@ import pytest
 from batchlab.errors import JobError
 from batchlab.llm import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
+from batchlab.pacing import Pace
 from batchlab.sampling import SamplingParams
 from batchlab.scheduler import Request, RowOutput, Scheduler, check_invariants
 from batchlab.tracefile import trace_of
@@ -33,7 +34,7 @@ def ask(i, **body):
     return dict(custom_id=f'r{i}', method='POST', url=URL, body=body)
 
 def chat(i, **body):
-    body = dict(model='gpt-4o-mini', messages=[dict(role='user', content=f'What is {i}?')], max_tokens=2 + i % 4, temperature=0) | body
+    body = dict(model='tiny', messages=[dict(role='user', content=f'What is {i}?')], max_tokens=2 + i % 4, temperature=0) | body
     return dict(custom_id=f'r{i}', method='POST', url='/v1/chat/completions', body=body)
 
 def jsonl(lines): return ''.join((s if isinstance(s, str) else json.dumps(s)) + '\n' for s in lines).encode()
@@ -191,6 +192,38 @@ def test_bad_lines_fail_alone(server):
     failed = {int(r['id'].split('_')[2]): r['error']['code'] for r in server.records(done['error_file_id'])}
     assert failed == {2: 'invalid_request', 4: 'duplicate_custom_id', 5: 'invalid_request', 6: 'invalid_request', 8: 'context_length_exceeded'}
 
+
+def test_a_line_for_a_model_that_is_not_here_fails(tmp_path):
+    lines = [ask(0), ask(1, model='tiny'), ask(2, model='gpt-4o-mini'), ask(3, model='also-tiny'), ask(4, model='')]
+    with serving(tmp_path/'a') as server:
+        server.runner.others = {'also-tiny'}
+        done = server.wait(server.runner.create(wish(server.upload(lines)))['id'])
+        assert server.texts(done) == alone([lines[0], lines[1], lines[3]])
+        failed = {r['custom_id']: (r['error']['code'], r['response']['status_code']) for r in server.records(done['error_file_id'])}
+        assert failed == dict(r2=('model_not_found', 404), r4=('model_not_found', 404))
+        assert not any('any' in r['error']['message'] for r in server.records(done['error_file_id']))           # no word of options of a command
+    with serving(tmp_path/'b', fail_whole=True) as server:
+        done = server.wait(server.runner.create(wish(server.upload(lines)))['id'])
+        assert done['status'] == 'failed' and [(e['line'], e['code']) for e in done['errors']['data']] == [(n, 'model_not_found') for n in (3, 4, 5)]
+
+def test_lines_stop_at_the_signal_and_not_after_the_drain(tmp_path, monkeypatch):
+    import asyncio
+    from batchlab.work.server import Server as HTTP, create_app
+    own = model()
+    runner = BatchRunner(store := BatchStore(tmp_path), own, 'tiny').start()
+    batch = runner.create(wish(store.files.create('x', jsonl(long()))))
+    while runner.show(store.get(batch['id']))['request_counts']['completed'] < 5: time.sleep(.005)
+    server, seen = HTTP(create_app(own, 'tiny', batches=runner)), []
+    async def drain(*_):
+        for _ in range(6000):
+            if runner.thread is None: return seen.append([k for k in own.groups if k.startswith('batch_req')])
+            await asyncio.sleep(.01)
+    monkeypatch.setattr(uvicorn.Server, 'shutdown', drain)
+    asyncio.run(server.shutdown())
+    assert seen == [[]] and own.thread is not None                          # no line is left, and the engine goes on
+    assert store.get(batch['id'])['status'] == 'in_progress'
+    own.stop(drain=False)
+    store.close()
 
 def test_fail_whole(tmp_path):
     with serving(tmp_path, fail_whole=True) as server:
@@ -558,8 +591,8 @@ def test_a_record_is_one_line_for_every_reader(server):
         assert '\u00e9\U0001f99c' in content.text
 
 def test_a_preemptible_request_makes_way():
-    "Drawn mixes of requests; every plan is checked, and who makes way loses none of its tokens."
-    preempted = 0
+    "Drawn mixes of requests, with an allowance that changes or without; every plan is checked, and who makes way loses none of its tokens."
+    preempted = stood = 0
     for seed in range(60):
         rng = random.Random(seed)
         seats = rng.choice([1, 2, 3, 6])
@@ -573,15 +606,83 @@ def test_a_preemptible_request_makes_way():
                 r = Request(str(len(requests)), [rng.choice([1, 2]) for _ in range(rng.choice([1, 3, 20, 50]))], rng.randint(1, 20),
                             priority=1000 * late, preemptible=late)
                 requests.append(s.add(r))
+            if seed % 2: s.allowance = rng.choice([None, 1, 2, 5, 30]) if rng.random() < .8 or not s.has_others else 0
             check_invariants(s, plan := s.schedule())
             assert all(x.preemptible for x in plan.preempted) or 'max_kv_tokens' in how
+            late = [row.n_tokens for row in plan.rows if row.request.preemptible]
+            assert s.shares == (plan.num_tokens - sum(late), len(plan.rows) - len(late), sum(late))
+            stood += sum(r.num_pending == 1 for r in s.running) > sum(row.samples for row in plan.rows)
             s.update(plan, [RowOutput([7] if row.samples else []) for row in plan.rows])
             step += 1
             assert step < 5000
         assert all(len(r.output_ids) == r.max_tokens for r in requests)
         preempted += s.num_preemptions
-    assert preempted > 50
+    assert preempted > 50 and stood > 50
 
+
+def test_an_allowance_holds_up_nobody_else():
+    "Those beside preemptible requests get what they get without them, and those that stand still go on where they were."
+    def run(lines, allowance):
+        s = Scheduler(6, 32, block_size=16)
+        for i in range(lines): s.add(Request(f'line {i}', [i] * (5 + 9 * i), 8, priority=9, preemptible=True))
+        day, steps = [s.add(Request(f'day {i}', [9] * (20 * i + 1), 6)) for i in range(3)], []
+        while not all(r.finish_reason for r in day):
+            s.allowance = allowance
+            check_invariants(s, plan := s.schedule())
+            assert sum(row.n_tokens for row in plan.rows if row.request.preemptible) <= allowance
+            steps.append([(row.request.request_id, row.n_tokens) for row in plan.rows if not row.request.preemptible])
+            s.update(plan, [RowOutput([7] if row.samples else []) for row in plan.rows])
+        s.allowance = None
+        while s.has_unfinished:
+            check_invariants(s, plan := s.schedule())
+            s.update(plan, [RowOutput([7] if row.samples else []) for row in plan.rows])
+        assert s.num_preemptions == 0
+        return steps
+    assert run(3, 0) == run(0, 0) and run(3, 2)[0] == run(0, 0)[0]
+
+
+def paced(pace, others, steps, cost, lines=64):
+    "`steps` of `others` rows beside `lines`, each of which would take as many positions as it may: those of lines, and the seconds, of each step."
+    took = []
+    for i in range(steps):
+        positions = min(lines, pace.allowance(others > 0))
+        took.append((positions, cost(others + positions, i)))
+        pace.note(others, others, *took[-1])
+    return took
+
+@pytest.mark.parametrize('fixed, each', [(.0075, .00035), (.012, .0022), (.005, .00001), (.2, .1)])
+def test_the_pace_of_lines_follows_what_steps_take(fixed, each):
+    "Machines with other costs of a step: a stream keeps half its rate, lines get all that is left, and alone no step is long."
+    cost = lambda n, i=0: fixed + each * n
+    pace = Pace()
+    alone = paced(pace, 0, 100, cost)
+    assert all(seconds <= max(3.5 * cost(1), cost(32)) for _, seconds in alone) and all(p >= 1 for p, _ in alone)
+    assert max(alone[-20:]) >= (64, 0) or max(alone[-20:])[1] > 2.4 * cost(1)
+    assert paced(pace, 1, 1, cost)[0][0] == 0                             # who comes has the first step alone
+    for streams in (1, 4, 1):
+        beside, idle = paced(pace, streams, 200, cost), cost(streams)
+        late = beside[100:]
+        assert sum(s for _, s in late) <= 2 * idle * len(late) and sum(p for p, _ in late) > 0
+        best = max([p for p in range(65) if cost(streams + p) <= 1.7 * idle])
+        assert sum(p for p, _ in late) >= .4 * len(late) * max(1, best)
+    assert all(seconds <= max(3.5 * cost(1), cost(32)) for _, seconds in paced(pace, 0, 100, cost))
+
+def test_the_pace_forgets_one_slow_step_and_learns_a_slower_machine():
+    cost = lambda n, i=0: .0075 + .00035 * n
+    pace = Pace()
+    before = paced(pace, 1, 200, cost)[-1][0]
+    paced(pace, 1, 1, lambda n, i: 3.)
+    assert abs(paced(pace, 1, 20, cost)[-1][0] - before) < .3 * before
+    slow = paced(pace, 1, 1500, lambda n, i: 5 * cost(n))
+    assert abs(slow[-2][0] - before) < .3 * before and all(p >= 1 for p, _ in slow[-10:-1] if p)
+
+def test_prompts_one_after_the_other_do_not_stop_the_lines():
+    "Steps with prompts teach nothing; lines go on beside them, also where nothing is known yet."
+    pace, got = Pace(), []
+    for _ in range(100):
+        got.append(pace.allowance(True))
+        pace.note(200, 2, got[-1], .1)
+    assert pace.base is None and got[:3] == [0, 0, 0] and sum(p > 0 for p in got) > 70
 
 def test_a_waiting_request_gets_the_place_of_one_that_makes_way():
     night = [Request(f'night {i}', [i] * 40, 50, priority=9, preemptible=True) for i in range(2)]

@@ -587,6 +587,7 @@ def create_app(llm: AsyncLLM | LLM, name: str | None = None, *, api_key: str | N
     llm = llm if isinstance(llm, AsyncLLM) else AsyncLLM(llm, max_pending=max_pending or 1024)
     api = Api(llm, name or name_of(llm.llm.model), max_pending or llm.max_pending, others, keep_alive)
     check_modules(llm.llm, api.names)
+    if batches: batches.others = api.names
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         if batches: batches.start()
@@ -596,7 +597,7 @@ def create_app(llm: AsyncLLM | LLM, name: str | None = None, *, api_key: str | N
             batches.store.close()
         await llm.shutdown()
     app = FastAPI(title='batchlab', version=__version__, openapi_url=None, lifespan=lifespan, redirect_slashes=False)
-    app.state.api = api
+    app.state.api, app.state.batches = api, batches
     for path, endpoint, method in (('/v1/chat/completions', api.chat, 'POST'), ('/v1/completions', api.text, 'POST'), ('/tokenize', api.tokenize, 'POST'),
                                    *((path, api.pool, 'POST') for path in POOLING_URLS), ('/detokenize', api.detokenize, 'POST'), ('/tokenizer_info', api.tokenizer, 'GET'), ('/v1/models', api.models, 'GET'), ('/v1/models/{name:path}', api.model, 'GET'),
                                    ('/health', api.health, 'GET'), ('/version', api.version, 'GET'), ('/metrics', api.figures, 'GET')):
@@ -754,6 +755,7 @@ class Server(uvicorn.Server):
         super().__init__(uvicorn.Config(app, http=Connection, ws='none', log_config=None, access_log=False, lifespan='on', timeout_graceful_shutdown=math.ceil(drain) + 5,
                                         server_header=False, timeout_keep_alive=20, limit_concurrency=connections or room_for(), backlog=ACCEPTS))
         self.api, self.drain, self.ready, self.patience, self.say = app.state.api, drain, ready, patience, say
+        self.batches: BatchRunner | None = app.state.batches
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -768,12 +770,15 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        "Let what is under way end; what has not ended `drain` seconds later is told so."
+        "Let what is under way end, but for the lines of batches, which stop now; what has not ended `drain` seconds later is told so."
         self.api.draining = True
         if self.say: self.say(f'stopping: {self.api.pending:,} answers under way have {self.drain:g} s to end' if self.api.pending else 'stopping')
+        lines = asyncio.ensure_future(asyncio.to_thread(self.batches.stop)) if self.batches else None
         timer = asyncio.get_running_loop().call_later(self.drain, self.end_all)
         try: await super().shutdown(sockets)
-        finally: timer.cancel()
+        finally:
+            timer.cancel()
+            if lines: await lines
 
     def end_all(self) -> None:
         "Cancel all requests, so that each gets an error."
