@@ -186,8 +186,18 @@ def prompt_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
     return text, [start]
 
 # %% ../nbs/modules/000_inputs.ipynb #inp00006
+def _log_cut(outs: Sequence[RequestOutput]) -> None:
+    "Log how many of `outs` were held to a form and cut off by `max_tokens`, so that they may not have it."
+    held = [(i, o) for i, o in enumerate(outs) if getattr(o.params, 'structured_outputs', None)]
+    cut = [(i, o) for i, o in held if any(c.finish_reason == 'length' for c in o.outputs)]
+    if not cut: return
+    first, o = cut[0]
+    log.warning("%s of %s answers held to a form were cut off by max_tokens and are not whole (finish_reason 'length', first: outputs[%s], at %s "
+                'tokens): give a larger max_tokens', len(cut), len(held), first, max(len(c.token_ids) for c in o.outputs))
+
 def log_failures(outs: Sequence[RequestOutput]) -> None:
-    "Log how many of `outs` failed, by the five commonest reasons, with the index of the first of each."
+    "Log how many of `outs` failed, by the five commonest reasons, with the index of the first of each; and how many were cut off in a form."
+    _log_cut(outs)
     reasons: dict[str, list[int]] = {}
     for i, o in enumerate(outs):
         if o.error: reasons.setdefault(re.sub(r"(?<!\w)'[^']*('|$)|\"[^\"]*(\"|$)|\d[\d,]*", '…', o.error), []).append(i)
@@ -196,3 +206,10 @@ def log_failures(outs: Sequence[RequestOutput]) -> None:
     said = '; '.join(f'{len(ids)} × {outs[ids[0]].error:.160} (first: outputs[{ids[0]}])' for ids in common[:5])
     if rare := sum(map(len, common[5:])): said += f'; and {rare} others'
     log.warning('%s of %s requests failed: %s. outputs[i].error says why', sum(map(len, reasons.values())), len(outs), said)
+
+# %% ../nbs/modules/000_inputs.ipynb #inp00011
+def __getattr__(name: str) -> Any:
+    "vLLM's prompts, by its place for them: they are `batchlab.habits`'."
+    if name not in ('TextPrompt', 'TokensPrompt'): raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    from batchlab import habits
+    return getattr(habits, name)

@@ -136,14 +136,21 @@ def refuse(k: Any, v: Any = None) -> NoReturn:
 
 # %% ../nbs/modules/000_names.ipynb #nam00016
 def structured_of(form: Any) -> dict[str, Any] | None:
-    "A `response_format` as the `structured_outputs` of `SamplingParams`, None for text. Raises `ParamError`."
+    """A `response_format` as the `structured_outputs` of `SamplingParams`, None for text. Raises `ParamError`.
+
+    The schema stands in `json_schema.schema`, as OpenAI has it, or in `schema`, as llama.cpp and others do, there with json_object too."""
     kind = form.get('type') if isinstance(form, dict) else None
-    if kind == 'text': return None
-    if kind == 'json_object': return dict(json_object=True)
-    if kind != 'json_schema':
+    if kind not in ('text', 'json_object', 'json_schema'):
         raise ParamError(f'response_format must be of type text, json_object or json_schema, got {form!r:.60}')
+    known = 'type', 'json_schema', 'schema', 'name', 'description', 'strict'
+    if lost := next((k for k in form if k not in known), None):
+        raise ParamError(f'response_format has no {lost!r:.60}: it takes type and json_schema')
     inner = form.get('json_schema')
-    if isinstance(inner, dict) and isinstance(inner.get('schema'), dict): return dict(json=inner['schema'])
+    if inner is not None and not isinstance(inner, dict): raise ParamError(f'response_format.json_schema must be an object, got {inner!r:.60}')
+    given = [v for v in (form.get('schema'), (inner or {}).get('schema')) if v is not None]
+    if not given and kind != 'json_schema': return None if kind == 'text' else dict(json_object=True)
+    if kind == 'text': raise ParamError('response_format of type text has a schema: give type json_schema, or leave it out')
+    if len(given) == 1 and isinstance(given[0], dict): return dict(json=given[0] if kind == 'json_schema' else dict(type='object') | given[0])
     raise ParamError('response_format of type json_schema needs the schema, an object, in json_schema.schema')
 
 def form_of(given: dict[str, Any]) -> Any:

@@ -117,7 +117,8 @@ def _read_structured(unknown: dict[str, Any], given: dict[str, Any], names: list
     for k, v in unknown.items():
         if k in ('backend', 'disable_fallback'): continue
         if k in ('whitespace_pattern', 'structural_tag', 'disable_additional_properties') and v in (None, False): continue
-        raise _about('structured_outputs', f"has no {k!r:.60}: it takes one of {', '.join(get_close_matches(k, names, 1) or _KINDS)}")
+        near = ''.join(f'; did you mean {name!r}?' for name in get_close_matches(k, names, 1))
+        raise _about('structured_outputs', f"has no {k!r:.60}: it takes one of {', '.join(_KINDS)}{near}")
     return given
 
 @by_any_name(__init__=_read_structured)

@@ -215,7 +215,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
         u = torch.tensor([r.uniform() for r in busy], dtype=torch.float64).to(x.device)
         tokens[part], left[part] = draw(x.softmax(-1), u), x.amax(-1).isfinite()
     bad = [(b, s) for b, (s, l) in enumerate(zip(sound.tolist(), left.tolist())) if not (s and l)]
-    errors = {b: NO_TOKEN if s else BAD_LOGITS for b, s in bad}
+    errors = {b: (getattr(rows[b].grammar, 'why', '') or NO_TOKEN) if s else BAD_LOGITS for b, s in bad}      # a grammar's own reason
     ids = [None if b in errors else t for b, t in enumerate(tokens.tolist())]
     return Sampled(ids, _logprobs(logits, ids, rows), errors)
 

@@ -9,7 +9,7 @@ from batchlab.llm import LLM
 from batchlab.work.jobs import Job
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.errors import ModelError
-from batchlab.sampling import ParamError, SamplingParams, StructuredOutputsParams
+from batchlab.sampling import ParamError, SamplingParams, SamplingRow, StructuredOutputsParams, sample
 from batchlab.structured import Grammars, WHITESPACE, check_schema
 
 PERSON = dict(type='object', required=['name', 'age', 'tags'], properties=dict(
@@ -37,7 +37,7 @@ def wish(seed=0, n=1, max_tokens=400, temperature=1., **form):
     return SamplingParams(seed=seed, n=n, max_tokens=max_tokens, temperature=temperature, structured_outputs=form)
 
 def valid(text, schema):
-    jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+    jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema).validate(json.loads(text))
     return True
 
 
@@ -100,10 +100,8 @@ def test_a_schema_that_is_taken_is_kept(schema, seed, tight):
     dict(type='array', items={}, uniqueItems=True), dict(type='array', items={}, contains={}), {'not': {}}, dict(oneOf=[dict(minimum=3), dict(type='integer')]),
     {'if': {}, 'then': {}}, {'$ref': 'http://x/y'}, {'$ref': '#x'}, dict(type='string', pattern='a"b'), dict(type='string', pattern=r'a\\b'), dict(type='string', pattern='a\nb'),
     dict(type='string', pattern=r'\x22'), dict(type='object', patternProperties={'a"': {}}),
-    dict(type='integer', enum=[True]), dict(type='object', properties=dict(a={}), required=['b']), dict(type='object', properties=dict(a={}, b={}, c={}), minProperties=2), dict(type='object', propertyNames=dict(maxLength=2)),
-    dict(type='object', properties=dict(a={}), dependentRequired=dict(a=['b'])), dict(anyOf=[dict(type='null')], type='string'), dict(type='array', items=[{}]),
-    dict(type='object', properties=dict(a=dict(type='null')), additionalProperties=True),                     # a key may be written "\\u0061"
-    dict(type='object', properties=dict(ab=dict(type='null')), patternProperties={'^a': dict(enum=[None, 1])}, additionalProperties=False),
+    dict(type='integer', enum=[True]), dict(type='object', properties=dict(a={}), required=['b'], additionalProperties=False), dict(type='object', properties=dict(a={}, b={}, c={}), minProperties=2), dict(type='object', propertyNames=dict(format='date')),
+    dict(type='object', properties=dict(a={}), dependentRequired=dict(a=['b'])), dict(anyOf=[dict(type='null')], type='string'),
     dict(type='object', additionalProperties=dict(type='null'), minProperties=2),                             # {"a":null,"a":null}
     dict(oneOf=[dict(type='object', properties=dict(a={})), dict(type='object', properties=dict(a={}, b={}), required=['b'])]),      # both fit
     dict(type='number', exclusiveMinimum=0, exclusiveMaximum=.5), dict(type='number', minimum=-1.5, exclusiveMaximum=-1), dict(exclusiveMinimum=0, anyOf=[dict(maximum=.5)]),
@@ -125,6 +123,10 @@ def test_what_is_not_kept_is_refused_alone(bad):
     dict(allOf=[dict(type='object', properties=dict(a=dict(type='null')), required=['a']), dict(properties=dict(b=dict(type='null')), required=['b'])]),
     dict(type='object', additionalProperties=dict(type='null'), minProperties=1), dict(type='number', exclusiveMinimum=0, maximum=1), dict(type='integer', exclusiveMinimum=0, maximum=1),
     dict(oneOf=[dict(type='object', properties=dict(k=dict(const=k), v={'type': t}), required=['k', 'v']) for k, t in (('a', 'null'), ('b', 'boolean'))]),
+    dict(type='object', properties=dict(a=dict(type='null')), required=['b'], additionalProperties=dict(type='null')), dict(type='object', propertyNames=dict(maxLength=2), additionalProperties=dict(type='null')),
+    {'$schema': 'http://json-schema.org/draft-07/schema#', 'type': 'array', 'items': [dict(type='null'), dict(type='boolean')], 'additionalItems': False, 'minItems': 1},
+    dict(type='object', properties=dict(a=dict(type='null')), additionalProperties=True), dict(type='object', properties=dict(a=dict(type='null')), additionalProperties=dict(type='boolean')),
+    dict(type='object', properties=dict(ab=dict(type='null')), patternProperties={'^a': dict(enum=[None, 1])}, additionalProperties=False),
     dict(type='array', items=dict(type='boolean'), uniqueItems=False, maxItems=3), {'type': 'string', 'maxLength': 2, 'x-guidance': dict(lenient=True)}], ids=str)
 def test_more_that_is_kept(schema):
     import random
@@ -362,3 +364,165 @@ def test_grammars_of_llama_cpp():
     of = lambda text: grammar_text(StructuredOutputsParams(grammar=text))
     for text in (r'root ::= "\u00e9" [\u0041-\u0043]', r'root ::= [a\-z]+', r'root ::= "\\u0041"'): assert of(text)
     with pytest.raises(ParamError, match="'foo' is defined twice"): of('root ::= foo\nfoo ::= "a"\nfoo ::= "b"')
+
+
+# --- what generators of schemas write
+
+def takes(text, **form):
+    "Whether an answer of `text` fits."
+    g, ids = grammars().of(wish(**form)), grammars().vocabulary.tokenize_str(text)
+    return g.follow(ids) and bool(g.mask_(torch.zeros(1, llm().vocab_size), ids)[0, [*llm().eos_ids]].isfinite().all())
+
+def refusal(**form):
+    with pytest.raises(ParamError) as e: grammars().of(wish(**form))
+    assert '\n' not in str(e.value)
+    return str(e.value)
+
+TAG = dict(type='object', properties=dict(tag=dict(enum=['<eos>'])), required=['tag'])
+
+@pytest.mark.parametrize('form,fits', [
+    (dict(json=dict(const='a <eos> b')), lambda t: json.loads(t) == 'a <eos> b'), (dict(json=TAG), lambda t: json.loads(t) == {'tag': '<eos>'}),
+    (dict(json=dict(type='object', properties={'<pad>': dict(type='null')}, required=['<pad>'])), lambda t: json.loads(t) == {'<pad>': None}),
+    (dict(choice=['<eos>x']), lambda t: t == '<eos>x'), (dict(regex='tag: <bos>[a-z]'), lambda t: re.fullmatch('tag: <bos>[a-z]', t)),
+    (dict(grammar='root ::= "<" "eos>" "!"'), lambda t: t == '<eos>!'), (dict(grammar='%llguidance {}\nstart: "<bos>" /<pad>/'), lambda t: t == '<bos><pad>'),
+    (dict(json=dict(type='string', pattern='^<eos>$')), lambda t: json.loads(t) == '<eos>')], ids=str)
+def test_a_text_that_spells_a_control_token_is_a_text(form, fits):
+    out = llm().generate('x', wish(max_tokens=60, **form))[0]
+    assert out.error is None and out.outputs[0].finish_reason == 'stop' and fits(out.outputs[0].text)
+
+def test_a_grammar_of_ones_own_names_control_tokens():
+    g, bos = grammars().of(wish(grammar='%llguidance {}\nstart: "a<bos>" <bos> "b"')), tiny_tokenizer().bos_token_id
+    assert g.follow([*grammars().vocabulary.tokenize_str('a<bos>'), bos, *grammars().vocabulary.tokenize_str('b')])
+
+def test_integers_that_no_double_is():
+    "Refused in a list of values; a bound goes to the next double inside."
+    for n in (2**53 + 1, 2**63 - 1, 10**22 + 1, 1234567890123456789, 2**64, 10**400):
+        for s in (dict(const=n), dict(enum=[0, n]), dict(const=dict(id=[n]))):
+            assert 'which no double is' in refusal(json=dict(type='object', properties=dict(id=s))) and '#/properties/id' in refusal(json=dict(type='object', properties=dict(id=s)))
+    for n in (2**53, -2**60, 10**22, 2**62): assert takes(str(n), json=dict(const=n)) and not takes(str(n + 1), json=dict(const=n))
+    for kind in ('integer', 'number'):
+        s = dict(type=kind, minimum=-2**63, maximum=2**63 - 1)
+        assert takes(str(2**62), json=s) and takes('-5', json=s) and not takes(str(2**63), json=s) and not takes(str(-2**63 - 1), json=s)
+        s = dict(type=kind, maximum=2**53 + 1)
+        assert takes(str(2**53), json=s) and not takes(str(2**53 + 2), json=s)
+        assert takes('12', json=dict(type=kind, minimum=-1.7976931348623157e308, maximum=1.7976931348623157e308))
+    assert not takes('3', json=dict(type='integer', minimum=3, exclusiveMinimum=True)) and takes('3', json=dict(type='integer', minimum=3, exclusiveMinimum=False))
+
+LABELS = [f'label {i} / of {i % 97}' for i in range(20_000)]
+
+@pytest.mark.parametrize('form', [dict(choice=LABELS), dict(json=dict(enum=LABELS)), dict(grammar='root ::= ' + ' | '.join(f'"c{i}"' for i in range(3000))),
+    dict(json=dict(type='object', properties={f'c{i}': dict(const=1) for i in range(2500)}))], ids=['choice', 'enum', 'gbnf', 'properties'])
+def test_thousands_of_choices(form):
+    out = llm().generate('x', wish(seed=1, max_tokens=60, **form))[0]
+    assert out.error is None
+    if 'choice' in form: assert out.outputs[0].text in form['choice'] and out.outputs[0].finish_reason == 'stop'
+
+def test_a_grammar_that_can_not_go_on_says_why():
+    "Too many alternatives: said when it is compiled; later, by the row."
+    from llguidance import LLMatcher, LLParserLimits
+    from batchlab.structured import Grammar
+    rows = 'start: "a" ("b"' + ''.join(f' | "c{i}"' for i in range(200)) + ')'
+    g = Grammar(LLMatcher(grammars().vocabulary, rows, log_level=0, limits=LLParserLimits(max_items_in_row=100)), llm().eos_ids)
+    a = tiny_tokenizer().convert_tokens_to_ids('a')
+    assert g.mask_(torch.zeros(1, llm().vocab_size), []).isfinite().any() and not g.mask_(torch.zeros(1, llm().vocab_size), [a]).isfinite().any()
+    row = SamplingRow(SamplingParams(temperature=0), [5], frozenset(), None, output_ids=[a], grammar=g)
+    said = sample(torch.zeros(1, llm().vocab_size), [row])
+    assert 'can not go on after 1 tokens' in said.errors[0] and 'max is 100' in said.errors[0]
+
+def test_a_chain_of_references_does_not_end_the_process():
+    links = {f'd{i}': dict(type='object', properties=dict(a={'$ref': f'#/$defs/d{i + 1}'})) for i in range(5000)}
+    assert 'levels' in refusal(json={'$defs': links | dict(d5000=dict(type='null')), '$ref': '#/$defs/d0'})
+    assert 'over 4,000 properties' in refusal(json=dict(type='object', properties={f'c{i}': {} for i in range(5000)}))
+
+def test_where_in_a_schema_a_mistake_is():
+    inside = lambda s: dict(type='object', properties=dict(a=dict(type='array', items=s)), required=['a'])
+    for s, why in ((dict(type='array', uniqueItems=True), 'uniqueItems at #/properties/a/items'), (dict(type='bool'), "type 'bool' at #/properties/a/items"),
+                   (dict(type='string', pattern='(a'), 'json at #/properties/a/items can not be compiled: regex parse error'),
+                   ({'$ref': '#/$defs/x'}, "$ref '#/$defs/x', which names nothing in the schema, at #/properties/a/items/$ref")):
+        assert why in refusal(json=inside(s))
+    assert 'at #/$defs/x can not' in refusal(json=inside({'$ref': '#/$defs/x'}) | {'$defs': dict(x=dict(type='string', maxLength=-1))})
+
+@pytest.mark.parametrize('schema,good,bad', [
+    (dict(type='string', format='date'), ['2024-02-29', '2023-12-31'], ['2023-02-29', '2023-04-31', '0000-01-01', '1900-02-29']),
+    (dict(type='string', format='date-time'), ['2024-02-29T23:59:59Z', '2024-01-01T00:00:00.5+01:00'], ['2023-02-29T00:00:00Z', '2023-01-01T24:00:00Z', '2023-01-01T00:00:60Z', '2023-01-01']),
+    (dict(type='string', pattern=r'^\D\S.$'), ['ab,'], ['1b,', '٣b,', 'a b', 'ab\u2028']), (dict(type='string', pattern=r'^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$'), ['1', '-.5', '007.'], ['', '-', '.', '1.2.3']),
+    (dict(oneOf=[{'$ref': '#/$defs/a'}, {'$ref': '#/$defs/b'}], discriminator=dict(propertyName='k'),
+          **{'$defs': {k: dict(type='object', properties={'k': dict(const=k), k: dict(type='null')}, required=['k']) for k in 'ab'}}), [dict(k='a', a=None), dict(k='b')], [dict(k='c'), dict(k='a', b=None)]),
+    ({'$ref': '#/components/schemas/a~1b', 'components': dict(schemas={'a/b': dict(type='integer', nullable=True)})}, [5], ['5']),
+    (dict(type='object', propertyNames=dict(enum=['a', 'b']), additionalProperties=dict(type='null'), required=['a']), [dict(a=None)], [dict(b=None), dict(a=None, c=None)]),
+    (dict(type='object', propertyNames=dict(type='string'), additionalProperties=dict(type='null')), [dict(x=None)], [dict(x=1)]),
+    (dict(type='object', properties=dict(a=dict(type='null')), additionalProperties=dict(type='boolean')), [dict(a=None, b=True), dict(b=False)], [dict(a=True), dict(b=None)]),
+    (dict(type='object', properties=dict(a={'not': {}}, b=dict(type='null'))), [dict(b=None), {}], [dict(a=1)]), ({'not': dict(type='null'), 'type': ['null', 'boolean']}, [True], [None]),
+    (dict(type='array', items=[dict(type='null')], additionalItems=dict(type='boolean')), [[None, True], [None]], [[True], [None, None]]),
+    (dict(type='array', items=dict(type='null'), uniqueItems=True, maxItems=1), [[None]], [[None, None]]),
+    (dict(anyOf=[dict(type='object', properties=dict(a=dict(type='null')))], allOf=[dict(type='object', properties=dict(b=dict(type='null')))]), [dict(a=None, b=None)], [dict(b=1), dict(a=1)])], ids=str)
+def test_what_generators_write(schema, good, bad):
+    as_text = lambda v: json.dumps(v, ensure_ascii=False, separators=(',', ':'))
+    assert [v for v in good if not takes(as_text(v), json=schema)] == [] and [v for v in bad if takes(as_text(v), json=schema)] == []
+
+def test_a_listed_name_is_not_written_with_escapes():
+    s = dict(type='object', properties=dict(a=dict(type='null')), additionalProperties=dict(type='boolean'))
+    for schema in (s, dict(allOf=[dict(s, additionalProperties=True), dict(type='object', properties=dict(c={}))])):
+        assert takes('{"a":null}', json=schema) and not takes('{"\\u0061":true}', json=schema) and not takes('{"a":null,"\\u0061":true}', json=schema)
+
+def drawn_models(seed):
+    "A pydantic model, by a seed."
+    import datetime, decimal, random, typing, uuid
+    from typing import Annotated, Literal, Optional, Union
+    pydantic = pytest.importorskip('pydantic', reason='schemas of pydantic models need pydantic')
+    r, field, count = random.Random(seed), pydantic.Field, iter(range(10**6))
+    leaves = [int, float, bool, str, type(None), datetime.date, datetime.datetime, uuid.UUID, decimal.Decimal, typing.Any, Literal['a', 'b <eos>', 3], Annotated[int, field(ge=-2**63, le=2**63 - 1)],
+              Annotated[int, field(gt=2, lt=9, multiple_of=2)], Annotated[float, field(ge=.5, lt=3)], Annotated[str, field(min_length=1, max_length=4)], Annotated[str, field(pattern=r'^\w{2}\S$|^x')]]
+    def kind(deep):
+        if not deep or r.random() < .4: return r.choice(leaves)
+        one, other = kind(deep - 1), kind(deep - 1)
+        return r.choice([list[one], Optional[one], Union[one, other], dict[str, one], tuple[one, other], dict[Literal['k', 'l'], one], set[int], Annotated[list[one], field(min_length=1, max_length=2)],
+                         model(deep - 1), model(deep - 1), union(deep - 1)])
+    def model(deep, **fixed):
+        config = pydantic.ConfigDict(extra=r.choice(['ignore', 'forbid', 'allow']))
+        fields = {n: (kind(deep), r.choice([..., ..., None])) for n in r.sample(['id', 'name', 'tags', 'note', 'at'], r.randint(1, 3))}
+        return pydantic.create_model(f'M{next(count)}', __config__=config, **fixed, **fields)
+    def union(deep): return Annotated[Union[tuple(model(deep, kind=(Literal[k], ...)) for k in 'xy')], field(discriminator='kind')]
+    return model(3).model_json_schema()
+
+def test_schemas_of_drawn_models_are_held_or_refused_by_name():
+    "And what is held is held whatever writer."
+    import random
+    held, refused = 0, []
+    for seed in range(40):
+        schema, rng = drawn_models(seed), random.Random(seed)
+        try: grammars().of(wish(json=schema))
+        except ParamError as e:
+            refused.append(str(e))
+            continue
+        text = walk(schema, lambda n: rng.randrange(n), most=100, disable_any_whitespace=True)
+        held += text is None or valid(text, schema)
+    assert held > 25 and held + len(refused) == 40 and all('uniqueItems at #' in why for why in refused)
+
+
+def test_answers_cut_in_a_form_are_said_once(caplog):
+    outs = llm().generate(['a', 'b', 'c'], [wish(json=PERSON, max_tokens=4), SamplingParams(max_tokens=2), wish(choice=['y'])])
+    assert [o.outputs[0].finish_reason for o in outs] == ['length', 'length', 'stop']
+    [said] = [r.getMessage() for r in caplog.records if 'cut off by max_tokens' in r.getMessage()]
+    assert said.startswith("1 of 2 answers held to a form") and 'first: outputs[0], at 4 tokens' in said and 'larger max_tokens' in said
+
+
+def test_forms_of_response_format():
+    from batchlab.names import structured_of
+    s = dict(properties=dict(a=dict(const=1)), required=['a'])
+    for form in (dict(type='json_schema', json_schema=dict(name='n', schema=s, strict=True)), dict(type='json_schema', schema=s, name='n')): assert structured_of(form) == dict(json=s)
+    for form in (dict(type='json_object', schema=s), dict(type='json_object', json_schema=dict(schema=s))): assert structured_of(form) == dict(json=dict(type='object') | s)
+    assert structured_of(dict(type='json_object')) == dict(json_object=True) and structured_of(dict(type='text')) is None
+    for form, why in ((dict(type='text', schema=s), 'type text has a schema'), (dict(type='json_object', shema=s), "no 'shema'"), (dict(type='json_schema'), 'needs the schema'),
+                      (dict(type='json_object', schema=5), 'needs the schema'), (dict(type='json_schema', schema=s, json_schema=dict(schema=s)), 'needs the schema'), (dict(type='json_schema', json_schema=5), 'must be an object')):
+        with pytest.raises(ParamError, match=why): structured_of(form)
+    with pytest.raises(ParamError, match="no 'jsn': it takes one of json, regex, choice, grammar, json_object; did you mean 'json'"): StructuredOutputsParams(jsn=s)
+
+
+def test_a_form_from_a_file(tmp_path):
+    from batchlab.work.flags import json_or_file
+    (tmp_path/'form.json').write_text(json.dumps(dict(json=PERSON)), encoding='utf-8')
+    assert json_or_file(f'@{tmp_path/"form.json"}') == dict(json=PERSON) and json_or_file('{"regex": "a"}') == dict(regex='a')
+    (tmp_path/'bad.json').write_text('{', encoding='utf-8')
+    for bad, why in ((f'@{tmp_path/"none.json"}', 'can not be read'), (f'@{tmp_path/"bad.json"}', 'not JSON'), ('{', 'not JSON')):
+        with pytest.raises(Exception, match=why): json_or_file(bad)

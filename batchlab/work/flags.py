@@ -12,6 +12,7 @@ __all__ = []
 import argparse, contextlib, difflib, json, math, os, re
 from ast import literal_eval
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import __version__
@@ -96,6 +97,12 @@ def json_value(s: str) -> Any:
     try: return json.loads(plain_text(s))
     except ValueError as e: raise argparse.ArgumentTypeError(f"not JSON ({e}), got {s!r}") from None
 
+def json_or_file(s: str) -> Any:
+    "The value that JSON `s` stands for, or that in the file after an @."
+    if not s.startswith('@'): return json_value(s)
+    try: return json_value(Path(s[1:]).read_text(encoding='utf-8-sig'))
+    except (OSError, UnicodeDecodeError) as e: raise argparse.ArgumentTypeError(f'{s[1:]} can not be read: {e}') from None
+
 # %% ../../nbs/43_cli.ipynb #76552ef0
 def add_flags(parser: Any, *rows: tuple[Any, ...], **common: Any) -> None:
     "Add a flag for each of `rows`: `(names and value, kind, help)` and perhaps a dict of more for `add_argument`."
@@ -125,8 +132,8 @@ SAMPLING_FLAGS = [
     ('--logprobs-mode', ('raw_logprobs', 'processed_logprobs', 'raw_logits', 'processed_logits'),
      "raw: what the model says (the default); processed: of what may be sampled"),
     ('--logit-bias JSON', json_value, 'JSON of token id to bias, such as {"42": -100}'),
-    ('--structured-outputs JSON', json_value,
-     'JSON of what the answer must be, such as {"regex": "[0-9]+"} or {"json": SCHEMA}'),
+    ('--structured-outputs JSON', json_or_file,
+     'JSON of what the answer must be, such as {"regex": "[0-9]+"} or {"json": SCHEMA}; or @FILE'),
     ('--stop TEXT', 'append', "end before this text; may be repeated"),
     ('--bad-words TEXT', 'append', "never write this word; may be repeated"),
     ('--stop-token-ids IDS', id_list, "end at one of these ids, such as 1,2", dict(action='extend')),

@@ -5,19 +5,21 @@
 # %% ../../nbs/48_tools.ipynb #too00004
 from __future__ import annotations
 
-import ast, functools, hashlib, json, os, re, secrets, warnings
+import ast, functools, hashlib, json, logging, os, re, secrets, warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import regex
 
-from ..errors import BatchlabError, ParamError
-from ..params import SamplingParams
+from ..errors import BatchlabError
+from ..params import SamplingParams, StructuredOutputsParams
 from .openai import BadRequest
 
+log = logging.getLogger('batchlab')
+
 # %% auto #0
-__all__ = ['NUMBER', 'ID', 'KIND', 'FORMATS', 'ToolChoice', 'check_tools', 'take_tools', 'ToolFormat', 'messages_for',
+__all__ = ['log', 'NUMBER', 'ID', 'KIND', 'FORMATS', 'ToolChoice', 'check_tools', 'take_tools', 'ToolFormat', 'messages_for',
            'conversation_with', 'tool_grammar', 'tool_params', 'ToolParser', 'whole_message', 'parse_answer',
            'format_of']
 
@@ -26,15 +28,17 @@ __all__ = ['NUMBER', 'ID', 'KIND', 'FORMATS', 'ToolChoice', 'check_tools', 'take
 class ToolChoice:
     """What a request says of tools. `tools`: all that it lists, as a chat template takes them. `mode`: 'none', 'auto' or 'required'.
 
-    `names`: the functions that may be called, none for 'none'. `parallel`: whether one answer may hold several calls."""
+    `names`: the functions that may be called, none for 'none'. `parallel`: whether one answer may hold several calls. `held`: `{name: schema}`
+    of functions whose arguments are held to less than their schema."""
     tools: tuple[dict[str, Any], ...]
     mode: str = 'auto'
     names: tuple[str, ...] = ()
     parallel: bool = True
+    held: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def schema(self, name: str) -> dict[str, Any]:
-        "The JSON schema of the arguments of function `name`."
-        return next(t['function']['parameters'] for t in self.tools if t['function']['name'] == name)
+        "The JSON schema that the arguments of function `name` are held to."
+        return self.held[name] if name in self.held else next(t['function']['parameters'] for t in self.tools if t['function']['name'] == name)
 
 # %% ../../nbs/48_tools.ipynb #too00020
 _NAME = re.compile('[a-zA-Z0-9_-]{1,64}')
@@ -44,21 +48,42 @@ def _bad(param: str, what: str) -> BadRequest: return BadRequest(f'{param} {what
 def _shown(v: Any) -> str: return f'got {json.dumps(v, default=str):.60}'
 
 def _schema(v: Any, where: str) -> dict[str, Any]:
-    "The JSON schema of arguments that `v` is, {} counting as of no arguments. Raises `BadRequest` if no grammar can hold it."
-    from batchlab.params import StructuredOutputsParams
-    from batchlab.structured import grammar_text          # imports torch: only where a request has tools
+    "The JSON schema of arguments that `v` is, {} counting as of no arguments. Raises `BadRequest`."
     if v is None or v == {}: return dict(type='object', properties={})
     if not isinstance(v, dict): raise _bad(where, f'must be a JSON schema, an object, {_shown(v)}')
     if v.get('type', 'object') != 'object': raise _bad(where, f"must be of type 'object', as arguments have names, {_shown(v['type'])}")
-    v = dict(type='object', properties={}) | v if not v.keys() & {'anyOf', 'oneOf', 'allOf', '$ref'} else dict(type='object') | v
-    try:
-        from llguidance import LLMatcher
-        if said := LLMatcher.validate_grammar(grammar_text(StructuredOutputsParams(json=v)), None): raise ParamError(said.strip().splitlines()[0])
+    return dict(type='object', properties={}) | v if not v.keys() & {'anyOf', 'oneOf', 'allOf', '$ref'} else dict(type='object') | v
+
+def _lacks(schema: dict[str, Any]) -> str:
+    "Why no grammar can hold arguments to `schema`, '' if one can."
+    from batchlab.structured import check_wish            # imports torch: only where a request has tools
+    try: check_wish(StructuredOutputsParams(json=schema))
     except ImportError: pass                              # the engine says so when the request is run
-    except RecursionError: raise _bad(where, 'is nested too deeply') from None
-    except (BatchlabError, ValueError, TypeError) as e:
-        raise _bad(where, f'is no schema that can be held: {str(e).removeprefix("structured_outputs.json: "):.200}') from None
-    return v
+    except RecursionError: return 'it is nested too deeply'
+    except (BatchlabError, ValueError, TypeError) as e: return str(e).removeprefix('structured_outputs.json').lstrip(': ')
+    return ''
+
+def _looser(schema: dict[str, Any]) -> dict[str, Any]:
+    "`schema` of arguments with the type alone of each property that can't be held; of any object if that can't be held either."
+    root = {k: v for k, v in schema.items() if k in ('$defs', 'definitions', '$schema')}
+    own = schema.get('properties')
+    def kept(s: Any) -> Any:
+        if not _lacks(root | dict(type='object', properties=dict(a=s))): return s
+        kind = s.get('type') if isinstance(s, dict) else None
+        return dict(type=kind) if kind in ('string', 'number', 'integer', 'boolean', 'object', 'array') else {}
+    names = {k: kept(s) for k, s in own.items()} if isinstance(own, dict) else {}
+    need = schema.get('required')
+    found = root | dict(type='object', properties=names, required=[k for k in need if k in names] if isinstance(need, list) else [])
+    return dict(type='object') if not names or _lacks(found) else found
+
+def _held(tool: dict[str, Any], where: str, must: bool) -> dict[str, Any]:
+    """The schema that the arguments of `tool` are held to: its own, or a looser one, which is said. Raises `BadRequest` if its own can't be held
+    and `must` be: the request forces the call, or promises by `strict` what it holds."""
+    schema = tool['function']['parameters']
+    if not (why := _lacks(schema)): return schema
+    if must: raise _bad(where, f"is no schema that can be held: {why:.200}; with tool_choice 'auto', and not strict, it would be as far as it can")
+    log.warning('tool %s: %s; its arguments are held to the names and types of its parameters only', tool['function']['name'], why)
+    return _looser(schema)
 
 def _function(tool: Any, where: str) -> dict[str, Any]:
     "`tool`, one of a request, with its schema complete. Raises `BadRequest`."
@@ -102,8 +127,8 @@ def _mode(choice: Any, names: list[str]) -> tuple[str, list[str], bool]:
 def check_tools(tools: Any, tool_choice: Any = None, parallel_tool_calls: Any = None) -> ToolChoice | None:
     """What these three parameters of a request say, None if it lists no tools. Raises `BadRequest`, which names the field.
 
-    `tool_choice`: 'none', 'auto' (which None stands for), 'required', one function, or `allowed_tools`. Every schema is one that the
-    grammar can hold: `strict` changes nothing. The same request is looked at once."""
+    `tool_choice`: 'none', 'auto' (which None stands for), 'required', one function, or `allowed_tools`. Where a call is forced, or a function is
+    `strict`, its schema must be one that the grammar can hold. The same request is looked at once."""
     if not (parallel_tool_calls is None or isinstance(parallel_tool_calls, bool)):
         raise _bad('parallel_tool_calls', f'must be true or false, {_shown(parallel_tool_calls)}')
     if tools is None or tools == []:
@@ -124,7 +149,12 @@ def _checked(request: str) -> ToolChoice:
     for i, name in enumerate(names):
         if name in names[:i]: raise _bad(f'tools[{i}].function.name', f'{name!r} is the name of another tool too: give each its own')
     mode, names, one = _mode(choice, names)
-    return ToolChoice(found, mode, tuple(names), parallel and not one)
+    held = {}
+    for i, (t, own) in enumerate(zip(found, tools)):
+        if (name := t['function']['name']) not in names: continue
+        must = mode == 'required' or own['function'].get('strict') is True
+        held[name] = _held(t, f'tools[{i}].function.parameters', must)
+    return ToolChoice(found, mode, tuple(names), parallel and not one, held)
 
 # %% ../../nbs/48_tools.ipynb #too00026
 def take_tools(body: dict[str, Any]) -> ToolChoice | None:
@@ -286,10 +316,10 @@ def _lark(text: str, f: ToolFormat) -> str:
     return ' '.join(ids.get(p) or json.dumps(p, ensure_ascii=False) for p in parts if p)
 
 def _json(schema: Any, root: dict[str, Any] | None = None) -> str:
-    "What holds a value to `schema`, whose `$defs` may stand in `root`."
+    "What holds a value to `schema`, a part of `root` if that is given."
     from batchlab.structured import check_schema
-    defs = {k: v for k, v in (root or {}).items() if k in ('$defs', 'definitions')}
-    return '%json ' + json.dumps(check_schema(defs | schema if isinstance(schema, dict) else schema) | {'x-guidance': _TIGHT})
+    found = check_schema(schema, root)
+    return '%json ' + json.dumps(found | {'x-guidance': _TIGHT | found.get('x-guidance', {})})
 
 def _regex(text: str) -> str: return re.sub(r'[^\w\s<>]', lambda m: m[0] if ord(m[0]) > 127 else '\\' + m[0], text)
 
@@ -327,21 +357,31 @@ def _refuse(what: str, f: ToolFormat) -> NoReturn:
 _PLAIN = dict(boolean='("true" | "false" | "True" | "False")', null='("null" | "None")')       # as JSON or as Python: models write either
 
 def _value(schema: Any, root: dict[str, Any]) -> str:
-    "What holds a tag's or keyword's value to `schema`, whose `$defs` may stand in `root`."
+    "What holds a tag's or keyword's value to `schema`, a part of `root`."
     kind = schema.get('type') if isinstance(schema, dict) and _choices(schema) is None else None
     return _PLAIN[kind] if isinstance(kind, str) and kind in _PLAIN else _json(schema, root)
+
+def _writable(name: str, f: ToolFormat) -> bool:
+    "Whether a parameter may have that name in format `f`."
+    return not re.search('[<>"\\s]', name) and (f.style != 'python' or name.isidentifier())
 
 def _properties(schema: dict[str, Any], f: ToolFormat) -> dict[str, Any]:
     "The properties of `schema`, one a parameter. Raises `BadRequest` for what format `f` can't write one after the other."
     if bad := schema.keys() & {'anyOf', 'oneOf', 'allOf', '$ref', 'patternProperties', 'minProperties', 'maxProperties'}: _refuse(min(bad), f)
-    if schema.get('additionalProperties'): _refuse('additionalProperties', f)
+    if schema.get('additionalProperties', True) not in (True, False, {}): _refuse('additionalProperties', f)
     found = schema.get('properties', {})
     for k in found:
-        if re.search('[<>"\\s]', k) or f.style == 'python' and not k.isidentifier(): _refuse(f'the name {k!r:.60}', f)
+        if not _writable(k, f): _refuse(f'the name {k!r:.60}', f)
     if lost := {*schema.get('required', ())} - {*found}: _refuse(f'required {min(lost)!r:.60}', f)
     return found
 
 # %% ../../nbs/48_tools.ipynb #too00090
+def _plainer(schema: dict[str, Any], f: ToolFormat) -> dict[str, Any]:
+    "`schema` of arguments with what format `f` can write one after the other: parameters of plain names, text as any text."
+    own = schema.get('properties') or {}
+    names = {k: dict(type='string') if _is_text(s) else s for k, s in own.items() if _writable(k, f)}
+    return dict(type='object', properties=names, required=[k for k in schema.get('required', ()) if k in names])
+
 def _tag_rules(schema: dict[str, Any], rule: str, f: ToolFormat) -> str:
     "Rules that hold tags to `schema`, of which `rule` is the first. Raises `BadRequest` for what they can't hold."
     before, between, after = f.param
@@ -380,7 +420,13 @@ def tool_grammar(fmt: ToolFormat, choice: ToolChoice) -> str | None:
     to their schema. Raises `BadRequest` for a schema that the format can't hold."""
     if choice.mode == 'none': return None
     holds = dict(xml=_tag_rules, python=_keyword_rules, json=lambda schema, rule, _: f'{rule}: {_json(schema)}\n')[fmt.style]
-    rules = ''.join(holds(choice.schema(name), f'a{i}', fmt) for i, name in enumerate(choice.names))
+    def rules_of(name: str, rule: str) -> str:
+        try: return holds(choice.schema(name), rule, fmt)
+        except BadRequest as e:
+            if choice.mode == 'required' or fmt.style == 'json': raise
+            log.warning('tool %s: %s; only its names and types are held', name, e)
+            return holds(_plainer(choice.schema(name), fmt), rule, fmt)
+    rules = ''.join(rules_of(name, f'a{i}') for i, name in enumerate(choice.names))
     if fmt.style == 'xml': rules += f'VALUE: /(?s:.*)/ & ~/(?s:.*){_regex(fmt.param[2].strip())}(?s:.*)/\n'      # what ends a parameter is not in one
     body = ' | '.join(f'{_lark(name + fmt.middle, fmt)} a{i}' for i, name in enumerate(choice.names))
     more = f' ({_lark(fmt.between + fmt.head, fmt)} body{_after(fmt.tail, fmt)})*' if choice.parallel and fmt.parallel else ''
