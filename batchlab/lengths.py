@@ -95,10 +95,17 @@ PART = 8                                                                 # chara
 
 def settled(tokenizer: Any, part: str, edge: int) -> int:
     "How many tokens of `part`, the beginning of a text, begin the whole text too. `edge`: as in `TextBounds`."
-    [e] = own_tokenizer(tokenizer)(part, add_special_tokens=False, verbose=False).encodings
-    words, offsets = e.word_ids, e.offsets
+    encodings = own_tokenizer(tokenizer)(part, add_special_tokens=False, verbose=False).encodings
+    assert encodings is not None, 'the tokenizers here are fast ones, which have encodings'
+    words, offsets = encodings[0].word_ids, encodings[0].offsets
+
+    def may_change(i: int) -> bool:
+        "Whether token `i` could be another one if the text went on."
+        word = words[i]
+        return word is None or word > (words[-1] or 0) - NEAR or offsets[i][1] > len(part) - edge
+
     n = len(words)
-    while n and (words[n - 1] is None or words[n - 1] > (words[-1] or 0) - NEAR or offsets[n - 1][1] > len(part) - edge): n -= 1
+    while n and may_change(n - 1): n -= 1
     return n
 
 def least_tokens(tokenizer: Any, text: str, most: int) -> int:
