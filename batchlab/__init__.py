@@ -45,8 +45,12 @@ def __getattr__(name: str):
     return value
 
 
+_VLLM = dict.fromkeys(('AsyncLLMEngine', 'AsyncEngineArgs', 'AsyncEngine'), 'AsyncLLM')      # what does their work here
+
+
 def _meant(name: str) -> str:
-    "The public name that is nearest to `name`, as a question; '' if there is none."
+    "The public name that is meant by `name`, as a question; '' if there is none."
+    if name in _VLLM: return f': did you mean {_VLLM[name]!r}?'
     from difflib import get_close_matches
     public = {n.lower(): n for n in _lazy}
     near = get_close_matches(name.lower(), public, 1)

@@ -206,3 +206,10 @@ def log_failures(outs: Sequence[RequestOutput]) -> None:
     said = '; '.join(f'{len(ids)} × {outs[ids[0]].error:.160} (first: outputs[{ids[0]}])' for ids in common[:5])
     if rare := sum(map(len, common[5:])): said += f'; and {rare} others'
     log.warning('%s of %s requests failed: %s. outputs[i].error says why', sum(map(len, reasons.values())), len(outs), said)
+
+# %% ../nbs/modules/000_inputs.ipynb #inp00011
+def __getattr__(name: str) -> Any:
+    "vLLM's prompts, by its place for them: they are `batchlab.habits`'."
+    if name not in ('TextPrompt', 'TokensPrompt'): raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    from batchlab import habits
+    return getattr(habits, name)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'Frame', 'keep_last', 'grammar_for', 'admit', 'group_waves', 'LLM', 'in_order', 'simulate', 'make_plan', 'make_stats', 'trim_memory']
+__all__ = ['log', 'Frame', 'INSTEAD_OF_METHODS', 'keep_last', 'grammar_for', 'admit', 'group_waves', 'LLM', 'in_order', 'simulate', 'make_plan', 'make_stats', 'trim_memory']
 
 # %% ../nbs/15_llm.ipynb #10a50c0d
 import contextlib, ctypes, itertools, logging, math, threading, time
@@ -51,6 +51,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger('batchlab')
 Frame = TypeVar('Frame')
+INSTEAD_OF_METHODS = dict(                                    # vLLM's methods: what does that here
+    get_metrics='llm.stats() has the numbers, and a server /metrics',
+    sleep='llm.close() gives back the memory of the cache, and del llm that of the weights',
+    wake_up='the next call takes the memory anew', start_profile='with llm.trace() as trace: records a run',
+    stop_profile='with llm.trace() as trace: records a run', set_tokenizer='LLM(model, tokenizer) takes it')
 
 # %% ../nbs/15_llm.ipynb #de377638
 def keep_last(ids: list[int], params: SamplingParams, max_model_len: int | None) -> list[int]:
@@ -355,6 +360,12 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         given = advised.to_diff_dict() if advised else {}
         return SamplingParams.of({k: given[k] for k in names if given.get(k) is not None})
 
+    if not TYPE_CHECKING:                                      # a checker knows what there is
+        def __getattr__(self, name: str) -> Any:
+            "What vLLM's `LLM` has and this one has not is refused with what there is."
+            near = INSTEAD_OF_METHODS.get(name)
+            raise AttributeError(f'LLM has no {name!r}' + (f': {near}' if near else ''))
+
     def stats(self) -> Stats:
         "The `Stats` of this moment."
         return make_stats(self)
@@ -400,7 +411,9 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
             self.engines.reopen()
 
     def close(self) -> None:
-        "Stop, and give back the memory of the cache; the next call takes it anew."
+        """Stop, and give back the memory of the cache; the next call takes it anew.
+
+        The weights go with the last reference to the `LLM`: `del llm`, and in a notebook `%reset -f out` too, if a cell has shown it."""
         self._close(drain=False)
 
     def __enter__(self) -> LLM: return self.start()
@@ -534,9 +547,11 @@ def make_stats(llm: LLM) -> Stats:
     mean = lambda name: d[name] / d[f'n {name}'] if d[f'n {name}'] else math.nan
     schedulers = [e.scheduler for e in engines]
     pools, running = [s.pool for s in schedulers], sum(len(s.running) for s in schedulers)
+    used = [s.max_num_seqs for s in schedulers if s.running]                     # engines of two kinds that run take turns
+    slots = sum(used) or max((s.max_num_seqs for s in schedulers), default=0)
     return Stats(dict(llm.delivery.ends), d['prompt_tokens'], d['output_tokens'], d['cached_tokens'], all_time.recomputed,
                  all_time.padded, all_time.masked, d['preemptions'], llm.engines.past_steps + sum(e.num_steps for e in engines), running,
-                 sum(len(s.waiting) for s in schedulers), sum(s.max_num_seqs for s in schedulers), running,
+                 sum(len(s.waiting) for s in schedulers), slots, running,
                  sum(map(len, pools)), sum(p.num_held for p in pools), sum(len(p.cached) for p in pools),
                  sum(e.runner.nbytes for e in engines), mean('time_to_first_token'), mean('time_per_token'),
                  d['output_tokens'] / llm.engines.seconds if llm.engines.seconds else math.nan)

@@ -115,6 +115,9 @@ def _load_config(folder):
     from transformers import AutoConfig
     file = folder/'config.json'
     if not file.exists():
+        if (folder/'adapter_config.json').exists():
+            raise ModelNotFoundError(f"{folder} is an adapter and not a model: load its base with LLM(base, enable_lora=True), and give "
+                                     f"requests lora_request=LoRARequest('name', 1, {str(folder)!r})")
         raise ModelNotFoundError(f"{folder} has no config.json: expected a folder written by save_pretrained")
     try: raw = json.loads(file.read_text(encoding='utf-8'))
     except ValueError as e: raise ModelError(f"{file} is not JSON ({e}): {_fix(folder)}") from e

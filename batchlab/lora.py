@@ -352,7 +352,7 @@ def open_for(llm: Any, max_loras: Any = None, max_lora_rank: Any = 16, max_cpu_l
 def look_up(llm: Any, asked: Any) -> Adapter | AdapterError | None:
     "The adapter that is `asked` for, or why it can't be had; None if none is. Raises `ParamError`."
     if asked is None: return None
-    if llm.adapters is None: raise ParamError('lora_request={asked!r:.60} needs {needed}', asked=asked, needed=Option('enable_lora', True, 'LLM'))
+    if llm.adapters is None: raise ParamError('lora_request={asked!r:.300} needs {needed}', asked=asked, needed=Option('enable_lora', True, 'LLM'))
     try: return llm.adapters.admit(asked)
     except AdapterError as e: return e
 

@@ -116,7 +116,7 @@ class Request:
         if self.stops is None: reason = 'length' if len(self.output_ids) >= self.max_tokens else None
         else: reason, self.stop_reason = self.stops(token)
         if self.text is None: return reason
-        self.delta += self.text.add(token, reason == 'stop', logprobs and logprobs.get(token))
+        self.delta += self.text.add(token, reason == 'stop', logprobs.get(token) if logprobs else None)
         if reason: self.delta += self.text.finish()
         if self.text.stopped is None: return reason
         self.stop_reason = self.text.stopped
@@ -312,8 +312,10 @@ class RequestQueue:
         self._wait(request)
 
     def reset(self) -> None:
-        "Preempt all requests and forget all blocks. A plan in hand is void: no `update` for it."
-        for r in list(self.running): self.preempt(r)
+        "Let all requests wait and forget all blocks. A plan in hand is void: no `update` for it."
+        for r in list(self.running):                                          # by no want of memory, so it counts as no preemption
+            self._leave(r)
+            self._wait(r)
         self.waiting = [r for r in dict.fromkeys(self.waiting) if r.finish_reason is None]      # a step may have been interrupted
         for r in self.waiting: r.slot, r.block_table, r.num_computed_tokens = None, [], 0
         self.free_slots = [*range(self.max_num_seqs)]

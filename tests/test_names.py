@@ -546,3 +546,35 @@ def test_a_vector_of_a_text_that_is_cut_is_had_by_the_name_of_the_flag():
     assert not cut.error and cut.prompt_token_ids == same.prompt_token_ids and llm.embed('x' * 200, truncate=False)[0].error
     with pytest.raises(ParamError, match='truncate must be'): llm.embed('x', truncate=5)
     with pytest.raises(ParamError, match='truncate_prompt_tokens'): llm.generate('x', truncate=True)
+
+
+def test_names_of_vllm_point_to_what_there_is(llm, tmp_path):
+    import batchlab
+    from batchlab.inputs import TextPrompt, TokensPrompt
+    from batchlab.errors import ModelNotFoundError
+    from batchlab.models import load_model
+    assert (TokensPrompt, TextPrompt) == (batchlab.TokensPrompt, batchlab.TextPrompt)
+    for name in ('AsyncLLMEngine', 'AsyncEngineArgs'):
+        with pytest.raises(AttributeError, match="mean 'AsyncLLM'"): getattr(batchlab, name)
+    for name, words in dict(get_metrics='llm.stats', sleep='llm.close', wake_up='anew', nothing_such='has no').items():
+        with pytest.raises(AttributeError, match=words): getattr(llm, name)
+    (tmp_path/'adapter_config.json').write_text('{}')
+    with pytest.raises(ModelNotFoundError, match='LoRARequest'): load_model(str(tmp_path))
+
+
+def test_slots_are_not_counted_for_each_kind_of_request():
+    llm = LLM(*tiny(), max_num_seqs=8)
+    llm.generate('a', max_tokens=1)
+    llm.embed('a')
+    assert llm.stats().slots == 8
+
+
+def test_an_interrupt_is_no_preemption():
+    llm = LLM(*tiny(), max_num_seqs=8)
+    def stop(engine, event, x):
+        if event == 'sample' and engine.num_steps == 2: raise KeyboardInterrupt
+    llm.watchers.append(stop)
+    with pytest.raises(KeyboardInterrupt): llm.generate(['a', 'b'], SamplingParams(max_tokens=5, ignore_eos=True))
+    llm.watchers.clear()
+    out = llm.generate(['a', 'b'], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+    assert llm.stats().preemptions == 0 and all(len(o.outputs[0].token_ids) == 5 for o in out)
