@@ -333,7 +333,7 @@ def test_a_batch_file_with_response_formats(tmp_path):
     free = [l for l in lines if 'response_format' not in l['body']]
     for name, some in dict(all=lines, free=free).items():
         (tmp_path/f'{name}.jsonl').write_text(''.join(json.dumps(l) + '\n' for l in some), encoding='utf-8')
-        Job(tmp_path/f'{name}.jsonl', tmp_path/f'{name}.out.jsonl').run(llm())
+        Job(tmp_path/f'{name}.jsonl', tmp_path/f'{name}.out.jsonl', any_model=True).run(llm())
     read = lambda name: {d['custom_id']: d for d in map(json.loads, (tmp_path/name).read_text(encoding='utf-8').splitlines())}
     got, same = read('all.out.jsonl'), read('free.out.jsonl')
     text = lambda d: d['response']['body']['choices'][0]['message']['content']
