@@ -188,7 +188,8 @@ def prompt_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
 # %% ../nbs/modules/000_inputs.ipynb #inp00006
 def _log_cut(outs: Sequence[RequestOutput]) -> None:
     "Log how many of `outs` were held to a form and cut off by `max_tokens`, so that they may not have it."
-    held = [(i, o) for i, o in enumerate(outs) if getattr(o.params, 'structured_outputs', None)]
+    held = [(i, o) for i, o in enumerate(outs)             # beam searches and scores of choices have no form
+            if isinstance(o, RequestOutput) and getattr(o.params, 'structured_outputs', None)]
     cut = [(i, o) for i, o in held if any(c.finish_reason == 'length' for c in o.outputs)]
     if not cut: return
     first, o = cut[0]
