@@ -38,7 +38,7 @@ _T = TypeVar('_T')
 _MOVED = dict(
     openai='''OPTIONS ALIASES GUIDED KNOWN DROPPED NEUTRAL INSTEAD URLS STATUS as_messages structured_of form_of logprobs_of refuse
         plain_text one_prompt is_setting chat_logprobs text_logprobs usage_of choice_of''',
-    lines='batch_line json_object plain_line plain_options row_line',
+    lines='batch_line plain_line plain_options row_line',
     formats='as_json read_lines records_of',
     tables='LONGEST_LINE flat table_rows',
     journal='check_same read_record recover_answers replace_file')
