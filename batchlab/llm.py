@@ -494,8 +494,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         if verify: outs.report = self.verify(outs)
         return outs
 
-__getattr__ = renamed(__name__, {'make_engine': 'loop.make_engine', 'NoBackend': 'attention.TorchBackend',
-                                  'EngineError': 'errors.EngineError'})
+__getattr__ = renamed(__name__, {'make_engine': 'loop.make_engine', 'NoBackend': 'attention.TorchBackend'})
 
 # %% ../nbs/73_recovery.ipynb #a0bd6157
 def in_order(llm: LLM, groups: Sequence[RequestGroup]) -> list[RequestGroup]:

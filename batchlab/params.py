@@ -96,13 +96,13 @@ def _bad_words(v: Any) -> list[str | list[int]]:
     return [w if isinstance(w, str) else [int(i) for i in w] for w in v]
 
 def _logit_bias(v: Any) -> dict[int, float]:
-    "`v` as a dict of token id to bias, cut to -100..100 as the OpenAI API does. Raises `ParamError`."
-    def bias(b): return _is(b, float) and b == b                              # not NaN
+    "`v` as a dict of token id to a finite bias, cut to -100..100. Raises `ParamError`."
+    def bias(b): return _is(b, float) and abs(b) <= _FINITE                   # no NaN, no whole number beyond any float
     def key(k): return _is_id(k) or isinstance(k, str) and k.isdecimal()      # JSON has only string keys
     if not isinstance(v, dict) or not all(key(k) and bias(b) for k, b in v.items()):
         raise _about('logit_bias', f"must be a dict of token id to a number from -100 to 100, got {written(v)}: "
                      "positive numbers make a token likelier, -100 all but forbids it")
-    return {int(k): float(min(100, max(-100, b))) for k, b in v.items()}         # cut first: an int may be too large for a float
+    return {int(k): min(100., max(-100., float(b))) for k, b in v.items()}
 
 # %% ../nbs/modules/000_params.ipynb #bde02605
 def _is_text(v: Any) -> bool: return isinstance(v, str)

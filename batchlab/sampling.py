@@ -21,7 +21,7 @@ from .tokens import vocabulary_of, word_ids
 if TYPE_CHECKING: from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 _all_ = ['ParamError', 'SamplingParams', 'StructuredOutputsParams', 'Detokenizer']      # found here too
-__getattr__ = renamed(__name__, {name: f'detokenize.{name}' for name in ('IncrementalDecoder', 'StopScanner')})
+__getattr__ = renamed(__name__, {'StopScanner': 'detokenize.StopScanner'})
 
 # %% auto #0
 __all__ = ['BAD_LOGITS', 'NO_TOKEN', 'draw', 'SamplingRow', 'cutoffs', 'processed_logits', 'probabilities', 'best_tokens', 'Sampled', 'sample', 'finish_reason', 'ParamError', 'SamplingParams', 'StructuredOutputsParams', 'Detokenizer', 'TokenText', 'TokenMask', 'allow_', 'ban_', 'obey_', 'bias_', 'repeat_', 'count_', 'Logprob', 'token_logprobs', 'reported_logits', 'token_text', 'prompt_texts']

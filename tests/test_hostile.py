@@ -234,6 +234,7 @@ def test_bodies(s):
                                (b'{"prompt": "a", "temperature": 1e999}', 400, ''), (b'{"prompt": "a", "temperature": -Infinity}', 400, 'Infinity'), (b'{"prompt": [' + b'9' * 4000 + b']}', 400, ''),
                                (b'{"prompt": "a", "' + b'k' * 10**6 + b'": 1}', 400, 'kkk'), (b'{"prompt": "a", "prompt": "b", "max_tokens": 1}', 200, ''),
                                (json.dumps(dict(prompt='a', logit_bias={str(i): 1 for i in range(10**5)})).encode(), 400, 'logit_bias'),
+                               (b'{"prompt": "a", "logit_bias": {"5": ' + b'9' * 400 + b'}}', 400, 'logit_bias'), (b'{"prompt": "a", "logit_bias": {"5": 1e400}}', 400, 'logit_bias'),
                                (json.dumps(dict(prompt='a', stop=['x'] * 10**5)).encode(), 400, 'stop'), (json.dumps(dict(prompt=['a'] * 10**5)).encode(), 400, 'at once')):
         r = httpx.post(f'{s.url}/v1/completions', content=raw, timeout=100)
         assert r.status_code == status and words in r.text and len(r.text) < 2000, (raw[:60], r.text[:300])

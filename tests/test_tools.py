@@ -533,7 +533,7 @@ def llm(name='hermes', special=False):
     return LLM(copy.deepcopy(model()), tok, max_num_seqs=8, compile=False)
 
 def ask(i, talk=None, **body):
-    body = dict(model='m', messages=talk or [dict(role='user', content='Weather? ' * (1 + i % 3))], max_tokens=400, seed=i, temperature=1.) | body
+    body = dict(messages=talk or [dict(role='user', content='Weather? ' * (1 + i % 3))], max_tokens=400, seed=i, temperature=1.) | body
     return dict(custom_id=f'r{i}', method='POST', url='/v1/chat/completions', body=body)
 
 def run(path, lines, llm):
