@@ -402,3 +402,16 @@ def test_a_server_without_ray(tmp_path, monkeypatch, capsys):
     assert main(['serve', '--port', '0', '--data', str(tmp_path/'data'), '--ray', '2']) == 2
     assert "pip install 'batchlab[ray]'" in capsys.readouterr().err and not (tmp_path/'data').exists()
     assert main(['serve', '--port', '0', '--ray', '2']) == 2 and '--ray is for batches: say with --data' in capsys.readouterr().err
+
+def test_a_mark_that_is_none_stays(tmp_path):
+    "A file with the name of a shard's mark is replaced only with force."
+    from batchlab.work.scaleout import _run_shard
+    tiny_llm = lambda: LLM(tiny_model('llama', num_hidden_layers=1), tiny_tokenizer())
+    (tmp_path/'in.jsonl').write_text('{"prompt": "a"}\n')
+    mark, job = tmp_path/'out.jsonl.done', Job(tmp_path/'in.jsonl', tmp_path/'out.jsonl', sampling_params=dict(max_tokens=2))
+    for text in ('{"mine": 1}', 'mine', '[]'):
+        mark.write_text(text)
+        with pytest.raises(JobError, match='out.jsonl.done is there already'): _run_shard(job, tiny_llm)
+        assert mark.read_text() == text and not (tmp_path/'out.jsonl').exists()
+    mark.write_text('')
+    assert _run_shard(job, tiny_llm).before == 0 and _run_shard(job, tiny_llm).before == 1

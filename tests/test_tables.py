@@ -348,6 +348,28 @@ def test_a_job_of_version_01_goes_on(tmp_path, name):
     assert Job(tmp_path/'in.jsonl', tmp_path/name, sampling_params=dict(SHORT)).run(None).before == 6
 
 
+@pytest.mark.parametrize('name', ['out.csv', 'out.jsonl', 'out.jsonl.gz'])
+def test_files_of_others_beside_the_output_stay(tmp_path, name):
+    "Only what a job made is replaced or taken away, whatever it is called."
+    write(tmp_path/'in.csv', [['prompt'], ['a'], ['']])
+    own = [tmp_path/f'{name}{end}' for end in ('.new', '.job', '.lock', '.jsonl')]
+    for i, path in enumerate(own): path.write_text('{"mine": %d}' % i)
+    new = tmp_path/f'{name}.batchlab.new'
+    new.write_text('of a run that was killed')
+    for again in range(2):
+        job = Job(tmp_path/'in.csv', tmp_path/name, sampling_params=dict(SHORT), ordered=True, retry_errors=bool(again))
+        assert (job.run(llm()).before, job.result.failed) == (again, 1)
+        assert [path.read_text() for path in own] == ['{"mine": %d}' % i for i in range(4)] and not new.exists()
+
+def test_the_files_of_version_01_go_alone(tmp_path):
+    from batchlab.work.journal import adopt
+    own = dict(job=json.dumps(dict(batchlab='0.1.0', settings={})), lock='mine', jsonl='{"mine": 1}')
+    for end, text in own.items(): (tmp_path/f'out.csv.{end}').write_text(text)
+    adopt(tmp_path/'out.csv', None)
+    assert not (tmp_path/'out.csv.job').exists() and settings_file(tmp_path/'out.csv').exists()
+    assert all((tmp_path/f'out.csv.{end}').read_text() == own[end] for end in ('lock', 'jsonl'))
+
+
 def test_an_interrupt_before_the_first_answer_leaves_nothing(tmp_path):
     write(tmp_path/'in.csv', [['prompt'], ['a']])
     class Never:
@@ -460,7 +482,7 @@ def test_a_table_is_on_the_disk_before_its_journal_goes(tmp_path, monkeypatch):
     monkeypatch.setattr(os, 'replace', lambda a, b: (done.append('replace ' + os.path.basename(b)), replace(a, b)))
     monkeypatch.setattr(jobs, 'drop_side', lambda p: (done.append('drop'), drop(p)))
     run(tmp_path/'in.csv', tmp_path/'out.csv', SHORT, model=llm())
-    assert done[-4:] == ['out.csv.new', 'replace out.csv', tmp_path.name, 'drop']
+    assert done[-4:] == ['out.csv.batchlab.new', 'replace out.csv', tmp_path.name, 'drop']
 
 def test_pandas_metadata_of_clashes(tmp_path):
     frame = pd.DataFrame(dict(prompt=['a'], prompt_tokens=[7]), index=pd.Index(['k'], name='text'))

@@ -53,7 +53,7 @@ def disk_error(e: OSError | sqlite3.Error) -> ApiError:
     return ApiError(f'the server can not use its folder now ({type(e).__name__}): try again later', 503, 'unavailable')
 
 # %% ../../nbs/42_batches.ipynb #b2ac3664
-MADE = re.compile(r'(file-[0-9a-f]{24})\.jsonl(|\.part|\.gone|\.new|\.batchlab)')      # the names that a server gives in `files`
+MADE = re.compile(r'(file-[0-9a-f]{24})\.jsonl(|\.part|\.gone|\.new|\.batchlab\.new|\.batchlab)')      # the names that a server gives in `files`
 
 def check_folder(path: Path) -> None:
     "Raise `JobError` if no server has used folder `path` and something is in it. Hidden files and what a table's copies are called don't count."

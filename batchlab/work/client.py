@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import JobError
-from .formats import LONGEST_LINE, read_lines
+from .formats import LONGEST_LINE, new_of, read_lines
 from .lines import json_object
 from .openai import BadRequest
 
@@ -79,7 +79,7 @@ class BatchClient:
     def fetch(self, id: str, output: str | None, overwrite: bool = False) -> None:
         "Write the content of file `id` to file `output`, whole or not at all, or to standard output."
         import httpx
-        new = None if output in (None, '-') else Path(f'{output}.new')
+        new = None if output in (None, '-') else Path(new_of(output))
         if new and not overwrite and os.path.exists(str(output)): raise JobError(f'{output} is already there: give another name or --overwrite')
         try:
             with self.http.stream('GET', f'/files/{id}/content') as answer:

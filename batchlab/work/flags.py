@@ -207,7 +207,7 @@ RUN_FLAGS = [
     ('-o --output FILE', str, "answers, one for each request; .jsonl, .csv, .tsv or .parquet; - is standard output, where an ended run "
      "can not go on"),
     ('--error-file FILE', str, "failures (default: among the answers)"),
-    ('--ordered', 'store_true', "answers in the order of the requests, as in tables always"),
+    ('--ordered', 'store_true', "answers in the order of the requests, as in tables always (default: as they end)"),
     ('--timeout SECONDS', positive_float, "for each request"),
     ('--max-errors N', whole_number, "stop after more failures than this"),
     ('--retry-errors', 'store_true', "run again what failed before"),

@@ -103,10 +103,14 @@ def write_vectors(records: Records, path: str) -> None:
     for i, (_, d) in enumerate(records()): rows[i] = d.get('embedding') or np.nan
     rows.flush()
 
+def new_of(path: str | Path) -> str:
+    "Where the next content of file `path` is written before it takes that place: a name that only batchlab gives."
+    return f'{path}.batchlab.new'
+
 def export_records(records: Records, output: str | Path, source: TableFile | None = None) -> list[str]:
     """Write `records` to `output`, as its name says, beside the columns of `source`; whole or not at all. Returns which
     columns were renamed. Raises `JobError`."""
-    kind, new = file_kind(output), f'{output}.new'
+    kind, new = file_kind(output), new_of(output)
     try:
         clashes = []
         if kind == 'npy': write_vectors(records, new)

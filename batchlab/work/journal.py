@@ -18,7 +18,7 @@ from typing import Any
 
 from .. import __version__
 from ..errors import JobError, Option
-from .formats import as_json, read_lines, records_of
+from .formats import as_json, new_of, read_lines, records_of
 from .lines import JobLine
 from .tables import ANSWER, OPENERS, OPTIONAL, TABLES, TableFile, file_kind, record_of_rows
 
@@ -191,7 +191,7 @@ def check_same(path: str | Path, now: dict[str, Any], force: bool = False) -> No
 
 def replace_file(path: str | Path, parts: Iterable[bytes]) -> None:
     "Let file `path` hold `parts`, bytes one after the other, whole or not at all. Raises `JobError`."
-    new = Path(f'{path}.new')
+    new = Path(new_of(path))
     try:
         with new.open('wb') as f:
             f.writelines(parts)
@@ -225,7 +225,7 @@ def has_records(*paths: str | Path | None) -> list[str | Path]:
 
 def drop_side(output: str | Path) -> None:
     "Take away what stood beside `output`, the journal first: the settings alone harm nobody."
-    left = [*side_of(output).glob('*.new'), Path(f'{output}.new')]                # of a run that was killed
+    left = [*side_of(output).glob('*.new'), Path(new_of(output))]                 # of a run that was killed
     for path in (side_of(output) / 'answers.jsonl', settings_file(output), *left): path.unlink(missing_ok=True)
 
 def raw_records(path: str | Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
@@ -284,18 +284,31 @@ def restore(output: str | Path) -> None:
     "Make the journal of the finished `output` again, to go on from there. Raises `JobError`."
     replace_file(journal_of(output), map(as_json, finished_records(output)))
 
+def begins_with_record(path: str | Path) -> bool:
+    "Whether the first line of file `path` is an answer of a job."
+    try:
+        with open(path, 'rb') as f: return read_record(next((raw for _, raw in read_lines(f)), b'')) is not None
+    except OSError: return False
+
 def adopt(output: str | Path, error_file: str | Path | None) -> None:
-    "Let the files that version 0.1 kept beside `output`, if they are there, be the folder that is kept now. Raises `JobError`."
+    """Let the files that version 0.1 kept beside `output`, if they are there, be the folder that is kept now. Raises `JobError`.
+
+    Files of these names that hold something else are somebody's own, and stay as they are."""
     old, table = Path(f'{output}.job'), journal_of(output) != str(output)
-    if not old.exists(): return
+    try: then = json.loads(old.read_text(encoding='utf-8'))
+    except (OSError, ValueError): return
+    if not (isinstance(then, dict) and 'batchlab' in then and isinstance(then.get('settings'), dict)): return
+    journal: str | None = f'{output}.jsonl' if table else str(output)
+    if table and not begins_with_record(f'{output}.jsonl'): journal = None
     if not settings_file(output).exists():
         side_of(output).mkdir(exist_ok=True)
-        try: mark = stamp_of(json.loads(old.read_text(encoding='utf-8'))['settings'])
-        except (ValueError, KeyError, TypeError): mark = ''
-        for path, new in ((f'{output}.jsonl' if table else str(output), journal_of(output)), (error_file, error_file)):
-            if path and new and has_records(path): replace_file(new, (as_json(stamp(d, mark) if mark else d) for _, _, d in recover_answers(path)))
+        mark = stamp_of(then['settings'])
+        for path, new in ((journal, journal_of(output)), (error_file, error_file)):
+            if path and new and has_records(path): replace_file(new, (as_json(stamp(d, mark)) for _, _, d in recover_answers(path)))
         replace_file(settings_file(output), [old.read_bytes()])
-    for name in (old, f'{output}.lock', f'{output}.jsonl' if table else None, error_file and f'{error_file}.lock'):
+    locks = [f'{name}.lock' for name in (output, error_file) if name]
+    empty = [name for name in locks if os.path.isfile(name) and not os.path.getsize(name)]        # as our locks are
+    for name in (*empty, journal if table else None, old):        # `.job` last: it says that the others are ours
         if name: Path(name).unlink(missing_ok=True)
 
 def recover(output: str | Path, error_file: str | Path | None, settings: dict[str, Any], force: bool = False,

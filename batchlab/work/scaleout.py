@@ -20,13 +20,13 @@ from typing import Any, Self
 import numpy as np, psutil, torch
 
 from ..deprecated import renamed
-from ..errors import BatchlabError, EngineError, JobError, ParamError
+from ..errors import BatchlabError, EngineError, JobError, Option, ParamError
 from ..llm import LLM
 from ..lora import read_modules
 from ..models import template_text
 from .batches import BatchJob
 from .jobs import Job, JobResult, Run
-from .journal import Ledgerbook, Outbox
+from .journal import Ledgerbook, Outbox, replace_file
 from ..pooled import PoolingParams
 from .lines import JobLine, failure_of, parse_line
 from .pooling_api import PoolingRequest
@@ -530,17 +530,28 @@ def shards(job: Job) -> list[Job]:
         return n
     return [replace(job, input=str(folder / n), output=str(output / answers(n))) for n in names]
 
+def _read_mark(mark: Path) -> dict[str, Any] | None:
+    "The mark of a finished job in file `mark`; empty if there is none; None if the file holds something else."
+    try: then = json.loads(mark.read_bytes() or b'{}')         # one without a byte is of a loss of power
+    except FileNotFoundError: return {}
+    except (OSError, ValueError): return None
+    ours = isinstance(then, dict) and (not then or {'bytes', 'limit', 'settings', 'answered', 'failed'} <= then.keys())
+    return then if ours else None
+
 def _run_shard(job: Job, pool: Callable[[], Pool]) -> JobResult:
     "Run `job` and mark its output as finished, or take the result of a mark that fits. Raises `JobError` for other settings."
     mark, now = Path(f'{job.output}.done'), dict(bytes=os.path.getsize(job.input), limit=job.limit, settings=job.settings())
-    try: then = json.loads(mark.read_text(encoding='utf-8'))
-    except (OSError, ValueError): then = {}
+    then = _read_mark(mark)
+    if then is None and not job.force:
+        raise JobError('{mark} is there already, and no mark of a finished job: move it away, or give {force}',
+                       mark=mark, force=Option('force', True))
+    then = then or {}
     fits = then.items() >= now.items() and os.path.exists(str(job.output))
     if fits and not (job.retry_errors or job.force):
         n = then['answered'] + then['failed']
         return JobResult(n, then['answered'], then['failed'], before=n)
     r = job.run(pool)                            # type: ignore[arg-type]  # a `RayJob` takes a pool
-    if r.done == r.total: mark.write_text(json.dumps(now | dict(answered=r.answered, failed=r.failed)), encoding='utf-8')
+    if r.done == r.total: replace_file(mark, [json.dumps(now | dict(answered=r.answered, failed=r.failed)).encode()])
     return r
 
 # %% ../../nbs/44_scaleout.ipynb #c26fbb9e
