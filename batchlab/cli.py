@@ -130,15 +130,16 @@ def refuse_columns(columns: dict[str, Any], why: str) -> None:
     if flag := next((k for k, v in columns.items() if v != usual[k]), None):
         raise JobError(f"--{flag.replace('_', '-')} is for the columns of a table, {why}")
 
-def read_file(name: str, chat: bool = False, system: str | None = None, adapters: bool = False, **columns: Any) -> list[JobLine]:
-    "The requests of a text, or of any file that `run` reads, where `columns` say what those of a table are for. Raises `JobError`."
+def read_file(name: str, chat: bool = False, system: str | None = None, adapters: bool = False,
+              spell: Callable[[Option], str] = str, **columns: Any) -> list[JobLine]:
+    "The requests of a text, or of any file that `run` reads, where `columns` say what those of a table are for; an `Option` reads as `spell` writes it. Raises `JobError`."
     from batchlab.work.formats import read_raw
     from batchlab.work.lines import parse_line
     from batchlab.work.tables import CONVERT, OPENERS, TABLES, check_input, file_kind
     shown, kind, suffix = 'standard input' if name == '-' else name, file_kind(name), Path(name).suffix.lower()
     if suffix in CONVERT: check_input(name)
     if kind not in TABLES: refuse_columns(columns, f'and {shown} is none')
-    if kind in TABLES: rows = read_raw(name, chat=chat, system=system, **columns)
+    if kind in TABLES: rows = read_raw(name, chat=chat, system=system, spell=spell, **columns)
     else: rows = read_raw(name) if kind == 'json' or suffix in OPENERS else text_rows(name)
     lines = [parse_line(i, raw, 'plain', chat, system) for i, raw in rows]
     unknown = {k for line in lines for k in line.ignored} | {'model' for line in lines if line.model is not None and not adapters}
@@ -208,7 +209,7 @@ def read_prompts(args: argparse.Namespace, options: dict[str, Any]) -> list[JobL
     if name is None: refuse_columns(columns, 'and there is no --prompts-file')
     else:
         with input_file(name, text=True) if name != '-' else contextlib.nullcontext(name) as path:
-            lines += read_file(path, args.chat, args.system, args.enable_lora or bool(args.lora_modules), **columns)
+            lines += read_file(path, args.chat, args.system, args.enable_lora or bool(args.lora_modules), args.spell, **columns)
     for line in lines: prepare(line, args, options)
     if args.system is not None and not any(line.messages is not None for line in lines):
         raise JobError("--system needs --chat, or messages in the prompts file")
@@ -505,6 +506,7 @@ def job_of(args: argparse.Namespace) -> Job:
 def run_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab run`. Returns the exit status. Raises `BatchlabError`."
     if args.output is None and not args.dry_run: raise JobError("no --output: give a file for the answers, or --dry-run")
+    from batchlab.work.jobs import ProgressLine
     if args.ray and (args.trace or '-' in (args.input, args.output)): raise JobError("--ray takes files, no --trace")
     check_trace_path(args)
     with Signals(), input_file(args.input, text=args.command == 'embed', form=args.form) as args.input:
@@ -518,7 +520,9 @@ def run_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
             r, again = getattr(job, 'result', None), '' if args.output == '-' else '; the same command goes on'
             note('interrupted' + (f": {r.done} of {r.total} requests done{again}" if r else ''))
             return 130
-    note(result)
+    summary = ProgressLine(result.said(args.spell))
+    summary.figures = result.figures
+    note(summary)
     return int(result.failed > 0)
 
 def run_here(args: argparse.Namespace, job: Job, llm: LLM | None = None) -> JobResult:

@@ -80,7 +80,7 @@ class Counting:
     "A tokenizer that notes how long the texts are that it is given."
     def __init__(self, tokenizer): self.inner, self.seen = tokenizer, []
     def __getattr__(self, name):
-        if name.startswith('__'): raise AttributeError(name)                 # a copy asks for these before it has `inner`
+        if name == 'inner': raise AttributeError(name)      # of a copy that has nothing yet
         return getattr(self.inner, name)
     def __len__(self): return len(self.inner)
     def __call__(self, text, *args, **kw):

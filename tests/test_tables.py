@@ -227,7 +227,7 @@ def test_messages_and_system_of_a_table(tmp_path):
         result = run(tmp_path/name, tmp_path/f'{name}.out.csv', SHORT, model=llm(), system='Be {tone}.')
         rows = read(tmp_path/f'{name}.out.csv')
         assert [r['text'] for r in rows[:2]] == [w.encode('utf-8', 'replace').decode() for w in want] and result.failed == 1
-        assert rows[2]['error'] == "row 3: column 'tone' is empty: empty='' (--empty '') lets it be"
+        assert rows[2]['error'] == "row 3: column 'tone' is empty: empty='' lets it be"
 
 
 def test_a_timeout_in_a_line_counts_and_a_priority_is_refused(tmp_path):
@@ -715,7 +715,8 @@ def test_lines_without_a_prompt_say_which_key_could_be_one(tmp_path):
 def test_an_empty_cell_may_stand_for_something(tmp_path):
     write(tmp_path/'in.csv', [['a', 'n'], ['x', '1'], ['y', '']])
     job = dict(prompt_template='{a} {n:>3}', model=llm())
-    assert run(tmp_path/'in.csv', tmp_path/'o.csv', SHORT, **job).failed == 1 and "--empty ''" in read(tmp_path/'o.csv')[1]['error']
+    assert run(tmp_path/'in.csv', tmp_path/'o.csv', SHORT, **job).failed == 1
+    assert read(tmp_path/'o.csv')[1]['error'].endswith("is empty: empty='' lets it be")
     assert run(tmp_path/'in.csv', tmp_path/'p.csv', SHORT, empty='', **job).failed == 0
     assert llm().map([dict(a='y', n=None)], '{a} {n}', SHORT, empty='')[0]['error'] is None
 
@@ -723,4 +724,16 @@ def test_an_empty_cell_may_stand_for_something(tmp_path):
 def test_a_summary_counts_what_was_cut_and_says_how_to_try_again(tmp_path):
     write(tmp_path/'in.csv', [['prompt'], ['a'], ['b' * 1000]])
     result = str(run(tmp_path/'in.csv', tmp_path/'o.csv', SHORT, model=llm()))
-    assert '1 failed (the first: row 2' in result and '--retry-errors' in result and ', 1 ended at max_tokens;' in result
+    assert '1 failed (the first: row 2' in result and 'retry_errors=True runs these again' in result and ', 1 ended at max_tokens;' in result
+
+
+def test_advice_about_rows_and_retries_is_in_the_words_of_the_caller(tmp_path, capsys):
+    from batchlab.cli import main
+    write(tmp_path/'in.csv', [['a', 'n'], ['x', '1'], ['y', '']])
+    flags = ['-i', str(tmp_path/'in.csv'), '-o', str(tmp_path/'o.csv'), '--prompt-template', '{a} {n}', '--max-tokens', '2']
+    assert main(['run', *flags], llm=llm()) == 1
+    said = capsys.readouterr().err
+    assert '--retry-errors runs these again' in said and 'retry_errors' not in said
+    assert read(tmp_path/'o.csv')[1]['error'].endswith("is empty: --empty '' lets it be")
+    job = Job(tmp_path/'in.csv', tmp_path/'p.csv', sampling_params=SHORT, prompt_template='{a} {n}')
+    assert '--' not in str(job.run(llm())) and '--' not in read(tmp_path/'p.csv')[1]['error']

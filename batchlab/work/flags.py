@@ -9,7 +9,7 @@ from __future__ import annotations
 __all__ = []
 
 # %% ../../nbs/43_cli.ipynb #59imp
-import argparse, contextlib, difflib, json, math, os, re
+import argparse, contextlib, difflib, json, math, os, re, shlex
 from ast import literal_eval
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -47,7 +47,7 @@ class OneLineParser(argparse.ArgumentParser):
         for a in actions:
             flag = next((s for s in a.option_strings if s.startswith('--')), a.option_strings[0])
             if a.nargs == 0 and a.const == option.value: return flag
-            if a.nargs != 0: return flag if option.value is None else f'{flag} {option.value}'
+            if a.nargs != 0: return flag if option.value is None else f'{flag} {shlex.quote(str(option.value))}'
         return actions[0].option_strings[0] if actions and option.value is None else str(option)
 
 # %% ../../nbs/43_cli.ipynb #79c049b6

@@ -93,11 +93,14 @@ class JobResult:
         return asdict(self) | dict(done=self.done, tokens_per_second=round(self.rate, 1), seconds=round(self.seconds, 1),
                                    seconds_left=None if left is None else round(left, 1))
 
-    def __str__(self) -> str:
+    def __str__(self) -> str: return self.said()
+
+    def said(self, spell: Callable[[Option], str] = str) -> str:
+        "It in a line for people, each `Option` in it as `spell` writes it."
         before = f' ({self.before:,} of them before)' if self.before else ''
         rate = f', {self.rate:,.0f} a second' if self.rate else ''
         why = f' (the first: {self.first_failure:.200})' if self.first_failure else ''
-        again = '; --retry-errors (retry_errors) runs these again' if self.failed else ''
+        again = f"; {spell(Option('retry_errors', True))} runs these again" if self.failed else ''
         cut = f', {self.cut:,} ended at max_tokens' if self.cut else ''
         return (f'{self.done:,} of {self.total:,} requests done{before}, {self.failed:,} failed{why}{again}{cut}; '
                 f'{self.prompt_tokens:,} tokens in{_cached(self)}, {self.output_tokens:,} out{rate}')
@@ -341,7 +344,8 @@ class Job:
     input changed. `say`: called with lines of text about the progress. `use_tqdm`: None shows a bar on a terminal.
     `keep_journal`: the folder beside the output stays when the job is done. `postprocess`: a function of a `RequestOutput` with one
     answer, whose dict is further columns (any other value is `result`), or a dict of column and function. `embed`: plain prompts are texts, of each
-    of which a vector is wanted, as this `PoolingRequest` says; then an `output` in .npy is an array of them, in input order."""
+    of which a vector is wanted, as this `PoolingRequest` says; then an `output` in .npy is an array of them, in input order. `spell`: how messages
+    write an option, as in Python or as a flag."""
     input: str | Path
     output: str | Path | None = None
     error_file: str | Path | None = None
@@ -371,6 +375,7 @@ class Job:
     quotes: bool = True
     any_model: bool | None = False
     empty: str | None = None
+    spell: Callable[[Option], str] = str
     stamp: str = field(default='', init=False, repr=False)      # of the records, while it runs
     _keyed: Columns | None = field(default=None, init=False, repr=False)      # of JSONL with keys of its own
 
@@ -391,7 +396,8 @@ class Job:
         "How the columns of a table are to be read: arguments of `Columns`, {} for another file."
         keep = self.output is not None and file_kind(self.output) not in TABLES      # records of a table get them at the end
         if not self.from_table: return {}
-        return dict(prompt_template=self.prompt_template, system=self.system, chat=self.chat, setting_columns=self.setting_columns, keep=keep, empty=self.empty)
+        return dict(prompt_template=self.prompt_template, system=self.system, chat=self.chat, setting_columns=self.setting_columns,
+                    keep=keep, empty=self.empty, spell=self.spell)
 
     def raw(self) -> Iterator[tuple[int, Raw]]:
         "Yield `(number, raw)` for each request of the input that counts."
@@ -423,7 +429,7 @@ class Job:
         for _, raw in itertools.islice(self.raw(), 100):
             with suppress(BadRequest): names |= dict.fromkeys(json_object(raw, strict=False) if isinstance(raw, bytes) else ())
         return Columns([*names], self.input, self.prompt_column, self.id_column, self.prompt_template, self.system, self.chat,
-                       self.setting_columns, empty=self.empty)
+                       self.setting_columns, empty=self.empty, spell=self.spell)
 
     def _check_text_form(self) -> None:
         "Raise `JobError` for a `delimiter`, `encoding` or `quotes` that can't be."

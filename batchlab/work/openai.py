@@ -332,7 +332,8 @@ def at_fault(message: str, body: dict[str, Any], own: str) -> str | None:
     "Which key of `body` is at fault, where the engine refuses a request with `message`: the setting that this begins with, or `own`, the key of its prompt."
     [first] = re.findall(r'^\w*', message)
     if first == 'structured_outputs' and 'response_format' in body: return 'response_format'
-    return param_of(first, body) if first in KNOWN else own
+    found = param_of(first, body)
+    return found if found or first in KNOWN else own
 
 # %% ../../nbs/40_openai.ipynb #onl00005
 TALK = dict(add_generation_prompt=(bool, 'true or false'), continue_final_message=(bool, 'true or false'), chat_template_kwargs=(dict, 'an object'))

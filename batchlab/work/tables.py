@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from ..errors import JobError
+from ..errors import JobError, Option
 from ..names import INSTEAD, known_settings, near_key, plain_name
 
 # %% auto #0
@@ -272,10 +272,10 @@ class MissingCell(ValueError):
     "A template meets a cell that it can't be filled from."
 
 class Template:
-    "Text with columns in braces, such as 'Translate to {lang}: {text}'. `{{` is a brace. `empty`: what stands for an empty cell, None for an error. Raises `JobError`."
+    "Text with columns in braces, such as 'Translate to {lang}: {text}'. `{{` is a brace. `empty`: what stands for an empty cell, None for an error, whose options read as `spell` writes them. Raises `JobError`."
     def __init__(self, text: str, names: Collection[str], where: str | Path = 'the table', what: str = 'prompt template',
-                 empty: str | None = None) -> None:
-        self.empty = empty
+                 empty: str | None = None, spell: Callable[[Option], str] = str) -> None:
+        self.empty, self.spell = empty, spell
         try: self.parts = [*string.Formatter().parse(text)]
         except ValueError as e: raise JobError(f'the {what} {text!r:.60} is none ({e}): write {{{{ for a brace') from None
         self.columns = {name for _, name, _, _ in self.parts if name is not None}
@@ -302,7 +302,7 @@ class Template:
 
     def _cell(self, name: str, v: Any, spec: str | None, how: str | None) -> str:
         if is_missing(v) and self.empty is not None: return self.empty
-        if is_missing(v): raise MissingCell(f"column {name!r} is empty: empty='' (--empty '') lets it be")
+        if is_missing(v): raise MissingCell(f"column {name!r} is empty: {self.spell(Option('empty', ''))} lets it be")
         if spec and isinstance(v, str): v = literal(v)
         try: return format(string.Formatter().convert_field(v, how), spec or '')
         except (ValueError, TypeError) as e: raise MissingCell(f'column {name!r} holds {v!r:.40}, which {{{name}:{spec}}} can not write ({e})') from None
@@ -374,7 +374,7 @@ class Columns:
 
     `prompt_template`: makes the prompt of columns; else it is `prompt_column`, or `messages`. `system`: a template too.
     `chat`: prompts are a user's message. `setting_columns`: settings of their row; all others are data, whatever they are called. `keep`: rows have all their `cells`.
-    `empty`: what stands in a template for an empty cell."""
+    `empty`: what stands in a template for an empty cell. `spell`: how messages write an option."""
     names: Sequence[str]
     where: str | Path = 'the table'
     prompt_column: str = 'prompt'
@@ -386,6 +386,7 @@ class Columns:
     text: bool = False
     keep: bool = False
     empty: str | None = None
+    spell: Callable[[Option], str] = str
     settings: list[str] = field(default_factory=list, init=False)        # and options of conversations
     alike: list[str] = field(default_factory=list, init=False)           # data with the names of settings
     templates: list[Template | None] = field(default_factory=list, init=False)
@@ -401,7 +402,7 @@ class Columns:
         self.talk = 'messages' in names and self.prompt_column in ('prompt', 'messages') and self.prompt_template is None
         self.prompt = self.prompt_column if self.prompt_column in names and self.prompt_template is None and self.prompt_column != 'messages' else None
         if self.prompt is None and not self.talk and self.prompt_template is None: raise no_column(self.prompt_column, names, where, 'prompt column')
-        self.templates = [None if text is None else Template(text, names, where, what, self.empty) for text, what in
+        self.templates = [None if text is None else Template(text, names, where, what, self.empty, self.spell) for text, what in
                           ((self.prompt_template, 'prompt template'), (self.system, 'system message'))]
         if self.system is not None and self.text and not (self.chat or self.talk):
             raise JobError('a system message is for conversations: give chat (--chat) as well, or a column of messages')
