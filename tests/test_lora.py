@@ -485,7 +485,7 @@ def test_tables_with_adapters(three):
     assert [a['text'] for a in answers] == want and "'q' is empty" in answers[4]['error']
     named = [row | dict(adapter=name) for row, name in zip(rows, (None, 'a', 'b', 'c', 'a', 'a'))]                # as a column of their own
     for lora in (None, three[1][1]):
-        got = [a['text'] for a in llm.map(named, '{q}', GREEDY, lora_request=lora)]
+        got = [a['text'] for a in llm.map(named, '{q}', GREEDY, lora_request=lora, setting_columns=['adapter'])]
         assert got[1:] == [want[1], *[llm.tokenizer.decode(alone(three[2][i], llm.tokenizer(rows[j]['q'])['input_ids'])) if i else None for i, j in ((2, 2), (3, 3), (0, 4), (1, 5))]]
         assert got[0] == llm.tokenizer.decode(alone(three[2][0 if lora is None else 2], llm.tokenizer(rows[0]['q'])['input_ids']))
     [one] = llm.map(rows[:1], '{q}', GREEDY, lora_request=three[1][2])

@@ -330,9 +330,12 @@ def test_no_ray(tmp_path, monkeypatch, capsys):
 
 def test_rows_of_a_batch_are_read_as_those_of_tables():
     from batchlab.work.scaleout import line_of
-    assert line_of(1, dict(prompt='a', max_new_tokens=3, timeout=2, text='x')).options == dict(max_tokens=3)
-    assert line_of(1, dict(prompt='a', guided_choice=['x'])).options['structured_outputs'] == dict(choice=['x'])
-    assert 'max_tokens' in line_of(1, dict(prompt='a', max_tokns=4)).failure[1] and 'several answers' in line_of(1, dict(prompt='a', n=2)).failure[1]
+    def read(row, *names): return line_of(1, dict(prompt='a') | row, setting_columns=names)
+    assert read(dict(max_new_tokens=3, timeout=2, text='x'), 'max_new_tokens').options == dict(max_tokens=3)
+    assert read(dict(max_new_tokens=3, temperature=36.6, n=2)).options == {}
+    assert read(dict(guided_choice=['x']), 'guided_choice').options['structured_outputs'] == dict(choice=['x'])
+    assert 'max_tokens' in read(dict(max_tokns=4), 'max_tokns').failure[1]
+    assert 'several answers' in read(dict(n=2), 'n').failure[1]
 
 
 def test_a_folder_of_texts_is_answered_in_jsonl(tmp_path):
