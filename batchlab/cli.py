@@ -647,7 +647,7 @@ def serve(args: argparse.Namespace, llm: LLM | None = None) -> int:
     resolve_device(args.device)
     model, server = args.model or DEFAULT_MODEL, None
     name = args.served_model_name or (Path(model).name if os.path.exists(model) else model)
-    with listen(args.host, args.port) as sock, store_in(args) as store, batch_workers(args) as workers:
+    with listen(args.host, args.port) as sock, batch_workers(args) as workers, store_in(args) as store:
         url = url_of(sock)
         if key is None and args.host not in LOOPBACK:
             note(f'whoever reaches {url} can use this model: give BATCHLAB_API_KEY', 'warning')

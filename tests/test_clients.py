@@ -16,7 +16,7 @@ from batchlab.work.toolcalls import format_of
 from test_server import TALK, serving
 
 ROOT = Path(__file__).resolve().parents[1]
-HARMLESS = dict(user='u', store=True, metadata=dict(a='b'), service_tier='auto', safety_identifier='s', prompt_cache_key='k', prompt_cache_retention='24h',
+HARMLESS = dict(reasoning_effort='low', verbosity='low', user='u', store=True, metadata=dict(a='b'), service_tier='auto', safety_identifier='s', prompt_cache_key='k', prompt_cache_retention='24h',
                 prediction=dict(type='content', content='x'), parallel_tool_calls=False, modalities=['text'], tool_choice='none', functions=[])
 
 
@@ -47,7 +47,7 @@ def test_what_is_sent_along_changes_nothing(web, stream):
     for k, v in HARMLESS.items(): assert said(**{k: v}) == plain, k
 
 
-@pytest.mark.parametrize('more', [dict(reasoning_effort='low'), dict(verbosity='low'), dict(web_search_options={}), dict(audio=dict(voice='x')), dict(modalities=['audio'])])
+@pytest.mark.parametrize('more', [dict(web_search_options={}), dict(audio=dict(voice='x')), dict(modalities=['audio'])])
 def test_what_would_change_the_answer_is_refused_by_name(web, more):
     r = web.post('/v1/chat/completions', json=dict(messages=TALK) | more)
     assert (r.status_code, r.json()['error']['param']) == (400, next(iter(more)))
