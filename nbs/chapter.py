@@ -2,7 +2,7 @@
 
 `nbdev_test` runs several chapters at once, and one after the other in the same process. So there a chapter keeps to one core,
 since two processes that each take all cores slow each other down many times over, and what the chapter before it held is freed."""
-import ctypes, gc, os, platform, sys
+import ctypes, gc, logging, os, platform, sys
 
 last: dict = {}                                                # the names of the chapter before, in this process
 
@@ -19,6 +19,10 @@ def begin(names: dict) -> None:
     last = names
     sys.last_traceback = sys.last_value = sys.last_exc = None
     gc.collect()
+    log = logging.getLogger('batchlab')                        # which a chapter may have hushed, or listened to
+    log.setLevel(logging.NOTSET)
+    log.handlers.clear()
+    log.propagate = True
     if attention := sys.modules.get('batchlab.attention'):     # chapter 12 registers its own function, whose names are gone now
         attention.AttentionInterface.register('batchlab', attention.packed_attention)
     if platform.libc_ver()[0] == 'glibc': ctypes.CDLL(None).malloc_trim(0)

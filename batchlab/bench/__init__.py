@@ -480,7 +480,7 @@ def prepare(args: argparse.Namespace, spare: str | Path) -> Setup:
             raise ValueError(f"--peer {peer} must be NAME=PYTHON, with one of {', '.join(CONTENDERS)}")
     if args.input and args.mode != 'profile': raise JobError('--input is for --profile')
     for path in filter(None, (args.json, args.svg)):
-        try: open(path, 'a').close()                          # what was measured for minutes should have a place
+        try: open(path, 'a', encoding='utf-8').close()                          # what was measured for minutes should have a place
         except OSError as e: raise JobError(f"can't write {path} ({e.strerror or e})") from e
     if args.threads: torch.set_num_threads(args.threads)
     own = shape_folder(args.shape, args.dtype) if args.shape else None
