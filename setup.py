@@ -1,4 +1,5 @@
 "Everything here is read from settings.ini, which nbdev reads too."
+
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -13,6 +14,7 @@ cfg = parser["DEFAULT"]
 
 class BuildPy(build_py):
     "Leaves out nbdev's index of cells, which only the notebooks' tools read."
+
     def find_package_modules(self, package, package_dir):
         return [m for m in super().find_package_modules(package, package_dir) if m[1] != "_modidx"]
 
@@ -26,13 +28,20 @@ setup(
     author=cfg["author"],
     license="Apache-2.0",
     keywords=cfg["keywords"],
-    classifiers=["Intended Audience :: Developers", *(f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13))],
+    classifiers=[
+        "Intended Audience :: Developers",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)),
+    ],
     packages=find_packages(include=[cfg["lib_path"], cfg["lib_path"] + ".*"]),
     package_data={cfg["lib_name"]: ["py.typed", "**/*.cpp"]},
     cmdclass={"build_py": BuildPy},
     python_requires=">=" + cfg["min_python"],
     install_requires=cfg["requirements"].split(),
-    extras_require={name.removesuffix("_requirements"): cfg[name].split() for name in cfg if name.endswith("_requirements")},
+    extras_require={
+        name.removesuffix("_requirements"): cfg[name].split()
+        for name in cfg
+        if name.endswith("_requirements")
+    },
     entry_points={"console_scripts": cfg["console_scripts"].split()},
     zip_safe=False,
 )

@@ -11,4 +11,5 @@ import sys
 from .cli import main
 
 # %% ../nbs/modules/000_main.ipynb #main0005
-if __name__ == '__main__' and '__file__' in globals(): sys.exit(main())      # not in a notebook
+if __name__ == "__main__" and "__file__" in globals():
+    sys.exit(main())  # not in a notebook

@@ -14,7 +14,7 @@ from .loading import cpu_has_fast_bf16
 if TYPE_CHECKING:
     from batchlab.llm import LLM
 
-PACKED = 'fused', 'modules'                     # backends whose weights can be of 8 bits
+PACKED = "fused", "modules"  # backends whose weights can be of 8 bits
 
 # %% auto #0
 __all__ = ['PACKED', 'advise', 'try_int8', 'conclusions']
@@ -22,54 +22,100 @@ __all__ = ['PACKED', 'advise', 'try_int8', 'conclusions']
 # %% ../nbs/modules/000_advice.ipynb #adv00005
 def _about_slots(llm: LLM, requests: int, longest: int | None) -> Iterator[Message]:
     "Whether fewer run at once than could."
-    limits, usual = llm.limits, 64 if llm.model.device.type == 'cpu' else 256
-    if llm.strategy != 'continuous':
-        yield Message('{strategy} is there to compare with, and slower: leave it out', strategy=Option('strategy', llm.strategy))
+    limits, usual = llm.limits, 64 if llm.model.device.type == "cpu" else 256
+    if llm.strategy != "continuous":
+        yield Message(
+            "{strategy} is there to compare with, and slower: leave it out",
+            strategy=Option("strategy", llm.strategy),
+        )
     fit = limits.kv_tokens // longest if limits.kv_tokens and longest else usual
     could, now = min(requests, usual, fit), limits.max_num_seqs
     if now < could:
-        slots = '1 slot' if now == 1 else f'{now} slots'
-        yield Message('{slots}: {could} requests would fit at once: give {more}', slots=slots, could=could, more=Option('max_num_seqs', usual))
+        slots = "1 slot" if now == 1 else f"{now} slots"
+        yield Message(
+            "{slots}: {could} requests would fit at once: give {more}",
+            slots=slots,
+            could=could,
+            more=Option("max_num_seqs", usual),
+        )
     elif longest and fit < min(requests, now):
-        yield Message('memory for keys and values holds {fit} of the longest requests at once, of {now} slots: raise {memory}, or lower {most}',
-                      fit=fit, now=now, memory=Option('kv_cache_bytes'), most=Option('max_tokens'))
+        yield Message(
+            "memory for keys and values holds {fit} of the longest requests at once, of {now} slots: raise {memory}, or lower {most}",
+            fit=fit,
+            now=now,
+            memory=Option("kv_cache_bytes"),
+            most=Option("max_tokens"),
+        )
+
 
 def _about_arithmetic(llm: LLM) -> Iterator[Message]:
     "Whether the model runs slower than it could, token for token the same or nearly so."
-    on_cpu, backend = llm.model.device.type == 'cpu', llm.backend
-    if on_cpu and llm.compile is False: yield Message('compiled kernels are off: leave out {off}', off=Option('compile', False))
-    elif on_cpu and backend.why and backend.name not in PACKED and llm.strategy == 'continuous':
-        yield Message('it runs without the fast kernels: {why}', why=backend.why)
-    if str(llm.model.dtype) == 'torch.float32' and (not on_cpu or cpu_has_fast_bf16()):
-        yield Message('fp32 takes twice the memory and time of bf16 on this device: give {dtype}, a little less exact', dtype=Option('dtype', 'bf16'))
+    on_cpu, backend = llm.model.device.type == "cpu", llm.backend
+    if on_cpu and llm.compile is False:
+        yield Message("compiled kernels are off: leave out {off}", off=Option("compile", False))
+    elif on_cpu and backend.why and backend.name not in PACKED and llm.strategy == "continuous":
+        yield Message("it runs without the fast kernels: {why}", why=backend.why)
+    if str(llm.model.dtype) == "torch.float32" and (not on_cpu or cpu_has_fast_bf16()):
+        yield Message(
+            "fp32 takes twice the memory and time of bf16 on this device: give {dtype}, a little less exact",
+            dtype=Option("dtype", "bf16"),
+        )
 
-def advise(llm: LLM, requests: int, longest: int | None = None, shared: float = 0.) -> list[Message]:
+
+def advise(
+    llm: LLM, requests: int, longest: int | None = None, shared: float = 0.0
+) -> list[Message]:
     """What would make so many `requests` faster in `llm`, what matters most first; empty if nothing stands out.
 
     `longest`: tokens of the longest, prompt and answer; `shared`: the share of the prompts' tokens that an earlier prompt begins with too."""
     found = [*_about_slots(llm, requests, longest), *_about_arithmetic(llm)]
-    if shared > .1 and not llm.enable_prefix_caching:
-        found.append(Message('{share:.0%} of the prompts are beginnings that an earlier one has too: leave out {off}', share=shared,
-                             off=Option('enable_prefix_caching', False)))
+    if shared > 0.1 and not llm.enable_prefix_caching:
+        found.append(
+            Message(
+                "{share:.0%} of the prompts are beginnings that an earlier one has too: leave out {off}",
+                share=shared,
+                off=Option("enable_prefix_caching", False),
+            )
+        )
     return found
+
 
 def try_int8(llm: LLM) -> list[Message]:
     "That weights of 8 bits may be faster, where they can be had and are not there yet."
-    if llm.quantization or llm.backend.name not in PACKED: return []
-    return [Message('{int8} makes weights half as large as in bf16, which is faster where a step waits for them, and a little less exact: try it',
-                    int8=Option('quantization', 'int8'))]
+    if llm.quantization or llm.backend.name not in PACKED:
+        return []
+    return [
+        Message(
+            "{int8} makes weights half as large as in bf16, which is faster where a step waits for them, and a little less exact: try it",
+            int8=Option("quantization", "int8"),
+        )
+    ]
 
 # %% ../nbs/modules/000_advice.ipynb #adv00007
 _MEANS = {
-    'linears': 'the weights are read and multiplied. More requests at once share the reading ({slots}); {int8} halves it',
-    'attention': 'keys and values are read, the more the longer the requests: shorter prompts and answers cost less',
-    'small ops': 'small operations between the layers: compiled kernels ({compile}) join them, more requests at once ({slots}) share them',
-    'sampling': 'tokens are chosen: penalties, log probabilities and grammars cost most; greedy choice ({greedy}) least',
-    'bookkeeping': 'requests are scheduled: more requests at once ({slots}) share it'}
+    "linears": "the weights are read and multiplied. More requests at once share the reading ({slots}); {int8} halves it",
+    "attention": "keys and values are read, the more the longer the requests: shorter prompts and answers cost less",
+    "small ops": "small operations between the layers: compiled kernels ({compile}) join them, more requests at once ({slots}) share them",
+    "sampling": "tokens are chosen: penalties, log probabilities and grammars cost most; greedy choice ({greedy}) least",
+    "bookkeeping": "requests are scheduled: more requests at once ({slots}) share it",
+}
+
 
 def conclusions(parts: Mapping[str, float]) -> list[Message]:
     "What the seconds of `parts` of a step say: a sentence for each that takes a quarter of it or more, the largest first."
-    total, options = sum(parts.values()), dict(slots=Option('max_num_seqs'), int8=Option('quantization', 'int8'),
-                                               compile=Option('compile', True), greedy=Option('temperature', 0))
-    large = sorted((p for p in parts if parts[p] >= total / 4 and p in _MEANS), key=lambda p: -parts[p])
-    return [Message('{share:.0%} of the time: ' + _MEANS[p], share=parts[p] / total, **options) for p in large]
+    total, options = (
+        sum(parts.values()),
+        dict(
+            slots=Option("max_num_seqs"),
+            int8=Option("quantization", "int8"),
+            compile=Option("compile", True),
+            greedy=Option("temperature", 0),
+        ),
+    )
+    large = sorted(
+        (p for p in parts if parts[p] >= total / 4 and p in _MEANS), key=lambda p: -parts[p]
+    )
+    return [
+        Message("{share:.0%} of the time: " + _MEANS[p], share=parts[p] / total, **options)
+        for p in large
+    ]

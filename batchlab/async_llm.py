@@ -27,15 +27,16 @@ __all__ = ['AsyncLLM']
 @dataclass(eq=False)
 class _Answer:
     "What came of a request so far, in `parts` by answer. All of it is used in the event loop alone."
+
     request_id: str
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
     parts: dict[int, CompletionOutput] = field(default_factory=dict)
     last: RequestOutput | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    grow: bool = True                                              # whether its reader wants more than the last output
+    grow: bool = True  # whether its reader wants more than the last output
     aborted: bool = False
-    free: Callable[[], None] | None = None                         # gives its place back
+    free: Callable[[], None] | None = None  # gives its place back
 
     def add(self, event: StreamEvent) -> None:
         "Take in what a step gave."
@@ -46,65 +47,96 @@ class _Answer:
         if event.logprobs is not None:
             part.logprobs = [] if part.logprobs is None else part.logprobs
             part.logprobs.extend(event.logprobs)
-            part.cumulative_logprob = (part.cumulative_logprob or 0) + (total_logprob(event.logprobs, event.token_ids) or 0)
+            part.cumulative_logprob = (part.cumulative_logprob or 0) + (
+                total_logprob(event.logprobs, event.token_ids) or 0
+            )
         self.last = event.output
         self.news.set()
-        if self.last: self.leave()
+        if self.last:
+            self.leave()
 
     def leave(self) -> None:
         "Give its place back, once."
         free, self.free = self.free, None
-        if free: free()
+        if free:
+            free()
 
     async def next(self) -> RequestOutput:
         "The output as it is now, as soon as it has anything that the one before had not."
         await self.news.wait()
         self.news.clear()
-        if self.last: return self.last
-        parts = [CompletionOutput(p.index, p.text, [*p.token_ids], p.cumulative_logprob, None if p.logprobs is None else [*p.logprobs], p.finish_reason)
-                 for _, p in sorted(self.parts.items())]
-        return RequestOutput(self.request_id, prompt=self.prompt, prompt_token_ids=self.prompt_token_ids, outputs=parts, finished=False)
+        if self.last:
+            return self.last
+        parts = [
+            CompletionOutput(
+                p.index,
+                p.text,
+                [*p.token_ids],
+                p.cumulative_logprob,
+                None if p.logprobs is None else [*p.logprobs],
+                p.finish_reason,
+            )
+            for _, p in sorted(self.parts.items())
+        ]
+        return RequestOutput(
+            self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=parts,
+            finished=False,
+        )
 
 # %% ../nbs/46_async.ipynb #mbx00003
-REST, LONGEST_REST = 9, .1                                             # times the work that was done; seconds
+REST, LONGEST_REST = 9, 0.1  # times the work that was done; seconds
+
 
 @dataclass(eq=False)
 class _Mailbox:
     "Events on their way to one event loop, and the `places` that it has for requests. `cancel`: ends one by its id."
+
     loop: asyncio.AbstractEventLoop
     places: asyncio.Semaphore
     cancel: Callable[[str], object]
     came: deque[tuple[_Answer, StreamEvent]] = field(default_factory=deque)
-    due: bool = False                                                  # the loop will look by itself
+    due: bool = False  # the loop will look by itself
 
-    def put(self, answer: _Answer, event: StreamEvent, after: deque[Callable[[], object]] | None = None) -> None:
+    def put(
+        self, answer: _Answer, event: StreamEvent, after: deque[Callable[[], object]] | None = None
+    ) -> None:
         "Add `event`, in any thread. The loop is woken now, or when the calls `after` a step are made."
         first = not self.came
         self.came.append((answer, event))
-        if after is None: self.post()
-        elif first: after.append(self.post)
+        if after is None:
+            self.post()
+        elif first:
+            after.append(self.post)
 
     def post(self) -> None:
         "Wake the loop unless it rests, in any thread. A closed loop has no readers any more."
-        if self.due and not self.loop.is_closed(): return
+        if self.due and not self.loop.is_closed():
+            return
         self.due = True
-        try: self.loop.call_soon_threadsafe(self.look)
+        try:
+            self.loop.call_soon_threadsafe(self.look)
         except RuntimeError:
             while self.came:
                 answer, event = self.came.popleft()
-                if not event.finished: self.cancel(answer.request_id)
+                if not event.finished:
+                    self.cancel(answer.request_id)
 
     def look(self) -> None:
         "Give out what came, then rest. `due` is put down first: what comes later posts itself."
         self.due = False
-        if not self.came: return
+        if not self.came:
+            return
         self.due, start = True, time.thread_time()
         while self.came:
             answer, event = self.came.popleft()
             answer.add(event)
-        self.loop.call_soon(self.rest, start)                          # behind the tasks that this has woken
+        self.loop.call_soon(self.rest, start)  # behind the tasks that this has woken
 
-    def rest(self, start: float) -> None: self.loop.call_later(min(LONGEST_REST, REST * (time.thread_time() - start)), self.look)
+    def rest(self, start: float) -> None:
+        self.loop.call_later(min(LONGEST_REST, REST * (time.thread_time() - start)), self.look)
 
 # %% ../nbs/46_async.ipynb #fea3e7ff
 @by_any_name(generate=read_call, chat=read_call)
@@ -114,37 +146,72 @@ class AsyncLLM:
     `model`: an `LLM`, which then belongs to this object, or what `LLM` takes first; `kwargs`: what else `LLM` takes.
     `max_pending`: requests that the engine has at once; those beyond wait their turn. `async with` closes it at the
     end. It is for one thread, and for any number of event loops one after the other."""
-    def __init__(self, model: Any = None, tokenizer: Any = None, max_pending: int = 1024, **kwargs: Any) -> None:
-        check_count('max_pending', max_pending)
+
+    def __init__(
+        self, model: Any = None, tokenizer: Any = None, max_pending: int = 1024, **kwargs: Any
+    ) -> None:
+        check_count("max_pending", max_pending)
         if isinstance(model, LLM) and (tokenizer is not None or kwargs):
-            raise ParamError(f'{next(iter(kwargs), "tokenizer")} is for a model that is yet to be loaded: give it to the LLM')
+            raise ParamError(
+                f"{next(iter(kwargs), 'tokenizer')} is for a model that is yet to be loaded: give it to the LLM"
+            )
         self.llm = model if isinstance(model, LLM) else LLM(model, tokenizer, **kwargs)
         self.max_pending = max_pending
-        self.answers: dict[str, _Answer] = {}                                # of those that are not done
+        self.answers: dict[str, _Answer] = {}  # of those that are not done
         self.loops: dict[asyncio.AbstractEventLoop, _Mailbox] = {}
-        self.queuer, self.long_queuer = ThreadPoolExecutor(1, 'batchlab-queue'), ThreadPoolExecutor(1, 'batchlab-queue-long')
-        self.door = threading.Lock()                                         # held by who hands a request over, and by who closes
+        self.queuer, self.long_queuer = (
+            ThreadPoolExecutor(1, "batchlab-queue"),
+            ThreadPoolExecutor(1, "batchlab-queue-long"),
+        )
+        self.door = threading.Lock()  # held by who hands a request over, and by who closes
 
-    def __repr__(self) -> str: return f'Async{self.llm!r}'
+    def __repr__(self) -> str:
+        return f"Async{self.llm!r}"
 
-    async def generate(self, prompt: Any, sampling_params: Any = None, request_id: str | None = None, *, chat: bool = False,
-                       priority: int = 0, timeout: float | None = None, grow: bool = True, lora_request: Any = None) -> AsyncGenerator[RequestOutput]:
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: Any = None,
+        request_id: str | None = None,
+        *,
+        chat: bool = False,
+        priority: int = 0,
+        timeout: float | None = None,
+        grow: bool = True,
+        lora_request: Any = None,
+    ) -> AsyncGenerator[RequestOutput]:
         """Yield the `RequestOutput` of one prompt as it grows; the last is `finished`. For arguments see `LLM.add_request`.
 
         `grow`: False yields the last alone, and spares the loop all others. Those before the last have ids, text and log probabilities so far; the last has all that was asked for, or its `error`. `timeout` counts from
         now; one that runs out before the request has its turn ends it when that comes. Closing the generator or cancelling its task
         cancels the request. Raises `EngineError` for an id that is not done yet, `ParamError`."""
         self.llm.check_process()
-        request_id, asked = self._next_id() if request_id is None else str(request_id), time.perf_counter()
-        if request_id in self.answers: raise EngineError(f'request {request_id!r} is not done yet: give another id')
+        request_id, asked = (
+            self._next_id() if request_id is None else str(request_id),
+            time.perf_counter(),
+        )
+        if request_id in self.answers:
+            raise EngineError(f"request {request_id!r} is not done yet: give another id")
         answer, mailbox = _Answer(request_id, grow=grow), self._mailbox()
         self.answers[request_id] = answer
         try:
             await mailbox.places.acquire()
             answer.free = mailbox.places.release
             queuer = self.queuer_for(prompt)
-            job = queuer.submit(self._queue, answer, mailbox, asked, prompt, sampling_params, chat, priority, timeout, lora_request)
-            if queuer is self.long_queuer: job.add_done_callback(lambda _: trim_memory(cuda=False))
+            job = queuer.submit(
+                self._queue,
+                answer,
+                mailbox,
+                asked,
+                prompt,
+                sampling_params,
+                chat,
+                priority,
+                timeout,
+                lora_request,
+            )
+            if queuer is self.long_queuer:
+                job.add_done_callback(lambda _: trim_memory(cuda=False))
             try:
                 await asyncio.wrap_future(job)
                 output = None
@@ -153,21 +220,47 @@ class AsyncLLM:
                     yield output
             finally:
                 if not answer.last and not job.cancel():
-                    answer.aborted = True                              # which spares the engine what is being tokenised for nobody
+                    answer.aborted = (
+                        True  # which spares the engine what is being tokenised for nobody
+                    )
                     job.add_done_callback(self._cancel)
         finally:
             answer.leave()
             del self.answers[request_id]
 
-    def chat(self, messages: Any, sampling_params: Any = None, request_id: str | None = None, *, priority: int = 0,
-             timeout: float | None = None, chat_template: Any = None, chat_template_kwargs: dict[str, Any] | None = None,
-             tools: list | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False,
-             lora_request: Any = None) -> AsyncGenerator[RequestOutput]:
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: Any = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        chat_template: Any = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        lora_request: Any = None,
+    ) -> AsyncGenerator[RequestOutput]:
         "As `generate`, for one conversation, a list of messages; for `chat_template` and what follows it see `LLM.chat`."
-        template = chat_options(chat_template=chat_template, chat_template_kwargs=chat_template_kwargs, tools=tools,
-                                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
-        prompt = template | (messages if isinstance(messages, dict) else {'messages': messages})
-        return self.generate(prompt, sampling_params, request_id, chat=True, priority=priority, timeout=timeout, lora_request=lora_request)
+        template = chat_options(
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        prompt = template | (messages if isinstance(messages, dict) else {"messages": messages})
+        return self.generate(
+            prompt,
+            sampling_params,
+            request_id,
+            chat=True,
+            priority=priority,
+            timeout=timeout,
+            lora_request=lora_request,
+        )
 
     async def abort(self, request_id: str) -> bool:
         """End a request with what it has by now; whether there was one. Its reader gets a last output, 'cancelled'.
@@ -179,59 +272,100 @@ class AsyncLLM:
             self.llm.cancel(answer.request_id)
         return answer is not None
 
-    def stats(self) -> Stats: return self.llm.stats()
+    def stats(self) -> Stats:
+        return self.llm.stats()
 
     async def shutdown(self) -> None:
         "Cancel all requests, end the engine's thread and give the memory of the cache back. A later request begins anew."
         self.llm.check_process()
-        for answer in self.answers.values(): answer.aborted = True
-        def close() -> None:
-            with self.door: self.llm.close()
-        await asyncio.shield(asyncio.wrap_future(self.queuer.submit(close)))      # behind what is being queued
+        for answer in self.answers.values():
+            answer.aborted = True
 
-    async def __aenter__(self) -> AsyncLLM: return self
-    async def __aexit__(self, *_: object) -> None: await self.shutdown()
+        def close() -> None:
+            with self.door:
+                self.llm.close()
+
+        await asyncio.shield(
+            asyncio.wrap_future(self.queuer.submit(close))
+        )  # behind what is being queued
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown()
 
     def queuer_for(self, prompt: Any) -> ThreadPoolExecutor:
         "The thread that tokenises `prompt`: long ones have one of their own, if the tokenizer is one that several threads may read."
-        texts = (prompt.texts, prompt.others) if hasattr(prompt, 'as_group') else prompt
-        is_long = chars_in(texts) >= SHORT and hasattr(self.llm.tokenizer, 'backend_tokenizer')
+        texts = (prompt.texts, prompt.others) if hasattr(prompt, "as_group") else prompt
+        is_long = chars_in(texts) >= SHORT and hasattr(self.llm.tokenizer, "backend_tokenizer")
         return self.long_queuer if is_long else self.queuer
 
     def _next_id(self) -> str:
         "An id that no request has, nor those of others who use the same `LLM`."
-        return next(i for i in map(str, self.llm.ids) if i not in self.answers and i not in self.llm.groups)
+        return next(
+            i for i in map(str, self.llm.ids) if i not in self.answers and i not in self.llm.groups
+        )
 
     def _mailbox(self) -> _Mailbox:
         "The mailbox of the running loop."
-        for loop in [loop for loop in self.loops if loop.is_closed()]: del self.loops[loop]
+        for loop in [loop for loop in self.loops if loop.is_closed()]:
+            del self.loops[loop]
         loop = asyncio.get_running_loop()
-        return self.loops.setdefault(loop, _Mailbox(loop, asyncio.Semaphore(self.max_pending), self.llm.cancel))
+        return self.loops.setdefault(
+            loop, _Mailbox(loop, asyncio.Semaphore(self.max_pending), self.llm.cancel)
+        )
 
-    def _queue(self, answer: _Answer, mailbox: _Mailbox, asked: float, prompt: Any, sampling_params: Any, chat: bool,
-               priority: int, timeout: float | None, lora_request: Any) -> str | None:
+    def _queue(
+        self,
+        answer: _Answer,
+        mailbox: _Mailbox,
+        asked: float,
+        prompt: Any,
+        sampling_params: Any,
+        chat: bool,
+        priority: int,
+        timeout: float | None,
+        lora_request: Any,
+    ) -> str | None:
         "Give the engine a request, in a queuer's thread; its id, or None if it had ended by then."
-        def tell(event: StreamEvent) -> None:                          # in the engine's thread
-            if answer.grow or event.finished: mailbox.put(answer, event, self.llm.after)
-        def end(reason: str) -> None:                                  # before the engine heard of it
+
+        def tell(event: StreamEvent) -> None:  # in the engine's thread
+            if answer.grow or event.finished:
+                mailbox.put(answer, event, self.llm.after)
+
+        def end(reason: str) -> None:  # before the engine heard of it
             output = RequestOutput(request_id, outputs=[CompletionOutput(0, finish_reason=reason)])
-            mailbox.put(answer, StreamEvent(request_id, finish_reason=reason, finished=True, output=output))
+            mailbox.put(
+                answer, StreamEvent(request_id, finish_reason=reason, finished=True, output=output)
+            )
+
         request_id = answer.request_id
-        if answer.aborted: return end('cancelled')
+        if answer.aborted:
+            return end("cancelled")
         if isinstance(timeout, (int, float)) and timeout > 0:
             timeout -= time.perf_counter() - asked
-            if timeout <= 0: return end('timeout')
-        several = getattr(prompt, 'as_group', None)                    # texts that are one request
-        group = several(self.llm, request_id, tell, 0, priority, timeout) if several else self.llm._group(prompt, sampling_params, tell, request_id, chat,
-                                                                                                          priority, timeout, lora_request)
+            if timeout <= 0:
+                return end("timeout")
+        several = getattr(prompt, "as_group", None)  # texts that are one request
+        group = (
+            several(self.llm, request_id, tell, 0, priority, timeout)
+            if several
+            else self.llm._group(
+                prompt, sampling_params, tell, request_id, chat, priority, timeout, lora_request
+            )
+        )
         answer.prompt, answer.prompt_token_ids = group.prompt, group.prompt_token_ids
         with self.door:
-            if answer.aborted: return end('cancelled')                 # the engine may be closed by now
+            if answer.aborted:
+                return end("cancelled")  # the engine may be closed by now
             self.llm.submit([group])
-            self.llm.start()                                           # after it: whoever stopped the engine meanwhile, it runs
-        if answer.aborted: self.llm.cancel(request_id)
+            self.llm.start()  # after it: whoever stopped the engine meanwhile, it runs
+        if answer.aborted:
+            self.llm.cancel(request_id)
         return request_id
 
     def _cancel(self, job: Future[str | None]) -> None:
         "Cancel the request that `job` gave the engine, if it did."
-        if not job.cancelled() and not job.exception() and (request_id := job.result()) is not None: self.llm.cancel(request_id)
+        if not job.cancelled() and not job.exception() and (request_id := job.result()) is not None:
+            self.llm.cancel(request_id)

@@ -23,7 +23,14 @@ from .slots import KVCache, Shape, is_run
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
-__getattr__ = renamed(__name__, {'as_found': 'attention_override', 'NotPacked': 'errors.Unavailable', 'NoStep': 'errors.EngineError'})
+__getattr__ = renamed(
+    __name__,
+    {
+        "as_found": "attention_override",
+        "NotPacked": "errors.Unavailable",
+        "NoStep": "errors.EngineError",
+    },
+)
 
 # %% auto #0
 __all__ = ['KV', 'packed_attention', 'both_ways', 'PackedStep', 'TorchBackend', 'open_backend', 'attention_override', 'probe_rows', 'check_backend', 'layer_specs', 'kv_layout', 'can_pack', 'encoder_inputs', 'takes_types', 'StateProbe', 'sees_back_only', 'shared_prefixes']
@@ -31,22 +38,36 @@ __all__ = ['KV', 'packed_attention', 'both_ways', 'PackedStep', 'TorchBackend', 
 # %% ../nbs/12_attention.ipynb #5e1a0c13
 class _Thread(threading.local):
     "What a thread is in the middle of: a step, the configs of its model, and which layers have attended."
+
     runs: tuple[Step | None, Sequence[Any], list[int], bool] = None, (), [], True
 
+
 _thread = _Thread()
+
 
 @contextlib.contextmanager
 def _runs(step: Step, configs: Sequence[Any], causal: bool = True) -> Iterator[None]:
     "Inside, `step` attends for modules with one of `configs` that this thread calls, once for each layer."
     before, _thread.runs = _thread.runs, (step, configs, [], causal)
-    try: yield
-    finally: _thread.runs = before
+    try:
+        yield
+    finally:
+        _thread.runs = before
 
 # %% ../nbs/12_attention.ipynb #631e3919
-def packed_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                     attention_mask: torch.Tensor | None = None, *, scaling: float | None = None,
-                     sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
-                     **kwargs: Any) -> tuple[torch.Tensor, None]:
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
     """What transformers calls in each attention layer, by the name 'batchlab': `(output [1, T, H, Dv], None)`.
 
     `query` `[1, H, T, D]`; `key`, `value` `[1, KV, T, D]`: the packed new tokens. The step that this thread is in the
@@ -54,51 +75,89 @@ def packed_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Te
     """
     step, configs, attended, causal = _thread.runs
     if step is None or not any(c is module.config for c in configs):
-        raise EngineError('this model is in the middle of a batchlab step: do not call it from another thread meanwhile')
-    layer: Any = module.layer_idx if causal else len(attended)                     # what leaves no KV has no fixed place for it
-    if layer in attended: raise EngineError(f'its layer {layer} attends more than once in a step')
+        raise EngineError(
+            "this model is in the middle of a batchlab step: do not call it from another thread meanwhile"
+        )
+    layer: Any = (
+        module.layer_idx if causal else len(attended)
+    )  # what leaves no KV has no fixed place for it
+    if layer in attended:
+        raise EngineError(f"its layer {layer} attends more than once in a step")
     attended.append(layer)
-    kwargs.setdefault('is_causal', getattr(module, 'is_causal', True))
-    if attention_mask is not None: kwargs['attention_mask'] = attention_mask       # made by the model itself
-    scale = query.shape[-1] ** -.5 if scaling is None else scaling
-    return step.attention(layer, query, key, value, scale, sliding_window, softcap, s_aux, kwargs), None
+    kwargs.setdefault("is_causal", getattr(module, "is_causal", True))
+    if attention_mask is not None:
+        kwargs["attention_mask"] = attention_mask  # made by the model itself
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return step.attention(
+        layer, query, key, value, scale, sliding_window, softcap, s_aux, kwargs
+    ), None
 
-AttentionInterface.register('batchlab', packed_attention)
+
+AttentionInterface.register("batchlab", packed_attention)
 
 # %% ../nbs/12_attention.ipynb #e0984e8b
 @torch.inference_mode()
-def packed_forward(model: PreTrainedModel, step: Step, packed: Packed, last: torch.Tensor | None = None,
-                   hidden: bool = False, layers: Sequence[int] = ()) -> torch.Tensor:
+def packed_forward(
+    model: PreTrainedModel,
+    step: Step,
+    packed: Packed,
+    last: torch.Tensor | None = None,
+    hidden: bool = False,
+    layers: Sequence[int] = (),
+) -> torch.Tensor:
     """Logits `[n, V]` at the packed positions `last`, int64 `[n]`, or after each row's last token if None.
 
     `packed`: the `Packed` row; `step`: attention for the same rows in the same order, which writes their KV. `hidden`: the last
     hidden states `[n, E]` in place of logits; with `layers` those of these, `[n, L, E]`."""
     last = packed.last if last is None else last
     run = model.base_model if hidden else model
-    inputs = dict(position_ids=packed.position_ids, use_cache=False) if packed.causal else encoder_inputs(model, packed)
+    inputs = (
+        dict(position_ids=packed.position_ids, use_cache=False)
+        if packed.causal
+        else encoder_inputs(model, packed)
+    )
     keep: dict[str, Any] = dict(output_hidden_states=True) if layers else {}
-    if not hidden and 'logits_to_keep' in inspect.signature(model.forward).parameters: keep = dict(logits_to_keep=last)
-    with attention_override(model, 'batchlab') as configs, _runs(step, configs, packed.causal):
+    if not hidden and "logits_to_keep" in inspect.signature(model.forward).parameters:
+        keep = dict(logits_to_keep=last)
+    with attention_override(model, "batchlab") as configs, _runs(step, configs, packed.causal):
         out = run(input_ids=packed.input_ids, **inputs, **keep)
-    if layers: return torch.stack([out.hidden_states[i][0, last] for i in layers], 1)
-    if hidden: return out.last_hidden_state[0, last]
+    if layers:
+        return torch.stack([out.hidden_states[i][0, last] for i in layers], 1)
+    if hidden:
+        return out.last_hidden_state[0, last]
     return out.logits[0] if keep else out.logits[0, last]
 
 # %% ../nbs/12_attention.ipynb #f965239c
-def _weights(x: torch.Tensor, mask: torch.Tensor | None, scaling: float, softcap: float | None = None,
-             sinks: torch.Tensor | None = None) -> torch.Tensor:
+def _weights(
+    x: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The scores `x` `[B, H, Q, K]`, which it may overwrite, as weights in fp32: all that a layer does to them, then the softmax.
 
     `mask`: additive, for all columns or for the last."""
     x = x.float().mul_(scaling)
-    if softcap is not None: x = softcap * (x / softcap).tanh()
-    if mask is not None: x[..., x.shape[-1] - mask.shape[-1]:] += mask
-    if sinks is None: return x.softmax(-1)
+    if softcap is not None:
+        x = softcap * (x / softcap).tanh()
+    if mask is not None:
+        x[..., x.shape[-1] - mask.shape[-1] :] += mask
+    if sinks is None:
+        return x.softmax(-1)
     each = sinks.float().view(1, -1, 1, 1).expand(*x.shape[:3], 1)
     return torch.cat([x, each], -1).softmax(-1)[..., :-1]
 
-def attend_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scaling: float,
-                 softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
+
+def attend_plain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Attention written out, its softmax in fp32: `[B, H, Q, Dv]`.
 
     `q` `[B, H, Q, D]`; `k` `[B, KV, K, D]`; `v` `[B, KV, K, Dv]`, each KV head shared by H / KV query heads (Ainslie et
@@ -111,31 +170,50 @@ def attend_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.
     return (weights.reshape(B, KV, H // KV * Q, -1) @ v).view(B, H, Q, -1)
 
 # %% ../nbs/12_attention.ipynb #592f79f2
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | str | None, scaling: float,
-           softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | str | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """As `attend_plain`, by torch's fused kernel where there are neither softcap nor sinks: `[B, H, Q, Dv]`.
 
     `mask` may also be 'causal', for Q = K: query i sees columns 0 to i. `Q` > 1 takes one sequence, `B` = 1. K and V are
     never repeated in memory."""
     causal = isinstance(mask, str)
     if softcap is not None or sinks is not None:
-        if causal: mask = torch.full((q.shape[2], k.shape[2]), -torch.inf, device=q.device).triu(1)
+        if causal:
+            mask = torch.full((q.shape[2], k.shape[2]), -torch.inf, device=q.device).triu(1)
         return attend_plain(q, k, v, mask, scaling, softcap, sinks)
     (B, H, Q, _), KV = q.shape, k.shape[1]
-    if Q == 1: q = q.reshape(B, KV, H // KV, -1)
+    if Q == 1:
+        q = q.reshape(B, KV, H // KV, -1)
     elif H != KV:
-        assert B == 1, 'several queries of several sequences: call once for each sequence'
-        q = q[0].unflatten(0, (KV, -1))                                                     # [KV, H / KV, Q, D]
-        k, v = (t[0][:, None].expand(-1, H // KV, -1, -1) for t in (k, v))                  # a stride of 0, no copy
-    out = F.scaled_dot_product_attention(q, k, v, None if causal else mask, is_causal=causal, scale=scaling)
+        assert B == 1, "several queries of several sequences: call once for each sequence"
+        q = q[0].unflatten(0, (KV, -1))  # [KV, H / KV, Q, D]
+        k, v = (t[0][:, None].expand(-1, H // KV, -1, -1) for t in (k, v))  # a stride of 0, no copy
+    out = F.scaled_dot_product_attention(
+        q, k, v, None if causal else mask, is_causal=causal, scale=scaling
+    )
     return out.reshape(B, H, Q, -1)
 
 # %% ../nbs/12_attention.ipynb #d06fcc1b
-def packed_of(batch: Batch, device: torch.device | str | None = None) -> tuple[Packed, torch.Tensor]:
+def packed_of(
+    batch: Batch, device: torch.device | str | None = None
+) -> tuple[Packed, torch.Tensor]:
     "`batch` as tensors: its `Packed` row, and where its outputs are due, int64 `[n]`."
     types = _ints(batch.token_types, device=device)[None] if batch.token_types else None
-    row = Packed(_ints(batch.ids, device=device)[None], _ints(batch.positions, device=device)[None],
-                 _ints(batch.cu_seqlens, torch.int32, device), _ints(batch.starts, device=device), batch.causal, types)
+    row = Packed(
+        _ints(batch.ids, device=device)[None],
+        _ints(batch.positions, device=device)[None],
+        _ints(batch.cu_seqlens, torch.int32, device),
+        _ints(batch.starts, device=device),
+        batch.causal,
+        types,
+    )
     return row, _ints(batch.logits_at, device=device)
 
 # %% ../nbs/12_attention.ipynb #8a6368b5
@@ -143,21 +221,35 @@ def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     "0 where `seen`, else minus infinity."
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
-def _span_mask(lengths: torch.Tensor, start: int, end: int, window: int | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+
+def _span_mask(
+    lengths: torch.Tensor,
+    start: int,
+    end: int,
+    window: int | None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
     "For rows that see `lengths` columns `[R]`: the additive mask `[R, end - start]` of the columns from `start` on."
     col = torch.arange(start, end, device=lengths.device)
     seen = col < lengths[:, None]
-    if window is not None: seen &= col >= lengths[:, None] - window
+    if window is not None:
+        seen &= col >= lengths[:, None] - window
     return _additive(seen, dtype)
 
-def _chunk_mask(start: int, end: int, low: int, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | str:
+
+def _chunk_mask(
+    start: int, end: int, low: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor | str:
     "For queries at columns `start` up to `end`: the mask `[n, columns]` of the columns from `low` on, or 'causal'."
-    if start == 0 and (window is None or end <= window): return 'causal'
+    if start == 0 and (window is None or end <= window):
+        return "causal"
     return _span_mask(torch.arange(start + 1, end + 1, device=device), low, end, window, dtype)
+
 
 def both_ways(n: int, window: int | None, like: torch.Tensor) -> torch.Tensor | None:
     "The mask `[n, n]` of a row that sees itself in both directions, less than `window` away if that is given; or None."
-    if window is None: return None
+    if window is None:
+        return None
     at = torch.arange(n, device=like.device)
     return _additive((at[:, None] - at).abs() < window, like.dtype)
 
@@ -168,6 +260,7 @@ class DecodeGroup:
 
     `own`: the blocks behind those, int64 `[R * n]`, or the list of them for one row; `first`: the column where they begin,
     `columns`: how many each row has of them; `lengths`: int64 `[R]`, how many columns each row may see."""
+
     rows: list[int]
     shared: list[int]
     own: torch.Tensor | list[int]
@@ -175,14 +268,19 @@ class DecodeGroup:
     lengths: torch.Tensor
     columns: int
 
-LONG = 512      # columns of one row that take as long to read as one more call
+
+LONG = 512  # columns of one row that take as long to read as one more call
+
 
 def decode_groups(batch: Batch, block_size: int, device: torch.device) -> list[DecodeGroup]:
     "The rows of `batch` that decode, grouped: by what they share, then by how much more they have to read."
     n, found = batch.num_decode, []
     tables, lengths = batch.block_table[:n], batch.seq_lens[:n]
-    shared = {r: (rows[0], k) if k else (-1, 0)                                  # those that share nothing still go together
-              for rows, k in shared_prefixes(tables, [(length - 1) // block_size for length in lengths]) for r in rows}
+    shared = {
+        r: (rows[0], k) if k else (-1, 0)  # those that share nothing still go together
+        for rows, k in shared_prefixes(tables, [(length - 1) // block_size for length in lengths])
+        for r in rows
+    }
     classes: dict[tuple[int, int, object], list[int]] = {}
     for r, (first, k) in sorted(shared.items()):
         mine = tables[r][k:]
@@ -191,8 +289,16 @@ def decode_groups(batch: Batch, block_size: int, device: torch.device) -> list[D
     for (_, k, _), some in classes.items():
         width = max(len(tables[r]) for r in some) - k
         own = [b for r in some for b in (tables[r][k:] + tables[r][-1:] * width)[:width]]
-        found.append(DecodeGroup(some, tables[some[0]][:k], own if len(some) == 1 else _ints(own, device=device), k * block_size,
-                                 _ints((lengths[r] for r in some), device=device), width * block_size))
+        found.append(
+            DecodeGroup(
+                some,
+                tables[some[0]][:k],
+                own if len(some) == 1 else _ints(own, device=device),
+                k * block_size,
+                _ints((lengths[r] for r in some), device=device),
+                width * block_size,
+            )
+        )
     return found
 
 # %% ../nbs/12_attention.ipynb #a608301b
@@ -201,53 +307,95 @@ class PackedStep:
 
     Single tokens are attended group by group (`decode_groups`), longer rows one by one. `masked`: columns that a full layer
     reads in decode only to be masked."""
+
     def __init__(self, cache: KVCache, batch: Batch) -> None:
         self.cache, self.batch, self.masks = cache, batch, {}
         self.slot_mapping = _ints(batch.slot_mapping, device=cache.device)
 
     @functools.cached_property
     def groups(self) -> list[DecodeGroup]:
-        return decode_groups(self.batch, self.cache.block_size, self.cache.device) if self.batch.causal else []
+        return (
+            decode_groups(self.batch, self.cache.block_size, self.cache.device)
+            if self.batch.causal
+            else []
+        )
 
     @property
-    def masked(self) -> int: return sum(len(g.rows) * (g.first + g.columns) - int(g.lengths.sum()) for g in self.groups)
+    def masked(self) -> int:
+        return sum(len(g.rows) * (g.first + g.columns) - int(g.lengths.sum()) for g in self.groups)
 
-    def attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None,
-                  softcap: float | None, sinks: torch.Tensor | None, others: dict) -> torch.Tensor:
+    def attention(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        others: dict,
+    ) -> torch.Tensor:
         """Write a layer's `k`, `v` `[1, KV, T, D]` into their places and attend with `q` `[1, H, T, D]`: `[1, T, H, Dv]`.
 
         Each token sees its own row's columns up to its own, the last `window` of them if that is given."""
         asked: dict[str, Any] = dict(scaling=scaling, softcap=softcap, sinks=sinks)
         b, out = self.batch, q.new_empty(q.shape[2], q.shape[1], v.shape[3])
-        if b.causal: self.cache.write(layer, k[0].transpose(0, 1), v[0].transpose(0, 1), self.slot_mapping)
-        for i, g in enumerate(self.groups): out[g.rows] = self._decode(layer, i, q[0, :, g.rows].transpose(0, 1), window, asked)
+        if b.causal:
+            self.cache.write(layer, k[0].transpose(0, 1), v[0].transpose(0, 1), self.slot_mapping)
+        for i, g in enumerate(self.groups):
+            out[g.rows] = self._decode(layer, i, q[0, :, g.rows].transpose(0, 1), window, asked)
         for i in range(b.num_decode if b.causal else 0, len(b)):
             at = slice(b.cu_seqlens[i], b.cu_seqlens[i + 1])
             n = at.stop - at.start
-            seen = self._seen(layer, i, n, window, q) if b.causal else (k[:, :, at], v[:, :, at], both_ways(n, window, q))
+            seen = (
+                self._seen(layer, i, n, window, q)
+                if b.causal
+                else (k[:, :, at], v[:, :, at], both_ways(n, window, q))
+            )
             out[at] = attend(q[:, :, at], *seen, **asked)[0].transpose(0, 1)
         return out[None]
 
-    def _decode(self, layer: int, i: int, q: torch.Tensor, window: int | None, asked: dict) -> torch.Tensor:
+    def _decode(
+        self, layer: int, i: int, q: torch.Tensor, window: int | None, asked: dict
+    ) -> torch.Tensor:
         "Group i, one query a row, `q` `[R, H, D]`: `[R, H, Dv]`."
         g = self.groups[i]
         k, v = (t.unflatten(0, (len(g.rows), -1)) for t in self.cache.read(layer, g.own))
-        low = g.first if window is None else 0                                       # all see all that they share
-        mask = self._once((i, window, q.dtype), _span_mask, g.lengths, low, g.first + g.columns, window, q.dtype)[:, None, None]
-        if g.shared: return attend_pieces(q, self.cache.read(layer, g.shared), (k, v), mask, **asked)
+        low = g.first if window is None else 0  # all see all that they share
+        mask = self._once(
+            (i, window, q.dtype), _span_mask, g.lengths, low, g.first + g.columns, window, q.dtype
+        )[:, None, None]
+        if g.shared:
+            return attend_pieces(q, self.cache.read(layer, g.shared), (k, v), mask, **asked)
         return attend(q[:, :, None], k.transpose(1, 2), v.transpose(1, 2), mask, **asked)[:, :, 0]
 
-    def _seen(self, layer: int, i: int, n: int, window: int | None,
-              like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | str]:
+    def _seen(
+        self, layer: int, i: int, n: int, window: int | None, like: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | str]:
         "Keys and values `[1, KV, columns, D]` that the last n tokens of row i may see, and their mask."
         end, size = self.batch.seq_lens[i], self.cache.block_size
         first = 0 if window is None else max(0, end - n + 1 - window) // size
-        held = self.cache.read(layer, self.batch.block_table[i][first:-(-end // size)])
-        k, v = (t[:end - first * size].transpose(0, 1)[None] for t in held)
-        return k, v, self._once(('row', i, window), _chunk_mask, end - n, end, first * size, window, like.dtype, like.device)
+        held = self.cache.read(layer, self.batch.block_table[i][first : -(-end // size)])
+        k, v = (t[: end - first * size].transpose(0, 1)[None] for t in held)
+        return (
+            k,
+            v,
+            self._once(
+                ("row", i, window),
+                _chunk_mask,
+                end - n,
+                end,
+                first * size,
+                window,
+                like.dtype,
+                like.device,
+            ),
+        )
 
     def _once(self, key: tuple, make: Callable[..., Any], *args: Any) -> Any:
-        if key not in self.masks: self.masks[key] = make(*args)
+        if key not in self.masks:
+            self.masks[key] = make(*args)
         return self.masks[key]
 
 # %% ../nbs/12_attention.ipynb #a0674596
@@ -255,36 +403,52 @@ class TorchBackend:
     """Runs packed steps in plain torch, by the model's own code: for any model that `kv_layout` accepts, on any device.
 
     `adapters`: what runs rows with an adapter (chapter 32), or None."""
-    name, nbytes, masked, batch_invariant, adapters = 'torch', 0, 0, False, None
 
-    def __init__(self, model: PreTrainedModel, shapes: Sequence[Shape], why: str = '', block_size: int = 64) -> None:
+    name, nbytes, masked, batch_invariant, adapters = "torch", 0, 0, False, None
+
+    def __init__(
+        self, model: PreTrainedModel, shapes: Sequence[Shape], why: str = "", block_size: int = 64
+    ) -> None:
         self.model, self.shapes, self.why, self.block_size = model, list(shapes), why, block_size
 
     def __repr__(self) -> str:
-        same = ', the same bits in any company' if self.batch_invariant else ''
-        return f'<{self.name} backend: {self.block_size} tokens a block{same}{f". {self.why}" if self.why else ""}>'
+        same = ", the same bits in any company" if self.batch_invariant else ""
+        return f"<{self.name} backend: {self.block_size} tokens a block{same}{f'. {self.why}' if self.why else ''}>"
 
     def make_cache(self, num_blocks: int) -> KVCache:
-        return KVCache(self.shapes, num_blocks, self.block_size, self.model.dtype, self.model.device)
+        return KVCache(
+            self.shapes, num_blocks, self.block_size, self.model.dtype, self.model.device
+        )
 
-    def make_step(self, cache: KVCache, batch: Batch) -> PackedStep: return PackedStep(cache, batch)
+    def make_step(self, cache: KVCache, batch: Batch) -> PackedStep:
+        return PackedStep(cache, batch)
 
     @torch.inference_mode()
     def execute(self, cache: KVCache, batch: Batch) -> torch.Tensor:
-        if batch.causal: cache.prepare(batch)
+        if batch.causal:
+            cache.prepare(batch)
         step = self.make_step(cache, batch)
         packed, last = packed_of(batch, self.model.device)
-        with self.adapters.inside(batch) if self.adapters is not None and any(batch.adapters) else contextlib.nullcontext():
+        with (
+            self.adapters.inside(batch)
+            if self.adapters is not None and any(batch.adapters)
+            else contextlib.nullcontext()
+        ):
             out = packed_forward(self.model, step, packed, last, batch.hidden, batch.layers)
         self.masked = step.masked
         return out
 
-    def close(self) -> None: "Nothing is held."
+    def close(self) -> None:
+        "Nothing is held."
 
-def open_backend(model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions) -> TorchBackend:
+
+def open_backend(
+    model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions
+) -> TorchBackend:
     "The backend that always runs; with `options.untried`, once it was tried: raises `Unavailable`."
-    backend = TorchBackend(model, shapes, 'compile=False' if options.compile is False else '')
-    if options.untried: check_backend(model, backend, options.probe)             # of chapter 71
+    backend = TorchBackend(model, shapes, "compile=False" if options.compile is False else "")
+    if options.untried:
+        check_backend(model, backend, options.probe)  # of chapter 71
     return backend
 
 # %% ../nbs/71_families.ipynb #a3f1b4b0
@@ -293,15 +457,23 @@ import weakref
 from .errors import Unavailable
 from .padding import Probe
 
-def _said(e: Exception) -> str: return f'{type(e).__name__}: ' + ' '.join(str(e).split())[:150]
+
+def _said(e: Exception) -> str:
+    return f"{type(e).__name__}: " + " ".join(str(e).split())[:150]
 
 # %% ../nbs/71_families.ipynb #c68c3151
-_locks = weakref.WeakKeyDictionary()      # one for each model: two engines in two threads may share it
+_locks = weakref.WeakKeyDictionary()  # one for each model: two engines in two threads may share it
+
 
 def _configs(config: Any) -> list[Any]:
     "A config and those inside it, each once."
-    inner = [getattr(config, name, None) for name in getattr(config, 'sub_configs', {})]
-    return list({id(c): c for c in (config, *(c for i in inner if i is not None for c in _configs(i)))}.values())
+    inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    return list(
+        {
+            id(c): c for c in (config, *(c for i in inner if i is not None for c in _configs(i)))
+        }.values()
+    )
+
 
 @contextlib.contextmanager
 def attention_override(model: PreTrainedModel, attention: str | None = None) -> Iterator[list[Any]]:
@@ -315,19 +487,29 @@ def attention_override(model: PreTrainedModel, attention: str | None = None) -> 
         configs = _configs(model.config) if attention else []
         before = [c._attn_implementation for c in configs]
         try:
-            if training: model.eval()
-            for c in configs: c._attn_implementation = attention
+            if training:
+                model.eval()
+            for c in configs:
+                c._attn_implementation = attention
             yield configs
         finally:
-            for c, name in zip(configs, before): c._attn_implementation = name
-            for m in training: m.training = True
+            for c, name in zip(configs, before):
+                c._attn_implementation = name
+            for m in training:
+                m.training = True
 
 # %% ../nbs/71_families.ipynb #11d225dc
-PASSED_ON = {'position_ids', 'position_embeddings', 'cache_position'}      # a layer may hand these on, and need not
+PASSED_ON = {
+    "position_ids",
+    "position_embeddings",
+    "cache_position",
+}  # a layer may hand these on, and need not
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
     "What a layer asks of attention. `dim`, `dim_v`: of a key and of a value. None for no window, soft cap or sinks."
+
     heads: int
     kv_heads: int
     dim: int
@@ -338,7 +520,9 @@ class AttentionSpec:
     sinks: torch.Tensor | None
 
     @property
-    def shape(self) -> Shape: return self.kv_heads, self.dim, self.dim_v
+    def shape(self) -> Shape:
+        return self.kv_heads, self.dim, self.dim_v
+
 
 class LayerCalls:
     """A step without a cache, for one packed sequence, that notes what each layer asks for.
@@ -346,40 +530,78 @@ class LayerCalls:
     `calls`: `(layer, its AttentionSpec)`, in the order of the calls. `causal`: what all layers have to be. Raises `Unavailable` if a layer
     asks for what batchlab doesn't know.
     """
-    def __init__(self, causal: bool = True) -> None: self.causal, self.calls = causal, list[tuple[int, AttentionSpec]]()
 
-    def attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None,
-                  softcap: float | None, sinks: torch.Tensor | None, others: dict) -> torch.Tensor:
+    def __init__(self, causal: bool = True) -> None:
+        self.causal, self.calls = causal, list[tuple[int, AttentionSpec]]()
+
+    def attention(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        others: dict,
+    ) -> torch.Tensor:
         "As `packed_attention` calls it."
-        if strange := [n for n, x in others.items() if n not in PASSED_ON and isinstance(x, torch.Tensor)]:
-            raise Unavailable(f'its attention takes {strange[0]}, which batchlab does not know')
-        if others.get('is_causal') is not self.causal: raise Unavailable(f'its attention is {"not " * self.causal}causal')
-        self.calls.append((layer, AttentionSpec(q.shape[1], k.shape[1], q.shape[3], v.shape[3], scaling, window, softcap, sinks)))
-        mask = 'causal' if self.causal else both_ways(q.shape[2], window, q)
+        if strange := [
+            n for n, x in others.items() if n not in PASSED_ON and isinstance(x, torch.Tensor)
+        ]:
+            raise Unavailable(f"its attention takes {strange[0]}, which batchlab does not know")
+        if others.get("is_causal") is not self.causal:
+            raise Unavailable(f"its attention is {'not ' * self.causal}causal")
+        self.calls.append(
+            (
+                layer,
+                AttentionSpec(
+                    q.shape[1], k.shape[1], q.shape[3], v.shape[3], scaling, window, softcap, sinks
+                ),
+            )
+        )
+        mask = "causal" if self.causal else both_ways(q.shape[2], window, q)
         return attend(q, k, v, mask, scaling, softcap, sinks).transpose(1, 2)
 
-def _record(model: PreTrainedModel, ids: list[int], causal: bool = True, hidden: bool = False) -> list[AttentionSpec]:
+
+def _record(
+    model: PreTrainedModel, ids: list[int], causal: bool = True, hidden: bool = False
+) -> list[AttentionSpec]:
     "What each layer asks of attention, from one row alone. Raises `Unavailable`."
     seen, n = LayerCalls(causal), model.config.get_text_config().num_hidden_layers
-    packed_forward(model, seen, replace(pack([ids], [0], model.device), causal=causal), hidden=hidden)
+    packed_forward(
+        model, seen, replace(pack([ids], [0], model.device), causal=causal), hidden=hidden
+    )
     calls = sorted(seen.calls, key=lambda c: c[0])
     if not calls or [c[0] for c in calls] != list(range(n)):
-        raise Unavailable(f'its {n} layers called the attention function {len(calls)} times, not once each')
+        raise Unavailable(
+            f"its {n} layers called the attention function {len(calls)} times, not once each"
+        )
     return [spec for _, spec in calls]
 
 # %% ../nbs/71_families.ipynb #5e04c3c7
 def _check_windows(config: Any, windows: list[int | None], causal: bool = True) -> None:
     "Raise `Unavailable` unless the layers asked for the windows that `config` states; None is full attention."
-    size, kinds = getattr(config, 'sliding_window', None), getattr(config, 'layer_types', None)
-    if size and not causal: size += 1                                    # tokens so far away are still seen, on both sides
-    if getattr(config, 'use_sliding_window', True) is False: size = None
-    if strange := {*(kinds or ())} - {'full_attention', 'sliding_attention'}: raise Unavailable(f'it has layers of type {min(strange)!r}')
-    for name in ('attention_chunk_size', 'window_size', 'local_attention', 'attention_window_size'):
+    size, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if size and not causal:
+        size += 1  # tokens so far away are still seen, on both sides
+    if getattr(config, "use_sliding_window", True) is False:
+        size = None
+    if strange := {*(kinds or ())} - {"full_attention", "sliding_attention"}:
+        raise Unavailable(f"it has layers of type {min(strange)!r}")
+    for name in ("attention_chunk_size", "window_size", "local_attention", "attention_window_size"):
         if getattr(config, name, None) and not any(windows):
-            raise Unavailable(f'it limits attention by {name} and does not say so to it')
-    want = [size if k == 'sliding_attention' else None for k in kinds] if kinds else [size] * len(windows)
-    if windows != want[:len(windows)]:
-        raise Unavailable(f'its layers ask for windows {windows}, and its config says {want[:len(windows)]}')
+            raise Unavailable(f"it limits attention by {name} and does not say so to it")
+    want = (
+        [size if k == "sliding_attention" else None for k in kinds]
+        if kinds
+        else [size] * len(windows)
+    )
+    if windows != want[: len(windows)]:
+        raise Unavailable(
+            f"its layers ask for windows {windows}, and its config says {want[: len(windows)]}"
+        )
 
 # %% ../nbs/71_families.ipynb #cd770236
 def probe_rows(model: PreTrainedModel) -> list[list[int]]:
@@ -387,51 +609,82 @@ def probe_rows(model: PreTrainedModel) -> list[list[int]]:
     vocab = model.config.get_text_config().vocab_size
     return [[(7 * i + 3 * n) % vocab for i in range(n)] for n in (13, 3, 1)]
 
+
 @contextlib.contextmanager
 def _why_not() -> Iterator[None]:
     "What goes wrong inside is a reason not to run packed, or not on a backend: `Unavailable`."
-    try: yield
-    except Unavailable: raise
-    except EngineError as e: raise Unavailable(str(e)) from e
-    except Exception as e: raise Unavailable(_said(e)) from e
+    try:
+        yield
+    except Unavailable:
+        raise
+    except EngineError as e:
+        raise Unavailable(str(e)) from e
+    except Exception as e:
+        raise Unavailable(_said(e)) from e
+
 
 @torch.inference_mode()
-def check_backend(model: PreTrainedModel, backend: Backend, probe: Probe | None = None, times: int = 1) -> None:
+def check_backend(
+    model: PreTrainedModel, backend: Backend, probe: Probe | None = None, times: int = 1
+) -> None:
     """Raise `Unavailable` unless rows of 13, 3 and 1 tokens get from `backend` the logits that `model` gives each alone.
 
     In three steps: together, a chunk, and decode, so many `times`. `probe`: of `probe_rows`, whose answers may be known; None
     makes one. With a `StateProbe` it is hidden states; where rows see both ways, of all positions in one step."""
     probe, size = probe or Probe(model, probe_rows(model)), backend.block_size
     each = -(-16 // size)
-    cache, tables = backend.make_cache(3 * each), [list(range(i * each, (i + 1) * each)) for i in (1, 0, 2)]
+    cache, tables = (
+        backend.make_cache(3 * each),
+        [list(range(i * each, (i + 1) * each)) for i in (1, 0, 2)],
+    )
     how: dict[str, Any] = dict(causal=probe.causal, hidden=probe.hidden)
     with attention_override(model), _why_not():
         for step in _trial_steps(probe.causal, times):
-            rows = [(probe.rows[r][start:start + n], start) for r, start, n in step]
+            rows = [(probe.rows[r][start : start + n], start) for r, start, n in step]
             ends = [(r, start + n) for r, start, n in step]
-            if not probe.causal: ends = [(r, i + 1) for r, _, n in step for i in range(n)]
+            if not probe.causal:
+                ends = [(r, i + 1) for r, _, n in step for i in range(n)]
             at = None if probe.causal else range(len(ends))
-            types = [t for r, *_ in step for t in probe.types[r]] if probe.types and not probe.causal else []
-            out = backend.execute(cache, pack_rows(rows, [tables[r] for r, *_ in step], size, at, token_types=types, **how))
+            types = (
+                [t for r, *_ in step for t in probe.types[r]]
+                if probe.types and not probe.causal
+                else []
+            )
+            out = backend.execute(
+                cache,
+                pack_rows(rows, [tables[r] for r, *_ in step], size, at, token_types=types, **how),
+            )
             if not probe.agrees(ends, out):
-                raise Unavailable(f'its {"hidden states" if probe.hidden else "logits"} packed differ from those alone')
+                raise Unavailable(
+                    f"its {'hidden states' if probe.hidden else 'logits'} packed differ from those alone"
+                )
+
 
 def _trial_steps(causal: bool, times: int) -> list[list[tuple[int, int, int]]]:
     "Of each step of a trial its rows, `(row, start, n_tokens)`."
-    if not causal: return [[(2, 0, 1), (1, 0, 3), (0, 0, 13)]]
-    return [[(2, 0, 1), (0, 0, 7), (1, 0, 2)], [(0, 7, 5)], *[[(0, 12, 1), (1, 2, 1), (2, 0, 1)]] * times]
+    if not causal:
+        return [[(2, 0, 1), (1, 0, 3), (0, 0, 13)]]
+    return [
+        [(2, 0, 1), (0, 0, 7), (1, 0, 2)],
+        [(0, 7, 5)],
+        *[[(0, 12, 1), (1, 2, 1), (2, 0, 1)]] * times,
+    ]
 
 # %% ../nbs/71_families.ipynb #35d20d40
 @torch.inference_mode()
-def layer_specs(model: PreTrainedModel, causal: bool = True, hidden: bool = False) -> list[AttentionSpec]:
+def layer_specs(
+    model: PreTrainedModel, causal: bool = True, hidden: bool = False
+) -> list[AttentionSpec]:
     """What each layer of `model` asks of attention, by one short row. Raises `Unavailable` unless each calls the attention function once,
     asks for nothing unknown, and for the window that config states. `causal`, `hidden`: as in a `Batch`."""
     run = model.base_model if hidden else model
-    if 'position_ids' not in inspect.signature(run.forward).parameters: raise Unavailable('it takes no position_ids')
+    if "position_ids" not in inspect.signature(run.forward).parameters:
+        raise Unavailable("it takes no position_ids")
     with _why_not():
         specs = _record(model, probe_rows(model)[0], causal, hidden)
         _check_windows(model.config.get_text_config(), [spec.window for spec in specs], causal)
     return specs
+
 
 def kv_layout(model: PreTrainedModel, probe: Probe | None = None) -> list[Shape]:
     """Of each layer `(kv_heads, key head_dim, value head_dim)`, for a model that runs packed; else raises `Unavailable`.
@@ -443,74 +696,121 @@ def kv_layout(model: PreTrainedModel, probe: Probe | None = None) -> list[Shape]
     check_backend(model, TorchBackend(model, shapes), probe)
     return shapes
 
+
 def can_pack(model: PreTrainedModel) -> bool:
     "Whether `model` runs packed; `kv_layout` says why not."
-    try: return bool(kv_layout(model))
-    except Unavailable: return False
+    try:
+        return bool(kv_layout(model))
+    except Unavailable:
+        return False
 
 # %% ../nbs/71_families.ipynb #enc00002
 def encoder_inputs(model: PreTrainedModel, packed: Packed) -> dict[str, torch.Tensor]:
     "What the base of `model` takes beside the ids of a row that sees both ways: its `position_ids` as it counts them, and `token_type_ids`."
     base, ids, positions = model.base_model, packed.input_ids, packed.position_ids
-    embed: Any = getattr(base, 'embeddings', None)
+    embed: Any = getattr(base, "embeddings", None)
     takes = inspect.signature(base.forward).parameters
-    if hasattr(embed, 'create_position_ids_from_input_ids'):                        # RoBERTa: from behind the padding id, which is left out
+    if hasattr(
+        embed, "create_position_ids_from_input_ids"
+    ):  # RoBERTa: from behind the padding id, which is left out
         real, cu = (ids != embed.padding_idx).long(), packed.cu_seqlens_q.long()
         count = F.pad(real.cumsum(-1), (1, 0))[0]
-        positions = (count[1:] - count[cu[:-1]].repeat_interleave(cu.diff())) * real + embed.padding_idx
-    if 'token_type_ids' not in takes: return dict(position_ids=positions)
-    return dict(position_ids=positions, token_type_ids=torch.zeros_like(ids) if packed.token_types is None else packed.token_types)
+        positions = (
+            count[1:] - count[cu[:-1]].repeat_interleave(cu.diff())
+        ) * real + embed.padding_idx
+    if "token_type_ids" not in takes:
+        return dict(position_ids=positions)
+    return dict(
+        position_ids=positions,
+        token_type_ids=torch.zeros_like(ids) if packed.token_types is None else packed.token_types,
+    )
+
 
 def takes_types(model: PreTrainedModel) -> bool:
     "Whether `model` tells the two texts of a pair apart by `token_type_ids`."
-    return 'token_type_ids' in inspect.signature(model.base_model.forward).parameters and getattr(model.config, 'type_vocab_size', 0) > 1
+    return (
+        "token_type_ids" in inspect.signature(model.base_model.forward).parameters
+        and getattr(model.config, "type_vocab_size", 0) > 1
+    )
+
 
 class StateProbe(Probe):
     """A `Probe` of last hidden states. `causal`: whether a token sees only what stands before it, which is tried unless given.
 
     `types`: the types of the tokens of its rows, those of a pair if the model takes them."""
+
     hidden = True
-    def __init__(self, model: PreTrainedModel, rows: Sequence[Sequence[int]], causal: bool | None = None) -> None:
+
+    def __init__(
+        self, model: PreTrainedModel, rows: Sequence[Sequence[int]], causal: bool | None = None
+    ) -> None:
         super().__init__(model, rows)
         self.causal = sees_back_only(model) if causal is None else causal
-        self.types: list[list[int]] | None = [[int(takes_types(model) and 2 * i > len(row)) for i in range(len(row))] for row in self.rows]
+        self.types: list[list[int]] | None = [
+            [int(takes_types(model) and 2 * i > len(row)) for i in range(len(row))]
+            for row in self.rows
+        ]
 
     @functools.cached_property
     @torch.inference_mode()
     def alone(self) -> list[torch.Tensor]:
         "The hidden states `[n, E]` of each row by itself: computed when they are first asked for."
+
         def states(row: list[int], types: list[int]) -> torch.Tensor:
-            ids, told = torch.tensor([row], device=self.model.device), torch.tensor([types], device=self.model.device)
-            return self.model.base_model(input_ids=ids, **(dict(token_type_ids=told) if takes_types(self.model) else {})).last_hidden_state[0]
+            ids, told = (
+                torch.tensor([row], device=self.model.device),
+                torch.tensor([types], device=self.model.device),
+            )
+            return self.model.base_model(
+                input_ids=ids, **(dict(token_type_ids=told) if takes_types(self.model) else {})
+            ).last_hidden_state[0]
+
         return [states(row, types) for row, types in zip(self.rows, self.types or ())]
+
 
 @torch.inference_mode()
 def sees_back_only(model: PreTrainedModel) -> bool:
     "Whether the hidden state of a first token stays when those behind it become others: tried."
     row, run = probe_rows(model)[0], model.base_model
-    one, other = (run(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state[0, 0].float() for ids in (row, row[:1] + row[:0:-1]))
-    return bool((one - other).abs().max() <= (1e-4 if model.dtype.itemsize >= 4 else 2e-2) * one.abs().max())
+    one, other = (
+        run(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state[0, 0].float()
+        for ids in (row, row[:1] + row[:0:-1])
+    )
+    return bool(
+        (one - other).abs().max() <= (1e-4 if model.dtype.itemsize >= 4 else 2e-2) * one.abs().max()
+    )
 
 # %% ../nbs/71_families.ipynb #aed6da4c
-def shared_prefixes(tables: Sequence[Sequence[int]], limits: Sequence[int], unit: int = 1) -> list[tuple[list[int], int]]:
+def shared_prefixes(
+    tables: Sequence[Sequence[int]], limits: Sequence[int], unit: int = 1
+) -> list[tuple[list[int], int]]:
     """Which rows are best read together: groups `(rows, number of blocks)` that begin with the same blocks.
 
     `tables`: each row's blocks; `limits`: how many of them, from the first on, a row may share. Blocks are shared `unit` at a
     time. At each fork, but for those behind 32 others, either all stay together or each branch of several rows goes on by
     itself, whichever reads fewer blocks. Every row is in one group, maybe alone."""
+
     def branches(rows: list[int], depth: int) -> list[list[int]]:
         "The rows that may share the next `unit` blocks, by what those are."
         found: dict[tuple[int, ...], list[int]] = {}
         for r in rows:
-            if limits[r] >= depth + unit: found.setdefault(tuple(tables[r][depth:depth + unit]), []).append(r)
+            if limits[r] >= depth + unit:
+                found.setdefault(tuple(tables[r][depth : depth + unit]), []).append(r)
         return list(found.values())
 
-    def saved(groups: list[tuple[list[int], int]]) -> int: return sum(n * (len(rows) - 1) for rows, n in groups)
+    def saved(groups: list[tuple[list[int], int]]) -> int:
+        return sum(n * (len(rows) - 1) for rows, n in groups)
 
     def split(rows: list[int], depth: int, forks: int) -> list[tuple[list[int], int]]:
         "The best groups of `rows`, which share `depth` blocks."
-        while (kids := branches(rows, depth)) == [rows]: depth += unit             # all go on alike
-        apart = [g for kid in kids if len(kid) > 1 and forks < 32 for g in split(kid, depth + unit, forks + 1)]
+        while (kids := branches(rows, depth)) == [rows]:
+            depth += unit  # all go on alike
+        apart = [
+            g
+            for kid in kids
+            if len(kid) > 1 and forks < 32
+            for g in split(kid, depth + unit, forks + 1)
+        ]
         if left := sorted(set(rows).difference(*(some for some, _ in apart))):
             apart += [(left, depth)] if depth else [([r], 0) for r in left]
         together = [(rows, depth)]
@@ -520,18 +820,31 @@ def shared_prefixes(tables: Sequence[Sequence[int]], limits: Sequence[int], unit
     return [(rows, n if len(rows) > 1 else 0) for rows, n in groups]
 
 # %% ../nbs/71_families.ipynb #0b00696a
-def attend_pieces(q: torch.Tensor, shared: KV, own: KV, mask: torch.Tensor, scaling: float, softcap: float | None = None,
-                  sinks: torch.Tensor | None = None) -> torch.Tensor:
+def attend_pieces(
+    q: torch.Tensor,
+    shared: KV,
+    own: KV,
+    mask: torch.Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Attention of R rows with one query each, `q` `[R, H, D]`, over columns that all share and columns of their own: `[R, H, Dv]`.
 
     `shared`: keys and values `[S, KV, D]`, multiplied with all queries at once; `own`: `[R, C, KV, D]`; `mask`: additive,
     `[R, 1, 1, S + C]`, or `[R, 1, 1, C]` for the columns of their own alone. The softmax is over both. (Hydragen, Juravsky et al. 2024.)"""
     (R, H, _), (S, KV, _) = q.shape, shared[0].shape
-    x = q.unflatten(1, (KV, -1))                                                                # [R, KV, G, D]
-    both = (x.transpose(0, 1).flatten(1, 2) @ shared[0].permute(1, 2, 0)).unflatten(1, (R, -1)).transpose(0, 1)
-    mine = x @ own[0].permute(0, 2, 3, 1)                                                       # [R, KV, G, C]
+    x = q.unflatten(1, (KV, -1))  # [R, KV, G, D]
+    both = (
+        (x.transpose(0, 1).flatten(1, 2) @ shared[0].permute(1, 2, 0))
+        .unflatten(1, (R, -1))
+        .transpose(0, 1)
+    )
+    mine = x @ own[0].permute(0, 2, 3, 1)  # [R, KV, G, C]
     scores = torch.cat([both, mine], -1).view(R, H, 1, -1)
     weights = _weights(scores, mask, scaling, softcap, sinks).to(q.dtype).reshape(*x.shape[:3], -1)
-    a = weights[..., :S].transpose(0, 1).flatten(1, 2) @ shared[1].transpose(0, 1)              # [KV, R * G, Dv]
+    a = weights[..., :S].transpose(0, 1).flatten(1, 2) @ shared[1].transpose(
+        0, 1
+    )  # [KV, R * G, Dv]
     b = weights[..., S:] @ own[1].transpose(1, 2)
     return (a.unflatten(1, (R, -1)).transpose(0, 1) + b).reshape(R, H, -1)

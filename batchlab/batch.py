@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING: from batchlab.scheduler import StepPlan
+if TYPE_CHECKING:
+    from batchlab.scheduler import StepPlan
 
 # %% ../nbs/modules/000_batch.ipynb #7e1b6100
 @dataclass
@@ -31,6 +32,7 @@ class Batch:
     that see all of themselves, in both directions, and leave no KV: a whole sequence each. `hidden`: give the last hidden
     states in place of logits. `token_types`: of each of the T tokens, for models that tell the parts of a pair apart; or []. `layers`: whose hidden states
     are due, `[n, L, E]`, 0 for the embeddings, the last one's normed; [] for the last alone."""
+
     ids: list[int]
     positions: list[int]
     cu_seqlens: list[int]
@@ -46,17 +48,23 @@ class Batch:
     token_types: list[int] = field(default_factory=list)
     layers: list[int] = field(default_factory=list)
 
-    def __len__(self) -> int: return len(self.seq_lens)
+    def __len__(self) -> int:
+        return len(self.seq_lens)
+
     @property
-    def num_tokens(self) -> int: return len(self.ids)
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
     @property
     def lengths(self) -> list[int]:
         "How many tokens each row has in this step."
         return [b - a for a, b in zip(self.cu_seqlens, self.cu_seqlens[1:])]
+
     @property
     def starts(self) -> list[int]:
         "How many tokens each row had before the step."
         return [n - q for n, q in zip(self.seq_lens, self.lengths)]
+
     @property
     def num_decode(self) -> int:
         "How many rows, all of them at the front, have a single token."
@@ -66,7 +74,8 @@ class Batch:
 # %% ../nbs/modules/000_batch.ipynb #a1fd867d
 def places(table: Sequence[int], start: int, n: int, block_size: int) -> list[int]:
     "The places in the cache of positions `start` to `start + n` (excluded) of a sequence with that block table."
-    if n == 1: return [table[start // block_size] * block_size + start % block_size]
+    if n == 1:
+        return [table[start // block_size] * block_size + start % block_size]
     found: list[int] = []
     while n > 0:
         offset = start % block_size
@@ -77,26 +86,43 @@ def places(table: Sequence[int], start: int, n: int, block_size: int) -> list[in
     return found
 
 # %% ../nbs/modules/000_batch.ipynb #1606492c
-def pack_rows(rows: Sequence[tuple[Sequence[int], int]], tables: Sequence[Sequence[int]], block_size: int,
-              logits_at: Sequence[int] | None = None, **more: Any) -> Batch:
+def pack_rows(
+    rows: Sequence[tuple[Sequence[int], int]],
+    tables: Sequence[Sequence[int]],
+    block_size: int,
+    logits_at: Sequence[int] | None = None,
+    **more: Any,
+) -> Batch:
     """A `Batch` of `rows` `(token ids, start)` with these block `tables`; rows of one token have to come first.
 
     `logits_at`: None for the last token of each row. `block_size`: 0 for a runner that keeps no blocks. `more`: further fields
     of `Batch`; each row's slot is its index, if not given."""
     lengths = [len(ids) for ids, _ in rows]
-    assert lengths == sorted(lengths, key=lambda n: n > 1), 'rows of one token come first'
+    assert lengths == sorted(lengths, key=lambda n: n > 1), "rows of one token come first"
     cu = list(accumulate(lengths, initial=0))
     at = [end - 1 for end in cu[1:]] if logits_at is None else list(logits_at)
-    mapping = chain.from_iterable(places(t, s, n, block_size) for t, (_, s), n in zip(tables, rows, lengths)) if block_size else ()
-    more.setdefault('slots', list(range(len(rows))))
-    more.setdefault('adapters', [0] * len(rows))
-    return Batch(list(chain.from_iterable(ids for ids, _ in rows)),
-                 list(chain.from_iterable(range(s, s + n) for (_, s), n in zip(rows, lengths))), cu,
-                 [s + n for (_, s), n in zip(rows, lengths)], block_table=[list(t) for t in tables], slot_mapping=list(mapping),
-                 logits_at=at, **more)
+    mapping = (
+        chain.from_iterable(
+            places(t, s, n, block_size) for t, (_, s), n in zip(tables, rows, lengths)
+        )
+        if block_size
+        else ()
+    )
+    more.setdefault("slots", list(range(len(rows))))
+    more.setdefault("adapters", [0] * len(rows))
+    return Batch(
+        list(chain.from_iterable(ids for ids, _ in rows)),
+        list(chain.from_iterable(range(s, s + n) for (_, s), n in zip(rows, lengths))),
+        cu,
+        [s + n for (_, s), n in zip(rows, lengths)],
+        block_table=[list(t) for t in tables],
+        slot_mapping=list(mapping),
+        logits_at=at,
+        **more,
+    )
 
 # %% ../nbs/modules/000_batch.ipynb #c548a6c7
-def make_batch(plan: 'StepPlan', block_size: int = 0, **more: Any) -> Batch:
+def make_batch(plan: "StepPlan", block_size: int = 0, **more: Any) -> Batch:
     "The `Batch` of a plan; `block_size` 0 for a runner that keeps no blocks; `more` fields."
     at, end = [], 0
     for row in plan.rows:
@@ -104,5 +130,13 @@ def make_batch(plan: 'StepPlan', block_size: int = 0, **more: Any) -> Batch:
         at += range(end - row.num_logits, end)
     rows = [(row.request.tokens(row.start, row.n_tokens), row.start) for row in plan.rows]
     requests = [row.request for row in plan.rows]
-    return pack_rows(rows, [r.block_table for r in requests], block_size, at, slots=[r.slot for r in requests],
-                     copies=list(plan.copies), adapters=[r.adapter for r in requests], **more)
+    return pack_rows(
+        rows,
+        [r.block_table for r in requests],
+        block_size,
+        at,
+        slots=[r.slot for r in requests],
+        copies=list(plan.copies),
+        adapters=[r.adapter for r in requests],
+        **more,
+    )

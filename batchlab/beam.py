@@ -17,19 +17,34 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 from .config import check_count
 from .errors import AdapterError, BatchlabError, ModelError, ParamError
-from .inputs import as_list, check_bar, check_forms, log_failures, prompt_ids_of, split_settings
+from batchlab.inputs import (
+    as_list,
+    check_bar,
+    check_forms,
+    log_failures,
+    prompt_ids_of,
+    split_settings,
+)
 from .lora import Adapter, LoRARequest, adapters_for
 from .outputs import Outputs, RequestOutput, StreamEvent
 from .params import BeamSearchParams, SamplingParams
 from .prefill import check_prompt
 from .sampling import Logprob
 from .shown import brief, shows_bar
-if TYPE_CHECKING: from batchlab.llm import LLM
+
+if TYPE_CHECKING:
+    from batchlab.llm import LLM
 
 # %% ../nbs/17_strategy.ipynb #str00024
-def rank(totals: Sequence[float], tops: Sequence[Mapping[int, Logprob]]) -> list[tuple[float, int, int]]:
+def rank(
+    totals: Sequence[float], tops: Sequence[Mapping[int, Logprob]]
+) -> list[tuple[float, int, int]]:
     "Each beam with each token that may follow it, as `(log probability, beam, token)`, the likeliest first. `totals`: of the beams so far."
-    found = [(total + l.logprob, b, token) for b, (total, top) in enumerate(zip(totals, tops)) for token, l in top.items()]
+    found = [
+        (total + l.logprob, b, token)
+        for b, (total, top) in enumerate(zip(totals, tops))
+        for token, l in top.items()
+    ]
     return sorted(found, key=lambda c: -c[0])
 
 # %% ../nbs/17_strategy.ipynb #str00022
@@ -40,10 +55,11 @@ class BeamSearchSequence:
     `logprobs`: for each token of the answer `{id: Logprob}` of the likeliest at its place; `cum_logprob`: the sum of the answer's own.
     `score`: that over the answer's length to the power of `length_penalty`. `finish_reason`: 'stop' at the end token `stop_reason`, or 'length'.
     `lora_request`: the adapter it was found with."""
+
     orig_prompt: dict[str, Any]
     tokens: list[int]
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    cum_logprob: float = 0.
+    cum_logprob: float = 0.0
     text: str | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -53,20 +69,27 @@ class BeamSearchSequence:
     @property
     def output_ids(self) -> list[int]:
         "The tokens of the answer."
-        return self.tokens[len(self.orig_prompt['prompt_token_ids']):]
+        return self.tokens[len(self.orig_prompt["prompt_token_ids"]) :]
 
     def grown(self, token: int, top: dict[int, Logprob], cum_logprob: float) -> BeamSearchSequence:
         "This sequence and one more `token`, chosen from `top`."
-        return BeamSearchSequence(self.orig_prompt, [*self.tokens, token], [*self.logprobs, top], cum_logprob, lora_request=self.lora_request)
+        return BeamSearchSequence(
+            self.orig_prompt,
+            [*self.tokens, token],
+            [*self.logprobs, top],
+            cum_logprob,
+            lora_request=self.lora_request,
+        )
 
     def end(self, score: float, eos_ids: Collection[int]) -> None:
         "It is an answer, with its last token."
-        self.score, self.finish_reason = score, 'length'
-        if self.tokens[-1] in eos_ids: self.finish_reason, self.stop_reason = 'stop', self.tokens[-1]
+        self.score, self.finish_reason = score, "length"
+        if self.tokens[-1] in eos_ids:
+            self.finish_reason, self.stop_reason = "stop", self.tokens[-1]
 
     def __repr__(self) -> str:
-        said = f'{self.output_ids}' if self.text is None else brief(self.text, 60)
-        return f'BeamSearchSequence({said}, {self.finish_reason}, log probability {self.cum_logprob:.2f})'
+        said = f"{self.output_ids}" if self.text is None else brief(self.text, 60)
+        return f"BeamSearchSequence({said}, {self.finish_reason}, log probability {self.cum_logprob:.2f})"
 
 # %% ../nbs/17_strategy.ipynb #str00026
 class BeamSearchInstance:
@@ -74,20 +97,41 @@ class BeamSearchInstance:
 
     The arithmetic is that of transformers' `generate` with `early_stopping=False`. `adapter`: the one all its beams have. `error`: why it ended,
     if it broke off."""
-    def __init__(self, prompt_ids: Sequence[int], beam_width: int, max_tokens: int, eos_ids: Collection[int] = (), length_penalty: float = 1.,
-                 prompt: str | None = None, adapter: Adapter | None = None) -> None:
-        self.beam_width, self.max_tokens, self.eos_ids, self.length_penalty = beam_width, max_tokens, eos_ids, length_penalty
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        beam_width: int,
+        max_tokens: int,
+        eos_ids: Collection[int] = (),
+        length_penalty: float = 1.0,
+        prompt: str | None = None,
+        adapter: Adapter | None = None,
+    ) -> None:
+        self.beam_width, self.max_tokens, self.eos_ids, self.length_penalty = (
+            beam_width,
+            max_tokens,
+            eos_ids,
+            length_penalty,
+        )
         self.adapter, first = adapter, dict(prompt=prompt, prompt_token_ids=list(prompt_ids))
-        self.running = [BeamSearchSequence(first, list(prompt_ids), lora_request=adapter and adapter.request)]
+        self.running = [
+            BeamSearchSequence(first, list(prompt_ids), lora_request=adapter and adapter.request)
+        ]
         self.finished: list[BeamSearchSequence] = []
-        self.length, self.told, self.error = 0, {}, None      # tokens of an answer so far; what `tell` was told
+        self.length, self.told, self.error = (
+            0,
+            {},
+            None,
+        )  # tokens of an answer so far; what `tell` was told
 
     @property
     def num_logprobs(self) -> int:
         "How many of the likeliest tokens it must know of each beam: those that go on, and all that end."
         return self.beam_width + len(self.eos_ids)
 
-    def score(self, cum_logprob: float) -> float: return cum_logprob / self.length ** self.length_penalty
+    def score(self, cum_logprob: float) -> float:
+        return cum_logprob / self.length**self.length_penalty
 
     def advance(self, tops: Sequence[dict[int, Logprob]]) -> None:
         "Choose the next beams. `tops`: for each running one `{id: Logprob}` of its `num_logprobs` likeliest next tokens."
@@ -96,40 +140,68 @@ class BeamSearchInstance:
         ranked = rank([b.cum_logprob for b in old], tops)
         grow = lambda total, b, token: old[b].grown(token, tops[b], total)
         ended = [grow(*c) for c in ranked[:k] if last or c[2] in self.eos_ids]
-        for s in ended: s.end(self.score(s.cum_logprob), self.eos_ids)
+        for s in ended:
+            s.end(self.score(s.cum_logprob), self.eos_ids)
         self.finished = sorted(self.finished + ended, key=lambda s: -s.score)[:k]
         self.running = [] if last else [grow(*c) for c in ranked if c[2] not in self.eos_ids][:k]
         full = len(self.finished) == k
-        if self.running and full and self.score(self.running[0].cum_logprob) <= self.finished[-1].score: self.running = []
+        if (
+            self.running
+            and full
+            and self.score(self.running[0].cum_logprob) <= self.finished[-1].score
+        ):
+            self.running = []
 
     def tell(self, b: int, top: dict[int, Logprob] | None, error: str | None = None) -> bool:
         "What beam `b` of `advance` wants to know, or why nobody knows it. Whether that was the last of the beams: then the next are chosen."
         self.told[b], self.error = top or {}, self.error or error
-        if len(self.told) < len(self.running): return False
+        if len(self.told) < len(self.running):
+            return False
         told, self.told = self.told, {}
-        if self.error: self.running = []
-        else: self.advance([told[i] for i in range(len(told))])
+        if self.error:
+            self.running = []
+        else:
+            self.advance([told[i] for i in range(len(told))])
         return True
 
 # %% ../nbs/17_strategy.ipynb #str00027
 def _next_tokens(out: RequestOutput) -> tuple[dict[int, Logprob] | None, str | None]:
     "What the output of a request for one token says of it, and why if it says nothing."
     answer = out.outputs[0]
-    return (answer.logprobs[0], None) if answer.logprobs else (None, out.error or f'a beam has ended: {answer.finish_reason}')
+    return (
+        (answer.logprobs[0], None)
+        if answer.logprobs
+        else (None, out.error or f"a beam has ended: {answer.finish_reason}")
+    )
 
 # %% ../nbs/17_strategy.ipynb #str00028
-def run_searches(llm: LLM, searches: Iterable[BeamSearchInstance], at_once: int) -> Iterator[BeamSearchInstance]:
+def run_searches(
+    llm: LLM, searches: Iterable[BeamSearchInstance], at_once: int
+) -> Iterator[BeamSearchInstance]:
     """Carry out `searches`, at most `at_once` of them at a time; yields each as it ends.
 
     A beam is a request for one token. A search goes on when all its beams have theirs, wherever the others are."""
     waiting, outputs = deque(searches), deque[RequestOutput]()
-    asked: dict[str, tuple[BeamSearchInstance, int]] = {}      # by the request's id: which beam of which search
+    asked: dict[
+        str, tuple[BeamSearchInstance, int]
+    ] = {}  # by the request's id: which beam of which search
     num_running = 0
+
     def hear(e: StreamEvent) -> None:
-        if e.output is not None: outputs.append(e.output)
+        if e.output is not None:
+            outputs.append(e.output)
+
     def ask(search: BeamSearchInstance) -> None:
-        p = SamplingParams(temperature=0, max_tokens=1, logprobs=search.num_logprobs, logprobs_mode='raw_logprobs', detokenize=False)
-        for b, beam in enumerate(search.running): asked[llm.add_request(beam.tokens, p, hear, lora_request=search.adapter)] = search, b
+        p = SamplingParams(
+            temperature=0,
+            max_tokens=1,
+            logprobs=search.num_logprobs,
+            logprobs_mode="raw_logprobs",
+            detokenize=False,
+        )
+        for b, beam in enumerate(search.running):
+            asked[llm.add_request(beam.tokens, p, hear, lora_request=search.adapter)] = search, b
+
     try:
         while waiting or asked:
             while waiting and num_running < at_once:
@@ -138,50 +210,85 @@ def run_searches(llm: LLM, searches: Iterable[BeamSearchInstance], at_once: int)
             llm.step()
             while outputs:
                 search, b = asked.pop(outputs[0].request_id)
-                if not search.tell(b, *_next_tokens(outputs.popleft())): continue
-                if search.running: ask(search)
+                if not search.tell(b, *_next_tokens(outputs.popleft())):
+                    continue
+                if search.running:
+                    ask(search)
                 else:
                     num_running -= 1
                     yield search
     finally:
-        for request_id in asked: llm.cancel(request_id)
-        if asked: llm.take_in()
+        for request_id in asked:
+            llm.cancel(request_id)
+        if asked:
+            llm.take_in()
 
 # %% ../nbs/17_strategy.ipynb #str00023
 @dataclass(repr=False)
 class BeamSearchOutput:
     "The likeliest sequences that a beam search of one prompt found, the best first; `error` if it could not be run."
+
     sequences: list[BeamSearchSequence]
     error: str | None = None
 
-    def __repr__(self) -> str: return f'BeamSearchOutput({self.line})'
+    def __repr__(self) -> str:
+        return f"BeamSearchOutput({self.line})"
 
     @property
     def line(self) -> str:
         "The best of it in a line."
-        if self.error: return f'error: {self.error}'
-        return f'{len(self.sequences)} sequences, the best {self.sequences[0]!r}'
+        if self.error:
+            return f"error: {self.error}"
+        return f"{len(self.sequences)} sequences, the best {self.sequences[0]!r}"
 
     @property
-    def num_tokens(self) -> int: return sum(len(s.output_ids) for s in self.sequences)
+    def num_tokens(self) -> int:
+        return sum(len(s.output_ids) for s in self.sequences)
 
     def rows(self) -> list[dict[str, Any]]:
         "A row of a table for each sequence."
-        nothing = dict.fromkeys(('rank', 'text', 'score', 'cumulative_logprob', 'finish_reason'))
-        return [dict(rank=i, text=s.text if s.text is not None else str(s.output_ids), score=s.score, cumulative_logprob=s.cum_logprob,
-                     finish_reason=s.finish_reason, error=None) for i, s in enumerate(self.sequences)] or [nothing | dict(error=self.error)]
+        nothing = dict.fromkeys(("rank", "text", "score", "cumulative_logprob", "finish_reason"))
+        return [
+            dict(
+                rank=i,
+                text=s.text if s.text is not None else str(s.output_ids),
+                score=s.score,
+                cumulative_logprob=s.cum_logprob,
+                finish_reason=s.finish_reason,
+                error=None,
+            )
+            for i, s in enumerate(self.sequences)
+        ] or [nothing | dict(error=self.error)]
 
 # %% ../nbs/17_strategy.ipynb #str00030
-def make_search(llm: LLM, prompt: Any, p: BeamSearchParams, adapter: Adapter | AdapterError | None = None) -> BeamSearchInstance:
+def make_search(
+    llm: LLM, prompt: Any, p: BeamSearchParams, adapter: Adapter | AdapterError | None = None
+) -> BeamSearchInstance:
     "The search of `prompt`, in any form that `LLM.generate` takes. Raises `ParamError`, `PromptError`, `ModelError`, and `adapter` if that is an error."
     prompt, own = split_settings(prompt)
-    if own: raise ParamError(f'{min(own)} stands in a prompt: the settings of a beam search are its params')
+    if own:
+        raise ParamError(
+            f"{min(own)} stands in a prompt: the settings of a beam search are its params"
+        )
     text, ids = prompt_ids_of(llm.model, llm.tokenizer, prompt, False, llm.max_model_len)
     check_prompt(ids, llm.max_model_len, llm.vocab_size)
     limits = [n for n in (p.max_tokens, llm.max_model_len and llm.max_model_len - len(ids)) if n]
-    if not limits: raise ParamError('max_tokens is None, and the model states no context length: give max_tokens')
-    if isinstance(adapter, AdapterError): raise adapter
-    return BeamSearchInstance(ids, p.beam_width, min(limits), () if p.ignore_eos else llm.eos_ids, p.length_penalty, text, adapter)
+    if not limits:
+        raise ParamError(
+            "max_tokens is None, and the model states no context length: give max_tokens"
+        )
+    if isinstance(adapter, AdapterError):
+        raise adapter
+    return BeamSearchInstance(
+        ids,
+        p.beam_width,
+        min(limits),
+        () if p.ignore_eos else llm.eos_ids,
+        p.length_penalty,
+        text,
+        adapter,
+    )
+
 
 def _room(llm: LLM, searches: Sequence[BeamSearchInstance]) -> int:
     "How many of `searches` have room for all their beams, in the slots and in the memory of the cache; 1 at least."
@@ -190,17 +297,27 @@ def _room(llm: LLM, searches: Sequence[BeamSearchInstance]) -> int:
     slots = l.max_num_seqs // max([1, *(s.beam_width for s in searches)])
     return max(1, min(slots, l.kv_tokens // max([1, *each])) if l.kv_tokens else slots)
 
+
 def _output(llm: LLM, search: BeamSearchInstance, p: BeamSearchParams) -> BeamSearchOutput:
     "What `search` came to, with its texts."
-    if search.error: return BeamSearchOutput([], search.error)
+    if search.error:
+        return BeamSearchOutput([], search.error)
     tokenizer: Any = llm.tokenizer
     for s in search.finished if tokenizer else []:
-        s.text = tokenizer.decode(s.tokens if p.include_stop_str_in_output or s.stop_reason is None else s.tokens[:-1])
+        s.text = tokenizer.decode(
+            s.tokens if p.include_stop_str_in_output or s.stop_reason is None else s.tokens[:-1]
+        )
     return BeamSearchOutput(search.finished)
 
 # %% ../nbs/17_strategy.ipynb #str00032
-def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams | dict[str, Any] | None = None, use_tqdm: Any = None,
-                concurrency_limit: int | None = None, lora_request: Any = None) -> Outputs[BeamSearchOutput]:
+def beam_search(
+    llm: LLM,
+    prompts: Any,
+    params: BeamSearchParams | dict[str, Any] | None = None,
+    use_tqdm: Any = None,
+    concurrency_limit: int | None = None,
+    lora_request: Any = None,
+) -> Outputs[BeamSearchOutput]:
     """The likeliest answers to `prompts`, one or many in any form that `LLM.generate` takes, by beam search: a `BeamSearchOutput` a prompt.
 
     Tokens, order and `score` are those of transformers' `generate(num_beams=…, num_return_sequences=…, do_sample=False, early_stopping=False)`.
@@ -208,20 +325,31 @@ def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams | dict[str, Any
     `concurrency_limit`: prompts at once; None: as many as have room. `use_tqdm`, `lora_request`: see `LLM.generate`. Raises `ParamError`, and
     `PromptError` if not one is a prompt; a prompt that can't run gets its `error`."""
     check_bar(use_tqdm)
-    p, prompts, limit = BeamSearchParams.of(params), as_list(prompts), check_count('concurrency_limit', concurrency_limit)
+    p, prompts, limit = (
+        BeamSearchParams.of(params),
+        as_list(prompts),
+        check_count("concurrency_limit", concurrency_limit),
+    )
     check_forms(prompts, False)
     searches: dict[BeamSearchInstance, int] = {}
     done: dict[int, BeamSearchOutput] = {}
     down: list[ModelError] = []
-    for i, (prompt, adapter) in enumerate(zip(prompts, adapters_for(llm, len(prompts), lora_request))):
-        try: searches[make_search(llm, prompt, p, adapter)] = i
+    for i, (prompt, adapter) in enumerate(
+        zip(prompts, adapters_for(llm, len(prompts), lora_request))
+    ):
+        try:
+            searches[make_search(llm, prompt, p, adapter)] = i
         except BatchlabError as e:
-            if isinstance(e, ModelError): down.append(e)
+            if isinstance(e, ModelError):
+                down.append(e)
             done[i] = BeamSearchOutput([], str(e))
-    if down and not searches: raise down[0]
+    if down and not searches:
+        raise down[0]
     at_once = min(_room(llm, [*searches]), limit or len(prompts))
     bar_class: Any = use_tqdm if callable(use_tqdm) else tqdm
-    with bar_class(total=len(prompts), initial=len(done), unit=' prompts', disable=not shows_bar(use_tqdm)) as bar:
+    with bar_class(
+        total=len(prompts), initial=len(done), unit=" prompts", disable=not shows_bar(use_tqdm)
+    ) as bar:
         for search in run_searches(llm, searches, at_once):
             done[searches[search]] = _output(llm, search, p)
             bar.update()

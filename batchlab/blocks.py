@@ -24,9 +24,10 @@ class Block:
 
     `refs`: requests (and copies in flight) that need it as it is. `token_ids`: the tokens whose KV lies in it. `parent`: the
     hash of all that comes before it; `hash`: of that and its own tokens, once it is full. `listed`: whether it can be found."""
+
     refs: int = 0
     token_ids: list[int] = field(default_factory=list)
-    parent: bytes = b''
+    parent: bytes = b""
     hash: bytes | None = None
     listed: bool = False
 
@@ -37,17 +38,22 @@ class BlockAllocator:
     A block is held (`refs`), cached (nobody holds it, and it can be found until it is taken for something else) or free (nobody
     holds it, nothing lies in it). `budget`: what limits their number, shared with others. `evictions`: cached blocks taken. `recent`:
     blocks released to be spared until `spare_no_more`: while there is new memory, that is taken rather than they."""
+
     def __init__(self, block_size: int = 64, budget: KVBudget | None = None) -> None:
         assert block_size >= 1
         self.block_size, self.budget, self.evictions = block_size, budget or KVBudget(), 0
         self.blocks: list[Block] = []
-        self.free: list[int] = []                                             # ascending
-        self.cached: OrderedDict[int, None] = OrderedDict()                   # the next to be evicted first
+        self.free: list[int] = []  # ascending
+        self.cached: OrderedDict[int, None] = OrderedDict()  # the next to be evicted first
         self.recent: set[int] = set()
 
-    def __len__(self) -> int: return len(self.blocks)
+    def __len__(self) -> int:
+        return len(self.blocks)
+
     @property
-    def num_held(self) -> int: return len(self.blocks) - len(self.free) - len(self.cached)
+    def num_held(self) -> int:
+        return len(self.blocks) - len(self.free) - len(self.cached)
+
     def has_room(self, blocks: int) -> bool:
         "Whether that many blocks more could be held, if need be once other owners of the budget have given back."
         more = blocks - len(self.free) - len(self.cached)
@@ -64,20 +70,23 @@ class BlockAllocator:
         if self.free:
             wanted = 0 if after is None else after + 1
             at = bisect_left(self.free, wanted)
-            i = self.free.pop(at if self.free[at:at + 1] == [wanted] else 0)
+            i = self.free.pop(at if self.free[at : at + 1] == [wanted] else 0)
         elif self.cached and not self._spared(next(iter(self.cached))):
             self._clear(i := self.cached.popitem(last=False)[0])
             self.evictions += 1
         elif self.budget.claim(self, (len(self.blocks) + 1) * self.block_size):
             i = len(self.blocks)
             self.blocks.append(Block())
-        else: return None
+        else:
+            return None
         self.blocks[i].refs = 1
         return i
 
     def _spared(self, block: int) -> bool:
         "Whether there is new memory, and cached `block` was given back just now."
-        return block in self.recent and (len(self.blocks) + 1) * self.block_size <= self.budget.left(self)
+        return block in self.recent and (
+            len(self.blocks) + 1
+        ) * self.block_size <= self.budget.left(self)
 
     def share(self, block: int) -> None:
         "Hold a block as it is, once more."
@@ -86,13 +95,16 @@ class BlockAllocator:
 
     def release(self, table: Sequence[int], keep: bool = True, spare: bool = False) -> None:
         "Hold the blocks of `table` no longer. What lies in them can still be found, unless `keep` is False; `spare`: see `recent`."
-        if spare: self.recent.update(table)
-        for i in reversed(table):                          # the last first, so that children go before parents
+        if spare:
+            self.recent.update(table)
+        for i in reversed(table):  # the last first, so that children go before parents
             b = self.blocks[i]
-            assert b.refs > 0, f'block {i} was released more often than held'
+            assert b.refs > 0, f"block {i} was released more often than held"
             b.refs -= 1
-            if b.refs: continue
-            if keep and b.listed: self.cached[i] = None
+            if b.refs:
+                continue
+            if keep and b.listed:
+                self.cached[i] = None
             else:
                 self._clear(i)
                 insort(self.free, i)
@@ -104,27 +116,30 @@ class BlockAllocator:
     def forget(self) -> None:
         "Forget what nobody holds: cached blocks become free."
         self.spare_no_more()
-        for i in self.cached: self._clear(i)
+        for i in self.cached:
+            self._clear(i)
         self.free = sorted([*self.free, *self.cached])
         self.cached.clear()
 
     def _clear(self, i: int) -> None:
         "Nothing lies in block `i` any more."
         b = self.blocks[i]
-        b.token_ids, b.parent, b.hash = [], b'', None
+        b.token_ids, b.parent, b.hash = [], b"", None
 
 # %% ../nbs/10_slots.ipynb #dbfc0171
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     "How many leading items `a` and `b` share."
     n = min(len(a), len(b))
-    if a[:n] == b[:n]: return n
-    return bisect_left(range(n), True, key=lambda i: a[:i + 1] != b[:i + 1])
+    if a[:n] == b[:n]:
+        return n
+    return bisect_left(range(n), True, key=lambda i: a[: i + 1] != b[: i + 1])
 
 # %% ../nbs/10_slots.ipynb #7f0ec3e6
 class BlockIndex:
     """Finds blocks by what lies in them; `blocks` are those of a pool.
 
     `full`: hash → the full block that ends with it. `children`: hash → the listed blocks that go on after it."""
+
     def __init__(self, blocks: list[Block]) -> None:
         self.blocks = blocks
         self.full: dict[bytes, int] = {}
@@ -138,25 +153,31 @@ class BlockIndex:
     def complete(self, i: int) -> None:
         "Block `i` is full and has its hash. Where the same lies elsewhere already, `i` need not be found any more."
         h = self.blocks[i].hash
-        assert h is not None, f'block {i} is not full'
-        if self.full.setdefault(h, i) != i: self.remove(i)
+        assert h is not None, f"block {i} is not full"
+        if self.full.setdefault(h, i) != i:
+            self.remove(i)
 
     def remove(self, i: int) -> None:
         "Block `i` can be found no longer."
         b = self.blocks[i]
-        if not b.listed: return
+        if not b.listed:
+            return
         b.listed, siblings = False, self.children[b.parent]
         del siblings[i]
-        if not siblings: del self.children[b.parent]
-        if b.hash is not None and self.full.get(b.hash) == i: del self.full[b.hash]
+        if not siblings:
+            del self.children[b.parent]
+        if b.hash is not None and self.full.get(b.hash) == i:
+            del self.full[b.hash]
 
     def longest(self, parent: bytes, ids: Sequence[int]) -> tuple[int, int | None]:
         "Of the blocks that go on after `parent`, the one that shares most tokens with `ids`: how many, and which (None for 0)."
         n, best = 0, None
         for i in self.children.get(parent, ()):
-            if n == len(ids): break
+            if n == len(ids):
+                break
             held = self.blocks[i].token_ids
-            if len(held) > n and held[n] == ids[n] and held[:n] == ids[:n]: n, best = common_length(held, ids), i
+            if len(held) > n and held[n] == ids[n] and held[:n] == ids[:n]:
+                n, best = common_length(held, ids), i
         return n, best
 
 # %% ../nbs/10_slots.ipynb #7a60d5e4
@@ -165,6 +186,7 @@ class Hit:
     """What a pool holds of a prompt: whole `blocks`, to be shared, and `n` more tokens in block `source`, to be copied.
 
     `num_tokens`: of both together."""
+
     blocks: list[int]
     num_tokens: int
     source: int | None = None
@@ -177,23 +199,29 @@ class BlockPool(BlockAllocator):
     `prefix_caching=False`: nothing is hashed, and nothing outlives its owner. `full`, `children`: of its `BlockIndex`.
     `chunk_size`: tokens to a link of the chain of hashes. `hits`: requests that began with cached tokens. After vLLM's block
     pool, with hits exact to the token."""
-    def __init__(self, block_size: int = 64, budget: KVBudget | None = None, prefix_caching: bool = True) -> None:
+
+    def __init__(
+        self, block_size: int = 64, budget: KVBudget | None = None, prefix_caching: bool = True
+    ) -> None:
         super().__init__(block_size, budget)
         self.prefix_caching, self.hits = prefix_caching, 0
         self.chunk_size = 16 if block_size % 16 == 0 else block_size
         self.index = BlockIndex(self.blocks)
         self.full, self.children = self.index.full, self.index.children
 
-    def chain(self, ids: Sequence[int], parent: bytes = b'') -> bytes:
+    def chain(self, ids: Sequence[int], parent: bytes = b"") -> bytes:
         "The hash of `ids` that come after `parent`."
-        for i in range(0, len(ids), self.chunk_size): parent = content_hash(ids[i:i + self.chunk_size], parent)
+        for i in range(0, len(ids), self.chunk_size):
+            parent = content_hash(ids[i : i + self.chunk_size], parent)
         return parent
 
     def _clear(self, i: int) -> None:
         self.index.remove(i)
         super()._clear(i)
 
-    def commit(self, table: Sequence[int], start: int, ids: Sequence[int], root: bytes = b'') -> None:
+    def commit(
+        self, table: Sequence[int], start: int, ids: Sequence[int], root: bytes = b""
+    ) -> None:
         """Note that the KV of tokens `ids`, at positions from `start` on, lies in the blocks of `table`.
 
         `root`: what else the KV depends on, such as an adapter. Each block must be held once, and filled up to there."""
@@ -202,54 +230,70 @@ class BlockPool(BlockAllocator):
             at, n = start // size, size - start % size
             i = table[at]
             b = self.blocks[i]
-            assert b.refs == 1 and len(b.token_ids) == start % size, f'block {i} is not to be written at {start % size}'
-            if not b.token_ids: b.parent = (self.blocks[table[at - 1]].hash or b'') if at else root
+            assert b.refs == 1 and len(b.token_ids) == start % size, (
+                f"block {i} is not to be written at {start % size}"
+            )
+            if not b.token_ids:
+                b.parent = (self.blocks[table[at - 1]].hash or b"") if at else root
             b.token_ids += ids[:n]
             if self.prefix_caching:
-                if not b.listed: self.index.add(i)
+                if not b.listed:
+                    self.index.add(i)
                 if len(b.token_ids) == size:
                     b.hash = self.chain(b.token_ids, b.parent)
                     self.index.complete(i)
             start, ids = start + n, ids[n:]
 
-    def find(self, ids: Sequence[int], hashes: Sequence[bytes] | None = None, root: bytes = b'') -> Hit:
+    def find(
+        self, ids: Sequence[int], hashes: Sequence[bytes] | None = None, root: bytes = b""
+    ) -> Hit:
         """What lies there of a sequence of tokens `ids`, all but the last of them, which has to be computed.
 
         `hashes`: the chain of hashes of its chunks, if at hand. They only lead to blocks: the tokens are compared."""
-        if not self.prefix_caching or len(ids) < 2: return Hit([], 0)
+        if not self.prefix_caching or len(ids) < 2:
+            return Hit([], 0)
         size, last, found, parent = self.block_size, len(ids) - 1, [], root
         for at in range(0, last // size * size, size):
-            part, k = list(ids[at:at + size]), (at + size) // self.chunk_size - 1
+            part, k = list(ids[at : at + size]), (at + size) // self.chunk_size - 1
             h = hashes[k] if hashes is not None and k < len(hashes) else self.chain(part, parent)
             i = self.full.get(h)
-            if i is None or self.blocks[i].token_ids != part: break
+            if i is None or self.blocks[i].token_ids != part:
+                break
             found.append(i)
             parent = h
         at = len(found) * size
-        n, source = self.index.longest(parent, list(ids[at:min(last, at + size)]))
+        n, source = self.index.longest(parent, list(ids[at : min(last, at + size)]))
         return Hit(found, at + n, source, n)
 
-    def enter(self, ids: Sequence[int], hit: Hit, root: bytes = b'') -> tuple[list[int], list[tuple[int, int, int]], int]:
+    def enter(
+        self, ids: Sequence[int], hit: Hit, root: bytes = b""
+    ) -> tuple[list[int], list[tuple[int, int, int]], int]:
         """`(table, copies, tokens)` for a sequence `ids` that begins with what was found: shared blocks, and a copied one.
 
         `copies`: `(source, target, n)`; the source is held until `release([source])`, after the copy was made. `tokens`: how many
         of `ids` are there now. Where holding the source would leave too few blocks for the rest of `ids`, nothing is copied."""
-        for i in hit.blocks: self.share(i)
+        for i in hit.blocks:
+            self.share(i)
         table, copies, at = list(hit.blocks), [], len(hit.blocks) * self.block_size
         self.hits += hit.num_tokens > 0
-        if hit.source is None: return table, copies, at
+        if hit.source is None:
+            return table, copies, at
         self.share(hit.source)
         more = self.blocks_for(len(ids)) - len(table)
-        if not self.has_room(more) or (target := self.take(after=table[-1] if table else None)) is None:
+        if (
+            not self.has_room(more)
+            or (target := self.take(after=table[-1] if table else None)) is None
+        ):
             self.release([hit.source])
             return table, copies, at
-        self.commit([*table, target], at, ids[at:at + hit.n], root)
+        self.commit([*table, target], at, ids[at : at + hit.n], root)
         return [*table, target], [(hit.source, target, hit.n)], at + hit.n
 
     def clear(self) -> None:
         "Forget all, and give the memory back; nobody may hold a block."
-        assert not any(b.refs for b in self.blocks), 'blocks are held'
-        for part in (self.blocks, self.free, self.cached, self.recent, self.full, self.children): part.clear()
+        assert not any(b.refs for b in self.blocks), "blocks are held"
+        for part in (self.blocks, self.free, self.cached, self.recent, self.full, self.children):
+            part.clear()
         self.budget.claim(self, 0)
 
     def check(self) -> None:
@@ -262,41 +306,65 @@ class KVBudget:
 
     `claims`: what each owner holds. `on_short(owner)`: called when a claim does not fit, to give back what lies idle with others
     than `owner`."""
-    def __init__(self, limit: int | None = None, on_short: Callable[[Hashable], None] | None = None) -> None:
+
+    def __init__(
+        self, limit: int | None = None, on_short: Callable[[Hashable], None] | None = None
+    ) -> None:
         self.limit, self.on_short = limit, on_short
         self.claims: dict[Hashable, int] = {}
 
     def left(self, owner: Hashable) -> float:
         "How many tokens `owner` may hold in all, as far as the others leave them; infinity without a limit."
-        if self.limit is None: return math.inf
+        if self.limit is None:
+            return math.inf
         return self.limit - sum(n for o, n in self.claims.items() if o != owner)
 
     def has_room(self, owner: Hashable, tokens: int) -> bool:
         "Whether `owner` may hold `tokens` in all, if need be once others have given back what lies idle."
-        if tokens > self.left(owner) and self.on_short is not None: self.on_short(owner)
+        if tokens > self.left(owner) and self.on_short is not None:
+            self.on_short(owner)
         return tokens <= self.left(owner)
 
     def claim(self, owner: Hashable, tokens: int) -> bool:
         "Let `owner` hold `tokens` in all; whether they were there."
-        if not self.has_room(owner, tokens): return False
-        if tokens: self.claims[owner] = tokens
-        else: self.claims.pop(owner, None)
+        if not self.has_room(owner, tokens):
+            return False
+        if tokens:
+            self.claims[owner] = tokens
+        else:
+            self.claims.pop(owner, None)
         return True
 
 # %% ../nbs/74_memory.ipynb #d6383787
 def _check_pool(pool: BlockPool) -> None:
     "Raise `AssertionError` unless the books of `pool` agree with each other."
     free, cached = set(pool.free), set(pool.cached)
-    assert len(free) == len(pool.free) and not free & cached, 'a block is free twice, or free and cached'
-    assert pool.free == sorted(free), 'free blocks are out of order'
+    assert len(free) == len(pool.free) and not free & cached, (
+        "a block is free twice, or free and cached"
+    )
+    assert pool.free == sorted(free), "free blocks are out of order"
     for i, b in enumerate(pool.blocks):
-        assert (b.refs == 0) == (i in free or i in cached), f'block {i} is held and free, or neither'
-        assert i not in free or not (b.token_ids or b.listed), f'free block {i} holds something'
-        assert i not in cached or b.listed, f'cached block {i} can not be found'
-        assert len(b.token_ids) <= pool.block_size, f'block {i} holds too much'
-        assert b.listed == (i in pool.children.get(b.parent, ())), f'block {i} is not listed where it should be'
-        assert b.hash is None or b.hash == pool.chain(b.token_ids, b.parent), f'block {i} is not what its hash says'
-        assert not b.listed or b.hash is None or pool.full.get(b.hash) == i, f'full block {i} is not found by its hash'
-    assert all(pool.blocks[i].hash == h for h, i in pool.full.items()), 'a hash leads to another block'
-    assert sum(map(len, pool.children.values())) == sum(b.listed for b in pool.blocks), 'a block is listed twice'
-    assert len(pool.blocks) * pool.block_size <= pool.budget.left(pool), 'more memory than there may be'
+        assert (b.refs == 0) == (i in free or i in cached), (
+            f"block {i} is held and free, or neither"
+        )
+        assert i not in free or not (b.token_ids or b.listed), f"free block {i} holds something"
+        assert i not in cached or b.listed, f"cached block {i} can not be found"
+        assert len(b.token_ids) <= pool.block_size, f"block {i} holds too much"
+        assert b.listed == (i in pool.children.get(b.parent, ())), (
+            f"block {i} is not listed where it should be"
+        )
+        assert b.hash is None or b.hash == pool.chain(b.token_ids, b.parent), (
+            f"block {i} is not what its hash says"
+        )
+        assert not b.listed or b.hash is None or pool.full.get(b.hash) == i, (
+            f"full block {i} is not found by its hash"
+        )
+    assert all(pool.blocks[i].hash == h for h, i in pool.full.items()), (
+        "a hash leads to another block"
+    )
+    assert sum(map(len, pool.children.values())) == sum(b.listed for b in pool.blocks), (
+        "a block is listed twice"
+    )
+    assert len(pool.blocks) * pool.block_size <= pool.budget.left(pool), (
+        "more memory than there may be"
+    )

@@ -15,7 +15,16 @@ from tqdm.auto import tqdm
 
 from .blocks import common_length
 from .errors import AdapterError, ModelError, ParamError, PromptError
-from .inputs import as_list, check_bar, check_forms, encode_text, is_ids, log_failures, parse_prompt, prompt_ids_of
+from batchlab.inputs import (
+    as_list,
+    check_bar,
+    check_forms,
+    encode_text,
+    is_ids,
+    log_failures,
+    parse_prompt,
+    prompt_ids_of,
+)
 from .lengths import check_length
 from .lora import Adapter, LoRARequest, adapters_for
 from .models import start_token_id
@@ -23,14 +32,17 @@ from .outputs import Outputs
 from .params import SamplingParams
 from .shown import shows_bar
 
-if TYPE_CHECKING: from batchlab.llm import LLM
+if TYPE_CHECKING:
+    from batchlab.llm import LLM
 
 # %% auto #0
 __all__ = ['split_choices', 'encode_choices', 'Question', 'log_sum', 'ask', 'ChoiceScores', 'answer', 'check_choices',
            'choices_for', 'choose']
 
 # %% ../nbs/33_choices.ipynb #c433000e
-def split_choices(prompt_ids: Sequence[int], wholes: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
+def split_choices(
+    prompt_ids: Sequence[int], wholes: Sequence[Sequence[int]]
+) -> tuple[list[int], list[list[int]]]:
     """What the token ids `wholes`, each of the prompt with a choice behind it, share with the prompt, and what each has after that.
 
     Each keeps one token at least. `prompt_ids`: the prompt alone, encoded."""
@@ -38,26 +50,44 @@ def split_choices(prompt_ids: Sequence[int], wholes: Sequence[Sequence[int]]) ->
     return list(prompt_ids[:n]), [list(w[n:]) for w in wholes]
 
 # %% ../nbs/33_choices.ipynb #c4330011
-def encode_choices(llm: LLM, prompt: Any, choices: Sequence[Any], chat: bool = False) -> tuple[list[int], list[list[int]]]:
+def encode_choices(
+    llm: LLM, prompt: Any, choices: Sequence[Any], chat: bool = False
+) -> tuple[list[int], list[list[int]]]:
     """`prompt` (with `chat`, a conversation) and `choices` as `split_choices` gives them. Raises `PromptError`, `ModelError`.
 
     Where nothing is left in front of a choice, that is the token that stands for an empty prompt."""
     model, tokenizer = llm.model, llm.tokenizer
     words: Any = tokenizer
-    chat = chat or isinstance(prompt, dict) and 'messages' in prompt
+    chat = chat or isinstance(prompt, dict) and "messages" in prompt
     text, ids = (None, None) if chat else parse_prompt(prompt)
-    special = ids is None and not chat                                 # special tokens are the tokenizer's to add
-    if special and llm.max_model_len: check_length(tokenizer, text or '', llm.max_model_len - 1)
-    if ids is None: ids = prompt_ids_of(model, tokenizer, prompt, True, llm.max_model_len)[1] if chat else encode_text(tokenizer, text or '')
+    special = ids is None and not chat  # special tokens are the tokenizer's to add
+    if special and llm.max_model_len:
+        check_length(tokenizer, text or "", llm.max_model_len - 1)
+    if ids is None:
+        ids = (
+            prompt_ids_of(model, tokenizer, prompt, True, llm.max_model_len)[1]
+            if chat
+            else encode_text(tokenizer, text or "")
+        )
     if not special and any(isinstance(c, str) for c in choices):
         text = words.decode(ids, clean_up_tokenization_spaces=False)
-        if encode_text(tokenizer, text, False) != ids: text = None
+        if encode_text(tokenizer, text, False) != ids:
+            text = None
+
     def whole(choice: Any) -> list[int]:
-        if not isinstance(choice, str): return [*ids, *map(int, choice)]
-        return [*ids, *encode_text(tokenizer, choice, False)] if text is None else encode_text(tokenizer, text + choice, special)
+        if not isinstance(choice, str):
+            return [*ids, *map(int, choice)]
+        return (
+            [*ids, *encode_text(tokenizer, choice, False)]
+            if text is None
+            else encode_text(tokenizer, text + choice, special)
+        )
+
     shared, tails = split_choices(ids, [whole(c) for c in choices])
-    try: return shared or [start_token_id(model, tokenizer)], tails
-    except ModelError as e: raise PromptError(str(e)) from None          # other prompts need no such token
+    try:
+        return shared or [start_token_id(model, tokenizer)], tails
+    except ModelError as e:
+        raise PromptError(str(e)) from None  # other prompts need no such token
 
 # %% ../nbs/33_choices.ipynb #c4330015
 @dataclass
@@ -67,6 +97,7 @@ class Question:
     `shared`: the tokens in front of all choices; `tails`: what each has after them. `end_ids`: the tokens of which one has to follow a
     choice, if its end counts. `adapter`: the one that is asked. `found`: for each of `asks` `(log probabilities of its tokens from the second on,
     {id: log probability} after it)`."""
+
     keys: list[Any]
     shared: list[int] = field(default_factory=list)
     tails: list[list[int]] = field(default_factory=list)
@@ -77,10 +108,14 @@ class Question:
 
     def asks(self) -> dict[tuple[int, ...], list[int]]:
         "The requests to be made: `{tokens after shared: ids asked about after them}`, the first of them without any tokens."
-        asked: dict[tuple[int, ...], dict[int, None]] = {(): dict.fromkeys(t[0] for t in self.tails)} if self.tails else {}
+        asked: dict[tuple[int, ...], dict[int, None]] = (
+            {(): dict.fromkeys(t[0] for t in self.tails)} if self.tails else {}
+        )
         for t in self.tails:
-            if len(t) > 1: asked.setdefault(tuple(t[:-1]), {})[t[-1]] = None
-            if self.end_ids: asked.setdefault(tuple(t), {}).update(dict.fromkeys(self.end_ids))
+            if len(t) > 1:
+                asked.setdefault(tuple(t[:-1]), {})[t[-1]] = None
+            if self.end_ids:
+                asked.setdefault(tuple(t), {}).update(dict.fromkeys(self.end_ids))
         return {tail: list(ids) for tail, ids in asked.items()}
 
     def logprobs(self, tail: list[int]) -> list[float]:
@@ -89,8 +124,10 @@ class Question:
         if len(tail) > 1:
             inner, after = self.found[tuple(tail[:-1])]
             told += [*inner, after[tail[-1]]]
-        if self.end_ids: told.append(log_sum([self.found[tuple(tail)][1][i] for i in self.end_ids]))
+        if self.end_ids:
+            told.append(log_sum([self.found[tuple(tail)][1][i] for i in self.end_ids]))
         return told
+
 
 def log_sum(xs: Sequence[float]) -> float:
     "The logarithm of the sum of exp(x) for `xs`."
@@ -101,18 +138,37 @@ def log_sum(xs: Sequence[float]) -> float:
 def _asking(ids: Sequence[int], start: int | None = None) -> SamplingParams:
     "Settings of a request that asks about `ids` after its prompt, and about the prompt's own tokens after position `start`."
     inner: Any = {} if start is None else dict(prompt_logprobs=0, prompt_logprob_start=start)
-    return SamplingParams(temperature=0, max_tokens=1, detokenize=False, logprob_token_ids=ids, logprobs_mode='raw_logprobs', **inner)
+    return SamplingParams(
+        temperature=0,
+        max_tokens=1,
+        detokenize=False,
+        logprob_token_ids=ids,
+        logprobs_mode="raw_logprobs",
+        **inner,
+    )
+
 
 def ask(llm: LLM, questions: Sequence[Question]) -> None:
     "Find out what `questions` ask, all in one call, of which nothing is logged."
     asked = [(q, tail, ids) for q in questions for tail, ids in q.asks().items()]
     params = [_asking(ids, len(q.shared) if tail else None) for q, tail, ids in asked]
-    for i, out in llm.iter_outputs([[*q.shared, *tail] for q, tail, _ in asked], params, lora_request=[q.adapter for q, *_ in asked]):
+    for i, out in llm.iter_outputs(
+        [[*q.shared, *tail] for q, tail, _ in asked],
+        params,
+        lora_request=[q.adapter for q, *_ in asked],
+    ):
         q, tail, ids = asked[i]
-        if out.error: q.error = q.error or out.error
+        if out.error:
+            q.error = q.error or out.error
         else:
-            inner, after = (out.prompt_logprobs or [])[len(q.shared) + 1:], (out.outputs[0].logprobs or [{}])[0]
-            q.found[tail] = [d[i].logprob for d, i in zip(inner, tail[1:])], {i: after[i].logprob for i in ids}
+            inner, after = (
+                (out.prompt_logprobs or [])[len(q.shared) + 1 :],
+                (out.outputs[0].logprobs or [{}])[0],
+            )
+            q.found[tail] = (
+                [d[i].logprob for d, i in zip(inner, tail[1:])],
+                {i: after[i].logprob for i in ids},
+            )
 
 # %% ../nbs/33_choices.ipynb #c433001e
 @dataclass(repr=False)
@@ -122,6 +178,7 @@ class ChoiceScores:
     `token_ids`: the tokens of each choice (a choice of ids is named by a tuple of them); `token_logprobs`: the log probability of each of them after
     `prompt_token_ids` and those before it, natural logarithms, and of the end behind them if it counts. `error`: why nothing is known; then the
     dicts are empty. `lora_request`: the adapter that was asked."""
+
     prompt_token_ids: list[int]
     token_ids: dict[Any, list[int]]
     token_logprobs: dict[Any, list[float]]
@@ -132,20 +189,27 @@ class ChoiceScores:
     def logprobs(self) -> dict[Any, float]:
         "The log probability of each whole choice."
         return {c: sum(ls) for c, ls in self.token_logprobs.items()}
+
     @property
     def probabilities(self) -> dict[Any, float]:
         "The share of each choice in the probability of all choices; they sum to 1."
         logprobs = self.logprobs
-        total = log_sum([*logprobs.values()]) if logprobs else 0.
+        total = log_sum([*logprobs.values()]) if logprobs else 0.0
         return {c: math.exp(l - total) for c, l in logprobs.items()}
+
     @property
     def per_token(self) -> dict[Any, float]:
         "The mean log probability of each choice's tokens."
         return {c: sum(ls) / len(ls) for c, ls in self.token_logprobs.items()}
+
     @property
     def per_character(self) -> dict[Any, float]:
         "The log probability of each choice for each of its characters, spaces around it not counted; of ids, for each id."
-        return {c: l / max(1, len(c.strip() if isinstance(c, str) else c)) for c, l in self.logprobs.items()}
+        return {
+            c: l / max(1, len(c.strip() if isinstance(c, str) else c))
+            for c, l in self.logprobs.items()
+        }
+
     @property
     def best(self) -> Any:
         "The likeliest choice, the first of several; None if there is an error."
@@ -155,46 +219,72 @@ class ChoiceScores:
     @property
     def line(self) -> str:
         "The result in a line."
-        if self.error: return f'error: {self.error}'
-        shares = ', '.join(f'{c!r}: {p:.3g}' for c, p in [*self.probabilities.items()][:8])
-        return f'{self.best!r} of {len(self.token_ids)}: {shares}'
+        if self.error:
+            return f"error: {self.error}"
+        shares = ", ".join(f"{c!r}: {p:.3g}" for c, p in [*self.probabilities.items()][:8])
+        return f"{self.best!r} of {len(self.token_ids)}: {shares}"
 
-    def __repr__(self) -> str: return f'ChoiceScores({self.line})'
+    def __repr__(self) -> str:
+        return f"ChoiceScores({self.line})"
 
     @property
-    def num_tokens(self) -> int: return sum(map(len, self.token_ids.values()))
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids.values()))
 
     def rows(self) -> list[dict[str, Any]]:
         "A row of a table: the likeliest choice, and `P(choice)`, the share of each."
-        shares = {f'P({c if isinstance(c, str) else list(c)})': p for c, p in self.probabilities.items()}
+        shares = {
+            f"P({c if isinstance(c, str) else list(c)})": p for c, p in self.probabilities.items()
+        }
         return [dict(best=self.best, **shares, error=self.error)]
+
 
 def answer(q: Question) -> ChoiceScores:
     "What was found out about `q`."
-    if q.error: return ChoiceScores(q.shared, {}, {}, q.error)
-    return ChoiceScores(q.shared, dict(zip(q.keys, q.tails)), {c: q.logprobs(t) for c, t in zip(q.keys, q.tails)},
-                        lora_request=q.adapter and q.adapter.request)
+    if q.error:
+        return ChoiceScores(q.shared, {}, {}, q.error)
+    return ChoiceScores(
+        q.shared,
+        dict(zip(q.keys, q.tails)),
+        {c: q.logprobs(t) for c, t in zip(q.keys, q.tails)},
+        lora_request=q.adapter and q.adapter.request,
+    )
 
 # %% ../nbs/33_choices.ipynb #c4330022
-def _is_choice(x: Any) -> bool: return isinstance(x, str) or is_ids(x)
+def _is_choice(x: Any) -> bool:
+    return isinstance(x, str) or is_ids(x)
+
 
 def check_choices(choices: Sequence[Any]) -> list[Any]:
     "`choices`, ids as tuples, if they can be compared. Raises `ParamError`."
     keys = [c if isinstance(c, str) or not _is_choice(c) else tuple(map(int, c)) for c in choices]
-    if not keys: raise ParamError("there are no choices: give at least one, as in ['yes', 'no']")
+    if not keys:
+        raise ParamError("there are no choices: give at least one, as in ['yes', 'no']")
     for i, c in enumerate(keys):
-        if not _is_choice(c): raise ParamError(f'choice {i} must be a string or a list of token ids, got {c!r:.60}')
-        if not c: raise ParamError(f'choice {i} is empty: give a text, of which the probability can be asked')
-    if twice := [c for c, k in Counter(keys).items() if k > 1]: raise ParamError(f'choice {twice[0]!r:.60} is given twice')
+        if not _is_choice(c):
+            raise ParamError(f"choice {i} must be a string or a list of token ids, got {c!r:.60}")
+        if not c:
+            raise ParamError(
+                f"choice {i} is empty: give a text, of which the probability can be asked"
+            )
+    if twice := [c for c, k in Counter(keys).items() if k > 1]:
+        raise ParamError(f"choice {twice[0]!r:.60} is given twice")
     return keys
+
 
 def choices_for(n: int, choices: Any) -> list[Sequence[Any]]:
     "For each of `n` prompts its choices: the same for all, checked, or one list each. Raises `ParamError`."
-    if isinstance(choices, (str, dict)) or not hasattr(choices, '__iter__'):
+    if isinstance(choices, (str, dict)) or not hasattr(choices, "__iter__"):
         raise ParamError(f"choices must be a list, as ['yes', 'no'], got {choices!r:.60}")
     choices = list(choices)
-    if not choices or any(_is_choice(c) or isinstance(c, (dict, bytes)) or not hasattr(c, '__iter__') for c in choices): return [check_choices(choices)] * n
-    if len(choices) != n: raise ParamError(f'{len(choices)} lists of choices for {n} prompts: give one list for all, or one for each')
+    if not choices or any(
+        _is_choice(c) or isinstance(c, (dict, bytes)) or not hasattr(c, "__iter__") for c in choices
+    ):
+        return [check_choices(choices)] * n
+    if len(choices) != n:
+        raise ParamError(
+            f"{len(choices)} lists of choices for {n} prompts: give one list for all, or one for each"
+        )
     return [list(c) for c in choices]
 
 # %% ../nbs/33_choices.ipynb #c4330025
@@ -207,10 +297,19 @@ def _waves(questions: Iterable[Question], most: int = 1000) -> Iterator[list[Que
         if requests >= most or len(wave) >= most:
             yield wave
             wave, requests = [], 0
-    if wave: yield wave
+    if wave:
+        yield wave
 
-def choose(llm: LLM, prompts: Any, choices: Any, chat: bool = False, use_tqdm: Any = None, end: bool = False,
-           lora_request: Any = None) -> Outputs[ChoiceScores]:
+
+def choose(
+    llm: LLM,
+    prompts: Any,
+    choices: Any,
+    chat: bool = False,
+    use_tqdm: Any = None,
+    end: bool = False,
+    lora_request: Any = None,
+) -> Outputs[ChoiceScores]:
     """How likely each of `choices` is after each of `prompts`, one or a list (with `chat`, conversations): a `ChoiceScores` a prompt.
 
     `choices`: strings or lists of token ids, one list for all prompts, or a list of such lists, one a prompt. A string goes on where the prompt ends:
@@ -222,15 +321,26 @@ def choose(llm: LLM, prompts: Any, choices: Any, chat: bool = False, use_tqdm: A
     prompts = as_list(prompts, chat)
     check_forms(prompts, chat)
     each, end_ids = choices_for(len(prompts), choices), sorted(llm.eos_ids) if end else ()
-    if end and not end_ids: raise ParamError('end=True, and this model has no end token: leave it out')
+    if end and not end_ids:
+        raise ParamError("end=True, and this model has no end token: leave it out")
     adapters = adapters_for(llm, len(prompts), lora_request)
-    def question(prompt: Any, mine: Sequence[Any], adapter: Adapter | AdapterError | None) -> Question:
-        try: keys, (shared, tails) = check_choices(mine), encode_choices(llm, prompt, mine, chat)
-        except (PromptError, ParamError) as e: return Question([], error=str(e))
-        return Question([], error=str(adapter)) if isinstance(adapter, AdapterError) else Question(keys, shared, tails, end_ids, adapter)
+
+    def question(
+        prompt: Any, mine: Sequence[Any], adapter: Adapter | AdapterError | None
+    ) -> Question:
+        try:
+            keys, (shared, tails) = check_choices(mine), encode_choices(llm, prompt, mine, chat)
+        except (PromptError, ParamError) as e:
+            return Question([], error=str(e))
+        return (
+            Question([], error=str(adapter))
+            if isinstance(adapter, AdapterError)
+            else Question(keys, shared, tails, end_ids, adapter)
+        )
+
     done: Any = Outputs()
     bar_class: Any = use_tqdm if callable(use_tqdm) else tqdm
-    with bar_class(total=len(prompts), unit=' prompts', disable=not shows_bar(use_tqdm)) as bar:
+    with bar_class(total=len(prompts), unit=" prompts", disable=not shows_bar(use_tqdm)) as bar:
         for wave in _waves(map(question, prompts, each, adapters)):
             ask(llm, wave)
             done += map(answer, wave)

@@ -16,7 +16,7 @@ from .deprecated import renamed
 from .errors import BatchlabError, JobError, Option
 from .work.flags import completion, parse_args
 
-if TYPE_CHECKING:      # the command line is quick since it imports these only when it runs something
+if TYPE_CHECKING:  # the command line is quick since it imports these only when it runs something
     from fastapi import APIRouter
     from batchlab.llm import LLM
     from batchlab.outputs import CompletionOutput, RequestOutput
@@ -27,9 +27,12 @@ if TYPE_CHECKING:      # the command line is quick since it imports these only w
     from batchlab.work.lines import JobLine
     from batchlab.work.pooling_api import PoolingRequest
 
-_FLAGS = 'SAMPLING_FLAGS COMMANDS OneLineParser id_list json_value int_or_none positive_int positive_float whole_number'
-__getattr__ = renamed(__name__, dict(CliError='errors.JobError', as_json='json_line') | {
-    name: f'work.flags.{name}' for name in _FLAGS.split()})
+_FLAGS = "SAMPLING_FLAGS COMMANDS OneLineParser id_list json_value int_or_none positive_int positive_float whole_number"
+__getattr__ = renamed(
+    __name__,
+    dict(CliError="errors.JobError", as_json="json_line")
+    | {name: f"work.flags.{name}" for name in _FLAGS.split()},
+)
 
 # %% auto #0
 __all__ = ['main']
@@ -37,35 +40,45 @@ __all__ = ['main']
 # %% ../nbs/43_cli.ipynb #a3e2fcc2
 class Notes:
     "Called with a text, it writes one line to standard error, above the progress bar if there is one. `as_json`: for programs."
+
     as_json = False
 
-    def __call__(self, text: object, level: str = 'info') -> None:
+    def __call__(self, text: object, level: str = "info") -> None:
         from tqdm import tqdm
+
         with contextlib.suppress(OSError), tqdm.external_write_mode(file=sys.stderr):
             print(self.line(text, level), file=sys.stderr, flush=True)
 
     def line(self, text: object, level: str) -> str:
         "`batchlab: text`; or a JSON object of time (UTC), level and message, and of the `figures` that `text` carries."
-        message = ' '.join(str(text).split())
-        if not self.as_json: return f"batchlab: {'error: ' if level == 'error' else ''}{message}"
-        now = datetime.now(timezone.utc).isoformat(timespec='seconds')
-        return json.dumps(dict(time=now, level=level, message=message) | getattr(text, 'figures', {}))
+        message = " ".join(str(text).split())
+        if not self.as_json:
+            return f"batchlab: {'error: ' if level == 'error' else ''}{message}"
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        return json.dumps(
+            dict(time=now, level=level, message=message) | getattr(text, "figures", {})
+        )
+
 
 note = Notes()
 
 # %% ../nbs/43_cli.ipynb #d891cf7a
 class NoteHandler(logging.Handler):
     "Show log records as notes."
-    def emit(self, record: logging.LogRecord) -> None: note(record.getMessage(), record.levelname.lower())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note(record.getMessage(), record.levelname.lower())
+
 
 @contextlib.contextmanager
 def log_as_notes() -> Iterator[None]:
     "Send the library's warnings to `note` while the context lasts."
-    logger, handler = logging.getLogger('batchlab'), NoteHandler(logging.WARNING)
+    logger, handler = logging.getLogger("batchlab"), NoteHandler(logging.WARNING)
     propagate = logger.propagate
     logger.addHandler(handler)
     logger.propagate = False
-    try: yield
+    try:
+        yield
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagate
@@ -74,143 +87,232 @@ def log_as_notes() -> Iterator[None]:
 def given_settings(args: argparse.Namespace) -> dict[str, Any]:
     "The sampling parameters that the command line gives, as a dict. Raises `JobError`."
     from batchlab.params import SamplingParams
+
     given = {f.name: getattr(args, f.name) for f in fields(SamplingParams) if f.name in args}
-    if 'do_sample' in args and given.setdefault('temperature', 1.) == 0:
+    if "do_sample" in args and given.setdefault("temperature", 1.0) == 0:
         raise JobError("--do-sample and --temperature 0 contradict each other: leave one out")
     return given
+
 
 def flag_options(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
     "The sampling parameters that the command line gives, over `defaults`, as a dict. Raises `JobError`, `ParamError`."
     from batchlab.params import SamplingParams
+
     given = given_settings(args)
     options = defaults | given
-    SamplingParams(**{'temperature': 0., **options})
-    if options.get('temperature') == 0 and (idle := [k for k in ('top_p', 'top_k', 'min_p') if k in given]):
-        note(f"--{idle[0].replace('_', '-')} changes nothing at temperature 0: add --do-sample or --temperature")
+    SamplingParams(**{"temperature": 0.0, **options})
+    if options.get("temperature") == 0 and (
+        idle := [k for k in ("top_p", "top_k", "min_p") if k in given]
+    ):
+        note(
+            f"--{idle[0].replace('_', '-')} changes nothing at temperature 0: add --do-sample or --temperature"
+        )
     return options
 
 # %% ../nbs/43_cli.ipynb #c2aa3fb4
 def error_of(line: JobLine, out: RequestOutput | None = None) -> str | None:
     "Why `line` has no answer, or None. `out`: what became of it, if it ran."
     why = line.failure[1] if line.failure else out.error if out else None
-    return f'{line.where}: {why}' if why and line.number else why
+    return f"{line.where}: {why}" if why and line.number else why
 
 # %% ../nbs/43_cli.ipynb #dacfbcb8
 def read_text(name: str) -> str:
     "All of file `name`, or of standard input for `-`. Raises `JobError`."
-    shown = 'standard input' if name == '-' else name
+    shown = "standard input" if name == "-" else name
     try:
-        if name == '-':
+        if name == "-":
             if sys.stdin is None or sys.stdin.isatty():
                 raise JobError("standard input is a terminal: pipe prompts in, or give a file")
             data = sys.stdin.buffer.read()
-        else: data = Path(name).read_bytes()
-        return data.decode('utf-8-sig')
+        else:
+            data = Path(name).read_bytes()
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as e:
-        line = e.object[:e.start].count(b'\n') + 1
-        raise JobError(f"{shown} is not UTF-8 (byte 0x{e.object[e.start]:02x} in line {line}): save it as UTF-8") from e
-    except OSError as e: raise JobError(f"can't read {shown} ({e.strerror or e})") from e
+        line = e.object[: e.start].count(b"\n") + 1
+        raise JobError(
+            f"{shown} is not UTF-8 (byte 0x{e.object[e.start]:02x} in line {line}): save it as UTF-8"
+        ) from e
+    except OSError as e:
+        raise JobError(f"can't read {shown} ({e.strerror or e})") from e
+
 
 def text_rows(name: str) -> list[tuple[int, bytes]]:
     "`(number, line of JSONL)` of a file that is JSONL by its name or its first character, or else has one prompt a line. Raises `JobError`."
     from batchlab.work.formats import prompt_line
     from batchlab.work.tables import KINDS
-    shown = 'standard input' if name == '-' else name
-    rows = read_text(name).removesuffix('\n').split('\n')
-    full = [(i, s.rstrip('\r')) for i, s in enumerate(rows, 1) if s.strip()]
-    if not full: raise JobError(f"{shown} has no prompts in it: expected one a line, or JSONL")
-    if skipped := len(rows) - len(full): note(f"{shown}: {skipped} blank line{'s'*(skipped > 1)} skipped")
+
+    shown = "standard input" if name == "-" else name
+    rows = read_text(name).removesuffix("\n").split("\n")
+    full = [(i, s.rstrip("\r")) for i, s in enumerate(rows, 1) if s.strip()]
+    if not full:
+        raise JobError(f"{shown} has no prompts in it: expected one a line, or JSONL")
+    if skipped := len(rows) - len(full):
+        note(f"{shown}: {skipped} blank line{'s' * (skipped > 1)} skipped")
     kind = KINDS.get(Path(name).suffix.lower())
-    jsonl = kind == 'jsonl' or kind is None and full[0][1].lstrip().startswith('{')
+    jsonl = kind == "jsonl" or kind is None and full[0][1].lstrip().startswith("{")
     return [(i, s.encode() if jsonl else prompt_line(s.encode())) for i, s in full]
+
 
 def refuse_columns(columns: dict[str, Any], why: str) -> None:
     "Raise `JobError` if `columns` says anything of a table."
-    usual = dict(prompt_column='prompt', id_column='custom_id', prompt_template=None, setting_columns=[], empty=None)
+    usual = dict(
+        prompt_column="prompt",
+        id_column="custom_id",
+        prompt_template=None,
+        setting_columns=[],
+        empty=None,
+    )
     if flag := next((k for k, v in columns.items() if v != usual[k]), None):
         raise JobError(f"--{flag.replace('_', '-')} is for the columns of a table, {why}")
 
-def read_file(name: str, chat: bool = False, system: str | None = None, adapters: bool = False,
-              spell: Callable[[Option], str] = str, **columns: Any) -> list[JobLine]:
+
+def read_file(
+    name: str,
+    chat: bool = False,
+    system: str | None = None,
+    adapters: bool = False,
+    spell: Callable[[Option], str] = str,
+    **columns: Any,
+) -> list[JobLine]:
     "The requests of a text, or of any file that `run` reads, where `columns` say what those of a table are for; an `Option` reads as `spell` writes it. Raises `JobError`."
     from batchlab.work.formats import read_raw
     from batchlab.work.lines import parse_line
     from batchlab.work.tables import CONVERT, OPENERS, TABLES, check_input, file_kind
-    shown, kind, suffix = 'standard input' if name == '-' else name, file_kind(name), Path(name).suffix.lower()
-    if suffix in CONVERT: check_input(name)
-    if kind not in TABLES: refuse_columns(columns, f'and {shown} is none')
-    if kind in TABLES: rows = read_raw(name, chat=chat, system=system, spell=spell, **columns)
-    else: rows = read_raw(name) if kind == 'json' or suffix in OPENERS else text_rows(name)
-    lines = [parse_line(i, raw, 'plain', chat, system) for i, raw in rows]
-    unknown = {k for line in lines for k in line.ignored} | {'model' for line in lines if line.model is not None and not adapters}
-    if unknown: note(f"{shown}: keys without meaning here, ignored: {', '.join(sorted(unknown))}")
+
+    shown, kind, suffix = (
+        "standard input" if name == "-" else name,
+        file_kind(name),
+        Path(name).suffix.lower(),
+    )
+    if suffix in CONVERT:
+        check_input(name)
+    if kind not in TABLES:
+        refuse_columns(columns, f"and {shown} is none")
+    if kind in TABLES:
+        rows = read_raw(name, chat=chat, system=system, spell=spell, **columns)
+    else:
+        rows = read_raw(name) if kind == "json" or suffix in OPENERS else text_rows(name)
+    lines = [parse_line(i, raw, "plain", chat, system) for i, raw in rows]
+    unknown = {k for line in lines for k in line.ignored} | {
+        "model" for line in lines if line.model is not None and not adapters
+    }
+    if unknown:
+        note(f"{shown}: keys without meaning here, ignored: {', '.join(sorted(unknown))}")
     return lines
 
 # %% ../nbs/43_cli.ipynb #3ecad304
 @contextlib.contextmanager
-def input_file(name: str, stdin: IO[bytes] | None = None, text: bool = False, form: str | None = None) -> Iterator[str]:
+def input_file(
+    name: str, stdin: IO[bytes] | None = None, text: bool = False, form: str | None = None
+) -> Iterator[str]:
     """Give `name`; if that is `-`, or a pipe, the name of a temporary file with all that it says, while the context lasts.
 
     `text`: what does not begin as JSON has one text a line. `form`: as `Job` has it. Raises `JobError` if there is nothing."""
     import shutil, tempfile
-    if name != '-' and (os.path.isfile(name) or os.path.isdir(name) or not os.path.exists(name)): yield name
+
+    if name != "-" and (os.path.isfile(name) or os.path.isdir(name) or not os.path.exists(name)):
+        yield name
     else:
-        with tempfile.TemporaryDirectory(prefix='batchlab-') as folder:
-            path = Path(folder)/('standard-input' if name == '-' else Path(name).name)
-            with path.open('wb') as f:
-                if name == '-': shutil.copyfileobj(stdin or sys.stdin.buffer, f)
+        with tempfile.TemporaryDirectory(prefix="batchlab-") as folder:
+            path = Path(folder) / ("standard-input" if name == "-" else Path(name).name)
+            with path.open("wb") as f:
+                if name == "-":
+                    shutil.copyfileobj(stdin or sys.stdin.buffer, f)
                 else:
-                    with open(name, 'rb') as pipe: shutil.copyfileobj(pipe, f)
-            if not path.stat().st_size: raise JobError(f"{'standard input' if name == '-' else name} is empty: no request came through it")
-            yield str(path.rename(f'{path}{kind_in(path, text, form)}'))
+                    with open(name, "rb") as pipe:
+                        shutil.copyfileobj(pipe, f)
+            if not path.stat().st_size:
+                raise JobError(
+                    f"{'standard input' if name == '-' else name} is empty: no request came through it"
+                )
+            yield str(path.rename(f"{path}{kind_in(path, text, form)}"))
+
 
 def kind_in(path: Path, text: bool, form: str | None) -> str:
     "How the name of file `path`, the content of a pipe, should end, by its own name or its first bytes. Raises `JobError`."
     from batchlab.work.tables import KINDS, OPENERS
-    with path.open('rb') as f: start = f.read(2**10)
-    packed = next((end for end, mark in {'.gz': b'\x1f\x8b', '.bz2': b'BZh', '.xz': b'\xfd7zXZ'}.items() if start.startswith(mark)), '')
-    if {s.lower() for s in path.suffixes} & {*KINDS, *OPENERS}: return ''
-    if start.startswith(b'PAR1'): return '.parquet'
+
+    with path.open("rb") as f:
+        start = f.read(2**10)
+    packed = next(
+        (
+            end
+            for end, mark in {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ"}.items()
+            if start.startswith(mark)
+        ),
+        "",
+    )
+    if {s.lower() for s in path.suffixes} & {*KINDS, *OPENERS}:
+        return ""
+    if start.startswith(b"PAR1"):
+        return ".parquet"
     if packed:
-        with OPENERS[packed](path, 'rb') as f: start = f.read(2**10)
-    bare = start.removeprefix(b'\xef\xbb\xbf').lstrip()
-    if bare[:1] == b'[' and form is None: return f'.json{packed}'
-    if bare[:1] == b'{' or form: return f'.jsonl{packed}'
-    if text: return f'.txt{packed}'
-    raise JobError('the input begins neither as JSON nor as Parquet: say with --format csv, tsv or txt what it is')
+        with OPENERS[packed](path, "rb") as f:
+            start = f.read(2**10)
+    bare = start.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if bare[:1] == b"[" and form is None:
+        return f".json{packed}"
+    if bare[:1] == b"{" or form:
+        return f".jsonl{packed}"
+    if text:
+        return f".txt{packed}"
+    raise JobError(
+        "the input begins neither as JSON nor as Parquet: say with --format csv, tsv or txt what it is"
+    )
 
 # %% ../nbs/43_cli.ipynb #e485235a
 def prepare(line: JobLine, args: argparse.Namespace, options: dict[str, Any]) -> None:
     "Give `line` its messages, which run instead of its prompt, and settings, `options` for what it leaves open; or a failure."
     from batchlab.sampling import ParamError, SamplingParams
     from batchlab.work.openai import BadRequest, as_messages
-    if line.failure: return
+
+    if line.failure:
+        return
     line.options = options | line.options
     try:
         SamplingParams.of(line.options)
         json.dumps([line.prompt, line.messages, line.ids], ensure_ascii=False).encode()
         if args.chat and line.messages is None:
-            if not isinstance(line.prompt, str): raise BadRequest("--chat needs text or messages, got token ids")
-            line.messages = [dict(role='user', content=line.prompt)]
-        if line.messages: line.messages = as_messages(line.messages, args.system)
-    except UnicodeEncodeError: line.failure = 'invalid_request', "the prompt is not valid Unicode text"
-    except (BadRequest, ParamError) as e: line.failure = 'invalid_request', str(e)
+            if not isinstance(line.prompt, str):
+                raise BadRequest("--chat needs text or messages, got token ids")
+            line.messages = [dict(role="user", content=line.prompt)]
+        if line.messages:
+            line.messages = as_messages(line.messages, args.system)
+    except UnicodeEncodeError:
+        line.failure = "invalid_request", "the prompt is not valid Unicode text"
+    except (BadRequest, ParamError) as e:
+        line.failure = "invalid_request", str(e)
 
 # %% ../nbs/43_cli.ipynb #caed693f
 def read_prompts(args: argparse.Namespace, options: dict[str, Any]) -> list[JobLine]:
     "All the requests of a command, in order: its prompts, then its file's. Raises `JobError`."
     from batchlab.work.lines import JobLine
-    lines, name = [JobLine(0, '', prompt=p) for p in args.prompts], args.prompts_file
+
+    lines, name = [JobLine(0, "", prompt=p) for p in args.prompts], args.prompts_file
     if not lines and name is None:
         if sys.stdin is None or sys.stdin.isatty():
-            raise JobError('no prompts: give some, such as batchlab generate "The sky is", or --prompts-file')
-        name = '-'
-    columns = {k: getattr(args, k) for k in ('prompt_column', 'id_column', 'prompt_template', 'setting_columns', 'empty')}
-    if name is None: refuse_columns(columns, 'and there is no --prompts-file')
+            raise JobError(
+                'no prompts: give some, such as batchlab generate "The sky is", or --prompts-file'
+            )
+        name = "-"
+    columns = {
+        k: getattr(args, k)
+        for k in ("prompt_column", "id_column", "prompt_template", "setting_columns", "empty")
+    }
+    if name is None:
+        refuse_columns(columns, "and there is no --prompts-file")
     else:
-        with input_file(name, text=True) if name != '-' else contextlib.nullcontext(name) as path:
-            lines += read_file(path, args.chat, args.system, args.enable_lora or bool(args.lora_modules), args.spell, **columns)
-    for line in lines: prepare(line, args, options)
+        with input_file(name, text=True) if name != "-" else contextlib.nullcontext(name) as path:
+            lines += read_file(
+                path,
+                args.chat,
+                args.system,
+                args.enable_lora or bool(args.lora_modules),
+                args.spell,
+                **columns,
+            )
+    for line in lines:
+        prepare(line, args, options)
     if args.system is not None and not any(line.messages is not None for line in lines):
         raise JobError("--system needs --chat, or messages in the prompts file")
     return lines
@@ -219,51 +321,79 @@ def read_prompts(args: argparse.Namespace, options: dict[str, Any]) -> list[JobL
 def completion_dict(c: CompletionOutput) -> dict[str, Any]:
     "A `CompletionOutput` as a dict for JSON; token ids and log probabilities only if these were asked for."
     d = dict(index=c.index, text=c.text, finish_reason=c.finish_reason)
-    if c.stop_reason is not None: d['stop_reason'] = c.stop_reason
-    if c.logprobs is None: return d
+    if c.stop_reason is not None:
+        d["stop_reason"] = c.stop_reason
+    if c.logprobs is None:
+        return d
     number = lambda x: x if x is not None and math.isfinite(x) else None
     one = lambda l: dict(logprob=number(l.logprob), rank=l.rank, decoded_token=l.decoded_token)
-    return d | dict(token_ids=list(c.token_ids), cumulative_logprob=number(c.cumulative_logprob),
-                    logprobs=[{str(k): one(l) for k, l in step.items()} for step in c.logprobs])
+    return d | dict(
+        token_ids=list(c.token_ids),
+        cumulative_logprob=number(c.cumulative_logprob),
+        logprobs=[{str(k): one(l) for k, l in step.items()} for step in c.logprobs],
+    )
+
 
 def record(index: int, line: JobLine, out: RequestOutput | None = None) -> dict[str, Any]:
     "What is written of request `index`: of `line` and its `RequestOutput`, or of its failure if it never ran."
     error = error_of(line, out)
     done = out.outputs if out and not error else []
-    asked = dict(messages=line.messages) if line.prompt is None and line.messages else dict(prompt=line.prompt)
-    return dict(index=index, **line.ids, **asked, text=done[0].text if done else None,
-                finish_reason=done[0].finish_reason if done else 'error', outputs=[completion_dict(c) for c in done], error=error,
-                usage=dict(prompt_tokens=len(out.prompt_token_ids or ()) if out else 0,
-                           completion_tokens=sum(len(c.token_ids) for c in done)))
+    asked = (
+        dict(messages=line.messages)
+        if line.prompt is None and line.messages
+        else dict(prompt=line.prompt)
+    )
+    return dict(
+        index=index,
+        **line.ids,
+        **asked,
+        text=done[0].text if done else None,
+        finish_reason=done[0].finish_reason if done else "error",
+        outputs=[completion_dict(c) for c in done],
+        error=error,
+        usage=dict(
+            prompt_tokens=len(out.prompt_token_ids or ()) if out else 0,
+            completion_tokens=sum(len(c.token_ids) for c in done),
+        ),
+    )
 
 # %% ../nbs/43_cli.ipynb #767889b0
 def json_line(d: dict[str, Any]) -> str:
     "Record `d` as a line of JSONL."
     from batchlab.work.formats import as_json
+
     return as_json(d).decode()
+
 
 def as_text(d: dict[str, Any]) -> str:
     "Record `d` as a header with the start of the prompt or of the last message, and its answers."
-    asked = d['prompt'] if 'prompt' in d else d['messages'][-1].get('content')
-    if isinstance(asked, list): asked = f'{len(asked)} token ids'
-    head = ' '.join(str(asked or '').split())
+    asked = d["prompt"] if "prompt" in d else d["messages"][-1].get("content")
+    if isinstance(asked, list):
+        asked = f"{len(asked)} token ids"
+    head = " ".join(str(asked or "").split())
     head = f"[{d['index'] + 1}] {head if len(head) <= 72 else head[:71] + '…'}"
-    texts = [c['text'] for c in d['outputs']]
-    if d['error']: texts = [f"error: {d['error']}"]
-    if len(texts) > 1: texts = [f'({i}) {t}' for i, t in enumerate(texts, 1)]
-    return '\n'.join([head.rstrip(), *texts]) + '\n\n'
+    texts = [c["text"] for c in d["outputs"]]
+    if d["error"]:
+        texts = [f"error: {d['error']}"]
+    if len(texts) > 1:
+        texts = [f"({i}) {t}" for i, t in enumerate(texts, 1)]
+    return "\n".join([head.rstrip(), *texts]) + "\n\n"
 
 # %% ../nbs/43_cli.ipynb #b0cb417c
 def file_size(f: IO[Any]) -> int | None:
     "Bytes of regular file `f`; None for a pipe, a device, or what is no file."
-    try: st = os.fstat(f.fileno())
-    except (OSError, ValueError): return None
+    try:
+        st = os.fstat(f.fileno())
+    except (OSError, ValueError):
+        return None
     return st.st_size if stat.S_ISREG(st.st_mode) else None
+
 
 def give_up(f: IO[Any], size: int | None) -> None:
     "After a failed write: cut `f` back to `size`, and let what is still in its buffer go nowhere."
     with contextlib.suppress(OSError, ValueError):
-        if size is not None: os.ftruncate(f.fileno(), size)
+        if size is not None:
+            os.ftruncate(f.fileno(), size)
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, f.fileno())
         os.close(null)
@@ -271,8 +401,15 @@ def give_up(f: IO[Any], size: int | None) -> None:
 # %% ../nbs/43_cli.ipynb #1797ad10
 class Results:
     "Writes records to `f` in input order as soon as their turn comes, each flushed."
-    def __init__(self, f: TextIO, name: str, form: Callable[[dict[str, Any]], str], total: int,
-                 held: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext) -> None:
+
+    def __init__(
+        self,
+        f: TextIO,
+        name: str,
+        form: Callable[[dict[str, Any]], str],
+        total: int,
+        held: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
         self.f, self.name, self.form, self.total, self.held = f, name, form, total, held
         self.waiting: dict[int, dict[str, Any]] = {}
         self.errors: list[dict[str, Any]] = []
@@ -281,8 +418,9 @@ class Results:
     def add(self, d: dict[str, Any]) -> None:
         "Take record `d`, and write it and those behind it if it is their turn."
         with self.held():
-            self.waiting[d['index']] = d
-            if d['error']: self.errors.append(d)
+            self.waiting[d["index"]] = d
+            if d["error"]:
+                self.errors.append(d)
             while self.next in self.waiting:
                 self._write(self.waiting.pop(self.next))
                 self.next += 1
@@ -290,10 +428,12 @@ class Results:
     def rest(self) -> None:
         "Write what still waits for its turn."
         with self.held():
-            while self.waiting and not self.broken: self._write(self.waiting.pop(min(self.waiting)))
+            while self.waiting and not self.broken:
+                self._write(self.waiting.pop(min(self.waiting)))
 
     def _write(self, d: dict[str, Any]) -> None:
         from tqdm import tqdm
+
         size = file_size(self.f)
         try:
             with tqdm.external_write_mode(file=self.f):
@@ -303,144 +443,219 @@ class Results:
         except OSError as e:
             self.broken = True
             give_up(self.f, size)
-            if isinstance(e, BrokenPipeError): raise
-            raise JobError(f"can't write {self.name} ({e.strerror or e}): {self.written} of {self.total} records are in it", 1) from e
+            if isinstance(e, BrokenPipeError):
+                raise
+            raise JobError(
+                f"can't write {self.name} ({e.strerror or e}): {self.written} of {self.total} records are in it",
+                1,
+            ) from e
 
 # %% ../nbs/43_cli.ipynb #4dd9d71d
 def open_output(args: argparse.Namespace) -> TextIO | None:
     "The output file, open for writing, nothing in it touched yet; None without --output. Raises `JobError`."
     name = args.output
-    if name is None: return None
+    if name is None:
+        return None
     old = Path(name).is_file() and Path(name).stat().st_size > 0
-    if old and args.prompts_file not in (None, '-') and os.path.samefile(name, args.prompts_file):
+    if old and args.prompts_file not in (None, "-") and os.path.samefile(name, args.prompts_file):
         raise JobError(f"{name} is the prompts file: give the output another name")
-    if old and not args.overwrite: raise JobError(f"{name} is already there: give another name or --overwrite")
-    try: return open(name, 'a', encoding='utf-8', newline='\n')
-    except OSError as e: raise JobError(f"can't write {name} ({e.strerror or e})") from e
+    if old and not args.overwrite:
+        raise JobError(f"{name} is already there: give another name or --overwrite")
+    try:
+        return open(name, "a", encoding="utf-8", newline="\n")
+    except OSError as e:
+        raise JobError(f"can't write {name} ({e.strerror or e})") from e
 
 # %% ../nbs/43_cli.ipynb #45b01c22
 class Signals:
     "While entered, SIGINT and SIGTERM raise `KeyboardInterrupt`, except inside `held()`, after which they do."
-    def __init__(self) -> None: self.holding = self.pending = False
+
+    def __init__(self) -> None:
+        self.holding = self.pending = False
 
     def _got(self, *_: object) -> None:
-        if not self.holding: raise KeyboardInterrupt
+        if not self.holding:
+            raise KeyboardInterrupt
         self.pending = True
 
     def __enter__(self) -> Signals:
-        able = threading.current_thread() is threading.main_thread()      # only there can Python have handlers
+        able = (
+            threading.current_thread() is threading.main_thread()
+        )  # only there can Python have handlers
         self.old = {s: signal.signal(s, self._got) for s in (signal.SIGINT, signal.SIGTERM) if able}
         return self
 
     def __exit__(self, *_: object) -> None:
-        for s, h in self.old.items(): signal.signal(s, h)
+        for s, h in self.old.items():
+            signal.signal(s, h)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         self.holding = True
-        try: yield
-        finally: self.holding = False
+        try:
+            yield
+        finally:
+            self.holding = False
         if self.pending:
             self.pending = False
             raise KeyboardInterrupt
 
 # %% ../nbs/43_cli.ipynb #71bf1b23
-def outputs_of(llm: LLM | None, lines: Sequence[JobLine],
-               on_step: Callable[[int], object] | None = None) -> Iterator[tuple[int, RequestOutput]]:
+def outputs_of(
+    llm: LLM | None, lines: Sequence[JobLine], on_step: Callable[[int], object] | None = None
+) -> Iterator[tuple[int, RequestOutput]]:
     "Yield `(index, RequestOutput)` as requests finish: plain prompts, then conversations."
     from batchlab.lora import adapter_named
+
     for chat in (False, True):
-        group = [i for i, line in enumerate(lines) if not line.failure and (line.messages is not None) == chat]
-        if not group: continue
+        group = [
+            i
+            for i, line in enumerate(lines)
+            if not line.failure and (line.messages is not None) == chat
+        ]
+        if not group:
+            continue
         assert llm is not None
         prompts = [lines[i].conversation if chat else lines[i].prompt for i in group]
-        outs = llm.iter_outputs(prompts, [lines[i].options for i in group], chat=chat, on_step=on_step,
-                                timeout=[lines[i].timeout for i in group], lora_request=[lines[i].adapter or adapter_named(llm, lines[i].model) for i in group])
-        for k, out in outs: yield group[k], out
+        outs = llm.iter_outputs(
+            prompts,
+            [lines[i].options for i in group],
+            chat=chat,
+            on_step=on_step,
+            timeout=[lines[i].timeout for i in group],
+            lora_request=[lines[i].adapter or adapter_named(llm, lines[i].model) for i in group],
+        )
+        for k, out in outs:
+            yield group[k], out
+
 
 def check_names(llm: LLM, args: argparse.Namespace, lines: Sequence[JobLine]) -> None:
     "Let those of `lines` fail that ask for a model which is neither that of `llm` nor an adapter, if there are adapters. Raises `JobError`."
     from batchlab.models import DEFAULT_MODEL
     from batchlab.work.runner import ModelNames
+
     model = args.model or DEFAULT_MODEL
     names = ModelNames.of(llm, Path(model).name if os.path.exists(model) else model, any_model=True)
-    for line in lines: names.check(line)
+    for line in lines:
+        names.check(line)
+
 
 def run_lines(llm: LLM | None, lines: Sequence[JobLine], results: Results) -> list[RequestOutput]:
     "Put `lines` through `llm` into `results`, with a progress bar on a terminal. Returns the outputs."
     from batchlab.work.jobs import JobResult, Progress
+
     outs, r = [], JobResult(len(lines))
+
     def on_step(tokens: int) -> None:
         r.output_tokens += tokens
         progress.update()
+
     with contextlib.closing(Progress(r, note, False if note.as_json else None)) as progress:
         try:
             for i, line in enumerate(lines):
-                if line.failure: results.add(record(i, line))
+                if line.failure:
+                    results.add(record(i, line))
             r.failed = len(results.errors)
             for i, out in outputs_of(llm, lines, on_step):
                 results.add(record(i, lines[i], out))
                 outs.append(out)
                 r.failed, r.answered = len(results.errors), r.answered + (not out.error)
-                if not out.error: r.count(out)
+                if not out.error:
+                    r.count(out)
         except BaseException:
             results.rest()
             raise
-    if note.as_json: note(r)
+    if note.as_json:
+        note(r)
     return outs
 
 # %% ../nbs/43_cli.ipynb #eb5878c9
 def llm_options(args: argparse.Namespace) -> dict[str, Any]:
     "The arguments of `LLM` that the command line gives."
-    names = '''model dtype device max_num_seqs max_model_len max_num_batched_tokens strategy compile quantization
-        kv_cache_bytes enable_prefix_caching enable_lora max_loras max_lora_rank max_cpu_loras'''
-    return ({k: getattr(args, k) for k in names.split()} | ({'pooler_config': args.pooling} if getattr(args, 'pooling', None) else {})
-            | dict(lora_modules=[absolute_module(m) for m in args.lora_modules], chat_template=getattr(args, 'chat_template', None)) | args.idle)
+    names = """model dtype device max_num_seqs max_model_len max_num_batched_tokens strategy compile quantization
+        kv_cache_bytes enable_prefix_caching enable_lora max_loras max_lora_rank max_cpu_loras"""
+    return (
+        {k: getattr(args, k) for k in names.split()}
+        | ({"pooler_config": args.pooling} if getattr(args, "pooling", None) else {})
+        | dict(
+            lora_modules=[absolute_module(m) for m in args.lora_modules],
+            chat_template=getattr(args, "chat_template", None),
+        )
+        | args.idle
+    )
+
 
 def absolute_module(module: str) -> str:
     "'name=folder' with the folder's whole path, for workers that run elsewhere."
-    name, given, folder = module.partition('=')
-    return f'{name}={os.path.abspath(folder)}' if given and folder and not module.startswith('{') else module
+    name, given, folder = module.partition("=")
+    return (
+        f"{name}={os.path.abspath(folder)}"
+        if given and folder and not module.startswith("{")
+        else module
+    )
+
 
 def check_given(args: argparse.Namespace) -> None:
     "Look at the adapters and the chat template that the arguments name, before anything else is done. Raises `BatchlabError`."
-    if getattr(args, 'lora_modules', None):
+    if getattr(args, "lora_modules", None):
         from batchlab.lora import check_folders
+
         check_folders([absolute_module(m) for m in args.lora_modules], args.max_lora_rank)
-    if getattr(args, 'chat_template', None) is not None:
+    if getattr(args, "chat_template", None) is not None:
         from batchlab.models import check_template
+
         args.chat_template = check_template(args.chat_template)
+
 
 def load_llm(args: argparse.Namespace) -> LLM:
     "The `LLM` that the arguments ask for, which takes the settings that they give. Raises `BatchlabError`."
     from batchlab.llm import LLM
+
     llm = LLM(**llm_options(args))
     check_settings(llm, args)
     return llm
+
 
 def check_settings(llm: LLM, args: argparse.Namespace) -> None:
     "Raise `ParamError` if the sampling flags are none for the model of `llm`, its vocabulary and tokenizer: every line would fail of them."
     from batchlab.llm import grammar_for
     from batchlab.sampling import SamplingParams, SamplingRow
+
     given = given_settings(args)
-    if not given or not llm.can_generate: return
-    params = SamplingParams.of({'max_tokens': 1, 'temperature': 0., **given, 'min_tokens': 0})
-    SamplingRow.make(params, [0], llm.eos_ids, llm.tokenizer, 0, llm.vocab_size, llm.max_model_len, grammar_for(llm, params), llm.logprobs_mode)
+    if not given or not llm.can_generate:
+        return
+    params = SamplingParams.of({"max_tokens": 1, "temperature": 0.0, **given, "min_tokens": 0})
+    SamplingRow.make(
+        params,
+        [0],
+        llm.eos_ids,
+        llm.tokenizer,
+        0,
+        llm.vocab_size,
+        llm.max_model_len,
+        grammar_for(llm, params),
+        llm.logprobs_mode,
+    )
 
 # %% ../nbs/43_cli.ipynb #9d30ab3c
 def check_trace_path(args: argparse.Namespace) -> None:
     "Raise `JobError` if the file of `--trace` can't be written, or is no trace and there already."
     name = args.trace
-    if name is None: return
-    others = (getattr(args, k, None) for k in ('input', 'output', 'error_file', 'prompts_file'))
-    if os.path.realpath(name) in {os.path.realpath(p) for p in others if p and p != '-'}:
+    if name is None:
+        return
+    others = (getattr(args, k, None) for k in ("input", "output", "error_file", "prompts_file"))
+    if os.path.realpath(name) in {os.path.realpath(p) for p in others if p and p != "-"}:
         raise JobError(f"{name} is read or written already: give the trace another name")
-    if not Path(name).absolute().parent.is_dir(): raise JobError(f"can't write {name} (no such folder)")
+    if not Path(name).absolute().parent.is_dir():
+        raise JobError(f"can't write {name} (no such folder)")
     try:
-        with open(name, 'rb') as f: old = f.read(100)
-    except FileNotFoundError: return
-    except OSError as e: raise JobError(f"can't write {name} ({e.strerror or e})") from e
-    if old and b'batchlab-trace' not in old:
+        with open(name, "rb") as f:
+            old = f.read(100)
+    except FileNotFoundError:
+        return
+    except OSError as e:
+        raise JobError(f"can't write {name} ({e.strerror or e})") from e
+    if old and b"batchlab-trace" not in old:
         raise JobError(f"{name} is there already, and is no trace: give another name")
 
 # %% ../nbs/43_cli.ipynb #657dfcbe
@@ -448,42 +663,66 @@ def check_trace_path(args: argparse.Namespace) -> None:
 def traced(path: str | None, text: bool = True) -> Iterator[Callable[[LLM], LLM]]:
     "Give a function that begins to record an `LLM` and returns it; saved to `path` at the end, if not None."
     with contextlib.ExitStack() as stack:
+
         def watch(llm: LLM) -> LLM:
             if path:
                 recorder = llm.trace(text=text)
                 stack.callback(recorder.save, path)
                 stack.enter_context(recorder)
             return llm
+
         yield watch
 
 # %% ../nbs/43_cli.ipynb #4165d411
 def summary(results: Results) -> int:
     "Say in one line what failed, if anything. Returns the exit status."
-    if not results.errors: return 0
-    first = min(results.errors, key=lambda d: d['index'])
-    note(f"{len(results.errors)} of {results.total} requests failed, the first is request {first['index'] + 1}: "
-         f"{first['error']}", 'error')
+    if not results.errors:
+        return 0
+    first = min(results.errors, key=lambda d: d["index"])
+    note(
+        f"{len(results.errors)} of {results.total} requests failed, the first is request {first['index'] + 1}: "
+        f"{first['error']}",
+        "error",
+    )
     return 1
+
 
 def generate(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab generate`. Returns the exit status. Raises `BatchlabError`."
     from batchlab.models import resolve_device
     from batchlab.work.lines import DEFAULTS
-    options = flag_options(args, DEFAULTS['plain'])
+
+    options = flag_options(args, DEFAULTS["plain"])
     resolve_device(args.device)
     check_trace_path(args)
     lines, f = read_prompts(args, options), open_output(args)
-    with Signals() as signals, f or contextlib.nullcontext(sys.stdout) as out, traced(args.trace) as watch:
-        results = Results(out, args.output or 'standard output', json_line if f else as_text, len(lines), signals.held)
+    with (
+        Signals() as signals,
+        f or contextlib.nullcontext(sys.stdout) as out,
+        traced(args.trace) as watch,
+    ):
+        results = Results(
+            out,
+            args.output or "standard output",
+            json_line if f else as_text,
+            len(lines),
+            signals.held,
+        )
         try:
-            if llm is None and not all(line.failure for line in lines): llm = load_llm(args)
-            if llm: check_names(llm, args, lines)
-            if f and file_size(f): f.truncate(0)                        # pipes and devices have no size
+            if llm is None and not all(line.failure for line in lines):
+                llm = load_llm(args)
+            if llm:
+                check_names(llm, args, lines)
+            if f and file_size(f):
+                f.truncate(0)  # pipes and devices have no size
             outs = run_lines(watch(llm) if llm else None, lines, results)
-            if args.verify and outs and llm: note(llm.verify(outs))
+            if args.verify and outs and llm:
+                note(llm.verify(outs))
         except KeyboardInterrupt:
-            note(f"interrupted: {results.written} of {len(lines)} requests finished"
-                 + (f", they are in {args.output}" if f and results.written else ''))
+            note(
+                f"interrupted: {results.written} of {len(lines)} requests finished"
+                + (f", they are in {args.output}" if f and results.written else "")
+            )
             return 130
     return summary(results)
 
@@ -491,61 +730,104 @@ def generate(args: argparse.Namespace, llm: LLM | None = None) -> int:
 def job_of(args: argparse.Namespace) -> Job:
     "The `Job` that the arguments of `run` or `plan` ask for. Raises `BatchlabError`."
     from batchlab.work.jobs import Job
-    if getattr(args, 'dry_run', False): model = '' if getattr(args, 'lora_modules', None) else args.model or ''      # which needs no torch either
+
+    if getattr(args, "dry_run", False):
+        model = (
+            "" if getattr(args, "lora_modules", None) else args.model or ""
+        )  # which needs no torch either
     else:
         from batchlab.models import DEFAULT_MODEL, resolve_device
-        if getattr(args, 'ray', None): from batchlab.work.scaleout import RayJob as Job      # devices are the workers' there
-        else: resolve_device(args.device)
+
+        if getattr(args, "ray", None):
+            from batchlab.work.scaleout import RayJob as Job  # devices are the workers' there
+        else:
+            resolve_device(args.device)
         model = args.model or DEFAULT_MODEL
     given = {f.name: getattr(args, f.name) for f in fields(Job) if f.name in args}
-    return Job(**given, sampling_params=flag_options(args, {}) or None,
-               model_name=Path(model).name if os.path.exists(model) else model, say=note,
-               use_tqdm=False if note.as_json else None)
+    return Job(
+        **given,
+        sampling_params=flag_options(args, {}) or None,
+        model_name=Path(model).name if os.path.exists(model) else model,
+        say=note,
+        use_tqdm=False if note.as_json else None,
+    )
 
 # %% ../nbs/43_cli.ipynb #a5c18fe1
 def run_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab run`. Returns the exit status. Raises `BatchlabError`."
-    if args.output is None and not args.dry_run: raise JobError("no --output: give a file for the answers, or --dry-run")
+    if args.output is None and not args.dry_run:
+        raise JobError("no --output: give a file for the answers, or --dry-run")
     from batchlab.work.jobs import ProgressLine
-    if args.ray and (args.trace or '-' in (args.input, args.output)): raise JobError("--ray takes files, no --trace")
+
+    if args.ray and (args.trace or "-" in (args.input, args.output)):
+        raise JobError("--ray takes files, no --trace")
     check_trace_path(args)
-    with Signals(), input_file(args.input, text=args.command == 'embed', form=args.form) as args.input:
+    with (
+        Signals(),
+        input_file(args.input, text=args.command == "embed", form=args.form) as args.input,
+    ):
         job = job_of(args)
         if args.dry_run:
             plan = job.dry_run()
             print(plan.said(args.spell))
             return int(plan.failed > 0)
-        try: result = run_with_ray(args, job) if args.ray else run_here(args, job, llm)
+        try:
+            result = run_with_ray(args, job) if args.ray else run_here(args, job, llm)
         except KeyboardInterrupt:
-            r, again = getattr(job, 'result', None), '' if args.output == '-' else '; the same command goes on'
-            note('interrupted' + (f": {r.done} of {r.total} requests done{again}" if r else ''))
+            r, again = (
+                getattr(job, "result", None),
+                "" if args.output == "-" else "; the same command goes on",
+            )
+            note("interrupted" + (f": {r.done} of {r.total} requests done{again}" if r else ""))
             return 130
     summary = ProgressLine(result.said(args.spell))
     summary.figures = result.figures
     note(summary)
     return int(result.failed > 0)
 
+
 def run_here(args: argparse.Namespace, job: Job, llm: LLM | None = None) -> JobResult:
     "Run `job` in this process. Returns the `JobResult`. Raises `BatchlabError`."
     job.check()
-    if args.output == '-' and not getattr(args, 'texts', None): note('answers go to standard output: ended in the middle, this run can not go on')
+    if args.output == "-" and not getattr(args, "texts", None):
+        note("answers go to standard output: ended in the middle, this run can not go on")
     with traced(args.trace, text=False) as watch:
-        return job.run(lambda: watch(llm or suggested(load_llm(args), args, job.result.total - job.result.done)))
+        return job.run(
+            lambda: watch(
+                llm or suggested(load_llm(args), args, job.result.total - job.result.done)
+            )
+        )
+
 
 def suggested(llm: LLM, args: argparse.Namespace, requests: int) -> LLM:
     "`llm`, once one line has said what would make so many `requests` faster, if flags that were given make them slow."
     from batchlab.advice import advise
-    usual = dict(max_num_seqs=None, strategy='continuous', compile='auto', dtype='auto', enable_prefix_caching=True)
+
+    usual = dict(
+        max_num_seqs=None,
+        strategy="continuous",
+        compile="auto",
+        dtype="auto",
+        enable_prefix_caching=True,
+    )
     given = {name for name, value in usual.items() if getattr(args, name) != value}
-    about = lambda message: any(isinstance(x, Option) and x.name in given for x in message.fields.values())
-    if found := next(filter(about, advise(llm, requests)), None): note(f'faster: {found.said(args.spell)}')
+    about = lambda message: any(
+        isinstance(x, Option) and x.name in given for x in message.fields.values()
+    )
+    if found := next(filter(about, advise(llm, requests)), None):
+        note(f"faster: {found.said(args.spell)}")
     return llm
+
 
 def run_with_ray(args: argparse.Namespace, job: Job) -> JobResult:
     "Run `job` by workers on Ray. Returns the `JobResult`. Raises `BatchlabError`."
     from batchlab.work.scaleout import Pool, run_jobs, shards
-    pool = lambda: Pool(args.ray, args.ray_cpus, args.ray_gpus, args.ray_address, llm_options(args), note)
+
+    pool = lambda: Pool(
+        args.ray, args.ray_cpus, args.ray_gpus, args.ray_address, llm_options(args), note
+    )
     return run_jobs(shards(job), pool)
+
 
 def plan_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab plan`. Returns the exit status. Raises `BatchlabError`."
@@ -554,17 +836,21 @@ def plan_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
         job = job_of(args)
         job.check()
         llm = llm or load_llm(args)
-        if not (llm.can_generate or args.embed) and job.line_form == 'plain': raise JobError('this model writes no text: --embed plans for vectors of the texts')
+        if not (llm.can_generate or args.embed) and job.line_form == "plain":
+            raise JobError("this model writes no text: --embed plans for vectors of the texts")
         plan = job.plan(llm, args.calibrate)
         print(plan.said(args.spell))
     return int(plan.failed > 0)
 
+
 def view_trace(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab view`. Returns the exit status. Raises `TraceError`."
     from batchlab.views.viewer import open_page, write_page
+
     path = write_page(args.trace, args.output, args.overwrite)
     print(path)
-    if args.open and not open_page(path): note(f'no browser found here: open {path} in one')
+    if args.open and not open_page(path):
+        note(f"no browser found here: open {path} in one")
     return 0
 
 # %% ../nbs/43_cli.ipynb #c46b9344
@@ -572,165 +858,276 @@ def view_trace(args: argparse.Namespace, llm: LLM | None = None) -> int:
 def texts_file(texts: Sequence[str], name: str | None) -> Iterator[str]:
     "Give file `name`, or that of a temporary file with `texts`, while the context lasts. Raises `JobError`."
     import tempfile
-    if texts and name is not None: raise JobError('texts and --input: give one of them')
+
+    if texts and name is not None:
+        raise JobError("texts and --input: give one of them")
     if not texts:
-        if name is None and (sys.stdin is None or sys.stdin.isatty()): raise JobError('no texts: give some, such as batchlab embed "The sky is blue", or --input')
-        yield name or '-'
+        if name is None and (sys.stdin is None or sys.stdin.isatty()):
+            raise JobError(
+                'no texts: give some, such as batchlab embed "The sky is blue", or --input'
+            )
+        yield name or "-"
     else:
-        with tempfile.TemporaryDirectory(prefix='batchlab-') as folder:
-            path = Path(folder)/'texts.jsonl'
-            path.write_text(''.join(json_line(dict(prompt=t)) for t in texts), encoding='utf-8', errors='surrogateescape')
+        with tempfile.TemporaryDirectory(prefix="batchlab-") as folder:
+            path = Path(folder) / "texts.jsonl"
+            path.write_text(
+                "".join(json_line(dict(prompt=t)) for t in texts),
+                encoding="utf-8",
+                errors="surrogateescape",
+            )
             yield str(path)
+
 
 def vectors_asked(args: argparse.Namespace) -> PoolingRequest:
     "What `embed` and `plan --embed` ask for each text. Without a `model`, `args` get one for embeddings. Raises `ParamError`."
     from batchlab.pooled import PoolingParams
     from batchlab.work.pooling_api import PoolingRequest
-    given = argparse.Namespace(**dict.fromkeys('dry_run normalize dimensions truncate prompt_name pooling'.split()) | vars(args))
+
+    given = argparse.Namespace(
+        **dict.fromkeys("dry_run normalize dimensions truncate prompt_name pooling".split())
+        | vars(args)
+    )
     if not (given.dry_run or args.model):
         from batchlab.fetching import DEFAULT_EMBEDDING_MODEL
+
         args.model = DEFAULT_EMBEDDING_MODEL
-    params = PoolingParams('embed', given.normalize, given.dimensions, -1 if given.truncate else None, prompt_name=given.prompt_name)
-    return PoolingRequest('embed', [], params=params, asked=dict(pooling=given.pooling))
+    params = PoolingParams(
+        "embed",
+        given.normalize,
+        given.dimensions,
+        -1 if given.truncate else None,
+        prompt_name=given.prompt_name,
+    )
+    return PoolingRequest("embed", [], params=params, asked=dict(pooling=given.pooling))
+
 
 def embed(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab embed`. Returns the exit status. Raises `BatchlabError`."
     args.embed = vectors_asked(args)
-    args.output, args.ordered = args.output or '-', True               # a vector is found by its place
-    with texts_file(args.texts, args.input) as args.input: return run_job(args, llm)
+    args.output, args.ordered = args.output or "-", True  # a vector is found by its place
+    with texts_file(args.texts, args.input) as args.input:
+        return run_job(args, llm)
 
 # %% ../nbs/43_cli.ipynb #srv43002
 def api_key_of(args: argparse.Namespace) -> str | None:
     "The key that clients of `serve` must send, or None. Raises `JobError`."
-    key = args.api_key if args.api_key is not None else os.environ.get('BATCHLAB_API_KEY') or None
-    if key is not None and (not key.strip() or key != key.strip() or not key.isascii() or not key.isprintable()):
-        raise JobError('an API key must be of plain ASCII characters, with none of space around it: give another')
+    key = args.api_key if args.api_key is not None else os.environ.get("BATCHLAB_API_KEY") or None
+    if key is not None and (
+        not key.strip() or key != key.strip() or not key.isascii() or not key.isprintable()
+    ):
+        raise JobError(
+            "an API key must be of plain ASCII characters, with none of space around it: give another"
+        )
     return key
+
 
 @contextlib.contextmanager
 def batch_workers(args: argparse.Namespace) -> Iterator[BatchWorkers | None]:
     "The workers on Ray that the arguments of `serve` ask for, if any, while the context lasts. Raises `JobError`."
-    if not args.ray: return (yield None)
+    if not args.ray:
+        return (yield None)
     from batchlab.work.scaleout import BatchWorkers, Pool
-    workers = BatchWorkers(lambda: Pool(args.ray, args.ray_cpus, args.ray_gpus, args.ray_address, llm_options(args), note)).start()
-    try: yield workers
-    finally: workers.stop()
+
+    workers = BatchWorkers(
+        lambda: Pool(
+            args.ray, args.ray_cpus, args.ray_gpus, args.ray_address, llm_options(args), note
+        )
+    ).start()
+    try:
+        yield workers
+    finally:
+        workers.stop()
+
 
 @contextlib.contextmanager
 def store_in(args: argparse.Namespace) -> Iterator[BatchStore | None]:
     "The files and batches of `serve --data`, if it is given, while the context lasts. Raises `JobError`."
-    if args.data is None: return (yield None)
+    if args.data is None:
+        return (yield None)
     from batchlab.work.batches import BatchStore
-    with contextlib.closing(BatchStore(args.data)) as store: yield store
 
-def batches_in(store: BatchStore | None, args: argparse.Namespace, llm: LLM, name: str, workers: BatchWorkers | None) -> BatchRunner | None:
+    with contextlib.closing(BatchStore(args.data)) as store:
+        yield store
+
+
+def batches_in(
+    store: BatchStore | None,
+    args: argparse.Namespace,
+    llm: LLM,
+    name: str,
+    workers: BatchWorkers | None,
+) -> BatchRunner | None:
     "What runs the batches of `store`, through `workers` or else `llm`, whose model goes by `name`; None without a store."
-    if store is None: return None
+    if store is None:
+        return None
     from batchlab.work.batches import BatchRunner
+
     return BatchRunner(store, llm, name, args.fail_whole, workers=workers)
 
-LOOPBACK = '127.0.0.1', 'localhost', '::1'
+
+LOOPBACK = "127.0.0.1", "localhost", "::1"
+
 
 def page_of(args: argparse.Namespace, key: str | None) -> list[APIRouter]:
     "The page of the server, unless it is switched off; without a `key` only for who calls the server by a name of its own."
-    if not args.page: return []
+    if not args.page:
+        return []
     from batchlab.work.page import page_router
+
     return [page_router(args.data is not None, None if key else [args.host, socket.gethostname()])]
+
 
 def serve(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab serve`. Returns the exit status. Raises `BatchlabError`."
     key = api_key_of(args)
-    for flag in ('--ray', '--fail-whole'):
-        if getattr(args, flag[2:].replace('-', '_')) and not args.data: raise JobError(f'{flag} is for batches: say with --data FOLDER where they are kept')
+    for flag in ("--ray", "--fail-whole"):
+        if getattr(args, flag[2:].replace("-", "_")) and not args.data:
+            raise JobError(f"{flag} is for batches: say with --data FOLDER where they are kept")
     from batchlab.work.server import AsyncLLM, Server, create_app, listen, url_of
     from batchlab.models import DEFAULT_MODEL, resolve_device
+
     resolve_device(args.device)
     model, server = args.model or DEFAULT_MODEL, None
     name = args.served_model_name or (Path(model).name if os.path.exists(model) else model)
-    with listen(args.host, args.port) as sock, batch_workers(args) as workers, store_in(args) as store:
+    with (
+        listen(args.host, args.port) as sock,
+        batch_workers(args) as workers,
+        store_in(args) as store,
+    ):
         url = url_of(sock)
         if key is None and args.host not in LOOPBACK:
-            note(f'whoever reaches {url} can use this model: give BATCHLAB_API_KEY', 'warning')
+            note(f"whoever reaches {url} can use this model: give BATCHLAB_API_KEY", "warning")
         engine = AsyncLLM(llm or load_llm(args), max_pending=args.max_pending)
         alone = key is None and args.host in LOOPBACK
-        app = create_app(engine, name, api_key=key, batches=batches_in(store, args, engine.llm, name, workers), others=[] if args.served_model_name else [model],
-                         routers=page_of(args, key), say=note if args.request_log else None, names=[socket.gethostname()] if alone else None, origins=args.allowed_origins)
-        server = Server(app, args.drain, lambda: note(f'{name} is served at {url}/v1'), say=note)
+        app = create_app(
+            engine,
+            name,
+            api_key=key,
+            batches=batches_in(store, args, engine.llm, name, workers),
+            others=[] if args.served_model_name else [model],
+            routers=page_of(args, key),
+            say=note if args.request_log else None,
+            names=[socket.gethostname()] if alone else None,
+            origins=args.allowed_origins,
+        )
+        server = Server(app, args.drain, lambda: note(f"{name} is served at {url}/v1"), say=note)
         server.run([sock])
-        if server.force_exit:                       # the engine may be in the middle of a step: leave without waiting for it
+        if (
+            server.force_exit
+        ):  # the engine may be in the middle of a step: leave without waiting for it
             sys.stderr.flush()
             os._exit(130)
-    note('stopped')
+    note("stopped")
     return 0
 
 # %% ../nbs/43_cli.ipynb #fd786c93
 def print_kept(found: Iterable[Kept]) -> None:
     "One line for each of `found`, and their sum."
     found = list(found)
-    for k in found: print(f'{k.nbytes / 1e6:9,.1f} MB  {k.name}  {k.path}')
-    print(f'{sum(k.nbytes for k in found) / 1e6:9,.1f} MB in all')
+    for k in found:
+        print(f"{k.nbytes / 1e6:9,.1f} MB  {k.name}  {k.path}")
+    print(f"{sum(k.nbytes for k in found) / 1e6:9,.1f} MB in all")
+
 
 def manage_models(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab models`. Returns the exit status. Raises `BatchlabError`."
     from batchlab.storage import hub, own, remove
-    name = args.name or ''
-    if args.what == 'rm' and not name: raise JobError('no name: `batchlab models` lists what can be removed')
-    if args.what == 'list': print_kept(k for k in own() + hub() if k.kind == 'model' and name in ('', k.name))
-    if args.what == 'rm': print_kept(remove(name))
-    if args.what == 'pull':
+
+    name = args.name or ""
+    if args.what == "rm" and not name:
+        raise JobError("no name: `batchlab models` lists what can be removed")
+    if args.what == "list":
+        print_kept(k for k in own() + hub() if k.kind == "model" and name in ("", k.name))
+    if args.what == "rm":
+        print_kept(remove(name))
+    if args.what == "pull":
         from batchlab.fetching import find_model
+
         print(find_model(args.name))
     return 0
+
 
 def manage_cache(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab cache`. Returns the exit status. Raises `BatchlabError`."
     from batchlab.storage import clear, own
-    print_kept(clear() if args.what == 'clear' else own())
+
+    print_kept(clear() if args.what == "clear" else own())
     return 0
+
 
 def print_completion(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab completion`. Returns the exit status."
-    print(completion(args.shell), end='')
+    print(completion(args.shell), end="")
     return 0
+
 
 def submit_batch(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab batch`. Returns the exit status. Raises `JobError`."
     from batchlab.work.client import command
-    if args.what != 'submit' or not args.name: return command(args, note)
-    with input_file(args.name, form='batch') as args.name: return command(args, note)
+
+    if args.what != "submit" or not args.name:
+        return command(args, note)
+    with input_file(args.name, form="batch") as args.name:
+        return command(args, note)
 
 # %% ../nbs/43_cli.ipynb #stream02
 @contextlib.contextmanager
 def standard_streams() -> Iterator[None]:
     "While entered, standard output takes every letter, closed streams are no file's, and at the end nothing waits in standard output."
     for fd in range(3):
-        try: os.fstat(fd)
-        except OSError: os.open(os.devnull, os.O_RDWR)             # takes the lowest number that is free, which is this one
-    err, out, errors = sys.stderr, sys.stdout, getattr(sys.stdout, 'errors', None)
-    if err is None: sys.stderr = open(os.devnull, 'w', encoding='utf-8')
-    lossy = errors == 'strict' or errors == 'surrogateescape' and out.encoding.lower() not in ('utf-8', 'utf8')
-    if lossy and isinstance(out, io.TextIOWrapper): out.reconfigure(errors='backslashreplace')
-    try: yield
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(
+                os.devnull, os.O_RDWR
+            )  # takes the lowest number that is free, which is this one
+    err, out, errors = sys.stderr, sys.stdout, getattr(sys.stdout, "errors", None)
+    if err is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")
+    lossy = (
+        errors == "strict"
+        or errors == "surrogateescape"
+        and out.encoding.lower() not in ("utf-8", "utf8")
+    )
+    if lossy and isinstance(out, io.TextIOWrapper):
+        out.reconfigure(errors="backslashreplace")
+    try:
+        yield
     finally:
-        with contextlib.suppress(OSError, JobError): flush_output()
-        if err is None: sys.stderr = err
-        if lossy and isinstance(out, io.TextIOWrapper): out.reconfigure(errors=errors)
+        with contextlib.suppress(OSError, JobError):
+            flush_output()
+        if err is None:
+            sys.stderr = err
+        if lossy and isinstance(out, io.TextIOWrapper):
+            out.reconfigure(errors=errors)
+
 
 def flush_output() -> None:
     "Write what standard output still holds; what it does not take goes nowhere. Raises `JobError`, `BrokenPipeError`."
-    if (out := sys.stdout) is None: return
-    try: out.flush()
+    if (out := sys.stdout) is None:
+        return
+    try:
+        out.flush()
     except OSError as e:
         give_up(out, None)
-        if isinstance(e, BrokenPipeError): raise
+        if isinstance(e, BrokenPipeError):
+            raise
         raise JobError(f"can't write standard output ({e.strerror or e})", 1) from e
+
 
 def check_output_open(args: argparse.Namespace) -> None:
     "Raise `JobError` if standard output is closed and the command that `args` are for writes to it."
-    output, named = getattr(args, 'output', None), 'output' in args and args.command != 'view'
-    silent = args.command in ('serve',) or named and output not in (None, '-') and args.command != 'batch'
-    if sys.stdout is None and (not silent or getattr(args, 'dry_run', False)):
-        raise JobError(f"standard output is closed, and {args.command} writes to it: lead it to a file with >{', or give --output' * named}")
+    output, named = getattr(args, "output", None), "output" in args and args.command != "view"
+    silent = (
+        args.command in ("serve",)
+        or named
+        and output not in (None, "-")
+        and args.command != "batch"
+    )
+    if sys.stdout is None and (not silent or getattr(args, "dry_run", False)):
+        raise JobError(
+            f"standard output is closed, and {args.command} writes to it: lead it to a file with >{', or give --output' * named}"
+        )
 
 # %% ../nbs/43_cli.ipynb #238aecb1
 def main(argv: Sequence[str] | None = None, llm: LLM | None = None) -> int:
@@ -739,35 +1136,59 @@ def main(argv: Sequence[str] | None = None, llm: LLM | None = None) -> int:
     with standard_streams():
         try:
             args = parse_args(sys.argv[1:] if argv is None else list(argv))
-            note.as_json, spell = getattr(args, 'log_json', False), getattr(args, 'spell', str)
+            note.as_json, spell = getattr(args, "log_json", False), getattr(args, "spell", str)
             check_output_open(args)
-            with log_as_notes(): status = call(args, llm)
+            with log_as_notes():
+                status = call(args, llm)
             flush_output()
             return status
-        except SystemExit as e: return int(e.code or 0)      # --help and --version
+        except SystemExit as e:
+            return int(e.code or 0)  # --help and --version
         except KeyboardInterrupt:
-            note('interrupted')
+            note("interrupted")
             return 130
-        except BrokenPipeError: return 1                # the reader of our output left, as head does
-        except Exception as e: return told(e, spell)
+        except BrokenPipeError:
+            return 1  # the reader of our output left, as head does
+        except Exception as e:
+            return told(e, spell)
 
 # %% ../nbs/43_cli.ipynb #da178f3b
 def call(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run the command that `args` is for. Returns the exit status."
-    commands = dict(generate=generate, run=run_job, embed=embed, serve=serve, plan=plan_job, view=view_trace, models=manage_models, cache=manage_cache,
-                    batch=submit_batch, completion=print_completion)
+    commands = dict(
+        generate=generate,
+        run=run_job,
+        embed=embed,
+        serve=serve,
+        plan=plan_job,
+        view=view_trace,
+        models=manage_models,
+        cache=manage_cache,
+        batch=submit_batch,
+        completion=print_completion,
+    )
     check_given(args)
-    if args.command in commands: return commands[args.command](args, llm)
+    if args.command in commands:
+        return commands[args.command](args, llm)
     from batchlab.bench import main
+
     return main(args.rest)
+
 
 def told(e: Exception, spell: Callable[[Option], str] = str) -> int:
     "Say error `e`, its options as `spell` writes them, in one line if it is one that users meet, else raise it again. Returns the exit status."
-    if isinstance(e, MemoryError) or type(e).__name__ == 'OutOfMemoryError':      # torch's, without importing it to ask
-        e = JobError("out of memory: lower --max-num-seqs or --max-model-len, or take a smaller model or dtype", 1)
-    if not isinstance(e, (BatchlabError, OSError)): raise e
-    note(e.said(spell) if isinstance(e, BatchlabError) else e, 'error')
-    return getattr(e, 'status', 2)
+    if (
+        isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError"
+    ):  # torch's, without importing it to ask
+        e = JobError(
+            "out of memory: lower --max-num-seqs or --max-model-len, or take a smaller model or dtype",
+            1,
+        )
+    if not isinstance(e, (BatchlabError, OSError)):
+        raise e
+    note(e.said(spell) if isinstance(e, BatchlabError) else e, "error")
+    return getattr(e, "status", 2)
 
 # %% ../nbs/43_cli.ipynb #9c67c720
-if __name__ == '__main__' and '__file__' in globals(): sys.exit(main())      # not in a notebook
+if __name__ == "__main__" and "__file__" in globals():
+    sys.exit(main())  # not in a notebook

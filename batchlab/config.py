@@ -16,7 +16,14 @@ from typing import Any
 import psutil, torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from .attention import StateProbe, TorchBackend, attention_override, layer_specs, probe_rows, sees_back_only
+from batchlab.attention import (
+    StateProbe,
+    TorchBackend,
+    attention_override,
+    layer_specs,
+    probe_rows,
+    sees_back_only,
+)
 from .backends import Backend, BackendOptions, select_backend
 from .errors import Option, ParamError, Unavailable, UnsupportedModelError
 from .fetching import find_model
@@ -24,28 +31,37 @@ from .loading import load_tokenizer
 from .models import load_model, max_model_len
 from .names import whole_number, written
 from .padding import Probe, can_pad, same_as_alone
-from .pooled import PoolerConfig as PoolerConfig                # its place in vLLM
+from .pooled import PoolerConfig as PoolerConfig  # its place in vLLM
 from .prefill import kv_bytes_per_token
 from .scheduler import Request
 from .shown import megabytes
 from .slots import Shape
 
-log = logging.getLogger('batchlab')
+log = logging.getLogger("batchlab")
 
 # %% ../nbs/73_recovery.ipynb #4b07a5d1
-def model_and_tokenizer(model: Any, tokenizer: Any, dtype: Any, device: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+def model_and_tokenizer(
+    model: Any, tokenizer: Any, dtype: Any, device: Any
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     "What `LLM` was given, as `(model, tokenizer or None)`. Raises `ModelError`, `ParamError`."
-    if isinstance(tokenizer, str) or hasattr(tokenizer, '__fspath__'): tokenizer = load_tokenizer(find_model(tokenizer, weights=False))
-    if tokenizer is not None and not hasattr(tokenizer, 'decode'):
-        raise ParamError(f'tokenizer must be a hub id, a folder, a .gguf file or a loaded tokenizer, got {type(tokenizer).__name__}')
-    if model is None or isinstance(model, str) or hasattr(model, '__fspath__'):
+    if isinstance(tokenizer, str) or hasattr(tokenizer, "__fspath__"):
+        tokenizer = load_tokenizer(find_model(tokenizer, weights=False))
+    if tokenizer is not None and not hasattr(tokenizer, "decode"):
+        raise ParamError(
+            f"tokenizer must be a hub id, a folder, a .gguf file or a loaded tokenizer, got {type(tokenizer).__name__}"
+        )
+    if model is None or isinstance(model, str) or hasattr(model, "__fspath__"):
         model, own = load_model(model if model is None else str(model), dtype=dtype, device=device)
         return model, own if tokenizer is None else tokenizer
-    if not hasattr(getattr(model, 'config', None), 'get_text_config'):
-        raise ParamError('model must be a hub id, a folder, a .gguf file or a loaded transformers model, '
-                         f'got {type(model).__name__}')
-    if dtype != 'auto' or device not in ('auto', None):
-        raise ParamError('dtype and device are for models loaded by name: give the loaded model as you want it')
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        raise ParamError(
+            "model must be a hub id, a folder, a .gguf file or a loaded transformers model, "
+            f"got {type(model).__name__}"
+        )
+    if dtype != "auto" or device not in ("auto", None):
+        raise ParamError(
+            "dtype and device are for models loaded by name: give the loaded model as you want it"
+        )
     return model, tokenizer
 
 # %% ../nbs/73_recovery.ipynb #5daab18f
@@ -54,9 +70,12 @@ def no_collection() -> Iterator[None]:
     "Python's garbage collector waits meanwhile: a model and its tokenizer are many new objects, and none of them is garbage."
     was_on = gc.isenabled()
     gc.disable()
-    try: yield
+    try:
+        yield
     finally:
-        if was_on: gc.enable()
+        if was_on:
+            gc.enable()
+
 
 @torch.inference_mode()
 def check_causal(model: PreTrainedModel) -> None:
@@ -64,96 +83,151 @@ def check_causal(model: PreTrainedModel) -> None:
     ids = list(range(1, 10))
     try:
         logits = model(torch.tensor([ids], device=model.device), use_cache=False).logits[0, :3]
-        causal = same_as_alone(model, [ids[:1], ids[:2], ids[:3]], logits, tolerance=5e-2)     # a model that is not causal is far off
+        causal = same_as_alone(
+            model, [ids[:1], ids[:2], ids[:3]], logits, tolerance=5e-2
+        )  # a model that is not causal is far off
     except Exception as e:
-        why = ' '.join(str(e).split())[:100]
-        raise UnsupportedModelError(f'{type(model).__name__} is not a causal LM that takes input_ids and returns logits '
-                                    f'({why}): load one with AutoModelForCausalLM') from e
+        why = " ".join(str(e).split())[:100]
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not a causal LM that takes input_ids and returns logits "
+            f"({why}): load one with AutoModelForCausalLM"
+        ) from e
     if not causal:
-        raise UnsupportedModelError(f'{type(model).__name__} is not causal, its logits change with later tokens: '
-                                    'take a decoder model (an encoder with is_decoder=True in its config becomes one)')
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not causal, its logits change with later tokens: "
+            "take a decoder model (an encoder with is_decoder=True in its config becomes one)"
+        )
 
-def probe_model(model: PreTrainedModel, packed: bool = True, switch: int | None = None,
-                options: BackendOptions | None = None) -> tuple[list[Shape] | None, bool | None, Backend]:
+
+def probe_model(
+    model: PreTrainedModel,
+    packed: bool = True,
+    switch: int | None = None,
+    options: BackendOptions | None = None,
+) -> tuple[list[Shape] | None, bool | None, Backend]:
     """How `model` can run: `(shapes, paddable, backend)`, the shapes of its KV or None if not packed. Says so where it is slower.
 
     `paddable` is None where nobody needs to know. The backend, looked for with `options`, has shown that it runs the model rightly; of a
     model that does not run packed it stands for nothing. Raises `UnsupportedModelError`, and `CompileError` as `select_backend` does."""
-    shapes, why, backend = None, None, TorchBackend(model, [], 'it does not run packed')
+    shapes, why, backend = None, None, TorchBackend(model, [], "it does not run packed")
     with attention_override(model):
-        paddable = can_pad(model) if switch or not packed else None              # first, for a backend may take the weights
+        paddable = (
+            can_pad(model) if switch or not packed else None
+        )  # first, for a backend may take the weights
         if packed:
-            probe = Probe(model, probe_rows(model), at_once=True)                # the model's own answers, asked for once
+            probe = Probe(
+                model, probe_rows(model), at_once=True
+            )  # the model's own answers, asked for once
             try:
                 specs = layer_specs(model)
                 asked = replace(options or BackendOptions(), probe=probe, specs=specs, untried=True)
                 backend = select_backend(model, shapes := [spec.shape for spec in specs], asked)
-            except Unavailable as e: shapes, why = None, e
-        if shapes is None and paddable is None: paddable = can_pad(model)
-        if shapes is None and not paddable: check_causal(model)
+            except Unavailable as e:
+                shapes, why = None, e
+        if shapes is None and paddable is None:
+            paddable = can_pad(model)
+        if shapes is None and not paddable:
+            check_causal(model)
     name = type(model).__name__
     if shapes is None and not paddable:
-        log.warning('%s gives other logits in a padded batch than alone: its requests run one at a time, without a '
-                    'cache, which is slow', name)
-    elif why: log.warning('%s runs in padded batches, not packed: %s', name, why)
+        log.warning(
+            "%s gives other logits in a padded batch than alone: its requests run one at a time, without a "
+            "cache, which is slow",
+            name,
+        )
+    elif why:
+        log.warning("%s runs in padded batches, not packed: %s", name, why)
     return shapes, paddable, backend
 
-def probe_pooling(model: PreTrainedModel, options: BackendOptions | None = None) -> tuple[list[Shape] | None, bool, Backend]:
+
+def probe_pooling(
+    model: PreTrainedModel, options: BackendOptions | None = None
+) -> tuple[list[Shape] | None, bool, Backend]:
     """How a `model` that writes no text can run: `(shapes or None, causal, backend)`. Says so where it is slower.
 
     The shapes are None where it runs one text at a time; `causal`: whether a token sees only what stands before it. Raises `UnsupportedModelError`."""
     try:
-        with attention_override(model): causal = sees_back_only(model)
+        with attention_override(model):
+            causal = sees_back_only(model)
     except Exception as e:
-        raise UnsupportedModelError(f'{type(model).__name__} takes no ids, or gives no hidden states ({" ".join(str(e).split())[:100]})') from e
+        raise UnsupportedModelError(
+            f"{type(model).__name__} takes no ids, or gives no hidden states ({' '.join(str(e).split())[:100]})"
+        ) from e
     with attention_override(model):
         try:
             specs = layer_specs(model, causal, hidden=True)
-            asked = replace(options or BackendOptions(), probe=StateProbe(model, probe_rows(model), causal), specs=specs, untried=True)
+            asked = replace(
+                options or BackendOptions(),
+                probe=StateProbe(model, probe_rows(model), causal),
+                specs=specs,
+                untried=True,
+            )
             shapes = [spec.shape for spec in specs]
             return shapes, causal, select_backend(model, shapes, asked)
-        except Unavailable as e: why = e
-    log.warning('%s runs one text at a time, not packed: %s', type(model).__name__, why)
-    return None, causal, TorchBackend(model, [], 'it does not run packed')
+        except Unavailable as e:
+            why = e
+    log.warning("%s runs one text at a time, not packed: %s", type(model).__name__, why)
+    return None, causal, TorchBackend(model, [], "it does not run packed")
 
 # %% ../nbs/73_recovery.ipynb #493215ba
 def rope_switch(model: PreTrainedModel) -> int | None:
     "The length beyond which a model rotates all positions of a batch differently (`longrope`), or None."
     config = model.config.get_text_config()
-    rope = getattr(config, 'rope_parameters', None) or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     each = [r for r in rope.values() if isinstance(r, dict)] or [rope]
-    own = getattr(config, 'original_max_position_embeddings', None)
-    limits: list[Any] = [r.get('original_max_position_embeddings') or own for r in each if r.get('rope_type') == 'longrope']
+    own = getattr(config, "original_max_position_embeddings", None)
+    limits: list[Any] = [
+        r.get("original_max_position_embeddings") or own
+        for r in each
+        if r.get("rope_type") == "longrope"
+    ]
     return min(limits, default=None)
+
 
 def rope_side(session: Any, switch: int | None) -> str:
     "Where `session` (or `Request`) stands to a `rope_switch`: 'below' it to the end, 'beyond' it from the start, or 'across'."
-    if switch is None or len(session.prompt_ids) + session.max_tokens <= switch: return 'below'
-    return 'beyond' if len(session.prompt_ids) > switch else 'across'
+    if switch is None or len(session.prompt_ids) + session.max_tokens <= switch:
+        return "below"
+    return "beyond" if len(session.prompt_ids) > switch else "across"
 
-def select_runner(r: Request, switch: int | None, shapes: Sequence[Shape] | None, paddable: bool | None) -> str:
+
+def select_runner(
+    r: Request, switch: int | None, shapes: Sequence[Shape] | None, paddable: bool | None
+) -> str:
     """How request `r` is to run: 'packed', 'padded', 'beyond' (padded, all past the rope's switch), 'solo'; or 'pooled' if it wants hidden states,
     'pooled alone' where others would change its rotations."""
-    if r.pool is not None: return 'pooled' if rope_side(r, switch) == 'below' else 'pooled alone'
+    if r.pool is not None:
+        return "pooled" if rope_side(r, switch) == "below" else "pooled alone"
     side = rope_side(r, switch)
-    if side == 'below' and shapes: return 'packed'
-    if side == 'across' or not paddable or r.prompt_logprobs is not None: return 'solo'
-    return 'padded' if side == 'below' else 'beyond'
+    if side == "below" and shapes:
+        return "packed"
+    if side == "across" or not paddable or r.prompt_logprobs is not None:
+        return "solo"
+    return "padded" if side == "below" else "beyond"
 
 # %% ../nbs/73_recovery.ipynb #c7bf9f25
 def context_limit(model: PreTrainedModel, asked: int | None = None) -> int | None:
     "The most tokens of a request, prompt and answer: the model's context, or `asked` if less. Raises `ParamError`."
     own = max_model_len(model)
     if asked and own and asked > own:
-        raise ParamError("{asked} is more than the model's context of {own} tokens: lower it", asked=Option('max_model_len', asked), own=own)
+        raise ParamError(
+            "{asked} is more than the model's context of {own} tokens: lower it",
+            asked=Option("max_model_len", asked),
+            own=own,
+        )
     return asked or own
+
 
 def free_memory(device: torch.device) -> int:
     "Bytes that may still be taken on `device`, a container's limit included."
-    if device.type == 'cuda': return torch.cuda.mem_get_info(device)[0]
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     free = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):         # no such file, or 'max'
-        limit, used = (int(open(f'/sys/fs/cgroup/memory.{n}', encoding='utf-8').read()) for n in ('max', 'current'))
+    with contextlib.suppress(OSError, ValueError):  # no such file, or 'max'
+        limit, used = (
+            int(open(f"/sys/fs/cgroup/memory.{n}", encoding="utf-8").read())
+            for n in ("max", "current")
+        )
         free = min(free, limit - used)
     return max(0, free)
 
@@ -161,133 +235,229 @@ def free_memory(device: torch.device) -> int:
 @dataclass(repr=False)
 class Limits:
     "What an `LLM` holds itself to; `kv_tokens`: `kv_bytes` in tokens, of all its blocks together, None without a cache."
+
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int | None
     kv_bytes: int
     kv_bytes_per_token: int
 
-    def __repr__(self) -> str: return f'Limits({self})'
+    def __repr__(self) -> str:
+        return f"Limits({self})"
+
     def __str__(self) -> str:
-        cache = f'; keys and values: {megabytes(self.kv_bytes)}, {self.kv_tokens:,} tokens' if self.kv_tokens else ''
-        most = f'{self.max_model_len:,}' if self.max_model_len else 'any number of'
-        return (f'{self.max_num_seqs} sequences at once, {self.max_num_batched_tokens:,} tokens a step, '
-                f'{most} tokens of prompt and answer{cache}')
+        cache = (
+            f"; keys and values: {megabytes(self.kv_bytes)}, {self.kv_tokens:,} tokens"
+            if self.kv_tokens
+            else ""
+        )
+        most = f"{self.max_model_len:,}" if self.max_model_len else "any number of"
+        return (
+            f"{self.max_num_seqs} sequences at once, {self.max_num_batched_tokens:,} tokens a step, "
+            f"{most} tokens of prompt and answer{cache}"
+        )
 
     @property
     def kv_tokens(self) -> int | None:
-        return self.kv_bytes // self.kv_bytes_per_token // 64 * 64 if self.kv_bytes_per_token else None
+        return (
+            self.kv_bytes // self.kv_bytes_per_token // 64 * 64 if self.kv_bytes_per_token else None
+        )
 
     def fit(self, block_size: int) -> None:
         "Whole blocks of memory only, and no request longer than those. Raises `ParamError` where there is not one."
-        if not self.kv_tokens or self.kv_tokens % block_size == 0: return
+        if not self.kv_tokens or self.kv_tokens % block_size == 0:
+            return
         if self.kv_tokens < block_size:
-            raise ParamError('a KV cache of {kv_bytes:,} bytes holds less than a block of {block_size} tokens: raise {limit}',
-                             kv_bytes=self.kv_bytes, block_size=block_size, limit=Option('kv_cache_bytes'))
+            raise ParamError(
+                "a KV cache of {kv_bytes:,} bytes holds less than a block of {block_size} tokens: raise {limit}",
+                kv_bytes=self.kv_bytes,
+                block_size=block_size,
+                limit=Option("kv_cache_bytes"),
+            )
         self.kv_bytes = self.kv_tokens // block_size * block_size * self.kv_bytes_per_token
-        if self.max_model_len: self.max_model_len = min(self.max_model_len, self.kv_tokens)
+        if self.max_model_len:
+            self.max_model_len = min(self.max_model_len, self.kv_tokens)
 
 # %% ../nbs/73_recovery.ipynb #81d6c49b
-def choose_limits(model: PreTrainedModel, shapes: Sequence[Shape] | None, paddable: bool | None = None,
-                  max_num_seqs: int | None = None, max_num_batched_tokens: int | None = None, max_model_len: int | None = None,
-                  kv_cache_bytes: int | None = None) -> Limits:
+def choose_limits(
+    model: PreTrainedModel,
+    shapes: Sequence[Shape] | None,
+    paddable: bool | None = None,
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
+    max_model_len: int | None = None,
+    kv_cache_bytes: int | None = None,
+) -> Limits:
     "The `Limits` of a model: what the user gave, else by its device and what memory is free there. Raises `ParamError`."
-    cpu, own = model.device.type == 'cpu', context_limit(model, max_model_len)
-    if shapes: per_token = sum(h * (k + v) for h, k, v in shapes) * model.dtype.itemsize
-    else: per_token = kv_bytes_per_token(model.config, model.dtype) if paddable else 0
-    l = Limits(max_num_seqs or (64 if cpu else 256), 0, own, kv_cache_bytes or int(.7 * free_memory(model.device)), per_token)
-    l.max_num_batched_tokens = max_num_batched_tokens or max(512 if cpu else 4096, 2 * l.max_num_seqs)
+    cpu, own = model.device.type == "cpu", context_limit(model, max_model_len)
+    if shapes:
+        per_token = sum(h * (k + v) for h, k, v in shapes) * model.dtype.itemsize
+    else:
+        per_token = kv_bytes_per_token(model.config, model.dtype) if paddable else 0
+    l = Limits(
+        max_num_seqs or (64 if cpu else 256),
+        0,
+        own,
+        kv_cache_bytes or int(0.7 * free_memory(model.device)),
+        per_token,
+    )
+    l.max_num_batched_tokens = max_num_batched_tokens or max(
+        512 if cpu else 4096, 2 * l.max_num_seqs
+    )
     if l.max_num_batched_tokens <= l.max_num_seqs:
-        raise ParamError('{tokens} must be more than {seqs}, as each sequence takes one token of a step: raise the one or lower the other',
-                         tokens=Option('max_num_batched_tokens', l.max_num_batched_tokens), seqs=Option('max_num_seqs', l.max_num_seqs))
-    if not per_token: return l
+        raise ParamError(
+            "{tokens} must be more than {seqs}, as each sequence takes one token of a step: raise the one or lower the other",
+            tokens=Option("max_num_batched_tokens", l.max_num_batched_tokens),
+            seqs=Option("max_num_seqs", l.max_num_seqs),
+        )
+    if not per_token:
+        return l
     if not l.kv_tokens:
-        raise ParamError('a KV cache of {kv_bytes:,} bytes holds less than 64 tokens of {per_token:,} bytes: raise {limit}',
-                         kv_bytes=l.kv_bytes, per_token=per_token, limit=Option('kv_cache_bytes'))
+        raise ParamError(
+            "a KV cache of {kv_bytes:,} bytes holds less than 64 tokens of {per_token:,} bytes: raise {limit}",
+            kv_bytes=l.kv_bytes,
+            per_token=per_token,
+            limit=Option("kv_cache_bytes"),
+        )
     if own is None or own > l.kv_tokens:
         if max_model_len:
-            raise ParamError('{asked} takes {takes:,} bytes of KV, and there are {kv_bytes:,}: lower it, or raise {limit}', kv_bytes=l.kv_bytes,
-                             asked=Option('max_model_len', max_model_len), takes=max_model_len * per_token, limit=Option('kv_cache_bytes'))
-        if own: log.warning('prompt and answer are limited to %s tokens, of the context of %s, by a KV cache of %s bytes',
-                            l.kv_tokens, own, f'{l.kv_bytes:,}')
+            raise ParamError(
+                "{asked} takes {takes:,} bytes of KV, and there are {kv_bytes:,}: lower it, or raise {limit}",
+                kv_bytes=l.kv_bytes,
+                asked=Option("max_model_len", max_model_len),
+                takes=max_model_len * per_token,
+                limit=Option("kv_cache_bytes"),
+            )
+        if own:
+            log.warning(
+                "prompt and answer are limited to %s tokens, of the context of %s, by a KV cache of %s bytes",
+                l.kv_tokens,
+                own,
+                f"{l.kv_bytes:,}",
+            )
         l.max_model_len = l.kv_tokens
     return l
 
 # %% ../nbs/73_recovery.ipynb #34de1be3
-STRATEGIES = ('loop', 'static', 'bucketed', 'prefix', 'continuous')
+STRATEGIES = ("loop", "static", "bucketed", "prefix", "continuous")
+
 
 def check_strategy(name: str) -> str:
     "`name` if it is a strategy. Raises `ParamError`."
-    if name in STRATEGIES: return name
+    if name in STRATEGIES:
+        return name
     raise ParamError(f"strategy {name!r} is unknown: choose {', '.join(map(repr, STRATEGIES))}")
+
 
 def check_compile(x: Any) -> bool | str:
     "`x` if it says whether to compile. Raises `ParamError`."
-    if x in (True, False, 'auto'): return x
+    if x in (True, False, "auto"):
+        return x
     raise ParamError(f"compile must be 'auto', True or False, got {x!r}")
+
 
 def check_quantization(x: Any, strategy: str) -> str | None:
     "`x` if it names a quantization that runs. Raises `ParamError`."
-    if x not in (None, 'int8'): raise ParamError(f"quantization must be None or 'int8', got {x!r}")
-    if x and strategy != 'continuous':
-        raise ParamError('{asked} needs {needed}, got {strategy!r}', asked=Option('quantization', x), needed=Option('strategy', 'continuous'), strategy=strategy)
+    if x not in (None, "int8"):
+        raise ParamError(f"quantization must be None or 'int8', got {x!r}")
+    if x and strategy != "continuous":
+        raise ParamError(
+            "{asked} needs {needed}, got {strategy!r}",
+            asked=Option("quantization", x),
+            needed=Option("strategy", "continuous"),
+            strategy=strategy,
+        )
     return x
+
 
 def check_count(name: str, n: Any) -> int | None:
     "`n` if it is None or a whole number of at least 1. Raises `ParamError`."
-    if n is None: return None
-    if (whole := whole_number(n)) is not None and whole >= 1: return whole
-    raise ParamError('{option} must be a whole number of at least 1, got {n}', option=Option(name), n=written(n))
+    if n is None:
+        return None
+    if (whole := whole_number(n)) is not None and whole >= 1:
+        return whole
+    raise ParamError(
+        "{option} must be a whole number of at least 1, got {n}", option=Option(name), n=written(n)
+    )
 
 # %% ../nbs/73_recovery.ipynb #a9e3d027
 def weights_digest(model: PreTrainedModel) -> str:
     "16 hex digits that tell `model` from another, also from one of the same shape: of the first numbers of each weight."
     h = hashlib.blake2b(digest_size=8)
     for name, p in model.named_parameters():
-        h.update(f'{name} {tuple(p.shape)} {p.dtype} {p.detach().reshape(-1)[:16].tolist()}'.encode())
+        h.update(
+            f"{name} {tuple(p.shape)} {p.dtype} {p.detach().reshape(-1)[:16].tolist()}".encode()
+        )
     return h.hexdigest()
+
 
 def _sample(x: torch.Tensor) -> torch.Tensor:
     "Up to 256 numbers of `x`, from all over it: `[n]`."
     most = (256, 256, 16, 6)[x.dim()] if x.dim() < 4 else 4
     return x[tuple(slice(None, None, -(-n // most) or 1) for n in x.shape)].reshape(-1)
 
+
 @torch.inference_mode()
 def _tensors_state(model: PreTrainedModel) -> int:
     "A hash of where the weights and buffers of `model` lie, how often torch wrote them, and of a sample of each."
+
     def version(x: torch.Tensor) -> int:
-        try: return x._version
-        except RuntimeError: return 0                             # a tensor of inference mode: torch doesn't count
+        try:
+            return x._version
+        except RuntimeError:
+            return 0  # a tensor of inference mode: torch doesn't count
+
     tensors: dict[int, torch.Tensor] = {}
     for m in model.modules():
-        moving = getattr(m, 'rope_type', None) in ('dynamic', 'longrope')      # such rotations write their frequencies as they run
+        moving = getattr(m, "rope_type", None) in (
+            "dynamic",
+            "longrope",
+        )  # such rotations write their frequencies as they run
         own = *m._parameters.values(), *([] if moving else m._buffers.values())
         tensors.update((id(x), x) for x in own if x is not None)
     about = tuple((x.data_ptr(), version(x), x.shape, x.dtype) for x in tensors.values())
     samples: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for x in tensors.values():
-        if x.device.type != 'meta': samples.setdefault((x.dtype, x.device), []).append(_sample(x))
-    values = (torch.cat(parts).cpu().view(torch.uint8).numpy().tobytes() for parts in samples.values())
+        if x.device.type != "meta":
+            samples.setdefault((x.dtype, x.device), []).append(_sample(x))
+    values = (
+        torch.cat(parts).cpu().view(torch.uint8).numpy().tobytes() for parts in samples.values()
+    )
     return hash((about, *values))
 
-_BASE = {*nn.Module().__dict__, 'max_seq_len_cached'}             # what every module has, and what a rotation counts as it runs
+
+_BASE = {
+    *nn.Module().__dict__,
+    "max_seq_len_cached",
+}  # what every module has, and what a rotation counts as it runs
+
 
 def _plain(x: Any) -> Any:
     "`x` as something that can be hashed: numbers and texts, also inside of lists and dicts; functions by their address; None for the rest."
-    if isinstance(x, (bool, int, float, str, type(None))): return x
-    if isinstance(x, (list, tuple)): return tuple(map(_plain, x))
-    if isinstance(x, dict): return tuple((str(k), _plain(v)) for k, v in x.items())
-    if isinstance(x, (set, frozenset)): return tuple(sorted(map(str, x)))
+    if isinstance(x, (bool, int, float, str, type(None))):
+        return x
+    if isinstance(x, (list, tuple)):
+        return tuple(map(_plain, x))
+    if isinstance(x, dict):
+        return tuple((str(k), _plain(v)) for k, v in x.items())
+    if isinstance(x, (set, frozenset)):
+        return tuple(sorted(map(str, x)))
     return id(x) if callable(x) and not isinstance(x, nn.Module) else None
 
+
 def _module_state(m: nn.Module) -> tuple[Any, ...]:
-    hooks = *m._forward_hooks, '-', *m._forward_pre_hooks
+    hooks = *m._forward_hooks, "-", *m._forward_pre_hooks
     return type(m), hooks, tuple((k, _plain(v)) for k, v in m.__dict__.items() if k not in _BASE)
+
 
 def model_state(model: PreTrainedModel) -> dict[str, int]:
     "Hashes of the `weights`, `modules` and `config` of `model`, for this process: others after a change, see above."
     from torch.nn.modules import module as of_all
-    everywhere = *of_all._global_forward_hooks, '-', *of_all._global_forward_pre_hooks
-    with attention_override(model):                                   # nobody else has it in hand: an engine in another thread
-        modules, weights = hash((everywhere, *map(_module_state, model.modules()))), _tensors_state(model)
+
+    everywhere = *of_all._global_forward_hooks, "-", *of_all._global_forward_pre_hooks
+    with attention_override(model):  # nobody else has it in hand: an engine in another thread
+        modules, weights = (
+            hash((everywhere, *map(_module_state, model.modules()))),
+            _tensors_state(model),
+        )
         return dict(weights=weights, modules=modules, config=hash(_plain(model.config.to_dict())))

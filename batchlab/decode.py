@@ -16,14 +16,20 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from .prefill import forward
 
-if TYPE_CHECKING: from transformers import PreTrainedModel
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # %% auto #0
 __all__ = ['decode_step', 'BatchLayer', 'BatchCache', 'Session', 'mask_from_lengths', 'DecodeBatch']
 
 # %% ../nbs/03_decode.ipynb #42230fd3
-def decode_step(model: PreTrainedModel, token_ids: Tensor, cache: Cache, position_ids: Tensor,
-                attention_mask: Tensor | None = None) -> Tensor:
+def decode_step(
+    model: PreTrainedModel,
+    token_ids: Tensor,
+    cache: Cache,
+    position_ids: Tensor,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
     """Feed each row its last token: logits `[B, V]` for the next one; `cache` grows in place by one column.
 
     `token_ids` int64 `[B]`; `position_ids` int64 `[B]`, the number of real tokens before it in its row;
@@ -37,37 +43,48 @@ class BatchLayer(DynamicLayer):
 
     Takes the place of transformers' `DynamicLayer`, which copies all it holds at each step.
     """
-    room = 64       # columns of free space after each move
+
+    room = 64  # columns of free space after each move
     keys: Any
     values: Any
     buffers: list[Tensor]
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
         "Hold `keys` and `values` `[B, H, n, D]`, and nothing else; both are used as they are, and only read."
-        if not self.is_initialized: self.lazy_initialization(keys, values)
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
         self.keys, self.values = self.buffers = [keys, values]
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         "Append `[B, H, T, D]`; returns keys and values of everything held, as views."
-        if not self.is_initialized: self.hold(key_states[:, :, :0], value_states[:, :, :0])
+        if not self.is_initialized:
+            self.hold(key_states[:, :, :0], value_states[:, :, :0])
         n = self.keys.shape[2]
         m = n + key_states.shape[2]
-        if m > self.buffers[0].shape[2]:                    # the room is used up: move into larger buffers
-            self.buffers = [F.pad(t, (0, 0, 0, m - n + self.room)) for t in (self.keys, self.values)]
-        for buffer, new in zip(self.buffers, (key_states, value_states)): buffer[:, :, n:m] = new
+        if m > self.buffers[0].shape[2]:  # the room is used up: move into larger buffers
+            self.buffers = [
+                F.pad(t, (0, 0, 0, m - n + self.room)) for t in (self.keys, self.values)
+            ]
+        for buffer, new in zip(self.buffers, (key_states, value_states)):
+            buffer[:, :, n:m] = new
         self.keys, self.values = (buffer[:, :, :m] for buffer in self.buffers)
         return self.keys, self.values
 
 # %% ../nbs/03_decode.ipynb #9b610a8d
 class BatchCache(Cache):
     "A transformers `Cache` made of `BatchLayer`s; every layer keeps all its tokens, sliding windows included."
+
     layers: list[BatchLayer]
 
-    def __init__(self) -> None: super().__init__(layer_class_to_replicate=BatchLayer)
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=BatchLayer)
 
     def select(self, rows: Tensor, first: int = 0) -> None:
         "Keep `rows` (int64 `[k]`) and the columns from `first` on, in every layer."
-        for layer in self.layers: layer.hold(layer.keys[rows, :, first:], layer.values[rows, :, first:])
+        for layer in self.layers:
+            layer.hold(layer.keys[rows, :, first:], layer.values[rows, :, first:])
 
 # %% ../nbs/03_decode.ipynb #3a639c44
 @dataclass(eq=False)
@@ -76,6 +93,7 @@ class Session:
 
     `eos_ids` end it (reason 'stop', the token is kept); so do `max_tokens` new tokens ('length').
     """
+
     prompt_ids: list[int]
     max_tokens: int = 16
     eos_ids: Collection[int] = frozenset()
@@ -83,13 +101,16 @@ class Session:
     finish_reason: str | None = None
 
     @property
-    def num_tokens(self) -> int: return len(self.prompt_ids) + len(self.output_ids)
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
 
     def append(self, token: int) -> None:
         "Take the next token in, and notice if it is the last."
         self.output_ids.append(token)
-        if token in self.eos_ids: self.finish_reason = 'stop'
-        elif len(self.output_ids) >= self.max_tokens: self.finish_reason = 'length'
+        if token in self.eos_ids:
+            self.finish_reason = "stop"
+        elif len(self.output_ids) >= self.max_tokens:
+            self.finish_reason = "length"
 
 # %% ../nbs/03_decode.ipynb #75d5bbe7
 def merge_caches(caches: Sequence[BatchCache]) -> BatchCache:
@@ -114,6 +135,7 @@ class DecodeBatch:
     Row i belongs to `sessions[i]`; the last `lengths[i]` columns of the cache are its own. A session's newest token
     is not in the cache yet: the next `step` feeds it.
     """
+
     sessions: list[Any]
     lengths: Tensor
     cache: BatchCache | None
@@ -122,7 +144,8 @@ class DecodeBatch:
         self.model, self.sessions, self.cache = model, [], None
         self.lengths = torch.tensor([], dtype=torch.int64)
 
-    def __len__(self) -> int: return len(self.sessions)
+    def __len__(self) -> int:
+        return len(self.sessions)
 
     def join(self, sessions: Iterable[Session], cache: BatchCache, lengths: Tensor) -> None:
         "Add rows: `cache` holds `lengths[i]` (int64 `[B]`) real columns at the right end of its row i."
@@ -133,10 +156,10 @@ class DecodeBatch:
 
     def step(self) -> Tensor:
         "Feed every session its newest token: logits `[B, V]`, in the order of `sessions`."
-        assert self.cache is not None, 'no session has joined'
-        columns = self.cache.get_seq_length() + 1                              # with the one that this step adds
+        assert self.cache is not None, "no session has joined"
+        columns = self.cache.get_seq_length() + 1  # with the one that this step adds
         tokens = torch.tensor([s.output_ids[-1] for s in self.sessions], device=self.lengths.device)
-        positions = self.lengths                                               # a row of 5 tokens is fed position 5
+        positions = self.lengths  # a row of 5 tokens is fed position 5
         self.lengths = self.lengths + 1
         padded = bool((self.lengths < columns).any())
         mask = mask_from_lengths(self.lengths, columns) if padded else None
@@ -144,10 +167,13 @@ class DecodeBatch:
 
     def keep(self, rows: list[int]) -> None:
         "Let every session leave whose index is not in `rows`; columns that no row needs any more go too."
-        if len(rows) == len(self.sessions): return
+        if len(rows) == len(self.sessions):
+            return
         self.sessions = [self.sessions[i] for i in rows]
         self.lengths = self.lengths[rows]
-        if not rows: self.cache = None
-        if self.cache is None: return
-        unused = self.cache.get_seq_length() - int(self.lengths.max())         # columns on the left
+        if not rows:
+            self.cache = None
+        if self.cache is None:
+            return
+        unused = self.cache.get_seq_length() - int(self.lengths.max())  # columns on the left
         self.cache.select(torch.tensor(rows, device=self.lengths.device), unused)

@@ -17,11 +17,14 @@ __all__ = ['renamed']
 def renamed(module: str, names: dict[str, str]) -> Callable[[str], Any]:
     """The `__getattr__` of `module`, which still knows its old names. `names`: `{old: new}`, the new one in the same module, or
     elsewhere in the package as in 'work.openai.parse'."""
+
     def __getattr__(name: str) -> Any:
-        if name not in names: raise AttributeError(f'module {module!r} has no attribute {name!r}')
-        home, _, new = names[name].rpartition('.')
-        where = f'batchlab.{home}' if home else module
-        warnings.warn(f'{module}.{name} is now {where}.{new}', DeprecationWarning, stacklevel=2)
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        home, _, new = names[name].rpartition(".")
+        where = f"batchlab.{home}" if home else module
+        warnings.warn(f"{module}.{name} is now {where}.{new}", DeprecationWarning, stacklevel=2)
         return getattr(import_module(where), new)
-    __getattr__.names = names                                          # type: ignore[attr-defined]  # for who lists them
+
+    __getattr__.names = names  # type: ignore[attr-defined]  # for who lists them
     return __getattr__

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from .errors import ParamError
 from .tokens import vocabulary_of
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from batchlab.params import SamplingParams
     from batchlab.sampling import Logprob
+
 
 class IncrementalDecoder:
     """Token ids in, text out as soon as it is settled; together the same as `tokenizer.decode` of all ids.
@@ -25,55 +27,80 @@ class IncrementalDecoder:
     Decodes a short window of the last ids each time, so that a token costs the same however long the text is. Text
     that ends in U+FFFD waits: the rest of its character may be on its way. (After the offsets of TGI and vLLM.)
     `before`: the prompt, whose text the ids go on with; so a first token that begins with a space keeps it."""
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True, before: Sequence[int] = ()) -> None:
-        self.tokenizer, self.skip, self.vocabulary = tokenizer, skip_special_tokens, vocabulary_of(tokenizer)
-        self.ids, self.text, self.sent = [], '', 0      # the window, its text, how much of that was given out
-        self.owed = ''                                  # U+FFFD at the end of the prompt
-        if before: self._begin_behind(before)
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        skip_special_tokens: bool = True,
+        before: Sequence[int] = (),
+    ) -> None:
+        self.tokenizer, self.skip, self.vocabulary = (
+            tokenizer,
+            skip_special_tokens,
+            vocabulary_of(tokenizer),
+        )
+        self.ids, self.text, self.sent = (
+            [],
+            "",
+            0,
+        )  # the window, its text, how much of that was given out
+        self.owed = ""  # U+FFFD at the end of the prompt
+        if before:
+            self._begin_behind(before)
 
     def _begin_behind(self, before: Sequence[int]) -> None:
         "Let the last ids of `before` be the window: as many as begin no character in its middle."
-        for keep in (5, 6, 7, 8, 64):                       # a character has up to 4 bytes
+        for keep in (5, 6, 7, 8, 64):  # a character has up to 4 bytes
             last = itertools.islice((i for i in reversed(before) if not self.skips(i)), keep)
             self.ids = [*last][::-1]
             self.text = self.decode(self.ids, self.skip)
-            if self.text[:1] not in ('', '\ufffd'): break
-        self.sent = len(self.text.rstrip('\ufffd'))
-        self.owed = self.text[self.sent:]
+            if self.text[:1] not in ("", "\ufffd"):
+                break
+        self.sent = len(self.text.rstrip("\ufffd"))
+        self.owed = self.text[self.sent :]
 
     def skips(self, token_id: int) -> bool:
         "Whether `token_id` is a special token that adds no text."
         return self.skip and self.vocabulary.skipped(token_id)
 
     def decode(self, ids: list[int], skip: bool) -> str:
-        text: Any = self.tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        text: Any = self.tokenizer.decode(
+            ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+        )
         return text
 
     def add(self, token_id: int) -> str:
         "The text that `token_id` settles, often all of its own, maybe ''."
-        if self.skips(token_id): return ''                 # it stays out of the window
+        if self.skips(token_id):
+            return ""  # it stays out of the window
         text = self.decode(self.ids + [token_id], self.skip)
         self.ids.append(token_id)
-        settled = len(text.rstrip('\ufffd'))               # up to here no later token changes it
-        new, self.text, self.sent = text[self.sent:settled], text, max(self.sent, settled)
-        if new: new, self.owed = new.removeprefix(self.owed), ''
-        if len(self.ids) >= 16: self._shrink()
+        settled = len(text.rstrip("\ufffd"))  # up to here no later token changes it
+        new, self.text, self.sent = text[self.sent : settled], text, max(self.sent, settled)
+        if new:
+            new, self.owed = new.removeprefix(self.owed), ""
+        if len(self.ids) >= 16:
+            self._shrink()
         return new
 
     def _shrink(self):
         "Keep a few last ids as window if they read the same without those before."
-        for keep in (5, 6, 7, 8):                           # a character has up to 4 bytes, so often as many tokens
+        for keep in (5, 6, 7, 8):  # a character has up to 4 bytes, so often as many tokens
             tail = self.decode(self.ids[-keep:], self.skip)
             # a tail that begins with U+FFFD may begin inside a character; bytes that never make one end at 64 ids
-            clean = tail and not tail.startswith('\ufffd') or len(self.ids) >= 64
+            clean = tail and not tail.startswith("\ufffd") or len(self.ids) >= 64
             # `sent`, counted from the start of the tail; below 0 the tail would lack text not yet given out
-            if clean and self.text.endswith(tail) and (sent := self.sent - len(self.text) + len(tail)) >= 0:
+            if (
+                clean
+                and self.text.endswith(tail)
+                and (sent := self.sent - len(self.text) + len(tail)) >= 0
+            ):
                 self.ids, self.text, self.sent = self.ids[-keep:], tail, sent
                 return
 
     def finish(self) -> str:
         "The text held back."
-        rest, self.ids, self.text, self.sent = self.text[self.sent:], [], '', 0
+        rest, self.ids, self.text, self.sent = self.text[self.sent :], [], "", 0
         return rest.removeprefix(self.owed)
 
 # %% ../nbs/05_sampling.ipynb #9b1ea1a5
@@ -82,30 +109,47 @@ class StopScanner:
 
     The match that is complete first wins, at a tie the longer: how the text is cut into pieces doesn't matter. After the first of the
     texts `until` none counts."""
+
     found: str | None
 
-    def __init__(self, stops: Sequence[str], include: bool = False, until: Sequence[str] = ()) -> None:
-        self.stops, self.include, self.until, self.held, self.found = stops, include, until if stops else (), '', None
+    def __init__(
+        self, stops: Sequence[str], include: bool = False, until: Sequence[str] = ()
+    ) -> None:
+        self.stops, self.include, self.until, self.held, self.found = (
+            stops,
+            include,
+            until if stops else (),
+            "",
+            None,
+        )
 
     def add(self, text: str, armed: bool = True, last: bool = False) -> str:
         "What may be shown of the held text and `text`; sets `found`. Unless `armed`, a match in `text` doesn't count. `last`: no text follows."
         old, text = len(self.held), self.held + text
         ends = [i for u in self.until if (i := text.find(u)) >= 0]
-        limit = min(ends) if ends else len(text) if last else len(text) - _begun(text, self.until)           # a match ends before it
+        limit = (
+            min(ends) if ends else len(text) if last else len(text) - _begun(text, self.until)
+        )  # a match ends before it
         seen = 0 if self.until else old + 1
-        hits = [(i + len(s), i, s) for s in self.stops if armed and (i := text.find(s, max(0, seen - len(s)), limit)) >= 0]
+        hits = [
+            (i + len(s), i, s)
+            for s in self.stops
+            if armed and (i := text.find(s, max(0, seen - len(s)), limit)) >= 0
+        ]
         if hits:
             end, start, self.found = min(hits)
-            self.held = ''
-            return text[:end if self.include else start]
-        if ends: self.stops, self.until = (), ()
+            self.held = ""
+            return text[: end if self.include else start]
+        if ends:
+            self.stops, self.until = (), ()
         keep = 0 if last else max(_begun(text, self.stops), len(text) - limit) if not ends else 0
-        self.held = text[len(text) - keep:]
-        return text[:len(text) - keep]
+        self.held = text[len(text) - keep :]
+        return text[: len(text) - keep]
 
     def finish(self) -> str:
         "The text held back."
-        return self.add('', last=True)
+        return self.add("", last=True)
+
 
 def _begun(text: str, words: Sequence[str]) -> int:
     "How many characters at the end of `text` may begin one of `words`. Takes time by `text`, however long a word is."
@@ -113,8 +157,10 @@ def _begun(text: str, words: Sequence[str]) -> int:
     for s in words:
         at = text.find(s[0], max(0, len(text) - len(s) + 1))
         while at >= 0 and len(text) - at > most:
-            if s.startswith(text[at:]): most = len(text) - at             # the first is the longest
-            else: at = text.find(s[0], at + 1)
+            if s.startswith(text[at:]):
+                most = len(text) - at  # the first is the longest
+            else:
+                at = text.find(s[0], at + 1)
     return most
 
 # %% ../nbs/05_sampling.ipynb #21d13cc7
@@ -123,19 +169,35 @@ class Detokenizer:
 
     `text` is what was given out so far, `stopped` the stop string found. Without tokenizer, or with `detokenize=False`,
     all text is ''. Raises `ParamError` if `params.stop` is given without a tokenizer."""
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        params: SamplingParams,
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
         if params.stop and tokenizer is None:
-            raise ParamError(f"stop={params.stop!r} needs a tokenizer, and there is none: use stop_token_ids")
+            raise ParamError(
+                f"stop={params.stop!r} needs a tokenizer, and there is none: use stop_token_ids"
+            )
         self.params, self.num_tokens, self._parts = params, 0, []
-        self._last: Logprob | None = None                                # of the token that came last
-        self._decoder = (IncrementalDecoder(tokenizer, params.skip_special_tokens, prompt_ids)
-                         if tokenizer is not None and params.detokenize else None)
-        self._scanner = StopScanner(params.stop or (), params.include_stop_str_in_output, params.stop_until or ())
+        self._last: Logprob | None = None  # of the token that came last
+        self._decoder = (
+            IncrementalDecoder(tokenizer, params.skip_special_tokens, prompt_ids)
+            if tokenizer is not None and params.detokenize
+            else None
+        )
+        self._scanner = StopScanner(
+            params.stop or (), params.include_stop_str_in_output, params.stop_until or ()
+        )
 
     @property
-    def text(self) -> str: return ''.join(self._parts)
+    def text(self) -> str:
+        return "".join(self._parts)
+
     @property
-    def stopped(self) -> str | None: return self._scanner.found
+    def stopped(self) -> str | None:
+        return self._scanner.found
 
     def _give(self, text: str) -> str:
         self._parts.append(text)
@@ -146,16 +208,21 @@ class Detokenizer:
 
         `logprob`: of the token, whose `decoded_token` becomes what it adds to the text, which is '' for the first bytes of a character."""
         self.num_tokens += 1
-        if self._decoder is None or self.stopped is not None: return ''
-        if ended and not self.params.include_stop_str_in_output: return ''
+        if self._decoder is None or self.stopped is not None:
+            return ""
+        if ended and not self.params.include_stop_str_in_output:
+            return ""
         text = self._decoder.add(token_id)
-        if logprob is not None and not self._decoder.skips(token_id): logprob.decoded_token, self._last = text, logprob
+        if logprob is not None and not self._decoder.skips(token_id):
+            logprob.decoded_token, self._last = text, logprob
         return self._give(self._scanner.add(text, self.num_tokens > self.params.min_tokens))
 
     def finish(self) -> str:
         "The text held back, when no token follows."
-        if self._decoder is None or self.stopped is not None: return ''
+        if self._decoder is None or self.stopped is not None:
+            return ""
         text = self._decoder.finish()
-        if self._last is not None: self._last.decoded_token = (self._last.decoded_token or '') + text
+        if self._last is not None:
+            self._last.decoded_token = (self._last.decoded_token or "") + text
         text = self._scanner.add(text, self.num_tokens > self.params.min_tokens)
-        return self._give(text + ('' if self.stopped is not None else self._scanner.finish()))
+        return self._give(text + ("" if self.stopped is not None else self._scanner.finish()))

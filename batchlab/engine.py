@@ -19,24 +19,48 @@ from .deprecated import renamed
 from .errors import AdapterError
 from .ledger import Ledger
 from .runners import Runner
-from .sampling import Detokenizer, SamplingRow, finish_reason, prompt_texts, sample, token_logprobs, token_text
+from batchlab.sampling import (
+    Detokenizer,
+    SamplingRow,
+    finish_reason,
+    prompt_texts,
+    sample,
+    token_logprobs,
+    token_text,
+)
 from .scheduler import Request, RowOutput, Scheduler, StepPlan
 
 # %% ../nbs/14_engine.ipynb #0acd21cd
-log = logging.getLogger('batchlab')
+log = logging.getLogger("batchlab")
 
 # %% ../nbs/14_engine.ipynb #b69a8fdb
-def make_request(row: SamplingRow, request_id: str = '0', index: int = 0, priority: int = 0, group: Any = None) -> Request:
+def make_request(
+    row: SamplingRow, request_id: str = "0", index: int = 0, priority: int = 0, group: Any = None
+) -> Request:
     """A `Request` that samples as `row` says, whose lists of ids it shares and whose `max_tokens` must be a number.
 
     `index`: which of its prompt's answers it is; `group`: that prompt's `RequestGroup`. The prompt's own log probabilities are
     for the first of the answers to find."""
-    assert row.max_tokens is not None, 'an answer without a limit: give SamplingRow.make a max_model_len'
+    assert row.max_tokens is not None, (
+        "an answer without a limit: give SamplingRow.make a max_model_len"
+    )
     p = row.params
-    return Request(request_id, row.prompt_ids, row.max_tokens, priority, row.output_ids, index, group=group, row=row,
-                   text=Detokenizer(row.tokenizer, p, row.prompt_ids), stops=partial(finish_reason, row),
-                   logprobs=None if p.logprobs is None else [],
-                   prompt_logprobs=None if p.prompt_logprobs is None or index else [None] * (p.prompt_logprob_start + 1))
+    return Request(
+        request_id,
+        row.prompt_ids,
+        row.max_tokens,
+        priority,
+        row.output_ids,
+        index,
+        group=group,
+        row=row,
+        text=Detokenizer(row.tokenizer, p, row.prompt_ids),
+        stops=partial(finish_reason, row),
+        logprobs=None if p.logprobs is None else [],
+        prompt_logprobs=None
+        if p.prompt_logprobs is None or index
+        else [None] * (p.prompt_logprob_start + 1),
+    )
 
 # %% ../nbs/14_engine.ipynb #3b751c28
 def sample_rows(plan: StepPlan, logits: torch.Tensor) -> list[RowOutput]:
@@ -48,14 +72,21 @@ def sample_rows(plan: StepPlan, logits: torch.Tensor) -> list[RowOutput]:
     for row, out in zip(plan.rows, outs):
         n, r = row.num_logits, row.request
         end += n
-        guesses = row.start + row.n_tokens - r.num_tokens              # they follow the last token that is known
-        if row.samples: live.append((r, out, end - 1 - guesses))
-        if n and r.wants_prompt_logits: append_prompt(r, logits[end - n:end], row.start + row.n_tokens - n)
+        guesses = (
+            row.start + row.n_tokens - r.num_tokens
+        )  # they follow the last token that is known
+        if row.samples:
+            live.append((r, out, end - 1 - guesses))
+        if n and r.wants_prompt_logits:
+            append_prompt(r, logits[end - n : end], row.start + row.n_tokens - n)
     known = [(r, len(r.output_ids)) for r, _, _ in live]
     try:
         while live:
             at, right = [k for _, _, k in live], []
-            got = sample(logits if at == list(range(len(logits))) else logits[at], [r.row for r, _, _ in live])
+            got = sample(
+                logits if at == list(range(len(logits))) else logits[at],
+                [r.row for r, _, _ in live],
+            )
             for j, (r, out, k) in enumerate(live):
                 if j in got.errors:
                     out.error = got.errors[j]
@@ -63,12 +94,13 @@ def sample_rows(plan: StepPlan, logits: torch.Tensor) -> list[RowOutput]:
                 out.token_ids.append(token := got.token_ids[j])
                 out.logprobs.append(got.logprobs[j])
                 depth = len(out.token_ids)
-                if r.draft_ids[depth - 1:depth] == [token]:
-                    r.output_ids.append(token)                         # as far as the next draw is concerned
+                if r.draft_ids[depth - 1 : depth] == [token]:
+                    r.output_ids.append(token)  # as far as the next draw is concerned
                     right.append((r, out, k + 1))
             live = right
     finally:
-        for r, n in known: del r.output_ids[n:]
+        for r, n in known:
+            del r.output_ids[n:]
     return outs
 
 # %% ../nbs/14_engine.ipynb #d2677823
@@ -83,9 +115,14 @@ class Engine:
     Knows nothing of prompts, threads or clocks; its requests are made by `make_request`. `watchers`: functions
     `(engine, event, x)`, told of each step's parts as they end: 'begin'; 'schedule' with the plan; 'forward'; 'sample'; 'text'
     with the requests that moved; and 'broke' with `(plan, exception)`."""
-    def __init__(self, scheduler: Scheduler, runner: Runner, watchers: list[Callable] | None = None) -> None:
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, watchers: list[Callable] | None = None
+    ) -> None:
         self.scheduler, self.runner, self.num_steps = scheduler, runner, 0
-        self.watchers: list[Callable[[Engine, str, Any], None]] = [] if watchers is None else watchers
+        self.watchers: list[Callable[[Engine, str, Any], None]] = (
+            [] if watchers is None else watchers
+        )
 
     @property
     def ledger(self) -> Ledger:
@@ -96,27 +133,34 @@ class Engine:
         "One step: the requests that got a token in it, or ended without."
         plan = None
         try:
-            self.mark('begin')
+            self.mark("begin")
             plan = self.scheduler.schedule()
-            self.mark('schedule', plan)
-            if not plan.rows: return []
+            self.mark("schedule", plan)
+            if not plan.rows:
+                return []
             outputs = self.runner.execute(self.batch_of(plan))
-            self.mark('forward')
+            self.mark("forward")
             rows = self.rows_of(plan, outputs)
-            self.mark('sample')
+            self.mark("sample")
             moved = self.scheduler.update(plan, rows)
             self.num_steps += 1
-            self.mark('text', moved)
-            if not self.scheduler.running and not self.scheduler.block_size: self.runner.reset()     # a rectangle that nobody needs
+            self.mark("text", moved)
+            if not self.scheduler.running and not self.scheduler.block_size:
+                self.runner.reset()  # a rectangle that nobody needs
             return moved
-        except BaseException as e: return self.recover(plan, e)
+        except BaseException as e:
+            return self.recover(plan, e)
 
-    def batch_of(self, plan: StepPlan) -> Batch: return make_batch(plan, self.scheduler.block_size)
-    def rows_of(self, plan: StepPlan, outputs: torch.Tensor) -> list[RowOutput]: return sample_rows(plan, outputs)
+    def batch_of(self, plan: StepPlan) -> Batch:
+        return make_batch(plan, self.scheduler.block_size)
+
+    def rows_of(self, plan: StepPlan, outputs: torch.Tensor) -> list[RowOutput]:
+        return sample_rows(plan, outputs)
 
     def mark(self, event: str, x: object = None) -> None:
         "Tell those who watch; mostly nobody does."
-        for watch in list(self.watchers): watch(self, event, x)
+        for watch in list(self.watchers):
+            watch(self, event, x)
 
     def recover(self, plan: StepPlan | None, e: BaseException) -> list[Request]:
         """After a step broke off with exception `e`: all slots and blocks are given back. The requests of `plan` that ended.
@@ -125,31 +169,44 @@ class Engine:
         `Exception`, as with Ctrl-C, or if no request was in the step; then all wait."""
         ran = [row.request for row in plan.rows] if plan else []
         hit = [r for r in ran if not r.finish_reason]
-        self.mark('broke', (plan, e))
+        self.mark("broke", (plan, e))
         self.reset()
-        for r in hit: rewind(r)
-        if not isinstance(e, Exception) or not ran: raise e                  # Ctrl-C: whoever steps on goes on
-        if isinstance(e, AdapterError) and (theirs := [r for r in hit if r.adapter == e.number]):     # the others are computed again
-            for r in theirs: self.scheduler.finish(r, 'error', str(e))
+        for r in hit:
+            rewind(r)
+        if not isinstance(e, Exception) or not ran:
+            raise e  # Ctrl-C: whoever steps on goes on
+        if isinstance(e, AdapterError) and (
+            theirs := [r for r in hit if r.adapter == e.number]
+        ):  # the others are computed again
+            for r in theirs:
+                self.scheduler.finish(r, "error", str(e))
             return [r for r in ran if r.finish_reason]
-        why = f'the step failed with {type(e).__name__}: {e}'
+        why = f"the step failed with {type(e).__name__}: {e}"
         if out_of_memory(e):
-            if not hit or self.shrink(len(hit)): return [r for r in ran if r.finish_reason]
-            why = 'out of memory with this request alone: shorten it or its max_tokens, or take a smaller model or dtype'
-        else: log.error('a step with %s requests failed', len(ran), exc_info=e)
-        for r in hit: self.scheduler.finish(r, 'error', why)
+            if not hit or self.shrink(len(hit)):
+                return [r for r in ran if r.finish_reason]
+            why = "out of memory with this request alone: shorten it or its max_tokens, or take a smaller model or dtype"
+        else:
+            log.error("a step with %s requests failed", len(ran), exc_info=e)
+        for r in hit:
+            self.scheduler.finish(r, "error", why)
         return ran
 
     def shrink(self, n: int) -> bool:
         "After `n` requests in a step were too much for memory: fewer of them, or fewer tokens. False if it can't be less."
         s = self.scheduler
-        if n > 1: s.max_num_seqs = max(1, min(n, s.max_num_seqs) // 2)
+        if n > 1:
+            s.max_num_seqs = max(1, min(n, s.max_num_seqs) // 2)
         elif s.chunked and s.max_num_batched_tokens > 64:
             s.max_num_batched_tokens //= 2
             s.max_num_seqs = min(s.max_num_seqs, s.max_num_batched_tokens - 1)
-        else: return False
-        log.warning('out of memory: going on with at most %s sequences and %s tokens a step', s.max_num_seqs,
-                    s.max_num_batched_tokens)
+        else:
+            return False
+        log.warning(
+            "out of memory: going on with at most %s sequences and %s tokens a step",
+            s.max_num_seqs,
+            s.max_num_batched_tokens,
+        )
         return True
 
     def reset(self) -> None:
@@ -162,15 +219,20 @@ def out_of_memory(e: BaseException) -> bool:
     "Whether exception `e` says that memory ran out, on any device."
     return isinstance(e, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(e, RuntimeError)
-        and any(s in str(e) for s in ('not enough memory', "can't allocate memory", 'out of memory')))
+        and any(
+            s in str(e) for s in ("not enough memory", "can't allocate memory", "out of memory")
+        )
+    )
 
 # %% ../nbs/73_recovery.ipynb #de99a2ee
 def rewind(request: Request) -> None:
     "Put the random numbers where `output_ids` left them, after a step that broke off. Does nothing without a seed."
     row = request.row
-    if row is None or row.generator is None or row.params.seed is None: return
+    if row is None or row.generator is None or row.params.seed is None:
+        return
     row.generator.manual_seed((row.params.seed + request.index) % 2**63)
-    for _ in request.output_ids: row.uniform()
+    for _ in request.output_ids:
+        row.uniform()
 
 # %% ../nbs/73_recovery.ipynb #e8655cf3
 def append_prompt(request: Request, logits: torch.Tensor, start: int) -> None:
@@ -179,22 +241,31 @@ def append_prompt(request: Request, logits: torch.Tensor, start: int) -> None:
     What was told before is passed over, and so is what follows the prompt."""
     told, row = request.prompt_logprobs, request.row
     assert told is not None and row is not None and row.params.prompt_logprobs is not None
-    known = len(told) - 1                                  # positions that have told of the token after them
-    assert start <= known, f'positions {known} to {start} of the prompt were left out'
-    logits = logits[known - start:]
-    ids = request.prompt_ids[known + 1:known + 1 + len(logits)]
-    new = token_logprobs(logits[:len(ids)], ids, row.params.prompt_logprobs, [token_text(row)] * len(ids))
+    known = len(told) - 1  # positions that have told of the token after them
+    assert start <= known, f"positions {known} to {start} of the prompt were left out"
+    logits = logits[known - start :]
+    ids = request.prompt_ids[known + 1 : known + 1 + len(logits)]
+    new = token_logprobs(
+        logits[: len(ids)], ids, row.params.prompt_logprobs, [token_text(row)] * len(ids)
+    )
     for step, i, text in zip(new, ids, prompt_texts(row, known + 1, len(ids))):
-        if text is not None: step[i].decoded_token = text
+        if text is not None:
+            step[i].decoded_token = text
     told += new
 
 # %% ../nbs/73_recovery.ipynb #a57d884b
 _MOVED = dict(
-    llm='LLM grammar_for admit group_waves', loop='make_engine', errors='EngineError',
-    outputs='CompletionOutput RequestOutput StreamEvent Score MemoryPlan Stats RequestGroup',
-    inputs='PROMPT_FORMS is_ids as_list parse_prompt params_for settings_for',
-    config='''STRATEGIES Limits rope_switch rope_side model_and_tokenizer check_causal probe_model context_limit free_memory
-        choose_limits check_strategy check_compile check_quantization check_count weights_digest''',
-    sampling='SamplingParams')
-__getattr__ = renamed(__name__, {name: f'{module}.{name}' for module, names in _MOVED.items() for name in names.split()}
-                      | {'Parent': 'outputs.RequestGroup'})
+    llm="LLM grammar_for admit group_waves",
+    loop="make_engine",
+    errors="EngineError",
+    outputs="CompletionOutput RequestOutput StreamEvent Score MemoryPlan Stats RequestGroup",
+    inputs="PROMPT_FORMS is_ids as_list parse_prompt params_for settings_for",
+    config="""STRATEGIES Limits rope_switch rope_side model_and_tokenizer check_causal probe_model context_limit free_memory
+        choose_limits check_strategy check_compile check_quantization check_count weights_digest""",
+    sampling="SamplingParams",
+)
+__getattr__ = renamed(
+    __name__,
+    {name: f"{module}.{name}" for module, names in _MOVED.items() for name in names.split()}
+    | {"Parent": "outputs.RequestGroup"},
+)

@@ -17,33 +17,46 @@ __all__ = ['Option', 'Message', 'BatchlabError', 'ModelError', 'ModelNotFoundErr
 @dataclass(frozen=True)
 class Option:
     "An option by its name in Python, set to `value` unless that is None; as text it reads as in Python. `of`: what takes it, such as 'LLM'."
+
     name: str
     value: object = None
-    of: str = ''
+    of: str = ""
 
     def __str__(self) -> str:
-        given = self.name if self.value is None else f'{self.name}={self.value!r:.60}'
-        return f'{self.of}({given})' if self.of else given
+        given = self.name if self.value is None else f"{self.name}={self.value!r:.60}"
+        return f"{self.of}({given})" if self.of else given
+
 
 class Message:
     "A `text` with a place in braces for each of `fields`: a value, an `Option`, or another message."
-    def __init__(self, text: str, **fields: object) -> None: self.text, self.fields = text, fields
+
+    def __init__(self, text: str, **fields: object) -> None:
+        self.text, self.fields = text, fields
 
     def said(self, spell: Callable[[Option], str] = str) -> str:
         "The text, with each `Option` in it as `spell` writes it."
-        def shown(value: object) -> object:
-            if isinstance(value, (Message, BatchlabError)): return value.said(spell)
-            return spell(value) if isinstance(value, Option) else value
-        return self.text.format(**{k: shown(v) for k, v in self.fields.items()}) if self.fields else self.text
 
-    def __str__(self) -> str: return self.said()
+        def shown(value: object) -> object:
+            if isinstance(value, (Message, BatchlabError)):
+                return value.said(spell)
+            return spell(value) if isinstance(value, Option) else value
+
+        return (
+            self.text.format(**{k: shown(v) for k, v in self.fields.items()})
+            if self.fields
+            else self.text
+        )
+
+    def __str__(self) -> str:
+        return self.said()
 
 # %% ../nbs/modules/000_errors.ipynb #e44045aa
 class BatchlabError(Exception):
     """Base of every error that a user of batchlab can meet: what was wrong, what was expected, what to do.
 
     `message` and `fields` are those of a `Message`."""
-    def __init__(self, message: str = '', *rest: object, **fields: object) -> None:
+
+    def __init__(self, message: str = "", *rest: object, **fields: object) -> None:
         super().__init__(message, *rest)
         self.fields = fields
 
@@ -51,44 +64,69 @@ class BatchlabError(Exception):
         "The message, with each `Option` in it as `spell` writes it."
         return Message(str(self.args[0]), **self.fields).said(spell)
 
-    def __str__(self) -> str: return self.said()
+    def __str__(self) -> str:
+        return self.said()
 
-class ModelError(BatchlabError): "A model or tokenizer can't be loaded or used."
-class ModelNotFoundError(ModelError): "No model has that name: no such folder, file or hub id."
-class HubUnreachableError(ModelError): "A valid hub id, not in the local cache, and the hub can't be reached."
-class UnsupportedModelError(ModelError): "The model is there, and batchlab can't run it, or not for what is asked."
+
+class ModelError(BatchlabError):
+    "A model or tokenizer can't be loaded or used."
+
+
+class ModelNotFoundError(ModelError):
+    "No model has that name: no such folder, file or hub id."
+
+
+class HubUnreachableError(ModelError):
+    "A valid hub id, not in the local cache, and the hub can't be reached."
+
+
+class UnsupportedModelError(ModelError):
+    "The model is there, and batchlab can't run it, or not for what is asked."
+
 
 class PromptError(BatchlabError, ValueError):
     "A prompt can't be run as it is: it is empty, not made of token ids, or longer than the model's context."
 
-class PromptTooLongError(PromptError): "A prompt has more tokens than the model holds."
+
+class PromptTooLongError(PromptError):
+    "A prompt has more tokens than the model holds."
+
 
 class ParamError(BatchlabError, ValueError):
     "A sampling parameter is out of range, of the wrong type or not supported: names it, what it may be, what to do."
 
+
 class BatchError(BatchlabError, ValueError):
     "Rows, caches or limits that no step can be made of: none, an empty row, one too long, or limits that contradict each other."
+
 
 class EngineError(BatchlabError, RuntimeError):
     "The engine was used in a way that can't work: an id twice, a step inside a callback, an addition while it stops."
 
+
 class AdapterError(BatchlabError, ValueError):
     "An adapter can't be loaded or used: says which, why, and what to do. `number`: of the adapter, 0 if it has none yet."
+
     def __init__(self, message: str, number: int = 0, **fields: object) -> None:
         super().__init__(message, **fields)
         self.number = number
 
+
 class Unavailable(BatchlabError):
     "Why a way to run a model, such as a backend, is not open to it, in a line for the user."
+
 
 class CompileError(BatchlabError, RuntimeError):
     "The kernels can't be had on this machine; says why, and what would help."
 
+
 class JobError(BatchlabError):
     "A job can't start or go on: says what is in the way and what to do. `status`: 1 if it had begun, else 2."
+
     def __init__(self, message: str, status: int = 2, **fields: object) -> None:
         super().__init__(message, **fields)
         self.status = status
+
 
 class TraceError(BatchlabError, ValueError):
     "No trace, or not a whole one: another file, a torn one, one of a newer version; or something that it can't give."

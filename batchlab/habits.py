@@ -18,8 +18,14 @@ from .lora import LoRARequest
 from .names import ENGINE_DEFAULTS, REFUSED, WITHOUT_EFFECT, WORKS, by_any_name, read_engine
 from .outputs import CompletionOutput, RequestOutput, StreamEvent
 from .params import BeamSearchParams, SamplingParams, StructuredOutputsParams
-from .pooled import (ClassificationRequestOutput, EmbeddingRequestOutput, PoolerConfig, PoolingParams, PoolingRequestOutput,
-                             ScoringRequestOutput)
+from batchlab.pooled import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolerConfig,
+    PoolingParams,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
 
 # %% auto #0
 __all__ = ['GuidedDecodingParams', 'EngineArgs', 'FlexibleArgumentParser', 'cleanup_dist_env_and_memory', 'TextPrompt',
@@ -29,16 +35,24 @@ __all__ = ['GuidedDecodingParams', 'EngineArgs', 'FlexibleArgumentParser', 'clea
            'ScoringRequestOutput']
 
 # %% ../nbs/47_habits.ipynb #hab00025
-_OWN = {name: p for name, p in inspect.signature(LLM.__init__).parameters.items() if name != 'self'}
-_DEFAULTS = {name: p.default for name, p in _OWN.items()} | {k: v for k, v in ENGINE_DEFAULTS.items() if k not in _OWN}
-_Fields: Any = make_dataclass('_Fields', [(k, Any, field(default=v)) for k, v in _DEFAULTS.items()])
+_OWN = {name: p for name, p in inspect.signature(LLM.__init__).parameters.items() if name != "self"}
+_DEFAULTS = {name: p.default for name, p in _OWN.items()} | {
+    k: v for k, v in ENGINE_DEFAULTS.items() if k not in _OWN
+}
+_Fields: Any = make_dataclass("_Fields", [(k, Any, field(default=v)) for k, v in _DEFAULTS.items()])
+
 
 def _value(text: str) -> Any:
     "What `text` means on a command line: a number, None, true, a dict …, else itself."
-    try: return literal_eval(text.title() if text in ('true', 'false') else text)
-    except (ValueError, SyntaxError): return text
+    try:
+        return literal_eval(text.title() if text in ("true", "false") else text)
+    except (ValueError, SyntaxError):
+        return text
 
-def _text(text: str) -> str | None: return None if text == 'None' else text
+
+def _text(text: str) -> str | None:
+    return None if text == "None" else text
+
 
 @by_any_name(__init__=read_engine)
 class EngineArgs(_Fields):
@@ -48,12 +62,16 @@ class EngineArgs(_Fields):
     def add_cli_args(parser: Any) -> Any:
         "Add a flag for each argument to `parser`, an `ArgumentParser` or a group of one; returns it."
         for name, default in _DEFAULTS.items():
-            of = str(_OWN[name].annotation) if name in _OWN else ''
-            why = (WITHOUT_EFFECT | REFUSED).get(name, ('',))[0]
-            how: dict[str, Any] = dict(type=_text if of.startswith('str') else _value)
-            if isinstance(default, bool): how = dict(action=argparse.BooleanOptionalAction)
-            flags = [f"--{n.replace('_', '-')}" for n in (name, *(k for k, v in WORKS.items() if v == name))]
-            parser.add_argument(*flags, default=default, help=why or 'see LLM', **how)
+            of = str(_OWN[name].annotation) if name in _OWN else ""
+            why = (WITHOUT_EFFECT | REFUSED).get(name, ("",))[0]
+            how: dict[str, Any] = dict(type=_text if of.startswith("str") else _value)
+            if isinstance(default, bool):
+                how = dict(action=argparse.BooleanOptionalAction)
+            flags = [
+                f"--{n.replace('_', '-')}"
+                for n in (name, *(k for k, v in WORKS.items() if v == name))
+            ]
+            parser.add_argument(*flags, default=default, help=why or "see LLM", **how)
         return parser
 
     @classmethod
@@ -64,11 +82,18 @@ class EngineArgs(_Fields):
 # %% ../nbs/47_habits.ipynb #hab00028
 class FlexibleArgumentParser(argparse.ArgumentParser):
     "An `ArgumentParser` that reads `--max_tokens` as `--max-tokens`."
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:      # type: ignore[override]
+
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:  # type: ignore[override]
         "As `ArgumentParser` has it."
-        def flag(m: re.Match[str]) -> str: return m[0] if m[0] in self._option_string_actions else m[0].replace('_', '-')
+
+        def flag(m: re.Match[str]) -> str:
+            return m[0] if m[0] in self._option_string_actions else m[0].replace("_", "-")
+
         given = sys.argv[1:] if args is None else args
-        return super().parse_known_args([re.sub('^--[^=]+', flag, a) for a in given], namespace)
+        return super().parse_known_args([re.sub("^--[^=]+", flag, a) for a in given], namespace)
+
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     "Give back what deleted models held. Nothing is distributed here, so `shutdown_ray` says nothing."
@@ -77,56 +102,103 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 
 # %% ../nbs/47_habits.ipynb #hab00031
 GuidedDecodingParams = StructuredOutputsParams
-_all_ = ['SamplingParams', 'StructuredOutputsParams', 'BeamSearchParams', 'PoolingParams', 'PoolerConfig', 'LoRARequest', 'LLM', 'RequestOutput',
-         'CompletionOutput', 'PoolingRequestOutput', 'EmbeddingRequestOutput', 'ClassificationRequestOutput', 'ScoringRequestOutput']
+_all_ = [
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "BeamSearchParams",
+    "PoolingParams",
+    "PoolerConfig",
+    "LoRARequest",
+    "LLM",
+    "RequestOutput",
+    "CompletionOutput",
+    "PoolingRequestOutput",
+    "EmbeddingRequestOutput",
+    "ClassificationRequestOutput",
+    "ScoringRequestOutput",
+]
+
 
 class TextPrompt(TypedDict):
     "A prompt that is text."
+
     prompt: str
+
 
 class TokensPrompt(TypedDict):
     "A prompt of token ids."
+
     prompt_token_ids: list[int]
 
-def print_embeddings(embeds: Sequence[float], prefix: str = 'Embeddings') -> None:
-    "Print the first numbers of a vector, and how many it has."
-    few = f'{str(embeds[:4])[:-1]}, ...]' if len(embeds) > 4 else embeds
-    print(f'{prefix}: {few} (size={len(embeds)})')
 
+def print_embeddings(embeds: Sequence[float], prefix: str = "Embeddings") -> None:
+    "Print the first numbers of a vector, and how many it has."
+    few = f"{str(embeds[:4])[:-1]}, ...]" if len(embeds) > 4 else embeds
+    print(f"{prefix}: {few} (size={len(embeds)})")
 
 # %% ../nbs/47_habits.ipynb #hab00042
 class LLMEngine:
     "vLLM's engine: requests are added by hand, and each `step` gives the results of those that it ended. `llm`: the `LLM` that runs them."
-    def __init__(self, llm: LLM) -> None: self.llm, self.done = llm, deque[Any]()
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm, self.done = llm, deque[Any]()
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         "An engine of an `LLM` with these arguments."
         return cls(LLM(**vars(engine_args)))
 
-    def add_request(self, request_id: str, prompt: Any, params: Any, arrival_time: float | None = None, lora_request: Any = None, *, priority: int = 0) -> str:
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: Any,
+        arrival_time: float | None = None,
+        lora_request: Any = None,
+        *,
+        priority: int = 0,
+    ) -> str:
         "Queue a prompt; `arrival_time` says nothing. A prompt that can't run has an `error` in its result. Raises `EngineError` for an id that is not done yet."
+
         def keep(event: StreamEvent) -> None:
-            if event.finished: self.done.append(event.output)
-        return self.llm.add_request(prompt, params, keep, request_id, priority=priority, lora_request=lora_request)
+            if event.finished:
+                self.done.append(event.output)
+
+        return self.llm.add_request(
+            prompt, params, keep, request_id, priority=priority, lora_request=lora_request
+        )
 
     def step(self) -> list[Any]:
         "One step of all; the results of the requests that are finished since the last."
-        if self.llm.has_unfinished: self.llm.step()
+        if self.llm.has_unfinished:
+            self.llm.step()
         return [self.done.popleft() for _ in range(len(self.done))]
 
     def abort_request(self, request_ids: str | Sequence[str]) -> None:
         "End requests at the next step: they come out with finish_reason 'cancelled'."
-        for i in [request_ids] if isinstance(request_ids, str) else request_ids: self.llm.cancel(i)
+        for i in [request_ids] if isinstance(request_ids, str) else request_ids:
+            self.llm.cancel(i)
 
-    def get_num_unfinished_requests(self) -> int: return len(self.llm.groups) + len(self.done)
-    def has_unfinished_requests(self) -> bool: return self.get_num_unfinished_requests() > 0
-    def get_tokenizer(self) -> Any: return self.llm.get_tokenizer()
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.llm.groups) + len(self.done)
+
+    def has_unfinished_requests(self) -> bool:
+        return self.get_num_unfinished_requests() > 0
+
+    def get_tokenizer(self) -> Any:
+        return self.llm.get_tokenizer()
 
     @property
     def model_config(self) -> SimpleNamespace:
         "What programs read of a model: `model`, `hf_config`, `dtype`, `max_model_len`."
         config = self.llm.model.config
-        return SimpleNamespace(model=config._name_or_path, hf_config=config, dtype=self.llm.model.dtype, max_model_len=self.llm.max_model_len)
+        return SimpleNamespace(
+            model=config._name_or_path,
+            hf_config=config,
+            dtype=self.llm.model.dtype,
+            max_model_len=self.llm.max_model_len,
+        )
+
     @property
-    def vllm_config(self) -> SimpleNamespace: return SimpleNamespace(model_config=self.model_config)
+    def vllm_config(self) -> SimpleNamespace:
+        return SimpleNamespace(model_config=self.model_config)

@@ -15,24 +15,26 @@ from collections.abc import Sequence
 from .deprecated import renamed
 from .errors import BatchError
 
-__getattr__ = renamed(__name__, {'PrefixError': 'errors.BatchError'})
+__getattr__ = renamed(__name__, {"PrefixError": "errors.BatchError"})
+
 
 def _at_least_1(**sizes: int) -> None:
     "Raise `BatchError` for the first size that is not a positive whole number."
     for name, n in sizes.items():
-        if not isinstance(n, int) or n < 1: raise BatchError(f'{name} is {n!r}: expected a whole number of at least 1')
+        if not isinstance(n, int) or n < 1:
+            raise BatchError(f"{name} is {n!r}: expected a whole number of at least 1")
 
 # %% ../nbs/06_prefix.ipynb #56303964
-def content_hash(ids: Sequence[int], parent: bytes = b'') -> bytes:
+def content_hash(ids: Sequence[int], parent: bytes = b"") -> bytes:
     """A 16-byte name for the token ids `ids`, given the name `parent` of what stands before them.
 
     BLAKE2b, a cryptographic hash, over `parent` and the ids as little-endian int64. The chaining is that of vLLM's
     prefix cache.
     """
-    return hashlib.blake2b(parent + struct.pack(f'<{len(ids)}q', *ids), digest_size=16).digest()
+    return hashlib.blake2b(parent + struct.pack(f"<{len(ids)}q", *ids), digest_size=16).digest()
 
 # %% ../nbs/06_prefix.ipynb #da34345b
-def chunk_hashes(ids: Sequence[int], chunk_size: int = 16, root: bytes = b'') -> list[bytes]:
+def chunk_hashes(ids: Sequence[int], chunk_size: int = 16, root: bytes = b"") -> list[bytes]:
     """One `content_hash` for each full chunk of `ids`, each chained on the one before it; a list of 16-byte names.
 
     Equal hash at index i: equal first `(i + 1) * chunk_size` tokens. `root` sets worlds apart that must not share,
@@ -41,5 +43,5 @@ def chunk_hashes(ids: Sequence[int], chunk_size: int = 16, root: bytes = b'') ->
     _at_least_1(chunk_size=chunk_size)
     hashes, parent = [], root
     for i in range(0, len(ids) - chunk_size + 1, chunk_size):
-        hashes.append(parent := content_hash(ids[i:i + chunk_size], parent))
+        hashes.append(parent := content_hash(ids[i : i + chunk_size], parent))
     return hashes

@@ -11,13 +11,20 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .errors import BatchlabError, ModelError, ParamError, PromptError
 from .lengths import check_length
-from .models import bad_message, encode, encode_chat, half_character, start_token_id, template_text
+from batchlab.models import (
+    bad_message,
+    encode,
+    encode_chat,
+    half_character,
+    start_token_id,
+    template_text,
+)
 from .names import is_setting, settings_of, whole_number, written
 from .outputs import RequestOutput
 from .pooled import PoolingParams
 from .sampling import SamplingParams
 
-log = logging.getLogger('batchlab')
+log = logging.getLogger("batchlab")
 
 # %% auto #0
 __all__ = ['log', 'PROMPT_FORMS', 'PROMPT_KEYS', 'CHAT_KEYS', 'is_ids', 'is_talk', 'as_list', 'parse_prompt', 'parse_chat',
@@ -27,74 +34,143 @@ __all__ = ['log', 'PROMPT_FORMS', 'PROMPT_KEYS', 'CHAT_KEYS', 'is_ids', 'is_talk
 # %% ../nbs/modules/000_inputs.ipynb #6d3ee88f
 def is_ids(x: Any) -> bool:
     "Whether `x` is a list, tuple, array or tensor of whole numbers, which makes it one prompt."
-    x = x.tolist() if hasattr(x, 'tolist') else x
+    x = x.tolist() if hasattr(x, "tolist") else x
     return isinstance(x, (list, tuple)) and bool(x) and all(whole_number(i) is not None for i in x)
+
 
 def is_talk(x: Any) -> bool:
     "Whether `x` is a conversation: a list of messages."
-    return isinstance(x, (list, tuple)) and bool(x) and all(isinstance(m, dict) and 'role' in m for m in x)
+    return (
+        isinstance(x, (list, tuple))
+        and bool(x)
+        and all(isinstance(m, dict) and "role" in m for m in x)
+    )
+
 
 def as_list(prompts: Any, chat: bool = False) -> list:
     "One prompt (with `chat`, one conversation) or several, as a list of them. Raises `PromptError` for a table."
-    if hasattr(prompts, 'columns') or hasattr(prompts, 'column_names'):
-        raise PromptError(f"prompts are a {type(prompts).__name__}: give one column of it, as in frame['prompt'], or see llm.map")
-    talk = isinstance(prompts, (list, tuple)) and bool(prompts) and isinstance(prompts[0], dict) and 'messages' not in prompts[0]
+    if hasattr(prompts, "columns") or hasattr(prompts, "column_names"):
+        raise PromptError(
+            f"prompts are a {type(prompts).__name__}: give one column of it, as in frame['prompt'], or see llm.map"
+        )
+    talk = (
+        isinstance(prompts, (list, tuple))
+        and bool(prompts)
+        and isinstance(prompts[0], dict)
+        and "messages" not in prompts[0]
+    )
     one = talk if chat else is_ids(prompts)
-    return [prompts] if one or isinstance(prompts, (str, dict)) or not hasattr(prompts, '__iter__') else list(prompts)
+    return (
+        [prompts]
+        if one or isinstance(prompts, (str, dict)) or not hasattr(prompts, "__iter__")
+        else list(prompts)
+    )
 
 # %% ../nbs/modules/000_inputs.ipynb #707e59f9
 PROMPT_FORMS = "a string, a list of token ids, {'prompt': text}, {'prompt_token_ids': ids} or {'messages': conversation}"
-PROMPT_KEYS = {'prompt', 'prompt_token_ids'}
-CHAT_KEYS = {'messages', 'chat_template', 'chat_template_kwargs', 'tools', 'add_generation_prompt', 'continue_final_message'}
+PROMPT_KEYS = {"prompt", "prompt_token_ids"}
+CHAT_KEYS = {
+    "messages",
+    "chat_template",
+    "chat_template_kwargs",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+}
+
 
 def parse_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
     "A prompt as `(text, ids)`, one of which may be None. Raises `PromptError`."
-    if is_talk(prompt) or isinstance(prompt, dict) and 'role' in prompt:
-        raise PromptError(f'this is a conversation, and a prompt is text: llm.chat answers conversations, got {prompt!r:.60}')
-    if isinstance(prompt, dict): d = dict(prompt)
-    else: d = {'prompt' if isinstance(prompt, str) else 'prompt_token_ids': prompt}
-    text, ids = d.pop('prompt', None), d.pop('prompt_token_ids', None)
+    if is_talk(prompt) or isinstance(prompt, dict) and "role" in prompt:
+        raise PromptError(
+            f"this is a conversation, and a prompt is text: llm.chat answers conversations, got {prompt!r:.60}"
+        )
+    if isinstance(prompt, dict):
+        d = dict(prompt)
+    else:
+        d = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+    text, ids = d.pop("prompt", None), d.pop("prompt_token_ids", None)
     if d:
-        beside = '; priority and timeout are arguments of the call' if d.keys() & {'priority', 'timeout'} else ''
-        raise PromptError(f'a prompt has unknown keys {", ".join(map(repr, d))}: expected {PROMPT_FORMS}{beside}')
-    if isinstance(ids, (list, tuple)) and not ids: return text, []
+        beside = (
+            "; priority and timeout are arguments of the call"
+            if d.keys() & {"priority", "timeout"}
+            else ""
+        )
+        raise PromptError(
+            f"a prompt has unknown keys {', '.join(map(repr, d))}: expected {PROMPT_FORMS}{beside}"
+        )
+    if isinstance(ids, (list, tuple)) and not ids:
+        return text, []
     if not (isinstance(text, str | None) and (is_ids(ids) or ids is None and text is not None)):
-        columns = " (a dict of columns is no prompt: give d['prompt'])" if isinstance(text, list) else ''
-        raise PromptError(f'a prompt must be {PROMPT_FORMS}, got {prompt!r:.60}{columns}')
+        columns = (
+            " (a dict of columns is no prompt: give d['prompt'])" if isinstance(text, list) else ""
+        )
+        raise PromptError(f"a prompt must be {PROMPT_FORMS}, got {prompt!r:.60}{columns}")
     return text, ids if ids is None else [int(i) for i in ids]
+
 
 def parse_chat(prompt: Any) -> dict[str, Any]:
     "A conversation, a list of messages or a dict of `CHAT_KEYS`, as arguments of `encode_chat`. Raises `PromptError`."
-    d = prompt if isinstance(prompt, dict) and 'messages' in prompt else {'messages': prompt}
+    d = prompt if isinstance(prompt, dict) and "messages" in prompt else {"messages": prompt}
     if bad := [k for k in d if k not in CHAT_KEYS]:
-        raise PromptError(f'a conversation has unknown keys {", ".join(map(repr, bad))}: expected {", ".join(sorted(CHAT_KEYS))}')
-    if why := bad_message(d['messages']):
-        raise PromptError(why + (': llm.generate answers plain prompts' if isinstance(d['messages'], str) else ''))
-    if why := _bad_option(d): raise PromptError(why)
-    if (template := d.get('chat_template')) is not None and not (isinstance(template, str) and '{' in template):
-        raise PromptError(f'chat_template of a prompt must be the text of one, got {template!r:.60}: llm.chat(chat_template=…) takes a file')
+        raise PromptError(
+            f"a conversation has unknown keys {', '.join(map(repr, bad))}: expected {', '.join(sorted(CHAT_KEYS))}"
+        )
+    if why := bad_message(d["messages"]):
+        raise PromptError(
+            why + (": llm.generate answers plain prompts" if isinstance(d["messages"], str) else "")
+        )
+    if why := _bad_option(d):
+        raise PromptError(why)
+    if (template := d.get("chat_template")) is not None and not (
+        isinstance(template, str) and "{" in template
+    ):
+        raise PromptError(
+            f"chat_template of a prompt must be the text of one, got {template!r:.60}: llm.chat(chat_template=…) takes a file"
+        )
     return {k: v for k, v in d.items() if v is not None}
 
-_KINDS: dict[str, type] = dict(tools=list, chat_template_kwargs=dict, add_generation_prompt=bool, continue_final_message=bool)
+
+_KINDS: dict[str, type] = dict(
+    tools=list, chat_template_kwargs=dict, add_generation_prompt=bool, continue_final_message=bool
+)
+
 
 def _bad_option(options: dict[str, Any]) -> str | None:
     "What is wrong with the first of `options` that is of another type than `encode_chat` takes, or None."
-    return next((f'{k} must be a {kind.__name__}, got {options[k]!r:.60}' for k, kind in _KINDS.items()
-                 if options.get(k) is not None and not isinstance(options[k], kind)), None)
+    return next(
+        (
+            f"{k} must be a {kind.__name__}, got {options[k]!r:.60}"
+            for k, kind in _KINDS.items()
+            if options.get(k) is not None and not isinstance(options[k], kind)
+        ),
+        None,
+    )
+
 
 def split_settings(prompt: Any) -> tuple[Any, dict[str, Any]]:
     """`prompt` without the settings that it carries, and those, as fields of `SamplingParams`; None says nothing, but of `max_tokens`.
 
     Raises `ParamError`."""
-    if not isinstance(prompt, dict) or prompt.keys() <= PROMPT_KEYS | CHAT_KEYS: return prompt, {}
-    own = {k: v for k, v in prompt.items() if k not in PROMPT_KEYS | CHAT_KEYS and isinstance(k, str) and is_setting(k, v)}
+    if not isinstance(prompt, dict) or prompt.keys() <= PROMPT_KEYS | CHAT_KEYS:
+        return prompt, {}
+    own = {
+        k: v
+        for k, v in prompt.items()
+        if k not in PROMPT_KEYS | CHAT_KEYS and isinstance(k, str) and is_setting(k, v)
+    }
     rest = {k: v for k, v in prompt.items() if k not in own}
-    if isinstance(nested := own.get('sampling_params'), dict):
-        del own['sampling_params']
-        if twice := nested.keys() & own.keys(): raise ParamError(f'{min(twice)} stands in sampling_params and beside it: give one of them')
+    if isinstance(nested := own.get("sampling_params"), dict):
+        del own["sampling_params"]
+        if twice := nested.keys() & own.keys():
+            raise ParamError(
+                f"{min(twice)} stands in sampling_params and beside it: give one of them"
+            )
         own = nested | own
-    own = settings_of({k: v for k, v in own.items() if not (isinstance(v, float) and v != v)})      # NaN: how pandas says None
-    return rest, {k: v for k, v in own.items() if v is not None or k == 'max_tokens'}
+    own = settings_of(
+        {k: v for k, v in own.items() if not (isinstance(v, float) and v != v)}
+    )  # NaN: how pandas says None
+    return rest, {k: v for k, v in own.items() if v is not None or k == "max_tokens"}
 
 # %% ../nbs/modules/000_inputs.ipynb #inp00003
 def check_forms(prompts: Sequence[Any], chat: bool) -> None:
@@ -102,25 +178,37 @@ def check_forms(prompts: Sequence[Any], chat: bool) -> None:
     why = None
     for p in prompts:
         try:
-            talk, (plain, _) = chat or isinstance(p, dict) and 'messages' in p, split_settings(p)
+            talk, (plain, _) = chat or isinstance(p, dict) and "messages" in p, split_settings(p)
             parse_chat(plain) if talk else parse_prompt(plain)
             return
-        except (PromptError, ParamError) as e: why = why or e
-    if why: raise why
+        except (PromptError, ParamError) as e:
+            why = why or e
+    if why:
+        raise why
+
 
 def chat_options(**options: Any) -> dict[str, Any]:
     "Those of `options`, what `CHAT_KEYS` say of a call of `chat`, that say something, its template as text. Raises `ParamError`."
     for k in options:
-        if k not in CHAT_KEYS: raise ParamError(f'unknown argument {k!r:.60}: expected one of {", ".join(sorted(CHAT_KEYS))}')
-    if why := _bad_option(options): raise ParamError(why)
-    try: options['chat_template'] = template_text(options.get('chat_template'))
-    except PromptError as e: raise ParamError(*e.args, **e.fields) from None
+        if k not in CHAT_KEYS:
+            raise ParamError(
+                f"unknown argument {k!r:.60}: expected one of {', '.join(sorted(CHAT_KEYS))}"
+            )
+    if why := _bad_option(options):
+        raise ParamError(why)
+    try:
+        options["chat_template"] = template_text(options.get("chat_template"))
+    except PromptError as e:
+        raise ParamError(*e.args, **e.fields) from None
     return {k: v for k, v in options.items() if v is not None}
+
 
 def check_bar(use_tqdm: Any) -> None:
     "Raise `ParamError` unless `use_tqdm` is a bool, None, or makes a bar."
     if use_tqdm is not None and not isinstance(use_tqdm, bool) and not callable(use_tqdm):
-        raise ParamError(f'use_tqdm must be True, False, None or a tqdm class, got {use_tqdm!r:.60}: give several prompts as one list')
+        raise ParamError(
+            f"use_tqdm must be True, False, None or a tqdm class, got {use_tqdm!r:.60}: give several prompts as one list"
+        )
 
 # %% ../nbs/modules/000_inputs.ipynb #b5c7304f
 def is_pooling(params: Any) -> bool:
@@ -128,89 +216,153 @@ def is_pooling(params: Any) -> bool:
     first = params[0] if isinstance(params, (list, tuple)) and params else params
     return isinstance(first, PoolingParams)
 
+
 def params_for(params: Any, n: int) -> list[Any]:
     "`n` `SamplingParams` or `PoolingParams` from one for all or a list of one each. Raises `ParamError`."
-    if not isinstance(params, (list, tuple)): return [params if is_pooling(params) else SamplingParams.of(params)] * n
+    if not isinstance(params, (list, tuple)):
+        return [params if is_pooling(params) else SamplingParams.of(params)] * n
     if len(params) != n:
-        raise ParamError(f'{len(params)} sampling parameters for {n} prompts: give one for all, or one for each')
+        raise ParamError(
+            f"{len(params)} sampling parameters for {n} prompts: give one for all, or one for each"
+        )
     return [p if is_pooling(p) else SamplingParams.of(p) for p in params]
 
-def settings_for(n: int, sampling_params: Any = None, priority: Any = None,
-                 timeout: Any = None, lora_request: Any = None) -> list[tuple[Any, int, float | None, Any]]:
+
+def settings_for(
+    n: int,
+    sampling_params: Any = None,
+    priority: Any = None,
+    timeout: Any = None,
+    lora_request: Any = None,
+) -> list[tuple[Any, int, float | None, Any]]:
     "For each of `n` prompts `(SamplingParams or PoolingParams, priority, timeout, LoRARequest or None)`. Raises `ParamError`."
+
     def seconds(v: Any) -> float | None:
         "`v` as a float above 0, also of a number that is too large for one, or None."
-        if isinstance(v, bool) or not isinstance(v, numbers.Real): return None
+        if isinstance(v, bool) or not isinstance(v, numbers.Real):
+            return None
         x: Any = v
         return float(min(x, sys.float_info.max)) if x > 0 else None
+
     def spread(name: str, x: Any, default: Any, read: Callable[[Any], Any], want: str) -> list[Any]:
         xs = list(x) if isinstance(x, (list, tuple)) else [x] * n
-        if len(xs) != n: raise ParamError(f'{len(xs)} values of {name} for {n} prompts: give one for all, or one for each')
+        if len(xs) != n:
+            raise ParamError(
+                f"{len(xs)} values of {name} for {n} prompts: give one for all, or one for each"
+            )
         found: list[Any] = [default if v is None else read(v) for v in xs]
         for v, got in zip(xs, found):
-            if v is not None and got is None: raise ParamError(f'{name} must be {want}, got {written(v)}')
+            if v is not None and got is None:
+                raise ParamError(f"{name} must be {want}, got {written(v)}")
         return found
-    return list(zip(params_for(sampling_params, n),
-                    spread('priority', priority, 0, whole_number, 'a whole number, lower goes first'),
-                    spread('timeout', timeout, None, seconds, 'a number of seconds above 0'),
-                    spread('lora_request', lora_request, None, lambda v: v, '')))
+
+    return list(
+        zip(
+            params_for(sampling_params, n),
+            spread("priority", priority, 0, whole_number, "a whole number, lower goes first"),
+            spread("timeout", timeout, None, seconds, "a number of seconds above 0"),
+            spread("lora_request", lora_request, None, lambda v: v, ""),
+        )
+    )
 
 # %% ../nbs/modules/000_inputs.ipynb #bbcb7a60
-def encode_text(tokenizer: PreTrainedTokenizerBase | None, text: str, special: bool = True) -> list[int]:
+def encode_text(
+    tokenizer: PreTrainedTokenizerBase | None, text: str, special: bool = True
+) -> list[int]:
     "The ids of `text`, with the `special` tokens of the tokenizer or without. Raises `PromptError`, `ModelError`."
-    try: return encode(tokenizer, text, special)
-    except BatchlabError: raise
-    except Exception as e: raise PromptError(unreadable(text, e)) from e
+    try:
+        return encode(tokenizer, text, special)
+    except BatchlabError:
+        raise
+    except Exception as e:
+        raise PromptError(unreadable(text, e)) from e
+
 
 def unreadable(text: str, error: Exception) -> str:
     "Why the tokenizer refuses `text` with `error`."
-    return half_character(text) or f'the tokenizer refuses this text ({error})'
+    return half_character(text) or f"the tokenizer refuses this text ({error})"
 
-def prompt_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prompt: Any, chat: bool,
-                  max_len: int | None = None) -> tuple[str | None, list[int]]:
+
+def prompt_ids_of(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompt: Any,
+    chat: bool,
+    max_len: int | None = None,
+) -> tuple[str | None, list[int]]:
     """A prompt or conversation as `(text, ids)`. `max_len`: a text that surely has as many tokens is refused before it is tokenised.
 
     Raises `PromptError`, `PromptTooLongError` for such a text, `ModelError`."""
-    words: Any = tokenizer                                 # `encode` and `encode_chat` say so where there is none
-    if chat or isinstance(prompt, dict) and 'messages' in prompt:
+    words: Any = tokenizer  # `encode` and `encode_chat` say so where there is none
+    if chat or isinstance(prompt, dict) and "messages" in prompt:
         ids = encode_chat(tokenizer, **parse_chat(prompt), max_len=max_len)
         return words.decode(ids), ids
     text, ids = parse_prompt(prompt)
-    if ids is not None: return text, ids
-    if max_len: check_length(tokenizer, text or '', max_len - 1)
-    ids = encode_text(tokenizer, text or '')
-    if ids: return text, ids
-    try: start = start_token_id(model, tokenizer)
-    except ModelError as e: raise PromptError(str(e)) from None
-    log.warning('an empty prompt starts from token %s (%s)', start, words.decode([start]))
+    if ids is not None:
+        return text, ids
+    if max_len:
+        check_length(tokenizer, text or "", max_len - 1)
+    ids = encode_text(tokenizer, text or "")
+    if ids:
+        return text, ids
+    try:
+        start = start_token_id(model, tokenizer)
+    except ModelError as e:
+        raise PromptError(str(e)) from None
+    log.warning("an empty prompt starts from token %s (%s)", start, words.decode([start]))
     return text, [start]
 
 # %% ../nbs/modules/000_inputs.ipynb #inp00006
 def _log_cut(outs: Sequence[RequestOutput]) -> None:
     "Log how many of `outs` were held to a form and cut off by `max_tokens`, so that they may not have it."
-    held = [(i, o) for i, o in enumerate(outs)             # beam searches and scores of choices have no form
-            if isinstance(o, RequestOutput) and getattr(o.params, 'structured_outputs', None)]
-    cut = [(i, o) for i, o in held if any(c.finish_reason == 'length' for c in o.outputs)]
-    if not cut: return
+    held = [
+        (i, o)
+        for i, o in enumerate(outs)  # beam searches and scores of choices have no form
+        if isinstance(o, RequestOutput) and getattr(o.params, "structured_outputs", None)
+    ]
+    cut = [(i, o) for i, o in held if any(c.finish_reason == "length" for c in o.outputs)]
+    if not cut:
+        return
     first, o = cut[0]
-    log.warning("%s of %s answers held to a form were cut off by max_tokens and are not whole (finish_reason 'length', first: outputs[%s], at %s "
-                'tokens): give a larger max_tokens', len(cut), len(held), first, max(len(c.token_ids) for c in o.outputs))
+    log.warning(
+        "%s of %s answers held to a form were cut off by max_tokens and are not whole (finish_reason 'length', first: outputs[%s], at %s "
+        "tokens): give a larger max_tokens",
+        len(cut),
+        len(held),
+        first,
+        max(len(c.token_ids) for c in o.outputs),
+    )
+
 
 def log_failures(outs: Sequence[RequestOutput]) -> None:
     "Log how many of `outs` failed, by the five commonest reasons, with the index of the first of each; and how many were cut off in a form."
     _log_cut(outs)
     reasons: dict[str, list[int]] = {}
     for i, o in enumerate(outs):
-        if o.error: reasons.setdefault(re.sub(r"(?<!\w)'[^']*('|$)|\"[^\"]*(\"|$)|\d[\d,]*", '…', o.error), []).append(i)
-    if not reasons: return
+        if o.error:
+            reasons.setdefault(
+                re.sub(r"(?<!\w)'[^']*('|$)|\"[^\"]*(\"|$)|\d[\d,]*", "…", o.error), []
+            ).append(i)
+    if not reasons:
+        return
     common = sorted(reasons.values(), key=len, reverse=True)
-    said = '; '.join(f'{len(ids)} × {outs[ids[0]].error:.160} (first: outputs[{ids[0]}])' for ids in common[:5])
-    if rare := sum(map(len, common[5:])): said += f'; and {rare} others'
-    log.warning('%s of %s requests failed: %s. outputs[i].error says why', sum(map(len, reasons.values())), len(outs), said)
+    said = "; ".join(
+        f"{len(ids)} × {outs[ids[0]].error:.160} (first: outputs[{ids[0]}])" for ids in common[:5]
+    )
+    if rare := sum(map(len, common[5:])):
+        said += f"; and {rare} others"
+    log.warning(
+        "%s of %s requests failed: %s. outputs[i].error says why",
+        sum(map(len, reasons.values())),
+        len(outs),
+        said,
+    )
 
 # %% ../nbs/modules/000_inputs.ipynb #inp00011
 def __getattr__(name: str) -> Any:
     "vLLM's prompts, by its place for them: they are `batchlab.habits`'."
-    if name not in ('TextPrompt', 'TokensPrompt'): raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    if name not in ("TextPrompt", "TokensPrompt"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from batchlab import habits
+
     return getattr(habits, name)

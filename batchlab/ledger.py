@@ -11,6 +11,7 @@ __all__ = ['Ledger']
 # %% ../nbs/04_padding.ipynb #91551059
 from dataclasses import dataclass
 
+
 @dataclass
 class Ledger:
     """Positions that went through the model, by what they were good for.
@@ -19,6 +20,7 @@ class Ledger:
     computed again. Not among them: `masked`, columns of the cache read in decode only to be masked, added up over
     rows and steps; `reused`, tokens taken from a cache.
     """
+
     useful: int = 0
     padded: int = 0
     masked: int = 0
@@ -32,4 +34,5 @@ class Ledger:
 
     def _repr_svg_(self) -> str:
         from batchlab.views.pictures import waste
-        return waste({'positions': self}).svg
+
+        return waste({"positions": self}).svg

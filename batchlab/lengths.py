@@ -13,7 +13,8 @@ from weakref import WeakKeyDictionary
 from .errors import PromptTooLongError
 from .tokens import own_tokenizer
 
-if TYPE_CHECKING: from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # %% auto #0
 __all__ = ['SHORT', 'EDGE', 'NEAR', 'PART', 'TextBounds', 'bounds_of', 'settled', 'least_tokens', 'check_length', 'beginning',
@@ -26,77 +27,122 @@ class TextBounds:
 
     `longest`: bytes of UTF-8 that one token stands for at most, or None. `forms`: of Unicode, into which a text is brought first. `bare`: whitespace
     may vanish. `edge`: how many characters before the end of a part the tokens begin to be those of the whole text, or None if that can't be said."""
+
     size: int
     longest: int | None = None
     forms: tuple[Any, ...] = ()
     bare: bool = False
     edge: int | None = None
 
-SHORT = 2**16                                                            # characters of a text that is tokenised in no time
-EDGE, NEAR = 16, 4                                                       # characters and words at the end of a part that may be cut otherwise in the whole
 
-_FORMS = 'NFC', 'NFD', 'NFKC', 'NFKD'
-_KEEP = {*_FORMS, 'Prepend', 'ByteLevel', 'Metaspace', 'Digits', 'Punctuation', 'Split', 'Replace'}      # steps that drop nothing, as `_keeps` says of some
-_DROP_SPACE = {'Strip', 'Whitespace', 'WhitespaceSplit', 'BertPreTokenizer'}                            # that drop whitespace alone
-_LOCAL = _KEEP | _DROP_SPACE | {'Lowercase', 'StripAccents', 'BertNormalizer', 'Precompiled', 'Nmt'}       # that look at what stands near alone
-_FAR = re.compile(r'\(\?(<|=|!(?!\\S\)))')                            # a pattern that looks further than at the next character
+SHORT = 2**16  # characters of a text that is tokenised in no time
+EDGE, NEAR = (
+    16,
+    4,
+)  # characters and words at the end of a part that may be cut otherwise in the whole
+
+_FORMS = "NFC", "NFD", "NFKC", "NFKD"
+_KEEP = {
+    *_FORMS,
+    "Prepend",
+    "ByteLevel",
+    "Metaspace",
+    "Digits",
+    "Punctuation",
+    "Split",
+    "Replace",
+}  # steps that drop nothing, as `_keeps` says of some
+_DROP_SPACE = {
+    "Strip",
+    "Whitespace",
+    "WhitespaceSplit",
+    "BertPreTokenizer",
+}  # that drop whitespace alone
+_LOCAL = (
+    _KEEP | _DROP_SPACE | {"Lowercase", "StripAccents", "BertNormalizer", "Precompiled", "Nmt"}
+)  # that look at what stands near alone
+_FAR = re.compile(
+    r"\(\?(<|=|!(?!\\S\)))"
+)  # a pattern that looks further than at the next character
+
 
 def _steps(part: Any) -> list[dict[str, Any]]:
     "The steps of a normalizer or pre-tokenizer, one after the other. Raises an error for one that is written in Python."
+
     def flat(d: dict[str, Any]) -> list[dict[str, Any]]:
-        inner = d.get('normalizers', d.get('pretokenizers'))
+        inner = d.get("normalizers", d.get("pretokenizers"))
         return [d] if inner is None else [step for x in inner for step in flat(x)]
+
     return [] if part is None else flat(json.loads(part.__getstate__()))
+
 
 def _keeps(step: dict[str, Any]) -> bool:
     "Whether `step` leaves of a text at least as many bytes as there were, but for whitespace and a form of Unicode."
-    if step['type'] == 'Replace':
-        old = step['pattern'].get('String')
-        return old is not None and len(step['content'].encode()) >= len(old.encode())
-    return step['type'] in _KEEP | _DROP_SPACE and step.get('behavior') != 'Removed'
+    if step["type"] == "Replace":
+        old = step["pattern"].get("String")
+        return old is not None and len(step["content"].encode()) >= len(old.encode())
+    return step["type"] in _KEEP | _DROP_SPACE and step.get("behavior") != "Removed"
+
 
 def _is_local(step: dict[str, Any]) -> bool:
-    pattern = step.get('pattern', {})
-    return step['type'] in _LOCAL and not (step['type'] == 'Replace' and 'Regex' in pattern) and not _FAR.search(pattern.get('Regex', ''))
+    pattern = step.get("pattern", {})
+    return (
+        step["type"] in _LOCAL
+        and not (step["type"] == "Replace" and "Regex" in pattern)
+        and not _FAR.search(pattern.get("Regex", ""))
+    )
 
 # %% ../nbs/modules/000_lengths.ipynb #len00008
 _KNOWN: WeakKeyDictionary[Any, TextBounds] = WeakKeyDictionary()
 
+
 def bounds_of(tokenizer: PreTrainedTokenizerBase) -> TextBounds:
     "The `TextBounds` of `tokenizer`, which are kept as long as it gets no new tokens."
     known = _KNOWN.get(tokenizer)
-    if known is None or known.size != len(tokenizer): known = _KNOWN[tokenizer] = _find_bounds(tokenizer)
+    if known is None or known.size != len(tokenizer):
+        known = _KNOWN[tokenizer] = _find_bounds(tokenizer)
     return known
+
 
 def _find_bounds(tokenizer: Any) -> TextBounds:
     size = len(tokenizer)
-    backend: Any = getattr(tokenizer, 'backend_tokenizer', None)
-    try: steps = _steps(backend.normalizer) + _steps(backend.pre_tokenizer)
-    except Exception: return TextBounds(size)                          # of Python: nothing is known
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    try:
+        steps = _steps(backend.normalizer) + _steps(backend.pre_tokenizer)
+    except Exception:
+        return TextBounds(size)  # of Python: nothing is known
     added = list(backend.get_added_tokens_decoder().values())
-    bare = any(t.lstrip or t.rstrip for t in added) or any(s['type'] in _DROP_SPACE for s in steps)
+    bare = any(t.lstrip or t.rstrip for t in added) or any(s["type"] in _DROP_SPACE for s in steps)
     longest = _longest(backend, steps) if all(map(_keeps, steps)) else None
-    if longest is not None: longest = max([longest, *(len(t.content.encode()) for t in added)])
+    if longest is not None:
+        longest = max([longest, *(len(t.content.encode()) for t in added)])
     edge = EDGE + max([0, *(len(t.content) for t in added)]) if all(map(_is_local, steps)) else None
-    return TextBounds(size, longest, tuple(s['type'] for s in steps if s['type'] in _FORMS), bare, edge)
+    return TextBounds(
+        size, longest, tuple(s["type"] for s in steps if s["type"] in _FORMS), bare, edge
+    )
+
 
 def _longest(backend: Any, steps: list[dict[str, Any]]) -> int | None:
     "Bytes of UTF-8 that a token of the model stands for at most; None if one may stand for any number, or characters may be dropped."
     from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     model, vocab = backend.model, backend.get_vocab(with_added_tokens=False)
-    if any(s['type'] == 'ByteLevel' for s in steps):                     # a character stands for a byte
+    if any(s["type"] == "ByteLevel" for s in steps):  # a character stands for a byte
         return max(map(len, vocab)) if vocab.keys() >= {*bytes_to_unicode().values()} else None
-    whole = getattr(model, 'byte_fallback', False) and vocab.keys() >= {f'<0x{i:02X}>' for i in range(256)}
-    alone = type(model).__name__ == 'BPE' and model.unk_token in vocab and not model.fuse_unk
+    whole = getattr(model, "byte_fallback", False) and vocab.keys() >= {
+        f"<0x{i:02X}>" for i in range(256)
+    }
+    alone = type(model).__name__ == "BPE" and model.unk_token in vocab and not model.fuse_unk
     return max([4, *(len(t.encode()) for t in vocab)]) if whole or alone else None
 
 # %% ../nbs/modules/000_lengths.ipynb #len00011
-PART = 8                                                                 # characters for each token that is looked for
+PART = 8  # characters for each token that is looked for
+
 
 def settled(tokenizer: Any, part: str, edge: int) -> int:
     "How many tokens of `part`, the beginning of a text, begin the whole text too. `edge`: as in `TextBounds`."
     encodings = own_tokenizer(tokenizer)(part, add_special_tokens=False, verbose=False).encodings
-    assert encodings is not None, 'the tokenizers here are fast ones, which have encodings'
+    assert encodings is not None, "the tokenizers here are fast ones, which have encodings"
     words, offsets = encodings[0].word_ids, encodings[0].offsets
 
     def may_change(i: int) -> bool:
@@ -105,44 +151,65 @@ def settled(tokenizer: Any, part: str, edge: int) -> int:
         return word is None or word > (words[-1] or 0) - NEAR or offsets[i][1] > len(part) - edge
 
     n = len(words)
-    while n and may_change(n - 1): n -= 1
+    while n and may_change(n - 1):
+        n -= 1
     return n
+
 
 def least_tokens(tokenizer: Any, text: str, most: int) -> int:
     "A number of tokens that `text` has at least, if it is found to have more than `most` without tokenising all of it; else 0."
-    if len(text) < SHORT or tokenizer is None: return 0
+    if len(text) < SHORT or tokenizer is None:
+        return 0
     bounds, by_words, by_bytes = bounds_of(tokenizer), 0, 0
     if bounds.longest:
-        plain = ''.join(text.split()) if bounds.bare else text
-        for form in bounds.forms: plain = unicodedata.normalize(form, plain)
-        by_bytes = -(-len(plain.encode(errors='replace')) // bounds.longest)
-    part = text[:max(SHORT, PART * most)].rstrip()                       # whitespace at its end may belong to what follows
-    if by_bytes <= most and bounds.edge is not None and len(part) < len(text): by_words = settled(tokenizer, part, bounds.edge)
+        plain = "".join(text.split()) if bounds.bare else text
+        for form in bounds.forms:
+            plain = unicodedata.normalize(form, plain)
+        by_bytes = -(-len(plain.encode(errors="replace")) // bounds.longest)
+    part = text[
+        : max(SHORT, PART * most)
+    ].rstrip()  # whitespace at its end may belong to what follows
+    if by_bytes <= most and bounds.edge is not None and len(part) < len(text):
+        by_words = settled(tokenizer, part, bounds.edge)
     return max(n if n > most else 0 for n in (by_bytes, by_words))
+
 
 def check_length(tokenizer: Any, text: str, most: int, and_so: str | None = None) -> None:
     "Raise `PromptTooLongError` if `text` is found to have more than `most` tokens without tokenising it. `and_so`: how its message goes on."
     n = least_tokens(tokenizer, text, most)
-    and_so = and_so or f'and the model holds {most + 1} with its answer: shorten it to {most} tokens or fewer'
-    if n: raise PromptTooLongError(f'the prompt has at least {n:,} tokens ({len(text):,} characters), {and_so}')
+    and_so = (
+        and_so
+        or f"and the model holds {most + 1} with its answer: shorten it to {most} tokens or fewer"
+    )
+    if n:
+        raise PromptTooLongError(
+            f"the prompt has at least {n:,} tokens ({len(text):,} characters), {and_so}"
+        )
 
 # %% ../nbs/modules/000_lengths.ipynb #len00014
 def beginning(tokenizer: Any, text: str, most: int) -> str:
     "The beginning of `text` whose first `most` tokens are those of the whole, or `text` itself where that can't be told or saves nothing."
     edge = None if len(text) < SHORT else bounds_of(tokenizer).edge
-    if edge is None or getattr(tokenizer, 'truncation_side', 'right') != 'right': return text
+    if edge is None or getattr(tokenizer, "truncation_side", "right") != "right":
+        return text
     for times in (PART, 8 * PART):
-        part = text[:max(1024, times * most)].rstrip()
-        if 2 * len(part) > len(text): break
-        if settled(tokenizer, part, edge) >= most: return part
+        part = text[: max(1024, times * most)].rstrip()
+        if 2 * len(part) > len(text):
+            break
+        if settled(tokenizer, part, edge) >= most:
+            return part
     return text
+
 
 def chars_in(x: Any) -> int:
     "Characters of the strings in `x`, a string, or dicts and lists of them."
     total, left = 0, [x]
     while left:
         x = left.pop()
-        if isinstance(x, str): total += len(x)
-        elif isinstance(x, dict): left.extend(x.values())
-        elif isinstance(x, (list, tuple)) and not (x and isinstance(x[0], int)): left.extend(x)      # ids are no text
+        if isinstance(x, str):
+            total += len(x)
+        elif isinstance(x, dict):
+            left.extend(x.values())
+        elif isinstance(x, (list, tuple)) and not (x and isinstance(x[0], int)):
+            left.extend(x)  # ids are no text
     return total

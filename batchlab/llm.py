@@ -19,20 +19,61 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .backends import Backend
 from .blocks import KVBudget
-from .config import (check_compile, check_count, check_quantization, check_strategy, choose_limits, model_and_tokenizer,
-                             no_collection, rope_switch)
+from batchlab.config import (
+    check_compile,
+    check_count,
+    check_quantization,
+    check_strategy,
+    choose_limits,
+    model_and_tokenizer,
+    no_collection,
+    rope_switch,
+)
 from .deprecated import renamed
 from .engine import make_request, sum_ledgers
 from .errors import BatchlabError, EngineError, ModelError, ParamError, PromptTooLongError
 from .fetching import short_name
-from .inputs import (as_list, chat_options, check_bar, check_forms, is_pooling, is_talk, log_failures, prompt_ids_of, settings_for,
-                             split_settings)
+from batchlab.inputs import (
+    as_list,
+    chat_options,
+    check_bar,
+    check_forms,
+    is_pooling,
+    is_talk,
+    log_failures,
+    prompt_ids_of,
+    settings_for,
+    split_settings,
+)
 from .ledger import Ledger
 from .loop import BackgroundLoop, Delivery, EngineSet
-from .lora import Adapters, LoRACalls, check_folders, check_modules, open_for, plan_adapters, put_adapter
-from .models import check_template, eos_token_ids, hush, max_model_len, pad_token_id, with_template
+from batchlab.lora import (
+    Adapters,
+    LoRACalls,
+    check_folders,
+    check_modules,
+    open_for,
+    plan_adapters,
+    put_adapter,
+)
+from batchlab.models import (
+    check_template,
+    eos_token_ids,
+    hush,
+    max_model_len,
+    pad_token_id,
+    with_template,
+)
 from .names import by_any_name, read_call, read_engine, read_plain_call
-from .outputs import MemoryPlan, Outputs, RequestGroup, RequestOutput, Score, Stats, StreamEvent
+from batchlab.outputs import (
+    MemoryPlan,
+    Outputs,
+    RequestGroup,
+    RequestOutput,
+    Score,
+    Stats,
+    StreamEvent,
+)
 from .params import BeamSearchParams, check_logprobs_mode, read_beam_call
 from .pooled import PoolerConfig, PoolingGroup, PoolingParams, PoolingRequestOutput
 from .pooling import Pooler, PoolingCalls, admit_pooling
@@ -42,6 +83,7 @@ from .sampling import SamplingParams, SamplingRow
 from .scheduler import Request, RowOutput, Scheduler, round_up
 from .slots import Shape
 from .shown import facts_html, megabytes, shows_bar
+
 if TYPE_CHECKING:
     from batchlab.beam import BeamSearchOutput
     from batchlab.choices import ChoiceScores
@@ -49,70 +91,128 @@ if TYPE_CHECKING:
     from batchlab.trace import Recorder
     from batchlab.verify import Report
 
-log = logging.getLogger('batchlab')
-Frame = TypeVar('Frame')
-INSTEAD_OF_METHODS = dict(                                    # vLLM's methods: what does that here
-    get_metrics='llm.stats() has the numbers, and a server /metrics',
-    sleep='llm.close() gives back the memory of the cache, and del llm that of the weights',
-    wake_up='the next call takes the memory anew', start_profile='with llm.trace() as trace: records a run',
-    stop_profile='with llm.trace() as trace: records a run', set_tokenizer='LLM(model, tokenizer) takes it')
+log = logging.getLogger("batchlab")
+Frame = TypeVar("Frame")
+INSTEAD_OF_METHODS = dict(  # vLLM's methods: what does that here
+    get_metrics="llm.stats() has the numbers, and a server /metrics",
+    sleep="llm.close() gives back the memory of the cache, and del llm that of the weights",
+    wake_up="the next call takes the memory anew",
+    start_profile="with llm.trace() as trace: records a run",
+    stop_profile="with llm.trace() as trace: records a run",
+    set_tokenizer="LLM(model, tokenizer) takes it",
+)
 
 # %% ../nbs/15_llm.ipynb #de377638
 def keep_last(ids: list[int], params: SamplingParams, max_model_len: int | None) -> list[int]:
     "The tokens at the end of prompt `ids` that `params.truncate_prompt_tokens` keeps, all of them if it is None."
     most = params.truncate_prompt_tokens
-    if most is None or most == -1 and max_model_len is None: return ids
+    if most is None or most == -1 and max_model_len is None:
+        return ids
     if most == -1:
         assert max_model_len is not None
-        most = max(max_model_len - (params.max_tokens or 1), max_model_len // 2, 1)      # a long `max_tokens` leaves half
+        most = max(
+            max_model_len - (params.max_tokens or 1), max_model_len // 2, 1
+        )  # a long `max_tokens` leaves half
     return ids[-most:]
+
 
 def grammar_for(llm: LLM, params: SamplingParams) -> Any:
     "A new grammar that holds a row to `params.structured_outputs`, or None if it asks for none. Raises `ParamError`."
-    if params.structured_outputs is None: return None
+    if params.structured_outputs is None:
+        return None
     from batchlab.structured import Grammars
-    if llm.grammars is None: llm.grammars = Grammars(llm.tokenizer, llm.vocab_size, llm.eos_ids)
+
+    if llm.grammars is None:
+        llm.grammars = Grammars(llm.tokenizer, llm.vocab_size, llm.eos_ids)
     return llm.grammars.of(params)
 
-def admit(llm: LLM, group: RequestGroup, prompt: Any, params: SamplingParams | PoolingParams, priority: int = 0, timeout: float | None = None,
-          chat: bool = False) -> RequestGroup:
+
+def admit(
+    llm: LLM,
+    group: RequestGroup,
+    prompt: Any,
+    params: SamplingParams | PoolingParams,
+    priority: int = 0,
+    timeout: float | None = None,
+    chat: bool = False,
+) -> RequestGroup:
     "Tokenise and check `prompt`; give `group` its requests, or its error. Raises `ModelError`."
     if isinstance(params, PoolingParams):
         assert isinstance(group, PoolingGroup)
         return admit_pooling(llm, group, prompt, params, priority, timeout)
     if not llm.can_generate:
-        raise ModelError(f'{type(llm.model).__name__} writes no text: it has {", ".join(llm.pooling_tasks)}, as llm.embed, llm.classify, llm.score or llm.encode')
+        raise ModelError(
+            f"{type(llm.model).__name__} writes no text: it has {', '.join(llm.pooling_tasks)}, as llm.embed, llm.classify, llm.score or llm.encode"
+        )
     group.params, group.deadline = params, None if timeout is None else group.start + timeout
     try:
         prompt, own = split_settings(prompt)
-        if own: group.params = params = replace(params, **own)
+        if own:
+            group.params = params = replace(params, **own)
         most = llm.max_model_len if params.truncate_prompt_tokens is None else None
         group.prompt, ids = prompt_ids_of(llm.model, llm.tokenizer, prompt, chat, most)
         group.prompt_token_ids = ids = keep_last(ids, params, llm.max_model_len)
         check_prompt(ids, llm.max_model_len, llm.vocab_size)
-        rows = [SamplingRow.make(params, ids, llm.eos_ids, llm.tokenizer, i, llm.vocab_size, llm.max_model_len,
-                                 grammar_for(llm, params), llm.logprobs_mode) for i in range(params.n)]
-        group.params = rows[0].params                      # with the `logprobs_mode` that counts
+        rows = [
+            SamplingRow.make(
+                params,
+                ids,
+                llm.eos_ids,
+                llm.tokenizer,
+                i,
+                llm.vocab_size,
+                llm.max_model_len,
+                grammar_for(llm, params),
+                llm.logprobs_mode,
+            )
+            for i in range(params.n)
+        ]
+        group.params = rows[0].params  # with the `logprobs_mode` that counts
         if rows[0].max_tokens is None:
-            raise ParamError('max_tokens is None, and the model states no context length: give max_tokens')
-        names = [f'{group.request_id}-{i}' for i in range(params.n)] if params.n > 1 else [group.request_id]
-        group.requests = [make_request(row, name, i, priority, group) for i, (row, name) in enumerate(zip(rows, names))]
-    except ModelError: raise                               # others of its kind can't run either: the caller's to say
+            raise ParamError(
+                "max_tokens is None, and the model states no context length: give max_tokens"
+            )
+        names = (
+            [f"{group.request_id}-{i}" for i in range(params.n)]
+            if params.n > 1
+            else [group.request_id]
+        )
+        group.requests = [
+            make_request(row, name, i, priority, group)
+            for i, (row, name) in enumerate(zip(rows, names))
+        ]
+    except ModelError:
+        raise  # others of its kind can't run either: the caller's to say
     except BatchlabError as e:
         group.error, group.refused = str(e), True
-        if isinstance(e, PromptTooLongError): group.reason = 'too_long'
+        if isinstance(e, PromptTooLongError):
+            group.reason = "too_long"
     return group
+
 
 def group_waves(llm: LLM, groups: Sequence[RequestGroup]) -> None:
     "For strategy 'prefix': those who share a prefix with another get a wave of their own, the others go together."
-    if llm.strategy != 'prefix': return
+    if llm.strategy != "prefix":
+        return
     requests = [r for p in groups for r in p.requests]
     for key, rows in group_by_prefix([r.prompt_ids for r in requests]).items():
-        for i in rows: requests[i].wave = key if len(rows) > 1 else ''
+        for i in rows:
+            requests[i].wave = key if len(rows) > 1 else ""
 
 # %% ../nbs/15_llm.ipynb #3444a712
-@by_any_name(__init__=read_engine, generate=read_call, chat=read_call, stream=read_call, iter_outputs=read_call, logprobs=read_plain_call,
-             plan=read_call, add_request=read_call, choose=read_plain_call, map=read_call, beam_search=read_beam_call)
+@by_any_name(
+    __init__=read_engine,
+    generate=read_call,
+    chat=read_call,
+    stream=read_call,
+    iter_outputs=read_call,
+    logprobs=read_plain_call,
+    plan=read_call,
+    add_request=read_call,
+    choose=read_plain_call,
+    map=read_call,
+    beam_search=read_beam_call,
+)
 class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
     """Batch inference with one model: `generate` for prompts, `chat` for conversations, `embed` and the other `PoolingCalls` for texts whose
     hidden states are wanted; results in input order.
@@ -132,22 +232,50 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
     `max_lora_rank`, `max_cpu_loras` in memory (as many); `lora_modules`: `{name: folder}` of adapters to ask for by name, looked at now.
     `chat_template`: instead of the tokenizer's own, as text or a file. vLLM's and transformers' further arguments work where they mean the same; the log says which
     have no effect, and what would change the tokens is refused by name. Raises `ModelError`, `ParamError`."""
+
     @no_collection()
-    def __init__(self, model: str | PreTrainedModel | None = None, tokenizer: str | PreTrainedTokenizerBase | None = None,
-                 dtype: str | torch.dtype = 'auto', device: str | torch.device = 'auto', max_num_seqs: int | None = None,
-                 max_model_len: int | None = None, max_num_batched_tokens: int | None = None, enable_prefix_caching: bool = True,
-                 strategy: str = 'continuous', kv_cache_bytes: int | None = None, compile: bool | str = 'auto',
-                 quantization: str | None = None, trace: bool = False, logprobs_mode: str = 'raw_logprobs',
-                 pooler_config: PoolerConfig | dict[str, Any] | str | None = None, enable_lora: bool = False, max_loras: int | None = None,
-                 max_lora_rank: int = 16, max_cpu_loras: int | None = None, lora_modules: Any = None, chat_template: Any = None) -> None:
+    def __init__(
+        self,
+        model: str | PreTrainedModel | None = None,
+        tokenizer: str | PreTrainedTokenizerBase | None = None,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+        max_num_seqs: int | None = None,
+        max_model_len: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        enable_prefix_caching: bool = True,
+        strategy: str = "continuous",
+        kv_cache_bytes: int | None = None,
+        compile: bool | str = "auto",
+        quantization: str | None = None,
+        trace: bool = False,
+        logprobs_mode: str = "raw_logprobs",
+        pooler_config: PoolerConfig | dict[str, Any] | str | None = None,
+        enable_lora: bool = False,
+        max_loras: int | None = None,
+        max_lora_rank: int = 16,
+        max_cpu_loras: int | None = None,
+        lora_modules: Any = None,
+        chat_template: Any = None,
+    ) -> None:
         super().__init__()
-        limits = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
-                      kv_cache_bytes=kv_cache_bytes)
+        limits = dict(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            kv_cache_bytes=kv_cache_bytes,
+        )
         limits = {name: check_count(name, x) for name, x in limits.items()}
         # what was asked for
-        self.strategy, self.enable_prefix_caching = check_strategy(strategy), enable_prefix_caching is None or bool(enable_prefix_caching)
+        self.strategy, self.enable_prefix_caching = (
+            check_strategy(strategy),
+            enable_prefix_caching is None or bool(enable_prefix_caching),
+        )
         self.compile, self.own = check_compile(compile), not isinstance(model, torch.nn.Module)
-        self.quantization, self.logprobs_mode = check_quantization(quantization, strategy), check_logprobs_mode(logprobs_mode)
+        self.quantization, self.logprobs_mode = (
+            check_quantization(quantization, strategy),
+            check_logprobs_mode(logprobs_mode),
+        )
         template = check_template(chat_template)
         check_folders(lora_modules, max_lora_rank)
         self.asked_limits, self.pooler_config = limits, PoolerConfig.of(pooler_config)
@@ -155,11 +283,16 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         self.source: tuple[Any, ...] = model if self.own else None, tokenizer, dtype, device
         self.model, self.tokenizer = model_and_tokenizer(model, tokenizer, dtype, device)
         self.tokenizer = with_template(self.tokenizer, template)
-        if self.tokenizer is not None and self.tokenizer is not tokenizer: hush(self.tokenizer)      # no object of the caller's
-        self.grammars: Any = None                              # made when a request first asks for structured outputs
+        if self.tokenizer is not None and self.tokenizer is not tokenizer:
+            hush(self.tokenizer)  # no object of the caller's
+        self.grammars: Any = None  # made when a request first asks for structured outputs
         self.eos_ids: frozenset[int] = frozenset()
         self.read_model()
-        self.adapters: Adapters | None = open_for(self, max_loras, max_lora_rank, max_cpu_loras, lora_modules) if enable_lora or lora_modules else None
+        self.adapters: Adapters | None = (
+            open_for(self, max_loras, max_lora_rank, max_cpu_loras, lora_modules)
+            if enable_lora or lora_modules
+            else None
+        )
         # how it can run, found by trying it
         self.shapes: list[Shape] | None
         self.paddable: bool | None = None
@@ -168,10 +301,13 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         self.prepare()
         check_modules(self)
         # what moves
-        self.watchers: list[Callable] = []                     # of its engines, and of requests: see `Engine`, `Delivery.mark`
+        self.watchers: list[
+            Callable
+        ] = []  # of its engines, and of requests: see `Engine`, `Delivery.mark`
         self.delivery = Delivery(self)
-        self.recorder: Recorder | None = None                  # the last there was
-        if trace: self.trace().start()
+        self.recorder: Recorder | None = None  # the last there was
+        if trace:
+            self.trace().start()
 
     def read_model(self) -> None:
         "Take from the model what it says of itself."
@@ -179,11 +315,12 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         self.pad_id = pad_token_id(self.model, self.tokenizer)
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
         self.switch = rope_switch(self.model)
-        self.can_generate: bool = getattr(self.model, 'can_generate', lambda: True)()
+        self.can_generate: bool = getattr(self.model, "can_generate", lambda: True)()
 
     def read_ends(self) -> None:
         "Take from the configs which tokens end an answer: they may be edited between two calls."
-        if (ends := eos_token_ids(self.model, self.tokenizer)) == self.eos_ids: return
+        if (ends := eos_token_ids(self.model, self.tokenizer)) == self.eos_ids:
+            return
         self.eos_ids, self.grammars = ends, None
 
     def prepare(self) -> None:
@@ -194,21 +331,44 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         self.engines.open()
         self.pooler = Pooler(self.model, self.tokenizer, self.pooler_config, self.causal)
         limits = dict(self.asked_limits)
-        if not self.can_generate: limits['max_model_len'] = limits['max_model_len'] or self.pooler.limit
-        shapes = self.shapes if self.causal else (self.shapes or [])[:1]               # one layer's keys and values at a time, where none are kept
-        fits = shapes, self.paddable, self.model.dtype, self.model.device, max_model_len(self.model), self.pooler.limit
-        if fits != getattr(self, 'limits_fit', None):                                  # else they stay, though other memory is free by now
-            self.limits, self.limits_fit = choose_limits(self.model, shapes, self.paddable, **limits), fits
+        if not self.can_generate:
+            limits["max_model_len"] = limits["max_model_len"] or self.pooler.limit
+        shapes = (
+            self.shapes if self.causal else (self.shapes or [])[:1]
+        )  # one layer's keys and values at a time, where none are kept
+        fits = (
+            shapes,
+            self.paddable,
+            self.model.dtype,
+            self.model.device,
+            max_model_len(self.model),
+            self.pooler.limit,
+        )
+        if fits != getattr(
+            self, "limits_fit", None
+        ):  # else they stay, though other memory is free by now
+            self.limits, self.limits_fit = (
+                choose_limits(self.model, shapes, self.paddable, **limits),
+                fits,
+            )
         self.engines.configure()
 
     @property
-    def backend(self) -> Backend: return self.engines.backend
+    def backend(self) -> Backend:
+        return self.engines.backend
+
     @property
-    def budget(self) -> KVBudget: return self.engines.budget
+    def budget(self) -> KVBudget:
+        return self.engines.budget
+
     @property
-    def max_model_len(self) -> int | None: return self.limits.max_model_len
+    def max_model_len(self) -> int | None:
+        return self.limits.max_model_len
+
     @property
-    def weights_digest(self) -> str: return self.engines.weights_digest
+    def weights_digest(self) -> str:
+        return self.engines.weights_digest
+
     @property
     def ledger(self) -> Ledger:
         "The `Ledger` of positions since a call last found the engine idle."
@@ -216,23 +376,45 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
 
     def __repr__(self) -> str:
         about, limits = self._facts(), self.limits
-        context = f'{limits.max_model_len:,} tokens of context' if limits.max_model_len else 'no limit of context'
-        return f'LLM({about["model"]}: {self.backend.name} backend, {self.strategy}, {limits.max_num_seqs} slots, {context})'
-    def _repr_html_(self) -> str: return facts_html(self, self._facts())
+        context = (
+            f"{limits.max_model_len:,} tokens of context"
+            if limits.max_model_len
+            else "no limit of context"
+        )
+        return f"LLM({about['model']}: {self.backend.name} backend, {self.strategy}, {limits.max_num_seqs} slots, {context})"
+
+    def _repr_html_(self) -> str:
+        return facts_html(self, self._facts())
 
     def _facts(self) -> dict[str, str]:
         "What it is, in words."
-        name = short_name(getattr(self.model.config, '_name_or_path', '') or type(self.model).__name__)
+        name = short_name(
+            getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__
+        )
         weights = sum(p.nbytes for p in self.model.parameters()) + self.backend.nbytes
-        ids = '' if self.tokenizer else ', ids in and ids out: it came without a tokenizer'
-        return dict(model=f'{name}, {str(self.model.dtype).removeprefix("torch.")} on {self.model.device}{ids}',
-                    weights=megabytes(weights), backend=repr(self.backend).strip('<>'), strategy=self.strategy, limits=str(self.limits),
-                    now=f'{len(self.groups)} requests under way', **({} if self.adapters is None else {'adapters': str(self.adapters)}))
+        ids = "" if self.tokenizer else ", ids in and ids out: it came without a tokenizer"
+        return dict(
+            model=f"{name}, {str(self.model.dtype).removeprefix('torch.')} on {self.model.device}{ids}",
+            weights=megabytes(weights),
+            backend=repr(self.backend).strip("<>"),
+            strategy=self.strategy,
+            limits=str(self.limits),
+            now=f"{len(self.groups)} requests under way",
+            **({} if self.adapters is None else {"adapters": str(self.adapters)}),
+        )
 
     # many prompts
 
-    def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: Any = None, priority: Any = None,
-                 timeout: Any = None, verify: bool = False, lora_request: Any = None) -> Outputs[RequestOutput]:
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: Any = None,
+        use_tqdm: Any = None,
+        priority: Any = None,
+        timeout: Any = None,
+        verify: bool = False,
+        lora_request: Any = None,
+    ) -> Outputs[RequestOutput]:
         """Answer `prompts`, one or a list of strings, lists of ids or dicts: a list of `RequestOutput`, in their order.
 
         A dict has a `prompt`, `prompt_token_ids` or `messages`, and may have settings of its own.
@@ -242,129 +424,279 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         prompt that can't run gets its `error`; nothing is raised for it. `use_tqdm`: a progress bar, or the class of one; None shows one on a
         terminal and in a notebook. `verify`: afterwards run a few of them again alone and compare, see `LLM.verify`. Raises `ParamError`,
         `PromptError` if not one of them is a prompt, and `ModelError` if none can run, as there is no tokenizer for text."""
-        return self._collect(prompts, False, sampling_params, use_tqdm, priority, timeout, verify, lora_request)
+        return self._collect(
+            prompts, False, sampling_params, use_tqdm, priority, timeout, verify, lora_request
+        )
 
-    def chat(self, messages: Any, sampling_params: Any = None, use_tqdm: Any = None, priority: Any = None,
-             timeout: Any = None, verify: bool = False, chat_template: Any = None, chat_template_kwargs: dict[str, Any] | None = None,
-             tools: list | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False,
-             lora_request: Any = None) -> Outputs[RequestOutput]:
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: Any = None,
+        use_tqdm: Any = None,
+        priority: Any = None,
+        timeout: Any = None,
+        verify: bool = False,
+        chat_template: Any = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        lora_request: Any = None,
+    ) -> Outputs[RequestOutput]:
         """Answer conversations, one or a list of lists of messages, in the model's chat template; as `generate` does.
 
         For `chat_template` and what follows it see `encode_chat`; a conversation as a dict `{'messages': …}` may have its own."""
-        options = chat_options(chat_template=chat_template, chat_template_kwargs=chat_template_kwargs, tools=tools,
-                               add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
-        talks = [m if isinstance(m, dict) else {'messages': m} for m in as_list(messages, True)]
-        return self._collect([options | m for m in talks], True, sampling_params, use_tqdm, priority, timeout, verify, lora_request)
+        options = chat_options(
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        talks = [m if isinstance(m, dict) else {"messages": m} for m in as_list(messages, True)]
+        return self._collect(
+            [options | m for m in talks],
+            True,
+            sampling_params,
+            use_tqdm,
+            priority,
+            timeout,
+            verify,
+            lora_request,
+        )
 
-    def stream(self, prompts: Any, sampling_params: Any = None, chat: bool = False, priority: Any = None,
-               timeout: Any = None, lora_request: Any = None) -> Iterator[StreamEvent]:
+    def stream(
+        self,
+        prompts: Any,
+        sampling_params: Any = None,
+        chat: bool = False,
+        priority: Any = None,
+        timeout: Any = None,
+        lora_request: Any = None,
+    ) -> Iterator[StreamEvent]:
         """Yield a `StreamEvent` for each token of each request as it comes; for arguments see `generate`.
 
         Closing the generator cancels what is left. Raises `ParamError`."""
         prompts = self._prompts(prompts, chat, sampling_params)
-        return self._stream(prompts, settings_for(len(prompts), sampling_params, priority, timeout, lora_request), chat)
+        return self._stream(
+            prompts,
+            settings_for(len(prompts), sampling_params, priority, timeout, lora_request),
+            chat,
+        )
 
-    def iter_outputs(self, prompts: Any, sampling_params: Any = None, chat: bool = False,
-                     on_step: Callable[[int], object] | None = None, priority: Any = None,
-                     timeout: Any = None, lora_request: Any = None) -> Iterator[tuple[int, RequestOutput]]:
+    def iter_outputs(
+        self,
+        prompts: Any,
+        sampling_params: Any = None,
+        chat: bool = False,
+        on_step: Callable[[int], object] | None = None,
+        priority: Any = None,
+        timeout: Any = None,
+        lora_request: Any = None,
+    ) -> Iterator[tuple[int, RequestOutput]]:
         """Yield `(index, RequestOutput)` as each finishes: whoever writes them down at once loses nothing later.
 
         `on_step(k)` is called with the number of new tokens as they come."""
         prompts = self._prompts(prompts, chat, sampling_params)
         settings = settings_for(len(prompts), sampling_params, priority, timeout, lora_request)
+
         def outputs() -> Iterator[tuple[int, RequestOutput]]:
-            with contextlib.closing(self._stream(prompts, settings, chat, longest_first=True)) as events:
+            with contextlib.closing(
+                self._stream(prompts, settings, chat, longest_first=True)
+            ) as events:
                 for e in events:
-                    if on_step and (k := len(e.token_ids) or (e.output.num_tokens if isinstance(e.output, PoolingRequestOutput) else 0)): on_step(k)
-                    if e.output is not None: yield e.index, e.output
+                    if on_step and (
+                        k := len(e.token_ids)
+                        or (
+                            e.output.num_tokens if isinstance(e.output, PoolingRequestOutput) else 0
+                        )
+                    ):
+                        on_step(k)
+                    if e.output is not None:
+                        yield e.index, e.output
+
         return outputs()
 
-    def logprobs(self, prompts: Any, use_tqdm: Any = None, start: int = 1, lora_request: Any = None) -> Outputs[Score]:
+    def logprobs(
+        self, prompts: Any, use_tqdm: Any = None, start: int = 1, lora_request: Any = None
+    ) -> Outputs[Score]:
         """The `Score` of each of `prompts`, in their order; conversations are scored as the chat template writes them.
 
         `start`: the first token that counts. What lies before is computed once for all prompts that begin alike, and may come
         from the prefix cache. Prompts have no settings here: raises `ParamError`."""
-        check_count('start', start)
-        talks = [{'messages': p} if is_talk(p) else p for p in as_list(prompts, is_talk(prompts))]
-        talks = [{'add_generation_prompt': False} | p if isinstance(p, dict) and 'messages' in p else p for p in talks]
-        for own in (own for p in talks for own in split_settings(p)[1]): raise ParamError(f'{own}: logprobs has no settings, leave it out')
+        check_count("start", start)
+        talks = [{"messages": p} if is_talk(p) else p for p in as_list(prompts, is_talk(prompts))]
+        talks = [
+            {"add_generation_prompt": False} | p if isinstance(p, dict) and "messages" in p else p
+            for p in talks
+        ]
+        for own in (own for p in talks for own in split_settings(p)[1]):
+            raise ParamError(f"{own}: logprobs has no settings, leave it out")
+
         def first(prompt: Any) -> int:
             "After which position those of `prompt` begin: of a shorter one, the last."
-            try: return min(start, len(prompt_ids_of(self.model, self.tokenizer, prompt, False, self.max_model_len)[1]) or 1) - 1
-            except BatchlabError: return 0                     # it gets that error below
-        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        outs = self.generate(talks, [replace(params, prompt_logprob_start=first(p)) for p in talks] if start > 1 else params, use_tqdm,
-                             lora_request=lora_request)
-        return Outputs(Score(o.prompt_token_ids or [], [next(iter(d.values())).logprob for d in (o.prompt_logprobs or [])[start:]], o.error)
-                       for o in outs)
+            try:
+                return (
+                    min(
+                        start,
+                        len(
+                            prompt_ids_of(
+                                self.model, self.tokenizer, prompt, False, self.max_model_len
+                            )[1]
+                        )
+                        or 1,
+                    )
+                    - 1
+                )
+            except BatchlabError:
+                return 0  # it gets that error below
 
-    def choose(self, prompts: Any, choices: Any, chat: bool = False, use_tqdm: Any = None, end: bool = False,
-               lora_request: Any = None) -> Outputs[ChoiceScores]:
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        outs = self.generate(
+            talks,
+            [replace(params, prompt_logprob_start=first(p)) for p in talks]
+            if start > 1
+            else params,
+            use_tqdm,
+            lora_request=lora_request,
+        )
+        return Outputs(
+            Score(
+                o.prompt_token_ids or [],
+                [next(iter(d.values())).logprob for d in (o.prompt_logprobs or [])[start:]],
+                o.error,
+            )
+            for o in outs
+        )
+
+    def choose(
+        self,
+        prompts: Any,
+        choices: Any,
+        chat: bool = False,
+        use_tqdm: Any = None,
+        end: bool = False,
+        lora_request: Any = None,
+    ) -> Outputs[ChoiceScores]:
         "How likely each of `choices` is after each of `prompts`: a `ChoiceScores` a prompt. For arguments see `batchlab.choices.choose`."
         from batchlab.choices import choose
+
         return choose(self, prompts, choices, chat, use_tqdm, end, lora_request)
 
-    def beam_search(self, prompts: Any, params: BeamSearchParams | dict[str, Any] | None = None, use_tqdm: Any = None,
-                    concurrency_limit: int | None = None, lora_request: Any = None) -> Outputs[BeamSearchOutput]:
+    def beam_search(
+        self,
+        prompts: Any,
+        params: BeamSearchParams | dict[str, Any] | None = None,
+        use_tqdm: Any = None,
+        concurrency_limit: int | None = None,
+        lora_request: Any = None,
+    ) -> Outputs[BeamSearchOutput]:
         "The likeliest answers to each of `prompts`, by beam search: a `BeamSearchOutput` a prompt. For arguments see `batchlab.beam.beam_search`."
         from batchlab.beam import beam_search
+
         return beam_search(self, prompts, params, use_tqdm, concurrency_limit, lora_request)
 
     def verify(self, outputs: RequestOutput | Sequence[RequestOutput], **kwargs: Any) -> Report:
         "Run some of `outputs` again, each alone, and compare: a `Report`. For arguments see `batchlab.verify.verify`."
         from batchlab.verify import verify
+
         self.report = verify(self, outputs, **kwargs)
         self.report.log()
         return self.report
 
-    def map(self, frame: Frame, template: str | None = None, sampling_params: Any = None, *, column: str = 'prompt', system: str | None = None,
-            chat: bool = False, setting_columns: Sequence[str] = (), empty: str | None = None, postprocess: Any = None, output: str = 'text',
-            use_tqdm: bool | None = None, lora_request: Any = None) -> Frame:
+    def map(
+        self,
+        frame: Frame,
+        template: str | None = None,
+        sampling_params: Any = None,
+        *,
+        column: str = "prompt",
+        system: str | None = None,
+        chat: bool = False,
+        setting_columns: Sequence[str] = (),
+        empty: str | None = None,
+        postprocess: Any = None,
+        output: str = "text",
+        use_tqdm: bool | None = None,
+        lora_request: Any = None,
+    ) -> Frame:
         """Answer each row of `frame`, a DataFrame, an Arrow table or a list of dicts: one of the same kind with the answers in new columns.
 
         `template`: 'Translate to {lang}: {text}', of the columns; without it the prompt is in `column`. For the rest see
         `batchlab.work.frames.map_frame`. Raises `PromptError`, `ParamError`, `JobError` for what is wrong with the call."""
         from batchlab.work.frames import map_frame
-        return map_frame(self, frame, template, sampling_params, column=column, system=system, chat=chat, setting_columns=setting_columns,
-                         empty=empty, postprocess=postprocess, output=output, use_tqdm=use_tqdm, lora_request=lora_request)
+
+        return map_frame(
+            self,
+            frame,
+            template,
+            sampling_params,
+            column=column,
+            system=system,
+            chat=chat,
+            setting_columns=setting_columns,
+            empty=empty,
+            postprocess=postprocess,
+            output=output,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+        )
 
     def trace(self, **kwargs: Any) -> Recorder:
         """Record what happens inside `with llm.trace() as trace:`, a `Recorder`. For arguments see `batchlab.trace.trace`.
 
         It is `recorder` from then on, unless the one there still records."""
         from batchlab.trace import trace
+
         recorder = trace(self, **kwargs)
-        if self.recorder not in self.watchers: self.recorder = recorder
+        if self.recorder not in self.watchers:
+            self.recorder = recorder
         return recorder
 
-    def plan(self, prompts: Any, sampling_params: Any = None, chat: bool = False, lora_request: Any = None) -> MemoryPlan:
+    def plan(
+        self,
+        prompts: Any,
+        sampling_params: Any = None,
+        chat: bool = False,
+        lora_request: Any = None,
+    ) -> MemoryPlan:
         "The `MemoryPlan` of a call with these arguments; nothing is run. Raises `ParamError`."
         prompts = self._prompts(prompts, chat, sampling_params)
-        return make_plan(self, self._groups(prompts, settings_for(len(prompts), sampling_params, lora_request=lora_request), chat))
+        return make_plan(
+            self,
+            self._groups(
+                prompts,
+                settings_for(len(prompts), sampling_params, lora_request=lora_request),
+                chat,
+            ),
+        )
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         "The tokenizer. Raises `ModelError` if there is none."
-        if self.tokenizer is None: raise ModelError('this model came without a tokenizer: give LLM one')
+        if self.tokenizer is None:
+            raise ModelError("this model came without a tokenizer: give LLM one")
         return self.tokenizer
 
     @property
     def llm_engine(self) -> LLMEngine:
         "vLLM's engine, for programs that look into it: see `batchlab.habits`."
         from batchlab.habits import LLMEngine
+
         return LLMEngine(self)
 
     def get_default_sampling_params(self) -> SamplingParams:
         "`SamplingParams` with what the model's generation config recommends, as vLLM has them."
-        advised = getattr(self.model, 'generation_config', None)
-        names = 'repetition_penalty', 'temperature', 'top_k', 'top_p', 'min_p', 'max_new_tokens'
+        advised = getattr(self.model, "generation_config", None)
+        names = "repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens"
         given = advised.to_diff_dict() if advised else {}
         return SamplingParams.of({k: given[k] for k in names if given.get(k) is not None})
 
-    if not TYPE_CHECKING:                                      # a checker knows what there is
+    if not TYPE_CHECKING:  # a checker knows what there is
+
         def __getattr__(self, name: str) -> Any:
             "What vLLM's `LLM` has and this one has not is refused with what there is."
             near = INSTEAD_OF_METHODS.get(name)
-            raise AttributeError(f'LLM has no {name!r}' + (f': {near}' if near else ''))
+            raise AttributeError(f"LLM has no {name!r}" + (f": {near}" if near else ""))
 
     def stats(self) -> Stats:
         "The `Stats` of this moment."
@@ -372,31 +704,78 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
 
     # one prompt, and what is held
 
-    def add_request(self, prompt: Any, sampling_params: Any = None, stream_callback: Callable[[StreamEvent], object] | None = None,
-                    request_id: str | None = None, chat: bool = False, priority: int = 0, timeout: float | None = None,
-                    lora_request: Any = None) -> str:
+    def add_request(
+        self,
+        prompt: Any,
+        sampling_params: Any = None,
+        stream_callback: Callable[[StreamEvent], object] | None = None,
+        request_id: str | None = None,
+        chat: bool = False,
+        priority: int = 0,
+        timeout: float | None = None,
+        lora_request: Any = None,
+    ) -> str:
         """Queue one prompt; returns its id. `stream_callback(event)` gets each `StreamEvent`, in the thread that steps.
 
         It runs in the background after `start`, or as `step` is called. Raises `EngineError`, `ParamError`, `ModelError`."""
-        group = self._group(prompt, sampling_params, stream_callback, request_id, chat, priority, timeout, lora_request)
+        group = self._group(
+            prompt,
+            sampling_params,
+            stream_callback,
+            request_id,
+            chat,
+            priority,
+            timeout,
+            lora_request,
+        )
         self.submit([group])
         return group.request_id
 
-    def _group(self, prompt: Any, sampling_params: Any, stream_callback: Callable[[StreamEvent], object] | None, request_id: str | None,
-               chat: bool, priority: int, timeout: float | None, lora_request: Any = None) -> RequestGroup:
+    def _group(
+        self,
+        prompt: Any,
+        sampling_params: Any,
+        stream_callback: Callable[[StreamEvent], object] | None,
+        request_id: str | None,
+        chat: bool,
+        priority: int,
+        timeout: float | None,
+        lora_request: Any = None,
+    ) -> RequestGroup:
         "What `add_request` queues."
-        if isinstance(sampling_params, str) or stream_callback is not None and not callable(stream_callback):
-            raise ParamError('add_request takes the prompt first, unlike vLLM: add_request(prompt, sampling_params, request_id=…)')
+        if (
+            isinstance(sampling_params, str)
+            or stream_callback is not None
+            and not callable(stream_callback)
+        ):
+            raise ParamError(
+                "add_request takes the prompt first, unlike vLLM: add_request(prompt, sampling_params, request_id=…)"
+            )
         request_id = self._next_id() if request_id is None else str(request_id)
-        [(params, own_priority, own_timeout, lora)] = settings_for(1, sampling_params, priority, timeout, lora_request)
+        [(params, own_priority, own_timeout, lora)] = settings_for(
+            1, sampling_params, priority, timeout, lora_request
+        )
         kind = PoolingGroup if isinstance(params, PoolingParams) else RequestGroup
         self.read_ends()
-        return put_adapter(self, admit(self, kind(request_id, on_event=stream_callback), prompt, params, own_priority, own_timeout, chat), lora)
+        return put_adapter(
+            self,
+            admit(
+                self,
+                kind(request_id, on_event=stream_callback),
+                prompt,
+                params,
+                own_priority,
+                own_timeout,
+                chat,
+            ),
+            lora,
+        )
 
     def reset_prefix_cache(self) -> None:
         "Forget what earlier requests left in the blocks."
         with self._hold():
-            for e in self.engines.values(): e.scheduler.pool.forget()
+            for e in self.engines.values():
+                e.scheduler.pool.forget()
 
     def reload_weights(self) -> None:
         """Run the model as it is now, whatever of it has changed: packed weights, cached keys and values and loaded adapters of before go.
@@ -405,9 +784,13 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         or NumPy, or something that a hook of yours reads from elsewhere. A model that `LLM` loaded by its name is read from its files again,
         with the old one in memory until then. Raises `EngineError` while requests are under way, and `ModelError`."""
         with self._hold():
-            if self.groups: raise EngineError(f'{len(self.groups)} requests are under way: reload the weights when they are done, or cancel them')
+            if self.groups:
+                raise EngineError(
+                    f"{len(self.groups)} requests are under way: reload the weights when they are done, or cancel them"
+                )
             if self.own:
-                with no_collection(): self.model, _ = model_and_tokenizer(*self.source)
+                with no_collection():
+                    self.model, _ = model_and_tokenizer(*self.source)
             self.engines.reopen()
 
     def close(self) -> None:
@@ -416,14 +799,19 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         The weights go with the last reference to the `LLM`: `del llm`, and in a notebook `%reset -f out` too, if a cell has shown it."""
         self._close(drain=False)
 
-    def __enter__(self) -> LLM: return self.start()
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: self._close(drain=kind is None)
+    def __enter__(self) -> LLM:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._close(drain=kind is None)
 
     def _close(self, drain: bool) -> None:
         self.stop(drain)
         with self._hold():
-            for e in self.engines.values(): e.reset()
-            if self.adapters is not None: self.adapters.unload()
+            for e in self.engines.values():
+                e.reset()
+            if self.adapters is not None:
+                self.adapters.unload()
         trim_memory()
 
     def _next_id(self) -> str:
@@ -433,26 +821,41 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
     def _prompts(self, prompts: Any, chat: bool, params: Any = None) -> list:
         "`prompts` as a list. Raises `PromptError` if not one of them is a prompt."
         prompts = as_list(prompts, chat)
-        if not is_pooling(params): check_forms(prompts, chat)
+        if not is_pooling(params):
+            check_forms(prompts, chat)
         return prompts
 
-    def _groups(self, prompts: Sequence[Any], settings: Sequence[tuple[Any, int, float | None, Any]], chat: bool,
-                on_event: Callable[[StreamEvent], object] | None = None) -> list[RequestGroup]:
+    def _groups(
+        self,
+        prompts: Sequence[Any],
+        settings: Sequence[tuple[Any, int, float | None, Any]],
+        chat: bool,
+        on_event: Callable[[StreamEvent], object] | None = None,
+    ) -> list[RequestGroup]:
         "A `RequestGroup` for each of `prompts`, made ready by `admit`. Raises `ModelError` if none can run, as the model lacks something."
-        kinds = [PoolingGroup if isinstance(s[0], PoolingParams) else RequestGroup for s in settings]
+        kinds = [
+            PoolingGroup if isinstance(s[0], PoolingParams) else RequestGroup for s in settings
+        ]
         groups = [kind(self._next_id(), i, on_event) for i, kind in enumerate(kinds)]
         down: list[ModelError] = []
         self.read_ends()
         for group, prompt, (params, priority, timeout, lora) in zip(groups, prompts, settings):
-            try: put_adapter(self, admit(self, group, prompt, params, priority, timeout, chat), lora)
+            try:
+                put_adapter(self, admit(self, group, prompt, params, priority, timeout, chat), lora)
             except ModelError as e:
                 down.append(e)
                 group.error = str(e)
-        if down and all(g.error for g in groups): raise down[0]
+        if down and all(g.error for g in groups):
+            raise down[0]
         return groups
 
-    def _stream(self, prompts: Sequence[Any], settings: Sequence[tuple[Any, int, float | None, Any]], chat: bool,
-                longest_first: bool = False) -> Generator[StreamEvent]:
+    def _stream(
+        self,
+        prompts: Sequence[Any],
+        settings: Sequence[tuple[Any, int, float | None, Any]],
+        chat: bool,
+        longest_first: bool = False,
+    ) -> Generator[StreamEvent]:
         self._not_inside()
         events, left = deque(), len(prompts)
         groups = self._groups(prompts, settings, chat, events.append)
@@ -463,55 +866,107 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
                 while events:
                     left -= events[0].finished
                     yield events.popleft()
-                if left: self.step()
+                if left:
+                    self.step()
         finally:
-            gone = [(g, 'cancelled') for g in groups if not g.done and self.groups.get(g.request_id) is g]
-            with self.progress: self.inbox.extend(gone)
-            if gone and self.stepper != threading.get_ident(): self.take_in()
+            gone = [
+                (g, "cancelled")
+                for g in groups
+                if not g.done and self.groups.get(g.request_id) is g
+            ]
+            with self.progress:
+                self.inbox.extend(gone)
+            if gone and self.stepper != threading.get_ident():
+                self.take_in()
 
-    def _collect(self, prompts: Any, chat: bool, sampling_params: Any, use_tqdm: bool | None, priority: Any, timeout: Any,
-                 verify: bool, lora_request: Any = None) -> Outputs[RequestOutput]:
+    def _collect(
+        self,
+        prompts: Any,
+        chat: bool,
+        sampling_params: Any,
+        use_tqdm: bool | None,
+        priority: Any,
+        timeout: Any,
+        verify: bool,
+        lora_request: Any = None,
+    ) -> Outputs[RequestOutput]:
         "All outputs of a call in input order, under a progress bar if that was asked for, or may be seen."
         check_bar(use_tqdm)
-        prompts, done, tokens, last = self._prompts(prompts, chat, sampling_params), {}, 0, 0.
+        prompts, done, tokens, last = self._prompts(prompts, chat, sampling_params), {}, 0, 0.0
+
         def count(k: int) -> None:
             nonlocal tokens, last
             tokens += k
-            if time.perf_counter() - last >= .1: say()
+            if time.perf_counter() - last >= 0.1:
+                say()
+
         def say() -> None:
             nonlocal last
             last = time.perf_counter()
-            bar.set_postfix_str(f'{tokens:,} tok, {tokens / max(1e-9, bar.format_dict["elapsed"]):,.0f} tok/s', refresh=False)
+            bar.set_postfix_str(
+                f"{tokens:,} tok, {tokens / max(1e-9, bar.format_dict['elapsed']):,.0f} tok/s",
+                refresh=False,
+            )
             bar.update(0)
+
         bar_class = use_tqdm if callable(use_tqdm) else tqdm
-        with bar_class(total=len(prompts), unit=' requests', miniters=0, disable=not shows_bar(use_tqdm)) as bar:
-            for i, out in self.iter_outputs(prompts, sampling_params, chat, None if bar.disable else count, priority, timeout, lora_request):
+        with bar_class(
+            total=len(prompts), unit=" requests", miniters=0, disable=not shows_bar(use_tqdm)
+        ) as bar:
+            for i, out in self.iter_outputs(
+                prompts,
+                sampling_params,
+                chat,
+                None if bar.disable else count,
+                priority,
+                timeout,
+                lora_request,
+            ):
                 done[i] = out
                 bar.update()
-            if not bar.disable: say()
+            if not bar.disable:
+                say()
         outs = Outputs(done[i] for i in range(len(prompts)))
         log_failures(outs)
-        if verify: outs.report = self.verify(outs)
+        if verify:
+            outs.report = self.verify(outs)
         return outs
 
-__getattr__ = renamed(__name__, {'make_engine': 'loop.make_engine', 'NoBackend': 'attention.TorchBackend'})
+
+__getattr__ = renamed(
+    __name__, {"make_engine": "loop.make_engine", "NoBackend": "attention.TorchBackend"}
+)
 
 # %% ../nbs/73_recovery.ipynb #a0bd6157
 def in_order(llm: LLM, groups: Sequence[RequestGroup]) -> list[RequestGroup]:
     "The order in which a call queues `groups`: the longest first, unless `llm.strategy` goes by the order given."
-    if llm.strategy != 'continuous': return list(groups)
+    if llm.strategy != "continuous":
+        return list(groups)
     return sorted(groups, key=lambda g: -max((r.max_tokens for r in g.requests), default=0))
 
-def simulate(scheduler: Scheduler, requests: Iterable[Request], most: int = 200_000) -> tuple[int, int, int] | None:
+
+def simulate(
+    scheduler: Scheduler, requests: Iterable[Request], most: int = 200_000
+) -> tuple[int, int, int] | None:
     """Run copies of `requests` through `scheduler`, without a model and to their `max_tokens`: `(slots, blocks, tokens reused)`, the
     most at once. None if that takes more than `most` rows."""
-    for r in requests: scheduler.add(Request(r.request_id, r.prompt_ids, r.max_tokens, r.priority, adapter=r.adapter,
-                                          prompt_logprobs=r.prompt_logprobs))
+    for r in requests:
+        scheduler.add(
+            Request(
+                r.request_id,
+                r.prompt_ids,
+                r.max_tokens,
+                r.priority,
+                adapter=r.adapter,
+                prompt_logprobs=r.prompt_logprobs,
+            )
+        )
     slots = rows = 0
     while scheduler.has_unfinished:
         plan = scheduler.schedule()
         slots, rows = max(slots, len(scheduler.running)), rows + len(plan.rows)
-        if rows > most or not plan.rows: return None
+        if rows > most or not plan.rows:
+            return None
         scheduler.update(plan, [RowOutput([-1] if row.samples else []) for row in plan.rows])
     return slots, len(scheduler.pool), scheduler.ledger.reused
 
@@ -520,42 +975,96 @@ def _count_longest(llm: LLM, lengths: Iterable[int]) -> tuple[int, int]:
     "Of requests that may get as long as `lengths`, how many of the longest run at once, and the blocks that they hold."
     limits, size = llm.limits, llm.backend.block_size
     longest = sorted(lengths, reverse=True)
-    if not longest or not limits.kv_tokens: return len(longest[:1]), 0
-    longest = longest[:1 if llm.strategy == 'loop' else limits.max_num_seqs]
-    paged = llm.shapes and llm.strategy == 'continuous'
+    if not longest or not limits.kv_tokens:
+        return len(longest[:1]), 0
+    longest = longest[: 1 if llm.strategy == "loop" else limits.max_num_seqs]
+    paged = llm.shapes and llm.strategy == "continuous"
     held = [round_up(n, size) if paged else round_up(longest[0]) for n in longest]
     slots = max(1, sum(total <= limits.kv_tokens for total in itertools.accumulate(held)))
     return slots, sum(held[:slots]) // size
 
+
 def make_plan(llm: LLM, groups: Sequence[RequestGroup]) -> MemoryPlan:
     "The `MemoryPlan` of prompts that were made ready by `admit`."
-    rs, l, size, found = [r for g in in_order(llm, groups) for r in g.requests], llm.limits, llm.backend.block_size, None
+    rs, l, size, found = (
+        [r for g in in_order(llm, groups) for r in g.requests],
+        llm.limits,
+        llm.backend.block_size,
+        None,
+    )
     lengths, tokens = [r.max_len for r in rs], sum(r.max_tokens for r in rs)
-    if llm.shapes and llm.strategy == 'continuous' and tokens <= 200_000:
-        found = simulate(Scheduler(l.max_num_seqs, l.max_num_batched_tokens, l.kv_tokens, size, llm.enable_prefix_caching and llm.causal), rs)
+    if llm.shapes and llm.strategy == "continuous" and tokens <= 200_000:
+        found = simulate(
+            Scheduler(
+                l.max_num_seqs,
+                l.max_num_batched_tokens,
+                l.kv_tokens,
+                size,
+                llm.enable_prefix_caching and llm.causal,
+            ),
+            rs,
+        )
     slots, blocks, shared = found or (*_count_longest(llm, lengths), 0)
     weights = sum(p.nbytes for p in llm.model.parameters()) + llm.backend.nbytes
-    return MemoryPlan(len(groups), sum(len(r.prompt_ids) for r in rs), tokens, max(lengths, default=0), slots, weights,
-                      blocks * size * l.kv_bytes_per_token, l.kv_bytes_per_token, l.kv_bytes,
-                      {g.index: g.error for g in groups if g.error}, blocks, size, shared, *plan_adapters(llm.adapters, groups))
+    return MemoryPlan(
+        len(groups),
+        sum(len(r.prompt_ids) for r in rs),
+        tokens,
+        max(lengths, default=0),
+        slots,
+        weights,
+        blocks * size * l.kv_bytes_per_token,
+        l.kv_bytes_per_token,
+        l.kv_bytes,
+        {g.index: g.error for g in groups if g.error},
+        blocks,
+        size,
+        shared,
+        *plan_adapters(llm.adapters, groups),
+    )
 
 # %% ../nbs/73_recovery.ipynb #856f8094
 def make_stats(llm: LLM) -> Stats:
     "The `Stats` of this moment."
-    d, engines, all_time = llm.delivery.sums, list(llm.engines.values()), sum_ledgers([llm.engines.past, llm.ledger])
-    mean = lambda name: d[name] / d[f'n {name}'] if d[f'n {name}'] else math.nan
+    d, engines, all_time = (
+        llm.delivery.sums,
+        list(llm.engines.values()),
+        sum_ledgers([llm.engines.past, llm.ledger]),
+    )
+    mean = lambda name: d[name] / d[f"n {name}"] if d[f"n {name}"] else math.nan
     schedulers = [e.scheduler for e in engines]
     pools, running = [s.pool for s in schedulers], sum(len(s.running) for s in schedulers)
-    used = [s.max_num_seqs for s in schedulers if s.running]                     # engines of two kinds that run take turns
+    used = [
+        s.max_num_seqs for s in schedulers if s.running
+    ]  # engines of two kinds that run take turns
     slots = sum(used) or max((s.max_num_seqs for s in schedulers), default=0)
-    return Stats(dict(llm.delivery.ends), d['prompt_tokens'], d['output_tokens'], d['cached_tokens'], all_time.recomputed,
-                 all_time.padded, all_time.masked, d['preemptions'], llm.engines.past_steps + sum(e.num_steps for e in engines), running,
-                 sum(len(s.waiting) for s in schedulers), slots, running,
-                 sum(map(len, pools)), sum(p.num_held for p in pools), sum(len(p.cached) for p in pools),
-                 sum(e.runner.nbytes for e in engines), mean('time_to_first_token'), mean('time_per_token'),
-                 d['output_tokens'] / llm.engines.seconds if llm.engines.seconds else math.nan)
+    return Stats(
+        dict(llm.delivery.ends),
+        d["prompt_tokens"],
+        d["output_tokens"],
+        d["cached_tokens"],
+        all_time.recomputed,
+        all_time.padded,
+        all_time.masked,
+        d["preemptions"],
+        llm.engines.past_steps + sum(e.num_steps for e in engines),
+        running,
+        sum(len(s.waiting) for s in schedulers),
+        slots,
+        running,
+        sum(map(len, pools)),
+        sum(p.num_held for p in pools),
+        sum(len(p.cached) for p in pools),
+        sum(e.runner.nbytes for e in engines),
+        mean("time_to_first_token"),
+        mean("time_per_token"),
+        d["output_tokens"] / llm.engines.seconds if llm.engines.seconds else math.nan,
+    )
+
 
 def trim_memory(cuda: bool = True) -> None:
     "Have torch (unless `cuda` is False) and the C library give back to the system what was freed (CUDA's cache, and glibc's)."
-    if cuda and torch.cuda.is_initialized(): torch.cuda.empty_cache()
-    with contextlib.suppress(OSError, AttributeError, TypeError): ctypes.CDLL(None).malloc_trim(0)
+    if cuda and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)

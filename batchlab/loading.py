@@ -18,7 +18,8 @@ from .errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from .machine import processor_flags
 from .sentence import first_step, lower_case
 
-if TYPE_CHECKING: from transformers import PreTrainedModel, PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # %% auto #0
 __all__ = ['resolve_device', 'cpu_has_fast_bf16', 'resolve_dtype']
@@ -28,208 +29,352 @@ __all__ = ['resolve_device', 'cpu_has_fast_bf16', 'resolve_dtype']
 def quiet() -> Iterator[None]:
     "transformers' progress bars, log lines and warnings off, and back as they were."
     from transformers.utils import logging as tl
+
     level, bar = tl.get_verbosity(), tl.is_progress_bar_enabled()
-    tl.set_verbosity(logging.CRITICAL); tl.disable_progress_bar()
+    tl.set_verbosity(logging.CRITICAL)
+    tl.disable_progress_bar()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter('ignore')
+            warnings.simplefilter("ignore")
             yield
     finally:
         tl.set_verbosity(level)
-        if bar: tl.enable_progress_bar()
+        if bar:
+            tl.enable_progress_bar()
 
 # %% ../nbs/modules/000_loading.ipynb #12073d0a
 def _no_home(what: str) -> ModelError:
-    return ModelError(f"{what} is in a home folder, and there is none: write the path out, or set HOME, "
-                      "or BATCHLAB_CACHE for what batchlab keeps")
+    return ModelError(
+        f"{what} is in a home folder, and there is none: write the path out, or set HOME, "
+        "or BATCHLAB_CACHE for what batchlab keeps"
+    )
+
 
 def expanded(path: str | Path) -> Path:
     "`path`, with the home folder for `~`. Raises `ModelError` if there is none."
-    try: return Path(path).expanduser()
-    except RuntimeError as e: raise _no_home(repr(str(path))) from e     # no such user, or one without a home
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as e:
+        raise _no_home(repr(str(path))) from e  # no such user, or one without a home
+
 
 def cache_dir() -> Path:
     """The folder for what batchlab keeps, such as the default model: `BATCHLAB_CACHE`, else the platform's user cache folder.
 
     Raises `ModelError` for a user without a home folder."""
-    if given := os.environ.get('BATCHLAB_CACHE'): return expanded(given).absolute()
-    try: return Path(user_cache_dir('batchlab')).absolute()
-    except RuntimeError as e: raise _no_home('the cache folder') from e
+    if given := os.environ.get("BATCHLAB_CACHE"):
+        return expanded(given).absolute()
+    try:
+        return Path(user_cache_dir("batchlab")).absolute()
+    except RuntimeError as e:
+        raise _no_home("the cache folder") from e
+
 
 def one_line(e: BaseException) -> str:
     "The message of `e` in a line of up to 200 characters."
-    return ' '.join(str(e).split())[:200] or type(e).__name__
+    return " ".join(str(e).split())[:200] or type(e).__name__
+
 
 def _fix(folder):
-    try: ours = folder.parent == cache_dir()
-    except ModelError: ours = False
-    return f'delete {folder} and run again' if ours else 'fetch the model again'
+    try:
+        ours = folder.parent == cache_dir()
+    except ModelError:
+        ours = False
+    return f"delete {folder} and run again" if ours else "fetch the model again"
+
 
 def _unsupported(path, why):
-    return UnsupportedModelError(f"{path}: {why}; batchlab runs the language models, encoders and classifiers of text "
-                                 "that come with transformers")
+    return UnsupportedModelError(
+        f"{path}: {why}; batchlab runs the language models, encoders and classifiers of text "
+        "that come with transformers"
+    )
 
 # %% ../nbs/modules/000_loading.ipynb #5d158efa
 def has_tokenizer(folder: Path) -> bool:
     "Whether the folder holds files of a tokenizer."
-    names = 'tokenizer.json', '*.model', 'vocab.*', 'tekken.json', '*.tiktoken'
+    names = "tokenizer.json", "*.model", "vocab.*", "tekken.json", "*.tiktoken"
     return any(next(folder.glob(n), None) for n in names)
+
 
 def has_weights(folder: Path) -> bool:
     "Whether every weight file that the folder's index names, or the one file of a small model, is there."
-    for name in ('model.safetensors', 'pytorch_model.bin'):
-        index = folder/f'{name}.index.json'
-        if (folder/name).exists(): return True
-        if index.exists(): return all((folder/f).exists() for f in json.loads(index.read_text(encoding='utf-8'))['weight_map'].values())
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{name}.index.json"
+        if (folder / name).exists():
+            return True
+        if index.exists():
+            return all(
+                (folder / f).exists()
+                for f in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            )
     return False
 
 # %% ../nbs/modules/000_loading.ipynb #ca84564b
 def _looks_both_ways(config):
     "Whether a model of this config sees the tokens after each one too: an encoder, or a decoder made into one."
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as causal, MODEL_FOR_MASKED_LM_MAPPING as masked
-    if getattr(config.get_text_config(), 'use_bidirectional_attention', None) in (True, 'all') or getattr(config, 'is_causal', True) is False: return True
-    return type(config) not in causal or type(config) in masked and not getattr(config, 'is_decoder', False)
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING as causal,
+        MODEL_FOR_MASKED_LM_MAPPING as masked,
+    )
+
+    if (
+        getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all")
+        or getattr(config, "is_causal", True) is False
+    ):
+        return True
+    return (
+        type(config) not in causal
+        or type(config) in masked
+        and not getattr(config, "is_decoder", False)
+    )
+
 
 def _auto_class(folder, config, architectures):
     "The auto class of transformers that loads a model of these `architectures`. Raises `UnsupportedModelError`."
     import transformers as t
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal_names
-    heads = {'ForSequenceClassification': (t.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, t.AutoModelForSequenceClassification),
-             'ForTokenClassification': (t.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, t.AutoModelForTokenClassification),
-             'ForMaskedLM': (t.MODEL_FOR_MASKED_LM_MAPPING, t.AutoModel), 'ForPreTraining': (t.MODEL_FOR_MASKED_LM_MAPPING, t.AutoModel)}
-    kind, name = type(config), (architectures or [''])[0]
-    if config.is_encoder_decoder: raise _unsupported(folder, f"{config.model_type!r} is an encoder-decoder")
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal_names,
+    )
+
+    heads = {
+        "ForSequenceClassification": (
+            t.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+            t.AutoModelForSequenceClassification,
+        ),
+        "ForTokenClassification": (
+            t.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+            t.AutoModelForTokenClassification,
+        ),
+        "ForMaskedLM": (t.MODEL_FOR_MASKED_LM_MAPPING, t.AutoModel),
+        "ForPreTraining": (t.MODEL_FOR_MASKED_LM_MAPPING, t.AutoModel),
+    }
+    kind, name = type(config), (architectures or [""])[0]
+    if config.is_encoder_decoder:
+        raise _unsupported(folder, f"{config.model_type!r} is an encoder-decoder")
     known, auto = next((h for end, h in heads.items() if name.endswith(end)), ({kind}, None))
-    if kind not in known or re.search('QuestionAnswering|MultipleChoice|NextSentence', name):
+    if kind not in known or re.search("QuestionAnswering|MultipleChoice|NextSentence", name):
         raise _unsupported(folder, f"its weights are those of a {name}")
-    if auto and auto is not t.AutoModel: return auto
-    if kind in t.MODEL_FOR_CAUSAL_LM_MAPPING and (name == causal_names.get(config.model_type) or not _looks_both_ways(config)):
+    if auto and auto is not t.AutoModel:
+        return auto
+    if kind in t.MODEL_FOR_CAUSAL_LM_MAPPING and (
+        name == causal_names.get(config.model_type) or not _looks_both_ways(config)
+    ):
         return t.AutoModelForCausalLM
     base = t.MODEL_MAPPING.get(kind, None)
-    if getattr(base, 'main_input_name', None) == 'input_ids' and config.get_text_config() is config and not hasattr(config, 'vision_config'):
+    if (
+        getattr(base, "main_input_name", None) == "input_ids"
+        and config.get_text_config() is config
+        and not hasattr(config, "vision_config")
+    ):
         return t.AutoModel
-    raise _unsupported(folder, f"{config.model_type!r} is neither a causal language model nor an encoder of text")
+    raise _unsupported(
+        folder, f"{config.model_type!r} is neither a causal language model nor an encoder of text"
+    )
+
 
 def _load_config(folder):
     "The folder's configuration and the auto class for it. Raises `ModelNotFoundError`, `UnsupportedModelError`, `ModelError`."
     from transformers import AutoConfig
-    file = folder/'config.json'
+
+    file = folder / "config.json"
     if not file.exists():
-        if (folder/'adapter_config.json').exists():
-            raise ModelNotFoundError(f"{folder} is an adapter and not a model: load its base with LLM(base, enable_lora=True), and give "
-                                     f"requests lora_request=LoRARequest('name', 1, {str(folder)!r})")
-        raise ModelNotFoundError(f"{folder} has no config.json: expected a folder written by save_pretrained")
-    try: raw = json.loads(file.read_text(encoding='utf-8'))
-    except ValueError as e: raise ModelError(f"{file} is not JSON ({e}): {_fix(folder)}") from e
-    if not isinstance(raw, dict): raise ModelError(f"{file} is not a JSON object: {_fix(folder)}")
-    try: config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if (folder / "adapter_config.json").exists():
+            raise ModelNotFoundError(
+                f"{folder} is an adapter and not a model: load its base with LLM(base, enable_lora=True), and give "
+                f"requests lora_request=LoRARequest('name', 1, {str(folder)!r})"
+            )
+        raise ModelNotFoundError(
+            f"{folder} has no config.json: expected a folder written by save_pretrained"
+        )
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ModelError(f"{file} is not JSON ({e}): {_fix(folder)}") from e
+    if not isinstance(raw, dict):
+        raise ModelError(f"{file} is not a JSON object: {_fix(folder)}")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as e:
-        kind = raw.get('model_type')
-        if 'auto_map' in raw:
-            raise _unsupported(folder, f"model type {kind!r} needs code of its own, which is never run") from e
-        if re.search('model.type', str(e)): raise _unsupported(folder, f"unknown model type {kind!r}") from e
-        raise ModelError(f"{file} has values that transformers refuses ({one_line(e)}): {_fix(folder)}") from e
-    return config, _auto_class(folder, config, raw.get('architectures') or [])
+        kind = raw.get("model_type")
+        if "auto_map" in raw:
+            raise _unsupported(
+                folder, f"model type {kind!r} needs code of its own, which is never run"
+            ) from e
+        if re.search("model.type", str(e)):
+            raise _unsupported(folder, f"unknown model type {kind!r}") from e
+        raise ModelError(
+            f"{file} has values that transformers refuses ({one_line(e)}): {_fix(folder)}"
+        ) from e
+    return config, _auto_class(folder, config, raw.get("architectures") or [])
 
 # %% ../nbs/modules/000_loading.ipynb #2d6b3233
 def _stored_dtype(folder, config):
     "The dtype of the checkpoint: what the config says, else that of its first floating tensor."
-    if dtype := config.get_text_config().dtype or config.dtype: return dtype
+    if dtype := config.get_text_config().dtype or config.dtype:
+        return dtype
     from safetensors import safe_open
-    kinds = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}
-    for f in sorted(folder.glob('*.safetensors')):
-        with safe_open(f, 'pt') as s:
+
+    kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    for f in sorted(folder.glob("*.safetensors")):
+        with safe_open(f, "pt") as s:
             for d in (s.get_slice(k).get_dtype() for k in s.keys()):
-                if d in kinds: return kinds[d]
+                if d in kinds:
+                    return kinds[d]
     return torch.float32
+
 
 def _without(model, missing, headless):
     """`model` without those parts that miss their weights and that nobody needs, and the names of the other weights that are `missing`.
 
     Such are an encoder's pooler and, where the files are known to be `headless`, a decoder's head."""
-    if missing and all(k.startswith('pooler.') for k in missing): model.pooler = None          # as add_pooling_layer=False does
+    if missing and all(k.startswith("pooler.") for k in missing):
+        model.pooler = None  # as add_pooling_layer=False does
     elif headless and missing and (head := model.get_output_embeddings()) is not None:
         weights = {*head.parameters()}
-        if not all(model.get_parameter(k) in weights for k in missing): return model, missing
+        if not all(model.get_parameter(k) in weights for k in missing):
+            return model, missing
         model = model.base_model
-    else: return model, missing
+    else:
+        return model, missing
     return model, []
 
-_UNUSED = re.compile(r"""(.*\.)?(position_ids|token_type_ids|inv_freq|masked_bias)|([\w-]+\.)?(pooler|contact_head)\..*
-    |(cls|lm_head|mlm_head|predictions|lm_predictions|mask_predictions|sop_classifier|vocab_(transform|layer_norm|projector)|pred_layer|decoder
-    |(generator|discriminator)_(predictions|lm_head)|head\.(dense|norm))\..*""", re.VERBOSE)      # constants, poolers, and what guesses masked words
 
-_CONSTANTS = re.compile(r'(.*\.)?(inv_freq|(cos|sin)_cached|masked_bias|causal_mask|(attn|attention)\.bias|[kv]_scale)')     # of older versions, masks too, or of a KV cache in fewer bits
+_UNUSED = re.compile(
+    r"""(.*\.)?(position_ids|token_type_ids|inv_freq|masked_bias)|([\w-]+\.)?(pooler|contact_head)\..*
+    |(cls|lm_head|mlm_head|predictions|lm_predictions|mask_predictions|sop_classifier|vocab_(transform|layer_norm|projector)|pred_layer|decoder
+    |(generator|discriminator)_(predictions|lm_head)|head\.(dense|norm))\..*""",
+    re.VERBOSE,
+)  # constants, poolers, and what guesses masked words
+
+_CONSTANTS = re.compile(
+    r"(.*\.)?(inv_freq|(cos|sin)_cached|masked_bias|causal_mask|(attn|attention)\.bias|[kv]_scale)"
+)  # of older versions, masks too, or of a KV cache in fewer bits
+
 
 def _inside(model, key):
     """Whether the weight `key`, which `model` has no place for, lies in a part of it that runs, as a layer's bias or norm would.
 
     A value head or layers that draft tokens lie beside the parts that run, and a constant is made anew."""
-    parts, constants, whole = dict(model.named_modules()), dict(model.named_buffers()), (model, model.base_model, model.get_decoder())
+    parts, constants, whole = (
+        dict(model.named_modules()),
+        dict(model.named_buffers()),
+        (model, model.base_model, model.get_decoder()),
+    )
+
     def inside(name):
-        if name in constants: return False
-        while name not in parts: name = name.rpartition('.')[0]
+        if name in constants:
+            return False
+        while name not in parts:
+            name = name.rpartition(".")[0]
         return not isinstance(parts[name], torch.nn.ModuleList) and parts[name] not in whole
-    return not _CONSTANTS.fullmatch(key) and (inside(key) or inside(f'{model.base_model_prefix}.{key}'))
+
+    return not _CONSTANTS.fullmatch(key) and (
+        inside(key) or inside(f"{model.base_model_prefix}.{key}")
+    )
+
 
 def _check_unused(folder, model, unused, writes):
     """Raise `UnsupportedModelError` if some of the folder's weights that are `unused`, as `model` has no place for them, change what comes out.
 
     For a model that `writes` text these are the ones inside of a part that runs; for an encoder all but those its class is known to leave."""
     strange = [k for k in unused if (_inside(model, k) if writes else not _UNUSED.fullmatch(k))]
-    if not strange: return
-    why = 'and without it the tokens would be others' if writes else "as a ColBERT model's projection, and without it the vectors would be others"
-    raise _unsupported(folder, f"{type(model).__name__} has no place for {', '.join(strange[:3])}{', …' * (len(strange) > 3)}, {why}")
+    if not strange:
+        return
+    why = (
+        "and without it the tokens would be others"
+        if writes
+        else "as a ColBERT model's projection, and without it the vectors would be others"
+    )
+    raise _unsupported(
+        folder,
+        f"{type(model).__name__} has no place for {', '.join(strange[:3])}{', …' * (len(strange) > 3)}, {why}",
+    )
+
 
 def _load_weights(folder, config, auto, dtype, device):
     "The model of a folder on the CPU, every weight of it from the files. Raises `ModelError`, `UnsupportedModelError`."
-    broken = lambda why: ModelError(f"the weights in {folder} can't be read ({why}): {_fix(folder)}")
+    broken = lambda why: ModelError(
+        f"the weights in {folder} can't be read ({why}): {_fix(folder)}"
+    )
     try:
-        if not has_weights(folder): raise OSError('model.safetensors, or a file that its index names, is missing')
+        if not has_weights(folder):
+            raise OSError("model.safetensors, or a file that its index names, is missing")
         dtype = resolve_dtype(dtype, _stored_dtype(folder, config), device)
-        pair: Any = auto.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True, trust_remote_code=False,
-                                         output_loading_info=True)
-    except (MemoryError, torch.OutOfMemoryError): raise
-    except ImportError as e: raise _unsupported(folder, f"{config.model_type!r} needs a package ({one_line(e)})") from e
-    except Exception as e: raise broken(one_line(e)) from e
+        pair: Any = auto.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except ImportError as e:
+        raise _unsupported(folder, f"{config.model_type!r} needs a package ({one_line(e)})") from e
+    except Exception as e:
+        raise broken(one_line(e)) from e
     model, info = pair
-    bare = type(model.base_model).__name__ in (config.architectures or []) or (folder/'modules.json').exists()
-    model, missing = _without(model, sorted(info['missing_keys']), bare)
+    bare = (
+        type(model.base_model).__name__ in (config.architectures or [])
+        or (folder / "modules.json").exists()
+    )
+    model, missing = _without(model, sorted(info["missing_keys"]), bare)
     if missing:
         raise broken(f"{len(missing)} of {type(model).__name__} are missing, first {missing[0]}")
-    _check_unused(folder, model, sorted(info['unexpected_keys']), auto.__name__.endswith('CausalLM'))
+    _check_unused(
+        folder, model, sorted(info["unexpected_keys"]), auto.__name__.endswith("CausalLM")
+    )
     return model
+
 
 def _read_tokenizer(path, folder, **kw):
     "The tokenizer of `path`, which lies in `folder` or is it, in lower case where sentence-transformers' settings ask for that. Raises `ModelError`."
     from transformers import AutoTokenizer
-    try: tok = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **kw)
-    except Exception as e: raise ModelError(f"the tokenizer in {path} can't be read ({one_line(e)}): {_fix(path)}") from e
-    if first_step(folder).get('do_lower_case'): lower_case(tok)
+
+    try:
+        tok = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, **kw
+        )
+    except Exception as e:
+        raise ModelError(
+            f"the tokenizer in {path} can't be read ({one_line(e)}): {_fix(path)}"
+        ) from e
+    if first_step(folder).get("do_lower_case"):
+        lower_case(tok)
     return tok
 
-def load_folder(folder: Path, dtype: str | torch.dtype | None,
-                device: str | torch.device = 'cpu') -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+
+def load_folder(
+    folder: Path, dtype: str | torch.dtype | None, device: str | torch.device = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     "`(model, tokenizer or None)` of a folder written by `save_pretrained`, in the dtype for `device`, on the CPU."
     with quiet():
         model = _load_weights(folder, *_load_config(folder), dtype, device)
-        if not has_tokenizer(folder): return model, None
+        if not has_tokenizer(folder):
+            return model, None
         return model, _read_tokenizer(folder, folder)
 
 # %% ../nbs/modules/000_loading.ipynb #6ea8316f
 def _gguf_fields(path: Path) -> Callable[[str], Any]:
     "Lookup function for the metadata of a whole `.gguf` file. Raises `ModelError`."
     from gguf import GGUFReader
-    try: fields = GGUFReader(path).fields
+
+    try:
+        fields = GGUFReader(path).fields
     except Exception as e:
-        raise ModelError(f"{path} is not a whole GGUF file ({one_line(e)}): fetch it again, and see that it finishes") from e
+        raise ModelError(
+            f"{path} is not a whole GGUF file ({one_line(e)}): fetch it again, and see that it finishes"
+        ) from e
     return lambda k: fields[k].contents() if k in fields else None
 
 # %% ../nbs/modules/000_loading.ipynb #6c0c4f9d
 def _plain_copy(m, dtype):
     "`m` rebuilt in `dtype` from its config and weights, without a trace of its quantisation."
     from transformers import AutoModelForCausalLM
-    if hasattr(m.config, 'quantization_config'): del m.config.quantization_config
+
+    if hasattr(m.config, "quantization_config"):
+        del m.config.quantization_config
     new = AutoModelForCausalLM.from_config(m.config, dtype=dtype)
     new.load_state_dict(m.state_dict())
     new.generation_config = m.generation_config
@@ -238,89 +383,143 @@ def _plain_copy(m, dtype):
 # %% ../nbs/modules/000_loading.ipynb #f4ccfd41
 def _mend_tokenizer(tok, field):
     "What transformers' GGUF reader, in one version or another, leaves out of a tokenizer or gets wrong."
-    tok.clean_up_tokenization_spaces = False    # decoding is exact
-    for ours, theirs in dict(bos='bos', eos='eos', unk='unknown', pad='padding').items():
-        if (i := field(f'tokenizer.ggml.{theirs}_token_id')) is not None:
-            setattr(tok, f'{ours}_token', tok.convert_ids_to_tokens(i))
-    if field('tokenizer.ggml.pre') == 'smollm':
+    tok.clean_up_tokenization_spaces = False  # decoding is exact
+    for ours, theirs in dict(bos="bos", eos="eos", unk="unknown", pad="padding").items():
+        if (i := field(f"tokenizer.ggml.{theirs}_token_id")) is not None:
+            setattr(tok, f"{ours}_token", tok.convert_ids_to_tokens(i))
+    if field("tokenizer.ggml.pre") == "smollm":
         from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+
         digits = Digits(individual_digits=True)
         tok.backend_tokenizer.pre_tokenizer = Sequence([digits, ByteLevel(add_prefix_space=False)])
     return tok
 
 # %% ../nbs/modules/000_loading.ipynb #7cf1a054
-def load_gguf(path: Path, dtype: str | torch.dtype | None,
-              device: str | torch.device = 'cpu') -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+def load_gguf(
+    path: Path, dtype: str | torch.dtype | None, device: str | torch.device = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     "`(model, tokenizer or None)` of a `.gguf` file, its weights dequantised to `dtype`, on the CPU."
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
     field = _gguf_fields(path)
-    stored = {0: torch.float32, 1: torch.float16}.get(field('general.file_type'), torch.bfloat16)
+    stored = {0: torch.float32, 1: torch.float16}.get(field("general.file_type"), torch.bfloat16)
     dtype = resolve_dtype(dtype, stored, device)
     kw = dict(gguf_file=path.name, local_files_only=True)
-    with quiet(), mock.patch('transformers.modeling_gguf_pytorch_utils.tqdm', lambda it, *args, **kw: it, create=True):     # no bar
+    with (
+        quiet(),
+        mock.patch(
+            "transformers.modeling_gguf_pytorch_utils.tqdm", lambda it, *args, **kw: it, create=True
+        ),
+    ):  # no bar
         try:
             model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=dtype, **kw)
-            tok = AutoTokenizer.from_pretrained(path.parent, **kw) if field('tokenizer.ggml.model') else None
-        except (MemoryError, torch.OutOfMemoryError): raise
+            tok = (
+                AutoTokenizer.from_pretrained(path.parent, **kw)
+                if field("tokenizer.ggml.model")
+                else None
+            )
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as e:
-            arch = field('general.architecture')
-            raise _unsupported(path, f"GGUF architecture {arch!r} can't be read ({one_line(e)})") from e
+            arch = field("general.architecture")
+            raise _unsupported(
+                path, f"GGUF architecture {arch!r} can't be read ({one_line(e)})"
+            ) from e
         return _plain_copy(model, dtype), tok and _mend_tokenizer(tok, field)
+
 
 def gguf_packing(path: Path) -> str:
     "What the weights of a `.gguf` file are packed as, such as 'Q4_1'; '' for plain numbers. Raises `ModelError`."
     from gguf import LlamaFileType
-    kind = _gguf_fields(path)('general.file_type')
-    known = {int(t): t.name.removeprefix('MOSTLY_') for t in LlamaFileType}
-    return '' if kind is None or known.get(kind) in ('ALL_F32', 'F16', 'BF16') else known.get(kind, 'packed')
+
+    kind = _gguf_fields(path)("general.file_type")
+    known = {int(t): t.name.removeprefix("MOSTLY_") for t in LlamaFileType}
+    return (
+        ""
+        if kind is None or known.get(kind) in ("ALL_F32", "F16", "BF16")
+        else known.get(kind, "packed")
+    )
+
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     "The tokenizer alone of a folder or a `.gguf` file. Raises `ModelError`."
     field = _gguf_fields(path) if path.is_file() else None
-    if not (field('tokenizer.ggml.model') if field else has_tokenizer(path)): raise ModelError(f'there is no tokenizer in {path}')
+    if not (field("tokenizer.ggml.model") if field else has_tokenizer(path)):
+        raise ModelError(f"there is no tokenizer in {path}")
     folder, kw = (path.parent, dict(gguf_file=path.name)) if field else (path, {})
-    with quiet(): tok = _read_tokenizer(path, folder, **kw)
+    with quiet():
+        tok = _read_tokenizer(path, folder, **kw)
     return _mend_tokenizer(tok, field) if field else tok
 
 # %% ../nbs/70_models.ipynb #c76240b6
-def resolve_device(device: str | torch.device | None = 'auto') -> torch.device:
+def resolve_device(device: str | torch.device | None = "auto") -> torch.device:
     """The `torch.device` for 'auto' (cuda, else mps, else cpu), a device string or a `torch.device`.
 
     Raises `ModelError` if the name is unknown or this machine lacks the device."""
-    have = [f'cuda:{i}' for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    have += ['mps']*torch.backends.mps.is_available() + ['cpu']
-    if device in (None, 'auto'): return torch.device(have[0].split(':')[0])
-    try: dev = torch.device(device)
+    have = (
+        [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
+    have += ["mps"] * torch.backends.mps.is_available() + ["cpu"]
+    if device in (None, "auto"):
+        return torch.device(have[0].split(":")[0])
+    try:
+        dev = torch.device(device)
     except (RuntimeError, TypeError) as e:
-        raise ModelError(f"unknown device {device!r}: expected 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'") from e
-    name = f'cuda:{dev.index or 0}' if dev.type == 'cuda' else dev.type
-    if name in have: return dev
-    raise ModelError(f"device {str(device)!r} is not available here: give 'auto' or one of {', '.join(have)}")
+        raise ModelError(
+            f"unknown device {device!r}: expected 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'"
+        ) from e
+    name = f"cuda:{dev.index or 0}" if dev.type == "cuda" else dev.type
+    if name in have:
+        return dev
+    raise ModelError(
+        f"device {str(device)!r} is not available here: give 'auto' or one of {', '.join(have)}"
+    )
 
 # %% ../nbs/70_models.ipynb #c0f3e17f
 def cpu_has_fast_bf16() -> bool:
     "Whether this CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16), bool."
-    private = '_is_avx512_bf16_supported', '_is_amx_tile_supported'            # torch may drop them
-    if flags := processor_flags(): return bool({'avx512_bf16', 'amx_bf16', 'bf16'} & flags)
+    private = "_is_avx512_bf16_supported", "_is_amx_tile_supported"  # torch may drop them
+    if flags := processor_flags():
+        return bool({"avx512_bf16", "amx_bf16", "bf16"} & flags)
     return any(getattr(torch.cpu, f, bool)() for f in private)
 
 # %% ../nbs/70_models.ipynb #3cd718a0
-_DTYPES = {name: dtype for dtype, names in {torch.float32: 'fp32 float32 float', torch.bfloat16: 'bf16 bfloat16',
-                                            torch.float16: 'fp16 float16 half'}.items() for name in names.split()}
+_DTYPES = {
+    name: dtype
+    for dtype, names in {
+        torch.float32: "fp32 float32 float",
+        torch.bfloat16: "bf16 bfloat16",
+        torch.float16: "fp16 float16 half",
+    }.items()
+    for name in names.split()
+}
 
-def resolve_dtype(dtype: str | torch.dtype | None = 'auto', config_dtype: torch.dtype | None = None,
-                  device: str | torch.device = 'cpu', fast_bf16: bool | None = None) -> torch.dtype:
+
+def resolve_dtype(
+    dtype: str | torch.dtype | None = "auto",
+    config_dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    fast_bf16: bool | None = None,
+) -> torch.dtype:
     """The `torch.dtype` to load a checkpoint of `config_dtype` in.
 
     An explicit `dtype` is honoured. 'auto' is the checkpoint's own, but fp32 for fp16 on a CPU, and for bf16 on a
     device without bf16 arithmetic (`fast_bf16`; None asks the device). Raises `ModelError` for an unknown dtype."""
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point: return dtype
-    if isinstance(dtype, str) and dtype.lower() in _DTYPES: return _DTYPES[dtype.lower()]
-    if dtype not in (None, 'auto'):
-        raise ModelError(f"unknown dtype {str(dtype)!r}: expected 'auto', {', '.join(map(repr, _DTYPES))} "
-                         "or a floating torch.dtype")
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype
+    if isinstance(dtype, str) and dtype.lower() in _DTYPES:
+        return _DTYPES[dtype.lower()]
+    if dtype not in (None, "auto"):
+        raise ModelError(
+            f"unknown dtype {str(dtype)!r}: expected 'auto', {', '.join(map(repr, _DTYPES))} "
+            "or a floating torch.dtype"
+        )
     want, dev = config_dtype or torch.float32, torch.device(device).type
     if want is torch.bfloat16 and fast_bf16 is None:
-        fast_bf16 = cpu_has_fast_bf16() if dev == 'cpu' else dev != 'cuda' or torch.cuda.is_bf16_supported(including_emulation=False)
-    slow = want is torch.float16 and dev == 'cpu' or want is torch.bfloat16 and not fast_bf16
+        fast_bf16 = (
+            cpu_has_fast_bf16()
+            if dev == "cpu"
+            else dev != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+        )
+    slow = want is torch.float16 and dev == "cpu" or want is torch.bfloat16 and not fast_bf16
     return torch.float32 if slow else want

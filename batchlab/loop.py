@@ -15,20 +15,35 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 from .backends import Backend, BackendOptions
 from .blocks import KVBudget
-from .config import free_memory, model_state, probe_model, probe_pooling, select_runner, weights_digest
+from batchlab.config import (
+    free_memory,
+    model_state,
+    probe_model,
+    probe_pooling,
+    select_runner,
+    weights_digest,
+)
 from .engine import Engine, sum_ledgers
-from .errors import BatchError, BatchlabError, EngineError, ModelError, Option, UnsupportedModelError
+from batchlab.errors import (
+    BatchError,
+    BatchlabError,
+    EngineError,
+    ModelError,
+    Option,
+    UnsupportedModelError,
+)
 from .ledger import Ledger
 from .outputs import RequestGroup, StreamEvent
 from .pacing import Pace
 from .pooling import pooling_engine
 from .runners import PackedRunner, PaddedRunner, SoloRunner
 from .scheduler import Request, Scheduler
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from batchlab.llm import LLM
 
-log = logging.getLogger('batchlab')
+log = logging.getLogger("batchlab")
 
 # %% ../nbs/15_llm.ipynb #10a50c09
 class StepLoop:
@@ -37,11 +52,16 @@ class StepLoop:
     Who holds `mutex` changes schedulers, requests, engines and backend: the thread that steps, `stepper`. All others put what they
     want into `inbox`, under `progress`: `(group, None)` to be queued, or `(group, reason)` to be ended. `groups`: prompts that are not
     done yet, by id; `deadlines`: a heap; `after`: what stream callbacks want called once, when the step is over."""
+
     engines: EngineSet
     delivery: Delivery
 
     def __init__(self) -> None:
-        self.mutex, self.progress, self.process = threading.Lock(), threading.Condition(), os.getpid()
+        self.mutex, self.progress, self.process = (
+            threading.Lock(),
+            threading.Condition(),
+            os.getpid(),
+        )
         self.stepper: int | None = None
         self.ids = itertools.count()
         self.inbox: deque[tuple[RequestGroup, str | None]] = deque()
@@ -51,23 +71,28 @@ class StepLoop:
         self.stopping: str | None = None
 
     @property
-    def has_unfinished(self) -> bool: return bool(self.inbox or self.groups)
+    def has_unfinished(self) -> bool:
+        return bool(self.inbox or self.groups)
 
     def check_process(self) -> None:
         """Raise `EngineError` in a process forked from the one that made the engine.
 
         There its threads are gone, a lock may be held by one of them for ever, and OpenMP waits for workers that are none."""
         if os.getpid() != self.process:
-            raise EngineError("this process was forked from the one that made the engine, and has none of its threads: make the LLM in the "
-                              "process that uses it, or start processes by 'spawn'")
+            raise EngineError(
+                "this process was forked from the one that made the engine, and has none of its threads: make the LLM in the "
+                "process that uses it, or start processes by 'spawn'"
+            )
 
     def submit(self, groups: Sequence[RequestGroup]) -> None:
         "Queue prompts made ready by `admit`, in this order. Raises `EngineError` for an id that is not done yet, or while it stops."
         self.check_process()
         with self.progress:
-            if self.stopping: raise EngineError('the engine is stopping: start it again before adding requests')
+            if self.stopping:
+                raise EngineError("the engine is stopping: start it again before adding requests")
             for g in groups:
-                if g.request_id in self.groups: raise EngineError(f'request {g.request_id!r} is not done yet: give another id')
+                if g.request_id in self.groups:
+                    raise EngineError(f"request {g.request_id!r} is not done yet: give another id")
             self.groups.update((g.request_id, g) for g in groups)
             self.inbox.extend((g, None) for g in groups)
             self.progress.notify_all()
@@ -77,7 +102,8 @@ class StepLoop:
         self.check_process()
         with self.progress:
             group = self.groups.get(str(request_id))
-            if group is not None: self.inbox.append((group, 'cancelled'))
+            if group is not None:
+                self.inbox.append((group, "cancelled"))
             self.progress.notify_all()
         return group is not None
 
@@ -86,9 +112,12 @@ class StepLoop:
 
         Raises `EngineError` inside a stream callback."""
         with self._hold(0) as mine:
-            if mine: self._step()
-        if mine: return self.has_unfinished
-        with self.progress: self.progress.wait(.02)
+            if mine:
+                self._step()
+        if mine:
+            return self.has_unfinished
+        with self.progress:
+            self.progress.wait(0.02)
         return True
 
     def take_in(self, timeout: float = -1) -> bool:
@@ -96,13 +125,16 @@ class StepLoop:
 
         Waits for the end of another thread's step, `timeout` seconds at most (-1: as long as it takes); whether that came."""
         with self._hold(timeout) as mine:
-            if mine: self._take_in()
+            if mine:
+                self._take_in()
         return mine
 
     def _not_inside(self) -> None:
         self.check_process()
         if self.stepper == threading.get_ident():
-            raise EngineError('a stream callback runs inside a step: it may call add_request and cancel, and nothing that steps')
+            raise EngineError(
+                "a stream callback runs inside a step: it may call add_request and cancel, and nothing that steps"
+            )
 
     @contextlib.contextmanager
     def _hold(self, timeout: float = -1) -> Iterator[bool]:
@@ -110,66 +142,87 @@ class StepLoop:
         self._not_inside()
         mine = self.mutex.acquire(timeout=timeout)
         try:
-            if mine: self.stepper = threading.get_ident()
+            if mine:
+                self.stepper = threading.get_ident()
             yield mine
         finally:
             if mine:
-                while self.after: self.after.popleft()()
+                while self.after:
+                    self.after.popleft()()
                 self.stepper = None
                 self.mutex.release()
                 self._wake()
 
     def _wake(self) -> None:
-        with self.progress: self.progress.notify_all()
+        with self.progress:
+            self.progress.notify_all()
 
     def _step(self) -> None:
         self._take_in()
         try:
-            try: moved = self.engines.step()
-            except Exception as e: moved = self._lose(e)
-            for r in moved: self.delivery.tell(r)
-        except BaseException:                                                 # Ctrl-C: what had just ended is still told
-            for r in [r for g in list(self.groups.values()) for r in g.requests if r.finish_reason]: self.delivery.tell(r)
+            try:
+                moved = self.engines.step()
+            except Exception as e:
+                moved = self._lose(e)
+            for r in moved:
+                self.delivery.tell(r)
+        except BaseException:  # Ctrl-C: what had just ended is still told
+            for r in [r for g in list(self.groups.values()) for r in g.requests if r.finish_reason]:
+                self.delivery.tell(r)
             raise
 
     def _lose(self, e: Exception) -> list[Request]:
         "An engine itself failed with `e`, by no request's fault: those that it had end, and it goes on without."
-        log.error('the engine failed, and goes on without the requests that it had', exc_info=e)
+        log.error("the engine failed, and goes on without the requests that it had", exc_info=e)
         kind = self.engines.last
         self.engines[kind].reset()
-        self.delivery.fail([g for g in list(self.groups.values()) if any(r.runner == kind for r in g.requests)], 'the engine failed with', e)
+        self.delivery.fail(
+            [g for g in list(self.groups.values()) if any(r.runner == kind for r in g.requests)],
+            "the engine failed with",
+            e,
+        )
         return []
 
     def _take_in(self) -> None:
         "Queue the prompts that came, and end those that are to be cancelled."
         if self.inbox and not self.engines.busy:
-            try: self.engines.begin()
-            except Exception as e:                                            # the thread goes on, for it serves others too
-                log.error('the model can not be run as it is now', exc_info=e)
-                self.delivery.fail(list(self.groups.values()), 'the model can not be run as it is now:', e)
+            try:
+                self.engines.begin()
+            except Exception as e:  # the thread goes on, for it serves others too
+                log.error("the model can not be run as it is now", exc_info=e)
+                self.delivery.fail(
+                    list(self.groups.values()), "the model can not be run as it is now:", e
+                )
         while self.inbox:
             group, reason = self.inbox.popleft()
-            if reason: self.delivery.end(group, reason)
-            elif not group.done: self._queue(group)
-        if len(self.deadlines) > 2 * len(self.groups) + 64:                    # most of them were done in time
+            if reason:
+                self.delivery.end(group, reason)
+            elif not group.done:
+                self._queue(group)
+        if len(self.deadlines) > 2 * len(self.groups) + 64:  # most of them were done in time
             self.deadlines = [d for d in self.deadlines if not d[2].done]
             heapq.heapify(self.deadlines)
         now = time.perf_counter()
-        while self.deadlines and self.deadlines[0][0] <= now: self.delivery.end(heapq.heappop(self.deadlines)[2], 'timeout')
+        while self.deadlines and self.deadlines[0][0] <= now:
+            self.delivery.end(heapq.heappop(self.deadlines)[2], "timeout")
 
     def _queue(self, g: RequestGroup) -> None:
         "Give the requests of `g` to their engines."
-        if g.deadline is not None: heapq.heappush(self.deadlines, (g.deadline, next(self.ids), g))
+        if g.deadline is not None:
+            heapq.heappush(self.deadlines, (g.deadline, next(self.ids), g))
         try:
             for r in [] if g.error else g.requests:
                 self.engines.add(r)
-                self.delivery.mark('queued', r)
-        except BatchlabError as e: g.error, g.refused = str(e), True
-        if g.error: self.delivery.end(g, g.reason)
+                self.delivery.mark("queued", r)
+        except BatchlabError as e:
+            g.error, g.refused = str(e), True
+        if g.error:
+            self.delivery.end(g, g.reason)
 
 # %% ../nbs/15_llm.ipynb #10a50c0b
 class BackgroundLoop(StepLoop):
     "A `StepLoop` that may run in a `thread` of its own, between `start` and `stop`. `stopping`: None, 'drain' or 'cancel'."
+
     def __init__(self) -> None:
         super().__init__()
         self.thread: threading.Thread | None = None
@@ -180,19 +233,22 @@ class BackgroundLoop(StepLoop):
         self.check_process()
         with self.progress:
             if self.thread is None:
-                self.thread = threading.Thread(target=self._run, name='batchlab', daemon=True)
+                self.thread = threading.Thread(target=self._run, name="batchlab", daemon=True)
                 self.thread.start()
         return self
 
     def stop(self, drain: bool = True) -> None:
         "End the background thread, after all requests are done (`drain`) or cancelled. Returns when it has ended."
-        if self.thread is None: return
+        if self.thread is None:
+            return
         self.check_process()
-        if self.stepper == threading.get_ident(): raise EngineError('a stream callback can not stop the engine that runs it')
+        if self.stepper == threading.get_ident():
+            raise EngineError("a stream callback can not stop the engine that runs it")
         with self.progress:
             thread = self.thread
-            if thread is None: return                          # another thread was quicker
-            self.stopping = 'drain' if drain else 'cancel'
+            if thread is None:
+                return  # another thread was quicker
+            self.stopping = "drain" if drain else "cancel"
             self.progress.notify_all()
         thread.join()
 
@@ -214,36 +270,58 @@ class BackgroundLoop(StepLoop):
     def _run(self) -> None:
         try:
             while not self.stopping or self.has_unfinished:
-                if self.stopping == 'cancel':
-                    with self.progress: self.inbox.extend((g, 'cancelled') for g in self.groups.values())
-                if self.has_unfinished and (self.stopping or not self.paused): self.step()
+                if self.stopping == "cancel":
+                    with self.progress:
+                        self.inbox.extend((g, "cancelled") for g in self.groups.values())
+                if self.has_unfinished and (self.stopping or not self.paused):
+                    self.step()
                 else:
-                    if self.inbox or self.deadlines: self.take_in()
+                    if self.inbox or self.deadlines:
+                        self.take_in()
                     self._wait()
         finally:
-            with self.progress: self.thread, self.stopping, self.paused = None, None, False
+            with self.progress:
+                self.thread, self.stopping, self.paused = None, None, False
 
     def _wait(self) -> None:
         "Wait for something to do; while paused with deadlines, for a moment."
         with self.progress:
-            if self.stopping or self.has_unfinished and (self.inbox or not self.paused): return
-            self.progress.wait(.05 if self.paused and self.deadlines else 1)
+            if self.stopping or self.has_unfinished and (self.inbox or not self.paused):
+                return
+            self.progress.wait(0.05 if self.paused and self.deadlines else 1)
 
 # %% ../nbs/73_recovery.ipynb #5f81e419
 def make_engine(llm: LLM, kind: str) -> Engine:
     "An `Engine` for requests of a kind, by `llm.strategy`."
-    if kind.startswith('pooled'): return pooling_engine(llm, alone=kind == 'pooled alone')
-    l, strategy, solo = llm.limits, llm.strategy, kind == 'solo'
+    if kind.startswith("pooled"):
+        return pooling_engine(llm, alone=kind == "pooled alone")
+    l, strategy, solo = llm.limits, llm.strategy, kind == "solo"
     how: Any = dict(max_num_batched_tokens=l.max_num_batched_tokens, budget=llm.budget)
-    if kind == 'packed':
+    if kind == "packed":
         size = llm.backend.block_size
-        scheduler = Scheduler(l.max_num_seqs, prefix_caching=llm.enable_prefix_caching, block_size=size,
-                              max_adapters=llm.adapters and llm.adapters.max_loras, **how)
-        return Engine(scheduler, PackedRunner(llm.backend, max(1, (l.kv_tokens or 0) // size)), llm.watchers)
+        scheduler = Scheduler(
+            l.max_num_seqs,
+            prefix_caching=llm.enable_prefix_caching,
+            block_size=size,
+            max_adapters=llm.adapters and llm.adapters.max_loras,
+            **how,
+        )
+        return Engine(
+            scheduler, PackedRunner(llm.backend, max(1, (l.kv_tokens or 0) // size)), llm.watchers
+        )
     order = dict(bucketed=lambda r: -r.max_len, prefix=lambda r: (r.wave, -r.max_len)).get(strategy)
-    scheduler = Scheduler(1 if solo or strategy == 'loop' else l.max_num_seqs, paged=False, chunked=False, order=order,
-                          barrier=strategy != 'continuous', recompute=solo, **how)
-    runner = SoloRunner(llm.model) if solo else PaddedRunner(llm.model, llm.pad_id, strategy == 'prefix')
+    scheduler = Scheduler(
+        1 if solo or strategy == "loop" else l.max_num_seqs,
+        paged=False,
+        chunked=False,
+        order=order,
+        barrier=strategy != "continuous",
+        recompute=solo,
+        **how,
+    )
+    runner = (
+        SoloRunner(llm.model) if solo else PaddedRunner(llm.model, llm.pad_id, strategy == "prefix")
+    )
     return Engine(scheduler, runner, llm.watchers)
 
 # %% ../nbs/73_recovery.ipynb #10a50c03
@@ -254,12 +332,13 @@ class EngineSet(dict[str, Engine]):
     are gone; `seconds`: time spent in steps; `last`: the kind that stepped last. `paces`: how much of a step preemptible requests get.
 
     `open` finds out how the model runs: `llm.shapes`, `llm.paddable`. Once there are `llm.limits`, `configure` it."""
+
     def __init__(self, llm: LLM) -> None:
         super().__init__()
-        self.llm, self.past, self.past_steps, self.seconds, self.last = llm, Ledger(), 0, 0., ''
+        self.llm, self.past, self.past_steps, self.seconds, self.last = llm, Ledger(), 0, 0.0, ""
         self.paces: defaultdict[str, Pace] = defaultdict(Pace)
-        self.opened: PreTrainedModel | None = None                            # the model that the backend is for
-        self.state: dict[str, int] = {}                                       # its `model_state` then
+        self.opened: PreTrainedModel | None = None  # the model that the backend is for
+        self.state: dict[str, int] = {}  # its `model_state` then
 
     def configure(self) -> None:
         "Begin with no engines, under `llm.limits`."
@@ -271,6 +350,7 @@ class EngineSet(dict[str, Engine]):
     def busy(self) -> list[str]:
         "The kinds that have something to do."
         return [kind for kind, e in self.items() if e.scheduler.has_unfinished]
+
     @property
     def ledger(self) -> Ledger:
         "The positions of this call."
@@ -279,20 +359,28 @@ class EngineSet(dict[str, Engine]):
     def add(self, r: Request) -> None:
         "Queue `r` with the engine of its kind. Raises `BatchError`."
         kind = select_runner(r, self.llm.switch, self.llm.shapes, self.llm.paddable)
-        if r.adapter and kind not in ('packed', 'pooled'): raise BatchError(f'with an adapter a request runs packed, and this one runs {kind}: shorten it')
-        if kind not in self: self[kind] = make_engine(self.llm, kind)
+        if r.adapter and kind not in ("packed", "pooled"):
+            raise BatchError(
+                f"with an adapter a request runs packed, and this one runs {kind}: shorten it"
+            )
+        if kind not in self:
+            self[kind] = make_engine(self.llm, kind)
         self[kind].scheduler.add(r)
         r.runner = kind
 
     def step(self) -> list[Request]:
         "One step of the next kind in line that has something to do: the requests that got a token, or ended."
         busy = self.busy
-        if not busy: return []
+        if not busy:
+            return []
         self.last = min(busy, key=lambda kind: (kind <= self.last, kind))
         engine, pace = self[self.last], self.paces[self.last]
-        engine.scheduler.allowance = pace.allowance(any(self[kind].scheduler.has_others for kind in busy))
+        engine.scheduler.allowance = pace.allowance(
+            any(self[kind].scheduler.has_others for kind in busy)
+        )
         start = time.perf_counter()
-        try: return engine.step()
+        try:
+            return engine.step()
         finally:
             self.seconds += (took := time.perf_counter() - start)
             pace.note(*engine.scheduler.shares, took)
@@ -300,13 +388,17 @@ class EngineSet(dict[str, Engine]):
     def begin(self) -> None:
         "A call begins while nobody runs: what was counted so far belongs to the past, and the model may be another. Raises `ModelError`."
         self.past = sum_ledgers([self.past, self.ledger])
-        for e in self.values(): e.runner.ledger, e.scheduler.ledger = Ledger(), Ledger()
+        for e in self.values():
+            e.runner.ledger, e.scheduler.ledger = Ledger(), Ledger()
         now = model_state(self.llm.model)
         changed = [k for k in now if now[k] != self.state.get(k)]
-        if not changed: return
-        if self.packed and {'weights', 'modules'} & {*changed}:
-            raise ModelError(f'{" and ".join(changed)} of llm.model changed, and what runs is the packed copy that LLM made of it: call '
-                             'llm.reload_weights(), which reads its files again, or load the model yourself and give LLM that')
+        if not changed:
+            return
+        if self.packed and {"weights", "modules"} & {*changed}:
+            raise ModelError(
+                f"{' and '.join(changed)} of llm.model changed, and what runs is the packed copy that LLM made of it: call "
+                "llm.reload_weights(), which reads its files again, or load the model yourself and give LLM that"
+            )
         self.reopen()
 
     @property
@@ -316,93 +408,132 @@ class EngineSet(dict[str, Engine]):
 
     def reopen(self) -> None:
         "Forget all that was computed, and run the model as it is now. Raises `UnsupportedModelError`, `CompileError`."
-        for e in self.values(): e.reset()
+        for e in self.values():
+            e.reset()
         self.past_steps += sum(e.num_steps for e in self.values())
         self.clear()
-        if self.packed: self.state = model_state(self.llm.model)
-        else: self.llm.prepare()                                              # which calls `open`
+        if self.packed:
+            self.state = model_state(self.llm.model)
+        else:
+            self.llm.prepare()  # which calls `open`
 
     def _give_back_idle(self, owner: object) -> None:
         "Memory is short for `owner`: the engines that run nobody give back theirs."
         for e in self.values():
             s = e.scheduler
-            if not s.running and s.pool is not owner and s.memory is not owner: e.reset()
+            if not s.running and s.pool is not owner and s.memory is not owner:
+                e.reset()
 
     def open(self) -> None:
         "Find out how the model runs as it is now, and open a backend for it. Raises `UnsupportedModelError`, `CompileError`."
         llm, model = self.llm, self.llm.model
-        self.state, self.opened = {}, None                                    # should it fail, the next call tries again
-        self.weights_digest = weights_digest(model)                           # now, as an own model gives its weights up
-        options = BackendOptions(llm.compile, llm.own, free_memory(model.device) / 10, llm.quantization)
-        if not llm.can_generate: llm.shapes, llm.causal, backend = probe_pooling(model, options)
-        else: llm.shapes, llm.paddable, backend = probe_model(model, llm.strategy == 'continuous', llm.switch, options)
-        if llm.quantization and backend.name not in ('fused', 'modules'):
-            raise UnsupportedModelError('{asked} is for models that run on packed weights, and this one does not: {why}',
-                                        asked=Option('quantization', llm.quantization), why=backend.why)
-        if llm.adapters is not None: llm.adapters.bind(backend, llm.shapes)
-        log.info('%s runs on: %s. %s', type(model).__name__, backend.name, backend.why)
+        self.state, self.opened = {}, None  # should it fail, the next call tries again
+        self.weights_digest = weights_digest(model)  # now, as an own model gives its weights up
+        options = BackendOptions(
+            llm.compile, llm.own, free_memory(model.device) / 10, llm.quantization
+        )
+        if not llm.can_generate:
+            llm.shapes, llm.causal, backend = probe_pooling(model, options)
+        else:
+            llm.shapes, llm.paddable, backend = probe_model(
+                model, llm.strategy == "continuous", llm.switch, options
+            )
+        if llm.quantization and backend.name not in ("fused", "modules"):
+            raise UnsupportedModelError(
+                "{asked} is for models that run on packed weights, and this one does not: {why}",
+                asked=Option("quantization", llm.quantization),
+                why=backend.why,
+            )
+        if llm.adapters is not None:
+            llm.adapters.bind(backend, llm.shapes)
+        log.info("%s runs on: %s. %s", type(model).__name__, backend.name, backend.why)
         self.backend: Backend = backend
-        self.opened, self.state = model, model_state(model)                   # an own model has given weights up by now
+        self.opened, self.state = (
+            model,
+            model_state(model),
+        )  # an own model has given weights up by now
 
 # %% ../nbs/73_recovery.ipynb #10a50c05
 class Delivery:
     """Tells whoever asked what becomes of the prompts of `llm`, and counts it. For the thread that holds `llm.mutex`.
 
     `ends`: how many requests ended for each reason; `sums`: of all that ended, see `Stats`."""
-    def __init__(self, llm: LLM) -> None: self.llm, self.ends, self.sums = llm, Counter(), Counter()
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm, self.ends, self.sums = llm, Counter(), Counter()
 
     def mark(self, event: str, x: object) -> None:
         "Tell those who watch: 'queued', 'ended' of a request, or 'refused' of a prompt that never began."
-        for watch in list(self.llm.watchers): watch(self.llm, event, x)
+        for watch in list(self.llm.watchers):
+            watch(self.llm, event, x)
 
     def tell(self, r: Request) -> None:
         "Send the event of what `r` just got; if it was the last of its prompt, with the output."
-        if r.notified: return
+        if r.notified:
+            return
         g, r.notified = r.group, r.finish_reason is not None
-        if r.notified: self.mark('ended', r)
-        event = StreamEvent(g.request_id, g.index, r.index, r.delta, r.output_ids[r.num_told:], r.finish_reason)
-        if r.logprobs is not None: event.logprobs = r.logprobs[r.num_told:]
-        r.delta, r.num_told = '', len(r.output_ids)
-        if all(x.notified for x in g.requests): self._close(g, event)
+        if r.notified:
+            self.mark("ended", r)
+        event = StreamEvent(
+            g.request_id, g.index, r.index, r.delta, r.output_ids[r.num_told :], r.finish_reason
+        )
+        if r.logprobs is not None:
+            event.logprobs = r.logprobs[r.num_told :]
+        r.delta, r.num_told = "", len(r.output_ids)
+        if all(x.notified for x in g.requests):
+            self._close(g, event)
         self._send(g, event)
 
     def end(self, g: RequestGroup, reason: str, error: str | None = None) -> None:
         "End what still runs of prompt `g`, for a `reason`."
-        if g.done: return
+        if g.done:
+            return
         g.error = g.error or error
         for r in g.requests:
-            if r.runner and r.finish_reason is None: self.llm.engines[r.runner].scheduler.finish(r, reason)
-            else: r.finish(reason)
+            if r.runner and r.finish_reason is None:
+                self.llm.engines[r.runner].scheduler.finish(r, reason)
+            else:
+                r.finish(reason)
             self.tell(r)
-        if not g.requests:                                                    # it never began
-            self.mark('refused', g)
+        if not g.requests:  # it never began
+            self.mark("refused", g)
             event = StreamEvent(g.request_id, g.index, finish_reason=g.reason)
             self._close(g, event)
             self._send(g, event)
 
     def fail(self, groups: Iterable[RequestGroup], what: str, e: Exception) -> None:
         "End `groups` with an error, that `what` and `e` say."
-        for g in groups: self.end(g, 'error', f'{what} {type(e).__name__}: {e}')
+        for g in groups:
+            self.end(g, "error", f"{what} {type(e).__name__}: {e}")
 
     def _close(self, g: RequestGroup, event: StreamEvent) -> None:
         "Note the result of `g`, in its last event and in the statistics."
         out = g.result()
         event.finished, event.output, g.output, g.adapter = True, out, out, None
-        with self.llm.progress: self.llm.groups.pop(g.request_id, None)
+        with self.llm.progress:
+            self.llm.groups.pop(g.request_id, None)
         self.ends.update([r.finish_reason for r in g.requests] or [g.reason])
         for r in g.requests:
-            self.sums.update(prompt_tokens=len(r.prompt_ids), output_tokens=len(r.output_ids), preemptions=r.num_preemptions,
-                             cached_tokens=r.num_cached_tokens or 0)
-        for name in ('time_to_first_token', 'time_per_token'):
-            if (t := (out.metrics or {})[name]) is not None: self.sums.update({name: t, f'n {name}': 1})
-        for r in g.requests: r.group = None                                   # no circle: it is freed with its last reader
+            self.sums.update(
+                prompt_tokens=len(r.prompt_ids),
+                output_tokens=len(r.output_ids),
+                preemptions=r.num_preemptions,
+                cached_tokens=r.num_cached_tokens or 0,
+            )
+        for name in ("time_to_first_token", "time_per_token"):
+            if (t := (out.metrics or {})[name]) is not None:
+                self.sums.update({name: t, f"n {name}": 1})
+        for r in g.requests:
+            r.group = None  # no circle: it is freed with its last reader
 
     def _send(self, g: RequestGroup, event: StreamEvent) -> None:
         "Give `event` to whoever reads `g`. If that fails, `g` ends, and is told so once."
         try:
-            if g.on_event: g.on_event(event)
+            if g.on_event:
+                g.on_event(event)
         except Exception as e:
-            if g.broken: return
+            if g.broken:
+                return
             g.broken = True
-            log.error('the stream callback of request %s failed', g.request_id, exc_info=e)
-            self.fail([g], 'its stream callback failed with', e)
+            log.error("the stream callback of request %s failed", g.request_id, exc_info=e)
+            self.fail([g], "its stream callback failed with", e)

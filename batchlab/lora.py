@@ -5,7 +5,7 @@
 # %% ../nbs/modules/000_lora.ipynb #lora0004
 from __future__ import annotations
 
-__path__: list[str] = []                              # `batchlab.lora.request` is a name of vLLM's, see `batchlab.habits`
+__path__: list[str] = []  # `batchlab.lora.request` is a name of vLLM's, see `batchlab.habits`
 
 # %% auto #0
 __all__ = ['LowRank', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'Adapter', 'signature_of', 'Adapters', 'read_modules', 'open_for', 'look_up', 'put_adapter', 'adapters_for', 'plan_adapters', 'adapter_named', 'adapter_names', 'check_folders', 'check_modules', 'LoRACalls']
@@ -22,13 +22,15 @@ from weakref import WeakValueDictionary
 from .errors import AdapterError, Option, ParamError, UnsupportedModelError
 from .shown import megabytes
 
-if TYPE_CHECKING: import torch
+if TYPE_CHECKING:
+    import torch
 
 # %% ../nbs/32_lora.ipynb #32bb0012
 class LowRank(NamedTuple):
     "What an adapter adds to the outputs of a linear layer: `scale` times `x @ down.T @ up.T`. `down` `[rank, in]`, `up` `[out, rank]`."
-    down: 'torch.Tensor'
-    up: 'torch.Tensor'
+
+    down: "torch.Tensor"
+    up: "torch.Tensor"
     scale: float
 
 # %% ../nbs/32_lora.ipynb #32bb0010
@@ -38,40 +40,76 @@ class LoRARequest:
 
     A number is loaded once: whoever asks for it again gets what was loaded, unless its files have changed and `load_inplace` says to
     look. `base_model_name` is a remark. Raises `ParamError`."""
+
     lora_name: str
     lora_int_id: int
-    lora_path: str = ''
+    lora_path: str = ""
     base_model_name: str | None = None
     load_inplace: bool = False
     is_3d_lora_weight: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.lora_int_id, int) or isinstance(self.lora_int_id, bool) or self.lora_int_id < 1:
-            raise ParamError(f'lora_int_id must be a whole number of at least 1, got {self.lora_int_id!r}')
-        if not isinstance(self.lora_name, str) or not self.lora_name: raise ParamError(f'lora_name must be a text, got {self.lora_name!r}')
-        if not self.lora_path: raise ParamError(f'adapter {self.lora_name!r} has no lora_path: give the folder with its adapter_config.json')
-        object.__setattr__(self, 'lora_path', str(self.lora_path))
+        if (
+            not isinstance(self.lora_int_id, int)
+            or isinstance(self.lora_int_id, bool)
+            or self.lora_int_id < 1
+        ):
+            raise ParamError(
+                f"lora_int_id must be a whole number of at least 1, got {self.lora_int_id!r}"
+            )
+        if not isinstance(self.lora_name, str) or not self.lora_name:
+            raise ParamError(f"lora_name must be a text, got {self.lora_name!r}")
+        if not self.lora_path:
+            raise ParamError(
+                f"adapter {self.lora_name!r} has no lora_path: give the folder with its adapter_config.json"
+            )
+        object.__setattr__(self, "lora_path", str(self.lora_path))
 
     @property
-    def name(self) -> str: return self.lora_name
+    def name(self) -> str:
+        return self.lora_name
+
     @property
-    def adapter_id(self) -> int: return self.lora_int_id
+    def adapter_id(self) -> int:
+        return self.lora_int_id
+
     @property
-    def path(self) -> str: return self.lora_path
+    def path(self) -> str:
+        return self.lora_path
 
 # %% ../nbs/32_lora.ipynb #32bb0020
-_KNOWN = {*"""peft_type task_type auto_mapping base_model_name_or_path revision inference_mode peft_version r lora_alpha lora_dropout
+_KNOWN = {
+    *"""peft_type task_type auto_mapping base_model_name_or_path revision inference_mode peft_version r lora_alpha lora_dropout
     target_modules exclude_modules layers_to_transform layers_pattern rank_pattern alpha_pattern use_rslora fan_in_fan_out bias
     init_lora_weights loftq_config eva_config corda_config lora_ga_config velora_config runtime_config megatron_config megatron_core
-    qalora_group_size ensure_weight_tying""".split()}                    # all else that is set changes what is computed, or may
-_CALLED = dict(use_dora='DoRA', modules_to_save='modules_to_save', trainable_token_indices='trainable tokens', lora_bias='lora_bias',
-               target_parameters='LoRA of bare parameters (target_parameters)', alora_invocation_tokens='activated LoRA',
-               use_qalora='QALoRA', use_bdlora='block-diagonal LoRA', arrow_config='Arrow', kasa_config='KaSA')
-_KEPT_BASE = 'true', 'false', 'gaussian', 'eva', 'orthogonal', 'mica'      # ways to begin that leave the base model as it is; others may not
+    qalora_group_size ensure_weight_tying""".split()
+}  # all else that is set changes what is computed, or may
+_CALLED = dict(
+    use_dora="DoRA",
+    modules_to_save="modules_to_save",
+    trainable_token_indices="trainable tokens",
+    lora_bias="lora_bias",
+    target_parameters="LoRA of bare parameters (target_parameters)",
+    alora_invocation_tokens="activated LoRA",
+    use_qalora="QALoRA",
+    use_bdlora="block-diagonal LoRA",
+    arrow_config="Arrow",
+    kasa_config="KaSA",
+)
+_KEPT_BASE = (
+    "true",
+    "false",
+    "gaussian",
+    "eva",
+    "orthogonal",
+    "mica",
+)  # ways to begin that leave the base model as it is; others may not
+
 
 @dataclass(frozen=True)
 class AdapterConfig:
     "What `adapter_config.json` says of an adapter, as far as it matters here. `base`: the model it was trained on, if it says so."
+
     rank: int
     alpha: float
     rslora: bool
@@ -80,91 +118,176 @@ class AdapterConfig:
     base: str | None
 
     @classmethod
-    def read(cls, folder: Path) -> 'AdapterConfig':
+    def read(cls, folder: Path) -> "AdapterConfig":
         "From `folder`. Raises `AdapterError` if there is none, or if it asks for more than LoRA."
-        file = folder/'adapter_config.json'
-        if not folder.is_dir(): raise AdapterError(f'there is no folder {str(folder)!r}: give the one that PEFT wrote')
-        if not file.is_file(): raise AdapterError(f'{str(folder)!r} has no adapter_config.json: give the folder that PEFT wrote')
+        file = folder / "adapter_config.json"
+        if not folder.is_dir():
+            raise AdapterError(f"there is no folder {str(folder)!r}: give the one that PEFT wrote")
+        if not file.is_file():
+            raise AdapterError(
+                f"{str(folder)!r} has no adapter_config.json: give the folder that PEFT wrote"
+            )
         try:
-            d = json.loads(file.read_text(encoding='utf-8'))
-            if why := _more_than_lora(d): raise AdapterError(f'{why}, and batchlab runs plain LoRA: merge it into the model, or train it without')
-            return cls(int(d['r']), float(d['lora_alpha']), bool(d.get('use_rslora')), {**(d.get('rank_pattern') or {})},
-                       {**(d.get('alpha_pattern') or {})}, d.get('base_model_name_or_path'))
+            d = json.loads(file.read_text(encoding="utf-8"))
+            if why := _more_than_lora(d):
+                raise AdapterError(
+                    f"{why}, and batchlab runs plain LoRA: merge it into the model, or train it without"
+                )
+            return cls(
+                int(d["r"]),
+                float(d["lora_alpha"]),
+                bool(d.get("use_rslora")),
+                {**(d.get("rank_pattern") or {})},
+                {**(d.get("alpha_pattern") or {})},
+                d.get("base_model_name_or_path"),
+            )
         except (ValueError, TypeError, KeyError, AttributeError, OSError) as e:
-            if isinstance(e, AdapterError): raise
-            raise AdapterError(f"{str(file)!r} can't be read as PEFT's configuration ({type(e).__name__}: {e})") from e
+            if isinstance(e, AdapterError):
+                raise
+            raise AdapterError(
+                f"{str(file)!r} can't be read as PEFT's configuration ({type(e).__name__}: {e})"
+            ) from e
 
     def scale(self, module: str, rank: int) -> float:
         "What the adapter's part in `module` is multiplied by. Raises `AdapterError` if its `rank` is not as configured, or no number comes of it."
         try:
             if rank != (r := _of_pattern(self.ranks, module, self.rank)):
-                raise AdapterError(f'its weights for {module} have rank {rank}, and adapter_config.json says {r}: one of the two files is of another adapter')
-            scale = float(_of_pattern(self.alphas, module, self.alpha) / (r ** .5 if self.rslora else r))
-        except (re.error, TypeError, ArithmeticError) as e: raise AdapterError(f"adapter_config.json gives no scale for {module} ({e}): save it again") from e
-        if not math.isfinite(scale): raise AdapterError(f'adapter_config.json gives {module} a scale of {scale}: save it again')
+                raise AdapterError(
+                    f"its weights for {module} have rank {rank}, and adapter_config.json says {r}: one of the two files is of another adapter"
+                )
+            scale = float(
+                _of_pattern(self.alphas, module, self.alpha) / (r**0.5 if self.rslora else r)
+            )
+        except (re.error, TypeError, ArithmeticError) as e:
+            raise AdapterError(
+                f"adapter_config.json gives no scale for {module} ({e}): save it again"
+            ) from e
+        if not math.isfinite(scale):
+            raise AdapterError(
+                f"adapter_config.json gives {module} a scale of {scale}: save it again"
+            )
         return scale
+
 
 def _more_than_lora(d: dict[str, Any]) -> str | None:
     "What a configuration asks for besides plain LoRA, or None."
-    if (kind := str(d.get('peft_type')).upper()) != 'LORA': return f'it is of PEFT type {kind}'
-    if d.get('bias', 'none') != 'none': return f'it has biases (bias={d["bias"]!r})'
-    if (how := d.get('init_lora_weights')) and str(how).lower() not in _KEPT_BASE: return f'it was made for a changed base model (init_lora_weights={how!r})'
-    return next((f'it has {_CALLED.get(k, k)}' for k, v in d.items() if v and k not in _KNOWN), None)
+    if (kind := str(d.get("peft_type")).upper()) != "LORA":
+        return f"it is of PEFT type {kind}"
+    if d.get("bias", "none") != "none":
+        return f"it has biases (bias={d['bias']!r})"
+    if (how := d.get("init_lora_weights")) and str(how).lower() not in _KEPT_BASE:
+        return f"it was made for a changed base model (init_lora_weights={how!r})"
+    return next(
+        (f"it has {_CALLED.get(k, k)}" for k, v in d.items() if v and k not in _KNOWN), None
+    )
+
 
 def _rank_error(rank: int, most: int) -> AdapterError:
-    return AdapterError('its rank of {rank} is above {limit}: give {advice}', rank=rank, limit=Option('max_lora_rank', most),
-                        advice=Option('max_lora_rank', rank, 'LLM'))
+    return AdapterError(
+        "its rank of {rank} is above {limit}: give {advice}",
+        rank=rank,
+        limit=Option("max_lora_rank", most),
+        advice=Option("max_lora_rank", rank, "LLM"),
+    )
+
 
 def _of_pattern(patterns: dict[str, Any], module: str, default: Any) -> Any:
     "The value of the first of `patterns` that the end of the name `module` matches, as PEFT has it."
-    return next((v for key, v in patterns.items() if re.match(rf'(.*\.)?({key})$', module)), default)
+    return next(
+        (v for key, v in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default
+    )
 
 # %% ../nbs/32_lora.ipynb #32bb0022
-_KEY = re.compile(r'(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.[^.]+)?\.weight')
+_KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.[^.]+)?\.weight")
 
-def _tensors(folder: Path) -> 'dict[str, torch.Tensor]':
+
+def _tensors(folder: Path) -> "dict[str, torch.Tensor]":
     "The tensors of an adapter, by name, mapped from its file. Raises `AdapterError`."
-    for name in ('adapter_model.safetensors', 'adapter_model.bin'):
-        if not (file := folder/name).is_file(): continue
+    for name in ("adapter_model.safetensors", "adapter_model.bin"):
+        if not (file := folder / name).is_file():
+            continue
         try:
-            if name.endswith('.safetensors'):
+            if name.endswith(".safetensors"):
                 from safetensors.torch import load_file
+
                 return load_file(file)
             import torch
-            return torch.load(file, map_location='cpu', weights_only=True, mmap=True)
-        except Exception as e: raise AdapterError(f"{str(file)!r} can't be read ({type(e).__name__}: {' '.join(str(e).split())[:100]}): save it again") from e
-    raise AdapterError(f'{str(folder)!r} has neither adapter_model.safetensors nor adapter_model.bin: give the folder that PEFT wrote')
+
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as e:
+            raise AdapterError(
+                f"{str(file)!r} can't be read ({type(e).__name__}: {' '.join(str(e).split())[:100]}): save it again"
+            ) from e
+    raise AdapterError(
+        f"{str(folder)!r} has neither adapter_model.safetensors nor adapter_model.bin: give the folder that PEFT wrote"
+    )
+
 
 def _place(module: str, shapes: dict[str, tuple[int, int]]) -> str | None:
     "The name in `shapes` of what an adapter calls `module`: it may have been trained without the head, or with one more around it."
-    names = [module, *(f'model.{module}',), module.removeprefix('model.')]
+    names = [module, *(f"model.{module}",), module.removeprefix("model.")]
     return next((n for n in names if n in shapes), None)
 
-def read_adapter(folder: Path, shapes: dict[str, tuple[int, int]], max_rank: int) -> dict[str, LowRank]:
+
+def read_adapter(
+    folder: Path, shapes: dict[str, tuple[int, int]], max_rank: int
+) -> dict[str, LowRank]:
     """What the adapter in `folder` adds to each linear layer of a model, by name. `shapes`: of the model's linear layers, by name `(in, out)`.
 
     Its tensors are mapped from the file, and not read before they are used. Raises `AdapterError`: it can't be read, is more than plain LoRA, is
     for another model, or has a rank above `max_rank`."""
-    config, halves, found = AdapterConfig.read(folder), dict[str, dict[str, Any]](), dict[str, LowRank]()
+    config, halves, found = (
+        AdapterConfig.read(folder),
+        dict[str, dict[str, Any]](),
+        dict[str, LowRank](),
+    )
     for key, t in _tensors(folder).items():
-        if 'lora_magnitude_vector' in key: raise AdapterError('it has DoRA, and batchlab runs plain LoRA: merge it into the model, or train it without')
-        if 'lora_embedding_' in key: raise AdapterError('it has LoRA of an embedding, which batchlab does not run: leave embeddings out of target_modules')
-        if key.endswith('.base_layer.weight'): raise AdapterError(f'it has weights of the model itself, {key!r}: save it with save_embedding_layers=False')
-        if not t.is_floating_point(): raise AdapterError(f'its weights {key!r} are {t.dtype}, not floating point: save it again in float32 or bfloat16')
-        if not (m := _KEY.fullmatch(key)): raise AdapterError(f'it has weights of its own, {key!r}, and batchlab runs plain LoRA: train it without modules_to_save')
+        if "lora_magnitude_vector" in key:
+            raise AdapterError(
+                "it has DoRA, and batchlab runs plain LoRA: merge it into the model, or train it without"
+            )
+        if "lora_embedding_" in key:
+            raise AdapterError(
+                "it has LoRA of an embedding, which batchlab does not run: leave embeddings out of target_modules"
+            )
+        if key.endswith(".base_layer.weight"):
+            raise AdapterError(
+                f"it has weights of the model itself, {key!r}: save it with save_embedding_layers=False"
+            )
+        if not t.is_floating_point():
+            raise AdapterError(
+                f"its weights {key!r} are {t.dtype}, not floating point: save it again in float32 or bfloat16"
+            )
+        if not (m := _KEY.fullmatch(key)):
+            raise AdapterError(
+                f"it has weights of its own, {key!r}, and batchlab runs plain LoRA: train it without modules_to_save"
+            )
         halves.setdefault(m[1], {})[m[2]] = t
     for module, pair in halves.items():
         if (name := _place(module, shapes)) is None:
-            of = f' (it says it is for {config.base!r})' if config.base else ''
-            raise AdapterError(f'it is for another model{of}: this one has no linear layer {module}')
-        down, up, (k, n) = pair.get('A'), pair.get('B'), shapes[name]
-        if down is None or up is None: raise AdapterError(f'it has one half of the weights for {module}: save it again')
-        if down.ndim != 2 or up.ndim != 2 or down.shape[1] != k or up.shape[0] != n or len(down) != up.shape[1]:
-            raise AdapterError(f'its weights for {module} are {[*down.shape]} and {[*up.shape]}, and for this model they must be [rank, {k}] and [{n}, rank]: '
-                               'it is for another model')
-        if len(down) > max_rank: raise _rank_error(len(down), max_rank)
+            of = f" (it says it is for {config.base!r})" if config.base else ""
+            raise AdapterError(
+                f"it is for another model{of}: this one has no linear layer {module}"
+            )
+        down, up, (k, n) = pair.get("A"), pair.get("B"), shapes[name]
+        if down is None or up is None:
+            raise AdapterError(f"it has one half of the weights for {module}: save it again")
+        if (
+            down.ndim != 2
+            or up.ndim != 2
+            or down.shape[1] != k
+            or up.shape[0] != n
+            or len(down) != up.shape[1]
+        ):
+            raise AdapterError(
+                f"its weights for {module} are {[*down.shape]} and {[*up.shape]}, and for this model they must be [rank, {k}] and [{n}, rank]: "
+                "it is for another model"
+            )
+        if len(down) > max_rank:
+            raise _rank_error(len(down), max_rank)
         found[name] = LowRank(down, up, config.scale(module, len(down)))
-    if not found: raise AdapterError('its file has no weights: save it again')
+    if not found:
+        raise AdapterError("its file has no weights: save it again")
     return found
 
 # %% ../nbs/32_lora.ipynb #32bb0030
@@ -174,6 +297,7 @@ class Adapter:
 
     `signature`: size and time of its files then; `nbytes`: of its weights in the model's dtype; `rank`: the largest; `weights`: None, or ready
     for the backend."""
+
     number: int
     request: LoRARequest
     signature: tuple
@@ -182,15 +306,24 @@ class Adapter:
     weights: Any = None
 
     @property
-    def folder(self) -> Path: return Path(self.request.lora_path)
+    def folder(self) -> Path:
+        return Path(self.request.lora_path)
+
 
 def signature_of(folder: Path) -> tuple:
     "What changes when the files of an adapter are written anew."
+
     def about(name: str) -> tuple | None:
-        try: s = (folder/name).stat()
-        except OSError: return None
+        try:
+            s = (folder / name).stat()
+        except OSError:
+            return None
         return s.st_size, s.st_mtime_ns, s.st_ino
-    return tuple(about(name) for name in ('adapter_config.json', 'adapter_model.safetensors', 'adapter_model.bin'))
+
+    return tuple(
+        about(name)
+        for name in ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+    )
 
 # %% ../nbs/32_lora.ipynb #32bb0032
 class Adapters:
@@ -198,34 +331,62 @@ class Adapters:
 
     At most `max_loras` have running requests, and at most `max_cpu_loras` are in memory: who was used least recently goes first, and
     is read again when asked for. One that was removed or replaced stays until its last request has ended, beside that limit."""
-    def __init__(self, shapes: dict[str, tuple[int, int]], itemsize: int, max_loras: int = 8, max_lora_rank: int = 16,
-                 max_cpu_loras: int | None = None, modules: dict[str, LoRARequest] | None = None) -> None:
-        self.shapes, self.itemsize, self.max_loras, self.max_lora_rank = shapes, itemsize, max_loras, max_lora_rank
+
+    def __init__(
+        self,
+        shapes: dict[str, tuple[int, int]],
+        itemsize: int,
+        max_loras: int = 8,
+        max_lora_rank: int = 16,
+        max_cpu_loras: int | None = None,
+        modules: dict[str, LoRARequest] | None = None,
+    ) -> None:
+        self.shapes, self.itemsize, self.max_loras, self.max_lora_rank = (
+            shapes,
+            itemsize,
+            max_loras,
+            max_lora_rank,
+        )
         self.max_cpu_loras = max_cpu_loras or max_loras
         if self.max_cpu_loras < max_loras:
-            raise ParamError('{kept} must be at least {at_once}: raise it', kept=Option('max_cpu_loras', max_cpu_loras), at_once=Option('max_loras', max_loras))
+            raise ParamError(
+                "{kept} must be at least {at_once}: raise it",
+                kept=Option("max_cpu_loras", max_cpu_loras),
+                at_once=Option("max_loras", max_loras),
+            )
         self.lock, self.numbers = threading.RLock(), itertools.count(1)
-        self.bank: Any = None                                            # of the backend, see `open_adapters`
-        self.current = dict[int, Adapter]()                              # by lora_int_id
-        self.alive: WeakValueDictionary[int, Adapter] = WeakValueDictionary()                # by number, as long as somebody holds it
-        self.loaded = OrderedDict[int, Adapter]()                        # by number, the least recently used first
+        self.bank: Any = None  # of the backend, see `open_adapters`
+        self.current = dict[int, Adapter]()  # by lora_int_id
+        self.alive: WeakValueDictionary[int, Adapter] = (
+            WeakValueDictionary()
+        )  # by number, as long as somebody holds it
+        self.loaded = OrderedDict[int, Adapter]()  # by number, the least recently used first
         self.modules = modules or {}
 
     @property
     def limit_bytes(self) -> int:
         "The most that adapters in memory take: so many of the largest rank on all linear layers."
         return self.max_cpu_loras * self._bytes(dict.fromkeys(self.shapes, self.max_lora_rank))
+
     def __str__(self) -> str:
-        return (f'up to rank {self.max_lora_rank}, of {self.max_loras} at once; {len(self.loaded)} of {self.max_cpu_loras} in memory, '
-                f'{megabytes(self.nbytes)} of at most {megabytes(self.limit_bytes)}')
+        return (
+            f"up to rank {self.max_lora_rank}, of {self.max_loras} at once; {len(self.loaded)} of {self.max_cpu_loras} in memory, "
+            f"{megabytes(self.nbytes)} of at most {megabytes(self.limit_bytes)}"
+        )
+
     @property
-    def nbytes(self) -> int: return sum(a.weights.nbytes for a in [*self.alive.values()] if a.weights is not None)
+    def nbytes(self) -> int:
+        return sum(a.weights.nbytes for a in [*self.alive.values()] if a.weights is not None)
 
     def bind(self, backend: Any, shapes: Any = True) -> None:
         """Run on `backend` from now on; what was loaded for another one is forgotten. Raises `UnsupportedModelError` where no model's rows run
         packed (no `shapes`), and `BatchError` for a backend that can't."""
-        if not shapes: raise UnsupportedModelError('adapters are for models that run packed, and this one does not: merge the adapter into it')
+        if not shapes:
+            raise UnsupportedModelError(
+                "adapters are for models that run packed, and this one does not: merge the adapter into it"
+            )
         from batchlab.backends.adapters import open_adapters
+
         with self.lock:
             self.unload()
             self.bank = backend.adapters = open_adapters(backend, self.shapes, self.weights)
@@ -240,152 +401,274 @@ class Adapters:
         "16 hex digits that change with the files of `modules`."
         h = hashlib.blake2b(digest_size=8)
         for name, r in sorted(self.modules.items()):
-            files = (Path(r.lora_path)/f for f in ('adapter_config.json', 'adapter_model.safetensors', 'adapter_model.bin'))
-            h.update(repr((name, [f.read_bytes() if f.is_file() else None for f in files])).encode())
+            files = (
+                Path(r.lora_path) / f
+                for f in ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+            )
+            h.update(
+                repr((name, [f.read_bytes() if f.is_file() else None for f in files])).encode()
+            )
         return h.hexdigest()
 
     def _bytes(self, ranks: dict[str, int]) -> int:
         "Of an adapter with parts of these ranks, as it is in memory."
-        return self.itemsize * (sum(r * sum(self.shapes[n]) for n, r in ranks.items()) if self.bank is None else self.bank.size_of(ranks))
+        return self.itemsize * (
+            sum(r * sum(self.shapes[n]) for n, r in ranks.items())
+            if self.bank is None
+            else self.bank.size_of(ranks)
+        )
 
     def unload(self) -> None:
         "Give the memory of all back; they are read again when asked for."
         with self.lock:
-            for a in self.alive.values(): a.weights = None
+            for a in self.alive.values():
+                a.weights = None
             self.loaded.clear()
 
     def find(self, asked: Any) -> LoRARequest:
         "The `LoRARequest` that `asked` is, or is the name of. Raises `AdapterError`, `ParamError`."
-        if isinstance(asked, LoRARequest): return asked
-        if all(hasattr(asked, n) for n in ('lora_name', 'lora_int_id', 'lora_path')):                       # vLLM's own
-            return LoRARequest(asked.lora_name, asked.lora_int_id, asked.lora_path, load_inplace=bool(getattr(asked, 'load_inplace', False)))
-        if not isinstance(asked, str): raise ParamError(f'lora_request must be a LoRARequest or the name of an adapter, got {asked!r:.60}')
+        if isinstance(asked, LoRARequest):
+            return asked
+        if all(hasattr(asked, n) for n in ("lora_name", "lora_int_id", "lora_path")):  # vLLM's own
+            return LoRARequest(
+                asked.lora_name,
+                asked.lora_int_id,
+                asked.lora_path,
+                load_inplace=bool(getattr(asked, "load_inplace", False)),
+            )
+        if not isinstance(asked, str):
+            raise ParamError(
+                f"lora_request must be a LoRARequest or the name of an adapter, got {asked!r:.60}"
+            )
         known = self.known
-        if asked in known: return known[asked]
-        raise AdapterError(f'there is no adapter {asked!r}: ' + (f'known are {", ".join(sorted(known))}' if known else 'give LLM its folder, as lora_modules={name: folder}'))
+        if asked in known:
+            return known[asked]
+        raise AdapterError(
+            f"there is no adapter {asked!r}: "
+            + (
+                f"known are {', '.join(sorted(known))}"
+                if known
+                else "give LLM its folder, as lora_modules={name: folder}"
+            )
+        )
 
     def admit(self, asked: Any) -> Adapter:
         "The adapter that is `asked` for, once it was looked at: its weights are read when the first request runs. Raises `AdapterError`, `ParamError`."
-        if isinstance(asked, Adapter): return asked                                       # of a call that began with it
+        if isinstance(asked, Adapter):
+            return asked  # of a call that began with it
         request = self.find(asked)
         with self.lock:
             old = self.current.get(request.lora_int_id)
-            if old and old.request.lora_path != request.lora_path:                        # by other names it is the same, as in vLLM
-                raise AdapterError(f'adapter {request.lora_name!r} can not be number {request.lora_int_id}, which {old.request.lora_name!r} has: '
-                                   'give it another lora_int_id')
-            if old and old.weights is not None and not request.load_inplace: return old
-            try: new = self._look(request, signature_of(Path(request.lora_path)), old)
-            except AdapterError as e: raise AdapterError('adapter {name!r}: {why}', name=request.lora_name, why=e) from e
-            if new is not old: self.remove(request.lora_int_id)
+            if (
+                old and old.request.lora_path != request.lora_path
+            ):  # by other names it is the same, as in vLLM
+                raise AdapterError(
+                    f"adapter {request.lora_name!r} can not be number {request.lora_int_id}, which {old.request.lora_name!r} has: "
+                    "give it another lora_int_id"
+                )
+            if old and old.weights is not None and not request.load_inplace:
+                return old
+            try:
+                new = self._look(request, signature_of(Path(request.lora_path)), old)
+            except AdapterError as e:
+                raise AdapterError("adapter {name!r}: {why}", name=request.lora_name, why=e) from e
+            if new is not old:
+                self.remove(request.lora_int_id)
             self.current[request.lora_int_id] = self.alive[new.number] = new
             return new
 
     def _look(self, request: LoRARequest, signature: tuple, old: Adapter | None) -> Adapter:
-        if old and old.signature == signature: return old
+        if old and old.signature == signature:
+            return old
         parts = read_adapter(Path(request.lora_path), self.shapes, self.max_lora_rank)
         if strange := [n for n in parts if self.bank is not None and n not in self.bank.names]:
-            raise AdapterError(f'it has a part in {strange[0]}, where this model takes none: leave it out of target_modules')
-        return Adapter(next(self.numbers), request, signature, self._bytes(ranks := {n: len(p.down) for n, p in parts.items()}), max(ranks.values()))
+            raise AdapterError(
+                f"it has a part in {strange[0]}, where this model takes none: leave it out of target_modules"
+            )
+        return Adapter(
+            next(self.numbers),
+            request,
+            signature,
+            self._bytes(ranks := {n: len(p.down) for n, p in parts.items()}),
+            max(ranks.values()),
+        )
 
     def weights(self, numbers: Sequence[int]) -> list[Any]:
         "The weights of adapters, ready for the backend, read where they are not there. Raises `AdapterError`."
         with self.lock:
             for n in numbers:
-                if n in self.loaded: self.loaded.move_to_end(n)
+                if n in self.loaded:
+                    self.loaded.move_to_end(n)
             return [self._load(n).weights for n in numbers]
 
     def _load(self, number: int) -> Adapter:
-        if (a := self.alive.get(number)) is None: raise AdapterError(f'adapter number {number} was removed before it ran: ask for it again', number)
-        if a.weights is not None: return a
+        if (a := self.alive.get(number)) is None:
+            raise AdapterError(
+                f"adapter number {number} was removed before it ran: ask for it again", number
+            )
+        if a.weights is not None:
+            return a
         try:
-            if signature_of(a.folder) != a.signature: raise AdapterError('its files are others than when it was asked for: ask for it again')
+            if signature_of(a.folder) != a.signature:
+                raise AdapterError(
+                    "its files are others than when it was asked for: ask for it again"
+                )
             weights = self.bank.take(read_adapter(a.folder, self.shapes, self.max_lora_rank))
-        except AdapterError as e: raise AdapterError('adapter {name!r}: {why}', number, name=a.request.lora_name, why=e) from e
-        while len(self.loaded) >= self.max_cpu_loras: self.loaded.popitem(last=False)[1].weights = None
+        except AdapterError as e:
+            raise AdapterError(
+                "adapter {name!r}: {why}", number, name=a.request.lora_name, why=e
+            ) from e
+        while len(self.loaded) >= self.max_cpu_loras:
+            self.loaded.popitem(last=False)[1].weights = None
         a.weights = weights
-        if self.current.get(a.request.lora_int_id) is a: self.loaded[number] = a
+        if self.current.get(a.request.lora_int_id) is a:
+            self.loaded[number] = a
         return a
 
     def applied(self, model: Any, asked: Any) -> Any:
         "Inside, all that `model` computes, by its own code, is computed with the adapter that is `asked` for. Raises `AdapterError`."
         from batchlab.backends.adapters import applied
-        return applied(model, read_adapter(Path(self.find(asked).lora_path), self.shapes, self.max_lora_rank))
+
+        return applied(
+            model, read_adapter(Path(self.find(asked).lora_path), self.shapes, self.max_lora_rank)
+        )
 
     def remove(self, lora_int_id: int) -> bool:
         "Forget the adapter of that number; whether there was one. Its memory goes with the last of its requests."
         with self.lock:
             old = self.current.pop(lora_int_id, None)
-            if old: self.loaded.pop(old.number, None)
+            if old:
+                self.loaded.pop(old.number, None)
         return old is not None
 
 # %% ../nbs/32_lora.ipynb #32bb0034
 def read_modules(modules: Any) -> dict[str, LoRARequest]:
     "`{name: folder}`, or a list of `LoRARequest`, 'name=folder' or vLLM's `{'name': …, 'path': …}`, as `{name: LoRARequest}`. Raises `ParamError`."
-    if not modules: return {}
-    items = [*modules.items()] if isinstance(modules, dict) else [modules] if isinstance(modules, str) else [*modules]
+    if not modules:
+        return {}
+    items = (
+        [*modules.items()]
+        if isinstance(modules, dict)
+        else [modules]
+        if isinstance(modules, str)
+        else [*modules]
+    )
     found = dict[str, LoRARequest]()
     for i, item in enumerate(items, 1):
         if isinstance(item, str):
-            try: item = json.loads(item)
-            except ValueError: item = tuple(item.split('=', 1))
-        if isinstance(item, dict): item = (item.get('name'), item.get('path'))
+            try:
+                item = json.loads(item)
+            except ValueError:
+                item = tuple(item.split("=", 1))
+        if isinstance(item, dict):
+            item = (item.get("name"), item.get("path"))
         if not isinstance(item, LoRARequest):
             if not isinstance(item, tuple) or len(item) != 2 or not all(item):
-                raise ParamError('{option} takes name=folder, got {item!r:.60}', option=Option('lora_modules'), item=item)
+                raise ParamError(
+                    "{option} takes name=folder, got {item!r:.60}",
+                    option=Option("lora_modules"),
+                    item=item,
+                )
             item = LoRARequest(str(item[0]), i, str(item[1]))
         if item.lora_name in found:
-            raise ParamError('{option} has two adapters {name!r}: call one of them something else', option=Option('lora_modules'), name=item.lora_name)
+            raise ParamError(
+                "{option} has two adapters {name!r}: call one of them something else",
+                option=Option("lora_modules"),
+                name=item.lora_name,
+            )
         found[item.lora_name] = item
     return found
 
 # %% ../nbs/32_lora.ipynb #32bb0040
-def open_for(llm: Any, max_loras: Any = None, max_lora_rank: Any = 16, max_cpu_loras: Any = None, modules: Any = None) -> Adapters:
+def open_for(
+    llm: Any,
+    max_loras: Any = None,
+    max_lora_rank: Any = 16,
+    max_cpu_loras: Any = None,
+    modules: Any = None,
+) -> Adapters:
     "The `Adapters` of an `LLM` whose model is loaded, and has its own linear layers still. Raises `ParamError`."
     from batchlab.backends.adapters import linear_shapes
     from batchlab.config import check_count
-    if llm.strategy != 'continuous':
-        raise ParamError('adapters need {needed}, got {strategy!r}', needed=Option('strategy', 'continuous'), strategy=llm.strategy)
-    at_once, rank, kept = (check_count(n, x) for n, x in dict(max_loras=max_loras, max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras).items())
+
+    if llm.strategy != "continuous":
+        raise ParamError(
+            "adapters need {needed}, got {strategy!r}",
+            needed=Option("strategy", "continuous"),
+            strategy=llm.strategy,
+        )
+    at_once, rank, kept = (
+        check_count(n, x)
+        for n, x in dict(
+            max_loras=max_loras, max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras
+        ).items()
+    )
     modules = read_modules(modules)
-    return Adapters(linear_shapes(llm.model), llm.model.dtype.itemsize, at_once or min(8, kept or 8), rank or 16, kept, modules)
+    return Adapters(
+        linear_shapes(llm.model),
+        llm.model.dtype.itemsize,
+        at_once or min(8, kept or 8),
+        rank or 16,
+        kept,
+        modules,
+    )
+
 
 def look_up(llm: Any, asked: Any) -> Adapter | AdapterError | None:
     "The adapter that is `asked` for, or why it can't be had; None if none is. Raises `ParamError`."
-    if asked is None: return None
-    if llm.adapters is None: raise ParamError('lora_request={asked!r:.300} needs {needed}', asked=asked, needed=Option('enable_lora', True, 'LLM'))
-    try: return llm.adapters.admit(asked)
-    except AdapterError as e: return e
+    if asked is None:
+        return None
+    if llm.adapters is None:
+        raise ParamError(
+            "lora_request={asked!r:.300} needs {needed}",
+            asked=asked,
+            needed=Option("enable_lora", True, "LLM"),
+        )
+    try:
+        return llm.adapters.admit(asked)
+    except AdapterError as e:
+        return e
+
 
 def put_adapter(llm: Any, group: Any, asked: Any) -> Any:
     "`group`, made ready by `admit`, with the adapter that is `asked` for, or None: its requests run with it, or it has an error. Raises `ParamError`."
     found = look_up(llm, asked)
-    if isinstance(found, AdapterError): group.error, group.refused = group.error or str(found), True
+    if isinstance(found, AdapterError):
+        group.error, group.refused = group.error or str(found), True
     elif found:
         group.adapter, group.lora_request = found, found.request
-        for r in group.requests: r.adapter = found.number
+        for r in group.requests:
+            r.adapter = found.number
     return group
+
 
 def adapters_for(llm: Any, n: int, lora_request: Any) -> list[Adapter | AdapterError | None]:
     """For each of `n` prompts, of which each makes many requests, what `look_up` says: whatever becomes of the files, all those have one adapter.
 
     `lora_request`: one for all or one each, as `LLM.generate` takes it. Raises `ParamError`."""
     from batchlab.inputs import settings_for
+
     return [look_up(llm, asked) for *_, asked in settings_for(n, lora_request=lora_request)]
+
 
 def plan_adapters(adapters: Adapters | None, groups: Sequence[Any]) -> tuple[int, int]:
     "Bytes of the adapters of `groups` that are in memory at once, and the most that adapters may take."
-    if adapters is None: return 0, 0
+    if adapters is None:
+        return 0, 0
     each = sorted((a.nbytes for a in {g.adapter for g in groups} if a is not None), reverse=True)
-    return sum(each[:adapters.max_cpu_loras]), adapters.limit_bytes
+    return sum(each[: adapters.max_cpu_loras]), adapters.limit_bytes
+
 
 def adapter_named(llm: Any, name: Any) -> str | None:
     "`name` if an adapter of `llm` is called so, else None."
     return name if name in adapter_names(llm) else None
 
+
 def adapter_names(llm: Any) -> list[str]:
     "What the adapters of `llm` are called."
-    adapters = getattr(llm, 'adapters', None)
+    adapters = getattr(llm, "adapters", None)
     return [] if adapters is None else [*adapters.known]
+
 
 def check_folders(modules: Any, max_lora_rank: int | None = None) -> None:
     """Look at the folders of `modules`, as `read_modules` takes them, as far as that needs no model.
@@ -394,24 +677,34 @@ def check_folders(modules: Any, max_lora_rank: int | None = None) -> None:
     for name, request in read_modules(modules).items():
         try:
             config, most = AdapterConfig.read(Path(request.lora_path)), max_lora_rank or 16
-            if not config.ranks and config.rank > most: raise _rank_error(config.rank, most)
-        except AdapterError as e: raise AdapterError('adapter {name!r}: {why}', name=name, why=e) from e
+            if not config.ranks and config.rank > most:
+                raise _rank_error(config.rank, most)
+        except AdapterError as e:
+            raise AdapterError("adapter {name!r}: {why}", name=name, why=e) from e
+
 
 def check_modules(llm: Any, names: Collection[str] = ()) -> None:
     """Look at all the adapters that `llm` was given, and at what they are called, if the model goes by `names` for those who ask.
 
     Raises `AdapterError` for one that can't be loaded, `ParamError` for one of those names: who asks for it could mean either."""
-    if (adapters := getattr(llm, 'adapters', None)) is None: return
+    if (adapters := getattr(llm, "adapters", None)) is None:
+        return
     for name in adapters.modules:
-        if name in names: raise ParamError(f'the model and an adapter are both called {name!r}: call one of them something else')
+        if name in names:
+            raise ParamError(
+                f"the model and an adapter are both called {name!r}: call one of them something else"
+            )
         adapters.admit(name)
+
 
 class LoRACalls:
     "The methods of `LLM` for adapters, by vLLM's names. A request that names an adapter loads it by itself."
+
     adapters: Adapters | None
 
     def _adapters(self) -> Adapters:
-        if self.adapters is None: raise ParamError('adapters need {needed}', needed=Option('enable_lora', True, 'LLM'))
+        if self.adapters is None:
+            raise ParamError("adapters need {needed}", needed=Option("enable_lora", True, "LLM"))
         return self.adapters
 
     def add_lora(self, lora_request: LoRARequest) -> bool:

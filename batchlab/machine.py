@@ -14,38 +14,59 @@ from pathlib import Path
 
 from .errors import ParamError
 
+
 @functools.cache
 def _cpuinfo() -> dict[str, str]:
     "What /proc/cpuinfo says of the first processor; nothing where there is no such file."
-    try: first = Path('/proc/cpuinfo').read_text(encoding='utf-8', errors='replace').split('\n\n')[0]
-    except OSError: return {}
-    return {key.strip(): value.strip() for key, _, value in (line.partition(':') for line in first.splitlines())}
+    try:
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
+    except OSError:
+        return {}
+    return {
+        key.strip(): value.strip()
+        for key, _, value in (line.partition(":") for line in first.splitlines())
+    }
 
-_AVX512 = {f'avx512{x}' for x in ('f', 'cd', 'bw', 'dq', 'vl')}
+
+_AVX512 = {f"avx512{x}" for x in ("f", "cd", "bw", "dq", "vl")}
 # A processor of each kind, by its name for compilers, and what it has of the instructions that some x86 processors lack.
-LEVELS: dict[str, tuple[str, set[str]]] = dict(avx512_bf16=('cooperlake', {*_AVX512, 'avx512_vnni', 'avx512_bf16'}),
-                                               avx512=('skylake-avx512', _AVX512), avx2=('haswell', {'avx2', 'fma', 'bmi2'}))
+LEVELS: dict[str, tuple[str, set[str]]] = dict(
+    avx512_bf16=("cooperlake", {*_AVX512, "avx512_vnni", "avx512_bf16"}),
+    avx512=("skylake-avx512", _AVX512),
+    avx2=("haswell", {"avx2", "fma", "bmi2"}),
+)
+
 
 def _level() -> tuple[str, set[str]] | None:
     "What `BATCHLAB_MAX_CPU` names of `LEVELS`, where this processor has more than that. Raises `ParamError`."
-    if not (name := os.environ.get('BATCHLAB_MAX_CPU')): return None
-    if name not in LEVELS: raise ParamError(f"BATCHLAB_MAX_CPU is {name!r}: set it to one of {', '.join(LEVELS)}, or not at all")
-    return LEVELS[name] if LEVELS[name][1] <= {*_cpuinfo().get('flags', '').split()} else None
+    if not (name := os.environ.get("BATCHLAB_MAX_CPU")):
+        return None
+    if name not in LEVELS:
+        raise ParamError(
+            f"BATCHLAB_MAX_CPU is {name!r}: set it to one of {', '.join(LEVELS)}, or not at all"
+        )
+    return LEVELS[name] if LEVELS[name][1] <= {*_cpuinfo().get("flags", "").split()} else None
+
 
 @functools.cache
 def processor_flags() -> frozenset[str]:
     """What the processor can do, in Linux's words ('flags' on x86, 'Features' on ARM); empty on other systems.
 
     `BATCHLAB_MAX_CPU` hides what lies beyond one of `LEVELS`, as it is when this is first called. Raises `ParamError`."""
-    flags = frozenset((_cpuinfo().get('flags') or _cpuinfo().get('Features', '')).split())
-    if (level := _level()) is None: return flags
-    return frozenset(f for f in flags if f in level[1] or not f.startswith(('avx512', 'avx_', 'avx10', 'amx')))
+    flags = frozenset((_cpuinfo().get("flags") or _cpuinfo().get("Features", "")).split())
+    if (level := _level()) is None:
+        return flags
+    return frozenset(
+        f for f in flags if f in level[1] or not f.startswith(("avx512", "avx_", "avx10", "amx"))
+    )
+
 
 def compiler_target() -> str:
     "What compilers call the processor to make code for: 'native', or that of `BATCHLAB_MAX_CPU`."
     level = _level()
-    return 'native' if level is None else level[0]
+    return "native" if level is None else level[0]
+
 
 def cpu_name() -> str:
     "The name of the processor as Linux has it; '' where it has none, and on other systems."
-    return _cpuinfo().get('model name', '')
+    return _cpuinfo().get("model name", "")

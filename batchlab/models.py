@@ -13,39 +13,92 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .deprecated import renamed
-from .errors import BatchlabError, HubUnreachableError, ModelError, ModelNotFoundError, Option, PromptError, PromptTooLongError, UnsupportedModelError
+from batchlab.errors import (
+    BatchlabError,
+    HubUnreachableError,
+    ModelError,
+    ModelNotFoundError,
+    Option,
+    PromptError,
+    PromptTooLongError,
+    UnsupportedModelError,
+)
 from .fetching import DEFAULT_EMBEDDING_MODEL, DEFAULT_MODEL, find_model
 from .lengths import SHORT, chars_in, check_length
-from .loading import cache_dir, cpu_has_fast_bf16, gguf_packing, load_folder, load_gguf, one_line, resolve_device, resolve_dtype
+from batchlab.loading import (
+    cache_dir,
+    cpu_has_fast_bf16,
+    gguf_packing,
+    load_folder,
+    load_gguf,
+    one_line,
+    resolve_device,
+    resolve_dtype,
+)
 from .tokens import ids_of_text, make_twin, own_tokenizer
 from .tiny import TINY_ARCHS, tiny_gguf, tiny_model, tiny_tokenizer
 
-if TYPE_CHECKING: from transformers import PreTrainedModel, PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-log = logging.getLogger('batchlab')
+log = logging.getLogger("batchlab")
 
-_all_ = ['DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TINY_ARCHS', 'tiny_gguf', 'tiny_model', 'tiny_tokenizer', 'resolve_device', 'resolve_dtype', 'cache_dir',
-         'cpu_has_fast_bf16', 'BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError', 'UnsupportedModelError']
-__getattr__ = renamed(__name__, dict.fromkeys(
-    'CorruptFileError DiskSpaceError CacheFolderError DownloadError DtypeError DeviceError NoTokenizerError ChatTemplateError '
-    'SpecialTokenError'.split(), 'errors.ModelError'))
+_all_ = [
+    "DEFAULT_MODEL",
+    "DEFAULT_EMBEDDING_MODEL",
+    "TINY_ARCHS",
+    "tiny_gguf",
+    "tiny_model",
+    "tiny_tokenizer",
+    "resolve_device",
+    "resolve_dtype",
+    "cache_dir",
+    "cpu_has_fast_bf16",
+    "BatchlabError",
+    "ModelError",
+    "ModelNotFoundError",
+    "HubUnreachableError",
+    "UnsupportedModelError",
+]
+__getattr__ = renamed(
+    __name__,
+    dict.fromkeys(
+        "CorruptFileError DiskSpaceError CacheFolderError DownloadError DtypeError DeviceError NoTokenizerError ChatTemplateError "
+        "SpecialTokenError".split(),
+        "errors.ModelError",
+    ),
+)
 
 # %% auto #0
 __all__ = ['log', 'encode', 'max_model_len', 'eos_token_ids', 'pad_token_id', 'start_token_id', 'DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TINY_ARCHS', 'tiny_gguf', 'tiny_model', 'tiny_tokenizer', 'resolve_device', 'resolve_dtype', 'cache_dir', 'cpu_has_fast_bf16', 'BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError', 'UnsupportedModelError', 'ROLES', 'load_model', 'text_of', 'half_character', 'bad_message', 'unknown_role', 'template_text', 'check_template', 'with_template', 'hush', 'encode_chat']
 
 # %% ../nbs/01_models.ipynb #7435f647
 def _need_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-    if tokenizer is not None: return tokenizer
-    raise ModelError("this model came without a tokenizer: give prompts as lists of token ids, or pass a tokenizer")
+    if tokenizer is not None:
+        return tokenizer
+    raise ModelError(
+        "this model came without a tokenizer: give prompts as lists of token ids, or pass a tokenizer"
+    )
 
-def encode(tokenizer: PreTrainedTokenizerBase | None, text: str, add_special_tokens: bool = True) -> list[int]:
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase | None, text: str, add_special_tokens: bool = True
+) -> list[int]:
     """The token ids of `text`, `list[int]`, with the special tokens that the tokenizer adds by itself.
 
     Raises `ModelError` without a tokenizer."""
     return ids_of_text(_need_tokenizer(tokenizer), text, add_special_tokens)
 
 # %% ../nbs/01_models.ipynb #1a776c2f
-_LEN_NAMES = ('max_position_embeddings', 'n_positions', 'max_sequence_length', 'max_seq_len', 'n_ctx', 'seq_length')
+_LEN_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "n_ctx",
+    "seq_length",
+)
+
 
 def max_model_len(model: PreTrainedModel) -> int | None:
     "The context length in positions (prompt and answer together), or None if the config states none."
@@ -57,118 +110,201 @@ def max_model_len(model: PreTrainedModel) -> int | None:
 def _special_ids(model, tokenizer, name):
     "Valid ids under attribute `name` of the tokenizer, the generation config and the config, in that order."
     config = model.config.get_text_config()
-    found = [getattr(o, name, None) for o in (tokenizer, getattr(model, 'generation_config', None), config)]
+    found = [
+        getattr(o, name, None)
+        for o in (tokenizer, getattr(model, "generation_config", None), config)
+    ]
     flat = [i for v in found for i in (v if isinstance(v, (list, tuple)) else [v])]
-    return [i for i in flat if i is not None and 0 <= i < config.vocab_size]   # some configs say -1
+    return [i for i in flat if i is not None and 0 <= i < config.vocab_size]  # some configs say -1
 
 # %% ../nbs/01_models.ipynb #e6aa3b78
-def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> frozenset[int]:
+def eos_token_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
+) -> frozenset[int]:
     "Every id that ends a sequence, `frozenset[int]`: those of the generation config, the config and the tokenizer."
-    return frozenset(_special_ids(model, tokenizer, 'eos_token_id'))
+    return frozenset(_special_ids(model, tokenizer, "eos_token_id"))
 
 # %% ../nbs/01_models.ipynb #5c1e4a1c
 def pad_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> int:
     "The id to pad with: the pad id if there is one, 0 included, else an EOS id, else 0; safe where padding is masked."
-    ids = _special_ids(model, tokenizer, 'pad_token_id') + _special_ids(model, tokenizer, 'eos_token_id')
+    ids = _special_ids(model, tokenizer, "pad_token_id") + _special_ids(
+        model, tokenizer, "eos_token_id"
+    )
     return ids[0] if ids else 0
 
 # %% ../nbs/01_models.ipynb #f3be3e04
 def start_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> int:
     "The id that stands for an empty prompt: BOS, else EOS. Raises `ModelError` if there is neither."
-    ids = _special_ids(model, tokenizer, 'bos_token_id') + _special_ids(model, tokenizer, 'eos_token_id')
-    if ids: return ids[0]
-    raise ModelError("an empty prompt starts from a BOS or EOS token, and this model has neither: "
-                     "give at least one token")
+    ids = _special_ids(model, tokenizer, "bos_token_id") + _special_ids(
+        model, tokenizer, "eos_token_id"
+    )
+    if ids:
+        return ids[0]
+    raise ModelError(
+        "an empty prompt starts from a BOS or EOS token, and this model has neither: "
+        "give at least one token"
+    )
 
 # %% ../nbs/70_models.ipynb #c301a53f
-def load_model(name: str | os.PathLike[str] | None = None, # None or `DEFAULT_MODEL`; a folder; a `.gguf` file; a hub id
-               *, dtype: str | torch.dtype | None = 'auto', # 'auto', 'fp32', 'bf16', 'fp16' or a `torch.dtype`
-               device: str | torch.device | None = 'auto', # 'auto', 'cpu', 'cuda', 'mps' or a `torch.device`
-               revision: str | None = None, # branch, tag or commit of a hub id
-              ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+def load_model(
+    name: str
+    | os.PathLike[str]
+    | None = None,  # None or `DEFAULT_MODEL`; a folder; a `.gguf` file; a hub id
+    *,
+    dtype: str | torch.dtype | None = "auto",  # 'auto', 'fp32', 'bf16', 'fp16' or a `torch.dtype`
+    device: str | torch.device | None = "auto",  # 'auto', 'cpu', 'cuda', 'mps' or a `torch.device`
+    revision: str | None = None,  # branch, tag or commit of a hub id
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a model and its tokenizer, `(model, tokenizer)`: the model in eval mode, without gradients, on `device`.
 
     The class of the model says what it is: `…ForCausalLM`, `…ForSequenceClassification`, `…ForTokenClassification`, or `…Model` for an
     encoder and a decoder without a head. The tokenizer is None if the model has none. Raises a `ModelError` that says what to do: `ModelNotFoundError`,
     `HubUnreachableError`, `UnsupportedModelError`, or `ModelError` itself for broken files, a full disk and the like."""
     device = resolve_device(device)
-    resolve_dtype(dtype)                     # an unknown dtype is refused before anything is fetched
+    resolve_dtype(dtype)  # an unknown dtype is refused before anything is fetched
     path = find_model(name, revision)
     model, tok = (load_gguf if path.is_file() else load_folder)(path, dtype, device)
     if path.is_file() and (packing := gguf_packing(path)):
-        log.warning('%s: its weights, %s, are dequantised: they take the memory and the time of %s', path.name, packing, str(model.dtype)[6:])
+        log.warning(
+            "%s: its weights, %s, are dequantised: they take the memory and the time of %s",
+            path.name,
+            packing,
+            str(model.dtype)[6:],
+        )
     model.to(device)  # pyright: ignore[reportArgumentType]    transformers' decorator hides self
     return model.eval().requires_grad_(False), tok
 
 # %% ../nbs/70_models.ipynb #cb0aa4a5
-def text_of(content: Any, where: str = 'a message') -> Any:
+def text_of(content: Any, where: str = "a message") -> Any:
     "The content of a message as a template takes it: text parts joined by line breaks. Raises `PromptError` for other parts."
-    if not isinstance(content, list): return content
+    if not isinstance(content, list):
+        return content
     for part in content:
-        if not (isinstance(part, dict) and part.get('type') == 'text' and isinstance(part.get('text'), str)):
-            kind = part.get('type') if isinstance(part, dict) else part
-            raise PromptError(f'{where} has a part of type {kind!r:.40}: only text is supported')
-    return '\n'.join(part['text'] for part in content)
+        if not (
+            isinstance(part, dict)
+            and part.get("type") == "text"
+            and isinstance(part.get("text"), str)
+        ):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise PromptError(f"{where} has a part of type {kind!r:.40}: only text is supported")
+    return "\n".join(part["text"] for part in content)
+
 
 def half_character(*texts: str) -> str | None:
     "What is wrong with the first of `texts` that is not valid Unicode, or None: some programs cut a text in the middle of a character."
     for text in texts:
-        if half := re.search('[\ud800-\udfff]', text):
-            return (f'the text is not valid Unicode: character {half.start()} is half of one, \\u{ord(half[0]):04x}, '
-                    'as where a text was cut within an emoji: leave it out')
+        if half := re.search("[\ud800-\udfff]", text):
+            return (
+                f"the text is not valid Unicode: character {half.start()} is half of one, \\u{ord(half[0]):04x}, "
+                "as where a text was cut within an emoji: leave it out"
+            )
+
 
 def bad_message(messages: Any) -> str | None:
     "What is wrong with `messages` as a conversation, or None."
-    need = ("messages must be a list of at least one dict with a role and a content, such as "
-            "{'role': 'user', 'content': 'Hi'}: ")
-    if not isinstance(messages, (list, tuple)) or not messages: return f'{need}got {messages!r:.80}'
+    need = (
+        "messages must be a list of at least one dict with a role and a content, such as "
+        "{'role': 'user', 'content': 'Hi'}: "
+    )
+    if not isinstance(messages, (list, tuple)) or not messages:
+        return f"{need}got {messages!r:.80}"
     for i, m in enumerate(messages):
-        said = isinstance(m, dict) and (isinstance(m.get('content'), (str, list)) or m.get('content') is None and m.get('tool_calls'))
-        if not (said and isinstance(m.get('role'), str)): return f'{need}message {i} is {m!r:.80}'
+        said = isinstance(m, dict) and (
+            isinstance(m.get("content"), (str, list))
+            or m.get("content") is None
+            and m.get("tool_calls")
+        )
+        if not (said and isinstance(m.get("role"), str)):
+            return f"{need}message {i} is {m!r:.80}"
 
-ROLES = 'system', 'developer', 'user', 'assistant', 'tool', 'function'
+
+ROLES = "system", "developer", "user", "assistant", "tool", "function"
+
 
 def unknown_role(messages: Sequence[Mapping[str, Any]], template: str) -> str | None:
     "What is wrong with a role in `messages`, as most templates write down whatever it is, or None. One that `template` names is right."
-    odd = [(i, m['role']) for i, m in enumerate(messages) if m['role'] not in ROLES and not {f"'{m['role']}'", f'"{m["role"]}"'} & {*re.findall(r"""'[^']*'|"[^"]*\"""", template)}]
-    return f"message {odd[0][0]} has the role {odd[0][1]!r:.40}: give one of {', '.join(ROLES)}, or one that the chat template names" if odd else None
+    odd = [
+        (i, m["role"])
+        for i, m in enumerate(messages)
+        if m["role"] not in ROLES
+        and not {f"'{m['role']}'", f'"{m["role"]}"'}
+        & {*re.findall(r"""'[^']*'|"[^"]*\"""", template)}
+    ]
+    return (
+        f"message {odd[0][0]} has the role {odd[0][1]!r:.40}: give one of {', '.join(ROLES)}, or one that the chat template names"
+        if odd
+        else None
+    )
+
 
 def template_text(template: Any) -> str | None:
     "A chat template, given as its text or as the file that holds it. Raises `PromptError`."
-    if template is None or isinstance(template, str) and '{' in template: return template
-    try: return Path(template).expanduser().read_text(encoding='utf-8-sig')
-    except OSError as e: why = e.strerror or str(e)
-    except (TypeError, ValueError, RuntimeError) as e: why = 'not UTF-8' if isinstance(e, UnicodeError) else str(e)
-    raise PromptError('{option} must be a template or the file of one, got {template!r:.60} ({why})', option=Option('chat_template'), template=template, why=why)
+    if template is None or isinstance(template, str) and "{" in template:
+        return template
+    try:
+        return Path(template).expanduser().read_text(encoding="utf-8-sig")
+    except OSError as e:
+        why = e.strerror or str(e)
+    except (TypeError, ValueError, RuntimeError) as e:
+        why = "not UTF-8" if isinstance(e, UnicodeError) else str(e)
+    raise PromptError(
+        "{option} must be a template or the file of one, got {template!r:.60} ({why})",
+        option=Option("chat_template"),
+        template=template,
+        why=why,
+    )
+
 
 def check_template(template: Any) -> str | None:
     "What `template_text` gives, once it is found to be a template: it may still refuse some messages. Raises `PromptError`."
     text = template_text(template)
-    if text is None: return None
+    if text is None:
+        return None
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
-    try: render_jinja_template([[dict(role='user', content='Hi')]], chat_template=text)
+
+    try:
+        render_jinja_template([[dict(role="user", content="Hi")]], chat_template=text)
     except TemplateSyntaxError as e:
-        raise PromptError('{option} is no template: line {line}: {why}', option=Option('chat_template'), line=e.lineno, why=e.message) from e
-    except Exception: pass                                 # it wants another conversation
+        raise PromptError(
+            "{option} is no template: line {line}: {why}",
+            option=Option("chat_template"),
+            line=e.lineno,
+            why=e.message,
+        ) from e
+    except Exception:
+        pass  # it wants another conversation
     return text
 
-def with_template(tokenizer: PreTrainedTokenizerBase | None, template: str | None) -> PreTrainedTokenizerBase | None:
+
+def with_template(
+    tokenizer: PreTrainedTokenizerBase | None, template: str | None
+) -> PreTrainedTokenizerBase | None:
     "A copy of `tokenizer` that writes conversations by `template`, unless that is None. Raises `ModelError`."
-    if template is None: return tokenizer
+    if template is None:
+        return tokenizer
     tokenizer = copy.copy(_need_tokenizer(tokenizer))
     tokenizer.chat_template = template
     return tokenizer
 
+
 def hush(tokenizer: PreTrainedTokenizerBase) -> None:
     "Have `tokenizer` not warn of a text that is longer than its model takes: that is refused, or cut."
-    told = 'sequence-length-is-longer-than-the-specified-maximum'
-    tokenizer.deprecation_warnings = {**getattr(tokenizer, 'deprecation_warnings', {}), told: True}
+    told = "sequence-length-is-longer-than-the-specified-maximum"
+    tokenizer.deprecation_warnings = {**getattr(tokenizer, "deprecation_warnings", {}), told: True}
 
 # %% ../nbs/70_models.ipynb #chat0002
-def encode_chat(tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Mapping[str, Any]], chat_template: Any = None,
-                chat_template_kwargs: Mapping[str, Any] | None = None, tools: list | None = None, add_generation_prompt: bool = True,
-                continue_final_message: bool = False, max_len: int | None = None, **template_kwargs: Any) -> list[int]:
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase | None,
+    messages: Sequence[Mapping[str, Any]],
+    chat_template: Any = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: list | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    max_len: int | None = None,
+    **template_kwargs: Any,
+) -> list[int]:
     """The token ids, `list[int]`, of `messages` in the model's chat template, up to where the answer begins.
 
     `messages`: dicts with `role` and `content`; `chat_template`: another one, text or a file; `tools`: functions or their JSON
@@ -177,27 +313,63 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Ma
     to the template. Raises `ModelError` if there is no tokenizer or no template, `PromptError` if the template refuses the messages,
     `PromptTooLongError`."""
     tokenizer = _need_tokenizer(tokenizer)
-    template = template_text(chat_template) or getattr(tokenizer, 'chat_template', None)      # as it is now
+    template = template_text(chat_template) or getattr(
+        tokenizer, "chat_template", None
+    )  # as it is now
     if not template:
-        raise ModelError('this tokenizer has no chat template: give plain prompts, {option}, or use an instruct model', option=Option('chat_template'))
-    if bad := bad_message(messages) or unknown_role(messages, str(template)): raise PromptError(bad)
+        raise ModelError(
+            "this tokenizer has no chat template: give plain prompts, {option}, or use an instruct model",
+            option=Option("chat_template"),
+        )
+    if bad := bad_message(messages) or unknown_role(messages, str(template)):
+        raise PromptError(bad)
     opened = add_generation_prompt and not continue_final_message
-    if opened and messages[-1]['role'] == 'assistant':
-        warnings.warn('the last message is the assistant\'s, and the answer begins a new turn after it: '
-                      'give continue_final_message=True to go on with it', stacklevel=2)
-    given = [{**m, 'content': text_of(m['content'], f'message {i}')} if 'content' in m else {**m} for i, m in enumerate(messages)]
-    for m in given: m['role'] = 'system' if m['role'] == 'developer' else m['role']      # the newer name of the same
+    if opened and messages[-1]["role"] == "assistant":
+        warnings.warn(
+            "the last message is the assistant's, and the answer begins a new turn after it: "
+            "give continue_final_message=True to go on with it",
+            stacklevel=2,
+        )
+    given = [
+        {**m, "content": text_of(m["content"], f"message {i}")} if "content" in m else {**m}
+        for i, m in enumerate(messages)
+    ]
+    for m in given:
+        m["role"] = (
+            "system" if m["role"] == "developer" else m["role"]
+        )  # the newer name of the same
     try:
-        kw = {**(chat_template_kwargs or {}), **template_kwargs, 'chat_template': template, 'tools': tools, 'tokenize': True, 'return_dict': True,
-              'add_generation_prompt': opened, 'continue_final_message': continue_final_message}
-        cuts = kw.keys() & {'truncation', 'padding', 'max_length'}          # which a tokenizer keeps: it has to be another one
-        apply: Any = (make_twin(tokenizer) if cuts else own_tokenizer(tokenizer)).apply_chat_template
-        if 'return_tensors' in kw: raise ValueError('return_tensors: ids come as a list, leave it out')
-        if tools and 'tools' not in str(template): raise ValueError('it knows no tools: leave them out, or give a chat_template')
-        if max_len and chars_in(given) >= SHORT and not kw.get('truncation'):
-            check_length(tokenizer, apply(given, **kw | dict(tokenize=False, return_dict=False)), max_len - 1)
-        return list(apply(given, **kw)['input_ids'])
-    except PromptTooLongError: raise
+        kw = {
+            **(chat_template_kwargs or {}),
+            **template_kwargs,
+            "chat_template": template,
+            "tools": tools,
+            "tokenize": True,
+            "return_dict": True,
+            "add_generation_prompt": opened,
+            "continue_final_message": continue_final_message,
+        }
+        cuts = kw.keys() & {
+            "truncation",
+            "padding",
+            "max_length",
+        }  # which a tokenizer keeps: it has to be another one
+        apply: Any = (
+            make_twin(tokenizer) if cuts else own_tokenizer(tokenizer)
+        ).apply_chat_template
+        if "return_tensors" in kw:
+            raise ValueError("return_tensors: ids come as a list, leave it out")
+        if tools and "tools" not in str(template):
+            raise ValueError("it knows no tools: leave them out, or give a chat_template")
+        if max_len and chars_in(given) >= SHORT and not kw.get("truncation"):
+            check_length(
+                tokenizer, apply(given, **kw | dict(tokenize=False, return_dict=False)), max_len - 1
+            )
+        return list(apply(given, **kw)["input_ids"])
+    except PromptTooLongError:
+        raise
     except Exception as e:
-        said = [m['content'] for m in given if isinstance(m.get('content'), str)]
-        raise PromptError(half_character(*said) or f"the chat template refuses these messages ({one_line(e)})") from e
+        said = [m["content"] for m in given if isinstance(m.get("content"), str)]
+        raise PromptError(
+            half_character(*said) or f"the chat template refuses these messages ({one_line(e)})"
+        ) from e

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from .errors import Option, ParamError
 
-log = logging.getLogger('batchlab')
+log = logging.getLogger("batchlab")
 
 # %% auto #0
 __all__ = ['log', 'ALIASES', 'GUIDED', 'NEUTRAL', 'DROPPED', 'ADVICE', 'INSTEAD', 'ELSEWHERE', 'BUILT_SO', 'WORKS',
@@ -25,31 +25,52 @@ __all__ = ['log', 'ALIASES', 'GUIDED', 'NEUTRAL', 'DROPPED', 'ADVICE', 'INSTEAD'
            'read_call', 'read_plain_call', 'read_pooling_call', 'read_engine']
 
 # %% ../nbs/modules/000_names.ipynb #nam00008
-ALIASES = dict(max_completion_tokens='max_tokens', max_new_tokens='max_tokens', guided_decoding='structured_outputs')
-GUIDED = {f'guided_{form}': form for form in ('json', 'regex', 'choice', 'grammar')}
+ALIASES = dict(
+    max_completion_tokens="max_tokens",
+    max_new_tokens="max_tokens",
+    guided_decoding="structured_outputs",
+)
+GUIDED = {f"guided_{form}": form for form in ("json", "regex", "choice", "grammar")}
 NEUTRAL: dict[str, list[Any]] = dict(
-    stream=[False], echo=[False], best_of=[1], suffix=[''], tools=[[]], functions=[[]], modalities=[['text']],
-    tool_choice=['none', 'auto'], function_call=['none', 'auto'], detokenize=[True], use_beam_search=[False],
-    spaces_between_special_tokens=[True], flat_logprobs=[False], skip_clone=[False, True], extra_args=[{}], logits_processors=[[]])
+    stream=[False],
+    echo=[False],
+    best_of=[1],
+    suffix=[""],
+    tools=[[]],
+    functions=[[]],
+    modalities=[["text"]],
+    tool_choice=["none", "auto"],
+    function_call=["none", "auto"],
+    detokenize=[True],
+    use_beam_search=[False],
+    spaces_between_special_tokens=[True],
+    flat_logprobs=[False],
+    skip_clone=[False, True],
+    extra_args=[{}],
+    logits_processors=[[]],
+)
 
-DROPPED = {*'''model user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction
-    parallel_tool_calls stream_options request_id'''.split()}
+DROPPED = {
+    *"""model user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction
+    parallel_tool_calls stream_options request_id""".split()
+}
 
-ADVICE = {                                     # what to give: instead of which parameters
-    'max_tokens': 'max_length max_output_tokens max_tokens_to_sample n_predict num_predict',
-    'min_tokens': 'min_length min_new_tokens',
-    'n': 'num_return_sequences',
-    'it to llm.beam_search': 'beam_width num_beams',
-    'seed': 'random_seed sampling_seed',
-    'temperature, which is greedy at 0': 'do_sample',
-    'repetition_penalty': 'repeat_penalty',
-    'stop': 'stop_sequences stop_strings stop_words',
-    'stop_token_ids': 'eos_token_id',
-    'bad_words': 'bad_words_ids',
-    'truncate_prompt_tokens, -1 for as many as fit': 'truncate truncation',
-    'structured_outputs': 'json_schema regex ebnf grammar format',
-    'prompt, which may be a list of token ids': 'prompt_token_ids input_ids',
-    'messages with one of role system, or --system': 'system'}
+ADVICE = {  # what to give: instead of which parameters
+    "max_tokens": "max_length max_output_tokens max_tokens_to_sample n_predict num_predict",
+    "min_tokens": "min_length min_new_tokens",
+    "n": "num_return_sequences",
+    "it to llm.beam_search": "beam_width num_beams",
+    "seed": "random_seed sampling_seed",
+    "temperature, which is greedy at 0": "do_sample",
+    "repetition_penalty": "repeat_penalty",
+    "stop": "stop_sequences stop_strings stop_words",
+    "stop_token_ids": "eos_token_id",
+    "bad_words": "bad_words_ids",
+    "truncate_prompt_tokens, -1 for as many as fit": "truncate truncation",
+    "structured_outputs": "json_schema regex ebnf grammar format",
+    "prompt, which may be a list of token ids": "prompt_token_ids input_ids",
+    "messages with one of role system, or --system": "system",
+}
 INSTEAD = {name: advice for advice, names in ADVICE.items() for name in names.split()}
 
 ELSEWHERE = """add_generation_prompt add_special_tokens cache_prompt
@@ -60,113 +81,173 @@ ELSEWHERE = """add_generation_prompt add_special_tokens cache_prompt
     spaces_between_special_tokens structural_tag system_instruction thinking think thinking_token_budget top_n_sigma
     top_n_tokens typical_p use_beam_search verbosity watermark web_search_options
     logit_processors repetition_detection skip_reading_prefix_cache stream_interval prompt_logprob_start"""
-BUILT_SO = re.compile(r'(guided|dry|xtc|mirostat|dynatemp|logits?)_\w+|\w+_penalty|top_[a-z]|(max|min)_(\w+_)?tokens(_\w+)?|'
-                      r'stop_(at|ids?|regex|strs?|tokens?|token_ids?|sequence|string)|(prompt_)?logprob_\w+')
+BUILT_SO = re.compile(
+    r"(guided|dry|xtc|mirostat|dynatemp|logits?)_\w+|\w+_penalty|top_[a-z]|(max|min)_(\w+_)?tokens(_\w+)?|"
+    r"stop_(at|ids?|regex|strs?|tokens?|token_ids?|sequence|string)|(prompt_)?logprob_\w+"
+)
 
 # %% ../nbs/modules/000_names.ipynb #nam00010
 @cache
 def setting_fields() -> frozenset[str]:
     "The names of the fields of `SamplingParams`."
     from batchlab.params import SamplingParams
+
     return frozenset(f.name for f in fields(SamplingParams))
+
 
 @cache
 def known_settings() -> frozenset[str]:
     "Every name that sets a field of `SamplingParams`."
-    return setting_fields() | {*ALIASES, *GUIDED, 'response_format', 'top_logprobs'}
+    return setting_fields() | {*ALIASES, *GUIDED, "response_format", "top_logprobs"}
+
 
 @cache
 def setting_names() -> frozenset[str]:
     "The names of settings, here and elsewhere. Imports transformers, so only called for keys that are not known here."
     from transformers import GenerationConfig
-    return known_settings() | {*NEUTRAL, *INSTEAD, *ELSEWHERE.split(), *GenerationConfig().to_dict()}
+
+    return known_settings() | {
+        *NEUTRAL,
+        *INSTEAD,
+        *ELSEWHERE.split(),
+        *GenerationConfig().to_dict(),
+    }
+
 
 def plain_name(k: str) -> str:
     "Key `k` in small letters with underscores: `maxTokens` and `max-tokens` are `max_tokens`."
-    return re.sub('([a-z])([A-Z])', r'\1_\2', k).replace('-', '_').lower()
+    return re.sub("([a-z])([A-Z])", r"\1_\2", k).replace("-", "_").lower()
+
 
 @lru_cache(4096)
 def near_key(k: str) -> str | None:
     "The known setting that key `k` is probably a misspelling of, or None."
     return _near(k, known_settings())
 
+
 def _near(k: str, names: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(plain_name(k), sorted(names), 1, .8)), None)
+    return next(iter(difflib.get_close_matches(plain_name(k), sorted(names), 1, 0.8)), None)
+
 
 @lru_cache(4096)
 def named_as_setting(k: str) -> bool:
     "Whether key `k` is called as a setting of a request is, here or elsewhere."
     name = plain_name(k)
-    return name in known_settings() or name in setting_names() or near_key(k) is not None or BUILT_SO.fullmatch(name) is not None
+    return (
+        name in known_settings()
+        or name in setting_names()
+        or near_key(k) is not None
+        or BUILT_SO.fullmatch(name) is not None
+    )
+
 
 def is_setting(k: str, v: Any) -> bool:
     "Whether key `k` with value `v` looks like a setting of a request: by its name, or as it holds such names."
-    return k not in DROPPED and (named_as_setting(k) or isinstance(v, dict) and not known_settings().isdisjoint(v))
+    return k not in DROPPED and (
+        named_as_setting(k) or isinstance(v, dict) and not known_settings().isdisjoint(v)
+    )
 
 # %% ../nbs/modules/000_names.ipynb #nam00038
 def whole_number(v: Any) -> int | None:
     "`v` as an int if it is a whole number of any library's, 3.0 too, else None; True and False are none."
-    if isinstance(v, bool) or not isinstance(v, numbers.Real): return None
-    x: Any = v                                                               # what a Real can do is not in its type
+    if isinstance(v, bool) or not isinstance(v, numbers.Real):
+        return None
+    x: Any = v  # what a Real can do is not in its type
     return int(x) if isinstance(v, numbers.Integral) or -inf < x < inf and x == floor(x) else None
+
 
 def written(v: Any, most: int = 200) -> str:
     "The `repr` of `v` in at most `most` characters; of a number that Python will not write out, what it is."
-    try: return f'{v!r:.{most}}'
-    except ValueError: return f'{type(v).__name__} with a number of more digits than Python writes'
+    try:
+        return f"{v!r:.{most}}"
+    except ValueError:
+        return f"{type(v).__name__} with a number of more digits than Python writes"
 
 # %% ../nbs/modules/000_names.ipynb #nam00013
 def _shown(v: Any) -> str:
     "`v` in up to 60 characters, as JSON if it is that."
-    try: return json.dumps(v)[:60]
-    except (TypeError, ValueError): return f'{v!r:.60}'
+    try:
+        return json.dumps(v)[:60]
+    except (TypeError, ValueError):
+        return f"{v!r:.60}"
+
 
 def advice(k: str, v: Any = None) -> str:
     "What is to be said of setting `k` with value `v`, which nothing here can honour."
-    if k in NEUTRAL: return f'{k}={_shown(v)} is not supported: leave it out, or give {_shown(NEUTRAL[k][0])}'
-    if plain_name(k) not in INSTEAD and (near := near_key(k)) not in (None, k): return f'unknown key {k!r:.60}, did you mean {near!r}?'
+    if k in NEUTRAL:
+        return f"{k}={_shown(v)} is not supported: leave it out, or give {_shown(NEUTRAL[k][0])}"
+    if plain_name(k) not in INSTEAD and (near := near_key(k)) not in (None, k):
+        return f"unknown key {k!r:.60}, did you mean {near!r}?"
     inner = isinstance(v, dict) and next((x for x in v if x in known_settings()), None)
-    what = (f'give {INSTEAD[plain_name(k)]}' if plain_name(k) in INSTEAD else
-            f'give {inner} beside the prompt' if inner else 'leave it out')
-    return f'parameter {k!r:.60} is not supported: {what}'
+    what = (
+        f"give {INSTEAD[plain_name(k)]}"
+        if plain_name(k) in INSTEAD
+        else f"give {inner} beside the prompt"
+        if inner
+        else "leave it out"
+    )
+    return f"parameter {k!r:.60} is not supported: {what}"
+
 
 def refuse(k: Any, v: Any = None) -> NoReturn:
     "Raise a `ParamError` about setting `k` with value `v`, with `advice`."
-    raise ParamError(advice(k, v) if isinstance(k, str) else f'the name of a setting must be a string, got {k!r:.60}')
+    raise ParamError(
+        advice(k, v)
+        if isinstance(k, str)
+        else f"the name of a setting must be a string, got {k!r:.60}"
+    )
 
 # %% ../nbs/modules/000_names.ipynb #nam00016
 def structured_of(form: Any) -> dict[str, Any] | None:
     """A `response_format` as the `structured_outputs` of `SamplingParams`, None for text. Raises `ParamError`.
 
     The schema stands in `json_schema.schema`, as OpenAI has it, or in `schema`, as llama.cpp and others do, there with json_object too."""
-    kind = form.get('type') if isinstance(form, dict) else None
-    if kind not in ('text', 'json_object', 'json_schema'):
-        raise ParamError(f'response_format must be of type text, json_object or json_schema, got {form!r:.60}')
-    known = 'type', 'json_schema', 'schema', 'name', 'description', 'strict'
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind not in ("text", "json_object", "json_schema"):
+        raise ParamError(
+            f"response_format must be of type text, json_object or json_schema, got {form!r:.60}"
+        )
+    known = "type", "json_schema", "schema", "name", "description", "strict"
     if lost := next((k for k in form if k not in known), None):
-        raise ParamError(f'response_format has no {lost!r:.60}: it takes type and json_schema')
-    inner = form.get('json_schema')
-    if inner is not None and not isinstance(inner, dict): raise ParamError(f'response_format.json_schema must be an object, got {inner!r:.60}')
-    given = [v for v in (form.get('schema'), (inner or {}).get('schema')) if v is not None]
-    if not given and kind != 'json_schema': return None if kind == 'text' else dict(json_object=True)
-    if kind == 'text': raise ParamError('response_format of type text has a schema: give type json_schema, or leave it out')
-    if len(given) == 1 and isinstance(given[0], dict): return dict(json=given[0] if kind == 'json_schema' else dict(type='object') | given[0])
-    raise ParamError('response_format of type json_schema needs the schema, an object, in json_schema.schema')
+        raise ParamError(f"response_format has no {lost!r:.60}: it takes type and json_schema")
+    inner = form.get("json_schema")
+    if inner is not None and not isinstance(inner, dict):
+        raise ParamError(f"response_format.json_schema must be an object, got {inner!r:.60}")
+    given = [v for v in (form.get("schema"), (inner or {}).get("schema")) if v is not None]
+    if not given and kind != "json_schema":
+        return None if kind == "text" else dict(json_object=True)
+    if kind == "text":
+        raise ParamError(
+            "response_format of type text has a schema: give type json_schema, or leave it out"
+        )
+    if len(given) == 1 and isinstance(given[0], dict):
+        return dict(json=given[0] if kind == "json_schema" else dict(type="object") | given[0])
+    raise ParamError(
+        "response_format of type json_schema needs the schema, an object, in json_schema.schema"
+    )
+
 
 def form_of(given: dict[str, Any]) -> Any:
     "Take what dict `given` says of the form of an answer out of it: a `structured_outputs`, or None. Raises `ParamError`."
-    forms = {k: None if (v := given.pop(k)) is None else {GUIDED[k]: v} for k in GUIDED if k in given}
-    if (form := given.pop('response_format', None)) is not None: forms = dict(response_format=structured_of(form)) | forms
-    forms |= {k: given.pop(k) for k in ('structured_outputs', 'guided_decoding') if k in given}
+    forms = {
+        k: None if (v := given.pop(k)) is None else {GUIDED[k]: v} for k in GUIDED if k in given
+    }
+    if (form := given.pop("response_format", None)) is not None:
+        forms = dict(response_format=structured_of(form)) | forms
+    forms |= {k: given.pop(k) for k in ("structured_outputs", "guided_decoding") if k in given}
     forms = {k: v for k, v in forms.items() if v is not None}
-    if len(forms) > 1: raise ParamError(f"{' and '.join(forms)}: give one of them")
+    if len(forms) > 1:
+        raise ParamError(f"{' and '.join(forms)}: give one of them")
     return next(iter(forms.values()), None)
+
 
 def logprobs_of(given: dict[str, Any]) -> Any:
     "Take `logprobs` and `top_logprobs` out of dict `given`: how many tokens a position, or None. Raises `ParamError`."
-    wanted, top = given.pop('logprobs', None), given.pop('top_logprobs', None)
-    if top is None: return {True: 0, False: None}[wanted] if isinstance(wanted, bool) else wanted
-    if wanted is not True: raise ParamError('top_logprobs needs logprobs to be true')
+    wanted, top = given.pop("logprobs", None), given.pop("top_logprobs", None)
+    if top is None:
+        return {True: 0, False: None}[wanted] if isinstance(wanted, bool) else wanted
+    if wanted is not True:
+        raise ParamError("top_logprobs needs logprobs to be true")
     return top
 
 # %% ../nbs/modules/000_names.ipynb #nam00019
@@ -174,110 +255,185 @@ def _is_neutral(k: str, v: Any) -> bool:
     "Whether setting `k`, which nothing here can honour, asks for nothing at `v`."
     return any(type(v) is type(x) and v == x for x in NEUTRAL.get(k, ()))
 
-_FORMS = {*GUIDED, 'response_format', 'structured_outputs', 'guided_decoding'}
+
+_FORMS = {*GUIDED, "response_format", "structured_outputs", "guided_decoding"}
+
 
 def settings_of(given: dict[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:
     """The settings in dict `given`, by whatever names, as fields of `SamplingParams`.
 
     `names`: the fields that may be set, None for all. Raises `ParamError` for each that can't be honoured."""
     names, rest, found, by = setting_fields() if names is None else names, dict(given), {}, {}
-    if _FORMS & rest.keys(): found['structured_outputs'] = form_of(rest)
-    if {'logprobs', 'top_logprobs'} & rest.keys(): found['logprobs'] = logprobs_of(rest)
+    if _FORMS & rest.keys():
+        found["structured_outputs"] = form_of(rest)
+    if {"logprobs", "top_logprobs"} & rest.keys():
+        found["logprobs"] = logprobs_of(rest)
     for k, v in rest.items():
         name = ALIASES.get(k, k)
-        if v is None and name != k and name in rest: continue
+        if v is None and name != k and name in rest:
+            continue
         if name in names:
             if (old := found.setdefault(name, v)) is not v and old != v:
-                raise ParamError(f'{k}={v!r:.40} and {by[name]}={old!r:.40}: give one of them')
+                raise ParamError(f"{k}={v!r:.40} and {by[name]}={old!r:.40}: give one of them")
             by[name] = k
-        elif not (_is_neutral(k, v) or v is None and k in setting_names()): refuse(k, v)
+        elif not (_is_neutral(k, v) or v is None and k in setting_names()):
+            refuse(k, v)
     return found
 
 # %% ../nbs/modules/000_names.ipynb #nam00023
-_P = ParamSpec('_P')
-_T = TypeVar('_T')
-_C = TypeVar('_C', bound=type)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_C = TypeVar("_C", bound=type)
 
-def reads(translate: Callable[[dict[str, Any], dict[str, Any], list[str]], dict[str, Any]]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+
+def reads(
+    translate: Callable[[dict[str, Any], dict[str, Any], list[str]], dict[str, Any]],
+) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """A decorator: keywords that the function doesn't have go through `translate(unknown, given, names)` first, which returns the
     keywords to call it with. `given`: those that it has; `names`: all that it has and that no position filled."""
+
     def decorate(f: Callable[_P, _T]) -> Callable[_P, _T]:
         names = [*inspect.signature(f).parameters]
+
         @functools.wraps(f)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-            if not kwargs.keys() <= {*(free := names[len(args):])}:
-                if twice := [k for k in kwargs if k in names[:len(args)]]: raise ParamError(f'{twice[0]} is given twice: by its position and by name')
+            if not kwargs.keys() <= {*(free := names[len(args) :])}:
+                if twice := [k for k in kwargs if k in names[: len(args)]]:
+                    raise ParamError(f"{twice[0]} is given twice: by its position and by name")
                 given: dict[str, Any] = {k: v for k, v in kwargs.items() if k in free}
-                kwargs = translate({k: v for k, v in kwargs.items() if k not in free}, given, free)       # type: ignore[assignment]
+                kwargs = translate({k: v for k, v in kwargs.items() if k not in free}, given, free)  # type: ignore[assignment]
             return f(*args, **kwargs)
+
         return call
+
     return decorate
 
-def by_any_name(**translate: Callable[[dict[str, Any], dict[str, Any], list[str]], dict[str, Any]]) -> Callable[[_C], _C]:
+
+def by_any_name(
+    **translate: Callable[[dict[str, Any], dict[str, Any], list[str]], dict[str, Any]],
+) -> Callable[[_C], _C]:
     "A decorator of a class: its methods read keywords as by `reads`, each with its own function to translate them."
+
     def decorate(cls: _C) -> _C:
-        for name, read in translate.items(): setattr(cls, name, reads(read)(getattr(cls, name)))
+        for name, read in translate.items():
+            setattr(cls, name, reads(read)(getattr(cls, name)))
         return cls
+
     return decorate
 
-def read_settings(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
+
+def read_settings(
+    unknown: dict[str, Any], given: dict[str, Any], names: list[str]
+) -> dict[str, Any]:
     "For `reads`: the keywords of `SamplingParams`. Raises `ParamError`."
     found = settings_of(unknown | given)
-    if taken := [k for k in found if k not in names]: raise ParamError(f'{taken[0]} is given twice: by its position and by name')
+    if taken := [k for k in found if k not in names]:
+        raise ParamError(f"{taken[0]} is given twice: by its position and by name")
     return found
 
 # %% ../nbs/modules/000_names.ipynb #nam00026
-_SAME = [{'prompts', 'prompt', 'inputs', 'prompt_token_ids'}, {'messages', 'conversation', 'conversations'},
-         {'sampling_params', 'params', 'generation_config'}]
+_SAME = [
+    {"prompts", "prompt", "inputs", "prompt_token_ids"},
+    {"messages", "conversation", "conversations"},
+    {"sampling_params", "params", "generation_config"},
+]
 _CALL_NEUTRAL: dict[str, list[Any]] = dict(
-    prompt_adapter_request=[], guided_options_request=[], tokenization_kwargs=[{}], mm_processor_kwargs=[{}],
-    chat_template_content_format=['auto', 'string'], cache_salt=[], arrival_time=[], trace_headers=[], data_parallel_rank=[])
-_CALL_ADVICE = dict(callback='give stream_callback', on_token='give stream_callback', stream='llm.stream yields tokens as they come',
-                    system="give a message of role 'system'", batch_size='LLM(max_num_seqs=…) says how many run at once')
+    prompt_adapter_request=[],
+    guided_options_request=[],
+    tokenization_kwargs=[{}],
+    mm_processor_kwargs=[{}],
+    chat_template_content_format=["auto", "string"],
+    cache_salt=[],
+    arrival_time=[],
+    trace_headers=[],
+    data_parallel_rank=[],
+)
+_CALL_ADVICE = dict(
+    callback="give stream_callback",
+    on_token="give stream_callback",
+    stream="llm.stream yields tokens as they come",
+    system="give a message of role 'system'",
+    batch_size="LLM(max_num_seqs=…) says how many run at once",
+)
+
 
 def read_call(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
     "For `reads`: the keywords of a method of `LLM`. Raises `ParamError`."
     given, settings = dict(given), {}
     for k, v in unknown.items():
         same = next((n for group in _SAME if k in group for n in names if n in group), None)
-        if same and given.get(same) is not None: raise ParamError(f'{k} and {same} are the same argument: give one of them')
-        if same: given[same] = v
-        elif k in known_settings(): settings[k] = v
-        elif not (_is_neutral(k, v) or k in _CALL_NEUTRAL and (v is None or v in _CALL_NEUTRAL[k])): _refuse_argument(k, v, names)
-    if not settings: return given
-    if 'sampling_params' not in names or given.get('sampling_params') is not None:
-        raise ParamError(f"{', '.join(settings)}: settings stand in sampling_params, as in SamplingParams({next(iter(settings))}=…)")
+        if same and given.get(same) is not None:
+            raise ParamError(f"{k} and {same} are the same argument: give one of them")
+        if same:
+            given[same] = v
+        elif k in known_settings():
+            settings[k] = v
+        elif not (_is_neutral(k, v) or k in _CALL_NEUTRAL and (v is None or v in _CALL_NEUTRAL[k])):
+            _refuse_argument(k, v, names)
+    if not settings:
+        return given
+    if "sampling_params" not in names or given.get("sampling_params") is not None:
+        raise ParamError(
+            f"{', '.join(settings)}: settings stand in sampling_params, as in SamplingParams({next(iter(settings))}=…)"
+        )
     return given | dict(sampling_params=settings_of(settings))
 
-def read_plain_call(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
+
+def read_plain_call(
+    unknown: dict[str, Any], given: dict[str, Any], names: list[str]
+) -> dict[str, Any]:
     "`read_call` for a method that samples nothing. Raises `ParamError`."
-    if own := known_settings() & unknown.keys(): raise ParamError(f'{min(own)}: this call has no settings, leave it out')
+    if own := known_settings() & unknown.keys():
+        raise ParamError(f"{min(own)}: this call has no settings, leave it out")
     return read_call(unknown, given, names)
 
-def read_pooling_call(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
+
+def read_pooling_call(
+    unknown: dict[str, Any], given: dict[str, Any], names: list[str]
+) -> dict[str, Any]:
     "`read_plain_call` for a method that pools, with vLLM's older `truncate_prompt_tokens`, and `truncate`. Raises `ParamError`."
     unknown = dict(unknown)
-    cut = {k: v for k in ('truncate_prompt_tokens',) if (v := unknown.pop(k, None)) is not None}
-    if (whole := unknown.pop('truncate', None)) is not None:
-        if not isinstance(whole, bool): raise ParamError(f'truncate must be True or False, got {whole!r:.40}: truncate_prompt_tokens says how many')
-        if whole: cut.setdefault('truncate_prompt_tokens', -1)
-    return read_plain_call(unknown, given | dict(tokenization_kwargs=cut | (given.get('tokenization_kwargs') or {})) if cut else given, names)
+    cut = {k: v for k in ("truncate_prompt_tokens",) if (v := unknown.pop(k, None)) is not None}
+    if (whole := unknown.pop("truncate", None)) is not None:
+        if not isinstance(whole, bool):
+            raise ParamError(
+                f"truncate must be True or False, got {whole!r:.40}: truncate_prompt_tokens says how many"
+            )
+        if whole:
+            cut.setdefault("truncate_prompt_tokens", -1)
+    return read_plain_call(
+        unknown,
+        given | dict(tokenization_kwargs=cut | (given.get("tokenization_kwargs") or {}))
+        if cut
+        else given,
+        names,
+    )
+
 
 def _refuse_argument(k: str, v: Any, names: list[str]) -> NoReturn:
     "Raise a `ParamError` about argument `k` of a call that has the arguments `names`."
-    if k in _CALL_ADVICE: raise ParamError(f'argument {k!r} is not supported: {_CALL_ADVICE[k]}')
-    if near := _near(k, names): raise ParamError(f'unknown argument {k!r:.60}, did you mean {near!r}?')
-    if plain_name(k) in INSTEAD or k in NEUTRAL or near_key(k): refuse(k, v)
-    raise ParamError(f'argument {k!r:.60} is not supported: leave it out')
+    if k in _CALL_ADVICE:
+        raise ParamError(f"argument {k!r} is not supported: {_CALL_ADVICE[k]}")
+    if near := _near(k, names):
+        raise ParamError(f"unknown argument {k!r:.60}, did you mean {near!r}?")
+    if plain_name(k) in INSTEAD or k in NEUTRAL or near_key(k):
+        refuse(k, v)
+    raise ParamError(f"argument {k!r:.60} is not supported: leave it out")
 
 # %% ../nbs/modules/000_names.ipynb #nam00030
-WORKS = dict(override_pooler_config='pooler_config', torch_dtype='dtype', device_map='device', kv_cache_memory_bytes='kv_cache_bytes', pretrained_model_name_or_path='model')
+WORKS = dict(
+    override_pooler_config="pooler_config",
+    torch_dtype="dtype",
+    device_map="device",
+    kv_cache_memory_bytes="kv_cache_bytes",
+    pretrained_model_name_or_path="model",
+)
 
-_WITHOUT_EFFECT = {                            # why: vLLM's arguments and their defaults
-    'kv_cache_bytes bounds the memory of the cache': '''gpu_memory_utilization=0.9|0.92 swap_space=4 num_gpu_blocks_override=None
+_WITHOUT_EFFECT = {  # why: vLLM's arguments and their defaults
+    "kv_cache_bytes bounds the memory of the cache": """gpu_memory_utilization=0.9|0.92 swap_space=4 num_gpu_blocks_override=None
         cpu_offload_gb=0 offload_backend='auto' cpu_offload_params=None offload_group_size=0 offload_num_in_group=1 offload_prefetch_step=1
-        offload_params=None kv_offloading_size=None kv_offloading_backend='native'|None preemption_mode=None max_memory=None offload_folder=None''',
-    'the whole model runs on one device, and batchlab run --ray starts several': '''tensor_parallel_size=1 pipeline_parallel_size=1
+        offload_params=None kv_offloading_size=None kv_offloading_backend='native'|None preemption_mode=None max_memory=None offload_folder=None""",
+    "the whole model runs on one device, and batchlab run --ray starts several": """tensor_parallel_size=1 pipeline_parallel_size=1
         data_parallel_size=1 prefill_context_parallel_size=1 decode_context_parallel_size=1 distributed_executor_backend=None|'mp'|'uni'
         data_parallel_rank=None data_parallel_start_rank=None data_parallel_size_local=None data_parallel_address=None data_parallel_rpc_port=None
         data_parallel_hybrid_lb=False data_parallel_external_lb=False data_parallel_backend='mp' master_addr='127.0.0.1' master_port=29501
@@ -287,112 +443,146 @@ _WITHOUT_EFFECT = {                            # why: vLLM's arguments and their
         dbo_prefill_token_threshold=512 disable_nccl_for_dp_synchronization=None eplb_config=None enable_eplb=False num_redundant_experts=0
         eplb_window_size=1000 eplb_step_interval=3000 eplb_log_balancedness=False expert_placement_strategy='linear' ray_workers_use_nsight=False
         max_parallel_loading_workers=None disable_custom_all_reduce=False worker_cls='auto' worker_extension_cls='' worker_use_ray=False tp_plan=None
-        enable_multimodal_encoder_data_parallel=False''',
-    'batchlab plans its steps by max_num_seqs and max_num_batched_tokens': '''block_size=None|16 enable_chunked_prefill=None max_num_partial_prefills=1
+        enable_multimodal_encoder_data_parallel=False""",
+    "batchlab plans its steps by max_num_seqs and max_num_batched_tokens": """block_size=None|16 enable_chunked_prefill=None max_num_partial_prefills=1
         max_long_partial_prefills=1 long_prefill_token_threshold=0 num_lookahead_slots=0 scheduler_delay_factor=0 num_scheduler_steps=1
         multi_step_stream_outputs=True use_v2_block_manager=True async_scheduling=None stream_interval=1 scheduler_reserve_full_isl=True
         disable_hybrid_kv_cache_manager=None disable_chunked_mm_input=False disable_cascade_attn=False
         prefix_caching_hash_algo='sha256' disable_async_output_proc=False tokenizer_pool_size=0 tokenizer_pool_type='ray' tokenizer_pool_extra_config=None
         renderer_num_workers=1 kv_sharing_fast_prefill=False mamba_cache_dtype='auto' mamba_ssm_cache_dtype='auto' mamba_block_size=None
         mamba_cache_mode='none' mamba_backend='triton' mamba_config=None enable_mamba_cache_stochastic_rounding=False mamba_cache_philox_rounds=0
-        scheduling_policy='fcfs'|'priority' optimization_level=2 performance_mode='balanced' ir_op_priority=None external_parameters=None''',
-    'compile says whether compiled kernels run': '''enforce_eager=False|None compilation_config=None cuda_graph_sizes=None cudagraph_capture_sizes=None
+        scheduling_policy='fcfs'|'priority' optimization_level=2 performance_mode='balanced' ir_op_priority=None external_parameters=None""",
+    "compile says whether compiled kernels run": """enforce_eager=False|None compilation_config=None cuda_graph_sizes=None cudagraph_capture_sizes=None
         max_cudagraph_capture_size=None max_seq_len_to_capture=8192 attention_config=None attention_backend=None kernel_config=None
         enable_flashinfer_autotune=None enable_bf16x3_router_gemm=None gdn_prefill_backend=None override_attention_dtype=None model_impl='auto'|'transformers'
-        attn_implementation=None override_neuron_config=None''',
-    'a request may ask for any number of them': 'max_logprobs=20|-1',
-    'llm.stats() and llm.trace() have the numbers': '''disable_log_stats=False|True aggregate_engine_logging=False otlp_traces_endpoint=None
+        attn_implementation=None override_neuron_config=None""",
+    "a request may ask for any number of them": "max_logprobs=20|-1",
+    "llm.stats() and llm.trace() have the numbers": """disable_log_stats=False|True aggregate_engine_logging=False otlp_traces_endpoint=None
         collect_detailed_traces=None kv_cache_metrics=False kv_cache_metrics_sample=0.01 cudagraph_metrics=False enable_layerwise_nvtx_tracing=False
         enable_mfu_metrics=False enable_logging_iteration_details=False enable_mm_processor_stats=False show_hidden_metrics_for_version=None
-        profiler_config=None jit_monitor_mode=None jit_monitor_verbose=False disable_log_requests=False enable_log_requests=False''',
-    'HF_HOME says where fetched models are kept': "download_dir=None cache_dir=None force_download=False",
-    'weights are read from safetensors or .gguf files as they are': '''ignore_patterns=None safetensors_load_strategy='lazy' use_tqdm_on_load=True
+        profiler_config=None jit_monitor_mode=None jit_monitor_verbose=False disable_log_requests=False enable_log_requests=False""",
+    "HF_HOME says where fetched models are kept": "download_dir=None cache_dir=None force_download=False",
+    "weights are read from safetensors or .gguf files as they are": """ignore_patterns=None safetensors_load_strategy='lazy' use_tqdm_on_load=True
         pt_load_map_location='cpu' low_cpu_mem_usage=False|True use_safetensors=True use_fast=True padding_side=None model_weights=''
-        calculate_kv_scales=False allow_deprecated_quantization=False weight_transfer_config=None''',
-    'only text goes in and out': '''allowed_local_media_path='' allowed_media_domains=None limit_mm_per_prompt=None enable_mm_embeds=False
+        calculate_kv_scales=False allow_deprecated_quantization=False weight_transfer_config=None""",
+    "only text goes in and out": """allowed_local_media_path='' allowed_media_domains=None limit_mm_per_prompt=None enable_mm_embeds=False
         interleave_mm_strings=False media_io_kwargs=None mm_processor_kwargs=None disable_mm_preprocessor_cache=False mm_processor_cache_gb=4
         mm_processor_cache_type='lru' mm_shm_cache_max_object_size_mb=128 mm_encoder_only=False mm_encoder_tp_mode='weights'
         mm_encoder_attn_backend=None mm_encoder_attn_dtype=None mm_encoder_fp8_scale_path=None mm_encoder_fp8_scale_save_path=None
         mm_encoder_fp8_scale_save_margin=1.5 skip_mm_profiling=False video_pruning_rate=None mm_tensor_ipc='direct_rpc' language_model_only=False|True
-        served_model_name=None enable_tower_connector_lora=False default_mm_loras=None''',
-    'adapters are plain LoRA, in the dtype of the model': '''fully_sharded_loras=False lora_dtype='auto' lora_extra_vocab_size=256
+        served_model_name=None enable_tower_connector_lora=False default_mm_loras=None""",
+    "adapters are plain LoRA, in the dtype of the model": """fully_sharded_loras=False lora_dtype='auto' lora_extra_vocab_size=256
         lora_target_modules=None specialize_active_lora=False enable_lora_bias=False long_lora_scaling_factors=None max_prompt_adapters=1
-        max_prompt_adapter_token=0''',
-    'llguidance holds answers to their form': '''guided_decoding_backend=None|'auto'|'xgrammar'|'guidance' guided_decoding_disable_fallback=None|False''',
-    'what a model can do is seen from the model, see llm.pooling_tasks': '''task=None|'auto'|'generate'|'embed'|'embedding'|'classify'|'score'|'reward'
-        runner='auto'|'generate'|'pooling' convert='auto'|'none'|'embed'|'classify'|'reward' ''',
-    'a model runs without code of its own, or is refused as it is loaded': 'trust_remote_code=False',
-    'llm.close() gives back the memory of the cache': 'enable_sleep_mode=False shutdown_timeout=0',
-    'it is for servers': '''tokens_only=False fail_on_environ_validation=False'''}
+        max_prompt_adapter_token=0""",
+    "llguidance holds answers to their form": """guided_decoding_backend=None|'auto'|'xgrammar'|'guidance' guided_decoding_disable_fallback=None|False""",
+    "what a model can do is seen from the model, see llm.pooling_tasks": """task=None|'auto'|'generate'|'embed'|'embedding'|'classify'|'score'|'reward'
+        runner='auto'|'generate'|'pooling' convert='auto'|'none'|'embed'|'classify'|'reward' """,
+    "a model runs without code of its own, or is refused as it is loaded": "trust_remote_code=False",
+    "llm.close() gives back the memory of the cache": "enable_sleep_mode=False shutdown_timeout=0",
+    "it is for servers": """tokens_only=False fail_on_environ_validation=False""",
+}
 
 # %% ../nbs/modules/000_names.ipynb #nam00031
-_REFUSED = {                                   # what to do: the arguments, and at which values they ask for nothing
-    "no code of a model is ever run; load it yourself and give LLM the model and the tokenizer": 'code_revision=None',
-    "LLM(*load_model(name, revision='…')) takes that one": 'revision=None tokenizer_revision=None',
-    'give each request a seed, as in SamplingParams(seed=1)': 'seed=0|None',
-    'give it to requests, as in StructuredOutputsParams(json=…, disable_any_whitespace=True)': '''structured_outputs_config=None
-        guided_decoding_disable_any_whitespace=None|False guided_decoding_disable_additional_properties=None|False''',
-    'prompts are text or ids': '''enable_prompt_embeds=False enable_return_routed_experts=False io_processor_plugin=None''',
-    'merge the adapter into the model, and give that': 'enable_prompt_adapter=False qlora_adapter_name_or_path=None',
-    'a model runs by itself, token by token': '''speculative_config=None speculative_model=None num_speculative_tokens=None diffusion_config=None
-        ngram_prompt_lookup_max=None ngram_prompt_lookup_min=None spec_method=None spec_model=None spec_tokens=None''',
+_REFUSED = {  # what to do: the arguments, and at which values they ask for nothing
+    "no code of a model is ever run; load it yourself and give LLM the model and the tokenizer": "code_revision=None",
+    "LLM(*load_model(name, revision='…')) takes that one": "revision=None tokenizer_revision=None",
+    "give each request a seed, as in SamplingParams(seed=1)": "seed=0|None",
+    "give it to requests, as in StructuredOutputsParams(json=…, disable_any_whitespace=True)": """structured_outputs_config=None
+        guided_decoding_disable_any_whitespace=None|False guided_decoding_disable_additional_properties=None|False""",
+    "prompts are text or ids": """enable_prompt_embeds=False enable_return_routed_experts=False io_processor_plugin=None""",
+    "merge the adapter into the model, and give that": "enable_prompt_adapter=False qlora_adapter_name_or_path=None",
+    "a model runs by itself, token by token": """speculative_config=None speculative_model=None num_speculative_tokens=None diffusion_config=None
+        ngram_prompt_lookup_max=None ngram_prompt_lookup_min=None spec_method=None spec_model=None spec_tokens=None""",
     "weights come from safetensors or a .gguf file": "load_format='auto'|'safetensors'|'hf'|'gguf' model_loader_extra_config=None gguf_file=None variant=None",
-    'the folder has its config; change that, or the config of a loaded model that you give': '''hf_overrides=None hf_config_path=None rope_scaling=None
+    "the folder has its config; change that, or the config of a loaded model that you give": """hf_overrides=None hf_config_path=None rope_scaling=None
         rope_theta=None config=None config_format='auto'|'hf' subfolder=None additional_config=None
-        disable_sliding_window=False''',
-    'give a tokenizer as AutoTokenizer.from_pretrained makes it': "tokenizer_mode='auto'|'hf' skip_tokenizer_init=False",
-    "quantization='int8' is what there is": 'quantization_config=None load_in_8bit=False load_in_4bit=False speculative_model_quantization=None',
+        disable_sliding_window=False""",
+    "give a tokenizer as AutoTokenizer.from_pretrained makes it": "tokenizer_mode='auto'|'hf' skip_tokenizer_init=False",
+    "quantization='int8' is what there is": "quantization_config=None load_in_8bit=False load_in_4bit=False speculative_model_quantization=None",
     "keys and values have the model's dtype": "kv_cache_dtype='auto' kv_cache_dtype_skip_layers=None",
-    'set HF_TOKEN in the environment': 'hf_token=None|False token=None use_auth_token=None',
-    'set HF_HUB_OFFLINE=1 in the environment': 'local_files_only=False',
-    'give settings to each request, as SamplingParams': '''generation_config='auto'|'vllm' override_generation_config=None logits_processors=None
-        logits_processor_pattern=None''',
-    'the text comes as the model writes it': "reasoning_parser='' reasoning_parser_plugin=None reasoning_config=None",
-    'the cache is of this process': 'kv_transfer_config=None kv_events_config=None ec_transfer_config=None scheduler_cls=None',
-    'give it to llm.chat': 'chat_template_kwargs=None'}
+    "set HF_TOKEN in the environment": "hf_token=None|False token=None use_auth_token=None",
+    "set HF_HUB_OFFLINE=1 in the environment": "local_files_only=False",
+    "give settings to each request, as SamplingParams": """generation_config='auto'|'vllm' override_generation_config=None logits_processors=None
+        logits_processor_pattern=None""",
+    "the text comes as the model writes it": "reasoning_parser='' reasoning_parser_plugin=None reasoning_config=None",
+    "the cache is of this process": "kv_transfer_config=None kv_events_config=None ec_transfer_config=None scheduler_cls=None",
+    "give it to llm.chat": "chat_template_kwargs=None",
+}
+
 
 def _read_table(table: dict[str, str]) -> dict[str, tuple[str, list[Any]]]:
     "`{name: (why, neutral values)}`"
-    items = [(why, item.partition('=')) for why, text in table.items() for item in re.findall(r"[\w]+=(?:'[^']*'|[^\s'])+", text)]
-    return {name: (why, [literal_eval(v) for v in values.split('|')]) for why, (name, _, values) in items}
+    items = [
+        (why, item.partition("="))
+        for why, text in table.items()
+        for item in re.findall(r"[\w]+=(?:'[^']*'|[^\s'])+", text)
+    ]
+    return {
+        name: (why, [literal_eval(v) for v in values.split("|")])
+        for why, (name, _, values) in items
+    }
+
 
 WITHOUT_EFFECT, REFUSED = _read_table(_WITHOUT_EFFECT), _read_table(_REFUSED)
-ENGINE_DEFAULTS = {k: values[0] for table in (WITHOUT_EFFECT, REFUSED) for k, (_, values) in table.items()}      # of what only others have
+ENGINE_DEFAULTS = {
+    k: values[0] for table in (WITHOUT_EFFECT, REFUSED) for k, (_, values) in table.items()
+}  # of what only others have
 
 # %% ../nbs/modules/000_names.ipynb #nam00033
 def _one_device(v: Any) -> Any:
     "transformers' `device_map` as a device. Raises `ParamError`."
     given: list[Any] = [*v.values()] if isinstance(v, dict) else [v]
-    devices = [x for i, x in enumerate(given) if x not in given[:i]]         # maybe of a kind that has no hash
-    if len(devices) != 1 or devices[0] in ('balanced', 'balanced_low_0', 'sequential', 'disk'):
-        raise ParamError(f"device_map={v!r:.60} is more than one device: give one, as in device='cuda:0'")
-    return f'cuda:{v}' if type(v := devices[0]) is int else v
+    devices = [
+        x for i, x in enumerate(given) if x not in given[:i]
+    ]  # maybe of a kind that has no hash
+    if len(devices) != 1 or devices[0] in ("balanced", "balanced_low_0", "sequential", "disk"):
+        raise ParamError(
+            f"device_map={v!r:.60} is more than one device: give one, as in device='cuda:0'"
+        )
+    return f"cuda:{v}" if type(v := devices[0]) is int else v
+
 
 def _asks_nothing(v: Any, neutral: Collection[Any]) -> bool:
     "Whether `v` is one of `neutral`, None or an empty container."
-    return v is None or isinstance(v, (dict, list, tuple, set, str)) and not v or any(type(v) in (type(x), int) and v == x for x in neutral)
+    return (
+        v is None
+        or isinstance(v, (dict, list, tuple, set, str))
+        and not v
+        or any(type(v) in (type(x), int) and v == x for x in neutral)
+    )
+
 
 def read_engine(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
     "For `reads`: the keywords of `LLM`, by vLLM's and transformers' names too. Raises `ParamError`; logs what has no effect."
     found, idle = dict(given), []
     for k, v in unknown.items():
         if k in WORKS:
-            if v is None: continue
-            if WORKS[k] in given or WORKS[k] not in names: raise ParamError(f'{k} and {WORKS[k]} are the same argument: give one of them')
-            found[WORKS[k]] = _one_device(v) if k == 'device_map' else v
+            if v is None:
+                continue
+            if WORKS[k] in given or WORKS[k] not in names:
+                raise ParamError(f"{k} and {WORKS[k]} are the same argument: give one of them")
+            found[WORKS[k]] = _one_device(v) if k == "device_map" else v
         elif k in REFUSED:
             why, neutral = REFUSED[k]
-            if not _asks_nothing(v, neutral): raise ParamError('{given} is not supported: {why}', given=Option(k, v), why=why)
+            if not _asks_nothing(v, neutral):
+                raise ParamError("{given} is not supported: {why}", given=Option(k, v), why=why)
         elif k in WITHOUT_EFFECT:
             why, neutral = WITHOUT_EFFECT[k]
-            if not _asks_nothing(v, neutral): idle.append(f'{k}={v!r:.40} ({why})')
-        else: _refuse_engine(k, names)
-    if idle: log.warning('without effect here: %s', ', '.join(idle))
+            if not _asks_nothing(v, neutral):
+                idle.append(f"{k}={v!r:.40} ({why})")
+        else:
+            _refuse_engine(k, names)
+    if idle:
+        log.warning("without effect here: %s", ", ".join(idle))
     return found
+
 
 def _refuse_engine(k: str, names: list[str]) -> NoReturn:
     "Raise a `ParamError` about argument `k`, which no engine has."
-    if near := _near(k, [*names, *WORKS, *ENGINE_DEFAULTS]): raise ParamError(f'unknown argument {k!r:.60}, did you mean {near!r}?')
+    if near := _near(k, [*names, *WORKS, *ENGINE_DEFAULTS]):
+        raise ParamError(f"unknown argument {k!r:.60}, did you mean {near!r}?")
     if k in known_settings() or plain_name(k) in INSTEAD:
-        raise ParamError(f'{k} belongs to a request, to SamplingParams or its prompt, and not to an engine: give {INSTEAD.get(plain_name(k), k)} there')
-    raise ParamError(f'unknown argument {k!r:.60}: known are {", ".join(names)}')
+        raise ParamError(
+            f"{k} belongs to a request, to SamplingParams or its prompt, and not to an engine: give {INSTEAD.get(plain_name(k), k)} there"
+        )
+    raise ParamError(f"unknown argument {k!r:.60}: known are {', '.join(names)}")

@@ -20,9 +20,11 @@ from .params import SamplingParams
 from .scheduler import Request
 from .shown import brief, facts_html, facts_text, megabytes, panel_html, short, table
 from .views.drawing import esc
+
 if TYPE_CHECKING:
     import pandas
     from batchlab.verify import Report
+
 
 def total_logprob(logprobs: list[dict] | None, token_ids: list[int]) -> float | None:
     "The log probability of all `token_ids`, by their `logprobs`; None if these were not asked for."
@@ -36,8 +38,9 @@ class CompletionOutput:
     `finish_reason`: 'stop' (EOS, a stop string or id: `stop_reason` says which of the latter two), 'length', 'cancelled',
     'timeout', 'error', or 'too_long' (the prompt leaves no room in the context). `logprobs`: one `{id: Logprob}` a token,
     if asked for."""
+
     index: int
-    text: str = ''
+    text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
     logprobs: list[dict] | None = None
@@ -48,15 +51,30 @@ class CompletionOutput:
     def of(cls, r: Request) -> CompletionOutput:
         "What `r` has become."
         total = total_logprob(r.logprobs, r.output_ids)
-        return cls(r.index, r.text.text if r.text else '', list(r.output_ids), total, r.logprobs, r.finish_reason, r.stop_reason)
+        return cls(
+            r.index,
+            r.text.text if r.text else "",
+            list(r.output_ids),
+            total,
+            r.logprobs,
+            r.finish_reason,
+            r.stop_reason,
+        )
 
-    def __repr__(self) -> str: return f'CompletionOutput({self.index}: {self.line})'
+    def __repr__(self) -> str:
+        return f"CompletionOutput({self.index}: {self.line})"
 
     @property
     def line(self) -> str:
         "The answer in a line: the beginning of its text, why it ended, how long it is."
-        total = '' if self.cumulative_logprob is None else f', log probability {self.cumulative_logprob:.2f}'
-        return f'{brief(self.text, 50)} ({self.finish_reason}, {len(self.token_ids):,} tokens{total})'
+        total = (
+            ""
+            if self.cumulative_logprob is None
+            else f", log probability {self.cumulative_logprob:.2f}"
+        )
+        return (
+            f"{brief(self.text, 50)} ({self.finish_reason}, {len(self.token_ids):,} tokens{total})"
+        )
 
 # %% ../nbs/modules/000_outputs.ipynb #6456f29d
 @dataclass(repr=False)
@@ -67,6 +85,7 @@ class RequestOutput:
     token, None for those up to position `prompt_logprob_start`. `metrics`, in seconds since the call: `time_to_first_token`, `latency`; and
     `time_per_token` after the first, `num_preemptions`. `params`: the `SamplingParams` it ran with.
     `refused`: it has an `error` because it could not be run as it was asked, by no fault of the engine's. `lora_request`: the adapter it ran with."""
+
     request_id: str
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
@@ -80,43 +99,71 @@ class RequestOutput:
     refused: bool = False
     lora_request: Any = None
 
-    def __repr__(self) -> str: return f'RequestOutput({self.request_id}: {self.line})'
+    def __repr__(self) -> str:
+        return f"RequestOutput({self.request_id}: {self.line})"
 
     @property
     def line(self) -> str:
         "What became of it in a line: the beginnings of the prompt and of its first answer, or the error."
-        asked = f'{len(self.prompt_token_ids or []):,} token ids' if self.prompt is None else brief(self.prompt, 30)
-        answer = f'error: {short(self.error, 90)}' if self.error else self.outputs[0].line if self.outputs else 'nothing yet'
-        more = f' and {len(self.outputs) - 1} more' if len(self.outputs) > 1 else ''
-        return f'{asked} → {answer}{more}'
+        asked = (
+            f"{len(self.prompt_token_ids or []):,} token ids"
+            if self.prompt is None
+            else brief(self.prompt, 30)
+        )
+        answer = (
+            f"error: {short(self.error, 90)}"
+            if self.error
+            else self.outputs[0].line
+            if self.outputs
+            else "nothing yet"
+        )
+        more = f" and {len(self.outputs) - 1} more" if len(self.outputs) > 1 else ""
+        return f"{asked} → {answer}{more}"
 
     @property
-    def num_tokens(self) -> int: return sum(len(o.token_ids) for o in self.outputs)
+    def num_tokens(self) -> int:
+        return sum(len(o.token_ids) for o in self.outputs)
 
     def rows(self) -> list[dict[str, Any]]:
         "A row of a table for each answer."
-        return [dict(prompt=self.prompt, index=o.index, text=o.text, finish_reason=o.finish_reason,
-                     prompt_tokens=len(self.prompt_token_ids or []), completion_tokens=len(o.token_ids),
-                     cached_tokens=self.num_cached_tokens, error=self.error, cumulative_logprob=o.cumulative_logprob,
-                     logprobs=o.logprobs) for o in self.outputs]
+        return [
+            dict(
+                prompt=self.prompt,
+                index=o.index,
+                text=o.text,
+                finish_reason=o.finish_reason,
+                prompt_tokens=len(self.prompt_token_ids or []),
+                completion_tokens=len(o.token_ids),
+                cached_tokens=self.num_cached_tokens,
+                error=self.error,
+                cumulative_logprob=o.cumulative_logprob,
+                logprobs=o.logprobs,
+            )
+            for o in self.outputs
+        ]
 
 # %% ../nbs/modules/000_outputs.ipynb #9870b1d8
 class _Result(Protocol):
     "What `Outputs` wants of what it holds."
+
     error: str | None
+
     @property
     def line(self) -> str: ...
     @property
     def num_tokens(self) -> int: ...
     def rows(self) -> list[dict[str, Any]]: ...
 
-_R = TypeVar('_R', bound=_Result)
-_ASKED_FOR = 'cumulative_logprob', 'logprobs'                      # columns that are there if any row has them
+
+_R = TypeVar("_R", bound=_Result)
+_ASKED_FOR = "cumulative_logprob", "logprobs"  # columns that are there if any row has them
+
 
 class Outputs(list[_R]):
     """The results of a call, in the order of its prompts: a list that prints in a few lines, and as a table in a notebook.
 
     Its slices and sums are such lists too. `report`: of `verify=True`."""
+
     report: Report | None = None
 
     @overload
@@ -126,50 +173,79 @@ class Outputs(list[_R]):
     def __getitem__(self, i: SupportsIndex | slice) -> _R | Outputs[_R]:
         return Outputs(super().__getitem__(i)) if isinstance(i, slice) else super().__getitem__(i)
 
-    def __add__(self, other: list[Any]) -> Outputs[Any]: return Outputs(super().__add__(other))
-    def __radd__(self, other: list[Any]) -> Outputs[Any]: return Outputs([*other, *self]) if isinstance(other, list) else NotImplemented
-    def copy(self) -> Outputs[_R]: return Outputs(self)
+    def __add__(self, other: list[Any]) -> Outputs[Any]:
+        return Outputs(super().__add__(other))
+
+    def __radd__(self, other: list[Any]) -> Outputs[Any]:
+        return Outputs([*other, *self]) if isinstance(other, list) else NotImplemented
+
+    def copy(self) -> Outputs[_R]:
+        return Outputs(self)
 
     @property
     def _whole(self) -> bool:
         "Whether it holds results only: as to any list, something else may have been put in."
-        return all(hasattr(x, 'rows') for x in self)
+        return all(hasattr(x, "rows") for x in self)
 
     @property
     def _head(self) -> str:
         "How many there are, of how many tokens, and how many failed, by the commonest reason."
         whys = Counter(short(x.error, 90) for x in self if x.error)
-        said = f'{len(self):,} result{"s" * (len(self) != 1)}, {sum(x.num_tokens for x in self):,} tokens'
-        if whys: said += f'; {whys.total():,} failed: ' + '; '.join(f'{why} ({n:,})' for why, n in whys.most_common(2)) + '; …' * (len(whys) > 2)
-        return said if self.report is None else f'{said}; verified: {self.report.headline}'
+        said = f"{len(self):,} result{'s' * (len(self) != 1)}, {sum(x.num_tokens for x in self):,} tokens"
+        if whys:
+            said += (
+                f"; {whys.total():,} failed: "
+                + "; ".join(f"{why} ({n:,})" for why, n in whys.most_common(2))
+                + "; …" * (len(whys) > 2)
+            )
+        return said if self.report is None else f"{said}; verified: {self.report.headline}"
 
     def __repr__(self) -> str:
-        if not self._whole: return super().__repr__()
-        more = [f'… {len(self) - 5:,} more'] if len(self) > 5 else []
-        return '\n'.join([self._head, *(f'{i}: {x.line}' for i, x in enumerate(self[:5])), *more])
+        if not self._whole:
+            return super().__repr__()
+        more = [f"… {len(self) - 5:,} more"] if len(self) > 5 else []
+        return "\n".join([self._head, *(f"{i}: {x.line}" for i, x in enumerate(self[:5])), *more])
 
     def _repr_html_(self) -> str | None:
-        if not self._whole: return None
+        if not self._whole:
+            return None
+
         def cells(i: int, row: dict[str, Any]) -> dict[str, str]:
-            said = {k: brief(x, 200) if k in ('prompt', 'text') else f'{x:.2f}' if isinstance(x, float) else str(x)
-                    for k, x in row.items() if k != 'logprobs' and x is not None}
-            return {'': str(i)} | {k: esc(said.get(k, '')) for k in row if k != 'logprobs'}
-        rows, words = _rows(self), ('prompt', 'text', 'finish_reason', 'error')
-        more = f'<div class="dim">… {len(rows) - 20:,} more rows</div>' if len(rows) > 20 else ''
-        return panel_html(f'<b>{esc(self._head)}</b>{table([cells(*row) for row in rows[:20]], words) if rows else ""}{more}')
+            said = {
+                k: brief(x, 200)
+                if k in ("prompt", "text")
+                else f"{x:.2f}"
+                if isinstance(x, float)
+                else str(x)
+                for k, x in row.items()
+                if k != "logprobs" and x is not None
+            }
+            return {"": str(i)} | {k: esc(said.get(k, "")) for k in row if k != "logprobs"}
+
+        rows, words = _rows(self), ("prompt", "text", "finish_reason", "error")
+        more = f'<div class="dim">… {len(rows) - 20:,} more rows</div>' if len(rows) > 20 else ""
+        return panel_html(
+            f"<b>{esc(self._head)}</b>{table([cells(*row) for row in rows[:20]], words) if rows else ''}{more}"
+        )
 
     def to_pandas(self, index: Sequence[Any] | None = None) -> pandas.DataFrame:
         """A pandas `DataFrame` with a row for each answer. Its index is the place of its prompt or what `index`, such as `frame.index`, has there.
 
         For a frame with the answers in new columns see `LLM.map`. `cumulative_logprob` and `logprobs` are columns if they were asked for. Raises `ParamError` for an index of
         another length, `ImportError` without pandas."""
-        try: import pandas
-        except ImportError as e: raise ImportError('to_pandas needs pandas: pip install pandas') from e
+        try:
+            import pandas
+        except ImportError as e:
+            raise ImportError("to_pandas needs pandas: pip install pandas") from e
         places = pandas.Index(range(len(self)) if index is None else index)
-        if len(places) != len(self): raise ParamError(f'the index has {len(places):,} entries for {len(self):,} results')
+        if len(places) != len(self):
+            raise ParamError(f"the index has {len(places):,} entries for {len(self):,} results")
         rows = _rows(self)
-        names = (rows or _rows([RequestOutput('', outputs=[CompletionOutput(0)])]))[0][1]
-        return pandas.DataFrame([row for _, row in rows], places.take([i for i, _ in rows]), [*names])
+        names = (rows or _rows([RequestOutput("", outputs=[CompletionOutput(0)])]))[0][1]
+        return pandas.DataFrame(
+            [row for _, row in rows], places.take([i for i, _ in rows]), [*names]
+        )
+
 
 def _rows(results: Iterable[_Result]) -> list[tuple[int, dict[str, Any]]]:
     "The rows of `results`, each with the place of its prompt and the columns of all; without those that nobody asked for."
@@ -186,10 +262,11 @@ class StreamEvent:
     `index`: the prompt's place in its call; `completion`: which of its `n` answers. `finish_reason` is set with the last
     event of an answer. The last event of a prompt is `finished` and carries its `output`, a `RequestOutput`. `logprobs`: one
     `{id: Logprob}` for each of `token_ids`, if asked for."""
+
     request_id: str
     index: int = 0
     completion: int = 0
-    text: str = ''
+    text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     finished: bool = False
@@ -197,9 +274,9 @@ class StreamEvent:
     logprobs: list[dict] | None = None
 
     def __repr__(self) -> str:
-        ids = f'{self.token_ids}' if len(self.token_ids) <= 8 else f'{len(self.token_ids):,} ids'
-        end = f', {self.finish_reason}' if self.finish_reason else ''
-        return f'StreamEvent({self.request_id}, answer {self.completion}: {brief(self.text, 50)}, {ids}{end}{", finished" * self.finished})'
+        ids = f"{self.token_ids}" if len(self.token_ids) <= 8 else f"{len(self.token_ids):,} ids"
+        end = f", {self.finish_reason}" if self.finish_reason else ""
+        return f"StreamEvent({self.request_id}, answer {self.completion}: {brief(self.text, 50)}, {ids}{end}{', finished' * self.finished})"
 
 # %% ../nbs/modules/000_outputs.ipynb #54c2eae1
 @dataclass(eq=False)
@@ -208,6 +285,7 @@ class RequestGroup:
 
     `on_event`: gets its every `StreamEvent`. `reason`: why it ended, if it never began; `deadline`, `start`: seconds of
     `time.perf_counter`. `output`: set at its end."""
+
     request_id: str
     index: int = 0
     on_event: Callable[[StreamEvent], object] | None = None
@@ -218,38 +296,59 @@ class RequestGroup:
     deadline: float | None = None
     requests: list[Request] = field(default_factory=list)
     error: str | None = None
-    reason: str = 'error'
+    reason: str = "error"
     output: RequestOutput | None = None
-    refused: bool = False                         # its `error` is of what was asked
-    broken: bool = False                          # its `on_event` raised
-    lora_request: Any = None                      # the `LoRARequest` that it runs with
-    adapter: Any = None                           # and the `Adapter` that came of it, until its end
+    refused: bool = False  # its `error` is of what was asked
+    broken: bool = False  # its `on_event` raised
+    lora_request: Any = None  # the `LoRARequest` that it runs with
+    adapter: Any = None  # and the `Adapter` that came of it, until its end
 
     @property
-    def done(self) -> bool: return self.output is not None
+    def done(self) -> bool:
+        return self.output is not None
 
     def result(self) -> Any:
         "What became of it."
         rs = self.requests
-        outs = [CompletionOutput.of(r) for r in rs] or [CompletionOutput(0, finish_reason=self.reason)]
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outs, True,
-                             self.error or next((r.error for r in rs if r.error), None), self.metrics(),
-                             rs[0].num_cached_tokens or 0 if rs else 0, rs[0].prompt_logprobs if rs else None, self.params, self.refused,
-                             self.lora_request)
+        outs = [CompletionOutput.of(r) for r in rs] or [
+            CompletionOutput(0, finish_reason=self.reason)
+        ]
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            outs,
+            True,
+            self.error or next((r.error for r in rs if r.error), None),
+            self.metrics(),
+            rs[0].num_cached_tokens or 0 if rs else 0,
+            rs[0].prompt_logprobs if rs else None,
+            self.params,
+            self.refused,
+            self.lora_request,
+        )
 
     def metrics(self) -> dict[str, Any]:
         "Times of the request, in seconds, as in `RequestOutput.metrics`."
-        times = [(r.first_token_at, r.last_token_at, len(r.output_ids)) for r in self.requests if r.first_token_at and r.last_token_at]
+        times = [
+            (r.first_token_at, r.last_token_at, len(r.output_ids))
+            for r in self.requests
+            if r.first_token_at and r.last_token_at
+        ]
         first = min((a for a, _, _ in times), default=None)
         each = [(b - a) / (n - 1) for a, b, n in times if n > 1]
-        return dict(time_to_first_token=None if first is None else first - self.start,
-                    latency=time.perf_counter() - self.start, time_per_token=sum(each) / len(each) if each else None,
-                    num_preemptions=sum(r.num_preemptions for r in self.requests))
+        return dict(
+            time_to_first_token=None if first is None else first - self.start,
+            latency=time.perf_counter() - self.start,
+            time_per_token=sum(each) / len(each) if each else None,
+            num_preemptions=sum(r.num_preemptions for r in self.requests),
+        )
 
 # %% ../nbs/modules/000_outputs.ipynb #0c3375ce
 @dataclass(repr=False)
 class Score:
     "How likely a text is: `logprobs` of all its tokens but the first, natural logarithms; `error` if it could not be run."
+
     token_ids: list[int]
     logprobs: list[float]
     error: str | None = None
@@ -259,21 +358,31 @@ class Score:
         "exp of the mean negative log probability; NaN for less than two tokens."
         return math.exp(-sum(self.logprobs) / len(self.logprobs)) if self.logprobs else math.nan
 
-    def __repr__(self) -> str: return f'Score({self.line})'
+    def __repr__(self) -> str:
+        return f"Score({self.line})"
 
     @property
     def line(self) -> str:
         "The score in a line."
-        if self.error: return f'error: {short(self.error, 90)}'
-        return f'{self.num_tokens:,} tokens, log probability {sum(self.logprobs):.2f}, perplexity {self.perplexity:.2f}'
+        if self.error:
+            return f"error: {short(self.error, 90)}"
+        return f"{self.num_tokens:,} tokens, log probability {sum(self.logprobs):.2f}, perplexity {self.perplexity:.2f}"
 
     @property
-    def num_tokens(self) -> int: return len(self.token_ids)
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
 
     def rows(self) -> list[dict[str, Any]]:
         "A row of a table."
-        return [dict(prompt_tokens=self.num_tokens, perplexity=self.perplexity, error=self.error,
-                     cumulative_logprob=sum(self.logprobs), logprobs=self.logprobs)]
+        return [
+            dict(
+                prompt_tokens=self.num_tokens,
+                perplexity=self.perplexity,
+                error=self.error,
+                cumulative_logprob=sum(self.logprobs),
+                logprobs=self.logprobs,
+            )
+        ]
 
 # %% ../nbs/modules/000_outputs.ipynb #a084aa91
 @dataclass(repr=False)
@@ -283,6 +392,7 @@ class MemoryPlan:
     `slots`: requests at once; `blocks` of `block_size` tokens: the most that they hold at once; `shared_tokens`: prompt tokens
     that are computed once for several requests, as far as that was looked at. `adapters_bytes`: of the adapters in memory at once, which is
     at most `adapters_limit_bytes`."""
+
     num_requests: int
     prompt_tokens: int
     max_output_tokens: int
@@ -299,20 +409,29 @@ class MemoryPlan:
     adapters_bytes: int = 0
     adapters_limit_bytes: int = 0
 
-    def __str__(self) -> str: return '\n'.join(self._lines(10))
-    def __repr__(self) -> str: return '\n'.join(self._lines(3))
+    def __str__(self) -> str:
+        return "\n".join(self._lines(10))
+
+    def __repr__(self) -> str:
+        return "\n".join(self._lines(3))
 
     def _lines(self, most: int) -> list[str]:
         "The plan in lines, with at most `most` refusals."
-        blocks = f', {self.blocks:,} blocks of {self.block_size} tokens' if self.block_size else ''
-        shared = f', {self.shared_tokens:,} of them shared' if self.shared_tokens else ''
+        blocks = f", {self.blocks:,} blocks of {self.block_size} tokens" if self.block_size else ""
+        shared = f", {self.shared_tokens:,} of them shared" if self.shared_tokens else ""
         refused, more = [*self.refused.items()][:most], len(self.refused) - most
-        return [f'{self.num_requests} requests, {self.prompt_tokens:,} prompt tokens{shared}, at most '
-                f'{self.max_output_tokens:,} to generate, the longest {self.longest:,}',
-                f'weights {megabytes(self.weights_bytes)}, KV {self.kv_bytes_per_token:,} bytes a token: {self.slots} slots{blocks}, '
-                f'at most {megabytes(self.kv_bytes)} of {megabytes(self.kv_limit_bytes)}',
-                *[f'adapters {megabytes(self.adapters_bytes)}, of at most {megabytes(self.adapters_limit_bytes)}'] * bool(self.adapters_limit_bytes),
-                *(f'request {i} is refused: {why}' for i, why in refused), *[f'and {more:,} more are refused'] * (more > 0)]
+        return [
+            f"{self.num_requests} requests, {self.prompt_tokens:,} prompt tokens{shared}, at most "
+            f"{self.max_output_tokens:,} to generate, the longest {self.longest:,}",
+            f"weights {megabytes(self.weights_bytes)}, KV {self.kv_bytes_per_token:,} bytes a token: {self.slots} slots{blocks}, "
+            f"at most {megabytes(self.kv_bytes)} of {megabytes(self.kv_limit_bytes)}",
+            *[
+                f"adapters {megabytes(self.adapters_bytes)}, of at most {megabytes(self.adapters_limit_bytes)}"
+            ]
+            * bool(self.adapters_limit_bytes),
+            *(f"request {i} is refused: {why}" for i, why in refused),
+            *[f"and {more:,} more are refused"] * (more > 0),
+        ]
 
 # %% ../nbs/modules/000_outputs.ipynb #f05bcb17
 @dataclass(repr=False)
@@ -323,6 +442,7 @@ class Stats:
     `masked`: see `Ledger`. `running`, `waiting`, `slots`, `slots_in_use`, and of blocks those that memory was taken for, those
     in use and those whose content can be found, `kv_bytes`: now. Times in seconds, means over requests; `tokens_per_second`:
     output tokens over the time spent in steps."""
+
     requests: dict[str, int]
     prompt_tokens: int
     output_tokens: int
@@ -344,25 +464,36 @@ class Stats:
     time_per_token: float
     tokens_per_second: float
 
-    def __repr__(self) -> str: return facts_text(self, self._facts())
-    def _repr_html_(self) -> str: return facts_html(self, self._facts())
+    def __repr__(self) -> str:
+        return facts_text(self, self._facts())
+
+    def _repr_html_(self) -> str:
+        return facts_html(self, self._facts())
 
     def _facts(self) -> dict[str, str]:
-        said = lambda x, form: '–' if math.isnan(x) else format(x, form)
-        ended = ', '.join(f'{n:,} {why}' for why, n in self.requests.items()) or 'none'
-        return dict(ended=ended, now=f'{self.running} running in {self.slots_in_use} of {self.slots} slots, {self.waiting} waiting',
-                    tokens=f'{self.prompt_tokens:,} in, of which {self.cached_tokens:,} cached; {self.output_tokens:,} out',
-                    wasted=f'{self.recomputed:,} computed again, {self.padded:,} padded; {self.masked:,} masked reads',
-                    steps=f'{self.steps:,}, with {self.preemptions:,} preemptions',
-                    memory=f'{megabytes(self.kv_bytes)} of keys and values: {self.blocks_in_use:,} of {self.blocks:,} blocks in use, '
-                           f'{self.blocks_cached:,} can be found again',
-                    speed=f'{said(self.tokens_per_second, ",.1f")} tokens/s; {said(self.time_to_first_token, ".3f")} s to the first token, '
-                          f'{said(self.time_per_token, ".4f")} s for each after it')
+        said = lambda x, form: "–" if math.isnan(x) else format(x, form)
+        ended = ", ".join(f"{n:,} {why}" for why, n in self.requests.items()) or "none"
+        return dict(
+            ended=ended,
+            now=f"{self.running} running in {self.slots_in_use} of {self.slots} slots, {self.waiting} waiting",
+            tokens=f"{self.prompt_tokens:,} in, of which {self.cached_tokens:,} cached; {self.output_tokens:,} out",
+            wasted=f"{self.recomputed:,} computed again, {self.padded:,} padded; {self.masked:,} masked reads",
+            steps=f"{self.steps:,}, with {self.preemptions:,} preemptions",
+            memory=f"{megabytes(self.kv_bytes)} of keys and values: {self.blocks_in_use:,} of {self.blocks:,} blocks in use, "
+            f"{self.blocks_cached:,} can be found again",
+            speed=f"{said(self.tokens_per_second, ',.1f')} tokens/s; {said(self.time_to_first_token, '.3f')} s to the first token, "
+            f"{said(self.time_per_token, '.4f')} s for each after it",
+        )
 
 # %% ../nbs/modules/000_outputs.ipynb #out00091
 def __getattr__(name: str) -> Any:
     "The results that `batchlab.pooled` has, by vLLM's place for them."
-    if name not in {f'{kind}{what}' for kind in ('Pooling', 'Embedding', 'Classification', 'Scoring') for what in ('RequestOutput', 'Output')}:
-        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    if name not in {
+        f"{kind}{what}"
+        for kind in ("Pooling", "Embedding", "Classification", "Scoring")
+        for what in ("RequestOutput", "Output")
+    }:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from batchlab import pooled
+
     return getattr(pooled, name)

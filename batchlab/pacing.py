@@ -15,30 +15,49 @@ class Pace:
 
     `beside`, `alone`: a step with them takes so many times what one takes without, where others run and where none does; there they have `least` at least. `every`: of so
     many steps one is without them, or with one position of them alone. `base`: seconds of a step without them, or with one position; None if not known yet."""
-    def __init__(self, beside: float = 1.7, alone: float = 3., least: int = 32, every: int = 16) -> None:
-        self.factors, self.least, self.every = {True: beside, False: alone}, {True: 1, False: least}, every
+
+    def __init__(
+        self, beside: float = 1.7, alone: float = 3.0, least: int = 32, every: int = 16
+    ) -> None:
+        self.factors, self.least, self.every = (
+            {True: beside, False: alone},
+            {True: 1, False: least},
+            every,
+        )
         self.base: float | None = None
-        self.positions = {True: 4., False: float(least)}                           # beside others, and alone
-        self.others, self.since = False, 0                                # whether others are there; steps since one without
+        self.positions = {True: 4.0, False: float(least)}  # beside others, and alone
+        self.others, self.since = False, 0  # whether others are there; steps since one without
         self.now = 1
 
     def allowance(self, others: bool) -> int:
         "That of the next step. `others`: whether there are requests that are not preemptible."
-        if others and not self.others: self.since = self.every            # they have just come: the first steps are theirs alone
+        if others and not self.others:
+            self.since = self.every  # they have just come: the first steps are theirs alone
         self.others, self.since = others, self.since + 1
-        if self.since > self.every + 3: self.since = 1                    # prompts, one after the other: lines go on all the same
-        if self.base is None or self.since > self.every: self.now = 0 if others and self.since > self.every else 1
-        else: self.now = int(self.positions[others])
+        if self.since > self.every + 3:
+            self.since = 1  # prompts, one after the other: lines go on all the same
+        if self.base is None or self.since > self.every:
+            self.now = 0 if others and self.since > self.every else 1
+        else:
+            self.now = int(self.positions[others])
         return self.now
 
     def note(self, others: int, rows: int, positions: int, seconds: float) -> None:
         "The step took `seconds`, with `positions` of preemptible requests, and `others` of other requests in so many `rows`."
-        if others > rows or not others + positions: return                # a prompt was in it: nothing to compare it with
+        if others > rows or not others + positions:
+            return  # a prompt was in it: nothing to compare it with
         if positions <= (not others):
             self.since = 0
             slower = self.base is not None and seconds > self.base
-            self.base = seconds if self.base is None else self.base + (seconds - self.base) * (.1 if slower else .5)
+            self.base = (
+                seconds
+                if self.base is None
+                else self.base + (seconds - self.base) * (0.1 if slower else 0.5)
+            )
         elif self.base is not None:
             free, took = self.base * (self.factors[others > 0] - 1), max(seconds - self.base, 1e-9)
             known, change = self.positions[others > 0], min(1.1, max(2 / 3, free / took))
-            if change < 1 or positions >= self.now: self.positions[others > 0] = min(max(known * change, self.least[others > 0]), 2. ** 20)
+            if change < 1 or positions >= self.now:
+                self.positions[others > 0] = min(
+                    max(known * change, self.least[others > 0]), 2.0**20
+                )

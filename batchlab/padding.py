@@ -18,26 +18,36 @@ from .deprecated import renamed
 from .errors import BatchError
 from .prefill import forward
 
-if TYPE_CHECKING: from transformers import PreTrainedModel
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-__getattr__ = renamed(__name__, {'PaddingError': 'errors.BatchError', 'Ledger': 'ledger.Ledger'})
+__getattr__ = renamed(__name__, {"PaddingError": "errors.BatchError", "Ledger": "ledger.Ledger"})
 
 # %% auto #0
 __all__ = ['pad_and_mask', 'positions_from_mask', 'prefill_padded', 'Probe', 'can_pad', 'same_as_alone']
 
 # %% ../nbs/04_padding.ipynb #ff44790d
-def pad_and_mask(rows: Sequence[Sequence[int]], pad_id: int = 0, side: str = 'left') -> tuple[Tensor, Tensor]:
+def pad_and_mask(
+    rows: Sequence[Sequence[int]], pad_id: int = 0, side: str = "left"
+) -> tuple[Tensor, Tensor]:
     """Rows of token ids as `(input_ids, mask)`, both int64 `[B, L]`, L the longest row; the mask is 1 on real tokens.
 
     The mask comes from the lengths, never from comparing ids with `pad_id`: a real token may have that id.
     Raises `BatchError` for no rows, an empty one, or an unknown side.
     """
-    if side not in ('left', 'right'): raise BatchError(f"side is {side!r}: expected 'left' or 'right'")
-    if not rows: raise BatchError('no rows to pad: give at least one prompt')
+    if side not in ("left", "right"):
+        raise BatchError(f"side is {side!r}: expected 'left' or 'right'")
+    if not rows:
+        raise BatchError("no rows to pad: give at least one prompt")
     empty = [i for i, r in enumerate(rows) if not len(r)]
-    if empty: raise BatchError(f'rows {empty} have no tokens: give each at least one, for example the BOS token')
+    if empty:
+        raise BatchError(
+            f"rows {empty} have no tokens: give each at least one, for example the BOS token"
+        )
     ids = [torch.tensor(r) for r in rows]
-    return pad_sequence(ids, True, pad_id, side), pad_sequence([torch.ones_like(r) for r in ids], True, 0, side)
+    return pad_sequence(ids, True, pad_id, side), pad_sequence(
+        [torch.ones_like(r) for r in ids], True, 0, side
+    )
 
 # %% ../nbs/04_padding.ipynb #710a5f1a
 def positions_from_mask(mask: Tensor) -> Tensor:
@@ -45,13 +55,20 @@ def positions_from_mask(mask: Tensor) -> Tensor:
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 # %% ../nbs/04_padding.ipynb #88fa635d
-def prefill_padded(model: PreTrainedModel, prompts: Sequence[Sequence[int]],
-                   pad_id: int = 0) -> tuple[Tensor, BatchCache, Tensor]:
+def prefill_padded(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], pad_id: int = 0
+) -> tuple[Tensor, BatchCache, Tensor]:
     "Run prompts as one left-padded batch: `(logits [B, V], BatchCache, lengths int64 [B])`."
     ids, mask = (t.to(model.device) for t in pad_and_mask(prompts, pad_id))
     cache, lengths = BatchCache(), mask.sum(-1)
-    padded = bool((lengths < ids.shape[1]).any())          # without padding no mask: attention has a faster way then
-    return forward(model, ids, cache, positions_from_mask(mask), mask if padded else None), cache, lengths
+    padded = bool(
+        (lengths < ids.shape[1]).any()
+    )  # without padding no mask: attention has a faster way then
+    return (
+        forward(model, ids, cache, positions_from_mask(mask), mask if padded else None),
+        cache,
+        lengths,
+    )
 
 # %% ../nbs/04_padding.ipynb #1d91862c
 class Probe:
@@ -59,9 +76,13 @@ class Probe:
 
     `at_once`: ask it once, each row followed by what makes it as long as the longest. A causal model does not see what follows; from
     one that does, nothing agrees. `hidden`, `causal`: what is compared, here the logits of a causal model; for others see `StateProbe`."""
+
     hidden, causal = False, True
     types: list[list[int]] | None = None
-    def __init__(self, model: PreTrainedModel, rows: Sequence[Sequence[int]], at_once: bool = False) -> None:
+
+    def __init__(
+        self, model: PreTrainedModel, rows: Sequence[Sequence[int]], at_once: bool = False
+    ) -> None:
         self.model, self.rows, self.at_once = model, [list(row) for row in rows], at_once
 
     @functools.cached_property
@@ -69,21 +90,29 @@ class Probe:
     def alone(self) -> list[Tensor]:
         "The logits `[n, V]` of each row by itself and without a cache: computed when they are first asked for."
         longest = max(self.rows, key=len)
-        batches = [[row + longest[len(row):] for row in self.rows]] if self.at_once else [[row] for row in self.rows]
+        batches = (
+            [[row + longest[len(row) :] for row in self.rows]]
+            if self.at_once
+            else [[row] for row in self.rows]
+        )
         ids = (torch.tensor(batch, device=self.model.device) for batch in batches)
         logits = [x for batch in ids for x in self.model(input_ids=batch, use_cache=False).logits]
-        return [x[:len(row)] for x, row in zip(logits, self.rows)]
+        return [x[: len(row)] for x, row in zip(logits, self.rows)]
 
-    def agrees(self, ends: Sequence[tuple[int, int]], logits: Tensor, tolerance: float | None = None) -> bool:
+    def agrees(
+        self, ends: Sequence[tuple[int, int]], logits: Tensor, tolerance: float | None = None
+    ) -> bool:
         """Whether each of `logits` `[n, V]` is what the model gives alone. `ends`: for each `(row, how many of its tokens)`.
 
         The one rule for all ways to run a model. No logit may be off by more than a share of the largest: 0.1% in fp32, which
         is hundreds of roundings, and 5% in half precision, where a rounding is 0.1% to 0.4% and every layer adds some; or
         `tolerance` of it."""
-        if tolerance is None: tolerance = 1e-3 if self.model.dtype.itemsize >= 4 else 5e-2
+        if tolerance is None:
+            tolerance = 1e-3 if self.model.dtype.itemsize >= 4 else 5e-2
         for (row, n), got in zip(ends, logits):
             want = self.alone[row][n - 1]
-            if not (got.to(want.device) - want).abs().max() <= tolerance * want.abs().max(): return False      # NaN is not close
+            if not (got.to(want.device) - want).abs().max() <= tolerance * want.abs().max():
+                return False  # NaN is not close
         return True
 
 # %% ../nbs/04_padding.ipynb #a31375d0
@@ -98,9 +127,17 @@ def can_pad(model: PreTrainedModel) -> bool:
         last = torch.tensor([row[-1] for row in probe.rows], device=model.device)
         second = decode_step(model, last, cache, lengths, mask)
         return probe.agrees([(0, 9), (1, 3)], first) and probe.agrees([(0, 10), (1, 4)], second)
-    except Exception: return False      # whatever it says: its cache or its arguments are of another kind
+    except Exception:
+        return False  # whatever it says: its cache or its arguments are of another kind
 
 # %% ../nbs/04_padding.ipynb #7bf92a6a
-def same_as_alone(model: PreTrainedModel, rows: Sequence[Sequence[int]], logits: Tensor, tolerance: float | None = None) -> bool:
+def same_as_alone(
+    model: PreTrainedModel,
+    rows: Sequence[Sequence[int]],
+    logits: Tensor,
+    tolerance: float | None = None,
+) -> bool:
     "Whether each of `logits` `[n, V]` is what `model` gives after one of `rows`, run alone: as `Probe.agrees` has it."
-    return Probe(model, rows).agrees([(i, len(row)) for i, row in enumerate(rows)], logits, tolerance)
+    return Probe(model, rows).agrees(
+        [(i, len(row)) for i, row in enumerate(rows)], logits, tolerance
+    )

@@ -12,114 +12,234 @@ from difflib import get_close_matches
 from math import inf, nextafter
 from typing import TYPE_CHECKING, Any
 from .errors import Option, ParamError
-from .names import (by_any_name, known_settings, read_plain_call, read_settings, setting_fields, settings_of,
-                            whole_number, written)
-if TYPE_CHECKING: from transformers import GenerationConfig
+from batchlab.names import (
+    by_any_name,
+    known_settings,
+    read_plain_call,
+    read_settings,
+    setting_fields,
+    settings_of,
+    whole_number,
+    written,
+)
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 # %% auto #0
 __all__ = ['LOGPROBS_MODES', 'check_logprobs_mode', 'StructuredOutputsParams', 'SamplingParams', 'read_beam_call',
            'BeamSearchParams']
 
 # %% ../nbs/modules/000_params.ipynb #132d0887
-_ABOVE_0, _FINITE = nextafter(0, 1), sys.float_info.max      # the least number above 0, the largest below infinity
-_LARGEST = 2**63 - 1                                         # a count beyond it, larger than any there is, counts as this
+_ABOVE_0, _FINITE = (
+    nextafter(0, 1),
+    sys.float_info.max,
+)  # the least number above 0, the largest below infinity
+_LARGEST = 2**63 - 1  # a count beyond it, larger than any there is, counts as this
 
-_RULES: dict[str, tuple[type, float, float, str, str]] = dict(        # (type, least, most, what it must be, advice)
-    n=(int, 1, inf, "a whole number of at least 1", "1 gives one completion"),
-    presence_penalty=(float, -2, 2, "a number from -2 to 2", "0 turns it off"),
-    frequency_penalty=(float, -2, 2, "a number from -2 to 2", "0 turns it off"),
-    repetition_penalty=(float, _ABOVE_0, _FINITE, "a finite number above 0", "1 turns it off"),
-    temperature=(float, 0, _FINITE, "a finite number of at least 0", "0 is greedy"),
-    top_p=(float, _ABOVE_0, 1, "a number above 0 and at most 1", "1 turns it off; temperature=0 is greedy"),
-    top_k=(int, -1, inf, "a whole number of at least -1", "0 or -1 turns it off"),
-    min_p=(float, 0, 1, "a number from 0 to 1", "0 turns it off"),
-    seed=(int, 0, 2**63 - 1, "a whole number from 0 to 2**63-1, or None", "None is a fresh seed each time"),
-    max_tokens=(int, 1, inf, "a whole number of at least 1, or None", "None goes on to the context length"),
-    min_tokens=(int, 0, inf, "a whole number of at least 0", "0 turns it off"),
-    logprobs=(int, -1, inf, "a whole number of at least -1, or None", "-1 gives the whole vocabulary"),
-    prompt_logprobs=(int, -1, inf, "a whole number of at least -1, or None", "0 gives the prompt's own tokens"),
-    prompt_logprob_start=(int, 0, inf, "a whole number of at least 0", "0 gives all tokens of the prompt but the first"),
-    truncate_prompt_tokens=(int, -1, inf, "a whole number above 0, -1 or None", "-1 keeps as many as leave room to answer"))
+_RULES: dict[str, tuple[type, float, float, str, str]] = (
+    dict(  # (type, least, most, what it must be, advice)
+        n=(int, 1, inf, "a whole number of at least 1", "1 gives one completion"),
+        presence_penalty=(float, -2, 2, "a number from -2 to 2", "0 turns it off"),
+        frequency_penalty=(float, -2, 2, "a number from -2 to 2", "0 turns it off"),
+        repetition_penalty=(float, _ABOVE_0, _FINITE, "a finite number above 0", "1 turns it off"),
+        temperature=(float, 0, _FINITE, "a finite number of at least 0", "0 is greedy"),
+        top_p=(
+            float,
+            _ABOVE_0,
+            1,
+            "a number above 0 and at most 1",
+            "1 turns it off; temperature=0 is greedy",
+        ),
+        top_k=(int, -1, inf, "a whole number of at least -1", "0 or -1 turns it off"),
+        min_p=(float, 0, 1, "a number from 0 to 1", "0 turns it off"),
+        seed=(
+            int,
+            0,
+            2**63 - 1,
+            "a whole number from 0 to 2**63-1, or None",
+            "None is a fresh seed each time",
+        ),
+        max_tokens=(
+            int,
+            1,
+            inf,
+            "a whole number of at least 1, or None",
+            "None goes on to the context length",
+        ),
+        min_tokens=(int, 0, inf, "a whole number of at least 0", "0 turns it off"),
+        logprobs=(
+            int,
+            -1,
+            inf,
+            "a whole number of at least -1, or None",
+            "-1 gives the whole vocabulary",
+        ),
+        prompt_logprobs=(
+            int,
+            -1,
+            inf,
+            "a whole number of at least -1, or None",
+            "0 gives the prompt's own tokens",
+        ),
+        prompt_logprob_start=(
+            int,
+            0,
+            inf,
+            "a whole number of at least 0",
+            "0 gives all tokens of the prompt but the first",
+        ),
+        truncate_prompt_tokens=(
+            int,
+            -1,
+            inf,
+            "a whole number above 0, -1 or None",
+            "-1 keeps as many as leave room to answer",
+        ),
+    )
+)
+
 
 def _about(name: str, rest: str) -> ParamError:
     "What is wrong with field `name`, which goes before the `rest`."
-    return ParamError('{option} {rest}', option=Option(name), rest=rest)
+    return ParamError("{option} {rest}", option=Option(name), rest=rest)
+
 
 def _is(v: Any, kind: type) -> bool:
     "Whether `v` is a number of `kind`, int (3.0 too) or float, from whatever library; True and False are none."
-    if kind is int: return whole_number(v) is not None
+    if kind is int:
+        return whole_number(v) is not None
     return isinstance(v, numbers.Real) and not isinstance(v, bool)
 
-def _number(name: str, v: Any, rules: dict[str, tuple[type, float, float, str, str]] = _RULES) -> int | float:
+
+def _number(
+    name: str, v: Any, rules: dict[str, tuple[type, float, float, str, str]] = _RULES
+) -> int | float:
     "`v` as the int or float that field `name` holds by `rules`. Raises `ParamError`."
     kind, least, most, want, advice = rules[name]
-    if not _is(v, kind) or not least <= v <= most: raise _about(name, f"must be {want}, got {written(v)}: {advice}")
+    if not _is(v, kind) or not least <= v <= most:
+        raise _about(name, f"must be {want}, got {written(v)}: {advice}")
     return kind(v) if kind is float else min(int(v), _LARGEST)
 
 # %% ../nbs/modules/000_params.ipynb #c401ce01
-LOGPROBS_MODES = 'raw_logprobs', 'processed_logprobs', 'raw_logits', 'processed_logits'
+LOGPROBS_MODES = "raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"
+
 
 def check_logprobs_mode(v: Any) -> str:
     "`v` if it is one of `LOGPROBS_MODES`. Raises `ParamError`."
-    if v in LOGPROBS_MODES: return v
-    raise _about('logprobs_mode', f"must be one of {', '.join(map(repr, LOGPROBS_MODES))}, got {v!r}: "
-                 "'raw_logprobs' is of what the model says, 'processed_logprobs' of what may be sampled")
+    if v in LOGPROBS_MODES:
+        return v
+    raise _about(
+        "logprobs_mode",
+        f"must be one of {', '.join(map(repr, LOGPROBS_MODES))}, got {v!r}: "
+        "'raw_logprobs' is of what the model says, 'processed_logprobs' of what may be sampled",
+    )
 
 # %% ../nbs/modules/000_params.ipynb #4fc8a261
-def _is_id(v: Any) -> bool: return _is(v, int) and v >= 0
+def _is_id(v: Any) -> bool:
+    return _is(v, int) and v >= 0
+
 
 def _listed(v: Any) -> Any:
     "`v` as a list if it is None or a single string."
     return [] if v is None else [v] if isinstance(v, str) else v
 
+
 def _ids(name: str, v: Any) -> list[int]:
     "`v` as a list of distinct token ids, in order. Raises `ParamError`."
     if not isinstance(v, (list, tuple, set, frozenset)) or not all(map(_is_id, v)):
-        raise _about(name, f"must be a list of token ids (whole numbers of at least 0), got {written(v)}: "
-                     "tokenizer.convert_tokens_to_ids gives the id of a token")
+        raise _about(
+            name,
+            f"must be a list of token ids (whole numbers of at least 0), got {written(v)}: "
+            "tokenizer.convert_tokens_to_ids gives the id of a token",
+        )
     return list(dict.fromkeys(int(i) for i in v))
+
 
 def _strings(name: str, v: Any) -> list[str]:
     "`v`, None, a string or several, as a list of distinct non-empty strings. Raises `ParamError`."
     v = _listed(v)
     if not isinstance(v, (list, tuple)) or not all(isinstance(s, str) and s for s in v):
-        raise _about(name, f"must be a string or a list of strings, none of them empty, got {written(v)}: leave out empty ones")
+        raise _about(
+            name,
+            f"must be a string or a list of strings, none of them empty, got {written(v)}: leave out empty ones",
+        )
     return list(dict.fromkeys(v))
+
 
 def _bad_words(v: Any) -> list[str | list[int]]:
     "`v`, None or words as strings or as lists of token ids, as a list of strings and lists. Raises `ParamError`."
     v = _listed(v)
-    def word(w): return w and (isinstance(w, str) or isinstance(w, (list, tuple)) and all(map(_is_id, w)))
+
+    def word(w):
+        return w and (isinstance(w, str) or isinstance(w, (list, tuple)) and all(map(_is_id, w)))
+
     if not isinstance(v, (list, tuple)) or not all(map(word, v)):
-        raise _about('bad_words', f"must be a list of words, strings or lists of token ids, none empty, got {written(v)}: "
-                     "to forbid single ids give [[id], [id]]")
+        raise _about(
+            "bad_words",
+            f"must be a list of words, strings or lists of token ids, none empty, got {written(v)}: "
+            "to forbid single ids give [[id], [id]]",
+        )
     return [w if isinstance(w, str) else [int(i) for i in w] for w in v]
+
 
 def _logit_bias(v: Any) -> dict[int, float]:
     "`v` as a dict of token id to a finite bias, cut to -100..100. Raises `ParamError`."
-    def bias(b): return _is(b, float) and abs(b) <= _FINITE                   # no NaN, no whole number beyond any float
-    def key(k): return _is_id(k) or isinstance(k, str) and k.isdecimal()      # JSON has only string keys
+
+    def bias(b):
+        return _is(b, float) and abs(b) <= _FINITE  # no NaN, no whole number beyond any float
+
+    def key(k):
+        return _is_id(k) or isinstance(k, str) and k.isdecimal()  # JSON has only string keys
+
     if not isinstance(v, dict) or not all(key(k) and bias(b) for k, b in v.items()):
-        raise _about('logit_bias', f"must be a dict of token id to a number from -100 to 100, got {written(v)}: "
-                     "positive numbers make a token likelier, -100 all but forbids it")
-    return {int(k): min(100., max(-100., float(b))) for k, b in v.items()}
+        raise _about(
+            "logit_bias",
+            f"must be a dict of token id to a number from -100 to 100, got {written(v)}: "
+            "positive numbers make a token likelier, -100 all but forbids it",
+        )
+    return {int(k): min(100.0, max(-100.0, float(b))) for k, b in v.items()}
 
 # %% ../nbs/modules/000_params.ipynb #bde02605
-def _is_text(v: Any) -> bool: return isinstance(v, str)
+def _is_text(v: Any) -> bool:
+    return isinstance(v, str)
 
-_KINDS: dict[str, tuple[str, Callable[[Any], object]]] = dict(        # {kind: (what it must be, a test of it)}
-    json=('a JSON schema', lambda v: isinstance(v, (dict, str, bool)) or hasattr(v, 'model_json_schema')), regex=('a string', _is_text),
-    choice=('a list of strings', lambda v: isinstance(v, (list, tuple)) and v and all(map(_is_text, v))), grammar=('a string, not empty', lambda v: _is_text(v) and v),
-    json_object=('True', lambda v: v is True))
 
-def _read_structured(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
+_KINDS: dict[str, tuple[str, Callable[[Any], object]]] = (
+    dict(  # {kind: (what it must be, a test of it)}
+        json=(
+            "a JSON schema",
+            lambda v: isinstance(v, (dict, str, bool)) or hasattr(v, "model_json_schema"),
+        ),
+        regex=("a string", _is_text),
+        choice=(
+            "a list of strings",
+            lambda v: isinstance(v, (list, tuple)) and v and all(map(_is_text, v)),
+        ),
+        grammar=("a string, not empty", lambda v: _is_text(v) and v),
+        json_object=("True", lambda v: v is True),
+    )
+)
+
+
+def _read_structured(
+    unknown: dict[str, Any], given: dict[str, Any], names: list[str]
+) -> dict[str, Any]:
     "For `reads`: the keywords of `StructuredOutputsParams`; which library does it is vLLM's matter. Raises `ParamError`."
     for k, v in unknown.items():
-        if k in ('backend', 'disable_fallback'): continue
-        if k in ('whitespace_pattern', 'structural_tag', 'disable_additional_properties') and v in (None, False): continue
-        near = ''.join(f'; did you mean {name!r}?' for name in get_close_matches(k, names, 1))
-        raise _about('structured_outputs', f"has no {k!r:.60}: it takes one of {', '.join(_KINDS)}{near}")
+        if k in ("backend", "disable_fallback"):
+            continue
+        if k in ("whitespace_pattern", "structural_tag", "disable_additional_properties") and v in (
+            None,
+            False,
+        ):
+            continue
+        near = "".join(f"; did you mean {name!r}?" for name in get_close_matches(k, names, 1))
+        raise _about(
+            "structured_outputs", f"has no {k!r:.60}: it takes one of {', '.join(_KINDS)}{near}"
+        )
     return given
+
 
 @by_any_name(__init__=_read_structured)
 @dataclass(frozen=True)
@@ -129,6 +249,7 @@ class StructuredOutputsParams:
     `json`: valid under this JSON schema (a dict, its JSON, or a pydantic model). `json_object`: any JSON object.
     `regex`: a match of it. `choice`: one of these strings. `grammar`: a sentence of this grammar (EBNF as GBNF writes
     it; Lark as llguidance has it if it begins with `%llguidance`). `disable_any_whitespace`: no line breaks and spaces of the model's choice between the parts of JSON."""
+
     json: dict[str, Any] | str | bool | type | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
@@ -139,11 +260,16 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         given = self._given()
         if len(given) != 1:
-            raise _about('structured_outputs', f"takes one of {', '.join(_KINDS)}, got {' and '.join(given) or 'none'}")
+            raise _about(
+                "structured_outputs",
+                f"takes one of {', '.join(_KINDS)}, got {' and '.join(given) or 'none'}",
+            )
         (want, fits), v = _KINDS[self.kind], getattr(self, self.kind)
-        if not fits(v): raise ParamError(f"structured_outputs.{self.kind} must be {want}, got {str(v)[:80]}")
+        if not fits(v):
+            raise ParamError(f"structured_outputs.{self.kind} must be {want}, got {str(v)[:80]}")
 
-    def _given(self) -> list[str]: return [k for k in _KINDS if getattr(self, k) not in (None, False)]
+    def _given(self) -> list[str]:
+        return [k for k in _KINDS if getattr(self, k) not in (None, False)]
 
     @property
     def kind(self) -> str:
@@ -153,64 +279,122 @@ class StructuredOutputsParams:
     @classmethod
     def of(cls, x: StructuredOutputsParams | dict[str, Any]) -> StructuredOutputsParams:
         "From `StructuredOutputsParams` or a dict of its fields."
-        if isinstance(x, cls): return x
-        if isinstance(x, dict) and all(map(_is_text, x)): return cls(**x)
-        raise _about('structured_outputs', f"must be an object with one of {', '.join(_KINDS)}, got {str(x)[:80]}")
+        if isinstance(x, cls):
+            return x
+        if isinstance(x, dict) and all(map(_is_text, x)):
+            return cls(**x)
+        raise _about(
+            "structured_outputs",
+            f"must be an object with one of {', '.join(_KINDS)}, got {str(x)[:80]}",
+        )
 
 # %% ../nbs/modules/000_params.ipynb #97b6cb9d
-_NONE_SAYS = {'seed', 'max_tokens', 'logprobs', 'prompt_logprobs', 'truncate_prompt_tokens'}      # what None means there
+_NONE_SAYS = {
+    "seed",
+    "max_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+}  # what None means there
+
 
 def _check_params(p: SamplingParams) -> None:
     "Normalise and check every field of `SamplingParams` `p` in place. Raises `ParamError`."
-    if p.seed == -1 and not isinstance(p.seed, bool): p.seed = None
-    if isinstance(p.logprobs, bool): p.logprobs = 0 if p.logprobs else None      # as the chat API asks
+    if p.seed == -1 and not isinstance(p.seed, bool):
+        p.seed = None
+    if isinstance(p.logprobs, bool):
+        p.logprobs = 0 if p.logprobs else None  # as the chat API asks
     for name in _RULES:
         v = getattr(p, name)
-        if v is None and name in _NONE_SAYS: continue
+        if v is None and name in _NONE_SAYS:
+            continue
         setattr(p, name, _number(name, v))
-    if p.logprobs_mode is not None: check_logprobs_mode(p.logprobs_mode)
+    if p.logprobs_mode is not None:
+        check_logprobs_mode(p.logprobs_mode)
     if p.logprob_token_ids is not None:
-        p.logprob_token_ids = _ids('logprob_token_ids', p.logprob_token_ids)
+        p.logprob_token_ids = _ids("logprob_token_ids", p.logprob_token_ids)
         if not p.logprob_token_ids:
-            raise ParamError('{ids} is empty: give {advice} for those of the sampled tokens alone', ids=Option('logprob_token_ids'), advice=Option('logprobs', 0))
+            raise ParamError(
+                "{ids} is empty: give {advice} for those of the sampled tokens alone",
+                ids=Option("logprob_token_ids"),
+                advice=Option("logprobs", 0),
+            )
         if p.logprobs:
-            raise ParamError('{likeliest} and {ids}: give one of them, the likeliest tokens or these',
-                             likeliest=Option('logprobs', p.logprobs), ids=Option('logprob_token_ids'))
+            raise ParamError(
+                "{likeliest} and {ids}: give one of them, the likeliest tokens or these",
+                likeliest=Option("logprobs", p.logprobs),
+                ids=Option("logprob_token_ids"),
+            )
         p.logprobs = 0
     if p.logprobs_mode is not None and p.logprobs is None:
-        raise ParamError('{mode} says what logprobs are of, and none are asked for: give {logprobs} too, 0 for the sampled tokens',
-                         mode=Option('logprobs_mode', p.logprobs_mode), logprobs=Option('logprobs'))
-    for name in ('ignore_eos', 'detokenize', 'skip_special_tokens', 'include_stop_str_in_output'):
-        if not isinstance(v := getattr(p, name), bool): raise _about(name, f'must be True or False, got {v!r}')
-    p.stop, p.stop_until, p.bad_words = _strings('stop', p.stop), _strings('stop_until', p.stop_until), _bad_words(p.bad_words)
-    p.stop_token_ids = _ids('stop_token_ids', [] if p.stop_token_ids is None else p.stop_token_ids)
-    if p.logit_bias is not None: p.logit_bias = _logit_bias(p.logit_bias)
-    if p.allowed_token_ids is not None: p.allowed_token_ids = _ids('allowed_token_ids', p.allowed_token_ids)
-    if p.structured_outputs is not None: p.structured_outputs = StructuredOutputsParams.of(p.structured_outputs)
-    if p.top_k == -1: p.top_k = 0
+        raise ParamError(
+            "{mode} says what logprobs are of, and none are asked for: give {logprobs} too, 0 for the sampled tokens",
+            mode=Option("logprobs_mode", p.logprobs_mode),
+            logprobs=Option("logprobs"),
+        )
+    for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+        if not isinstance(v := getattr(p, name), bool):
+            raise _about(name, f"must be True or False, got {v!r}")
+    p.stop, p.stop_until, p.bad_words = (
+        _strings("stop", p.stop),
+        _strings("stop_until", p.stop_until),
+        _bad_words(p.bad_words),
+    )
+    p.stop_token_ids = _ids("stop_token_ids", [] if p.stop_token_ids is None else p.stop_token_ids)
+    if p.logit_bias is not None:
+        p.logit_bias = _logit_bias(p.logit_bias)
+    if p.allowed_token_ids is not None:
+        p.allowed_token_ids = _ids("allowed_token_ids", p.allowed_token_ids)
+    if p.structured_outputs is not None:
+        p.structured_outputs = StructuredOutputsParams.of(p.structured_outputs)
+    if p.top_k == -1:
+        p.top_k = 0
     if p.truncate_prompt_tokens == 0:
-        raise ParamError('{option} leaves no prompt: give -1, or how many tokens to keep', option=Option('truncate_prompt_tokens', 0))
+        raise ParamError(
+            "{option} leaves no prompt: give -1, or how many tokens to keep",
+            option=Option("truncate_prompt_tokens", 0),
+        )
     _check_together(p)
+
 
 def _check_together(p: SamplingParams) -> None:
     "Raise `ParamError` if two fields of `p` contradict each other."
     if p.allowed_token_ids == []:
-        raise _about('allowed_token_ids', 'is empty, which forbids every token: give None to allow all')
+        raise _about(
+            "allowed_token_ids", "is empty, which forbids every token: give None to allow all"
+        )
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
-        raise ParamError('{least} must be at most {most}, got {got}: lower it or raise {limit}', least=Option('min_tokens'), got=p.min_tokens,
-                         most=Option('max_tokens', p.max_tokens), limit=Option('max_tokens'))
+        raise ParamError(
+            "{least} must be at most {most}, got {got}: lower it or raise {limit}",
+            least=Option("min_tokens"),
+            got=p.min_tokens,
+            most=Option("max_tokens", p.max_tokens),
+            limit=Option("max_tokens"),
+        )
     if p.structured_outputs and p.ignore_eos:
-        raise ParamError('{endless} and {form} contradict each other: nothing can follow a whole answer',
-                         endless=Option('ignore_eos'), form=Option('structured_outputs'))
+        raise ParamError(
+            "{endless} and {form} contradict each other: nothing can follow a whole answer",
+            endless=Option("ignore_eos"),
+            form=Option("structured_outputs"),
+        )
     if p.stop and not p.detokenize:
-        raise ParamError("stop needs detokenize=True, since stop strings are looked for in the text: "
-                         "use stop_token_ids instead")
+        raise ParamError(
+            "stop needs detokenize=True, since stop strings are looked for in the text: "
+            "use stop_token_ids instead"
+        )
     if p.prompt_logprob_start and p.prompt_logprobs is None:
-        raise ParamError(f"prompt_logprob_start={p.prompt_logprob_start} says where prompt_logprobs begin, and none are asked for: "
-                         "give prompt_logprobs too, 0 for the prompt's own tokens")
+        raise ParamError(
+            f"prompt_logprob_start={p.prompt_logprob_start} says where prompt_logprobs begin, and none are asked for: "
+            "give prompt_logprobs too, 0 for the prompt's own tokens"
+        )
     if p.greedy and p.n > 1:
-        raise ParamError('{n} must be 1 with {greedy}, got {got}: greedy completions are all the same; raise {temperature}', n=Option('n'), got=p.n,
-                         greedy=Option('temperature', 0), temperature=Option('temperature'))
+        raise ParamError(
+            "{n} must be 1 with {greedy}, got {got}: greedy completions are all the same; raise {temperature}",
+            n=Option("n"),
+            got=p.n,
+            greedy=Option("temperature", 0),
+            temperature=Option("temperature"),
+        )
 
 # %% ../nbs/modules/000_params.ipynb #d3cbd773
 @by_any_name(__init__=read_settings)
@@ -228,51 +412,67 @@ class SamplingParams:
     tokens, always raw; `prompt_logprob_start`: the first position whose logits are looked at, which tell of the token after it. What
     lies before that may come from the prefix cache. `truncate_prompt_tokens`: of a longer prompt only so many tokens at its end are
     used, as `prompt_token_ids` of the output shows; -1 as many as leave room for `max_tokens`, but at least half of the context."""
+
     n: int = 1
-    presence_penalty: float = 0.
-    frequency_penalty: float = 0.
-    repetition_penalty: float = 1.
-    temperature: float = 1.
-    top_p: float = 1.
-    top_k: int = 0                             # 0 or -1: all
-    min_p: float = 0.
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: all
+    min_p: float = 0.0
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Collection[int] | None = None
     bad_words: str | Sequence[str | Sequence[int]] | None = None
     ignore_eos: bool = False
-    max_tokens: int | None = 16                # None: up to the context length
+    max_tokens: int | None = 16  # None: up to the context length
     min_tokens: int = 0
-    logprobs: int | None = None                # -1: the whole vocabulary
-    prompt_logprobs: int | None = None         # the same for the tokens of the prompt
-    prompt_logprob_start: int = 0              # after which position of the prompt they begin
+    logprobs: int | None = None  # -1: the whole vocabulary
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    prompt_logprob_start: int = 0  # after which position of the prompt they begin
     logprob_token_ids: Collection[int] | None = None
-    logprobs_mode: str | None = None           # one of LOGPROBS_MODES; None: the LLM's
+    logprobs_mode: str | None = None  # one of LOGPROBS_MODES; None: the LLM's
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Collection[int] | None = None
-    structured_outputs: StructuredOutputsParams | None = None      # or a dict of its fields
-    stop_until: str | Sequence[str] | None = None                  # after the first of these texts no string of `stop` counts
-    truncate_prompt_tokens: int | None = None                      # keep so many at the prompt's end; None: a prompt that is too long fails
+    structured_outputs: StructuredOutputsParams | None = None  # or a dict of its fields
+    stop_until: str | Sequence[str] | None = (
+        None  # after the first of these texts no string of `stop` counts
+    )
+    truncate_prompt_tokens: int | None = (
+        None  # keep so many at the prompt's end; None: a prompt that is too long fails
+    )
 
-    def __post_init__(self) -> None: _check_params(self)
+    def __post_init__(self) -> None:
+        _check_params(self)
 
     @property
-    def greedy(self) -> bool: return self.temperature < 1e-5
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
 
     @classmethod
-    def of(cls, x: SamplingParams | GenerationConfig | dict[str, Any] | None = None, **defaults: Any) -> SamplingParams:
+    def of(
+        cls, x: SamplingParams | GenerationConfig | dict[str, Any] | None = None, **defaults: Any
+    ) -> SamplingParams:
         "From `SamplingParams`, a dict, a `GenerationConfig` or None; `defaults` fill what `x` leaves unset."
-        if isinstance(x, SamplingParams): return x
+        if isinstance(x, SamplingParams):
+            return x
         if x is None or isinstance(x, dict):
             own = x or {}
-            return cls(**{**defaults, **(own if own.keys() <= setting_fields() else settings_of(own))})
+            return cls(
+                **{**defaults, **(own if own.keys() <= setting_fields() else settings_of(own))}
+            )
         from transformers import GenerationConfig
-        if isinstance(x, GenerationConfig): return _from_generation_config(x, defaults)
-        raise ParamError("sampling parameters must be SamplingParams, a dict, a GenerationConfig or None, "
-                         f"got {type(x).__name__}")
+
+        if isinstance(x, GenerationConfig):
+            return _from_generation_config(x, defaults)
+        raise ParamError(
+            "sampling parameters must be SamplingParams, a dict, a GenerationConfig or None, "
+            f"got {type(x).__name__}"
+        )
 
     @classmethod
     def from_generation_config(cls, gc: GenerationConfig, **defaults: Any) -> SamplingParams:
@@ -284,12 +484,24 @@ class SamplingParams:
         return copy.deepcopy(self)
 
 # %% ../nbs/modules/000_params.ipynb #f41e2dc4
-_GC_NEUTRAL: dict[str, Any] = {name: value for value, names in (       # fields that ask for nothing at this value, or at None
-    (0, 'diversity_penalty penalty_alpha epsilon_cutoff eta_cutoff no_repeat_ngram_size encoder_no_repeat_ngram_size min_length'),
-    (1, 'num_beams num_beam_groups typical_p encoder_repetition_penalty guidance_scale'),
-    (False, 'remove_invalid_values token_healing'),
-    (None, 'top_h max_time forced_bos_token_id forced_eos_token_id begin_suppress_tokens sequence_bias watermarking_config dola_layers '
-           'exponential_decay_length_penalty constraints force_words_ids')) for name in names.split()}
+_GC_NEUTRAL: dict[str, Any] = {
+    name: value
+    for value, names in (  # fields that ask for nothing at this value, or at None
+        (
+            0,
+            "diversity_penalty penalty_alpha epsilon_cutoff eta_cutoff no_repeat_ngram_size encoder_no_repeat_ngram_size min_length",
+        ),
+        (1, "num_beams num_beam_groups typical_p encoder_repetition_penalty guidance_scale"),
+        (False, "remove_invalid_values token_healing"),
+        (
+            None,
+            "top_h max_time forced_bos_token_id forced_eos_token_id begin_suppress_tokens sequence_bias watermarking_config dola_layers "
+            "exponential_decay_length_penalty constraints force_words_ids",
+        ),
+    )
+    for name in names.split()
+}
+
 
 def _refuse_gc(gc: GenerationConfig) -> None:
     "Raise `ParamError` if `gc` asks for something that changes tokens and that batchlab doesn't do."
@@ -297,56 +509,100 @@ def _refuse_gc(gc: GenerationConfig) -> None:
         v = getattr(gc, name, None)
         if v not in (None, neutral, []):
             unset = "leave it unset" if neutral is None else f"leave it unset or at {neutral!r}"
-            raise ParamError(f"GenerationConfig.{name}={v!r} is not supported: {unset}, or use transformers' generate")
+            raise ParamError(
+                f"GenerationConfig.{name}={v!r} is not supported: {unset}, or use transformers' generate"
+            )
 
-_GC_NAMES = dict(temperature='temperature', top_k='top_k', top_p='top_p', min_p='min_p', stop_strings='stop',
-                 repetition_penalty='repetition_penalty', max_new_tokens='max_tokens', min_new_tokens='min_tokens',
-                 num_return_sequences='n')
+
+_GC_NAMES = dict(
+    temperature="temperature",
+    top_k="top_k",
+    top_p="top_p",
+    min_p="min_p",
+    stop_strings="stop",
+    repetition_penalty="repetition_penalty",
+    max_new_tokens="max_tokens",
+    min_new_tokens="min_tokens",
+    num_return_sequences="n",
+)
+
 
 def _from_generation_config(gc: GenerationConfig, defaults: dict[str, Any]) -> SamplingParams:
     "See `SamplingParams.from_generation_config`."
     _refuse_gc(gc)
     get = lambda name: getattr(gc, name, None)
     kw = {to: v for name, to in _GC_NAMES.items() if (v := get(name)) is not None}
-    if not get('do_sample'): kw |= dict(temperature=0., top_k=0, top_p=1., min_p=0.)     # generate ignores them too
-    else: kw.setdefault('top_k', defaults.get('top_k', 50))                              # what generate does with None
-    eos = get('eos_token_id')
+    if not get("do_sample"):
+        kw |= dict(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)  # generate ignores them too
+    else:
+        kw.setdefault("top_k", defaults.get("top_k", 50))  # what generate does with None
+    eos = get("eos_token_id")
     eos = [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]
-    if eos: kw['stop_token_ids'] = [*eos, *(i for i in defaults.get('stop_token_ids') or [] if i not in eos)]
-    bad = [list(w) for w in get('bad_words_ids') or [] if list(w) not in [[e] for e in eos]]
-    if bad := bad + [[i] for i in get('suppress_tokens') or []]: kw['bad_words'] = bad
-    if get('max_length') is not None and 'max_tokens' not in kw and 'max_tokens' not in defaults:
-        raise ParamError(f"GenerationConfig.max_length={gc.max_length} counts the prompt too, and prompts differ: "
-                         "set max_new_tokens")
+    if eos:
+        kw["stop_token_ids"] = [
+            *eos,
+            *(i for i in defaults.get("stop_token_ids") or [] if i not in eos),
+        ]
+    bad = [list(w) for w in get("bad_words_ids") or [] if list(w) not in [[e] for e in eos]]
+    if bad := bad + [[i] for i in get("suppress_tokens") or []]:
+        kw["bad_words"] = bad
+    if get("max_length") is not None and "max_tokens" not in kw and "max_tokens" not in defaults:
+        raise ParamError(
+            f"GenerationConfig.max_length={gc.max_length} counts the prompt too, and prompts differ: "
+            "set max_new_tokens"
+        )
     return SamplingParams(**{**defaults, **kw})
 
 # %% ../nbs/modules/000_params.ipynb #bea00003
 _BEAM_RULES = dict(
-    beam_width=(int, 1, inf, 'a whole number of at least 1', '1 is greedy'),
-    max_tokens=_RULES['max_tokens'],
-    length_penalty=(float, -10, 10, 'a number from -10 to 10', '1 ranks answers by the mean of their log probabilities, 0 by the sum'))
-_BEAM_NAMES = dict(num_beams='beam_width', max_new_tokens='max_tokens', max_completion_tokens='max_tokens')
+    beam_width=(int, 1, inf, "a whole number of at least 1", "1 is greedy"),
+    max_tokens=_RULES["max_tokens"],
+    length_penalty=(
+        float,
+        -10,
+        10,
+        "a number from -10 to 10",
+        "1 ranks answers by the mean of their log probabilities, 0 by the sum",
+    ),
+)
+_BEAM_NAMES = dict(
+    num_beams="beam_width", max_new_tokens="max_tokens", max_completion_tokens="max_tokens"
+)
 _BEAM_NEUTRAL: dict[str, Any] = dict(do_sample=False, early_stopping=False, n=1)
+
 
 def _read_beams(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
     "For `reads`: the keywords of `BeamSearchParams`. Raises `ParamError`."
     found = dict(given)
     for k, v in unknown.items():
         if (name := _BEAM_NAMES.get(k)) is not None:
-            if name in found or name not in names: raise ParamError(f'{k} and {name} are the same: give one of them')
+            if name in found or name not in names:
+                raise ParamError(f"{k} and {name} are the same: give one of them")
             found[name] = v
         elif v is not None and (k not in _BEAM_NEUTRAL or v != _BEAM_NEUTRAL[k]):
-            near = get_close_matches(k, [*_BEAM_RULES, 'ignore_eos'], 1)
-            raise ParamError(f"a beam search has no {k!r:.60}: {f'did you mean {near[0]!r}?' if near else 'leave it out, or use llm.generate'}")
+            near = get_close_matches(k, [*_BEAM_RULES, "ignore_eos"], 1)
+            raise ParamError(
+                f"a beam search has no {k!r:.60}: {f'did you mean {near[0]!r}?' if near else 'leave it out, or use llm.generate'}"
+            )
     return found
 
-def read_beam_call(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
+
+def read_beam_call(
+    unknown: dict[str, Any], given: dict[str, Any], names: list[str]
+) -> dict[str, Any]:
     "For `reads`: the keywords of `LLM.beam_search`, with settings in place of `params` too. Raises `ParamError`."
-    own = {k: v for k, v in unknown.items() if k in _BEAM_NAMES or k in BeamSearchParams.__dataclass_fields__ or k in known_settings()}
+    own = {
+        k: v
+        for k, v in unknown.items()
+        if k in _BEAM_NAMES or k in BeamSearchParams.__dataclass_fields__ or k in known_settings()
+    }
     given = read_plain_call({k: v for k, v in unknown.items() if k not in own}, given, names)
-    if own and ('params' not in names or given.get('params') is not None):
-        raise ParamError(f"{', '.join(own)}: settings stand in params, as in BeamSearchParams({next(iter(own))}=…)")
+    if own and ("params" not in names or given.get("params") is not None):
+        raise ParamError(
+            f"{', '.join(own)}: settings stand in params, as in BeamSearchParams({next(iter(own))}=…)"
+        )
     return given | dict(params=own) if own else given
+
 
 @by_any_name(__init__=_read_beams)
 @dataclass
@@ -355,25 +611,34 @@ class BeamSearchParams:
 
     `length_penalty`: answers are ranked by the sum of their log probabilities over their length to this power. `ignore_eos`: end tokens
     end nothing. `include_stop_str_in_output`: `text` keeps the end token. `temperature` must be 0, as nothing is drawn."""
+
     beam_width: int
     max_tokens: int | None = 16
     ignore_eos: bool = False
-    temperature: float = 0.
-    length_penalty: float = 1.
+    temperature: float = 0.0
+    length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         for name in _BEAM_RULES:
-            if name == 'max_tokens' and self.max_tokens is None: continue
+            if name == "max_tokens" and self.max_tokens is None:
+                continue
             setattr(self, name, _number(name, getattr(self, name), _BEAM_RULES))
-        for name in ('ignore_eos', 'include_stop_str_in_output'):
-            if not isinstance(v := getattr(self, name), bool): raise ParamError(f'{name} must be True or False, got {v!r}')
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(v := getattr(self, name), bool):
+                raise ParamError(f"{name} must be True or False, got {v!r}")
         if not _is(self.temperature, float) or self.temperature != 0:
-            raise ParamError(f'temperature must be 0, got {self.temperature!r}: a beam search draws nothing; llm.generate samples')
+            raise ParamError(
+                f"temperature must be 0, got {self.temperature!r}: a beam search draws nothing; llm.generate samples"
+            )
 
     @classmethod
     def of(cls, x: BeamSearchParams | dict[str, Any] | None) -> BeamSearchParams:
         "From `BeamSearchParams` or a dict of its fields."
-        if isinstance(x, cls): return x
-        if isinstance(x, dict) and 'beam_width' in x.keys() | {_BEAM_NAMES.get(k) for k in x}: return cls(**x)
-        raise ParamError(f'params must be BeamSearchParams or a dict with beam_width, got {x!r:.40}: BeamSearchParams(beam_width=4, max_tokens=64)')
+        if isinstance(x, cls):
+            return x
+        if isinstance(x, dict) and "beam_width" in x.keys() | {_BEAM_NAMES.get(k) for k in x}:
+            return cls(**x)
+        raise ParamError(
+            f"params must be BeamSearchParams or a dict with beam_width, got {x!r:.40}: BeamSearchParams(beam_width=4, max_tokens=64)"
+        )

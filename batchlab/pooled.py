@@ -12,7 +12,9 @@ from .errors import ParamError
 from .names import by_any_name, whole_number, written
 from .outputs import RequestGroup
 from .shown import brief, short
-if TYPE_CHECKING: import torch
+
+if TYPE_CHECKING:
+    import torch
 
 # %% auto #0
 __all__ = ['POOLING_TASKS', 'POOLING_TYPES', 'RESULTS', 'PoolingParams', 'PoolerConfig', 'PoolingOutput', 'EmbeddingOutput',
@@ -20,29 +22,42 @@ __all__ = ['POOLING_TASKS', 'POOLING_TYPES', 'RESULTS', 'PoolingParams', 'Pooler
            'ClassificationRequestOutput', 'ScoringRequestOutput', 'PoolingGroup']
 
 # %% ../nbs/modules/000_pooled.ipynb #poo00007
-POOLING_TASKS = 'embed', 'classify', 'score', 'token_embed', 'token_classify'
-POOLING_TYPES = 'mean', 'cls', 'last', 'max', 'mean_sqrt_len', 'weightedmean'
-_SAME = dict(normalize='use_activation', softmax='use_activation', activation='use_activation')
+POOLING_TASKS = "embed", "classify", "score", "token_embed", "token_classify"
+POOLING_TYPES = "mean", "cls", "last", "max", "mean_sqrt_len", "weightedmean"
+_SAME = dict(normalize="use_activation", softmax="use_activation", activation="use_activation")
+
 
 def _whole(name: str, v: Any, least: int, want: str) -> int:
-    if (whole := whole_number(v)) is not None and whole >= least: return whole
-    raise ParamError(f'{name} must be {want}, got {written(v, 40)}')
+    if (whole := whole_number(v)) is not None and whole >= least:
+        return whole
+    raise ParamError(f"{name} must be {want}, got {written(v, 40)}")
+
 
 def _wholes(name: str, v: Any) -> tuple[int, ...]:
     if isinstance(v, (list, tuple, range)) and v:
         found = [whole_number(i) for i in v]
-        if None not in found: return tuple(i for i in found if i is not None)
-    raise ParamError(f'{name} must be a list of whole numbers, negative ones from the end, got {written(v, 40)}')
+        if None not in found:
+            return tuple(i for i in found if i is not None)
+    raise ParamError(
+        f"{name} must be a list of whole numbers, negative ones from the end, got {written(v, 40)}"
+    )
 
-def _read_pooling(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
+
+def _read_pooling(
+    unknown: dict[str, Any], given: dict[str, Any], names: list[str]
+) -> dict[str, Any]:
     "For `reads`: the keywords of `PoolingParams` by vLLM's older names too. Raises `ParamError`."
     found = dict(given)
     for k, v in unknown.items():
-        if v is None: continue
-        if k in _SAME and found.get(_SAME[k]) is not None: raise ParamError(f'{k} and {_SAME[k]} say the same: give one of them')
-        if k not in _SAME: raise ParamError(f'pooling has no parameter {k!r:.60}: known are {", ".join(names)}')
+        if v is None:
+            continue
+        if k in _SAME and found.get(_SAME[k]) is not None:
+            raise ParamError(f"{k} and {_SAME[k]} say the same: give one of them")
+        if k not in _SAME:
+            raise ParamError(f"pooling has no parameter {k!r:.60}: known are {', '.join(names)}")
         found[_SAME[k]] = v
     return found
+
 
 @by_any_name(__init__=_read_pooling)
 @dataclass(frozen=True)
@@ -55,6 +70,7 @@ class PoolingParams:
     of these layers, counted as transformers does (0 for the embeddings, -1 for the last, normed), and of these tokens. `prompt_name`: which of the
     model's prompts stands before a text; None for the one that it takes by itself. `raw`: the result is a tensor, in
     a `PoolingRequestOutput`, whatever the task."""
+
     task: str | None = None
     use_activation: bool | None = None
     dimensions: int | None = None
@@ -66,40 +82,76 @@ class PoolingParams:
 
     def __post_init__(self) -> None:
         if self.task is not None and self.task not in POOLING_TASKS:
-            raise ParamError(f'task must be one of {", ".join(map(repr, POOLING_TASKS))}, got {self.task!r:.40}')
-        if not isinstance(self.use_activation, bool | None): raise ParamError(f'use_activation must be True, False or None, got {self.use_activation!r:.40}')
-        if not isinstance(self.prompt_name, str | None): raise ParamError(f'prompt_name must be a string, got {self.prompt_name!r:.40}')
-        for name, least, want in (('dimensions', 1, 'a whole number of at least 1'), ('truncate_prompt_tokens', -1, 'a whole number above 0, or -1')):
-            if (v := getattr(self, name)) is not None: object.__setattr__(self, name, _whole(name, v, least, want))
-        if self.truncate_prompt_tokens == 0: raise ParamError('truncate_prompt_tokens must be a whole number above 0, or -1, got 0')
-        for name in ('layers', 'positions'):
-            if (v := getattr(self, name)) is not None: object.__setattr__(self, name, _wholes(name, v))
-        if (self.layers or self.positions) and self.task not in (None, 'token_embed'):
-            raise ParamError(f"layers and positions are for hidden states as they are, and not for {self.task!r}: give task='token_embed'")
+            raise ParamError(
+                f"task must be one of {', '.join(map(repr, POOLING_TASKS))}, got {self.task!r:.40}"
+            )
+        if not isinstance(self.use_activation, bool | None):
+            raise ParamError(
+                f"use_activation must be True, False or None, got {self.use_activation!r:.40}"
+            )
+        if not isinstance(self.prompt_name, str | None):
+            raise ParamError(f"prompt_name must be a string, got {self.prompt_name!r:.40}")
+        for name, least, want in (
+            ("dimensions", 1, "a whole number of at least 1"),
+            ("truncate_prompt_tokens", -1, "a whole number above 0, or -1"),
+        ):
+            if (v := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _whole(name, v, least, want))
+        if self.truncate_prompt_tokens == 0:
+            raise ParamError("truncate_prompt_tokens must be a whole number above 0, or -1, got 0")
+        for name in ("layers", "positions"):
+            if (v := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _wholes(name, v))
+        if (self.layers or self.positions) and self.task not in (None, "token_embed"):
+            raise ParamError(
+                f"layers and positions are for hidden states as they are, and not for {self.task!r}: give task='token_embed'"
+            )
 
     @classmethod
     def of(cls, x: PoolingParams | dict[str, Any] | None, task: str | None = None) -> PoolingParams:
         "From `PoolingParams`, a dict of their fields or None; for a `task`, which they may not contradict. Raises `ParamError`."
-        if not isinstance(x, cls | dict | None): raise ParamError(f'pooling_params must be PoolingParams or a dict, got {type(x).__name__}')
+        if not isinstance(x, cls | dict | None):
+            raise ParamError(
+                f"pooling_params must be PoolingParams or a dict, got {type(x).__name__}"
+            )
         given: dict[str, Any] = x if isinstance(x, dict) else {}
         p = x if isinstance(x, cls) else cls(**given)
-        if task is None or p.task == task: return p
-        if p.task is not None: raise ParamError(f'this call is for task {task!r}, and pooling_params ask for {p.task!r}')
+        if task is None or p.task == task:
+            return p
+        if p.task is not None:
+            raise ParamError(
+                f"this call is for task {task!r}, and pooling_params ask for {p.task!r}"
+            )
         return replace(p, task=task)
 
     def clone(self) -> PoolingParams:
         "Itself: it can't be changed."
         return self
 
-def _read_pooler(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
+
+def _read_pooler(
+    unknown: dict[str, Any], given: dict[str, Any], names: list[str]
+) -> dict[str, Any]:
     "For `reads`: the keywords of `PoolerConfig` by vLLM's other names too, and what changes nothing here. Raises `ParamError`."
-    found, same = dict(given), dict(seq_pooling_type='pooling_type', **_SAME)
+    found, same = dict(given), dict(seq_pooling_type="pooling_type", **_SAME)
     for k, v in unknown.items():
-        if v is None or k == 'task' and v in ('embed', 'classify', 'score') or k == 'tok_pooling_type' and v == 'ALL': continue
-        if k == 'task': raise ParamError(f'pooler_config has no task {v!r:.40}: a call names it, as in llm.encode(texts, pooling_task={v!r:.40}), and llm.score compares whole texts')
-        if k not in same or found.get(same[k]) is not None: raise ParamError(f'pooler_config has {k!r:.60}: it takes {", ".join(names)}')
+        if (
+            v is None
+            or k == "task"
+            and v in ("embed", "classify", "score")
+            or k == "tok_pooling_type"
+            and v == "ALL"
+        ):
+            continue
+        if k == "task":
+            raise ParamError(
+                f"pooler_config has no task {v!r:.40}: a call names it, as in llm.encode(texts, pooling_task={v!r:.40}), and llm.score compares whole texts"
+            )
+        if k not in same or found.get(same[k]) is not None:
+            raise ParamError(f"pooler_config has {k!r:.60}: it takes {', '.join(names)}")
         found[same[k]] = v
     return found
+
 
 @by_any_name(__init__=_read_pooler)
 @dataclass(frozen=True)
@@ -107,75 +159,140 @@ class PoolerConfig:
     """How a model's states become a vector, where that is to be another way than its folder says; vLLM's name and keywords. Raises `ParamError`.
 
     `pooling_type`: one of `POOLING_TYPES`, in any case. `use_activation`: what `PoolingParams` that say nothing get."""
+
     pooling_type: str | None = None
     use_activation: bool | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.use_activation, bool | None): raise ParamError(f'use_activation must be True, False or None, got {self.use_activation!r:.40}')
-        if self.pooling_type is None: return
+        if not isinstance(self.use_activation, bool | None):
+            raise ParamError(
+                f"use_activation must be True, False or None, got {self.use_activation!r:.40}"
+            )
+        if self.pooling_type is None:
+            return
         kind = str(self.pooling_type).lower()
-        if kind not in POOLING_TYPES: raise ParamError(f'pooling_type must be one of {", ".join(map(repr, POOLING_TYPES))}, got {self.pooling_type!r:.40}')
-        object.__setattr__(self, 'pooling_type', kind)
+        if kind not in POOLING_TYPES:
+            raise ParamError(
+                f"pooling_type must be one of {', '.join(map(repr, POOLING_TYPES))}, got {self.pooling_type!r:.40}"
+            )
+        object.__setattr__(self, "pooling_type", kind)
 
     @classmethod
     def of(cls, x: Any) -> PoolerConfig:
         "From `PoolerConfig`, vLLM's, a dict, the name of a pooling or None. Raises `ParamError`."
-        if isinstance(x, cls): return x
-        if isinstance(x, str): return cls(x)
-        if not (x is None or isinstance(x, dict) or hasattr(x, '__dict__')):
-            raise ParamError(f'pooler_config must be PoolerConfig, a dict or the name of a pooling, got {x!r:.40}')
-        given = x if isinstance(x, dict) else {} if x is None else {k: v for k, v in vars(x).items() if v is not None}
+        if isinstance(x, cls):
+            return x
+        if isinstance(x, str):
+            return cls(x)
+        if not (x is None or isinstance(x, dict) or hasattr(x, "__dict__")):
+            raise ParamError(
+                f"pooler_config must be PoolerConfig, a dict or the name of a pooling, got {x!r:.40}"
+            )
+        given = (
+            x
+            if isinstance(x, dict)
+            else {}
+            if x is None
+            else {k: v for k, v in vars(x).items() if v is not None}
+        )
         return cls(**given)
 
 # %% ../nbs/modules/000_pooled.ipynb #poo00010
 @dataclass(eq=False, repr=False)
 class PoolingOutput:
     "What `encode` gives: `data`, a fp32 tensor."
+
     data: torch.Tensor
-    def __eq__(self, other: object) -> bool: return isinstance(other, PoolingOutput) and self.data.equal(other.data)
-    def __repr__(self) -> str: return f'PoolingOutput(data: {self.line})'
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PoolingOutput) and self.data.equal(other.data)
+
+    def __repr__(self) -> str:
+        return f"PoolingOutput(data: {self.line})"
+
     @property
-    def line(self) -> str: return f'a tensor {list(self.data.shape)}'
-    def row(self) -> dict[str, Any]: return dict(data=self.data)
+    def line(self) -> str:
+        return f"a tensor {list(self.data.shape)}"
+
+    def row(self) -> dict[str, Any]:
+        return dict(data=self.data)
+
 
 @dataclass(repr=False)
 class EmbeddingOutput:
     "A vector."
+
     embedding: list[float]
+
     @classmethod
-    def of(cls, data: torch.Tensor) -> EmbeddingOutput: return cls(data.tolist())
+    def of(cls, data: torch.Tensor) -> EmbeddingOutput:
+        return cls(data.tolist())
+
     @property
-    def hidden_size(self) -> int: return len(self.embedding)
-    def __repr__(self) -> str: return f'EmbeddingOutput(hidden_size={self.hidden_size})'
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+    def __repr__(self) -> str:
+        return f"EmbeddingOutput(hidden_size={self.hidden_size})"
+
     @property
-    def line(self) -> str: return f'{self.hidden_size:,} numbers, {", ".join(f"{x:.3f}" for x in self.embedding[:3])}, …'
-    def row(self) -> dict[str, Any]: return dict(embedding=self.embedding)
+    def line(self) -> str:
+        return (
+            f"{self.hidden_size:,} numbers, {', '.join(f'{x:.3f}' for x in self.embedding[:3])}, …"
+        )
+
+    def row(self) -> dict[str, Any]:
+        return dict(embedding=self.embedding)
+
 
 @dataclass(repr=False)
 class ClassificationOutput:
     "A probability for each class, or what the model's head gives where it has no such."
+
     probs: list[float]
+
     @classmethod
-    def of(cls, data: torch.Tensor) -> ClassificationOutput: return cls(data.tolist())
+    def of(cls, data: torch.Tensor) -> ClassificationOutput:
+        return cls(data.tolist())
+
     @property
-    def num_classes(self) -> int: return len(self.probs)
-    def __repr__(self) -> str: return f'ClassificationOutput(num_classes={self.num_classes})'
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+    def __repr__(self) -> str:
+        return f"ClassificationOutput(num_classes={self.num_classes})"
+
     @property
-    def line(self) -> str: return ', '.join(f'{p:.3f}' for p in self.probs[:6]) + ', …' * (len(self.probs) > 6)
-    def row(self) -> dict[str, Any]: return dict(probs=self.probs)
+    def line(self) -> str:
+        return ", ".join(f"{p:.3f}" for p in self.probs[:6]) + ", …" * (len(self.probs) > 6)
+
+    def row(self) -> dict[str, Any]:
+        return dict(probs=self.probs)
+
 
 @dataclass(repr=False)
 class ScoringOutput:
     "How well two texts belong together. NaN where that could not be said."
-    score: float
-    @classmethod
-    def of(cls, data: torch.Tensor) -> ScoringOutput: return cls(data.item() if data.numel() else float('nan'))
-    def __repr__(self) -> str: return f'ScoringOutput(score={self.score})'
-    @property
-    def line(self) -> str: return f'{self.score:.4f}'
-    def row(self) -> dict[str, Any]: return dict(score=self.score)
 
-_Data = TypeVar('_Data', PoolingOutput, EmbeddingOutput, ClassificationOutput, ScoringOutput)
+    score: float
+
+    @classmethod
+    def of(cls, data: torch.Tensor) -> ScoringOutput:
+        return cls(data.item() if data.numel() else float("nan"))
+
+    def __repr__(self) -> str:
+        return f"ScoringOutput(score={self.score})"
+
+    @property
+    def line(self) -> str:
+        return f"{self.score:.4f}"
+
+    def row(self) -> dict[str, Any]:
+        return dict(score=self.score)
+
+
+_Data = TypeVar("_Data", PoolingOutput, EmbeddingOutput, ClassificationOutput, ScoringOutput)
+
 
 @dataclass(repr=False)
 class PoolingRequestOutput(Generic[_Data]):
@@ -185,6 +302,7 @@ class PoolingRequestOutput(Generic[_Data]):
     with. `refused`: it has an `error` because it could not be run as it was asked, by no fault of the engine's. `finish_reason`: 'stop', or why it
     ended without a result: 'too_long', 'timeout', 'cancelled', 'error'. `token_type_ids`: which text of a pair each token is of, if that was told.
     `lora_request`: the adapter it ran with."""
+
     request_id: str
     outputs: _Data
     prompt_token_ids: list[int] = field(default_factory=list)
@@ -195,46 +313,92 @@ class PoolingRequestOutput(Generic[_Data]):
     metrics: dict[str, Any] | None = None
     params: PoolingParams | None = None
     refused: bool = False
-    finish_reason: str = 'stop'
+    finish_reason: str = "stop"
     token_type_ids: list[int] | None = None
     lora_request: Any = None
 
-    def __repr__(self) -> str: return f'{type(self).__name__}({self.request_id}: {self.line})'
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.request_id}: {self.line})"
 
     @property
     def line(self) -> str:
         "What became of it in a line: the beginning of the prompt, and what came of it."
-        asked = f'{len(self.prompt_token_ids):,} token ids' if self.prompt is None else brief(self.prompt, 40)
-        return f'{asked} → {f"error: {short(self.error, 90)}" if self.error else self.outputs.line}'
+        asked = (
+            f"{len(self.prompt_token_ids):,} token ids"
+            if self.prompt is None
+            else brief(self.prompt, 40)
+        )
+        return f"{asked} → {f'error: {short(self.error, 90)}' if self.error else self.outputs.line}"
 
     @property
-    def num_tokens(self) -> int: return len(self.prompt_token_ids)
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids)
 
     def rows(self) -> list[dict[str, Any]]:
         "A row of a table."
-        return [dict(prompt=self.prompt, **self.outputs.row(), prompt_tokens=self.num_tokens, cached_tokens=self.num_cached_tokens, error=self.error)]
+        return [
+            dict(
+                prompt=self.prompt,
+                **self.outputs.row(),
+                prompt_tokens=self.num_tokens,
+                cached_tokens=self.num_cached_tokens,
+                error=self.error,
+            )
+        ]
 
-class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]): "Of `embed`: `outputs.embedding`."
-class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]): "Of `classify`: `outputs.probs`."
-class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]): "Of `score`: `outputs.score`."
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    "Of `embed`: `outputs.embedding`."
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    "Of `classify`: `outputs.probs`."
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    "Of `score`: `outputs.score`."
+
 
 RESULTS: dict[str, tuple[Any, Any]] = dict(
-    embed=(EmbeddingRequestOutput, EmbeddingOutput.of), classify=(ClassificationRequestOutput, ClassificationOutput.of),
-    score=(ScoringRequestOutput, ScoringOutput.of), token_embed=(PoolingRequestOutput, PoolingOutput), token_classify=(PoolingRequestOutput, PoolingOutput))
+    embed=(EmbeddingRequestOutput, EmbeddingOutput.of),
+    classify=(ClassificationRequestOutput, ClassificationOutput.of),
+    score=(ScoringRequestOutput, ScoringOutput.of),
+    token_embed=(PoolingRequestOutput, PoolingOutput),
+    token_classify=(PoolingRequestOutput, PoolingOutput),
+)
 
 # %% ../nbs/modules/000_pooled.ipynb #poo00012
 class PoolingGroup(RequestGroup):
     "A prompt on its way to a `PoolingRequestOutput`. `pooling`: its `PoolingParams`."
+
     pooling: PoolingParams = PoolingParams()
 
     def result(self) -> PoolingRequestOutput[Any]:
         "What became of it."
         import torch
+
         r = self.requests[0] if self.requests else None
-        kind, make = (PoolingRequestOutput, PoolingOutput) if self.pooling.raw else RESULTS[self.pooling.task or 'token_embed']
+        kind, make = (
+            (PoolingRequestOutput, PoolingOutput)
+            if self.pooling.raw
+            else RESULTS[self.pooling.task or "token_embed"]
+        )
         data = r.pooled if r is not None and r.pooled is not None else torch.empty(0)
         error = self.error or (r.error if r else None)
-        if not error and (r is None or r.pooled is None): error = f'ended before it was computed: {r.finish_reason if r else self.reason}'
-        return kind(self.request_id, make(data), self.prompt_token_ids or [], (r.num_cached_tokens or 0) if r else 0, True, self.prompt, error,
-                    self.metrics(), self.pooling, self.refused, (r and r.finish_reason or self.reason) if error else 'stop',
-                    r and r.token_types, self.lora_request)
+        if not error and (r is None or r.pooled is None):
+            error = f"ended before it was computed: {r.finish_reason if r else self.reason}"
+        return kind(
+            self.request_id,
+            make(data),
+            self.prompt_token_ids or [],
+            (r.num_cached_tokens or 0) if r else 0,
+            True,
+            self.prompt,
+            error,
+            self.metrics(),
+            self.pooling,
+            self.refused,
+            (r and r.finish_reason or self.reason) if error else "stop",
+            r and r.token_types,
+            self.lora_request,
+        )

@@ -21,23 +21,46 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from .attention import attention_override
 from .batch import Batch, make_batch
 from .engine import Engine
-from .errors import BatchlabError, ModelError, ParamError, PromptError, PromptTooLongError, UnsupportedModelError
+from batchlab.errors import (
+    BatchlabError,
+    ModelError,
+    ParamError,
+    PromptError,
+    PromptTooLongError,
+    UnsupportedModelError,
+)
 from .inputs import is_talk, as_list, prompt_ids_of, unreadable
 from .lengths import SHORT, beginning, check_length
 from .models import max_model_len
 from .names import by_any_name, read_pooling_call
 from .outputs import Outputs
-from .pooled import (ClassificationRequestOutput, EmbeddingRequestOutput, PoolerConfig, PoolingGroup, PoolingParams,
-                             PoolingRequestOutput, ScoringOutput, ScoringRequestOutput)
+from batchlab.pooled import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolerConfig,
+    PoolingGroup,
+    PoolingParams,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from .prefill import check_prompt
 from .runners import PackedRunner, SoloRunner
 from .scheduler import Request, RowOutput, Scheduler, StepPlan
-from .sentence import (ACTIVATIONS, Dense, Normalize, SentenceTransformerConfig, cross_encoder_activation,
-                               read_sentence_transformer)
+from batchlab.sentence import (
+    ACTIVATIONS,
+    Dense,
+    Normalize,
+    SentenceTransformerConfig,
+    cross_encoder_activation,
+    read_sentence_transformer,
+)
 from .tokens import cut_text, own_tokenizer
-if TYPE_CHECKING: from batchlab.llm import LLM
 
-log = logging.getLogger('batchlab')
+if TYPE_CHECKING:
+    from batchlab.llm import LLM
+
+log = logging.getLogger("batchlab")
 
 # %% auto #0
 __all__ = ['log', 'POOLINGS', 'pool', 'head_logits', 'has_head', 'check_head', 'activation_for', 'max_positions', 'Pooler',
@@ -46,9 +69,16 @@ __all__ = ['log', 'POOLINGS', 'pool', 'head_logits', 'has_head', 'check_head', '
 
 # %% ../nbs/31_embeddings.ipynb #emb00011
 POOLINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = dict(
-    mean=lambda x: x.mean(0), cls=lambda x: x[0], lasttoken=lambda x: x[-1], max=lambda x: x.amax(0),
-    mean_sqrt_len_tokens=lambda x: x.sum(0) / len(x) ** .5,
-    weightedmean=lambda x: (x * (w := torch.arange(1., len(x) + 1, device=x.device)[:, None])).sum(0) / w.sum())
+    mean=lambda x: x.mean(0),
+    cls=lambda x: x[0],
+    lasttoken=lambda x: x[-1],
+    max=lambda x: x.amax(0),
+    mean_sqrt_len_tokens=lambda x: x.sum(0) / len(x) ** 0.5,
+    weightedmean=lambda x: (
+        (x * (w := torch.arange(1.0, len(x) + 1, device=x.device)[:, None])).sum(0) / w.sum()
+    ),
+)
+
 
 def pool(states: torch.Tensor, how: Sequence[str]) -> torch.Tensor:
     "The states `[n, E]` of a sequence as one vector, fp32 `[E]`, or several one behind the other. `how`: of `POOLINGS`."
@@ -58,10 +88,14 @@ def pool(states: torch.Tensor, how: Sequence[str]) -> torch.Tensor:
 # %% ../nbs/31_embeddings.ipynb #emb00021
 class _Given(nn.Module):
     "Stands where a model's base stands, and gives hidden states that are there already."
+
     def __init__(self, out: BaseModelOutputWithPoolingAndCrossAttentions) -> None:
         super().__init__()
         self.out = out
-    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPoolingAndCrossAttentions: return self.out
+
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPoolingAndCrossAttentions:
+        return self.out
+
 
 @torch.inference_mode()
 def head_logits(model: PreTrainedModel, states: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
@@ -69,40 +103,69 @@ def head_logits(model: PreTrainedModel, states: torch.Tensor, ids: Sequence[int]
 
     It is the model's own code, called for this one sequence, with its base replaced by what the base would give."""
     name, base, x = model.base_model_prefix, model.base_model, states[None]
-    pooler = getattr(base, 'pooler', None)
-    given = _Given(BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=x, pooler_output=None if pooler is None else pooler(x)))
+    pooler = getattr(base, "pooler", None)
+    given = _Given(
+        BaseModelOutputWithPoolingAndCrossAttentions(
+            last_hidden_state=x, pooler_output=None if pooler is None else pooler(x)
+        )
+    )
     with attention_override(model):
         model._modules[name] = given
-        try: return model(input_ids=torch.tensor([[*ids]], device=x.device)).logits[0].float()
-        finally: model._modules[name] = base
+        try:
+            return model(input_ids=torch.tensor([[*ids]], device=x.device)).logits[0].float()
+        finally:
+            model._modules[name] = base
+
 
 def has_head(model: PreTrainedModel, kind: str) -> bool:
     "Whether `model` has a head of this `kind`, 'SequenceClassification' or 'TokenClassification'."
-    return type(model).__name__.endswith(f'For{kind}') and model.base_model is not model
+    return type(model).__name__.endswith(f"For{kind}") and model.base_model is not model
+
 
 def check_head(model: PreTrainedModel) -> None:
     "Raise `UnsupportedModelError` where `head_logits` would not give a head what its base gives it: ALBERT's base does more than call its pooler."
-    if (pooler := getattr(model.base_model, 'pooler', None)) is None: return
-    with torch.inference_mode(): out = pooler(torch.zeros(1, 2, model.config.get_text_config().hidden_size, dtype=model.dtype, device=model.device))
-    if out.dim() != 2: raise UnsupportedModelError(f'{type(model).__name__} makes of hidden states what its pooler alone does not: take a model of another family, such as BERT')
+    if (pooler := getattr(model.base_model, "pooler", None)) is None:
+        return
+    with torch.inference_mode():
+        out = pooler(
+            torch.zeros(
+                1,
+                2,
+                model.config.get_text_config().hidden_size,
+                dtype=model.dtype,
+                device=model.device,
+            )
+        )
+    if out.dim() != 2:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} makes of hidden states what its pooler alone does not: take a model of another family, such as BERT"
+        )
 
 # %% ../nbs/31_embeddings.ipynb #emb00024
 def activation_for(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     "What makes probabilities of a classifier's logits, by what `config` says of its classes."
-    kind, n = getattr(config, 'problem_type', None), config.num_labels
-    if kind == 'regression': return lambda x: x
-    return torch.sigmoid if kind == 'multi_label_classification' or n == 1 else partial(torch.softmax, dim=-1)
+    kind, n = getattr(config, "problem_type", None), config.num_labels
+    if kind == "regression":
+        return lambda x: x
+    return (
+        torch.sigmoid
+        if kind == "multi_label_classification" or n == 1
+        else partial(torch.softmax, dim=-1)
+    )
 
 # %% ../nbs/31_embeddings.ipynb #emb00036
 def max_positions(model: PreTrainedModel) -> int | None:
     "The most tokens of a text that `model` has positions for, or None. RoBERTa's begin behind the id of its padding token."
-    embed: Any = getattr(model.base_model, 'embeddings', None)
+    embed: Any = getattr(model.base_model, "embeddings", None)
     n = max_model_len(model)
-    behind: int | None = None if isinstance(embed, nn.Embedding) else getattr(embed, 'padding_idx', None)
+    behind: int | None = (
+        None if isinstance(embed, nn.Embedding) else getattr(embed, "padding_idx", None)
+    )
     return n if not n or behind is None else n - behind - 1
 
 # %% ../nbs/31_embeddings.ipynb #emb00031
-_NAMES = dict(last='lasttoken', mean_sqrt_len='mean_sqrt_len_tokens')
+_NAMES = dict(last="lasttoken", mean_sqrt_len="mean_sqrt_len_tokens")
+
 
 class Pooler:
     """What can be made of the hidden states of `model`, and how.
@@ -110,94 +173,204 @@ class Pooler:
     `tasks`: of `POOLING_TASKS`, those it has. `how`: its pooling, `steps`: what follows it; `normalize`: whether vectors get length 1.
     As sentence-transformers' files in the model's folder say, which make it `trained`; else the mean, or the last token of a causal model.
     `limit`: the most tokens of a text, or None. `prompts`: what may stand before a text, by name. Raises `UnsupportedModelError`."""
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, config: PoolerConfig | None = None,
-                 causal: bool = True) -> None:
-        self.model, self.tokenizer, self.config, self.causal = model, tokenizer, config or PoolerConfig(), causal
-        self.classifies, self.tags = has_head(model, 'SequenceClassification'), has_head(model, 'TokenClassification')
-        if self.classifies: self.tasks = ('classify', 'score', 'token_embed') if model.config.num_labels == 1 else ('classify', 'token_embed')
-        else: self.tasks = ('token_classify', 'token_embed') if self.tags else ('embed', 'score', 'token_embed')
-        if self.classifies: check_head(model)
-        named = getattr(model, 'name_or_path', '')
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        config: PoolerConfig | None = None,
+        causal: bool = True,
+    ) -> None:
+        self.model, self.tokenizer, self.config, self.causal = (
+            model,
+            tokenizer,
+            config or PoolerConfig(),
+            causal,
+        )
+        self.classifies, self.tags = (
+            has_head(model, "SequenceClassification"),
+            has_head(model, "TokenClassification"),
+        )
+        if self.classifies:
+            self.tasks = (
+                ("classify", "score", "token_embed")
+                if model.config.num_labels == 1
+                else ("classify", "token_embed")
+            )
+        else:
+            self.tasks = (
+                ("token_classify", "token_embed")
+                if self.tags
+                else ("embed", "score", "token_embed")
+            )
+        if self.classifies:
+            check_head(model)
+        named = getattr(model, "name_or_path", "")
         self.folder = folder = named if named and Path(named).is_dir() else None
         st = read_sentence_transformer(folder) if folder else None
-        self.trained, st = st is not None, st or SentenceTransformerConfig(('lasttoken',) if causal else ('mean',), steps=(Normalize(),))
-        self.how, self.steps, self.prompts, self.default_prompt, self.size_limit = st.pooling, [s.to(model.device) for s in st.steps], st.prompts, st.default_prompt, st.truncate_dim
-        if not st.include_prompt and st.prompts: raise UnsupportedModelError(f'{folder}: the tokens of its prompts are left out of the pooling, which batchlab does not do')
+        self.trained, st = (
+            st is not None,
+            st
+            or SentenceTransformerConfig(
+                ("lasttoken",) if causal else ("mean",), steps=(Normalize(),)
+            ),
+        )
+        self.how, self.steps, self.prompts, self.default_prompt, self.size_limit = (
+            st.pooling,
+            [s.to(model.device) for s in st.steps],
+            st.prompts,
+            st.default_prompt,
+            st.truncate_dim,
+        )
+        if not st.include_prompt and st.prompts:
+            raise UnsupportedModelError(
+                f"{folder}: the tokens of its prompts are left out of the pooling, which batchlab does not do"
+            )
         if self.config.pooling_type and (self.classifies or self.tags):
-            raise ParamError(f'pooling_type={self.config.pooling_type!r} is for vectors, and {type(model).__name__} has a head that pools by itself: leave it out')
-        if self.config.pooling_type: self.how = (_NAMES.get(self.config.pooling_type, self.config.pooling_type),)
-        self.normalize = st.normalize if self.config.use_activation is None else self.config.use_activation
-        if self.steps and isinstance(self.steps[-1], Normalize): self.steps.pop()
-        own = getattr(tokenizer, 'model_max_length', None)                           # where newer folders have it; a huge number says nothing
-        self.limit = min((n for n in (max_positions(model), st.max_seq_length, own) if n and n < 10**9), default=None)
+            raise ParamError(
+                f"pooling_type={self.config.pooling_type!r} is for vectors, and {type(model).__name__} has a head that pools by itself: leave it out"
+            )
+        if self.config.pooling_type:
+            self.how = (_NAMES.get(self.config.pooling_type, self.config.pooling_type),)
+        self.normalize = (
+            st.normalize if self.config.use_activation is None else self.config.use_activation
+        )
+        if self.steps and isinstance(self.steps[-1], Normalize):
+            self.steps.pop()
+        own = getattr(
+            tokenizer, "model_max_length", None
+        )  # where newer folders have it; a huge number says nothing
+        self.limit = min(
+            (n for n in (max_positions(model), st.max_seq_length, own) if n and n < 10**9),
+            default=None,
+        )
         self.activation = activation_for(model.config) if self.classifies or self.tags else None
         asked = cross_encoder_activation(folder, model.config) if self.classifies else None
-        self.score_activation = ACTIVATIONS[asked] if asked else torch.sigmoid if model.config.num_labels == 1 else lambda x: x
-        takes = not causal and 'token_type_ids' in inspect.signature(model.base_model.forward).parameters
-        self.num_types = getattr(model.config, 'type_vocab_size', 2) or 0 if takes else 0
+        self.score_activation = (
+            ACTIVATIONS[asked]
+            if asked
+            else torch.sigmoid
+            if model.config.num_labels == 1
+            else lambda x: x
+        )
+        takes = (
+            not causal
+            and "token_type_ids" in inspect.signature(model.base_model.forward).parameters
+        )
+        self.num_types = getattr(model.config, "type_vocab_size", 2) or 0 if takes else 0
         self.said = False
 
     def check(self, p: PoolingParams) -> None:
         "Raise `ModelError` or `ParamError` unless it can do what `p` asks for. Says once if the model was not trained for it."
         if p.task not in self.tasks:
-            raise ModelError(f'{type(self.model).__name__} has no task {p.task!r}, only {", ".join(map(repr, self.tasks))}: take a model that was trained for it')
+            raise ModelError(
+                f"{type(self.model).__name__} has no task {p.task!r}, only {', '.join(map(repr, self.tasks))}: take a model that was trained for it"
+            )
         if p.dimensions is not None:
-            if p.task not in ('embed', 'token_embed'): raise ParamError(f'dimensions are for vectors, not for task {p.task!r}: leave it out')
-            if p.dimensions > (size := self.size if p.task == 'embed' else self.model.config.get_text_config().hidden_size): raise ParamError(f'dimensions={p.dimensions} is more than the {size} that the model gives: lower it')
+            if p.task not in ("embed", "token_embed"):
+                raise ParamError(
+                    f"dimensions are for vectors, not for task {p.task!r}: leave it out"
+                )
+            if p.dimensions > (
+                size := self.size
+                if p.task == "embed"
+                else self.model.config.get_text_config().hidden_size
+            ):
+                raise ParamError(
+                    f"dimensions={p.dimensions} is more than the {size} that the model gives: lower it"
+                )
         if p.prompt_name is not None:
-            if p.task not in ('embed', 'score') or self.classifies: raise ParamError(f'prompt_name is for vectors, not for task {p.task!r}: leave it out')
+            if p.task not in ("embed", "score") or self.classifies:
+                raise ParamError(
+                    f"prompt_name is for vectors, not for task {p.task!r}: leave it out"
+                )
             if p.prompt_name not in self.prompts:
-                raise ParamError(f'the model has no prompt {p.prompt_name!r:.40}: it has {", ".join(map(repr, self.prompts)) or "none"}')
+                raise ParamError(
+                    f"the model has no prompt {p.prompt_name!r:.40}: it has {', '.join(map(repr, self.prompts)) or 'none'}"
+                )
         depth = self.model.config.get_text_config().num_hidden_layers
         for i in p.layers or ():
-            if not -depth - 1 <= i <= depth: raise ParamError(f'there is no layer {i}: the model has {depth}, and 0 stands for the embeddings')
-        if not self.said and p.task in ('embed', 'score') and not self.classifies and not self.trained:
+            if not -depth - 1 <= i <= depth:
+                raise ParamError(
+                    f"there is no layer {i}: the model has {depth}, and 0 stands for the embeddings"
+                )
+        if (
+            not self.said
+            and p.task in ("embed", "score")
+            and not self.classifies
+            and not self.trained
+        ):
             self.said = True
-            log.warning('%s was not trained for embeddings, as far as %s: vectors are the %s of its last hidden states%s',
-                        type(self.model).__name__, 'its folder says' if self.folder else 'one can tell of a model without its folder', ' and '.join(self.how), ', of length 1' * self.normalize)
+            log.warning(
+                "%s was not trained for embeddings, as far as %s: vectors are the %s of its last hidden states%s",
+                type(self.model).__name__,
+                "its folder says" if self.folder else "one can tell of a model without its folder",
+                " and ".join(self.how),
+                ", of length 1" * self.normalize,
+            )
 
     @property
     def size(self) -> int:
         "Numbers of a vector."
-        if dense := [x for x in self.steps if isinstance(x, Dense)]: return len(dense[-1].weight)
+        if dense := [x for x in self.steps if isinstance(x, Dense)]:
+            return len(dense[-1].weight)
         return self.model.config.get_text_config().hidden_size * len(self.how)
 
     def needs_all(self, p: PoolingParams, ids: Sequence[int]) -> bool:
         "Whether the states of all tokens `ids` are needed, not those of the last alone. A classifier that writes takes the last that is no padding."
-        if self.classifies and ids and ids[-1] == self.model.config.get_text_config().pad_token_id: return True
-        if p.task in ('embed', 'score') and not self.classifies: return self.how != ('lasttoken',)
-        return not self.causal or p.task in ('token_embed', 'token_classify')
+        if self.classifies and ids and ids[-1] == self.model.config.get_text_config().pad_token_id:
+            return True
+        if p.task in ("embed", "score") and not self.classifies:
+            return self.how != ("lasttoken",)
+        return not self.causal or p.task in ("token_embed", "token_classify")
 
     def __call__(self, p: PoolingParams, states: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
         "What `p` asks for, fp32, of the states `[n, E]` of tokens `ids`, or of the last alone, `[1, E]`; with `p.layers` `[n, L, E]`."
-        if p.task == 'token_embed': return self._states(p, states)
-        if p.task in ('classify', 'score', 'token_classify') and self.activation is not None:
-            logits = head_logits(self.model, states, ids[-len(states):])
+        if p.task == "token_embed":
+            return self._states(p, states)
+        if p.task in ("classify", "score", "token_classify") and self.activation is not None:
+            logits = head_logits(self.model, states, ids[-len(states) :])
             asked = self.config.use_activation if p.use_activation is None else p.use_activation
-            return logits if asked is False else (self.score_activation if p.task == 'score' else self.activation)(logits)
+            return (
+                logits
+                if asked is False
+                else (self.score_activation if p.task == "score" else self.activation)(logits)
+            )
         x = pool(states, self.how)
-        for step in self.steps: x = step(x[None])[0]
+        for step in self.steps:
+            x = step(x[None])[0]
         return self._finish(p, x)
 
     def start_of(self, p: PoolingParams) -> str:
         "The model's prompt that stands before every text of which `p` wants a vector: the one that it names, or the one that the model takes by itself."
-        if p.task not in ('embed', 'score') or self.classifies or self.tags: return ''
+        if p.task not in ("embed", "score") or self.classifies or self.tags:
+            return ""
         return self.default_prompt if p.prompt_name is None else self.prompts[p.prompt_name]
 
     def _finish(self, p: PoolingParams, x: torch.Tensor) -> torch.Tensor:
-        x = x[..., :p.dimensions or None]
-        if self.normalize if p.use_activation is None else p.use_activation: x = F.normalize(x, dim=-1)
-        return x[..., :self.size_limit or None] if p.dimensions is None else x                 # which sentence-transformers cuts last
+        x = x[..., : p.dimensions or None]
+        if self.normalize if p.use_activation is None else p.use_activation:
+            x = F.normalize(x, dim=-1)
+        return (
+            x[..., : self.size_limit or None] if p.dimensions is None else x
+        )  # which sentence-transformers cuts last
 
     def _states(self, p: PoolingParams, x: torch.Tensor) -> torch.Tensor:
         x = x.float()
-        if p.layers: x = x.transpose(0, 1)
+        if p.layers:
+            x = x.transpose(0, 1)
         if p.positions:
             n = x.shape[-2]
-            if bad := [i for i in p.positions if not -n <= i < n]: raise PromptError(f'there is no token {bad[0]}: the prompt has {n}')
+            if bad := [i for i in p.positions if not -n <= i < n]:
+                raise PromptError(f"there is no token {bad[0]}: the prompt has {n}")
             x = x[..., list(p.positions), :]
-        if p.dimensions is not None: x = x[..., :p.dimensions]
-        return F.normalize(x, dim=-1) if (self.config.use_activation if p.use_activation is None else p.use_activation) else x
+        if p.dimensions is not None:
+            x = x[..., : p.dimensions]
+        return (
+            F.normalize(x, dim=-1)
+            if (self.config.use_activation if p.use_activation is None else p.use_activation)
+            else x
+        )
 
 # %% ../nbs/31_embeddings.ipynb #emb00041
 def pool_rows(plan: StepPlan, states: torch.Tensor, layers: Sequence[int] = ()) -> list[RowOutput]:
@@ -207,33 +380,71 @@ def pool_rows(plan: StepPlan, states: torch.Tensor, layers: Sequence[int] = ()) 
         n, r = row.num_logits, row.request
         end += n
         at = slice(end - n, end)
-        if row.start <= r.first_logits: r.states = []                         # it begins, or begins again
-        if n: r.states.append(states[at] if not layers else states[at, [layers.index(i) for i in r.layers]] if r.layers else states[at, -1])
-        if not row.samples: continue
+        if row.start <= r.first_logits:
+            r.states = []  # it begins, or begins again
+        if n:
+            r.states.append(
+                states[at]
+                if not layers
+                else states[at, [layers.index(i) for i in r.layers]]
+                if r.layers
+                else states[at, -1]
+            )
+        if not row.samples:
+            continue
         whole, r.states = r.states[0] if len(r.states) == 1 else torch.cat(r.states), []
         assert r.pool is not None
-        try: r.pooled, out.finish_reason = r.pool(whole, r.prompt_ids).clone(), 'stop'      # a view would keep the states of the whole step
-        except BatchlabError as e: out.error = str(e)
-        except Exception as e: out.error = f'its states could not be pooled ({type(e).__name__}: {e})'
+        try:
+            r.pooled, out.finish_reason = (
+                r.pool(whole, r.prompt_ids).clone(),
+                "stop",
+            )  # a view would keep the states of the whole step
+        except BatchlabError as e:
+            out.error = str(e)
+        except Exception as e:
+            out.error = f"its states could not be pooled ({type(e).__name__}: {e})"
     return outs
 
 # %% ../nbs/31_embeddings.ipynb #emb00044
 class PoolingEngine(Engine):
     """An `Engine` whose requests want hidden states, and end as soon as these are there. `causal`: whether tokens see only what stands
     before them; `depth`: layers of the model."""
+
     causal, depth = True, 0
 
     def layers_of(self, plan: StepPlan) -> list[int]:
         "The layers that any of its requests asks for, ascending, with the last if one asks for none; [] if none asks."
         asked = {i for row in plan.rows for i in row.request.layers or ()}
-        return sorted(asked | {self.depth} if any(not row.request.layers for row in plan.rows) else asked) if asked else []
+        return (
+            sorted(
+                asked | {self.depth} if any(not row.request.layers for row in plan.rows) else asked
+            )
+            if asked
+            else []
+        )
 
     def batch_of(self, plan: StepPlan) -> Batch:
         types = [row.request.token_types for row in plan.rows]
-        told = [] if not any(types) else [i for row, t in zip(plan.rows, types) for i in (t or [0] * row.request.num_tokens)[row.start:row.start + row.n_tokens]]
-        return make_batch(plan, self.scheduler.block_size, causal=self.causal, hidden=True, token_types=told, layers=self.layers_of(plan))
+        told = (
+            []
+            if not any(types)
+            else [
+                i
+                for row, t in zip(plan.rows, types)
+                for i in (t or [0] * row.request.num_tokens)[row.start : row.start + row.n_tokens]
+            ]
+        )
+        return make_batch(
+            plan,
+            self.scheduler.block_size,
+            causal=self.causal,
+            hidden=True,
+            token_types=told,
+            layers=self.layers_of(plan),
+        )
 
-    def rows_of(self, plan: StepPlan, outputs: torch.Tensor) -> list[RowOutput]: return pool_rows(plan, outputs, self.layers_of(plan))
+    def rows_of(self, plan: StepPlan, outputs: torch.Tensor) -> list[RowOutput]:
+        return pool_rows(plan, outputs, self.layers_of(plan))
 
 # %% ../nbs/31_embeddings.ipynb #emb00046
 def pooling_engine(llm: LLM, alone: bool = False) -> PoolingEngine:
@@ -242,142 +453,267 @@ def pooling_engine(llm: LLM, alone: bool = False) -> PoolingEngine:
     how: Any = dict(max_num_batched_tokens=l.max_num_batched_tokens, budget=llm.budget)
     if llm.shapes and not alone:
         size = llm.backend.block_size
-        scheduler = Scheduler(l.max_num_seqs, block_size=size, prefix_caching=llm.enable_prefix_caching and causal, chunked=causal,
-                              max_adapters=llm.adapters and llm.adapters.max_loras, **how)
-        engine = PoolingEngine(scheduler, PackedRunner(llm.backend, max(1, (l.kv_tokens or 0) // size)), llm.watchers)
-    else: engine = PoolingEngine(Scheduler(1, paged=False, chunked=False, recompute=True, **how), SoloRunner(llm.model), llm.watchers)
+        scheduler = Scheduler(
+            l.max_num_seqs,
+            block_size=size,
+            prefix_caching=llm.enable_prefix_caching and causal,
+            chunked=causal,
+            max_adapters=llm.adapters and llm.adapters.max_loras,
+            **how,
+        )
+        engine = PoolingEngine(
+            scheduler, PackedRunner(llm.backend, max(1, (l.kv_tokens or 0) // size)), llm.watchers
+        )
+    else:
+        engine = PoolingEngine(
+            Scheduler(1, paged=False, chunked=False, recompute=True, **how),
+            SoloRunner(llm.model),
+            llm.watchers,
+        )
     engine.causal, engine.depth = causal, llm.model.config.get_text_config().num_hidden_layers
     return engine
 
 # %% ../nbs/31_embeddings.ipynb #emb00051
 class EncodedText(str):
     "A text that is tokenised already: `ids`."
+
     ids: list[int]
+
 
 def encode_texts(llm: LLM, prompts: Sequence[Any], each: Sequence[PoolingParams]) -> list[Any]:
     "`prompts`, the plain texts among them tokenised at once, which is faster than one by one. `each`: what is wanted of each; those that cut, and those that may be too long, are left for later."
-    plain = [type(t) is str and 0 < len(t) < SHORT and p.truncate_prompt_tokens is None for t, p in zip(prompts, each)]
-    if llm.tokenizer is None or sum(plain) < 2: return list(prompts)
+    plain = [
+        type(t) is str and 0 < len(t) < SHORT and p.truncate_prompt_tokens is None
+        for t, p in zip(prompts, each)
+    ]
+    if llm.tokenizer is None or sum(plain) < 2:
+        return list(prompts)
     texts = [llm.pooler.start_of(p) + t for t, p, is_plain in zip(prompts, each, plain) if is_plain]
-    try: found = zip(texts, own_tokenizer(llm.tokenizer)(texts)['input_ids'])
-    except Exception: return list(prompts)                                # one of them is bad: it is to be told which
+    try:
+        found = zip(texts, own_tokenizer(llm.tokenizer)(texts)["input_ids"])
+    except Exception:
+        return list(prompts)  # one of them is bad: it is to be told which
+
     def encoded() -> EncodedText:
         text, ids = next(found)
         t = EncodedText(text)
         t.ids = ids
         return t
+
     return [encoded() if is_plain else t for t, is_plain in zip(prompts, plain)]
+
 
 def too_many(limit: int) -> str:
     "How the message of a text of more than `limit` tokens goes on."
-    return f'and the model takes {limit:,}: shorten it, or have it cut (truncate_prompt_tokens -1, on the command line --truncate)'
+    return f"and the model takes {limit:,}: shorten it, or have it cut (truncate_prompt_tokens -1, on the command line --truncate)"
+
 
 def text_limit(llm: LLM) -> int | None:
     "The most tokens of a text that is pooled, or None. What a decoder that was trained for vectors takes may be less than what it could write from."
-    return min((n for n in (llm.limits.max_model_len, llm.pooler.limit if llm.can_generate and llm.pooler.trained else None) if n), default=None)
+    return min(
+        (
+            n
+            for n in (
+                llm.limits.max_model_len,
+                llm.pooler.limit if llm.can_generate and llm.pooler.trained else None,
+            )
+            if n
+        ),
+        default=None,
+    )
 
 # %% ../nbs/31_embeddings.ipynb #emb00053
-def pooling_ids(llm: LLM, prompt: Any, p: PoolingParams) -> tuple[str | None, list[int], list[int] | None]:
+def pooling_ids(
+    llm: LLM, prompt: Any, p: PoolingParams
+) -> tuple[str | None, list[int], list[int] | None]:
     """A prompt that is to be pooled as `(text, ids, token types or None)`, cut if `p` says so. Raises `PromptError`, `ModelError`.
 
     Besides the forms of all prompts: a pair `{'prompt': text, 'text_pair': text}`, ids with `token_type_ids`. Before a text stands the model's prompt, not before ids."""
-    if isinstance(prompt, EncodedText): return str(prompt), prompt.ids, None
+    if isinstance(prompt, EncodedText):
+        return str(prompt), prompt.ids, None
     limit, start, num_types = text_limit(llm), llm.pooler.start_of(p), llm.pooler.num_types
-    most = None if p.truncate_prompt_tokens is None else limit if p.truncate_prompt_tokens == -1 else min(p.truncate_prompt_tokens, limit or p.truncate_prompt_tokens)
+    most = (
+        None
+        if p.truncate_prompt_tokens is None
+        else limit
+        if p.truncate_prompt_tokens == -1
+        else min(p.truncate_prompt_tokens, limit or p.truncate_prompt_tokens)
+    )
     d = dict(prompt) if isinstance(prompt, dict) else {}
-    pair, types = d.pop('text_pair', None), d.pop('token_type_ids', None)
-    if isinstance(prompt, str) or isinstance(d.get('prompt'), str) and 'prompt_token_ids' not in d:
-        text = prompt if isinstance(prompt, str) else d['prompt']
-        if not isinstance(pair, str | None) or len(d) > 1: raise PromptError(f'a pair is two strings, prompt and text_pair, got {prompt!r:.80}')
-        if text or pair: return _tokenized(llm, start + text, pair, most, limit)
-    text, ids = prompt_ids_of(llm.model, llm.tokenizer, d if isinstance(prompt, dict) else prompt, is_talk(prompt))
-    if types is not None and (len(types) != len(ids) or not {*types} <= {0, 1}): raise PromptError(f'token_type_ids must be {len(ids)} numbers of 0 or 1, one for each token')
-    if types is not None and any(t >= num_types for t in types if t): raise PromptError(f'token_type_ids: the model has {num_types} types of tokens: leave them out')
+    pair, types = d.pop("text_pair", None), d.pop("token_type_ids", None)
+    if isinstance(prompt, str) or isinstance(d.get("prompt"), str) and "prompt_token_ids" not in d:
+        text = prompt if isinstance(prompt, str) else d["prompt"]
+        if not isinstance(pair, str | None) or len(d) > 1:
+            raise PromptError(f"a pair is two strings, prompt and text_pair, got {prompt!r:.80}")
+        if text or pair:
+            return _tokenized(llm, start + text, pair, most, limit)
+    text, ids = prompt_ids_of(
+        llm.model, llm.tokenizer, d if isinstance(prompt, dict) else prompt, is_talk(prompt)
+    )
+    if types is not None and (len(types) != len(ids) or not {*types} <= {0, 1}):
+        raise PromptError(
+            f"token_type_ids must be {len(ids)} numbers of 0 or 1, one for each token"
+        )
+    if types is not None and any(t >= num_types for t in types if t):
+        raise PromptError(
+            f"token_type_ids: the model has {num_types} types of tokens: leave them out"
+        )
     return text, ids[:most], types if types is None else [*types][:most]
 
-def _tokenized(llm: LLM, text: str, pair: str | None, most: int | None, limit: int | None) -> tuple[str, list[int], list[int] | None]:
+
+def _tokenized(
+    llm: LLM, text: str, pair: str | None, most: int | None, limit: int | None
+) -> tuple[str, list[int], list[int] | None]:
     "`text` and its `pair`, cut to `most` tokens if that is not None, as `pooling_ids` gives them. Raises `PromptError`, `ModelError`."
     tokenizer = llm.get_tokenizer()
     if most is None and limit:
-        for part in (text, pair or ''): check_length(tokenizer, part, limit, too_many(limit))
+        for part in (text, pair or ""):
+            check_length(tokenizer, part, limit, too_many(limit))
     read = text if most is None or pair is not None else beginning(tokenizer, text, most)
-    try: got: Any = own_tokenizer(tokenizer)(read, pair) if most is None else cut_text(tokenizer, read, pair, most)
-    except Exception as e: raise PromptError(unreadable(text + (pair or ''), e)) from e
-    types = got.get('token_type_ids')
-    return text if pair is None else f'{text} {pair}', got['input_ids'], types if pair is not None and types is not None and any(types) else None
+    try:
+        got: Any = (
+            own_tokenizer(tokenizer)(read, pair)
+            if most is None
+            else cut_text(tokenizer, read, pair, most)
+        )
+    except Exception as e:
+        raise PromptError(unreadable(text + (pair or ""), e)) from e
+    types = got.get("token_type_ids")
+    return (
+        text if pair is None else f"{text} {pair}",
+        got["input_ids"],
+        types if pair is not None and types is not None and any(types) else None,
+    )
 
 # %% ../nbs/31_embeddings.ipynb #emb00055
-def admit_pooling(llm: LLM, group: PoolingGroup, prompt: Any, params: PoolingParams, priority: int = 0, timeout: float | None = None) -> PoolingGroup:
+def admit_pooling(
+    llm: LLM,
+    group: PoolingGroup,
+    prompt: Any,
+    params: PoolingParams,
+    priority: int = 0,
+    timeout: float | None = None,
+) -> PoolingGroup:
     "Tokenise and check `prompt`; give `group` its request, or its error. Raises `ModelError`."
     group.pooling, group.deadline = params, None if timeout is None else group.start + timeout
     try:
         llm.pooler.check(params)
         group.prompt, ids, types = pooling_ids(llm, prompt, params)
         group.prompt_token_ids = ids
-        if params.task == 'score' and not (llm.pooler.classifies or llm.pooler.tags):
-            raise ParamError('a score is of two texts: ask llm.score for it')
+        if params.task == "score" and not (llm.pooler.classifies or llm.pooler.tags):
+            raise ParamError("a score is of two texts: ask llm.score for it")
         if (most := text_limit(llm)) and len(ids) > most:
-            raise PromptTooLongError(f'the prompt has {len(ids):,} tokens, {too_many(most)}')
+            raise PromptTooLongError(f"the prompt has {len(ids):,} tokens, {too_many(most)}")
         check_prompt(ids, None, llm.vocab_size)
         depth = llm.model.config.get_text_config().num_hidden_layers
-        r = Request(group.request_id, ids, 0, priority, group=group, pool=partial(llm.pooler, params), token_types=types)
+        r = Request(
+            group.request_id,
+            ids,
+            0,
+            priority,
+            group=group,
+            pool=partial(llm.pooler, params),
+            token_types=types,
+        )
         r.wants_all_states = llm.pooler.needs_all(params, ids)
-        if params.layers: r.layers = [i if i >= 0 else i + depth + 1 for i in params.layers]
+        if params.layers:
+            r.layers = [i if i >= 0 else i + depth + 1 for i in params.layers]
         group.requests = [r]
-    except ModelError: raise
+    except ModelError:
+        raise
     except BatchlabError as e:
         group.error, group.refused = str(e), True
-        if isinstance(e, PromptTooLongError): group.reason = 'too_long'
+        if isinstance(e, PromptTooLongError):
+            group.reason = "too_long"
     return group
 
 # %% ../nbs/31_embeddings.ipynb #emb00061
 def _params(p: Any, task: str, tokenization: dict[str, Any] | None, n: int) -> list[PoolingParams]:
     "`n` `PoolingParams` for `task`, from one for all or one each, and what vLLM's `tokenization_kwargs` say. Raises `ParamError`."
     each = list(p) if isinstance(p, (list, tuple)) else [p] * n
-    if len(each) != n: raise ParamError(f'{len(each)} pooling parameters for {n} prompts: give one for all, or one for each')
+    if len(each) != n:
+        raise ParamError(
+            f"{len(each)} pooling parameters for {n} prompts: give one for all, or one for each"
+        )
     more = dict(tokenization or {})
-    most = more.pop('truncate_prompt_tokens', None)
-    if more.pop('truncation', False): most = more.pop('max_length', -1)
-    if more: raise ParamError(f'tokenization_kwargs has {min(more)!r:.60}: only truncate_prompt_tokens, or truncation with max_length, are known')
+    most = more.pop("truncate_prompt_tokens", None)
+    if more.pop("truncation", False):
+        most = more.pop("max_length", -1)
+    if more:
+        raise ParamError(
+            f"tokenization_kwargs has {min(more)!r:.60}: only truncate_prompt_tokens, or truncation with max_length, are known"
+        )
     found = [PoolingParams.of(x, task) for x in each]
     return found if most is None else [replace(x, truncate_prompt_tokens=most) for x in found]
+
 
 def pair_up(data_1: Any, data_2: Any) -> tuple[list[Any], list[Any]]:
     "One and one, one and many, or as many of each, as two lists of one length. Raises `PromptError`."
     a, b = as_list(data_1), as_list(data_2)
-    if len(a) == 1: a = a * len(b)
-    if len(a) != len(b) or not a: raise PromptError(f'{len(a)} texts and {len(b)} to compare them with: give one and any number, or as many of each')
+    if len(a) == 1:
+        a = a * len(b)
+    if len(a) != len(b) or not a:
+        raise PromptError(
+            f"{len(a)} texts and {len(b)} to compare them with: give one and any number, or as many of each"
+        )
     return a, b
+
 
 def text_and_answer(prompt: Any) -> Any:
     "The ids of a `RequestOutput`, its prompt's and its first answer's, or `prompt` if it is none."
-    if not hasattr(prompt, 'prompt_token_ids') or not getattr(prompt, 'outputs', None): return prompt
-    return {'prompt_token_ids': [*(prompt.prompt_token_ids or []), *prompt.outputs[0].token_ids]}
+    if not hasattr(prompt, "prompt_token_ids") or not getattr(prompt, "outputs", None):
+        return prompt
+    return {"prompt_token_ids": [*(prompt.prompt_token_ids or []), *prompt.outputs[0].token_ids]}
 
 # %% ../nbs/31_embeddings.ipynb #emb00063
 def _pair(llm: Any, a: Any, b: Any, template: str | None) -> Any:
     "Two texts as one prompt: as the tokenizer joins a pair, or as a chat `template` writes what a query says, and a document. Raises `PromptError`."
-    if not isinstance(a, str) or not isinstance(b, str): raise PromptError(f'a cross-encoder compares two strings, got {a!r:.40} and {b!r:.40}')
-    if template is None: return {'prompt': a, 'text_pair': b}
-    talk = [{'role': 'query', 'content': a}, {'role': 'document', 'content': b}]
-    try: return llm.get_tokenizer().apply_chat_template(talk, chat_template=template, tokenize=False)
-    except BatchlabError: raise
-    except Exception as e: raise PromptError(f"the chat template can't write a query and a document ({e}): its messages have these two roles") from e
+    if not isinstance(a, str) or not isinstance(b, str):
+        raise PromptError(f"a cross-encoder compares two strings, got {a!r:.40} and {b!r:.40}")
+    if template is None:
+        return {"prompt": a, "text_pair": b}
+    talk = [{"role": "query", "content": a}, {"role": "document", "content": b}]
+    try:
+        return llm.get_tokenizer().apply_chat_template(talk, chat_template=template, tokenize=False)
+    except BatchlabError:
+        raise
+    except Exception as e:
+        raise PromptError(
+            f"the chat template can't write a query and a document ({e}): its messages have these two roles"
+        ) from e
+
 
 def _compared(a: PoolingRequestOutput[Any], b: PoolingRequestOutput[Any]) -> ScoringRequestOutput:
     "The result of two texts, of whose vectors the cosine is taken."
-    error, value = a.error or b.error, float('nan')
-    if not error: value = F.cosine_similarity(a.outputs.data[None], b.outputs.data[None]).item()
-    latency = max((x.metrics or {}).get('latency') or 0. for x in (a, b))
-    return ScoringRequestOutput(f'{a.request_id}_{b.request_id}', ScoringOutput(value), a.prompt_token_ids + b.prompt_token_ids,
-                                a.num_cached_tokens + b.num_cached_tokens, True, f'{a.prompt} {b.prompt}', error, {**(a.metrics or {}), 'latency': latency},
-                                a.params, a.refused or b.refused)
+    error, value = a.error or b.error, float("nan")
+    if not error:
+        value = F.cosine_similarity(a.outputs.data[None], b.outputs.data[None]).item()
+    latency = max((x.metrics or {}).get("latency") or 0.0 for x in (a, b))
+    return ScoringRequestOutput(
+        f"{a.request_id}_{b.request_id}",
+        ScoringOutput(value),
+        a.prompt_token_ids + b.prompt_token_ids,
+        a.num_cached_tokens + b.num_cached_tokens,
+        True,
+        f"{a.prompt} {b.prompt}",
+        error,
+        {**(a.metrics or {}), "latency": latency},
+        a.params,
+        a.refused or b.refused,
+    )
 
 # %% ../nbs/31_embeddings.ipynb #emb00065
-@by_any_name(embed=read_pooling_call, encode=read_pooling_call, classify=read_pooling_call, score=read_pooling_call, reward=read_pooling_call)
+@by_any_name(
+    embed=read_pooling_call,
+    encode=read_pooling_call,
+    classify=read_pooling_call,
+    score=read_pooling_call,
+    reward=read_pooling_call,
+)
 class PoolingCalls:
     """The methods of `LLM` that make something of hidden states. vLLM's names, arguments and results; but `reward` gives the logits of a text where
     a head classifies texts, and of each token where it classifies tokens."""
+
     pooler: Pooler
 
     @property
@@ -385,62 +721,178 @@ class PoolingCalls:
         "Which tasks of `PoolingParams` the model has."
         return self.pooler.tasks
 
-    def embed(self, prompts: Any, *, use_tqdm: Any = None, pooling_params: Any = None, lora_request: Any = None,
-              tokenization_kwargs: dict[str, Any] | None = None, prompt_name: str | None = None) -> Outputs[EmbeddingRequestOutput]:
+    def embed(
+        self,
+        prompts: Any,
+        *,
+        use_tqdm: Any = None,
+        pooling_params: Any = None,
+        lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        prompt_name: str | None = None,
+    ) -> Outputs[EmbeddingRequestOutput]:
         """A vector for each of `prompts`, texts or lists of ids: `outputs[i].outputs.embedding`.
 
         Pooled as the model's folder says, see `Pooler`. `prompt_name`: which of the model's prompts stands before each text."""
-        return self._pool('embed', prompts, pooling_params, use_tqdm, lora_request, tokenization_kwargs, prompt_name=prompt_name)
+        return self._pool(
+            "embed",
+            prompts,
+            pooling_params,
+            use_tqdm,
+            lora_request,
+            tokenization_kwargs,
+            prompt_name=prompt_name,
+        )
 
-    def classify(self, prompts: Any, *, use_tqdm: Any = None, pooling_params: Any = None, lora_request: Any = None,
-                 tokenization_kwargs: dict[str, Any] | None = None) -> Outputs[ClassificationRequestOutput]:
+    def classify(
+        self,
+        prompts: Any,
+        *,
+        use_tqdm: Any = None,
+        pooling_params: Any = None,
+        lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> Outputs[ClassificationRequestOutput]:
         "The probability of each class for each of `prompts`: `outputs[i].outputs.probs`. Raises `ModelError` for a model without classes."
-        return self._pool('classify', prompts, pooling_params, use_tqdm, lora_request, tokenization_kwargs)
+        return self._pool(
+            "classify", prompts, pooling_params, use_tqdm, lora_request, tokenization_kwargs
+        )
 
-    def encode(self, prompts: Any, pooling_params: Any = None, *, pooling_task: str | None = None, use_tqdm: Any = None, lora_request: Any = None,
-               tokenization_kwargs: dict[str, Any] | None = None) -> Outputs[PoolingRequestOutput]:
+    def encode(
+        self,
+        prompts: Any,
+        pooling_params: Any = None,
+        *,
+        pooling_task: str | None = None,
+        use_tqdm: Any = None,
+        lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> Outputs[PoolingRequestOutput]:
         """What `pooling_task` makes of each of `prompts`, as a tensor: `outputs[i].outputs.data`. A `RequestOutput` stands for its prompt and first answer.
 
         'token_embed', if none is given: the last hidden states `[n, E]`; of `layers` and `positions` of `pooling_params` `[L, n, E]`."""
-        own = pooling_params[0] if isinstance(pooling_params, (list, tuple)) and pooling_params else pooling_params
-        given = own.get('task') if isinstance(own, dict) else getattr(own, 'task', None)
-        return self._pool(pooling_task or given or 'token_embed', prompts, pooling_params, use_tqdm, lora_request, tokenization_kwargs, raw=True)
+        own = (
+            pooling_params[0]
+            if isinstance(pooling_params, (list, tuple)) and pooling_params
+            else pooling_params
+        )
+        given = own.get("task") if isinstance(own, dict) else getattr(own, "task", None)
+        return self._pool(
+            pooling_task or given or "token_embed",
+            prompts,
+            pooling_params,
+            use_tqdm,
+            lora_request,
+            tokenization_kwargs,
+            raw=True,
+        )
 
-    def reward(self, prompts: Any, *, use_tqdm: Any = None, pooling_params: Any = None, lora_request: Any = None,
-               tokenization_kwargs: dict[str, Any] | None = None) -> Outputs[PoolingRequestOutput]:
+    def reward(
+        self,
+        prompts: Any,
+        *,
+        use_tqdm: Any = None,
+        pooling_params: Any = None,
+        lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> Outputs[PoolingRequestOutput]:
         "What the head of a reward model gives for each of `prompts`, as it is: `outputs[i].outputs.data` `[labels]`."
-        params = [p if p.use_activation is not None else replace(p, use_activation=False)
-                  for p in _params(pooling_params, 'classify', None, len(as_list(prompts, is_talk(prompts))))]
-        return self._pool('classify', prompts, params, use_tqdm, lora_request, tokenization_kwargs, raw=True)
+        params = [
+            p if p.use_activation is not None else replace(p, use_activation=False)
+            for p in _params(
+                pooling_params, "classify", None, len(as_list(prompts, is_talk(prompts)))
+            )
+        ]
+        return self._pool(
+            "classify", prompts, params, use_tqdm, lora_request, tokenization_kwargs, raw=True
+        )
 
-    def score(self, data_1: Any, data_2: Any = None, /, *, use_tqdm: Any = None, pooling_params: Any = None, lora_request: Any = None,
-              tokenization_kwargs: dict[str, Any] | None = None, chat_template: str | None = None, **old: Any) -> Outputs[Any]:
+    def score(
+        self,
+        data_1: Any,
+        data_2: Any = None,
+        /,
+        *,
+        use_tqdm: Any = None,
+        pooling_params: Any = None,
+        lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        chat_template: str | None = None,
+        **old: Any,
+    ) -> Outputs[Any]:
         """How well texts of `data_1` and `data_2` belong together, one and many or as many of each: `outputs[i].outputs.score`.
 
         By a cross-encoder, which reads both texts at once, joined as its tokenizer does or by `chat_template`, whose messages have roles query and
         document; or as the cosine of two vectors. With one argument, as before: `logprobs`."""
         if data_2 is None:
-            warnings.warn('llm.score(texts) is now llm.logprobs(texts); llm.score compares two texts', DeprecationWarning, stacklevel=2)
-            return self.logprobs(data_1, use_tqdm=use_tqdm, **old)                                 # type: ignore[attr-defined]
-        if old: raise ParamError(f'score has no argument {min(old)!r:.60}: leave it out')
+            warnings.warn(
+                "llm.score(texts) is now llm.logprobs(texts); llm.score compares two texts",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            return self.logprobs(data_1, use_tqdm=use_tqdm, **old)  # type: ignore[attr-defined]
+        if old:
+            raise ParamError(f"score has no argument {min(old)!r:.60}: leave it out")
         a, b = pair_up(data_1, data_2)
         if self.pooler.classifies or self.pooler.tags:
-            return self._pool('score', [_pair(self, x, y, chat_template) for x, y in zip(a, b)], pooling_params, use_tqdm, lora_request, tokenization_kwargs)
-        if chat_template is not None: raise ParamError('chat_template writes two texts as one, for a cross-encoder, and this model compares vectors: leave it out')
+            return self._pool(
+                "score",
+                [_pair(self, x, y, chat_template) for x, y in zip(a, b)],
+                pooling_params,
+                use_tqdm,
+                lora_request,
+                tokenization_kwargs,
+            )
+        if chat_template is not None:
+            raise ParamError(
+                "chat_template writes two texts as one, for a cross-encoder, and this model compares vectors: leave it out"
+            )
         key = lambda x: x if isinstance(x, str) else repr(x).encode()
         texts = list({key(x): x for x in [*a, *b]}.values())
         wants = PoolingParams.of(pooling_params)
-        if wants.task == 'score': wants = replace(wants, task='embed')
-        found = dict(zip(map(key, texts), self._pool('embed', texts, wants, use_tqdm, lora_request, tokenization_kwargs, raw=True)))
+        if wants.task == "score":
+            wants = replace(wants, task="embed")
+        found = dict(
+            zip(
+                map(key, texts),
+                self._pool(
+                    "embed", texts, wants, use_tqdm, lora_request, tokenization_kwargs, raw=True
+                ),
+            )
+        )
         return Outputs(_compared(found[key(x)], found[key(y)]) for x, y in zip(a, b))
 
-    def _pool(self, task: str, prompts: Any, params: Any, use_tqdm: Any, lora_request: Any, tokenization: dict[str, Any] | None,
-              raw: bool = False, prompt_name: str | None = None) -> Outputs[Any]:
+    def _pool(
+        self,
+        task: str,
+        prompts: Any,
+        params: Any,
+        use_tqdm: Any,
+        lora_request: Any,
+        tokenization: dict[str, Any] | None,
+        raw: bool = False,
+        prompt_name: str | None = None,
+    ) -> Outputs[Any]:
         llm: Any = self
         prompts = as_list(prompts, is_talk(prompts))
-        if lora_request is None and any(own := [getattr(p, 'lora_request', None) for p in prompts]): lora_request = own       # the one that answered
-        prompts, each = [text_and_answer(p) for p in prompts], _params(params, task, tokenization, len(prompts))
-        if prompt_name is not None: each = [replace(p, prompt_name=prompt_name) for p in each]
-        for p in dict.fromkeys(each): self.pooler.check(p)                        # it concerns all: no result for each of them
+        if lora_request is None and any(own := [getattr(p, "lora_request", None) for p in prompts]):
+            lora_request = own  # the one that answered
+        prompts, each = (
+            [text_and_answer(p) for p in prompts],
+            _params(params, task, tokenization, len(prompts)),
+        )
+        if prompt_name is not None:
+            each = [replace(p, prompt_name=prompt_name) for p in each]
+        for p in dict.fromkeys(each):
+            self.pooler.check(p)  # it concerns all: no result for each of them
         prompts = encode_texts(llm, prompts, each)
-        return llm._collect(prompts, False, [replace(p, raw=True) for p in each] if raw else each, use_tqdm, None, None, False, lora_request)
+        return llm._collect(
+            prompts,
+            False,
+            [replace(p, raw=True) for p in each] if raw else each,
+            use_tqdm,
+            None,
+            None,
+            False,
+            lora_request,
+        )

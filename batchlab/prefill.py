@@ -17,15 +17,20 @@ from .errors import PromptError, PromptTooLongError
 from .models import eos_token_ids, max_model_len
 from .names import written
 
-if TYPE_CHECKING: from transformers import PreTrainedConfig, PreTrainedModel
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # %% auto #0
 __all__ = ['generate_naive', 'check_prompt', 'kv_bytes_per_token', 'forward', 'prefill']
 
 # %% ../nbs/02_prefill.ipynb #5622d5c9
 @torch.inference_mode()
-def generate_naive(model: PreTrainedModel, prompt_ids: Iterable[int], max_tokens: int = 16,
-                   eos_ids: Collection[int] | None = None) -> list[int]:
+def generate_naive(
+    model: PreTrainedModel,
+    prompt_ids: Iterable[int],
+    max_tokens: int = 16,
+    eos_ids: Collection[int] | None = None,
+) -> list[int]:
     """Greedy tokens of one prompt, the slow and certain way: the whole sequence through the model for each token.
 
     `prompt_ids`: token ids of one prompt, length T. Returns up to `max_tokens` new ids as a list, the EOS token that
@@ -36,26 +41,36 @@ def generate_naive(model: PreTrainedModel, prompt_ids: Iterable[int], max_tokens
     room = (max_model_len(model) or math.inf) - len(ids)
     new = []
     while len(new) < min(max_tokens, room):
-        logits = model(torch.tensor([ids + new], device=model.device), use_cache=False).logits     # [1, T, V]
+        logits = model(
+            torch.tensor([ids + new], device=model.device), use_cache=False
+        ).logits  # [1, T, V]
         new.append(int(logits[0, -1].argmax()))
-        if new[-1] in eos_ids: break
+        if new[-1] in eos_ids:
+            break
     return new
 
 # %% ../nbs/02_prefill.ipynb #6eb51c8c
-def check_prompt(prompt_ids: Iterable[int], limit: int | None = None, vocab_size: int | None = None) -> list[int]:
+def check_prompt(
+    prompt_ids: Iterable[int], limit: int | None = None, vocab_size: int | None = None
+) -> list[int]:
     """`prompt_ids` as a list of ints, or a `PromptError` that says what is wrong with it.
 
     `limit` is the longest sequence (prompt and output together) in tokens; a prompt has to leave room for one token.
     """
     ids = [int(i) for i in prompt_ids]
-    if not ids: raise PromptError('the prompt has no tokens: give at least one, for example the BOS token')
+    if not ids:
+        raise PromptError("the prompt has no tokens: give at least one, for example the BOS token")
     if limit and len(ids) >= limit:
-        raise PromptTooLongError(f'the prompt has {len(ids)} tokens, and the model holds {limit} with its answer: '
-                                 f'shorten it to {limit - 1} tokens or fewer')
+        raise PromptTooLongError(
+            f"the prompt has {len(ids)} tokens, and the model holds {limit} with its answer: "
+            f"shorten it to {limit - 1} tokens or fewer"
+        )
     bad = next((i for i in ids if i < 0 or (vocab_size and i >= vocab_size)), None)
     if bad is not None:
-        raise PromptError(f'token id {written(bad, 40)} is outside the vocabulary (0 to {vocab_size - 1 if vocab_size else "…"}): '
-                          'was the prompt encoded with another tokenizer?')
+        raise PromptError(
+            f"token id {written(bad, 40)} is outside the vocabulary (0 to {vocab_size - 1 if vocab_size else '…'}): "
+            "was the prompt encoded with another tokenizer?"
+        )
     return ids
 
 # %% ../nbs/02_prefill.ipynb #28922875
@@ -66,28 +81,45 @@ def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype | None = Non
     `config` is a transformers config; `dtype` defaults to the one it was loaded in.
     """
     c: Any = config.get_text_config()
-    kv_heads = getattr(c, 'num_key_value_heads', None) or c.num_attention_heads
-    head_dim = getattr(c, 'head_dim', None) or c.hidden_size // c.num_attention_heads
-    return 2 * c.num_hidden_layers * kv_heads * head_dim * (dtype or c.dtype or torch.float32).itemsize
+    kv_heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    return (
+        2 * c.num_hidden_layers * kv_heads * head_dim * (dtype or c.dtype or torch.float32).itemsize
+    )
 
 # %% ../nbs/02_prefill.ipynb #5b801dba
 @torch.inference_mode()
-def forward(model: PreTrainedModel, input_ids: Tensor, cache: Cache, position_ids: Tensor | None = None,
-            attention_mask: Tensor | None = None) -> Tensor:
+def forward(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    cache: Cache,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
     """One call of the model: logits `[B, V]` at the last column; `cache` is extended in place by T positions.
 
     `input_ids` int64 `[B, T]`; `position_ids` int64 `[B, T]`, left to the model if None; `attention_mask`
     `[B, past + T]`, 1 where a position is real, None where all of them are.
     """
     known = inspect.signature(model.forward).parameters
-    last = torch.tensor([input_ids.shape[1] - 1], device=input_ids.device)     # not 1: a slice would make it a bmm
+    last = torch.tensor(
+        [input_ids.shape[1] - 1], device=input_ids.device
+    )  # not 1: a slice would make it a bmm
     optional = dict(position_ids=position_ids, logits_to_keep=last)
     kwargs = {k: v for k, v in optional.items() if k in known and v is not None}
-    out = model(input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True, **kwargs)
+    out = model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        past_key_values=cache,
+        use_cache=True,
+        **kwargs,
+    )
     return out.logits[:, -1]
 
 # %% ../nbs/02_prefill.ipynb #f4688292
-def prefill(model: PreTrainedModel, prompt_ids: Iterable[int], cache: Cache | None = None) -> tuple[Tensor, Cache]:
+def prefill(
+    model: PreTrainedModel, prompt_ids: Iterable[int], cache: Cache | None = None
+) -> tuple[Tensor, Cache]:
     """Run one prompt through the model: `(logits [V], cache)`, the cache holding all T positions.
 
     `prompt_ids`: token ids of length T. Given a `cache` that holds the tokens before them, continues from there.

@@ -21,10 +21,11 @@ from .hashes import _at_least_1, chunk_hashes, content_hash
 from .padding import pad_and_mask, prefill_padded
 from .prefill import forward, prefill
 
-if TYPE_CHECKING: from transformers import PreTrainedModel
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-_all_ = ['content_hash', 'chunk_hashes']
-__getattr__ = renamed(__name__, {'PrefixError': 'errors.BatchError'})
+_all_ = ["content_hash", "chunk_hashes"]
+__getattr__ = renamed(__name__, {"PrefixError": "errors.BatchError"})
 
 # %% auto #0
 __all__ = ['find_common_chunk_prefix', 'group_by_prefix', 'broadcast_cache', 'align_right', 'prefill_shared', 'content_hash',
@@ -39,13 +40,17 @@ def find_common_chunk_prefix(rows: Iterable[Iterable[int]], chunk_size: int = 16
     """
     _at_least_1(chunk_size=chunk_size)
     rows = [list(r) for r in rows]
-    if not rows: raise BatchError('no rows to compare: give at least one prompt')
-    if len(rows) == 1: return len(rows[0])
-    n = len(os.path.commonprefix(rows))                     # made for paths, and as good for any lists
+    if not rows:
+        raise BatchError("no rows to compare: give at least one prompt")
+    if len(rows) == 1:
+        return len(rows[0])
+    n = len(os.path.commonprefix(rows))  # made for paths, and as good for any lists
     return n - n % chunk_size
 
 # %% ../nbs/06_prefix.ipynb #50afd2f2
-def group_by_prefix(rows: Iterable[Sequence[int]], chunk_size: int = 16, num_chunks: int = 3) -> dict[str, list[int]]:
+def group_by_prefix(
+    rows: Iterable[Sequence[int]], chunk_size: int = 16, num_chunks: int = 3
+) -> dict[str, list[int]]:
     """Indices of `rows` (lists of token ids) by the hash of their first `num_chunks` chunks: `{hex name: [indices]}`.
 
     A row with fewer full chunks goes by those that it has, a row without a full chunk by all its tokens, and a row
@@ -54,9 +59,9 @@ def group_by_prefix(rows: Iterable[Sequence[int]], chunk_size: int = 16, num_chu
     _at_least_1(chunk_size=chunk_size, num_chunks=num_chunks)
     groups = {}
     for i, ids in enumerate(rows):
-        hashes = chunk_hashes(ids[:chunk_size * num_chunks], chunk_size)
+        hashes = chunk_hashes(ids[: chunk_size * num_chunks], chunk_size)
         key = hashes[-1] if hashes else content_hash(ids) if len(ids) else None
-        groups.setdefault('empty' if key is None else key.hex(), []).append(i)
+        groups.setdefault("empty" if key is None else key.hex(), []).append(i)
     return groups
 
 # %% ../nbs/06_prefix.ipynb #1102de4e
@@ -69,12 +74,18 @@ def broadcast_cache(cache: Cache, batch: int, prefix_len: int | None = None) -> 
     shared, layers = BatchCache(), list[Any](cache.layers)
     for old in layers:
         shared.layers.append(new := BatchLayer())
-        if not old.is_initialized: continue
+        if not old.is_initialized:
+            continue
         rows, _, held, _ = old.keys.shape
-        if rows != 1: raise BatchError(f'keys or values of shape {list(old.keys.shape)}: expected one row, [1, heads, tokens, head_dim]')
+        if rows != 1:
+            raise BatchError(
+                f"keys or values of shape {list(old.keys.shape)}: expected one row, [1, heads, tokens, head_dim]"
+            )
         if prefix_len and held < prefix_len:
-            raise BatchError(f'the cache holds {held} tokens and the prefix has {prefix_len}: '
-                             'fill it with prefill(model, ids, BatchCache()), where every layer keeps all tokens')
+            raise BatchError(
+                f"the cache holds {held} tokens and the prefix has {prefix_len}: "
+                "fill it with prefill(model, ids, BatchCache()), where every layer keeps all tokens"
+            )
         new.hold(*(t[:, :, :prefix_len].expand(batch, -1, -1, -1) for t in (old.keys, old.values)))
     return shared
 
@@ -86,24 +97,35 @@ def align_right(cache: BatchCache, lengths: Tensor) -> None:
     of a row afterwards is padding, of no meaning. One copy of the cache, a layer at a time.
     """
     n = int(lengths.max())
-    column = (torch.arange(n, device=lengths.device) - (n - lengths)[:, None]).clamp(min=0)          # [B, n]
+    column = (torch.arange(n, device=lengths.device) - (n - lengths)[:, None]).clamp(
+        min=0
+    )  # [B, n]
     moved = lambda t: t.gather(2, column[:, None, :, None].expand(-1, t.shape[1], -1, t.shape[3]))
     for layer in cache.layers:
-        if layer.is_initialized: layer.hold(moved(layer.keys), moved(layer.values))
+        if layer.is_initialized:
+            layer.hold(moved(layer.keys), moved(layer.values))
 
 # %% ../nbs/06_prefix.ipynb #1bd4b526
 def _check_shared(prompts, n):
     "Raise `BatchError` unless all prompts begin with the same n tokens."
     for i, p in enumerate(prompts):
-        if p[:n] == prompts[0][:n]: continue
+        if p[:n] == prompts[0][:n]:
+            continue
         at = len(os.path.commonprefix([p, prompts[0]]))
-        raise BatchError(f'prompt {i} differs from prompt 0 at token {at}, inside the shared {n}: '
-                          'take prefix_len from find_common_chunk_prefix, or group the prompts with group_by_prefix')
+        raise BatchError(
+            f"prompt {i} differs from prompt 0 at token {at}, inside the shared {n}: "
+            "take prefix_len from find_common_chunk_prefix, or group the prompts with group_by_prefix"
+        )
 
 # %% ../nbs/06_prefix.ipynb #8b85405d
 @torch.inference_mode()
-def prefill_shared(model: PreTrainedModel, prompts: Iterable[Iterable[int]], prefix_len: int, pad_id: int = 0,
-                   prefix_cache: Cache | None = None) -> tuple[Tensor, BatchCache, Tensor]:
+def prefill_shared(
+    model: PreTrainedModel,
+    prompts: Iterable[Iterable[int]],
+    prefix_len: int,
+    pad_id: int = 0,
+    prefix_cache: Cache | None = None,
+) -> tuple[Tensor, BatchCache, Tensor]:
     """Run prompts that share `prefix_len` tokens, those once: `(logits [B, V], BatchCache, lengths int64 [B])`.
 
     What `prefill_padded` returns, for `DecodeBatch.join`: lengths are whole, the cache left-padded. Every prompt keeps
@@ -113,17 +135,22 @@ def prefill_shared(model: PreTrainedModel, prompts: Iterable[Iterable[int]], pre
     """
     prompts = [list(p) for p in prompts]
     n = min(prefix_len, min(map(len, prompts), default=0) - 1)
-    if n < 1 or (len(prompts) == 1 and prefix_cache is None): return prefill_padded(model, prompts, pad_id)
+    if n < 1 or (len(prompts) == 1 and prefix_cache is None):
+        return prefill_padded(model, prompts, pad_id)
     _check_shared(prompts, n)
-    if prefix_cache is None: prefix_cache = prefill(model, prompts[0][:n], BatchCache())[1]
+    if prefix_cache is None:
+        prefix_cache = prefill(model, prompts[0][:n], BatchCache())[1]
     cache = broadcast_cache(prefix_cache, len(prompts), n)
     lengths = torch.tensor([len(p) for p in prompts], device=model.device)
     padded = bool((lengths < lengths.max()).any())
-    ids, mask = (t[:, :-1].to(model.device) for t in pad_and_mask([p[n:] for p in prompts], pad_id, 'right'))
-    if ids.shape[1]:                                    # none if every suffix is one token, which is fed below
+    ids, mask = (
+        t[:, :-1].to(model.device) for t in pad_and_mask([p[n:] for p in prompts], pad_id, "right")
+    )
+    if ids.shape[1]:  # none if every suffix is one token, which is fed below
         positions = torch.arange(n, n + ids.shape[1], device=model.device).expand_as(ids)
         forward(model, ids, cache, positions, F.pad(mask, (n, 0), value=1) if padded else None)
-        if padded: align_right(cache, lengths - 1)
+        if padded:
+            align_right(cache, lengths - 1)
     last = torch.tensor([p[-1] for p in prompts], device=model.device)
     mask = mask_from_lengths(lengths, int(lengths.max())) if padded else None
     return decode_step(model, last, cache, lengths - 1, mask), cache, lengths

@@ -16,7 +16,7 @@ from torch import Tensor
 from .deprecated import renamed
 from .errors import BatchError
 
-__getattr__ = renamed(__name__, {'PackError': 'errors.BatchError'})
+__getattr__ = renamed(__name__, {"PackError": "errors.BatchError"})
 
 # %% auto #0
 __all__ = ['Packed', 'check_rows', 'pack', 'block_causal_mask']
@@ -30,6 +30,7 @@ class Packed:
     `cu_seqlens_q[i]` up to `cu_seqlens_q[i + 1]`. `cache_seqlens`: int64 `[B]`, tokens it had computed before. `causal`: False where
     a token sees all of its sequence, which is whole; `token_types`: int64 `[1, T]` for a model that takes them (both: chapter 31).
     """
+
     input_ids: Tensor
     position_ids: Tensor
     cu_seqlens_q: Tensor
@@ -45,22 +46,41 @@ class Packed:
 # %% ../nbs/07_ragged.ipynb #145bf215
 def check_rows(lengths: Sequence[int], starts: Sequence[int]) -> None:
     "Raise `BatchError` unless there are rows, each with at least one new token and a start of 0 or more."
-    if not lengths: raise BatchError('no rows to pack: give at least one sequence')
+    if not lengths:
+        raise BatchError("no rows to pack: give at least one sequence")
     if len(lengths) != len(starts):
-        raise BatchError(f'{len(lengths)} rows with starts or caches of {len(starts)}: give one for each row, '
-                        'start 0 or an empty cache if nothing of it is computed yet')
+        raise BatchError(
+            f"{len(lengths)} rows with starts or caches of {len(starts)}: give one for each row, "
+            "start 0 or an empty cache if nothing of it is computed yet"
+        )
     if min(lengths) < 1:
-        raise BatchError(f'row {lengths.index(min(lengths))} has no new tokens: leave it out of this step')
-    if min(starts) < 0: raise BatchError(f'row {starts.index(min(starts))} starts at {min(starts)}: expected 0 or more')
+        raise BatchError(
+            f"row {lengths.index(min(lengths))} has no new tokens: leave it out of this step"
+        )
+    if min(starts) < 0:
+        raise BatchError(
+            f"row {starts.index(min(starts))} starts at {min(starts)}: expected 0 or more"
+        )
 
 # %% ../nbs/07_ragged.ipynb #6affaac1
-def _ints(values: Iterable[int], dtype: torch.dtype = torch.int64, device: str | torch.device | None = None) -> Tensor:
+def _ints(
+    values: Iterable[int],
+    dtype: torch.dtype = torch.int64,
+    device: str | torch.device | None = None,
+) -> Tensor:
     "`values` as a tensor `[n]`: by way of an array, which takes a list several times faster than `torch.tensor` does."
-    numbers = array('q', list(values))
-    flat = torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+    numbers = array("q", list(values))
+    flat = (
+        torch.frombuffer(numbers, dtype=torch.int64)
+        if numbers
+        else torch.empty(0, dtype=torch.int64)
+    )
     return flat.to(device, dtype)
 
-def pack(rows: Sequence[Sequence[int]], starts: Sequence[int], device: str | torch.device | None = None) -> Packed:
+
+def pack(
+    rows: Sequence[Sequence[int]], starts: Sequence[int], device: str | torch.device | None = None
+) -> Packed:
     """The new tokens of each sequence as one `Packed` row.
 
     `rows`: B lists of token ids, at least one each; `starts`: B ints, how many tokens of each are computed already.
@@ -70,18 +90,30 @@ def pack(rows: Sequence[Sequence[int]], starts: Sequence[int], device: str | tor
     check_rows(lengths, starts)
     positions = chain.from_iterable(range(s, s + n) for s, n in zip(starts, lengths))
     offsets = _ints(accumulate(lengths, initial=0), torch.int32, device)
-    return Packed(_ints(chain.from_iterable(rows), device=device)[None], _ints(positions, device=device)[None], offsets,
-                  _ints(starts, device=device))
+    return Packed(
+        _ints(chain.from_iterable(rows), device=device)[None],
+        _ints(positions, device=device)[None],
+        offsets,
+        _ints(starts, device=device),
+    )
 
 # %% ../nbs/07_ragged.ipynb #63450fcc
 def _ranges(starts, lengths):
     "For each i the `lengths[i]` numbers from `starts[i]` on, in one int64 tensor; both int64 `[B]`."
-    shift = starts - lengths.cumsum(0) + lengths               # what row i's place in the result lacks to its number
-    return torch.arange(int(lengths.sum()), device=lengths.device) + shift.repeat_interleave(lengths)
+    shift = (
+        starts - lengths.cumsum(0) + lengths
+    )  # what row i's place in the result lacks to its number
+    return torch.arange(int(lengths.sum()), device=lengths.device) + shift.repeat_interleave(
+        lengths
+    )
 
 # %% ../nbs/07_ragged.ipynb #5901b14e
-def block_causal_mask(lengths_q: Sequence[int] | Tensor, starts: Sequence[int] | Tensor,
-                      dtype: torch.dtype = torch.float32, sliding_window: int | None = None) -> Tensor:
+def block_causal_mask(
+    lengths_q: Sequence[int] | Tensor,
+    starts: Sequence[int] | Tensor,
+    dtype: torch.dtype = torch.float32,
+    sliding_window: int | None = None,
+) -> Tensor:
     """Additive mask `[1, 1, T, P + T]` for a packed step: 0 where a new token may look, else the lowest of `dtype`.
 
     `lengths_q`, `starts`: B ints each, as lists or int tensors; P, T their sums. Columns: the tokens held, sequence
@@ -91,9 +123,12 @@ def block_causal_mask(lengths_q: Sequence[int] | Tensor, starts: Sequence[int] |
     q, held = (torch.as_tensor(x, dtype=torch.int64) for x in (lengths_q, starts))
     check_rows(q.tolist(), held.tolist())
     lengths, P = torch.cat([held, q]), int(held.sum())
-    owners = torch.arange(len(q), device=q.device).repeat(2).repeat_interleave(lengths)                # [P + T]
+    owners = torch.arange(len(q), device=q.device).repeat(2).repeat_interleave(lengths)  # [P + T]
     positions = _ranges(torch.cat([torch.zeros_like(held), held]), lengths)
-    owner, position = owners[P:, None], positions[P:, None]                                            # [T, 1]: of the new ones
+    owner, position = owners[P:, None], positions[P:, None]  # [T, 1]: of the new ones
     sees = (owner == owners) & (positions <= position)
-    if sliding_window: sees &= positions > position - sliding_window
-    return torch.zeros(sees.shape, dtype=dtype, device=q.device).masked_fill(~sees, torch.finfo(dtype).min)[None, None]
+    if sliding_window:
+        sees &= positions > position - sliding_window
+    return torch.zeros(sees.shape, dtype=dtype, device=q.device).masked_fill(
+        ~sees, torch.finfo(dtype).min
+    )[None, None]

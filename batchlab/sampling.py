@@ -18,10 +18,12 @@ from .errors import ParamError
 from .names import written
 from .params import SamplingParams, StructuredOutputsParams
 from .tokens import vocabulary_of, word_ids
-if TYPE_CHECKING: from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-_all_ = ['ParamError', 'SamplingParams', 'StructuredOutputsParams', 'Detokenizer']      # found here too
-__getattr__ = renamed(__name__, {'StopScanner': 'detokenize.StopScanner'})
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+_all_ = ["ParamError", "SamplingParams", "StructuredOutputsParams", "Detokenizer"]  # found here too
+__getattr__ = renamed(__name__, {"StopScanner": "detokenize.StopScanner"})
 
 # %% auto #0
 __all__ = ['BAD_LOGITS', 'NO_TOKEN', 'draw', 'SamplingRow', 'cutoffs', 'processed_logits', 'probabilities', 'best_tokens', 'Sampled', 'sample', 'finish_reason', 'ParamError', 'SamplingParams', 'StructuredOutputsParams', 'Detokenizer', 'TokenText', 'TokenMask', 'allow_', 'ban_', 'obey_', 'bias_', 'repeat_', 'count_', 'Logprob', 'token_logprobs', 'reported_logits', 'token_text', 'prompt_texts']
@@ -33,95 +35,145 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
     `u` is float64 in [0, 1). Sums are float64, by blocks of 256, then inside one. Never an id of probability 0."""
     V, B = probs.shape[-1], 256
     # the sum of each block; what is left over at the end is a shorter one
-    sums = probs[:, :V//B*B].unflatten(-1, (V//B, B)).sum(-1, dtype=torch.float64)
-    if V % B: sums = torch.cat([sums, probs[:, V//B*B:].sum(-1, keepdim=True, dtype=torch.float64)], -1)
-    ends = sums.cumsum(-1)                                            # where each block ends on the line
-    t = u*ends[:, -1]                                                 # the number, on a line as long as all sums
-    block = _first_above(ends, t, sums > 0)[:, None]                  # the block it falls into, `[R, 1]`
+    sums = probs[:, : V // B * B].unflatten(-1, (V // B, B)).sum(-1, dtype=torch.float64)
+    if V % B:
+        sums = torch.cat(
+            [sums, probs[:, V // B * B :].sum(-1, keepdim=True, dtype=torch.float64)], -1
+        )
+    ends = sums.cumsum(-1)  # where each block ends on the line
+    t = u * ends[:, -1]  # the number, on a line as long as all sums
+    block = _first_above(ends, t, sums > 0)[:, None]  # the block it falls into, `[R, 1]`
     # the probabilities of that block alone, `[R, B]`; behind the end of the vocabulary they are 0
-    ids = block*B + torch.arange(B, device=probs.device)
+    ids = block * B + torch.arange(B, device=probs.device)
     inside = probs.gather(1, ids.clamp(max=V - 1)).double().masked_fill(ids >= V, 0)
-    before = (ends.gather(1, block) - sums.gather(1, block))[:, 0]    # what lies before the block
-    return block[:, 0]*B + _first_above(inside.cumsum(-1), t - before, inside > 0)
+    before = (ends.gather(1, block) - sums.gather(1, block))[:, 0]  # what lies before the block
+    return block[:, 0] * B + _first_above(inside.cumsum(-1), t - before, inside > 0)
+
 
 def _first_above(ends, t, positive):
     "First column of `ends` above `t`, kept between the first and the last `positive` one: rounding may step outside."
     col = torch.arange(ends.shape[1], device=ends.device)
-    low, high = torch.where(positive, col, ends.shape[1]).amin(-1), torch.where(positive, col, 0).amax(-1)
+    low, high = (
+        torch.where(positive, col, ends.shape[1]).amin(-1),
+        torch.where(positive, col, 0).amax(-1),
+    )
     return torch.minimum(torch.maximum((ends <= t[:, None]).sum(-1), low), high)
 
 # %% ../nbs/05_sampling.ipynb #23ccbb51
 @dataclass
 class SamplingRow:
     "What sampling remembers of one running request. The caller appends each new token to `output_ids`."
+
     params: SamplingParams
     prompt_ids: list[int]
     eos_ids: frozenset[int] = frozenset()
-    max_tokens: int | None = None               # params.max_tokens, and no more than the context leaves
-    generator: torch.Generator | None = None    # on the CPU; None if greedy
-    tokenizer: PreTrainedTokenizerBase | None = None                         # chapter 72
-    bad_words_ids: list[tuple[int, ...]] = field(default_factory=list)       # chapter 72
+    max_tokens: int | None = None  # params.max_tokens, and no more than the context leaves
+    generator: torch.Generator | None = None  # on the CPU; None if greedy
+    tokenizer: PreTrainedTokenizerBase | None = None  # chapter 72
+    bad_words_ids: list[tuple[int, ...]] = field(default_factory=list)  # chapter 72
     output_ids: list[int] = field(default_factory=list)
-    grammar: TokenMask | None = None            # says which ids may come next, if params.structured_outputs
+    grammar: TokenMask | None = None  # says which ids may come next, if params.structured_outputs
 
     @classmethod
-    def make(cls, params: SamplingParams | GenerationConfig | dict[str, Any] | None, prompt_ids: Sequence[int],
-             eos_ids: Iterable[int] = (), tokenizer: PreTrainedTokenizerBase | None = None, index: int = 0,
-             vocab_size: int | None = None, max_model_len: int | None = None,
-             grammar: TokenMask | None = None, logprobs_mode: str | None = None) -> SamplingRow:
+    def make(
+        cls,
+        params: SamplingParams | GenerationConfig | dict[str, Any] | None,
+        prompt_ids: Sequence[int],
+        eos_ids: Iterable[int] = (),
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        index: int = 0,
+        vocab_size: int | None = None,
+        max_model_len: int | None = None,
+        grammar: TokenMask | None = None,
+        logprobs_mode: str | None = None,
+    ) -> SamplingRow:
         """A row with a generator of its own, from `seed + index` (`index` counts the `n` completions) or fresh.
 
         `logprobs_mode`: for `params` that name none. Raises `ParamError` if `params` don't fit prompt, tokenizer or vocabulary."""
         params = _fitting(SamplingParams.of(params), prompt_ids, vocab_size, grammar, logprobs_mode)
         left = None if max_model_len is None else max_model_len - len(prompt_ids)
         limits = [x for x in (params.max_tokens, left) if x is not None]
-        return cls(params, list(prompt_ids), frozenset(eos_ids), min(limits, default=None), _generator(params, index),
-                   tokenizer, _word_ids(params.bad_words or (), tokenizer), grammar=grammar)
+        return cls(
+            params,
+            list(prompt_ids),
+            frozenset(eos_ids),
+            min(limits, default=None),
+            _generator(params, index),
+            tokenizer,
+            _word_ids(params.bad_words or (), tokenizer),
+            grammar=grammar,
+        )
 
     def uniform(self) -> float:
         "The one random number of a step, float64 in [0, 1); 0 for a greedy row."
-        return 0. if self.generator is None else torch.rand((), dtype=torch.float64, generator=self.generator).item()
+        return (
+            0.0
+            if self.generator is None
+            else torch.rand((), dtype=torch.float64, generator=self.generator).item()
+        )
+
 
 def _generator(params: SamplingParams, index: int) -> torch.Generator | None:
-    if params.greedy: return None
+    if params.greedy:
+        return None
     gen = torch.Generator()
-    if params.seed is None: gen.seed()     # from the operating system
-    else: gen.manual_seed((params.seed + index) % 2**63)
+    if params.seed is None:
+        gen.seed()  # from the operating system
+    else:
+        gen.manual_seed((params.seed + index) % 2**63)
     return gen
 
-def _fitting(params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int | None, grammar: TokenMask | None,
-             logprobs_mode: str | None) -> SamplingParams:
+
+def _fitting(
+    params: SamplingParams,
+    prompt_ids: Sequence[int],
+    vocab_size: int | None,
+    grammar: TokenMask | None,
+    logprobs_mode: str | None,
+) -> SamplingParams:
     "A checked copy of `params`, since the caller may change the original. Raises `ParamError` if they don't fit the request."
     mode = None if params.logprobs is None else params.logprobs_mode or logprobs_mode
     params = replace(params, logprobs_mode=mode)
     if params.prompt_logprob_start and params.prompt_logprob_start >= len(prompt_ids):
-        raise ParamError(f'prompt_logprob_start must be below {len(prompt_ids)}, the number of tokens of the prompt, '
-                         f'got {params.prompt_logprob_start}')
-    if vocab_size is not None: _check_vocab(params, vocab_size)
+        raise ParamError(
+            f"prompt_logprob_start must be below {len(prompt_ids)}, the number of tokens of the prompt, "
+            f"got {params.prompt_logprob_start}"
+        )
+    if vocab_size is not None:
+        _check_vocab(params, vocab_size)
     if params.structured_outputs and grammar is None:
-        raise ParamError('structured_outputs needs a grammar over the vocabulary, which LLM makes: run it there')
+        raise ParamError(
+            "structured_outputs needs a grammar over the vocabulary, which LLM makes: run it there"
+        )
     return params
 
 # %% ../nbs/05_sampling.ipynb #736437cc
 def _largest(x: Tensor, K: int) -> Tensor:
     "The `K` largest of each row of `x`, descending."
-    if K < x.shape[1] or x.device.type != 'cpu': return x.topk(K).values
-    return torch.from_numpy(np.sort(x.numpy(), -1)[:, ::-1].copy())      # without indices, so much faster
+    if K < x.shape[1] or x.device.type != "cpu":
+        return x.topk(K).values
+    return torch.from_numpy(
+        np.sort(x.numpy(), -1)[:, ::-1].copy()
+    )  # without indices, so much faster
+
 
 def _top_p_cutoffs(x: Tensor, p: Tensor, looks: Sequence[int] = (128, 2048)) -> Tensor:
     """The smallest logit `[R]` that top-p keeps of each row of `x` `[R, V]`, with `p` float64 `[R]` of its mass.
 
     `looks`: how many of the largest logits are tried before all of them."""
-    first = x.softmax(-1).amax(-1).double()                           # the probability of each row's likeliest token
+    first = x.softmax(-1).amax(-1).double()  # the probability of each row's likeliest token
     cut, todo = torch.empty_like(x[:, 0]), torch.arange(len(x), device=x.device)
     for K in (*looks, x.shape[1]):
-        largest = _largest(x[todo], min(K, x.shape[1]))               # `[rows to do, K]`
-        probs = first[todo, None]*(largest.double() - largest[:, :1]).exp()     # of these only, and yet of the whole vocabulary's sum
-        before = probs.cumsum(-1) - probs                             # the sum of all likelier tokens
+        largest = _largest(x[todo], min(K, x.shape[1]))  # `[rows to do, K]`
+        probs = (
+            first[todo, None] * (largest.double() - largest[:, :1]).exp()
+        )  # of these only, and yet of the whole vocabulary's sum
+        before = probs.cumsum(-1) - probs  # the sum of all likelier tokens
         num_kept = (before < p[todo, None]).sum(-1).clamp(min=1)
-        cut[todo] = largest.gather(1, num_kept[:, None] - 1)[:, 0]    # the last one kept
-        todo = todo[cut[todo] <= largest[:, -1]]                      # it is the last one looked at: more may stay
-        if not len(todo): break
+        cut[todo] = largest.gather(1, num_kept[:, None] - 1)[:, 0]  # the last one kept
+        todo = todo[cut[todo] <= largest[:, -1]]  # it is the last one looked at: more may stay
+        if not len(todo):
+            break
     return cut
 
 # %% ../nbs/05_sampling.ipynb #ff02166c
@@ -129,11 +181,14 @@ def cutoffs(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """The logit `[B]` below which each row keeps nothing, of logits `x` float32 `[B, V]` already divided by temperature.
 
     A greedy row keeps its maximum, an unfiltered one everything (-inf)."""
-    def tensor(values: list[Any], dtype: torch.dtype) -> Tensor: return torch.tensor(values, dtype=dtype, device=x.device)
+
+    def tensor(values: list[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=x.device)
+
     params = [r.params for r in rows]
     drawn = [b for b, p in enumerate(params) if not p.greedy]
     # min-p of all rows: log p below the largest logit. Greedy is p = 1; without min-p, p is 0 and its log -inf
-    least = tensor([1. if p.greedy else p.min_p for p in params], torch.float64)
+    least = tensor([1.0 if p.greedy else p.min_p for p in params], torch.float64)
     cut = (x.amax(-1) + least.log()).float()
     # top-k, for the rows that ask for it: the k-th largest logit
     if by_k := {b: min(params[b].top_k, x.shape[1]) for b in drawn if params[b].top_k > 0}:
@@ -153,20 +208,29 @@ def processed_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     "The logits each row draws from, float32 `[B, V]`, a copy: steered, divided by temperature, -inf where filtered."
     return _process_(_copied(logits, rows), rows)
 
+
 def _copied(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    assert logits.ndim == 2 and len(logits) == len(rows), f'{len(rows)} rows, logits {tuple(logits.shape)}'
-    device = 'cpu' if logits.device.type == 'mps' else logits.device             # no float64 there
+    assert logits.ndim == 2 and len(logits) == len(rows), (
+        f"{len(rows)} rows, logits {tuple(logits.shape)}"
+    )
+    device = "cpu" if logits.device.type == "mps" else logits.device  # no float64 there
     return logits.to(device, torch.float32, copy=True)
 
-def _process_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor: return _filter_(_steer_(x, rows), rows)
+
+def _process_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    return _filter_(_steer_(x, rows), rows)
+
 
 def _filter_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     params = [r.params for r in rows]
     if not all(p.greedy for p in params):
-        x.div_(torch.tensor([[1. if p.greedy else p.temperature] for p in params], device=x.device))
+        x.div_(
+            torch.tensor([[1.0 if p.greedy else p.temperature] for p in params], device=x.device)
+        )
     if any(p.greedy or p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params):
         x.masked_fill_(x < cutoffs(x, rows)[:, None], -math.inf)
     return x
+
 
 def probabilities(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     "The distribution each row draws from, float32 `[B, V]`; a greedy row has all of it on its maximum."
@@ -175,25 +239,36 @@ def probabilities(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 # %% ../nbs/05_sampling.ipynb #dc9a226c
 def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     "The largest of each row of `logits` `[B, V]` and the first id that has it: `[B]` each. NaN if one of the row is NaN."
-    if not logits.is_cpu: return logits.max(-1)
+    if not logits.is_cpu:
+        return logits.max(-1)
     n = logits.element_size()
-    bits, minus_inf = (x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[n]).numpy() for x in (logits, logits.new_tensor(-torch.inf)))
+    bits, minus_inf = (
+        x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[n]).numpy()
+        for x in (logits, logits.new_tensor(-torch.inf))
+    )
     at = torch.from_numpy(bits.argmax(1))
     best = logits.gather(1, at[:, None])[:, 0]
-    numbers = bits.view(f'u{n}').max() <= minus_inf.view(f'u{n}')                # whichever sign a NaN has, it lies above
+    numbers = bits.view(f"u{n}").max() <= minus_inf.view(
+        f"u{n}"
+    )  # whichever sign a NaN has, it lies above
     return (best, at) if numbers and (best > 0).all() else logits.max(-1)
 
 # %% ../nbs/05_sampling.ipynb #9172e792
 @dataclass
 class Sampled:
     "What `sample` gives: for each row a token id and its logprobs, both None for the rows named in `errors`."
+
     token_ids: list[int | None]
     logprobs: list[dict[int, Logprob] | None]
     errors: dict[int, str] = field(default_factory=dict)
 
+
 BAD_LOGITS = "the model's logits are not finite numbers: try dtype='fp32', and check the weights"
-NO_TOKEN = ("no token is left to sample: allowed_token_ids, bad_words, min_tokens and structured_outputs together "
-            "forbid every one; loosen one of them")
+NO_TOKEN = (
+    "no token is left to sample: allowed_token_ids, bad_words, min_tokens and structured_outputs together "
+    "forbid every one; loosen one of them"
+)
+
 
 @torch.no_grad()
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
@@ -201,21 +276,32 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
 
     Each row has its own settings and its own random numbers, and depends on nothing of the others. A row whose logits
     are not numbers, or that has no token left, gets a message in `errors`; the others are not harmed."""
-    assert logits.ndim == 2 and len(logits) == len(rows), f'{len(rows)} rows, logits {tuple(logits.shape)}'
-    if logits.device.type == 'mps': logits = logits.cpu()             # no float64 there
+    assert logits.ndim == 2 and len(logits) == len(rows), (
+        f"{len(rows)} rows, logits {tuple(logits.shape)}"
+    )
+    if logits.device.type == "mps":
+        logits = logits.cpu()  # no float64 there
     work = [b for b, r in enumerate(rows) if _steered(r) or not r.params.greedy]
-    plain = len(work) < len(rows)                                     # greedy, nothing to change: no copy is made
-    best, tokens = best_tokens(logits) if plain else (logits.amax(-1), logits.new_zeros(len(rows), dtype=torch.int64))
+    plain = len(work) < len(rows)  # greedy, nothing to change: no copy is made
+    best, tokens = (
+        best_tokens(logits)
+        if plain
+        else (logits.amax(-1), logits.new_zeros(len(rows), dtype=torch.int64))
+    )
     sound = best.isfinite()
     left = sound.clone()
-    size = len(work) if logits.is_cuda else max(1, 2**19 // logits.shape[1])     # on a CPU, what its cache holds
-    for part in (work[i:i + size] for i in range(0, len(work), size or 1)):
+    size = (
+        len(work) if logits.is_cuda else max(1, 2**19 // logits.shape[1])
+    )  # on a CPU, what its cache holds
+    for part in (work[i : i + size] for i in range(0, len(work), size or 1)):
         busy = [rows[b] for b in part]
         x = _process_(logits[part].float(), busy)
         u = torch.tensor([r.uniform() for r in busy], dtype=torch.float64).to(x.device)
         tokens[part], left[part] = draw(x.softmax(-1), u), x.amax(-1).isfinite()
     bad = [(b, s) for b, (s, l) in enumerate(zip(sound.tolist(), left.tolist())) if not (s and l)]
-    errors = {b: (getattr(rows[b].grammar, 'why', '') or NO_TOKEN) if s else BAD_LOGITS for b, s in bad}      # a grammar's own reason
+    errors = {
+        b: (getattr(rows[b].grammar, "why", "") or NO_TOKEN) if s else BAD_LOGITS for b, s in bad
+    }  # a grammar's own reason
     ids = [None if b in errors else t for b, t in enumerate(tokens.tolist())]
     return Sampled(ids, _logprobs(logits, ids, rows), errors)
 
@@ -227,51 +313,84 @@ def finish_reason(row: SamplingRow, token: int) -> tuple[str | None, int | None]
     `('length', None)` at the limit."""
     p, n = row.params, len(row.output_ids)
     if n >= p.min_tokens:
-        if token in row.eos_ids and not p.ignore_eos: return 'stop', None
-        if token in (p.stop_token_ids or ()): return 'stop', token
-    if row.max_tokens is not None and n >= row.max_tokens: return 'length', None
+        if token in row.eos_ids and not p.ignore_eos:
+            return "stop", None
+        if token in (p.stop_token_ids or ()):
+            return "stop", token
+    if row.max_tokens is not None and n >= row.max_tokens:
+        return "length", None
     return None, None
 
 # %% ../nbs/72_settings.ipynb #8faab9ba
-def _word_ids(words: Collection[Any], tokenizer: PreTrainedTokenizerBase | None) -> list[tuple[int, ...]]:
+def _word_ids(
+    words: Collection[Any], tokenizer: PreTrainedTokenizerBase | None
+) -> list[tuple[int, ...]]:
     "Token id sequences of `words` (strings or ids), each string with and without a space before it. Raises `ParamError`."
     if tokenizer is None and any(isinstance(w, str) for w in words):
-        raise ParamError(f"bad_words={words!r} needs a tokenizer, and there is none: give lists of token ids instead")
+        raise ParamError(
+            f"bad_words={words!r} needs a tokenizer, and there is none: give lists of token ids instead"
+        )
     seqs: dict[tuple[int, ...], None] = {}
     for w in words:
-        if not isinstance(w, str): seqs[tuple(w)] = None
-        elif tokenizer is not None: seqs |= dict.fromkeys(word_ids(tokenizer, w))
+        if not isinstance(w, str):
+            seqs[tuple(w)] = None
+        elif tokenizer is not None:
+            seqs |= dict.fromkeys(word_ids(tokenizer, w))
     return [*seqs]
+
 
 def _check_vocab(params: SamplingParams, vocab_size: int) -> None:
     "Raise `ParamError` if `params` name a token id that logits of `vocab_size` columns don't have."
-    named = {n: getattr(params, n) for n in ('stop_token_ids', 'logit_bias', 'allowed_token_ids', 'logprob_token_ids')}
-    named['bad_words'] = [i for w in params.bad_words or () if not isinstance(w, str) for i in w]
+    named = {
+        n: getattr(params, n)
+        for n in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids")
+    }
+    named["bad_words"] = [i for w in params.bad_words or () if not isinstance(w, str) for i in w]
     for name, ids in named.items():
         if bad := [i for i in ids or () if i >= vocab_size]:
-            raise ParamError(f"{name} has token ids {written(bad)}, and the model's ids go from 0 to {vocab_size - 1}: "
-                             "was another tokenizer used?")
+            raise ParamError(
+                f"{name} has token ids {written(bad)}, and the model's ids go from 0 to {vocab_size - 1}: "
+                "was another tokenizer used?"
+            )
 
 # %% ../nbs/72_settings.ipynb #a7c31d5e
 class TokenMask(Protocol):
     "Says which ids a row may take next, as a grammar does: forbids the others in logits `x` `[1, V]`, in place."
+
     def mask_(self, x: Tensor, output_ids: list[int]) -> Any: ...
 
 # %% ../nbs/72_settings.ipynb #3cd5383b
 def _steered(row: SamplingRow) -> bool:
     "Whether `row` treats some ids unlike others at this step."
     p, out = row.params, row.output_ids
-    return bool(p.allowed_token_ids or row.bad_words_ids or len(out) < p.min_tokens or p.logit_bias or row.grammar
-                or p.repetition_penalty != 1 or out and (p.presence_penalty or p.frequency_penalty))
+    return bool(
+        p.allowed_token_ids
+        or row.bad_words_ids
+        or len(out) < p.min_tokens
+        or p.logit_bias
+        or row.grammar
+        or p.repetition_penalty != 1
+        or out
+        and (p.presence_penalty or p.frequency_penalty)
+    )
 
 # %% ../nbs/72_settings.ipynb #481bec0a
-def _places(x: Tensor, rows: Sequence[SamplingRow], ids_of: Callable[[SamplingRow], Collection[int]]) -> Tensor:
+def _places(
+    x: Tensor, rows: Sequence[SamplingRow], ids_of: Callable[[SamplingRow], Collection[int]]
+) -> Tensor:
     "Where row b's ids `ids_of(row)` lie in `x` `[B, V]` read as one line: int64 of `b*V + id`."
     V = x.shape[-1]
-    parts = [b*V + t[t < V] for b, row in enumerate(rows) if len(t := torch.as_tensor(list(ids_of(row)), dtype=torch.int64))]
+    parts = [
+        b * V + t[t < V]
+        for b, row in enumerate(rows)
+        if len(t := torch.as_tensor(list(ids_of(row)), dtype=torch.int64))
+    ]
     return torch.cat(parts or [torch.empty(0, dtype=torch.int64)]).to(x.device)
 
-def _of_row(x: Tensor, rows: Sequence[SamplingRow], places: Tensor, value: Callable[[SamplingParams], float]) -> Tensor:
+
+def _of_row(
+    x: Tensor, rows: Sequence[SamplingRow], places: Tensor, value: Callable[[SamplingParams], float]
+) -> Tensor:
     "`value(params)` of the row that each of `places` lies in, in the dtype of `x`."
     v = torch.tensor([value(r.params) for r in rows], dtype=x.dtype, device=x.device)
     return v[places // x.shape[-1]]
@@ -280,28 +399,33 @@ def _of_row(x: Tensor, rows: Sequence[SamplingRow], places: Tensor, value: Calla
 def allow_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     "Forbid all but `allowed_token_ids`, in place."
     some = [b for b, r in enumerate(rows) if r.params.allowed_token_ids]
-    if not some: return x
+    if not some:
+        return x
     at = _places(x, rows, lambda r: r.params.allowed_token_ids or ())
     kept = x.view(-1)[at]
     x[some] = -math.inf
     x.view(-1)[at] = kept
     return x
 
+
 def _banned(row: SamplingRow) -> list[int]:
     "The ids that `row` may not take as its next token: last ids of bad words under way, and ends before `min_tokens`."
     out, p = row.output_ids, row.params
-    ids = [w[-1] for w in row.bad_words_ids if len(w) == 1 or tuple(out[1 - len(w):]) == w[:-1]]
+    ids = [w[-1] for w in row.bad_words_ids if len(w) == 1 or tuple(out[1 - len(w) :]) == w[:-1]]
     return ids + [*row.eos_ids, *(p.stop_token_ids or ())] if len(out) < p.min_tokens else ids
+
 
 def ban_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     "Forbid what completes a bad word, and EOS and `stop_token_ids` until `min_tokens`, in place."
     x.view(-1)[_places(x, rows, _banned)] = -math.inf
     return x
 
+
 def obey_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     "Forbid what a row's `grammar` does not allow next, in place, by its `mask_(logits [1, V], output_ids)`."
     for b, row in enumerate(rows):
-        if row.grammar is not None: row.grammar.mask_(x[b:b+1], row.output_ids)
+        if row.grammar is not None:
+            row.grammar.mask_(x[b : b + 1], row.output_ids)
     return x
 
 # %% ../nbs/72_settings.ipynb #592c2738
@@ -312,18 +436,26 @@ def bias_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     x.view(-1)[at] += torch.tensor(add, dtype=x.dtype, device=x.device)
     return x
 
+
 def repeat_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     "Divide positive, multiply negative logits by `repetition_penalty` at ids of prompt and output, in place (CTRL)."
-    at = _places(x, rows, lambda r: r.prompt_ids + r.output_ids if r.params.repetition_penalty != 1 else ())
+    at = _places(
+        x, rows, lambda r: r.prompt_ids + r.output_ids if r.params.repetition_penalty != 1 else ()
+    )
     v, p = x.view(-1)[at], _of_row(x, rows, at, lambda p: p.repetition_penalty)
-    x.view(-1)[at] = torch.where(v > 0, v/p, v*p)     # an id that comes twice writes the same value twice
+    x.view(-1)[at] = torch.where(
+        v > 0, v / p, v * p
+    )  # an id that comes twice writes the same value twice
     return x
+
 
 def count_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     "Subtract `presence_penalty` at ids of the output, and `frequency_penalty` for each time they occur, in place."
-    counts = lambda r: r.output_ids if r.params.frequency_penalty or r.params.presence_penalty else ()
+    counts = lambda r: (
+        r.output_ids if r.params.frequency_penalty or r.params.presence_penalty else ()
+    )
     at, n = _places(x, rows, counts).unique(return_counts=True)
-    x.view(-1)[at] -= _of_row(x, rows, at, lambda p: p.frequency_penalty)*n
+    x.view(-1)[at] -= _of_row(x, rows, at, lambda p: p.frequency_penalty) * n
     x.view(-1)[at] -= _of_row(x, rows, at, lambda p: p.presence_penalty)
     return x
 
@@ -331,8 +463,10 @@ def count_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 def _steer_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     if some := [b for b, r in enumerate(rows) if _steered(r)]:
         part, sub = (x, rows) if len(some) == len(rows) else (x[some], [rows[b] for b in some])
-        for step_ in (allow_, ban_, obey_, bias_, repeat_, count_): step_(part, sub)
-        if part is not x: x[some] = part
+        for step_ in (allow_, ban_, obey_, bias_, repeat_, count_):
+            step_(part, sub)
+        if part is not x:
+            x[some] = part
     return x
 
 # %% ../nbs/72_settings.ipynb #55d86d44
@@ -343,69 +477,106 @@ class Logprob:
     Raw, as the model has it, before any setting touched the logits; or whatever else `logprobs_mode` asks for. `decoded_token`: what a token
     of prompt or answer adds to the text, so that put together they are the text; of any other candidate, its text behind other text.
     `token_bytes`: the token's own, also those of a part of a character."""
+
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
     token_bytes: bytes | None = field(default=None, repr=False)
 
-TokenText = Callable[[int], tuple[str | None, bytes | None]]        # id -> (text, bytes)
 
-def token_logprobs(logits: Tensor, tokens: Sequence[int], k: int, texts: Sequence[TokenText],
-                   others: Sequence[int] | None = None, mode: str = 'raw_logprobs') -> list[dict[int, Logprob]]:
+TokenText = Callable[[int], tuple[str | None, bytes | None]]  # id -> (text, bytes)
+
+
+def token_logprobs(
+    logits: Tensor,
+    tokens: Sequence[int],
+    k: int,
+    texts: Sequence[TokenText],
+    others: Sequence[int] | None = None,
+    mode: str = "raw_logprobs",
+) -> list[dict[int, Logprob]]:
     """For each row of `logits` `[R, V]` `{id: Logprob}`: its token of `tokens` (R ids) first, then the `k` likeliest.
 
     `k` -1: the whole vocabulary, as far as it is possible at all. `texts`: for each row a function from id to text and bytes. `others`: ids that
     are wanted in place of the likeliest. With a `mode` of logits they are given as they are, not as log probabilities."""
-    if not tokens: return []
-    lp = logits.float() if mode.endswith('logits') else logits.float().log_softmax(-1)
+    if not tokens:
+        return []
+    lp = logits.float() if mode.endswith("logits") else logits.float().log_softmax(-1)
     mine = lp.gather(1, torch.tensor(tokens, device=lp.device)[:, None])
     rank = (1 + (lp > mine).sum(-1)).tolist()
-    out = [{t: Logprob(m, r, *text(t))} for t, m, r, text in zip(tokens, mine[:, 0].tolist(), rank, texts)]
+    out = [
+        {t: Logprob(m, r, *text(t))}
+        for t, m, r, text in zip(tokens, mine[:, 0].tolist(), rank, texts)
+    ]
     if others is not None:
         for row, values, text in zip(out, lp[:, list(others)].tolist(), texts):
-            for i, l in zip(others, values): row.setdefault(i, Logprob(l, None, *text(i)))
+            for i, l in zip(others, values):
+                row.setdefault(i, Logprob(l, None, *text(i)))
         return out
     top, ids = (t.tolist() for t in lp.topk(lp.shape[-1] if k == -1 else min(k, lp.shape[-1])))
     for row, best, values, text in zip(out, ids, top, texts):
         for n, (i, l) in enumerate(zip(best, values), 1):
-            if l > -math.inf: row.setdefault(i, Logprob(l, n, *text(i)))
+            if l > -math.inf:
+                row.setdefault(i, Logprob(l, n, *text(i)))
     return out
+
 
 def reported_logits(logits: Tensor, rows: Sequence[SamplingRow], mode: str | None = None) -> Tensor:
     """The logits `[R, V]` whose log probabilities `rows` report in `logprobs_mode` `mode`: the model's own, or processed ones.
 
     Those of a greedy row are steered only: they have no temperature, and nothing is filtered."""
-    if not (mode or '').startswith('processed'): return logits
-    x, drawn = _steer_(_copied(logits, rows), rows), [b for b, r in enumerate(rows) if not r.params.greedy]
-    if drawn: x[drawn] = _filter_(x[drawn], [rows[b] for b in drawn])
+    if not (mode or "").startswith("processed"):
+        return logits
+    x, drawn = (
+        _steer_(_copied(logits, rows), rows),
+        [b for b, r in enumerate(rows) if not r.params.greedy],
+    )
+    if drawn:
+        x[drawn] = _filter_(x[drawn], [rows[b] for b in drawn])
     return x
 
-def _logprobs(logits: Tensor, tokens: Sequence[int | None],
-              rows: Sequence[SamplingRow]) -> list[dict[int, Logprob] | None]:
+
+def _logprobs(
+    logits: Tensor, tokens: Sequence[int | None], rows: Sequence[SamplingRow]
+) -> list[dict[int, Logprob] | None]:
     "`token_logprobs` for each row that asks for `logprobs`, else None."
-    out: list[Any] = [None]*len(rows)
-    asked: dict[tuple, list[int]] = {}                                # rows that ask for the same
+    out: list[Any] = [None] * len(rows)
+    asked: dict[tuple, list[int]] = {}  # rows that ask for the same
     for b, r in enumerate(rows):
-        if (p := r.params).logprobs is None or tokens[b] is None: continue
-        asked.setdefault((p.logprobs_mode, p.logprobs, tuple(p.logprob_token_ids or ())), []).append(b)
+        if (p := r.params).logprobs is None or tokens[b] is None:
+            continue
+        asked.setdefault(
+            (p.logprobs_mode, p.logprobs, tuple(p.logprob_token_ids or ())), []
+        ).append(b)
     for (mode, k, ids), some in asked.items():
         given = reported_logits(logits[some], [rows[b] for b in some], mode)
-        texts, mine = [token_text(rows[b]) for b in some], [t for b in some if (t := tokens[b]) is not None]
-        for b, d in zip(some, token_logprobs(given, mine, k, texts, ids or None, mode or '')): out[b] = d
+        texts, mine = (
+            [token_text(rows[b]) for b in some],
+            [t for b in some if (t := tokens[b]) is not None],
+        )
+        for b, d in zip(some, token_logprobs(given, mine, k, texts, ids or None, mode or "")):
+            out[b] = d
     return out
+
 
 def token_text(row: SamplingRow) -> TokenText:
     "What turns one token of `row` into text and bytes; into None where none are wanted."
-    if row.tokenizer is None or not row.params.detokenize: return lambda i: (None, None)
+    if row.tokenizer is None or not row.params.detokenize:
+        return lambda i: (None, None)
     v = vocabulary_of(row.tokenizer)
     return lambda i: (v.text(i), v.bytes_of(i))
 
+
 def prompt_texts(row: SamplingRow, start: int, n: int) -> list[str | None]:
     "What each of `n` tokens of the prompt of `row`, from `start` on, adds to its text; None for special ones, and where no text is wanted."
-    if row.tokenizer is None or not row.params.detokenize: return [None] * n
-    ids, early = row.prompt_ids, max(0, start - 8)                     # a character may have begun before
+    if row.tokenizer is None or not row.params.detokenize:
+        return [None] * n
+    ids, early = row.prompt_ids, max(0, start - 8)  # a character may have begun before
     decoder = IncrementalDecoder(row.tokenizer, before=ids[:early])
-    added = [(None if decoder.skips(i) else '', decoder.add(i)) for i in ids[early:start + n]][start - early:]
+    added = [(None if decoder.skips(i) else "", decoder.add(i)) for i in ids[early : start + n]][
+        start - early :
+    ]
     texts = [none if none is None else text for none, text in added]
-    if start + n == len(ids) and texts and texts[-1] is not None: texts[-1] += decoder.finish()
+    if start + n == len(ids) and texts and texts[-1] is not None:
+        texts[-1] += decoder.finish()
     return texts

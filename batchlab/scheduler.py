@@ -24,7 +24,7 @@ from .ledger import Ledger
 if TYPE_CHECKING:
     from batchlab.sampling import Detokenizer, SamplingRow
 
-__getattr__ = renamed(__name__, {'ScheduleError': 'errors.BatchError'})
+__getattr__ = renamed(__name__, {"ScheduleError": "errors.BatchError"})
 
 # %% ../nbs/11_scheduler.ipynb #46a9e24e
 @dataclass(eq=False)
@@ -40,13 +40,14 @@ class Request:
     that is asked for. `slot`,
     `block_table`: its seat in the batch and its blocks, while it runs. `group`: the prompt it answers, `index`: which of that
     prompt's answers it is."""
+
     request_id: str
     prompt_ids: list[int]
     max_tokens: int = 16
     priority: int = 0
     output_ids: list[int] = field(default_factory=list)
     index: int = 0
-    wave: object = ''
+    wave: object = ""
     adapter: int = 0
     row: SamplingRow | None = None
     text: Detokenizer | None = None
@@ -55,83 +56,113 @@ class Request:
     prompt_logprobs: list[Any] | None = None
     group: Any = None
     num_computed_tokens: int = 0
-    num_cached_tokens: int | None = None         # that were there when it first ran; None: it never ran
+    num_cached_tokens: int | None = None  # that were there when it first ran; None: it never ran
     num_preemptions: int = 0
-    num_seen: int = 0                            # the most that it ever had computed
+    num_seen: int = 0  # the most that it ever had computed
     draft_ids: list[int] = field(default_factory=list)
     slot: int | None = None
     block_table: list[int] = field(default_factory=list)
-    rank: tuple[Any, ...] = (0, 0)               # its place among all: lower goes first
-    hashes: list[bytes] | None = field(default=None, repr=False)      # names of its prompt's chunks
-    delta: str = ''
+    rank: tuple[Any, ...] = (0, 0)  # its place among all: lower goes first
+    hashes: list[bytes] | None = field(default=None, repr=False)  # names of its prompt's chunks
+    delta: str = ""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    first_token_at: float | None = None          # seconds of `time.perf_counter`
+    first_token_at: float | None = None  # seconds of `time.perf_counter`
     last_token_at: float | None = None
-    runner: str | None = None                    # which engine of an `LLM` has it
-    num_told: int = 0                            # how many of its tokens were told of
-    notified: bool = False                       # whether its end was
-    pool: Callable[..., Any] | None = None       # chapter 31: makes of its hidden states what was asked for; it writes no tokens
-    pooled: Any = None                           # what that gave
-    states: list[Any] = field(default_factory=list)      # of its chunks so far
-    wants_all_states: bool = False               # and not the last token's alone
-    layers: Sequence[int] | None = None          # of which layers; None: the last
-    token_types: list[int] | None = None         # which text of a pair each token belongs to
+    runner: str | None = None  # which engine of an `LLM` has it
+    num_told: int = 0  # how many of its tokens were told of
+    notified: bool = False  # whether its end was
+    pool: Callable[..., Any] | None = (
+        None  # chapter 31: makes of its hidden states what was asked for; it writes no tokens
+    )
+    pooled: Any = None  # what that gave
+    states: list[Any] = field(default_factory=list)  # of its chunks so far
+    wants_all_states: bool = False  # and not the last token's alone
+    layers: Sequence[int] | None = None  # of which layers; None: the last
+    token_types: list[int] | None = None  # which text of a pair each token belongs to
     preemptible: bool = False
 
     @property
-    def num_tokens(self) -> int: return len(self.prompt_ids) + len(self.output_ids)
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
     @property
-    def num_pending(self) -> int: return self.num_tokens + len(self.draft_ids) - self.num_computed_tokens
+    def num_pending(self) -> int:
+        return self.num_tokens + len(self.draft_ids) - self.num_computed_tokens
+
     @property
-    def token_ids(self) -> list[int]: return self.prompt_ids + self.output_ids
+    def token_ids(self) -> list[int]:
+        return self.prompt_ids + self.output_ids
+
     @property
-    def max_len(self) -> int: return len(self.prompt_ids) + self.max_tokens
+    def max_len(self) -> int:
+        return len(self.prompt_ids) + self.max_tokens
+
     @property
     def wants_prompt_logits(self) -> bool:
         "Whether logits of the prompt's positions are asked for, and some are still to come."
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_ids)
+
     @property
     def first_logits(self) -> int:
         "The first position whose logits are still needed. What lies before it may be cached."
-        if self.wants_all_states: return 0
-        if self.prompt_logprobs is not None and self.wants_prompt_logits: return len(self.prompt_logprobs) - 1
+        if self.wants_all_states:
+            return 0
+        if self.prompt_logprobs is not None and self.wants_prompt_logits:
+            return len(self.prompt_logprobs) - 1
         return self.num_tokens - 1
 
     def tokens(self, start: int, n: int) -> list[int]:
         "Token ids at positions `start` to `start + n` (excluded), guesses last."
         p = len(self.prompt_ids)
-        if start >= p: return (self.output_ids[start - p:] + self.draft_ids)[:n]
-        return (self.prompt_ids[start:start + n] + self.output_ids[:max(0, start + n - p)] + self.draft_ids)[:n]
+        if start >= p:
+            return (self.output_ids[start - p :] + self.draft_ids)[:n]
+        return (
+            self.prompt_ids[start : start + n]
+            + self.output_ids[: max(0, start + n - p)]
+            + self.draft_ids
+        )[:n]
 
     def append(self, token: int, logprobs: dict[int, Any] | None = None) -> str | None:
         """Add the next output `token`, with its `{id: Logprob}` if asked for, and the text it settles to `delta`.
 
         The reason to end, if it is the last token; else None."""
         self.last_token_at = time.perf_counter()
-        if not self.output_ids: self.first_token_at = self.last_token_at
+        if not self.output_ids:
+            self.first_token_at = self.last_token_at
         self.output_ids.append(token)
-        if self.logprobs is not None: self.logprobs.append(logprobs)
-        if self.stops is None: reason = 'length' if len(self.output_ids) >= self.max_tokens else None
-        else: reason, self.stop_reason = self.stops(token)
-        if self.text is None: return reason
-        self.delta += self.text.add(token, reason == 'stop', logprobs.get(token) if logprobs else None)
-        if reason: self.delta += self.text.finish()
-        if self.text.stopped is None: return reason
+        if self.logprobs is not None:
+            self.logprobs.append(logprobs)
+        if self.stops is None:
+            reason = "length" if len(self.output_ids) >= self.max_tokens else None
+        else:
+            reason, self.stop_reason = self.stops(token)
+        if self.text is None:
+            return reason
+        self.delta += self.text.add(
+            token, reason == "stop", logprobs.get(token) if logprobs else None
+        )
+        if reason:
+            self.delta += self.text.finish()
+        if self.text.stopped is None:
+            return reason
         self.stop_reason = self.text.stopped
-        return 'stop'
+        return "stop"
 
     def finish(self, reason: str, error: str | None = None) -> None:
         "It ends for a `reason`, the first of which counts, and text that was held back is settled."
-        if self.finish_reason is not None: return
+        if self.finish_reason is not None:
+            return
         self.finish_reason, self.error = reason, error
-        with contextlib.suppress(Exception): self.delta += self.text.finish() if self.text else ''
+        with contextlib.suppress(Exception):
+            self.delta += self.text.finish() if self.text else ""
 
 # %% ../nbs/11_scheduler.ipynb #8160fcc8
 @dataclass
 class Row:
     "A request's share of one step: positions `start` to `start + n_tokens` (excluded)."
+
     request: Request
     start: int
     n_tokens: int
@@ -140,6 +171,7 @@ class Row:
     def samples(self) -> bool:
         "Whether this row reaches the request's last token, whose logits give the next one."
         return self.start + self.n_tokens >= self.request.num_tokens
+
     @property
     def num_logits(self) -> int:
         "How many of its last positions give logits: those from `Request.first_logits` on."
@@ -152,6 +184,7 @@ class RowOutput:
 
     `logprobs`: for each of them a `{id: Logprob}` or None, or [] if none were asked for. `finish_reason`: why the request ends with them,
     where its tokens don't say."""
+
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Any] | None] = field(default_factory=list)
     error: str | None = None
@@ -164,81 +197,105 @@ class StepPlan:
 
     `copies`: `(source block, target block, number of tokens)`, in this order. `admitted`: requests that got their slot in this
     step; `preempted`: requests that lost it."""
+
     rows: list[Row] = field(default_factory=list)
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
 
     @property
-    def num_tokens(self) -> int: return sum(r.n_tokens for r in self.rows)
+    def num_tokens(self) -> int:
+        return sum(r.n_tokens for r in self.rows)
 
 # %% ../nbs/11_scheduler.ipynb #b68a42b7
 class KVMemory(Protocol):
     "Where the KV of running requests lies, as far as a scheduler has to know."
+
     def holds(self, tokens: int) -> int:
         "Tokens of memory that a request of `tokens` takes, alone."
         ...
+
     def cached(self, r: Request) -> int:
         "How many of its tokens are there already."
         ...
+
     def room_for(self, r: Request, running: Sequence[Request]) -> bool:
         "Whether it may join those `running`, and all grow for a while."
         ...
+
     def enter(self, r: Request) -> list[tuple[int, int, int]]:
         "Give it what is there of it; the copies to be made."
         ...
+
     def grow(self, r: Request, end: int, running: Sequence[Request]) -> bool:
         "Memory for its first `end` tokens; whether there was."
         ...
+
     def commit(self, r: Request, start: int, end: int) -> None:
         "Its tokens from `start` to `end` are computed."
         ...
+
     def leave(self, r: Request, keep: bool) -> None:
         "It holds nothing any more; `keep`: others may find what it computed."
         ...
 
 # %% ../nbs/11_scheduler.ipynb #e2879d39
-GROW = 64        # tokens that every running request is left room for when another is let in
+GROW = 64  # tokens that every running request is left room for when another is let in
+
 
 def _root(r: Request) -> bytes:
     "What the KV of `r` depends on besides its tokens."
-    return b'adapter %d' % r.adapter if r.adapter else b''
+    return b"adapter %d" % r.adapter if r.adapter else b""
+
 
 class PagedMemory:
     "A `KVMemory` in the blocks of `pool`."
-    def __init__(self, pool: BlockPool) -> None: self.pool = pool
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
 
     def _hit(self, r: Request) -> Hit:
-        return self.pool.find(r.token_ids[:r.first_logits + 1], None if r.output_ids else r.hashes, _root(r))
+        return self.pool.find(
+            r.token_ids[: r.first_logits + 1], None if r.output_ids else r.hashes, _root(r)
+        )
 
     def _more(self, r: Request) -> int:
         "Blocks that `r` may take in its next `GROW` tokens."
-        return max(0, self.pool.blocks_for(min(r.num_tokens + GROW, r.max_len)) - len(r.block_table))
+        return max(
+            0, self.pool.blocks_for(min(r.num_tokens + GROW, r.max_len)) - len(r.block_table)
+        )
 
-    def holds(self, tokens: int) -> int: return self.pool.blocks_for(tokens) * self.pool.block_size
-    def cached(self, r: Request) -> int: return self._hit(r).num_tokens
+    def holds(self, tokens: int) -> int:
+        return self.pool.blocks_for(tokens) * self.pool.block_size
+
+    def cached(self, r: Request) -> int:
+        return self._hit(r).num_tokens
 
     def room_for(self, r: Request, running: Sequence[Request]) -> bool:
-        if self.pool.budget.limit is None: return True
+        if self.pool.budget.limit is None:
+            return True
         held = sum(self.pool.blocks[b].refs > 0 for b in self._hit(r).blocks)
         return self.pool.has_room(self._more(r) - held + sum(map(self._more, running)))
 
     def enter(self, r: Request) -> list[tuple[int, int, int]]:
-        r.block_table, copies, r.num_computed_tokens = self.pool.enter(r.token_ids, self._hit(r), _root(r))
+        r.block_table, copies, r.num_computed_tokens = self.pool.enter(
+            r.token_ids, self._hit(r), _root(r)
+        )
         return copies
 
     def grow(self, r: Request, end: int, running: Sequence[Request] = ()) -> bool:
         table, had = r.block_table, len(r.block_table)
         while len(table) < self.pool.blocks_for(end):
             if (i := self.pool.take(table[-1] if table else None)) is None:
-                self.pool.release(table[had:])                            # a block that no step begins is never cleaned
+                self.pool.release(table[had:])  # a block that no step begins is never cleaned
                 del table[had:]
                 return False
             table.append(i)
         return True
 
     def commit(self, r: Request, start: int, end: int) -> None:
-        if end > start: self.pool.commit(r.block_table, start, r.tokens(start, end - start), _root(r))
+        if end > start:
+            self.pool.commit(r.block_table, start, r.tokens(start, end - start), _root(r))
 
     def leave(self, r: Request, keep: bool) -> None:
         self.pool.release(r.block_table, keep, spare=True)
@@ -247,12 +304,17 @@ class PagedMemory:
 # %% ../nbs/11_scheduler.ipynb #3c07328d
 def _append(r: Request, out: RowOutput) -> tuple[str | None, str | None]:
     "Give `r` its new tokens: the reason to end, and the error if it is one."
-    if out.error: return 'error', out.error
+    if out.error:
+        return "error", out.error
     for token, logprobs in zip(out.token_ids, out.logprobs or [None] * len(out.token_ids)):
-        try: reason = r.append(token, logprobs)
-        except Exception as e: return 'error', f'its text failed with {type(e).__name__}: {e}'
-        if reason: return reason, None
+        try:
+            reason = r.append(token, logprobs)
+        except Exception as e:
+            return "error", f"its text failed with {type(e).__name__}: {e}"
+        if reason:
+            return reason, None
     return out.finish_reason, None
+
 
 def _count(ledger: Ledger, row: Row, end: int) -> None:
     "Count the positions of `row`, of which those before `end` stay."
@@ -266,43 +328,71 @@ class RequestQueue:
     """The requests of a `Scheduler`: `waiting` and `running`, the first by rank, and the memory of those that run.
 
     `free_slots`: a heap. `num_preemptions`: how often a request lost its slot. For arguments see `Scheduler`."""
-    def __init__(self, max_num_seqs: int, pool: BlockPool, memory: KVMemory, order: Callable[[Request], Any] | None = None,
-                 patience: int = 256) -> None:
-        self.max_num_seqs, self.pool, self.memory, self.order, self.patience = max_num_seqs, pool, memory, order, patience
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        pool: BlockPool,
+        memory: KVMemory,
+        order: Callable[[Request], Any] | None = None,
+        patience: int = 256,
+    ) -> None:
+        self.max_num_seqs, self.pool, self.memory, self.order, self.patience = (
+            max_num_seqs,
+            pool,
+            memory,
+            order,
+            patience,
+        )
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.free_slots = list(range(max_num_seqs))
         self.arrivals = self.num_preemptions = 0
 
     @property
-    def budget(self) -> KVBudget: return self.pool.budget
+    def budget(self) -> KVBudget:
+        return self.pool.budget
+
     @property
-    def has_unfinished(self) -> bool: return bool(self.waiting or self.running)
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> Request:
         "Queue `request` and return it. Raises `BatchError` if it has no tokens, or may grow beyond all memory."
         if not len(request.prompt_ids):
-            raise BatchError(f'request {request.request_id} has no tokens: give it one at least, such as the BOS token')
+            raise BatchError(
+                f"request {request.request_id} has no tokens: give it one at least, such as the BOS token"
+            )
         need, limit = self.memory.holds(request.max_len), self.budget.limit
         if limit is not None and need > limit:
-            raise BatchError(f'request {request.request_id} may grow to {need} tokens, and memory is planned for '
-                                f'{limit}: shorten it or its max_tokens, or raise the KV budget')
+            raise BatchError(
+                f"request {request.request_id} may grow to {need} tokens, and memory is planned for "
+                f"{limit}: shorten it or its max_tokens, or raise the KV budget"
+            )
         rank = (request.priority * self.patience + self.arrivals, self.arrivals)
         request.rank = (self.order(request), *rank) if self.order else rank
         self.arrivals += 1
-        if not self.pool.prefix_caching: request.hashes = []
-        elif request.hashes is None: request.hashes = chunk_hashes(request.prompt_ids[:-1], self.pool.chunk_size, _root(request))
+        if not self.pool.prefix_caching:
+            request.hashes = []
+        elif request.hashes is None:
+            request.hashes = chunk_hashes(
+                request.prompt_ids[:-1], self.pool.chunk_size, _root(request)
+            )
         self._wait(request)
         return request
 
-    def finish(self, request: Request, reason: str, error: str | None = None, keep: bool = True) -> None:
+    def finish(
+        self, request: Request, reason: str, error: str | None = None, keep: bool = True
+    ) -> None:
         """End `request` wherever it is: the one place where that happens. Its slot is free from the next step on.
 
         What is computed of it can be found by others, if `keep`. The first `reason` is the one that counts."""
         request.finish(reason, error)
-        if request.slot is not None: return self._leave(request, keep)
+        if request.slot is not None:
+            return self._leave(request, keep)
         at = bisect_left(self.waiting, request.rank, key=lambda r: r.rank)
-        if self.waiting[at:at + 1] == [request]: del self.waiting[at]
+        if self.waiting[at : at + 1] == [request]:
+            del self.waiting[at]
 
     def preempt(self, request: Request) -> None:
         "Take slot and blocks from a running request. It waits at its old place, and computes again what is lost by then."
@@ -313,35 +403,43 @@ class RequestQueue:
 
     def reset(self) -> None:
         "Let all requests wait and forget all blocks. A plan in hand is void: no `update` for it."
-        for r in list(self.running):                                          # by no want of memory, so it counts as no preemption
+        for r in list(self.running):  # by no want of memory, so it counts as no preemption
             self._leave(r)
             self._wait(r)
-        self.waiting = [r for r in dict.fromkeys(self.waiting) if r.finish_reason is None]      # a step may have been interrupted
-        for r in self.waiting: r.slot, r.block_table, r.num_computed_tokens = None, [], 0
+        self.waiting = [
+            r for r in dict.fromkeys(self.waiting) if r.finish_reason is None
+        ]  # a step may have been interrupted
+        for r in self.waiting:
+            r.slot, r.block_table, r.num_computed_tokens = None, [], 0
         self.free_slots = [*range(self.max_num_seqs)]
-        for b in self.pool.blocks: b.refs = 0                                 # copies in flight
+        for b in self.pool.blocks:
+            b.refs = 0  # copies in flight
         self.pool.clear()
 
-    def _wait(self, r: Request) -> None: insort(self.waiting, r, key=lambda r: r.rank)
+    def _wait(self, r: Request) -> None:
+        insort(self.waiting, r, key=lambda r: r.rank)
 
     def _enter(self, r: Request) -> list[tuple[int, int, int]]:
         "Give `r` a slot, and what is computed of it; the copies to be made."
         copies = self.memory.enter(r)
         self.running.append(r)
         r.slot = heapq.heappop(self.free_slots)
-        if r.num_cached_tokens is None: r.num_cached_tokens = r.num_computed_tokens
+        if r.num_cached_tokens is None:
+            r.num_cached_tokens = r.num_computed_tokens
         return copies
 
     def _leave(self, r: Request, keep: bool = True) -> None:
         self.running.remove(r)
         self.memory.leave(r, keep)
-        if r.slot is not None: heapq.heappush(self.free_slots, r.slot)
+        if r.slot is not None:
+            heapq.heappush(self.free_slots, r.slot)
         r.slot, r.num_computed_tokens, r.draft_ids = None, 0, []
 
 # %% ../nbs/11_scheduler.ipynb #61f71b69
 def _decodes(r: Request) -> bool:
     "Whether all is computed but its last token."
     return r.num_tokens - r.num_computed_tokens == 1
+
 
 class Scheduler(RequestQueue):
     """Decides at every step which requests are in it and with how many tokens. No tensor, no model.
@@ -362,21 +460,43 @@ class Scheduler(RequestQueue):
     `waiting`, `running`: its requests, the first by rank. `ledger`: the positions that its steps computed, recomputed and
     reused. Raises `BatchError`. Scheduling by iteration is Orca's (Yu et al. 2022); prefill in chunks beside
     decode under a token budget is Sarathi-Serve's (Agrawal et al. 2024); KV in blocks is vLLM's (Kwon et al. 2023)."""
-    def __init__(self, max_num_seqs: int = 32, max_num_batched_tokens: int = 512, max_kv_tokens: int | None = None,
-                 block_size: int = 64, prefix_caching: bool = True, chunked: bool = True,
-                 barrier: bool = False, order: Callable[[Request], Any] | None = None, patience: int = 256,
-                 paged: bool = True, recompute: bool = False, budget: KVBudget | None = None, max_adapters: int | None = None) -> None:
-        if max_num_seqs < 1: raise BatchError(f'max_num_seqs={max_num_seqs}: expected at least 1')
+
+    def __init__(
+        self,
+        max_num_seqs: int = 32,
+        max_num_batched_tokens: int = 512,
+        max_kv_tokens: int | None = None,
+        block_size: int = 64,
+        prefix_caching: bool = True,
+        chunked: bool = True,
+        barrier: bool = False,
+        order: Callable[[Request], Any] | None = None,
+        patience: int = 256,
+        paged: bool = True,
+        recompute: bool = False,
+        budget: KVBudget | None = None,
+        max_adapters: int | None = None,
+    ) -> None:
+        if max_num_seqs < 1:
+            raise BatchError(f"max_num_seqs={max_num_seqs}: expected at least 1")
         if max_num_batched_tokens <= max_num_seqs:
-            raise BatchError(f'max_num_batched_tokens={max_num_batched_tokens} must be more than '
-                                f'max_num_seqs={max_num_seqs}: each running request takes one token of every step, '
-                                'and prompts need the rest')
+            raise BatchError(
+                f"max_num_batched_tokens={max_num_batched_tokens} must be more than "
+                f"max_num_seqs={max_num_seqs}: each running request takes one token of every step, "
+                "and prompts need the rest"
+            )
         budget = budget or KVBudget(max_kv_tokens)
         pool = BlockPool(block_size, budget, prefix_caching and paged and not barrier)
-        memory = PagedMemory(pool) if paged else RectangleMemory(KVBudget() if recompute else budget)
+        memory = (
+            PagedMemory(pool) if paged else RectangleMemory(KVBudget() if recompute else budget)
+        )
         super().__init__(max_num_seqs, pool, memory, order, patience)
         self.max_num_batched_tokens, self.recompute = max_num_batched_tokens, recompute
-        self.chunked, self.barrier, self.max_adapters = chunked and not barrier, barrier, max_adapters
+        self.chunked, self.barrier, self.max_adapters = (
+            chunked and not barrier,
+            barrier,
+            max_adapters,
+        )
         self.block_size = block_size if paged else 0
         self.ledger = Ledger()
         self.allowance: int | None = None
@@ -385,22 +505,29 @@ class Scheduler(RequestQueue):
     def schedule(self) -> StepPlan:
         "The next `StepPlan`; no rows if there is nothing to do. Carry it out and call `update` before the next one."
         plan, decodes, prefills = StepPlan(), [], []
-        for r in self.running: (decodes if _decodes(r) else prefills).append(r)
+        for r in self.running:
+            (decodes if _decodes(r) else prefills).append(r)
         if self.allowance is not None and self.block_size:
-            still = {*[r for r in decodes if r.preemptible][self.allowance:]}
+            still = {*[r for r in decodes if r.preemptible][self.allowance :]}
             decodes = [r for r in decodes if r not in still]
         budget = self.max_num_batched_tokens - len(decodes)
-        for r in decodes: self._put(r, 1, plan)
-        for row in plan.rows:                                                 # guesses get what is left
+        for r in decodes:
+            self._put(r, 1, plan)
+        for row in plan.rows:  # guesses get what is left
             self._trim_guesses(row.request, min(budget, self._left(row.request, plan)))
             row.n_tokens += len(row.request.draft_ids)
             budget -= len(row.request.draft_ids)
-        budget, late = self._prefill([r for r in prefills if not r.preemptible], plan, budget), [r for r in prefills if r.preemptible]
+        budget, late = (
+            self._prefill([r for r in prefills if not r.preemptible], plan, budget),
+            [r for r in prefills if r.preemptible],
+        )
         enter = not (self.barrier and self.running)
-        if late:                                                              # they go on with what others leave
-            if enter and not plan.preempted: self._admit(plan, budget, late=True)
+        if late:  # they go on with what others leave
+            if enter and not plan.preempted:
+                self._admit(plan, budget, late=True)
             budget = self._prefill(late, plan, self.max_num_batched_tokens - plan.num_tokens)
-        if enter and not plan.preempted: self._admit(plan, budget)
+        if enter and not plan.preempted:
+            self._admit(plan, budget)
         self.pool.spare_no_more()
         plan.rows.sort(key=lambda row: row.n_tokens > 1)
         others = [row.n_tokens for row in plan.rows if not row.request.preemptible]
@@ -414,15 +541,18 @@ class Scheduler(RequestQueue):
 
     def _left(self, r: Request, plan: StepPlan) -> int:
         "How many positions of `plan` `r` may still have beside its rows by now, as far as `allowance` is concerned."
-        if self.allowance is None or self.barrier or not r.preemptible: return self.max_num_batched_tokens
+        if self.allowance is None or self.barrier or not r.preemptible:
+            return self.max_num_batched_tokens
         return self.allowance - sum(row.n_tokens for row in plan.rows if row.request.preemptible)
 
     def _prefill(self, requests: Sequence[Request], plan: StepPlan, budget: int) -> int:
         "Rows for those of `requests` that still run, as far as `budget` goes; what is left of it."
         for r in requests:
             n = self._share(r, min(budget, self._left(r, plan)))
-            if n <= 0: break
-            if r.slot is not None and self._put(r, n, plan): budget -= n
+            if n <= 0:
+                break
+            if r.slot is not None and self._put(r, n, plan):
+                budget -= n
         return budget
 
     def _share(self, r: Request, budget: int) -> int:
@@ -431,16 +561,23 @@ class Scheduler(RequestQueue):
 
     def _trim_guesses(self, r: Request, budget: int) -> None:
         "Drop the guesses of `r` beyond `budget`, and all where memory is short: no decoding request is preempted for guesses."
-        del r.draft_ids[max(0, budget):]
-        if r.draft_ids and not self.memory.grow(r, r.num_computed_tokens + r.num_pending, self.running): r.draft_ids = []
+        del r.draft_ids[max(0, budget) :]
+        if r.draft_ids and not self.memory.grow(
+            r, r.num_computed_tokens + r.num_pending, self.running
+        ):
+            r.draft_ids = []
 
-    def _victim(self) -> Request: return max(self.running, key=lambda r: r.rank)
+    def _victim(self) -> Request:
+        return max(self.running, key=lambda r: r.rank)
 
     def _put(self, r: Request, n: int, plan: StepPlan) -> bool:
         "A row for the next `n` positions of `r`; while memory is short, preempts the last in rank. Whether `r` still runs."
-        while r.slot is not None and not self.memory.grow(r, r.num_computed_tokens + n, self.running):
+        while r.slot is not None and not self.memory.grow(
+            r, r.num_computed_tokens + n, self.running
+        ):
             self._take_out(self._victim(), plan)
-        if r.slot is not None: plan.rows.append(Row(r, r.num_computed_tokens, n))
+        if r.slot is not None:
+            plan.rows.append(Row(r, r.num_computed_tokens, n))
         return r.slot is not None
 
     def _take_out(self, r: Request, plan: StepPlan) -> int:
@@ -453,62 +590,87 @@ class Scheduler(RequestQueue):
 
     def _makes_way(self, r: Request, plan: StepPlan) -> Request | None:
         "The last in rank of those that make way for `r`, or None."
-        able = (x for x in self.running if x.preemptible and x.priority > r.priority and x.rank > r.rank and x not in plan.admitted)
+        able = (
+            x
+            for x in self.running
+            if x.preemptible
+            and x.priority > r.priority
+            and x.rank > r.rank
+            and x not in plan.admitted
+        )
         return None if self.barrier else max(able, key=lambda x: x.rank, default=None)
 
     def _no_adapter_seat(self, r: Request) -> bool:
         "Whether as many other adapters as may have running requests have them, and that of `r` has none."
-        if not r.adapter or not self.max_adapters: return False
+        if not r.adapter or not self.max_adapters:
+            return False
         running = {x.adapter for x in self.running if x.adapter}
         return r.adapter not in running and len(running) >= self.max_adapters
 
     def _admit(self, plan: StepPlan, budget: int, late: bool = False) -> None:
         "Let requests in by rank, while there are seats, memory and `budget`. `late`: none that is preemptible."
         full = lambda: len(self.running) >= self.max_num_seqs
-        if not self.waiting or budget <= 0 or full() and not self._makes_way(self.waiting[0], plan): return
+        if not self.waiting or budget <= 0 or full() and not self._makes_way(self.waiting[0], plan):
+            return
         chunk, passed, kept = self.pool.chunk_size, 0, None
         coming = _coming(self.running, chunk)
         while budget > 0 and passed < min(len(self.waiting), 64):
             r = self.waiting[passed]
-            if late and r.preemptible or r in plan.preempted: break
-            if full() and not self._makes_way(r, plan): break
-            if self.barrier and self.running and r.wave != self.running[0].wave: break
-            if kept and r.rank[-1] > kept.rank[-1] + self.patience: break
-            if no_seat := self._no_adapter_seat(r): kept = kept or r
+            if late and r.preemptible or r in plan.preempted:
+                break
+            if full() and not self._makes_way(r, plan):
+                break
+            if self.barrier and self.running and r.wave != self.running[0].wave:
+                break
+            if kept and r.rank[-1] > kept.rank[-1] + self.patience:
+                break
+            if no_seat := self._no_adapter_seat(r):
+                kept = kept or r
             if self._left(r, plan) <= 0 or no_seat or _worth_waiting(r, self.memory, chunk, coming):
                 passed += 1
                 continue
-            if not (self.chunked or self.barrier) and plan.rows and r.num_tokens > budget: break
+            if not (self.chunked or self.barrier) and plan.rows and r.num_tokens > budget:
+                break
             while full() or not self.memory.room_for(r, self.running):
-                if not (x := self._makes_way(r, plan)): return           # none overtakes what memory makes wait
+                if not (x := self._makes_way(r, plan)):
+                    return  # none overtakes what memory makes wait
                 budget += self._take_out(x, plan)
             plan.copies += self._enter(r)
-            del self.waiting[passed]                                     # only now: an interrupt loses nobody
+            del self.waiting[passed]  # only now: an interrupt loses nobody
             plan.admitted.append(r)
-            self._put(r, n := self._share(r, min(budget, self._left(r, plan))), plan)      # there is memory: `room_for` has seen to it
-            if not self.barrier: budget -= n
+            self._put(
+                r, n := self._share(r, min(budget, self._left(r, plan))), plan
+            )  # there is memory: `room_for` has seen to it
+            if not self.barrier:
+                budget -= n
             coming |= _coming([r], chunk)
 
     def update(self, plan: StepPlan, outputs: Sequence[RowOutput] | None = None) -> list[Request]:
         """Note that `plan` has been carried out, and what its rows came to; the requests that got a token, or failed.
 
         The one place where tokens are appended and counted. Only guesses that `outputs` confirm are kept as computed."""
-        for source, _, _ in plan.copies: self.pool.release([source])
+        for source, _, _ in plan.copies:
+            self.pool.release([source])
         self.ledger.reused += sum(r.num_computed_tokens for r in plan.admitted)
         moved = []
         for row, out in zip(plan.rows, outputs or [RowOutput() for _ in plan.rows]):
             r = row.request
             known, guesses, r.draft_ids = r.num_tokens, r.draft_ids, []
-            running = r.slot is not None                                  # it may have ended or been preempted meanwhile
+            running = r.slot is not None  # it may have ended or been preempted meanwhile
             reason, error = _append(r, out) if running else (None, None)
             _count(self.ledger, row, end := _confirmed(row, known, guesses))
-            if not running: continue
+            if not running:
+                continue
             if not self.recompute:
-                end = min(end, max(row.start, r.num_tokens - 1))          # the last token stays to be computed
+                end = min(
+                    end, max(row.start, r.num_tokens - 1)
+                )  # the last token stays to be computed
                 self.memory.commit(r, row.start, end)
                 r.num_computed_tokens = end
-            if out.token_ids or reason: moved.append(r)
-            if reason: self.finish(r, reason, error, keep=not error)
+            if out.token_ids or reason:
+                moved.append(r)
+            if reason:
+                self.finish(r, reason, error, keep=not error)
         return moved
 
 # %% ../nbs/74_memory.ipynb #f245de7b
@@ -517,105 +679,154 @@ def _confirmed(row: Row, known: int, guesses: Sequence[int]) -> int:
 
     `known`: how many tokens it had when the row ran; `guesses`: what was put behind them."""
     end = row.start + row.n_tokens
-    if end <= known: return end
-    return known + common_length(guesses[:end - known], row.request.tokens(known, end - known))
+    if end <= known:
+        return end
+    return known + common_length(guesses[: end - known], row.request.tokens(known, end - known))
 
 # %% ../nbs/74_memory.ipynb #96896ada
 def _check_requests(s: Scheduler, plan: StepPlan) -> None:
     running, waiting = set(s.running), set(s.waiting)
-    assert len(running) == len(s.running) and len(waiting) == len(s.waiting), 'twice in one queue'
-    assert len(running) <= s.max_num_seqs, 'too many run'
-    assert not running & waiting, 'both waiting and running'
-    assert all(r.finish_reason is None for r in running | waiting), 'ended and still queued'
-    assert all(r.slot is None and not r.block_table and r.num_computed_tokens == 0 for r in waiting), 'waiting with a slot'
-    assert all(a.rank < b.rank for a, b in zip(s.waiting, s.waiting[1:])), 'out of order'
-    alone = s.budget.left(s.pool if s.block_size else s.memory) == (math.inf if s.budget.limit is None else s.budget.limit)
-    assert plan.rows or not s.has_unfinished or not alone or s.allowance == 0, 'there is work and the step does none'
-    assert set(plan.admitted) <= running, 'admitted and not running'
-    assert set(plan.preempted) <= waiting, 'preempted and not waiting'
+    assert len(running) == len(s.running) and len(waiting) == len(s.waiting), "twice in one queue"
+    assert len(running) <= s.max_num_seqs, "too many run"
+    assert not running & waiting, "both waiting and running"
+    assert all(r.finish_reason is None for r in running | waiting), "ended and still queued"
+    assert all(
+        r.slot is None and not r.block_table and r.num_computed_tokens == 0 for r in waiting
+    ), "waiting with a slot"
+    assert all(a.rank < b.rank for a, b in zip(s.waiting, s.waiting[1:])), "out of order"
+    alone = s.budget.left(s.pool if s.block_size else s.memory) == (
+        math.inf if s.budget.limit is None else s.budget.limit
+    )
+    assert plan.rows or not s.has_unfinished or not alone or s.allowance == 0, (
+        "there is work and the step does none"
+    )
+    assert set(plan.admitted) <= running, "admitted and not running"
+    assert set(plan.preempted) <= waiting, "preempted and not waiting"
     slots = [r.slot for r in s.running if r.slot is not None]
-    assert sorted([*slots, *s.free_slots]) == list(range(s.max_num_seqs)), 'a slot is used twice, or lost'
+    assert sorted([*slots, *s.free_slots]) == list(range(s.max_num_seqs)), (
+        "a slot is used twice, or lost"
+    )
 
 # %% ../nbs/74_memory.ipynb #65901483
 def _check_blocks(s: Scheduler, plan: StepPlan) -> None:
-    if not s.block_size: return
+    if not s.block_size:
+        return
     s.pool.check()
     held: dict[int, int] = {}
     for r in s.running:
-        for i in r.block_table: held[i] = held.get(i, 0) + 1
+        for i in r.block_table:
+            held[i] = held.get(i, 0) + 1
         lies = [t for i in r.block_table for t in s.pool.blocks[i].token_ids]
-        assert lies == r.token_ids[:r.num_computed_tokens], 'blocks hold other tokens'
-        assert len(set(r.block_table)) == len(r.block_table), 'a block twice in one table'
+        assert lies == r.token_ids[: r.num_computed_tokens], "blocks hold other tokens"
+        assert len(set(r.block_table)) == len(r.block_table), "a block twice in one table"
     owned = dict(held)
-    for source, _, _ in plan.copies: held[source] = held.get(source, 0) + 1
-    assert all(b.refs == held.get(i, 0) for i, b in enumerate(s.pool.blocks)), 'a block is held by none, or by too many'
+    for source, _, _ in plan.copies:
+        held[source] = held.get(source, 0) + 1
+    assert all(b.refs == held.get(i, 0) for i, b in enumerate(s.pool.blocks)), (
+        "a block is held by none, or by too many"
+    )
     for row in plan.rows:
         first, last = row.start // s.block_size, (row.start + row.n_tokens - 1) // s.block_size
-        assert last < len(row.request.block_table), 'a row reaches beyond its blocks'
-        assert all(owned[i] == 1 for i in row.request.block_table[first:last + 1]), "a row writes into another's block"
+        assert last < len(row.request.block_table), "a row reaches beyond its blocks"
+        assert all(owned[i] == 1 for i in row.request.block_table[first : last + 1]), (
+            "a row writes into another's block"
+        )
     for a, b, n in plan.copies:
         x, y = (s.pool.blocks[i].token_ids for i in (a, b))
-        assert a != b and x[:n] == y[:n] != [], 'copies something else'
+        assert a != b and x[:n] == y[:n] != [], "copies something else"
 
 # %% ../nbs/74_memory.ipynb #78d9e6f6
 def _check_rows(s: Scheduler, plan: StepPlan) -> None:
     rows = {row.request: row for row in plan.rows}
-    assert len(rows) == len(plan.rows) and set(rows) <= set(s.running), 'a row twice, or of a request that does not run'
-    assert [row.n_tokens > 1 for row in plan.rows] == sorted(row.n_tokens > 1 for row in plan.rows), 'single tokens come first'
+    assert len(rows) == len(plan.rows) and set(rows) <= set(s.running), (
+        "a row twice, or of a request that does not run"
+    )
+    assert [row.n_tokens > 1 for row in plan.rows] == sorted(
+        row.n_tokens > 1 for row in plan.rows
+    ), "single tokens come first"
     for r, row in rows.items():
-        assert row.start == r.num_computed_tokens and 1 <= row.n_tokens <= r.num_pending, 'not the positions it needs'
+        assert row.start == r.num_computed_tokens and 1 <= row.n_tokens <= r.num_pending, (
+            "not the positions it needs"
+        )
     late = sum(row.n_tokens for r, row in rows.items() if r.preemptible)
     most = math.inf if s.allowance is None or s.barrier else s.allowance
-    assert all(r in rows for r in s.running if _decodes(r) and not (r.preemptible and most < math.inf)), 'a decoding request is left out'
-    assert late <= most or not s.chunked, 'preemptible requests have more than they are allowed'
+    assert all(
+        r in rows for r in s.running if _decodes(r) and not (r.preemptible and most < math.inf)
+    ), "a decoding request is left out"
+    assert late <= most or not s.chunked, "preemptible requests have more than they are allowed"
     if s.chunked:
-        assert plan.num_tokens <= s.max_num_batched_tokens, 'over budget'
+        assert plan.num_tokens <= s.max_num_batched_tokens, "over budget"
         wait = sum(r.num_pending for r in s.running if r.preemptible)
         wanted = sum(r.num_pending for r in s.running if not r.preemptible) + min(wait, most)
-        assert plan.preempted or plan.num_tokens == min(wanted, s.max_num_batched_tokens), 'some of the budget is unused'
-    elif not s.barrier: assert plan.num_tokens <= s.max_num_batched_tokens or len(rows) == 1, 'over budget in company'
+        assert plan.preempted or plan.num_tokens == min(wanted, s.max_num_batched_tokens), (
+            "some of the budget is unused"
+        )
+    elif not s.barrier:
+        assert plan.num_tokens <= s.max_num_batched_tokens or len(rows) == 1, (
+            "over budget in company"
+        )
+
 
 def check_invariants(scheduler: Scheduler, plan: StepPlan) -> None:
     """Raise `AssertionError` unless `plan` and the state of `scheduler` are right, at every point that can be checked.
 
     To be called between `schedule` and what changes the state next: `update`, `finish`, `preempt` or `add`. Takes time
     in proportion to all tokens held; it is for tests."""
-    for check in (_check_requests, _check_blocks, _check_rows): check(scheduler, plan)
+    for check in (_check_requests, _check_blocks, _check_rows):
+        check(scheduler, plan)
 
 # %% ../nbs/74_memory.ipynb #d571e91b
-Name = bytes | tuple[bytes, tuple[int, ...]]        # of a chunk; of a prompt's end: the chunk before it, and its tokens
+Name = (
+    bytes | tuple[bytes, tuple[int, ...]]
+)  # of a chunk; of a prompt's end: the chunk before it, and its tokens
+
 
 def _coming(running: Iterable[Request], chunk_size: int) -> set[Name]:
     "Names of all chunks of prompts that `running` requests are about to compute, and of the prompts' ends."
     names: set[Name] = set()
     for r in running:
-        if not (hashes := r.hashes) or r.num_computed_tokens >= len(r.prompt_ids): continue
-        names.update(hashes[r.num_computed_tokens // chunk_size:])
-        names.add((hashes[-1], tuple(r.prompt_ids[len(hashes) * chunk_size:])))
+        if not (hashes := r.hashes) or r.num_computed_tokens >= len(r.prompt_ids):
+            continue
+        names.update(hashes[r.num_computed_tokens // chunk_size :])
+        names.add((hashes[-1], tuple(r.prompt_ids[len(hashes) * chunk_size :])))
     return names
+
 
 def _worth_waiting(r: Request, memory: KVMemory, chunk_size: int, coming: set[Name]) -> bool:
     "Whether a chunk of `coming`, or a prompt's end, goes on where `memory` ends with the prefix of `r`."
-    if not coming or not r.hashes: return False
+    if not coming or not r.hashes:
+        return False
     n = memory.cached(r)
     k = n // chunk_size
-    if n >= r.first_logits: return False
-    if k < len(r.hashes) and r.hashes[k] in coming: return True
-    if not 0 < k <= len(r.hashes): return False
-    ends = r.prompt_ids[k * chunk_size:min((k + 1) * chunk_size, r.first_logits)]
-    return any((r.hashes[k - 1], tuple(ends[:m])) in coming for m in range(n - k * chunk_size + 1, len(ends) + 1))
+    if n >= r.first_logits:
+        return False
+    if k < len(r.hashes) and r.hashes[k] in coming:
+        return True
+    if not 0 < k <= len(r.hashes):
+        return False
+    ends = r.prompt_ids[k * chunk_size : min((k + 1) * chunk_size, r.first_logits)]
+    return any(
+        (r.hashes[k - 1], tuple(ends[:m])) in coming
+        for m in range(n - k * chunk_size + 1, len(ends) + 1)
+    )
 
 # %% ../nbs/74_memory.ipynb #4d332a10
 def round_up(n: int, to: int = 64) -> int:
     "The smallest multiple of `to` that is at least `n`."
     return -(-n // to) * to
 
+
 class RectangleMemory:
     "The `KVMemory` of a padded batch: all rows as long as the longest, claimed from `budget`. `rows`, `columns`: what is claimed."
-    def __init__(self, budget: KVBudget) -> None: self.budget, self.rows, self.columns = budget, 0, 0
 
-    def holds(self, tokens: int) -> int: return round_up(tokens)
-    def cached(self, r: Request) -> int: return 0
+    def __init__(self, budget: KVBudget) -> None:
+        self.budget, self.rows, self.columns = budget, 0, 0
+
+    def holds(self, tokens: int) -> int:
+        return round_up(tokens)
+
+    def cached(self, r: Request) -> int:
+        return 0
 
     def room_for(self, r: Request, running: Sequence[Request]) -> bool:
         longest = max(min(x.num_tokens + GROW, x.max_len) for x in [r, *running])
@@ -626,15 +837,19 @@ class RectangleMemory:
         return []
 
     def grow(self, r: Request, end: int, running: Sequence[Request]) -> bool:
-        if len(running) <= self.rows and end <= self.columns: return True
+        if len(running) <= self.rows and end <= self.columns:
+            return True
         columns = round_up(max([end, *(x.num_tokens for x in running)]))
-        if not self.budget.claim(self, len(running) * columns): return False
+        if not self.budget.claim(self, len(running) * columns):
+            return False
         self.rows, self.columns = len(running), columns
         return True
 
-    def commit(self, r: Request, start: int, end: int) -> None: pass
+    def commit(self, r: Request, start: int, end: int) -> None:
+        pass
 
     def leave(self, r: Request, keep: bool) -> None:
         self.rows = max(0, self.rows - 1)
-        if not self.rows: self.columns = 0
+        if not self.rows:
+            self.columns = 0
         self.budget.claim(self, self.rows * self.columns)

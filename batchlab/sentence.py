@@ -16,104 +16,169 @@ from torch import Tensor, nn
 
 from .errors import ModelError, UnsupportedModelError
 
-if TYPE_CHECKING: from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 # %% auto #0
 __all__ = ['POOLING', 'ACTIVATIONS', 'activation_name', 'Dense', 'Normalize', 'SentenceTransformerConfig', 'first_step',
            'read_sentence_transformer', 'cross_encoder_activation', 'lower_case']
 
 # %% ../nbs/modules/000_sentence.ipynb #fa40ecb2
-POOLING = 'cls', 'max', 'mean', 'mean_sqrt_len_tokens', 'weightedmean', 'lasttoken'     # in the order in which several are joined
-_FLAGS = {'pooling_mode_cls_token': 'cls', 'pooling_mode_max_tokens': 'max', 'pooling_mode_mean_tokens': 'mean',
-          'pooling_mode_mean_sqrt_len_tokens': 'mean_sqrt_len_tokens', 'pooling_mode_weightedmean_tokens': 'weightedmean',
-          'pooling_mode_lasttoken': 'lasttoken'}
+POOLING = (
+    "cls",
+    "max",
+    "mean",
+    "mean_sqrt_len_tokens",
+    "weightedmean",
+    "lasttoken",
+)  # in the order in which several are joined
+_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+
 
 def _pooling(config):
     "The ways of a pooling configuration, a tuple of some of `POOLING`. Raises `ValueError` for others."
-    modes = config.get('pooling_mode')
-    if modes is None: modes = [mode for flag, mode in _FLAGS.items() if config.get(flag)] or ['mean']
+    modes = config.get("pooling_mode")
+    if modes is None:
+        modes = [mode for flag, mode in _FLAGS.items() if config.get(flag)] or ["mean"]
     modes = (modes,) if isinstance(modes, str) else tuple(modes)
     for m in modes:
-        if m not in POOLING: raise ValueError(f'the pooling {m!r} is not one of {", ".join(POOLING)}')
+        if m not in POOLING:
+            raise ValueError(f"the pooling {m!r} is not one of {', '.join(POOLING)}")
     return modes
 
 # %% ../nbs/modules/000_sentence.ipynb #516fb1d7
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    'Identity': lambda x: x, 'Tanh': torch.tanh, 'Sigmoid': torch.sigmoid, 'ReLU': torch.relu, 'GELU': nn.functional.gelu, 'SiLU': nn.functional.silu,
-    'Softmax': lambda x: x.softmax(-1)}
+    "Identity": lambda x: x,
+    "Tanh": torch.tanh,
+    "Sigmoid": torch.sigmoid,
+    "ReLU": torch.relu,
+    "GELU": nn.functional.gelu,
+    "SiLU": nn.functional.silu,
+    "Softmax": lambda x: x.softmax(-1),
+}
+
 
 def activation_name(path: str) -> str:
     "The key in `ACTIVATIONS` of a class's full name, such as `torch.nn.modules.activation.Tanh`. Raises `ValueError`."
-    name = path.rpartition('.')[2]
-    if path.startswith('torch.nn.') and name in ACTIVATIONS: return name
-    raise ValueError(f'the activation {path!r} is not one of torch.nn: {", ".join(ACTIVATIONS)}')
+    name = path.rpartition(".")[2]
+    if path.startswith("torch.nn.") and name in ACTIVATIONS:
+        return name
+    raise ValueError(f"the activation {path!r} is not one of torch.nn: {', '.join(ACTIVATIONS)}")
+
 
 @dataclass(frozen=True, eq=False)
 class Dense:
     "A layer after pooling, in fp32: `activation(weight @ x + bias)`, and `x` added, through `residual` where there is one."
-    weight: Tensor                       # [out, in]
-    bias: Tensor | None = None           # [out]
-    activation: str = 'Tanh'
+
+    weight: Tensor  # [out, in]
+    bias: Tensor | None = None  # [out]
+    activation: str = "Tanh"
     use_residual: bool = False
-    residual: Tensor | None = None       # [out, in] where the sizes differ
+    residual: Tensor | None = None  # [out, in] where the sizes differ
 
     def to(self, device: torch.device | str) -> Dense:
         "The same on `device`."
-        return replace(self, **{name: x.to(device) for name in ('weight', 'bias', 'residual') if (x := getattr(self, name)) is not None})
+        return replace(
+            self,
+            **{
+                name: x.to(device)
+                for name in ("weight", "bias", "residual")
+                if (x := getattr(self, name)) is not None
+            },
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         "`x` [n, in] → [n, out]."
         x = x.to(self.weight.dtype)
         y = ACTIVATIONS[self.activation](nn.functional.linear(x, self.weight, self.bias))
-        return y + (x if self.residual is None else nn.functional.linear(x, self.residual)) if self.use_residual else y
+        return (
+            y + (x if self.residual is None else nn.functional.linear(x, self.residual))
+            if self.use_residual
+            else y
+        )
+
 
 @dataclass(frozen=True)
 class Normalize:
     "Every vector divided by its length."
+
     def to(self, device: torch.device | str) -> Normalize:
         "Itself: it has no weights."
         return self
-    def __call__(self, x: Tensor) -> Tensor: return nn.functional.normalize(x, p=2, dim=-1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return nn.functional.normalize(x, p=2, dim=-1)
 
 # %% ../nbs/modules/000_sentence.ipynb #26483b11
 def _json(path):
     "The JSON object or list in `path`, `{}` if there is no such file. Raises `ModelError`."
-    if not path.exists(): return {}
-    try: return json.loads(path.read_text(encoding='utf-8'))
-    except ValueError as e: raise ModelError(f'{path} is not JSON ({e}): fetch the model again') from e
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ModelError(f"{path} is not JSON ({e}): fetch the model again") from e
+
 
 def _dense(folder):
     "The `Dense` in `folder`. Raises `ValueError`, and `ModelError` where its weights can't be read."
-    config = _json(folder/'config.json')
-    ends = config.get('module_input_name', 'sentence_embedding'), config.get('module_output_name') or 'sentence_embedding'
-    if ends != ('sentence_embedding',)*2: raise ValueError(f'a Dense layer from {ends[0]} to {ends[1]}')
+    config = _json(folder / "config.json")
+    ends = (
+        config.get("module_input_name", "sentence_embedding"),
+        config.get("module_output_name") or "sentence_embedding",
+    )
+    if ends != ("sentence_embedding",) * 2:
+        raise ValueError(f"a Dense layer from {ends[0]} to {ends[1]}")
     try:
-        if (file := folder/'model.safetensors').exists():
+        if (file := folder / "model.safetensors").exists():
             from safetensors.torch import load_file
+
             weights = load_file(file)
-        else: weights = torch.load(folder/'pytorch_model.bin', map_location='cpu', weights_only=True)
-        weight = weights['linear.weight'].float()
-        bias, residual = (w if w is None else w.float() for w in (weights.get('linear.bias'), weights.get('residual.weight')))
-        if [*weight.shape] != [config['out_features'], config['in_features']]: raise OSError(f'a weight of shape {[*weight.shape]}')
-        if config.get('bias', True) and bias is None: raise OSError('the bias is missing')
+        else:
+            weights = torch.load(
+                folder / "pytorch_model.bin", map_location="cpu", weights_only=True
+            )
+        weight = weights["linear.weight"].float()
+        bias, residual = (
+            w if w is None else w.float()
+            for w in (weights.get("linear.bias"), weights.get("residual.weight"))
+        )
+        if [*weight.shape] != [config["out_features"], config["in_features"]]:
+            raise OSError(f"a weight of shape {[*weight.shape]}")
+        if config.get("bias", True) and bias is None:
+            raise OSError("the bias is missing")
     except Exception as e:
-        raise ModelError(f"the layer in {folder} can't be read ({' '.join(str(e).split())[:200] or type(e).__name__}): fetch the model again") from e
-    activation = activation_name(config.get('activation_function') or 'torch.nn.modules.activation.Tanh')
-    return Dense(weight, bias, activation, bool(config.get('use_residual')), residual)
+        raise ModelError(
+            f"the layer in {folder} can't be read ({' '.join(str(e).split())[:200] or type(e).__name__}): fetch the model again"
+        ) from e
+    activation = activation_name(
+        config.get("activation_function") or "torch.nn.modules.activation.Tanh"
+    )
+    return Dense(weight, bias, activation, bool(config.get("use_residual")), residual)
 
 # %% ../nbs/modules/000_sentence.ipynb #78961d3c
 @dataclass(frozen=True)
 class SentenceTransformerConfig:
     "How sentence-transformers makes a vector of a text with this model: `pooling`, joined if several, then `steps` in their order."
-    pooling: tuple[str, ...] = ('mean',)                 # some of `POOLING`
-    include_prompt: bool = True                          # whether a prompt's tokens are pooled too
+
+    pooling: tuple[str, ...] = ("mean",)  # some of `POOLING`
+    include_prompt: bool = True  # whether a prompt's tokens are pooled too
     steps: tuple[Dense | Normalize, ...] = ()
-    max_seq_length: int | None = None                    # in tokens; longer texts are cut. None: as the tokenizer says
+    max_seq_length: int | None = (
+        None  # in tokens; longer texts are cut. None: as the tokenizer says
+    )
     do_lower_case: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
-    similarity: str = 'cosine'                           # 'dot', 'euclidean', 'manhattan'
-    truncate_dim: int | None = None                      # of the result, the first so many dimensions are kept
+    similarity: str = "cosine"  # 'dot', 'euclidean', 'manhattan'
+    truncate_dim: int | None = None  # of the result, the first so many dimensions are kept
 
     @property
     def normalize(self) -> bool:
@@ -123,64 +188,115 @@ class SentenceTransformerConfig:
     @property
     def default_prompt(self) -> str:
         "The text that goes before every text that comes without a prompt's name."
-        return self.prompts.get(self.default_prompt_name or '', '')
+        return self.prompts.get(self.default_prompt_name or "", "")
+
 
 def first_step(folder: Path) -> dict[str, Any]:
     "sentence-transformers' settings of the model in `folder`, such as `max_seq_length` in tokens; `{}` if there are none. Raises `ModelError`."
-    return next(filter(None, (_json(f) for f in sorted(folder.glob('sentence_*_config.json')))), {})
+    return next(filter(None, (_json(f) for f in sorted(folder.glob("sentence_*_config.json")))), {})
+
 
 def _read_modules(folder, modules):
     "`(config of the model's step, pooling config, steps)`. Raises `ValueError`, `ModelError`."
     first, pooling, steps = {}, None, []
     for i, m in enumerate(modules):
-        name, at = m['type'].rpartition('.')[2], folder/m['path']
-        if folder.resolve() not in [(r := at.resolve()), *r.parents]: raise ModelError(f'{folder}: step {i} of modules.json lies outside of the folder, in {m["path"]!r}: fetch the model again')
-        known = m['type'].startswith('sentence_transformers.')
-        if known and name == 'Transformer' and i == 0:
+        name, at = m["type"].rpartition(".")[2], folder / m["path"]
+        if folder.resolve() not in [(r := at.resolve()), *r.parents]:
+            raise ModelError(
+                f"{folder}: step {i} of modules.json lies outside of the folder, in {m['path']!r}: fetch the model again"
+            )
+        known = m["type"].startswith("sentence_transformers.")
+        if known and name == "Transformer" and i == 0:
             first = first_step(at)
-        elif known and name == 'Pooling' and i == 1: pooling = _json(at/'config.json')
-        elif known and name == 'Dense' and pooling is not None: steps.append(_dense(at))
-        elif known and name == 'Normalize' and pooling is not None: steps.append(Normalize())
-        elif not (known and name == 'Dropout'): raise ValueError(f'step {i} of modules.json is a {m["type"]}')
-    if pooling is None: raise ValueError('modules.json has no Pooling')
-    if (task := first.get('transformer_task', 'feature-extraction')) != 'feature-extraction': raise ValueError(f'its model is used for {task}')
+        elif known and name == "Pooling" and i == 1:
+            pooling = _json(at / "config.json")
+        elif known and name == "Dense" and pooling is not None:
+            steps.append(_dense(at))
+        elif known and name == "Normalize" and pooling is not None:
+            steps.append(Normalize())
+        elif not (known and name == "Dropout"):
+            raise ValueError(f"step {i} of modules.json is a {m['type']}")
+    if pooling is None:
+        raise ValueError("modules.json has no Pooling")
+    if (task := first.get("transformer_task", "feature-extraction")) != "feature-extraction":
+        raise ValueError(f"its model is used for {task}")
     return first, pooling, tuple(steps)
+
 
 def read_sentence_transformer(folder: str | Path) -> SentenceTransformerConfig | None:
     """What sentence-transformers keeps in `folder` about embeddings; None if it keeps nothing, or the folder is a CrossEncoder's.
 
     Raises `UnsupportedModelError` with the name of what is not known, and `ModelError` for files that can't be read."""
     folder = Path(folder)
-    modules, config = _json(folder/'modules.json'), _json(folder/'config_sentence_transformers.json')
-    kind = config.get('model_type', 'SentenceTransformer')
-    if not modules or kind == 'CrossEncoder': return None
+    modules, config = (
+        _json(folder / "modules.json"),
+        _json(folder / "config_sentence_transformers.json"),
+    )
+    kind = config.get("model_type", "SentenceTransformer")
+    if not modules or kind == "CrossEncoder":
+        return None
     try:
-        if kind != 'SentenceTransformer': raise ValueError(f'it is a {kind}')
+        if kind != "SentenceTransformer":
+            raise ValueError(f"it is a {kind}")
         first, pooling, steps = _read_modules(folder, modules)
-        if (similarity := config.get('similarity_fn_name') or 'cosine') not in ('cosine', 'dot', 'euclidean', 'manhattan'):
-            raise ValueError(f'the similarity {similarity!r}')
-        return SentenceTransformerConfig(_pooling(pooling), bool(pooling.get('include_prompt', True)), steps, first.get('max_seq_length'),
-            bool(first.get('do_lower_case')), {k: v or '' for k, v in (config.get('prompts') or {}).items()}, config.get('default_prompt_name'),
-            similarity, config.get('truncate_dim'))
-    except ValueError as e: raise UnsupportedModelError(f'{folder}: {e}, which batchlab does not know for embeddings') from e
-    except (KeyError, TypeError, AttributeError) as e: raise ModelError(f"{folder}/modules.json can't be read ({e!r}): fetch the model again") from e
+        if (similarity := config.get("similarity_fn_name") or "cosine") not in (
+            "cosine",
+            "dot",
+            "euclidean",
+            "manhattan",
+        ):
+            raise ValueError(f"the similarity {similarity!r}")
+        return SentenceTransformerConfig(
+            _pooling(pooling),
+            bool(pooling.get("include_prompt", True)),
+            steps,
+            first.get("max_seq_length"),
+            bool(first.get("do_lower_case")),
+            {k: v or "" for k, v in (config.get("prompts") or {}).items()},
+            config.get("default_prompt_name"),
+            similarity,
+            config.get("truncate_dim"),
+        )
+    except ValueError as e:
+        raise UnsupportedModelError(
+            f"{folder}: {e}, which batchlab does not know for embeddings"
+        ) from e
+    except (KeyError, TypeError, AttributeError) as e:
+        raise ModelError(
+            f"{folder}/modules.json can't be read ({e!r}): fetch the model again"
+        ) from e
 
 # %% ../nbs/modules/000_sentence.ipynb #d9128331
-def cross_encoder_activation(folder: str | Path | None, own: PreTrainedConfig | None = None) -> str | None:
+def cross_encoder_activation(
+    folder: str | Path | None, own: PreTrainedConfig | None = None
+) -> str | None:
     """The activation after the head, a key in `ACTIVATIONS`, that a CrossEncoder's folder names; None if it names none. Without a folder, the model's `own` configuration.
 
     sentence-transformers then takes a sigmoid for one label, and nothing for several. Raises `UnsupportedModelError`, `ModelError`."""
-    if folder is None: config, beside = own.to_dict() if own else {}, {}
-    else: config, beside = (_json(Path(folder)/name) for name in ('config.json', 'config_sentence_transformers.json'))
-    path = (beside.get('activation_fn') or (config.get('sentence_transformers') or {}).get('activation_fn')
-            or config.get('sbert_ce_default_activation_function'))
-    try: return activation_name(path) if path else None
-    except ValueError as e: raise UnsupportedModelError(f'{folder or "the model"}: {e}') from e
+    if folder is None:
+        config, beside = own.to_dict() if own else {}, {}
+    else:
+        config, beside = (
+            _json(Path(folder) / name)
+            for name in ("config.json", "config_sentence_transformers.json")
+        )
+    path = (
+        beside.get("activation_fn")
+        or (config.get("sentence_transformers") or {}).get("activation_fn")
+        or config.get("sbert_ce_default_activation_function")
+    )
+    try:
+        return activation_name(path) if path else None
+    except ValueError as e:
+        raise UnsupportedModelError(f"{folder or 'the model'}: {e}") from e
 
 # %% ../nbs/modules/000_sentence.ipynb #70a36b58
 def lower_case(tokenizer: PreTrainedTokenizerBase) -> None:
     "Let `tokenizer` read texts in lower case."
     from tokenizers import normalizers
+
     backend: Any = tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]    fast ones have it
     was = backend.normalizer
-    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *([] if was is None else [was])])
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Lowercase(), *([] if was is None else [was])]
+    )

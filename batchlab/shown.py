@@ -17,48 +17,59 @@ __all__ = []
 # %% ../nbs/modules/000_shown.ipynb #31919a72
 def short(text: str, n: int) -> str:
     "`text` on one line, its end cut off after `n` characters."
-    line = ' '.join(text.split())
-    return line if len(line) <= n else line[:n - 1] + '…'
+    line = " ".join(text.split())
+    return line if len(line) <= n else line[: n - 1] + "…"
+
 
 def brief(text: str, n: int) -> str:
     "`text` between quotes as Python writes it, its end cut off after `n` characters."
-    return repr(text if len(text) <= n else text[:n - 1] + '…')
+    return repr(text if len(text) <= n else text[: n - 1] + "…")
 
 # %% ../nbs/modules/000_shown.ipynb #6abd9370
 def facts_text(x: object, facts: Mapping[str, str]) -> str:
     "What `facts` `{name: text}` say of `x`, a line each after the name of its class."
     wide = max(map(len, facts), default=0)
-    return '\n'.join([type(x).__name__, *(f'  {name:<{wide}}  {text}' for name, text in facts.items())])
+    return "\n".join(
+        [type(x).__name__, *(f"  {name:<{wide}}  {text}" for name, text in facts.items())]
+    )
+
 
 def megabytes(n: float) -> str:
     "`n` bytes in MB."
-    return f'{n / 1e6:,.1f} MB'
+    return f"{n / 1e6:,.1f} MB"
 
 # %% ../nbs/modules/000_shown.ipynb #452338cf
 def panel_html(body: str) -> str:
     "HTML that stands alone: `body` with the colours and classes of all."
     return f'<style>{HTML_STYLE}.bl{{font-size:13px;color:var(--jp-ui-font-color1,inherit)}}</style><div class="bl">{body}</div>'
 
+
 def table(rows: Sequence[Mapping[str, object]], words: Sequence[str]) -> str:
     "An HTML table of `rows`, `{column: HTML}`, all numbers but the columns `words`."
+
     def cell(tag: str, name: str, x: object) -> str:
-        kind = '' if name in words else ' class="num"'
-        return f'<{tag}{kind}>{x}</{tag}>'
-    lines = [''.join(cell('td', *x) for x in row.items()) for row in rows]
-    head = ''.join(cell('th', name, name) for name in rows[0])
-    body = ''.join(f'<tr>{line}</tr>' for line in lines)
+        kind = "" if name in words else ' class="num"'
+        return f"<{tag}{kind}>{x}</{tag}>"
+
+    lines = ["".join(cell("td", *x) for x in row.items()) for row in rows]
+    head = "".join(cell("th", name, name) for name in rows[0])
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
     return f'<div style="overflow-x:auto"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 # %% ../nbs/modules/000_shown.ipynb #d7557240
 def facts_html(x: object, facts: Mapping[str, str]) -> str:
     "As `facts_text`, a table that stands alone."
-    lines = ''.join(f'<tr><th>{esc(name)}</th><td style="width:100%">{esc(text)}</td></tr>' for name, text in facts.items())
-    return panel_html(f'<b>{type(x).__name__}</b><table>{lines}</table>')
+    lines = "".join(
+        f'<tr><th>{esc(name)}</th><td style="width:100%">{esc(text)}</td></tr>'
+        for name, text in facts.items()
+    )
+    return panel_html(f"<b>{type(x).__name__}</b><table>{lines}</table>")
 
 # %% ../nbs/modules/000_shown.ipynb #570371f9
 def shows_bar(use_tqdm: Any) -> bool:
     "Whether to show a progress bar: as `use_tqdm` says; if that is None, where it may be seen, unless `TQDM_DISABLE` is set."
-    if use_tqdm is not None: return bool(use_tqdm)
-    shell = getattr(sys.modules.get('IPython'), 'get_ipython', lambda: None)()
-    seen = hasattr(shell, 'kernel') or sys.stderr is not None and sys.stderr.isatty()
-    return seen and not os.environ.get('TQDM_DISABLE')
+    if use_tqdm is not None:
+        return bool(use_tqdm)
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    seen = hasattr(shell, "kernel") or sys.stderr is not None and sys.stderr.isatty()
+    return seen and not os.environ.get("TQDM_DISABLE")

@@ -32,26 +32,48 @@ class KVCache:
     `[p // block_size, p % block_size]`. `shapes`: one for each layer. The addresses of `num_blocks` blocks are reserved (half
     as many, as often as needed, where those can't be had); only blocks that were used take memory, `nbytes`. A subclass may
     have another layout: `key_shape` and `value_shape` of a block."""
-    def __init__(self, shapes: Sequence[Shape], num_blocks: int, block_size: int = 64, dtype: torch.dtype = torch.float32,
-                 device: torch.device | str = 'cpu') -> None:
-        self.shapes, self.block_size, self.dtype, self.device = list(shapes), block_size, dtype, torch.device(device)
+
+    def __init__(
+        self,
+        shapes: Sequence[Shape],
+        num_blocks: int,
+        block_size: int = 64,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.shapes, self.block_size, self.dtype, self.device = (
+            list(shapes),
+            block_size,
+            dtype,
+            torch.device(device),
+        )
         while True:
-            try: self.keys, self.values = self._reserve(num_blocks)
+            try:
+                self.keys, self.values = self._reserve(num_blocks)
             except (OSError, MemoryError, RuntimeError):
-                if num_blocks < 2: raise
+                if num_blocks < 2:
+                    raise
                 num_blocks //= 2
-            else: break
+            else:
+                break
         self.num_blocks, self.num_used = num_blocks, 0
 
-    def key_shape(self, heads: int, dim: int) -> tuple[int, ...]: return self.block_size, heads, dim
-    def value_shape(self, heads: int, dim: int) -> tuple[int, ...]: return self.block_size, heads, dim
+    def key_shape(self, heads: int, dim: int) -> tuple[int, ...]:
+        return self.block_size, heads, dim
+
+    def value_shape(self, heads: int, dim: int) -> tuple[int, ...]:
+        return self.block_size, heads, dim
 
     def _reserve(self, n: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         make = lambda shape: reserve((n, *shape), self.dtype, self.device)
-        return [make(self.key_shape(h, d)) for h, d, _ in self.shapes], [make(self.value_shape(h, d)) for h, _, d in self.shapes]
+        return [make(self.key_shape(h, d)) for h, d, _ in self.shapes], [
+            make(self.value_shape(h, d)) for h, _, d in self.shapes
+        ]
 
     @property
-    def block_bytes(self) -> int: return self.block_size * self.dtype.itemsize * sum(h * (k + v) for h, k, v in self.shapes)
+    def block_bytes(self) -> int:
+        return self.block_size * self.dtype.itemsize * sum(h * (k + v) for h, k, v in self.shapes)
+
     @property
     def nbytes(self) -> int:
         "Bytes of the blocks that were used so far."
@@ -63,28 +85,37 @@ class KVCache:
         begun = [p // self.block_size for p in batch.slot_mapping if p % self.block_size == 0]
         if begun:
             at = torch.tensor(begun, device=self.device)
-            for t in self.keys + self.values: t.index_fill_(0, at, 0)
-        for source, target, n in batch.copies: self.copy(source, target, n)
+            for t in self.keys + self.values:
+                t.index_fill_(0, at, 0)
+        for source, target, n in batch.copies:
+            self.copy(source, target, n)
 
     def use(self, batch: Batch) -> None:
         "Note which blocks `batch` touches. Raises `MemoryError` if the cache has no such block."
         top = max(map(max, filter(None, batch.block_table)), default=-1)
         if top >= self.num_blocks:
-            raise MemoryError(f'not enough memory for block {top} of the KV cache, which has {self.num_blocks}')
+            raise MemoryError(
+                f"not enough memory for block {top} of the KV cache, which has {self.num_blocks}"
+            )
         self.num_used = max(self.num_used, top + 1)
 
     def copy(self, source: int, target: int, n: int | None = None) -> None:
         "Copy a block, in all layers; of its first `n` tokens, zeros go behind them: what else is there may be no numbers."
         for t in self.keys + self.values:
             t[target] = t[source]
-            if n is not None: t[target, n:] = 0
+            if n is not None:
+                t[target, n:] = 0
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def write(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
         "Put `key` and `value` `[T, kv_heads, head_dim]` of T tokens into their places, int64 `[T]`."
         self.keys[layer].flatten(0, 1)[slot_mapping] = key
         self.values[layer].flatten(0, 1)[slot_mapping] = value
 
-    def read(self, layer: int, blocks: Sequence[int] | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(
+        self, layer: int, blocks: Sequence[int] | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of `blocks`, one behind the other, each `[n * block_size, kv_heads, head_dim]`.
 
         Views, if `blocks` is a list of neighbours; else copies. `blocks` as a tensor: int64 `[n]`."""
@@ -94,10 +125,13 @@ class KVCache:
                 at = slice(blocks[0], blocks[-1] + 1)
                 return keys[at].flatten(0, 1), values[at].flatten(0, 1)
             blocks = torch.tensor(blocks, device=self.device)
-        return keys.index_select(0, blocks).flatten(0, 1), values.index_select(0, blocks).flatten(0, 1)
+        return keys.index_select(0, blocks).flatten(0, 1), values.index_select(0, blocks).flatten(
+            0, 1
+        )
 
 # %% ../nbs/74_memory.ipynb #7becdd64
-Shape = tuple[int, int, int]          # of a layer: KV heads, length of a key, length of a value
+Shape = tuple[int, int, int]  # of a layer: KV heads, length of a key, length of a value
+
 
 @torch.inference_mode()
 def kv_shapes(model: PreTrainedModel) -> list[Shape]:
@@ -116,10 +150,15 @@ def reserve(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> t
     On a CPU, where the system maps memory like that; elsewhere an ordinary tensor. Raises `OSError` or `MemoryError` where not
     even the addresses can be had."""
     n = dtype.itemsize
-    for s in shape: n *= s
-    if device.type != 'cpu' or not n or not hasattr(mmap, 'MAP_PRIVATE'): return torch.empty(*shape, dtype=dtype, device=device)
-    lazily = getattr(mmap, 'MAP_NORESERVE', 0x4000) if sys.platform == 'linux' else 0      # else a process that forks would be refused
+    for s in shape:
+        n *= s
+    if device.type != "cpu" or not n or not hasattr(mmap, "MAP_PRIVATE"):
+        return torch.empty(*shape, dtype=dtype, device=device)
+    lazily = (
+        getattr(mmap, "MAP_NORESERVE", 0x4000) if sys.platform == "linux" else 0
+    )  # else a process that forks would be refused
     pages = mmap.mmap(-1, n, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | lazily)
-    if hasattr(mmap, 'MADV_NOHUGEPAGE'):                   # 2 MB at a time would be more than asked for
-        with contextlib.suppress(OSError): pages.madvise(mmap.MADV_NOHUGEPAGE)      # refused where the system has no such pages
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # 2 MB at a time would be more than asked for
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_NOHUGEPAGE)  # refused where the system has no such pages
     return torch.frombuffer(pages, dtype=dtype).view(*shape)

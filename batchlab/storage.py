@@ -20,82 +20,133 @@ from .loading import cache_dir
 __all__ = ['Kept', 'own', 'hub', 'remove', 'clear']
 
 # %% ../nbs/modules/000_storage.ipynb #12b25377
-_FILES = {'kernels': '[0-9a-f]' * 16 + '.so', 'bench-shapes': '*-s[0-9]*'}      # in folders of these names
+_FILES = {
+    "kernels": "[0-9a-f]" * 16 + ".so",
+    "bench-shapes": "*-s[0-9]*",
+}  # in folders of these names
+
 
 @dataclass(frozen=True)
 class Kept:
     """Something on the disk: 'model' in the hub's cache or ours, 'kernels', 'bench-shapes', or a 'download' that was not finished.
 
     `nbytes` in bytes."""
+
     kind: str
     name: str
     path: Path
     nbytes: int
 
+
 def _size(paths: Iterable[Path]) -> int:
     "Bytes of files, and of folders with all that is in them; what goes away meanwhile has none."
     total = 0
     for path in paths:
-        for f in [path, *(Path(folder, name) for folder, _, names in os.walk(path) for name in names)]:
-            with contextlib.suppress(OSError): total += 0 if f.is_dir() else f.lstat().st_size
+        for f in [
+            path,
+            *(Path(folder, name) for folder, _, names in os.walk(path) for name in names),
+        ]:
+            with contextlib.suppress(OSError):
+                total += 0 if f.is_dir() else f.lstat().st_size
     return total
+
 
 def own() -> list[Kept]:
     "What is in batchlab's own folder: models, compiled kernels, models of random weights, unfinished downloads."
     folder, found = cache_dir(), []
     made = {w.folder: w.model for w in WHEELS.values()}
     for path in sorted(path for w in WHEELS.values() for path in folder.glob(w.versions)):
-        if not path.is_dir() or path.is_symlink(): continue
-        kind, name = ('download', path.name) if '.tmp-' in path.name else ('model', made.get(path.name, path.name))
+        if not path.is_dir() or path.is_symlink():
+            continue
+        kind, name = (
+            ("download", path.name)
+            if ".tmp-" in path.name
+            else ("model", made.get(path.name, path.name))
+        )
         found.append(Kept(kind, name, path, _size([path])))
     for kind, files in _FILES.items():
-        if here := list((folder/kind).glob(files)): found.append(Kept(kind, kind, folder/kind, _size(here)))
-    return sorted(found, key=lambda k: ('model', *_FILES, 'download').index(k.kind))
+        if here := list((folder / kind).glob(files)):
+            found.append(Kept(kind, kind, folder / kind, _size(here)))
+    return sorted(found, key=lambda k: ("model", *_FILES, "download").index(k.kind))
+
 
 def hub() -> list[Kept]:
     "The models in the hub's local cache, by name."
     from huggingface_hub import CacheNotFound, scan_cache_dir
-    try: repos = scan_cache_dir().repos
-    except CacheNotFound: return []
-    return sorted((Kept('model', r.repo_id, r.repo_path, r.size_on_disk) for r in repos if r.repo_type == 'model'), key=lambda k: k.name)
+
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    return sorted(
+        (
+            Kept("model", r.repo_id, r.repo_path, r.size_on_disk)
+            for r in repos
+            if r.repo_type == "model"
+        ),
+        key=lambda k: k.name,
+    )
 
 # %% ../nbs/modules/000_storage.ipynb #41906666
 def _remove_own(found: list[Kept]) -> list[Kept]:
-    if not found: return found
+    if not found:
+        return found
     with contextlib.ExitStack() as locks:
         for w in WHEELS.values():
-            try: locks.enter_context(FileLock(cache_dir()/f'{w.folder}.lock').acquire(timeout=0))
-            except Timeout: raise ModelError(f'another process is preparing {w.what}: wait until it is done') from None
+            try:
+                locks.enter_context(FileLock(cache_dir() / f"{w.folder}.lock").acquire(timeout=0))
+            except Timeout:
+                raise ModelError(
+                    f"another process is preparing {w.what}: wait until it is done"
+                ) from None
         for k in found:
             if k.kind in _FILES:
                 for f in k.path.glob(_FILES[k.kind]):
-                    if f.is_dir(): shutil.rmtree(f)
-                    else: f.unlink(missing_ok=True)
-                with contextlib.suppress(OSError): k.path.rmdir()          # if nothing else is in it
+                    if f.is_dir():
+                        shutil.rmtree(f)
+                    else:
+                        f.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    k.path.rmdir()  # if nothing else is in it
             else:
                 wheel = next(w for w in WHEELS.values() if k.path.match(w.versions))
-                gone = k.path.with_name(f'{wheel.folder}.tmp-removed-{os.getpid()}')          # swept up if we are killed here
+                gone = k.path.with_name(
+                    f"{wheel.folder}.tmp-removed-{os.getpid()}"
+                )  # swept up if we are killed here
                 os.replace(k.path, gone)
                 shutil.rmtree(gone)
     return found
 
+
 def _remove_from_hub(found: list[Kept]) -> list[Kept]:
     from huggingface_hub import scan_cache_dir
+
     paths = [k.path for k in found]
     info = scan_cache_dir()
-    info.delete_revisions(*(v.commit_hash for r in info.repos if r.repo_path in paths for v in r.revisions)).execute()
+    info.delete_revisions(
+        *(v.commit_hash for r in info.repos if r.repo_path in paths for v in r.revisions)
+    ).execute()
     for path in paths:
-        if path.exists(): raise ModelError(f"can't remove {path}: look whether it is yours, and delete it by hand")
+        if path.exists():
+            raise ModelError(
+                f"can't remove {path}: look whether it is yours, and delete it by hand"
+            )
     return found
+
 
 def remove(name: str) -> list[Kept]:
     "Remove model `name`, wherever it is kept, and return what that was. Raises `ModelNotFoundError`, `ModelError`."
-    ours, theirs = [k for k in own() if k.kind == 'model'], hub()
+    ours, theirs = [k for k in own() if k.kind == "model"], hub()
     if name in {k.name for k in ours + theirs}:
-        return _remove_own([k for k in ours if k.name == name]) + _remove_from_hub([k for k in theirs if k.name == name])
+        return _remove_own([k for k in ours if k.name == name]) + _remove_from_hub(
+            [k for k in theirs if k.name == name]
+        )
     near = difflib.get_close_matches(name, [k.name for k in ours + theirs], 1)
-    raise ModelNotFoundError(f'no model {name!r} is kept here' + (f', did you mean {near[0]!r}?' if near else
-                             ': `batchlab models` lists those that are'))
+    raise ModelNotFoundError(
+        f"no model {name!r} is kept here"
+        + (f", did you mean {near[0]!r}?" if near else ": `batchlab models` lists those that are")
+    )
+
 
 def clear() -> list[Kept]:
     "Remove what is in batchlab's own folder, and nothing of the hub's; what that was. Raises `ModelError`."

@@ -19,9 +19,10 @@ from .errors import BatchlabError, ModelError, ParamError
 from .loading import one_line
 from .params import SamplingParams, StructuredOutputsParams
 
-if TYPE_CHECKING: from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-__getattr__ = renamed(__name__, dict(said='loading.one_line'))
+__getattr__ = renamed(__name__, dict(said="loading.one_line"))
 
 # %% auto #0
 __all__ = ['FORMATS', 'ESCAPED', 'KINDS', 'DEEPEST', 'MOST_PROPERTIES', 'WIDEST', 'NOT_HELD', 'WHITESPACE', 'LONGEST', 'MOST',
@@ -34,84 +35,151 @@ def _unspeakable(tokenizer: Any) -> tuple[str, dict[str, int]]:
 
     The library asks it for the tokens of what must come next, and '<eos>' in a text would be the end token. No text spells the new names."""
     d = json.loads(tokenizer.backend_tokenizer.to_str())
-    apart = [t for t in d['added_tokens'] if t['special'] or t['content'].startswith('<') and t['content'].endswith('>')]
-    ids, mark = {t['content']: t['id'] for t in apart}, secrets.token_hex(8)
-    new = {name: f'<{mark} {i}>' for name, i in ids.items()}
-    for t in apart: t['content'] = new[t['content']]
-    model, vocab = d['model'], d['model']['vocab']
-    model['vocab'] = {new.get(k, k): i for k, i in vocab.items()} if isinstance(vocab, dict) else [[new.get(k, k), s] for k, s in vocab]
-    if (unk := model.get('unk_token')) in new: model['unk_token'] = new[unk]
+    apart = [
+        t
+        for t in d["added_tokens"]
+        if t["special"] or t["content"].startswith("<") and t["content"].endswith(">")
+    ]
+    ids, mark = {t["content"]: t["id"] for t in apart}, secrets.token_hex(8)
+    new = {name: f"<{mark} {i}>" for name, i in ids.items()}
+    for t in apart:
+        t["content"] = new[t["content"]]
+    model, vocab = d["model"], d["model"]["vocab"]
+    model["vocab"] = (
+        {new.get(k, k): i for k, i in vocab.items()}
+        if isinstance(vocab, dict)
+        else [[new.get(k, k), s] for k, s in vocab]
+    )
+    if (unk := model.get("unk_token")) in new:
+        model["unk_token"] = new[unk]
     return json.dumps(d | dict(post_processor=None, truncation=None, padding=None)), ids
 
-def vocabulary(tokenizer: Any, vocab_size: int, eos_ids: Collection[int]) -> tuple[LLTokenizer, dict[str, int]]:
+
+def vocabulary(
+    tokenizer: Any, vocab_size: int, eos_ids: Collection[int]
+) -> tuple[LLTokenizer, dict[str, int]]:
     """The texts of the ids of `tokenizer`, for a model with `vocab_size` logits that ends at one of `eos_ids`; and `{name: id}` of those that
     are no text. Raises `ModelError`."""
-    need = 'structured_outputs needs'
-    if tokenizer is None: raise ModelError(f'{need} a tokenizer, and there is none: give LLM one')
-    if not eos_ids: raise ModelError(f'{need} an end token, and the model names none')
-    try: from llguidance import LLTokenizer
-    except ImportError: raise ModelError(f"{need} llguidance: pip install 'batchlab[structured]'") from None
-    if not hasattr(tokenizer, 'backend_tokenizer'): raise ModelError('structured_outputs is not for a slow tokenizer: leave it out')
+    need = "structured_outputs needs"
+    if tokenizer is None:
+        raise ModelError(f"{need} a tokenizer, and there is none: give LLM one")
+    if not eos_ids:
+        raise ModelError(f"{need} an end token, and the model names none")
+    try:
+        from llguidance import LLTokenizer
+    except ImportError:
+        raise ModelError(f"{need} llguidance: pip install 'batchlab[structured]'") from None
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise ModelError("structured_outputs is not for a slow tokenizer: leave it out")
     try:
         text, names = _unspeakable(tokenizer)
-        return LLTokenizer(text, n_vocab=max(vocab_size, len(tokenizer)), eos_token=sorted(eos_ids)), names
+        return LLTokenizer(
+            text, n_vocab=max(vocab_size, len(tokenizer)), eos_token=sorted(eos_ids)
+        ), names
     except Exception as e:
-        raise ModelError(f'structured_outputs is not for this tokenizer ({one_line(e)}): leave it out') from e
+        raise ModelError(
+            f"structured_outputs is not for this tokenizer ({one_line(e)}): leave it out"
+        ) from e
 
 # %% ../nbs/30_structured.ipynb #61be4a8b
-FORMATS = 'date-time time date duration email hostname ipv4 ipv6 uuid uri'.split()
-ESCAPED = re.compile(r'["\x00-\x1f]|\\[\\nrtfvb0]|\\(x|u00)([01][0-9a-fA-F]|22|5[cC])')      # what JSON writes as an escape
+FORMATS = "date-time time date duration email hostname ipv4 ipv6 uuid uri".split()
+ESCAPED = re.compile(
+    r'["\x00-\x1f]|\\[\\nrtfvb0]|\\(x|u00)([01][0-9a-fA-F]|22|5[cC])'
+)  # what JSON writes as an escape
 
-_SET = re.compile(r'\\.|\[\^?\]?|\]|&&|--|~~|\.', re.S)          # what reads a set of characters differently from place to place
-_WIDE = {r'\D': r'\P{Nd}', r'\W': r'[^\p{L}\p{N}\p{M}\p{Pc}]', r'\S': r'[^\s\x{feff}\x{85}\x1c-\x1f]'}
-_AHEAD = {                                                       # what generators write with a look ahead, and the same without
-    r'^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$': r'^[+-]?(\d+\.?\d*|\.\d+)$',
-    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$":
-        r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"}
+_SET = re.compile(
+    r"\\.|\[\^?\]?|\]|&&|--|~~|\.", re.S
+)  # what reads a set of characters differently from place to place
+_WIDE = {
+    r"\D": r"\P{Nd}",
+    r"\W": r"[^\p{L}\p{N}\p{M}\p{Pc}]",
+    r"\S": r"[^\s\x{feff}\x{85}\x1c-\x1f]",
+}
+_AHEAD = {  # what generators write with a look ahead, and the same without
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(\d+\.?\d*|\.\d+)$",
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+}
+
 
 def pattern_text(pattern: str) -> str:
     """`pattern` of a JSON schema as the library reads it: what it matches, JavaScript and Python match too. Raises `ValueError` with what is
     not held."""
-    if pattern in _AHEAD: pattern = _AHEAD[pattern]
-    if ESCAPED.search(pattern): raise ValueError('pattern with a quote, backslash or control character')
+    if pattern in _AHEAD:
+        pattern = _AHEAD[pattern]
+    if ESCAPED.search(pattern):
+        raise ValueError("pattern with a quote, backslash or control character")
     inside = False
+
     def plain(m: re.Match[str]) -> str:
         nonlocal inside
         part = m[0]
-        if part in _WIDE: return _WIDE[part]
-        if part == '.': return part if inside else r'[^\n\r\u2028\u2029]'
-        if inside and part[0] in '[&-~': raise ValueError(f'pattern with {part} in a set of characters')
-        if part[0] == '[' or part == ']': inside = part != ']'
+        if part in _WIDE:
+            return _WIDE[part]
+        if part == ".":
+            return part if inside else r"[^\n\r\u2028\u2029]"
+        if inside and part[0] in "[&-~":
+            raise ValueError(f"pattern with {part} in a set of characters")
+        if part[0] == "[" or part == "]":
+            inside = part != "]"
         return part
+
     return _SET.sub(plain, pattern)
 
-_YEAR = '([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])'
-_LEAP = '(([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)-02-29)'
-_DATE = f'({_YEAR}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))|{_LEAP})'
-_TIME = r'([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])'
-_DATES = {'date': f'^{_DATE}$', 'time': f'^{_TIME}$', 'date-time': f'^{_DATE}T{_TIME}$'}        # the library's have a 30th of February
+
+_YEAR = "([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+_LEAP = "(([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)-02-29)"
+_DATE = f"({_YEAR}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))|{_LEAP})"
+_TIME = (
+    r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+)
+_DATES = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}T{_TIME}$",
+}  # the library's have a 30th of February
 
 # %% ../nbs/30_structured.ipynb #030a2a3c
-KINDS = ['null', 'boolean', 'integer', 'number', 'string', 'array', 'object']
-DEEPEST, MOST_PROPERTIES = 100, 4000               # levels of a schema and names of an object: the library recurses, and crashes
-WIDEST = 2**63 - 1024                              # the largest double below 2**63
+KINDS = ["null", "boolean", "integer", "number", "string", "array", "object"]
+DEEPEST, MOST_PROPERTIES = (
+    100,
+    4000,
+)  # levels of a schema and names of an object: the library recurses, and crashes
+WIDEST = 2**63 - 1024  # the largest double below 2**63
 
-_BESIDE = {'allOf', 'anyOf', 'oneOf', '$ref'}       # keywords that describe the same value once more
-_LOW, _HIGH = ('minimum', 'exclusiveMinimum'), ('maximum', 'exclusiveMaximum')
+_BESIDE = {"allOf", "anyOf", "oneOf", "$ref"}  # keywords that describe the same value once more
+_LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+
 
 def _kinds(d: dict[str, Any]) -> set[str]:
     "The kinds of values that `type`, `const` and `enum` of schema `d` leave; whole numbers are of both kinds of numbers."
-    of: Any = d.get('type', KINDS)
-    found = {of} if isinstance(of, str) else {k for k in of if isinstance(k, str)} if isinstance(of, list) else {*KINDS}
-    values = [d['const']] if 'const' in d else d.get('enum')
-    if isinstance(values, list): found &= {k for v in values for k in _kinds_of(v)}
-    return found | {'integer'} if 'number' in found else found
+    of: Any = d.get("type", KINDS)
+    found = (
+        {of}
+        if isinstance(of, str)
+        else {k for k in of if isinstance(k, str)}
+        if isinstance(of, list)
+        else {*KINDS}
+    )
+    values = [d["const"]] if "const" in d else d.get("enum")
+    if isinstance(values, list):
+        found &= {k for v in values for k in _kinds_of(v)}
+    return found | {"integer"} if "number" in found else found
+
 
 def _kinds_of(v: Any) -> list[str]:
     "The kinds of value `v` as JSON."
-    if isinstance(v, float): return ['integer', 'number'] if v.is_integer() else ['number']
-    known = {type(None): ['null'], bool: ['boolean'], int: ['integer', 'number'], str: ['string'], list: ['array'], dict: ['object']}
+    if isinstance(v, float):
+        return ["integer", "number"] if v.is_integer() else ["number"]
+    known = {
+        type(None): ["null"],
+        bool: ["boolean"],
+        int: ["integer", "number"],
+        str: ["string"],
+        list: ["array"],
+        dict: ["object"],
+    }
     return known.get(type(v), KINDS)
+
 
 def _bounds(d: dict[str, Any], part: bool) -> dict[str, Any]:
     """The bounds of numbers in schema `d`, as doubles, which the library counts in: an integer that is none is moved to the next one inside.
@@ -119,209 +187,360 @@ def _bounds(d: dict[str, Any], part: bool) -> dict[str, Any]:
     Raises `ValueError` with what is not held. `exclusiveMinimum` and its like may be true, as in draft 4."""
     ends = {k: d[k] for k in (*_LOW, *_HIGH) if isinstance(d.get(k), (int, float))}
     for k, plain in (_LOW[::-1], _HIGH[::-1]):
-        if isinstance(ends.get(k), bool) and ends.pop(k) and plain in ends: ends[k] = ends.pop(plain)
+        if isinstance(ends.get(k), bool) and ends.pop(k) and plain in ends:
+            ends[k] = ends.pop(plain)
     for k, v in ends.items():
         up, x = k in _LOW, float(v) if abs(v) < 1e300 else math.copysign(1e300, v)
-        if abs(v) >= 1e300: ends[k] = v = x                            # a bound beyond `WIDEST`, as all that size
-        if x != v: ends[k] = math.nextafter(x, math.inf if up else -math.inf) if (x < v) is up else x
+        if abs(v) >= 1e300:
+            ends[k] = v = x  # a bound beyond `WIDEST`, as all that size
+        if x != v:
+            ends[k] = math.nextafter(x, math.inf if up else -math.inf) if (x < v) is up else x
     if any(abs(v) >= 10**18 for v in ends.values()):
-        low, high = max((ends[k] for k in _LOW if k in ends), default=-WIDEST), min((ends[k] for k in _HIGH if k in ends), default=WIDEST)
-        if low > WIDEST or high < -WIDEST: raise ValueError(f'a bound beyond {WIDEST:,}')
-        if low <= -WIDEST: ends = {k: v for k, v in ends.items() if k not in _LOW} | dict(minimum=-WIDEST)
-        if high >= WIDEST: ends = {k: v for k, v in ends.items() if k not in _HIGH} | dict(maximum=WIDEST)
-    if _bounds_slip(d, ends, part): raise ValueError('an excluded whole bound so near another')
+        low, high = (
+            max((ends[k] for k in _LOW if k in ends), default=-WIDEST),
+            min((ends[k] for k in _HIGH if k in ends), default=WIDEST),
+        )
+        if low > WIDEST or high < -WIDEST:
+            raise ValueError(f"a bound beyond {WIDEST:,}")
+        if low <= -WIDEST:
+            ends = {k: v for k, v in ends.items() if k not in _LOW} | dict(minimum=-WIDEST)
+        if high >= WIDEST:
+            ends = {k: v for k, v in ends.items() if k not in _HIGH} | dict(maximum=WIDEST)
+    if _bounds_slip(d, ends, part):
+        raise ValueError("an excluded whole bound so near another")
     return ends
+
 
 def _bounds_slip(d: dict[str, Any], ends: dict[str, Any], part: bool) -> bool:
     "Whether a number of `d` could be an excluded whole bound: the library lets that through where the other bound is less than 1 away."
-    if 'number' not in _kinds(d) or not any(k.startswith('ex') and float(x).is_integer() for k, x in ends.items()): return False
-    low, high = max((ends[k] for k in _LOW if k in ends), default=-math.inf), min((ends[k] for k in _HIGH if k in ends), default=math.inf)
+    if "number" not in _kinds(d) or not any(
+        k.startswith("ex") and float(x).is_integer() for k, x in ends.items()
+    ):
+        return False
+    low, high = (
+        max((ends[k] for k in _LOW if k in ends), default=-math.inf),
+        min((ends[k] for k in _HIGH if k in ends), default=math.inf),
+    )
     return part or bool(d.keys() & _BESIDE) or high - low < 1
+
 
 def _whole(v: Any) -> None:
     "Raise `ValueError` if a value that a schema lists holds an integer that no double is: the library would write its neighbour."
     if isinstance(v, (list, dict)):
-        for x in v.values() if isinstance(v, dict) else v: _whole(x)
-    elif isinstance(v, int) and (abs(v) > 2**1000 or float(v) != v or abs(v) >= 2**63 and int(Decimal(repr(float(v)))) != v):
-        raise ValueError(f'the integer {str(v)[:40]}, which no double is (take a string, or a pattern of digits)')
+        for x in v.values() if isinstance(v, dict) else v:
+            _whole(x)
+    elif isinstance(v, int) and (
+        abs(v) > 2**1000 or float(v) != v or abs(v) >= 2**63 and int(Decimal(repr(float(v)))) != v
+    ):
+        raise ValueError(
+            f"the integer {str(v)[:40]}, which no double is (take a string, or a pattern of digits)"
+        )
 
 # %% ../nbs/30_structured.ipynb #455f89b2
-NOT_HELD = {'contains', 'dependencies', 'dependentRequired', 'dependentSchemas', 'if', 'unevaluatedItems', 'unevaluatedProperties',
-            '$dynamicRef', '$recursiveRef'}
+NOT_HELD = {
+    "contains",
+    "dependencies",
+    "dependentRequired",
+    "dependentSchemas",
+    "if",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "$dynamicRef",
+    "$recursiveRef",
+}
+
 
 def _without_not(d: dict[str, Any]) -> dict[str, Any] | bool:
     "`d` with its `not` said by `type`. Raises `ValueError` for another `not`."
-    d, no = dict(d), d['not']
-    if no is True or no == {}: return False
-    kind, of = (no.get('type') if isinstance(no, dict) and len(no) == 1 else None), d.pop('type', [k for k in KINDS if k != 'integer'])
-    del d['not']
-    if kind not in ('null', 'boolean', 'string', 'array', 'object'): raise ValueError('not')
+    d, no = dict(d), d["not"]
+    if no is True or no == {}:
+        return False
+    kind, of = (
+        (no.get("type") if isinstance(no, dict) and len(no) == 1 else None),
+        d.pop("type", [k for k in KINDS if k != "integer"]),
+    )
+    del d["not"]
+    if kind not in ("null", "boolean", "string", "array", "object"):
+        raise ValueError("not")
     return d | dict(type=[k for k in ([of] if isinstance(of, str) else of) if k != kind])
+
 
 def _without_names(d: dict[str, Any], names: Any) -> dict[str, Any]:
     "`d` with what `propertyNames`, which is `names`, asks for said by properties or patterns. Raises `ValueError` if they can't."
     asks = {} if names is True else names
-    if not isinstance(asks, dict) or asks.keys() & (_BESIDE | NOT_HELD | {'not', 'format', 'const'}): raise ValueError('such propertyNames')
-    asks = {k: v for k, v in asks.items() if k in ('enum', 'pattern', 'minLength', 'maxLength')}
-    if not asks: return d
-    if len(asks.keys() - {'maxLength'}) > 1 or d.keys() & {'properties', 'patternProperties'}: raise ValueError('propertyNames beside others')
-    if isinstance(each := asks.get('enum'), list):
-        return d | dict(properties={k: d.get('additionalProperties', True) for k in each if isinstance(k, str)}, additionalProperties=False)
-    if 'enum' in asks or 'pattern' in asks and 'maxLength' in asks: raise ValueError('such propertyNames')
-    pattern = asks.get('pattern') or f'^.{{{asks.get("minLength", 0)},{asks.get("maxLength", "")}}}$'
-    return d | dict(patternProperties={pattern: d.get('additionalProperties', True)}, additionalProperties=False)
+    if not isinstance(asks, dict) or asks.keys() & (
+        _BESIDE | NOT_HELD | {"not", "format", "const"}
+    ):
+        raise ValueError("such propertyNames")
+    asks = {k: v for k, v in asks.items() if k in ("enum", "pattern", "minLength", "maxLength")}
+    if not asks:
+        return d
+    if len(asks.keys() - {"maxLength"}) > 1 or d.keys() & {"properties", "patternProperties"}:
+        raise ValueError("propertyNames beside others")
+    if isinstance(each := asks.get("enum"), list):
+        return d | dict(
+            properties={k: d.get("additionalProperties", True) for k in each if isinstance(k, str)},
+            additionalProperties=False,
+        )
+    if "enum" in asks or "pattern" in asks and "maxLength" in asks:
+        raise ValueError("such propertyNames")
+    pattern = (
+        asks.get("pattern") or f"^.{{{asks.get('minLength', 0)},{asks.get('maxLength', '')}}}$"
+    )
+    return d | dict(
+        patternProperties={pattern: d.get("additionalProperties", True)}, additionalProperties=False
+    )
+
 
 def _in_fewer_words(d: dict[str, Any], draft_7: bool) -> dict[str, Any] | bool:
     """Schema `d` with fewer keywords, but for those of its parts. Raises `ValueError` with a keyword that asks for what no grammar here keeps.
 
     `draft_7`: whether it is of that draft or one before."""
-    if bad := sorted(NOT_HELD & d.keys()): raise ValueError(bad[0])
-    if 'not' in d:
-        if isinstance(found := _without_not(d), bool): return found
+    if bad := sorted(NOT_HELD & d.keys()):
+        raise ValueError(bad[0])
+    if "not" in d:
+        if isinstance(found := _without_not(d), bool):
+            return found
         d = found
-    kept = {k: v for k, v in d.items() if k not in ('propertyNames', 'uniqueItems', 'additionalItems') and not (draft_7 and k == 'prefixItems')}
-    if 'propertyNames' in d: kept = _without_names(kept, d['propertyNames'])
-    if d.get('uniqueItems') and not (isinstance(most := d.get('maxItems'), int) and most < 2): raise ValueError('uniqueItems')
-    if isinstance(d.get('items'), list):                            # tuples as all drafts before 2020 have them
-        kept['prefixItems'] = kept.pop('items')
-        if 'additionalItems' in d: kept['items'] = d['additionalItems']
+    kept = {
+        k: v
+        for k, v in d.items()
+        if k not in ("propertyNames", "uniqueItems", "additionalItems")
+        and not (draft_7 and k == "prefixItems")
+    }
+    if "propertyNames" in d:
+        kept = _without_names(kept, d["propertyNames"])
+    if d.get("uniqueItems") and not (isinstance(most := d.get("maxItems"), int) and most < 2):
+        raise ValueError("uniqueItems")
+    if isinstance(d.get("items"), list):  # tuples as all drafts before 2020 have them
+        kept["prefixItems"] = kept.pop("items")
+        if "additionalItems" in d:
+            kept["items"] = d["additionalItems"]
     return kept
 
 # %% ../nbs/30_structured.ipynb #a89c2510
-_PLAIN = {'minItems', 'maxItems', 'minProperties', 'maxProperties', 'minLength', 'maxLength', 'multipleOf', 'required', 'type'}
-_ONE, _LIST, _NAMED = {'items', 'additionalProperties'}, {'allOf', 'anyOf', 'prefixItems'}, {'properties', 'patternProperties'}
+_PLAIN = {
+    "minItems",
+    "maxItems",
+    "minProperties",
+    "maxProperties",
+    "minLength",
+    "maxLength",
+    "multipleOf",
+    "required",
+    "type",
+}
+_ONE, _LIST, _NAMED = (
+    {"items", "additionalProperties"},
+    {"allOf", "anyOf", "prefixItems"},
+    {"properties", "patternProperties"},
+)
+
 
 def _refuse(what: str, where: str) -> NoReturn:
-    raise ParamError(f'structured_outputs.json: {what} at {where} is not supported: leave it out')
+    raise ParamError(f"structured_outputs.json: {what} at {where} is not supported: leave it out")
+
 
 def _pattern(pattern: str, where: str) -> str:
-    try: return pattern_text(pattern)
-    except ValueError as e: _refuse(str(e), where)
+    try:
+        return pattern_text(pattern)
+    except ValueError as e:
+        _refuse(str(e), where)
+
 
 def _object(d: dict[str, Any], part: bool, where: str) -> dict[str, Any]:
     "What `d` says but for its values; an object that lists properties, and leaves others free, gets no others."
-    kept = {k: v for k, v in d.items() if k in _PLAIN | _ONE | _LIST | _NAMED | {'$ref'}}
+    kept = {k: v for k, v in d.items() if k in _PLAIN | _ONE | _LIST | _NAMED | {"$ref"}}
     for k in _LIST & kept.keys():
-        if not isinstance(kept[k], list): _refuse(f'{k} that is no list', where)
+        if not isinstance(kept[k], list):
+            _refuse(f"{k} that is no list", where)
     for k in _NAMED & kept.keys():
-        if not isinstance(kept[k], dict): _refuse(f'{k} that is no object', where)
-    if len(kept.get('properties', ())) > MOST_PROPERTIES: _refuse(f'an object of over {MOST_PROPERTIES:,} properties', where)
-    listed, more = kept.get('properties'), kept.get('additionalProperties', True)
+        if not isinstance(kept[k], dict):
+            _refuse(f"{k} that is no object", where)
+    if len(kept.get("properties", ())) > MOST_PROPERTIES:
+        _refuse(f"an object of over {MOST_PROPERTIES:,} properties", where)
+    listed, more = kept.get("properties"), kept.get("additionalProperties", True)
     free = more is True or more == {}
-    if not part and listed is not None and isinstance(need := d.get('required'), list) and more is not False:
-        kept['properties'] = listed = listed | {k: more for k in need if isinstance(k, str) and k not in listed}
-    if 'patternProperties' in kept: kept['patternProperties'] = {_pattern(k, where): v for k, v in kept['patternProperties'].items()}
+    if (
+        not part
+        and listed is not None
+        and isinstance(need := d.get("required"), list)
+        and more is not False
+    ):
+        kept["properties"] = listed = listed | {
+            k: more for k in need if isinstance(k, str) and k not in listed
+        }
+    if "patternProperties" in kept:
+        kept["patternProperties"] = {
+            _pattern(k, where): v for k, v in kept["patternProperties"].items()
+        }
     closed = not part and free and bool(_NAMED & kept.keys())
-    if closed: kept['additionalProperties'] = more = False
-    counted = more is False and not kept.get('patternProperties')
-    if isinstance(least := d.get('minProperties'), int) and least > 1 and not counted: _refuse('minProperties of an open object', where)
+    if closed:
+        kept["additionalProperties"] = more = False
+    counted = more is False and not kept.get("patternProperties")
+    if isinstance(least := d.get("minProperties"), int) and least > 1 and not counted:
+        _refuse("minProperties of an open object", where)
     return kept
+
 
 def _values(d: dict[str, Any], part: bool, where: str) -> dict[str, Any]:
     "What schema `d` says of values themselves: those it lists, patterns and formats of texts, bounds of numbers."
-    kept = {k: d[k] for k in ('const', 'enum', 'pattern') if k in d}
-    for kind in d['type'] if isinstance(d.get('type'), list) else [d['type']] if 'type' in d else []:
-        if kind not in KINDS: _refuse(f'type {str(kind)[:40]!r}', where)
-    form, times = d.get('format'), d.get('multipleOf')
+    kept = {k: d[k] for k in ("const", "enum", "pattern") if k in d}
+    for kind in (
+        d["type"] if isinstance(d.get("type"), list) else [d["type"]] if "type" in d else []
+    ):
+        if kind not in KINDS:
+            _refuse(f"type {str(kind)[:40]!r}", where)
+    form, times = d.get("format"), d.get("multipleOf")
     try:
-        _whole([kept.get('const'), kept.get('enum')])
-        if isinstance(p := d.get('pattern'), str): kept['pattern'] = pattern_text(p)
-        if part and times is not None and not (isinstance(times, int) and times < 2**16): raise ValueError('such a multipleOf beside others')
+        _whole([kept.get("const"), kept.get("enum")])
+        if isinstance(p := d.get("pattern"), str):
+            kept["pattern"] = pattern_text(p)
+        if part and times is not None and not (isinstance(times, int) and times < 2**16):
+            raise ValueError("such a multipleOf beside others")
         kept |= _bounds(d, part)
-    except ValueError as e: _refuse(str(e), where)
-    if form in FORMATS: kept |= dict(pattern=_DATES[form]) if form in _DATES and 'pattern' not in d else dict(format=form)
+    except ValueError as e:
+        _refuse(str(e), where)
+    if form in FORMATS:
+        kept |= (
+            dict(pattern=_DATES[form])
+            if form in _DATES and "pattern" not in d
+            else dict(format=form)
+        )
     return kept
 
 # %% ../nbs/30_structured.ipynb #0f37c7c1
 def _apart(a: Any, b: Any, find: Callable[[Any], Any], deep: int = 8) -> bool:
     "Whether no value fits both schemas `a` and `b`, as far as their kinds, the values they list and their properties tell; `find` follows a reference."
-    if a is False or b is False: return True
-    if not deep or not isinstance(a, dict) or not isinstance(b, dict): return False
+    if a is False or b is False:
+        return True
+    if not deep or not isinstance(a, dict) or not isinstance(b, dict):
+        return False
     for x, y in ((a, b), (b, a)):
-        every, some = [*(x.get('allOf') or ())], x.get('anyOf') or x.get('oneOf')
-        if '$ref' in x: every.append(find(x['$ref']))
-        if any(_apart(s, y, find, deep - 1) for s in every): return True
-        if isinstance(some, list) and all(_apart(s, y, find, deep - 1) for s in some): return True
+        every, some = [*(x.get("allOf") or ())], x.get("anyOf") or x.get("oneOf")
+        if "$ref" in x:
+            every.append(find(x["$ref"]))
+        if any(_apart(s, y, find, deep - 1) for s in every):
+            return True
+        if isinstance(some, list) and all(_apart(s, y, find, deep - 1) for s in some):
+            return True
     both = _kinds(a) & _kinds(b)
-    if not both: return True
-    u, v = ([d['const']] if 'const' in d else d.get('enum') for d in (a, b))
-    if isinstance(u, list) and isinstance(v, list): return not any(x == y for x in u for y in v)
-    return both == {'object'} and any(_apart(_property(a, k), _property(b, k), find, deep - 1)
-                                      for k in {*(a.get('required') or ()), *(b.get('required') or ())})
+    if not both:
+        return True
+    u, v = ([d["const"]] if "const" in d else d.get("enum") for d in (a, b))
+    if isinstance(u, list) and isinstance(v, list):
+        return not any(x == y for x in u for y in v)
+    return both == {"object"} and any(
+        _apart(_property(a, k), _property(b, k), find, deep - 1)
+        for k in {*(a.get("required") or ()), *(b.get("required") or ())}
+    )
+
 
 def _property(d: dict[str, Any], name: Any) -> Any:
     "What schema `d` of an object says of property `name`."
-    others = False if d.get('additionalProperties') is False and not d.get('patternProperties') else True
-    return (d.get('properties') or {}).get(name, others)
+    others = (
+        False if d.get("additionalProperties") is False and not d.get("patternProperties") else True
+    )
+    return (d.get("properties") or {}).get(name, others)
 
 # %% ../nbs/30_structured.ipynb #ffb380e2
 class _Reader:
     """Reads the JSON schema `root`: `read` gives a part of it in the words that the library keeps.
 
     `defs`: the parts that `$ref` names, as read so far. `mixed`: whether an object takes names beside those that it lists."""
+
     def __init__(self, root: Any) -> None:
         self.root, self.mixed = root, False
         self.defs: dict[str, Any] = {}
         self.names: dict[tuple[str, bool], str] = {}
-        draft = root.get('$schema') if isinstance(root, dict) else None
-        self.draft_7 = isinstance(draft, str) and re.search('draft-0[3-7]', draft) is not None
+        draft = root.get("$schema") if isinstance(root, dict) else None
+        self.draft_7 = isinstance(draft, str) and re.search("draft-0[3-7]", draft) is not None
 
     def find(self, pointer: Any, where: str) -> Any:
         "The part of the schema that `pointer`, such as '#/$defs/a', names."
-        if not isinstance(pointer, str) or pointer != '#' and not pointer.startswith('#/'):
-            _refuse(f'$ref {str(pointer)[:60]!r}, which names no place in the schema,', where)
+        if not isinstance(pointer, str) or pointer != "#" and not pointer.startswith("#/"):
+            _refuse(f"$ref {str(pointer)[:60]!r}, which names no place in the schema,", where)
         found = self.root
-        for step in unquote(pointer[1:].rstrip('/')).split('/')[1:]:
-            step = step.replace('~1', '/').replace('~0', '~')
+        for step in unquote(pointer[1:].rstrip("/")).split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
             at = found.get(step) if isinstance(found, dict) else None
-            if isinstance(found, list) and step.isdigit(): at = found[int(step)] if int(step) < len(found) else None
-            if at is None: _refuse(f'$ref {pointer[:60]!r}, which names nothing in the schema,', where)
+            if isinstance(found, list) and step.isdigit():
+                at = found[int(step)] if int(step) < len(found) else None
+            if at is None:
+                _refuse(f"$ref {pointer[:60]!r}, which names nothing in the schema,", where)
             found = at
         return found
 
     def _ref(self, pointer: Any, where: str, part: bool, depth: int) -> str:
         target = self.find(pointer, where)
         if (pointer, part) not in self.names:
-            plain = re.sub(r'[^A-Za-z0-9_.-]', '_', pointer.rpartition('/')[2]) or 'root'
-            name = plain if plain not in self.defs else next(n for i in itertools.count(2) if (n := f'{plain}-{i}') not in self.defs)
+            plain = re.sub(r"[^A-Za-z0-9_.-]", "_", pointer.rpartition("/")[2]) or "root"
+            name = (
+                plain
+                if plain not in self.defs
+                else next(n for i in itertools.count(2) if (n := f"{plain}-{i}") not in self.defs)
+            )
             self.names[pointer, part], self.defs[name] = name, True
             self.defs[name] = self.read(target, pointer, part, depth + 1)
-        return f'#/$defs/{self.names[pointer, part]}'
+        return f"#/$defs/{self.names[pointer, part]}"
 
-    def read(self, d: Any, where: str = '#', part: bool = False, depth: int = 0) -> Any:
+    def read(self, d: Any, where: str = "#", part: bool = False, depth: int = 0) -> Any:
         """Part `d` of the schema, which stands at `where`, `depth` levels deep. Raises `ParamError` for what would be taken and not kept.
 
         `part`: whether the same object is described elsewhere too, so that it must stay open."""
-        if depth > DEEPEST: raise ParamError(f'structured_outputs.json: a schema of more than {DEEPEST} levels, references included: make it flatter')
-        if isinstance(d, bool): return d
-        if not isinstance(d, dict): _refuse(f'{str(d)[:40]!r} in place of a schema', where)
-        if where != '#' and isinstance(own := d.get('$id'), str) and not own.startswith('#'): _refuse('$id of a part', where)
-        try: d = _in_fewer_words(d, self.draft_7)
-        except ValueError as e: _refuse(str(e), where)
-        if isinstance(d, bool): return d
-        several = isinstance(d.get('allOf'), list) and (len(d['allOf']) > 1 or 'properties' in d)
-        part = part or several or len(d.keys() & (_BESIDE | {'properties'})) > 1
+        if depth > DEEPEST:
+            raise ParamError(
+                f"structured_outputs.json: a schema of more than {DEEPEST} levels, references included: make it flatter"
+            )
+        if isinstance(d, bool):
+            return d
+        if not isinstance(d, dict):
+            _refuse(f"{str(d)[:40]!r} in place of a schema", where)
+        if where != "#" and isinstance(own := d.get("$id"), str) and not own.startswith("#"):
+            _refuse("$id of a part", where)
+        try:
+            d = _in_fewer_words(d, self.draft_7)
+        except ValueError as e:
+            _refuse(str(e), where)
+        if isinstance(d, bool):
+            return d
+        several = isinstance(d.get("allOf"), list) and (len(d["allOf"]) > 1 or "properties" in d)
+        part = part or several or len(d.keys() & (_BESIDE | {"properties"})) > 1
         kept = _object(d, part, where)
-        self.mixed |= bool(_NAMED & kept.keys()) and kept.get('additionalProperties') is not False
+        self.mixed |= bool(_NAMED & kept.keys()) and kept.get("additionalProperties") is not False
         for k, v in [*kept.items()]:
-            at, inner = f'{where}/{k}', part and k in _BESIDE
-            if k in _ONE: kept[k] = self.read(v, at, inner, depth + 1)
-            elif k in _LIST: kept[k] = [self.read(s, f'{at}/{i}', inner, depth + 1) for i, s in enumerate(v)]
-            elif k in _NAMED: kept[k] = {n: self.read(s, f'{at}/{n}', False, depth + 1) for n, s in v.items()}
-            elif k == '$ref': kept[k] = self._ref(v, at, inner, depth)
+            at, inner = f"{where}/{k}", part and k in _BESIDE
+            if k in _ONE:
+                kept[k] = self.read(v, at, inner, depth + 1)
+            elif k in _LIST:
+                kept[k] = [self.read(s, f"{at}/{i}", inner, depth + 1) for i, s in enumerate(v)]
+            elif k in _NAMED:
+                kept[k] = {n: self.read(s, f"{at}/{n}", False, depth + 1) for n, s in v.items()}
+            elif k == "$ref":
+                kept[k] = self._ref(v, at, inner, depth)
         return self._one_of(d, kept, where, part, depth) | _values(d, part, where)
 
-    def _one_of(self, d: dict[str, Any], kept: dict[str, Any], where: str, part: bool, depth: int) -> dict[str, Any]:
+    def _one_of(
+        self, d: dict[str, Any], kept: dict[str, Any], where: str, part: bool, depth: int
+    ) -> dict[str, Any]:
         "`kept` with the `oneOf` of schema `d` as an `anyOf`. Raises `ParamError` if a value might fit two of its choices."
-        if 'oneOf' not in d: return kept
-        if not isinstance(some := d['oneOf'], list): _refuse('oneOf that is no list', where)
+        if "oneOf" not in d:
+            return kept
+        if not isinstance(some := d["oneOf"], list):
+            _refuse("oneOf that is no list", where)
         for i, a in enumerate(some):
             for j, b in enumerate(some[:i]):
                 if not _apart(a, b, lambda ref: self.find(ref, where)):
-                    raise ParamError(f'structured_outputs.json: an answer might fit more than one schema of oneOf at {where}, {j} and {i}: take '
-                                     'anyOf, or add to each what the others exclude, such as a const')
-        read = [self.read(s, f'{where}/oneOf/{i}', part, depth + 1) for i, s in enumerate(some)]
-        return kept | (dict(allOf=[*kept.get('allOf', []), dict(anyOf=read)]) if 'anyOf' in kept else dict(anyOf=read))
+                    raise ParamError(
+                        f"structured_outputs.json: an answer might fit more than one schema of oneOf at {where}, {j} and {i}: take "
+                        "anyOf, or add to each what the others exclude, such as a const"
+                    )
+        read = [self.read(s, f"{where}/oneOf/{i}", part, depth + 1) for i, s in enumerate(some)]
+        return kept | (
+            dict(allOf=[*kept.get("allOf", []), dict(anyOf=read)])
+            if "anyOf" in kept
+            else dict(anyOf=read)
+        )
 
 # %% ../nbs/30_structured.ipynb #39372913
 def check_schema(d: Any, root: Any = None) -> dict[str, Any]:
@@ -331,53 +550,102 @@ def check_schema(d: Any, root: Any = None) -> dict[str, Any]:
     schema that `d` is a part of, for its references."""
     reader = _Reader(d if root is None else root)
     found = reader.read(d)
-    if found is False: _refuse('a schema that nothing fits', '#')
+    if found is False:
+        _refuse("a schema that nothing fits", "#")
     # A name beside those that are listed may be written with escapes, as "\u0061", which the library takes for another one.
-    escapes = {'x-guidance': dict(json_allowed_escapes='nrbtf\\"')} if reader.mixed else {}
-    return ({} if found is True else found) | ({'$defs': reader.defs} if reader.defs else {}) | escapes
+    escapes = {"x-guidance": dict(json_allowed_escapes='nrbtf\\"')} if reader.mixed else {}
+    return (
+        ({} if found is True else found) | ({"$defs": reader.defs} if reader.defs else {}) | escapes
+    )
 
 # %% ../nbs/30_structured.ipynb #1298bc20
-WHITESPACE, LONGEST, MOST = 16, 2**17, 2**21      # characters: between two parts of JSON; of a pattern; of choices, a schema or a grammar
-LONGEST_TEXT = 2**14                              # of a text in one of these: the tokens of what must come are found anew at each step
+WHITESPACE, LONGEST, MOST = (
+    16,
+    2**17,
+    2**21,
+)  # characters: between two parts of JSON; of a pattern; of choices, a schema or a grammar
+LONGEST_TEXT = (
+    2**14
+)  # of a text in one of these: the tokens of what must come are found anew at each step
 
-_GBNF = re.compile(r'''("(?:\\.|[^"\\])*"? | \[(?:\\.|[^]\\])*]? | \#.*) | \.''', re.X)      # a text, a set or a comment; any character
-_LARK = re.compile(r'''("(?:\\.|[^"\\])*" | /(?:\\.|[^/\\\n])+/ | (?://|\#\s).*) | (<[^<>\s\[\]]+>)''', re.X)       # the same; a special token
+_GBNF = re.compile(
+    r"""("(?:\\.|[^"\\])*"? | \[(?:\\.|[^]\\])*]? | \#.*) | \.""", re.X
+)  # a text, a set or a comment; any character
+_LARK = re.compile(
+    r"""("(?:\\.|[^"\\])*" | /(?:\\.|[^/\\\n])+/ | (?://|\#\s).*) | (<[^<>\s\[\]]+>)""", re.X
+)  # the same; a special token
 _TEXT = re.compile(r'"(?:\\.|[^"\\])*"?', re.S)
-_ANY = '[\\x00-\U0010ffff]'
+_ANY = "[\\x00-\U0010ffff]"
+
 
 def _spelled(gbnf: str) -> str:
     "`gbnf` as the library reads it. Raises `ParamError` for a rule that is defined twice, of which it would take the last."
-    names = Counter(re.findall(r'^[ \t]*([\w-]+)[ \t]*::=', gbnf, re.M))
+    names = Counter(re.findall(r"^[ \t]*([\w-]+)[ \t]*::=", gbnf, re.M))
     if twice := next((n for n, times in names.items() if times > 1), None):
-        raise ParamError(f'structured_outputs.grammar: rule {twice!r} is defined twice: give it one definition')
-    plain = lambda c: c if c.isalnum() or ord(c) > 127 else f'\\x{ord(c):02X}'
-    known = re.sub(r'(\\\\)|\\u([0-9a-fA-F]{4})|\\-', lambda m: m[0] if m[1] else plain(chr(int(m[2], 16))) if m[2] else r'\x2D', gbnf)
+        raise ParamError(
+            f"structured_outputs.grammar: rule {twice!r} is defined twice: give it one definition"
+        )
+    plain = lambda c: c if c.isalnum() or ord(c) > 127 else f"\\x{ord(c):02X}"
+    known = re.sub(
+        r"(\\\\)|\\u([0-9a-fA-F]{4})|\\-",
+        lambda m: m[0] if m[1] else plain(chr(int(m[2], 16))) if m[2] else r"\x2D",
+        gbnf,
+    )
     return _GBNF.sub(lambda m: m[1] or _ANY, known)
+
 
 def _schema_of(s: StructuredOutputsParams) -> dict[str, Any]:
     "The JSON schema that `s` asks for. Raises `ParamError`."
     v = cast(Any, s.json)
-    if s.json_object: return dict(type='object')
-    if hasattr(v, 'model_json_schema'): return v.model_json_schema()
-    try: d = json.loads(v) if isinstance(v, str) else v
-    except ValueError as e: raise ParamError(f'structured_outputs.json is not JSON ({str(e)[:80]})') from e
-    if d is True: return {}
-    if not isinstance(d, dict): raise ParamError(f'structured_outputs.json: {str(d)[:40]!r} in place of a schema')
+    if s.json_object:
+        return dict(type="object")
+    if hasattr(v, "model_json_schema"):
+        return v.model_json_schema()
+    try:
+        d = json.loads(v) if isinstance(v, str) else v
+    except ValueError as e:
+        raise ParamError(f"structured_outputs.json is not JSON ({str(e)[:80]})") from e
+    if d is True:
+        return {}
+    if not isinstance(d, dict):
+        raise ParamError(f"structured_outputs.json: {str(d)[:40]!r} in place of a schema")
     return d
+
 
 def grammar_text(s: StructuredOutputsParams) -> str:
     "What the library compiles for `s`. Raises `ParamError`, and whatever the library does."
     from llguidance import LLMatcher, grammar_from
-    of_json = s.kind in ('json', 'json_object')
-    v = json.dumps(check_schema(_schema_of(s)) if of_json else s.choice) if of_json or s.choice else getattr(s, s.kind)
-    most = LONGEST if s.kind == 'regex' else MOST
-    if len(v) > most: raise ParamError(f'structured_outputs.{s.kind} has over {most:,} characters: shorten it')
-    if s.kind != 'regex' and any(len(m[0]) > LONGEST_TEXT for m in _TEXT.finditer(v)):
-        raise ParamError(f'structured_outputs.{s.kind} has a text of over {LONGEST_TEXT:,} characters: shorten it')
-    if s.kind == 'regex': return grammar_from('regex', v)
-    if s.choice: return grammar_from('lark', 'start: CHOICE\nCHOICE: ' + ' | '.join(map(json.dumps, s.choice)))       # one word, however many
-    if s.kind == 'grammar': return grammar_from('lark', v) if v.startswith('%llguidance') else grammar_from('gbnf', _spelled(v))
-    space: Any = dict(whitespace_flexible=False) if s.disable_any_whitespace else dict(whitespace_pattern=rf'[ \n]{{1,{WHITESPACE}}}')
+
+    of_json = s.kind in ("json", "json_object")
+    v = (
+        json.dumps(check_schema(_schema_of(s)) if of_json else s.choice)
+        if of_json or s.choice
+        else getattr(s, s.kind)
+    )
+    most = LONGEST if s.kind == "regex" else MOST
+    if len(v) > most:
+        raise ParamError(f"structured_outputs.{s.kind} has over {most:,} characters: shorten it")
+    if s.kind != "regex" and any(len(m[0]) > LONGEST_TEXT for m in _TEXT.finditer(v)):
+        raise ParamError(
+            f"structured_outputs.{s.kind} has a text of over {LONGEST_TEXT:,} characters: shorten it"
+        )
+    if s.kind == "regex":
+        return grammar_from("regex", v)
+    if s.choice:
+        return grammar_from(
+            "lark", "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, s.choice))
+        )  # one word, however many
+    if s.kind == "grammar":
+        return (
+            grammar_from("lark", v)
+            if v.startswith("%llguidance")
+            else grammar_from("gbnf", _spelled(v))
+        )
+    space: Any = (
+        dict(whitespace_flexible=False)
+        if s.disable_any_whitespace
+        else dict(whitespace_pattern=rf"[ \n]{{1,{WHITESPACE}}}")
+    )
     return LLMatcher.grammar_from_json_schema(v, overrides=space)
 
 # %% ../nbs/30_structured.ipynb #dde98f84
@@ -385,49 +653,78 @@ def grammar_text(s: StructuredOutputsParams) -> str:
 def _limits() -> LLParserLimits:
     "How large a grammar may be, and a step of it: for tens of thousands of alternatives, not so large that a step takes a second."
     from llguidance import LLParserLimits
-    return LLParserLimits(max_items_in_row=100_000, step_max_items=400_000, initial_lexer_fuel=10_000_000)
+
+    return LLParserLimits(
+        max_items_in_row=100_000, step_max_items=400_000, initial_lexer_fuel=10_000_000
+    )
+
 
 def _parts(d: dict[str, Any]) -> list[tuple[str, Any]]:
     "The schemas that stand in schema `d`, with their places."
-    found = [(f'/{k}/{n}', s) for k in sorted(_NAMED & d.keys()) for n, s in d[k].items()] + [(f'/{k}', d[k]) for k in sorted(_ONE & d.keys())]
-    return found + [(f'/{k}/{i}', s) for k in sorted(_LIST & d.keys()) for i, s in enumerate(d[k])]
+    found = [(f"/{k}/{n}", s) for k in sorted(_NAMED & d.keys()) for n, s in d[k].items()] + [
+        (f"/{k}", d[k]) for k in sorted(_ONE & d.keys())
+    ]
+    return found + [(f"/{k}/{i}", s) for k in sorted(_LIST & d.keys()) for i, s in enumerate(d[k])]
+
 
 def _blamed(schema: dict[str, Any], said: Callable[[str], str]) -> str:
     "Where in `schema`, of which the library `said` a mistake, the smallest part stands of which it says one."
-    defs, part, where, tries = {k: v for k, v in schema.items() if k in ('$defs', 'x-guidance')}, schema, '#', 300
+    defs, part, where, tries = (
+        {k: v for k, v in schema.items() if k in ("$defs", "x-guidance")},
+        schema,
+        "#",
+        300,
+    )
     while True:
-        refs = [(part['$ref'], defs['$defs'][part['$ref'].rpartition('/')[2]])] if '$ref' in part else []
+        refs = (
+            [(part["$ref"], defs["$defs"][part["$ref"].rpartition("/")[2]])]
+            if "$ref" in part
+            else []
+        )
         for at, s in [*_parts(part), *refs]:
             if isinstance(s, dict) and (tries := tries - 1) > 0 and said(json.dumps(defs | s)):
-                part, where = s, at if at[0] == '#' else where + at
+                part, where = s, at if at[0] == "#" else where + at
                 break
-        else: return where
+        else:
+            return where
+
 
 def _failure(s: StructuredOutputsParams, said: str) -> ParamError:
     "The error of which the library `said` the reason, for `s`: with the part of a schema that is at fault."
     from llguidance import LLMatcher
-    where = ''
-    if s.kind == 'json':
+
+    where = ""
+    if s.kind == "json":
         of = LLMatcher.grammar_from_json_schema
-        where = f' at {_blamed(check_schema(_schema_of(s)), lambda text: LLMatcher.validate_grammar(of(text), None, limits=_limits()))}'
-    plain = re.sub(r'<(state|backtrace|grammar)>.*|\s+\d+ \|.*', '', said, flags=re.S)
-    if 'symbols.len() < u16::MAX' in plain: plain = 'it has over 65,000 parts: shorten it'
-    return ParamError(f'structured_outputs.{s.kind}{where} can not be compiled: {one_line(ValueError(plain))}')
+        where = f" at {_blamed(check_schema(_schema_of(s)), lambda text: LLMatcher.validate_grammar(of(text), None, limits=_limits()))}"
+    plain = re.sub(r"<(state|backtrace|grammar)>.*|\s+\d+ \|.*", "", said, flags=re.S)
+    if "symbols.len() < u16::MAX" in plain:
+        plain = "it has over 65,000 parts: shorten it"
+    return ParamError(
+        f"structured_outputs.{s.kind}{where} can not be compiled: {one_line(ValueError(plain))}"
+    )
+
 
 def check_wish(s: StructuredOutputsParams) -> None:
     "Raise `ParamError` if no grammar can hold an answer to `s`."
     from llguidance import LLMatcher
-    try: said = LLMatcher.validate_grammar(grammar_text(s), None, limits=_limits())
-    except ParamError: raise
-    except Exception as e: said = str(e)
-    if said: raise _failure(s, said)
+
+    try:
+        said = LLMatcher.validate_grammar(grammar_text(s), None, limits=_limits())
+    except ParamError:
+        raise
+    except Exception as e:
+        said = str(e)
+    if said:
+        raise _failure(s, said)
 
 # %% ../nbs/30_structured.ipynb #3fe17f98
 class Grammar:
     """Says which ids may follow those that a row has written, by the state of `matcher`; for `SamplingRow.grammar`.
 
     `why`: why nothing may follow, where the grammar itself is at fault."""
-    why = ''
+
+    why = ""
 
     def __init__(self, matcher: LLMatcher, eos_ids: Collection[int]) -> None:
         self.matcher, self.eos_ids, self.seen = matcher, eos_ids, []
@@ -435,10 +732,13 @@ class Grammar:
     def follow(self, output_ids: list[int]) -> bool:
         "Stand behind `output_ids`; whether they are all allowed and something may follow."
         pairs = zip(output_ids, self.seen)
-        n = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.seen), len(output_ids)))
-        if n < len(self.seen): self.matcher.rollback(len(self.seen) - n)
+        n = next(
+            (i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.seen), len(output_ids))
+        )
+        if n < len(self.seen):
+            self.matcher.rollback(len(self.seen) - n)
         taken = self.matcher.try_consume_tokens(output_ids[n:])
-        self.seen = output_ids[:n + taken]
+        self.seen = output_ids[: n + taken]
         ended = bool(output_ids) and output_ids[-1] in self.eos_ids
         return not ended and len(self.seen) == len(output_ids)
 
@@ -446,38 +746,54 @@ class Grammar:
         "Set logits `x` `[1, V]` to -inf, in place, where an id can't follow `output_ids`; all where nothing can."
         bias = self.matcher.compute_logit_bias() if self.follow(output_ids) else None
         if self.matcher.is_error():
-            self.why = f'structured_outputs: the grammar can not go on after {len(output_ids)} tokens: {_said(self.matcher)}'
-        if bias is None or self.why: return x.fill_(-math.inf)
-        allowed = torch.frombuffer(bytearray(bias), dtype=torch.uint8)[:x.shape[1]].to(x.device)
-        x[:, :len(allowed)].masked_fill_(allowed == 0, -math.inf)
-        x[:, len(allowed):] = -math.inf
+            self.why = f"structured_outputs: the grammar can not go on after {len(output_ids)} tokens: {_said(self.matcher)}"
+        if bias is None or self.why:
+            return x.fill_(-math.inf)
+        allowed = torch.frombuffer(bytearray(bias), dtype=torch.uint8)[: x.shape[1]].to(x.device)
+        x[:, : len(allowed)].masked_fill_(allowed == 0, -math.inf)
+        x[:, len(allowed) :] = -math.inf
         return x
 
-def _said(matcher: LLMatcher) -> str: return one_line(ValueError(matcher.get_error().partition('\n')[0]))
+
+def _said(matcher: LLMatcher) -> str:
+    return one_line(ValueError(matcher.get_error().partition("\n")[0]))
 
 # %% ../nbs/30_structured.ipynb #4db85301
 class Grammars:
     "Makes a `Grammar` for each row that asks, over the vocabulary of `tokenizer`; keeps the 64 that it compiled last."
+
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Collection[int]) -> None:
         self.tokenizer, self.vocab_size, self.eos_ids = tokenizer, vocab_size, eos_ids
         self.compiled = functools.lru_cache(64)(self._compile)
 
     @functools.cached_property
-    def _vocabulary(self) -> tuple[LLTokenizer, dict[str, int]]: return vocabulary(self.tokenizer, self.vocab_size, self.eos_ids)
+    def _vocabulary(self) -> tuple[LLTokenizer, dict[str, int]]:
+        return vocabulary(self.tokenizer, self.vocab_size, self.eos_ids)
 
     @property
-    def vocabulary(self) -> LLTokenizer: return self._vocabulary[0]
+    def vocabulary(self) -> LLTokenizer:
+        return self._vocabulary[0]
 
     def _compile(self, kind: str, form: str, tight: bool) -> LLMatcher:
         from llguidance import LLMatcher
-        s, names = StructuredOutputsParams(**{kind: json.loads(form)}, disable_any_whitespace=tight), self._vocabulary[1]
-        try: text = grammar_text(s)
-        except ParamError: raise
-        except Exception as e: raise _failure(s, str(e)) from e
-        if kind == 'grammar': text = _LARK.sub(lambda m: f'<[{names[m[2]]}]>' if m[2] in names else m[0], text)
+
+        s, names = (
+            StructuredOutputsParams(**{kind: json.loads(form)}, disable_any_whitespace=tight),
+            self._vocabulary[1],
+        )
+        try:
+            text = grammar_text(s)
+        except ParamError:
+            raise
+        except Exception as e:
+            raise _failure(s, str(e)) from e
+        if kind == "grammar":
+            text = _LARK.sub(lambda m: f"<[{names[m[2]]}]>" if m[2] in names else m[0], text)
         matcher = LLMatcher(self.vocabulary, text, log_level=0, limits=_limits())
-        if not matcher.is_error(): matcher.compute_bitmask()       # a grammar too wide for its first token
-        if matcher.is_error(): raise _failure(s, matcher.get_error())
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # a grammar too wide for its first token
+        if matcher.is_error():
+            raise _failure(s, matcher.get_error())
         return matcher
 
     def of(self, params: SamplingParams) -> Grammar:
@@ -485,7 +801,13 @@ class Grammars:
         s = params.structured_outputs
         assert s is not None and self.vocabulary is not None
         try:
-            form = json.dumps(_schema_of(s) if s.kind == 'json' else getattr(s, s.kind))
-            return Grammar(self.compiled(s.kind, form, s.disable_any_whitespace).deep_copy(), self.eos_ids)
-        except BatchlabError: raise
-        except Exception as e: raise ParamError(f'structured_outputs.{s.kind} can not be compiled: {one_line(e)}') from e
+            form = json.dumps(_schema_of(s) if s.kind == "json" else getattr(s, s.kind))
+            return Grammar(
+                self.compiled(s.kind, form, s.disable_any_whitespace).deep_copy(), self.eos_ids
+            )
+        except BatchlabError:
+            raise
+        except Exception as e:
+            raise ParamError(
+                f"structured_outputs.{s.kind} can not be compiled: {one_line(e)}"
+            ) from e

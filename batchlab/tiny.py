@@ -14,102 +14,193 @@ import torch
 from .errors import UnsupportedModelError
 from .loading import quiet
 
-if TYPE_CHECKING: from transformers import PreTrainedModel, PreTrainedTokenizerFast
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 # %% auto #0
 __all__ = ['TINY_ARCHS', 'tiny_model', 'tiny_gguf', 'tiny_adapter', 'tiny_tokenizer']
 
 # %% ../nbs/modules/000_tiny.ipynb #5552d31e
-TINY_ARCHS = ('llama', 'mistral', 'qwen3', 'gemma3', 'gpt2', 'gpt_neox', 'opt', 'phi3', 'olmo2', 'mixtral')
+TINY_ARCHS = (
+    "llama",
+    "mistral",
+    "qwen3",
+    "gemma3",
+    "gpt2",
+    "gpt_neox",
+    "opt",
+    "phi3",
+    "olmo2",
+    "mixtral",
+)
 
-_SMALL = dict(vocab_size=259, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-              head_dim=16, rotary_dim=16, intermediate_size=96, ffn_dim=96, word_embed_proj_dim=64,
-              max_position_embeddings=256, sliding_window=8, query_pre_attn_scalar=16, logit_scale=1.,
-              num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-_SMALL_OF = {'gemma3': dict(model_type='gemma3_text', layer_types=['sliding_attention', 'full_attention']),
-             'gpt2': dict(tie_word_embeddings=True), 'opt': dict(tie_word_embeddings=True),
-             'gpt_neo': dict(attention_types=[[['global', 'local'], 1]], window_size=8)}
+_SMALL = dict(
+    vocab_size=259,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    rotary_dim=16,
+    intermediate_size=96,
+    ffn_dim=96,
+    word_embed_proj_dim=64,
+    max_position_embeddings=256,
+    sliding_window=8,
+    query_pre_attn_scalar=16,
+    logit_scale=1.0,
+    num_local_experts=4,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+)
+_SMALL_OF = {
+    "gemma3": dict(model_type="gemma3_text", layer_types=["sliding_attention", "full_attention"]),
+    "gpt2": dict(tie_word_embeddings=True),
+    "opt": dict(tie_word_embeddings=True),
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]], window_size=8),
+}
 
 # %% ../nbs/modules/000_tiny.ipynb #cb3a384b
 def _tiny_config(arch, overrides):
     "A small configuration of any model type: those values of `_SMALL` that the type has, then `overrides`."
     from transformers import AutoConfig
-    extra: dict[str, Any] = dict(tie_word_embeddings=False, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+
+    extra: dict[str, Any] = dict(
+        tie_word_embeddings=False, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    )
     extra |= _SMALL_OF.get(arch, {})
-    model_type = extra.pop('model_type', arch)
-    try: default = AutoConfig.for_model(model_type)
+    model_type = extra.pop("model_type", arch)
+    try:
+        default = AutoConfig.for_model(model_type)
     except ValueError as e:
-        raise UnsupportedModelError(f"unknown architecture {arch!r}: expected one of {', '.join(TINY_ARCHS)}, "
-                                    "or the model type of another causal language model in transformers") from e
-    def takes(k):                        # a null default means "off", but for grouped heads it means "as many as heads"
+        raise UnsupportedModelError(
+            f"unknown architecture {arch!r}: expected one of {', '.join(TINY_ARCHS)}, "
+            "or the model type of another causal language model in transformers"
+        ) from e
+
+    def takes(k):  # a null default means "off", but for grouped heads it means "as many as heads"
         prop = getattr(type(default), k, None)
         read_only = isinstance(prop, property) and prop.fset is None
-        return not read_only and (getattr(default, k, None) is not None or k == 'num_key_value_heads' and hasattr(default, k))
-    if 'layer_types' in extra:
-        n = overrides.get('num_hidden_layers', 2)
-        extra['layer_types'] = (extra['layer_types'] * n)[:n]
-    return AutoConfig.for_model(model_type, **{**{k: v for k, v in _SMALL.items() if takes(k)}, **extra, **overrides})
+        return not read_only and (
+            getattr(default, k, None) is not None
+            or k == "num_key_value_heads"
+            and hasattr(default, k)
+        )
+
+    if "layer_types" in extra:
+        n = overrides.get("num_hidden_layers", 2)
+        extra["layer_types"] = (extra["layer_types"] * n)[:n]
+    return AutoConfig.for_model(
+        model_type, **{**{k: v for k, v in _SMALL.items() if takes(k)}, **extra, **overrides}
+    )
 
 # %% ../nbs/modules/000_tiny.ipynb #47f90af3
 @torch.no_grad()
 def _init_tiny(model, seed):
     "Weights large enough that a greedy answer depends on every token, position and mask before it."
-    from transformers.pytorch_utils import Conv1D        # GPT-2's linear layer, stored transposed
+    from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer, stored transposed
+
     gen, head = torch.Generator().manual_seed(seed), model.get_output_embeddings()
     for mod in model.modules():
         for name, p in mod.named_parameters(recurse=False):
             noise = torch.randn(p.shape, generator=gen)
-            if p.ndim < 2: p.add_((.05 if 'bias' in name else .5)*noise)     # the other 1-d weights are those of norms
-            elif mod is head: p.copy_(.3*noise)
-            elif isinstance(mod, torch.nn.Embedding):    # some families multiply embeddings when they read them
-                p.copy_(.3*noise / float(getattr(mod, 'embed_scale', 1)))
-            else: p.copy_(3*noise / math.sqrt(p.shape[0 if isinstance(mod, Conv1D) else -1]))   # 3/sqrt(fan in)
+            if p.ndim < 2:
+                p.add_(
+                    (0.05 if "bias" in name else 0.5) * noise
+                )  # the other 1-d weights are those of norms
+            elif mod is head:
+                p.copy_(0.3 * noise)
+            elif isinstance(
+                mod, torch.nn.Embedding
+            ):  # some families multiply embeddings when they read them
+                p.copy_(0.3 * noise / float(getattr(mod, "embed_scale", 1)))
+            else:
+                p.copy_(
+                    3 * noise / math.sqrt(p.shape[0 if isinstance(mod, Conv1D) else -1])
+                )  # 3/sqrt(fan in)
 
 # %% ../nbs/modules/000_tiny.ipynb #3356efe0
-def tiny_model(arch: str, seed: int = 0, *, attn_implementation: str | None = None, **overrides: Any) -> PreTrainedModel:
+def tiny_model(
+    arch: str, seed: int = 0, *, attn_implementation: str | None = None, **overrides: Any
+) -> PreTrainedModel:
     """A causal LM of family `arch` with random weights, in fp32 and eval mode on the CPU, for `tiny_tokenizer`.
 
     `arch` is one of `TINY_ARCHS`, or any model type of transformers that can be made small; `overrides` are config
     values. Same seed, same weights. Raises `UnsupportedModelError`."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
+
     with torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(seed)
         config = _tiny_config(arch, overrides)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise UnsupportedModelError(f"{arch!r} is not a causal language model: expected one of {', '.join(TINY_ARCHS)}")
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
+            raise UnsupportedModelError(
+                f"{arch!r} is not a causal language model: expected one of {', '.join(TINY_ARCHS)}"
+            )
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attn_implementation
+        )
         _init_tiny(model, seed)
-    ids = {k: getattr(config, k) for k in ('bos_token_id', 'eos_token_id', 'pad_token_id')}
-    model.generation_config = GenerationConfig(**ids)     # greedy, and the same special ids
+    ids = {k: getattr(config, k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = GenerationConfig(**ids)  # greedy, and the same special ids
     return model.eval().requires_grad_(False)
 
 # %% ../nbs/modules/000_tiny.ipynb #959ef822
 def tiny_gguf(path: str | os.PathLike[str], seed: int = 0) -> Path:
     "Write `tiny_model('llama', seed)` and `tiny_tokenizer()` into the GGUF file `path` in fp32; returns its path."
     import gguf
-    m, tok = tiny_model('llama', seed), tiny_tokenizer()
-    c, w = m.config, gguf.GGUFWriter(path, 'llama')
-    values = dict(block_count=c.num_hidden_layers, context_length=c.max_position_embeddings, embedding_length=c.hidden_size,
-                  feed_forward_length=c.intermediate_size, head_count=c.num_attention_heads, head_count_kv=c.num_key_value_heads,
-                  layer_norm_rms_eps=c.rms_norm_eps, rope_freq_base=c.rope_parameters['rope_theta'],
-                  rope_dimension_count=c.head_dim, vocab_size=c.vocab_size, file_type=gguf.LlamaFileType.ALL_F32,
-                  tokenizer_model='gpt2', tokenizer_pre='gpt-2', chat_template=tok.chat_template,
-                  token_list=tok.convert_ids_to_tokens([*range(len(tok))]), token_scores=[0.]*len(tok),
-                  token_types=[gguf.TokenType.CONTROL]*3 + [gguf.TokenType.NORMAL]*256,
-                  bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    for name, value in values.items(): getattr(w, f'add_{name}')(value)
+
+    m, tok = tiny_model("llama", seed), tiny_tokenizer()
+    c, w = m.config, gguf.GGUFWriter(path, "llama")
+    values = dict(
+        block_count=c.num_hidden_layers,
+        context_length=c.max_position_embeddings,
+        embedding_length=c.hidden_size,
+        feed_forward_length=c.intermediate_size,
+        head_count=c.num_attention_heads,
+        head_count_kv=c.num_key_value_heads,
+        layer_norm_rms_eps=c.rms_norm_eps,
+        rope_freq_base=c.rope_parameters["rope_theta"],
+        rope_dimension_count=c.head_dim,
+        vocab_size=c.vocab_size,
+        file_type=gguf.LlamaFileType.ALL_F32,
+        tokenizer_model="gpt2",
+        tokenizer_pre="gpt-2",
+        chat_template=tok.chat_template,
+        token_list=tok.convert_ids_to_tokens([*range(len(tok))]),
+        token_scores=[0.0] * len(tok),
+        token_types=[gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * 256,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    for name, value in values.items():
+        getattr(w, f"add_{name}")(value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c.num_hidden_layers)
     for k, v in m.state_dict().items():
         # llama.cpp pairs neighbouring dimensions in its rotary embedding, transformers the two halves of a head
-        heads = {'q_proj': c.num_attention_heads, 'k_proj': c.num_key_value_heads}.get(k.split('.')[-2])
-        if heads: v = v.view(heads, 2, -1, v.shape[1]).transpose(1, 2).reshape(v.shape)
-        w.add_tensor(names.get_name(k, try_suffixes=('.weight',)) or k, v.contiguous().numpy())
-    w.write_header_to_file(); w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()
+        heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}.get(
+            k.split(".")[-2]
+        )
+        if heads:
+            v = v.view(heads, 2, -1, v.shape[1]).transpose(1, 2).reshape(v.shape)
+        w.add_tensor(names.get_name(k, try_suffixes=(".weight",)) or k, v.contiguous().numpy())
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
     return Path(path)
 
 # %% ../nbs/32_lora.ipynb #32cc0010
-def tiny_adapter(folder: str | os.PathLike[str], model: PreTrainedModel, rank: int = 4, seed: int = 0, modules: tuple[str, ...] | None = None,
-                 dtype: torch.dtype = torch.float32, **config: Any) -> Path:
+def tiny_adapter(
+    folder: str | os.PathLike[str],
+    model: PreTrainedModel,
+    rank: int = 4,
+    seed: int = 0,
+    modules: tuple[str, ...] | None = None,
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
+) -> Path:
     """Write a LoRA adapter with random weights for `model` into `folder`, as PEFT does; returns the folder.
 
     `modules`: of which linear layers, by the ends of their names; None for all but the head. `config`: what else stands in its
@@ -117,22 +208,42 @@ def tiny_adapter(folder: str | os.PathLike[str], model: PreTrainedModel, rank: i
     import json
     from safetensors.torch import save_file
     from batchlab.backends.adapters import linear_shapes
-    folder, gen, tensors = Path(folder), torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
-    head = next((name for name, m in model.named_modules() if m is model.get_output_embeddings()), None)
+
+    folder, gen, tensors = (
+        Path(folder),
+        torch.Generator().manual_seed(seed),
+        dict[str, torch.Tensor](),
+    )
+    head = next(
+        (name for name, m in model.named_modules() if m is model.get_output_embeddings()), None
+    )
     for name, (k, n) in linear_shapes(model).items():
-        if name == head if modules is None else name.rpartition('.')[2] not in modules: continue
-        r = next((r for key, r in config.get('rank_pattern', {}).items() if name.endswith(key)), rank)
-        for half, shape, size in (('A', (r, k), k ** -.5), ('B', (n, r), .5 * r ** -.5)):
-            tensors[f'base_model.model.{name}.lora_{half}.weight'] = (size * torch.randn(shape, generator=gen)).to(dtype)
+        if name == head if modules is None else name.rpartition(".")[2] not in modules:
+            continue
+        r = next(
+            (r for key, r in config.get("rank_pattern", {}).items() if name.endswith(key)), rank
+        )
+        for half, shape, size in (("A", (r, k), k**-0.5), ("B", (n, r), 0.5 * r**-0.5)):
+            tensors[f"base_model.model.{name}.lora_{half}.weight"] = (
+                size * torch.randn(shape, generator=gen)
+            ).to(dtype)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder/'adapter_model.safetensors')
-    about = dict(peft_type='LORA', r=rank, lora_alpha=2 * rank, target_modules=sorted({k.split('.')[-3] for k in tensors}))
-    (folder/'adapter_config.json').write_text(json.dumps(about | config), encoding='utf-8')
+    save_file(tensors, folder / "adapter_model.safetensors")
+    about = dict(
+        peft_type="LORA",
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=sorted({k.split(".")[-3] for k in tensors}),
+    )
+    (folder / "adapter_config.json").write_text(json.dumps(about | config), encoding="utf-8")
     return folder
 
 # %% ../nbs/70_models.ipynb #04b62f6f
-_TEMPLATE = ("{% for m in messages %}{{ '<bos>' + m['role'] + ':' + m['content'] + '<eos>' }}{% endfor %}"
-             "{% if add_generation_prompt %}{{ '<bos>assistant:' }}{% endif %}")
+_TEMPLATE = (
+    "{% for m in messages %}{{ '<bos>' + m['role'] + ':' + m['content'] + '<eos>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<bos>assistant:' }}{% endif %}"
+)
+
 
 def tiny_tokenizer(chat: bool = True) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer for `tiny_model`: 0 `<pad>`, 1 `<bos>`, 2 `<eos>`, then byte b as 3+b.
@@ -141,11 +252,17 @@ def tiny_tokenizer(chat: bool = True) -> PreTrainedTokenizerFast:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
-    specials, character = dict(pad_token='<pad>', bos_token='<bos>', eos_token='<eos>'), bytes_to_unicode()
+
+    specials, character = (
+        dict(pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"),
+        bytes_to_unicode(),
+    )
     tokens = [*specials.values(), *(character[b] for b in range(256))]
     tok = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[]))
     tok.add_special_tokens([AddedToken(s, normalized=False) for s in specials.values()])
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tok.decoder = decoders.ByteLevel()
-    template = {'chat_template': _TEMPLATE} if chat else {}
-    return PreTrainedTokenizerFast(tokenizer_object=tok, clean_up_tokenization_spaces=False, **specials, **template)
+    template = {"chat_template": _TEMPLATE} if chat else {}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tok, clean_up_tokenization_spaces=False, **specials, **template
+    )

@@ -13,7 +13,8 @@ from weakref import WeakKeyDictionary, proxy
 
 from .errors import ParamError
 
-if TYPE_CHECKING: from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # %% auto #0
 __all__ = ['make_twin', 'own_tokenizer', 'ids_of_text', 'cut_text', 'Vocabulary', 'vocabulary_of', 'word_ids']
@@ -21,72 +22,101 @@ __all__ = ['make_twin', 'own_tokenizer', 'ids_of_text', 'cut_text', 'Vocabulary'
 # %% ../nbs/modules/000_tokens.ipynb #tok00015
 def make_twin(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     "A tokenizer that encodes as `tokenizer` does, with truncation and padding of its own; itself if it keeps none between two calls."
-    backend = getattr(tokenizer, '_tokenizer', None)
-    if backend is None or not hasattr(backend, 'enable_truncation'): return tokenizer
-    new = type(backend)(backend.model)                                     # the same vocabulary in memory, not a copy of it
-    for part in ('normalizer', 'pre_tokenizer', 'post_processor', 'decoder'):
-        if (it := getattr(backend, part)) is not None: setattr(new, part, it)
+    backend = getattr(tokenizer, "_tokenizer", None)
+    if backend is None or not hasattr(backend, "enable_truncation"):
+        return tokenizer
+    new = type(backend)(backend.model)  # the same vocabulary in memory, not a copy of it
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (it := getattr(backend, part)) is not None:
+            setattr(new, part, it)
     new.encode_special_tokens = backend.encode_special_tokens
     added = backend.get_added_tokens_decoder()
-    for _, token in sorted(added.items()): (new.add_special_tokens if token.special else new.add_tokens)([token])
-    if new.get_added_tokens_decoder() != added:                            # ids with gaps between them: the long way
+    for _, token in sorted(added.items()):
+        (new.add_special_tokens if token.special else new.add_tokens)([token])
+    if new.get_added_tokens_decoder() != added:  # ids with gaps between them: the long way
         new = type(backend).from_str(backend.to_str())
         new.no_truncation()
         new.no_padding()
     twin = copy.copy(tokenizer)
-    twin._tokenizer = new                                                  # type: ignore[attr-defined]
+    twin._tokenizer = new  # type: ignore[attr-defined]
     return twin
+
 
 class _Twins:
     "The twins of one tokenizer: `plain` never cuts, `cutting` is for who holds `lock`. `size`: of its vocabulary when they were made."
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.size, self.lock = len(tokenizer), threading.Lock()
         self.plain, self.cutting = make_twin(tokenizer), make_twin(tokenizer)
 
+
 _TWINS: WeakKeyDictionary[Any, _Twins] = WeakKeyDictionary()
+
 
 def _twins_of(tokenizer: PreTrainedTokenizerBase) -> _Twins:
     "The twins of `tokenizer`, made anew when it was given more tokens."
-    try: found = _TWINS.get(tokenizer)
-    except TypeError: return _Twins(tokenizer)
-    if found is None or found.size != len(tokenizer): found = _TWINS[tokenizer] = _Twins(tokenizer)
+    try:
+        found = _TWINS.get(tokenizer)
+    except TypeError:
+        return _Twins(tokenizer)
+    if found is None or found.size != len(tokenizer):
+        found = _TWINS[tokenizer] = _Twins(tokenizer)
     return found
+
 
 def own_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     "The twin of `tokenizer` that encodes whole texts, in any thread. Nobody may ask it to cut or pad."
     return _twins_of(tokenizer).plain
 
-def ids_of_text(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True) -> list[int]:
+
+def ids_of_text(
+    tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True
+) -> list[int]:
     "The token ids of `text`, whole, whatever others do with `tokenizer` meanwhile."
-    return own_tokenizer(tokenizer)(text, add_special_tokens=add_special_tokens)['input_ids']
+    return own_tokenizer(tokenizer)(text, add_special_tokens=add_special_tokens)["input_ids"]
+
 
 def cut_text(tokenizer: PreTrainedTokenizerBase, text: str, pair: str | None, most: int) -> Any:
     "What `tokenizer` gives for `text`, with its `pair` if there is one, cut to `most` tokens with the special ones at its end kept."
     twins = _twins_of(tokenizer)
-    with twins.lock: return twins.cutting(text, pair, truncation=True, max_length=most)
+    with twins.lock:
+        return twins.cutting(text, pair, truncation=True, max_length=most)
 
 # %% ../nbs/modules/000_tokens.ipynb #tok00010
 @cache
 def _byte_letters() -> dict[str, int]:
     "The byte that each letter of byte-level BPE's alphabet stands for (GPT-2's: printable ones for themselves, the others from U+0100 on)."
-    plain = [*range(ord('!'), ord('~') + 1), *range(ord('¡'), ord('¬') + 1), *range(ord('®'), ord('ÿ') + 1)]
+    plain = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
 
+
 class Vocabulary:
     """What the single tokens of `tokenizer` are, each looked up once. `vocabulary_of` keeps one for each tokenizer."""
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer, self.found, self.skips = tokenizer, dict[int, tuple[str, bytes]](), dict[int, bool]()
+        self.tokenizer, self.found, self.skips = (
+            tokenizer,
+            dict[int, tuple[str, bytes]](),
+            dict[int, bool](),
+        )
         self.anchor: tuple[list[int], str] | None = None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         "The text of `ids`, as the tokenizer has it."
-        text: Any = self.tokenizer.decode([*ids], skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        text: Any = self.tokenizer.decode(
+            [*ids], skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
         return text
 
     def skipped(self, i: int) -> bool:
         "Whether token `i` is left out of a text without special tokens."
-        if i not in self.skips: self.skips[i] = self.decode([i]) != self.decode([i], True)
+        if i not in self.skips:
+            self.skips[i] = self.decode([i]) != self.decode([i], True)
         return self.skips[i]
 
     def text(self, i: int) -> str:
@@ -100,64 +130,91 @@ class Vocabulary:
     def _look_up(self, i: int) -> tuple[str, bytes]:
         if i not in self.found:
             text = self._behind_anchor(i)
-            self.found[i] = text, self._named_bytes(i, text) if '\ufffd' in text else text.encode('utf-8', 'replace')
+            self.found[i] = (
+                text,
+                self._named_bytes(i, text) if "\ufffd" in text else text.encode("utf-8", "replace"),
+            )
         return self.found[i]
 
     def _behind_anchor(self, i: int) -> str:
-        if self.anchor is None: self.anchor = self._find_anchor()
+        if self.anchor is None:
+            self.anchor = self._find_anchor()
         ids, before = self.anchor
         text = self.decode([*ids, i])
-        return text[len(before):] if text.startswith(before) else self.decode([i])
+        return text[len(before) :] if text.startswith(before) else self.decode([i])
 
     def _find_anchor(self) -> tuple[list[int], str]:
         "Ids of a letter or digit, and their text; none if no token is one."
-        for letter in 'a0x.':
-            try: ids = ids_of_text(self.tokenizer, letter, False)
-            except Exception: break                                      # it does not encode
-            if ids and self.decode(ids).strip() == letter: return ids, self.decode(ids)
-        return [], ''
+        for letter in "a0x.":
+            try:
+                ids = ids_of_text(self.tokenizer, letter, False)
+            except Exception:
+                break  # it does not encode
+            if ids and self.decode(ids).strip() == letter:
+                return ids, self.decode(ids)
+        return [], ""
 
     def _named_bytes(self, i: int, text: str) -> bytes:
         "The bytes of token `i`, whose `text` has U+FFFD, by its name."
         name: Any = self.tokenizer.convert_ids_to_tokens(i)
-        if not isinstance(name, str): return text.encode()
-        if byte := re.fullmatch('<0x([0-9A-Fa-f]{2})>', name): return bytes([int(byte[1], 16)])
+        if not isinstance(name, str):
+            return text.encode()
+        if byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", name):
+            return bytes([int(byte[1], 16)])
         letters = _byte_letters()
-        spelled = bytes(letters[c] for c in name) if all(c in letters for c in name) else b''
-        return spelled if spelled and spelled.decode('utf-8', 'replace') == text else text.encode()
+        spelled = bytes(letters[c] for c in name) if all(c in letters for c in name) else b""
+        return spelled if spelled and spelled.decode("utf-8", "replace") == text else text.encode()
+
 
 _VOCABULARIES: WeakKeyDictionary[Any, Vocabulary] = WeakKeyDictionary()
+
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
     "The `Vocabulary` of `tokenizer`, made at the first call and kept as long as that lives."
     try:
         if tokenizer not in _VOCABULARIES:
-            weak: Any = proxy(tokenizer)                                   # else the key would live as long as its value
+            weak: Any = proxy(tokenizer)  # else the key would live as long as its value
             _VOCABULARIES[tokenizer] = Vocabulary(weak)
         return _VOCABULARIES[tokenizer]
-    except TypeError: return Vocabulary(tokenizer)                         # an object that can't be a key
+    except TypeError:
+        return Vocabulary(tokenizer)  # an object that can't be a key
 
 # %% ../nbs/modules/000_tokens.ipynb #tok00019
 def word_ids(tokenizer: PreTrainedTokenizerBase, word: str) -> list[tuple[int, ...]]:
     """The token ids that `word` is made of, as it stands behind other text and after a space: each way to spell it that the tokenizer has.
 
     Raises `ParamError` if it has none, as its tokens do not make up the word."""
-    v, core = vocabulary_of(tokenizer), word.lstrip(' ') or word
-    wanted = [core] if core.isspace() else [core, ' ' + core]
+    v, core = vocabulary_of(tokenizer), word.lstrip(" ") or word
+    wanted = [core] if core.isspace() else [core, " " + core]
     found: dict[tuple[int, ...], None] = {}
-    for anchor in ('', '\n', 'a', '.'):
+    for anchor in ("", "\n", "a", "."):
         begun = ids_of_text(tokenizer, anchor, False) if anchor else []
         for spelled in wanted:
             ids = ids_of_text(tokenizer, anchor + spelled, False)
-            if ids[:len(begun)] == begun: found[tuple(ids[len(begun):])] = None
-    targets = {s.encode('utf-8', 'replace') for s in wanted}
-    exact = [ids for ids in found if b''.join(map(v.bytes_of, ids)) in targets]
+            if ids[: len(begun)] == begun:
+                found[tuple(ids[len(begun) :])] = None
+    targets = {s.encode("utf-8", "replace") for s in wanted}
+    exact = [ids for ids in found if b"".join(map(v.bytes_of, ids)) in targets]
     return exact or _normalized_ids(tokenizer, core, [ids for ids in found if ids])
 
-def _normalized_ids(tokenizer: PreTrainedTokenizerBase, core: str, found: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+
+def _normalized_ids(
+    tokenizer: PreTrainedTokenizerBase, core: str, found: list[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
     "Those of `found` that spell what the tokenizer makes of `core`, as one in small letters does of 'Paris'. Raises `ParamError`."
-    v, normalizer = vocabulary_of(tokenizer), getattr(getattr(tokenizer, '_tokenizer', None), 'normalizer', None)
-    def plain(s: str) -> str: return (normalizer.normalize_str(s) if normalizer else s).replace('▁', ' ').strip()
-    spelled = [ids for ids in found if plain(core) and plain(''.join(map(v.text, ids))) == plain(core)]
-    if not spelled: raise ParamError(f'the tokenizer has no tokens for {core!r:.60}: leave it out, or give lists of token ids')
+    v, normalizer = (
+        vocabulary_of(tokenizer),
+        getattr(getattr(tokenizer, "_tokenizer", None), "normalizer", None),
+    )
+
+    def plain(s: str) -> str:
+        return (normalizer.normalize_str(s) if normalizer else s).replace("▁", " ").strip()
+
+    spelled = [
+        ids for ids in found if plain(core) and plain("".join(map(v.text, ids))) == plain(core)
+    ]
+    if not spelled:
+        raise ParamError(
+            f"the tokenizer has no tokens for {core!r:.60}: leave it out, or give lists of token ids"
+        )
     return spelled

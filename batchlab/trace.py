@@ -36,12 +36,20 @@ def row_numbers(row: Any, number: int) -> tuple[int, ...]:
     r, start, n = row.request, row.start, row.n_tokens
     end, prompt = start + n, len(r.prompt_ids)
     again = min(r.num_seen, end) - start if r.num_seen > start else 0
-    return r.slot, number, start, n, again, end >= prompt + len(r.output_ids), n > 1 or start < prompt
+    return (
+        r.slot,
+        number,
+        start,
+        n,
+        again,
+        end >= prompt + len(r.output_ids),
+        n > 1 or start < prompt,
+    )
 
 # %% ../nbs/50_trace.ipynb #b5d20c31
 from .tracefile import LEDGER, PARTS, POOL, ROW, VERSION, Trace
 
-_all_ = ['LEDGER', 'PARTS', 'POOL', 'ROW', 'VERSION', 'Trace']
+_all_ = ["LEDGER", "PARTS", "POOL", "ROW", "VERSION", "Trace"]
 
 # %% ../nbs/50_trace.ipynb #1df6a908
 @dataclass(slots=True, eq=False)
@@ -51,6 +59,7 @@ class RequestRecord:
     `request`: itself, until it has ended; `facts`: then, what is kept of it. `ends`: how long its text was after each
     token, in characters. `first_step`, `last_step`: numbers of steps it had a row in; `ended_before`: of the step that came
     after its end."""
+
     number: int
     arrival: float
     request: Request | None = None
@@ -61,23 +70,41 @@ class RequestRecord:
     last_step: int | None = None
     ended_before: int = 0
     slots: list[int] = field(default_factory=list)
-    ends: array[int] = field(default_factory=lambda: array('i'))
+    ends: array[int] = field(default_factory=lambda: array("i"))
     facts: dict = field(default_factory=dict)
 
 # %% ../nbs/50_trace.ipynb #2994be90
-TIMES = ('arrival', 'queued', 'admitted', 'first_token', 'last_token', 'end')
-COUNTS = ('prompt_tokens', 'output_tokens', 'cached_tokens', 'preemptions')
+TIMES = ("arrival", "queued", "admitted", "first_token", "last_token", "end")
+COUNTS = ("prompt_tokens", "output_tokens", "cached_tokens", "preemptions")
+
 
 def facts_of(r: Request, text: bool) -> dict:
     "What the trace keeps of request `r` itself, as in the file; with its tokens and text, packed, if `text`."
-    group = r.group                                        # read once: another thread may just be taking it away
-    facts = dict(id=r.request_id, answer=r.index, prompt_tokens=len(r.prompt_ids), cached_tokens=r.num_cached_tokens or 0,
-                 output_tokens=len(r.output_ids), max_tokens=r.max_tokens, priority=r.priority, preemptions=r.num_preemptions,
-                 **({'adapter': group.lora_request.lora_name} if r.adapter and group else {}),
-                 finish_reason=r.finish_reason, error=r.error, first_token=r.first_token_at, last_token=r.last_token_at)
-    if not text: return facts
-    return facts | dict(prompt=group and group.prompt, prompt_ids=array('i', r.prompt_ids), output_ids=array('i', r.output_ids),
-                        text=r.text.text if r.text else '')
+    group = r.group  # read once: another thread may just be taking it away
+    facts = dict(
+        id=r.request_id,
+        answer=r.index,
+        prompt_tokens=len(r.prompt_ids),
+        cached_tokens=r.num_cached_tokens or 0,
+        output_tokens=len(r.output_ids),
+        max_tokens=r.max_tokens,
+        priority=r.priority,
+        preemptions=r.num_preemptions,
+        **({"adapter": group.lora_request.lora_name} if r.adapter and group else {}),
+        finish_reason=r.finish_reason,
+        error=r.error,
+        first_token=r.first_token_at,
+        last_token=r.last_token_at,
+    )
+    if not text:
+        return facts
+    return facts | dict(
+        prompt=group and group.prompt,
+        prompt_ids=array("i", r.prompt_ids),
+        output_ids=array("i", r.output_ids),
+        text=r.text.text if r.text else "",
+    )
+
 
 def pieces_of(text: str, ends: Sequence[int]) -> list[str]:
     "`text` cut where each token ended: what each settled, '' for none. What was held back to the end goes to the last."
@@ -89,16 +116,24 @@ def since(t: float | None, began: float) -> float | None:
     "Seconds from `began` to `t`, if that has come."
     return None if t is None else round(t - began, 7)
 
+
 def request_dict(record: RequestRecord, began: float, text: bool = True) -> dict:
     "A request as in the file, ended or not; with tokens and texts if they were kept, or, while it is here, if `text`."
-    r = record.request                                     # looked at once: another thread may just be ending it
+    r = record.request  # looked at once: another thread may just be ending it
     d: dict[str, Any] = dict(request=record.number)
     d |= (facts_of(r, text) if r else record.facts) | dict(slots=list(record.slots))
-    d |= {k: getattr(record, k) for k in ('first_step', 'last_step', 'arrival', 'queued', 'admitted', 'end')}
+    d |= {
+        k: getattr(record, k)
+        for k in ("first_step", "last_step", "arrival", "queued", "admitted", "end")
+    }
     d |= {k: since(d[k], began) for k in TIMES}
-    if 'text' in d:
-        ids = d['output_ids'].tolist()
-        d |= dict(prompt_ids=d['prompt_ids'].tolist(), output_ids=ids, pieces=pieces_of(d.pop('text'), record.ends[:len(ids)]))
+    if "text" in d:
+        ids = d["output_ids"].tolist()
+        d |= dict(
+            prompt_ids=d["prompt_ids"].tolist(),
+            output_ids=ids,
+            pieces=pieces_of(d.pop("text"), record.ends[: len(ids)]),
+        )
     return d
 
 # %% ../nbs/50_trace.ipynb #0ff4abc3
@@ -107,73 +142,100 @@ class RequestLog:
 
     `text`: keep tokens and texts, of at most `max_text` tokens together; `max_ended`: how many that ended are kept. What went is
     counted in `dropped`. `sums`: `COUNTS` of all that ended; `reasons`: how many ended why."""
+
     def __init__(self, text: bool = True, max_ended: int = 1_000_000, max_text: int = 1_000_000):
         self.text, self.max_ended, self.max_text = text, max_ended, max_text
         self.here: dict[Request, RequestRecord] = {}
         self.ended: deque[RequestRecord] = deque()
-        self.sums, self.reasons, self.dropped = Counter[str](), Counter[str](), Counter(requests=0, texts=0)
+        self.sums, self.reasons, self.dropped = (
+            Counter[str](),
+            Counter[str](),
+            Counter(requests=0, texts=0),
+        )
         self.num_requests = self.num_text = 0
 
     def meet(self, r: Request) -> RequestRecord:
         "The notes on request `r`, begun now if there are none."
-        if (record := self.here.get(r)) is not None: return record
-        record = self.here[r] = RequestRecord(self.num_requests, r.group.start if r.group else time.perf_counter(), r)
+        if (record := self.here.get(r)) is not None:
+            return record
+        record = self.here[r] = RequestRecord(
+            self.num_requests, r.group.start if r.group else time.perf_counter(), r
+        )
         self.num_requests += 1
-        if r.text: record.ends.extend([len(r.text.text)] * len(r.output_ids))            # said before the recording began
+        if r.text:
+            record.ends.extend(
+                [len(r.text.text)] * len(r.output_ids)
+            )  # said before the recording began
         return record
 
     def enter(self, r: Request, t: float) -> int:
         "`r` has got a slot, for the first time or again: its number."
         record = self.meet(r)
-        if record.admitted is None: record.admitted = t
-        if r.slot is not None: record.slots.append(r.slot)
+        if record.admitted is None:
+            record.admitted = t
+        if r.slot is not None:
+            record.slots.append(r.slot)
         return record.number
 
     def in_step(self, r: Request, step: int) -> int:
         "`r` has a row in `step`: its number."
         record = self.meet(r)
         record.last_step = step
-        if record.first_step is None: record.first_step = step
+        if record.first_step is None:
+            record.first_step = step
         return record.number
 
     def wrote(self, r: Request) -> None:
         "`r` has got a token, or has failed: note where its text ends now."
         ends = self.meet(r).ends
-        if self.text and len(r.output_ids) > len(ends): ends.append((ends[-1] if ends and r.group else 0) + len(r.delta))
+        if self.text and len(r.output_ids) > len(ends):
+            ends.append((ends[-1] if ends and r.group else 0) + len(r.delta))
 
     def end(self, r: Request, t: float, step: int) -> None:
         "`r` is over, before step number `step`: keep what is worth keeping, and let go of it."
         record, num_text = self.meet(r), self.num_text + len(r.prompt_ids) + len(r.output_ids)
         text = self.text and num_text <= self.max_text
-        if text: self.num_text = num_text
-        elif self.text: self.dropped['texts'] += 1
+        if text:
+            self.num_text = num_text
+        elif self.text:
+            self.dropped["texts"] += 1
         record.facts, record.end, record.request = facts_of(r, text), t, None
         self.keep(record, step)
         del self.here[r]
 
     def refuse(self, p: RequestGroup, t: float, step: int) -> None:
         "Prompt `p` never became a request."
-        facts = facts_of(Request(p.request_id, [], finish_reason=p.reason, error=p.error), text=False)
-        self.keep(RequestRecord(self.num_requests, p.start, end=t, facts=facts | dict(max_tokens=None)), step)
+        facts = facts_of(
+            Request(p.request_id, [], finish_reason=p.reason, error=p.error), text=False
+        )
+        self.keep(
+            RequestRecord(self.num_requests, p.start, end=t, facts=facts | dict(max_tokens=None)),
+            step,
+        )
         self.num_requests += 1
 
     def keep(self, record: RequestRecord, step: int) -> None:
         "Keep the notes on who ended before `step`."
         record.ended_before = step
-        self.reasons[record.facts['finish_reason']] += 1
-        for k in COUNTS: self.sums[k] += record.facts[k]
+        self.reasons[record.facts["finish_reason"]] += 1
+        for k in COUNTS:
+            self.sums[k] += record.facts[k]
         self.ended.append(record)
-        if len(self.ended) > self.max_ended: self.forget()
+        if len(self.ended) > self.max_ended:
+            self.forget()
 
     def forget(self) -> None:
         "Forget who ended first."
         facts = self.ended.popleft().facts
-        self.dropped['requests'] += 1
-        if 'text' in facts: self.num_text -= facts['prompt_tokens'] + facts['output_tokens']
+        self.dropped["requests"] += 1
+        if "text" in facts:
+            self.num_text -= facts["prompt_tokens"] + facts["output_tokens"]
 
     def records(self) -> list[RequestRecord]:
         "The notes that there are, by number; also while another thread makes steps."
-        return sorted({*self.here.values(), *self.ended}, key=lambda record: record.number)     # who is ending is in both
+        return sorted(
+            {*self.here.values(), *self.ended}, key=lambda record: record.number
+        )  # who is ending is in both
 
 # %% ../nbs/50_trace.ipynb #061e853e
 @dataclass(slots=True)
@@ -182,12 +244,13 @@ class StepRecord:
 
     `rows`: the numbers of all rows, one behind the other. `times`: of `PARTS`. `ledger`: what it gained. `pool`: numbers of
     `POOL`. `slots`, `held`: how many seats there were, and tokens of the request in each, afterwards."""
+
     step: int
     engine: str
     start: float
     waiting: int = 0
     running: int = 0
-    rows: array[int] = field(default_factory=lambda: array('i'))
+    rows: array[int] = field(default_factory=lambda: array("i"))
     admitted: list[list] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     copies: list[tuple] = field(default_factory=list)
@@ -196,31 +259,52 @@ class StepRecord:
     pool: Sequence[int] = ()
     rectangle: list[int] | None = None
     slots: int = 0
-    held: array[int] = field(default_factory=lambda: array('i'))
+    held: array[int] = field(default_factory=lambda: array("i"))
     error: str | None = None
 
 # %% ../nbs/50_trace.ipynb #308cea85
 def note_memory(now: StepRecord, engine: Engine) -> None:
     "Note in `now` the KV memory of `engine` after the step."
-    s, pool, batch = engine.scheduler, engine.scheduler.pool, getattr(engine.runner, 'batch', None)
-    if batch and batch.cache: now.rectangle = [len(batch), batch.cache.get_seq_length()]
+    s, pool, batch = engine.scheduler, engine.scheduler.pool, getattr(engine.runner, "batch", None)
+    if batch and batch.cache:
+        now.rectangle = [len(batch), batch.cache.get_seq_length()]
     shared = sum(b.refs > 1 for b in pool.blocks)
     now.pool = s.block_size, len(pool), pool.num_held, shared, len(pool.cached)
     now.slots = min(s.max_num_seqs, len(s.running) + len(s.waiting))
     held = {r.slot: r.num_computed_tokens for r in s.running if r.slot is not None}
-    now.held = array('i', (held.get(slot, 0) for slot in range(1 + max(held, default=-1))))
+    now.held = array("i", (held.get(slot, 0) for slot in range(1 + max(held, default=-1))))
+
 
 def step_dict(s: StepRecord, began: float) -> dict:
     "A step as in the file."
-    rows, held = [s.rows[i:i + len(ROW)].tolist() for i in range(0, len(s.rows), len(ROW))], s.held.tolist()
-    for slot, _, start, n, *_ in rows:                                                 # also of those that ended with it
+    rows, held = (
+        [s.rows[i : i + len(ROW)].tolist() for i in range(0, len(s.rows), len(ROW))],
+        s.held.tolist(),
+    )
+    for slot, _, start, n, *_ in rows:  # also of those that ended with it
         held += [0] * (slot + 1 - len(held))
         held[slot] = max(held[slot], start + n)
-    times = dict.fromkeys(PARTS, 0.) | {part: round(t, 7) for part, t in zip(PARTS, s.times)}
-    return dict(step=s.step, engine=s.engine, start=since(s.start, began), **times, waiting=s.waiting, running=s.running,
-                tokens=sum(row[3] for row in rows), cached=sum(n for *_, n in s.admitted), **dict(zip(LEDGER, s.ledger)),
-                rows=rows, admitted=s.admitted, preempted=s.preempted, copies=[list(c) for c in s.copies],
-                slots=max(s.slots, len(held)), rectangle=s.rectangle, held=held, **dict(zip(POOL, s.pool)), error=s.error)
+    times = dict.fromkeys(PARTS, 0.0) | {part: round(t, 7) for part, t in zip(PARTS, s.times)}
+    return dict(
+        step=s.step,
+        engine=s.engine,
+        start=since(s.start, began),
+        **times,
+        waiting=s.waiting,
+        running=s.running,
+        tokens=sum(row[3] for row in rows),
+        cached=sum(n for *_, n in s.admitted),
+        **dict(zip(LEDGER, s.ledger)),
+        rows=rows,
+        admitted=s.admitted,
+        preempted=s.preempted,
+        copies=[list(c) for c in s.copies],
+        slots=max(s.slots, len(held)),
+        rectangle=s.rectangle,
+        held=held,
+        **dict(zip(POOL, s.pool)),
+        error=s.error,
+    )
 
 # %% ../nbs/50_trace.ipynb #7d790bb6
 class StepLog:
@@ -228,6 +312,7 @@ class StepLog:
 
     `requests`: where requests are noted. `num_steps`: how many steps there were, `dropped`: how many of them went. `sums`: their
     ledger, and seconds of their parts."""
+
     def __init__(self, requests: RequestLog, max_rows: int = 1_000_000):
         self.requests, self.max_rows = requests, max_rows
         self.taken: deque[StepRecord] = deque()
@@ -237,15 +322,24 @@ class StepLog:
 
     def note(self, engine: Any, event: str, x: Any, t: float, seconds: float) -> None:
         "Note an `event`, and what comes with it, as `Engine` and `LLM` tell them; at time `t`, `seconds` after the last one."
-        if event == 'queued': self.requests.meet(x).queued = t
-        elif event == 'ended': self.requests.end(x, t, self.num_steps)
-        elif event == 'refused': self.requests.refuse(x, t, self.num_steps)
-        elif event == 'begin': self.now = StepRecord(self.num_steps, type(engine.runner).__name__.removesuffix('Runner').lower(), t)
+        if event == "queued":
+            self.requests.meet(x).queued = t
+        elif event == "ended":
+            self.requests.end(x, t, self.num_steps)
+        elif event == "refused":
+            self.requests.refuse(x, t, self.num_steps)
+        elif event == "begin":
+            self.now = StepRecord(
+                self.num_steps, type(engine.runner).__name__.removesuffix("Runner").lower(), t
+            )
         elif now := self.now:
             now.times.append(seconds)
-            if event == 'schedule': self.plan(now, engine, x, t)
-            elif event == 'text': self.end(now, engine, x, t)
-            elif event == 'broke' and now.rows: self.close(now, engine, type(x[1]).__name__)
+            if event == "schedule":
+                self.plan(now, engine, x, t)
+            elif event == "text":
+                self.end(now, engine, x, t)
+            elif event == "broke" and now.rows:
+                self.close(now, engine, type(x[1]).__name__)
 
     def plan(self, now: StepRecord, engine: Engine, plan: StepPlan, t: float) -> None:
         "Note `plan`, and in `requests` who has a row in it. A plan without rows is no step."
@@ -253,58 +347,89 @@ class StepLog:
             self.now = None
             return
         scheduler, requests, numbers = engine.scheduler, self.requests, []
-        now.engine = plan.rows[0].request.runner or now.engine       # what an `LLM` calls it
-        now.admitted = [[requests.enter(r, t), r.slot, r.num_computed_tokens] for r in plan.admitted]
-        for row in plan.rows: numbers += row_numbers(row, requests.in_step(row.request, now.step))
-        now.rows, now.waiting, now.running = array('i', numbers), len(scheduler.waiting), len(scheduler.running)
-        now.preempted, now.copies = [requests.meet(r).number for r in plan.preempted], list(plan.copies)
-        now.ledger = [*vars(engine.ledger).values()]                 # before; `close` makes a difference of it
+        now.engine = plan.rows[0].request.runner or now.engine  # what an `LLM` calls it
+        now.admitted = [
+            [requests.enter(r, t), r.slot, r.num_computed_tokens] for r in plan.admitted
+        ]
+        for row in plan.rows:
+            numbers += row_numbers(row, requests.in_step(row.request, now.step))
+        now.rows, now.waiting, now.running = (
+            array("i", numbers),
+            len(scheduler.waiting),
+            len(scheduler.running),
+        )
+        now.preempted, now.copies = (
+            [requests.meet(r).number for r in plan.preempted],
+            list(plan.copies),
+        )
+        now.ledger = [*vars(engine.ledger).values()]  # before; `close` makes a difference of it
 
     def end(self, now: StepRecord, engine: Engine, moved: Iterable[Request], t: float) -> None:
         "The step is done; `moved` are the requests that got a token or failed."
         self.close(now, engine)
         for r in moved:
             self.requests.wrote(r)
-            if r.finish_reason and r.group is None: self.requests.end(r, t, self.num_steps)     # an engine without an LLM tells no end
+            if r.finish_reason and r.group is None:
+                self.requests.end(r, t, self.num_steps)  # an engine without an LLM tells no end
 
     def close(self, now: StepRecord, engine: Engine, error: str | None = None) -> None:
         "Keep the step, which an exception of that name has ended if there was an `error`. The oldest may go for it."
-        now.ledger = [after - before for after, before in zip(vars(engine.ledger).values(), now.ledger)]
+        now.ledger = [
+            after - before for after, before in zip(vars(engine.ledger).values(), now.ledger)
+        ]
         note_memory(now, engine)
-        for k, n in zip(LEDGER + PARTS, [*now.ledger, *now.times]): self.sums[k] += n
-        self.sums['broken' if error else 'steps'] += 1
+        for k, n in zip(LEDGER + PARTS, [*now.ledger, *now.times]):
+            self.sums[k] += n
+        self.sums["broken" if error else "steps"] += 1
         self.num_steps += 1
         self.num_rows += len(now.rows) // len(ROW)
-        now.error = error                        # before others see the step
+        now.error = error  # before others see the step
         self.taken.append(now)
         self.now = None
-        while self.num_rows > self.max_rows and len(self.taken) > 1: self.forget()
+        while self.num_rows > self.max_rows and len(self.taken) > 1:
+            self.forget()
 
     def forget(self) -> None:
         "Forget the oldest step, and the requests that ended before the one after it."
         self.num_rows -= len(self.taken.popleft().rows) // len(ROW)
         self.dropped += 1
         ended = self.requests.ended
-        while ended and ended[0].ended_before <= self.taken[0].step: self.requests.forget()
+        while ended and ended[0].ended_before <= self.taken[0].step:
+            self.requests.forget()
 
     def since(self, step: int = 0) -> list[StepRecord]:
         "The notes on the steps from number `step` on; also while another thread makes steps."
         taken = list(self.taken)
-        return taken[max(0, step - taken[0].step):] if taken else []
+        return taken[max(0, step - taken[0].step) :] if taken else []
 
 # %% ../nbs/50_trace.ipynb #654d990e
 def about_run(llm: Any) -> dict:
     "What ran, as in the file: model, strategy, limits of an `LLM`; of anything else None."
-    if not hasattr(llm, 'limits'): return dict.fromkeys(('model', 'strategy', 'backend', 'device', 'dtype')) | dict(limits={})
-    model, limits = llm.model, {k: getattr(llm.limits, k) for k in ('max_num_seqs', 'max_num_batched_tokens', 'kv_bytes_per_token')}
-    return dict(model=Path(getattr(model.config, '_name_or_path', '') or type(model).__name__).name, strategy=llm.strategy, backend=llm.backend.name,
-                device=str(model.device), dtype=str(model.dtype).removeprefix('torch.'),
-                limits=limits | dict(max_model_len=llm.max_model_len))
+    if not hasattr(llm, "limits"):
+        return dict.fromkeys(("model", "strategy", "backend", "device", "dtype")) | dict(limits={})
+    model, limits = (
+        llm.model,
+        {
+            k: getattr(llm.limits, k)
+            for k in ("max_num_seqs", "max_num_batched_tokens", "kv_bytes_per_token")
+        },
+    )
+    return dict(
+        model=Path(getattr(model.config, "_name_or_path", "") or type(model).__name__).name,
+        strategy=llm.strategy,
+        backend=llm.backend.name,
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        limits=limits | dict(max_model_len=llm.max_model_len),
+    )
+
 
 def texts_of_tokens(tokenizer: Any, requests: Iterable[dict]) -> dict[str, str]:
     "`{id: text}` of every token id in `requests`, if there is a tokenizer."
-    ids = {i for r in requests for k in ('prompt_ids', 'output_ids') for i in r.get(k, ())}
-    return {} if tokenizer is None else {str(i): vocabulary_of(tokenizer).text(i) for i in sorted(ids)}
+    ids = {i for r in requests for k in ("prompt_ids", "output_ids") for i in r.get(k, ())}
+    return (
+        {} if tokenizer is None else {str(i): vocabulary_of(tokenizer).text(i) for i in sorted(ids)}
+    )
 
 # %% ../nbs/50_trace.ipynb #21bb52ef
 class Recorder(Trace):
@@ -313,44 +438,75 @@ class Recorder(Trace):
     `text`: keep tokens and texts too. `max_rows`: rows of steps that are kept, 28 bytes each; beyond it the oldest steps
     go, with the requests that ended before. `max_text`: tokens whose ids and text are kept, at about 10 bytes each. What
     went is counted in `dropped`, and `totals` stay exact. `cost`: seconds that recording took."""
-    def __init__(self, source: LLM | Engine, text: bool = True, max_rows: int = 1_000_000, max_text: int = 1_000_000):
-        self.source, self.max_rows, self.request_log = source, check_count('max_rows', max_rows), RequestLog(text, max_rows, max_text)
+
+    def __init__(
+        self,
+        source: LLM | Engine,
+        text: bool = True,
+        max_rows: int = 1_000_000,
+        max_text: int = 1_000_000,
+    ):
+        self.source, self.max_rows, self.request_log = (
+            source,
+            check_count("max_rows", max_rows),
+            RequestLog(text, max_rows, max_text),
+        )
         self.step_log = StepLog(self.request_log, max_rows)
-        self.began, self.created, self.last, self.cost = time.perf_counter(), datetime.now(timezone.utc), 0., 0.
+        self.began, self.created, self.last, self.cost = (
+            time.perf_counter(),
+            datetime.now(timezone.utc),
+            0.0,
+            0.0,
+        )
 
     def __call__(self, source: LLM | Engine, event: str, x: Any) -> None:
         t = time.perf_counter()
-        try: self.step_log.note(source, event, x, t, t - self.last)
+        try:
+            self.step_log.note(source, event, x, t, t - self.last)
         except Exception as e:
             self.stop(wait=False)
-            log.error('the recording broke off, and the run goes on without it', exc_info=e)
+            log.error("the recording broke off, and the run goes on without it", exc_info=e)
         self.last = time.perf_counter()
         self.cost += self.last - t
 
     def start(self) -> Recorder:
         "Record from the next step on; returns itself. What was recorded before stays."
         with self._between_steps():
-            if self not in self.source.watchers: self.source.watchers.append(self)
+            if self not in self.source.watchers:
+                self.source.watchers.append(self)
         return self
 
     def stop(self, wait: bool = True) -> Recorder:
         "Record no more; with `wait` after the step that is being made. Does nothing if it has stopped before."
         with self._between_steps() if wait else contextlib.nullcontext():
-            if self in self.source.watchers: self.source.watchers.remove(self)
+            if self in self.source.watchers:
+                self.source.watchers.remove(self)
         return self
 
-    def __enter__(self) -> Recorder: return self.start()
-    def __exit__(self, *_: Any) -> None: self.stop()
+    def __enter__(self) -> Recorder:
+        return self.start()
+
+    def __exit__(self, *_: Any) -> None:
+        self.stop()
 
     def _between_steps(self) -> Any:
         "A context in which no other thread makes a step."
-        mine = getattr(self.source, 'stepper', None) == threading.get_ident()      # a callback, inside a step of this thread
-        return contextlib.nullcontext() if mine else getattr(self.source, 'mutex', contextlib.nullcontext())
+        mine = (
+            getattr(self.source, "stepper", None) == threading.get_ident()
+        )  # a callback, inside a step of this thread
+        return (
+            contextlib.nullcontext()
+            if mine
+            else getattr(self.source, "mutex", contextlib.nullcontext())
+        )
 
     @property
-    def num_steps(self) -> int: return self.step_log.num_steps
+    def num_steps(self) -> int:
+        return self.step_log.num_steps
+
     @property
-    def dropped(self) -> dict[str, int]: return dict(steps=self.step_log.dropped, **self.request_log.dropped)
+    def dropped(self) -> dict[str, int]:
+        return dict(steps=self.step_log.dropped, **self.request_log.dropped)
 
     def since(self, step: int = 0) -> list[dict]:
         "The steps from number `step` on, as in `steps`; also while the run goes on."
@@ -359,30 +515,58 @@ class Recorder(Trace):
     @property
     def data(self) -> dict:
         "All that was recorded so far, as its file holds it."
-        steps = self.since()                     # first: a request that comes meanwhile has no row in them
-        requests = [request_dict(r, self.began, self.request_log.text) for r in self.request_log.records()]
-        known = {r['request'] for r in requests}               # the oldest may have gone meanwhile
-        steps = [step for step in steps if all(row[1] in known for row in step['rows'])]
-        return dict(format='batchlab-trace', version=VERSION, batchlab=__version__, created=self.created.isoformat(timespec='seconds'),
-                    **about_run(self.source), max_rows=self.max_rows, dropped=self.dropped, row=list(ROW), totals=self.totals,
-                    tokens=texts_of_tokens(getattr(self.source, 'tokenizer', None), requests), steps=steps, requests=requests)
+        steps = self.since()  # first: a request that comes meanwhile has no row in them
+        requests = [
+            request_dict(r, self.began, self.request_log.text) for r in self.request_log.records()
+        ]
+        known = {r["request"] for r in requests}  # the oldest may have gone meanwhile
+        steps = [step for step in steps if all(row[1] in known for row in step["rows"])]
+        return dict(
+            format="batchlab-trace",
+            version=VERSION,
+            batchlab=__version__,
+            created=self.created.isoformat(timespec="seconds"),
+            **about_run(self.source),
+            max_rows=self.max_rows,
+            dropped=self.dropped,
+            row=list(ROW),
+            totals=self.totals,
+            tokens=texts_of_tokens(getattr(self.source, "tokenizer", None), requests),
+            steps=steps,
+            requests=requests,
+        )
 
     @property
     def totals(self) -> dict:
         "Sums over all that was recorded, also of what was dropped since."
         sums = self.step_log.sums | self.request_log.sums
-        counts, times = {k: sums[k] for k in (*LEDGER, *COUNTS, 'steps', 'broken')}, {k: round(sums[k], 6) for k in PARTS}
-        return counts | times | dict(requests=dict(self.request_log.reasons), seconds=round(sum(times.values()), 6),
-                                     tracing=round(self.cost, 6))
+        counts, times = (
+            {k: sums[k] for k in (*LEDGER, *COUNTS, "steps", "broken")},
+            {k: round(sums[k], 6) for k in PARTS},
+        )
+        return (
+            counts
+            | times
+            | dict(
+                requests=dict(self.request_log.reasons),
+                seconds=round(sum(times.values()), 6),
+                tracing=round(self.cost, 6),
+            )
+        )
 
 # %% ../nbs/50_trace.ipynb #ea213b00
-def trace(llm: LLM | Engine, text: bool = True, max_rows: int = 1_000_000, max_text: int = 1_000_000) -> Recorder:
+def trace(
+    llm: LLM | Engine, text: bool = True, max_rows: int = 1_000_000, max_text: int = 1_000_000
+) -> Recorder:
     """Record what `llm` does inside `with trace(llm) as recorded:`; `recorded` is a `Recorder`, so a `Trace` at any time.
 
     `text`: keep tokens and texts of requests. `max_rows`, `max_text`: how much is kept. Raises `ParamError`."""
     return Recorder(llm, text, max_rows, max_text)
 
 # %% ../nbs/50_trace.ipynb #0e9d5ec8
-_MOVED = '''write_json from_slots check_trace read_trace step_events slot_spans slot_events request_events trace_events
-    trace_frame'''
-__getattr__ = renamed(__name__, {'TraceError': 'errors.TraceError'} | {name: f'tracefile.{name}' for name in _MOVED.split()})
+_MOVED = """write_json from_slots check_trace read_trace step_events slot_spans slot_events request_events trace_events
+    trace_frame"""
+__getattr__ = renamed(
+    __name__,
+    {"TraceError": "errors.TraceError"} | {name: f"tracefile.{name}" for name in _MOVED.split()},
+)

@@ -18,60 +18,85 @@ from typing import TYPE_CHECKING, Any, Protocol
 from .errors import TraceError
 from .ledger import Ledger
 
-if TYPE_CHECKING: import pandas
+if TYPE_CHECKING:
+    import pandas
 
 # %% ../nbs/50_trace.ipynb #5f0c11aa
-ROW = ('slot', 'request', 'start', 'n', 'again', 'samples', 'prefill')
+ROW = ("slot", "request", "start", "n", "again", "samples", "prefill")
 LEDGER = tuple(f.name for f in fields(Ledger))
-PARTS = ('schedule', 'forward', 'sample', 'text')
-POOL = ('block_size', 'blocks', 'blocks_held', 'blocks_shared', 'blocks_cached')
+PARTS = ("schedule", "forward", "sample", "text")
+POOL = ("block_size", "blocks", "blocks_held", "blocks_shared", "blocks_cached")
 VERSION = 2
 
 # %% ../nbs/50_trace.ipynb #0565dde4
 def write_json(path: str | os.PathLike, data: dict) -> Path:
     "Write `data` to `path` as one JSON file, whole or not at all; returns the path. Raises `OSError`."
     path = Path(path)
-    part = path.with_name(f'{path.name}.{os.getpid()}.part')
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        with part.open('w', encoding='utf-8') as f: json.dump(data, f, ensure_ascii=True, separators=(',', ':'))
+        with part.open("w", encoding="utf-8") as f:
+            json.dump(data, f, ensure_ascii=True, separators=(",", ":"))
         part.replace(path)
-    finally: part.unlink(missing_ok=True)
+    finally:
+        part.unlink(missing_ok=True)
     return path
 
 # %% ../nbs/50_trace.ipynb #f42a573e
 def from_slots(data: dict) -> dict:
     "A trace of version 1, whose KV lay in one rectangle of slots, as one of today: a slot counts as a block of its capacity."
-    def step(s: dict) -> dict:
-        size, running, held = s.get('capacity', 0), {row[0] for row in s['rows']}, s.get('held', [])
-        left = sum(n > 0 for slot, n in enumerate(held) if slot not in running)        # by requests that are done
-        return {k: x for k, x in s.items() if k not in ('moves', 'resize', 'capacity')} | dict(
-            held=[n if slot in running else 0 for slot, n in enumerate(held)], copies=s.get('copies', []), block_size=size,
-            blocks=len(held), blocks_held=len(running), blocks_shared=0, blocks_cached=left)
-    return data | dict(version=VERSION, steps=[step(s) for s in data['steps']])
 
-def check_trace(data: Any, name: str = 'this') -> dict:
+    def step(s: dict) -> dict:
+        size, running, held = s.get("capacity", 0), {row[0] for row in s["rows"]}, s.get("held", [])
+        left = sum(
+            n > 0 for slot, n in enumerate(held) if slot not in running
+        )  # by requests that are done
+        return {k: x for k, x in s.items() if k not in ("moves", "resize", "capacity")} | dict(
+            held=[n if slot in running else 0 for slot, n in enumerate(held)],
+            copies=s.get("copies", []),
+            block_size=size,
+            blocks=len(held),
+            blocks_held=len(running),
+            blocks_shared=0,
+            blocks_cached=left,
+        )
+
+    return data | dict(version=VERSION, steps=[step(s) for s in data["steps"]])
+
+
+def check_trace(data: Any, name: str = "this") -> dict:
     "`data` if it is a trace that can be read. Raises `TraceError`."
-    if not isinstance(data, dict) or data.get('format') != 'batchlab-trace':
-        raise TraceError(f'{name} is not a trace: expected a file that Trace.save has written')
-    if type(version := data.get('version')) is not int or not 1 <= version <= VERSION:
-        raise TraceError(f'{name} is a trace of version {version!r}, and this batchlab reads 1 to {VERSION}: upgrade batchlab if it is newer')
+    if not isinstance(data, dict) or data.get("format") != "batchlab-trace":
+        raise TraceError(f"{name} is not a trace: expected a file that Trace.save has written")
+    if type(version := data.get("version")) is not int or not 1 <= version <= VERSION:
+        raise TraceError(
+            f"{name} is a trace of version {version!r}, and this batchlab reads 1 to {VERSION}: upgrade batchlab if it is newer"
+        )
     wanted: dict[str, type] = dict(steps=list, requests=list, totals=dict, tokens=dict, row=list)
     if missing := [k for k, kind in wanted.items() if not isinstance(data.get(k), kind)]:
-        raise TraceError(f'{name} is a trace that lacks {", ".join(missing)}: record it again')
+        raise TraceError(f"{name} is a trace that lacks {', '.join(missing)}: record it again")
     try:
-        known = {r['request'] for r in data['requests']}
-        ok = all(len(row) == len(ROW) and row[1] in known for s in data['steps'] for row in s['rows'])
-    except (KeyError, TypeError): ok = False
-    if not ok: raise TraceError(f'{name} has rows of unknown requests, or of another shape: record it again')
+        known = {r["request"] for r in data["requests"]}
+        ok = all(
+            len(row) == len(ROW) and row[1] in known for s in data["steps"] for row in s["rows"]
+        )
+    except (KeyError, TypeError):
+        ok = False
+    if not ok:
+        raise TraceError(
+            f"{name} has rows of unknown requests, or of another shape: record it again"
+        )
     return data if version == VERSION else from_slots(data)
+
 
 def read_trace(path: str | os.PathLike) -> dict:
     "What the file of a trace holds. Raises `TraceError`."
     name = Path(path).name
-    try: data = json.loads(Path(path).read_text(encoding='utf-8'))
-    except OSError as e: raise TraceError(f'{name} can not be read: {e.strerror}') from e
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as e:
+        raise TraceError(f"{name} can not be read: {e.strerror}") from e
     except (ValueError, RecursionError) as e:
-        raise TraceError(f'{name} is not whole JSON ({e}): was its writing cut off?') from e
+        raise TraceError(f"{name} is not whole JSON ({e}): was its writing cut off?") from e
     return check_trace(data, name)
 
 # %% ../nbs/50_trace.ipynb #c58329f5
@@ -79,31 +104,46 @@ def micros(seconds: float) -> float:
     "Microseconds since the recording began, to the nanosecond; what was before counts as its beginning."
     return round(1e6 * max(0, seconds), 3)
 
-def event(ph: str, name: str, at: float, pid: int, tid: int, args: dict | None = None, **more: Any) -> dict:
+
+def event(
+    ph: str, name: str, at: float, pid: int, tid: int, args: dict | None = None, **more: Any
+) -> dict:
     "An event `name` of kind `ph` at second `at`, on track `tid` of process `pid`."
     return dict(name=name, ph=ph, ts=micros(at), pid=pid, tid=tid, args=args or {}, **more)
 
-def slice_event(name: str, cat: str, start: float, end: float, pid: int, tid: int, args: dict | None = None) -> dict:
+
+def slice_event(
+    name: str, cat: str, start: float, end: float, pid: int, tid: int, args: dict | None = None
+) -> dict:
     "A slice from second `start` to `end`."
-    return event('X', name, start, pid, tid, args, cat=cat, dur=micros(end) - micros(start))
+    return event("X", name, start, pid, tid, args, cat=cat, dur=micros(end) - micros(start))
+
 
 def name_events(pid: int, name: str, tracks: Mapping[int, str]) -> Iterator[dict]:
     "The names of process `pid` and of its `tracks` `{tid: name}`, in this order."
-    for kind, number, tid, title in [('process', pid, 0, name), *(('thread', tid, tid, track) for tid, track in tracks.items())]:
-        yield event('M', f'{kind}_name', 0, pid, tid, dict(name=title))
-        yield event('M', f'{kind}_sort_index', 0, pid, tid, dict(sort_index=number))
+    for kind, number, tid, title in [
+        ("process", pid, 0, name),
+        *(("thread", tid, tid, track) for tid, track in tracks.items()),
+    ]:
+        yield event("M", f"{kind}_name", 0, pid, tid, dict(name=title))
+        yield event("M", f"{kind}_sort_index", 0, pid, tid, dict(sort_index=number))
+
 
 def step_events(steps: Iterable[dict]) -> Iterator[dict]:
     "Each step as a slice with its parts inside, and counters of what it had to do."
     for s in steps:
-        start = at = s['start']
-        args = {k: s[k] for k in ('tokens', 'waiting', 'running', 'error', *LEDGER) if s[k]}
-        yield slice_event(f'step {s["step"]}', s['engine'], at, at + sum(s[k] for k in PARTS), 1, 1, args)
+        start = at = s["start"]
+        args = {k: s[k] for k in ("tokens", "waiting", "running", "error", *LEDGER) if s[k]}
+        yield slice_event(
+            f"step {s['step']}", s["engine"], at, at + sum(s[k] for k in PARTS), 1, 1, args
+        )
         for part in PARTS:
-            yield slice_event(part, 'part', at, at + s[part], 1, 1)
+            yield slice_event(part, "part", at, at + s[part], 1, 1)
             at += s[part]
-        for k in ('tokens', 'running', 'waiting'): yield event('C', k, start, 1, 0, {k: s[k]})
-        for r in s['preempted']: yield event('i', f'request {r} is preempted', start, 1, 1, s='p')
+        for k in ("tokens", "running", "waiting"):
+            yield event("C", k, start, 1, 0, {k: s[k]})
+        for r in s["preempted"]:
+            yield event("i", f"request {r} is preempted", start, 1, 1, s="p")
 
 # %% ../nbs/50_trace.ipynb #11b55cf6
 def slot_spans(steps: Iterable[dict]) -> list[dict]:
@@ -112,64 +152,120 @@ def slot_spans(steps: Iterable[dict]) -> list[dict]:
     A prefill is a span of its own for each of its chunks; decode steps one after the other are one span."""
     spans, newest = [], {}
     for s in steps:
-        end = s['start'] + sum(s[k] for k in PARTS)
-        for slot, number, start, n, again, _, prefill in s['rows']:
-            x = newest.get((s['engine'], slot))
-            if x and not prefill and (x['request'], x['prefill'], x['next']) == (number, False, start):
-                x.update(last=s['step'], end=end, next=start + n, tokens=x['tokens'] + n, rows=x['rows'] + 1)
+        end = s["start"] + sum(s[k] for k in PARTS)
+        for slot, number, start, n, again, _, prefill in s["rows"]:
+            x = newest.get((s["engine"], slot))
+            if (
+                x
+                and not prefill
+                and (x["request"], x["prefill"], x["next"]) == (number, False, start)
+            ):
+                x.update(
+                    last=s["step"],
+                    end=end,
+                    next=start + n,
+                    tokens=x["tokens"] + n,
+                    rows=x["rows"] + 1,
+                )
                 continue
-            x = newest[s['engine'], slot] = dict(
-                engine=s['engine'], slot=slot, request=number, prefill=bool(prefill), first=s['step'], last=s['step'],
-                start=s['start'], end=end, tokens=n, next=start + n, again=again, rows=1)
+            x = newest[s["engine"], slot] = dict(
+                engine=s["engine"],
+                slot=slot,
+                request=number,
+                prefill=bool(prefill),
+                first=s["step"],
+                last=s["step"],
+                start=s["start"],
+                end=end,
+                tokens=n,
+                next=start + n,
+                again=again,
+                rows=1,
+            )
             spans.append(x)
     return spans
+
 
 def slot_events(steps: Sequence[dict]) -> Iterator[dict]:
     "The tracks of the slots; those of the first engine are process 10."
     slots: dict[str, set[int]] = {}
-    for s in steps: slots.setdefault(s['engine'], set()).update(row[0] for row in s['rows'])
+    for s in steps:
+        slots.setdefault(s["engine"], set()).update(row[0] for row in s["rows"])
     pids = {engine: 10 + i for i, engine in enumerate(slots)}
     for x in slot_spans(steps):
-        kind, times = ('prefill', '') if x['prefill'] else ('decode', '× ')
-        yield slice_event(f'request {x["request"]}: {kind} {times}{x["tokens"]}', kind, x['start'], x['end'], pids[x['engine']],
-                          x['slot'] + 1, {k: x[k] for k in ('request', 'tokens', 'again')})
+        kind, times = ("prefill", "") if x["prefill"] else ("decode", "× ")
+        yield slice_event(
+            f"request {x['request']}: {kind} {times}{x['tokens']}",
+            kind,
+            x["start"],
+            x["end"],
+            pids[x["engine"]],
+            x["slot"] + 1,
+            {k: x[k] for k in ("request", "tokens", "again")},
+        )
     for engine, pid in pids.items():
-        yield from name_events(pid, f'slots ({engine})', {slot + 1: f'slot {slot}' for slot in sorted(slots[engine])})
+        yield from name_events(
+            pid, f"slots ({engine})", {slot + 1: f"slot {slot}" for slot in sorted(slots[engine])}
+        )
 
 # %% ../nbs/50_trace.ipynb #c49ccd14
 def request_events(requests: Iterable[dict]) -> Iterator[dict]:
     "Two asynchronous spans for each request, waiting and running, and a mark at its first token."
     for r in requests:
-        came, admitted, first, end = (r[k] for k in ('arrival', 'admitted', 'first_token', 'end'))
-        if end is None: continue                                       # a span without an end would reach to infinity
-        name, track = f'request {r["request"]}', dict(cat='request', id2=dict(local=hex(r['request'])))
+        came, admitted, first, end = (r[k] for k in ("arrival", "admitted", "first_token", "end"))
+        if end is None:
+            continue  # a span without an end would reach to infinity
+        name, track = (
+            f"request {r['request']}",
+            dict(cat="request", id2=dict(local=hex(r["request"]))),
+        )
         mark = lambda ph, name, at, args=None: event(ph, name, at, 2, 1, args, **track)
-        facts = {k: r[k] for k in ('id', 'prompt_tokens', 'cached_tokens', 'output_tokens')}
-        yield mark('b', name, came, facts | dict(reason=r['finish_reason']))
+        facts = {k: r[k] for k in ("id", "prompt_tokens", "cached_tokens", "output_tokens")}
+        yield mark("b", name, came, facts | dict(reason=r["finish_reason"]))
         if admitted is not None:
-            yield from (mark('b', 'waiting', came), mark('e', 'waiting', admitted))
-            yield from (mark('b', 'running', admitted), mark('e', 'running', end))
-        if first is not None: yield mark('n', 'first token', first)
-        yield mark('e', name, end)
+            yield from (mark("b", "waiting", came), mark("e", "waiting", admitted))
+            yield from (mark("b", "running", admitted), mark("e", "running", end))
+        if first is not None:
+            yield mark("n", "first token", first)
+        yield mark("e", name, end)
+
 
 def trace_events(data: dict) -> dict:
     "A trace's `data` in Chrome's trace-event format (also Perfetto's): a dict of `traceEvents`, `displayTimeUnit`, `otherData`."
-    steps, engine = data['steps'], f'engine ({data.get("strategy")})'
-    events = [*name_events(1, engine, {1: 'steps'}), *name_events(2, 'requests', {1: 'requests'}),
-              *step_events(steps), *slot_events(steps), *request_events(data['requests'])]
-    return dict(traceEvents=events, displayTimeUnit='ms', otherData={k: data.get(k) for k in ('batchlab', 'model', 'created')})
+    steps, engine = data["steps"], f"engine ({data.get('strategy')})"
+    events = [
+        *name_events(1, engine, {1: "steps"}),
+        *name_events(2, "requests", {1: "requests"}),
+        *step_events(steps),
+        *slot_events(steps),
+        *request_events(data["requests"]),
+    ]
+    return dict(
+        traceEvents=events,
+        displayTimeUnit="ms",
+        otherData={k: data.get(k) for k in ("batchlab", "model", "created")},
+    )
 
 # %% ../nbs/50_trace.ipynb #83acb9bf
-def trace_frame(data: dict, what: str = 'steps') -> pandas.DataFrame:
+def trace_frame(data: dict, what: str = "steps") -> pandas.DataFrame:
     "The 'steps', the 'rows' or the 'requests' of a trace's `data` for pandas. Raises `TraceError`, also if pandas is not there."
-    try: import pandas as pd
+    try:
+        import pandas as pd
     except ImportError:
-        raise TraceError('pandas is not installed: pip install pandas, or read steps and requests as they are') from None
-    if what == 'rows': return pd.DataFrame([[s['step'], *row] for s in data['steps'] for row in s['rows']], columns=['step', *ROW])
-    if what not in ('steps', 'requests'): raise TraceError(f"a frame of {what!r} is unknown: choose 'steps', 'rows' or 'requests'")
-    count = lambda v: len(v) if isinstance(v, list) and what == 'steps' else v
-    without = 'rectangle', 'held', 'prompt_ids', 'output_ids', 'pieces'
-    return pd.DataFrame([{k: count(v) for k, v in d.items() if k not in without} for d in data[what]])
+        raise TraceError(
+            "pandas is not installed: pip install pandas, or read steps and requests as they are"
+        ) from None
+    if what == "rows":
+        return pd.DataFrame(
+            [[s["step"], *row] for s in data["steps"] for row in s["rows"]], columns=["step", *ROW]
+        )
+    if what not in ("steps", "requests"):
+        raise TraceError(f"a frame of {what!r} is unknown: choose 'steps', 'rows' or 'requests'")
+    count = lambda v: len(v) if isinstance(v, list) and what == "steps" else v
+    without = "rectangle", "held", "prompt_ids", "output_ids", "pieces"
+    return pd.DataFrame(
+        [{k: count(v) for k, v in d.items() if k not in without} for d in data[what]]
+    )
 
 # %% ../nbs/50_trace.ipynb #2ccb7ace
 class Trace:
@@ -177,28 +273,48 @@ class Trace:
 
     `steps`: a dict each, with `rows` as lists of the numbers in `ROW`. `requests`: a dict each. Times in seconds since
     the recording began. `tokens`: `{id: text}` of all ids in it. `ledger`: the positions of all its steps, as a `Ledger`."""
-    def __init__(self, data: dict): self._data = data
+
+    def __init__(self, data: dict):
+        self._data = data
 
     @property
-    def data(self) -> dict: return self._data
+    def data(self) -> dict:
+        return self._data
+
     @property
-    def header(self) -> dict: return {k: v for k, v in self.data.items() if k not in ('steps', 'requests', 'totals', 'tokens')}
+    def header(self) -> dict:
+        return {
+            k: v for k, v in self.data.items() if k not in ("steps", "requests", "totals", "tokens")
+        }
+
     @property
-    def totals(self) -> dict: return self.data['totals']
+    def totals(self) -> dict:
+        return self.data["totals"]
+
     @property
-    def steps(self) -> list[dict]: return self.data['steps']
+    def steps(self) -> list[dict]:
+        return self.data["steps"]
+
     @property
-    def requests(self) -> list[dict]: return self.data['requests']
+    def requests(self) -> list[dict]:
+        return self.data["requests"]
+
     @property
-    def tokens(self) -> dict[str, str]: return self.data['tokens']
+    def tokens(self) -> dict[str, str]:
+        return self.data["tokens"]
+
     @property
-    def ledger(self) -> Ledger: return Ledger(*(self.totals[k] for k in LEDGER))
+    def ledger(self) -> Ledger:
+        return Ledger(*(self.totals[k] for k in LEDGER))
 
     def request(self, number: int) -> dict:
         "The request of that number. Raises `TraceError`."
         for r in self.requests:
-            if r['request'] == number: return r
-        raise TraceError(f'request {number!r} is not in this trace of {len(self.requests)}: see requests')
+            if r["request"] == number:
+                return r
+        raise TraceError(
+            f"request {number!r} is not in this trace of {len(self.requests)}: see requests"
+        )
 
     def save(self, path: str | os.PathLike) -> Path:
         "Write the trace to `path` as one JSON file, whole or not at all; returns the path. Raises `OSError`."
@@ -217,27 +333,35 @@ class Trace:
         "Write `events` to `path` as JSON, whole or not at all, for ui.perfetto.dev or chrome://tracing; returns the path."
         return write_json(path, self.events())
 
-    def frame(self, what: str = 'steps') -> pandas.DataFrame:
+    def frame(self, what: str = "steps") -> pandas.DataFrame:
         "A pandas `DataFrame` of the 'steps', the 'rows' or the 'requests'. Raises `TraceError`, also if pandas is not there."
         return trace_frame(self.data, what)
 
     def __repr__(self) -> str:
         t = self.totals
-        ended = sum(t['requests'].values())
-        return f'{type(self).__name__}: {t["steps"]} steps, {ended} requests ended, {t["output_tokens"]} tokens out'
+        ended = sum(t["requests"].values())
+        return f"{type(self).__name__}: {t['steps']} steps, {ended} requests ended, {t['output_tokens']} tokens out"
 
 # %% ../nbs/50_trace.ipynb #52b3a50b
 class Recorded(Protocol):
     "What has a trace as its `recorder`, or None: an `LLM`."
+
     @property
     def recorder(self) -> Trace | None: ...
 
+
 def trace_of(x: Trace | str | os.PathLike | Recorded) -> Trace:
     "The `Trace` that `x` is, as it is now; or the one saved under that name; or what an `LLM` recorded last. Raises `TraceError`."
-    if isinstance(x, (str, os.PathLike)): return Trace.load(x)
+    if isinstance(x, (str, os.PathLike)):
+        return Trace.load(x)
     if not isinstance(x, Trace):
-        if not hasattr(x, 'recorder'): raise TraceError(f'expected a trace, its file, or an LLM that recorded one: got {type(x).__name__}')
+        if not hasattr(x, "recorder"):
+            raise TraceError(
+                f"expected a trace, its file, or an LLM that recorded one: got {type(x).__name__}"
+            )
         if x.recorder is None:
-            raise TraceError('this LLM has recorded nothing: run something inside `with llm.trace():`, or make it by LLM(trace=True)')
+            raise TraceError(
+                "this LLM has recorded nothing: run something inside `with llm.trace():`, or make it by LLM(trace=True)"
+            )
         x = x.recorder
     return Trace(x.data)

@@ -32,38 +32,51 @@ __all__ = ['replay', 'Divergence', 'check_answer', 'Report', 'verify', 'numbers_
 
 # %% ../nbs/16_verify.ipynb #1cdf3d0f
 @torch.inference_mode()
-def replay(model: PreTrainedModel, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> torch.Tensor:
+def replay(
+    model: PreTrainedModel, prompt_ids: Sequence[int], output_ids: Sequence[int]
+) -> torch.Tensor:
     """The logits `[n, V]`, fp32, from which each of `n` `output_ids` would have been drawn, had the request been alone.
 
     One forward over prompt and answer, without cache, in the model's own dtype; logits at n positions only. Where the
     rope of a model changes with the length (`rope_switch`), one on each side. Raises `PromptError`."""
     ids, P, n = [*check_prompt(prompt_ids), *output_ids[:-1]], len(prompt_ids), len(output_ids)
-    if not n: return torch.empty(0, model.config.get_text_config().vocab_size, device=model.device)
+    if not n:
+        return torch.empty(0, model.config.get_text_config().vocab_size, device=model.device)
     if P <= (switch := rope_switch(model) or 0) < len(ids):
         k = switch - P + 1
-        return torch.cat([replay(model, prompt_ids, output_ids[:k]), replay(model, ids[:P + k], output_ids[k:])])
+        return torch.cat(
+            [replay(model, prompt_ids, output_ids[:k]), replay(model, ids[: P + k], output_ids[k:])]
+        )
     at = torch.arange(P - 1, P + n - 1, device=model.device)
-    keep = dict(logits_to_keep=at) if 'logits_to_keep' in inspect.signature(model.forward).parameters else {}
+    keep = (
+        dict(logits_to_keep=at)
+        if "logits_to_keep" in inspect.signature(model.forward).parameters
+        else {}
+    )
     with attention_override(model):
         logits = model(torch.tensor([ids], device=model.device), use_cache=False, **keep).logits[0]
     return (logits if keep else logits[at]).float()
 
 # %% ../nbs/16_verify.ipynb #982acabb
-def gap_to(logits: torch.Tensor, row: SamplingRow, token: int, want: int | None, u: float | None = None) -> float:
+def gap_to(
+    logits: torch.Tensor, row: SamplingRow, token: int, want: int | None, u: float | None = None
+) -> float:
     """How far two of `logits` `[V]` must be off against each other for `row` to take `token`; alone it takes `want`.
 
     Greedy: the logit of `want` minus that of `token`, penalties and bans applied. Sampled: if every logit may be off by
     `slack`, the least with which `row` `could_draw` it, found by halving to within 2%, and doubled, as two logits are off
     against each other. inf if none does; NaN if `want` is None, where the replay has no numbers."""
-    if want is None: return math.nan
+    if want is None:
+        return math.nan
     if row.params.greedy:
-        plain = replace(row, params=replace(row.params, temperature=1.))
+        plain = replace(row, params=replace(row.params, temperature=1.0))
         x = processed_logits(logits[None], [plain])[0]
         return (x[want] - x[token]).item()
-    low, high = 0., 2.**-20
+    low, high = 0.0, 2.0**-20
     while not could_draw(logits, row, token, u, high):
         low, high = high, 2 * high
-        if high > 2**10: return math.inf
+        if high > 2**10:
+            return math.inf
     for _ in range(6):
         middle = (low + high) / 2
         low, high = (low, middle) if could_draw(logits, row, token, u, middle) else (middle, high)
@@ -74,8 +87,10 @@ def gap_to(logits: torch.Tensor, row: SamplingRow, token: int, want: int | None,
 def shaken(model: PreTrainedModel, seed: int = 0) -> Iterator[None]:
     "Inside, each innermost module of `model` gives numbers of which one in sixteen is off by one rounding of their dtype."
     generators = {}
+
     def shake(module: torch.nn.Module, args: Any, out: Any) -> torch.Tensor | None:
-        if not isinstance(out, torch.Tensor) or not out.is_floating_point() or not out.numel(): return
+        if not isinstance(out, torch.Tensor) or not out.is_floating_point() or not out.numel():
+            return
         dev, eps = out.device, torch.finfo(out.dtype).eps
         gen = generators.setdefault(dev, torch.Generator(dev).manual_seed(seed))
         out = out.clone(memory_format=torch.contiguous_format)
@@ -84,12 +99,19 @@ def shaken(model: PreTrainedModel, seed: int = 0) -> Iterator[None]:
         up = torch.randint(2, at.shape, generator=gen, device=dev)
         flat[at] *= (1 - eps + 2 * eps * up).to(out.dtype)
         return out
-    inner = [m for m in model.modules() if not list(m.children()) and not isinstance(m, torch.nn.Embedding)]
-    with attention_override(model):                        # whoever runs this model in another thread waits
+
+    inner = [
+        m
+        for m in model.modules()
+        if not list(m.children()) and not isinstance(m, torch.nn.Embedding)
+    ]
+    with attention_override(model):  # whoever runs this model in another thread waits
         hooks = [m.register_forward_hook(shake) for m in inner]
-        try: yield
+        try:
+            yield
         finally:
-            for h in hooks: h.remove()
+            for h in hooks:
+                h.remove()
 
 # %% ../nbs/16_verify.ipynb #849b6570
 @dataclass
@@ -97,13 +119,16 @@ class Alone:
     """What a request would have given alone: the `logits` `[n, V]` of the `replay` of `n` `output_ids`, and how exact they are.
 
     `measure`: a function of logits that gives a number for each position, `[n]`."""
+
     model: PreTrainedModel
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
 
-    def __post_init__(self) -> None: self.logits = self.replay()
+    def __post_init__(self) -> None:
+        self.logits = self.replay()
 
-    def replay(self) -> torch.Tensor: return replay(self.model, self.prompt_ids, self.output_ids)
+    def replay(self) -> torch.Tensor:
+        return replay(self.model, self.prompt_ids, self.output_ids)
 
     def noise(self, measure: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """How much rounding alone moves `measure(logits)`: rms `[n]`.
@@ -112,14 +137,19 @@ class Alone:
         base = measure(self.logits)
         total = torch.zeros_like(base)
         for seed in range(8):
-            with shaken(self.model, seed): moved = measure(self.replay()) - base
-            total += moved.nan_to_num(0., 0., 0.) ** 2 / 8
+            with shaken(self.model, seed):
+                moved = measure(self.replay()) - base
+            total += moved.nan_to_num(0.0, 0.0, 0.0) ** 2 / 8
         return total.clamp(min=total.mean()).sqrt()
 
     def floor(self) -> torch.Tensor:
         "The least that counts, `[n]`: in fp32, 64 roundings of the largest of each line of logits; 0 in half precision."
         steps = 0 if self.model.dtype.itemsize < 4 else 64
-        return steps * torch.finfo(self.model.dtype).eps * self.logits.nan_to_num(0., 0., 0.).abs().amax(-1)
+        return (
+            steps
+            * torch.finfo(self.model.dtype).eps
+            * self.logits.nan_to_num(0.0, 0.0, 0.0).abs().amax(-1)
+        )
 
     def tolerances(self, measure: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         "Up to which difference `measure(logits)` is only rounded, `[n]`: 5 times its noise, or the floor."
@@ -134,6 +164,7 @@ class Divergence:
     of its output tokens, or numbers, `position`: which of prompt and answer. `got` in the batch, `want` alone: token ids, log probabilities, reasons,
     numbers; None where the replay gives no numbers. `gap` and `tolerance` are in logits; of vectors see `check_vector`. `kind`: 'tie' if the gap is within the
     tolerance, else 'bug'; a gap that is NaN is a bug. `number`: which of the outputs that were given to `verify`."""
+
     request_id: str
     completion: int
     index: int
@@ -142,71 +173,121 @@ class Divergence:
     want: int | float | str | None
     gap: float
     tolerance: float
-    what: str = 'token'
+    what: str = "token"
     texts: tuple | None = None
     number: int | None = None
 
     @property
-    def kind(self) -> str: return 'tie' if self.gap <= self.tolerance else 'bug'
+    def kind(self) -> str:
+        return "tie" if self.gap <= self.tolerance else "bug"
+
     @property
     def name(self) -> str:
         "As the caller finds it."
-        if self.number is None: return f'request {self.request_id}' + (f'-{self.completion}' if self.completion else '')
-        return f'outputs[{self.number}]' + (f'.outputs[{self.completion}]' if self.completion else '')
+        if self.number is None:
+            return f"request {self.request_id}" + (f"-{self.completion}" if self.completion else "")
+        return f"outputs[{self.number}]" + (
+            f".outputs[{self.completion}]" if self.completion else ""
+        )
 
     def show(self, i: int) -> str:
         "`got` (i = 0) or `want` (1) for a reader."
         x = (self.got, self.want)[i]
-        if x is None: return 'no number'
-        return f'{x:.3f}' if isinstance(x, float) else f'{self.texts[i]!r} ({x})' if self.texts else str(x)
+        if x is None:
+            return "no number"
+        return (
+            f"{x:.3f}"
+            if isinstance(x, float)
+            else f"{self.texts[i]!r} ({x})"
+            if self.texts
+            else str(x)
+        )
 
     def __str__(self) -> str:
-        return (f'{self.kind}: {self.name}, {self.what} {self.index} (position {self.position}): '
-                f'{self.show(0)}, alone {self.show(1)}; gap {self.gap:.2g}, tolerance {self.tolerance:.2g}')
+        return (
+            f"{self.kind}: {self.name}, {self.what} {self.index} (position {self.position}): "
+            f"{self.show(0)}, alone {self.show(1)}; gap {self.gap:.2g}, tolerance {self.tolerance:.2g}"
+        )
 
 # %% ../nbs/16_verify.ipynb #78f488bd
 @dataclass
 class Answer:
     "One answer to check: `completion` of `out`, which `llm` gave. `params` are without log probabilities, which nobody needs again."
+
     llm: LLM
     out: RequestOutput
     completion: CompletionOutput
 
     def __post_init__(self) -> None:
         assert self.out.params is not None and self.out.prompt_token_ids is not None
-        self.params = replace(self.out.params, logprobs=None, logprob_token_ids=None, logprobs_mode=None, prompt_logprobs=None,
-                              prompt_logprob_start=0)
+        self.params = replace(
+            self.out.params,
+            logprobs=None,
+            logprob_token_ids=None,
+            logprobs_mode=None,
+            prompt_logprobs=None,
+            prompt_logprob_start=0,
+        )
         self.prompt_ids, self.ids = self.out.prompt_token_ids, self.completion.token_ids
 
     def row(self) -> SamplingRow:
         "Its `SamplingRow` as it was before the first token."
         llm = self.llm
-        return SamplingRow.make(self.params, self.prompt_ids, llm.eos_ids, llm.tokenizer, self.completion.index, llm.vocab_size,
-                                llm.max_model_len, grammar_for(llm, self.params))
+        return SamplingRow.make(
+            self.params,
+            self.prompt_ids,
+            llm.eos_ids,
+            llm.tokenizer,
+            self.completion.index,
+            llm.vocab_size,
+            llm.max_model_len,
+            grammar_for(llm, self.params),
+        )
 
     def alone(self, start: int, size: int) -> Alone:
         "The replay of `size` tokens from `start` on: what came before is their prompt."
-        return Alone(self.llm.model, [*self.prompt_ids, *self.ids[:start]], self.ids[start:start + size])
+        return Alone(
+            self.llm.model, [*self.prompt_ids, *self.ids[:start]], self.ids[start : start + size]
+        )
 
     def divergence(self, index: int, *args: Any, **kwargs: Any) -> Divergence:
         "One at output token `index`; the rest as `Divergence` has it."
-        return Divergence(self.out.request_id, self.completion.index, index, len(self.prompt_ids) + index, *args, **kwargs)
+        return Divergence(
+            self.out.request_id,
+            self.completion.index,
+            index,
+            len(self.prompt_ids) + index,
+            *args,
+            **kwargs,
+        )
 
 # %% ../nbs/16_verify.ipynb #c0c39f81
-def is_unseeded(params: SamplingParams) -> bool: return not params.greedy and params.seed is None
-def is_filtered(params: SamplingParams) -> bool: return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+def is_unseeded(params: SamplingParams) -> bool:
+    return not params.greedy and params.seed is None
+
+
+def is_filtered(params: SamplingParams) -> bool:
+    return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+
 
 def is_checkable(params: SamplingParams, mode: str) -> bool:
     "Whether log probabilities of a `mode` can be compared: those of what a filter leaves jump as a token at its edge is in or out."
-    return not (mode.startswith('processed') and is_filtered(params))
+    return not (mode.startswith("processed") and is_filtered(params))
 
-def wanted(logits: torch.Tensor, rows: Sequence[SamplingRow], output_ids: Sequence[int]) -> list[int | None]:
+
+def wanted(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], output_ids: Sequence[int]
+) -> list[int | None]:
     "What each of `rows` takes from its line of `logits` `[n, V]`: ids, None where it can take nothing."
     got = sample(logits, rows).token_ids
-    if not is_unseeded(rows[0].params): return got
+    if not is_unseeded(rows[0].params):
+        return got
     p = probabilities(logits, rows)
     best = p.argmax(-1).tolist()
-    return [None if w is None else i if p[t, i] > 0 else best[t] for t, (i, w) in enumerate(zip(output_ids, got))]
+    return [
+        None if w is None else i if p[t, i] > 0 else best[t]
+        for t, (i, w) in enumerate(zip(output_ids, got))
+    ]
 
 # %% ../nbs/16_verify.ipynb #dcbe128d
 def check_end(a: Answer) -> list[Divergence]:
@@ -214,68 +295,117 @@ def check_end(a: Answer) -> list[Divergence]:
     run, was = make_request(a.row()), (a.completion.finish_reason, a.completion.stop_reason)
     reason = next((why for i in a.ids if (why := run.append(i))), None)
     now, n = (reason, run.stop_reason), len(run.output_ids)
-    broken_off = now[0] is None and was[0] in ('cancelled', 'timeout')
-    if n < len(a.ids): was = None, None
-    elif now == was or broken_off: return []
-    show = lambda reason, stop: (reason or 'goes on') + ('' if stop is None else f' at {stop!r}')
-    return [a.divergence(n - 1, show(*was), show(*now), math.inf, 0., 'end')]
+    broken_off = now[0] is None and was[0] in ("cancelled", "timeout")
+    if n < len(a.ids):
+        was = None, None
+    elif now == was or broken_off:
+        return []
+    show = lambda reason, stop: (reason or "goes on") + ("" if stop is None else f" at {stop!r}")
+    return [a.divergence(n - 1, show(*was), show(*now), math.inf, 0.0, "end")]
 
 # %% ../nbs/16_verify.ipynb #aceb8071
-def check_logprobs(a: Answer, start: int, alone: Alone, tolerance: float | None = None) -> list[Divergence]:
+def check_logprobs(
+    a: Answer, start: int, alone: Alone, tolerance: float | None = None
+) -> list[Divergence]:
     "A list, empty or with the worst `Divergence` of the log probabilities recorded from token `start` on; `alone`: their replay."
     ids, recorded = alone.output_ids, (a.completion.logprobs or [])[start:]
-    row, mode, at = a.row(), (a.out.params or a.params).logprobs_mode or a.llm.logprobs_mode, torch.tensor(ids, device=alone.logits.device)[:, None]
-    if not is_checkable(a.params, mode): return []
-    rows = [replace(row, output_ids=a.ids[:start + t]) for t in range(len(ids))]
+    row, mode, at = (
+        a.row(),
+        (a.out.params or a.params).logprobs_mode or a.llm.logprobs_mode,
+        torch.tensor(ids, device=alone.logits.device)[:, None],
+    )
+    if not is_checkable(a.params, mode):
+        return []
+    rows = [replace(row, output_ids=a.ids[: start + t]) for t in range(len(ids))]
+
     def measure(logits: torch.Tensor) -> torch.Tensor:
         x = reported_logits(logits, rows, mode)
-        return (x if mode.endswith('logits') else x.log_softmax(-1)).gather(1, at)[:, 0]
+        return (x if mode.endswith("logits") else x.log_softmax(-1)).gather(1, at)[:, 0]
+
     want = measure(alone.logits)
     got = want.new_tensor([d[i].logprob if i in d else math.nan for d, i in zip(recorded, ids)])
     off = (want - got).abs()
-    if not (off > (alone.floor() if tolerance is None else tolerance)).any(): return []
+    if not (off > (alone.floor() if tolerance is None else tolerance)).any():
+        return []
     limit = alone.tolerances(measure) if tolerance is None else torch.full_like(off, tolerance)
-    t = int((off / limit).nan_to_num(0.).argmax())             # what is no number shows in the tokens
-    if off[t] <= limit[t]: return []
-    return [a.divergence(start + t, got[t].item(), want[t].item(), off[t].item(), limit[t].item(), 'logprob')]
+    t = int((off / limit).nan_to_num(0.0).argmax())  # what is no number shows in the tokens
+    if off[t] <= limit[t]:
+        return []
+    return [
+        a.divergence(
+            start + t, got[t].item(), want[t].item(), off[t].item(), limit[t].item(), "logprob"
+        )
+    ]
 
 # %% ../nbs/16_verify.ipynb #5a313584
-def check_tokens(a: Answer, row: SamplingRow, start: int, alone: Alone, us: Sequence[float | None],
-                 tolerance: float | None = None) -> list[Divergence]:
+def check_tokens(
+    a: Answer,
+    row: SamplingRow,
+    start: int,
+    alone: Alone,
+    us: Sequence[float | None],
+    tolerance: float | None = None,
+) -> list[Divergence]:
     """A `Divergence` for each token from `start` on that is not what its row takes from its line of the logits of `alone`.
 
     `row`: the answer's row, its generator where these tokens were drawn; `us`: their random numbers. The rest as in `check_logprobs`."""
     logits, ids = alone.logits, alone.output_ids
-    rows = [replace(row, output_ids=a.ids[:start + t]) for t in range(len(ids))]
+    rows = [replace(row, output_ids=a.ids[: start + t]) for t in range(len(ids))]
     want = wanted(logits, rows, ids)
     differ = [t for t, (x, y) in enumerate(zip(want, ids)) if x != y]
-    if not differ: return []
-    pairs = logits.nan_to_num(0.).topk(2).indices                      # where nothing differs, any two will do
-    for t in differ: pairs[t] = torch.tensor([want[t] or 0, ids[t]])
+    if not differ:
+        return []
+    pairs = logits.nan_to_num(0.0).topk(2).indices  # where nothing differs, any two will do
+    for t in differ:
+        pairs[t] = torch.tensor([want[t] or 0, ids[t]])
     apart = lambda x: x.gather(1, pairs).diff()[:, 0]
     limit = alone.tolerances(apart).tolist() if tolerance is None else [tolerance] * len(ids)
     tokenizer = a.llm.tokenizer
-    def text(i: int | None) -> str: return '' if tokenizer is None else vocabulary_of(tokenizer).text(i or 0)
-    return [a.divergence(start + t, ids[t], want[t], gap_to(logits[t], rows[t], ids[t], want[t], us[t]), limit[t],
-                         texts=None if tokenizer is None else (text(ids[t]), text(want[t]))) for t in differ]
+
+    def text(i: int | None) -> str:
+        return "" if tokenizer is None else vocabulary_of(tokenizer).text(i or 0)
+
+    return [
+        a.divergence(
+            start + t,
+            ids[t],
+            want[t],
+            gap_to(logits[t], rows[t], ids[t], want[t], us[t]),
+            limit[t],
+            texts=None if tokenizer is None else (text(ids[t]), text(want[t])),
+        )
+        for t in differ
+    ]
 
 # %% ../nbs/16_verify.ipynb #2eb405f8
-def check_answer(llm: LLM, out: RequestOutput, completion: CompletionOutput, tolerance: float | None = None,
-                 max_logits: int = 2**26) -> list[Divergence]:
+def check_answer(
+    llm: LLM,
+    out: RequestOutput,
+    completion: CompletionOutput,
+    tolerance: float | None = None,
+    max_logits: int = 2**26,
+) -> list[Divergence]:
     "Every `Divergence` of one answer (`completion` of `RequestOutput` `out`), in the order of its tokens."
     a, size = Answer(llm, out, completion), max(1, max_logits // llm.vocab_size)
     row, again = a.row(), a.row()
     us = [None if is_unseeded(a.params) else again.uniform() for _ in a.ids]
     found = check_end(a)
-    with contextlib.nullcontext() if out.lora_request is None or llm.adapters is None else llm.adapters.applied(llm.model, out.lora_request):
+    with (
+        contextlib.nullcontext()
+        if out.lora_request is None or llm.adapters is None
+        else llm.adapters.applied(llm.model, out.lora_request)
+    ):
         for s in range(0, len(a.ids), size):
             alone = a.alone(s, size)
-            found += check_tokens(a, row, s, alone, us[s:s + size], tolerance)
-            if completion.logprobs: found += check_logprobs(a, s, alone, tolerance)
+            found += check_tokens(a, row, s, alone, us[s : s + size], tolerance)
+            if completion.logprobs:
+                found += check_logprobs(a, s, alone, tolerance)
     return sorted(found, key=lambda d: d.index)
 
 # %% ../nbs/16_verify.ipynb #0412022e
-def _count(n: int, what: str) -> str: return f'{n:,} {what}' + ('' if n == 1 else 's')
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what}" + ("" if n == 1 else "s")
+
 
 @dataclass
 class Report:
@@ -285,6 +415,7 @@ class Report:
     those of an answer by index. `skipped`: `(request_id, why)` of outputs that could not be compared. `unseeded`: answers
     sampled without a seed, whose tokens are only known to be possible. `unchecked`: answers with log probabilities that can't be compared.
     `rounded`: where transformers' arithmetic, which rounds otherwise, would take another token by a near-tie, and the engine alone does not."""
+
     total: int = 0
     requests: int = 0
     tokens: int = 0
@@ -295,76 +426,114 @@ class Report:
     rounded: list[Divergence] = field(default_factory=list)
 
     @property
-    def bugs(self) -> list[Divergence]: return [d for d in self.divergences if d.kind == 'bug']
+    def bugs(self) -> list[Divergence]:
+        return [d for d in self.divergences if d.kind == "bug"]
+
     @property
-    def ok(self) -> bool: return not self.bugs
+    def ok(self) -> bool:
+        return not self.bugs
+
     @property
     def max_gap(self) -> float:
         "The largest gap of all positions, in logits: 0 if all tokens are equal, inf if one can't be had, or is no number."
-        return max((d.gap if d.gap == d.gap else math.inf for d in self.divergences if d.what == 'token'), default=0.)
+        return max(
+            (d.gap if d.gap == d.gap else math.inf for d in self.divergences if d.what == "token"),
+            default=0.0,
+        )
+
     @property
     def firsts(self) -> list[Divergence]:
         "Where each answer first differs, and its first bug; bugs in front."
         found: dict[tuple[str, int, str], Divergence] = {}
-        for d in self.divergences: found.setdefault((d.request_id, d.completion, d.kind), d)
-        return sorted(found.values(), key=lambda d: d.kind)                # 'bug' before 'tie'
+        for d in self.divergences:
+            found.setdefault((d.request_id, d.completion, d.kind), d)
+        return sorted(found.values(), key=lambda d: d.kind)  # 'bug' before 'tie'
 
     @property
     def headline(self) -> str:
         "What was found, in a line."
-        found = 'all equal' if self.tokens else 'nothing to compare'
-        if self.divergences: found = f'{_count(len(self.divergences) - len(self.bugs), "near-tie")}, {_count(len(self.bugs), "bug")}'
-        if any(d.what == 'token' for d in self.divergences): found += f', largest gap {self.max_gap:.2g}'
-        if self.rounded: found += f" (transformers' own arithmetic takes another token by {_count(len(self.rounded), 'near-tie')})"
-        some = f'{self.requests:,} of ' if self.requests < self.total else ''
-        line = f'{some}{_count(self.total, "request")}, {_count(self.tokens, "token")}: {found}'
-        if self.unseeded: line += f'; {_count(self.unseeded, "answer")} without a seed, of which only: they were possible'
-        if self.unchecked: line += f'; log probabilities of {_count(self.unchecked, "answer")} not checked: processed, with a filter'
-        return line + (f'; {len(self.skipped)} skipped' if self.skipped else '')
+        found = "all equal" if self.tokens else "nothing to compare"
+        if self.divergences:
+            found = f"{_count(len(self.divergences) - len(self.bugs), 'near-tie')}, {_count(len(self.bugs), 'bug')}"
+        if any(d.what == "token" for d in self.divergences):
+            found += f", largest gap {self.max_gap:.2g}"
+        if self.rounded:
+            found += f" (transformers' own arithmetic takes another token by {_count(len(self.rounded), 'near-tie')})"
+        some = f"{self.requests:,} of " if self.requests < self.total else ""
+        line = f"{some}{_count(self.total, 'request')}, {_count(self.tokens, 'token')}: {found}"
+        if self.unseeded:
+            line += f"; {_count(self.unseeded, 'answer')} without a seed, of which only: they were possible"
+        if self.unchecked:
+            line += f"; log probabilities of {_count(self.unchecked, 'answer')} not checked: processed, with a filter"
+        return line + (f"; {len(self.skipped)} skipped" if self.skipped else "")
 
     def log(self) -> None:
         "Log the headline or, if there is a bug, all of it as an error."
-        if self.ok: log.info('verify: %s', self.headline)
-        else: log.error('verify: %s', self)
+        if self.ok:
+            log.info("verify: %s", self.headline)
+        else:
+            log.error("verify: %s", self)
 
     def __str__(self) -> str:
         more = len(self.firsts) - 5
-        return '\n'.join([self.headline, *map(str, self.firsts[:5]), *[f'and {more} more'] * (more > 0)])
+        return "\n".join(
+            [self.headline, *map(str, self.firsts[:5]), *[f"and {more} more"] * (more > 0)]
+        )
 
     __repr__ = __str__
 
     def _repr_markdown_(self) -> str:
-        cell = lambda x: str(x).replace('|', '\\|').replace('`', "'")
-        head = ['kind', 'request', 'what', 'in the batch', 'alone', 'gap', 'tolerance']
-        rows = [[d.kind, d.name, f'{d.what} {d.index}', d.show(0), d.show(1), f'{d.gap:.2g}', f'{d.tolerance:.2g}']
-                for d in self.firsts[:10]]
-        table = [f'| {" | ".join(map(cell, r))} |' for r in (head, ['---'] * len(head), *rows)] if rows else []
-        return '\n'.join([self.headline, '', *table])
+        cell = lambda x: str(x).replace("|", "\\|").replace("`", "'")
+        head = ["kind", "request", "what", "in the batch", "alone", "gap", "tolerance"]
+        rows = [
+            [
+                d.kind,
+                d.name,
+                f"{d.what} {d.index}",
+                d.show(0),
+                d.show(1),
+                f"{d.gap:.2g}",
+                f"{d.tolerance:.2g}",
+            ]
+            for d in self.firsts[:10]
+        ]
+        table = (
+            [f"| {' | '.join(map(cell, r))} |" for r in (head, ["---"] * len(head), *rows)]
+            if rows
+            else []
+        )
+        return "\n".join([self.headline, "", *table])
 
 # %% ../nbs/16_verify.ipynb #5d0b17c1
 def promises_bits(llm: LLM, params: SamplingParams) -> bool:
     "Whether a request with `params` gives the same bits alone as in any company, on the backend of `llm`, and so the same answer."
-    packed = llm.shapes is not None and llm.strategy == 'continuous' and llm.switch is None
+    packed = llm.shapes is not None and llm.strategy == "continuous" and llm.switch is None
     return packed and llm.backend.batch_invariant and not is_unseeded(params)
+
 
 def check_bits(llm: LLM, out: RequestOutput) -> list[Divergence] | None:
     "A list, with a `Divergence` for each answer of `out` that its request does not give alone on the backend of `llm`; None if it could not run."
     params = replace(out.params or SamplingParams(), truncate_prompt_tokens=None)
     again: Any
-    [(_, again)] = llm.iter_outputs([dict(prompt_token_ids=out.prompt_token_ids)], params, lora_request=out.lora_request)
-    if again.error: return None
+    [(_, again)] = llm.iter_outputs(
+        [dict(prompt_token_ids=out.prompt_token_ids)], params, lora_request=out.lora_request
+    )
+    if again.error:
+        return None
     found = []
     for c, d in zip(out.outputs, again.outputs):
         pairs = zip(c.token_ids, [*d.token_ids, *[None] * len(c.token_ids)])
         at = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
-        if at is None: continue
+        if at is None:
+            continue
         want = d.token_ids[at] if at < len(d.token_ids) else None
-        found.append(Answer(llm, out, c).divergence(at, c.token_ids[at], want, math.inf, 0.))
+        found.append(Answer(llm, out, c).divergence(at, c.token_ids[at], want, math.inf, 0.0))
     return found
 
 # %% ../nbs/16_verify.ipynb #8bc9e287
-def verify(llm: LLM, outputs: Any, sample: int | None = 8, seed: int = 0,
-           tolerance: float | None = None) -> Report:
+def verify(
+    llm: LLM, outputs: Any, sample: int | None = 8, seed: int = 0, tolerance: float | None = None
+) -> Report:
     """Run a random `sample` of `outputs` again, each alone, and compare: a `Report`.
 
     Each answer is compared with what transformers' own code computes of it. On a backend that is `batch_invariant` that is other arithmetic: where it
@@ -381,11 +550,13 @@ def verify(llm: LLM, outputs: Any, sample: int | None = 8, seed: int = 0,
     without: one that could be drawn. Log probabilities, if recorded, must be those of the replay, within their own
     noise (processed ones with `top_p`, `top_k` or `min_p` are not checked), and each answer must have ended where and why its tokens say. Costs a prefill of prompt and answer for each
     answer, nine where something differs. Raises `ParamError`."""
-    check_count('sample', sample)
+    check_count("sample", sample)
     outs = list(outputs) if isinstance(outputs, Iterable) else [outputs]
     report = Report(len(outs), skipped=[(o.request_id, why) for o in outs if (why := why_not(o))])
     fit = [(i, o) for i, o in enumerate(outs) if not why_not(o)]
-    some = random.Random(seed).sample(range(len(fit)), len(fit) if sample is None else min(sample, len(fit)))
+    some = random.Random(seed).sample(
+        range(len(fit)), len(fit) if sample is None else min(sample, len(fit))
+    )
     for number, out in (fit[i] for i in sorted(some)):
         named = lambda found: [replace(d, number=number) for d in found]
         if isinstance(out, PoolingRequestOutput):
@@ -393,18 +564,24 @@ def verify(llm: LLM, outputs: Any, sample: int | None = 8, seed: int = 0,
             report.divergences += named(check_vector(llm, out, tolerance))
             continue
         answers = [c for c in out.outputs if c.token_ids]
-        try: found = [d for c in answers for d in check_answer(llm, out, c, tolerance)]
+        try:
+            found = [d for c in answers for d in check_answer(llm, out, c, tolerance)]
         except Exception as e:
-            if not out_of_memory(e): raise
-            report.skipped.append((out.request_id, 'out of memory, running it alone and without a cache'))
+            if not out_of_memory(e):
+                raise
+            report.skipped.append(
+                (out.request_id, "out of memory, running it alone and without a cache")
+            )
             continue
         report.requests += 1
         report.tokens += sum(len(c.token_ids) for c in answers)
         params = out.params or SamplingParams()
         report.unseeded += len(answers) * is_unseeded(params)
-        if not is_checkable(params, params.logprobs_mode or llm.logprobs_mode): report.unchecked += sum(c.logprobs is not None for c in answers)
-        same = found and all(d.kind == 'tie' for d in found) and promises_bits(llm, params)
-        if same and (wrong := check_bits(llm, out)) is not None: report.rounded, found = report.rounded + named([] if wrong else found), wrong
+        if not is_checkable(params, params.logprobs_mode or llm.logprobs_mode):
+            report.unchecked += sum(c.logprobs is not None for c in answers)
+        same = found and all(d.kind == "tie" for d in found) and promises_bits(llm, params)
+        if same and (wrong := check_bits(llm, out)) is not None:
+            report.rounded, found = report.rounded + named([] if wrong else found), wrong
         report.divergences += named(found)
     return report
 
@@ -412,44 +589,99 @@ def verify(llm: LLM, outputs: Any, sample: int | None = 8, seed: int = 0,
 def numbers_of(out: PoolingRequestOutput[Any]) -> torch.Tensor:
     "The numbers of a `PoolingRequestOutput`, of whatever kind, as an fp32 tensor."
     o = out.outputs
-    data = next(x for name in ('data', 'embedding', 'probs', 'score') if (x := getattr(o, name, None)) is not None)
+    data = next(
+        x
+        for name in ("data", "embedding", "probs", "score")
+        if (x := getattr(o, name, None)) is not None
+    )
     return data if isinstance(data, torch.Tensor) else torch.tensor(data)
 
-def check_vector(llm: LLM, out: PoolingRequestOutput[Any], tolerance: float | None = None) -> list[Divergence]:
+
+def check_vector(
+    llm: LLM, out: PoolingRequestOutput[Any], tolerance: float | None = None
+) -> list[Divergence]:
     """A list, empty or with a `Divergence`: what `out` has is not what its text gives `llm` alone.
 
     On a backend that is `batch_invariant` the gap is the largest difference of two numbers, and none is tolerated. Elsewhere it is 1 less the cosine, or of
     single numbers the difference, and up to `tolerance` a tie: if None 1e-5 in fp32, 1e-2 in half precision."""
     assert out.params is not None
-    prompt = dict(prompt_token_ids=out.prompt_token_ids) | ({} if out.token_type_ids is None else dict(token_type_ids=out.token_type_ids))
+    prompt = dict(prompt_token_ids=out.prompt_token_ids) | (
+        {} if out.token_type_ids is None else dict(token_type_ids=out.token_type_ids)
+    )
     alone: Any
-    [(_, alone)] = llm.iter_outputs([prompt], replace(out.params, raw=True, truncate_prompt_tokens=None), lora_request=out.lora_request)
+    [(_, alone)] = llm.iter_outputs(
+        [prompt],
+        replace(out.params, raw=True, truncate_prompt_tokens=None),
+        lora_request=out.lora_request,
+    )
     got, want = numbers_of(out).float().cpu(), alone.outputs.data.float().cpu()
-    if got.numel() == want.numel() == 1: got = got.view(want.shape)        # a score
-    if got.shape == want.shape and torch.equal(got, want): return []
+    if got.numel() == want.numel() == 1:
+        got = got.view(want.shape)  # a score
+    if got.shape == want.shape and torch.equal(got, want):
+        return []
     if got.shape != want.shape or not got.isfinite().all() or not want.isfinite().all():
-        return [Divergence(out.request_id, 0, 0, len(out.prompt_token_ids) - 1, str([*got.shape]), str([*want.shape]), math.nan, 0., 'number')]
+        return [
+            Divergence(
+                out.request_id,
+                0,
+                0,
+                len(out.prompt_token_ids) - 1,
+                str([*got.shape]),
+                str([*want.shape]),
+                math.nan,
+                0.0,
+                "number",
+            )
+        ]
     off = (got - want).abs()
     exact, at = llm.backend.batch_invariant and llm.shapes is not None, int(off.argmax())
     one = got.ndim == 0 or got.shape[-1] == 1
-    gap = off.max().item() if exact or one else (1 - torch.cosine_similarity(got, want, dim=-1)).clamp(min=0).max().item()
-    limit = 0. if exact else tolerance if tolerance is not None else 1e-5 if llm.model.dtype.itemsize >= 4 else 1e-2
-    return [Divergence(out.request_id, 0, at, len(out.prompt_token_ids) - 1, got.flatten()[at].item(), want.flatten()[at].item(), gap, limit, 'number')]
+    gap = (
+        off.max().item()
+        if exact or one
+        else (1 - torch.cosine_similarity(got, want, dim=-1)).clamp(min=0).max().item()
+    )
+    limit = (
+        0.0
+        if exact
+        else tolerance
+        if tolerance is not None
+        else 1e-5
+        if llm.model.dtype.itemsize >= 4
+        else 1e-2
+    )
+    return [
+        Divergence(
+            out.request_id,
+            0,
+            at,
+            len(out.prompt_token_ids) - 1,
+            got.flatten()[at].item(),
+            want.flatten()[at].item(),
+            gap,
+            limit,
+            "number",
+        )
+    ]
 
 # %% ../nbs/71_families.ipynb #632b67a2
 from .pooled import ScoringRequestOutput
 from .sampling import draw
 
 # %% ../nbs/71_families.ipynb #a0632bd7
-def could_draw(logits: torch.Tensor, row: SamplingRow, token: int, u: float | None, slack: float = 0.) -> bool:
+def could_draw(
+    logits: torch.Tensor, row: SamplingRow, token: int, u: float | None, slack: float = 0.0
+) -> bool:
     """Whether `row` could draw `token` from `logits` `[V]`, fp32, if each of them may be off by `slack`.
 
     `u`: the random number of the draw; None if nobody knows it, then: any. A greedy row has no `u`: it takes `token` if raising
     that alone makes it the best."""
     ids = torch.arange(len(logits), device=logits.device)
+
     def raised(some: torch.Tensor) -> torch.Tensor:
         "The logits `[V]` if those of `some` are too low by `slack` and all others too high."
         return torch.where(some, logits + slack, logits - slack)
+
     if u is None or row.params.greedy:
         return bool(probabilities(raised(ids == token)[None], [row])[0, token] > 0)
     # `u` draws the id at which the running sum passes it. With the ids up to `token` raised that is the smallest id that can be,
@@ -461,9 +693,19 @@ def could_draw(logits: torch.Tensor, row: SamplingRow, token: int, u: float | No
 # %% ../nbs/71_families.ipynb #32ffe13a
 def why_not(out: Any) -> str | None:
     "Why there is nothing to compare in `out`, a `RequestOutput` or `PoolingRequestOutput`, or None."
-    if out.error: return f'it failed: {out.error}'
+    if out.error:
+        return f"it failed: {out.error}"
     if isinstance(out, PoolingRequestOutput):
-        if isinstance(out, ScoringRequestOutput) and (out.params is None or out.params.task != 'score'): return 'it is the cosine of two vectors: give these'
-        return None if out.params and out.prompt_token_ids else 'it lacks its params or its prompt_token_ids'
-    if not any(c.token_ids for c in out.outputs): return f'{out.outputs[0].finish_reason}, before its first token'
-    if out.params is None or not out.prompt_token_ids: return 'it lacks its params or its prompt_token_ids'
+        if isinstance(out, ScoringRequestOutput) and (
+            out.params is None or out.params.task != "score"
+        ):
+            return "it is the cosine of two vectors: give these"
+        return (
+            None
+            if out.params and out.prompt_token_ids
+            else "it lacks its params or its prompt_token_ids"
+        )
+    if not any(c.token_ids for c in out.outputs):
+        return f"{out.outputs[0].finish_reason}, before its first token"
+    if out.params is None or not out.prompt_token_ids:
+        return "it lacks its params or its prompt_token_ids"

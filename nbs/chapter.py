@@ -2,32 +2,40 @@
 
 `nbdev_test` runs several chapters at once, and one after the other in the same process. So there a chapter keeps to one core,
 since two processes that each take all cores slow each other down many times over, and what the chapter before it held is freed."""
+
 import ctypes, gc, logging, os, platform, sys
 
-last: dict = {}                                                # the names of the chapter before, in this process
+last: dict = {}  # the names of the chapter before, in this process
 
 
 def begin(names: dict) -> None:
     "Begin a chapter, whose `globals()` are `names`."
-    os.environ.setdefault('TRANSFORMERS_VERBOSITY', 'error')
-    os.environ.setdefault('HF_HUB_DISABLE_PROGRESS_BARS', '1')
-    os.environ.setdefault('TQDM_DISABLE', '1')                 # the outputs of a chapter are kept: no bars in them
-    if not os.environ.get('IN_TEST'): return                   # which nbdev_test sets
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the outputs of a chapter are kept: no bars in them
+    if not os.environ.get("IN_TEST"):
+        return  # which nbdev_test sets
     global last
-    last.get('_oh', {}).clear()                                # what its cells displayed
+    last.get("_oh", {}).clear()  # what its cells displayed
     last.clear()
     last = names
     sys.last_traceback = sys.last_value = sys.last_exc = None
     gc.collect()
-    log = logging.getLogger('batchlab')                        # which a chapter may have hushed, or listened to
+    log = logging.getLogger("batchlab")  # which a chapter may have hushed, or listened to
     log.setLevel(logging.NOTSET)
     log.handlers.clear()
     log.propagate = True
-    if attention := sys.modules.get('batchlab.attention'):     # chapter 12 registers its own function, whose names are gone now
-        attention.AttentionInterface.register('batchlab', attention.packed_attention)
-    if platform.libc_ver()[0] == 'glibc': ctypes.CDLL(None).malloc_trim(0)
-    os.environ.setdefault('OMP_NUM_THREADS', '1')              # for what it starts, and for torch if that comes later
-    if 'torch' in sys.modules: sys.modules['torch'].set_num_threads(1)
+    if attention := sys.modules.get(
+        "batchlab.attention"
+    ):  # chapter 12 registers its own function, whose names are gone now
+        attention.AttentionInterface.register("batchlab", attention.packed_attention)
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # for what it starts, and for torch if that comes later
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 def cpp_cells():
@@ -38,16 +46,26 @@ def cpp_cells():
     from IPython.core.magic import register_cell_magic
     from batchlab.backends.native import FLAGS, find_compiler, with_includes
     from batchlab.errors import CompileError
+
     parts = {}
-    def so_far(): return with_includes('\n\n'.join(parts.values())) + '\n'
+
+    def so_far():
+        return with_includes("\n\n".join(parts.values())) + "\n"
 
     def cpp(name, cell):
         "C++, a part of the chapter's file."
         parts[name] = cell.strip()
-        try: command = [find_compiler(), *FLAGS, *'-Wall -Wextra -Wno-unused-function -fsyntax-only -x c++ -'.split()]
-        except CompileError: return
+        try:
+            command = [
+                find_compiler(),
+                *FLAGS,
+                *"-Wall -Wextra -Wno-unused-function -fsyntax-only -x c++ -".split(),
+            ]
+        except CompileError:
+            return
         said = subprocess.run(command, input=so_far(), capture_output=True, text=True).stderr
         assert not said, said
+
     register_cell_magic(cpp)
     return so_far
 
@@ -56,37 +74,83 @@ def run_cpp(source: str, name: str, *args):
     "Compile C++ `source` and call what it exports by `EXPORT(name)`, in fp32, with tensors, structs and numbers."
     import torch
     from batchlab.backends.native import build, signatures
-    call = ctypes.CFUNCTYPE(None, *signatures(source)[name]).in_dll(ctypes.CDLL(str(build(source))), f'{name}_fp32')
-    call(*(x.data_ptr() if isinstance(x, torch.Tensor) else ctypes.addressof(x) if isinstance(x, ctypes.Structure) else x for x in args))
+
+    call = ctypes.CFUNCTYPE(None, *signatures(source)[name]).in_dll(
+        ctypes.CDLL(str(build(source))), f"{name}_fp32"
+    )
+    call(
+        *(
+            x.data_ptr()
+            if isinstance(x, torch.Tensor)
+            else ctypes.addressof(x)
+            if isinstance(x, ctypes.Structure)
+            else x
+            for x in args
+        )
+    )
 
 
 # Where each chapter stands on the way of a request: its number, what it is about, and its box (x, row) in the picture.
-PLACES = {'01': ('the model', 446, 0), '02': ('prefill', 446, 1), '03': ('decode', 550, 1), '04': ('padding', 320, 1), '05': ('sampling', 672, 0),
-          '06': ('prefixes', 194, 2), '07': ('packing', 320, 2), '10': ('KV blocks', 194, 1), '11': ('scheduler', 194, 0), '12': ('attention', 550, 0),
-          '13': ('runner', 320, 0), '14': ('engine', 180, -1), '15': ('LLM', 72, 0), '16': ('verify', 72, 2), '17': ('strategies', 72, 1)}
+PLACES = {
+    "01": ("the model", 446, 0),
+    "02": ("prefill", 446, 1),
+    "03": ("decode", 550, 1),
+    "04": ("padding", 320, 1),
+    "05": ("sampling", 672, 0),
+    "06": ("prefixes", 194, 2),
+    "07": ("packing", 320, 2),
+    "10": ("KV blocks", 194, 1),
+    "11": ("scheduler", 194, 0),
+    "12": ("attention", 550, 0),
+    "13": ("runner", 320, 0),
+    "14": ("engine", 180, -1),
+    "15": ("LLM", 72, 0),
+    "16": ("verify", 72, 2),
+    "17": ("strategies", 72, 1),
+}
 
 
 def place(number: str):
     "A picture of the way of a request through the engine, with chapter `number` marked; chapters before it are tinted."
     from batchlab.views.drawing import Canvas
+
     c, wide, high, top = Canvas(), 98, 30, 34
     about, x, row = PLACES[number]
-    kind = lambda n: 'prefill' if n == number else 'held' if n < number else 'idle'
-    c.rect(180, 14, 604, 142, kind('14'), rx=7)
-    c.rect(183, 17, 598, 136, 'ground', rx=5)
-    c.text(776, 28, '14 engine', 'prefill' if number == '14' else 'dim', 'end', font_size=11, font_weight=600 if number == '14' else 400)
-    c.rect(436, top - 4, 222, 2 * high + 18, 'edge', rx=6)
-    c.rect(437, top - 3, 220, 2 * high + 16, 'ground', rx=5)
+    kind = lambda n: "prefill" if n == number else "held" if n < number else "idle"
+    c.rect(180, 14, 604, 142, kind("14"), rx=7)
+    c.rect(183, 17, 598, 136, "ground", rx=5)
+    c.text(
+        776,
+        28,
+        "14 engine",
+        "prefill" if number == "14" else "dim",
+        "end",
+        font_size=11,
+        font_weight=600 if number == "14" else 400,
+    )
+    c.rect(436, top - 4, 222, 2 * high + 18, "edge", rx=6)
+    c.rect(437, top - 3, 220, 2 * high + 16, "ground", rx=5)
     middle = top + high / 2
     for a, b in [(58, 72), (170, 194), (292, 320), (418, 436), (658, 672), (770, 798)]:
-        c.line([(a, middle), (b - 4, middle)], 'dim', 1.3)
-        c.area([(b - 6, middle - 4), (b, middle), (b - 6, middle + 4)], 'dim')
-    c.text(10, middle + 4, 'prompts', 'dim', font_size=11)
-    c.text(802, middle + 4, 'answers', 'dim', font_size=11)
+        c.line([(a, middle), (b - 4, middle)], "dim", 1.3)
+        c.area([(b - 6, middle - 4), (b, middle), (b - 6, middle + 4)], "dim")
+    c.text(10, middle + 4, "prompts", "dim", font_size=11)
+    c.text(802, middle + 4, "answers", "dim", font_size=11)
     for n, (name, x, row) in PLACES.items():
-        if row < 0: continue
+        if row < 0:
+            continue
         y = top + row * (high + 8)
         c.rect(x, y, wide, high, kind(n), rx=4)
-        c.text(x + wide / 2, y + high / 2 + 4, f'{n} {name}', 'on' if n == number else 'ink' if n < number else 'dim', 'middle', font_size=11.5)
+        c.text(
+            x + wide / 2,
+            y + high / 2 + 4,
+            f"{n} {name}",
+            "on" if n == number else "ink" if n < number else "dim",
+            "middle",
+            font_size=11.5,
+        )
     c.y = 166
-    return c.picture(f'Chapter {number}: {about}', 'prompts, LLM, scheduler, runner, model, sampling, answers: the way of a request through the engine')
+    return c.picture(
+        f"Chapter {number}: {about}",
+        "prompts, LLM, scheduler, runner, model, sampling, answers: the way of a request through the engine",
+    )

@@ -3,6 +3,7 @@
 A chapter writes one round of a measurement as a function, and `figure` makes a `Figure` of it. Its record, a file in `measured/`,
 says what ran, on which machine, when, with which versions, and every round. A claim is checked on the record each time that the
 chapter runs. `.ci/figures` measures anew; a reader calls `measure()` in the notebook, and the next drawing shows both."""
+
 import ast, functools, hashlib, inspect, json, os, platform, textwrap, time
 from datetime import date
 from importlib.metadata import version
@@ -12,21 +13,22 @@ import pandas as pd
 
 from batchlab.views.drawing import COLOURS, Picture, bars, curves
 
-FOLDER = Path(__file__).resolve().parent/'measured'
-KINDS = [k for k in ('decode', 'prefill', 'cached', 'again', 'padded', 'ink') if k in COLOURS]
+FOLDER = Path(__file__).resolve().parent / "measured"
+KINDS = [k for k in ("decode", "prefill", "cached", "again", "padded", "ink") if k in COLOURS]
 
 
 def wanted(name):
     "Whether `BATCHLAB_MEASURE`, '1' or names with commas between them, asks for this figure to be measured."
-    asked = os.environ.get('BATCHLAB_MEASURE', '')
-    return asked == '1' or name in asked.split(',')
+    asked = os.environ.get("BATCHLAB_MEASURE", "")
+    return asked == "1" or name in asked.split(",")
 
 
 def code_of(source):
     "A short hash of what a function does: its code without name, decorators, comments and docstring."
     f = ast.parse(textwrap.dedent(source)).body[0]
-    f.decorator_list, f.name = [], ''
-    if ast.get_docstring(f) is not None: f.body = f.body[1:]
+    f.decorator_list, f.name = [], ""
+    if ast.get_docstring(f) is not None:
+        f.body = f.body[1:]
     return hashlib.sha256(ast.dump(f).encode()).hexdigest()[:12]
 
 
@@ -34,47 +36,87 @@ def code_of(source):
 def machine():
     "The processor's name, the cores that this process may use, torch's threads and the memory in GB."
     import psutil, torch
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    info = Path('/proc/cpuinfo')
-    names = [line.split(':')[1].strip() for line in info.read_text().splitlines() if line.startswith('model name')] if info.exists() else []
-    return dict(cpu=names[0] if names else platform.processor() or platform.machine(), cores=cores, threads=torch.get_num_threads(),
-                memory_gb=round(psutil.virtual_memory().total / 2**30))
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    info = Path("/proc/cpuinfo")
+    names = (
+        [
+            line.split(":")[1].strip()
+            for line in info.read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        if info.exists()
+        else []
+    )
+    return dict(
+        cpu=names[0] if names else platform.processor() or platform.machine(),
+        cores=cores,
+        threads=torch.get_num_threads(),
+        memory_gb=round(psutil.virtual_memory().total / 2**30),
+    )
 
 
 class Figure:
     """One measurement: `run()` is a round of it, `recorded` what is in its file, `own` what this session measured; both may be None.
 
     `by`: the column, or the two, that name a row of a round; all others are measured. `claims`: `{sentence: function of the table}`."""
+
     def __init__(self, run, by, rounds, claims):
-        self.run, self.by, self.rounds, self.claims = run, [by] if isinstance(by, str) else [*by], rounds, claims or {}
-        self.name, self.title = run.__name__, (run.__doc__ or run.__name__).strip().splitlines()[0].rstrip('.')
-        self.file, self.own = FOLDER/f'{self.name}.json', None
-        self.recorded = json.loads(self.file.read_text(encoding='utf-8')) if self.file.exists() else None
+        self.run, self.by, self.rounds, self.claims = (
+            run,
+            [by] if isinstance(by, str) else [*by],
+            rounds,
+            claims or {},
+        )
+        self.name, self.title = (
+            run.__name__,
+            (run.__doc__ or run.__name__).strip().splitlines()[0].rstrip("."),
+        )
+        self.file, self.own = FOLDER / f"{self.name}.json", None
+        self.recorded = (
+            json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else None
+        )
 
     def measure(self, rounds=None):
         "Run it here, `rounds` times, and keep what came out beside the record."
         measured = [self.run() for _ in range(rounds or self.rounds)]
-        self.own = dict(title=self.title, by=self.by, command=f'.ci/figures {self.name}', code=code_of(inspect.getsource(self.run)),
-                        date=f'{date.today()}', machine=machine(), rounds=measured,
-                        versions=dict(python=platform.python_version(), **{p: version(p) for p in ('torch', 'transformers', 'batchlab')}))
+        self.own = dict(
+            title=self.title,
+            by=self.by,
+            command=f".ci/figures {self.name}",
+            code=code_of(inspect.getsource(self.run)),
+            date=f"{date.today()}",
+            machine=machine(),
+            rounds=measured,
+            versions=dict(
+                python=platform.python_version(),
+                **{p: version(p) for p in ("torch", "transformers", "batchlab")},
+            ),
+        )
         return self
 
     def record(self):
         "Measure, and write what came out to the record's file."
         start = time.perf_counter()
         self.measure()
-        rows = lambda one: '[' + ',\n   '.join(json.dumps(r) for r in one) + ']'
-        about = json.dumps({k: v for k, v in self.own.items() if k != 'rounds'}, indent=1)[:-2]
+        rows = lambda one: "[" + ",\n   ".join(json.dumps(r) for r in one) + "]"
+        about = json.dumps({k: v for k, v in self.own.items() if k != "rounds"}, indent=1)[:-2]
         FOLDER.mkdir(exist_ok=True)
-        self.file.write_text(about + ',\n "rounds": [\n  ' + ',\n  '.join(map(rows, self.own['rounds'])) + ']\n}\n', encoding='utf-8')
-        self.recorded, self.own = json.loads(self.file.read_text(encoding='utf-8')), None
-        print(f'{self.name}: {len(self.recorded["rounds"])} rounds in {time.perf_counter() - start:.0f} s')
+        self.file.write_text(
+            about + ',\n "rounds": [\n  ' + ",\n  ".join(map(rows, self.own["rounds"])) + "]\n}\n",
+            encoding="utf-8",
+        )
+        self.recorded, self.own = json.loads(self.file.read_text(encoding="utf-8")), None
+        print(
+            f"{self.name}: {len(self.recorded['rounds'])} rounds in {time.perf_counter() - start:.0f} s"
+        )
 
-    def frame(self, kind='median', of=None):
+    def frame(self, kind="median", of=None):
         "The 'median', 'min' or 'max' of all rounds of the record, or of another: a DataFrame indexed by the columns of `by`."
         of = of or self.recorded
-        if of is None: raise FileNotFoundError(f'no record of {self.name}: run .ci/figures {self.name}')
-        each = pd.concat([pd.DataFrame(r) for r in of['rounds']])
+        if of is None:
+            raise FileNotFoundError(f"no record of {self.name}: run .ci/figures {self.name}")
+        each = pd.concat([pd.DataFrame(r) for r in of["rounds"]])
         return getattr(each.groupby(self.by, sort=False), kind)()
 
     @property
@@ -89,53 +131,75 @@ class Figure:
     @property
     def caption(self):
         "What ran, where and when, in a line."
+
         def said(r):
-            m = r['machine']
+            m = r["machine"]
             return f"{len(r['rounds'])} rounds on {m['cpu']}, {m['threads']} threads, {r['date']}, torch {r['versions']['torch']}, batchlab {r['versions']['batchlab']}"
-        mine = f' Yours: {said(self.own)}.' if self.own else ''
+
+        mine = f" Yours: {said(self.own)}." if self.own else ""
         return f"Median, least and most of {said(self.recorded)}: {self.recorded['command']}.{mine}"
 
-    def _lines(self, x, y, of, suffix=''):
-        middle, low, high = (self.frame(k, of).reset_index() for k in ('median', 'min', 'max'))
+    def _lines(self, x, y, of, suffix=""):
+        middle, low, high = (self.frame(k, of).reset_index() for k in ("median", "min", "max"))
         rest = [b for b in self.by if b != x]
         group = lambda t: t.groupby(rest[0], sort=False) if rest else [(y, t)]
-        lines = {f'{k}{suffix}': list(zip(t[x].tolist(), t[y].tolist())) for k, t in group(middle)}
-        spread = {f'{k}{suffix}': list(zip(a[x].tolist(), a[y].tolist(), b[y].tolist())) for (k, a), (_, b) in zip(group(low), group(high))}
+        lines = {f"{k}{suffix}": list(zip(t[x].tolist(), t[y].tolist())) for k, t in group(middle)}
+        spread = {
+            f"{k}{suffix}": list(zip(a[x].tolist(), a[y].tolist(), b[y].tolist()))
+            for (k, a), (_, b) in zip(group(low), group(high))
+        }
         return lines, spread
 
-    def curves(self, x, y, log='', x_label='', y_label='', more=None) -> Picture:
+    def curves(self, x, y, log="", x_label="", y_label="", more=None) -> Picture:
         "`y` over `x`, a line for each value of the other column of `by`. `log`: '', 'x', 'y' or 'xy'. `more`: other lines, `{name: [(x, y), …]}`, dashed."
         lines, spread = self._lines(x, y, self.recorded)
         if self.own:
-            mine, also = self._lines(x, y, self.own, ', yours')
+            mine, also = self._lines(x, y, self.own, ", yours")
             lines, spread = {**lines, **mine}, {**spread, **also}
-        return curves({**lines, **(more or {})}, x_label or x, y_label or y, self.title, log=log, spread=spread, dashed=[*(more or {})], caption=self.caption)
+        return curves(
+            {**lines, **(more or {})},
+            x_label or x,
+            y_label or y,
+            self.title,
+            log=log,
+            spread=spread,
+            dashed=[*(more or {})],
+            caption=self.caption,
+        )
 
-    def bars(self, *parts, label='', names=None, note=None) -> Picture:
+    def bars(self, *parts, label="", names=None, note=None) -> Picture:
         """A bar for each row of the table, of the columns `parts` one after the other. `names`: `{column: what it means}`.
 
         `note`: a function of a row of the table to the text beside its bar; without, the least and most if there is one part."""
         rows, notes = {}, {}
-        for of, suffix in [(self.recorded, ''), (self.own, ', yours')]:
-            if of is None: continue
-            t, low, high = (self.frame(k, of) for k in ('median', 'min', 'max'))
+        for of, suffix in [(self.recorded, ""), (self.own, ", yours")]:
+            if of is None:
+                continue
+            t, low, high = (self.frame(k, of) for k in ("median", "min", "max"))
             for i in t.index:
-                name = ' '.join(map(str, i if isinstance(i, tuple) else [i])) + suffix
+                name = " ".join(map(str, i if isinstance(i, tuple) else [i])) + suffix
                 rows[name] = {p: float(t.loc[i, p]) for p in parts}
-                if note: notes[name] = note(t.loc[i])
-                elif len(parts) == 1: notes[name] = f'{low.loc[i, parts[0]]:,.3g} to {high.loc[i, parts[0]]:,.3g}'
+                if note:
+                    notes[name] = note(t.loc[i])
+                elif len(parts) == 1:
+                    notes[name] = f"{low.loc[i, parts[0]]:,.3g} to {high.loc[i, parts[0]]:,.3g}"
         key = {p: (k, (names or {}).get(p, p)) for p, k in zip(parts, KINDS)}
         return bars(rows, key, label or parts[0], notes, self.title, caption=self.caption)
 
 
 def figure(by, rounds=5, claims=None):
     "Make a `Figure` of a function that measures one round: it returns a list of dicts, the same keys in each round."
+
     def make(run):
         f = Figure(run, by, rounds, claims)
-        if wanted(f.name): f.record()
-        if f.recorded is None: return f                         # drawing it says what to do
+        if wanted(f.name):
+            f.record()
+        if f.recorded is None:
+            return f  # drawing it says what to do
         if broken := f.broken():
-            if not os.environ.get('BATCHLAB_MEASURE'): raise AssertionError(f'{f.name}: the record does not show that {broken}\n{f.table}')
-            print(f'BROKEN {f.name}: ' + '; '.join(broken))
+            if not os.environ.get("BATCHLAB_MEASURE"):
+                raise AssertionError(f"{f.name}: the record does not show that {broken}\n{f.table}")
+            print(f"BROKEN {f.name}: " + "; ".join(broken))
         return f
+
     return make

@@ -1,4 +1,5 @@
 "What several files of tests share."
+
 import contextlib, threading, time
 
 import pytest
@@ -10,7 +11,8 @@ def running(server, sock, up):
     thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
     thread.start()
     assert up.wait(60)
-    try: yield thread
+    try:
+        yield thread
     finally:
         server.should_exit = True
         server.api.llm.llm.resume()
@@ -22,11 +24,16 @@ def until(f, seconds=100):
     "Wait for `f()` to be true."
     end = time.monotonic() + seconds
     while not f():
-        assert time.monotonic() < end, 'waited in vain'
-        time.sleep(.002)
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.002)
 
 
 def need_same_bits(backend):
     "Skip where a token's bits depend on its company: without kernels, and on a matrix unit."
-    why = f'no kernels: {backend.why}' if backend.why else "the processor's matrix unit rounds by itself, so that company changes bits"
-    if not backend.batch_invariant: pytest.skip(why)
+    why = (
+        f"no kernels: {backend.why}"
+        if backend.why
+        else "the processor's matrix unit rounds by itself, so that company changes bits"
+    )
+    if not backend.batch_invariant:
+        pytest.skip(why)

@@ -1,4 +1,5 @@
 """`AsyncLLM`: what coroutines get is what `LLM` gives, whatever is cancelled, aborted, slow or closed meanwhile."""
+
 import asyncio, gc, random, threading, time, weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,52 +17,81 @@ LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 @pytest.fixture
 def llm():
-    llm = AsyncLLM(tiny_model('llama'), tiny_tokenizer(), max_num_seqs=4)
+    llm = AsyncLLM(tiny_model("llama"), tiny_tokenizer(), max_num_seqs=4)
     yield llm
     llm.llm.close()
 
 
-def test_says_what_it_is(llm): assert repr(llm) == f'Async{llm.llm!r}' and repr(llm).startswith('AsyncLLM(')
+def test_says_what_it_is(llm):
+    assert repr(llm) == f"Async{llm.llm!r}" and repr(llm).startswith("AsyncLLM(")
 
 
-def run(coroutine): return asyncio.run(asyncio.wait_for(coroutine, 120))
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
 async def last(outputs):
-    async for o in outputs: pass
+    async for o in outputs:
+        pass
     return o
 
 
 async def idle(llm):
-    while llm.llm.has_unfinished: await asyncio.sleep(.001)
+    while llm.llm.has_unfinished:
+        await asyncio.sleep(0.001)
 
 
 def nothing_left(llm):
     s = llm.stats()
-    return (s.running, s.waiting, s.slots_in_use, llm.answers, llm.llm.groups, llm.llm.thread is None) == (0, 0, 0, {}, {}, False)
+    return (
+        s.running,
+        s.waiting,
+        s.slots_in_use,
+        llm.answers,
+        llm.llm.groups,
+        llm.llm.thread is None,
+    ) == (0, 0, 0, {}, {}, False)
 
 
 def test_same_as_alone(llm):
     prompts = [[5], [7, 8, 9] * 11, list(range(40, 140)), [3] * 64]
     params = SamplingParams(temperature=0, max_tokens=12)
-    async def all_of(): return await asyncio.gather(*(last(llm.generate(p, params)) for p in prompts))
+
+    async def all_of():
+        return await asyncio.gather(*(last(llm.generate(p, params)) for p in prompts))
+
     for p, o in zip(prompts, run(all_of())):
         assert o.outputs[0].token_ids == generate_naive(llm.llm.model, p, 12)
         assert o.finished and o.prompt_token_ids == p
 
 
 def test_growing_outputs_have_the_prompt_and_the_sum(llm):
-    async def read(): return [o async for o in llm.generate('a b', temperature=0, max_tokens=4, logprobs=0, lora_request=None)]
+    async def read():
+        return [
+            o
+            async for o in llm.generate(
+                "a b", temperature=0, max_tokens=4, logprobs=0, lora_request=None
+            )
+        ]
+
     outs = run(read())
-    assert {o.prompt for o in outs} == {'a b'} and all(o.prompt_token_ids == outs[-1].prompt_token_ids for o in outs)
-    for o in outs: assert o.outputs[0].cumulative_logprob == pytest.approx(sum(d[t].logprob for t, d in zip(o.outputs[0].token_ids, o.outputs[0].logprobs)))
+    assert {o.prompt for o in outs} == {"a b"} and all(
+        o.prompt_token_ids == outs[-1].prompt_token_ids for o in outs
+    )
+    for o in outs:
+        assert o.outputs[0].cumulative_logprob == pytest.approx(
+            sum(d[t].logprob for t, d in zip(o.outputs[0].token_ids, o.outputs[0].logprobs))
+        )
 
 
-@pytest.mark.parametrize('seed', range(6))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_hundred_tasks_a_third_cancelled(llm, seed):
     rand = random.Random(seed)
     prompts = [[rand.randrange(5, 250) for _ in range(rand.randint(1, 90))] for _ in range(100)]
-    params = [SamplingParams(temperature=0, max_tokens=rand.randint(1, 40), ignore_eos=True) for _ in prompts]
+    params = [
+        SamplingParams(temperature=0, max_tokens=rand.randint(1, 40), ignore_eos=True)
+        for _ in prompts
+    ]
     expected = [o.outputs[0].token_ids for o in llm.llm.generate(prompts, params, use_tqdm=False)]
     doomed = set(rand.sample(range(100), 33))
     before = sum(llm.stats().requests.values())
@@ -69,12 +99,15 @@ def test_a_hundred_tasks_a_third_cancelled(llm, seed):
     async def task(i):
         "Its tokens; if it is `doomed`, it is cancelled before it begins, after some turns of the loop, or after some tokens."
         if i in doomed and (n := rand.randint(0, 3)):
-            asyncio.get_running_loop().call_later(rand.random() * .05 * n, asyncio.current_task().cancel)
+            asyncio.get_running_loop().call_later(
+                rand.random() * 0.05 * n, asyncio.current_task().cancel
+            )
         read, stop = [], rand.randint(1, 20)
         async for o in llm.generate(prompts[i], params[i]):
-            assert o.outputs[0].token_ids[:len(read)] == read
+            assert o.outputs[0].token_ids[: len(read)] == read
             read = o.outputs[0].token_ids
-            if i in doomed and len(read) >= stop: return None
+            if i in doomed and len(read) >= stop:
+                return None
         return read
 
     async def crowd():
@@ -89,39 +122,50 @@ def test_a_hundred_tasks_a_third_cancelled(llm, seed):
 
     got = run(crowd())
     for i, x in enumerate(got):
-        if isinstance(x, asyncio.CancelledError) or x is None: assert i in doomed
-        else: assert x == expected[i]
+        if isinstance(x, asyncio.CancelledError) or x is None:
+            assert i in doomed
+        else:
+            assert x == expected[i]
     ended = llm.stats().requests
     assert sum(ended.values()) - before <= 100
-    assert ended.get('error', 0) == ended.get('timeout', 0) == 0
+    assert ended.get("error", 0) == ended.get("timeout", 0) == 0
 
 
 def test_the_loop_ends_in_the_middle(llm):
     async def leave():
         waiting = [asyncio.create_task(last(llm.generate([7] * n, LONG))) for n in range(1, 12)]
         await anext(llm.generate([5, 6], LONG))
-        return len(waiting)                                        # asyncio.run cancels them
+        return len(waiting)  # asyncio.run cancels them
+
     assert run(leave()) == 11
+
     async def after():
         await idle(llm)
         assert nothing_left(llm)
         return await last(llm.generate([5, 6], SamplingParams(temperature=0, max_tokens=9)))
+
     assert run(after()).outputs[0].token_ids == generate_naive(llm.llm.model, [5, 6], 9)
-    assert 'error' not in llm.stats().requests
+    assert "error" not in llm.stats().requests
 
 
 def test_cancelled_while_its_prompt_is_tokenised(llm):
     "The engine never hears of the request."
     begun, go, real = threading.Event(), threading.Event(), llm.llm._group
+
     def slow(*args):
         begun.set()
         go.wait(60)
         return real(*args)
+
     llm.llm._group = slow
+
     async def cancelled():
         task = asyncio.create_task(last(llm.generate([7], LONG)))
-        behind = asyncio.create_task(last(llm.generate([8], LONG)))          # waits for the queuer, and is never queued
-        while not begun.is_set(): await asyncio.sleep(.001)
+        behind = asyncio.create_task(
+            last(llm.generate([8], LONG))
+        )  # waits for the queuer, and is never queued
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
         task.cancel(), behind.cancel()
         gone = await asyncio.gather(task, behind, return_exceptions=True)
         assert [type(x) for x in gone] == [asyncio.CancelledError] * 2
@@ -129,175 +173,242 @@ def test_cancelled_while_its_prompt_is_tokenised(llm):
         llm.queuer.submit(int).result(60)
         await idle(llm)
         assert not llm.answers and not llm.llm.groups and llm.llm.thread is None
+
     run(cancelled())
     assert llm.stats().requests == {}
 
 
 def test_abort(llm):
     async def aborted():
-        outputs = llm.generate([7, 8], LONG, request_id='mine')
+        outputs = llm.generate([7, 8], LONG, request_id="mine")
         first = await anext(outputs)
-        assert await llm.abort('mine') and not await llm.abort('yours')
+        assert await llm.abort("mine") and not await llm.abort("yours")
         rest = [o async for o in outputs]
-        assert rest[-1].finished and rest[-1].outputs[0].finish_reason == 'cancelled'
+        assert rest[-1].finished and rest[-1].outputs[0].finish_reason == "cancelled"
         ids = first.outputs[0].token_ids
-        assert rest[-1].outputs[0].token_ids[:len(ids)] == ids and len(rest[-1].outputs[0].token_ids) < 400
-        assert not await llm.abort('mine')
+        assert (
+            rest[-1].outputs[0].token_ids[: len(ids)] == ids
+            and len(rest[-1].outputs[0].token_ids) < 400
+        )
+        assert not await llm.abort("mine")
+
     run(aborted())
 
 
 def test_abort_before_its_turn():
-    llm = AsyncLLM(tiny_model('llama'), max_pending=1)
+    llm = AsyncLLM(tiny_model("llama"), max_pending=1)
+
     async def aborted():
         first = llm.generate([5], LONG)
         await anext(first)
-        second = asyncio.create_task(last(llm.generate([6], LONG, request_id='second')))
+        second = asyncio.create_task(last(llm.generate([6], LONG, request_id="second")))
         await asyncio.sleep(0)
-        assert await llm.abort('second')
+        assert await llm.abort("second")
         await first.aclose()
         o = await second
-        assert o.outputs[0].finish_reason == 'cancelled' and not o.outputs[0].token_ids
+        assert o.outputs[0].finish_reason == "cancelled" and not o.outputs[0].token_ids
         await llm.shutdown()
+
     run(aborted())
 
 
 def test_a_slow_reader_gets_all_in_few_outputs(llm):
     async def slow():
-        outputs = llm.generate([7, 8], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+        outputs = llm.generate(
+            [7, 8], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        )
         first = await anext(outputs)
-        while llm.llm.has_unfinished: await asyncio.sleep(.01)
+        while llm.llm.has_unfinished:
+            await asyncio.sleep(0.01)
         return [first, *[o async for o in outputs]]
+
     outs = run(slow())
     assert len(outs) <= 3 and len(outs[-1].outputs[0].token_ids) == 60 and outs[-1].finished
 
 
-@pytest.mark.parametrize('n', [1, 3])
+@pytest.mark.parametrize("n", [1, 3])
 def test_log_probabilities_grow_with_the_answer(llm, n):
     params = SamplingParams(n=n, seed=4, max_tokens=20, logprobs=2, ignore_eos=True)
-    async def grown(): return [o async for o in llm.generate([7, 8], params)]
+
+    async def grown():
+        return [o async for o in llm.generate([7, 8], params)]
+
     *outs, whole = run(grown())
     assert outs
     for o in outs:
         for a in o.outputs:
             final, k = whole.outputs[a.index], len(a.token_ids)
-            assert len(a.logprobs) == k and a.logprobs == final.logprobs[:k] and a.token_ids == final.token_ids[:k]
-            assert a.cumulative_logprob == sum(l[t].logprob for l, t in zip(final.logprobs[:k], final.token_ids))
-    assert whole.outputs[0].cumulative_logprob == llm.llm.generate([7, 8], params, use_tqdm=False)[0].outputs[0].cumulative_logprob
-    async def plain(): return [o async for o in llm.generate([7, 8], SamplingParams(max_tokens=4))]
-    assert {a.logprobs is a.cumulative_logprob is None for o in run(plain()) for a in o.outputs} == {True}
+            assert (
+                len(a.logprobs) == k
+                and a.logprobs == final.logprobs[:k]
+                and a.token_ids == final.token_ids[:k]
+            )
+            assert a.cumulative_logprob == sum(
+                l[t].logprob for l, t in zip(final.logprobs[:k], final.token_ids)
+            )
+    assert (
+        whole.outputs[0].cumulative_logprob
+        == llm.llm.generate([7, 8], params, use_tqdm=False)[0].outputs[0].cumulative_logprob
+    )
+
+    async def plain():
+        return [o async for o in llm.generate([7, 8], SamplingParams(max_tokens=4))]
+
+    assert {
+        a.logprobs is a.cumulative_logprob is None for o in run(plain()) for a in o.outputs
+    } == {True}
 
 
 def test_events_of_a_slow_reader_are_one_with_all_log_probabilities(llm):
     async def slow():
-        outputs = llm.generate([7, 8], SamplingParams(temperature=0, max_tokens=60, logprobs=1, ignore_eos=True))
+        outputs = llm.generate(
+            [7, 8], SamplingParams(temperature=0, max_tokens=60, logprobs=1, ignore_eos=True)
+        )
         first = await anext(outputs)
-        while len(llm.answers[first.request_id].parts[0].token_ids) < 30: await asyncio.sleep(.001)
+        while len(llm.answers[first.request_id].parts[0].token_ids) < 30:
+            await asyncio.sleep(0.001)
         return [first, *[o async for o in outputs]]
+
     outs = run(slow())
-    for o in outs: assert o.outputs[0].logprobs == outs[-1].outputs[0].logprobs[:len(o.outputs[0].token_ids)]
+    for o in outs:
+        assert o.outputs[0].logprobs == outs[-1].outputs[0].logprobs[: len(o.outputs[0].token_ids)]
     assert len(outs[-1].outputs[0].logprobs) == 60
 
 
 def test_wrong_calls_raise_where_they_are_awaited(llm):
     async def wrong():
-        with pytest.raises(ParamError, match='max_tokens'): await anext(llm.generate([7], dict(max_tokens=-1)))
-        outputs = llm.generate([7], LONG, request_id='a')
+        with pytest.raises(ParamError, match="max_tokens"):
+            await anext(llm.generate([7], dict(max_tokens=-1)))
+        outputs = llm.generate([7], LONG, request_id="a")
         await anext(outputs)
-        with pytest.raises(EngineError, match="'a' is not done yet"): await anext(llm.generate([7], request_id='a'))
+        with pytest.raises(EngineError, match="'a' is not done yet"):
+            await anext(llm.generate([7], request_id="a"))
         await outputs.aclose()
         assert (await last(llm.generate([]))).error
         await idle(llm)
         assert nothing_left(llm)
+
     run(wrong())
-    with pytest.raises(ParamError, match='max_pending'): AsyncLLM(llm.llm, max_pending=0)
+    with pytest.raises(ParamError, match="max_pending"):
+        AsyncLLM(llm.llm, max_pending=0)
 
 
 def test_shutdown_ends_those_who_read(llm):
     async def shut():
         task = asyncio.create_task(last(llm.generate([7], LONG)))
-        while not llm.llm.groups: await asyncio.sleep(.001)
+        while not llm.llm.groups:
+            await asyncio.sleep(0.001)
         await llm.shutdown()
-        assert (await task).outputs[0].finish_reason == 'cancelled'
+        assert (await task).outputs[0].finish_reason == "cancelled"
         assert llm.llm.thread is None
-        assert (await last(llm.generate([7], SamplingParams(max_tokens=2, ignore_eos=True)))).outputs[0].finish_reason == 'length'
+        assert (
+            await last(llm.generate([7], SamplingParams(max_tokens=2, ignore_eos=True)))
+        ).outputs[0].finish_reason == "length"
+
     run(shut())
 
 
 def test_a_loop_in_each_of_two_threads(llm):
     "One after the other is promised; this shows that the places of two loops do not get in each other's way."
     params = SamplingParams(temperature=0, max_tokens=6)
-    def once(n): return asyncio.run(last(llm.generate([n] * n, params))).outputs[0].token_ids
-    with ThreadPoolExecutor(1) as pool: got = list(pool.map(once, range(5, 25)))
+
+    def once(n):
+        return asyncio.run(last(llm.generate([n] * n, params))).outputs[0].token_ids
+
+    with ThreadPoolExecutor(1) as pool:
+        got = list(pool.map(once, range(5, 25)))
     assert got == [generate_naive(llm.llm.model, [n] * n, 6) for n in range(5, 25)]
 
 
 def test_an_llm_of_ones_own_is_taken_as_it_is():
-    own = LLM(tiny_model('llama'))
+    own = LLM(tiny_model("llama"))
     assert AsyncLLM(own).llm is own
 
 
-@pytest.mark.parametrize('max_pending', [1, 8])
+@pytest.mark.parametrize("max_pending", [1, 8])
 def test_shutdown_meets_those_that_wait_and_are_tokenised(max_pending):
-    llm = AsyncLLM(tiny_model('llama'), max_pending=max_pending)
+    llm = AsyncLLM(tiny_model("llama"), max_pending=max_pending)
     real = llm.llm._group
+
     def slow(*args):
-        time.sleep(.03)
+        time.sleep(0.03)
         return real(*args)
+
     llm.llm._group = slow
+
     async def shut():
         async with llm:
             tasks = [asyncio.create_task(last(llm.generate([7 + i], LONG))) for i in range(5)]
-            while not llm.llm.groups: await asyncio.sleep(.001)
+            while not llm.llm.groups:
+                await asyncio.sleep(0.001)
         outs = await asyncio.gather(*tasks)
-        assert {o.outputs[0].finish_reason for o in outs} == {'cancelled'}
+        assert {o.outputs[0].finish_reason for o in outs} == {"cancelled"}
         assert llm.llm.thread is None and not llm.llm.groups and not llm.answers
+
     run(shut())
 
 
 def test_answers_that_nobody_reads_leave_room_for_others():
-    llm = AsyncLLM(tiny_model('llama'), max_pending=2)
+    llm = AsyncLLM(tiny_model("llama"), max_pending=2)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+
     async def held():
         outputs = [llm.generate([5 + i], params) for i in range(6)]
-        firsts = [await anext(o) for o in outputs]                           # one after the other, none read to its end
-        return firsts, [await last(o) if not first.finished else first for o, first in zip(outputs, firsts)]
+        firsts = [await anext(o) for o in outputs]  # one after the other, none read to its end
+        return firsts, [
+            await last(o) if not first.finished else first for o, first in zip(outputs, firsts)
+        ]
+
     firsts, lasts = run(held())
     assert [len(o.outputs[0].token_ids) for o in lasts] == [3] * 6
     llm.llm.close()
 
 
 def test_two_share_one_engine():
-    own = LLM(tiny_model('llama'))
+    own = LLM(tiny_model("llama"))
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+
     async def both():
         a, b = AsyncLLM(own), AsyncLLM(own)
-        return await asyncio.gather(*(last(x.generate([5 + i], params)) for i in range(6) for x in (a, b)))
+        return await asyncio.gather(
+            *(last(x.generate([5 + i], params)) for i in range(6) for x in (a, b))
+        )
+
     outs = run(both())
-    assert [o.outputs[0].token_ids for o in outs[::2]] == [o.outputs[0].token_ids for o in outs[1::2]]
+    assert [o.outputs[0].token_ids for o in outs[::2]] == [
+        o.outputs[0].token_ids for o in outs[1::2]
+    ]
     assert len({o.request_id for o in outs}) == 12
     own.close()
 
 
 def test_a_timeout_counts_from_the_call():
-    llm = AsyncLLM(tiny_model('llama'), max_pending=1)
+    llm = AsyncLLM(tiny_model("llama"), max_pending=1)
+
     async def late():
         first = llm.generate([5], LONG)
         await anext(first)
-        second = asyncio.create_task(last(llm.generate([6], LONG, timeout=.05)))
-        await asyncio.sleep(.1)
+        second = asyncio.create_task(last(llm.generate([6], LONG, timeout=0.05)))
+        await asyncio.sleep(0.1)
         await first.aclose()
         return (await second).outputs[0]
+
     out = run(late())
-    assert out.finish_reason == 'timeout' and not out.token_ids
+    assert out.finish_reason == "timeout" and not out.token_ids
     llm.llm.close()
 
 
 def test_loops_that_are_closed_are_let_go():
-    llm, loops = AsyncLLM(tiny_model('llama'), max_pending=1), []
+    llm, loops = AsyncLLM(tiny_model("llama"), max_pending=1), []
+
     async def some():
         loops.append(weakref.ref(asyncio.get_running_loop()))
-        await asyncio.gather(*(last(llm.generate([5 + i], SamplingParams(max_tokens=2))) for i in range(3)))
-    for _ in range(3): run(some())
+        await asyncio.gather(
+            *(last(llm.generate([5 + i], SamplingParams(max_tokens=2))) for i in range(3))
+        )
+
+    for _ in range(3):
+        run(some())
     gc.collect()
     assert sum(loop() is not None for loop in loops) <= 1
     llm.llm.close()
@@ -305,35 +416,50 @@ def test_loops_that_are_closed_are_let_go():
 
 def test_only_the_last_output_is_made_if_no_other_is_wanted(llm):
     params = SamplingParams(n=2, seed=4, max_tokens=20, ignore_eos=True)
-    async def read(grow): return [o async for o in llm.generate([7, 8], params, grow=grow)]
+
+    async def read(grow):
+        return [o async for o in llm.generate([7, 8], params, grow=grow)]
+
     [one], many = run(read(False)), run(read(True))
-    assert one.finished and [c.token_ids for c in one.outputs] == [c.token_ids for c in many[-1].outputs]
+    assert one.finished and [c.token_ids for c in one.outputs] == [
+        c.token_ids for c in many[-1].outputs
+    ]
 
 
 def test_the_loop_is_woken_once_a_step(llm):
     "Not once for each event: here 4 requests get one in each step."
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
     async def count():
         loop, calls = asyncio.get_running_loop(), []
         real = loop.call_soon_threadsafe
+
         def counted(f, *args, **kw):
-            if getattr(f, '__name__', '') == 'look': calls.append(f)
+            if getattr(f, "__name__", "") == "look":
+                calls.append(f)
             return real(f, *args, **kw)
+
         loop.call_soon_threadsafe = counted
         await asyncio.gather(*(last(llm.generate([5 + i], params)) for i in range(4)))
         return len(calls)
+
     before = llm.stats().steps
     woken = run(count())
     assert 0 < woken <= llm.stats().steps - before
-    assert llm.stats().requests['length'] == 4
+    assert llm.stats().requests["length"] == 4
 
 
 def test_a_refusal_is_told_from_a_failure(llm):
     async def both():
         bad = await last(llm.generate([10**6]))
-        def fail(): raise RuntimeError('no more memory')
+
+        def fail():
+            raise RuntimeError("no more memory")
+
         await last(llm.generate([7], SamplingParams(max_tokens=2)))
-        for e in llm.llm.engines.values(): e.step = fail
+        for e in llm.llm.engines.values():
+            e.step = fail
         return bad, await last(llm.generate([7], LONG))
+
     bad, failed = run(both())
     assert bad.error and bad.refused and failed.error and not failed.refused

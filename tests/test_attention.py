@@ -1,9 +1,19 @@
 "A step belongs to the thread and the model that it runs for; families that drop what they do not know run packed, too."
+
 import copy, threading
 
 import pytest, torch
 
-from batchlab.attention import PackedStep, TorchBackend, _thread, attention_override, check_backend, kv_layout, packed_forward, packed_of
+from batchlab.attention import (
+    PackedStep,
+    TorchBackend,
+    _thread,
+    attention_override,
+    check_backend,
+    kv_layout,
+    packed_forward,
+    packed_of,
+)
 from batchlab.backends import Unavailable
 from batchlab.backends.kernels import load_kernels
 from batchlab.backends.layers import describe_norm
@@ -16,14 +26,20 @@ from batchlab.prefill import generate_naive
 from batchlab.sampling import SamplingParams
 from batchlab.slots import KVCache
 
-DROP = {'stablelm': {}, 'stablelm, parallel': dict(use_parallel_residual=True), 'stablelm, normed': dict(qk_layernorm=True), 'nemotron': {}}     # keywords
+DROP = {
+    "stablelm": {},
+    "stablelm, parallel": dict(use_parallel_residual=True),
+    "stablelm, normed": dict(qk_layernorm=True),
+    "nemotron": {},
+}  # keywords
 PROMPTS = [[5, 9, 33], [*range(40, 70)], [44], [7] * 11, [*range(40, 66)] + [9]]
-MEANWHILE = 'do not call it from another thread'
+MEANWHILE = "do not call it from another thread"
 
-pytestmark = pytest.mark.usefixtures('one_thread')
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def tiny(name, **more): return tiny_model(name.split(',')[0], **DROP.get(name, {}) | more)
+def tiny(name, **more):
+    return tiny_model(name.split(",")[0], **DROP.get(name, {}) | more)
 
 
 def run(model, attended=lambda: None, rows=([5, 9, 200, 31], [8, 6])):
@@ -34,6 +50,7 @@ def run(model, attended=lambda: None, rows=([5, 9, 200, 31], [8, 6])):
         def attention(self, *args):
             attended()
             return super().attention(*args)
+
     packed, last = packed_of(batch)
     cache = KVCache([(2, 16, 16)] * 2, len(rows), 16)
     cache.prepare(batch)
@@ -41,10 +58,12 @@ def run(model, attended=lambda: None, rows=([5, 9, 200, 31], [8, 6])):
 
 
 def own(model, rows=([5, 9, 200, 31], [8, 6])):
-    with torch.inference_mode(): return torch.stack([model(torch.tensor([r]), use_cache=False).logits[0, -1] for r in rows])
+    with torch.inference_mode():
+        return torch.stack([model(torch.tensor([r]), use_cache=False).logits[0, -1] for r in rows])
 
 
-def close(a, b): torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+def close(a, b):
+    torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
 
 
 def error_of(f):
@@ -52,8 +71,11 @@ def error_of(f):
     caught = []
 
     def call():
-        try: f()
-        except Exception as e: caught.append(e)
+        try:
+            f()
+        except Exception as e:
+            caught.append(e)
+
     thread = threading.Thread(target=call)
     thread.start(), thread.join(60)
     return caught[0] if caught else None
@@ -61,85 +83,117 @@ def error_of(f):
 
 @pytest.fixture
 def kernels():
-    try: find_compiler()
-    except CompileError as e: pytest.skip(str(e))
+    try:
+        find_compiler()
+    except CompileError as e:
+        pytest.skip(str(e))
     return load_kernels()
 
 
-@pytest.mark.parametrize('name', DROP)
+@pytest.mark.parametrize("name", DROP)
 def test_packed_logits_are_the_models_own(name):
     model = tiny(name)
     close(run(model), own(model))
-    for size in (1, 4, 64): check_backend(model, TorchBackend(model, kv_layout(model), block_size=size))
+    for size in (1, 4, 64):
+        check_backend(model, TorchBackend(model, kv_layout(model), block_size=size))
 
 
-@pytest.mark.parametrize('compile', [True, False], ids=['fused', 'torch'])
-@pytest.mark.parametrize('name', DROP)
+@pytest.mark.parametrize("compile", [True, False], ids=["fused", "torch"])
+@pytest.mark.parametrize("name", DROP)
 def test_answers_are_transformers_own(name, compile, request):
-    if compile: request.getfixturevalue('kernels')
-    model, params = tiny(name, seed=4), SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    if compile:
+        request.getfixturevalue("kernels")
+    model, params = (
+        tiny(name, seed=4),
+        SamplingParams(temperature=0, max_tokens=10, ignore_eos=True),
+    )
     want = [generate_naive(model, p, 10, ()) for p in PROMPTS]
     for p, answer in zip(PROMPTS, want):
         ids = torch.tensor([p])
-        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False, eos_token_id=999, pad_token_id=0)
-        assert theirs[0, len(p):].tolist() == answer
+        theirs = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=10,
+            do_sample=False,
+            eos_token_id=999,
+            pad_token_id=0,
+        )
+        assert theirs[0, len(p) :].tolist() == answer
     llm = LLM(model, max_num_seqs=3, max_num_batched_tokens=20, compile=compile)
-    assert llm.backend.name == ('fused' if compile else 'torch'), llm.backend.why
+    assert llm.backend.name == ("fused" if compile else "torch"), llm.backend.why
     outs = llm.generate(PROMPTS, params, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outs] == want and llm.verify(outs).ok
-    for p, answer in zip(PROMPTS, want): assert llm.generate([p], params, use_tqdm=False)[0].outputs[0].token_ids == answer
+    for p, answer in zip(PROMPTS, want):
+        assert llm.generate([p], params, use_tqdm=False)[0].outputs[0].token_ids == answer
 
 
-@pytest.mark.parametrize('name', ['stablelm, normed', 'nemotron'])
+@pytest.mark.parametrize("name", ["stablelm, normed", "nemotron"])
 def test_answers_in_int8_are_the_same_alone_and_together(kernels, name):
-    llm, params = LLM(tiny(name), quantization='int8', max_num_seqs=3), SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-    assert llm.backend.name == 'fused'
+    llm, params = (
+        LLM(tiny(name), quantization="int8", max_num_seqs=3),
+        SamplingParams(temperature=0, max_tokens=10, ignore_eos=True),
+    )
+    assert llm.backend.name == "fused"
     together = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params, use_tqdm=False)]
-    assert together == [llm.generate([p], params, use_tqdm=False)[0].outputs[0].token_ids for p in PROMPTS]
+    assert together == [
+        llm.generate([p], params, use_tqdm=False)[0].outputs[0].token_ids for p in PROMPTS
+    ]
 
 
-@pytest.mark.parametrize('name', ['llama', 'stablelm'])
+@pytest.mark.parametrize("name", ["llama", "stablelm"])
 def test_another_thread_that_calls_the_model_gets_an_error_and_the_step_goes_on(name):
     model, errors = tiny(name), []
     want = own(model)
     close(run(model, lambda: errors.append(error_of(lambda: model(torch.tensor([[5, 6]]))))), want)
     assert len(errors) == 2 and all(type(e) is EngineError and MEANWHILE in str(e) for e in errors)
-    errors.clear()                                                        # and so if that thread is in a step of its own
-    other = tiny('nemotron')
-    close(run(model, lambda: errors.append(error_of(lambda: run(other, lambda: model(torch.tensor([[5, 6]])))))), want)
+    errors.clear()  # and so if that thread is in a step of its own
+    other = tiny("nemotron")
+    close(
+        run(
+            model,
+            lambda: errors.append(
+                error_of(lambda: run(other, lambda: model(torch.tensor([[5, 6]]))))
+            ),
+        ),
+        want,
+    )
     assert len(errors) == 2 and all(type(e) is EngineError and MEANWHILE in str(e) for e in errors)
     close(own(model), want)
 
 
-@pytest.mark.parametrize('name', ['llama', 'stablelm'])
+@pytest.mark.parametrize("name", ["llama", "stablelm"])
 def test_another_thread_that_makes_a_step_waits(name):
     model, got, threads = tiny(name), [], []
     want = own(model)
 
     def other():
-        if threads: return
+        if threads:
+            return
         threads.append(threading.Thread(target=lambda: got.append(run(model))))
         threads[0].start()
-        threads[0].join(.2)
+        threads[0].join(0.2)
         assert threads[0].is_alive() and not got
+
     close(run(model, other), want)
     threads[0].join(60)
     close(got[0], want)
 
 
 def test_a_step_within_a_step():
-    outer, inner, got = tiny('stablelm'), tiny('nemotron'), []
+    outer, inner, got = tiny("stablelm"), tiny("nemotron"), []
     want, other = own(outer), own(inner)
     close(run(outer, lambda: got.append(run(inner))), want)
     assert len(got) == 2
-    for x in got: close(x, other)
-    got.clear()                                                           # of the same model, and a plain call of another one
+    for x in got:
+        close(x, other)
+    got.clear()  # of the same model, and a plain call of another one
     close(run(outer, lambda: got.extend([run(outer), own(inner)])), want)
-    for x, y in zip(got, [want, other] * 2): close(x, y)
+    for x, y in zip(got, [want, other] * 2):
+        close(x, y)
 
 
-@pytest.mark.parametrize('name', ['llama', 'stablelm'])
-@pytest.mark.parametrize('where', ['model', 'model.layers.1.self_attn'])
+@pytest.mark.parametrize("name", ["llama", "stablelm"])
+@pytest.mark.parametrize("where", ["model", "model.layers.1.self_attn"])
 def test_a_hook_that_calls_its_own_model(name, where):
     model, inside = tiny(name), []
 
@@ -147,41 +201,62 @@ def test_a_hook_that_calls_its_own_model(name, where):
         if not inside:
             inside.append(1)
             model(torch.tensor([[5, 6, 7, 8, 9, 10]]))
+
     want, hook = own(model), model.get_submodule(where).register_forward_pre_hook(nested)
     shapes = kv_layout(tiny(name))
     batch = pack_rows([([5, 9, 200, 31], 0), ([8, 6], 0)], [[0], [1]], 64)
-    with pytest.raises(EngineError, match='more than once'): TorchBackend(model, shapes).execute(TorchBackend(model, shapes).make_cache(2), batch)
+    with pytest.raises(EngineError, match="more than once"):
+        TorchBackend(model, shapes).execute(TorchBackend(model, shapes).make_cache(2), batch)
     hook.remove()
     close(own(model), want)
 
 
 def test_nothing_is_left_of_a_step():
-    model, seen = tiny('stablelm'), []
+    model, seen = tiny("stablelm"), []
     before, names = model.config.to_dict(), {*vars(model.config)}
 
     def look():
         seen.append(copy.deepcopy(model.config).to_dict())
         assert {*vars(model.config)} == names and _thread.runs[0] is not None
         raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt): run(model, look)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(model, look)
     assert seen[0] == before == model.config.to_dict() and _thread.runs[0] is None
-    with attention_override(model, 'batchlab') as configs:
+    with attention_override(model, "batchlab") as configs:
         assert configs == [model.config]
-        with pytest.raises(EngineError, match=MEANWHILE): model(torch.tensor([[5, 6]]))
+        with pytest.raises(EngineError, match=MEANWHILE):
+            model(torch.tensor([[5, 6]]))
 
 
 def test_what_runs_by_code_of_its_own_is_refused_still():
-    for family, why in (('gptj', '0 times'), ('codegen', '0 times'), ('gpt_neo', '0 times'), ('bloom', 'position_ids'), ('diffllama', 'more than once')):
-        with pytest.raises(Unavailable, match=why): kv_layout(tiny_model(family))
+    for family, why in (
+        ("gptj", "0 times"),
+        ("codegen", "0 times"),
+        ("gpt_neo", "0 times"),
+        ("bloom", "position_ids"),
+        ("diffllama", "more than once"),
+    ):
+        with pytest.raises(Unavailable, match=why):
+            kv_layout(tiny_model(family))
 
 
 def test_norms_of_both_families():
-    norm = tiny('nemotron').to(torch.bfloat16).model.norm
+    norm = tiny("nemotron").to(torch.bfloat16).model.norm
     about, (weight, bias) = describe_norm(norm, 64)
-    assert about.kind == 2 and torch.equal(weight, (norm.weight + 1).float()) and torch.equal(bias, norm.bias.float())
-    assert not torch.equal(weight, norm.weight.float() + 1)                # it does round
-    heads = tiny('stablelm, normed').model.layers[0].self_attn.q_layernorm
+    assert (
+        about.kind == 2
+        and torch.equal(weight, (norm.weight + 1).float())
+        and torch.equal(bias, norm.bias.float())
+    )
+    assert not torch.equal(weight, norm.weight.float() + 1)  # it does round
+    heads = tiny("stablelm, normed").model.layers[0].self_attn.q_layernorm
     about, (weight,) = describe_norm(heads, 64)
-    assert about.kind == 2 and about.bias is None and torch.equal(weight, torch.cat([n.weight for n in heads.norms]))
+    assert (
+        about.kind == 2
+        and about.bias is None
+        and torch.equal(weight, torch.cat([n.weight for n in heads.norms]))
+    )
     heads.norms[1] = torch.nn.RMSNorm(16, eps=1e-5).requires_grad_(False)
-    with pytest.raises(Unavailable, match='no norm that the kernels know'): describe_norm(heads, 64)
+    with pytest.raises(Unavailable, match="no norm that the kernels know"):
+        describe_norm(heads, 64)

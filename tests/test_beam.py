@@ -1,4 +1,5 @@
 "Beam search: the beams of transformers, whatever else runs, and nothing left behind when it breaks off."
+
 import functools, gc, math, random, threading
 
 import pytest, torch
@@ -12,296 +13,507 @@ from batchlab.sampling import Logprob
 from helpers import need_same_bits
 from test_package import py
 
-ARCHS = (*TINY_ARCHS, 'gemma2', 'bloom')                  # bloom runs padded
-ENDS = {1: [2], 30: [2, *range(40, 69)], 0: None}         # end tokens: one, many, so that most beams meet one, none
+ARCHS = (*TINY_ARCHS, "gemma2", "bloom")  # bloom runs padded
+ENDS = {
+    1: [2],
+    30: [2, *range(40, 69)],
+    0: None,
+}  # end tokens: one, many, so that most beams meet one, none
 
-pytestmark = pytest.mark.usefixtures('one_thread')
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @functools.cache
 def model(arch, ends=1):
-    m = tiny_model(arch, seed=4, **(dict(attn_implementation='eager') if arch == 'gemma2' else {}))
+    m = tiny_model(arch, seed=4, **(dict(attn_implementation="eager") if arch == "gemma2" else {}))
     m.generation_config.eos_token_id = ENDS[ends]
-    if not ENDS[ends]: m.config.eos_token_id = None
+    if not ENDS[ends]:
+        m.config.eos_token_id = None
     return m
 
 
 @functools.cache
-def llm(arch='llama', ends=1, how=()): return LLM(model(arch, ends), **dict(how))
+def llm(arch="llama", ends=1, how=()):
+    return LLM(model(arch, ends), **dict(how))
 
 
-def hf(m, ids, width, n, penalty=1.):
+def hf(m, ids, width, n, penalty=1.0):
     "transformers' beams of one prompt and their scores, without what it pads them with; None for the scores of a greedy answer."
     x = torch.tensor([ids])
-    out = m.generate(x, attention_mask=torch.ones_like(x), num_beams=width, num_return_sequences=width, do_sample=False, max_new_tokens=n,
-                     length_penalty=penalty, early_stopping=False, return_dict_in_generate=True, output_scores=True, pad_token_id=0)
-    ends, seqs = m.generation_config.eos_token_id or [], out.sequences[:, len(ids):].tolist()
+    out = m.generate(
+        x,
+        attention_mask=torch.ones_like(x),
+        num_beams=width,
+        num_return_sequences=width,
+        do_sample=False,
+        max_new_tokens=n,
+        length_penalty=penalty,
+        early_stopping=False,
+        return_dict_in_generate=True,
+        output_scores=True,
+        pad_token_id=0,
+    )
+    ends, seqs = m.generation_config.eos_token_id or [], out.sequences[:, len(ids) :].tolist()
     end = lambda s: next((i + 1 for i, t in enumerate(s) if t in ends), len(s))
-    return [s[:end(s)] for s in seqs], out.sequences_scores.tolist() if width > 1 else None
+    return [s[: end(s)] for s in seqs], out.sequences_scores.tolist() if width > 1 else None
 
 
 def narrowest(m, ids, width, n, penalty):
     "The smallest difference by which a search of `m` chose between two beams or two answers."
-    search, gap = BeamSearchInstance(ids, width, n, m.generation_config.eos_token_id or (), penalty), math.inf
+    search, gap = (
+        BeamSearchInstance(ids, width, n, m.generation_config.eos_token_id or (), penalty),
+        math.inf,
+    )
     while search.running:
-        with torch.no_grad(): logits = m(torch.tensor([b.tokens for b in search.running])).logits[:, -1]
-        tops = [{t: Logprob(l) for t, l in enumerate(row)} for row in logits.float().log_softmax(-1).tolist()]
-        totals = [c[0] for c in rank([b.cum_logprob for b in search.running], tops)[:2 * search.num_logprobs]]
+        with torch.no_grad():
+            logits = m(torch.tensor([b.tokens for b in search.running])).logits[:, -1]
+        tops = [
+            {t: Logprob(l) for t, l in enumerate(row)}
+            for row in logits.float().log_softmax(-1).tolist()
+        ]
+        totals = [
+            c[0]
+            for c in rank([b.cum_logprob for b in search.running], tops)[: 2 * search.num_logprobs]
+        ]
         search.advance(tops)
-        scores = [s.score for s in search.finished] + [search.score(b.cum_logprob) for b in search.running[:1]]
-        gap = min([gap, *(a - b for xs in (totals, sorted(scores, reverse=True)) for a, b in zip(xs, xs[1:]))])
+        scores = [s.score for s in search.finished] + [
+            search.score(b.cum_logprob) for b in search.running[:1]
+        ]
+        gap = min(
+            [
+                gap,
+                *(
+                    a - b
+                    for xs in (totals, sorted(scores, reverse=True))
+                    for a, b in zip(xs, xs[1:])
+                ),
+            ]
+        )
     return gap
 
 
-def check(m, ids, out, width, n, penalty=1.):
+def check(m, ids, out, width, n, penalty=1.0):
     "`out` is what transformers finds, unless two beams are so near each other that rounding decides."
     assert out.error is None
     seqs, scores = hf(m, ids, width, n, penalty)
-    if [s.output_ids for s in out.sequences] != seqs: assert narrowest(m, ids, width, n, penalty) < 1e-4, (out.sequences, seqs)
-    else: assert not scores or torch.allclose(torch.tensor(scores), torch.tensor([s.score for s in out.sequences]), atol=1e-4, rtol=1e-4)
+    if [s.output_ids for s in out.sequences] != seqs:
+        assert narrowest(m, ids, width, n, penalty) < 1e-4, (out.sequences, seqs)
+    else:
+        assert not scores or torch.allclose(
+            torch.tensor(scores),
+            torch.tensor([s.score for s in out.sequences]),
+            atol=1e-4,
+            rtol=1e-4,
+        )
     ends = m.generation_config.eos_token_id or []
     for s in out.sequences:
         assert s.tokens == ids + s.output_ids and len(s.logprobs) == len(s.output_ids) <= n
         own = [d[t].logprob for d, t in zip(s.logprobs, s.output_ids)]
-        assert abs(sum(own) - s.cum_logprob) < 1e-6 and abs(s.score - s.cum_logprob / len(own) ** penalty) < 1e-9
-        assert (s.finish_reason, s.stop_reason) == (('stop', s.tokens[-1]) if s.tokens[-1] in ends else ('length', None))
+        assert (
+            abs(sum(own) - s.cum_logprob) < 1e-6
+            and abs(s.score - s.cum_logprob / len(own) ** penalty) < 1e-9
+        )
+        assert (s.finish_reason, s.stop_reason) == (
+            ("stop", s.tokens[-1]) if s.tokens[-1] in ends else ("length", None)
+        )
 
 
-CASE = st.fixed_dictionaries(dict(
-    arch=st.sampled_from(ARCHS), ends=st.sampled_from([*ENDS]), seed=st.integers(0, 999), num=st.integers(1, 4), width=st.integers(1, 5), n=st.integers(1, 12),
-    penalty=st.sampled_from([1., 0., 2., .5, -1.]), shared=st.sampled_from([0, 0, 20, 70]), limit=st.sampled_from([None, 1, 2]),
-    how=st.sampled_from([(), (('compile', False),), (('max_num_seqs', 3),), (('enable_prefix_caching', False),), (('max_num_batched_tokens', 70), ('max_num_seqs', 8)),
-                         (('kv_cache_bytes', 2**20),), (('strategy', 'static'),), (('strategy', 'loop'),), (('strategy', 'prefix'),)])))
+CASE = st.fixed_dictionaries(
+    dict(
+        arch=st.sampled_from(ARCHS),
+        ends=st.sampled_from([*ENDS]),
+        seed=st.integers(0, 999),
+        num=st.integers(1, 4),
+        width=st.integers(1, 5),
+        n=st.integers(1, 12),
+        penalty=st.sampled_from([1.0, 0.0, 2.0, 0.5, -1.0]),
+        shared=st.sampled_from([0, 0, 20, 70]),
+        limit=st.sampled_from([None, 1, 2]),
+        how=st.sampled_from(
+            [
+                (),
+                (("compile", False),),
+                (("max_num_seqs", 3),),
+                (("enable_prefix_caching", False),),
+                (("max_num_batched_tokens", 70), ("max_num_seqs", 8)),
+                (("kv_cache_bytes", 2**20),),
+                (("strategy", "static"),),
+                (("strategy", "loop"),),
+                (("strategy", "prefix"),),
+            ]
+        ),
+    )
+)
 
 
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(CASE)
 def test_beams_are_those_of_transformers(case):
-    rng, m = random.Random(case['seed']), model(case['arch'], case['ends'])
+    rng, m = random.Random(case["seed"]), model(case["arch"], case["ends"])
     draw = lambda n: [rng.choice([*range(3, 40), *range(69, 259)]) for _ in range(n)]
-    head = draw(case['shared'])
-    prompts = [head + draw(rng.choice((1, 1, 3, 9, 20, 64))) for _ in range(case['num'])]
-    params = BeamSearchParams(case['width'], case['n'], length_penalty=case['penalty'])
-    outs = llm(case['arch'], case['ends'], case['how']).beam_search(prompts, params, concurrency_limit=case['limit'])
-    for ids, out in zip(prompts, outs, strict=True): check(m, ids, out, case['width'], case['n'], case['penalty'])
-    assert not llm(case['arch'], case['ends'], case['how']).has_unfinished
+    head = draw(case["shared"])
+    prompts = [head + draw(rng.choice((1, 1, 3, 9, 20, 64))) for _ in range(case["num"])]
+    params = BeamSearchParams(case["width"], case["n"], length_penalty=case["penalty"])
+    outs = llm(case["arch"], case["ends"], case["how"]).beam_search(
+        prompts, params, concurrency_limit=case["limit"]
+    )
+    for ids, out in zip(prompts, outs, strict=True):
+        check(m, ids, out, case["width"], case["n"], case["penalty"])
+    assert not llm(case["arch"], case["ends"], case["how"]).has_unfinished
 
 
-@pytest.mark.parametrize('ends', ENDS)
+@pytest.mark.parametrize("ends", ENDS)
 def test_one_beam_is_greedy(ends):
     prompts = [[9, 8, 7], [20], [5] * 40]
     outs = llm(ends=ends).beam_search(prompts, BeamSearchParams(1, 20))
-    greedy = llm(ends=ends).generate(prompts, SamplingParams(temperature=0, max_tokens=20, logprobs=0))
+    greedy = llm(ends=ends).generate(
+        prompts, SamplingParams(temperature=0, max_tokens=20, logprobs=0)
+    )
     for out, want in zip(outs, greedy):
         [s] = out.sequences
-        assert s.output_ids == want.outputs[0].token_ids and s.finish_reason == want.outputs[0].finish_reason
+        assert (
+            s.output_ids == want.outputs[0].token_ids
+            and s.finish_reason == want.outputs[0].finish_reason
+        )
         assert abs(s.cum_logprob - want.outputs[0].cumulative_logprob) < 1e-4
 
 
 def test_end_tokens_can_be_ignored():
-    out, = llm(ends=30).beam_search([9, 8, 7], BeamSearchParams(4, 12, ignore_eos=True))
-    m = model('llama', 30)
+    (out,) = llm(ends=30).beam_search([9, 8, 7], BeamSearchParams(4, 12, ignore_eos=True))
+    m = model("llama", 30)
     x = torch.tensor([[9, 8, 7]])
-    want = m.generate(x, attention_mask=torch.ones_like(x), num_beams=4, num_return_sequences=4, max_new_tokens=12, do_sample=False, eos_token_id=999, pad_token_id=0)
-    assert [s.tokens for s in out.sequences] == want.tolist() and {s.finish_reason for s in out.sequences} == {'length'}
-    assert any(s.finish_reason == 'stop' for s in llm(ends=30).beam_search([9, 8, 7], BeamSearchParams(4, 12))[0].sequences)
+    want = m.generate(
+        x,
+        attention_mask=torch.ones_like(x),
+        num_beams=4,
+        num_return_sequences=4,
+        max_new_tokens=12,
+        do_sample=False,
+        eos_token_id=999,
+        pad_token_id=0,
+    )
+    assert [s.tokens for s in out.sequences] == want.tolist() and {
+        s.finish_reason for s in out.sequences
+    } == {"length"}
+    assert any(
+        s.finish_reason == "stop"
+        for s in llm(ends=30).beam_search([9, 8, 7], BeamSearchParams(4, 12))[0].sequences
+    )
 
 
 def test_what_an_llm_reports_by_default_changes_no_beam():
-    out, = LLM(model('llama'), logprobs_mode='raw_logits').beam_search([9, 8, 7], BeamSearchParams(4, 6))
-    check(model('llama'), [9, 8, 7], out, 4, 6)
+    (out,) = LLM(model("llama"), logprobs_mode="raw_logits").beam_search(
+        [9, 8, 7], BeamSearchParams(4, 6)
+    )
+    check(model("llama"), [9, 8, 7], out, 4, 6)
 
 
-@pytest.mark.parametrize('path', ['bf16', 'int8', 'torch bf16'])
+@pytest.mark.parametrize("path", ["bf16", "int8", "torch bf16"])
 def test_beams_are_the_same_in_any_company(path):
-    m = tiny_model('llama', seed=4)
-    if 'bf16' in path: m = m.to(torch.bfloat16)
-    try: big = LLM(m, quantization='int8' if path == 'int8' else None, compile='auto' if path != 'torch bf16' else False)
-    except UnsupportedModelError: pytest.skip('this machine runs no int8')
-    if path != 'torch bf16': need_same_bits(big.backend)
+    m = tiny_model("llama", seed=4)
+    if "bf16" in path:
+        m = m.to(torch.bfloat16)
+    try:
+        big = LLM(
+            m,
+            quantization="int8" if path == "int8" else None,
+            compile="auto" if path != "torch bf16" else False,
+        )
+    except UnsupportedModelError:
+        pytest.skip("this machine runs no int8")
+    if path != "torch bf16":
+        need_same_bits(big.backend)
     rng = random.Random(path)
     head = [rng.randrange(3, 259) for _ in range(70)]
-    prompts = [head[:rng.choice((0, 20, 70))] + [rng.randrange(3, 259) for _ in range(rng.choice((1, 3, 9, 30)))] for _ in range(6)]
-    p = BeamSearchParams(4, 12, length_penalty=.5)
+    prompts = [
+        head[: rng.choice((0, 20, 70))]
+        + [rng.randrange(3, 259) for _ in range(rng.choice((1, 3, 9, 30)))]
+        for _ in range(6)
+    ]
+    p = BeamSearchParams(4, 12, length_penalty=0.5)
     said = lambda outs: [[(s.output_ids, s.cum_logprob) for s in o.sequences] for o in outs]
-    if path == 'torch bf16': return None if all(len(o.sequences) == 4 for o in big.beam_search(prompts, p)) else pytest.fail('beams are missing')
+    if path == "torch bf16":
+        return (
+            None
+            if all(len(o.sequences) == 4 for o in big.beam_search(prompts, p))
+            else pytest.fail("beams are missing")
+        )
     together = said(big.beam_search(prompts, p))
     alone = [said(big.beam_search([ids], p, concurrency_limit=1))[0] for ids in prompts]
     big.reset_prefix_cache()
-    with big:                                                       # and while others are served
-        others = [big.add_request(ids, SamplingParams(max_tokens=30, seed=1, ignore_eos=True)) for ids in prompts]
+    with big:  # and while others are served
+        others = [
+            big.add_request(ids, SamplingParams(max_tokens=30, seed=1, ignore_eos=True))
+            for ids in prompts
+        ]
         busy = said(big.beam_search(prompts[::-1], p))[::-1]
     assert together == alone == busy and others
 
 
 def test_a_fork_costs_one_position():
     "Every step takes one position a beam; all else comes from the cache, and steps are as many as tokens."
-    own = LLM(model('llama', 0), max_num_seqs=16)
+    own = LLM(model("llama", 0), max_num_seqs=16)
     prompts, k, n = [[*range(3, 33)], [*range(40, 140)]], 4, 10
     before = own.stats()
     own.beam_search(prompts, BeamSearchParams(k, n))
     after = own.stats()
-    computed = after.prompt_tokens - after.cached_tokens - before.prompt_tokens + before.cached_tokens
-    assert computed == sum(map(len, prompts)) + len(prompts) * k * (n - 1) and after.steps - before.steps == n and not after.recomputed
+    computed = (
+        after.prompt_tokens - after.cached_tokens - before.prompt_tokens + before.cached_tokens
+    )
+    assert (
+        computed == sum(map(len, prompts)) + len(prompts) * k * (n - 1)
+        and after.steps - before.steps == n
+        and not after.recomputed
+    )
     assert after.blocks_in_use == 0
 
 
 # --- limits and forms of prompts
 
+
 def test_at_the_limit_of_the_context():
-    own = LLM(model('llama', 0), max_model_len=64)
+    own = LLM(model("llama", 0), max_model_len=64)
     for left, n in ((1, 5), (3, 5), (3, None), (1, None)):
         ids = [*range(3, 3 + 64 - left)]
         check(own.model, ids, own.beam_search(ids, BeamSearchParams(3, n))[0], 3, left)
     outs = own.beam_search([[*range(3, 67)], [5, 6]], BeamSearchParams(3, 4))
-    assert outs[0].sequences == [] and 'shorten it to 63 tokens' in outs[0].error and outs[1].error is None
+    assert (
+        outs[0].sequences == []
+        and "shorten it to 63 tokens" in outs[0].error
+        and outs[1].error is None
+    )
 
 
 def test_more_beams_than_slots_tokens_and_ids():
-    m = model('llama', 0)
+    m = model("llama", 0)
     check(m, [5, 6], LLM(m, max_num_seqs=2).beam_search([5, 6], BeamSearchParams(7, 4))[0], 7, 4)
-    out, = llm(ends=0).beam_search([5, 6], BeamSearchParams(300, 1))       # there are 259 answers of one token
+    (out,) = llm(ends=0).beam_search(
+        [5, 6], BeamSearchParams(300, 1)
+    )  # there are 259 answers of one token
     assert len(out.sequences) == 259 and len({s.tokens[-1] for s in out.sequences}) == 259
     assert abs(sum(math.exp(s.cum_logprob) for s in out.sequences) - 1) < 1e-4
 
 
 @functools.cache
-def talker(): return LLM(model('llama'), tiny_tokenizer())
+def talker():
+    return LLM(model("llama"), tiny_tokenizer())
 
 
 def test_prompts_in_every_form():
-    own, p, ids = talker(), BeamSearchParams(2, 5), tiny_tokenizer()('The sea')['input_ids']
+    own, p, ids = talker(), BeamSearchParams(2, 5), tiny_tokenizer()("The sea")["input_ids"]
     want = [s.tokens for s in own.beam_search([ids], p)[0].sequences]
-    talk = [dict(role='user', content='hi')]
-    for one in ('The sea', ids, tuple(ids), torch.tensor(ids), dict(prompt='The sea'), dict(prompt_token_ids=ids), ['The sea'], [ids]):
-        out, = own.beam_search(one, p)
+    talk = [dict(role="user", content="hi")]
+    for one in (
+        "The sea",
+        ids,
+        tuple(ids),
+        torch.tensor(ids),
+        dict(prompt="The sea"),
+        dict(prompt_token_ids=ids),
+        ["The sea"],
+        [ids],
+    ):
+        (out,) = own.beam_search(one, p)
         assert [s.tokens for s in out.sequences] == want and type(out) is BeamSearchOutput
     assert own.beam_search([], p) == []
-    chat, = own.beam_search({'messages': talk}, p)
-    assert chat.sequences[0].orig_prompt['prompt'] == own.generate([{'messages': talk}], SamplingParams(max_tokens=1))[0].prompt
-    assert own.beam_search('The sea', dict(num_beams=2, max_new_tokens=5))[0].sequences[0].tokens == want[0]
-    assert own.beam_search(prompt='The sea', sampling_params=p, lora_request=None)[0].sequences[0].tokens == want[0]
-    assert own.beam_search('The sea', beam_width=2, max_tokens=5)[0].sequences[0].tokens == want[0]
-    bad = own.beam_search(['The sea', 7, dict(prompt='x', temperature=0), [300], '', []], p)
+    (chat,) = own.beam_search({"messages": talk}, p)
+    assert (
+        chat.sequences[0].orig_prompt["prompt"]
+        == own.generate([{"messages": talk}], SamplingParams(max_tokens=1))[0].prompt
+    )
+    assert (
+        own.beam_search("The sea", dict(num_beams=2, max_new_tokens=5))[0].sequences[0].tokens
+        == want[0]
+    )
+    assert (
+        own.beam_search(prompt="The sea", sampling_params=p, lora_request=None)[0]
+        .sequences[0]
+        .tokens
+        == want[0]
+    )
+    assert own.beam_search("The sea", beam_width=2, max_tokens=5)[0].sequences[0].tokens == want[0]
+    bad = own.beam_search(["The sea", 7, dict(prompt="x", temperature=0), [300], "", []], p)
     assert [o.error is None for o in bad] == [True, False, False, False, True, False]
-    assert 'temperature stands in a prompt' in bad[2].error and '300' in bad[3].error
+    assert "temperature stands in a prompt" in bad[2].error and "300" in bad[3].error
 
 
 def test_text_is_that_of_prompt_and_answer():
-    m = tiny_model('llama', seed=4)
+    m = tiny_model("llama", seed=4)
     m.generation_config.eos_token_id = ENDS[30]
     own, kept, cut = LLM(m, tiny_tokenizer()), 0, 0
-    prompts = ['The sea', 'A', 'one two three']
+    prompts = ["The sea", "A", "one two three"]
     with_end = own.beam_search(prompts, BeamSearchParams(4, 8, include_stop_str_in_output=True))
     for a, b in zip(own.beam_search(prompts, BeamSearchParams(4, 8)), with_end):
         for s, t in zip(a.sequences, b.sequences):
             assert s.tokens == t.tokens and t.text == own.tokenizer.decode(t.tokens)
-            assert s.text == own.tokenizer.decode(s.tokens[:-1] if s.finish_reason == 'stop' else s.tokens)
+            assert s.text == own.tokenizer.decode(
+                s.tokens[:-1] if s.finish_reason == "stop" else s.tokens
+            )
             kept, cut = kept + (s.text == t.text), cut + (s.text != t.text)
     assert kept and cut
     [out] = llm().beam_search([[5, 6]], BeamSearchParams(2, 3))
-    assert out.sequences[0].text is None and '[' in repr(out)
+    assert out.sequences[0].text is None and "[" in repr(out)
 
 
 # --- what is refused
 
-@pytest.mark.parametrize('kw,words', [
-    (dict(beam_width=0), 'beam_width must be a whole number of at least 1, got 0'), (dict(beam_width=2.5), 'beam_width'), (dict(beam_width=True), 'beam_width'),
-    (dict(beam_width=2, max_tokens=0), 'max_tokens'), (dict(beam_width=2, length_penalty=float('nan')), 'length_penalty'), (dict(beam_width=2, length_penalty=11), 'length_penalty'),
-    (dict(beam_width=2, temperature=1), 'temperature must be 0'), (dict(beam_width=2, temperature=None), 'temperature must be 0'), (dict(beam_width=2, ignore_eos=None), 'ignore_eos'),
-    (dict(beam_width=2, include_stop_str_in_output='x'), 'include_stop_str_in_output'), (dict(beam_width=2, structured_outputs=dict(choice=['a'])), "no 'structured_outputs'"),
-    (dict(beam_width=2, top_k=3), "no 'top_k'"), (dict(beam_width=2, beam_widht=3), "did you mean 'beam_width'"), (dict(beam_width=2, num_beams=3), 'give one of them'),
-    (dict(beam_width=2, early_stopping=True), "no 'early_stopping'"), (dict(beam_width=2, do_sample=True), "no 'do_sample'"), (dict(beam_width=2, n=2), "no 'n'")])
+
+@pytest.mark.parametrize(
+    "kw,words",
+    [
+        (dict(beam_width=0), "beam_width must be a whole number of at least 1, got 0"),
+        (dict(beam_width=2.5), "beam_width"),
+        (dict(beam_width=True), "beam_width"),
+        (dict(beam_width=2, max_tokens=0), "max_tokens"),
+        (dict(beam_width=2, length_penalty=float("nan")), "length_penalty"),
+        (dict(beam_width=2, length_penalty=11), "length_penalty"),
+        (dict(beam_width=2, temperature=1), "temperature must be 0"),
+        (dict(beam_width=2, temperature=None), "temperature must be 0"),
+        (dict(beam_width=2, ignore_eos=None), "ignore_eos"),
+        (dict(beam_width=2, include_stop_str_in_output="x"), "include_stop_str_in_output"),
+        (dict(beam_width=2, structured_outputs=dict(choice=["a"])), "no 'structured_outputs'"),
+        (dict(beam_width=2, top_k=3), "no 'top_k'"),
+        (dict(beam_width=2, beam_widht=3), "did you mean 'beam_width'"),
+        (dict(beam_width=2, num_beams=3), "give one of them"),
+        (dict(beam_width=2, early_stopping=True), "no 'early_stopping'"),
+        (dict(beam_width=2, do_sample=True), "no 'do_sample'"),
+        (dict(beam_width=2, n=2), "no 'n'"),
+    ],
+)
 def test_settings_are_used_or_refused_by_name(kw, words):
-    for make in (lambda: BeamSearchParams(**kw), lambda: BeamSearchParams.of(kw), lambda: llm().beam_search([5], kw)):
-        with pytest.raises(ParamError, match=words): make()
+    for make in (
+        lambda: BeamSearchParams(**kw),
+        lambda: BeamSearchParams.of(kw),
+        lambda: llm().beam_search([5], kw),
+    ):
+        with pytest.raises(ParamError, match=words):
+            make()
 
 
 def test_arguments_are_used_or_refused():
     p, b = BeamSearchParams(2, 2), llm().beam_search
-    cases = [(lambda: b([5]), 'BeamSearchParams'), (lambda: b([5], SamplingParams()), 'BeamSearchParams'), (lambda: b([5], dict(max_tokens=3)), 'beam_width'),
-             (lambda: b([5], p, concurrency_limit=0), 'concurrency_limit'), (lambda: b([5], p, concurrency_limit=1.5), 'concurrency_limit'), (lambda: b([5], p, use_tqdm=3), 'use_tqdm'),
-             (lambda: b([5], p, lora_request=7), 'lora_request'), (lambda: b([5], p, beam_width=3), 'settings stand in params'), (lambda: b([5], p, temprature=0), 'temprature'),
-             (lambda: b([5], p, params=p), 'twice'), (lambda: b([5], p, foo=1), 'foo'), (lambda: b([5], p, max_num_seqs=1), 'max_num_seqs'),
-             (lambda: b([5], beam_width=2, stop='.'), "no 'stop'"), (lambda: b([5], beam_width=2, guided_json={}), "no 'guided_json'"), (lambda: b([5], p, stop='.'), 'settings stand in params')]
+    cases = [
+        (lambda: b([5]), "BeamSearchParams"),
+        (lambda: b([5], SamplingParams()), "BeamSearchParams"),
+        (lambda: b([5], dict(max_tokens=3)), "beam_width"),
+        (lambda: b([5], p, concurrency_limit=0), "concurrency_limit"),
+        (lambda: b([5], p, concurrency_limit=1.5), "concurrency_limit"),
+        (lambda: b([5], p, use_tqdm=3), "use_tqdm"),
+        (lambda: b([5], p, lora_request=7), "lora_request"),
+        (lambda: b([5], p, beam_width=3), "settings stand in params"),
+        (lambda: b([5], p, temprature=0), "temprature"),
+        (lambda: b([5], p, params=p), "twice"),
+        (lambda: b([5], p, foo=1), "foo"),
+        (lambda: b([5], p, max_num_seqs=1), "max_num_seqs"),
+        (lambda: b([5], beam_width=2, stop="."), "no 'stop'"),
+        (lambda: b([5], beam_width=2, guided_json={}), "no 'guided_json'"),
+        (lambda: b([5], p, stop="."), "settings stand in params"),
+    ]
     for call, words in cases:
-        with pytest.raises(ParamError, match=words): call()
-    for prompts in (None, 7, [None], [[dict(role='user', content='hi')]]):
-        with pytest.raises(PromptError): b(prompts, p)
-    with pytest.raises(ModelError, match='tokenizer'): b(['text', 'more'], p)
-    outs = b(['text', [5, 6]], p)
-    assert 'tokenizer' in outs[0].error and outs[1].error is None
-    endless = LLM(tiny_model('bloom'))
+        with pytest.raises(ParamError, match=words):
+            call()
+    for prompts in (None, 7, [None], [[dict(role="user", content="hi")]]):
+        with pytest.raises(PromptError):
+            b(prompts, p)
+    with pytest.raises(ModelError, match="tokenizer"):
+        b(["text", "more"], p)
+    outs = b(["text", [5, 6]], p)
+    assert "tokenizer" in outs[0].error and outs[1].error is None
+    endless = LLM(tiny_model("bloom"))
     if endless.max_model_len is None:
-        assert 'give max_tokens' in endless.beam_search([5], BeamSearchParams(2, None))[0].error
+        assert "give max_tokens" in endless.beam_search([5], BeamSearchParams(2, None))[0].error
 
 
 # --- what can break off
 
+
 def still_works(own):
-    assert not own.has_unfinished and own.stats().blocks_in_use == 0 and own.stats().running == own.stats().waiting == 0
+    assert (
+        not own.has_unfinished
+        and own.stats().blocks_in_use == 0
+        and own.stats().running == own.stats().waiting == 0
+    )
     check(own.model, [9, 8, 7], own.beam_search([9, 8, 7], BeamSearchParams(3, 5))[0], 3, 5)
 
 
 def test_an_interrupt_leaves_nothing_behind():
-    own, steps = LLM(model('llama')), []
+    own, steps = LLM(model("llama")), []
+
     def watch(engine, event, x):
-        if event == 'forward' and (steps.append(event) or len(steps) == 3): raise KeyboardInterrupt
+        if event == "forward" and (steps.append(event) or len(steps) == 3):
+            raise KeyboardInterrupt
+
     own.watchers.append(watch)
-    with pytest.raises(KeyboardInterrupt): own.beam_search([[5, 6], [7] * 30], BeamSearchParams(4, 8))
+    with pytest.raises(KeyboardInterrupt):
+        own.beam_search([[5, 6], [7] * 30], BeamSearchParams(4, 8))
     own.watchers.remove(watch)
     still_works(own)
 
 
 def test_a_beam_that_fails_fails_its_prompt_alone():
-    own = LLM(model('llama', 0), compile=False, max_num_seqs=8)
+    own = LLM(model("llama", 0), compile=False, max_num_seqs=8)
     good, bad = [9, 8, 7], [13, 14, 15]
     p, want = BeamSearchParams(3, 6), own.beam_search([good], BeamSearchParams(3, 6))[0]
-    def cancel(_, event, r):                                        # somebody ends a beam of the second prompt
-        if event == 'queued' and r.prompt_ids[:3] == bad and len(r.prompt_ids) == 5: own.cancel(r.request_id)
+
+    def cancel(_, event, r):  # somebody ends a beam of the second prompt
+        if event == "queued" and r.prompt_ids[:3] == bad and len(r.prompt_ids) == 5:
+            own.cancel(r.request_id)
+
     own.watchers.append(cancel)
     outs = own.beam_search([good, bad], p)
     own.watchers.remove(cancel)
-    assert outs[1].sequences == [] and outs[1].error == 'a beam has ended: cancelled'
+    assert outs[1].sequences == [] and outs[1].error == "a beam has ended: cancelled"
     assert [s.tokens for s in outs[0].sequences] == [s.tokens for s in want.sequences]
     still_works(own)
 
 
 def test_logits_that_are_no_numbers_are_an_error():
-    own = LLM(tiny_model('llama'), compile=False)
+    own = LLM(tiny_model("llama"), compile=False)
     own.model.lm_head.weight.data[7] = math.nan
-    out, = own.beam_search([5, 6], BeamSearchParams(2, 4))
-    assert out.sequences == [] and 'not finite' in out.error and not own.has_unfinished
-    assert 'error' in repr(out) and out.rows()[0]['error'] == out.error
+    (out,) = own.beam_search([5, 6], BeamSearchParams(2, 4))
+    assert out.sequences == [] and "not finite" in out.error and not own.has_unfinished
+    assert "error" in repr(out) and out.rows()[0]["error"] == out.error
 
 
 def test_memory_that_is_too_small_is_an_error():
-    own = LLM(model('llama', 0), kv_cache_bytes=64 * 10 * 256 * 2, max_model_len=250)
+    own = LLM(model("llama", 0), kv_cache_bytes=64 * 10 * 256 * 2, max_model_len=250)
     size = own.limits.kv_tokens
-    for ids in ([5] * 30, [5] * 200): check(own.model, ids, own.beam_search([ids], BeamSearchParams(4, 12))[0], 4, 12)
+    for ids in ([5] * 30, [5] * 200):
+        check(own.model, ids, own.beam_search([ids], BeamSearchParams(4, 12))[0], 4, 12)
     assert size is not None and own.stats().kv_bytes <= own.limits.kv_bytes
 
 
 def test_in_the_background_from_several_threads():
-    own, prompts, found = LLM(model('llama')), [[5, 6], [7] * 30, [9, 8, 7], [11]], {}
-    def work(i): found[i] = own.beam_search([prompts[i], prompts[i - 1]], BeamSearchParams(3, 6))
+    own, prompts, found = LLM(model("llama")), [[5, 6], [7] * 30, [9, 8, 7], [11]], {}
+
+    def work(i):
+        found[i] = own.beam_search([prompts[i], prompts[i - 1]], BeamSearchParams(3, 6))
+
     with own:
         threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-        for t in threads: t.start()
-        for t in threads: t.join()
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
     for i in range(4):
-        for ids, out in zip((prompts[i], prompts[i - 1]), found[i]): check(own.model, ids, out, 3, 6)
+        for ids, out in zip((prompts[i], prompts[i - 1]), found[i]):
+            check(own.model, ids, out, 3, 6)
     assert not own.has_unfinished
 
 
 def test_inside_a_callback_it_is_refused():
-    own, said = LLM(model('llama')), []
+    own, said = LLM(model("llama")), []
+
     def call(event):
-        try: own.beam_search([5], BeamSearchParams(2, 2))
-        except EngineError as e: said.append(str(e))
+        try:
+            own.beam_search([5], BeamSearchParams(2, 2))
+        except EngineError as e:
+            said.append(str(e))
+
     own.add_request([5, 6], SamplingParams(max_tokens=1), call)
-    while own.has_unfinished: own.step()
-    assert said and 'inside a step' in said[0]
+    while own.has_unfinished:
+        own.step()
+    assert said and "inside a step" in said[0]
     still_works(own)
 
 
@@ -314,21 +526,41 @@ def test_nothing_is_held_afterwards():
 
 # --- what it looks like
 
+
 def test_results_print_and_make_tables():
-    pd = pytest.importorskip('pandas')
-    outs = talker().beam_search(['The sea', 'x' * 999, 'A'], BeamSearchParams(3, 4))
-    assert 'shorten it' in repr(outs) and repr(outs).startswith('3 results') and '1 failed' in repr(outs)
-    assert 'shorten it' in outs._repr_html_() and 'BeamSearchSequence' in repr(outs[0].sequences[0])
+    pd = pytest.importorskip("pandas")
+    outs = talker().beam_search(["The sea", "x" * 999, "A"], BeamSearchParams(3, 4))
+    assert (
+        "shorten it" in repr(outs)
+        and repr(outs).startswith("3 results")
+        and "1 failed" in repr(outs)
+    )
+    assert "shorten it" in outs._repr_html_() and "BeamSearchSequence" in repr(outs[0].sequences[0])
     frame = outs.to_pandas()
-    assert isinstance(frame, pd.DataFrame) and [*frame.index] == [0, 0, 0, 1, 2, 2, 2] and [*frame['rank'][:3]] == [0, 1, 2]
-    scores = frame['score'][[0, 2]].groupby(level=0)
-    assert scores.apply(lambda s: s.is_monotonic_decreasing).all() and outs[0].num_tokens == sum(len(s.output_ids) for s in outs[0].sequences)
+    assert (
+        isinstance(frame, pd.DataFrame)
+        and [*frame.index] == [0, 0, 0, 1, 2, 2, 2]
+        and [*frame["rank"][:3]] == [0, 1, 2]
+    )
+    scores = frame["score"][[0, 2]].groupby(level=0)
+    assert scores.apply(lambda s: s.is_monotonic_decreasing).all() and outs[0].num_tokens == sum(
+        len(s.output_ids) for s in outs[0].sequences
+    )
 
 
 def test_names_are_those_of_vllm(tmp_path):
     fields = {*BeamSearchSequence.__dataclass_fields__}
-    assert {'orig_prompt', 'tokens', 'logprobs', 'cum_logprob', 'text', 'finish_reason', 'stop_reason'} <= fields and 'sequences' in BeamSearchOutput.__dataclass_fields__
-    out = py("""
+    assert {
+        "orig_prompt",
+        "tokens",
+        "logprobs",
+        "cum_logprob",
+        "text",
+        "finish_reason",
+        "stop_reason",
+    } <= fields and "sequences" in BeamSearchOutput.__dataclass_fields__
+    out = py(
+        """
 import sys
 from batchlab import BeamSearchParams
 from batchlab.params import BeamSearchParams as same
@@ -336,34 +568,45 @@ BeamSearchParams(beam_width=4, max_tokens=8, temperature=0.0)
 light = not {'torch', 'transformers'} & {*sys.modules}
 from batchlab.sampling_params import BeamSearchParams as vllms
 print(light, same is BeamSearchParams is vllms)
-""", tmp_path)
-    assert out == 'True True'
+""",
+        tmp_path,
+    )
+    assert out == "True True"
 
 
 # --- the search alone
 
+
 def test_ranking_keeps_every_candidate():
-    tops = [{7: Logprob(-1.), 8: Logprob(-2.)}, {7: Logprob(-.5)}]
-    assert rank([0., -1.], tops) == [(-1., 0, 7), (-1.5, 1, 7), (-2., 0, 8)]
+    tops = [{7: Logprob(-1.0), 8: Logprob(-2.0)}, {7: Logprob(-0.5)}]
+    assert rank([0.0, -1.0], tops) == [(-1.0, 0, 7), (-1.5, 1, 7), (-2.0, 0, 8)]
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(0, 9999), st.integers(2, 4), st.integers(1, 5), st.sampled_from([0., 1., .5]))
+@given(st.integers(0, 9999), st.integers(2, 4), st.integers(1, 5), st.sampled_from([0.0, 1.0, 0.5]))
 def test_a_width_without_limit_finds_the_likeliest_answer(seed, ids, n, penalty):
     "With as many beams as there are answers nothing is ever dropped: the search is exhaustive."
     rng = random.Random(seed)
     table = {}
+
     def top(tokens):
         if tokens not in table:
-            weights = [rng.random() + .01 for _ in range(ids)]
+            weights = [rng.random() + 0.01 for _ in range(ids)]
             table[tokens] = {i: Logprob(math.log(w / sum(weights))) for i, w in enumerate(weights)}
         return table[tokens]
+
     def answers(tokens, total):
         for i, l in top(tokens).items():
-            if i == 0 or len(tokens) == n - 1: yield [*tokens, i], (total + l.logprob) / (len(tokens) + 1) ** penalty
-            else: yield from answers((*tokens, i), total + l.logprob)
-    search = BeamSearchInstance([99], ids ** n, n, (0,), penalty)
-    while search.running: search.advance([top(tuple(b.output_ids)) for b in search.running])
-    want = sorted(answers((), 0.), key=lambda a: -a[1])
-    assert len(search.finished) == len(want) and all(abs(s.score - a[1]) < 1e-9 for s, a in zip(search.finished, want))
+            if i == 0 or len(tokens) == n - 1:
+                yield [*tokens, i], (total + l.logprob) / (len(tokens) + 1) ** penalty
+            else:
+                yield from answers((*tokens, i), total + l.logprob)
+
+    search = BeamSearchInstance([99], ids**n, n, (0,), penalty)
+    while search.running:
+        search.advance([top(tuple(b.output_ids)) for b in search.running])
+    want = sorted(answers((), 0.0), key=lambda a: -a[1])
+    assert len(search.finished) == len(want) and all(
+        abs(s.score - a[1]) < 1e-9 for s, a in zip(search.finished, want)
+    )
     assert search.finished[0].output_ids == want[0][0]

@@ -2,19 +2,28 @@
 
 Skipped where Chromium or `playwright` is missing: `pip install playwright`, and Chromium from your system, or its path in
 the variable CHROMIUM."""
+
 import contextlib, json, os, re, shutil, signal, socket, subprocess, sys, time, urllib.request
 from pathlib import Path
 
 import pytest
 
-playwright = pytest.importorskip('playwright.sync_api', reason='needs the package playwright: pip install playwright')
-pytest.importorskip('jupyterlab', reason="needs JupyterLab: pip install '.[dev]'")
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="needs the package playwright: pip install playwright"
+)
+pytest.importorskip("jupyterlab", reason="needs JupyterLab: pip install '.[dev]'")
 
 ROOT = Path(__file__).resolve().parents[1]
-CHROMIUM = os.environ.get('CHROMIUM') or next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None)
-if not CHROMIUM: pytest.skip('needs Chromium: install it, or name it in the variable CHROMIUM', allow_module_level=True)
+CHROMIUM = os.environ.get("CHROMIUM") or next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+if not CHROMIUM:
+    pytest.skip(
+        "needs Chromium: install it, or name it in the variable CHROMIUM", allow_module_level=True
+    )
 
-CELLS = ["""
+CELLS = [
+    """
 from batchlab.llm import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.sampling import SamplingParams
@@ -25,203 +34,300 @@ llm, other = (LLM(model, tokenizer, max_num_seqs=2, max_num_batched_tokens=16, c
 long = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
 with llm.trace() as trace:
     llm.generate(['The sea', '<b>A hill</b> is', 'Rain'], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
-""", "Scrubber(trace)", "LiveView(llm, ['The sea', 'A hill is', 'Rain falls on'], long, paused=True)",
+""",
+    "Scrubber(trace)",
+    "LiveView(llm, ['The sea', 'A hill is', 'Rain falls on'], long, paused=True)",
     "SamplingExplorer(other, 'The sea is', steps=3)",
     "Playground(model, tokenizer, ['The sea', 'A hill is'], max_tokens=6, slots=2, budget=16)",
     """
 import threading
 print('threads', sum(t.name == 'batchlab-widget' for t in threading.enumerate()), 'panels', sum(map(len, Panel.made.values())),
       'in use', llm.stats().slots_in_use, dict(llm.stats().requests))
-"""]
+""",
+]
 
 
 def notebook(cells):
     "A notebook of code cells, as text."
-    cells = [dict(cell_type='code', id=f'c{i}', metadata={}, source=s.strip(), outputs=[], execution_count=None) for i, s in enumerate(cells)]
-    spec = dict(display_name='Python 3', language='python', name='python3')
-    return json.dumps(dict(cells=cells, metadata=dict(kernelspec=spec), nbformat=4, nbformat_minor=5))
+    cells = [
+        dict(
+            cell_type="code",
+            id=f"c{i}",
+            metadata={},
+            source=s.strip(),
+            outputs=[],
+            execution_count=None,
+        )
+        for i, s in enumerate(cells)
+    ]
+    spec = dict(display_name="Python 3", language="python", name="python3")
+    return json.dumps(
+        dict(cells=cells, metadata=dict(kernelspec=spec), nbformat=4, nbformat_minor=5)
+    )
 
 
 @contextlib.contextmanager
-def jupyter_lab(folder, theme='JupyterLab Light'):
+def jupyter_lab(folder, theme="JupyterLab Light"):
     "A JupyterLab of its own for `folder`: yields its address, and ends it with its kernels."
     with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
+        s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    own = folder/'.jupyter'
-    settings = own/'settings/@jupyterlab/apputils-extension'
+    own = folder / ".jupyter"
+    settings = own / "settings/@jupyterlab/apputils-extension"
     settings.mkdir(parents=True, exist_ok=True)
-    (settings/'themes.jupyterlab-settings').write_text(json.dumps(dict(theme=theme)))
-    (settings/'notification.jupyterlab-settings').write_text(json.dumps(dict(fetchNews='false', checkForUpdates=False)))
-    env = os.environ | {f'JUPYTER_{k}_DIR': str(own/k.lower()) for k in ('CONFIG', 'RUNTIME', 'DATA')} | dict(
-        JUPYTERLAB_SETTINGS_DIR=str(own/'settings'), JUPYTERLAB_WORKSPACES_DIR=str(own/'workspaces'), JUPYTER_PREFER_ENV_PATH='1')
-    env.setdefault('OMP_NUM_THREADS', '1')
-    command = [sys.executable, '-m', 'jupyterlab', '--no-browser', '--allow-root', f'--ServerApp.port={port}', '--ServerApp.port_retries=0',
-               f'--ServerApp.root_dir={folder}', '--IdentityProvider.token=', '--LabApp.expose_app_in_browser=True']
-    with open(folder/'lab.log', 'w') as log:
-        server = subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+    (settings / "themes.jupyterlab-settings").write_text(json.dumps(dict(theme=theme)))
+    (settings / "notification.jupyterlab-settings").write_text(
+        json.dumps(dict(fetchNews="false", checkForUpdates=False))
+    )
+    env = (
+        os.environ
+        | {f"JUPYTER_{k}_DIR": str(own / k.lower()) for k in ("CONFIG", "RUNTIME", "DATA")}
+        | dict(
+            JUPYTERLAB_SETTINGS_DIR=str(own / "settings"),
+            JUPYTERLAB_WORKSPACES_DIR=str(own / "workspaces"),
+            JUPYTER_PREFER_ENV_PATH="1",
+        )
+    )
+    env.setdefault("OMP_NUM_THREADS", "1")
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        "--allow-root",
+        f"--ServerApp.port={port}",
+        "--ServerApp.port_retries=0",
+        f"--ServerApp.root_dir={folder}",
+        "--IdentityProvider.token=",
+        "--LabApp.expose_app_in_browser=True",
+    ]
+    with open(folder / "lab.log", "w") as log:
+        server = subprocess.Popen(
+            command, env=env, cwd=folder, stdout=log, stderr=log, start_new_session=True
+        )
         try:
             for _ in range(600):
                 with contextlib.suppress(OSError):
-                    if urllib.request.urlopen(f'http://127.0.0.1:{port}/api', timeout=5).status == 200: break
-                assert server.poll() is None, (folder/'lab.log').read_text()[-2000:]
-                time.sleep(.1)
-            yield f'http://127.0.0.1:{port}'
+                    if (
+                        urllib.request.urlopen(f"http://127.0.0.1:{port}/api", timeout=5).status
+                        == 200
+                    ):
+                        break
+                assert server.poll() is None, (folder / "lab.log").read_text()[-2000:]
+                time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}"
         finally:
-            server.send_signal(signal.SIGTERM)           # it ends its kernels
-            try: server.wait(20)
-            except subprocess.TimeoutExpired: os.killpg(server.pid, signal.SIGKILL)
+            server.send_signal(signal.SIGTERM)  # it ends its kernels
+            try:
+                server.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(server.pid, signal.SIGKILL)
 
 
 def run_all(page, address, name, seconds=80):
     "Open a notebook, run all its cells, and wait until every one has run. Returns the errors that are in its outputs."
-    page.goto(f'{address}/lab/tree/{name}?reset')
+    page.goto(f"{address}/lab/tree/{name}?reset")
     ready = "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel"
-    page.wait_for_function(f"() => {ready}?.connectionStatus === 'connected' && {ready}.status === 'idle'", timeout=60_000)
+    page.wait_for_function(
+        f"() => {ready}?.connectionStatus === 'connected' && {ready}.status === 'idle'",
+        timeout=60_000,
+    )
     page.evaluate("void window.jupyterapp.commands.execute('notebook:run-all-cells')")
     model = "[...window.jupyterapp.shell.currentWidget.content.model.cells].filter(c => c.type === 'code')"
-    page.wait_for_function(f"() => {model}.every(c => c.executionCount) || {model}.some(c => c.outputs.toJSON().some(o => o.output_type === 'error'))",
-                           timeout=seconds * 1000, polling=200)
-    return page.evaluate(f"() => {model}.flatMap(c => c.outputs.toJSON()).filter(o => o.output_type === 'error').map(o => o.evalue)")
+    page.wait_for_function(
+        f"() => {model}.every(c => c.executionCount) || {model}.some(c => c.outputs.toJSON().some(o => o.output_type === 'error'))",
+        timeout=seconds * 1000,
+        polling=200,
+    )
+    return page.evaluate(
+        f"() => {model}.flatMap(c => c.outputs.toJSON()).filter(o => o.output_type === 'error').map(o => o.evalue)"
+    )
 
 
 def until(condition, seconds=30):
     "Wait for `condition()`, which may fail meanwhile; what it gave."
     end = time.monotonic() + seconds
-    while not (got := condition()) and time.monotonic() < end: time.sleep(.05)
+    while not (got := condition()) and time.monotonic() < end:
+        time.sleep(0.05)
     return got
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def browser():
     with playwright.sync_playwright() as p:
-        b = p.chromium.launch(executable_path=CHROMIUM, args=['--no-sandbox'])
+        b = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield b
         b.close()
 
 
 # In JupyterLab
 
-@pytest.fixture(scope='module')
+
+@pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    folder = tmp_path_factory.mktemp('lab')
-    (folder/'small.ipynb').write_text(notebook(CELLS))
-    shutil.copy(ROOT/'nbs/chapter.py', folder)
-    for name in ('52_widgets', '54_scrubber'):
-        chapter = json.loads((ROOT/f'nbs/{name}.ipynb').read_text(encoding='utf-8'))
-        chapter['cells'] = [c for c in chapter['cells'] if 'nbdev_export' not in ''.join(c['source'])]
-        (folder/f'{name}.ipynb').write_text(json.dumps(chapter))
-    with jupyter_lab(folder) as address: yield address
+    folder = tmp_path_factory.mktemp("lab")
+    (folder / "small.ipynb").write_text(notebook(CELLS))
+    shutil.copy(ROOT / "nbs/chapter.py", folder)
+    for name in ("52_widgets", "54_scrubber"):
+        chapter = json.loads((ROOT / f"nbs/{name}.ipynb").read_text(encoding="utf-8"))
+        chapter["cells"] = [
+            c for c in chapter["cells"] if "nbdev_export" not in "".join(c["source"])
+        ]
+        (folder / f"{name}.ipynb").write_text(json.dumps(chapter))
+    with jupyter_lab(folder) as address:
+        yield address
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def page(browser, lab):
     "The small notebook, all of its cells run."
     page = browser.new_page(viewport=dict(width=1280, height=1000))
     page.set_default_timeout(30_000)
     page.problems = []
-    page.on('pageerror', lambda e: page.problems.append(str(e)))
-    assert run_all(page, lab, 'small.ipynb') == []
+    page.on("pageerror", lambda e: page.problems.append(str(e)))
+    assert run_all(page, lab, "small.ipynb") == []
     yield page
     page.close()
 
 
-def cell(page, i): return page.locator('.jp-CodeCell').nth(i)
-def output(page, i): return cell(page, i).locator('.jp-OutputArea-output')
+def cell(page, i):
+    return page.locator(".jp-CodeCell").nth(i)
+
+
+def output(page, i):
+    return cell(page, i).locator(".jp-OutputArea-output")
+
 
 def run_cell(page, i):
     "Run cell `i` and wait for it."
-    page.evaluate(f"() => {{ const n = window.jupyterapp.shell.currentWidget.content; n.activeCellIndex = {i}; n.deselectAll();"
-                  " return window.jupyterapp.commands.execute('notebook:run-cell'); }")
+    page.evaluate(
+        f"() => {{ const n = window.jupyterapp.shell.currentWidget.content; n.activeCellIndex = {i}; n.deselectAll();"
+        " return window.jupyterapp.commands.execute('notebook:run-cell'); }"
+    )
 
 
 def test_scrubber_moves(page):
     out = output(page, 1)
-    assert 'step 0 of' in out.inner_text() and '<b>A' in out.inner_text()                   # text of a prompt is text
-    out.get_by_role('button', name='▶').click()
-    assert until(lambda: 'step 1 of' in out.inner_text())
-    out.get_by_role('slider').first.press('ArrowRight')                                      # by keyboard
-    assert until(lambda: 'step 2 of' in out.inner_text())
-    out.get_by_role('slider').first.press('End')
-    last = re.search(r'step \d+ of (\d+)', out.inner_text())[1]
-    assert until(lambda: f'step {last} of {last}' in out.inner_text())
+    assert (
+        "step 0 of" in out.inner_text() and "<b>A" in out.inner_text()
+    )  # text of a prompt is text
+    out.get_by_role("button", name="▶").click()
+    assert until(lambda: "step 1 of" in out.inner_text())
+    out.get_by_role("slider").first.press("ArrowRight")  # by keyboard
+    assert until(lambda: "step 2 of" in out.inner_text())
+    out.get_by_role("slider").first.press("End")
+    last = re.search(r"step \d+ of (\d+)", out.inner_text())[1]
+    assert until(lambda: f"step {last} of {last}" in out.inner_text())
 
 
 def test_live_view_steps_streams_and_cancels(page):
     out = output(page, 2)
-    assert 'paused' in out.inner_text()
-    tokens = lambda: [int(n.replace(',', '')) for n in re.findall(r'([\d,]+) tokens$', out.inner_text(), re.M)][-3:]
+    assert "paused" in out.inner_text()
+    tokens = lambda: [
+        int(n.replace(",", "")) for n in re.findall(r"([\d,]+) tokens$", out.inner_text(), re.M)
+    ][-3:]
     for k in (1, 2, 3):
-        out.get_by_role('button', name='Step', exact=True).click()
+        out.get_by_role("button", name="Step", exact=True).click()
         assert until(lambda: tokens()[:2] == [k, k]), out.inner_text()
-    out.get_by_role('button', name='Cancel', exact=True).nth(1).click()                      # while it is paused
-    assert until(lambda: 'cancelled' in out.inner_text())
-    assert until(lambda: out.locator('.slot[title*="free"]').count() == 1)                   # its slot is free
-    assert out.locator('.slot[title*="request 0"]').count() == 1 and tokens()[0] == 3        # nobody else has moved
-    out.get_by_role('button', name='Go on').click()
+    out.get_by_role("button", name="Cancel", exact=True).nth(1).click()  # while it is paused
+    assert until(lambda: "cancelled" in out.inner_text())
+    assert until(lambda: out.locator('.slot[title*="free"]').count() == 1)  # its slot is free
+    assert (
+        out.locator('.slot[title*="request 0"]').count() == 1 and tokens()[0] == 3
+    )  # nobody else has moved
+    out.get_by_role("button", name="Go on").click()
     seen = set()
     until(lambda: seen.add(tokens()[0]) or len(seen) >= 4)
-    assert len(seen) >= 4 and 'tokens/s' in out.inner_text()                                 # it streams
-    out.get_by_role('button', name='Cancel all').click()                                     # while it runs
-    assert until(lambda: 'done: 0 running, 0 waiting, 3 done' in ' '.join(out.inner_text().split()))
-    assert until(lambda: out.inner_text().count('cancelled') == 3) and max(tokens()) < 3000
+    assert len(seen) >= 4 and "tokens/s" in out.inner_text()  # it streams
+    out.get_by_role("button", name="Cancel all").click()  # while it runs
+    assert until(lambda: "done: 0 running, 0 waiting, 3 done" in " ".join(out.inner_text().split()))
+    assert until(lambda: out.inner_text().count("cancelled") == 3) and max(tokens()) < 3000
     run_cell(page, 5)
     said = output(page, 5).inner_text()
-    assert 'in use 0' in said and "'cancelled': 3" in said and 'threads 0' in said
+    assert "in use 0" in said and "'cancelled': 3" in said and "threads 0" in said
 
 
 def test_cell_run_again_ends_the_first(page):
-    for _ in range(3): run_cell(page, 2)
-    assert until(lambda: 'paused' in output(page, 2).inner_text())
+    for _ in range(3):
+        run_cell(page, 2)
+    assert until(lambda: "paused" in output(page, 2).inner_text())
     run_cell(page, 5)
     said = output(page, 5).inner_text()
-    assert 'threads 2' in said and 'panels 4' in said and 'in use 0' in said                 # one stepper, one painter
-    output(page, 2).get_by_role('button', name='Cancel all').click()
-    assert until(lambda: 'cancelled' in output(page, 2).inner_text())
+    assert (
+        "threads 2" in said and "panels 4" in said and "in use 0" in said
+    )  # one stepper, one painter
+    output(page, 2).get_by_role("button", name="Cancel all").click()
+    assert until(lambda: "cancelled" in output(page, 2).inner_text())
 
 
 def test_explorer_turns(page):
     out = output(page, 3)
-    assert '259 of 259 tokens can come' in out.inner_text()
-    out.get_by_role('slider').nth(2).press('ArrowRight')                                     # top_k
-    assert until(lambda: '1 of 259 tokens can come' in out.inner_text() and '259 of' not in out.inner_text())
+    assert "259 of 259 tokens can come" in out.inner_text()
+    out.get_by_role("slider").nth(2).press("ArrowRight")  # top_k
+    assert until(
+        lambda: "1 of 259 tokens can come" in out.inner_text() and "259 of" not in out.inner_text()
+    )
 
 
 def test_playground_runs(page):
     out = output(page, 4)
-    for strategy in ('continuous', 'static'):
-        out.get_by_role('combobox').select_option(strategy)
-        out.get_by_role('button', name='Run').click()
-        assert until(lambda: strategy in out.locator('table').inner_text())
-    assert until(lambda: out.locator('tbody tr').count() == 2)
-    assert out.locator('tbody tr').nth(1).locator('td').last.inner_text() == 'yes'           # the same tokens
+    for strategy in ("continuous", "static"):
+        out.get_by_role("combobox").select_option(strategy)
+        out.get_by_role("button", name="Run").click()
+        assert until(lambda: strategy in out.locator("table").inner_text())
+    assert until(lambda: out.locator("tbody tr").count() == 2)
+    assert (
+        out.locator("tbody tr").nth(1).locator("td").last.inner_text() == "yes"
+    )  # the same tokens
     assert page.problems == []
 
 
-@pytest.mark.parametrize('name, num_widgets', [('52_widgets', 4), ('54_scrubber', 2)])
+@pytest.mark.parametrize("name, num_widgets", [("52_widgets", 4), ("54_scrubber", 2)])
 def test_notebook_runs(browser, lab, name, num_widgets):
     "The chapters themselves, as a reader runs them."
     page = browser.new_page(viewport=dict(width=1280, height=1000))
-    assert run_all(page, lab, f'{name}.ipynb', 300) == []
-    views = page.evaluate("() => [...window.jupyterapp.shell.currentWidget.content.model.cells].filter(c => c.type === 'code')"
-                          ".flatMap(c => c.outputs.toJSON()).map(o => Object.keys(o.data ?? {}))")
-    live = [v for v in views if 'application/vnd.jupyter.widget-view+json' in v]
-    assert len(live) >= num_widgets and all('image/svg+xml' in v for v in live)                        # a widget, and a picture for elsewhere
+    assert run_all(page, lab, f"{name}.ipynb", 300) == []
+    views = page.evaluate(
+        "() => [...window.jupyterapp.shell.currentWidget.content.model.cells].filter(c => c.type === 'code')"
+        ".flatMap(c => c.outputs.toJSON()).map(o => Object.keys(o.data ?? {}))"
+    )
+    live = [v for v in views if "application/vnd.jupyter.widget-view+json" in v]
+    assert len(live) >= num_widgets and all(
+        "image/svg+xml" in v for v in live
+    )  # a widget, and a picture for elsewhere
     page.close()
 
 
 # The viewer's page
 
-PROMPTS = ['The sea', '</script><script>window.harm = 1</script>', 'Rain falls on the hills', '<img src=x onerror="window.harm = 2">', 'A']
+PROMPTS = [
+    "The sea",
+    "</script><script>window.harm = 1</script>",
+    "Rain falls on the hills",
+    '<img src=x onerror="window.harm = 2">',
+    "A",
+]
 
-@pytest.fixture(scope='module', params=['continuous', 'static'])
+
+@pytest.fixture(scope="module", params=["continuous", "static"])
 def trace(request):
     from batchlab.llm import LLM
     from batchlab.models import tiny_model, tiny_tokenizer
     from batchlab.sampling import SamplingParams
-    llm = LLM(tiny_model('llama'), tiny_tokenizer(), max_num_seqs=2, max_num_batched_tokens=16, compile=False, strategy=request.param)
+
+    llm = LLM(
+        tiny_model("llama"),
+        tiny_tokenizer(),
+        max_num_seqs=2,
+        max_num_batched_tokens=16,
+        compile=False,
+        strategy=request.param,
+    )
     with llm.trace() as trace:
-        llm.generate(PROMPTS, [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (5, 9, 3, 7, 4)])
+        llm.generate(
+            PROMPTS,
+            [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (5, 9, 3, 7, 4)],
+        )
     llm.close()
     return trace
 
@@ -229,47 +335,58 @@ def trace(request):
 def test_page_shows_what_the_trace_says(browser, trace, tmp_path):
     from batchlab.views.viewer import view_html
     from batchlab.views.scrubber import shares_of, step_line
+
     data = json.loads(json.dumps(trace.data))
-    (tmp_path/'page.html').write_text(view_html(trace), encoding='utf-8')
-    context = browser.new_context(viewport=dict(width=480, height=900), color_scheme='dark')
+    (tmp_path / "page.html").write_text(view_html(trace), encoding="utf-8")
+    context = browser.new_context(viewport=dict(width=480, height=900), color_scheme="dark")
     page, asked, problems = context.new_page(), [], []
-    page.on('request', lambda r: asked.append(r.url))
-    page.on('pageerror', lambda e: problems.append(str(e)))
-    page.goto((tmp_path/'page.html').as_uri())
-    for i, step in enumerate(data['steps']):
-        assert page.locator('#line').inner_text() == step_line(step, data['steps'][-1]['step'])
+    page.on("request", lambda r: asked.append(r.url))
+    page.on("pageerror", lambda e: problems.append(str(e)))
+    page.goto((tmp_path / "page.html").as_uri())
+    for i, step in enumerate(data["steps"]):
+        assert page.locator("#line").inner_text() == step_line(step, data["steps"][-1]["step"])
         parts = shares_of(data, i)
-        assert page.locator('.part b').all_inner_texts() == [str(p.request) for p in parts]
-        came = page.evaluate("() => [...document.querySelectorAll('#texts .answer')].map(a => [a.firstChild.textContent, "
-                             "a.childNodes[5].textContent + a.querySelector('mark').textContent])")
+        assert page.locator(".part b").all_inner_texts() == [str(p.request) for p in parts]
+        came = page.evaluate(
+            "() => [...document.querySelectorAll('#texts .answer')].map(a => [a.firstChild.textContent, "
+            "a.childNodes[5].textContent + a.querySelector('mark').textContent])"
+        )
         assert sorted(came) == sorted([str(p.request), p.before + p.came] for p in parts)
-        assert page.evaluate('document.documentElement.scrollWidth') <= 480
-        page.keyboard.press('ArrowRight')
-    assert page.evaluate('window.harm') is None and problems == []
-    assert [u for u in asked if not u.startswith('file:')] == []                             # no network
+        assert page.evaluate("document.documentElement.scrollWidth") <= 480
+        page.keyboard.press("ArrowRight")
+    assert page.evaluate("window.harm") is None and problems == []
+    assert [u for u in asked if not u.startswith("file:")] == []  # no network
     context.close()
 
 
 def test_page_by_keyboard(browser, trace, tmp_path):
     from batchlab.views.viewer import view_html
-    (tmp_path/'page.html').write_text(view_html(trace), encoding='utf-8')
-    page, last = browser.new_page(), len(trace.data['steps']) - 1
-    page.goto((tmp_path/'page.html').as_uri() + '#step=2')
-    at = lambda: int(page.locator('#slider').input_value())
+
+    (tmp_path / "page.html").write_text(view_html(trace), encoding="utf-8")
+    page, last = browser.new_page(), len(trace.data["steps"]) - 1
+    page.goto((tmp_path / "page.html").as_uri() + "#step=2")
+    at = lambda: int(page.locator("#slider").input_value())
     assert at() == 2
-    for key, where in (('Home', 0), ('ArrowRight', 1), ('Shift+ArrowRight', 11), ('End', last), ('ArrowRight', last), ('ArrowLeft', last - 1)):
+    for key, where in (
+        ("Home", 0),
+        ("ArrowRight", 1),
+        ("Shift+ArrowRight", 11),
+        ("End", last),
+        ("ArrowRight", last),
+        ("ArrowLeft", last - 1),
+    ):
         page.keyboard.press(key)
         assert at() == min(where, last), key
-    page.keyboard.press('Home')
-    page.locator('#speed').select_option('15')
-    page.locator('#play').press('Enter')
+    page.keyboard.press("Home")
+    page.locator("#speed").select_option("15")
+    page.locator("#play").press("Enter")
     assert until(lambda: at() > 2)
-    page.locator('#play').press('Enter')
-    page.locator('summary').press('Enter')
-    assert page.locator('#all tr').count() == len(PROMPTS)
+    page.locator("#play").press("Enter")
+    page.locator("summary").press("Enter")
+    assert page.locator("#all tr").count() == len(PROMPTS)
     ground = lambda: page.evaluate("getComputedStyle(document.body).backgroundColor")
     light = ground()
-    page.locator('#theme').press('Enter')
+    page.locator("#theme").press("Enter")
     assert ground() != light
     page.close()
 
@@ -277,23 +394,44 @@ def test_page_by_keyboard(browser, trace, tmp_path):
 def test_page_of_a_trace_without_texts(browser, trace, tmp_path):
     "As `batchlab run --trace` records it: how many tokens a part has stands in the place of what they say."
     from batchlab.views.viewer import view_html
-    bare = [{k: v for k, v in r.items() if k not in ('prompt', 'prompt_ids', 'output_ids', 'pieces')} for r in trace.data['requests']]
-    (tmp_path/'page.html').write_text(view_html(trace.data | dict(requests=bare, tokens={})), encoding='utf-8')
+
+    bare = [
+        {k: v for k, v in r.items() if k not in ("prompt", "prompt_ids", "output_ids", "pieces")}
+        for r in trace.data["requests"]
+    ]
+    (tmp_path / "page.html").write_text(
+        view_html(trace.data | dict(requests=bare, tokens={})), encoding="utf-8"
+    )
     page = browser.new_page()
-    page.goto((tmp_path/'page.html').as_uri())
-    said = page.locator('#row .part').all_inner_texts()
-    rows = sorted(trace.data['steps'][0]['rows'], key=lambda r: (r[3] > 1, r[0]))
-    assert said == [f'{r[1]}{r[3]} tokens' for r in rows]
+    page.goto((tmp_path / "page.html").as_uri())
+    said = page.locator("#row .part").all_inner_texts()
+    rows = sorted(trace.data["steps"][0]["rows"], key=lambda r: (r[3] > 1, r[0]))
+    assert said == [f"{r[1]}{r[3]} tokens" for r in rows]
     page.close()
 
 
-@pytest.mark.parametrize('around, tone', [('<html>', 0), ('<html style="color-scheme:dark">', 1), ('<body data-jp-theme-light="false"><div class="bl">', 1),
-                                          ('<body class="vscode-dark"><div class="bl">', 1), ('<body data-jp-theme-light="true"><div class="bl">', 0)])
+@pytest.mark.parametrize(
+    "around, tone",
+    [
+        ("<html>", 0),
+        ('<html style="color-scheme:dark">', 1),
+        ('<body data-jp-theme-light="false"><div class="bl">', 1),
+        ('<body class="vscode-dark"><div class="bl">', 1),
+        ('<body data-jp-theme-light="true"><div class="bl">', 0),
+    ],
+)
 def test_pictures_are_light_or_dark_as_the_page_is(browser, around, tone):
     "Whatever the reader's system says: a page's own scheme, JupyterLab's theme, VS Code's."
     from batchlab.views.drawing import COLOURS, HTML_STYLE, grid
-    page = browser.new_page(color_scheme=None if around == '<html>' else 'light' if tone else 'dark')
-    page.set_content(f'{around}<style>{HTML_STYLE}</style>{grid(["x"], {"x": ("decode", "a place")}).svg}')
+
+    page = browser.new_page(
+        color_scheme=None if around == "<html>" else "light" if tone else "dark"
+    )
+    page.set_content(
+        f"{around}<style>{HTML_STYLE}</style>{grid(['x'], {'x': ('decode', 'a place')}).svg}"
+    )
     fill = page.evaluate("getComputedStyle(document.querySelector('.bl-decode')).fill")
-    assert '#' + ''.join(f'{int(n):02x}' for n in re.findall(r'\d+', fill)) == COLOURS['decode'][tone]
+    assert (
+        "#" + "".join(f"{int(n):02x}" for n in re.findall(r"\d+", fill)) == COLOURS["decode"][tone]
+    )
     page.close()

@@ -1,14 +1,15 @@
 "What programs that are not ours send, and what they read from the answers. The programs themselves run in `.ci/clients`."
+
 import asyncio, importlib.machinery, importlib.util, json
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-openai = pytest.importorskip('openai')
-httpx = pytest.importorskip('httpx')
-pytest.importorskip('fastapi')
-pytest.importorskip('uvicorn')
+openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
 from pydantic import BaseModel
 
 from batchlab.models import tiny_tokenizer
@@ -16,89 +17,159 @@ from batchlab.work.toolcalls import format_of
 from test_server import TALK, serving
 
 ROOT = Path(__file__).resolve().parents[1]
-HARMLESS = dict(reasoning_effort='low', verbosity='low', user='u', store=True, metadata=dict(a='b'), service_tier='auto', safety_identifier='s', prompt_cache_key='k', prompt_cache_retention='24h',
-                prediction=dict(type='content', content='x'), parallel_tool_calls=False, modalities=['text'], tool_choice='none', functions=[])
+HARMLESS = dict(
+    reasoning_effort="low",
+    verbosity="low",
+    user="u",
+    store=True,
+    metadata=dict(a="b"),
+    service_tier="auto",
+    safety_identifier="s",
+    prompt_cache_key="k",
+    prompt_cache_retention="24h",
+    prediction=dict(type="content", content="x"),
+    parallel_tool_calls=False,
+    modalities=["text"],
+    tool_choice="none",
+    functions=[],
+)
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def s():
-    with serving() as s: yield s
+    with serving() as s:
+        yield s
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def web(s):
-    with httpx.Client(base_url=s.url, timeout=100) as c: yield c
+    with httpx.Client(base_url=s.url, timeout=100) as c:
+        yield c
 
 
-def strict(s, kind=openai.OpenAI): return kind(base_url=f'{s.url}/v1', api_key='any', max_retries=0, timeout=100, _strict_response_validation=True)
+def strict(s, kind=openai.OpenAI):
+    return kind(
+        base_url=f"{s.url}/v1",
+        api_key="any",
+        max_retries=0,
+        timeout=100,
+        _strict_response_validation=True,
+    )
 
 
-@pytest.mark.parametrize('stream', [False, True])
+@pytest.mark.parametrize("stream", [False, True])
 def test_what_is_sent_along_changes_nothing(web, stream):
     body = dict(messages=TALK, max_tokens=5, temperature=0, stream=stream)
+
     def said(**more):
-        r = web.post('/v1/chat/completions', json=body | more)
+        r = web.post("/v1/chat/completions", json=body | more)
         assert r.status_code == 200, r.text
-        if not stream: return r.json()['choices']
-        parts = [json.loads(x[6:])['choices'][0] for x in r.text.split('\n\n') if x.startswith('data: {')]
-        return ''.join(p['delta'].get('content') or '' for p in parts), parts[-1]['finish_reason']
+        if not stream:
+            return r.json()["choices"]
+        parts = [
+            json.loads(x[6:])["choices"][0] for x in r.text.split("\n\n") if x.startswith("data: {")
+        ]
+        return "".join(p["delta"].get("content") or "" for p in parts), parts[-1]["finish_reason"]
+
     plain = said()
     assert said(**HARMLESS) == plain
-    for k, v in HARMLESS.items(): assert said(**{k: v}) == plain, k
+    for k, v in HARMLESS.items():
+        assert said(**{k: v}) == plain, k
 
 
-@pytest.mark.parametrize('more', [dict(web_search_options={}), dict(audio=dict(voice='x')), dict(modalities=['audio'])])
+@pytest.mark.parametrize(
+    "more", [dict(web_search_options={}), dict(audio=dict(voice="x")), dict(modalities=["audio"])]
+)
 def test_what_would_change_the_answer_is_refused_by_name(web, more):
-    r = web.post('/v1/chat/completions', json=dict(messages=TALK) | more)
-    assert (r.status_code, r.json()['error']['param']) == (400, next(iter(more)))
+    r = web.post("/v1/chat/completions", json=dict(messages=TALK) | more)
+    assert (r.status_code, r.json()["error"]["param"]) == (400, next(iter(more)))
 
 
 class Verdict(BaseModel):
-    kind: Literal['good', 'bad']
+    kind: Literal["good", "bad"]
     sure: bool
 
 
 def test_answers_are_objects_of_pydantic(s):
-    pytest.importorskip('llguidance')
-    ask = dict(model='tiny', messages=TALK, response_format=Verdict, max_tokens=100, temperature=0)
+    pytest.importorskip("llguidance")
+    ask = dict(model="tiny", messages=TALK, response_format=Verdict, max_tokens=100, temperature=0)
     with strict(s) as c:
         whole = c.chat.completions.parse(**ask).choices[0].message.parsed
         with c.chat.completions.stream(**ask) as events:
             kinds = {e.type for e in events}
             assert events.get_final_completion().choices[0].message.parsed == whole
+
     async def main():
-        async with strict(s, openai.AsyncOpenAI) as c: return (await c.chat.completions.parse(**ask)).choices[0].message.parsed
-    assert isinstance(whole, Verdict) and {'content.delta', 'content.done'} <= kinds and asyncio.run(main()) == whole
+        async with strict(s, openai.AsyncOpenAI) as c:
+            return (await c.chat.completions.parse(**ask)).choices[0].message.parsed
+
+    assert (
+        isinstance(whole, Verdict)
+        and {"content.delta", "content.done"} <= kinds
+        and asyncio.run(main()) == whole
+    )
 
 
 def test_an_evaluation_reads_likelihoods(s, web):
     "As lm-eval's local-completions asks and adds up: token ids of several texts, the last token made and cut off."
     texts, before = [[70, 71, 72, 73, 74], [80, 81, 82], [70, 71, 90, 91]], [2, 1, 3]
-    d = web.post('/v1/completions', json=dict(model='tiny', prompt=texts, temperature=0, max_tokens=1, logprobs=1, seed=1234, echo=True)).json()
-    for choice, n, own in zip(d['choices'], before, s.llm.generate(texts, dict(max_tokens=1, temperature=0, prompt_logprobs=1))):
-        want = [(step[t].logprob, step[t].rank == 1) for t, step in zip(own.prompt_token_ids[n:], own.prompt_logprobs[n:])]
-        got, best = choice['logprobs']['token_logprobs'][n:-1], choice['logprobs']['top_logprobs'][n:-1]
+    d = web.post(
+        "/v1/completions",
+        json=dict(
+            model="tiny",
+            prompt=texts,
+            temperature=0,
+            max_tokens=1,
+            logprobs=1,
+            seed=1234,
+            echo=True,
+        ),
+    ).json()
+    for choice, n, own in zip(
+        d["choices"],
+        before,
+        s.llm.generate(texts, dict(max_tokens=1, temperature=0, prompt_logprobs=1)),
+    ):
+        want = [
+            (step[t].logprob, step[t].rank == 1)
+            for t, step in zip(own.prompt_token_ids[n:], own.prompt_logprobs[n:])
+        ]
+        got, best = (
+            choice["logprobs"]["token_logprobs"][n:-1],
+            choice["logprobs"]["top_logprobs"][n:-1],
+        )
         assert [(x, x == max(top.values())) for x, top in zip(got, best)] == want
-    assert [c['index'] for c in d['choices']] == [0, 1, 2]
+    assert [c["index"] for c in d["choices"]] == [0, 1, 2]
 
 
 def test_a_client_without_a_tokenizer(s, web):
     "As lm-eval's remote tokenizer asks."
-    info, tok = web.get('/tokenizer_info').json(), s.llm.get_tokenizer()
-    assert (info['eos_token'], info['chat_template']) == (tok.eos_token, tok.chat_template)
-    ids = web.post('/tokenize', json=dict(prompt=info['eos_token'], add_special_tokens=False)).json()['tokens']
-    assert ids == [tok.eos_token_id] and web.post('/detokenize', json=dict(tokens=[70, 71])).json()['prompt'] == tok.decode([70, 71])
+    info, tok = web.get("/tokenizer_info").json(), s.llm.get_tokenizer()
+    assert (info["eos_token"], info["chat_template"]) == (tok.eos_token, tok.chat_template)
+    ids = web.post(
+        "/tokenize", json=dict(prompt=info["eos_token"], add_special_tokens=False)
+    ).json()["tokens"]
+    assert ids == [tok.eos_token_id] and web.post("/detokenize", json=dict(tokens=[70, 71])).json()[
+        "prompt"
+    ] == tok.decode([70, 71])
 
 
 def test_a_prompt_that_is_too_long_by_the_words_that_clients_look_for(s, web):
     "litellm finds it by these words, langchain-openai by the code."
-    e = web.post('/v1/chat/completions', json=dict(messages=[dict(role='user', content='x' * 400)])).json()['error']
-    assert e['message'].startswith(f"this model's maximum context length is {s.llm.max_model_len} tokens") and e['code'] == 'context_length_exceeded'
+    e = web.post(
+        "/v1/chat/completions", json=dict(messages=[dict(role="user", content="x" * 400)])
+    ).json()["error"]
+    assert (
+        e["message"].startswith(
+            f"this model's maximum context length is {s.llm.max_model_len} tokens"
+        )
+        and e["code"] == "context_length_exceeded"
+    )
 
 
 def test_the_template_of_the_checks_knows_tools():
-    loader = importlib.machinery.SourceFileLoader('ci_clients', str(ROOT/'.ci'/'clients'))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader('ci_clients', loader))
+    loader = importlib.machinery.SourceFileLoader("ci_clients", str(ROOT / ".ci" / "clients"))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("ci_clients", loader))
     loader.exec_module(module)
     found = format_of(tiny_tokenizer(), module.TEMPLATE)
-    assert found and found.name == 'hermes' and found.writes_calls and found.parallel
+    assert found and found.name == "hermes" and found.writes_calls and found.parallel

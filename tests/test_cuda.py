@@ -1,4 +1,5 @@
 "Decode on a GPU, in full where there is one: tokens against the oracle, replays against Python, the engine on top."
+
 import copy, functools, gc, inspect, random
 
 import pytest, torch
@@ -9,20 +10,40 @@ from batchlab.backends import cuda
 from batchlab.attention import TorchBackend, _additive, attend_plain, kv_layout
 from batchlab.backends import BackendOptions, Unavailable, select_backend
 from batchlab.batch import pack_rows
-from batchlab.backends.cuda import CudaBackend, CudaGraphs, StaticStep, attend_paged, bucket, cuda_backend, find_varlen
+from batchlab.backends.cuda import (
+    CudaBackend,
+    CudaGraphs,
+    StaticStep,
+    attend_paged,
+    bucket,
+    cuda_backend,
+    find_varlen,
+)
 from batchlab.models import TINY_ARCHS, tiny_model
 from batchlab.prefill import generate_naive
 
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason='torch.cuda.is_available() is false: there is no GPU here')
-ARCHS = {**{a: {} for a in TINY_ARCHS}, 'gemma2': dict(attn_implementation='eager'), 'gpt_oss': {}, 'qwen3_moe': {}}
+GPU = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="torch.cuda.is_available() is false: there is no GPU here"
+)
+ARCHS = {
+    **{a: {} for a in TINY_ARCHS},
+    "gemma2": dict(attn_implementation="eager"),
+    "gpt_oss": {},
+    "qwen3_moe": {},
+}
 
 
-def gpu(test): return pytest.mark.cuda(GPU(test))
+def gpu(test):
+    return pytest.mark.cuda(GPU(test))
 
 
 @pytest.fixture(autouse=True)
 def exact():
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.get_num_threads()
+    before = (
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+        torch.get_num_threads(),
+    )
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.set_num_threads(1)
     yield
@@ -32,48 +53,93 @@ def exact():
 
 def hf_generate(model, prompt, n):
     ids = torch.tensor([prompt], device=model.device)
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, min_new_tokens=n, do_sample=False,
-                         eos_token_id=model.config.get_text_config().vocab_size, pad_token_id=0)
-    return out[0, ids.shape[1]:].tolist()
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=n,
+        min_new_tokens=n,
+        do_sample=False,
+        eos_token_id=model.config.get_text_config().vocab_size,
+        pad_token_id=0,
+    )
+    return out[0, ids.shape[1] :].tolist()
 
 
-def varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False,
-           seqused_k=None, block_table=None, num_splits=None):
+def varlen(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+    seqused_k=None,
+    block_table=None,
+    num_splits=None,
+):
     "torch's `varlen_attn` over blocks as its documentation has it: nothing but a row's own columns is multiplied."
-    assert {t.dtype for t in (cu_seq_q, seqused_k, block_table)} == {torch.int32} and window_size[1] == 0
+    assert {t.dtype for t in (cu_seq_q, seqused_k, block_table)} == {torch.int32} and window_size[
+        1
+    ] == 0
     at = torch.arange(len(query))
     row = torch.searchsorted(cu_seq_q[1:].long(), at, right=True)
     last = (seqused_k - cu_seq_q[1:]).index_select(0, row) + at
     col = torch.arange(block_table.shape[1] * key.shape[1])
-    seen = (col <= last[:, None]) & (col >= last[:, None] - window_size[0] if window_size[0] >= 0 else col >= 0)
-    k, v = (t.index_select(0, block_table.flatten()).view(len(block_table), -1, *t.shape[2:]).index_select(0, row) for t in (key, value))
+    seen = (col <= last[:, None]) & (
+        col >= last[:, None] - window_size[0] if window_size[0] >= 0 else col >= 0
+    )
+    k, v = (
+        t.index_select(0, block_table.flatten())
+        .view(len(block_table), -1, *t.shape[2:])
+        .index_select(0, row)
+        for t in (key, value)
+    )
     k, v = (torch.where(seen[:, :, None, None], t, 0).transpose(1, 2) for t in (k, v))
-    return attend_plain(query[:, :, None], k, v, _additive(seen, torch.float32)[:, None, None], scale)[:, :, 0]
+    return attend_plain(
+        query[:, :, None], k, v, _additive(seen, torch.float32)[:, None, None], scale
+    )[:, :, 0]
 
 
 def record_tape(run):
     "What stands in for a CUDA graph: does again what `run()` does now, on the same memory."
     ops = []
+
     class Tape(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             ops.append((func, args, kwargs or {}, out))
             return out
-    with Tape(): out = run()
+
+    with Tape():
+        out = run()
+
     @torch.inference_mode()
     def replay():
         now = {}
-        def renew(x): return now.get(id(x), x) if isinstance(x, torch.Tensor) else x
+
+        def renew(x):
+            return now.get(id(x), x) if isinstance(x, torch.Tensor) else x
+
         for func, args, kwargs, made in ops:
             new = func(*tree_map(renew, args), **tree_map(renew, kwargs))
             now.update((id(a), b) for a, b in zip(tree_leaves(made), tree_leaves(new)))
         return out.copy_(renew(out))
+
     return replay
 
 
 PAGED = functools.partial(attend_paged, varlen)
-SETTINGS = dict(python={}, tape=dict(record=record_tape, after=1), few=dict(record=record_tape, max_graphs=2),
-                paged=dict(paged=PAGED), paged_tape=dict(record=record_tape, paged=PAGED))
+SETTINGS = dict(
+    python={},
+    tape=dict(record=record_tape, after=1),
+    few=dict(record=record_tape, max_graphs=2),
+    paged=dict(paged=PAGED),
+    paged_tape=dict(record=record_tape, paged=PAGED),
+)
 
 
 def backend_of(model, how):
@@ -87,12 +153,15 @@ def drawn(seed, n=6):
     "Prompts of different lengths, and how many tokens each gets."
     rng = random.Random(seed)
     lengths = [1, 63, *(rng.randint(2, 70) for _ in range(n - 2))]
-    return [[rng.randrange(3, 259) for _ in range(k)] for k in lengths], [rng.randint(4, 20) for _ in lengths]
+    return [[rng.randrange(3, 259) for _ in range(k)] for k in lengths], [
+        rng.randint(4, 20) for _ in lengths
+    ]
 
 
 def nan_cache(backend, num_blocks):
     cache = backend.make_cache(num_blocks)
-    for t in cache.keys + cache.values: t[:num_blocks] = torch.nan
+    for t in cache.keys + cache.values:
+        t[:num_blocks] = torch.nan
     return cache
 
 
@@ -104,39 +173,65 @@ def serve(backend, prompts, caps, chunk=1000, renew=None, share=(), seed=0):
     each = [-(-(len(p) + n) // size) for p, n in zip(prompts, caps)]
     blocks = rng.sample(range(sum(each) + 5), sum(each))
     tables = [[blocks.pop() for _ in range(n)] for n in each]
-    for i, j, n in share: tables[j][:n] = tables[i][:n]
+    for i, j, n in share:
+        tables[j][:n] = tables[i][:n]
     cache = nan_cache(backend, sum(each) + 5)
-    enters, tokens, done = [rng.randrange(8) for _ in prompts], [list(p) for p in prompts], [0] * len(prompts)
+    enters, tokens, done = (
+        [rng.randrange(8) for _ in prompts],
+        [list(p) for p in prompts],
+        [0] * len(prompts),
+    )
     while live := [i for i, p in enumerate(prompts) if len(tokens[i]) < len(p) + caps[i]]:
-        if t == renew: cache, done = nan_cache(backend, cache.num_blocks), [0] * len(prompts)
-        live, t = [i for i in live if enters[i] <= t and all(done[a] >= n * size for a, b, n in share if b == i)], t + 1
-        for _, b, n in share: done[b] = max(done[b], n * size) if b in live else done[b]
-        rows = sorted(((i, min(chunk, len(tokens[i]) - done[i])) for i in live), key=lambda r: r[1] > 1)
-        if not rows: continue
+        if t == renew:
+            cache, done = nan_cache(backend, cache.num_blocks), [0] * len(prompts)
+        live, t = (
+            [
+                i
+                for i in live
+                if enters[i] <= t and all(done[a] >= n * size for a, b, n in share if b == i)
+            ],
+            t + 1,
+        )
+        for _, b, n in share:
+            done[b] = max(done[b], n * size) if b in live else done[b]
+        rows = sorted(
+            ((i, min(chunk, len(tokens[i]) - done[i])) for i in live), key=lambda r: r[1] > 1
+        )
+        if not rows:
+            continue
         held = [-(-(done[i] + n) // size) for i, n in rows]
-        batch = pack_rows([(tokens[i][done[i]:done[i] + n], done[i]) for i, n in rows], [tables[i][:k] for (i, _), k in zip(rows, held)], size)
+        batch = pack_rows(
+            [(tokens[i][done[i] : done[i] + n], done[i]) for i, n in rows],
+            [tables[i][:k] for (i, _), k in zip(rows, held)],
+            size,
+        )
         for (i, n), token in zip(rows, backend.execute(cache, batch).argmax(-1).tolist()):
             done[i] += n
-            if done[i] == len(tokens[i]): tokens[i].append(token)
-    return [x[len(p):] for x, p in zip(tokens, prompts)]
+            if done[i] == len(tokens[i]):
+                tokens[i].append(token)
+    return [x[len(p) :] for x, p in zip(tokens, prompts)]
 
 
 # --- without a GPU: what the notebook has not
 
-@pytest.mark.parametrize('seed', range(4))
+
+@pytest.mark.parametrize("seed", range(4))
 def test_drawn_mixes_on_a_tape(seed):
-    model, (prompts, caps) = tiny_model('llama', seed=seed), drawn(seed)
-    want, shapes = [generate_naive(model, p, n, ()) for p, n in zip(prompts, caps)], kv_layout(model)
+    model, (prompts, caps) = tiny_model("llama", seed=seed), drawn(seed)
+    want, shapes = (
+        [generate_naive(model, p, n, ()) for p, n in zip(prompts, caps)],
+        kv_layout(model),
+    )
     assert serve(TorchBackend(model, shapes), prompts, caps, 7, renew=9, seed=seed) == want
     for how in SETTINGS:
         for chunk in (7, 1000):
             backend = backend_of(model, how)
             assert serve(backend, prompts, caps, chunk, seed=seed, renew=9) == want
-            assert not backend.why and bool(backend.num_recorded) == ('record' in SETTINGS[how])
+            assert not backend.why and bool(backend.num_recorded) == ("record" in SETTINGS[how])
 
 
-@pytest.mark.parametrize('how', SETTINGS)
-@pytest.mark.parametrize('arch', ['llama', 'mistral'])          # mistral has a window
+@pytest.mark.parametrize("how", SETTINGS)
+@pytest.mark.parametrize("arch", ["llama", "mistral"])  # mistral has a window
 def test_shared_blocks_and_windows(arch, how):
     model, rng = tiny_model(arch, seed=1), random.Random(arch)
     head = [rng.randrange(3, 259) for _ in range(128)]
@@ -147,86 +242,135 @@ def test_shared_blocks_and_windows(arch, how):
 
 def test_padding_never_meets_a_row():
     "Padding writes to the scratch block alone and reads it alone; rows read their own blocks alone; the scratch block is nobody's."
-    rng, backend = random.Random(0), CudaBackend(tiny_model('llama'), [(1, 8, 8)])
+    rng, backend = random.Random(0), CudaBackend(tiny_model("llama"), [(1, 8, 8)])
     backend.block_size = 4
     cache = backend.make_cache(200)
     assert cache.num_blocks == 200 and len(cache.keys[0]) == 201
-    with pytest.raises(MemoryError): cache.prepare(pack_rows([([5], 0)], [[200]], 4))
+    with pytest.raises(MemoryError):
+        cache.prepare(pack_rows([([5], 0)], [[200]], 4))
     for _ in range(300):
         lengths = [rng.randint(1, 40) for _ in range(rng.randint(1, 20))]
-        tables = [rng.sample(range(200), -(-n // 4) + rng.randrange(2)) for n in lengths]        # maybe one more than needed
+        tables = [
+            rng.sample(range(200), -(-n // 4) + rng.randrange(2)) for n in lengths
+        ]  # maybe one more than needed
         batch = pack_rows([([rng.randrange(99)], n - 1) for n in lengths], tables, 4)
         num_rows, num_blocks = bucket(batch, 4, in_place=True)
-        step = backend.steps.setdefault((num_rows, num_blocks), StaticStep(cache, num_rows, num_blocks))
+        step = backend.steps.setdefault(
+            (num_rows, num_blocks), StaticStep(cache, num_rows, num_blocks)
+        )
         step.place(batch)
         ids, positions = step.packed.input_ids[0].tolist(), step.packed.position_ids[0].tolist()
         n, places, table = len(lengths), step.slot_mapping.tolist(), step.block_table.tolist()
-        assert (ids[:n], positions[:n], places[:n], step.lengths[:n].tolist()) == (batch.ids, batch.positions, batch.slot_mapping, lengths)
+        assert (ids[:n], positions[:n], places[:n], step.lengths[:n].tolist()) == (
+            batch.ids,
+            batch.positions,
+            batch.slot_mapping,
+            lengths,
+        )
         for i in range(n):
             k = -(-lengths[i] // 4)
-            assert table[i] == tables[i][:k] + tables[i][k - 1:k] * (num_blocks - k)
+            assert table[i] == tables[i][:k] + tables[i][k - 1 : k] * (num_blocks - k)
         for i in range(n, num_rows):
-            assert (places[i], set(table[i]), positions[i], int(step.lengths[i])) == (200 * 4, {200}, 0, 1) and ids[i] in ids[:n]
+            assert (places[i], set(table[i]), positions[i], int(step.lengths[i])) == (
+                200 * 4,
+                {200},
+                0,
+                1,
+            ) and ids[i] in ids[:n]
 
 
 def test_a_nan_stays_its_rows():
     "One request's keys are not numbers: nobody else's logits change by that."
-    model = tiny_model('llama')
+    model = tiny_model("llama")
     for how in SETTINGS:
         backend = backend_of(model, how)
         cache, size = nan_cache(backend, 4), backend.block_size
-        backend.execute(cache, pack_rows([([3, 4], 0), ([5, 6], 0), ([7, 8, 9], 0)], [[2], [0], [1]], size))
+        backend.execute(
+            cache, pack_rows([([3, 4], 0), ([5, 6], 0), ([7, 8, 9], 0)], [[2], [0], [1]], size)
+        )
         batch = pack_rows([([1], 2), ([2], 2), ([3], 3)], [[2], [0], [1]], size)
         want = [backend.execute(cache, batch) for _ in range(3)][-1]
-        for t in cache.keys + cache.values: t[0] = torch.nan
+        for t in cache.keys + cache.values:
+            t[0] = torch.nan
         got = backend.execute(cache, batch)
         assert got[1].isnan().all() and torch.equal(got[[0, 2]], want[[0, 2]])
 
 
 def test_what_varlen_lacks_is_found():
-    model = tiny_model('llama')
-    shapes, cpu = kv_layout(model), torch.device('cpu')
+    model = tiny_model("llama")
+    shapes, cpu = kv_layout(model), torch.device("cpu")
+
     def like(f):
         f.__signature__ = inspect.signature(varlen)
         return f
+
     @like
     def refuses_splits(*args, **kw):
-        if kw.pop('num_splits', None): raise RuntimeError('num_splits requires FA3')
+        if kw.pop("num_splits", None):
+            raise RuntimeError("num_splits requires FA3")
         return varlen(*args, **kw)
+
     @like
-    def sees_too_much(*args, **kw): return varlen(*args, **kw | dict(seqused_k=kw['seqused_k'] + 1))
-    assert find_varlen(4, shapes, torch.float32, cpu, varlen)[0].keywords == dict(edges=True, num_splits=1)
-    assert find_varlen(4, shapes, torch.float32, cpu, refuses_splits)[0].keywords == dict(edges=True)
+    def sees_too_much(*args, **kw):
+        return varlen(*args, **kw | dict(seqused_k=kw["seqused_k"] + 1))
+
+    assert find_varlen(4, shapes, torch.float32, cpu, varlen)[0].keywords == dict(
+        edges=True, num_splits=1
+    )
+    assert find_varlen(4, shapes, torch.float32, cpu, refuses_splits)[0].keywords == dict(
+        edges=True
+    )
     assert find_varlen(4, shapes, torch.float32, cpu, sees_too_much)[0] is None
-    assert find_varlen(4, [(2, 12, 12)], torch.float32, cpu, varlen)[1] == 'flash attention does not take these head sizes'
+    assert (
+        find_varlen(4, [(2, 12, 12)], torch.float32, cpu, varlen)[1]
+        == "flash attention does not take these head sizes"
+    )
     backend = cuda_backend(model, shapes, record_tape, varlen)
-    assert (backend.paged is not None, backend.block_size, backend.why, backend.num_recorded) == (True, 256, '', 0)
-    backend = cuda_backend(tiny_model('gpt_oss'), kv_layout(tiny_model('gpt_oss')), record_tape, varlen)
-    assert backend.paged is None and backend.block_size == 64 and 'soft caps nor sinks' in backend.why
+    assert (backend.paged is not None, backend.block_size, backend.why, backend.num_recorded) == (
+        True,
+        256,
+        "",
+        0,
+    )
+    backend = cuda_backend(
+        tiny_model("gpt_oss"), kv_layout(tiny_model("gpt_oss")), record_tape, varlen
+    )
+    assert (
+        backend.paged is None and backend.block_size == 64 and "soft caps nor sinks" in backend.why
+    )
 
 
 def test_no_word_about_gpus_on_a_cpu():
-    model = tiny_model('llama')
-    with pytest.raises(Unavailable) as e: cuda.open_backend(model, kv_layout(model), BackendOptions())
-    assert str(e.value) == ''
+    model = tiny_model("llama")
+    with pytest.raises(Unavailable) as e:
+        cuda.open_backend(model, kv_layout(model), BackendOptions())
+    assert str(e.value) == ""
     backend = select_backend(model, kv_layout(model))
-    assert 'cuda' not in backend.name and 'GPU' not in backend.why
+    assert "cuda" not in backend.name and "GPU" not in backend.why
 
 
-@pytest.mark.parametrize('arch', ['llama', 'mistral', 'gpt_oss'])
+@pytest.mark.parametrize("arch", ["llama", "mistral", "gpt_oss"])
 def test_engine_on_a_tape(arch, monkeypatch):
     "The engine's plans: prefixes, shared and copied blocks, preemptions, steps of every kind."
     from batchlab.llm import LLM
     from batchlab.params import SamplingParams
+
     class Hooked(CudaBackend):
         def static_step(self, cache, batch):
             made.append(super().static_step(cache, batch))
             return made[-1]
-    monkeypatch.setattr(cuda, 'CudaBackend', Hooked)
-    monkeypatch.setattr(cuda, 'open_backend', lambda model, shapes, options: cuda_backend(model, shapes, record_tape, kernel))
+
+    monkeypatch.setattr(cuda, "CudaBackend", Hooked)
+    monkeypatch.setattr(
+        cuda,
+        "open_backend",
+        lambda model, shapes, options: cuda_backend(model, shapes, record_tape, kernel),
+    )
     model, made, rng = tiny_model(arch, seed=2), [], random.Random(arch)
     head = [rng.randrange(3, 259) for _ in range(40)]
-    prompts = [head[:rng.randint(1, 40)] + [rng.randrange(3, 259)] * rng.randint(0, 9) for _ in range(14)]
+    prompts = [
+        head[: rng.randint(1, 40)] + [rng.randrange(3, 259)] * rng.randint(0, 9) for _ in range(14)
+    ]
     caps = [rng.randint(1, 40) for _ in prompts]
     want = [generate_naive(model, p, n, ()) for p, n in zip(prompts, caps)]
     for kernel in (None, varlen):
@@ -236,13 +380,13 @@ def test_engine_on_a_tape(arch, monkeypatch):
             for _ in range(2):
                 outs = llm.generate(prompts, params)
                 assert [o.outputs[0].token_ids for o in outs] == want
-            assert llm.backend.name == 'cuda graphs' and llm.backend.num_recorded, llm.backend.why
-            assert bool(llm.backend.paged) == (kernel is not None and arch != 'gpt_oss')
+            assert llm.backend.name == "cuda graphs" and llm.backend.num_recorded, llm.backend.why
+            assert bool(llm.backend.paged) == (kernel is not None and arch != "gpt_oss")
     assert {type(s) for s in made} == {StaticStep, type(None)}
 
 
 def test_steps_keep_no_cache_alive():
-    model = tiny_model('llama')
+    model = tiny_model("llama")
     backend = CudaBackend(model, kv_layout(model))
     cache = backend.make_cache(2)
     step = backend.static_step(cache, pack_rows([([5], 3)], [[0]], 64))
@@ -253,31 +397,42 @@ def test_steps_keep_no_cache_alive():
 
 # --- with a GPU
 
+
 @gpu
-@pytest.mark.parametrize('arch', ARCHS)
+@pytest.mark.parametrize("arch", ARCHS)
 def test_tokens_in_fp32(arch):
-    model, (prompts, caps) = tiny_model(arch, seed=1, **ARCHS[arch]).to('cuda'), drawn(arch)
+    model, (prompts, caps) = tiny_model(arch, seed=1, **ARCHS[arch]).to("cuda"), drawn(arch)
     want = [generate_naive(model, p, n, ()) for p, n in zip(prompts, caps)]
     assert [hf_generate(model, p, n) for p, n in zip(prompts, caps)] == want
     for record in (CudaGraphs(model.device), None):
         backend = cuda_backend(model, kv_layout(model), record)
-        for chunk in (7, 1000): assert serve(backend, prompts, caps, chunk) == want
-        if record and arch not in ('gpt2', 'mixtral', 'gpt_oss', 'qwen3_moe'): assert backend.num_recorded, backend.why
+        for chunk in (7, 1000):
+            assert serve(backend, prompts, caps, chunk) == want
+        if record and arch not in ("gpt2", "mixtral", "gpt_oss", "qwen3_moe"):
+            assert backend.num_recorded, backend.why
 
 
 @gpu
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_replay_is_python_bit_for_bit(dtype):
     how = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
-    model = tiny_model('llama', **how).to('cuda', dtype)
+    model = tiny_model("llama", **how).to("cuda", dtype)
     paged, _ = find_varlen(4, kv_layout(model), dtype, model.device)
+
     def outs(record, paged, n=6):
         backend = CudaBackend(model, kv_layout(model), record, paged)
-        cache, gen = backend.make_cache(6), torch.Generator('cuda').manual_seed(0)
-        for t in cache.keys + cache.values: t.copy_(torch.randn(t.shape, generator=gen, device='cuda'))
+        cache, gen = backend.make_cache(6), torch.Generator("cuda").manual_seed(0)
+        for t in cache.keys + cache.values:
+            t.copy_(torch.randn(t.shape, generator=gen, device="cuda"))
         rows = [((5 + t, 9 + t), (6, 40 + t), (7, 12 + t)) for t in range(n)]
-        got = [backend.execute(cache, pack_rows([([i], s) for i, s in at], [[4], [0], [2]], backend.block_size)) for at in rows]
+        got = [
+            backend.execute(
+                cache, pack_rows([([i], s) for i, s in at], [[4], [0], [2]], backend.block_size)
+            )
+            for at in rows
+        ]
         return torch.stack(got), backend
+
     for f in {paged, None}:
         eager, _ = outs(None, f)
         replayed, backend = outs(CudaGraphs(model.device), f)
@@ -287,10 +442,11 @@ def test_replay_is_python_bit_for_bit(dtype):
 @gpu
 def test_a_new_cache_invalidates():
     "In place of a resize, which blocks do not have."
-    model, (prompts, caps) = tiny_model('llama').to('cuda'), drawn(3)
+    model, (prompts, caps) = tiny_model("llama").to("cuda"), drawn(3)
     want = [generate_naive(model, p, n, ()) for p, n in zip(prompts, caps)]
     backend = CudaBackend(model, kv_layout(model), CudaGraphs(model.device), after=1)
-    for at in (3, 9, 12): assert serve(backend, prompts, caps, renew=at) == want
+    for at in (3, 9, 12):
+        assert serve(backend, prompts, caps, renew=at) == want
     cache = backend.make_cache(4)
     backend.execute(cache, pack_rows([([5], 0)], [[1]], backend.block_size))
     assert backend.num_recorded == 1
@@ -304,45 +460,83 @@ def test_a_new_cache_invalidates():
 
 @gpu
 def test_what_cannot_be_recorded_goes_on_without(caplog):
-    model, (prompts, caps) = tiny_model('llama').to('cuda'), drawn(5)
-    want, shapes = [generate_naive(model, p, n, ()) for p, n in zip(prompts, caps)], kv_layout(model)
-    model.model.norm.register_forward_pre_hook(lambda module, args: None if args[0].isnan().any().item() else None)
+    model, (prompts, caps) = tiny_model("llama").to("cuda"), drawn(5)
+    want, shapes = (
+        [generate_naive(model, p, n, ()) for p, n in zip(prompts, caps)],
+        kv_layout(model),
+    )
+    model.model.norm.register_forward_pre_hook(
+        lambda module, args: None if args[0].isnan().any().item() else None
+    )
     backend = CudaBackend(model, shapes, CudaGraphs(model.device))
     assert serve(backend, prompts, caps) == want
     assert backend.why and backend.num_recorded == 0
-    assert sum('without recordings' in r.message for r in caplog.records) == 1
-    assert serve(CudaBackend(tiny_model('llama').to('cuda'), shapes, CudaGraphs(model.device)), prompts, caps) == want  # the device is none the worse
+    assert sum("without recordings" in r.message for r in caplog.records) == 1
+    assert (
+        serve(
+            CudaBackend(tiny_model("llama").to("cuda"), shapes, CudaGraphs(model.device)),
+            prompts,
+            caps,
+        )
+        == want
+    )  # the device is none the worse
 
 
 @gpu
-@pytest.mark.parametrize('heads,kv', [(4, 4), (8, 2), (8, 1)])
-@pytest.mark.parametrize('dim', [16, 64, 128])
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("heads,kv", [(4, 4), (8, 2), (8, 1)])
+@pytest.mark.parametrize("dim", [16, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_flash_is_found_or_says_why(heads, kv, dim, dtype):
-    paged, why = find_varlen(heads, [(kv, dim, dim)], dtype, torch.device('cuda'))
+    paged, why = find_varlen(heads, [(kv, dim, dim)], dtype, torch.device("cuda"))
     assert (paged is None) == bool(why)
-    if torch.cuda.get_device_capability() >= (8, 0): assert paged, why
+    if torch.cuda.get_device_capability() >= (8, 0):
+        assert paged, why
 
 
 @gpu
 def test_flash_logits_in_bf16():
     """Teacher-forced: flash attention, recorded, against packed steps in fp32, over blocks in any order and lengths across buckets:
     off by no more than 1.5 times what packed steps in bf16 are off, in the mean of all logits."""
-    how = dict(hidden_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=512)
-    for arch in ('llama', 'mistral'):
-        model = tiny_model(arch, **how).to('cuda', torch.bfloat16)
+    how = dict(
+        hidden_size=256,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+    )
+    for arch in ("llama", "mistral"):
+        model = tiny_model(arch, **how).to("cuda", torch.bfloat16)
         shapes = kv_layout(model)
         paged, why = find_varlen(8, shapes, model.dtype, model.device)
         assert paged, why
-        backend, (prompts, _) = CudaBackend(model, shapes, CudaGraphs(model.device), paged, after=1), drawn(7)
-        prompts[1] = prompts[1] * 3                                                        # 189, and past a block of 256
-        plain, judge = (TorchBackend(m, shapes, block_size=backend.block_size) for m in (model, copy.deepcopy(model).float()))
-        runs, tables = [(x, nan_cache(x, 12)) for x in (backend, plain, judge)], [[2 * i + 1, 2 * i] for i in range(len(prompts))]
+        backend, (prompts, _) = (
+            CudaBackend(model, shapes, CudaGraphs(model.device), paged, after=1),
+            drawn(7),
+        )
+        prompts[1] = prompts[1] * 3  # 189, and past a block of 256
+        plain, judge = (
+            TorchBackend(m, shapes, block_size=backend.block_size)
+            for m in (model, copy.deepcopy(model).float())
+        )
+        runs, tables = (
+            [(x, nan_cache(x, 12)) for x in (backend, plain, judge)],
+            [[2 * i + 1, 2 * i] for i in range(len(prompts))],
+        )
         off = torch.zeros(2)
         for t in range(81):
-            rows = [(p, 0) for p in prompts] if not t else [([(7 * t + i) % 250], len(p) + t - 1) for i, p in enumerate(prompts)]
-            blocks = [table[:-(-(s + len(ids)) // backend.block_size)] for table, (ids, s) in zip(tables, rows)]
-            got, packed, want = (x.execute(cache, pack_rows(rows, blocks, backend.block_size)).float().cpu() for x, cache in runs)
+            rows = (
+                [(p, 0) for p in prompts]
+                if not t
+                else [([(7 * t + i) % 250], len(p) + t - 1) for i, p in enumerate(prompts)]
+            )
+            blocks = [
+                table[: -(-(s + len(ids)) // backend.block_size)]
+                for table, (ids, s) in zip(tables, rows)
+            ]
+            got, packed, want = (
+                x.execute(cache, pack_rows(rows, blocks, backend.block_size)).float().cpu()
+                for x, cache in runs
+            )
             off += torch.stack([(got - want).abs().mean(), (packed - want).abs().mean()])
         assert off[0] <= 1.5 * off[1], off
         assert backend.num_recorded >= 2 and not backend.why
@@ -351,33 +545,48 @@ def test_flash_logits_in_bf16():
 @gpu
 def test_nothing_waits_but_the_tokens():
     "A decode step that is replayed, and begins no block, does nothing that synchronises, up to its logits."
-    model = tiny_model('llama').to('cuda')
+    model = tiny_model("llama").to("cuda")
     backend = CudaBackend(model, kv_layout(model), CudaGraphs(model.device), after=1)
     cache = backend.make_cache(4)
     step = lambda t: pack_rows([([5], t)] * 3, [[0], [1], [2]], backend.block_size)
-    for t in range(3): backend.execute(cache, step(t))
-    torch.cuda.set_sync_debug_mode('error')
-    try: logits = backend.execute(cache, step(3))
-    finally: torch.cuda.set_sync_debug_mode('default')
+    for t in range(3):
+        backend.execute(cache, step(t))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        logits = backend.execute(cache, step(3))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert len(set(logits.argmax(-1).tolist())) == 1 and logits.isfinite().all()
 
 
 @gpu
 def test_backend_of_the_engine():
     from batchlab.llm import LLM, SamplingParams
-    model, (prompts, caps) = tiny_model('llama').to('cuda'), drawn(11)
+
+    model, (prompts, caps) = tiny_model("llama").to("cuda"), drawn(11)
     want = [generate_naive(model, p, n, ()) for p, n in zip(prompts, caps)]
     llm = LLM(model)
-    outs = llm.generate(prompts, [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in caps])
+    outs = llm.generate(
+        prompts, [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in caps]
+    )
     assert [o.outputs[0].token_ids for o in outs] == want
-    assert llm.backend.name == 'cuda graphs', llm.backend.why
+    assert llm.backend.name == "cuda graphs", llm.backend.why
 
 
 @gpu
 def test_measures():
     from batchlab.bench.profiling import bandwidth
     from batchlab.llm import LLM
-    model = tiny_model('llama', hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-                       tie_word_embeddings=False).to('cuda', torch.bfloat16)
+
+    model = tiny_model(
+        "llama",
+        hidden_size=256,
+        intermediate_size=512,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=False,
+    ).to("cuda", torch.bfloat16)
     got = bandwidth(LLM(model), slots=(1, 5), context=20, steps=8, vocab=(3, 259))
-    for rate, share in got.values(): assert rate > 0 and share > 0, got
+    for rate, share in got.values():
+        assert rate > 0 and share > 0, got

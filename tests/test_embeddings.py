@@ -1,304 +1,546 @@
 "Vectors, classes and scores: against transformers alone, the same bits in any company, and every way a request can go wrong."
+
 import math, random
 
 import pytest, torch
 import torch.nn.functional as F
-from transformers import (AlbertConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig, DistilBertConfig, LlamaConfig, ModernBertConfig,
-                          MPNetConfig, RobertaConfig, XLMRobertaConfig)
+from transformers import (
+    AlbertConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    BertConfig,
+    DistilBertConfig,
+    LlamaConfig,
+    ModernBertConfig,
+    MPNetConfig,
+    RobertaConfig,
+    XLMRobertaConfig,
+)
 
 from batchlab.errors import ModelError, ParamError, PromptError, UnsupportedModelError
 from batchlab.llm import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.pooled import EmbeddingRequestOutput, PoolerConfig, PoolingOutput, PoolingParams, PoolingRequestOutput
+from batchlab.pooled import (
+    EmbeddingRequestOutput,
+    PoolerConfig,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+)
 from batchlab.runners import SoloRunner
 from batchlab.tiny import tiny_adapter
 
-pytestmark = pytest.mark.usefixtures('one_thread')
-SMALL = dict(vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, max_position_embeddings=140, pad_token_id=1)
-CONFIGS = dict(bert=BertConfig(**SMALL), roberta=RobertaConfig(**SMALL), xlmr=XLMRobertaConfig(**SMALL),
-               distilbert=DistilBertConfig(vocab_size=300, dim=64, n_layers=2, n_heads=4, hidden_dim=128, max_position_embeddings=140, pad_token_id=1),
-               modernbert=ModernBertConfig(**SMALL, local_attention=16, global_attn_every_n_layers=2), mpnet=MPNetConfig(**SMALL),
-               llama=LlamaConfig(**SMALL, num_key_value_heads=2))
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL = dict(
+    vocab_size=300,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=128,
+    max_position_embeddings=140,
+    pad_token_id=1,
+)
+CONFIGS = dict(
+    bert=BertConfig(**SMALL),
+    roberta=RobertaConfig(**SMALL),
+    xlmr=XLMRobertaConfig(**SMALL),
+    distilbert=DistilBertConfig(
+        vocab_size=300,
+        dim=64,
+        n_layers=2,
+        n_heads=4,
+        hidden_dim=128,
+        max_position_embeddings=140,
+        pad_token_id=1,
+    ),
+    modernbert=ModernBertConfig(**SMALL, local_attention=16, global_attn_every_n_layers=2),
+    mpnet=MPNetConfig(**SMALL),
+    llama=LlamaConfig(**SMALL, num_key_value_heads=2),
+)
 
 
 def make(name, auto=AutoModel, seed=0, **more):
     torch.manual_seed(seed)
-    config = CONFIGS[name].__class__(**{**CONFIGS[name].to_dict(), 'initializer_range': .3, **more})
+    config = CONFIGS[name].__class__(
+        **{**CONFIGS[name].to_dict(), "initializer_range": 0.3, **more}
+    )
     return auto.from_config(config).eval()
 
 
 def some_ids(n=14, most=120, seed=3):
     rng = random.Random(seed)
-    return [[rng.randrange(2, 300) for _ in range(length)] for length in [1, 2, 64, most, *(rng.randrange(3, most) for _ in range(n - 4))]]
+    return [
+        [rng.randrange(2, 300) for _ in range(length)]
+        for length in [1, 2, 64, most, *(rng.randrange(3, most) for _ in range(n - 4))]
+    ]
 
 
 def alone(model, ids):
-    with torch.inference_mode(): return model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+    with torch.inference_mode():
+        return model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
 
 
-@pytest.mark.parametrize('compile', [False, 'auto'])
-@pytest.mark.parametrize('name', CONFIGS)
+@pytest.mark.parametrize("compile", [False, "auto"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_vectors_are_those_of_the_model_alone(name, compile):
     model, prompts = make(name), some_ids()
     llm = LLM(model, compile=compile, max_num_seqs=5, max_num_batched_tokens=130)
-    how = (lambda x: x[-1]) if name == 'llama' else (lambda x: x.mean(0))
+    how = (lambda x: x[-1]) if name == "llama" else (lambda x: x.mean(0))
     outs = llm.embed(prompts)
     for ids, out in zip(prompts, outs):
         want = F.normalize(how(alone(model, ids)), dim=-1)
-        assert F.cosine_similarity(torch.tensor(out.outputs.embedding), want, dim=0) > .99999, (name, len(ids))
-    assert type(outs[0]) is EmbeddingRequestOutput and not llm.can_generate and not any(o.error for o in outs)
-    if name == 'mpnet': assert llm.shapes is None and isinstance(llm.engines['pooled'].runner, SoloRunner)      # it attends by code of its own
-    else: assert llm.shapes
+        assert F.cosine_similarity(torch.tensor(out.outputs.embedding), want, dim=0) > 0.99999, (
+            name,
+            len(ids),
+        )
+    assert (
+        type(outs[0]) is EmbeddingRequestOutput
+        and not llm.can_generate
+        and not any(o.error for o in outs)
+    )
+    if name == "mpnet":
+        assert llm.shapes is None and isinstance(
+            llm.engines["pooled"].runner, SoloRunner
+        )  # it attends by code of its own
+    else:
+        assert llm.shapes
 
 
-@pytest.mark.parametrize('name', [n for n in CONFIGS if n != 'mpnet'])
+@pytest.mark.parametrize("name", [n for n in CONFIGS if n != "mpnet"])
 def test_the_same_bits_alone_in_company_and_shuffled(name, compiler):
     llm, prompts = LLM(make(name), max_num_seqs=6, max_num_batched_tokens=200), some_ids(20)
-    if not compiler: pytest.skip('no kernels: needs a C++ compiler')
+    if not compiler:
+        pytest.skip("no kernels: needs a C++ compiler")
     assert llm.backend.batch_invariant, llm.backend
     vectors = [o.outputs.embedding for o in llm.embed(prompts)]
     order = random.Random(1).sample(range(20), 20)
-    assert [o.outputs.embedding for o in llm.embed([prompts[i] for i in order])] == [vectors[i] for i in order]
+    assert [o.outputs.embedding for o in llm.embed([prompts[i] for i in order])] == [
+        vectors[i] for i in order
+    ]
     assert [llm.embed([p])[0].outputs.embedding for p in prompts[:6]] == vectors[:6]
 
 
-@pytest.mark.parametrize('name', ['bert', 'roberta', 'distilbert', 'modernbert', 'llama'])
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "modernbert", "llama"])
 def test_classes_are_those_of_the_models_own_head(name):
     model, prompts = make(name, AutoModelForSequenceClassification, num_labels=3), some_ids()
     llm = LLM(model, max_num_batched_tokens=150, max_num_seqs=8)
     for ids, out, raw in zip(prompts, llm.classify(prompts), llm.reward(prompts)):
-        with torch.inference_mode(): want = model(input_ids=torch.tensor([ids])).logits[0]
-        torch.testing.assert_close(torch.tensor(out.outputs.probs), want.softmax(-1), atol=2e-4, rtol=1e-3)
+        with torch.inference_mode():
+            want = model(input_ids=torch.tensor([ids])).logits[0]
+        torch.testing.assert_close(
+            torch.tensor(out.outputs.probs), want.softmax(-1), atol=2e-4, rtol=1e-3
+        )
         torch.testing.assert_close(raw.outputs.data, want, atol=1e-3, rtol=1e-3)
-    with pytest.raises(ModelError, match="no task 'score'"): llm.score('a', 'b')
-    with pytest.raises(ModelError, match="no task 'embed'"): llm.embed([[5, 6]])
+    with pytest.raises(ModelError, match="no task 'score'"):
+        llm.score("a", "b")
+    with pytest.raises(ModelError, match="no task 'embed'"):
+        llm.embed([[5, 6]])
 
 
 def test_tokens_are_classified():
-    model = make('bert', AutoModelForTokenClassification, num_labels=4)
-    [out] = LLM(model).encode([[5, 6, 7]], pooling_task='token_classify')
-    with torch.inference_mode(): want = model(input_ids=torch.tensor([[5, 6, 7]])).logits[0].softmax(-1)
+    model = make("bert", AutoModelForTokenClassification, num_labels=4)
+    [out] = LLM(model).encode([[5, 6, 7]], pooling_task="token_classify")
+    with torch.inference_mode():
+        want = model(input_ids=torch.tensor([[5, 6, 7]])).logits[0].softmax(-1)
     torch.testing.assert_close(out.outputs.data, want, atol=1e-4, rtol=1e-3)
 
 
 def test_a_cross_encoder_gets_the_types_of_a_pair():
-    model = make('bert', AutoModelForSequenceClassification, num_labels=1)
+    model = make("bert", AutoModelForSequenceClassification, num_labels=1)
     llm, ids, types = LLM(model, max_num_seqs=3), [5, 9, 2, 31, 7, 8], [0, 0, 0, 1, 1, 1]
-    pairs = [{'prompt_token_ids': ids, 'token_type_ids': types}, {'prompt_token_ids': ids}, [7, 8]]
-    got = [o.outputs.score for o in llm._pool('score', pairs, None, None, None, None)]
+    pairs = [{"prompt_token_ids": ids, "token_type_ids": types}, {"prompt_token_ids": ids}, [7, 8]]
+    got = [o.outputs.score for o in llm._pool("score", pairs, None, None, None, None)]
     with torch.inference_mode():
-        want = [model(input_ids=torch.tensor([i]), token_type_ids=torch.tensor([t])).logits.sigmoid().item() for i, t in ((ids, types), (ids, [0] * 6), ([7, 8], [0, 0]))]
+        want = [
+            model(input_ids=torch.tensor([i]), token_type_ids=torch.tensor([t]))
+            .logits.sigmoid()
+            .item()
+            for i, t in ((ids, types), (ids, [0] * 6), ([7, 8], [0, 0]))
+        ]
     assert got == pytest.approx(want, abs=1e-5) and abs(got[0] - got[1]) > 1e-4
-    [bad] = llm.encode([{'prompt_token_ids': ids, 'token_type_ids': [0, 1]}], pooling_task='classify')
-    assert 'token_type_ids' in bad.error and bad.refused
+    [bad] = llm.encode(
+        [{"prompt_token_ids": ids, "token_type_ids": [0, 1]}], pooling_task="classify"
+    )
+    assert "token_type_ids" in bad.error and bad.refused
 
 
 def test_layers_and_positions():
-    for compile in (False, 'auto'):
-        for name in ('bert', 'modernbert', 'llama'):
+    for compile in (False, "auto"):
+        for name in ("bert", "modernbert", "llama"):
             model, prompts = make(name), some_ids(8)
             llm = LLM(model, compile=compile, max_num_seqs=4, max_num_batched_tokens=90)
-            outs = llm.encode(prompts, [dict(layers=[0, -1, 1]), dict(layers=[1], positions=[0, -1]), None, dict(positions=[-1]), *[dict(layers=[-1])] * 4])
+            outs = llm.encode(
+                prompts,
+                [
+                    dict(layers=[0, -1, 1]),
+                    dict(layers=[1], positions=[0, -1]),
+                    None,
+                    dict(positions=[-1]),
+                    *[dict(layers=[-1])] * 4,
+                ],
+            )
             with torch.inference_mode():
-                for ids, out, take in zip(prompts, outs, [lambda h: h[[0, -1, 1]], lambda h: h[[1]][:, [0, -1]], lambda h: h[-1], lambda h: h[-1][[-1]], *[lambda h: h[[-1]]] * 4]):
-                    want = torch.stack([h[0] for h in model(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states])
+                for ids, out, take in zip(
+                    prompts,
+                    outs,
+                    [
+                        lambda h: h[[0, -1, 1]],
+                        lambda h: h[[1]][:, [0, -1]],
+                        lambda h: h[-1],
+                        lambda h: h[-1][[-1]],
+                        *[lambda h: h[[-1]]] * 4,
+                    ],
+                ):
+                    want = torch.stack(
+                        [
+                            h[0]
+                            for h in model(
+                                input_ids=torch.tensor([ids]), output_hidden_states=True
+                            ).hidden_states
+                        ]
+                    )
                     assert type(out) is PoolingRequestOutput
                     torch.testing.assert_close(out.outputs.data, take(want), atol=2e-3, rtol=2e-3)
-    with pytest.raises(ParamError, match='no layer 3'): llm.encode([[5]], dict(layers=[3]))
-    assert 'no token 4' in llm.encode([[5, 6]], dict(positions=[4]))[0].error
+    with pytest.raises(ParamError, match="no layer 3"):
+        llm.encode([[5]], dict(layers=[3]))
+    assert "no token 4" in llm.encode([[5, 6]], dict(positions=[4]))[0].error
 
 
 def test_a_model_that_writes_embeds_too_with_its_prefix_cache(caplog):
-    model = tiny_model('llama')
+    model = tiny_model("llama")
     llm = LLM(model, tiny_tokenizer())
-    texts = [f'{"The same long beginning of every one of these texts. " * 3}{i}' for i in range(6)]
+    texts = [f"{'The same long beginning of every one of these texts. ' * 3}{i}" for i in range(6)]
     llm.embed(texts[:1])
-    assert 'not trained for embeddings' in caplog.text
+    assert "not trained for embeddings" in caplog.text
     outs, said = llm.embed(texts), llm.generate(texts, dict(max_tokens=4, temperature=0))
     assert all(o.num_cached_tokens >= 100 for o in outs[1:])
-    assert caplog.text.count('not trained') == 1
+    assert caplog.text.count("not trained") == 1
     for text, out in zip(texts, outs):
-        want = F.normalize(alone(model, llm.tokenizer(text)['input_ids'])[-1], dim=-1)
+        want = F.normalize(alone(model, llm.tokenizer(text)["input_ids"])[-1], dim=-1)
         torch.testing.assert_close(torch.tensor(out.outputs.embedding), want, atol=1e-4, rtol=1e-3)
-    mean = LLM(model, tiny_tokenizer(), pooler_config=PoolerConfig('MEAN', False), max_num_batched_tokens=70, max_num_seqs=3)
-    first, second = mean.embed(texts), mean.embed(texts)                        # chunks differ, bits don't
-    assert [o.outputs.embedding for o in first] == [mean.embed([t])[0].outputs.embedding for t in texts] == [o.outputs.embedding for o in second]
-    torch.testing.assert_close(torch.tensor(first[0].outputs.embedding), alone(model, llm.tokenizer(texts[0])['input_ids']).mean(0), atol=1e-3, rtol=1e-3)
-    [states] = llm.encode(said[:1])                                             # of a prompt and its answer
+    mean = LLM(
+        model,
+        tiny_tokenizer(),
+        pooler_config=PoolerConfig("MEAN", False),
+        max_num_batched_tokens=70,
+        max_num_seqs=3,
+    )
+    first, second = mean.embed(texts), mean.embed(texts)  # chunks differ, bits don't
+    assert (
+        [o.outputs.embedding for o in first]
+        == [mean.embed([t])[0].outputs.embedding for t in texts]
+        == [o.outputs.embedding for o in second]
+    )
+    torch.testing.assert_close(
+        torch.tensor(first[0].outputs.embedding),
+        alone(model, llm.tokenizer(texts[0])["input_ids"]).mean(0),
+        atol=1e-3,
+        rtol=1e-3,
+    )
+    [states] = llm.encode(said[:1])  # of a prompt and its answer
     assert len(states.outputs.data) == len(said[0].prompt_token_ids) + 4
 
 
 def test_requests_of_both_kinds_run_beside_each_other():
-    llm, events = LLM(tiny_model('llama'), tiny_tokenizer()), []
-    for i in range(4): llm.add_request([5, 6, 7 + i], PoolingParams('embed') if i % 2 else dict(max_tokens=3, temperature=0), events.append, request_id=f'r{i}')
-    llm.add_request([9] * 50, PoolingParams('embed'), events.append, request_id='gone')
-    llm.cancel('gone')
-    while llm.step(): pass
+    llm, events = LLM(tiny_model("llama"), tiny_tokenizer()), []
+    for i in range(4):
+        llm.add_request(
+            [5, 6, 7 + i],
+            PoolingParams("embed") if i % 2 else dict(max_tokens=3, temperature=0),
+            events.append,
+            request_id=f"r{i}",
+        )
+    llm.add_request([9] * 50, PoolingParams("embed"), events.append, request_id="gone")
+    llm.cancel("gone")
+    while llm.step():
+        pass
     outs = {e.request_id: e.output for e in events if e.finished}
-    assert [type(outs[f'r{i}']).__name__ for i in range(4)] == ['RequestOutput', 'EmbeddingRequestOutput'] * 2
-    assert 'cancelled' in outs['gone'].error and outs['gone'].outputs.embedding == []
-    assert not llm.groups and len(outs['r1'].outputs.embedding) == 64
+    assert [type(outs[f"r{i}"]).__name__ for i in range(4)] == [
+        "RequestOutput",
+        "EmbeddingRequestOutput",
+    ] * 2
+    assert "cancelled" in outs["gone"].error and outs["gone"].outputs.embedding == []
+    assert not llm.groups and len(outs["r1"].outputs.embedding) == 64
 
 
 def test_scores_are_cosines_and_forms_are_checked():
-    llm = LLM(make('bert'), tiny_tokenizer())
-    one, many = llm.embed(['query', 'a', 'b']), llm.score('query', ['a', 'b', 'a'])
+    llm = LLM(make("bert"), tiny_tokenizer())
+    one, many = llm.embed(["query", "a", "b"]), llm.score("query", ["a", "b", "a"])
     vector = lambda o: torch.tensor(o.outputs.embedding)
-    assert [o.outputs.score for o in many] == pytest.approx([float(vector(one[0]) @ vector(one[i])) for i in (1, 2, 1)], abs=1e-6)
-    assert len(llm.score(['a', 'b'], ['c', 'd'])) == 2 and llm.score('a', 'a')[0].outputs.score == pytest.approx(1)
-    for wrong in ((['a', 'b'], ['c']), ([], ['c'])):
-        with pytest.raises(PromptError, match='compare'): llm.score(*wrong)
-    long, fine = llm.score('x' * 200, ['a']), llm.score('x' * 200, ['a'], tokenization_kwargs=dict(truncate_prompt_tokens=-1))
-    assert 'truncate_prompt_tokens' in long[0].error and math.isnan(long[0].outputs.score) and not fine[0].error
+    assert [o.outputs.score for o in many] == pytest.approx(
+        [float(vector(one[0]) @ vector(one[i])) for i in (1, 2, 1)], abs=1e-6
+    )
+    assert len(llm.score(["a", "b"], ["c", "d"])) == 2 and llm.score("a", "a")[
+        0
+    ].outputs.score == pytest.approx(1)
+    for wrong in ((["a", "b"], ["c"]), ([], ["c"])):
+        with pytest.raises(PromptError, match="compare"):
+            llm.score(*wrong)
+    long, fine = (
+        llm.score("x" * 200, ["a"]),
+        llm.score("x" * 200, ["a"], tokenization_kwargs=dict(truncate_prompt_tokens=-1)),
+    )
+    assert (
+        "truncate_prompt_tokens" in long[0].error
+        and math.isnan(long[0].outputs.score)
+        and not fine[0].error
+    )
 
 
 def test_params_and_results():
-    llm, ids = LLM(make('bert')), [[5, 6, 7], [8]]
-    [whole, _], [cut, _] = llm.embed(ids, pooling_params=PoolingParams(use_activation=False)), llm.embed(ids, pooling_params=dict(dimensions=16))
+    llm, ids = LLM(make("bert")), [[5, 6, 7], [8]]
+    [whole, _], [cut, _] = (
+        llm.embed(ids, pooling_params=PoolingParams(use_activation=False)),
+        llm.embed(ids, pooling_params=dict(dimensions=16)),
+    )
     v = torch.tensor(whole.outputs.embedding)
     torch.testing.assert_close(torch.tensor(cut.outputs.embedding), F.normalize(v[:16], dim=-1))
     assert cut.outputs.hidden_size == 16 and cut.num_tokens == 3 and not (v.norm() - 1).abs() < 1e-3
-    frame = llm.embed(ids).to_pandas() if pytest.importorskip('pandas') else None
+    frame = llm.embed(ids).to_pandas() if pytest.importorskip("pandas") else None
     assert [len(x) for x in frame.embedding] == [64, 64]
-    for call, error, words in ((lambda: llm.embed(ids, pooling_params=dict(dimensions=65)), ParamError, 'more than the 64'), (lambda: llm.embed(ids, pooling_params=[None]), ParamError, '1 pooling'),
-                               (lambda: llm.embed(ids, pooling_params=PoolingParams('classify')), ParamError, "task 'embed'"), (lambda: llm.generate(ids), ModelError, 'writes no text'),
-                               (lambda: llm.embed(ids, temperature=0), ParamError, 'temperature'), (lambda: llm.embed(ids, tokenization_kwargs=dict(padding=True)), ParamError, 'padding'),
-                               (lambda: llm.embed(ids, prompt_name='query'), ParamError, 'no prompt'), (lambda: llm.embed(['text']), ModelError, 'tokenizer')):
-        with pytest.raises(error, match=words): call()
-    outs = llm.embed([[5], [999], [], {'prompt_token_ids': [5] * 141}])
-    assert [bool(o.error) for o in outs] == [False, True, True, True] and '140' in outs[3].error and outs[1].outputs.embedding == []
-    assert 'vector' not in repr(outs) and '64 numbers' in repr(outs)
-    plan = llm.plan(ids, PoolingParams('embed'))
+    for call, error, words in (
+        (
+            lambda: llm.embed(ids, pooling_params=dict(dimensions=65)),
+            ParamError,
+            "more than the 64",
+        ),
+        (lambda: llm.embed(ids, pooling_params=[None]), ParamError, "1 pooling"),
+        (
+            lambda: llm.embed(ids, pooling_params=PoolingParams("classify")),
+            ParamError,
+            "task 'embed'",
+        ),
+        (lambda: llm.generate(ids), ModelError, "writes no text"),
+        (lambda: llm.embed(ids, temperature=0), ParamError, "temperature"),
+        (lambda: llm.embed(ids, tokenization_kwargs=dict(padding=True)), ParamError, "padding"),
+        (lambda: llm.embed(ids, prompt_name="query"), ParamError, "no prompt"),
+        (lambda: llm.embed(["text"]), ModelError, "tokenizer"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+    outs = llm.embed([[5], [999], [], {"prompt_token_ids": [5] * 141}])
+    assert (
+        [bool(o.error) for o in outs] == [False, True, True, True]
+        and "140" in outs[3].error
+        and outs[1].outputs.embedding == []
+    )
+    assert "vector" not in repr(outs) and "64 numbers" in repr(outs)
+    plan = llm.plan(ids, PoolingParams("embed"))
     assert plan.prompt_tokens == 4 and plan.max_output_tokens == 0
 
 
 def test_score_of_one_argument_is_what_it_was():
-    llm = LLM(tiny_model('llama'))
-    with pytest.warns(DeprecationWarning, match='logprobs'): old = llm.score([[5, 6, 7]])
+    llm = LLM(tiny_model("llama"))
+    with pytest.warns(DeprecationWarning, match="logprobs"):
+        old = llm.score([[5, 6, 7]])
     assert old[0].logprobs == llm.logprobs([[5, 6, 7]])[0].logprobs
 
 
 def test_texts_beyond_a_switch_of_rotations_change_nobody_else():
-    model = tiny_model('phi3', seed=3, max_position_embeddings=128, original_max_position_embeddings=16,
-                       rope_parameters=dict(rope_type='longrope', rope_theta=10_000., short_factor=[1.] * 8, long_factor=[8.] * 8))
-    prompts = [[7, 8, 9], list(range(40, 52)), list(range(60, 85)), list(range(90, 130)), list(range(5, 21))]
-    for compile in (False, 'auto'):
+    model = tiny_model(
+        "phi3",
+        seed=3,
+        max_position_embeddings=128,
+        original_max_position_embeddings=16,
+        rope_parameters=dict(
+            rope_type="longrope", rope_theta=10_000.0, short_factor=[1.0] * 8, long_factor=[8.0] * 8
+        ),
+    )
+    prompts = [
+        [7, 8, 9],
+        list(range(40, 52)),
+        list(range(60, 85)),
+        list(range(90, 130)),
+        list(range(5, 21)),
+    ]
+    for compile in (False, "auto"):
         llm = LLM(model, compile=compile)
         for ids, out in zip(prompts, llm.embed(prompts)):
             want = F.normalize(alone(model, ids)[-1], dim=-1)
-            torch.testing.assert_close(torch.tensor(out.outputs.embedding), want, atol=1e-4, rtol=1e-3)
-        assert {*llm.engines} == {'pooled', 'pooled alone'}
+            torch.testing.assert_close(
+                torch.tensor(out.outputs.embedding), want, atol=1e-4, rtol=1e-3
+            )
+        assert {*llm.engines} == {"pooled", "pooled alone"}
 
 
 def test_texts_are_cut_where_their_own_params_say_so_and_ids_are_no_text():
-    llm = LLM(make('bert'), tiny_tokenizer())
-    whole, cut, other = llm.embed(['x' * 200] * 2 + ['y'], pooling_params=[None, dict(truncate_prompt_tokens=-1), None])
-    assert 'truncate_prompt_tokens' in whole.error and len(cut.prompt_token_ids) == 140 and not other.error
-    ids, text = [60, 61], '[60, 61]'
-    assert [o.outputs.score < .999 for o in llm.score(text, [text, ids])] == [False, True]
+    llm = LLM(make("bert"), tiny_tokenizer())
+    whole, cut, other = llm.embed(
+        ["x" * 200] * 2 + ["y"], pooling_params=[None, dict(truncate_prompt_tokens=-1), None]
+    )
+    assert (
+        "truncate_prompt_tokens" in whole.error
+        and len(cut.prompt_token_ids) == 140
+        and not other.error
+    )
+    ids, text = [60, 61], "[60, 61]"
+    assert [o.outputs.score < 0.999 for o in llm.score(text, [text, ids])] == [False, True]
 
 
 def test_a_result_does_not_hold_the_states_of_its_step():
-    llm = LLM(make('bert'), pooler_config=PoolerConfig('cls', False))
-    [one, *_] = llm.encode(some_ids(), pooling_task='embed')
+    llm = LLM(make("bert"), pooler_config=PoolerConfig("cls", False))
+    [one, *_] = llm.encode(some_ids(), pooling_task="embed")
     assert one.outputs.data.untyped_storage().nbytes() == one.outputs.data.nbytes
 
 
 def test_a_text_that_begins_again_is_pooled_once():
-    model, ids = tiny_model('llama', seed=2), [5 + i % 200 for i in range(150)]
+    model, ids = tiny_model("llama", seed=2), [5 + i % 200 for i in range(150)]
     llm, events = LLM(model, tiny_tokenizer(), max_num_batched_tokens=70, max_num_seqs=3), []
-    llm.add_request(ids, PoolingParams('token_embed'), events.append)
+    llm.add_request(ids, PoolingParams("token_embed"), events.append)
     llm.step()
-    llm.engines['pooled'].reset()                                              # its blocks are gone, as after an error of a step
-    while llm.step(): pass
-    torch.testing.assert_close(events[-1].output.outputs.data, alone(model, ids), atol=1e-4, rtol=1e-3)
+    llm.engines["pooled"].reset()  # its blocks are gone, as after an error of a step
+    while llm.step():
+        pass
+    torch.testing.assert_close(
+        events[-1].output.outputs.data, alone(model, ids), atol=1e-4, rtol=1e-3
+    )
 
 
-@pytest.mark.parametrize('pad', [7, None])
+@pytest.mark.parametrize("pad", [7, None])
 def test_a_classifier_that_writes_takes_the_last_token_that_is_no_padding(pad):
-    model = make('llama', AutoModelForSequenceClassification, pad_token_id=pad, num_labels=1)
-    for compile in (False, 'auto'):
+    model = make("llama", AutoModelForSequenceClassification, pad_token_id=pad, num_labels=1)
+    for compile in (False, "auto"):
         llm = LLM(model, compile=compile)
         for ids in ([5, 9, 7], [5, 9], [7], [5, 7, 9, 7, 7]):
-            with torch.inference_mode(): want = model(torch.tensor([ids])).logits[0].tolist()
+            with torch.inference_mode():
+                want = model(torch.tensor([ids])).logits[0].tolist()
             assert llm.reward([ids])[0].outputs.data.tolist() == pytest.approx(want, abs=1e-4)
 
 
 def test_a_head_that_takes_more_than_states_is_refused():
-    model = AutoModelForSequenceClassification.from_config(AlbertConfig(vocab_size=300, embedding_size=32, hidden_size=64, num_attention_heads=4, intermediate_size=128, num_labels=3))
-    with pytest.raises(UnsupportedModelError, match='another family, such as BERT'): LLM(model.eval())
+    model = AutoModelForSequenceClassification.from_config(
+        AlbertConfig(
+            vocab_size=300,
+            embedding_size=32,
+            hidden_size=64,
+            num_attention_heads=4,
+            intermediate_size=128,
+            num_labels=3,
+        )
+    )
+    with pytest.raises(UnsupportedModelError, match="another family, such as BERT"):
+        LLM(model.eval())
 
 
 def test_settings_of_the_pooler_hold_for_all_tasks():
-    judge, ids = make('bert', AutoModelForSequenceClassification, num_labels=3), [5, 6, 7]
-    with torch.inference_mode(): logits = judge(torch.tensor([ids])).logits[0]
+    judge, ids = make("bert", AutoModelForSequenceClassification, num_labels=3), [5, 6, 7]
+    with torch.inference_mode():
+        logits = judge(torch.tensor([ids])).logits[0]
     plain = LLM(judge, pooler_config=PoolerConfig(softmax=False))
     assert plain.classify([ids])[0].outputs.probs == pytest.approx(logits.tolist(), abs=1e-4)
-    asked = plain.classify([ids], pooling_params=PoolingParams(use_activation=True))[0].outputs.probs
+    asked = plain.classify([ids], pooling_params=PoolingParams(use_activation=True))[
+        0
+    ].outputs.probs
     assert asked == pytest.approx(logits.softmax(-1).tolist(), abs=1e-4)
-    [states] = LLM(make('bert'), pooler_config=PoolerConfig(use_activation=True)).encode([ids])
+    [states] = LLM(make("bert"), pooler_config=PoolerConfig(use_activation=True)).encode([ids])
     torch.testing.assert_close(states.outputs.data.norm(dim=-1), torch.ones(3))
-    with pytest.raises(ParamError, match='pools by itself'): LLM(judge, pooler_config=dict(pooling_type='cls'))
-    for wrong in (lambda: PoolerConfig(use_activation='false'), lambda: PoolerConfig.of(5), lambda: PoolingParams(normalize=True, use_activation=True)):
-        with pytest.raises(ParamError): wrong()
-    assert PoolingOutput(torch.empty(0)) != PoolingOutput(torch.tensor([.7])) and PoolingOutput(torch.ones(2)) == PoolingOutput(torch.ones(2))
+    with pytest.raises(ParamError, match="pools by itself"):
+        LLM(judge, pooler_config=dict(pooling_type="cls"))
+    for wrong in (
+        lambda: PoolerConfig(use_activation="false"),
+        lambda: PoolerConfig.of(5),
+        lambda: PoolingParams(normalize=True, use_activation=True),
+    ):
+        with pytest.raises(ParamError):
+            wrong()
+    assert PoolingOutput(torch.empty(0)) != PoolingOutput(torch.tensor([0.7])) and PoolingOutput(
+        torch.ones(2)
+    ) == PoolingOutput(torch.ones(2))
 
 
 def test_every_way_to_a_vector_has_the_prompt_of_the_model():
-    llm = LLM(make('bert'), tiny_tokenizer())
-    llm.pooler.prompts, llm.pooler.default_prompt = dict(query='find: ', document='text: '), 'text: '
-    by_hand = lambda t: llm.embed([{'prompt_token_ids': llm.tokenizer(t)['input_ids']}])[0].outputs.embedding
-    want, named = by_hand('text: one'), by_hand('find: one')
-    whole, cut = PoolingParams('embed', raw=True), PoolingParams('embed', truncate_prompt_tokens=-1)
-    for outs in (llm.embed('one'), llm.embed(['one', 'two']), llm.embed([{'prompt': 'one'}]), llm.embed(['one', 'two'], pooling_params=[cut, None]), llm.embed('one', prompt_name='document')):
+    llm = LLM(make("bert"), tiny_tokenizer())
+    llm.pooler.prompts, llm.pooler.default_prompt = (
+        dict(query="find: ", document="text: "),
+        "text: ",
+    )
+    by_hand = lambda t: (
+        llm.embed([{"prompt_token_ids": llm.tokenizer(t)["input_ids"]}])[0].outputs.embedding
+    )
+    want, named = by_hand("text: one"), by_hand("find: one")
+    whole, cut = PoolingParams("embed", raw=True), PoolingParams("embed", truncate_prompt_tokens=-1)
+    for outs in (
+        llm.embed("one"),
+        llm.embed(["one", "two"]),
+        llm.embed([{"prompt": "one"}]),
+        llm.embed(["one", "two"], pooling_params=[cut, None]),
+        llm.embed("one", prompt_name="document"),
+    ):
         assert outs[0].outputs.embedding == want
-    assert llm.encode('one', whole)[0].outputs.data.tolist() == want
-    for outs in (llm.embed('one', prompt_name='query'), llm.embed([{'prompt': 'one'}], prompt_name='query'), llm.embed(['one', 'two'], pooling_params=[dict(prompt_name='query'), None])):
+    assert llm.encode("one", whole)[0].outputs.data.tolist() == want
+    for outs in (
+        llm.embed("one", prompt_name="query"),
+        llm.embed([{"prompt": "one"}], prompt_name="query"),
+        llm.embed(["one", "two"], pooling_params=[dict(prompt_name="query"), None]),
+    ):
         assert outs[0].outputs.embedding == named
-    score = F.cosine_similarity(torch.tensor(want), torch.tensor(by_hand('text: two')), dim=0).item()
-    assert llm.score('one', 'two')[0].outputs.score == pytest.approx(score, abs=1e-6)
-    assert llm.score('one', 'two', pooling_params=PoolingParams('score'))[0].outputs.score == pytest.approx(score, abs=1e-6)
-    with pytest.raises(ParamError, match='prompt_name is for vectors'): llm.encode('one', dict(prompt_name='query'), pooling_task='token_embed')
-    with pytest.raises(ParamError, match='two texts'): raise ParamError(llm.encode('one', pooling_task='score')[0].error)
+    score = F.cosine_similarity(
+        torch.tensor(want), torch.tensor(by_hand("text: two")), dim=0
+    ).item()
+    assert llm.score("one", "two")[0].outputs.score == pytest.approx(score, abs=1e-6)
+    assert llm.score("one", "two", pooling_params=PoolingParams("score"))[
+        0
+    ].outputs.score == pytest.approx(score, abs=1e-6)
+    with pytest.raises(ParamError, match="prompt_name is for vectors"):
+        llm.encode("one", dict(prompt_name="query"), pooling_task="token_embed")
+    with pytest.raises(ParamError, match="two texts"):
+        raise ParamError(llm.encode("one", pooling_task="score")[0].error)
 
 
 def test_a_loaded_cross_encoder_keeps_its_activation():
-    judge, ids = make('bert', AutoModelForSequenceClassification, num_labels=1), [5, 6, 7]
-    with torch.inference_mode(): logit = judge(torch.tensor([ids])).logits[0].item()
-    assert LLM(judge).encode([ids], pooling_task='score')[0].outputs.data.item() == pytest.approx(1 / (1 + math.exp(-logit)), abs=1e-4)
-    judge.config.sentence_transformers = dict(activation_fn='torch.nn.modules.linear.Identity')
-    assert LLM(judge).encode([ids], pooling_task='score')[0].outputs.data.item() == pytest.approx(logit, abs=1e-4)
+    judge, ids = make("bert", AutoModelForSequenceClassification, num_labels=1), [5, 6, 7]
+    with torch.inference_mode():
+        logit = judge(torch.tensor([ids])).logits[0].item()
+    assert LLM(judge).encode([ids], pooling_task="score")[0].outputs.data.item() == pytest.approx(
+        1 / (1 + math.exp(-logit)), abs=1e-4
+    )
+    judge.config.sentence_transformers = dict(activation_fn="torch.nn.modules.linear.Identity")
+    assert LLM(judge).encode([ids], pooling_task="score")[0].outputs.data.item() == pytest.approx(
+        logit, abs=1e-4
+    )
 
 
 def test_types_of_tokens_that_a_model_lacks_are_one_prompts_error():
-    typed = {'prompt_token_ids': [5, 6], 'token_type_ids': [0, 1]}
-    for model, n in ((make('roberta', type_vocab_size=1), 1), (tiny_model('gpt2'), 0), (make('distilbert'), 0)):
+    typed = {"prompt_token_ids": [5, 6], "token_type_ids": [0, 1]}
+    for model, n in (
+        (make("roberta", type_vocab_size=1), 1),
+        (tiny_model("gpt2"), 0),
+        (make("distilbert"), 0),
+    ):
         good, bad = LLM(model).encode([[5, 6], typed])
-        assert not good.error and f'has {n} types' in bad.error
-    assert not LLM(make('bert')).encode([typed])[0].error
+        assert not good.error and f"has {n} types" in bad.error
+    assert not LLM(make("bert")).encode([typed])[0].error
 
 
 def test_a_decoder_for_vectors_takes_what_it_was_trained_for():
-    llm = LLM(tiny_model('llama'), tiny_tokenizer())
+    llm = LLM(tiny_model("llama"), tiny_tokenizer())
     llm.pooler.trained, llm.pooler.limit = True, 10
-    outs = llm.embed(['x' * 40, 'x' * 4], pooling_params=[dict(truncate_prompt_tokens=-1), None])
-    assert len(outs[0].prompt_token_ids) == 10 and not outs[1].error and 'takes 10' in llm.embed('x' * 40)[0].error
-    assert llm.generate('x' * 40, dict(max_tokens=2))[0].outputs[0].token_ids
+    outs = llm.embed(["x" * 40, "x" * 4], pooling_params=[dict(truncate_prompt_tokens=-1), None])
+    assert (
+        len(outs[0].prompt_token_ids) == 10
+        and not outs[1].error
+        and "takes 10" in llm.embed("x" * 40)[0].error
+    )
+    assert llm.generate("x" * 40, dict(max_tokens=2))[0].outputs[0].token_ids
 
 
 def test_an_answer_is_read_by_the_adapter_that_wrote_it(tmp_path):
-    model = tiny_model('llama')
-    tiny_adapter(tmp_path/'a', model)
-    llm = LLM(model, tiny_tokenizer(), lora_modules=dict(a=str(tmp_path/'a')))
-    outs = [llm.generate('hi', dict(max_tokens=3), lora_request=who)[0] for who in ('a', None)]
+    model = tiny_model("llama")
+    tiny_adapter(tmp_path / "a", model)
+    llm = LLM(model, tiny_tokenizer(), lora_modules=dict(a=str(tmp_path / "a")))
+    outs = [llm.generate("hi", dict(max_tokens=3), lora_request=who)[0] for who in ("a", None)]
     mine, base = (o.outputs.data for o in llm.encode(outs))
-    again = [{'prompt_token_ids': [*o.prompt_token_ids, *o.outputs[0].token_ids]} for o in outs]
-    assert mine.equal(llm.encode(again[0], lora_request='a')[0].outputs.data) and base.equal(llm.encode(again[1])[0].outputs.data)
+    again = [{"prompt_token_ids": [*o.prompt_token_ids, *o.outputs[0].token_ids]} for o in outs]
+    assert mine.equal(llm.encode(again[0], lora_request="a")[0].outputs.data) and base.equal(
+        llm.encode(again[1])[0].outputs.data
+    )
     assert not mine.equal(llm.encode(again[0])[0].outputs.data)
 
 
 def test_dimensions_are_of_what_is_asked_for():
-    llm = LLM(make('bert'))
-    llm.pooler.how = ('cls', 'mean')
+    llm = LLM(make("bert"))
+    llm.pooler.how = ("cls", "mean")
     assert len(llm.embed([[5, 6]], pooling_params=dict(dimensions=100))[0].outputs.embedding) == 100
-    with pytest.raises(ParamError, match='more than the 64'): llm.encode([[5, 6]], dict(dimensions=100))
+    with pytest.raises(ParamError, match="more than the 64"):
+        llm.encode([[5, 6]], dict(dimensions=100))

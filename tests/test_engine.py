@@ -1,4 +1,5 @@
 "The engine under load: drawn mixes of requests, thousands of them, several threads, and faults in the middle."
+
 import asyncio, copy, dataclasses, functools, gc, itertools, logging, random, sys, threading, time
 from collections import Counter
 
@@ -14,7 +15,13 @@ from batchlab.backends.int8 import Int8Linear
 from batchlab.backends.kernels import KernelStep, TiledCache, load_kernels
 from batchlab.errors import EngineError
 from batchlab.llm import LLM
-from batchlab.models import TINY_ARCHS, UnsupportedModelError, eos_token_ids, tiny_model, tiny_tokenizer
+from batchlab.models import (
+    TINY_ARCHS,
+    UnsupportedModelError,
+    eos_token_ids,
+    tiny_model,
+    tiny_tokenizer,
+)
 from batchlab.outputs import RequestGroup, RequestOutput
 from batchlab.prefill import generate_naive
 from batchlab.sampling import ParamError, SamplingParams
@@ -22,132 +29,213 @@ from batchlab.scheduler import Request, RowOutput, Scheduler, check_invariants
 from batchlab.slots import KVCache
 from helpers import need_same_bits
 
-ARCHS = (*TINY_ARCHS, 'gemma2', 'gpt_oss', 'qwen3_moe', 'phimoe')         # the last is not fused
-PATHS = dict(auto={}, torch=dict(compile=False), int8=dict(quantization='int8'))       # ways through `LLM`
+ARCHS = (*TINY_ARCHS, "gemma2", "gpt_oss", "qwen3_moe", "phimoe")  # the last is not fused
+PATHS = dict(
+    auto={}, torch=dict(compile=False), int8=dict(quantization="int8")
+)  # ways through `LLM`
 LONGEST = 24
 
 
 @pytest.fixture(autouse=True)
 def log_as_before(one_thread):
     yield
-    logging.getLogger('batchlab').setLevel(logging.NOTSET)
+    logging.getLogger("batchlab").setLevel(logging.NOTSET)
 
 
 def hf_generate(model, prompt, n):
     ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False, eos_token_id=999,
-                         pad_token_id=0)
-    return out[0, ids.shape[1]:].tolist()
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=n,
+        do_sample=False,
+        eos_token_id=999,
+        pad_token_id=0,
+    )
+    return out[0, ids.shape[1] :].tolist()
 
 
 def int8_runs(arch):
     "Whether this machine runs a model of `arch` in int8, with the same bits in any company."
-    try: return LLM(tiny_model(arch), quantization='int8').backend.batch_invariant
-    except UnsupportedModelError: return False
+    try:
+        return LLM(tiny_model(arch), quantization="int8").backend.batch_invariant
+    except UnsupportedModelError:
+        return False
 
 
 @functools.cache
-def pool(arch, path='auto'):
+def pool(arch, path="auto"):
     "A model, an `LLM` of it, prompts that share beginnings, and what each of them gives alone: greedy, and by seed."
-    if path == 'int8' and not int8_runs(arch): return pool(arch)
-    eager = dict(attn_implementation='eager') if arch == 'gemma2' else {}      # some versions' default drops its soft cap
+    if path == "int8" and not int8_runs(arch):
+        return pool(arch)
+    eager = (
+        dict(attn_implementation="eager") if arch == "gemma2" else {}
+    )  # some versions' default drops its soft cap
     model, rng = tiny_model(arch, seed=4, **eager), random.Random(arch)
     heads = [[rng.randrange(3, 259) for _ in range(n)] for n in (0, 16, 33, 48)]
-    prompts = [heads[i % 4] + [rng.randrange(3, 259) for _ in range(rng.choice((1, 1, 3, 9, 20)))] for i in range(10)]
-    reference = copy.deepcopy(model)                                           # the model's own code
-    if path == 'int8': fuse(reference, load_kernels(), kv_layout(reference), own=True, linear=Int8Linear)     # and then on these weights
+    prompts = [
+        heads[i % 4] + [rng.randrange(3, 259) for _ in range(rng.choice((1, 1, 3, 9, 20)))]
+        for i in range(10)
+    ]
+    reference = copy.deepcopy(model)  # the model's own code
+    if path == "int8":
+        fuse(
+            reference, load_kernels(), kv_layout(reference), own=True, linear=Int8Linear
+        )  # and then on these weights
     greedy = [generate_naive(reference, p, LONGEST, ()) for p in prompts]
     same = [a == hf_generate(reference, p, LONGEST) for a, p in zip(greedy, prompts)]
-    assert all(same) or path == 'int8' and sum(same) >= 8                      # with its cache, other rounding
+    assert all(same) or path == "int8" and sum(same) >= 8  # with its cache, other rounding
     alone = LLM(model, max_num_seqs=1, enable_prefix_caching=False, **PATHS[path])
-    if path == 'int8':          # 8 bits make steps of rounding errors: other code can change a near tie, company can't
-        own = [alone.generate(p, SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True))[0].outputs[0].token_ids for p in prompts]
-        assert sum(a == b for a, b in zip(own, greedy)) >= 8, 'int8 is not what the layers in int8 give'
+    if (
+        path == "int8"
+    ):  # 8 bits make steps of rounding errors: other code can change a near tie, company can't
+        own = [
+            alone.generate(p, SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True))[0]
+            .outputs[0]
+            .token_ids
+            for p in prompts
+        ]
+        assert sum(a == b for a, b in zip(own, greedy)) >= 8, (
+            "int8 is not what the layers in int8 give"
+        )
         greedy = own
-    sampled = [alone.generate(p, sampling(i, LONGEST))[0].outputs[0].token_ids for i, p in enumerate(prompts)]
+    sampled = [
+        alone.generate(p, sampling(i, LONGEST))[0].outputs[0].token_ids
+        for i, p in enumerate(prompts)
+    ]
     return model, LLM(model, **PATHS[path]), prompts, greedy, sampled
 
 
 @functools.cache
 def prompt_logprobs(arch, path, ids):
     "The log probabilities of `ids` but the first, alone in an `LLM` of its own."
-    llm = LLM(pool(arch, path)[0], max_num_seqs=1, enable_prefix_caching=False, **PATHS['int8' if pool(arch, path)[1].quantization else path if path != 'int8' else 'auto'])
+    llm = LLM(
+        pool(arch, path)[0],
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+        **PATHS["int8" if pool(arch, path)[1].quantization else path if path != "int8" else "auto"],
+    )
     return llm.logprobs([list(ids)])[0].logprobs
 
 
-def sampling(i, n): return SamplingParams(seed=i, temperature=1.3, top_p=.95, max_tokens=n, ignore_eos=True)
+def sampling(i, n):
+    return SamplingParams(seed=i, temperature=1.3, top_p=0.95, max_tokens=n, ignore_eos=True)
 
 
 def expected(tokens, n, eos_ids):
     "What is left of `tokens` after `max_tokens` and EOS."
     end = next((i + 1 for i, t in enumerate(tokens) if t in eos_ids), len(tokens))
-    return tokens[:min(n, end)]
+    return tokens[: min(n, end)]
 
 
 @st.composite
 def cases(draw):
     seqs = draw(st.integers(1, 6))
-    request = st.tuples(st.integers(0, 9), st.integers(1, LONGEST), st.booleans(), st.integers(-1, 1), st.integers(0, 3),
-                        st.sampled_from((None, None, 0., .3, .8, .999)))      # where of its prompt its log probabilities begin
-    return dict(arch=draw(st.sampled_from(ARCHS)), path=draw(st.sampled_from(('auto', *PATHS))), seqs=seqs, budget=seqs + draw(st.integers(1, 40)),
-                kv_tokens=draw(st.sampled_from((None, 128, 192, 320, 512))), caching=draw(st.booleans()),
-                requests=draw(st.lists(request, min_size=1, max_size=12)),         # prompt, max_tokens, sampled, priority, steps before it, start
-                cancels=draw(st.sets(st.integers(0, 11), max_size=3)), preempts=draw(st.sets(st.integers(0, 25), max_size=4)))
+    request = st.tuples(
+        st.integers(0, 9),
+        st.integers(1, LONGEST),
+        st.booleans(),
+        st.integers(-1, 1),
+        st.integers(0, 3),
+        st.sampled_from((None, None, 0.0, 0.3, 0.8, 0.999)),
+    )  # where of its prompt its log probabilities begin
+    return dict(
+        arch=draw(st.sampled_from(ARCHS)),
+        path=draw(st.sampled_from(("auto", *PATHS))),
+        seqs=seqs,
+        budget=seqs + draw(st.integers(1, 40)),
+        kv_tokens=draw(st.sampled_from((None, 128, 192, 320, 512))),
+        caching=draw(st.booleans()),
+        requests=draw(
+            st.lists(request, min_size=1, max_size=12)
+        ),  # prompt, max_tokens, sampled, priority, steps before it, start
+        cancels=draw(st.sets(st.integers(0, 11), max_size=3)),
+        preempts=draw(st.sets(st.integers(0, 25), max_size=4)),
+    )
 
 
-@settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 @given(cases())
 def test_whatever_the_mix_each_request_gets_what_it_gets_alone(case):
-    model, llm, prompts, greedy, sampled = pool(case['arch'], case['path'])
+    model, llm, prompts, greedy, sampled = pool(case["arch"], case["path"])
     eos = eos_token_ids(model)
-    kv = case['kv_tokens'] and case['kv_tokens'] * llm.limits.kv_bytes_per_token
-    logging.getLogger('batchlab').setLevel(logging.ERROR)                          # a small KV cache limits the context, and says so
-    llm.limits = choose_limits(model, llm.shapes, max_num_seqs=case['seqs'], max_num_batched_tokens=case['budget'], kv_cache_bytes=kv)
-    llm.enable_prefix_caching = case['caching']
+    kv = case["kv_tokens"] and case["kv_tokens"] * llm.limits.kv_bytes_per_token
+    logging.getLogger("batchlab").setLevel(
+        logging.ERROR
+    )  # a small KV cache limits the context, and says so
+    llm.limits = choose_limits(
+        model,
+        llm.shapes,
+        max_num_seqs=case["seqs"],
+        max_num_batched_tokens=case["budget"],
+        kv_cache_bytes=kv,
+    )
+    llm.enable_prefix_caching = case["caching"]
     llm.engines.configure()
     ends, want = {}, {}
 
     def end(e):
-        if e.finished: assert ends.setdefault(e.request_id, e.output) is e.output, 'ended twice'
+        if e.finished:
+            assert ends.setdefault(e.request_id, e.output) is e.output, "ended twice"
 
     def step():
         nonlocal steps
         llm.step()
         steps += 1
-        engine = llm.engines.get('packed')
-        if engine and engine.scheduler.running and steps in case['preempts']: engine.scheduler.preempt(engine.scheduler.running[-1])
-        if engine and not hasattr(engine.scheduler, 'checked'):
+        engine = llm.engines.get("packed")
+        if engine and engine.scheduler.running and steps in case["preempts"]:
+            engine.scheduler.preempt(engine.scheduler.running[-1])
+        if engine and not hasattr(engine.scheduler, "checked"):
             engine.scheduler.checked, schedule = True, engine.scheduler.schedule
 
             def checked():
                 plan = schedule()
                 check_invariants(engine.scheduler, plan)
                 return plan
+
             engine.scheduler.schedule = checked
 
     steps = 0
-    for i, (p, n, draws, priority, wait, start) in enumerate(case['requests']):
-        for _ in range(wait): step()
+    for i, (p, n, draws, priority, wait, start) in enumerate(case["requests"]):
+        for _ in range(wait):
+            step()
         params = sampling(p, n) if draws else SamplingParams(temperature=0, max_tokens=n)
-        if start is not None: params = dataclasses.replace(params, prompt_logprobs=0, prompt_logprob_start=int(start * len(prompts[p])))
+        if start is not None:
+            params = dataclasses.replace(
+                params, prompt_logprobs=0, prompt_logprob_start=int(start * len(prompts[p]))
+            )
         rid = llm.add_request(prompts[p], params, end, priority=priority)
         want[rid] = sampled[p][:n] if draws else expected(greedy[p], n, eos)
-        if i in case['cancels']: llm.cancel(rid)
+        if i in case["cancels"]:
+            llm.cancel(rid)
     while llm.has_unfinished:
         step()
-        assert steps < 2000, 'no progress'
+        assert steps < 2000, "no progress"
     assert ends.keys() == want.keys()
     for rid, out in ends.items():
         got, why = out.outputs[0].token_ids, out.outputs[0].finish_reason
         assert not out.error, out.error
-        if out.prompt_logprobs and (start := out.params.prompt_logprob_start) + 1 < len(out.prompt_logprobs):
-            told = [d[t].logprob for d, t in zip(out.prompt_logprobs[start + 1:], out.prompt_token_ids[start + 1:])]
-            want_ = prompt_logprobs(case['arch'], case['path'], tuple(out.prompt_token_ids))[start:][:len(told)]
-            assert told == pytest.approx(want_, abs=1e-3) and (why == 'cancelled' or len(out.prompt_logprobs) == len(out.prompt_token_ids))
+        if out.prompt_logprobs and (start := out.params.prompt_logprob_start) + 1 < len(
+            out.prompt_logprobs
+        ):
+            told = [
+                d[t].logprob
+                for d, t in zip(out.prompt_logprobs[start + 1 :], out.prompt_token_ids[start + 1 :])
+            ]
+            want_ = prompt_logprobs(case["arch"], case["path"], tuple(out.prompt_token_ids))[
+                start:
+            ][: len(told)]
+            assert told == pytest.approx(want_, abs=1e-3) and (
+                why == "cancelled" or len(out.prompt_logprobs) == len(out.prompt_token_ids)
+            )
             assert out.num_cached_tokens <= start
-        if why == 'cancelled': assert got == want[rid][:len(got)]
-        else: assert got == want[rid] and why in ('stop', 'length')
-    scheduler = llm.engines['packed'].scheduler
+        if why == "cancelled":
+            assert got == want[rid][: len(got)]
+        else:
+            assert got == want[rid] and why in ("stop", "length")
+    scheduler = llm.engines["packed"].scheduler
     assert not scheduler.pool.num_held and not scheduler.has_unfinished and not llm.groups
     scheduler.pool.check()
 
@@ -156,130 +244,195 @@ def test_the_cases_preempt_reuse_and_cancel():
     "The draws above are worth something: among the first hundred each thing that can go wrong does happen."
     seen, paths = Counter(), set()
 
-    @settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=100,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(cases())
     def look(case):
         test_whatever_the_mix_each_request_gets_what_it_gets_alone.hypothesis.inner_test(case)
-        llm = pool(case['arch'], case['path'])[1]
-        scheduler, ledger = llm.engines['packed'].scheduler, llm.ledger
-        seen.update(preempted=scheduler.num_preemptions > 0, reused=ledger.reused > 0, recomputed=ledger.recomputed > 0,
-                    cancelled=bool(case['cancels']), crowded=len(case['requests']) > case['seqs'])
+        llm = pool(case["arch"], case["path"])[1]
+        scheduler, ledger = llm.engines["packed"].scheduler, llm.ledger
+        seen.update(
+            preempted=scheduler.num_preemptions > 0,
+            reused=ledger.reused > 0,
+            recomputed=ledger.recomputed > 0,
+            cancelled=bool(case["cancels"]),
+            crowded=len(case["requests"]) > case["seqs"],
+        )
         paths.add((llm.backend.name, llm.quantization))
+
     look()
-    assert all(seen[k] >= 10 for k in ('preempted', 'reused', 'recomputed', 'cancelled', 'crowded')), seen
-    if int8_runs('llama'): assert paths >= {('torch', None), ('modules', None), ('fused', None), ('fused', 'int8')}
+    assert all(
+        seen[k] >= 10 for k in ("preempted", "reused", "recomputed", "cancelled", "crowded")
+    ), seen
+    if int8_runs("llama"):
+        assert paths >= {("torch", None), ("modules", None), ("fused", None), ("fused", "int8")}
 
 
 def test_ten_thousand_requests_end_once_each(caplog):
-    caplog.set_level(logging.CRITICAL, 'batchlab')
-    rng, model = random.Random(0), tiny_model('llama', num_hidden_layers=1)
-    llm, threads = LLM(model, tiny_tokenizer(), max_num_seqs=32, max_num_batched_tokens=256), threading.active_count()
+    caplog.set_level(logging.CRITICAL, "batchlab")
+    rng, model = random.Random(0), tiny_model("llama", num_hidden_layers=1)
+    llm, threads = (
+        LLM(model, tiny_tokenizer(), max_num_seqs=32, max_num_batched_tokens=256),
+        threading.active_count(),
+    )
     ends, text, tokens, held = Counter(), {}, {}, []
     breaking = set()
+
     def alive():
         gc.collect()
-        return Counter(type(o).__name__ for o in gc.get_objects() if type(o) in (Request, RequestGroup, RequestOutput))
-    there = alive()                                                              # what other tests keep
+        return Counter(
+            type(o).__name__
+            for o in gc.get_objects()
+            if type(o) in (Request, RequestGroup, RequestOutput)
+        )
+
+    there = alive()  # what other tests keep
 
     def listen(e):
-        if e.request_id in breaking and not e.finished: raise ValueError('the listener broke')
-        text[e.request_id] = text.get(e.request_id, '') + e.text
-        if not e.finished: return
+        if e.request_id in breaking and not e.finished:
+            raise ValueError("the listener broke")
+        text[e.request_id] = text.get(e.request_id, "") + e.text
+        if not e.finished:
+            return
         ends[e.request_id] += 1
         out = e.output.outputs[0]
-        if not e.output.error: assert text[e.request_id] == out.text
+        if not e.output.error:
+            assert text[e.request_id] == out.text
         tokens[out.finish_reason] = tokens.get(out.finish_reason, 0) + 1
         del text[e.request_id]
 
     process = psutil.Process()
     llm.start()
     for i in range(10_000):
-        rid, timeout = f'r{i}', rng.choice((None,) * 9 + (1e-6, .01, .1, 60))
-        if rng.random() < .05: breaking.add(rid)
+        rid, timeout = f"r{i}", rng.choice((None,) * 9 + (1e-6, 0.01, 0.1, 60))
+        if rng.random() < 0.05:
+            breaking.add(rid)
         prompt = [rng.randrange(3, 259) for _ in range(rng.randint(1, 24))]
         params = SamplingParams(temperature=rng.choice((0, 1)), max_tokens=rng.randint(1, 12))
         llm.add_request(prompt, params, listen, rid, priority=rng.randint(-1, 1), timeout=timeout)
-        if rng.random() < .1: llm.cancel(f'r{rng.randint(max(0, i - 50), i)}')
-        while len(llm.groups) > 500: time.sleep(.001)
+        if rng.random() < 0.1:
+            llm.cancel(f"r{rng.randint(max(0, i - 50), i)}")
+        while len(llm.groups) > 500:
+            time.sleep(0.001)
         if i % 2500 == 2499:
             gc.collect()
             held.append(process.memory_info().rss)
     llm.stop()
     assert len(ends) == 10_000 and set(ends.values()) == {1}
-    assert {'cancelled', 'timeout', 'error', 'length'} <= tokens.keys() and sum(tokens.values()) == 10_000
-    scheduler = llm.engines['packed'].scheduler
-    assert not scheduler.pool.num_held and not llm.groups and not llm.inbox and not scheduler.waiting and not scheduler.running
-    assert len(llm.deadlines) < 200 and not text and threading.active_count() == threads and llm.thread is None
+    assert {"cancelled", "timeout", "error", "length"} <= tokens.keys() and sum(
+        tokens.values()
+    ) == 10_000
+    scheduler = llm.engines["packed"].scheduler
+    assert (
+        not scheduler.pool.num_held
+        and not llm.groups
+        and not llm.inbox
+        and not scheduler.waiting
+        and not scheduler.running
+    )
+    assert (
+        len(llm.deadlines) < 200
+        and not text
+        and threading.active_count() == threads
+        and llm.thread is None
+    )
     left = alive() - there
     assert sum(left.values()) < 200, left
     # Bytes, between 5,000 requests and 10,000. Before that, caches fill: oneDNN keeps a kernel for each number of rows.
     assert held[-1] < held[1] + 20e6, held
 
 
-def wanted(model, prompts, n): return [generate_naive(model, p, n, ()) for p in prompts]
+def wanted(model, prompts, n):
+    return [generate_naive(model, p, n, ()) for p in prompts]
 
 
 PROMPTS = [[5], [6, 7], [8] * 30, list(range(9, 29)), [8] * 30 + [7]]
 GREEDY = dict(temperature=0, max_tokens=10, ignore_eos=True)
 
 
-def ids(outs): return [o.outputs[0].token_ids for o in outs]
+def ids(outs):
+    return [o.outputs[0].token_ids for o in outs]
 
 
 def in_threads(*jobs):
     results = [None] * len(jobs)
 
-    def run(i): results[i] = jobs[i]()
+    def run(i):
+        results[i] = jobs[i]()
+
     threads = [threading.Thread(target=run, args=(i,)) for i in range(len(jobs))]
-    for t in threads: t.start()
-    for t in threads: t.join(120)
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(120)
     assert not any(t.is_alive() for t in threads)
     return results
 
 
 def test_generate_from_threads_beside_the_background():
-    model = tiny_model('qwen3')
+    model = tiny_model("qwen3")
     llm, want = LLM(model, max_num_seqs=3), wanted(model, PROMPTS, 10)
     job = lambda: [ids(llm.generate(PROMPTS, GREEDY)) for _ in range(4)]
     assert in_threads(job, job, job) == [[want] * 4] * 3
-    with llm: assert in_threads(job, job) == [[want] * 4] * 2
+    with llm:
+        assert in_threads(job, job) == [[want] * 4] * 2
     assert llm.thread is None and llm.stats().slots_in_use == 0
 
 
 def test_two_engines_on_one_model():
-    model = tiny_model('gemma3')
-    one, two, padded = LLM(model, max_num_seqs=2), LLM(model, max_num_batched_tokens=70), LLM(model, strategy='static')
+    model = tiny_model("gemma3")
+    one, two, padded = (
+        LLM(model, max_num_seqs=2),
+        LLM(model, max_num_batched_tokens=70),
+        LLM(model, strategy="static"),
+    )
     want = wanted(model, PROMPTS, 10)
-    jobs = [lambda llm=llm: [ids(llm.generate(PROMPTS, GREEDY)) for _ in range(4)] for llm in (one, two, padded)]
+    jobs = [
+        lambda llm=llm: [ids(llm.generate(PROMPTS, GREEDY)) for _ in range(4)]
+        for llm in (one, two, padded)
+    ]
     assert in_threads(*jobs) == [[want] * 4] * 3
-    assert model.config._attn_implementation == 'sdpa' and not model.training
+    assert model.config._attn_implementation == "sdpa" and not model.training
 
 
-@pytest.mark.parametrize('drain', [True, False])
+@pytest.mark.parametrize("drain", [True, False])
 def test_stop_while_running(drain):
-    model, ends = tiny_model('llama'), []
+    model, ends = tiny_model("llama"), []
     llm = LLM(model, max_num_seqs=2).start()
-    for p in PROMPTS: llm.add_request(p, dict(GREEDY, max_tokens=100), lambda e: e.finished and ends.append(e.output))
-    while not llm.stats().steps: time.sleep(.001)
+    for p in PROMPTS:
+        llm.add_request(
+            p, dict(GREEDY, max_tokens=100), lambda e: e.finished and ends.append(e.output)
+        )
+    while not llm.stats().steps:
+        time.sleep(0.001)
     llm.stop(drain)
     assert llm.thread is None and len(ends) == len(PROMPTS) and not llm.has_unfinished
     reasons = {o.outputs[0].finish_reason for o in ends}
-    assert reasons == {'length'} if drain else 'cancelled' in reasons
-    assert ids(llm.generate(PROMPTS, GREEDY)) == wanted(model, PROMPTS, 10)       # and it goes on working
+    assert reasons == {"length"} if drain else "cancelled" in reasons
+    assert ids(llm.generate(PROMPTS, GREEDY)) == wanted(
+        model, PROMPTS, 10
+    )  # and it goes on working
 
 
 def test_a_crash_in_the_loop_ends_those_in_it_and_no_others(caplog):
-    model, want, calls = tiny_model('llama'), None, []
+    model, want, calls = tiny_model("llama"), None, []
     llm = LLM(model, max_num_seqs=2)
     want = wanted(model, PROMPTS, 10)
     llm.generate([4])
-    runner = llm.engines['packed'].runner
+    runner = llm.engines["packed"].runner
     execute = runner.execute
 
     def crash(batch):
         calls.append(batch)
-        if len(calls) == 5: raise RuntimeError('a fuse blew')
+        if len(calls) == 5:
+            raise RuntimeError("a fuse blew")
         return execute(batch)
+
     runner.execute = crash
     ends = {}
     with llm:
@@ -288,136 +441,205 @@ def test_a_crash_in_the_loop_ends_those_in_it_and_no_others(caplog):
     failed = {i for i, o in ends.items() if o.error}
     assert len(ends) == 5 and 1 <= len(failed) <= 2
     for i, o in ends.items():
-        if i in failed: assert 'a fuse blew' in o.error and o.outputs[0].finish_reason == 'error'
-        else: assert o.outputs[0].token_ids == want[i]
-    assert any('a fuse blew' in str(r.exc_info) for r in caplog.records)
-    assert not llm.engines['packed'].scheduler.pool.num_held
+        if i in failed:
+            assert "a fuse blew" in o.error and o.outputs[0].finish_reason == "error"
+        else:
+            assert o.outputs[0].token_ids == want[i]
+    assert any("a fuse blew" in str(r.exc_info) for r in caplog.records)
+    assert not llm.engines["packed"].scheduler.pool.num_held
 
 
 def test_ctrl_c_leaves_the_engine_usable():
-    model = tiny_model('llama')
+    model = tiny_model("llama")
     llm = LLM(model, max_num_seqs=2)
     llm.generate([4])
-    runner, calls = llm.engines['packed'].runner, []
+    runner, calls = llm.engines["packed"].runner, []
     execute = runner.execute
 
     def interrupted(batch):
         calls.append(batch)
-        if len(calls) == 4: raise KeyboardInterrupt
+        if len(calls) == 4:
+            raise KeyboardInterrupt
         return execute(batch)
+
     runner.execute = interrupted
-    with pytest.raises(KeyboardInterrupt): llm.generate(PROMPTS, GREEDY)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY)
     assert not llm.has_unfinished and llm.stats().slots_in_use == 0
     assert ids(llm.generate(PROMPTS, GREEDY)) == wanted(model, PROMPTS, 10)
 
 
 def test_memory_that_runs_out_in_the_middle(caplog):
-    model = tiny_model('llama')
+    model = tiny_model("llama")
     llm = LLM(model)
     llm.generate([4])
-    runner = llm.engines['packed'].runner
+    runner = llm.engines["packed"].runner
     execute = runner.execute
 
     def small(batch):
-        if sum(batch.seq_lens) > 60: raise torch.OutOfMemoryError('CUDA out of memory')
+        if sum(batch.seq_lens) > 60:
+            raise torch.OutOfMemoryError("CUDA out of memory")
         return execute(batch)
+
     runner.execute = small
     outs = llm.generate(PROMPTS + [[9] * 65], GREEDY)
     assert ids(outs[:-1]) == wanted(model, PROMPTS, 10)
-    assert 'out of memory with this request alone' in outs[-1].error and 'going on with at most' in caplog.text
+    assert (
+        "out of memory with this request alone" in outs[-1].error
+        and "going on with at most" in caplog.text
+    )
 
 
 def test_what_a_callback_may_not_do():
-    llm, errors = LLM(tiny_model('llama')), []
+    llm, errors = LLM(tiny_model("llama")), []
 
     def callback(e):
         for wrong in (llm.step, lambda: llm.generate([5]), llm.stop):
-            try: wrong()
-            except EngineError as x: errors.append(str(x))
-        if not e.finished: llm.add_request([7], dict(max_tokens=1))      # this it may
+            try:
+                wrong()
+            except EngineError as x:
+                errors.append(str(x))
+        if not e.finished:
+            llm.add_request([7], dict(max_tokens=1))  # this it may
+
     with llm:
         llm.add_request([5, 6], dict(GREEDY, max_tokens=2), callback)
-        while llm.has_unfinished: time.sleep(.001)
-    assert len(errors) == 6 and all('callback' in e for e in errors)
-    assert llm.stats().requests == {'length': 2}
+        while llm.has_unfinished:
+            time.sleep(0.001)
+    assert len(errors) == 6 and all("callback" in e for e in errors)
+    assert llm.stats().requests == {"length": 2}
 
 
-@pytest.mark.parametrize('arch, how', [*((a, {}) for a in ('llama', 'qwen3', 'mistral', 'phi3')), ('llama', dict(quantization='int8'))])
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "arch, how",
+    [
+        *((a, {}) for a in ("llama", "qwen3", "mistral", "phi3")),
+        ("llama", dict(quantization="int8")),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_company_changes_no_bit(arch, how, dtype):
     "Log probabilities of every token, to the last bit: alone, in company, in small chunks, with and without a prefix cache."
     model, rng = tiny_model(arch).to(dtype), random.Random(1)
-    try: alone = LLM(model, max_num_seqs=1, enable_prefix_caching=False, **how)
-    except UnsupportedModelError as e: pytest.skip(f'no kernels for int8: {e}')
+    try:
+        alone = LLM(model, max_num_seqs=1, enable_prefix_caching=False, **how)
+    except UnsupportedModelError as e:
+        pytest.skip(f"no kernels for int8: {e}")
     need_same_bits(alone.backend)
     prompts = [[rng.randrange(3, 259) for _ in range(rng.randint(1, 90))] for _ in range(20)]
     prompts[5] = prompts[4][:40] + [7]
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=2, ignore_eos=True)
     want = [alone.generate([p], params, use_tqdm=False)[0].outputs[0] for p in prompts]
-    for limits in (dict(max_num_seqs=16, max_num_batched_tokens=50), dict(max_num_seqs=3, max_num_batched_tokens=9)):
-        got = [o.outputs[0] for o in LLM(model, **limits, **how).generate(prompts, params, use_tqdm=False)]
+    for limits in (
+        dict(max_num_seqs=16, max_num_batched_tokens=50),
+        dict(max_num_seqs=3, max_num_batched_tokens=9),
+    ):
+        got = [
+            o.outputs[0]
+            for o in LLM(model, **limits, **how).generate(prompts, params, use_tqdm=False)
+        ]
         assert [g.token_ids for g in got] == [w.token_ids for w in want]
         assert [g.logprobs for g in got] == [w.logprobs for w in want]
 
 
-@pytest.mark.parametrize('arch', ['llama', 'mistral'])
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=['fp32', 'bf16'])
+@pytest.mark.parametrize("arch", ["llama", "mistral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_prefix_read_where_it_lies_changes_no_bit(arch, dtype):
     "Requests that read the same blocks together, whose first owner leaves before them, and whose blocks are taken over by others."
     model, rng = tiny_model(arch).to(dtype), random.Random(3)
     alone = LLM(model, max_num_seqs=1, enable_prefix_caching=False)
     need_same_bits(alone.backend)
     heads = [[rng.randrange(3, 259) for _ in range(n)] for n in (300, 140)]
-    prompts = [rng.choice(heads) + [rng.randrange(3, 259) for _ in range(rng.randint(1, 20))] for _ in range(24)]
-    params = [SamplingParams(temperature=0, max_tokens=rng.randint(1, 16), logprobs=2, ignore_eos=True) for _ in prompts]
+    prompts = [
+        rng.choice(heads) + [rng.randrange(3, 259) for _ in range(rng.randint(1, 20))]
+        for _ in range(24)
+    ]
+    params = [
+        SamplingParams(temperature=0, max_tokens=rng.randint(1, 16), logprobs=2, ignore_eos=True)
+        for _ in prompts
+    ]
     want = [alone.generate([p], s, use_tqdm=False)[0].outputs[0] for p, s in zip(prompts, params)]
     llm, together = LLM(model, max_num_seqs=6, max_num_batched_tokens=64), 0
-    def watch(engine, event, plan):                      # how many rows begin with the same two blocks
+
+    def watch(engine, event, plan):  # how many rows begin with the same two blocks
         nonlocal together
-        if event == 'schedule': together = max([together, *Counter(tuple(r.request.block_table[:2]) for r in plan.rows if r.start >= 128).values()])
+        if event == "schedule":
+            together = max(
+                [
+                    together,
+                    *Counter(
+                        tuple(r.request.block_table[:2]) for r in plan.rows if r.start >= 128
+                    ).values(),
+                ]
+            )
+
     llm.watchers.append(watch)
     list(llm.stream(prompts, params))
-    assert together >= 3                                 # or nothing was shared, and nothing tried
-    for _ in range(2):                                   # the second time from what the first left in the slots
+    assert together >= 3  # or nothing was shared, and nothing tried
+    for _ in range(2):  # the second time from what the first left in the slots
         got = [o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)]
         assert [g.token_ids for g in got] == [w.token_ids for w in want]
         assert [g.logprobs for g in got] == [w.logprobs for w in want]
 
 
 def test_every_backend_gives_the_oracles_tokens(compiler):
-    for arch, best in dict(llama='fused', gpt2='fused', gemma3='fused', phimoe='modules').items():
+    for arch, best in dict(llama="fused", gpt2="fused", gemma3="fused", phimoe="modules").items():
         model, found = tiny_model(arch), []
         want = wanted(model, PROMPTS, 10)
-        for compile in (False, 'auto'):
+        for compile in (False, "auto"):
             llm = LLM(model, compile=compile, max_num_seqs=3)
             found.append(llm.backend.name)
-            assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, SamplingParams(**GREEDY), use_tqdm=False)] == want
-        assert found == ['torch', best if compiler else 'torch']
+            assert [
+                o.outputs[0].token_ids
+                for o in llm.generate(PROMPTS, SamplingParams(**GREEDY), use_tqdm=False)
+            ] == want
+        assert found == ["torch", best if compiler else "torch"]
 
 
 def spoil(cache, blocks, n=0):
     "NaN in these blocks of `cache`, behind the first `n` tokens."
-    at = torch.tensor([b * cache.block_size + i for b in blocks for i in range(n, cache.block_size)], dtype=torch.int64)
-    for layer, (h, k, v) in enumerate(cache.shapes): cache.write(layer, *(torch.full((len(at), h, d), torch.nan, dtype=cache.dtype) for d in (k, v)), at)
+    at = torch.tensor(
+        [b * cache.block_size + i for b in blocks for i in range(n, cache.block_size)],
+        dtype=torch.int64,
+    )
+    for layer, (h, k, v) in enumerate(cache.shapes):
+        cache.write(
+            layer, *(torch.full((len(at), h, d), torch.nan, dtype=cache.dtype) for d in (k, v)), at
+        )
 
 
-@pytest.mark.parametrize('n', [1, 2, 5, 63, 64])
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=['fp32', 'bf16'])
+@pytest.mark.parametrize("n", [1, 2, 5, 63, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_copied_block_is_zero_behind_its_tokens(n, dtype):
     "NaN behind the tokens of the source stays there: a mask multiplies it by 0, which is NaN again."
-    cache, token = KVCache([(2, 4, 6), (1, 3, 3)], 4, 64, dtype), torch.arange(1, n + 1)[:, None, None]
+    cache, token = (
+        KVCache([(2, 4, 6), (1, 3, 3)], 4, 64, dtype),
+        torch.arange(1, n + 1)[:, None, None],
+    )
     spoil(cache, range(4))
-    for layer, (h, k, v) in enumerate(cache.shapes): cache.write(layer, *(token.expand(n, h, d).to(dtype) for d in (k, v)), 64 + torch.arange(n))
-    source, target = pack_rows([([7], n)], [[1, 3]], 64), pack_rows([([8], n)], [[2, 3]], 64, copies=[(1, 2, n)])
-    for batch in (source, target): cache.prepare(batch)
+    for layer, (h, k, v) in enumerate(cache.shapes):
+        cache.write(layer, *(token.expand(n, h, d).to(dtype) for d in (k, v)), 64 + torch.arange(n))
+    source, target = (
+        pack_rows([([7], n)], [[1, 3]], 64),
+        pack_rows([([8], n)], [[2, 3]], 64, copies=[(1, 2, n)]),
+    )
+    for batch in (source, target):
+        cache.prepare(batch)
     for layer in range(2):
         for was, got in zip(cache.read(layer, [1]), cache.read(layer, [2])):
             assert was[n:].isnan().all() and torch.equal(got[:n], was[:n]) and not got[n:].any()
             assert torch.equal(got[:n, 0, 0], token[:, 0, 0].to(dtype))
 
 
-@pytest.mark.parametrize('arch, compile, best, fits', [('llama', False, 'torch', None), ('llama', 'auto', 'fused', True), ('phimoe', 'auto', 'modules', True),
-                                                       ('phimoe', 'auto', 'modules', False)])
+@pytest.mark.parametrize(
+    "arch, compile, best, fits",
+    [
+        ("llama", False, "torch", None),
+        ("llama", "auto", "fused", True),
+        ("phimoe", "auto", "modules", True),
+        ("phimoe", "auto", "modules", False),
+    ],
+)
 def test_what_lies_in_the_cache_before_reaches_no_token(arch, compile, best, fits, monkeypatch):
     "Memory that begins as NaN, and a prefix that ends inside a block whose rest is NaN: each request gets what it gets alone."
     model, use, copied = tiny_model(arch), KVCache.use, []
@@ -427,54 +649,93 @@ def test_what_lies_in_the_cache_before_reaches_no_token(arch, compile, best, fit
         use(cache, batch)
         spoil(cache, range(before, cache.num_used))
         copied.extend((type(cache), n) for *_, n in batch.copies)
-    monkeypatch.setattr(KVCache, 'use', used)
-    if fits is False: monkeypatch.setattr(KernelStep, 'fits', lambda *a: False)          # as where a layer is not for the kernels
-    llm, head = LLM(model, max_num_seqs=4, max_num_batched_tokens=40, compile=compile), list(range(9, 34))
-    if llm.backend.name != best: pytest.skip(f'no kernels: {llm.backend.why}')
-    prompts = [head + list(range(40, 70)), head[:5] + [7, 8], head[:3] + [6] * 70, head + [5], [4], head[:5] + [8]]
+
+    monkeypatch.setattr(KVCache, "use", used)
+    if fits is False:
+        monkeypatch.setattr(
+            KernelStep, "fits", lambda *a: False
+        )  # as where a layer is not for the kernels
+    llm, head = (
+        LLM(model, max_num_seqs=4, max_num_batched_tokens=40, compile=compile),
+        list(range(9, 34)),
+    )
+    if llm.backend.name != best:
+        pytest.skip(f"no kernels: {llm.backend.why}")
+    prompts = [
+        head + list(range(40, 70)),
+        head[:5] + [7, 8],
+        head[:3] + [6] * 70,
+        head + [5],
+        [4],
+        head[:5] + [8],
+    ]
     want = wanted(model, prompts, 10)
     assert ids(llm.generate(prompts[:1], GREEDY, use_tqdm=False)) == want[:1]
-    engine = llm.engines['packed']
-    spoil(engine.runner.cache, engine.scheduler.pool.cached, 5)                                  # all but what the next will copy of it
+    engine = llm.engines["packed"]
+    spoil(
+        engine.runner.cache, engine.scheduler.pool.cached, 5
+    )  # all but what the next will copy of it
     assert ids(llm.generate(prompts[1:3], GREEDY, use_tqdm=False)) == want[1:3]
-    assert copied[:2] == [(KVCache if best == 'torch' else TiledCache, n) for n in (5, 3)]
+    assert copied[:2] == [(KVCache if best == "torch" else TiledCache, n) for n in (5, 3)]
     llm.reset_prefix_cache()
-    for _ in range(2): assert ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == want
+    for _ in range(2):
+        assert ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == want
 
 
 def test_pause_holds_the_thread_and_nothing_is_lost():
-    llm, ended = LLM(tiny_model('llama'), tiny_tokenizer(), max_num_seqs=2), {}
+    llm, ended = LLM(tiny_model("llama"), tiny_tokenizer(), max_num_seqs=2), {}
+
     def note(e):
-        if e.finished: ended[e.request_id] = e.output.outputs[0].finish_reason, len(e.output.outputs[0].token_ids)
+        if e.finished:
+            ended[e.request_id] = (
+                e.output.outputs[0].finish_reason,
+                len(e.output.outputs[0].token_ids),
+            )
+
     long = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     with llm:
-        for i in range(3): llm.add_request('a bc def'[:2 + 3 * i], long, note, request_id=str(i))
+        for i in range(3):
+            llm.add_request("a bc def"[: 2 + 3 * i], long, note, request_id=str(i))
         llm.pause()
-        threads = [threading.Thread(target=f, args=(k,)) for k in range(20) for f in (lambda k: llm.pause(), lambda k: llm.resume())]
-        for t in threads: t.start()
-        for t in threads: t.join()
+        threads = [
+            threading.Thread(target=f, args=(k,))
+            for k in range(20)
+            for f in (lambda k: llm.pause(), lambda k: llm.resume())
+        ]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
         llm.pause()
-        outs = llm.generate(['other'], long)                        # steps by itself, and is not held
-        llm.cancel('2')
+        outs = llm.generate(["other"], long)  # steps by itself, and is not held
+        llm.cancel("2")
     assert len(outs[0].outputs[0].token_ids) == 30 and not llm.paused
-    assert ended['0'] == ended['1'] == ('length', 30) and ended['2'][0] in ('cancelled', 'length')      # leaving goes on
-    with llm: assert llm.add_request('again', long, note, request_id='again') and llm.stop() is None
-    assert ended['again'] == ('length', 30) and llm.stats().slots_in_use == 0
+    assert ended["0"] == ended["1"] == ("length", 30) and ended["2"][0] in (
+        "cancelled",
+        "length",
+    )  # leaving goes on
+    with llm:
+        assert llm.add_request("again", long, note, request_id="again") and llm.stop() is None
+    assert ended["again"] == ("length", 30) and llm.stats().slots_in_use == 0
 
 
 def test_an_asyncio_caller_beside_the_thread_and_new_weights_between_calls():
     """An event loop adds and cancels in its executor, others call `generate`, the thread steps; whenever all is answered, the weights
     change. Each answer is of the weights of its time, and no memory stays behind with those of before."""
-    model = tiny_model('llama')
+    model = tiny_model("llama")
     llm = LLM(model, max_num_seqs=3, kv_cache_bytes=64 * 10 * 256 * 2)
 
     async def ask(prompt, cancel):
         loop = asyncio.get_running_loop()
         done = loop.create_future()
+
         def on_event(e):
-            if e.finished: loop.call_soon_threadsafe(done.set_result, e.output)
+            if e.finished:
+                loop.call_soon_threadsafe(done.set_result, e.output)
+
         rid = await loop.run_in_executor(None, llm.add_request, prompt, GREEDY, on_event)
-        if cancel: await loop.run_in_executor(None, llm.cancel, rid)
+        if cancel:
+            await loop.run_in_executor(None, llm.cancel, rid)
         return await done
 
     async def main():
@@ -484,152 +745,211 @@ def test_an_asyncio_caller_beside_the_thread_and_new_weights_between_calls():
             calls = [loop.run_in_executor(None, llm.generate, PROMPTS, GREEDY) for _ in range(2)]
             outs = await asyncio.wait_for(asyncio.gather(*singles, *calls), 120)
             want = wanted(model, PROMPTS, 10)
-            for call in outs[len(singles):]: assert ids(call) == want
+            for call in outs[len(singles) :]:
+                assert ids(call) == want
             for out, w in zip(outs, want * 4):
                 got, why = out.outputs[0].token_ids, out.outputs[0].finish_reason
-                assert got == w if why == 'length' else why == 'cancelled' and got == w[:len(got)], (why, out.error)
+                assert (
+                    got == w if why == "length" else why == "cancelled" and got == w[: len(got)]
+                ), (why, out.error)
             answers.add(str(want))
-            with torch.no_grad(): model.model.layers[turn % 2].mlp.down_proj.weight.mul_(-1 if turn % 3 else 2)
+            with torch.no_grad():
+                model.model.layers[turn % 2].mlp.down_proj.weight.mul_(-1 if turn % 3 else 2)
         return answers
 
-    with llm: assert len(asyncio.run(main())) > 3
-    assert llm.thread is None and not llm.has_unfinished and llm.stats().kv_bytes == 0 and not sum(llm.budget.claims.values())
+    with llm:
+        assert len(asyncio.run(main())) > 3
+    assert (
+        llm.thread is None
+        and not llm.has_unfinished
+        and llm.stats().kv_bytes == 0
+        and not sum(llm.budget.claims.values())
+    )
     assert sum(llm.stats().requests.values()) == 6 * (20 + 10)
 
 
 def test_a_cancel_that_comes_too_late_does_not_reach_the_next_of_that_name():
-    llm, ends = LLM(tiny_model('llama')), []
+    llm, ends = LLM(tiny_model("llama")), []
     one = dict(GREEDY, max_tokens=1)
+
     def end(e):
-        if not e.finished: return
+        if not e.finished:
+            return
         ends.append((e.request_id, e.output.outputs[0].finish_reason))
-        if e.request_id == 'a': assert llm.cancel('x')                       # which has its last token already
-        elif len(ends) == 2: llm.add_request([7], one, end, request_id='x')
-    for name in 'ax': llm.add_request([5, 6], one, end, request_id=name)
-    while llm.step(): pass
-    assert ends == [('a', 'length'), ('x', 'length'), ('x', 'length')]
+        if e.request_id == "a":
+            assert llm.cancel("x")  # which has its last token already
+        elif len(ends) == 2:
+            llm.add_request([7], one, end, request_id="x")
+
+    for name in "ax":
+        llm.add_request([5, 6], one, end, request_id=name)
+    while llm.step():
+        pass
+    assert ends == [("a", "length"), ("x", "length"), ("x", "length")]
 
 
 def test_a_model_that_can_not_be_run_any_more_ends_requests_and_not_the_thread(caplog, monkeypatch):
-    model, ends = tiny_model('llama'), {}
+    model, ends = tiny_model("llama"), {}
     want = wanted(model, PROMPTS, 10)
-    def refuse(*args): raise MemoryError('no room for other weights')
+
+    def refuse(*args):
+        raise MemoryError("no room for other weights")
+
     def note(e):
-        if e.finished: ends[e.request_id] = e.output
+        if e.finished:
+            ends[e.request_id] = e.output
+
     with LLM(model) as llm:
         assert ids(llm.generate(PROMPTS, GREEDY)) == want
-        with torch.no_grad(): model.lm_head.weight.mul_(1)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1)
         with monkeypatch.context() as m:
-            m.setattr('batchlab.loop.probe_model', refuse)
-            llm.add_request([5], GREEDY, note, request_id='bad')
-            assert 'no room for other weights' in llm.generate([6], GREEDY)[0].error
+            m.setattr("batchlab.loop.probe_model", refuse)
+            llm.add_request([5], GREEDY, note, request_id="bad")
+            assert "no room for other weights" in llm.generate([6], GREEDY)[0].error
         assert ids(llm.generate(PROMPTS, GREEDY)) == want
-    assert ends['bad'].outputs[0].finish_reason == 'error' and len(ends) == 1
+    assert ends["bad"].outputs[0].finish_reason == "error" and len(ends) == 1
 
 
 def test_stop_and_close_from_several_threads_and_in_a_callback():
-    llm, errors = LLM(tiny_model('llama')), []
+    llm, errors = LLM(tiny_model("llama")), []
     for _ in range(5):
         llm.start()
         in_threads(*[llm.stop] * 4, *[llm.close] * 2)
         assert llm.thread is None and llm.stopping is None
+
     def callback(e):
         for wrong in (llm.close, llm.reset_prefix_cache):
-            try: wrong()
-            except EngineError as x: errors.append(str(x))
+            try:
+                wrong()
+            except EngineError as x:
+                errors.append(str(x))
+
     llm.add_request([5], dict(GREEDY, max_tokens=1), callback)
-    while llm.step(): pass
-    assert len(errors) == 2 and all('callback' in e for e in errors)
+    while llm.step():
+        pass
+    assert len(errors) == 2 and all("callback" in e for e in errors)
 
 
 def test_each_call_counts_its_own_positions_once():
-    llm = LLM(tiny_model('llama'), enable_prefix_caching=False)
+    llm = LLM(tiny_model("llama"), enable_prefix_caching=False)
     seen = []
     for _ in range(3):
         llm.generate([[5, 6, 7], [8, 9]], dict(GREEDY, max_tokens=4))
         seen.append((llm.ledger.useful, llm.stats().steps))
     assert seen == [(3 + 2 + 2 * 3, 4 * k) for k in (1, 2, 3)]
-    with torch.no_grad(): llm.model.model.layers[0].mlp.down_proj.weight.mul_(-1)
+    with torch.no_grad():
+        llm.model.model.layers[0].mlp.down_proj.weight.mul_(-1)
     llm.generate([[5, 6, 7]], dict(GREEDY, max_tokens=4))
-    assert llm.stats().steps == 16, 'steps before the weights changed are forgotten'
+    assert llm.stats().steps == 16, "steps before the weights changed are forgotten"
 
 
 def test_an_interrupted_stop_leaves_an_engine_that_works():
-    llm = LLM(tiny_model('llama')).start()
+    llm = LLM(tiny_model("llama")).start()
     thread, join = llm.thread, llm.thread.join
     llm.add_request([5, 6, 7], dict(GREEDY, max_tokens=200))
-    def interrupted(): raise KeyboardInterrupt
+
+    def interrupted():
+        raise KeyboardInterrupt
+
     thread.join = interrupted
-    with pytest.raises(KeyboardInterrupt): llm.stop()
+    with pytest.raises(KeyboardInterrupt):
+        llm.stop()
     join(60)
     assert llm.thread is None and llm.stopping is None
     assert llm.generate([[5, 6]], GREEDY)[0].error is None
-    with llm: assert llm.generate([[5, 6]], GREEDY)[0].error is None
+    with llm:
+        assert llm.generate([[5, 6]], GREEDY)[0].error is None
 
 
-@pytest.mark.parametrize('fault', [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("fault", [KeyboardInterrupt, ValueError])
 def test_what_finished_in_a_step_that_broke_is_told(fault):
-    llm, got = LLM(tiny_model('llama')), []
+    llm, got = LLM(tiny_model("llama")), []
+
     def watch(engine, event, x):
-        if event == 'text' and any(r.finish_reason for r in x): raise fault('just now')
+        if event == "text" and any(r.finish_reason for r in x):
+            raise fault("just now")
+
     llm.watchers.append(watch)
     llm.add_request([5, 6, 7], dict(GREEDY, max_tokens=1), got.append)
     llm.add_request([8, 9], dict(GREEDY, max_tokens=1), got.append)
     for _ in range(4):
-        try: llm.step()
-        except KeyboardInterrupt: pass
-    assert not llm.has_unfinished and [e.finish_reason for e in got if e.finished] == ['length', 'length']
+        try:
+            llm.step()
+        except KeyboardInterrupt:
+            pass
+    assert not llm.has_unfinished and [e.finish_reason for e in got if e.finished] == [
+        "length",
+        "length",
+    ]
 
 
 def test_ctrl_c_in_a_callback_loses_no_other_answer():
-    llm, got = LLM(tiny_model('llama')), []
+    llm, got = LLM(tiny_model("llama")), []
+
     def interrupt(e):
-        if e.finished: raise KeyboardInterrupt
+        if e.finished:
+            raise KeyboardInterrupt
+
     llm.add_request([5, 6, 7], GREEDY, interrupt)
     llm.add_request([8, 9], GREEDY, got.append)
     with pytest.raises(KeyboardInterrupt):
-        while llm.step(): pass
-    for _ in range(3): llm.step()
+        while llm.step():
+            pass
+    for _ in range(3):
+        llm.step()
     assert not llm.has_unfinished and got[-1].finished
-    assert [t for e in got for t in e.token_ids] == got[-1].output.outputs[0].token_ids == wanted(llm.model, [[8, 9]], 10)[0]
+    assert (
+        [t for e in got for t in e.token_ids]
+        == got[-1].output.outputs[0].token_ids
+        == wanted(llm.model, [[8, 9]], 10)[0]
+    )
 
 
 def test_the_model_is_asked_once_for_all_rows_of_the_probe(monkeypatch):
-    registry = {name: module for name, module in REGISTRY.items() if name != 'modules'}
-    monkeypatch.setattr('batchlab.backends.REGISTRY', registry)  # 'modules' runs it besides, to see what its modules are called with
-    model, alone = tiny_model('llama'), []
+    registry = {name: module for name, module in REGISTRY.items() if name != "modules"}
+    monkeypatch.setattr(
+        "batchlab.backends.REGISTRY", registry
+    )  # 'modules' runs it besides, to see what its modules are called with
+    model, alone = tiny_model("llama"), []
 
     def note(module, args, kwargs):
-        if kwargs.keys() == {'input_ids', 'use_cache'}: alone.append(kwargs['input_ids'].shape)
+        if kwargs.keys() == {"input_ids", "use_cache"}:
+            alone.append(kwargs["input_ids"].shape)
+
     model.register_forward_pre_hook(note, with_kwargs=True)
     LLM(model)
     assert alone == [(3, 13)]
-    LLM(model)                                                   # nothing is remembered for longer
+    LLM(model)  # nothing is remembered for longer
     assert len(alone) == 2
 
 
 def test_a_fused_model_ran_twice_by_its_own_code(monkeypatch):
     "Once to see what its layers ask of attention, and once for the probe: each time reads all weights."
-    model, calls = tiny_model('llama'), []
+    model, calls = tiny_model("llama"), []
     forward = type(model).forward
 
     @functools.wraps(forward)
     def counted(self, *args, **kwargs):
-        calls.append(tuple(kwargs['input_ids'].shape))
+        calls.append(tuple(kwargs["input_ids"].shape))
         return forward(self, *args, **kwargs)
-    monkeypatch.setattr(type(model), 'forward', counted)
-    if LLM(model).backend.name != 'fused': pytest.skip('no kernels')
+
+    monkeypatch.setattr(type(model), "forward", counted)
+    if LLM(model).backend.name != "fused":
+        pytest.skip("no kernels")
     assert calls == [(1, 13), (3, 13)]
 
 
-@pytest.mark.parametrize('compile', ['auto', False])
+@pytest.mark.parametrize("compile", ["auto", False])
 def test_a_model_that_decodes_wrong_packed_is_not_run_packed(compile):
     "It passes all that `layer_specs` asks, and its prefill is right: only a backend's own trial sees it, that of plain torch too."
-    model = tiny_model('llama')
+    model = tiny_model("llama")
 
     def late(module, args, kwargs):
-        if module.config._attn_implementation == 'batchlab' and kwargs['input_ids'].shape[1] == 3: kwargs['position_ids'] = kwargs['position_ids'] + 5
+        if module.config._attn_implementation == "batchlab" and kwargs["input_ids"].shape[1] == 3:
+            kwargs["position_ids"] = kwargs["position_ids"] + 5
         return args, kwargs
+
     model.register_forward_pre_hook(late, with_kwargs=True)
     llm = LLM(model, compile=compile)
     assert llm.shapes is None and llm.paddable
@@ -638,19 +958,24 @@ def test_a_model_that_decodes_wrong_packed_is_not_run_packed(compile):
 
 def test_loading_leaves_the_garbage_collector_as_it_was(monkeypatch):
     seen = []
-    monkeypatch.setattr('batchlab.llm.model_and_tokenizer', lambda *args: seen.append(gc.isenabled()) or model_and_tokenizer(*args))
+    monkeypatch.setattr(
+        "batchlab.llm.model_and_tokenizer",
+        lambda *args: seen.append(gc.isenabled()) or model_and_tokenizer(*args),
+    )
     for on in (True, False):
         (gc.enable if on else gc.disable)()
         try:
-            LLM(tiny_model('llama'))
-            with pytest.raises(ParamError): LLM(3)
+            LLM(tiny_model("llama"))
+            with pytest.raises(ParamError):
+                LLM(3)
             assert gc.isenabled() == on
-        finally: gc.enable()
+        finally:
+            gc.enable()
     assert seen == [False] * 4
 
 
 def test_a_plan_is_what_the_call_takes():
-    rng, model = random.Random(0), tiny_model('llama')
+    rng, model = random.Random(0), tiny_model("llama")
     for _ in range(8):
         llm = LLM(model, max_num_seqs=4)
         prompts = [[rng.randrange(3, 60) for _ in range(rng.randrange(1, 40))] for _ in range(12)]
@@ -659,14 +984,17 @@ def test_a_plan_is_what_the_call_takes():
         llm.generate(prompts, params)
         assert llm.stats().kv_bytes == plan.kv_bytes
     told = dict(GREEDY, prompt_logprobs=0)
-    assert llm.plan([list(range(3, 90))] * 4, GREEDY).shared_tokens and not llm.plan([list(range(3, 90))] * 4, told).shared_tokens
-    assert LLM(model, strategy='loop', max_num_seqs=4).plan(PROMPTS, GREEDY).slots == 1
-    alone = LLM(tiny_model('mamba')).plan(PROMPTS, GREEDY)
+    assert (
+        llm.plan([list(range(3, 90))] * 4, GREEDY).shared_tokens
+        and not llm.plan([list(range(3, 90))] * 4, told).shared_tokens
+    )
+    assert LLM(model, strategy="loop", max_num_seqs=4).plan(PROMPTS, GREEDY).slots == 1
+    alone = LLM(tiny_model("mamba")).plan(PROMPTS, GREEDY)
     assert (alone.slots, alone.kv_bytes) == (1, 0)
 
 
 def test_a_padded_engine_keeps_no_rectangle_once_it_is_idle():
-    llm = LLM(tiny_model('llama'), strategy='static')
+    llm = LLM(tiny_model("llama"), strategy="static")
     llm.generate(PROMPTS, GREEDY)
     assert llm.stats().kv_bytes == 0 and not sum(llm.budget.claims.values())
 
@@ -675,14 +1003,19 @@ def test_a_copied_block_of_the_kernels_is_zero_behind_its_tokens():
     cache = TiledCache([(2, 16, 16)], 3, 64)
     cache.write(0, torch.ones(64, 2, 16), torch.ones(64, 2, 16), torch.arange(64, 128))
     cache.copy(1, 2, 5)
-    for x in cache.read(0, [2]): assert x[:5].eq(1).all() and not x[5:].any()
+    for x in cache.read(0, [2]):
+        assert x[:5].eq(1).all() and not x[5:].any()
 
 
 def test_many_query_heads_on_one_kv_head():
     "More than the kernels have room for: the model runs another way."
-    model = tiny_model('llama', num_attention_heads=72, num_key_value_heads=1, head_dim=256, hidden_size=1152)
+    model = tiny_model(
+        "llama", num_attention_heads=72, num_key_value_heads=1, head_dim=256, hidden_size=1152
+    )
     llm = LLM(model)
-    assert llm.backend.name != 'fused' and ids(llm.generate(PROMPTS, GREEDY)) == wanted(model, PROMPTS, 10)
+    assert llm.backend.name != "fused" and ids(llm.generate(PROMPTS, GREEDY)) == wanted(
+        model, PROMPTS, 10
+    )
 
 
 def drafted(n_tokens, guesses, max_kv_tokens, **kw):
@@ -716,7 +1049,8 @@ def test_limits_are_whole_blocks():
     limits = Limits(4, 64, 320, 320 * 100, 100)
     limits.fit(256)
     assert (limits.kv_tokens, limits.max_model_len) == (256, 256)
-    with pytest.raises(ParamError, match='less than a block of 512 tokens: raise kv_cache_bytes'): limits.fit(512)
+    with pytest.raises(ParamError, match="less than a block of 512 tokens: raise kv_cache_bytes"):
+        limits.fit(512)
 
 
 def test_prompts_that_each_go_on_where_the_last_ended():
@@ -724,43 +1058,63 @@ def test_prompts_that_each_go_on_where_the_last_ended():
     tables = [list(range(n)) for n in range(1, 1500)]
     groups = shared_prefixes(tables, [len(t) for t in tables])
     assert sorted(r for rows, _ in groups for r in rows) == list(range(len(tables)))
-    assert all(tables[r][:n] == tables[rows[0]][:n] and n <= len(tables[r]) for rows, n in groups for r in rows)
+    assert all(
+        tables[r][:n] == tables[rows[0]][:n] and n <= len(tables[r])
+        for rows, n in groups
+        for r in rows
+    )
 
 
 def test_ending_many_that_wait_takes_time_for_each_once():
     s = Scheduler()
     rs = [s.add(Request(str(i), [5])) for i in range(3000)]
     compared = Counter()
+
     class Rank(tuple):
-        def __lt__(self, other): compared['n'] += 1; return tuple.__lt__(self, other)
-    for r in rs: r.rank = Rank(r.rank)
-    for r in random.Random(0).sample(rs, len(rs)): s.finish(r, 'cancelled')
-    assert not s.waiting and compared['n'] < 20 * len(rs)
+        def __lt__(self, other):
+            compared["n"] += 1
+            return tuple.__lt__(self, other)
+
+    for r in rs:
+        r.rank = Rank(r.rank)
+    for r in random.Random(0).sample(rs, len(rs)):
+        s.finish(r, "cancelled")
+    assert not s.waiting and compared["n"] < 20 * len(rs)
 
 
 def test_an_interrupt_at_any_line_of_the_scheduler_loses_nobody():
     "Ctrl-C comes between any two lines. After `reset` each request is there once, with no slot, and all run to their end."
+
     def begun():
         s = Scheduler(3, 12, max_kv_tokens=96, block_size=4)
-        for i in range(6): s.add(Request(str(i), [5, 6, 7, 8] * (1 + i % 3) + [i], 4 + i))
-        for _ in range(2): s.update(plan := s.schedule(), [RowOutput([9] * row.samples) for row in plan.rows])
-        s.finish(s.running[0], 'length')                         # so that the next step admits somebody
+        for i in range(6):
+            s.add(Request(str(i), [5, 6, 7, 8] * (1 + i % 3) + [i], 4 + i))
+        for _ in range(2):
+            s.update(plan := s.schedule(), [RowOutput([9] * row.samples) for row in plan.rows])
+        s.finish(s.running[0], "length")  # so that the next step admits somebody
         return s, [*s.running, *s.waiting]
 
     def interrupted(s, after):
         "Whether `schedule` was interrupted, `after` so many lines."
         left = after
+
         def trace(frame, event, arg):
             nonlocal left
-            if not frame.f_code.co_filename.endswith(('scheduler.py', 'blocks.py')): return None
-            left -= event == 'line'
-            if left < 0: raise KeyboardInterrupt
+            if not frame.f_code.co_filename.endswith(("scheduler.py", "blocks.py")):
+                return None
+            left -= event == "line"
+            if left < 0:
+                raise KeyboardInterrupt
             return trace
+
         old = sys.gettrace()
         sys.settrace(trace)
-        try: s.schedule()
-        except KeyboardInterrupt: return True
-        finally: sys.settrace(old)
+        try:
+            s.schedule()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(old)
         return False
 
     for after in itertools.count():
@@ -768,11 +1122,14 @@ def test_an_interrupt_at_any_line_of_the_scheduler_loses_nobody():
         more = interrupted(s, after)
         s.reset()
         assert s.waiting == sorted(requests, key=lambda r: r.rank) and not s.running, after
-        assert sorted(s.free_slots) == [0, 1, 2] and all(r.slot is None and not r.block_table for r in requests), after
+        assert sorted(s.free_slots) == [0, 1, 2] and all(
+            r.slot is None and not r.block_table for r in requests
+        ), after
         while s.has_unfinished:
             plan = s.schedule()
             check_invariants(s, plan)
             s.update(plan, [RowOutput([9] * row.samples) for row in plan.rows])
         assert all(len(r.output_ids) == r.max_tokens for r in requests), after
-        if not more: break
+        if not more:
+            break
     assert after > 100

@@ -2,49 +2,65 @@
 
 As a script it serves a tiny model in a process of its own, with as many requests as it is told, a third of whose clients hang up: python tests/test_hostile.py 10000
 --together says how many connections there are at once (1,000)."""
+
 import asyncio, contextlib, json, os, random, signal, socket, statistics, struct, subprocess, sys, threading, time
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip('fastapi')
-pytest.importorskip('uvicorn')
-httpx = pytest.importorskip('httpx')
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+httpx = pytest.importorskip("httpx")
 
 from batchlab.work.server import Server, create_app, listen, url_of
 from helpers import running, until
 
-HEAD = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\n'
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 
 
 def state(server):
     "What `server` holds now, for requests and beside them."
     s, api = server.api.llm.stats(), server.api
-    return dict(pending=api.pending, answers=len(api.llm.answers), groups=len(api.llm.llm.groups), running=s.running, waiting=s.waiting, blocks=s.blocks_in_use,
-                tasks=len(server.server_state.tasks), connections=len(server.server_state.connections))
+    return dict(
+        pending=api.pending,
+        answers=len(api.llm.answers),
+        groups=len(api.llm.llm.groups),
+        running=s.running,
+        waiting=s.waiting,
+        blocks=s.blocks_in_use,
+        tasks=len(server.server_state.tasks),
+        connections=len(server.server_state.connections),
+    )
 
 
 def small():
     from batchlab.llm import LLM
     from batchlab.models import tiny_model, tiny_tokenizer
-    return LLM(tiny_model('llama'), tiny_tokenizer(), max_num_seqs=16)
+
+    return LLM(tiny_model("llama"), tiny_tokenizer(), max_num_seqs=16)
 
 
 @contextlib.contextmanager
-def serving(llm=None, connections=None, patience=100., sndbuf=None, **kw):
+def serving(llm=None, connections=None, patience=100.0, sndbuf=None, **kw):
     "A server in a thread: its `url`, `api` and so on, and `where` it listens. At the end nothing of any client may be left."
-    llm, up, sock = llm or small(), threading.Event(), listen('127.0.0.1', 0)
-    if sndbuf: sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sndbuf)      # those that it accepts have it too
-    server = Server(create_app(llm, 'tiny', patience=patience, **kw), 60, up.set, connections, patience)
+    llm, up, sock = llm or small(), threading.Event(), listen("127.0.0.1", 0)
+    if sndbuf:
+        sock.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDBUF, sndbuf
+        )  # those that it accepts have it too
+    server = Server(
+        create_app(llm, "tiny", patience=patience, **kw), 60, up.set, connections, patience
+    )
     server.url, server.where, server.llm = url_of(sock), sock.getsockname(), llm
     with running(server, sock, up):
         yield server
         until(lambda: not any(state(server).values()))
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def s():
-    with serving() as s: yield s
+    with serving() as s:
+        yield s
 
 
 def connect(s):
@@ -52,163 +68,281 @@ def connect(s):
     c.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return c
 
+
 def post(body, head=HEAD):
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return head + b'Content-Length: %d\r\n\r\n' % len(body) + body
+    return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
 
 def read_all(c):
     "What comes until the server closes; a reset ends it too."
-    got = b''
+    got = b""
     with contextlib.suppress(ConnectionResetError):
-        while part := c.recv(2**16): got += part
+        while part := c.recv(2**16):
+            got += part
     return got
+
 
 def answers(raw):
     "Status and body of each answer in `raw`."
     out = []
     while raw:
-        head, _, raw = raw.partition(b'\r\n\r\n')
-        status, length = int(head.split()[1]), next((int(x.split(b':')[1]) for x in head.lower().split(b'\r\n') if x.startswith(b'content-length')), None)
-        if status in (100, 102): continue
-        body, raw = (raw, b'') if length is None else (raw[:length], raw[length:])
+        head, _, raw = raw.partition(b"\r\n\r\n")
+        status, length = (
+            int(head.split()[1]),
+            next(
+                (
+                    int(x.split(b":")[1])
+                    for x in head.lower().split(b"\r\n")
+                    if x.startswith(b"content-length")
+                ),
+                None,
+            ),
+        )
+        if status in (100, 102):
+            continue
+        body, raw = (raw, b"") if length is None else (raw[:length], raw[length:])
         out.append((status, body))
     return out
 
-def alone(raw): [(status, body)] = answers(raw); return status, json.loads(body)['error']['code']
 
-def fine(s): assert httpx.post(f'{s.url}/v1/completions', json=dict(prompt='Once', max_tokens=3), timeout=100).status_code == 200
+def alone(raw):
+    [(status, body)] = answers(raw)
+    return status, json.loads(body)["error"]["code"]
+
+
+def fine(s):
+    assert (
+        httpx.post(
+            f"{s.url}/v1/completions", json=dict(prompt="Once", max_tokens=3), timeout=100
+        ).status_code
+        == 200
+    )
 
 
 # who sends too slowly, or not at all
 
+
 def test_heads_and_bodies_that_come_byte_by_byte_end():
     "Others are served meanwhile."
-    with serving(patience=.5, connections=400) as s, contextlib.ExitStack() as stack:
-        kinds = [b'POST /v1/completions HTTP/1.1\r\nHost: xxxxxxxxxx', HEAD + b'Content-Length: 100\r\n\r\n{"prompt": "']
+    with serving(patience=0.5, connections=400) as s, contextlib.ExitStack() as stack:
+        kinds = [
+            b"POST /v1/completions HTTP/1.1\r\nHost: xxxxxxxxxx",
+            HEAD + b'Content-Length: 100\r\n\r\n{"prompt": "',
+        ]
         slow = [stack.enter_context(connect(s)) for _ in range(100)]
         said, ended = [kinds[i % 2] for i in range(100)], {}
-        for c, head in zip(slow, said): c.sendall(head[:1])
+        for c, head in zip(slow, said):
+            c.sendall(head[:1])
         place = 1
         while len(ended) < 100:
             fine(s)
             for i, c in enumerate(slow):
-                if i in ended: continue
-                try: c.sendall(said[i][place:place + 1] or b'x')
-                except OSError: pass
+                if i in ended:
+                    continue
+                try:
+                    c.sendall(said[i][place : place + 1] or b"x")
+                except OSError:
+                    pass
                 c.setblocking(False)
                 try:
-                    if (got := c.recv(2**16)) is not None: ended[i] = got
-                except BlockingIOError: pass
-                except ConnectionResetError: ended[i] = b''
+                    if (got := c.recv(2**16)) is not None:
+                        ended[i] = got
+                except BlockingIOError:
+                    pass
+                except ConnectionResetError:
+                    ended[i] = b""
                 c.setblocking(True)
             place += 1
         told = [alone(got) for got in ended.values() if got]
-        assert {*told} == {(408, 'timeout')} and len(told) >= 90                      # a reset may overtake an answer
+        assert {*told} == {(408, "timeout")} and len(told) >= 90  # a reset may overtake an answer
 
 
-@pytest.mark.parametrize('sent', [b'', HEAD + b'Content-Le', HEAD + b'Content-Length: 5\r\n\r\n{', HEAD + b'Transfer-Encoding: chunked\r\n\r\n5\r\n{',
-                                  b'POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n12', b'GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\nGET'])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        HEAD + b"Content-Le",
+        HEAD + b"Content-Length: 5\r\n\r\n{",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{",
+        b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n12",
+        b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\nGET",
+    ],
+)
 def test_what_never_comes_is_not_waited_for(sent):
-    with serving(patience=.3) as s, connect(s) as c:
+    with serving(patience=0.3) as s, connect(s) as c:
         c.sendall(sent)
         got = answers(read_all(c))
-        if sent: assert got[-1][0] == (404 if b'files' in sent else 408)              # there are no files here, which is known without the body
-        else: assert not got
+        if sent:
+            assert got[-1][0] == (
+                404 if b"files" in sent else 408
+            )  # there are no files here, which is known without the body
+        else:
+            assert not got
 
 
 def test_an_answer_given_early_is_heard_and_the_rest_of_the_body_dropped(s):
     "100 MB, with a length and in chunks."
+
     def chunks():
-        for _ in range(100): yield b'x' * 10**6
-    for headers in ({'Content-Length': str(10**8)}, {}):
-        r = httpx.post(f'{s.url}/v1/completions', content=chunks(), headers=headers, timeout=100)
-        assert (r.status_code, r.json()['error']['code'], r.headers['connection']) == (413, 'request_too_large', 'close')
-        assert httpx.post(f'{s.url}/v1/nothing', content=chunks(), headers=headers, timeout=100).status_code in (404, 413)
+        for _ in range(100):
+            yield b"x" * 10**6
+
+    for headers in ({"Content-Length": str(10**8)}, {}):
+        r = httpx.post(f"{s.url}/v1/completions", content=chunks(), headers=headers, timeout=100)
+        assert (r.status_code, r.json()["error"]["code"], r.headers["connection"]) == (
+            413,
+            "request_too_large",
+            "close",
+        )
+        assert httpx.post(
+            f"{s.url}/v1/nothing", content=chunks(), headers=headers, timeout=100
+        ).status_code in (404, 413)
 
 
 def test_too_many_connections():
     with serving(connections=8) as s:
         with contextlib.ExitStack() as stack:
             held = [stack.enter_context(connect(s)) for _ in range(8)]
-            until(lambda: state(s)['connections'] == 8)
-            r = httpx.post(f'{s.url}/v1/completions', json=dict(prompt='a'), timeout=100)
-            assert (r.status_code, r.json()['error']['code'], r.headers['retry-after'], r.headers['connection']) == (503, 'unavailable', '1', 'close')
+            until(lambda: state(s)["connections"] == 8)
+            r = httpx.post(f"{s.url}/v1/completions", json=dict(prompt="a"), timeout=100)
+            assert (
+                r.status_code,
+                r.json()["error"]["code"],
+                r.headers["retry-after"],
+                r.headers["connection"],
+            ) == (503, "unavailable", "1", "close")
             more = [stack.enter_context(connect(s)) for _ in range(30)]
-            until(lambda: state(s)['connections'] <= 10)                              # two to be told, and the others are closed
+            until(
+                lambda: state(s)["connections"] <= 10
+            )  # two to be told, and the others are closed
             assert sum(not read_all(c) for c in more[-20:]) == 20
-            for c in held:                                                            # who has a place keeps it
-                c.sendall(post(dict(prompt='a', max_tokens=1)))
-                assert c.recv(12) == b'HTTP/1.1 200'
-        until(lambda: not state(s)['connections'])
+            for c in held:  # who has a place keeps it
+                c.sendall(post(dict(prompt="a", max_tokens=1)))
+                assert c.recv(12) == b"HTTP/1.1 200"
+        until(lambda: not state(s)["connections"])
         fine(s)
 
 
 # nonsense
 
+
 def test_bytes_at_random(s):
-    rand, whole = random.Random(1), post(dict(prompt='Once', max_tokens=1))
+    rand, whole = random.Random(1), post(dict(prompt="Once", max_tokens=1))
+
     def odd(kind):
-        if kind == 0: return rand.randbytes(rand.randint(1, 3000))
-        if kind == 1: return bytes(b if rand.random() > .03 else rand.randrange(256) for b in whole)
-        if kind == 2: return HEAD + b'Transfer-Encoding: chunked\r\n\r\n' + rand.randbytes(50)
-        return HEAD + rand.randbytes(30).replace(b'\n', b'') + b': x\r\n' + whole[len(HEAD):]
+        if kind == 0:
+            return rand.randbytes(rand.randint(1, 3000))
+        if kind == 1:
+            return bytes(b if rand.random() > 0.03 else rand.randrange(256) for b in whole)
+        if kind == 2:
+            return HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + rand.randbytes(50)
+        return HEAD + rand.randbytes(30).replace(b"\n", b"") + b": x\r\n" + whole[len(HEAD) :]
+
     for i in range(160):
         with connect(s) as c:
-            c.sendall(odd(i % 4) + b'\r\n\r\n')
+            c.sendall(odd(i % 4) + b"\r\n\r\n")
             c.shutdown(socket.SHUT_WR)
-            for status, body in answers(read_all(c)): assert status in (200, 400, 404, 405, 413, 414, 415, 431) and body, (status, body)
+            for status, body in answers(read_all(c)):
+                assert status in (200, 400, 404, 405, 413, 414, 415, 431) and body, (status, body)
     fine(s)
 
 
-HEADS = [(b'X: ' + b'y' * 200_000, 431), (b'X: y\r\n' * 40_000, 431), (b'Transfer-Encoding: chunked', 400), (b'no colon', 400), (b'Content-Length: 2\r\nContent-Length: 3', 400), (b'Content-Length: -1', 400),
-         (b'Content-Length: ' + b'9' * 5000, 400), (b'Transfer-Encoding: gzip', 400), (b'X: a\x00b', 400), (b'X\xff: a', 400),
-         (b'Authorization: Bearer \xff\xfe', 200), (b'Upgrade: websocket\r\nConnection: Upgrade', 200), (b'Content-Encoding: gzip', 415), (b'Content-Type: \xff; charset=\xff', 200), (b'Range: bytes=5-', 200)]
+HEADS = [
+    (b"X: " + b"y" * 200_000, 431),
+    (b"X: y\r\n" * 40_000, 431),
+    (b"Transfer-Encoding: chunked", 400),
+    (b"no colon", 400),
+    (b"Content-Length: 2\r\nContent-Length: 3", 400),
+    (b"Content-Length: -1", 400),
+    (b"Content-Length: " + b"9" * 5000, 400),
+    (b"Transfer-Encoding: gzip", 400),
+    (b"X: a\x00b", 400),
+    (b"X\xff: a", 400),
+    (b"Authorization: Bearer \xff\xfe", 200),
+    (b"Upgrade: websocket\r\nConnection: Upgrade", 200),
+    (b"Content-Encoding: gzip", 415),
+    (b"Content-Type: \xff; charset=\xff", 200),
+    (b"Range: bytes=5-", 200),
+]
 
-@pytest.mark.parametrize('head,status', HEADS, ids=[h[:40].decode('latin-1') for h, _ in HEADS])
+
+@pytest.mark.parametrize("head,status", HEADS, ids=[h[:40].decode("latin-1") for h, _ in HEADS])
 def test_heads(s, head, status):
     with connect(s) as c:
-        with contextlib.suppress(ConnectionError): c.sendall(HEAD + head + b'\r\nConnection: close\r\n' + post(dict(prompt='a', max_tokens=1), b''))
+        with contextlib.suppress(ConnectionError):
+            c.sendall(
+                HEAD
+                + head
+                + b"\r\nConnection: close\r\n"
+                + post(dict(prompt="a", max_tokens=1), b"")
+            )
         got = answers(read_all(c))
         assert [x for x, _ in got] in ([status], [] if status in (400, 431) else None), got
-        for _, body in got: assert (json.loads(body).get('error') is None) == (status == 200)
+        for _, body in got:
+            assert (json.loads(body).get("error") is None) == (status == 200)
 
 
-@pytest.mark.parametrize('sent,line,words', [
-    (b'GET /health HTTP/1.1\r\n\r\n', b'HTTP/1.1 400 Bad Request', 'no Host header'), (HEAD + b'Host: y\r\n\r\n', b'HTTP/1.1 400 Bad Request', 'more than one Host header'),
-    (b'GET /' + b'x' * 200_000, b'HTTP/1.1 414 ', 'the URL is too long'), (b'\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03' + bytes(200), b'HTTP/1.1 400 Bad Request', 'this is TLS'),
-    (b'hello there\r\n\r\n', b'HTTP/1.1 400 Bad Request', 'illegal request line'), (b'GET / HTTP/1.1\r\nX: ' + b'y' * 200_000, b'HTTP/1.1 431 ', 'headers are too long')])
+@pytest.mark.parametrize(
+    "sent,line,words",
+    [
+        (b"GET /health HTTP/1.1\r\n\r\n", b"HTTP/1.1 400 Bad Request", "no Host header"),
+        (HEAD + b"Host: y\r\n\r\n", b"HTTP/1.1 400 Bad Request", "more than one Host header"),
+        (b"GET /" + b"x" * 200_000, b"HTTP/1.1 414 ", "the URL is too long"),
+        (
+            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+            b"HTTP/1.1 400 Bad Request",
+            "this is TLS",
+        ),
+        (b"hello there\r\n\r\n", b"HTTP/1.1 400 Bad Request", "illegal request line"),
+        (b"GET / HTTP/1.1\r\nX: " + b"y" * 200_000, b"HTTP/1.1 431 ", "headers are too long"),
+    ],
+)
 def test_what_is_refused_hears_why(s, sent, line, words):
     with connect(s) as c:
-        with contextlib.suppress(ConnectionError): c.sendall(sent)
+        with contextlib.suppress(ConnectionError):
+            c.sendall(sent)
         got = read_all(c)
-        if got: assert got.startswith(line) and words in json.loads(answers(got)[0][1])['error']['message']      # a reset may overtake it
-        else: assert len(sent) > 10**5
+        if got:
+            assert (
+                got.startswith(line) and words in json.loads(answers(got)[0][1])["error"]["message"]
+            )  # a reset may overtake it
+        else:
+            assert len(sent) > 10**5
 
 
 def test_two_lengths_of_a_body_end_the_connection(s):
     "Who stands before the server may read the other, and take the rest for another request."
     with connect(s) as c:
-        c.sendall(HEAD + b'Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n')
+        c.sendall(
+            HEAD
+            + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+        )
         got = answers(read_all(c))
-    assert len(got) == 1 and got[0][0] == 400 and b'send one of them' in got[0][1]
+    assert len(got) == 1 and got[0][0] == 400 and b"send one of them" in got[0][1]
 
 
-@pytest.mark.parametrize('stream', [False, True])
+@pytest.mark.parametrize("stream", [False, True])
 def test_who_only_stops_sending_is_answered(s, stream):
     "Two requests, the second of which waits for the first: both are whole, and the connection ends after them."
-    ask, llm = dict(prompt='Once', max_tokens=20, ignore_eos=True, stream=stream), s.llm
+    ask, llm = dict(prompt="Once", max_tokens=20, ignore_eos=True, stream=stream), s.llm
     llm.start().pause()
     try:
         with connect(s) as c:
             c.sendall(post(ask) + post(ask))
             c.shutdown(socket.SHUT_WR)
-            until(lambda: any(getattr(x, 'ended', False) for x in list(s.server_state.connections)))
+            until(lambda: any(getattr(x, "ended", False) for x in list(s.server_state.connections)))
             llm.resume()
             got = read_all(c)
-    finally: llm.resume()
-    assert got.count(b'HTTP/1.1 200 OK') == 2
-    if stream: assert got.count(b'[DONE]') == 2
-    else: assert [json.loads(body)['usage']['completion_tokens'] for status, body in answers(got)] == [20, 20]
+    finally:
+        llm.resume()
+    assert got.count(b"HTTP/1.1 200 OK") == 2
+    if stream:
+        assert got.count(b"[DONE]") == 2
+    else:
+        assert [
+            json.loads(body)["usage"]["completion_tokens"] for status, body in answers(got)
+        ] == [20, 20]
 
 
 def test_who_left_is_forgotten_before_its_answer_begins():
@@ -218,146 +352,241 @@ def test_who_left_is_forgotten_before_its_answer_begins():
     try:
         with serving(llm) as s:
             c = connect(s)
-            c.sendall(post(dict(prompt='Once', max_tokens=20)))
-            until(lambda: state(s)['pending'] == 1)
+            c.sendall(post(dict(prompt="Once", max_tokens=20)))
+            until(lambda: state(s)["pending"] == 1)
             c.close()
-            until(lambda: state(s)['pending'] == 0)
+            until(lambda: state(s)["pending"] == 0)
             llm.resume()
-    finally: llm.resume()
+    finally:
+        llm.resume()
 
 
 def test_bodies(s):
     "Each is answered as what it is."
-    for raw, status, words in ((b'{"prompt": "a\\u0000b", "max_tokens": 1}', 200, ''), (b'{"prompt": "\\ud800", "max_tokens": 1}', 400, 'Unicode'), (b'{"prompt": "a\x00"}', 400, 'not JSON'),
-                               (b'\xef\xbb\xbf{"prompt": "a", "max_tokens": 1}', 200, ''), (b'{"prompt": ' + b'[' * 5000 + b']' * 5000 + b'}', 400, 'nested'),
-                               (b'{"prompt": "a", "seed": ' + b'9' * 10_000 + b'}', 400, 'digits'), (b'{"prompt": "a", "n": ' + b'9' * 4000 + b'}', 400, 'n must be'),
-                               (b'{"prompt": "a", "temperature": 1e999}', 400, ''), (b'{"prompt": "a", "temperature": -Infinity}', 400, 'Infinity'), (b'{"prompt": [' + b'9' * 4000 + b']}', 400, ''),
-                               (b'{"prompt": "a", "' + b'k' * 10**6 + b'": 1}', 400, 'kkk'), (b'{"prompt": "a", "prompt": "b", "max_tokens": 1}', 200, ''),
-                               (json.dumps(dict(prompt='a', logit_bias={str(i): 1 for i in range(10**5)})).encode(), 400, 'logit_bias'),
-                               (b'{"prompt": "a", "logit_bias": {"5": ' + b'9' * 400 + b'}}', 400, 'logit_bias'), (b'{"prompt": "a", "logit_bias": {"5": 1e400}}', 400, 'logit_bias'),
-                               (json.dumps(dict(prompt='a', stop=['x'] * 10**5)).encode(), 400, 'stop'), (json.dumps(dict(prompt=['a'] * 10**5)).encode(), 400, 'at once')):
-        r = httpx.post(f'{s.url}/v1/completions', content=raw, timeout=100)
-        assert r.status_code == status and words in r.text and len(r.text) < 2000, (raw[:60], r.text[:300])
+    for raw, status, words in (
+        (b'{"prompt": "a\\u0000b", "max_tokens": 1}', 200, ""),
+        (b'{"prompt": "\\ud800", "max_tokens": 1}', 400, "Unicode"),
+        (b'{"prompt": "a\x00"}', 400, "not JSON"),
+        (b'\xef\xbb\xbf{"prompt": "a", "max_tokens": 1}', 200, ""),
+        (b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", 400, "nested"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 10_000 + b"}", 400, "digits"),
+        (b'{"prompt": "a", "n": ' + b"9" * 4000 + b"}", 400, "n must be"),
+        (b'{"prompt": "a", "temperature": 1e999}', 400, ""),
+        (b'{"prompt": "a", "temperature": -Infinity}', 400, "Infinity"),
+        (b'{"prompt": [' + b"9" * 4000 + b"]}", 400, ""),
+        (b'{"prompt": "a", "' + b"k" * 10**6 + b'": 1}', 400, "kkk"),
+        (b'{"prompt": "a", "prompt": "b", "max_tokens": 1}', 200, ""),
+        (
+            json.dumps(dict(prompt="a", logit_bias={str(i): 1 for i in range(10**5)})).encode(),
+            400,
+            "logit_bias",
+        ),
+        (b'{"prompt": "a", "logit_bias": {"5": ' + b"9" * 400 + b"}}", 400, "logit_bias"),
+        (b'{"prompt": "a", "logit_bias": {"5": 1e400}}', 400, "logit_bias"),
+        (json.dumps(dict(prompt="a", stop=["x"] * 10**5)).encode(), 400, "stop"),
+        (json.dumps(dict(prompt=["a"] * 10**5)).encode(), 400, "at once"),
+    ):
+        r = httpx.post(f"{s.url}/v1/completions", content=raw, timeout=100)
+        assert r.status_code == status and words in r.text and len(r.text) < 2000, (
+            raw[:60],
+            r.text[:300],
+        )
 
 
 def test_requests_in_a_row_on_one_connection(s):
     "All sent before the first is answered; then HTTP/1.0, which has no chunks."
     with connect(s) as c:
-        c.sendall(b''.join(post(dict(prompt=f'{i}', max_tokens=1)) for i in range(50)) + b'GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n')
+        c.sendall(
+            b"".join(post(dict(prompt=f"{i}", max_tokens=1)) for i in range(50))
+            + b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        )
         got = answers(read_all(c))
-    assert [x for x, _ in got] == [200] * 51 and all(json.loads(body)['usage']['prompt_tokens'] == len(str(i)) for i, (_, body) in enumerate(got[:50]))
+    assert [x for x, _ in got] == [200] * 51 and all(
+        json.loads(body)["usage"]["prompt_tokens"] == len(str(i))
+        for i, (_, body) in enumerate(got[:50])
+    )
     for stream in (False, True):
         with connect(s) as c:
-            c.sendall(post(dict(prompt='a', max_tokens=5, stream=stream), b'POST /v1/completions HTTP/1.0\r\n'))
+            c.sendall(
+                post(
+                    dict(prompt="a", max_tokens=5, stream=stream),
+                    b"POST /v1/completions HTTP/1.0\r\n",
+                )
+            )
             [(status, body)] = answers(read_all(c))
-            assert status == 200 and (body.endswith(b'data: [DONE]\n\n') if stream else json.loads(body)['choices'])
+            assert status == 200 and (
+                body.endswith(b"data: [DONE]\n\n") if stream else json.loads(body)["choices"]
+            )
 
 
 def test_a_client_that_asks_first(s):
     "`Expect: 100-continue`: told to go on, or that it need not."
-    for size, said in ((None, b'HTTP/1.1 100'), (10**9, b'HTTP/1.1 413')):
-        body = json.dumps(dict(prompt='a', max_tokens=1)).encode()
+    for size, said in ((None, b"HTTP/1.1 100"), (10**9, b"HTTP/1.1 413")):
+        body = json.dumps(dict(prompt="a", max_tokens=1)).encode()
         with connect(s) as c:
-            c.sendall(HEAD + b'Expect: 100-continue\r\nConnection: close\r\nContent-Length: %d\r\n\r\n' % (size or len(body)))
+            c.sendall(
+                HEAD
+                + b"Expect: 100-continue\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+                % (size or len(body))
+            )
             got = c.recv(12)
             assert got == said
-            if size: continue
+            if size:
+                continue
             c.sendall(body)
             assert answers(got + read_all(c))[0][0] == 200
 
 
 # who does not read, and who waits
 
+
 def test_a_long_wait_in_a_stream_is_not_silent():
     "Comments come while the engine stands, before the first part and after it; the parts are what they are without."
-    with serving(keep_alive=.01) as s:
-        body = dict(prompt='a', max_tokens=30, ignore_eos=True, stream=True, temperature=0)
-        want, steps = httpx.post(f'{s.url}/v1/completions', json=body | dict(stream=False), timeout=100).json()['choices'][0]['text'], 0
+    with serving(keep_alive=0.01) as s:
+        body = dict(prompt="a", max_tokens=30, ignore_eos=True, stream=True, temperature=0)
+        want, steps = (
+            httpx.post(
+                f"{s.url}/v1/completions", json=body | dict(stream=False), timeout=100
+            ).json()["choices"][0]["text"],
+            0,
+        )
+
         def watch(*_):
             nonlocal steps
             steps += 1
-            if steps == 15: s.llm.pause()
+            if steps == 15:
+                s.llm.pause()
+
         s.llm.start().pause()
         events, quiet, waits = [], 0, 0
-        with httpx.stream('POST', f'{s.url}/v1/completions', json=body, timeout=100) as r:
+        with httpx.stream("POST", f"{s.url}/v1/completions", json=body, timeout=100) as r:
             assert r.status_code == 200
             for line in r.iter_lines():
-                quiet = quiet + 1 if line == ': keep-alive' else 0 if line else quiet
-                if line.startswith('data: {'): events.append(json.loads(line[6:]))
+                quiet = quiet + 1 if line == ": keep-alive" else 0 if line else quiet
+                if line.startswith("data: {"):
+                    events.append(json.loads(line[6:]))
                 if quiet == 3:
                     waits += 1
-                    if waits == 1: s.llm.watchers.append(watch)
-                    else: s.llm.watchers.remove(watch)
-                    quiet = -10**9 if waits == 2 else 0
+                    if waits == 1:
+                        s.llm.watchers.append(watch)
+                    else:
+                        s.llm.watchers.remove(watch)
+                    quiet = -(10**9) if waits == 2 else 0
                     s.llm.resume()
-        assert waits == 2 and ''.join(e['choices'][0]['text'] for e in events) == want and line == ''
+        assert (
+            waits == 2 and "".join(e["choices"][0]["text"] for e in events) == want and line == ""
+        )
 
 
 def test_who_never_reads_is_let_go():
     "An answer that is larger than what sockets hold; others are served, and what the server holds of it is a part or two."
-    with serving(patience=.2, sndbuf=4096) as s:
+    with serving(patience=0.2, sndbuf=4096) as s:
         most = 0
         with socket.socket() as c:
             c.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             c.settimeout(100)
             c.connect(s.where)
-            c.sendall(post(dict(prompt='a', max_tokens=250, ignore_eos=True, n=8, logprobs=20, stream=True)))
-            sizes = lambda: [x.transport.get_write_buffer_size() for x in list(s.server_state.connections)]
-            until(lambda: max(sizes(), default=0) > 2**16)                             # asyncio's limit, at which the answer waits
-            for _ in range(3): fine(s)
-            while state(s)['pending']:
+            c.sendall(
+                post(
+                    dict(prompt="a", max_tokens=250, ignore_eos=True, n=8, logprobs=20, stream=True)
+                )
+            )
+            sizes = lambda: [
+                x.transport.get_write_buffer_size() for x in list(s.server_state.connections)
+            ]
+            until(
+                lambda: max(sizes(), default=0) > 2**16
+            )  # asyncio's limit, at which the answer waits
+            for _ in range(3):
+                fine(s)
+            while state(s)["pending"]:
                 most = max([most, *sizes()])
-                time.sleep(.005)
+                time.sleep(0.005)
         assert 2**16 < most < 2**22
 
 
 # crowds
 
-BODIES = [dict(prompt='Once ' * (i % 7), max_tokens=1 + i * 5 % 40, temperature=0, ignore_eos=True, stream=i % 3 > 0) for i in range(24)]
+BODIES = [
+    dict(
+        prompt="Once " * (i % 7),
+        max_tokens=1 + i * 5 % 40,
+        temperature=0,
+        ignore_eos=True,
+        stream=i % 3 > 0,
+    )
+    for i in range(24)
+]
+
 
 def text_in(raw):
     "The text of an answer, whole or in parts."
-    head, _, body = raw.partition(b'\r\n\r\n')
-    if b'200 OK' not in head[:20]: return head[:60]
-    if b'event-stream' not in head: return json.loads(body)['choices'][0]['text']
-    lines = [x for x in body.split(b'\n') if x.startswith(b'data: ')]
-    return ''.join(json.loads(x[6:])['choices'][0]['text'] for x in lines[:-1]) if lines and lines[-1] == b'data: [DONE]' else b'cut off'
+    head, _, body = raw.partition(b"\r\n\r\n")
+    if b"200 OK" not in head[:20]:
+        return head[:60]
+    if b"event-stream" not in head:
+        return json.loads(body)["choices"][0]["text"]
+    lines = [x for x in body.split(b"\n") if x.startswith(b"data: ")]
+    return (
+        "".join(json.loads(x[6:])["choices"][0]["text"] for x in lines[:-1])
+        if lines and lines[-1] == b"data: [DONE]"
+        else b"cut off"
+    )
+
 
 async def crowd(where, count, together, seed=0, each=lambda n: None):
     "`count` requests, as many at once as `together`; a third of their clients leave at random places. How many were answered, and the wrong answers."
     rand, gate, want, done, wrong = random.Random(seed), asyncio.Semaphore(together), [], 0, []
+
     async def ask(i, leave=None, reset=False):
-        raw = post(BODIES[i % 24], HEAD + b'Connection: close\r\n')
+        raw = post(BODIES[i % 24], HEAD + b"Connection: close\r\n")
         for attempt in range(50):
-            try: reader, writer = await asyncio.open_connection(*where)
-            except OSError: await asyncio.sleep(.05)
-            else: break
+            try:
+                reader, writer = await asyncio.open_connection(*where)
+            except OSError:
+                await asyncio.sleep(0.05)
+            else:
+                break
         try:
-            if leave is not None and leave < 3:                           # before all is sent
-                writer.write(raw[:rand.randrange(len(raw)) if leave else 0])
+            if leave is not None and leave < 3:  # before all is sent
+                writer.write(raw[: rand.randrange(len(raw)) if leave else 0])
                 await writer.drain()
                 return None
             writer.write(raw)
-            if leave == 3: return await asyncio.sleep(rand.random() * .05)
-            if leave is not None: return await reader.read(rand.randint(1, 2000))
+            if leave == 3:
+                return await asyncio.sleep(rand.random() * 0.05)
+            if leave is not None:
+                return await reader.read(rand.randint(1, 2000))
             return text_in(await reader.read(-1))
         finally:
-            if reset: writer.get_extra_info('socket').setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
+            if reset:
+                writer.get_extra_info("socket").setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                )
             writer.close()
-            with contextlib.suppress(OSError): await writer.wait_closed()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
     async def one(i, how):
         nonlocal done
         async with gate:
-            try: got = await ask(i, *how)
-            except OSError as e: got = repr(e)
+            try:
+                got = await ask(i, *how)
+            except OSError as e:
+                got = repr(e)
             done += 1
             each(done)
-            if how[0] is None and got != want[i % 24]: wrong.append((i, got))
+            if how[0] is None and got != want[i % 24]:
+                wrong.append((i, got))
+
     for i in range(24):
         b = await ask(i)
         assert isinstance(b, str), b
         want.append(b)
-    hows = [(rand.randrange(6), rand.random() < .5) if rand.random() < 1 / 3 else (None, False) for _ in range(count)]
+    hows = [
+        (rand.randrange(6), rand.random() < 0.5) if rand.random() < 1 / 3 else (None, False)
+        for _ in range(count)
+    ]
     await asyncio.gather(*(one(i, how) for i, how in enumerate(hows)))
     return sum(how[0] is None for how in hows), wrong
 
@@ -373,27 +602,49 @@ def serve(descriptors):
     "A server in a process of its own, whose state is at /state. Prints where it listens."
     if descriptors:
         import resource
+
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     import logging
     from fastapi import APIRouter
-    logging.getLogger('uvicorn.error').addHandler(logging.NullHandler())
-    router, sock = APIRouter(), listen('127.0.0.1', 0)
+
+    logging.getLogger("uvicorn.error").addHandler(logging.NullHandler())
+    router, sock = APIRouter(), listen("127.0.0.1", 0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    @router.get('/state')
-    async def look(): return state(server) | dict(threads=threading.active_count(), loop=len(asyncio.all_tasks()), room=server.config.limit_concurrency)
+
+    @router.get("/state")
+    async def look():
+        return state(server) | dict(
+            threads=threading.active_count(),
+            loop=len(asyncio.all_tasks()),
+            room=server.config.limit_concurrency,
+        )
+
     import tempfile
     from batchlab.work.batches import BatchRunner, BatchStore
+
     with tempfile.TemporaryDirectory() as folder:
         llm, store = small(), BatchStore(folder)
-        server = Server(create_app(llm, 'tiny', routers=[router], batches=BatchRunner(store, llm, 'tiny')), ready=lambda: print(*sock.getsockname(), flush=True))
+        server = Server(
+            create_app(llm, "tiny", routers=[router], batches=BatchRunner(store, llm, "tiny")),
+            ready=lambda: print(*sock.getsockname(), flush=True),
+        )
         server.run([sock])
 
 
 @contextlib.contextmanager
 def process(descriptors=0):
     "Such a server: `(host, port)`, and what it writes to standard error."
-    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1'}
-    p, said = subprocess.Popen([sys.executable, __file__, '--serve', str(descriptors)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True), []
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    p, said = (
+        subprocess.Popen(
+            [sys.executable, __file__, "--serve", str(descriptors)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ),
+        [],
+    )
     reader = threading.Thread(target=lambda: said.extend(p.stderr), daemon=True)
     reader.start()
     try:
@@ -406,68 +657,115 @@ def process(descriptors=0):
         p.stdout.close(), p.stderr.close()
 
 
-@pytest.mark.skipif(sys.platform != 'linux', reason='file descriptors as Linux has them')
+@pytest.mark.skipif(sys.platform != "linux", reason="file descriptors as Linux has them")
 def test_a_server_with_few_file_descriptors():
     "It says 503 to some, closes others, goes on, and writes no flood of errors."
-    with process(96) as (where, said, p), contextlib.ExitStack() as stack, httpx.Client(base_url=f'http://{where[0]}:{where[1]}', timeout=100) as web:
-        state = lambda: web.get('/state').json()
-        room = state()['room']
+    with (
+        process(96) as (where, said, p),
+        contextlib.ExitStack() as stack,
+        httpx.Client(base_url=f"http://{where[0]}:{where[1]}", timeout=100) as web,
+    ):
+        state = lambda: web.get("/state").json()
+        room = state()["room"]
         assert 8 < room < 48
-        crowd = [stack.enter_context(socket.create_connection(where, timeout=100)) for _ in range(150)]
-        form = dict(files=dict(file=('a.jsonl', b'{}')), data=dict(purpose='batch'))
-        until(lambda: state()['connections'] >= room)
-        assert web.post('/v1/files', **form).status_code in (200, 503)                # there may be no file descriptor left for it
-        assert web.post('/v1/completions', json=dict(prompt='a', max_tokens=2)).status_code == 200      # who has a connection is served
-        for c in crowd: c.close()
-        until(lambda: state()['connections'] == 1)
-        assert web.post('/v1/files', **form).status_code == 200 and p.poll() is None
+        crowd = [
+            stack.enter_context(socket.create_connection(where, timeout=100)) for _ in range(150)
+        ]
+        form = dict(files=dict(file=("a.jsonl", b"{}")), data=dict(purpose="batch"))
+        until(lambda: state()["connections"] >= room)
+        assert web.post("/v1/files", **form).status_code in (
+            200,
+            503,
+        )  # there may be no file descriptor left for it
+        assert (
+            web.post("/v1/completions", json=dict(prompt="a", max_tokens=2)).status_code == 200
+        )  # who has a connection is served
+        for c in crowd:
+            c.close()
+        until(lambda: state()["connections"] == 1)
+        assert web.post("/v1/files", **form).status_code == 200 and p.poll() is None
     assert len(said) < 500, said[:20]
 
 
 def main(count, together, seed=0):
     "Run a crowd, and print what the server holds before it, after the first 1,000, and after all."
-    with process() as (where, said, p), httpx.Client(base_url=f'http://{where[0]}:{where[1]}', timeout=100) as web:
+    with (
+        process() as (where, said, p),
+        httpx.Client(base_url=f"http://{where[0]}:{where[1]}", timeout=100) as web,
+    ):
         seen, late, stop = {}, [], threading.Event()
+
         def look(n):
-            if n in (1000, count // 2): seen[n] = None
+            if n in (1000, count // 2):
+                seen[n] = None
+
         def behave():
             "A client that behaves, beside the others."
             with httpx.Client(base_url=web.base_url, timeout=100) as c:
-                while not stop.wait(.05):
+                while not stop.wait(0.05):
                     start = time.perf_counter()
-                    assert c.post('/v1/completions', json=dict(prompt='a', max_tokens=1)).status_code == 200
+                    assert (
+                        c.post("/v1/completions", json=dict(prompt="a", max_tokens=1)).status_code
+                        == 200
+                    )
                     late.append(time.perf_counter() - start)
+
         normal = threading.Thread(target=behave, daemon=True)
         normal.start()
+
         def rest():
             end = time.monotonic() + 120
             while time.monotonic() < end:
-                now = web.get('/state').json() | dict(fds=len(os.listdir(f'/proc/{p.pid}/fd')), rss=int(Path(f'/proc/{p.pid}/statm').read_text().split()[1]) * os.sysconf('SC_PAGESIZE') / 2**20)
-                if not any(now[k] for k in ('pending', 'answers', 'groups', 'running', 'waiting')) and now['tasks'] <= 1 and now['connections'] <= 2: break
-                time.sleep(.1)
+                now = web.get("/state").json() | dict(
+                    fds=len(os.listdir(f"/proc/{p.pid}/fd")),
+                    rss=int(Path(f"/proc/{p.pid}/statm").read_text().split()[1])
+                    * os.sysconf("SC_PAGESIZE")
+                    / 2**20,
+                )
+                if (
+                    not any(now[k] for k in ("pending", "answers", "groups", "running", "waiting"))
+                    and now["tasks"] <= 1
+                    and now["connections"] <= 2
+                ):
+                    break
+                time.sleep(0.1)
             return now
-        rows = [('before', rest())]
+
+        rows = [("before", rest())]
         start = time.perf_counter()
         right, wrong = 0, []
         for k, n in enumerate([min(count, 1000), count - min(count, 1000)]):
-            if not n: continue
+            if not n:
+                continue
             r, w = asyncio.run(crowd(where, n, together, seed + k, look))
             right, wrong = right + r, wrong + w
-            if k + 1 == 2 or n == count: stop.set(), normal.join()
-            rows.append((f'after {n:,}' if not k else f'after {count:,}', rest()))
+            if k + 1 == 2 or n == count:
+                stop.set(), normal.join()
+            rows.append((f"after {n:,}" if not k else f"after {count:,}", rest()))
         took = time.perf_counter() - start
-        for name, row in rows: print(f'{name}:', *(f'{k} {v:.0f}' for k, v in row.items()), sep='  ')
+        for name, row in rows:
+            print(f"{name}:", *(f"{k} {v:.0f}" for k, v in row.items()), sep="  ")
         late.sort()
-        print(f'{count:,} requests in {took:.0f} s, {together:,} at once; {right:,} clients stayed, {len(wrong)} got a wrong answer; who behaved waited '
-              f'{statistics.median(late):.2f} s at p50, {late[int(.99 * len(late))]:.2f} s at p99 ({len(late)} requests); lines of errors: {len(said)}')
-        for x in wrong[:5]: print('WRONG', *x)
+        print(
+            f"{count:,} requests in {took:.0f} s, {together:,} at once; {right:,} clients stayed, {len(wrong)} got a wrong answer; who behaved waited "
+            f"{statistics.median(late):.2f} s at p50, {late[int(0.99 * len(late))]:.2f} s at p99 ({len(late)} requests); lines of errors: {len(said)}"
+        )
+        for x in wrong[:5]:
+            print("WRONG", *x)
         first, last = rows[1][1], rows[-1][1]
-        return 1 if wrong or any(last[k] for k in ('pending', 'answers', 'groups', 'running', 'waiting')) or last['fds'] > first['fds'] + 2 else 0
+        return (
+            1
+            if wrong
+            or any(last[k] for k in ("pending", "answers", "groups", "running", "waiting"))
+            or last["fds"] > first["fds"] + 2
+            else 0
+        )
 
 
-if __name__ == '__main__':
+if __name__ == "__main__":
     args = sys.argv[1:]
-    if args[:1] == ['--serve']: serve(int(args[1]))
+    if args[:1] == ["--serve"]:
+        serve(int(args[1]))
     else:
-        together = int(args[args.index('--together') + 1]) if '--together' in args else 1000
+        together = int(args[args.index("--together") + 1]) if "--together" in args else 1000
         sys.exit(main(int(args[0]) if args and args[0].isdigit() else 10_000, together))

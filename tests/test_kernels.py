@@ -1,4 +1,5 @@
 "The C++ kernels: odd sizes against plain torch, wrong arguments, other processors, and whether they are installed."
+
 import ctypes, itertools, math, os, random, shutil, subprocess, sys, zipfile
 from pathlib import Path
 
@@ -9,9 +10,26 @@ from batchlab import LLM
 from batchlab.attention import kv_layout
 from batchlab.backends import kernels as kernels_module, native
 from batchlab.backends.fused import fuse
-from batchlab.backends.kernels import AttentionWorklist, TiledCache, attend_rows, check_kernels, layout, load_kernels, prefix_groups
+from batchlab.backends.kernels import (
+    AttentionWorklist,
+    TiledCache,
+    attend_rows,
+    check_kernels,
+    layout,
+    load_kernels,
+    prefix_groups,
+)
 from batchlab.backends.layers import ACTIVATIONS
-from batchlab.backends.native import DTYPES, SOURCE, Kernels, build, find_compiler, pack_bytes, pack_weight, unpack_rows
+from batchlab.backends.native import (
+    DTYPES,
+    SOURCE,
+    Kernels,
+    build,
+    find_compiler,
+    pack_bytes,
+    pack_weight,
+    unpack_rows,
+)
 from batchlab.backends.packed import PackedLinear
 from batchlab.batch import pack_rows
 from batchlab.errors import CompileError, ModelError
@@ -23,22 +41,27 @@ ROOT = Path(__file__).resolve().parents[1]
 NEAR = {torch.float32: dict(rtol=1e-4, atol=1e-4), torch.bfloat16: dict(rtol=2e-2, atol=2e-2)}
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def kernels():
-    try: find_compiler()
-    except CompileError as e: pytest.skip(str(e))
+    try:
+        find_compiler()
+    except CompileError as e:
+        pytest.skip(str(e))
     return load_kernels()
 
 
-def drawn(*shape, dtype=torch.float32, seed=0): return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def drawn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_products_of_any_size(kernels, dtype):
     for M, N, K in itertools.product((1, 2, 11, 12, 13, 50), (1, 31, 32, 33, 100), (2, 16, 62)):
         x, w, b = (drawn(*s, dtype=dtype) for s in ((M, K), (N, K), (N,)))
         got = kernels.product(x, pack_weight(w), b, N)
-        torch.testing.assert_close(got, F.linear(x.float(), w.float(), b.float()).to(dtype), **NEAR[dtype])
+        torch.testing.assert_close(
+            got, F.linear(x.float(), w.float(), b.float()).to(dtype), **NEAR[dtype]
+        )
         assert torch.equal(got[-1:], kernels.product(x[-1:], pack_weight(w), b, N))
     assert torch.equal(unpack_rows(pack_weight(w), torch.arange(N)), w)
     for M, N, K in itertools.product((1, 13), (1, 33), (4, 64, 2116)):
@@ -49,39 +72,52 @@ def test_products_of_any_size(kernels, dtype):
         sums = ((bytes.long() - 128) @ w.long().T).float()
         for bias in (None, torch.randn(N)):
             got = kernels.bytes_product(x, pack_bytes(w), scales, bias, block)
-            torch.testing.assert_close(got, kernels.dequantize(sums, steps, scales, bias, dtype), rtol=1e-2, atol=1e-5)
+            torch.testing.assert_close(
+                got, kernels.dequantize(sums, steps, scales, bias, dtype), rtol=1e-2, atol=1e-5
+            )
 
 
-@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_products_of_many_rows_in_groups_and_spans(kernels, dtype):
     for M, N, K in itertools.product((17, 33, 70, 600), (31, 64, 100), (32, 190, 200, 416, 1000)):
         x, w, b = (drawn(*s, dtype=dtype) for s in ((M, K), (N, K), (N,)))
         got = kernels.product(x, pack_weight(w), b, N)
-        torch.testing.assert_close(got, F.linear(x.float(), w.float(), b.float()).to(dtype), rtol=2e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-3)
-        for r in (0, M // 2, M - 1): assert torch.equal(got[r:r + 1], kernels.product(x[r:r + 1], pack_weight(w), b, N))
+        torch.testing.assert_close(
+            got,
+            F.linear(x.float(), w.float(), b.float()).to(dtype),
+            rtol=2e-2,
+            atol=2e-2 if dtype == torch.bfloat16 else 1e-3,
+        )
+        for r in (0, M // 2, M - 1):
+            assert torch.equal(got[r : r + 1], kernels.product(x[r : r + 1], pack_weight(w), b, N))
         assert torch.equal(got[5:16], kernels.product(x[5:16], pack_weight(w), b, N))
 
 
 def compiler_knows(macro):
     "Whether the compiler, making code for this processor, defines `macro`."
-    command = [find_compiler(), '-march=native', '-dM', '-E', '-x', 'c', os.devnull]
+    command = [find_compiler(), "-march=native", "-dM", "-E", "-x", "c", os.devnull]
     return macro in subprocess.run(command, capture_output=True, text=True).stdout
 
 
 def test_the_matrix_unit_is_used_where_linux_gives_it(kernels):
-    if 'amx_bf16' not in native.processor_flags():
+    if "amx_bf16" not in native.processor_flags():
         assert not kernels.tiles
-        pytest.skip('this processor has no matrix unit (amx_bf16)')
-    if not compiler_knows('__AMX_BF16__'):
+        pytest.skip("this processor has no matrix unit (amx_bf16)")
+    if not compiler_knows("__AMX_BF16__"):
         assert not kernels.tiles
-        pytest.skip('the compiler knows no matrix unit (amx_bf16): take a newer one')
-    assert kernels.tiles and PackedLinear(torch.nn.Linear(64, 32, dtype=torch.bfloat16), kernels=kernels).invariant
+        pytest.skip("the compiler knows no matrix unit (amx_bf16): take a newer one")
+    assert (
+        kernels.tiles
+        and PackedLinear(torch.nn.Linear(64, 32, dtype=torch.bfloat16), kernels=kernels).invariant
+    )
 
 
-@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_packing_is_what_torch_makes_of_it(kernels, dtype):
-    for sizes, K in itertools.product(((1,), (32,), (70,), (64, 32, 100), (20, 44, 1)), (4, 48, 2116)):
-        stacked = drawn(2 * sum(sizes), K + 4, dtype=dtype)[::2, :K]                 # rows with gaps between them
+    for sizes, K in itertools.product(
+        ((1,), (32,), (70,), (64, 32, 100), (20, 44, 1)), (4, 48, 2116)
+    ):
+        stacked = drawn(2 * sum(sizes), K + 4, dtype=dtype)[::2, :K]  # rows with gaps between them
         weights = stacked.split(sizes)
         assert torch.equal(kernels.pack_weight(*weights), pack_weight(*weights))
         for block in (1, 16) if K % 16 == 0 else (1,):
@@ -89,12 +125,14 @@ def test_packing_is_what_torch_makes_of_it(kernels, dtype):
             want = *pack_bytes((bytes ^ 128).view(torch.int8)), steps
             assert all(map(torch.equal, kernels.pack_bytes(*weights, block=block), want))
     x = drawn(3, 48, dtype=dtype)
-    for wrong in ([x.T], [x, x[:, :16]], [x, x.half()], [x.to('meta')]):
-        with pytest.raises(TypeError): kernels.pack_weight(*wrong)
-        with pytest.raises(TypeError): kernels.pack_bytes(*wrong, block=1)
+    for wrong in ([x.T], [x, x[:, :16]], [x, x.half()], [x.to("meta")]):
+        with pytest.raises(TypeError):
+            kernels.pack_weight(*wrong)
+        with pytest.raises(TypeError):
+            kernels.pack_bytes(*wrong, block=1)
 
 
-@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_small_kernels_of_any_size(kernels, dtype):
     for T in (1, 9, 17):
         for block, K in ((1, 3), (1, 61), (16, 48), (32, 96), (64, 128)):
@@ -104,20 +142,28 @@ def test_small_kernels_of_any_size(kernels, dtype):
 
 def part(kernels, layers, at, dtype, T, **buffers):
     "Run one part of described layers for T tokens of 48 numbers."
-    step = native.Step(tokens=T, outputs=T, width=48, **{name: t.data_ptr() for name, t in buffers.items()})
+    step = native.Step(
+        tokens=T, outputs=T, width=48, **{name: t.data_ptr() for name, t in buffers.items()}
+    )
     kernels.run(dtype, layers, step, at, at + 1)
 
 
-@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_of_a_layer_are_what_torch_makes_of_them(kernels, dtype):
     w, b = torch.randn(48), torch.randn(48)
-    norms = {                                                          # kind, rounds, with a bias
+    norms = {  # kind, rounds, with a bias
         (1, 1, False): lambda x: F.rms_norm(x.float(), (48,), eps=1e-5).to(dtype).float() * w,
-        (1, 0, False): lambda x: F.rms_norm(x.float(), (48,), eps=1e-5) * w, (2, 0, True): lambda x: F.layer_norm(x.float(), (48,), w, b)}
-    for T, ((kind, rounds, biased), norm), residual in itertools.product((1, 9, 17), norms.items(), (1, .5)):
+        (1, 0, False): lambda x: F.rms_norm(x.float(), (48,), eps=1e-5) * w,
+        (2, 0, True): lambda x: F.layer_norm(x.float(), (48,), w, b),
+    }
+    for T, ((kind, rounds, biased), norm), residual in itertools.product(
+        (1, 9, 17), norms.items(), (1, 0.5)
+    ):
         layers, (h, m) = (native.Layer * 2)(), (drawn(T, 48, dtype=dtype, seed=i) for i in range(2))
         layers[0].residual, x = residual, torch.empty_like(h)
-        layers[1].before = native.Norm(w.data_ptr(), b.data_ptr() if biased else None, 1e-5, kind, rounds)
+        layers[1].before = native.Norm(
+            w.data_ptr(), b.data_ptr() if biased else None, 1e-5, kind, rounds
+        )
         want = h + m * residual
         part(kernels, layers, native.PARTS, dtype, T, stream=h, mlp_out=m, normed=x)
         assert torch.equal(h, want)
@@ -128,136 +174,206 @@ def test_parts_of_a_layer_are_what_torch_makes_of_them(kernels, dtype):
         torch.testing.assert_close(h, want, **NEAR[dtype])
     for T, (kind, f), gated in itertools.product((1, 5), enumerate(ACTIVATIONS), (0, 1)):
         layers, g = (native.Layer * 2)(), drawn(T, (1 + gated) * 528, dtype=dtype) * 4
-        layers[0].act, layers[0].down, u = native.Activation(kind, gated), native.Linear(kind=1, inputs=528), drawn(T, 528, dtype=dtype)
+        layers[0].act, layers[0].down, u = (
+            native.Activation(kind, gated),
+            native.Linear(kind=1, inputs=528),
+            drawn(T, 528, dtype=dtype),
+        )
         part(kernels, layers, 6, dtype, T, gate_up=g, activated=u)
         want = f(g[:, :528].float()) * (g[:, 528:].float() if gated else 1)
         torch.testing.assert_close(u, want.to(dtype), **NEAR[dtype])
 
 
-@pytest.mark.parametrize('dtype', DTYPES)
-@pytest.mark.parametrize('heads, kv_heads, dim, value_dim', [(1, 1, 16, 16), (6, 2, 48, 32), (64, 1, 256, 256)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "heads, kv_heads, dim, value_dim", [(1, 1, 16, 16), (6, 2, 48, 32), (64, 1, 256, 256)]
+)
 def test_attention_of_any_size(kernels, dtype, heads, kv_heads, dim, value_dim):
     rows, rng = [(0, 1), (127, 1), (128, 1), (191, 1), (0, 3), (130, 66)], random.Random(0)
     blocks = iter(rng.sample(range(20), 20))
     tables = [[next(blocks) for _ in range(math.ceil((start + n) / 64))] for start, n in rows]
     tables[2][:2] = tables[1]
     batch = pack_rows([([5] * n, start) for start, n in rows], tables, 64)
-    cache, q = TiledCache([(kv_heads, dim, value_dim)], 20, 64, dtype), drawn(batch.num_tokens, heads, dim, dtype=dtype)
+    cache, q = (
+        TiledCache([(kv_heads, dim, value_dim)], 20, 64, dtype),
+        drawn(batch.num_tokens, heads, dim, dtype=dtype),
+    )
     at = torch.arange(20 * 64)
-    k, v = drawn(len(at), kv_heads, dim, dtype=dtype, seed=1), drawn(len(at), kv_heads, value_dim, dtype=dtype, seed=2)
-    kernels.write(layout(cache, 0, q, 1.), k, v, cache.keys[0], cache.values[0], at)
+    k, v = (
+        drawn(len(at), kv_heads, dim, dtype=dtype, seed=1),
+        drawn(len(at), kv_heads, value_dim, dtype=dtype, seed=2),
+    )
+    kernels.write(layout(cache, 0, q, 1.0), k, v, cache.keys[0], cache.values[0], at)
     copy = TiledCache(cache.shapes, 20, 64, dtype)
     copy.write(0, k, v, at)
     assert torch.equal(cache.keys[0], copy.keys[0]) and torch.equal(cache.values[0], copy.values[0])
-    for window, softcap, sinks in ((None, None, None), (70, 2., torch.ones(heads))):
-        z = layout(cache, 0, q, dim ** -.5, window, softcap, sinks)
+    for window, softcap, sinks in ((None, None, None), (70, 2.0, torch.ones(heads))):
+        z = layout(cache, 0, q, dim**-0.5, window, softcap, sinks)
         work = AttentionWorklist(batch, prefix_groups(batch, 64), 64, heads // kv_heads, kv_heads)
         got = kernels.attend(z, q, cache.keys[0], cache.values[0], work).float()
-        torch.testing.assert_close(got, attend_rows(cache, 0, batch, q, dim ** -.5, window, softcap, sinks), **NEAR[dtype])
+        torch.testing.assert_close(
+            got, attend_rows(cache, 0, batch, q, dim**-0.5, window, softcap, sinks), **NEAR[dtype]
+        )
 
 
 def test_wrong_arguments_are_refused(kernels):
     x, w = drawn(3, 48), pack_weight(drawn(70, 48))
-    other = dict(dtype=x.half(), gaps=drawn(48, 3).T, device=x.to('meta'), size=drawn(3, 32), mixed=x.bfloat16())
+    other = dict(
+        dtype=x.half(),
+        gaps=drawn(48, 3).T,
+        device=x.to("meta"),
+        size=drawn(3, 32),
+        mixed=x.bfloat16(),
+    )
     for name, wrong in other.items():
-        with pytest.raises(TypeError): kernels.product(wrong, w, None, 70)
+        with pytest.raises(TypeError):
+            kernels.product(wrong, w, None, 70)
     for wrong in (w[:2], w.int(), w.bfloat16()):
-        with pytest.raises(TypeError, match='and got'): kernels.product(x, wrong, None, 70)
-    with pytest.raises(TypeError, match='wants 70 numbers without gaps, torch.float32 on the CPU'): kernels.product(x, w, drawn(69), 70)
-    with pytest.raises(TypeError, match='fp32 and bf16, and this is torch.float16'): kernels.calls['product', torch.float16]
-    with pytest.raises(TypeError, match='arguments'): kernels.calls['product', torch.float32](1)
-    with pytest.raises(TypeError): kernels.quantize(x.T, 1, 127)
+        with pytest.raises(TypeError, match="and got"):
+            kernels.product(x, wrong, None, 70)
+    with pytest.raises(TypeError, match="wants 70 numbers without gaps, torch.float32 on the CPU"):
+        kernels.product(x, w, drawn(69), 70)
+    with pytest.raises(TypeError, match="fp32 and bf16, and this is torch.float16"):
+        kernels.calls["product", torch.float16]
+    with pytest.raises(TypeError, match="arguments"):
+        kernels.calls["product", torch.float32](1)
+    with pytest.raises(TypeError):
+        kernels.quantize(x.T, 1, 127)
 
 
 def test_both_sides_take_the_same(kernels):
     exported = {name for name, _ in kernels.calls}
     assert exported == set(native.signatures(SOURCE)) and len(exported) == 13
-    names = [name for name, _ in native.fields(SOURCE, 'Shape')]
-    assert names[:4] == ['heads', 'kv_heads', 'dim', 'dim_v'] and names[-3:] == ['scale', 'softcap', 'sinks']
+    names = [name for name, _ in native.fields(SOURCE, "Shape")]
+    assert names[:4] == ["heads", "kv_heads", "dim", "dim_v"] and names[-3:] == [
+        "scale",
+        "softcap",
+        "sinks",
+    ]
 
 
-@pytest.mark.parametrize('flags', [['-msse2', '-Wno-psabi'], ['-mavx2', '-mfma'], ['-march=native', '-mno-amx-bf16']])
+@pytest.mark.parametrize(
+    "flags", [["-msse2", "-Wno-psabi"], ["-mavx2", "-mfma"], ["-march=native", "-mno-amx-bf16"]]
+)
 def test_other_processors(kernels, flags, tmp_path, monkeypatch):
     "What is compiled for a processor without AVX, as for ARM, for one with AVX2, and for one without a matrix unit, computes right here."
-    if flags[0] == '-march=native' and not kernels.tiles: pytest.skip('this processor has no matrix unit to leave out')
-    if native.platform.machine() != 'x86_64' or 'avx2' not in native.processor_flags(): pytest.skip('tries what the compiler makes of AVX2, which this processor lacks')
-    monkeypatch.setenv('BATCHLAB_CACHE', str(tmp_path))
-    monkeypatch.setattr(native, 'FLAGS', tuple(f for f in native.FLAGS if f != '-march=native') + tuple(flags))
+    if flags[0] == "-march=native" and not kernels.tiles:
+        pytest.skip("this processor has no matrix unit to leave out")
+    if native.platform.machine() != "x86_64" or "avx2" not in native.processor_flags():
+        pytest.skip("tries what the compiler makes of AVX2, which this processor lacks")
+    monkeypatch.setenv("BATCHLAB_CACHE", str(tmp_path))
+    monkeypatch.setattr(
+        native, "FLAGS", tuple(f for f in native.FLAGS if f != "-march=native") + tuple(flags)
+    )
     kernels = Kernels(build(SOURCE))
     check_kernels(kernels)
-    for arch in ('llama', 'gemma2', 'cohere'):
+    for arch in ("llama", "gemma2", "cohere"):
         for dtype in DTYPES:
-            if (arch, dtype) == ('gemma2', torch.bfloat16): continue                       # too small: its own code packed is too far from itself alone
+            if (arch, dtype) == ("gemma2", torch.bfloat16):
+                continue  # too small: its own code packed is too far from itself alone
             model = tiny_model(arch).to(dtype)
-            fuse(model, kernels, kv_layout(model))                                         # raises if the logits are not the model's own
+            fuse(model, kernels, kv_layout(model))  # raises if the logits are not the model's own
 
 
 def test_installed_with_the_package(tmp_path):
-    for name in ('setup.py', 'settings.ini', 'README.md', 'LICENSE', 'MANIFEST.in', 'constraints.txt', 'pyproject.toml'):
-        shutil.copy(ROOT/name, tmp_path)
-    shutil.copytree(ROOT/'batchlab', tmp_path/'batchlab', ignore=shutil.ignore_patterns('__pycache__'))
-    command = [sys.executable, '-c', "import setuptools.build_meta as b; print(b.build_wheel('.'))"]
+    for name in (
+        "setup.py",
+        "settings.ini",
+        "README.md",
+        "LICENSE",
+        "MANIFEST.in",
+        "constraints.txt",
+        "pyproject.toml",
+    ):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(
+        ROOT / "batchlab", tmp_path / "batchlab", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    command = [sys.executable, "-c", "import setuptools.build_meta as b; print(b.build_wheel('.'))"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert not done.returncode, done.stderr
-    [wheel] = tmp_path.glob('*.whl')
-    sources = sorted((ROOT/'batchlab').rglob('*.cpp'))
+    [wheel] = tmp_path.glob("*.whl")
+    sources = sorted((ROOT / "batchlab").rglob("*.cpp"))
     assert len(sources) == 5
     for path in sources:
         file = path.relative_to(ROOT).as_posix()
-        assert zipfile.ZipFile(wheel).read(file).decode() == path.read_text(encoding='utf-8')
+        assert zipfile.ZipFile(wheel).read(file).decode() == path.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize('left', [0, 64, 1000, -1])
+@pytest.mark.parametrize("left", [0, 64, 1000, -1])
 def test_a_library_that_was_cut_short_is_compiled_anew(kernels, left, tmp_path, monkeypatch):
     "It would end the process by a signal when it is loaded; so would one with other bytes in it."
-    monkeypatch.setenv('BATCHLAB_CACHE', str(tmp_path))
+    monkeypatch.setenv("BATCHLAB_CACHE", str(tmp_path))
     source, said = 'extern "C" int twice(int x) { return 2 * x; }', []
     path = build(source, said.append)
     whole = path.read_bytes()
-    assert build(source, said.append) == path and len(said) == 1 and 'once' in said[0]
+    assert build(source, said.append) == path and len(said) == 1 and "once" in said[0]
     path.write_bytes(whole[:left])
     assert build(source, said.append).stat().st_size == len(whole) and len(said) == 2
-    path.write_bytes(whole[:100] + b'?' + whole[101:])
+    path.write_bytes(whole[:100] + b"?" + whole[101:])
     assert ctypes.CDLL(str(build(source))).twice(21) == 42
 
 
 def test_the_switch_hides_what_the_processor_can_do(tmp_path):
-    code = ("from batchlab.backends.native import compiler_flags; from batchlab.loading import cpu_has_fast_bf16; from batchlab.machine import processor_flags; "
-            "print(*sorted({'avx512f', 'avx512_bf16', 'avx2', 'amx_bf16'} & processor_flags()), cpu_has_fast_bf16(), compiler_flags()[1])")
-    def seen(**env): return subprocess.run([sys.executable, '-c', code], env={**os.environ, **env}, capture_output=True, text=True)
-    if 'avx512f' not in seen().stdout: pytest.skip('this processor has nothing beyond AVX2 to hide')
-    assert seen(BATCHLAB_MAX_CPU='avx2').stdout.split() == ['avx2', 'False', '-march=haswell']
-    assert seen(BATCHLAB_MAX_CPU='avx512').stdout.split() == ['avx2', 'avx512f', 'False', '-march=skylake-avx512']
-    assert 'ParamError: BATCHLAB_MAX_CPU is ' in seen(BATCHLAB_MAX_CPU='pentium').stderr
+    code = (
+        "from batchlab.backends.native import compiler_flags; from batchlab.loading import cpu_has_fast_bf16; from batchlab.machine import processor_flags; "
+        "print(*sorted({'avx512f', 'avx512_bf16', 'avx2', 'amx_bf16'} & processor_flags()), cpu_has_fast_bf16(), compiler_flags()[1])"
+    )
+
+    def seen(**env):
+        return subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True
+        )
+
+    if "avx512f" not in seen().stdout:
+        pytest.skip("this processor has nothing beyond AVX2 to hide")
+    assert seen(BATCHLAB_MAX_CPU="avx2").stdout.split() == ["avx2", "False", "-march=haswell"]
+    assert seen(BATCHLAB_MAX_CPU="avx512").stdout.split() == [
+        "avx2",
+        "avx512f",
+        "False",
+        "-march=skylake-avx512",
+    ]
+    assert "ParamError: BATCHLAB_MAX_CPU is " in seen(BATCHLAB_MAX_CPU="pentium").stderr
 
 
 def test_without_a_compiler_one_sentence_says_what_that_costs(monkeypatch, caplog):
-    def none(): raise CompileError('no C++ compiler (g++): install g++')
-    monkeypatch.setattr(kernels_module, 'load_kernels', none)
+    def none():
+        raise CompileError("no C++ compiler (g++): install g++")
+
+    monkeypatch.setattr(kernels_module, "load_kernels", none)
     kernels_module._warn_of_torch.cache_clear()
-    with caplog.at_level('WARNING', 'batchlab'):
-        for arch in ('llama', 'gpt2'): assert LLM(tiny_model(arch)).backend.name == 'torch'
-        LLM(tiny_model('llama'), compile=False)
+    with caplog.at_level("WARNING", "batchlab"):
+        for arch in ("llama", "gpt2"):
+            assert LLM(tiny_model(arch)).backend.name == "torch"
+        LLM(tiny_model("llama"), compile=False)
     [said] = [r.getMessage() for r in caplog.records]
-    assert 'a quarter to two fifths of the speed' in said and 'install g++' in said
+    assert "a quarter to two fifths of the speed" in said and "install g++" in said
     kernels_module._warn_of_torch.cache_clear()
 
 
 def test_the_first_compilation_is_said(monkeypatch, capsys):
     def slow(source, say):
-        say('compiling')
-        raise CompileError('c++ failed')
-    monkeypatch.setattr(kernels_module, 'build', slow)
-    with pytest.raises(CompileError): kernels_module.load_kernels.__wrapped__()
-    assert capsys.readouterr().err == 'batchlab: compiling\n'
+        say("compiling")
+        raise CompileError("c++ failed")
+
+    monkeypatch.setattr(kernels_module, "build", slow)
+    with pytest.raises(CompileError):
+        kernels_module.load_kernels.__wrapped__()
+    assert capsys.readouterr().err == "batchlab: compiling\n"
 
 
 def test_a_user_without_a_home_folder(monkeypatch, compiler):
     "What lies elsewhere is loaded and runs, on torch; the message says which variable helps."
-    monkeypatch.delenv('BATCHLAB_CACHE', raising=False)
-    monkeypatch.delenv('HOME')
-    monkeypatch.setattr('os.path.expanduser', lambda path: path)
-    with pytest.raises(ModelError, match='there is none: write the path out, or set HOME, or BATCHLAB_CACHE'): cache_dir()
+    monkeypatch.delenv("BATCHLAB_CACHE", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    with pytest.raises(
+        ModelError, match="there is none: write the path out, or set HOME, or BATCHLAB_CACHE"
+    ):
+        cache_dir()
     if compiler:
-        with pytest.raises(CompileError, match='HOME'): build('int x;')
-    with pytest.raises(ModelError, match='there is none'): find_model('~nobody/model')
+        with pytest.raises(CompileError, match="HOME"):
+            build("int x;")
+    with pytest.raises(ModelError, match="there is none"):
+        find_model("~nobody/model")

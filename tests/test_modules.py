@@ -1,4 +1,5 @@
 "Module by module: the model's own logits and answers for families in no list, weights given up and not, and a model of the user's that stays as it was."
+
 import copy, gc, weakref
 
 import pytest, torch
@@ -19,70 +20,102 @@ from batchlab.prefill import generate_naive
 from batchlab.sampling import SamplingParams
 from test_layers import off, three_steps
 
-OTHERS = ('afmoe aria_text beam biogpt bitnet cohere2_moe ctrl flint granite_swa granitemoe_swa granitemoeshared hy_v3 hyperclovax jetmoe kolibri1 laguna lfm2 '
-          'mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral3 modernbert-decoder nanochat persimmon phimoe vaultgemma').split()
-STAY = {'minimax_m3_vl_text': {'experts'}}             # of a kind that the kernels do not know
-WILD = {'granitemoe_swa'}                           # in fp32 its own logits are 1e-4 off those in fp64: scores are not scaled
-NEW = {'linear': PackedLinear, 'norm': PackedNorm, 'experts': ChosenExperts}
+OTHERS = (
+    "afmoe aria_text beam biogpt bitnet cohere2_moe ctrl flint granite_swa granitemoe_swa granitemoeshared hy_v3 hyperclovax jetmoe kolibri1 laguna lfm2 "
+    "mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral3 modernbert-decoder nanochat persimmon phimoe vaultgemma"
+).split()
+STAY = {"minimax_m3_vl_text": {"experts"}}  # of a kind that the kernels do not know
+WILD = {
+    "granitemoe_swa"
+}  # in fp32 its own logits are 1e-4 off those in fp64: scores are not scaled
+NEW = {"linear": PackedLinear, "norm": PackedNorm, "experts": ChosenExperts}
 PROMPTS = [[5, 9, 33], [*range(40, 70)], [44], [7] * 11, [*range(40, 66)] + [9]]
 
-pytestmark = pytest.mark.usefixtures('one_thread')
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def kernels():
-    try: find_compiler()
-    except CompileError as e: pytest.skip(str(e))
+    try:
+        find_compiler()
+    except CompileError as e:
+        pytest.skip(str(e))
     return load_kernels()
 
 
-def opened(model, shapes=None, **options): return open_backend(model, shapes or kv_layout(model), BackendOptions(**options))
+def opened(model, shapes=None, **options):
+    return open_backend(model, shapes or kv_layout(model), BackendOptions(**options))
 
 
-def state(model): return [(name, id(m)) for name, m in model.named_modules()], [(name, p.data_ptr(), p._version) for name, p in model.named_parameters()]
+def state(model):
+    return [(name, id(m)) for name, m in model.named_modules()], [
+        (name, p.data_ptr(), p._version) for name, p in model.named_parameters()
+    ]
 
 
 def near(family, got, want, model, attended):
     "Whether `got` is as near to `want` as fp32 allows; in bf16, or as near to `attended`, of the model's own modules with attention on the kernels."
-    if model.dtype == torch.float32: return off(got, want) < (2e-4 if family in WILD else 2e-5)
-    return off(got, want) < .03 or off(got, attended) < .03
+    if model.dtype == torch.float32:
+        return off(got, want) < (2e-4 if family in WILD else 2e-5)
+    return off(got, want) < 0.03 or off(got, attended) < 0.03
 
 
-def types_in(model): return {type(m) for m in model.modules()}
+def types_in(model):
+    return {type(m) for m in model.modules()}
 
 
-@pytest.mark.parametrize('dtype', DTYPES, ids=DTYPES.values())
-@pytest.mark.parametrize('family', OTHERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
+@pytest.mark.parametrize("family", OTHERS)
 def test_logits_are_the_models_own(kernels, family, dtype):
     assert family not in FAMILIES
     model, given = tiny_model(family), tiny_model(family)
-    shapes = kv_layout(model)                                               # of an fp32 model: in bf16 its own check may fail
+    shapes = kv_layout(model)  # of an fp32 model: in bf16 its own check may fail
     want, before = three_steps(TorchBackend(model.to(dtype), shapes)), state(model)
     backend = opened(model, shapes)
     kinds = {m: kind_of(m) for m in model.modules()}
-    assert {m for *_, m, _ in backend.modules.swaps} == {m for m, kind in kinds.items() if kind and kind not in STAY.get(family, ())}
+    assert {m for *_, m, _ in backend.modules.swaps} == {
+        m for m, kind in kinds.items() if kind and kind not in STAY.get(family, ())
+    }
     assert all(type(new) is NEW[kinds[m]] for *_, m, new in backend.modules.swaps)
     got, attended = three_steps(backend), three_steps(KernelBackend(model, shapes, kernels))
-    assert near(family, got, want, model, attended) and state(model) == before and not backend.batch_invariant
+    assert (
+        near(family, got, want, model, attended)
+        and state(model) == before
+        and not backend.batch_invariant
+    )
     other = opened(given.to(dtype), shapes, own=True)
-    assert torch.equal(three_steps(other), got)                             # given up, the same bits
+    assert torch.equal(three_steps(other), got)  # given up, the same bits
     assert types_in(given) & {nn.Linear} == set() and not other.modules.swaps
-    assert near(family, three_steps(TorchBackend(given, shapes)), want, model, attended)     # its own code, on packed weights
+    assert near(
+        family, three_steps(TorchBackend(given, shapes)), want, model, attended
+    )  # its own code, on packed weights
     assert {p.dtype for p in given.parameters()} == {given.dtype} == {dtype}
 
 
-@pytest.mark.parametrize('family', OTHERS)
+@pytest.mark.parametrize("family", OTHERS)
 def test_answers_are_transformers_own(kernels, family):
     model = tiny_model(family, seed=4)
     before = state(model)
     want = [generate_naive(model, p, 10, ()) for p in PROMPTS]
     ids = torch.tensor([PROMPTS[1]])
-    theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False, eos_token_id=999, pad_token_id=0)
-    assert theirs[0, ids.shape[1]:].tolist() == want[1]
-    llm, params = LLM(model, max_num_seqs=3, max_num_batched_tokens=20), SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-    assert llm.backend.name == 'modules', llm.backend.why
+    theirs = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=10,
+        do_sample=False,
+        eos_token_id=999,
+        pad_token_id=0,
+    )
+    assert theirs[0, ids.shape[1] :].tolist() == want[1]
+    llm, params = (
+        LLM(model, max_num_seqs=3, max_num_batched_tokens=20),
+        SamplingParams(temperature=0, max_tokens=10, ignore_eos=True),
+    )
+    assert llm.backend.name == "modules", llm.backend.why
     for prompts, answers in ((PROMPTS, want), (PROMPTS[1:2], want[1:2])):
-        assert [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)] == answers
+        assert [
+            o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)
+        ] == answers
     assert llm.verify(llm.generate(PROMPTS[:2], params, use_tqdm=False)).ok
     held = weakref.ref(llm.backend.modules)
     llm.close()
@@ -91,170 +124,290 @@ def test_answers_are_transformers_own(kernels, family):
     assert held() is None and state(model) == before
 
 
-@pytest.mark.parametrize('family', ['phimoe', 'minimax_m2', 'hy_v3', 'afmoe', 'jetmoe', 'ministral3', 'persimmon'])
+@pytest.mark.parametrize(
+    "family", ["phimoe", "minimax_m2", "hy_v3", "afmoe", "jetmoe", "ministral3", "persimmon"]
+)
 def test_int8(kernels, family):
     model, given, shapes = tiny_model(family), tiny_model(family), kv_layout(tiny_model(family))
     plain = three_steps(TorchBackend(model, shapes))
-    backend, other = opened(model, shapes, quantization='int8'), opened(given, shapes, quantization='int8', own=True)
+    backend, other = (
+        opened(model, shapes, quantization="int8"),
+        opened(given, shapes, quantization="int8", own=True),
+    )
     got = three_steps(backend)
-    assert torch.equal(three_steps(other), got) and torch.equal(three_steps(TorchBackend(model, shapes)), plain)
-    here = off(got, three_steps(TorchBackend(given, shapes)))                   # the same bytes, by the model's own code
-    assert here < .05 and here < off(got, plain)
-    routers = {new for name, _, new, _ in backend.modules.replaced if name.endswith(('router.layer', 'router.gate'))}
-    assert routers == ({'PackedLinear'} if family in ('afmoe', 'jetmoe') else set())
-    assert all(type(new) in (Int8Linear, PackedNorm, ChosenExperts) for *_, m, new in backend.modules.swaps if m.__class__.__name__ != 'Linear')
-    big = [new for name, was, new, _ in backend.modules.replaced if was == 'Linear' and 'router' not in name]
-    assert set(big) == {'Int8Linear'}
+    assert torch.equal(three_steps(other), got) and torch.equal(
+        three_steps(TorchBackend(model, shapes)), plain
+    )
+    here = off(
+        got, three_steps(TorchBackend(given, shapes))
+    )  # the same bytes, by the model's own code
+    assert here < 0.05 and here < off(got, plain)
+    routers = {
+        new
+        for name, _, new, _ in backend.modules.replaced
+        if name.endswith(("router.layer", "router.gate"))
+    }
+    assert routers == ({"PackedLinear"} if family in ("afmoe", "jetmoe") else set())
+    assert all(
+        type(new) in (Int8Linear, PackedNorm, ChosenExperts)
+        for *_, m, new in backend.modules.swaps
+        if m.__class__.__name__ != "Linear"
+    )
+    big = [
+        new
+        for name, was, new, _ in backend.modules.replaced
+        if was == "Linear" and "router" not in name
+    ]
+    assert set(big) == {"Int8Linear"}
 
 
 def test_int8_through_an_engine(kernels):
-    llm = LLM(tiny_model('phimoe'), quantization='int8')
-    assert llm.backend.name == 'modules' and llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4))[0].outputs[0].token_ids
+    llm = LLM(tiny_model("phimoe"), quantization="int8")
+    assert (
+        llm.backend.name == "modules"
+        and llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4))[0]
+        .outputs[0]
+        .token_ids
+    )
 
 
 def test_weights_go_as_they_are_packed(kernels, monkeypatch):
     import batchlab.backends.modules as m
-    model, left = tiny_model('laguna', num_hidden_layers=4), []
-    big = [weakref.ref(p.untyped_storage()) for mod in model.modules() if kind_of(mod) in ('linear', 'experts') for p in mod.parameters() if p.ndim > 1]
+
+    model, left = tiny_model("laguna", num_hidden_layers=4), []
+    big = [
+        weakref.ref(p.untyped_storage())
+        for mod in model.modules()
+        if kind_of(mod) in ("linear", "experts")
+        for p in mod.parameters()
+        if p.ndim > 1
+    ]
     before, like = sum(p.nbytes for p in model.parameters()), m.Modules._like
 
     def watched(self, *args):
         left.append(sum(r() is not None for r in big))
         return like(self, *args)
-    monkeypatch.setattr(m.Modules, '_like', watched)
+
+    monkeypatch.setattr(m.Modules, "_like", watched)
     backend = opened(model, own=True)
-    trial, packing = left[:len(left) // 2], left[len(left) // 2:]
-    assert set(trial) == {len(big)} and packing == sorted(packing, reverse=True) and packing[-1] <= 2
+    trial, packing = left[: len(left) // 2], left[len(left) // 2 :]
+    assert (
+        set(trial) == {len(big)} and packing == sorted(packing, reverse=True) and packing[-1] <= 2
+    )
     assert not [r for r in big if r() is not None]
     assert sum(p.nbytes for p in model.parameters()) + backend.nbytes <= before
 
 
 def test_a_tied_head_is_in_memory_once(kernels):
-    model, twin = (tiny_model('ministral3', tie_word_embeddings=True) for _ in range(2))
-    want, before = three_steps(TorchBackend(twin, kv_layout(twin))), sum(p.nbytes for p in model.parameters())
+    model, twin = (tiny_model("ministral3", tie_word_embeddings=True) for _ in range(2))
+    want, before = (
+        three_steps(TorchBackend(twin, kv_layout(twin))),
+        sum(p.nbytes for p in model.parameters()),
+    )
     backend = opened(model, own=True)
-    assert type(model.get_input_embeddings()) is PackedEmbedding and off(three_steps(backend), want) < 2e-5
+    assert (
+        type(model.get_input_embeddings()) is PackedEmbedding
+        and off(three_steps(backend), want) < 2e-5
+    )
     assert sum(p.nbytes for p in model.parameters()) + backend.nbytes <= before
-    assert type(opened(tiny_model('ministral3', tie_word_embeddings=True), own=True, quantization='int8').model.get_input_embeddings()) is nn.Embedding
+    assert (
+        type(
+            opened(
+                tiny_model("ministral3", tie_word_embeddings=True), own=True, quantization="int8"
+            ).model.get_input_embeddings()
+        )
+        is nn.Embedding
+    )
 
 
 def test_with_too_little_room_only_norms(kernels):
-    model = tiny_model('phimoe')
+    model = tiny_model("phimoe")
     backend = opened(model, room=10)
-    assert {new for *_, new, _ in backend.modules.replaced} == {'PackedNorm'} and backend.nbytes == 0 and 'load it by name' in backend.why
+    assert (
+        {new for *_, new, _ in backend.modules.replaced} == {"PackedNorm"}
+        and backend.nbytes == 0
+        and "load it by name" in backend.why
+    )
     assert off(three_steps(backend), three_steps(TorchBackend(model, kv_layout(model)))) < 2e-5
 
 
 class Other(nn.Module):
     "A linear layer, or a norm, of a class that nobody knows: it gives twice what the one inside gives."
-    def __init__(self, inner): super().__init__(); self.weight, self.inner = inner.weight, [inner]
-    def forward(self, x): return 2 * self.inner[0](x)
+
+    def __init__(self, inner):
+        super().__init__()
+        self.weight, self.inner = inner.weight, [inner]
+
+    def forward(self, x):
+        return 2 * self.inner[0](x)
 
 
-class OddNorm(Other): "A norm by its name, and none that is known."
+class OddNorm(Other):
+    "A norm by its name, and none that is known."
+
+
 OddNorm.forward = lambda self, x: (x - x.amax(-1, keepdim=True)) * self.weight
 
 
 def test_what_is_not_known_stays(kernels):
-    model = tiny_model('phimoe')
+    model = tiny_model("phimoe")
     layer, other = model.model.layers
-    layer.self_attn.q_proj, layer.input_layernorm = Other(layer.self_attn.q_proj), OddNorm(layer.input_layernorm)
+    layer.self_attn.q_proj, layer.input_layernorm = (
+        Other(layer.self_attn.q_proj),
+        OddNorm(layer.input_layernorm),
+    )
     layer.self_attn.k_proj.register_forward_hook(lambda m, args, out: 3 * out)
     inner = copy.deepcopy(layer.self_attn.v_proj)
     layer.self_attn.v_proj.forward = lambda x, inner=inner: inner(x) + 1
-    other.self_attn.q_proj.weight = nn.Parameter(other.self_attn.q_proj.weight.double(), requires_grad=False)
+    other.self_attn.q_proj.weight = nn.Parameter(
+        other.self_attn.q_proj.weight.double(), requires_grad=False
+    )
     inner = other.self_attn.q_proj
     other.self_attn.q_proj = nn.Sequential(Cast(torch.float64), inner, Cast(torch.float32))
     want, backend = three_steps(TorchBackend(model, kv_layout(model))), opened(model)
     there = {m for *_, m, _ in backend.modules.swaps}
-    assert not there & {layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj, layer.input_layernorm, inner} and len(there) == 11
+    assert (
+        not there
+        & {
+            layer.self_attn.q_proj,
+            layer.self_attn.k_proj,
+            layer.self_attn.v_proj,
+            layer.input_layernorm,
+            inner,
+        }
+        and len(there) == 11
+    )
     assert off(three_steps(backend), want) < 2e-5
 
 
 class Cast(nn.Module):
-    def __init__(self, dtype): super().__init__(); self.dtype = dtype
-    def forward(self, x): return x.to(self.dtype)
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x):
+        return x.to(self.dtype)
 
 
 class Gated(nn.RMSNorm):
     "A norm that takes a gate, as some do."
-    def forward(self, x, gate=None): return super().forward(x) * (1 if gate is None else gate.sigmoid())
+
+    def forward(self, x, gate=None):
+        return super().forward(x) * (1 if gate is None else gate.sigmoid())
 
 
 def test_norms_that_are_not_what_they_look_like(kernels):
     x = torch.randn(5, 64)
-    for module, why in ((nn.LayerNorm(40), 'multiple of 16'), (nn.RMSNorm((5, 64)), 'multiple of 16'), (nn.GroupNorm(4, 64), 'no norm')):
-        with pytest.raises((Unavailable, RuntimeError), match=why): norm_like(module.requires_grad_(False), x[:, :module.weight.shape[-1]], kernels)
+    for module, why in (
+        (nn.LayerNorm(40), "multiple of 16"),
+        (nn.RMSNorm((5, 64)), "multiple of 16"),
+        (nn.GroupNorm(4, 64), "no norm"),
+    ):
+        with pytest.raises((Unavailable, RuntimeError), match=why):
+            norm_like(module.requires_grad_(False), x[:, : module.weight.shape[-1]], kernels)
     gated = Gated(64, eps=1e-6).requires_grad_(False)
     new = norm_like(gated, x, kernels)
-    with pytest.raises(TypeError): new(x, x)                                # never the same answer without the gate
+    with pytest.raises(TypeError):
+        new(x, x)  # never the same answer without the gate
     assert torch.equal(new(x.double()), gated(x.double())) and new(x[:0]).shape == (0, 64)
     layer = nn.LayerNorm(64, eps=1e-3, bias=False).requires_grad_(False)
     torch.testing.assert_close(norm_like(layer, x, kernels)(x * 1e-3), layer(x * 1e-3))
 
 
 def test_a_shared_module_is_replaced_in_all_its_places(kernels):
-    model = tiny_model('ministral3')
+    model = tiny_model("ministral3")
     first, second = model.model.layers
     second.self_attn.q_proj, second.mlp = first.self_attn.q_proj, first.mlp
     want, backend = three_steps(TorchBackend(model, kv_layout(model))), opened(model)
     assert sum(m is first.self_attn.q_proj for *_, m, _ in backend.modules.swaps) == 2
     assert off(three_steps(backend), want) < 2e-5
     opened(model, own=True)
-    assert first.self_attn.q_proj is second.self_attn.q_proj and type(first.self_attn.q_proj) is PackedLinear
+    assert (
+        first.self_attn.q_proj is second.self_attn.q_proj
+        and type(first.self_attn.q_proj) is PackedLinear
+    )
 
 
 def test_nothing_to_replace_and_a_trial_that_fails(kernels, monkeypatch):
-    model = tiny_model('ministral3')
-    for m, places in module_places(model, kind_of).items(): put_module(places, Other(m))
-    with pytest.raises(Unavailable, match='^$'): opened(model)
-    assert select_backend(model, kv_layout(model)).name == 'kernels'
-    model = tiny_model('ministral3')
-    monkeypatch.setattr('batchlab.backends.modules.gives_the_same', lambda *a: True)
-    monkeypatch.setattr('batchlab.backends.modules.norm_rows', lambda kernels, about, x: x)
+    model = tiny_model("ministral3")
+    for m, places in module_places(model, kind_of).items():
+        put_module(places, Other(m))
+    with pytest.raises(Unavailable, match="^$"):
+        opened(model)
+    assert select_backend(model, kv_layout(model)).name == "kernels"
+    model = tiny_model("ministral3")
+    monkeypatch.setattr("batchlab.backends.modules.gives_the_same", lambda *a: True)
+    monkeypatch.setattr("batchlab.backends.modules.norm_rows", lambda kernels, about, x: x)
     before = state(model)
-    with pytest.raises(Unavailable, match='differ from those alone'): opened(model, own=True)
+    with pytest.raises(Unavailable, match="differ from those alone"):
+        opened(model, own=True)
     assert state(model) == before
 
 
 def test_whatever_breaks_leaves_the_model_as_it_was(kernels):
-    model, before = tiny_model('phimoe'), state(tiny_model('phimoe'))
+    model, before = tiny_model("phimoe"), state(tiny_model("phimoe"))
     before, backend = state(model), opened(model)
-    hook = model.model.norm.register_forward_hook(lambda *a: 1 / 0)            # later than the trial: not called, as it stands aside
+    hook = model.model.norm.register_forward_hook(
+        lambda *a: 1 / 0
+    )  # later than the trial: not called, as it stands aside
     three_steps(backend)
     hook.remove()
     hook = model.model.layers[1].register_forward_hook(lambda *a: 1 / 0)
-    with pytest.raises(ZeroDivisionError): three_steps(backend)
+    with pytest.raises(ZeroDivisionError):
+        three_steps(backend)
     hook.remove()
     assert state(model) == before
-    model.lm_head = copy.deepcopy(model.lm_head)                               # of somebody's own since then: that one runs, and stays
+    model.lm_head = copy.deepcopy(
+        model.lm_head
+    )  # of somebody's own since then: that one runs, and stays
     model.lm_head.weight.data *= 2
     three_steps(backend)
     assert type(model.lm_head) is nn.Linear
 
 
 def test_new_weights_are_packed_anew(kernels):
-    model = tiny_model('ministral3')
+    model = tiny_model("ministral3")
     llm, params = LLM(model), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     llm.generate(PROMPTS, params)
-    with torch.no_grad(): model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
     want = [generate_naive(model, p, 8, ()) for p in PROMPTS]
     assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)] == want
 
 
 def test_experts_give_a_row_the_same_bits_in_any_company(kernels):
-    own = tiny_model('phimoe', num_local_experts=24, num_experts_per_tok=3).model.layers[0].mlp.experts
+    own = (
+        tiny_model("phimoe", num_local_experts=24, num_experts_per_tok=3)
+        .model.layers[0]
+        .mlp.experts
+    )
     gen = torch.Generator().manual_seed(0)
     x, weights = torch.randn(300, 64, generator=gen), torch.rand(300, 3, generator=gen)
-    index = torch.stack([torch.randperm(own.down_proj.shape[0], generator=gen)[:3] for _ in range(300)])
+    index = torch.stack(
+        [torch.randperm(own.down_proj.shape[0], generator=gen)[:3] for _ in range(300)]
+    )
     from batchlab.backends.native import HugePages
-    for make, dtype in ((PackedLinear, torch.float32), (PackedLinear, torch.bfloat16), (Int8Linear, torch.float32), (Int8Linear, torch.bfloat16)):
-        packed, a, w = ChosenExperts(own.to(dtype), kernels, make, HugePages()), x.to(dtype), weights.to(dtype)
+
+    for make, dtype in (
+        (PackedLinear, torch.float32),
+        (PackedLinear, torch.bfloat16),
+        (Int8Linear, torch.float32),
+        (Int8Linear, torch.bfloat16),
+    ):
+        packed, a, w = (
+            ChosenExperts(own.to(dtype), kernels, make, HugePages()),
+            x.to(dtype),
+            weights.to(dtype),
+        )
         whole = packed(a, index, w)
-        assert off(whole.float(), own(a, index, w).float()) < (1e-5 if (make, dtype) == (PackedLinear, torch.float32) else .05)
-        for at in (slice(0, 1), slice(3, 40), slice(100, 300)): assert torch.equal(packed(a[at], index[at], w[at]), whole[at])
+        assert off(whole.float(), own(a, index, w).float()) < (
+            1e-5 if (make, dtype) == (PackedLinear, torch.float32) else 0.05
+        )
+        for at in (slice(0, 1), slice(3, 40), slice(100, 300)):
+            assert torch.equal(packed(a[at], index[at], w[at]), whole[at])
         torch.set_num_threads(4)
         assert torch.equal(packed(a, index, w), whole)
         torch.set_num_threads(1)
     for wrong in (index + 24, index - 24):
-        with pytest.raises(IndexError, match='a router chose another'): packed(a, wrong, w)
+        with pytest.raises(IndexError, match="a router chose another"):
+            packed(a, wrong, w)

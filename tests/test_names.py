@@ -1,4 +1,5 @@
 "Names that people bring from vLLM, transformers and the OpenAI API: each works, is refused by name, or is reported; and calls of which nothing can run raise."
+
 import dataclasses, inspect, logging, sys, warnings
 from functools import cache
 
@@ -10,49 +11,95 @@ from batchlab import LLM, AsyncLLM, EngineArgs, SamplingParams
 from batchlab.errors import ModelError, ParamError, PromptError
 from batchlab.inputs import CHAT_KEYS, PROMPT_KEYS, parse_prompt, split_settings
 from batchlab.models import encode_chat, tiny_model, tiny_tokenizer
-from batchlab.names import ALIASES, DROPPED, ENGINE_DEFAULTS, NEUTRAL, REFUSED, WITHOUT_EFFECT, WORKS, plain_name, read_call, read_engine, setting_names, settings_of
+from batchlab.names import (
+    ALIASES,
+    DROPPED,
+    ENGINE_DEFAULTS,
+    NEUTRAL,
+    REFUSED,
+    WITHOUT_EFFECT,
+    WORKS,
+    plain_name,
+    read_call,
+    read_engine,
+    setting_names,
+    settings_of,
+)
 from batchlab.params import BeamSearchParams
 from batchlab.pooled import PoolingParams
 from batchlab.work.openai import BadRequest, parse_online
 
-TALK = [dict(role='user', content='hi'), dict(role='assistant', content='yo'), dict(role='user', content='so')]
+TALK = [
+    dict(role="user", content="hi"),
+    dict(role="assistant", content="yo"),
+    dict(role="user", content="so"),
+]
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
 
 @cache
-def tiny(chat=True): return tiny_model('llama'), tiny_tokenizer(chat=chat)
+def tiny(chat=True):
+    return tiny_model("llama"), tiny_tokenizer(chat=chat)
 
 
-@pytest.fixture(scope='module')
-def llm(): return LLM(*tiny())
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(*tiny())
 
 
 @pytest.fixture
 def lines(caplog, monkeypatch):
     "What batchlab has logged, as a function."
-    monkeypatch.setattr(logging.getLogger('batchlab'), 'propagate', True)
-    caplog.set_level(logging.WARNING, 'batchlab')
-    return lambda: [r.getMessage() for r in caplog.records if r.name == 'batchlab' and r.levelno >= logging.WARNING]
+    monkeypatch.setattr(logging.getLogger("batchlab"), "propagate", True)
+    caplog.set_level(logging.WARNING, "batchlab")
+    return lambda: [
+        r.getMessage()
+        for r in caplog.records
+        if r.name == "batchlab" and r.levelno >= logging.WARNING
+    ]
 
 
 # --- properties: no key is passed over, whatever its value
 
-VALUES = st.one_of(st.booleans(), st.integers(-2, 300), st.floats(allow_nan=True), st.text(max_size=3), st.lists(st.integers(0, 9), max_size=2),
-                   st.lists(st.text(min_size=1, max_size=2), max_size=2), st.dictionaries(st.text(max_size=2), st.integers(0, 9), max_size=1),
-                   st.sampled_from([None, {'type': 'json_object'}, {'choice': ['a']}, 'auto', 16, 1., object()]))
-ODD = ['temprature', 'maxTokens', 'max-tokens', 'label', 'x', '', 'self', 'cls', 'args', 'Temperature', 'model', 'é']
+VALUES = st.one_of(
+    st.booleans(),
+    st.integers(-2, 300),
+    st.floats(allow_nan=True),
+    st.text(max_size=3),
+    st.lists(st.integers(0, 9), max_size=2),
+    st.lists(st.text(min_size=1, max_size=2), max_size=2),
+    st.dictionaries(st.text(max_size=2), st.integers(0, 9), max_size=1),
+    st.sampled_from([None, {"type": "json_object"}, {"choice": ["a"]}, "auto", 16, 1.0, object()]),
+)
+ODD = [
+    "temprature",
+    "maxTokens",
+    "max-tokens",
+    "label",
+    "x",
+    "",
+    "self",
+    "cls",
+    "args",
+    "Temperature",
+    "model",
+    "é",
+]
 DEFAULTS = dataclasses.asdict(SamplingParams())
 
 
 def says_nothing(k, v):
     "Whether setting `k` at `v` asks for what is the default, or for nothing."
     neutral = [*NEUTRAL.get(k, ()), DEFAULTS.get(ALIASES.get(k, k))]
-    return v is None or v in ([], {}, '', False, -1) or any(v == x for x in neutral)
+    return v is None or v in ([], {}, "", False, -1) or any(v == x for x in neutral)
 
 
 def names(k, error):
     "Whether `error` names setting `k`, or the field that it sets."
-    return any(n in str(error) for n in {k, plain_name(k), ALIASES.get(k, k), 'structured_outputs', 'json_schema'})
+    return any(
+        n in str(error)
+        for n in {k, plain_name(k), ALIASES.get(k, k), "structured_outputs", "json_schema"}
+    )
 
 
 @budget(max_examples=600, deadline=None)
@@ -60,81 +107,176 @@ def names(k, error):
 def test_a_setting_is_used_or_refused_by_name(k, v):
     assume(not says_nothing(k, v))
     for make in (lambda: SamplingParams(**{k: v}), lambda: SamplingParams.of({k: v})):
-        try: assert make() != SamplingParams(), (k, v)
-        except ParamError as e: assert names(k, e), (k, v, e)
-    if k in PROMPT_KEYS | CHAT_KEYS | {'sampling_params'}: return
+        try:
+            assert make() != SamplingParams(), (k, v)
+        except ParamError as e:
+            assert names(k, e), (k, v, e)
+    if k in PROMPT_KEYS | CHAT_KEYS | {"sampling_params"}:
+        return
     try:
-        rest, own = split_settings({'prompt': 'p', k: v})
-        if own: assert SamplingParams(**own) != SamplingParams(), (k, v)
-        else: parse_prompt(rest)
-    except (ParamError, PromptError) as e: assert names(k, e), (k, v, e)
-    else: assert own or v != v, (k, v)                            # NaN is how pandas says None
+        rest, own = split_settings({"prompt": "p", k: v})
+        if own:
+            assert SamplingParams(**own) != SamplingParams(), (k, v)
+        else:
+            parse_prompt(rest)
+    except (ParamError, PromptError) as e:
+        assert names(k, e), (k, v, e)
+    else:
+        assert own or v != v, (k, v)  # NaN is how pandas says None
 
 
 @budget(max_examples=600, deadline=None)
 @given(st.sampled_from(sorted({*ENGINE_DEFAULTS, *WORKS, *setting_names()}) + ODD), VALUES)
 def test_an_argument_of_an_engine_is_used_refused_by_name_or_reported(k, v):
     own, heard = [*inspect.signature(LLM).parameters], []
-    if k in own: return
-    handler, log = logging.Handler(), logging.getLogger('batchlab')
+    if k in own:
+        return
+    handler, log = logging.Handler(), logging.getLogger("batchlab")
     handler.emit = lambda record: heard.append(record.getMessage())
     log.addHandler(handler)
-    try: found = read_engine({k: v}, {}, own)
-    except ParamError as e: assert k in str(e), (k, v, e)
+    try:
+        found = read_engine({k: v}, {}, own)
+    except ParamError as e:
+        assert k in str(e), (k, v, e)
     else:
-        why, neutral = (WITHOUT_EFFECT | REFUSED).get(k, ('', []))
-        asks = v is not None and v not in ([], {}, '') and not any(v == x for x in neutral)
-        assert not asks or found or (k in WITHOUT_EFFECT and len(heard) == 1 and k in heard[0] and why in heard[0]), (k, v)
+        why, neutral = (WITHOUT_EFFECT | REFUSED).get(k, ("", []))
+        asks = v is not None and v not in ([], {}, "") and not any(v == x for x in neutral)
+        assert (
+            not asks
+            or found
+            or (k in WITHOUT_EFFECT and len(heard) == 1 and k in heard[0] and why in heard[0])
+        ), (k, v)
         assert k in WITHOUT_EFFECT or not heard
-    finally: log.removeHandler(handler)
+    finally:
+        log.removeHandler(handler)
 
 
 @budget(max_examples=400, deadline=None)
-@given(st.sampled_from(sorted(setting_names() | {'lora_request', 'prompt_token_ids', 'inputs', 'params', 'callback', 'truncate_prompt_tokens'}) + ODD), VALUES)
+@given(
+    st.sampled_from(
+        sorted(
+            setting_names()
+            | {
+                "lora_request",
+                "prompt_token_ids",
+                "inputs",
+                "params",
+                "callback",
+                "truncate_prompt_tokens",
+            }
+        )
+        + ODD
+    ),
+    VALUES,
+)
 def test_an_argument_of_a_call_is_used_or_refused_by_name(k, v):
-    own = [p for p in inspect.signature(LLM.generate).parameters if p != 'prompts']
-    if k in own: return
-    try: found = read_call({k: v}, {}, own)
-    except ParamError as e: assert names(k, e), (k, v, e)
-    else: assert found or v is None or v in ({}, 'auto') or any(v == x for x in NEUTRAL.get(k, ())), (k, v)
+    own = [p for p in inspect.signature(LLM.generate).parameters if p != "prompts"]
+    if k in own:
+        return
+    try:
+        found = read_call({k: v}, {}, own)
+    except ParamError as e:
+        assert names(k, e), (k, v, e)
+    else:
+        assert found or v is None or v in ({}, "auto") or any(v == x for x in NEUTRAL.get(k, ())), (
+            k,
+            v,
+        )
 
 
-@pytest.mark.parametrize('kw,field,value', [
-    (dict(max_new_tokens=3), 'max_tokens', 3), (dict(max_completion_tokens=None), 'max_tokens', None), (dict(max_new_tokens=3, max_tokens=3), 'max_tokens', 3),
-    (dict(logprobs=True, top_logprobs=2), 'logprobs', 2), (dict(best_of=1, use_beam_search=False, logits_processors=None, n=2), 'n', 2),
-    (dict(guided_choice=['a'], response_format=dict(type='text')), 'structured_outputs', dict(choice=['a'])),
-    (dict(guided_decoding=dict(regex='a')), 'structured_outputs', dict(regex='a')), (dict(response_format=dict(type='json_object')), 'structured_outputs', dict(json_object=True))])
+@pytest.mark.parametrize(
+    "kw,field,value",
+    [
+        (dict(max_new_tokens=3), "max_tokens", 3),
+        (dict(max_completion_tokens=None), "max_tokens", None),
+        (dict(max_new_tokens=3, max_tokens=3), "max_tokens", 3),
+        (dict(logprobs=True, top_logprobs=2), "logprobs", 2),
+        (dict(best_of=1, use_beam_search=False, logits_processors=None, n=2), "n", 2),
+        (
+            dict(guided_choice=["a"], response_format=dict(type="text")),
+            "structured_outputs",
+            dict(choice=["a"]),
+        ),
+        (dict(guided_decoding=dict(regex="a")), "structured_outputs", dict(regex="a")),
+        (
+            dict(response_format=dict(type="json_object")),
+            "structured_outputs",
+            dict(json_object=True),
+        ),
+    ],
+)
 def test_other_names_of_a_setting_work_everywhere(kw, field, value):
     want = SamplingParams(**{field: value})
-    assert SamplingParams(**kw) == want == SamplingParams.of(kw) and SamplingParams.of(kw, min_p=.5).min_p == .5
-    assert split_settings(dict(prompt='p', **kw)) == (dict(prompt='p'), settings_of(kw))
+    assert (
+        SamplingParams(**kw) == want == SamplingParams.of(kw)
+        and SamplingParams.of(kw, min_p=0.5).min_p == 0.5
+    )
+    assert split_settings(dict(prompt="p", **kw)) == (dict(prompt="p"), settings_of(kw))
     assert SamplingParams(**settings_of(kw)) == want == want.clone() and want.clone() is not want
 
 
-@pytest.mark.parametrize('kw,words', [
-    (dict(temprature=1), "did you mean 'temperature'"), (dict(stop_sequences=['a']), 'give stop'), (dict(stop_strings='a'), 'give stop'), (dict(do_sample=True), 'give temperature'),
-    (dict(num_return_sequences=2), 'give n'), (dict(best_of=2), 'best_of=2'), (dict(max_length=5), 'give max_tokens'), (dict(max_tokens=3, max_new_tokens=4), 'one of them'),
-    (dict(output_kind=1), 'output_kind'), (dict(truncate=True), 'truncate_prompt_tokens'), (dict(extra_args=dict(a=1)), 'extra_args'), (dict(temprature=None), 'temperature'),
-    (dict(guided_json={}, guided_regex='a'), 'one of them'), (dict(top_logprobs=2), 'top_logprobs needs logprobs'), ({'max-tokens': 3}, "'max_tokens'"), (dict(foo=1), "'foo'")])
+@pytest.mark.parametrize(
+    "kw,words",
+    [
+        (dict(temprature=1), "did you mean 'temperature'"),
+        (dict(stop_sequences=["a"]), "give stop"),
+        (dict(stop_strings="a"), "give stop"),
+        (dict(do_sample=True), "give temperature"),
+        (dict(num_return_sequences=2), "give n"),
+        (dict(best_of=2), "best_of=2"),
+        (dict(max_length=5), "give max_tokens"),
+        (dict(max_tokens=3, max_new_tokens=4), "one of them"),
+        (dict(output_kind=1), "output_kind"),
+        (dict(truncate=True), "truncate_prompt_tokens"),
+        (dict(extra_args=dict(a=1)), "extra_args"),
+        (dict(temprature=None), "temperature"),
+        (dict(guided_json={}, guided_regex="a"), "one of them"),
+        (dict(top_logprobs=2), "top_logprobs needs logprobs"),
+        ({"max-tokens": 3}, "'max_tokens'"),
+        (dict(foo=1), "'foo'"),
+    ],
+)
 def test_other_names_that_mean_something_else_say_what_to_write(kw, words):
-    for make in (lambda: SamplingParams(**kw), lambda: SamplingParams.of(kw), lambda: split_settings(dict(prompt='p', **kw))):
-        if kw == dict(foo=1) and make is not None and 'foo' in split_settings(dict(prompt='p', foo=1))[0]: make = lambda: SamplingParams(**kw)
-        with pytest.raises(ParamError, match=words): make()
+    for make in (
+        lambda: SamplingParams(**kw),
+        lambda: SamplingParams.of(kw),
+        lambda: split_settings(dict(prompt="p", **kw)),
+    ):
+        if (
+            kw == dict(foo=1)
+            and make is not None
+            and "foo" in split_settings(dict(prompt="p", foo=1))[0]
+        ):
+            make = lambda: SamplingParams(**kw)
+        with pytest.raises(ParamError, match=words):
+            make()
 
 
 def test_positions_and_names_do_not_meet():
     assert SamplingParams(2, max_new_tokens=3) == SamplingParams(n=2, max_tokens=3)
-    for make in (lambda: SamplingParams(2, n=3), lambda: LLM(tiny()[0], model=3), lambda: SamplingParams(1, 0, 0, 1, 1, 1, 0, 0, None, None, None, None, False, 5, max_new_tokens=6)):
-        with pytest.raises(ParamError, match='twice'): make()
+    for make in (
+        lambda: SamplingParams(2, n=3),
+        lambda: LLM(tiny()[0], model=3),
+        lambda: SamplingParams(
+            1, 0, 0, 1, 1, 1, 0, 0, None, None, None, None, False, 5, max_new_tokens=6
+        ),
+    ):
+        with pytest.raises(ParamError, match="twice"):
+            make()
 
 
 def test_the_signature_is_that_of_the_class():
-    assert [*inspect.signature(SamplingParams).parameters] == [f.name for f in dataclasses.fields(SamplingParams)]
-    assert {'model', 'tokenizer', 'kv_cache_bytes'} <= inspect.signature(LLM).parameters.keys() and 'sampling_params' in inspect.signature(LLM.generate).parameters
+    assert [*inspect.signature(SamplingParams).parameters] == [
+        f.name for f in dataclasses.fields(SamplingParams)
+    ]
+    assert {"model", "tokenizer", "kv_cache_bytes"} <= inspect.signature(
+        LLM
+    ).parameters.keys() and "sampling_params" in inspect.signature(LLM.generate).parameters
 
 
 def test_settings_and_results_import_neither_torch_nor_transformers(tmp_path):
-    out = py("""
+    out = py(
+        """
 import sys
 from batchlab import SamplingParams, StructuredOutputsParams, RequestOutput, CompletionOutput
 import batchlab.names
@@ -142,8 +284,10 @@ SamplingParams(max_new_tokens=3, guided_choice=['a']), SamplingParams.of(dict(te
 try: SamplingParams(stop_sequences=['a'], temprature=1)
 except batchlab.BatchlabError as e: pass
 print(sorted({'torch', 'transformers', 'numpy', 'tokenizers', 'huggingface_hub', 'pandas'} & {*sys.modules}))
-""", tmp_path)
-    assert out == '[]'
+""",
+        tmp_path,
+    )
+    assert out == "[]"
 
 
 # --- vLLM's engine
@@ -180,60 +324,140 @@ VLLM = """model enable_return_routed_experts model_weights served_model_name tok
 def test_every_argument_of_vllm_is_known():
     own = {*inspect.signature(LLM).parameters}
     assert [k for k in VLLM if k not in own and k not in ENGINE_DEFAULTS and k not in WORKS] == []
-    assert not own & {*ENGINE_DEFAULTS} and not {*WITHOUT_EFFECT} & {*REFUSED} and not {*WORKS} & {*ENGINE_DEFAULTS}
+    assert (
+        not own & {*ENGINE_DEFAULTS}
+        and not {*WITHOUT_EFFECT} & {*REFUSED}
+        and not {*WORKS} & {*ENGINE_DEFAULTS}
+    )
 
 
-@pytest.mark.parametrize('kw,words', [
-    (dict(seed=3), 'each request a seed'), (dict(guided_decoding_disable_any_whitespace=True), 'StructuredOutputsParams'), (dict(structured_outputs_config=dict(disable_any_whitespace=True)), 'StructuredOutputsParams'),
-    (dict(disable_sliding_window=True), 'config'), (dict(code_revision='main'), 'no code of a model'), (dict(revision='main'), 'load_model'),
-    (dict(load_format='dummy'), 'weights come from'), (dict(speculative_config=dict(a=1)), 'token by token'),
-    (dict(hf_overrides=dict(a=1)), 'config'), (dict(tokenizer_mode='slow'), 'AutoTokenizer'), (dict(max_num_seq=4), "did you mean 'max_num_seqs'"),
-    (dict(gpu_memory_utilisation=.5), "did you mean 'gpu_memory_utilization'"), (dict(max_tokens=3), 'SamplingParams'), (dict(voice='alto'), "'voice'"),
-    (dict(device_map=dict(a=0, b=1)), 'more than one device'), (dict(device_map=dict(a=['cpu'])), 'device'), (dict(kv_cache_dtype='fp8'), 'dtype'), (dict(device_map='cpu', device='cpu'), 'same argument')])
+@pytest.mark.parametrize(
+    "kw,words",
+    [
+        (dict(seed=3), "each request a seed"),
+        (dict(guided_decoding_disable_any_whitespace=True), "StructuredOutputsParams"),
+        (
+            dict(structured_outputs_config=dict(disable_any_whitespace=True)),
+            "StructuredOutputsParams",
+        ),
+        (dict(disable_sliding_window=True), "config"),
+        (dict(code_revision="main"), "no code of a model"),
+        (dict(revision="main"), "load_model"),
+        (dict(load_format="dummy"), "weights come from"),
+        (dict(speculative_config=dict(a=1)), "token by token"),
+        (dict(hf_overrides=dict(a=1)), "config"),
+        (dict(tokenizer_mode="slow"), "AutoTokenizer"),
+        (dict(max_num_seq=4), "did you mean 'max_num_seqs'"),
+        (dict(gpu_memory_utilisation=0.5), "did you mean 'gpu_memory_utilization'"),
+        (dict(max_tokens=3), "SamplingParams"),
+        (dict(voice="alto"), "'voice'"),
+        (dict(device_map=dict(a=0, b=1)), "more than one device"),
+        (dict(device_map=dict(a=["cpu"])), "device"),
+        (dict(kv_cache_dtype="fp8"), "dtype"),
+        (dict(device_map="cpu", device="cpu"), "same argument"),
+    ],
+)
 def test_what_would_change_the_answers_is_refused(kw, words):
-    with pytest.raises(ParamError, match=words): LLM(tiny()[0], **kw)
+    with pytest.raises(ParamError, match=words):
+        LLM(tiny()[0], **kw)
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    at = tmp_path_factory.mktemp('tiny')
-    for part in tiny(): part.save_pretrained(at)
+    at = tmp_path_factory.mktemp("tiny")
+    for part in tiny():
+        part.save_pretrained(at)
     return str(at)
 
 
 def test_arguments_of_vllm_and_transformers(folder, lines):
-    made = LLM(model=folder, tokenizer=folder, torch_dtype='bfloat16', device_map='cpu', gpu_memory_utilization=.4, tensor_parallel_size=2, kv_cache_memory_bytes=2**20,
-               enforce_eager=True, seed=0, trust_remote_code=True, enable_prefix_caching=None, task='generate')
-    assert (made.model.dtype, made.limits.kv_bytes, made.enable_prefix_caching) == (torch.bfloat16, 2**20, True)
-    assert made.get_tokenizer()('a') == tiny()[1]('a')
-    [said] = [s for s in lines() if 'without effect' in s]
-    assert all(k in said for k in ('gpu_memory_utilization=0.4', 'kv_cache_bytes', 'tensor_parallel_size=2', '--ray', 'enforce_eager', 'trust_remote_code=True (a model runs without code of its own')) and 'seed' not in said
-    with pytest.raises(ModelError): LLM(folder, './nowhere')
-    with pytest.raises(ModelError, match='came without a tokenizer'): LLM(tiny()[0]).get_tokenizer()
+    made = LLM(
+        model=folder,
+        tokenizer=folder,
+        torch_dtype="bfloat16",
+        device_map="cpu",
+        gpu_memory_utilization=0.4,
+        tensor_parallel_size=2,
+        kv_cache_memory_bytes=2**20,
+        enforce_eager=True,
+        seed=0,
+        trust_remote_code=True,
+        enable_prefix_caching=None,
+        task="generate",
+    )
+    assert (made.model.dtype, made.limits.kv_bytes, made.enable_prefix_caching) == (
+        torch.bfloat16,
+        2**20,
+        True,
+    )
+    assert made.get_tokenizer()("a") == tiny()[1]("a")
+    [said] = [s for s in lines() if "without effect" in s]
+    assert (
+        all(
+            k in said
+            for k in (
+                "gpu_memory_utilization=0.4",
+                "kv_cache_bytes",
+                "tensor_parallel_size=2",
+                "--ray",
+                "enforce_eager",
+                "trust_remote_code=True (a model runs without code of its own",
+            )
+        )
+        and "seed" not in said
+    )
+    with pytest.raises(ModelError):
+        LLM(folder, "./nowhere")
+    with pytest.raises(ModelError, match="came without a tokenizer"):
+        LLM(tiny()[0]).get_tokenizer()
 
 
 def test_default_sampling_params_are_the_models(llm):
-    model = tiny_model('llama')
+    model = tiny_model("llama")
     assert LLM(model).get_default_sampling_params() == SamplingParams()
-    model.generation_config.update(temperature=.6, top_k=5, max_new_tokens=7, do_sample=True, eos_token_id=2)
-    assert LLM(model).get_default_sampling_params() == SamplingParams(temperature=.6, top_k=5, max_tokens=7)
+    model.generation_config.update(
+        temperature=0.6, top_k=5, max_new_tokens=7, do_sample=True, eos_token_id=2
+    )
+    assert LLM(model).get_default_sampling_params() == SamplingParams(
+        temperature=0.6, top_k=5, max_tokens=7
+    )
 
 
 def test_engine_args_are_silent_at_their_defaults(folder, lines):
     from batchlab.utils import FlexibleArgumentParser
     from batchlab.utils.argparse_utils import FlexibleArgumentParser as same
+
     parser = FlexibleArgumentParser()
     assert same is FlexibleArgumentParser
-    EngineArgs.add_cli_args(parser.add_argument_group('engine')).set_defaults(model=folder)
-    parser.add_argument('--max-tokens', type=int)
-    args = vars(parser.parse_args(['--max_tokens', '5', '--max_num_seqs=3', '--max-model-len', '99']))
-    assert args.pop('max_tokens') == 5
+    EngineArgs.add_cli_args(parser.add_argument_group("engine")).set_defaults(model=folder)
+    parser.add_argument("--max-tokens", type=int)
+    args = vars(
+        parser.parse_args(["--max_tokens", "5", "--max_num_seqs=3", "--max-model-len", "99"])
+    )
+    assert args.pop("max_tokens") == 5
     made = LLM(**args)
     assert (made.limits.max_num_seqs, made.max_model_len, lines()) == (3, 99, [])
-    assert vars(EngineArgs(model=folder)) == {**args, 'max_num_seqs': None, 'max_model_len': None}
-    args = parser.parse_args(['--quantization', 'None', '--compile', 'false', '--device-map', 'cpu', '--kv-cache-memory-bytes', '5'])
-    assert (args.quantization, args.compile, args.device, args.kv_cache_bytes) == (None, False, 'cpu', 5)
-    with pytest.raises(ParamError, match="did you mean 'tensor_parallel_size'"): EngineArgs(tensor_parallel_sizes=2)
+    assert vars(EngineArgs(model=folder)) == {**args, "max_num_seqs": None, "max_model_len": None}
+    args = parser.parse_args(
+        [
+            "--quantization",
+            "None",
+            "--compile",
+            "false",
+            "--device-map",
+            "cpu",
+            "--kv-cache-memory-bytes",
+            "5",
+        ]
+    )
+    assert (args.quantization, args.compile, args.device, args.kv_cache_bytes) == (
+        None,
+        False,
+        "cpu",
+        5,
+    )
+    with pytest.raises(ParamError, match="did you mean 'tensor_parallel_size'"):
+        EngineArgs(tensor_parallel_sizes=2)
 
 
 EXAMPLE = """
@@ -259,59 +483,118 @@ print(texts[0] == texts[1])
 
 
 def test_a_program_for_vllm_runs_with_its_imports_changed(folder, tmp_path):
-    assert py('import warnings; warnings.simplefilter("error", DeprecationWarning)\n' + EXAMPLE.format(folder=folder), tmp_path).split() == ['False', 'True', 'True']
+    assert py(
+        'import warnings; warnings.simplefilter("error", DeprecationWarning)\n'
+        + EXAMPLE.format(folder=folder),
+        tmp_path,
+    ).split() == ["False", "True", "True"]
 
 
 def test_modules_of_vllm_that_are_not_there():
-    with pytest.raises(ImportError): import batchlab.platforms  # noqa: F401
-    with pytest.raises(ImportError, match='no_such'): from batchlab.utils import no_such  # noqa: F401
+    with pytest.raises(ImportError):
+        import batchlab.platforms  # noqa: F401
+    with pytest.raises(ImportError, match="no_such"):
+        from batchlab.utils import no_such  # noqa: F401
 
 
 # --- conversations
 
-def ids_of(tokenizer, messages, **kw): return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **kw)['input_ids']
+
+def ids_of(tokenizer, messages, **kw):
+    return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **kw)[
+        "input_ids"
+    ]
 
 
 def test_conversations_are_what_transformers_writes(llm, tmp_path):
     tok, begun = llm.tokenizer, TALK[:2]
-    plain = '{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}{% if tools %}{{ tools[0].function.name }}{% endif %}{{ mood }}'
-    (tmp_path/'plain.jinja').write_text(plain)
-    tools = [dict(type='function', function=dict(name='f', description='d', parameters={}))]
-    cases = [(TALK, {}, dict(add_generation_prompt=True)), (begun, dict(continue_final_message=True), dict(continue_final_message=True)),
-             (begun, dict(add_generation_prompt=False), {}), (TALK, dict(tools=tools, chat_template=plain, chat_template_kwargs=dict(mood='!')), dict(tools=tools, chat_template=plain, mood='!'))]
+    plain = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}{% if tools %}{{ tools[0].function.name }}{% endif %}{{ mood }}"
+    (tmp_path / "plain.jinja").write_text(plain)
+    tools = [dict(type="function", function=dict(name="f", description="d", parameters={}))]
+    cases = [
+        (TALK, {}, dict(add_generation_prompt=True)),
+        (begun, dict(continue_final_message=True), dict(continue_final_message=True)),
+        (begun, dict(add_generation_prompt=False), {}),
+        (
+            TALK,
+            dict(tools=tools, chat_template=plain, chat_template_kwargs=dict(mood="!")),
+            dict(tools=tools, chat_template=plain, mood="!"),
+        ),
+    ]
     for messages, kw, theirs in cases:
         want = ids_of(tok, messages, **theirs)
-        outs = [*llm.chat(messages, GREEDY, **kw), *llm.generate({'messages': messages, **kw}, GREEDY), *llm.chat([messages, TALK], GREEDY, **kw)[:1], llm.chat([{'messages': messages, **kw}], GREEDY)[0]]
+        outs = [
+            *llm.chat(messages, GREEDY, **kw),
+            *llm.generate({"messages": messages, **kw}, GREEDY),
+            *llm.chat([messages, TALK], GREEDY, **kw)[:1],
+            llm.chat([{"messages": messages, **kw}], GREEDY)[0],
+        ]
         assert all(o.prompt_token_ids == want and o.error is None for o in outs)
-        assert [e.output.prompt_token_ids for e in llm.stream([{'messages': messages, **kw}], GREEDY, chat=True) if e.output] == [want]
-    assert llm.chat(TALK, GREEDY, chat_template=tmp_path/'plain.jinja')[0].prompt == llm.chat(TALK, GREEDY, chat_template=plain)[0].prompt
-    parts = [dict(role='user', content=[dict(type='text', text='a'), dict(type='text', text='b')])]
-    assert llm.chat(parts, GREEDY)[0].prompt_token_ids == ids_of(tok, [dict(role='user', content='a\nb')], add_generation_prompt=True)
-    called = [*TALK, dict(role='assistant', tool_calls=[dict(type='function', function=dict(name='f', arguments={}))]), dict(role='tool', content='5')]
-    assert llm.chat(called, GREEDY, chat_template=plain.replace('m.content', "m.content or ''"))[0].error is None
+        assert [
+            e.output.prompt_token_ids
+            for e in llm.stream([{"messages": messages, **kw}], GREEDY, chat=True)
+            if e.output
+        ] == [want]
+    assert (
+        llm.chat(TALK, GREEDY, chat_template=tmp_path / "plain.jinja")[0].prompt
+        == llm.chat(TALK, GREEDY, chat_template=plain)[0].prompt
+    )
+    parts = [dict(role="user", content=[dict(type="text", text="a"), dict(type="text", text="b")])]
+    assert llm.chat(parts, GREEDY)[0].prompt_token_ids == ids_of(
+        tok, [dict(role="user", content="a\nb")], add_generation_prompt=True
+    )
+    called = [
+        *TALK,
+        dict(
+            role="assistant",
+            tool_calls=[dict(type="function", function=dict(name="f", arguments={}))],
+        ),
+        dict(role="tool", content="5"),
+    ]
+    assert (
+        llm.chat(called, GREEDY, chat_template=plain.replace("m.content", "m.content or ''"))[
+            0
+        ].error
+        is None
+    )
 
 
 def test_a_conversation_in_add_request_and_asyncio(llm):
     import asyncio
-    got, prompt = [], {'messages': TALK[:2], 'continue_final_message': True, 'max_tokens': 2, 'temperature': 0}
+
+    got, prompt = (
+        [],
+        {"messages": TALK[:2], "continue_final_message": True, "max_tokens": 2, "temperature": 0},
+    )
     llm.add_request(prompt, stream_callback=lambda e: got.append(e.output))
-    while llm.has_unfinished: llm.step()
+    while llm.has_unfinished:
+        llm.step()
     want = got[-1].outputs[0].token_ids
+
     async def both():
         asked = AsyncLLM(llm)
-        ends = [[o async for o in stream][-1] for stream in (asked.generate(prompt), asked.chat(TALK[:2], GREEDY, continue_final_message=True))]
+        ends = [
+            [o async for o in stream][-1]
+            for stream in (
+                asked.generate(prompt),
+                asked.chat(TALK[:2], GREEDY, continue_final_message=True),
+            )
+        ]
         await asked.shutdown()
         return ends
+
     ends = asyncio.run(both())
     assert [e.outputs[0].token_ids[:2] for e in ends] == [want, want] and len(want) == 2
-    for prompt in ('hi', dict(prompt='hi')):
-        with pytest.raises(ParamError, match='takes the prompt first'): llm.add_request('id1', prompt, GREEDY)
+    for prompt in ("hi", dict(prompt="hi")):
+        with pytest.raises(ParamError, match="takes the prompt first"):
+            llm.add_request("id1", prompt, GREEDY)
 
 
 def test_an_answer_begun_and_closed_is_said(llm):
-    with pytest.warns(UserWarning, match='continue_final_message=True'): llm.chat(TALK[:2], GREEDY)
+    with pytest.warns(UserWarning, match="continue_final_message=True"):
+        llm.chat(TALK[:2], GREEDY)
     with warnings.catch_warnings():
-        warnings.simplefilter('error')
+        warnings.simplefilter("error")
         llm.chat(TALK[:2], GREEDY, continue_final_message=True)
         llm.logprobs([TALK[:2]])
 
@@ -322,229 +605,472 @@ def test_conversations_are_scored_as_the_template_writes_them(llm):
     ids = ids_of(llm.tokenizer, TALK)
     logits = llm.model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
     theirs = logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-    assert two.token_ids == ids == same.token_ids and one.token_ids == ids_of(llm.tokenizer, TALK[:2])
+    assert two.token_ids == ids == same.token_ids and one.token_ids == ids_of(
+        llm.tokenizer, TALK[:2]
+    )
     torch.testing.assert_close(torch.tensor(two.logprobs), theirs, atol=1e-4, rtol=1e-4)
 
 
 # --- loud
 
+
 def test_what_is_wrong_with_all_of_a_call_raises(llm):
     import pandas as pd
     from tqdm import tqdm
+
     bare, plain = LLM(tiny()[0]), LLM(*tiny(chat=False))
-    wish = SamplingParams(structured_outputs=dict(regex='a'))
+    wish = SamplingParams(structured_outputs=dict(regex="a"))
     calls = [
-        (lambda: bare.generate(['hi', 'yo']), ModelError, 'without a tokenizer'), (lambda: bare.generate([None, 'yo']), ModelError, 'without a tokenizer'),
-        (lambda: [*bare.stream('hi')], ModelError, 'without a tokenizer'), (lambda: bare.plan('hi'), ModelError, 'tokenizer'), (lambda: bare.logprobs('hi'), ModelError, 'tokenizer'),
-        (lambda: bare.generate([[5]], wish), ModelError, 'needs a tokenizer'), (lambda: plain.chat(TALK), ModelError, 'no chat template'),
-        (lambda: llm.chat('hello'), PromptError, 'llm.generate'), (lambda: llm.chat(['a', 'b']), PromptError, 'messages must be'), (lambda: llm.generate([TALK]), PromptError, 'llm.chat'),
-        (lambda: llm.generate(TALK), PromptError, 'llm.chat'), (lambda: llm.generate(pd.DataFrame(dict(prompt=['a']))), PromptError, r"frame\['prompt'\].*llm.map"),
-        (lambda: llm.generate(dict(prompt=['a', 'b'])), PromptError, r"d\['prompt'\]"), (lambda: llm.generate(7), PromptError, 'got 7'), (lambda: llm.generate(None), PromptError, 'None'),
-        (lambda: llm.logprobs('hi', ['yo']), ParamError, 'use_tqdm'), (lambda: llm.plan([None]), PromptError, 'None'), (lambda: [*llm.stream(TALK)], PromptError, 'llm.chat'),
-        (lambda: llm.generate({'prompt': 'a', 'max_tokns': 3}), ParamError, 'max_tokens'), (lambda: llm.generate('a', time_out=3), ParamError, 'timeout'),
-        (lambda: llm.chat(TALK, chat_template='nowhere.jinja'), ParamError, 'chat_template'), (lambda: llm.chat(TALK, tools='f'), ParamError, 'tools must be'),
-        (lambda: LLM(*tiny(), system='x'), ParamError, 'give messages with one of role system'), (lambda: LLM(tiny()[0], 5), ParamError, 'got int'),
-        (lambda: llm.logprobs({'prompt': 'a', 'temperature': 0}), ParamError, 'temperature'), (lambda: llm.map([{'prompt': 'a'}], lora_request=7), ParamError, 'lora_request'),
-        (lambda: AsyncLLM(llm, 'nowhere'), ParamError, 'tokenizer'), (lambda: AsyncLLM(llm, max_num_seqs=3, nonsense=7), ParamError, 'max_num_seqs'),
-        (lambda: llm.generate('a', GREEDY, max_tokens=3), ParamError, 'max_tokens: settings stand in sampling_params'), (lambda: llm.generate('a', lora_request=7), ParamError, 'lora_request'),
-        (lambda: llm.logprobs('a', temperature=0), ParamError, 'temperature: this call has no settings'), (lambda: llm.generate('a', stream=True), ParamError, 'llm.stream')]
+        (lambda: bare.generate(["hi", "yo"]), ModelError, "without a tokenizer"),
+        (lambda: bare.generate([None, "yo"]), ModelError, "without a tokenizer"),
+        (lambda: [*bare.stream("hi")], ModelError, "without a tokenizer"),
+        (lambda: bare.plan("hi"), ModelError, "tokenizer"),
+        (lambda: bare.logprobs("hi"), ModelError, "tokenizer"),
+        (lambda: bare.generate([[5]], wish), ModelError, "needs a tokenizer"),
+        (lambda: plain.chat(TALK), ModelError, "no chat template"),
+        (lambda: llm.chat("hello"), PromptError, "llm.generate"),
+        (lambda: llm.chat(["a", "b"]), PromptError, "messages must be"),
+        (lambda: llm.generate([TALK]), PromptError, "llm.chat"),
+        (lambda: llm.generate(TALK), PromptError, "llm.chat"),
+        (
+            lambda: llm.generate(pd.DataFrame(dict(prompt=["a"]))),
+            PromptError,
+            r"frame\['prompt'\].*llm.map",
+        ),
+        (lambda: llm.generate(dict(prompt=["a", "b"])), PromptError, r"d\['prompt'\]"),
+        (lambda: llm.generate(7), PromptError, "got 7"),
+        (lambda: llm.generate(None), PromptError, "None"),
+        (lambda: llm.logprobs("hi", ["yo"]), ParamError, "use_tqdm"),
+        (lambda: llm.plan([None]), PromptError, "None"),
+        (lambda: [*llm.stream(TALK)], PromptError, "llm.chat"),
+        (lambda: llm.generate({"prompt": "a", "max_tokns": 3}), ParamError, "max_tokens"),
+        (lambda: llm.generate("a", time_out=3), ParamError, "timeout"),
+        (lambda: llm.chat(TALK, chat_template="nowhere.jinja"), ParamError, "chat_template"),
+        (lambda: llm.chat(TALK, tools="f"), ParamError, "tools must be"),
+        (lambda: LLM(*tiny(), system="x"), ParamError, "give messages with one of role system"),
+        (lambda: LLM(tiny()[0], 5), ParamError, "got int"),
+        (lambda: llm.logprobs({"prompt": "a", "temperature": 0}), ParamError, "temperature"),
+        (lambda: llm.map([{"prompt": "a"}], lora_request=7), ParamError, "lora_request"),
+        (lambda: AsyncLLM(llm, "nowhere"), ParamError, "tokenizer"),
+        (lambda: AsyncLLM(llm, max_num_seqs=3, nonsense=7), ParamError, "max_num_seqs"),
+        (
+            lambda: llm.generate("a", GREEDY, max_tokens=3),
+            ParamError,
+            "max_tokens: settings stand in sampling_params",
+        ),
+        (lambda: llm.generate("a", lora_request=7), ParamError, "lora_request"),
+        (
+            lambda: llm.logprobs("a", temperature=0),
+            ParamError,
+            "temperature: this call has no settings",
+        ),
+        (lambda: llm.generate("a", stream=True), ParamError, "llm.stream"),
+    ]
     for call, error, words in calls:
-        with pytest.raises(error, match=words): call()
+        with pytest.raises(error, match=words):
+            call()
     assert llm.generate([]) == [] == llm.chat([]) and not llm.has_unfinished
-    assert llm.generate('hi', GREEDY, use_tqdm=tqdm)[0].error is None
-    assert plain.chat(TALK, GREEDY, chat_template='{{ messages[0].content }}')[0].prompt == 'hi'
+    assert llm.generate("hi", GREEDY, use_tqdm=tqdm)[0].error is None
+    assert plain.chat(TALK, GREEDY, chat_template="{{ messages[0].content }}")[0].prompt == "hi"
 
 
 def test_a_models_fault_with_some_prompts_is_theirs(llm):
     plain = LLM(*tiny(chat=False))
-    one, two = plain.generate(['a', {'messages': TALK}], GREEDY)
-    assert one.error is None and one.outputs[0].token_ids and 'no chat template' in two.error
-    one, two = LLM(tiny()[0]).generate([[5, 6], 'yo'], GREEDY)
-    assert one.error is None and 'without a tokenizer' in two.error
+    one, two = plain.generate(["a", {"messages": TALK}], GREEDY)
+    assert one.error is None and one.outputs[0].token_ids and "no chat template" in two.error
+    one, two = LLM(tiny()[0]).generate([[5, 6], "yo"], GREEDY)
+    assert one.error is None and "without a tokenizer" in two.error
 
 
 def test_what_a_conversations_dict_says_is_checked(llm, tmp_path):
-    (file := tmp_path/'secret').write_text('{{ messages }}')
-    wrong = [dict(chat_template_kwargs='x'), dict(chat_template_kwargs=dict(return_tensors='pt')), dict(add_generation_prompt='false'), dict(tools='f'), dict(chat_template=str(file))]
-    outs = llm.generate(['a', *({'messages': TALK} | kw for kw in wrong)], GREEDY)
-    assert outs[0].error is None and all(word in o.error for o, word in zip(outs[1:], ('chat_template_kwargs', 'return_tensors', 'add_generation_prompt', 'tools', 'chat_template')))
-    developer = [dict(role='developer', content='be brief'), *TALK]
-    assert llm.chat(developer, GREEDY)[0].prompt == llm.chat([dict(developer[0], role='system'), *TALK], GREEDY)[0].prompt
+    (file := tmp_path / "secret").write_text("{{ messages }}")
+    wrong = [
+        dict(chat_template_kwargs="x"),
+        dict(chat_template_kwargs=dict(return_tensors="pt")),
+        dict(add_generation_prompt="false"),
+        dict(tools="f"),
+        dict(chat_template=str(file)),
+    ]
+    outs = llm.generate(["a", *({"messages": TALK} | kw for kw in wrong)], GREEDY)
+    assert outs[0].error is None and all(
+        word in o.error
+        for o, word in zip(
+            outs[1:],
+            (
+                "chat_template_kwargs",
+                "return_tensors",
+                "add_generation_prompt",
+                "tools",
+                "chat_template",
+            ),
+        )
+    )
+    developer = [dict(role="developer", content="be brief"), *TALK]
+    assert (
+        llm.chat(developer, GREEDY)[0].prompt
+        == llm.chat([dict(developer[0], role="system"), *TALK], GREEDY)[0].prompt
+    )
 
 
 def test_scores_of_dicts_and_of_short_prompts(llm):
-    assert [s.token_ids for p in ([{'messages': TALK}], {'messages': TALK}) for s in llm.logprobs(p)] == [llm.logprobs(TALK)[0].token_ids] * 2
+    assert [
+        s.token_ids for p in ([{"messages": TALK}], {"messages": TALK}) for s in llm.logprobs(p)
+    ] == [llm.logprobs(TALK)[0].token_ids] * 2
     short, long = llm.logprobs([[5, 6, 7], [5, 6, 7, 8, 9, 10]], start=5)
     assert (short.error, short.logprobs, long.error, len(long.logprobs)) == (None, [], None, 1)
-    assert llm.logprobs([[5, 6, 7]], start=3)[0].logprobs == [] and llm.logprobs([[5, 6, 7]])[0].logprobs[-1:] == llm.logprobs([[5, 6, 7]], start=2)[0].logprobs
+    assert (
+        llm.logprobs([[5, 6, 7]], start=3)[0].logprobs == []
+        and llm.logprobs([[5, 6, 7]])[0].logprobs[-1:]
+        == llm.logprobs([[5, 6, 7]], start=2)[0].logprobs
+    )
 
 
 def test_none_in_a_prompts_dict_says_nothing():
-    assert split_settings(dict(prompt='p', temperature=None, top_p=float('nan'), max_tokens=None, seed=3)) == (dict(prompt='p'), dict(max_tokens=None, seed=3))
+    assert split_settings(
+        dict(prompt="p", temperature=None, top_p=float("nan"), max_tokens=None, seed=3)
+    ) == (dict(prompt="p"), dict(max_tokens=None, seed=3))
     assert SamplingParams(max_tokens=3, max_new_tokens=None) == SamplingParams(max_tokens=3)
 
 
 def test_a_greedy_default_keeps_what_a_prompt_samples_by(llm):
-    [out] = llm.generate([dict(prompt='a', temperature=.7)], dict(temperature=0, top_k=5, top_p=.5))
-    assert (out.params.temperature, out.params.top_k, out.params.top_p) == (.7, 5, .5)
-    many = llm.generate(['a', 'bc'], [SamplingParams(temperature=0, top_k=5, top_p=.5, min_p=.1), SamplingParams(temperature=1, seed=1, top_k=3)])
-    assert many[0].outputs[0].token_ids == llm.generate('a', SamplingParams(temperature=0))[0].outputs[0].token_ids
+    [out] = llm.generate(
+        [dict(prompt="a", temperature=0.7)], dict(temperature=0, top_k=5, top_p=0.5)
+    )
+    assert (out.params.temperature, out.params.top_k, out.params.top_p) == (0.7, 5, 0.5)
+    many = llm.generate(
+        ["a", "bc"],
+        [
+            SamplingParams(temperature=0, top_k=5, top_p=0.5, min_p=0.1),
+            SamplingParams(temperature=1, seed=1, top_k=3),
+        ],
+    )
+    assert (
+        many[0].outputs[0].token_ids
+        == llm.generate("a", SamplingParams(temperature=0))[0].outputs[0].token_ids
+    )
 
 
-@pytest.mark.parametrize('kw', [dict(logprobs=5, logprob_token_ids=[1]), dict(logprob_token_ids=[]), dict(logprobs_mode='raw_logits'),
-                                dict(structured_outputs=dict(jsno={}))])
+@pytest.mark.parametrize(
+    "kw",
+    [
+        dict(logprobs=5, logprob_token_ids=[1]),
+        dict(logprob_token_ids=[]),
+        dict(logprobs_mode="raw_logits"),
+        dict(structured_outputs=dict(jsno={})),
+    ],
+)
 def test_settings_without_effect_are_refused(kw):
-    with pytest.raises(ParamError, match='json' if 'jsno' in str(kw) else next(reversed(kw))): SamplingParams(**kw)
+    with pytest.raises(ParamError, match="json" if "jsno" in str(kw) else next(reversed(kw))):
+        SamplingParams(**kw)
 
 
 def test_true_asks_for_log_probabilities_everywhere():
-    for made in (SamplingParams(logprobs=True), SamplingParams.of(dict(logprobs=True)), SamplingParams(**split_settings(dict(prompt='p', logprobs=True))[1]), SamplingParams(logprobs=True, max_new_tokens=16)):
+    for made in (
+        SamplingParams(logprobs=True),
+        SamplingParams.of(dict(logprobs=True)),
+        SamplingParams(**split_settings(dict(prompt="p", logprobs=True))[1]),
+        SamplingParams(logprobs=True, max_new_tokens=16),
+    ):
         assert made == SamplingParams(logprobs=0)
     assert SamplingParams(logprobs=False) == SamplingParams()
 
 
 def test_vllms_structured_outputs_are_read():
     from batchlab import StructuredOutputsParams
-    assert StructuredOutputsParams(regex='a', backend='xgrammar', disable_fallback=True, whitespace_pattern=None) == StructuredOutputsParams(regex='a')
-    for kw in (dict(jsno={}), dict(regex='a', structural_tag='x')):
-        with pytest.raises(ParamError, match=[*kw][-1]): StructuredOutputsParams(**kw)
+
+    assert StructuredOutputsParams(
+        regex="a", backend="xgrammar", disable_fallback=True, whitespace_pattern=None
+    ) == StructuredOutputsParams(regex="a")
+    for kw in (dict(jsno={}), dict(regex="a", structural_tag="x")):
+        with pytest.raises(ParamError, match=[*kw][-1]):
+            StructuredOutputsParams(**kw)
 
 
 def test_the_log_of_failures_is_short(lines):
     from batchlab.inputs import log_failures
     from batchlab.outputs import RequestOutput
-    letters = [f"a prompt must be a string, got '{chr(97 + i % 26)}{chr(97 + i // 26)}" for i in range(300)]
-    log_failures([RequestOutput(str(i), error=e) for i, e in enumerate([*letters, *(f'{x} {x}' for x in map(chr, range(97, 110)))])])
+
+    letters = [
+        f"a prompt must be a string, got '{chr(97 + i % 26)}{chr(97 + i // 26)}" for i in range(300)
+    ]
+    log_failures(
+        [
+            RequestOutput(str(i), error=e)
+            for i, e in enumerate([*letters, *(f"{x} {x}" for x in map(chr, range(97, 110)))])
+        ]
+    )
     [said] = lines()
-    assert '300 × a prompt' in said and 'and 9 others' in said and len(said) < 1200
+    assert "300 × a prompt" in said and "and 9 others" in said and len(said) < 1200
 
 
 def test_modules_of_vllms_names_are_batchlabs_alone(tmp_path):
-    assert py("""
+    assert py(
+        """
 import batchlab, importlib.util
 print([importlib.util.find_spec(m) for m in ('distributed', 'sampling_params', 'batchlab.LLM')])
 try: from batchlab import Lllm
 except ImportError as e: print("did you mean 'LLM'" in str(e))
 try: import batchlab.runs
 except ModuleNotFoundError as e: print("did you mean 'run'" in str(e))
-""", tmp_path).split('\n') == ['[None, None, None]', 'True', 'True']
+""",
+        tmp_path,
+    ).split("\n") == ["[None, None, None]", "True", "True"]
 
 
 def test_a_missing_llguidance_raises(llm, monkeypatch):
-    pytest.importorskip('llguidance')
-    monkeypatch.setitem(sys.modules, 'llguidance', None)
-    monkeypatch.setitem(sys.modules, 'llguidance.hf', None)
-    with pytest.raises(ModelError, match=r"pip install 'batchlab\[structured\]'"): LLM(*tiny()).generate(['a', 'b'], SamplingParams(structured_outputs=dict(regex='a')))
+    pytest.importorskip("llguidance")
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
+    with pytest.raises(ModelError, match=r"pip install 'batchlab\[structured\]'"):
+        LLM(*tiny()).generate(["a", "b"], SamplingParams(structured_outputs=dict(regex="a")))
 
 
 def test_calls_take_settings_and_vllms_arguments(llm):
-    [want] = llm.generate('hi', GREEDY)
-    ids = llm.tokenizer('hi')['input_ids']
-    outs = [*llm.generate('hi', temperature=0, max_new_tokens=4), *llm.generate(prompts=None, prompt_token_ids=[ids], sampling_params=GREEDY, lora_request=None),
-            *llm.generate(prompt='hi', params=GREEDY), *llm.generate([dict(prompt='hi', max_tokens=4)], dict(temperature=0, max_tokens=9)),
-            *llm.generate([dict(prompt_token_ids=ids, sampling_params=dict(temperature=0), max_completion_tokens=4)])]
+    [want] = llm.generate("hi", GREEDY)
+    ids = llm.tokenizer("hi")["input_ids"]
+    outs = [
+        *llm.generate("hi", temperature=0, max_new_tokens=4),
+        *llm.generate(
+            prompts=None, prompt_token_ids=[ids], sampling_params=GREEDY, lora_request=None
+        ),
+        *llm.generate(prompt="hi", params=GREEDY),
+        *llm.generate([dict(prompt="hi", max_tokens=4)], dict(temperature=0, max_tokens=9)),
+        *llm.generate(
+            [
+                dict(
+                    prompt_token_ids=ids,
+                    sampling_params=dict(temperature=0),
+                    max_completion_tokens=4,
+                )
+            ]
+        ),
+    ]
     assert [o.outputs[0].token_ids for o in outs] == [want.outputs[0].token_ids] * 5
     assert outs[3].params == GREEDY
-    assert llm.chat(conversation=TALK, sampling_params=GREEDY, chat_template_content_format='auto')[0].error is None
+    assert (
+        llm.chat(conversation=TALK, sampling_params=GREEDY, chat_template_content_format="auto")[
+            0
+        ].error
+        is None
+    )
 
 
 def test_requests_that_failed_are_counted_by_reason(llm, lines):
-    outs = llm.generate(['a'] * 3 + [[999999]] * 2 + ['x ' * 300, 'x ' * 301, None], GREEDY)
+    outs = llm.generate(["a"] * 3 + [[999999]] * 2 + ["x " * 300, "x " * 301, None], GREEDY)
     [said] = lines()
-    assert said.startswith('5 of 8 requests failed: 2 × token id 999999') and '(first: outputs[3]); 2 × the prompt has' in said and '(first: outputs[5]); 1 × a prompt must be' in said
-    assert said.endswith('outputs[i].error says why') and sum(o.error is not None for o in outs) == 5
-    llm.generate(['a', 'b'], GREEDY)
+    assert (
+        said.startswith("5 of 8 requests failed: 2 × token id 999999")
+        and "(first: outputs[3]); 2 × the prompt has" in said
+        and "(first: outputs[5]); 1 × a prompt must be" in said
+    )
+    assert (
+        said.endswith("outputs[i].error says why") and sum(o.error is not None for o in outs) == 5
+    )
+    llm.generate(["a", "b"], GREEDY)
     assert len(lines()) == 1
 
 
 def test_encode_chat_tells_the_models_fault_from_the_messages():
     tok = tiny_tokenizer()
-    for messages in ('hi', [], [dict(role='user')], [dict(role='user', content=[dict(type='image_url')])]):
-        with pytest.raises(PromptError): encode_chat(tok, messages)
+    for messages in (
+        "hi",
+        [],
+        [dict(role="user")],
+        [dict(role="user", content=[dict(type="image_url")])],
+    ):
+        with pytest.raises(PromptError):
+            encode_chat(tok, messages)
     tok.chat_template = "{{ raise_exception('no') }}"
-    with pytest.raises(PromptError, match='refuses these messages'): encode_chat(tok, TALK)
-    with pytest.raises(ModelError): encode_chat(None, TALK)
+    with pytest.raises(PromptError, match="refuses these messages"):
+        encode_chat(tok, TALK)
+    with pytest.raises(ModelError):
+        encode_chat(None, TALK)
 
 
 def test_tools_that_the_template_does_not_know_are_refused(llm):
-    talk, tools = [dict(role='user', content='hi')], [dict(type='function', function=dict(name='f', parameters={}))]
+    talk, tools = (
+        [dict(role="user", content="hi")],
+        [dict(type="function", function=dict(name="f", parameters={}))],
+    )
     [out] = llm.chat(talk, GREEDY, tools=tools)
-    assert 'knows no tools' in out.error
+    assert "knows no tools" in out.error
     known = "{% for t in tools or [] %}{{ t['function']['name'] }}{% endfor %}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     [out] = llm.chat(talk, GREEDY, tools=tools, chat_template=known)
-    assert out.error is None and out.prompt.startswith('f')
+    assert out.error is None and out.prompt.startswith("f")
 
 
 # --- numbers: whole ones may be floats, and none is too large for an error
 
-WHOLE = dict(n=2, top_k=5, seed=7, max_tokens=3, min_tokens=1, logprobs=2, prompt_logprobs=1, prompt_logprob_start=1, truncate_prompt_tokens=4)
-HUGE = 10**400, -10**400, 10**5000
+WHOLE = dict(
+    n=2,
+    top_k=5,
+    seed=7,
+    max_tokens=3,
+    min_tokens=1,
+    logprobs=2,
+    prompt_logprobs=1,
+    prompt_logprob_start=1,
+    truncate_prompt_tokens=4,
+)
+HUGE = 10**400, -(10**400), 10**5000
 
 
 def test_a_whole_number_may_be_written_as_a_float(llm):
     assert SamplingParams(**{k: float(v) for k, v in WHOLE.items()}) == SamplingParams(**WHOLE)
-    floats = dict(stop_token_ids=[5.], allowed_token_ids=[6., 7.], bad_words=[[8.]], logit_bias={9.: 1})
-    assert SamplingParams(**floats) == SamplingParams(stop_token_ids=[5], allowed_token_ids=[6, 7], bad_words=[[8]], logit_bias={9: 1})
-    assert SamplingParams(logprob_token_ids=[3.]).logprob_token_ids == [3] and BeamSearchParams(2., 3.) == BeamSearchParams(2, 3)
-    assert PoolingParams(dimensions=4., truncate_prompt_tokens=-1., layers=[0., -1.]) == PoolingParams(dimensions=4, truncate_prompt_tokens=-1, layers=(0, -1))
-    one = llm.generate([[5., 6.]], dict(max_tokens=2., temperature=0.), priority=1., timeout=100)[0]
-    assert one.prompt_token_ids == [5, 6] and len(one.outputs[0].token_ids) == 2 and all(type(i) is int for i in one.prompt_token_ids)
-    small = LLM(*tiny(), max_num_seqs=4., max_model_len=50.)
-    assert (small.limits.max_num_seqs, small.limits.max_model_len) == (4, 50) and type(small.limits.max_num_seqs) is int
-    asked = parse_online(dict(prompt=[5., 6.], max_tokens=3., n=2., priority=1.), 'text')
+    floats = dict(
+        stop_token_ids=[5.0], allowed_token_ids=[6.0, 7.0], bad_words=[[8.0]], logit_bias={9.0: 1}
+    )
+    assert SamplingParams(**floats) == SamplingParams(
+        stop_token_ids=[5], allowed_token_ids=[6, 7], bad_words=[[8]], logit_bias={9: 1}
+    )
+    assert SamplingParams(logprob_token_ids=[3.0]).logprob_token_ids == [3] and BeamSearchParams(
+        2.0, 3.0
+    ) == BeamSearchParams(2, 3)
+    assert PoolingParams(
+        dimensions=4.0, truncate_prompt_tokens=-1.0, layers=[0.0, -1.0]
+    ) == PoolingParams(dimensions=4, truncate_prompt_tokens=-1, layers=(0, -1))
+    one = llm.generate(
+        [[5.0, 6.0]], dict(max_tokens=2.0, temperature=0.0), priority=1.0, timeout=100
+    )[0]
+    assert (
+        one.prompt_token_ids == [5, 6]
+        and len(one.outputs[0].token_ids) == 2
+        and all(type(i) is int for i in one.prompt_token_ids)
+    )
+    small = LLM(*tiny(), max_num_seqs=4.0, max_model_len=50.0)
+    assert (small.limits.max_num_seqs, small.limits.max_model_len) == (4, 50) and type(
+        small.limits.max_num_seqs
+    ) is int
+    asked = parse_online(dict(prompt=[5.0, 6.0], max_tokens=3.0, n=2.0, priority=1.0), "text")
     assert (asked.params.max_tokens, asked.params.n, asked.priority) == (3, 2, 1)
-    with pytest.raises(BadRequest, match='from 1 to 128'): parse_online(dict(prompt='x', n=200.), 'text')
-    for wrong in (2.5, True, '3', float('inf'), float('nan')):
-        with pytest.raises(ParamError): SamplingParams(max_tokens=wrong)
+    with pytest.raises(BadRequest, match="from 1 to 128"):
+        parse_online(dict(prompt="x", n=200.0), "text")
+    for wrong in (2.5, True, "3", float("inf"), float("nan")):
+        with pytest.raises(ParamError):
+            SamplingParams(max_tokens=wrong)
 
 
-@pytest.mark.parametrize('huge', HUGE, ids=('long', 'negative', 'unwritable'))
+@pytest.mark.parametrize("huge", HUGE, ids=("long", "negative", "unwritable"))
 def test_a_number_of_any_size_is_read_or_refused_by_name(llm, huge):
-    fields = ('n', 'presence_penalty', 'frequency_penalty', 'repetition_penalty', 'temperature', 'top_p', 'top_k', 'min_p', 'seed', 'max_tokens', 'min_tokens',
-              'logprobs', 'prompt_logprobs', 'prompt_logprob_start', 'truncate_prompt_tokens')
+    fields = (
+        "n",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "max_tokens",
+        "min_tokens",
+        "logprobs",
+        "prompt_logprobs",
+        "prompt_logprob_start",
+        "truncate_prompt_tokens",
+    )
     for name in fields:
-        try: SamplingParams(**{name: huge})
-        except ParamError as e: assert name in str(e) and len(str(e)) < 400
-    for kw in (dict(stop=huge), dict(bad_words=[huge]), dict(stop_token_ids=huge), dict(logit_bias={huge: 'x'}), dict(logit_bias={5: huge})):
-        with pytest.raises(ParamError, match=next(iter(kw))): SamplingParams(**kw)
+        try:
+            SamplingParams(**{name: huge})
+        except ParamError as e:
+            assert name in str(e) and len(str(e)) < 400
+    for kw in (
+        dict(stop=huge),
+        dict(bad_words=[huge]),
+        dict(stop_token_ids=huge),
+        dict(logit_bias={huge: "x"}),
+        dict(logit_bias={5: huge}),
+    ):
+        with pytest.raises(ParamError, match=next(iter(kw))):
+            SamplingParams(**kw)
     for call in (dict(priority=huge), dict(timeout=huge)):
-        try: assert not llm.generate([[5]], SamplingParams(max_tokens=1), **call)[0].error
-        except ParamError as e: assert 'timeout' in str(e)
+        try:
+            assert not llm.generate([[5]], SamplingParams(max_tokens=1), **call)[0].error
+        except ParamError as e:
+            assert "timeout" in str(e)
     if huge > 0:
-        for kw in (dict(stop_token_ids=[huge]), dict(logit_bias={huge: 1}), dict(allowed_token_ids=[huge]), dict(bad_words=[[huge]])):
+        for kw in (
+            dict(stop_token_ids=[huge]),
+            dict(logit_bias={huge: 1}),
+            dict(allowed_token_ids=[huge]),
+            dict(bad_words=[[huge]]),
+        ):
             said = llm.generate([[5]], SamplingParams(**kw))[0].error
             assert next(iter(kw)) in said and len(said) < 400
         assert len(llm.generate([[5, huge]])[0].error) < 400
-        assert llm.generate([[5]], SamplingParams(max_tokens=huge, ignore_eos=True, stop_token_ids=[*range(259)]))[0].outputs[0].token_ids
+        assert (
+            llm.generate(
+                [[5]],
+                SamplingParams(max_tokens=huge, ignore_eos=True, stop_token_ids=[*range(259)]),
+            )[0]
+            .outputs[0]
+            .token_ids
+        )
 
 
 # --- a prompt that is too long, cut to its end
 
+
 def test_the_end_of_a_prompt_is_kept_where_that_is_asked_for():
     llm = LLM(*tiny(), max_model_len=64)
-    text, ids = 'abcdefgh' * 20, tiny()[1]('abcdefgh' * 20)['input_ids']
+    text, ids = "abcdefgh" * 20, tiny()[1]("abcdefgh" * 20)["input_ids"]
     run = lambda prompt=text, **kw: llm.generate([prompt], SamplingParams(temperature=0, **kw))[0]
-    assert run(max_tokens=4).outputs[0].finish_reason == 'too_long'
+    assert run(max_tokens=4).outputs[0].finish_reason == "too_long"
     for n, kept in ((10, 10), (10**9, 160), (-1, 60)):
         out = run(max_tokens=4, truncate_prompt_tokens=n)
-        if kept < 64: assert out.prompt_token_ids == ids[-kept:] and len(out.outputs[0].token_ids) == 4 and not out.error and out.prompt == text
-        else: assert out.outputs[0].finish_reason == 'too_long'
-        if kept < 64: assert out.outputs[0].token_ids == run(ids[-kept:], max_tokens=4).outputs[0].token_ids
-    assert len(run(truncate_prompt_tokens=-1, max_tokens=None).prompt_token_ids) == 63      # room for one token
-    assert len(run(truncate_prompt_tokens=-1, max_tokens=1000).prompt_token_ids) == 32      # never less than half
-    assert run('ab', truncate_prompt_tokens=-1).prompt_token_ids == run('ab').prompt_token_ids
-    assert llm.generate([dict(prompt=text, truncate_prompt_tokens=5)])[0].prompt_token_ids == ids[-5:]
+        if kept < 64:
+            assert (
+                out.prompt_token_ids == ids[-kept:]
+                and len(out.outputs[0].token_ids) == 4
+                and not out.error
+                and out.prompt == text
+            )
+        else:
+            assert out.outputs[0].finish_reason == "too_long"
+        if kept < 64:
+            assert out.outputs[0].token_ids == run(ids[-kept:], max_tokens=4).outputs[0].token_ids
+    assert (
+        len(run(truncate_prompt_tokens=-1, max_tokens=None).prompt_token_ids) == 63
+    )  # room for one token
+    assert (
+        len(run(truncate_prompt_tokens=-1, max_tokens=1000).prompt_token_ids) == 32
+    )  # never less than half
+    assert run("ab", truncate_prompt_tokens=-1).prompt_token_ids == run("ab").prompt_token_ids
+    assert (
+        llm.generate([dict(prompt=text, truncate_prompt_tokens=5)])[0].prompt_token_ids == ids[-5:]
+    )
     assert len(llm.generate(text, truncate_prompt_tokens=5)[0].prompt_token_ids) == 5
-    assert len(llm.chat([dict(role='user', content=text)], truncate_prompt_tokens=7)[0].prompt_token_ids) == 7
-    assert parse_online(dict(prompt='x', truncate_prompt_tokens=-1), 'text').params.truncate_prompt_tokens == -1
+    assert (
+        len(
+            llm.chat([dict(role="user", content=text)], truncate_prompt_tokens=7)[
+                0
+            ].prompt_token_ids
+        )
+        == 7
+    )
+    assert (
+        parse_online(
+            dict(prompt="x", truncate_prompt_tokens=-1), "text"
+        ).params.truncate_prompt_tokens
+        == -1
+    )
 
 
 def test_a_vector_of_a_text_that_is_cut_is_had_by_the_name_of_the_flag():
     llm = LLM(*tiny(), max_model_len=64)
-    cut, same = llm.embed('x' * 200, truncate=True)[0], llm.embed('x' * 200, truncate_prompt_tokens=-1)[0]
-    assert not cut.error and cut.prompt_token_ids == same.prompt_token_ids and llm.embed('x' * 200, truncate=False)[0].error
-    with pytest.raises(ParamError, match='truncate must be'): llm.embed('x', truncate=5)
-    with pytest.raises(ParamError, match='truncate_prompt_tokens'): llm.generate('x', truncate=True)
+    cut, same = (
+        llm.embed("x" * 200, truncate=True)[0],
+        llm.embed("x" * 200, truncate_prompt_tokens=-1)[0],
+    )
+    assert (
+        not cut.error
+        and cut.prompt_token_ids == same.prompt_token_ids
+        and llm.embed("x" * 200, truncate=False)[0].error
+    )
+    with pytest.raises(ParamError, match="truncate must be"):
+        llm.embed("x", truncate=5)
+    with pytest.raises(ParamError, match="truncate_prompt_tokens"):
+        llm.generate("x", truncate=True)
 
 
 def test_names_of_vllm_point_to_what_there_is(llm, tmp_path):
@@ -552,28 +1078,38 @@ def test_names_of_vllm_point_to_what_there_is(llm, tmp_path):
     from batchlab.inputs import TextPrompt, TokensPrompt
     from batchlab.errors import ModelNotFoundError
     from batchlab.models import load_model
+
     assert (TokensPrompt, TextPrompt) == (batchlab.TokensPrompt, batchlab.TextPrompt)
-    for name in ('AsyncLLMEngine', 'AsyncEngineArgs'):
-        with pytest.raises(AttributeError, match="mean 'AsyncLLM'"): getattr(batchlab, name)
-    for name, words in dict(get_metrics='llm.stats', sleep='llm.close', wake_up='anew', nothing_such='has no').items():
-        with pytest.raises(AttributeError, match=words): getattr(llm, name)
-    (tmp_path/'adapter_config.json').write_text('{}')
-    with pytest.raises(ModelNotFoundError, match='LoRARequest'): load_model(str(tmp_path))
+    for name in ("AsyncLLMEngine", "AsyncEngineArgs"):
+        with pytest.raises(AttributeError, match="mean 'AsyncLLM'"):
+            getattr(batchlab, name)
+    for name, words in dict(
+        get_metrics="llm.stats", sleep="llm.close", wake_up="anew", nothing_such="has no"
+    ).items():
+        with pytest.raises(AttributeError, match=words):
+            getattr(llm, name)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelNotFoundError, match="LoRARequest"):
+        load_model(str(tmp_path))
 
 
 def test_slots_are_not_counted_for_each_kind_of_request():
     llm = LLM(*tiny(), max_num_seqs=8)
-    llm.generate('a', max_tokens=1)
-    llm.embed('a')
+    llm.generate("a", max_tokens=1)
+    llm.embed("a")
     assert llm.stats().slots == 8
 
 
 def test_an_interrupt_is_no_preemption():
     llm = LLM(*tiny(), max_num_seqs=8)
+
     def stop(engine, event, x):
-        if event == 'sample' and engine.num_steps == 2: raise KeyboardInterrupt
+        if event == "sample" and engine.num_steps == 2:
+            raise KeyboardInterrupt
+
     llm.watchers.append(stop)
-    with pytest.raises(KeyboardInterrupt): llm.generate(['a', 'b'], SamplingParams(max_tokens=5, ignore_eos=True))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b"], SamplingParams(max_tokens=5, ignore_eos=True))
     llm.watchers.clear()
-    out = llm.generate(['a', 'b'], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+    out = llm.generate(["a", "b"], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
     assert llm.stats().preemptions == 0 and all(len(o.outputs[0].token_ids) == 5 for o in out)

@@ -1,26 +1,50 @@
 "What `import batchlab` does, and what it leaves alone: each test in a process of its own, outside the checkout's folder."
+
 import configparser, json, subprocess, sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PUBLIC = {'StructuredOutputsParams', 'LLM', 'AsyncLLM', 'SamplingParams', 'RequestOutput', 'CompletionOutput', 'load_model', 'BatchlabError', 'EngineArgs', 'LoRARequest'}
-PUBLIC |= {'Outputs', 'StreamEvent', 'Trace', 'timeline', 'run', 'BeamSearchParams'}
-PUBLIC |= {'PoolingParams', 'PoolerConfig', 'PoolingRequestOutput', 'EmbeddingRequestOutput', 'ClassificationRequestOutput', 'ScoringRequestOutput', 'LLMEngine',
-           'TextPrompt', 'TokensPrompt'}
+PUBLIC = {
+    "StructuredOutputsParams",
+    "LLM",
+    "AsyncLLM",
+    "SamplingParams",
+    "RequestOutput",
+    "CompletionOutput",
+    "load_model",
+    "BatchlabError",
+    "EngineArgs",
+    "LoRARequest",
+}
+PUBLIC |= {"Outputs", "StreamEvent", "Trace", "timeline", "run", "BeamSearchParams"}
+PUBLIC |= {
+    "PoolingParams",
+    "PoolerConfig",
+    "PoolingRequestOutput",
+    "EmbeddingRequestOutput",
+    "ClassificationRequestOutput",
+    "ScoringRequestOutput",
+    "LLMEngine",
+    "TextPrompt",
+    "TokensPrompt",
+}
 
 
 def py(code, cwd):
     "The output of `code` in a new interpreter."
-    r = subprocess.run([sys.executable, '-c', code], cwd=cwd, capture_output=True, text=True, timeout=300)
+    r = subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=300
+    )
     assert r.returncode == 0, r.stderr
     return r.stdout.strip()
 
 
 def test_import_does_nothing_else(tmp_path):
     # An audit hook sees every socket, process and written file, whichever library asks for it.
-    out = py("""
+    out = py(
+        """
 import sys
 seen = []
 def hook(event, args):
@@ -33,12 +57,15 @@ dir(batchlab), batchlab.__all__, batchlab.__version__
 heavy = {'torch', 'transformers', 'numpy', 'tokenizers', 'huggingface_hub', 'pandas', 'nbdev'} & {*sys.modules}
 own = [m for m in sys.modules if m.startswith('batchlab.')]
 print(seen, sorted(heavy), own, threading.active_count())
-""", tmp_path)
-    assert out == '[] [] [] 1'
+""",
+        tmp_path,
+    )
+    assert out == "[] [] [] 1"
 
 
 def test_names_resolve_lazily(tmp_path):
-    out = py(f"""
+    out = py(
+        f"""
 import sys, batchlab
 assert {{*batchlab.__all__}} == {PUBLIC!r}, batchlab.__all__
 assert {PUBLIC!r} <= {{*dir(batchlab)}} and 'torch' not in sys.modules
@@ -50,52 +77,69 @@ missing = [n for n in {PUBLIC!r} if not callable(globals().get(n))]
 import batchlab.models, batchlab.sampling
 assert load_model is batchlab.models.load_model and SamplingParams is batchlab.sampling.SamplingParams
 print(missing)
-""", tmp_path)
-    assert out == '[]'
+""",
+        tmp_path,
+    )
+    assert out == "[]"
 
 
 def test_unknown_attribute():
     import batchlab
-    with pytest.raises(AttributeError, match="module 'batchlab' has no attribute 'Lm'"): _ = batchlab.Lm
-    with pytest.raises(ImportError, match="cannot import name 'Lm' from 'batchlab': did you mean 'LLM'?"): exec('from batchlab import Lm')
-    with pytest.raises(ImportError, match="did you mean 'timeline'?"): exec('from batchlab import Timeline')
-    with pytest.raises(ImportError, match="cannot import name 'no_such_thing'"): exec('from batchlab import no_such_thing')
-    assert not hasattr(batchlab, '__wrapped__')
+
+    with pytest.raises(AttributeError, match="module 'batchlab' has no attribute 'Lm'"):
+        _ = batchlab.Lm
+    with pytest.raises(
+        ImportError, match="cannot import name 'Lm' from 'batchlab': did you mean 'LLM'?"
+    ):
+        exec("from batchlab import Lm")
+    with pytest.raises(ImportError, match="did you mean 'timeline'?"):
+        exec("from batchlab import Timeline")
+    with pytest.raises(ImportError, match="cannot import name 'no_such_thing'"):
+        exec("from batchlab import no_such_thing")
+    assert not hasattr(batchlab, "__wrapped__")
 
 
 def test_what_is_tested_is_what_is_installed():
     "The checkout's own package only if it is installed in place (pip install -e)."
     import batchlab
     from importlib.metadata import distribution
-    source = json.loads(distribution('batchlab').read_text('direct_url.json') or '{}')
-    assert (ROOT in Path(batchlab.__file__).resolve().parents) == source.get('dir_info', {}).get('editable', False)
+
+    source = json.loads(distribution("batchlab").read_text("direct_url.json") or "{}")
+    assert (ROOT in Path(batchlab.__file__).resolve().parents) == source.get("dir_info", {}).get(
+        "editable", False
+    )
 
 
 def test_version():
     import batchlab
     from importlib.metadata import version
-    ini = configparser.ConfigParser(delimiters=['='])
-    ini.read(ROOT/'settings.ini', encoding='utf-8')
-    assert batchlab.__version__ == ini['DEFAULT']['version'] == version('batchlab')
+
+    ini = configparser.ConfigParser(delimiters=["="])
+    ini.read(ROOT / "settings.ini", encoding="utf-8")
+    assert batchlab.__version__ == ini["DEFAULT"]["version"] == version("batchlab")
 
 
-@pytest.mark.parametrize('path', sorted((ROOT/'batchlab').rglob('[!_]*.py')), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "batchlab").rglob("[!_]*.py")), ids=lambda p: p.stem
+)
 def test_every_global_name_exists(path):
     # A name that only the notebook imports works there and fails in the package.
     import builtins, dis, importlib, types
-    module = importlib.import_module('.'.join(path.relative_to(ROOT).with_suffix('').parts))
-    todo, missing = [compile(path.read_text(encoding='utf-8'), path.name, 'exec')], set()
+
+    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    todo, missing = [compile(path.read_text(encoding="utf-8"), path.name, "exec")], set()
     while todo:
         code = todo.pop()
         todo += [c for c in code.co_consts if isinstance(c, types.CodeType)]
-        names = {i.argval for i in dis.get_instructions(code) if i.opname == 'LOAD_GLOBAL'}
+        names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
         missing |= {n for n in names if not hasattr(module, n) and not hasattr(builtins, n)}
     assert not missing
 
 
-@pytest.mark.parametrize('old, new', [*__import__('batchlab')._Moved.names.items()])
+@pytest.mark.parametrize("old, new", [*__import__("batchlab")._Moved.names.items()])
 def test_a_module_that_moved_is_found_where_it_was(old, new, tmp_path):
-    out = py(f"""
+    out = py(
+        f"""
 import sys, warnings
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter('always')
@@ -104,20 +148,30 @@ with warnings.catch_warnings(record=True) as said:
 import batchlab.{new} as c
 assert a is b is c and c.__name__ == c.__spec__.name == 'batchlab.{new}', (a, b, c)
 print([(w.category.__name__, str(w.message), w.filename) for w in said])
-""", tmp_path)
+""",
+        tmp_path,
+    )
     assert out == f"[('DeprecationWarning', 'batchlab.{old} is now batchlab.{new}', '<string>')]"
 
 
 def test_names_that_changed_are_found_once_more():
     "Every old name of every module gives the new one, with one warning."
     import importlib, warnings
-    paths = [p for p in (ROOT/'batchlab').rglob('[!_]*.py') if '= renamed(' in p.read_text(encoding='utf-8')]
+
+    paths = [
+        p
+        for p in (ROOT / "batchlab").rglob("[!_]*.py")
+        if "= renamed(" in p.read_text(encoding="utf-8")
+    ]
     for path in paths:
-        module = importlib.import_module('.'.join(path.relative_to(ROOT).with_suffix('').parts))
+        module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
         for old in module.__getattr__.names:
             with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter('always')
+                warnings.simplefilter("always")
                 assert getattr(module, old) is not None
             [warning] = [w for w in said if w.category is DeprecationWarning]
-            assert str(warning.message).startswith(f'{module.__name__}.{old} is now batchlab.'), warning.message
-        with pytest.raises(AttributeError, match='no_such_name'): _ = module.no_such_name
+            assert str(warning.message).startswith(f"{module.__name__}.{old} is now batchlab."), (
+                warning.message
+            )
+        with pytest.raises(AttributeError, match="no_such_name"):
+            _ = module.no_such_name

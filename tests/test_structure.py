@@ -1,137 +1,197 @@
 "What holds for the package as a whole: its imports, what an editor sees of it, its type hints, and that its kernels load."
+
 import ast, importlib.resources, os, runpy, shutil, subprocess, sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-IMPORTS, SIZE = runpy.run_path(str(ROOT/'.ci/imports')), runpy.run_path(str(ROOT/'.ci/size'))
-MODULES = IMPORTS['files']()
+IMPORTS, SIZE = runpy.run_path(str(ROOT / ".ci/imports")), runpy.run_path(str(ROOT / ".ci/size"))
+MODULES = IMPORTS["files"]()
 
 
 def pytest_in(folder, *args, **env):
     "What pytest says of `args` in a new process with the variables `env`."
-    done = subprocess.run([sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', '-rs', *args], cwd=folder,
-                          env={**os.environ, **env}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", *args],
+        cwd=folder,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     return done.stdout
 
 
 def test_imports_have_no_circle():
-    assert not IMPORTS['circle'](IMPORTS['graph'](MODULES))
+    assert not IMPORTS["circle"](IMPORTS["graph"](MODULES))
 
 
 def test_a_circle_is_seen(tmp_path):
-    (tmp_path/'batchlab/sub').mkdir(parents=True)
-    code = {'__init__': 'def f(): from . import c\n', 'a': 'from typing import TYPE_CHECKING\nif TYPE_CHECKING: from .b import B\n',
-            'b': 'try: from . import a, sub\nexcept ImportError: pass\n', 'sub/__init__': 'from .d import D\n', 'sub/d': 'D = 1\n'}
-    for name, text in code.items(): (tmp_path/f'batchlab/{name}.py').write_text(text)
-    read = lambda: {k: {*v} for k, v in IMPORTS['graph'](IMPORTS['files'](tmp_path)).items()}
-    assert read() == {'batchlab': set(), 'batchlab.a': set(), 'batchlab.b': {'batchlab.a', 'batchlab.sub'},
-                      'batchlab.sub': {'batchlab.sub.d'}, 'batchlab.sub.d': set()}
-    assert IMPORTS['circle'](read()) is None
-    (tmp_path/'batchlab/sub/d.py').write_text('if True:\n    import batchlab.b as b\n')
-    assert IMPORTS['circle'](read()) == ['batchlab.b', 'batchlab.sub', 'batchlab.sub.d', 'batchlab.b']
+    (tmp_path / "batchlab/sub").mkdir(parents=True)
+    code = {
+        "__init__": "def f(): from . import c\n",
+        "a": "from typing import TYPE_CHECKING\nif TYPE_CHECKING: from .b import B\n",
+        "b": "try: from . import a, sub\nexcept ImportError: pass\n",
+        "sub/__init__": "from .d import D\n",
+        "sub/d": "D = 1\n",
+    }
+    for name, text in code.items():
+        (tmp_path / f"batchlab/{name}.py").write_text(text)
+    read = lambda: {k: {*v} for k, v in IMPORTS["graph"](IMPORTS["files"](tmp_path)).items()}
+    assert read() == {
+        "batchlab": set(),
+        "batchlab.a": set(),
+        "batchlab.b": {"batchlab.a", "batchlab.sub"},
+        "batchlab.sub": {"batchlab.sub.d"},
+        "batchlab.sub.d": set(),
+    }
+    assert IMPORTS["circle"](read()) is None
+    (tmp_path / "batchlab/sub/d.py").write_text("if True:\n    import batchlab.b as b\n")
+    assert IMPORTS["circle"](read()) == [
+        "batchlab.b",
+        "batchlab.sub",
+        "batchlab.sub.d",
+        "batchlab.b",
+    ]
 
 
-@pytest.mark.parametrize('name', IMPORTS['light'](MODULES))
+@pytest.mark.parametrize("name", IMPORTS["light"](MODULES))
 def test_imports_no_torch(name):
-    assert not IMPORTS['imports_torch'](name)
+    assert not IMPORTS["imports_torch"](name)
 
 
 def test_no_method_is_put_on_a_class_from_outside():
-    assert {m: lines for m, s in SIZE['sources']().items() if (lines := SIZE['patches'](s))} == {}
+    assert {m: lines for m, s in SIZE["sources"]().items() if (lines := SIZE["patches"](s))} == {}
 
 
 def test_size_counts_code_only():
-    code = ('"""Doc\nof a module."""\n__all__ = ["f"]\n\n@patch(as_prop=True)\ndef f(self:A, é: "int" = 1, *, b) -> int:  # why\n'
-            '    "Doc"\n    x: int = é\n    return f"{x} of {b!r}" + """a\nb"""\n')
+    code = (
+        '"""Doc\nof a module."""\n__all__ = ["f"]\n\n@patch(as_prop=True)\ndef f(self:A, é: "int" = 1, *, b) -> int:  # why\n'
+        '    "Doc"\n    x: int = é\n    return f"{x} of {b!r}" + """a\nb"""\n'
+    )
     tokens = '@ patch ( as_prop = True ) def f ( self , é = 1 , * , b ) : x = é return f"" + """"""'.split()
-    assert SIZE['count'](code) == (len(tokens), 4, 8) and SIZE['patches'](code) == [5]
-    assert SIZE['hints'](code) == [1, 2, 1, 1]
+    assert SIZE["count"](code) == (len(tokens), 4, 8) and SIZE["patches"](code) == [5]
+    assert SIZE["hints"](code) == [1, 2, 1, 1]
 
 
-def untyped(body, of_class=''):
+def untyped(body, of_class=""):
     "Yield what lacks a type hint among the public functions and methods of `body`: names of arguments, or 'return'."
     for d in body:
-        name = of_class + getattr(d, 'name', '_')
-        if isinstance(d, ast.ClassDef) and d.name[0] != '_': yield from untyped(d.body, f'{name}.')
-        if not isinstance(d, (ast.FunctionDef, ast.AsyncFunctionDef)): continue
-        if d.name[0] == '_' and d.name not in ('__init__', '__call__'): continue
-        static = any(ast.unparse(x) == 'staticmethod' for x in d.decorator_list)
-        args = [*d.args.posonlyargs, *d.args.args][bool(of_class) and not static:]
+        name = of_class + getattr(d, "name", "_")
+        if isinstance(d, ast.ClassDef) and d.name[0] != "_":
+            yield from untyped(d.body, f"{name}.")
+        if not isinstance(d, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if d.name[0] == "_" and d.name not in ("__init__", "__call__"):
+            continue
+        static = any(ast.unparse(x) == "staticmethod" for x in d.decorator_list)
+        args = [*d.args.posonlyargs, *d.args.args][bool(of_class) and not static :]
         args += [*d.args.kwonlyargs, *filter(None, [d.args.vararg, d.args.kwarg])]
-        lacking = [a.arg for a in args if a.annotation is None] + ['return'] * (d.returns is None and d.name != '__init__')
-        if lacking: yield f"{name}: {', '.join(lacking)}"
+        lacking = [a.arg for a in args if a.annotation is None] + ["return"] * (
+            d.returns is None and d.name != "__init__"
+        )
+        if lacking:
+            yield f"{name}: {', '.join(lacking)}"
 
 
-@pytest.mark.parametrize('name', MODULES)
+@pytest.mark.parametrize("name", MODULES)
 def test_type_hints_on_all_that_is_public(name):
-    lacking = [*untyped(ast.parse(MODULES[name].read_text(encoding='utf-8')).body)]
-    assert not lacking, '\n'.join(lacking)
+    lacking = [*untyped(ast.parse(MODULES[name].read_text(encoding="utf-8")).body)]
+    assert not lacking, "\n".join(lacking)
 
 
 def test_what_lacks_a_hint_is_seen():
-    code = ('def f(a, b: int, *c): ...\nclass A:\n  def __init__(self, x): ...\n  def g(self) -> int: ...\n  @staticmethod\n'
-            '  def h(s) -> int: ...\n  def _i(self, x): ...\n')
-    assert [*untyped(ast.parse(code).body)] == ['f: a, c, return', 'A.__init__: x', 'A.h: s']
+    code = (
+        "def f(a, b: int, *c): ...\nclass A:\n  def __init__(self, x): ...\n  def g(self) -> int: ...\n  @staticmethod\n"
+        "  def h(s) -> int: ...\n  def _i(self, x): ...\n"
+    )
+    assert [*untyped(ast.parse(code).body)] == ["f: a, c, return", "A.__init__: x", "A.h: s"]
 
 
 def test_the_package_says_that_it_is_typed():
     "In the checkout, and in what is installed: a file that is no module has to be named in setup.py."
-    assert (ROOT/'batchlab/py.typed').is_file()
-    installed = importlib.resources.files('batchlab')
-    others = [p.relative_to(ROOT/'batchlab') for p in (ROOT/'batchlab').rglob('*') if p.is_file() and p.suffix not in ('.py', '.pyc')]
+    assert (ROOT / "batchlab/py.typed").is_file()
+    installed = importlib.resources.files("batchlab")
+    others = [
+        p.relative_to(ROOT / "batchlab")
+        for p in (ROOT / "batchlab").rglob("*")
+        if p.is_file() and p.suffix not in (".py", ".pyc")
+    ]
     assert [str(p) for p in others if not installed.joinpath(*p.parts).is_file()] == []
 
 
 def test_an_editor_completes_the_methods_of_llm():
     import jedi
-    code, project = 'from batchlab import LLM; llm = LLM()\nllm.', jedi.Project(ROOT, added_sys_path=[str(ROOT)])
-    script = lambda s: jedi.Script(s, project=project, environment=jedi.api.environment.InterpreterEnvironment())
+
+    code, project = (
+        "from batchlab import LLM; llm = LLM()\nllm.",
+        jedi.Project(ROOT, added_sys_path=[str(ROOT)]),
+    )
+    script = lambda s: jedi.Script(
+        s, project=project, environment=jedi.api.environment.InterpreterEnvironment()
+    )
     names = {c.name for c in script(code).complete()}
-    assert {'generate', 'chat', 'stream', 'add_request', 'cancel', 'verify'} <= names
-    [call] = script(f'{code}generate(').get_signatures()
-    assert call.params and [p.to_string() for p in call.params if ':' not in p.to_string()] == []
-    assert ' -> ' in call.to_string() and 'RequestOutput' in call.to_string().rpartition(' -> ')[2]
-    [shown] = script(f'{code}generate').help(2, 6)
+    assert {"generate", "chat", "stream", "add_request", "cancel", "verify"} <= names
+    [call] = script(f"{code}generate(").get_signatures()
+    assert call.params and [p.to_string() for p in call.params if ":" not in p.to_string()] == []
+    assert " -> " in call.to_string() and "RequestOutput" in call.to_string().rpartition(" -> ")[2]
+    [shown] = script(f"{code}generate").help(2, 6)
     assert call.to_string() in shown.docstring() and len(shown.docstring(raw=True)) > 20
 
 
 def test_kernels_load_where_there_is_a_compiler(compiler):
     "The kernels fall back to torch without a word: where they can be had, they must be."
-    if not compiler: pytest.skip('the kernels need Linux and a C++ compiler: install g++, or name one in the variable CXX')
+    if not compiler:
+        pytest.skip(
+            "the kernels need Linux and a C++ compiler: install g++, or name one in the variable CXX"
+        )
     from batchlab import LLM
     from batchlab.backends.kernels import load_kernels
     from batchlab.models import tiny_model
+
     load_kernels()
-    for how in ({}, dict(quantization='int8')):
-        backend = LLM(tiny_model('llama'), **how).backend
-        assert backend.name == 'fused', backend.why
+    for how in ({}, dict(quantization="int8")):
+        backend = LLM(tiny_model("llama"), **how).backend
+        assert backend.name == "fused", backend.why
 
 
-@pytest.mark.skipif(sys.platform != 'linux', reason='the kernels are for Linux')
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernels are for Linux")
 def test_kernels_that_do_not_load_are_seen(tmp_path):
-    broken, cache = tmp_path/'c++', tmp_path/'cache'
-    broken.write_text('#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit\necho "error: broken" >&2; exit 1\n')
+    broken, cache = tmp_path / "c++", tmp_path / "cache"
+    broken.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit\necho "error: broken" >&2; exit 1\n'
+    )
     broken.chmod(0o755)
     # A test that would skip for want of kernels fails too, and skips only where there is no compiler.
-    shutil.copy(Path(__file__).parent/'conftest.py', tmp_path)
-    (tmp_path/'test_skips.py').write_text("import pytest\ndef test_kernels(): pytest.skip('no kernels: so slow')\n"
-                                          "def test_other(): pytest.skip('no GPU')\n")
-    said = pytest_in(tmp_path, f'{__file__}::test_kernels_load_where_there_is_a_compiler', CXX=str(broken), BATCHLAB_CACHE=str(cache))
-    assert '1 failed' in said and 'CompileError' in said and 'error: broken' in said, said
-    said = pytest_in(tmp_path, 'test_skips.py', CXX=str(broken))
-    assert '1 failed, 1 skipped' in said and 'though there is a C++ compiler' in said, said
-    assert '2 skipped' in pytest_in(tmp_path, 'test_skips.py', CXX='/no/such/compiler')
+    shutil.copy(Path(__file__).parent / "conftest.py", tmp_path)
+    (tmp_path / "test_skips.py").write_text(
+        "import pytest\ndef test_kernels(): pytest.skip('no kernels: so slow')\n"
+        "def test_other(): pytest.skip('no GPU')\n"
+    )
+    said = pytest_in(
+        tmp_path,
+        f"{__file__}::test_kernels_load_where_there_is_a_compiler",
+        CXX=str(broken),
+        BATCHLAB_CACHE=str(cache),
+    )
+    assert "1 failed" in said and "CompileError" in said and "error: broken" in said, said
+    said = pytest_in(tmp_path, "test_skips.py", CXX=str(broken))
+    assert "1 failed, 1 skipped" in said and "though there is a C++ compiler" in said, said
+    assert "2 skipped" in pytest_in(tmp_path, "test_skips.py", CXX="/no/such/compiler")
 
 
-@pytest.mark.skipif(sys.platform != 'linux', reason='the kernels are for Linux')
-@pytest.mark.parametrize('flags, fails', [((), 'rounds'), (('amx_bf16',), 'lacks')], ids=['no matrix unit', 'a matrix unit'])
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernels are for Linux")
+@pytest.mark.parametrize(
+    "flags, fails",
+    [((), "rounds"), (("amx_bf16",), "lacks")],
+    ids=["no matrix unit", "a matrix unit"],
+)
 def test_skips_for_a_matrix_unit_are_right(flags, fails, tmp_path):
     "With a processor that has none, and one that has it, whatever this one is: the wrong skip fails, and the right one is a skip."
-    shutil.copy(Path(__file__).parent/'conftest.py', tmp_path)
-    shutil.copy(Path(__file__).parent/'helpers.py', tmp_path)
-    (tmp_path/'test_skips.py').write_text(f"""
+    shutil.copy(Path(__file__).parent / "conftest.py", tmp_path)
+    shutil.copy(Path(__file__).parent / "helpers.py", tmp_path)
+    (tmp_path / "test_skips.py").write_text(f"""
 import pytest, types
 from batchlab import machine
 from helpers import need_same_bits
@@ -141,5 +201,5 @@ def test_old_compiler(): pytest.skip('the compiler knows no matrix unit (amx_bf1
 def test_rounds(): need_same_bits(types.SimpleNamespace(why='', batch_invariant=False))
 def test_same_bits(): need_same_bits(types.SimpleNamespace(why='', batch_invariant=True))
 """)
-    said = pytest_in(tmp_path, 'test_skips.py', '-rf', CXX=sys.executable)
-    assert '1 failed, 1 passed, 2 skipped' in said and f'::test_{fails}' in said, said
+    said = pytest_in(tmp_path, "test_skips.py", "-rf", CXX=sys.executable)
+    assert "1 failed, 1 passed, 2 skipped" in said and f"::test_{fails}" in said, said

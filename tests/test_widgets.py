@@ -1,47 +1,66 @@
 "The widgets without a browser: a button is pressed by `click`, a field turned by its value. What threads do is waited for."
+
 import gc, json, re, subprocess, sys, threading, time, weakref, xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-W = pytest.importorskip('ipywidgets', reason="needs ipywidgets: pip install 'batchlab[widgets]'")
+W = pytest.importorskip("ipywidgets", reason="needs ipywidgets: pip install 'batchlab[widgets]'")
 
 from batchlab.llm import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.sampling import SamplingParams
 from batchlab.views.scrubber import Scrubber, shares_of
-from batchlab.views.widgets import LiveView, Panel, Playground, SamplingExplorer, choices, engine_logits, live
+from batchlab.views.widgets import (
+    LiveView,
+    Panel,
+    Playground,
+    SamplingExplorer,
+    choices,
+    engine_logits,
+    live,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
-PROMPTS = ['The sea', 'A hill is a place', 'Rain', 'Wind blows over', 'Snow']
+PROMPTS = ["The sea", "A hill is a place", "Rain", "Wind blows over", "Snow"]
 LONG = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
 
 
-@pytest.fixture(scope='module')
-def model(): return tiny_model('llama', max_position_embeddings=4096)
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama", max_position_embeddings=4096)
+
 
 @pytest.fixture
 def llm(model):
     llm = LLM(model, tiny_tokenizer(), max_num_seqs=2, compile=False)
     yield llm
     for panels in list(Panel.made.values()):
-        for p in list(panels): p.close()
-    assert until(lambda: not own_threads()), 'a thread was left behind'
+        for p in list(panels):
+            p.close()
+    assert until(lambda: not own_threads()), "a thread was left behind"
     llm.close()
 
-def own_threads(): return [t for t in threading.enumerate() if t.name == 'batchlab-widget']
+
+def own_threads():
+    return [t for t in threading.enumerate() if t.name == "batchlab-widget"]
+
 
 def until(condition, seconds=60):
     end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end: time.sleep(.005)
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.005)
     return condition()
 
 
 # The live view
 
+
 def test_texts_are_the_engines(llm):
-    params = [SamplingParams(temperature=0, max_tokens=4 + 3 * i, ignore_eos=True) for i in range(5)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=4 + 3 * i, ignore_eos=True) for i in range(5)
+    ]
     alone = [llm.generate(p, q)[0].outputs[0] for p, q in zip(PROMPTS, params)]
     view = LiveView(llm, PROMPTS, params)
     assert view.wait(60)
@@ -64,29 +83,38 @@ def test_pause_holds_and_step_is_one(llm):
     assert until(lambda: llm.stats().steps > before + 3)
     view.close()
 
+
 def steps_stand_still(llm):
     n = llm.stats().steps
-    time.sleep(.15)
+    time.sleep(0.15)
     return llm.stats().steps == n
 
 
-@pytest.mark.parametrize('paused', [True, False])
+@pytest.mark.parametrize("paused", [True, False])
 def test_cancel_frees_the_slot(llm, paused):
     view = LiveView(llm, PROMPTS[:3], LONG, paused=paused)
-    for _ in range(2 * paused): view.step.click()
-    assert until(lambda: [r.state for r in view.watch.requests] == ['running', 'running', 'waiting'])
+    for _ in range(2 * paused):
+        view.step.click()
+    assert until(
+        lambda: [r.state for r in view.watch.requests] == ["running", "running", "waiting"]
+    )
     view.lines[0].cancel.click()
-    assert until(lambda: view.watch.requests[0].state == 'cancelled')
+    assert until(lambda: view.watch.requests[0].state == "cancelled")
     [scheduler] = [e.scheduler for e in llm.engines.values()]
     running = lambda: {r.request_id for r in scheduler.running}
     assert view.watch.requests[0].request_id not in running()
     if paused:
-        assert len(scheduler.running) == 1 and steps_stand_still(llm)         # free, and nobody else moved for it
-    else: assert until(lambda: view.watch.requests[2].request_id in running())   # who waited has it
+        assert len(scheduler.running) == 1 and steps_stand_still(
+            llm
+        )  # free, and nobody else moved for it
+    else:
+        assert until(lambda: view.watch.requests[2].request_id in running())  # who waited has it
     view.cancel.click()
     assert until(lambda: view.watch.done and not llm.has_unfinished)
-    assert {r.state for r in view.watch.requests} == {'cancelled'} and len(scheduler.running) == scheduler.pool.num_held == 0
-    assert llm.stats().requests == {'cancelled': 3}
+    assert {r.state for r in view.watch.requests} == {"cancelled"} and len(
+        scheduler.running
+    ) == scheduler.pool.num_held == 0
+    assert llm.stats().requests == {"cancelled": 3}
 
 
 def test_draws_ten_times_a_second_at_most(llm):
@@ -94,77 +122,95 @@ def test_draws_ten_times_a_second_at_most(llm):
     paints, start = view.paints, time.monotonic()
     time.sleep(1.2)
     assert 1 <= view.paints - paints <= (time.monotonic() - start) * view.hz + 2
-    assert view.watch.num_tokens > view.paints                                   # and the engine does not wait for it
+    assert view.watch.num_tokens > view.paints  # and the engine does not wait for it
     view.close()
 
 
 def test_run_again_leaves_nothing(llm):
     views = []
     for _ in range(4):
-        views.append(LiveView(llm, PROMPTS[:2], LONG, cell='one cell'))
+        views.append(LiveView(llm, PROMPTS[:2], LONG, cell="one cell"))
         assert until(lambda: views[-1].watch.num_tokens > 2)
     assert [v.closed for v in views] == [True, True, True, False] and len(own_threads()) == 2
     assert llm.stats().running == 2
     for v in views[:3]:
-        assert {r.state for r in v.watch.requests} == {'cancelled'} and not v.stepper.thread.is_alive()
+        assert {r.state for r in v.watch.requests} == {
+            "cancelled"
+        } and not v.stepper.thread.is_alive()
         assert all(w.comm is None for w in v.kept) and not any(w._trait_notifiers for w in v.kept)
     gone = weakref.ref(views[0])
     del views[:3], v
-    assert until(lambda: gc.collect() >= 0 and gone() is None, 5), 'a closed view is still held'
+    assert until(lambda: gc.collect() >= 0 and gone() is None, 5), "a closed view is still held"
     views[-1].close()
-    assert llm.stats().slots_in_use == 0 and Panel.made['one cell'] == []
+    assert llm.stats().slots_in_use == 0 and Panel.made["one cell"] == []
 
 
 def test_two_views_in_other_cells_live_together(llm):
-    a, b = (LiveView(llm, PROMPTS[:1], replace(LONG, max_tokens=30), cell=c) for c in 'ab')
+    a, b = (LiveView(llm, PROMPTS[:1], replace(LONG, max_tokens=30), cell=c) for c in "ab")
     assert a.wait(60) and b.wait(60) and not a.closed
-    assert a.watch.requests[0].text == b.watch.requests[0].text != ''
-    for v in (a, b): v.close()
+    assert a.watch.requests[0].text == b.watch.requests[0].text != ""
+    for v in (a, b):
+        v.close()
 
 
 def test_an_error_of_the_step_is_shown(llm, monkeypatch):
-    def broken(): raise RuntimeError('the machine is on fire')
-    monkeypatch.setattr(llm, 'step', broken)
+    def broken():
+        raise RuntimeError("the machine is on fire")
+
+    monkeypatch.setattr(llm, "step", broken)
     view = LiveView(llm, PROMPTS[:1], LONG)
-    assert until(lambda: 'the machine is on fire' in view.status.value)
+    assert until(lambda: "the machine is on fire" in view.status.value)
     monkeypatch.undo()
     view.close()
 
 
 # The explorer
 
+
 def test_explorer_shows_what_the_engine_draws(llm):
-    ids, logits = engine_logits(llm, 'The sea is', 4)
-    for kw in (dict(), dict(temperature=2.), dict(top_k=3), dict(top_p=.4), dict(min_p=.2), dict(temperature=.5, top_k=9, top_p=.8, min_p=.01)):
+    ids, logits = engine_logits(llm, "The sea is", 4)
+    for kw in (
+        dict(),
+        dict(temperature=2.0),
+        dict(top_k=3),
+        dict(top_p=0.4),
+        dict(min_p=0.2),
+        dict(temperature=0.5, top_k=9, top_p=0.8, min_p=0.01),
+    ):
         params = SamplingParams(seed=11, max_tokens=1, logprobs=-1, **kw)
-        [out] = llm.generate('The sea is', params)
+        [out] = llm.generate("The sea is", params)
         assert choices(logits[0], params).drawn == out.outputs[0].token_ids[0]
-    x = SamplingExplorer(llm, 'The sea is', steps=4, top_k=3)
+    x = SamplingExplorer(llm, "The sea is", steps=4, top_k=3)
     assert x.found.kept == 3 and sum(c.after for c in x.found.top) == pytest.approx(1)
     x.step.value = 2
     assert x.so_far.endswith(llm.tokenizer.decode(ids[:2]))
     assert x.found.top[0].token_id == ids[2]
     x.close()
-    x.knobs['top_k'].value = 5
-    assert x.found.kept == 3                                                      # it no longer listens
+    x.knobs["top_k"].value = 5
+    assert x.found.kept == 3  # it no longer listens
 
 
 # The playground
 
+
 def test_strategies_give_the_same_tokens(model):
     ground = Playground(model, tiny_tokenizer(), PROMPTS, max_tokens=12, slots=2, budget=16)
-    for s in ('loop', 'static', 'bucketed', 'prefix', 'continuous'): ground.run(s, wait=True)
-    assert [p.reason for p in ground.runs] == ['done'] * 5
+    for s in ("loop", "static", "bucketed", "prefix", "continuous"):
+        ground.run(s, wait=True)
+    assert [p.reason for p in ground.runs] == ["done"] * 5
     texts = [[a.text for a in p.answers] for p in ground.runs]
     assert all(t == texts[0] for t in texts)
     assert ground.runs[1].ledger.padded > 0 == ground.runs[4].ledger.padded
-    assert ground.table.value.count('>yes</td>') == 5
+    assert ground.table.value.count(">yes</td>") == 5
     ground.close()
 
 
 def test_playground_takes_an_llm(llm):
     for ground in (Playground(llm, PROMPTS), Playground(llm, prompts=PROMPTS), Playground(llm)):
-        assert (ground.model, ground.tokenizer) == (llm.model, llm.tokenizer) and ground.fields.asked[0] == (PROMPTS if ground.fields.prompts.value else [])
+        assert (ground.model, ground.tokenizer) == (
+            llm.model,
+            llm.tokenizer,
+        ) and ground.fields.asked[0] == (PROMPTS if ground.fields.prompts.value else [])
         ground.close()
 
 
@@ -174,29 +220,35 @@ def test_playground_cancels(model):
     assert until(lambda: ground.count > 5) and ground.go.disabled and not ground.cancel.disabled
     ground.cancel.click()
     assert until(lambda: ground.runs and not ground.go.disabled)
-    assert ground.runs[0].reason == 'cancelled' and ground.runs[0].num_tokens < 2000
+    assert ground.runs[0].reason == "cancelled" and ground.runs[0].num_tokens < 2000
     ground.go.click()
     assert until(lambda: ground.count > 5)
-    ground.close()                                                                # in the middle of a run
+    ground.close()  # in the middle of a run
     assert not ground.thread.is_alive()
 
 
 # The scrubber
 
+
 def test_scrubber_agrees_with_the_trace(llm):
-    with llm.trace() as trace: outs = llm.generate(PROMPTS, replace(LONG, max_tokens=9))
+    with llm.trace() as trace:
+        outs = llm.generate(PROMPTS, replace(LONG, max_tokens=9))
     data, texts = trace.data, {}
-    for i, step in enumerate(data['steps']):
+    for i, step in enumerate(data["steps"]):
         parts = shares_of(data, i)
-        assert sum(p.n for p in parts) == step['tokens'] and [p.n > 1 for p in parts] == sorted(p.n > 1 for p in parts)
+        assert sum(p.n for p in parts) == step["tokens"] and [p.n > 1 for p in parts] == sorted(
+            p.n > 1 for p in parts
+        )
         for p in parts:
-            texts.setdefault(p.request, '')
+            texts.setdefault(p.request, "")
             assert p.before == texts[p.request]
             texts[p.request] += p.came
-    assert [texts[r['request']] for r in sorted(data['requests'], key=lambda r: int(r['id']))] == [o.outputs[0].text for o in outs]
+    assert [texts[r["request"]] for r in sorted(data["requests"], key=lambda r: int(r["id"]))] == [
+        o.outputs[0].text for o in outs
+    ]
     scrubber = Scrubber(trace)
     seen = []
-    for i in range(len(data['steps'])):
+    for i in range(len(data["steps"])):
         scrubber.slider.value = i
         seen.append(scrubber.frame.value)
     assert len({*seen}) == len(seen)
@@ -204,54 +256,86 @@ def test_scrubber_agrees_with_the_trace(llm):
 
 
 def test_a_trace_without_texts_is_drawn(llm, tmp_path):
-    with llm.trace(text=False) as trace: llm.generate(PROMPTS, replace(LONG, max_tokens=5))
-    trace.save(tmp_path/'run.json')
-    scrubber = Scrubber(tmp_path/'run.json', step=1)
-    assert 'tokens</span>' in scrubber.frame.value and ET.fromstring(scrubber.picture()) is not None
+    with llm.trace(text=False) as trace:
+        llm.generate(PROMPTS, replace(LONG, max_tokens=5))
+    trace.save(tmp_path / "run.json")
+    scrubber = Scrubber(tmp_path / "run.json", step=1)
+    assert "tokens</span>" in scrubber.frame.value and ET.fromstring(scrubber.picture()) is not None
     scrubber.close()
 
 
 def test_pictures_are_xml_and_hostile_text_is_text(llm):
-    bad = ['<b>&"\x07\x00 ]]>', '</svg><script>alert(1)</script>']
+    bad = ['<b>&"\x07\x00 ]]>', "</svg><script>alert(1)</script>"]
     view = LiveView(llm, bad, replace(LONG, max_tokens=8))
     view.wait(60)
-    with llm.trace() as trace: llm.generate(bad, replace(LONG, max_tokens=3))
-    panels = [view, Scrubber(trace), SamplingExplorer(llm, bad[1], steps=2), Playground(llm.model, llm.tokenizer, bad)]
+    with llm.trace() as trace:
+        llm.generate(bad, replace(LONG, max_tokens=3))
+    panels = [
+        view,
+        Scrubber(trace),
+        SamplingExplorer(llm, bad[1], steps=2),
+        Playground(llm.model, llm.tokenizer, bad),
+    ]
     for p in panels:
         ET.fromstring(p.picture())
-        assert '<script' not in p.picture() and not any('<script' in w.value for w in p.kept if isinstance(w, W.HTML))
+        assert "<script" not in p.picture() and not any(
+            "<script" in w.value for w in p.kept if isinstance(w, W.HTML)
+        )
         p.close()
 
 
 # Where nobody can click
 
+
 def test_bundle_has_a_picture_and_a_widget_only_if_live(llm, monkeypatch):
-    monkeypatch.setenv('BATCHLAB_WIDGETS', '0')
-    assert {*LiveView(llm, PROMPTS[:1], replace(LONG, max_tokens=3))._repr_mimebundle_()} == {'image/svg+xml', 'text/plain'}
-    monkeypatch.setenv('BATCHLAB_WIDGETS', '1')
+    monkeypatch.setenv("BATCHLAB_WIDGETS", "0")
+    assert {*LiveView(llm, PROMPTS[:1], replace(LONG, max_tokens=3))._repr_mimebundle_()} == {
+        "image/svg+xml",
+        "text/plain",
+    }
+    monkeypatch.setenv("BATCHLAB_WIDGETS", "1")
     view = LiveView(llm, PROMPTS[:1], replace(LONG, max_tokens=3))
-    assert {*view._repr_mimebundle_()} == {'image/svg+xml', 'text/plain', 'application/vnd.jupyter.widget-view+json'}
+    assert {*view._repr_mimebundle_()} == {
+        "image/svg+xml",
+        "text/plain",
+        "application/vnd.jupyter.widget-view+json",
+    }
     view.close()
-    assert 'application/vnd.jupyter.widget-view+json' not in view._repr_mimebundle_()
-    monkeypatch.delenv('BATCHLAB_WIDGETS')
-    assert live() is False                                                        # this is pytest
+    assert "application/vnd.jupyter.widget-view+json" not in view._repr_mimebundle_()
+    monkeypatch.delenv("BATCHLAB_WIDGETS")
+    assert live() is False  # this is pytest
 
 
 def test_a_kept_notebook_holds_pictures_and_no_widgets():
-    books = [json.loads((ROOT/f'nbs/{name}.ipynb').read_text(encoding='utf-8')) for name in ('52_widgets', '54_scrubber')]
-    kinds = [{*o.get('data', {})} for nb in books for c in nb['cells'] for o in c.get('outputs', [])]
-    assert not any('widgets' in nb['metadata'] for nb in books) and not any('application/vnd.jupyter.widget-view+json' in k for k in kinds)
-    assert sum('image/svg+xml' in k for k in kinds) >= 8
+    books = [
+        json.loads((ROOT / f"nbs/{name}.ipynb").read_text(encoding="utf-8"))
+        for name in ("52_widgets", "54_scrubber")
+    ]
+    kinds = [
+        {*o.get("data", {})} for nb in books for c in nb["cells"] for o in c.get("outputs", [])
+    ]
+    assert not any("widgets" in nb["metadata"] for nb in books) and not any(
+        "application/vnd.jupyter.widget-view+json" in k for k in kinds
+    )
+    assert sum("image/svg+xml" in k for k in kinds) >= 8
 
 
 def test_without_ipywidgets_the_page_is_written(tmp_path, llm):
-    with llm.trace() as trace: llm.generate(PROMPTS, replace(LONG, max_tokens=4))
-    trace.save(tmp_path/'run.json')
-    code = ("import sys; sys.modules['ipywidgets'] = None\n"
-            "from batchlab.cli import main; assert main(['view', 'run.json', '--no-open']) == 0\n"
-            "try: import batchlab.views.widgets\nexcept ImportError as e: assert 'batchlab[widgets]' in str(e)\nelse: assert 0")
-    r = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    with llm.trace() as trace:
+        llm.generate(PROMPTS, replace(LONG, max_tokens=4))
+    trace.save(tmp_path / "run.json")
+    code = (
+        "import sys; sys.modules['ipywidgets'] = None\n"
+        "from batchlab.cli import main; assert main(['view', 'run.json', '--no-open']) == 0\n"
+        "try: import batchlab.views.widgets\nexcept ImportError as e: assert 'batchlab[widgets]' in str(e)\nelse: assert 0"
+    )
+    r = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert r.returncode == 0, r.stderr
-    page = (tmp_path/'run.html').read_text(encoding='utf-8')
-    assert r.stdout.strip() == 'run.html' and page.startswith('<!DOCTYPE html>')
-    assert not re.search(r'(?:src|href)=["\']|https?://(?!www\.w3\.org)', page.split('<script type="application/json"')[0])
+    page = (tmp_path / "run.html").read_text(encoding="utf-8")
+    assert r.stdout.strip() == "run.html" and page.startswith("<!DOCTYPE html>")
+    assert not re.search(
+        r'(?:src|href)=["\']|https?://(?!www\.w3\.org)',
+        page.split('<script type="application/json"')[0],
+    )

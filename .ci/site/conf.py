@@ -1,4 +1,5 @@
 "Sphinx's settings. Nothing is fetched from the network, neither when the site is built nor when it is read."
+
 import re, sys, warnings
 from pathlib import Path
 
@@ -9,96 +10,121 @@ from docutils import nodes
 from docutils.utils.math import latex2mathml
 from sphinx import addnodes
 
-project, copyright = 'batchlab', 'the batchlab authors'
-extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.viewcode']
-root_doc = 'index'
-exclude_patterns = ['LICENSE']
+project, copyright = "batchlab", "the batchlab authors"
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+root_doc = "index"
+exclude_patterns = ["LICENSE"]
 
-nb_execution_mode = 'off'                        # outputs are those in the notebooks
+nb_execution_mode = "off"  # outputs are those in the notebooks
 nb_merge_streams = True
-nb_ipywidgets_js = {}                            # widgets' scripts would come from the network: their pictures stand in
-myst_enable_extensions = ['attrs_block', 'dollarmath']
-html_math_renderer = 'mathml'                   # which browsers draw by themselves
+nb_ipywidgets_js = {}  # widgets' scripts would come from the network: their pictures stand in
+myst_enable_extensions = ["attrs_block", "dollarmath"]
+html_math_renderer = "mathml"  # which browsers draw by themselves
 myst_heading_anchors = 4
-suppress_warnings = ['mystnb.unknown_mime_type', 'myst.header']
+suppress_warnings = ["mystnb.unknown_mime_type", "myst.header"]
 
-autodoc_default_options = {'members': True, 'undoc-members': True}
-autodoc_member_order = 'bysource'
-autodoc_typehints_format = 'short'
+autodoc_default_options = {"members": True, "undoc-members": True}
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 88
 add_module_names = False
-toc_object_entries_show_parents = 'hide'
+toc_object_entries_show_parents = "hide"
 
 viewcode_follow_imported_members = False
 
-html_theme = 'furo'
-html_title = 'batchlab'
-html_static_path = ['static']
-html_css_files = ['site.css']
+html_theme = "furo"
+html_title = "batchlab"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_copy_source = html_show_sourcelink = html_show_sphinx = False
-html_theme_options = {'top_of_page_buttons': [], 'navigation_with_keys': True}
-pygments_style, pygments_dark_style = 'friendly', 'github-dark'
+html_theme_options = {"top_of_page_buttons": [], "navigation_with_keys": True}
+pygments_style, pygments_dark_style = "friendly", "github-dark"
 
 
 def as_rst(text):
     "A docstring, prose with names in single backticks, as reStructuredText."
-    parts = re.split(r'`([^`]+)`', text)
-    parts[::2] = [re.sub(r'([\\*|`]|(?<=\w)_(?!\w))', r'\\\1', p) for p in parts[::2]]
-    parts[1::2] = [f'``{p}``' for p in parts[1::2]]
-    parts[1::2] = [p + '\\ ' if after[:1].isalnum() else p for p, after in zip(parts[1::2], parts[2::2])]
-    return ''.join(parts)
+    parts = re.split(r"`([^`]+)`", text)
+    parts[::2] = [re.sub(r"([\\*|`]|(?<=\w)_(?!\w))", r"\\\1", p) for p in parts[::2]]
+    parts[1::2] = [f"``{p}``" for p in parts[1::2]]
+    parts[1::2] = [
+        p + "\\ " if after[:1].isalnum() else p for p, after in zip(parts[1::2], parts[2::2])
+    ]
+    return "".join(parts)
 
 
 def docstring(app, what, name, obj, options, lines):
     "Docstrings as reStructuredText, and where each definition stands in the book."
-    lines[:] = as_rst('\n'.join(lines)).splitlines()
+    lines[:] = as_rst("\n".join(lines)).splitlines()
     module, member = sources.split(name)
-    if what in ('class', 'function', 'exception') and module and member:
-        stem, escaped = sources.explained(module, member.partition('.')[0]).stem, re.sub('_$', r'\\_', member)
-        bases = [b.__name__ for b in getattr(obj, '__bases__', ()) if b is not object]
-        bases = f"Extends {', '.join(f'``{b}``' for b in bases)}. " if bases else ''
-        lines += ['', f'{bases}`In chapter {stem} <../{stem}.html#def-{escaped}>`__', '']
+    if what in ("class", "function", "exception") and module and member:
+        stem, escaped = (
+            sources.explained(module, member.partition(".")[0]).stem,
+            re.sub("_$", r"\\_", member),
+        )
+        bases = [b.__name__ for b in getattr(obj, "__bases__", ()) if b is not object]
+        bases = f"Extends {', '.join(f'``{b}``' for b in bases)}. " if bases else ""
+        lines += ["", f"{bases}`In chapter {stem} <../{stem}.html#def-{escaped}>`__", ""]
 
 
 def skip(app, what, name, obj, skips, options):
     "Constants stand on their page already, with their values."
-    module = app.env.docname.removeprefix('api/')
-    return True if what == 'module' and module in sources.modules() and name in sources.constants(module) else None
+    module = app.env.docname.removeprefix("api/")
+    return (
+        True
+        if what == "module" and module in sources.modules() and name in sources.constants(module)
+        else None
+    )
 
 
 def link_names(app, doctree):
     "Code in prose that names something public becomes a link to its API."
     at = Path(app.env.docname)
     built = {p.stem: m for m, p in sources.modules().items()}
-    module = built.get(at.name) if at.parent.name != 'api' else at.name if at.name in sources.modules() else None
+    module = (
+        built.get(at.name)
+        if at.parent.name != "api"
+        else at.name
+        if at.name in sources.modules()
+        else None
+    )
     taken = nodes.title, nodes.reference, addnodes.pending_xref
     for node in list(doctree.findall(nodes.literal)):
         above = node.parent
-        while above is not None and not isinstance(above, taken): above = above.parent
+        while above is not None and not isinstance(above, taken):
+            above = above.parent
         if above is None and (full := sources.meant(node.astext(), module)):
-            how = dict(refdomain='py', reftype='obj', refexplicit=True, refwarn=True, refdoc=app.env.docname)
-            node.replace_self(addnodes.pending_xref('', node.deepcopy(), reftarget=full, **how))
+            how = dict(
+                refdomain="py",
+                reftype="obj",
+                refexplicit=True,
+                refwarn=True,
+                refdoc=app.env.docname,
+            )
+            node.replace_self(addnodes.pending_xref("", node.deepcopy(), reftarget=full, **how))
 
 
 def explain_terms(app, doctree, docname):
     "A link to the glossary says what the term means, to whoever points at it."
-    known = {anchor.replace('_', '-'): text for anchor, text in sources.terms().items()}
+    known = {anchor.replace("_", "-"): text for anchor, text in sources.terms().items()}
     for node in doctree.findall(nodes.reference):
-        page, _, anchor = node.get('refuri', '').partition('#')
-        if page.endswith('82_glossary.html') and anchor.replace('_', '-') in known: node['reftitle'] = known[anchor.replace('_', '-')]
+        page, _, anchor = node.get("refuri", "").partition("#")
+        if page.endswith("82_glossary.html") and anchor.replace("_", "-") in known:
+            node["reftitle"] = known[anchor.replace("_", "-")]
 
 
 def draw_math(page, node):
-    text = node.astext().replace(r'\dots', r'\ldots')
+    text = node.astext().replace(r"\dots", r"\ldots")
     page.body.append(latex2mathml.tex2mathml(text, as_block=isinstance(node, nodes.math_block)))
     raise nodes.SkipNode
 
 
 def setup(app):
-    warnings.filterwarnings('ignore')            # what imported libraries say is not about the site
-    app.add_html_math_renderer('mathml', inline_renderers=(draw_math, None), block_renderers=(draw_math, None))
-    app.connect('autodoc-process-docstring', docstring)
-    app.connect('autodoc-skip-member', skip)
-    app.connect('doctree-read', link_names)
-    app.connect('doctree-resolved', explain_terms)
+    warnings.filterwarnings("ignore")  # what imported libraries say is not about the site
+    app.add_html_math_renderer(
+        "mathml", inline_renderers=(draw_math, None), block_renderers=(draw_math, None)
+    )
+    app.connect("autodoc-process-docstring", docstring)
+    app.connect("autodoc-skip-member", skip)
+    app.connect("doctree-read", link_names)
+    app.connect("doctree-resolved", explain_terms)
     return dict(parallel_read_safe=True)

@@ -1,48 +1,70 @@
 "What Sphinx is given: the notebooks in the book's order, a page for each module, and which name means what."
+
 import ast, functools, html, json, re, shutil
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIB = ROOT/'batchlab'
-HIDDEN = re.compile(r'^#\s*\|\s*(hide|default_exp)\b', re.M)
-EXPORT, DEFAULT = re.compile(r'^#\s*\|\s*export[is]?\b', re.M), re.compile(r'^#\s*\|\s*default_exp\s+([\w.]+)', re.M)
-ELSEWHERE = re.compile(r'^#\s*\|\s*export[is]?[ \t]+([\w.]+)', re.M)
-DIRECTIVE = re.compile(r'^#\s*\|.*\n?', re.M)
-SOLUTION, FOLD = re.compile(r'^#\s*\|\s*solution\b', re.M), re.compile(r'^#\s*\|\s*code-fold:\s*(.+)', re.M)
-MARKS = re.compile(r'^\s*### (BEGIN|END) SOLUTION\n?', re.M)
-BOX = re.compile(r'> \*\*Box: (.+?)\.?\*\*\s*')
-SCOPED = re.compile(r'<style scoped>.*?</style>', re.S)           # which browsers take for a style of the whole page
-TASKS = '80_tasks'                                              # who wants to get something done begins there
+LIB = ROOT / "batchlab"
+HIDDEN = re.compile(r"^#\s*\|\s*(hide|default_exp)\b", re.M)
+EXPORT, DEFAULT = (
+    re.compile(r"^#\s*\|\s*export[is]?\b", re.M),
+    re.compile(r"^#\s*\|\s*default_exp\s+([\w.]+)", re.M),
+)
+ELSEWHERE = re.compile(r"^#\s*\|\s*export[is]?[ \t]+([\w.]+)", re.M)
+DIRECTIVE = re.compile(r"^#\s*\|.*\n?", re.M)
+SOLUTION, FOLD = (
+    re.compile(r"^#\s*\|\s*solution\b", re.M),
+    re.compile(r"^#\s*\|\s*code-fold:\s*(.+)", re.M),
+)
+MARKS = re.compile(r"^\s*### (BEGIN|END) SOLUTION\n?", re.M)
+BOX = re.compile(r"> \*\*Box: (.+?)\.?\*\*\s*")
+SCOPED = re.compile(
+    r"<style scoped>.*?</style>", re.S
+)  # which browsers take for a style of the whole page
+TASKS = "80_tasks"  # who wants to get something done begins there
 
 
 # --- what there is
 
+
 def notebooks():
     "Paths of the notebooks in the site's order: the page of tasks, then the book by name; without the index."
-    return sorted((p for p in (ROOT/'nbs').glob('[!_.]*.ipynb') if p.stem != 'index'), key=lambda p: (p.stem != TASKS, p.stem))
+    return sorted(
+        (p for p in (ROOT / "nbs").glob("[!_.]*.ipynb") if p.stem != "index"),
+        key=lambda p: (p.stem != TASKS, p.stem),
+    )
 
 
 @functools.cache
-def load(path): return json.loads(path.read_text(encoding='utf-8'))
+def load(path):
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def cells(path, kind):
     "Sources of the cells of a kind."
-    return [''.join(c['source']) for c in load(path)['cells'] if c['cell_type'] == kind]
+    return ["".join(c["source"]) for c in load(path)["cells"] if c["cell_type"] == kind]
 
 
 def module_of(path):
     "The module that a notebook exports, as in 'work.jobs', or None."
-    return next((m[1].removesuffix('.__init__') for source in cells(path, 'code') if (m := DEFAULT.search(source))), None)
+    return next(
+        (
+            m[1].removesuffix(".__init__")
+            for source in cells(path, "code")
+            if (m := DEFAULT.search(source))
+        ),
+        None,
+    )
 
 
 def file_of(module):
     "The file of a module or package."
-    path = LIB.joinpath(*module.split('.'))
-    return path/'__init__.py' if path.is_dir() else path.with_suffix('.py')
+    path = LIB.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
-def title_of(path): return cells(path, 'markdown')[0].splitlines()[0].lstrip('# ')
+def title_of(path):
+    return cells(path, "markdown")[0].splitlines()[0].lstrip("# ")
 
 
 @functools.cache
@@ -50,22 +72,37 @@ def modules():
     "`{module: the notebook that explains it}` in the book's order; a module that takes one cell of a chapter stands before the chapter's own."
     found = {}
     for p in notebooks():
-        other = [m[1].removesuffix('.__init__') for source in cells(p, 'code') for m in ELSEWHERE.finditer(source)]
+        other = [
+            m[1].removesuffix(".__init__")
+            for source in cells(p, "code")
+            for m in ELSEWHERE.finditer(source)
+        ]
         for m in [*other, module_of(p)]:
-            if m and file_of(m).exists(): found.setdefault(m, p)
-    for p in sorted((ROOT/'nbs/modules').glob('*.ipynb')): found.setdefault(module_of(p), p)
+            if m and file_of(m).exists():
+                found.setdefault(m, p)
+    for p in sorted((ROOT / "nbs/modules").glob("*.ipynb")):
+        found.setdefault(module_of(p), p)
     return found
 
 
 def small():
     "Notebooks of `nbs/modules` that define something themselves, and do not leave it all to a chapter, or are the command."
-    return [p for p in sorted((ROOT/'nbs/modules').glob('*.ipynb')) if definitions(p) or module_of(p) == '__main__']
+    return [
+        p
+        for p in sorted((ROOT / "nbs/modules").glob("*.ipynb"))
+        if definitions(p) or module_of(p) == "__main__"
+    ]
 
 
 @functools.cache
 def definitions(path):
     "Names that the exported cells of a notebook define."
-    return {name for source in cells(path, 'code') if EXPORT.search(source) for name in defined(ast.parse(DIRECTIVE.sub('', source)).body)}
+    return {
+        name
+        for source in cells(path, "code")
+        if EXPORT.search(source)
+        for name in defined(ast.parse(DIRECTIVE.sub("", source)).body)
+    }
 
 
 @functools.cache
@@ -73,10 +110,14 @@ def homes():
     "`{(module, name): the notebook that defines it}`: a cell may export into the module of another chapter."
     found = {}
     for p in [*notebooks(), *small()]:
-        for source in cells(p, 'code'):
-            if not EXPORT.search(source): continue
-            module = m[1].removesuffix('.__init__') if (m := ELSEWHERE.search(source)) else module_of(p)
-            for name in defined(ast.parse(DIRECTIVE.sub('', source)).body): found.setdefault((module, name), p)
+        for source in cells(p, "code"):
+            if not EXPORT.search(source):
+                continue
+            module = (
+                m[1].removesuffix(".__init__") if (m := ELSEWHERE.search(source)) else module_of(p)
+            )
+            for name in defined(ast.parse(DIRECTIVE.sub("", source)).body):
+                found.setdefault((module, name), p)
     return found
 
 
@@ -86,39 +127,60 @@ def explained(module, name):
 
 
 @functools.cache
-def parsed(module): return ast.parse(file_of(module).read_text(encoding='utf-8'))
+def parsed(module):
+    return ast.parse(file_of(module).read_text(encoding="utf-8"))
 
 
-def summary(module): return (ast.get_docstring(parsed(module)) or '').split('\n\n')[0].replace('\n', ' ')
+def summary(module):
+    return (ast.get_docstring(parsed(module)) or "").split("\n\n")[0].replace("\n", " ")
 
 
 def all_names(module):
     "What `__all__` of a module says."
-    return next((ast.literal_eval(n.value) for n in parsed(module).body
-                 if isinstance(n, ast.Assign) and getattr(n.targets[0], 'id', '') == '__all__'), [])
+    return next(
+        (
+            ast.literal_eval(n.value)
+            for n in parsed(module).body
+            if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "__all__"
+        ),
+        [],
+    )
 
 
 def public_names(module):
     "What `__all__` of a module says, without what it took from another."
-    taken = {a.asname or a.name for n in parsed(module).body if isinstance(n, ast.ImportFrom) for a in n.names}
+    taken = {
+        a.asname or a.name
+        for n in parsed(module).body
+        if isinstance(n, ast.ImportFrom)
+        for a in n.names
+    }
     return [name for name in all_names(module) if name not in taken]
 
 
 # --- which name means what
 
+
 def split(full):
     "`(module, name in it)` of a full name such as 'batchlab.work.jobs.Job.run'; the module is '' if it is none of ours."
-    module = max((m for m in modules() if f'{full}.'.startswith(f'batchlab.{m}.')), key=len, default='')
-    return module, full.removeprefix('batchlab.').removeprefix(module).lstrip('.')
+    module = max(
+        (m for m in modules() if f"{full}.".startswith(f"batchlab.{m}.")), key=len, default=""
+    )
+    return module, full.removeprefix("batchlab.").removeprefix(module).lstrip(".")
 
 
 def is_patch(node):
-    return any(getattr(getattr(d, 'func', d), 'id', '') == 'patch' for d in getattr(node, 'decorator_list', []))
+    return any(
+        getattr(getattr(d, "func", d), "id", "") == "patch"
+        for d in getattr(node, "decorator_list", [])
+    )
 
 
 def defined(body):
     "Names of the functions and classes of a body, without what `@patch` puts elsewhere."
-    return [n.name for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and not is_patch(n)]
+    return [
+        n.name for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and not is_patch(n)
+    ]
 
 
 def members(module):
@@ -126,26 +188,31 @@ def members(module):
     for node in parsed(module).body:
         if isinstance(node, ast.ClassDef):
             for x in node.body:
-                name = getattr(x, 'name', None) or getattr(getattr(x, 'target', None), 'id', None)
-                if name: yield node.name, name
-        elif is_patch(node): yield getattr(node.args.args[0].annotation, 'id', ''), node.name
+                name = getattr(x, "name", None) or getattr(getattr(x, "target", None), "id", None)
+                if name:
+                    yield node.name, name
+        elif is_patch(node):
+            yield getattr(node.args.args[0].annotation, "id", ""), node.name
 
 
 @functools.cache
 def known():
     "`{name: [full names]}` of modules, their public names, and `Class.member`."
-    names = {f'batchlab.{m}': [f'batchlab.{m}'] for m in modules()}
+    names = {f"batchlab.{m}": [f"batchlab.{m}"] for m in modules()}
     for m in modules():
-        for name in public_names(m): names.setdefault(name, []).append(f'batchlab.{m}.{name}')
+        for name in public_names(m):
+            names.setdefault(name, []).append(f"batchlab.{m}.{name}")
     for m in modules():
         for owner, name in members(m):
             home = names.get(owner, ())
-            if name[0] != '_' and len(home) == 1: names[f'{owner}.{name}'] = [f'{home[0]}.{name}']
+            if name[0] != "_" and len(home) == 1:
+                names[f"{owner}.{name}"] = [f"{home[0]}.{name}"]
     return names
 
 
 @functools.cache
-def member_names(): return {name for m in modules() for _, name in members(m)}
+def member_names():
+    return {name for m in modules() for _, name in members(m)}
 
 
 def meant(text, module=None):
@@ -153,176 +220,264 @@ def meant(text, module=None):
 
     Its own module goes first, then the only one that has the name. A lowercase name that is a method or field somewhere
     as well may mean that one, so it stays as it is; so does a plain word before the chapter that makes it a name."""
-    m = re.fullmatch(r'([A-Za-z_][\w.]*)(\(.*\))?', text, re.S)
+    m = re.fullmatch(r"([A-Za-z_][\w.]*)(\(.*\))?", text, re.S)
     full, order = known().get(m[1], []) if m else [], [*modules()]
     home = lambda f: split(f)[0]
-    if own := [f for f in full if home(f) == module]: return own[0]
-    if m and not re.search(r'[A-Z.]', m[1]):
-        if m[1] in member_names(): return None
-        if '_' not in m[1]: full = [f for f in full if module and order.index(home(f)) < order.index(module)]
+    if own := [f for f in full if home(f) == module]:
+        return own[0]
+    if m and not re.search(r"[A-Z.]", m[1]):
+        if m[1] in member_names():
+            return None
+        if "_" not in m[1]:
+            full = [f for f in full if module and order.index(home(f)) < order.index(module)]
     return full[0] if len(full) == 1 else None
 
 
 # --- what is folded
 
+
 def only_imports(code):
     "Whether code holds imports, and besides them at most what a module hands on by name (`_all_`, `__getattr__`) and its `log`."
-    try: body = ast.parse(code).body
-    except SyntaxError: return False                                # such as C++
+    try:
+        body = ast.parse(code).body
+    except SyntaxError:
+        return False  # such as C++
     imports = lambda nodes: all(isinstance(n, (ast.Import, ast.ImportFrom)) for n in nodes)
-    named = lambda n: isinstance(n, ast.Assign) and all(getattr(t, 'id', '') in ('_all_', '__all__', '__getattr__', 'log') for t in n.targets)
-    typing = lambda n: isinstance(n, ast.If) and ast.unparse(n.test) == 'TYPE_CHECKING' and imports(n.body) and not n.orelse
+    named = lambda n: (
+        isinstance(n, ast.Assign)
+        and all(
+            getattr(t, "id", "") in ("_all_", "__all__", "__getattr__", "log") for t in n.targets
+        )
+    )
+    typing = lambda n: (
+        isinstance(n, ast.If)
+        and ast.unparse(n.test) == "TYPE_CHECKING"
+        and imports(n.body)
+        and not n.orelse
+    )
     return bool(body) and all(imports([n]) or named(n) or typing(n) for n in body)
 
 
 def fold(source):
     "What a code cell is folded under: an answer, a title of its own, or imports of the library; '' if it stays open."
-    if SOLUTION.search(source): return 'A worked answer'
-    if m := FOLD.search(source): return m[1].strip()
-    return 'Imports' if EXPORT.search(source) and only_imports(DIRECTIVE.sub('', source)) else ''
+    if SOLUTION.search(source):
+        return "A worked answer"
+    if m := FOLD.search(source):
+        return m[1].strip()
+    return "Imports" if EXPORT.search(source) and only_imports(DIRECTIVE.sub("", source)) else ""
 
 
 # --- terms
+
 
 @functools.cache
 def terms():
     "`{anchor: definition}` of the glossary, as plain text."
     found = {}
-    for cell in cells(ROOT/'nbs/82_glossary.ipynb', 'markdown'):
-        if m := re.match(r'### ([^\n]+)\n+([^\n]+)', cell):
-            text = re.sub(r'\s*\[Chapter [^\]]*\]\([^)]*\)(, more in \[chapter [^\]]*\]\([^)]*\))?', '', m[2])
-            found[m[1].strip().replace(' ', '-')] = re.sub(r'\[([^\]]*)\]\([^)]*\)', r'\1', text).replace('`', '').strip()
+    for cell in cells(ROOT / "nbs/82_glossary.ipynb", "markdown"):
+        if m := re.match(r"### ([^\n]+)\n+([^\n]+)", cell):
+            text = re.sub(
+                r"\s*\[Chapter [^\]]*\]\([^)]*\)(, more in \[chapter [^\]]*\]\([^)]*\))?", "", m[2]
+            )
+            found[m[1].strip().replace(" ", "-")] = (
+                re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("`", "").strip()
+            )
     return found
 
 
 # --- pages
 
+
 def picture(svg):
     "What myst-nb needs to know of an SVG: its text alternative and whether it is too wide for a telephone."
-    alt = re.search(r'<title[^>]*>(.*?)</title>', svg, re.S) or re.search(r'aria-label="([^"]*)"', svg)
-    width = re.search(r'<svg[^>]*?\bwidth="([\d.]+)', svg) or re.search(r'viewBox="[\d.-]+ [\d.-]+ ([\d.]+)', svg)
-    return dict(alt=html.unescape(alt[1]) if alt else 'a picture, described in the text',
-                classes='wide' if width and float(width[1]) > 480 else 'small')
+    alt = re.search(r"<title[^>]*>(.*?)</title>", svg, re.S) or re.search(
+        r'aria-label="([^"]*)"', svg
+    )
+    width = re.search(r'<svg[^>]*?\bwidth="([\d.]+)', svg) or re.search(
+        r'viewBox="[\d.-]+ [\d.-]+ ([\d.]+)', svg
+    )
+    return dict(
+        alt=html.unescape(alt[1]) if alt else "a picture, described in the text",
+        classes="wide" if width and float(width[1]) > 480 else "small",
+    )
 
 
 def link_chapters(text, own):
     "Prose in which `chapter 10` is a link, unless it is one already, or stands in code or in a heading."
-    stems = {p.stem.split('_')[0]: p.stem for p in notebooks() if p.stem != own}
-    link = lambda m: f'[{m[0]}]({stems[m[1]]}.ipynb)' if m[1] in stems else m[0]
-    parts = re.split(r'(```.*?```|`[^`]*`|\[[^\]]*\]\([^)]*\)|^#[^\n]*$)', text, flags=re.S | re.M)
-    parts[::2] = [re.sub(r'\b[Cc]hapter (\d\d\d?)\b', link, p) for p in parts[::2]]
-    return ''.join(parts)
+    stems = {p.stem.split("_")[0]: p.stem for p in notebooks() if p.stem != own}
+    link = lambda m: f"[{m[0]}]({stems[m[1]]}.ipynb)" if m[1] in stems else m[0]
+    parts = re.split(r"(```.*?```|`[^`]*`|\[[^\]]*\]\([^)]*\)|^#[^\n]*$)", text, flags=re.S | re.M)
+    parts[::2] = [re.sub(r"\b[Cc]hapter (\d\d\d?)\b", link, p) for p in parts[::2]]
+    return "".join(parts)
 
 
 def to_pages(text):
     "Prose in which a link to a notebook of `nbs/modules` that has no page leads to the page of its module."
     paged = {p.name for p in small()}
-    of = lambda m: m[0] if m[1] in paged else f'](api/{module_of(ROOT/"nbs/modules"/m[1])}.md)'
-    return re.sub(r'\]\(modules/(\w+\.ipynb)\)', of, text)
+    of = lambda m: m[0] if m[1] in paged else f"](api/{module_of(ROOT / 'nbs/modules' / m[1])}.md)"
+    return re.sub(r"\]\(modules/(\w+\.ipynb)\)", of, text)
 
 
 def admonition(text):
     "A cell that is a box as MyST's admonition, other text as it is."
     m = BOX.match(text)
-    if not m: return text
-    body = re.sub('^> ?', '', '> ' + text[m.end():].removeprefix('> '), flags=re.M)
-    return f'````{{admonition}} {m[1]}\n:class: box\n\n{body}\n````'
+    if not m:
+        return text
+    body = re.sub("^> ?", "", "> " + text[m.end() :].removeprefix("> "), flags=re.M)
+    return f"````{{admonition}} {m[1]}\n:class: box\n\n{body}\n````"
 
 
 def unfolded(text):
     "Prose in which what `<details>` holds is read as Markdown: that wants an empty line around it."
-    return re.sub(r'\s*(</details>)', r'\n\n\1', re.sub(r'(</summary>)\s*', r'\1\n\n', text)) if '<details' in text else text
+    return (
+        re.sub(r"\s*(</details>)", r"\n\n\1", re.sub(r"(</summary>)\s*", r"\1\n\n", text))
+        if "<details" in text
+        else text
+    )
 
 
 def chapter(path):
     "A notebook for the site: hidden cells and directives out, exported cells marked, answers and imports folded, links as they are here."
     nb, module, out = load(path), module_of(path), []
-    for i, cell in enumerate(nb['cells']):
-        source, cell = ''.join(cell['source']), dict(cell, metadata={})
-        if cell['cell_type'] == 'code':
-            if HIDDEN.search(source): continue
-            code = MARKS.sub('', DIRECTIVE.sub('', source)).strip()
-            if not code and not cell['outputs']: continue
+    for i, cell in enumerate(nb["cells"]):
+        source, cell = "".join(cell["source"]), dict(cell, metadata={})
+        if cell["cell_type"] == "code":
+            if HIDDEN.search(source):
+                continue
+            code = MARKS.sub("", DIRECTIVE.sub("", source)).strip()
+            if not code and not cell["outputs"]:
+                continue
             if EXPORT.search(source):
-                anchors = ''.join(f'<span id="def-{n}"></span>' for n in defined(ast.parse(code).body))
-                if anchors: out.append(dict(cell_type='markdown', metadata={}, source=anchors, id=f'anchor-{i}'))
-                cell['metadata']['tags'] = ['export']
+                anchors = "".join(
+                    f'<span id="def-{n}"></span>' for n in defined(ast.parse(code).body)
+                )
+                if anchors:
+                    out.append(
+                        dict(cell_type="markdown", metadata={}, source=anchors, id=f"anchor-{i}")
+                    )
+                cell["metadata"]["tags"] = ["export"]
             if title := fold(source):
-                cell['metadata']['tags'] = [*cell['metadata'].get('tags', []), 'hide-input']
-                cell['metadata']['mystnb'] = dict(code_prompt_show=title, code_prompt_hide=title)
-            for o in cell['outputs']:
-                data = o.get('data', {})
-                if svg := ''.join(data.get('image/svg+xml', '')): cell['metadata'].setdefault('mystnb', {})['image'] = picture(svg)
-                if table := ''.join(data.get('text/html', '')): data['text/html'] = SCOPED.sub('', table)
-            if code.startswith('%%cpp'):                                   # C++, shown as such
-                cell = dict(cell_type='markdown', metadata=cell['metadata'], id=f'cpp-{i}')
-                code = f'```cpp\n{code.partition(chr(10))[2]}\n```'
-            cell['source'] = code
+                cell["metadata"]["tags"] = [*cell["metadata"].get("tags", []), "hide-input"]
+                cell["metadata"]["mystnb"] = dict(code_prompt_show=title, code_prompt_hide=title)
+            for o in cell["outputs"]:
+                data = o.get("data", {})
+                if svg := "".join(data.get("image/svg+xml", "")):
+                    cell["metadata"].setdefault("mystnb", {})["image"] = picture(svg)
+                if table := "".join(data.get("text/html", "")):
+                    data["text/html"] = SCOPED.sub("", table)
+            if code.startswith("%%cpp"):  # C++, shown as such
+                cell = dict(cell_type="markdown", metadata=cell["metadata"], id=f"cpp-{i}")
+                code = f"```cpp\n{code.partition(chr(10))[2]}\n```"
+            cell["source"] = code
         else:
-            source = unfolded(to_pages(source)).replace('](../', '](').replace('](modules/', '](')
-            cell['source'] = admonition(link_chapters(source, path.stem))
-            if not out: cell['source'] = re.sub(r'^(?!# )\s*', '# ', cell['source'])
-            if not out and module: cell['source'] += f'\n\n{{.module}}\nBuilds [`batchlab.{module}`](api/{module}.md).'
+            source = unfolded(to_pages(source)).replace("](../", "](").replace("](modules/", "](")
+            cell["source"] = admonition(link_chapters(source, path.stem))
+            if not out:
+                cell["source"] = re.sub(r"^(?!# )\s*", "# ", cell["source"])
+            if not out and module:
+                cell["source"] += f"\n\n{{.module}}\nBuilds [`batchlab.{module}`](api/{module}.md)."
         out.append(cell)
     return dict(nb, cells=out)
 
 
 def part_of(stem):
     "The Roman number of the part that a notebook is in, by its first digit: the tour is part 0, 01 to 07 are part I, 10 to 17 part II."
-    return '0' if stem.startswith('00') else ('I', 'II', 'III', 'IV', 'V', 'VI', 'VII', 'VIII', 'IX')[int(stem[0])]
+    return (
+        "0"
+        if stem.startswith("00")
+        else ("I", "II", "III", "IV", "V", "VI", "VII", "VIII", "IX")[int(stem[0])]
+    )
 
 
 def toctree(caption, rows):
-    return f'```{{toctree}}\n:hidden:\n:caption: {caption}\n\n' + ''.join(f'{t} <{d}>\n' for t, d in rows) + '```\n\n'
+    return (
+        f"```{{toctree}}\n:hidden:\n:caption: {caption}\n\n"
+        + "".join(f"{t} <{d}>\n" for t, d in rows)
+        + "```\n\n"
+    )
 
 
 def home():
     "The index, with the order of everything."
-    nb = chapter(ROOT/'nbs/index.ipynb')
-    parts = re.findall(r'^\*\*Part ([0IVX]+): ([^*]*)\*\*', ''.join(cells(ROOT/'nbs/index.ipynb', 'markdown')), re.M)     # in README's tables
-    book = toctree('To use it', [(title_of(p), p.stem) for p in notebooks() if p.stem == TASKS])
-    book += ''.join(toctree(f'Part {number}: {name}', [(f"{p.stem.split('_')[0]} {title_of(p).split(':')[0]}", p.stem) for p in notebooks()
-                                                       if part_of(p.stem) == number and p.stem != TASKS]) for number, name in parts)
-    api = [('All modules', 'api/index')] + [(m, f'api/{m}') for m in modules()]
+    nb = chapter(ROOT / "nbs/index.ipynb")
+    parts = re.findall(
+        r"^\*\*Part ([0IVX]+): ([^*]*)\*\*",
+        "".join(cells(ROOT / "nbs/index.ipynb", "markdown")),
+        re.M,
+    )  # in README's tables
+    book = toctree("To use it", [(title_of(p), p.stem) for p in notebooks() if p.stem == TASKS])
+    book += "".join(
+        toctree(
+            f"Part {number}: {name}",
+            [
+                (f"{p.stem.split('_')[0]} {title_of(p).split(':')[0]}", p.stem)
+                for p in notebooks()
+                if part_of(p.stem) == number and p.stem != TASKS
+            ],
+        )
+        for number, name in parts
+    )
+    api = [("All modules", "api/index")] + [(m, f"api/{m}") for m in modules()]
     rest = [(title_of(p), p.stem) for p in small()]
-    working = [('Contributing', 'CONTRIBUTING')]
-    order = book + toctree('API', api) + toctree('Small modules', rest) + toctree('Working on it', working)
-    return dict(nb, cells=nb['cells'] + [dict(cell_type='markdown', metadata={}, id='order', source=order)])
+    working = [("Contributing", "CONTRIBUTING")]
+    order = (
+        book
+        + toctree("API", api)
+        + toctree("Small modules", rest)
+        + toctree("Working on it", working)
+    )
+    return dict(
+        nb, cells=nb["cells"] + [dict(cell_type="markdown", metadata={}, id="order", source=order)]
+    )
 
 
 def constants(module):
     "`{name: value}` of the public names that are neither functions nor classes; a long value is an ellipsis."
     body, values = parsed(module).body, {}
     for n in body:
-        if isinstance(n, ast.Assign): values |= {getattr(t, 'id', ''): ast.unparse(n.value) for t in n.targets}
+        if isinstance(n, ast.Assign):
+            values |= {getattr(t, "id", ""): ast.unparse(n.value) for t in n.targets}
     rest = [n for n in public_names(module) if n not in defined(body)]
-    return {n: v if len(v := values.get(n, '…')) <= 200 else '…' for n in rest}
+    return {n: v if len(v := values.get(n, "…")) <= 200 else "…" for n in rest}
 
 
 def api_page(module, path):
-    rest = ''.join(f'\n.. py:data:: {name}\n   :value: {value}\n' for name, value in constants(module).items())
+    rest = "".join(
+        f"\n.. py:data:: {name}\n   :value: {value}\n" for name, value in constants(module).items()
+    )
     own = public_names(module)
-    others = ', '.join(n for n in all_names(module) if n not in own)                # they stand on another page
-    return (f'# {module}\n\n{{.module}}\nBuilt in chapter [{path.stem}](../{path.name}).\n\n'
-            f'```{{eval-rst}}\n.. automodule:: batchlab.{module}\n'
-            f'{f"   :exclude-members: {others}" if others else ""}\n\n'
-            f'.. py:currentmodule:: batchlab.{module}\n{rest}```\n')
+    others = ", ".join(n for n in all_names(module) if n not in own)  # they stand on another page
+    return (
+        f"# {module}\n\n{{.module}}\nBuilt in chapter [{path.stem}](../{path.name}).\n\n"
+        f"```{{eval-rst}}\n.. automodule:: batchlab.{module}\n"
+        f"{f'   :exclude-members: {others}' if others else ''}\n\n"
+        f".. py:currentmodule:: batchlab.{module}\n{rest}```\n"
+    )
 
 
 def api_index():
-    tree = ast.parse((LIB/'__init__.py').read_text(encoding='utf-8'))
-    [lazy] = (ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == '_lazy')
-    rows = ''.join(f'| [`batchlab.{m}`]({m}.md) | {summary(m)} |\n' for m in modules())
-    return (f"# All modules\n\n`from batchlab import …` knows {', '.join(f'`{n}`' for n in lazy)}.\n\n"
-            f'| module | what you can do with it |\n|---|---|\n{rows}')
+    tree = ast.parse((LIB / "__init__.py").read_text(encoding="utf-8"))
+    [lazy] = (
+        ast.literal_eval(n.value)
+        for n in tree.body
+        if isinstance(n, ast.Assign) and n.targets[0].id == "_lazy"
+    )
+    rows = "".join(f"| [`batchlab.{m}`]({m}.md) | {summary(m)} |\n" for m in modules())
+    return (
+        f"# All modules\n\n`from batchlab import …` knows {', '.join(f'`{n}`' for n in lazy)}.\n\n"
+        f"| module | what you can do with it |\n|---|---|\n{rows}"
+    )
 
 
 def write(folder):
     "All sources of the site into `folder`."
     pages = {p.name: json.dumps(chapter(p), ensure_ascii=False) for p in [*notebooks(), *small()]}
-    pages |= {'index.ipynb': json.dumps(home(), ensure_ascii=False), 'api/index.md': api_index()}
-    pages |= {f'api/{m}.md': api_page(m, p) for m, p in modules().items()}
-    pages |= {name: (ROOT/name).read_text(encoding='utf-8') for name in ('CONTRIBUTING.md', 'LICENSE')}
-    (folder/'api').mkdir(parents=True)
-    for name, text in pages.items(): (folder/name).write_text(text, encoding='utf-8')
-    shutil.copytree(ROOT/'nbs/images', folder/'images')
+    pages |= {"index.ipynb": json.dumps(home(), ensure_ascii=False), "api/index.md": api_index()}
+    pages |= {f"api/{m}.md": api_page(m, p) for m, p in modules().items()}
+    pages |= {
+        name: (ROOT / name).read_text(encoding="utf-8") for name in ("CONTRIBUTING.md", "LICENSE")
+    }
+    (folder / "api").mkdir(parents=True)
+    for name, text in pages.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    shutil.copytree(ROOT / "nbs/images", folder / "images")

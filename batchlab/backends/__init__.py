@@ -26,8 +26,19 @@ __all__ = ['Step', 'Backend', 'REGISTRY', 'BackendOptions', 'register', 'select_
 # %% ../../nbs/12_attention.ipynb #c243b429
 class Step(Protocol):
     "Attention of one step: what `packed_attention` calls in each layer."
-    def attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None,
-                  softcap: float | None, sinks: torch.Tensor | None, others: dict) -> torch.Tensor: ...
+
+    def attention(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        others: dict,
+    ) -> torch.Tensor: ...
 
 # %% ../../nbs/12_attention.ipynb #bd5393dc
 class Backend(Protocol):
@@ -36,6 +47,7 @@ class Backend(Protocol):
     `block_size`: tokens to a block of its cache. `nbytes`: of weights that it holds besides the model's. `masked`: columns
     that the last step read only to mask them. `batch_invariant`: whether a token's logits are the same bits whatever shares
     its steps, and however its prompt was cut."""
+
     name: str
     why: str
     block_size: int
@@ -46,9 +58,11 @@ class Backend(Protocol):
     def make_cache(self, num_blocks: int) -> KVCache:
         "A cache of that many blocks, in the layout that `execute` reads."
         ...
+
     def execute(self, cache: KVCache, batch: Batch) -> torch.Tensor:
         "One step: outputs `[n, V]` at `batch.logits_at` (with `batch.hidden` `[n, E]`). Writes the KV of its tokens."
         ...
+
     def close(self) -> None:
         "Give back what was made for the cache in use."
         ...
@@ -60,7 +74,8 @@ class BackendOptions:
     weights may be given up for packed ones; `room`: else bytes that packed ones may take beside them. `quantization`: None or
     'int8'. `probe`: of `probe_rows`, if there is one, so that the model is not asked again; `specs`: what its layers ask of attention,
     likewise. `untried`: plain torch has to pass `check_backend` too, as no `kv_layout` has seen to that."""
-    compile: bool | str = 'auto'
+
+    compile: bool | str = "auto"
     own: bool = False
     room: float | None = None
     quantization: str | None = None
@@ -68,8 +83,15 @@ class BackendOptions:
     specs: Sequence[AttentionSpec] | None = None
     untried: bool = False
 
-REGISTRY: dict[str, str] = dict(cuda='batchlab.backends.cuda', fused='batchlab.backends.fused', modules='batchlab.backends.modules',
-                                kernels='batchlab.backends.kernels', torch='batchlab.attention')
+
+REGISTRY: dict[str, str] = dict(
+    cuda="batchlab.backends.cuda",
+    fused="batchlab.backends.fused",
+    modules="batchlab.backends.modules",
+    kernels="batchlab.backends.kernels",
+    torch="batchlab.attention",
+)
+
 
 def register(name: str, module: str) -> None:
     "Have the function `open_backend(model, shapes, options)` of `module` tried before all others."
@@ -77,17 +99,22 @@ def register(name: str, module: str) -> None:
     REGISTRY.clear()
     REGISTRY.update({name: module} | others)
 
-def select_backend(model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions | None = None) -> Backend:
+
+def select_backend(
+    model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions | None = None
+) -> Backend:
     """The first backend in the registry that runs `model`, whose `kv_layout` is `shapes`; 'torch', the last, does.
 
     A backend's module is imported when it is tried. Raises what a backend raises besides `Unavailable`: with `compile=True`
     `CompileError`, where there are no kernels."""
     options, whys = options or BackendOptions(), []
-    names = ['torch'] if options.compile is False else [*REGISTRY]
+    names = ["torch"] if options.compile is False else [*REGISTRY]
     for name in names:
-        try: backend = import_module(REGISTRY[name]).open_backend(model, shapes, options)
-        except Unavailable as e: whys += [str(e)] if str(e) and str(e) not in whys else []
+        try:
+            backend = import_module(REGISTRY[name]).open_backend(model, shapes, options)
+        except Unavailable as e:
+            whys += [str(e)] if str(e) and str(e) not in whys else []
         else:
-            backend.why = '. '.join(filter(None, [*whys, backend.why]))
+            backend.why = ". ".join(filter(None, [*whys, backend.why]))
             return backend
-    raise Unavailable(whys[-1] if whys else '')                     # why not even plain torch runs it
+    raise Unavailable(whys[-1] if whys else "")  # why not even plain torch runs it

@@ -33,15 +33,18 @@ def rows_by_adapter(batch: Batch) -> tuple[dict[int, list[int]], dict[int, list[
     "Of each adapter in `batch` its tokens, and which of `logits_at` are its own."
     tokens, late, of = dict[int, list[int]](), dict[int, list[int]](), [0] * batch.num_tokens
     for adapter, a, b in zip(batch.adapters, batch.cu_seqlens, batch.cu_seqlens[1:]):
-        if not adapter: continue
+        if not adapter:
+            continue
         tokens.setdefault(adapter, []).extend(range(a, b))
         of[a:b] = [adapter] * (b - a)
     for i, t in enumerate(batch.logits_at):
-        if of[t]: late.setdefault(of[t], []).append(i)
+        if of[t]:
+            late.setdefault(of[t], []).append(i)
     return tokens, late
 
 # %% ../../nbs/32_lora.ipynb #32aa0055
-UNIT = 12                                                                   # rows of an adapter that are one piece of work
+UNIT = 12  # rows of an adapter that are one piece of work
+
 
 def _units(rows: dict[int, list[int]], at: dict[int, int]) -> tuple[list[int], list[int]]:
     "The units of `rows` by adapter, flat, and all rows, one adapter's behind the other's; `at`: where each adapter's deltas are."
@@ -56,35 +59,58 @@ def _units(rows: dict[int, list[int]], at: dict[int, int]) -> tuple[list[int], l
 
 # %% ../../nbs/32_lora.ipynb #32aa0050
 @struct
-class Slice(ctypes.Structure): "Of an adapter's part in a product, one linear layer."
+class Slice(ctypes.Structure):
+    "Of an adapter's part in a product, one linear layer."
+
+
 @struct
-class Delta(ctypes.Structure): "What an adapter adds to a product."
+class Delta(ctypes.Structure):
+    "What an adapter adds to a product."
+
+
 @struct
-class Adapted(ctypes.Structure): "Which rows of a step are for which adapter."
+class Adapted(ctypes.Structure):
+    "Which rows of a step are for which adapter."
 
 # %% ../../nbs/32_lora.ipynb #32aa0052
-def _even(rank: int) -> int: return rank + rank % 2                        # the kernels multiply two numbers at a time
+def _even(rank: int) -> int:
+    return rank + rank % 2  # the kernels multiply two numbers at a time
 
-def pack_delta(parts: Sequence[LowRank | None], sizes: Sequence[int], kernels: Kernels) -> tuple[Delta, list[Any]]:
+
+def pack_delta(
+    parts: Sequence[LowRank | None], sizes: Sequence[int], kernels: Kernels
+) -> tuple[Delta, list[Any]]:
     """What `parts`, one for each linear layer of a product or None, add to it, and what the description leads to.
 
     `sizes`: how many outputs each of the layers has."""
     found = [(part, sum(sizes[:i])) for i, part in enumerate(parts) if part is not None]
-    if not found: return Delta(), []
+    if not found:
+        return Delta(), []
     ranks = [_even(len(p.down)) for p, _ in found]
-    downs = [nn.functional.pad(p.down, (0, 0, 0, r - len(p.down))) for (p, _), r in zip(found, ranks)]
+    downs = [
+        nn.functional.pad(p.down, (0, 0, 0, r - len(p.down))) for (p, _), r in zip(found, ranks)
+    ]
     kept: list[Any] = [kernels.pack_weight(torch.cat(downs).contiguous())]
     slices = (Slice * len(found))()
     for i, ((p, at), r) in enumerate(zip(found, ranks)):
         up = kernels.pack_weight(nn.functional.pad(p.up, (0, r - p.up.shape[1])).contiguous())
         slices[i] = Slice(up.data_ptr(), at, len(p.up), sum(ranks[:i]), r, p.scale)
         kept.append(up)
-    return Delta(kept[0].data_ptr(), ctypes.addressof(slices), sum(ranks), len(found)), [*kept, slices]
+    return Delta(kept[0].data_ptr(), ctypes.addressof(slices), sum(ranks), len(found)), [
+        *kept,
+        slices,
+    ]
 
 # %% ../../nbs/32_lora.ipynb #32aa0056
 class Packed:
     "The weights of an adapter for the kernels: `deltas` of all products. `nbytes`: of all."
-    def __init__(self, parts: dict[str, LowRank], layout: Sequence[tuple[Sequence[str], Sequence[int]]], kernels: Kernels) -> None:
+
+    def __init__(
+        self,
+        parts: dict[str, LowRank],
+        layout: Sequence[tuple[Sequence[str], Sequence[int]]],
+        kernels: Kernels,
+    ) -> None:
         self.deltas: Any = (Delta * len(layout))()
         self.kept = list[Any]()
         for i, (names, sizes) in enumerate(layout):
@@ -92,18 +118,35 @@ class Packed:
             self.kept += kept
         self.nbytes = sum(t.nbytes for t in self.kept if isinstance(t, torch.Tensor))
 
+
 class PackedAdapters:
     """Adapters for the products of a model on `kernels`. `layout`: of each product the names of its linear layers and their sizes; `shapes`: of
     each of these layers `(inputs, outputs)`.
 
     `weights(numbers)`: gives what `pack` made for these adapters."""
-    def __init__(self, layout: Sequence[tuple[Sequence[str], Sequence[int]]], shapes: dict[str, tuple[int, int]], kernels: Kernels, dtype: torch.dtype,
-                 weights: Callable[[Sequence[int]], list[Any]]) -> None:
-        self.layout, self.shapes, self.kernels, self.dtype, self.weights = layout, shapes, kernels, dtype, weights
+
+    def __init__(
+        self,
+        layout: Sequence[tuple[Sequence[str], Sequence[int]]],
+        shapes: dict[str, tuple[int, int]],
+        kernels: Kernels,
+        dtype: torch.dtype,
+        weights: Callable[[Sequence[int]], list[Any]],
+    ) -> None:
+        self.layout, self.shapes, self.kernels, self.dtype, self.weights = (
+            layout,
+            shapes,
+            kernels,
+            dtype,
+            weights,
+        )
         self.names = {name for names, _ in layout for name in names}
 
     def take(self, parts: dict[str, LowRank]) -> Packed:
-        parts = {name: LowRank(p.down.to(self.dtype), p.up.to(self.dtype), p.scale) for name, p in parts.items()}
+        parts = {
+            name: LowRank(p.down.to(self.dtype), p.up.to(self.dtype), p.scale)
+            for name, p in parts.items()
+        }
         return Packed(parts, self.layout, self.kernels)
 
     def size_of(self, ranks: dict[str, int]) -> int:
@@ -111,7 +154,10 @@ class PackedAdapters:
         panels, total = lambda n: -(-n // 32) * 32, 0
         for names, sizes in self.layout:
             mine = [(n, size, _even(ranks[n])) for n, size in zip(names, sizes) if n in ranks]
-            if mine: total += panels(sum(r for *_, r in mine)) * self.shapes[mine[0][0]][0] + sum(panels(size) * r for _, size, r in mine)
+            if mine:
+                total += panels(sum(r for *_, r in mine)) * self.shapes[mine[0][0]][0] + sum(
+                    panels(size) * r for _, size, r in mine
+                )
         return total
 
     def prepare(self, batch: Batch) -> tuple[Adapted, list[Any]]:
@@ -120,120 +166,244 @@ class PackedAdapters:
         packed = self.weights([*tokens])
         at = {number: ctypes.addressof(p.deltas) for number, p in zip(tokens, packed)}
         lists = [_ints(x) for rows in (tokens, late) for x in _units(rows, at)]
-        return Adapted(*(x.data_ptr() for x in lists), len(lists[0]) // 3, len(lists[2]) // 3), [lists, packed]
+        return Adapted(*(x.data_ptr() for x in lists), len(lists[0]) // 3, len(lists[2]) // 3), [
+            lists,
+            packed,
+        ]
 
-    def add(self, adapted: Adapted, product: int, x: torch.Tensor, y: torch.Tensor, late: bool) -> None:
+    def add(
+        self, adapted: Adapted, product: int, x: torch.Tensor, y: torch.Tensor, late: bool
+    ) -> None:
         "Add to `y` `[T, N]`, a product of `x` `[T, K]` that others computed, what the adapters add; `late`: of the tokens whose outputs are due."
-        self.kernels.calls['adapt_rows', y.dtype](ctypes.addressof(adapted), product, address(x, y.dtype, x.numel()), x.shape[1],
-                                                  address(y, y.dtype, y.numel()), y.shape[1], late)
+        self.kernels.calls["adapt_rows", y.dtype](
+            ctypes.addressof(adapted),
+            product,
+            address(x, y.dtype, x.numel()),
+            x.shape[1],
+            address(y, y.dtype, y.numel()),
+            y.shape[1],
+            late,
+        )
 
 # %% ../../nbs/32_lora.ipynb #32aa0060
 def linear_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     "Of each linear layer of `model`, by its name, `(inputs, outputs)`."
-    def shape(m: Any) -> tuple[int, int]: return (m.weight.shape[0], m.weight.shape[1]) if type(m) is Conv1D else (m.in_features, m.out_features)
-    return {name: shape(m) for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+
+    def shape(m: Any) -> tuple[int, int]:
+        return (
+            (m.weight.shape[0], m.weight.shape[1])
+            if type(m) is Conv1D
+            else (m.in_features, m.out_features)
+        )
+
+    return {
+        name: shape(m) for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))
+    }
+
 
 def step_linears(model: PreTrainedModel, shapes: dict[str, tuple[int, int]]) -> set[str]:
     "The names of those linear layers of `shapes` that a step runs for its tokens: not of a pooler or a classifier's head, which a text gets when it has ended."
     base, names = model.base_model, {id(m): name for name, m in model.named_modules()}
-    inside = '' if base is model else f'{names[id(base)]}.'
-    mine = {n for n in shapes if n.startswith(inside) and not n.removeprefix(inside).startswith('pooler.')}
-    head = None if any(kind in type(model).__name__ for kind in ('ForSequence', 'ForToken')) else model.get_output_embeddings()
+    inside = "" if base is model else f"{names[id(base)]}."
+    mine = {
+        n
+        for n in shapes
+        if n.startswith(inside) and not n.removeprefix(inside).startswith("pooler.")
+    }
+    head = (
+        None
+        if any(kind in type(model).__name__ for kind in ("ForSequence", "ForToken"))
+        else model.get_output_embeddings()
+    )
     return mine if head is None else mine | {names[id(head)]}
+
 
 def fused_layout(model: PreTrainedModel) -> list[tuple[list[str], list[int]]]:
     "Of each product of fused layers, four a layer and then the head, the names of its linear layers and how many outputs each has."
-    names, found = {id(m): name for name, m in model.named_modules()}, list[tuple[list[str], list[int]]]()
-    def size(m: Any) -> int: return m.weight.shape[1] if type(m) is Conv1D else m.out_features
-    for layer in _layers(model): found += [([names[id(m)] for m in part], [size(m) for m in part]) for part in _linears(layer)]
-    return [*found, ([name for name, m in model.named_modules() if m is model.get_output_embeddings()], [model.config.vocab_size])]
+    names, found = (
+        {id(m): name for name, m in model.named_modules()},
+        list[tuple[list[str], list[int]]](),
+    )
+
+    def size(m: Any) -> int:
+        return m.weight.shape[1] if type(m) is Conv1D else m.out_features
+
+    for layer in _layers(model):
+        found += [
+            ([names[id(m)] for m in part], [size(m) for m in part]) for part in _linears(layer)
+        ]
+    return [
+        *found,
+        (
+            [name for name, m in model.named_modules() if m is model.get_output_embeddings()],
+            [model.config.vocab_size],
+        ),
+    ]
 
 # %% ../../nbs/32_lora.ipynb #32aa0064
 def _is_late(batch: Batch, n: int) -> bool:
     "Whether a layer of `n` rows has only those whose outputs are due. Raises `BatchError` if it has others."
-    if n == batch.num_tokens: return False
-    if n == len(batch.logits_at): return True
-    raise BatchError(f'a layer with an adapter has {n} rows in a step of {batch.num_tokens} tokens: this model runs without adapters only')
+    if n == batch.num_tokens:
+        return False
+    if n == len(batch.logits_at):
+        return True
+    raise BatchError(
+        f"a layer with an adapter has {n} rows in a step of {batch.num_tokens} tokens: this model runs without adapters only"
+    )
+
 
 @contextlib.contextmanager
 def applied(model: PreTrainedModel, parts: dict[str, LowRank]) -> Iterator[None]:
     "Inside, `model` computes all rows with an adapter, by its own code."
+
     def add(part: LowRank, x: torch.Tensor, y: torch.Tensor) -> None:
         down, up = (t.to(y.device, y.dtype) for t in part[:2])
         y.add_((x @ down.T) @ up.T, alpha=part.scale)
-    with attention_override(model), hooked(model, {name: partial(add, part) for name, part in parts.items()}): yield
+
+    with (
+        attention_override(model),
+        hooked(model, {name: partial(add, part) for name, part in parts.items()}),
+    ):
+        yield
+
 
 @contextlib.contextmanager
-def hooked(model: nn.Module, additions: dict[str, Callable[[torch.Tensor, torch.Tensor], None]]) -> Iterator[None]:
+def hooked(
+    model: nn.Module, additions: dict[str, Callable[[torch.Tensor, torch.Tensor], None]]
+) -> Iterator[None]:
     "Inside, each of `additions`, by the name of a linear layer, is called with its inputs and outputs as rows, and may add to the outputs."
-    def hook(add: Callable[[torch.Tensor, torch.Tensor], None], module: nn.Module, args: Any, y: torch.Tensor) -> torch.Tensor:
+
+    def hook(
+        add: Callable[[torch.Tensor, torch.Tensor], None],
+        module: nn.Module,
+        args: Any,
+        y: torch.Tensor,
+    ) -> torch.Tensor:
         rows = y.flatten(0, -2).contiguous()
         add(args[0].flatten(0, -2), rows)
         return rows.view(y.shape)
-    hooks = [model.get_submodule(name).register_forward_hook(partial(hook, add)) for name, add in additions.items()]
-    try: yield
+
+    hooks = [
+        model.get_submodule(name).register_forward_hook(partial(hook, add))
+        for name, add in additions.items()
+    ]
+    try:
+        yield
     finally:
-        for h in hooks: h.remove()
+        for h in hooks:
+            h.remove()
 
 # %% ../../nbs/32_lora.ipynb #32aa0062
 class HookedAdapters:
     """Adapters for any model: what they add is added to what its linear layers give, as these are called. `shapes`: of those, by name.
 
     `weights`: see `PackedAdapters`."""
-    def __init__(self, model: PreTrainedModel, shapes: dict[str, tuple[int, int]], weights: Callable[[Sequence[int]], list[Any]]) -> None:
-        self.model, self.shapes, self.names, self.weights = model, shapes, step_linears(model, shapes), weights
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        shapes: dict[str, tuple[int, int]],
+        weights: Callable[[Sequence[int]], list[Any]],
+    ) -> None:
+        self.model, self.shapes, self.names, self.weights = (
+            model,
+            shapes,
+            step_linears(model, shapes),
+            weights,
+        )
 
     def size_of(self, ranks: dict[str, int]) -> int:
         "How many numbers an adapter with parts of these `ranks` takes."
         return sum(r * sum(self.shapes[n]) for n, r in ranks.items())
 
-    def take(self, parts: dict[str, LowRank]) -> 'OnDevice':
+    def take(self, parts: dict[str, LowRank]) -> "OnDevice":
         device, dtype = self.model.device, self.model.dtype
-        return OnDevice({n: LowRank(p.down.to(device, dtype), p.up.to(device, dtype), p.scale) for n, p in parts.items()})
+        return OnDevice(
+            {
+                n: LowRank(p.down.to(device, dtype), p.up.to(device, dtype), p.scale)
+                for n, p in parts.items()
+            }
+        )
 
     def additions(self, batch: Batch) -> dict[str, Callable[[torch.Tensor, torch.Tensor], None]]:
         "Of each linear layer that an adapter of `batch` has a part in: a function `(inputs, outputs)` of rows, that adds to the outputs."
         rows, found = rows_by_adapter(batch), dict[str, list[tuple[LowRank, int]]]()
         at = [{a: _ints(x, device=self.model.device) for a, x in of.items()} for of in rows]
         for number, weights in zip(rows[0], self.weights([*rows[0]])):
-            for name, part in weights.parts.items(): found.setdefault(name, []).append((part, number))
+            for name, part in weights.parts.items():
+                found.setdefault(name, []).append((part, number))
+
         def add(parts: list[tuple[LowRank, int]], x: torch.Tensor, y: torch.Tensor) -> None:
             for (down, up, scale), number in parts:
                 mine = at[_is_late(batch, len(x))].get(number)
-                if mine is not None: y.index_add_(0, mine, (x[mine] @ down.T) @ up.T, alpha=scale)
+                if mine is not None:
+                    y.index_add_(0, mine, (x[mine] @ down.T) @ up.T, alpha=scale)
+
         return {name: partial(add, parts) for name, parts in found.items()}
 
     @contextlib.contextmanager
     def inside(self, batch: Batch) -> Iterator[None]:
         "Inside, the rows of `batch` are computed with their adapters."
-        with attention_override(self.model), hooked(self.model, self.additions(batch)): yield
+        with attention_override(self.model), hooked(self.model, self.additions(batch)):
+            yield
+
 
 class OnDevice:
     "The weights of an adapter on the model's device, by the names of linear layers. `nbytes`: of all."
+
     def __init__(self, parts: dict[str, LowRank]) -> None:
         self.parts, self.nbytes = parts, sum(p.down.nbytes + p.up.nbytes for p in parts.values())
 
 # %% ../../nbs/32_lora.ipynb #32aa0066
 class KernelAdapters(PackedAdapters):
     "As `HookedAdapters`, what is added computed by `kernels`: the same bits in any company."
-    def __init__(self, model: PreTrainedModel, shapes: dict[str, tuple[int, int]], kernels: Kernels, weights: Callable[[Sequence[int]], list[Any]]) -> None:
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        shapes: dict[str, tuple[int, int]],
+        kernels: Kernels,
+        weights: Callable[[Sequence[int]], list[Any]],
+    ) -> None:
         run = step_linears(model, shapes)
-        super().__init__([([name], [n]) for name, (k, n) in shapes.items() if k % 2 == 0 and name in run], shapes, kernels, model.dtype, weights)
+        super().__init__(
+            [([name], [n]) for name, (k, n) in shapes.items() if k % 2 == 0 and name in run],
+            shapes,
+            kernels,
+            model.dtype,
+            weights,
+        )
         self.model = model
 
     @contextlib.contextmanager
     def inside(self, batch: Batch) -> Iterator[None]:
         "Inside, the rows of `batch` are computed with their adapters."
         adapted, kept = self.prepare(batch)
-        def add(product: int, x: torch.Tensor, y: torch.Tensor) -> None: self.add(adapted, product, x.contiguous(), y, _is_late(batch, len(x)))
-        found = {names[0]: partial(add, i) for i, (names, _) in enumerate(self.layout) if any(p.deltas[i].rank for p in kept[1])}
-        with attention_override(self.model), hooked(self.model, found): yield
 
-def open_adapters(backend: Any, shapes: dict[str, tuple[int, int]], weights: Callable[[Sequence[int]], list[Any]]) -> Any:
+        def add(product: int, x: torch.Tensor, y: torch.Tensor) -> None:
+            self.add(adapted, product, x.contiguous(), y, _is_late(batch, len(x)))
+
+        found = {
+            names[0]: partial(add, i)
+            for i, (names, _) in enumerate(self.layout)
+            if any(p.deltas[i].rank for p in kept[1])
+        }
+        with attention_override(self.model), hooked(self.model, found):
+            yield
+
+
+def open_adapters(
+    backend: Any, shapes: dict[str, tuple[int, int]], weights: Callable[[Sequence[int]], list[Any]]
+) -> Any:
     """What runs adapters on `backend`, to be put in its `adapters`. `shapes`: `linear_shapes` of its model; `weights`: see `PackedAdapters`.
 
     Raises `BatchError` for a backend that can't."""
-    if isinstance(backend, FusedBackend): return PackedAdapters(fused_layout(backend.model), shapes, backend.kernels, backend.model.dtype, weights)
-    if isinstance(backend, KernelBackend): return KernelAdapters(backend.model, shapes, backend.kernels, weights)
-    if isinstance(backend, TorchBackend): return HookedAdapters(backend.model, shapes, weights)
-    raise BatchError(f'the {backend.name} backend runs no adapters')
+    if isinstance(backend, FusedBackend):
+        return PackedAdapters(
+            fused_layout(backend.model), shapes, backend.kernels, backend.model.dtype, weights
+        )
+    if isinstance(backend, KernelBackend):
+        return KernelAdapters(backend.model, shapes, backend.kernels, weights)
+    if isinstance(backend, TorchBackend):
+        return HookedAdapters(backend.model, shapes, weights)
+    raise BatchError(f"the {backend.name} backend runs no adapters")

@@ -16,7 +16,15 @@ import torch.nn.functional as F
 from torch.nn.attention import varlen as torch_varlen
 from transformers import PreTrainedModel
 
-from ..attention import PackedStep, TorchBackend, _said, _span_mask, attend, check_backend, packed_forward
+from batchlab.attention import (
+    PackedStep,
+    TorchBackend,
+    _said,
+    _span_mask,
+    attend,
+    check_backend,
+    packed_forward,
+)
 from . import BackendOptions, Unavailable
 from .kernels import attend_rows
 from ..batch import Batch, pack_rows
@@ -24,7 +32,7 @@ from ..padding import Probe
 from ..ragged import Packed, _ints
 from ..slots import KVCache, Shape
 
-log = logging.getLogger('batchlab')
+log = logging.getLogger("batchlab")
 
 # %% ../../nbs/26_cuda.ipynb #448918fd
 class Paged(NamedTuple):
@@ -32,29 +40,57 @@ class Paged(NamedTuple):
 
     `cu_seqlens_q` `[R + 1]`: the tokens of row i are those from `cu_seqlens_q[i]` up to `cu_seqlens_q[i + 1]`; `seq_lens`
     `[R]`: each row's columns, its new ones included; `block_table` `[R, n]`. No row has more than `max_q` tokens, `max_k` columns."""
+
     cu_seqlens_q: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     max_q: int
     max_k: int
 
-def attend_paged(kernel: Callable[..., Any], q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, at: Paged,
-                 scaling: float, window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
-                 edges: bool = False, **options: object) -> torch.Tensor:
+
+def attend_paged(
+    kernel: Callable[..., Any],
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    at: Paged,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    edges: bool = False,
+    **options: object,
+) -> torch.Tensor:
     """Causal attention of `q` `[T, H, D]` over a layer's `keys` and `values` in place, by `kernel`, a `varlen_attn`: `[T, H, D]`.
 
     `edges`: tell it also where each row's columns would end if they lay one row behind the other. `options`: passed on.
     Raises `Unavailable` for a layer with soft caps or sinks."""
-    if softcap is not None or sinks is not None: raise Unavailable('flash attention knows neither soft caps nor sinks')
+    if softcap is not None or sinks is not None:
+        raise Unavailable("flash attention knows neither soft caps nor sinks")
     ends = F.pad(at.seq_lens.cumsum(0), (1, 0)).int() if edges else None
-    return kernel(q, keys, values, at.cu_seqlens_q, ends, at.max_q, at.max_k, scale=scaling, enable_gqa=True, seqused_k=at.seq_lens,
-                  window_size=(-1 if window is None else window - 1, 0), block_table=at.block_table, **options)
+    return kernel(
+        q,
+        keys,
+        values,
+        at.cu_seqlens_q,
+        ends,
+        at.max_q,
+        at.max_k,
+        scale=scaling,
+        enable_gqa=True,
+        seqused_k=at.seq_lens,
+        window_size=(-1 if window is None else window - 1, 0),
+        block_table=at.block_table,
+        **options,
+    )
 
-Attend = Callable[..., torch.Tensor]             # `attend_paged` with its kernel and options
+
+Attend = Callable[..., torch.Tensor]  # `attend_paged` with its kernel and options
 
 # %% ../../nbs/26_cuda.ipynb #3d7524b9
 class VarlenStep(PackedStep):
     "As `PackedStep`, all rows of a layer attended in one call, in place, by `paged` (see `find_varlen`). No column is read in vain."
+
     def __init__(self, cache: KVCache, batch: Batch, paged: Attend) -> None:
         super().__init__(cache, batch)
         self.paged = paged
@@ -63,156 +99,265 @@ class VarlenStep(PackedStep):
     def at(self) -> Paged:
         b, width = self.batch, max(map(len, self.batch.block_table))
         table = [block for t in b.block_table for block in (t + t[-1:] * width)[:width]]
-        offsets, lengths, blocks = (_ints(x, torch.int32, self.cache.device) for x in (b.cu_seqlens, b.seq_lens, table))
+        offsets, lengths, blocks = (
+            _ints(x, torch.int32, self.cache.device) for x in (b.cu_seqlens, b.seq_lens, table)
+        )
         return Paged(offsets, lengths, blocks.view(-1, width), max(b.lengths), max(b.seq_lens))
 
     @property
-    def masked(self) -> int: return 0
+    def masked(self) -> int:
+        return 0
 
-    def attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None,
-                  softcap: float | None, sinks: torch.Tensor | None, others: dict[str, Any]) -> torch.Tensor:
-        if not self.batch.causal: return super().attention(layer, q, k, v, scaling, window, softcap, sinks, others)
+    def attention(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        others: dict[str, Any],
+    ) -> torch.Tensor:
+        if not self.batch.causal:
+            return super().attention(layer, q, k, v, scaling, window, softcap, sinks, others)
         self.cache.write(layer, k[0].transpose(0, 1), v[0].transpose(0, 1), self.slot_mapping)
         kv = self.cache.keys[layer], self.cache.values[layer]
         return self.paged(q[0].transpose(0, 1), *kv, self.at, scaling, window, softcap, sinks)[None]
 
 # %% ../../nbs/26_cuda.ipynb #6663acaa
-PAGE = 256                                       # tokens to a block, where flash attention 2 reads them
+PAGE = 256  # tokens to a block, where flash attention 2 reads them
 
-def paged_error(paged: Attend, heads: int, shape: Shape, dtype: torch.dtype, device: torch.device) -> float:
+
+def paged_error(
+    paged: Attend, heads: int, shape: Shape, dtype: torch.dtype, device: torch.device
+) -> float:
     "The largest difference of `paged` to `attend_rows`, over decode and a chunk, rows of several lengths, a window; inf for NaN."
-    gen, worst, (kv_heads, dim, _) = torch.Generator().manual_seed(0), 0., shape
+    gen, worst, (kv_heads, dim, _) = torch.Generator().manual_seed(0), 0.0, shape
     make = lambda *size: torch.randn(*size, generator=gen).to(device, dtype)
     cache = KVCache([shape], 5, PAGE, dtype, device)
-    for t in cache.keys + cache.values: t.copy_(make(*t.shape))
+    for t in cache.keys + cache.values:
+        t.copy_(make(*t.shape))
     for lengths in ([1, 1, 1], [1, 5, 2]):
         rows = [([0] * n, end - n) for n, end in zip(lengths, (1, PAGE + 44, 2 * PAGE))]
         batch = pack_rows(rows, [[3], [4, 1], [0, 2]], PAGE)
         q, k, v = (make(1, n, batch.num_tokens, dim) for n in (heads, kv_heads, kv_heads))
         for window in (None, 9):
-            got = VarlenStep(cache, batch, paged).attention(0, q, k, v, dim ** -.5, window, None, None, {})[0]
-            off = attend_rows(cache, 0, batch, q[0].transpose(0, 1), dim ** -.5, window) - got
+            got = VarlenStep(cache, batch, paged).attention(
+                0, q, k, v, dim**-0.5, window, None, None, {}
+            )[0]
+            off = attend_rows(cache, 0, batch, q[0].transpose(0, 1), dim**-0.5, window) - got
             worst = max(worst, off.abs().max().nan_to_num(torch.inf).item())
     return worst
 
 # %% ../../nbs/26_cuda.ipynb #0137b905
-def find_varlen(heads: int, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device,
-                kernel: Callable[..., Any] | None = None) -> tuple[Attend | None, str]:
+def find_varlen(
+    heads: int,
+    shapes: Sequence[Shape],
+    dtype: torch.dtype,
+    device: torch.device,
+    kernel: Callable[..., Any] | None = None,
+) -> tuple[Attend | None, str]:
     """`(paged, why)`: `attend_paged` for `heads` query heads and a `kv_layout`, with blocks of 256; or None and why not.
 
     `kernel`: instead of torch's `varlen_attn`."""
-    if kernel is None and (device.type != 'cuda' or dtype not in (torch.float16, torch.bfloat16)):
-        return None, f'flash attention is for half precision on a GPU, and this is {str(dtype)[6:]} on {device.type}'
-    kernel, why = kernel or cast(Callable[..., Any], torch_varlen.varlen_attn), ''
+    if kernel is None and (device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16)):
+        return (
+            None,
+            f"flash attention is for half precision on a GPU, and this is {str(dtype)[6:]} on {device.type}",
+        )
+    kernel, why = kernel or cast(Callable[..., Any], torch_varlen.varlen_attn), ""
     known = inspect.signature(kernel).parameters
-    if missing := [n for n in ('scale', 'window_size', 'enable_gqa', 'seqused_k', 'block_table') if n not in known]:
+    if missing := [
+        n
+        for n in ("scale", "window_size", "enable_gqa", "seqused_k", "block_table")
+        if n not in known
+    ]:
         return None, f"this torch's flash attention knows no {' and no '.join(missing)}"
     if any(k != v or k % 8 or k > 256 or heads % h for h, k, v in shapes):
-        return None, 'flash attention does not take these head sizes'
-    splits = [{'num_splits': 1}] * ('num_splits' in known) + [{}]
+        return None, "flash attention does not take these head sizes"
+    splits = [{"num_splits": 1}] * ("num_splits" in known) + [{}]
     for split, edges in itertools.product(splits, (True, False)):
         paged = functools.partial(attend_paged, kernel, edges=edges, **split)
-        try: off = max(paged_error(paged, heads, s, dtype, device) for s in set(shapes))
-        except Exception as e: why = _said(e)
+        try:
+            off = max(paged_error(paged, heads, s, dtype, device) for s in set(shapes))
+        except Exception as e:
+            why = _said(e)
         else:
-            if off <= 3e-2: return paged, ''
-            why = f'it was off by {off:.3f}'
-    return None, f'flash attention was tried and left out: {why}'
+            if off <= 3e-2:
+                return paged, ""
+            why = f"it was off by {off:.3f}"
+    return None, f"flash attention was tried and left out: {why}"
 
 # %% ../../nbs/26_cuda.ipynb #dde5832a
 def power_of_two(n: int) -> int:
     "The power of two that is at least `n`."
     return 1 << (n - 1).bit_length()
 
+
 def bucket(batch: Batch, block_size: int, in_place: bool = False) -> tuple[int, int] | None:
     """`(rows, blocks)`: the shape of the step that `batch` is padded to; None if not all its rows decode.
 
     None also if it would read more than 4 times the blocks that its rows hold, unless blocks are read `in_place`."""
-    if not batch.causal or batch.hidden or any(batch.adapters) or not len(batch) or batch.num_decode < len(batch): return None
+    if (
+        not batch.causal
+        or batch.hidden
+        or any(batch.adapters)
+        or not len(batch)
+        or batch.num_decode < len(batch)
+    ):
+        return None
     held = [-(-n // block_size) for n in batch.seq_lens]
     size = power_of_two(len(held)), power_of_two(max(held))
     return size if in_place or size[0] * size[1] <= 4 * sum(held) else None
 
 # %% ../../nbs/26_cuda.ipynb #f946563f
-Run = Callable[[], torch.Tensor]                 # a pass to be recorded, and its replay
+Run = Callable[[], torch.Tensor]  # a pass to be recorded, and its replay
+
 
 class StaticStep:
     """A decode step of `num_rows` rows of `num_blocks` blocks each, in tensors that stay where they are: a `Step` to be recorded.
 
     Each time: `place`, then `run`. `cache`: its last block is for padding rows; it is not kept alive. `paged`: attends in place of
     masked SDPA over copies, see `find_varlen`."""
-    def __init__(self, cache: KVCache, num_rows: int, num_blocks: int, paged: Attend | None = None) -> None:
-        assert len(cache.keys[0]) > cache.num_blocks, 'a cache without a scratch block: take that of `CudaBackend.make_cache`'
-        self._cache, self.num_rows, self.num_blocks, self.paged = weakref.ref(cache), num_rows, num_blocks, paged
+
+    def __init__(
+        self, cache: KVCache, num_rows: int, num_blocks: int, paged: Attend | None = None
+    ) -> None:
+        assert len(cache.keys[0]) > cache.num_blocks, (
+            "a cache without a scratch block: take that of `CudaBackend.make_cache`"
+        )
+        self._cache, self.num_rows, self.num_blocks, self.paged = (
+            weakref.ref(cache),
+            num_rows,
+            num_blocks,
+            paged,
+        )
         self.uses, self.masked, self.once = 0, 0, {}
         self.replay: Run | None = None
         self.tables: list[list[int]] = [[]] * num_rows
-        self.host = torch.zeros(num_rows * (4 + num_blocks), dtype=torch.int64, pin_memory=cache.device.type == 'cuda')
+        self.host = torch.zeros(
+            num_rows * (4 + num_blocks), dtype=torch.int64, pin_memory=cache.device.type == "cuda"
+        )
         self.sent = torch.cuda.Event() if self.host.is_pinned() else None
         self.inputs = torch.zeros(len(self.host), dtype=torch.int64, device=cache.device)
-        views = lambda x: (x[:4 * num_rows].view(4, -1), x[4 * num_rows:].view(num_rows, -1))
+        views = lambda x: (x[: 4 * num_rows].view(4, -1), x[4 * num_rows :].view(num_rows, -1))
         self.numbers, self.table = views(self.host)
         (ids, positions, self.slot_mapping, self.lengths), self.block_table = views(self.inputs)
         at = torch.arange(num_rows + 1, dtype=torch.int32, device=cache.device)
         self.packed, self.last = Packed(ids[None], positions[None], at, positions), at[:-1].long()
 
     @property
-    def cache(self) -> KVCache: return cast(KVCache, self._cache())
+    def cache(self) -> KVCache:
+        return cast(KVCache, self._cache())
 
     def place(self, batch: Batch) -> None:
         "Take a batch of single tokens whose `bucket` is no larger than this step, and send it to the device."
-        pad, size, scratch = self.num_rows - len(batch), self.cache.block_size, self.cache.num_blocks
-        assert batch.num_decode == len(batch) and pad >= 0 and max(batch.seq_lens) <= self.num_blocks * size, 'a step too small'
-        if self.sent: self.sent.synchronize()
-        self.numbers[:] = torch.tensor([batch.ids + batch.ids[:1] * pad, batch.positions + [0] * pad,
-                                        batch.slot_mapping + [scratch * size] * pad, batch.seq_lens + [1] * pad])
-        for i, blocks in enumerate([t[:-(-n // size)] for t, n in zip(batch.block_table, batch.seq_lens)] + [[scratch]] * pad):
-            if blocks == self.tables[i]: continue
+        pad, size, scratch = (
+            self.num_rows - len(batch),
+            self.cache.block_size,
+            self.cache.num_blocks,
+        )
+        assert (
+            batch.num_decode == len(batch)
+            and pad >= 0
+            and max(batch.seq_lens) <= self.num_blocks * size
+        ), "a step too small"
+        if self.sent:
+            self.sent.synchronize()
+        self.numbers[:] = torch.tensor(
+            [
+                batch.ids + batch.ids[:1] * pad,
+                batch.positions + [0] * pad,
+                batch.slot_mapping + [scratch * size] * pad,
+                batch.seq_lens + [1] * pad,
+            ]
+        )
+        for i, blocks in enumerate(
+            [t[: -(-n // size)] for t, n in zip(batch.block_table, batch.seq_lens)]
+            + [[scratch]] * pad
+        ):
+            if blocks == self.tables[i]:
+                continue
             self.table[i] = torch.tensor(blocks + blocks[-1:] * (self.num_blocks - len(blocks)))
             self.tables[i] = blocks
-        self.masked = pad if self.paged else self.num_rows * self.num_blocks * size - sum(batch.seq_lens)
+        self.masked = (
+            pad if self.paged else self.num_rows * self.num_blocks * size - sum(batch.seq_lens)
+        )
         self.inputs.copy_(self.host, non_blocking=True)
-        if self.sent: self.sent.record()
+        if self.sent:
+            self.sent.record()
 
     def run(self, model: PreTrainedModel) -> torch.Tensor:
         "The outputs of all rows. What is made of the numbers is made anew, inside a recording too."
         self.once.clear()
         return packed_forward(model, self, self.packed, self.last)
 
-    def attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None,
-                  softcap: float | None, sinks: torch.Tensor | None, others: dict[str, Any]) -> torch.Tensor:
+    def attention(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        others: dict[str, Any],
+    ) -> torch.Tensor:
         "As of `PackedStep`; what is made of the numbers is in `once`."
         cache, q, end = self.cache, q[0].transpose(0, 1), self.num_blocks * self.cache.block_size
         cache.write(layer, k[0].transpose(0, 1), v[0].transpose(0, 1), self.slot_mapping)
         if self.paged:
-            if 'at' not in self.once:
-                self.once['at'] = Paged(self.packed.cu_seqlens_q, self.lengths.int(), self.block_table.int(), 1, end)
+            if "at" not in self.once:
+                self.once["at"] = Paged(
+                    self.packed.cu_seqlens_q, self.lengths.int(), self.block_table.int(), 1, end
+                )
             kv = cache.keys[layer], cache.values[layer]
-            return self.paged(q, *kv, self.once['at'], scaling, window, softcap, sinks)[None]
+            return self.paged(q, *kv, self.once["at"], scaling, window, softcap, sinks)[None]
         if (window, q.dtype) not in self.once:
-            self.once[window, q.dtype] = _span_mask(self.lengths, 0, end, window, q.dtype)[:, None, None]
-        k, v = (t.unflatten(0, (self.num_rows, -1)).transpose(1, 2) for t in cache.read(layer, self.block_table.flatten()))
-        return attend(q[:, :, None], k, v, self.once[window, q.dtype], scaling, softcap, sinks)[:, :, 0][None]
+            self.once[window, q.dtype] = _span_mask(self.lengths, 0, end, window, q.dtype)[
+                :, None, None
+            ]
+        k, v = (
+            t.unflatten(0, (self.num_rows, -1)).transpose(1, 2)
+            for t in cache.read(layer, self.block_table.flatten())
+        )
+        return attend(q[:, :, None], k, v, self.once[window, q.dtype], scaling, softcap, sinks)[
+            :, :, 0
+        ][None]
 
 # %% ../../nbs/26_cuda.ipynb #e4625238
 class CudaGraphs:
     """Records what runs on a CUDA device: `CudaGraphs(device)(run)` is a function that replays it, and returns what
     `run()` returned, in the same memory each time. `run` must not depend on how often it runs."""
+
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream, self.graphs, self.pool = device, torch.cuda.Stream(device), weakref.WeakSet(), None
+        self.device, self.stream, self.graphs, self.pool = (
+            device,
+            torch.cuda.Stream(device),
+            weakref.WeakSet(),
+            None,
+        )
 
     def __call__(self, run: Run) -> Run:
         with torch.cuda.device(self.device):
             here = torch.cuda.current_stream()
             self.stream.wait_stream(here)
-            with torch.cuda.stream(self.stream): run()
+            with torch.cuda.stream(self.stream):
+                run()
             here.wait_stream(self.stream)
-            if not self.graphs: self.pool = torch.cuda.graph_pool_handle()
+            if not self.graphs:
+                self.pool = torch.cuda.graph_pool_handle()
             self.graphs.add(graph := torch.cuda.CUDAGraph())
-            with torch.cuda.graph(graph, self.pool, self.stream, 'thread_local'): out = run()      # other threads may allocate
+            with torch.cuda.graph(graph, self.pool, self.stream, "thread_local"):
+                out = run()  # other threads may allocate
+
         def replay() -> torch.Tensor:
             graph.replay()
             return out
+
         return replay
 
 # %% ../../nbs/26_cuda.ipynb #90383c09
@@ -222,15 +367,25 @@ class CudaBackend(TorchBackend):
     `record(run)`: makes a replay, see `CudaGraphs`; None: steps of fixed shape, run by Python each time. `paged`: from
     `find_varlen`; None: masked SDPA over copies. A step is recorded when its bucket comes for the `after`-th time, and the
     `max_graphs` used last are kept, for one cache at a time. `why`: also why nothing is recorded any more."""
-    def __init__(self, model: PreTrainedModel, shapes: Sequence[Shape], record: Callable[[Run], Run] | None = None,
-                 paged: Attend | None = None, why: str = '', after: int = 2, max_graphs: int = 64) -> None:
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        shapes: Sequence[Shape],
+        record: Callable[[Run], Run] | None = None,
+        paged: Attend | None = None,
+        why: str = "",
+        after: int = 2,
+        max_graphs: int = 64,
+    ) -> None:
         super().__init__(model, shapes, why, PAGE if paged else 64)
         self.record, self.paged, self.after, self.max_graphs = record, paged, after, max_graphs
-        self.name, self.static = 'cuda graphs' if record else 'cuda static', True
+        self.name, self.static = "cuda graphs" if record else "cuda static", True
         self.close()
 
     @property
-    def num_recorded(self) -> int: return sum(s.replay is not None for s in self.steps.values())
+    def num_recorded(self) -> int:
+        return sum(s.replay is not None for s in self.steps.values())
 
     def close(self) -> None:
         "Forget all recordings, and give their memory back."
@@ -241,11 +396,14 @@ class CudaBackend(TorchBackend):
         "A cache of that many blocks, and one more for padding rows, which `num_blocks` does not count."
         cache = super().make_cache(num_blocks + 1)
         cache.num_blocks -= 1
-        for t in cache.keys + cache.values: t[cache.num_blocks].zero_()
+        for t in cache.keys + cache.values:
+            t[cache.num_blocks].zero_()
         return cache
 
     def make_step(self, cache: KVCache, batch: Batch) -> PackedStep:
-        return VarlenStep(cache, batch, self.paged) if self.paged else super().make_step(cache, batch)
+        return (
+            VarlenStep(cache, batch, self.paged) if self.paged else super().make_step(cache, batch)
+        )
 
     def static_step(self, cache: KVCache, batch: Batch) -> StaticStep | None:
         "The step of fixed shape for `batch`, a new one or one used before; None if it has to go the packed way."
@@ -253,52 +411,80 @@ class CudaBackend(TorchBackend):
             self.close()
             self._cache = weakref.ref(cache)
         size = bucket(batch, cache.block_size, self.paged is not None) if self.static else None
-        if size is None: return None
+        if size is None:
+            return None
         step = self.steps.pop(size, None) or StaticStep(cache, *size, self.paged)
-        self.steps[size] = step                                                               # the last in line
-        if len(self.steps) > self.max_graphs: del self.steps[next(iter(self.steps))]
+        self.steps[size] = step  # the last in line
+        if len(self.steps) > self.max_graphs:
+            del self.steps[next(iter(self.steps))]
         return step
 
     @torch.inference_mode()
     def execute(self, cache: KVCache, batch: Batch) -> torch.Tensor:
         step = self.static_step(cache, batch)
-        if step is None: return super().execute(cache, batch)
+        if step is None:
+            return super().execute(cache, batch)
         cache.prepare(batch)
         step.place(batch)
         step.uses, run = step.uses + 1, functools.partial(step.run, self.model)
         if step.replay is None and self.record and step.uses >= self.after:
-            try: step.replay = self.record(run)
+            try:
+                step.replay = self.record(run)
             except Exception as e:
                 self.close()
-                self.name, self.record, self.static, why = 'cuda packed', None, False, _said(e)
-                self.why = '. '.join(filter(None, [self.why, f'nothing is recorded: {why}']))
-                log.warning('%s decodes without recordings, which is slower on a GPU: %s', type(self.model).__name__, why)
+                self.name, self.record, self.static, why = "cuda packed", None, False, _said(e)
+                self.why = ". ".join(filter(None, [self.why, f"nothing is recorded: {why}"]))
+                log.warning(
+                    "%s decodes without recordings, which is slower on a GPU: %s",
+                    type(self.model).__name__,
+                    why,
+                )
                 return super().execute(cache, batch)
-        out, n, self.masked = (step.replay or run)(), len(batch), step.masked          # the next replay writes over `out`
-        return out[:n].clone() if len(batch.logits_at) == n else out[_ints(batch.logits_at, device=out.device)]
+        out, n, self.masked = (
+            (step.replay or run)(),
+            len(batch),
+            step.masked,
+        )  # the next replay writes over `out`
+        return (
+            out[:n].clone()
+            if len(batch.logits_at) == n
+            else out[_ints(batch.logits_at, device=out.device)]
+        )
 
 # %% ../../nbs/26_cuda.ipynb #440e3992
 def check_replays(model: PreTrainedModel, backend: CudaBackend, probe: Probe | None = None) -> None:
     "As `check_backend`, with so many decode steps that the last are replays. Raises `Unavailable`."
     check_backend(model, backend, probe, backend.after + 2)
 
-def cuda_backend(model: PreTrainedModel, shapes: Sequence[Shape], record: Callable[[Run], Run] | None = None,
-                 kernel: Callable[..., Any] | None = None, probe: Probe | None = None) -> CudaBackend:
+
+def cuda_backend(
+    model: PreTrainedModel,
+    shapes: Sequence[Shape],
+    record: Callable[[Run], Run] | None = None,
+    kernel: Callable[..., Any] | None = None,
+    probe: Probe | None = None,
+) -> CudaBackend:
     """A `CudaBackend` that passed its trial; its `why` says what it goes without. Raises `Unavailable`.
 
     `shapes`: the model's `kv_layout`; `record` and `kernel`: see `CudaBackend` and `find_varlen`; `probe`: see `check_backend`."""
-    heads = getattr(model.config.get_text_config(), 'num_attention_heads', 1)
+    heads = getattr(model.config.get_text_config(), "num_attention_heads", 1)
     paged, why = find_varlen(heads, shapes, model.dtype, model.device, kernel)
     for way in [paged, None] if paged else [None]:
         backend = CudaBackend(model, shapes, record, way, why)
-        try: check_replays(model, backend, probe)
-        except Exception as e: why = f"{'flash attention' if way else 'decode on a GPU'} was tried and left out: {_said(e)}"
+        try:
+            check_replays(model, backend, probe)
+        except Exception as e:
+            why = f"{'flash attention' if way else 'decode on a GPU'} was tried and left out: {_said(e)}"
         else:
             backend.close()
             return backend
     raise Unavailable(why)
 
-def open_backend(model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions) -> CudaBackend:
+
+def open_backend(
+    model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions
+) -> CudaBackend:
     "The backend for a model on a GPU. Raises `Unavailable`: without a word where the model is elsewhere."
-    if model.device.type != 'cuda': raise Unavailable
+    if model.device.type != "cuda":
+        raise Unavailable
     return cuda_backend(model, shapes, CudaGraphs(model.device), probe=options.probe)

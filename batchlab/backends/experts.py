@@ -24,71 +24,132 @@ def describe_router(router: Any, width: int) -> tuple[Experts, list[torch.Tensor
     """How `router` chooses experts for rows of `width`, by trying; the tensors that this leads to, and its product.
 
     Raises `Unavailable`."""
-    holder = next((m for m in router.modules() if hasattr(m, 'weight')), router)
-    product = LinearView(holder.weight, getattr(holder, 'bias', None))
-    bias = next((b.detach().float().flatten().contiguous() for name, b in [*router.named_buffers(), *router.named_parameters()] if 'correction_bias' in name), None)
+    holder = next((m for m in router.modules() if hasattr(m, "weight")), router)
+    product = LinearView(holder.weight, getattr(holder, "bias", None))
+    bias = next(
+        (
+            b.detach().float().flatten().contiguous()
+            for name, b in [*router.named_buffers(), *router.named_parameters()]
+            if "correction_bias" in name
+        ),
+        None,
+    )
     x = torch.randn(11, width, generator=torch.Generator().manual_seed(0)).to(holder.weight.dtype)
     logits, weights, index = router(x)
     near = 1e-4 if holder.weight.dtype == torch.float32 else 2e-2
     right = torch.allclose(product(x).float(), logits.float(), rtol=near, atol=near)
-    right = right and getattr(router, 'num_group', 1) == getattr(router, 'topk_group', 1)         # else by groups
-    top, tried = float(getattr(router, 'routed_scaling_factor', 1)), []
-    for sigmoid, normed, scale in ((s, n, f) for s in (0, 1) for n in (0, 1) for f in (1., top)):
+    right = right and getattr(router, "num_group", 1) == getattr(
+        router, "topk_group", 1
+    )  # else by groups
+    top, tried = float(getattr(router, "routed_scaling_factor", 1)), []
+    for sigmoid, normed, scale in ((s, n, f) for s in (0, 1) for n in (0, 1) for f in (1.0, top)):
         p = logits.float().sigmoid() if sigmoid else logits.float().softmax(-1)
         key, chosen = p if bias is None else p + bias, p.gather(1, index)
-        if normed: chosen = chosen / chosen.sum(-1, keepdim=True)
+        if normed:
+            chosen = chosen / chosen.sum(-1, keepdim=True)
         left = key.scatter(1, index, -torch.inf).amax(-1) - key.gather(1, index).amin(-1)
-        if left.max() <= near: tried.append(((chosen * scale - weights.float()).abs().max().item(), sigmoid, normed, scale))
-    off, sigmoid, normed, scale = min(tried, default=(torch.inf, 0, 0, 1.))
-    if not (right and off <= near and 1 < logits.shape[1] <= 512): raise Unavailable(f'its {type(router).__name__} is none that the kernels know')
+        if left.max() <= near:
+            tried.append(
+                ((chosen * scale - weights.float()).abs().max().item(), sigmoid, normed, scale)
+            )
+    off, sigmoid, normed, scale = min(tried, default=(torch.inf, 0, 0, 1.0))
+    if not (right and off <= near and 1 < logits.shape[1] <= 512):
+        raise Unavailable(f"its {type(router).__name__} is none that the kernels know")
     exact = not torch.equal(logits.to(x.dtype).to(logits.dtype), logits)
-    return Experts(num_experts=logits.shape[1], top_k=index.shape[1], sigmoid=sigmoid, normed=normed, exact=exact, rounds=weights.dtype == x.dtype,
-                   scale=scale, bias=_at(bias)), [] if bias is None else [bias], product
+    return (
+        Experts(
+            num_experts=logits.shape[1],
+            top_k=index.shape[1],
+            sigmoid=sigmoid,
+            normed=normed,
+            exact=exact,
+            rounds=weights.dtype == x.dtype,
+            scale=scale,
+            bias=_at(bias),
+        ),
+        [] if bias is None else [bias],
+        product,
+    )
 
 # %% ../../nbs/24_experts.ipynb #0c29df93
 def describe_gate(experts: Any) -> tuple[Activation, Callable[[torch.Tensor], torch.Tensor]]:
     "What stands between the products of `experts`, by trying: for the kernels, and for rows `[gate | up]`. Raises `Unavailable`."
-    def gated(f: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]: return lambda x: f(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
-    alpha, limit = getattr(experts, 'alpha', 1.), getattr(experts, 'limit', torch.inf)
-    def clamped(x: torch.Tensor) -> torch.Tensor:                              # gpt-oss
+
+    def gated(f: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: f(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
+
+    alpha, limit = getattr(experts, "alpha", 1.0), getattr(experts, "limit", torch.inf)
+
+    def clamped(x: torch.Tensor) -> torch.Tensor:  # gpt-oss
         gate, up = x.clamp(max=limit).chunk(2, -1)
         return (up.clamp(min=-limit) + 1) * gate * torch.sigmoid(gate * alpha)
+
     x = torch.stack([torch.linspace(-9, 9, 97), torch.linspace(-5, 7, 97).mul(9).sin() * 9])
     want = experts._apply_gate((x if experts.is_concatenated else x.T).flatten())
     for i, f in enumerate([*map(gated, ACTIVATIONS), clamped]):
-        if torch.allclose(f(x.flatten()), want, atol=1e-4): return Activation(i + (f is clamped), True, alpha, limit), f
-    raise Unavailable(f'its {type(experts).__name__} have an activation that the kernels do not know')
+        if torch.allclose(f(x.flatten()), want, atol=1e-4):
+            return Activation(i + (f is clamped), True, alpha, limit), f
+    raise Unavailable(
+        f"its {type(experts).__name__} have an activation that the kernels do not know"
+    )
 
 # %% ../../nbs/24_experts.ipynb #00255b90
 def _expert_views(experts: Any, name: str) -> list[nn.Linear]:
     "The linear layers of all `experts` that their `name` holds, gates before what they multiply."
-    weight, bias = getattr(experts, name), getattr(experts, f'{name}_bias', None)
-    if experts.is_transposed: weight = weight.transpose(1, 2)
-    rows = [slice(0, None, 2), slice(1, None, 2)] if name == 'gate_up_proj' and not experts.is_concatenated else [slice(None)]
-    return [LinearView(w[at], None if bias is None else bias[e][at]) for e, w in enumerate(weight) for at in rows]
+    weight, bias = getattr(experts, name), getattr(experts, f"{name}_bias", None)
+    if experts.is_transposed:
+        weight = weight.transpose(1, 2)
+    rows = (
+        [slice(0, None, 2), slice(1, None, 2)]
+        if name == "gate_up_proj" and not experts.is_concatenated
+        else [slice(None)]
+    )
+    return [
+        LinearView(w[at], None if bias is None else bias[e][at])
+        for e, w in enumerate(weight)
+        for at in rows
+    ]
+
 
 class PackedExperts(nn.Module):
     """The experts of `mixture`, a layer's router and experts, for rows of `width`: `router`, `gate_up` and `down`, packed.
 
     `linear` makes the last two of linear layers. Called as transformers calls its own experts. `nbytes`: of all. Raises `Unavailable`."""
+
     def __init__(self, mixture: Any, width: int, kernels: Kernels, linear: MakeLinear) -> None:
         super().__init__()
-        experts, shared_gate = mixture.experts, getattr(mixture, 'shared_expert_gate', None)
-        if not getattr(experts, 'has_gate', False) or experts.has_post_expert_norm or experts._is_expert_parallel:
-            raise Unavailable(f'its {type(experts).__name__} are built in a way that the kernels do not know')
-        self.about, self.kept, router = describe_router(_first(mixture, 'gate', 'router'), width)
+        experts, shared_gate = mixture.experts, getattr(mixture, "shared_expert_gate", None)
+        if (
+            not getattr(experts, "has_gate", False)
+            or experts.has_post_expert_norm
+            or experts._is_expert_parallel
+        ):
+            raise Unavailable(
+                f"its {type(experts).__name__} are built in a way that the kernels do not know"
+            )
+        self.about, self.kept, router = describe_router(_first(mixture, "gate", "router"), width)
         self.act, self.gate = describe_gate(experts)
-        first, second = (_expert_views(experts, name) for name in ('gate_up_proj', 'down_proj'))
+        first, second = (_expert_views(experts, name) for name in ("gate_up_proj", "down_proj"))
         self.n, self.inner, self.width = len(second), second[0].in_features, width
-        if self.inner % 16 or width % 32: raise Unavailable('the sizes of its experts are no multiples of 16 and 32')
-        self.router = PackedLinear(*(l for l in (router, shared_gate) if l is not None), kernels=kernels, onednn=False)
-        self.gate_up, self.down = (linear(*views, kernels=kernels, onednn=False) for views in (first, second))
+        if self.inner % 16 or width % 32:
+            raise Unavailable("the sizes of its experts are no multiples of 16 and 32")
+        self.router = PackedLinear(
+            *(l for l in (router, shared_gate) if l is not None), kernels=kernels, onednn=False
+        )
+        self.gate_up, self.down = (
+            linear(*views, kernels=kernels, onednn=False) for views in (first, second)
+        )
         self.nbytes = self.router.nbytes + self.gate_up.nbytes + self.down.nbytes
 
     def describe(self) -> Experts:
         "For the kernels."
         z = self.about
-        z.router, z.gate_up, z.down, z.act = self.router.describe(), self.gate_up.describe(), self.down.describe(), self.act
+        z.router, z.gate_up, z.down, z.act = (
+            self.router.describe(),
+            self.gate_up.describe(),
+            self.down.describe(),
+            self.act,
+        )
         return z
 
     def product(self, packed: Any, x: torch.Tensor, e: int) -> torch.Tensor:
@@ -97,11 +158,14 @@ class PackedExperts(nn.Module):
         at, panels = slice(e * n, e * n + n), slice(e * n // 32, (e * n + n) // 32)
         if isinstance(packed, PlainLinear):
             each = len(packed.linears) // self.n
-            return torch.cat([l(x) for l in packed.linears[e * each:(e + 1) * each]], -1)
+            return torch.cat([l(x) for l in packed.linears[e * each : (e + 1) * each]], -1)
         bias, x = None if packed.bias is None else packed.bias[at], x.contiguous()
-        if isinstance(packed, PackedLinear): return packed.kernels.product(x, packed.weight[panels], bias, n)
+        if isinstance(packed, PackedLinear):
+            return packed.kernels.product(x, packed.weight[panels], bias, n)
         weight, starts = packed.weight
-        return packed.kernels.bytes_product(x, (weight[panels], starts[at]), packed.scales[at], bias, packed.block)
+        return packed.kernels.bytes_product(
+            x, (weight[panels], starts[at]), packed.scales[at], bias, packed.block
+        )
 
     def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         "`x` `[T, E]`, `index` and `weights` of its experts `[T, top_k]`: `[T, E]`."
@@ -115,11 +179,24 @@ class PackedExperts(nn.Module):
 # %% ../../nbs/24_experts.ipynb #79e60491
 class ProbeOfMixture(Probe):
     "As `Probe`, but `most` rows in all may get other logits than the model gives alone, as they get other experts."
-    def __init__(self, model: PreTrainedModel, rows: Sequence[Sequence[int]], most: int = 2, probe: Probe | None = None) -> None:
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        rows: Sequence[Sequence[int]],
+        most: int = 2,
+        probe: Probe | None = None,
+    ) -> None:
         super().__init__(model, rows)
         self.left = most
-        if probe: self.alone = probe.alone                                # of the same rows: it is not asked again
+        if probe:
+            self.alone = probe.alone  # of the same rows: it is not asked again
 
-    def agrees(self, ends: Sequence[tuple[int, int]], logits: torch.Tensor, tolerance: float | None = None) -> bool:
-        self.left -= sum(not super(ProbeOfMixture, self).agrees([end], row[None], tolerance) for end, row in zip(ends, logits))
+    def agrees(
+        self, ends: Sequence[tuple[int, int]], logits: torch.Tensor, tolerance: float | None = None
+    ) -> bool:
+        self.left -= sum(
+            not super(ProbeOfMixture, self).agrees([end], row[None], tolerance)
+            for end, row in zip(ends, logits)
+        )
         return self.left >= 0 and bool(logits.isfinite().all())

@@ -17,24 +17,81 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..attention import AttentionSpec, StateProbe, _said, attention_override, check_backend, encoder_inputs, packed_of, probe_rows
+from batchlab.attention import (
+    AttentionSpec,
+    StateProbe,
+    _said,
+    attention_override,
+    check_backend,
+    encoder_inputs,
+    packed_of,
+    probe_rows,
+)
 from . import BackendOptions, Unavailable
 from .experts import PackedExperts, ProbeOfMixture
-from .kernels import AttentionWorklist, KernelBackend, prefix_groups, usable_kernels, whole_rows
-from .layers import (Rotations, ENCODERS, _base, _first, _head, _layers, _linear, _linears, _mixture, attention_specs, check_family, describe_layer,
-                                      describe_norm, describe_rotations)
-from .native import PARTS, SPARE, HugePages, Kernels, Layer, Linear, Step, limit_threads
-from .packed import (MakeLinear, PackedEmbedding, PackedLinear, PlainLinear, _at, mapped_files, release_mapped_pages,
-                                      replace_linears)
+from batchlab.backends.kernels import (
+    AttentionWorklist,
+    KernelBackend,
+    prefix_groups,
+    usable_kernels,
+    whole_rows,
+)
+from batchlab.backends.layers import (
+    Rotations,
+    ENCODERS,
+    _base,
+    _first,
+    _head,
+    _layers,
+    _linear,
+    _linears,
+    _mixture,
+    attention_specs,
+    check_family,
+    describe_layer,
+    describe_norm,
+    describe_rotations,
+)
+from batchlab.backends.native import (
+    PARTS,
+    SPARE,
+    HugePages,
+    Kernels,
+    Layer,
+    Linear,
+    Step,
+    limit_threads,
+)
+from batchlab.backends.packed import (
+    MakeLinear,
+    PackedEmbedding,
+    PackedLinear,
+    PlainLinear,
+    _at,
+    mapped_files,
+    release_mapped_pages,
+    replace_linears,
+)
 from ..batch import Batch
 from ..deprecated import renamed
 from ..padding import Probe
 from ..ragged import _ints
 from ..slots import KVCache, Shape
 
-_MOVED = dict(packed='onednn_packs has_matrix_unit join_biases LinearView LinearSlice', layers='FAMILIES ACTIVATIONS Family activation_of',
-              experts='describe_router describe_gate')                      # others are imported above, and so are found here
-__getattr__ = renamed(__name__, {'NotFused': 'errors.Unavailable'} | {name: f'backends.{module}.{name}' for module, names in _MOVED.items() for name in names.split()})
+_MOVED = dict(
+    packed="onednn_packs has_matrix_unit join_biases LinearView LinearSlice",
+    layers="FAMILIES ACTIVATIONS Family activation_of",
+    experts="describe_router describe_gate",
+)  # others are imported above, and so are found here
+__getattr__ = renamed(
+    __name__,
+    {"NotFused": "errors.Unavailable"}
+    | {
+        name: f"backends.{module}.{name}"
+        for module, names in _MOVED.items()
+        for name in names.split()
+    },
+)
 
 # %% ../../nbs/25_fused.ipynb #8011ef9d
 class WeightPacker:
@@ -42,16 +99,30 @@ class WeightPacker:
 
     `own`: the model's weights are given up as they are packed, and its modules lead to the packed ones from then on.
     `linear`: what is made of linear layers."""
-    def __init__(self, model: PreTrainedModel, kernels: Kernels, own: bool = False, linear: MakeLinear = PackedLinear) -> None:
-        self.width, self.kernels, self.own, self.linear = model.config.hidden_size, kernels, own, linear
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kernels: Kernels,
+        own: bool = False,
+        linear: MakeLinear = PackedLinear,
+    ) -> None:
+        self.width, self.kernels, self.own, self.linear = (
+            model.config.hidden_size,
+            kernels,
+            own,
+            linear,
+        )
         self.memory, self.files, self.nbytes = HugePages(), mapped_files() if own else [], 0
 
     def join(self, modules: list[Any], layer: Any = None) -> Any:
         "One module for linear `modules` of the same input, which slices of it replace in `layer` if the weights are given up."
         joined = self.linear(*map(_linear, modules), kernels=self.kernels, empty=self.memory.empty)
         self.nbytes += joined.nbytes
-        for m in modules: release_mapped_pages(m.weight, self.files)
-        if self.own and layer: replace_linears(layer, modules, joined)
+        for m in modules:
+            release_mapped_pages(m.weight, self.files)
+        if self.own and layer:
+            replace_linears(layer, modules, joined)
         return joined
 
     def products(self, layer: Any) -> tuple[Any, ...]:
@@ -60,100 +131,213 @@ class WeightPacker:
 
     def experts(self, layer: Any) -> PackedExperts | None:
         "The experts of a layer, which take the place of its own if the weights are given up."
-        if (mixture := _mixture(layer)) is None: return None
-        packed = PackedExperts(mixture, self.width, self.kernels, partial(self.linear, empty=self.memory.empty))
+        if (mixture := _mixture(layer)) is None:
+            return None
+        packed = PackedExperts(
+            mixture, self.width, self.kernels, partial(self.linear, empty=self.memory.empty)
+        )
         self.nbytes += packed.nbytes
-        for p in mixture.experts.parameters(): release_mapped_pages(p, self.files)
-        if self.own: mixture.experts = packed
+        for p in mixture.experts.parameters():
+            release_mapped_pages(p, self.files)
+        if self.own:
+            mixture.experts = packed
         return packed
 
 # %% ../../nbs/25_fused.ipynb #45e893b5
 def _packed_embedding(model: PreTrainedModel, head: Any, embed: nn.Module) -> nn.Module:
     "The embedding of `model` once its weights are given up: read out of `head` if they share a weight and `head` is in panels."
-    if head is None or model.lm_head.weight is not embed.weight or not isinstance(head, PackedLinear) or head.onednn: return embed
-    return PackedEmbedding(head, getattr(embed, 'embed_scale', None))
+    if (
+        head is None
+        or model.lm_head.weight is not embed.weight
+        or not isinstance(head, PackedLinear)
+        or head.onednn
+    ):
+        return embed
+    return PackedEmbedding(head, getattr(embed, "embed_scale", None))
+
 
 class FusedWeights:
     """A model, described for the kernels: `layers`, and behind them one more with the final norm and the head, where it has them. Raises `Unavailable`.
 
     `own`, `linear`: see `WeightPacker`; `specs`: of its layers, if they are known. `nbytes`: of packed weights, which stand beside the model's own if those are not given up."""
-    def __init__(self, model: PreTrainedModel, kernels: Kernels, own: bool = False, linear: MakeLinear = PackedLinear,
-                 specs: Sequence[AttentionSpec] | None = None) -> None:
-        family, base, packer = check_family(model), _base(model), WeightPacker(model, kernels, own, linear)
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kernels: Kernels,
+        own: bool = False,
+        linear: MakeLinear = PackedLinear,
+        specs: Sequence[AttentionSpec] | None = None,
+    ) -> None:
+        family, base, packer = (
+            check_family(model),
+            _base(model),
+            WeightPacker(model, kernels, own, linear),
+        )
         self.specs = specs = attention_specs(model, specs)
-        self.model, self.kernels, self.spec, self.kept = model, kernels, specs[0], list[torch.Tensor]()
+        self.model, self.kernels, self.spec, self.kept = (
+            model,
+            kernels,
+            specs[0],
+            list[torch.Tensor](),
+        )
         self.rotations, self.kinds = describe_rotations(model)
         self.modules: list[tuple[Any, ...]] = [packer.products(layer) for layer in _layers(model)]
         self.layers: Any = (Layer * (len(self.modules) + 1))()
         self.experts = [packer.experts(layer) for layer in _layers(model)]
         for i, layer in enumerate(_layers(model)):
             linears = [Linear() if m is None else m.describe() for m in self.modules[i]]
-            self.layers[i], kept = describe_layer(layer, model.config, family, specs[i], linears, self.rotations)
+            self.layers[i], kept = describe_layer(
+                layer, model.config, family, specs[i], linears, self.rotations
+            )
             self.kept += kept
             if (experts := self.experts[i]) is not None:
                 self.layers[i].experts = experts.describe()
                 self.kept += experts.kept
-        self.head, self.embed = None if _head(model) is None else packer.join([model.lm_head]), model.get_input_embeddings()
-        self.multiplier, self.places = getattr(base, 'embedding_multiplier', 1), _first(base, 'wpe', 'embed_positions')
-        self.project = None if (project := _first(base, 'embeddings_project')) is None else packer.join([project])
+        self.head, self.embed = (
+            None if _head(model) is None else packer.join([model.lm_head]),
+            model.get_input_embeddings(),
+        )
+        self.multiplier, self.places = (
+            getattr(base, "embedding_multiplier", 1),
+            _first(base, "wpe", "embed_positions"),
+        )
+        self.project = (
+            None
+            if (project := _first(base, "embeddings_project")) is None
+            else packer.join([project])
+        )
         end = self.layers[len(self.modules)]
-        if self.head is not None: end.qkv = self.head.describe()
-        if (norm := _first(base, 'norm', 'final_layernorm', 'final_layer_norm', 'ln_f', 'final_norm')) is not None:
+        if self.head is not None:
+            end.qkv = self.head.describe()
+        if (
+            norm := _first(
+                base, "norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm"
+            )
+        ) is not None:
             end.before, kept = describe_norm(norm, model.config.hidden_size)
             self.kept += kept
-        products = [(z.qkv, z.out, z.gate_up, z.down, z.experts.gate_up, z.experts.down) for z in self.layers]
-        self.outside = [PARTS * i + part for i, of in enumerate(products) for part, l in zip((1, 3, 5, 7, 9, 11), of) if l.kind == 3]
+        products = [
+            (z.qkv, z.out, z.gate_up, z.down, z.experts.gate_up, z.experts.down)
+            for z in self.layers
+        ]
+        self.outside = [
+            PARTS * i + part
+            for i, of in enumerate(products)
+            for part, l in zip((1, 3, 5, 7, 9, 11), of)
+            if l.kind == 3
+        ]
         self.nbytes = packer.nbytes
-        if not own: return
+        if not own:
+            return
         embed, self.embed = self.embed, _packed_embedding(model, self.head, self.embed)
-        if self.embed is not embed: model.set_input_embeddings(self.embed)
-        if self.head is not None: model.lm_head = self.head
-        if self.project is not None: base.embeddings_project = self.project
-        for p in model.parameters(): p.data = p.data.clone()                    # lets the file go that they were mapped from
+        if self.embed is not embed:
+            model.set_input_embeddings(self.embed)
+        if self.head is not None:
+            model.lm_head = self.head
+        if self.project is not None:
+            base.embeddings_project = self.project
+        for p in model.parameters():
+            p.data = p.data.clone()  # lets the file go that they were mapped from
 
 # %% ../../nbs/25_fused.ipynb #d186f09a
 def make_workspace(tokens: int, weights: FusedWeights) -> dict[str, torch.Tensor]:
     "What the parts of a layer leave for each other, for `tokens` tokens, by the names of `Step`."
-    layers, experts, width, dtype = weights.layers[:-1], [x for x in weights.experts if x is not None], weights.model.config.hidden_size, weights.model.dtype
-    top_k, n = (max((getattr(x.about, name) for x in experts), default=0) for name in ('top_k', 'num_experts'))
+    layers, experts, width, dtype = (
+        weights.layers[:-1],
+        [x for x in weights.experts if x is not None],
+        weights.model.config.hidden_size,
+        weights.model.dtype,
+    )
+    top_k, n = (
+        max((getattr(x.about, name) for x in experts), default=0)
+        for name in ("top_k", "num_experts")
+    )
     inner = top_k * max((x.inner for x in experts), default=0)
-    widths = dict(normed=width, qkv=max(z.qkv.outputs for z in layers), attended=weights.spec.heads * weights.spec.dim_v, projected=width, mlp_out=width,
-                  gate_up=max(2 * inner, *(z.gate_up.outputs for z in layers)), activated=max(inner, *(z.down.inputs for z in layers)))
-    def rows(width: int, dtype: torch.dtype) -> torch.Tensor: return torch.empty(tokens, width, dtype=dtype)
+    widths = dict(
+        normed=width,
+        qkv=max(z.qkv.outputs for z in layers),
+        attended=weights.spec.heads * weights.spec.dim_v,
+        projected=width,
+        mlp_out=width,
+        gate_up=max(2 * inner, *(z.gate_up.outputs for z in layers)),
+        activated=max(inner, *(z.down.inputs for z in layers)),
+    )
+
+    def rows(width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tokens, width, dtype=dtype)
+
     space = {name: rows(n, dtype) for name, n in widths.items()}
     widest = max(*widths.values(), top_k * width)
-    space |= dict(bytes=rows(widest, torch.uint8), byte_steps=rows(1 + top_k, torch.float32), packed=rows(widest, dtype))
-    space |= dict(expert_rows=rows(top_k * width, dtype), router_logits=rows(n + 1, torch.float32), expert_weights=rows(top_k, torch.float32))
-    space |= {name: rows(top_k, torch.int64) for name in ('chosen', 'row_of', 'token_of')}
+    space |= dict(
+        bytes=rows(widest, torch.uint8),
+        byte_steps=rows(1 + top_k, torch.float32),
+        packed=rows(widest, dtype),
+    )
+    space |= dict(
+        expert_rows=rows(top_k * width, dtype),
+        router_logits=rows(n + 1, torch.float32),
+        expert_weights=rows(top_k, torch.float32),
+    )
+    space |= {name: rows(top_k, torch.int64) for name in ("chosen", "row_of", "token_of")}
     return space | dict(bounds=torch.empty(2 * n + 3, dtype=torch.int64))
 
 # %% ../../nbs/25_fused.ipynb #fd278fd5
-def bind_cache(layers: Any, cache: KVCache, rotations: Rotations | None, kinds: Sequence[str | None]) -> None:
+def bind_cache(
+    layers: Any, cache: KVCache, rotations: Rotations | None, kinds: Sequence[str | None]
+) -> None:
     "Tell described `layers` where the keys and values of `cache` lie, and the tables of `rotations`, of which each takes that of its kind."
-    for z, K, V in zip(layers, cache.keys, cache.values):                    # an encoder's cache has fewer layers, or none
+    for z, K, V in zip(
+        layers, cache.keys, cache.values
+    ):  # an encoder's cache has fewer layers, or none
         a, z.keys, z.values = z.shape, _at(K), _at(V)
-        a.k_block, a.k_head, a.v_block, a.v_head, a.block_size = *K.stride()[:2], *V.stride()[:2], cache.block_size
+        a.k_block, a.k_head, a.v_block, a.v_head, a.block_size = (
+            *K.stride()[:2],
+            *V.stride()[:2],
+            cache.block_size,
+        )
     for z, kind in zip(layers, kinds):
-        if not z.rotated or not rotations: continue
+        if not z.rotated or not rotations:
+            continue
         cos, sin = rotations.tables[kind]
         z.cos, z.sin, z.rotated = _at(cos), _at(sin), 2 * cos.shape[1]
 
-def _rows(x: torch.Tensor, n: int, width: int) -> torch.Tensor: return x.flatten()[:n * width].view(n, width)
 
-def experts_outside(experts: Any, first: bool, x: torch.Tensor, y: torch.Tensor, tokens: int, bounds: torch.Tensor, token_of: torch.Tensor) -> None:
+def _rows(x: torch.Tensor, n: int, width: int) -> torch.Tensor:
+    return x.flatten()[: n * width].view(n, width)
+
+
+def experts_outside(
+    experts: Any,
+    first: bool,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    tokens: int,
+    bounds: torch.Tensor,
+    token_of: torch.Tensor,
+) -> None:
     "The first or the second product of all `experts`, from `x` into `y`, for rows sorted by expert, as `bounds` and `token_of` say."
-    n, packed, ends = tokens * experts.about.top_k, experts.gate_up if first else experts.down, bounds.tolist()
+    n, packed, ends = (
+        tokens * experts.about.top_k,
+        experts.gate_up if first else experts.down,
+        bounds.tolist(),
+    )
     x = x[token_of.flatten()[:n]] if first else _rows(x, n, experts.inner)
     y = _rows(y, n, sum(packed.sizes) // experts.n)
     for e in range(experts.n):
         at = slice(ends[e], ends[e + 1])
-        if at.start < at.stop: y[at] = experts.product(packed, x[at], e)
+        if at.start < at.stop:
+            y[at] = experts.product(packed, x[at], e)
+
 
 def finish_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
     "What some families do to logits."
-    if (scale := getattr(config, 'logits_scaling', None) or 1) != 1: logits /= scale
-    if (scale := getattr(config, 'logit_scale', None) or 1) != 1: logits *= scale
-    if cap := getattr(config, 'final_logit_softcapping', None): logits = torch.tanh(logits / cap) * cap
+    if (scale := getattr(config, "logits_scaling", None) or 1) != 1:
+        logits /= scale
+    if (scale := getattr(config, "logit_scale", None) or 1) != 1:
+        logits *= scale
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits = torch.tanh(logits / cap) * cap
     return logits
 
 # %% ../../nbs/25_fused.ipynb #27c6febd
@@ -163,15 +347,31 @@ def embed_encoder(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     embeddings: Any = model.base_model.embeddings
     packed, _ = packed_of(batch)
     given, takes = encoder_inputs(model, packed), inspect.signature(embeddings.forward).parameters
-    with attention_override(model): return embeddings(packed.input_ids, **{name: x for name, x in given.items() if name in takes})[0].contiguous()
+    with attention_override(model):
+        return embeddings(
+            packed.input_ids, **{name: x for name, x in given.items() if name in takes}
+        )[0].contiguous()
 
-_READS = {3: 'attended', 7: 'activated', 11: 'activated'}                   # the others read `normed`, or `stream` where there is no norm
-_WRITES = {1: 'qkv', 3: 'projected', 5: 'gate_up', 7: 'mlp_out', 9: 'gate_up', 11: 'expert_rows'}
+
+_READS = {
+    3: "attended",
+    7: "activated",
+    11: "activated",
+}  # the others read `normed`, or `stream` where there is no norm
+_WRITES = {1: "qkv", 3: "projected", 5: "gate_up", 7: "mlp_out", 9: "gate_up", 11: "expert_rows"}
+
 
 class Fused(FusedWeights):
     "A model's layers on `kernels`. `seconds`: None, or fp64 `[PARTS]`, to which the time of each part is added."
-    def __init__(self, model: PreTrainedModel, kernels: Kernels, own: bool = False, linear: MakeLinear = PackedLinear,
-                 specs: Sequence[AttentionSpec] | None = None) -> None:
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kernels: Kernels,
+        own: bool = False,
+        linear: MakeLinear = PackedLinear,
+        specs: Sequence[AttentionSpec] | None = None,
+    ) -> None:
         super().__init__(model, kernels, own, linear, specs)
         self.cache, self.room, self.space = None, 0, dict[str, torch.Tensor]()
         self.seconds: torch.Tensor | None = None
@@ -182,9 +382,16 @@ class Fused(FusedWeights):
         `batch.layers`, `[n, L, E]`.
 
         `adapters`: the `PackedAdapters` of chapter 32 if rows have any."""
-        T, n, end, positions = batch.num_tokens, len(batch.logits_at), len(self.modules), _ints(batch.positions)
-        assert not batch.causal or len(cache.keys) == end, 'a cache of other layers'
-        rotation_rows, moved = self.rotations.rows(positions) if self.rotations else (positions, False)
+        T, n, end, positions = (
+            batch.num_tokens,
+            len(batch.logits_at),
+            len(self.modules),
+            _ints(batch.positions),
+        )
+        assert not batch.causal or len(cache.keys) == end, "a cache of other layers"
+        rotation_rows, moved = (
+            self.rotations.rows(positions) if self.rotations else (positions, False)
+        )
         if moved or cache is not self.cache:
             bind_cache(self.layers, cache, self.rotations, self.kinds)
             self.cache = cache
@@ -193,51 +400,94 @@ class Fused(FusedWeights):
             self.space = make_workspace(self.room + SPARE, self)
         stream = self._embed(batch, positions)
         work = self._work(batch, cache.block_size)
-        space = self.space | dict(stream=stream, logits=stream.new_empty(n, self.layers[end].qkv.outputs), rotation_rows=rotation_rows,
-                                  slot_mapping=_ints(batch.slot_mapping), logits_at=_ints(batch.logits_at), **work)
-        step = Step(tokens=T, outputs=n, width=stream.shape[1], num_work_units=len(work['work_units']), whole=not batch.causal, longest=max(batch.seq_lens),
-                    seconds=_at(self.seconds), adapted=None, **{name: _at(t) for name, t in space.items()})
+        space = self.space | dict(
+            stream=stream,
+            logits=stream.new_empty(n, self.layers[end].qkv.outputs),
+            rotation_rows=rotation_rows,
+            slot_mapping=_ints(batch.slot_mapping),
+            logits_at=_ints(batch.logits_at),
+            **work,
+        )
+        step = Step(
+            tokens=T,
+            outputs=n,
+            width=stream.shape[1],
+            num_work_units=len(work["work_units"]),
+            whole=not batch.causal,
+            longest=max(batch.seq_lens),
+            seconds=_at(self.seconds),
+            adapted=None,
+            **{name: _at(t) for name, t in space.items()},
+        )
         adapted, kept = adapters.prepare(batch) if adapters is not None else (None, None)
-        if adapted is not None: step.adapted = ctypes.addressof(adapted)
+        if adapted is not None:
+            step.adapted = ctypes.addressof(adapted)
         first, last = 0, PARTS * end + (1 if batch.hidden else 2)
-        stops, states = {PARTS * i + 1: i for i in batch.layers if i < end}, dict[int, torch.Tensor]()      # part 0 of a layer ends the one before
+        stops, states = (
+            {PARTS * i + 1: i for i in batch.layers if i < end},
+            dict[int, torch.Tensor](),
+        )  # part 0 of a layer ends the one before
         for at in sorted({p for p in self.outside if p < last} | stops.keys()):
             self.kernels.run(stream.dtype, self.layers, step, first, at)
             first = at
-            if at in stops: states[stops[at]] = _rows(space['stream'], T, step.width)[space['logits_at']]
-            if at not in self.outside: continue
+            if at in stops:
+                states[stops[at]] = _rows(space["stream"], T, step.width)[space["logits_at"]]
+            if at not in self.outside:
+                continue
             late = at > PARTS * (end - 1) + 2
             x, y = self._outside(at, n if late else T, space)
-            if adapters is not None and at % PARTS < 8: adapters.add(adapted, 4 * (at // PARTS) + at % PARTS // 2, x, y, late)
+            if adapters is not None and at % PARTS < 8:
+                adapters.add(adapted, 4 * (at // PARTS) + at % PARTS // 2, x, y, late)
             first = at + 1
         self.kernels.run(stream.dtype, self.layers, step, first, last)
-        if not batch.hidden: return finish_logits(space['logits'], self.model.config)
-        states[end] = space['normed' if self.layers[end].before.kind else 'stream'][:n].clone()
+        if not batch.hidden:
+            return finish_logits(space["logits"], self.model.config)
+        states[end] = space["normed" if self.layers[end].before.kind else "stream"][:n].clone()
         return torch.stack([states[i] for i in batch.layers], 1) if batch.layers else states[end]
 
     def _work(self, batch: Batch, block_size: int) -> dict[str, torch.Tensor]:
         "What attention goes through, by the names of `Step`."
-        if not batch.causal: return dict(work_units=whole_rows(batch))
-        work = AttentionWorklist(batch, prefix_groups(batch, block_size), block_size, self.spec.heads // self.spec.kv_heads, self.spec.kv_heads)
+        if not batch.causal:
+            return dict(work_units=whole_rows(batch))
+        work = AttentionWorklist(
+            batch,
+            prefix_groups(batch, block_size),
+            block_size,
+            self.spec.heads // self.spec.kv_heads,
+            self.spec.kv_heads,
+        )
         return dict(blocks=work.blocks, query_rows=work.query_rows, work_units=work.work_units)
 
     def _embed(self, batch: Batch, positions: torch.Tensor) -> torch.Tensor:
-        if self.model.config.model_type in ENCODERS and hasattr(self.model.base_model, 'embeddings'):
+        if self.model.config.model_type in ENCODERS and hasattr(
+            self.model.base_model, "embeddings"
+        ):
             h = embed_encoder(self.model, batch)
-            return h if self.project is None else self.project(h)              # ELECTRA's may be narrower than its layers
+            return (
+                h if self.project is None else self.project(h)
+            )  # ELECTRA's may be narrower than its layers
         h = self.embed(_ints(batch.ids))
-        if self.multiplier != 1: h = h * self.multiplier
-        if self.places is not None: h = h + F.embedding(positions + getattr(self.places, 'offset', 0), self.places.weight)
+        if self.multiplier != 1:
+            h = h * self.multiplier
+        if self.places is not None:
+            h = h + F.embedding(positions + getattr(self.places, "offset", 0), self.places.weight)
         return h.contiguous()
 
-    def _outside(self, at: int, rows: int, space: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _outside(
+        self, at: int, rows: int, space: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         "The product that is part `at`, which is not the kernels' own: its inputs and outputs, in `space`."
         i, part = divmod(at, PARTS)
         z, end = self.layers[i], i == len(self.modules)
         normed = z.before.kind if part == 1 else z.mlp_before.kind or z.parallel and z.before.kind
-        x, y = space[_READS.get(part, 'normed' if normed else 'stream')], space['logits' if end else _WRITES[part]]
+        x, y = (
+            space[_READS.get(part, "normed" if normed else "stream")],
+            space["logits" if end else _WRITES[part]],
+        )
         if part > 8:
-            experts_outside(self.experts[i], part == 9, x, y, rows, space['bounds'], space['token_of'])
+            experts_outside(
+                self.experts[i], part == 9, x, y, rows, space["bounds"], space["token_of"]
+            )
             return x, y
         module: Any = self.head if end else self.modules[i][part // 2]
         about = (z.qkv, z.out, z.gate_up, z.down)[part // 2]
@@ -247,56 +497,96 @@ class Fused(FusedWeights):
 # %% ../../nbs/25_fused.ipynb #f05edb01
 class FusedBackend(KernelBackend):
     """Runs packed steps by a `Fused`, over a `TiledCache`. `nbytes`: of packed weights, beside the model's own or in their place."""
-    name = 'fused'
-    def __init__(self, fused: Fused, shapes: Sequence[Shape], why: str = '') -> None:
+
+    name = "fused"
+
+    def __init__(self, fused: Fused, shapes: Sequence[Shape], why: str = "") -> None:
         super().__init__(fused.model, shapes, fused.kernels, why)
         self.fused, self.nbytes = fused, fused.nbytes
-        self.batch_invariant = all(getattr(x, 'invariant', True) for x in (fused.head, fused.modules[0][0]))
+        self.batch_invariant = all(
+            getattr(x, "invariant", True) for x in (fused.head, fused.modules[0][0])
+        )
 
     @torch.inference_mode()
     def execute(self, cache: KVCache, batch: Batch) -> torch.Tensor:
         "One step, see `Backend`. Raises `Unavailable` for what fused layers can't do."
-        if not batch.hidden and self.fused.head is None: raise Unavailable('it has no head to give logits: ask for hidden states')
-        if any(batch.adapters) and self.adapters is None: raise Unavailable('a row has an adapter, and none are loaded')
+        if not batch.hidden and self.fused.head is None:
+            raise Unavailable("it has no head to give logits: ask for hidden states")
+        if any(batch.adapters) and self.adapters is None:
+            raise Unavailable("a row has an adapter, and none are loaded")
         cache.prepare(batch)
-        with limit_threads(self.kernels): return self.fused(cache, batch, self.adapters if any(batch.adapters) else None)
+        with limit_threads(self.kernels):
+            return self.fused(cache, batch, self.adapters if any(batch.adapters) else None)
 
 # %% ../../nbs/25_fused.ipynb #9e329c44
 @torch.inference_mode()
-def fuse(model: PreTrainedModel, kernels: Kernels, shapes: Sequence[Shape], own: bool = False,
-         linear: MakeLinear = PackedLinear, probe: Probe | None = None, specs: Sequence[AttentionSpec] | None = None) -> Fused:
+def fuse(
+    model: PreTrainedModel,
+    kernels: Kernels,
+    shapes: Sequence[Shape],
+    own: bool = False,
+    linear: MakeLinear = PackedLinear,
+    probe: Probe | None = None,
+    specs: Sequence[AttentionSpec] | None = None,
+) -> Fused:
     """A `Fused` whose layers gave the model's own logits when they were tried, before any weight was touched.
 
     `shapes`: the model's `kv_layout`; `own`, `linear`, `specs`: see `Fused`; `probe`: see `check_backend`. Raises `Unavailable`."""
-    if any(m._forward_hooks or m._forward_pre_hooks or 'forward' in m.__dict__ for m in model.modules()):
-        raise Unavailable(f'{type(model).__name__} runs by its own code: it has hooks, or a forward of its own, which fused layers would not call')
-    if model.dtype.itemsize < 4 and any(hasattr(m, 'experts') for m in model.modules()): probe = ProbeOfMixture(model, probe_rows(model), probe=probe)
-    if probe is None and _head(model) is None: probe = StateProbe(model, probe_rows(model))
+    if any(
+        m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in model.modules()
+    ):
+        raise Unavailable(
+            f"{type(model).__name__} runs by its own code: it has hooks, or a forward of its own, which fused layers would not call"
+        )
+    if model.dtype.itemsize < 4 and any(hasattr(m, "experts") for m in model.modules()):
+        probe = ProbeOfMixture(model, probe_rows(model), probe=probe)
+    if probe is None and _head(model) is None:
+        probe = StateProbe(model, probe_rows(model))
     with attention_override(model):
-        try: tried = Fused(model, kernels, linear=PlainLinear, specs=specs)
-        except (AttributeError, TypeError, ValueError, RuntimeError) as e:              # built otherwise than when its code was read
-            raise Unavailable(f'{type(model).__name__} runs by its own code: its layers have another form ({_said(e)})') from e
-        try: check_backend(model, FusedBackend(tried, shapes), probe)
-        except Unavailable as e: raise Unavailable(f'{type(model).__name__} runs by its own code: fused, {e}') from e
-        if linear is PlainLinear: return tried
+        try:
+            tried = Fused(model, kernels, linear=PlainLinear, specs=specs)
+        except (
+            AttributeError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ) as e:  # built otherwise than when its code was read
+            raise Unavailable(
+                f"{type(model).__name__} runs by its own code: its layers have another form ({_said(e)})"
+            ) from e
+        try:
+            check_backend(model, FusedBackend(tried, shapes), probe)
+        except Unavailable as e:
+            raise Unavailable(f"{type(model).__name__} runs by its own code: fused, {e}") from e
+        if linear is PlainLinear:
+            return tried
         tried_specs = tried.specs
-        del tried                                                  # it holds the layers whose weights are to be given up
+        del tried  # it holds the layers whose weights are to be given up
         return Fused(model, kernels, own, linear, tried_specs)
 
 # %% ../../nbs/25_fused.ipynb #78db6b72
-def open_backend(model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions) -> FusedBackend:
+def open_backend(
+    model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions
+) -> FusedBackend:
     """The backend for `model`, whose `kv_layout` is `shapes`, once it was tried. Raises `Unavailable`, or `CompileError`, see
     `usable_kernels`.
 
     `options.own`: its weights are given up for packed ones. `options.room`: else bytes that packed ones may take beside them,
     None for any number; where there is less room its own are used. `options.quantization`: 'int8' for `Int8Linear`."""
-    kernels, why = usable_kernels(model, shapes, options), ''
+    kernels, why = usable_kernels(model, shapes, options), ""
     linear: MakeLinear = PackedLinear
     weights = sum(p.nbytes for p in model.parameters())
-    if options.quantization == 'int8':
+    if options.quantization == "int8":
         from batchlab.backends.int8 import Int8Linear
+
         linear = Int8Linear
-    elif options.quantization: raise Unavailable(f'the fused layers know no quantization {options.quantization!r}')
+    elif options.quantization:
+        raise Unavailable(f"the fused layers know no quantization {options.quantization!r}")
     elif not options.own and options.room is not None and weights > options.room:
-        linear, why = PlainLinear, f'packed weights beside its own would take {weights:,} bytes more: load it by name'
-    return FusedBackend(fuse(model, kernels, shapes, options.own, linear, options.probe, options.specs), shapes, why)
+        linear, why = (
+            PlainLinear,
+            f"packed weights beside its own would take {weights:,} bytes more: load it by name",
+        )
+    return FusedBackend(
+        fuse(model, kernels, shapes, options.own, linear, options.probe, options.specs), shapes, why
+    )

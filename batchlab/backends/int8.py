@@ -20,7 +20,7 @@ from .packed import join_biases
 from ..deprecated import renamed
 from ..machine import processor_flags
 
-__getattr__ = renamed(__name__, {'NotQuantized': 'backends.Unavailable'})
+__getattr__ = renamed(__name__, {"NotQuantized": "backends.Unavailable"})
 
 # %% ../../nbs/22_int8.ipynb #ff98eb1d
 def block_of(size: int) -> int:
@@ -28,12 +28,16 @@ def block_of(size: int) -> int:
     return next((b for b in (64, 32, 16) if size % b == 0), 1)
 
 # %% ../../nbs/22_int8.ipynb #be43c736
-def _prepack(weight: torch.Tensor) -> torch.Tensor: return torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
+def _prepack(weight: torch.Tensor) -> torch.Tensor:
+    return torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
+
 
 def _packed_sums(bytes: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     "The sums of `bytes` `[T, K]` less 128, times an int8 weight `[N, K]` that `_prepack` packed, as fp32 `[T, N]`."
     right = packed, torch.ones(1), torch.zeros(1, dtype=torch.int64)
-    return torch.ops.onednn.qlinear_pointwise(bytes, 1., 128, *right, None, 1., 0, torch.float32, 'none', [], '')
+    return torch.ops.onednn.qlinear_pointwise(
+        bytes, 1.0, 128, *right, None, 1.0, 0, torch.float32, "none", [], ""
+    )
 
 # %% ../../nbs/22_int8.ipynb #62b8c8fd
 @functools.cache
@@ -42,21 +46,33 @@ def onednn_is_exact() -> bool:
     gen = torch.Generator().manual_seed(0)
     for T, N, K in ((1, 48, 64), (3, 80, 96), (40, 64, 1056), (1, 33, 50), (17, 33, 50)):
         rows, weight = (torch.randint(-127, 128, s, generator=gen) for s in ((T, K), (N, K)))
-        rows[0], weight[0], weight[1] = 127, 127, -127                           # the largest sums of all
-        try: sums = _packed_sums((rows + 128).to(torch.uint8), _prepack(weight.to(torch.int8)))
-        except Exception: return False
-        if not torch.equal(sums.long(), rows @ weight.T): return False
+        rows[0], weight[0], weight[1] = 127, 127, -127  # the largest sums of all
+        try:
+            sums = _packed_sums((rows + 128).to(torch.uint8), _prepack(weight.to(torch.int8)))
+        except Exception:
+            return False
+        if not torch.equal(sums.long(), rows @ weight.T):
+            return False
     return True
 
 # %% ../../nbs/22_int8.ipynb #30ce3dd2
-def _in_bytes(weights: Sequence[torch.Tensor], kernels: Kernels, block: int, onednn: bool, empty: Callable[..., torch.Tensor]) -> tuple[Any, torch.Tensor]:
+def _in_bytes(
+    weights: Sequence[torch.Tensor],
+    kernels: Kernels,
+    block: int,
+    onednn: bool,
+    empty: Callable[..., torch.Tensor],
+) -> tuple[Any, torch.Tensor]:
     "`weights`, one below the other, in bytes and in the order in which they are multiplied, and the step of each output."
     if not onednn and all(w.stride(-1) == 1 for w in weights):
         *packed, steps = kernels.pack_bytes(*weights, block=block, empty=empty)
         return packed, steps
-    bytes, steps = map(torch.cat, zip(*(kernels.quantize(w.contiguous(), block, 127) for w in weights)))
+    bytes, steps = map(
+        torch.cat, zip(*(kernels.quantize(w.contiguous(), block, 127) for w in weights))
+    )
     signed = (bytes ^ 128).view(torch.int8)
     return _prepack(signed) if onednn else pack_bytes(signed, empty), steps
+
 
 class Int8Linear(nn.Module):
     """The outputs of one or several linear layers of the same input, side by side, in int8: `[…, in]` to `[…, out]`.
@@ -65,58 +81,109 @@ class Int8Linear(nn.Module):
     exact: a row's result is the same bits in any batch. Takes fp32 or bf16 and gives the same. `sizes`: how many columns are
     whose; `nbytes`: of weights, scales and biases. `onednn`: whether oneDNN multiplies, by default where there is a matrix
     unit (AMX). Raises `Unavailable`. Methods: Dettmers et al. 2022, Ashkboos et al. 2024."""
+
     invariant = True
-    def __init__(self, *linears: nn.Linear, kernels: Kernels, onednn: bool | None = None, empty: Callable[..., torch.Tensor] = torch.empty) -> None:
+
+    def __init__(
+        self,
+        *linears: nn.Linear,
+        kernels: Kernels,
+        onednn: bool | None = None,
+        empty: Callable[..., torch.Tensor] = torch.empty,
+    ) -> None:
         super().__init__()
-        K, self.sizes, self.kernels = linears[0].in_features, [l.out_features for l in linears], kernels
-        if K % 4 or K > 2 ** 16:                                              # 2^16 * 255 * 127 fills int32
-            raise Unavailable(f'int8 is for layers with a multiple of 4 inputs, 65,536 at most, and this has {K}: use quantization=None')
+        K, self.sizes, self.kernels = (
+            linears[0].in_features,
+            [l.out_features for l in linears],
+            kernels,
+        )
+        if K % 4 or K > 2**16:  # 2^16 * 255 * 127 fills int32
+            raise Unavailable(
+                f"int8 is for layers with a multiple of 4 inputs, 65,536 at most, and this has {K}: use quantization=None"
+            )
         self.in_features, self.out_features, self.block = K, sum(self.sizes), block_of(K)
-        self.onednn = 'amx_int8' in processor_flags() and onednn_is_exact() if onednn is None else onednn
-        self.weight, steps = _in_bytes([l.weight.detach() for l in linears], kernels, self.block, self.onednn, empty)
+        self.onednn = (
+            "amx_int8" in processor_flags() and onednn_is_exact() if onednn is None else onednn
+        )
+        self.weight, steps = _in_bytes(
+            [l.weight.detach() for l in linears], kernels, self.block, self.onednn, empty
+        )
         bias, self.scales = join_biases(*linears), steps / self.block
         self.bias = None if bias is None else bias.float()
-        self.nbytes = self.out_features * K + 4 * self.out_features * (1 if self.bias is None else 2)
+        self.nbytes = self.out_features * K + 4 * self.out_features * (
+            1 if self.bias is None else 2
+        )
 
     def describe(self) -> Linear:
         "For the kernels."
-        if self.onednn: return Linear(kind=3, outputs=self.out_features, inputs=self.in_features)
+        if self.onednn:
+            return Linear(kind=3, outputs=self.out_features, inputs=self.in_features)
         bias = None if self.bias is None else self.bias.data_ptr()
-        return Linear(self.weight[0].data_ptr(), bias, self.weight[1].data_ptr(), self.scales.data_ptr(), 2, self.out_features, self.in_features, self.block)
+        return Linear(
+            self.weight[0].data_ptr(),
+            bias,
+            self.weight[1].data_ptr(),
+            self.scales.data_ptr(),
+            2,
+            self.out_features,
+            self.in_features,
+            self.block,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, more = x.reshape(-1, self.in_features).contiguous(), (self.scales, self.bias)
         if self.onednn:
             bytes, steps = self.kernels.quantize(rows, self.block, 127)
             y = self.kernels.dequantize(_packed_sums(bytes, self.weight), steps, *more, x.dtype)
-        else: y = self.kernels.bytes_product(rows, self.weight, *more, self.block)
+        else:
+            y = self.kernels.bytes_product(rows, self.weight, *more, self.block)
         return y.view(*x.shape[:-1], self.out_features)
 
 # %% ../../nbs/22_int8.ipynb #d9c08354
-def module_places(model: nn.Module, wanted: Callable[[nn.Module], Any]) -> dict[Any, list[tuple[nn.Module, str]]]:
+def module_places(
+    model: nn.Module, wanted: Callable[[nn.Module], Any]
+) -> dict[Any, list[tuple[nn.Module, str]]]:
     "The modules of `model` that are `wanted`, each with where it stands: `(holder, name)`, more than one if it is shared."
     found: dict[Any, list[tuple[nn.Module, str]]] = {}
     for holder in model.modules():
         for name, m in holder._modules.items():
-            if m is not None and wanted(m): found.setdefault(m, []).append((holder, name))
+            if m is not None and wanted(m):
+                found.setdefault(m, []).append((holder, name))
     return found
+
 
 def put_module(places: list[tuple[nn.Module, str]], module: nn.Module) -> None:
     "Put `module` in `places`, those of another one."
-    for holder, name in places: setattr(holder, name, module)
+    for holder, name in places:
+        setattr(holder, name, module)
 
-def put_int8(model: nn.Module, kernels: Kernels | None = None, make: Callable[..., nn.Module] = Int8Linear) -> int:
+
+def put_int8(
+    model: nn.Module, kernels: Kernels | None = None, make: Callable[..., nn.Module] = Int8Linear
+) -> int:
     """Replace each `nn.Linear` of `model` by an `Int8Linear`, in place; returns the bytes that these take.
 
     `kernels`: None for those of `load_kernels`. `make`: what is called with a linear layer and `kernels=`, and gives what takes
     its place. Raises `Unavailable`, or `CompileError` where there are no kernels."""
     linears = module_places(model, lambda m: type(m) is nn.Linear)
-    if not linears: raise Unavailable(f'{type(model).__name__} has no nn.Linear to put in int8: use quantization=None')
-    if model.device.type != 'cpu':
-        raise Unavailable(f'int8 is for the CPU, and the model is on {model.device}: use quantization=None')
-    wrong = [places[0][1] for m, places in linears.items() if m.weight.dtype not in DTYPES or m.in_features % 4 or m.in_features > 65_536]
-    if wrong: raise Unavailable(f'{wrong[0]} is not for int8, which takes fp32 and bf16 and inputs of a multiple of 4, at most 65,536')
-    while linears:                                              # nothing else holds them, so that each can go
+    if not linears:
+        raise Unavailable(
+            f"{type(model).__name__} has no nn.Linear to put in int8: use quantization=None"
+        )
+    if model.device.type != "cpu":
+        raise Unavailable(
+            f"int8 is for the CPU, and the model is on {model.device}: use quantization=None"
+        )
+    wrong = [
+        places[0][1]
+        for m, places in linears.items()
+        if m.weight.dtype not in DTYPES or m.in_features % 4 or m.in_features > 65_536
+    ]
+    if wrong:
+        raise Unavailable(
+            f"{wrong[0]} is not for int8, which takes fp32 and bf16 and inputs of a multiple of 4, at most 65,536"
+        )
+    while linears:  # nothing else holds them, so that each can go
         linear, places = linears.popitem()
         put_module(places, make(linear, kernels=kernels or load_kernels()))
     return sum(m.nbytes for m in model.modules() if isinstance(m, Int8Linear))

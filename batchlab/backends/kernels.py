@@ -15,21 +15,53 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from ..attention import PackedStep, TorchBackend, _span_mask, attend_plain, both_ways, check_backend, shared_prefixes
+from batchlab.attention import (
+    PackedStep,
+    TorchBackend,
+    _span_mask,
+    attend_plain,
+    both_ways,
+    check_backend,
+    shared_prefixes,
+)
 from . import BackendOptions, Unavailable
-from .native import (COLUMNS, DTYPES, ROWS, SOURCE, STEP, Kernels, Shape, address, build, limit_threads, pack_bytes,
-                                      pack_weight)
+from batchlab.backends.native import (
+    COLUMNS,
+    DTYPES,
+    ROWS,
+    SOURCE,
+    STEP,
+    Kernels,
+    Shape,
+    address,
+    build,
+    limit_threads,
+    pack_bytes,
+    pack_weight,
+)
 from ..batch import Batch, pack_rows, places
 from ..deprecated import renamed
 from ..errors import CompileError
 from ..ragged import _ints
 from ..slots import KVCache, Shape as KVShape
 
-log = logging.getLogger('batchlab')
+log = logging.getLogger("batchlab")
 
-__getattr__ = renamed(__name__, {name: f'backends.native.{name}' for name in (
-    'tune_malloc', 'FLAGS', 'find_compiler', 'processor_flags', 'IdleCores', 'unpack_rows')}
-    | {name: f'backends.packed.{name}' for name in ('mapped_files', 'release_mapped_pages')})
+__getattr__ = renamed(
+    __name__,
+    {
+        name: f"backends.native.{name}"
+        for name in (
+            "tune_malloc",
+            "FLAGS",
+            "find_compiler",
+            "processor_flags",
+            "IdleCores",
+            "unpack_rows",
+        )
+    }
+    | {name: f"backends.packed.{name}" for name in ("mapped_files", "release_mapped_pages")},
+)
 
 # %% ../../nbs/20_kernels.ipynb #62903d52
 class TiledCache(KVCache):
@@ -37,46 +69,64 @@ class TiledCache(KVCache):
 
     `keys[layer]`: `[num_blocks, kv_heads, block_size / 64, head_dim / e, 64, e]`; `values[layer]`: `[num_blocks, kv_heads,
     block_size / e, head_dim, e]`. `block_size` is a multiple of 64. What nobody has written is never read by the kernels."""
+
     @property
-    def e(self) -> int: return max(1, 4 // self.dtype.itemsize)
+    def e(self) -> int:
+        return max(1, 4 // self.dtype.itemsize)
 
     @staticmethod
     def suits(shapes: Sequence[KVShape], dtype: torch.dtype) -> bool:
         "Whether the kernels can read and write blocks of these `shapes`."
-        return dtype in DTYPES and all(d % 16 == 0 and d <= 256 for _, *dims in shapes for d in dims)
+        return dtype in DTYPES and all(
+            d % 16 == 0 and d <= 256 for _, *dims in shapes for d in dims
+        )
 
     def key_shape(self, heads: int, dim: int) -> tuple[int, ...]:
-        assert self.block_size % COLUMNS == 0, f'a block of the kernels is a multiple of {COLUMNS} tokens, not {self.block_size}'
+        assert self.block_size % COLUMNS == 0, (
+            f"a block of the kernels is a multiple of {COLUMNS} tokens, not {self.block_size}"
+        )
         return heads, self.block_size // COLUMNS, dim // self.e, COLUMNS, self.e
 
-    def value_shape(self, heads: int, dim: int) -> tuple[int, ...]: return heads, self.block_size // self.e, dim, self.e
+    def value_shape(self, heads: int, dim: int) -> tuple[int, ...]:
+        return heads, self.block_size // self.e, dim, self.e
 
     def prepare(self, batch: Batch) -> None:
         "Before a step: its copies."
         self.use(batch)
-        for source, target, _ in batch.copies: self.copy(source, target)
+        for source, target, _ in batch.copies:
+            self.copy(source, target)
 
     def copy(self, source: int, target: int, n: int | None = None) -> None:
         super().copy(source, target)
-        if n is None: return
-        for layer in range(len(self.shapes)): self.clear(layer, torch.arange(n, self.block_size) + target * self.block_size)
+        if n is None:
+            return
+        for layer in range(len(self.shapes)):
+            self.clear(layer, torch.arange(n, self.block_size) + target * self.block_size)
 
     def clear(self, layer: int, slot_mapping: torch.Tensor) -> None:
         "Zeros in these places, int64 `[T]`."
         heads, k, v = self.shapes[layer]
-        key, value = (torch.zeros(len(slot_mapping), heads, dim, dtype=self.dtype) for dim in (k, v))
+        key, value = (
+            torch.zeros(len(slot_mapping), heads, dim, dtype=self.dtype) for dim in (k, v)
+        )
         self.write(layer, key, value, slot_mapping)
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def write(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
         block, at = slot_mapping // self.block_size, slot_mapping % self.block_size
         self.keys[layer][block, :, at // COLUMNS, :, at % COLUMNS] = key.unflatten(2, (-1, self.e))
         self.values[layer][block, :, at // self.e, :, at % self.e] = value
 
-    def read(self, layer: int, blocks: Sequence[int] | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(
+        self, layer: int, blocks: Sequence[int] | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         "As `KVCache.read`; always copies."
         at = torch.as_tensor(blocks, dtype=torch.int64)
         k, v = self.keys[layer][at], self.values[layer][at]
-        return k.permute(0, 2, 4, 1, 3, 5).flatten(4).flatten(0, 2), v.permute(0, 2, 4, 1, 3).flatten(0, 2)
+        return k.permute(0, 2, 4, 1, 3, 5).flatten(4).flatten(0, 2), v.permute(
+            0, 2, 4, 1, 3
+        ).flatten(0, 2)
 
 # %% ../../nbs/20_kernels.ipynb #9e8cf59d
 def prefix_groups(batch: Batch, block_size: int) -> list[tuple[list[int], int]]:
@@ -95,23 +145,51 @@ class AttentionWorklist:
     share, how many columns)`. `blocks`: int64, all block tables one behind the other. `num_tokens`: of all rows.
 
     `groups`: `prefix_groups` of the batch, or others. `heads`: query heads that share one of `kv_heads` KV heads."""
-    def __init__(self, batch: Batch, groups: Sequence[tuple[Sequence[int], int]], block_size: int, heads: int, kv_heads: int = 1,
-                 threads: int | None = None) -> None:
+
+    def __init__(
+        self,
+        batch: Batch,
+        groups: Sequence[tuple[Sequence[int], int]],
+        block_size: int,
+        heads: int,
+        kv_heads: int = 1,
+        threads: int | None = None,
+    ) -> None:
         self.num_tokens, starts, lengths = batch.num_tokens, batch.starts, batch.lengths
         tables = list(itertools.accumulate(map(len, batch.block_table), initial=0))
-        each = max(1, min(48 // heads, self.num_tokens * kv_heads // (2 * (threads or torch.get_num_threads()))))
-        units: list[tuple[int, list[tuple[int, int, int, int]]]] = []          # (shared columns, query rows)
+        each = max(
+            1,
+            min(
+                48 // heads,
+                self.num_tokens * kv_heads // (2 * (threads or torch.get_num_threads())),
+            ),
+        )
+        units: list[
+            tuple[int, list[tuple[int, int, int, int]]]
+        ] = []  # (shared columns, query rows)
         for rows, n in groups:
-            pieces = [(batch.cu_seqlens[r] + i, min(each, lengths[r] - i), tables[r], starts[r] + i)
-                      for r in rows for i in range(0, lengths[r], each)]
+            pieces = [
+                (batch.cu_seqlens[r] + i, min(each, lengths[r] - i), tables[r], starts[r] + i)
+                for r in rows
+                for i in range(0, lengths[r], each)
+            ]
             units += [(n * block_size, unit) for unit in _fill(pieces, each if n else 0)]
-        units.sort(key=lambda u: -u[0] - sum(n * (start - u[0] + COLUMNS) for _, n, _, start in u[1]))
+        units.sort(
+            key=lambda u: -u[0] - sum(n * (start - u[0] + COLUMNS) for _, n, _, start in u[1])
+        )
         ends = itertools.accumulate(len(unit) for _, unit in units)
-        self.query_rows = _ints(itertools.chain.from_iterable(piece for _, unit in units for piece in unit)).view(-1, 4)
-        self.work_units = _ints(x for (n, unit), end in zip(units, ends) for x in (end - len(unit), end, unit[0][2], n)).view(-1, 4)
+        self.query_rows = _ints(
+            itertools.chain.from_iterable(piece for _, unit in units for piece in unit)
+        ).view(-1, 4)
+        self.work_units = _ints(
+            x for (n, unit), end in zip(units, ends) for x in (end - len(unit), end, unit[0][2], n)
+        ).view(-1, 4)
         self.blocks = _ints(itertools.chain.from_iterable(batch.block_table))
 
-def _fill(pieces: Sequence[tuple[int, int, int, int]], most: int) -> list[list[tuple[int, int, int, int]]]:
+
+def _fill(
+    pieces: Sequence[tuple[int, int, int, int]], most: int
+) -> list[list[tuple[int, int, int, int]]]:
     "`pieces` of rows, in order, in lists of up to `most` tokens, or of one piece that has more."
     lists, room = [], 0
     for piece in pieces:
@@ -123,86 +201,187 @@ def _fill(pieces: Sequence[tuple[int, int, int, int]], most: int) -> list[list[t
     return lists
 
 # %% ../../nbs/20_kernels.ipynb #c7a1e002
-def layout(cache: KVCache, layer: int, q: torch.Tensor, scale: float, window: int | None = None, softcap: float | None = None,
-           sinks: torch.Tensor | None = None) -> Shape:
+def layout(
+    cache: KVCache,
+    layer: int,
+    q: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> Shape:
     "The `Shape` of `q` `[T, heads, dim]` (a view) against a layer of `cache`. `sinks`: fp32 `[heads]`; the caller keeps them."
     K, V = cache.keys[layer], cache.values[layer]
     z = layout_whole(q, K.shape[1], V.shape[3], scale, window, softcap, sinks)
-    z.k_block, z.k_head, z.v_block, z.v_head, z.block_size = *K.stride()[:2], *V.stride()[:2], cache.block_size
+    z.k_block, z.k_head, z.v_block, z.v_head, z.block_size = (
+        *K.stride()[:2],
+        *V.stride()[:2],
+        cache.block_size,
+    )
     return z
 
-def layout_whole(q: torch.Tensor, kv_heads: int, dim_v: int, scale: float, window: int | None = None, softcap: float | None = None,
-                 sinks: torch.Tensor | None = None) -> Shape:
+
+def layout_whole(
+    q: torch.Tensor,
+    kv_heads: int,
+    dim_v: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> Shape:
     "The same for keys and values of no cache, as `Kernels.attend_whole` takes them."
-    return Shape(q.shape[1], kv_heads, q.shape[2], dim_v, *q.stride()[:2], window=window or 0, scale=scale, softcap=softcap or 0,
-                 sinks=None if sinks is None else address(sinks, torch.float32, q.shape[1]))
+    return Shape(
+        q.shape[1],
+        kv_heads,
+        q.shape[2],
+        dim_v,
+        *q.stride()[:2],
+        window=window or 0,
+        scale=scale,
+        softcap=softcap or 0,
+        sinks=None if sinks is None else address(sinks, torch.float32, q.shape[1]),
+    )
+
 
 def whole_rows(batch: Batch, most: int = 512) -> torch.Tensor:
     "The units of `Kernels.attend_whole`, int64 `[m, 4]`: each row, up to `most` queries at a time, the longest first."
     rows = sorted(zip(batch.cu_seqlens, batch.cu_seqlens[1:]), key=lambda row: row[0] - row[1])
-    return _ints(x for a, b in rows for at in range(a, b, most) for x in (a, b, at, min(b, at + most))).view(-1, 4)
+    return _ints(
+        x for a, b in rows for at in range(a, b, most) for x in (a, b, at, min(b, at + most))
+    ).view(-1, 4)
 
 # %% ../../nbs/20_kernels.ipynb #c7a1e003
-def attend_rows(cache: KVCache, layer: int, batch: Batch, q: torch.Tensor, scale: float, window: int | None = None,
-                softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
+def attend_rows(
+    cache: KVCache,
+    layer: int,
+    batch: Batch,
+    q: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     "What attention with `q` `[T, H, D]` has to be: row by row, by `attend_plain` in fp32. `[T, H, Dv]`, fp32."
     out = []
     for i, (table, end, start) in enumerate(zip(batch.block_table, batch.seq_lens, batch.starts)):
-        k, v = (t[:end].float().transpose(0, 1)[None] for t in cache.read(layer, table[:-(-end // cache.block_size)]))
+        k, v = (
+            t[:end].float().transpose(0, 1)[None]
+            for t in cache.read(layer, table[: -(-end // cache.block_size)])
+        )
         mask = _span_mask(torch.arange(start + 1, end + 1, device=q.device), 0, end, window)
-        rows = q[batch.cu_seqlens[i]:batch.cu_seqlens[i + 1]].float().transpose(0, 1)[None]
+        rows = q[batch.cu_seqlens[i] : batch.cu_seqlens[i + 1]].float().transpose(0, 1)[None]
         out.append(attend_plain(rows, k, v, mask, scale, softcap, sinks)[0].transpose(0, 1))
     return torch.cat(out)
 
-def attend_both_ways(batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None,
-                     softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
+
+def attend_both_ways(
+    batch: Batch,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     "The same for whole rows that see both ways, with `k`, `v` `[T, KV, D]`."
     out = []
     for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:]):
         x, key, value = (t[a:b].float().transpose(0, 1)[None] for t in (q, k, v))
-        out.append(attend_plain(x, key, value, both_ways(b - a, window, q.float()), scale, softcap, sinks)[0].transpose(0, 1))
+        out.append(
+            attend_plain(x, key, value, both_ways(b - a, window, q.float()), scale, softcap, sinks)[
+                0
+            ].transpose(0, 1)
+        )
     return torch.cat(out)
+
 
 def _trials(kernels: Kernels) -> Iterator[bool]:
     "Whether products are exact, then whether attention is right: with a prefix that two rows share, both ways, with window, soft cap and sinks."
     gen = torch.Generator().manual_seed(0)
-    for dtype in DTYPES:                                                                    # whole numbers: exact
-        x, w, b = (torch.randint(-3, 4, s, generator=gen).to(dtype) for s in ((29, 48), (70, 48), (70,)))
+    for dtype in DTYPES:  # whole numbers: exact
+        x, w, b = (
+            torch.randint(-3, 4, s, generator=gen).to(dtype) for s in ((29, 48), (70, 48), (70,))
+        )
         want = F.linear(x.float(), w.float(), b.float()).to(dtype)
         yield torch.equal(kernels.product(x, pack_weight(w), b, 70), want)
     x, w = (torch.randint(-127, 128, s, generator=gen) for s in ((29, 64), (70, 64)))
-    x[:, 0], w[0], x[0] = 127, 127, 127                                                     # steps of 1; the largest sum
+    x[:, 0], w[0], x[0] = 127, 127, 127  # steps of 1; the largest sum
     got = kernels.bytes_product(x.float(), pack_bytes(w.to(torch.int8)), torch.ones(70), None, 1)
     yield torch.equal(got.long(), x @ w.T)
-    for w in (torch.randn(70, 64, generator=gen).to(dtype) for dtype in DTYPES):            # packed by the kernels and by torch
-        (bytes, steps), *mine = kernels.quantize(w, 16, 127), kernels.pack_weight(w[:40], w[40:]), *kernels.pack_bytes(w, block=16)
-        yield all(map(torch.equal, mine, (pack_weight(w), *pack_bytes((bytes ^ 128).view(torch.int8)), steps)))
-    batch = pack_rows([([0], 140), ([0], 128), ([0], 40), ([0] * 4, 62)], [[5, 2, 1], [5, 2, 6], [0], [3, 4]], COLUMNS)
+    for w in (
+        torch.randn(70, 64, generator=gen).to(dtype) for dtype in DTYPES
+    ):  # packed by the kernels and by torch
+        (bytes, steps), *mine = (
+            kernels.quantize(w, 16, 127),
+            kernels.pack_weight(w[:40], w[40:]),
+            *kernels.pack_bytes(w, block=16),
+        )
+        yield all(
+            map(
+                torch.equal,
+                mine,
+                (pack_weight(w), *pack_bytes((bytes ^ 128).view(torch.int8)), steps),
+            )
+        )
+    batch = pack_rows(
+        [([0], 140), ([0], 128), ([0], 40), ([0] * 4, 62)],
+        [[5, 2, 1], [5, 2, 6], [0], [3, 4]],
+        COLUMNS,
+    )
     whole = pack_rows([([0] * n, 0) for n in (1, 150, 67)], [[]] * 3, 0, causal=False)
-    work, every = AttentionWorklist(batch, prefix_groups(batch, COLUMNS), COLUMNS, 2, 2, threads=1), torch.arange(7 * COLUMNS)
-    q, k, v, sinks = (torch.randn(s, generator=gen) for s in ((whole.num_tokens, 4, 16), (len(every), 2, 16), (len(every), 2, 16), (4,)))
+    work, every = (
+        AttentionWorklist(batch, prefix_groups(batch, COLUMNS), COLUMNS, 2, 2, threads=1),
+        torch.arange(7 * COLUMNS),
+    )
+    q, k, v, sinks = (
+        torch.randn(s, generator=gen)
+        for s in ((whole.num_tokens, 4, 16), (len(every), 2, 16), (len(every), 2, 16), (4,))
+    )
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         cache, a = TiledCache([(2, 16, 16)], 7, dtype=dtype), q.to(dtype)
         cache.write(0, k.to(dtype), v.to(dtype), every)
-        for asked in ((None, None, None), (20, None, sinks), (None, 2., sinks)):            # window, soft cap, sinks
-            x, (key, value) = a[:batch.num_tokens], (t[:len(a)].to(dtype) for t in (k, v))
-            got = kernels.attend(layout(cache, 0, x, .25, *asked), x, cache.keys[0], cache.values[0], work).float()
-            yield bool((got - attend_rows(cache, 0, batch, x, .25, *asked)).abs().max() <= tolerance)
-            got = kernels.attend_whole(layout_whole(a, 2, 16, .25, *asked), a, key, value, whole_rows(whole, 70)).float()
-            yield bool((got - attend_both_ways(whole, a, key, value, .25, *asked)).abs().max() <= tolerance)
+        for asked in (
+            (None, None, None),
+            (20, None, sinks),
+            (None, 2.0, sinks),
+        ):  # window, soft cap, sinks
+            x, (key, value) = a[: batch.num_tokens], (t[: len(a)].to(dtype) for t in (k, v))
+            got = kernels.attend(
+                layout(cache, 0, x, 0.25, *asked), x, cache.keys[0], cache.values[0], work
+            ).float()
+            yield bool(
+                (got - attend_rows(cache, 0, batch, x, 0.25, *asked)).abs().max() <= tolerance
+            )
+            got = kernels.attend_whole(
+                layout_whole(a, 2, 16, 0.25, *asked), a, key, value, whole_rows(whole, 70)
+            ).float()
+            yield bool(
+                (got - attend_both_ways(whole, a, key, value, 0.25, *asked)).abs().max()
+                <= tolerance
+            )
+
 
 def check_kernels(kernels: Kernels) -> None:
     "Raise `CompileError` unless products are exact and attention comes out as `attend_plain` has it."
     if not all(_trials(kernels)):
-        raise CompileError(f'the compiled kernels compute wrong ({kernels.path.name}): delete it, or set CXX to another compiler')
+        raise CompileError(
+            f"the compiled kernels compute wrong ({kernels.path.name}): delete it, or set CXX to another compiler"
+        )
 
 # %% ../../nbs/20_kernels.ipynb #68f37468
 @functools.cache
 def load_kernels() -> Kernels:
     "The kernels, compiled on the first call on this machine. Raises `CompileError`."
-    def say(what: str) -> None: print(f'batchlab: {what}', file=sys.stderr, flush=True)
-    try: kernels = Kernels(build(SOURCE, say))
-    except (OSError, AttributeError, ValueError) as e: raise CompileError(f'the compiled kernels do not load: {e}') from e
+
+    def say(what: str) -> None:
+        print(f"batchlab: {what}", file=sys.stderr, flush=True)
+
+    try:
+        kernels = Kernels(build(SOURCE, say))
+    except (OSError, AttributeError, ValueError) as e:
+        raise CompileError(f"the compiled kernels do not load: {e}") from e
     check_kernels(kernels)
     return kernels
 
@@ -210,94 +389,178 @@ def load_kernels() -> Kernels:
 class KernelStep(PackedStep):
     """As `PackedStep`, its attention on `kernels` where these can do what a layer asks for. The cache is a `TiledCache`; rows that see both ways
     have no need of it."""
+
     def __init__(self, cache: KVCache, batch: Batch, kernels: Kernels) -> None:
         super().__init__(cache, batch)
-        self.kernels, self.worklists, self.layouts, self.longest = kernels, {}, {}, max(batch.seq_lens, default=0)
+        self.kernels, self.worklists, self.layouts, self.longest = (
+            kernels,
+            {},
+            {},
+            max(batch.seq_lens, default=0),
+        )
 
     @functools.cached_property
-    def prefixes(self) -> list[tuple[list[int], int]]: return prefix_groups(self.batch, self.cache.block_size)
+    def prefixes(self) -> list[tuple[list[int], int]]:
+        return prefix_groups(self.batch, self.cache.block_size)
 
     @functools.cached_property
-    def whole(self) -> torch.Tensor: return whole_rows(self.batch)
+    def whole(self) -> torch.Tensor:
+        return whole_rows(self.batch)
 
     @property
-    def masked(self) -> int: return super().masked if 'groups' in self.__dict__ else 0      # the kernels read no column to mask it
+    def masked(self) -> int:
+        return (
+            super().masked if "groups" in self.__dict__ else 0
+        )  # the kernels read no column to mask it
 
     def fits(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         "Whether the kernels can attend with `q` `[T, H, D]`, `k` and `v` in this layer."
         cache, shape = self.cache, (k.shape[1], k.shape[2], v.shape[2])
-        return ((isinstance(cache, TiledCache) and q.dtype == cache.dtype or not self.batch.causal) and q.dtype == k.dtype == v.dtype
-                and q.device.type == 'cpu' and q.stride(2) == k.stride(2) == v.stride(2) == 1
-                and q.shape[1] // k.shape[1] <= ROWS and TiledCache.suits([shape], q.dtype))
+        return (
+            (isinstance(cache, TiledCache) and q.dtype == cache.dtype or not self.batch.causal)
+            and q.dtype == k.dtype == v.dtype
+            and q.device.type == "cpu"
+            and q.stride(2) == k.stride(2) == v.stride(2) == 1
+            and q.shape[1] // k.shape[1] <= ROWS
+            and TiledCache.suits([shape], q.dtype)
+        )
 
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None = None,
-            softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         "Write `k`, `v` `[T, KV, D]` and attend with `q` `[T, H, D]`: `[T, H, Dv]`. What fits is up to the caller."
-        if window is not None and window >= self.longest: window = None
-        if sinks is not None: sinks = sinks.float().contiguous()
+        if window is not None and window >= self.longest:
+            window = None
+        if sinks is not None:
+            sinks = sinks.float().contiguous()
         if not self.batch.causal:
-            return self.kernels.attend_whole(layout_whole(q, k.shape[1], v.shape[2], scaling, window, softcap, sinks), q, k, v, self.whole)
+            return self.kernels.attend_whole(
+                layout_whole(q, k.shape[1], v.shape[2], scaling, window, softcap, sinks),
+                q,
+                k,
+                v,
+                self.whole,
+            )
         cache, K, V = self.cache, self.cache.keys[layer], self.cache.values[layer]
-        alike = cache.shapes[layer], q.shape[1:], q.stride(), scaling, window, softcap, sinks is None
+        alike = (
+            cache.shapes[layer],
+            q.shape[1:],
+            q.stride(),
+            scaling,
+            window,
+            softcap,
+            sinks is None,
+        )
         z = self.layouts.get(alike)
-        if z is None or sinks is not None: z = self.layouts[alike] = layout(cache, layer, q, scaling, window, softcap, sinks)
+        if z is None or sinks is not None:
+            z = self.layouts[alike] = layout(cache, layer, q, scaling, window, softcap, sinks)
         self.kernels.write(z, k, v, K, V, self.slot_mapping)
-        heads = q.shape[1] // K.shape[1], K.shape[1]                     # to each KV head, and KV heads
-        if heads not in self.worklists: self.worklists[heads] = AttentionWorklist(self.batch, self.prefixes, cache.block_size, *heads)
+        heads = q.shape[1] // K.shape[1], K.shape[1]  # to each KV head, and KV heads
+        if heads not in self.worklists:
+            self.worklists[heads] = AttentionWorklist(
+                self.batch, self.prefixes, cache.block_size, *heads
+            )
         return self.kernels.attend(z, q, K, V, self.worklists[heads])
 
-    def attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None,
-                  softcap: float | None, sinks: torch.Tensor | None, others: dict) -> torch.Tensor:
+    def attention(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        others: dict,
+    ) -> torch.Tensor:
         q_, k_, v_ = (t[0].transpose(0, 1) for t in (q, k, v))
-        if self.fits(layer, q_, k_, v_): return self.run(layer, q_, k_, v_, scaling, window, softcap, sinks)[None]
-        if self.batch.causal and isinstance(self.cache, TiledCache): self.cache.clear(layer, self.ends)
+        if self.fits(layer, q_, k_, v_):
+            return self.run(layer, q_, k_, v_, scaling, window, softcap, sinks)[None]
+        if self.batch.causal and isinstance(self.cache, TiledCache):
+            self.cache.clear(layer, self.ends)
         return super().attention(layer, q, k, v, scaling, window, softcap, sinks, others)
 
     @functools.cached_property
     def ends(self) -> torch.Tensor:
         "The places behind each row's last token: torch reads whole blocks, and multiplies what it masks."
         b, size = self.batch, self.cache.block_size
-        return _ints(p for t, n in zip(b.block_table, b.seq_lens) for p in places(t, n, len(t) * size - n, size))
+        return _ints(
+            p
+            for t, n in zip(b.block_table, b.seq_lens)
+            for p in places(t, n, len(t) * size - n, size)
+        )
 
 # %% ../../nbs/20_kernels.ipynb #c7a1e006
 @functools.cache
 def _warn_of_torch(why: str) -> None:
     "Say, once, that there are no kernels, and what that costs."
-    log.warning('plain torch runs the model, at a quarter to two fifths of the speed of the kernels: %s', why)
+    log.warning(
+        "plain torch runs the model, at a quarter to two fifths of the speed of the kernels: %s",
+        why,
+    )
 
-def usable_kernels(model: PreTrainedModel, shapes: Sequence[KVShape], options: BackendOptions) -> Kernels:
+
+def usable_kernels(
+    model: PreTrainedModel, shapes: Sequence[KVShape], options: BackendOptions
+) -> Kernels:
     """The kernels, if they can attend for `model`, whose `kv_layout` is `shapes`; else raises `Unavailable`.
 
     With `options.compile` True, raises `CompileError` where they can't be compiled."""
-    if model.device.type != 'cpu' or model.dtype not in DTYPES:
-        this = f'{str(model.dtype)[6:]} on {model.device.type}'
-        raise Unavailable(f'the kernels are for fp32 and bf16 on the CPU, and this is {this}')
+    if model.device.type != "cpu" or model.dtype not in DTYPES:
+        this = f"{str(model.dtype)[6:]} on {model.device.type}"
+        raise Unavailable(f"the kernels are for fp32 and bf16 on the CPU, and this is {this}")
     if not TiledCache.suits(shapes, model.dtype):
-        raise Unavailable(f'the kernels are for heads of 16, 32, … 256 dims, and these have {sorted({d for _, *ds in shapes for d in ds})}')
-    try: return load_kernels()
+        raise Unavailable(
+            f"the kernels are for heads of 16, 32, … 256 dims, and these have {sorted({d for _, *ds in shapes for d in ds})}"
+        )
+    try:
+        return load_kernels()
     except CompileError as e:
-        if options.compile is True: raise
-        if sys.platform == 'linux': _warn_of_torch(str(e))               # elsewhere nobody can do anything about it
+        if options.compile is True:
+            raise
+        if sys.platform == "linux":
+            _warn_of_torch(str(e))  # elsewhere nobody can do anything about it
         raise Unavailable(str(e)) from e
+
 
 class KernelBackend(TorchBackend):
     "Runs packed steps by the model's own code, with its attention on `kernels`."
-    name = 'kernels'
-    def __init__(self, model: PreTrainedModel, shapes: Sequence[KVShape], kernels: Kernels, why: str = '') -> None:
+
+    name = "kernels"
+
+    def __init__(
+        self, model: PreTrainedModel, shapes: Sequence[KVShape], kernels: Kernels, why: str = ""
+    ) -> None:
         super().__init__(model, shapes, why, COLUMNS)
         self.kernels = kernels
 
     def make_cache(self, num_blocks: int) -> TiledCache:
         return TiledCache(self.shapes, num_blocks, self.block_size, self.model.dtype)
 
-    def make_step(self, cache: KVCache, batch: Batch) -> KernelStep: return KernelStep(cache, batch, self.kernels)
+    def make_step(self, cache: KVCache, batch: Batch) -> KernelStep:
+        return KernelStep(cache, batch, self.kernels)
 
     def execute(self, cache: KVCache, batch: Batch) -> torch.Tensor:
-        with limit_threads(self.kernels): return super().execute(cache, batch)
+        with limit_threads(self.kernels):
+            return super().execute(cache, batch)
 
-def open_backend(model: PreTrainedModel, shapes: Sequence[KVShape], options: BackendOptions) -> KernelBackend:
+
+def open_backend(
+    model: PreTrainedModel, shapes: Sequence[KVShape], options: BackendOptions
+) -> KernelBackend:
     "The backend for `model`, once it was tried. Raises `Unavailable`, or `CompileError`, see `usable_kernels`."
     backend = KernelBackend(model, shapes, usable_kernels(model, shapes, options))
-    try: check_backend(model, backend, options.probe)
-    except Unavailable as e: raise Unavailable(f'{type(model).__name__} runs on torch alone: on the kernels, {e}') from e
+    try:
+        check_backend(model, backend, options.probe)
+    except Unavailable as e:
+        raise Unavailable(f"{type(model).__name__} runs on torch alone: on the kernels, {e}") from e
     return backend

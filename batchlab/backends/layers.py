@@ -33,7 +33,8 @@ class Family:
     dim is rotated against its neighbour, not against one of the other half; `exact`: without rounding on the way.
     `windows_only`: layers without a window are not rotated. `by_head`: a head's query, key and value stand side by side. `scaled`:
     queries are scaled before attention. `behind`: norms behind attention and the MLP are of the sum with the residual stream."""
-    norms: tuple[str, str, str, str] = ('input_layernorm', '', 'post_attention_layernorm', '')
+
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
     parallel: bool = False
     late: bool = False
     interleaved: bool = False
@@ -43,85 +44,199 @@ class Family:
     scaled: bool = False
     behind: bool = False
 
-_AROUND = ('input_layernorm', 'post_attention_layernorm', 'pre_feedforward_layernorm', 'post_feedforward_layernorm')
-_BEHIND = ('', 'post_attention_layernorm', '', 'post_feedforward_layernorm')
-_GLM = ('input_layernorm', 'post_self_attn_layernorm', 'post_attention_layernorm', 'post_mlp_layernorm')
-_ONE = ('input_layernorm', '', '', '')
-FAMILIES = {name: Family() for name in ('llama', 'mistral', 'qwen2', 'qwen3', 'phi3', 'smollm3', 'gemma', 'olmo', 'granite', 'seed_oss', 'arcee',
-                                        'ministral', 'starcoder2', 'mixtral', 'qwen2_moe', 'qwen3_moe', 'olmoe', 'gpt_oss',
-                                        'granitemoe', 'glm4_moe', 'dots1', 'solar_open', 'mellum', 'internlm3', 'iquestcoder', 'cwm',
-                                        'jais2', 'stablelm', 'nemotron')} | {
-    'gemma2': Family(_AROUND), 'gemma3_text': Family(_AROUND), 'olmo2': Family(_BEHIND), 'olmo3': Family(_BEHIND),
-    'exaone4': Family(_BEHIND, windows_only=True), 'exaone_moe': Family(windows_only=True), 'flex_olmo': Family(_BEHIND),
-    'hunyuan_v1_dense': Family(late=True), 'hunyuan_v1_moe': Family(late=True),
-    'cohere': Family(_ONE, parallel=True, interleaved=True, exact=True),
-    'cohere2': Family(_ONE, parallel=True, interleaved=True, exact=True, windows_only=True), 'phi': Family(_ONE, parallel=True),
-    'glm': Family(interleaved=True), 'glm4': Family(_GLM, interleaved=True), 'helium': Family(interleaved=True),
-    'ernie4_5': Family(interleaved=True, exact=True), 'ernie4_5_moe': Family(interleaved=True, exact=True),
-    'gpt2': Family(('ln_1', '', 'ln_2', '')), 'gpt_bigcode': Family(('ln_1', '', 'ln_2', '')), 'gpt_neox': Family(by_head=True),
-    'opt': Family(('self_attn_layer_norm', '', 'final_layer_norm', ''), scaled=True),
-    'apertus': Family(('attention_layernorm', '', 'feedforward_layernorm', ''))}
 
-_BERT = Family(('', 'attention.output.LayerNorm', '', 'output.LayerNorm'), behind=True)
-ENCODERS = {name: _BERT for name in ('bert', 'roberta', 'xlm-roberta', 'camembert', 'electra', 'ernie')} | {
-    'distilbert': Family(('', 'sa_layer_norm', '', 'output_layer_norm'), behind=True),
-    'modernbert': Family(('attn_norm', '', 'mlp_norm', ''), exact=True), 'eurobert': Family()} | {
-    name: Family(('', 'post_attention_layernorm', '', 'post_mlp_layernorm'), behind=True) for name in ('nomic_bert', 'gte', 'jina_embeddings_v3')}
+_AROUND = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+_BEHIND = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+_GLM = (
+    "input_layernorm",
+    "post_self_attn_layernorm",
+    "post_attention_layernorm",
+    "post_mlp_layernorm",
+)
+_ONE = ("input_layernorm", "", "", "")
+FAMILIES = {
+    name: Family()
+    for name in (
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "phi3",
+        "smollm3",
+        "gemma",
+        "olmo",
+        "granite",
+        "seed_oss",
+        "arcee",
+        "ministral",
+        "starcoder2",
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+        "olmoe",
+        "gpt_oss",
+        "granitemoe",
+        "glm4_moe",
+        "dots1",
+        "solar_open",
+        "mellum",
+        "internlm3",
+        "iquestcoder",
+        "cwm",
+        "jais2",
+        "stablelm",
+        "nemotron",
+    )
+} | {
+    "gemma2": Family(_AROUND),
+    "gemma3_text": Family(_AROUND),
+    "olmo2": Family(_BEHIND),
+    "olmo3": Family(_BEHIND),
+    "exaone4": Family(_BEHIND, windows_only=True),
+    "exaone_moe": Family(windows_only=True),
+    "flex_olmo": Family(_BEHIND),
+    "hunyuan_v1_dense": Family(late=True),
+    "hunyuan_v1_moe": Family(late=True),
+    "cohere": Family(_ONE, parallel=True, interleaved=True, exact=True),
+    "cohere2": Family(_ONE, parallel=True, interleaved=True, exact=True, windows_only=True),
+    "phi": Family(_ONE, parallel=True),
+    "glm": Family(interleaved=True),
+    "glm4": Family(_GLM, interleaved=True),
+    "helium": Family(interleaved=True),
+    "ernie4_5": Family(interleaved=True, exact=True),
+    "ernie4_5_moe": Family(interleaved=True, exact=True),
+    "gpt2": Family(("ln_1", "", "ln_2", "")),
+    "gpt_bigcode": Family(("ln_1", "", "ln_2", "")),
+    "gpt_neox": Family(by_head=True),
+    "opt": Family(("self_attn_layer_norm", "", "final_layer_norm", ""), scaled=True),
+    "apertus": Family(("attention_layernorm", "", "feedforward_layernorm", "")),
+}
+
+_BERT = Family(("", "attention.output.LayerNorm", "", "output.LayerNorm"), behind=True)
+ENCODERS = (
+    {name: _BERT for name in ("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie")}
+    | {
+        "distilbert": Family(("", "sa_layer_norm", "", "output_layer_norm"), behind=True),
+        "modernbert": Family(("attn_norm", "", "mlp_norm", ""), exact=True),
+        "eurobert": Family(),
+    }
+    | {
+        name: Family(("", "post_attention_layernorm", "", "post_mlp_layernorm"), behind=True)
+        for name in ("nomic_bert", "gte", "jina_embeddings_v3")
+    }
+)
 
 # %% ../../nbs/23_layers.ipynb #f90032de
-def _inner(holder: Any, path: str) -> Any: return functools.reduce(lambda x, name: getattr(x, name, None), path.split('.'), holder)
-def _first(holder: Any, *paths: str) -> Any: return next((x for p in paths if (x := _inner(holder, p)) is not None), None)
-def _base(model: PreTrainedModel) -> Any: return getattr(model.base_model, 'decoder', model.base_model)
-def _layers(model: PreTrainedModel) -> Any: return _first(_base(model), 'layers', 'h', 'encoder.layer', 'transformer.layer')
-def _attention(layer: Any) -> Any: return _first(layer, 'self_attn', 'attention', 'attn')
-def _head(model: Any) -> Any: return None if model.config.model_type in ENCODERS else getattr(model, 'lm_head', None)
+def _inner(holder: Any, path: str) -> Any:
+    return functools.reduce(lambda x, name: getattr(x, name, None), path.split("."), holder)
+
+
+def _first(holder: Any, *paths: str) -> Any:
+    return next((x for p in paths if (x := _inner(holder, p)) is not None), None)
+
+
+def _base(model: PreTrainedModel) -> Any:
+    return getattr(model.base_model, "decoder", model.base_model)
+
+
+def _layers(model: PreTrainedModel) -> Any:
+    return _first(_base(model), "layers", "h", "encoder.layer", "transformer.layer")
+
+
+def _attention(layer: Any) -> Any:
+    return _first(layer, "self_attn", "attention", "attn")
+
+
+def _head(model: Any) -> Any:
+    return None if model.config.model_type in ENCODERS else getattr(model, "lm_head", None)
+
 
 def _mixture(layer: Any) -> Any:
     "The router and experts of a layer, or None."
-    mlp = _first(layer, 'mlp', 'block_sparse_moe')
-    return mlp if hasattr(mlp, 'experts') else None
+    mlp = _first(layer, "mlp", "block_sparse_moe")
+    return mlp if hasattr(mlp, "experts") else None
+
 
 def _mlp(layer: Any) -> Any:
     "The MLP of all tokens, which may be in the layer itself, or None."
-    if mixture := _mixture(layer): return _first(mixture, 'shared_expert', 'shared_experts', 'shared_mlp')
-    return getattr(layer, 'mlp', getattr(layer, 'ffn', layer))
+    if mixture := _mixture(layer):
+        return _first(mixture, "shared_expert", "shared_experts", "shared_mlp")
+    return getattr(layer, "mlp", getattr(layer, "ffn", layer))
 
 # %% ../../nbs/23_layers.ipynb #919f93bc
-def _linear(module: Any) -> nn.Linear: return LinearView(module.weight.T, module.bias) if type(module) is Conv1D else module
+def _linear(module: Any) -> nn.Linear:
+    return LinearView(module.weight.T, module.bias) if type(module) is Conv1D else module
+
 
 def _linears(layer: Any) -> list[list[Any]]:
     "The linear layers of each of the four products: of queries, keys and values; of the output; of gate and up, or up alone; of down."
     a, m = _attention(layer), _mlp(layer)
-    qkv, gate_up = _first(a, 'qkv_proj', 'query_key_value', 'c_attn', 'Wqkv'), _first(m, 'gate_up_proj', 'fc1', 'c_fc', 'dense_h_to_4h', 'lin1', 'Wi', 'intermediate.dense')
-    heads = [_first(a, f'{x}_proj', f'{x}_lin', f'self.{name}') for x, name in (('q', 'query'), ('k', 'key'), ('v', 'value'))]
-    parts = (heads if qkv is None else [qkv], [_first(a, 'o_proj', 'dense', 'out_proj', 'c_proj', 'out_lin', 'Wo', 'output.dense')],
-             [getattr(m, 'gate_proj', None), getattr(m, 'up_proj', None)] if gate_up is None else [gate_up],
-             [_first(m, 'down_proj', 'fc2', 'c_proj', 'dense_4h_to_h', 'lin2', 'Wo', 'output.dense')])
+    qkv, gate_up = (
+        _first(a, "qkv_proj", "query_key_value", "c_attn", "Wqkv"),
+        _first(
+            m, "gate_up_proj", "fc1", "c_fc", "dense_h_to_4h", "lin1", "Wi", "intermediate.dense"
+        ),
+    )
+    heads = [
+        _first(a, f"{x}_proj", f"{x}_lin", f"self.{name}")
+        for x, name in (("q", "query"), ("k", "key"), ("v", "value"))
+    ]
+    parts = (
+        heads if qkv is None else [qkv],
+        [_first(a, "o_proj", "dense", "out_proj", "c_proj", "out_lin", "Wo", "output.dense")],
+        [getattr(m, "gate_proj", None), getattr(m, "up_proj", None)]
+        if gate_up is None
+        else [gate_up],
+        [_first(m, "down_proj", "fc2", "c_proj", "dense_4h_to_h", "lin2", "Wo", "output.dense")],
+    )
     return [[l for l in part if l is not None] for part in parts]
 
 # %% ../../nbs/23_layers.ipynb #ad1c3dc3
 def check_family(model: PreTrainedModel) -> Family:
     "How `model` is built, for which there are `usable_kernels`. Raises `Unavailable` if it is of no known family, or not as transformers made it."
     config, base = model.config, _base(model)
-    def no(why: str) -> None: raise Unavailable(f'{type(model).__name__} runs by its own code: {why}')
+
+    def no(why: str) -> None:
+        raise Unavailable(f"{type(model).__name__} runs by its own code: {why}")
+
     known = FAMILIES | ENCODERS
-    if config.model_type not in known or not type(model).__module__.startswith('transformers.models.'):
-        no(f'its family {config.model_type!r} is none of the {len(known)} in batchlab.backends.layers, FAMILIES and ENCODERS')
-    if config.num_attention_heads > ROWS * (getattr(config, 'num_key_value_heads', None) or config.num_attention_heads):
-        no(f'more than {ROWS} of its query heads share a KV head')
-    if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()): no('it has hooks')
-    if getattr(config, 'clip_qkv', None): no('it clips queries, keys and values')
-    if getattr(config, 'add_cross_attention', False): no('it attends to another model')
-    if config.model_type in ENCODERS and getattr(config, 'is_decoder', False): no('it is an encoder that writes')
-    if not getattr(config, 'do_layer_norm_before', True) or _first(base, 'project_in'): no('its norms or embeddings are others')
+    if config.model_type not in known or not type(model).__module__.startswith(
+        "transformers.models."
+    ):
+        no(
+            f"its family {config.model_type!r} is none of the {len(known)} in batchlab.backends.layers, FAMILIES and ENCODERS"
+        )
+    if config.num_attention_heads > ROWS * (
+        getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    ):
+        no(f"more than {ROWS} of its query heads share a KV head")
+    if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
+        no("it has hooks")
+    if getattr(config, "clip_qkv", None):
+        no("it clips queries, keys and values")
+    if getattr(config, "add_cross_attention", False):
+        no("it attends to another model")
+    if config.model_type in ENCODERS and getattr(config, "is_decoder", False):
+        no("it is an encoder that writes")
+    if not getattr(config, "do_layer_norm_before", True) or _first(base, "project_in"):
+        no("its norms or embeddings are others")
     modules = [l for layer in _layers(model) for part in _linears(layer) for l in part]
-    modules += [m for m in (_head(model), _first(base, 'embeddings_project')) if m is not None]
-    if strange := next((l for l in modules if type(l) not in (nn.Linear, Conv1D)), None): no(f'it has a {type(strange).__name__}')
-    if any(p.dtype != model.dtype for p in model.parameters()): no('it mixes dtypes')
-    if any(n % 16 for n in (config.hidden_size, *(_linear(l).in_features for l in modules))): no('its sizes are no multiples of 16')
+    modules += [m for m in (_head(model), _first(base, "embeddings_project")) if m is not None]
+    if strange := next((l for l in modules if type(l) not in (nn.Linear, Conv1D)), None):
+        no(f"it has a {type(strange).__name__}")
+    if any(p.dtype != model.dtype for p in model.parameters()):
+        no("it mixes dtypes")
+    if any(n % 16 for n in (config.hidden_size, *(_linear(l).in_features for l in modules))):
+        no("its sizes are no multiples of 16")
     family = known[config.model_type]
-    if getattr(config, 'use_parallel_residual', False): family = replace(family, parallel=True)
-    return family if getattr(config, 'multi_query', True) else replace(family, by_head=True)
+    if getattr(config, "use_parallel_residual", False):
+        family = replace(family, parallel=True)
+    return family if getattr(config, "multi_query", True) else replace(family, by_head=True)
 
 # %% ../../nbs/23_layers.ipynb #17d00001
 def describe_norm(module: Any, size: int, repeat: int = 1) -> tuple[Norm, list[torch.Tensor]]:
@@ -129,58 +244,107 @@ def describe_norm(module: Any, size: int, repeat: int = 1) -> tuple[Norm, list[t
 
     Found by trying: what comes out for a few rows is compared with each norm that the kernels know. `repeat`: how often its
     weights are put side by side, for the heads that share them. Raises `Unavailable`."""
-    each = [*getattr(module, 'norms', [])] or [module]                                     # StableLM has one for each head
+    each = [*getattr(module, "norms", [])] or [module]  # StableLM has one for each head
+
     def weights(name: str) -> torch.Tensor | None:
         found = [t.detach() for m in each if (t := getattr(m, name, None)) is not None]
         return None if not found else found[0] if each == [module] else torch.stack(found)
 
-    w, b = weights('weight'), weights('bias')
+    w, b = weights("weight"), weights("bias")
+
     def plus(n: int, kind: int) -> torch.Tensor | None:
         "The weights and n: Nemotron adds 1 in their dtype, Gemma in fp32."
         return None if w is None else (w + n).float() if kind == 2 else w.float() + n
 
-    eps = next((getattr(each[0], n) for n in ('variance_epsilon', 'eps') if hasattr(each[0], n)), 1e-5)
+    eps = next(
+        (getattr(each[0], n) for n in ("variance_epsilon", "eps") if hasattr(each[0], n)), 1e-5
+    )
     shape = torch.Size([size]) if w is None else w.shape
-    x = torch.linspace(-3, 4, 5 * shape.numel()).sin().view(5, *shape).to(torch.bfloat16 if w is None else w.dtype)
+    x = (
+        torch.linspace(-3, 4, 5 * shape.numel())
+        .sin()
+        .view(5, *shape)
+        .to(torch.bfloat16 if w is None else w.dtype)
+    )
     want, tried = module(x).float(), []
     for kind, n, rounds in ((1, 0, 1), (1, 0, 0), (1, 1, 0), (2, 0, 0), (2, 1, 0)):
         y = x.float()
-        if kind == 2: y = y - y.mean(-1, keepdim=True)
+        if kind == 2:
+            y = y - y.mean(-1, keepdim=True)
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-        if rounds: y = y.to(x.dtype).float()
-        if (scale := plus(n, kind)) is not None: y = y * scale
-        if b is not None: y = y + b.float()
+        if rounds:
+            y = y.to(x.dtype).float()
+        if (scale := plus(n, kind)) is not None:
+            y = y * scale
+        if b is not None:
+            y = y + b.float()
         tried.append(((y - want).abs().max().item(), kind, n, rounds))
     off, kind, n, rounds = min(tried)
-    if not off <= (1e-4 if x.dtype == torch.float32 else 2e-2) * max(1., want.abs().max().item()):
-        raise Unavailable(f'its {type(module).__name__} is no norm that the kernels know')
-    kept = [t.flatten().repeat(repeat).contiguous() for t in (plus(n, kind), None if b is None else b.float()) if t is not None]
-    return Norm(None if w is None else kept[0].data_ptr(), None if b is None else kept[-1].data_ptr(), eps, kind, rounds), kept
+    if not off <= (1e-4 if x.dtype == torch.float32 else 2e-2) * max(1.0, want.abs().max().item()):
+        raise Unavailable(f"its {type(module).__name__} is no norm that the kernels know")
+    kept = [
+        t.flatten().repeat(repeat).contiguous()
+        for t in (plus(n, kind), None if b is None else b.float())
+        if t is not None
+    ]
+    return Norm(
+        None if w is None else kept[0].data_ptr(),
+        None if b is None else kept[-1].data_ptr(),
+        eps,
+        kind,
+        rounds,
+    ), kept
 
 # %% ../../nbs/23_layers.ipynb #e05e4e61
-ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (                # in the order of the kernels
-    F.silu, F.gelu, functools.partial(F.gelu, approximate='tanh'), F.relu, lambda x: F.relu(x).square())
+ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (  # in the order of the kernels
+    F.silu,
+    F.gelu,
+    functools.partial(F.gelu, approximate="tanh"),
+    F.relu,
+    lambda x: F.relu(x).square(),
+)
+
 
 def activation_of(mlp: Any, gated: bool) -> Activation:
     "Which of the kernels' activations an MLP has, by trying. Raises `Unavailable`."
     x = torch.linspace(-6, 6, 97)
-    act, same = _first(mlp, 'act_fn', 'activation_fn', 'act', 'activation', 'intermediate.intermediate_act_fn'), lambda f: torch.allclose(act(x), f(x), atol=1e-5)
-    if (found := next((i for i, f in enumerate(ACTIVATIONS) if same(f)), None)) is not None: return Activation(found, gated)
-    if hasattr(act, 'alpha_p'):                                            # Huang and Schlag 2024
+    act, same = (
+        _first(
+            mlp, "act_fn", "activation_fn", "act", "activation", "intermediate.intermediate_act_fn"
+        ),
+        lambda f: torch.allclose(act(x), f(x), atol=1e-5),
+    )
+    if (found := next((i for i, f in enumerate(ACTIVATIONS) if same(f)), None)) is not None:
+        return Activation(found, gated)
+    if hasattr(act, "alpha_p"):  # Huang and Schlag 2024
         b = float(act.beta)
         p, n = float(F.softplus(act.alpha_p)), b + float(F.softplus(act.alpha_n))
-        if same(lambda x: b * x + torch.where(x > 0, p * x * x, n * (torch.expm1(x.clamp(max=-1e-6)) - x))): return Activation(len(ACTIVATIONS), gated, p, n, b)
-    raise Unavailable(f'its activation is {type(act).__name__}')
+        if same(
+            lambda x: (
+                b * x + torch.where(x > 0, p * x * x, n * (torch.expm1(x.clamp(max=-1e-6)) - x))
+            )
+        ):
+            return Activation(len(ACTIVATIONS), gated, p, n, b)
+    raise Unavailable(f"its activation is {type(act).__name__}")
 
 # %% ../../nbs/23_layers.ipynb #17d00002
 class Rotations:
     """Cosines and sines of positions, fp32 `[positions, rotated / 2]`, by the model's own `module`: `tables`, by the kind of layer.
 
     `kinds`: None, or the types of layers that the module tells apart. `exact`: whether it gives them in fp32."""
+
     def __init__(self, module: Any, kinds: Sequence[str | None], like: torch.Tensor) -> None:
-        self.module, self.kinds, self.like, self.tables, self.length = module, sorted({*kinds}, key=str), like, {}, 0
-        types = getattr(module, 'rope_type', 'default')
-        self.by_step = bool({'dynamic', 'longrope'} & {*(types.values() if isinstance(types, dict) else [types])})
+        self.module, self.kinds, self.like, self.tables, self.length = (
+            module,
+            sorted({*kinds}, key=str),
+            like,
+            {},
+            0,
+        )
+        types = getattr(module, "rope_type", "default")
+        self.by_step = bool(
+            {"dynamic", "longrope"} & {*(types.values() if isinstance(types, dict) else [types])}
+        )
         self.exact = self._ask(torch.arange(2)[None], self.kinds[0])[0].dtype != like.dtype
 
     def _ask(self, positions: torch.Tensor, kind: str | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,17 +353,21 @@ class Rotations:
     def _make(self, positions: torch.Tensor) -> None:
         for kind in self.kinds:
             cos, sin = (t[0].float() for t in self._ask(positions, kind))
-            half = cos.shape[-1] // 2                              # each twice: half by half, side by side, or not (gpt-oss)
-            repeated, beside = torch.equal(sin[:, :half], sin[:, half:]), half > 1 and torch.equal(sin[:, ::2], sin[:, 1::2])
+            half = cos.shape[-1] // 2  # each twice: half by half, side by side, or not (gpt-oss)
+            repeated, beside = (
+                torch.equal(sin[:, :half], sin[:, half:]),
+                half > 1 and torch.equal(sin[:, ::2], sin[:, 1::2]),
+            )
             at = slice(half) if repeated else slice(None, None, 2) if beside else slice(None)
             self.tables[kind] = tuple(t[:, at].contiguous() for t in (cos, sin))
 
     def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, bool]:
         "Which row of the tables is for which of `positions`, int64 `[T]`, and whether the tables are others than before."
-        if self.by_step:                                                       # they depend on how far the longest goes
+        if self.by_step:  # they depend on how far the longest goes
             self._make(positions[None])
             return torch.arange(len(positions)), True
-        if (top := int(positions.max()) + 1) <= self.length: return positions, False
+        if (top := int(positions.max()) + 1) <= self.length:
+            return positions, False
         self.length = max(256, 1 << (top - 1).bit_length())
         self._make(torch.arange(self.length)[None])
         return positions, True
@@ -207,47 +375,96 @@ class Rotations:
 # %% ../../nbs/23_layers.ipynb #6a99e1c3
 def describe_rotations(model: PreTrainedModel) -> tuple[Rotations | None, Sequence[str | None]]:
     "The rotations of `model`, None where positions are learned, and which kind of them is for which layer."
-    module, n = getattr(_base(model), 'rotary_emb', None), len(_layers(model))
-    if module is None: return None, [None] * n
-    kinds = model.config.layer_types if 'layer_type' in inspect.signature(module.forward).parameters else [None] * n
+    module, n = getattr(_base(model), "rotary_emb", None), len(_layers(model))
+    if module is None:
+        return None, [None] * n
+    kinds = (
+        model.config.layer_types
+        if "layer_type" in inspect.signature(module.forward).parameters
+        else [None] * n
+    )
     return Rotations(module, kinds, torch.empty(0, dtype=model.dtype)), kinds
 
 # %% ../../nbs/23_layers.ipynb #3f490369
-def attention_specs(model: PreTrainedModel, known: Sequence[AttentionSpec] | None = None) -> Sequence[AttentionSpec]:
+def attention_specs(
+    model: PreTrainedModel, known: Sequence[AttentionSpec] | None = None
+) -> Sequence[AttentionSpec]:
     "What each layer of `model` asks of attention, unless that is `known`. Raises `Unavailable`, also if layers have different heads."
-    specs = layer_specs(model, model.config.model_type not in ENCODERS, _head(model) is None) if known is None else known
-    if len({(s.heads, s.kv_heads, s.dim, s.dim_v) for s in specs}) != 1: raise Unavailable('its layers have different heads')
+    specs = (
+        layer_specs(model, model.config.model_type not in ENCODERS, _head(model) is None)
+        if known is None
+        else known
+    )
+    if len({(s.heads, s.kv_heads, s.dim, s.dim_v) for s in specs}) != 1:
+        raise Unavailable("its layers have different heads")
     return specs
 
 # %% ../../nbs/23_layers.ipynb #89467803
-def describe_layer(layer: Any, config: Any, family: Family, spec: AttentionSpec, linears: Sequence[Linear], rotations: Rotations | None) -> tuple[Layer, list[torch.Tensor]]:
+def describe_layer(
+    layer: Any,
+    config: Any,
+    family: Family,
+    spec: AttentionSpec,
+    linears: Sequence[Linear],
+    rotations: Rotations | None,
+) -> tuple[Layer, list[torch.Tensor]]:
     """A `layer` of a model with `config`, for the kernels, and the tensors that the description leads to.
 
     `linears`: its four products, described; those of kind 0 are not there. Raises `Unavailable`."""
     z, kept, attention, mlp = Layer(), list[torch.Tensor](), _attention(layer), _mlp(layer)
+
     def norm(module: Any, repeat: int = 1) -> Norm:
-        if module is None or type(module) is nn.Identity: return Norm()
+        if module is None or type(module) is nn.Identity:
+            return Norm()
         found, tensors = describe_norm(module, config.hidden_size, repeat)
         kept.extend(tensors)
         return found
 
-    z.before, z.after, z.mlp_before, z.mlp_after = (norm(operator.attrgetter(name)(layer) if name else None) for name in family.norms)
-    query, key = (_first(attention, f'{x}_norm', f'{name}_layernorm', f'{x}_layernorm') for x, name in (('q', 'query'), ('k', 'key')))
+    z.before, z.after, z.mlp_before, z.mlp_after = (
+        norm(operator.attrgetter(name)(layer) if name else None) for name in family.norms
+    )
+    query, key = (
+        _first(attention, f"{x}_norm", f"{name}_layernorm", f"{x}_layernorm")
+        for x, name in (("q", "query"), ("k", "key"))
+    )
     if query is not None:
-        weight = getattr(query, 'weight', None)                                       # None: each head has a norm of its own
+        weight = getattr(query, "weight", None)  # None: each head has a norm of its own
         z.whole = weight is not None and spec.heads > 1 and weight.shape == (spec.heads * spec.dim,)
-        shared = weight is not None and weight.numel() == spec.dim                    # one weight for all heads
-        z.query, z.key = norm(query, spec.heads if shared else 1), norm(key, spec.kv_heads if shared else 1)
+        shared = weight is not None and weight.numel() == spec.dim  # one weight for all heads
+        z.query, z.key = (
+            norm(query, spec.heads if shared else 1),
+            norm(key, spec.kv_heads if shared else 1),
+        )
     z.qkv, z.out, z.gate_up, z.down = linears
-    if mlp is not None: z.act = activation_of(mlp, z.gate_up.outputs == 2 * z.down.inputs)
-    if family.by_head and spec.heads != spec.kv_heads: raise Unavailable('its query heads share KV heads, and stand beside them')
-    if spec.sinks is not None: kept.append(spec.sinks.detach().float().contiguous())
-    z.shape = Shape(spec.heads, spec.kv_heads, spec.dim, spec.dim_v, z.qkv.outputs, 2 * spec.dim + spec.dim_v if family.by_head else spec.dim,
-                    window=spec.window or 0, scale=spec.scaling * (attention.scaling if family.scaled else 1), softcap=spec.softcap or 0,
-                    sinks=None if spec.sinks is None else _at(kept[-1]))
-    unrotated = family.windows_only and not spec.window and getattr(config, 'sliding_window', None)
-    z.rotated = bool(rotations and getattr(attention, 'use_rope', True) and not unrotated)           # whether; the tables say how many dims
+    if mlp is not None:
+        z.act = activation_of(mlp, z.gate_up.outputs == 2 * z.down.inputs)
+    if family.by_head and spec.heads != spec.kv_heads:
+        raise Unavailable("its query heads share KV heads, and stand beside them")
+    if spec.sinks is not None:
+        kept.append(spec.sinks.detach().float().contiguous())
+    z.shape = Shape(
+        spec.heads,
+        spec.kv_heads,
+        spec.dim,
+        spec.dim_v,
+        z.qkv.outputs,
+        2 * spec.dim + spec.dim_v if family.by_head else spec.dim,
+        window=spec.window or 0,
+        scale=spec.scaling * (attention.scaling if family.scaled else 1),
+        softcap=spec.softcap or 0,
+        sinks=None if spec.sinks is None else _at(kept[-1]),
+    )
+    unrotated = family.windows_only and not spec.window and getattr(config, "sliding_window", None)
+    z.rotated = bool(
+        rotations and getattr(attention, "use_rope", True) and not unrotated
+    )  # whether; the tables say how many dims
     z.exact = family.exact or bool(rotations and rotations.exact)
-    z.parallel, z.late, z.interleaved, z.by_head, z.behind = family.parallel, family.late, family.interleaved, family.by_head, family.behind
-    z.residual = getattr(layer, 'residual_multiplier', 1)
+    z.parallel, z.late, z.interleaved, z.by_head, z.behind = (
+        family.parallel,
+        family.late,
+        family.interleaved,
+        family.by_head,
+        family.behind,
+    )
+    z.residual = getattr(layer, "residual_multiplier", 1)
     return z, kept

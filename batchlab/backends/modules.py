@@ -24,34 +24,54 @@ from .int8 import Int8Linear, module_places, put_module
 from .kernels import KernelBackend, usable_kernels
 from .layers import _linear, describe_norm
 from .native import Experts, HugePages, Kernels, Layer, Norm, Step, address
-from .packed import MakeLinear, PackedEmbedding, PackedLinear, mapped_files, release_mapped_pages
+from batchlab.backends.packed import (
+    MakeLinear,
+    PackedEmbedding,
+    PackedLinear,
+    mapped_files,
+    release_mapped_pages,
+)
 from ..batch import Batch
 from ..slots import KVCache, Shape
 
 # %% ../../nbs/27_modules.ipynb #a8f4672c
 def kind_of(module: nn.Module) -> str | None:
     "'linear', 'norm' or 'experts', if `module` may be one that can be replaced, else None."
-    if module._forward_hooks or module._forward_pre_hooks or 'forward' in module.__dict__: return None
-    if any(type(p) is not nn.Parameter for p in module.parameters()): return None
-    if type(module) in (nn.Linear, Conv1D): return 'linear'
-    if hasattr(module, '_apply_gate') and hasattr(module, 'is_transposed'): return 'experts'
-    return 'norm' if 'norm' in type(module).__name__.lower() and not [*module.children()] else None
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+        return None
+    if any(type(p) is not nn.Parameter for p in module.parameters()):
+        return None
+    if type(module) in (nn.Linear, Conv1D):
+        return "linear"
+    if hasattr(module, "_apply_gate") and hasattr(module, "is_transposed"):
+        return "experts"
+    return "norm" if "norm" in type(module).__name__.lower() and not [*module.children()] else None
+
 
 @torch.inference_mode()
-def record_calls(model: PreTrainedModel, row: Sequence[int], hidden: bool = False) -> dict[nn.Module, tuple[torch.Tensor, ...]]:
+def record_calls(
+    model: PreTrainedModel, row: Sequence[int], hidden: bool = False
+) -> dict[nn.Module, tuple[torch.Tensor, ...]]:
     """What each module of a `kind_of` is called with, the first time, when `model` runs `row` by its own code: tensors, by position.
 
     `hidden`: it runs without its head."""
     calls: dict[nn.Module, tuple[torch.Tensor, ...]] = {}
+
     def note(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if args and not kwargs and all(isinstance(x, torch.Tensor) for x in args): calls.setdefault(module, args)
-    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules() if kind_of(m)]
+        if args and not kwargs and all(isinstance(x, torch.Tensor) for x in args):
+            calls.setdefault(module, args)
+
+    hooks = [
+        m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules() if kind_of(m)
+    ]
     run = model.base_model if hidden else model
-    kept = dict(use_cache=False) if 'use_cache' in inspect.signature(run.forward).parameters else {}
+    kept = dict(use_cache=False) if "use_cache" in inspect.signature(run.forward).parameters else {}
     try:
-        with attention_override(model): run(input_ids=torch.tensor([[*row]]), **kept)
+        with attention_override(model):
+            run(input_ids=torch.tensor([[*row]]), **kept)
     finally:
-        for hook in hooks: hook.remove()
+        for hook in hooks:
+            hook.remove()
     return calls
 
 # %% ../../nbs/27_modules.ipynb #d6890a0d
@@ -59,97 +79,170 @@ class PackedNorm(nn.Module):
     """The norm `module` of rows like those of `x`, by a kernel; other rows are for `module` itself. Raises `Unavailable`.
 
     `nbytes` is 0: it has no weights of its own to speak of."""
+
     nbytes = 0
+
     def __init__(self, module: nn.Module, x: torch.Tensor, kernels: Kernels) -> None:
         super().__init__()
         self.size, self.dtype, self.kernels, self.module = x.shape[-1], x.dtype, kernels, module
-        if self.size % 16 or any(p.shape != (self.size,) for p in module.parameters()): raise Unavailable('its rows are no multiple of 16')
+        if self.size % 16 or any(p.shape != (self.size,) for p in module.parameters()):
+            raise Unavailable("its rows are no multiple of 16")
         self.about, self.kept = describe_norm(module, self.size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype != self.dtype or x.shape[-1] != self.size: return self.module(x)
+        if x.dtype != self.dtype or x.shape[-1] != self.size:
+            return self.module(x)
         return norm_rows(self.kernels, self.about, x.contiguous())
+
 
 def norm_rows(kernels: Kernels, about: Norm, x: torch.Tensor) -> torch.Tensor:
     "`x` `[…, E]`, normed as `about` says."
     E, y = x.shape[-1], torch.empty_like(x)
-    kernels.calls['norm', x.dtype](ctypes.addressof(about), address(x, x.dtype, x.numel()), y.data_ptr(), x.numel() // max(E, 1), E)
+    kernels.calls["norm", x.dtype](
+        ctypes.addressof(about),
+        address(x, x.dtype, x.numel()),
+        y.data_ptr(),
+        x.numel() // max(E, 1),
+        E,
+    )
     return y
 
 # %% ../../nbs/27_modules.ipynb #09b6bfd1
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-NEAR_INT8 = .1
+NEAR_INT8 = 0.1
+
 
 @torch.inference_mode()
-def gives_the_same(new: nn.Module, module: nn.Module, args: Sequence[torch.Tensor], near: float) -> bool:
+def gives_the_same(
+    new: nn.Module, module: nn.Module, args: Sequence[torch.Tensor], near: float
+) -> bool:
     "Whether `new` gives what `module` gives for `args`: the same dtype and shape, and numbers off by no more than `near` of their length."
     got, want = new(*args), module(*args)
-    if not isinstance(want, torch.Tensor) or got.dtype != want.dtype or got.shape != want.shape: return False
-    return bool((got.float() - want.float()).norm() <= near * want.float().norm())                      # NaN is not near
+    if not isinstance(want, torch.Tensor) or got.dtype != want.dtype or got.shape != want.shape:
+        return False
+    return bool(
+        (got.float() - want.float()).norm() <= near * want.float().norm()
+    )  # NaN is not near
+
 
 def norm_like(module: nn.Module, x: torch.Tensor, kernels: Kernels) -> PackedNorm:
     "A `PackedNorm` that gave what `module` gives for `x`, and for small rows. Raises `Unavailable`."
     new = PackedNorm(module, x, kernels)
-    if not all(gives_the_same(new, module, [y], NEAR[x.dtype]) for y in (x, x * 1e-3)): raise Unavailable('it is another norm')
+    if not all(gives_the_same(new, module, [y], NEAR[x.dtype]) for y in (x, x * 1e-3)):
+        raise Unavailable("it is another norm")
     return new
 
 # %% ../../nbs/27_modules.ipynb #0fb2ea31
 class StandIn(nn.Module):
     "Is called as `module` is, and has nothing else of it: who wants its weight gets an `AttributeError`. `nbytes` is 0."
+
     nbytes = 0
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module = [module]                                                        # in a list: no module of this one
+        self.module = [module]  # in a list: no module of this one
 
-    def forward(self, *args: torch.Tensor) -> torch.Tensor: return self.module[0](*args)
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        return self.module[0](*args)
 
-def linear_like(module: Any, x: torch.Tensor, kernels: Kernels, make: MakeLinear, memory: HugePages) -> nn.Module:
+
+def linear_like(
+    module: Any, x: torch.Tensor, kernels: Kernels, make: MakeLinear, memory: HugePages
+) -> nn.Module:
     "What `make` gives for a linear `module`, if its sizes fit and it gives the same for `x`. Raises `Unavailable`."
     linear = _linear(module)
-    if x.dtype != linear.weight.dtype or not linear.weight.is_cpu or linear.in_features % 16: raise Unavailable('its sizes or its dtype do not fit')
+    if x.dtype != linear.weight.dtype or not linear.weight.is_cpu or linear.in_features % 16:
+        raise Unavailable("its sizes or its dtype do not fit")
     new = make(linear, kernels=kernels, empty=memory.empty)
-    if not gives_the_same(new, module, [x], NEAR_INT8 if isinstance(new, Int8Linear) else NEAR[x.dtype]): raise Unavailable('its product is off')
+    if not gives_the_same(
+        new, module, [x], NEAR_INT8 if isinstance(new, Int8Linear) else NEAR[x.dtype]
+    ):
+        raise Unavailable("its product is off")
     return new
 
 # %% ../../nbs/27_modules.ipynb #31384bc0
 class ChosenExperts(PackedExperts):
     """The products of stacked `experts`, packed by `make`; who is for which of them the model's own router says. Called as transformers
     calls experts. `nbytes`: of all. Raises `Unavailable`."""
+
     def __init__(self, experts: Any, kernels: Kernels, make: MakeLinear, memory: HugePages) -> None:
         nn.Module.__init__(self)
-        if not experts.has_gate or experts.has_post_expert_norm or experts._is_expert_parallel: raise Unavailable('they are built in another way')
+        if not experts.has_gate or experts.has_post_expert_norm or experts._is_expert_parallel:
+            raise Unavailable("they are built in another way")
         act, self.gate = describe_gate(experts)
-        first, second = (_expert_views(experts, name) for name in ('gate_up_proj', 'down_proj'))
-        self.kernels, self.n, self.inner, self.width = kernels, experts.down_proj.shape[0], second[0].in_features, first[0].in_features
-        if self.inner % 16 or self.width % 32: raise Unavailable('their sizes are no multiples of 16 and 32')
-        self.gate_up, self.down = (make(*views, kernels=kernels, empty=memory.empty, onednn=False) for views in (first, second))
+        first, second = (_expert_views(experts, name) for name in ("gate_up_proj", "down_proj"))
+        self.kernels, self.n, self.inner, self.width = (
+            kernels,
+            experts.down_proj.shape[0],
+            second[0].in_features,
+            first[0].in_features,
+        )
+        if self.inner % 16 or self.width % 32:
+            raise Unavailable("their sizes are no multiples of 16 and 32")
+        self.gate_up, self.down = (
+            make(*views, kernels=kernels, empty=memory.empty, onednn=False)
+            for views in (first, second)
+        )
         self.nbytes = self.gate_up.nbytes + self.down.nbytes
-        self.layer = Layer(experts=Experts(gate_up=self.gate_up.describe(), down=self.down.describe(), act=act, num_experts=self.n))
+        self.layer = Layer(
+            experts=Experts(
+                gate_up=self.gate_up.describe(),
+                down=self.down.describe(),
+                act=act,
+                num_experts=self.n,
+            )
+        )
 
     def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         "`x` `[T, E]`, `index` and `weights` of its experts `[T, each]`: `[T, E]`. Raises `IndexError` for an expert that is not there."
         (T, each), E, I, z, x = index.shape, self.width, self.inner, self.layer, x.contiguous()
-        if T and not (0 <= int(index.min()) and int(index.max()) < self.n): raise IndexError(f'there are {self.n} experts, and a router chose another')
+        if T and not (0 <= int(index.min()) and int(index.max()) < self.n):
+            raise IndexError(f"there are {self.n} experts, and a router chose another")
         z.experts.top_k, z.experts.rounds = each, weights.dtype == x.dtype
-        def of(size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor: return torch.empty(T, size, dtype=dtype)
-        widest = max(each * E, each * I)
-        space = dict(mlp_out=of(E, x.dtype), gate_up=of(2 * each * I, x.dtype), activated=of(each * I, x.dtype), expert_rows=of(each * E, x.dtype),
-                     bytes=of(widest, torch.uint8), byte_steps=of(1 + each, torch.float32), packed=of(widest, x.dtype),
-                     row_of=of(each), token_of=of(each), bounds=torch.empty(2 * self.n + 3, dtype=torch.int64),
-                     chosen=index.long().contiguous(), expert_weights=weights.float().contiguous())
-        step = Step(tokens=T, width=E, **{name: t.data_ptr() for name, t in space.items()})
-        self.kernels.calls['mixture', x.dtype](ctypes.addressof(z), ctypes.addressof(step), address(x, x.dtype, T * E))
-        return space['mlp_out']
 
-def experts_like(module: Any, args: Sequence[torch.Tensor], kernels: Kernels, make: MakeLinear, memory: HugePages) -> nn.Module:
+        def of(size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.empty(T, size, dtype=dtype)
+
+        widest = max(each * E, each * I)
+        space = dict(
+            mlp_out=of(E, x.dtype),
+            gate_up=of(2 * each * I, x.dtype),
+            activated=of(each * I, x.dtype),
+            expert_rows=of(each * E, x.dtype),
+            bytes=of(widest, torch.uint8),
+            byte_steps=of(1 + each, torch.float32),
+            packed=of(widest, x.dtype),
+            row_of=of(each),
+            token_of=of(each),
+            bounds=torch.empty(2 * self.n + 3, dtype=torch.int64),
+            chosen=index.long().contiguous(),
+            expert_weights=weights.float().contiguous(),
+        )
+        step = Step(tokens=T, width=E, **{name: t.data_ptr() for name, t in space.items()})
+        self.kernels.calls["mixture", x.dtype](
+            ctypes.addressof(z), ctypes.addressof(step), address(x, x.dtype, T * E)
+        )
+        return space["mlp_out"]
+
+
+def experts_like(
+    module: Any, args: Sequence[torch.Tensor], kernels: Kernels, make: MakeLinear, memory: HugePages
+) -> nn.Module:
     "`ChosenExperts` of `module`, if they give the same for `args`. Raises `Unavailable`."
-    if args[0].dtype != module.down_proj.dtype or not args[0].is_cpu: raise Unavailable('their dtype does not fit')
+    if args[0].dtype != module.down_proj.dtype or not args[0].is_cpu:
+        raise Unavailable("their dtype does not fit")
     new = ChosenExperts(module, kernels, make, memory)
-    if not gives_the_same(new, module, args, NEAR_INT8 if isinstance(new.down, Int8Linear) else NEAR[args[0].dtype]): raise Unavailable('their products are off')
+    if not gives_the_same(
+        new, module, args, NEAR_INT8 if isinstance(new.down, Int8Linear) else NEAR[args[0].dtype]
+    ):
+        raise Unavailable("their products are off")
     return new
 
 # %% ../../nbs/27_modules.ipynb #8c50e11e
-Swap = tuple[nn.Module, str, nn.Module, nn.Module]                         # holder, name, the module there, what takes its place
+Swap = tuple[
+    nn.Module, str, nn.Module, nn.Module
+]  # holder, name, the module there, what takes its place
+
 
 @contextlib.contextmanager
 def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
@@ -158,12 +251,14 @@ def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
     try:
         for swap in swaps:
             holder, name, module, new = swap
-            if holder._modules.get(name) is not module: continue
-            holder._modules[name] = new                                    # as setattr does, without its checks
+            if holder._modules.get(name) is not module:
+                continue
+            holder._modules[name] = new  # as setattr does, without its checks
             done.append(swap)
         yield
     finally:
-        for holder, name, module, _ in done: holder._modules[name] = module
+        for holder, name, module, _ in done:
+            holder._modules[name] = module
 
 # %% ../../nbs/27_modules.ipynb #0aa34826
 class Modules:
@@ -171,43 +266,76 @@ class Modules:
 
     `make`: what is made of linear layers and experts; `StandIn` to try, None to leave them. `hidden`: the head is left as it is. `nbytes`: of packed weights. `replaced`:
     of each module `(name, its class, the class in its place, bytes)`, in the order of the calls."""
-    def __init__(self, model: PreTrainedModel, kernels: Kernels, own: bool = False, make: MakeLinear | None = PackedLinear,
-                 hidden: bool = False) -> None:
-        self.model, self.kernels, self.make, self.memory, self.nbytes = model, kernels, make, HugePages(), 0
-        self.swaps, self.replaced, self.files = list[Swap](), list[tuple[str, str, str, int]](), mapped_files() if own else []
-        calls, names = record_calls(model, probe_rows(model)[0], hidden), {id(m): name for name, m in model.named_modules()}
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kernels: Kernels,
+        own: bool = False,
+        make: MakeLinear | None = PackedLinear,
+        hidden: bool = False,
+    ) -> None:
+        self.model, self.kernels, self.make, self.memory, self.nbytes = (
+            model,
+            kernels,
+            make,
+            HugePages(),
+            0,
+        )
+        self.swaps, self.replaced, self.files = (
+            list[Swap](),
+            list[tuple[str, str, str, int]](),
+            mapped_files() if own else [],
+        )
+        calls, names = (
+            record_calls(model, probe_rows(model)[0], hidden),
+            {id(m): name for name, m in model.named_modules()},
+        )
         places = module_places(model, calls.__contains__)
-        while calls:                                                                # nothing else holds them, so that each can go
+        while calls:  # nothing else holds them, so that each can go
             module = next(iter(calls))
             args, where = calls.pop(module), places.pop(module)
-            if (new := self._like(module, args, name := names[id(module)])) is None: continue
+            if (new := self._like(module, args, name := names[id(module)])) is None:
+                continue
             self.nbytes += new.nbytes
             self.replaced.append((name, type(module).__name__, type(new).__name__, new.nbytes))
-            if own: self._give_up(module, new, where)
-            else: self.swaps += [(holder, at, module, new) for holder, at in where]
+            if own:
+                self._give_up(module, new, where)
+            else:
+                self.swaps += [(holder, at, module, new) for holder, at in where]
         if own:
-            for p in model.parameters(): p.data = p.data.clone()                    # lets the file go that they were mapped from
+            for p in model.parameters():
+                p.data = p.data.clone()  # lets the file go that they were mapped from
 
     def _like(self, module: nn.Module, args: tuple[torch.Tensor, ...], name: str) -> Any:
         "What takes the place of `module`, which `name` leads to, or None if nothing does."
         kind, x, kernels, make = kind_of(module), args[0], self.kernels, self.make
-        if x.dtype not in NEAR or make is None and kind != 'norm': return None
+        if x.dtype not in NEAR or make is None and kind != "norm":
+            return None
         try:
-            if kind == 'norm': return norm_like(module, x, kernels)
-            if make is None or make is StandIn: return StandIn(module)
-            if kind == 'experts': return experts_like(module, args, kernels, make, self.memory)
-            routes = 'router' in name.split('.') or name.endswith('gate')
+            if kind == "norm":
+                return norm_like(module, x, kernels)
+            if make is None or make is StandIn:
+                return StandIn(module)
+            if kind == "experts":
+                return experts_like(module, args, kernels, make, self.memory)
+            routes = "router" in name.split(".") or name.endswith("gate")
             return linear_like(module, x, kernels, PackedLinear if routes else make, self.memory)
-        except (Unavailable, AttributeError, TypeError, ValueError, RuntimeError): return None       # it is not what it looked like
+        except (Unavailable, AttributeError, TypeError, ValueError, RuntimeError):
+            return None  # it is not what it looked like
 
-    def _give_up(self, module: nn.Module, new: nn.Module, where: list[tuple[nn.Module, str]]) -> None:
+    def _give_up(
+        self, module: nn.Module, new: nn.Module, where: list[tuple[nn.Module, str]]
+    ) -> None:
         "Put `new` in the place of `module` for good, and of an embedding of the same weight."
-        embed, weight = self.model.get_input_embeddings(), getattr(module, 'weight', None)
+        embed, weight = self.model.get_input_embeddings(), getattr(module, "weight", None)
         tied = type(embed) is nn.Embedding and embed.weight is weight
         put_module(where, new)
-        if tied and isinstance(new, PackedLinear) and not new.onednn: self.model.set_input_embeddings(PackedEmbedding(new))
+        if tied and isinstance(new, PackedLinear) and not new.onednn:
+            self.model.set_input_embeddings(PackedEmbedding(new))
         if not isinstance(new, PackedNorm):
-            for p in module.parameters(): release_mapped_pages(p, self.files)
+            for p in module.parameters():
+                release_mapped_pages(p, self.files)
 
     def inside(self) -> contextlib.AbstractContextManager[None]:
         "Inside, all of them are in their places."
@@ -217,34 +345,52 @@ class Modules:
 class ModuleBackend(KernelBackend):
     """Runs packed steps by the model's own code, with its attention on kernels, its linear layers and experts on packed weights, and its norms
     on kernels. `modules`: what was replaced; `nbytes`: of packed weights, beside the model's own or in their place."""
-    name = 'modules'
-    def __init__(self, modules: Modules, shapes: Sequence[Shape], why: str = '') -> None:
+
+    name = "modules"
+
+    def __init__(self, modules: Modules, shapes: Sequence[Shape], why: str = "") -> None:
         super().__init__(modules.model, shapes, modules.kernels, why)
         self.modules, self.nbytes = modules, modules.nbytes
 
     def execute(self, cache: KVCache, batch: Batch) -> torch.Tensor:
-        with attention_override(self.model), self.modules.inside(): return super().execute(cache, batch)
+        with attention_override(self.model), self.modules.inside():
+            return super().execute(cache, batch)
 
 # %% ../../nbs/27_modules.ipynb #54664e31
-def open_backend(model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions) -> ModuleBackend:
+def open_backend(
+    model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions
+) -> ModuleBackend:
     """The backend for `model`, whose `kv_layout` is `shapes`, once it was tried. Raises `Unavailable`, or `CompileError`, see
     `usable_kernels`.
 
     `options` as for fused layers: with `own` weights are given up for packed ones, else these take up to `room` bytes beside them, and
     where there is less room only norms are replaced; 'int8' for weights in bytes."""
-    kernels, why = usable_kernels(model, shapes, options), ''
+    kernels, why = usable_kernels(model, shapes, options), ""
     make: MakeLinear | None = PackedLinear
     weights = sum(p.nbytes for p in model.parameters())
-    if options.quantization == 'int8': make = Int8Linear
-    elif options.quantization: raise Unavailable(f'packed modules know no quantization {options.quantization!r}')
+    if options.quantization == "int8":
+        make = Int8Linear
+    elif options.quantization:
+        raise Unavailable(f"packed modules know no quantization {options.quantization!r}")
     elif not options.own and options.room is not None and weights > options.room:
-        make, why = None, f'packed weights beside its own would take {weights:,} bytes more: load it by name'
+        make, why = (
+            None,
+            f"packed weights beside its own would take {weights:,} bytes more: load it by name",
+        )
     hidden = options.probe is not None and options.probe.hidden
     tried = Modules(model, kernels, make=StandIn if make else None, hidden=hidden)
-    if not tried.replaced: raise Unavailable('')
-    mixture = model.dtype.itemsize < 4 and any(hasattr(m, 'experts') for m in model.modules())
-    try: check_backend(model, ModuleBackend(tried, shapes), ProbeOfMixture(model, probe_rows(model), probe=options.probe) if mixture else options.probe)
+    if not tried.replaced:
+        raise Unavailable("")
+    mixture = model.dtype.itemsize < 4 and any(hasattr(m, "experts") for m in model.modules())
+    try:
+        check_backend(
+            model,
+            ModuleBackend(tried, shapes),
+            ProbeOfMixture(model, probe_rows(model), probe=options.probe)
+            if mixture
+            else options.probe,
+        )
     except (Unavailable, AttributeError, TypeError) as e:
-        raise Unavailable(f'{type(model).__name__} runs by its own modules: replaced, {e}') from e
-    del tried                                                                      # it holds the modules whose weights are to be given up
+        raise Unavailable(f"{type(model).__name__} runs by its own modules: replaced, {e}") from e
+    del tried  # it holds the modules whose weights are to be given up
     return ModuleBackend(Modules(model, kernels, options.own, make, hidden), shapes, why)

@@ -23,7 +23,8 @@ from ..errors import CompileError, ModelError
 from ..machine import compiler_target, processor_flags
 from ..models import cache_dir
 
-if TYPE_CHECKING: from batchlab.backends.kernels import AttentionWorklist
+if TYPE_CHECKING:
+    from batchlab.backends.kernels import AttentionWorklist
 
 # %% ../../nbs/20_kernels.ipynb #83590479
 @functools.cache
@@ -32,189 +33,329 @@ def tune_malloc(mmap_from: int = 32 * 2**20, keep: int = 512 * 2**20) -> bool:
 
     For glibc's `malloc` (Linux); others are left alone. A tensor that is made and dropped at every step then costs no
     page faults. Bytes. See mallopt(3)."""
-    if platform.libc_ver()[0] != 'glibc': return False
+    if platform.libc_ver()[0] != "glibc":
+        return False
     libc = ctypes.CDLL(None)
-    trim, pad, mmap = -1, -2, -3                                     # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD
-    return all([libc.mallopt(mmap, mmap_from), libc.mallopt(trim, keep), libc.mallopt(pad, 16 * 2**20)])
+    trim, pad, mmap = -1, -2, -3  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD
+    return all(
+        [libc.mallopt(mmap, mmap_from), libc.mallopt(trim, keep), libc.mallopt(pad, 16 * 2**20)]
+    )
 
 # %% ../../nbs/20_kernels.ipynb #a6ad227b
-FLAGS = tuple('-O3 -march=native -fopenmp -shared -fPIC -std=gnu++17 '
-              '-fno-math-errno -fno-trapping-math -fno-strict-aliasing'.split())
+FLAGS = tuple(
+    "-O3 -march=native -fopenmp -shared -fPIC -std=gnu++17 "
+    "-fno-math-errno -fno-trapping-math -fno-strict-aliasing".split()
+)
+
 
 def find_compiler() -> str:
     "The C++ compiler: what the variable CXX names, else the first of g++, clang++ and c++. Raises `CompileError`."
-    names = [os.environ['CXX']] if os.environ.get('CXX') else ['g++', 'clang++', 'c++']
-    if found := next(filter(None, map(shutil.which, names)), None): return found
-    raise CompileError(f"no C++ compiler ({', '.join(names)}): install g++, or go on without, which is slower")
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    if found := next(filter(None, map(shutil.which, names)), None):
+        return found
+    raise CompileError(
+        f"no C++ compiler ({', '.join(names)}): install g++, or go on without, which is slower"
+    )
+
 
 def compiler_flags() -> list[str]:
     "`FLAGS`, for the processor that `BATCHLAB_MAX_CPU` names where it names one."
-    return [f'-march={compiler_target()}' if f == '-march=native' else f for f in FLAGS]
+    return [f"-march={compiler_target()}" if f == "-march=native" else f for f in FLAGS]
 
 # %% ../../nbs/20_kernels.ipynb #fbe17eed
 def _run(command: list[str]) -> str:
-    try: done = subprocess.run(command, capture_output=True, encoding='utf-8', errors='replace', timeout=300)
-    except (OSError, subprocess.TimeoutExpired) as e: raise CompileError(f'{command[0]} does not run: {e}') from e
-    if done.returncode == 0: return done.stdout
-    what = next((l for l in done.stderr.splitlines() if 'error' in l), done.stderr[-200:])
-    raise CompileError(f'{Path(command[0]).name} failed ({what.strip()[:200]}): '
-                       'set CXX to another compiler, or go on without')
+    try:
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=300
+        )
+    except (OSError, subprocess.TimeoutExpired) as e:
+        raise CompileError(f"{command[0]} does not run: {e}") from e
+    if done.returncode == 0:
+        return done.stdout
+    what = next((l for l in done.stderr.splitlines() if "error" in l), done.stderr[-200:])
+    raise CompileError(
+        f"{Path(command[0]).name} failed ({what.strip()[:200]}): "
+        "set CXX to another compiler, or go on without"
+    )
+
 
 def _is_whole(library: Path) -> bool:
     "Whether `library` is there and ends with the hash of what stands before it."
-    try: data = library.read_bytes()
-    except OSError: return False
+    try:
+        data = library.read_bytes()
+    except OSError:
+        return False
     return data[-32:] == hashlib.sha256(data[:-32]).digest()
+
 
 def _compile(compiler: str, flags: list[str], source: str, path: Path) -> None:
     "Write the library of `source`, and its hash behind it, at `path`, at once or not at all. Raises `CompileError`, `OSError`."
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as tmp:
-        made = Path(tmp)/'kernels.so'
-        (Path(tmp)/'kernels.cpp').write_text(source, encoding='utf-8')
-        _run([compiler, *flags, f'{tmp}/kernels.cpp', '-o', str(made)])
-        with open(made, 'rb+') as f:
-            digest = hashlib.file_digest(f, 'sha256').digest()
+        made = Path(tmp) / "kernels.so"
+        (Path(tmp) / "kernels.cpp").write_text(source, encoding="utf-8")
+        _run([compiler, *flags, f"{tmp}/kernels.cpp", "-o", str(made)])
+        with open(made, "rb+") as f:
+            digest = hashlib.file_digest(f, "sha256").digest()
             f.seek(0, os.SEEK_END)
-            f.write(digest)                                          # what follows a library's own parts is not loaded
+            f.write(digest)  # what follows a library's own parts is not loaded
             f.flush()
             os.fsync(f.fileno())
         os.replace(made, path)
+
 
 def build(source: str, say: Callable[[str], None] | None = None) -> Path:
     """The shared library made from C++ `source`, as a path in batchlab's cache folder: compiled if it isn't there, and whole.
 
     `say`: told in a line that it is being compiled. Raises `CompileError`."""
-    if sys.platform != 'linux': raise CompileError(f'the kernels are for Linux, and this is {sys.platform}')
+    if sys.platform != "linux":
+        raise CompileError(f"the kernels are for Linux, and this is {sys.platform}")
     compiler, flags = find_compiler(), compiler_flags()
-    about = '\n'.join([source, *flags, compiler, _run([compiler, '--version']), platform.machine(), *sorted(processor_flags())])
-    try: folder = cache_dir()/'kernels'
-    except ModelError as e: raise CompileError(str(e)) from e
-    path = folder/f'{hashlib.sha256(about.encode()).hexdigest()[:16]}.so'
-    if _is_whole(path): return path
-    if say: say(f'compiling the kernels for this processor with {Path(compiler).name}, once: up to half a minute')
-    try: _compile(compiler, flags, source, path)
+    about = "\n".join(
+        [
+            source,
+            *flags,
+            compiler,
+            _run([compiler, "--version"]),
+            platform.machine(),
+            *sorted(processor_flags()),
+        ]
+    )
+    try:
+        folder = cache_dir() / "kernels"
+    except ModelError as e:
+        raise CompileError(str(e)) from e
+    path = folder / f"{hashlib.sha256(about.encode()).hexdigest()[:16]}.so"
+    if _is_whole(path):
+        return path
+    if say:
+        say(
+            f"compiling the kernels for this processor with {Path(compiler).name}, once: up to half a minute"
+        )
+    try:
+        _compile(compiler, flags, source, path)
     except OSError as e:
-        raise CompileError(f"can't write in {folder} ({e}): set BATCHLAB_CACHE to a folder that you may write") from e
+        raise CompileError(
+            f"can't write in {folder} ({e}): set BATCHLAB_CACHE to a folder that you may write"
+        ) from e
     return path
 
 # %% ../../nbs/20_kernels.ipynb #1a2ddb31
 def with_includes(source: str) -> str:
     "C++ `source` with the package's own files in the place of the lines that include them."
-    def text(m: re.Match[str]) -> str: return with_includes(files('batchlab.backends').joinpath(m[1]).read_text(encoding='utf-8'))
+
+    def text(m: re.Match[str]) -> str:
+        return with_includes(files("batchlab.backends").joinpath(m[1]).read_text(encoding="utf-8"))
+
     return re.sub(r'#include "(\w+\.cpp)"', text, source)
+
 
 SOURCE = with_includes('#include "fused.cpp"')
 
 # %% ../../nbs/20_kernels.ipynb #06a0b014
-NUMBERS: dict[str, type] = {'i64': ctypes.c_int64, 'float': ctypes.c_float}
+NUMBERS: dict[str, type] = {"i64": ctypes.c_int64, "float": ctypes.c_float}
+
 
 def ctype(declaration: str) -> type:
     "The type of a C++ parameter or field, in `ctypes`: an address for a pointer or a reference, else one of `NUMBERS`."
-    return ctypes.c_void_p if {'*', '&'} & {*declaration} else NUMBERS[declaration.split()[0]]
+    return ctypes.c_void_p if {"*", "&"} & {*declaration} else NUMBERS[declaration.split()[0]]
+
 
 def signatures(source: str) -> dict[str, list[type]]:
     "What each kernel takes that C++ `source` exports by `EXPORT(name)`: the types of its arguments."
-    declared = dict(re.findall(r'static void (\w+)\(([^)]*)\) \{', source))
-    return {name: [ctype(x) for x in declared[name].split(',')] for name in re.findall(r'^EXPORT\((\w+)\)', source, re.M)}
+    declared = dict(re.findall(r"static void (\w+)\(([^)]*)\) \{", source))
+    return {
+        name: [ctype(x) for x in declared[name].split(",")]
+        for name in re.findall(r"^EXPORT\((\w+)\)", source, re.M)
+    }
+
 
 def fields(source: str, struct: str) -> list[tuple[str, type]]:
     "The fields of a `struct` in C++ `source`."
-    [body] = re.findall(rf'^struct {struct} {{(.*?)^}};', source, re.M | re.S)
-    return [(name, ctype(line)) for line in re.sub('//.*', '', body).split(';') for name in re.findall(r'(\w+)\s*(?:,|$)', line)]
+    [body] = re.findall(rf"^struct {struct} {{(.*?)^}};", source, re.M | re.S)
+    return [
+        (name, ctype(line))
+        for line in re.sub("//.*", "", body).split(";")
+        for name in re.findall(r"(\w+)\s*(?:,|$)", line)
+    ]
 
-S = TypeVar('S', bound=type)
+
+S = TypeVar("S", bound=type)
+
 
 def struct(cls: S) -> S:
     "Give `cls` the fields of the C++ struct of its name, which may have a place inside another one from then on."
-    cls._fields_ = fields(SOURCE, cls.__name__)                  # type: ignore[attr-defined]
+    cls._fields_ = fields(SOURCE, cls.__name__)  # type: ignore[attr-defined]
     NUMBERS[cls.__name__] = cls
     return cls
 
+
 @struct
-class Shape(ctypes.Structure): "Where queries, keys and values lie, in elements, and what is asked of their scores."
+class Shape(ctypes.Structure):
+    "Where queries, keys and values lie, in elements, and what is asked of their scores."
+
+
 @struct
-class Norm(ctypes.Structure): "A norm: by root mean square or by mean and deviation; weights are fp32."
+class Norm(ctypes.Structure):
+    "A norm: by root mean square or by mean and deviation; weights are fp32."
+
+
 @struct
-class Linear(ctypes.Structure): "A linear layer whose weights are packed."
+class Linear(ctypes.Structure):
+    "A linear layer whose weights are packed."
+
+
 @struct
-class Activation(ctypes.Structure): "What stands between the products of an MLP."
+class Activation(ctypes.Structure):
+    "What stands between the products of an MLP."
+
+
 @struct
-class Experts(ctypes.Structure): "A mixture of experts: how tokens choose, and the products of all of them."
+class Experts(ctypes.Structure):
+    "A mixture of experts: how tokens choose, and the products of all of them."
+
+
 @struct
-class Layer(ctypes.Structure): "A layer, in parts."
+class Layer(ctypes.Structure):
+    "A layer, in parts."
+
+
 @struct
-class Step(ctypes.Structure): "What a step goes through the layers with."
+class Step(ctypes.Structure):
+    "What a step goes through the layers with."
+
 
 # Columns of a tile of keys, columns of a step, rows of queries of a unit, parts of a layer, rows that a step's memory has to spare.
-COLUMNS, STEP, ROWS, PARTS, SPARE = (int(*re.findall(rf'\b{name} = (\d+)', SOURCE)) for name in ('COLUMNS', 'STEP', 'ROWS', 'PARTS', 'SPARE'))
-DTYPES = {torch.float32: 'fp32', torch.bfloat16: 'bf16'}
+COLUMNS, STEP, ROWS, PARTS, SPARE = (
+    int(*re.findall(rf"\b{name} = (\d+)", SOURCE))
+    for name in ("COLUMNS", "STEP", "ROWS", "PARTS", "SPARE")
+)
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 # %% ../../nbs/20_kernels.ipynb #c7a1e025
 def address(x: torch.Tensor, dtype: torch.dtype, size: int | None = None) -> int:
     "Where `x` lies: `size` numbers of `dtype` on the CPU, without gaps, or rows of any number at any distance. Else raises `TypeError`."
-    if x.dtype != dtype or not x.is_cpu or (x.stride(-1) != 1 if size is None else x.numel() != size or not x.is_contiguous()):
-        what = 'rows' if size is None else f'{size:,} numbers without gaps'
-        raise TypeError(f'a kernel wants {what}, {dtype} on the CPU, and got {[*x.shape]} with strides {x.stride()}, {x.dtype} on {x.device}')
+    if (
+        x.dtype != dtype
+        or not x.is_cpu
+        or (x.stride(-1) != 1 if size is None else x.numel() != size or not x.is_contiguous())
+    ):
+        what = "rows" if size is None else f"{size:,} numbers without gaps"
+        raise TypeError(
+            f"a kernel wants {what}, {dtype} on the CPU, and got {[*x.shape]} with strides {x.stride()}, {x.dtype} on {x.device}"
+        )
     return x.data_ptr()
 
 # %% ../../nbs/20_kernels.ipynb #c7a1e001
 def _row_addresses(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.dtype, int, int]:
     "Where each row of `weights` `[out, in]` lies, int64; their dtype, how many rows there are, and their length. Raises `TypeError`."
     (d, K), size = (weights[0].dtype, weights[0].shape[1]), weights[0].element_size()
-    if any(w.shape[1] != K for w in weights) or K * size % 4: raise TypeError(f'rows of one length, in whole pieces of 4 bytes, and not {[[*w.shape] for w in weights]}')
+    if any(w.shape[1] != K for w in weights) or K * size % 4:
+        raise TypeError(
+            f"rows of one length, in whole pieces of 4 bytes, and not {[[*w.shape] for w in weights]}"
+        )
     rows = torch.cat([torch.arange(len(w)) * (w.stride(0) * size) + address(w, d) for w in weights])
     return rows, d, len(rows), K
 
+
 class _Calls(dict[tuple[str, torch.dtype], Callable[..., None]]):
     "The C functions, by name and dtype. Raises `TypeError` for others."
+
     def __missing__(self, key: tuple[str, torch.dtype]) -> Callable[..., None]:
-        raise TypeError(f'the kernels are for fp32 and bf16, and this is {key[1]}')
+        raise TypeError(f"the kernels are for fp32 and bf16, and this is {key[1]}")
+
 
 class ByteKernels:
     "The compiled kernels of the library at `path`; of their methods those that chapter 22 needs, which make bytes and multiply them."
+
     def __init__(self, path: Path) -> None:
         self.path, lib, self.calls = path, ctypes.CDLL(str(path)), _Calls()
-        for (name, types), (dtype, d) in itertools.product(signatures(SOURCE).items(), DTYPES.items()):
-            self.calls[name, dtype] = ctypes.CFUNCTYPE(None, *types).in_dll(lib, f'{name}_{d}')
-        self.set_threads: Callable[[int], None] = lib.set_threads              # what this thread calls runs on so many
-        self.tiles = bool(lib.has_tiles())                                      # whether a matrix unit multiplies bf16
+        for (name, types), (dtype, d) in itertools.product(
+            signatures(SOURCE).items(), DTYPES.items()
+        ):
+            self.calls[name, dtype] = ctypes.CFUNCTYPE(None, *types).in_dll(lib, f"{name}_{d}")
+        self.set_threads: Callable[[int], None] = (
+            lib.set_threads
+        )  # what this thread calls runs on so many
+        self.tiles = bool(lib.has_tiles())  # whether a matrix unit multiplies bf16
 
     def quantize(self, x: torch.Tensor, block: int, top: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of `x` `[T, K]`, mixed in blocks of 16, 32 or 64 (1: not), as uint8 in steps: `(bytes [T, K], steps fp32 [T])`.
 
         The byte `top + 1` is 0, the largest magnitude of a row is `top` steps. The step of a row that isn't finite is NaN."""
         bytes, steps = torch.empty(x.shape, dtype=torch.uint8), torch.empty(len(x))
-        self.calls['quantize', x.dtype](address(x, x.dtype, x.numel()), bytes.data_ptr(), steps.data_ptr(), *x.shape, block, top)
+        self.calls["quantize", x.dtype](
+            address(x, x.dtype, x.numel()), bytes.data_ptr(), steps.data_ptr(), *x.shape, block, top
+        )
         return bytes, steps
 
-    def dequantize(self, sums: torch.Tensor, steps: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None,
-                   dtype: torch.dtype) -> torch.Tensor:
+    def dequantize(
+        self,
+        sums: torch.Tensor,
+        steps: torch.Tensor,
+        scales: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
         "`sums` `[T, N]` times `steps` `[T]` and `scales` `[N]`, plus `bias` `[N]` or None, all fp32: `[T, N]` of `dtype`."
         (T, N), f, out = sums.shape, torch.float32, torch.empty_like(sums, dtype=dtype)
-        self.calls['dequantize', dtype](address(sums, f, T * N), address(steps, f, T), address(scales, f, N),
-                                        bias if bias is None else address(bias, f, N), out.data_ptr(), T, N)
+        self.calls["dequantize", dtype](
+            address(sums, f, T * N),
+            address(steps, f, T),
+            address(scales, f, N),
+            bias if bias is None else address(bias, f, N),
+            out.data_ptr(),
+            T,
+            N,
+        )
         return out
 
-    def bytes_product(self, x: torch.Tensor, weight: tuple[torch.Tensor, torch.Tensor], scales: torch.Tensor,
-                      bias: torch.Tensor | None, block: int) -> torch.Tensor:
+    def bytes_product(
+        self,
+        x: torch.Tensor,
+        weight: tuple[torch.Tensor, torch.Tensor],
+        scales: torch.Tensor,
+        bias: torch.Tensor | None,
+        block: int,
+    ) -> torch.Tensor:
         """`x` `[T, K]`, mixed in `block`s and made bytes, times a `weight` from `pack_bytes`: `[T, N]` of `x`'s dtype.
 
         `scales`: fp32 `[N]`, the step of each output's weights; `bias`: fp32 `[N]`, or None."""
         (T, K), N, d, f, (panels, start) = x.shape, len(scales), x.dtype, torch.float32, weight
         out, filled = x.new_empty(T, N), -(-N // 32) * 32
-        self.calls['bytes_product', d](address(x, d, T * K), address(panels, torch.int8, filled * K), address(start, torch.int32, filled),
-                                       address(scales, f, N), bias if bias is None else address(bias, f, N), out.data_ptr(), T, N, K, block)
+        self.calls["bytes_product", d](
+            address(x, d, T * K),
+            address(panels, torch.int8, filled * K),
+            address(start, torch.int32, filled),
+            address(scales, f, N),
+            bias if bias is None else address(bias, f, N),
+            out.data_ptr(),
+            T,
+            N,
+            K,
+            block,
+        )
         return out
 
-    def pack_bytes(self, *weights: torch.Tensor, block: int, empty: Callable[..., torch.Tensor] = torch.empty) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def pack_bytes(
+        self, *weights: torch.Tensor, block: int, empty: Callable[..., torch.Tensor] = torch.empty
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Weights `[out, in]`, `in` a multiple of 4, one below the other, mixed in `block`s and made bytes: `(panels, starts, steps)`.
 
         Panels and starts as by `pack_bytes`, `steps` fp32, of each output. `empty` makes what the panels are put into."""
         rows, d, N, K = _row_addresses(weights)
         panels, steps = empty((-(-N // 32), K // 4, 32, 4), dtype=torch.int8), torch.empty(N)
         starts = torch.empty(32 * len(panels), dtype=torch.int32)
-        self.calls['pack_bytes', d](rows.data_ptr(), panels.data_ptr(), starts.data_ptr(), steps.data_ptr(), N, K, block, 127)
+        self.calls["pack_bytes", d](
+            rows.data_ptr(),
+            panels.data_ptr(),
+            starts.data_ptr(),
+            steps.data_ptr(),
+            N,
+            K,
+            block,
+            127,
+        )
         return panels, starts, steps
 
 # %% ../../nbs/20_kernels.ipynb #930b9483
@@ -222,70 +363,132 @@ class Kernels(ByteKernels):
     """The compiled kernels, as methods on CPU tensors of fp32 or bf16. `path`: the library's.
 
     The lengths of heads and rows are multiples of 16. A tensor of another dtype, size or device, or with gaps, raises `TypeError`."""
-    def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n: int) -> torch.Tensor:
+
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n: int
+    ) -> torch.Tensor:
         "`x` `[M, K]` times a weight `[n, K]` packed by `pack_weight`, plus `bias` `[n]` or None: `[M, n]`."
         (M, K), d, out = x.shape, x.dtype, x.new_empty(len(x), n)
-        self.calls['product', d](address(x, d, M * K), address(weight, d, -(-n // 32) * 32 * K), bias if bias is None else address(bias, d, n),
-                                 out.data_ptr(), M, n, K)
+        self.calls["product", d](
+            address(x, d, M * K),
+            address(weight, d, -(-n // 32) * 32 * K),
+            bias if bias is None else address(bias, d, n),
+            out.data_ptr(),
+            M,
+            n,
+            K,
+        )
         return out
 
-    def pack_weight(self, *weights: torch.Tensor, empty: Callable[..., torch.Tensor] = torch.empty) -> torch.Tensor:
+    def pack_weight(
+        self, *weights: torch.Tensor, empty: Callable[..., torch.Tensor] = torch.empty
+    ) -> torch.Tensor:
         "What `pack_weight` gives for `weights` of an even `in`, made by all threads."
         rows, d, N, K = _row_addresses(weights)
         e = 4 // d.itemsize
         out = empty((-(-N // 32), K // e, 32, e), dtype=d)
-        self.calls['pack_weight', d](rows.data_ptr(), out.data_ptr(), N, K)
+        self.calls["pack_weight", d](rows.data_ptr(), out.data_ptr(), N, K)
         return out
 
-    def attend(self, z: Shape, q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, work: 'AttentionWorklist') -> torch.Tensor:
+    def attend(
+        self, z: Shape, q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, work: "AttentionWorklist"
+    ) -> torch.Tensor:
         "`q` of T tokens against the blocks `K`, `V` of a layer as `z` says, for all of `work`: `[T, heads, dim_v]`."
         d, out = q.dtype, q.new_empty(work.num_tokens, z.heads, z.dim_v)
         tables = work.blocks, work.query_rows, work.work_units
-        self.calls['attend', d](ctypes.addressof(z), address(q, d), address(K, d), address(V, d), *(t.data_ptr() for t in (out, *tables)),
-                                len(work.work_units))
+        self.calls["attend", d](
+            ctypes.addressof(z),
+            address(q, d),
+            address(K, d),
+            address(V, d),
+            *(t.data_ptr() for t in (out, *tables)),
+            len(work.work_units),
+        )
         return out
 
-    def attend_whole(self, z: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
+    def attend_whole(
+        self, z: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, units: torch.Tensor
+    ) -> torch.Tensor:
         "As `attend`, for whole rows that see both ways, with keys and values `[T, kv_heads, dim]` of no cache. `units`: `whole_rows`."
         d, out = q.dtype, q.new_empty(len(q), z.heads, z.dim_v)
-        self.calls['attend_whole', d](ctypes.addressof(z), address(q, d), address(k, d), address(v, d), *k.stride()[:2], *v.stride()[:2],
-                                      out.data_ptr(), address(units, torch.int64, 4 * len(units)), len(units))
+        self.calls["attend_whole", d](
+            ctypes.addressof(z),
+            address(q, d),
+            address(k, d),
+            address(v, d),
+            *k.stride()[:2],
+            *v.stride()[:2],
+            out.data_ptr(),
+            address(units, torch.int64, 4 * len(units)),
+            len(units),
+        )
         return out
 
-    def write(self, z: Shape, k: torch.Tensor, v: torch.Tensor, K: torch.Tensor, V: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def write(
+        self,
+        z: Shape,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        K: torch.Tensor,
+        V: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
         "Keys and values `[T, kv_heads, dim]` into their places, int64 `[T]`."
         d, T = k.dtype, len(k)
-        self.calls['write', d](ctypes.addressof(z), address(k, d), address(v, d), *k.stride()[:2], *v.stride()[:2], address(K, d),
-                               address(V, d), address(slot_mapping, torch.int64, T), T)
+        self.calls["write", d](
+            ctypes.addressof(z),
+            address(k, d),
+            address(v, d),
+            *k.stride()[:2],
+            *v.stride()[:2],
+            address(K, d),
+            address(V, d),
+            address(slot_mapping, torch.int64, T),
+            T,
+        )
 
-    def run(self, dtype: torch.dtype, layers: ctypes.Array, step: Step, first: int, last: int) -> None:
+    def run(
+        self, dtype: torch.dtype, layers: ctypes.Array, step: Step, first: int, last: int
+    ) -> None:
         "Parts `first` to `last` (excluded) of described `layers`, the head's at their end included, which see to it that what they name is there."
-        self.calls['run', dtype](ctypes.addressof(layers), len(layers) - 1, ctypes.addressof(step), first, last)
+        self.calls["run", dtype](
+            ctypes.addressof(layers), len(layers) - 1, ctypes.addressof(step), first, last
+        )
 
 # %% ../../nbs/20_kernels.ipynb #afc9538c
 def _panels(weight: torch.Tensor, e: int) -> torch.Tensor:
     "A weight `[N, K]` as `[ceil(N / 32), K / e, 32, e]`: a view, or filled up with zeros."
-    if rest := -len(weight) % 32: weight = F.pad(weight, (0, 0, 0, rest))
+    if rest := -len(weight) % 32:
+        weight = F.pad(weight, (0, 0, 0, rest))
     return weight.unflatten(0, (-1, 32)).unflatten(2, (-1, e)).transpose(1, 2)
 
-def pack_weight(*weights: torch.Tensor, empty: Callable[..., torch.Tensor] = torch.empty) -> torch.Tensor:
+
+def pack_weight(
+    *weights: torch.Tensor, empty: Callable[..., torch.Tensor] = torch.empty
+) -> torch.Tensor:
     """Weights `[out, in]`, one below the other, in panels for `Kernels.product`, `in` even: `[panels, in / e, 32, e]`.
 
     e = 2 in bf16, 1 in fp32. In plain torch: `Kernels.pack_weight` is faster, and for weights whose rows have no gaps. Weight by weight
     where they fill whole panels, so that nothing of them is there three times. `empty` makes what they are put into."""
     e, last = 4 // weights[0].element_size(), weights[-1]
-    if any(len(w) % 32 for w in weights[:-1]): weights, last = (), torch.cat(weights)
-    whole = len(last) // 32 * 32                                            # only what is left of the last is filled up
+    if any(len(w) % 32 for w in weights[:-1]):
+        weights, last = (), torch.cat(weights)
+    whole = len(last) // 32 * 32  # only what is left of the last is filled up
     parts = [_panels(w, e) for w in (*weights[:-1], last[:whole], last[whole:]) if len(w)]
     out = empty((sum(map(len, parts)), *parts[0].shape[1:]), dtype=last.dtype)
-    for part, to in zip(parts, out.split([*map(len, parts)])): to.copy_(part)
+    for part, to in zip(parts, out.split([*map(len, parts)])):
+        to.copy_(part)
     return out
+
 
 def unpack_rows(packed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     "Rows `[…]`, int64, of a weight that `pack_weight` has packed: `[…, in]`."
     return packed[rows // 32, :, rows % 32].flatten(-2)
 
-def pack_bytes(weight: torch.Tensor, empty: Callable[..., torch.Tensor] = torch.empty) -> tuple[torch.Tensor, torch.Tensor]:
+
+def pack_bytes(
+    weight: torch.Tensor, empty: Callable[..., torch.Tensor] = torch.empty
+) -> tuple[torch.Tensor, torch.Tensor]:
     """An int8 weight `[N, K]`, `K` a multiple of 4, for `Kernels.bytes_product`: `(panels, starts)`.
 
     Panels: int8 `[ceil(N / 32), K / 4, 32, 4]`. Starts: int32, for each output of each panel the value its sum begins with."""
@@ -298,31 +501,45 @@ class HugePages:
     """Memory for what is read whole at every step, in pages of 2 MB where the system has them: `empty` is called as `torch.empty` is.
 
     It is taken from the system in chunks of `chunk` bytes, of which only what is written counts. A chunk goes when its last tensor has gone."""
+
     SIZE = 2 * 2**20
-    def __init__(self, chunk: int = 64 * 2**20) -> None: self.chunk, self.left = chunk, torch.empty(0, dtype=torch.uint8)
+
+    def __init__(self, chunk: int = 64 * 2**20) -> None:
+        self.chunk, self.left = chunk, torch.empty(0, dtype=torch.uint8)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         n = math.prod(shape) * dtype.itemsize
-        if n > len(self.left): self.left = self._pages(max(n, self.chunk))
-        mine, self.left = self.left[:n], self.left[-(-n // 64) * 64:]
+        if n > len(self.left):
+            self.left = self._pages(max(n, self.chunk))
+        mine, self.left = self.left[:n], self.left[-(-n // 64) * 64 :]
         return mine.view(dtype).view(tuple(shape))
 
     def _pages(self, n: int) -> torch.Tensor:
         "`n` bytes, from the beginning of a page of 2 MB on."
-        if not hasattr(mmap, 'MADV_HUGEPAGE'): return torch.empty(n, dtype=torch.uint8)
-        pages = mmap.mmap(-1, -(-n // self.SIZE) * self.SIZE + self.SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, 'MAP_NORESERVE', 0))
-        with contextlib.suppress(OSError): pages.madvise(mmap.MADV_HUGEPAGE)                 # a system without: pages of 4 KB
+        if not hasattr(mmap, "MADV_HUGEPAGE"):
+            return torch.empty(n, dtype=torch.uint8)
+        pages = mmap.mmap(
+            -1,
+            -(-n // self.SIZE) * self.SIZE + self.SIZE,
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0),
+        )
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)  # a system without: pages of 4 KB
         t = torch.frombuffer(pages, dtype=torch.uint8)
-        return t[-t.data_ptr() % self.SIZE:]
+        return t[-t.data_ptr() % self.SIZE :]
 
 # %% ../../nbs/20_kernels.ipynb #9ac0e964
 def _cpu_seconds() -> tuple[float, float]:
     "Seconds of processor time so far: of the whole machine, all cores together, and of this process."
     t, own = psutil.cpu_times(), psutil.Process().cpu_times()
-    return sum(getattr(t, n, 0.) for n in ('user', 'nice', 'system', 'irq', 'softirq', 'steal')), own.user + own.system
+    return sum(
+        getattr(t, n, 0.0) for n in ("user", "nice", "system", "irq", "softirq", "steal")
+    ), own.user + own.system
+
 
 class IdleCores:
     "Counts the cores that other processes leave free, once a second."
+
     def __init__(self) -> None:
         self.cores, self.last = psutil.cpu_count() or 1, (time.perf_counter(), *_cpu_seconds())
         self.free: float = self.cores
@@ -335,12 +552,16 @@ class IdleCores:
             self.free = self.cores - (self.last[1] - machine - self.last[2] + own) / (now - at)
         return max(1, min(limit, round(self.free)))
 
+
 _cores = IdleCores()
+
 
 @contextlib.contextmanager
 def limit_threads(kernels: Kernels) -> Iterator[None]:
     "Inside, this thread's kernels leave the cores alone that others keep busy."
     limit = torch.get_num_threads()
     kernels.set_threads(_cores.threads(limit))
-    try: yield
-    finally: kernels.set_threads(limit)
+    try:
+        yield
+    finally:
+        kernels.set_threads(limit)

@@ -20,44 +20,71 @@ from .native import Kernels, Linear, pack_weight, unpack_rows
 from ..machine import processor_flags
 
 # %% ../../nbs/21_packed.ipynb #ad9b2056
-def _prepack(weight: torch.Tensor) -> torch.Tensor: return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64)
+def _prepack(weight: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64)
+
+
 def _product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, 'none', [], '')
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
 
 @functools.cache
 def onednn_packs(dtype: torch.dtype) -> bool:
     "Whether this machine's torch multiplies with prepacked weights of `dtype`, and rightly."
     try:
-        x, w, b = (torch.arange(n, dtype=torch.float32).remainder(7).sub(3).view(s).to(dtype)
-                   for n, s in ((96, (3, 32)), (1536, (48, 32)), (48, (48,))))
-        return torch.equal(_product(x, _prepack(w), b), F.linear(x, w, b))     # small whole numbers: exact
-    except Exception: return False
+        x, w, b = (
+            torch.arange(n, dtype=torch.float32).remainder(7).sub(3).view(s).to(dtype)
+            for n, s in ((96, (3, 32)), (1536, (48, 32)), (48, (48,)))
+        )
+        return torch.equal(
+            _product(x, _prepack(w), b), F.linear(x, w, b)
+        )  # small whole numbers: exact
+    except Exception:
+        return False
+
 
 def has_matrix_unit(dtype: torch.dtype) -> bool:
     "Whether the processor has AMX for `dtype`, and torch uses it."
-    return dtype == torch.bfloat16 and 'amx_bf16' in processor_flags() and onednn_packs(dtype)
+    return dtype == torch.bfloat16 and "amx_bf16" in processor_flags() and onednn_packs(dtype)
 
 # %% ../../nbs/21_packed.ipynb #2fdb9109
 def join_biases(*linears: nn.Linear) -> torch.Tensor | None:
     "The biases of `linears` one behind the other, zeros for a layer that has none; None if no layer has one."
-    if all(l.bias is None for l in linears): return None
-    return torch.cat([l.weight.new_zeros(l.out_features) if l.bias is None else l.bias.detach() for l in linears])
+    if all(l.bias is None for l in linears):
+        return None
+    return torch.cat(
+        [l.weight.new_zeros(l.out_features) if l.bias is None else l.bias.detach() for l in linears]
+    )
 
-def _at(x: torch.Tensor | None) -> int | None: return None if x is None else x.data_ptr()
 
-MakeLinear = Callable[..., Any]    # from one or several `nn.Linear`, `kernels=` and `empty=`: a module with `sizes`, `nbytes`, `describe`
+def _at(x: torch.Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+MakeLinear = Callable[
+    ..., Any
+]  # from one or several `nn.Linear`, `kernels=` and `empty=`: a module with `sizes`, `nbytes`, `describe`
+
 
 class PackedLinear(nn.Module):
     """The outputs of one or several linear layers of the same input, side by side: `[…, in]` to `[…, out]`.
 
     `sizes`: the columns of each layer. `weight` is packed, for `kernels` or for oneDNN: `onednn` says which. `invariant`:
     whether a row's result is the same bits whatever rows are beside it. `nbytes`: of the packed weight."""
-    def __init__(self, *linears: nn.Linear, kernels: Kernels, empty: Callable[..., torch.Tensor] = torch.empty, onednn: bool | None = None) -> None:
+
+    def __init__(
+        self,
+        *linears: nn.Linear,
+        kernels: Kernels,
+        empty: Callable[..., torch.Tensor] = torch.empty,
+        onednn: bool | None = None,
+    ) -> None:
         super().__init__()
         weights = [l.weight.detach() for l in linears]
         self.sizes, self.kernels = [l.out_features for l in linears], kernels
         self.onednn, self.n, self.in_features = onednn, sum(self.sizes), linears[0].in_features
-        if onednn is None: self.onednn = has_matrix_unit(weights[0].dtype) and not kernels.tiles
+        if onednn is None:
+            self.onednn = has_matrix_unit(weights[0].dtype) and not kernels.tiles
         pack = kernels.pack_weight if all(w.stride(-1) == 1 for w in weights) else pack_weight
         self.weight = _prepack(torch.cat(weights)) if self.onednn else pack(*weights, empty=empty)
         self.bias = join_biases(*linears)
@@ -66,23 +93,33 @@ class PackedLinear(nn.Module):
     def describe(self) -> Linear:
         "For the kernels."
         sizes: Any = dict(outputs=self.n, inputs=self.in_features)
-        if self.onednn: return Linear(kind=3, **sizes)                         # its weight has no address: called from Python
+        if self.onednn:
+            return Linear(kind=3, **sizes)  # its weight has no address: called from Python
         return Linear(self.weight.data_ptr(), _at(self.bias), kind=1, **sizes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.onednn: return _product(x, self.weight, self.bias)
-        if x.dim() > 2: return self.forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        if self.onednn:
+            return _product(x, self.weight, self.bias)
+        if x.dim() > 2:
+            return self.forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
         return self.kernels.product(x.contiguous(), self.weight, self.bias, self.n)
 
 # %% ../../nbs/21_packed.ipynb #fc63924c
 class PlainLinear(nn.Module):
     "As `PackedLinear`, by the linear layers themselves: `nbytes` is 0."
+
     nbytes, invariant = 0, False
+
     def __init__(self, *linears: nn.Linear, **_: Any) -> None:
         super().__init__()
-        self.linears, self.sizes = linears, [l.out_features for l in linears]        # a tuple: no modules of this one
+        self.linears, self.sizes = (
+            linears,
+            [l.out_features for l in linears],
+        )  # a tuple: no modules of this one
 
-    def describe(self) -> Linear: return Linear(kind=3, outputs=sum(self.sizes), inputs=self.linears[0].in_features)
+    def describe(self) -> Linear:
+        return Linear(kind=3, outputs=sum(self.sizes), inputs=self.linears[0].in_features)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = [l(x) for l in self.linears]
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
@@ -90,6 +127,7 @@ class PlainLinear(nn.Module):
 # %% ../../nbs/21_packed.ipynb #27d8340f
 class PackedEmbedding(nn.Module):
     "The embedding whose weight is that of `head`, a `PackedLinear` for the kernels, times `scale`: ids `[…]` to `[…, E]`."
+
     def __init__(self, head: PackedLinear, scale: torch.Tensor | None = None) -> None:
         super().__init__()
         self.head, self.scale = head, scale
@@ -101,40 +139,52 @@ class PackedEmbedding(nn.Module):
 # %% ../../nbs/21_packed.ipynb #ef418e4b
 class LinearView(nn.Linear):
     "A linear layer of a `weight` `[out, in]` that lies in another tensor."
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = weight.shape
         self.weight = nn.Parameter(weight.detach(), requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
+
 class LinearSlice(nn.Module):
     "The columns of a `PackedLinear` that belong to one of its layers, in that layer's place: for the model's own code."
+
     def __init__(self, packed: Any, i: int) -> None:
         super().__init__()
         self.packed, self.i = packed, i
         self.out_features = packed.sizes[i]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor: return self.packed(x).split(self.packed.sizes, -1)[self.i]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.packed(x).split(self.packed.sizes, -1)[self.i]
+
 
 def replace_linears(layer: nn.Module, linears: list[Any], packed: nn.Module) -> None:
     "Put slices of `packed`, which was made of `linears`, in their places in `layer`."
     for holder in list(layer.modules()):
         for name, module in list(holder.named_children()):
-            if module in linears: setattr(holder, name, LinearSlice(packed, linears.index(module)))
+            if module in linears:
+                setattr(holder, name, LinearSlice(packed, linears.index(module)))
 
 # %% ../../nbs/21_packed.ipynb #d0226b54
 def mapped_files() -> list[tuple[int, int]]:
     "Where safetensors files are mapped into this process: `[(first address, last + 1)]`. On Linux only."
-    try: maps: Any = psutil.Process().memory_maps(grouped=False)
-    except (AttributeError, OSError, ValueError, psutil.Error): return []           # a system that does not say
-    found = [m.addr.split('-') for m in maps if m.path.endswith('.safetensors')]
+    try:
+        maps: Any = psutil.Process().memory_maps(grouped=False)
+    except (AttributeError, OSError, ValueError, psutil.Error):
+        return []  # a system that does not say
+    found = [m.addr.split("-") for m in maps if m.path.endswith(".safetensors")]
     return [(int(first, 16), int(end, 16)) for first, end in found]
+
 
 def release_mapped_pages(tensor: torch.Tensor, files: Sequence[tuple[int, int]]) -> int:
     "Give the pages of `tensor` back that lie in `files`, `mapped_files`. The number of bytes."
-    page, first = os.sysconf('SC_PAGESIZE'), tensor.data_ptr()
+    page, first = os.sysconf("SC_PAGESIZE"), tensor.data_ptr()
     end = (first + tensor.nbytes) // page * page
     start = -(-first // page) * page
-    if end <= start or not any(a <= start and end <= b for a, b in files): return 0
-    done = ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), 4)        # MADV_DONTNEED
+    if end <= start or not any(a <= start and end <= b for a, b in files):
+        return 0
+    done = ctypes.CDLL(None).madvise(
+        ctypes.c_void_p(start), ctypes.c_size_t(end - start), 4
+    )  # MADV_DONTNEED
     return 0 if done else end - start

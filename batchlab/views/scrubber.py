@@ -22,6 +22,7 @@ __all__ = ['Share', 'share_of', 'shares_of', 'Scrubber']
 @dataclass
 class Share:
     "A request's share of a step: positions `start` to `start + n` (excluded), their texts, its answer `before`, what `came`."
+
     request: int
     slot: int
     start: int
@@ -31,90 +32,137 @@ class Share:
     before: str
     came: str
 
+
 def share_of(row: Sequence[int], request: dict, texts: Mapping[str, str]) -> Share:
     "The `Share` that `row`, seven numbers of a trace's step, stands for; `request` as in the trace, `texts` of token ids."
-    r, pieces = Row(*row), request.get('pieces', [])
-    ids = request.get('prompt_ids', []) + request.get('output_ids', [])
-    tokens = [texts.get(str(i), str(i)) for i in ids[r.start:r.end]]
-    k = r.end - request['prompt_tokens']                                # how many tokens of its answer it has read
-    came = ''.join(pieces[k:k + 1]) if r.samples and k >= 0 else ''
-    return Share(r.request, r.slot, r.start, r.n, r.phase, tokens, ''.join(pieces[:max(0, k)]), came)
+    r, pieces = Row(*row), request.get("pieces", [])
+    ids = request.get("prompt_ids", []) + request.get("output_ids", [])
+    tokens = [texts.get(str(i), str(i)) for i in ids[r.start : r.end]]
+    k = r.end - request["prompt_tokens"]  # how many tokens of its answer it has read
+    came = "".join(pieces[k : k + 1]) if r.samples and k >= 0 else ""
+    return Share(
+        r.request, r.slot, r.start, r.n, r.phase, tokens, "".join(pieces[: max(0, k)]), came
+    )
+
 
 def shares_of(data: dict, i: int, requests: Mapping[int, dict] | None = None) -> list[Share]:
     "The `Share`s of step `i` of a trace's `data`, in the order of the packed row."
-    by_number = requests or {r['request']: r for r in data['requests']}
-    return [share_of(row, by_number.get(row.request, dict(prompt_tokens=0)), data['tokens']) for row in packed_rows(data['steps'][i])]
+    by_number = requests or {r["request"]: r for r in data["requests"]}
+    return [
+        share_of(row, by_number.get(row.request, dict(prompt_tokens=0)), data["tokens"])
+        for row in packed_rows(data["steps"][i])
+    ]
 
 # %% ../../nbs/54_scrubber.ipynb #88253732
 def shown_text(text: str) -> str:
     "A token's text as HTML; if there is nothing to see in it, by an escape."
-    return esc(text if text.strip() else repr(text)[1:-1].replace(' ', '␣'))
+    return esc(text if text.strip() else repr(text)[1:-1].replace(" ", "␣"))
+
 
 def share_html(p: Share, with_texts: bool) -> str:
     "A box for a share, with the texts of its tokens, or their number only."
-    texts = ''.join(f'<code>{shown_text(t)}</code>' for t in p.tokens if with_texts) or f'{p.n} tokens'
-    what = f'request {p.request}, slot {p.slot}, {p.phase}, positions {p.start} to {p.start + p.n - 1}'
-    return (f'<span class="part" style="border-color:var(--{p.phase})" title="{what}">'
-            f'<b style="background:var(--{p.phase})">{p.request}</b>{texts}</span>')
+    texts = (
+        "".join(f"<code>{shown_text(t)}</code>" for t in p.tokens if with_texts) or f"{p.n} tokens"
+    )
+    what = (
+        f"request {p.request}, slot {p.slot}, {p.phase}, positions {p.start} to {p.start + p.n - 1}"
+    )
+    return (
+        f'<span class="part" style="border-color:var(--{p.phase})" title="{what}">'
+        f'<b style="background:var(--{p.phase})">{p.request}</b>{texts}</span>'
+    )
+
 
 def row_html(parts: Sequence[Share], most: int = 400) -> str:
     "The packed row: a box for each part, with the texts of its tokens; beyond `most` tokens their number only."
     few = sum(p.n for p in parts) <= most
     return f'<div class="row">{"".join(share_html(p, few) for p in parts)}</div>'
 
+
 def prompt_of(p: Share, requests: Mapping[int, dict]) -> str:
     "The prompt of a share's request; '' if the trace has no texts."
-    return requests.get(p.request, {}).get('prompt') or ''
+    return requests.get(p.request, {}).get("prompt") or ""
+
 
 def texts_html(parts: Sequence[Share], requests: Mapping[int, dict], most: int = 24) -> str:
     "What the requests of a step have written so far, the new token marked."
-    line = lambda p: (f'<div class="answer"><b>{p.request}</b> <span class="chip">{p.phase} in slot {p.slot}</span> '
-                      f'<span class="dim">{esc(prompt_of(p, requests)[-120:])}</span>{esc(p.before[-400:])}<mark>{esc(p.came)}</mark></div>')
-    more = f'<div class="dim">and {len(parts) - most} more</div>' if len(parts) > most else ''
-    return ''.join(map(line, parts[:most])) + more
+    line = lambda p: (
+        f'<div class="answer"><b>{p.request}</b> <span class="chip">{p.phase} in slot {p.slot}</span> '
+        f'<span class="dim">{esc(prompt_of(p, requests)[-120:])}</span>{esc(p.before[-400:])}<mark>{esc(p.came)}</mark></div>'
+    )
+    more = f'<div class="dim">and {len(parts) - most} more</div>' if len(parts) > most else ""
+    return "".join(map(line, parts[:most])) + more
+
 
 def step_line(step: dict, last: int) -> str:
     "A step in a line: what was scheduled, what of it was good for something."
-    names = 'useful', 'padded', 'masked', 'recomputed', 'reused'
-    counts = ', '.join(f'{step[n]:,} {n}' for n in names if step[n] or n == 'useful')
-    many = lambda n, word: f'{n:,} {word}{"" if n == 1 else "s"}'
-    return (f'step {step["step"]} of {last}: {many(step["tokens"], "token")} for {many(len(step["rows"]), "request")} '
-            f'({counts}), {step["waiting"]} waiting')
+    names = "useful", "padded", "masked", "recomputed", "reused"
+    counts = ", ".join(f"{step[n]:,} {n}" for n in names if step[n] or n == "useful")
+    many = lambda n, word: f"{n:,} {word}{'' if n == 1 else 's'}"
+    return (
+        f"step {step['step']} of {last}: {many(step['tokens'], 'token')} for {many(len(step['rows']), 'request')} "
+        f"({counts}), {step['waiting']} waiting"
+    )
 
 # %% ../../nbs/54_scrubber.ipynb #deee7ad2
 def step_slots(step: dict, parts: Sequence[Share], requests: Mapping[int, dict]) -> list[SlotState]:
     "The slots of a step of a trace after it, `parts` being its shares, of `requests` by their numbers."
-    owner, size = {p.slot: (p.request, p.phase) for p in parts}, step['block_size'] or 64
-    cached = lambda number: requests.get(number, {}).get('cached_tokens', 0)
-    return [SlotState(number, held, -(-held // size) * size, phase, cached(number)) for slot, held in enumerate(step['held'])
-            for number, phase in [owner.get(slot, (None, 'held' if held else 'idle'))]]
+    owner, size = {p.slot: (p.request, p.phase) for p in parts}, step["block_size"] or 64
+    cached = lambda number: requests.get(number, {}).get("cached_tokens", 0)
+    return [
+        SlotState(number, held, -(-held // size) * size, phase, cached(number))
+        for slot, held in enumerate(step["held"])
+        for number, phase in [owner.get(slot, (None, "held" if held else "idle"))]
+    ]
 
-def step_html(trace: Trace, step: dict, parts: Sequence[Share], requests: Mapping[int, dict]) -> str:
+
+def step_html(
+    trace: Trace, step: dict, parts: Sequence[Share], requests: Mapping[int, dict]
+) -> str:
     "All of a step as HTML: what it did and how long, the packed row, its mask, the slots, and the texts so far."
-    said, c = step_line(step, trace.steps[-1]['step']), Canvas()
+    said, c = step_line(step, trace.steps[-1]["step"]), Canvas()
     draw_step(c, trace, step)
-    times = ', '.join(f'{name} {step[name] * 1000:.1f} ms' for name in PARTS)
-    return panel_html(f'<div><b>{esc(said)}</b> <span class="dim">{times}</span></div>{row_html(parts)}'
-                      f'{c.picture("What the step computed", said).svg}{slots_html(step_slots(step, parts, requests))}{texts_html(parts, requests)}')
+    times = ", ".join(f"{name} {step[name] * 1000:.1f} ms" for name in PARTS)
+    return panel_html(
+        f'<div><b>{esc(said)}</b> <span class="dim">{times}</span></div>{row_html(parts)}'
+        f"{c.picture('What the step computed', said).svg}{slots_html(step_slots(step, parts, requests))}{texts_html(parts, requests)}"
+    )
 
 # %% ../../nbs/54_scrubber.ipynb #488b8e86
 class Scrubber(Panel):
     """The steps of a trace under a slider: the packed row, its mask, the slots, and the texts so far.
 
     `trace`: a `Trace`, its `data`, or the name of its file. `step`: where to begin. Raises `TraceError`."""
-    def __init__(self, trace: Trace | dict | str | os.PathLike, step: int = 0, cell: str | None = None):
+
+    def __init__(
+        self, trace: Trace | dict | str | os.PathLike, step: int = 0, cell: str | None = None
+    ):
         self.data = data_of(trace)
         super().__init__(cell)
-        self.trace, self.requests = Trace(self.data), {r['request']: r for r in self.data['requests']}
-        self.run, last = overview(self.trace), len(self.data['steps']) - 1
-        self.back = self.button('◀', 'one step back', lambda: self.go(self.slider.value - 1), '44px')
-        self.on = self.button('▶', 'one step on', lambda: self.go(self.slider.value + 1), '44px')
-        self.slider = self.make(W.IntSlider, value=min(step, last), min=0, max=last, description='step', layout=dict(flex='1 1 240px'))
+        self.trace, self.requests = (
+            Trace(self.data),
+            {r["request"]: r for r in self.data["requests"]},
+        )
+        self.run, last = overview(self.trace), len(self.data["steps"]) - 1
+        self.back = self.button(
+            "◀", "one step back", lambda: self.go(self.slider.value - 1), "44px"
+        )
+        self.on = self.button("▶", "one step on", lambda: self.go(self.slider.value + 1), "44px")
+        self.slider = self.make(
+            W.IntSlider,
+            value=min(step, last),
+            min=0,
+            max=last,
+            description="step",
+            layout=dict(flex="1 1 240px"),
+        )
         self.play = self.make(W.Play, value=self.slider.value, min=0, max=last, interval=250)
-        self.make(W.jslink, (self.play, 'value'), (self.slider, 'value'))
+        self.make(W.jslink, (self.play, "value"), (self.slider, "value"))
         self.map, self.frame = self.make(W.HTML), self.make(W.HTML)
-        self.slider.observe(lambda _: self.show(), 'value')
-        self.box = self.make(W.VBox, [self.map, self.row(self.back, self.slider, self.on, self.play), self.frame])
+        self.slider.observe(lambda _: self.show(), "value")
+        self.box = self.make(
+            W.VBox, [self.map, self.row(self.back, self.slider, self.on, self.play), self.frame]
+        )
         self.show()
 
     def go(self, step: int) -> None:
@@ -122,15 +170,22 @@ class Scrubber(Panel):
         self.slider.value = max(0, min(step, self.slider.max))
 
     @property
-    def step(self) -> dict: return self.data['steps'][self.slider.value]
+    def step(self) -> dict:
+        return self.data["steps"][self.slider.value]
+
     @property
-    def framed(self) -> Canvas: return frame_step(self.run, self.slider.value, len(self.data['steps']))
+    def framed(self) -> Canvas:
+        return frame_step(self.run, self.slider.value, len(self.data["steps"]))
+
     @property
-    def parts(self) -> list[Share]: return shares_of(self.data, self.slider.value, self.requests)
+    def parts(self) -> list[Share]:
+        return shares_of(self.data, self.slider.value, self.requests)
 
     def show(self) -> None:
         "Draw the step that the slider is at."
-        self.map.value = panel_html(self.framed.picture('The run', 'who held which slot at which step').svg)
+        self.map.value = panel_html(
+            self.framed.picture("The run", "who held which slot at which step").svg
+        )
         self.frame.value = step_html(self.trace, self.step, self.parts, self.requests)
 
     def picture(self) -> str:
@@ -141,8 +196,9 @@ class Scrubber(Panel):
             c.y += 18
             c.text(16, c.y, p.request)
             c.text(44, c.y, p.phase, p.phase)
-            c.text(104, c.y, short(prompt_of(p, self.requests), 40), 'dim')
+            c.text(104, c.y, short(prompt_of(p, self.requests), 40), "dim")
             c.text(370, c.y, short(p.before + p.came, 60))
         c.y += 18
-        if len(parts) > 10: c.text(44, c.y, f'and {len(parts) - 10} more', 'dim')
-        return c.picture('A step of a run', step_line(self.step, self.trace.steps[-1]['step'])).svg
+        if len(parts) > 10:
+            c.text(44, c.y, f"and {len(parts) - 10} more", "dim")
+        return c.picture("A step of a run", step_line(self.step, self.trace.steps[-1]["step"])).svg

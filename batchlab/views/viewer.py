@@ -22,7 +22,7 @@ __all__ = ['PAGE_START', 'KEY', 'overview', 'frame_step', 'data_of', 'view_html'
 # %% ../../nbs/53_viewer.ipynb #d9f884e2
 def embed(data: object) -> str:
     "`data` as JSON that can stand inside a `script` element."
-    return json.dumps(data, separators=(',', ':')).replace('<', '\\u003c')
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 # %% ../../nbs/53_viewer.ipynb #3c1d90a2
 def overview(trace: Trace, apart: bool = False, width: float = 860) -> Canvas:
@@ -31,26 +31,39 @@ def overview(trace: Trace, apart: bool = False, width: float = 860) -> Canvas:
     c.y = 8
     draw_lanes(c, lanes, left, right, row_height(len(lanes), room=260), apart=apart)
     c.y += 46
-    size, total = -(-len(steps) // 800), lambda s: s['tokens'] + s['padded']
-    shown = [max(steps[i:i + size], key=total) for i in range(0, len(steps), size)]         # of those in a column the one with most tokens
-    decode = [sum(row[3] for row in s['rows'] if phase_of(row) == 'decode') for s in shown]
-    stacks = dict(decode=decode, prefill=[s['tokens'] - n for s, n in zip(shown, decode)], padded=[s['padded'] for s in shown])
+    size, total = -(-len(steps) // 800), lambda s: s["tokens"] + s["padded"]
+    shown = [
+        max(steps[i : i + size], key=total) for i in range(0, len(steps), size)
+    ]  # of those in a column the one with most tokens
+    decode = [sum(row[3] for row in s["rows"] if phase_of(row) == "decode") for s in shown]
+    stacks = dict(
+        decode=decode,
+        prefill=[s["tokens"] - n for s, n in zip(shown, decode)],
+        padded=[s["padded"] for s in shown],
+    )
     x, most = scale(0, len(steps), left, right), max(1, *map(total, shown))
     columns(c, [*map(x, range(0, len(steps), size)), right], c.y, stacks, most, 42)
-    side_axis(c, left, c.y, most, 42, 'tokens')
+    side_axis(c, left, c.y, most, 42, "tokens")
     c.y += 8
     return c
+
 
 def frame_step(c: Canvas, i: int, num_steps: int) -> Canvas:
     "A copy of the `overview` of `num_steps` steps with a frame around the one in place `i`; a program may move it, see `data-step`."
     framed, wide = deepcopy(c), (c.width - 74) / num_steps
     x, top, bottom = 58 + i * wide, 4, c.y - 4
-    framed.line([(x, top), (x + wide, top), (x + wide, bottom), (x, bottom), (x, top)], 'ink', 1.5, id='now', data_step=f'{wide:.5f}',
-                pointer_events='none')
+    framed.line(
+        [(x, top), (x + wide, top), (x + wide, bottom), (x, bottom), (x, top)],
+        "ink",
+        1.5,
+        id="now",
+        data_step=f"{wide:.5f}",
+        pointer_events="none",
+    )
     return framed
 
 # %% ../../nbs/53_viewer.ipynb #b35479cc
-JS_DATA = r'''
+JS_DATA = r"""
 const data = JSON.parse(document.getElementById('trace').textContent), steps = data.steps, $ = id => document.getElementById(id);
 const requests = new Map(data.requests.map(r => [r.request, r])), phase = r => r[4] ? 'again' : r[6] ? 'prefill' : 'decode';
 
@@ -63,10 +76,10 @@ function part(row) {                                                     // a ro
           came: samples && k >= 0 ? pieces[k] ?? '' : ''};
 }
 const parts = s => [...s.rows].sort((a, b) => (a[3] > 1) - (b[3] > 1) || a[0] - b[0]).map(part);
-'''
+"""
 
 # %% ../../nbs/53_viewer.ipynb #cd98fb64
-JS_DRAW = r'''
+JS_DRAW = r"""
 function el(tag, attrs = {}, ...content) {
   const svg = ['svg', 'rect', 'path'].includes(tag);
   const e = svg ? document.createElementNS('http://www.w3.org/2000/svg', tag) : document.createElement(tag);
@@ -76,10 +89,10 @@ function el(tag, attrs = {}, ...content) {
 }
 const css = name => `var(--${name})`, percent = (a, b) => `${(100 * a / Math.max(1, b)).toFixed(3)}%`;
 const seen = t => t.trim() ? t : JSON.stringify(t).slice(1, -1).replaceAll(' ', '␣');
-'''
+"""
 
 # %% ../../nbs/53_viewer.ipynb #8dc5e99f
-JS_MASK = r'''
+JS_MASK = r"""
 const block = (x, y, width, height, color) => el('rect', {x, y, width, height, fill: css(color)});
 
 function packedMask(svg, ps, H) {
@@ -112,10 +125,10 @@ function drawMask(s, ps) {
   svg.style.height = `${H}px`;
   s.rectangle ? paddedMask(svg, ps, s.rectangle, H) : packedMask(svg, ps, H);
 }
-'''
+"""
 
 # %% ../../nbs/53_viewer.ipynb #bd274a4b
-JS_FRAME = r'''
+JS_FRAME = r"""
 let now = 0, playing = null, followed = null;
 const counted = s => ['useful', 'padded', 'masked', 'recomputed', 'reused'].filter(k => s[k] || k === 'useful')
   .map(k => `${s[k].toLocaleString('en')} ${k}`).join(', ');
@@ -155,10 +168,10 @@ function show(i) {
   $('texts').replaceChildren(...[...first, ...rest].slice(0, 40).map(answer), ps.length > 40 ? `and ${ps.length - 40} more` : '');
   history.replaceState(null, '', '#step=' + s.step);
 }
-'''
+"""
 
 # %% ../../nbs/53_viewer.ipynb #6ab5d1b5
-JS_KEYS = r'''
+JS_KEYS = r"""
 function play(on) {
   clearInterval(playing);
   playing = on ? setInterval(() => now < steps.length - 1 ? show(now + 1) : play(false), 1000 / $('speed').value) : null;
@@ -192,10 +205,10 @@ $('theme').onclick = () => {
   const now = document.documentElement.style.colorScheme || (matchMedia('(prefers-color-scheme:dark)').matches ? 'dark' : 'light');
   document.documentElement.style.colorScheme = now === 'dark' ? 'light' : 'dark';
 };
-'''
+"""
 
 # %% ../../nbs/53_viewer.ipynb #e2c6ce6a
-JS_START = r'''
+JS_START = r"""
 const cell = (x, num) => el('td', num ? {class: 'num'} : {}, x ?? '');
 $('about').textContent = [data.model, data.strategy, data.dtype, `${data.totals.steps} steps`, `${data.requests.length} requests`,
   `${data.totals.output_tokens.toLocaleString('en')} tokens out`].filter(Boolean).join(' · ');
@@ -209,10 +222,10 @@ if (steps.length) {
   const asked = /^#step=(\d+)$/.exec(location.hash);
   show(asked ? Math.max(0, steps.findIndex(s => s.step === +asked[1])) : 0);
 }
-'''
+"""
 
 # %% ../../nbs/53_viewer.ipynb #3c1d90a7
-CSS = r'''
+CSS = r"""
 body{margin:0;background:var(--ground);color:var(--ink);font:14px/1.45 system-ui,sans-serif}*{box-sizing:border-box}
 header,main{max-width:1280px;margin:0 auto;padding:0 16px}
 header{display:flex;flex-wrap:wrap;gap:4px 16px;align-items:baseline;padding-top:12px}
@@ -228,10 +241,10 @@ button{cursor:pointer;white-space:nowrap}input[type=number]{width:84px}:focus-vi
 #frame{display:grid;grid-template-columns:minmax(0,3fr) minmax(0,2fr);gap:0 28px}
 @media(max-width:800px){#frame{grid-template-columns:minmax(0,1fr)}}
 details{margin:16px 0}summary{cursor:pointer}.scroll{overflow:auto;max-height:420px}td button{padding:0 8px;min-height:24px}
-'''
+"""
 
 # %% ../../nbs/53_viewer.ipynb #5796161e
-BODY = r'''
+BODY = r"""
 <header><h1>batchlab trace</h1><span id="about" class="dim"></span><button id="theme" title="light or dark">◐</button></header>
 <main><div id="bar"><div id="tools" role="toolbar" aria-label="steps">
 <button id="first" title="first step (Home)">|◀&#xFE0E;</button><button id="back" title="one step back (←)">◀&#xFE0E;</button>
@@ -249,51 +262,84 @@ BODY = r'''
 <th class="num">cached</th><th class="num">answer</th><th class="num">first step</th><th class="num">last step</th><th></th></tr></thead>
 <tbody id="all"></tbody></table></div></details>
 <p class="dim">Keys: ← → a step, Shift ten, Home, End, space plays, Esc shows all requests again.</p></main>
-'''
+"""
 
 # %% ../../nbs/53_viewer.ipynb #6400c4c2
-PAGE_START = '<!DOCTYPE html>\n<html class="bl" lang="en"><head><meta charset="utf-8"><meta name="viewport"'
-KEY = dict(prefill='prefill', decode='decode', again='computed again', held='keys of a decoding request, or held without a share',
-           cached='cached: found, not computed', blocked='empty while a request waits', padded='padded')
+PAGE_START = (
+    '<!DOCTYPE html>\n<html class="bl" lang="en"><head><meta charset="utf-8"><meta name="viewport"'
+)
+KEY = dict(
+    prefill="prefill",
+    decode="decode",
+    again="computed again",
+    held="keys of a decoding request, or held without a share",
+    cached="cached: found, not computed",
+    blocked="empty while a request waits",
+    padded="padded",
+)
+
 
 def data_of(trace: Trace | dict | str | os.PathLike) -> dict[str, Any]:
     "What a `Trace`, its `data`, the file of that name, or an `LLM` that recorded one holds. Raises `TraceError` if it is none, or has no steps."
     data = trace if isinstance(trace, dict) else trace_of(trace).data
-    if not data['steps']: raise TraceError('this trace has no steps to show: record while something runs')
+    if not data["steps"]:
+        raise TraceError("this trace has no steps to show: record while something runs")
     return data
+
 
 def view_html(trace: Trace | dict | str | os.PathLike, title: str | None = None) -> str:
     """A trace as one HTML page, text: a scrubber over its steps, without server or network.
 
     `trace`: a `Trace`, its `data`, or the name of its file. Raises `TraceError` if it is none, or has no steps."""
     data = data_of(trace)
-    title = title or (Path(trace).name if isinstance(trace, (str, os.PathLike)) else 'batchlab trace')
+    title = title or (
+        Path(trace).name if isinstance(trace, (str, os.PathLike)) else "batchlab trace"
+    )
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-    run = frame_step(overview(Trace(data), apart=True), 0, len(data['steps']))
-    picture = run.picture('The run', 'who held which slot at which step; below, the tokens of each step')
-    body = BODY.replace('<div id="lanes">', f'<div id="lanes">{picture.svg}').replace('<p id="said">', colour_key(KEY) + '<p id="said">')
-    return (f'{PAGE_START} content="width=device-width">'
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{esc(title)}</title>'
-            f'<style>{HTML_STYLE}{CSS}</style></head><body>{body}<script type="application/json" id="trace">{embed(data)}</script>\n'
-            f'<script>{JS_DATA}{JS_DRAW}{JS_MASK}{JS_FRAME}{JS_KEYS}{JS_START}</script></body></html>\n')
+    run = frame_step(overview(Trace(data), apart=True), 0, len(data["steps"]))
+    picture = run.picture(
+        "The run", "who held which slot at which step; below, the tokens of each step"
+    )
+    body = BODY.replace('<div id="lanes">', f'<div id="lanes">{picture.svg}').replace(
+        '<p id="said">', colour_key(KEY) + '<p id="said">'
+    )
+    return (
+        f'{PAGE_START} content="width=device-width">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{esc(title)}</title>'
+        f'<style>{HTML_STYLE}{CSS}</style></head><body>{body}<script type="application/json" id="trace">{embed(data)}</script>\n'
+        f"<script>{JS_DATA}{JS_DRAW}{JS_MASK}{JS_FRAME}{JS_KEYS}{JS_START}</script></body></html>\n"
+    )
 
 # %% ../../nbs/53_viewer.ipynb #ebb11be8
-def write_page(trace: str | os.PathLike, output: str | os.PathLike | None = None, overwrite: bool = False) -> Path:
+def write_page(
+    trace: str | os.PathLike, output: str | os.PathLike | None = None, overwrite: bool = False
+) -> Path:
     """The page of the trace file `trace`, written to `output` or beside it: its path.
 
     A file is replaced if it is such a page, or with `overwrite`. Raises `TraceError`."""
-    page, path = view_html(trace), Path(output or Path(trace).with_suffix('.html'))
+    page, path = view_html(trace), Path(output or Path(trace).with_suffix(".html"))
     try:
-        if path.exists() and not overwrite and not path.read_bytes().startswith(PAGE_START.encode()):
-            raise TraceError(f'{path} is already there and is no page of a trace: give another name by -o')
-        path.write_text(page, encoding='utf-8')
-    except OSError as e: raise TraceError(f"can't write {path} ({e.strerror or e}): give another name by -o") from e
+        if (
+            path.exists()
+            and not overwrite
+            and not path.read_bytes().startswith(PAGE_START.encode())
+        ):
+            raise TraceError(
+                f"{path} is already there and is no page of a trace: give another name by -o"
+            )
+        path.write_text(page, encoding="utf-8")
+    except OSError as e:
+        raise TraceError(f"can't write {path} ({e.strerror or e}): give another name by -o") from e
     return path
+
 
 def open_page(path: str | os.PathLike) -> bool:
     "Show the page in the user's browser, if there is a screen; whether it was."
-    if sys.platform.startswith('linux') and not (os.environ.get('DISPLAY') or os.environ.get('WAYLAND_DISPLAY')): return False
+    if sys.platform.startswith("linux") and not (
+        os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    ):
+        return False
     return webbrowser.open(Path(path).resolve().as_uri())
 
 # %% ../../nbs/53_viewer.ipynb #3c1d90a9
-__getattr__ = renamed(__name__, {'ViewError': 'errors.TraceError'})
+__getattr__ = renamed(__name__, {"ViewError": "errors.TraceError"})

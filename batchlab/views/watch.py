@@ -28,93 +28,133 @@ class Stepper:
 
     `after()` is called in that thread whenever something may have changed. If `llm` runs in the background already
     (`with llm:`), it goes on there, and this pauses and steps it. `error`: what ended the thread, or None."""
+
     def __init__(self, llm: LLM, after: Callable[[], None] = lambda: None):
         self.llm, self.after, self.background = llm, after, llm.thread is not None
         self.paused, self.closing, self.steps, self.asked = False, False, 0, False
         self.error: BaseException | None = None
         self.wake = threading.Condition()
-        self.thread = threading.Thread(target=self._run, name='batchlab-widget', daemon=True)
+        self.thread = threading.Thread(target=self._run, name="batchlab-widget", daemon=True)
 
-    def start(self) -> None: self.thread.start()
-    def pause(self) -> None: self._set(paused=True)
-    def resume(self) -> None: self._set(paused=False)
-    def toggle(self) -> None: self._set(paused=not self.paused)
-    def step(self) -> None: self._set(paused=True, steps=self.steps + 1)
+    def start(self) -> None:
+        self.thread.start()
+
+    def pause(self) -> None:
+        self._set(paused=True)
+
+    def resume(self) -> None:
+        self._set(paused=False)
+
+    def toggle(self) -> None:
+        self._set(paused=not self.paused)
+
+    def step(self) -> None:
+        self._set(paused=True, steps=self.steps + 1)
 
     def cancel(self, *request_ids: str) -> None:
         "End these requests: before the next step, and at once while paused."
-        for i in request_ids: self.llm.cancel(i)
+        for i in request_ids:
+            self.llm.cancel(i)
         self._set(asked=True)
 
     def close(self) -> None:
         "Stop stepping; what it was running stays in `llm`, waiting for somebody to step. Returns when the thread has ended."
         self._set(closing=True, paused=False)
-        if self.thread.is_alive() and self.thread is not threading.current_thread(): self.thread.join(60)
+        if self.thread.is_alive() and self.thread is not threading.current_thread():
+            self.thread.join(60)
 
     def _set(self, **changes: Any) -> None:
         with self.wake:
-            for name, value in changes.items(): setattr(self, name, value)
+            for name, value in changes.items():
+                setattr(self, name, value)
             self.wake.notify_all()
-        if self.background and 'paused' in changes: (self.llm.pause if self.paused else self.llm.resume)()
+        if self.background and "paused" in changes:
+            (self.llm.pause if self.paused else self.llm.resume)()
 
     def _run(self) -> None:
         try:
             while self.llm.has_unfinished and not self.closing:
-                if self._advance(): self.after()
-            self.llm.take_in(.2)
-        except BaseException as e: self.error = e
-        finally: self.after()
+                if self._advance():
+                    self.after()
+            self.llm.take_in(0.2)
+        except BaseException as e:
+            self.error = e
+        finally:
+            self.after()
 
     def _advance(self) -> bool:
         "Make a step, or wait a little for somebody to press a button; whether anything may have changed."
         with self.wake:
-            if self.paused and not (self.steps or self.asked): self.wake.wait(.5)
+            if self.paused and not (self.steps or self.asked):
+                self.wake.wait(0.5)
             by_hand, asked, self.asked = self.steps > 0, self.asked, False
             self.steps -= by_hand
-        if self.closing or self.paused and not (by_hand or asked): return False
-        if by_hand or not (self.paused or self.background): self.llm.step()
-        elif self.paused: self.llm.take_in(.2)
+        if self.closing or self.paused and not (by_hand or asked):
+            return False
+        if by_hand or not (self.paused or self.background):
+            self.llm.step()
+        elif self.paused:
+            self.llm.take_in(0.2)
         else:
-            with self.llm.progress: self.llm.progress.wait(.05)             # its own thread makes the steps
+            with self.llm.progress:
+                self.llm.progress.wait(0.05)  # its own thread makes the steps
         return True
 
 # %% ../../nbs/52_widgets.ipynb #c7dfb35c
 @dataclass
 class WatchedRequest:
     "What is known of a request: its text so far, `state` 'waiting', 'running' or why it ended, and its slot."
+
     request_id: str
     prompt: str
-    text: str = ''
+    text: str = ""
     num_tokens: int = 0
-    state: str = 'waiting'
+    state: str = "waiting"
     slot: int | None = None
     error: str | None = None
 
     @property
-    def done(self) -> bool: return self.state not in ('waiting', 'running')
+    def done(self) -> bool:
+        return self.state not in ("waiting", "running")
+
 
 @dataclass
 class SlotState:
     """`held` tokens, with room for `capacity`, of the request in a slot, `owner`, a request's index or None; `phase` 'prefill', 'decode' or
     'idle'. `cached`: how many of the tokens were found in the prefix cache."""
+
     owner: int | None = None
     held: int = 0
     capacity: int = 0
-    phase: str = 'idle'
+    phase: str = "idle"
     cached: int = 0
 
-    def __post_init__(self) -> None: self.cached = min(self.cached, self.held)    # after a preemption it may hold less
+    def __post_init__(self) -> None:
+        self.cached = min(self.cached, self.held)  # after a preemption it may hold less
 
 # %% ../../nbs/52_widgets.ipynb #06b59317
 def slots_of(scheduler: Scheduler, place: Mapping[str, int]) -> list[SlotState]:
     "A `SlotState` for each slot of `scheduler`; `place`: the index of a request by its id. A stranger's index is -1."
     owners = {r.slot: r for r in scheduler.running if r.slot is not None}
+
     def state(r: Request) -> SlotState:
         room = len(r.block_table) * scheduler.block_size or r.max_len
-        phase = 'prefill' if r.num_computed_tokens <= len(r.prompt_ids) else 'decode'            # what it has just done
-        return SlotState(place.get(r.request_id, -1), r.num_computed_tokens, room, phase, r.num_cached_tokens or 0)
+        phase = (
+            "prefill" if r.num_computed_tokens <= len(r.prompt_ids) else "decode"
+        )  # what it has just done
+        return SlotState(
+            place.get(r.request_id, -1),
+            r.num_computed_tokens,
+            room,
+            phase,
+            r.num_cached_tokens or 0,
+        )
+
     seats = min(scheduler.max_num_seqs, len(owners) + len(scheduler.waiting))
-    return [state(owners[s]) if s in owners else SlotState() for s in range(max(seats, 1 + max(owners, default=-1)))]
+    return [
+        state(owners[s]) if s in owners else SlotState()
+        for s in range(max(seats, 1 + max(owners, default=-1)))
+    ]
 
 # %% ../../nbs/52_widgets.ipynb #f1026be8
 class Watch:
@@ -122,18 +162,19 @@ class Watch:
 
     `requests`: a `WatchedRequest` for each; `slots`: a `SlotState` for each slot, as of the last `look`; `history`: for each look, what each
     slot did, `(phase, request or None, share of its tokens that were cached, if it is new there)`, the last 4,096."""
+
     def __init__(self, llm: LLM):
         self.llm, self.num_tokens = llm, 0
         self.requests: list[WatchedRequest] = []
         self.slots: list[SlotState] = []
-        self.place: dict[str, int] = {}                          # the index of a request by its id
+        self.place: dict[str, int] = {}  # the index of a request by its id
         self.history: deque[list[tuple[str, int | None, float]]] = deque(maxlen=4096)
         self.times: deque[tuple[float, int]] = deque(maxlen=4096)
 
     def add(self, prompt: str | Sequence, params: SamplingParams, **kw: Any) -> None:
         "Hand one prompt to the engine, watched; `kw` as in `LLM.add_request`."
-        shown = prompt if isinstance(prompt, str) else ' '.join(map(str, prompt))
-        request_id = f'watch-{id(self)}-{len(self.requests)}'
+        shown = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
+        request_id = f"watch-{id(self)}-{len(self.requests)}"
         self.place[request_id] = len(self.requests)
         self.requests.append(WatchedRequest(request_id, shown))
         self.llm.add_request(prompt, params, self.event, request_id, **kw)
@@ -143,36 +184,50 @@ class Watch:
         r = self.requests[self.place[e.request_id]]
         r.text += e.text
         r.num_tokens += len(e.token_ids)
-        r.state = e.finish_reason or 'running'
-        if e.output: r.error = e.output.error
+        r.state = e.finish_reason or "running"
+        if e.output:
+            r.error = e.output.error
         self.num_tokens += len(e.token_ids)
         self.times.append((time.perf_counter(), self.num_tokens))
 
     def look(self) -> None:
         "Note who holds which slot; between two steps, so that it is true."
-        if not self.llm.mutex.acquire(timeout=.2): return
-        try: self.slots = [s for e in self.llm.engines.values() for s in slots_of(e.scheduler, self.place)]
-        finally: self.llm.mutex.release()
+        if not self.llm.mutex.acquire(timeout=0.2):
+            return
+        try:
+            self.slots = [
+                s for e in self.llm.engines.values() for s in slots_of(e.scheduler, self.place)
+            ]
+        finally:
+            self.llm.mutex.release()
         before = {owner for _, owner, _ in self.history[-1]} if self.history else set()
-        self.history.append([(s.phase, s.owner, 0. if s.owner in before else s.cached / max(1, s.held)) for s in self.slots])
+        self.history.append(
+            [
+                (s.phase, s.owner, 0.0 if s.owner in before else s.cached / max(1, s.held))
+                for s in self.slots
+            ]
+        )
         held = {s.owner: i for i, s in enumerate(self.slots) if s.owner is not None}
         for i, r in enumerate(self.requests):
             r.slot = held.get(i)
-            if not r.done: r.state = 'running' if i in held else 'waiting'
+            if not r.done:
+                r.state = "running" if i in held else "waiting"
 
     @property
     def lanes(self) -> dict[tuple[str, int], list[tuple[str, int | None, float]]]:
         "The history of each slot, as `pictures.draw_lanes` takes it."
-        slots = zip_longest(*list(self.history), fillvalue=('none', None, 0.))
-        return {('', i): list(lane) for i, lane in enumerate(slots)}
+        slots = zip_longest(*list(self.history), fillvalue=("none", None, 0.0))
+        return {("", i): list(lane) for i, lane in enumerate(slots)}
 
     @property
-    def done(self) -> bool: return all(r.done for r in self.requests)
+    def done(self) -> bool:
+        return all(r.done for r in self.requests)
 
-    def rate(self, seconds: float = 2.) -> float:
+    def rate(self, seconds: float = 2.0) -> float:
         "Tokens a second over the last `seconds`."
         times, now = list(self.times), time.perf_counter()
         recent = [x for x in times if x[0] > now - seconds]
-        if not recent: return 0.
+        if not recent:
+            return 0.0
         (start, before), (_, after) = recent[0], recent[-1]
         return (after - before) / (now - start)

@@ -29,7 +29,8 @@ from .pictures import KINDS, draw_lanes
 try:
     import comm, ipywidgets as W
     from IPython.core.getipython import get_ipython
-except ImportError as e: raise ImportError("the widgets need ipywidgets: pip install 'batchlab[widgets]'") from e
+except ImportError as e:
+    raise ImportError("the widgets need ipywidgets: pip install 'batchlab[widgets]'") from e
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,40 +40,63 @@ if TYPE_CHECKING:
 __all__ = ['Panel', 'SamplingExplorer', 'LiveView', 'Playground']
 
 # %% ../../nbs/52_widgets.ipynb #0e99ec95
-EXECUTORS = ('nbconvert', 'nbclient', 'jupyter-execute', 'papermill', 'jupyter-cache', 'jcache', 'jupyter-book', 'nbdev',
-             'quarto', 'mkdocs', 'sphinx', 'pytest')
+EXECUTORS = (
+    "nbconvert",
+    "nbclient",
+    "jupyter-execute",
+    "papermill",
+    "jupyter-cache",
+    "jcache",
+    "jupyter-book",
+    "nbdev",
+    "quarto",
+    "mkdocs",
+    "sphinx",
+    "pytest",
+)
+
 
 def run_by_program(words: Sequence[str]) -> bool:
     "Whether the command line `words` is that of a program which runs notebooks for their outputs."
     return any(name in Path(word).name for word in words[:3] for name in EXECUTORS)
 
+
 def live() -> bool:
     """Whether somebody may be there to use a widget: in a kernel, unless a program started it to keep its outputs.
 
     The environment variable BATCHLAB_WIDGETS says otherwise: 0 never, 1 always."""
-    if forced := os.environ.get('BATCHLAB_WIDGETS'): return forced != '0'
-    if not hasattr(get_ipython(), 'kernel'): return False
+    if forced := os.environ.get("BATCHLAB_WIDGETS"):
+        return forced != "0"
+    if not hasattr(get_ipython(), "kernel"):
+        return False
     try:
         parent = psutil.Process().parent()
         return parent is None or not run_by_program(parent.cmdline())
-    except psutil.Error: return True
+    except psutil.Error:
+        return True
 
 # %% ../../nbs/52_widgets.ipynb #6720fc5a
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     "Widgets made in this context have no line to a browser, if nobody may be there: no state of theirs is kept."
     old = comm.create_comm
-    if not live(): comm.create_comm = comm.DummyComm
-    try: yield
-    finally: comm.create_comm = old
+    if not live():
+        comm.create_comm = comm.DummyComm
+    try:
+        yield
+    finally:
+        comm.create_comm = old
 
 # %% ../../nbs/52_widgets.ipynb #cfec5480
 def this_cell() -> tuple[str | None, int | None]:
     "What tells the running cell from others, and this run of it from earlier ones: `(cell, run)`; None, None if unknown."
     shell: Any = get_ipython()
-    if shell is None: return None, None
-    parent = shell.get_parent() if hasattr(shell, 'get_parent') else {}
-    cell = parent.get('metadata', {}).get('cellId') or shell.history_manager.input_hist_raw[-1].strip()
+    if shell is None:
+        return None, None
+    parent = shell.get_parent() if hasattr(shell, "get_parent") else {}
+    cell = (
+        parent.get("metadata", {}).get("cellId") or shell.history_manager.input_hist_raw[-1].strip()
+    )
     return (cell, shell.execution_count) if cell else (None, None)
 
 # %% ../../nbs/52_widgets.ipynb #0e81a0a9
@@ -81,79 +105,118 @@ class Panel:
 
     Subclasses `make` their widgets, give `self.box`, draw `picture()`, an SVG as text, and say in `end` what is to stop.
     `cell`: a name for the cell that made it, found by itself in Jupyter."""
-    made: defaultdict[Any, list[Panel]] = defaultdict(list)             # by cell: its panels that have not ended
+
+    made: defaultdict[Any, list[Panel]] = defaultdict(
+        list
+    )  # by cell: its panels that have not ended
     box: W.Widget
 
     def __init__(self, cell: str | None = None):
-        self.cell, self.run_number = (cell, object()) if cell else this_cell()     # a named cell runs anew each time
+        self.cell, self.run_number = (
+            (cell, object()) if cell else this_cell()
+        )  # a named cell runs anew each time
         self.kept: list[Any] = []
         self.closed = False
-        for p in [p for p in Panel.made[self.cell] if p.run_number != self.run_number]: p.close()
-        if self.cell is not None: Panel.made[self.cell].append(self)      # outside of a notebook nothing runs again
+        for p in [p for p in Panel.made[self.cell] if p.run_number != self.run_number]:
+            p.close()
+        if self.cell is not None:
+            Panel.made[self.cell].append(self)  # outside of a notebook nothing runs again
 
     def make(self, kind: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         "A widget of that kind, which is closed with this panel."
-        with quietly(): self.kept.append(kind(*args, **kwargs))
+        with quietly():
+            self.kept.append(kind(*args, **kwargs))
         return self.kept[-1]
 
     def row(self, *widgets: W.Widget, **layout: Any) -> Any:
         "`widgets` beside one another, or below where there is no room."
-        return self.make(W.HBox, widgets, layout=dict(flex_flow='row wrap') | layout)
+        return self.make(W.HBox, widgets, layout=dict(flex_flow="row wrap") | layout)
 
-    def button(self, text: str, help: str, on_click: Callable[[], Any], width: str = 'auto') -> Any:
+    def button(self, text: str, help: str, on_click: Callable[[], Any], width: str = "auto") -> Any:
         "A button that calls `on_click()`."
         b = self.make(W.Button, description=text, tooltip=help, layout=dict(width=width))
         b.on_click(lambda _: on_click())
         return b
 
-    def field(self, kind: Callable[..., Any], name: str, width: str = 'auto', **kwargs: Any) -> Any:
+    def field(self, kind: Callable[..., Any], name: str, width: str = "auto", **kwargs: Any) -> Any:
         "A field or slider of that kind with its name before it."
-        return self.make(kind, description=name, style=dict(description_width='90px'), layout=dict(width=width), **kwargs)
+        return self.make(
+            kind,
+            description=name,
+            style=dict(description_width="90px"),
+            layout=dict(width=width),
+            **kwargs,
+        )
 
-    def picture(self) -> str: raise NotImplementedError
-    def end(self) -> None: "Stop what runs."
-    def settle(self) -> None: "Where nobody can click: come to the state that is worth a picture."
+    def picture(self) -> str:
+        raise NotImplementedError
+
+    def end(self) -> None:
+        "Stop what runs."
+
+    def settle(self) -> None:
+        "Where nobody can click: come to the state that is worth a picture."
 
     def close(self) -> None:
         "End all it has: threads, observers, widgets. Nothing happens the second time."
-        if self.closed: return
+        if self.closed:
+            return
         self.closed = True
-        if self.cell is not None: Panel.made[self.cell].remove(self)
+        if self.cell is not None:
+            Panel.made[self.cell].remove(self)
         self.end()
         for w in self.kept:
             w.unobserve_all()
-            for part in (w, getattr(w, 'layout', None), getattr(w, 'style', None)): part and part.close()
+            for part in (w, getattr(w, "layout", None), getattr(w, "style", None)):
+                part and part.close()
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
-        if not live(): self.settle()
+        if not live():
+            self.settle()
         shown = self.box._repr_mimebundle_(**kwargs) if live() and not self.closed else None
-        return (shown or {}) | {'image/svg+xml': self.picture(), 'text/plain': f'<{type(self).__name__}>'}
+        return (shown or {}) | {
+            "image/svg+xml": self.picture(),
+            "text/plain": f"<{type(self).__name__}>",
+        }
 
 # %% ../../nbs/52_widgets.ipynb #9035787e
-def engine_logits(llm: LLM, prompt: str | Sequence[int], steps: int = 8) -> tuple[list[int], torch.Tensor]:
+def engine_logits(
+    llm: LLM, prompt: str | Sequence[int], steps: int = 8
+) -> tuple[list[int], torch.Tensor]:
     """What the engine chose from at each of `steps` greedy tokens after `prompt`: `(ids, logits)`, float32 `[n, V]`.
 
     Each line of `logits` is right up to a constant. Raises `PromptError` if the prompt can't be run."""
-    [out] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=steps, logprobs=-1, detokenize=False), use_tqdm=False)
-    if out.error: raise PromptError(f'no distribution to show: {out.error}')
+    [out] = llm.generate(
+        [prompt],
+        SamplingParams(temperature=0, max_tokens=steps, logprobs=-1, detokenize=False),
+        use_tqdm=False,
+    )
+    if out.error:
+        raise PromptError(f"no distribution to show: {out.error}")
     answer = out.outputs[0]
-    return answer.token_ids, torch.tensor([[chances[i].logprob for i in range(len(chances))] for chances in answer.logprobs or []])
+    return answer.token_ids, torch.tensor(
+        [[chances[i].logprob for i in range(len(chances))] for chances in answer.logprobs or []]
+    )
 
 # %% ../../nbs/52_widgets.ipynb #9ab27192
 @dataclass
 class Choice:
     "A token that could come next: its probability as the model gives it, and after the sampling parameters."
+
     token_id: int
     before: float
     after: float
 
+
 @dataclass
 class Choices:
     "The likeliest of a step in `top`; `kept`: how many of all can still come; `drawn`: who does, with the seed."
+
     top: list[Choice]
     kept: int
     drawn: int | None
-    entropy: float                               # in bits, after the parameters
+    entropy: float  # in bits, after the parameters
+
 
 def choices(logits: torch.Tensor, params: SamplingParams, n: int = 12) -> Choices:
     "The `Choices` of one step from its `logits` `[V]`: what the engine would draw from with `params`, and would draw."
@@ -167,28 +230,35 @@ def choices(logits: torch.Tensor, params: SamplingParams, n: int = 12) -> Choice
 # %% ../../nbs/52_widgets.ipynb #b9dab1fd
 def shown_token(tokenizer: Any, token_id: int) -> str:
     "A token's text between quotes, in which spaces and line breaks can be seen; its id if there is no tokenizer."
-    if tokenizer is None: return str(token_id)
+    if tokenizer is None:
+        return str(token_id)
     text = repr(vocabulary_of(tokenizer).text(token_id))
-    return text if len(text) <= 18 else text[:17] + '…'
+    return text if len(text) <= 18 else text[:17] + "…"
 
 # %% ../../nbs/52_widgets.ipynb #2c49eda7
 def choices_picture(found: Choices, tokenizer: Any, title: str) -> Picture:
     "`Choices` as a `Picture`: what each token keeps, gains and loses, in percent."
     rows, notes = {}, {}
     for i, c in enumerate(found.top, 1):
-        name, kept = f'{i}: {shown_token(tokenizer, c.token_id)}', min(c.before, c.after)
+        name, kept = f"{i}: {shown_token(tokenizer, c.token_id)}", min(c.before, c.after)
         parts = dict(kept=kept, gained=c.after - kept, lost=c.before - kept)
         rows[name] = {part: round(100 * share, 2) for part, share in parts.items()}
-        notes[name] = f'{c.before:.2%} → {c.after:.2%}{" ◀" if c.token_id == found.drawn else ""}'
-    key = dict(kept=('decode', 'in the model and now'), gained=('cached', 'only now'), lost=('held', 'only in the model'))
-    return bars(rows, key, '%', notes, title)
+        notes[name] = f"{c.before:.2%} → {c.after:.2%}{' ◀' if c.token_id == found.drawn else ''}"
+    key = dict(
+        kept=("decode", "in the model and now"),
+        gained=("cached", "only now"),
+        lost=("held", "only in the model"),
+    )
+    return bars(rows, key, "%", notes, title)
 
 # %% ../../nbs/52_widgets.ipynb #87582d50
-KNOBS = ((W.FloatSlider, 'temperature', 0, 2, .05, '0 is greedy'),
-         (W.IntSlider, 'top_k', 0, 100, 1, 'the likeliest k; 0 is off'),
-         (W.FloatSlider, 'top_p', .01, 1, .01, 'the likeliest of this total share; 1 is off'),
-         (W.FloatSlider, 'min_p', 0, .5, .005, 'at least this share of the likeliest; 0 is off'),
-         (W.IntSlider, 'seed', 0, 99, 1, 'the arrow ◀ marks who is drawn'))
+KNOBS = (
+    (W.FloatSlider, "temperature", 0, 2, 0.05, "0 is greedy"),
+    (W.IntSlider, "top_k", 0, 100, 1, "the likeliest k; 0 is off"),
+    (W.FloatSlider, "top_p", 0.01, 1, 0.01, "the likeliest of this total share; 1 is off"),
+    (W.FloatSlider, "min_p", 0, 0.5, 0.005, "at least this share of the likeliest; 0 is off"),
+    (W.IntSlider, "seed", 0, 99, 1, "the arrow ◀ marks who is drawn"),
+)
 
 # %% ../../nbs/52_widgets.ipynb #2f6faa20
 class SamplingExplorer(Panel):
@@ -196,28 +266,57 @@ class SamplingExplorer(Panel):
 
     `llm` is used as it is. `steps`: how many greedy tokens to look at; `top`: how many candidates to show; `params`: where
     the knobs begin. Raises `PromptError`, `ParamError`."""
-    def __init__(self, llm: LLM, prompt: str, steps: int = 6, top: int = 12, cell: str | None = None, **params: Any):
+
+    def __init__(
+        self,
+        llm: LLM,
+        prompt: str,
+        steps: int = 6,
+        top: int = 12,
+        cell: str | None = None,
+        **params: Any,
+    ):
         super().__init__(cell)
         self.llm, self.top, self.steps, start = llm, top, steps, SamplingParams(**params)
-        wide = 'min(460px, 100%)'
-        self.prompt = self.field(W.Textarea, 'prompt', value=prompt, continuous_update=False, rows=2)
-        self.step = self.field(W.IntSlider, 'step', wide, max=steps - 1, tooltip='which token of the greedy answer')
-        self.knobs = {name: self.field(kind, name, wide, value=getattr(start, name) or 0, min=low, max=high, step=step, tooltip=help)
-                      for kind, name, low, high, step, help in KNOBS}
+        wide = "min(460px, 100%)"
+        self.prompt = self.field(
+            W.Textarea, "prompt", value=prompt, continuous_update=False, rows=2
+        )
+        self.step = self.field(
+            W.IntSlider, "step", wide, max=steps - 1, tooltip="which token of the greedy answer"
+        )
+        self.knobs = {
+            name: self.field(
+                kind,
+                name,
+                wide,
+                value=getattr(start, name) or 0,
+                min=low,
+                max=high,
+                step=step,
+                tooltip=help,
+            )
+            for kind, name, low, high, step, help in KNOBS
+        }
         self.status, self.chart = self.make(W.HTML), self.make(W.HTML)
-        self.box = self.make(W.VBox, [self.prompt, self.step, *self.knobs.values(), self.status, self.chart])
+        self.box = self.make(
+            W.VBox, [self.prompt, self.step, *self.knobs.values(), self.status, self.chart]
+        )
         self.look()
-        self.prompt.observe(lambda _: self.look(), 'value')
-        for w in (self.step, *self.knobs.values()): w.observe(lambda _: self.show(), 'value')
+        self.prompt.observe(lambda _: self.look(), "value")
+        for w in (self.step, *self.knobs.values()):
+            w.observe(lambda _: self.show(), "value")
 
     def look(self) -> None:
         "Ask the engine about the prompt as it stands."
-        try: self.ids, self.logits = engine_logits(self.llm, self.prompt.value, self.steps)
+        try:
+            self.ids, self.logits = engine_logits(self.llm, self.prompt.value, self.steps)
         except BatchlabError as e:
-            self.status.value = panel_html(f'⚠ {esc(e)}')
-            if not hasattr(self, 'logits'): raise
+            self.status.value = panel_html(f"⚠ {esc(e)}")
+            if not hasattr(self, "logits"):
+                raise
             return
-        self.step.max = len(self.ids) - 1            # the answer may end early
+        self.step.max = len(self.ids) - 1  # the answer may end early
         self.show()
 
     @property
@@ -228,22 +327,27 @@ class SamplingExplorer(Panel):
     @property
     def so_far(self) -> str:
         "The prompt and the greedy tokens before this step."
-        before, tokenizer = self.ids[:self.step.value], self.llm.tokenizer
-        return self.prompt.value + (tokenizer.decode(before) if before and tokenizer else '')
+        before, tokenizer = self.ids[: self.step.value], self.llm.tokenizer
+        return self.prompt.value + (tokenizer.decode(before) if before and tokenizer else "")
 
     def show(self) -> None:
         "Draw what the knobs say."
         p = self.params
         found = choices(self.logits[self.step.value], p, self.top)
-        what = ', '.join(f'{name}={getattr(p, name):g}' for name in ('temperature', 'top_k', 'top_p', 'min_p'))
-        title = f'…{self.so_far[-40:]!r}: {what}; {found.kept:,} tokens can come'
+        what = ", ".join(
+            f"{name}={getattr(p, name):g}" for name in ("temperature", "top_k", "top_p", "min_p")
+        )
+        title = f"…{self.so_far[-40:]!r}: {what}; {found.kept:,} tokens can come"
         self.found, self.drawn = found, choices_picture(found, self.llm.tokenizer, title)
-        self.status.value = panel_html(f'<b>{found.kept:,}</b> of {self.logits.shape[1]:,} tokens can come, '
-                                       f'entropy {max(0, found.entropy):.2f} bits. <span class="dim">Text so far:</span> '
-                                       f'<span class="answer">{esc(self.so_far)}</span>')
+        self.status.value = panel_html(
+            f"<b>{found.kept:,}</b> of {self.logits.shape[1]:,} tokens can come, "
+            f'entropy {max(0, found.entropy):.2f} bits. <span class="dim">Text so far:</span> '
+            f'<span class="answer">{esc(self.so_far)}</span>'
+        )
         self.chart.value = panel_html(self.drawn.svg)
 
-    def picture(self) -> str: return self.drawn.svg
+    def picture(self) -> str:
+        return self.drawn.svg
 
 # %% ../../nbs/52_widgets.ipynb #7f20c1d1
 from .watch import SlotState, Stepper, Watch, WatchedRequest
@@ -252,8 +356,8 @@ from .watch import SlotState, Stepper, Watch, WatchedRequest
 def watch_picture(watch: Watch, most: int = 12) -> Picture:
     "A `Watch` as a `Picture`: the slots over the steps, and what became of the first `most` requests."
     c, lanes, requests = Canvas(), watch.lanes, watch.requests
-    ends = ', '.join(f'{n} {state}' for state, n in Counter(r.state for r in requests).items())
-    title = f'{len(requests)} requests, {len(watch.history)} steps; ended: {ends}'
+    ends = ", ".join(f"{n} {state}" for state, n in Counter(r.state for r in requests).items())
+    title = f"{len(requests)} requests, {len(watch.history)} steps; ended: {ends}"
     heading(c, 16, title)
     draw_lanes(c, lanes, 58, c.width - 16, max(4, min(18, 240 / max(1, len(lanes)))))
     c.y += 8
@@ -261,60 +365,79 @@ def watch_picture(watch: Watch, most: int = 12) -> Picture:
     c.y += 14
     for i, r in enumerate(requests[:most]):
         c.text(16, c.y, i)
-        c.text(44, c.y, short(r.prompt, 38), 'dim')
+        c.text(44, c.y, short(r.prompt, 38), "dim")
         c.text(290, c.y, short(r.error or r.text, 48))
-        c.text(c.width - 16, c.y, f'{r.num_tokens}, {r.state}', 'dim', 'end')
+        c.text(c.width - 16, c.y, f"{r.num_tokens}, {r.state}", "dim", "end")
         c.y += 19
-    if len(requests) > most: c.text(44, c.y, f'and {len(requests) - most} more', 'dim')
-    return c.picture('Slots of a live view', title)
+    if len(requests) > most:
+        c.text(44, c.y, f"and {len(requests) - most} more", "dim")
+    return c.picture("Slots of a live view", title)
 
 # %% ../../nbs/52_widgets.ipynb #97535936
 def slot_html(i: int, s: SlotState) -> str:
     "A `SlotState` as a tank that is as full as the slot, with the number of its owner."
-    who = 'free' if s.owner is None else 'another call' if s.owner < 0 else f'request {s.owner}'
-    cached = f', {s.cached} cached' if s.cached else ''
-    what = f'slot {i}: {who}, {s.held} of {s.capacity} tokens{", " + s.phase if s.held else ""}{cached}'
-    high = lambda n: f'{min(1, n / max(1, s.capacity)):.0%}'
-    fill = ''.join(f'<i style="height:{high(n)};background:var(--{kind})"></i>' for n, kind in ((s.held, s.phase), (s.cached, 'cached')) if n)
-    return (f'<span class="slot" role="img" title="{what}" aria-label="{what}">{fill}'
-            f'<b>{"" if s.owner is None else "·" if s.owner < 0 else s.owner}</b></span>')
+    who = "free" if s.owner is None else "another call" if s.owner < 0 else f"request {s.owner}"
+    cached = f", {s.cached} cached" if s.cached else ""
+    what = f"slot {i}: {who}, {s.held} of {s.capacity} tokens{', ' + s.phase if s.held else ''}{cached}"
+    high = lambda n: f"{min(1, n / max(1, s.capacity)):.0%}"
+    fill = "".join(
+        f'<i style="height:{high(n)};background:var(--{kind})"></i>'
+        for n, kind in ((s.held, s.phase), (s.cached, "cached"))
+        if n
+    )
+    return (
+        f'<span class="slot" role="img" title="{what}" aria-label="{what}">{fill}'
+        f"<b>{'' if s.owner is None else '·' if s.owner < 0 else s.owner}</b></span>"
+    )
+
 
 def slots_html(slots: Iterable[SlotState]) -> str:
     "All slots as tanks."
     return f'<div class="slots">{"".join(slot_html(i, x) for i, x in enumerate(slots))}</div>'
 
+
 def request_html(i: int, r: WatchedRequest, most: int = 600) -> str:
     "A `WatchedRequest`: its number and state, its prompt, and the end of its text, at most `most` characters."
-    where = '' if r.slot is None else f' in slot {r.slot}'
-    text = r.text if len(r.text) <= most else '…' + r.text[-most:]
-    state = f'ended: {r.state}' if r.done else r.state
+    where = "" if r.slot is None else f" in slot {r.slot}"
+    text = r.text if len(r.text) <= most else "…" + r.text[-most:]
+    state = f"ended: {r.state}" if r.done else r.state
     head = f'<b>{i}</b> <span class="chip">{esc(state)}{where}</span> <span class="dim num">{r.num_tokens} tokens</span>'
-    return panel_html(f'<div>{head}</div><div class="answer"><span class="dim">{esc(r.prompt[-160:])}</span>{esc(text)}'
-                      f'{" ⚠ " + esc(r.error) if r.error else ""}</div>')
+    return panel_html(
+        f'<div>{head}</div><div class="answer"><span class="dim">{esc(r.prompt[-160:])}</span>{esc(text)}'
+        f"{' ⚠ ' + esc(r.error) if r.error else ''}</div>"
+    )
 
 # %% ../../nbs/52_widgets.ipynb #944d4829
 def watch_line(watch: Watch, paused: bool, error: BaseException | None = None) -> str:
     "What is going on, as HTML: how many requests run, wait and are done, tokens, and tokens per second."
-    states = Counter('done' if r.done else r.state for r in watch.requests)
-    state = 'failed' if error else 'done' if watch.done else 'paused' if paused else 'running'
-    counts = ', '.join(f'{states[k]} {k}' for k in ('running', 'waiting', 'done'))
-    rate = f', {watch.rate():.0f} tokens/s' if state == 'running' else ''
-    return panel_html(f'<b>{state}</b>: {counts}, {watch.num_tokens} tokens{rate}{" ⚠ " + esc(repr(error)) if error else ""}')
+    states = Counter("done" if r.done else r.state for r in watch.requests)
+    state = "failed" if error else "done" if watch.done else "paused" if paused else "running"
+    counts = ", ".join(f"{states[k]} {k}" for k in ("running", "waiting", "done"))
+    rate = f", {watch.rate():.0f} tokens/s" if state == "running" else ""
+    return panel_html(
+        f"<b>{state}</b>: {counts}, {watch.num_tokens} tokens{rate}{' ⚠ ' + esc(repr(error)) if error else ''}"
+    )
 
 # %% ../../nbs/52_widgets.ipynb #8e32f58a
 class RequestLine:
     "A line of a live view: what is known of a request, and a button that calls `cancel(index)` with its number."
+
     def __init__(self, panel: Panel, cancel: Callable[[int], None]):
         self.index = 0
-        self.cancel = panel.button('Cancel', 'end this request with what it has', lambda: cancel(self.index))
-        self.entry = panel.make(W.HTML, layout=dict(flex='1 1 0', min_width='0'))
-        self.box = panel.row(self.cancel, self.entry, align_items='flex-start', flex_flow='row')
+        self.cancel = panel.button(
+            "Cancel", "end this request with what it has", lambda: cancel(self.index)
+        )
+        self.entry = panel.make(W.HTML, layout=dict(flex="1 1 0", min_width="0"))
+        self.box = panel.row(self.cancel, self.entry, align_items="flex-start", flex_flow="row")
 
     def show(self, index: int, requests: Sequence[WatchedRequest]) -> None:
         "Show request `index` of `requests`, or nothing if there are fewer."
         r = requests[index] if index < len(requests) else None
-        self.index, self.entry.value = index, request_html(index, r) if r else ''
-        self.cancel.disabled, self.cancel.layout.visibility = r is None or r.done, 'visible' if r else 'hidden'
+        self.index, self.entry.value = index, request_html(index, r) if r else ""
+        self.cancel.disabled, self.cancel.layout.visibility = (
+            r is None or r.done,
+            "visible" if r else "hidden",
+        )
 
 # %% ../../nbs/52_widgets.ipynb #1ee835c7
 class LiveView(Panel):
@@ -322,52 +445,86 @@ class LiveView(Panel):
 
     Pause, Step and Cancel do what they say, to all or to one request; but whoever else calls `llm` meanwhile moves everybody.
     `rows`: requests shown at a time. `paused`: begin so. Else as `LLM.stream`. Raises `PromptError`, `ParamError`."""
-    def __init__(self, llm: LLM, prompts: Any = (), sampling_params: Any = None, chat: bool = False, rows: int = 6,
-                 paused: bool = False, hz: float = 10, cell: str | None = None):
+
+    def __init__(
+        self,
+        llm: LLM,
+        prompts: Any = (),
+        sampling_params: Any = None,
+        chat: bool = False,
+        rows: int = 6,
+        paused: bool = False,
+        hz: float = 10,
+        cell: str | None = None,
+    ):
         prompts = as_list(prompts, chat)
-        if not prompts: raise PromptError("there is nothing to watch: give at least one prompt, as in LiveView(llm, ['The sea is'])")
+        if not prompts:
+            raise PromptError(
+                "there is nothing to watch: give at least one prompt, as in LiveView(llm, ['The sea is'])"
+            )
         params = params_for(sampling_params, len(prompts))
         super().__init__(cell)
         self.watch, self.hz, self.paints = Watch(llm), hz, 0
         self.stepper = Stepper(llm, self.watch.look)
-        if paused: self.stepper.pause()
-        for p, q in zip(prompts, params): self.watch.add(p, q, chat=chat)
+        if paused:
+            self.stepper.pause()
+        for p, q in zip(prompts, params):
+            self.watch.add(p, q, chat=chat)
         self._build(len(prompts), min(rows, len(prompts)))
         self.paint()
-        self.painter = threading.Thread(target=self._paint_on, name='batchlab-widget', daemon=True)
+        self.painter = threading.Thread(target=self._paint_on, name="batchlab-widget", daemon=True)
         self.stepper.start()
         self.painter.start()
 
     def _build(self, n: int, rows: int) -> None:
         "The widgets for `n` requests, in so many `rows`."
-        self.pause = self.button('Pause', 'hold the engine before its next step', self.stepper.toggle)
-        self.step = self.button('Step', 'make one step and hold', self.stepper.step)
-        self.cancel = self.button('Cancel all', 'end every request with what it has', self.cancel_all)
-        pages = [(f'requests {i} to {min(i + rows, n) - 1}', i) for i in range(0, n, rows)]
-        self.page = self.make(W.Dropdown, options=pages, layout=dict(width='auto', display='none' if len(pages) < 2 else ''))
-        self.page.observe(lambda _: self.paint(), 'value')
+        self.pause = self.button(
+            "Pause", "hold the engine before its next step", self.stepper.toggle
+        )
+        self.step = self.button("Step", "make one step and hold", self.stepper.step)
+        self.cancel = self.button(
+            "Cancel all", "end every request with what it has", self.cancel_all
+        )
+        pages = [(f"requests {i} to {min(i + rows, n) - 1}", i) for i in range(0, n, rows)]
+        self.page = self.make(
+            W.Dropdown,
+            options=pages,
+            layout=dict(width="auto", display="none" if len(pages) < 2 else ""),
+        )
+        self.page.observe(lambda _: self.paint(), "value")
         self.status, self.slots = self.make(W.HTML), self.make(W.HTML)
         self.lines = [RequestLine(self, self.cancel_one) for _ in range(rows)]
         tools = self.row(self.pause, self.step, self.cancel, self.page)
-        self.box = self.make(W.VBox, [tools, self.status, self.slots, *(line.box for line in self.lines)])
+        self.box = self.make(
+            W.VBox, [tools, self.status, self.slots, *(line.box for line in self.lines)]
+        )
 
-    def cancel_one(self, index: int) -> None: self.stepper.cancel(self.watch.requests[index].request_id)
-    def cancel_all(self) -> None: self.stepper.cancel(*(r.request_id for r in self.watch.requests))
+    def cancel_one(self, index: int) -> None:
+        self.stepper.cancel(self.watch.requests[index].request_id)
+
+    def cancel_all(self) -> None:
+        self.stepper.cancel(*(r.request_id for r in self.watch.requests))
 
     def _paint_on(self) -> None:
         while self.stepper.thread.is_alive() and not self.closed:
             self.paint()
             time.sleep(1 / self.hz)
-        if not self.closed: self.paint()
+        if not self.closed:
+            self.paint()
 
     def paint(self) -> None:
         "Show the state of this moment. What is as it was is not sent again: a trait that gets an equal value keeps still."
         w, s, self.paints = self.watch, self.stepper, self.paints + 1
         self.status.value = watch_line(w, s.paused, s.error)
-        self.slots.value = panel_html(slots_html(w.slots) + colour_key(dict(prefill='prefill', decode='decode', cached='cached')))
-        self.pause.description = 'Go on' if s.paused else 'Pause'
-        for b in (self.pause, self.step, self.cancel): b.disabled = w.done
-        for i, line in enumerate(self.lines, self.page.value): line.show(i, w.requests)
+        self.slots.value = panel_html(
+            slots_html(w.slots)
+            + colour_key(dict(prefill="prefill", decode="decode", cached="cached"))
+        )
+        self.pause.description = "Go on" if s.paused else "Pause"
+        for b in (self.pause, self.step, self.cancel):
+            b.disabled = w.done
+        for i, line in enumerate(self.lines, self.page.value):
+            line.show(i, w.requests)
 
     def wait(self, timeout: float = 600) -> bool:
         "Wait until all requests are done; whether they are. A paused view goes on."
@@ -380,46 +537,75 @@ class LiveView(Panel):
         "Cancel what is left, and wait for both threads."
         self.cancel_all()
         self.stepper.close()
-        if self.painter is not threading.current_thread(): self.painter.join(10)
+        if self.painter is not threading.current_thread():
+            self.painter.join(10)
 
-    def settle(self) -> None: self.wait()
-    def picture(self) -> str: return watch_picture(self.watch).svg
+    def settle(self) -> None:
+        self.wait()
+
+    def picture(self) -> str:
+        return watch_picture(self.watch).svg
 
 # %% ../../nbs/52_widgets.ipynb #c5809130
 @dataclass
 class PlaygroundRun:
     "What a run of the playground came to: settings, what `LLM` counted, its `answers`; `reason`: 'done' or 'cancelled'."
+
     strategy: str
     slots: int
     budget: int
     answers: list[CompletionOutput | None] = field(default_factory=list)
     ledger: Ledger = field(default_factory=Ledger)
     steps: int = 0
-    seconds: float = 0.
-    reason: str = 'done'
+    seconds: float = 0.0
+    reason: str = "done"
 
     @property
-    def lost(self) -> int: return self.ledger.padded + self.ledger.recomputed
-    @property
-    def positions(self) -> int: return self.ledger.useful + self.lost
-    @property
-    def num_tokens(self) -> int: return sum(len(ids) for ids in self.token_ids)
-    @property
-    def token_ids(self) -> list[list[int]]: return [a.token_ids if a else [] for a in self.answers]
+    def lost(self) -> int:
+        return self.ledger.padded + self.ledger.recomputed
 
-def play_once(model: PreTrainedModel, tokenizer: Any, prompts: Sequence, params: Sequence[SamplingParams], strategy: str, slots: int,
-              budget: int, go_on: Callable[[int], bool] = lambda k: True) -> PlaygroundRun:
+    @property
+    def positions(self) -> int:
+        return self.ledger.useful + self.lost
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(ids) for ids in self.token_ids)
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        return [a.token_ids if a else [] for a in self.answers]
+
+
+def play_once(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    prompts: Sequence,
+    params: Sequence[SamplingParams],
+    strategy: str,
+    slots: int,
+    budget: int,
+    go_on: Callable[[int], bool] = lambda k: True,
+) -> PlaygroundRun:
     """Run `prompts` with a strategy, `slots` sequences at once and a `budget` of tokens a step: a `PlaygroundRun`.
 
     `go_on(k)` is told of k new tokens; once it says False, what is left is cancelled. Raises `ParamError`."""
-    llm = LLM(model, tokenizer, strategy=strategy, max_num_seqs=slots, max_num_batched_tokens=budget, compile=False)
+    llm = LLM(
+        model,
+        tokenizer,
+        strategy=strategy,
+        max_num_seqs=slots,
+        max_num_batched_tokens=budget,
+        compile=False,
+    )
     out, start = PlaygroundRun(strategy, slots, budget, [None] * len(prompts)), time.perf_counter()
     events: Any = llm.stream(prompts, params)
     with contextlib.closing(events):
         for e in events:
-            if e.output: out.answers[e.index] = e.output.outputs[0]
+            if e.output:
+                out.answers[e.index] = e.output.outputs[0]
             if not go_on(len(e.token_ids)):
-                out.reason = 'cancelled'
+                out.reason = "cancelled"
                 break
     out.seconds, out.ledger, out.steps = time.perf_counter() - start, llm.ledger, llm.stats().steps
     llm.close()
@@ -428,31 +614,51 @@ def play_once(model: PreTrainedModel, tokenizer: Any, prompts: Sequence, params:
 # %% ../../nbs/52_widgets.ipynb #bf010240
 def bar_html(parts: Mapping[str, float], most: float) -> str:
     "A stacked bar of `parts`, `{kind of colour: number}`; `most` fill its cell."
-    stack = ''.join(f'<i style="width:{n / most:.2%};background:var(--{kind})"></i>' for kind, n in parts.items())
+    stack = "".join(
+        f'<i style="width:{n / most:.2%};background:var(--{kind})"></i>'
+        for kind, n in parts.items()
+    )
     return f'<div style="display:flex;height:14px;min-width:90px">{stack}</div>'
+
 
 def played_html(runs: Sequence[PlaygroundRun]) -> str:
     "Runs of the playground as a table."
     most, rows = max(p.positions for p in runs) or 1, []
     for i, p in enumerate(runs):
-        done, ledger = p.reason == 'done', p.ledger
-        rows.append({
-            '': i, 'strategy': p.strategy if done else f'{p.strategy} ⚠ {p.reason}',
-            'positions': bar_html(dict(decode=ledger.useful, padded=p.lost), most), 'waste': f'{p.lost / max(1, p.positions):.0%}',
-            'tokens': p.num_tokens, 'seconds': f'{p.seconds:.1f}', 'steps': p.steps, 'slots': p.slots, 'budget': p.budget,
-            'tokens/s': f'{p.num_tokens / max(p.seconds, 1e-9):.0f}', 'useful': f'{ledger.useful:,}', 'masked reads': f'{ledger.masked:,}',
-            'same as 0': '' if not done else 'yes' if p.token_ids == runs[0].token_ids else 'no'})
-    return table(rows, ('', 'strategy', 'positions', 'same as 0'))
+        done, ledger = p.reason == "done", p.ledger
+        rows.append(
+            {
+                "": i,
+                "strategy": p.strategy if done else f"{p.strategy} ⚠ {p.reason}",
+                "positions": bar_html(dict(decode=ledger.useful, padded=p.lost), most),
+                "waste": f"{p.lost / max(1, p.positions):.0%}",
+                "tokens": p.num_tokens,
+                "seconds": f"{p.seconds:.1f}",
+                "steps": p.steps,
+                "slots": p.slots,
+                "budget": p.budget,
+                "tokens/s": f"{p.num_tokens / max(p.seconds, 1e-9):.0f}",
+                "useful": f"{ledger.useful:,}",
+                "masked reads": f"{ledger.masked:,}",
+                "same as 0": ""
+                if not done
+                else "yes"
+                if p.token_ids == runs[0].token_ids
+                else "no",
+            }
+        )
+    return table(rows, ("", "strategy", "positions", "same as 0"))
+
 
 def played_picture(runs: Sequence[PlaygroundRun]) -> Picture:
     "Runs of the playground as a `Picture`, without times."
     rows, notes = {}, {}
     for i, p in enumerate(runs):
-        name = f'{i}: {p.strategy}, {p.slots} slots'
+        name = f"{i}: {p.strategy}, {p.slots} slots"
         rows[name] = dict(useful=p.ledger.useful, lost=p.lost)
-        notes[name] = f'{p.steps} steps, {p.num_tokens} tokens out'
-    key = dict(useful=('decode', 'useful'), lost=('padded', 'padded or computed again'))
-    return bars(rows, key, 'positions', notes, 'Positions computed, useful and wasted')
+        notes[name] = f"{p.steps} steps, {p.num_tokens} tokens out"
+    key = dict(useful=("decode", "useful"), lost=("padded", "padded or computed again"))
+    return bars(rows, key, "positions", notes, "Positions computed, useful and wasted")
 
 # %% ../../nbs/52_widgets.ipynb #8f525090
 def greedy_params(n: int, max_tokens: int, vary: bool) -> list[SamplingParams]:
@@ -463,13 +669,34 @@ def greedy_params(n: int, max_tokens: int, vary: bool) -> list[SamplingParams]:
 # %% ../../nbs/52_widgets.ipynb #9a14a5f8
 class RunFields:
     "The fields of a playground: prompts, one a line, and the settings of a run."
-    def __init__(self, panel: Panel, prompts: Sequence[str], max_tokens: int, slots: int, budget: int):
-        number = lambda name, value: panel.field(W.BoundedIntText, name, '190px', value=value, min=1, max=65536)
-        self.prompts = panel.field(W.Textarea, 'prompts', value='\n'.join(prompts), rows=min(10, len(prompts) + 1))
-        self.strategy = panel.field(W.Dropdown, 'strategy', '230px', options=STRATEGIES, value='continuous')
-        self.slots, self.budget, self.max_tokens = number('slots', slots), number('budget', budget), number('max_tokens', max_tokens)
-        self.vary = panel.make(W.Checkbox, value=True, description='answers of different lengths', indent=False)
-        self.box = panel.make(W.VBox, [self.prompts, panel.row(self.strategy, self.slots, self.budget, self.max_tokens, self.vary)])
+
+    def __init__(
+        self, panel: Panel, prompts: Sequence[str], max_tokens: int, slots: int, budget: int
+    ):
+        number = lambda name, value: panel.field(
+            W.BoundedIntText, name, "190px", value=value, min=1, max=65536
+        )
+        self.prompts = panel.field(
+            W.Textarea, "prompts", value="\n".join(prompts), rows=min(10, len(prompts) + 1)
+        )
+        self.strategy = panel.field(
+            W.Dropdown, "strategy", "230px", options=STRATEGIES, value="continuous"
+        )
+        self.slots, self.budget, self.max_tokens = (
+            number("slots", slots),
+            number("budget", budget),
+            number("max_tokens", max_tokens),
+        )
+        self.vary = panel.make(
+            W.Checkbox, value=True, description="answers of different lengths", indent=False
+        )
+        self.box = panel.make(
+            W.VBox,
+            [
+                self.prompts,
+                panel.row(self.strategy, self.slots, self.budget, self.max_tokens, self.vary),
+            ],
+        )
 
     @property
     def asked(self) -> tuple[list[str], list[SamplingParams], str, int, int]:
@@ -484,52 +711,79 @@ class Playground(Panel):
 
     `model`, `tokenizer`: loaded ones, as `load_model` gives them; or an `LLM`, as in `Playground(llm, prompts)`, whose model is
     taken. `prompts`: one a line. Runs are made in a thread and can be cancelled; `runs` are their `PlaygroundRun`."""
-    def __init__(self, model: PreTrainedModel | LLM, tokenizer: Any = None, prompts: Sequence[str] = (), max_tokens: int = 24,
-                 slots: int = 4, budget: int = 256, cell: str | None = None):
+
+    def __init__(
+        self,
+        model: PreTrainedModel | LLM,
+        tokenizer: Any = None,
+        prompts: Sequence[str] = (),
+        max_tokens: int = 24,
+        slots: int = 4,
+        budget: int = 256,
+        cell: str | None = None,
+    ):
         super().__init__(cell)
         if isinstance(model, LLM):
-            if isinstance(tokenizer, (list, tuple)): prompts = tokenizer
+            if isinstance(tokenizer, (list, tuple)):
+                prompts = tokenizer
             model, tokenizer = model.model, model.tokenizer
         self.model: Any = model
         self.tokenizer, self.runs = tokenizer, []
         self.thread: threading.Thread | None = None
-        self.stopping, self.count, self.shown = False, 0, 0.
+        self.stopping, self.count, self.shown = False, 0, 0.0
         self.fields = RunFields(self, prompts, max_tokens, slots, budget)
-        self.go, self.cancel = self.button('Run', 'run with these settings', self.run), self.button('Cancel', 'stop this run', self.stop)
+        self.go, self.cancel = (
+            self.button("Run", "run with these settings", self.run),
+            self.button("Cancel", "stop this run", self.stop),
+        )
         self.status, self.table = self.make(W.HTML), self.make(W.HTML)
-        tools = self.row(self.go, self.cancel, self.button('Clear', 'forget the runs', self.forget))
+        tools = self.row(self.go, self.cancel, self.button("Clear", "forget the runs", self.forget))
         self.box = self.make(W.VBox, [self.fields.box, tools, self.status, self.table])
         self.show()
 
     def run(self, strategy: str | None = None, wait: bool = False) -> None:
         "Start a run with what the fields say, unless one is under way. `wait`: return when it is over."
-        if self.thread and self.thread.is_alive(): return
-        if strategy: self.fields.strategy.value = strategy
+        if self.thread and self.thread.is_alive():
+            return
+        if strategy:
+            self.fields.strategy.value = strategy
         job = self.fields.asked
-        if not job[0]: return self.show('⚠ there are no prompts: write one a line')
+        if not job[0]:
+            return self.show("⚠ there are no prompts: write one a line")
         self.stopping, self.count = False, 0
-        self.thread = threading.Thread(target=self._work, args=job, name='batchlab-widget', daemon=True)
+        self.thread = threading.Thread(
+            target=self._work, args=job, name="batchlab-widget", daemon=True
+        )
         self.thread.start()
-        if wait: self.thread.join()
+        if wait:
+            self.thread.join()
 
     def _work(self, *job: Any) -> None:
-        self.show('running')
-        try: self.runs.append(play_once(self.model, self.tokenizer, *job, go_on=self._go_on))
-        except BatchlabError as e: self.show(f'⚠ {e}')
-        except Exception as e: self.show(f'⚠ {type(e).__name__}: {e}')
-        else: self.show()
+        self.show("running")
+        try:
+            self.runs.append(play_once(self.model, self.tokenizer, *job, go_on=self._go_on))
+        except BatchlabError as e:
+            self.show(f"⚠ {e}")
+        except Exception as e:
+            self.show(f"⚠ {type(e).__name__}: {e}")
+        else:
+            self.show()
 
     def _go_on(self, k: int) -> bool:
         self.count += k
-        if time.monotonic() > self.shown + .1: self.show(f'running: {self.count} tokens')
+        if time.monotonic() > self.shown + 0.1:
+            self.show(f"running: {self.count} tokens")
         return not self.stopping
 
-    def show(self, text: str = '') -> None:
+    def show(self, text: str = "") -> None:
         "Show the runs, and `text` as the state."
-        self.shown, busy = time.monotonic(), text.startswith('running')
+        self.shown, busy = time.monotonic(), text.startswith("running")
         self.go.disabled, self.cancel.disabled = busy, not busy
-        self.status.value = panel_html(esc(text) or f'{len(self.runs)} run{"s" * (len(self.runs) != 1)}')
-        if not busy: self.table.value = panel_html(played_html(self.runs)) if self.runs else ''
+        self.status.value = panel_html(
+            esc(text) or f"{len(self.runs)} run{'s' * (len(self.runs) != 1)}"
+        )
+        if not busy:
+            self.table.value = panel_html(played_html(self.runs)) if self.runs else ""
 
     def stop(self) -> None:
         "Cancel the run that is under way."
@@ -542,12 +796,22 @@ class Playground(Panel):
 
     def end(self) -> None:
         self.stop()
-        if self.thread and self.thread is not threading.current_thread(): self.thread.join(60)
+        if self.thread and self.thread is not threading.current_thread():
+            self.thread.join(60)
 
-    def picture(self) -> str: return played_picture(self.runs).svg
+    def picture(self) -> str:
+        return played_picture(self.runs).svg
 
 # %% ../../nbs/52_widgets.ipynb #4d2b9e01
-_SCRUBBER = 'Scrubber Share share_of shares_of row_html texts_html step_line step_slots step_html shown_text'
-__getattr__ = renamed(__name__, {'WidgetError': 'errors.BatchlabError', 'Watched': 'views.watch.WatchedRequest',
-                                 'Slot': 'views.watch.SlotState', 'slots_of': 'views.watch.slots_of', 'Played': 'PlaygroundRun'}
-                      | {name: f'views.scrubber.{name}' for name in _SCRUBBER.split()})
+_SCRUBBER = "Scrubber Share share_of shares_of row_html texts_html step_line step_slots step_html shown_text"
+__getattr__ = renamed(
+    __name__,
+    {
+        "WidgetError": "errors.BatchlabError",
+        "Watched": "views.watch.WatchedRequest",
+        "Slot": "views.watch.SlotState",
+        "slots_of": "views.watch.slots_of",
+        "Played": "PlaygroundRun",
+    }
+    | {name: f"views.scrubber.{name}" for name in _SCRUBBER.split()},
+)

@@ -15,7 +15,15 @@ from contextlib import suppress
 from typing import Any
 
 from ..errors import JobError
-from .batches import ApiError, BatchRunner, BatchStore, FileStore, NewFile, check_expiry, disk_error
+from batchlab.work.batches import (
+    ApiError,
+    BatchRunner,
+    BatchStore,
+    FileStore,
+    NewFile,
+    check_expiry,
+    disk_error,
+)
 from .lines import json_object
 from .openai import BadRequest
 
@@ -26,95 +34,135 @@ try:
     from python_multipart.exceptions import FormParserError
     from python_multipart.multipart import MultipartParser, parse_options_header
     from starlette.requests import ClientDisconnect
-except ImportError as e: raise JobError(f"the server needs {e.name}: pip install 'batchlab[server]'") from e
+except ImportError as e:
+    raise JobError(f"the server needs {e.name}: pip install 'batchlab[server]'") from e
 
 # %% ../../nbs/42_batches.ipynb #b25453a6
-def too_large(most: int) -> ApiError: return ApiError(f'larger than {most:,} bytes: make several of it', 413, 'too_large', 'file')
+def too_large(most: int) -> ApiError:
+    return ApiError(f"larger than {most:,} bytes: make several of it", 413, "too_large", "file")
+
 
 class Upload:
     "A form with a file, of a request with header `content_type`, that comes in chunks. The file, of at most `most` bytes, goes to `new`."
+
     def __init__(self, new: NewFile, content_type: str, most: int) -> None:
         self.new, self.most = new, most
-        self.fields: dict[str, bytes] = {}                                # of the form, and the name of the file
-        self.name, self.header, self.whole = '', [b'', b''], False
+        self.fields: dict[str, bytes] = {}  # of the form, and the name of the file
+        self.name, self.header, self.whole = "", [b"", b""], False
         kind, options = parse_options_header(content_type)
-        if kind != b'multipart/form-data' or not options.get(b'boundary'):
-            raise ApiError('expected a form (multipart/form-data) with the fields file and purpose')
-        names = 'part_begin part_data header_field header_value header_end end'.split()
-        calls: Any = {f'on_{k}': getattr(self, f'_{k}') for k in names}
-        self.parser = MultipartParser(options[b'boundary'], calls)
+        if kind != b"multipart/form-data" or not options.get(b"boundary"):
+            raise ApiError("expected a form (multipart/form-data) with the fields file and purpose")
+        names = "part_begin part_data header_field header_value header_end end".split()
+        calls: Any = {f"on_{k}": getattr(self, f"_{k}") for k in names}
+        self.parser = MultipartParser(options[b"boundary"], calls)
 
-    def _part_begin(self) -> None: self.name, self.header = '', [b'', b'']
-    def _header_field(self, data: bytes, start: int, end: int) -> None: self.header[0] += data[start:end]
-    def _header_value(self, data: bytes, start: int, end: int) -> None: self.header[1] += data[start:end]
-    def _end(self) -> None: self.whole = True
+    def _part_begin(self) -> None:
+        self.name, self.header = "", [b"", b""]
+
+    def _header_field(self, data: bytes, start: int, end: int) -> None:
+        self.header[0] += data[start:end]
+
+    def _header_value(self, data: bytes, start: int, end: int) -> None:
+        self.header[1] += data[start:end]
+
+    def _end(self) -> None:
+        self.whole = True
 
     def _header_end(self) -> None:
-        (key, value), self.header = self.header, [b'', b'']
-        if key.lower() != b'content-disposition': return
+        (key, value), self.header = self.header, [b"", b""]
+        if key.lower() != b"content-disposition":
+            return
         options = parse_options_header(value)[1]
-        self.name = options.get(b'name', b'').decode(errors='replace')
-        if self.name in self.fields: raise ApiError(f'the field {self.name!r:.40} comes twice', param=self.name[:40])
-        self.fields[self.name] = options.get(b'filename', b'') if self.name == 'file' else b''
+        self.name = options.get(b"name", b"").decode(errors="replace")
+        if self.name in self.fields:
+            raise ApiError(f"the field {self.name!r:.40} comes twice", param=self.name[:40])
+        self.fields[self.name] = options.get(b"filename", b"") if self.name == "file" else b""
 
     def _part_data(self, data: bytes, start: int, end: int) -> None:
-        if self.name == 'file':
-            if self.new.size + end - start > self.most: raise too_large(self.most)
+        if self.name == "file":
+            if self.new.size + end - start > self.most:
+                raise too_large(self.most)
             self.new.write(data[start:end])
         elif self.name:
             self.fields[self.name] += data[start:end]
-            if len(self.fields[self.name]) > 4096: raise ApiError(f'the field {self.name!r:.40} is too long', param=self.name[:40])
+            if len(self.fields[self.name]) > 4096:
+                raise ApiError(f"the field {self.name!r:.40} is too long", param=self.name[:40])
 
     def feed(self, chunk: bytes) -> None:
         "Take the next bytes. Raises `ApiError`, `OSError`."
-        try: self.parser.write(chunk)
-        except FormParserError as e: raise ApiError(f'the form can not be read ({e})') from None
+        try:
+            self.parser.write(chunk)
+        except FormParserError as e:
+            raise ApiError(f"the form can not be read ({e})") from None
 
     def finish(self) -> dict[str, Any]:
         "All has come: the file object. Raises `ApiError`, `OSError`."
-        if not self.whole: raise ApiError('the form breaks off: send all of it')
-        text = {k: v.decode(errors='replace') for k, v in self.fields.items()}
-        if 'file' not in text: raise ApiError('the form has no file', param='file')
-        if (purpose := text.get('purpose')) != 'batch': raise ApiError(f"purpose must be 'batch', got {purpose!r:.40}", param='purpose')
-        expiry = {k: text[f'expires_after[{k}]'] for k in ('anchor', 'seconds') if f'expires_after[{k}]' in text} or None
-        return self.new.keep(text['file'] or 'upload', purpose, check_expiry(expiry, 'expires_after'))
+        if not self.whole:
+            raise ApiError("the form breaks off: send all of it")
+        text = {k: v.decode(errors="replace") for k, v in self.fields.items()}
+        if "file" not in text:
+            raise ApiError("the form has no file", param="file")
+        if (purpose := text.get("purpose")) != "batch":
+            raise ApiError(f"purpose must be 'batch', got {purpose!r:.40}", param="purpose")
+        expiry = {
+            k: text[f"expires_after[{k}]"]
+            for k in ("anchor", "seconds")
+            if f"expires_after[{k}]" in text
+        } or None
+        return self.new.keep(
+            text["file"] or "upload", purpose, check_expiry(expiry, "expires_after")
+        )
 
 # %% ../../nbs/42_batches.ipynb #b253db31
 def page_of(query: Any, most: int, default: int) -> dict[str, Any]:
     "What `query` says of a page: where it begins, and how many objects it has, `most` at most. Raises `ApiError`."
-    given = query.get('limit', str(default))
+    given = query.get("limit", str(default))
     limit = int(given) if given.isdecimal() and len(given) < 9 else 0
-    if not 1 <= limit <= most: raise ApiError(f'limit must be a whole number from 1 to {most:,}, got {given!r:.40}', param='limit')
-    return dict(after=query.get('after'), limit=limit)
+    if not 1 <= limit <= most:
+        raise ApiError(
+            f"limit must be a whole number from 1 to {most:,}, got {given!r:.40}", param="limit"
+        )
+    return dict(after=query.get("after"), limit=limit)
+
 
 async def body_of(request: Request) -> dict[str, Any]:
     "The JSON object that `request` brings. Raises `BadRequest`."
-    raw = b''
+    raw = b""
     async for chunk in request.stream():
         raw += chunk
-        if len(raw) > 2**20: raise too_large(2**20)
+        if len(raw) > 2**20:
+            raise too_large(2**20)
     d = json_object(raw)
-    try: json.dumps(d, ensure_ascii=False).encode()
-    except UnicodeEncodeError: raise ApiError('the body is not valid Unicode') from None
+    try:
+        json.dumps(d, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ApiError("the body is not valid Unicode") from None
     return d
+
 
 async def drain(request: Request, most: int = 2**26) -> None:
     "Read what a client still sends, up to `most` bytes: most clients hear an answer only when they have sent all."
-    with suppress(RuntimeError):                                      # all of it has been read
+    with suppress(RuntimeError):  # all of it has been read
         async for chunk in request.stream():
-            if (most := most - len(chunk)) < 0: return
+            if (most := most - len(chunk)) < 0:
+                return
+
 
 class FileRoutes:
     "The endpoints under /v1/files, for the files of a store. `max_file_bytes`: of an upload."
-    def __init__(self, files: FileStore, max_file_bytes: int) -> None: self.files, self.most = files, max_file_bytes
+
+    def __init__(self, files: FileStore, max_file_bytes: int) -> None:
+        self.files, self.most = files, max_file_bytes
 
     async def create(self, request: Request) -> Any:
         with await run_in_threadpool(self.files.new) as new:
             try:
-                size = request.headers.get('content-length', '0')
-                upload = Upload(new, request.headers.get('content-type', ''), self.most)
-                if size.isdecimal() and int(size[:15]) > self.most + 2**20: raise too_large(self.most)
-                async for chunk in request.stream(): await run_in_threadpool(upload.feed, chunk)
+                size = request.headers.get("content-length", "0")
+                upload = Upload(new, request.headers.get("content-type", ""), self.most)
+                if size.isdecimal() and int(size[:15]) > self.most + 2**20:
+                    raise too_large(self.most)
+                async for chunk in request.stream():
+                    await run_in_threadpool(upload.feed, chunk)
                 return await run_in_threadpool(upload.finish)
             except (ApiError, OSError):
                 await drain(request)
@@ -122,54 +170,101 @@ class FileRoutes:
 
     async def list(self, request: Request) -> Any:
         q = request.query_params
-        return await run_in_threadpool(lambda: self.files.page(**page_of(q, 10_000, 10_000), order=q.get('order', 'desc'), purpose=q.get('purpose')))
+        return await run_in_threadpool(
+            lambda: self.files.page(
+                **page_of(q, 10_000, 10_000), order=q.get("order", "desc"), purpose=q.get("purpose")
+            )
+        )
 
-    async def get(self, request: Request) -> Any: return await run_in_threadpool(self.files.get, request.path_params['file_id'])
-    async def delete(self, request: Request) -> Any: return await run_in_threadpool(self.files.delete, request.path_params['file_id'])
+    async def get(self, request: Request) -> Any:
+        return await run_in_threadpool(self.files.get, request.path_params["file_id"])
+
+    async def delete(self, request: Request) -> Any:
+        return await run_in_threadpool(self.files.delete, request.path_params["file_id"])
 
     async def content(self, request: Request) -> Any:
-        f = await run_in_threadpool(self.files.open, request.path_params['file_id'])
+        f = await run_in_threadpool(self.files.open, request.path_params["file_id"])
+
         def parts() -> Iterator[bytes]:
             with f:
-                while part := f.read(2**18): yield part
-        return StreamingResponse(parts(), media_type='application/octet-stream', headers={'content-length': str(os.fstat(f.fileno()).st_size)})
+                while part := f.read(2**18):
+                    yield part
+
+        return StreamingResponse(
+            parts(),
+            media_type="application/octet-stream",
+            headers={"content-length": str(os.fstat(f.fileno()).st_size)},
+        )
+
 
 class BatchRoutes:
     "The endpoints under /v1/batches, for the batches of `runner`."
-    def __init__(self, runner: BatchRunner) -> None: self.runner = runner
 
-    async def create(self, request: Request) -> Any: return await run_in_threadpool(self.runner.create, await body_of(request))
-    async def cancel(self, request: Request) -> Any: return await run_in_threadpool(self.runner.cancel, request.path_params['batch_id'])
+    def __init__(self, runner: BatchRunner) -> None:
+        self.runner = runner
+
+    async def create(self, request: Request) -> Any:
+        return await run_in_threadpool(self.runner.create, await body_of(request))
+
+    async def cancel(self, request: Request) -> Any:
+        return await run_in_threadpool(self.runner.cancel, request.path_params["batch_id"])
+
     async def get(self, request: Request) -> Any:
-        return await run_in_threadpool(lambda: self.runner.show(self.runner.store.get(request.path_params['batch_id'])))
+        return await run_in_threadpool(
+            lambda: self.runner.show(self.runner.store.get(request.path_params["batch_id"]))
+        )
 
     async def list(self, request: Request) -> Any:
-        page = await run_in_threadpool(lambda: self.runner.store.table.page('batch', **page_of(request.query_params, 100, 20)))
-        return page | dict(data=[*map(self.runner.show, page['data'])])
+        page = await run_in_threadpool(
+            lambda: self.runner.store.table.page("batch", **page_of(request.query_params, 100, 20))
+        )
+        return page | dict(data=[*map(self.runner.show, page["data"])])
 
 # %% ../../nbs/42_batches.ipynb #b253db33
 def answered(act: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
     "`act`, whose errors are answers."
+
     async def endpoint(request: Request) -> Response:
-        try: answer = await act(request)
-        except ApiError as e: error = e
-        except BadRequest as e: error = ApiError(str(e), code=e.code)
-        except (OSError, sqlite3.Error) as e: error = disk_error(e)
-        except ClientDisconnect: return Response(status_code=400)
-        else: return answer if isinstance(answer, Response) else JSONResponse(answer)
-        return JSONResponse(error.body, error.status, {'x-should-retry': 'false'} if error.status == 409 else None)      # OpenAI's client would
+        try:
+            answer = await act(request)
+        except ApiError as e:
+            error = e
+        except BadRequest as e:
+            error = ApiError(str(e), code=e.code)
+        except (OSError, sqlite3.Error) as e:
+            error = disk_error(e)
+        except ClientDisconnect:
+            return Response(status_code=400)
+        else:
+            return answer if isinstance(answer, Response) else JSONResponse(answer)
+        return JSONResponse(
+            error.body, error.status, {"x-should-retry": "false"} if error.status == 409 else None
+        )  # OpenAI's client would
+
     return endpoint
 
 # %% ../../nbs/42_batches.ipynb #b253db34
-def batch_router(store: BatchStore, runner: BatchRunner, max_file_bytes: int = 512 * 2**20) -> APIRouter:
+def batch_router(
+    store: BatchStore, runner: BatchRunner, max_file_bytes: int = 512 * 2**20
+) -> APIRouter:
     """The endpoints /v1/files and /v1/batches for a FastAPI application. `max_file_bytes`: of an upload.
 
     What fails is answered with the API's error object."""
-    router, files, batches = APIRouter(), FileRoutes(store.files, max_file_bytes), BatchRoutes(runner)
+    router, files, batches = (
+        APIRouter(),
+        FileRoutes(store.files, max_file_bytes),
+        BatchRoutes(runner),
+    )
     for method, path, act in [
-            ('POST', '/v1/files', files.create), ('GET', '/v1/files', files.list), ('GET', '/v1/files/{file_id}', files.get),
-            ('DELETE', '/v1/files/{file_id}', files.delete), ('GET', '/v1/files/{file_id}/content', files.content),
-            ('POST', '/v1/batches', batches.create), ('GET', '/v1/batches', batches.list), ('GET', '/v1/batches/{batch_id}', batches.get),
-            ('POST', '/v1/batches/{batch_id}/cancel', batches.cancel)]:
+        ("POST", "/v1/files", files.create),
+        ("GET", "/v1/files", files.list),
+        ("GET", "/v1/files/{file_id}", files.get),
+        ("DELETE", "/v1/files/{file_id}", files.delete),
+        ("GET", "/v1/files/{file_id}/content", files.content),
+        ("POST", "/v1/batches", batches.create),
+        ("GET", "/v1/batches", batches.list),
+        ("GET", "/v1/batches/{batch_id}", batches.get),
+        ("POST", "/v1/batches/{batch_id}/cancel", batches.cancel),
+    ]:
         router.add_api_route(path, answered(act), methods=[method], response_model=None)
     return router

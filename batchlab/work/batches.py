@@ -23,10 +23,10 @@ from .lines import JobLine, ParamsCache, failure_of, json_object
 from .openai import URLS, BadRequest, endpoint_of, error_body
 from .runner import Admitted, LineRunner, ModelNames, name_of
 
-if TYPE_CHECKING:      # looking at files needs no torch
+if TYPE_CHECKING:  # looking at files needs no torch
     from batchlab.llm import LLM
 
-log = logging.getLogger('batchlab')
+log = logging.getLogger("batchlab")
 
 # %% auto #0
 __all__ = ['log', 'ENDED', 'WINDOWS', 'ApiError', 'disk_error', 'NewFile', 'FileStore', 'check_metadata', 'check_expiry',
@@ -35,55 +35,113 @@ __all__ = ['log', 'ENDED', 'WINDOWS', 'ApiError', 'disk_error', 'NewFile', 'File
 # %% ../../nbs/42_batches.ipynb #b22e028b
 class ApiError(BadRequest):
     "What a client did wrong, or the server could not do. `status`: of HTTP; `code`, `param`: of the API's error object."
-    def __init__(self, message: str, status: int = 400, code: str = 'invalid_request', param: str | None = None) -> None:
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        code: str = "invalid_request",
+        param: str | None = None,
+    ) -> None:
         super().__init__(message, code)
         self.status, self.param = status, param
 
     @property
     def body(self) -> dict[str, Any]:
         "The API's error object, for JSON."
-        error = error_body(str(self), self.code, self.param)[1]['error']
-        return dict(error=error | (dict(type='server_error') if self.status >= 500 else {}))
+        error = error_body(str(self), self.code, self.param)[1]["error"]
+        return dict(error=error | (dict(type="server_error") if self.status >= 500 else {}))
+
 
 def disk_error(e: OSError | sqlite3.Error) -> ApiError:
     "What `e`, that came while the server wrote, is to a client: 507 if the disk is full, else 503."
-    full = getattr(e, 'errno', None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or 'full' in str(e)
-    if full: return ApiError('the disk of the server is full: make room there, and try again', 507, 'disk_full')
-    log.error('the server can not use its folder', exc_info=e)
-    return ApiError(f'the server can not use its folder now ({type(e).__name__}): try again later', 503, 'unavailable')
+    full = getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "full" in str(
+        e
+    )
+    if full:
+        return ApiError(
+            "the disk of the server is full: make room there, and try again", 507, "disk_full"
+        )
+    log.error("the server can not use its folder", exc_info=e)
+    return ApiError(
+        f"the server can not use its folder now ({type(e).__name__}): try again later",
+        503,
+        "unavailable",
+    )
 
 # %% ../../nbs/42_batches.ipynb #b2ac3664
-MADE = re.compile(r'(file-[0-9a-f]{24})\.jsonl(|\.part|\.gone|\.new|\.batchlab\.new|\.batchlab)')      # the names that a server gives in `files`
+MADE = re.compile(
+    r"(file-[0-9a-f]{24})\.jsonl(|\.part|\.gone|\.new|\.batchlab\.new|\.batchlab)"
+)  # the names that a server gives in `files`
+
 
 def check_folder(path: Path) -> None:
     "Raise `JobError` if no server has used folder `path` and something is in it. Hidden files and what a table's copies are called don't count."
-    table, files = path/'state.sqlite', path/'files'
-    if not path.is_dir() or table.is_file() and table.stat().st_size: return
-    own = lambda p: p.name in ('files', 'lost', 'lost+found') or p.name.startswith(('state.sqlite', '.')) or p.name == 'lock' and not p.stat().st_size
+    table, files = path / "state.sqlite", path / "files"
+    if not path.is_dir() or table.is_file() and table.stat().st_size:
+        return
+    own = lambda p: (
+        p.name in ("files", "lost", "lost+found")
+        or p.name.startswith(("state.sqlite", "."))
+        or p.name == "lock"
+        and not p.stat().st_size
+    )
     others = [p.name for p in path.iterdir() if not own(p)]
-    if files.is_dir(): others += [f'files/{p.name}' for p in files.iterdir() if not (MADE.fullmatch(p.name) or p.name.startswith('.'))]
-    if not others: return
-    named = ', '.join(sorted(others)[:3]) + (f' and {len(others) - 3:,} more' if len(others) > 3 else '')
-    raise JobError(f'{path} is in use for other things ({named:.200}): give a folder that is empty or not there yet, or one that a server had')
+    if files.is_dir():
+        others += [
+            f"files/{p.name}"
+            for p in files.iterdir()
+            if not (MADE.fullmatch(p.name) or p.name.startswith("."))
+        ]
+    if not others:
+        return
+    named = ", ".join(sorted(others)[:3]) + (
+        f" and {len(others) - 3:,} more" if len(others) > 3 else ""
+    )
+    raise JobError(
+        f"{path} is in use for other things ({named:.200}): give a folder that is empty or not there yet, or one that a server had"
+    )
 
 # %% ../../nbs/42_batches.ipynb #b2ac3665
-NEEDED = dict(file={'id', 'bytes', 'created_at', 'filename', 'purpose'},
-              batch={'id', 'status', 'created_at', 'expires_at', 'endpoint', 'input_file_id', 'request_counts'})
+NEEDED = dict(
+    file={"id", "bytes", "created_at", "filename", "purpose"},
+    batch={
+        "id",
+        "status",
+        "created_at",
+        "expires_at",
+        "endpoint",
+        "input_file_id",
+        "request_counts",
+    },
+)
+
 
 def check_table(db: sqlite3.Connection) -> bool:
     "Whether `db` has objects in it yet. Raises `sqlite3.DatabaseError` if something in it can't be read, `JobError` if it is another program's."
-    names = {name for name, in db.execute("select name from sqlite_master where type='table'")}
-    if names and 'objects' not in names: raise JobError(f'its state.sqlite is that of another program (with tables {min(names)!r:.40}): give another folder')
-    [(found,), *_] = db.execute('pragma integrity_check(1)')
-    if found != 'ok': raise sqlite3.DatabaseError(' '.join(found.split())[:100])
-    if not names: return False
-    for id, kind, object, own in db.execute('select id, kind, object, own from objects'):
+    names = {name for (name,) in db.execute("select name from sqlite_master where type='table'")}
+    if names and "objects" not in names:
+        raise JobError(
+            f"its state.sqlite is that of another program (with tables {min(names)!r:.40}): give another folder"
+        )
+    [(found,), *_] = db.execute("pragma integrity_check(1)")
+    if found != "ok":
+        raise sqlite3.DatabaseError(" ".join(found.split())[:100])
+    if not names:
+        return False
+    for id, kind, object, own in db.execute("select id, kind, object, own from objects"):
         try:
             whole, more = json.loads(object), json.loads(own)
-            good = whole['id'] == id and whole.keys() >= NEEDED[kind] and (kind == 'file' or more.keys() >= {'output', 'error', 'expires'})
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError): good = False
-        if not good: raise sqlite3.DatabaseError(f'the object {id!r:.40} can not be read')
-    return bool(db.execute('select 1 from objects limit 1').fetchone())
+            good = (
+                whole["id"] == id
+                and whole.keys() >= NEEDED[kind]
+                and (kind == "file" or more.keys() >= {"output", "error", "expires"})
+            )
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            good = False
+        if not good:
+            raise sqlite3.DatabaseError(f"the object {id!r:.40} can not be read")
+    return bool(db.execute("select 1 from objects limit 1").fetchone())
 
 # %% ../../nbs/42_batches.ipynb #b2ac3667
 class ObjectTable:
@@ -91,32 +149,47 @@ class ObjectTable:
 
     `clock`: gives the time in seconds since 1970. From any thread; who only reads waits for no change. `new`: there was no table yet. Raises
     `JobError` if another server has the folder, if it is in use for other things, or if the table is damaged."""
+
     def __init__(self, path: str | Path, clock: Callable[[], float] = time.time) -> None:
         self.path, self.clock, self.mutex = Path(path), clock, threading.RLock()
-        self.reading, self.changing = threading.Lock(), 0                 # the thread that makes a change
-        self.held = FileLock(self.path/'lock', timeout=0, thread_local=False)
-        try: self._open()
+        self.reading, self.changing = threading.Lock(), 0  # the thread that makes a change
+        self.held = FileLock(self.path / "lock", timeout=0, thread_local=False)
+        try:
+            self._open()
         except BaseException as e:
             self.held.release(force=True)
-            if isinstance(e, Timeout): raise JobError(f'another server uses {path}: stop that one, or give this one another folder') from None
-            if isinstance(e, sqlite3.OperationalError): raise JobError(f"can't keep files and batches in {path} ({e})") from e
+            if isinstance(e, Timeout):
+                raise JobError(
+                    f"another server uses {path}: stop that one, or give this one another folder"
+                ) from None
+            if isinstance(e, sqlite3.OperationalError):
+                raise JobError(f"can't keep files and batches in {path} ({e})") from e
             if isinstance(e, (sqlite3.DatabaseError, UnicodeError)):
-                raise JobError(f'{self.path/"state.sqlite"} is damaged ({e}): put back a copy of it, or move it away to begin without; '
-                               f'the files in {self.path/"files"} stay') from e
-            if isinstance(e, OSError): raise JobError(f"can't keep files and batches in {path} ({e.strerror or e})") from e
+                raise JobError(
+                    f"{self.path / 'state.sqlite'} is damaged ({e}): put back a copy of it, or move it away to begin without; "
+                    f"the files in {self.path / 'files'} stay"
+                ) from e
+            if isinstance(e, OSError):
+                raise JobError(f"can't keep files and batches in {path} ({e.strerror or e})") from e
             raise
 
     def _open(self) -> None:
         check_folder(self.path)
-        (self.path/'files').mkdir(parents=True, exist_ok=True)
+        (self.path / "files").mkdir(parents=True, exist_ok=True)
         self.held.acquire()
-        self.db, self.reader = (sqlite3.connect(self.path/'state.sqlite', check_same_thread=False, isolation_level=None) for _ in range(2))
+        self.db, self.reader = (
+            sqlite3.connect(
+                self.path / "state.sqlite", check_same_thread=False, isolation_level=None
+            )
+            for _ in range(2)
+        )
         self.new = not check_table(self.db)
         self.db.executescript("""pragma journal_mode=wal; pragma synchronous=full;
             create table if not exists objects(number integer primary key autoincrement, id text unique, kind text, expires integer,
                 ended integer, object text, own text);""")
 
-    def now(self) -> int: return int(self.clock())
+    def now(self) -> int:
+        return int(self.clock())
 
     def close(self) -> None:
         "Let another server have the folder."
@@ -128,183 +201,324 @@ class ObjectTable:
     @contextmanager
     def change(self, wait: bool = True) -> Iterator[sqlite3.Connection]:
         "All changes inside are made, or none is. `wait`: for other changes, 5 seconds for one of another process. Raises `sqlite3.Error`."
-        if not self.mutex.acquire(blocking=wait): raise sqlite3.OperationalError('another change is being made')
+        if not self.mutex.acquire(blocking=wait):
+            raise sqlite3.OperationalError("another change is being made")
         try:
-            self.db.execute(f'pragma busy_timeout={5000 * wait}')
-            self.db.execute('begin immediate')
+            self.db.execute(f"pragma busy_timeout={5000 * wait}")
+            self.db.execute("begin immediate")
             self.changing = threading.get_ident()
             try:
                 yield self.db
-                self.db.execute('commit')
+                self.db.execute("commit")
             except BaseException:
-                with suppress(sqlite3.Error): self.db.execute('rollback')
+                with suppress(sqlite3.Error):
+                    self.db.execute("rollback")
                 raise
-            finally: self.changing = 0
-        finally: self.mutex.release()
+            finally:
+                self.changing = 0
+        finally:
+            self.mutex.release()
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         "What `sql` selects; inside `change` of what that has changed."
-        if self.changing == threading.get_ident(): return self.db.execute(sql, values).fetchall()
-        with self.reading: return self.reader.execute(sql, values).fetchall()
+        if self.changing == threading.get_ident():
+            return self.db.execute(sql, values).fetchall()
+        with self.reading:
+            return self.reader.execute(sql, values).fetchall()
 
-    def put(self, object: dict[str, Any], ended: bool = True, own: dict[str, Any] | None = None) -> None:
+    def put(
+        self, object: dict[str, Any], ended: bool = True, own: dict[str, Any] | None = None
+    ) -> None:
         "Enter `object`, new or changed; inside `change`. `own`: None leaves what there is."
-        row = object['object'], object.get('expires_at') if object['object'] == 'file' else None, ended, json.dumps(object)
-        new = self.db.execute('insert or ignore into objects(id, own) values (?, ?)', (object['id'], '{}'))
-        self.db.execute('update objects set kind=?, expires=?, ended=?, object=? where id=?', (*row, object['id']))
-        if own is not None or new.rowcount: self.db.execute('update objects set own=? where id=?', (json.dumps(own or {}), object['id']))
+        row = (
+            object["object"],
+            object.get("expires_at") if object["object"] == "file" else None,
+            ended,
+            json.dumps(object),
+        )
+        new = self.db.execute(
+            "insert or ignore into objects(id, own) values (?, ?)", (object["id"], "{}")
+        )
+        self.db.execute(
+            "update objects set kind=?, expires=?, ended=?, object=? where id=?",
+            (*row, object["id"]),
+        )
+        if own is not None or new.rowcount:
+            self.db.execute(
+                "update objects set own=? where id=?", (json.dumps(own or {}), object["id"])
+            )
 
     def find(self, kind: str, id: str) -> tuple[dict[str, Any], dict[str, Any]]:
         "The object, and what belongs to it. Raises `ApiError`."
-        for object, own in self.rows('select object, own from objects where kind=? and id=?', kind, id): return json.loads(object), json.loads(own)
-        raise ApiError(f'no {kind} {id!r:.80}', 404, 'not_found', f'{kind}_id')
+        for object, own in self.rows(
+            "select object, own from objects where kind=? and id=?", kind, id
+        ):
+            return json.loads(object), json.loads(own)
+        raise ApiError(f"no {kind} {id!r:.80}", 404, "not_found", f"{kind}_id")
 
-    def page(self, kind: str, after: str | None = None, limit: int = 20, order: str = 'desc', purpose: str | None = None) -> dict[str, Any]:
+    def page(
+        self,
+        kind: str,
+        after: str | None = None,
+        limit: int = 20,
+        order: str = "desc",
+        purpose: str | None = None,
+    ) -> dict[str, Any]:
         "`limit` objects of `kind` behind that with the id `after`, as the API lists them. Raises `ApiError`."
-        if order not in ('asc', 'desc'): raise ApiError(f"order must be 'asc' or 'desc', got {order!r:.40}", param='order')
-        start = self.rows('select number from objects where kind=? and id=?', kind, after)
-        if after is not None and not start: raise ApiError(f'after must be the id of a {kind}, got {after!r:.80}', param='after')
-        where = ["kind=?", *(['number' + '<>'[order == 'asc'] + '?'] if start else []), *(["json_extract(object, '$.purpose')=?"] if purpose else [])]
+        if order not in ("asc", "desc"):
+            raise ApiError(f"order must be 'asc' or 'desc', got {order!r:.40}", param="order")
+        start = self.rows("select number from objects where kind=? and id=?", kind, after)
+        if after is not None and not start:
+            raise ApiError(f"after must be the id of a {kind}, got {after!r:.80}", param="after")
+        where = [
+            "kind=?",
+            *(["number" + "<>"[order == "asc"] + "?"] if start else []),
+            *(["json_extract(object, '$.purpose')=?"] if purpose else []),
+        ]
         values = [kind, *(start[0] if start else ()), *([purpose] if purpose else [])]
-        found = self.rows(f"select object from objects where {' and '.join(where)} order by number {order} limit ?", *values, limit + 1)
-        data = [json.loads(object) for object, in found[:limit]]
-        return dict(object='list', data=data, first_id=data[0]['id'] if data else '', last_id=data[-1]['id'] if data else '', has_more=len(found) > limit)
+        found = self.rows(
+            f"select object from objects where {' and '.join(where)} order by number {order} limit ?",
+            *values,
+            limit + 1,
+        )
+        data = [json.loads(object) for (object,) in found[:limit]]
+        return dict(
+            object="list",
+            data=data,
+            first_id=data[0]["id"] if data else "",
+            last_id=data[-1]["id"] if data else "",
+            has_more=len(found) > limit,
+        )
 
 # %% ../../nbs/42_batches.ipynb #b238f46f
 class NewFile:
     "A file on its way into `store`: `write` its parts, then `keep` it; what is not kept is dropped at the end of the `with`."
+
     def __init__(self, store: FileStore, id: str) -> None:
         self.store, self.id, self.size, self.kept = store, id, 0, False
-        self.f: BinaryIO = open(self.part, 'xb')
+        self.f: BinaryIO = open(self.part, "xb")
 
     @property
     def part(self) -> Path:
         "What its bytes are called until it is kept."
-        return self.store.path(self.id, '.part')
+        return self.store.path(self.id, ".part")
 
     def write(self, data: bytes) -> None:
         self.size += len(data)
         self.f.write(data)
 
-    def keep(self, filename: str, purpose: str = 'batch', expires_after: int | None = None) -> dict[str, Any]:
+    def keep(
+        self, filename: str, purpose: str = "batch", expires_after: int | None = None
+    ) -> dict[str, Any]:
         "All is there: the file object. `expires_after`: in seconds."
         self.f.flush()
         os.fsync(self.f.fileno())
         self.f.close()
         with self.store.table.change():
             object = self.store.enter(self.id, filename, purpose, self.size, expires_after)
-            os.replace(self.part, self.store.path(self.id))               # before the object is there for good: what is listed has its bytes
+            os.replace(
+                self.part, self.store.path(self.id)
+            )  # before the object is there for good: what is listed has its bytes
         self.kept = True
         return object
 
-    def __enter__(self) -> Self: return self
+    def __enter__(self) -> Self:
+        return self
+
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError): self.f.close()
+        with suppress(OSError):
+            self.f.close()
         if not self.kept:
-            for path in (self.part, self.store.path(self.id)): path.unlink(missing_ok=True)
+            for path in (self.part, self.store.path(self.id)):
+                path.unlink(missing_ok=True)
 
 # %% ../../nbs/42_batches.ipynb #b238f471
 class FileStore:
     "Files in `table`, and their bytes in a folder beside it."
-    def __init__(self, table: ObjectTable) -> None: self.table = table
 
-    def path(self, id: str, state: str = '') -> Path:
+    def __init__(self, table: ObjectTable) -> None:
+        self.table = table
+
+    def path(self, id: str, state: str = "") -> Path:
         "Where the bytes of file `id`, made by us, lie. `state`: '.part' while they come, '.gone' while they are removed."
-        return self.table.path/'files'/f'{id}.jsonl{state}'
+        return self.table.path / "files" / f"{id}.jsonl{state}"
 
-    def new(self) -> NewFile: return NewFile(self, f'file-{uuid.uuid4().hex[:24]}')
+    def new(self) -> NewFile:
+        return NewFile(self, f"file-{uuid.uuid4().hex[:24]}")
 
-    def create(self, filename: str, data: bytes | Iterable[bytes], purpose: str = 'batch', expires_after: int | None = None) -> dict[str, Any]:
+    def create(
+        self,
+        filename: str,
+        data: bytes | Iterable[bytes],
+        purpose: str = "batch",
+        expires_after: int | None = None,
+    ) -> dict[str, Any]:
         "Keep `data`, all of it or its parts: the file object. Raises `OSError`."
         with self.new() as f:
-            for part in [data] if isinstance(data, bytes) else data: f.write(part)
+            for part in [data] if isinstance(data, bytes) else data:
+                f.write(part)
             return f.keep(filename, purpose, expires_after)
 
-    def enter(self, id: str, filename: str, purpose: str, size: int, expires_after: int | None = None) -> dict[str, Any]:
+    def enter(
+        self, id: str, filename: str, purpose: str, size: int, expires_after: int | None = None
+    ) -> dict[str, Any]:
         "Make the file object; inside `change`. A name that is no text in UTF-8 loses what is not."
-        now, filename = self.table.now(), filename.encode(errors='replace').decode()
+        now, filename = self.table.now(), filename.encode(errors="replace").decode()
         expires = {} if expires_after is None else dict(expires_at=now + expires_after)
-        object = dict(id=id, object='file', bytes=size, created_at=now, filename=filename, purpose=purpose, status='processed', **expires)
+        object = dict(
+            id=id,
+            object="file",
+            bytes=size,
+            created_at=now,
+            filename=filename,
+            purpose=purpose,
+            status="processed",
+            **expires,
+        )
         self.table.put(object)
         return object
 
     def in_use(self, id: str) -> str | None:
         "The id of an unfinished batch that reads file `id`, or None."
         sql = "select id from objects where kind='batch' and not ended and json_extract(object, '$.input_file_id')=?"
-        return next((batch for batch, in self.table.rows(sql, id)), None)
+        return next((batch for (batch,) in self.table.rows(sql, id)), None)
 
     def sweep(self) -> None:
         "Remove files whose end has come; later, while others make changes."
-        for id, in self.table.rows("select id from objects where kind='file' and expires<=?", self.table.now()):
+        for (id,) in self.table.rows(
+            "select id from objects where kind='file' and expires<=?", self.table.now()
+        ):
             with suppress(sqlite3.OperationalError):
-                if not self.in_use(id): self._remove(id, wait=False)
+                if not self.in_use(id):
+                    self._remove(id, wait=False)
 
     def _remove(self, id: str, wait: bool = True) -> None:
-        path, gone = self.path(id), self.path(id, '.gone')
+        path, gone = self.path(id), self.path(id, ".gone")
         try:
             with self.table.change(wait) as db:
-                db.execute('delete from objects where id=?', (id,))
-                with suppress(FileNotFoundError): os.replace(path, gone)
+                db.execute("delete from objects where id=?", (id,))
+                with suppress(FileNotFoundError):
+                    os.replace(path, gone)
         except BaseException:
-            with suppress(OSError): os.replace(gone, path)
+            with suppress(OSError):
+                os.replace(gone, path)
             raise
-        gone.unlink(missing_ok=True)                                      # only now: what is listed is there
+        gone.unlink(missing_ok=True)  # only now: what is listed is there
 
     def get(self, id: str) -> dict[str, Any]:
         "The file object. Raises `ApiError`."
         self.sweep()
-        return self.table.find('file', id)[0]
+        return self.table.find("file", id)[0]
 
     def open(self, id: str) -> BinaryIO:
         "The bytes of file `id`, to be read. Raises `ApiError`."
         self.get(id)
-        try: return open(self.path(id), 'rb')
-        except FileNotFoundError: raise ApiError(f'the bytes of file {id} are gone', 404, 'not_found', 'file_id') from None
+        try:
+            return open(self.path(id), "rb")
+        except FileNotFoundError:
+            raise ApiError(
+                f"the bytes of file {id} are gone", 404, "not_found", "file_id"
+            ) from None
 
     def delete(self, id: str) -> dict[str, Any]:
         "Remove file `id`: what the API answers. Raises `ApiError`, also while a batch reads it."
         with self.table.mutex:
             self.get(id)
-            if batch := self.in_use(id): raise ApiError(f'{batch} reads {id}: cancel it, or wait for its end', 409, 'file_in_use', 'file_id')
+            if batch := self.in_use(id):
+                raise ApiError(
+                    f"{batch} reads {id}: cancel it, or wait for its end",
+                    409,
+                    "file_in_use",
+                    "file_id",
+                )
             self._remove(id)
-        return dict(id=id, object='file', deleted=True)
+        return dict(id=id, object="file", deleted=True)
 
-    def page(self, after: str | None = None, limit: int = 10_000, order: str = 'desc', purpose: str | None = None) -> dict[str, Any]:
+    def page(
+        self,
+        after: str | None = None,
+        limit: int = 10_000,
+        order: str = "desc",
+        purpose: str | None = None,
+    ) -> dict[str, Any]:
         "A page of files, see `ObjectTable.page`."
         self.sweep()
-        return self.table.page('file', after, limit, order, purpose)
+        return self.table.page("file", after, limit, order, purpose)
 
 # %% ../../nbs/42_batches.ipynb #b2ea6e62
-ENDED = 'failed', 'completed', 'expired', 'cancelled'
-WINDOWS = {'24h': 24 * 3600}
+ENDED = "failed", "completed", "expired", "cancelled"
+WINDOWS = {"24h": 24 * 3600}
+
 
 def check_metadata(given: Any) -> dict[str, str] | None:
     "`given`, if it is what the API takes as metadata. Raises `ApiError`."
     text = lambda x, most: isinstance(x, str) and len(x) <= most
-    if given is None or isinstance(given, dict) and len(given) <= 16 and all(text(k, 64) and text(v, 512) for k, v in given.items()): return given
-    raise ApiError('metadata must be at most 16 pairs of strings, keys up to 64 characters and values up to 512', param='metadata')
+    if (
+        given is None
+        or isinstance(given, dict)
+        and len(given) <= 16
+        and all(text(k, 64) and text(v, 512) for k, v in given.items())
+    ):
+        return given
+    raise ApiError(
+        "metadata must be at most 16 pairs of strings, keys up to 64 characters and values up to 512",
+        param="metadata",
+    )
+
 
 def check_expiry(given: Any, name: str) -> int | None:
     "Seconds of `given`, a `{'anchor': 'created_at', 'seconds': …}`, or None. Raises `ApiError`."
-    if given is None: return None
-    seconds = given.get('seconds') if isinstance(given, dict) and given.get('anchor') == 'created_at' else None
+    if given is None:
+        return None
+    seconds = (
+        given.get("seconds")
+        if isinstance(given, dict) and given.get("anchor") == "created_at"
+        else None
+    )
     with suppress(ValueError):
-        if isinstance(seconds, str): seconds = int(seconds)               # from a form
-    if type(seconds) is int and 3600 <= seconds <= 2592000: return seconds
-    raise ApiError(f"{name} must have anchor 'created_at' and seconds from 3600 to 2592000, got {given!r:.80}", param=name)
+        if isinstance(seconds, str):
+            seconds = int(seconds)  # from a form
+    if type(seconds) is int and 3600 <= seconds <= 2592000:
+        return seconds
+    raise ApiError(
+        f"{name} must have anchor 'created_at' and seconds from 3600 to 2592000, got {given!r:.80}",
+        param=name,
+    )
+
 
 def new_batch(body: dict[str, Any], now: int) -> tuple[dict[str, Any], dict[str, Any]]:
     "The batch object that `body` asks for at time `now`, and what belongs to it. Raises `ApiError`."
-    for k in ('input_file_id', 'endpoint', 'completion_window'):
-        if not isinstance(body.get(k), str): raise ApiError(f'{k} must be a string, got {body.get(k)!r:.60}', param=k)
-    endpoint, window = body['endpoint'], body['completion_window']
-    if endpoint not in URLS: raise ApiError(f"endpoint must be one of {', '.join(URLS)}, got {endpoint!r:.60}", param='endpoint')
-    if window not in WINDOWS: raise ApiError(f"completion_window must be '24h', got {window!r:.60}", param='completion_window')
-    metadata, expires = check_metadata(body.get('metadata')), check_expiry(body.get('output_expires_after'), 'output_expires_after')
-    batch = dict(id=f'batch_{uuid.uuid4().hex[:24]}', object='batch', endpoint=endpoint, input_file_id=body['input_file_id'],
-                 completion_window=window, status='validating', created_at=now, expires_at=now + WINDOWS[window],
-                 request_counts=dict(total=0, completed=0, failed=0), **({} if metadata is None else dict(metadata=metadata)))
-    return batch, {k: f'file-{uuid.uuid4().hex[:24]}' for k in ('output', 'error')} | dict(expires=expires)
+    for k in ("input_file_id", "endpoint", "completion_window"):
+        if not isinstance(body.get(k), str):
+            raise ApiError(f"{k} must be a string, got {body.get(k)!r:.60}", param=k)
+    endpoint, window = body["endpoint"], body["completion_window"]
+    if endpoint not in URLS:
+        raise ApiError(
+            f"endpoint must be one of {', '.join(URLS)}, got {endpoint!r:.60}", param="endpoint"
+        )
+    if window not in WINDOWS:
+        raise ApiError(
+            f"completion_window must be '24h', got {window!r:.60}", param="completion_window"
+        )
+    metadata, expires = (
+        check_metadata(body.get("metadata")),
+        check_expiry(body.get("output_expires_after"), "output_expires_after"),
+    )
+    batch = dict(
+        id=f"batch_{uuid.uuid4().hex[:24]}",
+        object="batch",
+        endpoint=endpoint,
+        input_file_id=body["input_file_id"],
+        completion_window=window,
+        status="validating",
+        created_at=now,
+        expires_at=now + WINDOWS[window],
+        request_counts=dict(total=0, completed=0, failed=0),
+        **({} if metadata is None else dict(metadata=metadata)),
+    )
+    return batch, {k: f"file-{uuid.uuid4().hex[:24]}" for k in ("output", "error")} | dict(
+        expires=expires
+    )
 
 # %% ../../nbs/42_batches.ipynb #b2ea6e64
 def read_answers(paths: Iterable[Path]) -> tuple[list[int], dict[str, Any], int]:
@@ -313,39 +527,60 @@ def read_answers(paths: Iterable[Path]) -> tuple[list[int], dict[str, Any], int]
     counts, sums, expired = [0, 0], Counter[str](), 0
     for path in paths:
         for _, _, record in recover_answers(path):
-            failed = record['error'] is not None
+            failed = record["error"] is not None
             counts[failed] += 1
-            expired += failed and record['error']['code'] == 'batch_expired'
-            used = {} if failed else record['response']['body']['usage']
-            sums.update(input=used.get('prompt_tokens', 0), output=used.get('completion_tokens', 0),
-                        cached=used.get('prompt_tokens_details', {}).get('cached_tokens', 0))
-    usage = dict(input_tokens=sums['input'], input_tokens_details=dict(cached_tokens=sums['cached']), output_tokens=sums['output'],
-                 output_tokens_details=dict(reasoning_tokens=0), total_tokens=sums['input'] + sums['output'])
+            expired += failed and record["error"]["code"] == "batch_expired"
+            used = {} if failed else record["response"]["body"]["usage"]
+            sums.update(
+                input=used.get("prompt_tokens", 0),
+                output=used.get("completion_tokens", 0),
+                cached=used.get("prompt_tokens_details", {}).get("cached_tokens", 0),
+            )
+    usage = dict(
+        input_tokens=sums["input"],
+        input_tokens_details=dict(cached_tokens=sums["cached"]),
+        output_tokens=sums["output"],
+        output_tokens_details=dict(reasoning_tokens=0),
+        total_tokens=sums["input"] + sums["output"],
+    )
     return counts, usage, expired
+
 
 def drop_journal(output: Path) -> None:
     "Take away what a job keeps beside `output` while it runs, and nothing else."
     drop_side(output)
-    with suppress(OSError): (side_of(output)/'lock').unlink(missing_ok=True)
-    with suppress(OSError): side_of(output).rmdir()                       # if it is there, and nobody put something into it
+    with suppress(OSError):
+        (side_of(output) / "lock").unlink(missing_ok=True)
+    with suppress(OSError):
+        side_of(output).rmdir()  # if it is there, and nobody put something into it
+
 
 def clear_leftovers(table: ObjectTable) -> list[Path]:
     """Bring the folder of files into line with `table`; what the table does not name goes to the folder `lost`: its new paths.
 
     Of names that no server gives nothing is touched, and no folder but those of journals. An upload that broke off, an empty file,
     and what was being removed or was beside answers that are complete are deleted."""
-    known = {id for id, in table.rows("select id from objects where kind='file'")}
-    written = {id for own, in table.rows("select own from objects where kind='batch' and not ended") for id in json.loads(own).values()}
+    known = {id for (id,) in table.rows("select id from objects where kind='file'")}
+    written = {
+        id
+        for (own,) in table.rows("select own from objects where kind='batch' and not ended")
+        for id in json.loads(own).values()
+    }
     lost = []
-    for path in sorted((table.path/'files').iterdir()):
-        if not (made := MADE.fullmatch(path.name)): continue
-        (id, state), whole = made.groups(), path.with_name(f'{made[1]}.jsonl')
-        if state == '.batchlab':
-            if id not in written: drop_journal(whole)
-        elif not path.is_file() or not state and id in known | written: pass
-        elif state in ('.part', '.gone') and id in known and not whole.exists(): path.rename(whole)      # killed between the two
-        elif state or not path.stat().st_size: path.unlink()
-        elif not (to := table.path/'lost'/path.name).exists():
+    for path in sorted((table.path / "files").iterdir()):
+        if not (made := MADE.fullmatch(path.name)):
+            continue
+        (id, state), whole = made.groups(), path.with_name(f"{made[1]}.jsonl")
+        if state == ".batchlab":
+            if id not in written:
+                drop_journal(whole)
+        elif not path.is_file() or not state and id in known | written:
+            pass
+        elif state in (".part", ".gone") and id in known and not whole.exists():
+            path.rename(whole)  # killed between the two
+        elif state or not path.stat().st_size:
+            path.unlink()
+        elif not (to := table.path / "lost" / path.name).exists():
             to.parent.mkdir(exist_ok=True)
             lost.append(path.rename(to))
     return lost
@@ -353,14 +588,27 @@ def clear_leftovers(table: ObjectTable) -> list[Path]:
 # %% ../../nbs/42_batches.ipynb #b2ea6e66
 class BatchStore:
     "Batches and files in folder `path`, where no other server may be. `clock`: gives seconds since 1970. Raises `JobError`."
+
     def __init__(self, path: str | Path, clock: Callable[[], float] = time.time) -> None:
         self.table = ObjectTable(path, clock)
         self.files = FileStore(self.table)
-        try: lost = clear_leftovers(self.table)
-        except OSError as e: raise JobError(f"can't keep files and batches in {path} ({e.strerror or e})") from e
+        try:
+            lost = clear_leftovers(self.table)
+        except OSError as e:
+            raise JobError(f"can't keep files and batches in {path} ({e.strerror or e})") from e
         if lost:
-            why = 'there is no table, or an empty one' if self.table.new else 'the table does not name them'
-            log.warning('%s of files and answers moved from %s to %s: %s (state.sqlite)', len(lost), self.table.path/'files', lost[0].parent, why)
+            why = (
+                "there is no table, or an empty one"
+                if self.table.new
+                else "the table does not name them"
+            )
+            log.warning(
+                "%s of files and answers moved from %s to %s: %s (state.sqlite)",
+                len(lost),
+                self.table.path / "files",
+                lost[0].parent,
+                why,
+            )
 
     def close(self) -> None:
         "Let another server have the folder. The runner must have stopped."
@@ -369,21 +617,24 @@ class BatchStore:
     def create(self, body: dict[str, Any]) -> dict[str, Any]:
         "The new batch that `body` asks for. Raises `ApiError`."
         batch, own = new_batch(body, self.table.now())
-        with self.table.change():                                         # nobody removes the file meanwhile
-            file = self.files.table.find('file', batch['input_file_id'])[0]
-            if file['purpose'] != 'batch':
-                raise ApiError(f"{file['id']} is of purpose {file['purpose']!r}: upload it with purpose 'batch'", param='input_file_id')
+        with self.table.change():  # nobody removes the file meanwhile
+            file = self.files.table.find("file", batch["input_file_id"])[0]
+            if file["purpose"] != "batch":
+                raise ApiError(
+                    f"{file['id']} is of purpose {file['purpose']!r}: upload it with purpose 'batch'",
+                    param="input_file_id",
+                )
             self.table.put(batch, False, own)
         return batch
 
     def get(self, id: str) -> dict[str, Any]:
         "The batch object. Raises `ApiError`."
-        return self.table.find('batch', id)[0]
+        return self.table.find("batch", id)[0]
 
     def paths(self, id: str) -> tuple[Path, Path]:
         "Where the answers and the failures of batch `id` are written."
-        own = self.table.find('batch', id)[1]
-        return self.files.path(own['output']), self.files.path(own['error'])
+        own = self.table.find("batch", id)[1]
+        return self.files.path(own["output"]), self.files.path(own["error"])
 
     def next(self) -> dict[str, Any] | None:
         "The first batch that has not ended, those to be cancelled before others; or None."
@@ -395,9 +646,11 @@ class BatchStore:
         "Let batch `id` be in another state, unless it has ended or is to be cancelled; `more` of its fields change too. Returns it."
         with self.table.change():
             batch = self.get(id)
-            if batch['status'] in ENDED: return batch
+            if batch["status"] in ENDED:
+                return batch
             batch |= more
-            if batch['status'] != 'cancelling': batch |= {'status': status, f'{status}_at': self.table.now()}
+            if batch["status"] != "cancelling":
+                batch |= {"status": status, f"{status}_at": self.table.now()}
             self.table.put(batch, False)
         return batch
 
@@ -405,11 +658,21 @@ class BatchStore:
         "Ask for the end of batch `id`; one whose turn has not come ends at once. Returns it. Raises `ApiError`."
         with self.table.change():
             batch, now = self.get(id), self.table.now()
-            if batch['status'] in ENDED and batch['status'] != 'cancelled':
-                raise ApiError(f"{id} is {batch['status']}: there is nothing left to cancel", 409, 'batch_ended', 'batch_id')
-            if batch['status'] in ('cancelling', 'cancelled'): return batch
-            waits = batch['status'] == 'validating' and 'model' not in batch
-            batch |= dict(status='cancelled', cancelling_at=now, cancelled_at=now) if waits else dict(status='cancelling', cancelling_at=now)
+            if batch["status"] in ENDED and batch["status"] != "cancelled":
+                raise ApiError(
+                    f"{id} is {batch['status']}: there is nothing left to cancel",
+                    409,
+                    "batch_ended",
+                    "batch_id",
+                )
+            if batch["status"] in ("cancelling", "cancelled"):
+                return batch
+            waits = batch["status"] == "validating" and "model" not in batch
+            batch |= (
+                dict(status="cancelled", cancelling_at=now, cancelled_at=now)
+                if waits
+                else dict(status="cancelling", cancelling_at=now)
+            )
             self.table.put(batch, waits)
         return batch
 
@@ -419,56 +682,87 @@ class BatchStore:
         counts, usage, expired = read_answers(paths)
         sizes = [p.stat().st_size if p.exists() else 0 for p in paths]
         with self.table.change():
-            batch, own = self.table.find('batch', id)
-            if expired and status == 'completed': status = 'expired'
-            if batch['status'] == 'cancelling' and status != 'failed': status = 'cancelled'
-            for k, size in zip(('output', 'error'), sizes):
-                if not size: continue
-                self.files.enter(own[k], f'{id}_{k}.jsonl', 'batch_output', size, own['expires'])
-                batch[f'{k}_file_id'] = own[k]
-            counts = dict(total=max(batch['request_counts']['total'], sum(counts)), completed=counts[0], failed=counts[1])
-            batch |= {'status': status, f'{status}_at': self.table.now(), 'request_counts': counts, 'usage': usage} | more
+            batch, own = self.table.find("batch", id)
+            if expired and status == "completed":
+                status = "expired"
+            if batch["status"] == "cancelling" and status != "failed":
+                status = "cancelled"
+            for k, size in zip(("output", "error"), sizes):
+                if not size:
+                    continue
+                self.files.enter(own[k], f"{id}_{k}.jsonl", "batch_output", size, own["expires"])
+                batch[f"{k}_file_id"] = own[k]
+            counts = dict(
+                total=max(batch["request_counts"]["total"], sum(counts)),
+                completed=counts[0],
+                failed=counts[1],
+            )
+            batch |= {
+                "status": status,
+                f"{status}_at": self.table.now(),
+                "request_counts": counts,
+                "usage": usage,
+            } | more
             self.table.put(batch, True)
         for path, size in zip(paths, sizes):
             drop_journal(path)
-            if not size: path.unlink(missing_ok=True)
+            if not size:
+                path.unlink(missing_ok=True)
         return batch
 
 # %% ../../nbs/42_batches.ipynb #b20f13c1
-PRIORITY = 1_000_000                                                      # behind whatever a client asks for
+PRIORITY = 1_000_000  # behind whatever a client asks for
+
 
 class LiveLines(LineRunner):
     "Runs lines on an `LLM` whose own thread makes the steps, behind all other requests."
+
     def submit(self, items: list[Admitted]) -> None:
-        for r in (r for _, group in items for r in group.requests): r.priority, r.preemptible = PRIORITY, True
+        for r in (r for _, group in items for r in group.requests):
+            r.priority, r.preemptible = PRIORITY, True
         super().submit(items)
 
     def abandon(self) -> None:
-        for key in self.live: self.llm.cancel(key)
-        with suppress(Exception): self.llm.take_in()                      # they have left when this is done
+        for key in self.live:
+            self.llm.cancel(key)
+        with suppress(Exception):
+            self.llm.take_in()  # they have left when this is done
+
 
 class LiveRun(LocalRun):
     "A run of a `BatchJob` beside other requests, until its job `ends`."
+
     job: BatchJob
+
     def steps(self) -> Generator[None, None, None]:
         lines = LiveLines(self.job, self.llm, self.result, self.settle)
         source = self.in_order(lines.admit, self.outlines)
         try:
             while not self.job.ends() and self.fill(lines, source):
                 with self.llm.progress:
-                    if not lines.ended: self.llm.progress.wait(.2)
+                    if not lines.ended:
+                        self.llm.progress.wait(0.2)
                 lines.collect()
                 yield
-                if self.llm.thread is None: raise EngineError('the engine has stopped')
+                if self.llm.thread is None:
+                    raise EngineError("the engine has stopped")
             lines.collect()
-        finally: lines.abandon()
+        finally:
+            lines.abandon()
+
 
 class ExpiredRun(Run):
     "A run of a `BatchJob` whose time is over: each line without an answer gets an error."
+
     def steps(self) -> Generator[None, None, None]:
-        error = dict(code='batch_expired', message='This request could not be executed before the completion window expired.')
+        error = dict(
+            code="batch_expired",
+            message="This request could not be executed before the completion window expired.",
+        )
         for line in self.lines():
-            record = dict(id=line.key, custom_id=line.ids.get('custom_id'), response=None, error=error)
+            record = dict(
+                id=line.key, custom_id=line.ids.get("custom_id"), response=None, error=error
+            )
             self.settle(line, failure_of(line, *line.failure) if line.failure else record)
             yield
 
@@ -476,23 +770,30 @@ class ExpiredRun(Run):
 @dataclass
 class BatchJob(Job):
     "The `Job` of batch `id`. `others`: further names of the model. `ends`: says why it is to end early, or None. `run_of`: makes the run, which may be elsewhere."
-    id: str = ''
-    endpoint: str = ''
+
+    id: str = ""
+    endpoint: str = ""
     others: Collection[str] = ()
     ends: Callable[[], str | None] = lambda: None
     run_of: Callable[[BatchJob, Any, Ledgerbook, Outbox], Run] = LiveRun
 
     def line(self, number: int, raw: Raw) -> JobLine:
         line = super().line(number, raw)
-        if line.failure:                                                  # what is wrong with its body may come of its url
-            try: kind = endpoint_of(json_object(raw)) if isinstance(raw, bytes) else line.kind
-            except BadRequest: return line
-        else: kind = line.kind
-        if URLS[self.endpoint] != kind: line.failure = 'invalid_url', f'the url must be that of the batch, {self.endpoint}'
+        if line.failure:  # what is wrong with its body may come of its url
+            try:
+                kind = endpoint_of(json_object(raw)) if isinstance(raw, bytes) else line.kind
+            except BadRequest:
+                return line
+        else:
+            kind = line.kind
+        if URLS[self.endpoint] != kind:
+            line.failure = "invalid_url", f"the url must be that of the batch, {self.endpoint}"
         return line
 
     def settings(self) -> dict[str, Any]:
-        return super().settings() | dict(error_file=Path(str(self.error_file)).name)      # the folder may move
+        return super().settings() | dict(
+            error_file=Path(str(self.error_file)).name
+        )  # the folder may move
 
     def model_names(self, llm: Any) -> ModelNames:
         "Which models its lines may ask for: no others, as online."
@@ -504,12 +805,13 @@ class BatchJob(Job):
         run.names = self.model_names(llm)
         return run
 
-
 # %% ../../nbs/42_batches.ipynb #b27b7b2f
 class Workers(Protocol):
     "What runs the lines of batches in place of the engine here."
+
     def wait(self, ends: Callable[[], object]) -> Any:
         "What a `Job` reads of an `LLM`, once the first worker has its model; None if `ends()` says something before. Raises `EngineError`."
+
     def run_of(self, job: BatchJob, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run:
         "The run of `job`; its steps raise `EngineError` where the workers, and not its lines, are the trouble."
         ...
@@ -520,14 +822,28 @@ class BatchRunner:
 
     `model_name`: what answers call the model. `fail_whole`: a batch with a line that can't be read, or with an id twice, fails before it
     begins, as at OpenAI; else such a line fails alone. `look_ahead`: lines to choose from. `workers`: run the lines in place of `llm`, if given."""
-    def __init__(self, store: BatchStore, llm: LLM, model_name: str | None = None, fail_whole: bool = False, look_ahead: int = 256,
-                 workers: Workers | None = None) -> None:
-        self.store, self.llm, self.fail_whole, self.look_ahead, self.workers = store, llm, fail_whole, look_ahead, workers
+
+    def __init__(
+        self,
+        store: BatchStore,
+        llm: LLM,
+        model_name: str | None = None,
+        fail_whole: bool = False,
+        look_ahead: int = 256,
+        workers: Workers | None = None,
+    ) -> None:
+        self.store, self.llm, self.fail_whole, self.look_ahead, self.workers = (
+            store,
+            llm,
+            fail_whole,
+            look_ahead,
+            workers,
+        )
         self.model_name = model_name or name_of(llm.model)
         self.changed, self.stopping = threading.Condition(), False
-        self.others: Collection[str] = ()                                 # further names of the model, that lines may ask for
+        self.others: Collection[str] = ()  # further names of the model, that lines may ask for
         self.thread: threading.Thread | None = None
-        self.job: BatchJob | None = None                                  # that runs now
+        self.job: BatchJob | None = None  # that runs now
         self.cancelled: set[str] = set()
 
     def start(self) -> Self:
@@ -535,7 +851,7 @@ class BatchRunner:
         self.llm.start()
         if self.thread is None or not self.thread.is_alive():
             self.stopping = False
-            self.thread = threading.Thread(target=self._run, name='batchlab-batches', daemon=True)
+            self.thread = threading.Thread(target=self._run, name="batchlab-batches", daemon=True)
             self.thread.start()
         return self
 
@@ -544,13 +860,15 @@ class BatchRunner:
         with self.changed:
             self.stopping = True
             self.changed.notify_all()
-        if self.thread: self.thread.join()
+        if self.thread:
+            self.thread.join()
         self.thread = None
 
     def create(self, body: dict[str, Any]) -> dict[str, Any]:
         "The new batch that `body` asks for, which waits for its turn. Raises `ApiError`."
         batch = self.store.create(body)
-        with self.changed: self.changed.notify_all()
+        with self.changed:
+            self.changed.notify_all()
         return batch
 
     def cancel(self, id: str) -> dict[str, Any]:
@@ -564,47 +882,81 @@ class BatchRunner:
     def show(self, batch: dict[str, Any]) -> dict[str, Any]:
         "`batch` with the counts of this moment."
         job = self.job
-        r = getattr(job, 'result', None) if job and job.id == batch['id'] and batch['status'] not in ENDED else None
-        return batch if r is None else batch | dict(request_counts=dict(total=r.total, completed=r.answered, failed=r.failed))
+        r = (
+            getattr(job, "result", None)
+            if job and job.id == batch["id"] and batch["status"] not in ENDED
+            else None
+        )
+        return (
+            batch
+            if r is None
+            else batch
+            | dict(request_counts=dict(total=r.total, completed=r.answered, failed=r.failed))
+        )
 
     def engine(self, job: BatchJob) -> Any:
         "What runs the lines of `job`, once it is there: the engine here or the workers, or None if the batch is to end first. Raises `EngineError`."
         return self.workers.wait(job.ends) if self.workers else self.llm
 
     def _run(self) -> None:
-        tries = 0                                                         # of this batch, since something went wrong
+        tries = 0  # of this batch, since something went wrong
         while True:
             try:
                 with self.changed:
-                    if self.stopping: return
+                    if self.stopping:
+                        return
                     if (batch := self.store.next()) is None:
                         self.changed.wait()
                         continue
                 run_batch(self, batch)
                 tries = 0
-            except Exception as e:                                        # no room for the table, or no engine: all of it can be done again
+            except (
+                Exception
+            ) as e:  # no room for the table, or no engine: all of it can be done again
                 if isinstance(e, EngineError) and not self.workers:
-                    return log.warning('%s: batches wait until the server is started again', e)
-                log.error('a batch can not go on, and is tried again: %s', e)
-                with self.changed: self.stopping or self.changed.wait(min(60, 2 ** tries))
+                    return log.warning("%s: batches wait until the server is started again", e)
+                log.error("a batch can not go on, and is tried again: %s", e)
+                with self.changed:
+                    self.stopping or self.changed.wait(min(60, 2**tries))
                 tries += 1
-            finally: self.job = None
+            finally:
+                self.job = None
 
 # %% ../../nbs/42_batches.ipynb #b22a1011
 def errors_of(*errors: dict[str, Any]) -> dict[str, Any]:
     "The `errors` of a batch."
-    return dict(object='list', data=[dict(code='invalid_request', message='', line=None, param=None) | e for e in errors])
+    return dict(
+        object="list",
+        data=[dict(code="invalid_request", message="", line=None, param=None) | e for e in errors],
+    )
+
 
 def failure_errors(e: Exception, folder: Path) -> dict[str, Any]:
     "The `errors` of a batch that `e` ended. What it says of the server's `folder` and of commands is not for clients."
     if isinstance(e.__cause__, OSError) and (error := disk_error(e.__cause__)).status == 507:
-        return errors_of(dict(code=error.code, message='the disk of the server is full: what is answered is in the output file; '
-                                                       'make room there, and submit the other lines again'))
+        return errors_of(
+            dict(
+                code=error.code,
+                message="the disk of the server is full: what is answered is in the output file; "
+                "make room there, and submit the other lines again",
+            )
+        )
     if not isinstance(e, JobError):
-        log.error('a batch failed', exc_info=e)
-        return errors_of(dict(code='server_error', message=f'the server failed with {type(e).__name__}: submit the lines without an answer again'))
-    text = str(e).replace(f'{folder}{os.sep}', '').replace('this job', 'this batch').partition(': give another output')[0]
-    return errors_of(dict(code='server_error', message=text))
+        log.error("a batch failed", exc_info=e)
+        return errors_of(
+            dict(
+                code="server_error",
+                message=f"the server failed with {type(e).__name__}: submit the lines without an answer again",
+            )
+        )
+    text = (
+        str(e)
+        .replace(f"{folder}{os.sep}", "")
+        .replace("this job", "this batch")
+        .partition(": give another output")[0]
+    )
+    return errors_of(dict(code="server_error", message=text))
+
 
 def check_lines(job: BatchJob, llm: Any) -> tuple[int, list[dict[str, Any]]]:
     "How many lines `job` has, and the errors of the first hundred that can't be read, or ask for a model that `llm` is not."
@@ -612,54 +964,93 @@ def check_lines(job: BatchJob, llm: Any) -> tuple[int, list[dict[str, Any]]]:
     for total, line in enumerate(job.lines(Ledgerbook()), 1):
         names.check(line)
         if not line.failure:
-            try: params.of(line)
-            except ValueError as e: line.failure = getattr(e, 'code', 'invalid_request'), str(e)
-        if line.failure and len(found) < 100: found.append(dict(code=line.failure[0], message=line.failure[1], line=line.number))
+            try:
+                params.of(line)
+            except ValueError as e:
+                line.failure = getattr(e, "code", "invalid_request"), str(e)
+        if line.failure and len(found) < 100:
+            found.append(dict(code=line.failure[0], message=line.failure[1], line=line.number))
     return total, found
+
 
 def validate(runner: BatchRunner, job: BatchJob) -> str:
     "Look at the lines of `job`, and let its batch begin or fail: the state it has then."
-    total, found = check_lines(job, runner.llm) if runner.fail_whole else (sum(1 for _ in job.raw()), [])
-    if not total: found = [dict(code='empty_file', message='the file has no requests in it: upload one with a request in each line')]
-    if found: return runner.store.end(job.id, 'failed', errors=errors_of(*found))['status']
+    total, found = (
+        check_lines(job, runner.llm) if runner.fail_whole else (sum(1 for _ in job.raw()), [])
+    )
+    if not total:
+        found = [
+            dict(
+                code="empty_file",
+                message="the file has no requests in it: upload one with a request in each line",
+            )
+        ]
+    if found:
+        return runner.store.end(job.id, "failed", errors=errors_of(*found))["status"]
     counts = dict(total=total, completed=0, failed=0)
-    return runner.store.move(job.id, 'in_progress', model=runner.model_name, request_counts=counts)['status']
+    return runner.store.move(job.id, "in_progress", model=runner.model_name, request_counts=counts)[
+        "status"
+    ]
 
 # %% ../../nbs/42_batches.ipynb #b22a1013
 def end_of(runner: BatchRunner, batch: dict[str, Any]) -> str | None:
     "Why `batch` is to end before its lines are done, or None."
-    if runner.stopping: return 'stop'
-    if batch['id'] in runner.cancelled: return 'cancel'
-    return 'expired' if runner.store.table.now() >= batch['expires_at'] else None
+    if runner.stopping:
+        return "stop"
+    if batch["id"] in runner.cancelled:
+        return "cancel"
+    return "expired" if runner.store.table.now() >= batch["expires_at"] else None
+
 
 def job_of(runner: BatchRunner, batch: dict[str, Any]) -> BatchJob:
     "The job that answers the lines of `batch`."
-    output, errors = runner.store.paths(batch['id'])
-    return BatchJob(runner.store.files.path(batch['input_file_id']), output, errors, form='batch', look_ahead=runner.look_ahead,
-                    model_name=runner.model_name, say=log.debug, use_tqdm=False, others=runner.others, id=batch['id'], endpoint=batch['endpoint'],
-                    ends=lambda: end_of(runner, batch), run_of=runner.workers.run_of if runner.workers else LiveRun)
+    output, errors = runner.store.paths(batch["id"])
+    return BatchJob(
+        runner.store.files.path(batch["input_file_id"]),
+        output,
+        errors,
+        form="batch",
+        look_ahead=runner.look_ahead,
+        model_name=runner.model_name,
+        say=log.debug,
+        use_tqdm=False,
+        others=runner.others,
+        id=batch["id"],
+        endpoint=batch["endpoint"],
+        ends=lambda: end_of(runner, batch),
+        run_of=runner.workers.run_of if runner.workers else LiveRun,
+    )
+
 
 def run_lines(runner: BatchRunner, job: BatchJob) -> bool:
     "Run the lines of `job` that have no answer, and give those an error whose time is over. Whether its batch can be ended now."
     engine = runner.engine(job)
-    if engine: job.run(engine)
+    if engine:
+        job.run(engine)
     done = bool(engine) and job.result.done == job.result.total
     why = None if done else job.ends()
-    if why == 'expired':
+    if why == "expired":
         job.run_of = ExpiredRun
         job.run(engine or runner.llm)
-    return done or why in ('cancel', 'expired')
+    return done or why in ("cancel", "expired")
+
 
 def run_batch(runner: BatchRunner, batch: dict[str, Any]) -> None:
     "Run `batch` to its end, or until `runner` is to stop. Raises `EngineError` if no engine can run it now; `OSError`, `sqlite3.Error`."
-    id, store, status = batch['id'], runner.store, batch['status']
+    id, store, status = batch["id"], runner.store, batch["status"]
     runner.job = job = job_of(runner, batch)
     try:
-        if status == 'validating': status = validate(runner, job)
-        if status in ENDED: return
-        if status != 'cancelling' and not run_lines(runner, job): return
-        store.move(id, 'finalizing')
-        store.end(id, 'completed')
-    except (EngineError, OSError, sqlite3.Error): raise
-    except Exception as e: store.end(id, 'failed', errors=failure_errors(e, store.table.path/'files'))
-    finally: runner.cancelled.discard(id)
+        if status == "validating":
+            status = validate(runner, job)
+        if status in ENDED:
+            return
+        if status != "cancelling" and not run_lines(runner, job):
+            return
+        store.move(id, "finalizing")
+        store.end(id, "completed")
+    except (EngineError, OSError, sqlite3.Error):
+        raise
+    except Exception as e:
+        store.end(id, "failed", errors=failure_errors(e, store.table.path / "files"))
+    finally:
+        runner.cancelled.discard(id)

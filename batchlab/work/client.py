@@ -22,129 +22,210 @@ from .lines import json_object
 from .openai import BadRequest
 
 # %% ../../nbs/42_batches.ipynb #b2c6d8be
-ENDED = 'failed', 'completed', 'expired', 'cancelled'
+ENDED = "failed", "completed", "expired", "cancelled"
 
-class Unreachable(JobError): "The server can't be reached."
+
+class Unreachable(JobError):
+    "The server can't be reached."
+
 
 class BatchClient:
     "Talks to the server at `url` that has the Batch API, with `key` if it asks for one. All raise `JobError`."
+
     def __init__(self, url: str, key: str | None = None) -> None:
         import httpx
-        self.url = url.rstrip('/').removesuffix('/v1') + '/v1'
-        headers = {'authorization': f'Bearer {key}'} if key else {}
-        try: self.http = httpx.Client(base_url=self.url, headers=headers, timeout=httpx.Timeout(600, connect=10))
-        except (httpx.InvalidURL, ValueError) as e: raise JobError(f'no URL: {url!r:.100} ({e})') from None
+
+        self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        try:
+            self.http = httpx.Client(
+                base_url=self.url, headers=headers, timeout=httpx.Timeout(600, connect=10)
+            )
+        except (httpx.InvalidURL, ValueError) as e:
+            raise JobError(f"no URL: {url!r:.100} ({e})") from None
 
     def call(self, method: str, path: str, **more: Any) -> Any:
         "What the server answers: an object."
         import httpx
-        try: answer = self.http.request(method, path, **more)
-        except (httpx.HTTPError, httpx.InvalidURL) as e: raise self._unreachable(e) from e
+
+        try:
+            answer = self.http.request(method, path, **more)
+        except (httpx.HTTPError, httpx.InvalidURL) as e:
+            raise self._unreachable(e) from e
         return self._checked(answer).json()
 
     def _unreachable(self, e: Exception) -> Unreachable:
-        return Unreachable(f"can't reach {self.url} ({str(e) or type(e).__name__}): is a server running there? --url says where", 1)
+        return Unreachable(
+            f"can't reach {self.url} ({str(e) or type(e).__name__}): is a server running there? --url says where",
+            1,
+        )
 
     def _checked(self, answer: Any) -> Any:
         "`answer`, if it is none that says what went wrong."
-        if answer.is_success: return answer
+        if answer.is_success:
+            return answer
         why = answer.text[:300]
-        with suppress(ValueError, TypeError, LookupError): why = answer.json()['error']['message']
-        raise JobError(f"{self.url} answered {answer.status_code}: {' '.join(str(why).split()) or answer.reason_phrase}", 1)
+        with suppress(ValueError, TypeError, LookupError):
+            why = answer.json()["error"]["message"]
+        raise JobError(
+            f"{self.url} answered {answer.status_code}: {' '.join(str(why).split()) or answer.reason_phrase}",
+            1,
+        )
 
-    def submit(self, path: str, endpoint: str | None = None, metadata: Any = None) -> dict[str, Any]:
+    def submit(
+        self, path: str, endpoint: str | None = None, metadata: Any = None
+    ) -> dict[str, Any]:
         "Upload file `path`, and make a batch of it: the batch. `endpoint`: None takes that of its first line."
         endpoint = endpoint or endpoint_in(path)
         try:
-            with open(path, 'rb') as f: file = self.call('POST', '/files', files=dict(file=(Path(path).name, f)), data=dict(purpose='batch'))
-        except OSError as e: raise JobError(f"can't read {path} ({e.strerror or e})") from e
+            with open(path, "rb") as f:
+                file = self.call(
+                    "POST",
+                    "/files",
+                    files=dict(file=(Path(path).name, f)),
+                    data=dict(purpose="batch"),
+                )
+        except OSError as e:
+            raise JobError(f"can't read {path} ({e.strerror or e})") from e
         more = {} if metadata is None else dict(metadata=metadata)
-        return self.call('POST', '/batches', json=dict(input_file_id=file['id'], endpoint=endpoint, completion_window='24h', **more))
+        return self.call(
+            "POST",
+            "/batches",
+            json=dict(input_file_id=file["id"], endpoint=endpoint, completion_window="24h", **more),
+        )
 
-    def wait(self, id: str, say: Callable[[str], object], every: float = 30.) -> dict[str, Any]:
+    def wait(self, id: str, say: Callable[[str], object], every: float = 30.0) -> dict[str, Any]:
         "Batch `id` once it has ended. Says how it goes on, and waits for a server that is away."
-        said, at, pause, batch, away = '', 0., .1, {}, False
-        while batch.get('status') not in ENDED:
-            try: batch, away = self.call('GET', f'/batches/{id}'), False
+        said, at, pause, batch, away = "", 0.0, 0.1, {}, False
+        while batch.get("status") not in ENDED:
+            try:
+                batch, away = self.call("GET", f"/batches/{id}"), False
             except Unreachable as e:
-                if not away: say(f'{e}; trying again')
+                if not away:
+                    say(f"{e}; trying again")
                 away = True
-            if batch and (batch['status'] != said or time.monotonic() - at > every):
-                said, at = batch['status'], time.monotonic()
+            if batch and (batch["status"] != said or time.monotonic() - at > every):
+                said, at = batch["status"], time.monotonic()
                 say(about(batch))
-            if said not in ENDED: time.sleep(pause)
-            pause = min(5., pause * 1.3)
+            if said not in ENDED:
+                time.sleep(pause)
+            pause = min(5.0, pause * 1.3)
         return batch
 
     def fetch(self, id: str, output: str | None, overwrite: bool = False) -> None:
         "Write the content of file `id` to file `output`, whole or not at all, or to standard output."
         import httpx
-        new = None if output in (None, '-') else Path(new_of(output))
-        if new and not overwrite and os.path.exists(str(output)): raise JobError(f'{output} is already there: give another name or --overwrite')
+
+        new = None if output in (None, "-") else Path(new_of(output))
+        if new and not overwrite and os.path.exists(str(output)):
+            raise JobError(f"{output} is already there: give another name or --overwrite")
         try:
-            with self.http.stream('GET', f'/files/{id}/content') as answer:
-                if not answer.is_success: answer.read()
+            with self.http.stream("GET", f"/files/{id}/content") as answer:
+                if not answer.is_success:
+                    answer.read()
                 self._checked(answer)
-                with new.open('wb') if new else os.fdopen(os.dup(sys.stdout.fileno()), 'wb') as f:
-                    for part in answer.iter_bytes(): f.write(part)
-            if new: os.replace(new, str(output))
-        except httpx.HTTPError as e: raise self._unreachable(e) from e
-        except BrokenPipeError: raise
-        except OSError as e: raise JobError(f"can't write {output} ({e.strerror or e})", 1) from e
+                with new.open("wb") if new else os.fdopen(os.dup(sys.stdout.fileno()), "wb") as f:
+                    for part in answer.iter_bytes():
+                        f.write(part)
+            if new:
+                os.replace(new, str(output))
+        except httpx.HTTPError as e:
+            raise self._unreachable(e) from e
+        except BrokenPipeError:
+            raise
+        except OSError as e:
+            raise JobError(f"can't write {output} ({e.strerror or e})", 1) from e
         finally:
-            if new: new.unlink(missing_ok=True)
+            if new:
+                new.unlink(missing_ok=True)
 
 # %% ../../nbs/42_batches.ipynb #b28faf9a
 def endpoint_in(path: str | Path) -> str:
     "The `url` of the first line of file `path`. Raises `JobError`."
     number = 0
     try:
-        with open(path, 'rb') as f: number, raw = next(((n, raw) for n, raw in read_lines(f, LONGEST_LINE) if raw.strip()), (0, b''))
-        if number and isinstance(url := json_object(raw).get('url'), str): return url
-        why = f'line {number} has no url' if number else 'it is empty'
-    except BadRequest as e: why = f'line {number}: {e}'
-    except OSError as e: raise JobError(f"can't read {path} ({e.strerror or e})") from e
-    raise JobError(f'{path} is no file of the Batch API ({why}): its lines are objects with custom_id, method, url and body; '
-                   'batchlab run takes other files')
+        with open(path, "rb") as f:
+            number, raw = next(
+                ((n, raw) for n, raw in read_lines(f, LONGEST_LINE) if raw.strip()), (0, b"")
+            )
+        if number and isinstance(url := json_object(raw).get("url"), str):
+            return url
+        why = f"line {number} has no url" if number else "it is empty"
+    except BadRequest as e:
+        why = f"line {number}: {e}"
+    except OSError as e:
+        raise JobError(f"can't read {path} ({e.strerror or e})") from e
+    raise JobError(
+        f"{path} is no file of the Batch API ({why}): its lines are objects with custom_id, method, url and body; "
+        "batchlab run takes other files"
+    )
+
 
 def about(batch: dict[str, Any]) -> str:
     "A line about `batch`."
-    n, errors = batch.get('request_counts') or {}, (batch.get('errors') or {}).get('data') or []
-    why = f"; {errors[0].get('message')}" if errors else ''
-    line = f" (line {errors[0]['line']})" if errors and errors[0].get('line') else ''
+    n, errors = batch.get("request_counts") or {}, (batch.get("errors") or {}).get("data") or []
+    why = f"; {errors[0].get('message')}" if errors else ""
+    line = f" (line {errors[0]['line']})" if errors and errors[0].get("line") else ""
     return f"{batch['id']}: {batch['status']}, {n.get('completed', 0):,} of {n.get('total', 0):,} requests answered, {n.get('failed', 0):,} failed{why}{line}"
 
-def fetch_answers(client: BatchClient, batch: dict[str, Any], args: Namespace, say: Callable[[str], object]) -> int:
+
+def fetch_answers(
+    client: BatchClient, batch: dict[str, Any], args: Namespace, say: Callable[[str], object]
+) -> int:
     "Fetch the answers of `batch`, which has ended, and its errors if there is a file for them. Returns the exit status."
     say(about(batch))
-    for k, name, path in [('output_file_id', 'answers', args.output or '-'), ('error_file_id', 'errors', args.error_file)]:
-        if not batch.get(k): say(f"{batch['id']} has no {name}")
-        elif path: client.fetch(batch[k], path, args.overwrite)
-        else: say('what failed: --error-file FILE fetches it')
-    return int(batch['status'] != 'completed' or bool(batch.get('error_file_id')))
+    for k, name, path in [
+        ("output_file_id", "answers", args.output or "-"),
+        ("error_file_id", "errors", args.error_file),
+    ]:
+        if not batch.get(k):
+            say(f"{batch['id']} has no {name}")
+        elif path:
+            client.fetch(batch[k], path, args.overwrite)
+        else:
+            say("what failed: --error-file FILE fetches it")
+    return int(batch["status"] != "completed" or bool(batch.get("error_file_id")))
+
 
 def command(args: Namespace, say: Callable[[str], object]) -> int:
     "Run `batchlab batch` with the arguments `args`. Returns the exit status. Raises `JobError`."
-    client = BatchClient(args.url, args.api_key or os.environ.get('OPENAI_API_KEY'))
+    client = BatchClient(args.url, args.api_key or os.environ.get("OPENAI_API_KEY"))
     show = (lambda d: print(json.dumps(d))) if args.json else lambda d: print(about(d))
-    if args.what == 'list':
-        for batch in client.call('GET', '/batches', params=dict(limit=args.limit))['data']: show(batch)
+    if args.what == "list":
+        for batch in client.call("GET", "/batches", params=dict(limit=args.limit))["data"]:
+            show(batch)
         return 0
-    if not args.name: raise JobError(f"batchlab batch {args.what} needs {'a file' if args.what == 'submit' else 'the id of a batch'}")
-    if args.what == 'submit':
+    if not args.name:
+        raise JobError(
+            f"batchlab batch {args.what} needs {'a file' if args.what == 'submit' else 'the id of a batch'}"
+        )
+    if args.what == "submit":
         batch = client.submit(args.name, args.endpoint, args.metadata)
-        show(batch) if args.json else print(batch['id'], flush=True)
-        if not args.wait: return 0
-        try: batch = client.wait(batch['id'], say)
+        show(batch) if args.json else print(batch["id"], flush=True)
+        if not args.wait:
+            return 0
+        try:
+            batch = client.wait(batch["id"], say)
         except KeyboardInterrupt:
             say(f"interrupted: the batch goes on; batchlab batch fetch {batch['id']}")
             return 130
-        return fetch_answers(client, batch, args, say) if args.output else int(batch['status'] != 'completed')
-    if '/' in args.name: raise JobError(f'no id of a batch: {args.name!r:.60}')
-    batch = client.call('POST', f'/batches/{args.name}/cancel') if args.what == 'cancel' else client.call('GET', f'/batches/{args.name}')
-    if args.what != 'fetch':
+        return (
+            fetch_answers(client, batch, args, say)
+            if args.output
+            else int(batch["status"] != "completed")
+        )
+    if "/" in args.name:
+        raise JobError(f"no id of a batch: {args.name!r:.60}")
+    batch = (
+        client.call("POST", f"/batches/{args.name}/cancel")
+        if args.what == "cancel"
+        else client.call("GET", f"/batches/{args.name}")
+    )
+    if args.what != "fetch":
         show(batch)
         return 0
-    if args.wait: batch = client.wait(args.name, say)
-    if batch['status'] not in ENDED: raise JobError(f'{about(batch)}: fetch it when it has ended, or --wait', 1)
+    if args.wait:
+        batch = client.wait(args.name, say)
+    if batch["status"] not in ENDED:
+        raise JobError(f"{about(batch)}: fetch it when it has ended, or --wait", 1)
     return fetch_answers(client, batch, args, say)

@@ -22,353 +22,756 @@ from ..names import GUIDED, REFUSED, WITHOUT_EFFECT, WORKS
 # %% ../../nbs/43_cli.ipynb #59b7b224
 class OneLineParser(argparse.ArgumentParser):
     "An `ArgumentParser` whose errors are a `JobError` of one line."
-    idle: Mapping[str, Any] = {}                    # what it was given of the flags of vLLM's engine
 
-    def __init__(self, *args: Any, **kw: Any) -> None: super().__init__(*args, allow_abbrev=False, **kw)
+    idle: Mapping[str, Any] = {}  # what it was given of the flags of vLLM's engine
+
+    def __init__(self, *args: Any, **kw: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kw)
 
     def error(self, message: str) -> NoReturn:
-        flag = re.match(r'unrecognized arguments: (-[^\s=]*)', message)
-        if flag: message = f'unknown flag {flag[1]}{self._meant(flag[1])}'
-        raise JobError(f'{message} (see {self.prog} --help)')
+        flag = re.match(r"unrecognized arguments: (-[^\s=]*)", message)
+        if flag:
+            message = f"unknown flag {flag[1]}{self._meant(flag[1])}"
+        raise JobError(f"{message} (see {self.prog} --help)")
 
     def _meant(self, flag: str) -> str:
         "What was probably meant by an unknown `flag`; '' if there is no guess."
-        form = GUIDED.get(flag.lstrip('-').replace('-', '_'), 'json' if flag in ('--json', '--json-schema', '--response-format') else None)
-        if form and '--structured-outputs' in self._option_string_actions: return f""": give --structured-outputs '{{"{form}": …}}'"""
-        same = '--' + WORKS.get(flag.lstrip('-').replace('-', '_'), '').replace('_', '-')
-        longer = [option for option in self._option_string_actions if option == same or option.startswith(f'{flag}-')]
-        near = longer or difflib.get_close_matches(flag, self._option_string_actions, 1, .75)
-        return f', did you mean {near[0]}?' if near else ''
+        form = GUIDED.get(
+            flag.lstrip("-").replace("-", "_"),
+            "json" if flag in ("--json", "--json-schema", "--response-format") else None,
+        )
+        if form and "--structured-outputs" in self._option_string_actions:
+            return f""": give --structured-outputs '{{"{form}": …}}'"""
+        same = "--" + WORKS.get(flag.lstrip("-").replace("-", "_"), "").replace("_", "-")
+        longer = [
+            option
+            for option in self._option_string_actions
+            if option == same or option.startswith(f"{flag}-")
+        ]
+        near = longer or difflib.get_close_matches(flag, self._option_string_actions, 1, 0.75)
+        return f", did you mean {near[0]}?" if near else ""
 
     def spell(self, option: Option) -> str:
         "`option` as the flags of this parser say it; as in Python if none of them does."
-        if option.name in self.idle: return f"--{option.name.replace('_', '-')} {option.value}"
+        if option.name in self.idle:
+            return f"--{option.name.replace('_', '-')} {option.value}"
         actions = [a for a in self._actions if a.dest == option.name and a.option_strings]
         for a in actions:
-            flag = next((s for s in a.option_strings if s.startswith('--')), a.option_strings[0])
-            if a.nargs == 0 and a.const == option.value: return flag
-            if a.nargs != 0: return flag if option.value is None else f'{flag} {shlex.quote(str(option.value))}'
+            flag = next((s for s in a.option_strings if s.startswith("--")), a.option_strings[0])
+            if a.nargs == 0 and a.const == option.value:
+                return flag
+            if a.nargs != 0:
+                return flag if option.value is None else f"{flag} {shlex.quote(str(option.value))}"
         return actions[0].option_strings[0] if actions and option.value is None else str(option)
 
 # %% ../../nbs/43_cli.ipynb #79c049b6
-def argument(want: str, convert: Callable[[str], Any], ok: Callable[[Any], bool] = lambda v: True) -> Callable[[str], Any]:
+def argument(
+    want: str, convert: Callable[[str], Any], ok: Callable[[Any], bool] = lambda v: True
+) -> Callable[[str], Any]:
     "A type for argparse: what `convert` makes of a string, if it is `ok`; else the error says that `want` is expected."
+
     def read(s: str) -> Any:
         with contextlib.suppress(ValueError):
-            if ok(v := convert(s)): return v
+            if ok(v := convert(s)):
+                return v
         raise argparse.ArgumentTypeError(f"expected {want}, got {s!r}")
+
     return read
+
 
 def plain_text(s: str) -> str:
     "The text that an argument is: UTF-8, also where the locale has no such letters and Python has let them pass undecoded."
-    try: s.encode()
+    try:
+        s.encode()
     except UnicodeEncodeError:
-        with contextlib.suppress(UnicodeError): return os.fsencode(s).decode()
+        with contextlib.suppress(UnicodeError):
+            return os.fsencode(s).decode()
     return s
+
 
 _UNITS = dict(k=10**3, m=10**6, g=10**9, t=10**12, ki=2**10, mi=2**20, gi=2**30, ti=2**40)
 
+
 def _bytes_of(s: str) -> int:
-    m = re.fullmatch(r'(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?', s.strip().lower())
-    if not m: raise ValueError(s)
+    m = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", s.strip().lower())
+    if not m:
+        raise ValueError(s)
     return int(float(m[1]) * _UNITS[m[2]]) if m[2] else int(m[1])
 
-byte_count = argument('a number of bytes such as 2000000000, 2GB or 512MiB', _bytes_of, lambda n: n >= 1)
-positive_int = argument('a whole number of at least 1', int, lambda n: n >= 1)
-port_number = argument('a port from 0 to 65535', int, lambda n: 0 <= n < 2**16)
-whole_number = argument('a whole number of at least 0', int, lambda n: n >= 0)
-positive_float = argument('a number above 0', float, lambda x: 0 < x < math.inf)
-int_or_none = argument('a whole number or none', lambda s: None if s.lower() == 'none' else int(s))
-name_list = argument('names with commas between them', lambda s: [x for part in plain_text(s).split(',') if (x := part.strip())], bool)
+
+byte_count = argument(
+    "a number of bytes such as 2000000000, 2GB or 512MiB", _bytes_of, lambda n: n >= 1
+)
+positive_int = argument("a whole number of at least 1", int, lambda n: n >= 1)
+port_number = argument("a port from 0 to 65535", int, lambda n: 0 <= n < 2**16)
+whole_number = argument("a whole number of at least 0", int, lambda n: n >= 0)
+positive_float = argument("a number above 0", float, lambda x: 0 < x < math.inf)
+int_or_none = argument("a whole number or none", lambda s: None if s.lower() == "none" else int(s))
+name_list = argument(
+    "names with commas between them",
+    lambda s: [x for part in plain_text(s).split(",") if (x := part.strip())],
+    bool,
+)
+
+
 def _origins_of(s: str) -> list[str]:
-    given = json.loads(s) if s.startswith('[') else s.split(',')               # vLLM takes a list in JSON
-    found = [x.strip().rstrip('/') for x in given]
-    if not all(re.fullmatch(r'\*|https?://[^/\s]+', x) for x in found): raise ValueError(s)
+    given = json.loads(s) if s.startswith("[") else s.split(",")  # vLLM takes a list in JSON
+    found = [x.strip().rstrip("/") for x in given]
+    if not all(re.fullmatch(r"\*|https?://[^/\s]+", x) for x in found):
+        raise ValueError(s)
     return found
 
-origin_list = argument('origins such as https://a.example, without a path, with commas between them, or *', _origins_of, bool)
-id_list = argument('token ids such as 1,2', lambda s: [int(x) for x in s.strip().strip('[]').replace(',', ' ').split()])
 
-token_limit = argument('a number of tokens, or auto', lambda s: -1 if s.lower() == 'auto' else int(s), lambda n: n == -1 or n > 0)
-delimiter = argument("one character such as ';', or tab", lambda s: {'tab': '\t', '\\t': '\t'}.get(s, s), lambda s: len(s) == 1 and s not in '"\r\n')
+origin_list = argument(
+    "origins such as https://a.example, without a path, with commas between them, or *",
+    _origins_of,
+    bool,
+)
+id_list = argument(
+    "token ids such as 1,2",
+    lambda s: [int(x) for x in s.strip().strip("[]").replace(",", " ").split()],
+)
+
+token_limit = argument(
+    "a number of tokens, or auto",
+    lambda s: -1 if s.lower() == "auto" else int(s),
+    lambda n: n == -1 or n > 0,
+)
+delimiter = argument(
+    "one character such as ';', or tab",
+    lambda s: {"tab": "\t", "\\t": "\t"}.get(s, s),
+    lambda s: len(s) == 1 and s not in '"\r\n',
+)
+
 
 def json_value(s: str) -> Any:
     "The value that JSON `s` stands for."
-    try: return json.loads(plain_text(s))
-    except ValueError as e: raise argparse.ArgumentTypeError(f"not JSON ({e}), got {s!r}") from None
+    try:
+        return json.loads(plain_text(s))
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"not JSON ({e}), got {s!r}") from None
+
 
 def json_or_file(s: str) -> Any:
     "The value that JSON `s` stands for, or that in the file after an @."
-    if not s.startswith('@'): return json_value(s)
-    try: return json_value(Path(s[1:]).read_text(encoding='utf-8-sig'))
-    except (OSError, UnicodeDecodeError) as e: raise argparse.ArgumentTypeError(f'{s[1:]} can not be read: {e}') from None
+    if not s.startswith("@"):
+        return json_value(s)
+    try:
+        return json_value(Path(s[1:]).read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as e:
+        raise argparse.ArgumentTypeError(f"{s[1:]} can not be read: {e}") from None
 
 # %% ../../nbs/43_cli.ipynb #76552ef0
 def add_flags(parser: Any, *rows: tuple[Any, ...], **common: Any) -> None:
     "Add a flag for each of `rows`: `(names and value, kind, help)` and perhaps a dict of more for `add_argument`."
     for spec, kind, text, *more in rows:
         names = spec.split()
-        how: dict[str, Any] = dict(metavar=names.pop()) if names[-1][0] != '-' else {}
-        if kind in (plain_text, 'append'): how['type'] = plain_text
-        if kind is not plain_text: how['action' if isinstance(kind, str) else 'choices' if isinstance(kind, tuple) else 'type'] = kind
+        how: dict[str, Any] = dict(metavar=names.pop()) if names[-1][0] != "-" else {}
+        if kind in (plain_text, "append"):
+            how["type"] = plain_text
+        if kind is not plain_text:
+            how[
+                "action"
+                if isinstance(kind, str)
+                else "choices"
+                if isinstance(kind, tuple)
+                else "type"
+            ] = kind
         parser.add_argument(*names, help=text, **common | how | dict(*more))
 
+
 SAMPLING_FLAGS = [
-    ('--max-tokens --max-new-tokens X', int_or_none, "longest answer in tokens; none: up to the context length (default 256)"),
-    ('--temperature X', float, "0 is greedy (default 0)"),
-    ('--top-p X', float, "draw from the likeliest tokens of this total share"),
-    ('--top-k X', int, "draw from this many tokens"),
-    ('--min-p X', float, "drop tokens below this share of the likeliest one's"),
-    ('--seed X', int, "same seed, same answer"),
-    ('--n X', int, "answers to each prompt"),
-    ('--presence-penalty X', float, "against tokens used already"),
-    ('--frequency-penalty X', float, "the same, by their count"),
-    ('--repetition-penalty X', float, "the same, prompt included, as a factor"),
-    ('--min-tokens X', int, "no end before this many tokens"),
-    ('--truncate --truncate-prompt-tokens N', token_limit, "keep so many tokens at the end of a longer prompt, auto: as many as leave "
-     "room to answer (default: it fails)", dict(dest='truncate_prompt_tokens')),
-    ('--logprobs X', int, "log probabilities of this many tokens"),
-    ('--logprob-token-ids IDS', id_list, "log probabilities of these ids, in place of the likeliest", dict(action='extend')),
-    ('--logprobs-mode', ('raw_logprobs', 'processed_logprobs', 'raw_logits', 'processed_logits'),
-     "raw: what the model says (the default); processed: of what may be sampled"),
-    ('--logit-bias JSON', json_value, 'JSON of token id to bias, such as {"42": -100}'),
-    ('--structured-outputs JSON', json_or_file,
-     'JSON of what the answer must be, such as {"regex": "[0-9]+"} or {"json": SCHEMA}; or @FILE'),
-    ('--stop TEXT', 'append', "end before this text; may be repeated"),
-    ('--bad-words TEXT', 'append', "never write this word; may be repeated"),
-    ('--stop-token-ids IDS', id_list, "end at one of these ids, such as 1,2", dict(action='extend')),
-    ('--allowed-token-ids IDS', id_list, "use no ids but these", dict(action='extend')),
-    ('--do-sample', 'store_true', "temperature 1, unless --temperature is given"),
-    ('--ignore-eos', 'store_true', "go on past the model's end token"),
-    ('--stop-on-eos', 'store_false', "end at the model's end token (the default)", dict(dest='ignore_eos')),
-    ('--include-stop-str-in-output', 'store_true', "keep the stop text in the answer"),
-    ('--no-skip-special-tokens', 'store_false', "show special tokens", dict(dest='skip_special_tokens'))]
+    (
+        "--max-tokens --max-new-tokens X",
+        int_or_none,
+        "longest answer in tokens; none: up to the context length (default 256)",
+    ),
+    ("--temperature X", float, "0 is greedy (default 0)"),
+    ("--top-p X", float, "draw from the likeliest tokens of this total share"),
+    ("--top-k X", int, "draw from this many tokens"),
+    ("--min-p X", float, "drop tokens below this share of the likeliest one's"),
+    ("--seed X", int, "same seed, same answer"),
+    ("--n X", int, "answers to each prompt"),
+    ("--presence-penalty X", float, "against tokens used already"),
+    ("--frequency-penalty X", float, "the same, by their count"),
+    ("--repetition-penalty X", float, "the same, prompt included, as a factor"),
+    ("--min-tokens X", int, "no end before this many tokens"),
+    (
+        "--truncate --truncate-prompt-tokens N",
+        token_limit,
+        "keep so many tokens at the end of a longer prompt, auto: as many as leave "
+        "room to answer (default: it fails)",
+        dict(dest="truncate_prompt_tokens"),
+    ),
+    ("--logprobs X", int, "log probabilities of this many tokens"),
+    (
+        "--logprob-token-ids IDS",
+        id_list,
+        "log probabilities of these ids, in place of the likeliest",
+        dict(action="extend"),
+    ),
+    (
+        "--logprobs-mode",
+        ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
+        "raw: what the model says (the default); processed: of what may be sampled",
+    ),
+    ("--logit-bias JSON", json_value, 'JSON of token id to bias, such as {"42": -100}'),
+    (
+        "--structured-outputs JSON",
+        json_or_file,
+        'JSON of what the answer must be, such as {"regex": "[0-9]+"} or {"json": SCHEMA}; or @FILE',
+    ),
+    ("--stop TEXT", "append", "end before this text; may be repeated"),
+    ("--bad-words TEXT", "append", "never write this word; may be repeated"),
+    (
+        "--stop-token-ids IDS",
+        id_list,
+        "end at one of these ids, such as 1,2",
+        dict(action="extend"),
+    ),
+    ("--allowed-token-ids IDS", id_list, "use no ids but these", dict(action="extend")),
+    ("--do-sample", "store_true", "temperature 1, unless --temperature is given"),
+    ("--ignore-eos", "store_true", "go on past the model's end token"),
+    (
+        "--stop-on-eos",
+        "store_false",
+        "end at the model's end token (the default)",
+        dict(dest="ignore_eos"),
+    ),
+    ("--include-stop-str-in-output", "store_true", "keep the stop text in the answer"),
+    (
+        "--no-skip-special-tokens",
+        "store_false",
+        "show special tokens",
+        dict(dest="skip_special_tokens"),
+    ),
+]
 
 # %% ../../nbs/43_cli.ipynb #da07da89
 MODEL_FLAGS = [
-    ('--model', str, "hub id, folder or .gguf file (default: SmolLM2-135M-Instruct-Q4_1, of 4 bits)"),
-    ('--strategy', ('continuous', 'loop', 'static', 'bucketed', 'prefix'), None, dict(default='continuous')),
-    ('--dtype', ('auto', 'fp32', 'bf16', 'fp16'), None, dict(default='auto')),
-    ('--quantization', ('int8',), "8 bits for weights and activations: faster, a little less exact"),
-    ('--no-compile', 'store_false', "do without compiled kernels", dict(dest='compile', default='auto')),
-    *((flag, 'store_const', f"same as --dtype {dtype}", dict(dest='dtype', const=dtype))
-      for flag, dtype in (('--no-amp', 'fp32'), ('--bf16', 'bf16'), ('--fp16', 'fp16'))),
-    ('--device', str, "auto, cpu, cuda, cuda:1 or mps", dict(default='auto')),
-    ('--max-num-seqs N', positive_int, "sequences at once (default: by device and memory)"),
-    ('--max-num-batched-tokens N', positive_int, "tokens in a step (default: likewise)"),
-    ('--no-prefix-caching', 'store_false', "compute every prompt whole", dict(dest='enable_prefix_caching')),
-    ('--max-model-len N', positive_int, "longest prompt and answer together"),
-    ('--kv-cache-bytes N', byte_count, "most that keys and values take, such as 2GB (default: by memory)"),
-    ('--enable-lora', 'store_true', "requests may name an adapter as their model"),
-    ('--lora-modules NAME=FOLDER', str, "adapters, and what requests call them", dict(nargs='+', action='extend', default=[])),
-    ('--max-loras N', positive_int, "adapters at once (default: 8)"),
-    ('--max-lora-rank N', positive_int, "largest rank of an adapter (default: 16)", dict(default=16)),
-    ('--max-cpu-loras N', positive_int, "adapters in memory (default: as many as at once)")]
+    (
+        "--model",
+        str,
+        "hub id, folder or .gguf file (default: SmolLM2-135M-Instruct-Q4_1, of 4 bits)",
+    ),
+    (
+        "--strategy",
+        ("continuous", "loop", "static", "bucketed", "prefix"),
+        None,
+        dict(default="continuous"),
+    ),
+    ("--dtype", ("auto", "fp32", "bf16", "fp16"), None, dict(default="auto")),
+    (
+        "--quantization",
+        ("int8",),
+        "8 bits for weights and activations: faster, a little less exact",
+    ),
+    (
+        "--no-compile",
+        "store_false",
+        "do without compiled kernels",
+        dict(dest="compile", default="auto"),
+    ),
+    *(
+        (flag, "store_const", f"same as --dtype {dtype}", dict(dest="dtype", const=dtype))
+        for flag, dtype in (("--no-amp", "fp32"), ("--bf16", "bf16"), ("--fp16", "fp16"))
+    ),
+    ("--device", str, "auto, cpu, cuda, cuda:1 or mps", dict(default="auto")),
+    ("--max-num-seqs N", positive_int, "sequences at once (default: by device and memory)"),
+    ("--max-num-batched-tokens N", positive_int, "tokens in a step (default: likewise)"),
+    (
+        "--no-prefix-caching",
+        "store_false",
+        "compute every prompt whole",
+        dict(dest="enable_prefix_caching"),
+    ),
+    ("--max-model-len N", positive_int, "longest prompt and answer together"),
+    (
+        "--kv-cache-bytes N",
+        byte_count,
+        "most that keys and values take, such as 2GB (default: by memory)",
+    ),
+    ("--enable-lora", "store_true", "requests may name an adapter as their model"),
+    (
+        "--lora-modules NAME=FOLDER",
+        str,
+        "adapters, and what requests call them",
+        dict(nargs="+", action="extend", default=[]),
+    ),
+    ("--max-loras N", positive_int, "adapters at once (default: 8)"),
+    (
+        "--max-lora-rank N",
+        positive_int,
+        "largest rank of an adapter (default: 16)",
+        dict(default=16),
+    ),
+    ("--max-cpu-loras N", positive_int, "adapters in memory (default: as many as at once)"),
+]
 
 # %% ../../nbs/43_cli.ipynb #c7d568a9
-CHAT_TEMPLATE = ('--chat-template FILE', plain_text, "how conversations are written, a Jinja template, its file or text (default: the model's own)")
+CHAT_TEMPLATE = (
+    "--chat-template FILE",
+    plain_text,
+    "how conversations are written, a Jinja template, its file or text (default: the model's own)",
+)
 TABLE_FLAGS = [
-    ('--prompt-column NAME', plain_text, "of a table, or of JSONL with keys of its own (default: prompt)", dict(default='prompt')),
-    ('--id-column NAME', plain_text, "likewise (default: custom_id)", dict(default='custom_id')),
-    ('--prompt-template TEXT', plain_text, "prompt of a row, with columns in braces: 'Translate to {lang}: {question}'"),
-    ('--empty TEXT', plain_text, "what stands there for an empty cell, such as '' (default: the row fails)"),
-    ('--setting-columns NAMES', name_list, "columns of a table that are settings of their row, such as max_tokens,seed (default: all columns are data)",
-     dict(action='extend', default=[]))]
+    (
+        "--prompt-column NAME",
+        plain_text,
+        "of a table, or of JSONL with keys of its own (default: prompt)",
+        dict(default="prompt"),
+    ),
+    ("--id-column NAME", plain_text, "likewise (default: custom_id)", dict(default="custom_id")),
+    (
+        "--prompt-template TEXT",
+        plain_text,
+        "prompt of a row, with columns in braces: 'Translate to {lang}: {question}'",
+    ),
+    (
+        "--empty TEXT",
+        plain_text,
+        "what stands there for an empty cell, such as '' (default: the row fails)",
+    ),
+    (
+        "--setting-columns NAMES",
+        name_list,
+        "columns of a table that are settings of their row, such as max_tokens,seed (default: all columns are data)",
+        dict(action="extend", default=[]),
+    ),
+]
 TEXT_FLAGS = [
-    ('--delimiter CHAR', delimiter, "between the cells of a CSV, such as ';' or tab (default: found in its header)"),
-    ('--encoding NAME', str, "of a CSV or text, such as cp1252 or utf-16 (default: UTF-8, or as its first bytes say)"),
-    ('--no-quotes', 'store_false', "quotes in a CSV or TSV mean nothing", dict(dest='quotes'))]
-LOG_JSON = ('--log-json', 'store_true', "what is said on standard error as JSON, a line each, with the figures of progress")
+    (
+        "--delimiter CHAR",
+        delimiter,
+        "between the cells of a CSV, such as ';' or tab (default: found in its header)",
+    ),
+    (
+        "--encoding NAME",
+        str,
+        "of a CSV or text, such as cp1252 or utf-16 (default: UTF-8, or as its first bytes say)",
+    ),
+    ("--no-quotes", "store_false", "quotes in a CSV or TSV mean nothing", dict(dest="quotes")),
+]
+LOG_JSON = (
+    "--log-json",
+    "store_true",
+    "what is said on standard error as JSON, a line each, with the figures of progress",
+)
 GENERATE_FLAGS = [
-    ('prompts PROMPT', plain_text, None, dict(nargs='*')),
-    ('--prompts PROMPT', plain_text, None, dict(dest='more_prompts', nargs='+', action='extend', default=[])),
-    ('-i --prompts-file --input FILE', str, "one prompt a line, JSONL with prompt or messages, or a table; - is standard input"),
-    ('-o --output FILE', str, "write JSONL there instead of text to standard output"),
-    ('--overwrite', 'store_true', "replace the output file if it is there"),
+    ("prompts PROMPT", plain_text, None, dict(nargs="*")),
+    (
+        "--prompts PROMPT",
+        plain_text,
+        None,
+        dict(dest="more_prompts", nargs="+", action="extend", default=[]),
+    ),
+    (
+        "-i --prompts-file --input FILE",
+        str,
+        "one prompt a line, JSONL with prompt or messages, or a table; - is standard input",
+    ),
+    ("-o --output FILE", str, "write JSONL there instead of text to standard output"),
+    ("--overwrite", "store_true", "replace the output file if it is there"),
     *TABLE_FLAGS,
-    ('--chat', 'store_true', "each prompt is a user's message"),
-    ('--system TEXT', plain_text, "system message before each, with --chat or messages"),
-    ('--verify', 'store_true', "then run some of the requests again, each alone, and compare"),
+    ("--chat", "store_true", "each prompt is a user's message"),
+    ("--system TEXT", plain_text, "system message before each, with --chat or messages"),
+    ("--verify", "store_true", "then run some of the requests again, each alone, and compare"),
     LOG_JSON,
-    ('--trace FILE', str, "keep what happened at every step, for batchlab view")]
+    ("--trace FILE", str, "keep what happened at every step, for batchlab view"),
+]
 INPUT_FLAGS = [
-    ('-i --input FILE', str, "requests: OpenAI Batch or plain JSONL, CSV, TSV, Parquet, or .txt with one prompt a line; also .gz, .bz2, .xz; "
-     "- is standard input, read to its end first", dict(required=True)),
-    ('--format', ('batch', 'plain', 'csv', 'tsv', 'parquet', 'txt'), "of JSONL lines (default: by the first good line), or of an input whose name does not say it",
-     dict(dest='form')),
+    (
+        "-i --input FILE",
+        str,
+        "requests: OpenAI Batch or plain JSONL, CSV, TSV, Parquet, or .txt with one prompt a line; also .gz, .bz2, .xz; "
+        "- is standard input, read to its end first",
+        dict(required=True),
+    ),
+    (
+        "--format",
+        ("batch", "plain", "csv", "tsv", "parquet", "txt"),
+        "of JSONL lines (default: by the first good line), or of an input whose name does not say it",
+        dict(dest="form"),
+    ),
     *TEXT_FLAGS,
     *TABLE_FLAGS,
-    ('--chat', 'store_true', "each plain prompt is a user's message"),
-    ('--system TEXT', plain_text, "system message before each of those; for a table with columns in braces too"),
-    ('--any-model', 'store_true', "answer lines that ask for another model too (default: they fail)"),
-    ('--limit N', positive_int, "only the first N requests"),
-    ('--look-ahead N', positive_int, "lines to choose from (default: 1024)", dict(default=1024))]
+    ("--chat", "store_true", "each plain prompt is a user's message"),
+    (
+        "--system TEXT",
+        plain_text,
+        "system message before each of those; for a table with columns in braces too",
+    ),
+    (
+        "--any-model",
+        "store_true",
+        "answer lines that ask for another model too (default: they fail)",
+    ),
+    ("--limit N", positive_int, "only the first N requests"),
+    ("--look-ahead N", positive_int, "lines to choose from (default: 1024)", dict(default=1024)),
+]
 RUN_FLAGS = [
-    ('-o --output FILE', str, "answers, one for each request; .jsonl, .csv, .tsv or .parquet; - is standard output, where an ended run "
-     "can not go on"),
-    ('--error-file FILE', str, "failures (default: among the answers)"),
-    ('--ordered', 'store_true', "answers in the order of the requests, as in tables always (default: as they end)"),
-    ('--timeout SECONDS', positive_float, "for each request"),
-    ('--max-errors N', whole_number, "stop after more failures than this"),
-    ('--retry-errors', 'store_true', "run again what failed before"),
-    ('--keep-journal', 'store_true', "leave the folder beside the output there when all is done"),
-    ('--force', 'store_true', "go on though model, parameters or input have changed"),
-    ('--dry-run', 'store_true', "only check the requests, without a model"),
+    (
+        "-o --output FILE",
+        str,
+        "answers, one for each request; .jsonl, .csv, .tsv or .parquet; - is standard output, where an ended run "
+        "can not go on",
+    ),
+    ("--error-file FILE", str, "failures (default: among the answers)"),
+    (
+        "--ordered",
+        "store_true",
+        "answers in the order of the requests, as in tables always (default: as they end)",
+    ),
+    ("--timeout SECONDS", positive_float, "for each request"),
+    ("--max-errors N", whole_number, "stop after more failures than this"),
+    ("--retry-errors", "store_true", "run again what failed before"),
+    ("--keep-journal", "store_true", "leave the folder beside the output there when all is done"),
+    ("--force", "store_true", "go on though model, parameters or input have changed"),
+    ("--dry-run", "store_true", "only check the requests, without a model"),
     LOG_JSON,
-    ('--trace FILE', str, "keep what happened at every step, without texts, for batchlab view")]
+    ("--trace FILE", str, "keep what happened at every step, without texts, for batchlab view"),
+]
 RAY_FLAGS = [
-    ('--ray N', positive_int, "N workers, each with the model"),
-    ('--ray-cpus N', positive_int, "cores of each (default: its share)"),
-    ('--ray-gpus N', whole_number, "GPUs of each (default: one if there are enough)"),
-    ('--ray-address ADDRESS', str, "of the cluster, or auto (default: one of its own, here)")]
+    ("--ray N", positive_int, "N workers, each with the model"),
+    ("--ray-cpus N", positive_int, "cores of each (default: its share)"),
+    ("--ray-gpus N", whole_number, "GPUs of each (default: one if there are enough)"),
+    ("--ray-address ADDRESS", str, "of the cluster, or auto (default: one of its own, here)"),
+]
 SERVE_FLAGS = [
-    ('served MODEL', str, "the model, as --model", dict(nargs='?')),
-    ('--host ADDRESS', str, "to listen on (default: 127.0.0.1, this machine alone; 0.0.0.0 is all)", dict(default='127.0.0.1')),
-    ('--port N', port_number, "(default: 8000; 0 takes a free one, and says which)", dict(default=8000)),
-    ('--api-key KEY', str, "what clients must send; better in BATCHLAB_API_KEY, as others see the flags of a process"),
-    ('--allowed-origins URLS', origin_list, "sites whose pages may use the server, such as https://a.example; with commas, * is any (default: none)",
-     dict(action='extend', default=[])),
-    ('--served-model-name NAME', str, "what clients call the model (default: its name)"),
-    ('--data FOLDER', str, "where files and batches are kept"),
-    ('--fail-whole', 'store_true', "a batch with a line that can't be read fails as a whole, as at OpenAI (default: that line fails alone)"),
-    ('--max-pending N', positive_int, "answers under way, beyond which clients are told to come back (default: 1024)", dict(default=1024)),
-    ('--drain SECONDS', whole_number, "for what is under way when the server is stopped (default: 30)", dict(default=30)),
-    ('--no-page', 'store_false', "no page at /", dict(dest='page')),
-    ('--no-request-log', 'store_false', "no line for each request", dict(dest='request_log')),
-    LOG_JSON]
+    ("served MODEL", str, "the model, as --model", dict(nargs="?")),
+    (
+        "--host ADDRESS",
+        str,
+        "to listen on (default: 127.0.0.1, this machine alone; 0.0.0.0 is all)",
+        dict(default="127.0.0.1"),
+    ),
+    (
+        "--port N",
+        port_number,
+        "(default: 8000; 0 takes a free one, and says which)",
+        dict(default=8000),
+    ),
+    (
+        "--api-key KEY",
+        str,
+        "what clients must send; better in BATCHLAB_API_KEY, as others see the flags of a process",
+    ),
+    (
+        "--allowed-origins URLS",
+        origin_list,
+        "sites whose pages may use the server, such as https://a.example; with commas, * is any (default: none)",
+        dict(action="extend", default=[]),
+    ),
+    ("--served-model-name NAME", str, "what clients call the model (default: its name)"),
+    ("--data FOLDER", str, "where files and batches are kept"),
+    (
+        "--fail-whole",
+        "store_true",
+        "a batch with a line that can't be read fails as a whole, as at OpenAI (default: that line fails alone)",
+    ),
+    (
+        "--max-pending N",
+        positive_int,
+        "answers under way, beyond which clients are told to come back (default: 1024)",
+        dict(default=1024),
+    ),
+    (
+        "--drain SECONDS",
+        whole_number,
+        "for what is under way when the server is stopped (default: 30)",
+        dict(default=30),
+    ),
+    ("--no-page", "store_false", "no page at /", dict(dest="page")),
+    ("--no-request-log", "store_false", "no line for each request", dict(dest="request_log")),
+    LOG_JSON,
+]
 EMBED_FLAGS = [
-    ('texts TEXT', plain_text, None, dict(nargs='*')),
-    ('-i --input FILE', str, "texts: .txt with one a line, JSONL with prompt, text or input, CSV, TSV, Parquet, or lines of /v1/embeddings; also .gz, .bz2, .xz; "
-     "- is standard input, read to its end first"),
-    *(row for row in INPUT_FLAGS[1:] if row[0].split()[0] in ('--format', '--delimiter', '--encoding', '--no-quotes', '--id-column', '--prompt-template', '--empty', '--any-model', '--limit')),
-    ('--prompt-column NAME', plain_text, "of a table (default: prompt, text or input)", dict(default='prompt')),
-    ('-o --output FILE', str, "vectors, in the order of the texts; .jsonl, .csv, .tsv, .parquet, or .npy, an array with a row for each text; - is standard output (the default)"),
-    ('--dimensions N', positive_int, "only so many of a vector's first numbers"),
-    ('--normalize', 'store_true', "vectors of length 1 (default: as the model's folder says)", dict(default=None)),
-    ('--no-normalize', 'store_false', "vectors as they are", dict(dest='normalize', default=None)),
-    ('--truncate', 'store_true', "cut a text that is longer than the model takes (default: it fails)"),
-    ('--prompt-name NAME', str, "which of the model's prompts goes before each text, such as query"),
-    ('--pooling', ('mean', 'cls', 'last', 'max', 'mean_sqrt_len', 'weightedmean'), "in place of the model's own way"),
-    *(row for row in RUN_FLAGS[1:] if row[0] != '--ordered')]
-PLAN_FLAGS = [('--embed', 'store_true', "of batchlab embed: plain prompts are texts, for a model that makes vectors"),
-              ('--no-calibration', 'store_false', "run nothing, estimate no time", dict(dest='calibrate'))]
+    ("texts TEXT", plain_text, None, dict(nargs="*")),
+    (
+        "-i --input FILE",
+        str,
+        "texts: .txt with one a line, JSONL with prompt, text or input, CSV, TSV, Parquet, or lines of /v1/embeddings; also .gz, .bz2, .xz; "
+        "- is standard input, read to its end first",
+    ),
+    *(
+        row
+        for row in INPUT_FLAGS[1:]
+        if row[0].split()[0]
+        in (
+            "--format",
+            "--delimiter",
+            "--encoding",
+            "--no-quotes",
+            "--id-column",
+            "--prompt-template",
+            "--empty",
+            "--any-model",
+            "--limit",
+        )
+    ),
+    (
+        "--prompt-column NAME",
+        plain_text,
+        "of a table (default: prompt, text or input)",
+        dict(default="prompt"),
+    ),
+    (
+        "-o --output FILE",
+        str,
+        "vectors, in the order of the texts; .jsonl, .csv, .tsv, .parquet, or .npy, an array with a row for each text; - is standard output (the default)",
+    ),
+    ("--dimensions N", positive_int, "only so many of a vector's first numbers"),
+    (
+        "--normalize",
+        "store_true",
+        "vectors of length 1 (default: as the model's folder says)",
+        dict(default=None),
+    ),
+    ("--no-normalize", "store_false", "vectors as they are", dict(dest="normalize", default=None)),
+    (
+        "--truncate",
+        "store_true",
+        "cut a text that is longer than the model takes (default: it fails)",
+    ),
+    (
+        "--prompt-name NAME",
+        str,
+        "which of the model's prompts goes before each text, such as query",
+    ),
+    (
+        "--pooling",
+        ("mean", "cls", "last", "max", "mean_sqrt_len", "weightedmean"),
+        "in place of the model's own way",
+    ),
+    *(row for row in RUN_FLAGS[1:] if row[0] != "--ordered"),
+]
+PLAN_FLAGS = [
+    (
+        "--embed",
+        "store_true",
+        "of batchlab embed: plain prompts are texts, for a model that makes vectors",
+    ),
+    ("--no-calibration", "store_false", "run nothing, estimate no time", dict(dest="calibrate")),
+]
 VIEW_FLAGS = [
-    ('trace TRACE', str, "a file that Trace.save has written"),
-    ('-o --output FILE', str, "the page (default: beside the trace)"),
-    ('--overwrite', 'store_true', "replace that file even if it is no such page"),
-    ('--no-open', 'store_false', "only write it", dict(dest='open'))]
+    ("trace TRACE", str, "a file that Trace.save has written"),
+    ("-o --output FILE", str, "the page (default: beside the trace)"),
+    ("--overwrite", "store_true", "replace that file even if it is no such page"),
+    ("--no-open", "store_false", "only write it", dict(dest="open")),
+]
 MODELS_FLAGS = [
-    ('what ACTION', ('list', 'pull', 'rm'), "list (the default), pull or rm", dict(nargs='?', default='list')),
-    ('name NAME', str, "a hub id; pull takes the default model without one", dict(nargs='?'))]
-CACHE_FLAGS = [('what ACTION', ('list', 'clear'), "list (the default) or clear", dict(nargs='?', default='list'))]
-COMPLETION_FLAGS = [('shell SHELL', ('bash', 'zsh'), "bash or zsh")]
+    (
+        "what ACTION",
+        ("list", "pull", "rm"),
+        "list (the default), pull or rm",
+        dict(nargs="?", default="list"),
+    ),
+    ("name NAME", str, "a hub id; pull takes the default model without one", dict(nargs="?")),
+]
+CACHE_FLAGS = [
+    (
+        "what ACTION",
+        ("list", "clear"),
+        "list (the default) or clear",
+        dict(nargs="?", default="list"),
+    )
+]
+COMPLETION_FLAGS = [("shell SHELL", ("bash", "zsh"), "bash or zsh")]
 BATCH_FLAGS = [
-    ('what ACTION', ('submit', 'status', 'list', 'fetch', 'cancel'), "submit a file, see how a batch is, list batches, fetch answers, cancel"),
-    ('name NAME', str, "the file to submit, or the id of a batch", dict(nargs='?')),
-    ('--url URL', str, "of the server (default: http://127.0.0.1:8000)", dict(default='http://127.0.0.1:8000')),
-    ('--api-key KEY', str, "for the server (default: OPENAI_API_KEY of the environment)"),
-    ('--wait', 'store_true', "with submit and fetch: until the batch has ended"),
-    ('-o --output FILE', str, "the answers (default: fetch writes to standard output, submit fetches nothing)"),
-    ('--error-file FILE', str, "what failed"),
-    ('--overwrite', 'store_true', "replace these files if they are there"),
-    ('--endpoint URL', str, "of all lines (default: that of the first)"),
-    ('--metadata JSON', json_value, 'to be kept with the batch, such as {"who": "me"}'),
-    ('--limit N', positive_int, "of list (default: 20)", dict(default=20)),
-    ('--json', 'store_true', "print the batch as JSON"),
-    LOG_JSON]
+    (
+        "what ACTION",
+        ("submit", "status", "list", "fetch", "cancel"),
+        "submit a file, see how a batch is, list batches, fetch answers, cancel",
+    ),
+    ("name NAME", str, "the file to submit, or the id of a batch", dict(nargs="?")),
+    (
+        "--url URL",
+        str,
+        "of the server (default: http://127.0.0.1:8000)",
+        dict(default="http://127.0.0.1:8000"),
+    ),
+    ("--api-key KEY", str, "for the server (default: OPENAI_API_KEY of the environment)"),
+    ("--wait", "store_true", "with submit and fetch: until the batch has ended"),
+    (
+        "-o --output FILE",
+        str,
+        "the answers (default: fetch writes to standard output, submit fetches nothing)",
+    ),
+    ("--error-file FILE", str, "what failed"),
+    ("--overwrite", "store_true", "replace these files if they are there"),
+    ("--endpoint URL", str, "of all lines (default: that of the first)"),
+    ("--metadata JSON", json_value, 'to be kept with the batch, such as {"who": "me"}'),
+    ("--limit N", positive_int, "of list (default: 20)", dict(default=20)),
+    ("--json", "store_true", "print the batch as JSON"),
+    LOG_JSON,
+]
 
 # %% ../../nbs/43_cli.ipynb #4e24f8ff
-COMMANDS = dict(generate="answer a batch of prompts", run="answer a file of requests, and go on where it ended",
-                embed="make vectors of texts, given or in a file, and go on where it ended",
-                serve="answer programs that speak OpenAI's API, over HTTP", plan="what such a file would take", bench="measure the strategies on this machine",
-                view="look at a trace in the browser, step by step", models="list, pull or rm: the models on this machine",
-                cache="what is kept on the disk, and how large", batch="have a server answer a file: submit, status, list, fetch, cancel",
-                completion="what a shell reads to complete all this")
-VLLM_COMMANDS = {'run-batch': 'run', 'chat': 'generate --chat', 'complete': 'generate'}
-FLAGS = dict(generate=GENERATE_FLAGS, run=INPUT_FLAGS + RUN_FLAGS, embed=EMBED_FLAGS, serve=SERVE_FLAGS, plan=INPUT_FLAGS + PLAN_FLAGS, view=VIEW_FLAGS,
-             models=MODELS_FLAGS, cache=CACHE_FLAGS, batch=BATCH_FLAGS, completion=COMPLETION_FLAGS)
-ABOUT = dict(generate="Answer a batch of prompts with a language model.",
-             run="Answer a file of requests. Ended in the middle, the same command goes on.",
-             embed="Make a vector of each text, with a model for embeddings. Ended in the middle, the same command on a file goes on.",
-             serve="Serve a model over HTTP to programs that speak OpenAI's API, until Ctrl-C or SIGTERM.",
-             plan="Say what a job would take: requests, tokens, memory, time.",
-             view="Make one HTML page of a trace, to step through, and open it.",
-             models="List the models on this machine, fetch one ahead of time, or remove one.",
-             cache="List what batchlab keeps in its own folder, or remove all of it.",
-             batch="Hand files of the Batch API to a server that has it, this library's or another, and fetch the answers.",
-             completion="Print what a shell reads to complete commands and flags: put `source <(batchlab completion bash)` into ~/.bashrc.")
-NOTES = dict(generate="A prompt that begins with a dash goes after --.",
-             embed="A text that begins with a dash goes after --. Of a table all columns stand beside the vectors. A text that fails is a row of NaN in an array. "
-                   "While a file is worked on, OUTPUT.batchlab holds what it needs to go on, for all outputs but .jsonl, which grows itself.",
-             run="Sampling flags hold for what a line leaves open. A plain line has its own settings beside its "
-                 "prompt, or in sampling_params; one that nothing here can honour fails the line, other keys are named once "
-                 "and ignored. Of a table, all columns stand beside the answers, in the same order, and only those named by --setting-columns are settings of their row; "
-                 " a table as output has a row for each of n answers, told apart by index, and a column logprobs. "
-                 "While a job runs, OUTPUT.batchlab holds what it needs to go on; it goes when the job is done.")
+COMMANDS = dict(
+    generate="answer a batch of prompts",
+    run="answer a file of requests, and go on where it ended",
+    embed="make vectors of texts, given or in a file, and go on where it ended",
+    serve="answer programs that speak OpenAI's API, over HTTP",
+    plan="what such a file would take",
+    bench="measure the strategies on this machine",
+    view="look at a trace in the browser, step by step",
+    models="list, pull or rm: the models on this machine",
+    cache="what is kept on the disk, and how large",
+    batch="have a server answer a file: submit, status, list, fetch, cancel",
+    completion="what a shell reads to complete all this",
+)
+VLLM_COMMANDS = {"run-batch": "run", "chat": "generate --chat", "complete": "generate"}
+FLAGS = dict(
+    generate=GENERATE_FLAGS,
+    run=INPUT_FLAGS + RUN_FLAGS,
+    embed=EMBED_FLAGS,
+    serve=SERVE_FLAGS,
+    plan=INPUT_FLAGS + PLAN_FLAGS,
+    view=VIEW_FLAGS,
+    models=MODELS_FLAGS,
+    cache=CACHE_FLAGS,
+    batch=BATCH_FLAGS,
+    completion=COMPLETION_FLAGS,
+)
+ABOUT = dict(
+    generate="Answer a batch of prompts with a language model.",
+    run="Answer a file of requests. Ended in the middle, the same command goes on.",
+    embed="Make a vector of each text, with a model for embeddings. Ended in the middle, the same command on a file goes on.",
+    serve="Serve a model over HTTP to programs that speak OpenAI's API, until Ctrl-C or SIGTERM.",
+    plan="Say what a job would take: requests, tokens, memory, time.",
+    view="Make one HTML page of a trace, to step through, and open it.",
+    models="List the models on this machine, fetch one ahead of time, or remove one.",
+    cache="List what batchlab keeps in its own folder, or remove all of it.",
+    batch="Hand files of the Batch API to a server that has it, this library's or another, and fetch the answers.",
+    completion="Print what a shell reads to complete commands and flags: put `source <(batchlab completion bash)` into ~/.bashrc.",
+)
+NOTES = dict(
+    generate="A prompt that begins with a dash goes after --.",
+    embed="A text that begins with a dash goes after --. Of a table all columns stand beside the vectors. A text that fails is a row of NaN in an array. "
+    "While a file is worked on, OUTPUT.batchlab holds what it needs to go on, for all outputs but .jsonl, which grows itself.",
+    run="Sampling flags hold for what a line leaves open. A plain line has its own settings beside its "
+    "prompt, or in sampling_params; one that nothing here can honour fails the line, other keys are named once "
+    "and ignored. Of a table, all columns stand beside the answers, in the same order, and only those named by --setting-columns are settings of their row; "
+    " a table as output has a row for each of n answers, told apart by index, and a column logprobs. "
+    "While a job runs, OUTPUT.batchlab holds what it needs to go on; it goes when the job is done.",
+)
 
-ON_RAY = dict(run="With a folder as input, file by file.", embed="With a folder as input, file by file.", serve="Workers answer the batches, and the engine here has the online requests alone.")
+ON_RAY = dict(
+    run="With a folder as input, file by file.",
+    embed="With a folder as input, file by file.",
+    serve="Workers answer the batches, and the engine here has the online requests alone.",
+)
 UNSAID = "What is left open: temperature 0 and 256 tokens here; temperature 1 and 16 tokens in Python, where SamplingParams() is as in vLLM."
+
 
 def parser_of(command: str) -> OneLineParser:
     "The parser of the flags of a command, which is not `bench`."
-    p = OneLineParser(prog=f'batchlab {command}', description=ABOUT[command], epilog=NOTES.get(command))
+    p = OneLineParser(
+        prog=f"batchlab {command}", description=ABOUT[command], epilog=NOTES.get(command)
+    )
     add_flags(p, *FLAGS[command])
-    if command in ON_RAY: add_flags(p.add_argument_group('on Ray', ON_RAY[command]), *RAY_FLAGS)
-    if command in ('generate', 'run', 'serve', 'plan'): add_flags(p, CHAT_TEMPLATE, *MODEL_FLAGS)
-    if command == 'embed': add_flags(p, ('--model', str, "hub id or folder (default: sentence-transformers/all-MiniLM-L6-v2)"), *MODEL_FLAGS[1:])
-    if command in ('generate', 'run', 'plan'):
-        add_flags(p.add_argument_group('sampling', UNSAID), *SAMPLING_FLAGS, default=argparse.SUPPRESS)
+    if command in ON_RAY:
+        add_flags(p.add_argument_group("on Ray", ON_RAY[command]), *RAY_FLAGS)
+    if command in ("generate", "run", "serve", "plan"):
+        add_flags(p, CHAT_TEMPLATE, *MODEL_FLAGS)
+    if command == "embed":
+        add_flags(
+            p,
+            ("--model", str, "hub id or folder (default: sentence-transformers/all-MiniLM-L6-v2)"),
+            *MODEL_FLAGS[1:],
+        )
+    if command in ("generate", "run", "plan"):
+        add_flags(
+            p.add_argument_group("sampling", UNSAID), *SAMPLING_FLAGS, default=argparse.SUPPRESS
+        )
     return p
 
 # %% ../../nbs/43_cli.ipynb #parse002
 def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
     "The command that `argv` names, and what follows it. Raises `JobError`, or `SystemExit` after --help and --version."
-    top = OneLineParser(prog='batchlab', description="LLM batch inference.",
-                        epilog='; '.join(f'{k}: {v}' for k, v in COMMANDS.items()) + ". batchlab COMMAND --help lists its flags.")
-    top.add_argument('--version', action='version', version=f'batchlab {__version__}')
-    top.add_argument('command', metavar='COMMAND', help=', '.join(COMMANDS))
+    top = OneLineParser(
+        prog="batchlab",
+        description="LLM batch inference.",
+        epilog="; ".join(f"{k}: {v}" for k, v in COMMANDS.items())
+        + ". batchlab COMMAND --help lists its flags.",
+    )
+    top.add_argument("--version", action="version", version=f"batchlab {__version__}")
+    top.add_argument("command", metavar="COMMAND", help=", ".join(COMMANDS))
     rest = [*argv]
-    if rest[:1] == ['help']: rest = [*rest[1:2], '--help']
-    name = top.parse_args(rest[:1] or ['--help']).command
-    if name in COMMANDS: return name, rest[1:]
+    if rest[:1] == ["help"]:
+        rest = [*rest[1:2], "--help"]
+    name = top.parse_args(rest[:1] or ["--help"]).command
+    if name in COMMANDS:
+        return name, rest[1:]
     near = VLLM_COMMANDS.get(name) or next(iter(difflib.get_close_matches(name, COMMANDS, 1)), None)
-    return top.error(f'unknown command {name!r:.60}' + (f', did you mean {near}?' if near else f": expected one of {', '.join(COMMANDS)}"))
+    return top.error(
+        f"unknown command {name!r:.60}"
+        + (f", did you mean {near}?" if near else f": expected one of {', '.join(COMMANDS)}")
+    )
+
 
 def take_idle(parser: OneLineParser, rest: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     "`rest` without the flags of vLLM's engine that `parser` lacks, and those, by their names in Python: `LLM` says what it makes of them."
-    known, idle, left, waiting = parser._option_string_actions, dict[str, Any](), list[str](), [*reversed(rest)]
+    known, idle, left, waiting = (
+        parser._option_string_actions,
+        dict[str, Any](),
+        list[str](),
+        [*reversed(rest)],
+    )
     while waiting:
         given = waiting.pop()
-        flag, _, value = given.partition('=')
-        name = flag.removeprefix('--').removeprefix('no-').replace('-', '_')
-        if given == '--' or flag in known or not flag.startswith('--') or name not in WITHOUT_EFFECT | REFUSED:
+        flag, _, value = given.partition("=")
+        name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+        if (
+            given == "--"
+            or flag in known
+            or not flag.startswith("--")
+            or name not in WITHOUT_EFFECT | REFUSED
+        ):
             left.append(given)
-            if given == '--': break
+            if given == "--":
+                break
             continue
         _, usual = WITHOUT_EFFECT.get(name) or REFUSED[name]
-        if isinstance(usual[0], bool): idle[name] = not flag.startswith('--no-')
-        else: idle[name] = _literal(value or (waiting.pop() if waiting and not waiting[-1].startswith('--') else ''))
+        if isinstance(usual[0], bool):
+            idle[name] = not flag.startswith("--no-")
+        else:
+            idle[name] = _literal(
+                value or (waiting.pop() if waiting and not waiting[-1].startswith("--") else "")
+            )
     return [*left, *reversed(waiting)], idle
 
+
 def _literal(s: str) -> Any:
-    try: return literal_eval(s)
-    except (ValueError, SyntaxError): return s
+    try:
+        return literal_eval(s)
+    except (ValueError, SyntaxError):
+        return s
+
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     "The arguments of one command as a namespace. Raises `JobError`, or `SystemExit` after --help and --version."
     command, rest = command_of(argv)
-    if command == 'bench': return argparse.Namespace(command=command, rest=rest)
+    if command == "bench":
+        return argparse.Namespace(command=command, rest=rest)
     parser = parser_of(command)
-    if '--max-num-seqs' in parser._option_string_actions: rest, parser.idle = take_idle(parser, rest)
-    if command in ('generate', 'embed'):
-        cut = rest.index('--') if '--' in rest else len(rest)
-        args = parser.parse_intermixed_args(rest[:cut])                 # flags may stand between prompts
-        after = [*map(plain_text, rest[cut + 1:])]
-        if command == 'embed': args.texts = [*args.texts, *after]
-        else: args.prompts = [*args.prompts, *args.more_prompts, *after]
-    else: args = parser.parse_args(rest)
-    if command == 'serve' and args.served is not None:
-        if args.model not in (None, args.served): raise JobError(f'the model is {args.served!r:.80}, and --model {args.model!r:.80}: give one of them')
+    if "--max-num-seqs" in parser._option_string_actions:
+        rest, parser.idle = take_idle(parser, rest)
+    if command in ("generate", "embed"):
+        cut = rest.index("--") if "--" in rest else len(rest)
+        args = parser.parse_intermixed_args(rest[:cut])  # flags may stand between prompts
+        after = [*map(plain_text, rest[cut + 1 :])]
+        if command == "embed":
+            args.texts = [*args.texts, *after]
+        else:
+            args.prompts = [*args.prompts, *args.more_prompts, *after]
+    else:
+        args = parser.parse_args(rest)
+    if command == "serve" and args.served is not None:
+        if args.model not in (None, args.served):
+            raise JobError(
+                f"the model is {args.served!r:.80}, and --model {args.model!r:.80}: give one of them"
+            )
         args.model = args.served
     args.command, args.idle, args.spell = command, parser.idle, parser.spell
     return args
@@ -378,13 +781,26 @@ def completion(shell: str) -> str:
     "What a shell reads to complete commands, flags and their choices: 'bash' or 'zsh'."
     cases = []
     for command in COMMANDS:
-        if command == 'bench': continue
+        if command == "bench":
+            continue
         actions = parser_of(command)._actions
-        cases += [f"    {command},{s}) words='{' '.join(map(str, a.choices))}';;" for a in actions for s in a.option_strings if a.choices]
-        first = ' '.join(str(c) for a in actions if a.choices and not a.option_strings for c in a.choices)
-        cases += [f"    {command},*) words='{first} {' '.join(s for a in actions for s in a.option_strings if s.startswith('--'))}';;"]
-    begin = 'autoload -U +X bashcompinit && bashcompinit\n' if shell == 'zsh' else ''
-    return begin + _COMPLETION.replace('COMMANDS', ' '.join(COMMANDS)).replace('CASES', '\n'.join(cases))
+        cases += [
+            f"    {command},{s}) words='{' '.join(map(str, a.choices))}';;"
+            for a in actions
+            for s in a.option_strings
+            if a.choices
+        ]
+        first = " ".join(
+            str(c) for a in actions if a.choices and not a.option_strings for c in a.choices
+        )
+        cases += [
+            f"    {command},*) words='{first} {' '.join(s for a in actions for s in a.option_strings if s.startswith('--'))}';;"
+        ]
+    begin = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
+    return begin + _COMPLETION.replace("COMMANDS", " ".join(COMMANDS)).replace(
+        "CASES", "\n".join(cases)
+    )
+
 
 _COMPLETION = r"""_batchlab() {
   local words current=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]}

@@ -16,37 +16,68 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import JobError
-from .tables import LONGEST_LINE, TABLES, AnswerTable, BadRow, Columns, Records, Row, TableFile, TextForm, _encode, file_kind, opened_text, opener_of
+from batchlab.work.tables import (
+    LONGEST_LINE,
+    TABLES,
+    AnswerTable,
+    BadRow,
+    Columns,
+    Records,
+    Row,
+    TableFile,
+    TextForm,
+    _encode,
+    file_kind,
+    opened_text,
+    opener_of,
+)
 
 # %% ../../nbs/40_openai.ipynb #ob000126
-Raw = bytes | Row | csv.Error                   # a line of JSONL, a row of a table, or what is wrong with a row
+Raw = bytes | Row | csv.Error  # a line of JSONL, a row of a table, or what is wrong with a row
+
 
 def read_lines(f: IO[bytes], longest: int = 2**31) -> Iterator[tuple[int, bytes]]:
     "Yield `(number, bytes)` for each line of binary file `f`, from 1; of one beyond `longest` bytes the first `longest` + 1."
     for number in itertools.count(1):
         line = part = f.readline(longest + 1)
-        if not line: return
-        while len(line) > longest and part and not part.endswith(b'\n'): part = f.readline(longest)
-        yield number, line.removesuffix(b'\n')
+        if not line:
+            return
+        while len(line) > longest and part and not part.endswith(b"\n"):
+            part = f.readline(longest)
+        yield number, line.removesuffix(b"\n")
 
 # %% ../../nbs/40_openai.ipynb #ob000029
 def prompt_line(raw: bytes) -> bytes:
     "Line `raw` of a text as a plain line of JSONL; as it is if it is no UTF-8, for its reader to say so."
-    with suppress(UnicodeDecodeError): return _encode(dict(prompt=raw.decode('utf-8-sig').rstrip('\r'))).encode()
+    with suppress(UnicodeDecodeError):
+        return _encode(dict(prompt=raw.decode("utf-8-sig").rstrip("\r"))).encode()
     return raw
+
 
 def json_lines(f: IO[bytes], name: str | Path) -> Iterator[tuple[int, bytes]]:
     "As `read_lines`, of a file that may be an array of objects instead. Raises `JobError` for one that is broken."
-    start = f.peek(2**16).removeprefix(b'\xef\xbb\xbf').lstrip()[:1]      # type: ignore[attr-defined]
-    if start != b'[': yield from read_lines(f, LONGEST_LINE)
+    start = f.peek(2**16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]  # type: ignore[attr-defined]
+    if start != b"[":
+        yield from read_lines(f, LONGEST_LINE)
     else:
-        try: items = json.load(f)
-        except (ValueError, RecursionError) as e: raise JobError(f"{name} begins as an array and is not JSON ({e}): mend it, or give JSONL") from e
-        for number, d in enumerate(items, 1): yield number, _encode(d).encode()
+        try:
+            items = json.load(f)
+        except (ValueError, RecursionError) as e:
+            raise JobError(
+                f"{name} begins as an array and is not JSON ({e}): mend it, or give JSONL"
+            ) from e
+        for number, d in enumerate(items, 1):
+            yield number, _encode(d).encode()
 
 # %% ../../nbs/40_openai.ipynb #ob000035
-def read_raw(name: str | Path, prompt_column: str = 'prompt', id_column: str = 'custom_id', kind: str | None = None,
-             text_form: TextForm | None = None, **columns: Any) -> Iterator[tuple[int, Raw]]:
+def read_raw(
+    name: str | Path,
+    prompt_column: str = "prompt",
+    id_column: str = "custom_id",
+    kind: str | None = None,
+    text_form: TextForm | None = None,
+    **columns: Any,
+) -> Iterator[tuple[int, Raw]]:
     """Yield `(number, raw)` for each request of file `name`: bytes of JSONL, or a `Row` by `Columns` with these arguments.
 
     `kind`: 'csv' and so on, else the name says it; `text_form`: how its text is written, else it is found out. Raises `JobError`, after
@@ -57,77 +88,122 @@ def read_raw(name: str | Path, prompt_column: str = 'prompt', id_column: str = '
             table = TableFile(name, kind, text_form)
             read = Columns(table.names, name, prompt_column, id_column, text=table.text, **columns)
             for number, cells in table.rows(None if read.keep else read.needed):
-                if isinstance(cells, BadRow): cells.row = read.row(dict(zip(table.names, cells.cells)))
+                if isinstance(cells, BadRow):
+                    cells.row = read.row(dict(zip(table.names, cells.cells)))
                 yield number, cells if isinstance(cells, csv.Error) else read.row(cells)
         else:
-            with opener_of(name)(name, 'rb') as file:
+            with opener_of(name)(name, "rb") as file:
                 f = opened_text(file, name, text_form and text_form.encoding)
-                for number, raw in json_lines(f, name) if kind == 'json' else read_lines(f, LONGEST_LINE):
-                    if raw.strip(): yield number, prompt_line(raw) if kind == 'txt' else raw
+                for number, raw in (
+                    json_lines(f, name) if kind == "json" else read_lines(f, LONGEST_LINE)
+                ):
+                    if raw.strip():
+                        yield number, prompt_line(raw) if kind == "txt" else raw
     except (OSError, EOFError, zlib.error, lzma.LZMAError, csv.Error, UnicodeDecodeError) as e:
-        why = getattr(e, 'strerror', None) or e
-        where = f" beyond {'row' if kind in TABLES else 'line'} {number}" if number else ''
-        raise JobError(f"can't read {name}{where} ({why}): mend the file, and run again", 2 - bool(number)) from e
+        why = getattr(e, "strerror", None) or e
+        where = f" beyond {'row' if kind in TABLES else 'line'} {number}" if number else ""
+        raise JobError(
+            f"can't read {name}{where} ({why}): mend the file, and run again", 2 - bool(number)
+        ) from e
 
 # %% ../../nbs/40_openai.ipynb #ob000039
-_CUTS = re.compile('[\x85\u2028\u2029]')                               # where `str.splitlines` cuts, as the other places are escaped by JSON
+_CUTS = re.compile(
+    "[\x85\u2028\u2029]"
+)  # where `str.splitlines` cuts, as the other places are escaped by JSON
+
 
 def as_json(d: dict[str, Any]) -> bytes:
     "Record `d` as a line of UTF-8 JSONL, one for every reader: what Unicode counts as the end of a line is escaped."
     text = _encode(d)
-    if not text.isascii(): text = _CUTS.sub(lambda found: f'\\u{ord(found[0]):04x}', text)
-    try: return text.encode() + b'\n'
-    except UnicodeEncodeError: return json.dumps(d, default=str).encode() + b'\n'      # half a surrogate pair can only be an escape
+    if not text.isascii():
+        text = _CUTS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    try:
+        return text.encode() + b"\n"
+    except UnicodeEncodeError:
+        return (
+            json.dumps(d, default=str).encode() + b"\n"
+        )  # half a surrogate pair can only be an escape
+
 
 def records_of(path: str | Path) -> Iterator[dict[str, Any]]:
     "Yield the records in file `path` of answers, one at a time, as there may be more than fit in memory."
-    with opener_of(path)(path, 'rb') as f:
-        for _, raw in read_lines(f): yield json.loads(raw)
+    with opener_of(path)(path, "rb") as f:
+        for _, raw in read_lines(f):
+            yield json.loads(raw)
 
 # %% ../../nbs/40_openai.ipynb #ob000045
 def sync(path: str | Path) -> None:
     "Have the disk itself hold file or folder `path`, against a loss of power."
     fd = os.open(path, os.O_RDONLY if os.path.isdir(path) else os.O_RDWR)
-    try: os.fsync(fd)
+    try:
+        os.fsync(fd)
     except OSError as e:
-        if e.errno not in (errno.EINVAL, errno.ENOTSUP): raise
-    finally: os.close(fd)
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(fd)
+
 
 def write_vectors(records: Records, path: str) -> None:
     "Write the vectors of plain `records` to `path` as an array of numpy, fp32, a row for each record; of a failure NaN. Raises `ValueError`."
     import numpy as np
+
     n, size = 0, 0
-    for _, d in records(): n, size = n + 1, size or len(d.get('embedding') or ())
-    if not size: raise ValueError('there is no vector among the answers')
-    rows = np.lib.format.open_memmap(path, mode='w+', dtype='float32', shape=(n, size))
-    for i, (_, d) in enumerate(records()): rows[i] = d.get('embedding') or np.nan
+    for _, d in records():
+        n, size = n + 1, size or len(d.get("embedding") or ())
+    if not size:
+        raise ValueError("there is no vector among the answers")
+    rows = np.lib.format.open_memmap(path, mode="w+", dtype="float32", shape=(n, size))
+    for i, (_, d) in enumerate(records()):
+        rows[i] = d.get("embedding") or np.nan
     rows.flush()
+
 
 def new_of(path: str | Path) -> str:
     "Where the next content of file `path` is written before it takes that place: a name that only batchlab gives."
-    return f'{path}.batchlab.new'
+    return f"{path}.batchlab.new"
 
-def export_records(records: Records, output: str | Path, source: TableFile | None = None) -> list[str]:
+
+def export_records(
+    records: Records, output: str | Path, source: TableFile | None = None
+) -> list[str]:
     """Write `records` to `output`, as its name says, beside the columns of `source`; whole or not at all. Returns which
     columns were renamed. Raises `JobError`."""
     kind, new = file_kind(output), new_of(output)
     try:
         clashes = []
-        if kind == 'npy': write_vectors(records, new)
+        if kind == "npy":
+            write_vectors(records, new)
         elif kind not in TABLES:
-            with opener_of(output)(new, 'wb') as f: f.writelines(as_json(d) for _, d in records())
+            with opener_of(output)(new, "wb") as f:
+                f.writelines(as_json(d) for _, d in records())
         else:
             table = AnswerTable(records, source)
             clashes = table.clashes
-            if kind == 'parquet': table.write_parquet(new)
-            else: table.write_csv(new, output)
+            if kind == "parquet":
+                table.write_parquet(new)
+            else:
+                table.write_csv(new, output)
         sync(new)
         os.replace(new, output)
-        with suppress(OSError): sync(Path(output).absolute().parent)      # not every system can
+        with suppress(OSError):
+            sync(Path(output).absolute().parent)  # not every system can
         return clashes
-    except (ValueError, TypeError, OverflowError, NotImplementedError) as e:      # as pyarrow's errors are
-        raise JobError(f"can't write {output} ({str(e)[:200]}): the answers are safe beside it; choose another kind of input or output "
-                       f"(.jsonl, .csv), or take them from {output}.batchlab", 1) from e
-    except OSError as e: raise JobError(f"can't write {output} ({e.strerror or e}): make room, and run again", 1) from e
+    except (
+        ValueError,
+        TypeError,
+        OverflowError,
+        NotImplementedError,
+    ) as e:  # as pyarrow's errors are
+        raise JobError(
+            f"can't write {output} ({str(e)[:200]}): the answers are safe beside it; choose another kind of input or output "
+            f"(.jsonl, .csv), or take them from {output}.batchlab",
+            1,
+        ) from e
+    except OSError as e:
+        raise JobError(
+            f"can't write {output} ({e.strerror or e}): make room, and run again", 1
+        ) from e
     finally:
-        with suppress(OSError): os.unlink(new)
+        with suppress(OSError):
+            os.unlink(new)

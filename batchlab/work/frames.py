@@ -19,13 +19,22 @@ from ..params import SamplingParams
 from .jobs import Job, JobResult, log
 from .lines import JobLine, Postprocess, answer_of, failure_of, parse_line
 from .runner import name_of
-from .tables import ANSWER, NUMBERS, OPTIONAL, SETTINGS_REMARK, Columns, ColumnType, renamed_columns, table_rows
+from batchlab.work.tables import (
+    ANSWER,
+    NUMBERS,
+    OPTIONAL,
+    SETTINGS_REMARK,
+    Columns,
+    ColumnType,
+    renamed_columns,
+    table_rows,
+)
 
 if TYPE_CHECKING:
     from batchlab.llm import LLM
     from batchlab.outputs import RequestOutput
 
-Frame = TypeVar('Frame')
+Frame = TypeVar("Frame")
 
 # %% auto #0
 __all__ = ['Frame', 'run', 'map_frame']
@@ -33,15 +42,31 @@ __all__ = ['Frame', 'run', 'map_frame']
 # %% ../../nbs/45_tables.ipynb #45ab1e13
 def options_of(sampling_params: Any) -> dict[str, Any] | None:
     "`sampling_params`, in whichever form `SamplingParams.of` takes, as a dict for what rows leave open. Raises `ParamError`."
-    if not sampling_params: return None
-    if isinstance(sampling_params, dict): return settings_of(sampling_params)
+    if not sampling_params:
+        return None
+    if isinstance(sampling_params, dict):
+        return settings_of(sampling_params)
     given, defaults = vars(SamplingParams.of(sampling_params)), vars(SamplingParams())
-    return {k: v for k, v in given.items() if k in ('temperature', 'max_tokens') or v != defaults[k]}      # whose defaults are others in a file
+    return {
+        k: v for k, v in given.items() if k in ("temperature", "max_tokens") or v != defaults[k]
+    }  # whose defaults are others in a file
 
 # %% ../../nbs/45_tables.ipynb #45ab1e15
-def run(input: str | Path, output: str | Path, sampling_params: Any = None, *, model: str | os.PathLike[str] | LLM | None = None, prompt_template: str | None = None,
-        system: str | None = None, chat: bool = False, prompt_column: str = 'prompt', id_column: str = 'custom_id', setting_columns: Sequence[str] = (),
-        postprocess: Postprocess | None = None, **job: Any) -> JobResult:
+def run(
+    input: str | Path,
+    output: str | Path,
+    sampling_params: Any = None,
+    *,
+    model: str | os.PathLike[str] | LLM | None = None,
+    prompt_template: str | None = None,
+    system: str | None = None,
+    chat: bool = False,
+    prompt_column: str = "prompt",
+    id_column: str = "custom_id",
+    setting_columns: Sequence[str] = (),
+    postprocess: Postprocess | None = None,
+    **job: Any,
+) -> JobResult:
     """Answer the requests in file `input` in file `output`, as the command `batchlab run` does: a `JobResult`. Called again, it goes on where it ended.
 
     `input`: JSONL, CSV, TSV, Parquet, or text with one prompt a line. `output`: .jsonl, .csv, .tsv or .parquet. `sampling_params`: a dict or
@@ -53,117 +78,221 @@ def run(input: str | Path, output: str | Path, sampling_params: Any = None, *, m
 
     Raises `JobError` for what is wrong with the files or the call; a row that can't run has its `error`."""
     known = [f.name for f in fields(Job) if f.init]
-    if unknown := job.keys() - {*known}: raise ParamError(f'unknown argument {min(unknown)!r}: a job has {", ".join(known)}')
+    if unknown := job.keys() - {*known}:
+        raise ParamError(f"unknown argument {min(unknown)!r}: a job has {', '.join(known)}")
     name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
-    more: dict[str, Any] = dict(model_name=Path(name).name if name and os.path.exists(name) else name) | job
-    one = Job(input, output, sampling_params=options_of(sampling_params), prompt_template=prompt_template, system=system, chat=chat,
-              prompt_column=prompt_column, id_column=id_column, setting_columns=setting_columns, postprocess=postprocess,
-              **more)
+    more: dict[str, Any] = (
+        dict(model_name=Path(name).name if name and os.path.exists(name) else name) | job
+    )
+    one = Job(
+        input,
+        output,
+        sampling_params=options_of(sampling_params),
+        prompt_template=prompt_template,
+        system=system,
+        chat=chat,
+        prompt_column=prompt_column,
+        id_column=id_column,
+        setting_columns=setting_columns,
+        postprocess=postprocess,
+        **more,
+    )
     with ExitStack() as stack:
+
         def load() -> LLM:
             from batchlab.llm import LLM
+
             llm = LLM(name)
             stack.callback(llm.close)
             return llm
-        return one.run(load if model is None or name else model)      # type: ignore[arg-type]
+
+        return one.run(load if model is None or name else model)  # type: ignore[arg-type]
 
 # %% ../../nbs/45_tables.ipynb #45ab1e27
 class Records:
     "A table that is a list of dicts. `take`: which of its rows `with_columns` has, in which order."
+
     def __init__(self, frame: Any) -> None:
         self.frame: Any = frame
         self.names: list[str] = self._names()
 
-    def _names(self) -> list[str]: return [*dict.fromkeys(k for row in self.frame for k in row)]
+    def _names(self) -> list[str]:
+        return [*dict.fromkeys(k for row in self.frame for k in row)]
 
     def cells(self, needed: Iterable[str]) -> Iterator[dict[str, Any]]:
         "Yield the cells of each row in the columns `needed`."
         return ({k: row.get(k) for k in needed} for row in self.frame)
 
-    def with_columns(self, take: list[int], renamed: dict[str, str], new: dict[str, tuple[str, list[Any]]]) -> Any:
+    def with_columns(
+        self, take: list[int], renamed: dict[str, str], new: dict[str, tuple[str, list[Any]]]
+    ) -> Any:
         "The rows `take`, columns called as in `renamed`, and `new` ones: `{name: (type, values)}`."
         rows = zip(*(values for _, values in new.values()))
-        return [{renamed[k]: v for k, v in self.frame[i].items()} | dict(zip(new, row)) for i, row in zip(take, rows)]
+        return [
+            {renamed[k]: v for k, v in self.frame[i].items()} | dict(zip(new, row))
+            for i, row in zip(take, rows)
+        ]
+
 
 class PandasFrame(Records):
     "The same, a `pandas.DataFrame`. Its index is kept."
-    def _names(self) -> list[str]: return [str(c) for c in self.frame.columns]
+
+    def _names(self) -> list[str]:
+        return [str(c) for c in self.frame.columns]
 
     def cells(self, needed: Iterable[str]) -> Iterator[dict[str, Any]]:
-        plain = lambda v: v.tolist() if hasattr(v, 'tolist') else v
+        plain = lambda v: v.tolist() if hasattr(v, "tolist") else v
         columns = {k: self.frame.iloc[:, self.names.index(k)] for k in needed}
         return ({k: plain(v) for k, v in zip(columns, row)} for row in zip(*columns.values()))
 
-    def with_columns(self, take: list[int], renamed: dict[str, str], new: dict[str, tuple[str, list[Any]]]) -> Any:
+    def with_columns(
+        self, take: list[int], renamed: dict[str, str], new: dict[str, tuple[str, list[Any]]]
+    ) -> Any:
         import pandas as pd
-        out = self.frame.iloc[take].rename(columns={old: new for old, new in zip(self.frame.columns, renamed.values()) if str(old) != new})
-        kinds = dict(int64='Int64', double='float64', bool='boolean')
-        return out.assign(**{k: pd.array(v, dtype=kinds[t]) if t in kinds else pd.Series(v, index=out.index) for k, (t, v) in new.items()})
+
+        out = self.frame.iloc[take].rename(
+            columns={
+                old: new
+                for old, new in zip(self.frame.columns, renamed.values())
+                if str(old) != new
+            }
+        )
+        kinds = dict(int64="Int64", double="float64", bool="boolean")
+        return out.assign(
+            **{
+                k: pd.array(v, dtype=kinds[t]) if t in kinds else pd.Series(v, index=out.index)
+                for k, (t, v) in new.items()
+            }
+        )
+
 
 class ArrowFrame(Records):
     "The same, whatever gives its columns as Arrow does; it gets them back as a table of pyarrow, or of its own class."
+
     def __init__(self, frame: Any) -> None:
         import pyarrow as pa
-        self.made = None if type(frame).__module__.partition('.')[0] == 'pyarrow' else type(frame)
+
+        self.made = None if type(frame).__module__.partition(".")[0] == "pyarrow" else type(frame)
         super().__init__(frame if isinstance(frame, pa.Table) else pa.table(frame))
 
-    def _names(self) -> list[str]: return self.frame.column_names
+    def _names(self) -> list[str]:
+        return self.frame.column_names
 
     def cells(self, needed: Iterable[str]) -> Iterator[dict[str, Any]]:
         some = self.frame.select([*needed])
         return (row for batch in some.to_batches(1000) for row in batch.to_pylist())
 
-    def with_columns(self, take: list[int], renamed: dict[str, str], new: dict[str, tuple[str, list[Any]]]) -> Any:
+    def with_columns(
+        self, take: list[int], renamed: dict[str, str], new: dict[str, tuple[str, list[Any]]]
+    ) -> Any:
         import pyarrow as pa
+
         out = self.frame if take == [*range(len(self.frame))] else self.frame.take(take)
         out = out.rename_columns([*renamed.values()])
-        for k, (t, v) in new.items(): out = out.append_column(k, pa.array(v, t or 'string'))
+        for k, (t, v) in new.items():
+            out = out.append_column(k, pa.array(v, t or "string"))
         return self.made(out) if self.made else out
+
 
 def table_of(frame: Any) -> Records:
     "`frame` as one of these. Raises `PromptError` for what is no table."
-    if hasattr(frame, 'iloc') and hasattr(frame, 'columns'): table = PandasFrame(frame)
-    elif hasattr(frame, '__arrow_c_stream__') and not hasattr(frame, 'iloc'): table = ArrowFrame(frame)
-    elif isinstance(frame, (list, tuple)) and all(isinstance(row, Mapping) for row in frame): table = Records(frame)
+    if hasattr(frame, "iloc") and hasattr(frame, "columns"):
+        table = PandasFrame(frame)
+    elif hasattr(frame, "__arrow_c_stream__") and not hasattr(frame, "iloc"):
+        table = ArrowFrame(frame)
+    elif isinstance(frame, (list, tuple)) and all(isinstance(row, Mapping) for row in frame):
+        table = Records(frame)
     else:
-        advice = ('llm.generate takes prompts' if isinstance(frame, str) or isinstance(frame, list) else 'batchlab.run takes files' if isinstance(frame, Path) else
-                  'series.to_frame() makes one' if hasattr(frame, 'to_frame') else 'a dict of columns goes through pandas.DataFrame' if isinstance(frame, dict) else '')
-        raise PromptError(f"llm.map takes a DataFrame, an Arrow table or a list of dicts, got {type(frame).__name__}{': ' * bool(advice)}{advice}")
-    if twice := [n for n in dict.fromkeys(table.names) if table.names.count(n) > 1]: raise PromptError(f'the frame has two columns {twice[0]!r}: rename one')
+        advice = (
+            "llm.generate takes prompts"
+            if isinstance(frame, str) or isinstance(frame, list)
+            else "batchlab.run takes files"
+            if isinstance(frame, Path)
+            else "series.to_frame() makes one"
+            if hasattr(frame, "to_frame")
+            else "a dict of columns goes through pandas.DataFrame"
+            if isinstance(frame, dict)
+            else ""
+        )
+        raise PromptError(
+            f"llm.map takes a DataFrame, an Arrow table or a list of dicts, got {type(frame).__name__}{': ' * bool(advice)}{advice}"
+        )
+    if twice := [n for n in dict.fromkeys(table.names) if table.names.count(n) > 1]:
+        raise PromptError(f"the frame has two columns {twice[0]!r}: rename one")
     return table
 
 # %% ../../nbs/45_tables.ipynb #45ab1e30
 def lines_of(table: Records, columns: Columns, given: dict[str, Any], chat: bool) -> list[JobLine]:
     "The requests of `table`, each with its whole settings, `given` for what it leaves open."
-    cells = table.cells([*columns.needed]) if columns.needed else ({} for _ in range(len(table.frame)))
-    lines = [parse_line(i, columns.row(row), 'plain', chat) for i, row in enumerate(cells, 1)]
+    cells = (
+        table.cells([*columns.needed]) if columns.needed else ({} for _ in range(len(table.frame)))
+    )
+    lines = [parse_line(i, columns.row(row), "plain", chat) for i, row in enumerate(cells, 1)]
     for line in lines:
-        try: line.options = vars(SamplingParams.of(given | line.options))
-        except ParamError as e: line.failure = line.failure or ('invalid_request', str(e))
+        try:
+            line.options = vars(SamplingParams.of(given | line.options))
+        except ParamError as e:
+            line.failure = line.failure or ("invalid_request", str(e))
     return lines
 
-def outputs_of(llm: LLM, lines: Sequence[JobLine], use_tqdm: bool | None = None, lora_request: Any = None) -> dict[int, RequestOutput]:
+
+def outputs_of(
+    llm: LLM, lines: Sequence[JobLine], use_tqdm: bool | None = None, lora_request: Any = None
+) -> dict[int, RequestOutput]:
     "What becomes of those of `lines` that can run, by their numbers. `lora_request`: one for all or one each, of those that name no adapter. Raises `ParamError`."
-    loras = {line.number: line.adapter or s[3] for line, s in zip(lines, settings_for(len(lines), lora_request=lora_request))}
+    loras = {
+        line.number: line.adapter or s[3]
+        for line, s in zip(lines, settings_for(len(lines), lora_request=lora_request))
+    }
     done: dict[int, RequestOutput] = {}
-    for call, some in ((llm.generate, [l for l in lines if l.messages is None]), (llm.chat, [l for l in lines if l.messages is not None])):
+    for call, some in (
+        (llm.generate, [l for l in lines if l.messages is None]),
+        (llm.chat, [l for l in lines if l.messages is not None]),
+    ):
         some = [l for l in some if not l.failure]
         prompts: list[Any] = [l.prompt if l.messages is None else l.conversation for l in some]
-        if some: done |= zip((l.number for l in some), call(prompts, [l.options for l in some], use_tqdm, timeout=[l.timeout for l in some],
-                                                                       lora_request=[loras[l.number] for l in some]))
+        if some:
+            done |= zip(
+                (l.number for l in some),
+                call(
+                    prompts,
+                    [l.options for l in some],
+                    use_tqdm,
+                    timeout=[l.timeout for l in some],
+                    lora_request=[loras[l.number] for l in some],
+                ),
+            )
     return done
 
-def record_of_row(line: JobLine, out: RequestOutput | None, model: str, postprocess: Postprocess | None) -> dict[str, Any]:
+
+def record_of_row(
+    line: JobLine, out: RequestOutput | None, model: str, postprocess: Postprocess | None
+) -> dict[str, Any]:
     "The record of `line`, which ended as `out`, or never ran."
-    if out is None: return failure_of(line, *(line.failure or ('server_error', 'it did not run')))
+    if out is None:
+        return failure_of(line, *(line.failure or ("server_error", "it did not run")))
     reason = out.outputs[0].finish_reason
-    if out.error or reason not in ('stop', 'length'): return failure_of(line, 'server_error', out.error or f'ended as {reason}')
+    if out.error or reason not in ("stop", "length"):
+        return failure_of(line, "server_error", out.error or f"ended as {reason}")
     return answer_of(line, out, model, postprocess)
 
 # %% ../../nbs/45_tables.ipynb #45ab1e31
-def map_frame(llm: LLM, frame: Frame, template: str | None = None, sampling_params: Any = None, *, column: str = 'prompt', system: str | None = None,
-              chat: bool = False, setting_columns: Sequence[str] = (), empty: str | None = None, postprocess: Postprocess | None = None, output: str = 'text',
-              use_tqdm: bool | None = None, lora_request: Any = None) -> Frame:
+def map_frame(
+    llm: LLM,
+    frame: Frame,
+    template: str | None = None,
+    sampling_params: Any = None,
+    *,
+    column: str = "prompt",
+    system: str | None = None,
+    chat: bool = False,
+    setting_columns: Sequence[str] = (),
+    empty: str | None = None,
+    postprocess: Postprocess | None = None,
+    output: str = "text",
+    use_tqdm: bool | None = None,
+    lora_request: Any = None,
+) -> Frame:
     """Answer each row of `frame`: a frame of the same kind, with the same rows and columns in the same order, and the answers in new columns.
 
     `frame`: a pandas or polars DataFrame, an Arrow table, or a list of dicts. `template`: 'Translate to {lang}: {text}', of its columns; without
@@ -174,25 +303,63 @@ def map_frame(llm: LLM, frame: Frame, template: str | None = None, sampling_para
     New columns: `text`, `finish_reason`, `prompt_tokens`, `completion_tokens`, `error`, with log probabilities `logprobs` (JSON) and
     `cumulative_logprob`; with n > 1 a row for each answer, and `index`. Raises `PromptError`, `ParamError`, `JobError` for what is wrong with the call."""
     table, given = table_of(frame), vars(SamplingParams.of(sampling_params))
-    columns = Columns(table.names, 'the frame', column, prompt_template=template, system=system, chat=chat, setting_columns=setting_columns, empty=empty)
-    if system is not None and not (chat or columns.talk): raise JobError('a system message is for conversations: give chat=True as well, or a column of messages')
-    taken = {*ANSWER, *OPTIONAL, *(postprocess if isinstance(postprocess, Mapping) else ())} - {'text'}
-    if output in taken: raise ParamError(f'output={output!r} is another column of the answers: call the texts something else')
-    if columns.alike: log.warning(SETTINGS_REMARK.format(', '.join(columns.alike), ','.join(columns.alike)))
+    columns = Columns(
+        table.names,
+        "the frame",
+        column,
+        prompt_template=template,
+        system=system,
+        chat=chat,
+        setting_columns=setting_columns,
+        empty=empty,
+    )
+    if system is not None and not (chat or columns.talk):
+        raise JobError(
+            "a system message is for conversations: give chat=True as well, or a column of messages"
+        )
+    taken = {*ANSWER, *OPTIONAL, *(postprocess if isinstance(postprocess, Mapping) else ())} - {
+        "text"
+    }
+    if output in taken:
+        raise ParamError(
+            f"output={output!r} is another column of the answers: call the texts something else"
+        )
+    if columns.alike:
+        log.warning(SETTINGS_REMARK.format(", ".join(columns.alike), ",".join(columns.alike)))
     lines = lines_of(table, columns, given, chat)
-    if bad := [f'{line.where}: {line.failure[1]}' for line in lines if line.failure]:
-        log.warning('%d of %d rows can not run, the first is %s: the column error says which', len(bad), len(lines), bad[0])
+    if bad := [f"{line.where}: {line.failure[1]}" for line in lines if line.failure]:
+        log.warning(
+            "%d of %d rows can not run, the first is %s: the column error says which",
+            len(bad),
+            len(lines),
+            bad[0],
+        )
     done, model = outputs_of(llm, lines, use_tqdm, lora_request), name_of(llm.model)
     take, rows = [], []
     for i, line in enumerate(lines):
-        answers = [*table_rows(record_of_row(line, done.pop(line.number, None), model, postprocess))]
+        answers = [
+            *table_rows(record_of_row(line, done.pop(line.number, None), model, postprocess))
+        ]
         take += [i] * len(answers)
         rows += answers
-    types = {k: ColumnType() for k in dict.fromkeys([*ANSWER, *(k for row in rows for k in row)]) if k not in ('row', 'id', 'custom_id', 'request_id')}
+    types = {
+        k: ColumnType()
+        for k in dict.fromkeys([*ANSWER, *(k for row in rows for k in row)])
+        if k not in ("row", "id", "custom_id", "request_id")
+    }
     for k, t in types.items():
-        for row in rows: t.see(row.get(k))
-        t.name = (ANSWER | NUMBERS).get(k, t.name) if t.name or k in ANSWER else ''
-    new = {output if k == 'text' else f'{k}_result' if k == output else k: (t.name, [t.cast(row.get(k)) for row in rows]) for k, t in types.items() if t.name or k not in OPTIONAL}
+        for row in rows:
+            t.see(row.get(k))
+        t.name = (ANSWER | NUMBERS).get(k, t.name) if t.name or k in ANSWER else ""
+    new = {
+        output if k == "text" else f"{k}_result" if k == output else k: (
+            t.name,
+            [t.cast(row.get(k)) for row in rows],
+        )
+        for k, t in types.items()
+        if t.name or k not in OPTIONAL
+    }
     renamed = renamed_columns(table.names, new)
-    if clashes := [f'{old} is {name}' for old, name in renamed.items() if old != name]: log.warning('columns of the answers have these names too: %s', ', '.join(clashes))
+    if clashes := [f"{old} is {name}" for old, name in renamed.items() if old != name]:
+        log.warning("columns of the answers have these names too: %s", ", ".join(clashes))
     return table.with_columns(take, renamed, new)

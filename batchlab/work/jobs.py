@@ -21,60 +21,125 @@ from ..hashes import chunk_hashes
 from ..names import settings_of
 from ..params import SamplingParams
 from .formats import Raw, export_records, read_raw
-from .journal import (AnswerFile, Ledgerbook, Outbox, StandardOutput, drop_side, has_records, journal_of, no_file, raw_records, recover, restore,
-                                   settings_file, side_of, check_stamps, sort_records, stamp, stamp_of, without_failures, write_settings)
-from .lines import DEFAULTS, NO_TALK, JobLine, ParamsCache, Postprocess, digest_of, guess_form, json_object, parse_line
+from batchlab.work.journal import (
+    AnswerFile,
+    Ledgerbook,
+    Outbox,
+    StandardOutput,
+    drop_side,
+    has_records,
+    journal_of,
+    no_file,
+    raw_records,
+    recover,
+    restore,
+    settings_file,
+    side_of,
+    check_stamps,
+    sort_records,
+    stamp,
+    stamp_of,
+    without_failures,
+    write_settings,
+)
+from batchlab.work.lines import (
+    DEFAULTS,
+    NO_TALK,
+    JobLine,
+    ParamsCache,
+    Postprocess,
+    digest_of,
+    guess_form,
+    json_object,
+    parse_line,
+)
 from .openai import BadRequest
 from .pooling_api import PoolingRequest, TextsGroup
-from .runner import Admitted, LineRunner, ModelNames, Remarks, admit_line, good_order, model_digest
-from .tables import SETTINGS_REMARK, TABLES, Columns, TableFile, TextForm, check_input, check_output, file_kind, need_parquet
+from batchlab.work.runner import (
+    Admitted,
+    LineRunner,
+    ModelNames,
+    Remarks,
+    admit_line,
+    good_order,
+    model_digest,
+)
+from batchlab.work.tables import (
+    SETTINGS_REMARK,
+    TABLES,
+    Columns,
+    TableFile,
+    TextForm,
+    check_input,
+    check_output,
+    file_kind,
+    need_parquet,
+)
 
-if TYPE_CHECKING:      # a dry run needs no torch
+if TYPE_CHECKING:  # a dry run needs no torch
     from batchlab.llm import LLM
     from batchlab.outputs import MemoryPlan, RequestGroup, RequestOutput, StreamEvent
 
-log = logging.getLogger('batchlab')
-_T = TypeVar('_T')
+log = logging.getLogger("batchlab")
+_T = TypeVar("_T")
 _MOVED = dict(
-    openai='''OPTIONS ALIASES GUIDED KNOWN DROPPED NEUTRAL INSTEAD URLS STATUS as_messages structured_of form_of logprobs_of refuse
-        plain_text one_prompt is_setting chat_logprobs text_logprobs usage_of choice_of''',
-    lines='batch_line plain_line plain_options row_line',
-    formats='as_json read_lines records_of',
-    tables='LONGEST_LINE flat table_rows',
-    journal='check_same read_record recover_answers replace_file')
-__getattr__ = renamed(__name__, {name: f'work.{module}.{name}' for module, names in _MOVED.items() for name in names.split()} | dict(
-    BadLine='work.openai.BadRequest', options_of='work.openai.sampling_options', api_options='work.openai.parse_body',
-    body_of='work.openai.answer_body', params_of='work.openai.request_params', parquet_ready='work.tables.need_parquet') |
-    {name: f'names.{name}' for name in 'ALIASES DROPPED GUIDED INSTEAD NEUTRAL is_setting structured_of form_of refuse'.split()})
+    openai="""OPTIONS ALIASES GUIDED KNOWN DROPPED NEUTRAL INSTEAD URLS STATUS as_messages structured_of form_of logprobs_of refuse
+        plain_text one_prompt is_setting chat_logprobs text_logprobs usage_of choice_of""",
+    lines="batch_line plain_line plain_options row_line",
+    formats="as_json read_lines records_of",
+    tables="LONGEST_LINE flat table_rows",
+    journal="check_same read_record recover_answers replace_file",
+)
+__getattr__ = renamed(
+    __name__,
+    {name: f"work.{module}.{name}" for module, names in _MOVED.items() for name in names.split()}
+    | dict(
+        BadLine="work.openai.BadRequest",
+        options_of="work.openai.sampling_options",
+        api_options="work.openai.parse_body",
+        body_of="work.openai.answer_body",
+        params_of="work.openai.request_params",
+        parquet_ready="work.tables.need_parquet",
+    )
+    | {
+        name: f"names.{name}"
+        for name in "ALIASES DROPPED GUIDED INSTEAD NEUTRAL is_setting structured_of form_of refuse".split()
+    },
+)
 
 # %% auto #0
 __all__ = ['log', 'INPUT_KINDS', 'JobResult', 'Job', 'JobPlan']
 
 # %% ../../nbs/41_jobs.ipynb #6d4715bc
-def _cached(r: JobResult) -> str: return f' ({r.cached_tokens:,} cached)' if r.cached_tokens else ''
+def _cached(r: JobResult) -> str:
+    return f" ({r.cached_tokens:,} cached)" if r.cached_tokens else ""
+
 
 @dataclass
 class JobResult:
     """How a job went: requests in all; answered and failed, those of earlier runs (`before`) included; tokens and seconds
     of this run. `cached_tokens`: those of `prompt_tokens` that were computed already, for an earlier request. `first_failure`: what
     the first that failed in this run said. `cut`: answers of this run that ended at `max_tokens`."""
+
     total: int
     answered: int = 0
     failed: int = 0
     before: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
-    seconds: float = 0.
+    seconds: float = 0.0
     cached_tokens: int = 0
-    first_failure: str = ''
+    first_failure: str = ""
     cut: int = 0
 
     @property
-    def done(self) -> int: return self.answered + self.failed
+    def done(self) -> int:
+        return self.answered + self.failed
+
     @property
     def rate(self) -> float:
         "Tokens a second: those written, or those read where nothing is written, as for vectors."
-        return (self.output_tokens or self.prompt_tokens) / self.seconds if self.seconds else 0.
+        return (self.output_tokens or self.prompt_tokens) / self.seconds if self.seconds else 0.0
 
     def count(self, out: RequestOutput) -> None:
         "Count the prompt of `out`, which has been answered."
@@ -90,95 +155,138 @@ class JobResult:
     def figures(self) -> dict[str, Any]:
         "All of it as a dict for JSON, with the rate in tokens a second and the seconds left."
         left = self.left()
-        return asdict(self) | dict(done=self.done, tokens_per_second=round(self.rate, 1), seconds=round(self.seconds, 1),
-                                   seconds_left=None if left is None else round(left, 1))
+        return asdict(self) | dict(
+            done=self.done,
+            tokens_per_second=round(self.rate, 1),
+            seconds=round(self.seconds, 1),
+            seconds_left=None if left is None else round(left, 1),
+        )
 
-    def __str__(self) -> str: return self.said()
+    def __str__(self) -> str:
+        return self.said()
 
     def said(self, spell: Callable[[Option], str] = str) -> str:
         "It in a line for people, each `Option` in it as `spell` writes it."
-        before = f' ({self.before:,} of them before)' if self.before else ''
-        rate = f', {self.rate:,.0f} a second' if self.rate else ''
-        why = f' (the first: {self.first_failure:.200})' if self.first_failure else ''
-        again = f"; {spell(Option('retry_errors', True))} runs these again" if self.failed else ''
-        cut = f', {self.cut:,} ended at max_tokens' if self.cut else ''
-        return (f'{self.done:,} of {self.total:,} requests done{before}, {self.failed:,} failed{why}{again}{cut}; '
-                f'{self.prompt_tokens:,} tokens in{_cached(self)}, {self.output_tokens:,} out{rate}')
+        before = f" ({self.before:,} of them before)" if self.before else ""
+        rate = f", {self.rate:,.0f} a second" if self.rate else ""
+        why = f" (the first: {self.first_failure:.200})" if self.first_failure else ""
+        again = f"; {spell(Option('retry_errors', True))} runs these again" if self.failed else ""
+        cut = f", {self.cut:,} ended at max_tokens" if self.cut else ""
+        return (
+            f"{self.done:,} of {self.total:,} requests done{before}, {self.failed:,} failed{why}{again}{cut}; "
+            f"{self.prompt_tokens:,} tokens in{_cached(self)}, {self.output_tokens:,} out{rate}"
+        )
 
 # %% ../../nbs/41_jobs.ipynb #0b955d52
-def number_of(n: int, what: str) -> str: return f"{n:,} {what}{'s' * (n != 1)}"
+def number_of(n: int, what: str) -> str:
+    return f"{n:,} {what}{'s' * (n != 1)}"
+
 
 def duration(seconds: float | None) -> str:
     "`seconds` for people."
-    if seconds is None: return 'unknown'
+    if seconds is None:
+        return "unknown"
     m, s = divmod(round(seconds), 60)
     h, m = divmod(m, 60)
-    return f'{h} h {m} min' if h else f'{m} min {s} s' if m else f'{s} s'
+    return f"{h} h {m} min" if h else f"{m} min {s} s" if m else f"{s} s"
+
 
 class ProgressLine(str):
     "A line for people about a `JobResult`, whose `figures` at that moment it carries for programs."
+
     figures: dict[str, Any]
 
     @classmethod
     def of(cls, r: JobResult) -> ProgressLine:
-        line = cls(f'{r.done:,} of {r.total:,} done, {cls.rates(r)}')
+        line = cls(f"{r.done:,} of {r.total:,} done, {cls.rates(r)}")
         line.figures = r.figures
         return line
 
     @staticmethod
     def rates(r: JobResult) -> str:
         "The part of it that stands beside a bar."
-        rate = f'{r.rate:,.0f} tokens/s' if r.rate else 'reading the first prompts'
-        return f'{r.failed:,} failed, {rate}{_cached(r)}, {duration(r.left())} left'
+        rate = f"{r.rate:,.0f} tokens/s" if r.rate else "reading the first prompts"
+        return f"{r.failed:,} failed, {rate}{_cached(r)}, {duration(r.left())} left"
+
 
 class Progress:
     "Shows a `JobResult` as it changes: a bar on a terminal, else a line through `say` every `every` seconds."
-    def __init__(self, result: JobResult, say: Callable[[str], object], use_tqdm: bool | None = None, every: float = 30) -> None:
+
+    def __init__(
+        self,
+        result: JobResult,
+        say: Callable[[str], object],
+        use_tqdm: bool | None = None,
+        every: float = 30,
+    ) -> None:
         show = sys.stderr.isatty() if use_tqdm is None else use_tqdm
-        self.result, self.say, self.every = result, say, .2 if show else every
-        self.bar = tqdm(total=result.total, initial=result.done, disable=not show, file=sys.stderr, leave=False,
-                        bar_format='{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}, {elapsed}{postfix}')
+        self.result, self.say, self.every = result, say, 0.2 if show else every
+        self.bar = tqdm(
+            total=result.total,
+            initial=result.done,
+            disable=not show,
+            file=sys.stderr,
+            leave=False,
+            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}, {elapsed}{postfix}",
+        )
         self.start = self.last = time.perf_counter()
 
     def update(self) -> None:
         "Show the result as it is now, if it is time for that."
         now, r = time.perf_counter(), self.result
         r.seconds = now - self.start
-        if now - self.last < self.every: return
+        if now - self.last < self.every:
+            return
         self.last = now
         self.bar.set_postfix_str(ProgressLine.rates(r), refresh=False)
         self.bar.update(r.done - self.bar.n)
-        if self.bar.disable: self.say(ProgressLine.of(r))
+        if self.bar.disable:
+            self.say(ProgressLine.of(r))
 
-    def close(self) -> None: self.bar.close()
+    def close(self) -> None:
+        self.bar.close()
 
 # %% ../../nbs/41_jobs.ipynb #730fd72f
 def was_cut(record: dict[str, Any]) -> bool:
     "Whether an answer in `record` ended at its `max_tokens`."
-    body = record if 'request_id' in record else (record.get('response') or {}).get('body') or {}
-    return any(c.get('finish_reason') == 'length' for c in body.get('choices') or body.get('outputs') or [body])
+    body = record if "request_id" in record else (record.get("response") or {}).get("body") or {}
+    return any(
+        c.get("finish_reason") == "length"
+        for c in body.get("choices") or body.get("outputs") or [body]
+    )
+
 
 class Run:
     """One run of `job`: lines that `book` has no answer of go in, their records to `outbox`. `llm`: says how many run at a time.
 
     What runs the lines is a subclass's business: its `steps` yields after each step."""
+
     def __init__(self, job: Job, llm: Any, book: Ledgerbook, outbox: Outbox) -> None:
         self.job, self.llm, self.book, self.outbox, self.result = job, llm, book, outbox, job.result
-        self.room = llm.limits.max_num_seqs * (5 if llm.strategy == 'continuous' else 16) // 4 + 1
-        self.remarks, self.names = Remarks(job.warn), ModelNames.of(llm, job.model_name, job.any_model)
-        self.new_errors = 0                                   # failures of this run
-        self.trouble: JobError | None = None                  # what ended the input early
+        self.room = llm.limits.max_num_seqs * (5 if llm.strategy == "continuous" else 16) // 4 + 1
+        self.remarks, self.names = (
+            Remarks(job.warn),
+            ModelNames.of(llm, job.model_name, job.any_model),
+        )
+        self.new_errors = 0  # failures of this run
+        self.trouble: JobError | None = None  # what ended the input early
 
     def lines(self) -> Iterator[JobLine]:
         "Yield each line without an answer. What ends the input early is kept as `trouble`."
         try:
             for line in self.job.lines(self.book):
-                if line.kind != 'plain' or not line.cells: self.remarks.on(line)      # what is kept is not ignored
+                if line.kind != "plain" or not line.cells:
+                    self.remarks.on(line)  # what is kept is not ignored
                 self.names.check(line)
                 yield line
-        except JobError as e: self.trouble = e
+        except JobError as e:
+            self.trouble = e
 
-    def in_order(self, begin: Callable[[JobLine], _T | None], outlines: Callable[[list[_T]], list[tuple[list[int], int]]]) -> Iterator[_T]:
+    def in_order(
+        self,
+        begin: Callable[[JobLine], _T | None],
+        outlines: Callable[[list[_T]], list[tuple[list[int], int]]],
+    ) -> Iterator[_T]:
         """Yield what `begin` makes of each line, in a good order, block by block.
 
         `begin`: gives None for a line that can't run, and settles it. `outlines`: makes a block into rows for `good_order`."""
@@ -189,13 +297,15 @@ class Run:
             self.flush()
             order, waiting = good_order(outlines(good)), dict(enumerate(good))
             del good
-            for i in order: yield waiting.pop(i)              # not kept to the block's end
+            for i in order:
+                yield waiting.pop(i)  # not kept to the block's end
 
     def settle(self, line: JobLine, record: dict[str, Any]) -> None:
         "Count `record`, and put it where it will be written."
-        failed = record['error'] is not None
+        failed = record["error"] is not None
         self.result.failed += failed
-        if failed and not self.result.first_failure: self.result.first_failure = record['error']['message']
+        if failed and not self.result.first_failure:
+            self.result.first_failure = record["error"]["message"]
         self.result.answered += not failed
         self.result.cut += was_cut(record)
         self.new_errors += failed
@@ -205,8 +315,12 @@ class Run:
         "Write what is due. Raises `JobError` after too many failures."
         self.outbox.flush()
         if self.job.max_errors is not None and self.new_errors > self.job.max_errors:
-            raise JobError('stopped: more than {most:,} requests failed; the same again goes on, {retry} tries the failed again', 1,
-                           most=self.job.max_errors, retry=Option('retry_errors', True))
+            raise JobError(
+                "stopped: more than {most:,} requests failed; the same again goes on, {retry} tries the failed again",
+                1,
+                most=self.job.max_errors,
+                retry=Option("retry_errors", True),
+            )
 
     def steps(self) -> Generator[None, None, None]:
         "Run the lines; yields after each step. Closed early, it leaves nothing running."
@@ -219,24 +333,31 @@ class Run:
                 self.flush()
                 progress.update()
         self.flush()
-        if self.trouble: raise self.trouble
+        if self.trouble:
+            raise self.trouble
 
 # %% ../../nbs/41_jobs.ipynb #a7d41e41
 class LocalRun(Run):
     "A run of `job` with the engine `llm`."
+
     def outlines(self, items: list[Admitted]) -> list[tuple[list[int], int]]:
         "Prompt ids and most tokens of each of a block of `items`, which share what they can."
         from batchlab.llm import group_waves
+
         groups = [group for _, group in items]
         group_waves(self.llm, groups)
         return [(group.prompt_token_ids or [], group.requests[0].max_len) for group in groups]
 
     def fill(self, runner: LineRunner, source: Iterator[Admitted]) -> bool:
         "Hand the engine what it has room for, or a line that waits to be tried alone. Whether there is anything to run."
-        room = self.room - len(runner.live) if len(self.outbox.held) < 4 * self.job.look_ahead else 0
-        if items := [*itertools.islice(source, max(0, room))]: runner.submit(items)
+        room = (
+            self.room - len(runner.live) if len(self.outbox.held) < 4 * self.job.look_ahead else 0
+        )
+        if items := [*itertools.islice(source, max(0, room))]:
+            runner.submit(items)
         busy = bool(runner.live or runner.again)
-        if not runner.live and runner.again: runner.retry()
+        if not runner.live and runner.again:
+            runner.retry()
         return busy
 
     def steps(self) -> Generator[None, None, None]:
@@ -247,48 +368,77 @@ class LocalRun(Run):
                 self.llm.step()
                 runner.collect()
                 yield
-        finally: runner.abandon()
+        finally:
+            runner.abandon()
 
 # %% ../../nbs/41_jobs.ipynb #5a87dac4
-def check_paths(input: str | Path, output: str | Path | None, error_file: str | Path | None, retry: bool = False) -> None:
+def check_paths(
+    input: str | Path, output: str | Path | None, error_file: str | Path | None, retry: bool = False
+) -> None:
     "Raise `JobError` unless a job can read `input` and write the other files. `retry`: it reads what failed again."
-    if output == '-' and (error_file or retry):
-        raise JobError('what went to standard output is not kept: for an error file or a second try name an output')
-    if not os.path.exists(input): raise JobError(f"can't read {input} (no such file)")
-    if not os.path.isfile(input): raise no_file(input)
+    if output == "-" and (error_file or retry):
+        raise JobError(
+            "what went to standard output is not kept: for an error file or a second try name an output"
+        )
+    if not os.path.exists(input):
+        raise JobError(f"can't read {input} (no such file)")
+    if not os.path.isfile(input):
+        raise no_file(input)
     for path in (output, error_file):
-        if path and path != '-' and os.path.exists(path) and not os.path.isfile(path): raise no_file(path)
-    names = [os.path.realpath(n) for n in (input, output, error_file) if n and n != '-']
-    if len({*names}) < len(names): raise JobError('input, output and error file must be different files')
-    if output and output != '-': check_output(output)
+        if path and path != "-" and os.path.exists(path) and not os.path.isfile(path):
+            raise no_file(path)
+    names = [os.path.realpath(n) for n in (input, output, error_file) if n and n != "-"]
+    if len({*names}) < len(names):
+        raise JobError("input, output and error file must be different files")
+    if output and output != "-":
+        check_output(output)
     if error_file and journal_of(error_file) != str(error_file):
-        raise JobError(f'{error_file}: failures are written as JSONL, one after the other: give a name in .jsonl')
+        raise JobError(
+            f"{error_file}: failures are written as JSONL, one after the other: give a name in .jsonl"
+        )
+
 
 def lock(path: str | Path, stack: ExitStack) -> None:
     "Hold the lock beside `path` until `stack` closes. Raises `JobError` if another process has it."
-    folder, file = side_of(path), side_of(path) / 'lock'
-    if not folder.absolute().parent.is_dir(): raise JobError(f"can't write {path} (no such folder)")
+    folder, file = side_of(path), side_of(path) / "lock"
+    if not folder.absolute().parent.is_dir():
+        raise JobError(f"can't write {path} (no such folder)")
     stack.callback(suppress_os, folder.rmdir)
     held = FileLock(file, timeout=0)
-    for tries in range(100):                                         # another run may take the folder away as it ends
+    for tries in range(100):  # another run may take the folder away as it ends
         try:
             folder.mkdir(exist_ok=True)
             held.acquire()
-            if file.exists(): break
+            if file.exists():
+                break
             held.release()
-        except Timeout: raise JobError(f'another run is writing {path}: wait for its end, or give another output') from None
+        except Timeout:
+            raise JobError(
+                f"another run is writing {path}: wait for its end, or give another output"
+            ) from None
         except (OSError, NotImplementedError) as e:
-            if isinstance(e, FileNotFoundError) and tries < 99: continue
+            if isinstance(e, FileNotFoundError) and tries < 99:
+                continue
             raise JobError(f"can't write {path} ({getattr(e, 'strerror', None) or e})") from e
-    if os.name == 'nt': stack.callback(suppress_os, file.unlink)     # where a file in use can't be taken away
+    if os.name == "nt":
+        stack.callback(suppress_os, file.unlink)  # where a file in use can't be taken away
     stack.callback(held.release)
-    stack.callback(suppress_os, file.unlink)                         # while it is held: afterwards it may be another's
+    stack.callback(suppress_os, file.unlink)  # while it is held: afterwards it may be another's
+
 
 def suppress_os(act: Callable[[], object]) -> None:
     "Do `act`, if the system lets us."
-    with suppress(OSError): act()
+    with suppress(OSError):
+        act()
 
-def survey(rows: Iterable[tuple[int, Raw]], book: Ledgerbook, name: str | Path, force: bool = False, whole: bool = True) -> tuple[JobResult, JobError | None]:
+
+def survey(
+    rows: Iterable[tuple[int, Raw]],
+    book: Ledgerbook,
+    name: str | Path,
+    force: bool = False,
+    whole: bool = True,
+) -> tuple[JobResult, JobError | None]:
     """The `JobResult` to begin with, from `rows` of file `name`: requests, as far as they can be read, and those in `book`; and what
     ended the reading early, if anything did.
 
@@ -298,34 +448,49 @@ def survey(rows: Iterable[tuple[int, Raw]], book: Ledgerbook, name: str | Path, 
         for number, raw in rows:
             r.total += 1
             book.last = number
-            if not (known := book.find(number)): continue
+            if not (known := book.find(number)):
+                continue
             if known[0] != digest_of(raw) and not force:
-                unit = 'line' if isinstance(raw, bytes) else 'row'
-                raise JobError('{unit} {number} of {name} is not what it was when it was answered: give another output, or {force}, '
-                               'which keeps the old answer', unit=unit, number=number, name=name, force=Option('force', True))
+                unit = "line" if isinstance(raw, bytes) else "row"
+                raise JobError(
+                    "{unit} {number} of {name} is not what it was when it was answered: give another output, or {force}, "
+                    "which keeps the old answer",
+                    unit=unit,
+                    number=number,
+                    name=name,
+                    force=Option("force", True),
+                )
             r.failed += known[1]
             r.before += 1
     except JobError as e:
-        if e.status == 2: raise
+        if e.status == 2:
+            raise
         trouble = e
     gone, first = book.beyond(book.last) if whole and not trouble and not force else (0, 0)
     if gone:
-        raise JobError(f'{name} has lost rows: its last is {book.last:,}, and {gone:,} beyond it, from {first:,} on, were answered before: give it all '
-                       'its rows, another output, or --force it, which keeps these answers')
+        raise JobError(
+            f"{name} has lost rows: its last is {book.last:,}, and {gone:,} beyond it, from {first:,} on, were answered before: give it all "
+            "its rows, another output, or --force it, which keeps these answers"
+        )
     r.answered = r.before - r.failed
     return r, trouble
+
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
     "Spare the garbage collector the objects that are there already."
-    if gc.get_freeze_count(): yield      # somebody does so already
+    if gc.get_freeze_count():
+        yield  # somebody does so already
     else:
         gc.freeze()
-        try: yield
-        finally: gc.unfreeze()
+        try:
+            yield
+        finally:
+            gc.unfreeze()
 
 # %% ../../nbs/41_jobs.ipynb #b9ce02a6
-INPUT_KINDS = 'csv', 'tsv', 'parquet', 'txt'                             # that a form may name
+INPUT_KINDS = "csv", "tsv", "parquet", "txt"  # that a form may name
+
 
 @dataclass
 class Job:
@@ -346,13 +511,14 @@ class Job:
     answer, whose dict is further columns (any other value is `result`), or a dict of column and function. `embed`: plain prompts are texts, of each
     of which a vector is wanted, as this `PoolingRequest` says; then an `output` in .npy is an array of them, in input order. `spell`: how messages
     write an option, as in Python or as a flag."""
+
     input: str | Path
     output: str | Path | None = None
     error_file: str | Path | None = None
     sampling_params: dict[str, Any] | None = None
     form: str | None = None
-    prompt_column: str = 'prompt'
-    id_column: str = 'custom_id'
+    prompt_column: str = "prompt"
+    id_column: str = "custom_id"
     chat: bool = False
     system: str | None = None
     ordered: bool = False
@@ -376,150 +542,275 @@ class Job:
     any_model: bool | None = False
     empty: str | None = None
     spell: Callable[[Option], str] = str
-    stamp: str = field(default='', init=False, repr=False)      # of the records, while it runs
-    _keyed: Columns | None = field(default=None, init=False, repr=False)      # of JSONL with keys of its own
+    stamp: str = field(default="", init=False, repr=False)  # of the records, while it runs
+    _keyed: Columns | None = field(
+        default=None, init=False, repr=False
+    )  # of JSONL with keys of its own
 
     @property
-    def input_kind(self) -> str: return self.form if self.form in INPUT_KINDS else file_kind(self.input)
-    @property
-    def from_table(self) -> bool: return self.input_kind in TABLES
+    def input_kind(self) -> str:
+        return self.form if self.form in INPUT_KINDS else file_kind(self.input)
 
     @property
-    def line_form(self) -> str: return 'batch' if self.form == 'batch' else 'plain'
-
-    def table(self) -> TableFile: return TableFile(self.input, self.input_kind, self.text_form)
+    def from_table(self) -> bool:
+        return self.input_kind in TABLES
 
     @property
-    def text_form(self) -> TextForm: return TextForm(self.delimiter, self.encoding, self.quotes)
+    def line_form(self) -> str:
+        return "batch" if self.form == "batch" else "plain"
+
+    def table(self) -> TableFile:
+        return TableFile(self.input, self.input_kind, self.text_form)
+
+    @property
+    def text_form(self) -> TextForm:
+        return TextForm(self.delimiter, self.encoding, self.quotes)
 
     def columns(self) -> dict[str, Any]:
         "How the columns of a table are to be read: arguments of `Columns`, {} for another file."
-        keep = self.output is not None and file_kind(self.output) not in TABLES      # records of a table get them at the end
-        if not self.from_table: return {}
-        return dict(prompt_template=self.prompt_template, system=self.system, chat=self.chat, setting_columns=self.setting_columns,
-                    keep=keep, empty=self.empty, spell=self.spell)
+        keep = (
+            self.output is not None and file_kind(self.output) not in TABLES
+        )  # records of a table get them at the end
+        if not self.from_table:
+            return {}
+        return dict(
+            prompt_template=self.prompt_template,
+            system=self.system,
+            chat=self.chat,
+            setting_columns=self.setting_columns,
+            keep=keep,
+            empty=self.empty,
+            spell=self.spell,
+        )
 
     def raw(self) -> Iterator[tuple[int, Raw]]:
         "Yield `(number, raw)` for each request of the input that counts."
-        rows = read_raw(self.input, self.prompt_column, self.id_column, self.input_kind, self.text_form, **self.columns())
+        rows = read_raw(
+            self.input,
+            self.prompt_column,
+            self.id_column,
+            self.input_kind,
+            self.text_form,
+            **self.columns(),
+        )
         return itertools.islice(rows, self.limit)
 
     def line(self, number: int, raw: Raw) -> JobLine:
         "The request that `raw` asks for, or its failure."
-        return parse_line(number, raw, self.line_form, self.chat, self.system, self.embed, self._keyed)
+        return parse_line(
+            number, raw, self.line_form, self.chat, self.system, self.embed, self._keyed
+        )
 
     def lines(self, book: Ledgerbook) -> Iterator[JobLine]:
         "Yield each line without an answer in `book`, where its id is entered."
-        return (book.distinct(self.line(number, raw)) for number, raw in self.raw() if not book.find(number))
+        return (
+            book.distinct(self.line(number, raw))
+            for number, raw in self.raw()
+            if not book.find(number)
+        )
 
     def settings(self) -> dict[str, Any]:
         "What must stay the same from run to run, the model apart."
-        names = ('prompt_column', 'chat', 'system', 'sampling_params', 'error_file', 'prompt_template')
-        made = sorted(self.postprocess) if isinstance(self.postprocess, Mapping) else self.postprocess is not None or None
+        names = (
+            "prompt_column",
+            "chat",
+            "system",
+            "sampling_params",
+            "error_file",
+            "prompt_template",
+        )
+        made = (
+            sorted(self.postprocess)
+            if isinstance(self.postprocess, Mapping)
+            else self.postprocess is not None or None
+        )
         own = dict(embed=self.embed) if self.embed else {}
-        return json.loads(json.dumps({k: getattr(self, k) for k in names} | dict(form=self.line_form, postprocess=made) | own, default=str))
+        return json.loads(
+            json.dumps(
+                {k: getattr(self, k) for k in names}
+                | dict(form=self.line_form, postprocess=made)
+                | own,
+                default=str,
+            )
+        )
 
     def _key_columns(self) -> Columns | None:
         "What the keys of JSONL are for, if the job says so: None, or `Columns` of those in its first lines. Raises `JobError`."
-        if self.from_table or (self.prompt_column, self.id_column, self.prompt_template, *self.setting_columns) == ('prompt', 'custom_id', None): return None
-        if self.line_form == 'batch' or self.input_kind == 'txt':
-            what = 'one prompt a line' if self.input_kind == 'txt' else 'lines of the Batch API'
-            raise JobError(f'a prompt template and names of columns are for tables and JSONL with keys of its own, and {self.input} has {what}')
+        if self.from_table or (
+            self.prompt_column,
+            self.id_column,
+            self.prompt_template,
+            *self.setting_columns,
+        ) == ("prompt", "custom_id", None):
+            return None
+        if self.line_form == "batch" or self.input_kind == "txt":
+            what = "one prompt a line" if self.input_kind == "txt" else "lines of the Batch API"
+            raise JobError(
+                f"a prompt template and names of columns are for tables and JSONL with keys of its own, and {self.input} has {what}"
+            )
         names: dict[str, None] = {}
         for _, raw in itertools.islice(self.raw(), 100):
-            with suppress(BadRequest): names |= dict.fromkeys(json_object(raw, strict=False) if isinstance(raw, bytes) else ())
-        return Columns([*names], self.input, self.prompt_column, self.id_column, self.prompt_template, self.system, self.chat,
-                       self.setting_columns, empty=self.empty, spell=self.spell)
+            with suppress(BadRequest):
+                names |= dict.fromkeys(
+                    json_object(raw, strict=False) if isinstance(raw, bytes) else ()
+                )
+        return Columns(
+            [*names],
+            self.input,
+            self.prompt_column,
+            self.id_column,
+            self.prompt_template,
+            self.system,
+            self.chat,
+            self.setting_columns,
+            empty=self.empty,
+            spell=self.spell,
+        )
 
     def _check_text_form(self) -> None:
         "Raise `JobError` for a `delimiter`, `encoding` or `quotes` that can't be."
         given = [k for k, v in dict(delimiter=self.delimiter, quotes=not self.quotes).items() if v]
-        if given and self.input_kind not in ('csv', 'tsv'): raise JobError(f'{given[0]} is for CSV and TSV, and {self.input} is neither')
-        if self.encoding and self.input_kind == 'parquet': raise JobError(f'encoding is for text, and {self.input} is Parquet')
+        if given and self.input_kind not in ("csv", "tsv"):
+            raise JobError(f"{given[0]} is for CSV and TSV, and {self.input} is neither")
+        if self.encoding and self.input_kind == "parquet":
+            raise JobError(f"encoding is for text, and {self.input} is Parquet")
         if self.delimiter is not None and (len(self.delimiter) != 1 or self.delimiter in '"\r\n'):
-            raise JobError(f'delimiter must be one character that can stand between cells, got {self.delimiter!r:.20}')
-        try: ''.encode(self.encoding or 'utf-8')
-        except LookupError: raise JobError(f'encoding {self.encoding!r:.40} is unknown: give one such as utf-8, cp1252 or utf-16') from None
+            raise JobError(
+                f"delimiter must be one character that can stand between cells, got {self.delimiter!r:.20}"
+            )
+        try:
+            "".encode(self.encoding or "utf-8")
+        except LookupError:
+            raise JobError(
+                f"encoding {self.encoding!r:.40} is unknown: give one such as utf-8, cp1252 or utf-16"
+            ) from None
 
     def warn(self, text: str) -> None:
         "Say what nobody may miss."
         (log.warning if self.say == log.info else self.say)(text)
 
     def _remark_input(self) -> None:
-        for remark in self.table().form.remarks if self.from_table else (): self.warn(remark)
-        if not self.from_table or self.embed: return
-        columns = Columns(self.table().names, self.input, self.prompt_column, self.id_column, **self.columns()).alike
-        if columns: self.warn(SETTINGS_REMARK.format(', '.join(columns), ','.join(columns)))
+        for remark in self.table().form.remarks if self.from_table else ():
+            self.warn(remark)
+        if not self.from_table or self.embed:
+            return
+        columns = Columns(
+            self.table().names, self.input, self.prompt_column, self.id_column, **self.columns()
+        ).alike
+        if columns:
+            self.warn(SETTINGS_REMARK.format(", ".join(columns), ",".join(columns)))
 
     def check(self) -> None:
         "Settle what is left open. Raises `JobError` if the job can't be."
-        if self.sampling_params: self.sampling_params = settings_of(self.sampling_params)
-        for name in ('look_ahead', 'limit'):
-            if (n := getattr(self, name)) is not None and n < 1: raise JobError(f'{name} must be at least 1, got {n}')
+        if self.sampling_params:
+            self.sampling_params = settings_of(self.sampling_params)
+        for name in ("look_ahead", "limit"):
+            if (n := getattr(self, name)) is not None and n < 1:
+                raise JobError(f"{name} must be at least 1, got {n}")
         check_paths(self.input, self.output, self.error_file, self.retry_errors)
-        if self.form not in (None, 'batch', 'plain', *INPUT_KINDS):
-            raise JobError(f"form {self.form!r} is unknown: expected one of batch, plain, {', '.join(INPUT_KINDS)}")
-        if self.form not in INPUT_KINDS: check_input(self.input)
+        if self.form not in (None, "batch", "plain", *INPUT_KINDS):
+            raise JobError(
+                f"form {self.form!r} is unknown: expected one of batch, plain, {', '.join(INPUT_KINDS)}"
+            )
+        if self.form not in INPUT_KINDS:
+            check_input(self.input)
         self._check_text_form()
         if self.from_table:
-            names = self.table().names if self.embed and self.prompt_column == 'prompt' and self.prompt_template is None else []
-            self.prompt_column = next((n for n in ('prompt', 'text', 'input') if n in names), self.prompt_column)
-            next(self.raw(), None)                                    # its columns are there, and have names that can be
-        self.form = self.form or ('plain' if self.input_kind == 'txt' or self.from_table else guess_form(self.raw(), 'plain' if self.embed else 'batch'))
-        if self.output and file_kind(self.output) == 'npy' and not (self.embed and self.form != 'batch'):
-            raise JobError(f'{self.output}: an array is for the vectors of plain texts: give .jsonl, .csv or .parquet')
+            names = (
+                self.table().names
+                if self.embed and self.prompt_column == "prompt" and self.prompt_template is None
+                else []
+            )
+            self.prompt_column = next(
+                (n for n in ("prompt", "text", "input") if n in names), self.prompt_column
+            )
+            next(self.raw(), None)  # its columns are there, and have names that can be
+        self.form = self.form or (
+            "plain"
+            if self.input_kind == "txt" or self.from_table
+            else guess_form(self.raw(), "plain" if self.embed else "batch")
+        )
+        if (
+            self.output
+            and file_kind(self.output) == "npy"
+            and not (self.embed and self.form != "batch")
+        ):
+            raise JobError(
+                f"{self.output}: an array is for the vectors of plain texts: give .jsonl, .csv or .parquet"
+            )
         self._keyed = self._key_columns()
-        if self.form == 'batch' and (self.chat or self.system is not None):
-            raise JobError('{chat} and {system} are for plain prompts: lines of the Batch API carry their messages themselves',
-                           chat=Option('chat'), system=Option('system'))
+        if self.form == "batch" and (self.chat or self.system is not None):
+            raise JobError(
+                "{chat} and {system} are for plain prompts: lines of the Batch API carry their messages themselves",
+                chat=Option("chat"),
+                system=Option("system"),
+            )
         if self.system is not None and not (self.chat or self.from_table or self._keyed):
             first = [self.line(number, raw) for number, raw in itertools.islice(self.raw(), 100)]
-            if first and all(line.messages is None for line in first): raise JobError(NO_TALK)
-        SamplingParams.of(DEFAULTS['plain'] | (self.sampling_params or {}))
+            if first and all(line.messages is None for line in first):
+                raise JobError(NO_TALK)
+        SamplingParams.of(DEFAULTS["plain"] | (self.sampling_params or {}))
 
     def run(self, llm: LLM | Callable[[], LLM]) -> JobResult:
         """Answer what has no answer yet: a `JobResult`, which is also `self.result` while it runs.
 
         `llm`: an `LLM`, or a function that makes one. Raises `JobError`; after it, or KeyboardInterrupt, or the death of the
         process, the same call goes on."""
-        if self.output is None: raise JobError('no output: name a file for the answers')
+        if self.output is None:
+            raise JobError("no output: name a file for the answers")
         self.check()
         with ExitStack() as stack:
             for path in (self.output, self.error_file):
-                if path and path != '-': lock(path, stack)
-            if 'parquet' in (file_kind(self.output), self.input_kind): need_parquet()
-            book, unsorted = recover(self.output, self.error_file, self.settings(), self.force, self.retry_errors)
+                if path and path != "-":
+                    lock(path, stack)
+            if "parquet" in (file_kind(self.output), self.input_kind):
+                need_parquet()
+            book, unsorted = recover(
+                self.output, self.error_file, self.settings(), self.force, self.retry_errors
+            )
             self.retry_errors = False
             self._remark_input()
             r, trouble = survey(self.raw(), book, self.input, self.force, self.limit is None)
             self.result, done = r, False
-            if not r.total: self.warn(f'{self.input} has no request in it')
+            if not r.total:
+                self.warn(f"{self.input} has no request in it")
             try:
-                if r.done < r.total: self._go(llm() if callable(llm) else llm, book)
-                if trouble: raise trouble
+                if r.done < r.total:
+                    self._go(llm() if callable(llm) else llm, book)
+                if trouble:
+                    raise trouble
                 self._finish(unsorted)
                 done = r.done == r.total
-            finally: self._leave(done)
+            finally:
+                self._leave(done)
         return r
 
     def _finish(self, unsorted: bool) -> None:
         "Put the records in order, and make the output of them, if it is not that already."
         assert self.output is not None
-        journal, table = journal_of(self.output), file_kind(self.output) in {*TABLES, 'npy'}
+        journal, table = journal_of(self.output), file_kind(self.output) in {*TABLES, "npy"}
         if self.ordered and unsorted:
-            for path in has_records(None if self.output == '-' else journal, self.error_file): sort_records(path)
+            for path in has_records(None if self.output == "-" else journal, self.error_file):
+                sort_records(path)
         some = has_records(journal)
-        if journal == str(self.output) or not some and Path(self.output).exists(): return
-        if table and some: sort_records(journal)
+        if journal == str(self.output) or not some and Path(self.output).exists():
+            return
+        if table and some:
+            sort_records(journal)
         source = self.table() if table and self.from_table else None
-        clashes = export_records(lambda: ((n, d) for path in some for n, _, d in raw_records(path)), self.output, source)
-        for clash in clashes: self.warn(f'columns of the answers have these names too: {clash} in {self.output}')
+        clashes = export_records(
+            lambda: ((n, d) for path in some for n, _, d in raw_records(path)), self.output, source
+        )
+        for clash in clashes:
+            self.warn(f"columns of the answers have these names too: {clash} in {self.output}")
 
     def _leave(self, done: bool) -> None:
         "Take away what is not needed: what stands beside the output of a job that is `done`, or that has no record yet."
-        if self.output is None or self.output == '-': return
+        if self.output is None or self.output == "-":
+            return
         some = has_records(self.output, journal_of(self.output), self.error_file)
-        if not some or done and not self.keep_journal: drop_side(self.output)
+        if not some or done and not self.keep_journal:
+            drop_side(self.output)
 
     def begin(self, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run:
         "The `Run` of this job with `llm`; the files of `outbox` are open."
@@ -528,21 +819,34 @@ class Job:
     def _go(self, llm: Any, book: Ledgerbook) -> None:
         assert self.output is not None
         settings = self.settings() | dict(model=model_digest(llm))
-        self.stamp = '' if self.output == '-' else stamp_of(settings)
+        self.stamp = "" if self.output == "-" else stamp_of(settings)
         if self.stamp:
-            if not (self.force or settings_file(self.output).exists()): check_stamps(book.stamps, self.stamp, self.output)
+            if not (self.force or settings_file(self.output).exists()):
+                check_stamps(book.stamps, self.stamp, self.output)
             write_settings(settings_file(self.output), settings, self.force)
-            if book.finished: restore(self.output)
+            if book.finished:
+                restore(self.output)
             if book.retry:
-                for path in has_records(journal_of(self.output), self.error_file): without_failures(path, book.last)
+                for path in has_records(journal_of(self.output), self.error_file):
+                    without_failures(path, book.last)
         with ExitStack() as stack:
-            open_file = lambda p: stack.enter_context(closing(StandardOutput() if p == '-' else AnswerFile(p)))
-            files = [open_file('-' if p == '-' else journal_of(p)) for p in (self.output, self.error_file) if p]
+            open_file = lambda p: stack.enter_context(
+                closing(StandardOutput() if p == "-" else AnswerFile(p))
+            )
+            files = [
+                open_file("-" if p == "-" else journal_of(p))
+                for p in (self.output, self.error_file)
+                if p
+            ]
             stack.enter_context(frozen_heap())
             progress = stack.enter_context(closing(Progress(self.result, self.say, self.use_tqdm)))
-            try: self.begin(llm, book, Outbox(files[0], files[-1], self.ordered)).loop(progress)
+            try:
+                self.begin(llm, book, Outbox(files[0], files[-1], self.ordered)).loop(progress)
             except sqlite3.Error as e:
-                raise JobError(f"can't keep count in the folder for temporary files ({e}): make room, and run again", 1) from e
+                raise JobError(
+                    f"can't keep count in the folder for temporary files ({e}): make room, and run again",
+                    1,
+                ) from e
 
     def dry_run(self) -> JobPlan:
         "A `JobPlan` without a model: which lines can't be read. Writes nothing."
@@ -554,7 +858,14 @@ class Job:
         "The `JobPlan` with `llm`; `calibrate` tries some requests for a few tokens. Writes nothing."
         self.check()
         lines = self.lines(Ledgerbook())
-        return plan_with_model(lines, llm, self.sampling_params, self.look_ahead, calibrate, ModelNames.of(llm, self.model_name, self.any_model))
+        return plan_with_model(
+            lines,
+            llm,
+            self.sampling_params,
+            self.look_ahead,
+            calibrate,
+            ModelNames.of(llm, self.model_name, self.any_model),
+        )
 
 # %% ../../nbs/41_jobs.ipynb #91e16194
 @dataclass
@@ -563,6 +874,7 @@ class JobPlan:
     nothing here. `shared_tokens`: of `prompt_tokens`, those that an earlier line of the same block has computed. `memory`: a
     `MemoryPlan` of the longest requests that run together. `prompt_rates`, `output_rates`: tokens a second, the least and the most
     that were seen when so many requests were `tried`; None if none was. `advice`: what would make it faster."""
+
     requests: int = 0
     failed: int = 0
     failures: list[str] = field(default_factory=list)
@@ -579,20 +891,27 @@ class JobPlan:
     advice: list[Message] = field(default_factory=list)
 
     @property
-    def prompt_rate(self) -> float | None: return self.prompt_rates and self.prompt_rates[0]
+    def prompt_rate(self) -> float | None:
+        return self.prompt_rates and self.prompt_rates[0]
+
     @property
-    def output_rate(self) -> float | None: return self.output_rates and self.output_rates[0]
+    def output_rate(self) -> float | None:
+        return self.output_rates and self.output_rates[0]
 
     def _seconds(self, fast: bool) -> tuple[float, float] | None:
         "To read and to write, by the `fast` rates or by the slow ones; None if no rate is known."
-        if not self.prompt_rates or self.max_output_tokens and not self.output_rates: return None
-        return ((self.prompt_tokens - self.shared_tokens) / self.prompt_rates[fast],
-                self.max_output_tokens / self.output_rates[fast] if self.output_rates else 0.)
+        if not self.prompt_rates or self.max_output_tokens and not self.output_rates:
+            return None
+        return (
+            (self.prompt_tokens - self.shared_tokens) / self.prompt_rates[fast],
+            self.max_output_tokens / self.output_rates[fast] if self.output_rates else 0.0,
+        )
 
     @property
     def least_seconds(self) -> float | None:
         "About what it takes if every answer ends with its first token; None if no rate is known."
         return found[0] if (found := self._seconds(True)) else None
+
     @property
     def seconds(self) -> float | None:
         "About what it takes if every answer takes all its tokens, by the slower rates, and a quarter more; None if no rate is known."
@@ -601,7 +920,8 @@ class JobPlan:
     def fail(self, line: JobLine) -> None:
         "Count a `line` that can't run; the first ten are kept."
         self.failed += 1
-        if line.failure and len(self.failures) < 10: self.failures.append(f'{line.where}: {line.failure[1]}')
+        if line.failure and len(self.failures) < 10:
+            self.failures.append(f"{line.where}: {line.failure[1]}")
 
     def add(self, group: RequestGroup, shared: int) -> None:
         "Count a request, of whose prompts `shared` tokens are computed by then."
@@ -612,69 +932,101 @@ class JobPlan:
         self.max_output_tokens += sum(r.max_tokens for r in rs)
         self.longest = max(self.longest, *(r.max_len for r in rs))
 
-    def __str__(self) -> str: return self.said()
+    def __str__(self) -> str:
+        return self.said()
 
     def said(self, spell: Callable[[Option], str] = str) -> str:
         "The plan in lines, each `Option` in them as `spell` writes it."
-        return '\n'.join([*self._counted(), *self._timed(), *(f'faster: {m.said(spell)}' for m in self.advice)])
+        return "\n".join(
+            [*self._counted(), *self._timed(), *(f"faster: {m.said(spell)}" for m in self.advice)]
+        )
 
     def _counted(self) -> list[str]:
-        more = f'; {self.failed:,} more can not run' if self.failed else ''
-        lines = [f"{number_of(self.requests, 'request')}{more}", *(f'  {f}' for f in self.failures)]
-        if self.ignored: lines += [f"keys without meaning here, ignored: {', '.join(sorted(self.ignored)[:50])}"]
+        more = f"; {self.failed:,} more can not run" if self.failed else ""
+        lines = [f"{number_of(self.requests, 'request')}{more}", *(f"  {f}" for f in self.failures)]
+        if self.ignored:
+            lines += [f"keys without meaning here, ignored: {', '.join(sorted(self.ignored)[:50])}"]
         if self.prompt_tokens:
-            lines += [f'tokens: {self.prompt_tokens:,} in prompts, of which {self.shared_tokens:,} are shared prefixes; '
-                      f'at most {self.max_output_tokens:,} to generate; the longest request {self.longest:,}']
+            lines += [
+                f"tokens: {self.prompt_tokens:,} in prompts, of which {self.shared_tokens:,} are shared prefixes; "
+                f"at most {self.max_output_tokens:,} to generate; the longest request {self.longest:,}"
+            ]
         if m := self.memory:
-            mb, l = (lambda n: f'{n / 1e6:,.1f} MB'), self.limits
-            lines += [f'memory: weights {mb(m.weights_bytes)}, KV at most {mb(m.kv_bytes)} of {mb(m.kv_limit_bytes)}, '
-                      f"in {number_of(m.slots, 'slot')}",
-                      f'settings: max_num_seqs {l.max_num_seqs}, max_num_batched_tokens {l.max_num_batched_tokens}, '
-                      f'max_model_len {l.max_model_len}']
-        elif self.requests: lines += ['how long the prompts are was not checked: that takes a model, as in a plan']
+            mb, l = (lambda n: f"{n / 1e6:,.1f} MB"), self.limits
+            lines += [
+                f"memory: weights {mb(m.weights_bytes)}, KV at most {mb(m.kv_bytes)} of {mb(m.kv_limit_bytes)}, "
+                f"in {number_of(m.slots, 'slot')}",
+                f"settings: max_num_seqs {l.max_num_seqs}, max_num_batched_tokens {l.max_num_batched_tokens}, "
+                f"max_model_len {l.max_model_len}",
+            ]
+        elif self.requests:
+            lines += ["how long the prompts are was not checked: that takes a model, as in a plan"]
         return lines
 
     def _timed(self) -> list[str]:
         slow = self._seconds(False)
-        if not self.prompt_rates or not slow or self.least_seconds is None: return []
-        between = lambda rates: f'{rates[0]:,.0f}' if f'{rates[0]:,.0f}' == f'{rates[1]:,.0f}' else f'{rates[0]:,.0f} to {rates[1]:,.0f}'
-        written = f' and {between(self.output_rates)} output tokens' if self.output_rates else ''
-        lines = [f"speed: {between(self.prompt_rates)} prompt tokens{written} a second, tried on {number_of(self.tried, 'request')}",
-                 f'time: {duration(self.least_seconds)} to {duration(self.seconds)}'
-                 f"{', by how early the answers end' * bool(written)}; longer if the machine has other work"]
-        if written: lines += [f'cost: {slow[0] / sum(slow):.0%} for reading prompts, {slow[1] / sum(slow):.0%} for answers, if each takes all its tokens']
+        if not self.prompt_rates or not slow or self.least_seconds is None:
+            return []
+        between = lambda rates: (
+            f"{rates[0]:,.0f}"
+            if f"{rates[0]:,.0f}" == f"{rates[1]:,.0f}"
+            else f"{rates[0]:,.0f} to {rates[1]:,.0f}"
+        )
+        written = f" and {between(self.output_rates)} output tokens" if self.output_rates else ""
+        lines = [
+            f"speed: {between(self.prompt_rates)} prompt tokens{written} a second, tried on {number_of(self.tried, 'request')}",
+            f"time: {duration(self.least_seconds)} to {duration(self.seconds)}"
+            f"{', by how early the answers end' * bool(written)}; longer if the machine has other work",
+        ]
+        if written:
+            lines += [
+                f"cost: {slow[0] / sum(slow):.0%} for reading prompts, {slow[1] / sum(slow):.0%} for answers, if each takes all its tokens"
+            ]
         return lines
 
 # %% ../../nbs/41_jobs.ipynb #4041a8bf
 def sharing(seen: set[Any], ids: list[int], size: int = 16) -> int:
     "How many leading tokens of `ids`, in whole chunks, an earlier call with the same set `seen` had as well."
-    hashes = chunk_hashes(ids[:-1], size)      # the last token is always computed
+    hashes = chunk_hashes(ids[:-1], size)  # the last token is always computed
     n = sum(1 for _ in itertools.takewhile(seen.__contains__, hashes))
     seen.update(hashes[n:])
     return n * size
 
-def plan_without_model(lines: Iterable[JobLine], given: dict[str, Any] | None = None, names: ModelNames | None = None) -> JobPlan:
+
+def plan_without_model(
+    lines: Iterable[JobLine], given: dict[str, Any] | None = None, names: ModelNames | None = None
+) -> JobPlan:
     "A `JobPlan` of which `lines` can't be read; `given`: sampling parameters for what they leave open. `names`: of models that they may ask for."
     p, params = JobPlan(), ParamsCache(given)
     for line in lines:
-        if line.kind != 'plain' or not line.cells: p.ignored.update(line.ignored)
-        if names: names.check(line)
+        if line.kind != "plain" or not line.cells:
+            p.ignored.update(line.ignored)
+        if names:
+            names.check(line)
         if not line.failure and not line.pooling:
-            try: params.of(line)
-            except (BadRequest, BatchlabError) as e: line.failure = 'invalid_request', str(e)
-        if line.failure: p.fail(line)
-        else: p.requests += 1
+            try:
+                params.of(line)
+            except (BadRequest, BatchlabError) as e:
+                line.failure = "invalid_request", str(e)
+        if line.failure:
+            p.fail(line)
+        else:
+            p.requests += 1
     return p
 
 # %% ../../nbs/41_jobs.ipynb #84b2587e
-Rates = tuple[float, float]                        # tokens a second, the least and the most
+Rates = tuple[float, float]  # tokens a second, the least and the most
+
 
 def speed(llm: LLM, prompts: list[list[int]], more: int) -> tuple[float, float]:
     "Prompt tokens a second until each of `prompts` (ids) has its first token, and output tokens a second while each gets so many `more`."
     begun, busy = set[str](), True
     got: list[StreamEvent] = []
     llm.reset_prefix_cache()
-    for ids in prompts: llm.add_request(ids, SamplingParams(max_tokens=1 + more, ignore_eos=True, temperature=0), got.append)
+    for ids in prompts:
+        llm.add_request(
+            ids, SamplingParams(max_tokens=1 + more, ignore_eos=True, temperature=0), got.append
+        )
     start = read = now = time.perf_counter()
     written = 0
     while busy:
@@ -682,64 +1034,125 @@ def speed(llm: LLM, prompts: list[list[int]], more: int) -> tuple[float, float]:
         busy = llm.step()
         now, fresh = time.perf_counter(), {e.request_id for e in got} - begun
         begun |= fresh
-        if fresh: read, written = now, 0
-        else: written += sum(len(e.token_ids) for e in got)
-    return sum(map(len, prompts)) / (read - start), written / (now - read) if written else 0.
+        if fresh:
+            read, written = now, 0
+        else:
+            written += sum(len(e.token_ids) for e in got)
+    return sum(map(len, prompts)) / (read - start), written / (now - read) if written else 0.0
 
-def rates(llm: LLM, prompts: list[list[int]], budget: int = 4096, more: int = 16) -> tuple[Rates, Rates, int]:
+
+def rates(
+    llm: LLM, prompts: list[list[int]], budget: int = 4096, more: int = 16
+) -> tuple[Rates, Rates, int]:
     """Prompt tokens and output tokens a second of `llm`, and how many prompts it was tried on: the first of `prompts` (ids), `budget` tokens in all.
 
     Where that is few of them, as they are long, answers are also tried on as many as would run together, of which each is cut."""
     n = max(1, sum(total <= budget for total in itertools.accumulate(map(len, prompts))))
     rows = min(len(prompts), budget // 64)
     room = max(1, (llm.max_model_len or sys.maxsize) - more - 2)
-    whole, cut = [ids[:room] for ids in prompts[:n]], [ids[:min(room, budget // rows)] for ids in prompts[:rows]]
-    speed(llm, [ids[:64] for ids in cut], 2)                    # whatever is only slow the first time
+    whole, cut = (
+        [ids[:room] for ids in prompts[:n]],
+        [ids[: min(room, budget // rows)] for ids in prompts[:rows]],
+    )
+    speed(llm, [ids[:64] for ids in cut], 2)  # whatever is only slow the first time
     tries = [speed(llm, whole, more), speed(llm, whole, more)]
-    read, written = [r for r, _ in tries], [w for _, w in tries] + ([speed(llm, cut, more)[1]] if rows > n else [])
+    read, written = (
+        [r for r, _ in tries],
+        [w for _, w in tries] + ([speed(llm, cut, more)[1]] if rows > n else []),
+    )
     return (min(read), max(read)), (min(written), max(written)), n
 
-def reading_rates(llm: LLM, texts: list[tuple[list[int], Any]], budget: int = 4096) -> tuple[Rates, int]:
+
+def reading_rates(
+    llm: LLM, texts: list[tuple[list[int], Any]], budget: int = 4096
+) -> tuple[Rates, int]:
     """Tokens a second that `llm` reads where it writes nothing, and on how many it was tried: the first of `texts`, pairs of ids and `PoolingParams`,
     `budget` tokens in all."""
     n = max(1, sum(total <= budget for total in itertools.accumulate(len(ids) for ids, _ in texts)))
+
     def seconds() -> float:
         llm.reset_prefix_cache()
         start = time.perf_counter()
-        for _ in llm.iter_outputs([ids for ids, _ in texts[:n]], [params for _, params in texts[:n]]): pass
+        for _ in llm.iter_outputs(
+            [ids for ids, _ in texts[:n]], [params for _, params in texts[:n]]
+        ):
+            pass
         return time.perf_counter() - start
-    seconds()                                      # whatever is only slow the first time
+
+    seconds()  # whatever is only slow the first time
     found = [sum(len(ids) for ids, _ in texts[:n]) / seconds() for _ in range(2)]
     return (min(found), max(found)), n
 
-def plan_with_model(lines: Iterable[JobLine], llm: LLM, given: dict[str, Any] | None = None, look_ahead: int = 1024,
-                    calibrate: bool = True, names: ModelNames | None = None) -> JobPlan:
+
+def plan_with_model(
+    lines: Iterable[JobLine],
+    llm: LLM,
+    given: dict[str, Any] | None = None,
+    look_ahead: int = 1024,
+    calibrate: bool = True,
+    names: ModelNames | None = None,
+) -> JobPlan:
     "The `JobPlan` of `lines` with `llm`, in blocks of `look_ahead`; `calibrate` tries some requests for a few tokens. `names`: as for `Run`."
-    p, seen, longest, some, most = JobPlan(limits=llm.limits), set(), [], [], llm.limits.max_num_seqs
-    rng, params, alike, reused = random.Random(0), ParamsCache(given), 0, llm.enable_prefix_caching and llm.strategy == 'continuous'
+    p, seen, longest, some, most = (
+        JobPlan(limits=llm.limits),
+        set(),
+        [],
+        [],
+        llm.limits.max_num_seqs,
+    )
+    rng, params, alike, reused = (
+        random.Random(0),
+        ParamsCache(given),
+        0,
+        llm.enable_prefix_caching and llm.strategy == "continuous",
+    )
     for i, line in enumerate(lines):
-        if i % look_ahead == 0: seen.clear()
-        if line.kind != 'plain' or not line.cells: p.ignored.update(line.ignored)
-        if names: names.check(line)
+        if i % look_ahead == 0:
+            seen.clear()
+        if line.kind != "plain" or not line.cells:
+            p.ignored.update(line.ignored)
+        if names:
+            names.check(line)
         group = None if line.failure else admit_line(llm, line, params, first=not p.requests)
         if not group:
             p.fail(line)
             continue
-        rs, texts = (group.requests, group.parts) if isinstance(group, TextsGroup) else (group.requests[:1], [])
+        rs, texts = (
+            (group.requests, group.parts)
+            if isinstance(group, TextsGroup)
+            else (group.requests[:1], [])
+        )
         shared = sum(sharing(seen, r.prompt_ids) for r in rs) if llm.causal else 0
-        if not texts: shared += (len(group.requests) - 1) * (len(group.prompt_token_ids or []) - 1)      # further answers to one prompt
+        if not texts:
+            shared += (len(group.requests) - 1) * (
+                len(group.prompt_token_ids or []) - 1
+            )  # further answers to one prompt
         alike += shared
         p.add(group, shared if reused else 0)
         for k, r in enumerate(rs):
             push = heapq.heappush if len(longest) < most else heapq.heappushpop
-            push(longest, (r.max_len, (i, k), r.prompt_ids, texts[k].pooling if texts else SamplingParams(max_tokens=r.max_tokens)))
-            if len(some) < most: some.append((r.prompt_ids, texts[k].pooling if texts else None))
-            elif (at := rng.randrange(p.requests)) < most: some[at] = r.prompt_ids, texts[k].pooling if texts else None
-    if not p.requests: return p
+            push(
+                longest,
+                (
+                    r.max_len,
+                    (i, k),
+                    r.prompt_ids,
+                    texts[k].pooling if texts else SamplingParams(max_tokens=r.max_tokens),
+                ),
+            )
+            if len(some) < most:
+                some.append((r.prompt_ids, texts[k].pooling if texts else None))
+            elif (at := rng.randrange(p.requests)) < most:
+                some[at] = r.prompt_ids, texts[k].pooling if texts else None
+    if not p.requests:
+        return p
     p.memory = llm.plan([ids for *_, ids, _ in longest], [x for *_, x in longest])
     text = [ids for ids, pooling in some if pooling is None]
-    if calibrate and text: p.prompt_rates, p.output_rates, p.tried = rates(llm, text)
-    elif calibrate: p.prompt_rates, p.tried = reading_rates(llm, some)
+    if calibrate and text:
+        p.prompt_rates, p.output_rates, p.tried = rates(llm, text)
+    elif calibrate:
+        p.prompt_rates, p.tried = reading_rates(llm, some)
     from batchlab.advice import advise, try_int8
+
     p.advice = advise(llm, p.requests, p.longest, alike / p.prompt_tokens) + try_int8(llm)
     return p

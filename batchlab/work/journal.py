@@ -20,87 +20,139 @@ from .. import __version__
 from ..errors import JobError, Option
 from .formats import as_json, new_of, read_lines, records_of
 from .lines import JobLine
-from .tables import ANSWER, OPENERS, OPTIONAL, TABLES, TableFile, file_kind, record_of_rows
+from batchlab.work.tables import (
+    ANSWER,
+    OPENERS,
+    OPTIONAL,
+    TABLES,
+    TableFile,
+    file_kind,
+    record_of_rows,
+)
 
 # %% ../../nbs/41_jobs.ipynb #ae760b69
-def no_file(path: str | Path) -> JobError: return JobError(f'{path} is no file: a job needs one that it can read again')
+def no_file(path: str | Path) -> JobError:
+    return JobError(f"{path} is no file: a job needs one that it can read again")
+
 
 class AnswerFile:
     "A file that grows by whole records. Raises `JobError` when the disk is full."
+
     def __init__(self, path: str | Path) -> None:
         self.path: str | Path = Path(path)
         try:
-            if self.path.exists() and not self.path.is_file(): raise no_file(path)
-            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, 'O_BINARY', 0), 0o666)
-        except OSError as e: raise JobError(f"can't write {path} ({e.strerror or e})") from e
+            if self.path.exists() and not self.path.is_file():
+                raise no_file(path)
+            self.fd = os.open(
+                path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666
+            )
+        except OSError as e:
+            raise JobError(f"can't write {path} ({e.strerror or e})") from e
         self.size = os.fstat(self.fd).st_size
 
     def write(self, data: bytes) -> None:
         "Append `data`, whole records."
         done = 0
         try:
-            while done < len(data): done += os.write(self.fd, data[done:])
-        except BrokenPipeError: raise                # whoever read standard output has left
+            while done < len(data):
+                done += os.write(self.fd, data[done:])
+        except BrokenPipeError:
+            raise  # whoever read standard output has left
         except OSError as e:
-            done = data[:done].rfind(b'\n') + 1
-            with suppress(OSError): os.ftruncate(self.fd, self.size + done)
-            raise JobError(f"can't write {self.path} ({e.strerror or e}): make room, and the same command goes on", 1) from e
-        finally: self.size += done
+            done = data[:done].rfind(b"\n") + 1
+            with suppress(OSError):
+                os.ftruncate(self.fd, self.size + done)
+            raise JobError(
+                f"can't write {self.path} ({e.strerror or e}): make room, and the same command goes on",
+                1,
+            ) from e
+        finally:
+            self.size += done
 
     def sync(self) -> None:
         "Have the disk itself hold everything, against a loss of power. Raises `JobError` if it does not."
-        try: os.fsync(self.fd)
-        except OSError as e:                         # a network's disk may tell only now that it is full
+        try:
+            os.fsync(self.fd)
+        except OSError as e:  # a network's disk may tell only now that it is full
             if e.errno not in (errno.EINVAL, errno.ENOTSUP):
-                raise JobError(f"can't write {self.path} ({e.strerror or e}): some of the last answers may be missing; "
-                               'make room, and the same command goes on', 1) from e
+                raise JobError(
+                    f"can't write {self.path} ({e.strerror or e}): some of the last answers may be missing; "
+                    "make room, and the same command goes on",
+                    1,
+                ) from e
 
     def close(self) -> None:
-        try: self.sync()
-        finally: os.close(self.fd)
+        try:
+            self.sync()
+        finally:
+            os.close(self.fd)
+
 
 class StandardOutput(AnswerFile):
     "Standard output, by its descriptor, in the place of an `AnswerFile`."
-    def __init__(self, fd: int = 1) -> None: self.path, self.fd, self.size = 'standard output', fd, os.fstat(fd).st_size
+
+    def __init__(self, fd: int = 1) -> None:
+        self.path, self.fd, self.size = "standard output", fd, os.fstat(fd).st_size
+
     def sync(self) -> None:
-        with suppress(OSError): os.fsync(self.fd)                       # a pipe has no disk
-    def close(self) -> None: self.sync()
+        with suppress(OSError):
+            os.fsync(self.fd)  # a pipe has no disk
+
+    def close(self) -> None:
+        self.sync()
 
 # %% ../../nbs/41_jobs.ipynb #e5d10b9d
-KEY = re.compile(r'batch_req_(\d+)_([0-9a-f]{8})(?:_([0-9a-f]{12}))?')
-Found = tuple[int, str, dict[str, Any]]                # line number, digest, record
+KEY = re.compile(r"batch_req_(\d+)_([0-9a-f]{8})(?:_([0-9a-f]{12}))?")
+Found = tuple[int, str, dict[str, Any]]  # line number, digest, record
+
 
 def key_of(d: Any) -> re.Match[str] | None:
     "The number, the digest and perhaps the stamp in the id of record `d`, or None."
-    return KEY.fullmatch(str(d.get('request_id', d.get('id')))) if isinstance(d, dict) and 'error' in d else None
+    return (
+        KEY.fullmatch(str(d.get("request_id", d.get("id"))))
+        if isinstance(d, dict) and "error" in d
+        else None
+    )
+
 
 def read_record(raw: bytes) -> Found | None:
     "`(line number, digest, record)` of a line of answers, or None."
-    try: d = json.loads(raw)
-    except (ValueError, RecursionError): return None
+    try:
+        d = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
     key = key_of(d)
     return (int(key[1]), key[2], d) if key else None
+
 
 def recover_answers(path: str | Path, ours: bool = True) -> Iterator[Found]:
     """Yield `read_record` of each line of file `path`; cut a torn end off, or end a last line that only lacks its end.
 
     `ours`: a job is known to have written it. Raises `JobError` if it holds anything else, with nothing changed."""
-    path, whole, bad = Path(path), 0, 0                # bytes of whole records; number of a line that is none
-    if not path.exists() or not path.stat().st_size: return
-    with path.open('rb') as f:
+    path, whole, bad = Path(path), 0, 0  # bytes of whole records; number of a line that is none
+    if not path.exists() or not path.stat().st_size:
+        return
+    with path.open("rb") as f:
         for number, raw in read_lines(f):
             found = read_record(raw)
-            ours = ours or bool(found and (key := key_of(found[2])) and key[3])      # it says itself how it was made
+            ours = ours or bool(
+                found and (key := key_of(found[2])) and key[3]
+            )  # it says itself how it was made
             if bad or not (ours or found):
-                raise JobError(f'{path}, line {bad or number} is no answer of a job: give another output')
+                raise JobError(
+                    f"{path}, line {bad or number} is no answer of a job: give another output"
+                )
             if found:
                 yield found
                 whole = f.tell()
-            else: bad = number
-        ended = f.seek(-1, os.SEEK_END) >= 0 and f.read() == b'\n'
-    if bad: os.truncate(path, whole)
+            else:
+                bad = number
+        ended = f.seek(-1, os.SEEK_END) >= 0 and f.read() == b"\n"
+    if bad:
+        os.truncate(path, whole)
     elif not ended:
-        with path.open('ab') as f: f.write(b'\n')
+        with path.open("ab") as f:
+            f.write(b"\n")
 
 # %% ../../nbs/41_jobs.ipynb #cc2b3dca
 class Ledgerbook:
@@ -108,8 +160,9 @@ class Ledgerbook:
 
     `stamps`: of the records, None for a record without one. `failed`: how many failed. `finished`: the file that the records
     were found in, if that is finished and no journal. `retry`: failures in the files are to be taken out, up to line `last`."""
+
     def __init__(self) -> None:
-        self.db, self.size, self.failed = sqlite3.connect('', isolation_level=None), 0, 0
+        self.db, self.size, self.failed = sqlite3.connect("", isolation_level=None), 0, 0
         self.stamps: set[str | None] = set()
         self.finished: Path | None = None
         self.retry, self.last = False, 0
@@ -119,218 +172,345 @@ class Ledgerbook:
 
     def note(self, number: int, digest: str, record: dict[str, Any]) -> None:
         "Enter a record found on the disk."
-        failed = record['error'] is not None
-        self.db.execute('insert or replace into lines values (?, ?, ?)', (number, digest, failed))
-        if record.get('custom_id') is not None: self.claim(record['custom_id'], number)
-        if key := key_of(record): self.stamps.add(key[3])
+        failed = record["error"] is not None
+        self.db.execute("insert or replace into lines values (?, ?, ?)", (number, digest, failed))
+        if record.get("custom_id") is not None:
+            self.claim(record["custom_id"], number)
+        if key := key_of(record):
+            self.stamps.add(key[3])
         self.size += 1
         self.failed += failed
 
     def forget_failures(self) -> None:
         "Let the lines that failed have no answer."
-        self.db.execute('delete from ids where number in (select number from lines where failed)')
-        self.db.execute('delete from lines where failed')
+        self.db.execute("delete from ids where number in (select number from lines where failed)")
+        self.db.execute("delete from lines where failed")
         self.size, self.failed, self.retry = self.size - self.failed, 0, True
 
     def find(self, number: int) -> tuple[str, int] | None:
         "`(digest, failed)` of line `number` when it was answered, or None."
-        if not self.size: return None
-        return self.db.execute('select digest, failed from lines where number = ?', (number,)).fetchone()
+        if not self.size:
+            return None
+        return self.db.execute(
+            "select digest, failed from lines where number = ?", (number,)
+        ).fetchone()
 
     def beyond(self, last: int) -> tuple[int, int]:
         "How many lines after `last` were answered, and the first of them."
-        n, first = self.db.execute('select count(*), min(number) from lines where number > ?', (last,)).fetchone()
+        n, first = self.db.execute(
+            "select count(*), min(number) from lines where number > ?", (last,)
+        ).fetchone()
         return n, first or 0
 
     def claim(self, custom_id: str | int, number: int) -> int | None:
         "Let line `number` have `custom_id`; the number of the line that has it already, or None."
         key = hashlib.blake2b(repr(custom_id).encode(), digest_size=16).digest()
-        if self.db.execute('insert or ignore into ids values (?, ?)', (key, number)).rowcount: return None
-        return self.db.execute('select number from ids where id = ?', (key,)).fetchone()[0]
+        if self.db.execute("insert or ignore into ids values (?, ?)", (key, number)).rowcount:
+            return None
+        return self.db.execute("select number from ids where id = ?", (key,)).fetchone()[0]
 
     def distinct(self, line: JobLine) -> JobLine:
         "`line`, which fails if its id was used before; the id then stays with the first."
-        custom_id = line.ids.get('custom_id')
-        if custom_id is None or (first := self.claim(custom_id, line.number)) is None: return line
-        line.failure = 'duplicate_custom_id', f'custom_id {custom_id!r:.60} is that of {line.unit} {first} already'
+        custom_id = line.ids.get("custom_id")
+        if custom_id is None or (first := self.claim(custom_id, line.number)) is None:
+            return line
+        line.failure = (
+            "duplicate_custom_id",
+            f"custom_id {custom_id!r:.60} is that of {line.unit} {first} already",
+        )
         line.ids = {}
         return line
 
 # %% ../../nbs/41_jobs.ipynb #88c8f899
-PARTS = 'sampling parameters', 'model', 'columns, template, system message, form or error file'      # that four digits of a stamp each stand for
+PARTS = (
+    "sampling parameters",
+    "model",
+    "columns, template, system message, form or error file",
+)  # that four digits of a stamp each stand for
+
 
 def stamp_of(settings: dict[str, Any]) -> str:
     "12 hex digits that change with the `settings` of a job, four for each of `PARTS`; without a model four dots there."
-    own = {k: v for k, v in settings.items() if k not in ('sampling_params', 'model', 'ordered') and v not in (None, False)}
-    four = lambda v: hashlib.blake2b(json.dumps(v, sort_keys=True, default=str).encode(), digest_size=2).hexdigest()
-    return ''.join('....' if v is None else four(v) for v in (settings.get('sampling_params') or {}, settings.get('model'), own))
+    own = {
+        k: v
+        for k, v in settings.items()
+        if k not in ("sampling_params", "model", "ordered") and v not in (None, False)
+    }
+    four = lambda v: hashlib.blake2b(
+        json.dumps(v, sort_keys=True, default=str).encode(), digest_size=2
+    ).hexdigest()
+    return "".join(
+        "...." if v is None else four(v)
+        for v in (settings.get("sampling_params") or {}, settings.get("model"), own)
+    )
+
 
 def stamp(record: dict[str, Any], stamp: str) -> dict[str, Any]:
     "`record`, with `stamp` in its id if that has none yet."
-    name = 'request_id' if 'request_id' in record else 'id'
-    return record if record[name].count('_') > 3 else record | {name: f'{record[name]}_{stamp}'}
+    name = "request_id" if "request_id" in record else "id"
+    return record if record[name].count("_") > 3 else record | {name: f"{record[name]}_{stamp}"}
+
 
 def check_stamps(stamps: set[str | None], now: str, where: str | Path) -> None:
     "Raise `JobError` unless one of `stamps`, if there are any, is `now`. A dot fits everything."
     known = [s for s in stamps if s]
-    if not known or any(re.fullmatch(now, s) for s in known): return
-    what = next((part for i, part in enumerate(PARTS) if not re.fullmatch(now[4*i:4*i + 4], known[0][4*i:4*i + 4])), '')
-    raise JobError('{where} was made with other {what} than this: give another output, or {force}, which mixes the two',
-                   where=where, what=what, force=Option('force', True))
+    if not known or any(re.fullmatch(now, s) for s in known):
+        return
+    what = next(
+        (
+            part
+            for i, part in enumerate(PARTS)
+            if not re.fullmatch(now[4 * i : 4 * i + 4], known[0][4 * i : 4 * i + 4])
+        ),
+        "",
+    )
+    raise JobError(
+        "{where} was made with other {what} than this: give another output, or {force}, which mixes the two",
+        where=where,
+        what=what,
+        force=Option("force", True),
+    )
+
 
 def check_same(path: str | Path, now: dict[str, Any], force: bool = False) -> None:
     "Compare the settings `now` with those in file `path`, if it is there. Raises `JobError` for a difference."
-    try: then = json.loads(Path(path).read_text(encoding='utf-8'))['settings']
-    except FileNotFoundError: return
-    except (ValueError, KeyError, TypeError): then = {}      # a power cut; to ask is safer than to guess
+    try:
+        then = json.loads(Path(path).read_text(encoding="utf-8"))["settings"]
+    except FileNotFoundError:
+        return
+    except (ValueError, KeyError, TypeError):
+        then = {}  # a power cut; to ask is safer than to guess
     changed = [k for k in now if then.get(k) != now[k] or not then]
     if changed and not force:
-        was, k = ('nothing that can be read' if not then else repr(then.get(changed[0]))), changed[0].replace('_', ' ')
-        raise JobError('this job was begun with {what} {was}, and it is {now!r} now: give another output, or {force}, which mixes the two',
-                       what=k, was=was, now=now[changed[0]], force=Option('force', True))
+        was, k = (
+            ("nothing that can be read" if not then else repr(then.get(changed[0]))),
+            changed[0].replace("_", " "),
+        )
+        raise JobError(
+            "this job was begun with {what} {was}, and it is {now!r} now: give another output, or {force}, which mixes the two",
+            what=k,
+            was=was,
+            now=now[changed[0]],
+            force=Option("force", True),
+        )
+
 
 def replace_file(path: str | Path, parts: Iterable[bytes]) -> None:
     "Let file `path` hold `parts`, bytes one after the other, whole or not at all. Raises `JobError`."
     new = Path(new_of(path))
     try:
-        with new.open('wb') as f:
+        with new.open("wb") as f:
             f.writelines(parts)
             f.flush()
             os.fsync(f.fileno())
         os.replace(new, path)
-    except OSError as e: raise JobError(f"can't write {path} ({e.strerror or e})") from e
+    except OSError as e:
+        raise JobError(f"can't write {path} ({e.strerror or e})") from e
     finally:
-        with suppress(OSError): new.unlink()
+        with suppress(OSError):
+            new.unlink()
+
 
 def write_settings(side: str | Path, now: dict[str, Any], force: bool = False) -> None:
     "Write the settings `now` of a job to file `side`, if no others stand there. Raises `JobError`."
     check_same(side, now, force)
-    replace_file(side, [json.dumps(dict(batchlab=__version__, settings=now), indent=1, default=str).encode()])
+    replace_file(
+        side, [json.dumps(dict(batchlab=__version__, settings=now), indent=1, default=str).encode()]
+    )
 
 # %% ../../nbs/41_jobs.ipynb #66668350
 def side_of(output: str | Path) -> Path:
     "The folder that stands beside `output` while a job writes it."
-    return Path(f'{output}.batchlab')
+    return Path(f"{output}.batchlab")
 
-def settings_file(output: str | Path) -> Path: return side_of(output) / 'settings.json'
+
+def settings_file(output: str | Path) -> Path:
+    return side_of(output) / "settings.json"
+
 
 def journal_of(output: str | Path) -> str:
     "The file that grows, record by record: `output` itself if it is plain JSONL, else one beside it."
-    table = file_kind(output) in {*TABLES, 'npy'} or Path(output).suffix.lower() in OPENERS
-    return str(side_of(output) / 'answers.jsonl') if table else str(output)
+    table = file_kind(output) in {*TABLES, "npy"} or Path(output).suffix.lower() in OPENERS
+    return str(side_of(output) / "answers.jsonl") if table else str(output)
+
 
 def has_records(*paths: str | Path | None) -> list[str | Path]:
     "Those of `paths` that are files with something in them."
     return [p for p in paths if p and Path(p).is_file() and Path(p).stat().st_size]
 
+
 def drop_side(output: str | Path) -> None:
     "Take away what stood beside `output`, the journal first: the settings alone harm nobody."
-    left = [*side_of(output).glob('*.new'), Path(new_of(output))]                 # of a run that was killed
-    for path in (side_of(output) / 'answers.jsonl', settings_file(output), *left): path.unlink(missing_ok=True)
+    left = [*side_of(output).glob("*.new"), Path(new_of(output))]  # of a run that was killed
+    for path in (side_of(output) / "answers.jsonl", settings_file(output), *left):
+        path.unlink(missing_ok=True)
+
 
 def raw_records(path: str | Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
     "Yield `(line number, bytes, record)` of each line in file `path` of answers, which has been recovered."
-    with open(path, 'rb') as f:
+    with open(path, "rb") as f:
         for _, raw in read_lines(f):
             found = read_record(raw)
-            assert found, f'{path} has changed'
-            yield found[0], raw + b'\n', found[2]
+            assert found, f"{path} has changed"
+            yield found[0], raw + b"\n", found[2]
+
 
 def without_failures(path: str | Path, last: float = math.inf) -> None:
     "Rewrite file `path` of answers without the failures of lines up to `last`, whole or not at all. Raises `JobError`."
-    replace_file(path, (raw for number, raw, record in raw_records(path) if record['error'] is None or number > last))
+    replace_file(
+        path,
+        (
+            raw
+            for number, raw, record in raw_records(path)
+            if record["error"] is None or number > last
+        ),
+    )
+
 
 def sort_records(path: str | Path) -> None:
     "Put the records in file `path` into the order of their lines, whole or not at all. Raises `JobError`."
+
     def places(at: int = 0) -> Iterator[tuple[int, int, int]]:
         for number, raw, _ in raw_records(path):
             yield number, at, len(raw)
             at += len(raw)
+
     def parts() -> Iterator[bytes]:
-        with open(path, 'rb') as f:
-            for at, size in db.execute('select at, size from places order by number'):
+        with open(path, "rb") as f:
+            for at, size in db.execute("select at, size from places order by number"):
                 f.seek(at)
                 yield f.read(size)
-    mixed = 'select 1 from (select at, lag(at) over (order by number) as before from places) where before > at limit 1'
+
+    mixed = "select 1 from (select at, lag(at) over (order by number) as before from places) where before > at limit 1"
     try:
-        with closing(sqlite3.connect('')) as db:
-            db.execute('create table places(number integer primary key, at integer, size integer)')
-            db.executemany('insert or replace into places values (?, ?, ?)', places())
-            if db.execute(mixed).fetchone(): replace_file(path, parts())
-    except sqlite3.Error as e: raise JobError(f"can't put {path} in order ({e}): make room, and run again", 1) from e
+        with closing(sqlite3.connect("")) as db:
+            db.execute("create table places(number integer primary key, at integer, size integer)")
+            db.executemany("insert or replace into places values (?, ?, ?)", places())
+            if db.execute(mixed).fetchone():
+                replace_file(path, parts())
+    except sqlite3.Error as e:
+        raise JobError(f"can't put {path} in order ({e}): make room, and run again", 1) from e
 
 # %% ../../nbs/41_jobs.ipynb #be8c69b5
 def finished_records(output: str | Path) -> Iterator[dict[str, Any]]:
     "Yield the records that `output` was made of, a table or a packed file. Raises `JobError` if a job did not make it."
-    foreign = JobError('{output} is there already: give another output, or {force}', output=output, force=Option('force', True))
-    if file_kind(output) == 'npy': raise foreign
+    foreign = JobError(
+        "{output} is there already: give another output, or {force}",
+        output=output,
+        force=Option("force", True),
+    )
+    if file_kind(output) == "npy":
+        raise foreign
     if file_kind(output) not in TABLES:
-        try: yield from records_of(output)
-        except (OSError, EOFError, ValueError) as e: raise foreign from e
+        try:
+            yield from records_of(output)
+        except (OSError, EOFError, ValueError) as e:
+            raise foreign from e
         return
     names = (table := TableFile(output)).names
-    if not {*ANSWER} <= {*names}: raise foreign
-    key, start = 'request_id' if 'request_id' in names else 'id', next(i for i, n in enumerate(names) if n in ('index', 'text') and 'text' in names[i:i + 2])
-    ids = names[:start] if names[0] == 'line' or names[:start] == ['id', 'custom_id'] else []
-    cells = [n for n in ids if n not in ('line', 'id', 'custom_id')]
-    made = [n for n in names[names.index('error') + 1:] if n not in {*OPTIONAL, 'request_id'}]
+    if not {*ANSWER} <= {*names}:
+        raise foreign
+    key, start = (
+        "request_id" if "request_id" in names else "id",
+        next(
+            i for i, n in enumerate(names) if n in ("index", "text") and "text" in names[i : i + 2]
+        ),
+    )
+    ids = names[:start] if names[0] == "line" or names[:start] == ["id", "custom_id"] else []
+    cells = [n for n in ids if n not in ("line", "id", "custom_id")]
+    made = [n for n in names[names.index("error") + 1 :] if n not in {*OPTIONAL, "request_id"}]
     rows = (row if isinstance(row, dict) else {} for _, row in table.rows({*ids, *names[start:]}))
     for name, some in itertools.groupby(rows, lambda row: row.get(key)):
-        if not KEY.fullmatch(str(name)): raise foreign
-        try: yield record_of_rows([*some], made, cells)
-        except ValueError as e: raise foreign from e
+        if not KEY.fullmatch(str(name)):
+            raise foreign
+        try:
+            yield record_of_rows([*some], made, cells)
+        except ValueError as e:
+            raise foreign from e
+
 
 def restore(output: str | Path) -> None:
     "Make the journal of the finished `output` again, to go on from there. Raises `JobError`."
     replace_file(journal_of(output), map(as_json, finished_records(output)))
 
+
 def begins_with_record(path: str | Path) -> bool:
     "Whether the first line of file `path` is an answer of a job."
     try:
-        with open(path, 'rb') as f: return read_record(next((raw for _, raw in read_lines(f)), b'')) is not None
-    except OSError: return False
+        with open(path, "rb") as f:
+            return read_record(next((raw for _, raw in read_lines(f)), b"")) is not None
+    except OSError:
+        return False
+
 
 def adopt(output: str | Path, error_file: str | Path | None) -> None:
     """Let the files that version 0.1 kept beside `output`, if they are there, be the folder that is kept now. Raises `JobError`.
 
     Files of these names that hold something else are somebody's own, and stay as they are."""
-    old, table = Path(f'{output}.job'), journal_of(output) != str(output)
-    try: then = json.loads(old.read_text(encoding='utf-8'))
-    except (OSError, ValueError): return
-    if not (isinstance(then, dict) and 'batchlab' in then and isinstance(then.get('settings'), dict)): return
-    journal: str | None = f'{output}.jsonl' if table else str(output)
-    if table and not begins_with_record(f'{output}.jsonl'): journal = None
+    old, table = Path(f"{output}.job"), journal_of(output) != str(output)
+    try:
+        then = json.loads(old.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    if not (
+        isinstance(then, dict) and "batchlab" in then and isinstance(then.get("settings"), dict)
+    ):
+        return
+    journal: str | None = f"{output}.jsonl" if table else str(output)
+    if table and not begins_with_record(f"{output}.jsonl"):
+        journal = None
     if not settings_file(output).exists():
         side_of(output).mkdir(exist_ok=True)
-        mark = stamp_of(then['settings'])
+        mark = stamp_of(then["settings"])
         for path, new in ((journal, journal_of(output)), (error_file, error_file)):
-            if path and new and has_records(path): replace_file(new, (as_json(stamp(d, mark)) for _, _, d in recover_answers(path)))
+            if path and new and has_records(path):
+                replace_file(new, (as_json(stamp(d, mark)) for _, _, d in recover_answers(path)))
         replace_file(settings_file(output), [old.read_bytes()])
-    locks = [f'{name}.lock' for name in (output, error_file) if name]
-    empty = [name for name in locks if os.path.isfile(name) and not os.path.getsize(name)]        # as our locks are
-    for name in (*empty, journal if table else None, old):        # `.job` last: it says that the others are ours
-        if name: Path(name).unlink(missing_ok=True)
+    locks = [f"{name}.lock" for name in (output, error_file) if name]
+    empty = [
+        name for name in locks if os.path.isfile(name) and not os.path.getsize(name)
+    ]  # as our locks are
+    for name in (
+        *empty,
+        journal if table else None,
+        old,
+    ):  # `.job` last: it says that the others are ours
+        if name:
+            Path(name).unlink(missing_ok=True)
 
-def recover(output: str | Path, error_file: str | Path | None, settings: dict[str, Any], force: bool = False,
-            retry: bool = False) -> tuple[Ledgerbook, bool]:
+
+def recover(
+    output: str | Path,
+    error_file: str | Path | None,
+    settings: dict[str, Any],
+    force: bool = False,
+    retry: bool = False,
+) -> tuple[Ledgerbook, bool]:
     """What is on the disk of a job with `settings`: a `Ledgerbook`, and whether its records may be in disorder.
 
     `retry`: less the failures, which a run takes out of the files. Raises `JobError` if the files are not this job's."""
     book, side, journal, unsorted = Ledgerbook(), settings_file(output), journal_of(output), False
-    if output == '-': return book, unsorted
+    if output == "-":
+        return book, unsorted
     adopt(output, error_file)
     there, found = has_records(journal, error_file), None
     if journal != str(output) and Path(output).exists() and not Path(journal).exists():
         try:
             for record in finished_records(output):
                 if not (key := key_of(record)):
-                    raise JobError('{output} is there already: give another output, or {force}', output=output, force=Option('force', True))
+                    raise JobError(
+                        "{output} is there already: give another output, or {force}",
+                        output=output,
+                        force=Option("force", True),
+                    )
                 book.note(int(key[1]), key[2], record)
             book.finished = Path(output)
         except JobError:
-            if not force: raise
+            if not force:
+                raise
             book = Ledgerbook()
-    if not there and not book.finished: side.unlink(missing_ok=True)      # the answers were taken away: a new beginning
+    if not there and not book.finished:
+        side.unlink(missing_ok=True)  # the answers were taken away: a new beginning
     ours = side.exists()
     check_same(side, settings, force)
     for path in there:
@@ -341,10 +521,15 @@ def recover(output: str | Path, error_file: str | Path | None, settings: dict[st
             last = found[0]
     if not force:
         if None in book.stamps and not ours:
-            raise JobError('{output} is there already, and does not say how it was made: give another output, or {force}',
-                           output=[*there, output][0], force=Option('force', True))
-        if not ours: check_stamps(book.stamps, stamp_of(settings), [*there, output][0])
-    if not retry or not book.failed: return book, unsorted
+            raise JobError(
+                "{output} is there already, and does not say how it was made: give another output, or {force}",
+                output=[*there, output][0],
+                force=Option("force", True),
+            )
+        if not ours:
+            check_stamps(book.stamps, stamp_of(settings), [*there, output][0])
+    if not retry or not book.failed:
+        return book, unsorted
     book.forget_failures()
     return book, True
 
@@ -353,29 +538,37 @@ class Outbox:
     """Records on their way to the files `answers` and `errors`, which may be one.
 
     `ordered`: a record waits until all lines that were expected before its own have theirs."""
+
     def __init__(self, answers: AnswerFile, errors: AnswerFile, ordered: bool = False) -> None:
         self.answers, self.errors, self.ordered = answers, errors, ordered
-        self.turns: deque[int] = deque()                                # if ordered: numbers that are expected
-        self.held: dict[int, tuple[AnswerFile, bytes]] = {}             # and records that wait for their turn
+        self.turns: deque[int] = deque()  # if ordered: numbers that are expected
+        self.held: dict[int, tuple[AnswerFile, bytes]] = {}  # and records that wait for their turn
         self.pending: dict[AnswerFile, list[bytes]] = {}
         self.synced = time.perf_counter()
 
     def expect(self, numbers: Iterable[int]) -> None:
         "Lines `numbers` come next, in this order."
-        if self.ordered: self.turns.extend(numbers)
+        if self.ordered:
+            self.turns.extend(numbers)
 
     def put(self, number: int, record: dict[str, Any]) -> None:
         "Take the record of line `number`, for a `flush` to write when it is due."
-        if not self.ordered: self.turns.append(number)
-        self.held[number] = self.answers if record['error'] is None else self.errors, as_json(record)
+        if not self.ordered:
+            self.turns.append(number)
+        self.held[number] = (
+            self.answers if record["error"] is None else self.errors,
+            as_json(record),
+        )
         while self.turns and self.turns[0] in self.held:
             file, data = self.held.pop(self.turns.popleft())
             self.pending.setdefault(file, []).append(data)
 
     def flush(self) -> None:
         "Write what is due. Raises `JobError` if the disk is full."
-        pending, self.pending = self.pending, {}      # whatever happens now, nothing is written twice
-        for file, records in pending.items(): file.write(b''.join(records))
+        pending, self.pending = self.pending, {}  # whatever happens now, nothing is written twice
+        for file, records in pending.items():
+            file.write(b"".join(records))
         if time.perf_counter() - self.synced > 5:
-            for file in {self.answers, self.errors}: file.sync()
+            for file in {self.answers, self.errors}:
+                file.sync()
             self.synced = time.perf_counter()

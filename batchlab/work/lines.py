@@ -19,13 +19,51 @@ from typing import TYPE_CHECKING, Any
 from ..params import SamplingParams
 from . import openai
 from .formats import LONGEST_LINE, Raw
-from .openai import (ALIASES, DROPPED, BadRequest, answer_body, as_messages, choice_of, custom_id_of, endpoint_of, error_body,
-                                  is_setting, keys_beside, one_prompt, parse_body, request_params, sampling_options, take, usage_of)
-from .pooling_api import POOLING_KINDS, PoolingRequest, TextsOutput, check_finite, encoded, parse_pooling, pooling_body, texts_usage
-from .tables import ANSWER, CHAT_OPTIONS, OPTIONAL, BadRow, Columns, Row, _encode, is_missing, kept_cells, plain_value
+from batchlab.work.openai import (
+    ALIASES,
+    DROPPED,
+    BadRequest,
+    answer_body,
+    as_messages,
+    choice_of,
+    custom_id_of,
+    endpoint_of,
+    error_body,
+    is_setting,
+    keys_beside,
+    one_prompt,
+    parse_body,
+    request_params,
+    sampling_options,
+    take,
+    usage_of,
+)
+from batchlab.work.pooling_api import (
+    POOLING_KINDS,
+    PoolingRequest,
+    TextsOutput,
+    check_finite,
+    encoded,
+    parse_pooling,
+    pooling_body,
+    texts_usage,
+)
+from batchlab.work.tables import (
+    ANSWER,
+    CHAT_OPTIONS,
+    OPTIONAL,
+    BadRow,
+    Columns,
+    Row,
+    _encode,
+    is_missing,
+    kept_cells,
+    plain_value,
+)
 from .toolcalls import ToolChoice, ToolFormat, format_of, parse_answer, take_tools
 
-if TYPE_CHECKING: from batchlab.outputs import RequestOutput
+if TYPE_CHECKING:
+    from batchlab.outputs import RequestOutput
 
 # %% ../../nbs/40_openai.ipynb #ob000004
 @dataclass
@@ -36,9 +74,10 @@ class JobLine:
     as `tools`. `timeout`: its own, in seconds. `ignored`: its keys that mean nothing here. `model`: the one it asks for, `adapter`: likewise, which has to be there. `cells`: columns
     of a table that stand in its record. `unit`: 'line', or 'row' of a table. `tools`: which functions its answer may call, and `tool_format` how the
     model writes calls. `pooling`: what it asks of hidden states, if it wants no text. `failure`: `(code, message)` if it can't run."""
+
     number: int
     digest: str
-    kind: str = 'plain'
+    kind: str = "plain"
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     ids: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +88,7 @@ class JobLine:
     model: str | None = None
     adapter: str | None = None
     cells: dict[str, Any] = field(default_factory=dict)
-    unit: str = 'line'
+    unit: str = "line"
     failure: tuple[str, str] | None = None
     tools: ToolChoice | None = None
     tool_format: ToolFormat | None = None
@@ -58,268 +97,448 @@ class JobLine:
     @property
     def key(self) -> str:
         "The id of its answer."
-        return f'batch_req_{self.number}_{self.digest}'
+        return f"batch_req_{self.number}_{self.digest}"
 
     @property
-    def where(self) -> str: return f'{self.unit} {self.number}'
+    def where(self) -> str:
+        return f"{self.unit} {self.number}"
 
     @property
     def conversation(self) -> Any:
         "Its messages as an `LLM` takes them: a dict if there are options beside them; None for a prompt."
-        return dict(messages=self.messages, **self.chat_options) if self.messages and self.chat_options else self.messages
+        return (
+            dict(messages=self.messages, **self.chat_options)
+            if self.messages and self.chat_options
+            else self.messages
+        )
+
 
 def digest_of(raw: Raw) -> str:
     "8 hex digits that name the content of a line, or what is asked of a row."
-    if isinstance(raw, csv.Error): raw = f'BadLine({f"not CSV ({raw})"!r})'.encode()      # as in the answers of version 0.1, whose exception had that name
-    if isinstance(raw, tuple): raw = repr(tuple(raw[:6] if any(raw[2:6]) else raw[:2])).encode()      # likewise
+    if isinstance(raw, csv.Error):
+        raw = (
+            f"BadLine({f'not CSV ({raw})'!r})".encode()
+        )  # as in the answers of version 0.1, whose exception had that name
+    if isinstance(raw, tuple):
+        raw = repr(tuple(raw[:6] if any(raw[2:6]) else raw[:2])).encode()  # likewise
     return hashlib.blake2b(raw, digest_size=4).hexdigest()
 
 # %% ../../nbs/40_openai.ipynb #ob000007
-def _no_constant(name: str) -> float: raise ValueError(f'{name} is not a JSON number')
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
 
-_strict = json.JSONDecoder(parse_constant=_no_constant).decode      # json.loads would make a decoder for each line
+
+_strict = json.JSONDecoder(
+    parse_constant=_no_constant
+).decode  # json.loads would make a decoder for each line
+
 
 def json_object(raw: bytes, strict: bool = True) -> dict[str, Any]:
     "The dict that the bytes `raw` stand for. `strict`: without NaN. Raises `BadRequest`."
-    try: d = (_strict if strict else json.loads)(raw.decode('utf-8-sig'))
+    try:
+        d = (_strict if strict else json.loads)(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as e:
-        wide = ', and looks like UTF-16: give encoding (--encoding utf-16)' if raw[:2] in (b'\xff\xfe', b'\xfe\xff') else ''
-        raise BadRequest(f'not UTF-8 (byte 0x{raw[e.start]:02x} at position {e.start}){wide}') from None
-    except RecursionError: raise BadRequest('nested too deeply') from None
-    except ValueError as e: raise BadRequest(f'not JSON ({e})') from None
-    if isinstance(d, dict): return d
-    raise BadRequest(f'expected a JSON object, got {type(d).__name__}')
+        wide = (
+            ", and looks like UTF-16: give encoding (--encoding utf-16)"
+            if raw[:2] in (b"\xff\xfe", b"\xfe\xff")
+            else ""
+        )
+        raise BadRequest(
+            f"not UTF-8 (byte 0x{raw[e.start]:02x} at position {e.start}){wide}"
+        ) from None
+    except RecursionError:
+        raise BadRequest("nested too deeply") from None
+    except ValueError as e:
+        raise BadRequest(f"not JSON ({e})") from None
+    if isinstance(d, dict):
+        return d
+    raise BadRequest(f"expected a JSON object, got {type(d).__name__}")
 
 # %% ../../nbs/40_openai.ipynb #ob000010
 def plain_options(d: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     "`(sampling parameters, keys that mean nothing here)` of `d`, a plain object without its prompt. Raises `BadRequest`."
-    nested = {} if d.get('sampling_params') is None else d['sampling_params']
-    if not isinstance(nested, dict): raise BadRequest(f'sampling_params must be an object, got {nested!r:.60}')
-    beside = {k: v for k, v in d.items() if k != 'sampling_params' and k not in DROPPED}
+    nested = {} if d.get("sampling_params") is None else d["sampling_params"]
+    if not isinstance(nested, dict):
+        raise BadRequest(f"sampling_params must be an object, got {nested!r:.60}")
+    beside = {k: v for k, v in d.items() if k != "sampling_params" and k not in DROPPED}
     own, options = {k: v for k, v in beside.items() if is_setting(k, v)}, {}
     for given in (nested, own):
-        found = sampling_options(given, isinstance(given.get('logprobs'), bool) or 'top_logprobs' in given)
-        for k in ('max_tokens', *ALIASES):                           # here null says: as many as there is room for
-            if k in given and given[k] is None: found.setdefault('max_tokens', None)
+        found = sampling_options(
+            given, isinstance(given.get("logprobs"), bool) or "top_logprobs" in given
+        )
+        for k in ("max_tokens", *ALIASES):  # here null says: as many as there is room for
+            if k in given and given[k] is None:
+                found.setdefault("max_tokens", None)
         if twice := sorted(options.keys() & found.keys()):
-            raise BadRequest(f'{twice[0]} stands in sampling_params and beside it: give one of them')
+            raise BadRequest(
+                f"{twice[0]} stands in sampling_params and beside it: give one of them"
+            )
         options |= found
     return options, tuple(k for k in beside if k not in own)
+
 
 def take_chat_options(d: dict[str, Any]) -> dict[str, Any]:
     "Take what dict `d` says of its conversation out of it: a dict. What says nothing is left out. Raises `BadRequest`."
     found = {k: d.pop(k) for k in CHAT_OPTIONS if k in d}
-    if isinstance(text := found.get('chat_template'), str) and '{' not in text: raise BadRequest(f'chat_template must be a template, got {text!r:.60}')
+    if isinstance(text := found.get("chat_template"), str) and "{" not in text:
+        raise BadRequest(f"chat_template must be a template, got {text!r:.60}")
     return {k: v for k, v in found.items() if v is not None and v != []}
+
 
 def take_timeout(d: dict[str, Any]) -> float | None:
     "Take the `timeout` out of dict `d`: seconds, or None. Raises `BadRequest`, also for a `priority`."
-    if d.get('priority') is not None:
-        raise BadRequest('priority means nothing in a file: its requests run in whichever order is the quickest, so leave it out')
-    if (v := d.pop('timeout', None)) is None: return None
-    if isinstance(v, bool) or not isinstance(v, (int, float)) or not 0 < v < float('inf'):
-        raise BadRequest(f'timeout must be a number of seconds above 0, got {v!r:.40}')
+    if d.get("priority") is not None:
+        raise BadRequest(
+            "priority means nothing in a file: its requests run in whichever order is the quickest, so leave it out"
+        )
+    if (v := d.pop("timeout", None)) is None:
+        return None
+    if isinstance(v, bool) or not isinstance(v, (int, float)) or not 0 < v < float("inf"):
+        raise BadRequest(f"timeout must be a number of seconds above 0, got {v!r:.40}")
     return v
 
 # %% ../../nbs/40_openai.ipynb #ob000013
-ANOTHER_FORM = ('{} in a file that is read as {}, by its first good line or by --format: '
-                'give it a file of its own, for batchlab run')
+ANOTHER_FORM = (
+    "{} in a file that is read as {}, by its first good line or by --format: "
+    "give it a file of its own, for batchlab run"
+)
+
 
 def form_of_keys(d: dict[str, Any]) -> str | None:
     "'batch' or 'plain', as the keys of `d` say, or None."
-    if d.keys() & {'body', 'url'}: return 'batch'
-    return 'plain' if d.keys() & {'prompt', 'messages'} else None
+    if d.keys() & {"body", "url"}:
+        return "batch"
+    return "plain" if d.keys() & {"prompt", "messages"} else None
+
 
 def plain_settings(line: JobLine, d: dict[str, Any], chat: bool = False) -> None:
     "Fill the settings of `line` from `d`, an object without its prompt. Raises `BadRequest`."
-    line.timeout, line.adapter = take_timeout(d), take(d, 'adapter', str, None, 'the name of an adapter')
-    if chat or line.messages is not None: line.chat_options = take_chat_options(d)
+    line.timeout, line.adapter = (
+        take_timeout(d),
+        take(d, "adapter", str, None, "the name of an adapter"),
+    )
+    if chat or line.messages is not None:
+        line.chat_options = take_chat_options(d)
     line.options, line.ignored = plain_options(d)
 
-PLAIN_KEYS = {*'prompt messages id custom_id model adapter timeout priority sampling_params'.split(), *CHAT_OPTIONS}
+
+PLAIN_KEYS = {
+    *"prompt messages id custom_id model adapter timeout priority sampling_params".split(),
+    *CHAT_OPTIONS,
+}
+
 
 def plain_line(line: JobLine, d: dict[str, Any], chat: bool = False) -> None:
     "Fill `line` from `d`, an object with `prompt` or `messages`. `chat`: a prompt becomes a message. Raises `BadRequest`."
-    line.cells = kept_cells(d, {k for k, v in d.items() if k not in PLAIN_KEYS and not is_setting(k, v)})
-    ids = {k: d[k] for k in ('id', 'custom_id') if d.get(k) is not None}
+    line.cells = kept_cells(
+        d, {k for k, v in d.items() if k not in PLAIN_KEYS and not is_setting(k, v)}
+    )
+    ids = {k: d[k] for k in ("id", "custom_id") if d.get(k) is not None}
     line.ids = {k: v for k, v in ids.items() if isinstance(v, (str, int))}
     for k, v in ids.items():
-        if k not in line.ids: raise BadRequest(f'{k} must be a string or a whole number, got {v!r:.60}')
-    if ('prompt' in d) == ('messages' in d):
-        if form_of_keys(d) == 'batch' and 'prompt' not in d: raise BadRequest(ANOTHER_FORM.format('a line of the Batch API', 'plain lines'))
-        near = next((k for k in ('question', 'instruction', 'query', 'text', 'input') if k in d), next((k for k, v in d.items() if isinstance(v, str)), None))
-        hint = f': prompt_column={near!r} (--prompt-column {near}) takes that key, a template (--prompt-template) any of them' if near and 'prompt' not in d else ''
-        raise BadRequest(f"expected one of prompt and messages, got {'both' if 'prompt' in d else 'neither'}{hint}")
-    line.model = d.get('model')
-    if 'messages' in d: line.messages = as_messages(d['messages'])
-    else: line.prompt = one_prompt(d['prompt'])
-    plain_settings(line, {k: v for k, v in d.items() if k not in ('prompt', 'messages', 'id', 'custom_id')}, chat)
+        if k not in line.ids:
+            raise BadRequest(f"{k} must be a string or a whole number, got {v!r:.60}")
+    if ("prompt" in d) == ("messages" in d):
+        if form_of_keys(d) == "batch" and "prompt" not in d:
+            raise BadRequest(ANOTHER_FORM.format("a line of the Batch API", "plain lines"))
+        near = next(
+            (k for k in ("question", "instruction", "query", "text", "input") if k in d),
+            next((k for k, v in d.items() if isinstance(v, str)), None),
+        )
+        hint = (
+            f": prompt_column={near!r} (--prompt-column {near}) takes that key, a template (--prompt-template) any of them"
+            if near and "prompt" not in d
+            else ""
+        )
+        raise BadRequest(
+            f"expected one of prompt and messages, got {'both' if 'prompt' in d else 'neither'}{hint}"
+        )
+    line.model = d.get("model")
+    if "messages" in d:
+        line.messages = as_messages(d["messages"])
+    else:
+        line.prompt = one_prompt(d["prompt"])
+    plain_settings(
+        line,
+        {k: v for k, v in d.items() if k not in ("prompt", "messages", "id", "custom_id")},
+        chat,
+    )
+
 
 def batch_line(line: JobLine, d: dict[str, Any]) -> None:
     "Fill `line` from `d`, an object of the Batch API. Raises `BadRequest`."
-    plain = form_of_keys(d) == 'plain'
-    if 'custom_id' in d or not plain: line.ids = dict(custom_id=custom_id_of(d))
-    if plain: raise BadRequest(ANOTHER_FORM.format('a plain line', 'lines of the Batch API'))
-    line.kind, body = endpoint_of(d), d.get('body')
-    if not isinstance(body, dict): raise BadRequest(f'body must be an object, got {body!r:.60}')
-    line.ignored, line.model, body = keys_beside(d), body.get('model'), dict(body)
+    plain = form_of_keys(d) == "plain"
+    if "custom_id" in d or not plain:
+        line.ids = dict(custom_id=custom_id_of(d))
+    if plain:
+        raise BadRequest(ANOTHER_FORM.format("a plain line", "lines of the Batch API"))
+    line.kind, body = endpoint_of(d), d.get("body")
+    if not isinstance(body, dict):
+        raise BadRequest(f"body must be an object, got {body!r:.60}")
+    line.ignored, line.model, body = keys_beside(d), body.get("model"), dict(body)
     if line.kind in POOLING_KINDS:
         line.pooling = parse_pooling(body, line.kind)
         return
-    if line.kind == 'chat': line.tools, line.chat_options = take_tools(body), take_chat_options(body)
+    if line.kind == "chat":
+        line.tools, line.chat_options = take_tools(body), take_chat_options(body)
     given, line.options = parse_body(body, line.kind)
-    setattr(line, 'messages' if line.kind == 'chat' else 'prompt', given)
+    setattr(line, "messages" if line.kind == "chat" else "prompt", given)
+
 
 def text_line(line: JobLine, d: dict[str, Any]) -> None:
     "Fill `line` from `d`, an object with a text that is to be embedded. Raises `BadRequest`."
-    keys = [k for k in ('prompt', 'text', 'input') if d.get(k) is not None]
-    if len(keys) != 1: raise BadRequest(f"expected a text in one of prompt, text and input, got {'several' if keys else 'none'}")
-    rest = {k: d[k] for k in ('id', 'custom_id', 'timeout') if k in d}
+    keys = [k for k in ("prompt", "text", "input") if d.get(k) is not None]
+    if len(keys) != 1:
+        raise BadRequest(
+            f"expected a text in one of prompt, text and input, got {'several' if keys else 'none'}"
+        )
+    rest = {k: d[k] for k in ("id", "custom_id", "timeout") if k in d}
     plain_line(line, rest | dict(prompt=d[keys[0]]))
     line.ignored = tuple(k for k in d if k not in rest and k not in keys)
+
 
 def row_line(line: JobLine, row: Row, chat: bool = False) -> None:
     "Fill `line` from a row of a table. Raises `BadRequest`."
     prompt, custom_id, messages, given, system, failure, cells = row
     line.cells = cells or {}
-    if isinstance(custom_id, float) and custom_id.is_integer(): custom_id = int(custom_id)      # a column with a gap is made of floats
-    if custom_id is not None: line.ids = dict(custom_id=custom_id if isinstance(custom_id, int) else str(custom_id))
-    if failure: raise BadRequest(failure)
-    if is_missing(prompt) and messages is None: raise BadRequest('the prompt is empty')
-    if not (is_missing(prompt) or messages is None): raise BadRequest('expected one of prompt and messages, got both')
-    if isinstance(prompt, list) and not all(type(i) is int for i in prompt): messages = prompt
-    if messages is not None: line.messages = as_messages(messages)
-    elif isinstance(prompt, (str, list)): line.prompt = prompt
-    else: raise BadRequest(f'the prompt must be text, got {prompt!r:.60}')
-    try: f'{prompt}{custom_id}{messages}{system}{given}'.encode()
-    except UnicodeEncodeError: raise BadRequest('not UTF-8: give its encoding, such as cp1252 (--encoding)') from None
-    if given: plain_settings(line, dict(given), chat)
+    if isinstance(custom_id, float) and custom_id.is_integer():
+        custom_id = int(custom_id)  # a column with a gap is made of floats
+    if custom_id is not None:
+        line.ids = dict(custom_id=custom_id if isinstance(custom_id, int) else str(custom_id))
+    if failure:
+        raise BadRequest(failure)
+    if is_missing(prompt) and messages is None:
+        raise BadRequest("the prompt is empty")
+    if not (is_missing(prompt) or messages is None):
+        raise BadRequest("expected one of prompt and messages, got both")
+    if isinstance(prompt, list) and not all(type(i) is int for i in prompt):
+        messages = prompt
+    if messages is not None:
+        line.messages = as_messages(messages)
+    elif isinstance(prompt, (str, list)):
+        line.prompt = prompt
+    else:
+        raise BadRequest(f"the prompt must be text, got {prompt!r:.60}")
+    try:
+        f"{prompt}{custom_id}{messages}{system}{given}".encode()
+    except UnicodeEncodeError:
+        raise BadRequest("not UTF-8: give its encoding, such as cp1252 (--encoding)") from None
+    if given:
+        plain_settings(line, dict(given), chat)
 
-def keyed_line(line: JobLine, d: dict[str, Any], columns: Columns, chat: bool = False, system: str | None = None) -> str | None:
+
+def keyed_line(
+    line: JobLine,
+    d: dict[str, Any],
+    columns: Columns,
+    chat: bool = False,
+    system: str | None = None,
+) -> str | None:
     "Fill `line` from `d`, an object whose keys are what `columns` say, as a row's are. Returns its system message, else `system`. Raises `BadRequest`."
     row = columns.row(dict.fromkeys(columns.names) | d)
-    line.cells = kept_cells(d, d.keys() - {'custom_id'})
+    line.cells = kept_cells(d, d.keys() - {"custom_id"})
     row_line(line, row._replace(cells=line.cells), chat)
     return row.system or system
 
 # %% ../../nbs/40_openai.ipynb #ob000016
-NO_TALK = 'a system message is for conversations: give chat (--chat) as well, or messages'
+NO_TALK = "a system message is for conversations: give chat (--chat) as well, or messages"
 
-def parse_line(number: int, raw: Raw, form: str | None = 'batch', chat: bool = False, system: str | None = None,
-               embed: PoolingRequest | None = None, columns: Columns | None = None) -> JobLine:
+
+def parse_line(
+    number: int,
+    raw: Raw,
+    form: str | None = "batch",
+    chat: bool = False,
+    system: str | None = None,
+    embed: PoolingRequest | None = None,
+    columns: Columns | None = None,
+) -> JobLine:
     """The `JobLine` of what `read_raw` gave. `columns`: what the keys of an object with its owner's own keys are for. `chat`: plain prompts are a user's message; `system`: put before them.
 
     `embed`: plain prompts are texts, for each of which this is asked."""
-    line = JobLine(number, digest_of(raw), 'plain' if form == 'plain' else 'text', unit='line' if isinstance(raw, bytes) else 'row')
+    line = JobLine(
+        number,
+        digest_of(raw),
+        "plain" if form == "plain" else "text",
+        unit="line" if isinstance(raw, bytes) else "row",
+    )
     try:
         if isinstance(raw, csv.Error):
-            if isinstance(raw, BadRow) and raw.row: row_line(line, raw.row._replace(failure=f'not CSV ({raw})'))
-            raise BadRequest(f'not CSV ({raw})')
-        if isinstance(raw, Row): row_line(line, raw, chat)
-        elif len(raw) > LONGEST_LINE: raise BadRequest(f'longer than {LONGEST_LINE:,} bytes')
-        elif form == 'batch': batch_line(line, json_object(raw))
-        elif columns: system = keyed_line(line, json_object(raw, strict=False), columns, chat, system)
-        elif embed: text_line(line, json_object(raw, strict=False))
-        else: plain_line(line, json_object(raw, strict=False), chat)
+            if isinstance(raw, BadRow) and raw.row:
+                row_line(line, raw.row._replace(failure=f"not CSV ({raw})"))
+            raise BadRequest(f"not CSV ({raw})")
+        if isinstance(raw, Row):
+            row_line(line, raw, chat)
+        elif len(raw) > LONGEST_LINE:
+            raise BadRequest(f"longer than {LONGEST_LINE:,} bytes")
+        elif form == "batch":
+            batch_line(line, json_object(raw))
+        elif columns:
+            system = keyed_line(line, json_object(raw, strict=False), columns, chat, system)
+        elif embed:
+            text_line(line, json_object(raw, strict=False))
+        else:
+            plain_line(line, json_object(raw, strict=False), chat)
         if chat and isinstance(line.prompt, str):
-            line.messages, line.prompt = [dict(role='user', content=line.prompt)], None
-        if isinstance(raw, Row) and raw.system is not None:                     # filled in by its columns
+            line.messages, line.prompt = [dict(role="user", content=line.prompt)], None
+        if isinstance(raw, Row) and raw.system is not None:  # filled in by its columns
             system = raw.system
-        if system is not None and line.kind == 'plain' and line.messages is None: raise BadRequest(NO_TALK)
-        if line.messages and line.kind == 'plain': line.messages = as_messages(line.messages, system)
-        if embed and line.kind == 'plain':
-            if line.messages: raise BadRequest('messages are for chats: give a text to embed')
+        if system is not None and line.kind == "plain" and line.messages is None:
+            raise BadRequest(NO_TALK)
+        if line.messages and line.kind == "plain":
+            line.messages = as_messages(line.messages, system)
+        if embed and line.kind == "plain":
+            if line.messages:
+                raise BadRequest("messages are for chats: give a text to embed")
             line.pooling, line.options = replace(embed, texts=[line.prompt]), {}
-    except BadRequest as e: line.failure = e.code, str(e)
-    except RecursionError: line.failure = 'invalid_request', 'nested too deeply'
-    if line.failure and embed and line.kind == 'plain': line.pooling = embed      # the form of its record
+    except BadRequest as e:
+        line.failure = e.code, str(e)
+    except RecursionError:
+        line.failure = "invalid_request", "nested too deeply"
+    if line.failure and embed and line.kind == "plain":
+        line.pooling = embed  # the form of its record
     return line
 
 # %% ../../nbs/40_openai.ipynb #ob000019
-DEFAULTS = openai.DEFAULTS | dict(plain=dict(temperature=0., max_tokens=256))
+DEFAULTS = openai.DEFAULTS | dict(plain=dict(temperature=0.0, max_tokens=256))
+
 
 class ParamsCache(dict[str, SamplingParams]):
     "The `SamplingParams` of lines, `given` for what they leave open, made once for all that ask for the same; and how a model writes tool calls."
-    def __init__(self, given: dict[str, Any] | None = None) -> None: self.given, self.formats = given or {}, dict[Any, ToolFormat | None]()
+
+    def __init__(self, given: dict[str, Any] | None = None) -> None:
+        self.given, self.formats = given or {}, dict[Any, ToolFormat | None]()
 
     def format(self, tokenizer: Any, template: str | None) -> ToolFormat | None:
         "`format_of` the two, found out once."
-        if template not in self.formats: self.formats[template] = format_of(tokenizer, template)
+        if template not in self.formats:
+            self.formats[template] = format_of(tokenizer, template)
         return self.formats[template]
 
     def of(self, line: JobLine) -> SamplingParams:
         "Those of `line`, which wants text. Raises `BadRequest`, `ParamError`."
-        key = f'{line.kind} {line.options}'
+        key = f"{line.kind} {line.options}"
         if key not in self:
-            if len(self) > 1000: self.clear()
+            if len(self) > 1000:
+                self.clear()
             self[key] = request_params(line.options, DEFAULTS[line.kind] | self.given)
         return self[key]
 
 # %% ../../nbs/40_openai.ipynb #ob000022
-Postprocess = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]]      # of a `RequestOutput`: to a dict or a value, or one for each column
+Postprocess = (
+    Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]]
+)  # of a `RequestOutput`: to a dict or a value, or one for each column
+
 
 def plain_ids(line: JobLine) -> dict[str, Any]:
     "What a plain record begins with."
     return dict(request_id=line.key, **{line.unit: line.number}, **line.ids) | line.cells
 
-def vectors_of(line: JobLine, asked: PoolingRequest, out: TextsOutput, model: str) -> dict[str, Any]:
-    "The record of what was asked of hidden states. Raises `BadRequest`."
-    if line.kind == 'plain':
-        check_finite(out)
-        return plain_ids(line) | dict(embedding=encoded(out.parts[0].outputs.data), usage=texts_usage(out), error=None)
-    body = pooling_body(asked, out, f'{line.number}-{line.digest}', model)
-    return dict(id=line.key, **line.ids, response=dict(status_code=200, request_id=line.key, body=body), error=None)
 
-def answer_of(line: JobLine, out: RequestOutput | TextsOutput, model: str, postprocess: Postprocess | None = None) -> dict[str, Any]:
+def vectors_of(
+    line: JobLine, asked: PoolingRequest, out: TextsOutput, model: str
+) -> dict[str, Any]:
+    "The record of what was asked of hidden states. Raises `BadRequest`."
+    if line.kind == "plain":
+        check_finite(out)
+        return plain_ids(line) | dict(
+            embedding=encoded(out.parts[0].outputs.data), usage=texts_usage(out), error=None
+        )
+    body = pooling_body(asked, out, f"{line.number}-{line.digest}", model)
+    return dict(
+        id=line.key,
+        **line.ids,
+        response=dict(status_code=200, request_id=line.key, body=body),
+        error=None,
+    )
+
+
+def answer_of(
+    line: JobLine,
+    out: RequestOutput | TextsOutput,
+    model: str,
+    postprocess: Postprocess | None = None,
+) -> dict[str, Any]:
     "The record of an answer: a dict for JSON. `postprocess`: makes the `results` of each. Raises `BadRequest`."
     if isinstance(out, TextsOutput):
         assert line.pooling
         return vectors_of(line, line.pooling, out, model)
-    if line.kind != 'plain':
-        read = partial(parse_answer, line.tool_format, line.tools) if line.tools else None      # (text, key)
-        body = answer_body(out, line.kind, f'{line.number}-{line.digest}', model, read)
-        record: dict[str, Any] = dict(id=line.key, **line.ids, response=dict(status_code=200, request_id=line.key, body=body), error=None)
-        choices = body['choices']
+    if line.kind != "plain":
+        read = (
+            partial(parse_answer, line.tool_format, line.tools) if line.tools else None
+        )  # (text, key)
+        body = answer_body(out, line.kind, f"{line.number}-{line.digest}", model, read)
+        record: dict[str, Any] = dict(
+            id=line.key,
+            **line.ids,
+            response=dict(status_code=200, request_id=line.key, body=body),
+            error=None,
+        )
+        choices = body["choices"]
     else:
         first = out.outputs[0]
         many = len(out.outputs) > 1 or first.logprobs is not None
-        each = dict(outputs=[choice_of(c, 'text') for c in out.outputs]) if many else {}
-        record = dict(**plain_ids(line), text=first.text, finish_reason=first.finish_reason, **each, usage=usage_of(out), error=None)
-        choices = each.get('outputs') or [record]
-        for choice, c in zip(each.get('outputs', ()), out.outputs): choice['cumulative_logprob'] = c.cumulative_logprob
+        each = dict(outputs=[choice_of(c, "text") for c in out.outputs]) if many else {}
+        record = dict(
+            **plain_ids(line),
+            text=first.text,
+            finish_reason=first.finish_reason,
+            **each,
+            usage=usage_of(out),
+            error=None,
+        )
+        choices = each.get("outputs") or [record]
+        for choice, c in zip(each.get("outputs", ()), out.outputs):
+            choice["cumulative_logprob"] = c.cumulative_logprob
     for choice, c in zip(choices, out.outputs):
-        if len(choices) > 1: choice['completion_tokens'] = len(c.token_ids)
-        if postprocess is None: continue
-        choice['results'], wrong = results_of(replace(out, outputs=[c]), postprocess)
-        if wrong: record['error'] = dict(code='postprocess', message=f'{line.where}: {wrong}')
+        if len(choices) > 1:
+            choice["completion_tokens"] = len(c.token_ids)
+        if postprocess is None:
+            continue
+        choice["results"], wrong = results_of(replace(out, outputs=[c]), postprocess)
+        if wrong:
+            record["error"] = dict(code="postprocess", message=f"{line.where}: {wrong}")
     return record
+
 
 def results_of(out: RequestOutput, postprocess: Postprocess) -> tuple[dict[str, Any], str | None]:
     "What `postprocess` makes of `out`, which has one answer, by column; and what went wrong, if anything did."
     named, made, wrong = isinstance(postprocess, Mapping), {}, None
-    for name, f in postprocess.items() if isinstance(postprocess, Mapping) else [('result', postprocess)]:
-        if named: made[name] = None
+    for name, f in (
+        postprocess.items() if isinstance(postprocess, Mapping) else [("result", postprocess)]
+    ):
+        if named:
+            made[name] = None
         try:
             v = plain_value(f(out))
             found = v if isinstance(v, dict) and not named else {name: v}
-            _encode(found)                                            # or it could not be written
-            if twice := found.keys() & {*ANSWER, *OPTIONAL, *'request_id line row id custom_id'.split()}: raise ValueError(f'{min(twice)!r} is a column of the answer itself: call it something else')
+            _encode(found)  # or it could not be written
+            if twice := found.keys() & {
+                *ANSWER,
+                *OPTIONAL,
+                *"request_id line row id custom_id".split(),
+            }:
+                raise ValueError(
+                    f"{min(twice)!r} is a column of the answer itself: call it something else"
+                )
             made |= found
-        except Exception as e: wrong = f'{name} of the answer failed ({type(e).__name__}: {str(e)[:300]})'
+        except Exception as e:
+            wrong = f"{name} of the answer failed ({type(e).__name__}: {str(e)[:300]})"
     return made, wrong
+
 
 def failure_of(line: JobLine, code: str, message: str) -> dict[str, Any]:
     "The record of a failure. The message begins with the line's number; `code` is for programs."
-    error = dict(code=code, message=f'{line.where}: {message}')
-    if line.kind == 'plain':
-        nothing = dict(embedding=None) if line.pooling else dict(text=None, finish_reason='error')
+    error = dict(code=code, message=f"{line.where}: {message}")
+    if line.kind == "plain":
+        nothing = dict(embedding=None) if line.pooling else dict(text=None, finish_reason="error")
         return plain_ids(line) | nothing | dict(usage=None, error=error)
-    status, body = error_body(error['message'], code)
+    status, body = error_body(error["message"], code)
     response = dict(status_code=status, request_id=line.key, body=body)
-    return dict(id=line.key, custom_id=line.ids.get('custom_id'), response=response, error=error)
+    return dict(id=line.key, custom_id=line.ids.get("custom_id"), response=response, error=error)
 
 # %% ../../nbs/40_openai.ipynb #ob000048
-def guess_form(rows: Iterable[tuple[int, Raw]], default: str = 'batch') -> str:
+def guess_form(rows: Iterable[tuple[int, Raw]], default: str = "batch") -> str:
     """'batch' if the first good line of JSONL that says so is of the Batch API, 'plain' if it has a prompt or messages; 'plain' too if all are
     objects with keys of their own, else `default`.
 
@@ -327,6 +546,8 @@ def guess_form(rows: Iterable[tuple[int, Raw]], default: str = 'batch') -> str:
     for _, raw in itertools.islice(rows, 100):
         assert isinstance(raw, bytes)
         with suppress(BadRequest):
-            if form := form_of_keys(d := json_object(raw, strict=False)): return form
-            if d and not d.keys() <= {'custom_id', 'method'}: default = 'plain'
+            if form := form_of_keys(d := json_object(raw, strict=False)):
+                return form
+            if d and not d.keys() <= {"custom_id", "method"}:
+                default = "plain"
     return default

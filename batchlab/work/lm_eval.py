@@ -16,38 +16,51 @@ from ..errors import BatchlabError
 from ..params import SamplingParams
 from ..tokens import own_tokenizer
 
-if TYPE_CHECKING: from batchlab.llm import LLM
+if TYPE_CHECKING:
+    from batchlab.llm import LLM
 
 # %% auto #0
 __all__ = ['likelihoods', 'room', 'whole', 'windows', 'text_likelihoods', 'read_settings', 'answers', 'lm_eval_base', 'lm_class',
            'register', 'main']
 
 # %% ../../nbs/modules/000_lm_eval.ipynb #lme00008
-def likelihoods(llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], **how: Any) -> list[tuple[float, bool]]:
+def likelihoods(
+    llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], **how: Any
+) -> list[tuple[float, bool]]:
     """For each of `pairs` of ids, a context of at least one token and what goes on from there, the log probability of the latter (natural
     logarithm), and whether each of its tokens is the likeliest. What is longer than the model takes loses its beginning. `how`: of `LLM.generate`. Raises `BatchlabError`."""
     asked, most = dict[tuple[int, tuple[int, ...]], dict[int, None]](), room(llm)
+
     def cut(context: Sequence[int], more: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         "How much of the request's tokens is context, and the request: all but the last, as many as there is room for."
         ids = (*context, *more[:-1])
         ids = ids[-most:] if most else ids
         return max(1, len(ids) - len(more) + 1), ids
+
     keys = [cut(context, more) if more else None for context, more in pairs]
     for key, (_, more) in zip(keys, pairs):
-        if key: asked.setdefault(key, {})[more[-1]] = None
+        if key:
+            asked.setdefault(key, {})[more[-1]] = None
     params = [_asking([*last], n - 1 if len(ids) > n else None) for (n, ids), last in asked.items()]
     outs = dict(zip(asked, whole(llm.generate([[*ids] for _, ids in asked], params, **how))))
-    return [_likelihood(outs[key], key[0], more) if key else (0., True) for key, (_, more) in zip(keys, pairs)]
+    return [
+        _likelihood(outs[key], key[0], more) if key else (0.0, True)
+        for key, (_, more) in zip(keys, pairs)
+    ]
+
 
 def room(llm: LLM) -> int | None:
     "The most tokens of a request that asks about the token after it, or None."
     return llm.max_model_len - 1 if llm.max_model_len else None
 
+
 def whole(outs: Any) -> Any:
     "`outs`, if none of them has an error. Raises `BatchlabError`."
     for i, o in enumerate(outs):
-        if o.error: raise BatchlabError(f'request {i}: {o.error}')
+        if o.error:
+            raise BatchlabError(f"request {i}: {o.error}")
     return outs
+
 
 def _likelihood(out: Any, n: int, more: Sequence[int]) -> tuple[float, bool]:
     "Of the result of a request whose first `n` tokens are context: of the tokens behind them, and of the last of `more`."
@@ -61,11 +74,14 @@ def windows(ids: Sequence[int], first: int, size: int) -> list[tuple[list[int], 
     found, done = [([first], [*ids[:size]])] if ids else [], min(size, len(ids))
     while done < len(ids):
         end = min(done + size, len(ids))
-        found.append(([*ids[end - size - 1:done]], [*ids[done:end]]))
+        found.append(([*ids[end - size - 1 : done]], [*ids[done:end]]))
         done = end
     return found
 
-def text_likelihoods(llm: LLM, texts: Sequence[Sequence[int]], first: int, **how: Any) -> list[float]:
+
+def text_likelihoods(
+    llm: LLM, texts: Sequence[Sequence[int]], first: int, **how: Any
+) -> list[float]:
     "The log probability of each of `texts`, ids, after the token `first`. Raises `BatchlabError`."
     parts = [windows(ids, first, room(llm) or len(ids) or 1) for ids in texts]
     told = iter(likelihoods(llm, [pair for part in parts for pair in part], **how))
@@ -75,91 +91,194 @@ def text_likelihoods(llm: LLM, texts: Sequence[Sequence[int]], first: int, **how
 def read_settings(given: dict[str, Any], max_tokens: int = 256) -> SamplingParams:
     "A task's `generation_kwargs` as `SamplingParams`. Raises `ParamError` for what can't be honoured."
     rest = dict(given)
-    until, sample = rest.pop('until', None) or [], rest.pop('do_sample', None)
-    most = next((n for k in ('max_gen_toks', 'max_new_tokens', 'max_tokens', 'max_completion_tokens') if (n := rest.pop(k, None)) is not None), max_tokens)
-    heat = rest.pop('temperature', None)
-    heat = 0. if sample is False or heat is None and not sample else 1. if heat is None else float(heat)
-    return SamplingParams.of(dict(max_tokens=int(most), temperature=heat, stop=[u for u in ([until] if isinstance(until, str) else until) if u], **rest))
+    until, sample = rest.pop("until", None) or [], rest.pop("do_sample", None)
+    most = next(
+        (
+            n
+            for k in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+            if (n := rest.pop(k, None)) is not None
+        ),
+        max_tokens,
+    )
+    heat = rest.pop("temperature", None)
+    heat = (
+        0.0
+        if sample is False or heat is None and not sample
+        else 1.0
+        if heat is None
+        else float(heat)
+    )
+    return SamplingParams.of(
+        dict(
+            max_tokens=int(most),
+            temperature=heat,
+            stop=[u for u in ([until] if isinstance(until, str) else until) if u],
+            **rest,
+        )
+    )
 
-def answers(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **how: Any) -> list[str]:
+
+def answers(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **how: Any
+) -> list[str]:
     "The text with which `llm` goes on from each of `prompts`, ids, which lose their beginning where the answer needs room. Raises `BatchlabError`."
     limit = llm.max_model_len
-    cut = prompts if not limit else [ids[-max(1, limit - (p.max_tokens or 1)):] for ids, p in zip(prompts, params)]
-    return [o.outputs[0].text for o in whole(llm.generate([[*ids] for ids in cut], [*params], **how))]
+    cut = (
+        prompts
+        if not limit
+        else [ids[-max(1, limit - (p.max_tokens or 1)) :] for ids, p in zip(prompts, params)]
+    )
+    return [
+        o.outputs[0].text for o in whole(llm.generate([[*ids] for ids in cut], [*params], **how))
+    ]
 
 # %% ../../nbs/modules/000_lm_eval.ipynb #lme00021
 def lm_eval_base() -> Any:
     "lm-eval's `TemplateLM`. Raises `ImportError` that says what to install."
-    try: return import_module('lm_eval.api.model').TemplateLM
-    except ImportError as e: raise ImportError("this needs lm-eval: pip install 'lm-eval[hf]'") from e
+    try:
+        return import_module("lm_eval.api.model").TemplateLM
+    except ImportError as e:
+        raise ImportError("this needs lm-eval: pip install 'lm-eval[hf]'") from e
+
 
 @cache
 def lm_class() -> Any:
     "The class of lm-eval's model `batchlab`, known by that name to its `simple_evaluate` from then on. Raises `ImportError` without lm-eval."
+
     class BatchlabLM(lm_eval_base()):
         """An `LLM` for lm-eval. `pretrained`: as `LLM` takes a model, or an `LLM`; `lora_local_path`: the folder of an adapter, for a model of its own.
 
         `max_length`, `add_bos_token`, `prefix_token_id`, `max_gen_toks`, `chat_template_args` and `enable_thinking` are as for lm-eval's other models, the
         rest is for `LLM`. `batch_size` says nothing: the engine fills its steps by itself."""
-        def __init__(self, pretrained: Any = None, batch_size: Any = None, max_batch_size: Any = None, device: str | None = None, max_length: int | None = None,
-                     add_bos_token: bool | None = None, prefix_token_id: int | None = None, max_gen_toks: int = 256, lora_local_path: str | None = None,
-                     chat_template_args: dict[str, Any] | None = None, enable_thinking: bool | None = None, **kwargs: Any) -> None:
+
+        def __init__(
+            self,
+            pretrained: Any = None,
+            batch_size: Any = None,
+            max_batch_size: Any = None,
+            device: str | None = None,
+            max_length: int | None = None,
+            add_bos_token: bool | None = None,
+            prefix_token_id: int | None = None,
+            max_gen_toks: int = 256,
+            lora_local_path: str | None = None,
+            chat_template_args: dict[str, Any] | None = None,
+            enable_thinking: bool | None = None,
+            **kwargs: Any,
+        ) -> None:
             super().__init__()
             import torch
             from batchlab.llm import LLM
-            if str(device).startswith('cuda') and not torch.cuda.is_available(): device = None      # lm-eval's default is 'cuda:0'
-            if isinstance(pretrained, LLM): self.llm = pretrained
+
+            if str(device).startswith("cuda") and not torch.cuda.is_available():
+                device = None  # lm-eval's default is 'cuda:0'
+            if isinstance(pretrained, LLM):
+                self.llm = pretrained
             else:
-                if max_length: kwargs['max_model_len'] = int(max_length) + 1                 # it counts what is asked about, and not the answer
-                if lora_local_path: kwargs['lora_modules'] = {'adapter': lora_local_path}
+                if max_length:
+                    kwargs["max_model_len"] = (
+                        int(max_length) + 1
+                    )  # it counts what is asked about, and not the answer
+                if lora_local_path:
+                    kwargs["lora_modules"] = {"adapter": lora_local_path}
                 self.llm = LLM(pretrained, **(dict(device=device) if device else {}), **kwargs)
-            self.how = dict(lora_request='adapter') if lora_local_path else {}
+            self.how = dict(lora_request="adapter") if lora_local_path else {}
             self.tokenizer: Any = self.llm.get_tokenizer()
             self.bos, self.prefix, self.max_gen_toks = add_bos_token, prefix_token_id, max_gen_toks
-            self.template_args = {**(chat_template_args or {}), **({} if enable_thinking is None else dict(enable_thinking=enable_thinking))}
+            self.template_args = {
+                **(chat_template_args or {}),
+                **({} if enable_thinking is None else dict(enable_thinking=enable_thinking)),
+            }
 
         @property
-        def eot_token_id(self) -> int: return self.tokenizer.eos_token_id
+        def eot_token_id(self) -> int:
+            return self.tokenizer.eos_token_id
+
         @property
         def prefix_token_id(self) -> int:
-            return next(i for i in (self.prefix, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id) if i is not None)
+            return next(
+                i
+                for i in (self.prefix, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+                if i is not None
+            )
+
         @property
-        def max_length(self) -> int: return room(self.llm) or 2048
+        def max_length(self) -> int:
+            return room(self.llm) or 2048
+
         @property
-        def tokenizer_name(self) -> str: return self.tokenizer.name_or_path.replace('/', '__')
+        def tokenizer_name(self) -> str:
+            return self.tokenizer.name_or_path.replace("/", "__")
 
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            special = add_special_tokens if add_special_tokens is not None else self.bos is not False
-            begun = self.tokenizer.bos_token is not None and string.startswith(self.tokenizer.bos_token)
-            return own_tokenizer(self.tokenizer)(string, add_special_tokens=special and not begun, **kwargs)['input_ids']
+        def tok_encode(
+            self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+        ) -> list[int]:
+            special = (
+                add_special_tokens if add_special_tokens is not None else self.bos is not False
+            )
+            begun = self.tokenizer.bos_token is not None and string.startswith(
+                self.tokenizer.bos_token
+            )
+            return own_tokenizer(self.tokenizer)(
+                string, add_special_tokens=special and not begun, **kwargs
+            )["input_ids"]
 
-        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-            return self.tokenizer.apply_chat_template(chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
-                                                      continue_final_message=not add_generation_prompt, **self.template_args)
+        def apply_chat_template(
+            self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+        ) -> str:
+            return self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                **self.template_args,
+            )
 
-        def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, **kwargs: Any) -> list[tuple[float, bool]]:
-            return likelihoods(self.llm, [(context or [self.prefix_token_id], more) for _, context, more in requests],
-                               use_tqdm=not disable_tqdm, **self.how)
+        def _loglikelihood_tokens(
+            self, requests: Any, disable_tqdm: bool = False, **kwargs: Any
+        ) -> list[tuple[float, bool]]:
+            return likelihoods(
+                self.llm,
+                [(context or [self.prefix_token_id], more) for _, context, more in requests],
+                use_tqdm=not disable_tqdm,
+                **self.how,
+            )
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-            return text_likelihoods(self.llm, [self.tok_encode(r.args[0]) for r in requests], self.prefix_token_id,
-                                    use_tqdm=not disable_tqdm, **self.how)
+            return text_likelihoods(
+                self.llm,
+                [self.tok_encode(r.args[0]) for r in requests],
+                self.prefix_token_id,
+                use_tqdm=not disable_tqdm,
+                **self.how,
+            )
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
             params = [read_settings(r.args[1], self.max_gen_toks) for r in requests]
-            return answers(self.llm, [self.tok_encode(r.args[0]) for r in requests], params, use_tqdm=not disable_tqdm, **self.how)
+            return answers(
+                self.llm,
+                [self.tok_encode(r.args[0]) for r in requests],
+                params,
+                use_tqdm=not disable_tqdm,
+                **self.how,
+            )
+
     register(BatchlabLM)
     return BatchlabLM
 
+
 def register(cls: Any) -> None:
     "Make `cls` known to lm-eval as model `batchlab`."
-    import_module('lm_eval.models')                             # else it takes its own to be there already
-    import_module('lm_eval.api.registry').register_model('batchlab')(cls)
+    import_module("lm_eval.models")  # else it takes its own to be there already
+    import_module("lm_eval.api.registry").register_model("batchlab")(cls)
+
 
 def main() -> Any:
     "lm-eval's command line, which knows model `batchlab`."
     lm_class()
-    sys.argv[0] = 'lm_eval'
-    return import_module('lm_eval.__main__').cli_evaluate()
+    sys.argv[0] = "lm_eval"
+    return import_module("lm_eval.__main__").cli_evaluate()
 
-if __name__ == '__main__' and '__file__' in globals(): main()      # not in a notebook
+
+if __name__ == "__main__" and "__file__" in globals():
+    main()  # not in a notebook

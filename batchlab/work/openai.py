@@ -12,12 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 from ..deprecated import renamed
 from ..errors import ParamError, PromptError
-from ..names import ALIASES, DROPPED, GUIDED, is_setting, setting_fields, settings_of, whole_number, written
+from batchlab.names import (
+    ALIASES,
+    DROPPED,
+    GUIDED,
+    is_setting,
+    setting_fields,
+    settings_of,
+    whole_number,
+    written,
+)
 from ..params import SamplingParams
 
-log = logging.getLogger('batchlab')
+log = logging.getLogger("batchlab")
 
-if TYPE_CHECKING:      # a check of a file needs no torch
+if TYPE_CHECKING:  # a check of a file needs no torch
     from batchlab.outputs import CompletionOutput, RequestOutput
     from batchlab.sampling import Logprob
     from batchlab.work.toolcalls import ToolChoice, ToolFormat, ToolParser
@@ -31,37 +40,58 @@ __all__ = ['log', 'IGNORED', 'DEFAULTS', 'RANGES', 'LENGTHS', 'POOLING_URLS', 'U
 # %% ../../nbs/40_openai.ipynb #oa000010
 class BadRequest(ValueError):
     "A request that can't run, and why. `code`, `param`: those of the API's error object; `param` is the key at fault, if it is one."
-    def __init__(self, message: str, code: str = 'invalid_request', param: str | None = None) -> None:
+
+    def __init__(
+        self, message: str, code: str = "invalid_request", param: str | None = None
+    ) -> None:
         super().__init__(message)
         self.code, self.param = code, param
 
 # %% ../../nbs/40_openai.ipynb #oa000017
-OPTIONS = setting_fields() - {'logprobs', 'prompt_logprobs', 'prompt_logprob_start', 'detokenize'}
-KNOWN = OPTIONS | {*ALIASES, *GUIDED, 'response_format', 'logprobs', 'top_logprobs'}
-__getattr__ = renamed(__name__, {name: f'names.{name}' for name in 'ADVICE INSTEAD NEUTRAL ELSEWHERE BUILT_SO structured_of form_of plain_name near_key refuse '
-                                 'setting_names named_as_setting'.split()})
+OPTIONS = setting_fields() - {"logprobs", "prompt_logprobs", "prompt_logprob_start", "detokenize"}
+KNOWN = OPTIONS | {*ALIASES, *GUIDED, "response_format", "logprobs", "top_logprobs"}
+__getattr__ = renamed(
+    __name__,
+    {
+        name: f"names.{name}"
+        for name in "ADVICE INSTEAD NEUTRAL ELSEWHERE BUILT_SO structured_of form_of plain_name near_key refuse "
+        "setting_names named_as_setting".split()
+    },
+)
 
 # %% ../../nbs/40_openai.ipynb #oa000022
 def logprobs_of(given: dict[str, Any], chat: bool) -> Any:
     """Take `logprobs` and `top_logprobs` out of dict `given`: how many tokens a position, or None.
 
     `chat`: they are given as the chat endpoint has them. Raises `BadRequest`."""
-    wanted = given.pop('logprobs', None)
-    if not chat: return wanted
-    top = given.pop('top_logprobs', None)
+    wanted = given.pop("logprobs", None)
+    if not chat:
+        return wanted
+    top = given.pop("top_logprobs", None)
     if not (wanted is None or isinstance(wanted, bool)):
-        raise BadRequest(f'logprobs must be true or false, got {wanted!r:.40}')
-    if top is not None and not wanted: raise BadRequest('top_logprobs needs logprobs to be true')
-    if (n := whole_number(top)) is not None and not 0 <= n <= 20: raise BadRequest(f'top_logprobs must be a whole number from 0 to 20, got {written(top, 40)}')
+        raise BadRequest(f"logprobs must be true or false, got {wanted!r:.40}")
+    if top is not None and not wanted:
+        raise BadRequest("top_logprobs needs logprobs to be true")
+    if (n := whole_number(top)) is not None and not 0 <= n <= 20:
+        raise BadRequest(
+            f"top_logprobs must be a whole number from 0 to 20, got {written(top, 40)}"
+        )
     return (top or 0) if wanted else None
 
 # %% ../../nbs/40_openai.ipynb #oa000028
-IGNORED = {*'reasoning_effort verbosity reasoning thinking think include_reasoning thinking_token_budget keep_alive cache_prompt'.split()}
+IGNORED = {
+    *"reasoning_effort verbosity reasoning thinking think include_reasoning thinking_token_budget keep_alive cache_prompt".split()
+}
+
 
 @functools.cache
 def say_ignored(k: str) -> None:
     "Log, once, that `k` changes nothing."
-    log.warning('%s has no effect here: requests that have it are answered as if they had not (said once)', k)
+    log.warning(
+        "%s has no effect here: requests that have it are answered as if they had not (said once)",
+        k,
+    )
+
 
 def sampling_options(given: dict[str, Any], chat: bool) -> dict[str, Any]:
     """The sampling parameters in dict `given`, by whatever names, as a dict for `SamplingParams`; those of `IGNORED` are left out, and named in the log.
@@ -71,50 +101,89 @@ def sampling_options(given: dict[str, Any], chat: bool) -> dict[str, Any]:
     for k in given.keys() & IGNORED:
         del given[k]
         say_ignored(k)
-    if (other := 'prompt' if chat else 'messages') in given:
-        raise BadRequest(f"{other} {'is' if chat else 'are'} for /v1/{'' if chat else 'chat/'}completions: ask there, or give {'messages' if chat else 'a prompt'}")
+    if (other := "prompt" if chat else "messages") in given:
+        raise BadRequest(
+            f"{other} {'is' if chat else 'are'} for /v1/{'' if chat else 'chat/'}completions: ask there, or give {'messages' if chat else 'a prompt'}"
+        )
     top = logprobs_of(given, chat)
-    try: options = settings_of(given, OPTIONS)
-    except ParamError as e: raise BadRequest(str(e)) from None
-    return {k: v for k, v in options.items() if v is not None} | ({} if top is None else dict(logprobs=top))
+    try:
+        options = settings_of(given, OPTIONS)
+    except ParamError as e:
+        raise BadRequest(str(e)) from None
+    return {k: v for k, v in options.items() if v is not None} | (
+        {} if top is None else dict(logprobs=top)
+    )
 
 # %% ../../nbs/40_openai.ipynb #oa000031
-DEFAULTS = dict(chat=dict(temperature=1., max_tokens=None), text=dict(temperature=1., max_tokens=16))
-RANGES = dict(n=(1, 128), logprobs=(0, 20), prompt_logprobs=(0, 20), top_k=(-1, 2**31 - 1))      # the API's, and what a tensor holds
-LENGTHS = dict(stop=128, bad_words=1024, stop_token_ids=1024)            # each is looked for at every token, while others wait
+DEFAULTS = dict(
+    chat=dict(temperature=1.0, max_tokens=None), text=dict(temperature=1.0, max_tokens=16)
+)
+RANGES = dict(
+    n=(1, 128), logprobs=(0, 20), prompt_logprobs=(0, 20), top_k=(-1, 2**31 - 1)
+)  # the API's, and what a tensor holds
+LENGTHS = dict(
+    stop=128, bad_words=1024, stop_token_ids=1024
+)  # each is looked for at every token, while others wait
+
 
 def request_params(options: dict[str, Any], defaults: dict[str, Any]) -> SamplingParams:
     "The `SamplingParams` of `options`, with `defaults` for what they leave open. Raises `BadRequest`, `ParamError`."
-    options = {k: v for k, v in options.items() if v is not None or k == 'max_tokens'}
+    options = {k: v for k, v in options.items() if v is not None or k == "max_tokens"}
     for k, (least, most) in RANGES.items():
-        if (v := options.get(k)) is not None and not isinstance(v, bool) and (n := whole_number(v)) is not None and not least <= n <= most:
-            raise BadRequest(f'{k} must be a whole number from {least} to {most:,}, got {written(v, 40)}')
+        if (
+            (v := options.get(k)) is not None
+            and not isinstance(v, bool)
+            and (n := whole_number(v)) is not None
+            and not least <= n <= most
+        ):
+            raise BadRequest(
+                f"{k} must be a whole number from {least} to {most:,}, got {written(v, 40)}"
+            )
     for k, most in LENGTHS.items():
-        if isinstance(v := options.get(k), (list, tuple)) and len(v) > most: raise BadRequest(f'{k} may have up to {most:,} entries, got {len(v):,}')
+        if isinstance(v := options.get(k), (list, tuple)) and len(v) > most:
+            raise BadRequest(f"{k} may have up to {most:,} entries, got {len(v):,}")
     return SamplingParams.of(defaults | options)
 
 # %% ../../nbs/40_openai.ipynb #oa000035
 def plain_text(content: Any, where: str) -> Any:
     "Content of a message as a string, its parts joined by line breaks. Raises `BadRequest` for parts that are no text."
-    if not isinstance(content, list): return content
+    if not isinstance(content, list):
+        return content
     from batchlab.models import text_of
-    try: return text_of(content, where)
-    except PromptError as e: raise BadRequest(str(e)) from None
+
+    try:
+        return text_of(content, where)
+    except PromptError as e:
+        raise BadRequest(str(e)) from None
 
 # %% ../../nbs/40_openai.ipynb #too40001
 def _calls_of(m: dict[str, Any], where: str) -> list[dict[str, Any]]:
     "The `tool_calls` of message `m`, with their arguments as dicts. Raises `BadRequest`."
-    calls, out = m['tool_calls'], []
-    if m.get('role') != 'assistant' or not isinstance(calls, list): raise BadRequest(f'{where}: tool_calls must be a list in a message of role assistant, got {calls!r:.60}')
+    calls, out = m["tool_calls"], []
+    if m.get("role") != "assistant" or not isinstance(calls, list):
+        raise BadRequest(
+            f"{where}: tool_calls must be a list in a message of role assistant, got {calls!r:.60}"
+        )
     for i, c in enumerate(calls):
-        f = c.get('function') if isinstance(c, dict) else None
-        if not isinstance(f, dict) or not isinstance(f.get('name'), str) or not isinstance(c.get('id', ''), str):
-            raise BadRequest(f'{where}: tool_calls[{i}] must be an object with an id and a function, which has a name and arguments, got {c!r:.60}')
-        given = f.get('arguments') or {}
-        try: arguments = json.loads(given) if isinstance(given, str) else given
-        except (ValueError, RecursionError): arguments = None
-        if not isinstance(arguments, dict): raise BadRequest(f'{where}: tool_calls[{i}].function.arguments must be a JSON object, got {given!r:.60}')
-        out.append(dict(type='function') | c | dict(function=f | dict(arguments=arguments)))
+        f = c.get("function") if isinstance(c, dict) else None
+        if (
+            not isinstance(f, dict)
+            or not isinstance(f.get("name"), str)
+            or not isinstance(c.get("id", ""), str)
+        ):
+            raise BadRequest(
+                f"{where}: tool_calls[{i}] must be an object with an id and a function, which has a name and arguments, got {c!r:.60}"
+            )
+        given = f.get("arguments") or {}
+        try:
+            arguments = json.loads(given) if isinstance(given, str) else given
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise BadRequest(
+                f"{where}: tool_calls[{i}].function.arguments must be a JSON object, got {given!r:.60}"
+            )
+        out.append(dict(type="function") | c | dict(function=f | dict(arguments=arguments)))
     return out
 
 # %% ../../nbs/40_openai.ipynb #oa000036
@@ -122,71 +191,120 @@ def as_messages(messages: Any, system: str | None = None) -> list[dict[str, Any]
     """Messages as a chat template takes them, `system` before them if they have no such message. Raises `BadRequest`.
 
     The arguments of calls become dicts. A message of role `tool` must answer a call made before it, if that call has an id."""
-    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-        raise BadRequest(f'messages must be a list of at least one object with role and content, got {messages!r:.60}')
-    out = [{k: v for k, v in m.items() if v or k != 'tool_calls'} | dict(content=plain_text(m.get('content'), f'message {i}')) for i, m in enumerate(messages)]
+    if (
+        not isinstance(messages, list)
+        or not messages
+        or not all(isinstance(m, dict) for m in messages)
+    ):
+        raise BadRequest(
+            f"messages must be a list of at least one object with role and content, got {messages!r:.60}"
+        )
+    out = [
+        {k: v for k, v in m.items() if v or k != "tool_calls"}
+        | dict(content=plain_text(m.get("content"), f"message {i}"))
+        for i, m in enumerate(messages)
+    ]
     made: dict[str, str] = {}
     for i, m in enumerate(out):
-        if 'tool_calls' in m: m['tool_calls'] = _calls_of(m, f'message {i}')
-        made |= {c['id']: c['function']['name'] for c in m.get('tool_calls', ()) if 'id' in c}
-        if m.get('role') != 'tool' or not made and 'tool_call_id' not in m: continue
-        if (name := made.get(str(m.get('tool_call_id')))) is None:
-            raise BadRequest(f'message {i} has tool_call_id {m.get("tool_call_id")!r:.60}, and no message before it makes that call')
-        m.setdefault('name', name)                              # which some templates want
+        if "tool_calls" in m:
+            m["tool_calls"] = _calls_of(m, f"message {i}")
+        made |= {c["id"]: c["function"]["name"] for c in m.get("tool_calls", ()) if "id" in c}
+        if m.get("role") != "tool" or not made and "tool_call_id" not in m:
+            continue
+        if (name := made.get(str(m.get("tool_call_id")))) is None:
+            raise BadRequest(
+                f"message {i} has tool_call_id {m.get('tool_call_id')!r:.60}, and no message before it makes that call"
+            )
+        m.setdefault("name", name)  # which some templates want
     for m in out:
-        if m.get('role') == 'developer': m['role'] = 'system'
-    if system is not None and out[0].get('role') != 'system': out.insert(0, dict(role='system', content=system))
+        if m.get("role") == "developer":
+            m["role"] = "system"
+    if system is not None and out[0].get("role") != "system":
+        out.insert(0, dict(role="system", content=system))
     return out
 
 # %% ../../nbs/40_openai.ipynb #oa000038
-def _is_prompt(p: Any) -> bool: return isinstance(p, str) or isinstance(p, list) and bool(p) and all(whole_number(i) is not None for i in p)
+def _is_prompt(p: Any) -> bool:
+    return (
+        isinstance(p, str)
+        or isinstance(p, list)
+        and bool(p)
+        and all(whole_number(i) is not None for i in p)
+    )
+
 
 def many_prompts(prompt: Any) -> list[str | list[int]]:
     "`prompt` of a completions request, a string or a list of ids, or a list of these, as a list. Raises `BadRequest`."
-    if _is_prompt(prompt): return [prompt]
-    if isinstance(prompt, list) and prompt and all(map(_is_prompt, prompt)): return prompt
-    raise BadRequest(f'prompt must be a string or a list of token ids, got {prompt!r:.60}')
+    if _is_prompt(prompt):
+        return [prompt]
+    if isinstance(prompt, list) and prompt and all(map(_is_prompt, prompt)):
+        return prompt
+    raise BadRequest(f"prompt must be a string or a list of token ids, got {prompt!r:.60}")
+
 
 def one_prompt(prompt: Any) -> str | list[int]:
     "The prompt of a completions request that may have one only. Raises `BadRequest`."
     prompts = many_prompts(prompt)
-    if len(prompts) == 1: return prompts[0]
-    raise BadRequest('several prompts in one request: give each a line of its own')
+    if len(prompts) == 1:
+        return prompts[0]
+    raise BadRequest("several prompts in one request: give each a line of its own")
 
 # %% ../../nbs/40_openai.ipynb #oa000041
-def parse_body(body: dict[str, Any], kind: str) -> tuple[str | list[int] | list[dict[str, Any]], dict[str, Any]]:
+def parse_body(
+    body: dict[str, Any], kind: str
+) -> tuple[str | list[int] | list[dict[str, Any]], dict[str, Any]]:
     "`(messages, sampling options)` of the body of a 'chat' request, `(prompt, …)` of a 'text' one. Raises `BadRequest`."
-    chat = kind == 'chat'
-    own = 'messages' if chat else 'prompt'
+    chat = kind == "chat"
+    own = "messages" if chat else "prompt"
     options = sampling_options({k: v for k, v in body.items() if k != own}, chat)
     return (as_messages if chat else one_prompt)(body.get(own)), options
 
 # %% ../../nbs/40_openai.ipynb #oa000045
-POOLING_URLS = {'/v1/embeddings': 'embed', '/classify': 'classify', '/pooling': 'pooling', '/score': 'score', '/v1/score': 'score', '/rerank': 'rerank',
-                '/v1/rerank': 'rerank', '/v2/rerank': 'rerank'}            # vLLM's but the first, see work.pooling_api
-URLS = {'/v1/chat/completions': 'chat', '/v1/completions': 'text'} | POOLING_URLS
+POOLING_URLS = {
+    "/v1/embeddings": "embed",
+    "/classify": "classify",
+    "/pooling": "pooling",
+    "/score": "score",
+    "/v1/score": "score",
+    "/rerank": "rerank",
+    "/v1/rerank": "rerank",
+    "/v2/rerank": "rerank",
+}  # vLLM's but the first, see work.pooling_api
+URLS = {"/v1/chat/completions": "chat", "/v1/completions": "text"} | POOLING_URLS
+
 
 def custom_id_of(d: dict[str, Any]) -> str:
     "The `custom_id` of `d`, a line of the Batch API. Raises `BadRequest`."
-    if isinstance(i := d.get('custom_id'), str) and i: return i
-    raise BadRequest(f'custom_id must be a string, got {i!r:.60}')
+    if isinstance(i := d.get("custom_id"), str) and i:
+        return i
+    raise BadRequest(f"custom_id must be a string, got {i!r:.60}")
+
 
 def endpoint_of(d: dict[str, Any]) -> str:
     "The kind of request that the method and URL of `d` ask for: one of `URLS`. Raises `BadRequest`."
-    if d.get('method', 'POST') != 'POST': raise BadRequest(f"method must be 'POST', got {d['method']!r:.60}")
-    if isinstance(url := d.get('url'), str) and url in URLS: return URLS[url]
-    raise BadRequest(f"url must be one of {', '.join(URLS)}, got {url!r:.60}", 'invalid_url')
+    if d.get("method", "POST") != "POST":
+        raise BadRequest(f"method must be 'POST', got {d['method']!r:.60}")
+    if isinstance(url := d.get("url"), str) and url in URLS:
+        return URLS[url]
+    raise BadRequest(f"url must be one of {', '.join(URLS)}, got {url!r:.60}", "invalid_url")
 
 # %% ../../nbs/40_openai.ipynb #oa000053
 def keys_beside(d: dict[str, Any]) -> tuple[str, ...]:
     "The keys of `d`, a line of the Batch API, that mean nothing here. Raises `BadRequest` for settings, which belong in the body."
-    beside = {k: v for k, v in d.items() if k not in ('custom_id', 'method', 'url', 'body') and v is not None}
+    beside = {
+        k: v
+        for k, v in d.items()
+        if k not in ("custom_id", "method", "url", "body") and v is not None
+    }
     for k, v in beside.items():
-        if is_setting(k, v): raise BadRequest(f'{k!r:.60} stands beside the body: move it into the body')
+        if is_setting(k, v):
+            raise BadRequest(f"{k!r:.60} stands beside the body: move it into the body")
     return tuple(k for k in beside if k not in DROPPED)
 
 # %% ../../nbs/40_openai.ipynb #oa000057
-def _number(x: float | None) -> float: return x if x is not None and math.isfinite(x) else -9999.
+def _number(x: float | None) -> float:
+    return x if x is not None and math.isfinite(x) else -9999.0
+
 
 def token_names(step: dict[int, Logprob]) -> dict[int, str]:
     """What each token of `step` is called, no two alike; the one that was taken is the first, and called by what it adds to the text.
@@ -197,12 +315,17 @@ def token_names(step: dict[int, Logprob]) -> dict[int, str]:
     taken: set[str] = set()
     for i, l in step.items():
         text, data = l.decoded_token, l.token_bytes
-        spelled = None if not data else 'bytes:' + ''.join(f'\\x{b:02x}' for b in data)
-        whole = text and (data is None or data == text.encode('utf-8', 'replace'))
-        forms = [text if whole or not names else None, spelled, str(i) if text is None else f'token_id:{i}']
-        names[i] = next((n for n in forms if n is not None and n not in taken), f'token_id:{i}')
+        spelled = None if not data else "bytes:" + "".join(f"\\x{b:02x}" for b in data)
+        whole = text and (data is None or data == text.encode("utf-8", "replace"))
+        forms = [
+            text if whole or not names else None,
+            spelled,
+            str(i) if text is None else f"token_id:{i}",
+        ]
+        names[i] = next((n for n in forms if n is not None and n not in taken), f"token_id:{i}")
         taken.add(names[i])
     return names
+
 
 def token_offsets(text: str, tokens: Sequence[str], start: int = 0) -> list[int]:
     """Where each of `tokens` begins in `text`, of which they are from character `start` on, and where the last ends.
@@ -211,81 +334,165 @@ def token_offsets(text: str, tokens: Sequence[str], start: int = 0) -> list[int]
     offsets = [start]
     for token in tokens:
         at = offsets[-1]
-        rest = text[at:at + len(token)]
-        offsets.append(at + len(token) * (rest.casefold() == token[:len(rest)].casefold()))
+        rest = text[at : at + len(token)]
+        offsets.append(at + len(token) * (rest.casefold() == token[: len(rest)].casefold()))
     return offsets
 
-def chat_logprobs(c: CompletionOutput, k: int | None, ids: Collection[int] | None = None) -> dict[str, Any] | None:
+
+def chat_logprobs(
+    c: CompletionOutput, k: int | None, ids: Collection[int] | None = None
+) -> dict[str, Any] | None:
     "Log probabilities of a `CompletionOutput` as the chat endpoint gives them, with the `k` likeliest or those of `ids`, or None."
-    if c.logprobs is None: return None
+    if c.logprobs is None:
+        return None
+
     def best(step: dict[int, Logprob]) -> list[int]:
-        if ids is not None: return [*ids]
-        return sorted((i for i, l in step.items() if (l.rank or 0) <= (k or 0)), key=lambda i: step[i].rank or 0)[:k]
+        if ids is not None:
+            return [*ids]
+        return sorted(
+            (i for i, l in step.items() if (l.rank or 0) <= (k or 0)),
+            key=lambda i: step[i].rank or 0,
+        )[:k]
+
     def one(step: dict[int, Logprob], names: dict[int, str], i: int) -> dict[str, Any]:
         l, name = step[i], names[i]
-        own = name.encode('utf-8', 'replace') if l.token_bytes is None else l.token_bytes
+        own = name.encode("utf-8", "replace") if l.token_bytes is None else l.token_bytes
         return dict(token=name, logprob=_number(l.logprob), bytes=[*own])
+
     def content(i: int, step: dict[int, Logprob]) -> dict[str, Any]:
         names = token_names(step)
         return one(step, names, i) | dict(top_logprobs=[one(step, names, j) for j in best(step)])
-    return dict(content=[content(i, step) for i, step in zip(c.token_ids, c.logprobs)], refusal=None)
 
-def text_logprobs(c: CompletionOutput, start: int = 0, first: str = '') -> dict[str, Any] | None:
+    return dict(
+        content=[content(i, step) for i, step in zip(c.token_ids, c.logprobs)], refusal=None
+    )
+
+
+def text_logprobs(c: CompletionOutput, start: int = 0, first: str = "") -> dict[str, Any] | None:
     """The same as the completions endpoint gives them.
 
     `start`: the offset of the first token in the text, in characters. `first`: the text of a token with no log probability, as the first of a prompt is."""
-    if c.logprobs is None: return None
+    if c.logprobs is None:
+        return None
     names = [token_names(step) if step else {} for step in c.logprobs]
     tokens = [named.get(i, first) for i, named in zip(c.token_ids, names)]
-    logprobs = [_number(step[i].logprob) if step else None for i, step in zip(c.token_ids, c.logprobs)]
-    top = [{named[i]: _number(l.logprob) for i, l in step.items()} if step else None for step, named in zip(c.logprobs, names)]
+    logprobs = [
+        _number(step[i].logprob) if step else None for i, step in zip(c.token_ids, c.logprobs)
+    ]
+    top = [
+        {named[i]: _number(l.logprob) for i, l in step.items()} if step else None
+        for step, named in zip(c.logprobs, names)
+    ]
     offsets = token_offsets(c.text, tokens, start)[:-1]
-    if c.finish_reason is not None: offsets = [min(at, len(c.text)) for at in offsets]      # a stop string and its tokens were cut off
+    if c.finish_reason is not None:
+        offsets = [
+            min(at, len(c.text)) for at in offsets
+        ]  # a stop string and its tokens were cut off
     return dict(tokens=tokens, token_logprobs=logprobs, top_logprobs=top, text_offset=offsets)
 
 # %% ../../nbs/40_openai.ipynb #oa000060
 def usage_of(*outs: RequestOutput) -> dict[str, Any]:
     "Tokens of one `RequestOutput` or more in and out, as the API counts them."
     p, c = sum(len(o.prompt_token_ids or ()) for o in outs), sum(o.num_tokens for o in outs)
-    return dict(prompt_tokens=p, completion_tokens=c, total_tokens=p + c,
-                prompt_tokens_details=dict(cached_tokens=sum(o.num_cached_tokens for o in outs)))
+    return dict(
+        prompt_tokens=p,
+        completion_tokens=c,
+        total_tokens=p + c,
+        prompt_tokens_details=dict(cached_tokens=sum(o.num_cached_tokens for o in outs)),
+    )
 
-ReadCalls = Callable[[str, str], tuple['str | None', list[dict[str, Any]]]]      # (text, key for ids) -> (content, tool_calls)
+
+ReadCalls = Callable[
+    [str, str], tuple["str | None", list[dict[str, Any]]]
+]  # (text, key for ids) -> (content, tool_calls)
+
 
 def finish_of(reason: str | None, calls: Any) -> str | None:
     "The `finish_reason` of a chat choice: 'tool_calls' if the model stopped and made `calls`; one that was cut off stays 'length'."
-    return 'tool_calls' if calls and reason == 'stop' else reason
+    return "tool_calls" if calls and reason == "stop" else reason
 
-def choice_of(c: CompletionOutput, kind: str, k: int | None = None, ids: Collection[int] | None = None, read: ReadCalls | None = None,
-              name: str = '') -> dict[str, Any]:
+
+def choice_of(
+    c: CompletionOutput,
+    kind: str,
+    k: int | None = None,
+    ids: Collection[int] | None = None,
+    read: ReadCalls | None = None,
+    name: str = "",
+) -> dict[str, Any]:
     """A `CompletionOutput` as a choice of a 'chat' or 'text' answer; `k`: how many log probabilities were asked for, `ids`: or of which.
 
     `read`: finds the tool calls in the text of a chat answer, whose ids `name` makes."""
-    if kind != 'chat': return dict(index=c.index, text=c.text, logprobs=text_logprobs(c), finish_reason=c.finish_reason)
-    content, calls = read(c.text, f'{name}-{c.index}') if read else (c.text, [])
-    message = dict(role='assistant', content=content, refusal=None) | (dict(tool_calls=calls) if calls else {})
-    return dict(index=c.index, message=message, logprobs=chat_logprobs(c, k, ids), finish_reason=finish_of(c.finish_reason, calls))
+    if kind != "chat":
+        return dict(
+            index=c.index, text=c.text, logprobs=text_logprobs(c), finish_reason=c.finish_reason
+        )
+    content, calls = read(c.text, f"{name}-{c.index}") if read else (c.text, [])
+    message = dict(role="assistant", content=content, refusal=None) | (
+        dict(tool_calls=calls) if calls else {}
+    )
+    return dict(
+        index=c.index,
+        message=message,
+        logprobs=chat_logprobs(c, k, ids),
+        finish_reason=finish_of(c.finish_reason, calls),
+    )
+
 
 def head_of(kind: str, name: str, model: str, part: bool = False) -> dict[str, Any]:
     "What the body of an answer begins with, or each `part` of one that is streamed."
-    prefix, object = dict(chat=('chatcmpl', 'chat.completion'), text=('cmpl', 'text_completion'))[kind]
-    return dict(id=f'{prefix}-{name}', object=object + '.chunk' * (part and kind == 'chat'), created=int(time.time()), model=model)
+    prefix, object = dict(chat=("chatcmpl", "chat.completion"), text=("cmpl", "text_completion"))[
+        kind
+    ]
+    return dict(
+        id=f"{prefix}-{name}",
+        object=object + ".chunk" * (part and kind == "chat"),
+        created=int(time.time()),
+        model=model,
+    )
 
-def answer_body(out: RequestOutput, kind: str, name: str, model: str, read: ReadCalls | None = None) -> dict[str, Any]:
+
+def answer_body(
+    out: RequestOutput, kind: str, name: str, model: str, read: ReadCalls | None = None
+) -> dict[str, Any]:
     "The body that a 'chat' or 'text' endpoint answers with. `name`: what makes its id one of a kind; `model`: what to call it; `read`: see `choice_of`."
     top, ids = (out.params.logprobs, out.params.logprob_token_ids) if out.params else (None, None)
-    return head_of(kind, name, model) | dict(choices=[choice_of(c, kind, top, ids, read, name) for c in out.outputs], usage=usage_of(out))
+    return head_of(kind, name, model) | dict(
+        choices=[choice_of(c, kind, top, ids, read, name) for c in out.outputs], usage=usage_of(out)
+    )
 
 # %% ../../nbs/40_openai.ipynb #oa000063
-STATUS = dict(invalid_api_key=401, forbidden=403, model_not_found=404, not_found=404, method_not_allowed=405, timeout=408, request_too_large=413, uri_too_long=414,
-              unsupported_media_type=415, headers_too_large=431, rate_limit_exceeded=429, server_error=500, unavailable=503)      # of any other failure: 400
-MESSAGE = 1000                                                       # characters of a message
+STATUS = dict(
+    invalid_api_key=401,
+    forbidden=403,
+    model_not_found=404,
+    not_found=404,
+    method_not_allowed=405,
+    timeout=408,
+    request_too_large=413,
+    uri_too_long=414,
+    unsupported_media_type=415,
+    headers_too_large=431,
+    rate_limit_exceeded=429,
+    server_error=500,
+    unavailable=503,
+)  # of any other failure: 400
+MESSAGE = 1000  # characters of a message
+
 
 def error_body(message: str, code: str, param: str | None = None) -> tuple[int, dict[str, Any]]:
     "`(status, body)` that an endpoint answers a request with which failed for the reason `code`."
     status = STATUS.get(code, 400)
-    kind = 'server_error' if status >= 500 or code == 'timeout' else 'rate_limit_error' if status == 429 else 'invalid_request_error'
-    message = message if len(message) <= MESSAGE else f'{message[:MESSAGE]}…'      # it may list what was sent
+    kind = (
+        "server_error"
+        if status >= 500 or code == "timeout"
+        else "rate_limit_error"
+        if status == 429
+        else "invalid_request_error"
+    )
+    message = (
+        message if len(message) <= MESSAGE else f"{message[:MESSAGE]}…"
+    )  # it may list what was sent
     return status, dict(error=dict(message=message, type=kind, param=param, code=code))
 
 # %% ../../nbs/40_openai.ipynb #onl00003
@@ -295,6 +502,7 @@ class ApiRequest:
 
     `stream`: the answer is wanted in parts; `usage`: with the tokens counted at its end, `usage_each`: and so far in each part. `echo`: with the prompt before it. `silent`: no tokens are
     wanted, and `params` ask for one, as they must. `tools`: which functions the answer may call, and `tool_format` how the model writes calls."""
+
     kind: str
     prompts: list[Any]
     params: SamplingParams
@@ -305,121 +513,217 @@ class ApiRequest:
     echo: bool = False
     silent: bool = False
     priority: int = 0
-    asked: dict[str, Any] = field(default_factory=dict)               # the body
+    asked: dict[str, Any] = field(default_factory=dict)  # the body
     tools: ToolChoice | None = None
     tool_format: ToolFormat | None = None
 
     @property
-    def chat(self) -> bool: return self.kind == 'chat'
+    def chat(self) -> bool:
+        return self.kind == "chat"
+
     @property
-    def num_choices(self) -> int: return len(self.prompts) * self.params.n
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.params.n
 
 # %% ../../nbs/40_openai.ipynb #onl00004
 def take(d: dict[str, Any], k: str, kind: type, default: Any, want: str) -> Any:
     "Take key `k` out of `d`: a value of type `kind`, or `default` where there is none or null. Raises `BadRequest`."
     v = d.pop(k, None)
-    if v is None: return default
-    if kind is int and (whole := whole_number(v)) is not None: return whole
-    if type(v) is kind: return v
-    raise BadRequest(f'{k} must be {want}, got {written(v, 60)}', param=k)
+    if v is None:
+        return default
+    if kind is int and (whole := whole_number(v)) is not None:
+        return whole
+    if type(v) is kind:
+        return v
+    raise BadRequest(f"{k} must be {want}, got {written(v, 60)}", param=k)
+
 
 def param_of(message: str, body: dict[str, Any]) -> str | None:
     "Which key of `body` a `message` is about: the first that it names, if any."
-    keys = {ALIASES.get(k, k): k for k in body} | {k: k for k in body} | dict(messages='messages', prompt='prompt')
-    return next((keys[w] for w in re.findall(r'\w+', message) if w in keys), None)
+    keys = (
+        {ALIASES.get(k, k): k for k in body}
+        | {k: k for k in body}
+        | dict(messages="messages", prompt="prompt")
+    )
+    return next((keys[w] for w in re.findall(r"\w+", message) if w in keys), None)
+
 
 def at_fault(message: str, body: dict[str, Any], own: str) -> str | None:
     "Which key of `body` is at fault, where the engine refuses a request with `message`: the setting that this begins with, or `own`, the key of its prompt."
-    [first] = re.findall(r'^\w*', message)
-    if first == 'structured_outputs' and 'response_format' in body: return 'response_format'
+    [first] = re.findall(r"^\w*", message)
+    if first == "structured_outputs" and "response_format" in body:
+        return "response_format"
     found = param_of(first, body)
     return found if found or first in KNOWN else own
 
 # %% ../../nbs/40_openai.ipynb #onl00005
-TALK = dict(add_generation_prompt=(bool, 'true or false'), continue_final_message=(bool, 'true or false'), chat_template_kwargs=(dict, 'an object'))
+TALK = dict(
+    add_generation_prompt=(bool, "true or false"),
+    continue_final_message=(bool, "true or false"),
+    chat_template_kwargs=(dict, "an object"),
+)
+
 
 def _parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
     "See `parse_online`."
-    d, flag = dict(body), 'true or false'
-    r = ApiRequest(kind, [], SamplingParams(), take(d, 'model', str, None, 'a string'), take(d, 'stream', bool, False, flag), asked=body,
-                   priority=take(d, 'priority', int, 0, 'a whole number, lower goes first'))
-    more = dict(take(d, 'stream_options', dict, {}, 'an object'))
-    if more and not r.stream: raise BadRequest('stream_options needs stream to be true', param='stream_options')
-    more.pop('include_obfuscation', None)
-    r.usage = take(more, 'include_usage', bool, False, flag)
-    r.usage_each = take(more, 'continuous_usage_stats', bool, False, flag) and r.usage
-    if more: raise BadRequest(f'stream_options has no {min(more)!r:.60}: leave it out', param='stream_options')
-    if not r.chat: r.echo = take(d, 'echo', bool, False, flag)
-    talk = {k: v for k, (t, want) in TALK.items() if r.chat and (v := take(d, k, t, None, want)) is not None}
-    of_prompt = take(d, 'prompt_logprobs', int, None, 'a whole number')
-    if r.echo and 'max_tokens' in d and d['max_tokens'] == 0 and type(d['max_tokens']) is int: r.silent, d['max_tokens'] = True, 1
-    own = 'messages' if r.chat else 'prompt'
+    d, flag = dict(body), "true or false"
+    r = ApiRequest(
+        kind,
+        [],
+        SamplingParams(),
+        take(d, "model", str, None, "a string"),
+        take(d, "stream", bool, False, flag),
+        asked=body,
+        priority=take(d, "priority", int, 0, "a whole number, lower goes first"),
+    )
+    more = dict(take(d, "stream_options", dict, {}, "an object"))
+    if more and not r.stream:
+        raise BadRequest("stream_options needs stream to be true", param="stream_options")
+    more.pop("include_obfuscation", None)
+    r.usage = take(more, "include_usage", bool, False, flag)
+    r.usage_each = take(more, "continuous_usage_stats", bool, False, flag) and r.usage
+    if more:
+        raise BadRequest(
+            f"stream_options has no {min(more)!r:.60}: leave it out", param="stream_options"
+        )
+    if not r.chat:
+        r.echo = take(d, "echo", bool, False, flag)
+    talk = {
+        k: v
+        for k, (t, want) in TALK.items()
+        if r.chat and (v := take(d, k, t, None, want)) is not None
+    }
+    of_prompt = take(d, "prompt_logprobs", int, None, "a whole number")
+    if r.echo and "max_tokens" in d and d["max_tokens"] == 0 and type(d["max_tokens"]) is int:
+        r.silent, d["max_tokens"] = True, 1
+    own = "messages" if r.chat else "prompt"
     options = sampling_options({k: v for k, v in d.items() if k != own}, r.chat)
-    if r.echo and of_prompt is None: of_prompt = options.get('logprobs')
-    if of_prompt is not None and r.stream and not r.echo: raise BadRequest('prompt_logprobs come with a whole answer: leave stream out', param='prompt_logprobs')
-    r.params = request_params(options | ({} if of_prompt is None else dict(prompt_logprobs=of_prompt)), DEFAULTS[kind])
-    try: r.prompts = [dict(messages=as_messages(d.get(own))) | talk] if r.chat else many_prompts(d.get(own))
-    except BadRequest as e: raise BadRequest(str(e), e.code, e.param or own) from None
+    if r.echo and of_prompt is None:
+        of_prompt = options.get("logprobs")
+    if of_prompt is not None and r.stream and not r.echo:
+        raise BadRequest(
+            "prompt_logprobs come with a whole answer: leave stream out", param="prompt_logprobs"
+        )
+    r.params = request_params(
+        options | ({} if of_prompt is None else dict(prompt_logprobs=of_prompt)), DEFAULTS[kind]
+    )
+    try:
+        r.prompts = (
+            [dict(messages=as_messages(d.get(own))) | talk] if r.chat else many_prompts(d.get(own))
+        )
+    except BadRequest as e:
+        raise BadRequest(str(e), e.code, e.param or own) from None
     return r
+
 
 def parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
     "The `ApiRequest` of the body of a 'chat' or 'text' request to a server. Raises `BadRequest`, which names the key at fault if it is one."
-    try: return _parse_online(body, kind)
+    try:
+        return _parse_online(body, kind)
     except (BadRequest, ParamError) as e:
-        raise BadRequest(str(e), getattr(e, 'code', 'invalid_request'), getattr(e, 'param', None) or param_of(str(e), body)) from None
+        raise BadRequest(
+            str(e),
+            getattr(e, "code", "invalid_request"),
+            getattr(e, "param", None) or param_of(str(e), body),
+        ) from None
 
 # %% ../../nbs/40_openai.ipynb #onl00008
 def echoed(out: RequestOutput, prompt: str, silent: bool = False) -> RequestOutput:
     "`out` with `prompt`, its text, before each answer; `silent`: in place of it. Usage is counted before: an echo is no completion."
+
     def one(c: CompletionOutput) -> CompletionOutput:
-        if silent: c = replace(c, text='', token_ids=[], logprobs=None if c.logprobs is None else [], finish_reason='length')
+        if silent:
+            c = replace(
+                c,
+                text="",
+                token_ids=[],
+                logprobs=None if c.logprobs is None else [],
+                finish_reason="length",
+            )
         steps = None if c.logprobs is None else [*(out.prompt_logprobs or ()), *c.logprobs]
-        return replace(c, text=prompt + c.text, token_ids=[*(out.prompt_token_ids or ()), *c.token_ids], logprobs=steps)
+        return replace(
+            c,
+            text=prompt + c.text,
+            token_ids=[*(out.prompt_token_ids or ()), *c.token_ids],
+            logprobs=steps,
+        )
+
     return replace(out, outputs=[one(c) for c in out.outputs])
+
 
 def prompt_logprobs_of(out: RequestOutput) -> list[dict[str, Any] | None]:
     "The log probabilities of the prompt's tokens as vLLM writes them: for each an object by token id, null for the first."
     one = lambda l: dict(logprob=_number(l.logprob), rank=l.rank, decoded_token=l.decoded_token)
-    return [{str(i): one(l) for i, l in step.items()} if step else None for step in out.prompt_logprobs or ()]
+    return [
+        {str(i): one(l) for i, l in step.items()} if step else None
+        for step in out.prompt_logprobs or ()
+    ]
 
 # %% ../../nbs/40_openai.ipynb #onl00011
-_dumps = json.JSONEncoder(separators=(',', ':')).encode
-DONE = b'data: [DONE]\n\n'
+_dumps = json.JSONEncoder(separators=(",", ":")).encode
+DONE = b"data: [DONE]\n\n"
+
 
 class Parts:
     """The events of one streamed answer, as bytes. `top`, `ids`: the log probabilities that were asked for, as in `choice_of`.
 
     `since` is called with the answers as they are by now, and writes what is new. `parser`: makes what finds the tool calls of choice `index`."""
-    def __init__(self, kind: str, name: str, model: str, top: int | None = None, ids: Collection[int] | None = None, usage: bool = False,
-                 parser: Callable[[int], ToolParser] | None = None) -> None:
+
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        model: str,
+        top: int | None = None,
+        ids: Collection[int] | None = None,
+        usage: bool = False,
+        parser: Callable[[int], ToolParser] | None = None,
+    ) -> None:
         self.kind, self.top, self.ids, self.usage, self.parser = kind, top, ids, usage, parser
         self.parsers: dict[int, ToolParser] = {}
         self.ended: set[int] = set()
         self.head = f'data: {_dumps(head_of(kind, name, model, True))[:-1]},"choices":['
-        self.sent: dict[int, tuple[int, int, int]] = {}               # of each choice: characters, tokens, and where the next token begins
+        self.sent: dict[
+            int, tuple[int, int, int]
+        ] = {}  # of each choice: characters, tokens, and where the next token begins
 
-    def since(self, outputs: Sequence[CompletionOutput], start: int = 0, first: str = '', used: Sequence[tuple[int, int]] | None = None) -> bytes:
+    def since(
+        self,
+        outputs: Sequence[CompletionOutput],
+        start: int = 0,
+        first: str = "",
+        used: Sequence[tuple[int, int]] | None = None,
+    ) -> bytes:
         """Events for each of `outputs` that has got anything, maybe none. `start`: the index of the first; `first`: as in `text_logprobs`.
 
         `used`: for each its tokens `(of the prompt, of the answer)` so far, if each part is to say them."""
-        return ''.join(self.head + new + self._tail(used[i] if used else None) for i, c in enumerate(outputs) for new in self._choice(c, start + c.index, first)).encode()
+        return "".join(
+            self.head + new + self._tail(used[i] if used else None)
+            for i, c in enumerate(outputs)
+            for new in self._choice(c, start + c.index, first)
+        ).encode()
 
     def _tail(self, used: tuple[int, int] | None) -> str:
-        if not self.usage: return ']}\n\n'
-        told = used and dict(prompt_tokens=used[0], completion_tokens=used[1], total_tokens=sum(used))
+        if not self.usage:
+            return "]}\n\n"
+        told = used and dict(
+            prompt_tokens=used[0], completion_tokens=used[1], total_tokens=sum(used)
+        )
         return f'],"usage":{_dumps(told or None)}}}\n\n'
 
     def end(self, usage: dict[str, Any] | None = None) -> bytes:
         "The last events."
-        return (f'{self.head}],"usage":{_dumps(usage)}}}\n\n'.encode() if usage else b'') + DONE
+        return (f'{self.head}],"usage":{_dumps(usage)}}}\n\n'.encode() if usage else b"") + DONE
 
     def _choice(self, c: CompletionOutput, index: int, first: str) -> list[str]:
         "What choice `index` got, as JSON, a part for each delta."
         begun = index in self.sent
         chars, tokens, offset = self.sent.get(index, (0, 0, 0))
         text, reason = c.text[chars:], c.finish_reason
-        if index in self.ended or begun and not text and not reason: return []        # its tokens come with the text that they settle
-        if reason: self.ended.add(index)                              # the others of its prompt may go on
+        if index in self.ended or begun and not text and not reason:
+            return []  # its tokens come with the text that they settle
+        if reason:
+            self.ended.add(index)  # the others of its prompt may go on
         deltas = [dict[str, Any](content=text)]
         if self.parser:
             parser = self.parsers.setdefault(index, self.parser(index))
@@ -427,18 +731,29 @@ class Parts:
             reason = finish_of(reason, parser.calls)
             if not deltas:
                 self.sent[index] = len(c.text), tokens, offset
-                if begun and not reason: return []                    # the beginning of a call, maybe
+                if begun and not reason:
+                    return []  # the beginning of a call, maybe
                 deltas = [{}]
-        if c.logprobs is None: logprobs = None
+        if c.logprobs is None:
+            logprobs = None
         else:
             new = replace(c, token_ids=c.token_ids[tokens:], logprobs=c.logprobs[tokens:])
-            logprobs = chat_logprobs(new, self.top, self.ids) if self.kind == 'chat' else text_logprobs(new, offset, first)
-            if logprobs and self.kind != 'chat': offset = token_offsets(c.text, logprobs['tokens'], offset)[-1]
+            logprobs = (
+                chat_logprobs(new, self.top, self.ids)
+                if self.kind == "chat"
+                else text_logprobs(new, offset, first)
+            )
+            if logprobs and self.kind != "chat":
+                offset = token_offsets(c.text, logprobs["tokens"], offset)[-1]
         self.sent[index] = len(c.text), len(c.token_ids), offset
         parts = []
         for i, delta in enumerate(deltas):
-            if self.kind != 'chat': said = f'"text":{_dumps(text)}'
-            else: said = f'"delta":{_dumps(delta if begun or i else dict(role="assistant", content=None) | delta)}'
+            if self.kind != "chat":
+                said = f'"text":{_dumps(text)}'
+            else:
+                said = f'"delta":{_dumps(delta if begun or i else dict(role="assistant", content=None) | delta)}'
             settled, ended = i == 0 and logprobs, reason and i == len(deltas) - 1
-            parts.append(f'{{"index":{index},{said},"logprobs":{_dumps(settled) if settled else "null"},"finish_reason":{_dumps(reason) if ended else "null"}}}')
+            parts.append(
+                f'{{"index":{index},{said},"logprobs":{_dumps(settled) if settled else "null"},"finish_reason":{_dumps(reason) if ended else "null"}}}'
+            )
         return parts

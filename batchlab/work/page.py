@@ -21,7 +21,8 @@ from .openai import BadRequest
 try:
     from fastapi import APIRouter, HTTPException, Request, Response
     from fastapi.responses import HTMLResponse, StreamingResponse
-except ImportError as e: raise JobError(f"the server needs {e.name}: pip install 'batchlab[server]'") from e
+except ImportError as e:
+    raise JobError(f"the server needs {e.name}: pip install 'batchlab[server]'") from e
 
 if TYPE_CHECKING:
     from batchlab.engine import Engine
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from batchlab.scheduler import StepPlan
     from batchlab.scheduler import Request as EngineRequest
 
-log = logging.getLogger('batchlab')
+log = logging.getLogger("batchlab")
 
 # %% auto #0
 __all__ = ['log', 'TICK', 'MOST_VIEWERS', 'IDLE', 'Lookout', 'trusted', 'is_foreign', 'page_router']
@@ -37,25 +38,54 @@ __all__ = ['log', 'TICK', 'MOST_VIEWERS', 'IDLE', 'Lookout', 'trusted', 'is_fore
 # %% ../../nbs/modules/000_page.ipynb #pag00008
 def cells_of(engine: Engine, plan: StepPlan) -> str:
     "What each slot does in a step: a letter for each, up to the last that does anything."
-    cells = ['.'] * engine.scheduler.max_num_seqs
+    cells = ["."] * engine.scheduler.max_num_seqs
     for r in engine.scheduler.running:
-        if r.slot is not None: cells[r.slot] = 'h'
+        if r.slot is not None:
+            cells[r.slot] = "h"
     new = {*plan.admitted}
     for row in plan.rows:
         r = row.request
-        if r.slot is None: continue
-        kind = 'p' if row.n_tokens > 1 + len(r.draft_ids) or row.start < len(r.prompt_ids) else 'b' if r.preemptible else 'd'
-        if r.num_seen > row.start: kind = 'a'
-        elif r in new and r.num_cached_tokens: kind = 'c'
+        if r.slot is None:
+            continue
+        kind = (
+            "p"
+            if row.n_tokens > 1 + len(r.draft_ids) or row.start < len(r.prompt_ids)
+            else "b"
+            if r.preemptible
+            else "d"
+        )
+        if r.num_seen > row.start:
+            kind = "a"
+        elif r in new and r.num_cached_tokens:
+            kind = "c"
         cells[r.slot] = kind.upper() if r in new else kind
-    return ''.join(cells).rstrip('.')
+    return "".join(cells).rstrip(".")
 
 # %% ../../nbs/modules/000_page.ipynb #pag0000c
 def slot_of(r: EngineRequest, first: int) -> list[Any]:
     "Of a running request: slot, id, phase, tokens of its prompt, computed, cached, of its answer, the most of it, and whether it is of a batch."
-    done = r.num_tokens if r.output_ids and not r.num_computed_tokens else r.num_computed_tokens      # some runners keep nothing
-    phase = 'prefill' if done < len(r.prompt_ids) else 'again' if done < min(r.num_seen, r.num_tokens - 1) else 'decode'
-    return [first + (r.slot or 0), r.request_id[:40], phase, len(r.prompt_ids), done, r.num_cached_tokens or 0, len(r.output_ids), r.max_tokens, r.preemptible]
+    done = (
+        r.num_tokens if r.output_ids and not r.num_computed_tokens else r.num_computed_tokens
+    )  # some runners keep nothing
+    phase = (
+        "prefill"
+        if done < len(r.prompt_ids)
+        else "again"
+        if done < min(r.num_seen, r.num_tokens - 1)
+        else "decode"
+    )
+    return [
+        first + (r.slot or 0),
+        r.request_id[:40],
+        phase,
+        len(r.prompt_ids),
+        done,
+        r.num_cached_tokens or 0,
+        len(r.output_ids),
+        r.max_tokens,
+        r.preemptible,
+    ]
+
 
 def state_of(llm: LLM) -> dict[str, Any]:
     "What the engines of `llm` have in slots, queues and blocks, and the sums of all requests that ended. For who holds `llm.mutex`."
@@ -65,18 +95,45 @@ def state_of(llm: LLM) -> dict[str, Any]:
         first += s.max_num_seqs
     pools, sums = [s.pool for s in schedulers], llm.delivery.sums
     total = (llm.limits.kv_tokens or 0) // (llm.backend.block_size or 1) or sum(map(len, pools))
-    queue = [[r.request_id[:40], len(r.prompt_ids), r.preemptible] for s in schedulers for r in islice(s.waiting, 24)]
-    return dict(running=len(slots), seats=first or llm.limits.max_num_seqs, slots=sorted(slots), waiting=sum(len(s.waiting) for s in schedulers) + len(llm.inbox),
-                queue=queue[:24], behind=sum(r.preemptible for s in schedulers for r in s.waiting), kv=dict(held=sum(p.num_held for p in pools), cached=sum(len(p.cached) for p in pools), total=total),
-                totals=dict(prompt=sums['prompt_tokens'], cached=sums['cached_tokens'], out=sums['output_tokens'], preempted=sums['preemptions'], ended=dict(llm.delivery.ends)))
+    queue = [
+        [r.request_id[:40], len(r.prompt_ids), r.preemptible]
+        for s in schedulers
+        for r in islice(s.waiting, 24)
+    ]
+    return dict(
+        running=len(slots),
+        seats=first or llm.limits.max_num_seqs,
+        slots=sorted(slots),
+        waiting=sum(len(s.waiting) for s in schedulers) + len(llm.inbox),
+        queue=queue[:24],
+        behind=sum(r.preemptible for s in schedulers for r in s.waiting),
+        kv=dict(
+            held=sum(p.num_held for p in pools),
+            cached=sum(len(p.cached) for p in pools),
+            total=total,
+        ),
+        totals=dict(
+            prompt=sums["prompt_tokens"],
+            cached=sums["cached_tokens"],
+            out=sums["output_tokens"],
+            preempted=sums["preemptions"],
+            ended=dict(llm.delivery.ends),
+        ),
+    )
 
 # %% ../../nbs/modules/000_page.ipynb #pag00010
-TICK, MOST_VIEWERS, IDLE = .25, 16, 5.                                 # seconds between states; seconds after which one comes though nothing changed
+TICK, MOST_VIEWERS, IDLE = (
+    0.25,
+    16,
+    5.0,
+)  # seconds between states; seconds after which one comes though nothing changed
+
 
 class Lookout:
     """What the engines of `llm` do, noted while there are `viewers`.
 
     `shot`: the newest state, a `dict`, with the last `steps` as `(cells, tokens decoded, tokens of prompts)`; `num_steps`: how many it has seen."""
+
     def __init__(self, llm: LLM) -> None:
         self.llm, self.viewers, self.wanted = llm, 0, False
         self.forget()
@@ -92,80 +149,125 @@ class Lookout:
     @contextmanager
     def viewer(self) -> Iterator[None]:
         "Somebody looks while the context lasts. Raises `BadRequest` if there are too many."
-        if self.viewers >= MOST_VIEWERS: raise BadRequest(f'{MOST_VIEWERS} people look at this page already', 'rate_limit_exceeded')
+        if self.viewers >= MOST_VIEWERS:
+            raise BadRequest(
+                f"{MOST_VIEWERS} people look at this page already", "rate_limit_exceeded"
+            )
         self.viewers += 1
         if self.viewers == 1:
             self.forget()
             self.llm.watchers.append(self)
-        try: yield
+        try:
+            yield
         finally:
             self.viewers -= 1
-            if not self.viewers: self.leave()
+            if not self.viewers:
+                self.leave()
 
     def leave(self) -> None:
-        with suppress(ValueError): self.llm.watchers.remove(self)
+        with suppress(ValueError):
+            self.llm.watchers.remove(self)
 
     def __call__(self, engine: Any, event: str, x: Any) -> None:
         "Note a part of a step, in the thread that steps."
-        try: self.note(engine, event, x)
+        try:
+            self.note(engine, event, x)
         except Exception as e:
-            log.error('the page stops looking, for it failed', exc_info=e)
+            log.error("the page stops looking, for it failed", exc_info=e)
             self.leave()
 
     def note(self, engine: Engine, event: str, x: Any) -> None:
-        if event == 'begin': self.marks = []
-        elif event not in ('schedule', 'forward', 'sample', 'text'): return
+        if event == "begin":
+            self.marks = []
+        elif event not in ("schedule", "forward", "sample", "text"):
+            return
         self.marks.append(time.perf_counter())
-        if event == 'schedule' and x.rows:
-            decode = sum(row.n_tokens for row in x.rows if row.start >= len(row.request.prompt_ids) and row.n_tokens <= 1 + len(row.request.draft_ids))
-            self.now, self.before = (cells_of(engine, x), decode, x.num_tokens - decode), sum(len(row.request.output_ids) for row in x.rows)
+        if event == "schedule" and x.rows:
+            decode = sum(
+                row.n_tokens
+                for row in x.rows
+                if row.start >= len(row.request.prompt_ids)
+                and row.n_tokens <= 1 + len(row.request.draft_ids)
+            )
+            self.now, self.before = (
+                (cells_of(engine, x), decode, x.num_tokens - decode),
+                sum(len(row.request.output_ids) for row in x.rows),
+            )
             self.rows = [row.request for row in x.rows]
-        if event != 'text' or len(self.marks) < 5: return
+        if event != "text" or len(self.marks) < 5:
+            return
         self.steps.append(self.now)
         self.times.append(self.marks)
         self.num_steps += 1
         self.made += sum(len(r.output_ids) for r in self.rows) - self.before
         self.read += self.now[2]
         self.rows = []
-        if self.wanted: self.take()
+        if self.wanted:
+            self.take()
 
     def take(self) -> None:
         "Make `shot` anew; for who holds `llm.mutex`."
         self.wanted, sums = False, [sum(t[i + 1] - t[i] for t in self.times) for i in range(4)]
-        parts = dict(zip(('schedule', 'forward', 'sample', 'text'), sums)) | dict(all=sum(sums), steps=len(self.times))
-        self.shot = state_of(self.llm) | dict(t=time.perf_counter(), made=self.made, read=self.read, parts=parts, steps=[*self.steps], num_steps=self.num_steps)
+        parts = dict(zip(("schedule", "forward", "sample", "text"), sums)) | dict(
+            all=sum(sums), steps=len(self.times)
+        )
+        self.shot = state_of(self.llm) | dict(
+            t=time.perf_counter(),
+            made=self.made,
+            read=self.read,
+            parts=parts,
+            steps=[*self.steps],
+            num_steps=self.num_steps,
+        )
 
     def look(self) -> dict[str, Any] | None:
         "The newest state, in the thread of the viewers: that of the last step, or one of this moment if the engine stands. Another one is asked for."
         if self.wanted and self.llm.mutex.acquire(blocking=False):
-            try: self.take()
-            finally: self.llm.mutex.release()
-            with self.llm.progress: self.llm.progress.notify_all()     # who wanted to step just now need not wait
+            try:
+                self.take()
+            finally:
+                self.llm.mutex.release()
+            with self.llm.progress:
+                self.llm.progress.notify_all()  # who wanted to step just now need not wait
         shot = self.shot
-        if shot is None or time.perf_counter() - shot['t'] > TICK / 2: self.wanted = True
+        if shot is None or time.perf_counter() - shot["t"] > TICK / 2:
+            self.wanted = True
         return shot
 
 # %% ../../nbs/modules/000_page.ipynb #pag00014
 def facts_of(api: Any) -> dict[str, Any]:
     "What the server itself knows: `api` is that of `create_app`."
     answers = list(api.llm.answers.values())
-    return dict(model=api.name, version=__version__, pending=api.pending, most=api.max_pending, streams=sum(a.grow for a in answers))
+    return dict(
+        model=api.name,
+        version=__version__,
+        pending=api.pending,
+        most=api.max_pending,
+        streams=sum(a.grow for a in answers),
+    )
+
 
 async def feed(lookout: Lookout, api: Any, more: dict[str, Any]) -> AsyncGenerator[bytes]:
     "States as server-sent events, until the server stops."
-    seen, before, sent = 0, None, 0.
+    seen, before, sent = 0, None, 0.0
     while not api.draining:
         if (shot := lookout.look()) is not None:
             now = shot | facts_of(api) | more
-            new = min(now['num_steps'] - seen, len(now['steps']))
-            same = {k: v for k, v in now.items() if k not in ('t', 'steps')}
+            new = min(now["num_steps"] - seen, len(now["steps"]))
+            same = {k: v for k, v in now.items() if k not in ("t", "steps")}
             if same != before or time.perf_counter() - sent > IDLE:
-                before, sent, seen = same, time.perf_counter(), now['num_steps']
-                yield b'data: ' + json.dumps(now | dict(steps=now['steps'][-new:] if new else []), separators=(',', ':')).encode() + b'\n\n'
+                before, sent, seen = same, time.perf_counter(), now["num_steps"]
+                yield (
+                    b"data: "
+                    + json.dumps(
+                        now | dict(steps=now["steps"][-new:] if new else []), separators=(",", ":")
+                    ).encode()
+                    + b"\n\n"
+                )
         await asyncio.sleep(TICK if before else TICK / 10)
 
 # %% ../../nbs/modules/000_page.ipynb #pag00017
-JS_START = r'''
+JS_START = r"""
 const $ = id => document.getElementById(id), css = name => `var(--${name})`;
 const number = (x, digits = 0) => x.toLocaleString('en', {maximumFractionDigits: digits, minimumFractionDigits: digits});
 const many = (n, word) => `${number(n)} ${word}${n === 1 ? '' : 's'}`;
@@ -194,10 +296,10 @@ async function events(response, take) {                                         
     for (const e of whole) if (e.startsWith('data: ')) take(e.slice(6));
   }
 }
-'''
+"""
 
 # %% ../../nbs/modules/000_page.ipynb #pag00019
-JS_ROLL = r'''
+JS_ROLL = r"""
 const KINDS = {d: 'decode', b: 'decode', p: 'prefill', a: 'again', h: 'held', c: 'cached'};
 let steps = [], tones = {};
 function readTones() {                                                                     // a canvas knows no CSS variables
@@ -268,10 +370,10 @@ function drawSpeed(points) {                                                    
   g.lineWidth = 1.5;
   g.stroke();
 }
-'''
+"""
 
 # %% ../../nbs/modules/000_page.ipynb #pag0001b
-JS_SHOW = r'''
+JS_SHOW = r"""
 let shots = [], speeds = [], last = null, drawn = 0, named = 0;
 function rate(name) {                                                                      // a second, over the last three
   const a = shots[0], b = shots.at(-1);
@@ -365,10 +467,10 @@ function show() {
       + `${number(last.waiting)} waiting, ${number(rate('made'))} tokens a second. The table below has each slot.`);
   }
 }
-'''
+"""
 
 # %% ../../nbs/modules/000_page.ipynb #pag0001d
-JS_FEED = r'''
+JS_FEED = r"""
 let feed = null, paused = false, tries = 0, again = null;
 const say = text => put($('state'), text);
 function stop() {
@@ -432,10 +534,10 @@ function scheme(to) {
 $('theme').onclick = () => scheme((document.documentElement.style.colorScheme || (dark.matches ? 'dark' : 'light')) === 'dark' ? 'light' : 'dark');
 dark.onchange = () => { readTones(); show(); };
 addEventListener('resize', show);
-'''
+"""
 
 # %% ../../nbs/modules/000_page.ipynb #pag0001f
-JS_BATCHES = r'''
+JS_BATCHES = r"""
 let names = new Map(), due = null;
 async function fileLink(e) {                                                               // a link sends no key
   if (!key) return;
@@ -486,10 +588,10 @@ async function listBatches() {
   } catch (e) { put($('no-batches'), e.message); }
   due = setTimeout(listBatches, 2000);
 }
-'''
+"""
 
 # %% ../../nbs/modules/000_page.ipynb #pag00021
-JS_CHAT = r'''
+JS_CHAT = r"""
 let talk = [], asking = null;
 const turn = (who, text) => {
   const said = el('p', {class: who}, el('b', {}, who === 'user' ? 'You' : 'Model'), el('span', {}, text));
@@ -558,10 +660,10 @@ document.documentElement.style.colorScheme = kept('batchlab-scheme');
 readTones();
 busy(false);
 watch();
-'''
+"""
 
 # %% ../../nbs/modules/000_page.ipynb #pag00022
-CSS = r'''
+CSS = r"""
 body{margin:0;background:var(--ground);color:var(--ink);font:14px/1.45 system-ui,sans-serif}*{box-sizing:border-box}[hidden]{display:none!important}
 header,main{max-width:1320px;margin:0 auto;padding:0 16px}header{display:flex;flex-wrap:wrap;gap:4px 12px;align-items:center;padding-top:12px}
 h1{font-size:18px;margin:0}h1 span{font-weight:400;color:var(--dim);font-size:14px;overflow-wrap:anywhere}#state{margin:0 auto 0 0;color:var(--dim)}
@@ -596,10 +698,10 @@ td.num,th.num{text-align:right;font-variant-numeric:tabular-nums}.num{font-varia
 @media(max-width:900px){main{grid-template-columns:minmax(0,1fr)}#figures{grid-template-columns:repeat(2,minmax(0,1fr))}}
 @media(max-width:480px){header,main{padding-left:10px;padding-right:10px}#figures{gap:6px}#figures div{padding:6px 8px}dd b{font-size:20px}#speed{width:34%}td.wide{width:30%}td,th{padding-right:6px}}
 @media(forced-colors:active){.bar i,.dot,.key i,.meter i{forced-color-adjust:none}}
-'''
+"""
 
 # %% ../../nbs/modules/000_page.ipynb #pag00023
-BODY = r'''
+BODY = r"""
 <a class="skip" href="#say">To the playground</a>
 <header><h1>batchlab <span id="model"></span></h1><p id="state" role="status">Connecting …</p>
 <button id="pause">Pause</button><button id="forget" hidden>Forget the key</button><button id="theme" aria-label="Switch between light and dark" title="Light or dark">◐</button></header>
@@ -634,60 +736,110 @@ BODY = r'''
 <p class="note" id="said" role="status"></p></section>
 <section aria-labelledby="h-batches"><h2 id="h-batches">Batches</h2><ul id="batches"></ul><p class="note" id="no-batches"></p></section></div>
 </main>
-'''
+"""
 
 # %% ../../nbs/modules/000_page.ipynb #pag00025
 SCRIPT = f"'use strict';{JS_START}{JS_ROLL}{JS_SHOW}{JS_FEED}{JS_BATCHES}{JS_CHAT}"
-STYLE = ':root{color-scheme:light dark;' + ''.join(f'--{k}:light-dark({a},{b});' for k, (a, b) in COLOURS.items()) + '--failed:light-dark(#cf222e,#f85149)}' + CSS
-HTML = ('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>batchlab</title>'
-        f'<link rel="icon" href="data:,"><style>{STYLE}</style></head><body>{BODY}<script>{SCRIPT}</script></body></html>\n')
+STYLE = (
+    ":root{color-scheme:light dark;"
+    + "".join(f"--{k}:light-dark({a},{b});" for k, (a, b) in COLOURS.items())
+    + "--failed:light-dark(#cf222e,#f85149)}"
+    + CSS
+)
+HTML = (
+    '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>batchlab</title>'
+    f'<link rel="icon" href="data:,"><style>{STYLE}</style></head><body>{BODY}<script>{SCRIPT}</script></body></html>\n'
+)
 
-def digest(text: str) -> str: return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
-POLICY = (f"default-src 'none'; script-src {digest(SCRIPT)}; style-src {digest(STYLE)}; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-          "frame-ancestors 'none'")
-HEADERS = {'Content-Security-Policy': POLICY, 'X-Content-Type-Options': 'nosniff', 'Referrer-Policy': 'no-referrer', 'Cache-Control': 'no-cache',
-           'Cross-Origin-Opener-Policy': 'same-origin', 'Cross-Origin-Resource-Policy': 'same-origin'}
+def digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+POLICY = (
+    f"default-src 'none'; script-src {digest(SCRIPT)}; style-src {digest(STYLE)}; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
 
 # %% ../../nbs/modules/000_page.ipynb #pag00029
 def trusted(host: str, names: Collection[str]) -> bool:
     "Whether the header `host` names this server by an address, as localhost, or by one of `names`."
-    try: name = urlsplit(f'//{host}').hostname or ''
-    except ValueError: return False
-    if name == 'localhost' or name.endswith('.localhost') or name in names: return True
-    try: ipaddress.ip_address(name)
-    except ValueError: return False
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    if name == "localhost" or name.endswith(".localhost") or name in names:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
     return True
+
 
 def is_foreign(headers: Mapping[str, str]) -> bool:
     "Whether a browser asks for a page of another site: by `Sec-Fetch-Site`, or if it left that out by an `Origin` that is not the `Host`."
-    if site := headers.get('sec-fetch-site'): return site not in ('same-origin', 'none')
-    origin = headers.get('origin')
-    return origin is not None and origin.partition('://')[2].lower() != headers.get('host', '').lower()
+    if site := headers.get("sec-fetch-site"):
+        return site not in ("same-origin", "none")
+    origin = headers.get("origin")
+    return (
+        origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
+    )
+
 
 def page_router(batches: bool = False, names: Collection[str] | None = None) -> APIRouter:
     """The page at / and its feed at /page/events, as a router for `create_app`. `batches`: whether the server has endpoints for them.
 
     `names`: of the server, beside its addresses and localhost, by which a browser may call it; None is any, for one with an API key."""
-    router, lookouts = APIRouter(), list[Lookout]()                    # one, of the app's engine, once somebody has come
+    router, lookouts = (
+        APIRouter(),
+        list[Lookout](),
+    )  # one, of the app's engine, once somebody has come
 
-    async def page() -> Response: return HTMLResponse(HTML, headers=HEADERS)
+    async def page() -> Response:
+        return HTMLResponse(HTML, headers=HEADERS)
 
     async def events(request: Request) -> Response:
-        if is_foreign(request.headers): raise HTTPException(403, 'the page of another site may not look')
-        if names is not None and not trusted(request.headers.get('host', ''), names):
-            raise HTTPException(403, 'call this server by its address or as localhost, or give it an API key')
+        if is_foreign(request.headers):
+            raise HTTPException(403, "the page of another site may not look")
+        if names is not None and not trusted(request.headers.get("host", ""), names):
+            raise HTTPException(
+                403, "call this server by its address or as localhost, or give it an API key"
+            )
         api = request.app.state.api
-        if not lookouts: lookouts.append(Lookout(api.llm.llm))
+        if not lookouts:
+            lookouts.append(Lookout(api.llm.llm))
         [lookout] = lookouts
+
         async def parts() -> AsyncGenerator[bytes]:
             with lookout.viewer():
                 async with aclosing(feed(lookout, api, dict(batches=batches))) as states:
-                    async for state in states: yield state
-        if lookout.viewers >= MOST_VIEWERS: raise BadRequest(f'{MOST_VIEWERS} people look at this page already', 'rate_limit_exceeded')
-        return StreamingResponse(parts(), media_type='text/event-stream', headers={'Cache-Control': 'no-store', 'X-Accel-Buffering': 'no', 'X-Content-Type-Options': 'nosniff'})
+                    async for state in states:
+                        yield state
 
-    for path, endpoint in (('/', page), ('/page/events', events)):
+        if lookout.viewers >= MOST_VIEWERS:
+            raise BadRequest(
+                f"{MOST_VIEWERS} people look at this page already", "rate_limit_exceeded"
+            )
+        return StreamingResponse(
+            parts(),
+            media_type="text/event-stream",
+            headers={
+                "Cache-Control": "no-store",
+                "X-Accel-Buffering": "no",
+                "X-Content-Type-Options": "nosniff",
+            },
+        )
+
+    for path, endpoint in (("/", page), ("/page/events", events)):
         endpoint.__annotations__ = dict(request=Request) if endpoint is events else {}
-        router.add_api_route(path, endpoint, methods=['GET'], response_model=None)
+        router.add_api_route(path, endpoint, methods=["GET"], response_model=None)
     return router

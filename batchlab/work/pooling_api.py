@@ -14,7 +14,7 @@ from ..errors import ParamError
 from ..pooled import PoolingGroup, PoolingParams, PoolingRequestOutput
 from .openai import BadRequest, param_of, take
 
-if TYPE_CHECKING:      # a check of a file needs no torch
+if TYPE_CHECKING:  # a check of a file needs no torch
     import torch
     from batchlab.llm import LLM
     from batchlab.outputs import StreamEvent
@@ -24,8 +24,9 @@ __all__ = ['MOST_TEXTS', 'TEXTS_A_PLACE', 'TASK_OF', 'POOLING_KINDS', 'PoolingRe
            'TextsOutput', 'TextsGroup', 'admit_texts', 'encoded', 'check_finite', 'texts_usage', 'pooling_body']
 
 # %% ../../nbs/modules/000_pooling_api.ipynb #701f2020
-MOST_TEXTS = 2048                                                    # of one request, as OpenAI has it
-TEXTS_A_PLACE = 16                                                   # texts of a request that count as one among those under way
+MOST_TEXTS = 2048  # of one request, as OpenAI has it
+TEXTS_A_PLACE = 16  # texts of a request that count as one among those under way
+
 
 @dataclass
 class PoolingRequest:
@@ -35,16 +36,17 @@ class PoolingRequest:
     `encoding`: 'float' or 'base64' (little-endian fp32) for vectors. `top_n`: of a
     ranking only so many; `with_texts`: with its documents. `key`: the one of the body that has the texts; `asked`: the body. `labels`: the model's
     names of classes, by index, when it has run. `adapter`: the name of the one that it is to run with, or None."""
+
     kind: str
     texts: list[Any]
     others: list[str] = field(default_factory=list)
     params: PoolingParams = PoolingParams()
     model: str | None = None
-    encoding: str = 'float'
+    encoding: str = "float"
     top_n: int | None = None
     with_texts: bool = True
     priority: int = 0
-    key: str = 'input'
+    key: str = "input"
     asked: dict[str, Any] = field(default_factory=dict)
     labels: dict[int, str] = field(default_factory=dict)
     adapter: str | None = None
@@ -58,113 +60,215 @@ class PoolingRequest:
 
     def prompts(self, llm: LLM) -> list[tuple[Any, PoolingParams]]:
         "What `llm` is to run for it. Raises `PromptError`, `ParamError`."
-        if self.kind not in ('score', 'rerank'):
-            params = self.params if self.params.task else replace(self.params, task=llm.pooling_tasks[0])
+        if self.kind not in ("score", "rerank"):
+            params = (
+                self.params if self.params.task else replace(self.params, task=llm.pooling_tasks[0])
+            )
             return [(t, params) for t in self.texts]
         from batchlab.pooling import pair_up
-        a, b = pair_up(self.texts, self.others)
-        if llm.pooler.classifies or llm.pooler.tags: return [({'prompt': x, 'text_pair': y}, self.params) for x, y in zip(a, b)]
-        return [(t, replace(self.params, task='embed')) for t in dict.fromkeys([*a, *b])]
 
-    def as_group(self, llm: LLM, request_id: str, on_event: Callable[[StreamEvent], object] | None = None, index: int = 0, priority: int | None = None,
-                 timeout: float | None = None) -> TextsGroup:
+        a, b = pair_up(self.texts, self.others)
+        if llm.pooler.classifies or llm.pooler.tags:
+            return [({"prompt": x, "text_pair": y}, self.params) for x, y in zip(a, b)]
+        return [(t, replace(self.params, task="embed")) for t in dict.fromkeys([*a, *b])]
+
+    def as_group(
+        self,
+        llm: LLM,
+        request_id: str,
+        on_event: Callable[[StreamEvent], object] | None = None,
+        index: int = 0,
+        priority: int | None = None,
+        timeout: float | None = None,
+    ) -> TextsGroup:
         "The requests of its texts, made ready, as one that ends with all of them. Raises `ModelError`, `PromptError`, `ParamError`."
-        return admit_texts(llm, self, TextsGroup(request_id, index, on_event), self.priority if priority is None else priority, timeout)
+        return admit_texts(
+            llm,
+            self,
+            TextsGroup(request_id, index, on_event),
+            self.priority if priority is None else priority,
+            timeout,
+        )
 
 # %% ../../nbs/modules/000_pooling_api.ipynb #9d909a20
-_LEFT_OUT = {'user', 'request_id', 'metadata', 'store'}
-_NEUTRAL: dict[str, tuple[Any, ...]] = dict(stream=(False,), add_special_tokens=(True,), padding=('do_not_pad',), truncation_side=('right',), embed_dtype=('float32', 'float'),
-    endianness=('native', 'little'), max_tokens_per_query=(0,), max_tokens_per_doc=(0,), mm_processor_kwargs=({},), chat_template_kwargs=({},))
-_FIELDS = {'use_activation', 'normalize', 'softmax', 'activation', 'truncate_prompt_tokens'}
-_OWN = dict(embed={'dimensions', 'encoding_format', 'prompt_name', 'input'}, classify={'input'}, score=set[str](),
-            pooling={'dimensions', 'encoding_format', 'task', 'layers', 'positions', 'input'}, rerank={'query', 'documents', 'top_n', 'return_documents'})
-_PAIRS = ('text_1', 'text_2'), ('queries', 'documents'), ('queries', 'items'), ('data_1', 'data_2')
-TASK_OF = dict(embed='embed', classify='classify', score='score', rerank='score')
+_LEFT_OUT = {"user", "request_id", "metadata", "store"}
+_NEUTRAL: dict[str, tuple[Any, ...]] = dict(
+    stream=(False,),
+    add_special_tokens=(True,),
+    padding=("do_not_pad",),
+    truncation_side=("right",),
+    embed_dtype=("float32", "float"),
+    endianness=("native", "little"),
+    max_tokens_per_query=(0,),
+    max_tokens_per_doc=(0,),
+    mm_processor_kwargs=({},),
+    chat_template_kwargs=({},),
+)
+_FIELDS = {"use_activation", "normalize", "softmax", "activation", "truncate_prompt_tokens"}
+_OWN = dict(
+    embed={"dimensions", "encoding_format", "prompt_name", "input"},
+    classify={"input"},
+    score=set[str](),
+    pooling={"dimensions", "encoding_format", "task", "layers", "positions", "input"},
+    rerank={"query", "documents", "top_n", "return_documents"},
+)
+_PAIRS = ("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")
+TASK_OF = dict(embed="embed", classify="classify", score="score", rerank="score")
 POOLING_KINDS = {*_OWN}
 
-def _is_ids(x: Any) -> bool: return isinstance(x, list) and bool(x) and all(type(i) is int for i in x)
+
+def _is_ids(x: Any) -> bool:
+    return isinstance(x, list) and bool(x) and all(type(i) is int for i in x)
+
 
 def texts_of(v: Any, key: str, ids: bool = True) -> list[Any]:
     "`v` of a `key`, a text or several, as a list; `ids`: lists of token ids count as texts. Raises `BadRequest`."
     fits = lambda x: isinstance(x, str) or ids and _is_ids(x)
     many = [v] if fits(v) else v
     if not isinstance(many, list) or not many or not all(map(fits, many)):
-        raise BadRequest(f"{key} must be a string{', a list of token ids' * ids}, or a list of {'these' if ids else 'strings'}, got {v!r:.60}", param=key)
-    if len(many) > MOST_TEXTS: raise BadRequest(f'{key} may have up to {MOST_TEXTS:,} texts, got {len(many):,}: make several requests of it', param=key)
+        raise BadRequest(
+            f"{key} must be a string{', a list of token ids' * ids}, or a list of {'these' if ids else 'strings'}, got {v!r:.60}",
+            param=key,
+        )
+    if len(many) > MOST_TEXTS:
+        raise BadRequest(
+            f"{key} may have up to {MOST_TEXTS:,} texts, got {len(many):,}: make several requests of it",
+            param=key,
+        )
     return many
 
+
 def _documents(v: Any) -> list[Any]:
-    plain = [d['text'] if isinstance(d, dict) and isinstance(d.get('text'), str) else d for d in v] if isinstance(v, list) else v
-    return texts_of(plain, 'documents', ids=False)
+    plain = (
+        [d["text"] if isinstance(d, dict) and isinstance(d.get("text"), str) else d for d in v]
+        if isinstance(v, list)
+        else v
+    )
+    return texts_of(plain, "documents", ids=False)
+
 
 def _parse(body, kind):
     "See `parse_pooling`."
     d = {k: v for k, v in body.items() if v is not None and k not in _LEFT_OUT}
-    r = PoolingRequest(kind, [], model=take(d, 'model', str, None, 'a string'), priority=take(d, 'priority', int, 0, 'a whole number, lower goes first'), asked=body)
-    if kind == 'score':
+    r = PoolingRequest(
+        kind,
+        [],
+        model=take(d, "model", str, None, "a string"),
+        priority=take(d, "priority", int, 0, "a whole number, lower goes first"),
+        asked=body,
+    )
+    if kind == "score":
         pair = next((p for p in _PAIRS if {*p} <= d.keys()), None)
-        if pair is None: raise BadRequest(f"a score needs two keys of one kind: {', or '.join(' and '.join(p) for p in _PAIRS)}", param=next((k for p in _PAIRS for k in p if k in d), 'text_1'))
+        if pair is None:
+            raise BadRequest(
+                f"a score needs two keys of one kind: {', or '.join(' and '.join(p) for p in _PAIRS)}",
+                param=next((k for p in _PAIRS for k in p if k in d), "text_1"),
+            )
         r.key, (r.texts, r.others) = pair[0], (texts_of(d.pop(k), k, ids=False) for k in pair)
         if (n := (len(r.texts), len(r.others)))[0] not in (1, n[1]):
-            raise BadRequest(f'{pair[0]} has {n[0]:,} texts and {pair[1]} {n[1]:,}: give one {pair[0]}, or as many of each', param=pair[1])
-    elif kind == 'rerank':
-        if not isinstance(query := d.pop('query', None), str): raise BadRequest(f'query must be a string, got {query!r:.60}', param='query')
-        r.key, r.texts, r.others, r.with_texts = 'query', [query], _documents(d.pop('documents', None)), take(d, 'return_documents', bool, True, 'true or false')
-        r.top_n = n = int(take(d, 'top_n', int, 0, 'a whole number'))
-        if n < 0: raise BadRequest(f'top_n must be a whole number of at least 0, got {n}', param='top_n')
-    elif 'messages' in d: raise BadRequest('messages are for chats: give their text as input', param='messages')
-    else: r.texts = texts_of(d.pop('input', None), 'input')
-    r.encoding = d.pop('encoding_format', 'float') if kind in ('embed', 'pooling') else 'float'
-    if r.encoding not in ('float', 'base64'):
-        raise BadRequest(f"encoding_format must be 'float' or 'base64', got {r.encoding!r:.40}", param='encoding_format')
+            raise BadRequest(
+                f"{pair[0]} has {n[0]:,} texts and {pair[1]} {n[1]:,}: give one {pair[0]}, or as many of each",
+                param=pair[1],
+            )
+    elif kind == "rerank":
+        if not isinstance(query := d.pop("query", None), str):
+            raise BadRequest(f"query must be a string, got {query!r:.60}", param="query")
+        r.key, r.texts, r.others, r.with_texts = (
+            "query",
+            [query],
+            _documents(d.pop("documents", None)),
+            take(d, "return_documents", bool, True, "true or false"),
+        )
+        r.top_n = n = int(take(d, "top_n", int, 0, "a whole number"))
+        if n < 0:
+            raise BadRequest(f"top_n must be a whole number of at least 0, got {n}", param="top_n")
+    elif "messages" in d:
+        raise BadRequest("messages are for chats: give their text as input", param="messages")
+    else:
+        r.texts = texts_of(d.pop("input", None), "input")
+    r.encoding = d.pop("encoding_format", "float") if kind in ("embed", "pooling") else "float"
+    if r.encoding not in ("float", "base64"):
+        raise BadRequest(
+            f"encoding_format must be 'float' or 'base64', got {r.encoding!r:.40}",
+            param="encoding_format",
+        )
     r.params = _params(d, kind)
     return r
+
 
 def _params(d, kind):
     "The `PoolingParams` of the keys that are left in dict `d`. Raises `BadRequest` for those that mean nothing, `ParamError`."
     known, given = _FIELDS | _OWN[kind], {}
     for k, v in d.items():
-        if k in known: given[k] = v
+        if k in known:
+            given[k] = v
         elif k not in _NEUTRAL:
             near = difflib.get_close_matches(k, known, 1)
-            raise BadRequest(f"unknown key {k!r:.60}{f', did you mean {near[0]!r}?' if near else ': leave it out'}", param=k)
-        elif v not in _NEUTRAL[k]: raise BadRequest(f'{k}={v!r:.40} is not supported: leave it out, or give {json_word(_NEUTRAL[k][0])}', param=k)
-    if kind == 'pooling' and given.get('task') == 'score': raise BadRequest('a score is of two texts: ask /score for it', param='task')
-    return PoolingParams(**given) if kind == 'pooling' else PoolingParams.of(given, TASK_OF[kind])
+            raise BadRequest(
+                f"unknown key {k!r:.60}{f', did you mean {near[0]!r}?' if near else ': leave it out'}",
+                param=k,
+            )
+        elif v not in _NEUTRAL[k]:
+            raise BadRequest(
+                f"{k}={v!r:.40} is not supported: leave it out, or give {json_word(_NEUTRAL[k][0])}",
+                param=k,
+            )
+    if kind == "pooling" and given.get("task") == "score":
+        raise BadRequest("a score is of two texts: ask /score for it", param="task")
+    return PoolingParams(**given) if kind == "pooling" else PoolingParams.of(given, TASK_OF[kind])
 
-def json_word(v: Any) -> str: return str(v).lower() if isinstance(v, bool) else repr(v)
+
+def json_word(v: Any) -> str:
+    return str(v).lower() if isinstance(v, bool) else repr(v)
+
 
 def parse_pooling(body: dict[str, Any], kind: str) -> PoolingRequest:
     "The `PoolingRequest` of the body of a request of `kind`. Raises `BadRequest`, which names the key at fault if it is one."
-    try: return _parse(body, kind)
-    except ParamError as e: raise BadRequest(str(e), param=param_of(str(e), body)) from None
+    try:
+        return _parse(body, kind)
+    except ParamError as e:
+        raise BadRequest(str(e), param=param_of(str(e), body)) from None
 
 # %% ../../nbs/modules/000_pooling_api.ipynb #22198f98
 @dataclass
 class TextsOutput:
     "What became of a request of several texts: `parts`, a result for each text that was run, or an `error` for all. For the rest see `PoolingRequestOutput`."
+
     request_id: str
     parts: list[PoolingRequestOutput[Any]]
     error: str | None = None
     metrics: dict[str, Any] | None = None
     refused: bool = False
-    finish_reason: str = 'stop'
+    finish_reason: str = "stop"
     finished: bool = True
 
     @property
     def outputs(self) -> list[Any]:
         "It writes no text."
         return []
+
     @property
-    def prompt_token_ids(self) -> list[int]: return [*itertools.chain.from_iterable(p.prompt_token_ids for p in self.parts)]
+    def prompt_token_ids(self) -> list[int]:
+        return [*itertools.chain.from_iterable(p.prompt_token_ids for p in self.parts)]
+
     @property
-    def num_cached_tokens(self) -> int: return sum(p.num_cached_tokens for p in self.parts)
+    def num_cached_tokens(self) -> int:
+        return sum(p.num_cached_tokens for p in self.parts)
+
     @property
-    def num_tokens(self) -> int: return sum(p.num_tokens for p in self.parts)
+    def num_tokens(self) -> int:
+        return sum(p.num_tokens for p in self.parts)
+
 
 class TextsGroup(PoolingGroup):
     "Several texts on their way to a `TextsOutput`. `parts`: a group for each, whose request is one of this group's too."
-    def __init__(self, request_id: str, index: int = 0, on_event: Callable[[StreamEvent], object] | None = None) -> None:
+
+    def __init__(
+        self,
+        request_id: str,
+        index: int = 0,
+        on_event: Callable[[StreamEvent], object] | None = None,
+    ) -> None:
         super().__init__(request_id, index, on_event)
         self.parts: list[PoolingGroup] = []
 
@@ -173,67 +277,116 @@ class TextsGroup(PoolingGroup):
         outs = [p.result() for p in self.parts]
         bad = next((o for o in outs if o.error), None)
         error = self.error or (bad and bad.error)
-        reason = (bad.finish_reason if bad else self.reason) if error else 'stop'
+        reason = (bad.finish_reason if bad else self.reason) if error else "stop"
         return TextsOutput(self.request_id, outs, error, self.metrics(), self.refused, reason)
 
-def admit_texts(llm: LLM, asked: PoolingRequest, group: TextsGroup, priority: int = 0, timeout: float | None = None) -> TextsGroup:
+
+def admit_texts(
+    llm: LLM,
+    asked: PoolingRequest,
+    group: TextsGroup,
+    priority: int = 0,
+    timeout: float | None = None,
+) -> TextsGroup:
     "Tokenise and check the texts of `asked`; give `group` their requests, or its error. Raises `ModelError`, `PromptError`, `ParamError`."
     from batchlab.lora import put_adapter
     from batchlab.pooling import admit_pooling, encode_texts
+
     group.deadline = None if timeout is None else group.start + timeout
-    asked.labels = getattr(llm.model.config, 'id2label', None) or {}
+    asked.labels = getattr(llm.model.config, "id2label", None) or {}
     todo = asked.prompts(llm)
     texts = encode_texts(llm, [t for t, _ in todo], [p for _, p in todo])
     for i, (text, (_, params)) in enumerate(zip(texts, todo)):
-        part = admit_pooling(llm, PoolingGroup(f'{group.request_id}-{i}'), text, replace(params, raw=True), priority)
+        part = admit_pooling(
+            llm, PoolingGroup(f"{group.request_id}-{i}"), text, replace(params, raw=True), priority
+        )
         if part.error:
-            group.error, group.refused, group.reason = f'{asked.key}[{i}]: {part.error}' if len(todo) > 1 else part.error, part.refused, part.reason
+            group.error, group.refused, group.reason = (
+                f"{asked.key}[{i}]: {part.error}" if len(todo) > 1 else part.error,
+                part.refused,
+                part.reason,
+            )
             return group
         group.parts.append(part)
     group.requests = [r for part in group.parts for r in part.requests]
-    for i, r in enumerate(group.requests): r.group, r.index = group, i
+    for i, r in enumerate(group.requests):
+        r.group, r.index = group, i
     group.prompt_token_ids = group.parts[0].prompt_token_ids
     return put_adapter(llm, group, asked.adapter)
 
 # %% ../../nbs/modules/000_pooling_api.ipynb #8edb1b96
-_IDS = dict(embed='embd', classify='classify', pooling='pool', score='score', rerank='rerank')
+_IDS = dict(embed="embd", classify="classify", pooling="pool", score="score", rerank="rerank")
 
-def encoded(data: torch.Tensor, encoding: str = 'float') -> Any:
+
+def encoded(data: torch.Tensor, encoding: str = "float") -> Any:
     "A tensor as JSON has it: lists of numbers, or the bytes of little-endian fp32 in base64."
-    if encoding == 'float': return data.tolist()
-    return base64.b64encode(data.float().cpu().contiguous().numpy().astype('<f4').tobytes()).decode()
+    if encoding == "float":
+        return data.tolist()
+    return base64.b64encode(
+        data.float().cpu().contiguous().numpy().astype("<f4").tobytes()
+    ).decode()
+
 
 def _scores(asked, out):
     "A number for each pair of `asked`."
-    if len(out.parts) and (out.parts[0].params or asked.params).task != 'embed': return [p.outputs.data.item() for p in out.parts]
+    if len(out.parts) and (out.parts[0].params or asked.params).task != "embed":
+        return [p.outputs.data.item() for p in out.parts]
     import torch
     from batchlab.pooling import pair_up
+
     a, b = pair_up(asked.texts, asked.others)
     found = {t: p.outputs.data for t, p in zip(dict.fromkeys([*a, *b]), out.parts)}
-    return torch.cosine_similarity(torch.stack([found[t] for t in a]), torch.stack([found[t] for t in b])).tolist()
+    return torch.cosine_similarity(
+        torch.stack([found[t] for t in a]), torch.stack([found[t] for t in b])
+    ).tolist()
+
 
 def _ranked(asked, scores):
-    order = sorted(range(len(scores)), key=lambda i: -scores[i])[:asked.top_n or None]
-    return [dict(index=i, **(dict(document=dict(text=asked.others[i])) if asked.with_texts else {}), relevance_score=scores[i]) for i in order]
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])[: asked.top_n or None]
+    return [
+        dict(
+            index=i,
+            **(dict(document=dict(text=asked.others[i])) if asked.with_texts else {}),
+            relevance_score=scores[i],
+        )
+        for i in order
+    ]
+
 
 def check_finite(out: TextsOutput) -> None:
     "Raise `BadRequest` for numbers that JSON can't hold."
-    if not all(bool(p.outputs.data.isfinite().all()) for p in out.parts): raise BadRequest('the model gives numbers that are not finite', 'server_error')
+    if not all(bool(p.outputs.data.isfinite().all()) for p in out.parts):
+        raise BadRequest("the model gives numbers that are not finite", "server_error")
+
 
 def texts_usage(out: TextsOutput) -> dict[str, int]:
     "Tokens that were read, as OpenAI counts them."
     return dict(prompt_tokens=out.num_tokens, total_tokens=out.num_tokens)
 
+
 def pooling_body(asked: PoolingRequest, out: TextsOutput, name: str, model: str) -> dict[str, Any]:
     "The body of the answer to `asked`, that `out` is. `name`: what makes its id one of a kind; `model`: what to call it. Raises `BadRequest`."
     check_finite(out)
-    head, usage = dict(id=f'{_IDS[asked.kind]}-{name}'), texts_usage(out)
-    if asked.kind == 'rerank': return head | dict(model=model, usage=usage, results=_ranked(asked, _scores(asked, out)))
-    if asked.kind == 'score': data = [dict(index=i, object='score', score=s) for i, s in enumerate(_scores(asked, out))]
-    elif asked.kind == 'classify':
+    head, usage = dict(id=f"{_IDS[asked.kind]}-{name}"), texts_usage(out)
+    if asked.kind == "rerank":
+        return head | dict(model=model, usage=usage, results=_ranked(asked, _scores(asked, out)))
+    if asked.kind == "score":
+        data = [dict(index=i, object="score", score=s) for i, s in enumerate(_scores(asked, out))]
+    elif asked.kind == "classify":
         each = [p.outputs.data.tolist() for p in out.parts]
-        data = [dict(index=i, label=asked.labels.get(max(range(len(x)), key=x.__getitem__)), probs=x, num_classes=len(x)) for i, x in enumerate(each)]
+        data = [
+            dict(
+                index=i,
+                label=asked.labels.get(max(range(len(x)), key=x.__getitem__)),
+                probs=x,
+                num_classes=len(x),
+            )
+            for i, x in enumerate(each)
+        ]
     else:
-        key, object = ('embedding', 'embedding') if asked.kind == 'embed' else ('data', 'pooling')
-        data = [dict(object=object, index=i) | {key: encoded(p.outputs.data, asked.encoding)} for i, p in enumerate(out.parts)]
-    return head | dict(object='list', created=int(time.time()), model=model, data=data, usage=usage)
+        key, object = ("embedding", "embedding") if asked.kind == "embed" else ("data", "pooling")
+        data = [
+            dict(object=object, index=i) | {key: encoded(p.outputs.data, asked.encoding)}
+            for i, p in enumerate(out.parts)
+        ]
+    return head | dict(object="list", created=int(time.time()), model=model, data=data, usage=usage)

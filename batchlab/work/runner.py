@@ -23,7 +23,7 @@ from .openai import BadRequest
 from .pooling_api import TextsOutput
 from .toolcalls import conversation_with, tool_params
 
-if TYPE_CHECKING:      # a dry run needs no torch
+if TYPE_CHECKING:  # a dry run needs no torch
     from batchlab.llm import LLM
     from batchlab.outputs import RequestGroup, RequestOutput, StreamEvent
     from batchlab.work.jobs import Job, JobResult
@@ -31,83 +31,132 @@ if TYPE_CHECKING:      # a dry run needs no torch
 # %% ../../nbs/41_jobs.ipynb #66c77235
 def model_digest(llm: Any) -> str:
     "16 hex digits that change with the weights, their quantization or the chat template of `llm`, or its named adapters."
-    about: tuple[Any, ...] = llm.weights_digest, llm.quantization, getattr(llm.tokenizer, 'chat_template', None)
-    if adapters := getattr(llm, 'adapters', None): about += (adapters.digest,)
+    about: tuple[Any, ...] = (
+        llm.weights_digest,
+        llm.quantization,
+        getattr(llm.tokenizer, "chat_template", None),
+    )
+    if adapters := getattr(llm, "adapters", None):
+        about += (adapters.digest,)
     return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
 
 # %% ../../nbs/41_jobs.ipynb #3865f65d
 def good_order(rows: list[tuple[list[int], int]]) -> list[int]:
     "In which order to run `rows`, pairs `(prompt ids, most tokens in all)`: a list of indices."
     from batchlab.prefix import find_common_chunk_prefix
-    if not rows: return []
+
+    if not rows:
+        return []
     common, size = find_common_chunk_prefix([ids for ids, _ in rows]), lambda i: -rows[i][1]
     groups = {}
-    for i, (ids, _) in enumerate(rows):      # as group_by_prefix, by the tokens themselves: that of a block is quicker
-        first = ids[common:common + 48]
-        groups.setdefault(tuple(first[:len(first) // 16 * 16] or first), []).append(i)
-    for g in groups.values(): g.sort(key=size)
+    for i, (ids, _) in enumerate(
+        rows
+    ):  # as group_by_prefix, by the tokens themselves: that of a block is quicker
+        first = ids[common : common + 48]
+        groups.setdefault(tuple(first[: len(first) // 16 * 16] or first), []).append(i)
+    for g in groups.values():
+        g.sort(key=size)
     return [i for g in sorted(groups.values(), key=lambda g: size(g[0])) for i in g]
 
 # %% ../../nbs/41_jobs.ipynb #a217a0f5
 def _admitted(line: JobLine, group: RequestGroup) -> RequestGroup | None:
     "`group` if it can run, else None, and `line.failure` says why."
-    if group.error is None: return group
-    line.failure = 'context_length_exceeded' if group.reason == 'too_long' else 'invalid_request', group.error
+    if group.error is None:
+        return group
+    line.failure = (
+        "context_length_exceeded" if group.reason == "too_long" else "invalid_request",
+        group.error,
+    )
 
-def admit_line(llm: LLM, line: JobLine, params: ParamsCache, on_event: Callable[[StreamEvent], object] | None = None,
-               first: bool = True) -> RequestGroup | None:
+
+def admit_line(
+    llm: LLM,
+    line: JobLine,
+    params: ParamsCache,
+    on_event: Callable[[StreamEvent], object] | None = None,
+    first: bool = True,
+) -> RequestGroup | None:
     """A `RequestGroup` for `line` by a `ParamsCache`, ready to run; None if it can't, and `line.failure` says why.
 
     `first`: no line could run so far. Raises `JobError` if this one can't for want of something that the model lacks."""
     from batchlab.llm import admit
     from batchlab.lora import adapter_named, put_adapter
     from batchlab.outputs import RequestGroup
+
     try:
         if line.pooling:
             line.pooling.adapter = line.adapter or adapter_named(llm, line.model)
             return _admitted(line, line.pooling.as_group(llm, line.key, on_event, line.number))
         group, chat = RequestGroup(line.key, line.number, on_event), line.messages is not None
         prompt, own = line.conversation if chat else line.prompt, params.of(line)
-        if line.tools or any('tool_calls' in m for m in line.messages or ()):
-            line.tool_format = params.format(llm.tokenizer, line.chat_options.get('chat_template'))
-            prompt = conversation_with(line.tool_format, line.tools, dict(messages=line.messages, **line.chat_options))
-            if line.tools: own = tool_params(own, line.tool_format, line.tools)
-        return _admitted(line, put_adapter(llm, admit(llm, group, prompt, own, chat=chat), line.adapter or adapter_named(llm, line.model)))
+        if line.tools or any("tool_calls" in m for m in line.messages or ()):
+            line.tool_format = params.format(llm.tokenizer, line.chat_options.get("chat_template"))
+            prompt = conversation_with(
+                line.tool_format, line.tools, dict(messages=line.messages, **line.chat_options)
+            )
+            if line.tools:
+                own = tool_params(own, line.tool_format, line.tools)
+        return _admitted(
+            line,
+            put_adapter(
+                llm,
+                admit(llm, group, prompt, own, chat=chat),
+                line.adapter or adapter_named(llm, line.model),
+            ),
+        )
     except (BadRequest, BatchlabError) as e:
-        if first and isinstance(e, ModelError): raise JobError(str(e), 1) from e
-        line.failure = getattr(e, 'code', 'invalid_request'), str(e)
-    except Exception as e:                            # whatever a line does to a tokenizer, it does to itself alone
-        line.failure = 'invalid_request', f'{type(e).__name__}: {e}'[:300]
+        if first and isinstance(e, ModelError):
+            raise JobError(str(e), 1) from e
+        line.failure = getattr(e, "code", "invalid_request"), str(e)
+    except Exception as e:  # whatever a line does to a tokenizer, it does to itself alone
+        line.failure = "invalid_request", f"{type(e).__name__}: {e}"[:300]
 
 # %% ../../nbs/41_jobs.ipynb #91b0aa12
-def record_of(line: JobLine, out: RequestOutput | TextsOutput, model: str, timeout: float | None = None, again: bool = False,
-              postprocess: Postprocess | None = None) -> dict[str, Any] | None:
+def record_of(
+    line: JobLine,
+    out: RequestOutput | TextsOutput,
+    model: str,
+    timeout: float | None = None,
+    again: bool = False,
+    postprocess: Postprocess | None = None,
+) -> dict[str, Any] | None:
     "The record of `line` that ended as `out`; None if it must be tried once more, unless this was `again`."
     reason = out.finish_reason if isinstance(out, TextsOutput) else out.outputs[0].finish_reason
-    if isinstance(out, TextsOutput): model = line.pooling.adapter or model if line.pooling else model
-    elif out.lora_request: model = out.lora_request.lora_name
-    if not out.error and reason in ('stop', 'length'):
-        try: return answer_of(line, out, model, postprocess)
-        except BadRequest as e: return failure_of(line, e.code, str(e))
-    if reason == 'timeout': return failure_of(line, 'timeout', f'not done after {timeout:g} seconds')
-    return failure_of(line, 'server_error', out.error or f'ended as {reason}') if again else None
+    if isinstance(out, TextsOutput):
+        model = line.pooling.adapter or model if line.pooling else model
+    elif out.lora_request:
+        model = out.lora_request.lora_name
+    if not out.error and reason in ("stop", "length"):
+        try:
+            return answer_of(line, out, model, postprocess)
+        except BadRequest as e:
+            return failure_of(line, e.code, str(e))
+    if reason == "timeout":
+        return failure_of(line, "timeout", f"not done after {timeout:g} seconds")
+    return failure_of(line, "server_error", out.error or f"ended as {reason}") if again else None
 
 # %% ../../nbs/41_jobs.ipynb #91b0aa15
 class Remarks:
     "Tells through `say` what lines have that changes nothing, each thing once."
-    def __init__(self, say: Callable[[str], object]) -> None: self.say, self.named = say, set[str]()
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self.say, self.named = say, set[str]()
 
     def on(self, line: JobLine) -> None:
         "Name the keys of `line` without meaning, up to fifty of a file."
         if (more := {*line.ignored} - self.named) and len(self.named) < 50:
             self.named |= more
-            self.say(f"{line.where}: keys without meaning here, ignored: {', '.join(sorted(more))[:300]}")
+            self.say(
+                f"{line.where}: keys without meaning here, ignored: {', '.join(sorted(more))[:300]}"
+            )
+
 
 @dataclass
 class ModelNames:
     """Which model a line may ask for: the one that answers, by any of `names`, or one of `adapters`.
 
     `any_model`: a line for another is answered too, if there are no adapters, among which it may be a misspelt one; None: nobody can say so."""
+
     names: Sequence[str]
     adapters: Collection[str] = ()
     any_model: bool | None = False
@@ -115,78 +164,129 @@ class ModelNames:
     @classmethod
     def of(cls, llm: Any, name: str | None, any_model: bool | None = False) -> ModelNames:
         "Those of `llm`, which answers call `name`. A hub's id may lack its owner. Raises `JobError`."
-        own, adapters = getattr(llm, 'model', None), adapter_names(llm)                # a worker's model is elsewhere
+        own, adapters = (
+            getattr(llm, "model", None),
+            adapter_names(llm),
+        )  # a worker's model is elsewhere
         names = [n for n in (name, own is not None and name_of(own)) if n]
-        if twice := {*names[:1]} & {*adapters}: raise JobError(f'the model and an adapter are both called {min(twice)!r}: call one of them something else')
+        if twice := {*names[:1]} & {*adapters}:
+            raise JobError(
+                f"the model and an adapter are both called {min(twice)!r}: call one of them something else"
+            )
         return cls(names, adapters, any_model)
 
     def check(self, line: JobLine) -> None:
         "Let `line` fail if it asks for a model that is not here."
-        known = {*self.names, *(name.rpartition('/')[2] for name in self.names), *self.adapters}
-        if line.failure or line.model is None or line.model in known or self.any_model and not self.adapters: return
-        here = f'{self.names[0]} answers' + (f', and its adapters {", ".join(sorted(self.adapters))}' if self.adapters else '')
-        way = '' if self.adapters or self.any_model is None else '; any_model (--any-model) lets it answer for all names'
-        line.failure = 'model_not_found', f'there is no model {line.model!r:.60} here: {here}{way}'
+        known = {*self.names, *(name.rpartition("/")[2] for name in self.names), *self.adapters}
+        if (
+            line.failure
+            or line.model is None
+            or line.model in known
+            or self.any_model
+            and not self.adapters
+        ):
+            return
+        here = f"{self.names[0]} answers" + (
+            f", and its adapters {', '.join(sorted(self.adapters))}" if self.adapters else ""
+        )
+        way = (
+            ""
+            if self.adapters or self.any_model is None
+            else "; any_model (--any-model) lets it answer for all names"
+        )
+        line.failure = "model_not_found", f"there is no model {line.model!r:.60} here: {here}{way}"
 
 # %% ../../nbs/41_jobs.ipynb #91b0aa18
 def name_of(model: Any) -> str:
     "What to call `model`: its name, or that of its folder without the path, else its class."
-    from batchlab.fetching import short_name                     # not for a dry run, which needs no torch
-    name = getattr(model.config, '_name_or_path', '')
+    from batchlab.fetching import short_name  # not for a dry run, which needs no torch
+
+    name = getattr(model.config, "_name_or_path", "")
     return (short_name(name) if os.path.exists(name) else name) or type(model).__name__
 
-Admitted = tuple[JobLine, 'RequestGroup']
+
+Admitted = tuple[JobLine, "RequestGroup"]
+
 
 class LineRunner:
     "Runs lines on `llm` as `job` says, and hands their records to `settle(line, record)`. `result` counts the tokens."
-    def __init__(self, job: Job, llm: LLM, result: JobResult, settle: Callable[[JobLine, dict[str, Any]], object]) -> None:
+
+    def __init__(
+        self,
+        job: Job,
+        llm: LLM,
+        result: JobResult,
+        settle: Callable[[JobLine, dict[str, Any]], object],
+    ) -> None:
         self.job, self.llm, self.result, self.settle = job, llm, result, settle
-        self.model, self.params = job.model_name or name_of(llm.model), ParamsCache(job.sampling_params)
-        self.live: dict[str, JobLine] = {}                            # lines in the engine
-        self.again: deque[JobLine] = deque()                          # lines to try alone
+        self.model, self.params = (
+            job.model_name or name_of(llm.model),
+            ParamsCache(job.sampling_params),
+        )
+        self.live: dict[str, JobLine] = {}  # lines in the engine
+        self.again: deque[JobLine] = deque()  # lines to try alone
         self.ended: deque[RequestOutput] = deque()
-        self.retried: set[str] = set()                                # keys of lines that were tried alone
-        self.first = not result.answered                              # no line could run so far
+        self.retried: set[str] = set()  # keys of lines that were tried alone
+        self.first = not result.answered  # no line could run so far
 
     def admit(self, line: JobLine) -> Admitted | None:
         "`line` and its request; None, with the line settled, if it can't run."
-        group = None if line.failure else admit_line(self.llm, line, self.params, self.on_event, self.first)
-        if group: self.first = False
-        if line.failure: self.settle(line, failure_of(line, *line.failure))
+        group = (
+            None
+            if line.failure
+            else admit_line(self.llm, line, self.params, self.on_event, self.first)
+        )
+        if group:
+            self.first = False
+        if line.failure:
+            self.settle(line, failure_of(line, *line.failure))
         return group and (line, group)
 
     def submit(self, items: list[Admitted]) -> None:
         "Hand requests to the engine; their time begins."
         for line, group in items:
             group.start = time.perf_counter()
-            if timeout := line.timeout or self.job.timeout: group.deadline = group.start + timeout
+            if timeout := line.timeout or self.job.timeout:
+                group.deadline = group.start + timeout
             self.live[line.key] = line
         self.llm.submit([group for _, group in items])
 
     def on_event(self, event: StreamEvent) -> None:
         "Called by the engine."
         self.result.output_tokens += len(event.token_ids)
-        if event.output: self.ended.append(event.output)
+        if event.output:
+            self.ended.append(event.output)
 
     def collect(self) -> None:
         "Settle the requests that ended, or put them by for another try."
         while self.ended:
             out = self.ended.popleft()
             line = self.live.pop(out.request_id)
-            record = record_of(line, out, self.model, line.timeout or self.job.timeout, line.key in self.retried, self.job.postprocess)
+            record = record_of(
+                line,
+                out,
+                self.model,
+                line.timeout or self.job.timeout,
+                line.key in self.retried,
+                self.job.postprocess,
+            )
             if record is None:
                 self.retried.add(line.key)
                 self.again.append(line)
                 continue
-            if record['error'] is None: self.result.count(out)
+            if record["error"] is None:
+                self.result.count(out)
             self.settle(line, record)
 
     def retry(self) -> None:
         "Run the next line that waits for it once more, by itself."
-        if item := self.admit(self.again.popleft()): self.submit([item])
+        if item := self.admit(self.again.popleft()):
+            self.submit([item])
 
     def abandon(self) -> None:
         "Take back from the engine what it still runs."
-        for key in self.live: self.llm.cancel(key)
+        for key in self.live:
+            self.llm.cancel(key)
         with suppress(Exception):
-            if self.live: self.llm.step()
+            if self.live:
+                self.llm.step()

@@ -34,17 +34,29 @@ from ..names import is_setting, settings_of
 from .runner import LineRunner, model_digest, name_of
 from .tables import Columns, check_output, flat
 
-__getattr__ = renamed(__name__, {'Desk': 'LineQueue', 'Seat': 'WorkerHandle', 'Dealer': 'Dispatcher', 'need_ray': 'import_ray',
-                                 'on_ray': 'ray_session', 'shares': 'resources_for'})
+__getattr__ = renamed(
+    __name__,
+    {
+        "Desk": "LineQueue",
+        "Seat": "WorkerHandle",
+        "Dealer": "Dispatcher",
+        "need_ray": "import_ray",
+        "on_ray": "ray_session",
+        "shares": "resources_for",
+    },
+)
 
 # %% ../../nbs/44_scaleout.ipynb #f9688a5c
 class LineQueue(LineRunner):
     """Takes `JobLine`s and gives records, from any number of threads, before an engine that runs all the time.
 
     `job`: says how lines run. `llm`: an `LLM`, started here. The numbers of lines in the queue must differ."""
+
     def __init__(self, job: Job, llm: LLM) -> None:
-        super().__init__(job, llm, JobResult(0), lambda line, record: self.records.update({line.number: record}))
-        self.records: dict[int, dict] = {}                                # by number of line
+        super().__init__(
+            job, llm, JobResult(0), lambda line, record: self.records.update({line.number: record})
+        )
+        self.records: dict[int, dict] = {}  # by number of line
         self.waiting: deque[JobLine] = deque()
         self.lock = threading.Lock()
         llm.start()
@@ -54,15 +66,18 @@ class LineQueue(LineRunner):
         with self.lock:
             self.collect()
             while self.waiting and not self.again and self.retried.isdisjoint(self.live):
-                if item := self.admit(self.waiting.popleft()): self.submit([item])
-            if self.again and not self.live: self.retry()
+                if item := self.admit(self.waiting.popleft()):
+                    self.submit([item])
+            if self.again and not self.live:
+                self.retry()
 
     def run(self, lines: list[JobLine], done: Callable[[], object]) -> None:
         "Put `lines` into the queue, and keep it moving until `done()`."
         self.waiting.extend(lines)
         self.pump()
         while not done():
-            with self.llm.progress: self.ended or self.llm.progress.wait(.02)
+            with self.llm.progress:
+                self.ended or self.llm.progress.wait(0.02)
             self.pump()
 
     def answer(self, lines: list[JobLine]) -> list[dict]:
@@ -73,47 +88,84 @@ class LineQueue(LineRunner):
     def exchange(self, lines: list[JobLine]) -> list[tuple[int, dict]]:
         "Take `lines`, wait until something is done, and give `[(number, record)]` of all that is; [] for nothing to do."
         self.run(lines, lambda: self.records or not (self.live or self.again or self.waiting))
-        with self.lock: done, self.records = self.records, {}
+        with self.lock:
+            done, self.records = self.records, {}
         return [*done.items()]
 
 # %% ../../nbs/44_scaleout.ipynb #5867c1db
 def _jsonable(x: Any) -> Any:
     "What json does not write: numbers and arrays of numpy, at any depth, and what pandas has where nothing is."
-    if type(x).__name__ in ('NAType', 'NaTType'): return None
-    if hasattr(x, 'tolist'): return x.tolist()
-    raise TypeError(f'{str(x)[:40]!r} is neither text nor a number')
+    if type(x).__name__ in ("NAType", "NaTType"):
+        return None
+    if hasattr(x, "tolist"):
+        return x.tolist()
+    raise TypeError(f"{str(x)[:40]!r} is neither text nor a number")
+
 
 @lru_cache
-def _columns(names: tuple[str, ...], prompt_column: str, chat: bool, settings: tuple[str, ...] = ()) -> Columns:
-    return Columns(names, 'the batch', prompt_column, chat=chat, setting_columns=settings)
+def _columns(
+    names: tuple[str, ...], prompt_column: str, chat: bool, settings: tuple[str, ...] = ()
+) -> Columns:
+    return Columns(names, "the batch", prompt_column, chat=chat, setting_columns=settings)
 
-_SEVERAL = 'several answers and log probabilities have no column here: leave n and logprobs out'
-_VECTORS = 'a row here has one vector: give embed=True, and one text in each row'
-def _several(given: dict[str, Any]) -> bool: return (given.get('n') or 1) != 1 or given.get('logprobs') is not None
 
-def line_of(number: int, row: dict, prompt_column: str = 'prompt', chat: bool = False, system: str | None = None,
-            embed: PoolingRequest | None = None, setting_columns: Sequence[str] = ()) -> JobLine:
+_SEVERAL = "several answers and log probabilities have no column here: leave n and logprobs out"
+_VECTORS = "a row here has one vector: give embed=True, and one text in each row"
+
+
+def _several(given: dict[str, Any]) -> bool:
+    return (given.get("n") or 1) != 1 or given.get("logprobs") is not None
+
+
+def line_of(
+    number: int,
+    row: dict,
+    prompt_column: str = "prompt",
+    chat: bool = False,
+    system: str | None = None,
+    embed: PoolingRequest | None = None,
+    setting_columns: Sequence[str] = (),
+) -> JobLine:
     """The `JobLine` of `row`, a dict: of the Batch API, or with `messages` or a prompt. What is wrong is its failure.
 
     `embed`: a prompt is a text, for which this is asked."""
-    batch = {'url', 'body'}
-    fail = lambda why: JobLine(number, f'{number:08x}', unit='row', failure=('invalid_request', why))
+    batch = {"url", "body"}
+    fail = lambda why: JobLine(
+        number, f"{number:08x}", unit="row", failure=("invalid_request", why)
+    )
     try:
-        columns = None if row.keys() >= batch else _columns(tuple(row), prompt_column, chat, tuple(setting_columns))
-        read = columns.needed if columns else {'custom_id', *batch, *(k for k in row if is_setting(k, None))}      # refused beside the body
+        columns = (
+            None
+            if row.keys() >= batch
+            else _columns(tuple(row), prompt_column, chat, tuple(setting_columns))
+        )
+        read = (
+            columns.needed
+            if columns
+            else {"custom_id", *batch, *(k for k in row if is_setting(k, None))}
+        )  # refused beside the body
         plain = json.loads(json.dumps({k: row[k] for k in row if k in read}, default=_jsonable))
-    except JobError as e: return fail(str(e))
-    except (TypeError, ValueError, RecursionError) as e: return fail(f'the row can not be read: {e}')
-    if columns: line = parse_line(number, columns.row(plain), 'plain', chat, system, embed)
+    except JobError as e:
+        return fail(str(e))
+    except (TypeError, ValueError, RecursionError) as e:
+        return fail(f"the row can not be read: {e}")
+    if columns:
+        line = parse_line(number, columns.row(plain), "plain", chat, system, embed)
     else:
         given: dict[str, Any] = {k: v for k, v in plain.items() if v is not None and v == v}
-        with suppress(TypeError, ValueError, RecursionError): given['body'] = json.loads(given['body'])
+        with suppress(TypeError, ValueError, RecursionError):
+            given["body"] = json.loads(given["body"])
         line = parse_line(number, json.dumps(given).encode())
-    line.unit = 'row'
-    if line.failure: return line
-    one_vector = line.pooling is not None and line.pooling.kind == 'embed' and len(line.pooling.texts) == 1
-    if _several(line.options): line.failure = 'invalid_request', _SEVERAL
-    elif one_vector != (embed is not None) or line.pooling and not one_vector: line.failure = 'invalid_request', _VECTORS
+    line.unit = "row"
+    if line.failure:
+        return line
+    one_vector = (
+        line.pooling is not None and line.pooling.kind == "embed" and len(line.pooling.texts) == 1
+    )
+    if _several(line.options):
+        line.failure = "invalid_request", _SEVERAL
+    elif one_vector != (embed is not None) or line.pooling and not one_vector:
+        line.failure = "invalid_request", _VECTORS
     return line
 
 # %% ../../nbs/44_scaleout.ipynb #af5299c9
@@ -127,24 +179,59 @@ class BatchLLM:
     seconds for each row. `num_threads`: of torch, None leaves it to Ray. `embed`: True or `PoolingParams`, prompts are texts, and the columns
     `embedding`, a vector, `prompt_tokens` and `error` are added instead. `llm`: arguments of `LLM`, such as `model`,
     `dtype`, `max_num_seqs`. Raises `ModelError`, `ParamError`."""
-    def __init__(self, sampling_params: dict | None = None, prompt_column: str = 'prompt', chat: bool = False,
-                 system: str | None = None, timeout: float | None = None, num_threads: int | None = None,
-                 embed: bool | PoolingParams = False, setting_columns: Sequence[str] = (), **llm: Any) -> None:
+
+    def __init__(
+        self,
+        sampling_params: dict | None = None,
+        prompt_column: str = "prompt",
+        chat: bool = False,
+        system: str | None = None,
+        timeout: float | None = None,
+        num_threads: int | None = None,
+        embed: bool | PoolingParams = False,
+        setting_columns: Sequence[str] = (),
+        **llm: Any,
+    ) -> None:
         sampling_params = settings_of(sampling_params or {})
-        if _several(sampling_params): raise ParamError(_SEVERAL)
-        if num_threads: torch.set_num_threads(num_threads)
-        self.queue = LineQueue(Job('-', sampling_params=sampling_params, timeout=timeout), LLM(**llm))
-        self.embed = PoolingRequest('embed', [], params=PoolingParams.of(None if embed is True else embed, 'embed')) if embed else None
+        if _several(sampling_params):
+            raise ParamError(_SEVERAL)
+        if num_threads:
+            torch.set_num_threads(num_threads)
+        self.queue = LineQueue(
+            Job("-", sampling_params=sampling_params, timeout=timeout), LLM(**llm)
+        )
+        self.embed = (
+            PoolingRequest(
+                "embed", [], params=PoolingParams.of(None if embed is True else embed, "embed")
+            )
+            if embed
+            else None
+        )
         self.numbers = itertools.count(1)
-        self.read = partial(line_of, prompt_column=prompt_column, chat=chat, system=system, embed=self.embed, setting_columns=setting_columns)
+        self.read = partial(
+            line_of,
+            prompt_column=prompt_column,
+            chat=chat,
+            system=system,
+            embed=self.embed,
+            setting_columns=setting_columns,
+        )
 
     async def __call__(self, batch: Any) -> AsyncIterator[dict]:
-        columns = batch.to_pydict() if hasattr(batch, 'to_pydict') else {k: batch[k] for k in batch}      # pyarrow's, or a dict
-        lines = [self.read(next(self.numbers), dict(zip(columns, row))) for row in zip(*columns.values())]
+        columns = (
+            batch.to_pydict() if hasattr(batch, "to_pydict") else {k: batch[k] for k in batch}
+        )  # pyarrow's, or a dict
+        lines = [
+            self.read(next(self.numbers), dict(zip(columns, row))) for row in zip(*columns.values())
+        ]
         answers = [flat(r) for r in await asyncio.to_thread(self.queue.answer, lines)]
-        names = dict(generated_text='text') | {k: k for k in ('finish_reason', 'prompt_tokens', 'completion_tokens', 'error')}
-        if self.embed: names = {k: k for k in ('embedding', 'prompt_tokens', 'error')}
+        names = dict(generated_text="text") | {
+            k: k for k in ("finish_reason", "prompt_tokens", "completion_tokens", "error")
+        }
+        if self.embed:
+            names = {k: k for k in ("embedding", "prompt_tokens", "error")}
         yield columns | {new: _objects([a.get(old) for a in answers]) for new, old in names.items()}
+
 
 def _objects(values: list) -> Any:
     "`values` as an array of numpy, whatever they are, one each."
@@ -155,42 +242,71 @@ def _objects(values: list) -> Any:
 # %% ../../nbs/44_scaleout.ipynb #66db313b
 OLDEST_RAY = 2, 51
 
+
 def import_ray(address: str | None = None) -> Any:
     """The module `ray`, which sends nothing about its use to anybody, and without an `address` elsewhere listens on the
     loopback only. Raises `JobError` if it is missing or too old."""
-    if not address or address.startswith(('127.', 'localhost')):
-        os.environ.setdefault('RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER', '0')
-    os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
-    os.environ.setdefault('RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO', '0')      # else a warning; `Pool` names the device
-    try: import ray
+    if not address or address.startswith(("127.", "localhost")):
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault(
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
+    )  # else a warning; `Pool` names the device
+    try:
+        import ray
     except ImportError as e:
-        raise JobError(f"running on Ray needs ray, which can't be imported ({e}): pip install 'batchlab[ray]'") from e
-    found, least = getattr(ray, '__version__', 'no version'), '.'.join(map(str, OLDEST_RAY))
-    if not hasattr(ray, 'init') or tuple(map(int, re.findall(r'\d+', found)[:2])) < OLDEST_RAY:
-        raise JobError(f"running on Ray needs ray {least} or newer, found {found}: pip install -U 'batchlab[ray]'")
+        raise JobError(
+            f"running on Ray needs ray, which can't be imported ({e}): pip install 'batchlab[ray]'"
+        ) from e
+    found, least = getattr(ray, "__version__", "no version"), ".".join(map(str, OLDEST_RAY))
+    if not hasattr(ray, "init") or tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST_RAY:
+        raise JobError(
+            f"running on Ray needs ray {least} or newer, found {found}: pip install -U 'batchlab[ray]'"
+        )
     return ray
 
 # %% ../../nbs/44_scaleout.ipynb #97ba9b66
 def _start(ray: Any, address: str | None, resources: dict) -> Any:
     "Start or join a cluster. A machine that is busy may need longer than Ray allows its own parts: then again."
-    if m := re.fullmatch(r'(.+):(\d+)', str(address).removeprefix('ray://')):      # Ray would try for many minutes
-        try: socket.create_connection((m[1], int(m[2])), 10).close()
-        except OSError as e: raise JobError(f'no Ray cluster can be reached at {address!r} ({e.strerror or e})') from e
-    where = dict(address=address) if address else dict(address='local', include_dashboard=False, object_store_memory=2**28, **resources)
+    if m := re.fullmatch(
+        r"(.+):(\d+)", str(address).removeprefix("ray://")
+    ):  # Ray would try for many minutes
+        try:
+            socket.create_connection((m[1], int(m[2])), 10).close()
+        except OSError as e:
+            raise JobError(
+                f"no Ray cluster can be reached at {address!r} ({e.strerror or e})"
+            ) from e
+    where = (
+        dict(address=address)
+        if address
+        else dict(address="local", include_dashboard=False, object_store_memory=2**28, **resources)
+    )
     for left in (2, 1, 0):
-        try: return ray.init(log_to_driver=False, logging_level='ERROR', **where)
+        try:
+            return ray.init(log_to_driver=False, logging_level="ERROR", **where)
         except Exception as e:
             ray.shutdown()
-            what = f'the Ray cluster at {address!r} can not be joined' if address else 'Ray does not start here'
-            if address or not left: raise JobError(f'{what} ({str(e).splitlines()[0][:200]})') from e
+            what = (
+                f"the Ray cluster at {address!r} can not be joined"
+                if address
+                else "Ray does not start here"
+            )
+            if address or not left:
+                raise JobError(f"{what} ({str(e).splitlines()[0][:200]})") from e
+
 
 def _end(ray: Any) -> None:
     "Shut Ray down, and what it has started here: its helpers would look for it for another minute, a busy server may hang."
-    servers = [p for p in psutil.Process().children(recursive=True) if p.name() in ('raylet', 'gcs_server')]
+    servers = [
+        p for p in psutil.Process().children(recursive=True) if p.name() in ("raylet", "gcs_server")
+    ]
     helpers = [c for p in servers for c in p.children(recursive=True)]
     ray.shutdown()
     for p in psutil.wait_procs(helpers, 2)[1] + psutil.wait_procs(servers, 10)[1]:
-        with suppress(psutil.Error): p.kill()
+        with suppress(psutil.Error):
+            p.kill()
+
 
 @contextmanager
 def ray_session(address: str | None = None, **resources: Any) -> Iterator[Any]:
@@ -198,51 +314,74 @@ def ray_session(address: str | None = None, **resources: Any) -> Iterator[Any]:
     its own on this machine with `resources` (`num_cpus`); or the one that the process is in. Raises `JobError`."""
     ray, main = import_ray(address), threading.current_thread() is threading.main_thread()
     mine, term = not ray.is_initialized(), signal.getsignal(signal.SIGTERM)
-    with nullcontext() if main else ThreadPoolExecutor(1, 'ray') as keeper:   # Ray's processes die with the thread that started them
+    with (
+        nullcontext() if main else ThreadPoolExecutor(1, "ray") as keeper
+    ):  # Ray's processes die with the thread that started them
         try:
-            if mine: keeper.submit(_start, ray, address, resources).result() if keeper else _start(ray, address, resources)
+            if mine:
+                keeper.submit(_start, ray, address, resources).result() if keeper else _start(
+                    ray, address, resources
+                )
         finally:
-            if main: signal.signal(signal.SIGTERM, term)                      # Ray's would exit at once
-        try: yield ray
+            if main:
+                signal.signal(signal.SIGTERM, term)  # Ray's would exit at once
+        try:
+            yield ray
         finally:
-            if mine: _end(ray)
+            if mine:
+                _end(ray)
 
 # %% ../../nbs/44_scaleout.ipynb #3adc876a
 @dataclass
 class WorkerInfo:
     "What a worker's engine is. A `Job` reads it as the `LLM` that all workers of a pool have. `name`: of the model."
+
     limits: Any
     strategy: str
     weights_digest: str
     quantization: str | None
-    tokenizer: SimpleNamespace                   # with `chat_template`
+    tokenizer: SimpleNamespace  # with `chat_template`
     name: str
     pid: int
     adapters: Any = None
 
+
 class Worker:
     "The actor that Ray runs in a process of each worker: an engine and its queue."
+
     llm: LLM
     queue: LineQueue | None = None
 
     def load(self, llm: dict, num_threads: int) -> WorkerInfo | str:
         "Load the model, by arguments of `LLM`: what there is to know of it, or why it can't be."
         torch.set_num_threads(num_threads)
-        try: engine = self.llm = LLM(**llm)
-        except BatchlabError as e: return str(e)
-        template = SimpleNamespace(chat_template=getattr(engine.tokenizer, 'chat_template', None))
-        return WorkerInfo(engine.limits, engine.strategy, engine.weights_digest, engine.quantization, template,
-                          name_of(engine.model), os.getpid(), engine.adapters and SimpleNamespace(known=[*engine.adapters.known], digest=engine.adapters.digest))
+        try:
+            engine = self.llm = LLM(**llm)
+        except BatchlabError as e:
+            return str(e)
+        template = SimpleNamespace(chat_template=getattr(engine.tokenizer, "chat_template", None))
+        return WorkerInfo(
+            engine.limits,
+            engine.strategy,
+            engine.weights_digest,
+            engine.quantization,
+            template,
+            name_of(engine.model),
+            os.getpid(),
+            engine.adapters
+            and SimpleNamespace(known=[*engine.adapters.known], digest=engine.adapters.digest),
+        )
 
     def begin(self, job: Job) -> list:
         "Work for `job`, and no longer for another. No records yet: []."
-        if self.queue: self.queue.abandon()
+        if self.queue:
+            self.queue.abandon()
         self.queue = LineQueue(job, self.llm)
         return []
 
     def exchange(self, lines: list[JobLine]) -> list[tuple[int, dict]]:
         "Take `lines`, and give the records that are done, see `LineQueue.exchange`."
-        assert self.queue, 'begin a job first'
+        assert self.queue, "begin a job first"
         return self.queue.exchange(lines)
 
 # %% ../../nbs/44_scaleout.ipynb #652cbedf
@@ -250,6 +389,7 @@ class Worker:
 class WorkerHandle:
     """A worker as the job sees it. `ref`: the call under way, or None. `info`: None until it has its model. `sent`: the
     numbers of the lines that it has, and when each was sent."""
+
     actor: Any
     ref: Any = None
     info: WorkerInfo | None = None
@@ -257,7 +397,8 @@ class WorkerHandle:
 
     def begin(self, job: Job) -> None:
         "Have the worker work for `job`, if it has its model."
-        if self.info: self.ref = self.actor.begin.remote(job)
+        if self.info:
+            self.ref = self.actor.begin.remote(job)
 
     def exchange(self, lines: list[JobLine]) -> None:
         "Send `lines`, and ask for what is done."
@@ -265,68 +406,116 @@ class WorkerHandle:
         self.ref = self.actor.exchange.remote(lines)
 
 # %% ../../nbs/44_scaleout.ipynb #22b0aa01
-def resources_for(workers: int, device: str, num_cpus: float | None, num_gpus: float | None,
-                  nodes: list[dict]) -> tuple[float, float, str]:
+def resources_for(
+    workers: int, device: str, num_cpus: float | None, num_gpus: float | None, nodes: list[dict]
+) -> tuple[float, float, str]:
     """`(num_cpus, num_gpus, device)` of each of `workers`; None takes its share, 'auto' a GPU if there is one for each.
 
     `nodes`: resources of each machine, by Ray's names. Raises `JobError` if a single machine has fewer."""
-    gpus, cpus = sum(r.get('GPU', 0) for r in nodes), sum(r.get('CPU', 0) for r in nodes) or 1      # 0: nodes are still to come
-    if num_gpus is None: num_gpus = int(device.startswith(('auto', 'cuda')) and gpus >= workers)
-    smallest = min((r['CPU'] for r in nodes if r.get('CPU')), default=1)
-    if num_cpus is None: num_cpus = max(1, int(min(cpus // workers, smallest)))
-    for name, each, has in (('GPU', num_gpus, gpus), ('CPU', num_cpus, cpus)):
+    gpus, cpus = (
+        sum(r.get("GPU", 0) for r in nodes),
+        sum(r.get("CPU", 0) for r in nodes) or 1,
+    )  # 0: nodes are still to come
+    if num_gpus is None:
+        num_gpus = int(device.startswith(("auto", "cuda")) and gpus >= workers)
+    smallest = min((r["CPU"] for r in nodes if r.get("CPU")), default=1)
+    if num_cpus is None:
+        num_cpus = max(1, int(min(cpus // workers, smallest)))
+    for name, each, has in (("GPU", num_gpus, gpus), ("CPU", num_cpus, cpus)):
         if len(nodes) == 1 and each * workers > has:
-            raise JobError(f'workers={workers} with {each:g} {name} each, and Ray has {has:g} in all: take fewer')
-    return num_cpus, num_gpus, ('cuda' if num_gpus else 'cpu') if device == 'auto' else device
+            raise JobError(
+                f"workers={workers} with {each:g} {name} each, and Ray has {has:g} in all: take fewer"
+            )
+    return num_cpus, num_gpus, ("cuda" if num_gpus else "cpu") if device == "auto" else device
 
 # %% ../../nbs/44_scaleout.ipynb #e27934db
 class Workers:
     "The workers of a `Pool` as Ray has them: started, stopped, and asked what they have to give."
-    def __init__(self, workers: int = 2, num_cpus: float | None = None, num_gpus: float | None = None,
-                 address: str | None = None, llm: dict | None = None, say: Callable[[str], object] = print) -> None:
-        if workers < 1: raise JobError(f'workers must be at least 1, got {workers}')
-        self.workers, self.num_cpus, self.num_gpus, self.address, self.say = workers, num_cpus, num_gpus, address, say
+
+    def __init__(
+        self,
+        workers: int = 2,
+        num_cpus: float | None = None,
+        num_gpus: float | None = None,
+        address: str | None = None,
+        llm: dict | None = None,
+        say: Callable[[str], object] = print,
+    ) -> None:
+        if workers < 1:
+            raise JobError(f"workers must be at least 1, got {workers}")
+        self.workers, self.num_cpus, self.num_gpus, self.address, self.say = (
+            workers,
+            num_cpus,
+            num_gpus,
+            address,
+            say,
+        )
         self.llm, self.stack, self.waited = dict(llm or {}), ExitStack(), time.monotonic()
         self.handles: list[WorkerHandle] = []
-        model = self.llm.get('model')
-        if model and os.path.exists(model): self.llm['model'] = os.path.abspath(model)      # wherever a worker is
-        if modules := self.llm.get('lora_modules'): self.llm['lora_modules'] = {name: os.path.abspath(r.lora_path) for name, r in read_modules(modules).items()}
-        if template := self.llm.get('chat_template'): self.llm['chat_template'] = template_text(template)      # a file may be here alone
+        model = self.llm.get("model")
+        if model and os.path.exists(model):
+            self.llm["model"] = os.path.abspath(model)  # wherever a worker is
+        if modules := self.llm.get("lora_modules"):
+            self.llm["lora_modules"] = {
+                name: os.path.abspath(r.lora_path) for name, r in read_modules(modules).items()
+            }
+        if template := self.llm.get("chat_template"):
+            self.llm["chat_template"] = template_text(template)  # a file may be here alone
 
     def __enter__(self) -> Self:
-        self.__exit__()                          # entered again, it begins anew
+        self.__exit__()  # entered again, it begins anew
         cores = max(os.cpu_count() or 1, math.ceil(self.workers * (self.num_cpus or 1)))
         with ExitStack() as stack:
             self.ray = stack.enter_context(ray_session(self.address, num_cpus=cores))
-            nodes = [n['Resources'] for n in self.ray.nodes() if n['Alive']]
-            self.num_cpus, self.num_gpus, self.llm['device'] = resources_for(
-                self.workers, str(self.llm.get('device') or 'auto'), self.num_cpus, self.num_gpus, nodes)
+            nodes = [n["Resources"] for n in self.ray.nodes() if n["Alive"]]
+            self.num_cpus, self.num_gpus, self.llm["device"] = resources_for(
+                self.workers,
+                str(self.llm.get("device") or "auto"),
+                self.num_cpus,
+                self.num_gpus,
+                nodes,
+            )
             self.handles = [self.start_worker() for _ in range(self.workers)]
             self.stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for handle in self.handles: self.stop_worker(handle)
+        for handle in self.handles:
+            self.stop_worker(handle)
         self.handles = []
         self.stack.close()
 
     def start_worker(self) -> WorkerHandle:
         "The handle of a worker that is being started, wherever there is room."
-        actor = self.ray.remote(Worker).options(num_cpus=self.num_cpus, num_gpus=self.num_gpus, max_restarts=0,
-                                                scheduling_strategy='SPREAD').remote()
+        actor = (
+            self.ray.remote(Worker)
+            .options(
+                num_cpus=self.num_cpus,
+                num_gpus=self.num_gpus,
+                max_restarts=0,
+                scheduling_strategy="SPREAD",
+            )
+            .remote()
+        )
         return WorkerHandle(actor, actor.load.remote(self.llm, max(1, int(self.num_cpus or 1))))
 
     def stop_worker(self, handle: WorkerHandle) -> None:
-        with suppress(Exception): self.ray.kill(handle.actor)
+        with suppress(Exception):
+            self.ray.kill(handle.actor)
 
     def returned(self) -> list[tuple[WorkerHandle, Any]]:
         "`[(handle, value or exception)]` of calls that have come back, after at most a second."
         calls, got = {handle.ref: handle for handle in self.handles if handle.ref is not None}, []
-        if not calls or not self.ray.wait([*calls], timeout=1.)[0]: return got
-        for ref in self.ray.wait([*calls], num_returns=len(calls), timeout=0)[0]:            # all that are there
+        if not calls or not self.ray.wait([*calls], timeout=1.0)[0]:
+            return got
+        for ref in self.ray.wait([*calls], num_returns=len(calls), timeout=0)[
+            0
+        ]:  # all that are there
             calls[ref].ref = None
-            try: got.append((calls[ref], self.ray.get(ref)))
-            except self.ray.exceptions.RayError as e: got.append((calls[ref], e))
+            try:
+                got.append((calls[ref], self.ray.get(ref)))
+            except self.ray.exceptions.RayError as e:
+                got.append((calls[ref], e))
         return got
 
 # %% ../../nbs/44_scaleout.ipynb #c9ff10bd
@@ -334,9 +523,10 @@ class Pool(Workers):
     """`workers` engines on Ray; entered, they load the model. `num_cpus`, `num_gpus`: of each, None takes its share.
 
     `llm`: arguments of `LLM`. `address`: of the cluster, see `ray_session`. Raises `JobError`."""
-    info: WorkerInfo | None = None               # of the first worker that has its model
-    job: Job | None = None                       # what workers do now
-    deaths = 0                                   # since the last answer
+
+    info: WorkerInfo | None = None  # of the first worker that has its model
+    job: Job | None = None  # what workers do now
+    deaths = 0  # since the last answer
 
     def events(self) -> Iterator[tuple[WorkerHandle, Any]]:
         """Yield `(handle, value)` of each call that has come back; the value is None if the worker died, and then another is
@@ -345,11 +535,15 @@ class Pool(Workers):
             if isinstance(got, Exception):
                 self.replace_worker(handle, got)
                 yield handle, None
-            elif handle.info: yield handle, got
-            else: self.on_worker_ready(handle, got)
+            elif handle.info:
+                yield handle, got
+            else:
+                self.on_worker_ready(handle, got)
         if not self.info and time.monotonic() - self.waited > 60:
             self.waited = math.inf
-            self.say(f'no worker has begun yet: is there room for {self.num_cpus:g} CPU and {self.num_gpus:g} GPU each?')
+            self.say(
+                f"no worker has begun yet: is there room for {self.num_cpus:g} CPU and {self.num_gpus:g} GPU each?"
+            )
 
     def replace_worker(self, handle: WorkerHandle, e: Exception) -> None:
         "Start another worker for the one that ended with `e`: its process died, or a call of it failed. Raises `JobError`."
@@ -357,24 +551,31 @@ class Pool(Workers):
         said = [s.strip() for s in str(e).splitlines() if s.strip()] or [type(e).__name__]
         why = said[0 if isinstance(e, self.ray.exceptions.RayActorError) else -1][:200]
         if self.deaths > 2 * self.workers + 8:
-            raise JobError(f'{self.deaths} workers died and nothing was answered, the last with: {why}', 1)
+            raise JobError(
+                f"{self.deaths} workers died and nothing was answered, the last with: {why}", 1
+            )
         self.stop_worker(handle)
         self.handles[self.handles.index(handle)] = self.start_worker()
-        self.say(f'a worker is gone ({why}): what it had goes to others')
+        self.say(f"a worker is gone ({why}): what it had goes to others")
 
     def on_worker_ready(self, handle: WorkerHandle, info: WorkerInfo | str) -> None:
         "A worker has its model, as `info` says. Raises `JobError` if it could not load it, or has another than the first."
-        if isinstance(info, str): raise JobError(info)
+        if isinstance(info, str):
+            raise JobError(info)
         self.info = self.info or info
         if model_digest(info) != model_digest(self.info):
-            raise JobError('workers have different models (weights, quantization or chat template): put the same files on all machines')
+            raise JobError(
+                "workers have different models (weights, quantization or chat template): put the same files on all machines"
+            )
         handle.info = info
-        if self.job: handle.begin(self.job)
+        if self.job:
+            handle.begin(self.job)
 
     def ready(self) -> WorkerInfo:
         "Wait for the first worker to have its model, and say what it has."
         while not self.info:
-            for _ in self.events(): pass
+            for _ in self.events():
+                pass
         return self.info
 
 # %% ../../nbs/44_scaleout.ipynb #11956815
@@ -383,13 +584,25 @@ def outline(line: JobLine, given: dict | None = None) -> tuple[list[int], int]:
 
     `given`: the job's sampling parameters."""
     if line.pooling:
-        texts = [line.prompt] if line.prompt is not None else [*line.pooling.texts, *line.pooling.others]
-        first = texts[0] if isinstance(texts[0], list) else [*str(texts[0])[:400].encode(errors='replace')]
-        return first[:400], sum(len(t) if isinstance(t, list) else len(t or '') // 4 for t in texts)
-    text, asked = line.prompt or str(line.messages), line.options.get('max_tokens') or (given or {}).get('max_tokens')
+        texts = (
+            [line.prompt]
+            if line.prompt is not None
+            else [*line.pooling.texts, *line.pooling.others]
+        )
+        first = (
+            texts[0]
+            if isinstance(texts[0], list)
+            else [*str(texts[0])[:400].encode(errors="replace")]
+        )
+        return first[:400], sum(len(t) if isinstance(t, list) else len(t or "") // 4 for t in texts)
+    text, asked = (
+        line.prompt or str(line.messages),
+        line.options.get("max_tokens") or (given or {}).get("max_tokens"),
+    )
     most = asked if isinstance(asked, int) else 1024
-    if isinstance(text, list): return text[:400], len(text) + most
-    return [*text[:400].encode(errors='replace')], len(text) // 4 + most
+    if isinstance(text, list):
+        return text[:400], len(text) + most
+    return [*text[:400].encode(errors="replace")], len(text) // 4 + most
 
 # %% ../../nbs/44_scaleout.ipynb #6e292db1
 class Dispatcher:
@@ -397,23 +610,42 @@ class Dispatcher:
 
     `room`: most lines that a worker gets at a time. `full()`: whether new lines must wait. `backup_after`: seconds, see
     `backup`. `unanswered`: lines handed out that have no answer, by number. `more`: whether `source` may have further ones."""
-    def __init__(self, source: Iterator[JobLine], handles: list[WorkerHandle], room: int, backup_after: float = math.inf,
-                 full: Callable[[], bool] = lambda: False) -> None:
-        self.source, self.handles, self.room, self.backup_after, self.full = source, handles, room, backup_after, full
+
+    def __init__(
+        self,
+        source: Iterator[JobLine],
+        handles: list[WorkerHandle],
+        room: int,
+        backup_after: float = math.inf,
+        full: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.source, self.handles, self.room, self.backup_after, self.full = (
+            source,
+            handles,
+            room,
+            backup_after,
+            full,
+        )
         self.more, self.unanswered = True, dict[int, JobLine]()
-        self.again, self.suspects = deque[JobLine](), deque[JobLine]()      # lines that came back; those to be run alone
-        self.deaths = Counter[int]()                                        # that a line was in
+        self.again, self.suspects = (
+            deque[JobLine](),
+            deque[JobLine](),
+        )  # lines that came back; those to be run alone
+        self.deaths = Counter[int]()  # that a line was in
 
     def lines_for(self, handle: WorkerHandle, left: int) -> list[JobLine]:
         "The lines to send to `handle` now; `left`: lines of the job without an answer."
-        if self.suspects: return [] if handle.sent else [self.suspects.popleft()]
-        if any(self.deaths[n] > 1 for n in handle.sent): return []
+        if self.suspects:
+            return [] if handle.sent else [self.suspects.popleft()]
+        if any(self.deaths[n] > 1 for n in handle.sent):
+            return []
         room = min(self.room, max(1, math.ceil(left / len(self.handles)))) - len(handle.sent)
         return [*itertools.islice(self.next_lines(), max(0, room))] or self.backup(handle)
 
     def next_lines(self) -> Iterator[JobLine]:
         "Yield lines to be sent: those that came back first, then new ones."
-        while self.again: yield self.again.popleft()
+        while self.again:
+            yield self.again.popleft()
         while self.more and not self.full():
             line = next(self.source, None)
             self.more = line is not None
@@ -423,12 +655,16 @@ class Dispatcher:
 
     def backup(self, handle: WorkerHandle) -> list[JobLine]:
         "For a worker with nothing to do: copies of lines that others have had for more than `backup_after` seconds."
-        if handle.sent or self.more: return []
+        if handle.sent or self.more:
+            return []
         before = time.monotonic() - self.backup_after
         fit = lambda n: n in self.unanswered and self.deaths[n] < 2
-        late = sorted((at, n) for h in self.handles for n, at in h.sent.items() if at < before and fit(n))
-        copies = {n for _, n in late[:math.ceil(len(late) / 2)]}
-        for h in self.handles: h.sent |= {n: math.inf for n in copies & h.sent.keys()}      # one copy each
+        late = sorted(
+            (at, n) for h in self.handles for n, at in h.sent.items() if at < before and fit(n)
+        )
+        copies = {n for _, n in late[: math.ceil(len(late) / 2)]}
+        for h in self.handles:
+            h.sent |= {n: math.inf for n in copies & h.sent.keys()}  # one copy each
         return [self.unanswered[n] for n in copies]
 
     def close(self, handle: WorkerHandle, number: int) -> JobLine | None:
@@ -441,131 +677,207 @@ class Dispatcher:
         elsewhere = {n for h in self.handles for n in h.sent}
         numbers = [n for n in handle.sent if n in self.unanswered and n not in elsewhere]
         self.deaths.update(numbers)
-        if len(numbers) == 1 and self.deaths[numbers[0]] > 2: return self.unanswered.pop(numbers[0])
-        for n in numbers: (self.suspects if self.deaths[n] > 1 else self.again).append(self.unanswered[n])
+        if len(numbers) == 1 and self.deaths[numbers[0]] > 2:
+            return self.unanswered.pop(numbers[0])
+        for n in numbers:
+            (self.suspects if self.deaths[n] > 1 else self.again).append(self.unanswered[n])
 
 # %% ../../nbs/44_scaleout.ipynb #bd932ff3
 class RayRun(Run):
     "A run of `job` by all workers of `pool`. `backup_after`: seconds, then an idle worker tries too."
-    def __init__(self, job: Job, pool: Pool, book: Ledgerbook, outbox: Outbox, backup_after: float = 120.) -> None:
+
+    def __init__(
+        self, job: Job, pool: Pool, book: Ledgerbook, outbox: Outbox, backup_after: float = 120.0
+    ) -> None:
         info = pool.ready()
         job.model_name = job.model_name or info.name
         super().__init__(job, info, book, outbox)
-        source = self.in_order(self.readable, lambda lines: [outline(line, job.sampling_params) for line in lines])
+        source = self.in_order(
+            self.readable, lambda lines: [outline(line, job.sampling_params) for line in lines]
+        )
         full = lambda: len(outbox.held) >= 4 * job.look_ahead
-        self.pool, self.dispatcher = pool, Dispatcher(source, pool.handles, self.room, backup_after, full)
+        self.pool, self.dispatcher = (
+            pool,
+            Dispatcher(source, pool.handles, self.room, backup_after, full),
+        )
 
     def readable(self, line: JobLine) -> JobLine | None:
         "`line`; None, with the line settled, if it can't be sent."
-        if not line.failure: return line
+        if not line.failure:
+            return line
         self.settle(line, failure_of(line, *line.failure))
 
     def on_records(self, handle: WorkerHandle, records: list[tuple[int, dict]]) -> None:
         "Settle what the worker of `handle` has done, and count its tokens, unless it is settled already."
         for number, record in records:
             if line := self.dispatcher.close(handle, number):
-                usage = (record if 'request_id' in record else record['response']['body']).get('usage') or {}      # a table may have a column response
-                self.result.prompt_tokens += usage.get('prompt_tokens', 0)
-                self.result.output_tokens += usage.get('completion_tokens', 0)
-                self.result.cached_tokens += usage.get('prompt_tokens_details', {}).get('cached_tokens', 0)
+                usage = (record if "request_id" in record else record["response"]["body"]).get(
+                    "usage"
+                ) or {}  # a table may have a column response
+                self.result.prompt_tokens += usage.get("prompt_tokens", 0)
+                self.result.output_tokens += usage.get("completion_tokens", 0)
+                self.result.cached_tokens += usage.get("prompt_tokens_details", {}).get(
+                    "cached_tokens", 0
+                )
                 self.settle(line, record)
-        if records: self.pool.deaths = 0
+        if records:
+            self.pool.deaths = 0
 
     def on_worker_death(self, handle: WorkerHandle) -> None:
         "The worker of `handle` is gone, and another is started: what it had goes to others."
         if line := self.dispatcher.take_back(handle):
-            self.settle(line, failure_of(line, 'server_error', 'the worker died with this request alone'))
+            self.settle(
+                line, failure_of(line, "server_error", "the worker died with this request alone")
+            )
 
     def ended(self) -> bool:
         "Whether to end before all is answered."
         return False
 
-    def events(self) -> Iterator[tuple[WorkerHandle, Any]]: return self.pool.events()
+    def events(self) -> Iterator[tuple[WorkerHandle, Any]]:
+        return self.pool.events()
 
     def steps(self) -> Generator[None, None, None]:
         job, pool, dispatcher = self.job, self.pool, self.dispatcher
-        pool.job = Job('-', sampling_params=job.sampling_params, timeout=job.timeout, model_name=job.model_name, postprocess=job.postprocess)
+        pool.job = Job(
+            "-",
+            sampling_params=job.sampling_params,
+            timeout=job.timeout,
+            model_name=job.model_name,
+            postprocess=job.postprocess,
+        )
         for handle in pool.handles:
-            handle.sent = {}                     # what it still has of another job, it drops as it begins this one
+            handle.sent = {}  # what it still has of another job, it drops as it begins this one
             handle.begin(pool.job)
         while (dispatcher.more or dispatcher.unanswered) and not self.ended():
             for handle in pool.handles:
                 if handle.info and handle.ref is None:
                     lines = dispatcher.lines_for(handle, self.result.total - self.result.done)
-                    if lines or handle.sent: handle.exchange(lines)
+                    if lines or handle.sent:
+                        handle.exchange(lines)
             for handle, got in self.events():
-                if got is None: self.on_worker_death(handle)
-                else: self.on_records(handle, got)
+                if got is None:
+                    self.on_worker_death(handle)
+                else:
+                    self.on_records(handle, got)
             yield
 
 # %% ../../nbs/44_scaleout.ipynb #bb72a3d6
 @dataclass
 class RayJob(Job):
     "A `Job` for a `Pool`, run as any other: `job.run(pool)`. `backup_after`: seconds, then an idle worker tries too."
-    backup_after: float = 120.
-    pool: Any = field(default=None, init=False, repr=False)              # that runs it
+
+    backup_after: float = 120.0
+    pool: Any = field(default=None, init=False, repr=False)  # that runs it
 
     def run(self, llm: Any) -> JobResult:
         "As `Job.run`, by `llm`: a `Pool` that is entered, or a function that gives one."
+
         def ready() -> Any:
             self.pool = llm() if callable(llm) else llm
-            return self.pool.ready()             # a `WorkerInfo`, which has what `Job` reads of an `LLM`
+            return self.pool.ready()  # a `WorkerInfo`, which has what `Job` reads of an `LLM`
+
         return super().run(ready)
 
-    def begin(self, llm: Any, book: Ledgerbook, outbox: Outbox) -> RayRun: return RayRun(self, self.pool, book, outbox, self.backup_after)
+    def begin(self, llm: Any, book: Ledgerbook, outbox: Outbox) -> RayRun:
+        return RayRun(self, self.pool, book, outbox, self.backup_after)
 
 # %% ../../nbs/44_scaleout.ipynb #86301dc3
 def shards(job: Job) -> list[Job]:
     "`[job]`, or if its input is a folder a job for each of its files, answered in one of that name, or with .jsonl behind it. Raises `JobError`."
-    folder, output = Path(job.input), Path(job.output or '')
-    if not folder.is_dir(): return [job]
-    names = sorted(p.name for p in folder.iterdir() if p.is_file() and p.name[0] not in '._')
-    if not names: raise JobError(f'{job.input} is a folder without files')
-    if job.error_file: raise JobError('with a folder as input, failures stand among the answers: leave error_file out')
-    try: output.mkdir(exist_ok=True)
-    except OSError as e: raise JobError(f"can't write {job.output} ({e.strerror or e}): it must be a folder too") from e
+    folder, output = Path(job.input), Path(job.output or "")
+    if not folder.is_dir():
+        return [job]
+    names = sorted(p.name for p in folder.iterdir() if p.is_file() and p.name[0] not in "._")
+    if not names:
+        raise JobError(f"{job.input} is a folder without files")
+    if job.error_file:
+        raise JobError(
+            "with a folder as input, failures stand among the answers: leave error_file out"
+        )
+    try:
+        output.mkdir(exist_ok=True)
+    except OSError as e:
+        raise JobError(
+            f"can't write {job.output} ({e.strerror or e}): it must be a folder too"
+        ) from e
+
     def answers(n: str) -> str:
-        try: check_output(n)
-        except JobError: return f'{n}.jsonl'
+        try:
+            check_output(n)
+        except JobError:
+            return f"{n}.jsonl"
         return n
+
     return [replace(job, input=str(folder / n), output=str(output / answers(n))) for n in names]
+
 
 def _read_mark(mark: Path) -> dict[str, Any] | None:
     "The mark of a finished job in file `mark`; empty if there is none; None if the file holds something else."
-    try: then = json.loads(mark.read_bytes() or b'{}')         # one without a byte is of a loss of power
-    except FileNotFoundError: return {}
-    except (OSError, ValueError): return None
-    ours = isinstance(then, dict) and (not then or {'bytes', 'limit', 'settings', 'answered', 'failed'} <= then.keys())
+    try:
+        then = json.loads(mark.read_bytes() or b"{}")  # one without a byte is of a loss of power
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError):
+        return None
+    ours = isinstance(then, dict) and (
+        not then or {"bytes", "limit", "settings", "answered", "failed"} <= then.keys()
+    )
     return then if ours else None
+
 
 def _run_shard(job: Job, pool: Callable[[], Pool]) -> JobResult:
     "Run `job` and mark its output as finished, or take the result of a mark that fits. Raises `JobError` for other settings."
-    mark, now = Path(f'{job.output}.done'), dict(bytes=os.path.getsize(job.input), limit=job.limit, settings=job.settings())
+    mark, now = (
+        Path(f"{job.output}.done"),
+        dict(bytes=os.path.getsize(job.input), limit=job.limit, settings=job.settings()),
+    )
     then = _read_mark(mark)
     if then is None and not job.force:
-        raise JobError('{mark} is there already, and no mark of a finished job: move it away, or give {force}',
-                       mark=mark, force=Option('force', True))
+        raise JobError(
+            "{mark} is there already, and no mark of a finished job: move it away, or give {force}",
+            mark=mark,
+            force=Option("force", True),
+        )
     then = then or {}
     fits = then.items() >= now.items() and os.path.exists(str(job.output))
     if fits and not (job.retry_errors or job.force):
-        n = then['answered'] + then['failed']
-        return JobResult(n, then['answered'], then['failed'], before=n)
-    r = job.run(pool)                            # type: ignore[arg-type]  # a `RayJob` takes a pool
-    if r.done == r.total: replace_file(mark, [json.dumps(now | dict(answered=r.answered, failed=r.failed)).encode()])
+        n = then["answered"] + then["failed"]
+        return JobResult(n, then["answered"], then["failed"], before=n)
+    r = job.run(pool)  # type: ignore[arg-type]  # a `RayJob` takes a pool
+    if r.done == r.total:
+        replace_file(mark, [json.dumps(now | dict(answered=r.answered, failed=r.failed)).encode()])
     return r
 
 # %% ../../nbs/44_scaleout.ipynb #c26fbb9e
 def run_jobs(jobs: list[Job], make_pool: Callable[[], Pool]) -> JobResult:
     "Run `jobs`, one after the other, on the `Pool` of `make_pool()` if there is work: their `JobResult`s in one."
-    for job in jobs if len(jobs) > 1 else (): job.check()
+    for job in jobs if len(jobs) > 1 else ():
+        job.check()
     with ExitStack() as stack:
         pool = cache(lambda: stack.enter_context(make_pool()))
-        results = [_run_shard(job, pool) if len(jobs) > 1 else job.run(pool) for job in jobs]      # type: ignore[arg-type]
-    sums: dict[str, Any] = {f.name: sum(getattr(r, f.name) for r in results) for f in fields(JobResult) if f.name != 'first_failure'}
-    return JobResult(**sums, first_failure=next((r.first_failure for r in results if r.first_failure), ''))
+        results = [_run_shard(job, pool) if len(jobs) > 1 else job.run(pool) for job in jobs]  # type: ignore[arg-type]
+    sums: dict[str, Any] = {
+        f.name: sum(getattr(r, f.name) for r in results)
+        for f in fields(JobResult)
+        if f.name != "first_failure"
+    }
+    return JobResult(
+        **sums, first_failure=next((r.first_failure for r in results if r.first_failure), "")
+    )
 
-def run_on_ray(input: str | Path, output: str | Path, model: str | None = None, workers: int = 2, num_cpus: float | None = None,
-               num_gpus: float | None = None, address: str | None = None, llm: dict | None = None, **job: Any) -> JobResult:
+
+def run_on_ray(
+    input: str | Path,
+    output: str | Path,
+    model: str | None = None,
+    workers: int = 2,
+    num_cpus: float | None = None,
+    num_gpus: float | None = None,
+    address: str | None = None,
+    llm: dict | None = None,
+    **job: Any,
+) -> JobResult:
     """Answer the requests in file `input`, or all files of a folder, by `workers` engines on Ray: a `JobResult`.
 
     `num_cpus`, `num_gpus`: of each worker, None for its share. `address`: of a cluster whose machines have batchlab and
@@ -577,26 +889,37 @@ def run_on_ray(input: str | Path, output: str | Path, model: str | None = None, 
 # %% ../../nbs/44_scaleout.ipynb #5c0ba7c3
 class BatchRayRun(RayRun):
     "A run of a `BatchJob` by the pool of `workers`, until the job `ends`. Raises `EngineError` if the pool can't go on."
+
     job: BatchJob
-    def __init__(self, job: BatchJob, workers: 'BatchWorkers', book: Ledgerbook, outbox: Outbox) -> None:
+
+    def __init__(
+        self, job: BatchJob, workers: "BatchWorkers", book: Ledgerbook, outbox: Outbox
+    ) -> None:
         assert workers.pool
         super().__init__(job, workers.pool, book, outbox)
         self.workers = workers
 
-    def ended(self) -> bool: return bool(self.job.ends())
+    def ended(self) -> bool:
+        return bool(self.job.ends())
+
     def events(self) -> Iterator[tuple[WorkerHandle, Any]]:
-        try: yield from super().events()
-        except Exception as e: raise self.workers.broken(e) from e
+        try:
+            yield from super().events()
+        except Exception as e:
+            raise self.workers.broken(e) from e
 
     def steps(self) -> Generator[None, None, None]:
-        try: yield from super().steps()
+        try:
+            yield from super().steps()
         finally:
-            for handle in self.pool.handles:      # which drops the lines that nobody waits for any more
-                with suppress(Exception): self.pool.job and handle.begin(self.pool.job)
+            for handle in self.pool.handles:  # which drops the lines that nobody waits for any more
+                with suppress(Exception):
+                    self.pool.job and handle.begin(self.pool.job)
 
 # %% ../../nbs/44_scaleout.ipynb #5c0ba7c7
 class BatchWorkers:
     """The `Workers` of a `BatchRunner`: a pool of `make_pool()`, from `start` to `stop`. One that broke is made anew when there is work again."""
+
     def __init__(self, make_pool: Callable[[], Pool]) -> None:
         self.make_pool = make_pool
         self.pool: Pool | None = None
@@ -609,12 +932,14 @@ class BatchWorkers:
     def stop(self) -> None:
         "End the workers. No batch may be running."
         pool, self.pool = self.pool, None
-        if pool: pool.__exit__()
+        if pool:
+            pool.__exit__()
 
     def broken(self, e: Exception) -> EngineError:
         "End what is left of the pool that `e` ended: the error to raise."
-        with suppress(Exception): self.stop()
-        return EngineError(f'the workers can not go on ({str(e) or type(e).__name__})')
+        with suppress(Exception):
+            self.stop()
+        return EngineError(f"the workers can not go on ({str(e) or type(e).__name__})")
 
     def wait(self, ends: Callable[[], object]) -> WorkerInfo | None:
         "What the workers have, once the first has its model; None if `ends()` says something before. Raises `EngineError`."
@@ -622,8 +947,11 @@ class BatchWorkers:
             pool = self.pool or self.start().pool
             assert pool
             while not pool.info and not ends():
-                for _ in pool.events(): pass
+                for _ in pool.events():
+                    pass
             return pool.info
-        except Exception as e: raise self.broken(e) from e
+        except Exception as e:
+            raise self.broken(e) from e
 
-    def run_of(self, job: BatchJob, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run: return BatchRayRun(job, self, book, outbox)
+    def run_of(self, job: BatchJob, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run:
+        return BatchRayRun(job, self, book, outbox)

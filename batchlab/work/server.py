@@ -7,7 +7,16 @@ from __future__ import annotations
 
 import asyncio, contextlib, hashlib, hmac, itertools, json, logging, math, os, re, secrets, signal, socket, sys, threading, time
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from functools import partial
 from http import HTTPStatus
 from types import FrameType
@@ -23,12 +32,36 @@ from ..outputs import RequestOutput
 from .batch_routes import batch_router
 from .batches import BatchRunner
 from .lines import json_object
-from .openai import (POOLING_URLS, ApiRequest, BadRequest, Parts, as_messages, at_fault, echoed, error_body, head_of, choice_of, parse_online,
-                                  prompt_logprobs_of, take, text_logprobs, usage_of)
+from batchlab.work.openai import (
+    POOLING_URLS,
+    ApiRequest,
+    BadRequest,
+    Parts,
+    as_messages,
+    at_fault,
+    echoed,
+    error_body,
+    head_of,
+    choice_of,
+    parse_online,
+    prompt_logprobs_of,
+    take,
+    text_logprobs,
+    usage_of,
+)
 from .page import trusted
 from .pooling_api import PoolingRequest, parse_pooling, pooling_body
 from .runner import name_of
-from .toolcalls import ToolChoice, ToolFormat, ToolParser, conversation_with, format_of, parse_answer, take_tools, tool_params
+from batchlab.work.toolcalls import (
+    ToolChoice,
+    ToolFormat,
+    ToolParser,
+    conversation_with,
+    format_of,
+    parse_answer,
+    take_tools,
+    tool_params,
+)
 
 try:
     import h11, uvicorn
@@ -41,246 +74,420 @@ try:
     from starlette.requests import ClientDisconnect
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from uvicorn.protocols.http.h11_impl import H11Protocol
-except ImportError as e: raise JobError(f"the server needs {e.name}: pip install 'batchlab[server]'") from e
+except ImportError as e:
+    raise JobError(f"the server needs {e.name}: pip install 'batchlab[server]'") from e
 
 # %% auto #0
 __all__ = ['create_app', 'listen', 'url_of', 'Server']
 
 # %% ../../nbs/49_server.ipynb #srv00011
-_dumps = json.JSONEncoder(separators=(',', ':')).encode               # ASCII: half a surrogate pair is an escape in it
+_dumps = json.JSONEncoder(
+    separators=(",", ":")
+).encode  # ASCII: half a surrogate pair is an escape in it
+
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     "`body` as JSON."
-    return Response(_dumps(body), status, headers, 'application/json')
+    return Response(_dumps(body), status, headers, "application/json")
+
 
 def error_response(e: BadRequest) -> Response:
     "The API's error object, with what its status wants in the headers."
     status, body = error_body(str(e), e.code, e.param)
-    more = {401: {'WWW-Authenticate': 'Bearer'}, 408: {'Connection': 'close'}, 413: {'Connection': 'close'}, 429: {'Retry-After': str(getattr(e, 'retry_after', 1))}}
+    more = {
+        401: {"WWW-Authenticate": "Bearer"},
+        408: {"Connection": "close"},
+        413: {"Connection": "close"},
+        429: {"Retry-After": str(getattr(e, "retry_after", 1))},
+    }
     return json_response(body, status, more.get(status))
+
 
 async def respond(response: Response, scope: Scope, send: Send) -> None:
     "Send `response`, which reads nothing."
     nothing: Any = None
     await response(scope, nothing, send)
 
+
 def logged(e: BadRequest) -> str:
     "What the log says of `e`: its code, and its message without what that quotes of the request."
     quoted = r"(?<!\w)'(\\.|[^'\\])*('|$)|\"(\\.|[^\"\\])*(\"|$)|\(.*\)"
     return f"{e.code}: {re.sub(quoted, '…', str(e)).partition(', got ')[0].partition('compiled: ')[0]:.150}"
 
+
 async def refuse(e: BadRequest, scope: Scope, send: Send, close: bool = False) -> None:
     "Answer with the error `e`, and let the log say so. `close`: the connection ends with it."
-    scope['said'], response = logged(e), error_response(e)
-    if close: response.headers['Connection'] = 'close'
+    scope["said"], response = logged(e), error_response(e)
+    if close:
+        response.headers["Connection"] = "close"
     await respond(response, scope, send)
+
 
 def _near_path(scope: Scope) -> str | None:
     "The path of an endpoint that is probably meant: with one /v1 in front and single slashes."
-    plain = re.sub('/+', '/', scope['path']).rstrip('/')
-    while plain.startswith('/v1/v1/'): plain = plain[3:]
-    routes = [r.path_regex for r in scope['app'].routes if hasattr(r, 'path_regex') and '{name' not in getattr(r, 'path', '')]
-    return next((p for p in (plain, '/v1' + plain) if p != scope['path'] and any(r.match(p) for r in routes)), None)
+    plain = re.sub("/+", "/", scope["path"]).rstrip("/")
+    while plain.startswith("/v1/v1/"):
+        plain = plain[3:]
+    routes = [
+        r.path_regex
+        for r in scope["app"].routes
+        if hasattr(r, "path_regex") and "{name" not in getattr(r, "path", "")
+    ]
+    return next(
+        (
+            p
+            for p in (plain, "/v1" + plain)
+            if p != scope["path"] and any(r.match(p) for r in routes)
+        ),
+        None,
+    )
+
 
 def not_here(scope: Scope, methods: str | None = None) -> BadRequest:
     "The error for a path or, where others are known, a method that is not served."
-    path, method = repr(scope['path'])[1:-1][:100], scope['method']
-    if methods: return BadRequest(f'{method} is not served at {path}: use {methods}', 'method_not_allowed')
+    path, method = repr(scope["path"])[1:-1][:100], scope["method"]
+    if methods:
+        return BadRequest(f"{method} is not served at {path}: use {methods}", "method_not_allowed")
     if near := _near_path(scope):
-        return BadRequest(f'{path} is not served here, {near[:100]} is: a base_url ends in /v1, once, and in no slash', 'not_found')
-    kind = path.removeprefix('/v1/').split('/')[0]
-    if kind in ('files', 'batches'):
-        has = any(getattr(r, 'path', '') == '/v1/files' for r in scope['app'].routes)
-        why = f'the id of a {kind.removesuffix("es") if kind == "batches" else "file"} has no slash in it' if has else 'start it with --data FOLDER'
-    else: why = dict(responses='this server has no responses: use /v1/chat/completions').get(kind, 'see /v1/models and /v1/chat/completions')
-    return BadRequest(f'{path} is not served here: {why}', 'not_found')
+        return BadRequest(
+            f"{path} is not served here, {near[:100]} is: a base_url ends in /v1, once, and in no slash",
+            "not_found",
+        )
+    kind = path.removeprefix("/v1/").split("/")[0]
+    if kind in ("files", "batches"):
+        has = any(getattr(r, "path", "") == "/v1/files" for r in scope["app"].routes)
+        why = (
+            f"the id of a {kind.removesuffix('es') if kind == 'batches' else 'file'} has no slash in it"
+            if has
+            else "start it with --data FOLDER"
+        )
+    else:
+        why = dict(responses="this server has no responses: use /v1/chat/completions").get(
+            kind, "see /v1/models and /v1/chat/completions"
+        )
+    return BadRequest(f"{path} is not served here: {why}", "not_found")
+
 
 def error_of(o: Any, asked: ApiRequest | PoolingRequest, most: int | None) -> BadRequest | None:
     "Why `o`, a `RequestOutput` or `TextsOutput` of `asked`, is no answer, or None. `most`: tokens that the model holds."
     pooled = isinstance(asked, PoolingRequest)
-    reason, own = o.outputs[0].finish_reason if o.outputs else o.finish_reason, asked.key if pooled else 'messages' if asked.chat else 'prompt'
-    if reason == 'too_long': return BadRequest(f"this model's maximum context length is {most} tokens: {o.error}", 'context_length_exceeded', own)      # by these words clients know it
-    if o.refused: return BadRequest(o.error or '', param=at_fault(o.error or '', asked.asked, own))
-    if reason == 'cancelled': return BadRequest('the server is stopping: ask again later', 'unavailable')
-    if reason == 'timeout': return BadRequest('the request ran out of time', 'timeout')
-    return BadRequest(o.error, 'server_error') if o.error else None
+    reason, own = (
+        o.outputs[0].finish_reason if o.outputs else o.finish_reason,
+        asked.key if pooled else "messages" if asked.chat else "prompt",
+    )
+    if reason == "too_long":
+        return BadRequest(
+            f"this model's maximum context length is {most} tokens: {o.error}",
+            "context_length_exceeded",
+            own,
+        )  # by these words clients know it
+    if o.refused:
+        return BadRequest(o.error or "", param=at_fault(o.error or "", asked.asked, own))
+    if reason == "cancelled":
+        return BadRequest("the server is stopping: ask again later", "unavailable")
+    if reason == "timeout":
+        return BadRequest("the request ran out of time", "timeout")
+    return BadRequest(o.error, "server_error") if o.error else None
 
 # %% ../../nbs/49_server.ipynb #srv00021
 async def until_gone(receive: Receive) -> None:
     "Return when the client has left."
-    while (await receive())['type'] != 'http.disconnect': pass
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
 
 async def unless_gone(work: Awaitable[None], receive: Receive) -> bool:
     "Do `work` unless the client leaves, whereupon it is cancelled. Whether it was done."
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone(receive))
-    try: await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for t in (task, gone): t.cancel()
+        for t in (task, gone):
+            t.cancel()
         await asyncio.wait([task, gone])
-    if task.cancelled(): return False
+    if task.cancelled():
+        return False
     task.result()
     return True
 
-async def merged(outputs: Sequence[AsyncGenerator[RequestOutput]]) -> AsyncGenerator[tuple[int, RequestOutput]]:
+
+async def merged(
+    outputs: Sequence[AsyncGenerator[RequestOutput]],
+) -> AsyncGenerator[tuple[int, RequestOutput]]:
     "`(index, output)` of several generators as they come. None runs ahead of the reader by more than an output."
     if len(outputs) == 1:
         async with contextlib.aclosing(outputs[0]) as only:
-            async for o in only: yield 0, o
+            async for o in only:
+                yield 0, o
         return
     came: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(1)
+
     async def pump(i: int) -> None:
         try:
             async with contextlib.aclosing(outputs[i]) as one:
-                async for o in one: await came.put((i, o))
-        except Exception as e: await came.put((i, e))
+                async for o in one:
+                    await came.put((i, o))
+        except Exception as e:
+            await came.put((i, e))
+
     tasks, left = [asyncio.ensure_future(pump(i)) for i in range(len(outputs))], len(outputs)
     try:
         while left:
             i, o = await came.get()
-            if isinstance(o, Exception): raise o
+            if isinstance(o, Exception):
+                raise o
             left -= o.finished
             yield i, o
     finally:
-        for t in tasks: t.cancel()
+        for t in tasks:
+            t.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 # %% ../../nbs/49_server.ipynb #srv00022
 class Answer(Response):
     "The answer to `asked`, whole or in parts, as it is made by the engine of `api`."
+
     def __init__(self, api: Api, asked: Any) -> None:
         self.api, self.asked, self.name, self.background = api, asked, secrets.token_hex(12), None
-        self.begun, self.turn, self.sent = False, asyncio.Lock(), 0.
+        self.begun, self.turn, self.sent = False, asyncio.Lock(), 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
-        if not await unless_gone(self._answer(send), receive): scope['said'] = 'the client left'
+        if not await unless_gone(self._answer(send), receive):
+            scope["said"] = "the client left"
 
     async def _answer(self, send: Send) -> None:
         try:
-            with self.api.place(self.asked): await (self._kept_alive if self.asked.stream else self._whole)(send)
+            with self.api.place(self.asked):
+                await (self._kept_alive if self.asked.stream else self._whole)(send)
         except (BadRequest, BatchlabError) as e:
-            wrong = e if isinstance(e, BadRequest) else BadRequest(str(e), 'unavailable' if isinstance(e, EngineError) else 'invalid_request')
-            if not self.begun: return await refuse(wrong, self.scope, send)
-            self.scope['said'], body = logged(wrong), error_body(str(wrong), wrong.code, wrong.param)[1]
-            await send(dict(type='http.response.body', body=f'data: {_dumps(body)}\n\ndata: [DONE]\n\n'.encode()))
+            wrong = (
+                e
+                if isinstance(e, BadRequest)
+                else BadRequest(
+                    str(e), "unavailable" if isinstance(e, EngineError) else "invalid_request"
+                )
+            )
+            if not self.begun:
+                return await refuse(wrong, self.scope, send)
+            self.scope["said"], body = (
+                logged(wrong),
+                error_body(str(wrong), wrong.code, wrong.param)[1],
+            )
+            await send(
+                dict(
+                    type="http.response.body",
+                    body=f"data: {_dumps(body)}\n\ndata: [DONE]\n\n".encode(),
+                )
+            )
 
     async def _outputs(self, grow: bool) -> AsyncGenerator[tuple[int, RequestOutput]]:
         "`(index of the prompt, output)` as they come. Raises `BadRequest` for one that failed."
         a = self.asked
+
         def one(prompt: Any) -> AsyncGenerator[RequestOutput]:
-            return self.api.llm.generate(prompt, a.params, chat=a.chat, priority=a.priority, grow=grow, lora_request=self.api.adapter_of(a.model))
+            return self.api.llm.generate(
+                prompt,
+                a.params,
+                chat=a.chat,
+                priority=a.priority,
+                grow=grow,
+                lora_request=self.api.adapter_of(a.model),
+            )
+
         async with contextlib.aclosing(merged([one(p) for p in a.prompts])) as outputs:
             async for i, o in outputs:
                 if o.finished:
-                    if wrong := error_of(o, a, self.api.llm.llm.max_model_len): raise wrong
+                    if wrong := error_of(o, a, self.api.llm.llm.max_model_len):
+                        raise wrong
                     self.api.metrics.add(o)
                 yield i, o
 
     async def _whole(self, send: Send) -> None:
         outs: dict[int, RequestOutput] = {}
         async with contextlib.aclosing(self._outputs(grow=False)) as outputs:
-            async for i, o in outputs: outs[i] = o
+            async for i, o in outputs:
+                outs[i] = o
         body = self._body([outs[i] for i in range(len(outs))])
-        self.scope['said'] = said_of(body['usage'])
+        self.scope["said"] = said_of(body["usage"])
         await respond(json_response(body), self.scope, send)
 
     def _body(self, outs: list[RequestOutput]) -> dict[str, Any]:
         "The body of a whole answer."
         a, choices = self.asked, list[dict[str, Any]]()
-        read = partial(parse_answer, a.tool_format, a.tools) if a.tools else None      # (text, key)
+        read = partial(parse_answer, a.tool_format, a.tools) if a.tools else None  # (text, key)
         for i, o in enumerate(outs):
             shown = echoed(o, self._text(o), a.silent) if a.echo else o
             for c in shown.outputs:
-                choice = choice_of(c, a.kind, a.params.logprobs, a.params.logprob_token_ids, read, self.name) | dict(index=i * a.params.n + c.index)
-                if a.echo: choice['logprobs'] = text_logprobs(c, first=self._first(o))
-                if a.asked.get('prompt_logprobs') is not None and not a.chat: choice['prompt_logprobs'] = prompt_logprobs_of(o)
+                choice = choice_of(
+                    c, a.kind, a.params.logprobs, a.params.logprob_token_ids, read, self.name
+                ) | dict(index=i * a.params.n + c.index)
+                if a.echo:
+                    choice["logprobs"] = text_logprobs(c, first=self._first(o))
+                if a.asked.get("prompt_logprobs") is not None and not a.chat:
+                    choice["prompt_logprobs"] = prompt_logprobs_of(o)
                 choices.append(choice)
-        body = head_of(a.kind, self.name, self.api.adapter_of(a.model) or self.api.name) | dict(choices=choices, usage=self._usage(outs))
-        if a.chat and a.params.prompt_logprobs is not None: body['prompt_logprobs'] = prompt_logprobs_of(outs[0])
+        body = head_of(a.kind, self.name, self.api.adapter_of(a.model) or self.api.name) | dict(
+            choices=choices, usage=self._usage(outs)
+        )
+        if a.chat and a.params.prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs_of(outs[0])
         return body
 
     async def _kept_alive(self, send: Send) -> None:
         "The stream, with a comment whenever there was nothing to send for a while: who stands between cuts what is silent."
         beat = asyncio.ensure_future(self._beat(send))
-        try: await self._stream(send)
-        finally: beat.cancel()
+        try:
+            await self._stream(send)
+        finally:
+            beat.cancel()
 
     async def _beat(self, send: Send) -> None:
         clock, every = asyncio.get_running_loop().time, self.api.keep_alive
         self.sent = clock()
         while True:
             await asyncio.sleep(self.sent + every - clock())
-            if clock() - self.sent >= every: await self._send(send, b': keep-alive\n\n')
+            if clock() - self.sent >= every:
+                await self._send(send, b": keep-alive\n\n")
 
     async def _stream(self, send: Send) -> None:
         a, lasts = self.asked, {}
-        parser = (lambda i: ToolParser(a.tool_format, a.tools, f'{self.name}-{i}')) if a.tools else None
-        parts = Parts(a.kind, self.name, self.api.adapter_of(a.model) or self.api.name, a.params.logprobs, a.params.logprob_token_ids, a.usage, parser)
+        parser = (
+            (lambda i: ToolParser(a.tool_format, a.tools, f"{self.name}-{i}")) if a.tools else None
+        )
+        parts = Parts(
+            a.kind,
+            self.name,
+            self.api.adapter_of(a.model) or self.api.name,
+            a.params.logprobs,
+            a.params.logprob_token_ids,
+            a.usage,
+            parser,
+        )
         async with contextlib.aclosing(self._outputs(grow=True)) as outputs:
             async for i, o in outputs:
-                if o.finished: lasts[i] = o
-                if a.echo and not o.finished and a.params.prompt_logprobs is not None: continue      # which are known at the end
-                shown, first = (echoed(o, self._text(o), a.silent), self._first(o)) if a.echo else (o, '')
-                used = [(len(o.prompt_token_ids or ()), 0 if a.silent else len(c.token_ids)) for c in o.outputs] if a.usage_each else None
+                if o.finished:
+                    lasts[i] = o
+                if a.echo and not o.finished and a.params.prompt_logprobs is not None:
+                    continue  # which are known at the end
+                shown, first = (
+                    (echoed(o, self._text(o), a.silent), self._first(o)) if a.echo else (o, "")
+                )
+                used = (
+                    [
+                        (len(o.prompt_token_ids or ()), 0 if a.silent else len(c.token_ids))
+                        for c in o.outputs
+                    ]
+                    if a.usage_each
+                    else None
+                )
                 new = parts.since(shown.outputs, i * a.params.n, first, used)
-                if new: await self._send(send, new)
+                if new:
+                    await self._send(send, new)
         usage = self._usage([lasts[i] for i in sorted(lasts)])
-        self.scope['said'] = said_of(usage)
+        self.scope["said"] = said_of(usage)
         await self._send(send, parts.end(usage if a.usage else None), last=True)
 
     async def _send(self, send: Send, body: bytes, last: bool = False) -> None:
         "Send a part; before the first, the headers. Waits for a reader that is slow."
         async with self.turn:
             if not self.begun:
-                headers = [(b'content-type', b'text/event-stream; charset=utf-8'), (b'cache-control', b'no-cache'), (b'x-accel-buffering', b'no')]
-                await send(dict(type='http.response.start', status=200, headers=headers))
+                headers = [
+                    (b"content-type", b"text/event-stream; charset=utf-8"),
+                    (b"cache-control", b"no-cache"),
+                    (b"x-accel-buffering", b"no"),
+                ]
+                await send(dict(type="http.response.start", status=200, headers=headers))
                 self.begun = True
-            await send(dict(type='http.response.body', body=body, more_body=not last))
+            await send(dict(type="http.response.body", body=body, more_body=not last))
             self.sent = asyncio.get_running_loop().time()
 
     def _usage(self, outs: list[RequestOutput]) -> dict[str, Any]:
         usage = usage_of(*outs)
-        return usage | dict(completion_tokens=0, total_tokens=usage['prompt_tokens']) if self.asked.silent else usage
+        return (
+            usage | dict(completion_tokens=0, total_tokens=usage["prompt_tokens"])
+            if self.asked.silent
+            else usage
+        )
 
     def _text(self, o: RequestOutput) -> str:
         "The text of its prompt."
-        if o.prompt is not None and self.asked.params.truncate_prompt_tokens is None: return o.prompt
-        return self.api.decode(o.prompt_token_ids or [])                      # of a prompt that was cut, what was used
+        if o.prompt is not None and self.asked.params.truncate_prompt_tokens is None:
+            return o.prompt
+        return self.api.decode(o.prompt_token_ids or [])  # of a prompt that was cut, what was used
 
-    def _first(self, o: RequestOutput) -> str: return self.api.decode((o.prompt_token_ids or [])[:1])
+    def _first(self, o: RequestOutput) -> str:
+        return self.api.decode((o.prompt_token_ids or [])[:1])
+
 
 class PooledAnswer(Answer):
     "The answer to `asked`, a `PoolingRequest`, whose texts the engine gets as one request."
+
     async def _whole(self, send: Send) -> None:
         a: PoolingRequest = self.asked
         out: Any
-        async with contextlib.aclosing(self.api.llm.generate(a, priority=a.priority, grow=False)) as outputs: [out] = [o async for o in outputs]
+        async with contextlib.aclosing(
+            self.api.llm.generate(a, priority=a.priority, grow=False)
+        ) as outputs:
+            [out] = [o async for o in outputs]
         result: Any = out
-        if wrong := error_of(out, a, self.api.llm.llm.max_model_len): raise wrong
+        if wrong := error_of(out, a, self.api.llm.llm.max_model_len):
+            raise wrong
         self.api.metrics.add(out)
-        body = await asyncio.to_thread(pooling_body, a, result, self.name, a.adapter or self.api.name)      # of a thousand vectors it is long
-        self.scope['said'] = said_of(body['usage'])
+        body = await asyncio.to_thread(
+            pooling_body, a, result, self.name, a.adapter or self.api.name
+        )  # of a thousand vectors it is long
+        self.scope["said"] = said_of(body["usage"])
         await respond(json_response(body), self.scope, send)
 
-def said_of(usage: dict[str, Any]) -> str: return f"{usage['prompt_tokens']:,} tokens in, {usage.get('completion_tokens', 0):,} out"
+
+def said_of(usage: dict[str, Any]) -> str:
+    return f"{usage['prompt_tokens']:,} tokens in, {usage.get('completion_tokens', 0):,} out"
 
 # %% ../../nbs/49_server.ipynb #srv00031
 class Histogram:
     "Counts of values by upper bounds, as Prometheus wants them, for one thread."
+
     def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.
+        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
 
     def add(self, x: float, n: int = 1) -> None:
         self.counts[bisect_left(self.bounds, x)] += n
         self.sum += x * n
 
     def buckets(self) -> list[tuple[str, float]]:
-        return [*zip([*map(str, self.bounds), '+Inf'], itertools.accumulate(self.counts))]
+        return [*zip([*map(str, self.bounds), "+Inf"], itertools.accumulate(self.counts))]
 
-SECONDS = .001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1., 2.5, 5., 7.5, 10., 20., 40., 80., 160., 640., 2560.
+
+SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+    2560.0,
+)
+
 
 class Metrics:
     "What `/metrics` says of `llm`, under the names that vLLM gives it. `add` is called with each request that was answered."
+
     def __init__(self, llm: AsyncLLM, name: str) -> None:
         self.llm, self.name = llm, name
         self.first, self.each, self.whole = (Histogram(SECONDS) for _ in range(3))
@@ -289,54 +496,102 @@ class Metrics:
 
     def add(self, o: RequestOutput) -> None:
         m, n = o.metrics or {}, max((len(c.token_ids) for c in o.outputs), default=0)
-        if (t := m.get('time_to_first_token')) is not None: self.first.add(t)
-        if (t := m.get('time_per_token')) is not None: self.each.add(t, max(1, n - 1))      # each token counts with the mean of its answer
-        if (t := m.get('latency')) is not None: self.whole.add(t)
+        if (t := m.get("time_to_first_token")) is not None:
+            self.first.add(t)
+        if (t := m.get("time_per_token")) is not None:
+            self.each.add(t, max(1, n - 1))  # each token counts with the mean of its answer
+        if (t := m.get("latency")) is not None:
+            self.whole.add(t)
 
     def collect(self) -> Iterator[Any]:
         "For prometheus_client: the state of this moment."
         s, limits = self.llm.stats(), self.llm.llm.limits
-        label: dict[str, Any] = dict(labels=['model_name'])
+        label: dict[str, Any] = dict(labels=["model_name"])
         total = (limits.kv_tokens or 0) // (self.llm.llm.backend.block_size or 1) or s.blocks
-        for name, text, x in (('num_requests_running', 'Requests that have a slot.', s.running), ('num_requests_waiting', 'Requests that wait for one.', s.waiting),
-                              ('kv_cache_usage_perc', 'Share of the KV blocks in use; 1 is all.', s.blocks_in_use / total if total else 0)):
-            (family := GaugeMetricFamily(f'vllm:{name}', text, **label)).add_metric([self.name], x)
+        for name, text, x in (
+            ("num_requests_running", "Requests that have a slot.", s.running),
+            ("num_requests_waiting", "Requests that wait for one.", s.waiting),
+            (
+                "kv_cache_usage_perc",
+                "Share of the KV blocks in use; 1 is all.",
+                s.blocks_in_use / total if total else 0,
+            ),
+        ):
+            (family := GaugeMetricFamily(f"vllm:{name}", text, **label)).add_metric([self.name], x)
             yield family
-        for name, text, x in (('prompt_tokens', 'Tokens of the prompts of requests that ended.', s.prompt_tokens),
-                              ('generation_tokens', 'Tokens of their answers.', s.output_tokens), ('prefix_cache_hits', 'Prompt tokens that were cached.', s.cached_tokens),
-                              ('num_preemptions', 'Requests that gave up their slot for a while.', s.preemptions)):
-            (family := CounterMetricFamily(f'vllm:{name}', text, **label)).add_metric([self.name], x)
+        for name, text, x in (
+            ("prompt_tokens", "Tokens of the prompts of requests that ended.", s.prompt_tokens),
+            ("generation_tokens", "Tokens of their answers.", s.output_tokens),
+            ("prefix_cache_hits", "Prompt tokens that were cached.", s.cached_tokens),
+            ("num_preemptions", "Requests that gave up their slot for a while.", s.preemptions),
+        ):
+            (family := CounterMetricFamily(f"vllm:{name}", text, **label)).add_metric(
+                [self.name], x
+            )
             yield family
-        ends = CounterMetricFamily('vllm:request_success', 'Requests that ended, by reason.', labels=['model_name', 'finished_reason'])
-        for reason, n in s.requests.items(): ends.add_metric([self.name, 'abort' if reason == 'cancelled' else reason], n)
+        ends = CounterMetricFamily(
+            "vllm:request_success",
+            "Requests that ended, by reason.",
+            labels=["model_name", "finished_reason"],
+        )
+        for reason, n in s.requests.items():
+            ends.add_metric([self.name, "abort" if reason == "cancelled" else reason], n)
         yield ends
-        for name, text, h in (('time_to_first_token', 'Until the first token.', self.first), ('inter_token_latency', 'From token to token, the mean of each answer.', self.each),
-                              ('e2e_request_latency', 'Until the last token.', self.whole)):
-            (family := HistogramMetricFamily(f'vllm:{name}_seconds', text, **label)).add_metric([self.name], h.buckets(), h.sum)
+        for name, text, h in (
+            ("time_to_first_token", "Until the first token.", self.first),
+            ("inter_token_latency", "From token to token, the mean of each answer.", self.each),
+            ("e2e_request_latency", "Until the last token.", self.whole),
+        ):
+            (family := HistogramMetricFamily(f"vllm:{name}_seconds", text, **label)).add_metric(
+                [self.name], h.buckets(), h.sum
+            )
             yield family
 
-    def text(self) -> bytes: return generate_latest(self.registry)
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
 
 # %% ../../nbs/49_server.ipynb #srv00041
-_UNKNOWN = ToolFormat('', '', '')
+_UNKNOWN = ToolFormat("", "", "")
+
 
 class Api:
     """The endpoints over `llm`, a model that goes by the `name` here, and by `others`. `max_pending`: choices that may be under way;
     `keep_alive`: seconds after which a stream without news gets a comment.
 
     A method of it is for the event loop, and raises `BadRequest` for what can't be answered."""
-    def __init__(self, llm: AsyncLLM, name: str, max_pending: int, others: Iterable[str] = (), keep_alive: float = 10.) -> None:
-        self.llm, self.name, self.names, self.max_pending, self.keep_alive = llm, name, {name, *others}, max_pending, keep_alive
-        self.metrics, self.pending, self.draining, self.since = Metrics(llm, name), 0, False, int(time.time())
-        self.tool_format: ToolFormat | None = _UNKNOWN                    # until a request has tools
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        name: str,
+        max_pending: int,
+        others: Iterable[str] = (),
+        keep_alive: float = 10.0,
+    ) -> None:
+        self.llm, self.name, self.names, self.max_pending, self.keep_alive = (
+            llm,
+            name,
+            {name, *others},
+            max_pending,
+            keep_alive,
+        )
+        self.metrics, self.pending, self.draining, self.since = (
+            Metrics(llm, name),
+            0,
+            False,
+            int(time.time()),
+        )
+        self.tool_format: ToolFormat | None = _UNKNOWN  # until a request has tools
 
     @contextlib.contextmanager
     def place(self, asked: ApiRequest | PoolingRequest) -> Iterator[None]:
         "Count the choices of `asked` as pending while the context lasts. Raises `BadRequest` if there is no room for them."
         self.check_room(asked)
         self.pending += asked.num_choices
-        try: yield
-        finally: self.pending -= asked.num_choices
+        try:
+            yield
+        finally:
+            self.pending -= asked.num_choices
 
     def adapter_of(self, model: Any) -> str | None:
         "The name of the adapter that a request for `model` wants, or None: the model's own names come first."
@@ -344,236 +599,449 @@ class Api:
 
     def check_model(self, model: Any) -> None:
         if model is not None and model not in self.names and self.adapter_of(model) is None:
-            adapters = ', '.join(map(repr, adapter_names(self.llm.llm)))
-            has = f'{self.name!r}, and with adapters {adapters}' if adapters else f'{self.name!r}'
-            raise BadRequest(f'the model {model!r:.100} does not exist: this server has {has}', 'model_not_found', 'model')
+            adapters = ", ".join(map(repr, adapter_names(self.llm.llm)))
+            has = f"{self.name!r}, and with adapters {adapters}" if adapters else f"{self.name!r}"
+            raise BadRequest(
+                f"the model {model!r:.100} does not exist: this server has {has}",
+                "model_not_found",
+                "model",
+            )
 
     def check_length(self, asked: ApiRequest) -> None:
         "Raise `BadRequest` if `asked` wants longer answers than there can be."
         n, most = asked.params.max_tokens, self.llm.llm.max_model_len
-        key = next((k for k in ('max_tokens', 'max_completion_tokens') if asked.asked.get(k) is not None), 'max_tokens')
+        key = next(
+            (k for k in ("max_tokens", "max_completion_tokens") if asked.asked.get(k) is not None),
+            "max_tokens",
+        )
         if n and most and n > most:
-            raise BadRequest(f'{key} is {n:,}, and the model holds {most:,} tokens with the prompt: lower it, or leave it out', param=key)
+            raise BadRequest(
+                f"{key} is {n:,}, and the model holds {most:,} tokens with the prompt: lower it, or leave it out",
+                param=key,
+            )
 
     def check_room(self, asked: ApiRequest | PoolingRequest) -> None:
         "Raise `BadRequest` if `asked` has no room beside what is pending."
         n, most = asked.num_choices, self.max_pending
-        if self.draining: raise BadRequest('the server is stopping: ask again later', 'unavailable')
+        if self.draining:
+            raise BadRequest("the server is stopping: ask again later", "unavailable")
         if n > most:
-            own = asked.key if isinstance(asked, PoolingRequest) else 'n' if asked.params.n > 1 else 'prompt'
-            raise BadRequest(f'{n:,} answers in one request, and this server takes {most:,} at once: ask for fewer', param=own)
-        if self.pending + n > most: raise BadRequest(f'{self.pending:,} requests are under way, and this server takes {most:,}: ask again later', 'rate_limit_exceeded')
+            own = (
+                asked.key
+                if isinstance(asked, PoolingRequest)
+                else "n"
+                if asked.params.n > 1
+                else "prompt"
+            )
+            raise BadRequest(
+                f"{n:,} answers in one request, and this server takes {most:,} at once: ask for fewer",
+                param=own,
+            )
+        if self.pending + n > most:
+            raise BadRequest(
+                f"{self.pending:,} requests are under way, and this server takes {most:,}: ask again later",
+                "rate_limit_exceeded",
+            )
 
     async def complete(self, request: Request, kind: str) -> Response:
         body = json_object(await request.body())
-        tools = take_tools(body) if kind == 'chat' else None
+        tools = take_tools(body) if kind == "chat" else None
         asked = parse_online(body, kind)
         self.check_model(asked.model)
         self.check_length(asked)
-        if tools or asked.chat and any('tool_calls' in m for m in asked.prompts[0]['messages']): await self._in_queuer(lambda: self._arm(asked, tools))
+        if tools or asked.chat and any("tool_calls" in m for m in asked.prompts[0]["messages"]):
+            await self._in_queuer(lambda: self._arm(asked, tools))
         return Answer(self, asked)
 
     async def pool(self, request: Request) -> Response:
         "The endpoints for vectors, scores and classes."
-        asked = parse_pooling(json_object(await request.body()), POOLING_URLS[request.scope['path']])
+        asked = parse_pooling(
+            json_object(await request.body()), POOLING_URLS[request.scope["path"]]
+        )
         asked.adapter = self.adapter_of(asked.model)
         self.check_model(asked.model)
         return PooledAnswer(self, asked)
 
     def _arm(self, asked: ApiRequest, tools: ToolChoice | None) -> None:
         "Put `tools` into the prompt of `asked`, and hold its answer to their calls. Raises `BadRequest`."
-        if self.tool_format is _UNKNOWN: self.tool_format = format_of(self.llm.llm.tokenizer)
+        if self.tool_format is _UNKNOWN:
+            self.tool_format = format_of(self.llm.llm.tokenizer)
         asked.tools, asked.tool_format, [prompt] = tools, self.tool_format, asked.prompts
         asked.prompts = [conversation_with(self.tool_format, tools, prompt)]
-        if tools: asked.params = tool_params(asked.params, self.tool_format, tools)
+        if tools:
+            asked.params = tool_params(asked.params, self.tool_format, tools)
 
-    async def chat(self, request: Request) -> Response: return await self.complete(request, 'chat')
-    async def text(self, request: Request) -> Response: return await self.complete(request, 'text')
+    async def chat(self, request: Request) -> Response:
+        return await self.complete(request, "chat")
+
+    async def text(self, request: Request) -> Response:
+        return await self.complete(request, "text")
 
     def card(self) -> dict[str, Any]:
-        return dict(id=self.name, object='model', created=self.since, owned_by='batchlab', root=self.name, parent=None, max_model_len=self.llm.llm.max_model_len)
+        return dict(
+            id=self.name,
+            object="model",
+            created=self.since,
+            owned_by="batchlab",
+            root=self.name,
+            parent=None,
+            max_model_len=self.llm.llm.max_model_len,
+        )
+
     def cards(self) -> list[dict[str, Any]]:
         "The model, and its adapters by name."
-        return [self.card(), *(self.card() | dict(id=name, root=name, parent=self.name) for name in adapter_names(self.llm.llm))]
-    async def models(self) -> Response: return json_response(dict(object='list', data=self.cards()))
+        return [
+            self.card(),
+            *(
+                self.card() | dict(id=name, root=name, parent=self.name)
+                for name in adapter_names(self.llm.llm)
+            ),
+        ]
+
+    async def models(self) -> Response:
+        return json_response(dict(object="list", data=self.cards()))
+
     async def model(self, name: str) -> Response:
         self.check_model(name)
-        return json_response(next((card for card in self.cards() if card['id'] == name), self.card()))
+        return json_response(
+            next((card for card in self.cards() if card["id"] == name), self.card())
+        )
 
     async def tokenize(self, request: Request) -> Response:
         d = json_object(await request.body())
-        self.check_model(take(d, 'model', str, None, 'a string'))
-        strings, special = take(d, 'return_token_strs', bool, False, 'true or false'), take(d, 'add_special_tokens', bool, None, 'true or false')
-        if ('prompt' in d) == ('messages' in d): raise BadRequest('expected one of prompt and messages', param='prompt')
-        if 'messages' in d: prompt: Any = dict(messages=as_messages(d.pop('messages')))
-        else: prompt = take(d, 'prompt', str, None, 'a string')
+        self.check_model(take(d, "model", str, None, "a string"))
+        strings, special = (
+            take(d, "return_token_strs", bool, False, "true or false"),
+            take(d, "add_special_tokens", bool, None, "true or false"),
+        )
+        if ("prompt" in d) == ("messages" in d):
+            raise BadRequest("expected one of prompt and messages", param="prompt")
+        if "messages" in d:
+            prompt: Any = dict(messages=as_messages(d.pop("messages")))
+        else:
+            prompt = take(d, "prompt", str, None, "a string")
         if isinstance(prompt, dict):
-            if special: raise BadRequest('add_special_tokens is for prompts: the chat template writes its own', param='add_special_tokens')
-            prompt |= {k: v for k, t in (('add_generation_prompt', bool), ('continue_final_message', bool), ('chat_template_kwargs', dict))
-                       if (v := take(d, k, t, None, 'true or false' if t is bool else 'an object')) is not None}
-        elif prompt is None: raise BadRequest('prompt must be a string, got null', param='prompt')
-        if d: raise BadRequest(f'unknown key {min(d)!r:.60}: leave it out', param=min(d))
+            if special:
+                raise BadRequest(
+                    "add_special_tokens is for prompts: the chat template writes its own",
+                    param="add_special_tokens",
+                )
+            prompt |= {
+                k: v
+                for k, t in (
+                    ("add_generation_prompt", bool),
+                    ("continue_final_message", bool),
+                    ("chat_template_kwargs", dict),
+                )
+                if (v := take(d, k, t, None, "true or false" if t is bool else "an object"))
+                is not None
+            }
+        elif prompt is None:
+            raise BadRequest("prompt must be a string, got null", param="prompt")
+        if d:
+            raise BadRequest(f"unknown key {min(d)!r:.60}: leave it out", param=min(d))
         ids = await self._in_queuer(lambda: self._ids(prompt, special is not False), prompt)
-        more = dict(token_strs=self.llm.llm.get_tokenizer().convert_ids_to_tokens(ids)) if strings else {}
-        return json_response(dict(count=len(ids), max_model_len=self.llm.llm.max_model_len, tokens=ids, **more))
+        more = (
+            dict(token_strs=self.llm.llm.get_tokenizer().convert_ids_to_tokens(ids))
+            if strings
+            else {}
+        )
+        return json_response(
+            dict(count=len(ids), max_model_len=self.llm.llm.max_model_len, tokens=ids, **more)
+        )
 
     def _ids(self, prompt: Any, special: bool) -> list[int]:
-        if isinstance(prompt, str): return encode_text(self.llm.llm.tokenizer, prompt, special)
+        if isinstance(prompt, str):
+            return encode_text(self.llm.llm.tokenizer, prompt, special)
         return prompt_ids_of(self.llm.llm.model, self.llm.llm.tokenizer, prompt, True)[1]
 
     async def detokenize(self, request: Request) -> Response:
         d = json_object(await request.body())
-        self.check_model(take(d, 'model', str, None, 'a string'))
-        ids, most = d.get('tokens'), self.llm.llm.vocab_size
+        self.check_model(take(d, "model", str, None, "a string"))
+        ids, most = d.get("tokens"), self.llm.llm.vocab_size
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < most for i in ids):
-            raise BadRequest(f'tokens must be a list of token ids from 0 to {most - 1:,}', param='tokens')
+            raise BadRequest(
+                f"tokens must be a list of token ids from 0 to {most - 1:,}", param="tokens"
+            )
         return json_response(dict(prompt=await self._in_queuer(lambda: self.decode(ids))))
 
     async def _in_queuer(self, work: Callable[[], Any], prompt: Any = None) -> Any:
         "What `work` gives in the thread that tokenises `prompt`. Raises `BadRequest`."
-        try: return await asyncio.wrap_future(self.llm.queuer_for(prompt).submit(work))
-        except BatchlabError as e: raise BadRequest(str(e)) from None
+        try:
+            return await asyncio.wrap_future(self.llm.queuer_for(prompt).submit(work))
+        except BatchlabError as e:
+            raise BadRequest(str(e)) from None
 
     async def tokenizer(self) -> Response:
         "What a client needs to know of the tokenizer beside /tokenize: its special tokens, and the chat template."
         tok = self.llm.llm.tokenizer
-        names = [k for k in ('bos_token', 'eos_token', 'pad_token', 'unk_token') if getattr(tok, k, None) is not None]
-        return json_response(dict(tokenizer_class=type(tok).__name__, chat_template=getattr(tok, 'chat_template', None), **{k: str(getattr(tok, k)) for k in names}))
+        names = [
+            k
+            for k in ("bos_token", "eos_token", "pad_token", "unk_token")
+            if getattr(tok, k, None) is not None
+        ]
+        return json_response(
+            dict(
+                tokenizer_class=type(tok).__name__,
+                chat_template=getattr(tok, "chat_template", None),
+                **{k: str(getattr(tok, k)) for k in names},
+            )
+        )
 
     def decode(self, ids: list[int]) -> str:
-        text: Any = self.llm.llm.tokenizer.decode(ids, clean_up_tokenization_spaces=False) if self.llm.llm.tokenizer else ''
+        text: Any = (
+            self.llm.llm.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            if self.llm.llm.tokenizer
+            else ""
+        )
         return text
 
-    async def health(self) -> Response: return Response(status_code=503 if self.draining else 200)
-    async def version(self) -> Response: return json_response(dict(version=__version__))
-    async def figures(self) -> Response: return Response(self.metrics.text(), media_type='text/plain; version=0.0.4; charset=utf-8')
+    async def health(self) -> Response:
+        return Response(status_code=503 if self.draining else 200)
+
+    async def version(self) -> Response:
+        return json_response(dict(version=__version__))
+
+    async def figures(self) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 # %% ../../nbs/49_server.ipynb #srv00051
-PATIENCE = 30.                                                        # seconds for a client to send what it has begun
+PATIENCE = 30.0  # seconds for a client to send what it has begun
+
 
 class KeyGate:
     "ASGI middleware: who has not the API key is turned away. Its digest alone is kept, and compared in constant time."
-    OPEN = {'/', '/health', '/version', '/metrics'}                       # what / has is no secret, see `work.page`
-    def __init__(self, app: ASGIApp, key: str) -> None: self.app, self.digest = app, self._digest(key.encode())
+
+    OPEN = {"/", "/health", "/version", "/metrics"}  # what / has is no secret, see `work.page`
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self.app, self.digest = app, self._digest(key.encode())
 
     @staticmethod
-    def _digest(key: bytes) -> bytes: return hashlib.sha256(key).digest()
+    def _digest(key: bytes) -> bytes:
+        return hashlib.sha256(key).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope['type'] == 'http' and scope['path'] not in self.OPEN:
-            given = next((v for k, v in scope['headers'] if k == b'authorization'), b'')
-            scheme, _, key = given.partition(b' ')
-            if not hmac.compare_digest(self._digest(key.strip()), self.digest) or scheme.lower() != b'bearer':
-                return await refuse(BadRequest('the API key is missing or wrong: send it as Authorization: Bearer KEY', 'invalid_api_key'), scope, send)
+        if scope["type"] == "http" and scope["path"] not in self.OPEN:
+            given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+            scheme, _, key = given.partition(b" ")
+            if (
+                not hmac.compare_digest(self._digest(key.strip()), self.digest)
+                or scheme.lower() != b"bearer"
+            ):
+                return await refuse(
+                    BadRequest(
+                        "the API key is missing or wrong: send it as Authorization: Bearer KEY",
+                        "invalid_api_key",
+                    ),
+                    scope,
+                    send,
+                )
         await self.app(scope, receive, send)
+
 
 class Body:
     """The body of a request on its way through `receive`, of at most `most` bytes, for which there are `patience` seconds and one more for each
     `RATE` bytes that have come. An answer given before all has come goes out through `send`, and then the rest is read and dropped for a while,
     as most clients hear an answer only when they have sent all."""
+
     RATE, DROPPED = 1000, 2**28
+
     def __init__(self, receive: Receive, send: Send, most: int, patience: float) -> None:
         self._receive, self._send, self.most, self.patience = receive, send, most, patience
-        self.came, self.whole, self.end = 0, False, 0.
+        self.came, self.whole, self.end = 0, False, 0.0
 
     async def _next(self, rate: float) -> Message:
         now = asyncio.get_running_loop().time()
         self.end = self.end or now + self.patience
         try:
-            async with asyncio.timeout(self.end - now + self.came / rate): message = await self._receive()
-        except TimeoutError: raise HTTPException(408, f'the body comes too slowly: {self.came:,} bytes of it are here') from None      # which frameworks hand on as it is
-        self.came += len(message.get('body', b''))
-        self.whole = not message.get('more_body')
+            async with asyncio.timeout(self.end - now + self.came / rate):
+                message = await self._receive()
+        except TimeoutError:
+            raise HTTPException(
+                408, f"the body comes too slowly: {self.came:,} bytes of it are here"
+            ) from None  # which frameworks hand on as it is
+        self.came += len(message.get("body", b""))
+        self.whole = not message.get("more_body")
         return message
 
     async def receive(self) -> Message:
-        if self.whole: return await self._receive()
+        if self.whole:
+            return await self._receive()
         message = await self._next(self.RATE)
-        if self.came > self.most: raise HTTPException(413, f'the body is longer than {self.most:,} bytes: send less')
+        if self.came > self.most:
+            raise HTTPException(413, f"the body is longer than {self.most:,} bytes: send less")
         return message
 
     async def send(self, message: Message) -> None:
-        if message['type'] == 'http.response.body' and not message.get('more_body') and not self.whole:
-            await self._send({**message, 'more_body': True})
+        if (
+            message["type"] == "http.response.body"
+            and not message.get("more_body")
+            and not self.whole
+        ):
+            await self._send({**message, "more_body": True})
             with contextlib.suppress(HTTPException):
-                while not self.whole and self.came < self.DROPPED: await self._next(math.inf)
-            message = dict(type='http.response.body')
+                while not self.whole and self.came < self.DROPPED:
+                    await self._next(math.inf)
+            message = dict(type="http.response.body")
         await self._send(message)
+
 
 class OwnPages:
     "ASGI middleware: the server is called by an address, as localhost or by one of `names`, and by no page of another site but `origins`."
-    def __init__(self, app: ASGIApp, names: Collection[str], origins: Collection[str] = ()) -> None: self.app, self.names, self.origins = app, names, origins
+
+    def __init__(self, app: ASGIApp, names: Collection[str], origins: Collection[str] = ()) -> None:
+        self.app, self.names, self.origins = app, names, origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope['type'] == 'http':
-            host, origin = (next((v.decode('latin-1') for k, v in scope['headers'] if k == key), '') for key in (b'host', b'origin'))
-            foreign = origin and origin.partition('://')[2] != host and not {'*', origin} & {*self.origins}
+        if scope["type"] == "http":
+            host, origin = (
+                next((v.decode("latin-1") for k, v in scope["headers"] if k == key), "")
+                for key in (b"host", b"origin")
+            )
+            foreign = (
+                origin
+                and origin.partition("://")[2] != host
+                and not {"*", origin} & {*self.origins}
+            )
             if host and not trusted(host, self.names) or foreign:
-                e = BadRequest('without an API key this server answers only to its own address, and to no page of another site: give it a key', 'forbidden')
+                e = BadRequest(
+                    "without an API key this server answers only to its own address, and to no page of another site: give it a key",
+                    "forbidden",
+                )
                 return await refuse(e, scope, send)
         await self.app(scope, receive, send)
 
+
 class NoPreflights:
     "ASGI middleware: a browser that asks for a page of another site, which comes without a key, hears that there is an option."
-    def __init__(self, app: ASGIApp) -> None: self.app = app
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope['type'] == 'http' and scope['method'] == 'OPTIONS' and any(k == b'access-control-request-method' for k, _ in scope['headers']):
-            e = BadRequest('pages of other sites may not use this server: it is started with --allowed-origins for those that may', 'forbidden')
+        if (
+            scope["type"] == "http"
+            and scope["method"] == "OPTIONS"
+            and any(k == b"access-control-request-method" for k, _ in scope["headers"])
+        ):
+            e = BadRequest(
+                "pages of other sites may not use this server: it is started with --allowed-origins for those that may",
+                "forbidden",
+            )
             return await refuse(e, scope, send)
         await self.app(scope, receive, send)
 
+
 class Heads:
     "ASGI middleware: HEAD is answered as GET is, and the connection leaves the body out."
-    def __init__(self, app: ASGIApp) -> None: self.app = app
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope['type'] != 'http' or scope['method'] != 'HEAD': return await self.app(scope, receive, send)
-        inner = {**scope, 'method': 'GET'}
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            return await self.app(scope, receive, send)
+        inner = {**scope, "method": "GET"}
         await self.app(inner, receive, send)
-        if 'said' in inner: scope['said'] = inner['said']
+        if "said" in inner:
+            scope["said"] = inner["said"]
+
 
 class BodyLimit:
     "ASGI middleware: a body must be plain, of at most `most` bytes, and come in time (`Body`). `more`: other limits of bytes by the beginning of the path."
-    def __init__(self, app: ASGIApp, most: int, more: dict[str, int] | None = None, patience: float = PATIENCE) -> None:
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        most: int,
+        more: dict[str, int] | None = None,
+        patience: float = PATIENCE,
+    ) -> None:
         self.app, self.most, self.more, self.patience = app, most, more or {}, patience
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope['type'] != 'http': return await self.app(scope, receive, send)
-        body = Body(receive, send, next((n for path, n in self.more.items() if scope['path'].startswith(path)), self.most), self.patience)
-        headers, wrong = dict(scope['headers']), None
-        length, encoding = headers.get(b'content-length', b''), headers.get(b'content-encoding', b'identity').strip().lower()
-        both = b'transfer-encoding' in headers and b'content-length' in headers
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        body = Body(
+            receive,
+            send,
+            next((n for path, n in self.more.items() if scope["path"].startswith(path)), self.most),
+            self.patience,
+        )
+        headers, wrong = dict(scope["headers"]), None
+        length, encoding = (
+            headers.get(b"content-length", b""),
+            headers.get(b"content-encoding", b"identity").strip().lower(),
+        )
+        both = b"transfer-encoding" in headers and b"content-length" in headers
         if both:
-            wrong = BadRequest('the request has Content-Length and Transfer-Encoding, which may contradict each other: send one of them')
-        elif length.isdigit() and int(length[:20]) > body.most: wrong = BadRequest(f'the body is longer than {body.most:,} bytes: send less', 'request_too_large')
-        elif encoding != b'identity': wrong = BadRequest(f'the body is encoded as {encoding.decode("latin-1")!r:.40}: send it plain', 'unsupported_media_type')
-        await (refuse(wrong, scope, body.send, both) if wrong else self.app(scope, body.receive, body.send))
+            wrong = BadRequest(
+                "the request has Content-Length and Transfer-Encoding, which may contradict each other: send one of them"
+            )
+        elif length.isdigit() and int(length[:20]) > body.most:
+            wrong = BadRequest(
+                f"the body is longer than {body.most:,} bytes: send less", "request_too_large"
+            )
+        elif encoding != b"identity":
+            wrong = BadRequest(
+                f"the body is encoded as {encoding.decode('latin-1')!r:.40}: send it plain",
+                "unsupported_media_type",
+            )
+        await (
+            refuse(wrong, scope, body.send, both)
+            if wrong
+            else self.app(scope, body.receive, body.send)
+        )
+
 
 class RequestLog:
     "ASGI middleware: one line for each request: method, path, status, seconds, and what the endpoint `said`. No headers, no queries."
-    def __init__(self, app: ASGIApp, say: Callable[[str], object]) -> None: self.app, self.say = app, say
+
+    def __init__(self, app: ASGIApp, say: Callable[[str], object]) -> None:
+        self.app, self.say = app, say
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope['type'] != 'http': return await self.app(scope, receive, send)
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
         start, status = time.perf_counter(), 0
+
         async def noted(message: Message) -> None:
             nonlocal status
-            if message['type'] == 'http.response.start': status = message['status']
+            if message["type"] == "http.response.start":
+                status = message["status"]
             await send(message)
-        try: await self.app(scope, receive, noted)
+
+        try:
+            await self.app(scope, receive, noted)
         except Exception:
             status = status or 500
             raise
         finally:
-            path = scope.get('raw_path', b'').split(b'?')[0].decode('ascii', 'replace')[:200]
-            said = f", {scope['said']}" if 'said' in scope else ''
-            self.say(f"{scope['method'][:20]} {path} {status or 'no answer'}, {time.perf_counter() - start:.2f} s{said}")
+            path = scope.get("raw_path", b"").split(b"?")[0].decode("ascii", "replace")[:200]
+            said = f", {scope['said']}" if "said" in scope else ""
+            self.say(
+                f"{scope['method'][:20]} {path} {status or 'no answer'}, {time.perf_counter() - start:.2f} s{said}"
+            )
 
 # %% ../../nbs/49_server.ipynb #srv00052
-def create_app(llm: AsyncLLM | LLM, name: str | None = None, *, api_key: str | None = None, max_pending: int | None = None, max_body: int = 2**24,
-               max_upload: int = 2**29, batches: BatchRunner | None = None, routers: Sequence[APIRouter] = (), others: Iterable[str] = (), say: Callable[[str], object] | None = None,
-               patience: float = PATIENCE, keep_alive: float = 10., names: Collection[str] | None = None, origins: Collection[str] = ()) -> FastAPI:
+def create_app(
+    llm: AsyncLLM | LLM,
+    name: str | None = None,
+    *,
+    api_key: str | None = None,
+    max_pending: int | None = None,
+    max_body: int = 2**24,
+    max_upload: int = 2**29,
+    batches: BatchRunner | None = None,
+    routers: Sequence[APIRouter] = (),
+    others: Iterable[str] = (),
+    say: Callable[[str], object] | None = None,
+    patience: float = PATIENCE,
+    keep_alive: float = 10.0,
+    names: Collection[str] | None = None,
+    origins: Collection[str] = (),
+) -> FastAPI:
     """An ASGI application that serves `llm` as OpenAI's API. `name`: what the model is called, `others`: further names for it.
 
     `api_key`: what clients must send. `max_pending`: choices under way, beyond which requests get status 429; None takes that of `llm`. `max_body`: bytes of a body,
@@ -585,216 +1053,379 @@ def create_app(llm: AsyncLLM | LLM, name: str | None = None, *, api_key: str | N
     Adapters are those that `llm` was given: no request brings one in or takes one out. Raises `AdapterError` for one of them that can't be loaded, and
     `ParamError` for one that is called as the model is."""
     llm = llm if isinstance(llm, AsyncLLM) else AsyncLLM(llm, max_pending=max_pending or 1024)
-    api = Api(llm, name or name_of(llm.llm.model), max_pending or llm.max_pending, others, keep_alive)
+    api = Api(
+        llm, name or name_of(llm.llm.model), max_pending or llm.max_pending, others, keep_alive
+    )
     check_modules(llm.llm, api.names)
-    if batches: batches.others = api.names
+    if batches:
+        batches.others = api.names
+
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        if batches: batches.start()
+        if batches:
+            batches.start()
         yield
         if batches:
             await asyncio.to_thread(batches.stop)
             batches.store.close()
         await llm.shutdown()
-    app = FastAPI(title='batchlab', version=__version__, openapi_url=None, lifespan=lifespan, redirect_slashes=False)
+
+    app = FastAPI(
+        title="batchlab",
+        version=__version__,
+        openapi_url=None,
+        lifespan=lifespan,
+        redirect_slashes=False,
+    )
     app.state.api, app.state.batches = api, batches
-    for path, endpoint, method in (('/v1/chat/completions', api.chat, 'POST'), ('/v1/completions', api.text, 'POST'), ('/tokenize', api.tokenize, 'POST'),
-                                   *((path, api.pool, 'POST') for path in POOLING_URLS), ('/detokenize', api.detokenize, 'POST'), ('/tokenizer_info', api.tokenizer, 'GET'), ('/v1/models', api.models, 'GET'), ('/v1/models/{name:path}', api.model, 'GET'),
-                                   ('/health', api.health, 'GET'), ('/version', api.version, 'GET'), ('/metrics', api.figures, 'GET')):
+    for path, endpoint, method in (
+        ("/v1/chat/completions", api.chat, "POST"),
+        ("/v1/completions", api.text, "POST"),
+        ("/tokenize", api.tokenize, "POST"),
+        *((path, api.pool, "POST") for path in POOLING_URLS),
+        ("/detokenize", api.detokenize, "POST"),
+        ("/tokenizer_info", api.tokenizer, "GET"),
+        ("/v1/models", api.models, "GET"),
+        ("/v1/models/{name:path}", api.model, "GET"),
+        ("/health", api.health, "GET"),
+        ("/version", api.version, "GET"),
+        ("/metrics", api.figures, "GET"),
+    ):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
-    if batches: routers = [batch_router(batches.store, batches, max_upload), *routers]
-    for router in routers: app.include_router(router)
-    for kind, handler in ((BadRequest, _bad_request), (HTTPException, _http_error), (RequestValidationError, _invalid), (ClientDisconnect, _left), (Exception, _broken)):
+    if batches:
+        routers = [batch_router(batches.store, batches, max_upload), *routers]
+    for router in routers:
+        app.include_router(router)
+    for kind, handler in (
+        (BadRequest, _bad_request),
+        (HTTPException, _http_error),
+        (RequestValidationError, _invalid),
+        (ClientDisconnect, _left),
+        (Exception, _broken),
+    ):
         app.add_exception_handler(kind, handler)
     app.add_middleware(Heads)
-    app.add_middleware(BodyLimit, most=max_body, more={'/v1/files': max_upload}, patience=patience)
-    if names is not None: app.add_middleware(OwnPages, names=names, origins=origins)
-    if api_key: app.add_middleware(KeyGate, key=api_key)
-    if origins: app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=['*'], allow_headers=['*'])
-    else: app.add_middleware(NoPreflights)
-    if say: app.add_middleware(RequestLog, say=say)
+    app.add_middleware(BodyLimit, most=max_body, more={"/v1/files": max_upload}, patience=patience)
+    if names is not None:
+        app.add_middleware(OwnPages, names=names, origins=origins)
+    if api_key:
+        app.add_middleware(KeyGate, key=api_key)
+    if origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    else:
+        app.add_middleware(NoPreflights)
+    if say:
+        app.add_middleware(RequestLog, say=say)
     return app
 
+
 async def _bad_request(request: Request, e: Any) -> Response:
-    request.scope['said'] = logged(e)
+    request.scope["said"] = logged(e)
     return error_response(e)
+
 
 async def _http_error(request: Request, e: Any) -> Response:
     "404 and 405 of the framework, and whatever else it or a router raises, as the API's error object."
-    allow = (e.headers or {}).get('Allow')
-    if e.status_code in (404, 405) and e.detail in ('Not Found', 'Method Not Allowed'): wrong = not_here(request.scope, allow if e.status_code == 405 else None)
-    else: wrong = BadRequest(str(e.detail), {408: 'timeout', 413: 'request_too_large'}.get(e.status_code, 'invalid_request'))
-    request.scope['said'], response = logged(wrong), error_response(wrong)
-    if wrong.code == 'invalid_request': response.status_code = e.status_code
-    for k, v in (e.headers or {}).items(): response.headers[k] = v
+    allow = (e.headers or {}).get("Allow")
+    if e.status_code in (404, 405) and e.detail in ("Not Found", "Method Not Allowed"):
+        wrong = not_here(request.scope, allow if e.status_code == 405 else None)
+    else:
+        wrong = BadRequest(
+            str(e.detail),
+            {408: "timeout", 413: "request_too_large"}.get(e.status_code, "invalid_request"),
+        )
+    request.scope["said"], response = logged(wrong), error_response(wrong)
+    if wrong.code == "invalid_request":
+        response.status_code = e.status_code
+    for k, v in (e.headers or {}).items():
+        response.headers[k] = v
     return response
+
 
 async def _invalid(request: Request, e: Any) -> Response:
     "A router's own check of its arguments."
     first = e.errors()[0]
-    where = str(first['loc'][-1]) if first.get('loc') else None
+    where = str(first["loc"][-1]) if first.get("loc") else None
     return await _bad_request(request, BadRequest(f"{where}: {first['msg']}", param=where))
+
 
 async def _left(request: Request, e: Any) -> Response:
     "The client left while it was sending; nobody reads this."
-    request.scope['said'] = 'the client left'
+    request.scope["said"] = "the client left"
     return Response(status_code=400)
 
+
 async def _broken(request: Request, e: Any) -> Response:
-    return error_response(BadRequest('the server failed to answer this request: its log says why', 'server_error'))
+    return error_response(
+        BadRequest("the server failed to answer this request: its log says why", "server_error")
+    )
 
 # %% ../../nbs/49_server.ipynb #srv00073
-ACCEPTS = 16                                                             # asyncio tries as many times to accept when file descriptors run out, and logs each
-SPARE = 32                                                                # file descriptors for the process itself: a first request imports modules
+ACCEPTS = 16  # asyncio tries as many times to accept when file descriptors run out, and logs each
+SPARE = 32  # file descriptors for the process itself: a first request imports modules
+
 
 def room_for() -> int:
     "How many connections there is room for: three quarters of the free file descriptors but `SPARE`. Their limit is raised as far as it may be, to 16,384."
-    try: import resource
-    except ImportError: return 1000
-    soft, hard = (2**14 if x == resource.RLIM_INFINITY else x for x in resource.getrlimit(resource.RLIMIT_NOFILE))
+    try:
+        import resource
+    except ImportError:
+        return 1000
+    soft, hard = (
+        2**14 if x == resource.RLIM_INFINITY else x
+        for x in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
     most = min(hard, 2**14)
     if soft < most:
         with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+            )
             soft = most
-    return max(1, (min(soft, most) - len(os.listdir('/dev/fd')) - SPARE) * 3 // 4)
+    return max(1, (min(soft, most) - len(os.listdir("/dev/fd")) - SPARE) * 3 // 4)
+
 
 async def crowded(scope: Scope, receive: Receive, send: Send) -> None:
     "An ASGI application for whom there is no room."
-    response = error_response(BadRequest('the server has as many connections as it can hold: try again later', 'unavailable'))
-    response.headers.update({'Connection': 'close', 'Retry-After': '1'})
+    response = error_response(
+        BadRequest(
+            "the server has as many connections as it can hold: try again later", "unavailable"
+        )
+    )
+    response.headers.update({"Connection": "close", "Retry-After": "1"})
     await respond(response, scope, send)
+
 
 def not_http(error: BaseException | None, first: bytes, rest: bytes) -> BadRequest:
     "What is wrong with bytes, `first` those of the connection, that h11 refuses with `error`; `rest`: what it has not read."
-    if first[:2] == b'\x16\x03': return BadRequest('this port speaks plain HTTP, and this is TLS: use http:// in place of https://')
-    if getattr(error, 'error_status_hint', 0) == 431:
-        if b'\n' in rest: return BadRequest('the headers are too long: send less than 64 KiB', 'headers_too_large')
-        return BadRequest('the URL is too long: send less than 64 KiB, and data in the body', 'uri_too_long')
-    why = {'Missing mandatory Host: header': 'it has no Host header', 'Found multiple Host: headers': 'it has more than one Host header'}
-    return BadRequest(f'this is not HTTP as it should be: {why.get(str(error), error)}')
+    if first[:2] == b"\x16\x03":
+        return BadRequest(
+            "this port speaks plain HTTP, and this is TLS: use http:// in place of https://"
+        )
+    if getattr(error, "error_status_hint", 0) == 431:
+        if b"\n" in rest:
+            return BadRequest(
+                "the headers are too long: send less than 64 KiB", "headers_too_large"
+            )
+        return BadRequest(
+            "the URL is too long: send less than 64 KiB, and data in the body", "uri_too_long"
+        )
+    why = {
+        "Missing mandatory Host: header": "it has no Host header",
+        "Found multiple Host: headers": "it has more than one Host header",
+    }
+    return BadRequest(f"this is not HTTP as it should be: {why.get(str(error), error)}")
+
 
 class Connection(H11Protocol):
     "uvicorn's connection, which may not stand still, and says what is wrong with the API's error object. uvicorn's `limit_concurrency` is how many there may be."
-    STUCK = 4                                                             # times the patience for a client that does not read
+
+    STUCK = 4  # times the patience for a client that does not read
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        most, self.limit_concurrency, self.seen, self.since = self.limit_concurrency, None, None, 0.
-        self.first, self.ended = b'', False                               # bytes that came; whether the client sends no more
-        if most and len(self.connections) > most: self.app = crowded
-        if most and len(self.connections) > most + most // 8 + 1: transport.abort()
+        most, self.limit_concurrency, self.seen, self.since = (
+            self.limit_concurrency,
+            None,
+            None,
+            0.0,
+        )
+        self.first, self.ended = b"", False  # bytes that came; whether the client sends no more
+        if most and len(self.connections) > most:
+            self.app = crowded
+        if most and len(self.connections) > most + most // 8 + 1:
+            transport.abort()
 
     def check(self, now: float, patience: float) -> None:
         "Called from time to time. Ends the connection if for `patience` seconds no request was under way or came, or 4 times as long nobody read."
-        busy, unread = self.cycle is not None and not self.cycle.response_complete, self.transport.get_write_buffer_size()
+        busy, unread = (
+            self.cycle is not None and not self.cycle.response_complete,
+            self.transport.get_write_buffer_size(),
+        )
         seen = (self.cycle, busy, unread) if unread or not busy else None
-        if seen != self.seen: self.seen, self.since = seen, now
+        if seen != self.seen:
+            self.seen, self.since = seen, now
         elif seen and now - self.since >= patience * (self.STUCK if unread else 1):
-            if unread: self.transport.abort()
-            elif self.conn.trailing_data[0]: self.refuse(BadRequest('the head of the request comes too slowly', 'timeout'))
-            else: self.transport.close()
+            if unread:
+                self.transport.abort()
+            elif self.conn.trailing_data[0]:
+                self.refuse(BadRequest("the head of the request comes too slowly", "timeout"))
+            else:
+                self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         self.first = self.first or bytes(data[:3])
         super().data_received(data)
 
-    def send_400_response(self, msg: str) -> None: self.refuse(not_http(sys.exc_info()[1], self.first, self.conn.trailing_data[0]))
+    def send_400_response(self, msg: str) -> None:
+        self.refuse(not_http(sys.exc_info()[1], self.first, self.conn.trailing_data[0]))
 
     def eof_received(self) -> bool | None:  # pyright: ignore[reportIncompatibleMethodOverride]    as asyncio has it
         """The client sends no more. It may have left, or have closed its own direction alone, and then it gets its answer: which of the two, only
         sending tells, and HTTP/1.1 has a message for it before an answer begins. Later who sends no more has left."""
         cycle = self.cycle
-        if cycle is None or cycle.response_started or cycle.more_body or self.scope['http_version'] != '1.1': return None
+        if (
+            cycle is None
+            or cycle.response_started
+            or cycle.more_body
+            or self.scope["http_version"] != "1.1"
+        ):
+            return None
         self.ended = True
-        self.probe(.02)
-        return True                                                       # stay open
+        self.probe(0.02)
+        return True  # stay open
 
     def probe(self, wait: float) -> None:
         "Tell the client that its request is worked on, until the answer begins: to one that has left, this ends the connection."
-        if self.transport.is_closing() or self.cycle.response_started: return
-        self.transport.write(self.conn.send(h11.InformationalResponse(status_code=102, headers=[], reason=b'Processing')) or b'')
-        self.loop.call_later(wait, self.probe, min(1., 5 * wait))
+        if self.transport.is_closing() or self.cycle.response_started:
+            return
+        self.transport.write(
+            self.conn.send(
+                h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
+            )
+            or b""
+        )
+        self.loop.call_later(wait, self.probe, min(1.0, 5 * wait))
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.ended and self.cycle.response_complete: self.transport.close()
+        if self.ended and self.cycle.response_complete:
+            self.transport.close()
 
     def refuse(self, e: BadRequest) -> None:
         "Answer with `e`, unless an answer has begun, and close."
         if self.cycle:
-            self.cycle.disconnected = True                                # what comes of it is not sent any more
+            self.cycle.disconnected = True  # what comes of it is not sent any more
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             response = error_response(e)
-            response.headers['Connection'] = 'close'
-            head = h11.Response(status_code=response.status_code, headers=response.raw_headers, reason=HTTPStatus(response.status_code).phrase.encode())
-            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()): self.transport.write(self.conn.send(event) or b'')
+            response.headers["Connection"] = "close"
+            head = h11.Response(
+                status_code=response.status_code,
+                headers=response.raw_headers,
+                reason=HTTPStatus(response.status_code).phrase.encode(),
+            )
+            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
-
 
 # %% ../../nbs/49_server.ipynb #srv00061
 def listen(host: str, port: int) -> socket.socket:
     "A socket that listens there; `port` 0 takes a free one. Raises `JobError`."
-    try: return socket.create_server((host, port), family=socket.AF_INET6 if ':' in host else socket.AF_INET, backlog=2048)
+    try:
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048
+        )
     except (OSError, OverflowError) as e:
-        why = getattr(e, 'strerror', None) or e
-        raise JobError(f"can't listen on {host}:{port} ({why}): give another --port or --host") from e
+        why = getattr(e, "strerror", None) or e
+        raise JobError(
+            f"can't listen on {host}:{port} ({why}): give another --port or --host"
+        ) from e
+
 
 def url_of(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
 
 class Server(uvicorn.Server):
     """Serves an app of `create_app`. The first SIGINT or SIGTERM stops it when all is answered, or `drain` seconds later; a second one at once.
 
     `ready()` is called when it listens, and `say` gets a line when it stops. `connections`: how many it holds (`room_for`, if None), beyond which clients are told to come back.
     `patience`: seconds that a connection may stand still, `Connection.check`."""
-    def __init__(self, app: FastAPI, drain: float = 30, ready: Callable[[], object] | None = None, connections: int | None = None, patience: float = PATIENCE,
-                 say: Callable[[str], object] | None = None) -> None:
-        super().__init__(uvicorn.Config(app, http=Connection, ws='none', log_config=None, access_log=False, lifespan='on', timeout_graceful_shutdown=math.ceil(drain) + 5,
-                                        server_header=False, timeout_keep_alive=20, limit_concurrency=connections or room_for(), backlog=ACCEPTS))
-        self.api, self.drain, self.ready, self.patience, self.say = app.state.api, drain, ready, patience, say
+
+    def __init__(
+        self,
+        app: FastAPI,
+        drain: float = 30,
+        ready: Callable[[], object] | None = None,
+        connections: int | None = None,
+        patience: float = PATIENCE,
+        say: Callable[[str], object] | None = None,
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=Connection,
+                ws="none",
+                log_config=None,
+                access_log=False,
+                lifespan="on",
+                timeout_graceful_shutdown=math.ceil(drain) + 5,
+                server_header=False,
+                timeout_keep_alive=20,
+                limit_concurrency=connections or room_for(),
+                backlog=ACCEPTS,
+            )
+        )
+        self.api, self.drain, self.ready, self.patience, self.say = (
+            app.state.api,
+            drain,
+            ready,
+            patience,
+            say,
+        )
         self.batches: BatchRunner | None = app.state.batches
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        for sock in sockets or (): sock.listen(2048)                      # those that wait; `backlog` is how many are accepted at a time
-        if self.ready: self.ready()
+        for sock in sockets or ():
+            sock.listen(2048)  # those that wait; `backlog` is how many are accepted at a time
+        if self.ready:
+            self.ready()
 
     async def on_tick(self, counter: int) -> bool:
-        if counter % 10 == 0:                                             # each second
+        if counter % 10 == 0:  # each second
             now = asyncio.get_running_loop().time()
             for c in list(self.server_state.connections):
-                if isinstance(c, Connection): c.check(now, self.patience)
+                if isinstance(c, Connection):
+                    c.check(now, self.patience)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         "Let what is under way end, but for the lines of batches, which stop now; what has not ended `drain` seconds later is told so."
         self.api.draining = True
-        if self.say: self.say(f'stopping: {self.api.pending:,} answers under way have {self.drain:g} s to end' if self.api.pending else 'stopping')
-        lines = asyncio.ensure_future(asyncio.to_thread(self.batches.stop)) if self.batches else None
+        if self.say:
+            self.say(
+                f"stopping: {self.api.pending:,} answers under way have {self.drain:g} s to end"
+                if self.api.pending
+                else "stopping"
+            )
+        lines = (
+            asyncio.ensure_future(asyncio.to_thread(self.batches.stop)) if self.batches else None
+        )
         timer = asyncio.get_running_loop().call_later(self.drain, self.end_all)
-        try: await super().shutdown(sockets)
+        try:
+            await super().shutdown(sockets)
         finally:
             timer.cancel()
-            if lines: await lines
+            if lines:
+                await lines
 
     def end_all(self) -> None:
         "Cancel all requests, so that each gets an error."
-        for request_id in list(self.api.llm.answers): asyncio.ensure_future(self.api.llm.abort(request_id))
+        for request_id in list(self.api.llm.answers):
+            asyncio.ensure_future(self.api.llm.abort(request_id))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             self.force_exit = True
-            logging.getLogger('uvicorn.error').setLevel(logging.CRITICAL)      # of the tasks that end with it
+            logging.getLogger("uvicorn.error").setLevel(
+                logging.CRITICAL
+            )  # of the tasks that end with it
         self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         "As uvicorn's, but the process is not ended by the signal a second time afterwards."
         able = threading.current_thread() is threading.main_thread()
-        old = {s: signal.signal(s, self.handle_exit) for s in (signal.SIGINT, signal.SIGTERM) if able}
-        try: yield
+        old = {
+            s: signal.signal(s, self.handle_exit) for s in (signal.SIGINT, signal.SIGTERM) if able
+        }
+        try:
+            yield
         finally:
-            for s, h in old.items(): signal.signal(s, h)
+            for s, h in old.items():
+                signal.signal(s, h)

@@ -26,128 +26,217 @@ __all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'Cells', 'IN
            'cell_text', 'cells_of', 'AnswerTable']
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e008
-OPENERS: dict[str, Callable[..., IO[Any]]] = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open}
-KINDS = {'.csv': 'csv', '.tsv': 'tsv', '.tab': 'tsv', '.parquet': 'parquet', '.pq': 'parquet', '.txt': 'txt', '.json': 'json',
-         '.jsonl': 'jsonl', '.ndjson': 'jsonl', '.jsonlines': 'jsonl', '.npy': 'npy'}
-TABLES = {'csv', 'tsv', 'parquet'}
-CONVERT = dict.fromkeys(('.xlsx', '.xls', '.xlsm', '.ods'), 'pandas.read_excel({0!r}).to_parquet({1!r}) makes one that can') | dict.fromkeys(
-    ('.feather', '.arrow', '.ipc'), 'pandas.read_feather({0!r}).to_parquet({1!r}) makes one that can') | {
-    '.orc': 'pandas.read_orc({0!r}).to_parquet({1!r}) makes one that can', '.zip': 'unpack it', '.zst': 'pack it as .gz, .bz2 or .xz, or unpack it'}
+OPENERS: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+KINDS = {
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".tab": "tsv",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".txt": "txt",
+    ".json": "json",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".jsonlines": "jsonl",
+    ".npy": "npy",
+}
+TABLES = {"csv", "tsv", "parquet"}
+CONVERT = (
+    dict.fromkeys(
+        (".xlsx", ".xls", ".xlsm", ".ods"),
+        "pandas.read_excel({0!r}).to_parquet({1!r}) makes one that can",
+    )
+    | dict.fromkeys(
+        (".feather", ".arrow", ".ipc"),
+        "pandas.read_feather({0!r}).to_parquet({1!r}) makes one that can",
+    )
+    | {
+        ".orc": "pandas.read_orc({0!r}).to_parquet({1!r}) makes one that can",
+        ".zip": "unpack it",
+        ".zst": "pack it as .gz, .bz2 or .xz, or unpack it",
+    }
+)
+
 
 def file_kind(name: str | Path) -> str:
     "'csv', 'tsv', 'parquet', 'npy', 'txt', 'json' or 'jsonl', by the name of a file without its compression."
     p = Path(name)
-    return KINDS.get((p.with_suffix('') if p.suffix.lower() in OPENERS else p).suffix.lower(), 'jsonl')
+    return KINDS.get(
+        (p.with_suffix("") if p.suffix.lower() in OPENERS else p).suffix.lower(), "jsonl"
+    )
+
 
 def opener_of(name: str | Path) -> Callable[..., IO[Any]]:
     "What opens file `name` in its compression, as `open` does."
     return OPENERS.get(Path(name).suffix.lower(), open)
 
+
 def check_input(name: str | Path) -> None:
     "Raise `JobError` unless the name of file `name`, or else its beginning, is that of a format that can be read."
     p = Path(name)
-    p = p.with_suffix('') if p.suffix.lower() in OPENERS else p
-    if (suffix := p.suffix.lower()) in KINDS and suffix != '.npy': return
+    p = p.with_suffix("") if p.suffix.lower() in OPENERS else p
+    if (suffix := p.suffix.lower()) in KINDS and suffix != ".npy":
+        return
     if suffix not in CONVERT:
         try:
-            with opener_of(name)(name, 'rb') as f: start = f.read(2**16).removeprefix(b'\xef\xbb\xbf').lstrip()
-        except (OSError, EOFError, lzma.LZMAError): return              # whoever reads it says what is wrong
-        if not start or start[:1] == b'{': return
-    advice = CONVERT.get(suffix, 'name it .jsonl, .csv, .tsv, .parquet or, with one prompt a line, .txt, whichever it is')
-    raise JobError(f"{name} is of a format that can't be read: {advice.format(str(name), f'{p.stem}.parquet')}")
+            with opener_of(name)(name, "rb") as f:
+                start = f.read(2**16).removeprefix(b"\xef\xbb\xbf").lstrip()
+        except (OSError, EOFError, lzma.LZMAError):
+            return  # whoever reads it says what is wrong
+        if not start or start[:1] == b"{":
+            return
+    advice = CONVERT.get(
+        suffix,
+        "name it .jsonl, .csv, .tsv, .parquet or, with one prompt a line, .txt, whichever it is",
+    )
+    raise JobError(
+        f"{name} is of a format that can't be read: {advice.format(str(name), f'{p.stem}.parquet')}"
+    )
+
 
 def check_output(name: str | Path) -> None:
     "Raise `JobError` unless the name of file `name` is that of a format that can be written. No end in the name is JSONL."
     p = Path(name)
     kind, packed = file_kind(name), p.suffix.lower() in OPENERS
-    suffix = (p.with_suffix('') if packed else p).suffix.lower()
-    if suffix and (suffix not in KINDS or kind in ('txt', 'json')):
-        raise JobError(f"{name}: answers can't be written as {suffix}: give .jsonl, .csv, .tsv or .parquet, all but the last also .gz, .bz2 or .xz")
-    if kind in ('parquet', 'npy') and packed: raise JobError(f"{name}: {'Parquet is compressed in itself' if kind == 'parquet' else 'an array is not compressed'}: give {p.with_suffix('')}")
+    suffix = (p.with_suffix("") if packed else p).suffix.lower()
+    if suffix and (suffix not in KINDS or kind in ("txt", "json")):
+        raise JobError(
+            f"{name}: answers can't be written as {suffix}: give .jsonl, .csv, .tsv or .parquet, all but the last also .gz, .bz2 or .xz"
+        )
+    if kind in ("parquet", "npy") and packed:
+        raise JobError(
+            f"{name}: {'Parquet is compressed in itself' if kind == 'parquet' else 'an array is not compressed'}: give {p.with_suffix('')}"
+        )
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e012
-LONGEST_LINE = 2**25       # bytes, or characters of a cell
+LONGEST_LINE = 2**25  # bytes, or characters of a cell
 Cells = Sequence[Any]
+
 
 def need_parquet() -> Any:
     "The module `pyarrow.parquet`. Raises `JobError` without it."
-    try: import pyarrow.parquet as pq
-    except ImportError: raise JobError('reading and writing Parquet needs pyarrow: pip install pyarrow') from None
+    try:
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise JobError("reading and writing Parquet needs pyarrow: pip install pyarrow") from None
     return pq
+
 
 def opened_text(f: IO[bytes], name: str | Path, encoding: str | None = None) -> IO[Any]:
     "Text file `f` as a reader of bytes of UTF-8, whatever its `encoding`; None: UTF-8, or for a plain text as its first bytes say. Raises `JobError`."
-    if not encoding and file_kind(name) == 'txt': encoding = encoding_of(f.peek(2**10), name)      # type: ignore[attr-defined]
-    if encoding in (None, 'utf-8-sig'): return f
-    return io.BufferedReader(Recoded(io.TextIOWrapper(f, encoding)))      # type: ignore[arg-type]
+    if not encoding and file_kind(name) == "txt":
+        encoding = encoding_of(f.peek(2**10), name)  # type: ignore[attr-defined]
+    if encoding in (None, "utf-8-sig"):
+        return f
+    return io.BufferedReader(Recoded(io.TextIOWrapper(f, encoding)))  # type: ignore[arg-type]
+
 
 class Recoded(io.RawIOBase):
     "The characters of `text` as bytes of UTF-8."
-    def __init__(self, text: IO[str]) -> None: self.text, self.left = text, b''
-    def readable(self) -> bool: return True
+
+    def __init__(self, text: IO[str]) -> None:
+        self.text, self.left = text, b""
+
+    def readable(self) -> bool:
+        return True
+
     def readinto(self, buffer: Any) -> int:
-        self.left = self.left or self.text.read(2**16).encode('utf-8', 'surrogatepass')
-        part, self.left = self.left[:len(buffer)], self.left[len(buffer):]
-        buffer[:len(part)] = part
+        self.left = self.left or self.text.read(2**16).encode("utf-8", "surrogatepass")
+        part, self.left = self.left[: len(buffer)], self.left[len(buffer) :]
+        buffer[: len(part)] = part
         return len(part)
+
 
 def unique_names(names: Sequence[str]) -> list[str]:
     "`names`, the second `a` as `a.1`."
     found: dict[str, None] = {}
-    for name in names: found[next(n for i in itertools.count() if (n := f'{name}.{i}' if i else name) not in found)] = None
+    for name in names:
+        found[
+            next(n for i in itertools.count() if (n := f"{name}.{i}" if i else name) not in found)
+        ] = None
     return [*found]
+
 
 class BadRow(csv.Error):
     "Why a row can't be read. `cells`: what it has in the columns. `row`: what it would have asked for."
+
     row: Row | None = None
 
     def __init__(self, why: str, cells: list[str]) -> None:
         super().__init__(why)
         self.cells = cells
 
+
 class TextForm(NamedTuple):
     """How the text of a CSV is written. None: to be found out. `quotes`: whether a quote opens a cell. `end`: of its lines.
 
     `remarks`: what was found and is not the usual."""
+
     delimiter: str | None = None
     encoding: str | None = None
     quotes: bool = True
-    end: str = '\n'
+    end: str = "\n"
     remarks: tuple[str, ...] = ()
 
-    def found(self, path: str | Path, kind: str = 'csv') -> TextForm:
+    def found(self, path: str | Path, kind: str = "csv") -> TextForm:
         "The form of file `path`: what is not given is found in its beginning. Raises `JobError`."
         delimiter, remarks = self.delimiter, []
-        with opener_of(path)(path, 'rb') as f: start = f.read(2**16)
+        with opener_of(path)(path, "rb") as f:
+            start = f.read(2**16)
         encoding = self.encoding or encoding_of(start, path)
-        if encoding != 'utf-8-sig' and not self.encoding: remarks.append(f'{path} is read as {encoding.upper()}, as its first bytes say (--encoding)')
-        header = next(iter(start.decode(encoding, 'replace').splitlines(True)), '')
-        if not delimiter and kind == 'tsv': delimiter = '\t'
+        if encoding != "utf-8-sig" and not self.encoding:
+            remarks.append(
+                f"{path} is read as {encoding.upper()}, as its first bytes say (--encoding)"
+            )
+        header = next(iter(start.decode(encoding, "replace").splitlines(True)), "")
+        if not delimiter and kind == "tsv":
+            delimiter = "\t"
         if not delimiter:
-            delimiter = max(',', ';', '\t', key=header.count) if ',' not in header else ','
-            if delimiter != ',': remarks.append(f"{path} is read with {'semicolons' if delimiter == ';' else 'tabs'} between cells, as its header says (--delimiter)")
-        return TextForm(delimiter, encoding, self.quotes, '\r\n' if header.endswith('\r\n') else '\n', tuple(remarks))
+            delimiter = max(",", ";", "\t", key=header.count) if "," not in header else ","
+            if delimiter != ",":
+                remarks.append(
+                    f"{path} is read with {'semicolons' if delimiter == ';' else 'tabs'} between cells, as its header says (--delimiter)"
+                )
+        return TextForm(
+            delimiter,
+            encoding,
+            self.quotes,
+            "\r\n" if header.endswith("\r\n") else "\n",
+            tuple(remarks),
+        )
+
 
 def encoding_of(start: bytes, path: str | Path) -> str:
     "The encoding of file `path`, which begins with bytes `start`: UTF-8, or what its mark says. Raises `JobError`."
-    if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)): return 'utf-32'
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)): return 'utf-16'
-    for first, name in (1, 'utf-16-le'), (0, 'utf-16-be'):
+    if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "utf-32"
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    for first, name in (1, "utf-16-le"), (0, "utf-16-be"):
         half = start[first:200:2]
-        if len(half) > 1 and half.count(0) * 2 > len(half): raise JobError(f'{path} is no UTF-8, and looks like UTF-16: give its encoding ({name})')
-    return 'utf-8-sig'
+        if len(half) > 1 and half.count(0) * 2 > len(half):
+            raise JobError(f"{path} is no UTF-8, and looks like UTF-16: give its encoding ({name})")
+    return "utf-8-sig"
+
 
 class CSVRows:
     """The rows of CSV file `f` (bytes) in `form`.
 
     A quote that is never closed, or closed far below in the middle of a cell, takes all lines between into one cell. What rows they were is
     not known, so this is an error of the file, and not of one row."""
+
     def __init__(self, f: IO[bytes], form: TextForm) -> None:
         csv.field_size_limit(LONGEST_LINE)
-        errors = 'surrogateescape' if form.encoding == 'utf-8-sig' else 'strict'
-        self.text, self.form, self.ended = io.TextIOWrapper(f, form.encoding, errors, newline=''), form, False
+        errors = "surrogateescape" if form.encoding == "utf-8-sig" else "strict"
+        self.text, self.form, self.ended = (
+            io.TextIOWrapper(f, form.encoding, errors, newline=""),
+            form,
+            False,
+        )
         quoting = csv.QUOTE_MINIMAL if form.quotes else csv.QUOTE_NONE
-        self.reader = csv.reader(self._lines(), delimiter=form.delimiter or ',', quoting=quoting, strict=True)
+        self.reader = csv.reader(
+            self._lines(), delimiter=form.delimiter or ",", quoting=quoting, strict=True
+        )
 
     def _lines(self) -> Iterator[str]:
         yield from self.text
@@ -156,31 +245,47 @@ class CSVRows:
     def _next(self, what: str) -> list[str] | csv.Error | None:
         "The next row, None at the end, or why it can't be read. Raises `csv.Error` if lines beside its own are lost with it."
         first = self.reader.line_num + 1
-        try: return next(self.reader, None)
+        try:
+            return next(self.reader, None)
         except csv.Error as e:
             last = self.reader.line_num
-            if self.ended: raise csv.Error(f'a quote in {what}, line {first}, is never closed: is the file cut off, or a quote too many?') from e
+            if self.ended:
+                raise csv.Error(
+                    f"a quote in {what}, line {first}, is never closed: is the file cut off, or a quote too many?"
+                ) from e
             if last > first:
-                raise csv.Error(f'a quote in {what}, line {first}, takes all up to line {last} into one cell, and there {e}: is a quote too many?') from e
-            if 'expected after' not in str(e): return e
-            return csv.Error(f'{e}; a quote within a cell is written twice, and quotes=False (--no-quotes) reads all as they are')
-        except UnicodeDecodeError as e: raise csv.Error(f'{what} is no {self.form.encoding}: {e.reason}') from e
+                raise csv.Error(
+                    f"a quote in {what}, line {first}, takes all up to line {last} into one cell, and there {e}: is a quote too many?"
+                ) from e
+            if "expected after" not in str(e):
+                return e
+            return csv.Error(
+                f"{e}; a quote within a cell is written twice, and quotes=False (--no-quotes) reads all as they are"
+            )
+        except UnicodeDecodeError as e:
+            raise csv.Error(f"{what} is no {self.form.encoding}: {e.reason}") from e
 
     def header(self, path: str | Path) -> list[str]:
         "The cells of the first row. Raises `JobError`."
-        try: row = self._next('the header')
-        except csv.Error as e: row = e
-        if isinstance(row, csv.Error): raise JobError(f"can't read {path} ({row}): mend the file") from row
+        try:
+            row = self._next("the header")
+        except csv.Error as e:
+            row = e
+        if isinstance(row, csv.Error):
+            raise JobError(f"can't read {path} ({row}): mend the file") from row
         return row or []
 
     def rows(self, width: int) -> Iterator[Cells | csv.Error]:
         "Yield the `width` cells of each row after the header, or why it can't be read. Raises `csv.Error`."
         number = 0
-        while (row := self._next(f'row {number + 1}')) is not None:
-            if row == []: continue
+        while (row := self._next(f"row {number + 1}")) is not None:
+            if row == []:
+                continue
             number += 1
-            if isinstance(row, list) and any(row[width:]): row = BadRow(f'{len(row)} cells, and the header has {width}', row[:width])
+            if isinstance(row, list) and any(row[width:]):
+                row = BadRow(f"{len(row)} cells, and the header has {width}", row[:width])
             yield row if isinstance(row, csv.Error) else row[:width] + [None] * (width - len(row))
+
 
 def in_blocks(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
     "Yield lists of at most `size` of `items`. An error among these comes after what stands before it."
@@ -188,46 +293,63 @@ def in_blocks(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
     while trouble is None:
         block: list[Any] = []
         try:
-            for item in itertools.islice(items, size): block.append(item)
-        except Exception as e: trouble = e
-        if not block: break
+            for item in itertools.islice(items, size):
+                block.append(item)
+        except Exception as e:
+            trouble = e
+        if not block:
+            break
         yield block
-    if trouble: raise trouble
+    if trouble:
+        raise trouble
+
 
 def broken_parquet(path: str | Path, e: Exception) -> JobError:
     "The error that `e` ended the reading of file `path`."
-    why = ' '.join(str(e).split())[:200]
-    return JobError(f'{path} is not a Parquet file that can be read ({why}): is it whole?')
+    why = " ".join(str(e).split())[:200]
+    return JobError(f"{path} is not a Parquet file that can be read ({why}): is it whole?")
+
 
 def open_parquet(path: str | Path) -> Any:
     "The `pyarrow.parquet.ParquetFile` in file `path`. Raises `JobError`."
     pq = need_parquet()
     from pyarrow import ArrowException
-    try: return pq.ParquetFile(path, page_checksum_verification=True)      # of files that have such sums
-    except FileNotFoundError: raise
-    except (ArrowException, OSError) as e: raise broken_parquet(path, e) from e
+
+    try:
+        return pq.ParquetFile(path, page_checksum_verification=True)  # of files that have such sums
+    except FileNotFoundError:
+        raise
+    except (ArrowException, OSError) as e:
+        raise broken_parquet(path, e) from e
+
 
 def readable(text: str) -> str:
     "`text` whose bytes may be no UTF-8, as UTF-8 can hold it."
-    return text.encode('utf-8', 'surrogateescape').decode('utf-8', 'replace')
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
 
 class TableFile:
     """The table in file `path`: the `names` of its columns, and its rows. Raises `JobError` if it can't be opened.
 
     `form`: 'csv', 'tsv' or 'parquet', else its name says it. `text_form`: a CSV's own, else it is found out."""
-    def __init__(self, path: str | Path, form: str | None = None, text_form: TextForm | None = None) -> None:
+
+    def __init__(
+        self, path: str | Path, form: str | None = None, text_form: TextForm | None = None
+    ) -> None:
         self.path, self.kind = path, form or file_kind(path)
-        self.text = self.kind != 'parquet'                               # cells are text
+        self.text = self.kind != "parquet"  # cells are text
         self.form = (text_form or TextForm()).found(path, self.kind) if self.text else TextForm()
-        with ExitStack() as stack: self.names: list[str] = self._open(stack)[0]
+        with ExitStack() as stack:
+            self.names: list[str] = self._open(stack)[0]
 
     def _open(self, stack: ExitStack) -> tuple[list[str], Any]:
-        if self.kind == 'parquet':
+        if self.kind == "parquet":
             f = stack.enter_context(open_parquet(self.path))
             names = f.schema_arrow.names
-            if twice := [n for n in names if names.count(n) > 1]: raise JobError(f'{self.path} has two columns {twice[0]!r}: rename one')
+            if twice := [n for n in names if names.count(n) > 1]:
+                raise JobError(f"{self.path} has two columns {twice[0]!r}: rename one")
             return names, f
-        rows = CSVRows(stack.enter_context(opener_of(self.path)(self.path, 'rb')), self.form)
+        rows = CSVRows(stack.enter_context(opener_of(self.path)(self.path, "rb")), self.form)
         return unique_names(rows.header(self.path)), rows
 
     def blocks(self, size: int = 256, columns: list[str] | None = None) -> Iterator[Any]:
@@ -235,131 +357,237 @@ class TableFile:
         of each row or a `csv.Error`. Whatever breaks the reading off comes after the rows before it."""
         with ExitStack() as stack:
             names, source = self._open(stack)
-            if self.kind == 'parquet': yield from self._batches(source, size, columns)
-            else: yield from in_blocks(source.rows(len(names)), size)
+            if self.kind == "parquet":
+                yield from self._batches(source, size, columns)
+            else:
+                yield from in_blocks(source.rows(len(names)), size)
 
     def _batches(self, f: Any, size: int, columns: list[str] | None) -> Iterator[Any]:
         from pyarrow import ArrowException
+
         try:
             for batch in f.iter_batches(size, columns=columns):
-                batch.validate(full=True)                                # text that is no UTF-8, offsets that lead out of it
+                batch.validate(full=True)  # text that is no UTF-8, offsets that lead out of it
                 yield batch
-        except (ArrowException, OSError) as e: raise broken_parquet(self.path, e) from e
+        except (ArrowException, OSError) as e:
+            raise broken_parquet(self.path, e) from e
 
-    def rows(self, columns: Collection[str] | None = None) -> Iterator[tuple[int, dict[str, Any] | csv.Error]]:
+    def rows(
+        self, columns: Collection[str] | None = None
+    ) -> Iterator[tuple[int, dict[str, Any] | csv.Error]]:
         "Yield `(number, cells by column)` for each row, from 1, with all or some `columns`; the error for a broken one."
         number = itertools.count(1)
         places = [(i, n) for i, n in enumerate(self.names) if columns is None or n in columns]
         for block in self.blocks(columns=[n for _, n in places]):
             if not isinstance(block, list):
-                for cells in block.select([n for _, n in places]).to_pylist(): yield next(number), cells
+                for cells in block.select([n for _, n in places]).to_pylist():
+                    yield next(number), cells
             else:
-                for row in block: yield next(number), row if isinstance(row, csv.Error) else {n: row[i] for i, n in places}
+                for row in block:
+                    yield (
+                        next(number),
+                        row if isinstance(row, csv.Error) else {n: row[i] for i, n in places},
+                    )
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e016
 def no_column(name: str, names: Collection[str], where: str | Path, what: str) -> JobError:
     "The error that there is no column `name` for `what` among `names`, the nearest of them first."
-    near = difflib.get_close_matches(name, names, 1, .7) or [n for n in names if n.lower() == name.lower()]
-    guess, known = f', did you mean {near[0]!r}?' if near else '', ', '.join(map(repr, names))[:300]
-    split = '; its header has no comma but semicolons: save it with commas, or as .tsv with tabs' if len(names) == 1 and ';' in min(names) else ''
-    return JobError(f"{where} has no column {name!r}{guess}: choose the {what} among {known or 'none, it is empty'}{split}")
+    near = difflib.get_close_matches(name, names, 1, 0.7) or [
+        n for n in names if n.lower() == name.lower()
+    ]
+    guess, known = f", did you mean {near[0]!r}?" if near else "", ", ".join(map(repr, names))[:300]
+    split = (
+        "; its header has no comma but semicolons: save it with commas, or as .tsv with tabs"
+        if len(names) == 1 and ";" in min(names)
+        else ""
+    )
+    return JobError(
+        f"{where} has no column {name!r}{guess}: choose the {what} among {known or 'none, it is empty'}{split}"
+    )
+
 
 def is_missing(v: Any) -> bool:
     "Whether cell `v` holds nothing: None, an empty string, NaN, or what pandas has there."
-    return v is None or isinstance(v, str) and not v or type(v).__name__ in ('NAType', 'NaTType') or isinstance(v, float) and v != v
+    return (
+        v is None
+        or isinstance(v, str)
+        and not v
+        or type(v).__name__ in ("NAType", "NaTType")
+        or isinstance(v, float)
+        and v != v
+    )
+
 
 class MissingCell(ValueError):
     "A template meets a cell that it can't be filled from."
 
+
 class Template:
     "Text with columns in braces, such as 'Translate to {lang}: {text}'. `{{` is a brace. `empty`: what stands for an empty cell, None for an error, whose options read as `spell` writes them. Raises `JobError`."
-    def __init__(self, text: str, names: Collection[str], where: str | Path = 'the table', what: str = 'prompt template',
-                 empty: str | None = None, spell: Callable[[Option], str] = str) -> None:
+
+    def __init__(
+        self,
+        text: str,
+        names: Collection[str],
+        where: str | Path = "the table",
+        what: str = "prompt template",
+        empty: str | None = None,
+        spell: Callable[[Option], str] = str,
+    ) -> None:
         self.empty, self.spell = empty, spell
-        try: self.parts = [*string.Formatter().parse(text)]
-        except ValueError as e: raise JobError(f'the {what} {text!r:.60} is none ({e}): write {{{{ for a brace') from None
+        try:
+            self.parts = [*string.Formatter().parse(text)]
+        except ValueError as e:
+            raise JobError(
+                f"the {what} {text!r:.60} is none ({e}): write {{{{ for a brace"
+            ) from None
         self.columns = {name for _, name, _, _ in self.parts if name is not None}
-        for name in self.columns - {*names} | self.columns & {''}:
+        for name in self.columns - {*names} | self.columns & {""}:
             if not name or not name.isidentifier():
-                raise JobError(f'the {what} has {{{name:.40}}}, which is no column: write {{{{ and }}}} for braces')
-            raise no_column(name, names, where, f'columns of the {what}')
+                raise JobError(
+                    f"the {what} has {{{name:.40}}}, which is no column: write {{{{ and }}}} for braces"
+                )
+            raise no_column(name, names, where, f"columns of the {what}")
         for _, name, spec, how in self.parts:
-            if name is None or how in (None, *'sra') and self._fits(spec or ''): continue
-            raise JobError(f'the {what} has {{{name}{f"!{how}" if how else ""}:{spec}}}, and nothing can be written so')
+            if name is None or how in (None, *"sra") and self._fits(spec or ""):
+                continue
+            raise JobError(
+                f"the {what} has {{{name}{f'!{how}' if how else ''}:{spec}}}, and nothing can be written so"
+            )
 
     @staticmethod
     def _fits(spec: str) -> bool:
         "Whether text, a number or a time may be written by `spec`."
-        for v in ('', 0, 0.):
+        for v in ("", 0, 0.0):
             with suppress(ValueError):
                 format(v, spec)
                 return True
-        return '%' in spec and '{' not in spec
+        return "%" in spec and "{" not in spec
 
     def fill(self, cells: dict[str, Any]) -> str:
         "The text of a row. Raises `MissingCell`."
-        return ''.join(text + ('' if name is None else self._cell(name, cells[name], spec, how)) for text, name, spec, how in self.parts)
+        return "".join(
+            text + ("" if name is None else self._cell(name, cells[name], spec, how))
+            for text, name, spec, how in self.parts
+        )
 
     def _cell(self, name: str, v: Any, spec: str | None, how: str | None) -> str:
-        if is_missing(v) and self.empty is not None: return self.empty
-        if is_missing(v): raise MissingCell(f"column {name!r} is empty: {self.spell(Option('empty', ''))} lets it be")
-        if spec and isinstance(v, str): v = literal(v)
-        try: return format(string.Formatter().convert_field(v, how), spec or '')
-        except (ValueError, TypeError) as e: raise MissingCell(f'column {name!r} holds {v!r:.40}, which {{{name}:{spec}}} can not write ({e})') from None
+        if is_missing(v) and self.empty is not None:
+            return self.empty
+        if is_missing(v):
+            raise MissingCell(
+                f"column {name!r} is empty: {self.spell(Option('empty', ''))} lets it be"
+            )
+        if spec and isinstance(v, str):
+            v = literal(v)
+        try:
+            return format(string.Formatter().convert_field(v, how), spec or "")
+        except (ValueError, TypeError) as e:
+            raise MissingCell(
+                f"column {name!r} holds {v!r:.40}, which {{{name}:{spec}}} can not write ({e})"
+            ) from None
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e018
-INT, FLOAT = re.compile(r'0|-?[1-9]\d{0,18}', re.ASCII), re.compile(r'-?(0|[1-9]\d*)?(\.\d*)?([eE][+-]?\d{1,3})?', re.ASCII)
-TRUTH = {k: k[0] in 'tT' for k in 'True true TRUE False false FALSE'.split()}
+INT, FLOAT = (
+    re.compile(r"0|-?[1-9]\d{0,18}", re.ASCII),
+    re.compile(r"-?(0|[1-9]\d*)?(\.\d*)?([eE][+-]?\d{1,3})?", re.ASCII),
+)
+TRUTH = {k: k[0] in "tT" for k in "True true TRUE False false FALSE".split()}
+
 
 def literal(text: str) -> int | float | bool | str:
     "The number or truth value that `text` in a CSV stands for, if nothing of it is lost; else `text`."
-    if text in TRUTH: return TRUTH[text]
-    if INT.fullmatch(text) and -2**63 <= int(text) < 2**63: return int(text)
-    if not FLOAT.fullmatch(text) or len(re.sub(r'[eE].*|\D', '', text).lstrip('0')) > 17: return text
-    try: v = float(text)
-    except ValueError: return text
-    return v if abs(v) < float('inf') and ('.' in text or 'e' in text.lower()) else text
+    if text in TRUTH:
+        return TRUTH[text]
+    if INT.fullmatch(text) and -(2**63) <= int(text) < 2**63:
+        return int(text)
+    if not FLOAT.fullmatch(text) or len(re.sub(r"[eE].*|\D", "", text).lstrip("0")) > 17:
+        return text
+    try:
+        v = float(text)
+    except ValueError:
+        return text
+    return v if abs(v) < float("inf") and ("." in text or "e" in text.lower()) else text
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e022
-OPTIONAL = {'index', 'logprobs', 'cumulative_logprob'}      # columns that are left out if nothing is in them
-ANSWER = dict(text='string', finish_reason='string', prompt_tokens='int64', completion_tokens='int64', error='string')
-CHAT_OPTIONS = 'tools chat_template chat_template_kwargs add_generation_prompt continue_final_message'.split()
-NO_SETTINGS = {'prompt_logprobs', 'detokenize'}                          # which no answer in a file has a place for
-LITERAL = {'stop', 'bad_words', 'guided_regex', 'guided_grammar', 'chat_template', 'adapter'}      # text is meant as it stands
+OPTIONAL = {
+    "index",
+    "logprobs",
+    "cumulative_logprob",
+}  # columns that are left out if nothing is in them
+ANSWER = dict(
+    text="string",
+    finish_reason="string",
+    prompt_tokens="int64",
+    completion_tokens="int64",
+    error="string",
+)
+CHAT_OPTIONS = (
+    "tools chat_template chat_template_kwargs add_generation_prompt continue_final_message".split()
+)
+NO_SETTINGS = {"prompt_logprobs", "detokenize"}  # which no answer in a file has a place for
+LITERAL = {
+    "stop",
+    "bad_words",
+    "guided_regex",
+    "guided_grammar",
+    "chat_template",
+    "adapter",
+}  # text is meant as it stands
 
-SETTINGS_REMARK = 'columns with names of settings are data here: {}; setting_columns (--setting-columns {}) makes them settings of their row'
+SETTINGS_REMARK = "columns with names of settings are data here: {}; setting_columns (--setting-columns {}) makes them settings of their row"
+
 
 def is_setting_name(name: str) -> bool:
     "Whether a column `name` may be a setting of its row."
-    return name in known_settings() - NO_SETTINGS or name in ('timeout', 'adapter')
+    return name in known_settings() - NO_SETTINGS or name in ("timeout", "adapter")
+
 
 def check_setting(name: str, options: Collection[str] = ()) -> None:
     "Raise `JobError` unless column `name` may be a setting of its row, or is one of `options` of conversations."
-    if is_setting_name(name) or name in options: return
-    advice = "a template (--system '{system}')" if name == 'system' else INSTEAD.get(plain_name(name)) or near_key(name) or ''
-    if name in CHAT_OPTIONS: advice = 'chat (--chat) as well, as it is for conversations'
+    if is_setting_name(name) or name in options:
+        return
+    advice = (
+        "a template (--system '{system}')"
+        if name == "system"
+        else INSTEAD.get(plain_name(name)) or near_key(name) or ""
+    )
+    if name in CHAT_OPTIONS:
+        advice = "chat (--chat) as well, as it is for conversations"
     raise JobError(f"column {name!r} is no setting of a row{f': give {advice}' if advice else ''}")
 
-RECORD = 'request_id line row custom_id text finish_reason outputs usage error results'.split()      # the keys of a record
+
+RECORD = (
+    "request_id line row custom_id text finish_reason outputs usage error results".split()
+)  # the keys of a record
+
 
 def kept_cells(d: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
     "Those `keys` of object `d` that are its owner's, as they stand in a record: `text_input` for `text`, which is ours."
-    new = renamed_columns([k for k in d if k in keys], {*RECORD, *ANSWER, *OPTIONAL, *_MADE, 'id'})
+    new = renamed_columns([k for k in d if k in keys], {*RECORD, *ANSWER, *OPTIONAL, *_MADE, "id"})
     return {name: json_value(d[k]) for k, name in new.items()}
+
 
 def renamed_columns(names: Sequence[str], answers: Collection[str]) -> dict[str, str]:
     "`{name: new name}` for each of the columns `names` of the input, `text_input` for `text` if `answers` have that name too."
     taken, new = {*answers}, {}
     for name in names:
-        new[name] = next(n for n in itertools.chain([name, f'{name}_input'], (f'{name}_input{i}' for i in itertools.count(2)))
-                         if n not in taken and (n == name or n not in names))
+        new[name] = next(
+            n
+            for n in itertools.chain(
+                [name, f"{name}_input"], (f"{name}_input{i}" for i in itertools.count(2))
+            )
+            if n not in taken and (n == name or n not in names)
+        )
         taken.add(new[name])
     return new
+
 
 class Row(NamedTuple):
     """What a row of a table asks for. `given`: its settings and options of its conversation. `failure`: why it can't run.
 
     `cells`: all its columns, if these are to stand beside the answer."""
+
     prompt: Any = None
     custom_id: Any = None
     messages: Any = None
@@ -368,6 +596,7 @@ class Row(NamedTuple):
     failure: str | None = None
     cells: dict[str, Any] | None = None
 
+
 @dataclass
 class Columns:
     """What the columns `names` of the table `where` are for. `text`: its cells are text. Raises `JobError`.
@@ -375,10 +604,11 @@ class Columns:
     `prompt_template`: makes the prompt of columns; else it is `prompt_column`, or `messages`. `system`: a template too.
     `chat`: prompts are a user's message. `setting_columns`: settings of their row; all others are data, whatever they are called. `keep`: rows have all their `cells`.
     `empty`: what stands in a template for an empty cell. `spell`: how messages write an option."""
+
     names: Sequence[str]
-    where: str | Path = 'the table'
-    prompt_column: str = 'prompt'
-    id_column: str = 'custom_id'
+    where: str | Path = "the table"
+    prompt_column: str = "prompt"
+    id_column: str = "custom_id"
     prompt_template: str | None = None
     system: str | None = None
     chat: bool = False
@@ -387,215 +617,376 @@ class Columns:
     keep: bool = False
     empty: str | None = None
     spell: Callable[[Option], str] = str
-    settings: list[str] = field(default_factory=list, init=False)        # and options of conversations
-    alike: list[str] = field(default_factory=list, init=False)           # data with the names of settings
+    settings: list[str] = field(default_factory=list, init=False)  # and options of conversations
+    alike: list[str] = field(default_factory=list, init=False)  # data with the names of settings
     templates: list[Template | None] = field(default_factory=list, init=False)
-    shown: dict[str, str] = field(default_factory=dict, init=False)      # columns as records call them
+    shown: dict[str, str] = field(default_factory=dict, init=False)  # columns as records call them
 
     def __post_init__(self) -> None:
         names, where = self.names, self.where
-        if self.prompt_template is not None and self.prompt_column != 'prompt':
-            raise JobError(f'a prompt template and a prompt column, {self.prompt_column!r}: give one of them')
+        if self.prompt_template is not None and self.prompt_column != "prompt":
+            raise JobError(
+                f"a prompt template and a prompt column, {self.prompt_column!r}: give one of them"
+            )
         for name in self.setting_columns:
-            if name not in names: raise no_column(name, names, where, 'setting columns')
-        if self.id_column != 'custom_id' and self.id_column not in names: raise no_column(self.id_column, names, where, 'id column')
-        self.talk = 'messages' in names and self.prompt_column in ('prompt', 'messages') and self.prompt_template is None
-        self.prompt = self.prompt_column if self.prompt_column in names and self.prompt_template is None and self.prompt_column != 'messages' else None
-        if self.prompt is None and not self.talk and self.prompt_template is None: raise no_column(self.prompt_column, names, where, 'prompt column')
-        self.templates = [None if text is None else Template(text, names, where, what, self.empty, self.spell) for text, what in
-                          ((self.prompt_template, 'prompt template'), (self.system, 'system message'))]
+            if name not in names:
+                raise no_column(name, names, where, "setting columns")
+        if self.id_column != "custom_id" and self.id_column not in names:
+            raise no_column(self.id_column, names, where, "id column")
+        self.talk = (
+            "messages" in names
+            and self.prompt_column in ("prompt", "messages")
+            and self.prompt_template is None
+        )
+        self.prompt = (
+            self.prompt_column
+            if self.prompt_column in names
+            and self.prompt_template is None
+            and self.prompt_column != "messages"
+            else None
+        )
+        if self.prompt is None and not self.talk and self.prompt_template is None:
+            raise no_column(self.prompt_column, names, where, "prompt column")
+        self.templates = [
+            None if text is None else Template(text, names, where, what, self.empty, self.spell)
+            for text, what in (
+                (self.prompt_template, "prompt template"),
+                (self.system, "system message"),
+            )
+        ]
         if self.system is not None and self.text and not (self.chat or self.talk):
-            raise JobError('a system message is for conversations: give chat (--chat) as well, or a column of messages')
-        self.shown = renamed_columns([n for n in names if not n == self.id_column == 'custom_id'], RECORD) if self.keep else {}
-        for name in self.setting_columns: check_setting(name, CHAT_OPTIONS if self.talk or self.chat else ())
+            raise JobError(
+                "a system message is for conversations: give chat (--chat) as well, or a column of messages"
+            )
+        self.shown = (
+            renamed_columns([n for n in names if not n == self.id_column == "custom_id"], RECORD)
+            if self.keep
+            else {}
+        )
+        for name in self.setting_columns:
+            check_setting(name, CHAT_OPTIONS if self.talk or self.chat else ())
         self.settings = [n for n in names if n in self.setting_columns]
-        used = {self.prompt, self.id_column, *self.settings, *ANSWER, *OPTIONAL}.union(*(t.columns for t in self.templates if t))
+        used = {self.prompt, self.id_column, *self.settings, *ANSWER, *OPTIONAL}.union(
+            *(t.columns for t in self.templates if t)
+        )
         self.alike = [n for n in names if n not in used and is_setting_name(n)]
 
     @property
     def needed(self) -> set[str]:
         "The columns that are read."
-        asked = {self.prompt, self.id_column, *self.settings, *(['messages'] if self.talk else [])}
-        return {n for n in asked.union(*(t.columns for t in self.templates if t)) if n in self.names}
+        asked = {self.prompt, self.id_column, *self.settings, *(["messages"] if self.talk else [])}
+        return {
+            n for n in asked.union(*(t.columns for t in self.templates if t)) if n in self.names
+        }
 
     def row(self, cells: dict[str, Any]) -> Row:
         "What the row with `cells` asks for."
-        keep = {new: None if is_missing(v := cells[old]) and (self.text or v != '') else json_value(v) for old, new in self.shown.items()} if self.keep else None
-        custom_id, messages = (None if is_missing(v := cells.get(k)) else v for k in (self.id_column, 'messages' if self.talk else ''))
+        keep = (
+            {
+                new: None
+                if is_missing(v := cells[old]) and (self.text or v != "")
+                else json_value(v)
+                for old, new in self.shown.items()
+            }
+            if self.keep
+            else None
+        )
+        custom_id, messages = (
+            None if is_missing(v := cells.get(k)) else v
+            for k in (self.id_column, "messages" if self.talk else "")
+        )
         try:
             prompt, system = (t and t.fill(cells) for t in self.templates)
-            given = {k: self.setting(k, cells[k]) for k in self.settings if not is_missing(cells[k])}
-            if isinstance(given.get('logprobs'), dict): del given['logprobs']      # of an earlier answer
-            if isinstance(messages, str): messages = from_json('messages', messages)
-        except MissingCell as e: return Row(custom_id=custom_id, failure=str(e), cells=keep)
-        if self.prompt: prompt = cells[self.prompt]
+            given = {
+                k: self.setting(k, cells[k]) for k in self.settings if not is_missing(cells[k])
+            }
+            if isinstance(given.get("logprobs"), dict):
+                del given["logprobs"]  # of an earlier answer
+            if isinstance(messages, str):
+                messages = from_json("messages", messages)
+        except MissingCell as e:
+            return Row(custom_id=custom_id, failure=str(e), cells=keep)
+        if self.prompt:
+            prompt = cells[self.prompt]
         return Row(prompt, custom_id, messages, given or None, system, None, keep)
 
     def setting(self, name: str, v: Any) -> Any:
         "What cell `v` says of setting `name`: text in a CSV is read as JSON if it is that. Raises `MissingCell`."
-        whole_number = lambda v: int(v) if isinstance(v, float) and v.is_integer() else v      # a column with a gap is made of floats
-        if not isinstance(v, str): return whole_number(v)
-        if name in CHAT_OPTIONS and name not in LITERAL: return from_json(name, v)
-        try: found = json.loads(v)
-        except ValueError: return TRUTH.get(v, v)
-        except RecursionError: raise MissingCell(f'column {name!r} is nested too deeply') from None
+        whole_number = lambda v: (
+            int(v) if isinstance(v, float) and v.is_integer() else v
+        )  # a column with a gap is made of floats
+        if not isinstance(v, str):
+            return whole_number(v)
+        if name in CHAT_OPTIONS and name not in LITERAL:
+            return from_json(name, v)
+        try:
+            found = json.loads(v)
+        except ValueError:
+            return TRUTH.get(v, v)
+        except RecursionError:
+            raise MissingCell(f"column {name!r} is nested too deeply") from None
         return v if name in LITERAL and not isinstance(found, list) else whole_number(found)
+
 
 def from_json(name: str, text: str) -> Any:
     "The value in column `name`, JSON as text. Raises `MissingCell`."
-    try: return json.loads(text)
-    except (ValueError, RecursionError) as e: raise MissingCell(f'column {name!r} is not JSON ({e})') from None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise MissingCell(f"column {name!r} is not JSON ({e})") from None
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e026
-NUMBERS = dict(index='int64', prompt_tokens='int64', completion_tokens='int64', cumulative_logprob='double')
+NUMBERS = dict(
+    index="int64", prompt_tokens="int64", completion_tokens="int64", cumulative_logprob="double"
+)
+
 
 def plain_value(v: Any) -> Any:
     "Value `v` as JSON has it: numbers and arrays of numpy and pydantic models, at any depth, as Python's own; anything else as it is."
-    if isinstance(v, dict): return {k: plain_value(x) for k, x in v.items()}
-    if isinstance(v, (list, tuple)): return [*map(plain_value, v)]
-    if hasattr(v, 'tolist'): return v.tolist()
-    return v.model_dump(mode='json') if hasattr(v, 'model_dump') else v
+    if isinstance(v, dict):
+        return {k: plain_value(x) for k, x in v.items()}
+    if isinstance(v, (list, tuple)):
+        return [*map(plain_value, v)]
+    if hasattr(v, "tolist"):
+        return v.tolist()
+    return v.model_dump(mode="json") if hasattr(v, "model_dump") else v
 
-def _as_text(v: Any) -> Any: return str(v) if (plain := plain_value(v)) is v else plain
 
-_encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, default=_as_text).encode      # json.dumps would make one each time
+def _as_text(v: Any) -> Any:
+    return str(v) if (plain := plain_value(v)) is v else plain
+
+
+_encode = json.JSONEncoder(
+    ensure_ascii=False, check_circular=False, default=_as_text
+).encode  # json.dumps would make one each time
+
 
 def json_value(v: Any) -> Any:
     "Cell `v` as JSON has it: null for what is no number, bytes as text; anything else as it is."
-    if isinstance(v, float): return v if math.isfinite(v) else None
-    if isinstance(v, bytes): return v.decode('utf-8', 'backslashreplace')
-    if isinstance(v, dict): return {k: json_value(x) for k, x in v.items()}
+    if isinstance(v, float):
+        return v if math.isfinite(v) else None
+    if isinstance(v, bytes):
+        return v.decode("utf-8", "backslashreplace")
+    if isinstance(v, dict):
+        return {k: json_value(x) for k, x in v.items()}
     return [*map(json_value, v)] if isinstance(v, (list, tuple)) else v
+
 
 def whole(v: Any) -> Any:
     "Text `v` as UTF-8 can hold it; anything else as it is."
-    return v.encode(errors='replace').decode() if isinstance(v, str) else v
+    return v.encode(errors="replace").decode() if isinstance(v, str) else v
+
 
 def _text_of(message: dict[str, Any]) -> Any:
     "What a table shows of a message: its text, or as JSON its text and the calls that it makes."
-    return _encode({k: message.get(k) for k in ('content', 'tool_calls')}) if message.get('tool_calls') else message['content']
+    return (
+        _encode({k: message.get(k) for k in ("content", "tool_calls")})
+        if message.get("tool_calls")
+        else message["content"]
+    )
 
-VECTORS = 'embedding', 'probs', 'data'                               # columns of lists
-_MADE = {*VECTORS, 'score', 'relevance_score', 'label'}
+
+VECTORS = "embedding", "probs", "data"  # columns of lists
+_MADE = {*VECTORS, "score", "relevance_score", "label"}
+
 
 def _cells(d: dict[str, Any]) -> dict[str, Any]:
     "What a plain record `d` has of its line's own keys."
-    return {k: v for k, v in d.items() if k not in {*RECORD, *VECTORS, 'id'}} if 'line' in d else {}
+    return {k: v for k, v in d.items() if k not in {*RECORD, *VECTORS, "id"}} if "line" in d else {}
+
 
 def _rows_without_text(d: dict[str, Any], body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     "As `table_rows`, where the answer is vectors, scores or classes, several of them maybe."
-    entries, usage = body.get('data') or body.get('results') or [body], body.get('usage') or {}
+    entries, usage = body.get("data") or body.get("results") or [body], body.get("usage") or {}
     for e in entries:
-        yield ({k: d[k] for k in ('line', 'row') if k in d} | {k: d.get(k) for k in ('id', 'custom_id')} | _cells(d) | dict(index=e['index'] if len(entries) > 1 else None)
-               | {k: e[k] for k in e if k in _MADE} | dict(prompt_tokens=usage.get('prompt_tokens'), error=(d['error'] or {}).get('message'))
-               | {k: d[k] for k in ('request_id',) if k in d})
+        yield (
+            {k: d[k] for k in ("line", "row") if k in d}
+            | {k: d.get(k) for k in ("id", "custom_id")}
+            | _cells(d)
+            | dict(index=e["index"] if len(entries) > 1 else None)
+            | {k: e[k] for k in e if k in _MADE}
+            | dict(
+                prompt_tokens=usage.get("prompt_tokens"), error=(d["error"] or {}).get("message")
+            )
+            | {k: d[k] for k in ("request_id",) if k in d}
+        )
+
 
 def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
     "Record `d` as rows of a table, one for each of its answers: dicts. Those of `OPTIONAL` are None where there are none."
-    body = (d.get('response') or {}).get('body') or d
-    if 'embedding' in body or any(isinstance(body.get(k), list) for k in ('data', 'results')): return (yield from _rows_without_text(d, body))
-    choices, usage = body.get('choices') or body.get('outputs') or [body], body.get('usage') or {}
+    body = (d.get("response") or {}).get("body") or d
+    if "embedding" in body or any(isinstance(body.get(k), list) for k in ("data", "results")):
+        return (yield from _rows_without_text(d, body))
+    choices, usage = body.get("choices") or body.get("outputs") or [body], body.get("usage") or {}
     many = len(choices) > 1
-    row = {k: d[k] for k in ('line', 'row') if k in d} | {k: d.get(k) for k in ('id', 'custom_id')} | _cells(d)
+    row = (
+        {k: d[k] for k in ("line", "row") if k in d}
+        | {k: d.get(k) for k in ("id", "custom_id")}
+        | _cells(d)
+    )
     for c in choices:
-        logprobs, tokens = c.get('logprobs'), None if many else usage.get('completion_tokens')
-        one = row | dict(index=c['index'] if many else None, text=_text_of(c['message']) if 'message' in c else c.get('text'),
-                         finish_reason=c.get('finish_reason'), prompt_tokens=usage.get('prompt_tokens'),
-                         completion_tokens=c.get('completion_tokens', tokens), error=(d['error'] or {}).get('message'),
-                         logprobs=logprobs and _encode(logprobs), cumulative_logprob=c.get('cumulative_logprob'))
-        if 'request_id' in d: one['request_id'] = d['request_id']
-        yield {k: whole(v) for k, v in (one | (c.get('results') or {})).items()}
+        logprobs, tokens = c.get("logprobs"), None if many else usage.get("completion_tokens")
+        one = row | dict(
+            index=c["index"] if many else None,
+            text=_text_of(c["message"]) if "message" in c else c.get("text"),
+            finish_reason=c.get("finish_reason"),
+            prompt_tokens=usage.get("prompt_tokens"),
+            completion_tokens=c.get("completion_tokens", tokens),
+            error=(d["error"] or {}).get("message"),
+            logprobs=logprobs and _encode(logprobs),
+            cumulative_logprob=c.get("cumulative_logprob"),
+        )
+        if "request_id" in d:
+            one["request_id"] = d["request_id"]
+        yield {k: whole(v) for k, v in (one | (c.get("results") or {})).items()}
+
 
 def flat(d: dict[str, Any]) -> dict[str, Any]:
     "The first answer of record `d` as a row of a table without log probabilities."
     return {k: v for k, v in next(table_rows(d)).items() if k not in OPTIONAL}
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e029
-def record_of_rows(rows: Sequence[dict[str, Any]], columns: Collection[str] = (), cells: Collection[str] = ()) -> dict[str, Any]:
+def record_of_rows(
+    rows: Sequence[dict[str, Any]], columns: Collection[str] = (), cells: Collection[str] = ()
+) -> dict[str, Any]:
     "The record whose answers are `rows` of a table, with what a function made of them in `columns`, and its line's own `cells`: a dict that `table_rows` reads."
-    def number(v: Any, kind: type = int) -> Any: return None if is_missing(v) else kind(float(v))      # pandas writes 1.0
+
+    def number(v: Any, kind: type = int) -> Any:
+        return None if is_missing(v) else kind(float(v))  # pandas writes 1.0
+
     def choice(i: int, r: dict[str, Any]) -> dict[str, Any]:
-        logprobs, made = r.get('logprobs'), {k: r[k] for k in columns}
-        one = dict(text=r['text'] or ('' if is_missing(r['error']) else None), finish_reason=r['finish_reason'], index=i,
-                   logprobs=None if is_missing(logprobs) else json.loads(logprobs or ''), completion_tokens=number(r['completion_tokens']),
-                   cumulative_logprob=number(r.get('cumulative_logprob'), float))
+        logprobs, made = r.get("logprobs"), {k: r[k] for k in columns}
+        one = dict(
+            text=r["text"] or ("" if is_missing(r["error"]) else None),
+            finish_reason=r["finish_reason"],
+            index=i,
+            logprobs=None if is_missing(logprobs) else json.loads(logprobs or ""),
+            completion_tokens=number(r["completion_tokens"]),
+            cumulative_logprob=number(r.get("cumulative_logprob"), float),
+        )
         return one | (dict(results=made) if made else {})
+
     first = rows[0]
-    ids = {k: v for k in ('request_id', 'line', 'row', 'id', 'custom_id') if not is_missing(v := first.get(k))}
-    failed = not is_missing(first['error'])
-    usage = None if is_missing(first['prompt_tokens']) else dict(prompt_tokens=number(first['prompt_tokens']), completion_tokens=number(first['completion_tokens']))
-    return ids | {k: first[k] for k in cells} | dict(outputs=[choice(i, r) for i, r in enumerate(rows)], usage=usage,
-                      error=dict(code='invalid_request', message=first['error']) if failed else None)
+    ids = {
+        k: v
+        for k in ("request_id", "line", "row", "id", "custom_id")
+        if not is_missing(v := first.get(k))
+    }
+    failed = not is_missing(first["error"])
+    usage = (
+        None
+        if is_missing(first["prompt_tokens"])
+        else dict(
+            prompt_tokens=number(first["prompt_tokens"]),
+            completion_tokens=number(first["completion_tokens"]),
+        )
+    )
+    return (
+        ids
+        | {k: first[k] for k in cells}
+        | dict(
+            outputs=[choice(i, r) for i, r in enumerate(rows)],
+            usage=usage,
+            error=dict(code="invalid_request", message=first["error"]) if failed else None,
+        )
+    )
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e033
 class ColumnType:
     "The type of a column's values, found as they are seen: `name` is that of an Arrow type. Text of a CSV counts as what it stands for."
+
     def __init__(self, text: bool = False) -> None:
-        self.text, self.name, self.gaps, self.large = text, '', False, False
+        self.text, self.name, self.gaps, self.large = text, "", False, False
 
     def see(self, v: Any) -> None:
         "Take notice of value `v`."
-        if is_missing(v) and not (v == '' and not self.text):
+        if is_missing(v) and not (v == "" and not self.text):
             self.gaps = True
             return
-        if self.name == 'string': return
+        if self.name == "string":
+            return
         v = literal(v) if self.text else v
-        name = {bool: 'bool', int: 'int64', float: 'double'}.get(type(v), 'string')
-        if name == 'int64' and not -2**63 <= v < 2**63: name = 'string'
-        self.large |= name == 'int64' and abs(v) > 2**53                 # no float holds it
-        if self.name and name != self.name: name = 'double' if {name, self.name} == {'int64', 'double'} else 'string'
-        self.name = 'string' if name == 'double' and self.large else name
+        name = {bool: "bool", int: "int64", float: "double"}.get(type(v), "string")
+        if name == "int64" and not -(2**63) <= v < 2**63:
+            name = "string"
+        self.large |= name == "int64" and abs(v) > 2**53  # no float holds it
+        if self.name and name != self.name:
+            name = "double" if {name, self.name} == {"int64", "double"} else "string"
+        self.name = "string" if name == "double" and self.large else name
 
     def cast(self, v: Any) -> Any:
         "Value `v` as one of this type."
-        if is_missing(v) and not (v == '' and not self.text): return None
-        if self.name == 'list': return v
-        if self.name in ('string', ''): return readable(v) if self.text else v if isinstance(v, str) else _encode(v)
+        if is_missing(v) and not (v == "" and not self.text):
+            return None
+        if self.name == "list":
+            return v
+        if self.name in ("string", ""):
+            return readable(v) if self.text else v if isinstance(v, str) else _encode(v)
         v = literal(v) if self.text else v
-        return float(v) if self.name == 'double' else v
+        return float(v) if self.name == "double" else v
+
 
 def type_of(values: Any, text: bool = True) -> ColumnType:
     "The `ColumnType` of `values`."
     found = ColumnType(text)
-    for v in values: found.see(v)
+    for v in values:
+        found.see(v)
     return found
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e037
-Records = Callable[[], Iterator[tuple[int, dict[str, Any]]]]           # begins anew with each call: `(number, record)`, by number
+Records = Callable[
+    [], Iterator[tuple[int, dict[str, Any]]]
+]  # begins anew with each call: `(number, record)`, by number
+
 
 def cell_text(v: Any) -> Any:
     "Value `v` of a table as a CSV has it."
-    if isinstance(v, (list, dict)): return _encode(v)
-    return v.decode('utf-8', 'backslashreplace') if isinstance(v, bytes) else v
+    if isinstance(v, (list, dict)):
+        return _encode(v)
+    return v.decode("utf-8", "backslashreplace") if isinstance(v, bytes) else v
+
 
 def cells_of(row: Any, width: int) -> Any:
     "The cells of a row of `width` columns, also of one that can't be read."
-    return getattr(row, 'cells', [None] * width) if isinstance(row, csv.Error) else row
+    return getattr(row, "cells", [None] * width) if isinstance(row, csv.Error) else row
+
 
 class AnswerTable:
     "The table of `records` (a function that yields them) beside the columns of `source`, if the requests came from a table."
+
     def __init__(self, records: Records, source: TableFile | None = None) -> None:
         self.records, self.source, found = records, source, {}
-        lists, others = {*VECTORS}, set[str]()                            # of vectors; with base64 among them
+        lists, others = {*VECTORS}, set[str]()  # of vectors; with base64 among them
         for _, d in records():
             for row in table_rows(d):
                 others |= {k for k in row.keys() & lists if isinstance(row[k], str)}
-                for k, v in row.items(): found.setdefault(k, ColumnType()).see(None if k in lists and isinstance(v, list) else v)
-        if not found: found = {k: ColumnType() for k in ('line', 'id', 'custom_id', *ANSWER, 'request_id')}
-        beside = {'line', 'row', 'id', 'custom_id'} if source else set()         # the source has them
-        rare = {*OPTIONAL, 'id', 'custom_id'} if 'request_id' in found else OPTIONAL       # columns that nothing may stand in
-        self.answers: dict[str, ColumnType] = {k: t for k, t in found.items() if k not in beside and (t.name or k not in rare)}
-        for k, t in self.answers.items(): t.name = (ANSWER | NUMBERS).get(k, 'list' if k in lists - others else t.name)
+                for k, v in row.items():
+                    found.setdefault(k, ColumnType()).see(
+                        None if k in lists and isinstance(v, list) else v
+                    )
+        if not found:
+            found = {k: ColumnType() for k in ("line", "id", "custom_id", *ANSWER, "request_id")}
+        beside = {"line", "row", "id", "custom_id"} if source else set()  # the source has them
+        rare = (
+            {*OPTIONAL, "id", "custom_id"} if "request_id" in found else OPTIONAL
+        )  # columns that nothing may stand in
+        self.answers: dict[str, ColumnType] = {
+            k: t for k, t in found.items() if k not in beside and (t.name or k not in rare)
+        }
+        for k, t in self.answers.items():
+            t.name = (ANSWER | NUMBERS).get(k, "list" if k in lists - others else t.name)
         self.inputs = renamed_columns(source.names, self.answers) if source else {}
 
     @property
-    def clashes(self) -> list[str]: return [f'{old} is {new}' for old, new in self.inputs.items() if old != new]
+    def clashes(self) -> list[str]:
+        return [f"{old} is {new}" for old, new in self.inputs.items() if old != new]
 
     def blocks(self) -> Iterator[tuple[Any, list[int], list[dict[str, Any]]]]:
         "Yield `(block of the input, which of its rows, answers of these)`; the block is None without a source."
         records = self.records()
         if self.source is None:
-            while some := [*itertools.islice(records, 1000)]: yield None, [], [row for _, d in some for row in table_rows(d)]
+            while some := [*itertools.islice(records, 1000)]:
+                yield None, [], [row for _, d in some for row in table_rows(d)]
             return
         first, due = 1, next(records, None)
         for block in self.source.blocks(1000):
@@ -605,70 +996,141 @@ class AnswerTable:
                 take += [due[0] - first] * len(answers)
                 rows += answers
                 due = next(records, None)
-            if take: yield block, take, rows
-            if due is None: return
+            if take:
+                yield block, take, rows
+            if due is None:
+                return
             first += len(block)
-        if due: raise JobError(f'row {due[0]} was answered, and {self.source.path} has only {first - 1} rows now: give it all its rows, or another output', 1)
+        if due:
+            raise JobError(
+                f"row {due[0]} was answered, and {self.source.path} has only {first - 1} rows now: give it all its rows, or another output",
+                1,
+            )
 
     def write_csv(self, path: str | Path, name: str | Path) -> None:
         "Write all to file `path`, compressed and with tabs or commas as `name` says."
-        with opener_of(name)(path, 'wt', encoding='utf-8', errors='surrogateescape', newline='') as f:
-            end = self.source.form.end if self.source else '\n'
-            out = csv.writer(f, delimiter='\t' if file_kind(name) == 'tsv' else ',', lineterminator=end)
+        with opener_of(name)(
+            path, "wt", encoding="utf-8", errors="surrogateescape", newline=""
+        ) as f:
+            end = self.source.form.end if self.source else "\n"
+            out = csv.writer(
+                f, delimiter="\t" if file_kind(name) == "tsv" else ",", lineterminator=end
+            )
             out.writerow([*self.inputs.values(), *self.answers])
             for block, take, rows in self.blocks():
-                if block is not None and not isinstance(block, list): block = [*zip(*(c.to_pylist() for c in block.columns))]
+                if block is not None and not isinstance(block, list):
+                    block = [*zip(*(c.to_pylist() for c in block.columns))]
                 for i, row in zip(take or itertools.repeat(None), rows):
-                    cells = [] if block is None or i is None else cells_of(block[i], len(self.inputs))
-                    out.writerow([*map(cell_text, cells), *(cell_text(row.get(k)) for k in self.answers)])
+                    cells = (
+                        [] if block is None or i is None else cells_of(block[i], len(self.inputs))
+                    )
+                    out.writerow(
+                        [*map(cell_text, cells), *(cell_text(row.get(k)) for k in self.answers)]
+                    )
 
     def write_parquet(self, path: str | Path) -> None:
         "Write all to Parquet file `path`, in groups of some ten thousand rows, or some megabytes."
         import pyarrow as pa
+
         fields, casts, pandas = self._input_fields(pa)
         for k, t in self.answers.items():
-            fields.append(pa.field(k, pa.list_(pa.float32()) if t.name == 'list' else t.name or 'string'))
-            if t.name == 'int64': pandas.append(dict(name=k, field_name=k, pandas_type='int64', numpy_type='Int64', metadata=None))
+            fields.append(
+                pa.field(k, pa.list_(pa.float32()) if t.name == "list" else t.name or "string")
+            )
+            if t.name == "int64":
+                pandas.append(
+                    dict(
+                        name=k, field_name=k, pandas_type="int64", numpy_type="Int64", metadata=None
+                    )
+                )
         schema = pa.schema(fields, self._metadata(pandas))
         with need_parquet().ParquetWriter(path, schema, write_page_checksum=True) as out:
             some: list[Any] = []
             for block, take, rows in self.blocks():
-                if block is None: arrays = []
+                if block is None:
+                    arrays = []
                 elif isinstance(block, list):
                     picked = [cells_of(block[i], len(casts)) for i in take]
-                    arrays = [pa.array([t.cast(row[j]) for row in picked], f.type) for j, (t, f) in enumerate(zip(casts, fields))]
-                else: arrays = [(c if c.type == f.type else c.cast(f.type)).take(pa.array(take, pa.int64())) for c, f in zip(block.columns, fields)]
-                arrays += [pa.array([t.cast(row.get(k)) for row in rows], schema.field(k).type) for k, t in self.answers.items()]
+                    arrays = [
+                        pa.array([t.cast(row[j]) for row in picked], f.type)
+                        for j, (t, f) in enumerate(zip(casts, fields))
+                    ]
+                else:
+                    arrays = [
+                        (c if c.type == f.type else c.cast(f.type)).take(pa.array(take, pa.int64()))
+                        for c, f in zip(block.columns, fields)
+                    ]
+                arrays += [
+                    pa.array([t.cast(row.get(k)) for row in rows], schema.field(k).type)
+                    for k, t in self.answers.items()
+                ]
                 some.append(pa.Table.from_arrays(arrays, schema=schema))
-                if sum(map(len, some)) < 2**16 and sum(t.nbytes for t in some) < 2**23: continue
+                if sum(map(len, some)) < 2**16 and sum(t.nbytes for t in some) < 2**23:
+                    continue
                 out.write_table(pa.concat_tables(some))
                 some = []
-            if some: out.write_table(pa.concat_tables(some))
+            if some:
+                out.write_table(pa.concat_tables(some))
 
     def _input_fields(self, pa: Any) -> tuple[list[Any], list[ColumnType], list[dict[str, Any]]]:
         "Fields of the input's columns, their types if they come from a CSV, and what pandas must know of them."
-        if not self.source: return [], [], []
+        if not self.source:
+            return [], [], []
         if not self.source.text:
             schema = need_parquet().read_schema(self.source.path)
-            views = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}      # which not all of pyarrow takes
-            fields = [f.with_name(n).with_type(views.get(f.type, f.type)) for f, n in zip(schema, self.inputs.values())]
-            about = self._pandas(schema).get('columns', [])
-            return fields, [], [c | {k: self.inputs.get(c[k], c[k]) for k in ('name', 'field_name') if c.get(k)} for c in about]
-        types, names = [ColumnType(text=True) for _ in self.inputs], unique_names([*map(readable, self.inputs.values())])
+            views = {
+                pa.string_view(): pa.string(),
+                pa.binary_view(): pa.binary(),
+            }  # which not all of pyarrow takes
+            fields = [
+                f.with_name(n).with_type(views.get(f.type, f.type))
+                for f, n in zip(schema, self.inputs.values())
+            ]
+            about = self._pandas(schema).get("columns", [])
+            return (
+                fields,
+                [],
+                [
+                    c | {k: self.inputs.get(c[k], c[k]) for k in ("name", "field_name") if c.get(k)}
+                    for c in about
+                ],
+            )
+        types, names = (
+            [ColumnType(text=True) for _ in self.inputs],
+            unique_names([*map(readable, self.inputs.values())]),
+        )
         for block in self.source.blocks(1000):
             for row in block:
-                for t, v in zip(types, cells_of(row, len(types))): t.see(v)
-        known = [dict(name=n, field_name=n, pandas_type='int64', numpy_type='Int64', metadata=None)
-                 for n, t in zip(names, types) if t.name == 'int64' and t.gaps]
-        return [pa.field(n, t.name or 'string') for n, t in zip(names, types)], types, known
+                for t, v in zip(types, cells_of(row, len(types))):
+                    t.see(v)
+        known = [
+            dict(name=n, field_name=n, pandas_type="int64", numpy_type="Int64", metadata=None)
+            for n, t in zip(names, types)
+            if t.name == "int64" and t.gaps
+        ]
+        return [pa.field(n, t.name or "string") for n, t in zip(names, types)], types, known
 
     @staticmethod
-    def _pandas(schema: Any) -> dict[str, Any]: return json.loads((schema.metadata or {}).get(b'pandas', b'{}'))
+    def _pandas(schema: Any) -> dict[str, Any]:
+        return json.loads((schema.metadata or {}).get(b"pandas", b"{}"))
 
     def _metadata(self, columns: list[dict[str, Any]]) -> dict[bytes, bytes]:
         "Metadata of the schema: the input's, and for pandas that counts with gaps are integers nevertheless."
-        schema = need_parquet().read_schema(self.source.path) if self.source and not self.source.text else None
+        schema = (
+            need_parquet().read_schema(self.source.path)
+            if self.source and not self.source.text
+            else None
+        )
         old = self._pandas(schema) if schema is not None else {}
-        index = [self.inputs.get(c, c) if isinstance(c, str) else c for c in old.get('index_columns', [])]
-        pandas = dict(column_indexes=[], creator=dict(library='batchlab'), pandas_version='2') | old | dict(columns=columns, index_columns=index)
-        return {**((schema.metadata or {}) if schema is not None else {}), b'pandas': json.dumps(pandas).encode()}
+        index = [
+            self.inputs.get(c, c) if isinstance(c, str) else c for c in old.get("index_columns", [])
+        ]
+        pandas = (
+            dict(column_indexes=[], creator=dict(library="batchlab"), pandas_version="2")
+            | old
+            | dict(columns=columns, index_columns=index)
+        )
+        return {
+            **((schema.metadata or {}) if schema is not None else {}),
+            b"pandas": json.dumps(pandas).encode(),
+        }

@@ -16,7 +16,7 @@ from ..errors import BatchlabError
 from ..params import SamplingParams, StructuredOutputsParams
 from .openai import BadRequest
 
-log = logging.getLogger('batchlab')
+log = logging.getLogger("batchlab")
 
 # %% auto #0
 __all__ = ['log', 'NUMBER', 'ID', 'KIND', 'FORMATS', 'ToolChoice', 'check_tools', 'take_tools', 'ToolFormat', 'messages_for',
@@ -30,140 +30,251 @@ class ToolChoice:
 
     `names`: the functions that may be called, none for 'none'. `parallel`: whether one answer may hold several calls. `held`: `{name: schema}`
     of functions whose arguments are held to less than their schema."""
+
     tools: tuple[dict[str, Any], ...]
-    mode: str = 'auto'
+    mode: str = "auto"
     names: tuple[str, ...] = ()
     parallel: bool = True
     held: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def schema(self, name: str) -> dict[str, Any]:
         "The JSON schema that the arguments of function `name` are held to."
-        return self.held[name] if name in self.held else next(t['function']['parameters'] for t in self.tools if t['function']['name'] == name)
+        return (
+            self.held[name]
+            if name in self.held
+            else next(
+                t["function"]["parameters"] for t in self.tools if t["function"]["name"] == name
+            )
+        )
 
 # %% ../../nbs/48_tools.ipynb #too00020
-_NAME = re.compile('[a-zA-Z0-9_-]{1,64}')
+_NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
 
-def _bad(param: str, what: str) -> BadRequest: return BadRequest(f'{param} {what}', param=param.partition('[')[0].partition('.')[0])
 
-def _shown(v: Any) -> str: return f'got {json.dumps(v, default=str):.60}'
+def _bad(param: str, what: str) -> BadRequest:
+    return BadRequest(f"{param} {what}", param=param.partition("[")[0].partition(".")[0])
+
+
+def _shown(v: Any) -> str:
+    return f"got {json.dumps(v, default=str):.60}"
+
 
 def _schema(v: Any, where: str) -> dict[str, Any]:
     "The JSON schema of arguments that `v` is, {} counting as of no arguments. Raises `BadRequest`."
-    if v is None or v == {}: return dict(type='object', properties={})
-    if not isinstance(v, dict): raise _bad(where, f'must be a JSON schema, an object, {_shown(v)}')
-    if v.get('type', 'object') != 'object': raise _bad(where, f"must be of type 'object', as arguments have names, {_shown(v['type'])}")
-    return dict(type='object', properties={}) | v if not v.keys() & {'anyOf', 'oneOf', 'allOf', '$ref'} else dict(type='object') | v
+    if v is None or v == {}:
+        return dict(type="object", properties={})
+    if not isinstance(v, dict):
+        raise _bad(where, f"must be a JSON schema, an object, {_shown(v)}")
+    if v.get("type", "object") != "object":
+        raise _bad(where, f"must be of type 'object', as arguments have names, {_shown(v['type'])}")
+    return (
+        dict(type="object", properties={}) | v
+        if not v.keys() & {"anyOf", "oneOf", "allOf", "$ref"}
+        else dict(type="object") | v
+    )
+
 
 def _lacks(schema: dict[str, Any]) -> str:
     "Why no grammar can hold arguments to `schema`, '' if one can."
-    from batchlab.structured import check_wish            # imports torch: only where a request has tools
-    try: check_wish(StructuredOutputsParams(json=schema))
-    except ImportError: pass                              # the engine says so when the request is run
-    except RecursionError: return 'it is nested too deeply'
-    except (BatchlabError, ValueError, TypeError) as e: return str(e).removeprefix('structured_outputs.json').lstrip(': ')
-    return ''
+    from batchlab.structured import check_wish  # imports torch: only where a request has tools
+
+    try:
+        check_wish(StructuredOutputsParams(json=schema))
+    except ImportError:
+        pass  # the engine says so when the request is run
+    except RecursionError:
+        return "it is nested too deeply"
+    except (BatchlabError, ValueError, TypeError) as e:
+        return str(e).removeprefix("structured_outputs.json").lstrip(": ")
+    return ""
+
 
 def _looser(schema: dict[str, Any]) -> dict[str, Any]:
     "`schema` of arguments with the type alone of each property that can't be held; of any object if that can't be held either."
-    root = {k: v for k, v in schema.items() if k in ('$defs', 'definitions', '$schema')}
-    own = schema.get('properties')
+    root = {k: v for k, v in schema.items() if k in ("$defs", "definitions", "$schema")}
+    own = schema.get("properties")
+
     def kept(s: Any) -> Any:
-        if not _lacks(root | dict(type='object', properties=dict(a=s))): return s
-        kind = s.get('type') if isinstance(s, dict) else None
-        return dict(type=kind) if kind in ('string', 'number', 'integer', 'boolean', 'object', 'array') else {}
+        if not _lacks(root | dict(type="object", properties=dict(a=s))):
+            return s
+        kind = s.get("type") if isinstance(s, dict) else None
+        return (
+            dict(type=kind)
+            if kind in ("string", "number", "integer", "boolean", "object", "array")
+            else {}
+        )
+
     names = {k: kept(s) for k, s in own.items()} if isinstance(own, dict) else {}
-    need = schema.get('required')
-    found = root | dict(type='object', properties=names, required=[k for k in need if k in names] if isinstance(need, list) else [])
-    return dict(type='object') if not names or _lacks(found) else found
+    need = schema.get("required")
+    found = root | dict(
+        type="object",
+        properties=names,
+        required=[k for k in need if k in names] if isinstance(need, list) else [],
+    )
+    return dict(type="object") if not names or _lacks(found) else found
+
 
 def _held(tool: dict[str, Any], where: str, must: bool) -> dict[str, Any]:
     """The schema that the arguments of `tool` are held to: its own, or a looser one, which is said. Raises `BadRequest` if its own can't be held
     and `must` be: the request forces the call, or promises by `strict` what it holds."""
-    schema = tool['function']['parameters']
-    if not (why := _lacks(schema)): return schema
-    if must: raise _bad(where, f"is no schema that can be held: {why:.200}; with tool_choice 'auto', and not strict, it would be as far as it can")
-    log.warning('tool %s: %s; its arguments are held to the names and types of its parameters only', tool['function']['name'], why)
+    schema = tool["function"]["parameters"]
+    if not (why := _lacks(schema)):
+        return schema
+    if must:
+        raise _bad(
+            where,
+            f"is no schema that can be held: {why:.200}; with tool_choice 'auto', and not strict, it would be as far as it can",
+        )
+    log.warning(
+        "tool %s: %s; its arguments are held to the names and types of its parameters only",
+        tool["function"]["name"],
+        why,
+    )
     return _looser(schema)
+
 
 def _function(tool: Any, where: str) -> dict[str, Any]:
     "`tool`, one of a request, with its schema complete. Raises `BadRequest`."
-    if not isinstance(tool, dict) or tool.get('type') != 'function':
-        raise _bad(where, f"must be of type 'function', {_shown(tool.get('type') if isinstance(tool, dict) else tool)}")
-    f = tool.get('function')
-    if not isinstance(f, dict): raise _bad(f'{where}.function', f'must be an object with a name, {_shown(f)}')
-    if not isinstance(name := f.get('name'), str) or not _NAME.fullmatch(name):
-        raise _bad(f'{where}.function.name', f'must be 1 to 64 letters, digits, underscores or dashes, {_shown(name)}')
-    for k, kind in (('description', str), ('strict', bool)):
-        if f.get(k) is not None and not isinstance(f[k], kind): raise _bad(f'{where}.function.{k}', f'must be a {kind.__name__}, {_shown(f[k])}')
-    own = {k: v for k, v in f.items() if v is not None and k != 'strict'}
-    return dict(type='function', function=own | dict(parameters=_schema(f.get('parameters'), f'{where}.function.parameters')))
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise _bad(
+            where,
+            f"must be of type 'function', {_shown(tool.get('type') if isinstance(tool, dict) else tool)}",
+        )
+    f = tool.get("function")
+    if not isinstance(f, dict):
+        raise _bad(f"{where}.function", f"must be an object with a name, {_shown(f)}")
+    if not isinstance(name := f.get("name"), str) or not _NAME.fullmatch(name):
+        raise _bad(
+            f"{where}.function.name",
+            f"must be 1 to 64 letters, digits, underscores or dashes, {_shown(name)}",
+        )
+    for k, kind in (("description", str), ("strict", bool)):
+        if f.get(k) is not None and not isinstance(f[k], kind):
+            raise _bad(f"{where}.function.{k}", f"must be a {kind.__name__}, {_shown(f[k])}")
+    own = {k: v for k, v in f.items() if v is not None and k != "strict"}
+    return dict(
+        type="function",
+        function=own
+        | dict(parameters=_schema(f.get("parameters"), f"{where}.function.parameters")),
+    )
 
 # %% ../../nbs/48_tools.ipynb #too00022
 _FORMS = "'none', 'auto', 'required', or an object of type 'function' or 'allowed_tools'"
 
+
 def _known(choice: Any, names: list[str], where: str) -> str:
     "The name in `choice`, `{'type': 'function', 'function': {'name': …}}`. Raises `BadRequest` if it is none of `names`."
-    f = choice.get('function') if isinstance(choice, dict) and choice.get('type') == 'function' else None
-    name = f.get('name') if isinstance(f, dict) else None
-    if not isinstance(name, str): raise _bad(where, f"must be an object like {{'type': 'function', 'function': {{'name': …}}}}, {_shown(choice)}")
-    if name not in names: raise _bad(where, f'names function {name!r:.70}, which is not among tools')
+    f = (
+        choice.get("function")
+        if isinstance(choice, dict) and choice.get("type") == "function"
+        else None
+    )
+    name = f.get("name") if isinstance(f, dict) else None
+    if not isinstance(name, str):
+        raise _bad(
+            where,
+            f"must be an object like {{'type': 'function', 'function': {{'name': …}}}}, {_shown(choice)}",
+        )
+    if name not in names:
+        raise _bad(where, f"names function {name!r:.70}, which is not among tools")
     return name
+
 
 def _mode(choice: Any, names: list[str]) -> tuple[str, list[str], bool]:
     "`(mode, names that may be called, whether exactly one call is asked for)` of a `tool_choice`. Raises `BadRequest`."
-    if choice in ('none', 'auto', 'required'): return choice, names if choice != 'none' else [], False
-    if not isinstance(choice, dict): raise _bad('tool_choice', f'must be {_FORMS}, {_shown(choice)}')
-    if choice.get('type') == 'function': return 'required', [_known(choice, names, 'tool_choice')], True
-    if choice.get('type') != 'allowed_tools': raise _bad('tool_choice', f'must be {_FORMS}, {_shown(choice)}')
-    allowed = choice.get('allowed_tools')
-    if not isinstance(allowed, dict) or not isinstance(some := allowed.get('tools'), list) or not some:
-        raise _bad('tool_choice.allowed_tools', f'must be an object with a mode and a list of tools, {_shown(allowed)}')
-    if (mode := allowed.get('mode')) not in ('auto', 'required'):
-        raise _bad('tool_choice.allowed_tools.mode', f"must be 'auto' or 'required', {_shown(mode)}")
-    found = [_known(t, names, f'tool_choice.allowed_tools.tools[{i}]') for i, t in enumerate(some)]
+    if choice in ("none", "auto", "required"):
+        return choice, names if choice != "none" else [], False
+    if not isinstance(choice, dict):
+        raise _bad("tool_choice", f"must be {_FORMS}, {_shown(choice)}")
+    if choice.get("type") == "function":
+        return "required", [_known(choice, names, "tool_choice")], True
+    if choice.get("type") != "allowed_tools":
+        raise _bad("tool_choice", f"must be {_FORMS}, {_shown(choice)}")
+    allowed = choice.get("allowed_tools")
+    if (
+        not isinstance(allowed, dict)
+        or not isinstance(some := allowed.get("tools"), list)
+        or not some
+    ):
+        raise _bad(
+            "tool_choice.allowed_tools",
+            f"must be an object with a mode and a list of tools, {_shown(allowed)}",
+        )
+    if (mode := allowed.get("mode")) not in ("auto", "required"):
+        raise _bad(
+            "tool_choice.allowed_tools.mode", f"must be 'auto' or 'required', {_shown(mode)}"
+        )
+    found = [_known(t, names, f"tool_choice.allowed_tools.tools[{i}]") for i, t in enumerate(some)]
     return mode, [*dict.fromkeys(found)], False
 
 # %% ../../nbs/48_tools.ipynb #too00023
-def check_tools(tools: Any, tool_choice: Any = None, parallel_tool_calls: Any = None) -> ToolChoice | None:
+def check_tools(
+    tools: Any, tool_choice: Any = None, parallel_tool_calls: Any = None
+) -> ToolChoice | None:
     """What these three parameters of a request say, None if it lists no tools. Raises `BadRequest`, which names the field.
 
     `tool_choice`: 'none', 'auto' (which None stands for), 'required', one function, or `allowed_tools`. Where a call is forced, or a function is
     `strict`, its schema must be one that the grammar can hold. The same request is looked at once."""
     if not (parallel_tool_calls is None or isinstance(parallel_tool_calls, bool)):
-        raise _bad('parallel_tool_calls', f'must be true or false, {_shown(parallel_tool_calls)}')
+        raise _bad("parallel_tool_calls", f"must be true or false, {_shown(parallel_tool_calls)}")
     if tools is None or tools == []:
-        if tool_choice in (None, 'none', 'auto'): return None
-        raise _bad('tool_choice', f'needs tools, and the request lists none: leave it out, {_shown(tool_choice)}')
-    if not isinstance(tools, list): raise _bad('tools', f'must be a list of objects, {_shown(tools)}')
-    if len(tools) > 128: raise _bad('tools', f'must be at most 128, got {len(tools):,}')
-    try: return _checked(json.dumps([tools, tool_choice or 'auto', parallel_tool_calls is not False], allow_nan=False))
+        if tool_choice in (None, "none", "auto"):
+            return None
+        raise _bad(
+            "tool_choice",
+            f"needs tools, and the request lists none: leave it out, {_shown(tool_choice)}",
+        )
+    if not isinstance(tools, list):
+        raise _bad("tools", f"must be a list of objects, {_shown(tools)}")
+    if len(tools) > 128:
+        raise _bad("tools", f"must be at most 128, got {len(tools):,}")
+    try:
+        return _checked(
+            json.dumps(
+                [tools, tool_choice or "auto", parallel_tool_calls is not False], allow_nan=False
+            )
+        )
     except (RecursionError, ValueError, TypeError) as e:
-        if isinstance(e, BadRequest): raise
-        raise _bad('tools', 'is no JSON: it holds NaN, or is nested too deeply') from None
+        if isinstance(e, BadRequest):
+            raise
+        raise _bad("tools", "is no JSON: it holds NaN, or is nested too deeply") from None
+
 
 @functools.lru_cache(64)
 def _checked(request: str) -> ToolChoice:
     tools, choice, parallel = json.loads(request)
-    found = tuple(_function(t, f'tools[{i}]') for i, t in enumerate(tools))
-    names = [t['function']['name'] for t in found]
+    found = tuple(_function(t, f"tools[{i}]") for i, t in enumerate(tools))
+    names = [t["function"]["name"] for t in found]
     for i, name in enumerate(names):
-        if name in names[:i]: raise _bad(f'tools[{i}].function.name', f'{name!r} is the name of another tool too: give each its own')
+        if name in names[:i]:
+            raise _bad(
+                f"tools[{i}].function.name",
+                f"{name!r} is the name of another tool too: give each its own",
+            )
     mode, names, one = _mode(choice, names)
     held = {}
     for i, (t, own) in enumerate(zip(found, tools)):
-        if (name := t['function']['name']) not in names: continue
-        must = mode == 'required' or own['function'].get('strict') is True
-        held[name] = _held(t, f'tools[{i}].function.parameters', must)
+        if (name := t["function"]["name"]) not in names:
+            continue
+        must = mode == "required" or own["function"].get("strict") is True
+        held[name] = _held(t, f"tools[{i}].function.parameters", must)
     return ToolChoice(found, mode, tuple(names), parallel and not one, held)
 
 # %% ../../nbs/48_tools.ipynb #too00026
 def take_tools(body: dict[str, Any]) -> ToolChoice | None:
     "Take `tools`, `tool_choice` and `parallel_tool_calls` out of the body of a chat request: `check_tools` of them. Raises `BadRequest`."
-    return check_tools(*(body.pop(k, None) for k in ('tools', 'tool_choice', 'parallel_tool_calls')))
+    return check_tools(
+        *(body.pop(k, None) for k in ("tools", "tool_choice", "parallel_tool_calls"))
+    )
 
 # %% ../../nbs/48_tools.ipynb #too00030
-NUMBER, ID, KIND = '\1', '\2', '\3'                         # in a layout: the number of a call, its id, whether a value is text
-_WILD = {NUMBER: '[0-9]{1,3}', ID: '[a-zA-Z0-9]{9}', KIND: '(?:true|false)'}
+NUMBER, ID, KIND = (
+    "\1",
+    "\2",
+    "\3",
+)  # in a layout: the number of a call, its id, whether a value is text
+_WILD = {NUMBER: "[0-9]{1,3}", ID: "[a-zA-Z0-9]{9}", KIND: "(?:true|false)"}
+
 
 @dataclass(frozen=True)
 class ToolFormat:
@@ -177,239 +288,513 @@ class ToolFormat:
     Of one model: `arguments_as_text`: its template wants arguments as a string; `blank`: it wants content '' beside calls, not None; `writes_calls`:
     whether it writes the calls of earlier messages; `route`: how it takes tools; `special`: `(text, id)` of the tokens that are no text to a grammar;
     `visible`: ids of those that may stand in an answer, such as `<think>`."""
+
     name: str
     head: str
     tail: str
     middle: str = '", "arguments": '
-    first: str = ''
-    between: str = ''
-    last: str = ''
-    trigger: str = ''
-    prefix: str = ''
-    style: str = 'json'
-    param: tuple[str, str, str] = ('', '', '')
-    end: str = ''
+    first: str = ""
+    between: str = ""
+    last: str = ""
+    trigger: str = ""
+    prefix: str = ""
+    style: str = "json"
+    param: tuple[str, str, str] = ("", "", "")
+    end: str = ""
     parallel: bool = True
-    ids: str = ''
-    refused: str = ''
+    ids: str = ""
+    refused: str = ""
     arguments_as_text: bool = False
     blank: bool = False
     writes_calls: bool = True
-    route: str = 'tools'
+    route: str = "tools"
     special: tuple[tuple[str, int], ...] = ()
     visible: tuple[int, ...] = ()
 
 # %% ../../nbs/48_tools.ipynb #too00031
 _NAMED = '{"name": "'
-_DEEPSEEK: Any = dict(first='<｜tool▁calls▁begin｜>', trigger='<｜tool▁calls▁begin｜>', last='<｜tool▁calls▁end｜>')
-_LIST: Any = dict(head=_NAMED, tail='}', between=', ')
+_DEEPSEEK: Any = dict(
+    first="<｜tool▁calls▁begin｜>", trigger="<｜tool▁calls▁begin｜>", last="<｜tool▁calls▁end｜>"
+)
+_LIST: Any = dict(head=_NAMED, tail="}", between=", ")
 
-_JSON: dict[tuple[str, ...], ToolFormat] = {                 # by marks that a template has; '!' is before what it lacks
-    ('<｜tool▁calls▁begin｜>', '```json'): ToolFormat('deepseek_v3', '<｜tool▁call▁begin｜>function<｜tool▁sep｜>', '\n```<｜tool▁call▁end｜>', '\n```json\n',
-                                                     between='\n', **_DEEPSEEK),
-    ('<｜tool▁calls▁begin｜>',): ToolFormat('deepseek_v31', '<｜tool▁call▁begin｜>', '<｜tool▁call▁end｜>', '<｜tool▁sep｜>', **_DEEPSEEK),
-    ('<|tool_calls_section_begin|>',): ToolFormat('kimi_k2', '<|tool_call_begin|>functions.', '<|tool_call_end|>', f':{NUMBER}<|tool_call_argument_begin|>',
-        '<|tool_calls_section_begin|>', '', '<|tool_calls_section_end|>', '<|tool_calls_section_begin|>', ids='named'),
-    ('[TOOL_CALLS]', '[CALL_ID]'): ToolFormat('mistral_ids', '[TOOL_CALLS]', '', f'[CALL_ID]{ID}[ARGS]', trigger='[TOOL_CALLS]', ids='short'),
-    ('[TOOL_CALLS]', '[ARGS]'): ToolFormat('mistral_args', '[TOOL_CALLS]', '', '[ARGS]', trigger='[TOOL_CALLS]', ids='short'),
-    ('[TOOL_CALLS]',): ToolFormat('mistral', first='[TOOL_CALLS][', last=']', trigger='[TOOL_CALLS]', ids='short', **_LIST),
-    ('<|tools_prefix|>',): ToolFormat('apertus', '{"', '}', '": ', '<|tools_prefix|>[', ', ', ']<|tools_suffix|>', '<|tools_prefix|>'),
-    ('<|tool|>',): ToolFormat('phi4_mini', first='<|tool_call|>[', last=']<|/tool_call|>', trigger='<|tool_call|>', **_LIST),
-    ('functools[',): ToolFormat('functools', first='functools[', last=']', trigger='functools[', **_LIST),
-    ('<|tool_call|>',): ToolFormat('granite', first='<|tool_call|>[', last=']', trigger='<|tool_call|>', **_LIST),
-    ('<|function_call|>',): ToolFormat('gigachat', '<|function_call|>' + _NAMED, '}', trigger='<|function_call|>', parallel=False),
-    ('<TOOLCALL>',): ToolFormat('nemotron', first='<TOOLCALL>[', last=']</TOOLCALL>', trigger='<TOOLCALL>', **_LIST),
-    ('<tool_calls>[', '</tool_calls>'): ToolFormat('apriel', first='<tool_calls>[', last=']</tool_calls>', trigger='<tool_calls>', **_LIST),
-    ('<tool_calls>', '</tool_calls>'): ToolFormat('minimax_m1', _NAMED, '}', first='<tool_calls>\n', between='\n', last='\n</tool_calls>', trigger='<tool_calls>'),
-    ('<tool_call>', '</tool_call>', 'arguments', '!<arg_key>'): ToolFormat('hermes', '<tool_call>\n' + _NAMED, '}\n</tool_call>', between='\n', trigger='<tool_call>'),
-    ('<function=', '</function>', '!<parameter='): ToolFormat('function_tags', '<function=', '</function>', '>', trigger='<function='),
-    ('dictionary of argument name and its value',): ToolFormat('llama', _NAMED, '}', '", "parameters": ', prefix='<|python_tag|>', parallel=False)}
+_JSON: dict[
+    tuple[str, ...], ToolFormat
+] = {  # by marks that a template has; '!' is before what it lacks
+    ("<｜tool▁calls▁begin｜>", "```json"): ToolFormat(
+        "deepseek_v3",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        "\n```<｜tool▁call▁end｜>",
+        "\n```json\n",
+        between="\n",
+        **_DEEPSEEK,
+    ),
+    ("<｜tool▁calls▁begin｜>",): ToolFormat(
+        "deepseek_v31",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁sep｜>",
+        **_DEEPSEEK,
+    ),
+    ("<|tool_calls_section_begin|>",): ToolFormat(
+        "kimi_k2",
+        "<|tool_call_begin|>functions.",
+        "<|tool_call_end|>",
+        f":{NUMBER}<|tool_call_argument_begin|>",
+        "<|tool_calls_section_begin|>",
+        "",
+        "<|tool_calls_section_end|>",
+        "<|tool_calls_section_begin|>",
+        ids="named",
+    ),
+    ("[TOOL_CALLS]", "[CALL_ID]"): ToolFormat(
+        "mistral_ids",
+        "[TOOL_CALLS]",
+        "",
+        f"[CALL_ID]{ID}[ARGS]",
+        trigger="[TOOL_CALLS]",
+        ids="short",
+    ),
+    ("[TOOL_CALLS]", "[ARGS]"): ToolFormat(
+        "mistral_args", "[TOOL_CALLS]", "", "[ARGS]", trigger="[TOOL_CALLS]", ids="short"
+    ),
+    ("[TOOL_CALLS]",): ToolFormat(
+        "mistral", first="[TOOL_CALLS][", last="]", trigger="[TOOL_CALLS]", ids="short", **_LIST
+    ),
+    ("<|tools_prefix|>",): ToolFormat(
+        "apertus",
+        '{"',
+        "}",
+        '": ',
+        "<|tools_prefix|>[",
+        ", ",
+        "]<|tools_suffix|>",
+        "<|tools_prefix|>",
+    ),
+    ("<|tool|>",): ToolFormat(
+        "phi4_mini",
+        first="<|tool_call|>[",
+        last="]<|/tool_call|>",
+        trigger="<|tool_call|>",
+        **_LIST,
+    ),
+    ("functools[",): ToolFormat(
+        "functools", first="functools[", last="]", trigger="functools[", **_LIST
+    ),
+    ("<|tool_call|>",): ToolFormat(
+        "granite", first="<|tool_call|>[", last="]", trigger="<|tool_call|>", **_LIST
+    ),
+    ("<|function_call|>",): ToolFormat(
+        "gigachat", "<|function_call|>" + _NAMED, "}", trigger="<|function_call|>", parallel=False
+    ),
+    ("<TOOLCALL>",): ToolFormat(
+        "nemotron", first="<TOOLCALL>[", last="]</TOOLCALL>", trigger="<TOOLCALL>", **_LIST
+    ),
+    ("<tool_calls>[", "</tool_calls>"): ToolFormat(
+        "apriel", first="<tool_calls>[", last="]</tool_calls>", trigger="<tool_calls>", **_LIST
+    ),
+    ("<tool_calls>", "</tool_calls>"): ToolFormat(
+        "minimax_m1",
+        _NAMED,
+        "}",
+        first="<tool_calls>\n",
+        between="\n",
+        last="\n</tool_calls>",
+        trigger="<tool_calls>",
+    ),
+    ("<tool_call>", "</tool_call>", "arguments", "!<arg_key>"): ToolFormat(
+        "hermes", "<tool_call>\n" + _NAMED, "}\n</tool_call>", between="\n", trigger="<tool_call>"
+    ),
+    ("<function=", "</function>", "!<parameter="): ToolFormat(
+        "function_tags", "<function=", "</function>", ">", trigger="<function="
+    ),
+    ("dictionary of argument name and its value",): ToolFormat(
+        "llama", _NAMED, "}", '", "parameters": ', prefix="<|python_tag|>", parallel=False
+    ),
+}
 
 # %% ../../nbs/48_tools.ipynb #too00086
-def _tags(name: str, head: str, middle: str, param: tuple[str, str, str], end: str, tail: str = '', **more: Any) -> ToolFormat:
-    return ToolFormat(name, head, tail, middle, style='xml', param=param, end=end, **more)
+def _tags(
+    name: str,
+    head: str,
+    middle: str,
+    param: tuple[str, str, str],
+    end: str,
+    tail: str = "",
+    **more: Any,
+) -> ToolFormat:
+    return ToolFormat(name, head, tail, middle, style="xml", param=param, end=end, **more)
+
 
 def _dsml(name: str, around: str) -> ToolFormat:
     "DeepSeek's layout of tags since V3.2, with `around` as the tag of all calls."
-    p = '｜DSML｜'
-    return _tags(name, f'<{p}invoke name="', '">\n', (f'<{p}parameter name="', f'" string="{KIND}">', f'</{p}parameter>\n'), f'</{p}invoke>', first=f'<{p}{around}>\n',
-                 between='\n', last=f'\n</{p}{around}>', trigger=f'<{p}{around}>')
+    p = "｜DSML｜"
+    return _tags(
+        name,
+        f'<{p}invoke name="',
+        '">\n',
+        (f'<{p}parameter name="', f'" string="{KIND}">', f"</{p}parameter>\n"),
+        f"</{p}invoke>",
+        first=f"<{p}{around}>\n",
+        between="\n",
+        last=f"\n</{p}{around}>",
+        trigger=f"<{p}{around}>",
+    )
 
-_ARG: tuple[str, str, str] = ('<arg_key>', '</arg_key>\n<arg_value>', '</arg_value>\n')
-_CALLS: Any = dict(style='python', head='', middle='(', end=')', tail='', between=', ')
+
+_ARG: tuple[str, str, str] = ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
+_CALLS: Any = dict(style="python", head="", middle="(", end=")", tail="", between=", ")
 _OTHERS: dict[tuple[str, ...], ToolFormat] = {
-    ('<seed:tool_call>',): _tags('seed_oss', '<seed:tool_call>\n<function=', '>\n', ('<parameter=', '>', '</parameter>\n'), '</function>', '\n</seed:tool_call>',
-                                 between='\n', trigger='<seed:tool_call>'),
-    ('<function=', '<parameter='): _tags('qwen3_coder', '<tool_call>\n<function=', '>\n', ('<parameter=', '>\n', '\n</parameter>\n'), '</function>', '\n</tool_call>',
-                                         between='\n', trigger='<tool_call>'),
-    ('<arg_key>',): _tags('glm', '<tool_call>', '\n', _ARG, '</tool_call>', between='\n', trigger='<tool_call>'),
-    ('<minimax:tool_call>',): _tags('minimax_m2', '<invoke name="', '">\n', ('<parameter name="', '">', '</parameter>\n'), '</invoke>', first='<minimax:tool_call>\n',
-                                    between='\n', last='\n</minimax:tool_call>', trigger='<minimax:tool_call>'),
-    ('｜DSML｜', 'function_calls'): _dsml('deepseek_v32', 'function_calls'),
-    ('｜DSML｜', 'tool_calls'): _dsml('deepseek_v4', 'tool_calls'),
-    ('<|tool_', '_start|>'): ToolFormat('lfm2', first='<|tool_call_start|>[', last=']<|tool_call_end|>', trigger='<|tool_call_start|>', **_CALLS),
-    ('[func_name1(',): ToolFormat('pythonic', first='[', last=']', prefix='<|python_start|>', **_CALLS),
-    ('<|channel|>', '<|call|>'): ToolFormat('harmony', '', '', refused='it answers in channels (harmony), which one text can not hold')}
+    ("<seed:tool_call>",): _tags(
+        "seed_oss",
+        "<seed:tool_call>\n<function=",
+        ">\n",
+        ("<parameter=", ">", "</parameter>\n"),
+        "</function>",
+        "\n</seed:tool_call>",
+        between="\n",
+        trigger="<seed:tool_call>",
+    ),
+    ("<function=", "<parameter="): _tags(
+        "qwen3_coder",
+        "<tool_call>\n<function=",
+        ">\n",
+        ("<parameter=", ">\n", "\n</parameter>\n"),
+        "</function>",
+        "\n</tool_call>",
+        between="\n",
+        trigger="<tool_call>",
+    ),
+    ("<arg_key>",): _tags(
+        "glm", "<tool_call>", "\n", _ARG, "</tool_call>", between="\n", trigger="<tool_call>"
+    ),
+    ("<minimax:tool_call>",): _tags(
+        "minimax_m2",
+        '<invoke name="',
+        '">\n',
+        ('<parameter name="', '">', "</parameter>\n"),
+        "</invoke>",
+        first="<minimax:tool_call>\n",
+        between="\n",
+        last="\n</minimax:tool_call>",
+        trigger="<minimax:tool_call>",
+    ),
+    ("｜DSML｜", "function_calls"): _dsml("deepseek_v32", "function_calls"),
+    ("｜DSML｜", "tool_calls"): _dsml("deepseek_v4", "tool_calls"),
+    ("<|tool_", "_start|>"): ToolFormat(
+        "lfm2",
+        first="<|tool_call_start|>[",
+        last="]<|tool_call_end|>",
+        trigger="<|tool_call_start|>",
+        **_CALLS,
+    ),
+    ("[func_name1(",): ToolFormat(
+        "pythonic", first="[", last="]", prefix="<|python_start|>", **_CALLS
+    ),
+    ("<|channel|>", "<|call|>"): ToolFormat(
+        "harmony", "", "", refused="it answers in channels (harmony), which one text can not hold"
+    ),
+}
 
-FORMATS: dict[str, tuple[tuple[str, ...], ToolFormat]] = {f.name: (marks, f) for marks, f in [*_OTHERS.items(), *_JSON.items()]}
+FORMATS: dict[str, tuple[tuple[str, ...], ToolFormat]] = {
+    f.name: (marks, f) for marks, f in [*_OTHERS.items(), *_JSON.items()]
+}
 
 # %% ../../nbs/48_tools.ipynb #too00087
 def _written(f: ToolFormat, calls: list[dict[str, Any]]) -> str:
     "The functions `calls`, dicts of a name and arguments as dicts, as a model of format `f` writes them."
-    def plain(v: Any) -> str: return v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)
+
+    def plain(v: Any) -> str:
+        return v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)
+
     def arguments(given: dict[str, Any]) -> str:
-        if f.style == 'json': return json.dumps(given, ensure_ascii=False)
-        if f.style == 'python': return ', '.join(f'{k}={v if v is None or isinstance(v, bool) else json.dumps(v, ensure_ascii=False)}' for k, v in given.items()) + f.end
+        if f.style == "json":
+            return json.dumps(given, ensure_ascii=False)
+        if f.style == "python":
+            return (
+                ", ".join(
+                    f"{k}={v if v is None or isinstance(v, bool) else json.dumps(v, ensure_ascii=False)}"
+                    for k, v in given.items()
+                )
+                + f.end
+            )
         before, between, after = f.param
-        return ''.join(f'{before}{k}{between.replace(KIND, json.dumps(isinstance(v, str)))}{plain(v)}{after}' for k, v in given.items()) + f.end
-    each = (f'{f.head}{c["name"]}{f.middle}{arguments(c["arguments"])}{f.tail}'.replace(NUMBER, str(i)).replace(ID, f'call{i:05}') for i, c in enumerate(calls))
+        return (
+            "".join(
+                f"{before}{k}{between.replace(KIND, json.dumps(isinstance(v, str)))}{plain(v)}{after}"
+                for k, v in given.items()
+            )
+            + f.end
+        )
+
+    each = (
+        f"{f.head}{c['name']}{f.middle}{arguments(c['arguments'])}{f.tail}".replace(
+            NUMBER, str(i)
+        ).replace(ID, f"call{i:05}")
+        for i, c in enumerate(calls)
+    )
     return f.first + f.between.join(each) + f.last
 
 # %% ../../nbs/48_tools.ipynb #too00040
 def _ids(fmt: ToolFormat, messages: list[dict[str, Any]]) -> dict[str, str]:
     "The ids of the calls in `messages`, and what the template of `fmt` takes in their place."
-    if fmt.ids == 'named':
-        calls = [c for m in messages for c in m.get('tool_calls') or ()]
-        return {c['id']: f'functions.{c["function"]["name"]}:{i}' for i, c in enumerate(calls) if 'id' in c}
-    given = [i for m in messages for i in (m.get('tool_call_id'), *(c.get('id') for c in m.get('tool_calls') or ())) if isinstance(i, str)]
-    if fmt.ids != 'short': return {}
-    return {i: hashlib.blake2b(i.encode('utf-8', 'replace')).hexdigest()[:9] for i in given if not re.fullmatch('[a-zA-Z0-9]{9}', i)}
+    if fmt.ids == "named":
+        calls = [c for m in messages for c in m.get("tool_calls") or ()]
+        return {
+            c["id"]: f"functions.{c['function']['name']}:{i}"
+            for i, c in enumerate(calls)
+            if "id" in c
+        }
+    given = [
+        i
+        for m in messages
+        for i in (m.get("tool_call_id"), *(c.get("id") for c in m.get("tool_calls") or ()))
+        if isinstance(i, str)
+    ]
+    if fmt.ids != "short":
+        return {}
+    return {
+        i: hashlib.blake2b(i.encode("utf-8", "replace")).hexdigest()[:9]
+        for i in given
+        if not re.fullmatch("[a-zA-Z0-9]{9}", i)
+    }
+
 
 def messages_for(fmt: ToolFormat, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     "`messages`, as `as_messages` gives them, with the calls in them as the template wants them: arguments as text, its ids, or the whole in the content."
     ids, out = _ids(fmt, messages), []
+
     def call_of(c: dict[str, Any]) -> dict[str, Any]:
-        f = c['function']
-        own = f | dict(arguments=json.dumps(f['arguments'], ensure_ascii=False)) if fmt.arguments_as_text and not isinstance(f['arguments'], str) else f
-        return c | dict(function=own) | (dict(id=ids.get(c['id'], c['id'])) if 'id' in c else {})
+        f = c["function"]
+        own = (
+            f | dict(arguments=json.dumps(f["arguments"], ensure_ascii=False))
+            if fmt.arguments_as_text and not isinstance(f["arguments"], str)
+            else f
+        )
+        return c | dict(function=own) | (dict(id=ids.get(c["id"], c["id"])) if "id" in c else {})
+
     for m in messages:
-        content = m.get('content')
-        if calls := [*map(call_of, m.get('tool_calls') or ())]:
-            if fmt.blank and content is None: m = m | dict(content='')
-            m = m | (dict(tool_calls=calls) if fmt.writes_calls else dict(content=(content or '') + _written(fmt, [c['function'] for c in calls])))
-        if isinstance(i := m.get('tool_call_id'), str): m = m | dict(tool_call_id=ids.get(i, i))
+        content = m.get("content")
+        if calls := [*map(call_of, m.get("tool_calls") or ())]:
+            if fmt.blank and content is None:
+                m = m | dict(content="")
+            m = m | (
+                dict(tool_calls=calls)
+                if fmt.writes_calls
+                else dict(content=(content or "") + _written(fmt, [c["function"] for c in calls]))
+            )
+        if isinstance(i := m.get("tool_call_id"), str):
+            m = m | dict(tool_call_id=ids.get(i, i))
         out.append(m)
     return out
 
 # %% ../../nbs/48_tools.ipynb #too00041
-def conversation_with(fmt: ToolFormat | None, choice: ToolChoice | None, conversation: dict[str, Any]) -> dict[str, Any]:
+def conversation_with(
+    fmt: ToolFormat | None, choice: ToolChoice | None, conversation: dict[str, Any]
+) -> dict[str, Any]:
     """`conversation`, a dict with `messages` and options of a chat template, with the tools of `choice` where the template looks for them.
 
     If none may be called, the prompt doesn't speak of them. Calls in the messages are as `messages_for` has them."""
-    if fmt is None: return conversation
-    conversation = conversation | dict(messages=(messages := messages_for(fmt, conversation['messages'])))
-    if choice is None or choice.mode == 'none': return conversation
+    if fmt is None:
+        return conversation
+    conversation = conversation | dict(
+        messages=(messages := messages_for(fmt, conversation["messages"]))
+    )
+    if choice is None or choice.mode == "none":
+        return conversation
     tools = [*choice.tools]
-    if fmt.route == 'tools': return conversation | dict(tools=tools)
-    if fmt.route == 'xml_tools': return conversation | dict(chat_template_kwargs=(conversation.get('chat_template_kwargs') or {}) | dict(xml_tools=tools))
-    system = [] if messages[0].get('role') == 'system' else [dict(role='system', content='')]
+    if fmt.route == "tools":
+        return conversation | dict(tools=tools)
+    if fmt.route == "xml_tools":
+        return conversation | dict(
+            chat_template_kwargs=(conversation.get("chat_template_kwargs") or {})
+            | dict(xml_tools=tools)
+        )
+    system = [] if messages[0].get("role") == "system" else [dict(role="system", content="")]
     first, *rest = system + messages
-    return conversation | dict(messages=[first | dict(tools=json.dumps(tools, ensure_ascii=False)), *rest])
+    return conversation | dict(
+        messages=[first | dict(tools=json.dumps(tools, ensure_ascii=False)), *rest]
+    )
 
 # %% ../../nbs/48_tools.ipynb #too00045
-_TIGHT = {'whitespace_flexible': False, 'item_separator': ', ', 'key_separator': ': '}      # JSON as templates write it
+_TIGHT = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}  # JSON as templates write it
+
 
 def _lark(text: str, f: ToolFormat) -> str:
     "`text` of a layout as a sequence of Lark: strings, the special tokens by their ids, and what differs from call to call."
-    ids: dict[str, str] = {t: f'<[{i}]>' for t, i in f.special} | {k: f'/{v}/' for k, v in _WILD.items()}
-    parts = re.split('(' + '|'.join(map(re.escape, sorted(ids, key=len, reverse=True))) + ')', text)
-    return ' '.join(ids.get(p) or json.dumps(p, ensure_ascii=False) for p in parts if p)
+    ids: dict[str, str] = {t: f"<[{i}]>" for t, i in f.special} | {
+        k: f"/{v}/" for k, v in _WILD.items()
+    }
+    parts = re.split("(" + "|".join(map(re.escape, sorted(ids, key=len, reverse=True))) + ")", text)
+    return " ".join(ids.get(p) or json.dumps(p, ensure_ascii=False) for p in parts if p)
+
 
 def _json(schema: Any, root: dict[str, Any] | None = None) -> str:
     "What holds a value to `schema`, a part of `root` if that is given."
     from batchlab.structured import check_schema
-    found = check_schema(schema, root)
-    return '%json ' + json.dumps(found | {'x-guidance': _TIGHT | found.get('x-guidance', {})})
 
-def _regex(text: str) -> str: return re.sub(r'[^\w\s<>]', lambda m: m[0] if ord(m[0]) > 127 else '\\' + m[0], text)
+    found = check_schema(schema, root)
+    return "%json " + json.dumps(found | {"x-guidance": _TIGHT | found.get("x-guidance", {})})
+
+
+def _regex(text: str) -> str:
+    return re.sub(r"[^\w\s<>]", lambda m: m[0] if ord(m[0]) > 127 else "\\" + m[0], text)
 
 # %% ../../nbs/48_tools.ipynb #too00089
 def _free(f: ToolFormat, names: tuple[str, ...]) -> str:
     "The rules `free`, text without a call to one of `names`, and `said`, text up to the trigger and with it."
     if not f.trigger:
-        called = '\\{\\s*"name"' if f.head == _NAMED else f'{_regex(f.first + f.head)}\\s*({"|".join(map(_regex, names))}){_regex(f.middle)}'
-        return f'free: FREE\nFREE: /(?s:.*)/ & ~/\\s*({_regex(f.prefix)}|{called})(?s:.*)/\n'
-    others = f'<[{",".join(map(str, f.visible))}]>'
-    free = 'free: FREE' + f' ({others} FREE)*' * bool(f.visible) + f'\nFREE: /(?s:.*)/ & ~/(?s:.*){_regex(f.trigger)}(?s:.*)/\n'
-    return f'{free}said: {f"(FREE {others})* " * bool(f.visible)}upto\n{_upto("upto", "FREE", f.trigger, f)}'
+        called = (
+            '\\{\\s*"name"'
+            if f.head == _NAMED
+            else f"{_regex(f.first + f.head)}\\s*({'|'.join(map(_regex, names))}){_regex(f.middle)}"
+        )
+        return f"free: FREE\nFREE: /(?s:.*)/ & ~/\\s*({_regex(f.prefix)}|{called})(?s:.*)/\n"
+    others = f"<[{','.join(map(str, f.visible))}]>"
+    free = (
+        "free: FREE"
+        + f" ({others} FREE)*" * bool(f.visible)
+        + f"\nFREE: /(?s:.*)/ & ~/(?s:.*){_regex(f.trigger)}(?s:.*)/\n"
+    )
+    return f"{free}said: {f'(FREE {others})* ' * bool(f.visible)}upto\n{_upto('upto', 'FREE', f.trigger, f)}"
+
 
 def _upto(rule: str, text: str, end: str, f: ToolFormat) -> str:
     "The rule `rule`: the lexeme `text`, which lacks `end`, and then `end`, which may begin with a special token, or have one in it."
-    own = min((t for t, _ in f.special if t in end), key=end.find, default='')
-    if not own: return f'{rule}[lazy]: {text} {_lark(end, f)}\n'
-    before, _, rest = end.partition(own)                                   # the token is no text, and so ends a lexeme
-    return f'{rule}: {f"/(?s:.*){_regex(before)}/" if before else text} {_lark(own + rest, f)}\n'
+    own = min((t for t, _ in f.special if t in end), key=end.find, default="")
+    if not own:
+        return f"{rule}[lazy]: {text} {_lark(end, f)}\n"
+    before, _, rest = end.partition(own)  # the token is no text, and so ends a lexeme
+    return f"{rule}: {f'/(?s:.*){_regex(before)}/' if before else text} {_lark(own + rest, f)}\n"
 
 # %% ../../nbs/48_tools.ipynb #too00047
 def _is_text(schema: Any) -> bool:
     "Whether a parameter of `schema` is written as it is, without quotes: it is a string and nothing else."
-    if not isinstance(schema, dict): return False
+    if not isinstance(schema, dict):
+        return False
     some = _choices(schema)
-    return schema.get('type') == 'string' or 'type' not in schema and bool(some) and all(isinstance(v, str) for v in some or ())
+    return (
+        schema.get("type") == "string"
+        or "type" not in schema
+        and bool(some)
+        and all(isinstance(v, str) for v in some or ())
+    )
+
 
 def _choices(schema: dict[str, Any]) -> list[Any] | None:
     "The values that `schema` lists, None if it lists none."
-    return schema.get('enum', [schema['const']] if 'const' in schema else None)
+    return schema.get("enum", [schema["const"]] if "const" in schema else None)
+
 
 def _refuse(what: str, f: ToolFormat) -> NoReturn:
-    raise _bad('tools', f'with this model: {what} of parameters can not be held as {"XML" if f.style == "xml" else "keywords"}, leave it out')
+    raise _bad(
+        "tools",
+        f"with this model: {what} of parameters can not be held as {'XML' if f.style == 'xml' else 'keywords'}, leave it out",
+    )
 
-_PLAIN = dict(boolean='("true" | "false" | "True" | "False")', null='("null" | "None")')       # as JSON or as Python: models write either
+
+_PLAIN = dict(
+    boolean='("true" | "false" | "True" | "False")', null='("null" | "None")'
+)  # as JSON or as Python: models write either
+
 
 def _value(schema: Any, root: dict[str, Any]) -> str:
     "What holds a tag's or keyword's value to `schema`, a part of `root`."
-    kind = schema.get('type') if isinstance(schema, dict) and _choices(schema) is None else None
+    kind = schema.get("type") if isinstance(schema, dict) and _choices(schema) is None else None
     return _PLAIN[kind] if isinstance(kind, str) and kind in _PLAIN else _json(schema, root)
+
 
 def _writable(name: str, f: ToolFormat) -> bool:
     "Whether a parameter may have that name in format `f`."
-    return not re.search('[<>"\\s]', name) and (f.style != 'python' or name.isidentifier())
+    return not re.search('[<>"\\s]', name) and (f.style != "python" or name.isidentifier())
+
 
 def _properties(schema: dict[str, Any], f: ToolFormat) -> dict[str, Any]:
     "The properties of `schema`, one a parameter. Raises `BadRequest` for what format `f` can't write one after the other."
-    if bad := schema.keys() & {'anyOf', 'oneOf', 'allOf', '$ref', 'patternProperties', 'minProperties', 'maxProperties'}: _refuse(min(bad), f)
-    if schema.get('additionalProperties', True) not in (True, False, {}): _refuse('additionalProperties', f)
-    found = schema.get('properties', {})
+    if bad := schema.keys() & {
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "$ref",
+        "patternProperties",
+        "minProperties",
+        "maxProperties",
+    }:
+        _refuse(min(bad), f)
+    if schema.get("additionalProperties", True) not in (True, False, {}):
+        _refuse("additionalProperties", f)
+    found = schema.get("properties", {})
     for k in found:
-        if not _writable(k, f): _refuse(f'the name {k!r:.60}', f)
-    if lost := {*schema.get('required', ())} - {*found}: _refuse(f'required {min(lost)!r:.60}', f)
+        if not _writable(k, f):
+            _refuse(f"the name {k!r:.60}", f)
+    if lost := {*schema.get("required", ())} - {*found}:
+        _refuse(f"required {min(lost)!r:.60}", f)
     return found
 
 # %% ../../nbs/48_tools.ipynb #too00090
 def _plainer(schema: dict[str, Any], f: ToolFormat) -> dict[str, Any]:
     "`schema` of arguments with what format `f` can write one after the other: parameters of plain names, text as any text."
-    own = schema.get('properties') or {}
-    names = {k: dict(type='string') if _is_text(s) else s for k, s in own.items() if _writable(k, f)}
-    return dict(type='object', properties=names, required=[k for k in schema.get('required', ()) if k in names])
+    own = schema.get("properties") or {}
+    names = {
+        k: dict(type="string") if _is_text(s) else s for k, s in own.items() if _writable(k, f)
+    }
+    return dict(
+        type="object",
+        properties=names,
+        required=[k for k in schema.get("required", ()) if k in names],
+    )
+
 
 def _tag_rules(schema: dict[str, Any], rule: str, f: ToolFormat) -> str:
     "Rules that hold tags to `schema`, of which `rule` is the first. Raises `BadRequest` for what they can't hold."
     before, between, after = f.param
     parts, rules = [], []
     for i, (k, s) in enumerate(_properties(schema, f).items()):
-        part, text = f'{rule}p{i}', _is_text(s)
-        if not text: value = f'{_value(s, schema)} {_lark(after, f)}'
+        part, text = f"{rule}p{i}", _is_text(s)
+        if not text:
+            value = f"{_value(s, schema)} {_lark(after, f)}"
         elif (some := _choices(s)) is not None:
-            if any(after.strip() in v for v in some): _refuse(f'a value of text {k!r:.60}', f)
-            value = '(' + ' | '.join(_lark(v + after, f) for v in some) + ')'
-        elif bad := s.keys() & {'pattern', 'minLength', 'maxLength', 'format', 'anyOf', 'oneOf', 'allOf', '$ref'}: _refuse(f'{min(bad)} of text {k!r:.60}', f)
+            if any(after.strip() in v for v in some):
+                _refuse(f"a value of text {k!r:.60}", f)
+            value = "(" + " | ".join(_lark(v + after, f) for v in some) + ")"
+        elif bad := s.keys() & {
+            "pattern",
+            "minLength",
+            "maxLength",
+            "format",
+            "anyOf",
+            "oneOf",
+            "allOf",
+            "$ref",
+        }:
+            _refuse(f"{min(bad)} of text {k!r:.60}", f)
         else:
-            value = f'{part}v'
-            rules.append(_upto(value, 'VALUE', after, f))
-        rules.append(f'{part}: {_lark(before + k + between.replace(KIND, json.dumps(text)), f)} {value}\n')
-        parts.append(part if k in schema.get('required', ()) else f'{part}?')
-    return f'{rule}: {" ".join(parts)} {_lark(f.end, f)}\n' + ''.join(rules)
+            value = f"{part}v"
+            rules.append(_upto(value, "VALUE", after, f))
+        rules.append(
+            f"{part}: {_lark(before + k + between.replace(KIND, json.dumps(text)), f)} {value}\n"
+        )
+        parts.append(part if k in schema.get("required", ()) else f"{part}?")
+    return f"{rule}: {' '.join(parts)} {_lark(f.end, f)}\n" + "".join(rules)
+
 
 def _keyword_rules(schema: dict[str, Any], rule: str, f: ToolFormat) -> str:
     "Rules that hold keywords to `schema`, in its order: `rule` before the first of them, `ruleN` and `ruleN_more` where the rest may follow."
     found, rules = _properties(schema, f), []
     for i, (k, s) in enumerate(found.items()):
-        rules.append(f'{rule}k{i}: {json.dumps(k + "=", ensure_ascii=False)} {_value(s, schema)}\n')
-        for begun, comma in (('', ''), ('_more', '", " ')):
-            skip = '' if k in schema.get('required', ()) else f' | {rule}n{i + 1}{begun}'
-            rules.append(f'{rule}n{i}{begun}: {comma}{rule}k{i} {rule}n{i + 1}_more{skip}\n')
-    ends = ''.join(f'{rule}n{len(found)}{begun}: {_lark(f.end, f)}\n' for begun in (('', '_more') if found else ('',)))
-    return f'{rule}: {rule}n0\n' + ''.join(rules) + ends
+        rules.append(f"{rule}k{i}: {json.dumps(k + '=', ensure_ascii=False)} {_value(s, schema)}\n")
+        for begun, comma in (("", ""), ("_more", '", " ')):
+            skip = "" if k in schema.get("required", ()) else f" | {rule}n{i + 1}{begun}"
+            rules.append(f"{rule}n{i}{begun}: {comma}{rule}k{i} {rule}n{i + 1}_more{skip}\n")
+    ends = "".join(
+        f"{rule}n{len(found)}{begun}: {_lark(f.end, f)}\n"
+        for begun in (("", "_more") if found else ("",))
+    )
+    return f"{rule}: {rule}n0\n" + "".join(rules) + ends
 
 # %% ../../nbs/48_tools.ipynb #too00048
 @functools.lru_cache(64)
@@ -418,180 +803,323 @@ def tool_grammar(fmt: ToolFormat, choice: ToolChoice) -> str | None:
 
     'required' is one call, or several where both sides allow it; 'auto' is text without a call, or text and then calls. Arguments are always held
     to their schema. Raises `BadRequest` for a schema that the format can't hold."""
-    if choice.mode == 'none': return None
-    holds = dict(xml=_tag_rules, python=_keyword_rules, json=lambda schema, rule, _: f'{rule}: {_json(schema)}\n')[fmt.style]
-    def rules_of(name: str, rule: str) -> str:
-        try: return holds(choice.schema(name), rule, fmt)
-        except BadRequest as e:
-            if choice.mode == 'required' or fmt.style == 'json': raise
-            log.warning('tool %s: %s; only its names and types are held', name, e)
-            return holds(_plainer(choice.schema(name), fmt), rule, fmt)
-    rules = ''.join(rules_of(name, f'a{i}') for i, name in enumerate(choice.names))
-    if fmt.style == 'xml': rules += f'VALUE: /(?s:.*)/ & ~/(?s:.*){_regex(fmt.param[2].strip())}(?s:.*)/\n'      # what ends a parameter is not in one
-    body = ' | '.join(f'{_lark(name + fmt.middle, fmt)} a{i}' for i, name in enumerate(choice.names))
-    more = f' ({_lark(fmt.between + fmt.head, fmt)} body{_after(fmt.tail, fmt)})*' if choice.parallel and fmt.parallel else ''
-    def calls(begin: str) -> str: return f'{_lark(begin, fmt)} body{_after(fmt.tail, fmt)}{more}{_after(fmt.last, fmt)}'
-    start = fmt.first + fmt.head
-    begin = f'({_lark(fmt.prefix, fmt)})? ' if fmt.prefix else ''
-    whole = begin + calls(start) if choice.mode == 'required' or not fmt.trigger else f'said {calls(start[len(fmt.trigger):])}'
-    free = f'free | {whole}\n{_free(fmt, choice.names)}' if choice.mode == 'auto' else f'{whole}\n'
-    return f'%llguidance {{}}\nstart: {free}body: {body}\n{rules}'
+    if choice.mode == "none":
+        return None
+    holds = dict(
+        xml=_tag_rules,
+        python=_keyword_rules,
+        json=lambda schema, rule, _: f"{rule}: {_json(schema)}\n",
+    )[fmt.style]
 
-def _after(text: str, f: ToolFormat) -> str: return f' {_lark(text, f)}' if text else ""
+    def rules_of(name: str, rule: str) -> str:
+        try:
+            return holds(choice.schema(name), rule, fmt)
+        except BadRequest as e:
+            if choice.mode == "required" or fmt.style == "json":
+                raise
+            log.warning("tool %s: %s; only its names and types are held", name, e)
+            return holds(_plainer(choice.schema(name), fmt), rule, fmt)
+
+    rules = "".join(rules_of(name, f"a{i}") for i, name in enumerate(choice.names))
+    if fmt.style == "xml":
+        rules += f"VALUE: /(?s:.*)/ & ~/(?s:.*){_regex(fmt.param[2].strip())}(?s:.*)/\n"  # what ends a parameter is not in one
+    body = " | ".join(
+        f"{_lark(name + fmt.middle, fmt)} a{i}" for i, name in enumerate(choice.names)
+    )
+    more = (
+        f" ({_lark(fmt.between + fmt.head, fmt)} body{_after(fmt.tail, fmt)})*"
+        if choice.parallel and fmt.parallel
+        else ""
+    )
+
+    def calls(begin: str) -> str:
+        return f"{_lark(begin, fmt)} body{_after(fmt.tail, fmt)}{more}{_after(fmt.last, fmt)}"
+
+    start = fmt.first + fmt.head
+    begin = f"({_lark(fmt.prefix, fmt)})? " if fmt.prefix else ""
+    whole = (
+        begin + calls(start)
+        if choice.mode == "required" or not fmt.trigger
+        else f"said {calls(start[len(fmt.trigger) :])}"
+    )
+    free = f"free | {whole}\n{_free(fmt, choice.names)}" if choice.mode == "auto" else f"{whole}\n"
+    return f"%llguidance {{}}\nstart: {free}body: {body}\n{rules}"
+
+
+def _after(text: str, f: ToolFormat) -> str:
+    return f" {_lark(text, f)}" if text else ""
 
 # %% ../../nbs/48_tools.ipynb #too00052
-def tool_params(params: SamplingParams, fmt: ToolFormat | None, choice: ToolChoice) -> SamplingParams:
+def tool_params(
+    params: SamplingParams, fmt: ToolFormat | None, choice: ToolChoice
+) -> SamplingParams:
     """`params` with the answer held to the calls of `choice` in format `fmt`, and with the special tokens that mark them in its text.
 
     Raises `BadRequest` if the model's template takes no tools (`fmt` is None), or if `params` hold the answer to another form."""
-    if choice.mode == 'none': return params
-    if fmt is None or fmt.refused: raise BadRequest("tools are not supported by this model: " + (fmt.refused if fmt else "its chat template takes none, or asks for calls of an unknown form") + "; leave them out", param='tools')
-    if params.structured_outputs: raise BadRequest('tools and response_format (or structured_outputs) each say what the answer is: give one of them', param='tools')
+    if choice.mode == "none":
+        return params
+    if fmt is None or fmt.refused:
+        raise BadRequest(
+            "tools are not supported by this model: "
+            + (
+                fmt.refused
+                if fmt
+                else "its chat template takes none, or asks for calls of an unknown form"
+            )
+            + "; leave them out",
+            param="tools",
+        )
+    if params.structured_outputs:
+        raise BadRequest(
+            "tools and response_format (or structured_outputs) each say what the answer is: give one of them",
+            param="tools",
+        )
     from batchlab.structured import LONGEST
-    grammar = tool_grammar(fmt, choice) or ''
-    if len(grammar) > LONGEST: raise BadRequest(f'tools have a grammar of {len(grammar):,} characters, over {LONGEST:,}: give fewer, or shorter schemas', param='tools')
-    until = [fmt.trigger] if fmt.trigger else [f'{fmt.first}{fmt.head}{name}{fmt.middle}' for name in choice.names]
-    stop = dict(stop=None) if choice.mode == 'required' else dict(stop_until=until)
-    return replace(params, structured_outputs=dict(grammar=grammar), skip_special_tokens=False, include_stop_str_in_output=False, **stop)
+
+    grammar = tool_grammar(fmt, choice) or ""
+    if len(grammar) > LONGEST:
+        raise BadRequest(
+            f"tools have a grammar of {len(grammar):,} characters, over {LONGEST:,}: give fewer, or shorter schemas",
+            param="tools",
+        )
+    until = (
+        [fmt.trigger]
+        if fmt.trigger
+        else [f"{fmt.first}{fmt.head}{name}{fmt.middle}" for name in choice.names]
+    )
+    stop = dict(stop=None) if choice.mode == "required" else dict(stop_until=until)
+    return replace(
+        params,
+        structured_outputs=dict(grammar=grammar),
+        skip_special_tokens=False,
+        include_stop_str_in_output=False,
+        **stop,
+    )
 
 # %% ../../nbs/48_tools.ipynb #too00059
-_CALLED, _WS = '(?P<name>[a-zA-Z0-9_-]{1,64})', '\\s{0,16}'
+_CALLED, _WS = "(?P<name>[a-zA-Z0-9_-]{1,64})", "\\s{0,16}"
+
 
 def _layout(text: str) -> str:
     "A regular expression of `text` of a layout, white space free where it has some, and beside JSON's punctuation."
-    parts = re.findall(r'\s+|[{}\[\],:]|[\1-\3]|[^\s{}\[\],:\1-\3]+', text)
-    found = ''.join(_WILD.get(p) or (_WS if p.isspace() else f'{_WS}{re.escape(p)}{_WS}' if p in '{}[],:' else re.escape(p)) for p in parts)
-    return re.sub(f'(?:{re.escape(_WS)})+', lambda _: _WS, found).removesuffix(_WS)
+    parts = re.findall(r"\s+|[{}\[\],:]|[\1-\3]|[^\s{}\[\],:\1-\3]+", text)
+    found = "".join(
+        _WILD.get(p)
+        or (_WS if p.isspace() else f"{_WS}{re.escape(p)}{_WS}" if p in "{}[],:" else re.escape(p))
+        for p in parts
+    )
+    return re.sub(f"(?:{re.escape(_WS)})+", lambda _: _WS, found).removesuffix(_WS)
+
 
 def _follow(pattern: str, text: str) -> regex.Match[str] | bool:
     "The match of `pattern` at the start of `text`; True if more text may make it one; else False."
     m = regex.match(pattern, text, partial=True)
     return False if m is None else True if m.partial else m
 
+
 @functools.lru_cache(64)
 def _patterns(f: ToolFormat) -> dict[str, str]:
     """What may stand in an answer: a call where a trigger does (`triggered`), at its start (`start`), after another (`more`); `tail` and `last`.
 
     Each pattern of a call ends in a group `args`, where its arguments begin."""
-    args = dict(json='\\{', xml=f'(?:{_layout(f.param[0])}|{_layout(f.end)})', python='[^\\W\\d]|\\)')[f.style]
-    call, first = f'{_CALLED}{_WS}{_layout(f.middle)}{_WS}(?P<args>{args})', f.first + f.head
-    triggered = re.escape(f.trigger) + _layout(first[len(f.trigger):])
-    bare, prefix = f'{triggered}{_WS}{call}', f'(?:{re.escape(f.prefix)})?'
-    own_id = f'(?:{_WS},{_WS}"id"{_WS}:{_WS}"[^"\\\\]{{0,64}}")?' if f.head.endswith(_NAMED) else ''      # some templates write it, none asks for it
-    return dict(triggered=bare, start=f'{_WS}{prefix}{_WS}{bare}', more=f'{_layout(f.between + f.head)}{_WS}{call}', tail=own_id + _layout(f.tail), last=_layout(f.last))
+    args = dict(
+        json="\\{", xml=f"(?:{_layout(f.param[0])}|{_layout(f.end)})", python="[^\\W\\d]|\\)"
+    )[f.style]
+    call, first = f"{_CALLED}{_WS}{_layout(f.middle)}{_WS}(?P<args>{args})", f.first + f.head
+    triggered = re.escape(f.trigger) + _layout(first[len(f.trigger) :])
+    bare, prefix = f"{triggered}{_WS}{call}", f"(?:{re.escape(f.prefix)})?"
+    own_id = (
+        f'(?:{_WS},{_WS}"id"{_WS}:{_WS}"[^"\\\\]{{0,64}}")?' if f.head.endswith(_NAMED) else ""
+    )  # some templates write it, none asks for it
+    return dict(
+        triggered=bare,
+        start=f"{_WS}{prefix}{_WS}{bare}",
+        more=f"{_layout(f.between + f.head)}{_WS}{call}",
+        tail=own_id + _layout(f.tail),
+        last=_layout(f.last),
+    )
 
 # %% ../../nbs/48_tools.ipynb #too00062
-Read = tuple[str, int, bool | None]      # a piece of the arguments, how much of the text it took, whether they end there; None: more is to come
+Read = tuple[
+    str, int, bool | None
+]  # a piece of the arguments, how much of the text it took, whether they end there; None: more is to come
+
 
 class _JSONArguments:
     "Reads arguments that are a JSON object, up to its end, which the brackets outside of strings tell."
-    def __init__(self) -> None: self.depth, self.quoted, self.escaped = 0, False, False
+
+    def __init__(self) -> None:
+        self.depth, self.quoted, self.escaped = 0, False, False
 
     def read(self, text: str) -> Read:
         "Of `text`, which goes on after what was read."
         for i, c in enumerate(text, 1):
-            if self.escaped: self.escaped = False
-            elif c == '"': self.quoted = not self.quoted
-            elif self.quoted: self.escaped = c == '\\'
-            elif c in '{[': self.depth += 1
-            elif c in '}]':
+            if self.escaped:
+                self.escaped = False
+            elif c == '"':
+                self.quoted = not self.quoted
+            elif self.quoted:
+                self.escaped = c == "\\"
+            elif c in "{[":
+                self.depth += 1
+            elif c in "}]":
                 self.depth -= 1
-                if self.depth <= 0: return text[:i], i, True
+                if self.depth <= 0:
+                    return text[:i], i, True
         return text, len(text), None
 
 # %% ../../nbs/48_tools.ipynb #too00098
 def _literal(text: str, schema: Any) -> str | None:
     "`text` of a value in Python or JSON as JSON, None if it is none. Without quotes it is text where `schema` has text."
-    try: return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError): pass
     try:
-        with warnings.catch_warnings(action='ignore'):          # of escapes that Python doesn't know
-            tree = ast.parse(text, mode='eval')
+        return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of escapes that Python doesn't know
+            tree = ast.parse(text, mode="eval")
         for n in ast.walk(tree):
             for field, v in ast.iter_fields(n):
-                vs = [_JSON_NAMES.get(x.id, x) if isinstance(x, ast.Name) else x for x in (v if isinstance(v, list) else [v])]
+                vs = [
+                    _JSON_NAMES.get(x.id, x) if isinstance(x, ast.Name) else x
+                    for x in (v if isinstance(v, list) else [v])
+                ]
                 setattr(n, field, vs if isinstance(v, list) else vs[0])
         return json.dumps(ast.literal_eval(tree), ensure_ascii=False, allow_nan=False)
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError): return json.dumps(text, ensure_ascii=False) if _is_text(schema) else None
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return json.dumps(text, ensure_ascii=False) if _is_text(schema) else None
+
 
 _JSON_NAMES = dict(true=ast.Constant(True), false=ast.Constant(False), null=ast.Constant(None))
 
 # %% ../../nbs/48_tools.ipynb #too00065
-_TEXT = dict(type='string')
+_TEXT = dict(type="string")
+
 
 def _tag_value(text: str, schema: Any) -> str | None:
     "`text` of a tag as JSON, None if it is none yet: the end found in it may be part of a string."
     return json.dumps(text, ensure_ascii=False) if _is_text(schema) else _literal(text, schema)
 
+
 class _Tags:
     "Reads arguments that are tags, as the layout `f` has them, each as soon as it is whole, as parts of a JSON object. `schema` says which are text."
+
     def __init__(self, f: ToolFormat, schema: dict[str, Any]) -> None:
         before, between, after = f.param
-        self.begin, self.close = f'{_WS}{_layout(before)}(?P<key>[^<>"\n]{{1,64}}?){_layout(between.rstrip())}', after.strip()
-        self.end, self.lined = _WS + _layout(f.end), between.endswith('\n')
-        self.kinds, self.num, self.seen = schema.get('properties', {}), 0, 0
+        self.begin, self.close = (
+            f'{_WS}{_layout(before)}(?P<key>[^<>"\n]{{1,64}}?){_layout(between.rstrip())}',
+            after.strip(),
+        )
+        self.end, self.lined = _WS + _layout(f.end), between.endswith("\n")
+        self.kinds, self.num, self.seen = schema.get("properties", {}), 0, 0
 
     def read(self, text: str) -> Read:
         "Of `text`, which goes on after what was read."
         end, begin = _follow(self.end, text), _follow(self.begin, text)
-        if not isinstance(end, bool): return '}' if self.num else '{}', end.end(), True
-        if isinstance(begin, bool): return '', 0, None if begin or end else False
+        if not isinstance(end, bool):
+            return "}" if self.num else "{}", end.end(), True
+        if isinstance(begin, bool):
+            return "", 0, None if begin or end else False
         while (at := text.find(self.close, max(self.seen, begin.end()))) >= 0:
-            raw = text[begin.end():at]
-            value = _tag_value(raw.removeprefix('\n').removesuffix('\n') if self.lined else raw, self.kinds.get(begin['key'], _TEXT))
+            raw = text[begin.end() : at]
+            value = _tag_value(
+                raw.removeprefix("\n").removesuffix("\n") if self.lined else raw,
+                self.kinds.get(begin["key"], _TEXT),
+            )
             if value is not None:
                 self.num, self.seen = self.num + 1, 0
-                return f'{", " if self.num > 1 else "{"}{json.dumps(begin["key"], ensure_ascii=False)}: {value}', at + len(self.close), None
+                return (
+                    f"{', ' if self.num > 1 else '{'}{json.dumps(begin['key'], ensure_ascii=False)}: {value}",
+                    at + len(self.close),
+                    None,
+                )
             self.seen = at + 1
         self.seen = max(self.seen, len(text) - len(self.close))
-        return '', 0, None
+        return "", 0, None
 
 # %% ../../nbs/48_tools.ipynb #too00092
 class _Keywords:
     "Reads arguments that are Python's keywords up to `)`, each as soon as it is whole, as parts of a JSON object. `schema` says which are text."
+
     def __init__(self, f: ToolFormat, schema: dict[str, Any]) -> None:
-        self.kinds, self.num, self.end = schema.get('properties', {}), 0, f'(?:{_WS},)?{_WS}{_layout(f.end)}'
+        self.kinds, self.num, self.end = (
+            schema.get("properties", {}),
+            0,
+            f"(?:{_WS},)?{_WS}{_layout(f.end)}",
+        )
         self._next()
 
-    def _next(self) -> None: self.seen, self.depth, self.quote, self.escaped = 0, 0, '', False
+    def _next(self) -> None:
+        self.seen, self.depth, self.quote, self.escaped = 0, 0, "", False
 
     def _value_end(self, text: str, at: int) -> int:
         "Where the value that begins at `at` ends, -1 if `text` does not tell yet. Goes on where it stopped."
         for i in range(max(at, self.seen), len(text)):
             c = text[i]
-            if self.escaped: self.escaped = False
-            elif self.quote: self.escaped, self.quote = c == '\\', '' if c == self.quote else self.quote
-            elif c in '"\'': self.quote = c
-            elif not self.depth and c in ',)': return i
-            elif c in '([{': self.depth += 1
-            elif c in ')]}': self.depth -= 1
+            if self.escaped:
+                self.escaped = False
+            elif self.quote:
+                self.escaped, self.quote = c == "\\", "" if c == self.quote else self.quote
+            elif c in "\"'":
+                self.quote = c
+            elif not self.depth and c in ",)":
+                return i
+            elif c in "([{":
+                self.depth += 1
+            elif c in ")]}":
+                self.depth -= 1
         self.seen = len(text)
         return -1
 
     def read(self, text: str) -> Read:
         "Of `text`, which goes on after what was read."
-        comma = f'{_WS},' if self.num else ''
-        end, begin = _follow(self.end, text), _follow(f'{comma}{_WS}(?P<key>[^\\W\\d]\\w{{0,63}}){_WS}={_WS}', text)
-        if not isinstance(end, bool): return '}' if self.num else '{}', end.end(), True
-        if isinstance(begin, bool): return '', 0, None if begin or end else False
-        if (at := self._value_end(text, begin.end())) < 0: return '', 0, None
+        comma = f"{_WS}," if self.num else ""
+        end, begin = (
+            _follow(self.end, text),
+            _follow(f"{comma}{_WS}(?P<key>[^\\W\\d]\\w{{0,63}}){_WS}={_WS}", text),
+        )
+        if not isinstance(end, bool):
+            return "}" if self.num else "{}", end.end(), True
+        if isinstance(begin, bool):
+            return "", 0, None if begin or end else False
+        if (at := self._value_end(text, begin.end())) < 0:
+            return "", 0, None
         self._next()
-        if (value := _literal(text[begin.end():at].strip(), self.kinds.get(begin['key'], {}))) is None: return '', 0, False
+        if (
+            value := _literal(text[begin.end() : at].strip(), self.kinds.get(begin["key"], {}))
+        ) is None:
+            return "", 0, False
         self.num += 1
-        return f'{", " if self.num > 1 else "{"}{json.dumps(begin["key"], ensure_ascii=False)}: {value}', at, None
+        return (
+            f"{', ' if self.num > 1 else '{'}{json.dumps(begin['key'], ensure_ascii=False)}: {value}",
+            at,
+            None,
+        )
 
 # %% ../../nbs/48_tools.ipynb #too00094
 def _new_id(key: str | None, index: int) -> str:
     "The id of a call: the same for the same `key` and `index`, or random for None."
-    return 'call_' + (hashlib.blake2b(f'{key}/{index}'.encode('utf-8', 'replace'), digest_size=12).hexdigest() if key else secrets.token_hex(12))
+    return "call_" + (
+        hashlib.blake2b(f"{key}/{index}".encode("utf-8", "replace"), digest_size=12).hexdigest()
+        if key
+        else secrets.token_hex(12)
+    )
+
 
 def _began(text: str, word: str) -> int:
     "How many characters at the end of `text` may begin `word`."
     return max((k for k in range(1, len(word)) if text.endswith(word[:k])), default=0)
 
+
 def _arguments(f: ToolFormat, schema: dict[str, Any]) -> Any:
     "What reads the arguments of a call in format `f`."
-    return _JSONArguments() if f.style == 'json' else _Tags(f, schema) if f.style == 'xml' else _Keywords(f, schema)
+    return (
+        _JSONArguments()
+        if f.style == "json"
+        else _Tags(f, schema)
+        if f.style == "xml"
+        else _Keywords(f, schema)
+    )
 
 # %% ../../nbs/48_tools.ipynb #too00068
 class ToolParser:
@@ -600,10 +1128,17 @@ class ToolParser:
     A call's first delta has its id, type and name, the next ones its arguments as they come (tags and keywords: one by one). Text is held back
     only while it may become a call. What turns out to be none is content: a name that is not in `choice`, or another layout. `key`: makes
     the ids the same each time. How the text is cut into pieces changes nothing in the sum of the deltas."""
-    def __init__(self, fmt: ToolFormat | None, choice: ToolChoice | None, key: str | None = None) -> None:
-        self.choice, self.key, self.fmt = choice or ToolChoice(()), key, fmt or ToolFormat('', '', '')
+
+    def __init__(
+        self, fmt: ToolFormat | None, choice: ToolChoice | None, key: str | None = None
+    ) -> None:
+        self.choice, self.key, self.fmt = (
+            choice or ToolChoice(()),
+            key,
+            fmt or ToolFormat("", "", ""),
+        )
         self.names, self.patterns = self.choice.names if fmt else (), _patterns(self.fmt)
-        self.text, self.closing, self.calls, self.out = '', False, 0, []
+        self.text, self.closing, self.calls, self.out = "", False, 0, []
         self.step = self._open if self.names else self._text
 
     def feed(self, text: str) -> list[dict[str, Any]]:
@@ -617,147 +1152,256 @@ class ToolParser:
         return self._settled()
 
     def _settled(self) -> list[dict[str, Any]]:
-        while (self.text or self.closing) and self.step(): pass
+        while (self.text or self.closing) and self.step():
+            pass
         out, self.out = self.out, []
         return out
 
     def _say(self, n: int) -> None:
         said, self.text = self.text[:n], self.text[n:]
-        if said and self.out and 'content' in self.out[-1]: self.out[-1]['content'] += said
-        elif said: self.out.append(dict(content=said))
+        if said and self.out and "content" in self.out[-1]:
+            self.out[-1]["content"] += said
+        elif said:
+            self.out.append(dict(content=said))
 
     def _called(self, where: str) -> bool | None:
         "Whether a call begins here, by the pattern of `where`, which is then taken; None if more text must say."
         m = _follow(self.patterns[where], self.text)
-        if isinstance(m, bool) or m['name'] not in self.names: return None if m is True and not self.closing else False
-        self.text, self.step = self.text[m.start('args'):], self._args
-        self.arguments = _arguments(self.fmt, self.choice.schema(m['name']))
-        self.out.append(dict(tool_calls=[dict(index=self.calls, id=_new_id(self.key, self.calls), type='function', function=dict(name=m['name'], arguments=''))]))
+        if isinstance(m, bool) or m["name"] not in self.names:
+            return None if m is True and not self.closing else False
+        self.text, self.step = self.text[m.start("args") :], self._args
+        self.arguments = _arguments(self.fmt, self.choice.schema(m["name"]))
+        self.out.append(
+            dict(
+                tool_calls=[
+                    dict(
+                        index=self.calls,
+                        id=_new_id(self.key, self.calls),
+                        type="function",
+                        function=dict(name=m["name"], arguments=""),
+                    )
+                ]
+            )
+        )
         self.calls += 1
         return True
 
     def _take(self, where: str) -> bool | None:
         "Whether the pattern of `where` stands here, which is then taken, as are its first letters at the end of the answer; None if more text must say."
         m = _follow(self.patterns[where], self.text)
-        if m is True and not self.closing: return None
-        if m: self.text = '' if isinstance(m, bool) else self.text[m.end():]
+        if m is True and not self.closing:
+            return None
+        if m:
+            self.text = "" if isinstance(m, bool) else self.text[m.end() :]
         return bool(m)
 
     def _open(self) -> bool:
         "At the start of the answer, and after calls: a call may begin, white space before it left out."
-        if (begun := self._called('start')) is not False: return bool(begun)
-        if self.closing and self.calls and not self.text.strip(): self.text = ''
+        if (begun := self._called("start")) is not False:
+            return bool(begun)
+        if self.closing and self.calls and not self.text.strip():
+            self.text = ""
         self.step = self._text
         return True
 
     def _text(self) -> bool:
         "In content: up to where a trigger stands or may begin."
-        trigger = self.fmt.trigger if self.names else ''
+        trigger = self.fmt.trigger if self.names else ""
         i = self.text.find(trigger) if trigger else -1
-        if i < 0: self._say(len(self.text) - (0 if self.closing else _began(self.text, trigger)))
-        elif i: self._say(i)
-        elif (begun := self._called('triggered')) is None: return False
-        elif not begun: self._say(1)
+        if i < 0:
+            self._say(len(self.text) - (0 if self.closing else _began(self.text, trigger)))
+        elif i:
+            self._say(i)
+        elif (begun := self._called("triggered")) is None:
+            return False
+        elif not begun:
+            self._say(1)
         return i >= 0
 
     def _args(self) -> bool:
         "In arguments."
         piece, n, done = self.arguments.read(self.text)
-        if piece: self.out.append(dict(tool_calls=[dict(index=self.calls - 1, function=dict(arguments=piece))]))
+        if piece:
+            self.out.append(
+                dict(tool_calls=[dict(index=self.calls - 1, function=dict(arguments=piece))])
+            )
         self.text = self.text[n:]
-        if done is not None: self.step = self._tail if done else self._text
-        elif self.closing: self.step = self._text             # what is held back is no whole parameter
+        if done is not None:
+            self.step = self._tail if done else self._text
+        elif self.closing:
+            self.step = self._text  # what is held back is no whole parameter
         return bool(n) or done is not None or self.closing
 
     def _tail(self) -> bool:
         "After arguments."
-        if (taken := self._take('tail')) is None: return False
+        if (taken := self._take("tail")) is None:
+            return False
         self.step = self._next if taken else self._text
         return True
 
     def _next(self) -> bool:
         "After a call: one more, or the end of them."
-        if self.fmt.parallel and (begun := self._called('more')) is not False: return bool(begun)
-        if self._take('last') is None: return False
+        if self.fmt.parallel and (begun := self._called("more")) is not False:
+            return bool(begun)
+        if self._take("last") is None:
+            return False
         self.step = self._open if self.fmt.trigger else self._text
         return True
 
 # %% ../../nbs/48_tools.ipynb #too00071
 def whole_message(deltas: Iterable[dict[str, Any]]) -> tuple[str | None, list[dict[str, Any]]]:
     "`(content, tool_calls)` of a message, which `deltas` add up to; content is None if there are only calls."
-    content, calls = '', []
+    content, calls = "", []
     for d in deltas:
-        content += d.get('content') or ''
-        for c in d.get('tool_calls') or ():
-            if c['index'] == len(calls): calls.append({k: dict(v) if k == 'function' else v for k, v in c.items() if k != 'index'})
-            else: calls[c['index']]['function']['arguments'] += c['function']['arguments']
-    return content or (None if calls else ''), calls
+        content += d.get("content") or ""
+        for c in d.get("tool_calls") or ():
+            if c["index"] == len(calls):
+                calls.append(
+                    {k: dict(v) if k == "function" else v for k, v in c.items() if k != "index"}
+                )
+            else:
+                calls[c["index"]]["function"]["arguments"] += c["function"]["arguments"]
+    return content or (None if calls else ""), calls
 
-def parse_answer(fmt: ToolFormat | None, choice: ToolChoice | None, text: str, key: str | None = None) -> tuple[str | None, list[dict[str, Any]]]:
+
+def parse_answer(
+    fmt: ToolFormat | None, choice: ToolChoice | None, text: str, key: str | None = None
+) -> tuple[str | None, list[dict[str, Any]]]:
     "`(content, tool_calls)` of the whole text of an answer: what the deltas of a `ToolParser` add up to."
     parser = ToolParser(fmt, choice, key)
     return whole_message([*parser.feed(text), *parser.close()])
 
 # %% ../../nbs/48_tools.ipynb #too00034
-_PROBE = dict(type='function', function=dict(name='tool_probe', description='', parameters=dict(type='object', properties=dict(where=_TEXT, number=dict(type='integer')))))
-_PROBED = dict(name='tool_probe', arguments=dict(where='probed', number=3))
+_PROBE = dict(
+    type="function",
+    function=dict(
+        name="tool_probe",
+        description="",
+        parameters=dict(type="object", properties=dict(where=_TEXT, number=dict(type="integer"))),
+    ),
+)
+_PROBED = dict(name="tool_probe", arguments=dict(where="probed", number=3))
+
 
 def _template(tokenizer: Any) -> str | None:
     "The chat template that `tokenizer` uses where a request has tools, or None."
-    try: return tokenizer.get_chat_template(tools=[_PROBE])
-    except Exception: return None                           # it has none, or several and no rule
+    try:
+        return tokenizer.get_chat_template(tools=[_PROBE])
+    except Exception:
+        return None  # it has none, or several and no rule
 
-def _rendered(template: str, names: dict[str, Any], messages: list[dict[str, Any]], prompt: bool = True, **given: Any) -> str:
+
+def _rendered(
+    template: str,
+    names: dict[str, Any],
+    messages: list[dict[str, Any]],
+    prompt: bool = True,
+    **given: Any,
+) -> str:
     "`messages` by `template`; '' if it raises."
     from transformers.utils.chat_template_utils import render_jinja_template
-    try: return str(render_jinja_template([messages], chat_template=template, add_generation_prompt=prompt, **names | given)[0][0])
-    except Exception: return ''                             # it wants another conversation: then another way may do
+
+    try:
+        return str(
+            render_jinja_template(
+                [messages], chat_template=template, add_generation_prompt=prompt, **names | given
+            )[0][0]
+        )
+    except Exception:
+        return ""  # it wants another conversation: then another way may do
+
 
 def _route(template: str, names: dict[str, Any]) -> str | None:
     "How `template` takes tools: 'tools', 'xml_tools', or 'message' beside the system's text; None if it writes them nowhere."
-    ask: Any = dict(role='user', content='Hi')
-    ways: Any = dict(tools=([ask], dict(tools=[_PROBE])), xml_tools=([ask], dict(xml_tools=[_PROBE])),
-                     message=([dict(role='system', content='', tools=json.dumps([_PROBE])), ask], {}))
-    return next((route for route, (talk, given) in ways.items() if 'tool_probe' in _rendered(template, names, talk, **given)), None)
+    ask: Any = dict(role="user", content="Hi")
+    ways: Any = dict(
+        tools=([ask], dict(tools=[_PROBE])),
+        xml_tools=([ask], dict(xml_tools=[_PROBE])),
+        message=([dict(role="system", content="", tools=json.dumps([_PROBE])), ask], {}),
+    )
+    return next(
+        (
+            route
+            for route, (talk, given) in ways.items()
+            if "tool_probe" in _rendered(template, names, talk, **given)
+        ),
+        None,
+    )
 
 # %% ../../nbs/48_tools.ipynb #too00088
 def _answer(template: str, names: dict[str, Any], f: ToolFormat, calls: int) -> str:
     "What `template` writes of a message with so many `calls`, given as `f` says, and of a result; '' if it raises."
-    asked = [dict(type='function', id=f'call{i:05}', function=dict(_PROBED)) for i in range(calls)]
-    talk = [dict(role='user', content='Hi'), dict(role='assistant', content=None, tool_calls=asked),
-            *(dict(role='tool', tool_call_id=c['id'], name='tool_probe', content='done') for c in asked)]
+    asked = [dict(type="function", id=f"call{i:05}", function=dict(_PROBED)) for i in range(calls)]
+    talk = [
+        dict(role="user", content="Hi"),
+        dict(role="assistant", content=None, tool_calls=asked),
+        *(
+            dict(role="tool", tool_call_id=c["id"], name="tool_probe", content="done")
+            for c in asked
+        ),
+    ]
+
     def text(messages: list[dict[str, Any]], prompt: bool) -> str:
         given = conversation_with(f, ToolChoice((_PROBE,)), dict(messages=messages))
-        return _rendered(template, names, given.pop('messages'), prompt, **{k: v for k, v in given.items() if k == 'tools'}, **given.get('chat_template_kwargs', {}))
+        return _rendered(
+            template,
+            names,
+            given.pop("messages"),
+            prompt,
+            **{k: v for k, v in given.items() if k == "tools"},
+            **given.get("chat_template_kwargs", {}),
+        )
+
     asked_only, whole = text(talk[:1], True), text(talk, False)
     same = os.path.commonprefix([asked_only, whole])
-    return whole[len(same) - _began(same, f.trigger):]            # it may begin to think there, where it begins a call here
+    return whole[
+        len(same) - _began(same, f.trigger) :
+    ]  # it may begin to think there, where it begins a call here
+
 
 def _tried(template: str, names: dict[str, Any], f: ToolFormat) -> tuple[bool, ToolFormat | None]:
     "Whether `template` writes a call at all; and `f` with all that is to be said of the template, None if another layout is written."
-    wrote, choice = False, ToolChoice((_PROBE,), names=('tool_probe',))
+    wrote, choice = False, ToolChoice((_PROBE,), names=("tool_probe",))
     for blank, as_text in ((False, False), (False, True), (True, False), (True, True)):
         own = replace(f, blank=blank, arguments_as_text=as_text)
         answer = _answer(template, names, own, 1)
-        wrote = wrote or 'probed' in answer
-        if not _reads(own, choice, answer, 1) or not blank and re.search('None|null', answer): continue
+        wrote = wrote or "probed" in answer
+        if not _reads(own, choice, answer, 1) or not blank and re.search("None|null", answer):
+            continue
         pair = _answer(template, names, own, 2)
-        return True, _spaced(replace(own, parallel=f.parallel and _reads(own, choice, pair, 2)), answer, pair)
+        return True, _spaced(
+            replace(own, parallel=f.parallel and _reads(own, choice, pair, 2)), answer, pair
+        )
     return wrote, None
+
 
 def _spaced(f: ToolFormat, answer: str, pair: str) -> ToolFormat:
     "`f` with white space between calls and between tags as a template has it that wrote `answer`, and `pair` with two calls."
-    gap = re.search(f'{re.escape(f.end + f.tail)}(\\s*){re.escape(f.head)}', pair) if f.parallel and not f.between.strip() else None
-    if gap: f = replace(f, between=gap[1])
-    if f.style != 'xml' or KIND in f.param[1]: return f
+    gap = (
+        re.search(f"{re.escape(f.end + f.tail)}(\\s*){re.escape(f.head)}", pair)
+        if f.parallel and not f.between.strip()
+        else None
+    )
+    if gap:
+        f = replace(f, between=gap[1])
+    if f.style != "xml" or KIND in f.param[1]:
+        return f
     before, between, after = (p.strip() for p in f.param)
-    m = re.search(f'tool_probe{re.escape(f.middle.rstrip())}(\\s*){re.escape(before)}where({_WS.join(map(re.escape, between.split()))}\\s*)probed(\\s*{re.escape(after)}\\s*)<', answer)
+    m = re.search(
+        f"tool_probe{re.escape(f.middle.rstrip())}(\\s*){re.escape(before)}where({_WS.join(map(re.escape, between.split()))}\\s*)probed(\\s*{re.escape(after)}\\s*)<",
+        answer,
+    )
     return replace(f, middle=f.middle.rstrip() + m[1], param=(before, m[2], m[3])) if m else f
+
 
 def _reads(f: ToolFormat, choice: ToolChoice, text: str, calls: int) -> bool:
     "Whether `text` holds so many `calls` of the probe in format `f`."
-    try: return [[*json.loads(c['function']['arguments'])] for c in parse_answer(f, choice, text)[1]] == [['where', 'number']] * calls
-    except ValueError: return False
+    try:
+        return [
+            [*json.loads(c["function"]["arguments"])] for c in parse_answer(f, choice, text)[1]
+        ] == [["where", "number"]] * calls
+    except ValueError:
+        return False
 
 # %% ../../nbs/48_tools.ipynb #too00036
 def format_of(tokenizer: Any, template: str | None = None) -> ToolFormat | None:
@@ -766,20 +1410,43 @@ def format_of(tokenizer: Any, template: str | None = None) -> ToolFormat | None:
     `tokenizer` may be a template itself, as a string; `template`: one in place of the tokenizer's. The template is rendered with a tool and a
     call to see that both reach the prompt, and that the call is read from it again."""
     text = tokenizer if isinstance(tokenizer, str) else template or _template(tokenizer)
-    marked = [f for marks, f in FORMATS.values() if all((m.strip('!') in text) is not m.startswith('!') for m in marks)] if text else []
-    names = dict(bos_token='', eos_token='') | {k: v for k, v in getattr(tokenizer, 'special_tokens_map', {}).items() if isinstance(v, str)}
-    if not text or not marked or (route := _route(text, names)) is None: return None
-    tried = [(True, f) if f.refused else _tried(text, names, replace(f, route=route)) for f in marked]
+    marked = (
+        [
+            f
+            for marks, f in FORMATS.values()
+            if all((m.strip("!") in text) is not m.startswith("!") for m in marks)
+        ]
+        if text
+        else []
+    )
+    names = dict(bos_token="", eos_token="") | {
+        k: v for k, v in getattr(tokenizer, "special_tokens_map", {}).items() if isinstance(v, str)
+    }
+    if not text or not marked or (route := _route(text, names)) is None:
+        return None
+    tried = [
+        (True, f) if f.refused else _tried(text, names, replace(f, route=route)) for f in marked
+    ]
     found = next((f for _, f in tried if f), None)
-    if found is None and any(wrote for wrote, _ in tried): return None
+    if found is None and any(wrote for wrote, _ in tried):
+        return None
     found = found or replace(marked[0], route=route, writes_calls=False)
     special, visible = _tokens(tokenizer, found)
     return replace(found, special=special, visible=visible)
 
+
 def _tokens(tokenizer: Any, f: ToolFormat) -> tuple[tuple[tuple[str, int], ...], tuple[int, ...]]:
     "The `special` and `visible` of format `f` with `tokenizer`: added tokens like `<this>`, and special ones, are no text to a grammar."
-    layout = ''.join((f.prefix, f.first, f.head, f.middle, *f.param, f.end, f.tail, f.between, f.last))
-    added = getattr(tokenizer, 'added_tokens_decoder', {})
-    apart = {i: t for i, t in added.items() if t.special or t.content.startswith('<') and t.content.endswith('>')}
+    layout = "".join(
+        (f.prefix, f.first, f.head, f.middle, *f.param, f.end, f.tail, f.between, f.last)
+    )
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    apart = {
+        i: t
+        for i, t in added.items()
+        if t.special or t.content.startswith("<") and t.content.endswith(">")
+    }
     special = tuple((t.content, i) for i, t in sorted(apart.items()) if t.content in layout)
-    return special, tuple(i for i, t in sorted(apart.items()) if not t.special and t.content not in layout)
+    return special, tuple(
+        i for i, t in sorted(apart.items()) if not t.special and t.content not in layout
+    )

@@ -1,138 +1,361 @@
 "OpenAI's own client, unchanged and with every answer held to its types: chat, streams, completions, JSON, tools, files, batches, errors by their class."
+
 import asyncio, io, json, time
 
 import openai, pytest
 from pydantic import BaseModel, Field
 
-TALK = [dict(role='user', content='Name three colours.')]
+TALK = [dict(role="user", content="Name three colours.")]
 SHORT = dict(messages=TALK, max_completion_tokens=12, temperature=0)
 # what programs send along: each changes no answer here
-HARMLESS = dict(user='u', store=True, metadata=dict(a='b'), service_tier='auto', safety_identifier='s', prompt_cache_key='k', parallel_tool_calls=True)
+HARMLESS = dict(
+    user="u",
+    store=True,
+    metadata=dict(a="b"),
+    service_tier="auto",
+    safety_identifier="s",
+    prompt_cache_key="k",
+    parallel_tool_calls=True,
+)
 
 
 class Colour(BaseModel):
     name: str = Field(max_length=10)
     red: int = Field(ge=0, le=255)
 
-class Colours(BaseModel): colours: list[Colour] = Field(max_length=2)
+
+class Colours(BaseModel):
+    colours: list[Colour] = Field(max_length=2)
+
 
 class Weather(BaseModel):
     "The weather in a city."
+
     city: str = Field(max_length=10)
 
 
-@pytest.fixture(scope='module')
-def settings(url): return dict(base_url=f'{url}/v1', api_key='any', max_retries=0, timeout=300)
+@pytest.fixture(scope="module")
+def settings(url):
+    return dict(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=300)
 
-@pytest.fixture(scope='module')
+
+@pytest.fixture(scope="module")
 def client(settings):
-    with openai.OpenAI(**settings, _strict_response_validation=True) as c: yield c
+    with openai.OpenAI(**settings, _strict_response_validation=True) as c:
+        yield c
 
-@pytest.fixture(scope='module')
+
+@pytest.fixture(scope="module")
 def loose(settings):
     "Without its check of types, which lack two nulls that the API's completions have: no reason to stop in a part of a stream, no log probability of a first token."
-    with openai.OpenAI(**settings) as c: yield c
-
-@pytest.fixture(scope='module')
-def whole(client, model): return client.chat.completions.create(model=model, **SHORT)
+    with openai.OpenAI(**settings) as c:
+        yield c
 
 
-def test_models(client, model): assert [m.id for m in client.models.list()] == [client.models.retrieve(model).id]
+@pytest.fixture(scope="module")
+def whole(client, model):
+    return client.chat.completions.create(model=model, **SHORT)
+
+
+def test_models(client, model):
+    assert [m.id for m in client.models.list()] == [client.models.retrieve(model).id]
+
 
 def test_chat(client, model, whole):
     same = client.chat.completions.create(model=model, **SHORT, **HARMLESS)
-    assert whole.choices[0].message.content and whole.usage.completion_tokens == 12 and same.choices == whole.choices
-    said = client.chat.completions.create(model=model, **SHORT, logprobs=True, top_logprobs=2).choices[0]
-    assert ''.join(t.token for t in said.logprobs.content) == said.message.content == whole.choices[0].message.content
+    assert (
+        whole.choices[0].message.content
+        and whole.usage.completion_tokens == 12
+        and same.choices == whole.choices
+    )
+    said = client.chat.completions.create(
+        model=model, **SHORT, logprobs=True, top_logprobs=2
+    ).choices[0]
+    assert (
+        "".join(t.token for t in said.logprobs.content)
+        == said.message.content
+        == whole.choices[0].message.content
+    )
+
 
 def test_stream(client, model, whole):
-    parts = list(client.chat.completions.create(model=model, **SHORT, stream=True, stream_options=dict(include_usage=True)))
-    assert ''.join(p.choices[0].delta.content or '' for p in parts if p.choices) == whole.choices[0].message.content
-    assert parts[-1].usage.completion_tokens == 12 and [p for p in parts if p.choices][-1].choices[0].finish_reason == 'length'
+    parts = list(
+        client.chat.completions.create(
+            model=model, **SHORT, stream=True, stream_options=dict(include_usage=True)
+        )
+    )
+    assert (
+        "".join(p.choices[0].delta.content or "" for p in parts if p.choices)
+        == whole.choices[0].message.content
+    )
+    assert (
+        parts[-1].usage.completion_tokens == 12
+        and [p for p in parts if p.choices][-1].choices[0].finish_reason == "length"
+    )
     with client.chat.completions.stream(model=model, **SHORT, logprobs=True) as s:
-        assert {'content.delta', 'content.done', 'logprobs.content.done'} <= {e.type for e in s}
-        assert s.current_completion_snapshot.choices[0].message.content == whole.choices[0].message.content
+        assert {"content.delta", "content.done", "logprobs.content.done"} <= {e.type for e in s}
+        assert (
+            s.current_completion_snapshot.choices[0].message.content
+            == whole.choices[0].message.content
+        )
+
 
 def test_completions(client, loose, model):
-    ask = dict(model=model, prompt='One, two,', max_tokens=5, temperature=0)
+    ask = dict(model=model, prompt="One, two,", max_tokens=5, temperature=0)
     one = client.completions.create(**ask, logprobs=2)
-    assert one.choices[0].text == ''.join(p.choices[0].text for p in loose.completions.create(**ask, stream=True))
-    many = client.completions.create(**ask | dict(prompt=['One, two,', 'A, B,'], n=2, temperature=.5, seed=1))
+    assert one.choices[0].text == "".join(
+        p.choices[0].text for p in loose.completions.create(**ask, stream=True)
+    )
+    many = client.completions.create(
+        **ask | dict(prompt=["One, two,", "A, B,"], n=2, temperature=0.5, seed=1)
+    )
     assert [c.index for c in many.choices] == [0, 1, 2, 3]
     scored = loose.completions.create(**ask | dict(max_tokens=1), echo=True, logprobs=1).choices[0]
-    assert scored.text.startswith('One, two,') and ''.join(scored.logprobs.tokens) == scored.text and scored.logprobs.token_logprobs[0] is None
+    assert (
+        scored.text.startswith("One, two,")
+        and "".join(scored.logprobs.tokens) == scored.text
+        and scored.logprobs.token_logprobs[0] is None
+    )
+
 
 def test_json(client, model):
-    ask = dict(model=model, messages=TALK, response_format=Colours, max_completion_tokens=200, temperature=0)
+    ask = dict(
+        model=model,
+        messages=TALK,
+        response_format=Colours,
+        max_completion_tokens=200,
+        temperature=0,
+    )
     answer = client.chat.completions.parse(**ask).choices[0].message
     assert isinstance(answer.parsed, Colours)
-    with client.chat.completions.stream(**ask) as s: assert s.get_final_completion().choices[0].message.parsed == answer.parsed
-    free = client.chat.completions.create(model=model, messages=[dict(role='user', content='Tell me a joke about cats.')], response_format=dict(type='json_object'),
-                                          max_completion_tokens=300, temperature=0, frequency_penalty=.5).choices[0]
-    assert free.finish_reason == 'length' or isinstance(json.loads(free.message.content), dict)
+    with client.chat.completions.stream(**ask) as s:
+        assert s.get_final_completion().choices[0].message.parsed == answer.parsed
+    free = client.chat.completions.create(
+        model=model,
+        messages=[dict(role="user", content="Tell me a joke about cats.")],
+        response_format=dict(type="json_object"),
+        max_completion_tokens=300,
+        temperature=0,
+        frequency_penalty=0.5,
+    ).choices[0]
+    assert free.finish_reason == "length" or isinstance(json.loads(free.message.content), dict)
+
 
 def test_tools(client, model, tools):
-    ask = dict(model=model, messages=TALK, tools=[openai.pydantic_function_tool(Weather)], max_completion_tokens=60, temperature=0)
-    if not tools:                                                    # the model's template knows none
-        with pytest.raises(openai.BadRequestError) as e: client.chat.completions.create(**ask)
-        assert e.value.param == 'tools'
+    ask = dict(
+        model=model,
+        messages=TALK,
+        tools=[openai.pydantic_function_tool(Weather)],
+        max_completion_tokens=60,
+        temperature=0,
+    )
+    if not tools:  # the model's template knows none
+        with pytest.raises(openai.BadRequestError) as e:
+            client.chat.completions.create(**ask)
+        assert e.value.param == "tools"
         return
-    first = client.chat.completions.parse(**ask, tool_choice='required', parallel_tool_calls=False).choices[0]
+    first = client.chat.completions.parse(
+        **ask, tool_choice="required", parallel_tool_calls=False
+    ).choices[0]
     [call] = first.message.tool_calls
-    assert first.finish_reason == 'tool_calls' and isinstance(call.function.parsed_arguments, Weather)
-    after = client.chat.completions.create(**ask | dict(messages=[*TALK, first.message, dict(role='tool', tool_call_id=call.id, content='sunny')]))
+    assert first.finish_reason == "tool_calls" and isinstance(
+        call.function.parsed_arguments, Weather
+    )
+    after = client.chat.completions.create(
+        **ask
+        | dict(
+            messages=[
+                *TALK,
+                first.message,
+                dict(role="tool", tool_call_id=call.id, content="sunny"),
+            ]
+        )
+    )
     assert after.usage.prompt_tokens
-    with client.chat.completions.stream(**ask, tool_choice=dict(type='function', function=dict(name='Weather'))) as s:
-        assert 'tool_calls.function.arguments.done' in {e.type for e in s}
-        assert s.get_final_completion().choices[0].message.tool_calls[0].function.parsed_arguments == call.function.parsed_arguments
+    with client.chat.completions.stream(
+        **ask, tool_choice=dict(type="function", function=dict(name="Weather"))
+    ) as s:
+        assert "tool_calls.function.arguments.done" in {e.type for e in s}
+        assert (
+            s.get_final_completion().choices[0].message.tool_calls[0].function.parsed_arguments
+            == call.function.parsed_arguments
+        )
+
 
 def test_files_and_batches(client, model, whole):
     body = dict(model=model, **SHORT)
-    lines = [dict(custom_id=str(i), method='POST', url='/v1/chat/completions', body=body) for i in range(3)] + [
-             dict(custom_id='bad', method='POST', url='/v1/chat/completions', body=body | dict(temperature=-1))]
-    f = client.files.create(file=('in.jsonl', '\n'.join(map(json.dumps, lines)).encode()), purpose='batch')
-    assert client.files.retrieve(f.id).filename == 'in.jsonl' and f.id in [x.id for x in client.files.list(purpose='batch')]
-    b = client.batches.create(input_file_id=f.id, endpoint='/v1/chat/completions', completion_window='24h', metadata=dict(a='b'))
-    while b.status not in ('completed', 'failed', 'expired', 'cancelled'):
-        time.sleep(.1)
+    lines = [
+        dict(custom_id=str(i), method="POST", url="/v1/chat/completions", body=body)
+        for i in range(3)
+    ] + [
+        dict(
+            custom_id="bad",
+            method="POST",
+            url="/v1/chat/completions",
+            body=body | dict(temperature=-1),
+        )
+    ]
+    f = client.files.create(
+        file=("in.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch"
+    )
+    assert client.files.retrieve(f.id).filename == "in.jsonl" and f.id in [
+        x.id for x in client.files.list(purpose="batch")
+    ]
+    b = client.batches.create(
+        input_file_id=f.id,
+        endpoint="/v1/chat/completions",
+        completion_window="24h",
+        metadata=dict(a="b"),
+    )
+    while b.status not in ("completed", "failed", "expired", "cancelled"):
+        time.sleep(0.1)
         b = client.batches.retrieve(b.id)
-    assert (b.status, b.request_counts.completed, b.request_counts.failed, b.metadata) == ('completed', 3, 1, dict(a='b'))
+    assert (b.status, b.request_counts.completed, b.request_counts.failed, b.metadata) == (
+        "completed",
+        3,
+        1,
+        dict(a="b"),
+    )
     out = [json.loads(line) for line in client.files.content(b.output_file_id).text.splitlines()]
-    assert {o['custom_id']: o['response']['body']['choices'][0]['message']['content'] for o in out} == dict.fromkeys('012', whole.choices[0].message.content)
-    assert [json.loads(line)['custom_id'] for line in client.files.content(b.error_file_id).text.splitlines()] == ['bad']
-    assert b.id in [x.id for x in client.batches.list(limit=2)] and client.files.delete(f.id).deleted
+    assert {
+        o["custom_id"]: o["response"]["body"]["choices"][0]["message"]["content"] for o in out
+    } == dict.fromkeys("012", whole.choices[0].message.content)
+    assert [
+        json.loads(line)["custom_id"]
+        for line in client.files.content(b.error_file_id).text.splitlines()
+    ] == ["bad"]
+    assert (
+        b.id in [x.id for x in client.batches.list(limit=2)] and client.files.delete(f.id).deleted
+    )
+
 
 def test_embeddings(client, settings, model):
-    texts = ['a', 'two words', 'a']
-    whole = [d.embedding for d in client.embeddings.create(model=model, input=texts, encoding_format='float').data]
-    assert whole[0] == whole[2] != whole[1] and all(abs(sum(x * x for x in v) - 1) < 1e-3 for v in whole)
-    with openai.OpenAI(**settings) as lax: packed = [d.embedding for d in lax.embeddings.create(model=model, input=texts).data]     # base64, which the published type denies
-    assert all(abs(x - y) < 1e-6 for v, w in zip(whole, packed, strict=True) for x, y in zip(v, w, strict=True))
+    texts = ["a", "two words", "a"]
+    whole = [
+        d.embedding
+        for d in client.embeddings.create(model=model, input=texts, encoding_format="float").data
+    ]
+    assert whole[0] == whole[2] != whole[1] and all(
+        abs(sum(x * x for x in v) - 1) < 1e-3 for v in whole
+    )
+    with openai.OpenAI(**settings) as lax:
+        packed = [
+            d.embedding for d in lax.embeddings.create(model=model, input=texts).data
+        ]  # base64, which the published type denies
+    assert all(
+        abs(x - y) < 1e-6
+        for v, w in zip(whole, packed, strict=True)
+        for x, y in zip(v, w, strict=True)
+    )
+
 
 def test_errors_by_class(client, model):
     ask = dict(model=model, **SHORT)
-    cases = [(openai.NotFoundError, lambda: client.chat.completions.create(**ask | dict(model='gpt-4')), 'model_not_found', 'model'),
-             (openai.BadRequestError, lambda: client.chat.completions.create(**ask | dict(temperature=-1)), 'invalid_request', 'temperature'),
-             (openai.BadRequestError, lambda: client.chat.completions.create(**ask | dict(messages=[dict(role='user', content='a ' * 20_000)])), 'context_length_exceeded', 'messages'),
-             (openai.BadRequestError, lambda: client.embeddings.create(model=model, input='a', encoding_format='float', dimensions=0), 'invalid_request', 'dimensions'),
-             (openai.NotFoundError, lambda: client.responses.create(model=model, input='a'), 'not_found', None),
-             (openai.NotFoundError, lambda: client.files.retrieve('file-none'), 'not_found', 'file_id'),
-             (openai.NotFoundError, lambda: client.batches.retrieve('batch-none'), 'not_found', 'batch_id')]
+    cases = [
+        (
+            openai.NotFoundError,
+            lambda: client.chat.completions.create(**ask | dict(model="gpt-4")),
+            "model_not_found",
+            "model",
+        ),
+        (
+            openai.BadRequestError,
+            lambda: client.chat.completions.create(**ask | dict(temperature=-1)),
+            "invalid_request",
+            "temperature",
+        ),
+        (
+            openai.BadRequestError,
+            lambda: client.chat.completions.create(
+                **ask | dict(messages=[dict(role="user", content="a " * 20_000)])
+            ),
+            "context_length_exceeded",
+            "messages",
+        ),
+        (
+            openai.BadRequestError,
+            lambda: client.embeddings.create(
+                model=model, input="a", encoding_format="float", dimensions=0
+            ),
+            "invalid_request",
+            "dimensions",
+        ),
+        (
+            openai.NotFoundError,
+            lambda: client.responses.create(model=model, input="a"),
+            "not_found",
+            None,
+        ),
+        (openai.NotFoundError, lambda: client.files.retrieve("file-none"), "not_found", "file_id"),
+        (
+            openai.NotFoundError,
+            lambda: client.batches.retrieve("batch-none"),
+            "not_found",
+            "batch_id",
+        ),
+    ]
     for kind, ask_it, code, param in cases:
-        with pytest.raises(kind) as e: ask_it()
+        with pytest.raises(kind) as e:
+            ask_it()
         assert (e.value.code, e.value.param) == (code, param)
-    with pytest.raises(openai.APITimeoutError): client.with_options(timeout=.05).chat.completions.create(**ask | dict(max_completion_tokens=400))
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.05).chat.completions.create(
+            **ask | dict(max_completion_tokens=400)
+        )
+
 
 def test_async(settings, model, whole):
     async def main():
         async with openai.AsyncOpenAI(**settings, _strict_response_validation=True) as c:
-            async def one(): return (await c.chat.completions.create(model=model, **SHORT)).choices[0].message.content
-            async def parts(): return ''.join([p.choices[0].delta.content or '' async for p in await c.chat.completions.create(model=model, **SHORT, stream=True)])
-            assert {*await asyncio.gather(*(f() for f in (one, parts) for _ in range(4)))} == {whole.choices[0].message.content}
-            parsed = await c.chat.completions.parse(model=model, messages=TALK, response_format=Colours, max_completion_tokens=200, temperature=0)
-            assert isinstance(parsed.choices[0].message.parsed, Colours) and [m.id async for m in c.models.list()]
-            f = await c.files.create(file=io.BytesIO(json.dumps(dict(custom_id='a', method='POST', url='/v1/completions', body=dict(model=model, prompt='a'))).encode()), purpose='batch')
-            b = await c.batches.create(input_file_id=f.id, endpoint='/v1/completions', completion_window='24h')
-            while (b := await c.batches.retrieve(b.id)).status != 'completed': await asyncio.sleep(.1)
+
+            async def one():
+                return (
+                    (await c.chat.completions.create(model=model, **SHORT))
+                    .choices[0]
+                    .message.content
+                )
+
+            async def parts():
+                return "".join(
+                    [
+                        p.choices[0].delta.content or ""
+                        async for p in await c.chat.completions.create(
+                            model=model, **SHORT, stream=True
+                        )
+                    ]
+                )
+
+            assert {*await asyncio.gather(*(f() for f in (one, parts) for _ in range(4)))} == {
+                whole.choices[0].message.content
+            }
+            parsed = await c.chat.completions.parse(
+                model=model,
+                messages=TALK,
+                response_format=Colours,
+                max_completion_tokens=200,
+                temperature=0,
+            )
+            assert isinstance(parsed.choices[0].message.parsed, Colours) and [
+                m.id async for m in c.models.list()
+            ]
+            f = await c.files.create(
+                file=io.BytesIO(
+                    json.dumps(
+                        dict(
+                            custom_id="a",
+                            method="POST",
+                            url="/v1/completions",
+                            body=dict(model=model, prompt="a"),
+                        )
+                    ).encode()
+                ),
+                purpose="batch",
+            )
+            b = await c.batches.create(
+                input_file_id=f.id, endpoint="/v1/completions", completion_window="24h"
+            )
+            while (b := await c.batches.retrieve(b.id)).status != "completed":
+                await asyncio.sleep(0.1)
             assert b.request_counts.completed == 1
+
     asyncio.run(main())
