@@ -12,27 +12,21 @@ from dataclasses import fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
-from .deprecated import renamed
 from .errors import BatchlabError, JobError, Option
-from .work.flags import completion, parse_args
+from .flags import completion, parse_args
 
 if TYPE_CHECKING:  # the command line is quick since it imports these only when it runs something
     from fastapi import APIRouter
-    from batchlab.llm import LLM
-    from batchlab.outputs import CompletionOutput, RequestOutput
-    from batchlab.storage import Kept
-    from batchlab.work.batches import BatchRunner, BatchStore
-    from batchlab.work.scaleout import BatchWorkers
-    from batchlab.work.jobs import Job, JobResult
-    from batchlab.work.lines import JobLine
-    from batchlab.work.pooling_api import PoolingRequest
+    from batchlab.api import LLM
+    from batchlab.llm.outputs import CompletionOutput, RequestOutput
+    from batchlab.models.storage import Kept
+    from batchlab.serve.batches import BatchRunner, BatchStore
+    from batchlab.jobs.ray import BatchWorkers
+    from batchlab.jobs.job import Job, JobResult
+    from batchlab.jobs.lines import JobLine
+    from batchlab.serve.pooling import PoolingRequest
 
 _FLAGS = "SAMPLING_FLAGS COMMANDS OneLineParser id_list json_value int_or_none positive_int positive_float whole_number"
-__getattr__ = renamed(
-    __name__,
-    dict(CliError="errors.JobError", as_json="json_line")
-    | {name: f"work.flags.{name}" for name in _FLAGS.split()},
-)
 
 # %% auto #0
 __all__ = ['main']
@@ -86,7 +80,7 @@ def log_as_notes() -> Iterator[None]:
 # %% ../nbs/43_cli.ipynb #f5ce3a1d
 def given_settings(args: argparse.Namespace) -> dict[str, Any]:
     "The sampling parameters that the command line gives, as a dict. Raises `JobError`."
-    from batchlab.params import SamplingParams
+    from batchlab.core.params import SamplingParams
 
     given = {f.name: getattr(args, f.name) for f in fields(SamplingParams) if f.name in args}
     if "do_sample" in args and given.setdefault("temperature", 1.0) == 0:
@@ -96,7 +90,7 @@ def given_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def flag_options(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
     "The sampling parameters that the command line gives, over `defaults`, as a dict. Raises `JobError`, `ParamError`."
-    from batchlab.params import SamplingParams
+    from batchlab.core.params import SamplingParams
 
     given = given_settings(args)
     options = defaults | given
@@ -138,8 +132,8 @@ def read_text(name: str) -> str:
 
 def text_rows(name: str) -> list[tuple[int, bytes]]:
     "`(number, line of JSONL)` of a file that is JSONL by its name or its first character, or else has one prompt a line. Raises `JobError`."
-    from batchlab.work.formats import prompt_line
-    from batchlab.work.tables import KINDS
+    from batchlab.jobs.formats import prompt_line
+    from batchlab.jobs.tables import KINDS
 
     shown = "standard input" if name == "-" else name
     rows = read_text(name).removesuffix("\n").split("\n")
@@ -175,9 +169,9 @@ def read_file(
     **columns: Any,
 ) -> list[JobLine]:
     "The requests of a text, or of any file that `run` reads, where `columns` say what those of a table are for; an `Option` reads as `spell` writes it. Raises `JobError`."
-    from batchlab.work.formats import read_raw
-    from batchlab.work.lines import parse_line
-    from batchlab.work.tables import CONVERT, OPENERS, TABLES, check_input, file_kind
+    from batchlab.jobs.formats import read_raw
+    from batchlab.jobs.lines import parse_line
+    from batchlab.jobs.tables import CONVERT, OPENERS, TABLES, check_input, file_kind
 
     shown, kind, suffix = (
         "standard input" if name == "-" else name,
@@ -230,7 +224,7 @@ def input_file(
 
 def kind_in(path: Path, text: bool, form: str | None) -> str:
     "How the name of file `path`, the content of a pipe, should end, by its own name or its first bytes. Raises `JobError`."
-    from batchlab.work.tables import KINDS, OPENERS
+    from batchlab.jobs.tables import KINDS, OPENERS
 
     with path.open("rb") as f:
         start = f.read(2**10)
@@ -263,8 +257,8 @@ def kind_in(path: Path, text: bool, form: str | None) -> str:
 # %% ../nbs/43_cli.ipynb #e485235a
 def prepare(line: JobLine, args: argparse.Namespace, options: dict[str, Any]) -> None:
     "Give `line` its messages, which run instead of its prompt, and settings, `options` for what it leaves open; or a failure."
-    from batchlab.sampling import ParamError, SamplingParams
-    from batchlab.work.openai import BadRequest, as_messages
+    from batchlab.core.sampling import ParamError, SamplingParams
+    from batchlab.serve.schema import BadRequest, as_messages
 
     if line.failure:
         return
@@ -286,7 +280,7 @@ def prepare(line: JobLine, args: argparse.Namespace, options: dict[str, Any]) ->
 # %% ../nbs/43_cli.ipynb #caed693f
 def read_prompts(args: argparse.Namespace, options: dict[str, Any]) -> list[JobLine]:
     "All the requests of a command, in order: its prompts, then its file's. Raises `JobError`."
-    from batchlab.work.lines import JobLine
+    from batchlab.jobs.lines import JobLine
 
     lines, name = [JobLine(0, "", prompt=p) for p in args.prompts], args.prompts_file
     if not lines and name is None:
@@ -360,7 +354,7 @@ def record(index: int, line: JobLine, out: RequestOutput | None = None) -> dict[
 # %% ../nbs/43_cli.ipynb #767889b0
 def json_line(d: dict[str, Any]) -> str:
     "Record `d` as a line of JSONL."
-    from batchlab.work.formats import as_json
+    from batchlab.jobs.formats import as_json
 
     return as_json(d).decode()
 
@@ -505,7 +499,7 @@ def outputs_of(
     llm: LLM | None, lines: Sequence[JobLine], on_step: Callable[[int], object] | None = None
 ) -> Iterator[tuple[int, RequestOutput]]:
     "Yield `(index, RequestOutput)` as requests finish: plain prompts, then conversations."
-    from batchlab.lora import adapter_named
+    from batchlab.tasks.lora import adapter_named
 
     for chat in (False, True):
         group = [
@@ -532,7 +526,7 @@ def outputs_of(
 def check_names(llm: LLM, args: argparse.Namespace, lines: Sequence[JobLine]) -> None:
     "Let those of `lines` fail that ask for a model which is neither that of `llm` nor an adapter, if there are adapters. Raises `JobError`."
     from batchlab.models import DEFAULT_MODEL
-    from batchlab.work.runner import ModelNames
+    from batchlab.jobs.runner import ModelNames
 
     model = args.model or DEFAULT_MODEL
     names = ModelNames.of(llm, Path(model).name if os.path.exists(model) else model, any_model=True)
@@ -542,7 +536,7 @@ def check_names(llm: LLM, args: argparse.Namespace, lines: Sequence[JobLine]) ->
 
 def run_lines(llm: LLM | None, lines: Sequence[JobLine], results: Results) -> list[RequestOutput]:
     "Put `lines` through `llm` into `results`, with a progress bar on a terminal. Returns the outputs."
-    from batchlab.work.jobs import JobResult, Progress
+    from batchlab.jobs.job import JobResult, Progress
 
     outs, r = [], JobResult(len(lines))
 
@@ -598,7 +592,7 @@ def absolute_module(module: str) -> str:
 def check_given(args: argparse.Namespace) -> None:
     "Look at the adapters and the chat template that the arguments name, before anything else is done. Raises `BatchlabError`."
     if getattr(args, "lora_modules", None):
-        from batchlab.lora import check_folders
+        from batchlab.tasks.lora import check_folders
 
         check_folders([absolute_module(m) for m in args.lora_modules], args.max_lora_rank)
     if getattr(args, "chat_template", None) is not None:
@@ -609,7 +603,7 @@ def check_given(args: argparse.Namespace) -> None:
 
 def load_llm(args: argparse.Namespace) -> LLM:
     "The `LLM` that the arguments ask for, which takes the settings that they give. Raises `BatchlabError`."
-    from batchlab.llm import LLM
+    from batchlab.api import LLM
 
     llm = LLM(**llm_options(args))
     check_settings(llm, args)
@@ -618,8 +612,8 @@ def load_llm(args: argparse.Namespace) -> LLM:
 
 def check_settings(llm: LLM, args: argparse.Namespace) -> None:
     "Raise `ParamError` if the sampling flags are none for the model of `llm`, its vocabulary and tokenizer: every line would fail of them."
-    from batchlab.llm import grammar_for
-    from batchlab.sampling import SamplingParams, SamplingRow
+    from batchlab.api import grammar_for
+    from batchlab.core.sampling import SamplingParams, SamplingRow
 
     given = given_settings(args)
     if not given or not llm.can_generate:
@@ -690,7 +684,7 @@ def summary(results: Results) -> int:
 def generate(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab generate`. Returns the exit status. Raises `BatchlabError`."
     from batchlab.models import resolve_device
-    from batchlab.work.lines import DEFAULTS
+    from batchlab.jobs.lines import DEFAULTS
 
     options = flag_options(args, DEFAULTS["plain"])
     resolve_device(args.device)
@@ -729,7 +723,7 @@ def generate(args: argparse.Namespace, llm: LLM | None = None) -> int:
 # %% ../nbs/43_cli.ipynb #43bc3902
 def job_of(args: argparse.Namespace) -> Job:
     "The `Job` that the arguments of `run` or `plan` ask for. Raises `BatchlabError`."
-    from batchlab.work.jobs import Job
+    from batchlab.jobs.job import Job
 
     if getattr(args, "dry_run", False):
         model = (
@@ -739,7 +733,7 @@ def job_of(args: argparse.Namespace) -> Job:
         from batchlab.models import DEFAULT_MODEL, resolve_device
 
         if getattr(args, "ray", None):
-            from batchlab.work.scaleout import RayJob as Job  # devices are the workers' there
+            from batchlab.jobs.ray import RayJob as Job  # devices are the workers' there
         else:
             resolve_device(args.device)
         model = args.model or DEFAULT_MODEL
@@ -757,7 +751,7 @@ def run_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab run`. Returns the exit status. Raises `BatchlabError`."
     if args.output is None and not args.dry_run:
         raise JobError("no --output: give a file for the answers, or --dry-run")
-    from batchlab.work.jobs import ProgressLine
+    from batchlab.jobs.job import ProgressLine
 
     if args.ray and (args.trace or "-" in (args.input, args.output)):
         raise JobError("--ray takes files, no --trace")
@@ -801,7 +795,7 @@ def run_here(args: argparse.Namespace, job: Job, llm: LLM | None = None) -> JobR
 
 def suggested(llm: LLM, args: argparse.Namespace, requests: int) -> LLM:
     "`llm`, once one line has said what would make so many `requests` faster, if flags that were given make them slow."
-    from batchlab.advice import advise
+    from batchlab.jobs.advice import advise
 
     usual = dict(
         max_num_seqs=None,
@@ -821,7 +815,7 @@ def suggested(llm: LLM, args: argparse.Namespace, requests: int) -> LLM:
 
 def run_with_ray(args: argparse.Namespace, job: Job) -> JobResult:
     "Run `job` by workers on Ray. Returns the `JobResult`. Raises `BatchlabError`."
-    from batchlab.work.scaleout import Pool, run_jobs, shards
+    from batchlab.jobs.ray import Pool, run_jobs, shards
 
     pool = lambda: Pool(
         args.ray, args.ray_cpus, args.ray_gpus, args.ray_address, llm_options(args), note
@@ -845,7 +839,7 @@ def plan_job(args: argparse.Namespace, llm: LLM | None = None) -> int:
 
 def view_trace(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab view`. Returns the exit status. Raises `TraceError`."
-    from batchlab.views.viewer import open_page, write_page
+    from batchlab.view.viewer import open_page, write_page
 
     path = write_page(args.trace, args.output, args.overwrite)
     print(path)
@@ -880,15 +874,15 @@ def texts_file(texts: Sequence[str], name: str | None) -> Iterator[str]:
 
 def vectors_asked(args: argparse.Namespace) -> PoolingRequest:
     "What `embed` and `plan --embed` ask for each text. Without a `model`, `args` get one for embeddings. Raises `ParamError`."
-    from batchlab.pooled import PoolingParams
-    from batchlab.work.pooling_api import PoolingRequest
+    from batchlab.tasks.pooled import PoolingParams
+    from batchlab.serve.pooling import PoolingRequest
 
     given = argparse.Namespace(
         **dict.fromkeys("dry_run normalize dimensions truncate prompt_name pooling".split())
         | vars(args)
     )
     if not (given.dry_run or args.model):
-        from batchlab.fetching import DEFAULT_EMBEDDING_MODEL
+        from batchlab.models.fetch import DEFAULT_EMBEDDING_MODEL
 
         args.model = DEFAULT_EMBEDDING_MODEL
     params = PoolingParams(
@@ -926,7 +920,7 @@ def batch_workers(args: argparse.Namespace) -> Iterator[BatchWorkers | None]:
     "The workers on Ray that the arguments of `serve` ask for, if any, while the context lasts. Raises `JobError`."
     if not args.ray:
         return (yield None)
-    from batchlab.work.scaleout import BatchWorkers, Pool
+    from batchlab.jobs.ray import BatchWorkers, Pool
 
     workers = BatchWorkers(
         lambda: Pool(
@@ -944,7 +938,7 @@ def store_in(args: argparse.Namespace) -> Iterator[BatchStore | None]:
     "The files and batches of `serve --data`, if it is given, while the context lasts. Raises `JobError`."
     if args.data is None:
         return (yield None)
-    from batchlab.work.batches import BatchStore
+    from batchlab.serve.batches import BatchStore
 
     with contextlib.closing(BatchStore(args.data)) as store:
         yield store
@@ -960,7 +954,7 @@ def batches_in(
     "What runs the batches of `store`, through `workers` or else `llm`, whose model goes by `name`; None without a store."
     if store is None:
         return None
-    from batchlab.work.batches import BatchRunner
+    from batchlab.serve.batches import BatchRunner
 
     return BatchRunner(store, llm, name, args.fail_whole, workers=workers)
 
@@ -972,7 +966,7 @@ def page_of(args: argparse.Namespace, key: str | None) -> list[APIRouter]:
     "The page of the server, unless it is switched off; without a `key` only for who calls the server by a name of its own."
     if not args.page:
         return []
-    from batchlab.work.page import page_router
+    from batchlab.serve.page import page_router
 
     return [page_router(args.data is not None, None if key else [args.host, socket.gethostname()])]
 
@@ -983,7 +977,7 @@ def serve(args: argparse.Namespace, llm: LLM | None = None) -> int:
     for flag in ("--ray", "--fail-whole"):
         if getattr(args, flag[2:].replace("-", "_")) and not args.data:
             raise JobError(f"{flag} is for batches: say with --data FOLDER where they are kept")
-    from batchlab.work.server import AsyncLLM, Server, create_app, listen, url_of
+    from batchlab.serve.app import AsyncLLM, Server, create_app, listen, url_of
     from batchlab.models import DEFAULT_MODEL, resolve_device
 
     resolve_device(args.device)
@@ -1031,7 +1025,7 @@ def print_kept(found: Iterable[Kept]) -> None:
 
 def manage_models(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab models`. Returns the exit status. Raises `BatchlabError`."
-    from batchlab.storage import hub, own, remove
+    from batchlab.models.storage import hub, own, remove
 
     name = args.name or ""
     if args.what == "rm" and not name:
@@ -1041,7 +1035,7 @@ def manage_models(args: argparse.Namespace, llm: LLM | None = None) -> int:
     if args.what == "rm":
         print_kept(remove(name))
     if args.what == "pull":
-        from batchlab.fetching import find_model
+        from batchlab.models.fetch import find_model
 
         print(find_model(args.name))
     return 0
@@ -1049,7 +1043,7 @@ def manage_models(args: argparse.Namespace, llm: LLM | None = None) -> int:
 
 def manage_cache(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab cache`. Returns the exit status. Raises `BatchlabError`."
-    from batchlab.storage import clear, own
+    from batchlab.models.storage import clear, own
 
     print_kept(clear() if args.what == "clear" else own())
     return 0
@@ -1063,7 +1057,7 @@ def print_completion(args: argparse.Namespace, llm: LLM | None = None) -> int:
 
 def submit_batch(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab batch`. Returns the exit status. Raises `JobError`."
-    from batchlab.work.client import command
+    from batchlab.serve.client import command
 
     if args.what != "submit" or not args.name:
         return command(args, note)

@@ -14,14 +14,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .decode import BatchCache, decode_step, mask_from_lengths
-from .deprecated import renamed
 from .errors import BatchError
 from .prefill import forward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-__getattr__ = renamed(__name__, {"PaddingError": "errors.BatchError", "Ledger": "ledger.Ledger"})
 
 # %% auto #0
 __all__ = ['pad_and_mask', 'positions_from_mask', 'prefill_padded', 'Probe', 'can_pad', 'same_as_alone']

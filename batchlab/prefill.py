@@ -15,7 +15,7 @@ from transformers import Cache, DynamicCache
 
 from .errors import PromptError, PromptTooLongError
 from .models import eos_token_ids, max_model_len
-from .names import written
+from .compat.names import written
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

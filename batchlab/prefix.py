@@ -15,9 +15,8 @@ from torch import Tensor
 from transformers import Cache
 
 from .decode import BatchCache, BatchLayer, decode_step, mask_from_lengths
-from .deprecated import renamed
 from .errors import BatchError
-from .hashes import _at_least_1, chunk_hashes, content_hash
+from .core.hashes import _at_least_1, chunk_hashes, content_hash
 from .padding import pad_and_mask, prefill_padded
 from .prefill import forward, prefill
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _all_ = ["content_hash", "chunk_hashes"]
-__getattr__ = renamed(__name__, {"PrefixError": "errors.BatchError"})
 
 # %% auto #0
 __all__ = ['find_common_chunk_prefix', 'group_by_prefix', 'broadcast_cache', 'align_right', 'prefill_shared', 'content_hash',

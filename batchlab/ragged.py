@@ -13,10 +13,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from .deprecated import renamed
 from .errors import BatchError
-
-__getattr__ = renamed(__name__, {"PackError": "errors.BatchError"})
 
 # %% auto #0
 __all__ = ['Packed', 'check_rows', 'pack', 'block_causal_mask']

@@ -26,7 +26,7 @@ def begin(names: dict) -> None:
     log.handlers.clear()
     log.propagate = True
     if attention := sys.modules.get(
-        "batchlab.attention"
+        "batchlab.core.attention"
     ):  # chapter 12 registers its own function, whose names are gone now
         attention.AttentionInterface.register("batchlab", attention.packed_attention)
     if platform.libc_ver()[0] == "glibc":
@@ -44,7 +44,7 @@ def cpp_cells():
     Returns a function that gives the C++ of the cells so far, with the files that they include."""
     import subprocess
     from IPython.core.magic import register_cell_magic
-    from batchlab.backends.native import FLAGS, find_compiler, with_includes
+    from batchlab.fast.native import FLAGS, find_compiler, with_includes
     from batchlab.errors import CompileError
 
     parts = {}
@@ -73,7 +73,7 @@ def cpp_cells():
 def run_cpp(source: str, name: str, *args):
     "Compile C++ `source` and call what it exports by `EXPORT(name)`, in fp32, with tensors, structs and numbers."
     import torch
-    from batchlab.backends.native import build, signatures
+    from batchlab.fast.native import build, signatures
 
     call = ctypes.CFUNCTYPE(None, *signatures(source)[name]).in_dll(
         ctypes.CDLL(str(build(source))), f"{name}_fp32"
@@ -112,7 +112,7 @@ PLACES = {
 
 def place(number: str):
     "A picture of the way of a request through the engine, with chapter `number` marked; chapters before it are tinted."
-    from batchlab.views.drawing import Canvas
+    from batchlab.view.drawing import Canvas
 
     c, wide, high, top = Canvas(), 98, 30, 34
     about, x, row = PLACES[number]

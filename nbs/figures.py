@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from batchlab.views.drawing import COLOURS, Picture, bars, curves
+from batchlab.view.drawing import COLOURS, Picture, bars, curves
 
 FOLDER = Path(__file__).resolve().parent / "measured"
 KINDS = [k for k in ("decode", "prefill", "cached", "again", "padded", "ink") if k in COLOURS]

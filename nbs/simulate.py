@@ -7,10 +7,10 @@ from itertools import chain
 from types import SimpleNamespace
 from zlib import crc32
 
-from batchlab.batch import make_batch
-from batchlab.blocks import common_length
-from batchlab.scheduler import RowOutput
-from batchlab.views.drawing import grid
+from batchlab.core.batch import make_batch
+from batchlab.core.blocks import common_length
+from batchlab.core.scheduler import RowOutput
+from batchlab.view.drawing import grid
 
 
 class FakeModel:

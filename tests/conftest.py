@@ -54,7 +54,7 @@ def compiled():
     "The kernels are compiled before the first test: it takes a while, and says so on standard error."
     if not has_compiler():
         return
-    from batchlab.backends.native import SOURCE, build
+    from batchlab.fast.native import SOURCE, build
     from batchlab.errors import CompileError
 
     with contextlib.suppress(CompileError):

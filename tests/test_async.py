@@ -5,11 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from batchlab.async_llm import AsyncLLM
+from batchlab.tasks.aio import AsyncLLM
 from batchlab.errors import EngineError, ParamError
-from batchlab.llm import LLM
+from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.params import SamplingParams
+from batchlab.core.params import SamplingParams
 from batchlab.prefill import generate_naive
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)

@@ -4,7 +4,7 @@ import copy, threading
 
 import pytest, torch
 
-from batchlab.attention import (
+from batchlab.core.attention import (
     PackedStep,
     TorchBackend,
     _thread,
@@ -14,17 +14,17 @@ from batchlab.attention import (
     packed_forward,
     packed_of,
 )
-from batchlab.backends import Unavailable
-from batchlab.backends.kernels import load_kernels
-from batchlab.backends.layers import describe_norm
-from batchlab.backends.native import find_compiler
-from batchlab.batch import pack_rows
+from batchlab.core.backend import Unavailable
+from batchlab.fast.kernels import load_kernels
+from batchlab.fast.layers import describe_norm
+from batchlab.fast.native import find_compiler
+from batchlab.core.batch import pack_rows
 from batchlab.errors import CompileError, EngineError
-from batchlab.llm import LLM
+from batchlab.api import LLM
 from batchlab.models import tiny_model
 from batchlab.prefill import generate_naive
-from batchlab.sampling import SamplingParams
-from batchlab.slots import KVCache
+from batchlab.core.sampling import SamplingParams
+from batchlab.core.cache import KVCache
 
 DROP = {
     "stablelm": {},

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from batchlab.errors import JobError
-from batchlab.llm import LLM
+from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.pacing import Pace
-from batchlab.sampling import SamplingParams
-from batchlab.scheduler import Request, RowOutput, Scheduler, check_invariants
-from batchlab.tracefile import trace_of
-from batchlab.work.batches import ENDED, BatchRunner, BatchStore, ObjectTable
+from batchlab.llm.pacing import Pace
+from batchlab.core.sampling import SamplingParams
+from batchlab.core.scheduler import Request, RowOutput, Scheduler, check_invariants
+from batchlab.view.tracefile import trace_of
+from batchlab.serve.batches import ENDED, BatchRunner, BatchStore, ObjectTable
 
 httpx, fastapi, uvicorn, openai = map(
     pytest.importorskip, ("httpx", "fastapi", "uvicorn", "openai")
 )
-from batchlab.work.batch_routes import batch_router
+from batchlab.serve.routes import batch_router
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
@@ -405,7 +405,7 @@ def test_a_line_for_a_model_that_is_not_here_fails(tmp_path):
 
 def test_lines_stop_at_the_signal_and_not_after_the_drain(tmp_path, monkeypatch):
     import asyncio
-    from batchlab.work.server import Server as HTTP, create_app
+    from batchlab.serve.app import Server as HTTP, create_app
 
     own = model()
     runner = BatchRunner(store := BatchStore(tmp_path), own, "tiny").start()
@@ -715,7 +715,7 @@ def test_pages(server):
 def test_two_servers_on_one_folder(server, tmp_path):
     with pytest.raises(JobError, match="another server uses .*data"):
         BatchStore(tmp_path / "data")
-    code = "import sys; from batchlab.work.batches import ObjectTable; ObjectTable(sys.argv[1])"
+    code = "import sys; from batchlab.serve.batches import ObjectTable; ObjectTable(sys.argv[1])"
     p = subprocess.run(
         [sys.executable, "-c", code, tmp_path / "data"], capture_output=True, text=True
     )
@@ -730,14 +730,14 @@ def test_a_full_disk_at_an_upload(server, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     form = dict(files=dict(file=("a.jsonl", jsonl([ask(1)]))), data=dict(purpose="batch"))
-    monkeypatch.setattr("batchlab.work.batches.NewFile.write", full)
+    monkeypatch.setattr("batchlab.serve.batches.NewFile.write", full)
     answer = server.http.post("/files", **form)
     assert answer.status_code == 507 and answer.json()["error"] | dict(message="") == dict(
         message="", type="server_error", param=None, code="disk_full"
     )
     monkeypatch.undo()
     monkeypatch.setattr(
-        "batchlab.work.batches.FileStore.enter",
+        "batchlab.serve.batches.FileStore.enter",
         lambda *_: (_ for _ in ()).throw(sqlite3.OperationalError("database or disk is full")),
     )
     assert server.http.post("/files", **form).status_code == 507
@@ -759,7 +759,7 @@ def test_a_full_disk_in_a_batch(server, monkeypatch):
         written.append(data)
         return real(fd, data)
 
-    monkeypatch.setattr("batchlab.work.journal.os.write", write)
+    monkeypatch.setattr("batchlab.jobs.journal.os.write", write)
     batch = server.runner.create(wish(server.upload(lines := [ask(i) for i in range(60)])))
     done = server.wait(batch["id"])
     monkeypatch.undo()
@@ -794,7 +794,7 @@ def test_an_error_inside_ends_the_batch_and_not_the_runner(server, monkeypatch):
     def broken(*_):
         raise ValueError("within")
 
-    monkeypatch.setattr("batchlab.work.batches.LiveRun.steps", broken)
+    monkeypatch.setattr("batchlab.serve.batches.LiveRun.steps", broken)
     done = server.wait(server.runner.create(wish(server.upload([ask(1)])))["id"])
     assert done["status"] == "failed" and "ValueError" in done["errors"]["data"][0]["message"]
     monkeypatch.undo()
@@ -1277,7 +1277,7 @@ def test_mistakes_on_the_command_line(cli, tmp_path):
 
 
 def test_a_wait_outlasts_the_server(tmp_path):
-    from batchlab.work.client import BatchClient
+    from batchlab.serve.client import BatchClient
 
     said, waits = [], threading.Event()
 
@@ -1335,7 +1335,7 @@ def serve(folder, longer):
 def template():
     """A process that has imported everything. For each line it forks one that serves a folder or, if it is JSON, is a command. It says its number and at
     last its status."""
-    import batchlab.cli, batchlab.work.server
+    import batchlab.cli, batchlab.serve.app
 
     model()
     for line in sys.stdin:

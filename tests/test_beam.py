@@ -6,10 +6,10 @@ import pytest, torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from batchlab import LLM, BeamSearchParams, SamplingParams
-from batchlab.beam import BeamSearchInstance, BeamSearchOutput, BeamSearchSequence, rank
+from batchlab.tasks.beam import BeamSearchInstance, BeamSearchOutput, BeamSearchSequence, rank
 from batchlab.errors import EngineError, ModelError, ParamError, PromptError, UnsupportedModelError
 from batchlab.models import TINY_ARCHS, tiny_model, tiny_tokenizer
-from batchlab.sampling import Logprob
+from batchlab.core.sampling import Logprob
 from helpers import need_same_bits
 from test_package import py
 
@@ -563,7 +563,7 @@ def test_names_are_those_of_vllm(tmp_path):
         """
 import sys
 from batchlab import BeamSearchParams
-from batchlab.params import BeamSearchParams as same
+from batchlab.core.params import BeamSearchParams as same
 BeamSearchParams(beam_width=4, max_tokens=8, temperature=0.0)
 light = not {'torch', 'transformers'} & {*sys.modules}
 from batchlab.sampling_params import BeamSearchParams as vllms

@@ -7,7 +7,7 @@ import psutil, pytest
 from batchlab import SamplingParams, bench
 from batchlab.bench import peers, profiling, shapes
 from batchlab.errors import Unavailable
-from batchlab.llm import LLM
+from batchlab.api import LLM
 from batchlab.models import load_model, tiny_model
 from batchlab.prefill import generate_naive
 
@@ -141,7 +141,7 @@ def test_killed_command_leaves_no_contender(folder):
 
 
 def test_profile_leaves_everything_as_it_was():
-    from batchlab.attention import PackedStep
+    from batchlab.core.attention import PackedStep
 
     model = tiny_model("llama", max_position_embeddings=2048)
     llm, before = LLM(model), PackedStep.attention

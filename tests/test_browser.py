@@ -24,11 +24,11 @@ if not CHROMIUM:
 
 CELLS = [
     """
-from batchlab.llm import LLM
+from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.sampling import SamplingParams
-from batchlab.views.scrubber import Scrubber
-from batchlab.views.widgets import LiveView, Panel, Playground, SamplingExplorer
+from batchlab.core.sampling import SamplingParams
+from batchlab.view.scrubber import Scrubber
+from batchlab.view.widgets import LiveView, Panel, Playground, SamplingExplorer
 model, tokenizer = tiny_model('llama', max_position_embeddings=4096), tiny_tokenizer()
 llm, other = (LLM(model, tokenizer, max_num_seqs=2, max_num_batched_tokens=16, compile=False) for _ in range(2))
 long = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
@@ -311,9 +311,9 @@ PROMPTS = [
 
 @pytest.fixture(scope="module", params=["continuous", "static"])
 def trace(request):
-    from batchlab.llm import LLM
+    from batchlab.api import LLM
     from batchlab.models import tiny_model, tiny_tokenizer
-    from batchlab.sampling import SamplingParams
+    from batchlab.core.sampling import SamplingParams
 
     llm = LLM(
         tiny_model("llama"),
@@ -333,8 +333,8 @@ def trace(request):
 
 
 def test_page_shows_what_the_trace_says(browser, trace, tmp_path):
-    from batchlab.views.viewer import view_html
-    from batchlab.views.scrubber import shares_of, step_line
+    from batchlab.view.viewer import view_html
+    from batchlab.view.scrubber import shares_of, step_line
 
     data = json.loads(json.dumps(trace.data))
     (tmp_path / "page.html").write_text(view_html(trace), encoding="utf-8")
@@ -360,7 +360,7 @@ def test_page_shows_what_the_trace_says(browser, trace, tmp_path):
 
 
 def test_page_by_keyboard(browser, trace, tmp_path):
-    from batchlab.views.viewer import view_html
+    from batchlab.view.viewer import view_html
 
     (tmp_path / "page.html").write_text(view_html(trace), encoding="utf-8")
     page, last = browser.new_page(), len(trace.data["steps"]) - 1
@@ -393,7 +393,7 @@ def test_page_by_keyboard(browser, trace, tmp_path):
 
 def test_page_of_a_trace_without_texts(browser, trace, tmp_path):
     "As `batchlab run --trace` records it: how many tokens a part has stands in the place of what they say."
-    from batchlab.views.viewer import view_html
+    from batchlab.view.viewer import view_html
 
     bare = [
         {k: v for k, v in r.items() if k not in ("prompt", "prompt_ids", "output_ids", "pieces")}
@@ -422,7 +422,7 @@ def test_page_of_a_trace_without_texts(browser, trace, tmp_path):
 )
 def test_pictures_are_light_or_dark_as_the_page_is(browser, around, tone):
     "Whatever the reader's system says: a page's own scheme, JupyterLab's theme, VS Code's."
-    from batchlab.views.drawing import COLOURS, HTML_STYLE, grid
+    from batchlab.view.drawing import COLOURS, HTML_STYLE, grid
 
     page = browser.new_page(
         color_scheme=None if around == "<html>" else "light" if tone else "dark"

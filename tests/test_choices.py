@@ -3,13 +3,13 @@
 import functools, math, random
 
 import numpy as np, pytest, torch
-from batchlab.choices import choose
-from batchlab.config import choose_limits
+from batchlab.tasks.choices import choose
+from batchlab.llm.config import choose_limits
 from batchlab.errors import ModelError, ParamError
-from batchlab.llm import LLM
+from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.sampling import SamplingParams, SamplingRow, processed_logits, sample
-from batchlab.scheduler import check_invariants
+from batchlab.core.sampling import SamplingParams, SamplingRow, processed_logits, sample
+from batchlab.core.scheduler import check_invariants
 
 GREEDY = dict(temperature=0, max_tokens=1)
 
@@ -544,10 +544,10 @@ def test_an_empty_prompt_of_a_model_without_a_first_token(monkeypatch):
     def none(*_):
         raise ModelError("this model has no BOS token")
 
-    monkeypatch.setattr("batchlab.choices.start_token_id", none)
+    monkeypatch.setattr("batchlab.tasks.choices.start_token_id", none)
     llm = LLM(tiny(), tiny_tokenizer())
     monkeypatch.setattr(
-        "batchlab.choices.encode_text",
+        "batchlab.tasks.choices.encode_text",
         lambda tok, text, special=True: tok.encode(text, add_special_tokens=False),
     )
     empty, a = llm.choose(["", "a"], ["b"])
@@ -609,7 +609,7 @@ def test_results_go_into_a_table():
 
 
 def test_a_line_asks_for_chosen_tokens_and_modes():
-    from batchlab.work.lines import parse_line
+    from batchlab.jobs.lines import parse_line
 
     line = parse_line(
         1,
@@ -628,7 +628,7 @@ def test_a_line_asks_for_chosen_tokens_and_modes():
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
 def test_answers_of_the_api_carry_chosen_tokens(kind):
-    from batchlab.work.openai import answer_body, text_logprobs
+    from batchlab.serve.schema import answer_body, text_logprobs
 
     llm = LLM(tiny(), tiny_tokenizer())
     [out] = llm.generate([[5, 6, 7]], dict(GREEDY, max_tokens=2, logprob_token_ids=[70, 80]))
@@ -649,8 +649,8 @@ def test_answers_of_the_api_carry_chosen_tokens(kind):
 
 
 def test_flags():
-    from batchlab.work.flags import SAMPLING_FLAGS
-    from batchlab.params import LOGPROBS_MODES
+    from batchlab.flags import SAMPLING_FLAGS
+    from batchlab.core.params import LOGPROBS_MODES
 
     rows = {spec.split()[0]: kind for spec, kind, *_ in SAMPLING_FLAGS}
     assert rows["--logprobs-mode"] == LOGPROBS_MODES and "--logprob-token-ids" in rows

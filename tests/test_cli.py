@@ -525,7 +525,7 @@ def test_a_chat_template_of_ones_own(model, tmp_path, capsys, form):
             capsys, command, *rest, "--model", model, "--chat-template", given, "--max-tokens", "2"
         )
         assert status == 0, err
-    from batchlab.tiny import tiny_tokenizer
+    from batchlab.models.tiny import tiny_tokenizer
 
     asked = len(tiny_tokenizer()("<user> Hi there\n")["input_ids"])
     assert (
@@ -536,8 +536,8 @@ def test_a_chat_template_of_ones_own(model, tmp_path, capsys, form):
 
 
 def test_a_template_belongs_to_the_llm_that_it_was_given():
-    from batchlab.llm import LLM
-    from batchlab.tiny import tiny_model, tiny_tokenizer
+    from batchlab.api import LLM
+    from batchlab.models.tiny import tiny_model, tiny_tokenizer
 
     tok = tiny_tokenizer()
     before, llm = (
@@ -673,7 +673,7 @@ def test_flags_of_other_engines(model, capsys):
     [("2GB", 2 * 10**9), ("512MiB", 2**29), ("1.5k", 1500), ("700", 700), ("2 gib", 2**31)],
 )
 def test_bytes_with_units(text, number):
-    from batchlab.work.flags import parse_args
+    from batchlab.flags import parse_args
 
     assert parse_args(["generate", "Hi", "--kv-cache-bytes", text]).kv_cache_bytes == number
     from batchlab.errors import JobError

@@ -6,11 +6,11 @@ import pytest, torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from batchlab.backends import cuda
-from batchlab.attention import TorchBackend, _additive, attend_plain, kv_layout
-from batchlab.backends import BackendOptions, Unavailable, select_backend
-from batchlab.batch import pack_rows
-from batchlab.backends.cuda import (
+from batchlab.fast import cuda
+from batchlab.core.attention import TorchBackend, _additive, attend_plain, kv_layout
+from batchlab.core.backend import BackendOptions, Unavailable, select_backend
+from batchlab.core.batch import pack_rows
+from batchlab.fast.cuda import (
     CudaBackend,
     CudaGraphs,
     StaticStep,
@@ -352,8 +352,8 @@ def test_no_word_about_gpus_on_a_cpu():
 @pytest.mark.parametrize("arch", ["llama", "mistral", "gpt_oss"])
 def test_engine_on_a_tape(arch, monkeypatch):
     "The engine's plans: prefixes, shared and copied blocks, preemptions, steps of every kind."
-    from batchlab.llm import LLM
-    from batchlab.params import SamplingParams
+    from batchlab.api import LLM
+    from batchlab.core.params import SamplingParams
 
     class Hooked(CudaBackend):
         def static_step(self, cache, batch):
@@ -561,7 +561,7 @@ def test_nothing_waits_but_the_tokens():
 
 @gpu
 def test_backend_of_the_engine():
-    from batchlab.llm import LLM, SamplingParams
+    from batchlab.api import LLM, SamplingParams
 
     model, (prompts, caps) = tiny_model("llama").to("cuda"), drawn(11)
     want = [generate_naive(model, p, n, ()) for p, n in zip(prompts, caps)]
@@ -576,7 +576,7 @@ def test_backend_of_the_engine():
 @gpu
 def test_measures():
     from batchlab.bench.profiling import bandwidth
-    from batchlab.llm import LLM
+    from batchlab.api import LLM
 
     model = tiny_model(
         "llama",

@@ -17,16 +17,16 @@ from transformers import (
 from batchlab import SamplingParams
 from batchlab.cli import main
 from batchlab.errors import JobError, UnsupportedModelError
-from batchlab.llm import LLM
-from batchlab.loading import quiet
+from batchlab.api import LLM
+from batchlab.models.load import quiet
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.pooled import PoolingParams
-from batchlab.tiny import TINY_ARCHS
-from batchlab.verify import verify
-from batchlab.work.batches import ENDED, BatchRunner, BatchStore
-from batchlab.work.jobs import Job
-from batchlab.work.pooling_api import PoolingRequest
-from batchlab.work.scaleout import BatchLLM
+from batchlab.tasks.pooled import PoolingParams
+from batchlab.models.tiny import TINY_ARCHS
+from batchlab.tasks.verify import verify
+from batchlab.serve.batches import ENDED, BatchRunner, BatchStore
+from batchlab.jobs.job import Job
+from batchlab.serve.pooling import PoolingRequest
+from batchlab.jobs.ray import BatchLLM
 from helpers import running, until
 
 SMALL = dict(
@@ -536,7 +536,7 @@ fastapi, openai, httpx = map(pytest.importorskip, ("fastapi", "openai", "httpx")
 
 @contextmanager
 def serving(llm, **kw):
-    from batchlab.work.server import Server, create_app, listen, url_of
+    from batchlab.serve.app import Server, create_app, listen, url_of
 
     up, sock = threading.Event(), listen("127.0.0.1", 0)
     server = Server(create_app(llm, "tiny", **kw), 60, up.set)
@@ -661,7 +661,7 @@ def test_a_client_that_leaves_ends_all_its_texts(encoder):
 
 def test_a_batch_of_vectors(tmp_path, encoder):
     from fastapi.testclient import TestClient
-    from batchlab.work.server import create_app
+    from batchlab.serve.app import create_app
 
     lines = [
         ask(0, input=TEXTS),

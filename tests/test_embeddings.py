@@ -19,17 +19,17 @@ from transformers import (
 )
 
 from batchlab.errors import ModelError, ParamError, PromptError, UnsupportedModelError
-from batchlab.llm import LLM
+from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.pooled import (
+from batchlab.tasks.pooled import (
     EmbeddingRequestOutput,
     PoolerConfig,
     PoolingOutput,
     PoolingParams,
     PoolingRequestOutput,
 )
-from batchlab.runners import SoloRunner
-from batchlab.tiny import tiny_adapter
+from batchlab.core.runners import SoloRunner
+from batchlab.models.tiny import tiny_adapter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = dict(

@@ -5,7 +5,7 @@ import itertools, random
 import pytest, torch
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from batchlab.attention import (
+from batchlab.core.attention import (
     StateProbe,
     TorchBackend,
     kv_layout,
@@ -13,15 +13,15 @@ from batchlab.attention import (
     probe_rows,
     takes_types,
 )
-from batchlab.backends import BackendOptions, Unavailable, select_backend
-from batchlab.backends.fused import Fused, FusedBackend, fuse
-from batchlab.backends.kernels import attend_both_ways, layout_whole, load_kernels, whole_rows
-from batchlab.backends.layers import ENCODERS
-from batchlab.backends.native import DTYPES, find_compiler
-from batchlab.batch import pack_rows
+from batchlab.core.backend import BackendOptions, Unavailable, select_backend
+from batchlab.fast.fused import Fused, FusedBackend, fuse
+from batchlab.fast.kernels import attend_both_ways, layout_whole, load_kernels, whole_rows
+from batchlab.fast.layers import ENCODERS
+from batchlab.fast.native import DTYPES, find_compiler
+from batchlab.core.batch import pack_rows
 from batchlab.errors import CompileError
 from batchlab.models import tiny_model
-from batchlab.tiny import _init_tiny
+from batchlab.models.tiny import _init_tiny
 
 LENGTHS = [
     1,

@@ -6,15 +6,15 @@ from collections import Counter
 import psutil, pytest, torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from batchlab.attention import kv_layout, shared_prefixes
-from batchlab.batch import pack_rows
-from batchlab.config import Limits, choose_limits, model_and_tokenizer
-from batchlab.backends import REGISTRY
-from batchlab.backends.fused import fuse
-from batchlab.backends.int8 import Int8Linear
-from batchlab.backends.kernels import KernelStep, TiledCache, load_kernels
+from batchlab.core.attention import kv_layout, shared_prefixes
+from batchlab.core.batch import pack_rows
+from batchlab.llm.config import Limits, choose_limits, model_and_tokenizer
+from batchlab.core.backend import REGISTRY
+from batchlab.fast.fused import fuse
+from batchlab.fast.int8 import Int8Linear
+from batchlab.fast.kernels import KernelStep, TiledCache, load_kernels
 from batchlab.errors import EngineError
-from batchlab.llm import LLM
+from batchlab.api import LLM
 from batchlab.models import (
     TINY_ARCHS,
     UnsupportedModelError,
@@ -22,11 +22,11 @@ from batchlab.models import (
     tiny_model,
     tiny_tokenizer,
 )
-from batchlab.outputs import RequestGroup, RequestOutput
+from batchlab.llm.outputs import RequestGroup, RequestOutput
 from batchlab.prefill import generate_naive
-from batchlab.sampling import ParamError, SamplingParams
-from batchlab.scheduler import Request, RowOutput, Scheduler, check_invariants
-from batchlab.slots import KVCache
+from batchlab.core.sampling import ParamError, SamplingParams
+from batchlab.core.scheduler import Request, RowOutput, Scheduler, check_invariants
+from batchlab.core.cache import KVCache
 from helpers import need_same_bits
 
 ARCHS = (*TINY_ARCHS, "gemma2", "gpt_oss", "qwen3_moe", "phimoe")  # the last is not fused
@@ -804,7 +804,7 @@ def test_a_model_that_can_not_be_run_any_more_ends_requests_and_not_the_thread(c
         with torch.no_grad():
             model.lm_head.weight.mul_(1)
         with monkeypatch.context() as m:
-            m.setattr("batchlab.loop.probe_model", refuse)
+            m.setattr("batchlab.llm.loop.probe_model", refuse)
             llm.add_request([5], GREEDY, note, request_id="bad")
             assert "no room for other weights" in llm.generate([6], GREEDY)[0].error
         assert ids(llm.generate(PROMPTS, GREEDY)) == want
@@ -909,7 +909,7 @@ def test_ctrl_c_in_a_callback_loses_no_other_answer():
 def test_the_model_is_asked_once_for_all_rows_of_the_probe(monkeypatch):
     registry = {name: module for name, module in REGISTRY.items() if name != "modules"}
     monkeypatch.setattr(
-        "batchlab.backends.REGISTRY", registry
+        "batchlab.core.backend.REGISTRY", registry
     )  # 'modules' runs it besides, to see what its modules are called with
     model, alone = tiny_model("llama"), []
 
@@ -959,7 +959,7 @@ def test_a_model_that_decodes_wrong_packed_is_not_run_packed(compile):
 def test_loading_leaves_the_garbage_collector_as_it_was(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "batchlab.llm.model_and_tokenizer",
+        "batchlab.api.model_and_tokenizer",
         lambda *args: seen.append(gc.isenabled()) or model_and_tokenizer(*args),
     )
     for on in (True, False):

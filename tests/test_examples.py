@@ -1,7 +1,6 @@
 "Programs in the shapes of vLLM's published examples, with `batchlab` where they import `vllm`; the examples themselves run in `.ci/examples`."
 
-import json, sys
-from types import ModuleType, SimpleNamespace
+import json
 
 import pytest, torch
 from safetensors.torch import save_file
@@ -19,9 +18,7 @@ from batchlab import (
 )
 from batchlab.errors import ParamError, PromptError
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.utils.argparse_utils import FlexibleArgumentParser
-from batchlab.utils.print_utils import print_embeddings
-from batchlab.work import lm_eval
+from batchlab.compat.vllm import FlexibleArgumentParser, print_embeddings
 from test_encoders import encoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -187,134 +184,3 @@ def test_an_engine_stepped_by_hand_runs_adapters_and_the_model_alone(text, adapt
     assert [o.outputs[0].finish_reason for o in engine.step()] == [
         "cancelled"
     ] and not engine.has_unfinished_requests()
-
-
-# --- lm-eval, whose base class is stood in for where it is not installed; the real one answers in .ci/lm-eval
-
-
-class Template:
-    "What the adapter needs of lm-eval's `TemplateLM`: it splits texts into tokens."
-
-    def __init__(self):
-        self.rank = 0
-
-    def loglikelihood(self, requests, disable_tqdm=False):
-        pairs = []
-        for context, more in (r.args for r in requests):
-            whole, front = (
-                self.tok_encode(context + more),
-                self.tok_encode(context) if context else [],
-            )
-            pairs.append(
-                (
-                    (context, more),
-                    front,
-                    whole[len(front) :]
-                    if context
-                    else self.tok_encode(more, add_special_tokens=False),
-                )
-            )
-        return self._loglikelihood_tokens(pairs, disable_tqdm=disable_tqdm)
-
-
-@pytest.fixture
-def harness(monkeypatch):
-    "The class for lm-eval, with modules in lm-eval's place."
-    known = {}
-
-    def module(name, **has):
-        made = ModuleType(name)
-        vars(made).update(has)
-        monkeypatch.setitem(sys.modules, name, made)
-        return made
-
-    api = module(
-        "lm_eval.api",
-        model=module("lm_eval.api.model", TemplateLM=Template),
-        registry=module(
-            "lm_eval.api.registry",
-            register_model=lambda name: lambda cls: known.setdefault(name, cls),
-        ),
-    )
-    module("lm_eval", api=api, models=module("lm_eval.models"))
-    lm_eval.lm_class.cache_clear()
-    made = lm_eval.lm_class()
-    assert known == dict(batchlab=made)
-    yield made
-    lm_eval.lm_class.cache_clear()
-
-
-def of(*args):
-    return SimpleNamespace(args=args)
-
-
-def test_lm_eval_gets_what_transformers_says(harness, text):
-    lm = harness(text, dtype="float32", max_length=64, batch_size="auto")
-    assert (lm.max_length, lm.eot_token_id, lm.prefix_token_id) == (
-        64,
-        lm.tokenizer.eos_token_id,
-        lm.tokenizer.bos_token_id,
-    )
-    model = tiny_model("llama")
-
-    def logprobs(ids, n):
-        with torch.inference_mode():
-            rows = model(torch.tensor([ids])).logits[0].log_softmax(-1)[-n - 1 : -1]
-        return rows.gather(1, torch.tensor(ids[-n:])[:, None]).sum().item(), rows.argmax(
-            -1
-        ).tolist() == ids[-n:]
-
-    tok = lambda s, special=True: lm.tokenizer(s, add_special_tokens=special)["input_ids"]
-    first = lm.generate_until([of("Fish live in", dict(until=[], max_gen_toks=1))])[0]
-    asked = [("Fish live in", c) for c in (first or "x", "a", "b", " water", " the trees")] + [
-        ("", "Snow"),
-        ("long " * 40, "er"),
-    ]
-    want = [
-        logprobs(
-            (tok(c + m) if c else [lm.prefix_token_id, *tok(m, False)])[-65:], len(tok(m, False))
-        )
-        for c, m in asked
-    ]
-    got = lm.loglikelihood([of(*a) for a in asked], disable_tqdm=True)
-    assert [x for x, _ in got] == pytest.approx([x for x, _ in want], abs=1e-3) and [
-        x for _, x in got
-    ] == [x for _, x in want]
-    long = "The tide comes in twice a day, " * 5
-    parts = lm_eval.windows(tok(long), lm.prefix_token_id, 64)
-    assert [t for _, more in parts for t in more] == tok(long) and all(
-        len(c) + len(m) <= 65 for c, m in parts
-    )
-    assert lm.loglikelihood_rolling([of(long), of("a")], True) == pytest.approx(
-        [
-            sum(logprobs([*c, *m], len(m))[0] for c, m in parts),
-            logprobs([lm.prefix_token_id, *tok("a")], len(tok("a")))[0],
-        ],
-        abs=5e-3,
-    )
-
-
-def test_lm_eval_stops_where_a_task_says_and_runs_adapters(harness, text, adapter):
-    plain, tuned = (
-        harness(text, dtype="float32"),
-        harness(text, lora_local_path=adapter, dtype="float32"),
-    )
-    [whole] = plain.generate_until(
-        [of("Snow is", dict(until=[], max_gen_toks=12, do_sample=False, temperature=0.5))], True
-    )
-    stop = whole[4:6]
-    assert plain.generate_until([of("Snow is", dict(until=stop, max_gen_toks=12))], True) == [
-        whole[: whole.index(stop)]
-    ]
-    assert plain.loglikelihood([of("Snow", " is white")], True) != tuned.loglikelihood(
-        [of("Snow", " is white")], True
-    )
-    with pytest.raises(ParamError, match="num_beams"):
-        plain.generate_until([of("a", dict(num_beams=3))], True)
-
-
-def test_lm_eval_is_asked_for_by_name(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
-    lm_eval.lm_class.cache_clear()
-    with pytest.raises(ImportError, match=r"pip install 'lm-eval\[hf\]'"):
-        lm_eval.lm_class()

@@ -12,7 +12,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx")
 
-from batchlab.work.server import Server, create_app, listen, url_of
+from batchlab.serve.app import Server, create_app, listen, url_of
 from helpers import running, until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
@@ -34,7 +34,7 @@ def state(server):
 
 
 def small():
-    from batchlab.llm import LLM
+    from batchlab.api import LLM
     from batchlab.models import tiny_model, tiny_tokenizer
 
     return LLM(tiny_model("llama"), tiny_tokenizer(), max_num_seqs=16)
@@ -620,7 +620,7 @@ def serve(descriptors):
         )
 
     import tempfile
-    from batchlab.work.batches import BatchRunner, BatchStore
+    from batchlab.serve.batches import BatchRunner, BatchStore
 
     with tempfile.TemporaryDirectory() as folder:
         llm, store = small(), BatchStore(folder)

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from batchlab.llm import LLM
+from batchlab.api import LLM
 from batchlab.errors import JobError
-from batchlab.work.jobs import Job, Run
-from batchlab.work.journal import drop_side, journal_of, read_record, settings_file, write_settings
-from batchlab.work.lines import parse_line
-from batchlab.work.runner import model_digest
+from batchlab.jobs.job import Job, Run
+from batchlab.jobs.journal import drop_side, journal_of, read_record, settings_file, write_settings
+from batchlab.jobs.lines import parse_line
+from batchlab.jobs.runner import model_digest
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.sampling import SamplingParams
+from batchlab.core.sampling import SamplingParams
 
 ENV = {
     **os.environ,
@@ -850,8 +850,8 @@ def test_pipes(folder, tmp_path):
 
 def test_public_submit():
     "What a job does with an engine, by public names."
-    from batchlab.llm import admit
-    from batchlab.outputs import RequestGroup
+    from batchlab.api import admit
+    from batchlab.llm.outputs import RequestGroup
 
     e, events = LLM(tiny_model("llama", num_hidden_layers=1), tiny_tokenizer(), max_num_seqs=2), []
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -1091,8 +1091,8 @@ def test_a_line_of_the_other_form_says_so(tmp_path):
 
 def test_answers_of_older_jobs_are_known():
     "What names a line or a row in a file of answers is what it always was."
-    from batchlab.work.lines import digest_of
-    from batchlab.work.tables import Row
+    from batchlab.jobs.lines import digest_of
+    from batchlab.jobs.tables import Row
 
     assert [digest_of(raw) for raw in (b"{}", Row("a"), csv.Error("x"))] == [
         "d905e156",
@@ -1239,9 +1239,9 @@ def test_tables_keep_every_answer(tmp_path, kind, form):
 def test_a_speed_that_is_tried_is_a_possible_one(monkeypatch):
     "By a clock that ticks once a step, whatever the machine does meanwhile."
     from types import SimpleNamespace
-    from batchlab.llm import LLM
-    from batchlab.tiny import tiny_model, tiny_tokenizer
-    from batchlab.work import jobs
+    from batchlab.api import LLM
+    from batchlab.models.tiny import tiny_model, tiny_tokenizer
+    from batchlab.jobs import job as jobs
 
     llm, ticks = (
         LLM(
@@ -1264,9 +1264,9 @@ def test_a_speed_that_is_tried_is_a_possible_one(monkeypatch):
 
 
 def test_a_plan_says_what_would_help(tmp_path):
-    from batchlab.llm import LLM
-    from batchlab.tiny import tiny_model, tiny_tokenizer
-    from batchlab.work.jobs import Job
+    from batchlab.api import LLM
+    from batchlab.models.tiny import tiny_model, tiny_tokenizer
+    from batchlab.jobs.job import Job
 
     (tmp_path / "in.jsonl").write_text(
         "".join(
@@ -1304,7 +1304,7 @@ def test_a_plan_says_what_would_help(tmp_path):
 
 def test_a_run_with_slow_settings_says_so(tmp_path, capsys):
     from batchlab.cli import main
-    from batchlab.tiny import tiny_model, tiny_tokenizer
+    from batchlab.models.tiny import tiny_model, tiny_tokenizer
 
     tiny_model("llama").save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")

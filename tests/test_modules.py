@@ -5,19 +5,19 @@ import copy, gc, weakref
 import pytest, torch
 from torch import nn
 
-from batchlab.attention import TorchBackend, kv_layout
-from batchlab.backends import BackendOptions, Unavailable, select_backend
-from batchlab.backends.layers import FAMILIES
-from batchlab.backends.packed import PackedEmbedding, PackedLinear
-from batchlab.backends.int8 import Int8Linear, module_places, put_module
-from batchlab.backends.kernels import KernelBackend, load_kernels
-from batchlab.backends.modules import ChosenExperts, PackedNorm, kind_of, norm_like, open_backend
-from batchlab.backends.native import DTYPES, find_compiler
+from batchlab.core.attention import TorchBackend, kv_layout
+from batchlab.core.backend import BackendOptions, Unavailable, select_backend
+from batchlab.fast.layers import FAMILIES
+from batchlab.fast.packed import PackedEmbedding, PackedLinear
+from batchlab.fast.int8 import Int8Linear, module_places, put_module
+from batchlab.fast.kernels import KernelBackend, load_kernels
+from batchlab.fast.modules import ChosenExperts, PackedNorm, kind_of, norm_like, open_backend
+from batchlab.fast.native import DTYPES, find_compiler
 from batchlab.errors import CompileError
-from batchlab.llm import LLM
+from batchlab.api import LLM
 from batchlab.models import tiny_model
 from batchlab.prefill import generate_naive
-from batchlab.sampling import SamplingParams
+from batchlab.core.sampling import SamplingParams
 from test_layers import off, three_steps
 
 OTHERS = (
@@ -172,7 +172,7 @@ def test_int8_through_an_engine(kernels):
 
 
 def test_weights_go_as_they_are_packed(kernels, monkeypatch):
-    import batchlab.backends.modules as m
+    import batchlab.fast.modules as m
 
     model, left = tiny_model("laguna", num_hidden_layers=4), []
     big = [
@@ -336,8 +336,8 @@ def test_nothing_to_replace_and_a_trial_that_fails(kernels, monkeypatch):
         opened(model)
     assert select_backend(model, kv_layout(model)).name == "kernels"
     model = tiny_model("ministral3")
-    monkeypatch.setattr("batchlab.backends.modules.gives_the_same", lambda *a: True)
-    monkeypatch.setattr("batchlab.backends.modules.norm_rows", lambda kernels, about, x: x)
+    monkeypatch.setattr("batchlab.fast.modules.gives_the_same", lambda *a: True)
+    monkeypatch.setattr("batchlab.fast.modules.norm_rows", lambda kernels, about, x: x)
     before = state(model)
     with pytest.raises(Unavailable, match="differ from those alone"):
         opened(model, own=True)
@@ -386,7 +386,7 @@ def test_experts_give_a_row_the_same_bits_in_any_company(kernels):
     index = torch.stack(
         [torch.randperm(own.down_proj.shape[0], generator=gen)[:3] for _ in range(300)]
     )
-    from batchlab.backends.native import HugePages
+    from batchlab.fast.native import HugePages
 
     for make, dtype in (
         (PackedLinear, torch.float32),

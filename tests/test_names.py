@@ -9,9 +9,9 @@ from test_package import py
 
 from batchlab import LLM, AsyncLLM, EngineArgs, SamplingParams
 from batchlab.errors import ModelError, ParamError, PromptError
-from batchlab.inputs import CHAT_KEYS, PROMPT_KEYS, parse_prompt, split_settings
+from batchlab.llm.inputs import CHAT_KEYS, PROMPT_KEYS, parse_prompt, split_settings
 from batchlab.models import encode_chat, tiny_model, tiny_tokenizer
-from batchlab.names import (
+from batchlab.compat.names import (
     ALIASES,
     DROPPED,
     ENGINE_DEFAULTS,
@@ -25,9 +25,9 @@ from batchlab.names import (
     setting_names,
     settings_of,
 )
-from batchlab.params import BeamSearchParams
-from batchlab.pooled import PoolingParams
-from batchlab.work.openai import BadRequest, parse_online
+from batchlab.core.params import BeamSearchParams
+from batchlab.tasks.pooled import PoolingParams
+from batchlab.serve.schema import BadRequest, parse_online
 
 TALK = [
     dict(role="user", content="hi"),
@@ -279,7 +279,7 @@ def test_settings_and_results_import_neither_torch_nor_transformers(tmp_path):
         """
 import sys
 from batchlab import SamplingParams, StructuredOutputsParams, RequestOutput, CompletionOutput
-import batchlab.names
+import batchlab.compat.names
 SamplingParams(max_new_tokens=3, guided_choice=['a']), SamplingParams.of(dict(temperature=0))
 try: SamplingParams(stop_sequences=['a'], temprature=1)
 except batchlab.BatchlabError as e: pass
@@ -424,11 +424,9 @@ def test_default_sampling_params_are_the_models(llm):
 
 
 def test_engine_args_are_silent_at_their_defaults(folder, lines):
-    from batchlab.utils import FlexibleArgumentParser
-    from batchlab.utils.argparse_utils import FlexibleArgumentParser as same
+    from batchlab.compat.vllm import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser()
-    assert same is FlexibleArgumentParser
     EngineArgs.add_cli_args(parser.add_argument_group("engine")).set_defaults(model=folder)
     parser.add_argument("--max-tokens", type=int)
     args = vars(
@@ -462,9 +460,9 @@ def test_engine_args_are_silent_at_their_defaults(folder, lines):
 
 EXAMPLE = """
 from batchlab import LLM, SamplingParams
-from batchlab.distributed import cleanup_dist_env_and_memory
-from batchlab.outputs import RequestOutput
-from batchlab.sampling_params import GuidedDecodingParams, SamplingParams as same, StructuredOutputsParams
+from batchlab.compat.vllm import GuidedDecodingParams, StructuredOutputsParams, cleanup_dist_env_and_memory
+from batchlab.compat.vllm import SamplingParams as same
+from batchlab.llm.outputs import RequestOutput
 assert same is SamplingParams and GuidedDecodingParams is StructuredOutputsParams
 shared = 'You are an expert school principal, skilled in effectively managing faculty and staff. '
 prompts = [shared + p for p in ('Hello, my name is', 'The capital of France is', 'The future of AI is')]
@@ -488,13 +486,6 @@ def test_a_program_for_vllm_runs_with_its_imports_changed(folder, tmp_path):
         + EXAMPLE.format(folder=folder),
         tmp_path,
     ).split() == ["False", "True", "True"]
-
-
-def test_modules_of_vllm_that_are_not_there():
-    with pytest.raises(ImportError):
-        import batchlab.platforms  # noqa: F401
-    with pytest.raises(ImportError, match="no_such"):
-        from batchlab.utils import no_such  # noqa: F401
 
 
 # --- conversations
@@ -787,8 +778,8 @@ def test_vllms_structured_outputs_are_read():
 
 
 def test_the_log_of_failures_is_short(lines):
-    from batchlab.inputs import log_failures
-    from batchlab.outputs import RequestOutput
+    from batchlab.llm.inputs import log_failures
+    from batchlab.llm.outputs import RequestOutput
 
     letters = [
         f"a prompt must be a string, got '{chr(97 + i % 26)}{chr(97 + i // 26)}" for i in range(300)
@@ -1075,7 +1066,7 @@ def test_a_vector_of_a_text_that_is_cut_is_had_by_the_name_of_the_flag():
 
 def test_names_of_vllm_point_to_what_there_is(llm, tmp_path):
     import batchlab
-    from batchlab.inputs import TextPrompt, TokensPrompt
+    from batchlab.llm.inputs import TextPrompt, TokensPrompt
     from batchlab.errors import ModelNotFoundError
     from batchlab.models import load_model
 

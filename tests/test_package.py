@@ -74,8 +74,8 @@ from batchlab.models import BatchlabError as same
 assert BatchlabError is same and 'BatchlabError' in vars(batchlab) and 'LLM' not in vars(batchlab)
 from batchlab import *
 missing = [n for n in {PUBLIC!r} if not callable(globals().get(n))]
-import batchlab.models, batchlab.sampling
-assert load_model is batchlab.models.load_model and SamplingParams is batchlab.sampling.SamplingParams
+import batchlab.models, batchlab.core.sampling
+assert load_model is batchlab.models.load_model and SamplingParams is batchlab.core.sampling.SamplingParams
 print(missing)
 """,
         tmp_path,
@@ -134,44 +134,3 @@ def test_every_global_name_exists(path):
         names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
         missing |= {n for n in names if not hasattr(module, n) and not hasattr(builtins, n)}
     assert not missing
-
-
-@pytest.mark.parametrize("old, new", [*__import__("batchlab")._Moved.names.items()])
-def test_a_module_that_moved_is_found_where_it_was(old, new, tmp_path):
-    out = py(
-        f"""
-import sys, warnings
-with warnings.catch_warnings(record=True) as said:
-    warnings.simplefilter('always')
-    import batchlab.{old} as a, batchlab.{old}
-    from batchlab import {old} as b
-import batchlab.{new} as c
-assert a is b is c and c.__name__ == c.__spec__.name == 'batchlab.{new}', (a, b, c)
-print([(w.category.__name__, str(w.message), w.filename) for w in said])
-""",
-        tmp_path,
-    )
-    assert out == f"[('DeprecationWarning', 'batchlab.{old} is now batchlab.{new}', '<string>')]"
-
-
-def test_names_that_changed_are_found_once_more():
-    "Every old name of every module gives the new one, with one warning."
-    import importlib, warnings
-
-    paths = [
-        p
-        for p in (ROOT / "batchlab").rglob("[!_]*.py")
-        if "= renamed(" in p.read_text(encoding="utf-8")
-    ]
-    for path in paths:
-        module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
-        for old in module.__getattr__.names:
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
-                assert getattr(module, old) is not None
-            [warning] = [w for w in said if w.category is DeprecationWarning]
-            assert str(warning.message).startswith(f"{module.__name__}.{old} is now batchlab."), (
-                warning.message
-            )
-        with pytest.raises(AttributeError, match="no_such_name"):
-            _ = module.no_such_name

@@ -10,12 +10,12 @@ pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx")
 
 from batchlab.cli import page_of
-from batchlab.llm import LLM
+from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.work import page as page_module
-from batchlab.work.batches import BatchRunner, BatchStore
-from batchlab.work.flags import parse_args
-from batchlab.work.page import Lookout, page_router, trusted
+from batchlab.serve import page as page_module
+from batchlab.serve.batches import BatchRunner, BatchStore
+from batchlab.flags import parse_args
+from batchlab.serve.page import Lookout, page_router, trusted
 
 from test_server import paused_after, serving, until
 

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import psutil, pytest, torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from batchlab.work import scaleout
+from batchlab.jobs import ray as scaleout
 from batchlab.cli import main
-from batchlab.llm import LLM
-from batchlab.work.batches import ENDED, BatchRunner, BatchStore
-from batchlab.work.jobs import Job, JobError
+from batchlab.api import LLM
+from batchlab.serve.batches import ENDED, BatchRunner, BatchStore
+from batchlab.jobs.job import Job, JobError
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.work.scaleout import BatchWorkers, Pool, RayJob, WorkerHandle, WorkerInfo
+from batchlab.jobs.ray import BatchWorkers, Pool, RayJob, WorkerHandle, WorkerInfo
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 
@@ -542,7 +542,7 @@ def test_no_ray(tmp_path, monkeypatch, capsys):
 
 
 def test_rows_of_a_batch_are_read_as_those_of_tables():
-    from batchlab.work.scaleout import line_of
+    from batchlab.jobs.ray import line_of
 
     def read(row, *names):
         return line_of(1, dict(prompt="a") | row, setting_columns=names)
@@ -559,7 +559,7 @@ def test_rows_of_a_batch_are_read_as_those_of_tables():
 
 
 def test_a_folder_of_texts_is_answered_in_jsonl(tmp_path):
-    from batchlab.work.scaleout import RayJob, shards
+    from batchlab.jobs.ray import RayJob, shards
 
     (tmp_path / "in").mkdir()
     for name in ("a.txt", "b.csv"):
@@ -657,7 +657,7 @@ def test_ray_outlives_the_thread_that_asked_for_it():
 import os, threading, time
 from contextlib import ExitStack
 import psutil
-from batchlab.work.scaleout import ray_session
+from batchlab.jobs.ray import ray_session
 stack, found = ExitStack(), []
 t = threading.Thread(target=lambda: found.append(stack.enter_context(ray_session(num_cpus=1))))
 t.start(); t.join()
@@ -687,7 +687,7 @@ def test_a_server_without_ray(tmp_path, monkeypatch, capsys):
 
 def test_a_mark_that_is_none_stays(tmp_path):
     "A file with the name of a shard's mark is replaced only with force."
-    from batchlab.work.scaleout import _run_shard
+    from batchlab.jobs.ray import _run_shard
 
     tiny_llm = lambda: LLM(tiny_model("llama", num_hidden_layers=1), tiny_tokenizer())
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')

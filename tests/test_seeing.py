@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from batchlab.config import Limits
+from batchlab.llm.config import Limits
 from batchlab.errors import ParamError
-from batchlab.ledger import Ledger
-from batchlab.llm import LLM
+from batchlab.core.ledger import Ledger
+from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.outputs import (
+from batchlab.llm.outputs import (
     CompletionOutput,
     MemoryPlan,
     Outputs,
@@ -20,8 +20,8 @@ from batchlab.outputs import (
     Stats,
     StreamEvent,
 )
-from batchlab.sampling import Logprob, SamplingParams
-from batchlab.shown import brief, short
+from batchlab.core.sampling import Logprob, SamplingParams
+from batchlab.llm.shown import brief, short
 
 ROOT = Path(__file__).resolve().parents[1]
 BAD = '<script>alert(1)</script> & "quotes" \x00 \ud800 '
@@ -318,9 +318,9 @@ def test_what_has_ended_is_freed_with_its_last_reader(llm):
 
 CLOSE = """
 import ctypes, gc, psutil
-from batchlab.llm import LLM
+from batchlab.api import LLM
 from batchlab.models import tiny_model
-from batchlab.sampling import SamplingParams
+from batchlab.core.sampling import SamplingParams
 rss = lambda: psutil.Process().memory_info().rss / 1e6
 llm = LLM(tiny_model('llama', head_dim=256, max_position_embeddings=2048), compile=False)
 gc.disable()
@@ -448,11 +448,11 @@ def test_timeline_of_an_llm(tmp_path):
 
 def test_cached_tokens_are_green(llm):
     "Three identical prompts: in the timeline, the page, the slider's picture and tanks, and the live view."
-    from batchlab.views.pictures import slot_runs, timeline
-    from batchlab.views.scrubber import Scrubber
-    from batchlab.views.viewer import view_html
-    from batchlab.views.watch import Watch
-    from batchlab.views.widgets import slots_html, watch_picture
+    from batchlab.view.pictures import slot_runs, timeline
+    from batchlab.view.scrubber import Scrubber
+    from batchlab.view.viewer import view_html
+    from batchlab.view.watch import Watch
+    from batchlab.view.widgets import slots_html, watch_picture
 
     prompt, params = (
         "The same beginning, and the same end, for each of the three.",
@@ -492,10 +492,10 @@ def test_cached_tokens_are_green(llm):
 
 def test_no_more_is_green_than_a_slot_holds(llm):
     "After a preemption it may hold less than was found at first."
-    from batchlab.views.scrubber import step_slots
-    from batchlab.views.viewer import view_html
-    from batchlab.views.watch import slots_of
-    from batchlab.scheduler import Request, Scheduler
+    from batchlab.view.scrubber import step_slots
+    from batchlab.view.viewer import view_html
+    from batchlab.view.watch import slots_of
+    from batchlab.core.scheduler import Request, Scheduler
 
     step = dict(held=[3], block_size=16)
     [slot] = step_slots(step, [], {})
@@ -522,8 +522,8 @@ def defaults_in_readme():
 
 
 def test_defaults_are_as_readme_and_help_say():
-    from batchlab.work.flags import parser_of
-    from batchlab.work.lines import DEFAULTS
+    from batchlab.flags import parser_of
+    from batchlab.jobs.lines import DEFAULTS
 
     python = SamplingParams()
     forms = [

@@ -8,9 +8,9 @@ for name in ("fastapi", "uvicorn", "httpx", "llguidance"):
     pytest.importorskip(name)
 openai = pytest.importorskip("openai")
 
-from batchlab.llm import LLM
+from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.sampling import SamplingParams
+from batchlab.core.sampling import SamplingParams
 
 from test_server import serving
 from test_tools import CITY, TEMPLATES, XML_CITY, function, tools
@@ -177,7 +177,7 @@ def served(folder):
     "`batchlab serve --data folder` of the default model's stand-in, as a process: it and its URL."
     code = """import sys
 from batchlab.cli import serve, parse_args
-from batchlab.llm import LLM
+from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 sys.exit(serve(parse_args(sys.argv[1:]), LLM(tiny_model('llama', num_hidden_layers=1), tiny_tokenizer(), max_num_seqs=4)))"""
     p = subprocess.Popen(
@@ -293,7 +293,7 @@ def test_the_command_keeps_batches_over_a_kill_and_beside_online_requests(tmp_pa
 
 def test_two_servers_on_one_folder(tmp_path, capsys):
     from batchlab.cli import main
-    from batchlab.work.batches import BatchStore
+    from batchlab.serve.batches import BatchStore
 
     store = BatchStore(tmp_path / "data")
     try:

@@ -11,9 +11,9 @@ pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
 
-from batchlab.llm import LLM
+from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.work.server import Server, create_app, listen, url_of
+from batchlab.serve.app import Server, create_app, listen, url_of
 from helpers import running, until
 
 LONG = dict(max_tokens=200, extra_body=dict(ignore_eos=True))
@@ -764,7 +764,7 @@ def test_paths_that_are_not_served(client, web):
 
 def test_values_at_random_are_never_a_500(s, web):
     "Any JSON for any key: an answer, or an error that names what is wrong."
-    from batchlab.work.openai import OPTIONS
+    from batchlab.serve.schema import OPTIONS
 
     rand, until_now = random.Random(3), len(s.said)
     odd = [
@@ -1185,7 +1185,7 @@ def test_what_is_under_way_is_answered_before_the_end():
 SCRIPT = """
 import sys
 from batchlab.cli import main
-from batchlab.llm import LLM
+from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 llm, count = LLM(tiny_model('llama'), tiny_tokenizer(), max_num_seqs=4), 0
 def watch(*_):
@@ -1357,7 +1357,7 @@ def test_usage_in_every_part(s, web, path):
 
 
 def test_what_has_no_effect_is_said_once(web, caplog):
-    from batchlab.work.openai import IGNORED, say_ignored
+    from batchlab.serve.schema import IGNORED, say_ignored
 
     say_ignored.cache_clear()
     for _ in range(2):
@@ -1454,7 +1454,7 @@ def test_paths_that_are_nearly_right(web, path, words):
 
 
 def test_a_model_that_is_none_names_those_that_there_are(s, web, monkeypatch):
-    monkeypatch.setattr("batchlab.work.server.adapter_names", lambda llm: ["pirate", "poet"])
+    monkeypatch.setattr("batchlab.serve.app.adapter_names", lambda llm: ["pirate", "poet"])
     r = web.post("/v1/completions", json=dict(prompt="a", model="pirat"))
     assert (
         r.status_code == 404
@@ -1465,7 +1465,7 @@ def test_a_model_that_is_none_names_those_that_there_are(s, web, monkeypatch):
 
 def test_what_the_command_takes():
     from batchlab.errors import JobError
-    from batchlab.work.flags import parse_args
+    from batchlab.flags import parse_args
 
     assert (
         parse_args(["serve", "a/model", "--port", "0"]).model

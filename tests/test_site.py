@@ -63,17 +63,17 @@ def test_book_order():
 @pytest.mark.parametrize(
     "text, module, full",
     [
-        ("KVCache", "prefill", "batchlab.slots.KVCache"),
+        ("KVCache", "prefill", "batchlab.core.cache.KVCache"),
         ('load_model(dtype="fp32")', None, "batchlab.models.load_model"),
-        ("Scheduler.schedule", "engine", "batchlab.scheduler.Scheduler.schedule"),
-        ("LLM.verify", None, "batchlab.llm.LLM.verify"),
-        ("batchlab.engine", None, "batchlab.engine"),
+        ("Scheduler.schedule", "engine", "batchlab.core.scheduler.Scheduler.schedule"),
+        ("LLM.verify", None, "batchlab.api.LLM.verify"),
+        ("batchlab.core.engine", None, "batchlab.core.engine"),
         ("pack", "engine", "batchlab.ragged.pack"),
         ("pack", "prefill", None),  # before its chapter it may be any word
         ("generate", "engine", None),  # LLM's, the command line's, or transformers' own
         ("prefill", "slots", "batchlab.prefill.prefill"),
         ("finish_reason", "engine", None),  # a field there, a function of chapter 05
-        ("run_jobs", "engine", "batchlab.work.scaleout.run_jobs"),
+        ("run_jobs", "engine", "batchlab.jobs.ray.run_jobs"),
         ("num_tokens - 1", "scheduler", None),
     ],
 )
@@ -298,16 +298,16 @@ def test_api_page(module, site, pages):
 
 @needs_docs
 def test_prose_links_to_code(pages):
-    assert "api/slots.html#batchlab.slots.KVCache" in pages["12_attention.html"].links
-    assert "api/llm.html#batchlab.llm.LLM" in pages["000_tour.html"].links
+    assert "api/slots.html#batchlab.core.cache.KVCache" in pages["12_attention.html"].links
+    assert "api/llm.html#batchlab.api.LLM" in pages["000_tour.html"].links
     assert "../11_scheduler.html#def-Scheduler" in pages["api/scheduler.html"].links
     methods = {*pages["api/engine.html"].ids, *pages["api/llm.html"].ids}
     assert "04_padding.html" in pages["06_prefix.html"].links[40:]  # its prose names that chapter
     assert "<math" in pages["02_prefill.html"].text and "$T$" not in pages["02_prefill.html"].text
     assert {
-        "batchlab.llm.LLM.generate",
-        "batchlab.llm.LLM.logprobs",
-        "batchlab.engine.Engine.recover",
+        "batchlab.api.LLM.generate",
+        "batchlab.api.LLM.logprobs",
+        "batchlab.core.engine.Engine.recover",
     } <= methods
 
 

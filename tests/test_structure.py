@@ -147,7 +147,7 @@ def test_kernels_load_where_there_is_a_compiler(compiler):
             "the kernels need Linux and a C++ compiler: install g++, or name one in the variable CXX"
         )
     from batchlab import LLM
-    from batchlab.backends.kernels import load_kernels
+    from batchlab.fast.kernels import load_kernels
     from batchlab.models import tiny_model
 
     load_kernels()

@@ -8,18 +8,18 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 pytest.importorskip(
     "llguidance", reason="structured outputs need llguidance, the extra `structured`"
 )
-from batchlab.llm import LLM
-from batchlab.work.jobs import Job
+from batchlab.api import LLM
+from batchlab.jobs.job import Job
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.errors import ModelError
-from batchlab.sampling import (
+from batchlab.core.sampling import (
     ParamError,
     SamplingParams,
     SamplingRow,
     StructuredOutputsParams,
     sample,
 )
-from batchlab.structured import Grammars, WHITESPACE, check_schema
+from batchlab.tasks.structured import Grammars, WHITESPACE, check_schema
 
 PERSON = dict(
     type="object",
@@ -755,8 +755,8 @@ def test_an_inherited_object_gets_the_properties_of_both():
 
 def test_grammars_of_llama_cpp():
     "Escapes as they write them, and no rule twice."
-    from batchlab.structured import grammar_text
-    from batchlab.params import StructuredOutputsParams
+    from batchlab.tasks.structured import grammar_text
+    from batchlab.core.params import StructuredOutputsParams
 
     of = lambda text: grammar_text(StructuredOutputsParams(grammar=text))
     for text in (r'root ::= "\u00e9" [\u0041-\u0043]', r"root ::= [a\-z]+", r'root ::= "\\u0041"'):
@@ -879,7 +879,7 @@ def test_thousands_of_choices(form):
 def test_a_grammar_that_can_not_go_on_says_why():
     "Too many alternatives: said when it is compiled; later, by the row."
     from llguidance import LLMatcher, LLParserLimits
-    from batchlab.structured import Grammar
+    from batchlab.tasks.structured import Grammar
 
     rows = 'start: "a" ("b"' + "".join(f' | "c{i}"' for i in range(200)) + ")"
     g = Grammar(
@@ -1160,7 +1160,7 @@ def test_answers_cut_in_a_form_are_said_once(caplog):
 
 
 def test_forms_of_response_format():
-    from batchlab.names import structured_of
+    from batchlab.compat.names import structured_of
 
     s = dict(properties=dict(a=dict(const=1)), required=["a"])
     for form in (
@@ -1195,7 +1195,7 @@ def test_forms_of_response_format():
 
 
 def test_a_form_from_a_file(tmp_path):
-    from batchlab.work.flags import json_or_file
+    from batchlab.flags import json_or_file
 
     (tmp_path / "form.json").write_text(json.dumps(dict(json=PERSON)), encoding="utf-8")
     assert json_or_file(f"@{tmp_path / 'form.json'}") == dict(json=PERSON) and json_or_file(

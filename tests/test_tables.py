@@ -7,15 +7,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from batchlab.errors import JobError, ParamError, PromptError
-from batchlab.llm import LLM
+from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.names import INSTEAD, known_settings
-from batchlab.sampling import SamplingParams
-from batchlab.work.frames import map_frame, run
-from batchlab.work.jobs import Job
-from batchlab.work.journal import journal_of, settings_file, stamp_of
-from batchlab.work.lines import parse_line
-from batchlab.work.tables import (
+from batchlab.compat.names import INSTEAD, known_settings
+from batchlab.core.sampling import SamplingParams
+from batchlab.jobs.frames import map_frame, run
+from batchlab.jobs.job import Job
+from batchlab.jobs.journal import journal_of, settings_file, stamp_of
+from batchlab.jobs.lines import parse_line
+from batchlab.jobs.tables import (
     ANSWER,
     NO_SETTINGS,
     AnswerTable,
@@ -89,9 +89,9 @@ TEMPLATE = "{lang} {id}"
 JOB = """
 import sys, resource
 from pathlib import Path
-from batchlab.llm import LLM
+from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.work.jobs import Job
+from batchlab.jobs.job import Job
 name, out, stop = sys.argv[1], sys.argv[2], int(sys.argv[3])
 llm = LLM(tiny_model('llama', num_hidden_layers=1), tiny_tokenizer(), max_num_seqs=16)
 llm.generate(['warm'] * 20, dict(max_tokens=2))
@@ -761,7 +761,7 @@ def test_a_job_of_version_01_goes_on(tmp_path, name):
     (tmp_path / (f"{name}.jsonl" if name == "out.csv" else name)).write_text(
         "".join(json.dumps(r) + "\n" for r in old[:4]) + '{"request_id": "batch_'
     )
-    from batchlab.work.runner import model_digest
+    from batchlab.jobs.runner import model_digest
 
     then = dict(
         form="plain",
@@ -823,7 +823,7 @@ def test_files_of_others_beside_the_output_stay(tmp_path, name):
 
 
 def test_the_files_of_version_01_go_alone(tmp_path):
-    from batchlab.work.journal import adopt
+    from batchlab.jobs.journal import adopt
 
     own = dict(
         job=json.dumps(dict(batchlab="0.1.0", settings={})), lock="mine", jsonl='{"mine": 1}'
@@ -852,7 +852,7 @@ def test_an_interrupt_before_the_first_answer_leaves_nothing(tmp_path):
 
 def test_killed_while_the_table_is_written(tmp_path, monkeypatch):
     "The journal goes only after the table stands; a death in between costs nothing."
-    import batchlab.work.jobs as jobs
+    import batchlab.jobs.job as jobs
 
     write(tmp_path / "in.csv", [["id", "prompt"], *([i, f"ask {i}"] for i in range(9))])
 
@@ -1065,13 +1065,13 @@ RECORD = dict(
 
 def answered(path, out):
     "One answer to the only row of table `path` in file `out`."
-    from batchlab.work.formats import export_records
+    from batchlab.jobs.formats import export_records
 
     export_records(lambda: iter([(1, RECORD)]), out, TableFile(path))
 
 
 def test_a_table_is_on_the_disk_before_its_journal_goes(tmp_path, monkeypatch):
-    import batchlab.work.jobs as jobs
+    import batchlab.jobs.job as jobs
 
     write(tmp_path / "in.csv", [["prompt"], ["a"]])
     done, fsync, drop, replace = [], os.fsync, jobs.drop_side, os.replace

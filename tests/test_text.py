@@ -9,13 +9,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from batchlab import LLM, SamplingParams
-from batchlab.detokenize import Detokenizer, IncrementalDecoder
+from batchlab.core.text import Detokenizer, IncrementalDecoder
 from batchlab.errors import ParamError
-from batchlab.outputs import CompletionOutput
-from batchlab.sampling import Logprob
-from batchlab.tiny import tiny_model, tiny_tokenizer
-from batchlab.tokens import ids_of_text, make_twin, vocabulary_of, word_ids
-from batchlab.work.openai import (
+from batchlab.llm.outputs import CompletionOutput
+from batchlab.core.sampling import Logprob
+from batchlab.models.tiny import tiny_model, tiny_tokenizer
+from batchlab.core.tokens import ids_of_text, make_twin, vocabulary_of, word_ids
+from batchlab.serve.schema import (
     Parts,
     chat_logprobs,
     echoed,
@@ -426,7 +426,7 @@ def test_tokens_and_a_template_that_a_user_gives_his_tokenizer_later_count():
 
 
 def test_a_long_stop_string_costs_no_more_than_the_text_is_long():
-    from batchlab.detokenize import StopScanner, _begun
+    from batchlab.core.text import StopScanner, _begun
 
     class Counting(str):
         looks = 0
@@ -461,7 +461,7 @@ def test_a_forked_process_gets_an_error_at_once():
 import asyncio, faulthandler, os
 from batchlab import AsyncLLM, LLM
 from batchlab.errors import EngineError
-from batchlab.tiny import tiny_model, tiny_tokenizer
+from batchlab.models.tiny import tiny_model, tiny_tokenizer
 llm = LLM(tiny_model('llama'), tiny_tokenizer())
 shared = AsyncLLM(llm)
 async def one(): return [o async for o in shared.generate('x')]

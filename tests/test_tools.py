@@ -6,13 +6,13 @@ import jsonschema, pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from tokenizers import AddedToken
 
-from batchlab.detokenize import Detokenizer
+from batchlab.core.text import Detokenizer
 from batchlab.models import encode_chat, tiny_model, tiny_tokenizer
-from batchlab.sampling import SamplingParams
-from batchlab.work.jobs import Job
-from batchlab.work.lines import parse_line
-from batchlab.work.openai import BadRequest, as_messages, error_body
-from batchlab.work.toolcalls import (
+from batchlab.core.sampling import SamplingParams
+from batchlab.jobs.job import Job
+from batchlab.jobs.lines import parse_line
+from batchlab.serve.schema import BadRequest, as_messages, error_body
+from batchlab.serve.tools import (
     FORMATS,
     ID,
     KIND,
@@ -960,7 +960,7 @@ def test_without_the_library(monkeypatch):
     choice = check_tools(
         [function("f", dict(properties=dict(only_here=dict(type="null"))))], "required"
     )
-    from batchlab.llm import LLM
+    from batchlab.api import LLM
 
     fresh, f = LLM(copy.deepcopy(model()), tiny_tokenizer(), compile=False), fmt_of("hermes")
     outs = fresh.generate(
@@ -1252,7 +1252,7 @@ def model():
 
 @functools.cache
 def llm(name="hermes", special=False):
-    from batchlab.llm import LLM
+    from batchlab.api import LLM
 
     tok = copy.deepcopy(tokenizer(special))
     tok.chat_template = TEMPLATES[name]
@@ -1374,7 +1374,7 @@ def test_lines_that_can_not_run(tmp_path):
     for w, r in zip(words, found):
         assert (r["error"] is None) == (w is None) and (w is None or w in r["error"]["message"]), r
     assert len(found[5]["response"]["body"]["choices"]) == 2
-    from batchlab.llm import LLM
+    from batchlab.api import LLM
 
     [r] = run(
         tmp_path / "b",
@@ -1407,5 +1407,5 @@ def test_a_table_shows_the_calls(tmp_path):
 def test_reading_a_file_without_tools_needs_no_torch():
     import subprocess
 
-    code = 'import sys, batchlab.work.lines as l; l.parse_line(1, b"{}"); sys.exit("torch" in sys.modules)'
+    code = 'import sys, batchlab.jobs.lines as l; l.parse_line(1, b"{}"); sys.exit("torch" in sys.modules)'
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -10,17 +10,17 @@ from xml.dom.minidom import parseString
 import pytest, torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from batchlab.views import pictures
-from batchlab.views.drawing import Canvas
-from batchlab.config import STRATEGIES
-from batchlab.llm import LLM
+from batchlab.view import pictures
+from batchlab.view.drawing import Canvas
+from batchlab.llm.config import STRATEGIES
+from batchlab.api import LLM
 from batchlab.errors import BatchlabError, TraceError
-from batchlab.ledger import Ledger
+from batchlab.core.ledger import Ledger
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.runners import PackedRunner
-from batchlab.sampling import SamplingParams
-from batchlab.trace import LEDGER, PARTS, POOL, VERSION, Recorder, StepLog, Trace
-from batchlab.tracefile import slot_spans
+from batchlab.core.runners import PackedRunner
+from batchlab.core.sampling import SamplingParams
+from batchlab.view.trace import LEDGER, PARTS, POOL, VERSION, Recorder, StepLog, Trace
+from batchlab.view.tracefile import slot_spans
 
 MODELS = {}
 V1 = (
@@ -647,9 +647,9 @@ def test_spans_cover_every_row():
 
 
 def test_facts_are_read_while_another_thread_ends_the_request():
-    from batchlab.outputs import RequestGroup
-    from batchlab.scheduler import Request
-    from batchlab.trace import facts_of
+    from batchlab.llm.outputs import RequestGroup
+    from batchlab.core.scheduler import Request
+    from batchlab.view.trace import facts_of
 
     left = [RequestGroup("0", prompt="Hi")]
 

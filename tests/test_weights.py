@@ -8,9 +8,9 @@ from torch.nn.utils import parametrize
 from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from batchlab import LLM, SamplingParams
-from batchlab.config import model_state
+from batchlab.llm.config import model_state
 from batchlab.errors import EngineError
-from batchlab.tiny import TINY_ARCHS, tiny_model, tiny_tokenizer
+from batchlab.models.tiny import TINY_ARCHS, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = tiny_tokenizer()
@@ -345,7 +345,7 @@ def test_verify_holds_the_kernels_to_their_promise(monkeypatch):
     )
     assert outs.report is llm.report and outs.report.divergences == [] and outs.report.requests == 8
     assert f"verified: {outs.report.headline}" in repr(outs) and "verified: " in outs._repr_html_()
-    verify = importlib.import_module("batchlab.verify")
+    verify = importlib.import_module("batchlab.tasks.verify")
 
     def shown_as(kind):
         "A near-tie of transformers' at the second token of each answer, or a bug."

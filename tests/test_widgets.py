@@ -8,11 +8,11 @@ import pytest
 
 W = pytest.importorskip("ipywidgets", reason="needs ipywidgets: pip install 'batchlab[widgets]'")
 
-from batchlab.llm import LLM
+from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.sampling import SamplingParams
-from batchlab.views.scrubber import Scrubber, shares_of
-from batchlab.views.widgets import (
+from batchlab.core.sampling import SamplingParams
+from batchlab.view.scrubber import Scrubber, shares_of
+from batchlab.view.widgets import (
     LiveView,
     Panel,
     Playground,
@@ -327,7 +327,7 @@ def test_without_ipywidgets_the_page_is_written(tmp_path, llm):
     code = (
         "import sys; sys.modules['ipywidgets'] = None\n"
         "from batchlab.cli import main; assert main(['view', 'run.json', '--no-open']) == 0\n"
-        "try: import batchlab.views.widgets\nexcept ImportError as e: assert 'batchlab[widgets]' in str(e)\nelse: assert 0"
+        "try: import batchlab.view.widgets\nexcept ImportError as e: assert 'batchlab[widgets]' in str(e)\nelse: assert 0"
     )
     r = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300

@@ -46,7 +46,7 @@ def cells(path, kind):
 
 
 def module_of(path):
-    "The module that a notebook exports, as in 'work.jobs', or None."
+    "The module that a notebook exports, as in 'jobs.job', or None."
     return next(
         (
             m[1].removesuffix(".__init__")
@@ -162,7 +162,7 @@ def public_names(module):
 
 
 def split(full):
-    "`(module, name in it)` of a full name such as 'batchlab.work.jobs.Job.run'; the module is '' if it is none of ours."
+    "`(module, name in it)` of a full name such as 'batchlab.jobs.job.Job.run'; the module is '' if it is none of ours."
     module = max(
         (m for m in modules() if f"{full}.".startswith(f"batchlab.{m}.")), key=len, default=""
     )

@@ -19,28 +19,16 @@ import psutil, torch
 import batchlab
 from . import peers
 from .shapes import SHAPES, gguf_of, int8_of, shape_folder
-from ..deprecated import renamed
 from ..errors import BatchlabError, JobError, ModelError, Unavailable
 from ..machine import cpu_name, processor_flags
 from ..models import DEFAULT_MODEL, load_model, max_model_len
-from ..views import drawing
-from ..work.flags import OneLineParser
+from ..view import drawing
+from ..flags import OneLineParser
 
 _moved = dict(
     peers="hf_model hf_config serve start_batchlab start_hf_static start_hf_loop start_hf_cb start_vllm start_openvino",
     profiling="profile profile_table decode_rate sweep cliffs memory_of memory_table step_bytes copy_speed bandwidth Clock "
     "linear_classes watched own_llm run_profile run_sweep run_memory run_bandwidth",
-)
-__getattr__ = renamed(
-    __name__,
-    {
-        "PeerError": "errors.Unavailable",
-        "Worker": "PeerProcess",
-        "lines": "bench.profiling.sweep_bars",
-    }
-    | {
-        name: f"bench.{module}.{name}" for module, names in _moved.items() for name in names.split()
-    },
 )
 
 # %% ../../nbs/60_bench.ipynb #9404870e

@@ -18,10 +18,10 @@ from unittest import mock
 import torch
 from torch.utils.benchmark import Timer
 
-import batchlab.engine
-from ..advice import advise, conclusions, try_int8
-from ..attention import PackedStep
-from ..backends.native import PARTS
+import batchlab.core.engine
+from ..jobs.advice import advise, conclusions, try_int8
+from ..core.attention import PackedStep
+from ..fast.native import PARTS
 from batchlab.bench import (
     Measured,
     PeerProcess,
@@ -35,15 +35,15 @@ from batchlab.bench import (
     worker_text,
 )
 from ..errors import JobError
-from ..llm import LLM
-from ..sampling import SamplingParams
-from ..scheduler import Request
-from ..slots import kv_shapes
-from ..views import drawing
-from ..work.flags import parser_of
-from ..work.jobs import Job
-from ..work.lines import ParamsCache
-from ..work.runner import admit_line
+from ..api import LLM
+from ..core.sampling import SamplingParams
+from ..core.scheduler import Request
+from ..core.cache import kv_shapes
+from ..view import drawing
+from ..flags import parser_of
+from ..jobs.job import Job
+from ..jobs.lines import ParamsCache
+from ..jobs.runner import admit_line
 
 # %% ../../nbs/61_profile.ipynb #2742e401
 class Clock:
@@ -100,7 +100,7 @@ def watched(llm: LLM) -> Iterator[Clock]:
     parts = dict(
         linears=linears,
         attention=attention,
-        sampling=[(batchlab.engine, "sample_rows")],
+        sampling=[(batchlab.core.engine, "sample_rows")],
         forward=[(type(fused.kernels), "run"), *linears] if fused else [(llm.model, "forward")],
     )
     with contextlib.ExitStack() as stack:

@@ -14,9 +14,9 @@ import torch
 from filelock import FileLock
 
 from ..errors import ModelError, Unavailable
-from ..fetching import _make_cache_dir
-from ..loading import one_line, quiet
-from ..tiny import tiny_tokenizer
+from ..models.fetch import _make_cache_dir
+from ..models.load import one_line, quiet
+from ..models.tiny import tiny_tokenizer
 
 # %% auto #0
 __all__ = ['SHAPES', 'GGUF_ARCHS', 'GGUF_TYPES', 'once', 'shape_folder', 'write_gguf', 'gguf_of', 'write_int8', 'int8_of']
