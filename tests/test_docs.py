@@ -243,7 +243,7 @@ def test_a_chapter_opens_with_its_place(path):
             : next(i for i, c in enumerate(cells) if "".join(c["source"]).startswith("## "))
         ]
     )
-    assert re.match(r"(#\| default_exp \w+\n)?# .+\n+> .+", opening)
+    assert re.match(r"(#\| default_exp [\w.]+\n)?# .+\n+> .+", opening)
     assert f'place("{path.stem[:2]}")' in opening
 
 

@@ -242,7 +242,7 @@ def test_whatever_the_mix_each_request_gets_what_it_gets_alone(case):
 
 def test_the_cases_preempt_reuse_and_cancel():
     "The draws above are worth something: among the first hundred each thing that can go wrong does happen."
-    seen, paths = Counter(), set()
+    seen, paths, ways = Counter(), set(), itertools.cycle(PATHS)
 
     @settings(
         max_examples=100,
@@ -253,6 +253,7 @@ def test_the_cases_preempt_reuse_and_cancel():
     )
     @given(cases())
     def look(case):
+        case |= dict(path=next(ways))  # each in turn: what is drawn depends on this file's text
         test_whatever_the_mix_each_request_gets_what_it_gets_alone.hypothesis.inner_test(case)
         llm = pool(case["arch"], case["path"])[1]
         scheduler, ledger = llm.engines["packed"].scheduler, llm.ledger
