@@ -15,7 +15,14 @@ from typing import Any, Self, TypedDict
 
 from ..api import LLM, trim_memory
 from ..tasks.lora import LoRARequest
-from .names import ENGINE_DEFAULTS, REFUSED, WITHOUT_EFFECT, WORKS, by_any_name, read_engine
+from batchlab.compat.names import (
+    ENGINE_DEFAULTS,
+    REFUSED,
+    WITHOUT_EFFECT,
+    WORKS,
+    by_any_name,
+    read_engine,
+)
 from ..llm.outputs import CompletionOutput, RequestOutput, StreamEvent
 from ..core.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from batchlab.tasks.pooled import (

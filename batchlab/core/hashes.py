@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from ..errors import BatchError
 
 
-
 def _at_least_1(**sizes: int) -> None:
     "Raise `BatchError` for the first size that is not a positive whole number."
     for name, n in sizes.items():

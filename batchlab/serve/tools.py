@@ -76,7 +76,9 @@ def _schema(v: Any, where: str) -> dict[str, Any]:
 
 def _lacks(schema: dict[str, Any]) -> str:
     "Why no grammar can hold arguments to `schema`, '' if one can."
-    from batchlab.tasks.structured import check_wish  # imports torch: only where a request has tools
+    from batchlab.tasks.structured import (
+        check_wish,
+    )  # imports torch: only where a request has tools
 
     try:
         check_wish(StructuredOutputsParams(json=schema))

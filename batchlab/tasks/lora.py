@@ -5,7 +5,9 @@
 # %% ../../nbs/modules/000_lora.ipynb #lora0004
 from __future__ import annotations
 
-__path__: list[str] = []  # `batchlab.tasks.lora.request` is a name of vLLM's, see `batchlab.compat.vllm`
+__path__: list[
+    str
+] = []  # `batchlab.tasks.lora.request` is a name of vLLM's, see `batchlab.compat.vllm`
 
 # %% auto #0
 __all__ = ['LowRank', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'Adapter', 'signature_of', 'Adapters', 'read_modules', 'open_for', 'look_up', 'put_adapter', 'adapters_for', 'plan_adapters', 'adapter_named', 'adapter_names', 'check_folders', 'check_modules', 'LoRACalls']

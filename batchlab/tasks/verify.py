@@ -19,7 +19,13 @@ from ..api import grammar_for
 from ..prefill import check_prompt
 from ..core.params import SamplingParams
 from .pooled import PoolingRequestOutput
-from ..core.sampling import SamplingRow, probabilities, processed_logits, reported_logits, sample
+from batchlab.core.sampling import (
+    SamplingRow,
+    probabilities,
+    processed_logits,
+    reported_logits,
+    sample,
+)
 from ..core.tokens import vocabulary_of
 
 if TYPE_CHECKING:
