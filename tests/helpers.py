@@ -1,8 +1,13 @@
 "What several files of tests share."
 
-import contextlib, threading, time
+import contextlib, runpy, threading, time
+from pathlib import Path
 
 import pytest
+
+BOOK = runpy.run_path(
+    str(Path(__file__).resolve().parents[1] / ".ci/book.py")
+)  # which notebooks there are
 
 
 @contextlib.contextmanager

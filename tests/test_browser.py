@@ -13,6 +13,8 @@ playwright = pytest.importorskip(
 )
 pytest.importorskip("jupyterlab", reason="needs JupyterLab: pip install '.[dev]'")
 
+from helpers import BOOK
+
 ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM = os.environ.get("CHROMIUM") or next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -169,7 +171,7 @@ def lab(tmp_path_factory):
     (folder / "small.ipynb").write_text(notebook(CELLS))
     shutil.copy(ROOT / "nbs/chapter.py", folder)
     for name in ("52_widgets", "54_scrubber"):
-        chapter = json.loads((ROOT / f"nbs/{name}.ipynb").read_text(encoding="utf-8"))
+        chapter = json.loads(BOOK["find"](name).read_text(encoding="utf-8"))
         chapter["cells"] = [
             c for c in chapter["cells"] if "nbdev_export" not in "".join(c["source"])
         ]

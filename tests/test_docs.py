@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from helpers import BOOK
+
 ROOT = Path(__file__).resolve().parents[1]
-NOTEBOOKS = sorted((ROOT / "nbs").glob("[!_.]*.ipynb"))
+NOTEBOOKS = [*BOOK["chapters"](), ROOT / "nbs/index.ipynb"]
 # An absolute path of a machine: a folder that every system has, or a home, at the start of a word.
 MACHINE_PATH = re.compile(
     r"(?<![\w./:<-])(?:/(?:home|root|Users|tmp|var|usr|opt|work|mnt|private)/[\w.-]|[A-Z]:\\\\?Users)"
@@ -28,9 +30,9 @@ def test_readme_commands():
 
 def test_chapter_map():
     linked = {
-        *re.findall(r"\]\(nbs/([\w-]+\.ipynb)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+        *re.findall(r"\]\(nbs/([\w/-]+\.ipynb)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
     }
-    assert linked == {p.name for p in NOTEBOOKS} - {"index.ipynb"}
+    assert linked == {p.relative_to(ROOT / "nbs").as_posix() for p in BOOK["chapters"]()}
 
 
 def texts(out):
@@ -39,9 +41,7 @@ def texts(out):
         yield "".join(value) if isinstance(value, list) else str(value)
 
 
-@pytest.mark.parametrize(
-    "path", NOTEBOOKS + sorted((ROOT / "nbs" / "modules").glob("*.ipynb")), ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("path", BOOK["notebooks"](), ids=lambda p: p.stem)
 def test_outputs_hold_no_machine_path(path):
     nb = json.loads(path.read_text(encoding="utf-8"))
     found = [
@@ -101,19 +101,19 @@ def entries(name):
     "`{heading: text}` of the entries of the glossary or the bibliography, in their order."
     return {
         m[1]: m[2]
-        for cell in markdown(ROOT / f"nbs/{name}.ipynb")
+        for cell in markdown(BOOK["find"](name))
         if (m := re.match(r"### ([^\n]+)\n+(.*)", cell, re.S))
     }
 
 
 def links_to(name):
     "`(notebook, anchor)` of all links to entries of that page, from any notebook."
-    paths = [*NOTEBOOKS, *(ROOT / "nbs/modules").glob("*.ipynb")]
+    paths = BOOK["notebooks"]()
     return [
         (p.stem, a)
         for p in paths
         for cell in markdown(p)
-        for a in re.findall(rf"\]\({name}\.ipynb#([^)]+)\)", cell)
+        for a in re.findall(rf"\]\([./\w]*{name}\.ipynb#([^)]+)\)", cell)
     ]
 
 
@@ -123,7 +123,7 @@ def test_every_link_to_the_glossary_finds_its_term():
     anchors = {t.replace(" ", "-") for t in terms}
     assert all(t == t.lower() for t in terms) and len(anchors) == len(terms)
     assert not [(nb, a) for nb, a in links_to("82_glossary") if a not in anchors]
-    letters = [c[3:] for c in markdown(ROOT / "nbs/82_glossary.ipynb") if c.startswith("## ")]
+    letters = [c[3:] for c in markdown(BOOK["find"]("82_glossary")) if c.startswith("## ")]
     assert letters == sorted({t[0] for t in terms})
 
 
@@ -148,7 +148,7 @@ def test_a_term_names_the_chapter_that_introduces_it():
     wrong = {}
     for term, text in entries("82_glossary").items():
         said = re.search(
-            r"\[Chapter (\d+)\]\((\w+\.ipynb)\)(, more in \[chapter (\d+)\]\((\w+\.ipynb)\))?\n",
+            r"\[Chapter (\d+)\]\([./\w]*?(\w+\.ipynb)\)(, more in \[chapter (\d+)\]\([./\w]*?(\w+\.ipynb)\))?\n",
             text,
         )
         first = introduced(term, spine)
@@ -156,7 +156,7 @@ def test_a_term_names_the_chapter_that_introduces_it():
             wrong[term] = first
         for number, name in {(said[1], said[2]), (said[4] or said[1], said[5] or said[2])}:
             assert name.startswith(number), term
-            told = plain((ROOT / "nbs" / name).read_text(encoding="utf-8"))
+            told = plain(BOOK["find"](name.removesuffix(".ipynb")).read_text(encoding="utf-8"))
             if not all(word[:6] in told for word in plain(term).split()):
                 wrong[term] = f"not in {name}"
         assert said[2] < (said[5] or "9"), term
@@ -212,7 +212,7 @@ FLOORS = "core", "llm", "fast", "tasks", "jobs", "serve", "view", "compat"
 def test_the_map_shows_every_module_there_is():
     shown = " ".join(
         t
-        for c in json.loads((ROOT / "nbs/84_map.ipynb").read_text(encoding="utf-8"))["cells"]
+        for c in json.loads(BOOK["find"]("84_map").read_text(encoding="utf-8"))["cells"]
         for o in c.get("outputs", [])
         for t in texts(o)
     )
@@ -226,7 +226,7 @@ def test_the_map_shows_every_module_there_is():
 
 # --- the spine
 
-SPINE = [p for p in NOTEBOOKS if p.stem[0] in "01"]
+SPINE = BOOK["spine"]()
 tool = lambda name: runpy.run_path(str(ROOT / ".ci" / name), run_name=name)
 
 

@@ -65,16 +65,16 @@ def test_book_order():
     [
         ("KVCache", "prefill", "batchlab.core.cache.KVCache"),
         ('load_model(dtype="fp32")', None, "batchlab.models.load_model"),
-        ("Scheduler.schedule", "engine", "batchlab.core.scheduler.Scheduler.schedule"),
+        ("Scheduler.schedule", "core.engine", "batchlab.core.scheduler.Scheduler.schedule"),
         ("LLM.verify", None, "batchlab.api.LLM.verify"),
         ("batchlab.core.engine", None, "batchlab.core.engine"),
-        ("pack", "engine", "batchlab.ragged.pack"),
+        ("pack", "core.engine", "batchlab.ragged.pack"),
         ("pack", "prefill", None),  # before its chapter it may be any word
-        ("generate", "engine", None),  # LLM's, the command line's, or transformers' own
-        ("prefill", "slots", "batchlab.prefill.prefill"),
-        ("finish_reason", "engine", None),  # a field there, a function of chapter 05
-        ("run_jobs", "engine", "batchlab.jobs.ray.run_jobs"),
-        ("num_tokens - 1", "scheduler", None),
+        ("generate", "core.engine", None),  # LLM's, the command line's, or transformers' own
+        ("prefill", "core.cache", "batchlab.prefill.prefill"),
+        ("finish_reason", "core.engine", None),  # a field there, a function of chapter 05
+        ("run_jobs", "core.engine", "batchlab.jobs.ray.run_jobs"),
+        ("num_tokens - 1", "core.scheduler", None),
     ],
 )
 def test_names_mean(text, module, full):
@@ -128,7 +128,7 @@ def test_what_is_folded():
     )
     folded = [
         c
-        for c in sources.chapter(ROOT / "nbs/01_models.ipynb")["cells"]
+        for c in sources.chapter(sources.book.find("01_models"))["cells"]
         if c["metadata"].get("mystnb", {}).get("code_prompt_show") == "Imports"
     ]
     assert (
@@ -298,10 +298,10 @@ def test_api_page(module, site, pages):
 
 @needs_docs
 def test_prose_links_to_code(pages):
-    assert "api/slots.html#batchlab.core.cache.KVCache" in pages["12_attention.html"].links
-    assert "api/llm.html#batchlab.api.LLM" in pages["000_tour.html"].links
-    assert "../11_scheduler.html#def-Scheduler" in pages["api/scheduler.html"].links
-    methods = {*pages["api/engine.html"].ids, *pages["api/llm.html"].ids}
+    assert "api/core.cache.html#batchlab.core.cache.KVCache" in pages["12_attention.html"].links
+    assert "api/api.html#batchlab.api.LLM" in pages["000_tour.html"].links
+    assert "../11_scheduler.html#def-Scheduler" in pages["api/core.scheduler.html"].links
+    methods = {*pages["api/core.engine.html"].ids, *pages["api/api.html"].ids}
     assert "04_padding.html" in pages["06_prefix.html"].links[40:]  # its prose names that chapter
     assert "<math" in pages["02_prefill.html"].text and "$T$" not in pages["02_prefill.html"].text
     assert {

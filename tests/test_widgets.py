@@ -22,6 +22,8 @@ from batchlab.view.widgets import (
     live,
 )
 
+from helpers import BOOK
+
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ["The sea", "A hill is a place", "Rain", "Wind blows over", "Snow"]
 LONG = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
@@ -308,7 +310,7 @@ def test_bundle_has_a_picture_and_a_widget_only_if_live(llm, monkeypatch):
 
 def test_a_kept_notebook_holds_pictures_and_no_widgets():
     books = [
-        json.loads((ROOT / f"nbs/{name}.ipynb").read_text(encoding="utf-8"))
+        json.loads(BOOK["find"](name).read_text(encoding="utf-8"))
         for name in ("52_widgets", "54_scrubber")
     ]
     kinds = [

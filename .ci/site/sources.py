@@ -1,7 +1,10 @@
 "What Sphinx is given: the notebooks in the book's order, a page for each module, and which name means what."
 
-import ast, functools, html, json, re, shutil
+import ast, functools, html, json, re, shutil, sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import book
 
 ROOT = Path(__file__).resolve().parents[2]
 LIB = ROOT / "batchlab"
@@ -29,10 +32,7 @@ TASKS = "80_tasks"  # who wants to get something done begins there
 
 def notebooks():
     "Paths of the notebooks in the site's order: the page of tasks, then the book by name; without the index."
-    return sorted(
-        (p for p in (ROOT / "nbs").glob("[!_.]*.ipynb") if p.stem != "index"),
-        key=lambda p: (p.stem != TASKS, p.stem),
-    )
+    return sorted(book.chapters(), key=lambda p: (p.stem != TASKS, p.stem))
 
 
 @functools.cache
@@ -80,18 +80,14 @@ def modules():
         for m in [*other, module_of(p)]:
             if m and file_of(m).exists():
                 found.setdefault(m, p)
-    for p in sorted((ROOT / "nbs/modules").glob("*.ipynb")):
+    for p in book.reference():
         found.setdefault(module_of(p), p)
     return found
 
 
 def small():
     "Notebooks of `nbs/modules` that define something themselves, and do not leave it all to a chapter, or are the command."
-    return [
-        p
-        for p in sorted((ROOT / "nbs/modules").glob("*.ipynb"))
-        if definitions(p) or module_of(p) == "__main__"
-    ]
+    return [p for p in book.reference() if definitions(p) or module_of(p) == "__main__"]
 
 
 @functools.cache
@@ -312,10 +308,14 @@ def link_chapters(text, own):
 
 
 def to_pages(text):
-    "Prose in which a link to a notebook of `nbs/modules` that has no page leads to the page of its module."
-    paged = {p.name for p in small()}
-    of = lambda m: m[0] if m[1] in paged else f"](api/{module_of(ROOT / 'nbs/modules' / m[1])}.md)"
-    return re.sub(r"\]\(modules/(\w+\.ipynb)\)", of, text)
+    "Prose whose links to notebooks, in whatever folder, are links to their pages, or to the module's page where a notebook has none."
+    unpaged = {p.name: p for p in {*book.reference()} - {*small()}}
+
+    def link(m):
+        name, anchor = m[1], m[2] or ""
+        return f"](api/{module_of(unpaged[name])}.md)" if name in unpaged else f"]({name}{anchor})"
+
+    return re.sub(r"\]\((?:\.\./)?(?:\w+/)?(\w+\.ipynb)(#[^)]*)?\)", link, text)
 
 
 def admonition(text):
@@ -370,7 +370,7 @@ def chapter(path):
                 code = f"```cpp\n{code.partition(chr(10))[2]}\n```"
             cell["source"] = code
         else:
-            source = unfolded(to_pages(source)).replace("](../", "](").replace("](modules/", "](")
+            source = unfolded(to_pages(source)).replace("](../", "](")
             cell["source"] = admonition(link_chapters(source, path.stem))
             if not out:
                 cell["source"] = re.sub(r"^(?!# )\s*", "# ", cell["source"])
@@ -456,15 +456,11 @@ def api_page(module, path):
 
 
 def api_index():
-    tree = ast.parse((LIB / "__init__.py").read_text(encoding="utf-8"))
-    [lazy] = (
-        ast.literal_eval(n.value)
-        for n in tree.body
-        if isinstance(n, ast.Assign) and n.targets[0].id == "_lazy"
-    )
+    import batchlab
+
     rows = "".join(f"| [`batchlab.{m}`]({m}.md) | {summary(m)} |\n" for m in modules())
     return (
-        f"# All modules\n\n`from batchlab import …` knows {', '.join(f'`{n}`' for n in lazy)}.\n\n"
+        f"# All modules\n\n`from batchlab import …` knows {', '.join(f'`{n}`' for n in batchlab.__all__)}.\n\n"
         f"| module | what you can do with it |\n|---|---|\n{rows}"
     )
 
