@@ -1,6 +1,6 @@
 "What several files of tests share."
 
-import contextlib, runpy, threading, time
+import contextlib, json, runpy, threading, time
 from pathlib import Path
 
 import pytest
@@ -42,3 +42,31 @@ def need_same_bits(backend):
     )
     if not backend.batch_invariant:
         pytest.skip(why)
+
+
+NO_KERNELS = "plain torch runs the model, "
+
+
+def but_compiler(err):
+    "What stands on standard error, but for the line that says that there is no compiler, where there is none."
+    return "".join(
+        line
+        for line in err.splitlines(True)
+        if not (NO_KERNELS in line and "no C++ compiler" in line)
+    )
+
+
+def same(x, y, backend):
+    "Whether two answers are equal, numbers to the bit where `backend` promises that in any company, and else to rounding."
+    if isinstance(x, str) and isinstance(y, str) and x.startswith('{"') and y.startswith('{"'):
+        x, y = json.loads(x), json.loads(y)
+    with contextlib.suppress(ValueError, TypeError):  # a table of text has its numbers as text
+        if isinstance(x, str) and "." in x:
+            x, y = float(x), float(y)
+    if isinstance(x, float) and isinstance(y, float) and not backend.batch_invariant:
+        return x == pytest.approx(y, abs=1e-4)
+    if isinstance(x, dict) and isinstance(y, dict):
+        return x.keys() == y.keys() and all(same(x[k], y[k], backend) for k in x)
+    if isinstance(x, list) and isinstance(y, list):
+        return len(x) == len(y) and all(same(a, b, backend) for a, b in zip(x, y))
+    return x == y

@@ -5,6 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from helpers import same
+
 from batchlab.tasks.aio import AsyncLLM
 from batchlab.errors import EngineError, ParamError
 from batchlab.api import LLM
@@ -246,10 +248,9 @@ def test_log_probabilities_grow_with_the_answer(llm, n):
             assert a.cumulative_logprob == sum(
                 l[t].logprob for l, t in zip(final.logprobs[:k], final.token_ids)
             )
-    assert (
-        whole.outputs[0].cumulative_logprob
-        == llm.llm.generate([7, 8], params, use_tqdm=False)[0].outputs[0].cumulative_logprob
-    )
+    alone = llm.llm.generate([7, 8], params, use_tqdm=False)[0]
+    sums = [o.outputs[0].cumulative_logprob for o in (whole, alone)]
+    assert same(*sums, llm.llm.backend)
 
     async def plain():
         return [o async for o in llm.generate([7, 8], SamplingParams(max_tokens=4))]

@@ -566,7 +566,7 @@ from batchlab import BeamSearchParams
 from batchlab.core.params import BeamSearchParams as same
 BeamSearchParams(beam_width=4, max_tokens=8, temperature=0.0)
 light = not {'torch', 'transformers'} & {*sys.modules}
-from batchlab.sampling_params import BeamSearchParams as vllms
+from batchlab.core.params import BeamSearchParams as vllms
 print(light, same is BeamSearchParams is vllms)
 """,
         tmp_path,

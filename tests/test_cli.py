@@ -3,6 +3,8 @@
 import csv, json, os, signal, subprocess, sys, time
 import pytest
 
+from helpers import but_compiler
+
 ENV = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
@@ -40,16 +42,6 @@ def cli(model, tmp_path):
         )
 
     return call
-
-
-def but_compiler(err):
-    "What stands on standard error, but for the line that says that there is no compiler, where there is none."
-    slow = "batchlab: plain torch runs the model, "
-    return "".join(
-        line
-        for line in err.splitlines(True)
-        if not (line.startswith(slow) and "no C++ compiler" in line)
-    )
 
 
 def rows(path):

@@ -101,7 +101,9 @@ def watched(llm: LLM) -> Iterator[Clock]:
         linears=linears,
         attention=attention,
         sampling=[(batchlab.core.engine, "sample_rows")],
-        forward=[(type(fused.kernels), "run"), *linears] if fused else [(llm.model, "forward")],
+        forward=[(type(fused.kernels), "run"), *linears]
+        if fused
+        else [(type(llm.model), "forward")],
     )
     with contextlib.ExitStack() as stack:
         for label, methods in parts.items():
