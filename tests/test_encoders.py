@@ -146,11 +146,11 @@ def test_hidden_states_are_the_models_own_and_the_same_bits_in_any_company(kerne
         if dtype == torch.bfloat16:
             backend = FusedBackend(Fused(model.to(dtype), kernels, specs=specs), shapes[:1])
         whole = states(backend, rows)
-        assert (
-            off(whole, want) < 2e-5
-            if dtype == torch.float32
-            else off(whole, want) < max(0.03, 1.2 * off(own_states(model, rows), want)) < 0.1
-        )
+        if dtype == torch.float32:
+            assert off(whole, want) < 2e-5
+        else:
+            rounded = off(own_states(model, rows), want)  # how far the model's own bf16 is off
+            assert off(whole, want) < max(0.03, 1.5 * rounded) < 0.1, (off(whole, want), rounded)
         alone = [states(backend, [row])[0] for row in rows]
         some = states(backend, rows[:1] + rows[:3:-1], size=64)
         assert all(map(torch.equal, alone, whole)) and all(
