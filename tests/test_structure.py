@@ -1,13 +1,54 @@
 "What holds for the package as a whole: its imports, what an editor sees of it, its type hints, and that its kernels load."
 
-import ast, importlib.resources, os, runpy, shutil, subprocess, sys
+import ast, importlib.resources, os, runpy, shutil, subprocess, sys, tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-IMPORTS, SIZE = runpy.run_path(str(ROOT / ".ci/imports")), runpy.run_path(str(ROOT / ".ci/size"))
-MODULES = IMPORTS["files"]()
+SIZE = runpy.run_path(str(ROOT / ".ci/size"))
+MODULES = {
+    ".".join(["batchlab", *path.relative_to(ROOT / "batchlab").with_suffix("").parts]): path
+    for path in sorted((ROOT / "batchlab").rglob("*.py"))
+    if path.stem != "_modidx"
+}
+MODULES = {name.removesuffix(".__init__"): path for name, path in MODULES.items()}
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+CONTRACTS = CONTRACTS["tool"]["importlinter"]["contracts"]
+LAYERS, TORCHLESS = (
+    next(c for c in CONTRACTS if c["type"] == kind) for kind in ("layers", "forbidden")
+)
+# Imports of another module's underscore names that are left: none may be added, and one that goes must go here too.
+PRIVATE = {
+    "bench.shapes: _make_cache_dir of models.fetch",
+    "core.attention: _ints of ragged",
+    "fast.adapters: _ints of ragged",
+    "fast.adapters: _layers of fast.layers",
+    "fast.adapters: _linears of fast.layers",
+    "fast.cuda: _ints of ragged",
+    "fast.cuda: _said of core.attention",
+    "fast.cuda: _span_mask of core.attention",
+    "fast.experts: _at of fast.packed",
+    "fast.experts: _first of fast.layers",
+    "fast.fused: _at of fast.packed",
+    "fast.fused: _base of fast.layers",
+    "fast.fused: _first of fast.layers",
+    "fast.fused: _head of fast.layers",
+    "fast.fused: _ints of ragged",
+    "fast.fused: _layers of fast.layers",
+    "fast.fused: _linear of fast.layers",
+    "fast.fused: _linears of fast.layers",
+    "fast.fused: _mixture of fast.layers",
+    "fast.fused: _said of core.attention",
+    "fast.kernels: _ints of ragged",
+    "fast.kernels: _span_mask of core.attention",
+    "fast.layers: _at of fast.packed",
+    "fast.modules: _expert_views of fast.experts",
+    "fast.modules: _linear of fast.layers",
+    "jobs.formats: _encode of jobs.tables",
+    "jobs.lines: _encode of jobs.tables",
+    "prefix: _at_least_1 of core.hashes",
+}
 
 
 def pytest_in(folder, *args, **env):
@@ -23,42 +64,135 @@ def pytest_in(folder, *args, **env):
     return done.stdout
 
 
-def test_imports_have_no_circle():
-    assert not IMPORTS["circle"](IMPORTS["graph"](MODULES))
+def contracts(folder):
+    "The exit status and the report of import-linter on the package that lies in `folder`."
+    done = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
+        + ["--no-cache"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return done.returncode, done.stdout + done.stderr
 
 
-def test_a_circle_is_seen(tmp_path):
-    (tmp_path / "batchlab/sub").mkdir(parents=True)
-    code = {
-        "__init__": "def f(): from . import c\n",
-        "a": "from typing import TYPE_CHECKING\nif TYPE_CHECKING: from .b import B\n",
-        "b": "try: from . import a, sub\nexcept ImportError: pass\n",
-        "sub/__init__": "from .d import D\n",
-        "sub/d": "D = 1\n",
+def test_imports_keep_the_contracts():
+    status, report = contracts(ROOT)
+    assert status == 0, report
+
+
+@pytest.fixture
+def copy(tmp_path):
+    "The package and its contracts, copied."
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    ignore = shutil.ignore_patterns("__pycache__", "*.cpp")
+    shutil.copytree(ROOT / "batchlab", tmp_path / "batchlab", ignore=ignore)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "module, code, said",
+    [
+        (
+            "core/blocks",
+            "def f():\n    from ..serve import client\n",
+            "core is not allowed to import",
+        ),
+        ("jobs/formats", "import batchlab.view.viewer\n", "jobs is not allowed to import"),
+        ("core/blocks", "from . import engine\n", "no circle among the files of a room BROKEN"),
+        ("core/hashes", "def f():\n    import torch\n", "hashes is not allowed to import torch"),
+        ("core/hashes", "from .runners import F\n", "core.runners -> torch"),
+        ("stray", "", "a floor imports only floors below it BROKEN"),
+    ],
+    ids=[
+        "up, in a function",
+        "across",
+        "in a circle",
+        "torch",
+        "torch, at two removes",
+        "on no floor",
+    ],
+)
+def test_a_planted_import_breaks_a_contract(copy, module, code, said):
+    with (copy / f"batchlab/{module}.py").open("a", encoding="utf-8") as f:
+        f.write(f"\n{code}")
+    status, report = contracts(copy)
+    assert status == 1 and said in report, report
+
+
+def test_an_import_for_an_editor_alone_breaks_none(copy):
+    with (copy / "batchlab/api.py").open("a", encoding="utf-8") as f:
+        f.write("\nif TYPE_CHECKING:\n    from .cli import main\n")
+    status, report = contracts(copy)
+    assert status == 0, report
+
+
+def test_what_is_ignored_must_be_there(copy):
+    config = (copy / "pyproject.toml").read_text(encoding="utf-8")
+    gone = config.replace(
+        "ignore_imports = [\n",
+        'ignore_imports = [\n    "batchlab.core.blocks -> batchlab.cli",\n',
+        1,
+    )
+    (copy / "pyproject.toml").write_text(gone, encoding="utf-8")
+    status, report = contracts(copy)
+    assert status == 1 and "No matches for ignored import" in report, report
+
+
+def circles(graph):
+    "The modules of `graph`, `{module: modules}`, that lead back to themselves."
+
+    def reach(name):
+        found, left = set(), [name]
+        while left:
+            new = graph[left.pop()] - found
+            found |= new
+            left += new
+        return found
+
+    return sorted(name for name in graph if name in reach(name))
+
+
+def test_no_circle_among_the_files():
+    "A package and a file in it too, and imports in functions; but for what the contracts ignore."
+    import grimp
+
+    built = grimp.build_graph("batchlab", exclude_type_checking_imports=True, cache_dir=None)
+    ignored = {tuple(line.split(" -> ")) for line in LAYERS["ignore_imports"]}
+    ignored.add(("batchlab.bench", "batchlab.bench.profiling"))  # the ways of its main
+    graph = {
+        name: {m for m in built.find_modules_directly_imported_by(name) if (name, m) not in ignored}
+        for name in built.modules
     }
-    for name, text in code.items():
-        (tmp_path / f"batchlab/{name}.py").write_text(text)
-    read = lambda: {k: {*v} for k, v in IMPORTS["graph"](IMPORTS["files"](tmp_path)).items()}
-    assert read() == {
-        "batchlab": set(),
-        "batchlab.a": set(),
-        "batchlab.b": {"batchlab.a", "batchlab.sub"},
-        "batchlab.sub": {"batchlab.sub.d"},
-        "batchlab.sub.d": set(),
-    }
-    assert IMPORTS["circle"](read()) is None
-    (tmp_path / "batchlab/sub/d.py").write_text("if True:\n    import batchlab.b as b\n")
-    assert IMPORTS["circle"](read()) == [
-        "batchlab.b",
-        "batchlab.sub",
-        "batchlab.sub.d",
-        "batchlab.b",
-    ]
+    assert circles(graph) == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
 
 
-@pytest.mark.parametrize("name", IMPORTS["light"](MODULES))
+def private(name):
+    "The underscore names of other modules that the module `name` imports, as 'module: name of module'."
+    path, inside = MODULES[name], name.split(".")
+    inside = inside if path.stem == "__init__" else inside[:-1]
+    for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(n, ast.ImportFrom):
+            start = inside[: len(inside) + 1 - n.level] if n.level else []
+            base = ".".join([*start, *filter(None, [n.module])])
+            for a in n.names:
+                if base.startswith("batchlab") and a.name[0] == "_" and a.name[:2] != "__":
+                    yield f"{name}: {a.name} of {base}".replace("batchlab.", "")
+
+
+def test_no_module_imports_an_underscore_name_of_another():
+    found = {line for name in MODULES for line in private(name)}
+    assert found - PRIVATE == set(), "imports of underscore names"
+    assert PRIVATE - found == set(), "gone: take them out of PRIVATE too"
+
+
+@pytest.mark.parametrize("name", TORCHLESS["source_modules"])
 def test_imports_no_torch(name):
-    assert not IMPORTS["imports_torch"](name)
+    code = f"import sys, {name}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=300).returncode == 0
 
 
 def test_no_method_is_put_on_a_class_from_outside():
@@ -189,9 +323,13 @@ def test_kernels_that_do_not_load_are_seen(tmp_path):
 )
 def test_skips_for_a_matrix_unit_are_right(flags, fails, tmp_path):
     "With a processor that has none, and one that has it, whatever this one is: the wrong skip fails, and the right one is a skip."
-    shutil.copy(Path(__file__).parent / "conftest.py", tmp_path)
-    shutil.copy(Path(__file__).parent / "helpers.py", tmp_path)
-    (tmp_path / "test_skips.py").write_text(f"""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/book.py", tmp_path / ".ci")
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    shutil.copy(Path(__file__).parent / "conftest.py", tests)
+    shutil.copy(Path(__file__).parent / "helpers.py", tests)
+    (tests / "test_skips.py").write_text(f"""
 import pytest, types
 from batchlab import machine
 from helpers import need_same_bits
@@ -201,5 +339,5 @@ def test_old_compiler(): pytest.skip('the compiler knows no matrix unit (amx_bf1
 def test_rounds(): need_same_bits(types.SimpleNamespace(why='', batch_invariant=False))
 def test_same_bits(): need_same_bits(types.SimpleNamespace(why='', batch_invariant=True))
 """)
-    said = pytest_in(tmp_path, "test_skips.py", "-rf", CXX=sys.executable)
+    said = pytest_in(tests, "test_skips.py", "-rf", CXX=sys.executable)
     assert "1 failed, 1 passed, 2 skipped" in said and f"::test_{fails}" in said, said

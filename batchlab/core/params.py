@@ -465,9 +465,8 @@ class SamplingParams:
             return cls(
                 **{**defaults, **(own if own.keys() <= setting_fields() else settings_of(own))}
             )
-        from transformers import GenerationConfig
-
-        if isinstance(x, GenerationConfig):
+        transformers = sys.modules.get("transformers")  # whoever made `x` has imported it
+        if transformers and isinstance(x, transformers.GenerationConfig):
             return _from_generation_config(x, defaults)
         raise ParamError(
             "sampling parameters must be SamplingParams, a dict, a GenerationConfig or None, "

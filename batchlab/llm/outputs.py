@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeVar, overload
 from ..errors import ParamError
 from ..core.params import SamplingParams
-from ..core.scheduler import Request
+from ..core.request import Request
 from .shown import brief, facts_html, facts_text, megabytes, panel_html, short, table
 from ..view.drawing import esc
 
