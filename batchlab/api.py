@@ -79,7 +79,8 @@ from .tasks.pooling import Pooler, PoolingCalls, admit_pooling
 from .prefill import check_prompt
 from .prefix import group_by_prefix
 from .core.sampling import SamplingParams, SamplingRow
-from .core.scheduler import Request, RowOutput, Scheduler, round_up
+from .core.request import Request, RowOutput
+from .core.scheduler import Scheduler, round_up
 from .core.cache import Shape
 from .llm.shown import facts_html, megabytes, shows_bar
 

@@ -9,7 +9,7 @@ from zlib import crc32
 
 from batchlab.core.batch import make_batch
 from batchlab.core.blocks import common_length
-from batchlab.core.scheduler import RowOutput
+from batchlab.core.request import RowOutput
 from batchlab.view.drawing import grid
 
 

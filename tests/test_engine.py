@@ -25,7 +25,8 @@ from batchlab.models import (
 from batchlab.llm.outputs import RequestGroup, RequestOutput
 from batchlab.prefill import generate_naive
 from batchlab.core.sampling import ParamError, SamplingParams
-from batchlab.core.scheduler import Request, RowOutput, Scheduler, check_invariants
+from batchlab.core.request import Request, RowOutput
+from batchlab.core.scheduler import Scheduler, check_invariants
 from batchlab.core.cache import KVCache
 from helpers import need_same_bits
 

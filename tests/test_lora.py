@@ -19,7 +19,8 @@ from batchlab.core.batch import pack_rows
 from batchlab.errors import AdapterError, ParamError, UnsupportedModelError
 from batchlab.tasks.lora import Adapters, read_adapter, read_modules
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.core.scheduler import Request, RowOutput, Scheduler
+from batchlab.core.request import Request, RowOutput
+from batchlab.core.scheduler import Scheduler
 from batchlab.models.tiny import tiny_adapter
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -495,7 +495,8 @@ def test_no_more_is_green_than_a_slot_holds(llm):
     from batchlab.view.scrubber import step_slots
     from batchlab.view.viewer import view_html
     from batchlab.view.watch import slots_of
-    from batchlab.core.scheduler import Request, Scheduler
+    from batchlab.core.request import Request
+    from batchlab.core.scheduler import Scheduler
 
     step = dict(held=[3], block_size=16)
     [slot] = step_slots(step, [], {})

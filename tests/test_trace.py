@@ -648,7 +648,7 @@ def test_spans_cover_every_row():
 
 def test_facts_are_read_while_another_thread_ends_the_request():
     from batchlab.llm.outputs import RequestGroup
-    from batchlab.core.scheduler import Request
+    from batchlab.core.request import Request
     from batchlab.view.trace import facts_of
 
     left = [RequestGroup("0", prompt="Hi")]

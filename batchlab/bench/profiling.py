@@ -37,7 +37,7 @@ from batchlab.bench import (
 from ..errors import JobError
 from ..api import LLM
 from ..core.sampling import SamplingParams
-from ..core.scheduler import Request
+from ..core.request import Request
 from ..core.cache import kv_shapes
 from ..view import drawing
 from ..flags import parser_of

@@ -15,7 +15,7 @@ from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from batchlab.core.scheduler import StepPlan
+    from batchlab.core.request import StepPlan
 
 # %% ../../nbs/modules/000_batch.ipynb #7e1b6100
 @dataclass

@@ -27,7 +27,8 @@ from batchlab.core.sampling import (
     token_logprobs,
     token_text,
 )
-from .scheduler import Request, RowOutput, Scheduler, StepPlan
+from .request import Request, RowOutput, StepPlan
+from .scheduler import Scheduler
 
 # %% ../../nbs/14_engine.ipynb #0acd21cd
 log = logging.getLogger("batchlab")

@@ -33,7 +33,7 @@ from ..errors import whole_number, written
 from ..padding import Probe, can_pad, same_as_alone
 from ..tasks.pooled import PoolerConfig as PoolerConfig  # its place in vLLM
 from ..prefill import kv_bytes_per_token
-from ..core.scheduler import Request
+from ..core.request import Request
 from .shown import megabytes
 from ..core.cache import Shape
 

@@ -37,7 +37,8 @@ from .outputs import RequestGroup, StreamEvent
 from .pacing import Pace
 from ..tasks.pooling import pooling_engine
 from ..core.runners import PackedRunner, PaddedRunner, SoloRunner
-from ..core.scheduler import Request, Scheduler
+from ..core.request import Request
+from ..core.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

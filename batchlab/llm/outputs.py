@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeVar, overload
 from ..errors import ParamError
 from ..core.params import SamplingParams
-from ..core.scheduler import Request
+from ..core.request import Request
 from batchlab.llm.shown import (
     esc,
     brief,

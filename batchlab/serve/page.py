@@ -27,8 +27,8 @@ except ImportError as e:
 if TYPE_CHECKING:
     from batchlab.core.engine import Engine
     from batchlab.api import LLM
-    from batchlab.core.scheduler import StepPlan
-    from batchlab.core.scheduler import Request as EngineRequest
+    from batchlab.core.request import StepPlan
+    from batchlab.core.request import Request as EngineRequest
 
 log = logging.getLogger("batchlab")
 

@@ -46,7 +46,8 @@ from batchlab.tasks.pooled import (
 )
 from ..prefill import check_prompt
 from ..core.runners import PackedRunner, SoloRunner
-from ..core.scheduler import Request, RowOutput, Scheduler, StepPlan
+from ..core.request import Request, RowOutput, StepPlan
+from ..core.scheduler import Scheduler
 from batchlab.models.sentence import (
     ACTIVATIONS,
     Dense,

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..llm.config import check_count
 from ..core.engine import log
-from ..core.scheduler import Request
+from ..core.request import Request
 from ..core.tokens import vocabulary_of
 
 if TYPE_CHECKING:
     from batchlab.core.engine import Engine
     from batchlab.api import LLM
     from batchlab.llm.outputs import RequestGroup
-    from batchlab.core.scheduler import StepPlan
+    from batchlab.core.request import StepPlan
 
 # %% auto #0
 __all__ = ['Recorder', 'trace', 'LEDGER', 'PARTS', 'POOL', 'ROW', 'VERSION', 'Trace']

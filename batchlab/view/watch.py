@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from batchlab.api import LLM
     from batchlab.llm.outputs import StreamEvent
     from batchlab.core.sampling import SamplingParams
-    from batchlab.core.scheduler import Request, Scheduler
+    from batchlab.core.request import Request
+    from batchlab.core.scheduler import Scheduler
 
 # %% ../../nbs/52_widgets.ipynb #460f5a42
 class Stepper:
