@@ -30,7 +30,7 @@ from batchlab.llm.config import (
     rope_switch,
 )
 from .core.engine import make_request, sum_ledgers
-from .errors import BatchlabError, EngineError, ModelError, ParamError, PromptTooLongError
+from .errors import BatchlabError, EngineError, ModelError, ParamError
 from .models.fetch import short_name
 from batchlab.llm.inputs import (
     as_list,
@@ -170,7 +170,8 @@ def admit(
         group.params = rows[0].params  # with the `logprobs_mode` that counts
         if rows[0].max_tokens is None:
             raise ParamError(
-                "max_tokens is None, and the model states no context length: give max_tokens"
+                "max_tokens is None, and the model states no context length: give max_tokens",
+                field="max_tokens",
             )
         names = (
             [f"{group.request_id}-{i}" for i in range(params.n)]
@@ -184,9 +185,7 @@ def admit(
     except ModelError:
         raise  # others of its kind can't run either: the caller's to say
     except BatchlabError as e:
-        group.error, group.refused = str(e), True
-        if isinstance(e, PromptTooLongError):
-            group.reason = "too_long"
+        group.refuse(e)
     return group
 
 

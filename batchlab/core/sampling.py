@@ -135,13 +135,15 @@ def _fitting(
     if params.prompt_logprob_start and params.prompt_logprob_start >= len(prompt_ids):
         raise ParamError(
             f"prompt_logprob_start must be below {len(prompt_ids)}, the number of tokens of the prompt, "
-            f"got {params.prompt_logprob_start}"
+            f"got {params.prompt_logprob_start}",
+            field="prompt_logprob_start",
         )
     if vocab_size is not None:
         _check_vocab(params, vocab_size)
     if params.structured_outputs and grammar is None:
         raise ParamError(
-            "structured_outputs needs a grammar over the vocabulary, which LLM makes: run it there"
+            "structured_outputs needs a grammar over the vocabulary, which LLM makes: run it there",
+            field="structured_outputs",
         )
     return params
 
@@ -326,7 +328,8 @@ def _word_ids(
     "Token id sequences of `words` (strings or ids), each string with and without a space before it. Raises `ParamError`."
     if tokenizer is None and any(isinstance(w, str) for w in words):
         raise ParamError(
-            f"bad_words={words!r} needs a tokenizer, and there is none: give lists of token ids instead"
+            f"bad_words={words!r} needs a tokenizer, and there is none: give lists of token ids instead",
+            field="bad_words",
         )
     seqs: dict[tuple[int, ...], None] = {}
     for w in words:
@@ -348,7 +351,8 @@ def _check_vocab(params: SamplingParams, vocab_size: int) -> None:
         if bad := [i for i in ids or () if i >= vocab_size]:
             raise ParamError(
                 f"{name} has token ids {written(bad)}, and the model's ids go from 0 to {vocab_size - 1}: "
-                "was another tokenizer used?"
+                "was another tokenizer used?",
+                field=name,
             )
 
 # %% ../../nbs/72_settings.ipynb #a7c31d5e

@@ -178,7 +178,8 @@ class Detokenizer:
     ) -> None:
         if params.stop and tokenizer is None:
             raise ParamError(
-                f"stop={params.stop!r} needs a tokenizer, and there is none: use stop_token_ids"
+                f"stop={params.stop!r} needs a tokenizer, and there is none: use stop_token_ids",
+                field="stop",
             )
         self.params, self.num_tokens, self._parts = params, 0, []
         self._last: Logprob | None = None  # of the token that came last

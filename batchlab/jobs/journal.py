@@ -140,7 +140,8 @@ def recover_answers(path: str | Path, ours: bool = True) -> Iterator[Found]:
             )  # it says itself how it was made
             if bad or not (ours or found):
                 raise JobError(
-                    f"{path}, line {bad or number} is no answer of a job: give another output"
+                    f"{path}, line {bad or number} is no answer of a job",
+                    advice="give another output",
                 )
             if found:
                 yield found
@@ -265,7 +266,8 @@ def check_stamps(stamps: set[str | None], now: str, where: str | Path) -> None:
         "",
     )
     raise JobError(
-        "{where} was made with other {what} than this: give another output, or {force}, which mixes the two",
+        "{where} was made with other {what} than this",
+        advice="give another output, or {force}, which mixes the two",
         where=where,
         what=what,
         force=Option("force", True),
@@ -287,7 +289,9 @@ def check_same(path: str | Path, now: dict[str, Any], force: bool = False) -> No
             changed[0].replace("_", " "),
         )
         raise JobError(
-            "this job was begun with {what} {was}, and it is {now!r} now: give another output, or {force}, which mixes the two",
+            "{job} was begun with {what} {was}, and it is {now!r} now",
+            advice="give another output, or {force}, which mixes the two",
+            job="this job",
             what=k,
             was=was,
             now=now[changed[0]],
@@ -395,7 +399,8 @@ def sort_records(path: str | Path) -> None:
 def finished_records(output: str | Path) -> Iterator[dict[str, Any]]:
     "Yield the records that `output` was made of, a table or a packed file. Raises `JobError` if a job did not make it."
     foreign = JobError(
-        "{output} is there already: give another output, or {force}",
+        "{output} is there already",
+        advice="give another output, or {force}",
         output=output,
         force=Option("force", True),
     )
@@ -499,7 +504,8 @@ def recover(
             for record in finished_records(output):
                 if not (key := key_of(record)):
                     raise JobError(
-                        "{output} is there already: give another output, or {force}",
+                        "{output} is there already",
+                        advice="give another output, or {force}",
                         output=output,
                         force=Option("force", True),
                     )
@@ -522,7 +528,8 @@ def recover(
     if not force:
         if None in book.stamps and not ours:
             raise JobError(
-                "{output} is there already, and does not say how it was made: give another output, or {force}",
+                "{output} is there already, and does not say how it was made",
+                advice="give another output, or {force}",
                 output=[*there, output][0],
                 force=Option("force", True),
             )

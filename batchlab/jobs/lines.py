@@ -159,7 +159,9 @@ def plain_options(d: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     "`(sampling parameters, keys that mean nothing here)` of `d`, a plain object without its prompt. Raises `BadRequest`."
     nested = {} if d.get("sampling_params") is None else d["sampling_params"]
     if not isinstance(nested, dict):
-        raise BadRequest(f"sampling_params must be an object, got {nested!r:.60}")
+        raise BadRequest(
+            f"sampling_params must be an object, got {nested!r:.60}", param="sampling_params"
+        )
     beside = {k: v for k, v in d.items() if k != "sampling_params" and k not in DROPPED}
     own, options = {k: v for k, v in beside.items() if is_setting(k, v)}, {}
     for given in (nested, own):
@@ -171,7 +173,8 @@ def plain_options(d: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
                 found.setdefault("max_tokens", None)
         if twice := sorted(options.keys() & found.keys()):
             raise BadRequest(
-                f"{twice[0]} stands in sampling_params and beside it: give one of them"
+                f"{twice[0]} stands in sampling_params and beside it: give one of them",
+                param=twice[0],
             )
         options |= found
     return options, tuple(k for k in beside if k not in own)
@@ -181,7 +184,9 @@ def take_chat_options(d: dict[str, Any]) -> dict[str, Any]:
     "Take what dict `d` says of its conversation out of it: a dict. What says nothing is left out. Raises `BadRequest`."
     found = {k: d.pop(k) for k in CHAT_OPTIONS if k in d}
     if isinstance(text := found.get("chat_template"), str) and "{" not in text:
-        raise BadRequest(f"chat_template must be a template, got {text!r:.60}")
+        raise BadRequest(
+            f"chat_template must be a template, got {text!r:.60}", param="chat_template"
+        )
     return {k: v for k, v in found.items() if v is not None and v != []}
 
 
@@ -189,12 +194,15 @@ def take_timeout(d: dict[str, Any]) -> float | None:
     "Take the `timeout` out of dict `d`: seconds, or None. Raises `BadRequest`, also for a `priority`."
     if d.get("priority") is not None:
         raise BadRequest(
-            "priority means nothing in a file: its requests run in whichever order is the quickest, so leave it out"
+            "priority means nothing in a file: its requests run in whichever order is the quickest, so leave it out",
+            param="priority",
         )
     if (v := d.pop("timeout", None)) is None:
         return None
     if isinstance(v, bool) or not isinstance(v, (int, float)) or not 0 < v < float("inf"):
-        raise BadRequest(f"timeout must be a number of seconds above 0, got {v!r:.40}")
+        raise BadRequest(
+            f"timeout must be a number of seconds above 0, got {v!r:.40}", param="timeout"
+        )
     return v
 
 # %% ../../nbs/40_openai.ipynb #ob000013
@@ -237,7 +245,7 @@ def plain_line(line: JobLine, d: dict[str, Any], chat: bool = False) -> None:
     line.ids = {k: v for k, v in ids.items() if isinstance(v, (str, int))}
     for k, v in ids.items():
         if k not in line.ids:
-            raise BadRequest(f"{k} must be a string or a whole number, got {v!r:.60}")
+            raise BadRequest(f"{k} must be a string or a whole number, got {v!r:.60}", param=k)
     if ("prompt" in d) == ("messages" in d):
         if form_of_keys(d) == "batch" and "prompt" not in d:
             raise BadRequest(ANOTHER_FORM.format("a line of the Batch API", "plain lines"))
@@ -274,7 +282,7 @@ def batch_line(line: JobLine, d: dict[str, Any]) -> None:
         raise BadRequest(ANOTHER_FORM.format("a plain line", "lines of the Batch API"))
     line.kind, body = endpoint_of(d), d.get("body")
     if not isinstance(body, dict):
-        raise BadRequest(f"body must be an object, got {body!r:.60}")
+        raise BadRequest(f"body must be an object, got {body!r:.60}", param="body")
     line.ignored, line.model, body = keys_beside(d), body.get("model"), dict(body)
     if line.kind in POOLING_KINDS:
         line.pooling = parse_pooling(body, line.kind)
@@ -389,7 +397,7 @@ def parse_line(
             line.messages = as_messages(line.messages, system)
         if embed and line.kind == "plain":
             if line.messages:
-                raise BadRequest("messages are for chats: give a text to embed")
+                raise BadRequest("messages are for chats: give a text to embed", param="messages")
             line.pooling, line.options = replace(embed, texts=[line.prompt]), {}
     except BadRequest as e:
         line.failure = e.code, str(e)

@@ -48,7 +48,8 @@ def model_and_tokenizer(
         tokenizer = load_tokenizer(find_model(tokenizer, weights=False))
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
         raise ParamError(
-            f"tokenizer must be a hub id, a folder, a .gguf file or a loaded tokenizer, got {type(tokenizer).__name__}"
+            f"tokenizer must be a hub id, a folder, a .gguf file or a loaded tokenizer, got {type(tokenizer).__name__}",
+            field="tokenizer",
         )
     if model is None or isinstance(model, str) or hasattr(model, "__fspath__"):
         model, own = load_model(model if model is None else str(model), dtype=dtype, device=device)
@@ -56,11 +57,13 @@ def model_and_tokenizer(
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         raise ParamError(
             "model must be a hub id, a folder, a .gguf file or a loaded transformers model, "
-            f"got {type(model).__name__}"
+            f"got {type(model).__name__}",
+            field="model",
         )
     if dtype != "auto" or device not in ("auto", None):
         raise ParamError(
-            "dtype and device are for models loaded by name: give the loaded model as you want it"
+            "dtype and device are for models loaded by name: give the loaded model as you want it",
+            field="dtype",
         )
     return model, tokenizer
 
@@ -346,20 +349,22 @@ def check_strategy(name: str) -> str:
     "`name` if it is a strategy. Raises `ParamError`."
     if name in STRATEGIES:
         return name
-    raise ParamError(f"strategy {name!r} is unknown: choose {', '.join(map(repr, STRATEGIES))}")
+    raise ParamError(
+        f"strategy {name!r} is unknown: choose {', '.join(map(repr, STRATEGIES))}", field="strategy"
+    )
 
 
 def check_compile(x: Any) -> bool | str:
     "`x` if it says whether to compile. Raises `ParamError`."
     if x in (True, False, "auto"):
         return x
-    raise ParamError(f"compile must be 'auto', True or False, got {x!r}")
+    raise ParamError(f"compile must be 'auto', True or False, got {x!r}", field="compile")
 
 
 def check_quantization(x: Any, strategy: str) -> str | None:
     "`x` if it names a quantization that runs. Raises `ParamError`."
     if x not in (None, "int8"):
-        raise ParamError(f"quantization must be None or 'int8', got {x!r}")
+        raise ParamError(f"quantization must be None or 'int8', got {x!r}", field="quantization")
     if x and strategy != "continuous":
         raise ParamError(
             "{asked} needs {needed}, got {strategy!r}",

@@ -216,7 +216,7 @@ class StepLoop:
                 self.engines.add(r)
                 self.delivery.mark("queued", r)
         except BatchlabError as e:
-            g.error, g.refused = str(e), True
+            g.refuse(e)
         if g.error:
             self.delivery.end(g, g.reason)
 

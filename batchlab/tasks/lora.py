@@ -57,10 +57,11 @@ class LoRARequest:
             or self.lora_int_id < 1
         ):
             raise ParamError(
-                f"lora_int_id must be a whole number of at least 1, got {self.lora_int_id!r}"
+                f"lora_int_id must be a whole number of at least 1, got {self.lora_int_id!r}",
+                field="lora_int_id",
             )
         if not isinstance(self.lora_name, str) or not self.lora_name:
-            raise ParamError(f"lora_name must be a text, got {self.lora_name!r}")
+            raise ParamError(f"lora_name must be a text, got {self.lora_name!r}", field="lora_name")
         if not self.lora_path:
             raise ParamError(
                 f"adapter {self.lora_name!r} has no lora_path: give the folder with its adapter_config.json"
@@ -440,7 +441,8 @@ class Adapters:
             )
         if not isinstance(asked, str):
             raise ParamError(
-                f"lora_request must be a LoRARequest or the name of an adapter, got {asked!r:.60}"
+                f"lora_request must be a LoRARequest or the name of an adapter, got {asked!r:.60}",
+                field="lora_request",
             )
         known = self.known
         if asked in known:
@@ -636,7 +638,8 @@ def put_adapter(llm: Any, group: Any, asked: Any) -> Any:
     "`group`, made ready by `admit`, with the adapter that is `asked` for, or None: its requests run with it, or it has an error. Raises `ParamError`."
     found = look_up(llm, asked)
     if isinstance(found, AdapterError):
-        group.error, group.refused = group.error or str(found), True
+        if not group.error:
+            group.refuse(found)
     elif found:
         group.adapter, group.lora_request = found, found.request
         for r in group.requests:
