@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the command line is quick since it imports these only when 
     from batchlab.jobs.ray import BatchWorkers
     from batchlab.jobs.job import Job, JobResult
     from batchlab.jobs.lines import JobLine
-    from batchlab.serve.pooling import PoolingRequest
+    from batchlab.jobs.pooling import PoolingRequest
 
 _FLAGS = "SAMPLING_FLAGS COMMANDS OneLineParser id_list json_value int_or_none positive_int positive_float whole_number"
 
@@ -258,7 +258,7 @@ def kind_in(path: Path, text: bool, form: str | None) -> str:
 def prepare(line: JobLine, args: argparse.Namespace, options: dict[str, Any]) -> None:
     "Give `line` its messages, which run instead of its prompt, and settings, `options` for what it leaves open; or a failure."
     from batchlab.core.sampling import ParamError, SamplingParams
-    from batchlab.serve.schema import BadRequest, as_messages
+    from batchlab.jobs.schema import BadRequest, as_messages
 
     if line.failure:
         return
@@ -875,7 +875,7 @@ def texts_file(texts: Sequence[str], name: str | None) -> Iterator[str]:
 def vectors_asked(args: argparse.Namespace) -> PoolingRequest:
     "What `embed` and `plan --embed` ask for each text. Without a `model`, `args` get one for embeddings. Raises `ParamError`."
     from batchlab.tasks.pooled import PoolingParams
-    from batchlab.serve.pooling import PoolingRequest
+    from batchlab.jobs.pooling import PoolingRequest
 
     given = argparse.Namespace(
         **dict.fromkeys("dry_run normalize dimensions truncate prompt_name pooling".split())

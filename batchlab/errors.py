@@ -5,13 +5,16 @@
 # %% ../nbs/modules/000_errors.ipynb #827b7a58
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import floor, inf
+from typing import Any
 
 # %% auto #0
 __all__ = ['Option', 'Message', 'BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError',
            'UnsupportedModelError', 'PromptError', 'PromptTooLongError', 'ParamError', 'BatchError', 'EngineError',
-           'AdapterError', 'Unavailable', 'CompileError', 'JobError', 'TraceError']
+           'AdapterError', 'Unavailable', 'CompileError', 'JobError', 'TraceError', 'whole_number', 'written']
 
 # %% ../nbs/modules/000_errors.ipynb #e44045a1
 @dataclass(frozen=True)
@@ -130,3 +133,19 @@ class JobError(BatchlabError):
 
 class TraceError(BatchlabError, ValueError):
     "No trace, or not a whole one: another file, a torn one, one of a newer version; or something that it can't give."
+
+# %% ../nbs/modules/000_errors.ipynb #nam00038
+def whole_number(v: Any) -> int | None:
+    "`v` as an int if it is a whole number of any library's, 3.0 too, else None; True and False are none."
+    if isinstance(v, bool) or not isinstance(v, numbers.Real):
+        return None
+    x: Any = v  # what a Real can do is not in its type
+    return int(x) if isinstance(v, numbers.Integral) or -inf < x < inf and x == floor(x) else None
+
+
+def written(v: Any, most: int = 200) -> str:
+    "The `repr` of `v` in at most `most` characters; of a number that Python will not write out, what it is."
+    try:
+        return f"{v!r:.{most}}"
+    except ValueError:
+        return f"{type(v).__name__} with a number of more digits than Python writes"

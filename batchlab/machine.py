@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['LEVELS', 'processor_flags', 'compiler_target', 'cpu_name']
+__all__ = ['LEVELS', 'processor_flags', 'compiler_target', 'cpu_name', 'expanded', 'cache_dir']
 
 # %% ../nbs/70_models.ipynb #b54cc550
 import functools, os
 from pathlib import Path
 
-from .errors import ParamError
+from platformdirs import user_cache_dir
+
+from .errors import ModelError, ParamError
 
 
 @functools.cache
@@ -70,3 +72,30 @@ def compiler_target() -> str:
 def cpu_name() -> str:
     "The name of the processor as Linux has it; '' where it has none, and on other systems."
     return _cpuinfo().get("model name", "")
+
+# %% ../nbs/70_models.ipynb #b54cc55c
+def _no_home(what: str) -> ModelError:
+    return ModelError(
+        f"{what} is in a home folder, and there is none: write the path out, or set HOME, "
+        "or BATCHLAB_CACHE for what batchlab keeps"
+    )
+
+
+def expanded(path: str | Path) -> Path:
+    "`path`, with the home folder for `~`. Raises `ModelError` if there is none."
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as e:
+        raise _no_home(repr(str(path))) from e  # no such user, or one without a home
+
+
+def cache_dir() -> Path:
+    """The folder for what batchlab keeps, such as the default model: `BATCHLAB_CACHE`, else the platform's user cache folder.
+
+    Raises `ModelError` for a user without a home folder."""
+    if given := os.environ.get("BATCHLAB_CACHE"):
+        return expanded(given).absolute()
+    try:
+        return Path(user_cache_dir("batchlab")).absolute()
+    except RuntimeError as e:
+        raise _no_home("the cache folder") from e

@@ -15,7 +15,7 @@ from transformers import Cache, DynamicCache
 
 from .errors import PromptError, PromptTooLongError
 from .models import eos_token_ids, max_model_len
-from .compat.names import written
+from .errors import written
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -1,8 +1,10 @@
 """Figures of speed, memory and quality: measured apart, kept in `measured/`, drawn by the cell that claims them, measured anew on request.
 
 A chapter writes one round of a measurement as a function, and `figure` makes a `Figure` of it. Its record, a file in `measured/`,
-says what ran, on which machine, when, with which versions, and every round. A claim is checked on the record each time that the
-chapter runs. `.ci/figures` measures anew; a reader calls `measure()` in the notebook, and the next drawing shows both."""
+names the function and its inputs, and says on which machine it ran, when, with which versions, and every round. A claim is checked on the
+record each time that the chapter runs. Code may change without a new measurement: the record keeps digests of what it measured, and a
+drawing says when it was measured with earlier code. `.ci/figures` measures anew; a reader calls `measure()` in the notebook, and the
+next drawing shows both."""
 
 import ast, functools, hashlib, inspect, json, os, platform, textwrap, time
 from datetime import date
@@ -11,9 +13,11 @@ from pathlib import Path
 
 import pandas as pd
 
+import batchlab
 from batchlab.view.drawing import COLOURS, Picture, bars, curves
 
 FOLDER = Path(__file__).resolve().parent / "measured"
+ENGINE = "basics", "core", "models", "fast", "llm", "tasks"  # the folders that a figure measures
 KINDS = [k for k in ("decode", "prefill", "cached", "again", "padded", "ink") if k in COLOURS]
 
 
@@ -24,12 +28,29 @@ def wanted(name):
 
 
 def code_of(source):
-    "A short hash of what a function does: its code without name, decorators, comments and docstring."
+    "A digest of what a function does: its code without name, decorators, comments and docstring."
     f = ast.parse(textwrap.dedent(source)).body[0]
     f.decorator_list, f.name = [], ""
     if ast.get_docstring(f) is not None:
         f.body = f.body[1:]
     return hashlib.sha256(ast.dump(f).encode()).hexdigest()[:12]
+
+
+@functools.cache
+def engine():
+    "A digest of the code in the folders `ENGINE` of the package, without comments."
+    found = hashlib.sha256()
+    for path in sorted(Path(batchlab.__file__).parent.rglob("*.*")):
+        if path.parent.name in ENGINE and path.suffix in (".py", ".cpp"):
+            text = path.read_text(encoding="utf-8")
+            found.update((ast.dump(ast.parse(text)) if path.suffix == ".py" else text).encode())
+    return found.hexdigest()[:12]
+
+
+def inputs_of(run):
+    "`{parameter: value}` of what a round is called with: the defaults of its function."
+    defaults = {k: p.default for k, p in inspect.signature(run).parameters.items()}
+    return json.loads(json.dumps(defaults))
 
 
 @functools.cache
@@ -82,9 +103,12 @@ class Figure:
         measured = [self.run() for _ in range(rounds or self.rounds)]
         self.own = dict(
             title=self.title,
+            function=self.name,
+            inputs=inputs_of(self.run),
             by=self.by,
             command=f".ci/figures {self.name}",
             code=code_of(inspect.getsource(self.run)),
+            engine=engine(),
             date=f"{date.today()}",
             machine=machine(),
             rounds=measured,
@@ -129,12 +153,27 @@ class Figure:
         return [text for text, holds in self.claims.items() if not holds(self.frame(of=of))]
 
     @property
+    def fits(self):
+        "Whether the record is one of this function with these inputs."
+        mine = dict(function=self.name, inputs=inputs_of(self.run), by=self.by)
+        return mine == {k: self.recorded.get(k) for k in mine}
+
+    def older(self, record):
+        "Whether the function or the engine that `record` measured is no longer the one that is here."
+        now = code_of(inspect.getsource(self.run)), engine()
+        return now != (record.get("code"), record.get("engine"))
+
+    @property
     def caption(self):
         "What ran, where and when, in a line."
 
         def said(r):
-            m = r["machine"]
-            return f"{len(r['rounds'])} rounds on {m['cpu']}, {m['threads']} threads, {r['date']}, torch {r['versions']['torch']}, batchlab {r['versions']['batchlab']}"
+            m, v = r["machine"], r["versions"]
+            when = f"with earlier code on {r['date']}" if self.older(r) else r["date"]
+            return (
+                f"{len(r['rounds'])} rounds on {m['cpu']}, {m['threads']} threads, "
+                f"measured {when}, torch {v['torch']}, batchlab {v['batchlab']}"
+            )
 
         mine = f" Yours: {said(self.own)}." if self.own else ""
         return f"Median, least and most of {said(self.recorded)}: {self.recorded['command']}.{mine}"
@@ -196,6 +235,8 @@ def figure(by, rounds=5, claims=None):
             f.record()
         if f.recorded is None:
             return f  # drawing it says what to do
+        if not f.fits:
+            raise AssertionError(f"{f.name}: measured with other inputs: run .ci/figures {f.name}")
         if broken := f.broken():
             if not os.environ.get("BATCHLAB_MEASURE"):
                 raise AssertionError(f"{f.name}: the record does not show that {broken}\n{f.table}")

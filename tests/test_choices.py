@@ -629,7 +629,7 @@ def test_a_line_asks_for_chosen_tokens_and_modes():
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
 def test_answers_of_the_api_carry_chosen_tokens(kind):
-    from batchlab.serve.schema import answer_body, text_logprobs
+    from batchlab.jobs.schema import answer_body, text_logprobs
 
     llm = LLM(tiny(), tiny_tokenizer())
     [out] = llm.generate([[5, 6, 7]], dict(GREEDY, max_tokens=2, logprob_token_ids=[70, 80]))

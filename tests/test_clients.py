@@ -13,7 +13,7 @@ pytest.importorskip("uvicorn")
 from pydantic import BaseModel
 
 from batchlab.models import tiny_tokenizer
-from batchlab.serve.tools import format_of
+from batchlab.jobs.tools import format_of
 from test_server import TALK, serving
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -25,7 +25,7 @@ from batchlab.models.tiny import TINY_ARCHS
 from batchlab.tasks.verify import verify
 from batchlab.serve.batches import ENDED, BatchRunner, BatchStore
 from batchlab.jobs.job import Job
-from batchlab.serve.pooling import PoolingRequest
+from batchlab.jobs.pooling import PoolingRequest
 from batchlab.jobs.ray import BatchLLM
 from helpers import running, until
 

@@ -29,7 +29,7 @@ from batchlab.compat.names import (
 )
 from batchlab.core.params import BeamSearchParams
 from batchlab.tasks.pooled import PoolingParams
-from batchlab.serve.schema import BadRequest, parse_online
+from batchlab.jobs.schema import BadRequest, parse_online
 
 TALK = [
     dict(role="user", content="hi"),

@@ -765,7 +765,7 @@ def test_paths_that_are_not_served(client, web):
 
 def test_values_at_random_are_never_a_500(s, web):
     "Any JSON for any key: an answer, or an error that names what is wrong."
-    from batchlab.serve.schema import OPTIONS
+    from batchlab.jobs.schema import OPTIONS
 
     rand, until_now = random.Random(3), len(s.said)
     odd = [
@@ -1360,7 +1360,7 @@ def test_usage_in_every_part(s, web, path):
 
 
 def test_what_has_no_effect_is_said_once(web, caplog):
-    from batchlab.serve.schema import IGNORED, say_ignored
+    from batchlab.jobs.schema import IGNORED, say_ignored
 
     say_ignored.cache_clear()
     for _ in range(2):

@@ -15,7 +15,7 @@ from batchlab.llm.outputs import CompletionOutput
 from batchlab.core.sampling import Logprob
 from batchlab.models.tiny import tiny_model, tiny_tokenizer
 from batchlab.core.tokens import ids_of_text, make_twin, vocabulary_of, word_ids
-from batchlab.serve.schema import (
+from batchlab.jobs.schema import (
     Parts,
     chat_logprobs,
     echoed,

@@ -11,8 +11,8 @@ from batchlab.models import encode_chat, tiny_model, tiny_tokenizer
 from batchlab.core.sampling import SamplingParams
 from batchlab.jobs.job import Job
 from batchlab.jobs.lines import parse_line
-from batchlab.serve.schema import BadRequest, as_messages, error_body
-from batchlab.serve.tools import (
+from batchlab.jobs.schema import BadRequest, as_messages, error_body
+from batchlab.jobs.tools import (
     FORMATS,
     ID,
     KIND,

@@ -5,12 +5,11 @@
 # %% ../../nbs/modules/000_names.ipynb #nam00004
 from __future__ import annotations
 
-import difflib, functools, inspect, json, logging, numbers, re
+import difflib, functools, inspect, json, logging, re
 from ast import literal_eval
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields
 from functools import cache, lru_cache
-from math import floor, inf
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from ..errors import Option, ParamError
@@ -20,9 +19,9 @@ log = logging.getLogger("batchlab")
 # %% auto #0
 __all__ = ['log', 'ALIASES', 'GUIDED', 'NEUTRAL', 'DROPPED', 'ADVICE', 'INSTEAD', 'ELSEWHERE', 'BUILT_SO', 'WORKS',
            'WITHOUT_EFFECT', 'REFUSED', 'ENGINE_DEFAULTS', 'setting_fields', 'known_settings', 'setting_names',
-           'plain_name', 'near_key', 'named_as_setting', 'is_setting', 'whole_number', 'written', 'advice', 'refuse',
-           'structured_of', 'form_of', 'logprobs_of', 'settings_of', 'reads', 'by_any_name', 'read_settings',
-           'read_call', 'read_plain_call', 'read_pooling_call', 'read_engine']
+           'plain_name', 'near_key', 'named_as_setting', 'is_setting', 'advice', 'refuse', 'structured_of', 'form_of',
+           'logprobs_of', 'settings_of', 'reads', 'by_any_name', 'read_settings', 'read_call', 'read_plain_call',
+           'read_pooling_call', 'read_engine']
 
 # %% ../../nbs/modules/000_names.ipynb #nam00008
 ALIASES = dict(
@@ -146,22 +145,6 @@ def is_setting(k: str, v: Any) -> bool:
     return k not in DROPPED and (
         named_as_setting(k) or isinstance(v, dict) and not known_settings().isdisjoint(v)
     )
-
-# %% ../../nbs/modules/000_names.ipynb #nam00038
-def whole_number(v: Any) -> int | None:
-    "`v` as an int if it is a whole number of any library's, 3.0 too, else None; True and False are none."
-    if isinstance(v, bool) or not isinstance(v, numbers.Real):
-        return None
-    x: Any = v  # what a Real can do is not in its type
-    return int(x) if isinstance(v, numbers.Integral) or -inf < x < inf and x == floor(x) else None
-
-
-def written(v: Any, most: int = 200) -> str:
-    "The `repr` of `v` in at most `most` characters; of a number that Python will not write out, what it is."
-    try:
-        return f"{v!r:.{most}}"
-    except ValueError:
-        return f"{type(v).__name__} with a number of more digits than Python writes"
 
 # %% ../../nbs/modules/000_names.ipynb #nam00013
 def _shown(v: Any) -> str:

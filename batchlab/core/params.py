@@ -19,9 +19,8 @@ from batchlab.compat.names import (
     read_settings,
     setting_fields,
     settings_of,
-    whole_number,
-    written,
 )
+from ..errors import whole_number, written
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

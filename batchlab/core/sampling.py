@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from .text import Detokenizer, IncrementalDecoder
 from ..errors import ParamError
-from ..compat.names import written
+from ..errors import written
 from .params import SamplingParams, StructuredOutputsParams
 from .tokens import vocabulary_of, word_ids
 

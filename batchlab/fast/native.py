@@ -20,8 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import CompileError, ModelError
-from ..machine import compiler_target, processor_flags
-from ..models import cache_dir
+from ..machine import cache_dir, compiler_target, processor_flags
 
 if TYPE_CHECKING:
     from batchlab.fast.kernels import AttentionWorklist

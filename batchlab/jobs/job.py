@@ -52,8 +52,8 @@ from batchlab.jobs.lines import (
     json_object,
     parse_line,
 )
-from ..serve.schema import BadRequest
-from ..serve.pooling import PoolingRequest, TextsGroup
+from .schema import BadRequest
+from .pooling import PoolingRequest, TextsGroup
 from batchlab.jobs.runner import (
     Admitted,
     LineRunner,

@@ -17,9 +17,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..core.params import SamplingParams
-from ..serve import schema as openai
+from . import schema as openai
 from .formats import LONGEST_LINE, Raw
-from batchlab.serve.schema import (
+from batchlab.jobs.schema import (
     ALIASES,
     DROPPED,
     BadRequest,
@@ -38,7 +38,7 @@ from batchlab.serve.schema import (
     take,
     usage_of,
 )
-from batchlab.serve.pooling import (
+from batchlab.jobs.pooling import (
     POOLING_KINDS,
     PoolingRequest,
     TextsOutput,
@@ -60,7 +60,7 @@ from batchlab.jobs.tables import (
     kept_cells,
     plain_value,
 )
-from ..serve.tools import ToolChoice, ToolFormat, format_of, parse_answer, take_tools
+from .tools import ToolChoice, ToolFormat, format_of, parse_answer, take_tools
 
 if TYPE_CHECKING:
     from batchlab.llm.outputs import RequestOutput

@@ -28,7 +28,7 @@ from .job import Job, JobResult, Run
 from .journal import Ledgerbook, Outbox, replace_file
 from ..tasks.pooled import PoolingParams
 from .lines import JobLine, failure_of, parse_line
-from ..serve.pooling import PoolingRequest
+from .pooling import PoolingRequest
 from ..compat.names import is_setting, settings_of
 from .runner import LineRunner, model_digest, name_of
 from .tables import Columns, check_output, flat

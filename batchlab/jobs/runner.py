@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from ..errors import BatchlabError, JobError, ModelError
 from ..tasks.lora import adapter_names
 from .lines import JobLine, ParamsCache, Postprocess, answer_of, failure_of
-from ..serve.schema import BadRequest
-from ..serve.pooling import TextsOutput
-from ..serve.tools import conversation_with, tool_params
+from .schema import BadRequest
+from .pooling import TextsOutput
+from .tools import conversation_with, tool_params
 
 if TYPE_CHECKING:  # a dry run needs no torch
     from batchlab.api import LLM

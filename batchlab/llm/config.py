@@ -29,7 +29,7 @@ from ..errors import Option, ParamError, Unavailable, UnsupportedModelError
 from ..models.fetch import find_model
 from ..models.load import load_tokenizer
 from ..models import load_model, max_model_len
-from ..compat.names import whole_number, written
+from ..errors import whole_number, written
 from ..padding import Probe, can_pad, same_as_alone
 from ..tasks.pooled import PoolerConfig as PoolerConfig  # its place in vLLM
 from ..prefill import kv_bytes_per_token

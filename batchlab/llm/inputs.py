@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..errors import BatchlabError, ModelError, ParamError, PromptError
-from .lengths import check_length
+from ..models.lengths import check_length
 from batchlab.models import (
     bad_message,
     encode,
@@ -19,7 +19,8 @@ from batchlab.models import (
     start_token_id,
     template_text,
 )
-from ..compat.names import is_setting, settings_of, whole_number, written
+from ..compat.names import is_setting, settings_of
+from ..errors import whole_number, written
 from .outputs import RequestOutput
 from ..tasks.pooled import PoolingParams
 from ..core.sampling import SamplingParams

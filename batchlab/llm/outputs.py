@@ -18,8 +18,16 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeVar, overloa
 from ..errors import ParamError
 from ..core.params import SamplingParams
 from ..core.request import Request
-from .shown import brief, facts_html, facts_text, megabytes, panel_html, short, table
-from ..view.drawing import esc
+from batchlab.llm.shown import (
+    esc,
+    brief,
+    facts_html,
+    facts_text,
+    megabytes,
+    panel_html,
+    short,
+    table,
+)
 
 if TYPE_CHECKING:
     import pandas

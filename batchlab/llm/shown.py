@@ -5,11 +5,9 @@
 # %% ../../nbs/modules/000_shown.ipynb #8dc9d6bc
 from __future__ import annotations
 
-import os, sys
+import html, os, re, sys
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from ..view.drawing import HTML_STYLE, esc
 
 # %% auto #0
 __all__ = []
@@ -38,10 +36,28 @@ def megabytes(n: float) -> str:
     "`n` bytes in MB."
     return f"{n / 1e6:,.1f} MB"
 
+# %% ../../nbs/modules/000_shown.ipynb #452338ce
+TABLE_STYLE = """.bl{color-scheme:light dark;--edge:light-dark(#d0d7de,#3a424d);line-height:1.45;max-width:100%}
+[data-jp-theme-light=true] .bl,.vscode-light .bl{color-scheme:light}[data-jp-theme-light=false] .bl,.vscode-dark .bl{color-scheme:dark}
+.bl .dim{opacity:.72}
+.bl .num{font-variant-numeric:tabular-nums;text-align:right;white-space:nowrap}
+.bl table{color:inherit;border-collapse:collapse;width:100%;margin:0;font-size:13px}
+.bl td,.bl th{padding:2px 10px 2px 0;text-align:left;vertical-align:middle;border:0;border-bottom:1px solid var(--edge)}
+.bl td.num,.bl th.num{text-align:right}
+.bl code{font-family:var(--jp-code-font-family,ui-monospace,monospace);font-size:12.5px;white-space:pre-wrap;background:none;color:inherit;padding:0 1px}
+"""
+
+
+def esc(text: object) -> str:
+    "Text for HTML and SVG: no markup, and no character that XML forbids."
+    return html.escape(
+        re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", str(text))
+    )
+
 # %% ../../nbs/modules/000_shown.ipynb #452338cf
 def panel_html(body: str) -> str:
     "HTML that stands alone: `body` with the colours and classes of all."
-    return f'<style>{HTML_STYLE}.bl{{font-size:13px;color:var(--jp-ui-font-color1,inherit)}}</style><div class="bl">{body}</div>'
+    return f'<style>{TABLE_STYLE}.bl{{font-size:13px;color:var(--jp-ui-font-color1,inherit)}}</style><div class="bl">{body}</div>'
 
 
 def table(rows: Sequence[Mapping[str, object]], words: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ from batchlab.errors import (
     UnsupportedModelError,
 )
 from .fetch import DEFAULT_EMBEDDING_MODEL, DEFAULT_MODEL, find_model
-from ..llm.lengths import SHORT, chars_in, check_length
+from .lengths import SHORT, chars_in, check_length
 from batchlab.models.load import (
     cache_dir,
     cpu_has_fast_bf16,

@@ -13,9 +13,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ..errors import HubUnreachableError, ModelError, ModelNotFoundError
+from ..machine import cache_dir, expanded
 from batchlab.models.load import (
-    cache_dir,
-    expanded,
     has_tokenizer,
     has_weights,
     load_gguf,

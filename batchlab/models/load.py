@@ -5,17 +5,16 @@
 # %% ../../nbs/modules/000_loading.ipynb #d810957d
 from __future__ import annotations
 
-import contextlib, json, logging, os, re, warnings
+import contextlib, json, logging, re, warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
-from platformdirs import user_cache_dir
 
 from ..errors import ModelError, ModelNotFoundError, UnsupportedModelError
-from ..machine import processor_flags
+from ..machine import cache_dir, processor_flags
 from .sentence import first_step, lower_case
 
 if TYPE_CHECKING:
@@ -43,33 +42,6 @@ def quiet() -> Iterator[None]:
             tl.enable_progress_bar()
 
 # %% ../../nbs/modules/000_loading.ipynb #12073d0a
-def _no_home(what: str) -> ModelError:
-    return ModelError(
-        f"{what} is in a home folder, and there is none: write the path out, or set HOME, "
-        "or BATCHLAB_CACHE for what batchlab keeps"
-    )
-
-
-def expanded(path: str | Path) -> Path:
-    "`path`, with the home folder for `~`. Raises `ModelError` if there is none."
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as e:
-        raise _no_home(repr(str(path))) from e  # no such user, or one without a home
-
-
-def cache_dir() -> Path:
-    """The folder for what batchlab keeps, such as the default model: `BATCHLAB_CACHE`, else the platform's user cache folder.
-
-    Raises `ModelError` for a user without a home folder."""
-    if given := os.environ.get("BATCHLAB_CACHE"):
-        return expanded(given).absolute()
-    try:
-        return Path(user_cache_dir("batchlab")).absolute()
-    except RuntimeError as e:
-        raise _no_home("the cache folder") from e
-
-
 def one_line(e: BaseException) -> str:
     "The message of `e` in a line of up to 200 characters."
     return " ".join(str(e).split())[:200] or type(e).__name__

@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from ..errors import ModelError, ModelNotFoundError
 from .fetch import WHEELS
-from .load import cache_dir
+from ..machine import cache_dir
 
 # %% auto #0
 __all__ = ['Kept', 'own', 'hub', 'remove', 'clear']

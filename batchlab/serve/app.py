@@ -32,7 +32,7 @@ from ..llm.outputs import RequestOutput
 from .routes import batch_router
 from .batches import BatchRunner
 from ..jobs.lines import json_object
-from batchlab.serve.schema import (
+from batchlab.jobs.schema import (
     POOLING_URLS,
     ApiRequest,
     BadRequest,
@@ -50,9 +50,9 @@ from batchlab.serve.schema import (
     usage_of,
 )
 from .page import trusted
-from .pooling import PoolingRequest, parse_pooling, pooling_body
+from ..jobs.pooling import PoolingRequest, parse_pooling, pooling_body
 from ..jobs.runner import name_of
-from batchlab.serve.tools import (
+from batchlab.jobs.tools import (
     ToolChoice,
     ToolFormat,
     ToolParser,

@@ -20,7 +20,7 @@ from ..jobs.formats import Raw
 from ..jobs.job import Job, LocalRun, Run
 from ..jobs.journal import Ledgerbook, Outbox, drop_side, recover_answers, side_of
 from ..jobs.lines import JobLine, ParamsCache, failure_of, json_object
-from .schema import URLS, BadRequest, endpoint_of, error_body
+from ..jobs.schema import URLS, BadRequest, endpoint_of, error_body
 from ..jobs.runner import Admitted, LineRunner, ModelNames, name_of
 
 if TYPE_CHECKING:  # looking at files needs no torch

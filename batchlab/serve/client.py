@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import JobError
 from ..jobs.formats import LONGEST_LINE, new_of, read_lines
 from ..jobs.lines import json_object
-from .schema import BadRequest
+from ..jobs.schema import BadRequest
 
 # %% ../../nbs/42_batches.ipynb #b2c6d8be
 ENDED = "failed", "completed", "expired", "cancelled"

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from .. import __version__
 from ..errors import JobError
 from ..view.drawing import COLOURS
-from .schema import BadRequest
+from ..jobs.schema import BadRequest
 
 try:
     from fastapi import APIRouter, HTTPException, Request, Response

@@ -25,7 +25,7 @@ from batchlab.serve.batches import (
     disk_error,
 )
 from ..jobs.lines import json_object
-from .schema import BadRequest
+from ..jobs.schema import BadRequest
 
 try:
     from fastapi import APIRouter, Request

@@ -15,7 +15,7 @@ from typing import Any
 from ..llm.config import check_count
 from ..errors import EngineError, ParamError
 from ..llm.inputs import chat_options
-from ..llm.lengths import SHORT, chars_in
+from ..models.lengths import SHORT, chars_in
 from ..api import LLM, trim_memory
 from ..compat.names import by_any_name, read_call
 from ..llm.outputs import CompletionOutput, RequestOutput, Stats, StreamEvent, total_logprob

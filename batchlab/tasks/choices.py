@@ -25,7 +25,7 @@ from batchlab.llm.inputs import (
     parse_prompt,
     prompt_ids_of,
 )
-from ..llm.lengths import check_length
+from ..models.lengths import check_length
 from .lora import Adapter, LoRARequest, adapters_for
 from ..models import start_token_id
 from ..llm.outputs import Outputs

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ..errors import ParamError
-from ..compat.names import by_any_name, whole_number, written
+from ..compat.names import by_any_name
+from ..errors import whole_number, written
 from ..llm.outputs import RequestGroup
 from ..llm.shown import brief, short
 

@@ -30,7 +30,7 @@ from batchlab.errors import (
     UnsupportedModelError,
 )
 from ..llm.inputs import is_talk, as_list, prompt_ids_of, unreadable
-from ..llm.lengths import SHORT, beginning, check_length
+from ..models.lengths import SHORT, beginning, check_length
 from ..models import max_model_len
 from ..compat.names import by_any_name, read_pooling_call
 from ..llm.outputs import Outputs

@@ -5,7 +5,7 @@
 # %% ../../nbs/55_drawing.ipynb #417478e7
 from __future__ import annotations
 
-import html, math, re, textwrap
+import math, textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +13,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from ..llm.shown import TABLE_STYLE, esc
+
 # %% auto #0
-__all__ = ['COLOURS', 'HTML_STYLE', 'px', 'esc', 'Picture', 'Canvas', 'on_top', 'scale', 'runs', 'ticks', 'powers', 'heading',
-           'written', 'legend', 'axis', 'tile', 'columns', 'side_axis', 'grid', 'bars', 'curves', 'colour_key']
+__all__ = ['COLOURS', 'HTML_STYLE', 'px', 'Picture', 'Canvas', 'on_top', 'scale', 'runs', 'ticks', 'powers', 'heading', 'written',
+           'legend', 'axis', 'tile', 'columns', 'side_axis', 'grid', 'bars', 'curves', 'colour_key']
 
 # %% ../../nbs/55_drawing.ipynb #ad398be4
 COLOURS = dict(
@@ -38,13 +40,6 @@ COLOURS = dict(
 def px(x: float) -> str:
     "A number of pixels as SVG writes it, to a tenth."
     return f"{x:.1f}".removesuffix(".0")
-
-
-def esc(text: object) -> str:
-    "Text for HTML and SVG: no markup, and no character that XML forbids."
-    return html.escape(
-        re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", str(text))
-    )
 
 
 def _attributes(named):
@@ -514,17 +509,12 @@ def curves(
 
 # %% ../../nbs/55_drawing.ipynb #5e1b8c40
 HTML_STYLE = (
-    ".bl{color-scheme:light dark;"
+    TABLE_STYLE
+    + ".bl{"
     + "".join(f"--{k}:light-dark({a},{b});" for k, (a, b) in COLOURS.items())
     + """
---mark:light-dark(#ffe08a,#6b5310);line-height:1.45;max-width:100%}
-[data-jp-theme-light=true] .bl,.vscode-light .bl{color-scheme:light}[data-jp-theme-light=false] .bl,.vscode-dark .bl{color-scheme:dark}
-.bl svg{display:block;max-width:100%;height:auto}.bl .dim{opacity:.72}
-.bl .num{font-variant-numeric:tabular-nums;text-align:right;white-space:nowrap}
-.bl table{color:inherit;border-collapse:collapse;width:100%;margin:0;font-size:13px}
-.bl td,.bl th{padding:2px 10px 2px 0;text-align:left;vertical-align:middle;border:0;border-bottom:1px solid var(--edge)}
-.bl td.num,.bl th.num{text-align:right}
-.bl code{font-family:var(--jp-code-font-family,ui-monospace,monospace);font-size:12.5px;white-space:pre-wrap;background:none;color:inherit;padding:0 1px}
+--mark:light-dark(#ffe08a,#6b5310)}
+.bl svg{display:block;max-width:100%;height:auto}
 .bl .row,.bl .slots{display:flex;flex-wrap:wrap;gap:4px;margin:6px 0}
 .bl .part{border:1.5px solid;border-radius:5px;padding-right:4px;overflow-wrap:anywhere}
 .bl .part b{color:var(--on);padding:1px 5px;margin-right:4px}.bl .part code+code{border-left:1px solid var(--edge)}

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .tracefile import PARTS, Trace
-from .drawing import Canvas, esc
+from .drawing import Canvas
+from ..llm.shown import esc
 from .pictures import Row, draw_step, packed_rows
 from .viewer import data_of, frame_step, overview
 from .widgets import Panel, SlotState, W, panel_html, short, slots_html

@@ -12,7 +12,8 @@ from typing import Any
 
 from ..errors import TraceError
 from .tracefile import Trace, trace_of
-from .drawing import HTML_STYLE, Canvas, colour_key, columns, esc, scale, side_axis
+from .drawing import HTML_STYLE, Canvas, colour_key, columns, scale, side_axis
+from ..llm.shown import esc
 from .pictures import draw_lanes, phase_of, row_height, slot_runs
 
 # %% auto #0

@@ -22,7 +22,8 @@ from ..api import LLM
 from ..core.sampling import SamplingParams, SamplingRow, probabilities, sample
 from ..llm.shown import panel_html, short, table
 from ..core.tokens import vocabulary_of
-from .drawing import Canvas, Picture, bars, colour_key, esc, heading, legend
+from .drawing import Canvas, Picture, bars, colour_key, heading, legend
+from ..llm.shown import esc
 from .pictures import KINDS, draw_lanes
 
 try:

@@ -18,9 +18,8 @@ from batchlab.compat.names import (
     is_setting,
     setting_fields,
     settings_of,
-    whole_number,
-    written,
 )
+from ..errors import whole_number, written
 from ..core.params import SamplingParams
 
 log = logging.getLogger("batchlab")
@@ -28,7 +27,7 @@ log = logging.getLogger("batchlab")
 if TYPE_CHECKING:  # a check of a file needs no torch
     from batchlab.llm.outputs import CompletionOutput, RequestOutput
     from batchlab.core.sampling import Logprob
-    from batchlab.serve.tools import ToolChoice, ToolFormat, ToolParser
+    from batchlab.jobs.tools import ToolChoice, ToolFormat, ToolParser
 
 # %% auto #0
 __all__ = ['log', 'IGNORED', 'DEFAULTS', 'RANGES', 'LENGTHS', 'POOLING_URLS', 'URLS', 'ReadCalls', 'STATUS', 'MESSAGE', 'TALK',
@@ -260,7 +259,7 @@ POOLING_URLS = {
     "/rerank": "rerank",
     "/v1/rerank": "rerank",
     "/v2/rerank": "rerank",
-}  # vLLM's but the first, see serve.pooling
+}  # vLLM's but the first, see jobs.pooling
 URLS = {"/v1/chat/completions": "chat", "/v1/completions": "text"} | POOLING_URLS
 
 
