@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from zlib import crc32
 
 from batchlab.core.batch import make_batch
-from batchlab.core.blocks import common_length
 from batchlab.core.request import RowOutput
 from batchlab.view.drawing import grid
 
@@ -61,11 +60,11 @@ class FakeModel:
 
 
 def outputs(plan, tokens):
-    "A `RowOutput` for each row of `plan`, of the model's `tokens`; guesses hold as far as the model says the same."
+    "A `RowOutput` for each row of `plan`, of the model's `tokens`."
     found, tokens = [], iter(tokens)
     for row in plan.rows:
         due = [next(tokens) for _ in range(row.num_logits)]
-        found.append(RowOutput(due[: common_length(row.request.draft_ids, due) + 1]))
+        found.append(RowOutput(due[-1:]))
     return found
 
 
@@ -116,15 +115,13 @@ def snapshot(s):
     ]
 
 
-def simulate(s, requests, at=None, check=None, guess=None, limit=20_000):
+def simulate(s, requests, at=None, check=None, limit=20_000):
     "Run `requests` (number i arrives at step `at[i]`) to the end and compare with the oracle: what each step did."
     model, history, at = FakeModel(s.block_size), [], at or [0] * len(requests)
     todo = sorted(zip(at, range(len(requests))))[::-1]
     while todo or s.has_unfinished:
         while todo and todo[-1][0] <= len(history):
             s.add(requests[todo.pop()[1]])
-        for r in s.running if guess else ():
-            r.draft_ids = guess(r)
         history.append(one_step(s, model, check))
         assert len(history) < limit, "it does not end"
     assert all(r.output_ids == model.alone(r)[: len(r.output_ids)] for r in requests)
@@ -228,18 +225,3 @@ def counts(s, history):
         "positions computed": s.ledger.useful + s.ledger.recomputed,
         "of them again": s.ledger.recomputed,
     }
-
-
-def guesser(n, right=0.8):
-    "A proposer of `n` tokens for a request: it knows the answer, and errs on purpose."
-    rng, model, known = random.Random(3), FakeModel(), {}
-
-    def guess(r):
-        if r.request_id not in known:
-            known[r.request_id] = model.alone(r)
-        at = len(r.output_ids)
-        return [
-            t if rng.random() < right else (t + 1) % 50 for t in known[r.request_id][at : at + n]
-        ]
-
-    return guess

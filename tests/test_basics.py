@@ -7,7 +7,7 @@ import pytest, torch
 
 from batchlab.basics.decode import BatchEngine, draw
 from batchlab.basics.padding import PaddedEngine, can_pad
-from batchlab.basics.prefill import Engine, Request, eos_ids_of, generate_naive
+from batchlab.basics.prefill import SoloEngine, Session, eos_ids_of, generate_naive
 from batchlab.basics.prefix import PrefixEngine, chunk_keys, common_length, common_prefix
 from batchlab.basics.ragged import RaggedEngine, can_pack
 from batchlab.basics.slots import SlotBatch, SlotEngine
@@ -72,7 +72,9 @@ def test_slots_on_drawn_mixes(family):
     assert reused > 0 or way != "packed"
 
 
-@pytest.mark.parametrize("engine", [Engine, BatchEngine, PaddedEngine, PrefixEngine, RaggedEngine])
+@pytest.mark.parametrize(
+    "engine", [SoloEngine, BatchEngine, PaddedEngine, PrefixEngine, RaggedEngine]
+)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2"])
 def test_each_engine_on_the_way(engine, family):
     m, eos = model(family), eos_ids_of(model(family))
@@ -174,10 +176,10 @@ def test_sampling_does_not_depend_on_company():
 
 def test_top_p_and_temperature():
     logits = torch.tensor([[3.0, 2.9, -9.0]])
-    drawn = {draw(logits, [Request([1], temperature=1.0, seed=s)])[0] for s in range(40)}
+    drawn = {draw(logits, [Session([1], temperature=1.0, seed=s)])[0] for s in range(40)}
     assert drawn == {0, 1}
-    drawn = {draw(logits, [Request([1], temperature=1.0, top_p=0.3, seed=s)])[0] for s in range(20)}
-    assert drawn == {0} == {draw(logits, [Request([1])])[0]}
+    drawn = {draw(logits, [Session([1], temperature=1.0, top_p=0.3, seed=s)])[0] for s in range(20)}
+    assert drawn == {0} == {draw(logits, [Session([1])])[0]}
 
 
 def test_streams_and_callbacks():

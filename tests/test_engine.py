@@ -1020,33 +1020,6 @@ def test_many_query_heads_on_one_kv_head():
     )
 
 
-def drafted(n_tokens, guesses, max_kv_tokens, **kw):
-    "A scheduler with one decoding request for each item of `n_tokens`, which has that many tokens; the first has guesses."
-    s = Scheduler(4, 64, max_kv_tokens, block_size=4, **kw)
-    rs = [s.add(Request(str(i), [i] * n, 4)) for i, n in enumerate(n_tokens)]
-    plan = s.schedule()
-    s.update(plan, [RowOutput([7]) for _ in plan.rows])
-    rs[0].draft_ids = [9] * guesses
-    return s, rs
-
-
-def test_guesses_beyond_memory_leave_no_block_behind():
-    s, [r] = drafted([3], 12, 12)
-    plan = s.schedule()
-    assert (plan.rows[0].n_tokens, r.draft_ids, r.block_table) == (1, [], [0])
-    s.pool.check()
-
-
-def test_no_decoding_request_is_preempted_for_guesses():
-    s, [a, b] = drafted([8, 8], 3, 24)
-    plan = s.schedule()
-    check_invariants(s, plan)
-    assert {row.request: row.n_tokens for row in plan.rows} == {a: 4, b: 1} and not plan.preempted
-    s, [a, b] = drafted([8, 8], 6, 24)
-    plan = s.schedule()
-    assert [row.n_tokens for row in plan.rows] == [1, 1] and not plan.preempted
-
-
 def test_limits_are_whole_blocks():
     limits = Limits(4, 64, 320, 320 * 100, 100)
     limits.fit(256)

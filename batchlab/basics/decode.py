@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
-from .prefill import Engine, Request, forward
+from .prefill import SoloEngine, Session, forward
 
 # %% auto #0
 __all__ = ['Index', 'RowLayer', 'RowCache', 'merge', 'right_mask', 'draw', 'uniform', 'BatchEngine']
@@ -84,7 +84,7 @@ def right_mask(lengths: Tensor, num_columns: int) -> Tensor:
     return (columns >= num_columns - lengths[:, None]).long()
 
 # %% ../../nbs/1_basics/02_decode.ipynb #1366604f
-def draw(logits: Tensor, requests: Sequence[Request]) -> list[int]:
+def draw(logits: Tensor, requests: Sequence[Session]) -> list[int]:
     """A token of each row of `logits` `[B, V]`, by the request's `temperature` and `top_p`; the likeliest at temperature 0.
 
     All rows are drawn at once, each with a number of its own: what a seed gives does not depend on the company."""
@@ -101,7 +101,7 @@ def draw(logits: Tensor, requests: Sequence[Request]) -> list[int]:
     return torch.where(hot, ids.gather(-1, at[:, None])[:, 0], logits.argmax(-1)).tolist()
 
 # %% ../../nbs/1_basics/02_decode.ipynb #b62ab9aa
-def uniform(request: Request) -> float:
+def uniform(request: Session) -> float:
     """A number in [0, 1) for the request's next token: with a seed it depends on that and on the token's index alone."""
     if request.seed is None:
         return float(torch.rand(()))
@@ -109,7 +109,7 @@ def uniform(request: Request) -> float:
     return float(torch.rand((), generator=torch.Generator().manual_seed(seed)))
 
 # %% ../../nbs/1_basics/02_decode.ipynb #9d4a3c1a
-class BatchEngine(Engine):
+class BatchEngine(SoloEngine):
     """Decodes all running requests in one call of the model, over one cache whose rows end in the same column.
 
     Row i of `cache` belongs to `running[i]`; the last `lengths[i]` columns are its own."""
@@ -117,7 +117,7 @@ class BatchEngine(Engine):
     cache: RowCache | None = None
     lengths = torch.tensor([], dtype=torch.int64)
 
-    def prefill(self, requests: list[Request]) -> Tensor:
+    def prefill(self, requests: list[Session]) -> Tensor:
         caches = [RowCache() for _ in requests]
         logits = [self.extend(c, r.prompt_ids) for c, r in zip(caches, requests)]
         self.join(merge(caches), [len(r.prompt_ids) for r in requests])
@@ -128,7 +128,7 @@ class BatchEngine(Engine):
         self.cache = cache if self.cache is None else merge([self.cache, cache])
         self.lengths = torch.cat([self.lengths, torch.tensor(lengths)]).to(self.model.device)
 
-    def decode(self, requests: list[Request]) -> Tensor:
+    def decode(self, requests: list[Session]) -> Tensor:
         assert self.cache is not None
         ids = torch.tensor([r.output_ids[-1:] for r in requests], device=self.model.device)
         positions = self.lengths[:, None]  # a row of 5 tokens is fed position 5
@@ -136,7 +136,7 @@ class BatchEngine(Engine):
         mask = right_mask(self.lengths, self.cache.get_seq_length() + 1)
         return forward(self.model, ids, self.cache, positions, mask)
 
-    def leave(self, requests: list[Request]) -> None:
+    def leave(self, requests: list[Session]) -> None:
         stay = [i for i, r in enumerate(self.running) if r not in requests]
         if self.cache is None or len(stay) == len(self.running):
             return

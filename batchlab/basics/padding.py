@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from .decode import BatchEngine, RowCache, right_mask
-from .prefill import Request, Sampler, forward, greedy
+from .prefill import Session, Sampler, forward, greedy
 
 # %% auto #0
 __all__ = ['pad', 'positions_of', 'prefill_padded', 'can_pad', 'agree', 'PaddedEngine']
@@ -82,7 +82,7 @@ class PaddedEngine(BatchEngine):
         self.waves = waves
         self.bucketed = bucketed
 
-    def admit(self) -> list[Request]:
+    def admit(self) -> list[Session]:
         if self.waves and self.running:
             return []
         if self.bucketed and self.waiting:  # the one that waits longest, and those nearest to it
@@ -94,7 +94,7 @@ class PaddedEngine(BatchEngine):
             return chosen
         return super().admit()
 
-    def prefill(self, requests: list[Request]) -> Tensor:
+    def prefill(self, requests: list[Session]) -> Tensor:
         logits, cache, lengths = prefill_padded(self.model, [r.prompt_ids for r in requests])
         self.join(cache, lengths.tolist())
         return logits

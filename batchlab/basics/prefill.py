@@ -15,7 +15,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from ..errors import PromptError
 
 # %% auto #0
-__all__ = ['Sampler', 'generate_naive', 'eos_ids_of', 'forward', 'Request', 'greedy', 'Engine']
+__all__ = ['Sampler', 'generate_naive', 'eos_ids_of', 'forward', 'Session', 'greedy', 'SoloEngine']
 
 # %% ../../nbs/1_basics/01_prefill.ipynb #afb4189b
 @torch.inference_mode()
@@ -52,7 +52,7 @@ def forward(
 
 # %% ../../nbs/1_basics/01_prefill.ipynb #e7a0d7a7
 @dataclass(eq=False)
-class Request:
+class Session:
     """One prompt on its way: its tokens so far, how it is sampled, and whether it has ended."""
 
     prompt_ids: list[int]
@@ -87,15 +87,15 @@ class Request:
             self.on_token(None)
 
 # %% ../../nbs/1_basics/01_prefill.ipynb #33974087
-Sampler = Callable[[Tensor, Sequence[Request]], list[int]]  # logits [B, V], requests -> tokens
+Sampler = Callable[[Tensor, Sequence[Session]], list[int]]  # logits [B, V], requests -> tokens
 
 
-def greedy(logits: Tensor, requests: Sequence[Request]) -> list[int]:
+def greedy(logits: Tensor, requests: Sequence[Session]) -> list[int]:
     """The likeliest token of each row of `logits` `[B, V]`."""
     return logits.argmax(-1).tolist()
 
 # %% ../../nbs/1_basics/01_prefill.ipynb #29c99c22
-class Engine:
+class SoloEngine:
     """Runs requests one after the other, each with a KV cache of its own. The chapters that follow change how it computes."""
 
     def __init__(
@@ -104,14 +104,14 @@ class Engine:
         self.model = model
         self.num_slots = num_slots
         self.sample = sample
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
-        self.caches: dict[Request, Cache] = {}
+        self.waiting: deque[Session] = deque()
+        self.running: list[Session] = []
+        self.caches: dict[Session, Cache] = {}
 
     def add_request(
         self, prompt_ids: Iterable[int], max_tokens: int = 16, **settings: object
-    ) -> Request:
-        """Queue a prompt. `settings`: other fields of `Request`. Raises `PromptError`."""
+    ) -> Session:
+        """Queue a prompt. `settings`: other fields of `Session`. Raises `PromptError`."""
         ids = list(prompt_ids)
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         room = (limit or 2**63) - len(ids)
@@ -121,7 +121,7 @@ class Engine:
             raise PromptError(f"the prompt has {len(ids)} tokens: shorten it to {limit - 1}")
         max_tokens = min(max_tokens, room)
         settings = dict(eos_ids=eos_ids_of(self.model)) | settings
-        request = Request(ids, max_tokens, **settings)  # type: ignore[arg-type]
+        request = Session(ids, max_tokens, **settings)  # type: ignore[arg-type]
         self.waiting.append(request)
         return request
 
@@ -131,7 +131,7 @@ class Engine:
         return bool(self.waiting or self.running)
 
     @torch.inference_mode()
-    def step(self) -> list[Request]:
+    def step(self) -> list[Session]:
         """Give each running request its next token, and each that is admitted its first. Returns those requests."""
         old = list(self.running)
         moved = self.take(old, self.decode(old)) if old else []
@@ -139,17 +139,17 @@ class Engine:
         self.running += new
         return moved + (self.take(new, self.prefill(new)) if new else [])
 
-    def admit(self) -> list[Request]:
+    def admit(self) -> list[Session]:
         """Take requests out of the queue for which there is room."""
         room = min(self.num_slots - len(self.running), len(self.waiting))
         return [self.waiting.popleft() for _ in range(room)]
 
-    def prefill(self, requests: list[Request]) -> Tensor:
+    def prefill(self, requests: list[Session]) -> Tensor:
         """Run prompts through the model: logits `[B, V]` of their last tokens."""
         self.caches |= {r: DynamicCache() for r in requests}
         return torch.cat([self.extend(self.caches[r], r.prompt_ids) for r in requests])
 
-    def decode(self, requests: list[Request]) -> Tensor:
+    def decode(self, requests: list[Session]) -> Tensor:
         """Feed running requests their newest tokens: logits `[B, V]`."""
         return torch.cat([self.extend(self.caches[r], r.output_ids[-1:]) for r in requests])
 
@@ -160,20 +160,20 @@ class Engine:
         positions = torch.arange(start, start + len(token_ids), device=ids.device)[None]
         return forward(self.model, ids, cache, positions)
 
-    def take(self, requests: list[Request], logits: Tensor) -> list[Request]:
+    def take(self, requests: list[Session], logits: Tensor) -> list[Session]:
         """Give `requests` the tokens that are sampled from their `logits`, and let go of those that end."""
         for request, token in zip(requests, self.sample(logits, requests)):
             request.append(token)
         self.leave([r for r in requests if r.finish_reason])
         return requests
 
-    def leave(self, requests: list[Request]) -> None:
+    def leave(self, requests: list[Session]) -> None:
         """Forget requests that have ended, and their keys and values."""
         for request in requests:
             self.running.remove(request)
             self.caches.pop(request, None)
 
-    def cancel(self, request: Request) -> bool:
+    def cancel(self, request: Session) -> bool:
         """End a request, wherever it is. Returns whether it had not ended before."""
         if request.finish_reason:
             return False

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from .decode import RowCache, right_mask
 from .padding import PaddedEngine
-from .prefill import Request, forward
+from .prefill import Session, forward
 
 # %% auto #0
 __all__ = ['CHUNK', 'chunk_keys', 'common_length', 'common_prefix', 'broadcast', 'prefill_shared', 'align_right', 'PrefixEngine']
@@ -98,14 +98,14 @@ class PrefixEngine(PaddedEngine):
     chunk_size = CHUNK
     num_reused = 0
 
-    def admit(self) -> list[Request]:
+    def admit(self) -> list[Session]:
         if self.waiting:  # those that begin as the first one does come first
             key = lambda r: chunk_keys(r.prompt_ids[: 3 * self.chunk_size], self.chunk_size)[-1:]
             first = key(self.waiting[0])
             self.waiting = deque(sorted(self.waiting, key=lambda r: key(r) != first))
         return super().admit()
 
-    def prefill(self, requests: list[Request]) -> Tensor:
+    def prefill(self, requests: list[Session]) -> Tensor:
         prompts = [r.prompt_ids for r in requests]
         shared = min(common_prefix(prompts, self.chunk_size), min(map(len, prompts)) - 1)
         if len(prompts) == 1 or shared < 1:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from .decode import RowCache
 from .padding import agree
-from .prefill import Engine, Request, Sampler, greedy
+from .prefill import SoloEngine, Session, Sampler, greedy
 
 # %% auto #0
 __all__ = ['masks_for', 'RaggedEngine', 'can_pack']
@@ -37,7 +37,7 @@ def masks_for(model: PreTrainedModel, sees: Tensor, distance: Tensor) -> Tensor 
     return additive(sees if kinds == {"full_attention"} else near)
 
 # %% ../../nbs/1_basics/05_ragged.ipynb #71543a64
-class RaggedEngine(Engine):
+class RaggedEngine(SoloEngine):
     """One call of the model a step: the prompts of newcomers and the newest tokens of the others, side by side in one row.
 
     All keys and values are the columns of one row, which each step extends. `owners` int64 `[N]` says whose a column is (-1: nobody's)
@@ -50,17 +50,17 @@ class RaggedEngine(Engine):
         self.cache = RowCache()
         self.owners = torch.empty(0, dtype=torch.int64, device=model.device)
         self.positions = self.owners
-        self.slots: dict[Request, int] = {}
+        self.slots: dict[Session, int] = {}
 
     @torch.inference_mode()
-    def step(self) -> list[Request]:
+    def step(self) -> list[Session]:
         for request in self.admit():
             self.running.append(request)
             self.slots[request] = min({*range(self.num_slots)} - {*self.slots.values()})
         rows = [(r, r.token_ids[r.num_computed :]) for r in self.running]
         return self.take([r for r, _ in rows], self.execute(rows)) if rows else []
 
-    def execute(self, rows: Sequence[tuple[Request, list[int]]]) -> Tensor:
+    def execute(self, rows: Sequence[tuple[Session, list[int]]]) -> Tensor:
         """Run the tokens of each request behind those that it has: logits `[B, V]` of the last of each."""
         ints = lambda x: torch.tensor(x, device=self.model.device)
         ids = ints([token for _, tokens in rows for token in tokens])
@@ -90,7 +90,7 @@ class RaggedEngine(Engine):
         """bool `[T, N]`: whether the column belongs to the slot."""
         return slots[:, None] == self.owners
 
-    def leave(self, requests: list[Request]) -> None:
+    def leave(self, requests: list[Session]) -> None:
         for request in requests:
             self.running.remove(request)
             if request in self.slots:
@@ -112,7 +112,7 @@ def can_pack(model: PreTrainedModel) -> bool:
     longest = min(getattr(config, "sliding_window", None) or 8, 512) + 6
     rows = [[(7 * i + 3) % config.vocab_size for i in range(n)] for n in (longest, 4)]
     engine = RaggedEngine(model, 2)
-    requests = [Request(row[:-1]) for row in rows]
+    requests = [Session(row[:-1]) for row in rows]
     engine.slots = {request: i for i, request in enumerate(requests)}
     try:
         alone = [model(input_ids=torch.tensor([r], device=model.device)).logits[0] for r in rows]

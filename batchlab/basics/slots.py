@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from .padding import PaddedEngine, can_pad
-from .prefill import Engine, Request, Sampler, greedy
+from .prefill import SoloEngine, Session, Sampler, greedy
 from .prefix import CHUNK, chunk_keys, common_length
 from .ragged import RaggedEngine, can_pack
 from ..errors import EngineError
@@ -27,7 +27,7 @@ class Slot:
 
     version: int = 0
     used_at: int = 0
-    request: Request | None = None
+    request: Session | None = None
     token_ids: list[int] = field(default_factory=list)
 
 # %% ../../nbs/1_basics/06_slots.ipynb #ce0afc05
@@ -54,7 +54,7 @@ class SlotBatch(RaggedEngine):
         self.counts = dict(steps=0, prefill=0, decode=0, reused=0)
 
     @torch.inference_mode()
-    def step(self) -> list[Request]:
+    def step(self) -> list[Session]:
         for request in self.admit():
             self.enter(request)
         budget, rows = self.chunk_size, []
@@ -76,7 +76,7 @@ class SlotBatch(RaggedEngine):
         due = [i for i, (r, _) in enumerate(rows) if r.num_computed == len(r.token_ids)]
         return self.take([rows[i][0] for i in due], logits[due]) if due else []
 
-    def enter(self, request: Request) -> None:
+    def enter(self, request: Session) -> None:
         """Give `request` a free slot, and what is there of its prompt but the last token, whose logits are needed."""
         source, length = self.find(request.prompt_ids[:-1])
         held = self.holds[source] & (self.positions < length)
@@ -121,7 +121,7 @@ class SlotBatch(RaggedEngine):
         return self.holds[slots]
 
     @torch.inference_mode()
-    def leave(self, requests: list[Request]) -> None:
+    def leave(self, requests: list[Session]) -> None:
         for request in requests:
             self.running.remove(request)
             self.table[self.slots.pop(request)].request = None
@@ -136,10 +136,10 @@ class SlotBatch(RaggedEngine):
             self.compact(used)
 
 # %% ../../nbs/1_basics/06_slots.ipynb #6d34206e
-class RecomputeEngine(Engine):
+class RecomputeEngine(SoloEngine):
     """Runs each request alone and without a cache: right for any causal model, and slow."""
 
-    def prefill(self, requests: list[Request]) -> Tensor:
+    def prefill(self, requests: list[Session]) -> Tensor:
         ids = [torch.tensor([r.token_ids], device=self.model.device) for r in requests]
         return torch.cat([self.model(input_ids=x, use_cache=False).logits[:, -1] for x in ids])
 
@@ -162,7 +162,7 @@ class SlotEngine:
         self.way = "packed" if can_pack(model) else "padded" if can_pad(model) else "alone"
         ways = dict(packed=SlotBatch, padded=PaddedEngine, alone=RecomputeEngine)
         more = settings if self.way == "packed" else {}
-        self.engine: Engine = ways[self.way](model, num_slots, sample, **more)
+        self.engine: SoloEngine = ways[self.way](model, num_slots, sample, **more)
         self.changed = threading.Condition()
         self.thread: threading.Thread | None = None
         self.closing = False
@@ -173,19 +173,19 @@ class SlotEngine:
 
     def add_request(
         self, prompt_ids: Iterable[int], max_tokens: int = 16, **settings: object
-    ) -> Request:
-        """Queue a prompt; see `Engine.add_request`."""
+    ) -> Session:
+        """Queue a prompt; see `SoloEngine.add_request`."""
         with self.changed:
             request = self.engine.add_request(prompt_ids, max_tokens, **settings)
             self.changed.notify_all()
             return request
 
-    def cancel(self, request: Request) -> bool:
+    def cancel(self, request: Session) -> bool:
         """End a request, wherever it is. Returns whether it had not ended before."""
         with self.changed:
             return self.engine.cancel(request)
 
-    def step(self) -> list[Request]:
+    def step(self) -> list[Session]:
         """One call of the model, or a few if it can't be packed. Returns the requests that got a token.
 
         If it fails, all that are unfinished end with 'error', and nothing is held any more."""
@@ -207,7 +207,7 @@ class SlotEngine:
         self.engine.leave([r for r in left if r in self.engine.running])
         self.changed.notify_all()
 
-    def wait(self, request: Request) -> list[int]:
+    def wait(self, request: Session) -> list[int]:
         """The tokens of `request` once it has ended, by this thread's steps or the background's."""
         while not request.finish_reason:
             if self.thread is None:

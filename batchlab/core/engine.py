@@ -64,43 +64,25 @@ def make_request(
 
 # %% ../../nbs/14_engine.ipynb #3b751c28
 def sample_rows(plan: StepPlan, logits: torch.Tensor) -> list[RowOutput]:
-    """What each row of `plan` gets from the `logits` `[n, V]` of its batch: the next token of every row that is due one.
-
-    A row with drafts gets as many of them as are what it would have drawn, and the token that follows those: after each
-    token the next one is drawn for those whose guess was right."""
-    outs, live, end = [RowOutput() for _ in plan.rows], [], 0
+    "What each row of `plan` gets from the `logits` `[n, V]` of its batch: the next token of every row that is due one."
+    outs, due, at, end = [RowOutput() for _ in plan.rows], [], [], 0
     for row, out in zip(plan.rows, outs):
         n, r = row.num_logits, row.request
         end += n
-        guesses = (
-            row.start + row.n_tokens - r.num_tokens
-        )  # they follow the last token that is known
-        if row.samples:
-            live.append((r, out, end - 1 - guesses))
         if n and r.wants_prompt_logits:
             append_prompt(r, logits[end - n : end], row.start + row.n_tokens - n)
-    known = [(r, len(r.output_ids)) for r, _, _ in live]
-    try:
-        while live:
-            at, right = [k for _, _, k in live], []
-            got = sample(
-                logits if at == list(range(len(logits))) else logits[at],
-                [r.row for r, _, _ in live],
-            )
-            for j, (r, out, k) in enumerate(live):
-                if j in got.errors:
-                    out.error = got.errors[j]
-                    continue
-                out.token_ids.append(token := got.token_ids[j])
-                out.logprobs.append(got.logprobs[j])
-                depth = len(out.token_ids)
-                if r.draft_ids[depth - 1 : depth] == [token]:
-                    r.output_ids.append(token)  # as far as the next draw is concerned
-                    right.append((r, out, k + 1))
-            live = right
-    finally:
-        for r, n in known:
-            del r.output_ids[n:]
+        if row.samples:
+            due.append((r.row, out))
+            at.append(end - 1)
+    if not due:
+        return outs
+    got = sample(logits if len(at) == len(logits) else logits[at], [r for r, _ in due])
+    for i, (_, out) in enumerate(due):
+        if i in got.errors:
+            out.error = got.errors[i]
+        else:
+            out.token_ids.append(got.token_ids[i])
+            out.logprobs.append(got.logprobs[i])
     return outs
 
 # %% ../../nbs/14_engine.ipynb #d2677823

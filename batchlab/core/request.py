@@ -24,8 +24,7 @@ class Request:
 
     It needs `num_pending` more positions through the model: several are prefill, one is decode. Counts are in tokens.
     `priority`: lower goes first; `preemptible`: while it runs, it makes way for those of a lower number that wait. `wave`: behind a
-    barrier, requests of one wave enter together. `adapter`: 0 for the model alone. `draft_ids`: guesses at its next tokens, to be tried in its
-    next step. `row`, `text`, `stops`: what samples its tokens, what turns them into text, and what says of a new token
+    barrier, requests of one wave enter together. `adapter`: 0 for the model alone. `row`, `text`, `stops`: what samples its tokens, what turns them into text, and what says of a new token
     whether it is the last, as `(finish_reason, stop_reason)`. `delta`: text that is settled and not yet sent. `logprobs`,
     `prompt_logprobs`: a `{id: Logprob}` for each token, or None if not asked for; in a prompt, None for the tokens up to the first
     that is asked for. `slot`,
@@ -50,7 +49,6 @@ class Request:
     num_cached_tokens: int | None = None  # that were there when it first ran; None: it never ran
     num_preemptions: int = 0
     num_seen: int = 0  # the most that it ever had computed
-    draft_ids: list[int] = field(default_factory=list)
     slot: int | None = None
     block_table: list[int] = field(default_factory=list)
     rank: tuple[Any, ...] = (0, 0)  # its place among all: lower goes first
@@ -80,7 +78,7 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        return self.num_tokens + len(self.draft_ids) - self.num_computed_tokens
+        return self.num_tokens - self.num_computed_tokens
 
     @property
     def token_ids(self) -> list[int]:
@@ -105,15 +103,11 @@ class Request:
         return self.num_tokens - 1
 
     def tokens(self, start: int, n: int) -> list[int]:
-        "Token ids at positions `start` to `start + n` (excluded), guesses last."
+        "Token ids at positions `start` to `start + n` (excluded)."
         p = len(self.prompt_ids)
         if start >= p:
-            return (self.output_ids[start - p :] + self.draft_ids)[:n]
-        return (
-            self.prompt_ids[start : start + n]
-            + self.output_ids[: max(0, start + n - p)]
-            + self.draft_ids
-        )[:n]
+            return self.output_ids[start - p : start - p + n]
+        return self.prompt_ids[start : start + n] + self.output_ids[: max(0, start + n - p)]
 
     def append(self, token: int, logprobs: dict[int, Any] | None = None) -> str | None:
         """Add the next output `token`, with its `{id: Logprob}` if asked for, and the text it settles to `delta`.
@@ -171,7 +165,7 @@ class Row:
 # %% ../../nbs/10c_request.ipynb #e5757b72
 @dataclass
 class RowOutput:
-    """What a row came to: its next tokens (none, one or several), or an `error` for the user.
+    """What a row came to: its next tokens (none or one), or an `error` for the user.
 
     `logprobs`: for each of them a `{id: Logprob}` or None, or [] if none were asked for. `finish_reason`: why the request ends with them,
     where its tokens don't say."""

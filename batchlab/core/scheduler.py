@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from .blocks import BlockPool, Hit, KVBudget, common_length
+from .blocks import BlockPool, Hit, KVBudget
 from ..errors import BatchError
 from .hashes import chunk_hashes
 from .ledger import Ledger
@@ -129,8 +129,9 @@ def _append(r: Request, out: RowOutput) -> tuple[str | None, str | None]:
     return out.finish_reason, None
 
 
-def _count(ledger: Ledger, row: Row, end: int) -> None:
-    "Count the positions of `row`, of which those before `end` stay."
+def _count(ledger: Ledger, row: Row) -> None:
+    "Count the positions of `row`: those that its request never had computed before are useful."
+    end = row.start + row.n_tokens
     new = max(0, end - max(row.request.num_seen, row.start))
     ledger.useful += new
     ledger.recomputed += row.n_tokens - new
@@ -246,7 +247,7 @@ class RequestQueue:
         self.memory.leave(r, keep)
         if r.slot is not None:
             heapq.heappush(self.free_slots, r.slot)
-        r.slot, r.num_computed_tokens, r.draft_ids = None, 0, []
+        r.slot, r.num_computed_tokens = None, 0
 
 # %% ../../nbs/11_scheduler.ipynb #61f71b69
 def _decodes(r: Request) -> bool:
@@ -258,7 +259,7 @@ class Scheduler(RequestQueue):
     """Decides at every step which requests are in it and with how many tokens. No tensor, no model.
 
     At most `max_num_seqs` requests run at once, each in a slot of its own. A step has at most `max_num_batched_tokens`
-    positions: first one for every decoding request (and its guesses), then prefills go on in chunks, then new requests enter,
+    positions: first one for every decoding request, then prefills go on in chunks, then new requests enter,
     in the order of priority and arrival: a level of priority is worth `patience` places in the queue.
 
     `max_kv_tokens`, or a `budget` shared with others: the most tokens of KV (None: no limit). When they run out, the last in
@@ -326,10 +327,6 @@ class Scheduler(RequestQueue):
         budget = self.max_num_batched_tokens - len(decodes)
         for r in decodes:
             self._put(r, 1, plan)
-        for row in plan.rows:  # guesses get what is left
-            self._trim_guesses(row.request, min(budget, self._left(row.request, plan)))
-            row.n_tokens += len(row.request.draft_ids)
-            budget -= len(row.request.draft_ids)
         budget, late = (
             self._prefill([r for r in prefills if not r.preemptible], plan, budget),
             [r for r in prefills if r.preemptible],
@@ -371,14 +368,6 @@ class Scheduler(RequestQueue):
     def _share(self, r: Request, budget: int) -> int:
         "How many positions `r` gets of `budget`."
         return min(r.num_pending, budget) if self.chunked else r.num_pending
-
-    def _trim_guesses(self, r: Request, budget: int) -> None:
-        "Drop the guesses of `r` beyond `budget`, and all where memory is short: no decoding request is preempted for guesses."
-        del r.draft_ids[max(0, budget) :]
-        if r.draft_ids and not self.memory.grow(
-            r, r.num_computed_tokens + r.num_pending, self.running
-        ):
-            r.draft_ids = []
 
     def _victim(self) -> Request:
         return max(self.running, key=lambda r: r.rank)
@@ -461,23 +450,22 @@ class Scheduler(RequestQueue):
     def update(self, plan: StepPlan, outputs: Sequence[RowOutput] | None = None) -> list[Request]:
         """Note that `plan` has been carried out, and what its rows came to; the requests that got a token, or failed.
 
-        The one place where tokens are appended and counted. Only guesses that `outputs` confirm are kept as computed."""
+        The one place where tokens are appended and counted."""
         for source, _, _ in plan.copies:
             self.pool.release([source])
         self.ledger.reused += sum(r.num_computed_tokens for r in plan.admitted)
         moved = []
         for row, out in zip(plan.rows, outputs or [RowOutput() for _ in plan.rows]):
             r = row.request
-            known, guesses, r.draft_ids = r.num_tokens, r.draft_ids, []
             running = r.slot is not None  # it may have ended or been preempted meanwhile
             reason, error = _append(r, out) if running else (None, None)
-            _count(self.ledger, row, end := _confirmed(row, known, guesses))
+            _count(self.ledger, row)
             if not running:
                 continue
             if not self.recompute:
                 end = min(
-                    end, max(row.start, r.num_tokens - 1)
-                )  # the last token stays to be computed
+                    row.start + row.n_tokens, r.num_tokens - 1
+                )  # the last stays to be computed
                 self.memory.commit(r, row.start, end)
                 r.num_computed_tokens = end
             if out.token_ids or reason:
@@ -485,16 +473,6 @@ class Scheduler(RequestQueue):
             if reason:
                 self.finish(r, reason, error, keep=not error)
         return moved
-
-# %% ../../nbs/74_memory.ipynb #f245de7b
-def _confirmed(row: Row, known: int, guesses: Sequence[int]) -> int:
-    """The end of what `row` computed of the tokens that its request has now.
-
-    `known`: how many tokens it had when the row ran; `guesses`: what was put behind them."""
-    end = row.start + row.n_tokens
-    if end <= known:
-        return end
-    return known + common_length(guesses[: end - known], row.request.tokens(known, end - known))
 
 # %% ../../nbs/74_memory.ipynb #96896ada
 def _check_requests(s: Scheduler, plan: StepPlan) -> None:

@@ -49,7 +49,7 @@ def cells_of(engine: Engine, plan: StepPlan) -> str:
             continue
         kind = (
             "p"
-            if row.n_tokens > 1 + len(r.draft_ids) or row.start < len(r.prompt_ids)
+            if row.n_tokens > 1 or row.start < len(r.prompt_ids)
             else "b"
             if r.preemptible
             else "d"
@@ -186,8 +186,7 @@ class Lookout:
             decode = sum(
                 row.n_tokens
                 for row in x.rows
-                if row.start >= len(row.request.prompt_ids)
-                and row.n_tokens <= 1 + len(row.request.draft_ids)
+                if row.start >= len(row.request.prompt_ids) and row.n_tokens == 1
             )
             self.now, self.before = (
                 (cells_of(engine, x), decode, x.num_tokens - decode),
