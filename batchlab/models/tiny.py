@@ -207,7 +207,7 @@ def tiny_adapter(
     `adapter_config.json`. Same seed, same weights; large enough that answers change."""
     import json
     from safetensors.torch import save_file
-    from batchlab.fast.adapters import linear_shapes
+    from transformers.pytorch_utils import Conv1D
 
     folder, gen, tensors = (
         Path(folder),
@@ -217,9 +217,12 @@ def tiny_adapter(
     head = next(
         (name for name, m in model.named_modules() if m is model.get_output_embeddings()), None
     )
-    for name, (k, n) in linear_shapes(model).items():
+    for name, m in model.named_modules():
+        if not isinstance(m, (torch.nn.Linear, Conv1D)):
+            continue
         if name == head if modules is None else name.rpartition(".")[2] not in modules:
             continue
+        n, k = m.weight.shape[::-1] if type(m) is Conv1D else m.weight.shape
         r = next(
             (r for key, r in config.get("rank_pattern", {}).items() if name.endswith(key)), rank
         )
