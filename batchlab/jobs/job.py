@@ -444,8 +444,13 @@ def survey(
     gone, first = book.beyond(book.last) if whole and not trouble and not force else (0, 0)
     if gone:
         raise JobError(
-            f"{name} has lost rows: its last is {book.last:,}, and {gone:,} beyond it, from {first:,} on, were answered before: give it all "
-            "its rows, another output, or --force it, which keeps these answers"
+            "{name} has lost rows: its last is {last}, and {gone} beyond it, from {first} on, were answered before",
+            advice="give it all its rows, another output, or {force}, which keeps these answers",
+            name=name,
+            last=f"{book.last:,}",
+            gone=f"{gone:,}",
+            first=f"{first:,}",
+            force=Option("force", True),
         )
     r.answered = r.before - r.failed
     return r, trouble

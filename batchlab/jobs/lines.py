@@ -8,7 +8,7 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['NO_TALK', 'JobLine', 'digest_of', 'parse_line']
 
-# %% ../../nbs/40_openai.ipynb #ob000003
+# %% ../../nbs/modules/000_lines.ipynb #ob000003
 import csv, hashlib, itertools, json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -65,7 +65,7 @@ from .tools import ToolChoice, ToolFormat, format_of, parse_answer, take_tools
 if TYPE_CHECKING:
     from batchlab.llm.outputs import RequestOutput
 
-# %% ../../nbs/40_openai.ipynb #ob000004
+# %% ../../nbs/modules/000_lines.ipynb #ob000004
 @dataclass
 class JobLine:
     """One request of a file. `kind`: that of its endpoint of the Batch API, such as 'chat', 'text' or 'embed', or 'plain'.
@@ -123,7 +123,7 @@ def digest_of(raw: Raw) -> str:
         raw = repr(tuple(raw[:6] if any(raw[2:6]) else raw[:2])).encode()  # likewise
     return hashlib.blake2b(raw, digest_size=4).hexdigest()
 
-# %% ../../nbs/40_openai.ipynb #ob000007
+# %% ../../nbs/modules/000_lines.ipynb #ob000007
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
@@ -154,7 +154,7 @@ def json_object(raw: bytes, strict: bool = True) -> dict[str, Any]:
         return d
     raise BadRequest(f"expected a JSON object, got {type(d).__name__}")
 
-# %% ../../nbs/40_openai.ipynb #ob000010
+# %% ../../nbs/modules/000_lines.ipynb #ob000010
 def plain_options(d: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     "`(sampling parameters, keys that mean nothing here)` of `d`, a plain object without its prompt. Raises `BadRequest`."
     nested = {} if d.get("sampling_params") is None else d["sampling_params"]
@@ -205,7 +205,7 @@ def take_timeout(d: dict[str, Any]) -> float | None:
         )
     return v
 
-# %% ../../nbs/40_openai.ipynb #ob000013
+# %% ../../nbs/modules/000_lines.ipynb #ob000013
 ANOTHER_FORM = (
     "{} in a file that is read as {}, by its first good line or by --format: "
     "give it a file of its own, for batchlab run"
@@ -348,7 +348,7 @@ def keyed_line(
     row_line(line, row._replace(cells=line.cells), chat)
     return row.system or system
 
-# %% ../../nbs/40_openai.ipynb #ob000016
+# %% ../../nbs/modules/000_lines.ipynb #ob000016
 NO_TALK = "a system message is for conversations: give chat (--chat) as well, or messages"
 
 
@@ -407,7 +407,7 @@ def parse_line(
         line.pooling = embed  # the form of its record
     return line
 
-# %% ../../nbs/40_openai.ipynb #ob000019
+# %% ../../nbs/modules/000_lines.ipynb #ob000019
 DEFAULTS = openai.DEFAULTS | dict(plain=dict(temperature=0.0, max_tokens=256))
 
 
@@ -432,7 +432,7 @@ class ParamsCache(dict[str, SamplingParams]):
             self[key] = request_params(line.options, DEFAULTS[line.kind] | self.given)
         return self[key]
 
-# %% ../../nbs/40_openai.ipynb #ob000022
+# %% ../../nbs/modules/000_lines.ipynb #ob000022
 Postprocess = (
     Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]]
 )  # of a `RequestOutput`: to a dict or a value, or one for each column
@@ -545,7 +545,7 @@ def failure_of(line: JobLine, code: str, message: str) -> dict[str, Any]:
     response = dict(status_code=status, request_id=line.key, body=body)
     return dict(id=line.key, custom_id=line.ids.get("custom_id"), response=response, error=error)
 
-# %% ../../nbs/40_openai.ipynb #ob000048
+# %% ../../nbs/modules/000_lines.ipynb #ob000048
 def guess_form(rows: Iterable[tuple[int, Raw]], default: str = "batch") -> str:
     """'batch' if the first good line of JSONL that says so is of the Batch API, 'plain' if it has a prompt or messages; 'plain' too if all are
     objects with keys of their own, else `default`.

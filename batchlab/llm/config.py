@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'STRATEGIES', 'model_and_tokenizer', 'no_collection', 'check_causal', 'probe_model', 'probe_pooling', 'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory', 'Limits', 'choose_limits', 'check_strategy', 'check_compile', 'check_quantization', 'check_count', 'weights_digest', 'model_state']
+__all__ = ['log', 'STRATEGIES', 'model_and_tokenizer', 'no_collection', 'check_causal', 'probe_model', 'probe_pooling',
+           'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory', 'Limits', 'choose_limits',
+           'check_strategy', 'check_compile', 'check_quantization', 'check_count', 'weights_digest', 'model_state']
 
-# %% ../../nbs/73_recovery.ipynb #8ec2a59b
+# %% ../../nbs/modules/000_config.ipynb #8ec2a59b
 import contextlib, gc, hashlib, logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +41,7 @@ from ..core.cache import Shape
 
 log = logging.getLogger("batchlab")
 
-# %% ../../nbs/73_recovery.ipynb #4b07a5d1
+# %% ../../nbs/modules/000_config.ipynb #4b07a5d1
 def model_and_tokenizer(
     model: Any, tokenizer: Any, dtype: Any, device: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -67,7 +69,7 @@ def model_and_tokenizer(
         )
     return model, tokenizer
 
-# %% ../../nbs/73_recovery.ipynb #5daab18f
+# %% ../../nbs/modules/000_config.ipynb #5daab18f
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
     "Python's garbage collector waits meanwhile: a model and its tokenizer are many new objects, and none of them is garbage."
@@ -172,7 +174,7 @@ def probe_pooling(
     log.warning("%s runs one text at a time, not packed: %s", type(model).__name__, why)
     return None, causal, TorchBackend(model, [], "it does not run packed")
 
-# %% ../../nbs/73_recovery.ipynb #493215ba
+# %% ../../nbs/modules/000_config.ipynb #493215ba
 def rope_switch(model: PreTrainedModel) -> int | None:
     "The length beyond which a model rotates all positions of a batch differently (`longrope`), or None."
     config = model.config.get_text_config()
@@ -208,7 +210,7 @@ def select_runner(
         return "solo"
     return "padded" if side == "below" else "beyond"
 
-# %% ../../nbs/73_recovery.ipynb #c7bf9f25
+# %% ../../nbs/modules/000_config.ipynb #c7bf9f25
 def context_limit(model: PreTrainedModel, asked: int | None = None) -> int | None:
     "The most tokens of a request, prompt and answer: the model's context, or `asked` if less. Raises `ParamError`."
     own = max_model_len(model)
@@ -234,7 +236,7 @@ def free_memory(device: torch.device) -> int:
         free = min(free, limit - used)
     return max(0, free)
 
-# %% ../../nbs/73_recovery.ipynb #4957086c
+# %% ../../nbs/modules/000_config.ipynb #4957086c
 @dataclass(repr=False)
 class Limits:
     "What an `LLM` holds itself to; `kv_tokens`: `kv_bytes` in tokens, of all its blocks together, None without a cache."
@@ -281,7 +283,7 @@ class Limits:
         if self.max_model_len:
             self.max_model_len = min(self.max_model_len, self.kv_tokens)
 
-# %% ../../nbs/73_recovery.ipynb #81d6c49b
+# %% ../../nbs/modules/000_config.ipynb #81d6c49b
 def choose_limits(
     model: PreTrainedModel,
     shapes: Sequence[Shape] | None,
@@ -341,7 +343,7 @@ def choose_limits(
         l.max_model_len = l.kv_tokens
     return l
 
-# %% ../../nbs/73_recovery.ipynb #34de1be3
+# %% ../../nbs/modules/000_config.ipynb #34de1be3
 STRATEGIES = ("loop", "static", "bucketed", "prefix", "continuous")
 
 
@@ -385,7 +387,7 @@ def check_count(name: str, n: Any) -> int | None:
         "{option} must be a whole number of at least 1, got {n}", option=Option(name), n=written(n)
     )
 
-# %% ../../nbs/73_recovery.ipynb #a9e3d027
+# %% ../../nbs/modules/000_config.ipynb #a9e3d027
 def weights_digest(model: PreTrainedModel) -> str:
     "16 hex digits that tell `model` from another, also from one of the same shape: of the first numbers of each weight."
     h = hashlib.blake2b(digest_size=8)
