@@ -149,8 +149,8 @@ class RecomputeEngine(SoloEngine):
 class SlotEngine:
     """Continuous batching for any causal language model: packed if it can be packed (`way`), else padded, else one by one.
 
-    Requests can be added and cancelled from any thread. Somebody has to `step`: the caller, by `run` or `stream`, or the
-    background thread, between `start` and `stop` or inside of `with engine:`."""
+    Requests can be added and cancelled from any thread. The steps are made by the caller, in `step`, `run`, `stream` or `wait`, or by
+    the background thread, between `start` and `stop`."""
 
     def __init__(
         self,
