@@ -14,7 +14,8 @@ from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.llm.pacing import Pace
 from batchlab.core.sampling import SamplingParams
 from batchlab.core.request import Request, RowOutput
-from batchlab.core.scheduler import Scheduler, check_invariants
+from batchlab.core.scheduler import Scheduler
+from invariants import check_invariants
 from batchlab.view.tracefile import trace_of
 from batchlab.serve.batches import ENDED, BatchRunner, BatchStore, ObjectTable
 

@@ -48,6 +48,7 @@ from ..prefill import check_prompt
 from ..core.runners import PackedRunner, SoloRunner
 from ..core.request import Request, RowOutput, StepPlan
 from ..core.scheduler import Scheduler
+from ..llm.rectangle import PaddedScheduler
 from batchlab.models.sentence import (
     ACTIVATIONS,
     Dense,
@@ -459,7 +460,7 @@ def pooling_engine(llm: LLM, alone: bool = False) -> PoolingEngine:
             block_size=size,
             prefix_caching=llm.enable_prefix_caching and causal,
             chunked=causal,
-            max_adapters=llm.adapters and llm.adapters.max_loras,
+            may_enter=llm.adapters and llm.adapters.may_enter,
             **how,
         )
         engine = PoolingEngine(
@@ -467,7 +468,7 @@ def pooling_engine(llm: LLM, alone: bool = False) -> PoolingEngine:
         )
     else:
         engine = PoolingEngine(
-            Scheduler(1, paged=False, chunked=False, recompute=True, **how),
+            PaddedScheduler(1, recompute=True, **how),
             SoloRunner(llm.model),
             llm.watchers,
         )
