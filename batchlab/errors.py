@@ -12,9 +12,9 @@ from math import floor, inf
 from typing import Any
 
 # %% auto #0
-__all__ = ['Option', 'Message', 'BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError',
-           'UnsupportedModelError', 'PromptError', 'PromptTooLongError', 'ParamError', 'BatchError', 'EngineError',
-           'AdapterError', 'Unavailable', 'CompileError', 'JobError', 'TraceError', 'whole_number', 'written']
+__all__ = ['Option', 'Message', 'whole_number', 'written', 'Fault', 'BatchlabError', 'ModelError', 'ModelNotFoundError',
+           'HubUnreachableError', 'UnsupportedModelError', 'PromptError', 'PromptTooLongError', 'ParamError',
+           'BatchError', 'EngineError', 'AdapterError', 'Unavailable', 'CompileError', 'JobError', 'TraceError']
 
 # %% ../nbs/modules/000_errors.ipynb #e44045a1
 @dataclass(frozen=True)
@@ -53,15 +53,40 @@ class Message:
     def __str__(self) -> str:
         return self.said()
 
+# %% ../nbs/modules/000_errors.ipynb #nam00038
+def whole_number(v: Any) -> int | None:
+    "`v` as an int if it is a whole number of any library's, 3.0 too, else None; True and False are none."
+    if isinstance(v, bool) or not isinstance(v, numbers.Real):
+        return None
+    x: Any = v  # what a Real can do is not in its type
+    return int(x) if isinstance(v, numbers.Integral) or -inf < x < inf and x == floor(x) else None
+
+
+def written(v: Any, most: int = 200) -> str:
+    "The `repr` of `v` in at most `most` characters; of a number that Python will not write out, what it is."
+    try:
+        return f"{v!r:.{most}}"
+    except ValueError:
+        return f"{type(v).__name__} with a number of more digits than Python writes"
+
+# %% ../nbs/modules/000_errors.ipynb #e44045b0
+@dataclass(frozen=True)
+class Fault:
+    "What the error of an answer is about: the `field` at fault, '' if it is none, and a `kind` that errors of one cause share."
+
+    field: str = ""
+    kind: str = ""
+
 # %% ../nbs/modules/000_errors.ipynb #e44045aa
 class BatchlabError(Exception):
     """Base of every error that a user of batchlab can meet: what was wrong, what was expected, what to do.
 
-    `message` and `fields` are those of a `Message`."""
+    `message` and `fields` are those of a `Message`. `field`: the name of the parameter, key or setting at fault, '' if it is none. Code that has to
+    know what happened asks for the class and these fields, and reads no message."""
 
     def __init__(self, message: str = "", *rest: object, **fields: object) -> None:
         super().__init__(message, *rest)
-        self.fields = fields
+        self.field, self.fields = str(fields.pop("field", "")), fields
 
     def said(self, spell: Callable[[Option], str] = str) -> str:
         "The message, with each `Option` in it as `spell` writes it."
@@ -69,6 +94,15 @@ class BatchlabError(Exception):
 
     def __str__(self) -> str:
         return self.said()
+
+    @property
+    def fault(self) -> Fault:
+        "What it is about, to tell it from others: errors that one statement raises about one field are of a kind."
+        at = self.__traceback__
+        while at and at.tb_next:
+            at = at.tb_next
+        place = f"{at.tb_frame.f_globals.get('__name__')}:{at.tb_lineno}" if at else ""
+        return Fault(self.field, f"{type(self).__name__} {place}")
 
 
 class ModelError(BatchlabError):
@@ -96,7 +130,33 @@ class PromptTooLongError(PromptError):
 
 
 class ParamError(BatchlabError, ValueError):
-    "A sampling parameter is out of range, of the wrong type or not supported: names it, what it may be, what to do."
+    """A parameter is out of range, of the wrong type or not supported: names it, what it may be, what to do.
+
+    `field`: its name; `value`: what was given; `want`: what it may be; `advice`: what to do. The message is made of them, as in
+    "top_p must be above 0 and at most 1, got 2: 1 keeps all tokens". `why`: what stands behind the field in place of that, after `joint`.
+    Or a `message` says it all, as in any `BatchlabError`; then the field is the first `Option` among its `fields`, unless it is given."""
+
+    def __init__(
+        self,
+        message: str = "",
+        *rest: object,
+        field: str = "",
+        value: object = None,
+        want: str = "",
+        advice: str = "",
+        why: str = "",
+        joint: str = " ",
+        **fields: object,
+    ) -> None:
+        if not message:
+            why = why or f"must be {want}, got {written(value, 60)}" + f": {advice}" * bool(advice)
+            message, fields = "{option}{rest}", dict(option=Option(field), rest=joint + why)
+        elif fields:
+            fields |= dict(value=value, want=want, advice=advice, why=why)
+        first = next((x.name for x in fields.values() if isinstance(x, Option)), "")
+        super().__init__(message, *rest, field=field or first, **fields)
+        self.value, self.want, self.advice = value, want, advice
+        self.why = why or str(self)
 
 
 class BatchError(BatchlabError, ValueError):
@@ -124,28 +184,18 @@ class CompileError(BatchlabError, RuntimeError):
 
 
 class JobError(BatchlabError):
-    "A job can't start or go on: says what is in the way and what to do. `status`: 1 if it had begun, else 2."
+    """A job can't start or go on: says what is in the way and what to do. `status`: 1 if it had begun, else 2.
 
-    def __init__(self, message: str, status: int = 2, **fields: object) -> None:
-        super().__init__(message, **fields)
-        self.status = status
+    `advice`: what to do, of the same `fields`, where a server that runs the job for a client says only what is in the way."""
+
+    def __init__(self, message: str, status: int = 2, advice: str = "", **fields: object) -> None:
+        super().__init__(f"{message}: {advice}" if advice else message, **fields)
+        self.status, self.problem = status, message
+
+    def to_client(self, job: str) -> str:
+        "What is in the way, with `job` as the name of the job and without the advice."
+        return Message(self.problem, **{**self.fields, "job": job} if self.fields else {}).said()
 
 
 class TraceError(BatchlabError, ValueError):
     "No trace, or not a whole one: another file, a torn one, one of a newer version; or something that it can't give."
-
-# %% ../nbs/modules/000_errors.ipynb #nam00038
-def whole_number(v: Any) -> int | None:
-    "`v` as an int if it is a whole number of any library's, 3.0 too, else None; True and False are none."
-    if isinstance(v, bool) or not isinstance(v, numbers.Real):
-        return None
-    x: Any = v  # what a Real can do is not in its type
-    return int(x) if isinstance(v, numbers.Integral) or -inf < x < inf and x == floor(x) else None
-
-
-def written(v: Any, most: int = 200) -> str:
-    "The `repr` of `v` in at most `most` characters; of a number that Python will not write out, what it is."
-    try:
-        return f"{v!r:.{most}}"
-    except ValueError:
-        return f"{type(v).__name__} with a number of more digits than Python writes"

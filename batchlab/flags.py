@@ -8,7 +8,7 @@ from __future__ import annotations
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/43_cli.ipynb #59imp
+# %% ../nbs/modules/000_flags.ipynb #59imp
 import argparse, contextlib, difflib, json, math, os, re, shlex
 from ast import literal_eval
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from . import __version__
 from .errors import JobError, Option
 from .compat.names import GUIDED, REFUSED, WITHOUT_EFFECT, WORKS
 
-# %% ../nbs/43_cli.ipynb #59b7b224
+# %% ../nbs/modules/000_flags.ipynb #59b7b224
 class OneLineParser(argparse.ArgumentParser):
     "An `ArgumentParser` whose errors are a `JobError` of one line."
 
@@ -64,7 +64,7 @@ class OneLineParser(argparse.ArgumentParser):
                 return flag if option.value is None else f"{flag} {shlex.quote(str(option.value))}"
         return actions[0].option_strings[0] if actions and option.value is None else str(option)
 
-# %% ../nbs/43_cli.ipynb #79c049b6
+# %% ../nbs/modules/000_flags.ipynb #79c049b6
 def argument(
     want: str, convert: Callable[[str], Any], ok: Callable[[Any], bool] = lambda v: True
 ) -> Callable[[str], Any]:
@@ -161,7 +161,7 @@ def json_or_file(s: str) -> Any:
     except (OSError, UnicodeDecodeError) as e:
         raise argparse.ArgumentTypeError(f"{s[1:]} can not be read: {e}") from None
 
-# %% ../nbs/43_cli.ipynb #76552ef0
+# %% ../nbs/modules/000_flags.ipynb #76552ef0
 def add_flags(parser: Any, *rows: tuple[Any, ...], **common: Any) -> None:
     "Add a flag for each of `rows`: `(names and value, kind, help)` and perhaps a dict of more for `add_argument`."
     for spec, kind, text, *more in rows:
@@ -247,7 +247,7 @@ SAMPLING_FLAGS = [
     ),
 ]
 
-# %% ../nbs/43_cli.ipynb #da07da89
+# %% ../nbs/modules/000_flags.ipynb #da07da89
 MODEL_FLAGS = [
     (
         "--model",
@@ -308,7 +308,7 @@ MODEL_FLAGS = [
     ("--max-cpu-loras N", positive_int, "adapters in memory (default: as many as at once)"),
 ]
 
-# %% ../nbs/43_cli.ipynb #c7d568a9
+# %% ../nbs/modules/000_flags.ipynb #c7d568a9
 CHAT_TEMPLATE = (
     "--chat-template FILE",
     plain_text,
@@ -606,7 +606,7 @@ BATCH_FLAGS = [
     LOG_JSON,
 ]
 
-# %% ../nbs/43_cli.ipynb #4e24f8ff
+# %% ../nbs/modules/000_flags.ipynb #4e24f8ff
 COMMANDS = dict(
     generate="answer a batch of prompts",
     run="answer a file of requests, and go on where it ended",
@@ -686,7 +686,7 @@ def parser_of(command: str) -> OneLineParser:
         )
     return p
 
-# %% ../nbs/43_cli.ipynb #parse002
+# %% ../nbs/modules/000_flags.ipynb #parse002
 def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
     "The command that `argv` names, and what follows it. Raises `JobError`, or `SystemExit` after --help and --version."
     top = OneLineParser(
@@ -776,7 +776,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     args.command, args.idle, args.spell = command, parser.idle, parser.spell
     return args
 
-# %% ../nbs/43_cli.ipynb #compl002
+# %% ../nbs/modules/000_flags.ipynb #compl002
 def completion(shell: str) -> str:
     "What a shell reads to complete commands, flags and their choices: 'bash' or 'zsh'."
     cases = []

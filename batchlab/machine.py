@@ -8,7 +8,7 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['LEVELS', 'processor_flags', 'compiler_target', 'cpu_name', 'expanded', 'cache_dir']
 
-# %% ../nbs/70_models.ipynb #b54cc550
+# %% ../nbs/modules/000_machine.ipynb #b54cc550
 import functools, os
 from pathlib import Path
 
@@ -73,7 +73,7 @@ def cpu_name() -> str:
     "The name of the processor as Linux has it; '' where it has none, and on other systems."
     return _cpuinfo().get("model name", "")
 
-# %% ../nbs/70_models.ipynb #b54cc55c
+# %% ../nbs/modules/000_machine.ipynb #b54cc55c
 def _no_home(what: str) -> ModelError:
     return ModelError(
         f"{what} is in a home folder, and there is none: write the path out, or set HOME, "

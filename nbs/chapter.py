@@ -90,6 +90,37 @@ def run_cpp(source: str, name: str, *args):
     )
 
 
+def generated(model, prompt: list[int], max_tokens: int) -> list[int]:
+    "The new tokens of transformers' greedy `generate` for one prompt, alone."
+    import torch
+
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def difference(old: type, new: type, *names: str):
+    "The methods `names` of class `new` as a difference to those of `old`: lines that go in red, new ones in green."
+    import difflib, inspect
+    from IPython.display import Markdown
+
+    lines = lambda cls, name: (
+        inspect.getsource(getattr(cls, name)).splitlines() if hasattr(cls, name) else []
+    )
+    changed = [
+        line
+        for name in names
+        for line in list(difflib.unified_diff(lines(old, name), lines(new, name), n=99))[3:]
+    ]
+    return Markdown("\n".join(["```diff", *changed, "```"]))
+
+
 # Where each chapter stands on the way of a request: its number, what it is about, and its box (x, row) in the picture.
 PLACES = {
     "01": ("the model", 446, 0),

@@ -728,6 +728,13 @@ def test_two_servers_on_one_folder(server, tmp_path):
         ObjectTable(tmp_path / "file")
 
 
+def full_database(*_):
+    "Fail as SQLite does where it finds no room."
+    error = sqlite3.OperationalError("database or disk is full")
+    error.sqlite_errorcode = sqlite3.SQLITE_FULL
+    raise error
+
+
 def test_a_full_disk_at_an_upload(server, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -739,10 +746,7 @@ def test_a_full_disk_at_an_upload(server, monkeypatch):
         message="", type="server_error", param=None, code="disk_full"
     )
     monkeypatch.undo()
-    monkeypatch.setattr(
-        "batchlab.serve.batches.FileStore.enter",
-        lambda *_: (_ for _ in ()).throw(sqlite3.OperationalError("database or disk is full")),
-    )
+    monkeypatch.setattr("batchlab.serve.batches.FileStore.enter", full_database)
     assert server.http.post("/files", **form).status_code == 507
     monkeypatch.undo()
     assert (
@@ -784,7 +788,7 @@ def test_a_table_that_can_not_be_written_for_a_while(server, monkeypatch):
         if failed.is_set():
             return real(*args, **more)
         failed.set()
-        raise sqlite3.OperationalError("database or disk is full")
+        full_database()
 
     monkeypatch.setattr(server.store, "move", move)
     lines = [ask(i) for i in range(6)]

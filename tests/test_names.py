@@ -779,17 +779,22 @@ def test_vllms_structured_outputs_are_read():
 
 def test_the_log_of_failures_is_short(lines):
     from batchlab.llm.inputs import log_failures
-    from batchlab.llm.outputs import RequestOutput
+    from batchlab.errors import PromptError
+    from batchlab.llm.outputs import RequestGroup, RequestOutput
 
-    letters = [
-        f"a prompt must be a string, got '{chr(97 + i % 26)}{chr(97 + i // 26)}" for i in range(300)
-    ]
-    log_failures(
-        [
-            RequestOutput(str(i), error=e)
-            for i, e in enumerate([*letters, *(f"{x} {x}" for x in map(chr, range(97, 110)))])
-        ]
-    )
+    def refused(i):
+        "What becomes of a prompt that is refused in words of its own, by the statement that refuses all of them."
+        group = RequestGroup(str(i))
+        try:
+            raise PromptError(
+                f"a prompt must be a string, got '{chr(97 + i % 26)}{chr(97 + i // 26)}"
+            )
+        except PromptError as e:
+            group.refuse(e)
+        return group.result()
+
+    others = [RequestOutput(x, error=f"{x} {x}") for x in map(chr, range(97, 110))]
+    log_failures([*map(refused, range(300)), *others])
     [said] = lines()
     assert "300 × a prompt" in said and "and 9 others" in said and len(said) < 1200
 

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from .prefill import SoloEngine, Session, forward
 
 # %% auto #0
-__all__ = ['Index', 'RowLayer', 'RowCache', 'merge', 'right_mask', 'draw', 'uniform', 'BatchEngine']
+__all__ = ['Index', 'RowLayer', 'RowCache', 'merge', 'right_mask', 'BatchEngine', 'uniform', 'draw']
 
 # %% ../../nbs/1_basics/02_decode.ipynb #789edd0a
 Index = slice | list[int] | Tensor
@@ -83,31 +83,6 @@ def right_mask(lengths: Tensor, num_columns: int) -> Tensor:
     columns = torch.arange(num_columns, device=lengths.device)
     return (columns >= num_columns - lengths[:, None]).long()
 
-# %% ../../nbs/1_basics/02_decode.ipynb #1366604f
-def draw(logits: Tensor, requests: Sequence[Session]) -> list[int]:
-    """A token of each row of `logits` `[B, V]`, by the request's `temperature` and `top_p`; the likeliest at temperature 0.
-
-    All rows are drawn at once, each with a number of its own: what a seed gives does not depend on the company."""
-    heat = torch.tensor([r.temperature or 1.0 for r in requests], device=logits.device)
-    top_p = torch.tensor([r.top_p for r in requests], device=logits.device)
-    probs, ids = (logits.float() / heat[:, None]).softmax(-1).sort(-1, descending=True)
-    before = probs.cumsum(-1) - probs
-    probs = probs.masked_fill(before >= top_p[:, None], 0.0)  # the likeliest always stays
-    total = probs.cumsum(-1)
-    numbers = torch.tensor([uniform(r) for r in requests], device=logits.device)
-    at = (total <= numbers[:, None] * total[:, -1:]).sum(-1).clamp(max=probs.shape[-1] - 1)
-    at = torch.where(probs.gather(-1, at[:, None])[:, 0] > 0, at, 0)
-    hot = torch.tensor([r.temperature > 0 for r in requests], device=logits.device)
-    return torch.where(hot, ids.gather(-1, at[:, None])[:, 0], logits.argmax(-1)).tolist()
-
-# %% ../../nbs/1_basics/02_decode.ipynb #b62ab9aa
-def uniform(request: Session) -> float:
-    """A number in [0, 1) for the request's next token: with a seed it depends on that and on the token's index alone."""
-    if request.seed is None:
-        return float(torch.rand(()))
-    seed = (request.seed * 1_000_003 + len(request.output_ids)) % 2**63
-    return float(torch.rand((), generator=torch.Generator().manual_seed(seed)))
-
 # %% ../../nbs/1_basics/02_decode.ipynb #9d4a3c1a
 class BatchEngine(SoloEngine):
     """Decodes all running requests in one call of the model, over one cache whose rows end in the same column.
@@ -144,3 +119,28 @@ class BatchEngine(SoloEngine):
         self.lengths = self.lengths[stay]
         unused = self.cache.get_seq_length() - int(self.lengths.max()) if stay else 0
         self.cache = self.cache.select(stay, slice(unused, None)) if stay else None
+
+# %% ../../nbs/1_basics/02_decode.ipynb #b62ab9aa
+def uniform(request: Session) -> float:
+    """A number in [0, 1) for the request's next token: with a seed it depends on that and on the token's index alone."""
+    if request.seed is None:
+        return float(torch.rand(()))
+    seed = (request.seed * 1_000_003 + len(request.output_ids)) % 2**63
+    return float(torch.rand((), generator=torch.Generator().manual_seed(seed)))
+
+# %% ../../nbs/1_basics/02_decode.ipynb #1366604f
+def draw(logits: Tensor, requests: Sequence[Session]) -> list[int]:
+    """A token of each row of `logits` `[B, V]`, by the request's `temperature` and `top_p`; the likeliest at temperature 0.
+
+    All rows are drawn at once, each with a number of its own: what a seed gives does not depend on the company."""
+    heat = torch.tensor([r.temperature or 1.0 for r in requests], device=logits.device)
+    top_p = torch.tensor([r.top_p for r in requests], device=logits.device)
+    probs, ids = (logits.float() / heat[:, None]).softmax(-1).sort(-1, descending=True)
+    before = probs.cumsum(-1) - probs
+    probs = probs.masked_fill(before >= top_p[:, None], 0.0)  # the likeliest always stays
+    total = probs.cumsum(-1)
+    numbers = torch.tensor([uniform(r) for r in requests], device=logits.device)
+    at = (total <= numbers[:, None] * total[:, -1:]).sum(-1).clamp(max=probs.shape[-1] - 1)
+    at = torch.where(probs.gather(-1, at[:, None])[:, 0] > 0, at, 0)
+    hot = torch.tensor([r.temperature > 0 for r in requests], device=logits.device)
+    return torch.where(hot, ids.gather(-1, at[:, None])[:, 0], logits.argmax(-1)).tolist()

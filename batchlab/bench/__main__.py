@@ -10,6 +10,6 @@ import sys
 
 from . import main
 
-# %% ../../nbs/60_bench.ipynb #ec102793
+# %% ../../nbs/modules/000_bench_main.ipynb #ec102793
 if __name__ == "__main__" and "__file__" in globals():
     sys.exit(main())  # not in a notebook

@@ -14,7 +14,7 @@ import torch
 from filelock import FileLock
 
 from ..errors import ModelError, Unavailable
-from ..models.fetch import _make_cache_dir
+from ..models.fetch import make_cache_dir
 from ..models.load import one_line, quiet
 from ..models.tiny import tiny_tokenizer
 
@@ -130,7 +130,7 @@ def shape_folder(shape: str, dtype: str = "bf16", seed: int = 0) -> Path:
     dtype = "bf16" if dtype == "auto" else dtype
     name = f"{shape}-{dtype}-s{seed}"
     return once(
-        _make_cache_dir() / "bench-shapes" / name,
+        make_cache_dir() / "bench-shapes" / name,
         lambda folder: _write_shape(shape, dtype, seed, folder),
     )
 

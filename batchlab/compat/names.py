@@ -174,11 +174,9 @@ def advice(k: str, v: Any = None) -> str:
 
 def refuse(k: Any, v: Any = None) -> NoReturn:
     "Raise a `ParamError` about setting `k` with value `v`, with `advice`."
-    raise ParamError(
-        advice(k, v)
-        if isinstance(k, str)
-        else f"the name of a setting must be a string, got {k!r:.60}"
-    )
+    if not isinstance(k, str):
+        raise ParamError(f"the name of a setting must be a string, got {k!r:.60}")
+    raise ParamError(advice(k, v), field=k)
 
 # %% ../../nbs/modules/000_names.ipynb #nam00016
 def structured_of(form: Any) -> dict[str, Any] | None:
@@ -188,25 +186,34 @@ def structured_of(form: Any) -> dict[str, Any] | None:
     kind = form.get("type") if isinstance(form, dict) else None
     if kind not in ("text", "json_object", "json_schema"):
         raise ParamError(
-            f"response_format must be of type text, json_object or json_schema, got {form!r:.60}"
+            f"response_format must be of type text, json_object or json_schema, got {form!r:.60}",
+            field="response_format",
         )
     known = "type", "json_schema", "schema", "name", "description", "strict"
     if lost := next((k for k in form if k not in known), None):
-        raise ParamError(f"response_format has no {lost!r:.60}: it takes type and json_schema")
+        raise ParamError(
+            f"response_format has no {lost!r:.60}: it takes type and json_schema",
+            field="response_format",
+        )
     inner = form.get("json_schema")
     if inner is not None and not isinstance(inner, dict):
-        raise ParamError(f"response_format.json_schema must be an object, got {inner!r:.60}")
+        raise ParamError(
+            f"response_format.json_schema must be an object, got {inner!r:.60}",
+            field="response_format.json_schema",
+        )
     given = [v for v in (form.get("schema"), (inner or {}).get("schema")) if v is not None]
     if not given and kind != "json_schema":
         return None if kind == "text" else dict(json_object=True)
     if kind == "text":
         raise ParamError(
-            "response_format of type text has a schema: give type json_schema, or leave it out"
+            "response_format of type text has a schema: give type json_schema, or leave it out",
+            field="response_format",
         )
     if len(given) == 1 and isinstance(given[0], dict):
         return dict(json=given[0] if kind == "json_schema" else dict(type="object") | given[0])
     raise ParamError(
-        "response_format of type json_schema needs the schema, an object, in json_schema.schema"
+        "response_format of type json_schema needs the schema, an object, in json_schema.schema",
+        field="response_format",
     )
 
 
@@ -230,7 +237,7 @@ def logprobs_of(given: dict[str, Any]) -> Any:
     if top is None:
         return {True: 0, False: None}[wanted] if isinstance(wanted, bool) else wanted
     if wanted is not True:
-        raise ParamError("top_logprobs needs logprobs to be true")
+        raise ParamError("top_logprobs needs logprobs to be true", field="top_logprobs")
     return top
 
 # %% ../../nbs/modules/000_names.ipynb #nam00019
@@ -257,7 +264,9 @@ def settings_of(given: dict[str, Any], names: Collection[str] | None = None) -> 
             continue
         if name in names:
             if (old := found.setdefault(name, v)) is not v and old != v:
-                raise ParamError(f"{k}={v!r:.40} and {by[name]}={old!r:.40}: give one of them")
+                raise ParamError(
+                    f"{k}={v!r:.40} and {by[name]}={old!r:.40}: give one of them", field=k
+                )
             by[name] = k
         elif not (_is_neutral(k, v) or v is None and k in setting_names()):
             refuse(k, v)
@@ -282,7 +291,9 @@ def reads(
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             if not kwargs.keys() <= {*(free := names[len(args) :])}:
                 if twice := [k for k in kwargs if k in names[: len(args)]]:
-                    raise ParamError(f"{twice[0]} is given twice: by its position and by name")
+                    raise ParamError(
+                        f"{twice[0]} is given twice: by its position and by name", field=twice[0]
+                    )
                 given: dict[str, Any] = {k: v for k, v in kwargs.items() if k in free}
                 kwargs = translate({k: v for k, v in kwargs.items() if k not in free}, given, free)  # type: ignore[assignment]
             return f(*args, **kwargs)
@@ -311,7 +322,7 @@ def read_settings(
     "For `reads`: the keywords of `SamplingParams`. Raises `ParamError`."
     found = settings_of(unknown | given)
     if taken := [k for k in found if k not in names]:
-        raise ParamError(f"{taken[0]} is given twice: by its position and by name")
+        raise ParamError(f"{taken[0]} is given twice: by its position and by name", field=taken[0])
     return found
 
 # %% ../../nbs/modules/000_names.ipynb #nam00026
@@ -346,7 +357,7 @@ def read_call(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) 
     for k, v in unknown.items():
         same = next((n for group in _SAME if k in group for n in names if n in group), None)
         if same and given.get(same) is not None:
-            raise ParamError(f"{k} and {same} are the same argument: give one of them")
+            raise ParamError(f"{k} and {same} are the same argument: give one of them", field=k)
         if same:
             given[same] = v
         elif k in known_settings():
@@ -367,7 +378,7 @@ def read_plain_call(
 ) -> dict[str, Any]:
     "`read_call` for a method that samples nothing. Raises `ParamError`."
     if own := known_settings() & unknown.keys():
-        raise ParamError(f"{min(own)}: this call has no settings, leave it out")
+        raise ParamError(f"{min(own)}: this call has no settings, leave it out", field=min(own))
     return read_call(unknown, given, names)
 
 
@@ -380,7 +391,8 @@ def read_pooling_call(
     if (whole := unknown.pop("truncate", None)) is not None:
         if not isinstance(whole, bool):
             raise ParamError(
-                f"truncate must be True or False, got {whole!r:.40}: truncate_prompt_tokens says how many"
+                f"truncate must be True or False, got {whole!r:.40}: truncate_prompt_tokens says how many",
+                field="truncate",
             )
         if whole:
             cut.setdefault("truncate_prompt_tokens", -1)
@@ -396,12 +408,12 @@ def read_pooling_call(
 def _refuse_argument(k: str, v: Any, names: list[str]) -> NoReturn:
     "Raise a `ParamError` about argument `k` of a call that has the arguments `names`."
     if k in _CALL_ADVICE:
-        raise ParamError(f"argument {k!r} is not supported: {_CALL_ADVICE[k]}")
+        raise ParamError(f"argument {k!r} is not supported: {_CALL_ADVICE[k]}", field=k)
     if near := _near(k, names):
-        raise ParamError(f"unknown argument {k!r:.60}, did you mean {near!r}?")
+        raise ParamError(f"unknown argument {k!r:.60}, did you mean {near!r}?", field=k)
     if plain_name(k) in INSTEAD or k in NEUTRAL or near_key(k):
         refuse(k, v)
-    raise ParamError(f"argument {k!r:.60} is not supported: leave it out")
+    raise ParamError(f"argument {k!r:.60} is not supported: leave it out", field=k)
 
 # %% ../../nbs/modules/000_names.ipynb #nam00030
 WORKS = dict(
@@ -543,7 +555,9 @@ def read_engine(unknown: dict[str, Any], given: dict[str, Any], names: list[str]
             if v is None:
                 continue
             if WORKS[k] in given or WORKS[k] not in names:
-                raise ParamError(f"{k} and {WORKS[k]} are the same argument: give one of them")
+                raise ParamError(
+                    f"{k} and {WORKS[k]} are the same argument: give one of them", field=k
+                )
             found[WORKS[k]] = _one_device(v) if k == "device_map" else v
         elif k in REFUSED:
             why, neutral = REFUSED[k]
@@ -563,9 +577,10 @@ def read_engine(unknown: dict[str, Any], given: dict[str, Any], names: list[str]
 def _refuse_engine(k: str, names: list[str]) -> NoReturn:
     "Raise a `ParamError` about argument `k`, which no engine has."
     if near := _near(k, [*names, *WORKS, *ENGINE_DEFAULTS]):
-        raise ParamError(f"unknown argument {k!r:.60}, did you mean {near!r}?")
+        raise ParamError(f"unknown argument {k!r:.60}, did you mean {near!r}?", field=k)
     if k in known_settings() or plain_name(k) in INSTEAD:
         raise ParamError(
-            f"{k} belongs to a request, to SamplingParams or its prompt, and not to an engine: give {INSTEAD.get(plain_name(k), k)} there"
+            f"{k} belongs to a request, to SamplingParams or its prompt, and not to an engine: give {INSTEAD.get(plain_name(k), k)} there",
+            field=k,
         )
-    raise ParamError(f"unknown argument {k!r:.60}: known are {', '.join(names)}")
+    raise ParamError(f"unknown argument {k!r:.60}: known are {', '.join(names)}", field=k)

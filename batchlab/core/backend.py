@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from batchlab.core.cache import KVCache, Shape
 
 # %% auto #0
-__all__ = ['Step', 'Backend', 'REGISTRY', 'BackendOptions', 'register', 'select_backend']
+__all__ = ['REGISTRY', 'Step', 'Backend', 'BackendOptions', 'register', 'select_backend']
 
-# %% ../../nbs/12_attention.ipynb #c243b429
+# %% ../../nbs/modules/000_backends.ipynb #c243b429
 class Step(Protocol):
     "Attention of one step: what `packed_attention` calls in each layer."
 
@@ -40,7 +40,7 @@ class Step(Protocol):
         others: dict,
     ) -> torch.Tensor: ...
 
-# %% ../../nbs/12_attention.ipynb #bd5393dc
+# %% ../../nbs/modules/000_backends.ipynb #bd5393dc
 class Backend(Protocol):
     """Runs the packed steps of one model. `why`: in a line, why it is not a faster one; '' if there is none.
 
@@ -67,7 +67,7 @@ class Backend(Protocol):
         "Give back what was made for the cache in use."
         ...
 
-# %% ../../nbs/71_families.ipynb #7b3368b9
+# %% ../../nbs/modules/000_backends.ipynb #7b3368b9
 @dataclass
 class BackendOptions:
     """`compile`: False for plain torch, True to insist on kernels, 'auto' to take them where they can be had. `own`: the model's

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'make_request', 'sample_rows', 'sum_ledgers', 'Engine', 'out_of_memory', 'rewind', 'append_prompt']
+__all__ = ['log', 'out_of_memory', 'rewind', 'append_prompt', 'make_request', 'sample_rows', 'sum_ledgers', 'Engine']
 
 # %% ../../nbs/14_engine.ipynb #6f599640
 import logging
@@ -29,6 +29,45 @@ from batchlab.core.sampling import (
 )
 from .request import Request, RowOutput, StepPlan
 from .scheduler import Scheduler
+
+# %% ../../nbs/14_engine.ipynb #4de86b10
+def out_of_memory(e: BaseException) -> bool:
+    "Whether exception `e` says that memory ran out, on any device."
+    return isinstance(e, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(e, RuntimeError)
+        and any(
+            s in str(e) for s in ("not enough memory", "can't allocate memory", "out of memory")
+        )
+    )
+
+# %% ../../nbs/14_engine.ipynb #de99a2ee
+def rewind(request: Request) -> None:
+    "Put the random numbers where `output_ids` left them, after a step that broke off. Does nothing without a seed."
+    row = request.row
+    if row is None or row.generator is None or row.params.seed is None:
+        return
+    row.generator.manual_seed((row.params.seed + request.index) % 2**63)
+    for _ in request.output_ids:
+        row.uniform()
+
+# %% ../../nbs/14_engine.ipynb #e8655cf3
+def append_prompt(request: Request, logits: torch.Tensor, start: int) -> None:
+    """Take in the logits `[n, V]` of positions `start` to `start + n` (excluded): each tells of the token after it.
+
+    What was told before is passed over, and so is what follows the prompt."""
+    told, row = request.prompt_logprobs, request.row
+    assert told is not None and row is not None and row.params.prompt_logprobs is not None
+    known = len(told) - 1  # positions that have told of the token after them
+    assert start <= known, f"positions {known} to {start} of the prompt were left out"
+    logits = logits[known - start :]
+    ids = request.prompt_ids[known + 1 : known + 1 + len(logits)]
+    new = token_logprobs(
+        logits[: len(ids)], ids, row.params.prompt_logprobs, [token_text(row)] * len(ids)
+    )
+    for step, i, text in zip(new, ids, prompt_texts(row, known + 1, len(ids))):
+        if text is not None:
+            step[i].decoded_token = text
+    told += new
 
 # %% ../../nbs/14_engine.ipynb #0acd21cd
 log = logging.getLogger("batchlab")
@@ -195,42 +234,3 @@ class Engine:
         "Take everybody's slot and give all memory back: those who ran wait, and will be computed again."
         self.scheduler.reset()
         self.runner.reset()
-
-# %% ../../nbs/73_recovery.ipynb #4de86b10
-def out_of_memory(e: BaseException) -> bool:
-    "Whether exception `e` says that memory ran out, on any device."
-    return isinstance(e, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(e, RuntimeError)
-        and any(
-            s in str(e) for s in ("not enough memory", "can't allocate memory", "out of memory")
-        )
-    )
-
-# %% ../../nbs/73_recovery.ipynb #de99a2ee
-def rewind(request: Request) -> None:
-    "Put the random numbers where `output_ids` left them, after a step that broke off. Does nothing without a seed."
-    row = request.row
-    if row is None or row.generator is None or row.params.seed is None:
-        return
-    row.generator.manual_seed((row.params.seed + request.index) % 2**63)
-    for _ in request.output_ids:
-        row.uniform()
-
-# %% ../../nbs/73_recovery.ipynb #e8655cf3
-def append_prompt(request: Request, logits: torch.Tensor, start: int) -> None:
-    """Take in the logits `[n, V]` of positions `start` to `start + n` (excluded): each tells of the token after it.
-
-    What was told before is passed over, and so is what follows the prompt."""
-    told, row = request.prompt_logprobs, request.row
-    assert told is not None and row is not None and row.params.prompt_logprobs is not None
-    known = len(told) - 1  # positions that have told of the token after them
-    assert start <= known, f"positions {known} to {start} of the prompt were left out"
-    logits = logits[known - start :]
-    ids = request.prompt_ids[known + 1 : known + 1 + len(logits)]
-    new = token_logprobs(
-        logits[: len(ids)], ids, row.params.prompt_logprobs, [token_text(row)] * len(ids)
-    )
-    for step, i, text in zip(new, ids, prompt_texts(row, known + 1, len(ids))):
-        if text is not None:
-            step[i].decoded_token = text
-    told += new

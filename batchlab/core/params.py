@@ -101,7 +101,7 @@ _RULES: dict[str, tuple[type, float, float, str, str]] = (
 
 def _about(name: str, rest: str) -> ParamError:
     "What is wrong with field `name`, which goes before the `rest`."
-    return ParamError("{option} {rest}", option=Option(name), rest=rest)
+    return ParamError(field=name, why=rest)
 
 
 def _is(v: Any, kind: type) -> bool:
@@ -265,7 +265,9 @@ class StructuredOutputsParams:
             )
         (want, fits), v = _KINDS[self.kind], getattr(self, self.kind)
         if not fits(v):
-            raise ParamError(f"structured_outputs.{self.kind} must be {want}, got {str(v)[:80]}")
+            raise ParamError(
+                field=f"structured_outputs.{self.kind}", why=f"must be {want}, got {str(v)[:80]}"
+            )
 
     def _given(self) -> list[str]:
         return [k for k in _KINDS if getattr(self, k) not in (None, False)]
@@ -314,9 +316,9 @@ def _check_params(p: SamplingParams) -> None:
         p.logprob_token_ids = _ids("logprob_token_ids", p.logprob_token_ids)
         if not p.logprob_token_ids:
             raise ParamError(
-                "{ids} is empty: give {advice} for those of the sampled tokens alone",
+                "{ids} is empty: give {instead} for those of the sampled tokens alone",
                 ids=Option("logprob_token_ids"),
-                advice=Option("logprobs", 0),
+                instead=Option("logprobs", 0),
             )
         if p.logprobs:
             raise ParamError(
@@ -379,12 +381,14 @@ def _check_together(p: SamplingParams) -> None:
     if p.stop and not p.detokenize:
         raise ParamError(
             "stop needs detokenize=True, since stop strings are looked for in the text: "
-            "use stop_token_ids instead"
+            "use stop_token_ids instead",
+            field="stop",
         )
     if p.prompt_logprob_start and p.prompt_logprobs is None:
         raise ParamError(
             f"prompt_logprob_start={p.prompt_logprob_start} says where prompt_logprobs begin, and none are asked for: "
-            "give prompt_logprobs too, 0 for the prompt's own tokens"
+            "give prompt_logprobs too, 0 for the prompt's own tokens",
+            field="prompt_logprob_start",
         )
     if p.greedy and p.n > 1:
         raise ParamError(
@@ -575,12 +579,13 @@ def _read_beams(unknown: dict[str, Any], given: dict[str, Any], names: list[str]
     for k, v in unknown.items():
         if (name := _BEAM_NAMES.get(k)) is not None:
             if name in found or name not in names:
-                raise ParamError(f"{k} and {name} are the same: give one of them")
+                raise ParamError(f"{k} and {name} are the same: give one of them", field=k)
             found[name] = v
         elif v is not None and (k not in _BEAM_NEUTRAL or v != _BEAM_NEUTRAL[k]):
             near = get_close_matches(k, [*_BEAM_RULES, "ignore_eos"], 1)
             raise ParamError(
-                f"a beam search has no {k!r:.60}: {f'did you mean {near[0]!r}?' if near else 'leave it out, or use llm.generate'}"
+                f"a beam search has no {k!r:.60}: {f'did you mean {near[0]!r}?' if near else 'leave it out, or use llm.generate'}",
+                field=k,
             )
     return found
 
@@ -624,10 +629,11 @@ class BeamSearchParams:
             setattr(self, name, _number(name, getattr(self, name), _BEAM_RULES))
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(v := getattr(self, name), bool):
-                raise ParamError(f"{name} must be True or False, got {v!r}")
+                raise ParamError(f"{name} must be True or False, got {v!r}", field=name)
         if not _is(self.temperature, float) or self.temperature != 0:
             raise ParamError(
-                f"temperature must be 0, got {self.temperature!r}: a beam search draws nothing; llm.generate samples"
+                f"temperature must be 0, got {self.temperature!r}: a beam search draws nothing; llm.generate samples",
+                field="temperature",
             )
 
     @classmethod
@@ -638,5 +644,6 @@ class BeamSearchParams:
         if isinstance(x, dict) and "beam_width" in x.keys() | {_BEAM_NAMES.get(k) for k in x}:
             return cls(**x)
         raise ParamError(
-            f"params must be BeamSearchParams or a dict with beam_width, got {x!r:.40}: BeamSearchParams(beam_width=4, max_tokens=64)"
+            f"params must be BeamSearchParams or a dict with beam_width, got {x!r:.40}: BeamSearchParams(beam_width=4, max_tokens=64)",
+            field="params",
         )

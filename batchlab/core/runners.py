@@ -23,7 +23,31 @@ from ..prefix import find_common_chunk_prefix, prefill_shared
 from .cache import KVCache
 
 # %% auto #0
-__all__ = ['Runner', 'SoloRunner', 'PaddedRow', 'PaddedRunner', 'PackedRunner', 'check_batch', 'hidden_states']
+__all__ = ['check_batch', 'hidden_states', 'Runner', 'SoloRunner', 'PaddedRow', 'PaddedRunner', 'PackedRunner']
+
+# %% ../../nbs/13_runners.ipynb #cb425002
+def check_batch(batch: Batch, runner: str, causal: bool = True, adapters: bool = False) -> None:
+    """Raise `BatchError` if `batch` asks for what a runner can't do (`causal`: for rows that see both ways; without `adapters`: for rows
+    that have one)."""
+    if any(batch.adapters) and not adapters:
+        raise BatchError(f"a row asks for adapter {max(batch.adapters)}, and {runner} has none")
+    if causal and not batch.causal:
+        raise BatchError(f"rows that see both ways do not run with {runner}: take PackedRunner")
+
+
+def hidden_states(
+    model: PreTrainedModel, ids: torch.Tensor, layers: Sequence[int], types: Sequence[int]
+) -> torch.Tensor:
+    "The last hidden states `[n, E]` of `ids` `[1, n]` by the model's own code, or those of `layers`, `[n, L, E]`. `types`: of the tokens, or []."
+    more: dict[str, Any] = (
+        dict(token_type_ids=torch.tensor([[*types]], device=ids.device)) if types else {}
+    )
+    out = model.base_model(input_ids=ids, **more, output_hidden_states=bool(layers))
+    return (
+        torch.stack([out.hidden_states[i][0] for i in layers], 1)
+        if layers
+        else out.last_hidden_state[0]
+    )
 
 # %% ../../nbs/13_runners.ipynb #2aa1ebd6
 class Runner(Protocol):
@@ -213,27 +237,3 @@ class PackedRunner:
     def reset(self) -> None:
         self.cache = None
         self.backend.close()
-
-# %% ../../nbs/71_families.ipynb #cb425002
-def check_batch(batch: Batch, runner: str, causal: bool = True, adapters: bool = False) -> None:
-    """Raise `BatchError` if `batch` asks for what a runner can't do (`causal`: for rows that see both ways; without `adapters`: for rows
-    that have one)."""
-    if any(batch.adapters) and not adapters:
-        raise BatchError(f"a row asks for adapter {max(batch.adapters)}, and {runner} has none")
-    if causal and not batch.causal:
-        raise BatchError(f"rows that see both ways do not run with {runner}: take PackedRunner")
-
-
-def hidden_states(
-    model: PreTrainedModel, ids: torch.Tensor, layers: Sequence[int], types: Sequence[int]
-) -> torch.Tensor:
-    "The last hidden states `[n, E]` of `ids` `[1, n]` by the model's own code, or those of `layers`, `[n, L, E]`. `types`: of the tokens, or []."
-    more: dict[str, Any] = (
-        dict(token_type_ids=torch.tensor([[*types]], device=ids.device)) if types else {}
-    )
-    out = model.base_model(input_ids=ids, **more, output_hidden_states=bool(layers))
-    return (
-        torch.stack([out.hidden_states[i][0] for i in layers], 1)
-        if layers
-        else out.last_hidden_state[0]
-    )

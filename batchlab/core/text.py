@@ -8,7 +8,7 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['IncrementalDecoder', 'StopScanner', 'Detokenizer']
 
-# %% ../../nbs/05_sampling.ipynb #4a94903e
+# %% ../../nbs/modules/000_detokenize.ipynb #4a94903e
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -103,7 +103,7 @@ class IncrementalDecoder:
         rest, self.ids, self.text, self.sent = self.text[self.sent :], [], "", 0
         return rest.removeprefix(self.owed)
 
-# %% ../../nbs/05_sampling.ipynb #9b1ea1a5
+# %% ../../nbs/modules/000_detokenize.ipynb #9b1ea1a5
 class StopScanner:
     """Text in, text out up to the first of the strings `stops`; text that may begin one is held back.
 
@@ -163,7 +163,7 @@ def _begun(text: str, words: Sequence[str]) -> int:
                 at = text.find(s[0], at + 1)
     return most
 
-# %% ../../nbs/05_sampling.ipynb #21d13cc7
+# %% ../../nbs/modules/000_detokenize.ipynb #21d13cc7
 class Detokenizer:
     """The text of one request as it grows, behind `prompt_ids`: whole characters, without special tokens, cut at a stop string.
 
@@ -178,7 +178,8 @@ class Detokenizer:
     ) -> None:
         if params.stop and tokenizer is None:
             raise ParamError(
-                f"stop={params.stop!r} needs a tokenizer, and there is none: use stop_token_ids"
+                f"stop={params.stop!r} needs a tokenizer, and there is none: use stop_token_ids",
+                field="stop",
             )
         self.params, self.num_tokens, self._parts = params, 0, []
         self._last: Logprob | None = None  # of the token that came last

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from ..core.attention import TorchBackend, attention_override
 from .fused import FusedBackend
 from .kernels import KernelBackend
-from .layers import _layers, _linears
+from .layers import layers_of, linears_of
 from .native import Kernels, address, struct
 from ..core.batch import Batch
 from ..errors import BatchError
@@ -228,9 +228,9 @@ def fused_layout(model: PreTrainedModel) -> list[tuple[list[str], list[int]]]:
     def size(m: Any) -> int:
         return m.weight.shape[1] if type(m) is Conv1D else m.out_features
 
-    for layer in _layers(model):
+    for layer in layers_of(model):
         found += [
-            ([names[id(m)] for m in part], [size(m) for m in part]) for part in _linears(layer)
+            ([names[id(m)] for m in part], [size(m) for m in part]) for part in linears_of(layer)
         ]
     return [
         *found,

@@ -39,13 +39,13 @@ from batchlab.fast.kernels import (
 from batchlab.fast.layers import (
     Rotations,
     ENCODERS,
-    _base,
-    _first,
-    _head,
-    _layers,
-    _linear,
-    _linears,
-    _mixture,
+    base_of,
+    first_of,
+    head_of,
+    layers_of,
+    as_linear,
+    linears_of,
+    mixture_of,
     attention_specs,
     check_family,
     describe_layer,
@@ -67,7 +67,7 @@ from batchlab.fast.packed import (
     PackedEmbedding,
     PackedLinear,
     PlainLinear,
-    _at,
+    address_of,
     mapped_files,
     release_mapped_pages,
     replace_linears,
@@ -101,7 +101,9 @@ class WeightPacker:
 
     def join(self, modules: list[Any], layer: Any = None) -> Any:
         "One module for linear `modules` of the same input, which slices of it replace in `layer` if the weights are given up."
-        joined = self.linear(*map(_linear, modules), kernels=self.kernels, empty=self.memory.empty)
+        joined = self.linear(
+            *map(as_linear, modules), kernels=self.kernels, empty=self.memory.empty
+        )
         self.nbytes += joined.nbytes
         for m in modules:
             release_mapped_pages(m.weight, self.files)
@@ -111,11 +113,13 @@ class WeightPacker:
 
     def products(self, layer: Any) -> tuple[Any, ...]:
         "The four products of a layer: q, k and v; output; gate and up; down. None for those that it lacks, as an MLP beside experts."
-        return tuple(self.join(linears, layer) if linears else None for linears in _linears(layer))
+        return tuple(
+            self.join(linears, layer) if linears else None for linears in linears_of(layer)
+        )
 
     def experts(self, layer: Any) -> PackedExperts | None:
         "The experts of a layer, which take the place of its own if the weights are given up."
-        if (mixture := _mixture(layer)) is None:
+        if (mixture := mixture_of(layer)) is None:
             return None
         packed = PackedExperts(
             mixture, self.width, self.kernels, partial(self.linear, empty=self.memory.empty)
@@ -155,7 +159,7 @@ class FusedWeights:
     ) -> None:
         family, base, packer = (
             check_family(model),
-            _base(model),
+            base_of(model),
             WeightPacker(model, kernels, own, linear),
         )
         self.specs = specs = attention_specs(model, specs)
@@ -166,10 +170,10 @@ class FusedWeights:
             list[torch.Tensor](),
         )
         self.rotations, self.kinds = describe_rotations(model)
-        self.modules: list[tuple[Any, ...]] = [packer.products(layer) for layer in _layers(model)]
+        self.modules: list[tuple[Any, ...]] = [packer.products(layer) for layer in layers_of(model)]
         self.layers: Any = (Layer * (len(self.modules) + 1))()
-        self.experts = [packer.experts(layer) for layer in _layers(model)]
-        for i, layer in enumerate(_layers(model)):
+        self.experts = [packer.experts(layer) for layer in layers_of(model)]
+        for i, layer in enumerate(layers_of(model)):
             linears = [Linear() if m is None else m.describe() for m in self.modules[i]]
             self.layers[i], kept = describe_layer(
                 layer, model.config, family, specs[i], linears, self.rotations
@@ -179,23 +183,23 @@ class FusedWeights:
                 self.layers[i].experts = experts.describe()
                 self.kept += experts.kept
         self.head, self.embed = (
-            None if _head(model) is None else packer.join([model.lm_head]),
+            None if head_of(model) is None else packer.join([model.lm_head]),
             model.get_input_embeddings(),
         )
         self.multiplier, self.places = (
             getattr(base, "embedding_multiplier", 1),
-            _first(base, "wpe", "embed_positions"),
+            first_of(base, "wpe", "embed_positions"),
         )
         self.project = (
             None
-            if (project := _first(base, "embeddings_project")) is None
+            if (project := first_of(base, "embeddings_project")) is None
             else packer.join([project])
         )
         end = self.layers[len(self.modules)]
         if self.head is not None:
             end.qkv = self.head.describe()
         if (
-            norm := _first(
+            norm := first_of(
                 base, "norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm"
             )
         ) is not None:
@@ -274,7 +278,7 @@ def bind_cache(
     for z, K, V in zip(
         layers, cache.keys, cache.values
     ):  # an encoder's cache has fewer layers, or none
-        a, z.keys, z.values = z.shape, _at(K), _at(V)
+        a, z.keys, z.values = z.shape, address_of(K), address_of(V)
         a.k_block, a.k_head, a.v_block, a.v_head, a.block_size = (
             *K.stride()[:2],
             *V.stride()[:2],
@@ -284,7 +288,7 @@ def bind_cache(
         if not z.rotated or not rotations:
             continue
         cos, sin = rotations.tables[kind]
-        z.cos, z.sin, z.rotated = _at(cos), _at(sin), 2 * cos.shape[1]
+        z.cos, z.sin, z.rotated = address_of(cos), address_of(sin), 2 * cos.shape[1]
 
 
 def _rows(x: torch.Tensor, n: int, width: int) -> torch.Tensor:
@@ -399,9 +403,9 @@ class Fused(FusedWeights):
             num_work_units=len(work["work_units"]),
             whole=not batch.causal,
             longest=max(batch.seq_lens),
-            seconds=_at(self.seconds),
+            seconds=address_of(self.seconds),
             adapted=None,
-            **{name: _at(t) for name, t in space.items()},
+            **{name: address_of(t) for name, t in space.items()},
         )
         adapted, kept = adapters.prepare(batch) if adapters is not None else (None, None)
         if adapted is not None:
@@ -524,7 +528,7 @@ def fuse(
         )
     if model.dtype.itemsize < 4 and any(hasattr(m, "experts") for m in model.modules()):
         probe = ProbeOfMixture(model, probe_rows(model), probe=probe)
-    if probe is None and _head(model) is None:
+    if probe is None and head_of(model) is None:
         probe = StateProbe(model, probe_rows(model))
     with attention_override(model):
         try:

@@ -19,10 +19,10 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.attention import attention_override, check_backend, probe_rows
 from ..core.backend import BackendOptions, Unavailable
-from .experts import PackedExperts, ProbeOfMixture, _expert_views, describe_gate
+from .experts import PackedExperts, ProbeOfMixture, expert_views, describe_gate
 from .int8 import Int8Linear, module_places, put_module
 from .kernels import KernelBackend, usable_kernels
-from .layers import _linear, describe_norm
+from .layers import as_linear, describe_norm
 from .native import Experts, HugePages, Kernels, Layer, Norm, Step, address
 from batchlab.fast.packed import (
     MakeLinear,
@@ -150,7 +150,7 @@ def linear_like(
     module: Any, x: torch.Tensor, kernels: Kernels, make: MakeLinear, memory: HugePages
 ) -> nn.Module:
     "What `make` gives for a linear `module`, if its sizes fit and it gives the same for `x`. Raises `Unavailable`."
-    linear = _linear(module)
+    linear = as_linear(module)
     if x.dtype != linear.weight.dtype or not linear.weight.is_cpu or linear.in_features % 16:
         raise Unavailable("its sizes or its dtype do not fit")
     new = make(linear, kernels=kernels, empty=memory.empty)
@@ -170,7 +170,7 @@ class ChosenExperts(PackedExperts):
         if not experts.has_gate or experts.has_post_expert_norm or experts._is_expert_parallel:
             raise Unavailable("they are built in another way")
         act, self.gate = describe_gate(experts)
-        first, second = (_expert_views(experts, name) for name in ("gate_up_proj", "down_proj"))
+        first, second = (expert_views(experts, name) for name in ("gate_up_proj", "down_proj"))
         self.kernels, self.n, self.inner, self.width = (
             kernels,
             experts.down_proj.shape[0],

@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['FLAGS', 'SOURCE', 'NUMBERS', 'S', 'COLUMNS', 'STEP', 'ROWS', 'PARTS', 'SPARE', 'DTYPES', 'tune_malloc', 'find_compiler', 'compiler_flags', 'build', 'with_includes', 'ctype', 'signatures', 'fields', 'struct', 'Shape', 'Norm', 'Linear', 'Activation', 'Experts', 'Layer', 'Step', 'address', 'ByteKernels', 'Kernels', 'pack_weight', 'unpack_rows', 'pack_bytes', 'HugePages', 'IdleCores', 'limit_threads']
+__all__ = ['FLAGS', 'SOURCE', 'NUMBERS', 'S', 'COLUMNS', 'STEP', 'ROWS', 'PARTS', 'SPARE', 'DTYPES', 'tune_malloc',
+           'find_compiler', 'compiler_flags', 'build', 'with_includes', 'ctype', 'signatures', 'fields', 'struct',
+           'Shape', 'Norm', 'Linear', 'Activation', 'Experts', 'Layer', 'Step', 'address', 'ByteKernels', 'Kernels',
+           'pack_weight', 'unpack_rows', 'pack_bytes', 'HugePages', 'IdleCores', 'limit_threads']
 
-# %% ../../nbs/20_kernels.ipynb #042fc35f
+# %% ../../nbs/modules/000_native.ipynb #042fc35f
 import contextlib, ctypes, functools, hashlib, itertools, math, mmap, os, platform, re, shutil, subprocess, sys, tempfile, time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
@@ -25,7 +28,7 @@ from ..machine import cache_dir, compiler_target, processor_flags
 if TYPE_CHECKING:
     from batchlab.fast.kernels import AttentionWorklist
 
-# %% ../../nbs/20_kernels.ipynb #83590479
+# %% ../../nbs/modules/000_native.ipynb #83590479
 @functools.cache
 def tune_malloc(mmap_from: int = 32 * 2**20, keep: int = 512 * 2**20) -> bool:
     """Let the process keep freed memory, up to `keep` bytes, for requests smaller than `mmap_from`. Whether it could.
@@ -40,7 +43,7 @@ def tune_malloc(mmap_from: int = 32 * 2**20, keep: int = 512 * 2**20) -> bool:
         [libc.mallopt(mmap, mmap_from), libc.mallopt(trim, keep), libc.mallopt(pad, 16 * 2**20)]
     )
 
-# %% ../../nbs/20_kernels.ipynb #a6ad227b
+# %% ../../nbs/modules/000_native.ipynb #a6ad227b
 FLAGS = tuple(
     "-O3 -march=native -fopenmp -shared -fPIC -std=gnu++17 "
     "-fno-math-errno -fno-trapping-math -fno-strict-aliasing".split()
@@ -61,7 +64,7 @@ def compiler_flags() -> list[str]:
     "`FLAGS`, for the processor that `BATCHLAB_MAX_CPU` names where it names one."
     return [f"-march={compiler_target()}" if f == "-march=native" else f for f in FLAGS]
 
-# %% ../../nbs/20_kernels.ipynb #fbe17eed
+# %% ../../nbs/modules/000_native.ipynb #fbe17eed
 def _run(command: list[str]) -> str:
     try:
         done = subprocess.run(
@@ -139,7 +142,7 @@ def build(source: str, say: Callable[[str], None] | None = None) -> Path:
         ) from e
     return path
 
-# %% ../../nbs/20_kernels.ipynb #1a2ddb31
+# %% ../../nbs/modules/000_native.ipynb #1a2ddb31
 def with_includes(source: str) -> str:
     "C++ `source` with the package's own files in the place of the lines that include them."
 
@@ -151,7 +154,7 @@ def with_includes(source: str) -> str:
 
 SOURCE = with_includes('#include "fused.cpp"')
 
-# %% ../../nbs/20_kernels.ipynb #06a0b014
+# %% ../../nbs/modules/000_native.ipynb #06a0b014
 NUMBERS: dict[str, type] = {"i64": ctypes.c_int64, "float": ctypes.c_float}
 
 
@@ -231,7 +234,7 @@ COLUMNS, STEP, ROWS, PARTS, SPARE = (
 )
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
-# %% ../../nbs/20_kernels.ipynb #c7a1e025
+# %% ../../nbs/modules/000_native.ipynb #c7a1e025
 def address(x: torch.Tensor, dtype: torch.dtype, size: int | None = None) -> int:
     "Where `x` lies: `size` numbers of `dtype` on the CPU, without gaps, or rows of any number at any distance. Else raises `TypeError`."
     if (
@@ -245,7 +248,7 @@ def address(x: torch.Tensor, dtype: torch.dtype, size: int | None = None) -> int
         )
     return x.data_ptr()
 
-# %% ../../nbs/20_kernels.ipynb #c7a1e001
+# %% ../../nbs/modules/000_native.ipynb #c7a1e001
 def _row_addresses(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.dtype, int, int]:
     "Where each row of `weights` `[out, in]` lies, int64; their dtype, how many rows there are, and their length. Raises `TypeError`."
     (d, K), size = (weights[0].dtype, weights[0].shape[1]), weights[0].element_size()
@@ -357,7 +360,7 @@ class ByteKernels:
         )
         return panels, starts, steps
 
-# %% ../../nbs/20_kernels.ipynb #930b9483
+# %% ../../nbs/modules/000_native.ipynb #930b9483
 class Kernels(ByteKernels):
     """The compiled kernels, as methods on CPU tensors of fp32 or bf16. `path`: the library's.
 
@@ -454,7 +457,7 @@ class Kernels(ByteKernels):
             ctypes.addressof(layers), len(layers) - 1, ctypes.addressof(step), first, last
         )
 
-# %% ../../nbs/20_kernels.ipynb #afc9538c
+# %% ../../nbs/modules/000_native.ipynb #afc9538c
 def _panels(weight: torch.Tensor, e: int) -> torch.Tensor:
     "A weight `[N, K]` as `[ceil(N / 32), K / e, 32, e]`: a view, or filled up with zeros."
     if rest := -len(weight) % 32:
@@ -495,7 +498,7 @@ def pack_bytes(
     panels = empty(parts.shape, dtype=torch.int8).copy_(parts)
     return panels, -128 * panels.sum([1, 3], dtype=torch.int32).flatten()
 
-# %% ../../nbs/20_kernels.ipynb #17e00003
+# %% ../../nbs/modules/000_native.ipynb #17e00003
 class HugePages:
     """Memory for what is read whole at every step, in pages of 2 MB where the system has them: `empty` is called as `torch.empty` is.
 
@@ -527,7 +530,7 @@ class HugePages:
         t = torch.frombuffer(pages, dtype=torch.uint8)
         return t[-t.data_ptr() % self.SIZE :]
 
-# %% ../../nbs/20_kernels.ipynb #9ac0e964
+# %% ../../nbs/modules/000_native.ipynb #9ac0e964
 def _cpu_seconds() -> tuple[float, float]:
     "Seconds of processor time so far: of the whole machine, all cores together, and of this process."
     t, own = psutil.cpu_times(), psutil.Process().cpu_times()

@@ -8,7 +8,7 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['read_raw']
 
-# %% ../../nbs/40_openai.ipynb #ob000026
+# %% ../../nbs/modules/000_formats.ipynb #ob000026
 import csv, errno, itertools, json, lzma, os, re, zlib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -32,7 +32,7 @@ from batchlab.jobs.tables import (
     opener_of,
 )
 
-# %% ../../nbs/40_openai.ipynb #ob000126
+# %% ../../nbs/modules/000_formats.ipynb #ob000126
 Raw = bytes | Row | csv.Error  # a line of JSONL, a row of a table, or what is wrong with a row
 
 
@@ -46,7 +46,7 @@ def read_lines(f: IO[bytes], longest: int = 2**31) -> Iterator[tuple[int, bytes]
             part = f.readline(longest)
         yield number, line.removesuffix(b"\n")
 
-# %% ../../nbs/40_openai.ipynb #ob000029
+# %% ../../nbs/modules/000_formats.ipynb #ob000029
 def prompt_line(raw: bytes) -> bytes:
     "Line `raw` of a text as a plain line of JSONL; as it is if it is no UTF-8, for its reader to say so."
     with suppress(UnicodeDecodeError):
@@ -69,7 +69,7 @@ def json_lines(f: IO[bytes], name: str | Path) -> Iterator[tuple[int, bytes]]:
         for number, d in enumerate(items, 1):
             yield number, _encode(d).encode()
 
-# %% ../../nbs/40_openai.ipynb #ob000035
+# %% ../../nbs/modules/000_formats.ipynb #ob000035
 def read_raw(
     name: str | Path,
     prompt_column: str = "prompt",
@@ -106,7 +106,7 @@ def read_raw(
             f"can't read {name}{where} ({why}): mend the file, and run again", 2 - bool(number)
         ) from e
 
-# %% ../../nbs/40_openai.ipynb #ob000039
+# %% ../../nbs/modules/000_formats.ipynb #ob000039
 _CUTS = re.compile(
     "[\x85\u2028\u2029]"
 )  # where `str.splitlines` cuts, as the other places are escaped by JSON
@@ -131,7 +131,7 @@ def records_of(path: str | Path) -> Iterator[dict[str, Any]]:
         for _, raw in read_lines(f):
             yield json.loads(raw)
 
-# %% ../../nbs/40_openai.ipynb #ob000045
+# %% ../../nbs/modules/000_formats.ipynb #ob000045
 def sync(path: str | Path) -> None:
     "Have the disk itself hold file or folder `path`, against a loss of power."
     fd = os.open(path, os.O_RDONLY if os.path.isdir(path) else os.O_RDWR)

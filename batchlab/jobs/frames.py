@@ -322,7 +322,8 @@ def map_frame(
     }
     if output in taken:
         raise ParamError(
-            f"output={output!r} is another column of the answers: call the texts something else"
+            f"output={output!r} is another column of the answers: call the texts something else",
+            field="output",
         )
     if columns.alike:
         log.warning(SETTINGS_REMARK.format(", ".join(columns.alike), ",".join(columns.alike)))

@@ -389,7 +389,7 @@ def lock(path: str | Path, stack: ExitStack) -> None:
             held.release()
         except Timeout:
             raise JobError(
-                f"another run is writing {path}: wait for its end, or give another output"
+                f"another run is writing {path}", advice="wait for its end, or give another output"
             ) from None
         except (OSError, NotImplementedError) as e:
             if isinstance(e, FileNotFoundError) and tries < 99:
@@ -428,8 +428,8 @@ def survey(
             if known[0] != digest_of(raw) and not force:
                 unit = "line" if isinstance(raw, bytes) else "row"
                 raise JobError(
-                    "{unit} {number} of {name} is not what it was when it was answered: give another output, or {force}, "
-                    "which keeps the old answer",
+                    "{unit} {number} of {name} is not what it was when it was answered",
+                    advice="give another output, or {force}, which keeps the old answer",
                     unit=unit,
                     number=number,
                     name=name,
@@ -444,8 +444,13 @@ def survey(
     gone, first = book.beyond(book.last) if whole and not trouble and not force else (0, 0)
     if gone:
         raise JobError(
-            f"{name} has lost rows: its last is {book.last:,}, and {gone:,} beyond it, from {first:,} on, were answered before: give it all "
-            "its rows, another output, or --force it, which keeps these answers"
+            "{name} has lost rows: its last is {last}, and {gone} beyond it, from {first} on, were answered before",
+            advice="give it all its rows, another output, or {force}, which keeps these answers",
+            name=name,
+            last=f"{book.last:,}",
+            gone=f"{gone:,}",
+            first=f"{first:,}",
+            force=Option("force", True),
         )
     r.answered = r.before - r.failed
     return r, trouble

@@ -8,7 +8,7 @@ from __future__ import annotations
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/41_jobs.ipynb #jb000013
+# %% ../../nbs/modules/000_journal.ipynb #jb000013
 import errno, hashlib, itertools, json, math, os, re, sqlite3, time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,7 @@ from batchlab.jobs.tables import (
     record_of_rows,
 )
 
-# %% ../../nbs/41_jobs.ipynb #ae760b69
+# %% ../../nbs/modules/000_journal.ipynb #ae760b69
 def no_file(path: str | Path) -> JobError:
     return JobError(f"{path} is no file: a job needs one that it can read again")
 
@@ -101,7 +101,7 @@ class StandardOutput(AnswerFile):
     def close(self) -> None:
         self.sync()
 
-# %% ../../nbs/41_jobs.ipynb #e5d10b9d
+# %% ../../nbs/modules/000_journal.ipynb #e5d10b9d
 KEY = re.compile(r"batch_req_(\d+)_([0-9a-f]{8})(?:_([0-9a-f]{12}))?")
 Found = tuple[int, str, dict[str, Any]]  # line number, digest, record
 
@@ -140,7 +140,8 @@ def recover_answers(path: str | Path, ours: bool = True) -> Iterator[Found]:
             )  # it says itself how it was made
             if bad or not (ours or found):
                 raise JobError(
-                    f"{path}, line {bad or number} is no answer of a job: give another output"
+                    f"{path}, line {bad or number} is no answer of a job",
+                    advice="give another output",
                 )
             if found:
                 yield found
@@ -154,7 +155,7 @@ def recover_answers(path: str | Path, ours: bool = True) -> Iterator[Found]:
         with path.open("ab") as f:
             f.write(b"\n")
 
-# %% ../../nbs/41_jobs.ipynb #cc2b3dca
+# %% ../../nbs/modules/000_journal.ipynb #cc2b3dca
 class Ledgerbook:
     """The lines that have an answer, and the ids that lines have used.
 
@@ -221,7 +222,7 @@ class Ledgerbook:
         line.ids = {}
         return line
 
-# %% ../../nbs/41_jobs.ipynb #88c8f899
+# %% ../../nbs/modules/000_journal.ipynb #88c8f899
 PARTS = (
     "sampling parameters",
     "model",
@@ -265,7 +266,8 @@ def check_stamps(stamps: set[str | None], now: str, where: str | Path) -> None:
         "",
     )
     raise JobError(
-        "{where} was made with other {what} than this: give another output, or {force}, which mixes the two",
+        "{where} was made with other {what} than this",
+        advice="give another output, or {force}, which mixes the two",
         where=where,
         what=what,
         force=Option("force", True),
@@ -287,7 +289,9 @@ def check_same(path: str | Path, now: dict[str, Any], force: bool = False) -> No
             changed[0].replace("_", " "),
         )
         raise JobError(
-            "this job was begun with {what} {was}, and it is {now!r} now: give another output, or {force}, which mixes the two",
+            "{job} was begun with {what} {was}, and it is {now!r} now",
+            advice="give another output, or {force}, which mixes the two",
+            job="this job",
             what=k,
             was=was,
             now=now[changed[0]],
@@ -318,7 +322,7 @@ def write_settings(side: str | Path, now: dict[str, Any], force: bool = False) -
         side, [json.dumps(dict(batchlab=__version__, settings=now), indent=1, default=str).encode()]
     )
 
-# %% ../../nbs/41_jobs.ipynb #66668350
+# %% ../../nbs/modules/000_journal.ipynb #66668350
 def side_of(output: str | Path) -> Path:
     "The folder that stands beside `output` while a job writes it."
     return Path(f"{output}.batchlab")
@@ -391,11 +395,12 @@ def sort_records(path: str | Path) -> None:
     except sqlite3.Error as e:
         raise JobError(f"can't put {path} in order ({e}): make room, and run again", 1) from e
 
-# %% ../../nbs/41_jobs.ipynb #be8c69b5
+# %% ../../nbs/modules/000_journal.ipynb #be8c69b5
 def finished_records(output: str | Path) -> Iterator[dict[str, Any]]:
     "Yield the records that `output` was made of, a table or a packed file. Raises `JobError` if a job did not make it."
     foreign = JobError(
-        "{output} is there already: give another output, or {force}",
+        "{output} is there already",
+        advice="give another output, or {force}",
         output=output,
         force=Option("force", True),
     )
@@ -499,7 +504,8 @@ def recover(
             for record in finished_records(output):
                 if not (key := key_of(record)):
                     raise JobError(
-                        "{output} is there already: give another output, or {force}",
+                        "{output} is there already",
+                        advice="give another output, or {force}",
                         output=output,
                         force=Option("force", True),
                     )
@@ -522,7 +528,8 @@ def recover(
     if not force:
         if None in book.stamps and not ours:
             raise JobError(
-                "{output} is there already, and does not say how it was made: give another output, or {force}",
+                "{output} is there already, and does not say how it was made",
+                advice="give another output, or {force}",
                 output=[*there, output][0],
                 force=Option("force", True),
             )
@@ -533,7 +540,7 @@ def recover(
     book.forget_failures()
     return book, True
 
-# %% ../../nbs/41_jobs.ipynb #91b0aa02
+# %% ../../nbs/modules/000_journal.ipynb #91b0aa02
 class Outbox:
     """Records on their way to the files `answers` and `errors`, which may be one.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['NO_TALK', 'JobLine', 'digest_of', 'parse_line']
 
-# %% ../../nbs/40_openai.ipynb #ob000003
+# %% ../../nbs/modules/000_lines.ipynb #ob000003
 import csv, hashlib, itertools, json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -65,7 +65,7 @@ from .tools import ToolChoice, ToolFormat, format_of, parse_answer, take_tools
 if TYPE_CHECKING:
     from batchlab.llm.outputs import RequestOutput
 
-# %% ../../nbs/40_openai.ipynb #ob000004
+# %% ../../nbs/modules/000_lines.ipynb #ob000004
 @dataclass
 class JobLine:
     """One request of a file. `kind`: that of its endpoint of the Batch API, such as 'chat', 'text' or 'embed', or 'plain'.
@@ -123,7 +123,7 @@ def digest_of(raw: Raw) -> str:
         raw = repr(tuple(raw[:6] if any(raw[2:6]) else raw[:2])).encode()  # likewise
     return hashlib.blake2b(raw, digest_size=4).hexdigest()
 
-# %% ../../nbs/40_openai.ipynb #ob000007
+# %% ../../nbs/modules/000_lines.ipynb #ob000007
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
@@ -154,12 +154,14 @@ def json_object(raw: bytes, strict: bool = True) -> dict[str, Any]:
         return d
     raise BadRequest(f"expected a JSON object, got {type(d).__name__}")
 
-# %% ../../nbs/40_openai.ipynb #ob000010
+# %% ../../nbs/modules/000_lines.ipynb #ob000010
 def plain_options(d: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     "`(sampling parameters, keys that mean nothing here)` of `d`, a plain object without its prompt. Raises `BadRequest`."
     nested = {} if d.get("sampling_params") is None else d["sampling_params"]
     if not isinstance(nested, dict):
-        raise BadRequest(f"sampling_params must be an object, got {nested!r:.60}")
+        raise BadRequest(
+            f"sampling_params must be an object, got {nested!r:.60}", param="sampling_params"
+        )
     beside = {k: v for k, v in d.items() if k != "sampling_params" and k not in DROPPED}
     own, options = {k: v for k, v in beside.items() if is_setting(k, v)}, {}
     for given in (nested, own):
@@ -171,7 +173,8 @@ def plain_options(d: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
                 found.setdefault("max_tokens", None)
         if twice := sorted(options.keys() & found.keys()):
             raise BadRequest(
-                f"{twice[0]} stands in sampling_params and beside it: give one of them"
+                f"{twice[0]} stands in sampling_params and beside it: give one of them",
+                param=twice[0],
             )
         options |= found
     return options, tuple(k for k in beside if k not in own)
@@ -181,7 +184,9 @@ def take_chat_options(d: dict[str, Any]) -> dict[str, Any]:
     "Take what dict `d` says of its conversation out of it: a dict. What says nothing is left out. Raises `BadRequest`."
     found = {k: d.pop(k) for k in CHAT_OPTIONS if k in d}
     if isinstance(text := found.get("chat_template"), str) and "{" not in text:
-        raise BadRequest(f"chat_template must be a template, got {text!r:.60}")
+        raise BadRequest(
+            f"chat_template must be a template, got {text!r:.60}", param="chat_template"
+        )
     return {k: v for k, v in found.items() if v is not None and v != []}
 
 
@@ -189,15 +194,18 @@ def take_timeout(d: dict[str, Any]) -> float | None:
     "Take the `timeout` out of dict `d`: seconds, or None. Raises `BadRequest`, also for a `priority`."
     if d.get("priority") is not None:
         raise BadRequest(
-            "priority means nothing in a file: its requests run in whichever order is the quickest, so leave it out"
+            "priority means nothing in a file: its requests run in whichever order is the quickest, so leave it out",
+            param="priority",
         )
     if (v := d.pop("timeout", None)) is None:
         return None
     if isinstance(v, bool) or not isinstance(v, (int, float)) or not 0 < v < float("inf"):
-        raise BadRequest(f"timeout must be a number of seconds above 0, got {v!r:.40}")
+        raise BadRequest(
+            f"timeout must be a number of seconds above 0, got {v!r:.40}", param="timeout"
+        )
     return v
 
-# %% ../../nbs/40_openai.ipynb #ob000013
+# %% ../../nbs/modules/000_lines.ipynb #ob000013
 ANOTHER_FORM = (
     "{} in a file that is read as {}, by its first good line or by --format: "
     "give it a file of its own, for batchlab run"
@@ -237,7 +245,7 @@ def plain_line(line: JobLine, d: dict[str, Any], chat: bool = False) -> None:
     line.ids = {k: v for k, v in ids.items() if isinstance(v, (str, int))}
     for k, v in ids.items():
         if k not in line.ids:
-            raise BadRequest(f"{k} must be a string or a whole number, got {v!r:.60}")
+            raise BadRequest(f"{k} must be a string or a whole number, got {v!r:.60}", param=k)
     if ("prompt" in d) == ("messages" in d):
         if form_of_keys(d) == "batch" and "prompt" not in d:
             raise BadRequest(ANOTHER_FORM.format("a line of the Batch API", "plain lines"))
@@ -274,7 +282,7 @@ def batch_line(line: JobLine, d: dict[str, Any]) -> None:
         raise BadRequest(ANOTHER_FORM.format("a plain line", "lines of the Batch API"))
     line.kind, body = endpoint_of(d), d.get("body")
     if not isinstance(body, dict):
-        raise BadRequest(f"body must be an object, got {body!r:.60}")
+        raise BadRequest(f"body must be an object, got {body!r:.60}", param="body")
     line.ignored, line.model, body = keys_beside(d), body.get("model"), dict(body)
     if line.kind in POOLING_KINDS:
         line.pooling = parse_pooling(body, line.kind)
@@ -340,7 +348,7 @@ def keyed_line(
     row_line(line, row._replace(cells=line.cells), chat)
     return row.system or system
 
-# %% ../../nbs/40_openai.ipynb #ob000016
+# %% ../../nbs/modules/000_lines.ipynb #ob000016
 NO_TALK = "a system message is for conversations: give chat (--chat) as well, or messages"
 
 
@@ -389,7 +397,7 @@ def parse_line(
             line.messages = as_messages(line.messages, system)
         if embed and line.kind == "plain":
             if line.messages:
-                raise BadRequest("messages are for chats: give a text to embed")
+                raise BadRequest("messages are for chats: give a text to embed", param="messages")
             line.pooling, line.options = replace(embed, texts=[line.prompt]), {}
     except BadRequest as e:
         line.failure = e.code, str(e)
@@ -399,7 +407,7 @@ def parse_line(
         line.pooling = embed  # the form of its record
     return line
 
-# %% ../../nbs/40_openai.ipynb #ob000019
+# %% ../../nbs/modules/000_lines.ipynb #ob000019
 DEFAULTS = openai.DEFAULTS | dict(plain=dict(temperature=0.0, max_tokens=256))
 
 
@@ -424,7 +432,7 @@ class ParamsCache(dict[str, SamplingParams]):
             self[key] = request_params(line.options, DEFAULTS[line.kind] | self.given)
         return self[key]
 
-# %% ../../nbs/40_openai.ipynb #ob000022
+# %% ../../nbs/modules/000_lines.ipynb #ob000022
 Postprocess = (
     Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]]
 )  # of a `RequestOutput`: to a dict or a value, or one for each column
@@ -537,7 +545,7 @@ def failure_of(line: JobLine, code: str, message: str) -> dict[str, Any]:
     response = dict(status_code=status, request_id=line.key, body=body)
     return dict(id=line.key, custom_id=line.ids.get("custom_id"), response=response, error=error)
 
-# %% ../../nbs/40_openai.ipynb #ob000048
+# %% ../../nbs/modules/000_lines.ipynb #ob000048
 def guess_form(rows: Iterable[tuple[int, Raw]], default: str = "batch") -> str:
     """'batch' if the first good line of JSONL that says so is of the Batch API, 'plain' if it has a prompt or messages; 'plain' too if all are
     objects with keys of their own, else `default`.

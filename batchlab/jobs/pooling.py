@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ParamError
+from ..errors import Fault, ParamError
 from ..tasks.pooled import PoolingGroup, PoolingParams, PoolingRequestOutput
-from .schema import BadRequest, param_of, take
+from .schema import BadRequest, key_of, take
 
 if TYPE_CHECKING:  # a check of a file needs no torch
     import torch
@@ -227,7 +227,7 @@ def parse_pooling(body: dict[str, Any], kind: str) -> PoolingRequest:
     try:
         return _parse(body, kind)
     except ParamError as e:
-        raise BadRequest(str(e), param=param_of(str(e), body)) from None
+        raise BadRequest(str(e), param=key_of(e.field, body)) from None
 
 # %% ../../nbs/modules/000_pooling_api.ipynb #22198f98
 @dataclass
@@ -238,9 +238,14 @@ class TextsOutput:
     parts: list[PoolingRequestOutput[Any]]
     error: str | None = None
     metrics: dict[str, Any] | None = None
-    refused: bool = False
+    fault: Fault | None = None
     finish_reason: str = "stop"
     finished: bool = True
+
+    @property
+    def refused(self) -> bool:
+        "Whether it could not be run as it was asked."
+        return self.fault is not None
 
     @property
     def outputs(self) -> list[Any]:
@@ -278,7 +283,7 @@ class TextsGroup(PoolingGroup):
         bad = next((o for o in outs if o.error), None)
         error = self.error or (bad and bad.error)
         reason = (bad.finish_reason if bad else self.reason) if error else "stop"
-        return TextsOutput(self.request_id, outs, error, self.metrics(), self.refused, reason)
+        return TextsOutput(self.request_id, outs, error, self.metrics(), self.fault, reason)
 
 
 def admit_texts(
@@ -301,9 +306,9 @@ def admit_texts(
             llm, PoolingGroup(f"{group.request_id}-{i}"), text, replace(params, raw=True), priority
         )
         if part.error:
-            group.error, group.refused, group.reason = (
+            group.error, group.fault, group.reason = (
                 f"{asked.key}[{i}]: {part.error}" if len(todo) > 1 else part.error,
-                part.refused,
+                part.fault,
                 part.reason,
             )
             return group

@@ -8,7 +8,7 @@ from __future__ import annotations
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/41_jobs.ipynb #66c77234
+# %% ../../nbs/modules/000_runner.ipynb #66c77234
 import hashlib, os, time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # a dry run needs no torch
     from batchlab.llm.outputs import RequestGroup, RequestOutput, StreamEvent
     from batchlab.jobs.job import Job, JobResult
 
-# %% ../../nbs/41_jobs.ipynb #66c77235
+# %% ../../nbs/modules/000_runner.ipynb #66c77235
 def model_digest(llm: Any) -> str:
     "16 hex digits that change with the weights, their quantization or the chat template of `llm`, or its named adapters."
     about: tuple[Any, ...] = (
@@ -40,7 +40,7 @@ def model_digest(llm: Any) -> str:
         about += (adapters.digest,)
     return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
 
-# %% ../../nbs/41_jobs.ipynb #3865f65d
+# %% ../../nbs/modules/000_runner.ipynb #3865f65d
 def good_order(rows: list[tuple[list[int], int]]) -> list[int]:
     "In which order to run `rows`, pairs `(prompt ids, most tokens in all)`: a list of indices."
     from batchlab.prefix import find_common_chunk_prefix
@@ -58,7 +58,7 @@ def good_order(rows: list[tuple[list[int], int]]) -> list[int]:
         g.sort(key=size)
     return [i for g in sorted(groups.values(), key=lambda g: size(g[0])) for i in g]
 
-# %% ../../nbs/41_jobs.ipynb #a217a0f5
+# %% ../../nbs/modules/000_runner.ipynb #a217a0f5
 def _admitted(line: JobLine, group: RequestGroup) -> RequestGroup | None:
     "`group` if it can run, else None, and `line.failure` says why."
     if group.error is None:
@@ -111,7 +111,7 @@ def admit_line(
     except Exception as e:  # whatever a line does to a tokenizer, it does to itself alone
         line.failure = "invalid_request", f"{type(e).__name__}: {e}"[:300]
 
-# %% ../../nbs/41_jobs.ipynb #91b0aa12
+# %% ../../nbs/modules/000_runner.ipynb #91b0aa12
 def record_of(
     line: JobLine,
     out: RequestOutput | TextsOutput,
@@ -135,7 +135,7 @@ def record_of(
         return failure_of(line, "timeout", f"not done after {timeout:g} seconds")
     return failure_of(line, "server_error", out.error or f"ended as {reason}") if again else None
 
-# %% ../../nbs/41_jobs.ipynb #91b0aa15
+# %% ../../nbs/modules/000_runner.ipynb #91b0aa15
 class Remarks:
     "Tells through `say` what lines have that changes nothing, each thing once."
 
@@ -196,7 +196,7 @@ class ModelNames:
         )
         line.failure = "model_not_found", f"there is no model {line.model!r:.60} here: {here}{way}"
 
-# %% ../../nbs/41_jobs.ipynb #91b0aa18
+# %% ../../nbs/modules/000_runner.ipynb #91b0aa18
 def name_of(model: Any) -> str:
     "What to call `model`: its name, or that of its folder without the path, else its class."
     from batchlab.models.fetch import short_name  # not for a dry run, which needs no torch

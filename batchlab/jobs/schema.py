@@ -5,7 +5,7 @@
 # %% ../../nbs/40_openai.ipynb #oa000004
 from __future__ import annotations
 
-import functools, json, logging, math, re, time
+import functools, json, logging, math, time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -59,12 +59,13 @@ def logprobs_of(given: dict[str, Any], chat: bool) -> Any:
         return wanted
     top = given.pop("top_logprobs", None)
     if not (wanted is None or isinstance(wanted, bool)):
-        raise BadRequest(f"logprobs must be true or false, got {wanted!r:.40}")
+        raise BadRequest(f"logprobs must be true or false, got {wanted!r:.40}", param="logprobs")
     if top is not None and not wanted:
-        raise BadRequest("top_logprobs needs logprobs to be true")
+        raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     if (n := whole_number(top)) is not None and not 0 <= n <= 20:
         raise BadRequest(
-            f"top_logprobs must be a whole number from 0 to 20, got {written(top, 40)}"
+            f"top_logprobs must be a whole number from 0 to 20, got {written(top, 40)}",
+            param="top_logprobs",
         )
     return (top or 0) if wanted else None
 
@@ -93,13 +94,14 @@ def sampling_options(given: dict[str, Any], chat: bool) -> dict[str, Any]:
         say_ignored(k)
     if (other := "prompt" if chat else "messages") in given:
         raise BadRequest(
-            f"{other} {'is' if chat else 'are'} for /v1/{'' if chat else 'chat/'}completions: ask there, or give {'messages' if chat else 'a prompt'}"
+            f"{other} {'is' if chat else 'are'} for /v1/{'' if chat else 'chat/'}completions: ask there, or give {'messages' if chat else 'a prompt'}",
+            param=other,
         )
     top = logprobs_of(given, chat)
     try:
         options = settings_of(given, OPTIONS)
     except ParamError as e:
-        raise BadRequest(str(e)) from None
+        raise BadRequest(str(e), param=e.field or None) from None
     return {k: v for k, v in options.items() if v is not None} | (
         {} if top is None else dict(logprobs=top)
     )
@@ -127,11 +129,12 @@ def request_params(options: dict[str, Any], defaults: dict[str, Any]) -> Samplin
             and not least <= n <= most
         ):
             raise BadRequest(
-                f"{k} must be a whole number from {least} to {most:,}, got {written(v, 40)}"
+                f"{k} must be a whole number from {least} to {most:,}, got {written(v, 40)}",
+                param=k,
             )
     for k, most in LENGTHS.items():
         if isinstance(v := options.get(k), (list, tuple)) and len(v) > most:
-            raise BadRequest(f"{k} may have up to {most:,} entries, got {len(v):,}")
+            raise BadRequest(f"{k} may have up to {most:,} entries, got {len(v):,}", param=k)
     return SamplingParams.of(defaults | options)
 
 # %% ../../nbs/40_openai.ipynb #oa000035
@@ -187,7 +190,8 @@ def as_messages(messages: Any, system: str | None = None) -> list[dict[str, Any]
         or not all(isinstance(m, dict) for m in messages)
     ):
         raise BadRequest(
-            f"messages must be a list of at least one object with role and content, got {messages!r:.60}"
+            f"messages must be a list of at least one object with role and content, got {messages!r:.60}",
+            param="messages",
         )
     out = [
         {k: v for k, v in m.items() if v or k != "tool_calls"}
@@ -229,7 +233,9 @@ def many_prompts(prompt: Any) -> list[str | list[int]]:
         return [prompt]
     if isinstance(prompt, list) and prompt and all(map(_is_prompt, prompt)):
         return prompt
-    raise BadRequest(f"prompt must be a string or a list of token ids, got {prompt!r:.60}")
+    raise BadRequest(
+        f"prompt must be a string or a list of token ids, got {prompt!r:.60}", param="prompt"
+    )
 
 
 def one_prompt(prompt: Any) -> str | list[int]:
@@ -267,16 +273,18 @@ def custom_id_of(d: dict[str, Any]) -> str:
     "The `custom_id` of `d`, a line of the Batch API. Raises `BadRequest`."
     if isinstance(i := d.get("custom_id"), str) and i:
         return i
-    raise BadRequest(f"custom_id must be a string, got {i!r:.60}")
+    raise BadRequest(f"custom_id must be a string, got {i!r:.60}", param="custom_id")
 
 
 def endpoint_of(d: dict[str, Any]) -> str:
     "The kind of request that the method and URL of `d` ask for: one of `URLS`. Raises `BadRequest`."
     if d.get("method", "POST") != "POST":
-        raise BadRequest(f"method must be 'POST', got {d['method']!r:.60}")
+        raise BadRequest(f"method must be 'POST', got {d['method']!r:.60}", param="method")
     if isinstance(url := d.get("url"), str) and url in URLS:
         return URLS[url]
-    raise BadRequest(f"url must be one of {', '.join(URLS)}, got {url!r:.60}", "invalid_url")
+    raise BadRequest(
+        f"url must be one of {', '.join(URLS)}, got {url!r:.60}", "invalid_url", param="url"
+    )
 
 # %% ../../nbs/40_openai.ipynb #oa000053
 def keys_beside(d: dict[str, Any]) -> tuple[str, ...]:
@@ -288,7 +296,7 @@ def keys_beside(d: dict[str, Any]) -> tuple[str, ...]:
     }
     for k, v in beside.items():
         if is_setting(k, v):
-            raise BadRequest(f"{k!r:.60} stands beside the body: move it into the body")
+            raise BadRequest(f"{k!r:.60} stands beside the body: move it into the body", param=k)
     return tuple(k for k in beside if k not in DROPPED)
 
 # %% ../../nbs/40_openai.ipynb #oa000057
@@ -528,23 +536,19 @@ def take(d: dict[str, Any], k: str, kind: type, default: Any, want: str) -> Any:
     raise BadRequest(f"{k} must be {want}, got {written(v, 60)}", param=k)
 
 
-def param_of(message: str, body: dict[str, Any]) -> str | None:
-    "Which key of `body` a `message` is about: the first that it names, if any."
-    keys = (
-        {ALIASES.get(k, k): k for k in body}
-        | {k: k for k in body}
-        | dict(messages="messages", prompt="prompt")
-    )
-    return next((keys[w] for w in re.findall(r"\w+", message) if w in keys), None)
-
-
-def at_fault(message: str, body: dict[str, Any], own: str) -> str | None:
-    "Which key of `body` is at fault, where the engine refuses a request with `message`: the setting that this begins with, or `own`, the key of its prompt."
-    [first] = re.findall(r"^\w*", message)
-    if first == "structured_outputs" and "response_format" in body:
+def key_of(field: str, body: dict[str, Any]) -> str | None:
+    "Which key of `body` gave the `field` that an error is about, if one did."
+    setting = field.partition(".")[0]
+    if setting == "structured_outputs" and "response_format" in body:
         return "response_format"
-    found = param_of(first, body)
-    return found if found or first in KNOWN else own
+    keys = {ALIASES.get(k, k): k for k in body} | {k: k for k in body}
+    return keys.get(setting)
+
+
+def at_fault(field: str, body: dict[str, Any], own: str) -> str | None:
+    "Which key of `body` is at fault, where the engine refuses a request for its `field`: the one that gave this, or `own`, the key of its prompt."
+    found = key_of(field, body)
+    return found if found or field.partition(".")[0] in KNOWN else own
 
 # %% ../../nbs/40_openai.ipynb #onl00005
 TALK = dict(
@@ -610,12 +614,10 @@ def parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
     "The `ApiRequest` of the body of a 'chat' or 'text' request to a server. Raises `BadRequest`, which names the key at fault if it is one."
     try:
         return _parse_online(body, kind)
-    except (BadRequest, ParamError) as e:
-        raise BadRequest(
-            str(e),
-            getattr(e, "code", "invalid_request"),
-            getattr(e, "param", None) or param_of(str(e), body),
-        ) from None
+    except BadRequest as e:
+        raise BadRequest(str(e), e.code, e.param and (key_of(e.param, body) or e.param)) from None
+    except ParamError as e:
+        raise BadRequest(str(e), param=key_of(e.field, body)) from None
 
 # %% ../../nbs/40_openai.ipynb #onl00008
 def echoed(out: RequestOutput, prompt: str, silent: bool = False) -> RequestOutput:

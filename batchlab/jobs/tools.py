@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import regex
 
-from ..errors import BatchlabError
+from ..errors import BatchlabError, ParamError
 from ..core.params import SamplingParams, StructuredOutputsParams
 from .schema import BadRequest
 
@@ -86,8 +86,10 @@ def _lacks(schema: dict[str, Any]) -> str:
         pass  # the engine says so when the request is run
     except RecursionError:
         return "it is nested too deeply"
+    except ParamError as e:
+        return e.why
     except (BatchlabError, ValueError, TypeError) as e:
-        return str(e).removeprefix("structured_outputs.json").lstrip(": ")
+        return str(e)
     return ""
 
 

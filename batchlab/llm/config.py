@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'STRATEGIES', 'model_and_tokenizer', 'no_collection', 'check_causal', 'probe_model', 'probe_pooling', 'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory', 'Limits', 'choose_limits', 'check_strategy', 'check_compile', 'check_quantization', 'check_count', 'weights_digest', 'model_state']
+__all__ = ['log', 'STRATEGIES', 'model_and_tokenizer', 'no_collection', 'check_causal', 'probe_model', 'probe_pooling',
+           'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory', 'Limits', 'choose_limits',
+           'check_strategy', 'check_compile', 'check_quantization', 'check_count', 'weights_digest', 'model_state']
 
-# %% ../../nbs/73_recovery.ipynb #8ec2a59b
+# %% ../../nbs/modules/000_config.ipynb #8ec2a59b
 import contextlib, gc, hashlib, logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +41,7 @@ from ..core.cache import Shape
 
 log = logging.getLogger("batchlab")
 
-# %% ../../nbs/73_recovery.ipynb #4b07a5d1
+# %% ../../nbs/modules/000_config.ipynb #4b07a5d1
 def model_and_tokenizer(
     model: Any, tokenizer: Any, dtype: Any, device: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -48,7 +50,8 @@ def model_and_tokenizer(
         tokenizer = load_tokenizer(find_model(tokenizer, weights=False))
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
         raise ParamError(
-            f"tokenizer must be a hub id, a folder, a .gguf file or a loaded tokenizer, got {type(tokenizer).__name__}"
+            f"tokenizer must be a hub id, a folder, a .gguf file or a loaded tokenizer, got {type(tokenizer).__name__}",
+            field="tokenizer",
         )
     if model is None or isinstance(model, str) or hasattr(model, "__fspath__"):
         model, own = load_model(model if model is None else str(model), dtype=dtype, device=device)
@@ -56,15 +59,17 @@ def model_and_tokenizer(
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         raise ParamError(
             "model must be a hub id, a folder, a .gguf file or a loaded transformers model, "
-            f"got {type(model).__name__}"
+            f"got {type(model).__name__}",
+            field="model",
         )
     if dtype != "auto" or device not in ("auto", None):
         raise ParamError(
-            "dtype and device are for models loaded by name: give the loaded model as you want it"
+            "dtype and device are for models loaded by name: give the loaded model as you want it",
+            field="dtype",
         )
     return model, tokenizer
 
-# %% ../../nbs/73_recovery.ipynb #5daab18f
+# %% ../../nbs/modules/000_config.ipynb #5daab18f
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
     "Python's garbage collector waits meanwhile: a model and its tokenizer are many new objects, and none of them is garbage."
@@ -169,7 +174,7 @@ def probe_pooling(
     log.warning("%s runs one text at a time, not packed: %s", type(model).__name__, why)
     return None, causal, TorchBackend(model, [], "it does not run packed")
 
-# %% ../../nbs/73_recovery.ipynb #493215ba
+# %% ../../nbs/modules/000_config.ipynb #493215ba
 def rope_switch(model: PreTrainedModel) -> int | None:
     "The length beyond which a model rotates all positions of a batch differently (`longrope`), or None."
     config = model.config.get_text_config()
@@ -205,7 +210,7 @@ def select_runner(
         return "solo"
     return "padded" if side == "below" else "beyond"
 
-# %% ../../nbs/73_recovery.ipynb #c7bf9f25
+# %% ../../nbs/modules/000_config.ipynb #c7bf9f25
 def context_limit(model: PreTrainedModel, asked: int | None = None) -> int | None:
     "The most tokens of a request, prompt and answer: the model's context, or `asked` if less. Raises `ParamError`."
     own = max_model_len(model)
@@ -231,7 +236,7 @@ def free_memory(device: torch.device) -> int:
         free = min(free, limit - used)
     return max(0, free)
 
-# %% ../../nbs/73_recovery.ipynb #4957086c
+# %% ../../nbs/modules/000_config.ipynb #4957086c
 @dataclass(repr=False)
 class Limits:
     "What an `LLM` holds itself to; `kv_tokens`: `kv_bytes` in tokens, of all its blocks together, None without a cache."
@@ -278,7 +283,7 @@ class Limits:
         if self.max_model_len:
             self.max_model_len = min(self.max_model_len, self.kv_tokens)
 
-# %% ../../nbs/73_recovery.ipynb #81d6c49b
+# %% ../../nbs/modules/000_config.ipynb #81d6c49b
 def choose_limits(
     model: PreTrainedModel,
     shapes: Sequence[Shape] | None,
@@ -338,7 +343,7 @@ def choose_limits(
         l.max_model_len = l.kv_tokens
     return l
 
-# %% ../../nbs/73_recovery.ipynb #34de1be3
+# %% ../../nbs/modules/000_config.ipynb #34de1be3
 STRATEGIES = ("loop", "static", "bucketed", "prefix", "continuous")
 
 
@@ -346,20 +351,22 @@ def check_strategy(name: str) -> str:
     "`name` if it is a strategy. Raises `ParamError`."
     if name in STRATEGIES:
         return name
-    raise ParamError(f"strategy {name!r} is unknown: choose {', '.join(map(repr, STRATEGIES))}")
+    raise ParamError(
+        f"strategy {name!r} is unknown: choose {', '.join(map(repr, STRATEGIES))}", field="strategy"
+    )
 
 
 def check_compile(x: Any) -> bool | str:
     "`x` if it says whether to compile. Raises `ParamError`."
     if x in (True, False, "auto"):
         return x
-    raise ParamError(f"compile must be 'auto', True or False, got {x!r}")
+    raise ParamError(f"compile must be 'auto', True or False, got {x!r}", field="compile")
 
 
 def check_quantization(x: Any, strategy: str) -> str | None:
     "`x` if it names a quantization that runs. Raises `ParamError`."
     if x not in (None, "int8"):
-        raise ParamError(f"quantization must be None or 'int8', got {x!r}")
+        raise ParamError(f"quantization must be None or 'int8', got {x!r}", field="quantization")
     if x and strategy != "continuous":
         raise ParamError(
             "{asked} needs {needed}, got {strategy!r}",
@@ -380,7 +387,7 @@ def check_count(name: str, n: Any) -> int | None:
         "{option} must be a whole number of at least 1, got {n}", option=Option(name), n=written(n)
     )
 
-# %% ../../nbs/73_recovery.ipynb #a9e3d027
+# %% ../../nbs/modules/000_config.ipynb #a9e3d027
 def weights_digest(model: PreTrainedModel) -> str:
     "16 hex digits that tell `model` from another, also from one of the same shape: of the first numbers of each weight."
     h = hashlib.blake2b(digest_size=8)

@@ -5,11 +5,11 @@
 # %% ../../nbs/modules/000_inputs.ipynb #e3d6d3f1
 from __future__ import annotations
 
-import logging, numbers, re, sys
+import logging, numbers, sys
 from collections.abc import Callable, Sequence
 from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from ..errors import BatchlabError, ModelError, ParamError, PromptError
+from ..errors import BatchlabError, Fault, ModelError, ParamError, PromptError
 from ..models.lengths import check_length
 from batchlab.models import (
     bad_message,
@@ -165,7 +165,8 @@ def split_settings(prompt: Any) -> tuple[Any, dict[str, Any]]:
         del own["sampling_params"]
         if twice := nested.keys() & own.keys():
             raise ParamError(
-                f"{min(twice)} stands in sampling_params and beside it: give one of them"
+                f"{min(twice)} stands in sampling_params and beside it: give one of them",
+                field=min(twice),
             )
         own = nested | own
     own = settings_of(
@@ -193,14 +194,15 @@ def chat_options(**options: Any) -> dict[str, Any]:
     for k in options:
         if k not in CHAT_KEYS:
             raise ParamError(
-                f"unknown argument {k!r:.60}: expected one of {', '.join(sorted(CHAT_KEYS))}"
+                f"unknown argument {k!r:.60}: expected one of {', '.join(sorted(CHAT_KEYS))}",
+                field=k,
             )
     if why := _bad_option(options):
         raise ParamError(why)
     try:
         options["chat_template"] = template_text(options.get("chat_template"))
     except PromptError as e:
-        raise ParamError(*e.args, **e.fields) from None
+        raise ParamError(str(e), field="chat_template") from None
     return {k: v for k, v in options.items() if v is not None}
 
 
@@ -208,7 +210,8 @@ def check_bar(use_tqdm: Any) -> None:
     "Raise `ParamError` unless `use_tqdm` is a bool, None, or makes a bar."
     if use_tqdm is not None and not isinstance(use_tqdm, bool) and not callable(use_tqdm):
         raise ParamError(
-            f"use_tqdm must be True, False, None or a tqdm class, got {use_tqdm!r:.60}: give several prompts as one list"
+            f"use_tqdm must be True, False, None or a tqdm class, got {use_tqdm!r:.60}: give several prompts as one list",
+            field="use_tqdm",
         )
 
 # %% ../../nbs/modules/000_inputs.ipynb #b5c7304f
@@ -254,7 +257,7 @@ def settings_for(
         found: list[Any] = [default if v is None else read(v) for v in xs]
         for v, got in zip(xs, found):
             if v is not None and got is None:
-                raise ParamError(f"{name} must be {want}, got {written(v)}")
+                raise ParamError(f"{name} must be {want}, got {written(v)}", field=name)
         return found
 
     return list(
@@ -338,12 +341,10 @@ def _log_cut(outs: Sequence[RequestOutput]) -> None:
 def log_failures(outs: Sequence[RequestOutput]) -> None:
     "Log how many of `outs` failed, by the five commonest reasons, with the index of the first of each; and how many were cut off in a form."
     _log_cut(outs)
-    reasons: dict[str, list[int]] = {}
+    reasons: dict[Fault | str, list[int]] = {}
     for i, o in enumerate(outs):
         if o.error:
-            reasons.setdefault(
-                re.sub(r"(?<!\w)'[^']*('|$)|\"[^\"]*(\"|$)|\d[\d,]*", "…", o.error), []
-            ).append(i)
+            reasons.setdefault(getattr(o, "fault", None) or o.error, []).append(i)
     if not reasons:
         return
     common = sorted(reasons.values(), key=len, reverse=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['log', 'StepLoop', 'BackgroundLoop', 'make_engine', 'EngineSet', 'Delivery']
 
-# %% ../../nbs/15_llm.ipynb #90905258
+# %% ../../nbs/modules/000_loop.ipynb #90905258
 import contextlib, heapq, itertools, logging, os, threading, time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("batchlab")
 
-# %% ../../nbs/15_llm.ipynb #10a50c09
+# %% ../../nbs/modules/000_loop.ipynb #10a50c09
 class StepLoop:
     """Takes requests in from any thread, and steps `engines` in one thread at a time.
 
@@ -217,11 +217,11 @@ class StepLoop:
                 self.engines.add(r)
                 self.delivery.mark("queued", r)
         except BatchlabError as e:
-            g.error, g.refused = str(e), True
+            g.refuse(e)
         if g.error:
             self.delivery.end(g, g.reason)
 
-# %% ../../nbs/15_llm.ipynb #10a50c0b
+# %% ../../nbs/modules/000_loop.ipynb #10a50c0b
 class BackgroundLoop(StepLoop):
     "A `StepLoop` that may run in a `thread` of its own, between `start` and `stop`. `stopping`: None, 'drain' or 'cancel'."
 
@@ -292,7 +292,7 @@ class BackgroundLoop(StepLoop):
                 return
             self.progress.wait(0.05 if self.paused and self.deadlines else 1)
 
-# %% ../../nbs/73_recovery.ipynb #5f81e419
+# %% ../../nbs/modules/000_loop.ipynb #5f81e419
 def make_engine(llm: LLM, kind: str) -> Engine:
     "An `Engine` for requests of a kind, by `llm.strategy`."
     if kind.startswith("pooled"):
@@ -324,7 +324,7 @@ def make_engine(llm: LLM, kind: str) -> Engine:
     )
     return Engine(scheduler, runner, llm.watchers)
 
-# %% ../../nbs/73_recovery.ipynb #10a50c03
+# %% ../../nbs/modules/000_loop.ipynb #10a50c03
 class EngineSet(dict[str, Engine]):
     """The engines of `llm` by kind of request, see `select_runner`, over one `backend` and one `budget` of KV.
 
@@ -453,7 +453,7 @@ class EngineSet(dict[str, Engine]):
             model_state(model),
         )  # an own model has given weights up by now
 
-# %% ../../nbs/73_recovery.ipynb #10a50c05
+# %% ../../nbs/modules/000_loop.ipynb #10a50c05
 class Delivery:
     """Tells whoever asked what becomes of the prompts of `llm`, and counts it. For the thread that holds `llm.mutex`.
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeVar, overload
-from ..errors import ParamError
+from ..errors import BatchlabError, Fault, ParamError, PromptTooLongError
 from ..core.params import SamplingParams
 from ..core.request import Request
 from batchlab.llm.shown import (
@@ -92,7 +92,8 @@ class RequestOutput:
     `num_cached_tokens`: prompt tokens whose KV was there already. `prompt_logprobs`: if asked for, one `{id: Logprob}` a prompt
     token, None for those up to position `prompt_logprob_start`. `metrics`, in seconds since the call: `time_to_first_token`, `latency`; and
     `time_per_token` after the first, `num_preemptions`. `params`: the `SamplingParams` it ran with.
-    `refused`: it has an `error` because it could not be run as it was asked, by no fault of the engine's. `lora_request`: the adapter it ran with."""
+    `fault`: what its `error` is about, where it could not be run as it was asked and so is `refused`, by no fault of the engine's.
+    `lora_request`: the adapter it ran with."""
 
     request_id: str
     prompt: str | None = None
@@ -104,8 +105,13 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list | None = None
     params: SamplingParams | None = None
-    refused: bool = False
+    fault: Fault | None = None
     lora_request: Any = None
+
+    @property
+    def refused(self) -> bool:
+        "Whether it could not be run as it was asked."
+        return self.fault is not None
 
     def __repr__(self) -> str:
         return f"RequestOutput({self.request_id}: {self.line})"
@@ -306,7 +312,7 @@ class RequestGroup:
     error: str | None = None
     reason: str = "error"
     output: RequestOutput | None = None
-    refused: bool = False  # its `error` is of what was asked
+    fault: Fault | None = None  # what its `error` is about, if that is of what was asked
     broken: bool = False  # its `on_event` raised
     lora_request: Any = None  # the `LoRARequest` that it runs with
     adapter: Any = None  # and the `Adapter` that came of it, until its end
@@ -314,6 +320,12 @@ class RequestGroup:
     @property
     def done(self) -> bool:
         return self.output is not None
+
+    def refuse(self, e: BatchlabError) -> None:
+        "Say that it can't be run as it was asked, for `e`, which was caught."
+        self.error, self.fault = str(e), e.fault
+        if isinstance(e, PromptTooLongError):
+            self.reason = "too_long"
 
     def result(self) -> Any:
         "What became of it."
@@ -332,7 +344,7 @@ class RequestGroup:
             rs[0].num_cached_tokens or 0 if rs else 0,
             rs[0].prompt_logprobs if rs else None,
             self.params,
-            self.refused,
+            self.fault,
             self.lora_request,
         )
 

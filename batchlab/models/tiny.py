@@ -18,7 +18,86 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 # %% auto #0
-__all__ = ['TINY_ARCHS', 'tiny_model', 'tiny_gguf', 'tiny_adapter', 'tiny_tokenizer']
+__all__ = ['TINY_ARCHS', 'tiny_adapter', 'tiny_tokenizer', 'tiny_model', 'tiny_gguf']
+
+# %% ../../nbs/modules/000_tiny.ipynb #32cc0010
+def tiny_adapter(
+    folder: str | os.PathLike[str],
+    model: PreTrainedModel,
+    rank: int = 4,
+    seed: int = 0,
+    modules: tuple[str, ...] | None = None,
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
+) -> Path:
+    """Write a LoRA adapter with random weights for `model` into `folder`, as PEFT does; returns the folder.
+
+    `modules`: of which linear layers, by the ends of their names; None for all but the head. `config`: what else stands in its
+    `adapter_config.json`. Same seed, same weights; large enough that answers change."""
+    import json
+    from safetensors.torch import save_file
+    from transformers.pytorch_utils import Conv1D
+
+    folder, gen, tensors = (
+        Path(folder),
+        torch.Generator().manual_seed(seed),
+        dict[str, torch.Tensor](),
+    )
+    head = next(
+        (name for name, m in model.named_modules() if m is model.get_output_embeddings()), None
+    )
+    for name, m in model.named_modules():
+        if not isinstance(m, (torch.nn.Linear, Conv1D)):
+            continue
+        if name == head if modules is None else name.rpartition(".")[2] not in modules:
+            continue
+        n, k = m.weight.shape[::-1] if type(m) is Conv1D else m.weight.shape
+        r = next(
+            (r for key, r in config.get("rank_pattern", {}).items() if name.endswith(key)), rank
+        )
+        for half, shape, size in (("A", (r, k), k**-0.5), ("B", (n, r), 0.5 * r**-0.5)):
+            tensors[f"base_model.model.{name}.lora_{half}.weight"] = (
+                size * torch.randn(shape, generator=gen)
+            ).to(dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    about = dict(
+        peft_type="LORA",
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=sorted({k.split(".")[-3] for k in tensors}),
+    )
+    (folder / "adapter_config.json").write_text(json.dumps(about | config), encoding="utf-8")
+    return folder
+
+# %% ../../nbs/modules/000_tiny.ipynb #04b62f6f
+_TEMPLATE = (
+    "{% for m in messages %}{{ '<bos>' + m['role'] + ':' + m['content'] + '<eos>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<bos>assistant:' }}{% endif %}"
+)
+
+
+def tiny_tokenizer(chat: bool = True) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer for `tiny_model`: 0 `<pad>`, 1 `<bos>`, 2 `<eos>`, then byte b as 3+b.
+
+    It adds no special tokens on encode. `chat` gives it a chat template of its own."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    specials, character = (
+        dict(pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"),
+        bytes_to_unicode(),
+    )
+    tokens = [*specials.values(), *(character[b] for b in range(256))]
+    tok = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[]))
+    tok.add_special_tokens([AddedToken(s, normalized=False) for s in specials.values()])
+    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tok.decoder = decoders.ByteLevel()
+    template = {"chat_template": _TEMPLATE} if chat else {}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tok, clean_up_tokenization_spaces=False, **specials, **template
+    )
 
 # %% ../../nbs/modules/000_tiny.ipynb #5552d31e
 TINY_ARCHS = (
@@ -190,79 +269,3 @@ def tiny_gguf(path: str | os.PathLike[str], seed: int = 0) -> Path:
     w.write_tensors_to_file()
     w.close()
     return Path(path)
-
-# %% ../../nbs/32_lora.ipynb #32cc0010
-def tiny_adapter(
-    folder: str | os.PathLike[str],
-    model: PreTrainedModel,
-    rank: int = 4,
-    seed: int = 0,
-    modules: tuple[str, ...] | None = None,
-    dtype: torch.dtype = torch.float32,
-    **config: Any,
-) -> Path:
-    """Write a LoRA adapter with random weights for `model` into `folder`, as PEFT does; returns the folder.
-
-    `modules`: of which linear layers, by the ends of their names; None for all but the head. `config`: what else stands in its
-    `adapter_config.json`. Same seed, same weights; large enough that answers change."""
-    import json
-    from safetensors.torch import save_file
-    from batchlab.fast.adapters import linear_shapes
-
-    folder, gen, tensors = (
-        Path(folder),
-        torch.Generator().manual_seed(seed),
-        dict[str, torch.Tensor](),
-    )
-    head = next(
-        (name for name, m in model.named_modules() if m is model.get_output_embeddings()), None
-    )
-    for name, (k, n) in linear_shapes(model).items():
-        if name == head if modules is None else name.rpartition(".")[2] not in modules:
-            continue
-        r = next(
-            (r for key, r in config.get("rank_pattern", {}).items() if name.endswith(key)), rank
-        )
-        for half, shape, size in (("A", (r, k), k**-0.5), ("B", (n, r), 0.5 * r**-0.5)):
-            tensors[f"base_model.model.{name}.lora_{half}.weight"] = (
-                size * torch.randn(shape, generator=gen)
-            ).to(dtype)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    about = dict(
-        peft_type="LORA",
-        r=rank,
-        lora_alpha=2 * rank,
-        target_modules=sorted({k.split(".")[-3] for k in tensors}),
-    )
-    (folder / "adapter_config.json").write_text(json.dumps(about | config), encoding="utf-8")
-    return folder
-
-# %% ../../nbs/70_models.ipynb #04b62f6f
-_TEMPLATE = (
-    "{% for m in messages %}{{ '<bos>' + m['role'] + ':' + m['content'] + '<eos>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<bos>assistant:' }}{% endif %}"
-)
-
-
-def tiny_tokenizer(chat: bool = True) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer for `tiny_model`: 0 `<pad>`, 1 `<bos>`, 2 `<eos>`, then byte b as 3+b.
-
-    It adds no special tokens on encode. `chat` gives it a chat template of its own."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    specials, character = (
-        dict(pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"),
-        bytes_to_unicode(),
-    )
-    tokens = [*specials.values(), *(character[b] for b in range(256))]
-    tok = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[]))
-    tok.add_special_tokens([AddedToken(s, normalized=False) for s in specials.values()])
-    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tok.decoder = decoders.ByteLevel()
-    template = {"chat_template": _TEMPLATE} if chat else {}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tok, clean_up_tokenization_spaces=False, **specials, **template
-    )

@@ -181,8 +181,8 @@ def error_of(o: Any, asked: ApiRequest | PoolingRequest, most: int | None) -> Ba
             "context_length_exceeded",
             own,
         )  # by these words clients know it
-    if o.refused:
-        return BadRequest(o.error or "", param=at_fault(o.error or "", asked.asked, own))
+    if o.fault is not None:
+        return BadRequest(o.error or "", param=at_fault(o.fault.field, asked.asked, own))
     if reason == "cancelled":
         return BadRequest("the server is stopping: ask again later", "unavailable")
     if reason == "timeout":

@@ -55,10 +55,8 @@ class ApiError(BadRequest):
 
 def disk_error(e: OSError | sqlite3.Error) -> ApiError:
     "What `e`, that came while the server wrote, is to a client: 507 if the disk is full, else 503."
-    full = getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "full" in str(
-        e
-    )
-    if full:
+    full = getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if full or getattr(e, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
         return ApiError(
             "the disk of the server is full: make room there, and try again", 507, "disk_full"
         )
@@ -949,12 +947,7 @@ def failure_errors(e: Exception, folder: Path) -> dict[str, Any]:
                 message=f"the server failed with {type(e).__name__}: submit the lines without an answer again",
             )
         )
-    text = (
-        str(e)
-        .replace(f"{folder}{os.sep}", "")
-        .replace("this job", "this batch")
-        .partition(": give another output")[0]
-    )
+    text = e.to_client("this batch").replace(f"{folder}{os.sep}", "")
     return errors_of(dict(code="server_error", message=text))
 
 

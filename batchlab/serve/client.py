@@ -8,7 +8,7 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['ENDED', 'Unreachable', 'BatchClient']
 
-# %% ../../nbs/42_batches.ipynb #b20d5f88
+# %% ../../nbs/modules/000_client.ipynb #b20d5f88
 import json, os, sys, time
 from argparse import Namespace
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from ..jobs.formats import LONGEST_LINE, new_of, read_lines
 from ..jobs.lines import json_object
 from ..jobs.schema import BadRequest
 
-# %% ../../nbs/42_batches.ipynb #b2c6d8be
+# %% ../../nbs/modules/000_client.ipynb #b2c6d8be
 ENDED = "failed", "completed", "expired", "cancelled"
 
 
@@ -139,7 +139,7 @@ class BatchClient:
             if new:
                 new.unlink(missing_ok=True)
 
-# %% ../../nbs/42_batches.ipynb #b28faf9a
+# %% ../../nbs/modules/000_client.ipynb #b28faf9a
 def endpoint_in(path: str | Path) -> str:
     "The `url` of the first line of file `path`. Raises `JobError`."
     number = 0

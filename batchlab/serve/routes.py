@@ -8,7 +8,7 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['batch_router']
 
-# %% ../../nbs/42_batches.ipynb #b25453a5
+# %% ../../nbs/modules/000_batch_routes.ipynb #b25453a5
 import json, os, sqlite3
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
@@ -37,7 +37,7 @@ try:
 except ImportError as e:
     raise JobError(f"the server needs {e.name}: pip install 'batchlab[server]'") from e
 
-# %% ../../nbs/42_batches.ipynb #b25453a6
+# %% ../../nbs/modules/000_batch_routes.ipynb #b25453a6
 def too_large(most: int) -> ApiError:
     return ApiError(f"larger than {most:,} bytes: make several of it", 413, "too_large", "file")
 
@@ -113,7 +113,7 @@ class Upload:
             text["file"] or "upload", purpose, check_expiry(expiry, "expires_after")
         )
 
-# %% ../../nbs/42_batches.ipynb #b253db31
+# %% ../../nbs/modules/000_batch_routes.ipynb #b253db31
 def page_of(query: Any, most: int, default: int) -> dict[str, Any]:
     "What `query` says of a page: where it begins, and how many objects it has, `most` at most. Raises `ApiError`."
     given = query.get("limit", str(default))
@@ -220,7 +220,7 @@ class BatchRoutes:
         )
         return page | dict(data=[*map(self.runner.show, page["data"])])
 
-# %% ../../nbs/42_batches.ipynb #b253db33
+# %% ../../nbs/modules/000_batch_routes.ipynb #b253db33
 def answered(act: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
     "`act`, whose errors are answers."
 
@@ -243,7 +243,7 @@ def answered(act: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Aw
 
     return endpoint
 
-# %% ../../nbs/42_batches.ipynb #b253db34
+# %% ../../nbs/modules/000_batch_routes.ipynb #b253db34
 def batch_router(
     store: BatchStore, runner: BatchRunner, max_file_bytes: int = 512 * 2**20
 ) -> APIRouter:

@@ -153,7 +153,8 @@ class AsyncLLM:
         check_count("max_pending", max_pending)
         if isinstance(model, LLM) and (tokenizer is not None or kwargs):
             raise ParamError(
-                f"{next(iter(kwargs), 'tokenizer')} is for a model that is yet to be loaded: give it to the LLM"
+                f"{next(iter(kwargs), 'tokenizer')} is for a model that is yet to be loaded: give it to the LLM",
+                field=next(iter(kwargs), "tokenizer"),
             )
         self.llm = model if isinstance(model, LLM) else LLM(model, tokenizer, **kwargs)
         self.max_pending = max_pending

@@ -268,14 +268,16 @@ def make_search(
     prompt, own = split_settings(prompt)
     if own:
         raise ParamError(
-            f"{min(own)} stands in a prompt: the settings of a beam search are its params"
+            f"{min(own)} stands in a prompt: the settings of a beam search are its params",
+            field=min(own),
         )
     text, ids = prompt_ids_of(llm.model, llm.tokenizer, prompt, False, llm.max_model_len)
     check_prompt(ids, llm.max_model_len, llm.vocab_size)
     limits = [n for n in (p.max_tokens, llm.max_model_len and llm.max_model_len - len(ids)) if n]
     if not limits:
         raise ParamError(
-            "max_tokens is None, and the model states no context length: give max_tokens"
+            "max_tokens is None, and the model states no context length: give max_tokens",
+            field="max_tokens",
         )
     if isinstance(adapter, AdapterError):
         raise adapter

@@ -275,7 +275,9 @@ def check_choices(choices: Sequence[Any]) -> list[Any]:
 def choices_for(n: int, choices: Any) -> list[Sequence[Any]]:
     "For each of `n` prompts its choices: the same for all, checked, or one list each. Raises `ParamError`."
     if isinstance(choices, (str, dict)) or not hasattr(choices, "__iter__"):
-        raise ParamError(f"choices must be a list, as ['yes', 'no'], got {choices!r:.60}")
+        raise ParamError(
+            f"choices must be a list, as ['yes', 'no'], got {choices!r:.60}", field="choices"
+        )
     choices = list(choices)
     if not choices or any(
         _is_choice(c) or isinstance(c, (dict, bytes)) or not hasattr(c, "__iter__") for c in choices
@@ -322,7 +324,7 @@ def choose(
     check_forms(prompts, chat)
     each, end_ids = choices_for(len(prompts), choices), sorted(llm.eos_ids) if end else ()
     if end and not end_ids:
-        raise ParamError("end=True, and this model has no end token: leave it out")
+        raise ParamError("end=True, and this model has no end token: leave it out", field="end")
     adapters = adapters_for(llm, len(prompts), lora_request)
 
     def question(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
-from ..errors import ParamError
+from ..errors import Fault, ParamError
 from ..compat.names import by_any_name
 from ..errors import whole_number, written
 from ..llm.outputs import RequestGroup
@@ -31,7 +31,7 @@ _SAME = dict(normalize="use_activation", softmax="use_activation", activation="u
 def _whole(name: str, v: Any, least: int, want: str) -> int:
     if (whole := whole_number(v)) is not None and whole >= least:
         return whole
-    raise ParamError(f"{name} must be {want}, got {written(v, 40)}")
+    raise ParamError(f"{name} must be {want}, got {written(v, 40)}", field=name)
 
 
 def _wholes(name: str, v: Any) -> tuple[int, ...]:
@@ -40,7 +40,8 @@ def _wholes(name: str, v: Any) -> tuple[int, ...]:
         if None not in found:
             return tuple(i for i in found if i is not None)
     raise ParamError(
-        f"{name} must be a list of whole numbers, negative ones from the end, got {written(v, 40)}"
+        f"{name} must be a list of whole numbers, negative ones from the end, got {written(v, 40)}",
+        field=name,
     )
 
 
@@ -53,9 +54,11 @@ def _read_pooling(
         if v is None:
             continue
         if k in _SAME and found.get(_SAME[k]) is not None:
-            raise ParamError(f"{k} and {_SAME[k]} say the same: give one of them")
+            raise ParamError(f"{k} and {_SAME[k]} say the same: give one of them", field=k)
         if k not in _SAME:
-            raise ParamError(f"pooling has no parameter {k!r:.60}: known are {', '.join(names)}")
+            raise ParamError(
+                f"pooling has no parameter {k!r:.60}: known are {', '.join(names)}", field=k
+            )
         found[_SAME[k]] = v
     return found
 
@@ -84,14 +87,18 @@ class PoolingParams:
     def __post_init__(self) -> None:
         if self.task is not None and self.task not in POOLING_TASKS:
             raise ParamError(
-                f"task must be one of {', '.join(map(repr, POOLING_TASKS))}, got {self.task!r:.40}"
+                f"task must be one of {', '.join(map(repr, POOLING_TASKS))}, got {self.task!r:.40}",
+                field="task",
             )
         if not isinstance(self.use_activation, bool | None):
             raise ParamError(
-                f"use_activation must be True, False or None, got {self.use_activation!r:.40}"
+                f"use_activation must be True, False or None, got {self.use_activation!r:.40}",
+                field="use_activation",
             )
         if not isinstance(self.prompt_name, str | None):
-            raise ParamError(f"prompt_name must be a string, got {self.prompt_name!r:.40}")
+            raise ParamError(
+                f"prompt_name must be a string, got {self.prompt_name!r:.40}", field="prompt_name"
+            )
         for name, least, want in (
             ("dimensions", 1, "a whole number of at least 1"),
             ("truncate_prompt_tokens", -1, "a whole number above 0, or -1"),
@@ -99,13 +106,17 @@ class PoolingParams:
             if (v := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _whole(name, v, least, want))
         if self.truncate_prompt_tokens == 0:
-            raise ParamError("truncate_prompt_tokens must be a whole number above 0, or -1, got 0")
+            raise ParamError(
+                "truncate_prompt_tokens must be a whole number above 0, or -1, got 0",
+                field="truncate_prompt_tokens",
+            )
         for name in ("layers", "positions"):
             if (v := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _wholes(name, v))
         if (self.layers or self.positions) and self.task not in (None, "token_embed"):
             raise ParamError(
-                f"layers and positions are for hidden states as they are, and not for {self.task!r}: give task='token_embed'"
+                f"layers and positions are for hidden states as they are, and not for {self.task!r}: give task='token_embed'",
+                field="layers",
             )
 
     @classmethod
@@ -113,7 +124,8 @@ class PoolingParams:
         "From `PoolingParams`, a dict of their fields or None; for a `task`, which they may not contradict. Raises `ParamError`."
         if not isinstance(x, cls | dict | None):
             raise ParamError(
-                f"pooling_params must be PoolingParams or a dict, got {type(x).__name__}"
+                f"pooling_params must be PoolingParams or a dict, got {type(x).__name__}",
+                field="pooling_params",
             )
         given: dict[str, Any] = x if isinstance(x, dict) else {}
         p = x if isinstance(x, cls) else cls(**given)
@@ -146,10 +158,11 @@ def _read_pooler(
             continue
         if k == "task":
             raise ParamError(
-                f"pooler_config has no task {v!r:.40}: a call names it, as in llm.encode(texts, pooling_task={v!r:.40}), and llm.score compares whole texts"
+                f"pooler_config has no task {v!r:.40}: a call names it, as in llm.encode(texts, pooling_task={v!r:.40}), and llm.score compares whole texts",
+                field="pooler_config",
             )
         if k not in same or found.get(same[k]) is not None:
-            raise ParamError(f"pooler_config has {k!r:.60}: it takes {', '.join(names)}")
+            raise ParamError(f"pooler_config has {k!r:.60}: it takes {', '.join(names)}", field=k)
         found[same[k]] = v
     return found
 
@@ -167,14 +180,16 @@ class PoolerConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.use_activation, bool | None):
             raise ParamError(
-                f"use_activation must be True, False or None, got {self.use_activation!r:.40}"
+                f"use_activation must be True, False or None, got {self.use_activation!r:.40}",
+                field="use_activation",
             )
         if self.pooling_type is None:
             return
         kind = str(self.pooling_type).lower()
         if kind not in POOLING_TYPES:
             raise ParamError(
-                f"pooling_type must be one of {', '.join(map(repr, POOLING_TYPES))}, got {self.pooling_type!r:.40}"
+                f"pooling_type must be one of {', '.join(map(repr, POOLING_TYPES))}, got {self.pooling_type!r:.40}",
+                field="pooling_type",
             )
         object.__setattr__(self, "pooling_type", kind)
 
@@ -187,7 +202,8 @@ class PoolerConfig:
             return cls(x)
         if not (x is None or isinstance(x, dict) or hasattr(x, "__dict__")):
             raise ParamError(
-                f"pooler_config must be PoolerConfig, a dict or the name of a pooling, got {x!r:.40}"
+                f"pooler_config must be PoolerConfig, a dict or the name of a pooling, got {x!r:.40}",
+                field="pooler_config",
             )
         given = (
             x
@@ -300,7 +316,7 @@ class PoolingRequestOutput(Generic[_Data]):
     """What became of one prompt: its `outputs`, or in `error`, one line, why there is nothing in them.
 
     `num_cached_tokens`: prompt tokens that were not computed. `metrics`: `latency`, in seconds since the call. `params`: what it ran
-    with. `refused`: it has an `error` because it could not be run as it was asked, by no fault of the engine's. `finish_reason`: 'stop', or why it
+    with. `fault`: what its `error` is about, where it could not be run as it was asked and so is `refused`, by no fault of the engine's. `finish_reason`: 'stop', or why it
     ended without a result: 'too_long', 'timeout', 'cancelled', 'error'. `token_type_ids`: which text of a pair each token is of, if that was told.
     `lora_request`: the adapter it ran with."""
 
@@ -313,10 +329,15 @@ class PoolingRequestOutput(Generic[_Data]):
     error: str | None = None
     metrics: dict[str, Any] | None = None
     params: PoolingParams | None = None
-    refused: bool = False
+    fault: Fault | None = None
     finish_reason: str = "stop"
     token_type_ids: list[int] | None = None
     lora_request: Any = None
+
+    @property
+    def refused(self) -> bool:
+        "Whether it could not be run as it was asked."
+        return self.fault is not None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.request_id}: {self.line})"
@@ -398,7 +419,7 @@ class PoolingGroup(RequestGroup):
             error,
             self.metrics(),
             self.pooling,
-            self.refused,
+            self.fault,
             (r and r.finish_reason or self.reason) if error else "stop",
             r and r.token_types,
             self.lora_request,

@@ -230,7 +230,8 @@ class Pooler:
             )
         if self.config.pooling_type and (self.classifies or self.tags):
             raise ParamError(
-                f"pooling_type={self.config.pooling_type!r} is for vectors, and {type(model).__name__} has a head that pools by itself: leave it out"
+                f"pooling_type={self.config.pooling_type!r} is for vectors, and {type(model).__name__} has a head that pools by itself: leave it out",
+                field="pooling_type",
             )
         if self.config.pooling_type:
             self.how = (_NAMES.get(self.config.pooling_type, self.config.pooling_type),)
@@ -271,7 +272,8 @@ class Pooler:
         if p.dimensions is not None:
             if p.task not in ("embed", "token_embed"):
                 raise ParamError(
-                    f"dimensions are for vectors, not for task {p.task!r}: leave it out"
+                    f"dimensions are for vectors, not for task {p.task!r}: leave it out",
+                    field="dimensions",
                 )
             if p.dimensions > (
                 size := self.size
@@ -279,12 +281,14 @@ class Pooler:
                 else self.model.config.get_text_config().hidden_size
             ):
                 raise ParamError(
-                    f"dimensions={p.dimensions} is more than the {size} that the model gives: lower it"
+                    f"dimensions={p.dimensions} is more than the {size} that the model gives: lower it",
+                    field="dimensions",
                 )
         if p.prompt_name is not None:
             if p.task not in ("embed", "score") or self.classifies:
                 raise ParamError(
-                    f"prompt_name is for vectors, not for task {p.task!r}: leave it out"
+                    f"prompt_name is for vectors, not for task {p.task!r}: leave it out",
+                    field="prompt_name",
                 )
             if p.prompt_name not in self.prompts:
                 raise ParamError(
@@ -624,9 +628,7 @@ def admit_pooling(
     except ModelError:
         raise
     except BatchlabError as e:
-        group.error, group.refused = str(e), True
-        if isinstance(e, PromptTooLongError):
-            group.reason = "too_long"
+        group.refuse(e)
     return group
 
 # %% ../../nbs/31_embeddings.ipynb #emb00061
@@ -643,7 +645,8 @@ def _params(p: Any, task: str, tokenization: dict[str, Any] | None, n: int) -> l
         most = more.pop("max_length", -1)
     if more:
         raise ParamError(
-            f"tokenization_kwargs has {min(more)!r:.60}: only truncate_prompt_tokens, or truncation with max_length, are known"
+            f"tokenization_kwargs has {min(more)!r:.60}: only truncate_prompt_tokens, or truncation with max_length, are known",
+            field="tokenization_kwargs",
         )
     found = [PoolingParams.of(x, task) for x in each]
     return found if most is None else [replace(x, truncate_prompt_tokens=most) for x in found]
@@ -701,7 +704,7 @@ def _compared(a: PoolingRequestOutput[Any], b: PoolingRequestOutput[Any]) -> Sco
         error,
         {**(a.metrics or {}), "latency": latency},
         a.params,
-        a.refused or b.refused,
+        a.fault or b.fault,
     )
 
 # %% ../../nbs/31_embeddings.ipynb #emb00065
@@ -834,7 +837,9 @@ class PoolingCalls:
             )
             return self.logprobs(data_1, use_tqdm=use_tqdm, **old)  # type: ignore[attr-defined]
         if old:
-            raise ParamError(f"score has no argument {min(old)!r:.60}: leave it out")
+            raise ParamError(
+                f"score has no argument {min(old)!r:.60}: leave it out", field=min(old)
+            )
         a, b = pair_up(data_1, data_2)
         if self.pooler.classifies or self.pooler.tags:
             return self._pool(
@@ -847,7 +852,8 @@ class PoolingCalls:
             )
         if chat_template is not None:
             raise ParamError(
-                "chat_template writes two texts as one, for a cross-encoder, and this model compares vectors: leave it out"
+                "chat_template writes two texts as one, for a cross-encoder, and this model compares vectors: leave it out",
+                field="chat_template",
             )
         key = lambda x: x if isinstance(x, str) else repr(x).encode()
         texts = list({key(x): x for x in [*a, *b]}.values())

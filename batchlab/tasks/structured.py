@@ -335,7 +335,11 @@ _ONE, _LIST, _NAMED = (
 
 
 def _refuse(what: str, where: str) -> NoReturn:
-    raise ParamError(f"structured_outputs.json: {what} at {where} is not supported: leave it out")
+    raise ParamError(
+        joint=": ",
+        why=f"{what} at {where} is not supported: leave it out",
+        field="structured_outputs.json",
+    )
 
 
 def _pattern(pattern: str, where: str) -> str:
@@ -487,7 +491,9 @@ class _Reader:
         `part`: whether the same object is described elsewhere too, so that it must stay open."""
         if depth > DEEPEST:
             raise ParamError(
-                f"structured_outputs.json: a schema of more than {DEEPEST} levels, references included: make it flatter"
+                joint=": ",
+                why=f"a schema of more than {DEEPEST} levels, references included: make it flatter",
+                field="structured_outputs.json",
             )
         if isinstance(d, bool):
             return d
@@ -529,8 +535,10 @@ class _Reader:
             for j, b in enumerate(some[:i]):
                 if not _apart(a, b, lambda ref: self.find(ref, where)):
                     raise ParamError(
-                        f"structured_outputs.json: an answer might fit more than one schema of oneOf at {where}, {j} and {i}: take "
-                        "anyOf, or add to each what the others exclude, such as a const"
+                        joint=": ",
+                        why=f"an answer might fit more than one schema of oneOf at {where}, {j} and {i}: take "
+                        "anyOf, or add to each what the others exclude, such as a const",
+                        field="structured_outputs.json",
                     )
         read = [self.read(s, f"{where}/oneOf/{i}", part, depth + 1) for i, s in enumerate(some)]
         return kept | (
@@ -580,7 +588,8 @@ def _spelled(gbnf: str) -> str:
     names = Counter(re.findall(r"^[ \t]*([\w-]+)[ \t]*::=", gbnf, re.M))
     if twice := next((n for n, times in names.items() if times > 1), None):
         raise ParamError(
-            f"structured_outputs.grammar: rule {twice!r} is defined twice: give it one definition"
+            f"structured_outputs.grammar: rule {twice!r} is defined twice: give it one definition",
+            field="structured_outputs.grammar",
         )
     plain = lambda c: c if c.isalnum() or ord(c) > 127 else f"\\x{ord(c):02X}"
     known = re.sub(
@@ -601,11 +610,15 @@ def _schema_of(s: StructuredOutputsParams) -> dict[str, Any]:
     try:
         d = json.loads(v) if isinstance(v, str) else v
     except ValueError as e:
-        raise ParamError(f"structured_outputs.json is not JSON ({str(e)[:80]})") from e
+        raise ParamError(why=f"is not JSON ({str(e)[:80]})", field="structured_outputs.json") from e
     if d is True:
         return {}
     if not isinstance(d, dict):
-        raise ParamError(f"structured_outputs.json: {str(d)[:40]!r} in place of a schema")
+        raise ParamError(
+            joint=": ",
+            why=f"{str(d)[:40]!r} in place of a schema",
+            field="structured_outputs.json",
+        )
     return d
 
 
@@ -621,10 +634,14 @@ def grammar_text(s: StructuredOutputsParams) -> str:
     )
     most = LONGEST if s.kind == "regex" else MOST
     if len(v) > most:
-        raise ParamError(f"structured_outputs.{s.kind} has over {most:,} characters: shorten it")
+        raise ParamError(
+            why=f"has over {most:,} characters: shorten it",
+            field=f"structured_outputs.{s.kind}",
+        )
     if s.kind != "regex" and any(len(m[0]) > LONGEST_TEXT for m in _TEXT.finditer(v)):
         raise ParamError(
-            f"structured_outputs.{s.kind} has a text of over {LONGEST_TEXT:,} characters: shorten it"
+            why=f"has a text of over {LONGEST_TEXT:,} characters: shorten it",
+            field=f"structured_outputs.{s.kind}",
         )
     if s.kind == "regex":
         return grammar_from("regex", v)
@@ -693,12 +710,13 @@ def _failure(s: StructuredOutputsParams, said: str) -> ParamError:
     where = ""
     if s.kind == "json":
         of = LLMatcher.grammar_from_json_schema
-        where = f" at {_blamed(check_schema(_schema_of(s)), lambda text: LLMatcher.validate_grammar(of(text), None, limits=_limits()))}"
+        where = f"at {_blamed(check_schema(_schema_of(s)), lambda text: LLMatcher.validate_grammar(of(text), None, limits=_limits()))} "
     plain = re.sub(r"<(state|backtrace|grammar)>.*|\s+\d+ \|.*", "", said, flags=re.S)
     if "symbols.len() < u16::MAX" in plain:
         plain = "it has over 65,000 parts: shorten it"
     return ParamError(
-        f"structured_outputs.{s.kind}{where} can not be compiled: {one_line(ValueError(plain))}"
+        why=f"{where}can not be compiled: {one_line(ValueError(plain))}",
+        field=f"structured_outputs.{s.kind}",
     )
 
 
@@ -806,5 +824,6 @@ class Grammars:
             raise
         except Exception as e:
             raise ParamError(
-                f"structured_outputs.{s.kind} can not be compiled: {one_line(e)}"
+                why=f"can not be compiled: {one_line(e)}",
+                field=f"structured_outputs.{s.kind}",
             ) from e

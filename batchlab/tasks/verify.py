@@ -36,6 +36,52 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = ['replay', 'Divergence', 'check_answer', 'Report', 'verify', 'numbers_of', 'check_vector']
 
+# %% ../../nbs/16_verify.ipynb #632b67a2
+from .pooled import ScoringRequestOutput
+from ..core.sampling import draw
+
+# %% ../../nbs/16_verify.ipynb #a0632bd7
+def could_draw(
+    logits: torch.Tensor, row: SamplingRow, token: int, u: float | None, slack: float = 0.0
+) -> bool:
+    """Whether `row` could draw `token` from `logits` `[V]`, fp32, if each of them may be off by `slack`.
+
+    `u`: the random number of the draw; None if nobody knows it, then: any. A greedy row has no `u`: it takes `token` if raising
+    that alone makes it the best."""
+    ids = torch.arange(len(logits), device=logits.device)
+
+    def raised(some: torch.Tensor) -> torch.Tensor:
+        "The logits `[V]` if those of `some` are too low by `slack` and all others too high."
+        return torch.where(some, logits + slack, logits - slack)
+
+    if u is None or row.params.greedy:
+        return bool(probabilities(raised(ids == token)[None], [row])[0, token] > 0)
+    # `u` draws the id at which the running sum passes it. With the ids up to `token` raised that is the smallest id that can be,
+    # with `token` and those behind it raised the largest; in between lies all that may happen.
+    p = probabilities(torch.stack([raised(ids <= token), raised(ids >= token)]), [row, row])
+    smallest, largest = draw(p, torch.tensor([u, u], dtype=torch.float64, device=p.device)).tolist()
+    return smallest <= token <= largest and bool((p[:, token] > 0).all())
+
+# %% ../../nbs/16_verify.ipynb #32ffe13a
+def why_not(out: Any) -> str | None:
+    "Why there is nothing to compare in `out`, a `RequestOutput` or `PoolingRequestOutput`, or None."
+    if out.error:
+        return f"it failed: {out.error}"
+    if isinstance(out, PoolingRequestOutput):
+        if isinstance(out, ScoringRequestOutput) and (
+            out.params is None or out.params.task != "score"
+        ):
+            return "it is the cosine of two vectors: give these"
+        return (
+            None
+            if out.params and out.prompt_token_ids
+            else "it lacks its params or its prompt_token_ids"
+        )
+    if not any(c.token_ids for c in out.outputs):
+        return f"{out.outputs[0].finish_reason}, before its first token"
+    if out.params is None or not out.prompt_token_ids:
+        return "it lacks its params or its prompt_token_ids"
+
 # %% ../../nbs/16_verify.ipynb #1cdf3d0f
 @torch.inference_mode()
 def replay(
@@ -669,49 +715,3 @@ def check_vector(
             "number",
         )
     ]
-
-# %% ../../nbs/71_families.ipynb #632b67a2
-from .pooled import ScoringRequestOutput
-from ..core.sampling import draw
-
-# %% ../../nbs/71_families.ipynb #a0632bd7
-def could_draw(
-    logits: torch.Tensor, row: SamplingRow, token: int, u: float | None, slack: float = 0.0
-) -> bool:
-    """Whether `row` could draw `token` from `logits` `[V]`, fp32, if each of them may be off by `slack`.
-
-    `u`: the random number of the draw; None if nobody knows it, then: any. A greedy row has no `u`: it takes `token` if raising
-    that alone makes it the best."""
-    ids = torch.arange(len(logits), device=logits.device)
-
-    def raised(some: torch.Tensor) -> torch.Tensor:
-        "The logits `[V]` if those of `some` are too low by `slack` and all others too high."
-        return torch.where(some, logits + slack, logits - slack)
-
-    if u is None or row.params.greedy:
-        return bool(probabilities(raised(ids == token)[None], [row])[0, token] > 0)
-    # `u` draws the id at which the running sum passes it. With the ids up to `token` raised that is the smallest id that can be,
-    # with `token` and those behind it raised the largest; in between lies all that may happen.
-    p = probabilities(torch.stack([raised(ids <= token), raised(ids >= token)]), [row, row])
-    smallest, largest = draw(p, torch.tensor([u, u], dtype=torch.float64, device=p.device)).tolist()
-    return smallest <= token <= largest and bool((p[:, token] > 0).all())
-
-# %% ../../nbs/71_families.ipynb #32ffe13a
-def why_not(out: Any) -> str | None:
-    "Why there is nothing to compare in `out`, a `RequestOutput` or `PoolingRequestOutput`, or None."
-    if out.error:
-        return f"it failed: {out.error}"
-    if isinstance(out, PoolingRequestOutput):
-        if isinstance(out, ScoringRequestOutput) and (
-            out.params is None or out.params.task != "score"
-        ):
-            return "it is the cosine of two vectors: give these"
-        return (
-            None
-            if out.params and out.prompt_token_ids
-            else "it lacks its params or its prompt_token_ids"
-        )
-    if not any(c.token_ids for c in out.outputs):
-        return f"{out.outputs[0].finish_reason}, before its first token"
-    if out.params is None or not out.prompt_token_ids:
-        return "it lacks its params or its prompt_token_ids"

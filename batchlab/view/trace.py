@@ -19,12 +19,15 @@ from ..llm.config import check_count
 from ..core.engine import log
 from ..core.request import Request
 from ..core.tokens import vocabulary_of
+from .tracefile import LEDGER, PARTS, POOL, ROW, VERSION, Trace
 
 if TYPE_CHECKING:
     from batchlab.core.engine import Engine
     from batchlab.api import LLM
     from batchlab.llm.outputs import RequestGroup
     from batchlab.core.request import StepPlan
+
+_all_ = ["LEDGER", "PARTS", "POOL", "ROW", "VERSION", "Trace"]
 
 # %% auto #0
 __all__ = ['Recorder', 'trace', 'LEDGER', 'PARTS', 'POOL', 'ROW', 'VERSION', 'Trace']
@@ -44,11 +47,6 @@ def row_numbers(row: Any, number: int) -> tuple[int, ...]:
         end >= prompt + len(r.output_ids),
         n > 1 or start < prompt,
     )
-
-# %% ../../nbs/50_trace.ipynb #b5d20c31
-from .tracefile import LEDGER, PARTS, POOL, ROW, VERSION, Trace
-
-_all_ = ["LEDGER", "PARTS", "POOL", "ROW", "VERSION", "Trace"]
 
 # %% ../../nbs/50_trace.ipynb #1df6a908
 @dataclass(slots=True, eq=False)

@@ -25,6 +25,7 @@ from ..core.tokens import vocabulary_of
 from .drawing import Canvas, Picture, bars, colour_key, heading, legend
 from ..llm.shown import esc
 from .pictures import KINDS, draw_lanes
+from .watch import SlotState, Stepper, Watch, WatchedRequest
 
 try:
     import comm, ipywidgets as W
@@ -348,9 +349,6 @@ class SamplingExplorer(Panel):
 
     def picture(self) -> str:
         return self.drawn.svg
-
-# %% ../../nbs/52_widgets.ipynb #7f20c1d1
-from .watch import SlotState, Stepper, Watch, WatchedRequest
 
 # %% ../../nbs/52_widgets.ipynb #e02d906a
 def watch_picture(watch: Watch, most: int = 12) -> Picture:
