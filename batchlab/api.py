@@ -30,7 +30,8 @@ from batchlab.llm.config import (
     no_collection,
     rope_switch,
 )
-from .core.engine import make_request, sum_ledgers
+from .core.engine import sum_ledgers
+from .core.generation import make_request
 from .errors import BatchlabError, EngineError, ModelError, ParamError
 from .models.fetch import short_name
 from batchlab.llm.inputs import (
@@ -80,7 +81,7 @@ from .tasks.pooling import Pooler, PoolingCalls, admit_pooling
 from .prefill import check_prompt
 from .prefix import group_by_prefix
 from .core.sampling import SamplingParams, SamplingRow
-from .core.request import Request, RowOutput
+from .core.request import Count, Request, RowOutput
 from .core.scheduler import Scheduler
 from .llm.rectangle import round_up
 from .core.cache import Shape
@@ -947,6 +948,7 @@ def simulate(
     """Run copies of `requests` through `scheduler`, without a model and to their `max_tokens`: `(slots, blocks, tokens reused)`, the
     most at once. None if that takes more than `most` rows."""
     for r in requests:
+        first = r.first_logits
         scheduler.add(
             Request(
                 r.request_id,
@@ -954,7 +956,7 @@ def simulate(
                 r.max_tokens,
                 r.priority,
                 adapter=r.adapter,
-                prompt_logprobs=r.prompt_logprobs,
+                task=Count(first if first < r.num_tokens - 1 else None),
             )
         )
     slots = rows = 0

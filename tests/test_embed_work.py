@@ -155,7 +155,7 @@ def test_lines_of_all_kinds_among_chats_each_once(tmp_path):
     job = functools.partial(
         Job, tmp_path / "in.jsonl", tmp_path / "out.jsonl", look_ahead=3, model_name="tiny"
     )
-    with interrupted(llm, 4), pytest.raises(KeyboardInterrupt):
+    with interrupted(llm, 2), pytest.raises(KeyboardInterrupt):
         job().run(llm)
     before = (tmp_path / "out.jsonl").read_bytes()
     r = job().run(llm)

@@ -103,7 +103,7 @@ def test_vectors_are_those_of_the_model_alone(name, compile):
     )
     if name == "mpnet":
         assert llm.shapes is None and isinstance(
-            llm.engines["pooled"].runner, SoloRunner
+            llm.engines["solo"].runner, SoloRunner
         )  # it attends by code of its own
     else:
         assert llm.shapes
@@ -361,7 +361,7 @@ def test_texts_beyond_a_switch_of_rotations_change_nobody_else():
             torch.testing.assert_close(
                 torch.tensor(out.outputs.embedding), want, atol=1e-4, rtol=1e-3
             )
-        assert {*llm.engines} == {"pooled", "pooled alone"}
+        assert {*llm.engines} == {"packed", "solo"}
 
 
 def test_texts_are_cut_where_their_own_params_say_so_and_ids_are_no_text():
@@ -389,7 +389,7 @@ def test_a_text_that_begins_again_is_pooled_once():
     llm, events = LLM(model, tiny_tokenizer(), max_num_batched_tokens=70, max_num_seqs=3), []
     llm.add_request(ids, PoolingParams("token_embed"), events.append)
     llm.step()
-    llm.engines["pooled"].reset()  # its blocks are gone, as after an error of a step
+    llm.engines["packed"].reset()  # its blocks are gone, as after an error of a step
     while llm.step():
         pass
     torch.testing.assert_close(

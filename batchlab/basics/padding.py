@@ -14,7 +14,7 @@ from .decode import BatchEngine, RowCache, right_mask
 from .prefill import Session, Sampler, forward, greedy
 
 # %% auto #0
-__all__ = ['pad', 'positions_of', 'prefill_padded', 'can_pad', 'agree', 'PaddedEngine']
+__all__ = ['pad', 'positions_of', 'prefill_padded', 'agree', 'can_pad', 'PaddedEngine']
 
 # %% ../../nbs/1_basics/03_padding.ipynb #1a4a8ff5
 def pad(rows: Sequence[Sequence[int]], device: torch.device | None = None) -> tuple[Tensor, Tensor]:
@@ -39,6 +39,14 @@ def prefill_padded(
     mask, cache = right_mask(lengths, ids.shape[1]), RowCache()
     return forward(model, ids, cache, positions_of(mask), mask), cache, lengths
 
+# %% ../../nbs/1_basics/03_padding.ipynb #9bbddc04
+def agree(alone: Sequence[Tensor], first: Tensor, second: Tensor) -> bool:
+    """Whether logits `[B, V]` of the last tokens but one, and of the last, are those of each row `alone`, `[n, V]`, but for rounding."""
+    want = [row[at] for at in (-2, -1) for row in alone]
+    limit = 1e-3 if want[0].dtype.itemsize >= 4 else 5e-2  # of the largest logit
+    pairs = zip(want, [*first, *second])
+    return all(bool((x - y).abs().max() <= limit * x.abs().max()) for x, y in pairs)
+
 # %% ../../nbs/1_basics/03_padding.ipynb #1b06dcb4
 @torch.inference_mode()
 def can_pad(model: PreTrainedModel) -> bool:
@@ -54,14 +62,6 @@ def can_pad(model: PreTrainedModel) -> bool:
     except Exception:  # its cache or its arguments are of another kind
         return False
     return agree(alone, first, second)
-
-# %% ../../nbs/1_basics/03_padding.ipynb #9bbddc04
-def agree(alone: Sequence[Tensor], first: Tensor, second: Tensor) -> bool:
-    """Whether logits `[B, V]` of the last tokens but one, and of the last, are those of each row `alone`, `[n, V]`, but for rounding."""
-    want = [row[at] for at in (-2, -1) for row in alone]
-    limit = 1e-3 if want[0].dtype.itemsize >= 4 else 5e-2  # of the largest logit
-    pairs = zip(want, [*first, *second])
-    return all(bool((x - y).abs().max() <= limit * x.abs().max()) for x, y in pairs)
 
 # %% ../../nbs/1_basics/03_padding.ipynb #6eeef3e3
 class PaddedEngine(BatchEngine):

@@ -118,7 +118,9 @@ class SoloEngine:
         if not ids:
             raise PromptError("the prompt has no tokens: give at least one, such as the BOS token")
         if room < 1:
-            raise PromptError(f"the prompt has {len(ids)} tokens: shorten it to {limit - 1}")
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens: shorten it to {len(ids) + room - 1}"
+            )
         max_tokens = min(max_tokens, room)
         settings = dict(eos_ids=eos_ids_of(self.model)) | settings
         request = Session(ids, max_tokens, **settings)  # type: ignore[arg-type]

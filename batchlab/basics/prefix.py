@@ -17,7 +17,14 @@ from .padding import PaddedEngine
 from .prefill import Session, forward
 
 # %% auto #0
-__all__ = ['CHUNK', 'chunk_keys', 'common_length', 'common_prefix', 'broadcast', 'prefill_shared', 'align_right', 'PrefixEngine']
+__all__ = ['CHUNK', 'common_length', 'chunk_keys', 'common_prefix', 'broadcast', 'align_right', 'prefill_shared', 'PrefixEngine']
+
+# %% ../../nbs/1_basics/04_prefix.ipynb #f67afbef
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two sequences begin with in common."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other))
+    )
 
 # %% ../../nbs/1_basics/04_prefix.ipynb #6ae12f49
 CHUNK = 16  # tokens; prefixes are looked for in whole chunks
@@ -32,14 +39,7 @@ def chunk_keys(token_ids: Sequence[int], chunk_size: int = CHUNK) -> list[bytes]
         keys.append(name)
     return keys
 
-# %% ../../nbs/1_basics/04_prefix.ipynb #f67afbef
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other))
-    )
-
-
+# %% ../../nbs/1_basics/04_prefix.ipynb #f67afbf0
 def common_prefix(prompts: Sequence[Sequence[int]], chunk_size: int = CHUNK) -> int:
     """How many tokens all `prompts` begin with in common, in whole chunks."""
     shortest = min(common_length(prompts[0], prompt) for prompt in prompts)
@@ -54,6 +54,17 @@ def broadcast(cache: RowCache, num_rows: int) -> RowCache:
         rows = (x.expand(num_rows, -1, -1, -1) for x in (layer.keys, layer.values))
         shared.layers[i].hold(*rows)
     return shared
+
+# %% ../../nbs/1_basics/04_prefix.ipynb #0f1cd382
+def align_right(cache: RowCache, lengths: Tensor) -> None:
+    """Move the first `lengths[i]` columns of each row of `cache` to its right end."""
+    n = cache.get_seq_length()
+    source = (torch.arange(n, device=lengths.device) + lengths[:, None]) % n  # [B, n]
+    at = source[:, None, :, None]
+    for layer in cache.layers:
+        keys, values = layer.keys, layer.values
+        sizes = [(-1, x.shape[1], -1, x.shape[3]) for x in (keys, values)]
+        layer.hold(keys.gather(2, at.expand(sizes[0])), values.gather(2, at.expand(sizes[1])))
 
 # %% ../../nbs/1_basics/04_prefix.ipynb #081efc92
 @torch.inference_mode()
@@ -79,17 +90,6 @@ def prefill_shared(
     last = torch.tensor([prompt[-1:] for prompt in prompts], device=device)
     mask = right_mask(lengths, cache.get_seq_length() + 1)
     return forward(model, last, cache, lengths[:, None] - 1, mask), cache, lengths
-
-# %% ../../nbs/1_basics/04_prefix.ipynb #0f1cd382
-def align_right(cache: RowCache, lengths: Tensor) -> None:
-    """Move the first `lengths[i]` columns of each row of `cache` to its right end."""
-    n = cache.get_seq_length()
-    source = (torch.arange(n, device=lengths.device) + lengths[:, None]) % n  # [B, n]
-    at = source[:, None, :, None]
-    for layer in cache.layers:
-        keys, values = layer.keys, layer.values
-        sizes = [(-1, x.shape[1], -1, x.shape[3]) for x in (keys, values)]
-        layer.hold(keys.gather(2, at.expand(sizes[0])), values.gather(2, at.expand(sizes[1])))
 
 # %% ../../nbs/1_basics/04_prefix.ipynb #ba94fe57
 class PrefixEngine(PaddedEngine):

@@ -149,8 +149,8 @@ class RecomputeEngine(SoloEngine):
 class SlotEngine:
     """Continuous batching for any causal language model: packed if it can be packed (`way`), else padded, else one by one.
 
-    Requests can be added and cancelled from any thread. Somebody has to `step`: the caller, by `run` or `stream`, or the
-    background thread, between `start` and `stop` or inside of `with engine:`."""
+    Requests can be added and cancelled from any thread. The steps are made by the caller, in `step`, `run`, `stream` or `wait`, or by
+    the background thread, between `start` and `stop`."""
 
     def __init__(
         self,
@@ -160,9 +160,12 @@ class SlotEngine:
         **settings: int,
     ) -> None:
         self.way = "packed" if can_pack(model) else "padded" if can_pad(model) else "alone"
-        ways = dict(packed=SlotBatch, padded=PaddedEngine, alone=RecomputeEngine)
-        more = settings if self.way == "packed" else {}
-        self.engine: SoloEngine = ways[self.way](model, num_slots, sample, **more)
+        self.engine: SoloEngine
+        if self.way == "packed":
+            self.engine = SlotBatch(model, num_slots, sample, **settings)
+        else:
+            kind = PaddedEngine if self.way == "padded" else RecomputeEngine
+            self.engine = kind(model, num_slots, sample)
         self.changed = threading.Condition()
         self.thread: threading.Thread | None = None
         self.closing = False

@@ -100,7 +100,7 @@ def watched(llm: LLM) -> Iterator[Clock]:
     parts = dict(
         linears=linears,
         attention=attention,
-        sampling=[(batchlab.core.engine, "sample_rows")],
+        sampling=[(batchlab.core.engine, "take_rows")],
         forward=[(type(fused.kernels), "run"), *linears]
         if fused
         else [(type(llm.model), "forward")],

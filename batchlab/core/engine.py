@@ -6,27 +6,17 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'out_of_memory', 'rewind', 'append_prompt', 'make_request', 'sample_rows', 'sum_ledgers', 'Engine']
+__all__ = ['log', 'out_of_memory', 'take_rows', 'sum_ledgers', 'parts_of', 'in_order', 'Engine']
 
 # %% ../../nbs/14_engine.ipynb #6f599640
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 import torch
-from .batch import Batch, make_batch
+from .batch import make_batch
 from ..errors import AdapterError
 from .ledger import Ledger
 from .runners import Runner
-from batchlab.core.sampling import (
-    Detokenizer,
-    SamplingRow,
-    finish_reason,
-    prompt_texts,
-    sample,
-    token_logprobs,
-    token_text,
-)
 from .request import Request, RowOutput, StepPlan
 from .scheduler import Scheduler
 
@@ -40,100 +30,49 @@ def out_of_memory(e: BaseException) -> bool:
         )
     )
 
-# %% ../../nbs/14_engine.ipynb #de99a2ee
-def rewind(request: Request) -> None:
-    "Put the random numbers where `output_ids` left them, after a step that broke off. Does nothing without a seed."
-    row = request.row
-    if row is None or row.generator is None or row.params.seed is None:
-        return
-    row.generator.manual_seed((row.params.seed + request.index) % 2**63)
-    for _ in request.output_ids:
-        row.uniform()
-
-# %% ../../nbs/14_engine.ipynb #e8655cf3
-def append_prompt(request: Request, logits: torch.Tensor, start: int) -> None:
-    """Take in the logits `[n, V]` of positions `start` to `start + n` (excluded): each tells of the token after it.
-
-    What was told before is passed over, and so is what follows the prompt."""
-    told, row = request.prompt_logprobs, request.row
-    assert told is not None and row is not None and row.params.prompt_logprobs is not None
-    known = len(told) - 1  # positions that have told of the token after them
-    assert start <= known, f"positions {known} to {start} of the prompt were left out"
-    logits = logits[known - start :]
-    ids = request.prompt_ids[known + 1 : known + 1 + len(logits)]
-    new = token_logprobs(
-        logits[: len(ids)], ids, row.params.prompt_logprobs, [token_text(row)] * len(ids)
-    )
-    for step, i, text in zip(new, ids, prompt_texts(row, known + 1, len(ids))):
-        if text is not None:
-            step[i].decoded_token = text
-    told += new
-
 # %% ../../nbs/14_engine.ipynb #0acd21cd
 log = logging.getLogger("batchlab")
 
-# %% ../../nbs/14_engine.ipynb #b69a8fdb
-def make_request(
-    row: SamplingRow, request_id: str = "0", index: int = 0, priority: int = 0, group: Any = None
-) -> Request:
-    """A `Request` that samples as `row` says, whose lists of ids it shares and whose `max_tokens` must be a number.
-
-    `index`: which of its prompt's answers it is; `group`: that prompt's `RequestGroup`. The prompt's own log probabilities are
-    for the first of the answers to find."""
-    assert row.max_tokens is not None, (
-        "an answer without a limit: give SamplingRow.make a max_model_len"
-    )
-    p = row.params
-    return Request(
-        request_id,
-        row.prompt_ids,
-        row.max_tokens,
-        priority,
-        row.output_ids,
-        index,
-        group=group,
-        row=row,
-        text=Detokenizer(row.tokenizer, p, row.prompt_ids),
-        stops=partial(finish_reason, row),
-        logprobs=None if p.logprobs is None else [],
-        prompt_logprobs=None
-        if p.prompt_logprobs is None or index
-        else [None] * (p.prompt_logprob_start + 1),
-    )
-
 # %% ../../nbs/14_engine.ipynb #3b751c28
-def sample_rows(plan: StepPlan, logits: torch.Tensor) -> list[RowOutput]:
-    "What each row of `plan` gets from the `logits` `[n, V]` of its batch: the next token of every row that is due one."
-    outs, due, at, end = [RowOutput() for _ in plan.rows], [], [], 0
-    for row, out in zip(plan.rows, outs):
-        n, r = row.num_logits, row.request
-        end += n
-        if n and r.wants_prompt_logits:
-            append_prompt(r, logits[end - n : end], row.start + row.n_tokens - n)
-        if row.samples:
-            due.append((r.row, out))
-            at.append(end - 1)
-    if not due:
-        return outs
-    got = sample(logits if len(at) == len(logits) else logits[at], [r for r, _ in due])
-    for i, (_, out) in enumerate(due):
-        if i in got.errors:
-            out.error = got.errors[i]
-        else:
-            out.token_ids.append(got.token_ids[i])
-            out.logprobs.append(got.logprobs[i])
-    return outs
+def take_rows(plan: StepPlan, outputs: torch.Tensor) -> list[RowOutput]:
+    "What each row of `plan` comes to by the `outputs` of its batch. All of its tasks are of one class."
+    return type(plan.rows[0].request.task).take_all(plan.rows, outputs)
 
 # %% ../../nbs/14_engine.ipynb #d2677823
 def sum_ledgers(ledgers: Sequence[Ledger]) -> Ledger:
     "One `Ledger` with the sums of all."
     return Ledger(*map(sum, zip(*(vars(l).values() for l in ledgers))))
 
+# %% ../../nbs/14_engine.ipynb #7ask0011
+def parts_of(plan: StepPlan) -> list[StepPlan]:
+    "`plan`, in parts whose tasks are of one class each. The copies go with the first."
+    classes = {type(row.request.task) for row in plan.rows}
+    if len(classes) == 1:
+        return [plan]
+    parts: dict[type, StepPlan] = {}
+    for row in plan.rows:
+        parts.setdefault(type(row.request.task), StepPlan()).rows.append(row)
+    found = list(parts.values())
+    found[0].copies = plan.copies
+    return found
+
+
+def in_order(
+    plan: StepPlan, parts: Sequence[StepPlan], outputs: Sequence[list[RowOutput]]
+) -> list[RowOutput]:
+    "The `outputs` of the rows of each of `parts`, in the order of `plan`."
+    if len(parts) == 1:
+        return outputs[0]
+    found = {
+        id(row): out for part, outs in zip(parts, outputs) for row, out in zip(part.rows, outs)
+    }
+    return [found[id(row)] for row in plan.rows]
+
 # %% ../../nbs/14_engine.ipynb #73cfbb7d
 class Engine:
     """A scheduler that decides and a runner that computes: each `step` gives the requests of a plan what they are due.
 
-    Knows nothing of prompts, threads or clocks; its requests are made by `make_request`. `watchers`: functions
+    Knows nothing of prompts, threads or clocks; nor of what its requests are for: their tasks say what the model must give, and take it. `watchers`: functions
     `(engine, event, x)`, told of each step's parts as they end: 'begin'; 'schedule' with the plan; 'forward'; 'sample'; 'text'
     with the requests that moved; and 'broke' with `(plan, exception)`."""
 
@@ -159,9 +98,10 @@ class Engine:
             self.mark("schedule", plan)
             if not plan.rows:
                 return []
-            outputs = self.runner.execute(self.batch_of(plan))
+            parts = parts_of(plan)
+            outputs = [self.execute(part, len(parts) > 1) for part in parts]
             self.mark("forward")
-            rows = self.rows_of(plan, outputs)
+            rows = in_order(plan, parts, list(map(take_rows, parts, outputs)))
             self.mark("sample")
             moved = self.scheduler.update(plan, rows)
             self.num_steps += 1
@@ -172,11 +112,11 @@ class Engine:
         except BaseException as e:
             return self.recover(plan, e)
 
-    def batch_of(self, plan: StepPlan) -> Batch:
-        return make_batch(plan, self.scheduler.block_size)
-
-    def rows_of(self, plan: StepPlan, outputs: torch.Tensor) -> list[RowOutput]:
-        return sample_rows(plan, outputs)
+    def execute(self, part: StepPlan, keep: bool = False) -> torch.Tensor:
+        "The model's outputs for the batch of `part`; `keep`: in memory of their own, as another batch follows."
+        fields = type(part.rows[0].request.task).batch_fields(part.rows)
+        outputs = self.runner.execute(make_batch(part, self.scheduler.block_size, **fields))
+        return outputs.clone() if keep else outputs
 
     def mark(self, event: str, x: object = None) -> None:
         "Tell those who watch; mostly nobody does."
@@ -193,7 +133,7 @@ class Engine:
         self.mark("broke", (plan, e))
         self.reset()
         for r in hit:
-            rewind(r)
+            r.task.rewind(r)
         if not isinstance(e, Exception) or not ran:
             raise e  # Ctrl-C: whoever steps on goes on
         if isinstance(e, AdapterError) and (

@@ -6,16 +6,61 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['Request', 'Row', 'RowOutput', 'StepPlan']
+__all__ = ['Task', 'Count', 'Request', 'Row', 'RowOutput', 'StepPlan']
 
 # %% ../../nbs/10c_request.ipynb #req00007
 import contextlib, time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from batchlab.core.sampling import Detokenizer, SamplingRow
+    from torch import Tensor
+
+# %% ../../nbs/10c_request.ipynb #7ask0002
+class Task(Protocol):
+    """What a request is computed for: text, a vector, a score. Each request has one of its own.
+
+    The methods of one request are called as it goes on. Rows whose tasks are of one class are served together: `batch_fields` says
+    what the model must give them, `take_all` makes something of it."""
+
+    def first_output(self, request: Request) -> int:
+        "The first position whose output is still needed. What lies before it may be cached."
+        return request.num_tokens - 1
+
+    def append(
+        self, request: Request, token: int, logprobs: dict[int, Any] | None = None
+    ) -> str | None:
+        "Take note of `token`, just appended to `request.output_ids`. Returns the reason to end, if it is the last; else None."
+        return "length" if len(request.output_ids) >= request.max_tokens else None
+
+    def rewind(self, request: Request) -> None:
+        "A step broke off: go back to where `request.output_ids` left off."
+
+    def finish(self) -> None:
+        "The request has ended: settle what was held back."
+
+    @classmethod
+    def batch_fields(cls, rows: Sequence[Row]) -> dict[str, Any]:
+        "What `rows` need of the model besides the logits of their positions: fields of a `Batch`."
+        return {}
+
+    @classmethod
+    def take_all(cls, rows: Sequence[Row], outputs: Tensor) -> list[RowOutput]:
+        "What each of `rows` comes to by the `outputs` of their batch: `Row.num_logits` lines for each, one behind the other."
+        return [RowOutput() for _ in rows]
+
+
+@dataclass(frozen=True)
+class Count(Task):
+    """A task that wants tokens, whatever they are, up to `max_tokens`: enough to try a scheduler with.
+
+    `first`: a position from which on all outputs are needed; None for the last token's alone."""
+
+    first: int | None = None
+
+    def first_output(self, request: Request) -> int:
+        return request.num_tokens - 1 if self.first is None else self.first
 
 # %% ../../nbs/10c_request.ipynb #46a9e24e
 @dataclass(eq=False)
@@ -24,10 +69,7 @@ class Request:
 
     It needs `num_pending` more positions through the model: several are prefill, one is decode. Counts are in tokens.
     `priority`: lower goes first; `preemptible`: while it runs, it makes way for those of a lower number that wait. `wave`: behind a
-    barrier, requests of one wave enter together. `adapter`: 0 for the model alone. `row`, `text`, `stops`: what samples its tokens, what turns them into text, and what says of a new token
-    whether it is the last, as `(finish_reason, stop_reason)`. `delta`: text that is settled and not yet sent. `logprobs`,
-    `prompt_logprobs`: a `{id: Logprob}` for each token, or None if not asked for; in a prompt, None for the tokens up to the first
-    that is asked for. `slot`,
+    barrier, requests of one wave enter together. `adapter`: 0 for the model alone. `task`: what it is computed for. `slot`,
     `block_table`: its seat in the batch and its blocks, while it runs. `group`: the prompt it answers, `index`: which of that
     prompt's answers it is."""
 
@@ -39,11 +81,7 @@ class Request:
     index: int = 0
     wave: object = ""
     adapter: int = 0
-    row: SamplingRow | None = None
-    text: Detokenizer | None = None
-    stops: Callable[[int], tuple[str | None, int | str | None]] | None = None
-    logprobs: list[Any] | None = None
-    prompt_logprobs: list[Any] | None = None
+    task: Task = Count()
     group: Any = None
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None  # that were there when it first ran; None: it never ran
@@ -53,23 +91,12 @@ class Request:
     block_table: list[int] = field(default_factory=list)
     rank: tuple[Any, ...] = (0, 0)  # its place among all: lower goes first
     hashes: list[bytes] | None = field(default=None, repr=False)  # names of its prompt's chunks
-    delta: str = ""
     finish_reason: str | None = None
-    stop_reason: int | str | None = None
     error: str | None = None
     first_token_at: float | None = None  # seconds of `time.perf_counter`
     last_token_at: float | None = None
     runner: str | None = None  # which engine of an `LLM` has it
-    num_told: int = 0  # how many of its tokens were told of
-    notified: bool = False  # whether its end was
-    pool: Callable[..., Any] | None = (
-        None  # chapter 31: makes of its hidden states what was asked for; it writes no tokens
-    )
-    pooled: Any = None  # what that gave
-    states: list[Any] = field(default_factory=list)  # of its chunks so far
-    wants_all_states: bool = False  # and not the last token's alone
-    layers: Sequence[int] | None = None  # of which layers; None: the last
-    token_types: list[int] | None = None  # which text of a pair each token belongs to
+    notified: bool = False  # whether its end was told of
     preemptible: bool = False
 
     @property
@@ -89,18 +116,9 @@ class Request:
         return len(self.prompt_ids) + self.max_tokens
 
     @property
-    def wants_prompt_logits(self) -> bool:
-        "Whether logits of the prompt's positions are asked for, and some are still to come."
-        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_ids)
-
-    @property
     def first_logits(self) -> int:
-        "The first position whose logits are still needed. What lies before it may be cached."
-        if self.wants_all_states:
-            return 0
-        if self.prompt_logprobs is not None and self.wants_prompt_logits:
-            return len(self.prompt_logprobs) - 1
-        return self.num_tokens - 1
+        "The first position whose output is still needed. What lies before it may be cached."
+        return self.task.first_output(self)
 
     def tokens(self, start: int, n: int) -> list[int]:
         "Token ids at positions `start` to `start + n` (excluded)."
@@ -110,38 +128,22 @@ class Request:
         return self.prompt_ids[start : start + n] + self.output_ids[: max(0, start + n - p)]
 
     def append(self, token: int, logprobs: dict[int, Any] | None = None) -> str | None:
-        """Add the next output `token`, with its `{id: Logprob}` if asked for, and the text it settles to `delta`.
+        """Add the next output `token`, with its `{id: Logprob}` if asked for.
 
         The reason to end, if it is the last token; else None."""
         self.last_token_at = time.perf_counter()
         if not self.output_ids:
             self.first_token_at = self.last_token_at
         self.output_ids.append(token)
-        if self.logprobs is not None:
-            self.logprobs.append(logprobs)
-        if self.stops is None:
-            reason = "length" if len(self.output_ids) >= self.max_tokens else None
-        else:
-            reason, self.stop_reason = self.stops(token)
-        if self.text is None:
-            return reason
-        self.delta += self.text.add(
-            token, reason == "stop", logprobs.get(token) if logprobs else None
-        )
-        if reason:
-            self.delta += self.text.finish()
-        if self.text.stopped is None:
-            return reason
-        self.stop_reason = self.text.stopped
-        return "stop"
+        return self.task.append(self, token, logprobs)
 
     def finish(self, reason: str, error: str | None = None) -> None:
-        "It ends for a `reason`, the first of which counts, and text that was held back is settled."
+        "It ends for a `reason`, the first of which counts."
         if self.finish_reason is not None:
             return
         self.finish_reason, self.error = reason, error
         with contextlib.suppress(Exception):
-            self.delta += self.text.finish() if self.text else ""
+            self.task.finish()
 
 # %% ../../nbs/10c_request.ipynb #8160fcc8
 @dataclass
@@ -160,7 +162,9 @@ class Row:
     @property
     def num_logits(self) -> int:
         "How many of its last positions give logits: those from `Request.first_logits` on."
-        return min(self.n_tokens, max(0, self.start + self.n_tokens - self.request.first_logits))
+        request = self.request
+        first = request.task.first_output(request)
+        return min(self.n_tokens, max(0, self.start + self.n_tokens - first))
 
 # %% ../../nbs/10c_request.ipynb #e5757b72
 @dataclass

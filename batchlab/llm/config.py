@@ -35,7 +35,7 @@ from ..errors import whole_number, written
 from ..padding import Probe, can_pad, same_as_alone
 from ..tasks.pooled import PoolerConfig as PoolerConfig  # its place in vLLM
 from ..prefill import kv_bytes_per_token
-from ..core.request import Request
+from ..core.request import Request, Row
 from .shown import megabytes
 from ..core.cache import Shape
 
@@ -199,14 +199,14 @@ def rope_side(session: Any, switch: int | None) -> str:
 def select_runner(
     r: Request, switch: int | None, shapes: Sequence[Shape] | None, paddable: bool | None
 ) -> str:
-    """How request `r` is to run: 'packed', 'padded', 'beyond' (padded, all past the rope's switch), 'solo'; or 'pooled' if it wants hidden states,
-    'pooled alone' where others would change its rotations."""
-    if r.pool is not None:
-        return "pooled" if rope_side(r, switch) == "below" else "pooled alone"
+    """How request `r` is to run: 'packed', 'padded', 'beyond' (padded, all past the rope's switch) or 'solo'.
+
+    Padded batches give the logits of each row's last token and no more."""
     side = rope_side(r, switch)
     if side == "below" and shapes:
         return "packed"
-    if side == "across" or not paddable or r.prompt_logprobs is not None:
+    needs_more = r.first_logits < r.num_tokens - 1 or r.task.batch_fields([Row(r, 0, r.num_tokens)])
+    if side == "across" or not paddable or needs_more:
         return "solo"
     return "padded" if side == "below" else "beyond"
 

@@ -24,6 +24,7 @@ from batchlab.llm.config import (
     weights_digest,
 )
 from ..core.engine import Engine, sum_ledgers
+from ..core.generation import Generation
 from batchlab.errors import (
     BatchError,
     BatchlabError,
@@ -35,7 +36,6 @@ from batchlab.errors import (
 from ..core.ledger import Ledger
 from .outputs import RequestGroup, StreamEvent
 from .pacing import Pace
-from ..tasks.pooling import pooling_engine
 from ..core.runners import PackedRunner, PaddedRunner, SoloRunner
 from ..core.request import Request
 from ..core.scheduler import Scheduler
@@ -295,15 +295,14 @@ class BackgroundLoop(StepLoop):
 # %% ../../nbs/modules/000_loop.ipynb #5f81e419
 def make_engine(llm: LLM, kind: str) -> Engine:
     "An `Engine` for requests of a kind, by `llm.strategy`."
-    if kind.startswith("pooled"):
-        return pooling_engine(llm, alone=kind == "pooled alone")
     l, strategy, solo = llm.limits, llm.strategy, kind == "solo"
     how: Any = dict(max_num_batched_tokens=l.max_num_batched_tokens, budget=llm.budget)
     if kind == "packed":
         size = llm.backend.block_size
         scheduler = Scheduler(
             l.max_num_seqs,
-            prefix_caching=llm.enable_prefix_caching,
+            prefix_caching=llm.enable_prefix_caching and llm.causal,
+            chunked=llm.causal,
             block_size=size,
             may_enter=llm.adapters and llm.adapters.may_enter,
             **how,
@@ -359,7 +358,7 @@ class EngineSet(dict[str, Engine]):
     def add(self, r: Request) -> None:
         "Queue `r` with the engine of its kind. Raises `BatchError`."
         kind = select_runner(r, self.llm.switch, self.llm.shapes, self.llm.paddable)
-        if r.adapter and kind not in ("packed", "pooled"):
+        if r.adapter and kind != "packed":
             raise BatchError(
                 f"with an adapter a request runs packed, and this one runs {kind}: shorten it"
             )
@@ -474,12 +473,9 @@ class Delivery:
         g, r.notified = r.group, r.finish_reason is not None
         if r.notified:
             self.mark("ended", r)
-        event = StreamEvent(
-            g.request_id, g.index, r.index, r.delta, r.output_ids[r.num_told :], r.finish_reason
-        )
-        if r.logprobs is not None:
-            event.logprobs = r.logprobs[r.num_told :]
-        r.delta, r.num_told = "", len(r.output_ids)
+        event = StreamEvent(g.request_id, g.index, r.index, finish_reason=r.finish_reason)
+        if isinstance(r.task, Generation):
+            event.text, event.token_ids, event.logprobs = r.task.send(r)
         if all(x.notified for x in g.requests):
             self._close(g, event)
         self._send(g, event)

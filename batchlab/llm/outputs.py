@@ -58,16 +58,14 @@ class CompletionOutput:
     @classmethod
     def of(cls, r: Request) -> CompletionOutput:
         "What `r` has become."
-        total = total_logprob(r.logprobs, r.output_ids)
-        return cls(
-            r.index,
-            r.text.text if r.text else "",
-            list(r.output_ids),
-            total,
-            r.logprobs,
-            r.finish_reason,
-            r.stop_reason,
-        )
+        from batchlab.core.generation import Generation  # which needs torch
+
+        out = cls(r.index, token_ids=list(r.output_ids), finish_reason=r.finish_reason)
+        if isinstance(task := r.task, Generation):
+            out.text, out.stop_reason = task.text.text, task.stop_reason
+            out.cumulative_logprob = total_logprob(task.logprobs, out.token_ids)
+            out.logprobs = task.logprobs
+        return out
 
     def __repr__(self) -> str:
         return f"CompletionOutput({self.index}: {self.line})"
@@ -342,7 +340,7 @@ class RequestGroup:
             self.error or next((r.error for r in rs if r.error), None),
             self.metrics(),
             rs[0].num_cached_tokens or 0 if rs else 0,
-            rs[0].prompt_logprobs if rs else None,
+            getattr(rs[0].task, "prompt_logprobs", None) if rs else None,
             self.params,
             self.fault,
             self.lora_request,

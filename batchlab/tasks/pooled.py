@@ -405,9 +405,10 @@ class PoolingGroup(RequestGroup):
             if self.pooling.raw
             else RESULTS[self.pooling.task or "token_embed"]
         )
-        data = r.pooled if r is not None and r.pooled is not None else torch.empty(0)
+        task: Any = r.task if r else None
+        data = torch.empty(0) if task is None or task.pooled is None else task.pooled
         error = self.error or (r.error if r else None)
-        if not error and (r is None or r.pooled is None):
+        if not error and (task is None or task.pooled is None):
             error = f"ended before it was computed: {r.finish_reason if r else self.reason}"
         return kind(
             self.request_id,
@@ -421,6 +422,6 @@ class PoolingGroup(RequestGroup):
             self.pooling,
             self.fault,
             (r and r.finish_reason or self.reason) if error else "stop",
-            r and r.token_types,
+            task and task.token_types,
             self.lora_request,
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect, logging, warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from ..core.attention import attention_override
-from ..core.batch import Batch, make_batch
-from ..core.engine import Engine
 from batchlab.errors import (
     BatchlabError,
     ModelError,
@@ -45,10 +43,7 @@ from batchlab.tasks.pooled import (
     ScoringRequestOutput,
 )
 from ..prefill import check_prompt
-from ..core.runners import PackedRunner, SoloRunner
-from ..core.request import Request, RowOutput, StepPlan
-from ..core.scheduler import Scheduler
-from ..llm.rectangle import PaddedScheduler
+from ..core.request import Request, Row, RowOutput, Task
 from batchlab.models.sentence import (
     ACTIVATIONS,
     Dense,
@@ -66,7 +61,7 @@ log = logging.getLogger("batchlab")
 
 # %% auto #0
 __all__ = ['log', 'POOLINGS', 'pool', 'head_logits', 'has_head', 'check_head', 'activation_for', 'max_positions', 'Pooler',
-           'pool_rows', 'PoolingEngine', 'pooling_engine', 'EncodedText', 'encode_texts', 'too_many', 'text_limit',
+           'task_of', 'layers_of', 'types_of', 'Pooling', 'EncodedText', 'encode_texts', 'too_many', 'text_limit',
            'pooling_ids', 'admit_pooling', 'pair_up', 'text_and_answer', 'PoolingCalls']
 
 # %% ../../nbs/31_embeddings.ipynb #emb00011
@@ -294,7 +289,7 @@ class Pooler:
                 raise ParamError(
                     f"the model has no prompt {p.prompt_name!r:.40}: it has {', '.join(map(repr, self.prompts)) or 'none'}"
                 )
-        depth = self.model.config.get_text_config().num_hidden_layers
+        depth = self.depth
         for i in p.layers or ():
             if not -depth - 1 <= i <= depth:
                 raise ParamError(
@@ -314,6 +309,11 @@ class Pooler:
                 " and ".join(self.how),
                 ", of length 1" * self.normalize,
             )
+
+    @property
+    def depth(self) -> int:
+        "Layers of the model."
+        return self.model.config.get_text_config().num_hidden_layers
 
     @property
     def size(self) -> int:
@@ -378,106 +378,95 @@ class Pooler:
             else x
         )
 
+# %% ../../nbs/31_embeddings.ipynb #7ask0030
+def task_of(row: Row) -> Pooling:
+    "The task of `row`, which pools."
+    assert isinstance(row.request.task, Pooling)
+    return row.request.task
+
+
+def layers_of(tasks: Sequence[Pooling]) -> list[int]:
+    "The layers that any of `tasks` asks for, ascending, with the last if one asks for none; [] if none asks."
+    asked = {i for task in tasks for i in task.layers or ()}
+    if asked and not all(task.layers for task in tasks):
+        asked.add(tasks[0].pooler.depth)
+    return sorted(asked)
+
+
+def types_of(rows: Sequence[Row], tasks: Sequence[Pooling]) -> list[int]:
+    "The token types of all tokens of `rows`, one row behind the other; [] if no row has any."
+    if not any(task.token_types for task in tasks):
+        return []
+    found: list[int] = []
+    for row, task in zip(rows, tasks):
+        types = task.token_types or [0] * row.request.num_tokens
+        found += types[row.start : row.start + row.n_tokens]
+    return found
+
 # %% ../../nbs/31_embeddings.ipynb #emb00041
-def pool_rows(plan: StepPlan, states: torch.Tensor, layers: Sequence[int] = ()) -> list[RowOutput]:
-    "What each row of `plan` comes to by the `states` of its batch, `[n, E]`, or `[n, L, E]` of `layers`: those that are whole now are pooled, and end."
-    outs, end = [RowOutput() for _ in plan.rows], 0
-    for row, out in zip(plan.rows, outs):
-        n, r = row.num_logits, row.request
-        end += n
-        at = slice(end - n, end)
-        if row.start <= r.first_logits:
-            r.states = []  # it begins, or begins again
-        if n:
-            r.states.append(
-                states[at]
-                if not layers
-                else states[at, [layers.index(i) for i in r.layers]]
-                if r.layers
-                else states[at, -1]
-            )
-        if not row.samples:
-            continue
-        whole, r.states = r.states[0] if len(r.states) == 1 else torch.cat(r.states), []
-        assert r.pool is not None
-        try:
-            r.pooled, out.finish_reason = (
-                r.pool(whole, r.prompt_ids).clone(),
-                "stop",
-            )  # a view would keep the states of the whole step
-        except BatchlabError as e:
-            out.error = str(e)
-        except Exception as e:
-            out.error = f"its states could not be pooled ({type(e).__name__}: {e})"
-    return outs
+@dataclass(eq=False)
+class Pooling(Task):
+    """The task of making of a text's hidden states what `params` ask for; it ends with the step that computes the last token.
 
-# %% ../../nbs/31_embeddings.ipynb #emb00044
-class PoolingEngine(Engine):
-    """An `Engine` whose requests want hidden states, and end as soon as these are there. `causal`: whether tokens see only what stands
-    before them; `depth`: layers of the model."""
+    `needs_all`: states of all tokens, not of the last alone. `token_types`: which text of a pair each token belongs to; None if all
+    are of one. `layers`: whose states are needed, 0 for the embeddings; None for the last alone. `states`: of its chunks so far.
+    `pooled`: what came of it."""
 
-    causal, depth = True, 0
+    pooler: Pooler
+    params: PoolingParams
+    needs_all: bool = True
+    token_types: list[int] | None = None
+    layers: list[int] | None = None
+    states: list[torch.Tensor] = field(default_factory=list)
+    pooled: torch.Tensor | None = None
 
-    def layers_of(self, plan: StepPlan) -> list[int]:
-        "The layers that any of its requests asks for, ascending, with the last if one asks for none; [] if none asks."
-        asked = {i for row in plan.rows for i in row.request.layers or ()}
-        return (
-            sorted(
-                asked | {self.depth} if any(not row.request.layers for row in plan.rows) else asked
-            )
-            if asked
-            else []
-        )
+    def first_output(self, request: Request) -> int:
+        return 0 if self.needs_all else request.num_tokens - 1
 
-    def batch_of(self, plan: StepPlan) -> Batch:
-        types = [row.request.token_types for row in plan.rows]
-        told = (
-            []
-            if not any(types)
-            else [
-                i
-                for row, t in zip(plan.rows, types)
-                for i in (t or [0] * row.request.num_tokens)[row.start : row.start + row.n_tokens]
-            ]
-        )
-        return make_batch(
-            plan,
-            self.scheduler.block_size,
-            causal=self.causal,
+    def finish(self) -> None:
+        self.states = []
+
+    @classmethod
+    def batch_fields(cls, rows: Sequence[Row]) -> dict[str, Any]:
+        tasks = [task_of(row) for row in rows]
+        return dict(
+            causal=tasks[0].pooler.causal,
             hidden=True,
-            token_types=told,
-            layers=self.layers_of(plan),
+            token_types=types_of(rows, tasks),
+            layers=layers_of(tasks),
         )
 
-    def rows_of(self, plan: StepPlan, outputs: torch.Tensor) -> list[RowOutput]:
-        return pool_rows(plan, outputs, self.layers_of(plan))
+    @classmethod
+    def take_all(cls, rows: Sequence[Row], outputs: torch.Tensor) -> list[RowOutput]:
+        layers = layers_of([task_of(row) for row in rows])
+        found, end = [], 0
+        for row in rows:
+            start, end = end, end + row.num_logits
+            found.append(task_of(row).take(row, outputs[start:end], layers))
+        return found
 
-# %% ../../nbs/31_embeddings.ipynb #emb00046
-def pooling_engine(llm: LLM, alone: bool = False) -> PoolingEngine:
-    "The engine for requests of `llm` that pool: packed where the model can be, with a prefix cache where that holds; else, or `alone`, one text at a time."
-    l, causal = llm.limits, llm.pooler.causal
-    how: Any = dict(max_num_batched_tokens=l.max_num_batched_tokens, budget=llm.budget)
-    if llm.shapes and not alone:
-        size = llm.backend.block_size
-        scheduler = Scheduler(
-            l.max_num_seqs,
-            block_size=size,
-            prefix_caching=llm.enable_prefix_caching and causal,
-            chunked=causal,
-            may_enter=llm.adapters and llm.adapters.may_enter,
-            **how,
-        )
-        engine = PoolingEngine(
-            scheduler, PackedRunner(llm.backend, max(1, (l.kv_tokens or 0) // size)), llm.watchers
-        )
-    else:
-        engine = PoolingEngine(
-            PaddedScheduler(1, recompute=True, **how),
-            SoloRunner(llm.model),
-            llm.watchers,
-        )
-    engine.causal, engine.depth = causal, llm.model.config.get_text_config().num_hidden_layers
-    return engine
+    def take(self, row: Row, states: torch.Tensor, layers: list[int]) -> RowOutput:
+        "What `row` comes to by its states, `[n, E]`, or `[n, L, E]` of `layers`: it is pooled, and ends, once they are whole."
+        request = row.request
+        if row.start <= request.first_logits:
+            self.states = []  # it begins, or begins again
+        if len(states) and layers:
+            mine = [layers.index(i) for i in self.layers] if self.layers else -1
+            states = states[:, mine]
+        if len(states):
+            self.states.append(states)
+        if not row.samples:
+            return RowOutput()
+        whole = self.states[0] if len(self.states) == 1 else torch.cat(self.states)
+        self.states = []
+        try:
+            # a view would keep the states of the whole step
+            self.pooled = self.pooler(self.params, whole, request.prompt_ids).clone()
+        except BatchlabError as e:
+            return RowOutput(error=str(e))
+        except Exception as e:
+            return RowOutput(error=f"its states could not be pooled ({type(e).__name__}: {e})")
+        return RowOutput(finish_reason="stop")
 
 # %% ../../nbs/31_embeddings.ipynb #emb00051
 class EncodedText(str):
@@ -611,20 +600,10 @@ def admit_pooling(
         if (most := text_limit(llm)) and len(ids) > most:
             raise PromptTooLongError(f"the prompt has {len(ids):,} tokens, {too_many(most)}")
         check_prompt(ids, None, llm.vocab_size)
-        depth = llm.model.config.get_text_config().num_hidden_layers
-        r = Request(
-            group.request_id,
-            ids,
-            0,
-            priority,
-            group=group,
-            pool=partial(llm.pooler, params),
-            token_types=types,
-        )
-        r.wants_all_states = llm.pooler.needs_all(params, ids)
+        task = Pooling(llm.pooler, params, llm.pooler.needs_all(params, ids), types)
         if params.layers:
-            r.layers = [i if i >= 0 else i + depth + 1 for i in params.layers]
-        group.requests = [r]
+            task.layers = [i if i >= 0 else i + llm.pooler.depth + 1 for i in params.layers]
+        group.requests = [Request(group.request_id, ids, 0, priority, task=task, group=group)]
     except ModelError:
         raise
     except BatchlabError as e:

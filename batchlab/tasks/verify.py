@@ -14,7 +14,8 @@ import torch
 
 from ..core.attention import attention_override
 from ..llm.config import check_count, rope_switch
-from ..core.engine import log, make_request, out_of_memory
+from ..core.engine import log, out_of_memory
+from ..core.generation import Generation, make_request
 from ..api import grammar_for
 from ..prefill import check_prompt
 from ..core.params import SamplingParams
@@ -346,7 +347,8 @@ def check_end(a: Answer) -> list[Divergence]:
     "A list, empty or with a `Divergence`: the answer ended elsewhere, or for another reason, than its tokens say."
     run, was = make_request(a.row()), (a.completion.finish_reason, a.completion.stop_reason)
     reason = next((why for i in a.ids if (why := run.append(i))), None)
-    now, n = (reason, run.stop_reason), len(run.output_ids)
+    assert isinstance(run.task, Generation)
+    now, n = (reason, run.task.stop_reason), len(run.output_ids)
     broken_off = now[0] is None and was[0] in ("cancelled", "timeout")
     if n < len(a.ids):
         was = None, None

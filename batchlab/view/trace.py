@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..llm.config import check_count
 from ..core.engine import log
+from ..core.generation import Generation
 from ..core.request import Request
 from ..core.tokens import vocabulary_of
 from .tracefile import LEDGER, PARTS, POOL, ROW, VERSION, Trace
@@ -75,6 +76,11 @@ TIMES = ("arrival", "queued", "admitted", "first_token", "last_token", "end")
 COUNTS = ("prompt_tokens", "output_tokens", "cached_tokens", "preemptions")
 
 
+def text_of(r: Request) -> str:
+    "The text of `r` so far, '' if its task writes none."
+    return r.task.text.text if isinstance(r.task, Generation) else ""
+
+
 def facts_of(r: Request, text: bool) -> dict:
     "What the trace keeps of request `r` itself, as in the file; with its tokens and text, packed, if `text`."
     group = r.group  # read once: another thread may just be taking it away
@@ -99,7 +105,7 @@ def facts_of(r: Request, text: bool) -> dict:
         prompt=group and group.prompt,
         prompt_ids=array("i", r.prompt_ids),
         output_ids=array("i", r.output_ids),
-        text=r.text.text if r.text else "",
+        text=text_of(r),
     )
 
 
@@ -159,10 +165,9 @@ class RequestLog:
             self.num_requests, r.group.start if r.group else time.perf_counter(), r
         )
         self.num_requests += 1
-        if r.text:
-            record.ends.extend(
-                [len(r.text.text)] * len(r.output_ids)
-            )  # said before the recording began
+        if isinstance(r.task, Generation):
+            said = len(r.task.text.text)  # before the recording began
+            record.ends.extend([said] * len(r.output_ids))
         return record
 
     def enter(self, r: Request, t: float) -> int:
@@ -186,7 +191,8 @@ class RequestLog:
         "`r` has got a token, or has failed: note where its text ends now."
         ends = self.meet(r).ends
         if self.text and len(r.output_ids) > len(ends):
-            ends.append((ends[-1] if ends and r.group else 0) + len(r.delta))
+            new = len(r.task.delta) if isinstance(r.task, Generation) else 0
+            ends.append((ends[-1] if ends and r.group else 0) + new)
 
     def end(self, r: Request, t: float, step: int) -> None:
         "`r` is over, before step number `step`: keep what is worth keeping, and let go of it."
