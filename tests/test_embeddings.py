@@ -544,3 +544,32 @@ def test_dimensions_are_of_what_is_asked_for():
     assert len(llm.embed([[5, 6]], pooling_params=dict(dimensions=100))[0].outputs.embedding) == 100
     with pytest.raises(ParamError, match="more than the 64"):
         llm.encode([[5, 6]], dict(dimensions=100))
+
+
+def test_texts_and_answers_share_one_engine_its_steps_and_its_blocks():
+    model = tiny_model("llama", seed=2)
+    prompts = [[5 + (i * j) % 200 for j in range(3 + 9 * i)] for i in range(6)]
+    greedy = dict(temperature=0, max_tokens=6)
+    alone_texts = [LLM(model, tiny_tokenizer()).generate(p, greedy)[0] for p in prompts]
+    llm, events, both = LLM(model, tiny_tokenizer(), max_num_batched_tokens=70), {}, []
+    llm.watchers.append(
+        lambda engine, event, x: (
+            event == "schedule" and both.append(len({type(row.request.task) for row in x.rows}))
+        )
+    )
+    for i, p in enumerate(prompts):
+        for kind, params in (("write", greedy), ("pool", PoolingParams("token_embed"))):
+            note = lambda e, at=(kind, i): events.update({at: e.output})
+            llm.add_request(p, params, note)
+    while llm.step():
+        pass
+    assert {*llm.engines} == {"packed"} and 2 in both
+    for i, p in enumerate(prompts):
+        assert events["write", i].outputs[0].token_ids == alone_texts[i].outputs[0].token_ids
+        torch.testing.assert_close(
+            events["pool", i].outputs.data, alone(model, p), atol=1e-4, rtol=1e-3
+        )
+    again = llm.embed(prompts[-1])[0]  # what the answers left in the cache serves a vector
+    assert again.num_cached_tokens == len(prompts[-1]) - 1
+    want = F.normalize(alone(model, prompts[-1])[-1], dim=-1)
+    torch.testing.assert_close(torch.tensor(again.outputs.embedding), want, atol=1e-4, rtol=1e-3)
