@@ -86,7 +86,9 @@ class SoloRunner:
         with attention_override(self.model):
             for a, b, start in zip(batch.cu_seqlens, batch.cu_seqlens[1:], batch.starts):
                 if start:
-                    raise BatchError("SoloRunner keeps nothing: schedule by PaddedScheduler(recompute=True)")
+                    raise BatchError(
+                        "SoloRunner keeps nothing: schedule by PaddedScheduler(recompute=True)"
+                    )
                 ids, at = (
                     torch.tensor([batch.ids[a:b]], device=self.model.device),
                     [x - a for x in batch.logits_at if a <= x < b],
