@@ -82,7 +82,8 @@ from .prefill import check_prompt
 from .prefix import group_by_prefix
 from .core.sampling import SamplingParams, SamplingRow
 from .core.request import Count, Request, RowOutput
-from .core.scheduler import Scheduler, round_up
+from .core.scheduler import Scheduler
+from .llm.rectangle import round_up
 from .core.cache import Shape
 from .llm.shown import facts_html, megabytes, shows_bar
 

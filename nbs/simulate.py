@@ -1,15 +1,20 @@
 """What chapters 11 and 74 try schedulers with: a model that costs nothing, the loop around it, and pictures of what each step did."""
 
-import random
+import sys
 from array import array
 from collections import namedtuple
+from functools import partial
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 from zlib import crc32
 
 from batchlab.core.batch import make_batch
 from batchlab.core.request import RowOutput
 from batchlab.view.drawing import grid
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from invariants import check_invariants, check_pool  # noqa: F401
 
 
 class FakeModel:
@@ -126,6 +131,9 @@ def simulate(s, requests, at=None, check=None, limit=20_000):
         assert len(history) < limit, "it does not end"
     assert all(r.output_ids == model.alone(r)[: len(r.output_ids)] for r in requests)
     return history
+
+
+run = partial(simulate, check=check_invariants)  # all books are read at every step
 
 
 def ids(rng, low, high):

@@ -14,7 +14,9 @@ from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.llm.pacing import Pace
 from batchlab.core.sampling import SamplingParams
 from batchlab.core.request import Request, RowOutput
-from batchlab.core.scheduler import Scheduler, check_invariants
+from batchlab.core.scheduler import Scheduler
+from batchlab.llm.rectangle import PaddedScheduler
+from invariants import check_invariants
 from batchlab.view.tracefile import trace_of
 from batchlab.serve.batches import ENDED, BatchRunner, BatchStore, ObjectTable
 
@@ -1051,16 +1053,19 @@ def test_a_preemptible_request_makes_way():
                 {},
                 dict(max_kv_tokens=128),
                 dict(chunked=False),
-                dict(paged=False, chunked=False),
+                None,  # no blocks
                 dict(prefix_caching=False),
             ]
         )
-        s, night = (
-            Scheduler(
-                seats, rng.choice([seats + 1, 16, 40]), block_size=rng.choice([4, 16]), **how
-            ),
-            lambda: rng.random() < 0.6,
-        )
+        limits, size = (seats, rng.choice([seats + 1, 16, 40])), rng.choice([4, 16])
+        if how is None:
+            s = PaddedScheduler(*limits)
+        else:
+            s = Scheduler(*limits, block_size=size, **how)
+
+        def night():
+            return rng.random() < 0.6
+
         coming = sorted(((rng.randrange(60), night()) for _ in range(30)), reverse=True)
         requests, step = [], 0
         while coming or s.has_unfinished:

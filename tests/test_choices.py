@@ -11,7 +11,7 @@ from batchlab.errors import ModelError, ParamError
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.core.sampling import SamplingParams, SamplingRow, processed_logits, sample
-from batchlab.core.scheduler import check_invariants
+from invariants import check_invariants, check_pool
 
 GREEDY = dict(temperature=0, max_tokens=1)
 
@@ -569,7 +569,7 @@ def test_requests_of_one_step_each_stay_in_memory():
         while llm.has_unfinished:
             llm.step()
             pool = llm.engines["packed"].scheduler.pool
-            pool.check()
+            check_pool(pool)
             most = max(most, len(pool) * size)
     assert most <= llm.budget.limit < 8 * size and pool.evictions
     llm.reset_prefix_cache()

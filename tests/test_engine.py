@@ -26,7 +26,8 @@ from batchlab.llm.outputs import RequestGroup, RequestOutput
 from batchlab.prefill import generate_naive
 from batchlab.core.sampling import ParamError, SamplingParams
 from batchlab.core.request import Request, RowOutput
-from batchlab.core.scheduler import Scheduler, check_invariants
+from batchlab.core.scheduler import Scheduler
+from invariants import check_invariants, check_pool
 from batchlab.core.cache import KVCache
 from helpers import need_same_bits
 
@@ -238,7 +239,7 @@ def test_whatever_the_mix_each_request_gets_what_it_gets_alone(case):
             assert got == want[rid] and why in ("stop", "length")
     scheduler = llm.engines["packed"].scheduler
     assert not scheduler.pool.num_held and not scheduler.has_unfinished and not llm.groups
-    scheduler.pool.check()
+    check_pool(scheduler.pool)
 
 
 def test_the_cases_preempt_reuse_and_cancel():
@@ -1097,7 +1098,7 @@ def test_an_interrupt_at_any_line_of_the_scheduler_loses_nobody():
         more = interrupted(s, after)
         s.reset()
         assert s.waiting == sorted(requests, key=lambda r: r.rank) and not s.running, after
-        assert sorted(s.free_slots) == [0, 1, 2] and all(
+        assert sorted(s.slots.free) == [0, 1, 2] and all(
             r.slot is None and not r.block_table for r in requests
         ), after
         while s.has_unfinished:

@@ -458,7 +458,12 @@ def test_at_most_so_many_are_in_memory_and_have_requests(three):
 
 
 def test_seats_for_adapters_without_a_model():
-    s = Scheduler(max_num_seqs=4, max_num_batched_tokens=64, block_size=4, max_adapters=1)
+    s = Scheduler(
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        block_size=4,
+        may_enter=Adapters({}, 4, max_loras=1).may_enter,
+    )
     s.patience = 6
 
     def step():

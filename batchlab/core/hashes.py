@@ -21,7 +21,7 @@ def _at_least_1(**sizes: int) -> None:
         if not isinstance(n, int) or n < 1:
             raise BatchError(f"{name} is {n!r}: expected a whole number of at least 1")
 
-# %% ../../nbs/06_prefix.ipynb #56303964
+# %% ../../nbs/modules/000_hashes.ipynb #has00001
 def content_hash(ids: Sequence[int], parent: bytes = b"") -> bytes:
     """A 16-byte name for the token ids `ids`, given the name `parent` of what stands before them.
 
@@ -30,7 +30,7 @@ def content_hash(ids: Sequence[int], parent: bytes = b"") -> bytes:
     """
     return hashlib.blake2b(parent + struct.pack(f"<{len(ids)}q", *ids), digest_size=16).digest()
 
-# %% ../../nbs/06_prefix.ipynb #da34345b
+# %% ../../nbs/modules/000_hashes.ipynb #has00002
 def chunk_hashes(ids: Sequence[int], chunk_size: int = 16, root: bytes = b"") -> list[bytes]:
     """One `content_hash` for each full chunk of `ids`, each chained on the one before it; a list of 16-byte names.
 

@@ -5,13 +5,12 @@
 # %% ../../nbs/modules/000_ledger.ipynb #3e981662
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 # %% auto #0
 __all__ = ['Ledger']
 
-# %% ../../nbs/04_padding.ipynb #91551059
-from dataclasses import dataclass
-
-
+# %% ../../nbs/modules/000_ledger.ipynb #led00001
 @dataclass
 class Ledger:
     """Positions that went through the model, by what they were good for.
@@ -31,8 +30,3 @@ class Ledger:
     def waste(self) -> float:
         "Share of the positions computed that were of no use, 0 to 1."
         return 1 - self.useful / max(1, self.useful + self.padded + self.recomputed)
-
-    def _repr_svg_(self) -> str:
-        from batchlab.view.pictures import waste
-
-        return waste({"positions": self}).svg

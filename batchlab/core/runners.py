@@ -69,7 +69,7 @@ class Runner(Protocol):
 
 # %% ../../nbs/13_runners.ipynb #23a0919e
 class SoloRunner:
-    "One row at a time and without a cache: right for any causal LM, and slow. The scheduler needs `recompute=True`."
+    "One row at a time and without a cache: right for any causal LM, and slow. The scheduler is a `PaddedScheduler(recompute=True)`."
 
     nbytes = 0
 
@@ -86,7 +86,9 @@ class SoloRunner:
         with attention_override(self.model):
             for a, b, start in zip(batch.cu_seqlens, batch.cu_seqlens[1:], batch.starts):
                 if start:
-                    raise BatchError("SoloRunner keeps nothing: give the Scheduler recompute=True")
+                    raise BatchError(
+                        "SoloRunner keeps nothing: schedule by PaddedScheduler(recompute=True)"
+                    )
                 ids, at = (
                     torch.tensor([batch.ids[a:b]], device=self.model.device),
                     [x - a for x in batch.logits_at if a <= x < b],
@@ -109,8 +111,8 @@ class PaddedRow:
 class PaddedRunner:
     """Padded batches (chapters 03, 04): newcomers are prefilled together, then join the others.
 
-    For models that `can_pad`, and for comparison. Prompts have to come whole: the scheduler needs `chunked=False` and
-    `paged=False`. `prefix`: what newcomers have in common is computed once (chapter 06)."""
+    For models that `can_pad`, and for comparison. Prompts have to come whole: the scheduler is a `PaddedScheduler`.
+    `prefix`: what newcomers have in common is computed once (chapter 06)."""
 
     def __init__(self, model: PreTrainedModel, pad_id: int = 0, prefix: bool = False) -> None:
         self.model, self.pad_id, self.prefix, self.ledger = model, pad_id, prefix, Ledger()
@@ -160,7 +162,7 @@ class PaddedRunner:
             if start and (n > 1 or slot not in held):
                 raise BatchError(
                     f"the row of slot {slot} comes with {n} of its {start + n} tokens, and a padded batch takes "
-                    "prompts whole: give the Scheduler chunked=False and paged=False"
+                    "prompts whole: schedule by a PaddedScheduler"
                 )
 
     def _leave(self, stay: Collection[int]) -> None:

@@ -6,51 +6,19 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['GROW', 'KVMemory', 'PagedMemory', 'RequestQueue', 'Scheduler', 'Name', 'check_invariants', 'round_up', 'RectangleMemory']
+__all__ = ['GROW', 'Name', 'SlotTable', 'coming_chunks', 'worth_waiting', 'StepPlanner', 'Scheduler']
 
 # %% ../../nbs/11_scheduler.ipynb #39e3b68b
-import heapq, math
+import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from .blocks import BlockPool, Hit, KVBudget
-from ..errors import BatchError
 from .hashes import chunk_hashes
 from .ledger import Ledger
 from .request import Request, Row, RowOutput, StepPlan
-
-# %% ../../nbs/11_scheduler.ipynb #b68a42b7
-class KVMemory(Protocol):
-    "Where the KV of running requests lies, as far as a scheduler has to know."
-
-    def holds(self, tokens: int) -> int:
-        "Tokens of memory that a request of `tokens` takes, alone."
-        ...
-
-    def cached(self, r: Request) -> int:
-        "How many of its tokens are there already."
-        ...
-
-    def room_for(self, r: Request, running: Sequence[Request]) -> bool:
-        "Whether it may join those `running`, and all grow for a while."
-        ...
-
-    def enter(self, r: Request) -> list[tuple[int, int, int]]:
-        "Give it what is there of it; the copies to be made."
-        ...
-
-    def grow(self, r: Request, end: int, running: Sequence[Request]) -> bool:
-        "Memory for its first `end` tokens; whether there was."
-        ...
-
-    def commit(self, r: Request, start: int, end: int) -> None:
-        "Its tokens from `start` to `end` are computed."
-        ...
-
-    def leave(self, r: Request, keep: bool) -> None:
-        "It holds nothing any more; `keep`: others may find what it computed."
-        ...
+from ..errors import BatchError
 
 # %% ../../nbs/11_scheduler.ipynb #e2879d39
 GROW = 64  # tokens that every running request is left room for when another is let in
@@ -61,58 +29,93 @@ def _root(r: Request) -> bytes:
     return b"adapter %d" % r.adapter if r.adapter else b""
 
 
-class PagedMemory:
-    "A `KVMemory` in the blocks of `pool`."
+class SlotTable:
+    """The requests that run: each has a slot, a seat in the batch, and its keys and values in blocks of `pool`.
 
-    def __init__(self, pool: BlockPool) -> None:
+    `running`: in the order in which they entered. `free`: the slots that nobody has, a heap."""
+
+    def __init__(self, max_num_seqs: int, pool: BlockPool) -> None:
         self.pool = pool
+        self.running: list[Request] = []
+        self.free = list(range(max_num_seqs))
 
-    def _hit(self, r: Request) -> Hit:
-        return self.pool.find(
-            r.token_ids[: r.first_logits + 1], None if r.output_ids else r.hashes, _root(r)
-        )
+    def holds(self, tokens: int) -> int:
+        "Tokens of memory that a request of `tokens` takes, alone."
+        return self.pool.blocks_for(tokens) * self.pool.block_size
+
+    def find(self, r: Request) -> Hit:
+        "What is there of `r` already."
+        hashes = None if r.output_ids else r.hashes
+        return self.pool.find(r.token_ids[: r.first_logits + 1], hashes, _root(r))
+
+    def has_room(self, r: Request, hit: Hit) -> bool:
+        "Whether `r`, of which `hit` is there, may join those that run, and all grow by `GROW` tokens."
+        if self.pool.budget.limit is None:
+            return True
+        held = sum(self.pool.blocks[b].refs > 0 for b in hit.blocks)
+        return self.pool.has_room(self._more(r) - held + sum(map(self._more, self.running)))
 
     def _more(self, r: Request) -> int:
         "Blocks that `r` may take in its next `GROW` tokens."
-        return max(
-            0, self.pool.blocks_for(min(r.num_tokens + GROW, r.max_len)) - len(r.block_table)
-        )
+        end = min(r.num_tokens + GROW, r.max_len)
+        return max(0, self.pool.blocks_for(end) - len(r.block_table))
 
-    def holds(self, tokens: int) -> int:
-        return self.pool.blocks_for(tokens) * self.pool.block_size
-
-    def cached(self, r: Request) -> int:
-        return self._hit(r).num_tokens
-
-    def room_for(self, r: Request, running: Sequence[Request]) -> bool:
-        if self.pool.budget.limit is None:
-            return True
-        held = sum(self.pool.blocks[b].refs > 0 for b in self._hit(r).blocks)
-        return self.pool.has_room(self._more(r) - held + sum(map(self._more, running)))
-
-    def enter(self, r: Request) -> list[tuple[int, int, int]]:
-        r.block_table, copies, r.num_computed_tokens = self.pool.enter(
-            r.token_ids, self._hit(r), _root(r)
-        )
+    def enter(self, r: Request, hit: Hit) -> list[tuple[int, int, int]]:
+        "Give `r` a slot, and what is there of it. Returns the copies to be made."
+        r.block_table, copies, r.num_computed_tokens = self.pool.enter(r.token_ids, hit, _root(r))
+        self.running.append(r)
+        r.slot = heapq.heappop(self.free)
+        if r.num_cached_tokens is None:
+            r.num_cached_tokens = r.num_computed_tokens
         return copies
 
-    def grow(self, r: Request, end: int, running: Sequence[Request] = ()) -> bool:
-        table, had = r.block_table, len(r.block_table)
-        while len(table) < self.pool.blocks_for(end):
-            if (i := self.pool.take(table[-1] if table else None)) is None:
-                self.pool.release(table[had:])  # a block that no step begins is never cleaned
-                del table[had:]
-                return False
-            table.append(i)
-        return True
+    def grow(self, r: Request, end: int) -> bool:
+        "Memory for the first `end` tokens of `r`. Returns whether there was."
+        return self.pool.grow(r.block_table, end)
 
     def commit(self, r: Request, start: int, end: int) -> None:
+        "The tokens of `r` from `start` to `end` are computed."
         if end > start:
             self.pool.commit(r.block_table, start, r.tokens(start, end - start), _root(r))
+        r.num_computed_tokens = end
 
-    def leave(self, r: Request, keep: bool) -> None:
+    def leave(self, r: Request, keep: bool = True) -> None:
+        "Take slot and blocks from `r`. `keep`: others may find what it computed."
+        self.running.remove(r)
         self.pool.release(r.block_table, keep, spare=True)
-        r.block_table = []
+        if r.slot is not None:
+            heapq.heappush(self.free, r.slot)
+        r.slot, r.num_computed_tokens, r.block_table = None, 0, []
+
+# %% ../../nbs/11_scheduler.ipynb #d571e91b
+Name = (
+    bytes | tuple[bytes, tuple[int, ...]]
+)  # of a chunk; of a prompt's end: the chunk before it, and its tokens
+
+
+def coming_chunks(running: Iterable[Request], chunk_size: int) -> set[Name]:
+    "Names of all chunks of prompts that `running` requests are about to compute, and of the prompts' ends."
+    names: set[Name] = set()
+    for r in running:
+        if not (hashes := r.hashes) or r.num_computed_tokens >= len(r.prompt_ids):
+            continue
+        names.update(hashes[r.num_computed_tokens // chunk_size :])
+        names.add((hashes[-1], tuple(r.prompt_ids[len(hashes) * chunk_size :])))
+    return names
+
+
+def worth_waiting(r: Request, num_cached: int, chunk_size: int, coming: set[Name]) -> bool:
+    "Whether a chunk of `coming`, or a prompt's end, goes on where the `num_cached` tokens of `r` end that are there."
+    if not coming or not r.hashes or num_cached >= r.first_logits:
+        return False
+    k = num_cached // chunk_size
+    if k < len(r.hashes) and r.hashes[k] in coming:
+        return True
+    if not 0 < k <= len(r.hashes):
+        return False
+    ends = r.prompt_ids[k * chunk_size : min((k + 1) * chunk_size, r.first_logits)]
+    shortest = num_cached - k * chunk_size + 1
+    return any((r.hashes[k - 1], tuple(ends[:m])) in coming for m in range(shortest, len(ends) + 1))
 
 # %% ../../nbs/11_scheduler.ipynb #3c07328d
 def _append(r: Request, out: RowOutput) -> tuple[str | None, str | None]:
@@ -137,125 +140,152 @@ def _count(ledger: Ledger, row: Row) -> None:
     ledger.recomputed += row.n_tokens - new
     row.request.num_seen = max(row.request.num_seen, end)
 
-# %% ../../nbs/11_scheduler.ipynb #20b00a01
-class RequestQueue:
-    """The requests of a `Scheduler`: `waiting` and `running`, the first by rank, and the memory of those that run.
+# %% ../../nbs/11_scheduler.ipynb #61f71b6a
+class StepPlanner:
+    """Makes the plan of one step of `scheduler`: decoding requests, then prefills under way, then requests that wait.
 
-    `free_slots`: a heap. `num_preemptions`: how often a request lost its slot. For arguments see `Scheduler`."""
+    `budget`: how many positions are left."""
 
-    def __init__(
-        self,
-        max_num_seqs: int,
-        pool: BlockPool,
-        memory: KVMemory,
-        order: Callable[[Request], Any] | None = None,
-        patience: int = 256,
-    ) -> None:
-        self.max_num_seqs, self.pool, self.memory, self.order, self.patience = (
-            max_num_seqs,
-            pool,
-            memory,
-            order,
-            patience,
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.slots = scheduler.slots
+        self.plan = StepPlan()
+        self.budget = scheduler.max_num_batched_tokens
+
+    def make(self) -> StepPlan:
+        decodes, prefills = [], []
+        for r in self.slots.running:
+            (decodes if r.num_pending == 1 else prefills).append(r)
+        self.decode(decodes)
+        self.prefill([r for r in prefills if not r.preemptible])
+        if late := [r for r in prefills if r.preemptible]:  # they go on with what others leave
+            self.admit(late=True)
+            self.budget = self.scheduler.max_num_batched_tokens - self.plan.num_tokens
+            self.prefill(late)
+        self.admit()
+        self.plan.rows.sort(key=lambda row: row.n_tokens > 1)
+        return self.plan
+
+    def decode(self, requests: list[Request]) -> None:
+        "A position for each of `requests`; the preemptible ones beyond the allowance stand still."
+        allowance = self.scheduler.allowance
+        if allowance is not None and self.scheduler.block_size:
+            still = {*[r for r in requests if r.preemptible][allowance:]}
+            requests = [r for r in requests if r not in still]
+        self.budget -= len(requests)
+        for r in requests:
+            self.put(r, 1)
+
+    def prefill(self, requests: list[Request]) -> None:
+        "Go on with those of `requests` that still run, as far as the budget goes."
+        for r in requests:
+            n = self.share(r)
+            if n <= 0:
+                break
+            if self.put(r, n):
+                self.budget -= n
+
+    def admit(self, late: bool = False) -> None:
+        "Let requests in by rank, while there are slots, memory and budget. `late`: none that is preemptible."
+        s, plan = self.scheduler, self.plan
+        if plan.preempted or not s.waiting or self.budget <= 0 or not self.has_seat(s.waiting[0]):
+            return
+        chunk = s.pool.index.chunk_size
+        coming = coming_chunks(self.slots.running, chunk)
+        passed, kept = 0, None
+        while self.budget > 0 and passed < min(len(s.waiting), 64):
+            r = s.waiting[passed]
+            if late and r.preemptible or r in plan.preempted or not self.has_seat(r):
+                break
+            if kept and r.rank[-1] > kept.rank[-1] + s.patience:
+                break
+            barred = s.may_enter is not None and not s.may_enter(r, self.slots.running)
+            if barred:
+                kept = kept or r
+            if barred or self.left(r) <= 0:
+                passed += 1
+                continue
+            hit = self.slots.find(r)
+            if worth_waiting(r, hit.num_tokens, chunk, coming):
+                passed += 1
+                continue
+            if not self.fits(r) or not self.make_room(r, hit):
+                break  # none overtakes what memory makes wait
+            plan.copies += self.slots.enter(r, hit)
+            del s.waiting[passed]  # only now: an interrupt loses nobody
+            plan.admitted.append(r)
+            n = self.share(r)
+            self.put(r, n)  # there is memory: `make_room` has seen to it
+            self.budget -= n
+            coming |= coming_chunks([r], chunk)
+
+    def left(self, r: Request) -> int:
+        "How many positions of the step `r` may still have, as far as `allowance` is concerned."
+        if self.scheduler.allowance is None or not r.preemptible:
+            return self.scheduler.max_num_batched_tokens
+        theirs = sum(row.n_tokens for row in self.plan.rows if row.request.preemptible)
+        return self.scheduler.allowance - theirs
+
+    def share(self, r: Request) -> int:
+        "How many positions `r` gets."
+        if not self.scheduler.chunked:
+            return r.num_pending
+        return min(r.num_pending, self.budget, self.left(r))
+
+    def fits(self, r: Request) -> bool:
+        "Whether the budget is enough for `r` to begin: in chunks always, whole only if it is alone or as short as that."
+        return self.scheduler.chunked or not self.plan.rows or r.num_tokens <= self.budget
+
+    def put(self, r: Request, n: int) -> bool:
+        "A row for the next `n` positions of `r`; while memory is short, preempts the last in rank. Returns whether `r` still runs."
+        while r.slot is not None and not self.slots.grow(r, r.num_computed_tokens + n):
+            self.take_out(self.victim())
+        if r.slot is None:
+            return False
+        self.plan.rows.append(Row(r, r.num_computed_tokens, n))
+        return True
+
+    def victim(self) -> Request:
+        return max(self.slots.running, key=lambda r: r.rank)
+
+    def take_out(self, r: Request) -> int:
+        "Preempt `r`, a running request, in the middle of the plan. Returns the positions that it had there."
+        n = sum(row.n_tokens for row in self.plan.rows if row.request is r)
+        self.plan.rows = [row for row in self.plan.rows if row.request is not r]
+        self.plan.preempted.append(r)
+        self.scheduler.preempt(r)
+        return n
+
+    def is_full(self) -> bool:
+        return len(self.slots.running) >= self.scheduler.max_num_seqs
+
+    def has_seat(self, r: Request) -> bool:
+        "Whether a slot is free, or would be given up for `r`."
+        return not self.is_full() or self.makes_way(r) is not None
+
+    def makes_way(self, r: Request) -> Request | None:
+        "The last in rank of those that make way for `r`, or None."
+        able = (
+            x
+            for x in self.slots.running
+            if x.preemptible
+            and x.priority > r.priority
+            and x.rank > r.rank
+            and x not in self.plan.admitted
         )
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
-        self.free_slots = list(range(max_num_seqs))
-        self.arrivals = self.num_preemptions = 0
+        return max(able, key=lambda x: x.rank, default=None)
 
-    @property
-    def budget(self) -> KVBudget:
-        return self.pool.budget
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self.waiting or self.running)
-
-    def add(self, request: Request) -> Request:
-        "Queue `request` and return it. Raises `BatchError` if it has no tokens, or may grow beyond all memory."
-        if not len(request.prompt_ids):
-            raise BatchError(
-                f"request {request.request_id} has no tokens: give it one at least, such as the BOS token"
-            )
-        need, limit = self.memory.holds(request.max_len), self.budget.limit
-        if limit is not None and need > limit:
-            raise BatchError(
-                f"request {request.request_id} may grow to {need} tokens, and memory is planned for "
-                f"{limit}: shorten it or its max_tokens, or raise the KV budget"
-            )
-        rank = (request.priority * self.patience + self.arrivals, self.arrivals)
-        request.rank = (self.order(request), *rank) if self.order else rank
-        self.arrivals += 1
-        if not self.pool.prefix_caching:
-            request.hashes = []
-        elif request.hashes is None:
-            request.hashes = chunk_hashes(
-                request.prompt_ids[:-1], self.pool.chunk_size, _root(request)
-            )
-        self._wait(request)
-        return request
-
-    def finish(
-        self, request: Request, reason: str, error: str | None = None, keep: bool = True
-    ) -> None:
-        """End `request` wherever it is: the one place where that happens. Its slot is free from the next step on.
-
-        What is computed of it can be found by others, if `keep`. The first `reason` is the one that counts."""
-        request.finish(reason, error)
-        if request.slot is not None:
-            return self._leave(request, keep)
-        at = bisect_left(self.waiting, request.rank, key=lambda r: r.rank)
-        if self.waiting[at : at + 1] == [request]:
-            del self.waiting[at]
-
-    def preempt(self, request: Request) -> None:
-        "Take slot and blocks from a running request. It waits at its old place, and computes again what is lost by then."
-        self._leave(request)
-        request.num_preemptions += 1
-        self.num_preemptions += 1
-        self._wait(request)
-
-    def reset(self) -> None:
-        "Let all requests wait and forget all blocks. A plan in hand is void: no `update` for it."
-        for r in list(self.running):  # by no want of memory, so it counts as no preemption
-            self._leave(r)
-            self._wait(r)
-        self.waiting = [
-            r for r in dict.fromkeys(self.waiting) if r.finish_reason is None
-        ]  # a step may have been interrupted
-        for r in self.waiting:
-            r.slot, r.block_table, r.num_computed_tokens = None, [], 0
-        self.free_slots = [*range(self.max_num_seqs)]
-        for b in self.pool.blocks:
-            b.refs = 0  # copies in flight
-        self.pool.clear()
-
-    def _wait(self, r: Request) -> None:
-        insort(self.waiting, r, key=lambda r: r.rank)
-
-    def _enter(self, r: Request) -> list[tuple[int, int, int]]:
-        "Give `r` a slot, and what is computed of it; the copies to be made."
-        copies = self.memory.enter(r)
-        self.running.append(r)
-        r.slot = heapq.heappop(self.free_slots)
-        if r.num_cached_tokens is None:
-            r.num_cached_tokens = r.num_computed_tokens
-        return copies
-
-    def _leave(self, r: Request, keep: bool = True) -> None:
-        self.running.remove(r)
-        self.memory.leave(r, keep)
-        if r.slot is not None:
-            heapq.heappush(self.free_slots, r.slot)
-        r.slot, r.num_computed_tokens = None, 0
+    def make_room(self, r: Request, hit: Hit) -> bool:
+        "A slot and memory for `r`, if need be from those that make way for it. Returns whether there is both."
+        while self.is_full() or not self.slots.has_room(r, hit):
+            other = self.makes_way(r)
+            if other is None:
+                return False
+            self.budget += self.take_out(other)
+        return True
 
 # %% ../../nbs/11_scheduler.ipynb #61f71b69
-def _decodes(r: Request) -> bool:
-    "Whether all is computed but its last token."
-    return r.num_tokens - r.num_computed_tokens == 1
-
-
-class Scheduler(RequestQueue):
+class Scheduler:
     """Decides at every step which requests are in it and with how many tokens. No tensor, no model.
 
     At most `max_num_seqs` requests run at once, each in a slot of its own. A step has at most `max_num_batched_tokens`
@@ -263,17 +293,19 @@ class Scheduler(RequestQueue):
     in the order of priority and arrival: a level of priority is worth `patience` places in the queue.
 
     `max_kv_tokens`, or a `budget` shared with others: the most tokens of KV (None: no limit). When they run out, the last in
-    rank is preempted, and computed again later. `block_size`, `prefix_caching`: the `BlockPool`'s. `paged=False`, for padded
-    batches: no blocks, a rectangle. `recompute=True`, without blocks: nothing is kept of what was computed, each step
-    computes whole sequences, and no memory is claimed. `chunked=False`: prompts enter whole. `barrier=True`, static batching: requests enter only when none runs, all
-    of one `wave` at once, whole, and without prefix caching. `order`: a key by which requests rank before all else.
+    rank is preempted, and computed again later. `block_size`, `prefix_caching`: the `BlockPool`'s. `chunked=False`, for models
+    that see a sequence from both ends: prompts enter whole. `may_enter(request, running)`: a feature's rule for who may not
+    enter now; others may pass such a request, up to `patience` of them.
 
-    `allowance`: how many of a step's positions preemptible requests may have at most (None: as many as there are); in blocks, those that
-    get none stand still, with all that they have. `shares`: of the last plan, positions of the others, their rows, and those of the preemptible.
+    `allowance`: how many of a step's positions preemptible requests may have at most (None: as many as there are); those that
+    get none stand still, with all that they have. `shares`: of the last plan, positions of the others, their rows, and those of
+    the preemptible. `planner`: the class that makes the plan of a step.
 
-    `waiting`, `running`: its requests, the first by rank. `ledger`: the positions that its steps computed, recomputed and
+    `waiting`: by rank; `running`; `ledger`: the positions that its steps computed, recomputed and
     reused. Raises `BatchError`. Scheduling by iteration is Orca's (Yu et al. 2022); prefill in chunks beside
     decode under a token budget is Sarathi-Serve's (Agrawal et al. 2024); KV in blocks is vLLM's (Kwon et al. 2023)."""
+
+    planner = StepPlanner
 
     def __init__(
         self,
@@ -283,13 +315,9 @@ class Scheduler(RequestQueue):
         block_size: int = 64,
         prefix_caching: bool = True,
         chunked: bool = True,
-        barrier: bool = False,
-        order: Callable[[Request], Any] | None = None,
         patience: int = 256,
-        paged: bool = True,
-        recompute: bool = False,
         budget: KVBudget | None = None,
-        max_adapters: int | None = None,
+        may_enter: Callable[[Request, Sequence[Request]], bool] | None = None,
     ) -> None:
         if max_num_seqs < 1:
             raise BatchError(f"max_num_seqs={max_num_seqs}: expected at least 1")
@@ -299,153 +327,70 @@ class Scheduler(RequestQueue):
                 f"max_num_seqs={max_num_seqs}: each running request takes one token of every step, "
                 "and prompts need the rest"
             )
-        budget = budget or KVBudget(max_kv_tokens)
-        pool = BlockPool(block_size, budget, prefix_caching and paged and not barrier)
-        memory = (
-            PagedMemory(pool) if paged else RectangleMemory(KVBudget() if recompute else budget)
-        )
-        super().__init__(max_num_seqs, pool, memory, order, patience)
-        self.max_num_batched_tokens, self.recompute = max_num_batched_tokens, recompute
-        self.chunked, self.barrier, self.max_adapters = (
-            chunked and not barrier,
-            barrier,
-            max_adapters,
-        )
-        self.block_size = block_size if paged else 0
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.block_size = block_size
+        self.chunked = chunked
+        self.patience = patience
+        self.may_enter = may_enter
+        self.pool = BlockPool(block_size, budget or KVBudget(max_kv_tokens), prefix_caching)
+        self.slots = SlotTable(max_num_seqs, self.pool)
+        self.waiting: list[Request] = []
+        self.arrivals = self.num_preemptions = 0
         self.ledger = Ledger()
         self.allowance: int | None = None
         self.shares = 0, 0, 0
 
-    def schedule(self) -> StepPlan:
-        "The next `StepPlan`; no rows if there is nothing to do. Carry it out and call `update` before the next one."
-        plan, decodes, prefills = StepPlan(), [], []
-        for r in self.running:
-            (decodes if _decodes(r) else prefills).append(r)
-        if self.allowance is not None and self.block_size:
-            still = {*[r for r in decodes if r.preemptible][self.allowance :]}
-            decodes = [r for r in decodes if r not in still]
-        budget = self.max_num_batched_tokens - len(decodes)
-        for r in decodes:
-            self._put(r, 1, plan)
-        budget, late = (
-            self._prefill([r for r in prefills if not r.preemptible], plan, budget),
-            [r for r in prefills if r.preemptible],
-        )
-        enter = not (self.barrier and self.running)
-        if late:  # they go on with what others leave
-            if enter and not plan.preempted:
-                self._admit(plan, budget, late=True)
-            budget = self._prefill(late, plan, self.max_num_batched_tokens - plan.num_tokens)
-        if enter and not plan.preempted:
-            self._admit(plan, budget)
-        self.pool.spare_no_more()
-        plan.rows.sort(key=lambda row: row.n_tokens > 1)
-        others = [row.n_tokens for row in plan.rows if not row.request.preemptible]
-        self.shares = sum(others), len(others), plan.num_tokens - sum(others)
-        return plan
+    @property
+    def running(self) -> list[Request]:
+        return self.slots.running
+
+    @property
+    def budget(self) -> KVBudget:
+        return self.pool.budget
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
 
     @property
     def has_others(self) -> bool:
         "Whether a request waits or runs that is not preemptible."
         return any(not r.preemptible for queue in (self.running, self.waiting) for r in queue)
 
-    def _left(self, r: Request, plan: StepPlan) -> int:
-        "How many positions of `plan` `r` may still have beside its rows by now, as far as `allowance` is concerned."
-        if self.allowance is None or self.barrier or not r.preemptible:
-            return self.max_num_batched_tokens
-        return self.allowance - sum(row.n_tokens for row in plan.rows if row.request.preemptible)
+    def add(self, request: Request) -> Request:
+        "Queue `request` and return it. Raises `BatchError` if it has no tokens, or may grow beyond all memory."
+        if not len(request.prompt_ids):
+            raise BatchError(
+                f"request {request.request_id} has no tokens: give it one at least, such as the BOS token"
+            )
+        need, limit = self.slots.holds(request.max_len), self.budget.limit
+        if limit is not None and need > limit:
+            raise BatchError(
+                f"request {request.request_id} may grow to {need} tokens, and memory is planned for "
+                f"{limit}: shorten it or its max_tokens, or raise the KV budget"
+            )
+        request.rank = self.rank_of(request)
+        self.arrivals += 1
+        if not self.pool.prefix_caching:
+            request.hashes = []
+        elif request.hashes is None:
+            size = self.pool.index.chunk_size
+            request.hashes = chunk_hashes(request.prompt_ids[:-1], size, _root(request))
+        self._wait(request)
+        return request
 
-    def _prefill(self, requests: Sequence[Request], plan: StepPlan, budget: int) -> int:
-        "Rows for those of `requests` that still run, as far as `budget` goes; what is left of it."
-        for r in requests:
-            n = self._share(r, min(budget, self._left(r, plan)))
-            if n <= 0:
-                break
-            if r.slot is not None and self._put(r, n, plan):
-                budget -= n
-        return budget
+    def rank_of(self, request: Request) -> tuple[Any, ...]:
+        "The place of `request` among all, which it keeps: lower goes first, and the last number is that of its arrival."
+        return request.priority * self.patience + self.arrivals, self.arrivals
 
-    def _share(self, r: Request, budget: int) -> int:
-        "How many positions `r` gets of `budget`."
-        return min(r.num_pending, budget) if self.chunked else r.num_pending
-
-    def _victim(self) -> Request:
-        return max(self.running, key=lambda r: r.rank)
-
-    def _put(self, r: Request, n: int, plan: StepPlan) -> bool:
-        "A row for the next `n` positions of `r`; while memory is short, preempts the last in rank. Whether `r` still runs."
-        while r.slot is not None and not self.memory.grow(
-            r, r.num_computed_tokens + n, self.running
-        ):
-            self._take_out(self._victim(), plan)
-        if r.slot is not None:
-            plan.rows.append(Row(r, r.num_computed_tokens, n))
-        return r.slot is not None
-
-    def _take_out(self, r: Request, plan: StepPlan) -> int:
-        "Preempt `r`, a running request, in the middle of `plan`; the positions that it had there."
-        n = sum(row.n_tokens for row in plan.rows if row.request is r)
-        plan.rows = [row for row in plan.rows if row.request is not r]
-        plan.preempted.append(r)
-        self.preempt(r)
-        return n
-
-    def _makes_way(self, r: Request, plan: StepPlan) -> Request | None:
-        "The last in rank of those that make way for `r`, or None."
-        able = (
-            x
-            for x in self.running
-            if x.preemptible
-            and x.priority > r.priority
-            and x.rank > r.rank
-            and x not in plan.admitted
-        )
-        return None if self.barrier else max(able, key=lambda x: x.rank, default=None)
-
-    def _no_adapter_seat(self, r: Request) -> bool:
-        "Whether as many other adapters as may have running requests have them, and that of `r` has none."
-        if not r.adapter or not self.max_adapters:
-            return False
-        running = {x.adapter for x in self.running if x.adapter}
-        return r.adapter not in running and len(running) >= self.max_adapters
-
-    def _admit(self, plan: StepPlan, budget: int, late: bool = False) -> None:
-        "Let requests in by rank, while there are seats, memory and `budget`. `late`: none that is preemptible."
-        full = lambda: len(self.running) >= self.max_num_seqs
-        if not self.waiting or budget <= 0 or full() and not self._makes_way(self.waiting[0], plan):
-            return
-        chunk, passed, kept = self.pool.chunk_size, 0, None
-        coming = _coming(self.running, chunk)
-        while budget > 0 and passed < min(len(self.waiting), 64):
-            r = self.waiting[passed]
-            if late and r.preemptible or r in plan.preempted:
-                break
-            if full() and not self._makes_way(r, plan):
-                break
-            if self.barrier and self.running and r.wave != self.running[0].wave:
-                break
-            if kept and r.rank[-1] > kept.rank[-1] + self.patience:
-                break
-            if no_seat := self._no_adapter_seat(r):
-                kept = kept or r
-            if self._left(r, plan) <= 0 or no_seat or _worth_waiting(r, self.memory, chunk, coming):
-                passed += 1
-                continue
-            if not (self.chunked or self.barrier) and plan.rows and r.num_tokens > budget:
-                break
-            while full() or not self.memory.room_for(r, self.running):
-                if not (x := self._makes_way(r, plan)):
-                    return  # none overtakes what memory makes wait
-                budget += self._take_out(x, plan)
-            plan.copies += self._enter(r)
-            del self.waiting[passed]  # only now: an interrupt loses nobody
-            plan.admitted.append(r)
-            self._put(
-                r, n := self._share(r, min(budget, self._left(r, plan))), plan
-            )  # there is memory: `room_for` has seen to it
-            if not self.barrier:
-                budget -= n
-            coming |= _coming([r], chunk)
+    def schedule(self) -> StepPlan:
+        "The next `StepPlan`; no rows if there is nothing to do. Carry it out and call `update` before the next one."
+        plan = self.planner(self).make()
+        self.pool.spare_no_more()
+        others = [row.n_tokens for row in plan.rows if not row.request.preemptible]
+        self.shares = sum(others), len(others), plan.num_tokens - sum(others)
+        return plan
 
     def update(self, plan: StepPlan, outputs: Sequence[RowOutput] | None = None) -> list[Request]:
         """Note that `plan` has been carried out, and what its rows came to; the requests that got a token, or failed.
@@ -462,185 +407,48 @@ class Scheduler(RequestQueue):
             _count(self.ledger, row)
             if not running:
                 continue
-            if not self.recompute:
-                end = min(
-                    row.start + row.n_tokens, r.num_tokens - 1
-                )  # the last stays to be computed
-                self.memory.commit(r, row.start, end)
-                r.num_computed_tokens = end
+            end = min(row.start + row.n_tokens, r.num_tokens - 1)  # the last stays to be computed
+            self.slots.commit(r, row.start, end)
             if out.token_ids or reason:
                 moved.append(r)
             if reason:
                 self.finish(r, reason, error, keep=not error)
         return moved
 
-# %% ../../nbs/74_memory.ipynb #96896ada
-def _check_requests(s: Scheduler, plan: StepPlan) -> None:
-    running, waiting = set(s.running), set(s.waiting)
-    assert len(running) == len(s.running) and len(waiting) == len(s.waiting), "twice in one queue"
-    assert len(running) <= s.max_num_seqs, "too many run"
-    assert not running & waiting, "both waiting and running"
-    assert all(r.finish_reason is None for r in running | waiting), "ended and still queued"
-    assert all(
-        r.slot is None and not r.block_table and r.num_computed_tokens == 0 for r in waiting
-    ), "waiting with a slot"
-    assert all(a.rank < b.rank for a, b in zip(s.waiting, s.waiting[1:])), "out of order"
-    alone = s.budget.left(s.pool if s.block_size else s.memory) == (
-        math.inf if s.budget.limit is None else s.budget.limit
-    )
-    assert plan.rows or not s.has_unfinished or not alone or s.allowance == 0, (
-        "there is work and the step does none"
-    )
-    assert set(plan.admitted) <= running, "admitted and not running"
-    assert set(plan.preempted) <= waiting, "preempted and not waiting"
-    slots = [r.slot for r in s.running if r.slot is not None]
-    assert sorted([*slots, *s.free_slots]) == list(range(s.max_num_seqs)), (
-        "a slot is used twice, or lost"
-    )
+    def finish(
+        self, request: Request, reason: str, error: str | None = None, keep: bool = True
+    ) -> None:
+        """End `request` wherever it is: the one place where that happens. Its slot is free from the next step on.
 
-# %% ../../nbs/74_memory.ipynb #65901483
-def _check_blocks(s: Scheduler, plan: StepPlan) -> None:
-    if not s.block_size:
-        return
-    s.pool.check()
-    held: dict[int, int] = {}
-    for r in s.running:
-        for i in r.block_table:
-            held[i] = held.get(i, 0) + 1
-        lies = [t for i in r.block_table for t in s.pool.blocks[i].token_ids]
-        assert lies == r.token_ids[: r.num_computed_tokens], "blocks hold other tokens"
-        assert len(set(r.block_table)) == len(r.block_table), "a block twice in one table"
-    owned = dict(held)
-    for source, _, _ in plan.copies:
-        held[source] = held.get(source, 0) + 1
-    assert all(b.refs == held.get(i, 0) for i, b in enumerate(s.pool.blocks)), (
-        "a block is held by none, or by too many"
-    )
-    for row in plan.rows:
-        first, last = row.start // s.block_size, (row.start + row.n_tokens - 1) // s.block_size
-        assert last < len(row.request.block_table), "a row reaches beyond its blocks"
-        assert all(owned[i] == 1 for i in row.request.block_table[first : last + 1]), (
-            "a row writes into another's block"
-        )
-    for a, b, n in plan.copies:
-        x, y = (s.pool.blocks[i].token_ids for i in (a, b))
-        assert a != b and x[:n] == y[:n] != [], "copies something else"
+        What is computed of it can be found by others, if `keep`. The first `reason` is the one that counts."""
+        request.finish(reason, error)
+        if request.slot is not None:
+            return self.slots.leave(request, keep)
+        at = bisect_left(self.waiting, request.rank, key=lambda r: r.rank)
+        if self.waiting[at : at + 1] == [request]:
+            del self.waiting[at]
 
-# %% ../../nbs/74_memory.ipynb #78d9e6f6
-def _check_rows(s: Scheduler, plan: StepPlan) -> None:
-    rows = {row.request: row for row in plan.rows}
-    assert len(rows) == len(plan.rows) and set(rows) <= set(s.running), (
-        "a row twice, or of a request that does not run"
-    )
-    assert [row.n_tokens > 1 for row in plan.rows] == sorted(
-        row.n_tokens > 1 for row in plan.rows
-    ), "single tokens come first"
-    for r, row in rows.items():
-        assert row.start == r.num_computed_tokens and 1 <= row.n_tokens <= r.num_pending, (
-            "not the positions it needs"
-        )
-    late = sum(row.n_tokens for r, row in rows.items() if r.preemptible)
-    most = math.inf if s.allowance is None or s.barrier else s.allowance
-    assert all(
-        r in rows for r in s.running if _decodes(r) and not (r.preemptible and most < math.inf)
-    ), "a decoding request is left out"
-    assert late <= most or not s.chunked, "preemptible requests have more than they are allowed"
-    if s.chunked:
-        assert plan.num_tokens <= s.max_num_batched_tokens, "over budget"
-        wait = sum(r.num_pending for r in s.running if r.preemptible)
-        wanted = sum(r.num_pending for r in s.running if not r.preemptible) + min(wait, most)
-        assert plan.preempted or plan.num_tokens == min(wanted, s.max_num_batched_tokens), (
-            "some of the budget is unused"
-        )
-    elif not s.barrier:
-        assert plan.num_tokens <= s.max_num_batched_tokens or len(rows) == 1, (
-            "over budget in company"
-        )
+    def preempt(self, request: Request) -> None:
+        "Take slot and blocks from a running request. It waits at its old place, and computes again what is lost by then."
+        self.slots.leave(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._wait(request)
 
+    def reset(self) -> None:
+        "Let all requests wait and forget all blocks. A plan in hand is void: no `update` for it."
+        for r in list(self.running):  # by no want of memory, so it counts as no preemption
+            self.slots.leave(r)
+            self._wait(r)
+        self.waiting = [
+            r for r in dict.fromkeys(self.waiting) if r.finish_reason is None
+        ]  # a step may have been interrupted
+        for r in self.waiting:
+            r.slot, r.block_table, r.num_computed_tokens = None, [], 0
+        self.slots.free = [*range(self.max_num_seqs)]
+        for b in self.pool.blocks:
+            b.refs = 0  # copies in flight
+        self.pool.clear()
 
-def check_invariants(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Raise `AssertionError` unless `plan` and the state of `scheduler` are right, at every point that can be checked.
-
-    To be called between `schedule` and what changes the state next: `update`, `finish`, `preempt` or `add`. Takes time
-    in proportion to all tokens held; it is for tests."""
-    for check in (_check_requests, _check_blocks, _check_rows):
-        check(scheduler, plan)
-
-# %% ../../nbs/74_memory.ipynb #d571e91b
-Name = (
-    bytes | tuple[bytes, tuple[int, ...]]
-)  # of a chunk; of a prompt's end: the chunk before it, and its tokens
-
-
-def _coming(running: Iterable[Request], chunk_size: int) -> set[Name]:
-    "Names of all chunks of prompts that `running` requests are about to compute, and of the prompts' ends."
-    names: set[Name] = set()
-    for r in running:
-        if not (hashes := r.hashes) or r.num_computed_tokens >= len(r.prompt_ids):
-            continue
-        names.update(hashes[r.num_computed_tokens // chunk_size :])
-        names.add((hashes[-1], tuple(r.prompt_ids[len(hashes) * chunk_size :])))
-    return names
-
-
-def _worth_waiting(r: Request, memory: KVMemory, chunk_size: int, coming: set[Name]) -> bool:
-    "Whether a chunk of `coming`, or a prompt's end, goes on where `memory` ends with the prefix of `r`."
-    if not coming or not r.hashes:
-        return False
-    n = memory.cached(r)
-    k = n // chunk_size
-    if n >= r.first_logits:
-        return False
-    if k < len(r.hashes) and r.hashes[k] in coming:
-        return True
-    if not 0 < k <= len(r.hashes):
-        return False
-    ends = r.prompt_ids[k * chunk_size : min((k + 1) * chunk_size, r.first_logits)]
-    return any(
-        (r.hashes[k - 1], tuple(ends[:m])) in coming
-        for m in range(n - k * chunk_size + 1, len(ends) + 1)
-    )
-
-# %% ../../nbs/74_memory.ipynb #4d332a10
-def round_up(n: int, to: int = 64) -> int:
-    "The smallest multiple of `to` that is at least `n`."
-    return -(-n // to) * to
-
-
-class RectangleMemory:
-    "The `KVMemory` of a padded batch: all rows as long as the longest, claimed from `budget`. `rows`, `columns`: what is claimed."
-
-    def __init__(self, budget: KVBudget) -> None:
-        self.budget, self.rows, self.columns = budget, 0, 0
-
-    def holds(self, tokens: int) -> int:
-        return round_up(tokens)
-
-    def cached(self, r: Request) -> int:
-        return 0
-
-    def room_for(self, r: Request, running: Sequence[Request]) -> bool:
-        longest = max(min(x.num_tokens + GROW, x.max_len) for x in [r, *running])
-        return self.budget.has_room(self, self.holds(longest) * (len(running) + 1))
-
-    def enter(self, r: Request) -> list[tuple[int, int, int]]:
-        r.num_computed_tokens = 0
-        return []
-
-    def grow(self, r: Request, end: int, running: Sequence[Request]) -> bool:
-        if len(running) <= self.rows and end <= self.columns:
-            return True
-        columns = round_up(max([end, *(x.num_tokens for x in running)]))
-        if not self.budget.claim(self, len(running) * columns):
-            return False
-        self.rows, self.columns = len(running), columns
-        return True
-
-    def commit(self, r: Request, start: int, end: int) -> None:
-        pass
-
-    def leave(self, r: Request, keep: bool) -> None:
-        self.rows = max(0, self.rows - 1)
-        if not self.rows:
-            self.columns = 0
-        self.budget.claim(self, self.rows * self.columns)
+    def _wait(self, r: Request) -> None:
+        insort(self.waiting, r, key=lambda r: r.rank)

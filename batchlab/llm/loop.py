@@ -39,6 +39,7 @@ from .pacing import Pace
 from ..core.runners import PackedRunner, PaddedRunner, SoloRunner
 from ..core.request import Request
 from ..core.scheduler import Scheduler
+from .rectangle import PaddedScheduler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -303,17 +304,15 @@ def make_engine(llm: LLM, kind: str) -> Engine:
             prefix_caching=llm.enable_prefix_caching and llm.causal,
             chunked=llm.causal,
             block_size=size,
-            max_adapters=llm.adapters and llm.adapters.max_loras,
+            may_enter=llm.adapters and llm.adapters.may_enter,
             **how,
         )
         return Engine(
             scheduler, PackedRunner(llm.backend, max(1, (l.kv_tokens or 0) // size)), llm.watchers
         )
     order = dict(bucketed=lambda r: -r.max_len, prefix=lambda r: (r.wave, -r.max_len)).get(strategy)
-    scheduler = Scheduler(
+    scheduler = PaddedScheduler(
         1 if solo or strategy == "loop" else l.max_num_seqs,
-        paged=False,
-        chunked=False,
         order=order,
         barrier=strategy != "continuous",
         recompute=solo,
@@ -421,7 +420,7 @@ class EngineSet(dict[str, Engine]):
         "Memory is short for `owner`: the engines that run nobody give back theirs."
         for e in self.values():
             s = e.scheduler
-            if not s.running and s.pool is not owner and s.memory is not owner:
+            if not s.running and s.pool is not owner and s.slots is not owner:
                 e.reset()
 
     def open(self) -> None:

@@ -18,6 +18,7 @@ from ..llm.shown import megabytes
 
 if TYPE_CHECKING:
     import torch
+    from batchlab.core.request import Request
 
 # %% auto #0
 __all__ = ['LowRank', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'Adapter', 'signature_of', 'Adapters', 'read_modules',
@@ -362,6 +363,13 @@ class Adapters:
         )  # by number, as long as somebody holds it
         self.loaded = OrderedDict[int, Adapter]()  # by number, the least recently used first
         self.modules = modules or {}
+
+    def may_enter(self, r: Request, running: Sequence[Request]) -> bool:
+        "Whether no more than `max_loras` adapters have running requests once `r` is among them: the `Scheduler`'s rule."
+        if not r.adapter:
+            return True
+        theirs = {x.adapter for x in running if x.adapter}
+        return r.adapter in theirs or len(theirs) < self.max_loras
 
     @property
     def limit_bytes(self) -> int:
