@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['is_run', 'KVCache', 'Shape', 'kv_shapes', 'reserve']
+__all__ = ['Shape', 'kv_shapes', 'reserve', 'is_run', 'KVCache']
 
 # %% ../../nbs/10_slots.ipynb #42a2e48d
 import contextlib, mmap, sys
@@ -18,6 +18,40 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .batch import Batch
 from ..prefill import forward
+
+# %% ../../nbs/10_slots.ipynb #7becdd64
+Shape = tuple[int, int, int]  # of a layer: KV heads, length of a key, length of a value
+
+
+@torch.inference_mode()
+def kv_shapes(model: PreTrainedModel) -> list[Shape]:
+    """For each layer of `model` that keeps keys and values: `(kv_heads, key head_dim, value head_dim)`.
+
+    Seen by running one token, since configs name these differently and not always rightly."""
+    cache = DynamicCache()
+    forward(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device), cache)
+    layers: list[Any] = cache.layers
+    return [(l.keys.shape[1], l.keys.shape[3], l.values.shape[3]) for l in layers]
+
+# %% ../../nbs/10_slots.ipynb #fe9a559f
+def reserve(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor whose memory is taken page by page as it is first written, and given back when it is dropped.
+
+    On a CPU, where the system maps memory like that; elsewhere an ordinary tensor. Raises `OSError` or `MemoryError` where not
+    even the addresses can be had."""
+    n = dtype.itemsize
+    for s in shape:
+        n *= s
+    if device.type != "cpu" or not n or not hasattr(mmap, "MAP_PRIVATE"):
+        return torch.empty(*shape, dtype=dtype, device=device)
+    lazily = (
+        getattr(mmap, "MAP_NORESERVE", 0x4000) if sys.platform == "linux" else 0
+    )  # else a process that forks would be refused
+    pages = mmap.mmap(-1, n, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | lazily)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # 2 MB at a time would be more than asked for
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_NOHUGEPAGE)  # refused where the system has no such pages
+    return torch.frombuffer(pages, dtype=dtype).view(*shape)
 
 # %% ../../nbs/10_slots.ipynb #a55db733
 def is_run(blocks: Sequence[int]) -> bool:
@@ -128,37 +162,3 @@ class KVCache:
         return keys.index_select(0, blocks).flatten(0, 1), values.index_select(0, blocks).flatten(
             0, 1
         )
-
-# %% ../../nbs/74_memory.ipynb #7becdd64
-Shape = tuple[int, int, int]  # of a layer: KV heads, length of a key, length of a value
-
-
-@torch.inference_mode()
-def kv_shapes(model: PreTrainedModel) -> list[Shape]:
-    """For each layer of `model` that keeps keys and values: `(kv_heads, key head_dim, value head_dim)`.
-
-    Seen by running one token, since configs name these differently and not always rightly."""
-    cache = DynamicCache()
-    forward(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device), cache)
-    layers: list[Any] = cache.layers
-    return [(l.keys.shape[1], l.keys.shape[3], l.values.shape[3]) for l in layers]
-
-# %% ../../nbs/74_memory.ipynb #fe9a559f
-def reserve(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor whose memory is taken page by page as it is first written, and given back when it is dropped.
-
-    On a CPU, where the system maps memory like that; elsewhere an ordinary tensor. Raises `OSError` or `MemoryError` where not
-    even the addresses can be had."""
-    n = dtype.itemsize
-    for s in shape:
-        n *= s
-    if device.type != "cpu" or not n or not hasattr(mmap, "MAP_PRIVATE"):
-        return torch.empty(*shape, dtype=dtype, device=device)
-    lazily = (
-        getattr(mmap, "MAP_NORESERVE", 0x4000) if sys.platform == "linux" else 0
-    )  # else a process that forks would be refused
-    pages = mmap.mmap(-1, n, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | lazily)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # 2 MB at a time would be more than asked for
-        with contextlib.suppress(OSError):
-            pages.madvise(mmap.MADV_NOHUGEPAGE)  # refused where the system has no such pages
-    return torch.frombuffer(pages, dtype=dtype).view(*shape)
