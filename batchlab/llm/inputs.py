@@ -249,10 +249,10 @@ def params_for(params: Any, n: int) -> list[SamplingParams | PoolingParams]:
 
 def settings_for(
     n: int,
-    sampling_params: Any = None,
-    priority: Any = None,
-    timeout: Any = None,
-    lora_request: Any = None,
+    sampling_params: object = None,
+    priority: object = None,
+    timeout: object = None,
+    lora_request: object = None,
 ) -> list[Settings]:
     "The `Settings` of each of `n` prompts, from one of each argument for all or a list of one each. Raises `ParamError`."
 
@@ -302,14 +302,14 @@ class ParsedPrompt:
     is_prompt: bool = True
 
 
-def parse(prompt: Any, chat: bool) -> tuple[str | None, list[int] | None, dict[str, Any] | None]:
+def parse(prompt: object, chat: bool) -> tuple[str | None, list[int] | None, dict[str, Any] | None]:
     "A prompt or (with `chat`, or as a dict of `messages`) a conversation as `(text, ids, talk)`. Raises `PromptError`."
     if chat or isinstance(prompt, dict) and "messages" in prompt:
         return None, None, parse_chat(prompt)
     return *parse_prompt(prompt), None
 
 
-def read_prompt(prompt: Any, settings: Settings, chat: bool = False) -> ParsedPrompt:
+def read_prompt(prompt: object, settings: Settings, chat: bool = False) -> ParsedPrompt:
     "`prompt` and how it is to run: `settings`, and before them its own. It raises nothing: what is wrong is its `error`."
     params = settings.params
     if isinstance(params, PoolingParams):
@@ -328,12 +328,12 @@ def read_prompt(prompt: Any, settings: Settings, chat: bool = False) -> ParsedPr
 
 
 def read_prompts(
-    prompts: Any,
+    prompts: object,
     chat: bool = False,
-    sampling_params: Any = None,
-    priority: Any = None,
-    timeout: Any = None,
-    lora_request: Any = None,
+    sampling_params: object = None,
+    priority: object = None,
+    timeout: object = None,
+    lora_request: object = None,
 ) -> list[ParsedPrompt]:
     """What a call gives, one prompt or many, each with its `Settings`: the door of `LLM`, behind which nothing is read again.
 
