@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'Frame', 'INSTEAD_OF_METHODS', 'keep_last', 'grammar_for', 'admit', 'group_waves', 'LLM', 'in_order',
-           'simulate', 'make_plan', 'make_stats', 'trim_memory']
+__all__ = ['log', 'Frame', 'INSTEAD_OF_METHODS', 'keep_last', 'grammar_for', 'admit', 'admit_text', 'group_waves', 'LLM',
+           'in_order', 'simulate', 'make_plan', 'make_stats', 'trim_memory']
 
 # %% ../nbs/modules/000_api.ipynb #10a50c0d
 import contextlib, ctypes, itertools, logging, math, threading, time
@@ -35,14 +35,16 @@ from .core.generation import make_request
 from .errors import BatchlabError, EngineError, ModelError, ParamError
 from .models.fetch import short_name
 from batchlab.llm.inputs import (
+    ParsedPrompt,
     as_list,
     chat_options,
     check_bar,
-    check_forms,
-    is_pooling,
+    encode_prompt,
     is_talk,
     log_failures,
     prompt_ids_of,
+    read_prompt,
+    read_prompts,
     settings_for,
     split_settings,
 )
@@ -130,30 +132,35 @@ def grammar_for(llm: LLM, params: SamplingParams) -> Any:
     return llm.grammars.of(params)
 
 
-def admit(
-    llm: LLM,
-    group: RequestGroup,
-    prompt: Any,
-    params: SamplingParams | PoolingParams,
-    priority: int = 0,
-    timeout: float | None = None,
-    chat: bool = False,
-) -> RequestGroup:
-    "Tokenise and check `prompt`; give `group` its requests, or its error. Raises `ModelError`."
-    if isinstance(params, PoolingParams):
+def admit(llm: LLM, group: RequestGroup, prompt: ParsedPrompt) -> RequestGroup:
+    "Tokenise and check `prompt`; give `group` its requests with their adapter, or its error. Raises `ModelError`, `ParamError`."
+    s = prompt.settings
+    if isinstance(s.params, PoolingParams):
         assert isinstance(group, PoolingGroup)
-        return admit_pooling(llm, group, prompt, params, priority, timeout)
+        admit_pooling(llm, group, prompt.given, s.params, s.priority, s.timeout)
+    else:
+        admit_text(llm, group, prompt, s.params)
+    return put_adapter(llm, group, s.adapter)
+
+
+def admit_text(
+    llm: LLM, group: RequestGroup, prompt: ParsedPrompt, params: SamplingParams
+) -> RequestGroup:
+    "As `admit`, for a prompt that is to be answered by `params`, without its adapter."
     if not llm.can_generate:
         raise ModelError(
             f"{type(llm.model).__name__} writes no text: it has {', '.join(llm.pooling_tasks)}, as llm.embed, llm.classify, llm.score or llm.encode"
         )
+    timeout = prompt.settings.timeout
     group.params, group.deadline = params, None if timeout is None else group.start + timeout
+    if prompt.error:
+        group.refuse(prompt.error)
+        return group
     try:
-        prompt, own = split_settings(prompt)
-        if own:
-            group.params = params = replace(params, **own)
         most = llm.max_model_len if params.truncate_prompt_tokens is None else None
-        group.prompt, ids = prompt_ids_of(llm.model, llm.tokenizer, prompt, chat, most)
+        group.prompt, ids = encode_prompt(
+            llm.model, llm.tokenizer, prompt.text, prompt.ids, prompt.talk, most
+        )
         group.prompt_token_ids = ids = keep_last(ids, params, llm.max_model_len)
         check_prompt(ids, llm.max_model_len, llm.vocab_size)
         rows = [
@@ -182,7 +189,7 @@ def admit(
             else [group.request_id]
         )
         group.requests = [
-            make_request(row, name, i, priority, group)
+            make_request(row, name, i, prompt.settings.priority, group)
             for i, (row, name) in enumerate(zip(rows, names))
         ]
     except ModelError:
@@ -426,8 +433,11 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         prompt that can't run gets its `error`; nothing is raised for it. `use_tqdm`: a progress bar, or the class of one; None shows one on a
         terminal and in a notebook. `verify`: afterwards run a few of them again alone and compare, see `LLM.verify`. Raises `ParamError`,
         `PromptError` if not one of them is a prompt, and `ModelError` if none can run, as there is no tokenizer for text."""
+        check_bar(use_tqdm)
         return self._collect(
-            prompts, False, sampling_params, use_tqdm, priority, timeout, verify, lora_request
+            read_prompts(prompts, False, sampling_params, priority, timeout, lora_request),
+            use_tqdm,
+            verify,
         )
 
     def chat(
@@ -456,15 +466,12 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
             continue_final_message=continue_final_message,
         )
         talks = [m if isinstance(m, dict) else {"messages": m} for m in as_list(messages, True)]
+        talks = [options | m for m in talks]
+        check_bar(use_tqdm)
         return self._collect(
-            [options | m for m in talks],
-            True,
-            sampling_params,
+            read_prompts(talks, True, sampling_params, priority, timeout, lora_request),
             use_tqdm,
-            priority,
-            timeout,
             verify,
-            lora_request,
         )
 
     def stream(
@@ -479,11 +486,8 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         """Yield a `StreamEvent` for each token of each request as it comes; for arguments see `generate`.
 
         Closing the generator cancels what is left. Raises `ParamError`."""
-        prompts = self._prompts(prompts, chat, sampling_params)
         return self._stream(
-            prompts,
-            settings_for(len(prompts), sampling_params, priority, timeout, lora_request),
-            chat,
+            read_prompts(prompts, chat, sampling_params, priority, timeout, lora_request)
         )
 
     def iter_outputs(
@@ -499,25 +503,9 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         """Yield `(index, RequestOutput)` as each finishes: whoever writes them down at once loses nothing later.
 
         `on_step(k)` is called with the number of new tokens as they come."""
-        prompts = self._prompts(prompts, chat, sampling_params)
-        settings = settings_for(len(prompts), sampling_params, priority, timeout, lora_request)
-
-        def outputs() -> Iterator[tuple[int, RequestOutput]]:
-            with contextlib.closing(
-                self._stream(prompts, settings, chat, longest_first=True)
-            ) as events:
-                for e in events:
-                    if on_step and (
-                        k := len(e.token_ids)
-                        or (
-                            e.output.num_tokens if isinstance(e.output, PoolingRequestOutput) else 0
-                        )
-                    ):
-                        on_step(k)
-                    if e.output is not None:
-                        yield e.index, e.output
-
-        return outputs()
+        return self._outputs(
+            read_prompts(prompts, chat, sampling_params, priority, timeout, lora_request), on_step
+        )
 
     def logprobs(
         self, prompts: Any, use_tqdm: Any = None, start: int = 1, lora_request: Any = None
@@ -663,15 +651,8 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         lora_request: Any = None,
     ) -> MemoryPlan:
         "The `MemoryPlan` of a call with these arguments; nothing is run. Raises `ParamError`."
-        prompts = self._prompts(prompts, chat, sampling_params)
-        return make_plan(
-            self,
-            self._groups(
-                prompts,
-                settings_for(len(prompts), sampling_params, lora_request=lora_request),
-                chat,
-            ),
-        )
+        read = read_prompts(prompts, chat, sampling_params, lora_request=lora_request)
+        return make_plan(self, self._groups(read))
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         "The tokenizer. Raises `ModelError` if there is none."
@@ -720,31 +701,6 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         """Queue one prompt; returns its id. `stream_callback(event)` gets each `StreamEvent`, in the thread that steps.
 
         It runs in the background after `start`, or as `step` is called. Raises `EngineError`, `ParamError`, `ModelError`."""
-        group = self._group(
-            prompt,
-            sampling_params,
-            stream_callback,
-            request_id,
-            chat,
-            priority,
-            timeout,
-            lora_request,
-        )
-        self.submit([group])
-        return group.request_id
-
-    def _group(
-        self,
-        prompt: Any,
-        sampling_params: Any,
-        stream_callback: Callable[[StreamEvent], object] | None,
-        request_id: str | None,
-        chat: bool,
-        priority: int,
-        timeout: float | None,
-        lora_request: Any = None,
-    ) -> RequestGroup:
-        "What `add_request` queues."
         if (
             isinstance(sampling_params, str)
             or stream_callback is not None
@@ -753,25 +709,12 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
             raise ParamError(
                 "add_request takes the prompt first, unlike vLLM: add_request(prompt, sampling_params, request_id=…)"
             )
-        request_id = self._next_id() if request_id is None else str(request_id)
-        [(params, own_priority, own_timeout, lora)] = settings_for(
-            1, sampling_params, priority, timeout, lora_request
-        )
-        kind = PoolingGroup if isinstance(params, PoolingParams) else RequestGroup
-        self.read_ends()
-        return put_adapter(
-            self,
-            admit(
-                self,
-                kind(request_id, on_event=stream_callback),
-                prompt,
-                params,
-                own_priority,
-                own_timeout,
-                chat,
-            ),
-            lora,
-        )
+        [settings] = settings_for(1, sampling_params, priority, timeout, lora_request)
+        read = read_prompt(prompt, settings, chat)
+        name = None if request_id is None else str(request_id)
+        groups = self._groups([read], stream_callback, name)
+        self.submit(groups)
+        return groups[0].request_id
 
     def reset_prefix_cache(self) -> None:
         "Forget what earlier requests left in the blocks."
@@ -820,30 +763,23 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         "An id that no request has."
         return next(i for i in map(str, self.ids) if i not in self.groups)
 
-    def _prompts(self, prompts: Any, chat: bool, params: Any = None) -> list:
-        "`prompts` as a list. Raises `PromptError` if not one of them is a prompt."
-        prompts = as_list(prompts, chat)
-        if not is_pooling(params):
-            check_forms(prompts, chat)
-        return prompts
-
     def _groups(
         self,
-        prompts: Sequence[Any],
-        settings: Sequence[tuple[Any, int, float | None, Any]],
-        chat: bool,
+        prompts: Sequence[ParsedPrompt],
         on_event: Callable[[StreamEvent], object] | None = None,
+        request_id: str | None = None,
     ) -> list[RequestGroup]:
-        "A `RequestGroup` for each of `prompts`, made ready by `admit`. Raises `ModelError` if none can run, as the model lacks something."
-        kinds = [
-            PoolingGroup if isinstance(s[0], PoolingParams) else RequestGroup for s in settings
-        ]
-        groups = [kind(self._next_id(), i, on_event) for i, kind in enumerate(kinds)]
+        "A `RequestGroup` for each of `prompts` (`request_id`: of a single one), made ready by `admit`. Raises `ModelError` if none can run, as the model lacks something."
+        groups: list[RequestGroup] = []
         down: list[ModelError] = []
         self.read_ends()
-        for group, prompt, (params, priority, timeout, lora) in zip(groups, prompts, settings):
+        for i, prompt in enumerate(prompts):
+            pooled = isinstance(prompt.settings.params, PoolingParams)
+            kind = PoolingGroup if pooled else RequestGroup
+            group = kind(request_id or self._next_id(), i, on_event)
+            groups.append(group)
             try:
-                put_adapter(self, admit(self, group, prompt, params, priority, timeout, chat), lora)
+                admit(self, group, prompt)
             except ModelError as e:
                 down.append(e)
                 group.error = str(e)
@@ -852,15 +788,12 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         return groups
 
     def _stream(
-        self,
-        prompts: Sequence[Any],
-        settings: Sequence[tuple[Any, int, float | None, Any]],
-        chat: bool,
-        longest_first: bool = False,
+        self, prompts: Sequence[ParsedPrompt], longest_first: bool = False
     ) -> Generator[StreamEvent]:
+        "The events of `prompts` as they come. Closing it cancels what is left."
         self._not_inside()
         events, left = deque(), len(prompts)
-        groups = self._groups(prompts, settings, chat, events.append)
+        groups = self._groups(prompts, events.append)
         group_waves(self, groups)
         try:
             self.submit(in_order(self, groups) if longest_first else groups)
@@ -881,20 +814,29 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
             if gone and self.stepper != threading.get_ident():
                 self.take_in()
 
+    def _outputs(
+        self, prompts: Sequence[ParsedPrompt], on_step: Callable[[int], object] | None = None
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        "What `iter_outputs` yields."
+        with contextlib.closing(self._stream(prompts, longest_first=True)) as events:
+            for e in events:
+                k = len(e.token_ids)
+                if isinstance(e.output, PoolingRequestOutput):
+                    k = e.output.num_tokens
+                if on_step and k:
+                    on_step(k)
+                if e.output is not None:
+                    yield e.index, e.output
+
     def _collect(
         self,
-        prompts: Any,
-        chat: bool,
-        sampling_params: Any,
-        use_tqdm: bool | None,
-        priority: Any,
-        timeout: Any,
-        verify: bool,
-        lora_request: Any = None,
+        prompts: Sequence[ParsedPrompt],
+        use_tqdm: bool | type[tqdm] | None = None,
+        verify: bool = False,
     ) -> Outputs[RequestOutput]:
         "All outputs of a call in input order, under a progress bar if that was asked for, or may be seen."
-        check_bar(use_tqdm)
-        prompts, done, tokens, last = self._prompts(prompts, chat, sampling_params), {}, 0, 0.0
+        done: dict[int, RequestOutput] = {}
+        tokens, last = 0, 0.0
 
         def count(k: int) -> None:
             nonlocal tokens, last
@@ -915,15 +857,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         with bar_class(
             total=len(prompts), unit=" requests", miniters=0, disable=not shows_bar(use_tqdm)
         ) as bar:
-            for i, out in self.iter_outputs(
-                prompts,
-                sampling_params,
-                chat,
-                None if bar.disable else count,
-                priority,
-                timeout,
-                lora_request,
-            ):
+            for i, out in self._outputs(prompts, None if bar.disable else count):
                 done[i] = out
                 bar.update()
             if not bar.disable:

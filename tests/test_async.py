@@ -152,14 +152,14 @@ def test_the_loop_ends_in_the_middle(llm):
 
 def test_cancelled_while_its_prompt_is_tokenised(llm):
     "The engine never hears of the request."
-    begun, go, real = threading.Event(), threading.Event(), llm.llm._group
+    begun, go, real = threading.Event(), threading.Event(), llm.llm._groups
 
     def slow(*args):
         begun.set()
         go.wait(60)
         return real(*args)
 
-    llm.llm._group = slow
+    llm.llm._groups = slow
 
     async def cancelled():
         task = asyncio.create_task(last(llm.generate([7], LONG)))
@@ -329,13 +329,13 @@ def test_an_llm_of_ones_own_is_taken_as_it_is():
 @pytest.mark.parametrize("max_pending", [1, 8])
 def test_shutdown_meets_those_that_wait_and_are_tokenised(max_pending):
     llm = AsyncLLM(tiny_model("llama"), max_pending=max_pending)
-    real = llm.llm._group
+    real = llm.llm._groups
 
     def slow(*args):
         time.sleep(0.03)
         return real(*args)
 
-    llm.llm._group = slow
+    llm.llm._groups = slow
 
     async def shut():
         async with llm:

@@ -857,13 +857,18 @@ def test_pipes(folder, tmp_path):
 def test_public_submit():
     "What a job does with an engine, by public names."
     from batchlab.api import admit
+    from batchlab.llm.inputs import Settings, read_prompt
     from batchlab.llm.outputs import RequestGroup
 
     e, events = LLM(tiny_model("llama", num_hidden_layers=1), tiny_tokenizer(), max_num_seqs=2), []
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     e.submit(
         [
-            admit(e, RequestGroup(f"p{i}", i, events.append), "why " * (i + 1), params)
+            admit(
+                e,
+                RequestGroup(f"p{i}", i, events.append),
+                read_prompt("why " * (i + 1), Settings(params)),
+            )
             for i in range(5)
         ]
     )

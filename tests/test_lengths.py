@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from batchlab.llm import lengths
+from batchlab.models import lengths
 from batchlab.tasks.aio import AsyncLLM
 from batchlab.errors import PromptTooLongError
 from batchlab.llm.inputs import prompt_ids_of
@@ -204,16 +204,16 @@ def test_long_prompts_do_not_stop_short_ones(monkeypatch):
         threading.Event(),
         threading.Event(),
     )
-    real, queued = llm.llm._group, []
+    real, queued = llm.llm._groups, []
 
-    def slow(prompt, *args):
-        queued.append(len(prompt))
-        if len(prompt) > 1000:
+    def slow(prompts, *args):
+        queued.append(len(prompts[0].text))
+        if queued[-1] > 1000:
             inside.set()
             assert go.wait(60)
-        return real(prompt, *args)
+        return real(prompts, *args)
 
-    monkeypatch.setattr(llm.llm, "_group", slow)
+    monkeypatch.setattr(llm.llm, "_groups", slow)
 
     async def last(prompt):
         async for o in llm.generate(prompt, dict(max_tokens=2, temperature=0)):

@@ -241,7 +241,7 @@ def outputs_of(
 ) -> dict[int, RequestOutput]:
     "What becomes of those of `lines` that can run, by their numbers. `lora_request`: one for all or one each, of those that name no adapter. Raises `ParamError`."
     loras = {
-        line.number: line.adapter or s[3]
+        line.number: line.adapter or s.adapter
         for line, s in zip(lines, settings_for(len(lines), lora_request=lora_request))
     }
     done: dict[int, RequestOutput] = {}

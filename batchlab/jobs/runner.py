@@ -80,7 +80,8 @@ def admit_line(
 
     `first`: no line could run so far. Raises `JobError` if this one can't for want of something that the model lacks."""
     from batchlab.api import admit
-    from batchlab.tasks.lora import adapter_named, put_adapter
+    from batchlab.tasks.lora import adapter_named
+    from batchlab.llm.inputs import Settings, read_prompt
     from batchlab.llm.outputs import RequestGroup
 
     try:
@@ -96,14 +97,8 @@ def admit_line(
             )
             if line.tools:
                 own = tool_params(own, line.tool_format, line.tools)
-        return _admitted(
-            line,
-            put_adapter(
-                llm,
-                admit(llm, group, prompt, own, chat=chat),
-                line.adapter or adapter_named(llm, line.model),
-            ),
-        )
+        settings = Settings(own, adapter=line.adapter or adapter_named(llm, line.model))
+        return _admitted(line, admit(llm, group, read_prompt(prompt, settings, chat)))
     except (BadRequest, BatchlabError) as e:
         if first and isinstance(e, ModelError):
             raise JobError(str(e), 1) from e

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging, numbers, sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..errors import BatchlabError, Fault, ModelError, ParamError, PromptError
@@ -29,8 +30,9 @@ log = logging.getLogger("batchlab")
 
 # %% auto #0
 __all__ = ['log', 'PROMPT_FORMS', 'PROMPT_KEYS', 'CHAT_KEYS', 'is_ids', 'is_talk', 'as_list', 'parse_prompt', 'parse_chat',
-           'split_settings', 'check_forms', 'chat_options', 'check_bar', 'is_pooling', 'params_for', 'settings_for',
-           'encode_text', 'unreadable', 'prompt_ids_of', 'log_failures']
+           'split_settings', 'check_forms', 'chat_options', 'check_bar', 'Settings', 'is_pooling', 'params_for',
+           'settings_for', 'ParsedPrompt', 'parse', 'read_prompt', 'read_prompts', 'encode_text', 'unreadable',
+           'prompt_ids_of', 'encode_prompt', 'log_failures']
 
 # %% ../../nbs/modules/000_inputs.ipynb #6d3ee88f
 def is_ids(x: Any) -> bool:
@@ -215,13 +217,26 @@ def check_bar(use_tqdm: Any) -> None:
         )
 
 # %% ../../nbs/modules/000_inputs.ipynb #b5c7304f
+@dataclass(frozen=True)
+class Settings:
+    """How one prompt is to run: what a call says beside its prompts, read once.
+
+    `params`: how its tokens are chosen, or what is pooled. `priority`: lower goes first. `timeout`: seconds since the call, None for no end.
+    `adapter`: the one that was asked for, as `batchlab.tasks.lora.look_up` reads it; None for the model as it is."""
+
+    params: SamplingParams | PoolingParams
+    priority: int = 0
+    timeout: float | None = None
+    adapter: object = None
+
+
 def is_pooling(params: Any) -> bool:
     "Whether `params`, one for all or one each, ask for hidden states and not for text."
     first = params[0] if isinstance(params, (list, tuple)) and params else params
     return isinstance(first, PoolingParams)
 
 
-def params_for(params: Any, n: int) -> list[Any]:
+def params_for(params: Any, n: int) -> list[SamplingParams | PoolingParams]:
     "`n` `SamplingParams` or `PoolingParams` from one for all or a list of one each. Raises `ParamError`."
     if not isinstance(params, (list, tuple)):
         return [params if is_pooling(params) else SamplingParams.of(params)] * n
@@ -234,12 +249,12 @@ def params_for(params: Any, n: int) -> list[Any]:
 
 def settings_for(
     n: int,
-    sampling_params: Any = None,
-    priority: Any = None,
-    timeout: Any = None,
-    lora_request: Any = None,
-) -> list[tuple[Any, int, float | None, Any]]:
-    "For each of `n` prompts `(SamplingParams or PoolingParams, priority, timeout, LoRARequest or None)`. Raises `ParamError`."
+    sampling_params: object = None,
+    priority: object = None,
+    timeout: object = None,
+    lora_request: object = None,
+) -> list[Settings]:
+    "The `Settings` of each of `n` prompts, from one of each argument for all or a list of one each. Raises `ParamError`."
 
     def seconds(v: Any) -> float | None:
         "`v` as a float above 0, also of a number that is too large for one, or None."
@@ -260,14 +275,75 @@ def settings_for(
                 raise ParamError(f"{name} must be {want}, got {written(v)}", field=name)
         return found
 
-    return list(
-        zip(
+    return [
+        Settings(*each)
+        for each in zip(
             params_for(sampling_params, n),
             spread("priority", priority, 0, whole_number, "a whole number, lower goes first"),
             spread("timeout", timeout, None, seconds, "a number of seconds above 0"),
             spread("lora_request", lora_request, None, lambda v: v, ""),
         )
-    )
+    ]
+
+# %% ../../nbs/modules/000_inputs.ipynb #inp00014
+@dataclass(frozen=True)
+class ParsedPrompt:
+    """One prompt of a call and its `settings`, read once: `admit` makes requests of it and reads nothing again.
+
+    `text`, `ids`: a plain prompt, of which either may be None. `talk`: a conversation, as arguments of `encode_chat`. `given`: a prompt to be
+    pooled, as it came; its task reads it. `error`: why it can't run. `is_prompt`: False if it has the form of none."""
+
+    settings: Settings
+    text: str | None = None
+    ids: list[int] | None = None
+    talk: dict[str, Any] | None = None
+    given: object = None
+    error: BatchlabError | None = None
+    is_prompt: bool = True
+
+
+def parse(prompt: object, chat: bool) -> tuple[str | None, list[int] | None, dict[str, Any] | None]:
+    "A prompt or (with `chat`, or as a dict of `messages`) a conversation as `(text, ids, talk)`. Raises `PromptError`."
+    if chat or isinstance(prompt, dict) and "messages" in prompt:
+        return None, None, parse_chat(prompt)
+    return *parse_prompt(prompt), None
+
+
+def read_prompt(prompt: object, settings: Settings, chat: bool = False) -> ParsedPrompt:
+    "`prompt` and how it is to run: `settings`, and before them its own. It raises nothing: what is wrong is its `error`."
+    params = settings.params
+    if isinstance(params, PoolingParams):
+        return ParsedPrompt(settings, given=prompt)
+    try:
+        plain, own = split_settings(prompt)
+        form = parse(plain, chat)
+    except (PromptError, ParamError) as e:
+        return ParsedPrompt(settings, error=e.with_traceback(None), is_prompt=False)
+    try:
+        if own:
+            settings = replace(settings, params=replace(params, **own))
+    except ParamError as e:
+        return ParsedPrompt(settings, *form, error=e.with_traceback(None))
+    return ParsedPrompt(settings, *form)
+
+
+def read_prompts(
+    prompts: object,
+    chat: bool = False,
+    sampling_params: object = None,
+    priority: object = None,
+    timeout: object = None,
+    lora_request: object = None,
+) -> list[ParsedPrompt]:
+    """What a call gives, one prompt or many, each with its `Settings`: the door of `LLM`, behind which nothing is read again.
+
+    Raises `ParamError` for settings, and the first error if not one of `prompts` has the form of a prompt."""
+    prompts = as_list(prompts, chat)
+    settings = settings_for(len(prompts), sampling_params, priority, timeout, lora_request)
+    read = [read_prompt(p, s, chat) for p, s in zip(prompts, settings)]
+    if read and read[0].error and not any(p.is_prompt for p in read):
+        raise read[0].error
+    return read
 
 # %% ../../nbs/modules/000_inputs.ipynb #bbcb7a60
 def encode_text(
@@ -297,11 +373,22 @@ def prompt_ids_of(
     """A prompt or conversation as `(text, ids)`. `max_len`: a text that surely has as many tokens is refused before it is tokenised.
 
     Raises `PromptError`, `PromptTooLongError` for such a text, `ModelError`."""
+    return encode_prompt(model, tokenizer, *parse(prompt, chat), max_len)
+
+
+def encode_prompt(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    text: str | None,
+    ids: list[int] | None,
+    talk: dict[str, Any] | None = None,
+    max_len: int | None = None,
+) -> tuple[str | None, list[int]]:
+    "What `parse` made of a prompt, as `prompt_ids_of` gives it. Raises what that does."
     words: Any = tokenizer  # `encode` and `encode_chat` say so where there is none
-    if chat or isinstance(prompt, dict) and "messages" in prompt:
-        ids = encode_chat(tokenizer, **parse_chat(prompt), max_len=max_len)
+    if talk is not None:
+        ids = encode_chat(tokenizer, **talk, max_len=max_len)
         return words.decode(ids), ids
-    text, ids = parse_prompt(prompt)
     if ids is not None:
         return text, ids
     if max_len:

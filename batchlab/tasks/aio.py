@@ -9,12 +9,12 @@ import asyncio, threading, time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..llm.config import check_count
 from ..errors import EngineError, ParamError
-from ..llm.inputs import chat_options
+from ..llm.inputs import Settings, chat_options, read_prompt, settings_for
 from ..models.lengths import SHORT, chars_in
 from ..api import LLM, trim_memory
 from ..compat.names import by_any_name, read_call
@@ -193,6 +193,7 @@ class AsyncLLM:
         )
         if request_id in self.answers:
             raise EngineError(f"request {request_id!r} is not done yet: give another id")
+        [settings] = settings_for(1, sampling_params, priority, timeout, lora_request)
         answer, mailbox = _Answer(request_id, grow=grow), self._mailbox()
         self.answers[request_id] = answer
         try:
@@ -205,11 +206,8 @@ class AsyncLLM:
                 mailbox,
                 asked,
                 prompt,
-                sampling_params,
+                settings,
                 chat,
-                priority,
-                timeout,
-                lora_request,
             )
             if queuer is self.long_queuer:
                 job.add_done_callback(lambda _: trim_memory(cuda=False))
@@ -323,11 +321,8 @@ class AsyncLLM:
         mailbox: _Mailbox,
         asked: float,
         prompt: Any,
-        sampling_params: Any,
+        settings: Settings,
         chat: bool,
-        priority: int,
-        timeout: float | None,
-        lora_request: Any,
     ) -> str | None:
         "Give the engine a request, in a queuer's thread; its id, or None if it had ended by then."
 
@@ -344,18 +339,18 @@ class AsyncLLM:
         request_id = answer.request_id
         if answer.aborted:
             return end("cancelled")
-        if isinstance(timeout, (int, float)) and timeout > 0:
-            timeout -= time.perf_counter() - asked
-            if timeout <= 0:
+        if settings.timeout is not None:
+            left = settings.timeout - (time.perf_counter() - asked)
+            if left <= 0:
                 return end("timeout")
-        several = getattr(prompt, "as_group", None)  # texts that are one request
-        group = (
-            several(self.llm, request_id, tell, 0, priority, timeout)
-            if several
-            else self.llm._group(
-                prompt, sampling_params, tell, request_id, chat, priority, timeout, lora_request
+            settings = replace(settings, timeout=left)
+        if hasattr(prompt, "as_group"):  # texts that are one request
+            group = prompt.as_group(
+                self.llm, request_id, tell, 0, settings.priority, settings.timeout
             )
-        )
+        else:
+            read = read_prompt(prompt, settings, chat)
+            [group] = self.llm._groups([read], tell, request_id)
         answer.prompt, answer.prompt_token_ids = group.prompt, group.prompt_token_ids
         with self.door:
             if answer.aborted:

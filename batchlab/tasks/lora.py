@@ -658,7 +658,7 @@ def adapters_for(llm: Any, n: int, lora_request: Any) -> list[Adapter | AdapterE
     `lora_request`: one for all or one each, as `LLM.generate` takes it. Raises `ParamError`."""
     from batchlab.llm.inputs import settings_for
 
-    return [look_up(llm, asked) for *_, asked in settings_for(n, lora_request=lora_request)]
+    return [look_up(llm, s.adapter) for s in settings_for(n, lora_request=lora_request)]
 
 
 def plan_adapters(adapters: Adapters | None, groups: Sequence[Any]) -> tuple[int, int]:

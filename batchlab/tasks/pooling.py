@@ -27,7 +27,14 @@ from batchlab.errors import (
     PromptTooLongError,
     UnsupportedModelError,
 )
-from ..llm.inputs import is_talk, as_list, prompt_ids_of, unreadable
+from batchlab.llm.inputs import (
+    as_list,
+    check_bar,
+    is_talk,
+    prompt_ids_of,
+    read_prompts,
+    unreadable,
+)
 from ..models.lengths import SHORT, beginning, check_length
 from ..models import max_model_len
 from ..compat.names import by_any_name, read_pooling_call
@@ -873,13 +880,8 @@ class PoolingCalls:
         for p in dict.fromkeys(each):
             self.pooler.check(p)  # it concerns all: no result for each of them
         prompts = encode_texts(llm, prompts, each)
+        params = [replace(p, raw=True) for p in each] if raw else each
+        check_bar(use_tqdm)
         return llm._collect(
-            prompts,
-            False,
-            [replace(p, raw=True) for p in each] if raw else each,
-            use_tqdm,
-            None,
-            None,
-            False,
-            lora_request,
+            read_prompts(prompts, False, params, lora_request=lora_request), use_tqdm
         )
