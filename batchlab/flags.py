@@ -314,6 +314,11 @@ CHAT_TEMPLATE = (
     plain_text,
     "how conversations are written, a Jinja template, its file or text (default: the model's own)",
 )
+OUTPUT_COLUMN = (
+    "--output-column NAME",
+    plain_text,
+    "the answer's text in the output (default: text, or answer where the input has a text)",
+)
 TABLE_FLAGS = [
     (
         "--prompt-column NAME",
@@ -416,6 +421,7 @@ RUN_FLAGS = [
         "answers, one for each request; .jsonl, .csv, .tsv or .parquet; - is standard output, where an ended run "
         "can not go on",
     ),
+    OUTPUT_COLUMN,
     ("--error-file FILE", str, "failures (default: among the answers)"),
     (
         "--ordered",

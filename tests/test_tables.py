@@ -146,7 +146,7 @@ def test_ten_thousand_rows_come_back_by_their_key(tmp_path):
             check_names=False,
         )
     assert (
-        [*both.text_input] == [*both.text_then]
+        [*both.text] == [*both.text_then]
         and found.zip[7] == "00007"
         and found.big.dtype == "int64"
         and found.n_words.dtype == "Int64"
@@ -159,14 +159,14 @@ def test_text_and_error_of_every_row_equal_a_call_of_its_own(tmp_path):
     rows, asked = read(tmp_path / "out.csv"), wide(40)
     assert [[*r.values()][:12] for r in rows] == [[str(c) for c in row] for row in asked[1:]] and [
         *rows[0]
-    ][:4] == ["id", "zip", "question", "text_input"]
+    ][:4] == ["id", "zip", "question", "text"]
     outs = llm().generate(
         [f"{r['lang']} {r['id']}" for r in rows],
         SamplingParams(temperature=0, **SHORT),
         use_tqdm=False,
     )
     clean = lambda s: s.encode("utf-8", "replace").decode()
-    assert [r["text"] for r in rows] == [clean(o.outputs[0].text) for o in outs] and {
+    assert [r["answer"] for r in rows] == [clean(o.outputs[0].text) for o in outs] and {
         r["completion_tokens"] for r in rows
     } == {"2"}
 
@@ -203,7 +203,7 @@ def test_parquet_types_pass_through(tmp_path):
         and len(found) == 2 * 257 + 43
         and said
         == [
-            f"columns of the answers have these names too: error is error_input in {tmp_path / 'out.parquet'}"
+            "columns of the input keep their names; the answers' stand there as others: error as error_2"
         ]
     )
     first = (
@@ -215,15 +215,11 @@ def test_parquet_types_pass_through(tmp_path):
 
     first = found.filter(pc.not_equal(pc.fill_null(found["index"], 0), 1))
     for name in table.column_names:
-        assert (
-            first["error_input" if name == "error" else name]
-            .combine_chunks()
-            .equals(table[name].combine_chunks())
-        ), name
+        assert first[name].combine_chunks().equals(table[name].combine_chunks()), name
     assert found.schema.field("prompt_tokens").type == pa.int64() and set(
         found["completion_tokens"].to_pylist()
     ) == {2, None}
-    assert {r["error"] for r in found.to_pylist() if r["error"]} == {
+    assert {r["error_2"] for r in found.to_pylist() if r["error_2"]} == {
         f"row {i + 1}: the prompt is empty" for i in range(0, n, 7)
     }
     one = found.to_pylist()[2]
@@ -259,16 +255,16 @@ def test_jsonl_records_of_a_table_have_its_columns(tmp_path):
     run(tmp_path / "in.parquet", tmp_path / "out.jsonl", SHORT, model=llm(), id_column="id")
     a, b = sorted(
         (json.loads(s) for s in (tmp_path / "out.jsonl").read_text().splitlines()),
-        key=lambda r: r["row"],
+        key=lambda r: r["row_2"],
     )
-    assert (a["id"], a["custom_id"], a["text_input"], a["row_input"], a["row"]) == (
+    assert (a["id"], a["custom_id"], a["text"], a["row"], a["row_2"]) == (
         5,
         5,
         "x",
         8.0,
         1,
     )
-    assert (b["id"], b["row_input"], b["error"]["message"]) == (
+    assert (b["id"], b["row"], b["error"]["message"]) == (
         6,
         None,
         "row 2: the prompt is empty",
@@ -419,7 +415,9 @@ def test_each_column_is_used_or_refused_or_comes_through(tmp_path_factory, name,
     table = AnswerTable(lambda: iter([(1, record)]), TableFile(path))
     table.write_csv(path.with_suffix(".out.csv"), "out.csv")
     [row] = read(path.with_suffix(".out.csv"))
-    assert row[table.inputs[name]] == cell and row["text"] == "t" and set(ANSWER) <= row.keys()
+    called = table.names.of
+    assert row[name] == cell and row[called("text")] == "t"
+    assert {called(k) for k in ANSWER} <= row.keys()
 
 
 def test_settings_in_columns_count_as_in_lines(tmp_path):
@@ -939,7 +937,7 @@ def test_frames_of_every_kind_give_the_same(tmp_path):
     )
     assert [*pandas.index] == [*frame.index] and [*pandas.columns] == arrow.column_names == [
         *rows[0]
-    ] == ["q", "lang", "max_tokens", "error_input", *ANSWER]
+    ] == ["q", "lang", "max_tokens", "error", *ANSWER][:-1] + ["error_2"]
     assert pandas.completion_tokens.dtype == "Int64" and pandas.completion_tokens.fillna(
         0
     ).tolist() == [(1 + i % 3) * (i % 2 == 0) for i in range(20)]
@@ -1096,10 +1094,10 @@ def test_pandas_metadata_of_clashes(tmp_path):
     assert (
         found.index.name,
         [*found.index],
-        found.prompt_tokens_input.iloc[0],
         found.prompt_tokens.iloc[0],
-        found.prompt_tokens.dtype,
-    ) == ("text_input", ["k"], 7, 1, "Int64")
+        found.prompt_tokens_2.iloc[0],
+        found.prompt_tokens_2.dtype,
+    ) == ("text", ["k"], 7, 1, "Int64")
 
 
 def test_what_arrow_can_not_hold_comes_back(tmp_path):
@@ -1570,13 +1568,14 @@ def test_keys_of_a_line_are_its_columns(tmp_path, kind, args, first):
     )
     assert (
         [r.get("category") for r in found] == ["math", None, "x"]
-        and found[0]["text_input"] == "four"
+        and found[0]["text"] == "four"
+        and "answer" in found[0]
         and found[2].get("user") == "me"
     )
     assert [r["finish_reason"] for r in found[:2]] == ["length"] * 2 and "id" not in found[0]
     if first:
         assert (
-            found[0]["text"]
+            found[0]["answer"]
             == llm()
             .generate(first, SamplingParams(temperature=0, **SHORT), use_tqdm=False)[0]
             .outputs[0]
@@ -1648,3 +1647,121 @@ def test_advice_about_rows_and_retries_is_in_the_words_of_the_caller(tmp_path, c
         tmp_path / "in.csv", tmp_path / "p.csv", sampling_params=SHORT, prompt_template="{a} {n}"
     )
     assert "--" not in str(job.run(llm())) and "--" not in read(tmp_path / "p.csv")[1]["error"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "parquet", "jsonl", "jsonl.gz"])
+@pytest.mark.parametrize("given", [None, "label"])
+@pytest.mark.parametrize("source", ["in.csv", "in.jsonl"])
+def test_columns_of_the_input_keep_their_names(kind, given, source, tmp_path):
+    "Ended in between, done, and asked again: the input's columns as they were, the answers' beside them."
+    rows = [
+        dict(q=f"Say {i}", text=f"t{i}", error=f"e{i}", request_id=f"r{i}", answer_2="x")
+        for i in range(3)
+    ]
+    path, out = tmp_path / source, tmp_path / f"out.{kind}"
+    if source == "in.csv":
+        write(path, [[*rows[0]], *([*r.values()] for r in rows)])
+    else:
+        path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    job = lambda **more: Job(
+        path, out, None, SHORT, prompt_template="{q}", **dict(output_column=given) | more
+    )
+    assert job(limit=1).run(llm()).done == 1
+    with pytest.raises(
+        JobError, match="begun with output column|made with other columns|is there already"
+    ):
+        job(output_column="other").run(llm())
+    assert job().run(llm()).before == 1
+    again = job().run(llm())
+    assert (again.before, again.failed) == (3, 0)
+    if kind in ("csv", "tsv"):
+        with open(out, newline="") as f:
+            found = [*csv.DictReader(f, delimiter="\t" if kind == "tsv" else ",")]
+    elif kind == "parquet":
+        found = pq.read_table(out).to_pylist()
+    else:
+        found = [json.loads(s) for s in (gzip.open if kind == "jsonl.gz" else open)(out, "rt")]
+    mine = lambda r: {k: r[k] for k in rows[0]}
+    assert sorted(map(mine, found), key=str) == rows
+    alone = llm().generate([r["q"] for r in rows], SamplingParams(temperature=0, **SHORT))
+    texts = {r["q"]: o.outputs[0].text for r, o in zip(rows, alone)}
+    assert [r[given or "answer"] for r in found] == [texts[r["q"]] for r in found]
+    assert all(r["request_id_2"].startswith("batch_req_") and not r["error_2"] for r in found)
+
+
+def test_a_name_of_an_output_column_that_is_taken_is_refused(tmp_path):
+    write(tmp_path / "in.csv", [["prompt", "text"], ["a", "b"]])
+    for name in ("text", "prompt", "error"):
+        with pytest.raises(JobError, match="give a free one"):
+            run(tmp_path / "in.csv", tmp_path / "o.csv", SHORT, model=llm(), output_column=name)
+
+
+def test_keys_beside_a_line_of_the_batch_api_stand_in_its_record(tmp_path):
+    line = dict(
+        custom_id="a",
+        url="/v1/completions",
+        body=dict(prompt="Say", max_tokens=1),
+        category="math",
+        error="mine",
+    )
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+    for name in ("out.jsonl", "out.csv"):
+        run(tmp_path / "in.jsonl", tmp_path / name, model=llm())
+    found = json.loads((tmp_path / "out.jsonl").read_text())
+    assert (found["category"], found["error"], found["error_2"]) == ("math", "mine", None)
+    [row] = read(tmp_path / "out.csv")
+    assert (row["category"], row["error"], row["error_2"]) == ("math", "mine", "")
+    again = run(tmp_path / "in.jsonl", tmp_path / "out.csv", model=llm())
+    assert (again.before, again.failed) == (1, 0)
+
+
+def test_names_of_columns_stay_those_that_a_job_was_begun_with(tmp_path):
+    "Killed in between, a job goes on with its names only; force mixes no two."
+    write(tmp_path / "in.csv", [["prompt", "text"], *([f"a{i}", "mine"] for i in range(40))])
+    job = lambda **more: Job(
+        tmp_path / "in.csv",
+        tmp_path / "out.csv",
+        sampling_params=SHORT,
+        look_ahead=1,
+        max_errors=0,
+        **more,
+    )
+    failing, begun = llm(), job()
+    step = failing.step
+
+    def mortal():
+        if begun.result.done >= 2:
+            failing.step = step
+            raise KeyboardInterrupt
+        return step()
+
+    failing.step = mortal
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            begun.run(failing)
+    finally:
+        failing.step = step
+    assert settings_file(tmp_path / "out.csv").exists()
+    for force in (False, True):
+        with pytest.raises(JobError, match="begun with output column 'answer', and it is 'label'"):
+            job(output_column="label", force=force).run(llm())
+    result = job().run(llm())
+    assert (result.done, result.failed, result.before > 0) == (40, 0, True)
+    rows = read(tmp_path / "out.csv")
+    assert [r["text"] for r in rows] == ["mine"] * 40 and all(r["answer"] for r in rows)
+
+
+def test_a_frame_keeps_its_columns(caplog):
+    rows = [dict(prompt="a", text="mine", error="x")]
+    for frame in (pd.DataFrame(rows), pa.Table.from_pylist(rows), rows):
+        out = llm().map(frame, sampling_params=SHORT)
+        found = (
+            out
+            if isinstance(out, list)
+            else [*getattr(out, "to_pylist", lambda: out.to_dict("records"))()]
+        )
+        assert found[0]["text"] == "mine" and found[0]["error"] == "x"
+        assert isinstance(found[0]["answer"], str) and not found[0]["error_2"] == found[0]["error"]
+    assert "text as answer" in caplog.text
+    with pytest.raises(ParamError, match="a column of the frame"):
+        llm().map(rows, sampling_params=SHORT, output="prompt")

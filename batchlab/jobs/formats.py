@@ -19,6 +19,8 @@ from ..errors import JobError
 from batchlab.jobs.tables import (
     LONGEST_LINE,
     TABLES,
+    UNNAMED,
+    AnswerNames,
     AnswerTable,
     BadRow,
     Columns,
@@ -165,21 +167,22 @@ def new_of(path: str | Path) -> str:
 
 
 def export_records(
-    records: Records, output: str | Path, source: TableFile | None = None
-) -> list[str]:
-    """Write `records` to `output`, as its name says, beside the columns of `source`; whole or not at all. Returns which
-    columns were renamed. Raises `JobError`."""
+    records: Records,
+    output: str | Path,
+    source: TableFile | None = None,
+    names: AnswerNames | None = None,
+) -> None:
+    """Write `records` to `output`, as its name says, beside the columns of `source`; whole or not at all. `names`: what the answers'
+    columns are called. Raises `JobError`."""
     kind, new = file_kind(output), new_of(output)
     try:
-        clashes = []
         if kind == "npy":
             write_vectors(records, new)
         elif kind not in TABLES:
             with opener_of(output)(new, "wb") as f:
-                f.writelines(as_json(d) for _, d in records())
+                f.writelines(as_json((names or UNNAMED).written(d)) for _, d in records())
         else:
-            table = AnswerTable(records, source)
-            clashes = table.clashes
+            table = AnswerTable(records, source, names)
             if kind == "parquet":
                 table.write_parquet(new)
             else:
@@ -188,7 +191,6 @@ def export_records(
         os.replace(new, output)
         with suppress(OSError):
             sync(Path(output).absolute().parent)  # not every system can
-        return clashes
     except (
         ValueError,
         TypeError,

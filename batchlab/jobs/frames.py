@@ -23,10 +23,11 @@ from batchlab.jobs.tables import (
     ANSWER,
     NUMBERS,
     OPTIONAL,
+    COLUMNS_REMARK,
     SETTINGS_REMARK,
+    AnswerNames,
     Columns,
     ColumnType,
-    renamed_columns,
     table_rows,
 )
 
@@ -64,6 +65,7 @@ def run(
     prompt_column: str = "prompt",
     id_column: str = "custom_id",
     setting_columns: Sequence[str] = (),
+    output_column: str | None = None,
     postprocess: Postprocess | None = None,
     **job: Any,
 ) -> JobResult:
@@ -73,7 +75,8 @@ def run(
     `SamplingParams`, for what rows and lines leave open; the rest is the command's, temperature 0 and 256 tokens. `model`: a name, a folder, or an
     `LLM`; it is only loaded if there is something to do. `prompt_template`: 'Translate to {lang}: {text}', of a table's columns; without one the prompt is in
     `prompt_column`, or a conversation in the column `messages`. `chat`: each prompt is a user's message, after `system`, a template as well. `setting_columns`: those that are
-    settings of their row, such as `max_tokens`; all others are data, whatever they are called. `postprocess`: a function of a `RequestOutput` with one answer, or a dict of column and
+    settings of their row, such as `max_tokens`; all others are data, whatever they are called. `output_column`: the name of the answer's text; None is `text`, or
+    `answer` beside a `text` of the input's, whose columns keep their names. `postprocess`: a function of a `RequestOutput` with one answer, or a dict of column and
     function; a dict that the function returns is several columns, anything else is `result`. `job`: further arguments of `Job`.
 
     Raises `JobError` for what is wrong with the files or the call; a row that can't run has its `error`."""
@@ -94,6 +97,7 @@ def run(
         prompt_column=prompt_column,
         id_column=id_column,
         setting_columns=setting_columns,
+        output_column=output_column,
         postprocess=postprocess,
         **more,
     )
@@ -123,15 +127,10 @@ class Records:
         "Yield the cells of each row in the columns `needed`."
         return ({k: row.get(k) for k in needed} for row in self.frame)
 
-    def with_columns(
-        self, take: list[int], renamed: dict[str, str], new: dict[str, tuple[str, list[Any]]]
-    ) -> Any:
-        "The rows `take`, columns called as in `renamed`, and `new` ones: `{name: (type, values)}`."
+    def with_columns(self, take: list[int], new: dict[str, tuple[str, list[Any]]]) -> Any:
+        "The rows `take` and `new` columns: `{name: (type, values)}`."
         rows = zip(*(values for _, values in new.values()))
-        return [
-            {renamed[k]: v for k, v in self.frame[i].items()} | dict(zip(new, row))
-            for i, row in zip(take, rows)
-        ]
+        return [{**self.frame[i], **dict(zip(new, row))} for i, row in zip(take, rows)]
 
 
 class PandasFrame(Records):
@@ -145,18 +144,10 @@ class PandasFrame(Records):
         columns = {k: self.frame.iloc[:, self.names.index(k)] for k in needed}
         return ({k: plain(v) for k, v in zip(columns, row)} for row in zip(*columns.values()))
 
-    def with_columns(
-        self, take: list[int], renamed: dict[str, str], new: dict[str, tuple[str, list[Any]]]
-    ) -> Any:
+    def with_columns(self, take: list[int], new: dict[str, tuple[str, list[Any]]]) -> Any:
         import pandas as pd
 
-        out = self.frame.iloc[take].rename(
-            columns={
-                old: new
-                for old, new in zip(self.frame.columns, renamed.values())
-                if str(old) != new
-            }
-        )
+        out = self.frame.iloc[take]
         kinds = dict(int64="Int64", double="float64", bool="boolean")
         return out.assign(
             **{
@@ -182,13 +173,10 @@ class ArrowFrame(Records):
         some = self.frame.select([*needed])
         return (row for batch in some.to_batches(1000) for row in batch.to_pylist())
 
-    def with_columns(
-        self, take: list[int], renamed: dict[str, str], new: dict[str, tuple[str, list[Any]]]
-    ) -> Any:
+    def with_columns(self, take: list[int], new: dict[str, tuple[str, list[Any]]]) -> Any:
         import pyarrow as pa
 
         out = self.frame if take == [*range(len(self.frame))] else self.frame.take(take)
-        out = out.rename_columns([*renamed.values()])
         for k, (t, v) in new.items():
             out = out.append_column(k, pa.array(v, t or "string"))
         return self.made(out) if self.made else out
@@ -298,7 +286,7 @@ def map_frame(
     `frame`: a pandas or polars DataFrame, an Arrow table, or a list of dicts. `template`: 'Translate to {lang}: {text}', of its columns; without
     one the prompt is in `column`, or a conversation in the column `messages`. `chat`: each prompt is a user's message, after `system`, a template
     as well. `sampling_params`: for what rows leave open; `setting_columns`: those that are settings of their row; all others are data. `empty`: what stands in a template for an empty cell.
-    `postprocess`: as in `run`. `output`: what the column of texts is called. `lora_request`: as `LLM.generate` takes it, for rows without an `adapter`.
+    `postprocess`: as in `run`. `output`: what the column of texts is called; beside a `text` of the frame's, which keeps its name, it is `answer`. `lora_request`: as `LLM.generate` takes it, for rows without an `adapter`.
 
     New columns: `text`, `finish_reason`, `prompt_tokens`, `completion_tokens`, `error`, with log probabilities `logprobs` (JSON) and
     `cumulative_logprob`; with n > 1 a row for each answer, and `index`. Raises `PromptError`, `ParamError`, `JobError` for what is wrong with the call."""
@@ -325,6 +313,12 @@ def map_frame(
             f"output={output!r} is another column of the answers: call the texts something else",
             field="output",
         )
+    if output != "text" and output in table.names:
+        raise ParamError(
+            f"output={output!r} is a column of the frame: call the texts something else",
+            field="output",
+        )
+    names = AnswerNames(table.names, None if output == "text" else output)
     if columns.alike:
         log.warning(SETTINGS_REMARK.format(", ".join(columns.alike), ",".join(columns.alike)))
     lines = lines_of(table, columns, given, chat)
@@ -353,14 +347,15 @@ def map_frame(
             t.see(row.get(k))
         t.name = (ANSWER | NUMBERS).get(k, t.name) if t.name or k in ANSWER else ""
     new = {
-        output if k == "text" else f"{k}_result" if k == output else k: (
+        names.of(k): (
             t.name,
             [t.cast(row.get(k)) for row in rows],
         )
         for k, t in types.items()
         if t.name or k not in OPTIONAL
     }
-    renamed = renamed_columns(table.names, new)
-    if clashes := [f"{old} is {name}" for old, name in renamed.items() if old != name]:
-        log.warning("columns of the answers have these names too: %s", ", ".join(clashes))
-    return table.with_columns(take, renamed, new)
+    if shown := [
+        f"{k} as {names.of(k)}" for k in types if k in names.columns and names.of(k) in new
+    ]:
+        log.warning(COLUMNS_REMARK, ", ".join(shown))
+    return table.with_columns(take, new)

@@ -52,7 +52,7 @@ from batchlab.jobs.lines import (
     json_object,
     parse_line,
 )
-from .schema import BadRequest
+from .schema import BadRequest, is_setting
 from .pooling import PoolingRequest, TextsGroup
 from batchlab.jobs.runner import (
     Admitted,
@@ -64,8 +64,12 @@ from batchlab.jobs.runner import (
     model_digest,
 )
 from batchlab.jobs.tables import (
+    ANSWER,
+    COLUMNS_REMARK,
+    RECORD,
     SETTINGS_REMARK,
     TABLES,
+    AnswerNames,
     Columns,
     TableFile,
     TextForm,
@@ -83,7 +87,7 @@ log = logging.getLogger("batchlab")
 _T = TypeVar("_T")
 
 # %% auto #0
-__all__ = ['log', 'INPUT_KINDS', 'JobResult', 'Job', 'JobPlan']
+__all__ = ['log', 'BATCH_KEYS', 'INPUT_KINDS', 'JobResult', 'Job', 'JobPlan']
 
 # %% ../../nbs/41_jobs.ipynb #6d4715bc
 def _cached(r: JobResult) -> str:
@@ -250,7 +254,7 @@ class Run:
         "Yield each line without an answer. What ends the input early is kept as `trouble`."
         try:
             for line in self.job.lines(self.book):
-                if line.kind != "plain" or not line.cells:
+                if not line.cells:
                     self.remarks.on(line)  # what is kept is not ignored
                 self.names.check(line)
                 yield line
@@ -469,6 +473,7 @@ def frozen_heap() -> Iterator[None]:
             gc.unfreeze()
 
 # %% ../../nbs/41_jobs.ipynb #b9ce02a6
+BATCH_KEYS = {"custom_id", "method", "url", "body"}  # of a line of the Batch API
 INPUT_KINDS = "csv", "tsv", "parquet", "txt"  # that a form may name
 
 
@@ -483,7 +488,8 @@ class Job:
     ask for another model are answered too, and fail else. `chat`, `system`:
     plain prompts are user messages, after this system message. `prompt_template`: makes the prompt of a table's columns, or of a line's own keys, as
     in 'Translate to {lang}: {text}', with `empty` for an empty cell; for a table `system` is a template too. `setting_columns`: those that are settings
-    of their row; all others are data, whatever they are called. `ordered`: answers in input order, as in tables always. `limit`: only so many
+    of their row; all others are data, whatever they are called. `output_column`: the name of the answer's text; None is `text`, or `answer` beside an
+    input's own `text`, as the columns of the input keep their names. `ordered`: answers in input order, as in tables always. `limit`: only so many
     of the first requests. `timeout`: seconds for each request, from when it is next in line. `max_errors`: stop after
     more failures. `retry_errors`: run again what failed in an earlier run. `force`: go on though model, parameters or
     input changed. `say`: called with lines of text about the progress. `use_tqdm`: None shows a bar on a terminal.
@@ -513,6 +519,7 @@ class Job:
     use_tqdm: bool | None = None
     prompt_template: str | None = None
     setting_columns: Sequence[str] = ()
+    output_column: str | None = None
     keep_journal: bool = False
     postprocess: Postprocess | None = None
     embed: PoolingRequest | None = None
@@ -526,6 +533,7 @@ class Job:
     _keyed: Columns | None = field(
         default=None, init=False, repr=False
     )  # of JSONL with keys of its own
+    _names: AnswerNames | None = field(default=None, init=False, repr=False)
 
     @property
     def input_kind(self) -> str:
@@ -577,9 +585,51 @@ class Job:
 
     def line(self, number: int, raw: Raw) -> JobLine:
         "The request that `raw` asks for, or its failure."
-        return parse_line(
+        line = parse_line(
             number, raw, self.line_form, self.chat, self.system, self.embed, self._keyed
         )
+        if self._names and (name := self._names.clash(line.cells)):
+            line.cells, why = {}, f"{name!r:.60} is a column of the answers, and no key of earlier"
+            line.failure = "invalid_request", f"{why} lines: give another output"
+        return line
+
+    def input_columns(self) -> list[str]:
+        "The columns of the input that stand beside the answers: a table's, or the keys of all lines but those that are for us."
+        if self.from_table:
+            own = {"custom_id"} if self.id_column == "custom_id" else set[str]()
+            return [n for n in self.table().names if n not in own]
+        if self.input_kind == "txt":
+            return []
+        known = {"id", "custom_id"} if self.line_form == "plain" else BATCH_KEYS
+        if self._keyed:
+            known = {"custom_id"} if self._keyed.id_column == "custom_id" else set()
+        found: dict[str, None] = {}
+        with suppress(JobError):  # whoever reads it for its requests says it
+            for _, raw in read_raw(self.input, kind=self.input_kind, text_form=self.text_form):
+                with suppress(BadRequest, RecursionError):
+                    d = json_object(raw, strict=False) if isinstance(raw, bytes) else {}
+                    found |= dict.fromkeys(
+                        k
+                        for k, v in d.items()
+                        if k not in known and (self._keyed or not is_setting(k, v))
+                    )
+        return [*found]
+
+    @property
+    def to_table(self) -> bool:
+        return self.output is not None and file_kind(self.output) in TABLES
+
+    @property
+    def names(self) -> AnswerNames:
+        "What the columns of the answers are called; the same for all of the job. Raises `JobError`."
+        if self._names is None:
+            if self.output_column is not None and self.line_form == "batch" and not self.to_table:
+                raise JobError(
+                    "{output_column} is for plain lines and tables: answers to lines of the Batch API have no column of texts",
+                    output_column=Option("output_column", self.output_column),
+                )
+            self._names = AnswerNames(self.input_columns(), self.output_column, self.spell)
+        return self._names
 
     def lines(self, book: Ledgerbook) -> Iterator[JobLine]:
         "Yield each line without an answer in `book`, where its id is entered."
@@ -609,6 +659,8 @@ class Job:
             json.dumps(
                 {k: getattr(self, k) for k in names}
                 | dict(form=self.line_form, postprocess=made)
+                | dict(output_column=self.names.shown.get("text"))
+                | dict(columns_of_answers=self.names.renamed or None)
                 | own,
                 default=str,
             )
@@ -672,6 +724,10 @@ class Job:
     def _remark_input(self) -> None:
         for remark in self.table().form.remarks if self.from_table else ():
             self.warn(remark)
+        ours = ANSWER if self.to_table else RECORD
+        shown = [f"{k} as {v}" for k, v in self.names.renamed.items() if k in ours]
+        if shown and self.names.columns & {*ours}:
+            self.warn(COLUMNS_REMARK % ", ".join(shown))
         if not self.from_table or self.embed:
             return
         columns = Columns(
@@ -682,6 +738,7 @@ class Job:
 
     def check(self) -> None:
         "Settle what is left open. Raises `JobError` if the job can't be."
+        self._names = None
         if self.sampling_params:
             self.sampling_params = settings_of(self.sampling_params)
         for name in ("look_ahead", "limit"):
@@ -746,7 +803,12 @@ class Job:
             if "parquet" in (file_kind(self.output), self.input_kind):
                 need_parquet()
             book, unsorted = recover(
-                self.output, self.error_file, self.settings(), self.force, self.retry_errors
+                self.output,
+                self.error_file,
+                self.settings(),
+                self.force,
+                self.retry_errors,
+                self.names,
             )
             self.retry_errors = False
             self._remark_input()
@@ -771,18 +833,15 @@ class Job:
         journal, table = journal_of(self.output), file_kind(self.output) in {*TABLES, "npy"}
         if self.ordered and unsorted:
             for path in has_records(None if self.output == "-" else journal, self.error_file):
-                sort_records(path)
+                sort_records(path, self.names)
         some = has_records(journal)
         if journal == str(self.output) or not some and Path(self.output).exists():
             return
         if table and some:
-            sort_records(journal)
+            sort_records(journal, self.names)
         source = self.table() if table and self.from_table else None
-        clashes = export_records(
-            lambda: ((n, d) for path in some for n, _, d in raw_records(path)), self.output, source
-        )
-        for clash in clashes:
-            self.warn(f"columns of the answers have these names too: {clash} in {self.output}")
+        records = lambda: ((n, d) for path in some for n, _, d in raw_records(path, self.names))
+        export_records(records, self.output, source, self.names)
 
     def _leave(self, done: bool) -> None:
         "Take away what is not needed: what stands beside the output of a job that is `done`, or that has no record yet."
@@ -805,10 +864,10 @@ class Job:
                 check_stamps(book.stamps, self.stamp, self.output)
             write_settings(settings_file(self.output), settings, self.force)
             if book.finished:
-                restore(self.output)
+                restore(self.output, self.names)
             if book.retry:
                 for path in has_records(journal_of(self.output), self.error_file):
-                    without_failures(path, book.last)
+                    without_failures(path, book.last, self.names)
         with ExitStack() as stack:
             open_file = lambda p: stack.enter_context(
                 closing(StandardOutput() if p == "-" else AnswerFile(p))
@@ -821,7 +880,9 @@ class Job:
             stack.enter_context(frozen_heap())
             progress = stack.enter_context(closing(Progress(self.result, self.say, self.use_tqdm)))
             try:
-                self.begin(llm, book, Outbox(files[0], files[-1], self.ordered)).loop(progress)
+                self.begin(llm, book, Outbox(files[0], files[-1], self.ordered, self.names)).loop(
+                    progress
+                )
             except sqlite3.Error as e:
                 raise JobError(
                     f"can't keep count in the folder for temporary files ({e}): make room, and run again",
@@ -979,7 +1040,7 @@ def plan_without_model(
     "A `JobPlan` of which `lines` can't be read; `given`: sampling parameters for what they leave open. `names`: of models that they may ask for."
     p, params = JobPlan(), ParamsCache(given)
     for line in lines:
-        if line.kind != "plain" or not line.cells:
+        if not line.cells:
             p.ignored.update(line.ignored)
         if names:
             names.check(line)
@@ -1089,7 +1150,7 @@ def plan_with_model(
     for i, line in enumerate(lines):
         if i % look_ahead == 0:
             seen.clear()
-        if line.kind != "plain" or not line.cells:
+        if not line.cells:
             p.ignored.update(line.ignored)
         if names:
             names.check(line)

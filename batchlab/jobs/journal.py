@@ -25,8 +25,11 @@ from batchlab.jobs.tables import (
     OPENERS,
     OPTIONAL,
     TABLES,
+    UNNAMED,
+    AnswerNames,
     TableFile,
     file_kind,
+    marked,
     record_of_rows,
 )
 
@@ -115,17 +118,20 @@ def key_of(d: Any) -> re.Match[str] | None:
     )
 
 
-def read_record(raw: bytes) -> Found | None:
-    "`(line number, digest, record)` of a line of answers, or None."
+def read_record(raw: bytes, names: AnswerNames = UNNAMED) -> Found | None:
+    "`(line number, digest, record)` of a line of answers, or None. `names`: what its own keys are called in the file."
     try:
         d = json.loads(raw)
     except (ValueError, RecursionError):
         return None
+    d = names.read(d) if isinstance(d, dict) else d
     key = key_of(d)
     return (int(key[1]), key[2], d) if key else None
 
 
-def recover_answers(path: str | Path, ours: bool = True) -> Iterator[Found]:
+def recover_answers(
+    path: str | Path, ours: bool = True, names: AnswerNames = UNNAMED
+) -> Iterator[Found]:
     """Yield `read_record` of each line of file `path`; cut a torn end off, or end a last line that only lacks its end.
 
     `ours`: a job is known to have written it. Raises `JobError` if it holds anything else, with nothing changed."""
@@ -134,7 +140,7 @@ def recover_answers(path: str | Path, ours: bool = True) -> Iterator[Found]:
         return
     with path.open("rb") as f:
         for number, raw in read_lines(f):
-            found = read_record(raw)
+            found = read_record(raw, names)
             ours = ours or bool(
                 found and (key := key_of(found[2])) and key[3]
             )  # it says itself how it was made
@@ -283,6 +289,15 @@ def check_same(path: str | Path, now: dict[str, Any], force: bool = False) -> No
     except (ValueError, KeyError, TypeError):
         then = {}  # a power cut; to ask is safer than to guess
     changed = [k for k in now if then.get(k) != now[k] or not then]
+    if then and (called := [k for k in changed if k in ("output_column", "columns_of_answers")]):
+        raise JobError(
+            "{job} was begun with {what} {was}, and it is {now!r} now",
+            advice="give another output, or the names that it was begun with",
+            job="this job",
+            what=called[0].replace("_", " "),
+            was=repr(then.get(called[0])),
+            now=now[called[0]],
+        )
     if changed and not force:
         was, k = (
             ("nothing that can be read" if not then else repr(then.get(changed[0]))),
@@ -350,32 +365,36 @@ def drop_side(output: str | Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def raw_records(path: str | Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+def raw_records(
+    path: str | Path, names: AnswerNames = UNNAMED
+) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
     "Yield `(line number, bytes, record)` of each line in file `path` of answers, which has been recovered."
     with open(path, "rb") as f:
         for _, raw in read_lines(f):
-            found = read_record(raw)
+            found = read_record(raw, names)
             assert found, f"{path} has changed"
             yield found[0], raw + b"\n", found[2]
 
 
-def without_failures(path: str | Path, last: float = math.inf) -> None:
+def without_failures(
+    path: str | Path, last: float = math.inf, names: AnswerNames = UNNAMED
+) -> None:
     "Rewrite file `path` of answers without the failures of lines up to `last`, whole or not at all. Raises `JobError`."
     replace_file(
         path,
         (
             raw
-            for number, raw, record in raw_records(path)
+            for number, raw, record in raw_records(path, names)
             if record["error"] is None or number > last
         ),
     )
 
 
-def sort_records(path: str | Path) -> None:
+def sort_records(path: str | Path, names: AnswerNames = UNNAMED) -> None:
     "Put the records in file `path` into the order of their lines, whole or not at all. Raises `JobError`."
 
     def places(at: int = 0) -> Iterator[tuple[int, int, int]]:
-        for number, raw, _ in raw_records(path):
+        for number, raw, _ in raw_records(path, names):
             yield number, at, len(raw)
             at += len(raw)
 
@@ -396,8 +415,8 @@ def sort_records(path: str | Path) -> None:
         raise JobError(f"can't put {path} in order ({e}): make room, and run again", 1) from e
 
 # %% ../../nbs/modules/000_journal.ipynb #be8c69b5
-def finished_records(output: str | Path) -> Iterator[dict[str, Any]]:
-    "Yield the records that `output` was made of, a table or a packed file. Raises `JobError` if a job did not make it."
+def finished_records(output: str | Path, called: AnswerNames = UNNAMED) -> Iterator[dict[str, Any]]:
+    "Yield the records that `output` was made of, a table or a packed file, whose own columns are `called` so. Raises `JobError` if a job did not make it."
     foreign = JobError(
         "{output} is there already",
         advice="give another output, or {force}",
@@ -408,23 +427,26 @@ def finished_records(output: str | Path) -> Iterator[dict[str, Any]]:
         raise foreign
     if file_kind(output) not in TABLES:
         try:
-            yield from records_of(output)
+            yield from map(called.read, records_of(output))
         except (OSError, EOFError, ValueError) as e:
             raise foreign from e
         return
-    names = (table := TableFile(output)).names
+    table = TableFile(output)
+    own = {n: marked(n) if n in called.columns else called.ours(n) for n in table.names}
+    names = [*own.values()]
     if not {*ANSWER} <= {*names}:
         raise foreign
-    key, start = (
-        "request_id" if "request_id" in names else "id",
-        next(
-            i for i, n in enumerate(names) if n in ("index", "text") and "text" in names[i : i + 2]
-        ),
-    )
-    ids = names[:start] if names[0] == "line" or names[:start] == ["id", "custom_id"] else []
+    key, start = "request_id" if "request_id" in names else "id", names.index("text")
+    start -= names[start - 1] == "index"
+    alone = names[0] == "line" or names[:2] == ["id", "custom_id"] and key == "id"
+    ids = names[:start] if alone else []
     cells = [n for n in ids if n not in ("line", "id", "custom_id")]
     made = [n for n in names[names.index("error") + 1 :] if n not in {*OPTIONAL, "request_id"}]
-    rows = (row if isinstance(row, dict) else {} for _, row in table.rows({*ids, *names[start:]}))
+    read = {old for old, new in own.items() if new in {*ids, *names[start:]}}
+    rows = (
+        {own[k]: v for k, v in row.items()} if isinstance(row, dict) else {}
+        for _, row in table.rows(read)
+    )
     for name, some in itertools.groupby(rows, lambda row: row.get(key)):
         if not KEY.fullmatch(str(name)):
             raise foreign
@@ -434,9 +456,10 @@ def finished_records(output: str | Path) -> Iterator[dict[str, Any]]:
             raise foreign from e
 
 
-def restore(output: str | Path) -> None:
+def restore(output: str | Path, names: AnswerNames = UNNAMED) -> None:
     "Make the journal of the finished `output` again, to go on from there. Raises `JobError`."
-    replace_file(journal_of(output), map(as_json, finished_records(output)))
+    records = finished_records(output, names)
+    replace_file(journal_of(output), (as_json(names.written(d)) for d in records))
 
 
 def begins_with_record(path: str | Path) -> bool:
@@ -490,6 +513,7 @@ def recover(
     settings: dict[str, Any],
     force: bool = False,
     retry: bool = False,
+    names: AnswerNames = UNNAMED,
 ) -> tuple[Ledgerbook, bool]:
     """What is on the disk of a job with `settings`: a `Ledgerbook`, and whether its records may be in disorder.
 
@@ -501,7 +525,7 @@ def recover(
     there, found = has_records(journal, error_file), None
     if journal != str(output) and Path(output).exists() and not Path(journal).exists():
         try:
-            for record in finished_records(output):
+            for record in finished_records(output, names):
                 if not (key := key_of(record)):
                     raise JobError(
                         "{output} is there already",
@@ -521,7 +545,7 @@ def recover(
     check_same(side, settings, force)
     for path in there:
         last = 0
-        for found in recover_answers(path, ours):
+        for found in recover_answers(path, ours, names):
             book.note(*found)
             unsorted |= found[0] < last
             last = found[0]
@@ -544,9 +568,16 @@ def recover(
 class Outbox:
     """Records on their way to the files `answers` and `errors`, which may be one.
 
-    `ordered`: a record waits until all lines that were expected before its own have theirs."""
+    `ordered`: a record waits until all lines that were expected before its own have theirs. `names`: what the keys of records are called."""
 
-    def __init__(self, answers: AnswerFile, errors: AnswerFile, ordered: bool = False) -> None:
+    def __init__(
+        self,
+        answers: AnswerFile,
+        errors: AnswerFile,
+        ordered: bool = False,
+        names: AnswerNames = UNNAMED,
+    ) -> None:
+        self.names = names
         self.answers, self.errors, self.ordered = answers, errors, ordered
         self.turns: deque[int] = deque()  # if ordered: numbers that are expected
         self.held: dict[int, tuple[AnswerFile, bytes]] = {}  # and records that wait for their turn
@@ -564,7 +595,7 @@ class Outbox:
             self.turns.append(number)
         self.held[number] = (
             self.answers if record["error"] is None else self.errors,
-            as_json(record),
+            as_json(self.names.written(record)),
         )
         while self.turns and self.turns[0] in self.held:
             file, data = self.held.pop(self.turns.popleft())

@@ -284,6 +284,7 @@ def batch_line(line: JobLine, d: dict[str, Any]) -> None:
     if not isinstance(body, dict):
         raise BadRequest(f"body must be an object, got {body!r:.60}", param="body")
     line.ignored, line.model, body = keys_beside(d), body.get("model"), dict(body)
+    line.cells = kept_cells(d, line.ignored)
     if line.kind in POOLING_KINDS:
         line.pooling = parse_pooling(body, line.kind)
         return
@@ -344,7 +345,9 @@ def keyed_line(
 ) -> str | None:
     "Fill `line` from `d`, an object whose keys are what `columns` say, as a row's are. Returns its system message, else `system`. Raises `BadRequest`."
     row = columns.row(dict.fromkeys(columns.names) | d)
-    line.cells = kept_cells(d, d.keys() - {"custom_id"})
+    line.cells = kept_cells(
+        d, d.keys() - ({"custom_id"} if columns.id_column == "custom_id" else set())
+    )
     row_line(line, row._replace(cells=line.cells), chat)
     return row.system or system
 
@@ -456,6 +459,7 @@ def vectors_of(
     return dict(
         id=line.key,
         **line.ids,
+        **line.cells,
         response=dict(status_code=200, request_id=line.key, body=body),
         error=None,
     )
@@ -479,6 +483,7 @@ def answer_of(
         record: dict[str, Any] = dict(
             id=line.key,
             **line.ids,
+            **line.cells,
             response=dict(status_code=200, request_id=line.key, body=body),
             error=None,
         )
@@ -543,7 +548,8 @@ def failure_of(line: JobLine, code: str, message: str) -> dict[str, Any]:
         return plain_ids(line) | nothing | dict(usage=None, error=error)
     status, body = error_body(error["message"], code)
     response = dict(status_code=status, request_id=line.key, body=body)
-    return dict(id=line.key, custom_id=line.ids.get("custom_id"), response=response, error=error)
+    ids = dict(id=line.key, custom_id=line.ids.get("custom_id"))
+    return ids | line.cells | dict(response=response, error=error)
 
 # %% ../../nbs/modules/000_lines.ipynb #ob000048
 def guess_form(rows: Iterable[tuple[int, Raw]], default: str = "batch") -> str:

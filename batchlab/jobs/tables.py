@@ -17,13 +17,13 @@ from ..compat.names import INSTEAD, known_settings, near_key, plain_name
 
 # %% auto #0
 __all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'Cells', 'INT', 'FLOAT', 'TRUTH', 'OPTIONAL', 'ANSWER',
-           'CHAT_OPTIONS', 'NO_SETTINGS', 'LITERAL', 'SETTINGS_REMARK', 'RECORD', 'NUMBERS', 'VECTORS', 'Records',
-           'file_kind', 'opener_of', 'check_input', 'check_output', 'need_parquet', 'opened_text', 'Recoded',
-           'unique_names', 'BadRow', 'TextForm', 'encoding_of', 'CSVRows', 'in_blocks', 'broken_parquet',
-           'open_parquet', 'readable', 'TableFile', 'no_column', 'is_missing', 'MissingCell', 'Template', 'literal',
-           'is_setting_name', 'check_setting', 'kept_cells', 'renamed_columns', 'Row', 'Columns', 'from_json',
-           'plain_value', 'json_value', 'whole', 'table_rows', 'flat', 'record_of_rows', 'ColumnType', 'type_of',
-           'cell_text', 'cells_of', 'AnswerTable']
+           'CHAT_OPTIONS', 'NO_SETTINGS', 'LITERAL', 'SETTINGS_REMARK', 'RECORD', 'COLUMNS_REMARK', 'MARK', 'NUMBERS',
+           'VECTORS', 'OURS', 'UNNAMED', 'Records', 'file_kind', 'opener_of', 'check_input', 'check_output',
+           'need_parquet', 'opened_text', 'Recoded', 'unique_names', 'BadRow', 'TextForm', 'encoding_of', 'CSVRows',
+           'in_blocks', 'broken_parquet', 'open_parquet', 'readable', 'TableFile', 'no_column', 'is_missing',
+           'MissingCell', 'Template', 'literal', 'is_setting_name', 'check_setting', 'kept_cells', 'marked',
+           'AnswerNames', 'Row', 'Columns', 'from_json', 'plain_value', 'json_value', 'whole', 'table_rows', 'flat',
+           'record_of_rows', 'ColumnType', 'type_of', 'cell_text', 'cells_of', 'AnswerTable']
 
 # %% ../../nbs/modules/000_tables.ipynb #7ab1e008
 OPENERS: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
@@ -563,24 +563,96 @@ RECORD = (
 
 
 def kept_cells(d: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    "Those `keys` of object `d` that are its owner's, as they stand in a record: `text_input` for `text`, which is ours."
-    new = renamed_columns([k for k in d if k in keys], {*RECORD, *ANSWER, *OPTIONAL, *_MADE, "id"})
-    return {name: json_value(d[k]) for k, name in new.items()}
+    "Those `keys` of object `d` that are its owner's, as a record has them in memory: one with a name of ours is `marked`."
+    return {marked(k): json_value(v) for k, v in d.items() if k in keys}
 
 
-def renamed_columns(names: Sequence[str], answers: Collection[str]) -> dict[str, str]:
-    "`{name: new name}` for each of the columns `names` of the input, `text_input` for `text` if `answers` have that name too."
-    taken, new = {*answers}, {}
-    for name in names:
-        new[name] = next(
-            n
-            for n in itertools.chain(
-                [name, f"{name}_input"], (f"{name}_input{i}" for i in itertools.count(2))
-            )
-            if n not in taken and (n == name or n not in names)
-        )
-        taken.add(new[name])
-    return new
+COLUMNS_REMARK = "columns of the input keep their names; the answers' stand there as others: %s"
+MARK = "\0"  # ends the name of a column of the input, in memory, that is a name of ours as well
+
+
+def marked(name: str) -> str:
+    "Column `name` of the input, as a record has it in memory, where it is none of ours."
+    return name + MARK if name.rstrip(MARK) in OURS else name
+
+
+class AnswerNames:
+    """What the columns of the answers are called beside `columns` of the input, which keep their names.
+
+    `output_column`: the name of the text; None is `text`, or `answer` where the input has a `text`. The others keep theirs, or are `error_2` where
+    the input has an `error`. Raises `JobError` if `output_column` is taken. `spell`: how messages write an option."""
+
+    def __init__(
+        self,
+        columns: Collection[str] = (),
+        output_column: str | None = None,
+        spell: Callable[[Option], str] = str,
+    ) -> None:
+        self.columns, taken = {*columns}, {*columns, *OURS}
+        self.shown: dict[str, str] = {}  # of those that are called otherwise
+        if output_column is not None:
+            if output_column in self.columns or output_column in OURS - _MADE - {"text"}:
+                whose = "the input has" if output_column in self.columns else "the answers have"
+                given = spell(Option("output_column", output_column))
+                raise JobError(f"{given}: {whose} another column of that name: give a free one")
+            self.shown["text"] = output_column
+            taken.add(output_column)
+        for name in columns:
+            if name not in self.shown:
+                self.shown[name] = self._free(name, taken)
+                taken.add(self.shown[name])
+        self.back = {new: old for old, new in self.shown.items()}
+
+    @staticmethod
+    def _free(name: str, taken: Collection[str]) -> str:
+        base = "answer" if name == "text" else name
+        numbered = (f"{base}_{i}" for i in itertools.count(2))
+        return next(n for n in itertools.chain([base], numbered) if n not in taken)
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        "Those of our own columns that are called otherwise: `{name: new name}`."
+        return {k: v for k, v in sorted(self.shown.items()) if k in OURS and k != v}
+
+    def of(self, name: str) -> str:
+        "What column `name` of a row of answers is called: one of ours, one that a function made, or a `marked` one of the input."
+        if name.endswith(MARK):
+            return name.removesuffix(MARK)
+        return self.shown.get(name) or (f"{name}_result" if name in self.back else name)
+
+    def ours(self, name: str) -> str:
+        "The other way: column `name` of a file, which is none of the input."
+        base = name.removesuffix("_result")
+        return self.back.get(name) or (base if base != name and base in self.back else name)
+
+    def clash(self, cells: Collection[str]) -> str | None:
+        "That name among the `cells` of a line which an answer has too, if they are not all of `columns`."
+        for name in cells:
+            own = name.removesuffix(MARK)
+            if own not in self.columns and (own != name or own in self.back):
+                return own
+        return None
+
+    def written(self, record: dict[str, Any]) -> dict[str, Any]:
+        "`record` as it stands in a file."
+        new = {}
+        for k, v in record.items():
+            if k in OURS:
+                new[self.shown.get(k, k)] = v
+            elif not k.endswith(MARK) or k[:-1] in self.columns:
+                new[k.removesuffix(MARK)] = v
+        return new
+
+    def read(self, record: dict[str, Any]) -> dict[str, Any]:
+        "`record` of a file as it is in memory."
+        if not self.shown:
+            return record
+        return {self._read(k): v for k, v in record.items()}
+
+    def _read(self, name: str) -> str:
+        if name in self.columns:
+            return marked(name)
+        return old if (old := self.back.get(name, name)) in OURS else name
 
 
 class Row(NamedTuple):
@@ -659,7 +731,7 @@ class Columns:
                 "a system message is for conversations: give chat (--chat) as well, or a column of messages"
             )
         self.shown = (
-            renamed_columns([n for n in names if not n == self.id_column == "custom_id"], RECORD)
+            {n: marked(n) for n in names if not n == self.id_column == "custom_id"}
             if self.keep
             else {}
         )
@@ -788,11 +860,20 @@ def _text_of(message: dict[str, Any]) -> Any:
 
 VECTORS = "embedding", "probs", "data"  # columns of lists
 _MADE = {*VECTORS, "score", "relevance_score", "label"}
+OURS = {
+    *RECORD,
+    *ANSWER,
+    *OPTIONAL,
+    *_MADE,
+    "id",
+    "response",
+}  # names that a record or a table of answers has
+UNNAMED = AnswerNames()  # beside no column
 
 
 def _cells(d: dict[str, Any]) -> dict[str, Any]:
-    "What a plain record `d` has of its line's own keys."
-    return {k: v for k, v in d.items() if k not in {*RECORD, *VECTORS, "id"}} if "line" in d else {}
+    "What record `d` has of its line's own keys."
+    return {k: v for k, v in d.items() if k not in OURS}
 
 
 def _rows_without_text(d: dict[str, Any], body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -952,10 +1033,16 @@ def cells_of(row: Any, width: int) -> Any:
 
 
 class AnswerTable:
-    "The table of `records` (a function that yields them) beside the columns of `source`, if the requests came from a table."
+    """The table of `records` (a function that yields them) beside the columns of `source`, if the requests came from a table.
 
-    def __init__(self, records: Records, source: TableFile | None = None) -> None:
+    `names`: what the columns of the answers are called; None finds free ones beside those of `source`."""
+
+    def __init__(
+        self, records: Records, source: TableFile | None = None, names: AnswerNames | None = None
+    ) -> None:
         self.records, self.source, found = records, source, {}
+        self.inputs: list[str] = source.names if source else []
+        self.names = names or AnswerNames(self.inputs)
         lists, others = {*VECTORS}, set[str]()  # of vectors; with base64 among them
         for _, d in records():
             for row in table_rows(d):
@@ -975,11 +1062,14 @@ class AnswerTable:
         }
         for k, t in self.answers.items():
             t.name = (ANSWER | NUMBERS).get(k, "list" if k in lists - others else t.name)
-        self.inputs = renamed_columns(source.names, self.answers) if source else {}
 
     @property
-    def clashes(self) -> list[str]:
-        return [f"{old} is {new}" for old, new in self.inputs.items() if old != new]
+    def shown(self) -> list[str]:
+        "What the columns of the answers are called."
+        alone = (
+            set() if self.source else self.names.columns - OURS
+        )  # keys of lines, none made by us
+        return [k if k in alone else self.names.of(k) for k in self.answers]
 
     def blocks(self) -> Iterator[tuple[Any, list[int], list[dict[str, Any]]]]:
         "Yield `(block of the input, which of its rows, answers of these)`; the block is None without a source."
@@ -1016,7 +1106,7 @@ class AnswerTable:
             out = csv.writer(
                 f, delimiter="\t" if file_kind(name) == "tsv" else ",", lineterminator=end
             )
-            out.writerow([*self.inputs.values(), *self.answers])
+            out.writerow([*self.inputs, *self.shown])
             for block, take, rows in self.blocks():
                 if block is not None and not isinstance(block, list):
                     block = [*zip(*(c.to_pylist() for c in block.columns))]
@@ -1033,7 +1123,7 @@ class AnswerTable:
         import pyarrow as pa
 
         fields, casts, pandas = self._input_fields(pa)
-        for k, t in self.answers.items():
+        for k, t in zip(self.shown, self.answers.values()):
             fields.append(
                 pa.field(k, pa.list_(pa.float32()) if t.name == "list" else t.name or "string")
             )
@@ -1061,8 +1151,8 @@ class AnswerTable:
                         for c, f in zip(block.columns, fields)
                     ]
                 arrays += [
-                    pa.array([t.cast(row.get(k)) for row in rows], schema.field(k).type)
-                    for k, t in self.answers.items()
+                    pa.array([t.cast(row.get(k)) for row in rows], f.type)
+                    for (k, t), f in zip(self.answers.items(), [*schema][len(self.inputs) :])
                 ]
                 some.append(pa.Table.from_arrays(arrays, schema=schema))
                 if sum(map(len, some)) < 2**16 and sum(t.nbytes for t in some) < 2**23:
@@ -1082,22 +1172,11 @@ class AnswerTable:
                 pa.string_view(): pa.string(),
                 pa.binary_view(): pa.binary(),
             }  # which not all of pyarrow takes
-            fields = [
-                f.with_name(n).with_type(views.get(f.type, f.type))
-                for f, n in zip(schema, self.inputs.values())
-            ]
-            about = self._pandas(schema).get("columns", [])
-            return (
-                fields,
-                [],
-                [
-                    c | {k: self.inputs.get(c[k], c[k]) for k in ("name", "field_name") if c.get(k)}
-                    for c in about
-                ],
-            )
+            fields = [f.with_type(views.get(f.type, f.type)) for f in schema]
+            return fields, [], [*self._pandas(schema).get("columns", [])]
         types, names = (
             [ColumnType(text=True) for _ in self.inputs],
-            unique_names([*map(readable, self.inputs.values())]),
+            unique_names([*map(readable, self.inputs)]),
         )
         for block in self.source.blocks(1000):
             for row in block:
@@ -1122,13 +1201,10 @@ class AnswerTable:
             else None
         )
         old = self._pandas(schema) if schema is not None else {}
-        index = [
-            self.inputs.get(c, c) if isinstance(c, str) else c for c in old.get("index_columns", [])
-        ]
         pandas = (
             dict(column_indexes=[], creator=dict(library="batchlab"), pandas_version="2")
             | old
-            | dict(columns=columns, index_columns=index)
+            | dict(columns=columns, index_columns=old.get("index_columns", []))
         )
         return {
             **((schema.metadata or {}) if schema is not None else {}),

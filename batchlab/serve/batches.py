@@ -777,6 +777,7 @@ class BatchJob(Job):
 
     def line(self, number: int, raw: Raw) -> JobLine:
         line = super().line(number, raw)
+        line.cells = {}  # answers are as OpenAI's
         if line.failure:  # what is wrong with its body may come of its url
             try:
                 kind = endpoint_of(json_object(raw)) if isinstance(raw, bytes) else line.kind
@@ -787,6 +788,9 @@ class BatchJob(Job):
         if URLS[self.endpoint] != kind:
             line.failure = "invalid_url", f"the url must be that of the batch, {self.endpoint}"
         return line
+
+    def input_columns(self) -> list[str]:
+        return []
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | dict(
