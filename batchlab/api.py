@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'Frame', 'INSTEAD_OF_METHODS', 'keep_last', 'grammar_for', 'admit', 'admit_text', 'group_waves', 'LLM',
-           'in_order', 'simulate', 'make_plan', 'make_stats', 'trim_memory']
+__all__ = ['log', 'Frame', 'keep_last', 'grammar_for', 'admit', 'admit_text', 'group_waves', 'LLM', 'in_order', 'simulate',
+           'make_plan', 'make_stats', 'trim_memory']
 
 # %% ../nbs/modules/000_api.ipynb #10a50c0d
 import contextlib, ctypes, itertools, logging, math, threading, time
@@ -67,7 +67,6 @@ from batchlab.models import (
     pad_token_id,
     with_template,
 )
-from .compat.names import by_any_name, read_call, read_engine, read_plain_call
 from batchlab.llm.outputs import (
     MemoryPlan,
     Outputs,
@@ -77,7 +76,7 @@ from batchlab.llm.outputs import (
     Stats,
     StreamEvent,
 )
-from .core.params import BeamSearchParams, check_logprobs_mode, read_beam_call
+from .core.params import BeamSearchParams, check_logprobs_mode, suggest_names
 from .tasks.pooled import PoolerConfig, PoolingGroup, PoolingParams, PoolingRequestOutput
 from .tasks.pooling import Pooler, PoolingCalls, admit_pooling
 from .prefill import check_prompt
@@ -92,20 +91,11 @@ from .llm.shown import facts_html, megabytes, shows_bar
 if TYPE_CHECKING:
     from batchlab.tasks.beam import BeamSearchOutput
     from batchlab.tasks.choices import ChoiceScores
-    from batchlab.compat.vllm import LLMEngine
     from batchlab.view.trace import Recorder
     from batchlab.tasks.verify import Report
 
 log = logging.getLogger("batchlab")
 Frame = TypeVar("Frame")
-INSTEAD_OF_METHODS = dict(  # vLLM's methods: what does that here
-    get_metrics="llm.stats() has the numbers, and a server /metrics",
-    sleep="llm.close() gives back the memory of the cache, and del llm that of the weights",
-    wake_up="the next call takes the memory anew",
-    start_profile="with llm.trace() as trace: records a run",
-    stop_profile="with llm.trace() as trace: records a run",
-    set_tokenizer="LLM(model, tokenizer) takes it",
-)
 
 # %% ../nbs/modules/000_api.ipynb #de377638
 def keep_last(ids: list[int], params: SamplingParams, max_model_len: int | None) -> list[int]:
@@ -209,19 +199,6 @@ def group_waves(llm: LLM, groups: Sequence[RequestGroup]) -> None:
             requests[i].wave = key if len(rows) > 1 else ""
 
 # %% ../nbs/modules/000_api.ipynb #3444a712
-@by_any_name(
-    __init__=read_engine,
-    generate=read_call,
-    chat=read_call,
-    stream=read_call,
-    iter_outputs=read_call,
-    logprobs=read_plain_call,
-    plan=read_call,
-    add_request=read_call,
-    choose=read_plain_call,
-    map=read_call,
-    beam_search=read_beam_call,
-)
 class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
     """Batch inference with one model: `generate` for prompts, `chat` for conversations, `embed` and the other `PoolingCalls` for texts whose
     hidden states are wanted; results in input order.
@@ -239,8 +216,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
     'raw_logits', 'processed_logits'. `pooler_config`: a `PoolerConfig`, where hidden states are to be pooled otherwise than the model's folder says. `trace`: record all that happens, in `recorder`;
     to record a part of it, see `trace`. `enable_lora`: requests may have adapters (chapter 32): of at most `max_loras` at once (8), up to
     `max_lora_rank`, `max_cpu_loras` in memory (as many); `lora_modules`: `{name: folder}` of adapters to ask for by name, looked at now.
-    `chat_template`: instead of the tokenizer's own, as text or a file. vLLM's and transformers' further arguments work where they mean the same; the log says which
-    have no effect, and what would change the tokens is refused by name. Raises `ModelError`, `ParamError`."""
+    `chat_template`: instead of the tokenizer's own, as text or a file. Raises `ModelError`, `ParamError`."""
 
     @no_collection()
     def __init__(
@@ -660,26 +636,13 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
             raise ModelError("this model came without a tokenizer: give LLM one")
         return self.tokenizer
 
-    @property
-    def llm_engine(self) -> LLMEngine:
-        "vLLM's engine, for programs that look into it: see `batchlab.compat.vllm`."
-        from batchlab.compat.vllm import LLMEngine
-
-        return LLMEngine(self)
-
     def get_default_sampling_params(self) -> SamplingParams:
         "`SamplingParams` with what the model's generation config recommends, as vLLM has them."
         advised = getattr(self.model, "generation_config", None)
-        names = "repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens"
         given = advised.to_diff_dict() if advised else {}
-        return SamplingParams.of({k: given[k] for k in names if given.get(k) is not None})
-
-    if not TYPE_CHECKING:  # a checker knows what there is
-
-        def __getattr__(self, name: str) -> Any:
-            "What vLLM's `LLM` has and this one has not is refused with what there is."
-            near = INSTEAD_OF_METHODS.get(name)
-            raise AttributeError(f"LLM has no {name!r}" + (f": {near}" if near else ""))
+        names = "repetition_penalty", "temperature", "top_k", "top_p", "min_p"
+        said = {k: given.get(k) for k in names} | dict(max_tokens=given.get("max_new_tokens"))
+        return SamplingParams.of({k: v for k, v in said.items() if v is not None})
 
     def stats(self) -> Stats:
         "The `Stats` of this moment."
@@ -867,6 +830,9 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         if verify:
             outs.report = self.verify(outs)
         return outs
+
+
+suggest_names(LLM)
 
 # %% ../nbs/modules/000_api.ipynb #a0bd6157
 def in_order(llm: LLM, groups: Sequence[RequestGroup]) -> list[RequestGroup]:

@@ -575,7 +575,6 @@ def llm_options(args: argparse.Namespace) -> dict[str, Any]:
             lora_modules=[absolute_module(m) for m in args.lora_modules],
             chat_template=getattr(args, "chat_template", None),
         )
-        | args.idle
     )
 
 
@@ -1131,6 +1130,8 @@ def main(argv: Sequence[str] | None = None, llm: LLM | None = None) -> int:
         try:
             args = parse_args(sys.argv[1:] if argv is None else list(argv))
             note.as_json, spell = getattr(args, "log_json", False), getattr(args, "spell", str)
+            if args.idle:
+                note(f"without effect here: {', '.join(args.idle)}")
             check_output_open(args)
             with log_as_notes():
                 status = call(args, llm)

@@ -6,24 +6,59 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = []
+__all__ = ['VLLM_ENGINE']
 
 # %% ../nbs/modules/000_flags.ipynb #59imp
 import argparse, contextlib, difflib, json, math, os, re, shlex
-from ast import literal_eval
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from . import __version__
 from .errors import JobError, Option
-from .compat.names import GUIDED, REFUSED, WITHOUT_EFFECT, WORKS
+
+# %% ../nbs/modules/000_flags.ipynb #idle0001
+VLLM_ENGINE = (
+    dict(  # vLLM's arguments of an engine that change no answer and nothing here: its defaults
+        aggregate_engine_logging=False,
+        async_scheduling=None,
+        attention_backend=None,
+        attention_config=None,
+        block_size=None,
+        compilation_config=None,
+        convert="auto",
+        cpu_offload_gb=0,
+        data_parallel_size=1,
+        disable_log_stats=False,
+        distributed_executor_backend=None,
+        download_dir=None,
+        enable_chunked_prefill=None,
+        enforce_eager=False,
+        gpu_memory_utilization=0.9,
+        limit_mm_per_prompt=None,
+        max_logprobs=20,
+        num_gpu_blocks_override=None,
+        pipeline_parallel_size=1,
+        runner="auto",
+        scheduling_policy="fcfs",
+        seed=0,
+        swap_space=4,
+        task=None,
+        tensor_parallel_size=1,
+        trust_remote_code=False,
+    )
+)
 
 # %% ../nbs/modules/000_flags.ipynb #59b7b224
+VLLM_FLAGS = {  # of vLLM and transformers: what it is called here
+    "--kv-cache-memory-bytes": "--kv-cache-bytes",
+    "--torch-dtype": "--dtype",
+    "--device-map": "--device",
+}
+
+
 class OneLineParser(argparse.ArgumentParser):
     "An `ArgumentParser` whose errors are a `JobError` of one line."
-
-    idle: Mapping[str, Any] = {}  # what it was given of the flags of vLLM's engine
 
     def __init__(self, *args: Any, **kw: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kw)
@@ -36,13 +71,15 @@ class OneLineParser(argparse.ArgumentParser):
 
     def _meant(self, flag: str) -> str:
         "What was probably meant by an unknown `flag`; '' if there is no guess."
-        form = GUIDED.get(
-            flag.lstrip("-").replace("-", "_"),
-            "json" if flag in ("--json", "--json-schema", "--response-format") else None,
-        )
-        if form and "--structured-outputs" in self._option_string_actions:
+        form = flag.removeprefix("--guided-")
+        if form == flag and flag in ("--json", "--json-schema", "--response-format"):
+            form = "json"
+        if (
+            form in ("json", "regex", "choice", "grammar")
+            and "--structured-outputs" in self._option_string_actions
+        ):
             return f""": give --structured-outputs '{{"{form}": …}}'"""
-        same = "--" + WORKS.get(flag.lstrip("-").replace("-", "_"), "").replace("_", "-")
+        same = VLLM_FLAGS.get(flag)
         longer = [
             option
             for option in self._option_string_actions
@@ -53,8 +90,6 @@ class OneLineParser(argparse.ArgumentParser):
 
     def spell(self, option: Option) -> str:
         "`option` as the flags of this parser say it; as in Python if none of them does."
-        if option.name in self.idle:
-            return f"--{option.name.replace('_', '-')} {option.value}"
         actions = [a for a in self._actions if a.dest == option.name and a.option_strings]
         for a in actions:
             flag = next((s for s in a.option_strings if s.startswith("--")), a.option_strings[0])
@@ -716,43 +751,25 @@ def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
     )
 
 
-def take_idle(parser: OneLineParser, rest: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    "`rest` without the flags of vLLM's engine that `parser` lacks, and those, by their names in Python: `LLM` says what it makes of them."
-    known, idle, left, waiting = (
-        parser._option_string_actions,
-        dict[str, Any](),
-        list[str](),
-        [*reversed(rest)],
-    )
-    while waiting:
-        given = waiting.pop()
-        flag, _, value = given.partition("=")
-        name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
-        if (
-            given == "--"
-            or flag in known
-            or not flag.startswith("--")
-            or name not in WITHOUT_EFFECT | REFUSED
-        ):
-            left.append(given)
-            if given == "--":
-                break
-            continue
-        _, usual = WITHOUT_EFFECT.get(name) or REFUSED[name]
-        if isinstance(usual[0], bool):
-            idle[name] = not flag.startswith("--no-")
-        else:
-            idle[name] = _literal(
-                value or (waiting.pop() if waiting and not waiting[-1].startswith("--") else "")
+def add_idle(parser: OneLineParser) -> None:
+    "Let `parser` take the flags of vLLM's engine that change nothing, and keep silent about them."
+    for name, usual in VLLM_ENGINE.items():
+        how: dict[str, Any] = dict(nargs="?", const="", metavar="X")
+        if isinstance(usual, bool):
+            how = dict(action=argparse.BooleanOptionalAction)
+        flag = f"--{name.replace('_', '-')}"
+        if flag not in parser._option_string_actions:
+            parser.add_argument(
+                flag, help=argparse.SUPPRESS, default=argparse.SUPPRESS, dest=f"idle {flag}", **how
             )
-    return [*left, *reversed(waiting)], idle
 
 
-def _literal(s: str) -> Any:
-    try:
-        return literal_eval(s)
-    except (ValueError, SyntaxError):
-        return s
+def take_idle(args: argparse.Namespace) -> list[str]:
+    "The flags of `add_idle` that were given; they are no arguments any more."
+    given = [k for k in vars(args) if k.startswith("idle ")]
+    for k in given:
+        delattr(args, k)
+    return [k.removeprefix("idle ") for k in given]
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -762,7 +779,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         return argparse.Namespace(command=command, rest=rest)
     parser = parser_of(command)
     if "--max-num-seqs" in parser._option_string_actions:
-        rest, parser.idle = take_idle(parser, rest)
+        add_idle(parser)
     if command in ("generate", "embed"):
         cut = rest.index("--") if "--" in rest else len(rest)
         args = parser.parse_intermixed_args(rest[:cut])  # flags may stand between prompts
@@ -779,7 +796,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
                 f"the model is {args.served!r:.80}, and --model {args.model!r:.80}: give one of them"
             )
         args.model = args.served
-    args.command, args.idle, args.spell = command, parser.idle, parser.spell
+    args.command, args.idle, args.spell = command, take_idle(args), parser.spell
     return args
 
 # %% ../nbs/modules/000_flags.ipynb #compl002

@@ -5,29 +5,71 @@
 # %% ../../nbs/modules/000_params.ipynb #c79cc9c5
 from __future__ import annotations
 
-import copy, numbers, sys
+import copy, numbers, re, sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from functools import lru_cache, wraps
+from inspect import Parameter, isfunction, signature
 from math import inf, nextafter
 from typing import TYPE_CHECKING, Any
 from ..errors import Option, ParamError
-from batchlab.compat.names import (
-    by_any_name,
-    known_settings,
-    read_plain_call,
-    read_settings,
-    setting_fields,
-    settings_of,
-)
 from ..errors import whole_number, written
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 # %% auto #0
-__all__ = ['LOGPROBS_MODES', 'check_logprobs_mode', 'StructuredOutputsParams', 'SamplingParams', 'read_beam_call',
-           'BeamSearchParams']
+__all__ = ['LOGPROBS_MODES', 'SETTINGS', 'near_name', 'check_names', 'suggest_names', 'check_logprobs_mode',
+           'StructuredOutputsParams', 'SamplingParams', 'BeamSearchParams']
+
+# %% ../../nbs/modules/000_params.ipynb #par00003
+@lru_cache(4096)
+def near_name(name: str, names: Collection[str]) -> str | None:
+    "The one of `names`, a tuple or a frozen set, that `name` is probably a misspelling of, or None."
+    plain = re.sub("([a-z])([A-Z])", r"\1_\2", name).replace("-", "_").lower()
+    return next(iter(get_close_matches(plain, sorted(names), 1, 0.8)), None)
+
+
+def check_names(given: dict[str, Any], names: Collection[str], of: str = "") -> None:
+    """Raise `ParamError` unless each key of `given` is one of `names`, a tuple or a frozen set.
+
+    `of`: the field whose value `given` is, if it is one's."""
+    for k in given:
+        if k in names:
+            continue
+        near = near_name(k, names) if isinstance(k, str) else None
+        hint = f"did you mean {near!r}?" if near else f"expected one of {', '.join(names)}"
+        what = f"{of} has no" if of else "unknown setting"
+        raise ParamError(f"{what} {k!r:.60}: {hint}", field=of or str(k)[:60])
+
+# %% ../../nbs/modules/000_params.ipynb #par00006
+def _suggests(call: Callable[..., Any]) -> Callable[..., Any]:
+    "`call`, whose `TypeError` for a keyword that it doesn't have ends with the nearest name."
+    names = tuple(signature(call).parameters)
+
+    @wraps(call)
+    def checked(*args: Any, **given: Any) -> Any:
+        for k in given:
+            if k not in names and (near := near_name(k, names)):
+                what = f"{call.__qualname__}() got an unexpected keyword argument {k!r}"
+                raise TypeError(f"{what}. Did you mean {near!r}?")
+        return call(*args, **given)
+
+    return checked
+
+
+def suggest_names(*classes: type) -> None:
+    "Let the calls of `classes` name the nearest argument to one that they don't have, as Python does by itself from 3.13 on."
+    if sys.version_info >= (3, 13):
+        return
+    for cls in classes:
+        for name in [k for k in vars(cls) if k == "__init__" or k[0] != "_"]:
+            call = vars(cls)[name]
+            if isfunction(call) and not any(
+                p.kind is Parameter.VAR_KEYWORD for p in signature(call).parameters.values()
+            ):
+                setattr(cls, name, _suggests(call))
 
 # %% ../../nbs/modules/000_params.ipynb #132d0887
 _ABOVE_0, _FINITE = (
@@ -221,26 +263,6 @@ _KINDS: dict[str, tuple[str, Callable[[Any], object]]] = (
 )
 
 
-def _read_structured(
-    unknown: dict[str, Any], given: dict[str, Any], names: list[str]
-) -> dict[str, Any]:
-    "For `reads`: the keywords of `StructuredOutputsParams`; which library does it is vLLM's matter. Raises `ParamError`."
-    for k, v in unknown.items():
-        if k in ("backend", "disable_fallback"):
-            continue
-        if k in ("whitespace_pattern", "structural_tag", "disable_additional_properties") and v in (
-            None,
-            False,
-        ):
-            continue
-        near = "".join(f"; did you mean {name!r}?" for name in get_close_matches(k, names, 1))
-        raise _about(
-            "structured_outputs", f"has no {k!r:.60}: it takes one of {', '.join(_KINDS)}{near}"
-        )
-    return given
-
-
-@by_any_name(__init__=_read_structured)
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """What the whole text of an answer must be, exactly one of the first five; vLLM's names. Raises `ParamError`.
@@ -282,7 +304,8 @@ class StructuredOutputsParams:
         "From `StructuredOutputsParams` or a dict of its fields."
         if isinstance(x, cls):
             return x
-        if isinstance(x, dict) and all(map(_is_text, x)):
+        if isinstance(x, dict):
+            check_names(x, tuple(cls.__dataclass_fields__), "structured_outputs")
             return cls(**x)
         raise _about(
             "structured_outputs",
@@ -400,12 +423,9 @@ def _check_together(p: SamplingParams) -> None:
         )
 
 # %% ../../nbs/modules/000_params.ipynb #d3cbd773
-@by_any_name(__init__=read_settings)
 @dataclass
 class SamplingParams:
     """How to sample one request; vLLM's names and defaults. Every field is checked: raises `ParamError`.
-
-    Others' names that mean exactly the same work too, such as `max_new_tokens`; those that don't are refused with what to write.
 
     A `temperature` below 1e-5 is greedy: `top_p`, `top_k`, `min_p` say nothing then. `bad_words` takes lists of ids besides
     strings. `logit_bias` is cut to -100..100. Of `seed`, torch's CPU generator reads the lower 32 bits.
@@ -465,9 +485,8 @@ class SamplingParams:
             return x
         if x is None or isinstance(x, dict):
             own = x or {}
-            return cls(
-                **{**defaults, **(own if own.keys() <= setting_fields() else settings_of(own))}
-            )
+            check_names(own, SETTINGS)
+            return cls(**{**defaults, **own})
         transformers = sys.modules.get("transformers")  # whoever made `x` has imported it
         if transformers and isinstance(x, transformers.GenerationConfig):
             return _from_generation_config(x, defaults)
@@ -484,6 +503,9 @@ class SamplingParams:
     def clone(self) -> SamplingParams:
         "A copy that may be changed."
         return copy.deepcopy(self)
+
+
+SETTINGS = tuple(f.name for f in fields(SamplingParams))  # the names of all settings
 
 # %% ../../nbs/modules/000_params.ipynb #f41e2dc4
 _GC_NEUTRAL: dict[str, Any] = {
@@ -567,47 +589,8 @@ _BEAM_RULES = dict(
         "1 ranks answers by the mean of their log probabilities, 0 by the sum",
     ),
 )
-_BEAM_NAMES = dict(
-    num_beams="beam_width", max_new_tokens="max_tokens", max_completion_tokens="max_tokens"
-)
-_BEAM_NEUTRAL: dict[str, Any] = dict(do_sample=False, early_stopping=False, n=1)
 
 
-def _read_beams(unknown: dict[str, Any], given: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    "For `reads`: the keywords of `BeamSearchParams`. Raises `ParamError`."
-    found = dict(given)
-    for k, v in unknown.items():
-        if (name := _BEAM_NAMES.get(k)) is not None:
-            if name in found or name not in names:
-                raise ParamError(f"{k} and {name} are the same: give one of them", field=k)
-            found[name] = v
-        elif v is not None and (k not in _BEAM_NEUTRAL or v != _BEAM_NEUTRAL[k]):
-            near = get_close_matches(k, [*_BEAM_RULES, "ignore_eos"], 1)
-            raise ParamError(
-                f"a beam search has no {k!r:.60}: {f'did you mean {near[0]!r}?' if near else 'leave it out, or use llm.generate'}",
-                field=k,
-            )
-    return found
-
-
-def read_beam_call(
-    unknown: dict[str, Any], given: dict[str, Any], names: list[str]
-) -> dict[str, Any]:
-    "For `reads`: the keywords of `LLM.beam_search`, with settings in place of `params` too. Raises `ParamError`."
-    own = {
-        k: v
-        for k, v in unknown.items()
-        if k in _BEAM_NAMES or k in BeamSearchParams.__dataclass_fields__ or k in known_settings()
-    }
-    given = read_plain_call({k: v for k, v in unknown.items() if k not in own}, given, names)
-    if own and ("params" not in names or given.get("params") is not None):
-        raise ParamError(
-            f"{', '.join(own)}: settings stand in params, as in BeamSearchParams({next(iter(own))}=…)"
-        )
-    return given | dict(params=own) if own else given
-
-
-@by_any_name(__init__=_read_beams)
 @dataclass
 class BeamSearchParams:
     """How `LLM.beam_search` searches; vLLM's names. `max_tokens`: None goes on to the context length. Raises `ParamError`.
@@ -641,9 +624,13 @@ class BeamSearchParams:
         "From `BeamSearchParams` or a dict of its fields."
         if isinstance(x, cls):
             return x
-        if isinstance(x, dict) and "beam_width" in x.keys() | {_BEAM_NAMES.get(k) for k in x}:
+        if isinstance(x, dict) and "beam_width" in x:
+            check_names(x, tuple(cls.__dataclass_fields__))
             return cls(**x)
         raise ParamError(
             f"params must be BeamSearchParams or a dict with beam_width, got {x!r:.40}: BeamSearchParams(beam_width=4, max_tokens=64)",
             field="params",
         )
+
+
+suggest_names(SamplingParams, StructuredOutputsParams, BeamSearchParams)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import JobError, ParamError, PromptError
 from ..llm.inputs import settings_for
-from ..compat.names import settings_of
-from ..core.params import SamplingParams
+from ..core.params import SETTINGS, SamplingParams, check_names
 from .job import Job, JobResult, log
 from .lines import JobLine, Postprocess, answer_of, failure_of, parse_line
 from .runner import name_of
@@ -46,7 +45,8 @@ def options_of(sampling_params: Any) -> dict[str, Any] | None:
     if not sampling_params:
         return None
     if isinstance(sampling_params, dict):
-        return settings_of(sampling_params)
+        check_names(sampling_params, SETTINGS)
+        return dict(sampling_params)
     given, defaults = vars(SamplingParams.of(sampling_params)), vars(SamplingParams())
     return {
         k: v for k, v in given.items() if k in ("temperature", "max_tokens") or v != defaults[k]

@@ -17,8 +17,7 @@ from tqdm import tqdm
 
 from ..errors import BatchlabError, JobError, Message, Option
 from ..core.hashes import chunk_hashes
-from ..compat.names import settings_of
-from ..core.params import SamplingParams
+from ..core.params import SETTINGS, SamplingParams, check_names
 from .formats import Raw, export_records, read_raw
 from batchlab.jobs.journal import (
     AnswerFile,
@@ -740,7 +739,7 @@ class Job:
         "Settle what is left open. Raises `JobError` if the job can't be."
         self._names = None
         if self.sampling_params:
-            self.sampling_params = settings_of(self.sampling_params)
+            check_names(self.sampling_params, SETTINGS)
         for name in ("look_ahead", "limit"):
             if (n := getattr(self, name)) is not None and n < 1:
                 raise JobError(f"{name} must be at least 1, got {n}")

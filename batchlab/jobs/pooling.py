@@ -104,7 +104,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = dict(
     mm_processor_kwargs=({},),
     chat_template_kwargs=({},),
 )
-_FIELDS = {"use_activation", "normalize", "softmax", "activation", "truncate_prompt_tokens"}
+_SAME = dict.fromkeys(
+    ("normalize", "softmax", "activation"), "use_activation"
+)  # vLLM's older names
+_FIELDS = {"use_activation", *_SAME, "truncate_prompt_tokens"}
 _OWN = dict(
     embed={"dimensions", "encoding_format", "prompt_name", "input"},
     classify={"input"},
@@ -200,8 +203,11 @@ def _params(d, kind):
     "The `PoolingParams` of the keys that are left in dict `d`. Raises `BadRequest` for those that mean nothing, `ParamError`."
     known, given = _FIELDS | _OWN[kind], {}
     for k, v in d.items():
+        name = _SAME.get(k, k)
+        if k in known and given.get(name) is not None:
+            raise BadRequest(f"{k} and {name} say the same: give one of them", param=k)
         if k in known:
-            given[k] = v
+            given[name] = v
         elif k not in _NEUTRAL:
             near = difflib.get_close_matches(k, known, 1)
             raise BadRequest(

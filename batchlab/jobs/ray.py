@@ -21,6 +21,7 @@ import numpy as np, psutil, torch
 
 from ..errors import BatchlabError, EngineError, JobError, Option, ParamError
 from ..api import LLM
+from ..core.params import SETTINGS, check_names
 from ..tasks.lora import read_modules
 from ..models import template_text
 from ..serve.batches import BatchJob
@@ -29,7 +30,7 @@ from .journal import Ledgerbook, Outbox, replace_file
 from ..tasks.pooled import PoolingParams
 from .lines import JobLine, failure_of, parse_line
 from .pooling import PoolingRequest
-from ..compat.names import is_setting, settings_of
+from .settings import is_setting
 from .runner import LineRunner, model_digest, name_of
 from .tables import Columns, check_output, flat
 
@@ -179,7 +180,8 @@ class BatchLLM:
         setting_columns: Sequence[str] = (),
         **llm: Any,
     ) -> None:
-        sampling_params = settings_of(sampling_params or {})
+        sampling_params = sampling_params or {}
+        check_names(sampling_params, SETTINGS)
         if _several(sampling_params):
             raise ParamError(_SEVERAL)
         if num_threads:

@@ -11,16 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ParamError, PromptError
-from batchlab.compat.names import (
-    ALIASES,
-    DROPPED,
-    GUIDED,
-    is_setting,
-    setting_fields,
-    settings_of,
-)
+from .settings import ALIASES, DROPPED, KNOWN_SETTINGS, is_setting, settings_of
 from ..errors import whole_number, written
-from ..core.params import SamplingParams
+from ..core.params import SETTINGS, SamplingParams
 
 log = logging.getLogger("batchlab")
 
@@ -46,8 +39,14 @@ class BadRequest(ValueError):
         self.code, self.param = code, param
 
 # %% ../../nbs/40_openai.ipynb #oa000017
-OPTIONS = setting_fields() - {"logprobs", "prompt_logprobs", "prompt_logprob_start", "detokenize"}
-KNOWN = OPTIONS | {*ALIASES, *GUIDED, "response_format", "logprobs", "top_logprobs"}
+NOT_IN_BODY = {
+    "logprobs",
+    "prompt_logprobs",
+    "prompt_logprob_start",
+    "detokenize",
+}  # by these names
+OPTIONS = {*SETTINGS} - NOT_IN_BODY
+KNOWN = {*KNOWN_SETTINGS} - NOT_IN_BODY | {"logprobs"}
 
 # %% ../../nbs/40_openai.ipynb #oa000022
 def logprobs_of(given: dict[str, Any], chat: bool) -> Any:

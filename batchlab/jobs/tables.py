@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from ..errors import JobError, Option
-from ..compat.names import INSTEAD, known_settings, near_key, plain_name
+from ..core.params import near_name
+from .settings import INSTEAD, KNOWN_SETTINGS
 
 # %% auto #0
 __all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'Cells', 'INT', 'FLOAT', 'TRUTH', 'OPTIONAL', 'ANSWER',
@@ -540,7 +541,7 @@ SETTINGS_REMARK = "columns with names of settings are data here: {}; setting_col
 
 def is_setting_name(name: str) -> bool:
     "Whether a column `name` may be a setting of its row."
-    return name in known_settings() - NO_SETTINGS or name in ("timeout", "adapter")
+    return name in KNOWN_SETTINGS and name not in NO_SETTINGS or name in ("timeout", "adapter")
 
 
 def check_setting(name: str, options: Collection[str] = ()) -> None:
@@ -550,7 +551,7 @@ def check_setting(name: str, options: Collection[str] = ()) -> None:
     advice = (
         "a template (--system '{system}')"
         if name == "system"
-        else INSTEAD.get(plain_name(name)) or near_key(name) or ""
+        else INSTEAD.get(name) or near_name(name, KNOWN_SETTINGS) or ""
     )
     if name in CHAT_OPTIONS:
         advice = "chat (--chat) as well, as it is for conversations"

@@ -20,7 +20,7 @@ from batchlab.models import (
     start_token_id,
     template_text,
 )
-from ..compat.names import is_setting, settings_of
+from ..core.params import SETTINGS, check_names, near_name
 from ..errors import whole_number, written
 from .outputs import RequestOutput
 from ..tasks.pooled import PoolingParams
@@ -157,24 +157,27 @@ def split_settings(prompt: Any) -> tuple[Any, dict[str, Any]]:
     Raises `ParamError`."""
     if not isinstance(prompt, dict) or prompt.keys() <= PROMPT_KEYS | CHAT_KEYS:
         return prompt, {}
-    own = {
-        k: v
-        for k, v in prompt.items()
-        if k not in PROMPT_KEYS | CHAT_KEYS and isinstance(k, str) and is_setting(k, v)
-    }
-    rest = {k: v for k, v in prompt.items() if k not in own}
-    if isinstance(nested := own.get("sampling_params"), dict):
-        del own["sampling_params"]
-        if twice := nested.keys() & own.keys():
-            raise ParamError(
-                f"{min(twice)} stands in sampling_params and beside it: give one of them",
-                field=min(twice),
-            )
-        own = nested | own
-    own = settings_of(
-        {k: v for k, v in own.items() if not (isinstance(v, float) and v != v)}
-    )  # NaN: how pandas says None
+    own, rest = {}, {}
+    for k, v in prompt.items():
+        known = k in PROMPT_KEYS | CHAT_KEYS
+        meant = not known and (k in _OWN or isinstance(k, str) and near_name(k, _OWN))
+        (own if meant else rest)[k] = v
+    nested = own.pop("sampling_params", None) or {}
+    if not isinstance(nested, dict):
+        raise ParamError(field="sampling_params", value=nested, want="a dict of settings")
+    if twice := nested.keys() & own.keys():
+        raise ParamError(
+            f"{min(twice)} stands in sampling_params and beside it: give one of them",
+            field=min(twice),
+        )
+    own = nested | own
+    check_names(own, SETTINGS)
+    # NaN is how pandas says None
+    own = {k: v for k, v in own.items() if not (isinstance(v, float) and v != v)}
     return rest, {k: v for k, v in own.items() if v is not None or k == "max_tokens"}
+
+
+_OWN = (*SETTINGS, "sampling_params")
 
 # %% ../../nbs/modules/000_inputs.ipynb #inp00003
 def check_forms(prompts: Sequence[Any], chat: bool) -> None:
@@ -446,12 +449,3 @@ def log_failures(outs: Sequence[RequestOutput]) -> None:
         len(outs),
         said,
     )
-
-# %% ../../nbs/modules/000_inputs.ipynb #inp00011
-def __getattr__(name: str) -> Any:
-    "vLLM's prompts, by its place for them: they are `batchlab.compat.vllm`'."
-    if name not in ("TextPrompt", "TokensPrompt"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from batchlab.compat import vllm as habits
-
-    return getattr(habits, name)

@@ -17,7 +17,6 @@ from ..errors import EngineError, ParamError
 from ..llm.inputs import Settings, chat_options, read_prompt, settings_for
 from ..models.lengths import SHORT, chars_in
 from ..api import LLM, trim_memory
-from ..compat.names import by_any_name, read_call
 from ..llm.outputs import CompletionOutput, RequestOutput, Stats, StreamEvent, total_logprob
 
 # %% auto #0
@@ -139,7 +138,6 @@ class _Mailbox:
         self.loop.call_later(min(LONGEST_REST, REST * (time.thread_time() - start)), self.look)
 
 # %% ../../nbs/46_async.ipynb #fea3e7ff
-@by_any_name(generate=read_call, chat=read_call)
 class AsyncLLM:
     """An `LLM` for asyncio: `async for output in llm.generate(prompt, params)`, in as many tasks as you like.
 

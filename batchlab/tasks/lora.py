@@ -729,8 +729,3 @@ class LoRACalls:
     def list_loras(self) -> set[int]:
         "The numbers of the adapters that requests asked for and that were not removed."
         return {*self._adapters().current}
-
-# %% ../../nbs/modules/000_lora.ipynb #lora0004
-__path__: list[
-    str
-] = []  # `batchlab.tasks.lora.request` is a name of vLLM's, see `batchlab.compat.vllm`

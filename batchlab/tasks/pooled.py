@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ..errors import Fault, ParamError
-from ..compat.names import by_any_name
+from ..core.params import check_names, suggest_names
 from ..errors import whole_number, written
 from ..llm.outputs import RequestGroup
 from ..llm.shown import brief, short
@@ -25,7 +25,6 @@ __all__ = ['POOLING_TASKS', 'POOLING_TYPES', 'RESULTS', 'PoolingParams', 'Pooler
 # %% ../../nbs/modules/000_pooled.ipynb #poo00007
 POOLING_TASKS = "embed", "classify", "score", "token_embed", "token_classify"
 POOLING_TYPES = "mean", "cls", "last", "max", "mean_sqrt_len", "weightedmean"
-_SAME = dict(normalize="use_activation", softmax="use_activation", activation="use_activation")
 
 
 def _whole(name: str, v: Any, least: int, want: str) -> int:
@@ -45,25 +44,6 @@ def _wholes(name: str, v: Any) -> tuple[int, ...]:
     )
 
 
-def _read_pooling(
-    unknown: dict[str, Any], given: dict[str, Any], names: list[str]
-) -> dict[str, Any]:
-    "For `reads`: the keywords of `PoolingParams` by vLLM's older names too. Raises `ParamError`."
-    found = dict(given)
-    for k, v in unknown.items():
-        if v is None:
-            continue
-        if k in _SAME and found.get(_SAME[k]) is not None:
-            raise ParamError(f"{k} and {_SAME[k]} say the same: give one of them", field=k)
-        if k not in _SAME:
-            raise ParamError(
-                f"pooling has no parameter {k!r:.60}: known are {', '.join(names)}", field=k
-            )
-        found[_SAME[k]] = v
-    return found
-
-
-@by_any_name(__init__=_read_pooling)
 @dataclass(frozen=True)
 class PoolingParams:
     """What is wanted of a prompt's hidden states; vLLM's names. Every field is checked: raises `ParamError`.
@@ -128,6 +108,7 @@ class PoolingParams:
                 field="pooling_params",
             )
         given: dict[str, Any] = x if isinstance(x, dict) else {}
+        check_names(given, tuple(cls.__dataclass_fields__))
         p = x if isinstance(x, cls) else cls(**given)
         if task is None or p.task == task:
             return p
@@ -142,35 +123,9 @@ class PoolingParams:
         return self
 
 
-def _read_pooler(
-    unknown: dict[str, Any], given: dict[str, Any], names: list[str]
-) -> dict[str, Any]:
-    "For `reads`: the keywords of `PoolerConfig` by vLLM's other names too, and what changes nothing here. Raises `ParamError`."
-    found, same = dict(given), dict(seq_pooling_type="pooling_type", **_SAME)
-    for k, v in unknown.items():
-        if (
-            v is None
-            or k == "task"
-            and v in ("embed", "classify", "score")
-            or k == "tok_pooling_type"
-            and v == "ALL"
-        ):
-            continue
-        if k == "task":
-            raise ParamError(
-                f"pooler_config has no task {v!r:.40}: a call names it, as in llm.encode(texts, pooling_task={v!r:.40}), and llm.score compares whole texts",
-                field="pooler_config",
-            )
-        if k not in same or found.get(same[k]) is not None:
-            raise ParamError(f"pooler_config has {k!r:.60}: it takes {', '.join(names)}", field=k)
-        found[same[k]] = v
-    return found
-
-
-@by_any_name(__init__=_read_pooler)
 @dataclass(frozen=True)
 class PoolerConfig:
-    """How a model's states become a vector, where that is to be another way than its folder says; vLLM's name and keywords. Raises `ParamError`.
+    """How a model's states become a vector, where that is to be another way than its folder says. Raises `ParamError`.
 
     `pooling_type`: one of `POOLING_TYPES`, in any case. `use_activation`: what `PoolingParams` that say nothing get."""
 
@@ -195,24 +150,22 @@ class PoolerConfig:
 
     @classmethod
     def of(cls, x: Any) -> PoolerConfig:
-        "From `PoolerConfig`, vLLM's, a dict, the name of a pooling or None. Raises `ParamError`."
+        "From `PoolerConfig`, a dict, the name of a pooling or None. Raises `ParamError`."
         if isinstance(x, cls):
             return x
         if isinstance(x, str):
             return cls(x)
-        if not (x is None or isinstance(x, dict) or hasattr(x, "__dict__")):
+        if x is not None and not isinstance(x, dict):
             raise ParamError(
                 f"pooler_config must be PoolerConfig, a dict or the name of a pooling, got {x!r:.40}",
                 field="pooler_config",
             )
-        given = (
-            x
-            if isinstance(x, dict)
-            else {}
-            if x is None
-            else {k: v for k, v in vars(x).items() if v is not None}
-        )
+        given: dict[str, Any] = x or {}
+        check_names(given, tuple(cls.__dataclass_fields__), "pooler_config")
         return cls(**given)
+
+
+suggest_names(PoolingParams, PoolerConfig)
 
 # %% ../../nbs/modules/000_pooled.ipynb #poo00010
 @dataclass(eq=False, repr=False)

@@ -37,7 +37,7 @@ from batchlab.llm.inputs import (
 )
 from ..models.lengths import SHORT, beginning, check_length
 from ..models import max_model_len
-from ..compat.names import by_any_name, read_pooling_call
+from ..core.params import suggest_names
 from ..llm.outputs import Outputs
 from batchlab.tasks.pooled import (
     ClassificationRequestOutput,
@@ -694,13 +694,6 @@ def _compared(a: PoolingRequestOutput[Any], b: PoolingRequestOutput[Any]) -> Sco
     )
 
 # %% ../../nbs/31_embeddings.ipynb #emb00065
-@by_any_name(
-    embed=read_pooling_call,
-    encode=read_pooling_call,
-    classify=read_pooling_call,
-    score=read_pooling_call,
-    reward=read_pooling_call,
-)
 class PoolingCalls:
     """The methods of `LLM` that make something of hidden states. vLLM's names, arguments and results; but `reward` gives the logits of a text where
     a head classifies texts, and of each token where it classifies tokens."""
@@ -885,3 +878,6 @@ class PoolingCalls:
         return llm._collect(
             read_prompts(prompts, False, params, lora_request=lora_request), use_tqdm
         )
+
+
+suggest_names(PoolingCalls)
