@@ -25,7 +25,6 @@ _HOMES = {
     "view.tracefile": ("Trace",),
     "view.pictures": ("timeline",),
     "jobs.frames": ("run",),
-    "compat.vllm": ("EngineArgs", "LLMEngine", "TextPrompt", "TokensPrompt"),
 }
 _lazy = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
@@ -50,10 +49,6 @@ __all__ = [
     "Trace",
     "timeline",
     "run",
-    "EngineArgs",
-    "LLMEngine",
-    "TextPrompt",
-    "TokensPrompt",
 ]
 _lazy |= {  # not by *: widgets want a package of their own, and errors are caught by their base
     "LiveView": "view.widgets",
@@ -63,7 +58,6 @@ _lazy |= {  # not by *: widgets want a package of their own, and errors are caug
 
 if TYPE_CHECKING:
     from .api import LLM
-    from .compat.vllm import EngineArgs, LLMEngine, TextPrompt, TokensPrompt
     from .core.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
     from .errors import (
         BatchlabError,

@@ -6,19 +6,20 @@ import pytest, torch
 from safetensors.torch import save_file
 from transformers import AutoModelForSequenceClassification
 
-from batchlab import (
+from batchlab.compat.vllm import (
     LLM,
     EngineArgs,
+    FlexibleArgumentParser,
     LLMEngine,
     LoRARequest,
     PoolerConfig,
     PoolingParams,
     SamplingParams,
     TokensPrompt,
+    print_embeddings,
 )
 from batchlab.errors import ParamError, PromptError
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.compat.vllm import FlexibleArgumentParser, print_embeddings
 from test_encoders import encoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -125,7 +126,6 @@ def test_keywords_of_vllm_for_pooling():
     cut = [
         llm.embed(long, **how)[0]
         for how in (
-            dict(truncate_prompt_tokens=5),
             dict(tokenization_kwargs=dict(truncate_prompt_tokens=5)),
             dict(pooling_params=PoolingParams(truncate_prompt_tokens=5)),
         )
@@ -141,14 +141,12 @@ def test_keywords_of_vllm_for_pooling():
         llm.embed(TokensPrompt(prompt_token_ids=cut[0].prompt_token_ids))[0].outputs
         == cut[0].outputs
     )
-    for wrong, words in (
-        (dict(task="token_embed"), "pooling_task="),
-        (dict(step_tag_id=3), "step_tag_id"),
-    ):
-        with pytest.raises(ParamError, match=words):
-            PoolerConfig(**wrong)
+    with pytest.raises(ParamError, match="pooling_task="):
+        PoolerConfig(task="token_embed")
+    with pytest.raises(TypeError, match="step_tag_id"):
+        PoolerConfig(step_tag_id=3)
     for call in (llm.embed, llm.encode):
-        with pytest.raises(ParamError, match="max_tokens"):
+        with pytest.raises(TypeError, match="max_tokens"):
             call("a", max_tokens=3)
 
 

@@ -6,27 +6,15 @@ from functools import cache
 import pytest, torch
 
 from helpers import same
-from hypothesis import assume, given, settings as budget, strategies as st
+from hypothesis import strategies as st
 from test_package import py
 
-from batchlab import LLM, AsyncLLM, EngineArgs, SamplingParams
+from batchlab import LLM, AsyncLLM, SamplingParams
+from batchlab.compat import vllm
+from batchlab.compat.vllm import EngineArgs
 from batchlab.errors import ModelError, ParamError, PromptError
-from batchlab.llm.inputs import CHAT_KEYS, PROMPT_KEYS, parse_prompt, split_settings
+from batchlab.llm.inputs import split_settings
 from batchlab.models import encode_chat, tiny_model, tiny_tokenizer
-from batchlab.compat.names import (
-    ALIASES,
-    DROPPED,
-    ENGINE_DEFAULTS,
-    NEUTRAL,
-    REFUSED,
-    WITHOUT_EFFECT,
-    WORKS,
-    plain_name,
-    read_call,
-    read_engine,
-    setting_names,
-    settings_of,
-)
 from batchlab.core.params import BeamSearchParams
 from batchlab.tasks.pooled import PoolingParams
 from batchlab.jobs.schema import BadRequest, parse_online
@@ -90,180 +78,41 @@ ODD = [
 DEFAULTS = dataclasses.asdict(SamplingParams())
 
 
-def says_nothing(k, v):
-    "Whether setting `k` at `v` asks for what is the default, or for nothing."
-    neutral = [*NEUTRAL.get(k, ()), DEFAULTS.get(ALIASES.get(k, k))]
-    return v is None or v in ([], {}, "", False, -1) or any(v == x for x in neutral)
-
-
-def names(k, error):
-    "Whether `error` names setting `k`, or the field that it sets."
-    return any(
-        n in str(error)
-        for n in {k, plain_name(k), ALIASES.get(k, k), "structured_outputs", "json_schema"}
-    )
-
-
-@budget(max_examples=600, deadline=None)
-@given(st.sampled_from(sorted(setting_names() | DROPPED) + ODD), VALUES)
-def test_a_setting_is_used_or_refused_by_name(k, v):
-    assume(not says_nothing(k, v))
-    for make in (lambda: SamplingParams(**{k: v}), lambda: SamplingParams.of({k: v})):
-        try:
-            assert make() != SamplingParams(), (k, v)
-        except ParamError as e:
-            assert names(k, e), (k, v, e)
-    if k in PROMPT_KEYS | CHAT_KEYS | {"sampling_params"}:
-        return
-    try:
-        rest, own = split_settings({"prompt": "p", k: v})
-        if own:
-            assert SamplingParams(**own) != SamplingParams(), (k, v)
-        else:
-            parse_prompt(rest)
-    except (ParamError, PromptError) as e:
-        assert names(k, e), (k, v, e)
-    else:
-        assert own or v != v, (k, v)  # NaN is how pandas says None
-
-
-@budget(max_examples=600, deadline=None)
-@given(st.sampled_from(sorted({*ENGINE_DEFAULTS, *WORKS, *setting_names()}) + ODD), VALUES)
-def test_an_argument_of_an_engine_is_used_refused_by_name_or_reported(k, v):
-    own, heard = [*inspect.signature(LLM).parameters], []
-    if k in own:
-        return
-    handler, log = logging.Handler(), logging.getLogger("batchlab")
-    handler.emit = lambda record: heard.append(record.getMessage())
-    log.addHandler(handler)
-    try:
-        found = read_engine({k: v}, {}, own)
-    except ParamError as e:
-        assert k in str(e), (k, v, e)
-    else:
-        why, neutral = (WITHOUT_EFFECT | REFUSED).get(k, ("", []))
-        asks = v is not None and v not in ([], {}, "") and not any(v == x for x in neutral)
-        assert (
-            not asks
-            or found
-            or (k in WITHOUT_EFFECT and len(heard) == 1 and k in heard[0] and why in heard[0])
-        ), (k, v)
-        assert k in WITHOUT_EFFECT or not heard
-    finally:
-        log.removeHandler(handler)
-
-
-@budget(max_examples=400, deadline=None)
-@given(
-    st.sampled_from(
-        sorted(
-            setting_names()
-            | {
-                "lora_request",
-                "prompt_token_ids",
-                "inputs",
-                "params",
-                "callback",
-                "truncate_prompt_tokens",
-            }
-        )
-        + ODD
-    ),
-    VALUES,
-)
-def test_an_argument_of_a_call_is_used_or_refused_by_name(k, v):
-    own = [p for p in inspect.signature(LLM.generate).parameters if p != "prompts"]
-    if k in own:
-        return
-    try:
-        found = read_call({k: v}, {}, own)
-    except ParamError as e:
-        assert names(k, e), (k, v, e)
-    else:
-        assert found or v is None or v in ({}, "auto") or any(v == x for x in NEUTRAL.get(k, ())), (
-            k,
-            v,
-        )
-
-
 @pytest.mark.parametrize(
-    "kw,field,value",
+    "kw, words",
     [
-        (dict(max_new_tokens=3), "max_tokens", 3),
-        (dict(max_completion_tokens=None), "max_tokens", None),
-        (dict(max_new_tokens=3, max_tokens=3), "max_tokens", 3),
-        (dict(logprobs=True, top_logprobs=2), "logprobs", 2),
-        (dict(best_of=1, use_beam_search=False, logits_processors=None, n=2), "n", 2),
-        (
-            dict(guided_choice=["a"], response_format=dict(type="text")),
-            "structured_outputs",
-            dict(choice=["a"]),
-        ),
-        (dict(guided_decoding=dict(regex="a")), "structured_outputs", dict(regex="a")),
-        (
-            dict(response_format=dict(type="json_object")),
-            "structured_outputs",
-            dict(json_object=True),
-        ),
-    ],
-)
-def test_other_names_of_a_setting_work_everywhere(kw, field, value):
-    want = SamplingParams(**{field: value})
-    assert (
-        SamplingParams(**kw) == want == SamplingParams.of(kw)
-        and SamplingParams.of(kw, min_p=0.5).min_p == 0.5
-    )
-    assert split_settings(dict(prompt="p", **kw)) == (dict(prompt="p"), settings_of(kw))
-    assert SamplingParams(**settings_of(kw)) == want == want.clone() and want.clone() is not want
-
-
-@pytest.mark.parametrize(
-    "kw,words",
-    [
-        (dict(temprature=1), "did you mean 'temperature'"),
-        (dict(stop_sequences=["a"]), "give stop"),
-        (dict(stop_strings="a"), "give stop"),
-        (dict(do_sample=True), "give temperature"),
-        (dict(num_return_sequences=2), "give n"),
-        (dict(best_of=2), "best_of=2"),
-        (dict(max_length=5), "give max_tokens"),
-        (dict(max_tokens=3, max_new_tokens=4), "one of them"),
+        (dict(temprature=1), "temprature.*Did you mean 'temperature'"),
+        (dict(max_new_tokens=4), "max_new_tokens.*Did you mean 'max_tokens'"),
+        (dict(guided_json={}), "guided_json"),
+        (dict(stop_strings="a"), "stop_strings"),
+        (dict(do_sample=True), "do_sample"),
+        (dict(num_return_sequences=2), "num_return_sequences"),
+        (dict(best_of=2), "best_of"),
         (dict(output_kind=1), "output_kind"),
-        (dict(truncate=True), "truncate_prompt_tokens"),
-        (dict(extra_args=dict(a=1)), "extra_args"),
-        (dict(temprature=None), "temperature"),
-        (dict(guided_json={}, guided_regex="a"), "one of them"),
-        (dict(top_logprobs=2), "top_logprobs needs logprobs"),
-        ({"max-tokens": 3}, "'max_tokens'"),
-        (dict(foo=1), "'foo'"),
+        (dict(temprature=None), "temprature"),
+        (dict(foo=1), "foo"),
     ],
 )
-def test_other_names_that_mean_something_else_say_what_to_write(kw, words):
-    for make in (
-        lambda: SamplingParams(**kw),
-        lambda: SamplingParams.of(kw),
-        lambda: split_settings(dict(prompt="p", **kw)),
+def test_a_setting_that_there_is_not_is_a_type_error_with_a_near_name(kw, words):
+    with pytest.raises(TypeError, match=words):
+        SamplingParams(**kw)
+    with pytest.raises(ParamError, match=[*kw][0]):
+        SamplingParams.of(kw)  # a dict of settings, as files and calls have it
+
+
+def test_a_near_name_in_a_dict_of_a_prompt_is_refused():
+    for kw, words in (
+        (dict(temprature=1), "did you mean 'temperature'"),
+        ({"max-tokens": 3}, "'max_tokens'"),
     ):
-        if (
-            kw == dict(foo=1)
-            and make is not None
-            and "foo" in split_settings(dict(prompt="p", foo=1))[0]
-        ):
-            make = lambda: SamplingParams(**kw)
         with pytest.raises(ParamError, match=words):
-            make()
+            split_settings(dict(prompt="p", **kw))
 
 
 def test_positions_and_names_do_not_meet():
-    assert SamplingParams(2, max_new_tokens=3) == SamplingParams(n=2, max_tokens=3)
-    for make in (
-        lambda: SamplingParams(2, n=3),
-        lambda: LLM(tiny()[0], model=3),
-        lambda: SamplingParams(
-            1, 0, 0, 1, 1, 1, 0, 0, None, None, None, None, False, 5, max_new_tokens=6
-        ),
-    ):
-        with pytest.raises(ParamError, match="twice"):
+    assert SamplingParams(2, max_tokens=3) == SamplingParams(n=2, max_tokens=3)
+    for make in (lambda: SamplingParams(2, n=3), lambda: LLM(tiny()[0], model=3)):
+        with pytest.raises(TypeError, match="multiple values"):
             make()
 
 
@@ -274,22 +123,6 @@ def test_the_signature_is_that_of_the_class():
     assert {"model", "tokenizer", "kv_cache_bytes"} <= inspect.signature(
         LLM
     ).parameters.keys() and "sampling_params" in inspect.signature(LLM.generate).parameters
-
-
-def test_settings_and_results_import_neither_torch_nor_transformers(tmp_path):
-    out = py(
-        """
-import sys
-from batchlab import SamplingParams, StructuredOutputsParams, RequestOutput, CompletionOutput
-import batchlab.compat.names
-SamplingParams(max_new_tokens=3, guided_choice=['a']), SamplingParams.of(dict(temperature=0))
-try: SamplingParams(stop_sequences=['a'], temprature=1)
-except batchlab.BatchlabError as e: pass
-print(sorted({'torch', 'transformers', 'numpy', 'tokenizers', 'huggingface_hub', 'pandas'} & {*sys.modules}))
-""",
-        tmp_path,
-    )
-    assert out == "[]"
 
 
 # --- vLLM's engine
@@ -323,45 +156,39 @@ VLLM = """model enable_return_routed_experts model_weights served_model_name tok
     weight_transfer_config fail_on_environ_validation gdn_prefill_backend""".split()
 
 
-def test_every_argument_of_vllm_is_known():
-    own = {*inspect.signature(LLM).parameters}
-    assert [k for k in VLLM if k not in own and k not in ENGINE_DEFAULTS and k not in WORKS] == []
-    assert (
-        not own & {*ENGINE_DEFAULTS}
-        and not {*WITHOUT_EFFECT} & {*REFUSED}
-        and not {*WORKS} & {*ENGINE_DEFAULTS}
-    )
+@pytest.mark.parametrize(
+    "kw, words",
+    [
+        (dict(max_num_seq=4), "Did you mean 'max_num_seqs'"),
+        (dict(torch_dtype="bfloat16"), "torch_dtype"),
+        (dict(gpu_memory_utilization=0.4), "gpu_memory_utilization"),
+        (dict(revision="main"), "revision"),
+        (dict(max_tokens=3), "max_tokens"),
+        (dict(voice="alto"), "voice"),
+    ],
+)
+def test_an_argument_that_there_is_not_is_a_type_error(kw, words):
+    with pytest.raises(TypeError, match=words):
+        LLM(tiny()[0], **kw)
 
 
 @pytest.mark.parametrize(
-    "kw,words",
+    "name, value",
     [
-        (dict(seed=3), "each request a seed"),
-        (dict(guided_decoding_disable_any_whitespace=True), "StructuredOutputsParams"),
-        (
-            dict(structured_outputs_config=dict(disable_any_whitespace=True)),
-            "StructuredOutputsParams",
-        ),
-        (dict(disable_sliding_window=True), "config"),
-        (dict(code_revision="main"), "no code of a model"),
-        (dict(revision="main"), "load_model"),
-        (dict(load_format="dummy"), "weights come from"),
-        (dict(speculative_config=dict(a=1)), "token by token"),
-        (dict(hf_overrides=dict(a=1)), "config"),
-        (dict(tokenizer_mode="slow"), "AutoTokenizer"),
-        (dict(max_num_seq=4), "did you mean 'max_num_seqs'"),
-        (dict(gpu_memory_utilisation=0.5), "did you mean 'gpu_memory_utilization'"),
-        (dict(max_tokens=3), "SamplingParams"),
-        (dict(voice="alto"), "'voice'"),
-        (dict(device_map=dict(a=0, b=1)), "more than one device"),
-        (dict(device_map=dict(a=["cpu"])), "device"),
-        (dict(kv_cache_dtype="fp8"), "dtype"),
-        (dict(device_map="cpu", device="cpu"), "same argument"),
+        ("speculative_config", dict(a=1)),
+        ("hf_overrides", dict(a=1)),
+        ("tokenizer_mode", "slow"),
+        ("disable_sliding_window", True),
+        ("load_format", "dummy"),
+        ("kv_cache_dtype", "fp8"),
+        ("code_revision", "main"),
     ],
 )
-def test_what_would_change_the_answers_is_refused(kw, words):
-    with pytest.raises(ParamError, match=words):
-        LLM(tiny()[0], **kw)
+def test_what_would_change_the_answers_is_refused(name, value):
+    "Also by the class for programs written for vLLM: what it has not got is no argument."
+    for kind in (LLM, vllm.LLM, EngineArgs):
+        with pytest.raises(TypeError, match=name):
+            kind(tiny()[0], **{name: value})
 
 
 @pytest.fixture(scope="module")
@@ -372,42 +199,24 @@ def folder(tmp_path_factory):
     return str(at)
 
 
-def test_arguments_of_vllm_and_transformers(folder, lines):
-    made = LLM(
+def test_arguments_of_vllm(folder, lines):
+    made = vllm.LLM(
         model=folder,
         tokenizer=folder,
-        torch_dtype="bfloat16",
-        device_map="cpu",
+        dtype="bfloat16",
         gpu_memory_utilization=0.4,
         tensor_parallel_size=2,
         kv_cache_memory_bytes=2**20,
         enforce_eager=True,
         seed=0,
         trust_remote_code=True,
-        enable_prefix_caching=None,
         task="generate",
     )
-    assert (made.model.dtype, made.limits.kv_bytes, made.enable_prefix_caching) == (
-        torch.bfloat16,
-        2**20,
-        True,
-    )
+    assert (made.model.dtype, made.limits.kv_bytes) == (torch.bfloat16, 2**20)
     assert made.get_tokenizer()("a") == tiny()[1]("a")
     [said] = [s for s in lines() if "without effect" in s]
-    assert (
-        all(
-            k in said
-            for k in (
-                "gpu_memory_utilization=0.4",
-                "kv_cache_bytes",
-                "tensor_parallel_size=2",
-                "--ray",
-                "enforce_eager",
-                "trust_remote_code=True (a model runs without code of its own",
-            )
-        )
-        and "seed" not in said
-    )
+    idle = ("gpu_memory_utilization=0.4", "tensor_parallel_size=2", "enforce_eager", "trust_remote")
+    assert all(k in said for k in idle) and "seed" not in said
     with pytest.raises(ModelError):
         LLM(folder, "./nowhere")
     with pytest.raises(ModelError, match="came without a tokenizer"):
@@ -435,7 +244,7 @@ def test_engine_args_are_silent_at_their_defaults(folder, lines):
         parser.parse_args(["--max_tokens", "5", "--max_num_seqs=3", "--max-model-len", "99"])
     )
     assert args.pop("max_tokens") == 5
-    made = LLM(**args)
+    made = vllm.LLM(**args)
     assert (made.limits.max_num_seqs, made.max_model_len, lines()) == (3, 99, [])
     assert vars(EngineArgs(model=folder)) == {**args, "max_num_seqs": None, "max_model_len": None}
     args = parser.parse_args(
@@ -444,28 +253,26 @@ def test_engine_args_are_silent_at_their_defaults(folder, lines):
             "None",
             "--compile",
             "false",
-            "--device-map",
+            "--device",
             "cpu",
             "--kv-cache-memory-bytes",
             "5",
         ]
     )
-    assert (args.quantization, args.compile, args.device, args.kv_cache_bytes) == (
+    assert (args.quantization, args.compile, args.device, args.kv_cache_memory_bytes) == (
         None,
         False,
         "cpu",
         5,
     )
-    with pytest.raises(ParamError, match="did you mean 'tensor_parallel_size'"):
+    with pytest.raises(TypeError, match="tensor_parallel_sizes"):
         EngineArgs(tensor_parallel_sizes=2)
 
 
 EXAMPLE = """
-from batchlab import LLM, SamplingParams
+from batchlab.compat.vllm import LLM, SamplingParams, RequestOutput
 from batchlab.compat.vllm import GuidedDecodingParams, StructuredOutputsParams, cleanup_dist_env_and_memory
-from batchlab.compat.vllm import SamplingParams as same
-from batchlab.llm.outputs import RequestOutput
-assert same is SamplingParams and GuidedDecodingParams is StructuredOutputsParams
+assert GuidedDecodingParams is StructuredOutputsParams
 shared = 'You are an expert school principal, skilled in effectively managing faculty and staff. '
 prompts = [shared + p for p in ('Hello, my name is', 'The capital of France is', 'The future of AI is')]
 params = SamplingParams(temperature=0.0)
@@ -637,27 +444,27 @@ def test_what_is_wrong_with_all_of_a_call_raises(llm):
         (lambda: llm.plan([None]), PromptError, "None"),
         (lambda: [*llm.stream(TALK)], PromptError, "llm.chat"),
         (lambda: llm.generate({"prompt": "a", "max_tokns": 3}), ParamError, "max_tokens"),
-        (lambda: llm.generate("a", time_out=3), ParamError, "timeout"),
+        (lambda: llm.generate("a", time_out=3), TypeError, "Did you mean 'timeout'"),
         (lambda: llm.chat(TALK, chat_template="nowhere.jinja"), ParamError, "chat_template"),
         (lambda: llm.chat(TALK, tools="f"), ParamError, "tools must be"),
-        (lambda: LLM(*tiny(), system="x"), ParamError, "give messages with one of role system"),
+        (lambda: LLM(*tiny(), system="x"), TypeError, "system"),
         (lambda: LLM(tiny()[0], 5), ParamError, "got int"),
         (lambda: llm.logprobs({"prompt": "a", "temperature": 0}), ParamError, "temperature"),
         (lambda: llm.map([{"prompt": "a"}], lora_request=7), ParamError, "lora_request"),
         (lambda: AsyncLLM(llm, "nowhere"), ParamError, "tokenizer"),
-        (lambda: AsyncLLM(llm, max_num_seqs=3, nonsense=7), ParamError, "max_num_seqs"),
+        (lambda: AsyncLLM(llm, max_num_seqs=3), ParamError, "max_num_seqs"),
         (
             lambda: llm.generate("a", GREEDY, max_tokens=3),
-            ParamError,
-            "max_tokens: settings stand in sampling_params",
+            TypeError,
+            "max_tokens",
         ),
         (lambda: llm.generate("a", lora_request=7), ParamError, "lora_request"),
         (
             lambda: llm.logprobs("a", temperature=0),
-            ParamError,
-            "temperature: this call has no settings",
+            TypeError,
+            "temperature",
         ),
-        (lambda: llm.generate("a", stream=True), ParamError, "llm.stream"),
+        (lambda: llm.generate("a", stream=True), TypeError, "stream"),
     ]
     for call, error, words in calls:
         with pytest.raises(error, match=words):
@@ -720,7 +527,6 @@ def test_none_in_a_prompts_dict_says_nothing():
     assert split_settings(
         dict(prompt="p", temperature=None, top_p=float("nan"), max_tokens=None, seed=3)
     ) == (dict(prompt="p"), dict(max_tokens=None, seed=3))
-    assert SamplingParams(max_tokens=3, max_new_tokens=None) == SamplingParams(max_tokens=3)
 
 
 def test_a_greedy_default_keeps_what_a_prompt_samples_by(llm):
@@ -760,7 +566,7 @@ def test_true_asks_for_log_probabilities_everywhere():
         SamplingParams(logprobs=True),
         SamplingParams.of(dict(logprobs=True)),
         SamplingParams(**split_settings(dict(prompt="p", logprobs=True))[1]),
-        SamplingParams(logprobs=True, max_new_tokens=16),
+        SamplingParams(logprobs=True, max_tokens=16),
     ):
         assert made == SamplingParams(logprobs=0)
     assert SamplingParams(logprobs=False) == SamplingParams()
@@ -769,11 +575,14 @@ def test_true_asks_for_log_probabilities_everywhere():
 def test_vllms_structured_outputs_are_read():
     from batchlab import StructuredOutputsParams
 
-    assert StructuredOutputsParams(
+    read = vllm.StructuredOutputsParams(
         regex="a", backend="xgrammar", disable_fallback=True, whitespace_pattern=None
-    ) == StructuredOutputsParams(regex="a")
+    )
+    assert vars(read) == vars(StructuredOutputsParams(regex="a"))
+    wish = vllm.SamplingParams(guided_decoding=vllm.GuidedDecodingParams(regex="a"))
+    assert vars(wish.structured_outputs) == vars(StructuredOutputsParams(regex="a"))
     for kw in (dict(jsno={}), dict(regex="a", structural_tag="x")):
-        with pytest.raises(ParamError, match=[*kw][-1]):
+        with pytest.raises(TypeError, match=[*kw][-1]):
             StructuredOutputsParams(**kw)
 
 
@@ -807,34 +616,19 @@ def test_a_missing_llguidance_raises(llm, monkeypatch):
         LLM(*tiny()).generate(["a", "b"], SamplingParams(structured_outputs=dict(regex="a")))
 
 
-def test_calls_take_settings_and_vllms_arguments(llm):
+def test_settings_of_a_call_and_of_a_prompt(llm):
     [want] = llm.generate("hi", GREEDY)
     ids = llm.tokenizer("hi")["input_ids"]
     outs = [
-        *llm.generate("hi", temperature=0, max_new_tokens=4),
-        *llm.generate(
-            prompts=None, prompt_token_ids=[ids], sampling_params=GREEDY, lora_request=None
-        ),
-        *llm.generate(prompt="hi", params=GREEDY),
+        *llm.generate("hi", dict(temperature=0, max_tokens=4)),
+        *llm.generate(prompts="hi", sampling_params=GREEDY, lora_request=None),
         *llm.generate([dict(prompt="hi", max_tokens=4)], dict(temperature=0, max_tokens=9)),
-        *llm.generate(
-            [
-                dict(
-                    prompt_token_ids=ids,
-                    sampling_params=dict(temperature=0),
-                    max_completion_tokens=4,
-                )
-            ]
-        ),
+        *llm.generate([dict(prompt_token_ids=ids, temperature=0, max_tokens=4)]),
     ]
-    assert [o.outputs[0].token_ids for o in outs] == [want.outputs[0].token_ids] * 5
-    assert outs[3].params == GREEDY
-    assert (
-        llm.chat(conversation=TALK, sampling_params=GREEDY, chat_template_content_format="auto")[
-            0
-        ].error
-        is None
-    )
+    assert [o.outputs[0].token_ids for o in outs] == [want.outputs[0].token_ids] * 4
+    assert outs[2].params == GREEDY
+    theirs = vllm.LLM(*tiny())
+    assert theirs.chat(TALK, GREEDY, chat_template_content_format="auto")[0].error is None
 
 
 def test_requests_that_failed_are_counted_by_reason(llm, lines):
@@ -1021,10 +815,10 @@ def test_the_end_of_a_prompt_is_kept_where_that_is_asked_for():
     assert (
         llm.generate([dict(prompt=text, truncate_prompt_tokens=5)])[0].prompt_token_ids == ids[-5:]
     )
-    assert len(llm.generate(text, truncate_prompt_tokens=5)[0].prompt_token_ids) == 5
+    assert len(llm.generate(text, dict(truncate_prompt_tokens=5))[0].prompt_token_ids) == 5
     assert (
         len(
-            llm.chat([dict(role="user", content=text)], truncate_prompt_tokens=7)[
+            llm.chat([dict(role="user", content=text)], dict(truncate_prompt_tokens=7))[
                 0
             ].prompt_token_ids
         )
@@ -1038,33 +832,20 @@ def test_the_end_of_a_prompt_is_kept_where_that_is_asked_for():
     )
 
 
-def test_a_vector_of_a_text_that_is_cut_is_had_by_the_name_of_the_flag():
+def test_a_vector_of_a_text_that_is_cut():
     llm = LLM(*tiny(), max_model_len=64)
-    cut, same = (
-        llm.embed("x" * 200, truncate=True)[0],
-        llm.embed("x" * 200, truncate_prompt_tokens=-1)[0],
-    )
-    assert (
-        not cut.error
-        and cut.prompt_token_ids == same.prompt_token_ids
-        and llm.embed("x" * 200, truncate=False)[0].error
-    )
-    with pytest.raises(ParamError, match="truncate must be"):
-        llm.embed("x", truncate=5)
-    with pytest.raises(ParamError, match="truncate_prompt_tokens"):
-        llm.generate("x", truncate=True)
+    cut = llm.embed("x" * 200, pooling_params=PoolingParams(truncate_prompt_tokens=-1))[0]
+    assert not cut.error and len(cut.prompt_token_ids) == 64
+    assert llm.embed("x" * 200)[0].error
+    with pytest.raises(TypeError, match="truncate"):
+        llm.embed("x", truncate=True)
 
 
 def test_names_of_vllm_point_to_what_there_is(llm, tmp_path):
-    import batchlab
-    from batchlab.llm.inputs import TextPrompt, TokensPrompt
     from batchlab.errors import ModelNotFoundError
     from batchlab.models import load_model
 
-    assert (TokensPrompt, TextPrompt) == (batchlab.TokensPrompt, batchlab.TextPrompt)
-    for name, words in dict(
-        get_metrics="llm.stats", sleep="llm.close", wake_up="anew", nothing_such="has no"
-    ).items():
+    for name, words in dict(get_metrics="get_metrics", nothing_such="has no").items():
         with pytest.raises(AttributeError, match=words):
             getattr(llm, name)
     (tmp_path / "adapter_config.json").write_text("{}")
@@ -1074,7 +855,7 @@ def test_names_of_vllm_point_to_what_there_is(llm, tmp_path):
 
 def test_slots_are_not_counted_for_each_kind_of_request():
     llm = LLM(*tiny(), max_num_seqs=8)
-    llm.generate("a", max_tokens=1)
+    llm.generate("a", dict(max_tokens=1))
     llm.embed("a")
     assert llm.stats().slots == 8
 

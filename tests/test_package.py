@@ -15,7 +15,6 @@ PUBLIC = {
     "CompletionOutput",
     "load_model",
     "BatchlabError",
-    "EngineArgs",
     "LoRARequest",
 }
 PUBLIC |= {"Outputs", "StreamEvent", "Trace", "timeline", "run", "BeamSearchParams"}
@@ -26,9 +25,6 @@ PUBLIC |= {
     "EmbeddingRequestOutput",
     "ClassificationRequestOutput",
     "ScoringRequestOutput",
-    "LLMEngine",
-    "TextPrompt",
-    "TokensPrompt",
 }
 
 

@@ -1160,7 +1160,7 @@ def test_answers_cut_in_a_form_are_said_once(caplog):
 
 
 def test_forms_of_response_format():
-    from batchlab.compat.names import structured_of
+    from batchlab.jobs.settings import structured_of
 
     s = dict(properties=dict(a=dict(const=1)), required=["a"])
     for form in (
@@ -1187,11 +1187,10 @@ def test_forms_of_response_format():
     ):
         with pytest.raises(ParamError, match=why):
             structured_of(form)
-    with pytest.raises(
-        ParamError,
-        match="no 'jsn': it takes one of json, regex, choice, grammar, json_object; did you mean 'json'",
-    ):
+    with pytest.raises(TypeError, match="'jsn'. Did you mean 'json'"):
         StructuredOutputsParams(jsn=s)
+    with pytest.raises(ParamError, match="'jsn'.*did you mean 'json'"):
+        SamplingParams(structured_outputs=dict(jsn=s))
 
 
 def test_a_form_from_a_file(tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from batchlab.errors import JobError, ParamError, PromptError
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.compat.names import INSTEAD, known_settings
+from batchlab.jobs.settings import INSTEAD, KNOWN_SETTINGS
 from batchlab.core.sampling import SamplingParams
 from batchlab.jobs.frames import map_frame, run
 from batchlab.jobs.job import Job
@@ -341,7 +341,7 @@ def test_bytes_of_a_csv_that_are_no_utf8_come_back(tmp_path):
 
 NAMES = st.sampled_from(
     sorted(
-        known_settings()
+        {*KNOWN_SETTINGS}
         | {*INSTEAD}
         | {
             "timeout",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse, gc, inspect, logging, re, sys
 from ast import literal_eval
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import field, make_dataclass
 from types import SimpleNamespace
 from typing import Any, Self, TypedDict
@@ -91,7 +91,7 @@ class StructuredOutputsParams(params.StructuredOutputsParams):
     def __init__(
         self, *args: Any, backend: Any = None, disable_fallback: Any = None, **form: Any
     ) -> None:
-        super().__init__(*args, **form)
+        super().__init__(*args, **{k: v for k, v in form.items() if v is not None})
 
 
 GuidedDecodingParams = StructuredOutputsParams
@@ -155,9 +155,9 @@ class EngineArgs(_Fields):
 class FlexibleArgumentParser(argparse.ArgumentParser):
     "An `ArgumentParser` that reads `--max_tokens` as `--max-tokens`."
 
-    def parse_known_args(
-        self, args: Sequence[str] | None = None, namespace: Any = None
-    ) -> tuple[Any, list[str]]:  # type: ignore[override]
+    def parse_known_args(  # type: ignore[override]
+        self, args: Iterable[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
         "As `ArgumentParser` has it."
 
         def flag(m: re.Match[str]) -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from batchlab.api import LLM
     from batchlab.llm.outputs import StreamEvent
     from batchlab.core.sampling import SamplingParams
+    from batchlab.tasks.pooled import PoolingParams
     from batchlab.core.request import Request
     from batchlab.core.scheduler import Scheduler
 
@@ -171,7 +172,9 @@ class Watch:
         self.history: deque[list[tuple[str, int | None, float]]] = deque(maxlen=4096)
         self.times: deque[tuple[float, int]] = deque(maxlen=4096)
 
-    def add(self, prompt: str | Sequence, params: SamplingParams, **kw: Any) -> None:
+    def add(
+        self, prompt: str | Sequence, params: SamplingParams | PoolingParams, **kw: Any
+    ) -> None:
         "Hand one prompt to the engine, watched; `kw` as in `LLM.add_request`."
         shown = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
         request_id = f"watch-{id(self)}-{len(self.requests)}"
