@@ -130,7 +130,7 @@ def test_every_link_to_the_glossary_finds_its_term():
 def introduced(term, chapters):
     "The first of `chapters` that links to a term or has it in bold, outside of boxes, answers and exercises, or None."
     anchor, words = re.escape(term.replace(" ", "-")), re.escape(term).replace(r"\ ", r"[-\s]+")
-    mark = re.compile(rf"\]\(82_glossary\.ipynb#{anchor}\)|\*\*{words}s?\*\*", re.I)
+    mark = re.compile(rf"\]\([./\w]*82_glossary\.ipynb#{anchor}\)|\*\*{words}s?\*\*", re.I)
     for path in chapters:
         cells = markdown(path)
         end = next((i for i, c in enumerate(cells) if c.startswith("## Exercises")), len(cells))
@@ -327,7 +327,11 @@ def test_the_first_cell(tmp_path):
         and ran[1].startswith("%pip")
     )
     at, ran = hosted(tmp_path, cell, ("chapter",))  # after a restart: no second clone
-    assert at == tmp_path / "book/nbs" and len(ran) == 1
+    assert at == tmp_path / "book/nbs" and not ran
+    deep = tmp_path / "clone/nbs/2_core"
+    deep.mkdir()
+    at, [ran] = hosted(deep, cell, ("batchlab", "torch"))  # a chapter in a folder of the clone
+    assert at == deep and "-c ../../constraints.txt" in ran and "'../..[tables]'" in ran
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_boxes_answers_and_links_for_the_site():
         sources.unfolded("<details><summary>Why</summary>\nSince.\n</details>")
         == "<details><summary>Why</summary>\n\nSince.\n\n</details>"
     )
-    assert sources.to_pages("[x](modules/000_errors.ipynb)").endswith("errors.ipynb)")
+    assert sources.to_pages("[x](../2_core/errors.ipynb#a)") == "[x](errors.ipynb#a)"
     assert "reads" in sources.terms()["block-table"] or "slot" in sources.terms()["block-table"]
     assert not [t for t in sources.terms().values() if "](" in t or "`" in t]
 

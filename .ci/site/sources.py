@@ -86,7 +86,7 @@ def modules():
 
 
 def small():
-    "Notebooks of `nbs/modules` that define something themselves, and do not leave it all to a chapter, or are the command."
+    "Notebooks without a number: each defines a module, or is the command."
     return [p for p in book.reference() if definitions(p) or module_of(p) == "__main__"]
 
 
@@ -270,7 +270,7 @@ def fold(source):
 def terms():
     "`{anchor: definition}` of the glossary, as plain text."
     found = {}
-    for cell in cells(ROOT / "nbs/82_glossary.ipynb", "markdown"):
+    for cell in cells(book.find("82_glossary"), "markdown"):
         if m := re.match(r"### ([^\n]+)\n+([^\n]+)", cell):
             text = re.sub(
                 r"\s*\[Chapter [^\]]*\]\([^)]*\)(, more in \[chapter [^\]]*\]\([^)]*\))?", "", m[2]
