@@ -18,7 +18,7 @@ def notebooks(folder: Path = NBS) -> list[Path]:
 
 
 def is_chapter(path: Path) -> bool:
-    return re.match(r"\d\d", path.stem) is not None and path.parent.name not in ("modules", "1_basics")
+    return re.match(r"\d\d", path.stem) is not None and path.parent.name != "modules"
 
 
 def chapters(folder: Path = NBS) -> list[Path]:

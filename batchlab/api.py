@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'Frame', 'keep_last', 'grammar_for', 'admit', 'admit_text', 'group_waves', 'LLM', 'in_order', 'simulate',
-           'make_plan', 'make_stats', 'trim_memory']
+__all__ = ['log', 'Frame', 'keep_last', 'grammar_for', 'admit', 'admit_text', 'LLM', 'in_order', 'simulate', 'make_plan',
+           'make_stats', 'trim_memory']
 
 # %% ../nbs/2_core/api.ipynb #10a50c0d
 import contextlib, ctypes, itertools, logging, math, threading, time
@@ -79,8 +79,7 @@ from batchlab.llm.outputs import (
 from .core.params import BeamSearchParams, check_logprobs_mode, suggest_names
 from .tasks.pooled import PoolerConfig, PoolingGroup, PoolingParams, PoolingRequestOutput
 from .tasks.pooling import Pooler, PoolingCalls, admit_pooling
-from .prefill import check_prompt
-from .prefix import group_by_prefix
+from .llm.inputs import check_prompt
 from .core.sampling import SamplingParams, SamplingRow
 from .core.request import Count, Request, RowOutput
 from .core.scheduler import Scheduler
@@ -187,16 +186,6 @@ def admit_text(
     except BatchlabError as e:
         group.refuse(e)
     return group
-
-
-def group_waves(llm: LLM, groups: Sequence[RequestGroup]) -> None:
-    "For strategy 'prefix': those who share a prefix with another get a wave of their own, the others go together."
-    if llm.strategy != "prefix":
-        return
-    requests = [r for p in groups for r in p.requests]
-    for key, rows in group_by_prefix([r.prompt_ids for r in requests]).items():
-        for i in rows:
-            requests[i].wave = key if len(rows) > 1 else ""
 
 # %% ../nbs/2_core/api.ipynb #3444a712
 class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
@@ -757,7 +746,6 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         self._not_inside()
         events, left = deque(), len(prompts)
         groups = self._groups(prompts, events.append)
-        group_waves(self, groups)
         try:
             self.submit(in_order(self, groups) if longest_first else groups)
             while left:

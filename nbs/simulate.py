@@ -233,3 +233,15 @@ def counts(s, history):
         "positions computed": s.ledger.useful + s.ledger.recomputed,
         "of them again": s.ledger.recomputed,
     }
+
+
+def prefill(model, ids, cache=None):
+    "Run `ids` through `model`, behind what `cache` holds: logits `[V]` of the last, and the cache."
+    import torch
+    from transformers import DynamicCache
+
+    from batchlab.basics.prefill import SoloEngine
+
+    cache = DynamicCache() if cache is None else cache
+    with torch.inference_mode():
+        return SoloEngine(model).extend(cache, [*ids])[0], cache

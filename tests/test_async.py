@@ -12,7 +12,7 @@ from batchlab.errors import EngineError, ParamError
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.core.params import SamplingParams
-from batchlab.prefill import generate_naive
+from batchlab.basics.prefill import generate_naive
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 

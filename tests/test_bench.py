@@ -9,7 +9,7 @@ from batchlab.bench import peers, profiling, shapes
 from batchlab.errors import Unavailable
 from batchlab.api import LLM
 from batchlab.models import load_model, tiny_model
-from batchlab.prefill import generate_naive
+from batchlab.basics.prefill import generate_naive
 
 TINY = ["--dtype", "fp32", "--device", "cpu", "--scale", ".03", "--threads", "1", "--rounds", "1"]
 

@@ -20,7 +20,7 @@ from batchlab.fast.cuda import (
     find_varlen,
 )
 from batchlab.models import TINY_ARCHS, tiny_model
-from batchlab.prefill import generate_naive
+from batchlab.basics.prefill import generate_naive
 
 GPU = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch.cuda.is_available() is false: there is no GPU here"

@@ -30,7 +30,7 @@ from batchlab.tasks.pooled import (
     PoolingParams,
     PoolingRequestOutput,
 )
-from batchlab.core.runners import SoloRunner
+from batchlab.llm.rectangle import SoloRunner
 from batchlab.models.tiny import tiny_adapter
 
 pytestmark = pytest.mark.usefixtures("one_thread")

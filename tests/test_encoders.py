@@ -5,14 +5,8 @@ import itertools, random
 import pytest, torch
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from batchlab.core.attention import (
-    StateProbe,
-    TorchBackend,
-    kv_layout,
-    layer_specs,
-    probe_rows,
-    takes_types,
-)
+from batchlab.core.attention import TorchBackend, kv_layout, layer_specs
+from batchlab.core.probe import StateProbe, probe_rows, takes_types
 from batchlab.core.backend import BackendOptions, Unavailable, select_backend
 from batchlab.fast.fused import Fused, FusedBackend, fuse
 from batchlab.fast.kernels import attend_both_ways, layout_whole, load_kernels, whole_rows

@@ -23,7 +23,7 @@ from batchlab.models import (
     tiny_tokenizer,
 )
 from batchlab.llm.outputs import RequestGroup, RequestOutput
-from batchlab.prefill import generate_naive
+from batchlab.basics.prefill import generate_naive
 from batchlab.core.sampling import ParamError, SamplingParams
 from batchlab.core.request import Request, RowOutput
 from batchlab.core.scheduler import Scheduler

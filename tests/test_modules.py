@@ -16,7 +16,7 @@ from batchlab.fast.native import DTYPES, find_compiler
 from batchlab.errors import CompileError
 from batchlab.api import LLM
 from batchlab.models import tiny_model
-from batchlab.prefill import generate_naive
+from batchlab.basics.prefill import generate_naive
 from batchlab.core.sampling import SamplingParams
 from test_layers import off, three_steps
 

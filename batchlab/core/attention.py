@@ -17,21 +17,20 @@ from transformers import AttentionInterface, PreTrainedModel
 from .backend import Backend, BackendOptions, Step
 from .batch import Batch, pack_rows
 from ..errors import EngineError
-from ..ragged import Packed, _ints, pack
+from .packing import Packed, ints, pack
 from .cache import KVCache, Shape, is_run
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
 # %% auto #0
-__all__ = ['KV', 'attention_override', 'probe_rows', 'check_backend', 'layer_specs', 'kv_layout', 'can_pack', 'encoder_inputs',
-           'takes_types', 'StateProbe', 'sees_back_only', 'shared_prefixes', 'packed_attention', 'both_ways',
-           'PackedStep', 'TorchBackend', 'open_backend']
+__all__ = ['KV', 'attention_override', 'check_backend', 'layer_specs', 'kv_layout', 'can_pack', 'encoder_inputs',
+           'shared_prefixes', 'packed_attention', 'both_ways', 'PackedStep', 'TorchBackend', 'open_backend']
 
 # %% ../../nbs/2_core/12_attention.ipynb #a3f1b4b0
 import weakref
 
 from ..errors import Unavailable
-from ..padding import Probe
+from .probe import Probe, probe_rows
 
 
 def _said(e: Exception) -> str:
@@ -180,12 +179,6 @@ def _check_windows(config: Any, windows: list[int | None], causal: bool = True) 
         )
 
 # %% ../../nbs/2_core/12_attention.ipynb #cd770236
-def probe_rows(model: PreTrainedModel) -> list[list[int]]:
-    "Three rows of ids to try `model` on: 13, 3 and 1."
-    vocab = model.config.get_text_config().vocab_size
-    return [[(7 * i + 3 * n) % vocab for i in range(n)] for n in (13, 3, 1)]
-
-
 @contextlib.contextmanager
 def _why_not() -> Iterator[None]:
     "What goes wrong inside is a reason not to run packed, or not on a backend: `Unavailable`."
@@ -299,61 +292,6 @@ def encoder_inputs(model: PreTrainedModel, packed: Packed) -> dict[str, torch.Te
     return dict(
         position_ids=positions,
         token_type_ids=torch.zeros_like(ids) if packed.token_types is None else packed.token_types,
-    )
-
-
-def takes_types(model: PreTrainedModel) -> bool:
-    "Whether `model` tells the two texts of a pair apart by `token_type_ids`."
-    return (
-        "token_type_ids" in inspect.signature(model.base_model.forward).parameters
-        and getattr(model.config, "type_vocab_size", 0) > 1
-    )
-
-
-class StateProbe(Probe):
-    """A `Probe` of last hidden states. `causal`: whether a token sees only what stands before it, which is tried unless given.
-
-    `types`: the types of the tokens of its rows, those of a pair if the model takes them."""
-
-    hidden = True
-
-    def __init__(
-        self, model: PreTrainedModel, rows: Sequence[Sequence[int]], causal: bool | None = None
-    ) -> None:
-        super().__init__(model, rows)
-        self.causal = sees_back_only(model) if causal is None else causal
-        self.types: list[list[int]] | None = [
-            [int(takes_types(model) and 2 * i > len(row)) for i in range(len(row))]
-            for row in self.rows
-        ]
-
-    @functools.cached_property
-    @torch.inference_mode()
-    def alone(self) -> list[torch.Tensor]:
-        "The hidden states `[n, E]` of each row by itself: computed when they are first asked for."
-
-        def states(row: list[int], types: list[int]) -> torch.Tensor:
-            ids, told = (
-                torch.tensor([row], device=self.model.device),
-                torch.tensor([types], device=self.model.device),
-            )
-            return self.model.base_model(
-                input_ids=ids, **(dict(token_type_ids=told) if takes_types(self.model) else {})
-            ).last_hidden_state[0]
-
-        return [states(row, types) for row, types in zip(self.rows, self.types or ())]
-
-
-@torch.inference_mode()
-def sees_back_only(model: PreTrainedModel) -> bool:
-    "Whether the hidden state of a first token stays when those behind it become others: tried."
-    row, run = probe_rows(model)[0], model.base_model
-    one, other = (
-        run(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state[0, 0].float()
-        for ids in (row, row[:1] + row[:0:-1])
-    )
-    return bool(
-        (one - other).abs().max() <= (1e-4 if model.dtype.itemsize >= 4 else 2e-2) * one.abs().max()
     )
 
 # %% ../../nbs/2_core/12_attention.ipynb #aed6da4c
@@ -595,16 +533,16 @@ def packed_of(
     batch: Batch, device: torch.device | str | None = None
 ) -> tuple[Packed, torch.Tensor]:
     "`batch` as tensors: its `Packed` row, and where its outputs are due, int64 `[n]`."
-    types = _ints(batch.token_types, device=device)[None] if batch.token_types else None
+    types = ints(batch.token_types, device=device)[None] if batch.token_types else None
     row = Packed(
-        _ints(batch.ids, device=device)[None],
-        _ints(batch.positions, device=device)[None],
-        _ints(batch.cu_seqlens, torch.int32, device),
-        _ints(batch.starts, device=device),
+        ints(batch.ids, device=device)[None],
+        ints(batch.positions, device=device)[None],
+        ints(batch.cu_seqlens, torch.int32, device),
+        ints(batch.starts, device=device),
         batch.causal,
         types,
     )
-    return row, _ints(batch.logits_at, device=device)
+    return row, ints(batch.logits_at, device=device)
 
 # %% ../../nbs/2_core/12_attention.ipynb #8a6368b5
 def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -683,9 +621,9 @@ def decode_groups(batch: Batch, block_size: int, device: torch.device) -> list[D
             DecodeGroup(
                 some,
                 tables[some[0]][:k],
-                own if len(some) == 1 else _ints(own, device=device),
+                own if len(some) == 1 else ints(own, device=device),
                 k * block_size,
-                _ints((lengths[r] for r in some), device=device),
+                ints((lengths[r] for r in some), device=device),
                 width * block_size,
             )
         )
@@ -700,7 +638,7 @@ class PackedStep:
 
     def __init__(self, cache: KVCache, batch: Batch) -> None:
         self.cache, self.batch, self.masks = cache, batch, {}
-        self.slot_mapping = _ints(batch.slot_mapping, device=cache.device)
+        self.slot_mapping = ints(batch.slot_mapping, device=cache.device)
 
     @functools.cached_property
     def groups(self) -> list[DecodeGroup]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from batchlab.core.attention import AttentionSpec
     from batchlab.core.batch import Batch
-    from batchlab.padding import Probe
+    from batchlab.core.probe import Probe
     from batchlab.core.cache import KVCache, Shape
 
 # %% auto #0

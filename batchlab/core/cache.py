@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['Shape', 'kv_shapes', 'reserve', 'is_run', 'KVCache']
+__all__ = ['Shape', 'kv_shapes', 'kv_bytes_per_token', 'reserve', 'is_run', 'KVCache']
 
 # %% ../../nbs/2_core/10_slots.ipynb #42a2e48d
 import contextlib, mmap, sys
@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from .batch import Batch
-from ..prefill import forward
 
 # %% ../../nbs/2_core/10_slots.ipynb #7becdd64
 Shape = tuple[int, int, int]  # of a layer: KV heads, length of a key, length of a value
@@ -29,9 +28,24 @@ def kv_shapes(model: PreTrainedModel) -> list[Shape]:
 
     Seen by running one token, since configs name these differently and not always rightly."""
     cache = DynamicCache()
-    forward(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device), cache)
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    model(input_ids=ids, past_key_values=cache, use_cache=True)
     layers: list[Any] = cache.layers
     return [(l.keys.shape[1], l.keys.shape[3], l.values.shape[3]) for l in layers]
+
+
+def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> int:
+    """Bytes of KV cache that one token of one sequence takes over all layers.
+
+    `2 · layers · kv_heads · head_dim · bytes per number`; a sliding-window layer is counted as if it kept everything.
+    `config` is a transformers config; `dtype` defaults to the one it was loaded in.
+    """
+    c: Any = config.get_text_config()
+    kv_heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    return (
+        2 * c.num_hidden_layers * kv_heads * head_dim * (dtype or c.dtype or torch.float32).itemsize
+    )
 
 # %% ../../nbs/2_core/10_slots.ipynb #fe9a559f
 def reserve(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -68,8 +68,7 @@ class Request:
     """One sequence on its way: what was asked, its tokens so far, how far they are computed, and where their KV lies.
 
     It needs `num_pending` more positions through the model: several are prefill, one is decode. Counts are in tokens.
-    `priority`: lower goes first; `preemptible`: while it runs, it makes way for those of a lower number that wait. `wave`: behind a
-    barrier, requests of one wave enter together. `adapter`: 0 for the model alone. `task`: what it is computed for. `slot`,
+    `priority`: lower goes first; `preemptible`: while it runs, it makes way for those of a lower number that wait. `adapter`: 0 for the model alone. `task`: what it is computed for. `slot`,
     `block_table`: its seat in the batch and its blocks, while it runs. `group`: the prompt it answers, `index`: which of that
     prompt's answers it is."""
 
@@ -79,7 +78,6 @@ class Request:
     priority: int = 0
     output_ids: list[int] = field(default_factory=list)
     index: int = 0
-    wave: object = ""
     adapter: int = 0
     task: Task = Count()
     group: Any = None

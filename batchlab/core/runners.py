@@ -5,25 +5,18 @@
 # %% ../../nbs/2_core/13_runners.ipynb #48800ebc
 from __future__ import annotations
 
-from collections.abc import Collection
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from transformers import PreTrainedModel
 
-from .attention import attention_override
 from .backend import Backend
 from .batch import Batch
-from ..decode import DecodeBatch
-from ..errors import BatchError
-from .ledger import Ledger
-from ..padding import prefill_padded
-from ..prefix import find_common_chunk_prefix, prefill_shared
 from .cache import KVCache
+from .ledger import Ledger
+from ..errors import BatchError
 
 # %% auto #0
-__all__ = ['check_batch', 'hidden_states', 'Runner', 'SoloRunner', 'PaddedRow', 'PaddedRunner', 'PackedRunner']
+__all__ = ['check_batch', 'Runner', 'PackedRunner']
 
 # %% ../../nbs/2_core/13_runners.ipynb #cb425002
 def check_batch(batch: Batch, runner: str, causal: bool = True, adapters: bool = False) -> None:
@@ -33,21 +26,6 @@ def check_batch(batch: Batch, runner: str, causal: bool = True, adapters: bool =
         raise BatchError(f"a row asks for adapter {max(batch.adapters)}, and {runner} has none")
     if causal and not batch.causal:
         raise BatchError(f"rows that see both ways do not run with {runner}: take PackedRunner")
-
-
-def hidden_states(
-    model: PreTrainedModel, ids: torch.Tensor, layers: Sequence[int], types: Sequence[int]
-) -> torch.Tensor:
-    "The last hidden states `[n, E]` of `ids` `[1, n]` by the model's own code, or those of `layers`, `[n, L, E]`. `types`: of the tokens, or []."
-    more: dict[str, Any] = (
-        dict(token_type_ids=torch.tensor([[*types]], device=ids.device)) if types else {}
-    )
-    out = model.base_model(input_ids=ids, **more, output_hidden_states=bool(layers))
-    return (
-        torch.stack([out.hidden_states[i][0] for i in layers], 1)
-        if layers
-        else out.last_hidden_state[0]
-    )
 
 # %% ../../nbs/2_core/13_runners.ipynb #2aa1ebd6
 class Runner(Protocol):
@@ -66,147 +44,6 @@ class Runner(Protocol):
     def nbytes(self) -> int:
         "Bytes of KV."
         ...
-
-# %% ../../nbs/2_core/13_runners.ipynb #23a0919e
-class SoloRunner:
-    "One row at a time and without a cache: right for any causal LM, and slow. The scheduler is a `PaddedScheduler(recompute=True)`."
-
-    nbytes = 0
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.ledger = model, Ledger()
-
-    def reset(self) -> None:
-        "Nothing is held, so there is nothing to give back."
-
-    @torch.inference_mode()
-    def execute(self, batch: Batch) -> torch.Tensor:
-        check_batch(batch, "SoloRunner", causal=not batch.hidden)
-        parts: list[torch.Tensor] = []
-        with attention_override(self.model):
-            for a, b, start in zip(batch.cu_seqlens, batch.cu_seqlens[1:], batch.starts):
-                if start:
-                    raise BatchError(
-                        "SoloRunner keeps nothing: schedule by PaddedScheduler(recompute=True)"
-                    )
-                ids, at = (
-                    torch.tensor([batch.ids[a:b]], device=self.model.device),
-                    [x - a for x in batch.logits_at if a <= x < b],
-                )
-                if batch.hidden:
-                    out = hidden_states(self.model, ids, batch.layers, batch.token_types[a:b])
-                else:
-                    out = self.model(ids, use_cache=False).logits[0]
-                parts.append(out[at].clone())  # a view would keep all of them in memory
-        return torch.cat(parts)
-
-# %% ../../nbs/2_core/13_runners.ipynb #7cb2ed4d
-class PaddedRow:
-    "A row of a padded batch: the seat it is for, None when its request has left, and the token to feed it next."
-
-    def __init__(self, slot: int | None) -> None:
-        self.slot, self.output_ids = slot, [0]
-
-# %% ../../nbs/2_core/13_runners.ipynb #04f9efd4
-class PaddedRunner:
-    """Padded batches (chapters 03, 04): newcomers are prefilled together, then join the others.
-
-    For models that `can_pad`, and for comparison. Prompts have to come whole: the scheduler is a `PaddedScheduler`.
-    `prefix`: what newcomers have in common is computed once (chapter 06)."""
-
-    def __init__(self, model: PreTrainedModel, pad_id: int = 0, prefix: bool = False) -> None:
-        self.model, self.pad_id, self.prefix, self.ledger = model, pad_id, prefix, Ledger()
-        self.reset()
-
-    def reset(self) -> None:
-        self.batch = DecodeBatch(self.model)
-
-    @property
-    def nbytes(self) -> int:
-        cache = self.batch.cache
-        return 0 if cache is None else sum(b.nbytes for l in cache.layers for b in l.buffers)
-
-    @torch.inference_mode()
-    def execute(self, batch: Batch) -> torch.Tensor:
-        self._check(batch)
-        rows = list(zip(batch.slots, batch.starts, batch.cu_seqlens, batch.cu_seqlens[1:]))
-        old = {slot: batch.ids[a] for slot, start, a, _ in rows if start}
-        new = {slot: batch.ids[a:b] for slot, start, a, b in rows if not start}
-        parts, slots = [], []
-        with attention_override(self.model):
-            self._leave(old.keys())
-            if old:
-                logits, slots = self._decode(old)
-                parts.append(logits)
-            if new:
-                parts.append(self._enter(list(new.values()), list(new)))
-        out, order = parts[0] if len(parts) == 1 else torch.cat(parts), [*slots, *new]
-        if order == batch.slots:
-            return out
-        at = {slot: i for i, slot in enumerate(order)}
-        return out[[at[slot] for slot in batch.slots]]
-
-    def _check(self, batch: Batch) -> None:
-        check_batch(batch, "PaddedRunner")
-        if batch.hidden:
-            raise BatchError(
-                "a padded batch gives logits, not hidden states: take PackedRunner or SoloRunner"
-            )
-        held = {r.slot for r in self.batch.sessions}
-        if batch.logits_at != [end - 1 for end in batch.cu_seqlens[1:]]:
-            raise BatchError(
-                "a row wants the logits of other positions than its last, such as prompt_logprobs, or comes in parts: "
-                "give the Scheduler chunked=False, or run it with PackedRunner or SoloRunner"
-            )
-        for slot, start, n in zip(batch.slots, batch.starts, batch.lengths):
-            if start and (n > 1 or slot not in held):
-                raise BatchError(
-                    f"the row of slot {slot} comes with {n} of its {start + n} tokens, and a padded batch takes "
-                    "prompts whole: schedule by a PaddedScheduler"
-                )
-
-    def _leave(self, stay: Collection[int]) -> None:
-        "Let those rows go whose seats are not in `stay`: the batch is rebuilt without them once an eighth of it has gone."
-        b = self.batch
-        for row in b.sessions:
-            row.slot = row.slot if row.slot in stay else None
-        rows = [i for i, row in enumerate(b.sessions) if row.slot is not None]
-        if len(rows) <= len(b) * 7 / 8:
-            b.keep(rows)
-        elif len(rows) < len(
-            b
-        ):  # a row left in is now of length 0: it must not outgrow the context
-            b.lengths = b.lengths * torch.tensor(
-                [r.slot is not None for r in b.sessions], device=b.lengths.device
-            )
-
-    def _decode(self, tokens: dict[int, int]) -> tuple[torch.Tensor, list[int]]:
-        "Feed each seat its token: logits `[R, V]`, and whose they are."
-        b = self.batch
-        for row in b.sessions:
-            row.output_ids = [tokens.get(row.slot, 0)]
-        logits = b.step()
-        at = [i for i, row in enumerate(b.sessions) if row.slot is not None]
-        assert b.cache is not None
-        self.ledger.padded += len(logits) - len(at)
-        self.ledger.masked += len(logits) * b.cache.get_seq_length() - int(b.lengths.sum())
-        return logits if len(at) == len(logits) else logits[at], [b.sessions[i].slot for i in at]
-
-    def _enter(self, prompts: list[list[int]], slots: list[int]) -> torch.Tensor:
-        "Prefill newcomers as one batch, which joins those that decode: logits `[B, V]`."
-        shared = 0
-        if self.prefix and len(prompts) > 1:
-            shared = min(find_common_chunk_prefix(prompts), min(map(len, prompts)) - 1)
-        if shared:
-            logits, cache, lengths = prefill_shared(self.model, prompts, shared, self.pad_id)
-        else:
-            logits, cache, lengths = prefill_padded(self.model, prompts, self.pad_id)
-        self.ledger.padded += lengths.numel() * cache.get_seq_length() - int(lengths.sum())
-        self.ledger.reused += shared * (len(prompts) - 1)
-        self.ledger.useful -= shared * (len(prompts) - 1)
-        rows: Any = [PaddedRow(s) for s in slots]  # as much of a `Session` as a batch needs
-        self.batch.join(rows, cache, lengths)
-        return logits
 
 # %% ../../nbs/2_core/13_runners.ipynb #60ab8f54
 class PackedRunner:

@@ -26,7 +26,7 @@ from .native import Kernels, address, struct
 from ..core.batch import Batch
 from ..errors import BatchError
 from ..tasks.lora import LowRank
-from ..ragged import _ints
+from ..core.packing import ints
 
 # %% ../../nbs/4_fast/32_lora.ipynb #32aa0054
 def rows_by_adapter(batch: Batch) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
@@ -165,7 +165,7 @@ class PackedAdapters:
         tokens, late = rows_by_adapter(batch)
         packed = self.weights([*tokens])
         at = {number: ctypes.addressof(p.deltas) for number, p in zip(tokens, packed)}
-        lists = [_ints(x) for rows in (tokens, late) for x in _units(rows, at)]
+        lists = [ints(x) for rows in (tokens, late) for x in _units(rows, at)]
         return Adapted(*(x.data_ptr() for x in lists), len(lists[0]) // 3, len(lists[2]) // 3), [
             lists,
             packed,
@@ -328,7 +328,7 @@ class HookedAdapters:
     def additions(self, batch: Batch) -> dict[str, Callable[[torch.Tensor, torch.Tensor], None]]:
         "Of each linear layer that an adapter of `batch` has a part in: a function `(inputs, outputs)` of rows, that adds to the outputs."
         rows, found = rows_by_adapter(batch), dict[str, list[tuple[LowRank, int]]]()
-        at = [{a: _ints(x, device=self.model.device) for a, x in of.items()} for of in rows]
+        at = [{a: ints(x, device=self.model.device) for a, x in of.items()} for of in rows]
         for number, weights in zip(rows[0], self.weights([*rows[0]])):
             for name, part in weights.parts.items():
                 found.setdefault(name, []).append((part, number))

@@ -28,8 +28,8 @@ from batchlab.core.attention import (
 from ..core.backend import BackendOptions, Unavailable
 from .kernels import attend_rows
 from ..core.batch import Batch, pack_rows
-from ..padding import Probe
-from ..ragged import Packed, _ints
+from ..core.probe import Probe
+from ..core.packing import Packed, ints
 from ..core.cache import KVCache, Shape
 
 log = logging.getLogger("batchlab")
@@ -100,7 +100,7 @@ class VarlenStep(PackedStep):
         b, width = self.batch, max(map(len, self.batch.block_table))
         table = [block for t in b.block_table for block in (t + t[-1:] * width)[:width]]
         offsets, lengths, blocks = (
-            _ints(x, torch.int32, self.cache.device) for x in (b.cu_seqlens, b.seq_lens, table)
+            ints(x, torch.int32, self.cache.device) for x in (b.cu_seqlens, b.seq_lens, table)
         )
         return Paged(offsets, lengths, blocks.view(-1, width), max(b.lengths), max(b.seq_lens))
 
@@ -448,7 +448,7 @@ class CudaBackend(TorchBackend):
         return (
             out[:n].clone()
             if len(batch.logits_at) == n
-            else out[_ints(batch.logits_at, device=out.device)]
+            else out[ints(batch.logits_at, device=out.device)]
         )
 
 # %% ../../nbs/4_fast/26_cuda.ipynb #440e3992

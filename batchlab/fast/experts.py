@@ -17,7 +17,7 @@ from ..core.backend import Unavailable
 from .layers import ACTIVATIONS, first_of
 from .native import Activation, Experts, Kernels
 from .packed import LinearView, MakeLinear, PackedLinear, PlainLinear, address_of
-from ..padding import Probe
+from ..core.probe import Probe
 
 # %% ../../nbs/4_fast/24_experts.ipynb #f7e0f192
 def describe_router(router: Any, width: int) -> tuple[Experts, list[torch.Tensor], nn.Linear]:

@@ -19,14 +19,13 @@ from transformers import PreTrainedModel
 
 from batchlab.core.attention import (
     AttentionSpec,
-    StateProbe,
     _said,
     attention_override,
     check_backend,
     encoder_inputs,
     packed_of,
-    probe_rows,
 )
+from ..core.probe import StateProbe, probe_rows
 from ..core.backend import BackendOptions, Unavailable
 from .experts import PackedExperts, ProbeOfMixture
 from batchlab.fast.kernels import (
@@ -73,8 +72,8 @@ from batchlab.fast.packed import (
     replace_linears,
 )
 from ..core.batch import Batch
-from ..padding import Probe
-from ..ragged import _ints
+from ..core.probe import Probe
+from ..core.packing import ints
 from ..core.cache import KVCache, Shape
 
 # %% ../../nbs/4_fast/25_fused.ipynb #8011ef9d
@@ -374,7 +373,7 @@ class Fused(FusedWeights):
             batch.num_tokens,
             len(batch.logits_at),
             len(self.modules),
-            _ints(batch.positions),
+            ints(batch.positions),
         )
         assert not batch.causal or len(cache.keys) == end, "a cache of other layers"
         rotation_rows, moved = (
@@ -392,8 +391,8 @@ class Fused(FusedWeights):
             stream=stream,
             logits=stream.new_empty(n, self.layers[end].qkv.outputs),
             rotation_rows=rotation_rows,
-            slot_mapping=_ints(batch.slot_mapping),
-            logits_at=_ints(batch.logits_at),
+            slot_mapping=ints(batch.slot_mapping),
+            logits_at=ints(batch.logits_at),
             **work,
         )
         step = Step(
@@ -454,7 +453,7 @@ class Fused(FusedWeights):
             return (
                 h if self.project is None else self.project(h)
             )  # ELECTRA's may be narrower than its layers
-        h = self.embed(_ints(batch.ids))
+        h = self.embed(ints(batch.ids))
         if self.multiplier != 1:
             h = h * self.multiplier
         if self.places is not None:

@@ -41,7 +41,7 @@ from batchlab.fast.native import (
 )
 from ..core.batch import Batch, pack_rows, places
 from ..errors import CompileError
-from ..ragged import _ints
+from ..core.packing import ints
 from ..core.cache import KVCache, Shape as KVShape
 
 log = logging.getLogger("batchlab")
@@ -161,13 +161,13 @@ class AttentionWorklist:
             key=lambda u: -u[0] - sum(n * (start - u[0] + COLUMNS) for _, n, _, start in u[1])
         )
         ends = itertools.accumulate(len(unit) for _, unit in units)
-        self.query_rows = _ints(
+        self.query_rows = ints(
             itertools.chain.from_iterable(piece for _, unit in units for piece in unit)
         ).view(-1, 4)
-        self.work_units = _ints(
+        self.work_units = ints(
             x for (n, unit), end in zip(units, ends) for x in (end - len(unit), end, unit[0][2], n)
         ).view(-1, 4)
-        self.blocks = _ints(itertools.chain.from_iterable(batch.block_table))
+        self.blocks = ints(itertools.chain.from_iterable(batch.block_table))
 
 
 def _fill(
@@ -230,7 +230,7 @@ def layout_whole(
 def whole_rows(batch: Batch, most: int = 512) -> torch.Tensor:
     "The units of `Kernels.attend_whole`, int64 `[m, 4]`: each row, up to `most` queries at a time, the longest first."
     rows = sorted(zip(batch.cu_seqlens, batch.cu_seqlens[1:]), key=lambda row: row[0] - row[1])
-    return _ints(
+    return ints(
         x for a, b in rows for at in range(a, b, most) for x in (a, b, at, min(b, at + most))
     ).view(-1, 4)
 
@@ -476,7 +476,7 @@ class KernelStep(PackedStep):
     def ends(self) -> torch.Tensor:
         "The places behind each row's last token: torch reads whole blocks, and multiplies what it masks."
         b, size = self.batch, self.cache.block_size
-        return _ints(
+        return ints(
             p
             for t, n in zip(b.block_table, b.seq_lens)
             for p in places(t, n, len(t) * size - n, size)

@@ -320,11 +320,7 @@ class LocalRun(Run):
 
     def outlines(self, items: list[Admitted]) -> list[tuple[list[int], int]]:
         "Prompt ids and most tokens of each of a block of `items`, which share what they can."
-        from batchlab.api import group_waves
-
-        groups = [group for _, group in items]
-        group_waves(self.llm, groups)
-        return [(group.prompt_token_ids or [], group.requests[0].max_len) for group in groups]
+        return [(group.prompt_token_ids or [], group.requests[0].max_len) for _, group in items]
 
     def fill(self, runner: LineRunner, source: Iterator[Admitted]) -> bool:
         "Hand the engine what it has room for, or a line that waits to be tried alone. Whether there is anything to run."

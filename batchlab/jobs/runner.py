@@ -43,15 +43,12 @@ def model_digest(llm: Any) -> str:
 # %% ../../nbs/6_jobs/runner.ipynb #3865f65d
 def good_order(rows: list[tuple[list[int], int]]) -> list[int]:
     "In which order to run `rows`, pairs `(prompt ids, most tokens in all)`: a list of indices."
-    from batchlab.prefix import find_common_chunk_prefix
-
     if not rows:
         return []
-    common, size = find_common_chunk_prefix([ids for ids, _ in rows]), lambda i: -rows[i][1]
-    groups = {}
-    for i, (ids, _) in enumerate(
-        rows
-    ):  # as group_by_prefix, by the tokens themselves: that of a block is quicker
+    common = len(os.path.commonprefix([ids for ids, _ in rows])) // 16 * 16
+    size = lambda i: -rows[i][1]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, (ids, _) in enumerate(rows):  # by three chunks of what follows
         first = ids[common : common + 48]
         groups.setdefault(tuple(first[: len(first) // 16 * 16] or first), []).append(i)
     for g in groups.values():

@@ -18,23 +18,18 @@ from typing import Any
 import psutil, torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from batchlab.core.attention import (
-    StateProbe,
-    TorchBackend,
-    attention_override,
-    layer_specs,
-    probe_rows,
-    sees_back_only,
-)
+from ..core.attention import TorchBackend, attention_override, layer_specs
+from ..core.probe import StateProbe, probe_rows, sees_back_only
 from ..core.backend import Backend, BackendOptions, select_backend
 from ..errors import Option, ParamError, Unavailable, UnsupportedModelError
 from ..models.fetch import find_model
 from ..models.load import load_tokenizer
 from ..models import load_model, max_model_len
 from ..errors import whole_number, written
-from ..padding import Probe, can_pad, same_as_alone
+from ..core.probe import Probe, same_as_alone
+from ..basics.padding import can_pad
 from ..tasks.pooled import PoolerConfig as PoolerConfig  # its place in vLLM
-from ..prefill import kv_bytes_per_token
+from ..core.cache import kv_bytes_per_token
 from ..core.request import Request, Row
 from .shown import megabytes
 from ..core.cache import Shape

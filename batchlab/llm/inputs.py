@@ -6,11 +6,18 @@
 from __future__ import annotations
 
 import logging, numbers, sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from ..errors import BatchlabError, Fault, ModelError, ParamError, PromptError
+from batchlab.errors import (
+    BatchlabError,
+    Fault,
+    ModelError,
+    ParamError,
+    PromptError,
+    PromptTooLongError,
+)
 from ..models.lengths import check_length
 from batchlab.models import (
     bad_message,
@@ -32,7 +39,7 @@ log = logging.getLogger("batchlab")
 __all__ = ['log', 'PROMPT_FORMS', 'PROMPT_KEYS', 'CHAT_KEYS', 'is_ids', 'is_talk', 'as_list', 'parse_prompt', 'parse_chat',
            'split_settings', 'check_forms', 'chat_options', 'check_bar', 'Settings', 'is_pooling', 'params_for',
            'settings_for', 'ParsedPrompt', 'parse', 'read_prompt', 'read_prompts', 'encode_text', 'unreadable',
-           'prompt_ids_of', 'encode_prompt', 'log_failures']
+           'prompt_ids_of', 'encode_prompt', 'check_prompt', 'log_failures']
 
 # %% ../../nbs/2_core/inputs.ipynb #6d3ee88f
 def is_ids(x: Any) -> bool:
@@ -405,6 +412,30 @@ def encode_prompt(
         raise PromptError(str(e)) from None
     log.warning("an empty prompt starts from token %s (%s)", start, words.decode([start]))
     return text, [start]
+
+# %% ../../nbs/2_core/inputs.ipynb #inp00016
+def check_prompt(
+    prompt_ids: Iterable[int], limit: int | None = None, vocab_size: int | None = None
+) -> list[int]:
+    """`prompt_ids` as a list of ints, or a `PromptError` that says what is wrong with it.
+
+    `limit` is the longest sequence (prompt and output together) in tokens; a prompt has to leave room for one token.
+    """
+    ids = [int(i) for i in prompt_ids]
+    if not ids:
+        raise PromptError("the prompt has no tokens: give at least one, for example the BOS token")
+    if limit and len(ids) >= limit:
+        raise PromptTooLongError(
+            f"the prompt has {len(ids)} tokens, and the model holds {limit} with its answer: "
+            f"shorten it to {limit - 1} tokens or fewer"
+        )
+    bad = next((i for i in ids if i < 0 or (vocab_size and i >= vocab_size)), None)
+    if bad is not None:
+        raise PromptError(
+            f"token id {written(bad, 40)} is outside the vocabulary (0 to {vocab_size - 1 if vocab_size else '…'}): "
+            "was the prompt encoded with another tokenizer?"
+        )
+    return ids
 
 # %% ../../nbs/2_core/inputs.ipynb #inp00006
 def _log_cut(outs: Sequence[RequestOutput]) -> None:

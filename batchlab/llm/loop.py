@@ -36,9 +36,11 @@ from batchlab.errors import (
 from ..core.ledger import Ledger
 from .outputs import RequestGroup, StreamEvent
 from .pacing import Pace
-from ..core.runners import PackedRunner, PaddedRunner, SoloRunner
+from ..core.runners import PackedRunner
+from .rectangle import PaddedRunner, SoloRunner
 from ..core.request import Request
 from ..core.scheduler import Scheduler
+from ..basics.prefix import CHUNK, chunk_keys
 from .rectangle import PaddedScheduler
 
 if TYPE_CHECKING:
@@ -310,7 +312,10 @@ def make_engine(llm: LLM, kind: str) -> Engine:
         return Engine(
             scheduler, PackedRunner(llm.backend, max(1, (l.kv_tokens or 0) // size)), llm.watchers
         )
-    order = dict(bucketed=lambda r: -r.max_len, prefix=lambda r: (r.wave, -r.max_len)).get(strategy)
+    begins = lambda r: chunk_keys(r.prompt_ids[: 3 * CHUNK])[-1:]
+    order = dict(bucketed=lambda r: -r.max_len, prefix=lambda r: (begins(r), -r.max_len)).get(
+        strategy
+    )
     scheduler = PaddedScheduler(
         1 if solo or strategy == "loop" else l.max_num_seqs,
         order=order,
@@ -318,9 +323,7 @@ def make_engine(llm: LLM, kind: str) -> Engine:
         recompute=solo,
         **how,
     )
-    runner = (
-        SoloRunner(llm.model) if solo else PaddedRunner(llm.model, llm.pad_id, strategy == "prefix")
-    )
+    runner = SoloRunner(llm.model) if solo else PaddedRunner(llm.model, share=strategy == "prefix")
     return Engine(scheduler, runner, llm.watchers)
 
 # %% ../../nbs/2_core/loop.ipynb #10a50c03

@@ -28,7 +28,7 @@ from batchlab.llm.inputs import (
 from .lora import Adapter, LoRARequest, adapters_for
 from ..llm.outputs import Outputs, RequestOutput, StreamEvent
 from ..core.params import BeamSearchParams, SamplingParams
-from ..prefill import check_prompt
+from ..llm.inputs import check_prompt
 from ..core.sampling import Logprob
 from ..llm.shown import brief, shows_bar
 

@@ -49,7 +49,7 @@ from batchlab.tasks.pooled import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from ..prefill import check_prompt
+from ..llm.inputs import check_prompt
 from ..core.request import Request, Row, RowOutput, Task
 from batchlab.models.sentence import (
     ACTIVATIONS,

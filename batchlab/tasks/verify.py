@@ -17,7 +17,7 @@ from ..llm.config import check_count, rope_switch
 from ..core.engine import log, out_of_memory
 from ..core.generation import Generation, make_request
 from ..api import grammar_for
-from ..prefill import check_prompt
+from ..llm.inputs import check_prompt
 from ..core.params import SamplingParams
 from .pooled import PoolingRequestOutput
 from batchlab.core.sampling import (

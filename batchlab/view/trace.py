@@ -268,9 +268,9 @@ class StepRecord:
 # %% ../../nbs/8_view/50_trace.ipynb #308cea85
 def note_memory(now: StepRecord, engine: Engine) -> None:
     "Note in `now` the KV memory of `engine` after the step."
-    s, pool, batch = engine.scheduler, engine.scheduler.pool, getattr(engine.runner, "batch", None)
-    if batch and batch.cache:
-        now.rectangle = [len(batch), batch.cache.get_seq_length()]
+    s, pool = engine.scheduler, engine.scheduler.pool
+    if rectangle := getattr(engine.runner, "rectangle", None):
+        now.rectangle = [*rectangle]
     shared = sum(b.refs > 1 for b in pool.blocks)
     now.pool = s.block_size, len(pool), pool.num_held, shared, len(pool.cached)
     now.slots = min(s.max_num_seqs, len(s.running) + len(s.waiting))
