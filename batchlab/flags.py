@@ -776,7 +776,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     "The arguments of one command as a namespace. Raises `JobError`, or `SystemExit` after --help and --version."
     command, rest = command_of(argv)
     if command == "bench":
-        return argparse.Namespace(command=command, rest=rest)
+        return argparse.Namespace(command=command, rest=rest, idle=[])
     parser = parser_of(command)
     if "--max-num-seqs" in parser._option_string_actions:
         add_idle(parser)

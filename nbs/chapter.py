@@ -130,6 +130,7 @@ PLACES = {
     "05": ("sampling", 672, 0),
     "06": ("prefixes", 194, 2),
     "07": ("packing", 320, 2),
+    "08": ("slots", 446, 2),
     "10": ("KV blocks", 194, 1),
     "11": ("scheduler", 194, 0),
     "12": ("attention", 550, 0),

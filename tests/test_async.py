@@ -72,7 +72,7 @@ def test_growing_outputs_have_the_prompt_and_the_sum(llm):
         return [
             o
             async for o in llm.generate(
-                "a b", temperature=0, max_tokens=4, logprobs=0, lora_request=None
+                "a b", dict(temperature=0, max_tokens=4, logprobs=0), lora_request=None
             )
         ]
 

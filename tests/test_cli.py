@@ -648,12 +648,10 @@ def test_flags_of_other_engines(model, capsys):
     )
     assert (
         status == 0
-        and "without effect here: gpu_memory_utilization=0.5" in err
-        and "enforce_eager=True" in err
-        and "swap_space=2" in err
+        and "without effect here: --gpu-memory-utilization, --enforce-eager, --swap-space" in err
     )
     for flags, words in [
-        (["--load-format", "dummy"], "--load-format dummy is not supported"),
+        (["--load-format", "dummy"], "unknown flag --load-format"),
         (["--torch-dtype", "fp32"], "did you mean --dtype?"),
     ]:
         status, err = said(capsys, "generate", "Hi", "--model", model, *flags)

@@ -312,7 +312,7 @@ def test_params_and_results():
             "task 'embed'",
         ),
         (lambda: llm.generate(ids), ModelError, "writes no text"),
-        (lambda: llm.embed(ids, temperature=0), ParamError, "temperature"),
+        (lambda: llm.embed(ids, temperature=0), TypeError, "temperature"),
         (lambda: llm.embed(ids, tokenization_kwargs=dict(padding=True)), ParamError, "padding"),
         (lambda: llm.embed(ids, prompt_name="query"), ParamError, "no prompt"),
         (lambda: llm.embed(["text"]), ModelError, "tokenizer"),
@@ -427,7 +427,7 @@ def test_settings_of_the_pooler_hold_for_all_tasks():
     judge, ids = make("bert", AutoModelForSequenceClassification, num_labels=3), [5, 6, 7]
     with torch.inference_mode():
         logits = judge(torch.tensor([ids])).logits[0]
-    plain = LLM(judge, pooler_config=PoolerConfig(softmax=False))
+    plain = LLM(judge, pooler_config=PoolerConfig(use_activation=False))
     assert plain.classify([ids])[0].outputs.probs == pytest.approx(logits.tolist(), abs=1e-4)
     asked = plain.classify([ids], pooling_params=PoolingParams(use_activation=True))[
         0
@@ -440,7 +440,7 @@ def test_settings_of_the_pooler_hold_for_all_tasks():
     for wrong in (
         lambda: PoolerConfig(use_activation="false"),
         lambda: PoolerConfig.of(5),
-        lambda: PoolingParams(normalize=True, use_activation=True),
+        lambda: PoolingParams(use_activation="false"),
     ):
         with pytest.raises(ParamError):
             wrong()

@@ -973,11 +973,11 @@ SCHEMA = dict(type="object", properties=dict(a=dict(type="boolean")), required=[
         (dict(response_format=dict(type="text")), {}),
         (dict(response_format=None), {}),
         (dict(max_completion_tokens=3), dict(max_tokens=3)),
-        (dict(max_new_tokens=3, max_tokens=3), dict(max_tokens=3)),
+        (dict(max_completion_tokens=3, max_tokens=3), dict(max_tokens=3)),
         (dict(max_tokens=None), dict(max_tokens=None)),
         (dict(max_completion_tokens=None), dict(max_tokens=None)),
         (
-            dict(sampling_params=dict(top_k=4, max_new_tokens=2, guided_choice=["a"])),
+            dict(sampling_params=dict(top_k=4, max_completion_tokens=2, guided_choice=["a"])),
             dict(top_k=4, max_tokens=2, structured_outputs=dict(choice=["a"])),
         ),
         (dict(sampling_params=dict(seed=1), n=2, temperature=1), dict(seed=1, n=2, temperature=1)),
@@ -1021,7 +1021,11 @@ def test_settings_of_a_plain_line_are_used(keys, want):
         (dict(sampling_params=dict(label="x")), ["'label'"]),
         (dict(sampling_params=[1]), ["sampling_params must be an object"]),
         (dict(sampling_params=dict(n=1), n=2), ["n stands in"]),
-        (dict(max_tokens=3, max_new_tokens=4), ["max_new_tokens=4", "max_tokens=3", "one of them"]),
+        (dict(max_new_tokens=4), ["'max_new_tokens'", "'max_tokens'"]),
+        (
+            dict(max_tokens=3, max_completion_tokens=4),
+            ["max_completion_tokens=4", "max_tokens=3", "one of them"],
+        ),
         (dict(top_logprobs=2), ["top_logprobs needs logprobs"]),
         (
             dict(guided_regex="a", guided_choice=["a"]),
@@ -1045,7 +1049,8 @@ def test_no_setting_of_ours_or_of_transformers_is_passed_over():
     from dataclasses import fields
     from transformers import GenerationConfig
 
-    for k in sorted({f.name for f in fields(SamplingParams)} | GenerationConfig().to_dict().keys()):
+    theirs = {k for k in GenerationConfig().to_dict() if k[0] != "_"}
+    for k in sorted({f.name for f in fields(SamplingParams)} | theirs):
         line = parse_line(1, json.dumps(dict(prompt="p", **{k: "x"})).encode(), "plain")
         assert line.failure or line.options and not line.ignored, k
 
@@ -1059,8 +1064,8 @@ def test_a_setting_beside_the_body_is_no_setting():
         1, json.dumps(ask(1) | dict(label="x", metadata=dict(n=3), model="m")).encode()
     )
     assert (line.failure, line.ignored) == (None, ("label",))
-    line = parse_line(1, json.dumps(ask(1, guided_choice=["a"], max_new_tokens=1)).encode())
-    assert line.failure[1].startswith("max_new_tokens=1 and max_tokens=")
+    line = parse_line(1, json.dumps(ask(1, guided_choice=["a"], max_completion_tokens=1)).encode())
+    assert line.failure[1].startswith("max_completion_tokens=1 and max_tokens=")
 
 
 def test_plain_lines_may_have_nan_and_batch_lines_not():

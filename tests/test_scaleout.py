@@ -547,10 +547,10 @@ def test_rows_of_a_batch_are_read_as_those_of_tables():
     def read(row, *names):
         return line_of(1, dict(prompt="a") | row, setting_columns=names)
 
-    assert read(dict(max_new_tokens=3, timeout=2, text="x"), "max_new_tokens").options == dict(
-        max_tokens=3
-    )
-    assert read(dict(max_new_tokens=3, temperature=36.6, n=2)).options == {}
+    assert read(
+        dict(max_completion_tokens=3, timeout=2, text="x"), "max_completion_tokens"
+    ).options == dict(max_tokens=3)
+    assert read(dict(max_completion_tokens=3, temperature=36.6, n=2)).options == {}
     assert read(dict(guided_choice=["x"]), "guided_choice").options["structured_outputs"] == dict(
         choice=["x"]
     )

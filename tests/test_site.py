@@ -63,15 +63,15 @@ def test_book_order():
 @pytest.mark.parametrize(
     "text, module, full",
     [
-        ("KVCache", "prefill", "batchlab.core.cache.KVCache"),
+        ("KVCache", "basics.prefill", "batchlab.core.cache.KVCache"),
         ('load_model(dtype="fp32")', None, "batchlab.models.load_model"),
         ("Scheduler.schedule", "core.engine", "batchlab.core.scheduler.Scheduler.schedule"),
         ("LLM.verify", None, "batchlab.api.LLM.verify"),
         ("batchlab.core.engine", None, "batchlab.core.engine"),
-        ("pack", "core.engine", "batchlab.ragged.pack"),
-        ("pack", "prefill", None),  # before its chapter it may be any word
+        ("pack", "core.engine", "batchlab.core.packing.pack"),
+        ("pack", "basics.prefill", None),  # before its chapter it may be any word
         ("generate", "core.engine", None),  # LLM's, the command line's, or transformers' own
-        ("prefill", "core.cache", "batchlab.prefill.prefill"),
+        ("forward", "core.cache", "batchlab.basics.prefill.forward"),
         ("finish_reason", "core.engine", None),  # a field there, a function of chapter 05
         ("run_jobs", "core.engine", "batchlab.jobs.ray.run_jobs"),
         ("num_tokens - 1", "core.scheduler", None),

@@ -20,18 +20,12 @@ LAYERS, TORCHLESS = (
 )
 # Imports of another module's underscore names that are left: none may be added, and one that goes must go here too.
 PRIVATE = {
-    "core.attention: _ints of ragged",
-    "fast.adapters: _ints of ragged",
-    "fast.cuda: _ints of ragged",
     "fast.cuda: _said of core.attention",
     "fast.cuda: _span_mask of core.attention",
-    "fast.fused: _ints of ragged",
     "fast.fused: _said of core.attention",
-    "fast.kernels: _ints of ragged",
     "fast.kernels: _span_mask of core.attention",
     "jobs.formats: _encode of jobs.tables",
     "jobs.lines: _encode of jobs.tables",
-    "prefix: _at_least_1 of core.hashes",
 }
 
 

@@ -388,7 +388,8 @@ def test_what_others_do_with_the_tokenizer_reaches_no_prompt():
                 for o in llm.generate(texts, SamplingParams(temperature=0, max_tokens=1))
             ] == [*map(len, texts)]
             assert [
-                len(o.prompt_token_ids) for o in llm.embed(texts, truncate_prompt_tokens=9)
+                len(o.prompt_token_ids)
+                for o in llm.embed(texts, pooling_params=dict(truncate_prompt_tokens=9))
             ] == [9] * 40
             assert [len(o.prompt_token_ids) for o in llm.embed(texts)] == [*map(len, texts)]
     finally:
@@ -466,7 +467,7 @@ llm = LLM(tiny_model('llama'), tiny_tokenizer())
 shared = AsyncLLM(llm)
 async def one(): return [o async for o in shared.generate('x')]
 calls = [lambda: llm.generate('x'), lambda: llm.embed('x'), lambda: next(llm.stream('x')), llm.step, llm.start, llm.stop, llm.close, llm.pause, llm.resume,
-         lambda: llm.add_request('x'), lambda: llm.cancel('0'), lambda: asyncio.run(one()), lambda: asyncio.run(shared.shutdown()), lambda: llm.beam_search('x', beam_width=2)]
+         lambda: llm.add_request('x'), lambda: llm.cancel('0'), lambda: asyncio.run(one()), lambda: asyncio.run(shared.shutdown()), lambda: llm.beam_search('x', dict(beam_width=2))]
 asyncio.run(one())
 for held in (False, True):
     if held: llm.progress.acquire()

@@ -117,6 +117,11 @@ def homes():
     return found
 
 
+def repeats(module):
+    "Whether a module gives others' names to what the package has under its own: nothing links there."
+    return module.startswith("compat.")
+
+
 def explained(module, name):
     "The notebook that defines `name` of a module, or the one that explains the module."
     return homes().get((module, name), modules()[module])
@@ -194,11 +199,12 @@ def members(module):
 @functools.cache
 def known():
     "`{name: [full names]}` of modules, their public names, and `Class.member`."
-    names = {f"batchlab.{m}": [f"batchlab.{m}"] for m in modules()}
-    for m in modules():
+    own = [m for m in modules() if not repeats(m)]
+    names = {f"batchlab.{m}": [f"batchlab.{m}"] for m in own}
+    for m in own:
         for name in public_names(m):
             names.setdefault(name, []).append(f"batchlab.{m}.{name}")
-    for m in modules():
+    for m in own:
         for owner, name in members(m):
             home = names.get(owner, ())
             if name[0] != "_" and len(home) == 1:
@@ -370,7 +376,7 @@ def chapter(path):
                 code = f"```cpp\n{code.partition(chr(10))[2]}\n```"
             cell["source"] = code
         else:
-            source = unfolded(to_pages(source)).replace("](../", "](")
+            source = re.sub(r"\]\((\.\./)+", "](", unfolded(to_pages(source)))
             cell["source"] = admonition(link_chapters(source, path.stem))
             if not out:
                 cell["source"] = re.sub(r"^(?!# )\s*", "# ", cell["source"])
@@ -450,6 +456,7 @@ def api_page(module, path):
     return (
         f"# {module}\n\n{{.module}}\nBuilt in chapter [{path.stem}](../{path.name}).\n\n"
         f"```{{eval-rst}}\n.. automodule:: batchlab.{module}\n"
+        f"{'   :no-index:' + chr(10) if repeats(module) else ''}"
         f"{f'   :exclude-members: {others}' if others else ''}\n\n"
         f".. py:currentmodule:: batchlab.{module}\n{rest}```\n"
     )

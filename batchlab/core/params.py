@@ -40,8 +40,11 @@ def check_names(given: dict[str, Any], names: Collection[str], of: str = "") -> 
             continue
         near = near_name(k, names) if isinstance(k, str) else None
         hint = f"did you mean {near!r}?" if near else f"expected one of {', '.join(names)}"
-        what = f"{of} has no" if of else "unknown setting"
-        raise ParamError(f"{what} {k!r:.60}: {hint}", field=of or str(k)[:60])
+        if of:
+            raise ParamError(
+                "{of} has no {key}: {hint}", of=Option(of), key=f"{k!r:.60}", hint=hint
+            )
+        raise ParamError(f"unknown setting {k!r:.60}: {hint}", field=str(k)[:60])
 
 # %% ../../nbs/2_core/params.ipynb #par00006
 def _suggests(call: Callable[..., Any]) -> Callable[..., Any]:

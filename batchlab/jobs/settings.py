@@ -5,7 +5,7 @@
 # %% ../../nbs/6_jobs/settings.ipynb #nam00004
 from __future__ import annotations
 
-import json
+import functools, json
 from collections.abc import Collection
 from typing import Any, NoReturn
 
@@ -13,8 +13,9 @@ from ..core.params import SETTINGS, near_name
 from ..errors import ParamError
 
 # %% auto #0
-__all__ = ['ALIASES', 'GUIDED', 'NEUTRAL', 'DROPPED', 'ADVICE', 'INSTEAD', 'KNOWN_SETTINGS', 'named_as_setting', 'is_setting',
-           'advice', 'refuse', 'structured_of', 'form_of', 'logprobs_of', 'settings_of']
+__all__ = ['ALIASES', 'GUIDED', 'NEUTRAL', 'DROPPED', 'ADVICE', 'INSTEAD', 'ELSEWHERE', 'KNOWN_SETTINGS', 'names_elsewhere',
+           'named_as_setting', 'is_setting', 'advice', 'refuse', 'structured_of', 'form_of', 'logprobs_of',
+           'settings_of']
 
 # %% ../../nbs/6_jobs/settings.ipynb #nam00008
 ALIASES = dict(max_completion_tokens="max_tokens")
@@ -57,12 +58,23 @@ ADVICE = {  # what to give: instead of which parameters
     "messages with one of role system, or --system": "system",
 }
 INSTEAD = {name: advice for advice, names in ADVICE.items() for name in names.split()}
+ELSEWHERE = {*"chat_template guided_decoding_backend".split()}  # nothing here can stand for these
 KNOWN_SETTINGS = (*SETTINGS, *ALIASES, *GUIDED, "response_format", "top_logprobs")
 
 # %% ../../nbs/6_jobs/settings.ipynb #nam00010
+@functools.cache
+def names_elsewhere() -> frozenset[str]:
+    "Names of settings that transformers' `generate` takes, and those of others that mean nothing here."
+    from transformers import GenerationConfig
+
+    return frozenset(k for k in GenerationConfig().to_dict() if k[0] != "_") | ELSEWHERE
+
+
 def named_as_setting(k: str) -> bool:
-    "Whether key `k` is called as a setting of a request is, by this name or by nearly this."
-    return k in INSTEAD or k in NEUTRAL or near_name(k, KNOWN_SETTINGS) is not None
+    "Whether key `k` is called as a setting of a request is, here or elsewhere, by this name or by nearly this."
+    if k in INSTEAD or k in NEUTRAL or near_name(k, KNOWN_SETTINGS) is not None:
+        return True
+    return k in names_elsewhere()
 
 
 def is_setting(k: str, v: Any) -> bool:
@@ -99,7 +111,7 @@ def refuse(k: Any, v: Any = None) -> NoReturn:
     "Raise a `ParamError` about setting `k` with value `v`, with `advice`."
     if not isinstance(k, str):
         raise ParamError(f"the name of a setting must be a string, got {k!r:.60}")
-    raise ParamError(advice(k, v), field=k)
+    raise ParamError(advice(k, v), field=k[:60])
 
 # %% ../../nbs/6_jobs/settings.ipynb #nam00016
 def structured_of(form: Any) -> dict[str, Any] | None:
