@@ -294,6 +294,31 @@ def test_wrong_calls_raise_where_they_are_awaited(llm):
         AsyncLLM(llm.llm, max_pending=0)
 
 
+def test_weights_are_read_anew():
+    "A change that no call can notice, written past torch: what was kept of the old weights goes, and nobody's answer with it."
+    own = AsyncLLM(LLM(tiny_model("llama", seed=5), compile=False))
+    model, p = own.llm.model, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+    async def change():
+        async with own:
+            before = (await last(own.generate([5, 6, 7] * 9, p))).outputs[0].token_ids
+            task = asyncio.create_task(last(own.generate([7], LONG)))
+            while not own.llm.groups:
+                await asyncio.sleep(0.001)
+            with pytest.raises(EngineError, match="under way"):
+                await own.reload_weights()
+            task.cancel()
+            while own.llm.groups:
+                await asyncio.sleep(0.001)
+            model.get_input_embeddings().weight.data.mul_(-1)
+            await own.reload_weights()
+            after = (await last(own.generate([5, 6, 7] * 9, p))).outputs[0].token_ids
+        return before, after
+
+    before, after = run(change())
+    assert after == generate_naive(model, [5, 6, 7] * 9, 6, ()) != before
+
+
 def test_shutdown_ends_those_who_read(llm):
     async def shut():
         task = asyncio.create_task(last(llm.generate([7], LONG)))

@@ -268,12 +268,23 @@ class PaddedRunner:
         return logits
 
     def groups(self, prompts: dict[int, list[int]]) -> list[dict[int, list[int]]]:
-        "`prompts` by slot, in the groups that are prefilled together."
-        found: dict[tuple[bytes, ...], dict[int, list[int]]] = {}
+        "`prompts` by slot, in the groups that are prefilled together: those that begin alike, and all others."
+        if not self.share:
+            return [prompts] if prompts else []
+        found: list[tuple[list[bytes], dict[int, list[int]]]] = []
         for slot, ids in prompts.items():
-            begins = chunk_keys(ids[: 3 * CHUNK])[-1:] if self.share else []
-            found.setdefault((*begins,), {})[slot] = ids
-        return [*found.values()]
+            keys = chunk_keys(ids[: 3 * CHUNK])
+            for known, group in found:
+                n = min(len(known), len(keys))
+                if n and known[:n] == keys[:n]:
+                    group[slot] = ids
+                    del known[n:]
+                    break
+            else:
+                found.append((keys, {slot: ids}))
+        alike = [group for _, group in found if len(group) > 1]
+        others = {slot: ids for _, group in found if len(group) == 1 for slot, ids in group.items()}
+        return [*alike, others] if others else alike
 
     def enter(self, prompts: dict[int, list[int]]) -> torch.Tensor:
         "Prefill newcomers as one batch, which joins those that decode: logits `[B, V]`."

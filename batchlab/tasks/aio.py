@@ -272,6 +272,15 @@ class AsyncLLM:
     def stats(self) -> Stats:
         return self.llm.stats()
 
+    async def reload_weights(self) -> None:
+        "Run the model as it is now: `LLM.reload_weights`, in another thread, so that the event loop goes on. Raises `EngineError`, `ModelError`."
+
+        def reload() -> None:
+            with self.door:
+                self.llm.reload_weights()
+
+        await asyncio.shield(asyncio.wrap_future(self.queuer.submit(reload)))
+
     async def shutdown(self) -> None:
         "Cancel all requests, end the engine's thread and give the memory of the cache back. A later request begins anew."
         self.llm.check_process()
