@@ -12,8 +12,9 @@ __all__ = ['log', 'Frame', 'keep_last', 'grammar_for', 'admit', 'admit_text', 'L
 # %% ../nbs/2_core/api.ipynb #10a50c0d
 import contextlib, ctypes, itertools, logging, math, threading, time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from tqdm.auto import tqdm
@@ -35,7 +36,16 @@ from .core.generation import make_request
 from .errors import BatchlabError, EngineError, ModelError, ParamError
 from .models.fetch import short_name
 from batchlab.llm.inputs import (
+    Bar,
+    Choices,
+    Params,
+    ParamsEach,
     ParsedPrompt,
+    PriorityEach,
+    Prompt,
+    Prompts,
+    Talks,
+    TimeoutEach,
     as_list,
     chat_options,
     check_bar,
@@ -51,6 +61,9 @@ from batchlab.llm.inputs import (
 from .core.ledger import Ledger
 from .llm.loop import BackgroundLoop, Delivery, EngineSet
 from batchlab.tasks.lora import (
+    AdapterChoice,
+    AdapterChoices,
+    AdapterModules,
     Adapters,
     LoRACalls,
     check_folders,
@@ -88,6 +101,7 @@ from .core.cache import Shape
 from .llm.shown import facts_html, megabytes, shows_bar
 
 if TYPE_CHECKING:
+    from batchlab.jobs.lines import Postprocess
     from batchlab.tasks.beam import BeamSearchOutput
     from batchlab.tasks.choices import ChoiceScores
     from batchlab.view.trace import Recorder
@@ -224,13 +238,13 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         quantization: str | None = None,
         trace: bool = False,
         logprobs_mode: str = "raw_logprobs",
-        pooler_config: PoolerConfig | dict[str, Any] | str | None = None,
+        pooler_config: PoolerConfig | dict[str, object] | str | None = None,
         enable_lora: bool = False,
         max_loras: int | None = None,
         max_lora_rank: int = 16,
         max_cpu_loras: int | None = None,
-        lora_modules: Any = None,
-        chat_template: Any = None,
+        lora_modules: AdapterModules = None,
+        chat_template: str | PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         limits = dict(
@@ -381,13 +395,13 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
 
     def generate(
         self,
-        prompts: Any,
-        sampling_params: Any = None,
-        use_tqdm: Any = None,
-        priority: Any = None,
-        timeout: Any = None,
+        prompts: Prompts,
+        sampling_params: ParamsEach = None,
+        use_tqdm: Bar = None,
+        priority: PriorityEach = None,
+        timeout: TimeoutEach = None,
         verify: bool = False,
-        lora_request: Any = None,
+        lora_request: AdapterChoices = None,
     ) -> Outputs[RequestOutput]:
         """Answer `prompts`, one or a list of strings, lists of ids or dicts: a list of `RequestOutput`, in their order.
 
@@ -407,18 +421,18 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
 
     def chat(
         self,
-        messages: Any,
-        sampling_params: Any = None,
-        use_tqdm: Any = None,
-        priority: Any = None,
-        timeout: Any = None,
+        messages: Talks,
+        sampling_params: ParamsEach = None,
+        use_tqdm: Bar = None,
+        priority: PriorityEach = None,
+        timeout: TimeoutEach = None,
         verify: bool = False,
-        chat_template: Any = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        tools: list | None = None,
+        chat_template: str | PathLike[str] | None = None,
+        chat_template_kwargs: dict[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        lora_request: Any = None,
+        lora_request: AdapterChoices = None,
     ) -> Outputs[RequestOutput]:
         """Answer conversations, one or a list of lists of messages, in the model's chat template; as `generate` does.
 
@@ -441,12 +455,12 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
 
     def stream(
         self,
-        prompts: Any,
-        sampling_params: Any = None,
+        prompts: Prompts,
+        sampling_params: ParamsEach = None,
         chat: bool = False,
-        priority: Any = None,
-        timeout: Any = None,
-        lora_request: Any = None,
+        priority: PriorityEach = None,
+        timeout: TimeoutEach = None,
+        lora_request: AdapterChoices = None,
     ) -> Iterator[StreamEvent]:
         """Yield a `StreamEvent` for each token of each request as it comes; for arguments see `generate`.
 
@@ -457,13 +471,13 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
 
     def iter_outputs(
         self,
-        prompts: Any,
-        sampling_params: Any = None,
+        prompts: Prompts,
+        sampling_params: ParamsEach = None,
         chat: bool = False,
         on_step: Callable[[int], object] | None = None,
-        priority: Any = None,
-        timeout: Any = None,
-        lora_request: Any = None,
+        priority: PriorityEach = None,
+        timeout: TimeoutEach = None,
+        lora_request: AdapterChoices = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Yield `(index, RequestOutput)` as each finishes: whoever writes them down at once loses nothing later.
 
@@ -473,7 +487,11 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         )
 
     def logprobs(
-        self, prompts: Any, use_tqdm: Any = None, start: int = 1, lora_request: Any = None
+        self,
+        prompts: Prompts,
+        use_tqdm: Bar = None,
+        start: int = 1,
+        lora_request: AdapterChoices = None,
     ) -> Outputs[Score]:
         """The `Score` of each of `prompts`, in their order; conversations are scored as the chat template writes them.
 
@@ -488,7 +506,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         for own in (own for p in talks for own in split_settings(p)[1]):
             raise ParamError(f"{own}: logprobs has no settings, leave it out")
 
-        def first(prompt: Any) -> int:
+        def first(prompt: Prompt) -> int:
             "After which position those of `prompt` begin: of a shorter one, the last."
             try:
                 return (
@@ -526,12 +544,12 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
 
     def choose(
         self,
-        prompts: Any,
-        choices: Any,
+        prompts: Prompts,
+        choices: Choices,
         chat: bool = False,
-        use_tqdm: Any = None,
+        use_tqdm: Bar = None,
         end: bool = False,
-        lora_request: Any = None,
+        lora_request: AdapterChoices = None,
     ) -> Outputs[ChoiceScores]:
         "How likely each of `choices` is after each of `prompts`: a `ChoiceScores` a prompt. For arguments see `batchlab.tasks.choices.choose`."
         from batchlab.tasks.choices import choose
@@ -540,22 +558,28 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
 
     def beam_search(
         self,
-        prompts: Any,
-        params: BeamSearchParams | dict[str, Any] | None = None,
-        use_tqdm: Any = None,
+        prompts: Prompts,
+        params: BeamSearchParams | dict[str, object] | None = None,
+        use_tqdm: Bar = None,
         concurrency_limit: int | None = None,
-        lora_request: Any = None,
+        lora_request: AdapterChoices = None,
     ) -> Outputs[BeamSearchOutput]:
         "The likeliest answers to each of `prompts`, by beam search: a `BeamSearchOutput` a prompt. For arguments see `batchlab.tasks.beam.beam_search`."
         from batchlab.tasks.beam import beam_search
 
         return beam_search(self, prompts, params, use_tqdm, concurrency_limit, lora_request)
 
-    def verify(self, outputs: RequestOutput | Sequence[RequestOutput], **kwargs: Any) -> Report:
+    def verify(
+        self,
+        outputs: RequestOutput | Sequence[RequestOutput],
+        sample: int | None = 8,
+        seed: int = 0,
+        tolerance: float | None = None,
+    ) -> Report:
         "Run some of `outputs` again, each alone, and compare: a `Report`. For arguments see `batchlab.tasks.verify.verify`."
         from batchlab.tasks.verify import verify
 
-        self.report = verify(self, outputs, **kwargs)
+        self.report = verify(self, outputs, sample, seed, tolerance)
         self.report.log()
         return self.report
 
@@ -563,17 +587,17 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
         self,
         frame: Frame,
         template: str | None = None,
-        sampling_params: Any = None,
+        sampling_params: ParamsEach = None,
         *,
         column: str = "prompt",
         system: str | None = None,
         chat: bool = False,
         setting_columns: Sequence[str] = (),
         empty: str | None = None,
-        postprocess: Any = None,
+        postprocess: Postprocess | None = None,
         output: str = "text",
         use_tqdm: bool | None = None,
-        lora_request: Any = None,
+        lora_request: AdapterChoices = None,
     ) -> Frame:
         """Answer each row of `frame`, a DataFrame, an Arrow table or a list of dicts: one of the same kind with the answers in new columns.
 
@@ -597,23 +621,25 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
             lora_request=lora_request,
         )
 
-    def trace(self, **kwargs: Any) -> Recorder:
+    def trace(
+        self, text: bool = True, max_rows: int = 1_000_000, max_text: int = 1_000_000
+    ) -> Recorder:
         """Record what happens inside `with llm.trace() as trace:`, a `Recorder`. For arguments see `batchlab.view.trace.trace`.
 
         It is `recorder` from then on, unless the one there still records."""
         from batchlab.view.trace import trace
 
-        recorder = trace(self, **kwargs)
+        recorder = trace(self, text, max_rows, max_text)
         if self.recorder not in self.watchers:
             self.recorder = recorder
         return recorder
 
     def plan(
         self,
-        prompts: Any,
-        sampling_params: Any = None,
+        prompts: Prompts,
+        sampling_params: ParamsEach = None,
         chat: bool = False,
-        lora_request: Any = None,
+        lora_request: AdapterChoices = None,
     ) -> MemoryPlan:
         "The `MemoryPlan` of a call with these arguments; nothing is run. Raises `ParamError`."
         read = read_prompts(prompts, chat, sampling_params, lora_request=lora_request)
@@ -641,14 +667,14 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
 
     def add_request(
         self,
-        prompt: Any,
-        sampling_params: Any = None,
+        prompt: Prompt,
+        sampling_params: Params | None = None,
         stream_callback: Callable[[StreamEvent], object] | None = None,
         request_id: str | None = None,
         chat: bool = False,
         priority: int = 0,
         timeout: float | None = None,
-        lora_request: Any = None,
+        lora_request: AdapterChoice = None,
     ) -> str:
         """Queue one prompt; returns its id. `stream_callback(event)` gets each `StreamEvent`, in the thread that steps.
 
@@ -782,7 +808,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
     def _collect(
         self,
         prompts: Sequence[ParsedPrompt],
-        use_tqdm: bool | type[tqdm] | None = None,
+        use_tqdm: Bar = None,
         verify: bool = False,
     ) -> Outputs[RequestOutput]:
         "All outputs of a call in input order, under a progress bar if that was asked for, or may be seen."

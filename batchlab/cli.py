@@ -510,7 +510,7 @@ def outputs_of(
         if not group:
             continue
         assert llm is not None
-        prompts = [lines[i].conversation if chat else lines[i].prompt for i in group]
+        prompts: list[Any] = [lines[i].conversation if chat else lines[i].prompt for i in group]
         outs = llm.iter_outputs(
             prompts,
             [lines[i].options for i in group],

@@ -399,15 +399,15 @@ def test_arguments_are_used_or_refused():
     for call, words in cases:
         with pytest.raises(ParamError, match=words):
             call()
-    for given in (
+    for more in (
         dict(beam_width=3),
         dict(params=p),
         dict(foo=1),
         dict(max_num_seqs=1),
         dict(stop="."),
     ):
-        with pytest.raises(TypeError, match=next(iter(given))):
-            b([5], p, **given)
+        with pytest.raises(TypeError, match=next(iter(more))):
+            b([5], p, **more)
     for prompts in (None, 7, [None], [[dict(role="user", content="hi")]]):
         with pytest.raises(PromptError):
             b(prompts, p)

@@ -1,6 +1,6 @@
 "Names that people bring from vLLM, transformers and the OpenAI API: each works, is refused by name, or is reported; and calls of which nothing can run raise."
 
-import dataclasses, inspect, logging, sys, warnings
+import dataclasses, inspect, logging, re, sys, warnings
 from functools import cache
 
 import pytest, torch
@@ -873,3 +873,28 @@ def test_an_interrupt_is_no_preemption():
     llm.watchers.clear()
     out = llm.generate(["a", "b"], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
     assert llm.stats().preemptions == 0 and all(len(o.outputs[0].token_ids) == 5 for o in out)
+
+
+@pytest.mark.parametrize("cls", [LLM, AsyncLLM])
+def test_every_public_argument_has_a_type(cls):
+    "None that an editor can say nothing of, and a return that it can complete."
+    calls = [f for k, f in inspect.getmembers(cls, inspect.isfunction) if k[0] != "_"]
+    loose = {
+        f"{f.__name__}: {p}"
+        for f in [*calls, cls.__init__]
+        for p in inspect.signature(f).parameters.values()
+        if p.name != "self" and (p.annotation is p.empty or re.search(r"\bAny\b", p.annotation))
+    }
+    assert loose == set()
+    assert {f.__name__ for f in calls if "return" not in f.__annotations__} == set()
+
+
+def test_an_editor_knows_what_calls_take_and_give():
+    jedi = pytest.importorskip("jedi")
+    code = "from batchlab import LLM\nllm = LLM()\n"
+    [shown] = jedi.Script(code + "llm.generate(").get_signatures(3, 13)
+    assert "prompts: Prompts, sampling_params: ParamsEach=None" in shown.to_string()
+    assert shown.to_string().endswith("-> Outputs[RequestOutput]")
+    of = lambda text: {c.name for c in jedi.Script(code + text).complete(3, len(text))}
+    assert of("llm.") >= {"generate", "chat", "stream", "embed", "beam_search", "verify", "stats"}
+    assert of("llm.generate(['a'])[0].") >= {"outputs", "prompt_token_ids", "finished", "error"}

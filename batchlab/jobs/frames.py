@@ -228,7 +228,7 @@ def outputs_of(
     llm: LLM, lines: Sequence[JobLine], use_tqdm: bool | None = None, lora_request: Any = None
 ) -> dict[int, RequestOutput]:
     "What becomes of those of `lines` that can run, by their numbers. `lora_request`: one for all or one each, of those that name no adapter. Raises `ParamError`."
-    loras = {
+    loras: dict[int, Any] = {
         line.number: line.adapter or s.adapter
         for line, s in zip(lines, settings_for(len(lines), lora_request=lora_request))
     }

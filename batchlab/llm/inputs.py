@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import logging, numbers, sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing import Any, Protocol
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from batchlab.errors import (
     BatchlabError,
     Fault,
@@ -36,10 +36,12 @@ from ..core.sampling import SamplingParams
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'PROMPT_FORMS', 'PROMPT_KEYS', 'CHAT_KEYS', 'is_ids', 'is_talk', 'as_list', 'parse_prompt', 'parse_chat',
-           'split_settings', 'check_forms', 'chat_options', 'check_bar', 'Settings', 'is_pooling', 'params_for',
-           'settings_for', 'ParsedPrompt', 'parse', 'read_prompt', 'read_prompts', 'encode_text', 'unreadable',
-           'prompt_ids_of', 'encode_prompt', 'check_prompt', 'log_failures']
+__all__ = ['log', 'Prompt', 'Prompts', 'Message', 'Talk', 'Talks', 'Params', 'ParamsEach', 'PoolingEach', 'PriorityEach',
+           'TimeoutEach', 'Bar', 'Choices', 'PROMPT_FORMS', 'PROMPT_KEYS', 'CHAT_KEYS', 'is_ids', 'is_talk', 'as_list',
+           'Listable', 'parse_prompt', 'parse_chat', 'split_settings', 'check_forms', 'chat_options', 'check_bar',
+           'Settings', 'is_pooling', 'params_for', 'settings_for', 'ParsedPrompt', 'parse', 'read_prompt',
+           'read_prompts', 'encode_text', 'unreadable', 'prompt_ids_of', 'encode_prompt', 'check_prompt',
+           'log_failures']
 
 # %% ../../nbs/2_core/inputs.ipynb #6d3ee88f
 def is_ids(x: Any) -> bool:
@@ -75,6 +77,30 @@ def as_list(prompts: Any, chat: bool = False) -> list:
         if one or isinstance(prompts, (str, dict)) or not hasattr(prompts, "__iter__")
         else list(prompts)
     )
+
+# %% ../../nbs/2_core/inputs.ipynb #inp00018
+class Listable(Protocol):
+    "A tensor or an array: something that gives its numbers as a list."
+
+    def tolist(self) -> Any: ...
+
+
+Prompt = str | Sequence[int] | Listable | Mapping[str, object]  # see `PROMPT_FORMS`
+Prompts = Prompt | Sequence[Prompt]
+Message = Mapping[str, object]  # with a role and its content
+Talk = Sequence[Message] | Mapping[str, object]  # a conversation, or a dict with its `messages`
+Talks = Talk | Sequence[Talk]
+Params = SamplingParams | PoolingParams | GenerationConfig | Mapping[str, object]  # of one prompt
+ParamsEach = Params | Sequence[Params | None] | None  # one for all prompts, or one for each
+PoolingEach = (
+    PoolingParams | Mapping[str, object] | Sequence[PoolingParams | Mapping[str, object]] | None
+)
+PriorityEach = int | Sequence[int | None] | None
+TimeoutEach = float | Sequence[float | None] | None  # in seconds
+Bar = bool | Callable[..., Any] | None  # whether a bar is shown, or the class of one
+Choices = (
+    Sequence[str | Sequence[int]] | Sequence[Sequence[str | Sequence[int]]]
+)  # for all prompts, or for each
 
 # %% ../../nbs/2_core/inputs.ipynb #707e59f9
 PROMPT_FORMS = "a string, a list of token ids, {'prompt': text}, {'prompt_token_ids': ids} or {'messages': conversation}"

@@ -424,7 +424,7 @@ class PooledAnswer(Answer):
     "The answer to `asked`, a `PoolingRequest`, whose texts the engine gets as one request."
 
     async def _whole(self, send: Send) -> None:
-        a: PoolingRequest = self.asked
+        a: Any = self.asked
         out: Any
         async with contextlib.aclosing(
             self.api.llm.generate(a, priority=a.priority, grow=False)

@@ -7,14 +7,26 @@ from __future__ import annotations
 
 import asyncio, threading, time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from os import PathLike
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from ..llm.config import check_count
 from ..errors import EngineError, ParamError
-from ..llm.inputs import Settings, chat_options, read_prompt, settings_for
+from batchlab.llm.inputs import (
+    Params,
+    Prompt,
+    Settings,
+    Talk,
+    chat_options,
+    read_prompt,
+    settings_for,
+)
+from .lora import AdapterChoice
 from ..models.lengths import SHORT, chars_in
 from ..api import LLM, trim_memory
 from ..llm.outputs import CompletionOutput, RequestOutput, Stats, StreamEvent, total_logprob
@@ -146,7 +158,11 @@ class AsyncLLM:
     end. It is for one thread, and for any number of event loops one after the other."""
 
     def __init__(
-        self, model: Any = None, tokenizer: Any = None, max_pending: int = 1024, **kwargs: Any
+        self,
+        model: LLM | str | PreTrainedModel | None = None,
+        tokenizer: str | PreTrainedTokenizerBase | None = None,
+        max_pending: int = 1024,
+        **kwargs: object,
     ) -> None:
         check_count("max_pending", max_pending)
         if isinstance(model, LLM) and (tokenizer is not None or kwargs):
@@ -154,7 +170,8 @@ class AsyncLLM:
                 f"{next(iter(kwargs), 'tokenizer')} is for a model that is yet to be loaded: give it to the LLM",
                 field=next(iter(kwargs), "tokenizer"),
             )
-        self.llm = model if isinstance(model, LLM) else LLM(model, tokenizer, **kwargs)
+        settings: dict[str, Any] = kwargs
+        self.llm = model if isinstance(model, LLM) else LLM(model, tokenizer, **settings)
         self.max_pending = max_pending
         self.answers: dict[str, _Answer] = {}  # of those that are not done
         self.loops: dict[asyncio.AbstractEventLoop, _Mailbox] = {}
@@ -169,15 +186,15 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt: Any,
-        sampling_params: Any = None,
+        prompt: Prompt,
+        sampling_params: Params | None = None,
         request_id: str | None = None,
         *,
         chat: bool = False,
         priority: int = 0,
         timeout: float | None = None,
         grow: bool = True,
-        lora_request: Any = None,
+        lora_request: AdapterChoice = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Yield the `RequestOutput` of one prompt as it grows; the last is `finished`. For arguments see `LLM.add_request`.
 
@@ -227,18 +244,18 @@ class AsyncLLM:
 
     def chat(
         self,
-        messages: Any,
-        sampling_params: Any = None,
+        messages: Talk,
+        sampling_params: Params | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
         timeout: float | None = None,
-        chat_template: Any = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        tools: list | None = None,
+        chat_template: str | PathLike[str] | None = None,
+        chat_template_kwargs: dict[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        lora_request: Any = None,
+        lora_request: AdapterChoice = None,
     ) -> AsyncGenerator[RequestOutput]:
         "As `generate`, for one conversation, a list of messages; for `chat_template` and what follows it see `LLM.chat`."
         template = chat_options(
@@ -301,9 +318,10 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
 
-    def queuer_for(self, prompt: Any) -> ThreadPoolExecutor:
+    def queuer_for(self, prompt: object) -> ThreadPoolExecutor:
         "The thread that tokenises `prompt`: long ones have one of their own, if the tokenizer is one that several threads may read."
-        texts = (prompt.texts, prompt.others) if hasattr(prompt, "as_group") else prompt
+        asked: Any = prompt
+        texts = (asked.texts, asked.others) if hasattr(asked, "as_group") else asked
         is_long = chars_in(texts) >= SHORT and hasattr(self.llm.tokenizer, "backend_tokenizer")
         return self.long_queuer if is_long else self.queuer
 

@@ -18,6 +18,9 @@ from tqdm.auto import tqdm
 from ..llm.config import check_count
 from ..errors import AdapterError, BatchlabError, ModelError, ParamError
 from batchlab.llm.inputs import (
+    Bar,
+    Prompt,
+    Prompts,
     as_list,
     check_bar,
     check_forms,
@@ -25,7 +28,7 @@ from batchlab.llm.inputs import (
     prompt_ids_of,
     split_settings,
 )
-from .lora import Adapter, LoRARequest, adapters_for
+from .lora import Adapter, AdapterChoices, LoRARequest, adapters_for
 from ..llm.outputs import Outputs, RequestOutput, StreamEvent
 from ..core.params import BeamSearchParams, SamplingParams
 from ..llm.inputs import check_prompt
@@ -262,7 +265,7 @@ class BeamSearchOutput:
 
 # %% ../../nbs/5_tasks/17_strategy.ipynb #str00030
 def make_search(
-    llm: LLM, prompt: Any, p: BeamSearchParams, adapter: Adapter | AdapterError | None = None
+    llm: LLM, prompt: Prompt, p: BeamSearchParams, adapter: Adapter | AdapterError | None = None
 ) -> BeamSearchInstance:
     "The search of `prompt`, in any form that `LLM.generate` takes. Raises `ParamError`, `PromptError`, `ModelError`, and `adapter` if that is an error."
     prompt, own = split_settings(prompt)
@@ -314,11 +317,11 @@ def _output(llm: LLM, search: BeamSearchInstance, p: BeamSearchParams) -> BeamSe
 # %% ../../nbs/5_tasks/17_strategy.ipynb #str00032
 def beam_search(
     llm: LLM,
-    prompts: Any,
+    prompts: Prompts,
     params: BeamSearchParams | dict[str, Any] | None = None,
-    use_tqdm: Any = None,
+    use_tqdm: Bar = None,
     concurrency_limit: int | None = None,
-    lora_request: Any = None,
+    lora_request: AdapterChoices = None,
 ) -> Outputs[BeamSearchOutput]:
     """The likeliest answers to `prompts`, one or many in any form that `LLM.generate` takes, by beam search: a `BeamSearchOutput` a prompt.
 

@@ -16,6 +16,10 @@ from tqdm.auto import tqdm
 from ..core.blocks import common_length
 from ..errors import AdapterError, ModelError, ParamError, PromptError
 from batchlab.llm.inputs import (
+    Bar,
+    Choices,
+    Prompt,
+    Prompts,
     as_list,
     check_bar,
     check_forms,
@@ -26,7 +30,7 @@ from batchlab.llm.inputs import (
     prompt_ids_of,
 )
 from ..models.lengths import check_length
-from .lora import Adapter, LoRARequest, adapters_for
+from .lora import Adapter, AdapterChoices, LoRARequest, adapters_for
 from ..models import start_token_id
 from ..llm.outputs import Outputs
 from ..core.params import SamplingParams
@@ -51,7 +55,7 @@ def split_choices(
 
 # %% ../../nbs/5_tasks/33_choices.ipynb #c4330011
 def encode_choices(
-    llm: LLM, prompt: Any, choices: Sequence[Any], chat: bool = False
+    llm: LLM, prompt: Prompt, choices: Sequence[Any], chat: bool = False
 ) -> tuple[list[int], list[list[int]]]:
     """`prompt` (with `chat`, a conversation) and `choices` as `split_choices` gives them. Raises `PromptError`, `ModelError`.
 
@@ -305,12 +309,12 @@ def _waves(questions: Iterable[Question], most: int = 1000) -> Iterator[list[Que
 
 def choose(
     llm: LLM,
-    prompts: Any,
-    choices: Any,
+    prompts: Prompts,
+    choices: Choices,
     chat: bool = False,
-    use_tqdm: Any = None,
+    use_tqdm: Bar = None,
     end: bool = False,
-    lora_request: Any = None,
+    lora_request: AdapterChoices = None,
 ) -> Outputs[ChoiceScores]:
     """How likely each of `choices` is after each of `prompts`, one or a list (with `chat`, conversations): a `ChoiceScores` a prompt.
 
@@ -328,7 +332,7 @@ def choose(
     adapters = adapters_for(llm, len(prompts), lora_request)
 
     def question(
-        prompt: Any, mine: Sequence[Any], adapter: Adapter | AdapterError | None
+        prompt: Prompt, mine: Sequence[Any], adapter: Adapter | AdapterError | None
     ) -> Question:
         try:
             keys, (shared, tails) = check_choices(mine), encode_choices(llm, prompt, mine, chat)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib, itertools, json, math, re, threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
     from batchlab.core.request import Request
 
 # %% auto #0
-__all__ = ['LowRank', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'Adapter', 'signature_of', 'Adapters', 'read_modules',
-           'open_for', 'look_up', 'put_adapter', 'adapters_for', 'plan_adapters', 'adapter_named', 'adapter_names',
-           'check_folders', 'check_modules', 'LoRACalls']
+__all__ = ['AdapterChoice', 'AdapterChoices', 'AdapterModules', 'LowRank', 'LoRARequest', 'AdapterConfig', 'read_adapter',
+           'Adapter', 'signature_of', 'Adapters', 'read_modules', 'open_for', 'look_up', 'put_adapter', 'adapters_for',
+           'plan_adapters', 'adapter_named', 'adapter_names', 'check_folders', 'check_modules', 'LoRACalls']
 
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0012
 class LowRank(NamedTuple):
@@ -326,6 +327,15 @@ def signature_of(folder: Path) -> tuple:
         for name in ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
     )
 
+# %% ../../nbs/5_tasks/lora.ipynb #lor00050
+AdapterChoice = (
+    LoRARequest | Adapter | str | None
+)  # a name is one of `lora_modules`; None is the model alone
+AdapterChoices = AdapterChoice | Sequence[AdapterChoice]  # one for all prompts, or one for each
+AdapterModules = (  # see `read_modules`
+    Mapping[str, str | PathLike[str]] | Sequence[LoRARequest | str | Mapping[str, str]] | str | None
+)
+
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0032
 class Adapters:
     """The adapters of an `LLM`, for any thread. `shapes`: of its model's linear layers, by name `(in, out)`; `itemsize`: bytes of a weight.
@@ -551,7 +561,7 @@ class Adapters:
         return old is not None
 
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0034
-def read_modules(modules: Any) -> dict[str, LoRARequest]:
+def read_modules(modules: AdapterModules) -> dict[str, LoRARequest]:
     "`{name: folder}`, or a list of `LoRARequest`, 'name=folder' or vLLM's `{'name': …, 'path': …}`, as `{name: LoRARequest}`. Raises `ParamError`."
     if not modules:
         return {}

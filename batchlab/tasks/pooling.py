@@ -5,8 +5,8 @@
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00003
 from __future__ import annotations
 
-import inspect, logging, warnings
-from collections.abc import Callable, Sequence
+import inspect, logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,11 @@ from batchlab.errors import (
     PromptTooLongError,
     UnsupportedModelError,
 )
+from .lora import AdapterChoices
 from batchlab.llm.inputs import (
+    Bar,
+    PoolingEach,
+    Prompts,
     as_list,
     check_bar,
     is_talk,
@@ -618,7 +622,9 @@ def admit_pooling(
     return group
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00061
-def _params(p: Any, task: str, tokenization: dict[str, Any] | None, n: int) -> list[PoolingParams]:
+def _params(
+    p: Any, task: str, tokenization: Mapping[str, object] | None, n: int
+) -> list[PoolingParams]:
     "`n` `PoolingParams` for `task`, from one for all or one each, and what vLLM's `tokenization_kwargs` say. Raises `ParamError`."
     each = list(p) if isinstance(p, (list, tuple)) else [p] * n
     if len(each) != n:
@@ -707,12 +713,12 @@ class PoolingCalls:
 
     def embed(
         self,
-        prompts: Any,
+        prompts: Prompts,
         *,
-        use_tqdm: Any = None,
-        pooling_params: Any = None,
-        lora_request: Any = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
+        use_tqdm: Bar = None,
+        pooling_params: PoolingEach = None,
+        lora_request: AdapterChoices = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
         prompt_name: str | None = None,
     ) -> Outputs[EmbeddingRequestOutput]:
         """A vector for each of `prompts`, texts or lists of ids: `outputs[i].outputs.embedding`.
@@ -730,12 +736,12 @@ class PoolingCalls:
 
     def classify(
         self,
-        prompts: Any,
+        prompts: Prompts,
         *,
-        use_tqdm: Any = None,
-        pooling_params: Any = None,
-        lora_request: Any = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
+        use_tqdm: Bar = None,
+        pooling_params: PoolingEach = None,
+        lora_request: AdapterChoices = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
     ) -> Outputs[ClassificationRequestOutput]:
         "The probability of each class for each of `prompts`: `outputs[i].outputs.probs`. Raises `ModelError` for a model without classes."
         return self._pool(
@@ -744,18 +750,18 @@ class PoolingCalls:
 
     def encode(
         self,
-        prompts: Any,
-        pooling_params: Any = None,
+        prompts: Prompts,
+        pooling_params: PoolingEach = None,
         *,
         pooling_task: str | None = None,
-        use_tqdm: Any = None,
-        lora_request: Any = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
+        use_tqdm: Bar = None,
+        lora_request: AdapterChoices = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
     ) -> Outputs[PoolingRequestOutput]:
         """What `pooling_task` makes of each of `prompts`, as a tensor: `outputs[i].outputs.data`. A `RequestOutput` stands for its prompt and first answer.
 
         'token_embed', if none is given: the last hidden states `[n, E]`; of `layers` and `positions` of `pooling_params` `[L, n, E]`."""
-        own = (
+        own: Any = (
             pooling_params[0]
             if isinstance(pooling_params, (list, tuple)) and pooling_params
             else pooling_params
@@ -773,12 +779,12 @@ class PoolingCalls:
 
     def reward(
         self,
-        prompts: Any,
+        prompts: Prompts,
         *,
-        use_tqdm: Any = None,
-        pooling_params: Any = None,
-        lora_request: Any = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
+        use_tqdm: Bar = None,
+        pooling_params: PoolingEach = None,
+        lora_request: AdapterChoices = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
     ) -> Outputs[PoolingRequestOutput]:
         "What the head of a reward model gives for each of `prompts`, as it is: `outputs[i].outputs.data` `[labels]`."
         params = [
@@ -793,32 +799,20 @@ class PoolingCalls:
 
     def score(
         self,
-        data_1: Any,
-        data_2: Any = None,
+        data_1: Prompts,
+        data_2: Prompts,
         /,
         *,
-        use_tqdm: Any = None,
-        pooling_params: Any = None,
-        lora_request: Any = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
+        use_tqdm: Bar = None,
+        pooling_params: PoolingEach = None,
+        lora_request: AdapterChoices = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
         chat_template: str | None = None,
-        **old: Any,
-    ) -> Outputs[Any]:
+    ) -> Outputs[ScoringRequestOutput]:
         """How well texts of `data_1` and `data_2` belong together, one and many or as many of each: `outputs[i].outputs.score`.
 
         By a cross-encoder, which reads both texts at once, joined as its tokenizer does or by `chat_template`, whose messages have roles query and
-        document; or as the cosine of two vectors. With one argument, as before: `logprobs`."""
-        if data_2 is None:
-            warnings.warn(
-                "llm.score(texts) is now llm.logprobs(texts); llm.score compares two texts",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            return self.logprobs(data_1, use_tqdm=use_tqdm, **old)  # type: ignore[attr-defined]
-        if old:
-            raise ParamError(
-                f"score has no argument {min(old)!r:.60}: leave it out", field=min(old)
-            )
+        document; or as the cosine of two vectors."""
         a, b = pair_up(data_1, data_2)
         if self.pooler.classifies or self.pooler.tags:
             return self._pool(
@@ -836,7 +830,8 @@ class PoolingCalls:
             )
         key = lambda x: x if isinstance(x, str) else repr(x).encode()
         texts = list({key(x): x for x in [*a, *b]}.values())
-        wants = PoolingParams.of(pooling_params)
+        asked: Any = pooling_params
+        wants = PoolingParams.of(asked)
         if wants.task == "score":
             wants = replace(wants, task="embed")
         found = dict(
@@ -852,11 +847,11 @@ class PoolingCalls:
     def _pool(
         self,
         task: str,
-        prompts: Any,
+        prompts: Prompts,
         params: Any,
-        use_tqdm: Any,
-        lora_request: Any,
-        tokenization: dict[str, Any] | None,
+        use_tqdm: Bar,
+        lora_request: AdapterChoices,
+        tokenization: Mapping[str, object] | None,
         raw: bool = False,
         prompt_name: str | None = None,
     ) -> Outputs[Any]:
