@@ -117,9 +117,11 @@ def homes():
     return found
 
 
-def repeats(module):
-    "Whether a module gives others' names to what the package has under its own: nothing links there."
-    return module.startswith("compat.")
+def repeats(module, name=""):
+    "Whether a module is for others' names, to which nothing links; or whether its `name` is one that the package has elsewhere."
+    if not module.startswith("compat."):
+        return False
+    return not name or any(name in public_names(m) for m in modules() if not repeats(m))
 
 
 def explained(module, name):
@@ -452,11 +454,12 @@ def api_page(module, path):
         f"\n.. py:data:: {name}\n   :value: {value}\n" for name, value in constants(module).items()
     )
     own = public_names(module)
-    others = ", ".join(n for n in all_names(module) if n not in own)  # they stand on another page
+    others = ", ".join(
+        n for n in all_names(module) if n not in own or repeats(module, n)
+    )  # they stand on another page
     return (
         f"# {module}\n\n{{.module}}\nBuilt in chapter [{path.stem}](../{path.name}).\n\n"
         f"```{{eval-rst}}\n.. automodule:: batchlab.{module}\n"
-        f"{'   :no-index:' + chr(10) if repeats(module) else ''}"
         f"{f'   :exclude-members: {others}' if others else ''}\n\n"
         f".. py:currentmodule:: batchlab.{module}\n{rest}```\n"
     )
