@@ -330,13 +330,6 @@ def test_params_and_results():
     assert plan.prompt_tokens == 4 and plan.max_output_tokens == 0
 
 
-def test_score_of_one_argument_is_what_it_was():
-    llm = LLM(tiny_model("llama"))
-    with pytest.warns(DeprecationWarning, match="logprobs"):
-        old = llm.score([[5, 6, 7]])
-    assert old[0].logprobs == llm.logprobs([[5, 6, 7]])[0].logprobs
-
-
 def test_texts_beyond_a_switch_of_rotations_change_nobody_else():
     model = tiny_model(
         "phi3",
