@@ -77,7 +77,6 @@ from batchlab.models import (
     eos_token_ids,
     hush,
     max_model_len,
-    pad_token_id,
     with_template,
 )
 from batchlab.llm.outputs import (
@@ -300,7 +299,6 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
     def read_model(self) -> None:
         "Take from the model what it says of itself."
         self.read_ends()
-        self.pad_id = pad_token_id(self.model, self.tokenizer)
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
         self.switch = rope_switch(self.model)
         self.can_generate: bool = getattr(self.model, "can_generate", lambda: True)()

@@ -820,19 +820,6 @@ def test_files_of_others_beside_the_output_stay(tmp_path, name):
         ] and not new.exists()
 
 
-def test_the_files_of_version_01_go_alone(tmp_path):
-    from batchlab.jobs.journal import adopt
-
-    own = dict(
-        job=json.dumps(dict(batchlab="0.1.0", settings={})), lock="mine", jsonl='{"mine": 1}'
-    )
-    for end, text in own.items():
-        (tmp_path / f"out.csv.{end}").write_text(text)
-    adopt(tmp_path / "out.csv", None)
-    assert not (tmp_path / "out.csv.job").exists() and settings_file(tmp_path / "out.csv").exists()
-    assert all((tmp_path / f"out.csv.{end}").read_text() == own[end] for end in ("lock", "jsonl"))
-
-
 def test_an_interrupt_before_the_first_answer_leaves_nothing(tmp_path):
     write(tmp_path / "in.csv", [["prompt"], ["a"]])
 

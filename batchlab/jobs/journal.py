@@ -462,51 +462,6 @@ def restore(output: str | Path, names: AnswerNames = UNNAMED) -> None:
     replace_file(journal_of(output), (as_json(names.written(d)) for d in records))
 
 
-def begins_with_record(path: str | Path) -> bool:
-    "Whether the first line of file `path` is an answer of a job."
-    try:
-        with open(path, "rb") as f:
-            return read_record(next((raw for _, raw in read_lines(f)), b"")) is not None
-    except OSError:
-        return False
-
-
-def adopt(output: str | Path, error_file: str | Path | None) -> None:
-    """Let the files that version 0.1 kept beside `output`, if they are there, be the folder that is kept now. Raises `JobError`.
-
-    Files of these names that hold something else are somebody's own, and stay as they are."""
-    old, table = Path(f"{output}.job"), journal_of(output) != str(output)
-    try:
-        then = json.loads(old.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    if not (
-        isinstance(then, dict) and "batchlab" in then and isinstance(then.get("settings"), dict)
-    ):
-        return
-    journal: str | None = f"{output}.jsonl" if table else str(output)
-    if table and not begins_with_record(f"{output}.jsonl"):
-        journal = None
-    if not settings_file(output).exists():
-        side_of(output).mkdir(exist_ok=True)
-        mark = stamp_of(then["settings"])
-        for path, new in ((journal, journal_of(output)), (error_file, error_file)):
-            if path and new and has_records(path):
-                replace_file(new, (as_json(stamp(d, mark)) for _, _, d in recover_answers(path)))
-        replace_file(settings_file(output), [old.read_bytes()])
-    locks = [f"{name}.lock" for name in (output, error_file) if name]
-    empty = [
-        name for name in locks if os.path.isfile(name) and not os.path.getsize(name)
-    ]  # as our locks are
-    for name in (
-        *empty,
-        journal if table else None,
-        old,
-    ):  # `.job` last: it says that the others are ours
-        if name:
-            Path(name).unlink(missing_ok=True)
-
-
 def recover(
     output: str | Path,
     error_file: str | Path | None,
@@ -521,7 +476,6 @@ def recover(
     book, side, journal, unsorted = Ledgerbook(), settings_file(output), journal_of(output), False
     if output == "-":
         return book, unsorted
-    adopt(output, error_file)
     there, found = has_records(journal, error_file), None
     if journal != str(output) and Path(output).exists() and not Path(journal).exists():
         try:
