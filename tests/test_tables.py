@@ -743,60 +743,6 @@ def test_a_finished_output_is_its_own_journal(tmp_path, name):
     assert (again.before, again.failed, left(tmp_path, name), len(records())) == (7, 1, [], 8)
 
 
-@pytest.mark.parametrize("name", ["out.csv", "out.jsonl"])
-def test_a_job_of_version_01_goes_on(tmp_path, name):
-    "Its three files become the folder; no answer is computed twice, other settings are refused."
-    (tmp_path / "in.jsonl").write_text(
-        "".join(json.dumps(dict(custom_id=f"r{i}", prompt=f"ask {i}")) + "\n" for i in range(6))
-    )
-    new = Job(
-        tmp_path / "in.jsonl", tmp_path / "whole.jsonl", sampling_params=dict(SHORT), ordered=True
-    )
-    new.run(llm())
-    old = [json.loads(s) for s in (tmp_path / "whole.jsonl").read_text().splitlines()]
-    for r in old:
-        r["request_id"] = r["request_id"].rpartition("_")[0]
-    (tmp_path / (f"{name}.jsonl" if name == "out.csv" else name)).write_text(
-        "".join(json.dumps(r) + "\n" for r in old[:4]) + '{"request_id": "batch_'
-    )
-    from batchlab.jobs.runner import model_digest
-
-    then = dict(
-        form="plain",
-        prompt_column="prompt",
-        chat=False,
-        system=None,
-        ordered=False,
-        sampling_params=SHORT,
-        error_file=None,
-        model=model_digest(llm()),
-    )
-    (tmp_path / f"{name}.job").write_text(json.dumps(dict(batchlab="0.1.0", settings=then)))
-    (tmp_path / f"{name}.lock").touch()
-    with pytest.raises(JobError, match="'max_tokens': 2"):
-        Job(tmp_path / "in.jsonl", tmp_path / name).run(llm())
-    result = Job(tmp_path / "in.jsonl", tmp_path / name, sampling_params=dict(SHORT)).run(llm())
-    assert (result.before, result.answered, left(tmp_path, name)) == (4, 6, [])
-    found = {
-        r["custom_id"]: r["text"]
-        for r in (
-            read(tmp_path / name)
-            if name == "out.csv"
-            else map(json.loads, (tmp_path / name).read_text().splitlines())
-        )
-    }
-    assert found == {
-        r["custom_id"]: r["text"].encode("utf-8", "replace").decode()
-        if name == "out.csv"
-        else r["text"]
-        for r in old
-    }
-    assert (
-        Job(tmp_path / "in.jsonl", tmp_path / name, sampling_params=dict(SHORT)).run(None).before
-        == 6
-    )
-
-
 @pytest.mark.parametrize("name", ["out.csv", "out.jsonl", "out.jsonl.gz"])
 def test_files_of_others_beside_the_output_stay(tmp_path, name):
     "Only what a job made is replaced or taken away, whatever it is called."
