@@ -92,6 +92,29 @@ def steps_stand_still(llm):
     return llm.stats().steps == n
 
 
+def test_a_click_is_a_step_whoever_has_the_engine_in_hand(llm):
+    "The thread of `with llm:` may be taking requests in just then: the click waits, and is not lost."
+    llm.add_request(PROMPTS[0], LONG)
+    held, go = threading.Event(), threading.Event()
+
+    def hold():
+        with llm._hold():
+            held.set()
+            go.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    assert llm.step() and not llm.engines  # it waits a moment, and makes no step
+    stepper = threading.Thread(target=llm.step, kwargs=dict(wait=True))
+    stepper.start()
+    assert stepper.is_alive()
+    go.set()
+    holder.join()
+    stepper.join()
+    assert [e.num_steps for e in llm.engines.values()] == [1]
+
+
 @pytest.mark.parametrize("paused", [True, False])
 def test_cancel_frees_the_slot(llm, paused):
     view = LiveView(llm, PROMPTS[:3], LONG, paused=paused)
@@ -156,7 +179,7 @@ def test_two_views_in_other_cells_live_together(llm):
 
 
 def test_an_error_of_the_step_is_shown(llm, monkeypatch):
-    def broken():
+    def broken(wait=False):
         raise RuntimeError("the machine is on fire")
 
     monkeypatch.setattr(llm, "step", broken)

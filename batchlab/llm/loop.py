@@ -111,11 +111,11 @@ class StepLoop:
             self.progress.notify_all()
         return group is not None
 
-    def step(self) -> bool:
-        """One step of the engine or, while another thread makes one, a wait for its end. Whether there is more to do.
+    def step(self, wait: bool = False) -> bool:
+        """One step of the engine or, while another thread has it in hand, a wait for its end. Whether there is more to do.
 
-        Raises `EngineError` inside a stream callback."""
-        with self._hold(0) as mine:
+        `wait`: then make a step all the same. Raises `EngineError` inside a stream callback."""
+        with self._hold(-1 if wait else 0) as mine:
             if mine:
                 self._step()
         if mine:
