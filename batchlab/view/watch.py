@@ -93,7 +93,9 @@ class Stepper:
         if self.closing or self.paused and not (by_hand or asked):
             return False
         if by_hand or not (self.paused or self.background):
-            self.llm.step(wait=by_hand)  # a click is a step, whoever has the engine in hand just now
+            self.llm.step(
+                wait=by_hand
+            )  # a click is a step, whoever has the engine in hand just now
         elif self.paused:
             self.llm.take_in(0.2)
         else:
