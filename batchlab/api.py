@@ -965,7 +965,7 @@ def make_stats(llm: LLM) -> Stats:
         sum(map(len, pools)),
         sum(p.num_held for p in pools),
         sum(len(p.cached) for p in pools),
-        sum(e.runner.nbytes for e in engines),
+        sum(e.runner.nbytes for e in engines) if llm.causal else 0,  # else none are kept
         mean("time_to_first_token"),
         mean("time_per_token"),
         d["output_tokens"] / llm.engines.seconds if llm.engines.seconds else math.nan,

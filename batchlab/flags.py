@@ -54,6 +54,13 @@ VLLM_FLAGS = {  # of vLLM and transformers: what it is called here
     "--kv-cache-memory-bytes": "--kv-cache-bytes",
     "--torch-dtype": "--dtype",
     "--device-map": "--device",
+    "--num-prompts": "--scale",
+    "--dataset-path": "--input",
+    "--dataset-name": "--workloads",
+    "--input-len": "--workloads",
+    "--output-len": "--workloads",
+    "--random-input-len": "--workloads",
+    "--random-output-len": "--workloads",
 }
 
 
@@ -79,6 +86,8 @@ class OneLineParser(argparse.ArgumentParser):
             and "--structured-outputs" in self._option_string_actions
         ):
             return f""": give --structured-outputs '{{"{form}": …}}'"""
+        if flag.removeprefix("--").replace("-", "_") in VLLM_ENGINE:
+            return ", which would change nothing here: leave it out"
         same = VLLM_FLAGS.get(flag)
         longer = [
             option
@@ -95,8 +104,12 @@ class OneLineParser(argparse.ArgumentParser):
             flag = next((s for s in a.option_strings if s.startswith("--")), a.option_strings[0])
             if a.nargs == 0 and a.const == option.value:
                 return flag
+            if a.nargs != 0 and option.value is None:
+                return flag
             if a.nargs != 0:
-                return flag if option.value is None else f"{flag} {shlex.quote(str(option.value))}"
+                many = isinstance(option.value, (list, tuple))
+                value = ",".join(map(str, option.value)) if many else str(option.value)
+                return f"{flag} {shlex.quote(value)}"
         return actions[0].option_strings[0] if actions and option.value is None else str(option)
 
 # %% ../nbs/7_serve/flags.ipynb #79c049b6
@@ -584,7 +597,12 @@ EMBED_FLAGS = [
         ("mean", "cls", "last", "max", "mean_sqrt_len", "weightedmean"),
         "in place of the model's own way",
     ),
-    *(row for row in RUN_FLAGS[1:] if row[0] != "--ordered"),
+    (
+        "--output-column NAME",
+        plain_text,
+        "the vector's name in the output (default: embedding)",
+    ),
+    *(row for row in RUN_FLAGS[1:] if row[0] not in ("--ordered", OUTPUT_COLUMN[0])),
 ]
 PLAN_FLAGS = [
     (

@@ -656,6 +656,13 @@ def test_flags_of_other_engines(model, capsys):
     ]:
         status, err = said(capsys, "generate", "Hi", "--model", model, *flags)
         assert status == 2 and words in err, err
+    for flags, words in [
+        (["--num-prompts", "10"], "did you mean --scale?"),
+        (["--dataset-path", "a.jsonl"], "did you mean --input?"),
+        (["--tensor-parallel-size", "2"], "would change nothing here: leave it out"),
+    ]:
+        status, err = said(capsys, "bench", *flags)
+        assert status == 2 and words in err, err
 
 
 @pytest.mark.parametrize(

@@ -253,6 +253,36 @@ def test_plain_texts_of_a_table(tmp_path, encoder, name):
     assert not (tmp_path / f"{name}.batchlab").exists()
 
 
+@pytest.mark.parametrize("name", ["out.csv", "out.parquet", "out.jsonl"])
+def test_the_column_of_vectors_has_the_name_that_is_asked_for(tmp_path, encoder, name):
+    (tmp_path / "in.csv").write_text("text,embedding\nHi,mine\nYou,too\n")
+    said: list[str] = []
+    job = lambda **more: Job(
+        tmp_path / "in.csv", tmp_path / name, embed=EMBED, ordered=True, say=said.append, **more
+    )
+    assert job(output_column="vector").run(encoder).failed == 0
+    if name.endswith(".csv"):
+        import csv
+
+        found = [*csv.DictReader((tmp_path / name).open())]
+        got = [json.loads(r["vector"]) for r in found]
+    elif name.endswith(".jsonl"):
+        found = [json.loads(s) for s in (tmp_path / name).read_text().splitlines()]
+        got = [r["vector"] for r in found]
+    else:
+        import pyarrow.parquet as pq
+
+        found = pq.read_table(tmp_path / name).to_pylist()
+        got = [r["vector"] for r in found]
+    assert [(r["text"], r["embedding"]) for r in found] == [("Hi", "mine"), ("You", "too")]
+    close(got, [o.outputs.embedding for o in encoder.embed(["Hi", "You"])])
+    assert not any("text as" in s for s in said)  # which a vector has not
+    with pytest.raises(JobError, match="another column of that name"):
+        job(output_column="text").run(encoder)
+    with pytest.raises(JobError, match="an array has none"):
+        Job(tmp_path / "in.csv", tmp_path / "o.npy", embed=EMBED, output_column="v").run(encoder)
+
+
 def test_a_job_of_vectors_says_what_it_can_not(tmp_path, encoder):
     write(tmp_path / "plain.jsonl", [dict(prompt="a")])
     write(
@@ -275,6 +305,8 @@ def test_a_plan_of_vectors(tmp_path, encoder):
         3 * sum(len(t.encode()) for t in TEXTS),
         0,
     ) and p.blocks
+    encoder.embed(TEXTS)
+    assert encoder.stats().kv_bytes == 0  # nothing is kept from step to step
     write(tmp_path / "in.jsonl", [ask(0, input=TEXTS), ask(1, input="z" * 200)])
     plan = Job(tmp_path / "in.jsonl").plan(encoder)
     assert (plan.requests, plan.failed, plan.max_output_tokens, plan.longest) == (

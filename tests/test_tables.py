@@ -1,12 +1,13 @@
 "Tables in and out: every row, every column, in order, with its type; what a column is for; what is refused before anything runs."
 
-import csv, functools, gzip, json, os, random, subprocess, sys
+import bz2, csv, functools, gzip, json, lzma, os, random, subprocess, sys
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from batchlab.errors import JobError, ParamError, PromptError
+from batchlab.flags import parser_of
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.jobs.settings import INSTEAD, KNOWN_SETTINGS
@@ -1115,8 +1116,17 @@ def test_settings_of_columns_are_said(tmp_path):
     run(tmp_path / "in.csv", tmp_path / "out.csv", SHORT, model=llm(), say=said.append)
     assert said[0] == (
         "columns with names of settings are data here: temperature, max_tokens, seed; "
-        "setting_columns (--setting-columns temperature,max_tokens,seed) makes them settings of their row"
+        "setting_columns=['temperature', 'max_tokens', 'seed'] makes them settings of their row"
     )
+    run(
+        tmp_path / "in.csv",
+        tmp_path / "x.csv",
+        SHORT,
+        model=llm(),
+        say=said.append,
+        spell=parser_of("run").spell,
+    )
+    assert any("; --setting-columns temperature,max_tokens,seed makes them" in s for s in said)
     found = read(tmp_path / "out.csv")
     assert [(r["temperature"], r["completion_tokens"], r["error"]) for r in found] == [
         ("36.6", "2", ""),
@@ -1319,6 +1329,47 @@ def test_a_quote_that_swallows_rows_is_an_error(tmp_path, name, tail, said):
         and result.failed == 0
         and result.answered == mended.count("\n") + 2 + (not mended.endswith("\n"))
     )
+
+
+@pytest.mark.parametrize("source", ["csv", "jsonl"])
+@pytest.mark.parametrize("name", ["out.csv", "out.parquet"])
+def test_a_result_that_is_called_as_a_column_of_the_input_stands_beside_it(tmp_path, source, name):
+    if source == "csv":
+        write(tmp_path / "in.csv", [["prompt", "own"], ["a", "1"], ["b", "2"]])
+    else:
+        (tmp_path / "in.jsonl").write_text('{"prompt":"a","own":"1"}\n{"prompt":"b","own":"2"}\n')
+    job = lambda: Job(
+        tmp_path / f"in.{source}",
+        tmp_path / name,
+        sampling_params=SHORT,
+        postprocess=lambda o: dict(own="made", own_2="too", free=3),
+    )
+    assert job().run(llm()).failed == 0
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = lambda path: (
+        parquet.read_table(path).to_pylist() if name == "out.parquet" else read(path)
+    )
+    found = [{k: str(v) for k, v in r.items()} for r in rows(tmp_path / name)]
+    assert [(r["own"], r["own_2"], r["own_2_result"], r["free"]) for r in found] == [
+        ("1", "made", "too", "3"),
+        ("2", "made", "too", "3"),
+    ]
+    assert job().run(llm()).before == 2  # and it is known again
+
+
+@pytest.mark.parametrize("name", ["in.csv.gz", "in.csv.bz2", "in.csv.xz", "in.txt.bz2"])
+def test_a_damaged_stream_behind_a_whole_one_is_an_error(tmp_path, name):
+    "A file that was appended to: what follows the first stream is read or missed aloud; zeros at its end are padding."
+    pack = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[name.split(".")[-1]]
+    head = b"" if ".txt" in name else b"prompt\n"
+    first, second = pack(head + b"a\nb\n"), pack(b"".join(b"row %d\n" % i for i in range(2000)))
+    job = lambda: Job(tmp_path / name, tmp_path / "out.jsonl", sampling_params=SHORT)
+    for damaged in (second[:-9], second[:40] + b"!!!!" + second[44:], b"no stream at all"):
+        (tmp_path / name).write_bytes(first + damaged)
+        with pytest.raises(JobError, match="mend the file"):
+            job().dry_run()
+    (tmp_path / name).write_bytes(first + second + b"\0" * 512)
+    assert job().dry_run().requests == 2002
 
 
 def test_a_quote_that_ends_in_a_cell_fails_its_row_alone(tmp_path):

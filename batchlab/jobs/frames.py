@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import JobError, ParamError, PromptError
+from ..errors import ParamError, PromptError
 from ..llm.inputs import settings_for
 from ..core.params import SETTINGS, SamplingParams, check_names
 from .job import Job, JobResult, log
@@ -23,10 +23,11 @@ from batchlab.jobs.tables import (
     NUMBERS,
     OPTIONAL,
     COLUMNS_REMARK,
-    SETTINGS_REMARK,
     AnswerNames,
     Columns,
     ColumnType,
+    no_talk,
+    settings_remark,
     table_rows,
 )
 
@@ -302,9 +303,7 @@ def map_frame(
         empty=empty,
     )
     if system is not None and not (chat or columns.talk):
-        raise JobError(
-            "a system message is for conversations: give chat=True as well, or a column of messages"
-        )
+        raise no_talk("a column of messages")
     taken = {*ANSWER, *OPTIONAL, *(postprocess if isinstance(postprocess, Mapping) else ())} - {
         "text"
     }
@@ -320,7 +319,7 @@ def map_frame(
         )
     names = AnswerNames(table.names, None if output == "text" else output)
     if columns.alike:
-        log.warning(SETTINGS_REMARK.format(", ".join(columns.alike), ",".join(columns.alike)))
+        log.warning("%s", settings_remark(columns.alike))
     lines = lines_of(table, columns, given, chat)
     if bad := [f"{line.where}: {line.failure[1]}" for line in lines if line.failure]:
         log.warning(

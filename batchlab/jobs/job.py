@@ -42,7 +42,6 @@ from batchlab.jobs.journal import (
 )
 from batchlab.jobs.lines import (
     DEFAULTS,
-    NO_TALK,
     JobLine,
     ParamsCache,
     Postprocess,
@@ -66,7 +65,6 @@ from batchlab.jobs.tables import (
     ANSWER,
     COLUMNS_REMARK,
     RECORD,
-    SETTINGS_REMARK,
     TABLES,
     AnswerNames,
     Columns,
@@ -76,6 +74,8 @@ from batchlab.jobs.tables import (
     check_output,
     file_kind,
     need_parquet,
+    no_talk,
+    settings_remark,
 )
 
 if TYPE_CHECKING:  # a dry run needs no torch
@@ -86,7 +86,7 @@ log = logging.getLogger("batchlab")
 _T = TypeVar("_T")
 
 # %% auto #0
-__all__ = ['log', 'BATCH_KEYS', 'INPUT_KINDS', 'JobResult', 'Job', 'JobPlan']
+__all__ = ['log', 'TEXTS', 'BATCH_KEYS', 'INPUT_KINDS', 'JobResult', 'Job', 'JobPlan']
 
 # %% ../../nbs/6_jobs/41_jobs.ipynb #6d4715bc
 def _cached(r: JobResult) -> str:
@@ -164,6 +164,8 @@ def duration(seconds: float | None) -> str:
     "`seconds` for people."
     if seconds is None:
         return "unknown"
+    if seconds < 1:
+        return "less than a second"
     m, s = divmod(round(seconds), 60)
     h, m = divmod(m, 60)
     return f"{h} h {m} min" if h else f"{m} min {s} s" if m else f"{s} s"
@@ -468,6 +470,7 @@ def frozen_heap() -> Iterator[None]:
             gc.unfreeze()
 
 # %% ../../nbs/6_jobs/41_jobs.ipynb #b9ce02a6
+TEXTS = {"text", "finish_reason", "completion_tokens", "outputs"}  # that a vector has not
 BATCH_KEYS = {"custom_id", "method", "url", "body"}  # of a line of the Batch API
 INPUT_KINDS = "csv", "tsv", "parquet", "txt"  # that a form may name
 
@@ -484,7 +487,7 @@ class Job:
     plain prompts are user messages, after this system message. `prompt_template`: makes the prompt of a table's columns, or of a line's own keys, as
     in 'Translate to {lang}: {text}', with `empty` for an empty cell; for a table `system` is a template too. `setting_columns`: those that are settings
     of their row; all others are data, whatever they are called. `output_column`: the name of the answer's text; None is `text`, or `answer` beside an
-    input's own `text`, as the columns of the input keep their names. `ordered`: answers in input order, as in tables always. `limit`: only so many
+    input's own `text`, as the columns of the input keep their names; or of the vector, `embedding`. `ordered`: answers in input order, as in tables always. `limit`: only so many
     of the first requests. `timeout`: seconds for each request, from when it is next in line. `max_errors`: stop after
     more failures. `retry_errors`: run again what failed in an earlier run. `force`: go on though model, parameters or
     input changed. `say`: called with lines of text about the progress. `use_tqdm`: None shows a bar on a terminal.
@@ -615,15 +618,25 @@ class Job:
         return self.output is not None and file_kind(self.output) in TABLES
 
     @property
+    def answer_column(self) -> str:
+        "What the column of an answer is called unless `output_column` says so."
+        return "embedding" if self.embed else "text"
+
+    @property
     def names(self) -> AnswerNames:
         "What the columns of the answers are called; the same for all of the job. Raises `JobError`."
         if self._names is None:
-            if self.output_column is not None and self.line_form == "batch" and not self.to_table:
+            given = Option("output_column", self.output_column)
+            if given.value is not None and self.line_form == "batch" and not self.to_table:
                 raise JobError(
-                    "{output_column} is for plain lines and tables: answers to lines of the Batch API have no column of texts",
-                    output_column=Option("output_column", self.output_column),
+                    "{given} is for plain lines and tables: answers to lines of the Batch API have no column of texts",
+                    given=given,
                 )
-            self._names = AnswerNames(self.input_columns(), self.output_column, self.spell)
+            if given.value is not None and self.output and file_kind(self.output) == "npy":
+                raise JobError("{given} is for files with columns: an array has none", given=given)
+            self._names = AnswerNames(
+                self.input_columns(), self.output_column, self.spell, self.answer_column
+            )
         return self._names
 
     def lines(self, book: Ledgerbook) -> Iterator[JobLine]:
@@ -654,7 +667,7 @@ class Job:
             json.dumps(
                 {k: getattr(self, k) for k in names}
                 | dict(form=self.line_form, postprocess=made)
-                | dict(output_column=self.names.shown.get("text"))
+                | dict(output_column=self.names.shown.get(self.answer_column))
                 | dict(columns_of_answers=self.names.renamed or None)
                 | own,
                 default=str,
@@ -718,10 +731,10 @@ class Job:
 
     def _remark_input(self) -> None:
         for remark in self.table().form.remarks if self.from_table else ():
-            self.warn(remark)
-        ours = ANSWER if self.to_table else RECORD
+            self.warn(remark.said(self.spell))
+        ours = {*(ANSWER if self.to_table else RECORD)} - (TEXTS if self.embed else set())
         shown = [f"{k} as {v}" for k, v in self.names.renamed.items() if k in ours]
-        if shown and self.names.columns & {*ours}:
+        if shown and self.names.columns & ours:
             self.warn(COLUMNS_REMARK % ", ".join(shown))
         if not self.from_table or self.embed:
             return
@@ -729,7 +742,7 @@ class Job:
             self.table().names, self.input, self.prompt_column, self.id_column, **self.columns()
         ).alike
         if columns:
-            self.warn(SETTINGS_REMARK.format(", ".join(columns), ",".join(columns)))
+            self.warn(settings_remark(columns).said(self.spell))
 
     def check(self) -> None:
         "Settle what is left open. Raises `JobError` if the job can't be."
@@ -780,7 +793,7 @@ class Job:
         if self.system is not None and not (self.chat or self.from_table or self._keyed):
             first = [self.line(number, raw) for number, raw in itertools.islice(self.raw(), 100)]
             if first and all(line.messages is None for line in first):
-                raise JobError(NO_TALK)
+                raise no_talk("messages")
         SamplingParams.of(DEFAULTS["plain"] | (self.sampling_params or {}))
 
     def run(self, llm: LLM | Callable[[], LLM]) -> JobResult:
@@ -1009,9 +1022,10 @@ class JobPlan:
             else f"{rates[0]:,.0f} to {rates[1]:,.0f}"
         )
         written = f" and {between(self.output_rates)} output tokens" if self.output_rates else ""
+        least, most = duration(self.least_seconds), duration(self.seconds)
         lines = [
             f"speed: {between(self.prompt_rates)} prompt tokens{written} a second, tried on {number_of(self.tried, 'request')}",
-            f"time: {duration(self.least_seconds)} to {duration(self.seconds)}"
+            f"time: {least if least == most else f'{least} to {most}'}"
             f"{', by how early the answers end' * bool(written)}; longer if the machine has other work",
         ]
         if written:

@@ -10,24 +10,89 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Protocol
 
-from ..errors import JobError, Option
+from ..errors import JobError, Message, Option
 from ..core.params import near_name
 from .settings import INSTEAD, KNOWN_SETTINGS
 
 # %% auto #0
 __all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'Cells', 'INT', 'FLOAT', 'TRUTH', 'OPTIONAL', 'ANSWER',
-           'CHAT_OPTIONS', 'NO_SETTINGS', 'LITERAL', 'SETTINGS_REMARK', 'RECORD', 'COLUMNS_REMARK', 'MARK', 'NUMBERS',
-           'VECTORS', 'OURS', 'UNNAMED', 'Records', 'file_kind', 'opener_of', 'check_input', 'check_output',
-           'need_parquet', 'opened_text', 'Recoded', 'unique_names', 'BadRow', 'TextForm', 'encoding_of', 'CSVRows',
-           'in_blocks', 'broken_parquet', 'open_parquet', 'readable', 'TableFile', 'no_column', 'is_missing',
-           'MissingCell', 'Template', 'literal', 'is_setting_name', 'check_setting', 'kept_cells', 'marked',
-           'AnswerNames', 'Row', 'Columns', 'from_json', 'plain_value', 'json_value', 'whole', 'table_rows', 'flat',
-           'record_of_rows', 'ColumnType', 'type_of', 'cell_text', 'cells_of', 'AnswerTable']
+           'CHAT_OPTIONS', 'NO_SETTINGS', 'LITERAL', 'RECORD', 'COLUMNS_REMARK', 'MARK', 'NUMBERS', 'VECTORS', 'OURS',
+           'UNNAMED', 'Records', 'Stream', 'Unpacked', 'open_bz2', 'open_xz', 'file_kind', 'opener_of', 'check_input',
+           'check_output', 'need_parquet', 'opened_text', 'Recoded', 'unique_names', 'BadRow', 'TextForm',
+           'encoding_of', 'CSVRows', 'in_blocks', 'broken_parquet', 'open_parquet', 'readable', 'TableFile',
+           'no_column', 'is_missing', 'MissingCell', 'Template', 'literal', 'is_setting_name', 'no_talk',
+           'settings_remark', 'check_setting', 'kept_cells', 'marked', 'AnswerNames', 'Row', 'Columns', 'from_json',
+           'plain_value', 'json_value', 'whole', 'table_rows', 'flat', 'record_of_rows', 'ColumnType', 'type_of',
+           'cell_text', 'cells_of', 'AnswerTable']
+
+# %% ../../nbs/6_jobs/tables.ipynb #unp00002
+class Stream(Protocol):
+    "One stream of a packed file: what `bz2.BZ2Decompressor` and `lzma.LZMADecompressor` have in common."
+
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def needs_input(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, data: bytes, max_length: int = -1) -> bytes: ...
+
+
+class Unpacked(io.RawIOBase):
+    "The bytes of packed `file`, stream after stream, each made by `new()`. Raises what `new` raises, and `EOFError` for a stream without an end."
+
+    def __init__(self, file: IO[bytes], new: Callable[[], Stream]) -> None:
+        self.file, self.new, self.stream = file, new, new()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = b""
+        while not data:
+            packed = self._more()
+            if packed is None:
+                return 0
+            data = self.stream.decompress(packed, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def _more(self) -> bytes | None:
+        "What the stream reads next, or a new one behind its end; None at the end of the file."
+        if not self.stream.eof:
+            packed = self.file.read(io.DEFAULT_BUFFER_SIZE) if self.stream.needs_input else b""
+            if self.stream.needs_input and not packed:
+                raise EOFError("it is cut off: its last stream has no end")
+            return packed
+        packed = self.stream.unused_data
+        while not (packed := packed.lstrip(b"\0")):
+            if not (packed := self.file.read(io.DEFAULT_BUFFER_SIZE)):
+                return None
+        self.stream = self.new()
+        return packed
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
+def open_bz2(name: str | Path, mode: str = "rb", **text: Any) -> IO[Any]:
+    "`bz2.open`, which misses no damaged stream when it reads."
+    if mode != "rb":
+        return bz2.open(name, mode, **text)
+    return io.BufferedReader(Unpacked(open(name, "rb"), bz2.BZ2Decompressor))
+
+
+def open_xz(name: str | Path, mode: str = "rb", **text: Any) -> IO[Any]:
+    "`lzma.open`, which misses no damaged stream when it reads."
+    if mode != "rb":
+        return lzma.open(name, mode, **text)
+    return io.BufferedReader(Unpacked(open(name, "rb"), lzma.LZMADecompressor))
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e008
-OPENERS: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+OPENERS: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open, ".bz2": open_bz2, ".xz": open_xz}
 KINDS = {
     ".csv": "csv",
     ".tsv": "tsv",
@@ -177,7 +242,7 @@ class TextForm(NamedTuple):
     encoding: str | None = None
     quotes: bool = True
     end: str = "\n"
-    remarks: tuple[str, ...] = ()
+    remarks: tuple[Message, ...] = ()
 
     def found(self, path: str | Path, kind: str = "csv") -> TextForm:
         "The form of file `path`: what is not given is found in its beginning. Raises `JobError`."
@@ -187,7 +252,12 @@ class TextForm(NamedTuple):
         encoding = self.encoding or encoding_of(start, path)
         if encoding != "utf-8-sig" and not self.encoding:
             remarks.append(
-                f"{path} is read as {encoding.upper()}, as its first bytes say (--encoding)"
+                Message(
+                    "{path} is read as {found}, as its first bytes say: {other} reads it otherwise",
+                    path=path,
+                    found=encoding.upper(),
+                    other=Option("encoding"),
+                )
             )
         header = next(iter(start.decode(encoding, "replace").splitlines(True)), "")
         if not delimiter and kind == "tsv":
@@ -196,7 +266,12 @@ class TextForm(NamedTuple):
             delimiter = max(",", ";", "\t", key=header.count) if "," not in header else ","
             if delimiter != ",":
                 remarks.append(
-                    f"{path} is read with {'semicolons' if delimiter == ';' else 'tabs'} between cells, as its header says (--delimiter)"
+                    Message(
+                        "{path} is read with {found} between cells, as its header says: {other} reads it otherwise",
+                        path=path,
+                        found="semicolons" if delimiter == ";" else "tabs",
+                        other=Option("delimiter"),
+                    )
                 )
         return TextForm(
             delimiter,
@@ -536,26 +611,43 @@ LITERAL = {
     "adapter",
 }  # text is meant as it stands
 
-SETTINGS_REMARK = "columns with names of settings are data here: {}; setting_columns (--setting-columns {}) makes them settings of their row"
-
 
 def is_setting_name(name: str) -> bool:
     "Whether a column `name` may be a setting of its row."
     return name in KNOWN_SETTINGS and name not in NO_SETTINGS or name in ("timeout", "adapter")
 
 
+def no_talk(other: str) -> JobError:
+    "The error of a system message for plain prompts; `other`: what else would make conversations of them."
+    return JobError(
+        "a system message is for conversations: give {chat} as well, or {other}",
+        chat=Option("chat", True),
+        other=other,
+    )
+
+
+def settings_remark(names: Sequence[str]) -> Message:
+    "What is said of columns `names`, which are data, where settings have these names too."
+    return Message(
+        "columns with names of settings are data here: {names}; {made} makes them settings of their row",
+        names=", ".join(names),
+        made=Option("setting_columns", [*names]),
+    )
+
+
 def check_setting(name: str, options: Collection[str] = ()) -> None:
     "Raise `JobError` unless column `name` may be a setting of its row, or is one of `options` of conversations."
     if is_setting_name(name) or name in options:
         return
-    advice = (
-        "a template (--system '{system}')"
-        if name == "system"
-        else INSTEAD.get(name) or near_name(name, KNOWN_SETTINGS) or ""
-    )
+    fields: dict[str, object] = dict(name=repr(name))
     if name in CHAT_OPTIONS:
-        advice = "chat (--chat) as well, as it is for conversations"
-    raise JobError(f"column {name!r} is no setting of a row{f': give {advice}' if advice else ''}")
+        advice, fields["chat"] = "{chat} as well, as it is for conversations", Option("chat", True)
+    elif name == "system":
+        advice, fields["system"] = "a template, {system}", Option("system", "{system}")
+    else:
+        advice = INSTEAD.get(name) or near_name(name, KNOWN_SETTINGS) or ""
+    given = f"give {advice}" if advice else ""
+    raise JobError("column {name} is no setting of a row", 2, given, **fields)
 
 
 RECORD = (
@@ -580,23 +672,24 @@ def marked(name: str) -> str:
 class AnswerNames:
     """What the columns of the answers are called beside `columns` of the input, which keep their names.
 
-    `output_column`: the name of the text; None is `text`, or `answer` where the input has a `text`. The others keep theirs, or are `error_2` where
-    the input has an `error`. Raises `JobError` if `output_column` is taken. `spell`: how messages write an option."""
+    `answer`: what an answer is, 'text' or 'embedding'. `output_column`: its name; None is that, or `answer` where the input has a `text`. The others
+    keep theirs, or are `error_2` where the input has an `error`. Raises `JobError` if `output_column` is taken. `spell`: how messages write an option."""
 
     def __init__(
         self,
         columns: Collection[str] = (),
         output_column: str | None = None,
         spell: Callable[[Option], str] = str,
+        answer: str = "text",
     ) -> None:
         self.columns, taken = {*columns}, {*columns, *OURS}
         self.shown: dict[str, str] = {}  # of those that are called otherwise
         if output_column is not None:
-            if output_column in self.columns or output_column in OURS - _MADE - {"text"}:
+            if output_column in self.columns or output_column in OURS - _MADE - {answer}:
                 whose = "the input has" if output_column in self.columns else "the answers have"
                 given = spell(Option("output_column", output_column))
                 raise JobError(f"{given}: {whose} another column of that name: give a free one")
-            self.shown["text"] = output_column
+            self.shown[answer] = output_column
             taken.add(output_column)
         for name in columns:
             if name not in self.shown:
@@ -728,9 +821,7 @@ class Columns:
             )
         ]
         if self.system is not None and self.text and not (self.chat or self.talk):
-            raise JobError(
-                "a system message is for conversations: give chat (--chat) as well, or a column of messages"
-            )
+            raise no_talk("a column of messages")
         self.shown = (
             {n: marked(n) for n in names if not n == self.id_column == "custom_id"}
             if self.keep
@@ -894,8 +985,8 @@ def _rows_without_text(d: dict[str, Any], body: dict[str, Any]) -> Iterator[dict
         )
 
 
-def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    "Record `d` as rows of a table, one for each of its answers: dicts. Those of `OPTIONAL` are None where there are none."
+def table_rows(d: dict[str, Any], called: Callable[[str], str] = str) -> Iterator[dict[str, Any]]:
+    "Record `d` as rows of a table, one for each of its answers: dicts. Those of `OPTIONAL` are None where there are none. `called`: the column of a function's result."
     body = (d.get("response") or {}).get("body") or d
     if "embedding" in body or any(isinstance(body.get(k), list) for k in ("data", "results")):
         return (yield from _rows_without_text(d, body))
@@ -920,7 +1011,8 @@ def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
         )
         if "request_id" in d:
             one["request_id"] = d["request_id"]
-        yield {k: whole(v) for k, v in (one | (c.get("results") or {})).items()}
+        made = {called(k): v for k, v in (c.get("results") or {}).items()}
+        yield {k: whole(v) for k, v in (one | made).items()}
 
 
 def flat(d: dict[str, Any]) -> dict[str, Any]:
@@ -1044,9 +1136,10 @@ class AnswerTable:
         self.records, self.source, found = records, source, {}
         self.inputs: list[str] = source.names if source else []
         self.names = names or AnswerNames(self.inputs)
+        self.called = str if source else self.names.of  # a result beside the keys of its line
         lists, others = {*VECTORS}, set[str]()  # of vectors; with base64 among them
         for _, d in records():
-            for row in table_rows(d):
+            for row in table_rows(d, self.called):
                 others |= {k for k in row.keys() & lists if isinstance(row[k], str)}
                 for k, v in row.items():
                     found.setdefault(k, ColumnType()).see(
@@ -1067,17 +1160,15 @@ class AnswerTable:
     @property
     def shown(self) -> list[str]:
         "What the columns of the answers are called."
-        alone = (
-            set() if self.source else self.names.columns - OURS
-        )  # keys of lines, none made by us
-        return [k if k in alone else self.names.of(k) for k in self.answers]
+        ours = [k in OURS or k.endswith(MARK) or self.source is not None for k in self.answers]
+        return [self.names.of(k) if own else k for own, k in zip(ours, self.answers)]
 
     def blocks(self) -> Iterator[tuple[Any, list[int], list[dict[str, Any]]]]:
         "Yield `(block of the input, which of its rows, answers of these)`; the block is None without a source."
         records = self.records()
         if self.source is None:
             while some := [*itertools.islice(records, 1000)]:
-                yield None, [], [row for _, d in some for row in table_rows(d)]
+                yield None, [], [row for _, d in some for row in table_rows(d, self.called)]
             return
         first, due = 1, next(records, None)
         for block in self.source.blocks(1000):
