@@ -8,10 +8,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "api": ("LLM",),
-    "tasks.aio": ("AsyncLLM",),
+    "api.aio": ("AsyncLLM",),
     "core.params": ("SamplingParams", "StructuredOutputsParams", "BeamSearchParams"),
     "tasks.lora": ("LoRARequest",),
-    "tasks.pooled": (
+    "llm.pooled": (
         "PoolingParams",
         "PoolerConfig",
         "PoolingRequestOutput",
@@ -69,9 +69,9 @@ if TYPE_CHECKING:
     from .jobs.frames import run
     from .llm.outputs import CompletionOutput, Outputs, RequestOutput, StreamEvent
     from .models import load_model
-    from .tasks.aio import AsyncLLM
+    from .api.aio import AsyncLLM
     from .tasks.lora import LoRARequest
-    from .tasks.pooled import (
+    from .llm.pooled import (
         ClassificationRequestOutput,
         EmbeddingRequestOutput,
         PoolerConfig,

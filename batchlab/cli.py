@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # the command line is quick since it imports these only when 
     from batchlab.llm.outputs import CompletionOutput, RequestOutput
     from batchlab.models.storage import Kept
     from batchlab.serve.batches import BatchRunner, BatchStore
-    from batchlab.jobs.ray import BatchWorkers
+    from batchlab.serve.workers import BatchWorkers
     from batchlab.jobs.job import Job, JobResult
     from batchlab.jobs.lines import JobLine
     from batchlab.jobs.pooling import PoolingRequest
@@ -611,7 +611,7 @@ def load_llm(args: argparse.Namespace) -> LLM:
 
 def check_settings(llm: LLM, args: argparse.Namespace) -> None:
     "Raise `ParamError` if the sampling flags are none for the model of `llm`, its vocabulary and tokenizer: every line would fail of them."
-    from batchlab.api import grammar_for
+    from batchlab.tasks.structured import grammar_for
     from batchlab.core.sampling import SamplingParams, SamplingRow
 
     given = given_settings(args)
@@ -873,7 +873,7 @@ def texts_file(texts: Sequence[str], name: str | None) -> Iterator[str]:
 
 def vectors_asked(args: argparse.Namespace) -> PoolingRequest:
     "What `embed` and `plan --embed` ask for each text. Without a `model`, `args` get one for embeddings. Raises `ParamError`."
-    from batchlab.tasks.pooled import PoolingParams
+    from batchlab.llm.pooled import PoolingParams
     from batchlab.jobs.pooling import PoolingRequest
 
     given = argparse.Namespace(
@@ -919,7 +919,8 @@ def batch_workers(args: argparse.Namespace) -> Iterator[BatchWorkers | None]:
     "The workers on Ray that the arguments of `serve` ask for, if any, while the context lasts. Raises `JobError`."
     if not args.ray:
         return (yield None)
-    from batchlab.jobs.ray import BatchWorkers, Pool
+    from batchlab.jobs.ray import Pool
+    from batchlab.serve.workers import BatchWorkers
 
     workers = BatchWorkers(
         lambda: Pool(

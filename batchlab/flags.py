@@ -107,9 +107,9 @@ class OneLineParser(argparse.ArgumentParser):
             if a.nargs != 0 and option.value is None:
                 return flag
             if a.nargs != 0:
-                many = isinstance(option.value, (list, tuple))
-                value = ",".join(map(str, option.value)) if many else str(option.value)
-                return f"{flag} {shlex.quote(value)}"
+                value = option.value
+                text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+                return f"{flag} {shlex.quote(text)}"
         return actions[0].option_strings[0] if actions and option.value is None else str(option)
 
 # %% ../nbs/7_serve/flags.ipynb #79c049b6

@@ -7,7 +7,7 @@ import pytest
 
 from helpers import same
 
-from batchlab.tasks.aio import AsyncLLM
+from batchlab.api.aio import AsyncLLM
 from batchlab.errors import EngineError, ParamError
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer

@@ -20,7 +20,7 @@ from batchlab.errors import JobError, UnsupportedModelError
 from batchlab.api import LLM
 from batchlab.models.load import quiet
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.tasks.pooled import PoolingParams
+from batchlab.llm.pooled import PoolingParams
 from batchlab.models.tiny import TINY_ARCHS
 from batchlab.tasks.verify import verify
 from batchlab.serve.batches import ENDED, BatchRunner, BatchStore

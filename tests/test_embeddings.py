@@ -23,7 +23,7 @@ from transformers import (
 from batchlab.errors import ModelError, ParamError, PromptError, UnsupportedModelError
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.tasks.pooled import (
+from batchlab.llm.pooled import (
     EmbeddingRequestOutput,
     PoolerConfig,
     PoolingOutput,

@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from transformers import PreTrainedTokenizerFast
 
 from batchlab.models import lengths
-from batchlab.tasks.aio import AsyncLLM
+from batchlab.api.aio import AsyncLLM
 from batchlab.errors import PromptTooLongError
 from batchlab.llm.inputs import prompt_ids_of
 from batchlab.api import LLM

@@ -16,7 +16,7 @@ from batchlab.errors import ModelError, ParamError, PromptError
 from batchlab.llm.inputs import split_settings
 from batchlab.models import encode_chat, tiny_model, tiny_tokenizer
 from batchlab.core.params import BeamSearchParams
-from batchlab.tasks.pooled import PoolingParams
+from batchlab.llm.pooled import PoolingParams
 from batchlab.jobs.schema import BadRequest, parse_online
 
 TALK = [

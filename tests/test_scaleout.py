@@ -11,9 +11,10 @@ from batchlab.jobs import ray as scaleout
 from batchlab.cli import main
 from batchlab.api import LLM
 from batchlab.serve.batches import ENDED, BatchRunner, BatchStore
+from batchlab.serve.workers import BatchWorkers
 from batchlab.jobs.job import Job, JobError
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.jobs.ray import BatchWorkers, Pool, RayJob, WorkerHandle, WorkerInfo
+from batchlab.jobs.ray import Pool, RayJob, WorkerHandle, WorkerInfo
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 

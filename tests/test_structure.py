@@ -101,7 +101,7 @@ def test_a_planted_import_breaks_a_contract(copy, module, code, said):
 
 
 def test_an_import_for_an_editor_alone_breaks_none(copy):
-    with (copy / "batchlab/api.py").open("a", encoding="utf-8") as f:
+    with (copy / "batchlab/api/__init__.py").open("a", encoding="utf-8") as f:
         f.write("\nif TYPE_CHECKING:\n    from .cli import main\n")
     status, report = contracts(copy)
     assert status == 0, report

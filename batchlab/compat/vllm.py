@@ -19,9 +19,9 @@ from ..core.params import BeamSearchParams
 from ..errors import ParamError
 from ..flags import VLLM_ENGINE
 from ..llm.outputs import CompletionOutput, RequestOutput, StreamEvent
-from ..tasks import pooled
+from ..llm import pooled
 from ..tasks.lora import LoRARequest
-from batchlab.tasks.pooled import (
+from batchlab.llm.pooled import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingParams,

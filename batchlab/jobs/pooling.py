@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Fault, ParamError
-from ..tasks.pooled import PoolingGroup, PoolingParams, PoolingRequestOutput
+from ..llm.pooled import PoolingGroup, PoolingParams, PoolingRequestOutput
 from .schema import BadRequest, key_of, take
 
 if TYPE_CHECKING:  # a check of a file needs no torch

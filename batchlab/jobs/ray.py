@@ -19,15 +19,14 @@ from typing import Any, Self
 
 import numpy as np, psutil, torch
 
-from ..errors import BatchlabError, EngineError, JobError, Option, ParamError
+from ..errors import BatchlabError, JobError, Option, ParamError
 from ..api import LLM
 from ..core.params import SETTINGS, check_names
 from ..tasks.lora import read_modules
 from ..models import template_text
-from ..serve.batches import BatchJob
 from .job import Job, JobResult, Run
 from .journal import Ledgerbook, Outbox, replace_file
-from ..tasks.pooled import PoolingParams
+from ..llm.pooled import PoolingParams
 from .lines import JobLine, failure_of, parse_line
 from .pooling import PoolingRequest
 from .settings import is_setting
@@ -874,73 +873,3 @@ def run_on_ray(
     (see `RayJob`). Killed, it goes on where it was when it is called again. Raises `JobError`."""
     jobs, llm = shards(RayJob(input, output, **job)), dict(llm or {}, model=model)
     return run_jobs(jobs, lambda: Pool(workers, num_cpus, num_gpus, address, llm, jobs[0].say))
-
-# %% ../../nbs/6_jobs/44_scaleout.ipynb #5c0ba7c3
-class BatchRayRun(RayRun):
-    "A run of a `BatchJob` by the pool of `workers`, until the job `ends`. Raises `EngineError` if the pool can't go on."
-
-    job: BatchJob
-
-    def __init__(
-        self, job: BatchJob, workers: "BatchWorkers", book: Ledgerbook, outbox: Outbox
-    ) -> None:
-        assert workers.pool
-        super().__init__(job, workers.pool, book, outbox)
-        self.workers = workers
-
-    def ended(self) -> bool:
-        return bool(self.job.ends())
-
-    def events(self) -> Iterator[tuple[WorkerHandle, Any]]:
-        try:
-            yield from super().events()
-        except Exception as e:
-            raise self.workers.broken(e) from e
-
-    def steps(self) -> Generator[None, None, None]:
-        try:
-            yield from super().steps()
-        finally:
-            for handle in self.pool.handles:  # which drops the lines that nobody waits for any more
-                with suppress(Exception):
-                    self.pool.job and handle.begin(self.pool.job)
-
-# %% ../../nbs/6_jobs/44_scaleout.ipynb #5c0ba7c7
-class BatchWorkers:
-    """The `Workers` of a `BatchRunner`: a pool of `make_pool()`, from `start` to `stop`. One that broke is made anew when there is work again."""
-
-    def __init__(self, make_pool: Callable[[], Pool]) -> None:
-        self.make_pool = make_pool
-        self.pool: Pool | None = None
-
-    def start(self) -> Self:
-        "Start the workers, without waiting for them. Raises `JobError`."
-        self.pool = self.make_pool().__enter__()
-        return self
-
-    def stop(self) -> None:
-        "End the workers. No batch may be running."
-        pool, self.pool = self.pool, None
-        if pool:
-            pool.__exit__()
-
-    def broken(self, e: Exception) -> EngineError:
-        "End what is left of the pool that `e` ended: the error to raise."
-        with suppress(Exception):
-            self.stop()
-        return EngineError(f"the workers can not go on ({str(e) or type(e).__name__})")
-
-    def wait(self, ends: Callable[[], object]) -> WorkerInfo | None:
-        "What the workers have, once the first has its model; None if `ends()` says something before. Raises `EngineError`."
-        try:
-            pool = self.pool or self.start().pool
-            assert pool
-            while not pool.info and not ends():
-                for _ in pool.events():
-                    pass
-            return pool.info
-        except Exception as e:
-            raise self.broken(e) from e
-
-    def run_of(self, job: BatchJob, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run:
-        return BatchRayRun(job, self, book, outbox)

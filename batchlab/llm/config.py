@@ -28,7 +28,6 @@ from ..models import load_model, max_model_len
 from ..errors import whole_number, written
 from ..core.probe import Probe, same_as_alone
 from ..basics.padding import can_pad
-from ..tasks.pooled import PoolerConfig as PoolerConfig  # its place in vLLM
 from ..core.cache import kv_bytes_per_token
 from ..core.request import Request, Row
 from .shown import megabytes

@@ -30,7 +30,7 @@ from batchlab.models import (
 from ..core.params import SETTINGS, check_names, near_name
 from ..errors import whole_number, written
 from .outputs import RequestOutput
-from ..tasks.pooled import PoolingParams
+from .pooled import PoolingParams
 from ..core.sampling import SamplingParams
 
 log = logging.getLogger("batchlab")

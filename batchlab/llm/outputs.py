@@ -502,16 +502,3 @@ class Stats:
             speed=f"{said(self.tokens_per_second, ',.1f')} tokens/s; {said(self.time_to_first_token, '.3f')} s to the first token, "
             f"{said(self.time_per_token, '.4f')} s for each after it",
         )
-
-# %% ../../nbs/2_core/outputs.ipynb #out00091
-def __getattr__(name: str) -> Any:
-    "The results that `batchlab.tasks.pooled` has, by vLLM's place for them."
-    if name not in {
-        f"{kind}{what}"
-        for kind in ("Pooling", "Embedding", "Classification", "Scoring")
-        for what in ("RequestOutput", "Output")
-    }:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from batchlab.tasks import pooled
-
-    return getattr(pooled, name)

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from .. import __version__
-from ..tasks.aio import AsyncLLM
+from ..api.aio import AsyncLLM
 from ..errors import BatchlabError, EngineError, JobError
 from ..llm.inputs import encode_text, prompt_ids_of
 from ..api import LLM

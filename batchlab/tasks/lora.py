@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from ..errors import AdapterError, Option, ParamError, UnsupportedModelError
@@ -20,19 +20,12 @@ from ..llm.shown import megabytes
 if TYPE_CHECKING:
     import torch
     from batchlab.core.request import Request
+    from batchlab.fast.adapters import LowRank
 
 # %% auto #0
-__all__ = ['AdapterChoice', 'AdapterChoices', 'AdapterModules', 'LowRank', 'LoRARequest', 'AdapterConfig', 'read_adapter',
-           'Adapter', 'signature_of', 'Adapters', 'read_modules', 'open_for', 'look_up', 'put_adapter', 'adapters_for',
+__all__ = ['AdapterChoice', 'AdapterChoices', 'AdapterModules', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'Adapter',
+           'signature_of', 'Adapters', 'read_modules', 'open_for', 'look_up', 'put_adapter', 'adapters_for',
            'plan_adapters', 'adapter_named', 'adapter_names', 'check_folders', 'check_modules', 'LoRACalls']
-
-# %% ../../nbs/5_tasks/lora.ipynb #32bb0012
-class LowRank(NamedTuple):
-    "What an adapter adds to the outputs of a linear layer: `scale` times `x @ down.T @ up.T`. `down` `[rank, in]`, `up` `[out, rank]`."
-
-    down: "torch.Tensor"
-    up: "torch.Tensor"
-    scale: float
 
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0010
 @dataclass(frozen=True)
@@ -238,6 +231,8 @@ def read_adapter(
 
     Its tensors are mapped from the file, and not read before they are used. Raises `AdapterError`: it can't be read, is more than plain LoRA, is
     for another model, or has a rank above `max_rank`."""
+    from batchlab.fast.adapters import LowRank
+
     config, halves, found = (
         AdapterConfig.read(folder),
         dict[str, dict[str, Any]](),

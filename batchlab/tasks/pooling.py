@@ -43,7 +43,7 @@ from ..models.lengths import SHORT, beginning, check_length
 from ..models import max_model_len
 from ..core.params import suggest_names
 from ..llm.outputs import Outputs
-from batchlab.tasks.pooled import (
+from batchlab.llm.pooled import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolerConfig,

@@ -19,12 +19,13 @@ from ..models.load import one_line
 from ..core.params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
+    from batchlab.api import LLM
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 # %% auto #0
 __all__ = ['FORMATS', 'ESCAPED', 'KINDS', 'DEEPEST', 'MOST_PROPERTIES', 'WIDEST', 'NOT_HELD', 'WHITESPACE', 'LONGEST', 'MOST',
            'LONGEST_TEXT', 'vocabulary', 'pattern_text', 'check_schema', 'grammar_text', 'check_wish', 'Grammar',
-           'Grammars']
+           'Grammars', 'grammar_for']
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #a5cae600
 def _unspeakable(tokenizer: Any) -> tuple[str, dict[str, int]]:
@@ -827,3 +828,12 @@ class Grammars:
                 why=f"can not be compiled: {one_line(e)}",
                 field=f"structured_outputs.{s.kind}",
             ) from e
+
+# %% ../../nbs/5_tasks/30_structured.ipynb #gramf001
+def grammar_for(llm: LLM, params: SamplingParams) -> Grammar | None:
+    "A new grammar that holds a row to `params.structured_outputs`, or None if it asks for none. Raises `ParamError`."
+    if params.structured_outputs is None:
+        return None
+    if llm.grammars is None:
+        llm.grammars = Grammars(llm.tokenizer, llm.vocab_size, llm.eos_ids)
+    return llm.grammars.of(params)

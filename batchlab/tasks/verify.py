@@ -16,10 +16,10 @@ from ..core.attention import attention_override
 from ..llm.config import check_count, rope_switch
 from ..core.engine import log, out_of_memory
 from ..core.generation import Generation, make_request
-from ..api import grammar_for
+from .structured import grammar_for
 from ..llm.inputs import check_prompt
 from ..core.params import SamplingParams
-from .pooled import PoolingRequestOutput
+from ..llm.pooled import PoolingRequestOutput
 from batchlab.core.sampling import (
     SamplingRow,
     probabilities,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ['replay', 'Divergence', 'check_answer', 'Report', 'verify', 'numbers_of', 'check_vector']
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #632b67a2
-from .pooled import ScoringRequestOutput
+from ..llm.pooled import ScoringRequestOutput
 from ..core.sampling import draw
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #a0632bd7

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from batchlab.api import LLM
     from batchlab.llm.outputs import StreamEvent
     from batchlab.core.sampling import SamplingParams
-    from batchlab.tasks.pooled import PoolingParams
+    from batchlab.llm.pooled import PoolingParams
     from batchlab.core.request import Request
     from batchlab.core.scheduler import Scheduler
 
