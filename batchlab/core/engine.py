@@ -74,12 +74,17 @@ class Engine:
 
     Knows nothing of prompts, threads or clocks; nor of what its requests are for: their tasks say what the model must give, and take it. `watchers`: functions
     `(engine, event, x)`, told of each step's parts as they end: 'begin'; 'schedule' with the plan; 'forward'; 'sample'; 'text'
-    with the requests that moved; and 'broke' with `(plan, exception)`."""
+    with the requests that moved; and 'broke' with `(plan, exception)`. `name`: what they call it, by its runner unless it is given."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, watchers: list[Callable] | None = None
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        watchers: list[Callable] | None = None,
+        name: str = "",
     ) -> None:
         self.scheduler, self.runner, self.num_steps = scheduler, runner, 0
+        self.name = name or type(runner).__name__.removesuffix("Runner").lower()
         self.watchers: list[Callable[[Engine, str, Any], None]] = (
             [] if watchers is None else watchers
         )

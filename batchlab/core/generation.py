@@ -5,6 +5,7 @@
 # %% ../../nbs/2_core/generation.ipynb #gen00005
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,7 @@ class Generation(Task):
 
     `logprobs`, `prompt_logprobs`: a `{id: Logprob}` for each token, or None if not asked for; in a prompt, None for the tokens up to
     the first that is asked for. `stop_reason`: the stop string or id that ended it. `delta`: text that is settled and not yet sent,
-    `num_sent`: how many of the tokens were sent."""
+    `num_sent`: how many of the tokens were sent. `first_token_at`, `last_token_at`: seconds of `time.perf_counter`."""
 
     row: SamplingRow
     text: Detokenizer
@@ -41,6 +42,8 @@ class Generation(Task):
     stop_reason: int | str | None = None
     delta: str = ""
     num_sent: int = 0
+    first_token_at: float | None = None
+    last_token_at: float | None = None
 
     def first_output(self, request: Request) -> int:
         known = self.prompt_logprobs
@@ -52,6 +55,8 @@ class Generation(Task):
         self, request: Request, token: int, logprobs: dict[int, Any] | None = None
     ) -> str | None:
         "Take note of `token` and its `{id: Logprob}`; the text it settles goes to `delta`."
+        self.last_token_at = time.perf_counter()
+        self.first_token_at = self.first_token_at or self.last_token_at
         if self.logprobs is not None:
             self.logprobs.append(logprobs)
         reason, self.stop_reason = finish_reason(self.row, token)

@@ -9,7 +9,7 @@ from __future__ import annotations
 __all__ = ['Task', 'Count', 'Request', 'Row', 'RowOutput', 'StepPlan']
 
 # %% ../../nbs/2_core/10c_request.ipynb #req00007
-import contextlib, time
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -91,10 +91,6 @@ class Request:
     hashes: list[bytes] | None = field(default=None, repr=False)  # names of its prompt's chunks
     finish_reason: str | None = None
     error: str | None = None
-    first_token_at: float | None = None  # seconds of `time.perf_counter`
-    last_token_at: float | None = None
-    runner: str | None = None  # which engine of an `LLM` has it
-    notified: bool = False  # whether its end was told of
     preemptible: bool = False
 
     @property
@@ -129,9 +125,6 @@ class Request:
         """Add the next output `token`, with its `{id: Logprob}` if asked for.
 
         The reason to end, if it is the last token; else None."""
-        self.last_token_at = time.perf_counter()
-        if not self.output_ids:
-            self.first_token_at = self.last_token_at
         self.output_ids.append(token)
         return self.task.append(self, token, logprobs)
 

@@ -181,7 +181,11 @@ class StepLoop:
         kind = self.engines.last
         self.engines[kind].reset()
         self.delivery.fail(
-            [g for g in list(self.groups.values()) if any(r.runner == kind for r in g.requests)],
+            [
+                g
+                for g in list(self.groups.values())
+                if any(self.engines.kinds.get(r) == kind for r in g.requests)
+            ],
             "the engine failed with",
             e,
         )
@@ -309,9 +313,8 @@ def make_engine(llm: LLM, kind: str) -> Engine:
             may_enter=llm.adapters and llm.adapters.may_enter,
             **how,
         )
-        return Engine(
-            scheduler, PackedRunner(llm.backend, max(1, (l.kv_tokens or 0) // size)), llm.watchers
-        )
+        runner = PackedRunner(llm.backend, max(1, (l.kv_tokens or 0) // size))
+        return Engine(scheduler, runner, llm.watchers, kind)
     begins = lambda r: chunk_keys(r.prompt_ids[: 3 * CHUNK])[-1:]
     order = dict(bucketed=lambda r: -r.max_len, prefix=lambda r: (begins(r), -r.max_len)).get(
         strategy
@@ -324,7 +327,7 @@ def make_engine(llm: LLM, kind: str) -> Engine:
         **how,
     )
     runner = SoloRunner(llm.model) if solo else PaddedRunner(llm.model, share=strategy == "prefix")
-    return Engine(scheduler, runner, llm.watchers)
+    return Engine(scheduler, runner, llm.watchers, kind)
 
 # %% ../../nbs/2_core/loop.ipynb #10a50c03
 class EngineSet(dict[str, Engine]):
@@ -339,6 +342,7 @@ class EngineSet(dict[str, Engine]):
         super().__init__()
         self.llm, self.past, self.past_steps, self.seconds, self.last = llm, Ledger(), 0, 0.0, ""
         self.paces: defaultdict[str, Pace] = defaultdict(Pace)
+        self.kinds: dict[Request, str] = {}  # of all requests that have not been told of
         self.opened: PreTrainedModel | None = None  # the model that the backend is for
         self.state: dict[str, int] = {}  # its `model_state` then
 
@@ -368,7 +372,7 @@ class EngineSet(dict[str, Engine]):
         if kind not in self:
             self[kind] = make_engine(self.llm, kind)
         self[kind].scheduler.add(r)
-        r.runner = kind
+        self.kinds[r] = kind
 
     def step(self) -> list[Request]:
         "One step of the next kind in line that has something to do: the requests that got a token, or ended."
@@ -463,6 +467,7 @@ class Delivery:
 
     def __init__(self, llm: LLM) -> None:
         self.llm, self.ends, self.sums = llm, Counter(), Counter()
+        self.told: set[Request] = set()  # whose end was told, of prompts that go on
 
     def mark(self, event: str, x: object) -> None:
         "Tell those who watch: 'queued', 'ended' of a request, or 'refused' of a prompt that never began."
@@ -471,15 +476,16 @@ class Delivery:
 
     def tell(self, r: Request) -> None:
         "Send the event of what `r` just got; if it was the last of its prompt, with the output."
-        if r.notified:
+        g = r.group
+        if g is None or r in self.told:
             return
-        g, r.notified = r.group, r.finish_reason is not None
-        if r.notified:
+        if r.finish_reason is not None:
+            self.told.add(r)
             self.mark("ended", r)
         event = StreamEvent(g.request_id, g.index, r.index, finish_reason=r.finish_reason)
         if isinstance(r.task, Generation):
             event.text, event.token_ids, event.logprobs = r.task.send(r)
-        if all(x.notified for x in g.requests):
+        if r.finish_reason is not None and self.told.issuperset(g.requests):
             self._close(g, event)
         self._send(g, event)
 
@@ -489,8 +495,9 @@ class Delivery:
             return
         g.error = g.error or error
         for r in g.requests:
-            if r.runner and r.finish_reason is None:
-                self.llm.engines[r.runner].scheduler.finish(r, reason)
+            kind = self.llm.engines.kinds.get(r)
+            if kind and r.finish_reason is None:
+                self.llm.engines[kind].scheduler.finish(r, reason)
             else:
                 r.finish(reason)
             self.tell(r)
@@ -522,8 +529,10 @@ class Delivery:
         for name in ("time_to_first_token", "time_per_token"):
             if (t := (out.metrics or {})[name]) is not None:
                 self.sums.update({name: t, f"n {name}": 1})
+        self.told.difference_update(g.requests)
         for r in g.requests:
             r.group = None  # no circle: it is freed with its last reader
+            self.llm.engines.kinds.pop(r, None)
 
     def _send(self, g: RequestGroup, event: StreamEvent) -> None:
         "Give `event` to whoever reads `g`. If that fails, `g` ends, and is told so once."

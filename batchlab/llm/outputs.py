@@ -348,10 +348,13 @@ class RequestGroup:
 
     def metrics(self) -> dict[str, Any]:
         "Times of the request, in seconds, as in `RequestOutput.metrics`."
+        from batchlab.core.generation import Generation  # which needs torch
+
+        rows = [(r.task, len(r.output_ids)) for r in self.requests]
         times = [
-            (r.first_token_at, r.last_token_at, len(r.output_ids))
-            for r in self.requests
-            if r.first_token_at and r.last_token_at
+            (task.first_token_at, task.last_token_at, n)
+            for task, n in rows
+            if isinstance(task, Generation) and task.first_token_at and task.last_token_at
         ]
         first = min((a for a, _, _ in times), default=None)
         each = [(b - a) / (n - 1) for a, b, n in times if n > 1]

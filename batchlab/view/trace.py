@@ -96,8 +96,8 @@ def facts_of(r: Request, text: bool) -> dict:
         **({"adapter": group.lora_request.lora_name} if r.adapter and group else {}),
         finish_reason=r.finish_reason,
         error=r.error,
-        first_token=r.first_token_at,
-        last_token=r.last_token_at,
+        first_token=getattr(r.task, "first_token_at", None),
+        last_token=getattr(r.task, "last_token_at", None),
     )
     if not text:
         return facts
@@ -332,9 +332,7 @@ class StepLog:
         elif event == "refused":
             self.requests.refuse(x, t, self.num_steps)
         elif event == "begin":
-            self.now = StepRecord(
-                self.num_steps, type(engine.runner).__name__.removesuffix("Runner").lower(), t
-            )
+            self.now = StepRecord(self.num_steps, engine.name, t)
         elif now := self.now:
             now.times.append(seconds)
             if event == "schedule":
@@ -350,7 +348,6 @@ class StepLog:
             self.now = None
             return
         scheduler, requests, numbers = engine.scheduler, self.requests, []
-        now.engine = plan.rows[0].request.runner or now.engine  # what an `LLM` calls it
         now.admitted = [
             [requests.enter(r, t), r.slot, r.num_computed_tokens] for r in plan.admitted
         ]
