@@ -18,15 +18,6 @@ CONTRACTS = CONTRACTS["tool"]["importlinter"]["contracts"]
 LAYERS, TORCHLESS = (
     next(c for c in CONTRACTS if c["type"] == kind) for kind in ("layers", "forbidden")
 )
-# Imports of another module's underscore names that are left: none may be added, and one that goes must go here too.
-PRIVATE = {
-    "fast.cuda: _said of core.attention",
-    "fast.cuda: _span_mask of core.attention",
-    "fast.fused: _said of core.attention",
-    "fast.kernels: _span_mask of core.attention",
-    "jobs.formats: _encode of jobs.tables",
-    "jobs.lines: _encode of jobs.tables",
-}
 
 
 def pytest_in(folder, *args, **env):
@@ -163,8 +154,7 @@ def private(name):
 
 def test_no_module_imports_an_underscore_name_of_another():
     found = {line for name in MODULES for line in private(name)}
-    assert found - PRIVATE == set(), "imports of underscore names"
-    assert PRIVATE - found == set(), "gone: take them out of PRIVATE too"
+    assert found == set(), "imports of underscore names"
 
 
 @pytest.mark.parametrize("name", TORCHLESS["source_modules"])

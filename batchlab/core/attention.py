@@ -23,8 +23,9 @@ from .cache import KVCache, Shape, is_run
 KV = tuple[torch.Tensor, torch.Tensor]
 
 # %% auto #0
-__all__ = ['KV', 'attention_override', 'check_backend', 'layer_specs', 'kv_layout', 'can_pack', 'encoder_inputs',
-           'shared_prefixes', 'packed_attention', 'both_ways', 'PackedStep', 'TorchBackend', 'open_backend']
+__all__ = ['KV', 'reason_of', 'attention_override', 'check_backend', 'layer_specs', 'kv_layout', 'can_pack', 'encoder_inputs',
+           'shared_prefixes', 'packed_attention', 'span_mask', 'both_ways', 'PackedStep', 'TorchBackend',
+           'open_backend']
 
 # %% ../../nbs/2_core/12_attention.ipynb #a3f1b4b0
 import weakref
@@ -33,7 +34,8 @@ from ..errors import Unavailable
 from .probe import Probe, probe_rows
 
 
-def _said(e: Exception) -> str:
+def reason_of(e: Exception) -> str:
+    "The kind of `e` and its message, in a line."
     return f"{type(e).__name__}: " + " ".join(str(e).split())[:150]
 
 # %% ../../nbs/2_core/12_attention.ipynb #c68c3151
@@ -189,7 +191,7 @@ def _why_not() -> Iterator[None]:
     except EngineError as e:
         raise Unavailable(str(e)) from e
     except Exception as e:
-        raise Unavailable(_said(e)) from e
+        raise Unavailable(reason_of(e)) from e
 
 
 @torch.inference_mode()
@@ -550,7 +552,7 @@ def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
-def _span_mask(
+def span_mask(
     lengths: torch.Tensor,
     start: int,
     end: int,
@@ -571,7 +573,7 @@ def _chunk_mask(
     "For queries at columns `start` up to `end`: the mask `[n, columns]` of the columns from `low` on, or 'causal'."
     if start == 0 and (window is None or end <= window):
         return "causal"
-    return _span_mask(torch.arange(start + 1, end + 1, device=device), low, end, window, dtype)
+    return span_mask(torch.arange(start + 1, end + 1, device=device), low, end, window, dtype)
 
 
 def both_ways(n: int, window: int | None, like: torch.Tensor) -> torch.Tensor | None:
@@ -692,7 +694,7 @@ class PackedStep:
         k, v = (t.unflatten(0, (len(g.rows), -1)) for t in self.cache.read(layer, g.own))
         low = g.first if window is None else 0  # all see all that they share
         mask = self._once(
-            (i, window, q.dtype), _span_mask, g.lengths, low, g.first + g.columns, window, q.dtype
+            (i, window, q.dtype), span_mask, g.lengths, low, g.first + g.columns, window, q.dtype
         )[:, None, None]
         if g.shared:
             return attend_pieces(q, self.cache.read(layer, g.shared), (k, v), mask, **asked)

@@ -169,7 +169,7 @@ def _number(
 LOGPROBS_MODES = "raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"
 
 
-def check_logprobs_mode(v: Any) -> str:
+def check_logprobs_mode(v: object) -> str:
     "`v` if it is one of `LOGPROBS_MODES`. Raises `ParamError`."
     if v in LOGPROBS_MODES:
         return v

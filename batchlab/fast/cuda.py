@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from batchlab.core.attention import (
     PackedStep,
     TorchBackend,
-    _said,
-    _span_mask,
+    reason_of,
+    span_mask,
     attend,
     check_backend,
     packed_forward,
@@ -183,7 +183,7 @@ def find_varlen(
         try:
             off = max(paged_error(paged, heads, s, dtype, device) for s in set(shapes))
         except Exception as e:
-            why = _said(e)
+            why = reason_of(e)
         else:
             if off <= 3e-2:
                 return paged, ""
@@ -317,7 +317,7 @@ class StaticStep:
             kv = cache.keys[layer], cache.values[layer]
             return self.paged(q, *kv, self.once["at"], scaling, window, softcap, sinks)[None]
         if (window, q.dtype) not in self.once:
-            self.once[window, q.dtype] = _span_mask(self.lengths, 0, end, window, q.dtype)[
+            self.once[window, q.dtype] = span_mask(self.lengths, 0, end, window, q.dtype)[
                 :, None, None
             ]
         k, v = (
@@ -432,7 +432,7 @@ class CudaBackend(TorchBackend):
                 step.replay = self.record(run)
             except Exception as e:
                 self.close()
-                self.name, self.record, self.static, why = "cuda packed", None, False, _said(e)
+                self.name, self.record, self.static, why = "cuda packed", None, False, reason_of(e)
                 self.why = ". ".join(filter(None, [self.why, f"nothing is recorded: {why}"]))
                 log.warning(
                     "%s decodes without recordings, which is slower on a GPU: %s",
@@ -474,7 +474,7 @@ def cuda_backend(
         try:
             check_replays(model, backend, probe)
         except Exception as e:
-            why = f"{'flash attention' if way else 'decode on a GPU'} was tried and left out: {_said(e)}"
+            why = f"{'flash attention' if way else 'decode on a GPU'} was tried and left out: {reason_of(e)}"
         else:
             backend.close()
             return backend

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from batchlab.core.attention import (
     AttentionSpec,
-    _said,
+    reason_of,
     attention_override,
     check_backend,
     encoder_inputs,
@@ -539,7 +539,7 @@ def fuse(
             RuntimeError,
         ) as e:  # built otherwise than when its code was read
             raise Unavailable(
-                f"{type(model).__name__} runs by its own code: its layers have another form ({_said(e)})"
+                f"{type(model).__name__} runs by its own code: its layers have another form ({reason_of(e)})"
             ) from e
         try:
             check_backend(model, FusedBackend(tried, shapes), probe)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from batchlab.core.attention import (
     PackedStep,
     TorchBackend,
-    _span_mask,
+    span_mask,
     attend_plain,
     both_ways,
     check_backend,
@@ -252,7 +252,7 @@ def attend_rows(
             t[:end].float().transpose(0, 1)[None]
             for t in cache.read(layer, table[: -(-end // cache.block_size)])
         )
-        mask = _span_mask(torch.arange(start + 1, end + 1, device=q.device), 0, end, window)
+        mask = span_mask(torch.arange(start + 1, end + 1, device=q.device), 0, end, window)
         rows = q[batch.cu_seqlens[i] : batch.cu_seqlens[i + 1]].float().transpose(0, 1)[None]
         out.append(attend_plain(rows, k, v, mask, scale, softcap, sinks)[0].transpose(0, 1))
     return torch.cat(out)

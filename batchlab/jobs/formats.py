@@ -28,7 +28,7 @@ from batchlab.jobs.tables import (
     Row,
     TableFile,
     TextForm,
-    _encode,
+    encode_json,
     file_kind,
     opened_text,
     opener_of,
@@ -52,7 +52,7 @@ def read_lines(f: IO[bytes], longest: int = 2**31) -> Iterator[tuple[int, bytes]
 def prompt_line(raw: bytes) -> bytes:
     "Line `raw` of a text as a plain line of JSONL; as it is if it is no UTF-8, for its reader to say so."
     with suppress(UnicodeDecodeError):
-        return _encode(dict(prompt=raw.decode("utf-8-sig").rstrip("\r"))).encode()
+        return encode_json(dict(prompt=raw.decode("utf-8-sig").rstrip("\r"))).encode()
     return raw
 
 
@@ -69,7 +69,7 @@ def json_lines(f: IO[bytes], name: str | Path) -> Iterator[tuple[int, bytes]]:
                 f"{name} begins as an array and is not JSON ({e}): mend it, or give JSONL"
             ) from e
         for number, d in enumerate(items, 1):
-            yield number, _encode(d).encode()
+            yield number, encode_json(d).encode()
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000035
 def read_raw(
@@ -116,7 +116,7 @@ _CUTS = re.compile(
 
 def as_json(d: dict[str, Any]) -> bytes:
     "Record `d` as a line of UTF-8 JSONL, one for every reader: what Unicode counts as the end of a line is escaped."
-    text = _encode(d)
+    text = encode_json(d)
     if not text.isascii():
         text = _CUTS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     try:

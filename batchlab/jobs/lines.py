@@ -55,7 +55,7 @@ from batchlab.jobs.tables import (
     BadRow,
     Columns,
     Row,
-    _encode,
+    encode_json,
     is_missing,
     kept_cells,
     plain_value,
@@ -525,7 +525,7 @@ def results_of(out: RequestOutput, postprocess: Postprocess) -> tuple[dict[str, 
         try:
             v = plain_value(f(out))
             found = v if isinstance(v, dict) and not named else {name: v}
-            _encode(found)  # or it could not be written
+            encode_json(found)  # or it could not be written
             if twice := found.keys() & {
                 *ANSWER,
                 *OPTIONAL,

@@ -18,11 +18,11 @@ from .settings import INSTEAD, KNOWN_SETTINGS
 
 # %% auto #0
 __all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'Cells', 'INT', 'FLOAT', 'TRUTH', 'OPTIONAL', 'ANSWER',
-           'CHAT_OPTIONS', 'NO_SETTINGS', 'LITERAL', 'RECORD', 'COLUMNS_REMARK', 'MARK', 'NUMBERS', 'VECTORS', 'OURS',
-           'UNNAMED', 'Records', 'Stream', 'Unpacked', 'open_bz2', 'open_xz', 'file_kind', 'opener_of', 'check_input',
-           'check_output', 'need_parquet', 'opened_text', 'Recoded', 'unique_names', 'BadRow', 'TextForm',
-           'encoding_of', 'CSVRows', 'in_blocks', 'broken_parquet', 'open_parquet', 'readable', 'TableFile',
-           'no_column', 'is_missing', 'MissingCell', 'Template', 'literal', 'is_setting_name', 'no_talk',
+           'CHAT_OPTIONS', 'NO_SETTINGS', 'LITERAL', 'RECORD', 'COLUMNS_REMARK', 'MARK', 'NUMBERS', 'encode_json',
+           'VECTORS', 'OURS', 'UNNAMED', 'Records', 'Stream', 'Unpacked', 'open_bz2', 'open_xz', 'file_kind',
+           'opener_of', 'check_input', 'check_output', 'need_parquet', 'opened_text', 'Recoded', 'unique_names',
+           'BadRow', 'TextForm', 'encoding_of', 'CSVRows', 'in_blocks', 'broken_parquet', 'open_parquet', 'readable',
+           'TableFile', 'no_column', 'is_missing', 'MissingCell', 'Template', 'literal', 'is_setting_name', 'no_talk',
            'settings_remark', 'check_setting', 'kept_cells', 'marked', 'AnswerNames', 'Row', 'Columns', 'from_json',
            'plain_value', 'json_value', 'whole', 'table_rows', 'flat', 'record_of_rows', 'ColumnType', 'type_of',
            'cell_text', 'cells_of', 'AnswerTable']
@@ -920,7 +920,7 @@ def _as_text(v: Any) -> Any:
     return str(v) if (plain := plain_value(v)) is v else plain
 
 
-_encode = json.JSONEncoder(
+encode_json = json.JSONEncoder(
     ensure_ascii=False, check_circular=False, default=_as_text
 ).encode  # json.dumps would make one each time
 
@@ -944,7 +944,7 @@ def whole(v: Any) -> Any:
 def _text_of(message: dict[str, Any]) -> Any:
     "What a table shows of a message: its text, or as JSON its text and the calls that it makes."
     return (
-        _encode({k: message.get(k) for k in ("content", "tool_calls")})
+        encode_json({k: message.get(k) for k in ("content", "tool_calls")})
         if message.get("tool_calls")
         else message["content"]
     )
@@ -1006,7 +1006,7 @@ def table_rows(d: dict[str, Any], called: Callable[[str], str] = str) -> Iterato
             prompt_tokens=usage.get("prompt_tokens"),
             completion_tokens=c.get("completion_tokens", tokens),
             error=(d["error"] or {}).get("message"),
-            logprobs=logprobs and _encode(logprobs),
+            logprobs=logprobs and encode_json(logprobs),
             cumulative_logprob=c.get("cumulative_logprob"),
         )
         if "request_id" in d:
@@ -1095,7 +1095,7 @@ class ColumnType:
         if self.name == "list":
             return v
         if self.name in ("string", ""):
-            return readable(v) if self.text else v if isinstance(v, str) else _encode(v)
+            return readable(v) if self.text else v if isinstance(v, str) else encode_json(v)
         v = literal(v) if self.text else v
         return float(v) if self.name == "double" else v
 
@@ -1116,7 +1116,7 @@ Records = Callable[
 def cell_text(v: Any) -> Any:
     "Value `v` of a table as a CSV has it."
     if isinstance(v, (list, dict)):
-        return _encode(v)
+        return encode_json(v)
     return v.decode("utf-8", "backslashreplace") if isinstance(v, bytes) else v
 
 

@@ -11,7 +11,7 @@ __all__ = ['log', 'STRATEGIES', 'model_and_tokenizer', 'no_collection', 'check_c
            'check_strategy', 'check_compile', 'check_quantization', 'check_count', 'weights_digest', 'model_state']
 
 # %% ../../nbs/2_core/config.ipynb #8ec2a59b
-import contextlib, gc, hashlib, logging
+import contextlib, gc, hashlib, logging, os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,17 +37,20 @@ log = logging.getLogger("batchlab")
 
 # %% ../../nbs/2_core/config.ipynb #4b07a5d1
 def model_and_tokenizer(
-    model: Any, tokenizer: Any, dtype: Any, device: Any
+    model: str | os.PathLike[str] | PreTrainedModel | None,
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None,
+    dtype: str | torch.dtype | None,
+    device: str | torch.device | None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     "What `LLM` was given, as `(model, tokenizer or None)`. Raises `ModelError`, `ParamError`."
-    if isinstance(tokenizer, str) or hasattr(tokenizer, "__fspath__"):
+    if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = load_tokenizer(find_model(tokenizer, weights=False))
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
         raise ParamError(
             f"tokenizer must be a hub id, a folder, a .gguf file or a loaded tokenizer, got {type(tokenizer).__name__}",
             field="tokenizer",
         )
-    if model is None or isinstance(model, str) or hasattr(model, "__fspath__"):
+    if model is None or isinstance(model, (str, os.PathLike)):
         model, own = load_model(model if model is None else str(model), dtype=dtype, device=device)
         return model, own if tokenizer is None else tokenizer
     if not hasattr(getattr(model, "config", None), "get_text_config"):
@@ -183,7 +186,7 @@ def rope_switch(model: PreTrainedModel) -> int | None:
     return min(limits, default=None)
 
 
-def rope_side(session: Any, switch: int | None) -> str:
+def rope_side(session: Request, switch: int | None) -> str:
     "Where `session` (or `Request`) stands to a `rope_switch`: 'below' it to the end, 'beyond' it from the start, or 'across'."
     if switch is None or len(session.prompt_ids) + session.max_tokens <= switch:
         return "below"
@@ -350,14 +353,14 @@ def check_strategy(name: str) -> str:
     )
 
 
-def check_compile(x: Any) -> bool | str:
+def check_compile(x: bool | str) -> bool | str:
     "`x` if it says whether to compile. Raises `ParamError`."
     if x in (True, False, "auto"):
         return x
     raise ParamError(f"compile must be 'auto', True or False, got {x!r}", field="compile")
 
 
-def check_quantization(x: Any, strategy: str) -> str | None:
+def check_quantization(x: object, strategy: str) -> str | None:
     "`x` if it names a quantization that runs. Raises `ParamError`."
     if x not in (None, "int8"):
         raise ParamError(f"quantization must be None or 'int8', got {x!r}", field="quantization")
@@ -371,7 +374,7 @@ def check_quantization(x: Any, strategy: str) -> str | None:
     return x
 
 
-def check_count(name: str, n: Any) -> int | None:
+def check_count(name: str, n: object) -> int | None:
     "`n` if it is None or a whole number of at least 1. Raises `ParamError`."
     if n is None:
         return None

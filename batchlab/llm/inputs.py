@@ -50,7 +50,7 @@ def is_ids(x: Any) -> bool:
     return isinstance(x, (list, tuple)) and bool(x) and all(whole_number(i) is not None for i in x)
 
 
-def is_talk(x: Any) -> bool:
+def is_talk(x: object) -> bool:
     "Whether `x` is a conversation: a list of messages."
     return (
         isinstance(x, (list, tuple))
@@ -184,7 +184,7 @@ def _bad_option(options: dict[str, Any]) -> str | None:
     )
 
 
-def split_settings(prompt: Any) -> tuple[Any, dict[str, Any]]:
+def split_settings(prompt: object) -> tuple[Any, dict[str, Any]]:
     """`prompt` without the settings that it carries, and those, as fields of `SamplingParams`; None says nothing, but of `max_tokens`.
 
     Raises `ParamError`."""
@@ -244,7 +244,7 @@ def chat_options(**options: Any) -> dict[str, Any]:
     return {k: v for k, v in options.items() if v is not None}
 
 
-def check_bar(use_tqdm: Any) -> None:
+def check_bar(use_tqdm: object) -> None:
     "Raise `ParamError` unless `use_tqdm` is a bool, None, or makes a bar."
     if use_tqdm is not None and not isinstance(use_tqdm, bool) and not callable(use_tqdm):
         raise ParamError(
@@ -266,7 +266,7 @@ class Settings:
     adapter: object = None
 
 
-def is_pooling(params: Any) -> bool:
+def is_pooling(params: object) -> bool:
     "Whether `params`, one for all or one each, ask for hidden states and not for text."
     first = params[0] if isinstance(params, (list, tuple)) and params else params
     return isinstance(first, PoolingParams)
@@ -292,14 +292,16 @@ def settings_for(
 ) -> list[Settings]:
     "The `Settings` of each of `n` prompts, from one of each argument for all or a list of one each. Raises `ParamError`."
 
-    def seconds(v: Any) -> float | None:
+    def seconds(v: object) -> float | None:
         "`v` as a float above 0, also of a number that is too large for one, or None."
         if isinstance(v, bool) or not isinstance(v, numbers.Real):
             return None
         x: Any = v
         return float(min(x, sys.float_info.max)) if x > 0 else None
 
-    def spread(name: str, x: Any, default: Any, read: Callable[[Any], Any], want: str) -> list[Any]:
+    def spread(
+        name: str, x: object, default: object, read: Callable[[Any], Any], want: str
+    ) -> list[Any]:
         xs = list(x) if isinstance(x, (list, tuple)) else [x] * n
         if len(xs) != n:
             raise ParamError(
@@ -402,7 +404,7 @@ def unreadable(text: str, error: Exception) -> str:
 def prompt_ids_of(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    prompt: Any,
+    prompt: object,
     chat: bool,
     max_len: int | None = None,
 ) -> tuple[str | None, list[int]]:

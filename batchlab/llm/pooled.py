@@ -149,7 +149,7 @@ class PoolerConfig:
         object.__setattr__(self, "pooling_type", kind)
 
     @classmethod
-    def of(cls, x: Any) -> PoolerConfig:
+    def of(cls, x: object) -> PoolerConfig:
         "From `PoolerConfig`, a dict, the name of a pooling or None. Raises `ParamError`."
         if isinstance(x, cls):
             return x

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import html, os, re, sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 # %% auto #0
 __all__ = []
@@ -82,7 +81,7 @@ def facts_html(x: object, facts: Mapping[str, str]) -> str:
     return panel_html(f"<b>{type(x).__name__}</b><table>{lines}</table>")
 
 # %% ../../nbs/2_core/shown.ipynb #570371f9
-def shows_bar(use_tqdm: Any) -> bool:
+def shows_bar(use_tqdm: object) -> bool:
     "Whether to show a progress bar: as `use_tqdm` says; if that is None, where it may be seen, unless `TQDM_DISABLE` is set."
     if use_tqdm is not None:
         return bool(use_tqdm)

@@ -19,8 +19,11 @@ from ..llm.shown import megabytes
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
+    from batchlab.api import LLM
     from batchlab.core.request import Request
     from batchlab.fast.adapters import LowRank
+    from batchlab.llm.outputs import RequestGroup
 
 # %% auto #0
 __all__ = ['AdapterChoice', 'AdapterChoices', 'AdapterModules', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'Adapter',
@@ -391,7 +394,7 @@ class Adapters:
     def nbytes(self) -> int:
         return sum(a.weights.nbytes for a in [*self.alive.values()] if a.weights is not None)
 
-    def bind(self, backend: Any, shapes: Any = True) -> None:
+    def bind(self, backend: Any, shapes: object = True) -> None:
         """Run on `backend` from now on; what was loaded for another one is forgotten. Raises `UnsupportedModelError` where no model's rows run
         packed (no `shapes`), and `BatchError` for a backend that can't."""
         if not shapes:
@@ -466,7 +469,7 @@ class Adapters:
             )
         )
 
-    def admit(self, asked: Any) -> Adapter:
+    def admit(self, asked: object) -> Adapter:
         "The adapter that is `asked` for, once it was looked at: its weights are read when the first request runs. Raises `AdapterError`, `ParamError`."
         if isinstance(asked, Adapter):
             return asked  # of a call that began with it
@@ -539,7 +542,7 @@ class Adapters:
             self.loaded[number] = a
         return a
 
-    def applied(self, model: Any, asked: Any) -> Any:
+    def applied(self, model: PreTrainedModel, asked: object) -> Any:
         "Inside, all that `model` computes, by its own code, is computed with the adapter that is `asked` for. Raises `AdapterError`."
         from batchlab.fast.adapters import applied
 
@@ -595,11 +598,11 @@ def read_modules(modules: AdapterModules) -> dict[str, LoRARequest]:
 
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0040
 def open_for(
-    llm: Any,
-    max_loras: Any = None,
-    max_lora_rank: Any = 16,
-    max_cpu_loras: Any = None,
-    modules: Any = None,
+    llm: LLM,
+    max_loras: object = None,
+    max_lora_rank: object = 16,
+    max_cpu_loras: object = None,
+    modules: AdapterModules | None = None,
 ) -> Adapters:
     "The `Adapters` of an `LLM` whose model is loaded, and has its own linear layers still. Raises `ParamError`."
     from batchlab.fast.adapters import linear_shapes
@@ -617,18 +620,18 @@ def open_for(
             max_loras=max_loras, max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras
         ).items()
     )
-    modules = read_modules(modules)
+    named = read_modules(modules)
     return Adapters(
         linear_shapes(llm.model),
         llm.model.dtype.itemsize,
         at_once or min(8, kept or 8),
         rank or 16,
         kept,
-        modules,
+        named,
     )
 
 
-def look_up(llm: Any, asked: Any) -> Adapter | AdapterError | None:
+def look_up(llm: LLM, asked: object) -> Adapter | AdapterError | None:
     "The adapter that is `asked` for, or why it can't be had; None if none is. Raises `ParamError`."
     if asked is None:
         return None
@@ -644,7 +647,7 @@ def look_up(llm: Any, asked: Any) -> Adapter | AdapterError | None:
         return e
 
 
-def put_adapter(llm: Any, group: Any, asked: Any) -> Any:
+def put_adapter(llm: LLM, group: RequestGroup, asked: object) -> Any:
     "`group`, made ready by `admit`, with the adapter that is `asked` for, or None: its requests run with it, or it has an error. Raises `ParamError`."
     found = look_up(llm, asked)
     if isinstance(found, AdapterError):
@@ -657,7 +660,7 @@ def put_adapter(llm: Any, group: Any, asked: Any) -> Any:
     return group
 
 
-def adapters_for(llm: Any, n: int, lora_request: Any) -> list[Adapter | AdapterError | None]:
+def adapters_for(llm: LLM, n: int, lora_request: object) -> list[Adapter | AdapterError | None]:
     """For each of `n` prompts, of which each makes many requests, what `look_up` says: whatever becomes of the files, all those have one adapter.
 
     `lora_request`: one for all or one each, as `LLM.generate` takes it. Raises `ParamError`."""
@@ -674,18 +677,18 @@ def plan_adapters(adapters: Adapters | None, groups: Sequence[Any]) -> tuple[int
     return sum(each[: adapters.max_cpu_loras]), adapters.limit_bytes
 
 
-def adapter_named(llm: Any, name: Any) -> str | None:
+def adapter_named(llm: LLM, name: str | None) -> str | None:
     "`name` if an adapter of `llm` is called so, else None."
     return name if name in adapter_names(llm) else None
 
 
-def adapter_names(llm: Any) -> list[str]:
+def adapter_names(llm: LLM) -> list[str]:
     "What the adapters of `llm` are called."
     adapters = getattr(llm, "adapters", None)
     return [] if adapters is None else [*adapters.known]
 
 
-def check_folders(modules: Any, max_lora_rank: int | None = None) -> None:
+def check_folders(modules: AdapterModules | None, max_lora_rank: int | None = None) -> None:
     """Look at the folders of `modules`, as `read_modules` takes them, as far as that needs no model.
 
     Raises `ParamError`, and `AdapterError` for a folder that is none of an adapter, or of one that no model here runs."""
@@ -698,7 +701,7 @@ def check_folders(modules: Any, max_lora_rank: int | None = None) -> None:
             raise AdapterError("adapter {name!r}: {why}", name=name, why=e) from e
 
 
-def check_modules(llm: Any, names: Collection[str] = ()) -> None:
+def check_modules(llm: LLM, names: Collection[str] = ()) -> None:
     """Look at all the adapters that `llm` was given, and at what they are called, if the model goes by `names` for those who ask.
 
     Raises `AdapterError` for one that can't be loaded, `ParamError` for one of those names: who asks for it could mean either."""

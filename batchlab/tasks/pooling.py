@@ -530,7 +530,7 @@ def text_limit(llm: LLM) -> int | None:
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00053
 def pooling_ids(
-    llm: LLM, prompt: Any, p: PoolingParams
+    llm: LLM, prompt: object, p: PoolingParams
 ) -> tuple[str | None, list[int], list[int] | None]:
     """A prompt that is to be pooled as `(text, ids, token types or None)`, cut if `p` says so. Raises `PromptError`, `ModelError`.
 
@@ -595,7 +595,7 @@ def _tokenized(
 def admit_pooling(
     llm: LLM,
     group: PoolingGroup,
-    prompt: Any,
+    prompt: object,
     params: PoolingParams,
     priority: int = 0,
     timeout: float | None = None,
@@ -644,7 +644,7 @@ def _params(
     return found if most is None else [replace(x, truncate_prompt_tokens=most) for x in found]
 
 
-def pair_up(data_1: Any, data_2: Any) -> tuple[list[Any], list[Any]]:
+def pair_up(data_1: object, data_2: object) -> tuple[list[Any], list[Any]]:
     "One and one, one and many, or as many of each, as two lists of one length. Raises `PromptError`."
     a, b = as_list(data_1), as_list(data_2)
     if len(a) == 1:

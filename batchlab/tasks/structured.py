@@ -21,6 +21,7 @@ from ..core.params import SamplingParams, StructuredOutputsParams
 if TYPE_CHECKING:
     from batchlab.api import LLM
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from transformers import PreTrainedTokenizerBase
 
 # %% auto #0
 __all__ = ['FORMATS', 'ESCAPED', 'KINDS', 'DEEPEST', 'MOST_PROPERTIES', 'WIDEST', 'NOT_HELD', 'WHITESPACE', 'LONGEST', 'MOST',
@@ -54,7 +55,7 @@ def _unspeakable(tokenizer: Any) -> tuple[str, dict[str, int]]:
 
 
 def vocabulary(
-    tokenizer: Any, vocab_size: int, eos_ids: Collection[int]
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: Collection[int]
 ) -> tuple[LLTokenizer, dict[str, int]]:
     """The texts of the ids of `tokenizer`, for a model with `vocab_size` logits that ends at one of `eos_ids`; and `{name: id}` of those that
     are no text. Raises `ModelError`."""
@@ -458,7 +459,7 @@ class _Reader:
         draft = root.get("$schema") if isinstance(root, dict) else None
         self.draft_7 = isinstance(draft, str) and re.search("draft-0[3-7]", draft) is not None
 
-    def find(self, pointer: Any, where: str) -> Any:
+    def find(self, pointer: object, where: str) -> Any:
         "The part of the schema that `pointer`, such as '#/$defs/a', names."
         if not isinstance(pointer, str) or pointer != "#" and not pointer.startswith("#/"):
             _refuse(f"$ref {str(pointer)[:60]!r}, which names no place in the schema,", where)
@@ -486,7 +487,7 @@ class _Reader:
             self.defs[name] = self.read(target, pointer, part, depth + 1)
         return f"#/$defs/{self.names[pointer, part]}"
 
-    def read(self, d: Any, where: str = "#", part: bool = False, depth: int = 0) -> Any:
+    def read(self, d: object, where: str = "#", part: bool = False, depth: int = 0) -> Any:
         """Part `d` of the schema, which stands at `where`, `depth` levels deep. Raises `ParamError` for what would be taken and not kept.
 
         `part`: whether the same object is described elsewhere too, so that it must stay open."""
@@ -549,7 +550,7 @@ class _Reader:
         )
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #39372913
-def check_schema(d: Any, root: Any = None) -> dict[str, Any]:
+def check_schema(d: object, root: object = None) -> dict[str, Any]:
     """JSON schema `d` without what only describes, its objects closed. Raises `ParamError` for what would be taken and not kept.
 
     An object that lists properties and leaves others free gets no others, as an answer would go on with them for long. `root`: the whole

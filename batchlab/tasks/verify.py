@@ -64,7 +64,7 @@ def could_draw(
     return smallest <= token <= largest and bool((p[:, token] > 0).all())
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #32ffe13a
-def why_not(out: Any) -> str | None:
+def why_not(out: RequestOutput | PoolingRequestOutput) -> str | None:
     "Why there is nothing to compare in `out`, a `RequestOutput` or `PoolingRequestOutput`, or None."
     if out.error:
         return f"it failed: {out.error}"
@@ -141,7 +141,7 @@ def shaken(model: PreTrainedModel, seed: int = 0) -> Iterator[None]:
     "Inside, each innermost module of `model` gives numbers of which one in sixteen is off by one rounding of their dtype."
     generators = {}
 
-    def shake(module: torch.nn.Module, args: Any, out: Any) -> torch.Tensor | None:
+    def shake(module: torch.nn.Module, args: object, out: object) -> torch.Tensor | None:
         if not isinstance(out, torch.Tensor) or not out.is_floating_point() or not out.numel():
             return
         dev, eps = out.device, torch.finfo(out.dtype).eps
@@ -586,7 +586,11 @@ def check_bits(llm: LLM, out: RequestOutput) -> list[Divergence] | None:
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #8bc9e287
 def verify(
-    llm: LLM, outputs: Any, sample: int | None = 8, seed: int = 0, tolerance: float | None = None
+    llm: LLM,
+    outputs: Iterable[RequestOutput | PoolingRequestOutput] | RequestOutput | PoolingRequestOutput,
+    sample: int | None = 8,
+    seed: int = 0,
+    tolerance: float | None = None,
 ) -> Report:
     """Run a random `sample` of `outputs` again, each alone, and compare: a `Report`.
 
