@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['LEVELS', 'processor_flags', 'compiler_target', 'cpu_name', 'expanded', 'cache_dir']
+__all__ = ['LEVELS', 'processor_flags', 'compiler_target', 'cpu_name', 'expanded', 'cache_dir', 'release_threads']
 
 # %% ../nbs/2_core/machine.ipynb #b54cc550
-import functools, os
+import ctypes, functools, os
 from pathlib import Path
 
 from platformdirs import user_cache_dir
@@ -99,3 +99,24 @@ def cache_dir() -> Path:
         return Path(user_cache_dir("batchlab")).absolute()
     except RuntimeError as e:
         raise _no_home("the cache folder") from e
+
+# %% ../nbs/2_core/machine.ipynb #ompth002
+def _gnu_openmp() -> list[ctypes.CDLL]:
+    "GNU's OpenMP as this process has it, if it can end workers (GCC 9); [] elsewhere."
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    files = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "/libgomp" in line}
+    with_pause = (ctypes.CDLL(file) for file in files if os.path.exists(file))
+    return [library for library in with_pause if hasattr(library, "omp_pause_resource_all")]
+
+
+_openmp = functools.cache(_gnu_openmp)  # for when torch is there
+
+
+def release_threads() -> None:
+    "End the OpenMP workers of this thread, which is about to wait. Its next loop starts new ones, in some 0.1 ms; what they compute is the same."
+    soft = 1  # omp_pause_soft, of OpenMP 5.0
+    for library in _openmp():
+        library.omp_pause_resource_all(soft)

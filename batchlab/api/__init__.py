@@ -60,6 +60,7 @@ from batchlab.llm.inputs import (
 )
 from ..core.ledger import Ledger
 from ..llm.loop import BackgroundLoop, Delivery, EngineSet
+from ..machine import release_threads
 from batchlab.tasks.lora import (
     AdapterChoice,
     AdapterChoices,
@@ -328,6 +329,7 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
                 fits,
             )
         self.engines.configure()
+        release_threads()  # another thread may make the steps
 
     @property
     def backend(self) -> Backend:
@@ -778,6 +780,8 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
                 self.inbox.extend(gone)
             if gone and self.stepper != threading.get_ident():
                 self.take_in()
+            if self.thread is not None:
+                release_threads()  # the steps are that thread's
 
     def _outputs(
         self, prompts: Sequence[ParsedPrompt], on_step: Callable[[int], object] | None = None

@@ -23,6 +23,7 @@ from batchlab.llm.config import (
     select_runner,
     weights_digest,
 )
+from ..machine import release_threads
 from ..core.engine import Engine, sum_ledgers
 from ..core.generation import Generation
 from batchlab.errors import (
@@ -239,6 +240,7 @@ class BackgroundLoop(StepLoop):
     def start(self) -> Self:
         "Run the engine in a thread of its own until `stop`. Raises `EngineError` in a forked process."
         self.check_process()
+        release_threads()  # the steps are the other thread's now
         with self.progress:
             if self.thread is None:
                 self.thread = threading.Thread(target=self._run, name="batchlab", daemon=True)
@@ -296,6 +298,7 @@ class BackgroundLoop(StepLoop):
         with self.progress:
             if self.stopping or self.has_unfinished and (self.inbox or not self.paused):
                 return
+            release_threads()
             self.progress.wait(0.05 if self.paused and self.deadlines else 1)
 
 # %% ../../nbs/2_core/loop.ipynb #5f81e419
