@@ -1,6 +1,7 @@
 "The engine under load: drawn mixes of requests, thousands of them, several threads, and faults in the middle."
 
-import asyncio, copy, dataclasses, functools, gc, itertools, logging, random, sys, threading, time
+import asyncio, copy, dataclasses, functools, gc, itertools, logging, os, random, subprocess, sys
+import threading, time
 from collections import Counter
 
 import psutil, pytest, torch
@@ -1109,3 +1110,41 @@ def test_an_interrupt_at_any_line_of_the_scheduler_loses_nobody():
         if not more:
             break
     assert after > 100
+
+
+WORKERS = """
+import os, sys, threading
+import torch
+from batchlab.api import LLM
+from batchlab.machine import _openmp
+from batchlab.models import tiny_model, tiny_tokenizer
+
+torch.set_num_threads(2)
+work = lambda: torch.exp(torch.ones(2**20)).sum()  # a loop that is worth two threads
+threads = lambda: len(os.listdir("/proc/self/task"))
+llm = LLM(tiny_model("llama"), tiny_tokenizer())
+if not _openmp():
+    sys.exit(3)
+work()
+busy = threads()
+llm.start()
+assert threads() <= busy, (threads(), busy)  # its thread came, the workers of this one went
+[out] = llm.generate("Hi", dict(max_tokens=4))
+done = threading.Event()
+llm.add_request("Hi", dict(max_tokens=4), lambda event: event.finished and done.set())
+assert done.wait(60)
+llm.stop()
+before = threads()
+work()
+assert threads() == before + 1 and float(work()) == float(torch.exp(torch.ones(2**20)).sum())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP is torch's on Linux")
+def test_a_thread_that_leaves_the_steps_to_another_keeps_no_workers():
+    "Workers that sleep count as well: with more than there are cores, none spins between two loops of a step."
+    env = os.environ | dict(OMP_NUM_THREADS="2")
+    done = subprocess.run([sys.executable, "-c", WORKERS], env=env, timeout=300)
+    if done.returncode == 3:
+        pytest.skip("this torch has another OpenMP, which counts no workers")
+    assert done.returncode == 0
