@@ -780,8 +780,8 @@ class LLM(PoolingCalls, LoRACalls, BackgroundLoop):
                 self.inbox.extend(gone)
             if gone and self.stepper != threading.get_ident():
                 self.take_in()
-            if self.thread is not None:
-                release_threads()  # the steps are that thread's
+            if threading.active_count() > 1:
+                release_threads()  # another thread may make the next steps
 
     def _outputs(
         self, prompts: Sequence[ParsedPrompt], on_step: Callable[[int], object] | None = None
