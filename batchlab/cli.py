@@ -159,7 +159,7 @@ def refuse_columns(columns: dict[str, Any], why: str) -> None:
     if flag := next((k for k, v in columns.items() if v != usual[k]), None):
         raise JobError(f"--{flag.replace('_', '-')} is for the columns of a table, {why}")
 
-
+# %% ../nbs/7_serve/43_cli.ipynb #dacfbcb8-1
 def read_file(
     name: str,
     chat: bool = False,
@@ -791,7 +791,7 @@ def run_here(args: argparse.Namespace, job: Job, llm: LLM | None = None) -> JobR
             )
         )
 
-
+# %% ../nbs/7_serve/43_cli.ipynb #a5c18fe1-1
 def suggested(llm: LLM, args: argparse.Namespace, requests: int) -> LLM:
     "`llm`, once one line has said what would make so many `requests` faster, if flags that were given make them slow."
     from batchlab.jobs.advice import advise
@@ -943,7 +943,7 @@ def store_in(args: argparse.Namespace) -> Iterator[BatchStore | None]:
     with contextlib.closing(BatchStore(args.data)) as store:
         yield store
 
-
+# %% ../nbs/7_serve/43_cli.ipynb #srv43002-1
 def batches_in(
     store: BatchStore | None,
     args: argparse.Namespace,
@@ -970,7 +970,7 @@ def page_of(args: argparse.Namespace, key: str | None) -> list[APIRouter]:
 
     return [page_router(args.data is not None, None if key else [args.host, socket.gethostname()])]
 
-
+# %% ../nbs/7_serve/43_cli.ipynb #srv43002-2
 def serve(args: argparse.Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab serve`. Returns the exit status. Raises `BatchlabError`."
     key = api_key_of(args)

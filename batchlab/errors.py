@@ -128,7 +128,7 @@ class PromptError(BatchlabError, ValueError):
 class PromptTooLongError(PromptError):
     "A prompt has more tokens than the model holds."
 
-
+# %% ../nbs/2_core/errors.ipynb #e44045aa-1
 class ParamError(BatchlabError, ValueError):
     """A parameter is out of range, of the wrong type or not supported: names it, what it may be, what to do.
 
@@ -182,7 +182,7 @@ class Unavailable(BatchlabError):
 class CompileError(BatchlabError, RuntimeError):
     "The kernels can't be had on this machine; says why, and what would help."
 
-
+# %% ../nbs/2_core/errors.ipynb #e44045aa-2
 class JobError(BatchlabError):
     """A job can't start or go on: says what is in the way and what to do. `status`: 1 if it had begun, else 2.
 

@@ -169,7 +169,7 @@ def _origins_of(s: str) -> list[str]:
         raise ValueError(s)
     return found
 
-
+# %% ../nbs/7_serve/flags.ipynb #79c049b6-1
 origin_list = argument(
     "origins such as https://a.example, without a path, with commas between them, or *",
     _origins_of,
@@ -789,7 +789,7 @@ def take_idle(args: argparse.Namespace) -> list[str]:
         delattr(args, k)
     return [k.removeprefix("idle ") for k in given]
 
-
+# %% ../nbs/7_serve/flags.ipynb #parse002-1
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     "The arguments of one command as a namespace. Raises `JobError`, or `SystemExit` after --help and --version."
     command, rest = command_of(argv)

@@ -1343,17 +1343,17 @@ def serve(folder, longer):
 
 
 def template():
-    """A process that has imported everything. For each line it forks one that serves a folder or, if it is JSON, is a command. It says its number and at
-    last its status."""
+    """A process that has imported everything. For each line it forks one that serves a folder or, if it is JSON, is a command. That one says its
+    number first; the template says its status at last."""
     import batchlab.cli, batchlab.serve.app
 
     model()
     for line in sys.stdin:
         if not (pid := os.fork()):
+            print(os.getpid(), flush=True)
             if line[0] != "[":
                 serve(Path(line.strip()), int(sys.argv[2]))
             os._exit(batchlab.cli.main(json.loads(line)) if line[0] == "[" else 0)
-        print(pid, flush=True)
         print("ended", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 

@@ -135,7 +135,7 @@ def admit(llm: LLM, group: RequestGroup, prompt: ParsedPrompt) -> RequestGroup:
         admit_text(llm, group, prompt, s.params)
     return put_adapter(llm, group, s.adapter)
 
-
+# %% ../../nbs/2_core/api.ipynb #de377638-1
 def admit_text(
     llm: LLM, group: RequestGroup, prompt: ParsedPrompt, params: SamplingParams
 ) -> RequestGroup:

@@ -155,7 +155,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
             for name in f.keys():
                 yield name, f.get_tensor(name)
 
-
+# %% ../../nbs/9_bench/shapes.ipynb #9ee5b114-1
 def _gguf_header(writer: Any, c: Any, kind: str) -> None:
     "Write what a GGUF file says of a model of config `c`."
     import gguf
@@ -202,7 +202,7 @@ def _gguf_header(writer: Any, c: Any, kind: str) -> None:
     for name, value in values.items():
         getattr(writer, f"add_{name}")(value)
 
-
+# %% ../../nbs/9_bench/shapes.ipynb #9ee5b114-2
 def write_gguf(folder: Path, path: Path, kind: str = "q8_0") -> None:
     "Write the model in `folder` into the GGUF file `path`, its matrices as `kind`, a name of `GGUF_TYPES`. Raises `Unavailable`."
     import gguf
@@ -251,7 +251,7 @@ def write_gguf(folder: Path, path: Path, kind: str = "q8_0") -> None:
     ):
         step()
 
-
+# %% ../../nbs/9_bench/shapes.ipynb #9ee5b114-3
 def gguf_of(folder: str | Path, forms: str | Path, kind: str = "q8_0") -> Path:
     "The model in `folder` as a GGUF file in the folder `forms`, written on first use; see `write_gguf`. Raises `Unavailable`, `ModelError`."
     if kind not in GGUF_TYPES:

@@ -100,7 +100,7 @@ class AttentionSpec:
     def shape(self) -> Shape:
         return self.kv_heads, self.dim, self.dim_v
 
-
+# %% ../../nbs/2_core/12_attention.ipynb #11d225dc-1
 class LayerCalls:
     """A step without a cache, for one packed sequence, that notes what each layer asks for.
 
@@ -141,7 +141,7 @@ class LayerCalls:
         mask = "causal" if self.causal else both_ways(q.shape[2], window, q)
         return attend(q, k, v, mask, scaling, softcap, sinks).transpose(1, 2)
 
-
+# %% ../../nbs/2_core/12_attention.ipynb #11d225dc-2
 def _record(
     model: PreTrainedModel, ids: list[int], causal: bool = True, hidden: bool = False
 ) -> list[AttentionSpec]:

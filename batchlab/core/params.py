@@ -148,7 +148,7 @@ def _about(name: str, rest: str) -> ParamError:
     "What is wrong with field `name`, which goes before the `rest`."
     return ParamError(field=name, why=rest)
 
-
+# %% ../../nbs/2_core/params.ipynb #132d0887-1
 def _is(v: Any, kind: type) -> bool:
     "Whether `v` is a number of `kind`, int (3.0 too) or float, from whatever library; True and False are none."
     if kind is int:
@@ -383,7 +383,7 @@ def _check_params(p: SamplingParams) -> None:
         )
     _check_together(p)
 
-
+# %% ../../nbs/2_core/params.ipynb #97b6cb9d-1
 def _check_together(p: SamplingParams) -> None:
     "Raise `ParamError` if two fields of `p` contradict each other."
     if p.allowed_token_ids == []:
@@ -540,7 +540,7 @@ def _refuse_gc(gc: GenerationConfig) -> None:
                 f"GenerationConfig.{name}={v!r} is not supported: {unset}, or use transformers' generate"
             )
 
-
+# %% ../../nbs/2_core/params.ipynb #f41e2dc4-1
 _GC_NAMES = dict(
     temperature="temperature",
     top_k="top_k",

@@ -230,7 +230,7 @@ def token_logprobs(
                 row.setdefault(i, Logprob(l, n, *text(i)))
     return out
 
-
+# %% ../../nbs/2_core/05_sampling.ipynb #55d86d44-1
 def reported_logits(logits: Tensor, rows: Sequence[SamplingRow], mode: str | None = None) -> Tensor:
     """The logits `[R, V]` whose log probabilities `rows` report in `logprobs_mode` `mode`: the model's own, or processed ones.
 
@@ -276,7 +276,7 @@ def token_text(row: SamplingRow) -> TokenText:
     v = vocabulary_of(row.tokenizer)
     return lambda i: (v.text(i), v.bytes_of(i))
 
-
+# %% ../../nbs/2_core/05_sampling.ipynb #55d86d44-2
 def prompt_texts(row: SamplingRow, start: int, n: int) -> list[str | None]:
     "What each of `n` tokens of the prompt of `row`, from `start` on, adds to its text; None for special ones, and where no text is wanted."
     if row.tokenizer is None or not row.params.detokenize:
@@ -375,7 +375,7 @@ class SamplingRow:
             else torch.rand((), dtype=torch.float64, generator=self.generator).item()
         )
 
-
+# %% ../../nbs/2_core/05_sampling.ipynb #23ccbb51-1
 def _generator(params: SamplingParams, index: int) -> torch.Generator | None:
     if params.greedy:
         return None

@@ -94,7 +94,7 @@ def _byte_letters() -> dict[str, int]:
     others = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
 
-
+# %% ../../nbs/2_core/tokens.ipynb #tok00010-1
 class Vocabulary:
     """What the single tokens of `tokenizer` are, each looked up once. `vocabulary_of` keeps one for each tokenizer."""
 
@@ -165,7 +165,7 @@ class Vocabulary:
         spelled = bytes(letters[c] for c in name) if all(c in letters for c in name) else b""
         return spelled if spelled and spelled.decode("utf-8", "replace") == text else text.encode()
 
-
+# %% ../../nbs/2_core/tokens.ipynb #tok00010-2
 _VOCABULARIES: WeakKeyDictionary[Any, Vocabulary] = WeakKeyDictionary()
 
 

@@ -140,7 +140,7 @@ class Packed:
             self.kept += kept
         self.nbytes = sum(t.nbytes for t in self.kept if isinstance(t, torch.Tensor))
 
-
+# %% ../../nbs/4_fast/32_lora.ipynb #32aa0056-1
 class PackedAdapters:
     """Adapters for the products of a model on `kernels`. `layout`: of each product the names of its linear layers and their sizes; `shapes`: of
     each of these layers `(inputs, outputs)`.

@@ -110,7 +110,7 @@ def expert_views(experts: Any, name: str) -> list[nn.Linear]:
         for at in rows
     ]
 
-
+# %% ../../nbs/4_fast/24_experts.ipynb #00255b90-1
 class PackedExperts(nn.Module):
     """The experts of `mixture`, a layer's router and experts, for rows of `width`: `router`, `gate_up` and `down`, packed.
 

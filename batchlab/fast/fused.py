@@ -142,7 +142,7 @@ def _packed_embedding(model: PreTrainedModel, head: Any, embed: nn.Module) -> nn
         return embed
     return PackedEmbedding(head, getattr(embed, "embed_scale", None))
 
-
+# %% ../../nbs/4_fast/25_fused.ipynb #45e893b5-1
 class FusedWeights:
     """A model, described for the kernels: `layers`, and behind them one more with the final norm and the head, where it has them. Raises `Unavailable`.
 
@@ -339,7 +339,7 @@ def embed_encoder(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
             packed.input_ids, **{name: x for name, x in given.items() if name in takes}
         )[0].contiguous()
 
-
+# %% ../../nbs/4_fast/25_fused.ipynb #27c6febd-1
 _READS = {
     3: "attended",
     7: "activated",

@@ -70,7 +70,7 @@ def _in_bytes(
     signed = (bytes ^ 128).view(torch.int8)
     return _prepack(signed) if onednn else pack_bytes(signed, empty), steps
 
-
+# %% ../../nbs/4_fast/22_int8.ipynb #30ce3dd2-1
 class Int8Linear(nn.Module):
     """The outputs of one or several linear layers of the same input, side by side, in int8: `[…, in]` to `[…, out]`.
 

@@ -279,7 +279,7 @@ def attend_both_ways(
         )
     return torch.cat(out)
 
-
+# %% ../../nbs/4_fast/20_kernels.ipynb #c7a1e003-1
 def _trials(kernels: Kernels) -> Iterator[bool]:
     "Whether products are exact, then whether attention is right: with a prefix that two rows share, both ways, with window, soft cap and sinks."
     gen = torch.Generator().manual_seed(0)
@@ -345,7 +345,7 @@ def _trials(kernels: Kernels) -> Iterator[bool]:
                 <= tolerance
             )
 
-
+# %% ../../nbs/4_fast/20_kernels.ipynb #c7a1e003-2
 def check_kernels(kernels: Kernels) -> None:
     "Raise `CompileError` unless products are exact and attention comes out as `attend_plain` has it."
     if not all(_trials(kernels)):

@@ -225,7 +225,7 @@ class ChosenExperts(PackedExperts):
         )
         return space["mlp_out"]
 
-
+# %% ../../nbs/4_fast/27_modules.ipynb #31384bc0-1
 def experts_like(
     module: Any, args: Sequence[torch.Tensor], kernels: Kernels, make: MakeLinear, memory: HugePages
 ) -> nn.Module:

@@ -105,7 +105,7 @@ def _compile(compiler: str, flags: list[str], source: str, path: Path) -> None:
             os.fsync(f.fileno())
         os.replace(made, path)
 
-
+# %% ../../nbs/4_fast/native.ipynb #fbe17eed-1
 def build(source: str, say: Callable[[str], None] | None = None) -> Path:
     """The shared library made from C++ `source`, as a path in batchlab's cache folder: compiled if it isn't there, and whole.
 
@@ -266,7 +266,7 @@ class _Calls(dict[tuple[str, torch.dtype], Callable[..., None]]):
     def __missing__(self, key: tuple[str, torch.dtype]) -> Callable[..., None]:
         raise TypeError(f"the kernels are for fp32 and bf16, and this is {key[1]}")
 
-
+# %% ../../nbs/4_fast/native.ipynb #c7a1e001-1
 class ByteKernels:
     "The compiled kernels of the library at `path`; of their methods those that chapter 22 needs, which make bytes and multiply them."
 

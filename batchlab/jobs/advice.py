@@ -61,7 +61,7 @@ def _about_arithmetic(llm: LLM) -> Iterator[Message]:
             dtype=Option("dtype", "bf16"),
         )
 
-
+# %% ../../nbs/6_jobs/advice.ipynb #adv00005-1
 def advise(
     llm: LLM, requests: int, longest: int | None = None, shared: float = 0.0
 ) -> list[Message]:

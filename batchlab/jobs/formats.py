@@ -165,7 +165,7 @@ def new_of(path: str | Path) -> str:
     "Where the next content of file `path` is written before it takes that place: a name that only batchlab gives."
     return f"{path}.batchlab.new"
 
-
+# %% ../../nbs/6_jobs/formats.ipynb #ob000045-1
 def export_records(
     records: Records,
     output: str | Path,

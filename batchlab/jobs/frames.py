@@ -157,7 +157,7 @@ class PandasFrame(Records):
             }
         )
 
-
+# %% ../../nbs/6_jobs/45_tables.ipynb #45ab1e27-1
 class ArrowFrame(Records):
     "The same, whatever gives its columns as Arrow does; it gets them back as a table of pyarrow, or of its own class."
 

@@ -235,7 +235,7 @@ def was_cut(record: dict[str, Any]) -> bool:
         for c in body.get("choices") or body.get("outputs") or [body]
     )
 
-
+# %% ../../nbs/6_jobs/41_jobs.ipynb #730fd72f-1
 class Run:
     """One run of `job`: lines that `book` has no answer of go in, their records to `outbox`. `llm`: says how many run at a time.
 
@@ -373,7 +373,7 @@ def check_paths(
             f"{error_file}: failures are written as JSONL, one after the other: give a name in .jsonl"
         )
 
-
+# %% ../../nbs/6_jobs/41_jobs.ipynb #5a87dac4-1
 def lock(path: str | Path, stack: ExitStack) -> None:
     "Hold the lock beside `path` until `stack` closes. Raises `JobError` if another process has it."
     folder, file = side_of(path), side_of(path) / "lock"
@@ -407,7 +407,7 @@ def suppress_os(act: Callable[[], object]) -> None:
     with suppress(OSError):
         act()
 
-
+# %% ../../nbs/6_jobs/41_jobs.ipynb #5a87dac4-2
 def survey(
     rows: Iterable[tuple[int, Raw]],
     book: Ledgerbook,
@@ -456,7 +456,7 @@ def survey(
     r.answered = r.before - r.failed
     return r, trouble
 
-
+# %% ../../nbs/6_jobs/41_jobs.ipynb #5a87dac4-3
 @contextmanager
 def frozen_heap() -> Iterator[None]:
     "Spare the garbage collector the objects that are there already."
@@ -1112,7 +1112,7 @@ def rates(
     )
     return (min(read), max(read)), (min(written), max(written)), n
 
-
+# %% ../../nbs/6_jobs/41_jobs.ipynb #84b2587e-1
 def reading_rates(
     llm: LLM, texts: list[tuple[list[int], Any]], budget: int = 4096
 ) -> tuple[Rates, int]:
@@ -1133,7 +1133,7 @@ def reading_rates(
     found = [sum(len(ids) for ids, _ in texts[:n]) / seconds() for _ in range(2)]
     return (min(found), max(found)), n
 
-
+# %% ../../nbs/6_jobs/41_jobs.ipynb #84b2587e-2
 def plan_with_model(
     lines: Iterable[JobLine],
     llm: LLM,

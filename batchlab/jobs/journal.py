@@ -279,7 +279,7 @@ def check_stamps(stamps: set[str | None], now: str, where: str | Path) -> None:
         force=Option("force", True),
     )
 
-
+# %% ../../nbs/6_jobs/journal.ipynb #88c8f899-1
 def check_same(path: str | Path, now: dict[str, Any], force: bool = False) -> None:
     "Compare the settings `now` with those in file `path`, if it is there. Raises `JobError` for a difference."
     try:
@@ -313,7 +313,7 @@ def check_same(path: str | Path, now: dict[str, Any], force: bool = False) -> No
             force=Option("force", True),
         )
 
-
+# %% ../../nbs/6_jobs/journal.ipynb #88c8f899-2
 def replace_file(path: str | Path, parts: Iterable[bytes]) -> None:
     "Let file `path` hold `parts`, bytes one after the other, whole or not at all. Raises `JobError`."
     new = Path(new_of(path))
@@ -461,7 +461,7 @@ def restore(output: str | Path, names: AnswerNames = UNNAMED) -> None:
     records = finished_records(output, names)
     replace_file(journal_of(output), (as_json(names.written(d)) for d in records))
 
-
+# %% ../../nbs/6_jobs/journal.ipynb #be8c69b5-1
 def recover(
     output: str | Path,
     error_file: str | Path | None,

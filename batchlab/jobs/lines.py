@@ -229,7 +229,7 @@ def plain_settings(line: JobLine, d: dict[str, Any], chat: bool = False) -> None
         line.chat_options = take_chat_options(d)
     line.options, line.ignored = plain_options(d)
 
-
+# %% ../../nbs/6_jobs/lines.ipynb #ob000013-1
 PLAIN_KEYS = {
     *"prompt messages id custom_id model adapter timeout priority sampling_params".split(),
     *CHAT_OPTIONS,
@@ -272,7 +272,7 @@ def plain_line(line: JobLine, d: dict[str, Any], chat: bool = False) -> None:
         chat,
     )
 
-
+# %% ../../nbs/6_jobs/lines.ipynb #ob000013-2
 def batch_line(line: JobLine, d: dict[str, Any]) -> None:
     "Fill `line` from `d`, an object of the Batch API. Raises `BadRequest`."
     plain = form_of_keys(d) == "plain"
@@ -305,7 +305,7 @@ def text_line(line: JobLine, d: dict[str, Any]) -> None:
     plain_line(line, rest | dict(prompt=d[keys[0]]))
     line.ignored = tuple(k for k in d if k not in rest and k not in keys)
 
-
+# %% ../../nbs/6_jobs/lines.ipynb #ob000013-3
 def row_line(line: JobLine, row: Row, chat: bool = False) -> None:
     "Fill `line` from a row of a table. Raises `BadRequest`."
     prompt, custom_id, messages, given, system, failure, cells = row
@@ -464,7 +464,7 @@ def vectors_of(
         error=None,
     )
 
-
+# %% ../../nbs/6_jobs/lines.ipynb #ob000022-1
 def answer_of(
     line: JobLine,
     out: RequestOutput | TextsOutput,
@@ -513,7 +513,7 @@ def answer_of(
             record["error"] = dict(code="postprocess", message=f"{line.where}: {wrong}")
     return record
 
-
+# %% ../../nbs/6_jobs/lines.ipynb #ob000022-2
 def results_of(out: RequestOutput, postprocess: Postprocess) -> tuple[dict[str, Any], str | None]:
     "What `postprocess` makes of `out`, which has one answer, by column; and what went wrong, if anything did."
     named, made, wrong = isinstance(postprocess, Mapping), {}, None

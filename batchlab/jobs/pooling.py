@@ -140,7 +140,7 @@ def texts_of(v: Any, key: str, ids: bool = True) -> list[Any]:
         )
     return many
 
-
+# %% ../../nbs/6_jobs/pooling.ipynb #9d909a20-1
 def _documents(v: Any) -> list[Any]:
     plain = (
         [d["text"] if isinstance(d, dict) and isinstance(d.get("text"), str) else d for d in v]
@@ -149,7 +149,7 @@ def _documents(v: Any) -> list[Any]:
     )
     return texts_of(plain, "documents", ids=False)
 
-
+# %% ../../nbs/6_jobs/pooling.ipynb #9d909a20-2
 def _parse(body, kind):
     "See `parse_pooling`."
     d = {k: v for k, v in body.items() if v is not None and k not in _LEFT_OUT}
@@ -198,7 +198,7 @@ def _parse(body, kind):
     r.params = _params(d, kind)
     return r
 
-
+# %% ../../nbs/6_jobs/pooling.ipynb #9d909a20-3
 def _params(d, kind):
     "The `PoolingParams` of the keys that are left in dict `d`. Raises `BadRequest` for those that mean nothing, `ParamError`."
     known, given = _FIELDS | _OWN[kind], {}
@@ -291,7 +291,7 @@ class TextsGroup(PoolingGroup):
         reason = (bad.finish_reason if bad else self.reason) if error else "stop"
         return TextsOutput(self.request_id, outs, error, self.metrics(), self.fault, reason)
 
-
+# %% ../../nbs/6_jobs/pooling.ipynb #22198f98-1
 def admit_texts(
     llm: LLM,
     asked: PoolingRequest,
@@ -374,7 +374,7 @@ def texts_usage(out: TextsOutput) -> dict[str, int]:
     "Tokens that were read, as OpenAI counts them."
     return dict(prompt_tokens=out.num_tokens, total_tokens=out.num_tokens)
 
-
+# %% ../../nbs/6_jobs/pooling.ipynb #8edb1b96-1
 def pooling_body(asked: PoolingRequest, out: TextsOutput, name: str, model: str) -> dict[str, Any]:
     "The body of the answer to `asked`, that `out` is. `name`: what makes its id one of a kind; `model`: what to call it. Raises `BadRequest`."
     check_finite(out)

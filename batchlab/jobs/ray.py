@@ -103,7 +103,7 @@ _VECTORS = "a row here has one vector: give embed=True, and one text in each row
 def _several(given: dict[str, Any]) -> bool:
     return (given.get("n") or 1) != 1 or given.get("logprobs") is not None
 
-
+# %% ../../nbs/6_jobs/44_scaleout.ipynb #5867c1db-1
 def line_of(
     number: int,
     row: dict,
@@ -220,7 +220,7 @@ class BatchLLM:
             names = {k: k for k in ("embedding", "prompt_tokens", "error")}
         yield columns | {new: _objects([a.get(old) for a in answers]) for new, old in names.items()}
 
-
+# %% ../../nbs/6_jobs/44_scaleout.ipynb #af5299c9-1
 def _objects(values: list) -> Any:
     "`values` as an array of numpy, whatever they are, one each."
     found = np.empty(len(values), dtype=object)

@@ -196,7 +196,7 @@ def name_of(model: Any) -> str:
     name = getattr(model.config, "_name_or_path", "")
     return (short_name(name) if os.path.exists(name) else name) or type(model).__name__
 
-
+# %% ../../nbs/6_jobs/runner.ipynb #91b0aa18-1
 Admitted = tuple[JobLine, "RequestGroup"]
 
 

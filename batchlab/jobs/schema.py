@@ -335,7 +335,7 @@ def token_offsets(text: str, tokens: Sequence[str], start: int = 0) -> list[int]
         offsets.append(at + len(token) * (rest.casefold() == token[: len(rest)].casefold()))
     return offsets
 
-
+# %% ../../nbs/6_jobs/40_openai.ipynb #oa000057-1
 def chat_logprobs(
     c: CompletionOutput, k: int | None, ids: Collection[int] | None = None
 ) -> dict[str, Any] | None:
@@ -608,7 +608,7 @@ def _parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
         raise BadRequest(str(e), e.code, e.param or own) from None
     return r
 
-
+# %% ../../nbs/6_jobs/40_openai.ipynb #onl00005-1
 def parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
     "The `ApiRequest` of the body of a 'chat' or 'text' request to a server. Raises `BadRequest`, which names the key at fault if it is one."
     try:

@@ -136,7 +136,7 @@ def opener_of(name: str | Path) -> Callable[..., IO[Any]]:
     "What opens file `name` in its compression, as `open` does."
     return OPENERS.get(Path(name).suffix.lower(), open)
 
-
+# %% ../../nbs/6_jobs/tables.ipynb #7ab1e008-1
 def check_input(name: str | Path) -> None:
     "Raise `JobError` unless the name of file `name`, or else its beginning, is that of a format that can be read."
     p = Path(name)
@@ -232,7 +232,7 @@ class BadRow(csv.Error):
         super().__init__(why)
         self.cells = cells
 
-
+# %% ../../nbs/6_jobs/tables.ipynb #7ab1e012-1
 class TextForm(NamedTuple):
     """How the text of a CSV is written. None: to be found out. `quotes`: whether a quote opens a cell. `end`: of its lines.
 
@@ -281,7 +281,7 @@ class TextForm(NamedTuple):
             tuple(remarks),
         )
 
-
+# %% ../../nbs/6_jobs/tables.ipynb #7ab1e012-2
 def encoding_of(start: bytes, path: str | Path) -> str:
     "The encoding of file `path`, which begins with bytes `start`: UTF-8, or what its mark says. Raises `JobError`."
     if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
@@ -294,7 +294,7 @@ def encoding_of(start: bytes, path: str | Path) -> str:
             raise JobError(f"{path} is no UTF-8, and looks like UTF-16: give its encoding ({name})")
     return "utf-8-sig"
 
-
+# %% ../../nbs/6_jobs/tables.ipynb #7ab1e012-3
 class CSVRows:
     """The rows of CSV file `f` (bytes) in `form`.
 
@@ -362,7 +362,7 @@ class CSVRows:
                 row = BadRow(f"{len(row)} cells, and the header has {width}", row[:width])
             yield row if isinstance(row, csv.Error) else row[:width] + [None] * (width - len(row))
 
-
+# %% ../../nbs/6_jobs/tables.ipynb #7ab1e012-4
 def in_blocks(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
     "Yield lists of at most `size` of `items`. An error among these comes after what stands before it."
     trouble = None
@@ -403,7 +403,7 @@ def readable(text: str) -> str:
     "`text` whose bytes may be no UTF-8, as UTF-8 can hold it."
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
-
+# %% ../../nbs/6_jobs/tables.ipynb #7ab1e012-5
 class TableFile:
     """The table in file `path`: the `names` of its columns, and its rows. Raises `JobError` if it can't be opened.
 
@@ -497,7 +497,7 @@ def is_missing(v: Any) -> bool:
 class MissingCell(ValueError):
     "A template meets a cell that it can't be filled from."
 
-
+# %% ../../nbs/6_jobs/tables.ipynb #7ab1e016-1
 class Template:
     "Text with columns in braces, such as 'Translate to {lang}: {text}'. `{{` is a brace. `empty`: what stands for an empty cell, None for an error, whose options read as `spell` writes them. Raises `JobError`."
 
@@ -634,7 +634,7 @@ def settings_remark(names: Sequence[str]) -> Message:
         made=Option("setting_columns", [*names]),
     )
 
-
+# %% ../../nbs/6_jobs/tables.ipynb #7ab1e022-1
 def check_setting(name: str, options: Collection[str] = ()) -> None:
     "Raise `JobError` unless column `name` may be a setting of its row, or is one of `options` of conversations."
     if is_setting_name(name) or name in options:
@@ -668,7 +668,7 @@ def marked(name: str) -> str:
     "Column `name` of the input, as a record has it in memory, where it is none of ours."
     return name + MARK if name.rstrip(MARK) in OURS else name
 
-
+# %% ../../nbs/6_jobs/tables.ipynb #7ab1e022-2
 class AnswerNames:
     """What the columns of the answers are called beside `columns` of the input, which keep their names.
 
@@ -748,7 +748,7 @@ class AnswerNames:
             return marked(name)
         return old if (old := self.back.get(name, name)) in OURS else name
 
-
+# %% ../../nbs/6_jobs/tables.ipynb #7ab1e022-3
 class Row(NamedTuple):
     """What a row of a table asks for. `given`: its settings and options of its conversation. `failure`: why it can't run.
 
@@ -762,7 +762,7 @@ class Row(NamedTuple):
     failure: str | None = None
     cells: dict[str, Any] | None = None
 
-
+# %% ../../nbs/6_jobs/tables.ipynb #7ab1e022-4
 @dataclass
 class Columns:
     """What the columns `names` of the table `where` are for. `text`: its cells are text. Raises `JobError`.
@@ -891,7 +891,7 @@ class Columns:
             raise MissingCell(f"column {name!r} is nested too deeply") from None
         return v if name in LITERAL and not isinstance(found, list) else whole_number(found)
 
-
+# %% ../../nbs/6_jobs/tables.ipynb #7ab1e022-5
 def from_json(name: str, text: str) -> Any:
     "The value in column `name`, JSON as text. Raises `MissingCell`."
     try:
@@ -949,7 +949,7 @@ def _text_of(message: dict[str, Any]) -> Any:
         else message["content"]
     )
 
-
+# %% ../../nbs/6_jobs/tables.ipynb #7ab1e026-1
 VECTORS = "embedding", "probs", "data"  # columns of lists
 _MADE = {*VECTORS, "score", "relevance_score", "label"}
 OURS = {
@@ -984,7 +984,7 @@ def _rows_without_text(d: dict[str, Any], body: dict[str, Any]) -> Iterator[dict
             | {k: d[k] for k in ("request_id",) if k in d}
         )
 
-
+# %% ../../nbs/6_jobs/tables.ipynb #7ab1e026-2
 def table_rows(d: dict[str, Any], called: Callable[[str], str] = str) -> Iterator[dict[str, Any]]:
     "Record `d` as rows of a table, one for each of its answers: dicts. Those of `OPTIONAL` are None where there are none. `called`: the column of a function's result."
     body = (d.get("response") or {}).get("body") or d
@@ -1124,7 +1124,7 @@ def cells_of(row: Any, width: int) -> Any:
     "The cells of a row of `width` columns, also of one that can't be read."
     return getattr(row, "cells", [None] * width) if isinstance(row, csv.Error) else row
 
-
+# %% ../../nbs/6_jobs/tables.ipynb #7ab1e037-1
 class AnswerTable:
     """The table of `records` (a function that yields them) beside the columns of `source`, if the requests came from a table.
 

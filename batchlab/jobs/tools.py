@@ -92,7 +92,7 @@ def _lacks(schema: dict[str, Any]) -> str:
         return str(e)
     return ""
 
-
+# %% ../../nbs/6_jobs/48_tools.ipynb #too00020-1
 def _looser(schema: dict[str, Any]) -> dict[str, Any]:
     "`schema` of arguments with the type alone of each property that can't be held; of any object if that can't be held either."
     root = {k: v for k, v in schema.items() if k in ("$defs", "definitions", "$schema")}
@@ -136,7 +136,7 @@ def _held(tool: dict[str, Any], where: str, must: bool) -> dict[str, Any]:
     )
     return _looser(schema)
 
-
+# %% ../../nbs/6_jobs/48_tools.ipynb #too00020-2
 def _function(tool: Any, where: str) -> dict[str, Any]:
     "`tool`, one of a request, with its schema complete. Raises `BadRequest`."
     if not isinstance(tool, dict) or tool.get("type") != "function":
@@ -429,7 +429,7 @@ def _tags(
 ) -> ToolFormat:
     return ToolFormat(name, head, tail, middle, style="xml", param=param, end=end, **more)
 
-
+# %% ../../nbs/6_jobs/48_tools.ipynb #too00086-1
 def _dsml(name: str, around: str) -> ToolFormat:
     "DeepSeek's layout of tags since V3.2, with `around` as the tag of all calls."
     p = "｜DSML｜"
@@ -1378,7 +1378,7 @@ def _tried(template: str, names: dict[str, Any], f: ToolFormat) -> tuple[bool, T
         )
     return wrote, None
 
-
+# %% ../../nbs/6_jobs/48_tools.ipynb #too00088-1
 def _spaced(f: ToolFormat, answer: str, pair: str) -> ToolFormat:
     "`f` with white space between calls and between tags as a template has it that wrote `answer`, and `pair` with two calls."
     gap = (

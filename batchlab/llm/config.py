@@ -100,7 +100,7 @@ def check_causal(model: PreTrainedModel) -> None:
             "take a decoder model (an encoder with is_decoder=True in its config becomes one)"
         )
 
-
+# %% ../../nbs/2_core/config.ipynb #5daab18f-1
 def probe_model(
     model: PreTrainedModel,
     packed: bool = True,
@@ -141,7 +141,7 @@ def probe_model(
         log.warning("%s runs in padded batches, not packed: %s", name, why)
     return shapes, paddable, backend
 
-
+# %% ../../nbs/2_core/config.ipynb #5daab18f-2
 def probe_pooling(
     model: PreTrainedModel, options: BackendOptions | None = None
 ) -> tuple[list[Shape] | None, bool, Backend]:
@@ -429,7 +429,7 @@ def _tensors_state(model: PreTrainedModel) -> int:
     )
     return hash((about, *values))
 
-
+# %% ../../nbs/2_core/config.ipynb #a9e3d027-1
 _BASE = {
     *nn.Module().__dict__,
     "max_seq_len_cached",

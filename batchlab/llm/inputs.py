@@ -144,7 +144,7 @@ def parse_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
         raise PromptError(f"a prompt must be {PROMPT_FORMS}, got {prompt!r:.60}{columns}")
     return text, ids if ids is None else [int(i) for i in ids]
 
-
+# %% ../../nbs/2_core/inputs.ipynb #707e59f9-1
 def parse_chat(prompt: Any) -> dict[str, Any]:
     "A conversation, a list of messages or a dict of `CHAT_KEYS`, as arguments of `encode_chat`. Raises `PromptError`."
     d = prompt if isinstance(prompt, dict) and "messages" in prompt else {"messages": prompt}
@@ -183,7 +183,7 @@ def _bad_option(options: dict[str, Any]) -> str | None:
         None,
     )
 
-
+# %% ../../nbs/2_core/inputs.ipynb #707e59f9-2
 def split_settings(prompt: object) -> tuple[Any, dict[str, Any]]:
     """`prompt` without the settings that it carries, and those, as fields of `SamplingParams`; None says nothing, but of `max_tokens`.
 

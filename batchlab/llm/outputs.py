@@ -166,7 +166,7 @@ class _Result(Protocol):
     def num_tokens(self) -> int: ...
     def rows(self) -> list[dict[str, Any]]: ...
 
-
+# %% ../../nbs/2_core/outputs.ipynb #9870b1d8-1
 _R = TypeVar("_R", bound=_Result)
 _ASKED_FOR = "cumulative_logprob", "logprobs"  # columns that are there if any row has them
 
@@ -258,7 +258,7 @@ class Outputs(list[_R]):
             [row for _, row in rows], places.take([i for i, _ in rows]), [*names]
         )
 
-
+# %% ../../nbs/2_core/outputs.ipynb #9870b1d8-2
 def _rows(results: Iterable[_Result]) -> list[tuple[int, dict[str, Any]]]:
     "The rows of `results`, each with the place of its prompt and the columns of all; without those that nobody asked for."
     rows = [(i, row) for i, x in enumerate(results) for row in x.rows()]

@@ -43,7 +43,7 @@ def _wholes(name: str, v: Any) -> tuple[int, ...]:
         field=name,
     )
 
-
+# %% ../../nbs/2_core/pooled.ipynb #poo00007-1
 @dataclass(frozen=True)
 class PoolingParams:
     """What is wanted of a prompt's hidden states; vLLM's names. Every field is checked: raises `ParamError`.
@@ -122,7 +122,7 @@ class PoolingParams:
         "Itself: it can't be changed."
         return self
 
-
+# %% ../../nbs/2_core/pooled.ipynb #poo00007-2
 @dataclass(frozen=True)
 class PoolerConfig:
     """How a model's states become a vector, where that is to be another way than its folder says. Raises `ParamError`.
@@ -214,7 +214,7 @@ class EmbeddingOutput:
     def row(self) -> dict[str, Any]:
         return dict(embedding=self.embedding)
 
-
+# %% ../../nbs/2_core/pooled.ipynb #poo00010-1
 @dataclass(repr=False)
 class ClassificationOutput:
     "A probability for each class, or what the model's head gives where it has no such."
@@ -260,7 +260,7 @@ class ScoringOutput:
     def row(self) -> dict[str, Any]:
         return dict(score=self.score)
 
-
+# %% ../../nbs/2_core/pooled.ipynb #poo00010-2
 _Data = TypeVar("_Data", PoolingOutput, EmbeddingOutput, ClassificationOutput, ScoringOutput)
 
 
@@ -321,7 +321,7 @@ class PoolingRequestOutput(Generic[_Data]):
             )
         ]
 
-
+# %% ../../nbs/2_core/pooled.ipynb #poo00010-3
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
     "Of `embed`: `outputs.embedding`."
 

@@ -75,7 +75,7 @@ class RectangleTable(SlotTable):
             self.columns = 0
         self.budget.claim(self, self.rows * self.columns)
 
-
+# %% ../../nbs/2_core/rectangle.ipynb #rec00007-1
 class WavePlanner(StepPlanner):
     "Behind a barrier requests enter only when none runs: whole, and as many as there are slots."
 
@@ -99,7 +99,7 @@ class WavePlanner(StepPlanner):
     def fits(self, r: Request) -> bool:
         return self.scheduler.barrier or super().fits(r)
 
-
+# %% ../../nbs/2_core/rectangle.ipynb #rec00007-2
 class PaddedScheduler(Scheduler):
     """A `Scheduler` without blocks: prompts enter whole, and running requests take up a rectangle of memory.
 

@@ -139,7 +139,7 @@ def bad_message(messages: Any) -> str | None:
         if not (said and isinstance(m.get("role"), str)):
             return f"{need}message {i} is {m!r:.80}"
 
-
+# %% ../../nbs/3_models/01_models.ipynb #cb0aa4a5-1
 ROLES = "system", "developer", "user", "assistant", "tool", "function"
 
 
@@ -176,7 +176,7 @@ def template_text(template: Any) -> str | None:
         why=why,
     )
 
-
+# %% ../../nbs/3_models/01_models.ipynb #cb0aa4a5-2
 def check_template(template: Any) -> str | None:
     "What `template_text` gives, once it is found to be a template: it may still refuse some messages. Raises `PromptError`."
     text = template_text(template)

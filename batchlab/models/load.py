@@ -173,7 +173,7 @@ def _looks_both_ways(config):
         and not getattr(config, "is_decoder", False)
     )
 
-
+# %% ../../nbs/3_models/load.ipynb #ca84564b-1
 def _auto_class(folder, config, architectures):
     "The auto class of transformers that loads a model of these `architectures`. Raises `UnsupportedModelError`."
     import transformers as t
@@ -216,7 +216,7 @@ def _auto_class(folder, config, architectures):
         folder, f"{config.model_type!r} is neither a causal language model nor an encoder of text"
     )
 
-
+# %% ../../nbs/3_models/load.ipynb #ca84564b-2
 def _load_config(folder):
     "The folder's configuration and the auto class for it. Raises `ModelNotFoundError`, `UnsupportedModelError`, `ModelError`."
     from transformers import AutoConfig
@@ -283,7 +283,7 @@ def _without(model, missing, headless):
         return model, missing
     return model, []
 
-
+# %% ../../nbs/3_models/load.ipynb #2d6b3233-1
 _UNUSED = re.compile(
     r"""(.*\.)?(position_ids|token_type_ids|inv_freq|masked_bias)|([\w-]+\.)?(pooler|contact_head)\..*
     |(cls|lm_head|mlm_head|predictions|lm_predictions|mask_predictions|sop_classifier|vocab_(transform|layer_norm|projector)|pred_layer|decoder
@@ -335,7 +335,7 @@ def _check_unused(folder, model, unused, writes):
         f"{type(model).__name__} has no place for {', '.join(strange[:3])}{', …' * (len(strange) > 3)}, {why}",
     )
 
-
+# %% ../../nbs/3_models/load.ipynb #2d6b3233-2
 def _load_weights(folder, config, auto, dtype, device):
     "The model of a folder on the CPU, every weight of it from the files. Raises `ModelError`, `UnsupportedModelError`."
     broken = lambda why: ModelError(
@@ -372,7 +372,7 @@ def _load_weights(folder, config, auto, dtype, device):
     )
     return model
 
-
+# %% ../../nbs/3_models/load.ipynb #2d6b3233-3
 def _read_tokenizer(path, folder, **kw):
     "The tokenizer of `path`, which lies in `folder` or is it, in lower case where sentence-transformers' settings ask for that. Raises `ModelError`."
     from transformers import AutoTokenizer

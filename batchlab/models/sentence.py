@@ -195,7 +195,7 @@ def first_step(folder: Path) -> dict[str, Any]:
     "sentence-transformers' settings of the model in `folder`, such as `max_seq_length` in tokens; `{}` if there are none. Raises `ModelError`."
     return next(filter(None, (_json(f) for f in sorted(folder.glob("sentence_*_config.json")))), {})
 
-
+# %% ../../nbs/3_models/sentence.ipynb #78961d3c-1
 def _read_modules(folder, modules):
     "`(config of the model's step, pooling config, steps)`. Raises `ValueError`, `ModelError`."
     first, pooling, steps = {}, None, []
@@ -222,7 +222,7 @@ def _read_modules(folder, modules):
         raise ValueError(f"its model is used for {task}")
     return first, pooling, tuple(steps)
 
-
+# %% ../../nbs/3_models/sentence.ipynb #78961d3c-2
 def read_sentence_transformer(folder: str | Path) -> SentenceTransformerConfig | None:
     """What sentence-transformers keeps in `folder` about embeddings; None if it keeps nothing, or the folder is a CrossEncoder's.
 

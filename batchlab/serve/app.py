@@ -122,7 +122,7 @@ async def refuse(e: BadRequest, scope: Scope, send: Send, close: bool = False) -
         response.headers["Connection"] = "close"
     await respond(response, scope, send)
 
-
+# %% ../../nbs/7_serve/49_server.ipynb #srv00011-1
 def _near_path(scope: Scope) -> str | None:
     "The path of an endpoint that is probably meant: with one /v1 in front and single slashes."
     plain = re.sub("/+", "/", scope["path"]).rstrip("/")
@@ -167,7 +167,7 @@ def not_here(scope: Scope, methods: str | None = None) -> BadRequest:
         )
     return BadRequest(f"{path} is not served here: {why}", "not_found")
 
-
+# %% ../../nbs/7_serve/49_server.ipynb #srv00011-2
 def error_of(o: Any, asked: ApiRequest | PoolingRequest, most: int | None) -> BadRequest | None:
     "Why `o`, a `RequestOutput` or `TextsOutput` of `asked`, is no answer, or None. `most`: tokens that the model holds."
     pooled = isinstance(asked, PoolingRequest)
@@ -419,7 +419,7 @@ class Answer(Response):
     def _first(self, o: RequestOutput) -> str:
         return self.api.decode((o.prompt_token_ids or [])[:1])
 
-
+# %% ../../nbs/7_serve/49_server.ipynb #srv00022-1
 class PooledAnswer(Answer):
     "The answer to `asked`, a `PoolingRequest`, whose texts the engine gets as one request."
 
@@ -458,7 +458,7 @@ class Histogram:
     def buckets(self) -> list[tuple[str, float]]:
         return [*zip([*map(str, self.bounds), "+Inf"], itertools.accumulate(self.counts))]
 
-
+# %% ../../nbs/7_serve/49_server.ipynb #srv00031-1
 SECONDS = (
     0.001,
     0.005,
@@ -839,7 +839,7 @@ class KeyGate:
                 )
         await self.app(scope, receive, send)
 
-
+# %% ../../nbs/7_serve/49_server.ipynb #srv00051-1
 class Body:
     """The body of a request on its way through `receive`, of at most `most` bytes, for which there are `patience` seconds and one more for each
     `RATE` bytes that have come. An answer given before all has come goes out through `send`, and then the rest is read and dropped for a while,
@@ -886,7 +886,7 @@ class Body:
             message = dict(type="http.response.body")
         await self._send(message)
 
-
+# %% ../../nbs/7_serve/49_server.ipynb #srv00051-2
 class OwnPages:
     "ASGI middleware: the server is called by an address, as localhost or by one of `names`, and by no page of another site but `origins`."
 
@@ -932,7 +932,7 @@ class NoPreflights:
             return await refuse(e, scope, send)
         await self.app(scope, receive, send)
 
-
+# %% ../../nbs/7_serve/49_server.ipynb #srv00051-3
 class Heads:
     "ASGI middleware: HEAD is answered as GET is, and the connection leaves the body out."
 
@@ -947,7 +947,7 @@ class Heads:
         if "said" in inner:
             scope["said"] = inner["said"]
 
-
+# %% ../../nbs/7_serve/49_server.ipynb #srv00051-4
 class BodyLimit:
     "ASGI middleware: a body must be plain, of at most `most` bytes, and come in time (`Body`). `more`: other limits of bytes by the beginning of the path."
 
@@ -994,7 +994,7 @@ class BodyLimit:
             else self.app(scope, body.receive, body.send)
         )
 
-
+# %% ../../nbs/7_serve/49_server.ipynb #srv00051-5
 class RequestLog:
     "ASGI middleware: one line for each request: method, path, status, seconds, and what the endpoint `said`. No headers, no queries."
 
@@ -1120,7 +1120,7 @@ def create_app(
         app.add_middleware(RequestLog, say=say)
     return app
 
-
+# %% ../../nbs/7_serve/49_server.ipynb #srv00052-1
 async def _bad_request(request: Request, e: Any) -> Response:
     request.scope["said"] = logged(e)
     return error_response(e)
@@ -1197,7 +1197,7 @@ async def crowded(scope: Scope, receive: Receive, send: Send) -> None:
     response.headers.update({"Connection": "close", "Retry-After": "1"})
     await respond(response, scope, send)
 
-
+# %% ../../nbs/7_serve/49_server.ipynb #srv00073-1
 def not_http(error: BaseException | None, first: bytes, rest: bytes) -> BadRequest:
     "What is wrong with bytes, `first` those of the connection, that h11 refuses with `error`; `rest`: what it has not read."
     if first[:2] == b"\x16\x03":
@@ -1218,7 +1218,7 @@ def not_http(error: BaseException | None, first: bytes, rest: bytes) -> BadReque
     }
     return BadRequest(f"this is not HTTP as it should be: {why.get(str(error), error)}")
 
-
+# %% ../../nbs/7_serve/49_server.ipynb #srv00073-2
 class Connection(H11Protocol):
     "uvicorn's connection, which may not stand still, and says what is wrong with the API's error object. uvicorn's `limit_concurrency` is how many there may be."
 
@@ -1329,7 +1329,7 @@ def url_of(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
-
+# %% ../../nbs/7_serve/49_server.ipynb #srv00061-1
 class Server(uvicorn.Server):
     """Serves an app of `create_app`. The first SIGINT or SIGTERM stops it when all is answered, or `drain` seconds later; a second one at once.
 

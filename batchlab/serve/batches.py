@@ -483,7 +483,7 @@ def check_expiry(given: Any, name: str) -> int | None:
         param=name,
     )
 
-
+# %% ../../nbs/7_serve/42_batches.ipynb #b2ea6e62-1
 def new_batch(body: dict[str, Any], now: int) -> tuple[dict[str, Any], dict[str, Any]]:
     "The batch object that `body` asks for at time `now`, and what belongs to it. Raises `ApiError`."
     for k in ("input_file_id", "endpoint", "completion_window"):

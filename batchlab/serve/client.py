@@ -28,7 +28,7 @@ ENDED = "failed", "completed", "expired", "cancelled"
 class Unreachable(JobError):
     "The server can't be reached."
 
-
+# %% ../../nbs/7_serve/client.ipynb #b2c6d8be-1
 class BatchClient:
     "Talks to the server at `url` that has the Batch API, with `key` if it asks for one. All raise `JobError`."
 
@@ -186,7 +186,7 @@ def fetch_answers(
             say("what failed: --error-file FILE fetches it")
     return int(batch["status"] != "completed" or bool(batch.get("error_file_id")))
 
-
+# %% ../../nbs/7_serve/client.ipynb #b28faf9a-1
 def command(args: Namespace, say: Callable[[str], object]) -> int:
     "Run `batchlab batch` with the arguments `args`. Returns the exit status. Raises `JobError`."
     client = BatchClient(args.url, args.api_key or os.environ.get("OPENAI_API_KEY"))

@@ -793,7 +793,7 @@ def is_foreign(headers: Mapping[str, str]) -> bool:
         origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
     )
 
-
+# %% ../../nbs/7_serve/page.ipynb #pag00029-1
 def page_router(batches: bool = False, names: Collection[str] | None = None) -> APIRouter:
     """The page at / and its feed at /page/events, as a router for `create_app`. `batches`: whether the server has endpoints for them.
 

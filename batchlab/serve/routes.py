@@ -41,7 +41,7 @@ except ImportError as e:
 def too_large(most: int) -> ApiError:
     return ApiError(f"larger than {most:,} bytes: make several of it", 413, "too_large", "file")
 
-
+# %% ../../nbs/7_serve/routes.ipynb #b25453a6-1
 class Upload:
     "A form with a file, of a request with header `content_type`, that comes in chunks. The file, of at most `most` bytes, goes to `new`."
 
@@ -147,7 +147,7 @@ async def drain(request: Request, most: int = 2**26) -> None:
             if (most := most - len(chunk)) < 0:
                 return
 
-
+# %% ../../nbs/7_serve/routes.ipynb #b253db31-1
 class FileRoutes:
     "The endpoints under /v1/files, for the files of a store. `max_file_bytes`: of an upload."
 
@@ -196,7 +196,7 @@ class FileRoutes:
             headers={"content-length": str(os.fstat(f.fileno()).st_size)},
         )
 
-
+# %% ../../nbs/7_serve/routes.ipynb #b253db31-2
 class BatchRoutes:
     "The endpoints under /v1/batches, for the batches of `runner`."
 

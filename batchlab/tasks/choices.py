@@ -242,7 +242,7 @@ class ChoiceScores:
         }
         return [dict(best=self.best, **shares, error=self.error)]
 
-
+# %% ../../nbs/5_tasks/33_choices.ipynb #c433001e-1
 def answer(q: Question) -> ChoiceScores:
     "What was found out about `q`."
     if q.error:

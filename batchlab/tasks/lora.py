@@ -166,7 +166,7 @@ class AdapterConfig:
             )
         return scale
 
-
+# %% ../../nbs/5_tasks/lora.ipynb #32bb0020-1
 def _more_than_lora(d: dict[str, Any]) -> str | None:
     "What a configuration asks for besides plain LoRA, or None."
     if (kind := str(d.get("peft_type")).upper()) != "LORA":
@@ -226,7 +226,7 @@ def _place(module: str, shapes: dict[str, tuple[int, int]]) -> str | None:
     names = [module, *(f"model.{module}",), module.removeprefix("model.")]
     return next((n for n in names if n in shapes), None)
 
-
+# %% ../../nbs/5_tasks/lora.ipynb #32bb0022-1
 def read_adapter(
     folder: Path, shapes: dict[str, tuple[int, int]], max_rank: int
 ) -> dict[str, LowRank]:
@@ -646,7 +646,7 @@ def look_up(llm: LLM, asked: object) -> Adapter | AdapterError | None:
     except AdapterError as e:
         return e
 
-
+# %% ../../nbs/5_tasks/lora.ipynb #32bb0040-1
 def put_adapter(llm: LLM, group: RequestGroup, asked: object) -> Any:
     "`group`, made ready by `admit`, with the adapter that is `asked` for, or None: its requests run with it, or it has an error. Raises `ParamError`."
     found = look_up(llm, asked)
@@ -700,7 +700,7 @@ def check_folders(modules: AdapterModules | None, max_lora_rank: int | None = No
         except AdapterError as e:
             raise AdapterError("adapter {name!r}: {why}", name=name, why=e) from e
 
-
+# %% ../../nbs/5_tasks/lora.ipynb #32bb0040-2
 def check_modules(llm: LLM, names: Collection[str] = ()) -> None:
     """Look at all the adapters that `llm` was given, and at what they are called, if the model goes by `names` for those who ask.
 

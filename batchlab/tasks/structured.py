@@ -179,7 +179,7 @@ def _kinds_of(v: Any) -> list[str]:
     }
     return known.get(type(v), KINDS)
 
-
+# %% ../../nbs/5_tasks/30_structured.ipynb #030a2a3c-1
 def _bounds(d: dict[str, Any], part: bool) -> dict[str, Any]:
     """The bounds of numbers in schema `d`, as doubles, which the library counts in: an integer that is none is moved to the next one inside.
 
@@ -222,7 +222,7 @@ def _bounds_slip(d: dict[str, Any], ends: dict[str, Any], part: bool) -> bool:
     )
     return part or bool(d.keys() & _BESIDE) or high - low < 1
 
-
+# %% ../../nbs/5_tasks/30_structured.ipynb #030a2a3c-2
 def _whole(v: Any) -> None:
     "Raise `ValueError` if a value that a schema lists holds an integer that no double is: the library would write its neighbour."
     if isinstance(v, (list, dict)):
@@ -263,7 +263,7 @@ def _without_not(d: dict[str, Any]) -> dict[str, Any] | bool:
         raise ValueError("not")
     return d | dict(type=[k for k in ([of] if isinstance(of, str) else of) if k != kind])
 
-
+# %% ../../nbs/5_tasks/30_structured.ipynb #455f89b2-1
 def _without_names(d: dict[str, Any], names: Any) -> dict[str, Any]:
     "`d` with what `propertyNames`, which is `names`, asks for said by properties or patterns. Raises `ValueError` if they can't."
     asks = {} if names is True else names
@@ -290,7 +290,7 @@ def _without_names(d: dict[str, Any], names: Any) -> dict[str, Any]:
         patternProperties={pattern: d.get("additionalProperties", True)}, additionalProperties=False
     )
 
-
+# %% ../../nbs/5_tasks/30_structured.ipynb #455f89b2-2
 def _in_fewer_words(d: dict[str, Any], draft_7: bool) -> dict[str, Any] | bool:
     """Schema `d` with fewer keywords, but for those of its parts. Raises `ValueError` with a keyword that asks for what no grammar here keeps.
 
@@ -350,7 +350,7 @@ def _pattern(pattern: str, where: str) -> str:
     except ValueError as e:
         _refuse(str(e), where)
 
-
+# %% ../../nbs/5_tasks/30_structured.ipynb #a89c2510-1
 def _object(d: dict[str, Any], part: bool, where: str) -> dict[str, Any]:
     "What `d` says but for its values; an object that lists properties, and leaves others free, gets no others."
     kept = {k: v for k, v in d.items() if k in _PLAIN | _ONE | _LIST | _NAMED | {"$ref"}}
@@ -385,7 +385,7 @@ def _object(d: dict[str, Any], part: bool, where: str) -> dict[str, Any]:
         _refuse("minProperties of an open object", where)
     return kept
 
-
+# %% ../../nbs/5_tasks/30_structured.ipynb #a89c2510-2
 def _values(d: dict[str, Any], part: bool, where: str) -> dict[str, Any]:
     "What schema `d` says of values themselves: those it lists, patterns and formats of texts, bounds of numbers."
     kept = {k: d[k] for k in ("const", "enum", "pattern") if k in d}
@@ -601,7 +601,7 @@ def _spelled(gbnf: str) -> str:
     )
     return _GBNF.sub(lambda m: m[1] or _ANY, known)
 
-
+# %% ../../nbs/5_tasks/30_structured.ipynb #1298bc20-1
 def _schema_of(s: StructuredOutputsParams) -> dict[str, Any]:
     "The JSON schema that `s` asks for. Raises `ParamError`."
     v = cast(Any, s.json)
@@ -623,7 +623,7 @@ def _schema_of(s: StructuredOutputsParams) -> dict[str, Any]:
         )
     return d
 
-
+# %% ../../nbs/5_tasks/30_structured.ipynb #1298bc20-2
 def grammar_text(s: StructuredOutputsParams) -> str:
     "What the library compiles for `s`. Raises `ParamError`, and whatever the library does."
     from llguidance import LLMatcher, grammar_from

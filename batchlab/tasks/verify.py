@@ -460,7 +460,7 @@ def check_answer(
 def _count(n: int, what: str) -> str:
     return f"{n:,} {what}" + ("" if n == 1 else "s")
 
-
+# %% ../../nbs/5_tasks/16_verify.ipynb #0412022e-1
 @dataclass
 class Report:
     """What `verify` found; `ok` if no bug. In a notebook it shows itself as a table.
@@ -654,7 +654,7 @@ def numbers_of(out: PoolingRequestOutput[Any]) -> torch.Tensor:
     )
     return data if isinstance(data, torch.Tensor) else torch.tensor(data)
 
-
+# %% ../../nbs/5_tasks/16_verify.ipynb #80da2171-1
 def check_vector(
     llm: LLM, out: PoolingRequestOutput[Any], tolerance: float | None = None
 ) -> list[Divergence]:

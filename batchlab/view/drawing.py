@@ -246,7 +246,7 @@ def heading(c: Canvas, x: float, s: str) -> None:
         c.y += 15
     c.y += 2
 
-
+# %% ../../nbs/8_view/55_drawing.ipynb #1c3fb3c0-1
 def written(c: Canvas, x: float, s: str) -> None:
     "Small text at `c.y`, which moves on, in as many lines as it needs: what a picture was made from."
     for line in textwrap.wrap(s, max(20, int((c.width - x - 12) / 5.2))):
@@ -344,7 +344,7 @@ def _grid_row(c, row, key, left, unit, high):
         if text and unit >= 6.2 * len(text) + 2:
             c.text(left + first * unit + w / 2, middle, text, on_top(kind), "middle", font_size=10)
 
-
+# %% ../../nbs/8_view/55_drawing.ipynb #3a772458-1
 def grid(
     rows: Iterable[Iterable[str | tuple[str, object]]],
     key: Mapping[str, tuple[str, str]],
