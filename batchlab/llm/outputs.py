@@ -19,6 +19,7 @@ from ..errors import BatchlabError, Fault, ParamError, PromptTooLongError
 from ..core.params import SamplingParams
 from ..core.request import Request
 from batchlab.llm.shown import (
+    asked,
     esc,
     brief,
     facts_html,
@@ -117,11 +118,6 @@ class RequestOutput:
     @property
     def line(self) -> str:
         "What became of it in a line: the beginnings of the prompt and of its first answer, or the error."
-        asked = (
-            f"{len(self.prompt_token_ids or []):,} token ids"
-            if self.prompt is None
-            else brief(self.prompt, 30)
-        )
         answer = (
             f"error: {short(self.error, 90)}"
             if self.error
@@ -130,7 +126,7 @@ class RequestOutput:
             else "nothing yet"
         )
         more = f" and {len(self.outputs) - 1} more" if len(self.outputs) > 1 else ""
-        return f"{asked} → {answer}{more}"
+        return f"{asked(self.prompt, self.prompt_token_ids, 30)} → {answer}{more}"
 
     @property
     def num_tokens(self) -> int:

@@ -12,7 +12,7 @@ from ..errors import Fault, ParamError
 from ..core.params import check_names, suggest_names
 from ..errors import whole_number, written
 from .outputs import RequestGroup
-from .shown import brief, short
+from .shown import asked, short
 
 if TYPE_CHECKING:
     import torch
@@ -298,12 +298,8 @@ class PoolingRequestOutput(Generic[_Data]):
     @property
     def line(self) -> str:
         "What became of it in a line: the beginning of the prompt, and what came of it."
-        asked = (
-            f"{len(self.prompt_token_ids):,} token ids"
-            if self.prompt is None
-            else brief(self.prompt, 40)
-        )
-        return f"{asked} → {f'error: {short(self.error, 90)}' if self.error else self.outputs.line}"
+        came = f"error: {short(self.error, 90)}" if self.error else self.outputs.line
+        return f"{asked(self.prompt, self.prompt_token_ids, 40)} → {came}"
 
     @property
     def num_tokens(self) -> int:

@@ -22,6 +22,11 @@ def brief(text: str, n: int) -> str:
     "`text` between quotes as Python writes it, its end cut off after `n` characters."
     return repr(text if len(text) <= n else text[: n - 1] + "…")
 
+
+def asked(prompt: str | None, ids: Sequence[int] | None, n: int) -> str:
+    "What was asked, in a line: the beginning of `prompt` in at most `n` characters, or how many token `ids`."
+    return f"{len(ids or []):,} token ids" if prompt is None else brief(prompt, n)
+
 # %% ../../nbs/2_core/shown.ipynb #6abd9370
 def facts_text(x: object, facts: Mapping[str, str]) -> str:
     "What `facts` `{name: text}` say of `x`, a line each after the name of its class."
