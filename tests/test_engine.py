@@ -1113,38 +1113,52 @@ def test_an_interrupt_at_any_line_of_the_scheduler_loses_nobody():
 
 
 WORKERS = """
-import os, sys, threading
+import os, sys, time
 import torch
-from batchlab.api import LLM
-from batchlab.machine import _openmp
-from batchlab.models import tiny_model, tiny_tokenizer
+from batchlab.machine import _openmp, release_threads
 
 torch.set_num_threads(2)
 work = lambda: torch.exp(torch.ones(2**20)).sum()  # a loop that is worth two threads
 threads = lambda: len(os.listdir("/proc/self/task"))
-llm = LLM(tiny_model("llama"), tiny_tokenizer())
+want = float(work())
 if not _openmp():
     sys.exit(3)
-work()
-busy = threads()
-llm.start()
-assert threads() <= busy, (threads(), busy)  # its thread came, the workers of this one went
-[out] = llm.generate("Hi", dict(max_tokens=4))
-done = threading.Event()
-llm.add_request("Hi", dict(max_tokens=4), lambda event: event.finished and done.set())
-assert done.wait(60)
-llm.stop()
-before = threads()
-work()
-assert threads() == before + 1 and float(work()) == float(torch.exp(torch.ones(2**20)).sum())
+for _ in range(3):
+    busy = threads()
+    release_threads()
+    while threads() >= busy:  # they end by themselves
+        time.sleep(0.001)
+    assert float(work()) == want and torch.get_num_threads() == 2
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP is torch's on Linux")
-def test_a_thread_that_leaves_the_steps_to_another_keeps_no_workers():
-    "Workers that sleep count as well: with more than there are cores, none spins between two loops of a step."
+def test_workers_that_were_released_end_and_come_back():
     env = os.environ | dict(OMP_NUM_THREADS="2")
     done = subprocess.run([sys.executable, "-c", WORKERS], env=env, timeout=300)
     if done.returncode == 3:
         pytest.skip("this torch has another OpenMP, which counts no workers")
     assert done.returncode == 0
+
+
+def test_a_thread_that_leaves_the_steps_to_another_keeps_no_workers(monkeypatch):
+    "Workers that sleep count as well: with more than there are cores, none spins between two loops of a step."
+    released, by_another, done = [], threading.Event(), threading.Event()
+    mine = threading.get_ident()
+
+    class OpenMP:
+        def omp_pause_resource_all(self, kind):
+            released.append(threading.get_ident())
+            if released[-1] != mine:
+                by_another.set()
+
+    monkeypatch.setattr("batchlab.machine._openmp", lambda: [OpenMP()])
+    llm = LLM(tiny_model("llama"), tiny_tokenizer())
+    assert released == [mine]  # who loads a model need not be who makes the steps
+    llm.start()
+    assert released.count(mine) == 2
+    llm.add_request("Hi", dict(max_tokens=2), lambda event: event.finished and done.set())
+    assert done.wait(60) and by_another.wait(60)  # the thread has nothing to do
+    llm.generate("Hi", dict(max_tokens=2))
+    assert released.count(mine) == 3
+    llm.stop()
