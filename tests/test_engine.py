@@ -963,7 +963,7 @@ def test_a_model_that_decodes_wrong_packed_is_not_run_packed(compile):
 def test_loading_leaves_the_garbage_collector_as_it_was(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "batchlab.api.model_and_tokenizer",
+        "batchlab.api.base.model_and_tokenizer",
         lambda *args: seen.append(gc.isenabled()) or model_and_tokenizer(*args),
     )
     for on in (True, False):

@@ -856,7 +856,7 @@ def test_pipes(folder, tmp_path):
 
 def test_public_submit():
     "What a job does with an engine, by public names."
-    from batchlab.api import admit
+    from batchlab.tasks.admit import admit
     from batchlab.llm.inputs import Settings, read_prompt
     from batchlab.llm.outputs import RequestGroup
 

@@ -198,6 +198,19 @@ def members(module):
             yield getattr(node.args.args[0].annotation, "id", ""), node.name
 
 
+WHOLE = "LLM"  # the class whose page shows what it inherits too
+
+
+def inherited(name):
+    "The public members of class `name` and of all classes of the package that it is put together from."
+    for module in modules():
+        for node in parsed(module).body:
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                yield from (x for owner, x in members(module) if owner == name and x[0] != "_")
+                for base in node.bases:
+                    yield from inherited(getattr(base, "id", ""))
+
+
 @functools.cache
 def known():
     "`{name: [full names]}` of modules, their public names, and `Class.member`."
@@ -211,7 +224,7 @@ def known():
             home = names.get(owner, ())
             if name[0] != "_" and len(home) == 1:
                 names[f"{owner}.{name}"] = [f"{home[0]}.{name}"]
-    return names
+    return names | {f"{WHOLE}.{x}": [f"{names[WHOLE][0]}.{x}"] for x in inherited(WHOLE)}
 
 
 @functools.cache
@@ -455,8 +468,10 @@ def api_page(module, path):
     )
     own = public_names(module)
     others = ", ".join(
-        n for n in all_names(module) if n not in own or repeats(module, n)
-    )  # they stand on another page
+        n for n in all_names(module) if n not in own or repeats(module, n) or n == WHOLE
+    )  # they stand on another page, or below
+    if WHOLE in own and not repeats(module, WHOLE):
+        rest += f"\n.. autoclass:: {WHOLE}\n   :inherited-members:\n"
     return (
         f"# {module}\n\n{{.module}}\nBuilt in chapter [{path.stem}](../{path.name}).\n\n"
         f"```{{eval-rst}}\n.. automodule:: batchlab.{module}\n"

@@ -28,7 +28,8 @@ from batchlab.llm.inputs import (
 )
 from ..tasks.lora import AdapterChoice
 from ..models.lengths import SHORT, chars_in
-from . import LLM, trim_memory
+from . import LLM
+from .base import trim_memory
 from ..llm.outputs import CompletionOutput, RequestOutput, Stats, StreamEvent, total_logprob
 
 # %% auto #0

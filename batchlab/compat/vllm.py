@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, Self, TypedDict
 
 from .. import api
+from ..api.base import trim_memory
 from ..core import params
 from ..core.params import BeamSearchParams
 from ..errors import ParamError
@@ -170,7 +171,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     "Give back what deleted models held. Nothing is distributed here, so `shutdown_ray` says nothing."
     gc.collect()
-    api.trim_memory()
+    trim_memory()
 
 # %% ../../nbs/7_serve/47_habits.ipynb #hab00031
 _all_ = [

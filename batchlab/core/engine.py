@@ -11,6 +11,7 @@ __all__ = ['log', 'out_of_memory', 'take_rows', 'sum_ledgers', 'parts_of', 'in_o
 # %% ../../nbs/2_core/14_engine.ipynb #6f599640
 import logging
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any
 import torch
 from .batch import make_batch
@@ -104,7 +105,7 @@ class Engine:
             if not plan.rows:
                 return []
             parts = parts_of(plan)
-            outputs = [self.execute(part, len(parts) > 1) for part in parts]
+            outputs = list(map(self.execute, parts, repeat(len(parts) > 1)))
             self.mark("forward")
             rows = in_order(plan, parts, list(map(take_rows, parts, outputs)))
             self.mark("sample")

@@ -76,7 +76,7 @@ def admit_line(
     """A `RequestGroup` for `line` by a `ParamsCache`, ready to run; None if it can't, and `line.failure` says why.
 
     `first`: no line could run so far. Raises `JobError` if this one can't for want of something that the model lacks."""
-    from batchlab.api import admit
+    from batchlab.tasks.admit import admit
     from batchlab.tasks.lora import adapter_named
     from batchlab.llm.inputs import Settings, read_prompt
     from batchlab.llm.outputs import RequestGroup

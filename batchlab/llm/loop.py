@@ -46,7 +46,7 @@ from .rectangle import PaddedScheduler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from batchlab.api import LLM
+    from batchlab.api.base import LoadedModel
 
 log = logging.getLogger("batchlab")
 
@@ -302,7 +302,7 @@ class BackgroundLoop(StepLoop):
             self.progress.wait(0.05 if self.paused and self.deadlines else 1)
 
 # %% ../../nbs/2_core/loop.ipynb #5f81e419
-def make_engine(llm: LLM, kind: str) -> Engine:
+def make_engine(llm: LoadedModel, kind: str) -> Engine:
     "An `Engine` for requests of a kind, by `llm.strategy`."
     l, strategy, solo = llm.limits, llm.strategy, kind == "solo"
     how: Any = dict(max_num_batched_tokens=l.max_num_batched_tokens, budget=llm.budget)
@@ -341,7 +341,7 @@ class EngineSet(dict[str, Engine]):
 
     `open` finds out how the model runs: `llm.shapes`, `llm.paddable`. Once there are `llm.limits`, `configure` it."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LoadedModel) -> None:
         super().__init__()
         self.llm, self.past, self.past_steps, self.seconds, self.last = llm, Ledger(), 0, 0.0, ""
         self.paces: defaultdict[str, Pace] = defaultdict(Pace)
@@ -468,7 +468,7 @@ class Delivery:
 
     `ends`: how many requests ended for each reason; `sums`: of all that ended, see `Stats`."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LoadedModel) -> None:
         self.llm, self.ends, self.sums = llm, Counter(), Counter()
         self.told: set[Request] = set()  # whose end was told, of prompts that go on
 

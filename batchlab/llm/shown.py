@@ -5,8 +5,11 @@
 # %% ../../nbs/2_core/shown.ipynb #8dc9d6bc
 from __future__ import annotations
 
-import html, os, re, sys
+import html, os, re, sys, time
 from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from tqdm.auto import tqdm
 
 # %% auto #0
 __all__ = []
@@ -93,3 +96,41 @@ def shows_bar(use_tqdm: object) -> bool:
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     seen = hasattr(shell, "kernel") or sys.stderr is not None and sys.stderr.isatty()
     return seen and not os.environ.get("TQDM_DISABLE")
+
+# %% ../../nbs/2_core/shown.ipynb #699529ee
+class CallBar:
+    """A progress bar over the `total` requests of a call, entered as a `with` block. `use_tqdm`: as `shows_bar` takes it, or the class of the bar."""
+
+    def __init__(self, total: int, use_tqdm: object = None) -> None:
+        make = use_tqdm if callable(use_tqdm) else tqdm
+        self.bar: Any = make(
+            total=total, unit=" requests", miniters=0, disable=not shows_bar(use_tqdm)
+        )
+        self.tokens, self.last = 0, 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.say()
+        self.bar.close()
+
+    def count(self, tokens: int) -> None:
+        "Note so many more `tokens`."
+        self.tokens += tokens
+        if tokens and time.perf_counter() - self.last >= 0.1:
+            self.say()
+
+    def update(self) -> None:
+        "Another request is done."
+        self.bar.update()
+
+    def say(self) -> None:
+        "Write down the tokens and their rate."
+        if self.bar.disable:
+            return
+        self.last = time.perf_counter()
+        rate = self.tokens / max(1e-9, self.bar.format_dict["elapsed"])
+        self.bar.set_postfix_str(f"{self.tokens:,} tok, {rate:,.0f} tok/s", refresh=False)
+        self.bar.update(0)

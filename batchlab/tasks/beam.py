@@ -36,7 +36,7 @@ from ..core.sampling import Logprob
 from ..llm.shown import brief, shows_bar
 
 if TYPE_CHECKING:
-    from batchlab.api import LLM
+    from batchlab.api import StreamCalls
 
 # %% ../../nbs/5_tasks/17_strategy.ipynb #str00024
 def rank(
@@ -179,7 +179,7 @@ def _next_tokens(out: RequestOutput) -> tuple[dict[int, Logprob] | None, str | N
 
 # %% ../../nbs/5_tasks/17_strategy.ipynb #str00028
 def run_searches(
-    llm: LLM, searches: Iterable[BeamSearchInstance], at_once: int
+    llm: StreamCalls, searches: Iterable[BeamSearchInstance], at_once: int
 ) -> Iterator[BeamSearchInstance]:
     """Carry out `searches`, at most `at_once` of them at a time; yields each as it ends.
 
@@ -265,7 +265,10 @@ class BeamSearchOutput:
 
 # %% ../../nbs/5_tasks/17_strategy.ipynb #str00030
 def make_search(
-    llm: LLM, prompt: Prompt, p: BeamSearchParams, adapter: Adapter | AdapterError | None = None
+    llm: StreamCalls,
+    prompt: Prompt,
+    p: BeamSearchParams,
+    adapter: Adapter | AdapterError | None = None,
 ) -> BeamSearchInstance:
     "The search of `prompt`, in any form that `LLM.generate` takes. Raises `ParamError`, `PromptError`, `ModelError`, and `adapter` if that is an error."
     prompt, own = split_settings(prompt)
@@ -295,7 +298,7 @@ def make_search(
     )
 
 
-def _room(llm: LLM, searches: Sequence[BeamSearchInstance]) -> int:
+def _room(llm: StreamCalls, searches: Sequence[BeamSearchInstance]) -> int:
     "How many of `searches` have room for all their beams, in the slots and in the memory of the cache; 1 at least."
     size, l = llm.backend.block_size, llm.limits
     each = [len(s.running[0].tokens) + s.beam_width * (s.max_tokens + 2 * size) for s in searches]
@@ -303,7 +306,7 @@ def _room(llm: LLM, searches: Sequence[BeamSearchInstance]) -> int:
     return max(1, min(slots, l.kv_tokens // max([1, *each])) if l.kv_tokens else slots)
 
 
-def _output(llm: LLM, search: BeamSearchInstance, p: BeamSearchParams) -> BeamSearchOutput:
+def _output(llm: StreamCalls, search: BeamSearchInstance, p: BeamSearchParams) -> BeamSearchOutput:
     "What `search` came to, with its texts."
     if search.error:
         return BeamSearchOutput([], search.error)
@@ -316,7 +319,7 @@ def _output(llm: LLM, search: BeamSearchInstance, p: BeamSearchParams) -> BeamSe
 
 # %% ../../nbs/5_tasks/17_strategy.ipynb #str00032
 def beam_search(
-    llm: LLM,
+    llm: StreamCalls,
     prompts: Prompts,
     params: BeamSearchParams | dict[str, Any] | None = None,
     use_tqdm: Bar = None,

@@ -37,7 +37,7 @@ from ..core.params import SamplingParams
 from ..llm.shown import shows_bar
 
 if TYPE_CHECKING:
-    from batchlab.api import LLM
+    from batchlab.api import StreamCalls
 
 # %% auto #0
 __all__ = ['split_choices', 'encode_choices', 'Question', 'log_sum', 'ask', 'ChoiceScores', 'answer', 'check_choices',
@@ -55,7 +55,7 @@ def split_choices(
 
 # %% ../../nbs/5_tasks/33_choices.ipynb #c4330011
 def encode_choices(
-    llm: LLM, prompt: Prompt, choices: Sequence[Any], chat: bool = False
+    llm: StreamCalls, prompt: Prompt, choices: Sequence[Any], chat: bool = False
 ) -> tuple[list[int], list[list[int]]]:
     """`prompt` (with `chat`, a conversation) and `choices` as `split_choices` gives them. Raises `PromptError`, `ModelError`.
 
@@ -152,7 +152,7 @@ def _asking(ids: Sequence[int], start: int | None = None) -> SamplingParams:
     )
 
 
-def ask(llm: LLM, questions: Sequence[Question]) -> None:
+def ask(llm: StreamCalls, questions: Sequence[Question]) -> None:
     "Find out what `questions` ask, all in one call, of which nothing is logged."
     asked = [(q, tail, ids) for q in questions for tail, ids in q.asks().items()]
     params = [_asking(ids, len(q.shared) if tail else None) for q, tail, ids in asked]
@@ -308,7 +308,7 @@ def _waves(questions: Iterable[Question], most: int = 1000) -> Iterator[list[Que
 
 
 def choose(
-    llm: LLM,
+    llm: StreamCalls,
     prompts: Prompts,
     choices: Choices,
     chat: bool = False,

@@ -20,7 +20,7 @@ from ..llm.shown import megabytes
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
-    from batchlab.api import LLM
+    from batchlab.api.base import LoadedModel
     from batchlab.core.request import Request
     from batchlab.fast.adapters import LowRank
     from batchlab.llm.outputs import RequestGroup
@@ -598,7 +598,7 @@ def read_modules(modules: AdapterModules) -> dict[str, LoRARequest]:
 
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0040
 def open_for(
-    llm: LLM,
+    llm: LoadedModel,
     max_loras: object = None,
     max_lora_rank: object = 16,
     max_cpu_loras: object = None,
@@ -631,7 +631,7 @@ def open_for(
     )
 
 
-def look_up(llm: LLM, asked: object) -> Adapter | AdapterError | None:
+def look_up(llm: LoadedModel, asked: object) -> Adapter | AdapterError | None:
     "The adapter that is `asked` for, or why it can't be had; None if none is. Raises `ParamError`."
     if asked is None:
         return None
@@ -647,7 +647,7 @@ def look_up(llm: LLM, asked: object) -> Adapter | AdapterError | None:
         return e
 
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0040-1
-def put_adapter(llm: LLM, group: RequestGroup, asked: object) -> Any:
+def put_adapter(llm: LoadedModel, group: RequestGroup, asked: object) -> Any:
     "`group`, made ready by `admit`, with the adapter that is `asked` for, or None: its requests run with it, or it has an error. Raises `ParamError`."
     found = look_up(llm, asked)
     if isinstance(found, AdapterError):
@@ -660,7 +660,9 @@ def put_adapter(llm: LLM, group: RequestGroup, asked: object) -> Any:
     return group
 
 
-def adapters_for(llm: LLM, n: int, lora_request: object) -> list[Adapter | AdapterError | None]:
+def adapters_for(
+    llm: LoadedModel, n: int, lora_request: object
+) -> list[Adapter | AdapterError | None]:
     """For each of `n` prompts, of which each makes many requests, what `look_up` says: whatever becomes of the files, all those have one adapter.
 
     `lora_request`: one for all or one each, as `LLM.generate` takes it. Raises `ParamError`."""
@@ -677,12 +679,12 @@ def plan_adapters(adapters: Adapters | None, groups: Sequence[Any]) -> tuple[int
     return sum(each[: adapters.max_cpu_loras]), adapters.limit_bytes
 
 
-def adapter_named(llm: LLM, name: str | None) -> str | None:
+def adapter_named(llm: LoadedModel, name: str | None) -> str | None:
     "`name` if an adapter of `llm` is called so, else None."
     return name if name in adapter_names(llm) else None
 
 
-def adapter_names(llm: LLM) -> list[str]:
+def adapter_names(llm: LoadedModel) -> list[str]:
     "What the adapters of `llm` are called."
     adapters = getattr(llm, "adapters", None)
     return [] if adapters is None else [*adapters.known]
@@ -701,7 +703,7 @@ def check_folders(modules: AdapterModules | None, max_lora_rank: int | None = No
             raise AdapterError("adapter {name!r}: {why}", name=name, why=e) from e
 
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0040-2
-def check_modules(llm: LLM, names: Collection[str] = ()) -> None:
+def check_modules(llm: LoadedModel, names: Collection[str] = ()) -> None:
     """Look at all the adapters that `llm` was given, and at what they are called, if the model goes by `names` for those who ask.
 
     Raises `AdapterError` for one that can't be loaded, `ParamError` for one of those names: who asks for it could mean either."""

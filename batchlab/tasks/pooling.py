@@ -66,7 +66,7 @@ from batchlab.models.sentence import (
 from ..core.tokens import cut_text, own_tokenizer
 
 if TYPE_CHECKING:
-    from batchlab.api import LLM
+    from batchlab.api.base import LoadedModel
 
 log = logging.getLogger("batchlab")
 
@@ -486,7 +486,9 @@ class EncodedText(str):
     ids: list[int]
 
 
-def encode_texts(llm: LLM, prompts: Sequence[Any], each: Sequence[PoolingParams]) -> list[Any]:
+def encode_texts(
+    llm: LoadedModel, prompts: Sequence[Any], each: Sequence[PoolingParams]
+) -> list[Any]:
     "`prompts`, the plain texts among them tokenised at once, which is faster than one by one. `each`: what is wanted of each; those that cut, and those that may be too long, are left for later."
     plain = [
         type(t) is str and 0 < len(t) < SHORT and p.truncate_prompt_tokens is None
@@ -514,7 +516,7 @@ def too_many(limit: int) -> str:
     return f"and the model takes {limit:,}: shorten it, or have it cut (truncate_prompt_tokens -1, on the command line --truncate)"
 
 
-def text_limit(llm: LLM) -> int | None:
+def text_limit(llm: LoadedModel) -> int | None:
     "The most tokens of a text that is pooled, or None. What a decoder that was trained for vectors takes may be less than what it could write from."
     return min(
         (
@@ -530,7 +532,7 @@ def text_limit(llm: LLM) -> int | None:
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00053
 def pooling_ids(
-    llm: LLM, prompt: object, p: PoolingParams
+    llm: LoadedModel, prompt: object, p: PoolingParams
 ) -> tuple[str | None, list[int], list[int] | None]:
     """A prompt that is to be pooled as `(text, ids, token types or None)`, cut if `p` says so. Raises `PromptError`, `ModelError`.
 
@@ -568,7 +570,7 @@ def pooling_ids(
 
 
 def _tokenized(
-    llm: LLM, text: str, pair: str | None, most: int | None, limit: int | None
+    llm: LoadedModel, text: str, pair: str | None, most: int | None, limit: int | None
 ) -> tuple[str, list[int], list[int] | None]:
     "`text` and its `pair`, cut to `most` tokens if that is not None, as `pooling_ids` gives them. Raises `PromptError`, `ModelError`."
     tokenizer = llm.get_tokenizer()
@@ -593,7 +595,7 @@ def _tokenized(
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00055
 def admit_pooling(
-    llm: LLM,
+    llm: LoadedModel,
     group: PoolingGroup,
     prompt: object,
     params: PoolingParams,

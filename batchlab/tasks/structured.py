@@ -19,7 +19,7 @@ from ..models.load import one_line
 from ..core.params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from batchlab.api import LLM
+    from batchlab.api.base import LoadedModel
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
@@ -831,7 +831,7 @@ class Grammars:
             ) from e
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #gramf001
-def grammar_for(llm: LLM, params: SamplingParams) -> Grammar | None:
+def grammar_for(llm: LoadedModel, params: SamplingParams) -> Grammar | None:
     "A new grammar that holds a row to `params.structured_outputs`, or None if it asks for none. Raises `ParamError`."
     if params.structured_outputs is None:
         return None

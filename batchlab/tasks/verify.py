@@ -31,7 +31,7 @@ from ..core.tokens import vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from batchlab.api import LLM
+    from batchlab.api import StreamCalls
     from batchlab.llm.outputs import CompletionOutput, RequestOutput
 
 # %% auto #0
@@ -267,7 +267,7 @@ class Divergence:
 class Answer:
     "One answer to check: `completion` of `out`, which `llm` gave. `params` are without log probabilities, which nobody needs again."
 
-    llm: LLM
+    llm: StreamCalls
     out: RequestOutput
     completion: CompletionOutput
 
@@ -433,7 +433,7 @@ def check_tokens(
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #2eb405f8
 def check_answer(
-    llm: LLM,
+    llm: StreamCalls,
     out: RequestOutput,
     completion: CompletionOutput,
     tolerance: float | None = None,
@@ -559,13 +559,13 @@ class Report:
         return "\n".join([self.headline, "", *table])
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #5d0b17c1
-def promises_bits(llm: LLM, params: SamplingParams) -> bool:
+def promises_bits(llm: StreamCalls, params: SamplingParams) -> bool:
     "Whether a request with `params` gives the same bits alone as in any company, on the backend of `llm`, and so the same answer."
     packed = llm.shapes is not None and llm.strategy == "continuous" and llm.switch is None
     return packed and llm.backend.batch_invariant and not is_unseeded(params)
 
 
-def check_bits(llm: LLM, out: RequestOutput) -> list[Divergence] | None:
+def check_bits(llm: StreamCalls, out: RequestOutput) -> list[Divergence] | None:
     "A list, with a `Divergence` for each answer of `out` that its request does not give alone on the backend of `llm`; None if it could not run."
     params = replace(out.params or SamplingParams(), truncate_prompt_tokens=None)
     again: Any
@@ -586,7 +586,7 @@ def check_bits(llm: LLM, out: RequestOutput) -> list[Divergence] | None:
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #8bc9e287
 def verify(
-    llm: LLM,
+    llm: StreamCalls,
     outputs: Iterable[RequestOutput | PoolingRequestOutput] | RequestOutput | PoolingRequestOutput,
     sample: int | None = 8,
     seed: int = 0,
@@ -656,7 +656,7 @@ def numbers_of(out: PoolingRequestOutput[Any]) -> torch.Tensor:
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #80da2171-1
 def check_vector(
-    llm: LLM, out: PoolingRequestOutput[Any], tolerance: float | None = None
+    llm: StreamCalls, out: PoolingRequestOutput[Any], tolerance: float | None = None
 ) -> list[Divergence]:
     """A list, empty or with a `Divergence`: what `out` has is not what its text gives `llm` alone.
 

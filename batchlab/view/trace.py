@@ -24,7 +24,7 @@ from .tracefile import LEDGER, PARTS, POOL, ROW, VERSION, Trace
 
 if TYPE_CHECKING:
     from batchlab.core.engine import Engine
-    from batchlab.api import LLM
+    from batchlab.api.base import LoadedModel
     from batchlab.llm.outputs import RequestGroup
     from batchlab.core.request import StepPlan
 
@@ -441,7 +441,7 @@ class Recorder(Trace):
 
     def __init__(
         self,
-        source: LLM | Engine,
+        source: LoadedModel | Engine,
         text: bool = True,
         max_rows: int = 1_000_000,
         max_text: int = 1_000_000,
@@ -459,7 +459,7 @@ class Recorder(Trace):
             0.0,
         )
 
-    def __call__(self, source: LLM | Engine, event: str, x: Any) -> None:
+    def __call__(self, source: LoadedModel | Engine, event: str, x: Any) -> None:
         t = time.perf_counter()
         try:
             self.step_log.note(source, event, x, t, t - self.last)
@@ -556,7 +556,10 @@ class Recorder(Trace):
 
 # %% ../../nbs/8_view/50_trace.ipynb #ea213b00
 def trace(
-    llm: LLM | Engine, text: bool = True, max_rows: int = 1_000_000, max_text: int = 1_000_000
+    llm: LoadedModel | Engine,
+    text: bool = True,
+    max_rows: int = 1_000_000,
+    max_text: int = 1_000_000,
 ) -> Recorder:
     """Record what `llm` does inside `with trace(llm) as recorded:`; `recorded` is a `Recorder`, so a `Trace` at any time.
 
