@@ -33,7 +33,8 @@ __all__ = ['main']
 
 # %% ../nbs/7_serve/43_cli.ipynb #a3e2fcc2
 class Notes:
-    "Called with a text, it writes one line to standard error, above the progress bar if there is one. `as_json`: for programs."
+    """Called with a text, it writes one line to standard error, above the progress bar if there
+    is one. `as_json`: for programs."""
 
     as_json = False
 
@@ -44,7 +45,8 @@ class Notes:
             print(self.line(text, level), file=sys.stderr, flush=True)
 
     def line(self, text: object, level: str) -> str:
-        "`batchlab: text`; or a JSON object of time (UTC), level and message, and of the `figures` that `text` carries."
+        """`batchlab: text`; or a JSON object of time (UTC), level and message, and of the
+        `figures` that `text` carries."""
         message = " ".join(str(text).split())
         if not self.as_json:
             return f"batchlab: {'error: ' if level == 'error' else ''}{message}"
@@ -89,7 +91,8 @@ def given_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def flag_options(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
-    "The sampling parameters that the command line gives, over `defaults`, as a dict. Raises `JobError`, `ParamError`."
+    """The sampling parameters that the command line gives, over `defaults`, as a dict. Raises
+    `JobError`, `ParamError`."""
     from batchlab.core.params import SamplingParams
 
     given = given_settings(args)
@@ -99,7 +102,8 @@ def flag_options(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str
         idle := [k for k in ("top_p", "top_k", "min_p") if k in given]
     ):
         note(
-            f"--{idle[0].replace('_', '-')} changes nothing at temperature 0: add --do-sample or --temperature"
+            f"--{idle[0].replace('_', '-')} changes nothing at temperature 0: add --do-sample or "
+            "--temperature"
         )
     return options
 
@@ -124,14 +128,16 @@ def read_text(name: str) -> str:
     except UnicodeDecodeError as e:
         line = e.object[: e.start].count(b"\n") + 1
         raise JobError(
-            f"{shown} is not UTF-8 (byte 0x{e.object[e.start]:02x} in line {line}): save it as UTF-8"
+            f"{shown} is not UTF-8 (byte 0x{e.object[e.start]:02x} in line {line}): save it as "
+            "UTF-8"
         ) from e
     except OSError as e:
         raise JobError(f"can't read {shown} ({e.strerror or e})") from e
 
 
 def text_rows(name: str) -> list[tuple[int, bytes]]:
-    "`(number, line of JSONL)` of a file that is JSONL by its name or its first character, or else has one prompt a line. Raises `JobError`."
+    """`(number, line of JSONL)` of a file that is JSONL by its name or its first character, or
+    else has one prompt a line. Raises `JobError`."""
     from batchlab.jobs.formats import prompt_line
     from batchlab.jobs.tables import KINDS
 
@@ -168,7 +174,8 @@ def read_file(
     spell: Callable[[Option], str] = str,
     **columns: Any,
 ) -> list[JobLine]:
-    "The requests of a text, or of any file that `run` reads, where `columns` say what those of a table are for; an `Option` reads as `spell` writes it. Raises `JobError`."
+    """The requests of a text, or of any file that `run` reads, where `columns` say what those of
+    a table are for; an `Option` reads as `spell` writes it. Raises `JobError`."""
     from batchlab.jobs.formats import read_raw
     from batchlab.jobs.lines import parse_line
     from batchlab.jobs.tables import CONVERT, OPENERS, TABLES, check_input, file_kind
@@ -199,9 +206,11 @@ def read_file(
 def input_file(
     name: str, stdin: IO[bytes] | None = None, text: bool = False, form: str | None = None
 ) -> Iterator[str]:
-    """Give `name`; if that is `-`, or a pipe, the name of a temporary file with all that it says, while the context lasts.
+    """Give `name`; if that is `-`, or a pipe, the name of a temporary file with all that it
+    says, while the context lasts.
 
-    `text`: what does not begin as JSON has one text a line. `form`: as `Job` has it. Raises `JobError` if there is nothing."""
+    `text`: what does not begin as JSON has one text a line. `form`: as `Job` has it. Raises
+    `JobError` if there is nothing."""
     import shutil, tempfile
 
     if name != "-" and (os.path.isfile(name) or os.path.isdir(name) or not os.path.exists(name)):
@@ -217,13 +226,15 @@ def input_file(
                         shutil.copyfileobj(pipe, f)
             if not path.stat().st_size:
                 raise JobError(
-                    f"{'standard input' if name == '-' else name} is empty: no request came through it"
+                    f"{'standard input' if name == '-' else name} is empty: no request came "
+                    "through it"
                 )
             yield str(path.rename(f"{path}{kind_in(path, text, form)}"))
 
 
 def kind_in(path: Path, text: bool, form: str | None) -> str:
-    "How the name of file `path`, the content of a pipe, should end, by its own name or its first bytes. Raises `JobError`."
+    """How the name of file `path`, the content of a pipe, should end, by its own name or its
+    first bytes. Raises `JobError`."""
     from batchlab.jobs.tables import KINDS, OPENERS
 
     with path.open("rb") as f:
@@ -251,12 +262,14 @@ def kind_in(path: Path, text: bool, form: str | None) -> str:
     if text:
         return f".txt{packed}"
     raise JobError(
-        "the input begins neither as JSON nor as Parquet: say with --format csv, tsv or txt what it is"
+        "the input begins neither as JSON nor as Parquet: say with --format csv, tsv or txt what "
+        "it is"
     )
 
 # %% ../nbs/7_serve/43_cli.ipynb #e485235a
 def prepare(line: JobLine, args: argparse.Namespace, options: dict[str, Any]) -> None:
-    "Give `line` its messages, which run instead of its prompt, and settings, `options` for what it leaves open; or a failure."
+    """Give `line` its messages, which run instead of its prompt, and settings, `options` for
+    what it leaves open; or a failure."""
     from batchlab.core.sampling import ParamError, SamplingParams
     from batchlab.jobs.schema import BadRequest, as_messages
 
@@ -313,7 +326,8 @@ def read_prompts(args: argparse.Namespace, options: dict[str, Any]) -> list[JobL
 
 # %% ../nbs/7_serve/43_cli.ipynb #54453d55
 def completion_dict(c: CompletionOutput) -> dict[str, Any]:
-    "A `CompletionOutput` as a dict for JSON; token ids and log probabilities only if these were asked for."
+    """A `CompletionOutput` as a dict for JSON; token ids and log probabilities only if these
+    were asked for."""
     d = dict(index=c.index, text=c.text, finish_reason=c.finish_reason)
     if c.stop_reason is not None:
         d["stop_reason"] = c.stop_reason
@@ -329,7 +343,8 @@ def completion_dict(c: CompletionOutput) -> dict[str, Any]:
 
 
 def record(index: int, line: JobLine, out: RequestOutput | None = None) -> dict[str, Any]:
-    "What is written of request `index`: of `line` and its `RequestOutput`, or of its failure if it never ran."
+    """What is written of request `index`: of `line` and its `RequestOutput`, or of its failure
+    if it never ran."""
     error = error_of(line, out)
     done = out.outputs if out and not error else []
     asked = (
@@ -440,13 +455,15 @@ class Results:
             if isinstance(e, BrokenPipeError):
                 raise
             raise JobError(
-                f"can't write {self.name} ({e.strerror or e}): {self.written} of {self.total} records are in it",
+                f"can't write {self.name} ({e.strerror or e}): {self.written} of {self.total} "
+                "records are in it",
                 1,
             ) from e
 
 # %% ../nbs/7_serve/43_cli.ipynb #4dd9d71d
 def open_output(args: argparse.Namespace) -> TextIO | None:
-    "The output file, open for writing, nothing in it touched yet; None without --output. Raises `JobError`."
+    """The output file, open for writing, nothing in it touched yet; None without --output.
+    Raises `JobError`."""
     name = args.output
     if name is None:
         return None
@@ -462,7 +479,8 @@ def open_output(args: argparse.Namespace) -> TextIO | None:
 
 # %% ../nbs/7_serve/43_cli.ipynb #45b01c22
 class Signals:
-    "While entered, SIGINT and SIGTERM raise `KeyboardInterrupt`, except inside `held()`, after which they do."
+    """While entered, SIGINT and SIGTERM raise `KeyboardInterrupt`, except inside `held()`, after
+    which they do."""
 
     def __init__(self) -> None:
         self.holding = self.pending = False
@@ -524,7 +542,8 @@ def outputs_of(
 
 
 def check_names(llm: LLM, args: argparse.Namespace, lines: Sequence[JobLine]) -> None:
-    "Let those of `lines` fail that ask for a model which is neither that of `llm` nor an adapter, if there are adapters. Raises `JobError`."
+    """Let those of `lines` fail that ask for a model which is neither that of `llm` nor an
+    adapter, if there are adapters. Raises `JobError`."""
     from batchlab.models import DEFAULT_MODEL
     from batchlab.jobs.runner import ModelNames
 
@@ -535,7 +554,8 @@ def check_names(llm: LLM, args: argparse.Namespace, lines: Sequence[JobLine]) ->
 
 
 def run_lines(llm: LLM | None, lines: Sequence[JobLine], results: Results) -> list[RequestOutput]:
-    "Put `lines` through `llm` into `results`, with a progress bar on a terminal. Returns the outputs."
+    """Put `lines` through `llm` into `results`, with a progress bar on a terminal. Returns the
+    outputs."""
     from batchlab.jobs.job import JobResult, Progress
 
     outs, r = [], JobResult(len(lines))
@@ -589,7 +609,8 @@ def absolute_module(module: str) -> str:
 
 
 def check_given(args: argparse.Namespace) -> None:
-    "Look at the adapters and the chat template that the arguments name, before anything else is done. Raises `BatchlabError`."
+    """Look at the adapters and the chat template that the arguments name, before anything else
+    is done. Raises `BatchlabError`."""
     if getattr(args, "lora_modules", None):
         from batchlab.tasks.lora import check_folders
 
@@ -601,7 +622,8 @@ def check_given(args: argparse.Namespace) -> None:
 
 
 def load_llm(args: argparse.Namespace) -> LLM:
-    "The `LLM` that the arguments ask for, which takes the settings that they give. Raises `BatchlabError`."
+    """The `LLM` that the arguments ask for, which takes the settings that they give. Raises
+    `BatchlabError`."""
     from batchlab.api import LLM
 
     llm = LLM(**llm_options(args))
@@ -610,7 +632,8 @@ def load_llm(args: argparse.Namespace) -> LLM:
 
 
 def check_settings(llm: LLM, args: argparse.Namespace) -> None:
-    "Raise `ParamError` if the sampling flags are none for the model of `llm`, its vocabulary and tokenizer: every line would fail of them."
+    """Raise `ParamError` if the sampling flags are none for the model of `llm`, its vocabulary
+    and tokenizer: every line would fail of them."""
     from batchlab.tasks.structured import grammar_for
     from batchlab.core.sampling import SamplingParams, SamplingRow
 
@@ -654,7 +677,8 @@ def check_trace_path(args: argparse.Namespace) -> None:
 # %% ../nbs/7_serve/43_cli.ipynb #657dfcbe
 @contextlib.contextmanager
 def traced(path: str | None, text: bool = True) -> Iterator[Callable[[LLM], LLM]]:
-    "Give a function that begins to record an `LLM` and returns it; saved to `path` at the end, if not None."
+    """Give a function that begins to record an `LLM` and returns it; saved to `path` at the end,
+    if not None."""
     with contextlib.ExitStack() as stack:
 
         def watch(llm: LLM) -> LLM:
@@ -673,8 +697,8 @@ def summary(results: Results) -> int:
         return 0
     first = min(results.errors, key=lambda d: d["index"])
     note(
-        f"{len(results.errors)} of {results.total} requests failed, the first is request {first['index'] + 1}: "
-        f"{first['error']}",
+        f"{len(results.errors)} of {results.total} requests failed, the first is request "
+        f"{first['index'] + 1}: {first['error']}",
         "error",
     )
     return 1
@@ -793,7 +817,8 @@ def run_here(args: argparse.Namespace, job: Job, llm: LLM | None = None) -> JobR
 
 # %% ../nbs/7_serve/43_cli.ipynb #a5c18fe1-1
 def suggested(llm: LLM, args: argparse.Namespace, requests: int) -> LLM:
-    "`llm`, once one line has said what would make so many `requests` faster, if flags that were given make them slow."
+    """`llm`, once one line has said what would make so many `requests` faster, if flags that
+    were given make them slow."""
     from batchlab.jobs.advice import advise
 
     usual = dict(
@@ -849,7 +874,8 @@ def view_trace(args: argparse.Namespace, llm: LLM | None = None) -> int:
 # %% ../nbs/7_serve/43_cli.ipynb #c46b9344
 @contextlib.contextmanager
 def texts_file(texts: Sequence[str], name: str | None) -> Iterator[str]:
-    "Give file `name`, or that of a temporary file with `texts`, while the context lasts. Raises `JobError`."
+    """Give file `name`, or that of a temporary file with `texts`, while the context lasts.
+    Raises `JobError`."""
     import tempfile
 
     if texts and name is not None:
@@ -872,7 +898,8 @@ def texts_file(texts: Sequence[str], name: str | None) -> Iterator[str]:
 
 
 def vectors_asked(args: argparse.Namespace) -> PoolingRequest:
-    "What `embed` and `plan --embed` ask for each text. Without a `model`, `args` get one for embeddings. Raises `ParamError`."
+    """What `embed` and `plan --embed` ask for each text. Without a `model`, `args` get one for
+    embeddings. Raises `ParamError`."""
     from batchlab.llm.pooled import PoolingParams
     from batchlab.jobs.pooling import PoolingRequest
 
@@ -909,14 +936,16 @@ def api_key_of(args: argparse.Namespace) -> str | None:
         not key.strip() or key != key.strip() or not key.isascii() or not key.isprintable()
     ):
         raise JobError(
-            "an API key must be of plain ASCII characters, with none of space around it: give another"
+            "an API key must be of plain ASCII characters, with none of space around it: give "
+            "another"
         )
     return key
 
 
 @contextlib.contextmanager
 def batch_workers(args: argparse.Namespace) -> Iterator[BatchWorkers | None]:
-    "The workers on Ray that the arguments of `serve` ask for, if any, while the context lasts. Raises `JobError`."
+    """The workers on Ray that the arguments of `serve` ask for, if any, while the context lasts.
+    Raises `JobError`."""
     if not args.ray:
         return (yield None)
     from batchlab.jobs.ray import Pool
@@ -935,7 +964,8 @@ def batch_workers(args: argparse.Namespace) -> Iterator[BatchWorkers | None]:
 
 @contextlib.contextmanager
 def store_in(args: argparse.Namespace) -> Iterator[BatchStore | None]:
-    "The files and batches of `serve --data`, if it is given, while the context lasts. Raises `JobError`."
+    """The files and batches of `serve --data`, if it is given, while the context lasts. Raises
+    `JobError`."""
     if args.data is None:
         return (yield None)
     from batchlab.serve.batches import BatchStore
@@ -951,7 +981,8 @@ def batches_in(
     name: str,
     workers: BatchWorkers | None,
 ) -> BatchRunner | None:
-    "What runs the batches of `store`, through `workers` or else `llm`, whose model goes by `name`; None without a store."
+    """What runs the batches of `store`, through `workers` or else `llm`, whose model goes by
+    `name`; None without a store."""
     if store is None:
         return None
     from batchlab.serve.batches import BatchRunner
@@ -963,7 +994,8 @@ LOOPBACK = "127.0.0.1", "localhost", "::1"
 
 
 def page_of(args: argparse.Namespace, key: str | None) -> list[APIRouter]:
-    "The page of the server, unless it is switched off; without a `key` only for who calls the server by a name of its own."
+    """The page of the server, unless it is switched off; without a `key` only for who calls the
+    server by a name of its own."""
     if not args.page:
         return []
     from batchlab.serve.page import page_router
@@ -1067,7 +1099,8 @@ def submit_batch(args: argparse.Namespace, llm: LLM | None = None) -> int:
 # %% ../nbs/7_serve/43_cli.ipynb #stream02
 @contextlib.contextmanager
 def standard_streams() -> Iterator[None]:
-    "While entered, standard output takes every letter, closed streams are no file's, and at the end nothing waits in standard output."
+    """While entered, standard output takes every letter, closed streams are no file's, and at
+    the end nothing waits in standard output."""
     for fd in range(3):
         try:
             os.fstat(fd)
@@ -1097,7 +1130,8 @@ def standard_streams() -> Iterator[None]:
 
 
 def flush_output() -> None:
-    "Write what standard output still holds; what it does not take goes nowhere. Raises `JobError`, `BrokenPipeError`."
+    """Write what standard output still holds; what it does not take goes nowhere. Raises
+    `JobError`, `BrokenPipeError`."""
     if (out := sys.stdout) is None:
         return
     try:
@@ -1110,7 +1144,8 @@ def flush_output() -> None:
 
 
 def check_output_open(args: argparse.Namespace) -> None:
-    "Raise `JobError` if standard output is closed and the command that `args` are for writes to it."
+    """Raise `JobError` if standard output is closed and the command that `args` are for writes
+    to it."""
     output, named = getattr(args, "output", None), "output" in args and args.command != "view"
     silent = (
         args.command in ("serve",)
@@ -1120,12 +1155,14 @@ def check_output_open(args: argparse.Namespace) -> None:
     )
     if sys.stdout is None and (not silent or getattr(args, "dry_run", False)):
         raise JobError(
-            f"standard output is closed, and {args.command} writes to it: lead it to a file with >{', or give --output' * named}"
+            f"standard output is closed, and {args.command} writes to it: lead it to a file with "
+            f">{', or give --output' * named}"
         )
 
 # %% ../nbs/7_serve/43_cli.ipynb #238aecb1
 def main(argv: Sequence[str] | None = None, llm: LLM | None = None) -> int:
-    "The command `batchlab`; `argv` without the program's name. Returns the exit status, having said what went wrong."
+    """The command `batchlab`; `argv` without the program's name. Returns the exit status, having
+    said what went wrong."""
     note.as_json, spell = False, str
     with standard_streams():
         try:
@@ -1172,12 +1209,14 @@ def call(args: argparse.Namespace, llm: LLM | None = None) -> int:
 
 
 def told(e: Exception, spell: Callable[[Option], str] = str) -> int:
-    "Say error `e`, its options as `spell` writes them, in one line if it is one that users meet, else raise it again. Returns the exit status."
+    """Say error `e`, its options as `spell` writes them, in one line if it is one that users
+    meet, else raise it again. Returns the exit status."""
     if (
         isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError"
     ):  # torch's, without importing it to ask
         e = JobError(
-            "out of memory: lower --max-num-seqs or --max-model-len, or take a smaller model or dtype",
+            "out of memory: lower --max-num-seqs or --max-model-len, or take a smaller model or "
+            "dtype",
             1,
         )
     if not isinstance(e, (BatchlabError, OSError)):

@@ -19,7 +19,8 @@ __all__ = ['Option', 'Message', 'whole_number', 'written', 'Fault', 'BatchlabErr
 # %% ../nbs/2_core/errors.ipynb #e44045a1
 @dataclass(frozen=True)
 class Option:
-    "An option by its name in Python, set to `value` unless that is None; as text it reads as in Python. `of`: what takes it, such as 'LLM'."
+    """An option by its name in Python, set to `value` unless that is None; as text it reads as
+    in Python. `of`: what takes it, such as 'LLM'."""
 
     name: str
     value: object = None
@@ -31,7 +32,8 @@ class Option:
 
 
 class Message:
-    "A `text` with a place in braces for each of `fields`: a value, an `Option`, or another message."
+    """A `text` with a place in braces for each of `fields`: a value, an `Option`, or another
+    message."""
 
     def __init__(self, text: str, **fields: object) -> None:
         self.text, self.fields = text, fields
@@ -55,7 +57,8 @@ class Message:
 
 # %% ../nbs/2_core/errors.ipynb #nam00038
 def whole_number(v: Any) -> int | None:
-    "`v` as an int if it is a whole number of any library's, 3.0 too, else None; True and False are none."
+    """`v` as an int if it is a whole number of any library's, 3.0 too, else None; True and False
+    are none."""
     if isinstance(v, bool) or not isinstance(v, numbers.Real):
         return None
     x: Any = v  # what a Real can do is not in its type
@@ -63,7 +66,8 @@ def whole_number(v: Any) -> int | None:
 
 
 def written(v: Any, most: int = 200) -> str:
-    "The `repr` of `v` in at most `most` characters; of a number that Python will not write out, what it is."
+    """The `repr` of `v` in at most `most` characters; of a number that Python will not write
+    out, what it is."""
     try:
         return f"{v!r:.{most}}"
     except ValueError:
@@ -72,17 +76,20 @@ def written(v: Any, most: int = 200) -> str:
 # %% ../nbs/2_core/errors.ipynb #e44045b0
 @dataclass(frozen=True)
 class Fault:
-    "What the error of an answer is about: the `field` at fault, '' if it is none, and a `kind` that errors of one cause share."
+    """What the error of an answer is about: the `field` at fault, '' if it is none, and a `kind`
+    that errors of one cause share."""
 
     field: str = ""
     kind: str = ""
 
 # %% ../nbs/2_core/errors.ipynb #e44045aa
 class BatchlabError(Exception):
-    """Base of every error that a user of batchlab can meet: what was wrong, what was expected, what to do.
+    """Base of every error that a user of batchlab can meet: what was wrong, what was expected,
+    what to do.
 
-    `message` and `fields` are those of a `Message`. `field`: the name of the parameter, key or setting at fault, '' if it is none. Code that has to
-    know what happened asks for the class and these fields, and reads no message."""
+    `message` and `fields` are those of a `Message`. `field`: the name of the parameter, key or
+    setting at fault, '' if it is none. Code that has to know what happened asks for the class
+    and these fields, and reads no message."""
 
     def __init__(self, message: str = "", *rest: object, **fields: object) -> None:
         super().__init__(message, *rest)
@@ -97,7 +104,8 @@ class BatchlabError(Exception):
 
     @property
     def fault(self) -> Fault:
-        "What it is about, to tell it from others: errors that one statement raises about one field are of a kind."
+        """What it is about, to tell it from others: errors that one statement raises about one
+        field are of a kind."""
         at = self.__traceback__
         while at and at.tb_next:
             at = at.tb_next
@@ -122,7 +130,8 @@ class UnsupportedModelError(ModelError):
 
 
 class PromptError(BatchlabError, ValueError):
-    "A prompt can't be run as it is: it is empty, not made of token ids, or longer than the model's context."
+    """A prompt can't be run as it is: it is empty, not made of token ids, or longer than the
+    model's context."""
 
 
 class PromptTooLongError(PromptError):
@@ -130,11 +139,14 @@ class PromptTooLongError(PromptError):
 
 # %% ../nbs/2_core/errors.ipynb #e44045aa-1
 class ParamError(BatchlabError, ValueError):
-    """A parameter is out of range, of the wrong type or not supported: names it, what it may be, what to do.
+    """A parameter is out of range, of the wrong type or not supported: names it, what it may be,
+    what to do.
 
-    `field`: its name; `value`: what was given; `want`: what it may be; `advice`: what to do. The message is made of them, as in
-    "top_p must be above 0 and at most 1, got 2: 1 keeps all tokens". `why`: what stands behind the field in place of that, after `joint`.
-    Or a `message` says it all, as in any `BatchlabError`; then the field is the first `Option` among its `fields`, unless it is given."""
+    `field`: its name; `value`: what was given; `want`: what it may be; `advice`: what to do. The
+    message is made of them, as in "top_p must be above 0 and at most 1, got 2: 1 keeps all
+    tokens". `why`: what stands behind the field in place of that, after `joint`. Or a `message`
+    says it all, as in any `BatchlabError`; then the field is the first `Option` among its
+    `fields`, unless it is given."""
 
     def __init__(
         self,
@@ -160,15 +172,18 @@ class ParamError(BatchlabError, ValueError):
 
 
 class BatchError(BatchlabError, ValueError):
-    "Rows, caches or limits that no step can be made of: none, an empty row, one too long, or limits that contradict each other."
+    """Rows, caches or limits that no step can be made of: none, an empty row, one too long, or
+    limits that contradict each other."""
 
 
 class EngineError(BatchlabError, RuntimeError):
-    "The engine was used in a way that can't work: an id twice, a step inside a callback, an addition while it stops."
+    """The engine was used in a way that can't work: an id twice, a step inside a callback, an
+    addition while it stops."""
 
 
 class AdapterError(BatchlabError, ValueError):
-    "An adapter can't be loaded or used: says which, why, and what to do. `number`: of the adapter, 0 if it has none yet."
+    """An adapter can't be loaded or used: says which, why, and what to do. `number`: of the
+    adapter, 0 if it has none yet."""
 
     def __init__(self, message: str, number: int = 0, **fields: object) -> None:
         super().__init__(message, **fields)
@@ -184,9 +199,11 @@ class CompileError(BatchlabError, RuntimeError):
 
 # %% ../nbs/2_core/errors.ipynb #e44045aa-2
 class JobError(BatchlabError):
-    """A job can't start or go on: says what is in the way and what to do. `status`: 1 if it had begun, else 2.
+    """A job can't start or go on: says what is in the way and what to do. `status`: 1 if it had
+    begun, else 2.
 
-    `advice`: what to do, of the same `fields`, where a server that runs the job for a client says only what is in the way."""
+    `advice`: what to do, of the same `fields`, where a server that runs the job for a client
+    says only what is in the way."""
 
     def __init__(self, message: str, status: int = 2, advice: str = "", **fields: object) -> None:
         super().__init__(f"{message}: {advice}" if advice else message, **fields)
@@ -198,4 +215,5 @@ class JobError(BatchlabError):
 
 
 class TraceError(BatchlabError, ValueError):
-    "No trace, or not a whole one: another file, a torn one, one of a newer version; or something that it can't give."
+    """No trace, or not a whole one: another file, a torn one, one of a newer version; or
+    something that it can't give."""

@@ -116,7 +116,8 @@ class OneLineParser(argparse.ArgumentParser):
 def argument(
     want: str, convert: Callable[[str], Any], ok: Callable[[Any], bool] = lambda v: True
 ) -> Callable[[str], Any]:
-    "A type for argparse: what `convert` makes of a string, if it is `ok`; else the error says that `want` is expected."
+    """A type for argparse: what `convert` makes of a string, if it is `ok`; else the error says
+    that `want` is expected."""
 
     def read(s: str) -> Any:
         with contextlib.suppress(ValueError):
@@ -128,7 +129,8 @@ def argument(
 
 
 def plain_text(s: str) -> str:
-    "The text that an argument is: UTF-8, also where the locale has no such letters and Python has let them pass undecoded."
+    """The text that an argument is: UTF-8, also where the locale has no such letters and Python
+    has let them pass undecoded."""
     try:
         s.encode()
     except UnicodeEncodeError:
@@ -211,7 +213,8 @@ def json_or_file(s: str) -> Any:
 
 # %% ../nbs/7_serve/flags.ipynb #76552ef0
 def add_flags(parser: Any, *rows: tuple[Any, ...], **common: Any) -> None:
-    "Add a flag for each of `rows`: `(names and value, kind, help)` and perhaps a dict of more for `add_argument`."
+    """Add a flag for each of `rows`: `(names and value, kind, help)` and perhaps a dict of more
+    for `add_argument`."""
     for spec, kind, text, *more in rows:
         names = spec.split()
         how: dict[str, Any] = dict(metavar=names.pop()) if names[-1][0] != "-" else {}
@@ -267,7 +270,8 @@ SAMPLING_FLAGS = [
     (
         "--structured-outputs JSON",
         json_or_file,
-        'JSON of what the answer must be, such as {"regex": "[0-9]+"} or {"json": SCHEMA}; or @FILE',
+        'JSON of what the answer must be, such as {"regex": "[0-9]+"} or {"json": SCHEMA}; or '
+        "@FILE",
     ),
     ("--stop TEXT", "append", "end before this text; may be repeated"),
     ("--bad-words TEXT", "append", "never write this word; may be repeated"),
@@ -388,7 +392,8 @@ TABLE_FLAGS = [
     (
         "--setting-columns NAMES",
         name_list,
-        "columns of a table that are settings of their row, such as max_tokens,seed (default: all columns are data)",
+        "columns of a table that are settings of their row, such as max_tokens,seed (default: "
+        "all columns are data)",
         dict(action="extend", default=[]),
     ),
 ]
@@ -436,14 +441,15 @@ INPUT_FLAGS = [
     (
         "-i --input FILE",
         str,
-        "requests: OpenAI Batch or plain JSONL, CSV, TSV, Parquet, or .txt with one prompt a line; also .gz, .bz2, .xz; "
-        "- is standard input, read to its end first",
+        "requests: OpenAI Batch or plain JSONL, CSV, TSV, Parquet, or .txt with one prompt a "
+        "line; also .gz, .bz2, .xz; - is standard input, read to its end first",
         dict(required=True),
     ),
     (
         "--format",
         ("batch", "plain", "csv", "tsv", "parquet", "txt"),
-        "of JSONL lines (default: by the first good line), or of an input whose name does not say it",
+        "of JSONL lines (default: by the first good line), or of an input whose name does not "
+        "say it",
         dict(dest="form"),
     ),
     *TEXT_FLAGS,
@@ -466,8 +472,8 @@ RUN_FLAGS = [
     (
         "-o --output FILE",
         str,
-        "answers, one for each request; .jsonl, .csv, .tsv or .parquet; - is standard output, where an ended run "
-        "can not go on",
+        "answers, one for each request; .jsonl, .csv, .tsv or .parquet; - is standard output, "
+        "where an ended run can not go on",
     ),
     OUTPUT_COLUMN,
     ("--error-file FILE", str, "failures (default: among the answers)"),
@@ -513,7 +519,8 @@ SERVE_FLAGS = [
     (
         "--allowed-origins URLS",
         origin_list,
-        "sites whose pages may use the server, such as https://a.example; with commas, * is any (default: none)",
+        "sites whose pages may use the server, such as https://a.example; with commas, * is any "
+        "(default: none)",
         dict(action="extend", default=[]),
     ),
     ("--served-model-name NAME", str, "what clients call the model (default: its name)"),
@@ -521,7 +528,8 @@ SERVE_FLAGS = [
     (
         "--fail-whole",
         "store_true",
-        "a batch with a line that can't be read fails as a whole, as at OpenAI (default: that line fails alone)",
+        "a batch with a line that can't be read fails as a whole, as at OpenAI (default: that "
+        "line fails alone)",
     ),
     (
         "--max-pending N",
@@ -544,8 +552,8 @@ EMBED_FLAGS = [
     (
         "-i --input FILE",
         str,
-        "texts: .txt with one a line, JSONL with prompt, text or input, CSV, TSV, Parquet, or lines of /v1/embeddings; also .gz, .bz2, .xz; "
-        "- is standard input, read to its end first",
+        "texts: .txt with one a line, JSONL with prompt, text or input, CSV, TSV, Parquet, or "
+        "lines of /v1/embeddings; also .gz, .bz2, .xz; - is standard input, read to its end first",
     ),
     *(
         row
@@ -572,7 +580,8 @@ EMBED_FLAGS = [
     (
         "-o --output FILE",
         str,
-        "vectors, in the order of the texts; .jsonl, .csv, .tsv, .parquet, or .npy, an array with a row for each text; - is standard output (the default)",
+        "vectors, in the order of the texts; .jsonl, .csv, .tsv, .parquet, or .npy, an array "
+        "with a row for each text; - is standard output (the default)",
     ),
     ("--dimensions N", positive_int, "only so many of a vector's first numbers"),
     (
@@ -695,23 +704,32 @@ FLAGS = dict(
 ABOUT = dict(
     generate="Answer a batch of prompts with a language model.",
     run="Answer a file of requests. Ended in the middle, the same command goes on.",
-    embed="Make a vector of each text, with a model for embeddings. Ended in the middle, the same command on a file goes on.",
+    embed="Make a vector of each text, with a model for embeddings. Ended in the middle, the "
+    "same command on a file goes on.",
     serve="Serve a model over HTTP to programs that speak OpenAI's API, until Ctrl-C or SIGTERM.",
     plan="Say what a job would take: requests, tokens, memory, time.",
     view="Make one HTML page of a trace, to step through, and open it.",
     models="List the models on this machine, fetch one ahead of time, or remove one.",
     cache="List what batchlab keeps in its own folder, or remove all of it.",
-    batch="Hand files of the Batch API to a server that has it, this library's or another, and fetch the answers.",
-    completion="Print what a shell reads to complete commands and flags: put `source <(batchlab completion bash)` into ~/.bashrc.",
+    batch="Hand files of the Batch API to a server that has it, this library's or another, and "
+    "fetch the answers.",
+    completion="Print what a shell reads to complete commands and flags: put `source <(batchlab "
+    "completion bash)` into ~/.bashrc.",
 )
 NOTES = dict(
     generate="A prompt that begins with a dash goes after --.",
-    embed="A text that begins with a dash goes after --. Of a table all columns stand beside the vectors. A text that fails is a row of NaN in an array. "
-    "While a file is worked on, OUTPUT.batchlab holds what it needs to go on, for all outputs but .jsonl, which grows itself.",
-    run="Sampling flags hold for what a line leaves open. A plain line has its own settings beside its "
-    "prompt, or in sampling_params; one that nothing here can honour fails the line, other keys are named once "
-    "and ignored. Of a table, all columns stand beside the answers, in the same order, and only those named by --setting-columns are settings of their row; "
-    " a table as output has a row for each of n answers, told apart by index, and a column logprobs. "
+    embed="A text that begins with a dash goes after --. Of a table all columns stand beside the "
+    "vectors. A text that fails is a row of NaN in an array. "
+    "While a file is worked on, OUTPUT.batchlab holds what it needs to go on, for all outputs "
+    "but .jsonl, which grows itself.",
+    run="Sampling flags hold for what a line leaves open. A plain line has its own settings "
+    "beside its "
+    "prompt, or in sampling_params; one that nothing here can honour fails the line, other keys "
+    "are named once "
+    "and ignored. Of a table, all columns stand beside the answers, in the same order, and only "
+    "those named by --setting-columns are settings of their row; "
+    " a table as output has a row for each of n answers, told apart by index, and a column "
+    "logprobs. "
     "While a job runs, OUTPUT.batchlab holds what it needs to go on; it goes when the job is done.",
 )
 
@@ -747,7 +765,8 @@ def parser_of(command: str) -> OneLineParser:
 
 # %% ../nbs/7_serve/flags.ipynb #parse002
 def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
-    "The command that `argv` names, and what follows it. Raises `JobError`, or `SystemExit` after --help and --version."
+    """The command that `argv` names, and what follows it. Raises `JobError`, or `SystemExit`
+    after --help and --version."""
     top = OneLineParser(
         prog="batchlab",
         description="LLM batch inference.",
@@ -791,7 +810,8 @@ def take_idle(args: argparse.Namespace) -> list[str]:
 
 # %% ../nbs/7_serve/flags.ipynb #parse002-1
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    "The arguments of one command as a namespace. Raises `JobError`, or `SystemExit` after --help and --version."
+    """The arguments of one command as a namespace. Raises `JobError`, or `SystemExit` after
+    --help and --version."""
     command, rest = command_of(argv)
     if command == "bench":
         return argparse.Namespace(command=command, rest=rest, idle=[])
@@ -811,7 +831,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     if command == "serve" and args.served is not None:
         if args.model not in (None, args.served):
             raise JobError(
-                f"the model is {args.served!r:.80}, and --model {args.model!r:.80}: give one of them"
+                f"the model is {args.served!r:.80}, and --model {args.model!r:.80}: give one of "
+                "them"
             )
         args.model = args.served
     args.command, args.idle, args.spell = command, take_idle(args), parser.spell
@@ -835,7 +856,8 @@ def completion(shell: str) -> str:
             str(c) for a in actions if a.choices and not a.option_strings for c in a.choices
         )
         cases += [
-            f"    {command},*) words='{first} {' '.join(s for a in actions for s in a.option_strings if s.startswith('--'))}';;"
+            f"    {command},*) words='{first} "
+            f"{' '.join(s for a in actions for s in a.option_strings if s.startswith('--'))}';;"
         ]
     begin = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
     return begin + _COMPLETION.replace("COMMANDS", " ".join(COMMANDS)).replace(

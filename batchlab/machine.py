@@ -40,7 +40,8 @@ LEVELS: dict[str, tuple[str, set[str]]] = dict(
 
 
 def _level() -> tuple[str, set[str]] | None:
-    "What `BATCHLAB_MAX_CPU` names of `LEVELS`, where this processor has more than that. Raises `ParamError`."
+    """What `BATCHLAB_MAX_CPU` names of `LEVELS`, where this processor has more than that. Raises
+    `ParamError`."""
     if not (name := os.environ.get("BATCHLAB_MAX_CPU")):
         return None
     if name not in LEVELS:
@@ -52,9 +53,11 @@ def _level() -> tuple[str, set[str]] | None:
 
 @functools.cache
 def processor_flags() -> frozenset[str]:
-    """What the processor can do, in Linux's words ('flags' on x86, 'Features' on ARM); empty on other systems.
+    """What the processor can do, in Linux's words ('flags' on x86, 'Features' on ARM); empty on
+    other systems.
 
-    `BATCHLAB_MAX_CPU` hides what lies beyond one of `LEVELS`, as it is when this is first called. Raises `ParamError`."""
+    `BATCHLAB_MAX_CPU` hides what lies beyond one of `LEVELS`, as it is when this is first
+    called. Raises `ParamError`."""
     flags = frozenset((_cpuinfo().get("flags") or _cpuinfo().get("Features", "")).split())
     if (level := _level()) is None:
         return flags
@@ -90,7 +93,8 @@ def expanded(path: str | Path) -> Path:
 
 
 def cache_dir() -> Path:
-    """The folder for what batchlab keeps, such as the default model: `BATCHLAB_CACHE`, else the platform's user cache folder.
+    """The folder for what batchlab keeps, such as the default model: `BATCHLAB_CACHE`, else the
+    platform's user cache folder.
 
     Raises `ModelError` for a user without a home folder."""
     if given := os.environ.get("BATCHLAB_CACHE"):
@@ -116,7 +120,8 @@ _openmp = functools.cache(_gnu_openmp)  # for when torch is there
 
 
 def release_threads() -> None:
-    "End the OpenMP workers of this thread, which is about to wait. Its next loop starts new ones, in some 0.1 ms; what they compute is the same."
+    """End the OpenMP workers of this thread, which is about to wait. Its next loop starts new
+    ones, in some 0.1 ms; what they compute is the same."""
     soft = 1  # omp_pause_soft, of OpenMP 5.0
     for library in _openmp():
         library.omp_pause_resource_all(soft)

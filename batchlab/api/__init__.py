@@ -63,7 +63,8 @@ class StreamCalls(LLMBase):
         timeout: TimeoutEach = None,
         lora_request: AdapterChoices = None,
     ) -> Iterator[StreamEvent]:
-        """Yield a `StreamEvent` for each token of each request as it comes; for arguments see `generate`.
+        """Yield a `StreamEvent` for each token of each request as it comes; for arguments see
+        `generate`.
 
         Closing the generator cancels what is left. Raises `ParamError`."""
         return self._stream(
@@ -80,7 +81,8 @@ class StreamCalls(LLMBase):
         timeout: TimeoutEach = None,
         lora_request: AdapterChoices = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Yield `(index, RequestOutput)` as each finishes: whoever writes them down at once loses nothing later.
+        """Yield `(index, RequestOutput)` as each finishes: whoever writes them down at once
+        loses nothing later.
 
         `on_step(k)` is called with the number of new tokens as they come."""
         return self._outputs(
@@ -98,16 +100,19 @@ class StreamCalls(LLMBase):
         timeout: float | None = None,
         lora_request: AdapterChoice = None,
     ) -> str:
-        """Queue one prompt; returns its id. `stream_callback(event)` gets each `StreamEvent`, in the thread that steps.
+        """Queue one prompt; returns its id. `stream_callback(event)` gets each `StreamEvent`, in
+        the thread that steps.
 
-        It runs in the background after `start`, or as `step` is called. Raises `EngineError`, `ParamError`, `ModelError`."""
+        It runs in the background after `start`, or as `step` is called. Raises `EngineError`,
+        `ParamError`, `ModelError`."""
         if (
             isinstance(sampling_params, str)
             or stream_callback is not None
             and not callable(stream_callback)
         ):
             raise ParamError(
-                "add_request takes the prompt first, unlike vLLM: add_request(prompt, sampling_params, request_id=…)"
+                "add_request takes the prompt first, unlike vLLM: add_request(prompt, "
+                "sampling_params, request_id=…)"
             )
         [settings] = settings_for(1, sampling_params, priority, timeout, lora_request)
         read = read_prompt(prompt, settings, chat)
@@ -130,15 +135,18 @@ class ListCalls(StreamCalls):
         verify: bool = False,
         lora_request: AdapterChoices = None,
     ) -> Outputs[RequestOutput]:
-        """Answer `prompts`, one or a list of strings, lists of ids or dicts: a list of `RequestOutput`, in their order.
+        """Answer `prompts`, one or a list of strings, lists of ids or dicts: a list of
+        `RequestOutput`, in their order.
 
         A dict has a `prompt`, `prompt_token_ids` or `messages`, and may have settings of its own.
 
-        `sampling_params`, `priority` (lower goes first), `timeout` (seconds since the call), `lora_request` (a `LoRARequest` or an
-        adapter's name): one for all or one each. A
-        prompt that can't run gets its `error`; nothing is raised for it. `use_tqdm`: a progress bar, or the class of one; None shows one on a
-        terminal and in a notebook. `verify`: afterwards run a few of them again alone and compare, see `LLM.verify`. Raises `ParamError`,
-        `PromptError` if not one of them is a prompt, and `ModelError` if none can run, as there is no tokenizer for text."""
+        `sampling_params`, `priority` (lower goes first), `timeout` (seconds since the call),
+        `lora_request` (a `LoRARequest` or an adapter's name): one for all or one each. A prompt
+        that can't run gets its `error`; nothing is raised for it. `use_tqdm`: a progress bar, or
+        the class of one; None shows one on a terminal and in a notebook. `verify`: afterwards
+        run a few of them again alone and compare, see `LLM.verify`. Raises `ParamError`,
+        `PromptError` if not one of them is a prompt, and `ModelError` if none can run, as there
+        is no tokenizer for text."""
         check_bar(use_tqdm)
         outs = self._collect(
             read_prompts(prompts, False, sampling_params, priority, timeout, lora_request),
@@ -153,7 +161,8 @@ class ListCalls(StreamCalls):
         seed: int = 0,
         tolerance: float | None = None,
     ) -> Report:
-        "Run some of `outputs` again, each alone, and compare: a `Report`. For arguments see `batchlab.tasks.verify.verify`."
+        """Run some of `outputs` again, each alone, and compare: a `Report`. For arguments see
+        `batchlab.tasks.verify.verify`."""
         from batchlab.tasks.verify import verify
 
         self.report = verify(self, outputs, sample, seed, tolerance)
@@ -184,9 +193,11 @@ class ChatCalls(ListCalls):
         continue_final_message: bool = False,
         lora_request: AdapterChoices = None,
     ) -> Outputs[RequestOutput]:
-        """Answer conversations, one or a list of lists of messages, in the model's chat template; as `generate` does.
+        """Answer conversations, one or a list of lists of messages, in the model's chat
+        template; as `generate` does.
 
-        For `chat_template` and what follows it see `encode_chat`; a conversation as a dict `{'messages': …}` may have its own."""
+        For `chat_template` and what follows it see `encode_chat`; a conversation as a dict
+        `{'messages': …}` may have its own."""
         options = chat_options(
             chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
@@ -205,7 +216,8 @@ class ChatCalls(ListCalls):
 
 # %% ../../nbs/2_core/api.ipynb #2a9916a7
 def first_scored(llm: LLMBase, prompt: Prompt, start: int) -> int:
-    "After which position the log probabilities of `prompt` from token `start` on begin: of a shorter one, the last."
+    """After which position the log probabilities of `prompt` from token `start` on begin: of a
+    shorter one, the last."""
     try:
         _, ids = prompt_ids_of(llm.model, llm.tokenizer, prompt, False, llm.max_model_len)
     except BatchlabError:
@@ -223,10 +235,12 @@ class ScoreCalls(ChatCalls):
         start: int = 1,
         lora_request: AdapterChoices = None,
     ) -> Outputs[Score]:
-        """The `Score` of each of `prompts`, in their order; conversations are scored as the chat template writes them.
+        """The `Score` of each of `prompts`, in their order; conversations are scored as the chat
+        template writes them.
 
-        `start`: the first token that counts. What lies before is computed once for all prompts that begin alike, and may come
-        from the prefix cache. Prompts have no settings here: raises `ParamError`."""
+        `start`: the first token that counts. What lies before is computed once for all prompts
+        that begin alike, and may come from the prefix cache. Prompts have no settings here:
+        raises `ParamError`."""
         check_count("start", start)
         talks = [{"messages": p} if is_talk(p) else p for p in as_list(prompts, is_talk(prompts))]
         talks = [
@@ -267,7 +281,8 @@ class ChoiceCalls(ScoreCalls):
         end: bool = False,
         lora_request: AdapterChoices = None,
     ) -> Outputs[ChoiceScores]:
-        "How likely each of `choices` is after each of `prompts`: a `ChoiceScores` a prompt. For arguments see `batchlab.tasks.choices.choose`."
+        """How likely each of `choices` is after each of `prompts`: a `ChoiceScores` a prompt.
+        For arguments see `batchlab.tasks.choices.choose`."""
         from batchlab.tasks.choices import choose
 
         return choose(self, prompts, choices, chat, use_tqdm, end, lora_request)
@@ -280,30 +295,38 @@ class ChoiceCalls(ScoreCalls):
         concurrency_limit: int | None = None,
         lora_request: AdapterChoices = None,
     ) -> Outputs[BeamSearchOutput]:
-        "The likeliest answers to each of `prompts`, by beam search: a `BeamSearchOutput` a prompt. For arguments see `batchlab.tasks.beam.beam_search`."
+        """The likeliest answers to each of `prompts`, by beam search: a `BeamSearchOutput` a
+        prompt. For arguments see `batchlab.tasks.beam.beam_search`."""
         from batchlab.tasks.beam import beam_search
 
         return beam_search(self, prompts, params, use_tqdm, concurrency_limit, lora_request)
 
 # %% ../../nbs/2_core/api.ipynb #cd47f91a
 class LLM(ChoiceCalls, PoolingCalls, LoRACalls):
-    """Batch inference with one model: `generate` for prompts, `chat` for conversations, `embed` and the other `PoolingCalls` for texts whose
-    hidden states are wanted; results in input order.
+    """Batch inference with one model: `generate` for prompts, `chat` for conversations, `embed`
+    and the other `PoolingCalls` for texts whose hidden states are wanted; results in input
+    order.
 
-    `model`: None (the default model), a hub id, a folder, a `.gguf` file, or a loaded model, which is left as it was
-    found. `tokenizer`: None takes the model's own, a name or folder that one's; with a loaded model None means ids in, ids out. `max_num_seqs`:
-    sequences at once. `max_num_batched_tokens`: tokens a step. `max_model_len`: most tokens of prompt and answer
-    together. `compile`: run on kernels compiled on this machine, 'auto' (if it can), True or False; `backend` says what came
-    of it. `quantization`: None or 'int8', see chapter 22 for what it costs. `kv_cache_bytes`: the most that keys
-    and values may take, of which only what the requests need is taken. What is None is chosen from the device and
-    its free memory, see `limits`. `enable_prefix_caching`: reuse the KV of earlier requests with the same beginning.
-    `strategy`: 'continuous'; or, to compare, 'loop' (one at a time), 'static' (batches in the order given), 'bucketed'
-    (similar lengths together), 'prefix' (batches that share a prefix). `logprobs_mode`: what `logprobs` are of, for requests that
-    don't say: 'raw_logprobs' of what the model says, 'processed_logprobs' of what may be sampled, or the logits of either,
-    'raw_logits', 'processed_logits'. `pooler_config`: a `PoolerConfig`, where hidden states are to be pooled otherwise than the model's folder says. `trace`: record all that happens, in `recorder`;
-    to record a part of it, see `trace`. `enable_lora`: requests may have adapters (chapter 32): of at most `max_loras` at once (8), up to
-    `max_lora_rank`, `max_cpu_loras` in memory (as many); `lora_modules`: `{name: folder}` of adapters to ask for by name, looked at now.
-    `chat_template`: instead of the tokenizer's own, as text or a file. Raises `ModelError`, `ParamError`."""
+    `model`: None (the default model), a hub id, a folder, a `.gguf` file, or a loaded model,
+    which is left as it was found. `tokenizer`: None takes the model's own, a name or folder that
+    one's; with a loaded model None means ids in, ids out. `max_num_seqs`: sequences at once.
+    `max_num_batched_tokens`: tokens a step. `max_model_len`: most tokens of prompt and answer
+    together. `compile`: run on kernels compiled on this machine, 'auto' (if it can), True or
+    False; `backend` says what came of it. `quantization`: None or 'int8', see chapter 22 for
+    what it costs. `kv_cache_bytes`: the most that keys and values may take, of which only what
+    the requests need is taken. What is None is chosen from the device and its free memory, see
+    `limits`. `enable_prefix_caching`: reuse the KV of earlier requests with the same beginning.
+    `strategy`: 'continuous'; or, to compare, 'loop' (one at a time), 'static' (batches in the
+    order given), 'bucketed' (similar lengths together), 'prefix' (batches that share a prefix).
+    `logprobs_mode`: what `logprobs` are of, for requests that don't say: 'raw_logprobs' of what
+    the model says, 'processed_logprobs' of what may be sampled, or the logits of either,
+    'raw_logits', 'processed_logits'. `pooler_config`: a `PoolerConfig`, where hidden states are
+    to be pooled otherwise than the model's folder says. `trace`: record all that happens, in
+    `recorder`; to record a part of it, see `trace`. `enable_lora`: requests may have adapters
+    (chapter 32): of at most `max_loras` at once (8), up to `max_lora_rank`, `max_cpu_loras` in
+    memory (as many); `lora_modules`: `{name: folder}` of adapters to ask for by name, looked at
+    now. `chat_template`: instead of the tokenizer's own, as text or a file. Raises `ModelError`,
+    `ParamError`."""
 
     def plan(
         self,
@@ -332,10 +355,12 @@ class LLM(ChoiceCalls, PoolingCalls, LoRACalls):
         use_tqdm: bool | None = None,
         lora_request: AdapterChoices = None,
     ) -> Frame:
-        """Answer each row of `frame`, a DataFrame, an Arrow table or a list of dicts: one of the same kind with the answers in new columns.
+        """Answer each row of `frame`, a DataFrame, an Arrow table or a list of dicts: one of the
+        same kind with the answers in new columns.
 
-        `template`: 'Translate to {lang}: {text}', of the columns; without it the prompt is in `column`. For the rest see
-        `batchlab.jobs.frames.map_frame`. Raises `PromptError`, `ParamError`, `JobError` for what is wrong with the call."""
+        `template`: 'Translate to {lang}: {text}', of the columns; without it the prompt is in
+        `column`. For the rest see `batchlab.jobs.frames.map_frame`. Raises `PromptError`,
+        `ParamError`, `JobError` for what is wrong with the call."""
         from batchlab.jobs.frames import map_frame
 
         return map_frame(

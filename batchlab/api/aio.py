@@ -38,7 +38,8 @@ __all__ = ['AsyncLLM']
 # %% ../../nbs/2_core/46_async.ipynb #087a529e
 @dataclass(eq=False)
 class _Answer:
-    "What came of a request so far, in `parts` by answer. All of it is used in the event loop alone."
+    """What came of a request so far, in `parts` by answer. All of it is used in the event loop
+    alone."""
 
     request_id: str
     prompt: str | None = None
@@ -104,7 +105,8 @@ REST, LONGEST_REST = 9, 0.1  # times the work that was done; seconds
 
 @dataclass(eq=False)
 class _Mailbox:
-    "Events on their way to one event loop, and the `places` that it has for requests. `cancel`: ends one by its id."
+    """Events on their way to one event loop, and the `places` that it has for requests.
+    `cancel`: ends one by its id."""
 
     loop: asyncio.AbstractEventLoop
     places: asyncio.Semaphore
@@ -115,7 +117,8 @@ class _Mailbox:
     def put(
         self, answer: _Answer, event: StreamEvent, after: deque[Callable[[], object]] | None = None
     ) -> None:
-        "Add `event`, in any thread. The loop is woken now, or when the calls `after` a step are made."
+        """Add `event`, in any thread. The loop is woken now, or when the calls `after` a step
+        are made."""
         first = not self.came
         self.came.append((answer, event))
         if after is None:
@@ -152,11 +155,13 @@ class _Mailbox:
 
 # %% ../../nbs/2_core/46_async.ipynb #fea3e7ff
 class AsyncLLM:
-    """An `LLM` for asyncio: `async for output in llm.generate(prompt, params)`, in as many tasks as you like.
+    """An `LLM` for asyncio: `async for output in llm.generate(prompt, params)`, in as many tasks
+    as you like.
 
-    `model`: an `LLM`, which then belongs to this object, or what `LLM` takes first; `kwargs`: what else `LLM` takes.
-    `max_pending`: requests that the engine has at once; those beyond wait their turn. `async with` closes it at the
-    end. It is for one thread, and for any number of event loops one after the other."""
+    `model`: an `LLM`, which then belongs to this object, or what `LLM` takes first; `kwargs`:
+    what else `LLM` takes. `max_pending`: requests that the engine has at once; those beyond wait
+    their turn. `async with` closes it at the end. It is for one thread, and for any number of
+    event loops one after the other."""
 
     def __init__(
         self,
@@ -168,7 +173,8 @@ class AsyncLLM:
         check_count("max_pending", max_pending)
         if isinstance(model, LLM) and (tokenizer is not None or kwargs):
             raise ParamError(
-                f"{next(iter(kwargs), 'tokenizer')} is for a model that is yet to be loaded: give it to the LLM",
+                f"{next(iter(kwargs), 'tokenizer')} is for a model that is yet to be loaded: give "
+                "it to the LLM",
                 field=next(iter(kwargs), "tokenizer"),
             )
         settings: dict[str, Any] = kwargs
@@ -197,11 +203,14 @@ class AsyncLLM:
         grow: bool = True,
         lora_request: AdapterChoice = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Yield the `RequestOutput` of one prompt as it grows; the last is `finished`. For arguments see `LLM.add_request`.
+        """Yield the `RequestOutput` of one prompt as it grows; the last is `finished`. For
+        arguments see `LLM.add_request`.
 
-        `grow`: False yields the last alone, and spares the loop all others. Those before the last have ids, text and log probabilities so far; the last has all that was asked for, or its `error`. `timeout` counts from
-        now; one that runs out before the request has its turn ends it when that comes. Closing the generator or cancelling its task
-        cancels the request. Raises `EngineError` for an id that is not done yet, `ParamError`."""
+        `grow`: False yields the last alone, and spares the loop all others. Those before the
+        last have ids, text and log probabilities so far; the last has all that was asked for, or
+        its `error`. `timeout` counts from now; one that runs out before the request has its turn
+        ends it when that comes. Closing the generator or cancelling its task cancels the
+        request. Raises `EngineError` for an id that is not done yet, `ParamError`."""
         self.llm.check_process()
         request_id, asked = (
             self._next_id() if request_id is None else str(request_id),
@@ -258,7 +267,8 @@ class AsyncLLM:
         continue_final_message: bool = False,
         lora_request: AdapterChoice = None,
     ) -> AsyncGenerator[RequestOutput]:
-        "As `generate`, for one conversation, a list of messages; for `chat_template` and what follows it see `LLM.chat`."
+        """As `generate`, for one conversation, a list of messages; for `chat_template` and what
+        follows it see `LLM.chat`."""
         template = chat_options(
             chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
@@ -278,7 +288,8 @@ class AsyncLLM:
         )
 
     async def abort(self, request_id: str) -> bool:
-        """End a request with what it has by now; whether there was one. Its reader gets a last output, 'cancelled'.
+        """End a request with what it has by now; whether there was one. Its reader gets a last
+        output, 'cancelled'.
 
         One that still waits for its turn ends as soon as that comes."""
         answer = self.answers.get(str(request_id))
@@ -291,7 +302,8 @@ class AsyncLLM:
         return self.llm.stats()
 
     async def reload_weights(self) -> None:
-        "Run the model as it is now: `LLM.reload_weights`, in another thread, so that the event loop goes on. Raises `EngineError`, `ModelError`."
+        """Run the model as it is now: `LLM.reload_weights`, in another thread, so that the event
+        loop goes on. Raises `EngineError`, `ModelError`."""
 
         def reload() -> None:
             with self.door:
@@ -300,7 +312,8 @@ class AsyncLLM:
         await asyncio.shield(asyncio.wrap_future(self.queuer.submit(reload)))
 
     async def shutdown(self) -> None:
-        "Cancel all requests, end the engine's thread and give the memory of the cache back. A later request begins anew."
+        """Cancel all requests, end the engine's thread and give the memory of the cache back. A
+        later request begins anew."""
         self.llm.check_process()
         for answer in self.answers.values():
             answer.aborted = True
@@ -320,7 +333,8 @@ class AsyncLLM:
         await self.shutdown()
 
     def queuer_for(self, prompt: object) -> ThreadPoolExecutor:
-        "The thread that tokenises `prompt`: long ones have one of their own, if the tokenizer is one that several threads may read."
+        """The thread that tokenises `prompt`: long ones have one of their own, if the tokenizer
+        is one that several threads may read."""
         asked: Any = prompt
         texts = (asked.texts, asked.others) if hasattr(asked, "as_group") else asked
         is_long = chars_in(texts) >= SHORT and hasattr(self.llm.tokenizer, "backend_tokenizer")

@@ -54,8 +54,9 @@ __all__ = ['LoadedModel', 'tokens_of', 'PromptLoop', 'facts_of', 'Upkeep', 'trim
 class LoadedModel(BackgroundLoop):
     """A model, what it says of itself, how it can run and within which limits.
 
-    `shapes`: of the keys and values of its layers, None if it does not run packed; `paddable`: whether rows may be padded, None where nobody needs to know; `causal`: whether a
-    token sees only what stands before it."""
+    `shapes`: of the keys and values of its layers, None if it does not run packed; `paddable`:
+    whether rows may be padded, None where nobody needs to know; `causal`: whether a token sees
+    only what stands before it."""
 
     strategy: str
     enable_prefix_caching: bool
@@ -94,7 +95,8 @@ class LoadedModel(BackgroundLoop):
         self.eos_ids, self.grammars = ends, None
 
     def prepare(self) -> None:
-        """Find out how the model runs as it is now, and within which limits: for `EngineSet`, which calls it when the model has changed.
+        """Find out how the model runs as it is now, and within which limits: for `EngineSet`,
+        which calls it when the model has changed.
 
         Raises `UnsupportedModelError`, `ParamError`, `CompileError`."""
         self.read_model()
@@ -150,7 +152,8 @@ class LoadedModel(BackgroundLoop):
 
 # %% ../../nbs/2_core/base.ipynb #51e20d3a
 def tokens_of(event: StreamEvent) -> int:
-    "How many tokens `event` brings: the new ones of an answer, or those of a whole text whose hidden states were wanted."
+    """How many tokens `event` brings: the new ones of an answer, or those of a whole text whose
+    hidden states were wanted."""
     if isinstance(event.output, PoolingRequestOutput):
         return event.output.num_tokens
     return len(event.token_ids)
@@ -169,7 +172,8 @@ class PromptLoop(LoadedModel):
         on_event: Callable[[StreamEvent], object] | None = None,
         request_id: str | None = None,
     ) -> list[RequestGroup]:
-        "A `RequestGroup` for each of `prompts` (`request_id`: of a single one), made ready by `admit`. Raises `ModelError` if none can run, as the model lacks something."
+        """A `RequestGroup` for each of `prompts` (`request_id`: of a single one), made ready by
+        `admit`. Raises `ModelError` if none can run, as the model lacks something."""
         groups: list[RequestGroup] = []
         down: list[ModelError] = []
         self.read_ends()
@@ -231,7 +235,8 @@ class PromptLoop(LoadedModel):
         prompts: Sequence[ParsedPrompt],
         use_tqdm: Bar = None,
     ) -> Outputs[RequestOutput]:
-        "All outputs of a call in input order, under a progress bar if that was asked for, or may be seen."
+        """All outputs of a call in input order, under a progress bar if that was asked for, or
+        may be seen."""
         done: dict[int, RequestOutput] = {}
         events = contextlib.closing(self._stream(prompts, longest_first=True))
         with CallBar(len(prompts), use_tqdm) as bar, events as coming:
@@ -287,15 +292,19 @@ class Upkeep(PromptLoop):
                 e.scheduler.pool.forget()
 
     def reload_weights(self) -> None:
-        """Run the model as it is now, whatever of it has changed: packed weights, cached keys and values and loaded adapters of before go.
+        """Run the model as it is now, whatever of it has changed: packed weights, cached keys
+        and values and loaded adapters of before go.
 
-        Needed only where no call can notice it by itself, see `batchlab.llm.config.model_state`: a few rows of a weight written through `.data`
-        or NumPy, or something that a hook of yours reads from elsewhere. A model that `LLM` loaded by its name is read from its files again,
-        with the old one in memory until then. Raises `EngineError` while requests are under way, and `ModelError`."""
+        Needed only where no call can notice it by itself, see `batchlab.llm.config.model_state`:
+        a few rows of a weight written through `.data` or NumPy, or something that a hook of
+        yours reads from elsewhere. A model that `LLM` loaded by its name is read from its files
+        again, with the old one in memory until then. Raises `EngineError` while requests are
+        under way, and `ModelError`."""
         with self._hold():
             if self.groups:
                 raise EngineError(
-                    f"{len(self.groups)} requests are under way: reload the weights when they are done, or cancel them"
+                    f"{len(self.groups)} requests are under way: reload the weights when they are "
+                    "done, or cancel them"
                 )
             if self.own:
                 with no_collection():
@@ -304,7 +313,8 @@ class Upkeep(PromptLoop):
 
 # %% ../../nbs/2_core/base.ipynb #82135c2e
 def trim_memory(cuda: bool = True) -> None:
-    "Have torch (unless `cuda` is False) and the C library give back to the system what was freed (CUDA's cache, and glibc's)."
+    """Have torch (unless `cuda` is False) and the C library give back to the system what was
+    freed (CUDA's cache, and glibc's)."""
     if cuda and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     with contextlib.suppress(OSError, AttributeError, TypeError):
@@ -317,7 +327,8 @@ class Lifetime(Upkeep):
     def close(self) -> None:
         """Stop, and give back the memory of the cache; the next call takes it anew.
 
-        The weights go with the last reference to the `LLM`: `del llm`, and in a notebook `%reset -f out` too, if a cell has shown it."""
+        The weights go with the last reference to the `LLM`: `del llm`, and in a notebook
+        `%reset -f out` too, if a cell has shown it."""
         self._close(drain=False)
 
     def __enter__(self) -> Self:
@@ -337,7 +348,8 @@ class Lifetime(Upkeep):
 
 # %% ../../nbs/2_core/base.ipynb #98d42466
 class LLMBase(Lifetime):
-    "A model that takes prompts, put together from settings; `batchlab.api.LLM` says what each of them means."
+    """A model that takes prompts, put together from settings; `batchlab.api.LLM` says what each
+    of them means."""
 
     @no_collection()
     def __init__(
@@ -403,7 +415,8 @@ class LLMBase(Lifetime):
     def trace(
         self, text: bool = True, max_rows: int = 1_000_000, max_text: int = 1_000_000
     ) -> Recorder:
-        """Record what happens inside `with llm.trace() as trace:`, a `Recorder`. For arguments see `batchlab.view.trace.trace`.
+        """Record what happens inside `with llm.trace() as trace:`, a `Recorder`. For arguments
+        see `batchlab.view.trace.trace`.
 
         It is `recorder` from then on, unless the one there still records."""
         from batchlab.view.trace import trace

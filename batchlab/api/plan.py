@@ -24,7 +24,8 @@ __all__ = ['in_order', 'simulate', 'make_plan', 'make_stats']
 
 # %% ../../nbs/2_core/plan.ipynb #5ac1984c
 def in_order(llm: LoadedModel, groups: Sequence[RequestGroup]) -> list[RequestGroup]:
-    "The order in which a call queues `groups`: the longest first, unless `llm.strategy` goes by the order given."
+    """The order in which a call queues `groups`: the longest first, unless `llm.strategy` goes
+    by the order given."""
     if llm.strategy != "continuous":
         return list(groups)
     return sorted(groups, key=lambda g: -max((r.max_tokens for r in g.requests), default=0))
@@ -33,8 +34,8 @@ def in_order(llm: LoadedModel, groups: Sequence[RequestGroup]) -> list[RequestGr
 def simulate(
     scheduler: Scheduler, requests: Iterable[Request], most: int = 200_000
 ) -> tuple[int, int, int] | None:
-    """Run copies of `requests` through `scheduler`, without a model and to their `max_tokens`: `(slots, blocks, tokens reused)`, the
-    most at once. None if that takes more than `most` rows."""
+    """Run copies of `requests` through `scheduler`, without a model and to their `max_tokens`:
+    `(slots, blocks, tokens reused)`, the most at once. None if that takes more than `most` rows."""
     for r in requests:
         first = r.first_logits
         scheduler.add(
@@ -58,7 +59,8 @@ def simulate(
 
 # %% ../../nbs/2_core/plan.ipynb #3de11df7
 def _count_longest(llm: LoadedModel, lengths: Iterable[int]) -> tuple[int, int]:
-    "Of requests that may get as long as `lengths`, how many of the longest run at once, and the blocks that they hold."
+    """Of requests that may get as long as `lengths`, how many of the longest run at once, and
+    the blocks that they hold."""
     limits, size = llm.limits, llm.backend.block_size
     longest = sorted(lengths, reverse=True)
     if not longest or not limits.kv_tokens:

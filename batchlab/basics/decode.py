@@ -21,14 +21,16 @@ Index = slice | list[int] | Tensor
 
 
 class RowLayer(DynamicLayer):
-    """Keys and values of one layer, `[B, H, n, D]`: views of buffers with room behind them, which are written in place."""
+    """Keys and values of one layer, `[B, H, n, D]`: views of buffers with room behind them,
+    which are written in place."""
 
     room = 64  # free columns after each move
     keys: Any
     values: Any
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
-        """Hold `keys` and `values` `[B, H, n, D]` and nothing else. Both are used as they are, and only read."""
+        """Hold `keys` and `values` `[B, H, n, D]` and nothing else. Both are used as they are,
+        and only read."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         self.keys, self.values = self.buffers = [keys, values]
@@ -50,7 +52,8 @@ class RowLayer(DynamicLayer):
 
 # %% ../../nbs/1_basics/03_decode.ipynb #ecdf857b
 class RowCache(Cache):
-    """The KV cache of B rows. It keeps every token: sliding windows are left to the model's mask."""
+    """The KV cache of B rows. It keeps every token: sliding windows are left to the model's
+    mask."""
 
     layers: list[Any]
 
@@ -85,7 +88,8 @@ def right_mask(lengths: Tensor, num_columns: int) -> Tensor:
 
 # %% ../../nbs/1_basics/03_decode.ipynb #9d4a3c1a
 class BatchEngine(SoloEngine):
-    """Decodes all running requests in one call of the model, over one cache whose rows end in the same column.
+    """Decodes all running requests in one call of the model, over one cache whose rows end in
+    the same column.
 
     Row i of `cache` belongs to `running[i]`; the last `lengths[i]` columns are its own."""
 
@@ -122,7 +126,8 @@ class BatchEngine(SoloEngine):
 
 # %% ../../nbs/1_basics/03_decode.ipynb #b62ab9aa
 def uniform(request: Session) -> float:
-    """A number in [0, 1) for the request's next token: with a seed it depends on that and on the token's index alone."""
+    """A number in [0, 1) for the request's next token: with a seed it depends on that and on the
+    token's index alone."""
     if request.seed is None:
         return float(torch.rand(()))
     seed = (request.seed * 1_000_003 + len(request.output_ids)) % 2**63
@@ -130,9 +135,11 @@ def uniform(request: Session) -> float:
 
 # %% ../../nbs/1_basics/03_decode.ipynb #1366604f
 def draw(logits: Tensor, requests: Sequence[Session]) -> list[int]:
-    """A token of each row of `logits` `[B, V]`, by the request's `temperature` and `top_p`; the likeliest at temperature 0.
+    """A token of each row of `logits` `[B, V]`, by the request's `temperature` and `top_p`; the
+    likeliest at temperature 0.
 
-    All rows are drawn at once, each with a number of its own: what a seed gives does not depend on the company."""
+    All rows are drawn at once, each with a number of its own: what a seed gives does not depend
+    on the company."""
     heat = torch.tensor([r.temperature or 1.0 for r in requests], device=logits.device)
     top_p = torch.tensor([r.top_p for r in requests], device=logits.device)
     probs, ids = (logits.float() / heat[:, None]).softmax(-1).sort(-1, descending=True)

@@ -18,15 +18,18 @@ __all__ = ['pad', 'positions_of', 'prefill_padded', 'agree', 'can_pad', 'PaddedE
 
 # %% ../../nbs/1_basics/04_padding.ipynb #1a4a8ff5
 def pad(rows: Sequence[Sequence[int]], device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Rows of token ids as `(input_ids, lengths)`: int64 `[B, L]`, padded on the left with 0, and int64 `[B]`.
+    """Rows of token ids as `(input_ids, lengths)`: int64 `[B, L]`, padded on the left with 0,
+    and int64 `[B]`.
 
-    What is padding is known by the lengths, never by an id: a real token may have the id of the pad token."""
+    What is padding is known by the lengths, never by an id: a real token may have the id of the
+    pad token."""
     ids = pad_sequence([torch.tensor(row) for row in rows], True, 0, "left")
     return ids.to(device), torch.tensor([len(row) for row in rows], device=device)
 
 # %% ../../nbs/1_basics/04_padding.ipynb #0d46e09a
 def positions_of(mask: Tensor) -> Tensor:
-    """Position ids int64 `[B, L]` of a 0/1 mask `[B, L]`: real tokens count from 0, padding has 0."""
+    """Position ids int64 `[B, L]` of a 0/1 mask `[B, L]`: real tokens count from 0, padding has
+    0."""
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 # %% ../../nbs/1_basics/04_padding.ipynb #00cb1caf
@@ -41,7 +44,8 @@ def prefill_padded(
 
 # %% ../../nbs/1_basics/04_padding.ipynb #9bbddc04
 def agree(alone: Sequence[Tensor], first: Tensor, second: Tensor) -> bool:
-    """Whether logits `[B, V]` of the last tokens but one, and of the last, are those of each row `alone`, `[n, V]`, but for rounding."""
+    """Whether logits `[B, V]` of the last tokens but one, and of the last, are those of each row
+    `alone`, `[n, V]`, but for rounding."""
     want = [row[at] for at in (-2, -1) for row in alone]
     limit = 1e-3 if want[0].dtype.itemsize >= 4 else 5e-2  # of the largest logit
     pairs = zip(want, [*first, *second])
@@ -50,7 +54,8 @@ def agree(alone: Sequence[Tensor], first: Tensor, second: Tensor) -> bool:
 # %% ../../nbs/1_basics/04_padding.ipynb #1b06dcb4
 @torch.inference_mode()
 def can_pad(model: PreTrainedModel) -> bool:
-    """Whether padded rows get the logits that each gets alone, from `model`, in prefill and in decode."""
+    """Whether padded rows get the logits that each gets alone, from `model`, in prefill and in
+    decode."""
     size = model.config.get_text_config().vocab_size
     rows = [[(7 * i + 3) % size for i in range(n)] for n in (10, 4)]
     try:
@@ -67,8 +72,9 @@ def can_pad(model: PreTrainedModel) -> bool:
 class PaddedEngine(BatchEngine):
     """Runs the prompts that enter together as one padded batch.
 
-    `waves`: requests enter only when none is running, as in a static batch that waits for its longest answer. `bucketed`: those in
-    the queue whose prompts are of similar lengths enter together."""
+    `waves`: requests enter only when none is running, as in a static batch that waits for its
+    longest answer. `bucketed`: those in the queue whose prompts are of similar lengths enter
+    together."""
 
     def __init__(
         self,

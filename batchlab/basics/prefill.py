@@ -25,7 +25,8 @@ def generate_naive(
     max_tokens: int = 16,
     eos_ids: Collection[int] | None = None,
 ) -> list[int]:
-    """Greedy tokens of one prompt, the slow and certain way: all tokens through the model for each new one.
+    """Greedy tokens of one prompt, the slow and certain way: all tokens through the model for
+    each new one.
 
     `eos_ids`: the tokens that end it; None for the model's own."""
     eos_ids = eos_ids_of(model) if eos_ids is None else eos_ids
@@ -49,7 +50,8 @@ def forward(
 ) -> Tensor:
     """One call of the model: logits `[B, V]` of the last column. `cache` grows by T columns.
 
-    `ids`, `positions`: int64 `[B, T]`. `mask`: `[B, columns of the cache + T]`, 1 where a column is real, or None if all are."""
+    `ids`, `positions`: int64 `[B, T]`. `mask`: `[B, columns of the cache + T]`, 1 where a column
+    is real, or None if all are."""
     known = inspect.signature(model.forward).parameters
     optional = dict(position_ids=positions, logits_to_keep=1)
     more = {name: value for name, value in optional.items() if name in known}
@@ -102,7 +104,8 @@ def greedy(logits: Tensor, requests: Sequence[Session]) -> list[int]:
 
 # %% ../../nbs/1_basics/02_prefill.ipynb #29c99c22
 class SoloEngine:
-    """Runs requests one after the other, each with a KV cache of its own. The chapters that follow change how it computes."""
+    """Runs requests one after the other, each with a KV cache of its own. The chapters that
+    follow change how it computes."""
 
     def __init__(
         self, model: PreTrainedModel, num_slots: int = 1, sample: Sampler = greedy
@@ -140,7 +143,8 @@ class SoloEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Session]:
-        """Give each running request its next token, and each that is admitted its first. Returns those requests."""
+        """Give each running request its next token, and each that is admitted its first. Returns
+        those requests."""
         old = list(self.running)
         moved = self.take(old, self.decode(old)) if old else []
         new = self.admit()  # into slots that were freed in this step, too
@@ -169,7 +173,8 @@ class SoloEngine:
         return forward(self.model, ids, cache, positions)
 
     def take(self, requests: list[Session], logits: Tensor) -> list[Session]:
-        """Give `requests` the tokens that are sampled from their `logits`, and let go of those that end."""
+        """Give `requests` the tokens that are sampled from their `logits`, and let go of those
+        that end."""
         for request, token in zip(requests, self.sample(logits, requests)):
             request.append(token)
         self.leave([r for r in requests if r.finish_reason])

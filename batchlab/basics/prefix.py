@@ -71,10 +71,12 @@ def align_right(cache: RowCache, lengths: Tensor) -> None:
 def prefill_shared(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], shared: int
 ) -> tuple[Tensor, RowCache, Tensor]:
-    """Run prompts whose first `shared` tokens are the same: `(logits [B, V], cache, lengths [B])`. Each has to be longer than that.
+    """Run prompts whose first `shared` tokens are the same:
+    `(logits [B, V], cache, lengths [B])`. Each has to be longer than that.
 
-    What is a prompt's own goes behind the prefix at once, with padding on the right: a gap would lie between tokens that are
-    neighbours. All but the last tokens go first, then the rows are moved to end in one column, and the last tokens follow."""
+    What is a prompt's own goes behind the prefix at once, with padding on the right: a gap would
+    lie between tokens that are neighbours. All but the last tokens go first, then the rows are
+    moved to end in one column, and the last tokens follow."""
     prefix, device = RowCache(), model.device
     ids = torch.tensor([prompts[0][:shared]], device=device)
     forward(model, ids, prefix, torch.arange(shared, device=device)[None])
@@ -93,7 +95,8 @@ def prefill_shared(
 
 # %% ../../nbs/1_basics/06_prefix.ipynb #ba94fe57
 class PrefixEngine(PaddedEngine):
-    """Lets requests enter together that begin alike, and computes what they have in common once. `num_reused`: tokens that this saved."""
+    """Lets requests enter together that begin alike, and computes what they have in common once.
+    `num_reused`: tokens that this saved."""
 
     chunk_size = CHUNK
     num_reused = 0

@@ -18,9 +18,11 @@ __all__ = ['masks_for', 'RaggedEngine', 'can_pack']
 
 # %% ../../nbs/1_basics/07_ragged.ipynb #a419c855
 def masks_for(model: PreTrainedModel, sees: Tensor, distance: Tensor) -> Tensor | dict[str, Tensor]:
-    """The additive mask `[1, 1, T, N]` of one packed row, in the form that `model` takes: one for each kind of layer if there are several.
+    """The additive mask `[1, 1, T, N]` of one packed row, in the form that `model` takes: one
+    for each kind of layer if there are several.
 
-    `sees`: bool `[T, N]`, whether a new token may see a column. `distance`: int64 `[T, N]`, how many tokens before it that one is."""
+    `sees`: bool `[T, N]`, whether a new token may see a column. `distance`: int64 `[T, N]`, how
+    many tokens before it that one is."""
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
@@ -38,10 +40,12 @@ def masks_for(model: PreTrainedModel, sees: Tensor, distance: Tensor) -> Tensor 
 
 # %% ../../nbs/1_basics/07_ragged.ipynb #71543a64
 class RaggedEngine(SoloEngine):
-    """One call of the model a step: the prompts of newcomers and the newest tokens of the others, side by side in one row.
+    """One call of the model a step: the prompts of newcomers and the newest tokens of the
+    others, side by side in one row.
 
-    All keys and values are the columns of one row, which each step extends. `owners` int64 `[N]` says whose a column is (-1: nobody's)
-    and `positions` int64 `[N]` which token of its owner: nothing is moved when a request joins or leaves."""
+    All keys and values are the columns of one row, which each step extends. `owners` int64 `[N]`
+    says whose a column is (-1: nobody's) and `positions` int64 `[N]` which token of its owner:
+    nothing is moved when a request joins or leaves."""
 
     def __init__(
         self, model: PreTrainedModel, num_slots: int = 8, sample: Sampler = greedy
@@ -61,7 +65,8 @@ class RaggedEngine(SoloEngine):
         return self.take([r for r, _ in rows], self.execute(rows)) if rows else []
 
     def execute(self, rows: Sequence[tuple[Session, list[int]]]) -> Tensor:
-        """Run the tokens of each request behind those that it has: logits `[B, V]` of the last of each."""
+        """Run the tokens of each request behind those that it has: logits `[B, V]` of the last
+        of each."""
         ints = lambda x: torch.tensor(x, device=self.model.device)
         ids = ints([token for _, tokens in rows for token in tokens])
         slots = ints([self.slots[r] for r, tokens in rows for _ in tokens])
@@ -100,14 +105,16 @@ class RaggedEngine(SoloEngine):
             self.compact(self.owners >= 0)
 
     def compact(self, keep: Tensor) -> None:
-        """Give back the columns that are not in `keep`, bool `[N]`. Called seldom, so that each is moved seldom."""
+        """Give back the columns that are not in `keep`, bool `[N]`. Called seldom, so that each
+        is moved seldom."""
         self.owners, self.positions = self.owners[keep], self.positions[keep]
         self.cache.select(columns=keep.nonzero()[:, 0])
 
 # %% ../../nbs/1_basics/07_ragged.ipynb #96fc5b5d
 @torch.inference_mode()
 def can_pack(model: PreTrainedModel) -> bool:
-    """Whether packed rows get the logits that each gets alone, from `model`, beyond its sliding window too."""
+    """Whether packed rows get the logits that each gets alone, from `model`, beyond its sliding
+    window too."""
     config = model.config.get_text_config()
     longest = min(getattr(config, "sliding_window", None) or 8, 512) + 6
     rows = [[(7 * i + 3) % config.vocab_size for i in range(n)] for n in (longest, 4)]

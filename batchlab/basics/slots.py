@@ -23,7 +23,8 @@ __all__ = ['Slot', 'SlotBatch', 'RecomputeEngine', 'SlotEngine']
 # %% ../../nbs/1_basics/08_slots.ipynb #c5dbd96b
 @dataclass
 class Slot:
-    """A seat in the batch. `token_ids`: the tokens whose keys and values it holds, also after its request has left; `version` counts its requests."""
+    """A seat in the batch. `token_ids`: the tokens whose keys and values it holds, also after
+    its request has left; `version` counts its requests."""
 
     version: int = 0
     used_at: int = 0
@@ -32,10 +33,12 @@ class Slot:
 
 # %% ../../nbs/1_basics/08_slots.ipynb #ce0afc05
 class SlotBatch(RaggedEngine):
-    """A packed batch whose slots share columns: `holds` bool `[slots, N]` says which slot sees which column.
+    """A packed batch whose slots share columns: `holds` bool `[slots, N]` says which slot sees
+    which column.
 
-    A prompt takes at most `chunk_size` tokens of a step, so that it does not hold up those that decode. A slot keeps what its last
-    request left, up to `max_columns` in all; a prompt that begins alike takes it over without a copy."""
+    A prompt takes at most `chunk_size` tokens of a step, so that it does not hold up those that
+    decode. A slot keeps what its last request left, up to `max_columns` in all; a prompt that
+    begins alike takes it over without a copy."""
 
     def __init__(
         self,
@@ -77,7 +80,8 @@ class SlotBatch(RaggedEngine):
         return self.take([rows[i][0] for i in due], logits[due]) if due else []
 
     def enter(self, request: Session) -> None:
-        """Give `request` a free slot, and what is there of its prompt but the last token, whose logits are needed."""
+        """Give `request` a free slot, and what is there of its prompt but the last token, whose
+        logits are needed."""
         source, length = self.find(request.prompt_ids[:-1])
         held = self.holds[source] & (self.positions < length)
         free = [i for i, slot in enumerate(self.table) if slot.request is None]
@@ -94,7 +98,8 @@ class SlotBatch(RaggedEngine):
         self.running.append(request)
 
     def find(self, prompt: list[int]) -> tuple[int, int]:
-        """The slot that holds most of the beginning of `prompt`, and how many tokens of it, exact to the token."""
+        """The slot that holds most of the beginning of `prompt`, and how many tokens of it,
+        exact to the token."""
         best = (0, 0)
         for key in chunk_keys(prompt):
             number, version = self.index.get(key, (0, -1))
@@ -147,10 +152,11 @@ class RecomputeEngine(SoloEngine):
 
 # %% ../../nbs/1_basics/08_slots.ipynb #1489edb0
 class SlotEngine:
-    """Continuous batching for any causal language model: packed if it can be packed (`way`), else padded, else one by one.
+    """Continuous batching for any causal language model: packed if it can be packed (`way`),
+    else padded, else one by one.
 
-    Requests can be added and cancelled from any thread. The steps are made by the caller, in `step`, `run`, `stream` or `wait`, or by
-    the background thread, between `start` and `stop`."""
+    Requests can be added and cancelled from any thread. The steps are made by the caller, in
+    `step`, `run`, `stream` or `wait`, or by the background thread, between `start` and `stop`."""
 
     def __init__(
         self,
@@ -189,7 +195,8 @@ class SlotEngine:
             return self.engine.cancel(request)
 
     def step(self) -> list[Session]:
-        """One call of the model, or a few if it can't be packed. Returns the requests that got a token.
+        """One call of the model, or a few if it can't be packed. Returns the requests that got a
+        token.
 
         If it fails, all that are unfinished end with 'error', and nothing is held any more."""
         with self.changed:

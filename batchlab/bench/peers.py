@@ -13,7 +13,8 @@ from typing import Any
 
 # %% ../../nbs/9_bench/peers.ipynb #b5de6e68
 def serve(start: Callable[..., dict]) -> None:
-    "The contender's end of the pipe: start it as the first line says, then do what each line asks for; end with all it started."
+    """The contender's end of the pipe: start it as the first line says, then do what each line
+    asks for; end with all it started."""
     replies, status = os.fdopen(os.dup(1), "w"), 1
     os.dup2(2, 1)  # what a library prints goes to the log, not into the protocol
     say = lambda **reply: print(json.dumps(reply), file=replies, flush=True)
@@ -197,7 +198,8 @@ def start_vllm(
 
 
 def start_openvino(gguf: str, max_num_seqs: int, options: dict, **_: Any) -> dict:
-    "OpenVINO GenAI's continuous batching on the CPU; `options` are fields of its `SchedulerConfig`."
+    """OpenVINO GenAI's continuous batching on the CPU; `options` are fields of its
+    `SchedulerConfig`."""
     import numpy as np
     import openvino as ov, openvino_genai as g  # pyright: ignore[reportMissingImports]
 
@@ -229,7 +231,8 @@ def start_openvino(gguf: str, max_num_seqs: int, options: dict, **_: Any) -> dic
 
 # %% ../../nbs/9_bench/peers.ipynb #60be0002
 def start_llamacpp(gguf: str, longest: int, options: dict, **_: Any) -> dict:
-    "llama.cpp on the CPU through llama-cpp-python, one request at a time; `options` are arguments of its `Llama`."
+    """llama.cpp on the CPU through llama-cpp-python, one request at a time; `options` are
+    arguments of its `Llama`."""
     from itertools import islice
     from llama_cpp import Llama  # pyright: ignore[reportMissingImports]
 

@@ -47,13 +47,15 @@ from ..jobs.runner import admit_line
 
 # %% ../../nbs/9_bench/61_profile.ipynb #2742e401
 class Clock:
-    "`seconds` spent in the methods that are watched, by label. On a GPU it waits for it at each, which slows the whole down."
+    """`seconds` spent in the methods that are watched, by label. On a GPU it waits for it at
+    each, which slows the whole down."""
 
     def __init__(self) -> None:
         self.seconds, self.inside = defaultdict[str, float](float), set[str]()
 
     def watch(self, obj: object, name: str, label: str) -> contextlib.AbstractContextManager:
-        "A context in which calls of method `name` of `obj`, an object or a class, count for `label`."
+        """A context in which calls of method `name` of `obj`, an object or a class, count for
+        `label`."""
         call = getattr(obj, name)
 
         def timed(*args, **kwargs):
@@ -74,7 +76,8 @@ class Clock:
 
 # %% ../../nbs/9_bench/61_profile.ipynb #c35aa016
 def linear_classes(llm: LLM) -> set[type]:
-    "The classes of all linear layers in what `llm` runs: the model's own, and those that its fused pass has instead."
+    """The classes of all linear layers in what `llm` runs: the model's own, and those that its
+    fused pass has instead."""
     own, fused = (
         {
             type(m)
@@ -128,7 +131,8 @@ def _exactly(max_tokens: int) -> SamplingParams:
 
 
 def profile(llm: LLM, w: Workload, warm: Workload | None = None) -> tuple[dict[str, float], int]:
-    "Seconds of `w` in `llm` by part, `{'linears', 'attention', 'small ops', 'sampling', 'bookkeeping'}`, and its steps."
+    """Seconds of `w` in `llm` by part, `{'linears', 'attention', 'small ops', 'sampling',
+    'bookkeeping'}`, and its steps."""
 
     def run(w: Workload) -> tuple[float, int]:
         before, begin = llm.stats().steps, time.perf_counter()
@@ -180,7 +184,8 @@ def chosen(s: Setup) -> Iterator[tuple[str, Workload]]:
 
 
 def requests_of(llm: LLM, path: str, most: int = 64) -> Workload:
-    "The first requests of file `path`, at `most` so many, as a `Workload` for `llm`. Raises `JobError`."
+    """The first requests of file `path`, at `most` so many, as a `Workload` for `llm`. Raises
+    `JobError`."""
     job, params, found = Job(path, limit=most), ParamsCache(None), list[Request]()
     job.check()
     for number, raw in job.raw():
@@ -189,7 +194,8 @@ def requests_of(llm: LLM, path: str, most: int = 64) -> Workload:
             found += group.requests
     if not found:
         raise JobError(
-            f"{path}: none of the first {most} lines is a request that this model answers; batchlab plan says why"
+            f"{path}: none of the first {most} lines is a request that this model answers; "
+            "batchlab plan says why"
         )
     return Workload(
         Path(path).name,
@@ -230,7 +236,8 @@ def decode_rate(
     vocab: tuple[int, int] = (100, 40_000),
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    "Tokens per second in decode steps of `slots` requests that hold `context` tokens each; NaN if they do not all fit at once."
+    """Tokens per second in decode steps of `slots` requests that hold `context` tokens each; NaN
+    if they do not all fit at once."""
     rng, rates, got = random.Random(f"{slots} {context}"), [], Counter[str]()
     prompts = [[rng.randrange(*vocab) for _ in range(context)] for _ in range(slots)]
     llm.generate(prompts, _exactly(1), use_tqdm=False)
@@ -258,7 +265,8 @@ def sweep(
     say: Callable[[str], object] = str,
     **kw: Any,
 ) -> dict[str, dict[int, float]]:
-    """Decode speed over slots at one `context`, and over contexts `at` so many slots: `{'slots': {n: rate}, 'context': {n: rate}}`.
+    """Decode speed over slots at one `context`, and over contexts `at` so many slots:
+    `{'slots': {n: rate}, 'context': {n: rate}}`.
 
     `say`: a function that is told of the progress. `kw`: of `decode_rate`."""
     found = dict(slots={}, context={})
@@ -287,7 +295,8 @@ def cliffs(got: dict[str, dict[int, float]], slack: float = 0.1) -> list[str]:
 
 # %% ../../nbs/9_bench/61_profile.ipynb #358bd192
 def sweep_bars(got: dict[str, dict[int, float]]) -> drawing.Picture:
-    "The `Picture` of a `sweep`: a bar for each number of slots and each context, in tokens per second."
+    """The `Picture` of a `sweep`: a bar for each number of slots and each context, in tokens per
+    second."""
     rows = {
         f"{n} {kind}": {kind: rate} for kind, points in got.items() for n, rate in points.items()
     }
@@ -319,7 +328,8 @@ def run_sweep(s: Setup) -> Measured:
 
 # %% ../../nbs/9_bench/61_profile.ipynb #8969420d
 def memory_of(settings: dict, w: Workload, threads: int | None = None) -> dict[str, int]:
-    "Bytes for `w` in a fresh process: `{'base', 'weights', 'kv', 'ready', 'peak'}`, and `'slots'`. Raises `Unavailable`."
+    """Bytes for `w` in a fresh process: `{'base', 'weights', 'kv', 'ready', 'peak'}`, and
+    `'slots'`. Raises `Unavailable`."""
     with PeerProcess(
         worker_text(peers.start_batchlab), settings, env=peer_env("batchlab", threads=threads)
     ) as worker:
@@ -330,7 +340,8 @@ def memory_of(settings: dict, w: Workload, threads: int | None = None) -> dict[s
 
 
 def memory_table(rows: Mapping[str, dict]) -> str:
-    "A Markdown table in MB from `{workload: memory_of}`; the last column: how far the peak is from base and plan together."
+    """A Markdown table in MB from `{workload: memory_of}`; the last column: how far the peak is
+    from base and plan together."""
 
     def row(name: str, m: dict) -> dict[str, Any]:
         due = m["base"] + m["weights"] + m["kv"]
@@ -359,7 +370,8 @@ def run_memory(s: Setup) -> Measured:
 
 # %% ../../nbs/9_bench/61_profile.ipynb #1055b28d
 def step_bytes(model: Any, rows: int, held: int) -> int:
-    "Bytes that a decode step of `rows` rows has to read, each holding `held` tokens: weights once, keys and values."
+    """Bytes that a decode step of `rows` rows has to read, each holding `held` tokens: weights
+    once, keys and values."""
     embedded = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.nbytes
     kv = sum(h * (k + v) for h, k, v in kv_shapes(model)) * model.dtype.itemsize
     return sum(p.nbytes for p in model.parameters()) - embedded + rows * held * kv
@@ -381,7 +393,8 @@ def bandwidth(
     steps: int = 32,
     **kw: Any,
 ) -> dict[int, tuple[float, float]]:
-    "`{slots: (tokens per second of decode, share of a copy's bytes a second)}`; `kw`: of `sweep` and `decode_rate`."
+    """`{slots: (tokens per second of decode, share of a copy's bytes a
+    second)}`; `kw`: of `sweep` and `decode_rate`."""
     peak = copy_speed(llm.model.device)
     rates = sweep(llm, slots, (), context, steps=steps, **kw)["slots"]
     return {

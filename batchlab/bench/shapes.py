@@ -88,7 +88,8 @@ SHAPES = {
 
 # %% ../../nbs/9_bench/shapes.ipynb #9ee5b10b
 def once(path: Path, make: Callable[[Path], object]) -> Path:
-    "The file or folder `path`, which `make`, given another name, writes if it is not there yet. Raises `ModelError`."
+    """The file or folder `path`, which `make`, given another name, writes if it is not there
+    yet. Raises `ModelError`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock"):
@@ -101,7 +102,8 @@ def once(path: Path, make: Callable[[Path], object]) -> Path:
                 os.replace(made, path)
     except OSError as e:
         raise ModelError(
-            f"can't write {path} ({one_line(e)}): make room, or set BATCHLAB_CACHE to a folder on another disk"
+            f"can't write {path} ({one_line(e)}): make room, or set BATCHLAB_CACHE to a folder on "
+            "another disk"
         ) from e
     return path
 
@@ -122,9 +124,11 @@ def _write_shape(shape: str, dtype: str, seed: int, folder: Path) -> None:
 
 
 def shape_folder(shape: str, dtype: str = "bf16", seed: int = 0) -> Path:
-    """The folder of a model of `shape`, a name of `SHAPES`, with random weights in `dtype`: made on first use, in the cache folder.
+    """The folder of a model of `shape`, a name of `SHAPES`, with random weights in `dtype`: made
+    on first use, in the cache folder.
 
-    `dtype`: 'fp32', 'bf16' or 'fp16', and 'auto' is 'bf16'. Raises `ValueError` for an unknown shape, `ModelError`."""
+    `dtype`: 'fp32', 'bf16' or 'fp16', and 'auto' is 'bf16'. Raises `ValueError` for an unknown
+    shape, `ModelError`."""
     if shape not in SHAPES:
         raise ValueError(f"shape {shape!r} is unknown: choose {', '.join(map(repr, SHAPES))}")
     dtype = "bf16" if dtype == "auto" else dtype
@@ -204,14 +208,16 @@ def _gguf_header(writer: Any, c: Any, kind: str) -> None:
 
 # %% ../../nbs/9_bench/shapes.ipynb #9ee5b114-2
 def write_gguf(folder: Path, path: Path, kind: str = "q8_0") -> None:
-    "Write the model in `folder` into the GGUF file `path`, its matrices as `kind`, a name of `GGUF_TYPES`. Raises `Unavailable`."
+    """Write the model in `folder` into the GGUF file `path`, its matrices as `kind`, a name of
+    `GGUF_TYPES`. Raises `Unavailable`."""
     import gguf
     from transformers import AutoConfig
 
     c: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
     if c.model_type not in GGUF_ARCHS:
         raise Unavailable(
-            f"{c.model_type!r} is not written as GGUF here, only {', '.join(GGUF_ARCHS)}: give --gguf FILE"
+            f"{c.model_type!r} is not written as GGUF here, only {', '.join(GGUF_ARCHS)}: give "
+            "--gguf FILE"
         )
     arch, types = gguf.MODEL_ARCH[GGUF_ARCHS[c.model_type]], gguf.GGMLQuantizationType
     writer, names = (
@@ -253,7 +259,8 @@ def write_gguf(folder: Path, path: Path, kind: str = "q8_0") -> None:
 
 # %% ../../nbs/9_bench/shapes.ipynb #9ee5b114-3
 def gguf_of(folder: str | Path, forms: str | Path, kind: str = "q8_0") -> Path:
-    "The model in `folder` as a GGUF file in the folder `forms`, written on first use; see `write_gguf`. Raises `Unavailable`, `ModelError`."
+    """The model in `folder` as a GGUF file in the folder `forms`, written on first use; see
+    `write_gguf`. Raises `Unavailable`, `ModelError`."""
     if kind not in GGUF_TYPES:
         raise Unavailable(
             f"quantization {kind!r} is not written as GGUF here: choose {', '.join(GGUF_TYPES)}"
@@ -281,7 +288,8 @@ def _linears(folder: Path) -> set[str]:
 
 
 def write_int8(folder: Path, to: Path) -> None:
-    "Write the model in `folder` into the folder `to` with linear layers of int8, as vLLM reads them. Raises `Unavailable`."
+    """Write the model in `folder` into the folder `to` with linear layers of int8, as vLLM reads
+    them. Raises `Unavailable`."""
     from safetensors.torch import save_file
 
     to.mkdir()
@@ -318,5 +326,6 @@ def write_int8(folder: Path, to: Path) -> None:
 
 
 def int8_of(folder: str | Path, forms: str | Path) -> Path:
-    "The model in `folder` with linear layers of int8 in the folder `forms`, written on first use; see `write_int8`. Raises `Unavailable`, `ModelError`."
+    """The model in `folder` with linear layers of int8 in the folder `forms`, written on first
+    use; see `write_int8`. Raises `Unavailable`, `ModelError`."""
     return once(Path(forms) / f"{Path(folder).name}.int8", lambda to: write_int8(Path(folder), to))

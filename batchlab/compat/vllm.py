@@ -44,7 +44,8 @@ RENAMED = dict(kv_cache_memory_bytes="kv_cache_bytes", override_pooler_config="p
 
 
 def engine_options(given: dict[str, Any]) -> dict[str, Any]:
-    "The arguments of `LLM` for `given`, those of vLLM's. Those that have no effect are left out, and named in one line of the log."
+    """The arguments of `LLM` for `given`, those of vLLM's. Those that have no effect are left
+    out, and named in one line of the log."""
     idle = {k: v for k, v in given.items() if k in VLLM_ENGINE and v not in (None, VLLM_ENGINE[k])}
     if idle:
         log.warning("without effect here: %s", ", ".join(f"{k}={v!r:.40}" for k, v in idle.items()))
@@ -68,7 +69,8 @@ class LLM(api.LLM):
         chat_template_content_format: str = "auto",
         **options: Any,
     ) -> Any:
-        "As `LLM.chat`. The content of a message is a string or parts of text in any `chat_template_content_format`."
+        """As `LLM.chat`. The content of a message is a string or parts of text in any
+        `chat_template_content_format`."""
         options |= dict(lora_request=lora_request, chat_template=chat_template)
         return super().chat(messages, sampling_params, use_tqdm, **options)
 
@@ -139,7 +141,8 @@ class EngineArgs(_Fields):
 
     @staticmethod
     def add_cli_args(parser: Any) -> Any:
-        "Add a flag for each argument to `parser`, an `ArgumentParser` or a group of one; returns it."
+        """Add a flag for each argument to `parser`, an `ArgumentParser` or a group of one;
+        returns it."""
         for name, default in _DEFAULTS.items():
             how: dict[str, Any] = dict(type=_text if name in _TEXT else _value)
             if isinstance(default, bool):
@@ -169,7 +172,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    "Give back what deleted models held. Nothing is distributed here, so `shutdown_ray` says nothing."
+    """Give back what deleted models held. Nothing is distributed here, so `shutdown_ray` says
+    nothing."""
     gc.collect()
     trim_memory()
 
@@ -206,7 +210,8 @@ def print_embeddings(embeds: Sequence[float], prefix: str = "Embeddings") -> Non
 
 # %% ../../nbs/7_serve/47_habits.ipynb #hab00042
 class LLMEngine:
-    "vLLM's engine: requests are added by hand, and each `step` gives the results of those that it ended. `llm`: the `LLM` that runs them."
+    """vLLM's engine: requests are added by hand, and each `step` gives the results of those that
+    it ended. `llm`: the `LLM` that runs them."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm, self.done = llm, deque[Any]()
@@ -226,7 +231,8 @@ class LLMEngine:
         *,
         priority: int = 0,
     ) -> str:
-        "Queue a prompt; `arrival_time` says nothing. A prompt that can't run has an `error` in its result. Raises `EngineError` for an id that is not done yet."
+        """Queue a prompt; `arrival_time` says nothing. A prompt that can't run has an `error` in
+        its result. Raises `EngineError` for an id that is not done yet."""
 
         def keep(event: StreamEvent) -> None:
             if event.finished:

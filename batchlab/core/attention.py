@@ -54,10 +54,11 @@ def _configs(config: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def attention_override(model: PreTrainedModel, attention: str | None = None) -> Iterator[list[Any]]:
-    """Inside, `model` is in eval mode and calls the `attention` function of that name (None: its own). Gives the configs that name it.
+    """Inside, `model` is in eval mode and calls the `attention` function of that name (None: its
+    own). Gives the configs that name it.
 
-    Afterwards, also after an exception, all is as it was. One thread at a time for each model; the same thread may
-    enter again.
+    Afterwards, also after an exception, all is as it was. One thread at a time for each model;
+    the same thread may enter again.
     """
     with _locks.setdefault(model, threading.RLock()):
         training = [m for m in model.modules() if m.training] if model.training else []
@@ -85,7 +86,8 @@ PASSED_ON = {
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    "What a layer asks of attention. `dim`, `dim_v`: of a key and of a value. None for no window, soft cap or sinks."
+    """What a layer asks of attention. `dim`, `dim_v`: of a key and of a value. None for no
+    window, soft cap or sinks."""
 
     heads: int
     kv_heads: int
@@ -104,8 +106,8 @@ class AttentionSpec:
 class LayerCalls:
     """A step without a cache, for one packed sequence, that notes what each layer asks for.
 
-    `calls`: `(layer, its AttentionSpec)`, in the order of the calls. `causal`: what all layers have to be. Raises `Unavailable` if a layer
-    asks for what batchlab doesn't know.
+    `calls`: `(layer, its AttentionSpec)`, in the order of the calls. `causal`: what all layers
+    have to be. Raises `Unavailable` if a layer asks for what batchlab doesn't know.
     """
 
     def __init__(self, causal: bool = True) -> None:
@@ -159,7 +161,8 @@ def _record(
 
 # %% ../../nbs/2_core/12_attention.ipynb #5e04c3c7
 def _check_windows(config: Any, windows: list[int | None], causal: bool = True) -> None:
-    "Raise `Unavailable` unless the layers asked for the windows that `config` states; None is full attention."
+    """Raise `Unavailable` unless the layers asked for the windows that `config` states; None is
+    full attention."""
     size, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if size and not causal:
         size += 1  # tokens so far away are still seen, on both sides
@@ -198,10 +201,12 @@ def _why_not() -> Iterator[None]:
 def check_backend(
     model: PreTrainedModel, backend: Backend, probe: Probe | None = None, times: int = 1
 ) -> None:
-    """Raise `Unavailable` unless rows of 13, 3 and 1 tokens get from `backend` the logits that `model` gives each alone.
+    """Raise `Unavailable` unless rows of 13, 3 and 1 tokens get from `backend` the logits that
+    `model` gives each alone.
 
-    In three steps: together, a chunk, and decode, so many `times`. `probe`: of `probe_rows`, whose answers may be known; None
-    makes one. With a `StateProbe` it is hidden states; where rows see both ways, of all positions in one step."""
+    In three steps: together, a chunk, and decode, so many `times`. `probe`: of `probe_rows`,
+    whose answers may be known; None makes one. With a `StateProbe` it is hidden states; where
+    rows see both ways, of all positions in one step."""
     probe, size = probe or Probe(model, probe_rows(model)), backend.block_size
     each = -(-16 // size)
     cache, tables = (
@@ -227,7 +232,8 @@ def check_backend(
             )
             if not probe.agrees(ends, out):
                 raise Unavailable(
-                    f"its {'hidden states' if probe.hidden else 'logits'} packed differ from those alone"
+                    f"its {'hidden states' if probe.hidden else 'logits'} packed differ from "
+                    "those alone"
                 )
 
 
@@ -246,8 +252,9 @@ def _trial_steps(causal: bool, times: int) -> list[list[tuple[int, int, int]]]:
 def layer_specs(
     model: PreTrainedModel, causal: bool = True, hidden: bool = False
 ) -> list[AttentionSpec]:
-    """What each layer of `model` asks of attention, by one short row. Raises `Unavailable` unless each calls the attention function once,
-    asks for nothing unknown, and for the window that config states. `causal`, `hidden`: as in a `Batch`."""
+    """What each layer of `model` asks of attention, by one short row. Raises `Unavailable`
+    unless each calls the attention function once, asks for nothing unknown, and for the window
+    that config states. `causal`, `hidden`: as in a `Batch`."""
     run = model.base_model if hidden else model
     if "position_ids" not in inspect.signature(run.forward).parameters:
         raise Unavailable("it takes no position_ids")
@@ -258,10 +265,13 @@ def layer_specs(
 
 
 def kv_layout(model: PreTrainedModel, probe: Probe | None = None) -> list[Shape]:
-    """Of each layer `(kv_heads, key head_dim, value head_dim)`, for a model that runs packed; else raises `Unavailable`.
+    """Of each layer `(kv_heads, key head_dim, value head_dim)`, for a model that runs packed;
+    else raises `Unavailable`.
 
-    Its layers must ask for what they may (`layer_specs`), and three short rows, packed, must get the logits that each gets alone
-    (`check_backend`, whose `probe` it takes). Not seen: what begins beyond 13 tokens and is stated nowhere, and `longrope`, which rotates a whole row by its longest sequence.
+    Its layers must ask for what they may (`layer_specs`), and three short rows, packed, must get
+    the logits that each gets alone (`check_backend`, whose `probe` it takes). Not seen: what
+    begins beyond 13 tokens and is stated nowhere, and `longrope`, which rotates a whole row by
+    its longest sequence.
     """
     shapes = [spec.shape for spec in layer_specs(model)]
     check_backend(model, TorchBackend(model, shapes), probe)
@@ -277,7 +287,8 @@ def can_pack(model: PreTrainedModel) -> bool:
 
 # %% ../../nbs/2_core/12_attention.ipynb #enc00002
 def encoder_inputs(model: PreTrainedModel, packed: Packed) -> dict[str, torch.Tensor]:
-    "What the base of `model` takes beside the ids of a row that sees both ways: its `position_ids` as it counts them, and `token_type_ids`."
+    """What the base of `model` takes beside the ids of a row that sees both ways: its
+    `position_ids` as it counts them, and `token_type_ids`."""
     base, ids, positions = model.base_model, packed.input_ids, packed.position_ids
     embed: Any = getattr(base, "embeddings", None)
     takes = inspect.signature(base.forward).parameters
@@ -300,11 +311,13 @@ def encoder_inputs(model: PreTrainedModel, packed: Packed) -> dict[str, torch.Te
 def shared_prefixes(
     tables: Sequence[Sequence[int]], limits: Sequence[int], unit: int = 1
 ) -> list[tuple[list[int], int]]:
-    """Which rows are best read together: groups `(rows, number of blocks)` that begin with the same blocks.
+    """Which rows are best read together: groups `(rows, number of blocks)` that begin with the
+    same blocks.
 
-    `tables`: each row's blocks; `limits`: how many of them, from the first on, a row may share. Blocks are shared `unit` at a
-    time. At each fork, but for those behind 32 others, either all stay together or each branch of several rows goes on by
-    itself, whichever reads fewer blocks. Every row is in one group, maybe alone."""
+    `tables`: each row's blocks; `limits`: how many of them, from the first on, a row may share.
+    Blocks are shared `unit` at a time. At each fork, but for those behind 32 others, either all
+    stay together or each branch of several rows goes on by itself, whichever reads fewer blocks.
+    Every row is in one group, maybe alone."""
 
     def branches(rows: list[int], depth: int) -> list[list[int]]:
         "The rows that may share the next `unit` blocks, by what those are."
@@ -345,10 +358,12 @@ def attend_pieces(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of R rows with one query each, `q` `[R, H, D]`, over columns that all share and columns of their own: `[R, H, Dv]`.
+    """Attention of R rows with one query each, `q` `[R, H, D]`, over columns that all share and
+    columns of their own: `[R, H, Dv]`.
 
-    `shared`: keys and values `[S, KV, D]`, multiplied with all queries at once; `own`: `[R, C, KV, D]`; `mask`: additive,
-    `[R, 1, 1, S + C]`, or `[R, 1, 1, C]` for the columns of their own alone. The softmax is over both. (Hydragen, Juravsky et al. 2024.)"""
+    `shared`: keys and values `[S, KV, D]`, multiplied with all queries at once; `own`:
+    `[R, C, KV, D]`; `mask`: additive, `[R, 1, 1, S + C]`, or `[R, 1, 1, C]` for the columns of
+    their own alone. The softmax is over both. (Hydragen, Juravsky et al. 2024.)"""
     (R, H, _), (S, KV, _) = q.shape, shared[0].shape
     x = q.unflatten(1, (KV, -1))  # [R, KV, G, D]
     both = (
@@ -367,7 +382,8 @@ def attend_pieces(
 
 # %% ../../nbs/2_core/12_attention.ipynb #5e1a0c13
 class _Thread(threading.local):
-    "What a thread is in the middle of: a step, the configs of its model, and which layers have attended."
+    """What a thread is in the middle of: a step, the configs of its model, and which layers have
+    attended."""
 
     runs: tuple[Step | None, Sequence[Any], list[int], bool] = None, (), [], True
 
@@ -377,7 +393,8 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def _runs(step: Step, configs: Sequence[Any], causal: bool = True) -> Iterator[None]:
-    "Inside, `step` attends for modules with one of `configs` that this thread calls, once for each layer."
+    """Inside, `step` attends for modules with one of `configs` that this thread calls, once for
+    each layer."""
     before, _thread.runs = _thread.runs, (step, configs, [], causal)
     try:
         yield
@@ -398,15 +415,18 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in each attention layer, by the name 'batchlab': `(output [1, T, H, Dv], None)`.
+    """What transformers calls in each attention layer, by the name 'batchlab':
+    `(output [1, T, H, Dv], None)`.
 
-    `query` `[1, H, T, D]`; `key`, `value` `[1, KV, T, D]`: the packed new tokens. The step that this thread is in the
-    middle of gets all that the layer asks for, the last argument whatever else it passed on. Raises `EngineError`.
+    `query` `[1, H, T, D]`; `key`, `value` `[1, KV, T, D]`: the packed new tokens. The step that
+    this thread is in the middle of gets all that the layer asks for, the last argument whatever
+    else it passed on. Raises `EngineError`.
     """
     step, configs, attended, causal = _thread.runs
     if step is None or not any(c is module.config for c in configs):
         raise EngineError(
-            "this model is in the middle of a batchlab step: do not call it from another thread meanwhile"
+            "this model is in the middle of a batchlab step: do not call it from another thread "
+            "meanwhile"
         )
     layer: Any = (
         module.layer_idx if causal else len(attended)
@@ -435,10 +455,12 @@ def packed_forward(
     hidden: bool = False,
     layers: Sequence[int] = (),
 ) -> torch.Tensor:
-    """Logits `[n, V]` at the packed positions `last`, int64 `[n]`, or after each row's last token if None.
+    """Logits `[n, V]` at the packed positions `last`, int64 `[n]`, or after each row's last
+    token if None.
 
-    `packed`: the `Packed` row; `step`: attention for the same rows in the same order, which writes their KV. `hidden`: the last
-    hidden states `[n, E]` in place of logits; with `layers` those of these, `[n, L, E]`."""
+    `packed`: the `Packed` row; `step`: attention for the same rows in the same order, which
+    writes their KV. `hidden`: the last hidden states `[n, E]` in place of logits; with `layers`
+    those of these, `[n, L, E]`."""
     last = packed.last if last is None else last
     run = model.base_model if hidden else model
     inputs = (
@@ -465,7 +487,8 @@ def _weights(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The scores `x` `[B, H, Q, K]`, which it may overwrite, as weights in fp32: all that a layer does to them, then the softmax.
+    """The scores `x` `[B, H, Q, K]`, which it may overwrite, as weights in fp32: all that a
+    layer does to them, then the softmax.
 
     `mask`: additive, for all columns or for the last."""
     x = x.float().mul_(scaling)
@@ -490,9 +513,10 @@ def attend_plain(
 ) -> torch.Tensor:
     """Attention written out, its softmax in fp32: `[B, H, Q, Dv]`.
 
-    `q` `[B, H, Q, D]`; `k` `[B, KV, K, D]`; `v` `[B, KV, K, Dv]`, each KV head shared by H / KV query heads (Ainslie et
-    al. 2023); `mask` additive, `[B or 1, 1, Q, K]` or `[Q, K]`, or None. `softcap`: scores become
-    `softcap * tanh(scores / softcap)` (Gemma 2). `sinks` `[H]`: a score of each head without a value (gpt-oss).
+    `q` `[B, H, Q, D]`; `k` `[B, KV, K, D]`; `v` `[B, KV, K, Dv]`, each KV head shared by H / KV
+    query heads (Ainslie et al. 2023); `mask` additive, `[B or 1, 1, Q, K]` or `[Q, K]`, or None.
+    `softcap`: scores become `softcap * tanh(scores / softcap)` (Gemma 2). `sinks` `[H]`: a score
+    of each head without a value (gpt-oss).
     """
     (B, H, Q, _), KV = q.shape, k.shape[1]
     x = (q.reshape(B, KV, H // KV * Q, -1) @ k.transpose(-1, -2)).view(B, H, Q, -1)
@@ -509,10 +533,11 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `attend_plain`, by torch's fused kernel where there are neither softcap nor sinks: `[B, H, Q, Dv]`.
+    """As `attend_plain`, by torch's fused kernel where there are neither softcap nor sinks:
+    `[B, H, Q, Dv]`.
 
-    `mask` may also be 'causal', for Q = K: query i sees columns 0 to i. `Q` > 1 takes one sequence, `B` = 1. K and V are
-    never repeated in memory."""
+    `mask` may also be 'causal', for Q = K: query i sees columns 0 to i. `Q` > 1 takes one
+    sequence, `B` = 1. K and V are never repeated in memory."""
     causal = isinstance(mask, str)
     if softcap is not None or sinks is not None:
         if causal:
@@ -559,7 +584,8 @@ def span_mask(
     window: int | None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    "For rows that see `lengths` columns `[R]`: the additive mask `[R, end - start]` of the columns from `start` on."
+    """For rows that see `lengths` columns `[R]`: the additive mask `[R, end - start]` of the
+    columns from `start` on."""
     col = torch.arange(start, end, device=lengths.device)
     seen = col < lengths[:, None]
     if window is not None:
@@ -570,14 +596,16 @@ def span_mask(
 def _chunk_mask(
     start: int, end: int, low: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | str:
-    "For queries at columns `start` up to `end`: the mask `[n, columns]` of the columns from `low` on, or 'causal'."
+    """For queries at columns `start` up to `end`: the mask `[n, columns]` of the columns from
+    `low` on, or 'causal'."""
     if start == 0 and (window is None or end <= window):
         return "causal"
     return span_mask(torch.arange(start + 1, end + 1, device=device), low, end, window, dtype)
 
 
 def both_ways(n: int, window: int | None, like: torch.Tensor) -> torch.Tensor | None:
-    "The mask `[n, n]` of a row that sees itself in both directions, less than `window` away if that is given; or None."
+    """The mask `[n, n]` of a row that sees itself in both directions, less than `window` away if
+    that is given; or None."""
     if window is None:
         return None
     at = torch.arange(n, device=like.device)
@@ -586,10 +614,12 @@ def both_ways(n: int, window: int | None, like: torch.Tensor) -> torch.Tensor | 
 # %% ../../nbs/2_core/12_attention.ipynb #96e79bc3
 @dataclass(eq=False)
 class DecodeGroup:
-    """R rows of one token each that are attended together. `rows`: which of the batch. `shared`: blocks that all begin with.
+    """R rows of one token each that are attended together. `rows`: which of the batch. `shared`:
+    blocks that all begin with.
 
-    `own`: the blocks behind those, int64 `[R * n]`, or the list of them for one row; `first`: the column where they begin,
-    `columns`: how many each row has of them; `lengths`: int64 `[R]`, how many columns each row may see."""
+    `own`: the blocks behind those, int64 `[R * n]`, or the list of them for one row; `first`:
+    the column where they begin, `columns`: how many each row has of them; `lengths`: int64
+    `[R]`, how many columns each row may see."""
 
     rows: list[int]
     shared: list[int]
@@ -603,7 +633,8 @@ LONG = 512  # columns of one row that take as long to read as one more call
 
 
 def decode_groups(batch: Batch, block_size: int, device: torch.device) -> list[DecodeGroup]:
-    "The rows of `batch` that decode, grouped: by what they share, then by how much more they have to read."
+    """The rows of `batch` that decode, grouped: by what they share, then by how much more they
+    have to read."""
     n, found = batch.num_decode, []
     tables, lengths = batch.block_table[:n], batch.seq_lens[:n]
     shared = {
@@ -633,10 +664,11 @@ def decode_groups(batch: Batch, block_size: int, device: torch.device) -> list[D
 
 # %% ../../nbs/2_core/12_attention.ipynb #a608301b
 class PackedStep:
-    """Attention of one step's rows over the blocks of a cache, in plain torch: what each layer calls by `attention`.
+    """Attention of one step's rows over the blocks of a cache, in plain torch: what each layer
+    calls by `attention`.
 
-    Single tokens are attended group by group (`decode_groups`), longer rows one by one. `masked`: columns that a full layer
-    reads in decode only to be masked."""
+    Single tokens are attended group by group (`decode_groups`), longer rows one by one.
+    `masked`: columns that a full layer reads in decode only to be masked."""
 
     def __init__(self, cache: KVCache, batch: Batch) -> None:
         self.cache, self.batch, self.masks = cache, batch, {}
@@ -666,9 +698,11 @@ class PackedStep:
         sinks: torch.Tensor | None,
         others: dict,
     ) -> torch.Tensor:
-        """Write a layer's `k`, `v` `[1, KV, T, D]` into their places and attend with `q` `[1, H, T, D]`: `[1, T, H, Dv]`.
+        """Write a layer's `k`, `v` `[1, KV, T, D]` into their places and attend with `q`
+        `[1, H, T, D]`: `[1, T, H, Dv]`.
 
-        Each token sees its own row's columns up to its own, the last `window` of them if that is given."""
+        Each token sees its own row's columns up to its own, the last `window` of them if that is
+        given."""
         asked: dict[str, Any] = dict(scaling=scaling, softcap=softcap, sinks=sinks)
         b, out = self.batch, q.new_empty(q.shape[2], q.shape[1], v.shape[3])
         if b.causal:
@@ -703,7 +737,8 @@ class PackedStep:
     def _seen(
         self, layer: int, i: int, n: int, window: int | None, like: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | str]:
-        "Keys and values `[1, KV, columns, D]` that the last n tokens of row i may see, and their mask."
+        """Keys and values `[1, KV, columns, D]` that the last n tokens of row i may see, and
+        their mask."""
         end, size = self.batch.seq_lens[i], self.cache.block_size
         first = 0 if window is None else max(0, end - n + 1 - window) // size
         held = self.cache.read(layer, self.batch.block_table[i][first : -(-end // size)])
@@ -730,7 +765,8 @@ class PackedStep:
 
 # %% ../../nbs/2_core/12_attention.ipynb #a0674596
 class TorchBackend:
-    """Runs packed steps in plain torch, by the model's own code: for any model that `kv_layout` accepts, on any device.
+    """Runs packed steps in plain torch, by the model's own code: for any model that `kv_layout`
+    accepts, on any device.
 
     `adapters`: what runs rows with an adapter (chapter 32), or None."""
 

@@ -42,11 +42,13 @@ class Step(Protocol):
 
 # %% ../../nbs/2_core/backend.ipynb #bd5393dc
 class Backend(Protocol):
-    """Runs the packed steps of one model. `why`: in a line, why it is not a faster one; '' if there is none.
+    """Runs the packed steps of one model. `why`: in a line, why it is not a faster one; '' if
+    there is none.
 
-    `block_size`: tokens to a block of its cache. `nbytes`: of weights that it holds besides the model's. `masked`: columns
-    that the last step read only to mask them. `batch_invariant`: whether a token's logits are the same bits whatever shares
-    its steps, and however its prompt was cut."""
+    `block_size`: tokens to a block of its cache. `nbytes`: of weights that it holds besides the
+    model's. `masked`: columns that the last step read only to mask them. `batch_invariant`:
+    whether a token's logits are the same bits whatever shares its steps, and however its prompt
+    was cut."""
 
     name: str
     why: str
@@ -60,7 +62,8 @@ class Backend(Protocol):
         ...
 
     def execute(self, cache: KVCache, batch: Batch) -> torch.Tensor:
-        "One step: outputs `[n, V]` at `batch.logits_at` (with `batch.hidden` `[n, E]`). Writes the KV of its tokens."
+        """One step: outputs `[n, V]` at `batch.logits_at` (with `batch.hidden` `[n, E]`). Writes
+        the KV of its tokens."""
         ...
 
     def close(self) -> None:
@@ -70,10 +73,12 @@ class Backend(Protocol):
 # %% ../../nbs/2_core/backend.ipynb #7b3368b9
 @dataclass
 class BackendOptions:
-    """`compile`: False for plain torch, True to insist on kernels, 'auto' to take them where they can be had. `own`: the model's
-    weights may be given up for packed ones; `room`: else bytes that packed ones may take beside them. `quantization`: None or
-    'int8'. `probe`: of `probe_rows`, if there is one, so that the model is not asked again; `specs`: what its layers ask of attention,
-    likewise. `untried`: plain torch has to pass `check_backend` too, as no `kv_layout` has seen to that."""
+    """`compile`: False for plain torch, True to insist on kernels, 'auto' to take them where
+    they can be had. `own`: the model's weights may be given up for packed ones; `room`: else
+    bytes that packed ones may take beside them. `quantization`: None or 'int8'. `probe`: of
+    `probe_rows`, if there is one, so that the model is not asked again; `specs`: what its layers
+    ask of attention, likewise. `untried`: plain torch has to pass `check_backend` too, as no
+    `kv_layout` has seen to that."""
 
     compile: bool | str = "auto"
     own: bool = False
@@ -103,10 +108,11 @@ def register(name: str, module: str) -> None:
 def select_backend(
     model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions | None = None
 ) -> Backend:
-    """The first backend in the registry that runs `model`, whose `kv_layout` is `shapes`; 'torch', the last, does.
+    """The first backend in the registry that runs `model`, whose `kv_layout` is `shapes`;
+    'torch', the last, does.
 
-    A backend's module is imported when it is tried. Raises what a backend raises besides `Unavailable`: with `compile=True`
-    `CompileError`, where there are no kernels."""
+    A backend's module is imported when it is tried. Raises what a backend raises besides
+    `Unavailable`: with `compile=True` `CompileError`, where there are no kernels."""
     options, whys = options or BackendOptions(), []
     names = ["torch"] if options.compile is False else [*REGISTRY]
     for name in names:

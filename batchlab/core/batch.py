@@ -20,18 +20,22 @@ if TYPE_CHECKING:
 # %% ../../nbs/2_core/batch.ipynb #7e1b6100
 @dataclass
 class Batch:
-    """One step: R rows side by side, T tokens in all. Numbers only, so that it can be pickled; it knows no request.
+    """One step: R rows side by side, T tokens in all. Numbers only, so that it can be pickled;
+    it knows no request.
 
-    `ids`, `positions`, `slot_mapping`: for each of the T tokens its id, its position in its sequence, and its place in the
-    cache, `block * block_size + offset`. `cu_seqlens`: R + 1 numbers; row i has the tokens `cu_seqlens[i]` up to
-    `cu_seqlens[i + 1]`. `seq_lens`: for each row how many tokens it has after the step, these included. `slots`: each row's
-    seat in the batch. `block_table`: each row's blocks, in order.
+    `ids`, `positions`, `slot_mapping`: for each of the T tokens its id, its position in its
+    sequence, and its place in the cache, `block * block_size + offset`. `cu_seqlens`: R + 1
+    numbers; row i has the tokens `cu_seqlens[i]` up to `cu_seqlens[i + 1]`. `seq_lens`: for each
+    row how many tokens it has after the step, these included. `slots`: each row's seat in the
+    batch. `block_table`: each row's blocks, in order.
 
-    `copies`: `(source, target, n)`, done before all else: the first `n` tokens of one block into another. `logits_at`: which
-    of the T tokens give an output. `adapters`: for each row the adapter it runs with, 0 for none. `causal`: False for rows
-    that see all of themselves, in both directions, and leave no KV: a whole sequence each. `hidden`: give the last hidden
-    states in place of logits. `token_types`: of each of the T tokens, for models that tell the parts of a pair apart; or []. `layers`: whose hidden states
-    are due, `[n, L, E]`, 0 for the embeddings, the last one's normed; [] for the last alone."""
+    `copies`: `(source, target, n)`, done before all else: the first `n` tokens of one block into
+    another. `logits_at`: which of the T tokens give an output. `adapters`: for each row the
+    adapter it runs with, 0 for none. `causal`: False for rows that see all of themselves, in
+    both directions, and leave no KV: a whole sequence each. `hidden`: give the last hidden
+    states in place of logits. `token_types`: of each of the T tokens, for models that tell the
+    parts of a pair apart; or []. `layers`: whose hidden states are due, `[n, L, E]`, 0 for the
+    embeddings, the last one's normed; [] for the last alone."""
 
     ids: list[int]
     positions: list[int]
@@ -73,7 +77,8 @@ class Batch:
 
 # %% ../../nbs/2_core/batch.ipynb #a1fd867d
 def places(table: Sequence[int], start: int, n: int, block_size: int) -> list[int]:
-    "The places in the cache of positions `start` to `start + n` (excluded) of a sequence with that block table."
+    """The places in the cache of positions `start` to `start + n` (excluded) of a sequence with
+    that block table."""
     if n == 1:
         return [table[start // block_size] * block_size + start % block_size]
     found: list[int] = []
@@ -93,10 +98,11 @@ def pack_rows(
     logits_at: Sequence[int] | None = None,
     **more: Any,
 ) -> Batch:
-    """A `Batch` of `rows` `(token ids, start)` with these block `tables`; rows of one token have to come first.
+    """A `Batch` of `rows` `(token ids, start)` with these block `tables`; rows of one token have
+    to come first.
 
-    `logits_at`: None for the last token of each row. `block_size`: 0 for a runner that keeps no blocks. `more`: further fields
-    of `Batch`; each row's slot is its index, if not given."""
+    `logits_at`: None for the last token of each row. `block_size`: 0 for a runner that keeps no
+    blocks. `more`: further fields of `Batch`; each row's slot is its index, if not given."""
     lengths = [len(ids) for ids, _ in rows]
     assert lengths == sorted(lengths, key=lambda n: n > 1), "rows of one token come first"
     cu = list(accumulate(lengths, initial=0))

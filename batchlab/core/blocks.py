@@ -19,10 +19,11 @@ from .hashes import content_hash
 
 # %% ../../nbs/2_core/10b_blocks.ipynb #4af0c6a6
 class KVBudget:
-    """The tokens of KV that all engines of an `LLM` may hold together: `limit`, or None for any number.
+    """The tokens of KV that all engines of an `LLM` may hold together: `limit`, or None for any
+    number.
 
-    `claims`: what each owner holds. `on_short(owner)`: called when a claim does not fit, to give back what lies idle with others
-    than `owner`."""
+    `claims`: what each owner holds. `on_short(owner)`: called when a claim does not fit, to give
+    back what lies idle with others than `owner`."""
 
     def __init__(
         self, limit: int | None = None, on_short: Callable[[Hashable], None] | None = None
@@ -31,13 +32,15 @@ class KVBudget:
         self.claims: dict[Hashable, int] = {}
 
     def left(self, owner: Hashable) -> float:
-        "How many tokens `owner` may hold in all, as far as the others leave them; infinity without a limit."
+        """How many tokens `owner` may hold in all, as far as the others leave them; infinity
+        without a limit."""
         if self.limit is None:
             return math.inf
         return self.limit - sum(n for o, n in self.claims.items() if o != owner)
 
     def has_room(self, owner: Hashable, tokens: int) -> bool:
-        "Whether `owner` may hold `tokens` in all, if need be once others have given back what lies idle."
+        """Whether `owner` may hold `tokens` in all, if need be once others have given back what
+        lies idle."""
         if tokens > self.left(owner) and self.on_short is not None:
             self.on_short(owner)
         return tokens <= self.left(owner)
@@ -55,10 +58,12 @@ class KVBudget:
 # %% ../../nbs/2_core/10b_blocks.ipynb #c4493a25
 @dataclass(slots=True, eq=False)
 class Block:
-    """What is known of one block: `block_size` places for the KV of consecutive tokens, in all layers.
+    """What is known of one block: `block_size` places for the KV of consecutive tokens, in all
+    layers.
 
-    `refs`: requests (and copies in flight) that need it as it is. `token_ids`: the tokens whose KV lies in it. `parent`: the
-    hash of all that comes before it; `hash`: of that and its own tokens, once it is full. `listed`: whether it can be found."""
+    `refs`: requests (and copies in flight) that need it as it is. `token_ids`: the tokens whose
+    KV lies in it. `parent`: the hash of all that comes before it; `hash`: of that and its own
+    tokens, once it is full. `listed`: whether it can be found."""
 
     refs: int = 0
     token_ids: list[int] = field(default_factory=list)
@@ -77,7 +82,8 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 # %% ../../nbs/2_core/10b_blocks.ipynb #7a60d5e4
 @dataclass(frozen=True)
 class Hit:
-    """What a pool holds of a prompt: whole `blocks`, to be shared, and `n` more tokens in block `source`, to be copied.
+    """What a pool holds of a prompt: whole `blocks`, to be shared, and `n` more tokens in block
+    `source`, to be copied.
 
     `num_tokens`: of both together."""
 
@@ -90,8 +96,8 @@ class Hit:
 class BlockIndex:
     """Finds `blocks` by what lies in them, exact to the token.
 
-    `full`: hash → the full block that ends with it. `children`: hash → the listed blocks that go on after it. `chunk_size`:
-    tokens to a link of the chain of hashes."""
+    `full`: hash → the full block that ends with it. `children`: hash → the listed blocks that go
+    on after it. `chunk_size`: tokens to a link of the chain of hashes."""
 
     def __init__(self, blocks: list[Block], block_size: int) -> None:
         self.blocks = blocks
@@ -132,7 +138,8 @@ class BlockIndex:
             del self.full[b.hash]
 
     def longest(self, parent: bytes, ids: Sequence[int]) -> tuple[int, int | None]:
-        "Of the blocks that go on after `parent`, the one that shares most tokens with `ids`: how many, and which (None for 0)."
+        """Of the blocks that go on after `parent`, the one that shares most tokens with `ids`:
+        how many, and which (None for 0)."""
         n, best = 0, None
         for i in self.children.get(parent, ()):
             if n == len(ids):
@@ -159,13 +166,16 @@ class BlockIndex:
 
 # %% ../../nbs/2_core/10b_blocks.ipynb #3cef918d
 class BlockPool:
-    """Hands out blocks of KV, and finds again what lies in them. Blocks are numbered from 0; `blocks[i]` is a `Block`.
+    """Hands out blocks of KV, and finds again what lies in them. Blocks are numbered from 0;
+    `blocks[i]` is a `Block`.
 
-    A block is held (`refs`), cached (nobody holds it, and it can be found until it is taken for something else) or free (nobody
-    holds it, nothing lies in it). `budget`: what limits their number, shared with others. `prefix_caching=False`: nothing is
-    hashed, and nothing outlives its owner. `index`: finds blocks. `evictions`: cached blocks taken. `hits`: requests that began
-    with cached tokens. `recent`: blocks released to be spared until `spare_no_more`: while there is new memory, that is taken
-    rather than they. After vLLM's block pool, with hits exact to the token."""
+    A block is held (`refs`), cached (nobody holds it, and it can be found until it is taken for
+    something else) or free (nobody holds it, nothing lies in it). `budget`: what limits their
+    number, shared with others. `prefix_caching=False`: nothing is hashed, and nothing outlives
+    its owner. `index`: finds blocks. `evictions`: cached blocks taken. `hits`: requests that
+    began with cached tokens. `recent`: blocks released to be spared until `spare_no_more`: while
+    there is new memory, that is taken rather than they. After vLLM's block pool, with hits exact
+    to the token."""
 
     def __init__(
         self, block_size: int = 64, budget: KVBudget | None = None, prefix_caching: bool = True
@@ -193,12 +203,14 @@ class BlockPool:
         return -(-tokens // self.block_size)
 
     def has_room(self, blocks: int) -> bool:
-        "Whether that many blocks more could be held, if need be once other owners of the budget have given back."
+        """Whether that many blocks more could be held, if need be once other owners of the
+        budget have given back."""
         more = blocks - len(self.free) - len(self.cached)
         return more <= 0 or self.budget.has_room(self, (len(self.blocks) + more) * self.block_size)
 
     def take(self, after: int | None = None) -> int | None:
-        """An empty block, held once: free, else evicted, else of new memory; None if there is none to be had.
+        """An empty block, held once: free, else evicted, else of new memory; None if there is
+        none to be had.
 
         Of the free ones it is the neighbour of block `after` if possible, else the lowest."""
         if self.free:
@@ -223,7 +235,8 @@ class BlockPool:
         ) * self.block_size <= self.budget.left(self)
 
     def grow(self, table: list[int], tokens: int) -> bool:
-        "Make `table` long enough for so many tokens. False, with nothing taken, if there is no memory for it."
+        """Make `table` long enough for so many tokens. False, with nothing taken, if there is no
+        memory for it."""
         had = len(table)
         while len(table) * self.block_size < tokens:
             if (i := self.take(table[-1] if table else None)) is None:
@@ -239,7 +252,8 @@ class BlockPool:
         self.blocks[block].refs += 1
 
     def release(self, table: Sequence[int], keep: bool = True, spare: bool = False) -> None:
-        "Hold the blocks of `table` no longer. What lies in them can still be found, unless `keep` is False; `spare`: see `recent`."
+        """Hold the blocks of `table` no longer. What lies in them can still be found, unless
+        `keep` is False; `spare`: see `recent`."""
         if spare:
             self.recent.update(table)
         for i in reversed(table):  # the last first, so that children go before parents
@@ -261,9 +275,11 @@ class BlockPool:
     def commit(
         self, table: Sequence[int], start: int, ids: Sequence[int], root: bytes = b""
     ) -> None:
-        """Note that the KV of tokens `ids`, at positions from `start` on, lies in the blocks of `table`.
+        """Note that the KV of tokens `ids`, at positions from `start` on, lies in the blocks of
+        `table`.
 
-        `root`: what else the KV depends on, such as an adapter. Each block must be held once, and filled up to there."""
+        `root`: what else the KV depends on, such as an adapter. Each block must be held once,
+        and filled up to there."""
         size, ids = self.block_size, list(ids)
         while ids:
             at, n = start // size, size - start % size
@@ -282,9 +298,11 @@ class BlockPool:
     def find(
         self, ids: Sequence[int], hashes: Sequence[bytes] | None = None, root: bytes = b""
     ) -> Hit:
-        """What lies there of a sequence of tokens `ids`, all but the last of them, which has to be computed.
+        """What lies there of a sequence of tokens `ids`, all but the last of them, which has to
+        be computed.
 
-        `hashes`: the chain of hashes of its chunks, if at hand. They only lead to blocks: the tokens are compared."""
+        `hashes`: the chain of hashes of its chunks, if at hand. They only lead to blocks: the
+        tokens are compared."""
         if not self.prefix_caching or len(ids) < 2:
             return Hit([], 0)
         return self.index.find(ids, hashes, root)
@@ -292,10 +310,12 @@ class BlockPool:
     def enter(
         self, ids: Sequence[int], hit: Hit, root: bytes = b""
     ) -> tuple[list[int], list[tuple[int, int, int]], int]:
-        """`(table, copies, tokens)` for a sequence `ids` that begins with what was found: shared blocks, and a copied one.
+        """`(table, copies, tokens)` for a sequence `ids` that begins with what was found: shared
+        blocks, and a copied one.
 
-        `copies`: `(source, target, n)`; the source is held until `release([source])`, after the copy was made. `tokens`: how many
-        of `ids` are there now. Where holding the source would leave too few blocks for the rest of `ids`, nothing is copied."""
+        `copies`: `(source, target, n)`; the source is held until `release([source])`, after the
+        copy was made. `tokens`: how many of `ids` are there now. Where holding the source would
+        leave too few blocks for the rest of `ids`, nothing is copied."""
         for i in hit.blocks:
             self.share(i)
         table, at = list(hit.blocks), len(hit.blocks) * self.block_size

@@ -24,7 +24,8 @@ Shape = tuple[int, int, int]  # of a layer: KV heads, length of a key, length of
 
 @torch.inference_mode()
 def kv_shapes(model: PreTrainedModel) -> list[Shape]:
-    """For each layer of `model` that keeps keys and values: `(kv_heads, key head_dim, value head_dim)`.
+    """For each layer of `model` that keeps keys and values:
+    `(kv_heads, key head_dim, value head_dim)`.
 
     Seen by running one token, since configs name these differently and not always rightly."""
     cache = DynamicCache()
@@ -37,8 +38,9 @@ def kv_shapes(model: PreTrainedModel) -> list[Shape]:
 def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> int:
     """Bytes of KV cache that one token of one sequence takes over all layers.
 
-    `2 · layers · kv_heads · head_dim · bytes per number`; a sliding-window layer is counted as if it kept everything.
-    `config` is a transformers config; `dtype` defaults to the one it was loaded in.
+    `2 · layers · kv_heads · head_dim · bytes per number`; a sliding-window layer is counted as
+    if it kept everything. `config` is a transformers config; `dtype` defaults to the one it was
+    loaded in.
     """
     c: Any = config.get_text_config()
     kv_heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
@@ -49,10 +51,11 @@ def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype | None = Non
 
 # %% ../../nbs/2_core/10_slots.ipynb #fe9a559f
 def reserve(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor whose memory is taken page by page as it is first written, and given back when it is dropped.
+    """A tensor whose memory is taken page by page as it is first written, and given back when it
+    is dropped.
 
-    On a CPU, where the system maps memory like that; elsewhere an ordinary tensor. Raises `OSError` or `MemoryError` where not
-    even the addresses can be had."""
+    On a CPU, where the system maps memory like that; elsewhere an ordinary tensor. Raises
+    `OSError` or `MemoryError` where not even the addresses can be had."""
     n = dtype.itemsize
     for s in shape:
         n *= s
@@ -74,12 +77,14 @@ def is_run(blocks: Sequence[int]) -> bool:
 
 # %% ../../nbs/2_core/10_slots.ipynb #a74868d4
 class KVCache:
-    """Keys and values of all blocks, written in place. Tensors only: who holds which block, `BlockPool` knows.
+    """Keys and values of all blocks, written in place. Tensors only: who holds which block,
+    `BlockPool` knows.
 
-    `keys[layer]`, `values[layer]`: `[num_blocks, block_size, kv_heads, head_dim]`; place p of a batch's `slot_mapping` is
-    `[p // block_size, p % block_size]`. `shapes`: one for each layer. The addresses of `num_blocks` blocks are reserved (half
-    as many, as often as needed, where those can't be had); only blocks that were used take memory, `nbytes`. A subclass may
-    have another layout: `key_shape` and `value_shape` of a block."""
+    `keys[layer]`, `values[layer]`: `[num_blocks, block_size, kv_heads, head_dim]`; place p of a
+    batch's `slot_mapping` is `[p // block_size, p % block_size]`. `shapes`: one for each layer.
+    The addresses of `num_blocks` blocks are reserved (half as many, as often as needed, where
+    those can't be had); only blocks that were used take memory, `nbytes`. A subclass may have
+    another layout: `key_shape` and `value_shape` of a block."""
 
     def __init__(
         self,
@@ -128,7 +133,8 @@ class KVCache:
         return self.num_used * self.block_bytes
 
     def prepare(self, batch: Batch) -> None:
-        "Before a step: zeros in the blocks that it begins, of which attention reads more than is written; then its copies."
+        """Before a step: zeros in the blocks that it begins, of which attention reads more than
+        is written; then its copies."""
         self.use(batch)
         begun = [p // self.block_size for p in batch.slot_mapping if p % self.block_size == 0]
         if begun:
@@ -148,7 +154,8 @@ class KVCache:
         self.num_used = max(self.num_used, top + 1)
 
     def copy(self, source: int, target: int, n: int | None = None) -> None:
-        "Copy a block, in all layers; of its first `n` tokens, zeros go behind them: what else is there may be no numbers."
+        """Copy a block, in all layers; of its first `n` tokens, zeros go behind them: what else
+        is there may be no numbers."""
         for t in self.keys + self.values:
             t[target] = t[source]
             if n is not None:
@@ -157,16 +164,19 @@ class KVCache:
     def write(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        "Put `key` and `value` `[T, kv_heads, head_dim]` of T tokens into their places, int64 `[T]`."
+        """Put `key` and `value` `[T, kv_heads, head_dim]` of T tokens into their places, int64
+        `[T]`."""
         self.keys[layer].flatten(0, 1)[slot_mapping] = key
         self.values[layer].flatten(0, 1)[slot_mapping] = value
 
     def read(
         self, layer: int, blocks: Sequence[int] | torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of `blocks`, one behind the other, each `[n * block_size, kv_heads, head_dim]`.
+        """Keys and values of `blocks`, one behind the other, each
+        `[n * block_size, kv_heads, head_dim]`.
 
-        Views, if `blocks` is a list of neighbours; else copies. `blocks` as a tensor: int64 `[n]`."""
+        Views, if `blocks` is a list of neighbours; else copies. `blocks` as a tensor: int64
+        `[n]`."""
         keys, values = self.keys[layer], self.values[layer]
         if not isinstance(blocks, torch.Tensor):
             if is_run(blocks):

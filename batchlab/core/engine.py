@@ -36,7 +36,8 @@ log = logging.getLogger("batchlab")
 
 # %% ../../nbs/2_core/14_engine.ipynb #3b751c28
 def take_rows(plan: StepPlan, outputs: torch.Tensor) -> list[RowOutput]:
-    "What each row of `plan` comes to by the `outputs` of its batch. All of its tasks are of one class."
+    """What each row of `plan` comes to by the `outputs` of its batch. All of its tasks are of
+    one class."""
     return type(plan.rows[0].request.task).take_all(plan.rows, outputs)
 
 # %% ../../nbs/2_core/14_engine.ipynb #d2677823
@@ -71,11 +72,14 @@ def in_order(
 
 # %% ../../nbs/2_core/14_engine.ipynb #73cfbb7d
 class Engine:
-    """A scheduler that decides and a runner that computes: each `step` gives the requests of a plan what they are due.
+    """A scheduler that decides and a runner that computes: each `step` gives the requests of a
+    plan what they are due.
 
-    Knows nothing of prompts, threads or clocks; nor of what its requests are for: their tasks say what the model must give, and take it. `watchers`: functions
-    `(engine, event, x)`, told of each step's parts as they end: 'begin'; 'schedule' with the plan; 'forward'; 'sample'; 'text'
-    with the requests that moved; and 'broke' with `(plan, exception)`. `name`: what they call it, by its runner unless it is given."""
+    Knows nothing of prompts, threads or clocks; nor of what its requests are for: their tasks
+    say what the model must give, and take it. `watchers`: functions `(engine, event, x)`, told
+    of each step's parts as they end: 'begin'; 'schedule' with the plan; 'forward'; 'sample';
+    'text' with the requests that moved; and 'broke' with `(plan, exception)`. `name`: what they
+    call it, by its runner unless it is given."""
 
     def __init__(
         self,
@@ -119,7 +123,8 @@ class Engine:
             return self.recover(plan, e)
 
     def execute(self, part: StepPlan, keep: bool = False) -> torch.Tensor:
-        "The model's outputs for the batch of `part`; `keep`: in memory of their own, as another batch follows."
+        """The model's outputs for the batch of `part`; `keep`: in memory of their own, as
+        another batch follows."""
         fields = type(part.rows[0].request.task).batch_fields(part.rows)
         outputs = self.runner.execute(make_batch(part, self.scheduler.block_size, **fields))
         return outputs.clone() if keep else outputs
@@ -130,10 +135,12 @@ class Engine:
             watch(self, event, x)
 
     def recover(self, plan: StepPlan | None, e: BaseException) -> list[Request]:
-        """After a step broke off with exception `e`: all slots and blocks are given back. The requests of `plan` that ended.
+        """After a step broke off with exception `e`: all slots and blocks are given back. The
+        requests of `plan` that ended.
 
-        They end with an error, unless memory ran out and a step can be smaller: then they wait, as all others do. Raises `e` if it is no
-        `Exception`, as with Ctrl-C, or if no request was in the step; then all wait."""
+        They end with an error, unless memory ran out and a step can be smaller: then they wait,
+        as all others do. Raises `e` if it is no `Exception`, as with Ctrl-C, or if no request
+        was in the step; then all wait."""
         ran = [row.request for row in plan.rows] if plan else []
         hit = [r for r in ran if not r.finish_reason]
         self.mark("broke", (plan, e))
@@ -160,7 +167,8 @@ class Engine:
         return ran
 
     def shrink(self, n: int) -> bool:
-        "After `n` requests in a step were too much for memory: fewer of them, or fewer tokens. False if it can't be less."
+        """After `n` requests in a step were too much for memory: fewer of them, or fewer tokens.
+        False if it can't be less."""
         s = self.scheduler
         if n > 1:
             s.max_num_seqs = max(1, min(n, s.max_num_seqs) // 2)
@@ -177,6 +185,7 @@ class Engine:
         return True
 
     def reset(self) -> None:
-        "Take everybody's slot and give all memory back: those who ran wait, and will be computed again."
+        """Take everybody's slot and give all memory back: those who ran wait, and will be
+        computed again."""
         self.scheduler.reset()
         self.runner.reset()

@@ -29,11 +29,14 @@ __all__ = ['Generation', 'make_request', 'append_prompt', 'sample_rows']
 # %% ../../nbs/2_core/generation.ipynb #gen00008
 @dataclass(eq=False)
 class Generation(Task):
-    """The task of writing text: tokens are sampled as `row` says, and `text` turns them into characters.
+    """The task of writing text: tokens are sampled as `row` says, and `text` turns them into
+    characters.
 
-    `logprobs`, `prompt_logprobs`: a `{id: Logprob}` for each token, or None if not asked for; in a prompt, None for the tokens up to
-    the first that is asked for. `stop_reason`: the stop string or id that ended it. `delta`: text that is settled and not yet sent,
-    `num_sent`: how many of the tokens were sent. `first_token_at`, `last_token_at`: seconds of `time.perf_counter`."""
+    `logprobs`, `prompt_logprobs`: a `{id: Logprob}` for each token, or None if not asked for; in
+    a prompt, None for the tokens up to the first that is asked for. `stop_reason`: the stop
+    string or id that ended it. `delta`: text that is settled and not yet sent, `num_sent`: how
+    many of the tokens were sent. `first_token_at`, `last_token_at`: seconds of
+    `time.perf_counter`."""
 
     row: SamplingRow
     text: Detokenizer
@@ -100,10 +103,11 @@ def make_request(
     priority: int = 0,
     group: object | None = None,
 ) -> Request:
-    """A `Request` that samples as `row` says, whose lists of ids it shares and whose `max_tokens` must be a number.
+    """A `Request` that samples as `row` says, whose lists of ids it shares and whose
+    `max_tokens` must be a number.
 
-    `index`: which of its prompt's answers it is; `group`: that prompt's `RequestGroup`. The prompt's own log probabilities are
-    for the first of the answers to find."""
+    `index`: which of its prompt's answers it is; `group`: that prompt's `RequestGroup`. The
+    prompt's own log probabilities are for the first of the answers to find."""
     assert row.max_tokens is not None, (
         "an answer without a limit: give SamplingRow.make a max_model_len"
     )
@@ -126,7 +130,8 @@ def make_request(
 
 # %% ../../nbs/2_core/generation.ipynb #gen00015
 def append_prompt(task: Generation, logits: Tensor, start: int) -> None:
-    """Take in the logits `[n, V]` of positions `start` to `start + n` (excluded): each tells of the token after it.
+    """Take in the logits `[n, V]` of positions `start` to `start + n` (excluded): each tells of
+    the token after it.
 
     What was told before is passed over, and so is what follows the prompt."""
     told, row = task.prompt_logprobs, task.row
@@ -145,7 +150,8 @@ def append_prompt(task: Generation, logits: Tensor, start: int) -> None:
 
 # %% ../../nbs/2_core/generation.ipynb #gen00016
 def sample_rows(rows: Sequence[Row], logits: Tensor) -> list[RowOutput]:
-    "What each of `rows`, whose tasks are `Generation`s, gets from their `logits` `[n, V]`: the next token, if it is due one."
+    """What each of `rows`, whose tasks are `Generation`s, gets from their `logits` `[n, V]`: the
+    next token, if it is due one."""
     found: list[RowOutput] = []
     due: list[tuple[SamplingRow, RowOutput]] = []
     lines: list[int] = []  # of the logits that are sampled from

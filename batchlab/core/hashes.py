@@ -25,17 +25,18 @@ def _at_least_1(**sizes: int) -> None:
 def content_hash(ids: Sequence[int], parent: bytes = b"") -> bytes:
     """A 16-byte name for the token ids `ids`, given the name `parent` of what stands before them.
 
-    BLAKE2b, a cryptographic hash, over `parent` and the ids as little-endian int64. The chaining is that of vLLM's
-    prefix cache.
+    BLAKE2b, a cryptographic hash, over `parent` and the ids as little-endian int64. The chaining
+    is that of vLLM's prefix cache.
     """
     return hashlib.blake2b(parent + struct.pack(f"<{len(ids)}q", *ids), digest_size=16).digest()
 
 # %% ../../nbs/2_core/hashes.ipynb #has00002
 def chunk_hashes(ids: Sequence[int], chunk_size: int = 16, root: bytes = b"") -> list[bytes]:
-    """One `content_hash` for each full chunk of `ids`, each chained on the one before it; a list of 16-byte names.
+    """One `content_hash` for each full chunk of `ids`, each chained on the one before it; a list
+    of 16-byte names.
 
-    Equal hash at index i: equal first `(i + 1) * chunk_size` tokens. `root` sets worlds apart that must not share,
-    such as two adapters of one model.
+    Equal hash at index i: equal first `(i + 1) * chunk_size` tokens. `root` sets worlds apart
+    that must not share, such as two adapters of one model.
     """
     _at_least_1(chunk_size=chunk_size)
     hashes, parent = [], root

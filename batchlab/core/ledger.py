@@ -15,9 +15,9 @@ __all__ = ['Ledger']
 class Ledger:
     """Positions that went through the model, by what they were good for.
 
-    `useful`: tokens of running requests. `padded`: padding, and rows fed after their end. `recomputed`: tokens
-    computed again. Not among them: `masked`, columns of the cache read in decode only to be masked, added up over
-    rows and steps; `reused`, tokens taken from a cache.
+    `useful`: tokens of running requests. `padded`: padding, and rows fed after their end.
+    `recomputed`: tokens computed again. Not among them: `masked`, columns of the cache read in
+    decode only to be masked, added up over rows and steps; `reused`, tokens taken from a cache.
     """
 
     useful: int = 0

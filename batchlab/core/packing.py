@@ -22,9 +22,10 @@ __all__ = ['Packed', 'check_rows', 'ints', 'pack']
 class Packed:
     """The new tokens of B sequences for one step, side by side without padding, T in all.
 
-    `input_ids` and `position_ids`: int64 `[1, T]`. `cu_seqlens_q`: int32 `[B + 1]`, sequence i has the tokens from
-    `cu_seqlens_q[i]` up to `cu_seqlens_q[i + 1]`. `cache_seqlens`: int64 `[B]`, tokens it had computed before. `causal`: False where
-    a token sees all of its sequence, which is whole; `token_types`: int64 `[1, T]` for a model that takes them (both: chapter 31).
+    `input_ids` and `position_ids`: int64 `[1, T]`. `cu_seqlens_q`: int32 `[B + 1]`, sequence i
+    has the tokens from `cu_seqlens_q[i]` up to `cu_seqlens_q[i + 1]`. `cache_seqlens`: int64
+    `[B]`, tokens it had computed before. `causal`: False where a token sees all of its sequence,
+    which is whole; `token_types`: int64 `[1, T]` for a model that takes them (both: chapter 31).
     """
 
     input_ids: torch.Tensor
@@ -36,12 +37,14 @@ class Packed:
 
     @property
     def last(self) -> torch.Tensor:
-        "int64 `[B]`: where in the row each sequence's last token stands; its logits give the next token."
+        """int64 `[B]`: where in the row each sequence's last token stands; its logits give the
+        next token."""
         return self.cu_seqlens_q[1:].long() - 1
 
 # %% ../../nbs/2_core/packing.ipynb #pac00006
 def check_rows(lengths: Sequence[int], starts: Sequence[int]) -> None:
-    "Raise `BatchError` unless there are rows, each with at least one new token and a start of 0 or more."
+    """Raise `BatchError` unless there are rows, each with at least one new token and a start of
+    0 or more."""
     if not lengths:
         raise BatchError("no rows to pack: give at least one sequence")
     if len(lengths) != len(starts):
@@ -64,7 +67,8 @@ def ints(
     dtype: torch.dtype = torch.int64,
     device: str | torch.device | None = None,
 ) -> torch.Tensor:
-    "`values` as a tensor `[n]`: by way of an array, which takes a list several times faster than `torch.tensor` does."
+    """`values` as a tensor `[n]`: by way of an array, which takes a list several times faster
+    than `torch.tensor` does."""
     numbers = array("q", list(values))
     flat = (
         torch.frombuffer(numbers, dtype=torch.int64)
@@ -79,8 +83,8 @@ def pack(
 ) -> Packed:
     """The new tokens of each sequence as one `Packed` row.
 
-    `rows`: B lists of token ids, at least one each; `starts`: B ints, how many tokens of each are computed already.
-    Raises `BatchError`.
+    `rows`: B lists of token ids, at least one each; `starts`: B ints, how many tokens of each
+    are computed already. Raises `BatchError`.
     """
     lengths = list(map(len, rows))
     check_rows(lengths, starts)

@@ -26,7 +26,8 @@ __all__ = ['LOGPROBS_MODES', 'SETTINGS', 'near_name', 'check_names', 'suggest_na
 # %% ../../nbs/2_core/params.ipynb #par00003
 @lru_cache(4096)
 def near_name(name: str, names: Collection[str]) -> str | None:
-    "The one of `names`, a tuple or a frozen set, that `name` is probably a misspelling of, or None."
+    """The one of `names`, a tuple or a frozen set, that `name` is probably a misspelling of, or
+    None."""
     plain = re.sub("([a-z])([A-Z])", r"\1_\2", name).replace("-", "_").lower()
     return next(iter(get_close_matches(plain, sorted(names), 1, 0.8)), None)
 
@@ -63,7 +64,8 @@ def _suggests(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def suggest_names(*classes: type) -> None:
-    "Let the calls of `classes` name the nearest argument to one that they don't have, as Python does by itself from 3.13 on."
+    """Let the calls of `classes` name the nearest argument to one that they don't have, as
+    Python does by itself from 3.13 on."""
     if sys.version_info >= (3, 13):
         return
     for cls in classes:
@@ -150,7 +152,8 @@ def _about(name: str, rest: str) -> ParamError:
 
 # %% ../../nbs/2_core/params.ipynb #132d0887-1
 def _is(v: Any, kind: type) -> bool:
-    "Whether `v` is a number of `kind`, int (3.0 too) or float, from whatever library; True and False are none."
+    """Whether `v` is a number of `kind`, int (3.0 too) or float, from whatever library; True and
+    False are none."""
     if kind is int:
         return whole_number(v) is not None
     return isinstance(v, numbers.Real) and not isinstance(v, bool)
@@ -206,13 +209,15 @@ def _strings(name: str, v: Any) -> list[str]:
     if not isinstance(v, (list, tuple)) or not all(isinstance(s, str) and s for s in v):
         raise _about(
             name,
-            f"must be a string or a list of strings, none of them empty, got {written(v)}: leave out empty ones",
+            f"must be a string or a list of strings, none of them empty, got {written(v)}: leave "
+            "out empty ones",
         )
     return list(dict.fromkeys(v))
 
 
 def _bad_words(v: Any) -> list[str | list[int]]:
-    "`v`, None or words as strings or as lists of token ids, as a list of strings and lists. Raises `ParamError`."
+    """`v`, None or words as strings or as lists of token ids, as a list of strings and lists.
+    Raises `ParamError`."""
     v = _listed(v)
 
     def word(w):
@@ -221,8 +226,8 @@ def _bad_words(v: Any) -> list[str | list[int]]:
     if not isinstance(v, (list, tuple)) or not all(map(word, v)):
         raise _about(
             "bad_words",
-            f"must be a list of words, strings or lists of token ids, none empty, got {written(v)}: "
-            "to forbid single ids give [[id], [id]]",
+            "must be a list of words, strings or lists of token ids, none empty, got "
+            f"{written(v)}: to forbid single ids give [[id], [id]]",
         )
     return [w if isinstance(w, str) else [int(i) for i in w] for w in v]
 
@@ -268,11 +273,14 @@ _KINDS: dict[str, tuple[str, Callable[[Any], object]]] = (
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """What the whole text of an answer must be, exactly one of the first five; vLLM's names. Raises `ParamError`.
+    """What the whole text of an answer must be, exactly one of the first five; vLLM's names.
+    Raises `ParamError`.
 
-    `json`: valid under this JSON schema (a dict, its JSON, or a pydantic model). `json_object`: any JSON object.
-    `regex`: a match of it. `choice`: one of these strings. `grammar`: a sentence of this grammar (EBNF as GBNF writes
-    it; Lark as llguidance has it if it begins with `%llguidance`). `disable_any_whitespace`: no line breaks and spaces of the model's choice between the parts of JSON."""
+    `json`: valid under this JSON schema (a dict, its JSON, or a pydantic model). `json_object`:
+    any JSON object. `regex`: a match of it. `choice`: one of these strings. `grammar`: a
+    sentence of this grammar (EBNF as GBNF writes it; Lark as llguidance has it if it begins with
+    `%llguidance`). `disable_any_whitespace`: no line breaks and spaces of the model's choice
+    between the parts of JSON."""
 
     json: dict[str, Any] | str | bool | type | None = None
     regex: str | None = None
@@ -355,7 +363,8 @@ def _check_params(p: SamplingParams) -> None:
         p.logprobs = 0
     if p.logprobs_mode is not None and p.logprobs is None:
         raise ParamError(
-            "{mode} says what logprobs are of, and none are asked for: give {logprobs} too, 0 for the sampled tokens",
+            "{mode} says what logprobs are of, and none are asked for: give {logprobs} too, 0 "
+            "for the sampled tokens",
             mode=Option("logprobs_mode", p.logprobs_mode),
             logprobs=Option("logprobs"),
         )
@@ -412,13 +421,14 @@ def _check_together(p: SamplingParams) -> None:
         )
     if p.prompt_logprob_start and p.prompt_logprobs is None:
         raise ParamError(
-            f"prompt_logprob_start={p.prompt_logprob_start} says where prompt_logprobs begin, and none are asked for: "
-            "give prompt_logprobs too, 0 for the prompt's own tokens",
+            f"prompt_logprob_start={p.prompt_logprob_start} says where prompt_logprobs begin, and "
+            "none are asked for: give prompt_logprobs too, 0 for the prompt's own tokens",
             field="prompt_logprob_start",
         )
     if p.greedy and p.n > 1:
         raise ParamError(
-            "{n} must be 1 with {greedy}, got {got}: greedy completions are all the same; raise {temperature}",
+            "{n} must be 1 with {greedy}, got {got}: greedy completions are all the same; raise "
+            "{temperature}",
             n=Option("n"),
             got=p.n,
             greedy=Option("temperature", 0),
@@ -428,16 +438,21 @@ def _check_together(p: SamplingParams) -> None:
 # %% ../../nbs/2_core/params.ipynb #d3cbd773
 @dataclass
 class SamplingParams:
-    """How to sample one request; vLLM's names and defaults. Every field is checked: raises `ParamError`.
+    """How to sample one request; vLLM's names and defaults. Every field is checked: raises
+    `ParamError`.
 
-    A `temperature` below 1e-5 is greedy: `top_p`, `top_k`, `min_p` say nothing then. `bad_words` takes lists of ids besides
-    strings. `logit_bias` is cut to -100..100. Of `seed`, torch's CPU generator reads the lower 32 bits.
+    A `temperature` below 1e-5 is greedy: `top_p`, `top_k`, `min_p` say nothing then. `bad_words`
+    takes lists of ids besides strings. `logit_bias` is cut to -100..100. Of `seed`, torch's CPU
+    generator reads the lower 32 bits.
 
-    `logprobs`: of the sampled token and that many of the likeliest; `logprob_token_ids`: of the sampled token and exactly these, in
-    place of the likeliest. `logprobs_mode`: see `token_logprobs`; None takes the `LLM`'s. `prompt_logprobs`: the same of the prompt's
-    tokens, always raw; `prompt_logprob_start`: the first position whose logits are looked at, which tell of the token after it. What
-    lies before that may come from the prefix cache. `truncate_prompt_tokens`: of a longer prompt only so many tokens at its end are
-    used, as `prompt_token_ids` of the output shows; -1 as many as leave room for `max_tokens`, but at least half of the context."""
+    `logprobs`: of the sampled token and that many of the likeliest; `logprob_token_ids`: of the
+    sampled token and exactly these, in place of the likeliest. `logprobs_mode`: see
+    `token_logprobs`; None takes the `LLM`'s. `prompt_logprobs`: the same of the prompt's tokens,
+    always raw; `prompt_logprob_start`: the first position whose logits are looked at, which tell
+    of the token after it. What lies before that may come from the prefix cache.
+    `truncate_prompt_tokens`: of a longer prompt only so many tokens at its end are used, as
+    `prompt_token_ids` of the output shows; -1 as many as leave room for `max_tokens`, but at
+    least half of the context."""
 
     n: int = 1
     presence_penalty: float = 0.0
@@ -483,7 +498,8 @@ class SamplingParams:
     def of(
         cls, x: SamplingParams | GenerationConfig | dict[str, Any] | None = None, **defaults: Any
     ) -> SamplingParams:
-        "From `SamplingParams`, a dict, a `GenerationConfig` or None; `defaults` fill what `x` leaves unset."
+        """From `SamplingParams`, a dict, a `GenerationConfig` or None; `defaults` fill what `x`
+        leaves unset."""
         if isinstance(x, SamplingParams):
             return x
         if x is None or isinstance(x, dict):
@@ -500,7 +516,8 @@ class SamplingParams:
 
     @classmethod
     def from_generation_config(cls, gc: GenerationConfig, **defaults: Any) -> SamplingParams:
-        "From a transformers `GenerationConfig`; `defaults` fill what it leaves unset. Refuses beams and the like."
+        """From a transformers `GenerationConfig`; `defaults` fill what it leaves unset. Refuses
+        beams and the like."""
         return _from_generation_config(gc, defaults)
 
     def clone(self) -> SamplingParams:
@@ -516,14 +533,16 @@ _GC_NEUTRAL: dict[str, Any] = {
     for value, names in (  # fields that ask for nothing at this value, or at None
         (
             0,
-            "diversity_penalty penalty_alpha epsilon_cutoff eta_cutoff no_repeat_ngram_size encoder_no_repeat_ngram_size min_length",
+            "diversity_penalty penalty_alpha epsilon_cutoff eta_cutoff no_repeat_ngram_size "
+            "encoder_no_repeat_ngram_size min_length",
         ),
         (1, "num_beams num_beam_groups typical_p encoder_repetition_penalty guidance_scale"),
         (False, "remove_invalid_values token_healing"),
         (
             None,
-            "top_h max_time forced_bos_token_id forced_eos_token_id begin_suppress_tokens sequence_bias watermarking_config dola_layers "
-            "exponential_decay_length_penalty constraints force_words_ids",
+            "top_h max_time forced_bos_token_id forced_eos_token_id begin_suppress_tokens "
+            "sequence_bias watermarking_config dola_layers exponential_decay_length_penalty "
+            "constraints force_words_ids",
         ),
     )
     for name in names.split()
@@ -531,13 +550,15 @@ _GC_NEUTRAL: dict[str, Any] = {
 
 
 def _refuse_gc(gc: GenerationConfig) -> None:
-    "Raise `ParamError` if `gc` asks for something that changes tokens and that batchlab doesn't do."
+    """Raise `ParamError` if `gc` asks for something that changes tokens and that batchlab
+    doesn't do."""
     for name, neutral in _GC_NEUTRAL.items():
         v = getattr(gc, name, None)
         if v not in (None, neutral, []):
             unset = "leave it unset" if neutral is None else f"leave it unset or at {neutral!r}"
             raise ParamError(
-                f"GenerationConfig.{name}={v!r} is not supported: {unset}, or use transformers' generate"
+                f"GenerationConfig.{name}={v!r} is not supported: {unset}, or use transformers' "
+                "generate"
             )
 
 # %% ../../nbs/2_core/params.ipynb #f41e2dc4-1
@@ -575,8 +596,8 @@ def _from_generation_config(gc: GenerationConfig, defaults: dict[str, Any]) -> S
         kw["bad_words"] = bad
     if get("max_length") is not None and "max_tokens" not in kw and "max_tokens" not in defaults:
         raise ParamError(
-            f"GenerationConfig.max_length={gc.max_length} counts the prompt too, and prompts differ: "
-            "set max_new_tokens"
+            f"GenerationConfig.max_length={gc.max_length} counts the prompt too, and prompts "
+            "differ: set max_new_tokens"
         )
     return SamplingParams(**{**defaults, **kw})
 
@@ -596,10 +617,12 @@ _BEAM_RULES = dict(
 
 @dataclass
 class BeamSearchParams:
-    """How `LLM.beam_search` searches; vLLM's names. `max_tokens`: None goes on to the context length. Raises `ParamError`.
+    """How `LLM.beam_search` searches; vLLM's names. `max_tokens`: None goes on to the context
+    length. Raises `ParamError`.
 
-    `length_penalty`: answers are ranked by the sum of their log probabilities over their length to this power. `ignore_eos`: end tokens
-    end nothing. `include_stop_str_in_output`: `text` keeps the end token. `temperature` must be 0, as nothing is drawn."""
+    `length_penalty`: answers are ranked by the sum of their log probabilities over their length
+    to this power. `ignore_eos`: end tokens end nothing. `include_stop_str_in_output`: `text`
+    keeps the end token. `temperature` must be 0, as nothing is drawn."""
 
     beam_width: int
     max_tokens: int | None = 16
@@ -618,7 +641,8 @@ class BeamSearchParams:
                 raise ParamError(f"{name} must be True or False, got {v!r}", field=name)
         if not _is(self.temperature, float) or self.temperature != 0:
             raise ParamError(
-                f"temperature must be 0, got {self.temperature!r}: a beam search draws nothing; llm.generate samples",
+                f"temperature must be 0, got {self.temperature!r}: a beam search draws nothing; "
+                "llm.generate samples",
                 field="temperature",
             )
 
@@ -631,7 +655,8 @@ class BeamSearchParams:
             check_names(x, tuple(cls.__dataclass_fields__))
             return cls(**x)
         raise ParamError(
-            f"params must be BeamSearchParams or a dict with beam_width, got {x!r:.40}: BeamSearchParams(beam_width=4, max_tokens=64)",
+            f"params must be BeamSearchParams or a dict with beam_width, got {x!r:.40}: "
+            "BeamSearchParams(beam_width=4, max_tokens=64)",
             field="params",
         )
 

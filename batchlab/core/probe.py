@@ -16,10 +16,12 @@ __all__ = ['Probe', 'probe_rows', 'same_as_alone', 'takes_types', 'StateProbe', 
 
 # %% ../../nbs/2_core/probe.ipynb #pro00005
 class Probe:
-    """Rows of ids to try ways to run `model` on, and what its own code gives them. Made while the model is in eval mode.
+    """Rows of ids to try ways to run `model` on, and what its own code gives them. Made while
+    the model is in eval mode.
 
-    `at_once`: ask it once, each row followed by what makes it as long as the longest. A causal model does not see what follows; from
-    one that does, nothing agrees. `hidden`, `causal`: what is compared, here the logits of a causal model; for others see `StateProbe`."""
+    `at_once`: ask it once, each row followed by what makes it as long as the longest. A causal
+    model does not see what follows; from one that does, nothing agrees. `hidden`, `causal`: what
+    is compared, here the logits of a causal model; for others see `StateProbe`."""
 
     hidden, causal = False, True
     types: list[list[int]] | None = None
@@ -32,7 +34,8 @@ class Probe:
     @functools.cached_property
     @torch.inference_mode()
     def alone(self) -> list[torch.Tensor]:
-        "The logits `[n, V]` of each row by itself and without a cache: computed when they are first asked for."
+        """The logits `[n, V]` of each row by itself and without a cache: computed when they are
+        first asked for."""
         longest = max(self.rows, key=len)
         batches = (
             [[row + longest[len(row) :] for row in self.rows]]
@@ -46,11 +49,12 @@ class Probe:
     def agrees(
         self, ends: Sequence[tuple[int, int]], logits: torch.Tensor, tolerance: float | None = None
     ) -> bool:
-        """Whether each of `logits` `[n, V]` is what the model gives alone. `ends`: for each `(row, how many of its tokens)`.
+        """Whether each of `logits` `[n, V]` is what the model gives alone. `ends`: for each
+        `(row, how many of its tokens)`.
 
-        The one rule for all ways to run a model. No logit may be off by more than a share of the largest: 0.1% in fp32, which
-        is hundreds of roundings, and 5% in half precision, where a rounding is 0.1% to 0.4% and every layer adds some; or
-        `tolerance` of it."""
+        The one rule for all ways to run a model. No logit may be off by more than a share of the
+        largest: 0.1% in fp32, which is hundreds of roundings, and 5% in half precision, where a
+        rounding is 0.1% to 0.4% and every layer adds some; or `tolerance` of it."""
         if tolerance is None:
             tolerance = 1e-3 if self.model.dtype.itemsize >= 4 else 5e-2
         for (row, n), got in zip(ends, logits):
@@ -72,7 +76,8 @@ def same_as_alone(
     logits: torch.Tensor,
     tolerance: float | None = None,
 ) -> bool:
-    "Whether each of `logits` `[n, V]` is what `model` gives after one of `rows`, run alone: as `Probe.agrees` has it."
+    """Whether each of `logits` `[n, V]` is what `model` gives after one of `rows`, run alone: as
+    `Probe.agrees` has it."""
     return Probe(model, rows).agrees(
         [(i, len(row)) for i, row in enumerate(rows)], logits, tolerance
     )
@@ -87,7 +92,8 @@ def takes_types(model: PreTrainedModel) -> bool:
 
 
 class StateProbe(Probe):
-    """A `Probe` of last hidden states. `causal`: whether a token sees only what stands before it, which is tried unless given.
+    """A `Probe` of last hidden states. `causal`: whether a token sees only what stands before
+    it, which is tried unless given.
 
     `types`: the types of the tokens of its rows, those of a pair if the model takes them."""
 

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class Task(Protocol):
     """What a request is computed for: text, a vector, a score. Each request has one of its own.
 
-    The methods of one request are called as it goes on. Rows whose tasks are of one class are served together: `batch_fields` says
-    what the model must give them, `take_all` makes something of it."""
+    The methods of one request are called as it goes on. Rows whose tasks are of one class are
+    served together: `batch_fields` says what the model must give them, `take_all` makes
+    something of it."""
 
     def first_output(self, request: Request) -> int:
         "The first position whose output is still needed. What lies before it may be cached."
@@ -31,7 +32,8 @@ class Task(Protocol):
     def append(
         self, request: Request, token: int, logprobs: dict[int, Any] | None = None
     ) -> str | None:
-        "Take note of `token`, just appended to `request.output_ids`. Returns the reason to end, if it is the last; else None."
+        """Take note of `token`, just appended to `request.output_ids`. Returns the reason to
+        end, if it is the last; else None."""
         return "length" if len(request.output_ids) >= request.max_tokens else None
 
     def rewind(self, request: Request) -> None:
@@ -47,13 +49,15 @@ class Task(Protocol):
 
     @classmethod
     def take_all(cls, rows: Sequence[Row], outputs: Tensor) -> list[RowOutput]:
-        "What each of `rows` comes to by the `outputs` of their batch: `Row.num_logits` lines for each, one behind the other."
+        """What each of `rows` comes to by the `outputs` of their batch: `Row.num_logits` lines
+        for each, one behind the other."""
         return [RowOutput() for _ in rows]
 
 
 @dataclass(frozen=True)
 class Count(Task):
-    """A task that wants tokens, whatever they are, up to `max_tokens`: enough to try a scheduler with.
+    """A task that wants tokens, whatever they are, up to `max_tokens`: enough to try a scheduler
+    with.
 
     `first`: a position from which on all outputs are needed; None for the last token's alone."""
 
@@ -65,12 +69,14 @@ class Count(Task):
 # %% ../../nbs/2_core/10c_request.ipynb #46a9e24e
 @dataclass(eq=False)
 class Request:
-    """One sequence on its way: what was asked, its tokens so far, how far they are computed, and where their KV lies.
+    """One sequence on its way: what was asked, its tokens so far, how far they are computed, and
+    where their KV lies.
 
-    It needs `num_pending` more positions through the model: several are prefill, one is decode. Counts are in tokens.
-    `priority`: lower goes first; `preemptible`: while it runs, it makes way for those of a lower number that wait. `adapter`: 0 for the model alone. `task`: what it is computed for. `slot`,
-    `block_table`: its seat in the batch and its blocks, while it runs. `group`: the prompt it answers, `index`: which of that
-    prompt's answers it is."""
+    It needs `num_pending` more positions through the model: several are prefill, one is decode.
+    Counts are in tokens. `priority`: lower goes first; `preemptible`: while it runs, it makes
+    way for those of a lower number that wait. `adapter`: 0 for the model alone. `task`: what it
+    is computed for. `slot`, `block_table`: its seat in the batch and its blocks, while it runs.
+    `group`: the prompt it answers, `index`: which of that prompt's answers it is."""
 
     request_id: str
     prompt_ids: list[int]
@@ -162,8 +168,8 @@ class Row:
 class RowOutput:
     """What a row came to: its next tokens (none or one), or an `error` for the user.
 
-    `logprobs`: for each of them a `{id: Logprob}` or None, or [] if none were asked for. `finish_reason`: why the request ends with them,
-    where its tokens don't say."""
+    `logprobs`: for each of them a `{id: Logprob}` or None, or [] if none were asked for.
+    `finish_reason`: why the request ends with them, where its tokens don't say."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Any] | None] = field(default_factory=list)
@@ -173,10 +179,11 @@ class RowOutput:
 # %% ../../nbs/2_core/10c_request.ipynb #3ec8db30
 @dataclass
 class StepPlan:
-    """What one step does: first `copies`, then `rows` through the model, those of a single token first.
+    """What one step does: first `copies`, then `rows` through the model, those of a single token
+    first.
 
-    `copies`: `(source block, target block, number of tokens)`, in this order. `admitted`: requests that got their slot in this
-    step; `preempted`: requests that lost it."""
+    `copies`: `(source block, target block, number of tokens)`, in this order. `admitted`:
+    requests that got their slot in this step; `preempted`: requests that lost it."""
 
     rows: list[Row] = field(default_factory=list)
     copies: list[tuple[int, int, int]] = field(default_factory=list)

@@ -20,8 +20,8 @@ __all__ = ['check_batch', 'Runner', 'PackedRunner']
 
 # %% ../../nbs/2_core/13_runners.ipynb #cb425002
 def check_batch(batch: Batch, runner: str, causal: bool = True, adapters: bool = False) -> None:
-    """Raise `BatchError` if `batch` asks for what a runner can't do (`causal`: for rows that see both ways; without `adapters`: for rows
-    that have one)."""
+    """Raise `BatchError` if `batch` asks for what a runner can't do (`causal`: for rows that see
+    both ways; without `adapters`: for rows that have one)."""
     if any(batch.adapters) and not adapters:
         raise BatchError(f"a row asks for adapter {max(batch.adapters)}, and {runner} has none")
     if causal and not batch.causal:
@@ -29,12 +29,14 @@ def check_batch(batch: Batch, runner: str, causal: bool = True, adapters: bool =
 
 # %% ../../nbs/2_core/13_runners.ipynb #2aa1ebd6
 class Runner(Protocol):
-    "Computes what a `Batch` asks for. `ledger`: positions that it padded, masked or did once for several rows."
+    """Computes what a `Batch` asks for. `ledger`: positions that it padded, masked or did once
+    for several rows."""
 
     ledger: Ledger
 
     def execute(self, batch: Batch) -> torch.Tensor:
-        "Outputs `[n, V]` at `batch.logits_at`, in the model's dtype; with `batch.hidden` hidden states `[n, E]`. Raises `BatchError`."
+        """Outputs `[n, V]` at `batch.logits_at`, in the model's dtype; with `batch.hidden`
+        hidden states `[n, E]`. Raises `BatchError`."""
         ...
 
     def reset(self) -> None:
@@ -49,8 +51,8 @@ class Runner(Protocol):
 class PackedRunner:
     """One forward pass a step over one packed row, keys and values in the blocks of a `KVCache`.
 
-    `num_blocks`: how many blocks its cache has addresses for; the cache is made when the first batch comes, and given back by
-    `reset`."""
+    `num_blocks`: how many blocks its cache has addresses for; the cache is made when the first
+    batch comes, and given back by `reset`."""
 
     def __init__(self, backend: Backend, num_blocks: int = 4096) -> None:
         self.backend, self.num_blocks, self.ledger = backend, num_blocks, Ledger()

@@ -33,10 +33,12 @@ __all__ = ['TokenText', 'BAD_LOGITS', 'NO_TOKEN', 'TokenMask', 'allow_', 'ban_',
 def _word_ids(
     words: Collection[Any], tokenizer: PreTrainedTokenizerBase | None
 ) -> list[tuple[int, ...]]:
-    "Token id sequences of `words` (strings or ids), each string with and without a space before it. Raises `ParamError`."
+    """Token id sequences of `words` (strings or ids), each string with and without a space
+    before it. Raises `ParamError`."""
     if tokenizer is None and any(isinstance(w, str) for w in words):
         raise ParamError(
-            f"bad_words={words!r} needs a tokenizer, and there is none: give lists of token ids instead",
+            f"bad_words={words!r} needs a tokenizer, and there is none: give lists of token ids "
+            "instead",
             field="bad_words",
         )
     seqs: dict[tuple[int, ...], None] = {}
@@ -58,14 +60,15 @@ def _check_vocab(params: SamplingParams, vocab_size: int) -> None:
     for name, ids in named.items():
         if bad := [i for i in ids or () if i >= vocab_size]:
             raise ParamError(
-                f"{name} has token ids {written(bad)}, and the model's ids go from 0 to {vocab_size - 1}: "
-                "was another tokenizer used?",
+                f"{name} has token ids {written(bad)}, and the model's ids go from 0 to "
+                f"{vocab_size - 1}: was another tokenizer used?",
                 field=name,
             )
 
 # %% ../../nbs/2_core/05_sampling.ipynb #a7c31d5e
 class TokenMask(Protocol):
-    "Says which ids a row may take next, as a grammar does: forbids the others in logits `x` `[1, V]`, in place."
+    """Says which ids a row may take next, as a grammar does: forbids the others in logits `x`
+    `[1, V]`, in place."""
 
     def mask_(self, x: Tensor, output_ids: list[int]) -> Any: ...
 
@@ -119,7 +122,8 @@ def allow_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _banned(row: SamplingRow) -> list[int]:
-    "The ids that `row` may not take as its next token: last ids of bad words under way, and ends before `min_tokens`."
+    """The ids that `row` may not take as its next token: last ids of bad words under way, and
+    ends before `min_tokens`."""
     out, p = row.output_ids, row.params
     ids = [w[-1] for w in row.bad_words_ids if len(w) == 1 or tuple(out[1 - len(w) :]) == w[:-1]]
     return ids + [*row.eos_ids, *(p.stop_token_ids or ())] if len(out) < p.min_tokens else ids
@@ -132,7 +136,8 @@ def ban_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def obey_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    "Forbid what a row's `grammar` does not allow next, in place, by its `mask_(logits [1, V], output_ids)`."
+    """Forbid what a row's `grammar` does not allow next, in place, by its
+    `mask_(logits [1, V], output_ids)`."""
     for b, row in enumerate(rows):
         if row.grammar is not None:
             row.grammar.mask_(x[b : b + 1], row.output_ids)
@@ -148,7 +153,8 @@ def bias_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def repeat_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    "Divide positive, multiply negative logits by `repetition_penalty` at ids of prompt and output, in place (CTRL)."
+    """Divide positive, multiply negative logits by `repetition_penalty` at ids of prompt and
+    output, in place (CTRL)."""
     at = _places(
         x, rows, lambda r: r.prompt_ids + r.output_ids if r.params.repetition_penalty != 1 else ()
     )
@@ -160,7 +166,8 @@ def repeat_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def count_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    "Subtract `presence_penalty` at ids of the output, and `frequency_penalty` for each time they occur, in place."
+    """Subtract `presence_penalty` at ids of the output, and `frequency_penalty` for each time
+    they occur, in place."""
     counts = lambda r: (
         r.output_ids if r.params.frequency_penalty or r.params.presence_penalty else ()
     )
@@ -182,10 +189,12 @@ def _steer_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 # %% ../../nbs/2_core/05_sampling.ipynb #55d86d44
 @dataclass
 class Logprob:
-    """Log probability of a token, its rank from 1 on (None for one that was asked for by `logprob_token_ids`), its text; vLLM's names.
+    """Log probability of a token, its rank from 1 on (None for one that was asked for by
+    `logprob_token_ids`), its text; vLLM's names.
 
-    Raw, as the model has it, before any setting touched the logits; or whatever else `logprobs_mode` asks for. `decoded_token`: what a token
-    of prompt or answer adds to the text, so that put together they are the text; of any other candidate, its text behind other text.
+    Raw, as the model has it, before any setting touched the logits; or whatever else
+    `logprobs_mode` asks for. `decoded_token`: what a token of prompt or answer adds to the text,
+    so that put together they are the text; of any other candidate, its text behind other text.
     `token_bytes`: the token's own, also those of a part of a character."""
 
     logprob: float
@@ -205,10 +214,12 @@ def token_logprobs(
     others: Sequence[int] | None = None,
     mode: str = "raw_logprobs",
 ) -> list[dict[int, Logprob]]:
-    """For each row of `logits` `[R, V]` `{id: Logprob}`: its token of `tokens` (R ids) first, then the `k` likeliest.
+    """For each row of `logits` `[R, V]` `{id: Logprob}`: its token of `tokens` (R ids) first,
+    then the `k` likeliest.
 
-    `k` -1: the whole vocabulary, as far as it is possible at all. `texts`: for each row a function from id to text and bytes. `others`: ids that
-    are wanted in place of the likeliest. With a `mode` of logits they are given as they are, not as log probabilities."""
+    `k` -1: the whole vocabulary, as far as it is possible at all. `texts`: for each row a
+    function from id to text and bytes. `others`: ids that are wanted in place of the likeliest.
+    With a `mode` of logits they are given as they are, not as log probabilities."""
     if not tokens:
         return []
     lp = logits.float() if mode.endswith("logits") else logits.float().log_softmax(-1)
@@ -232,7 +243,8 @@ def token_logprobs(
 
 # %% ../../nbs/2_core/05_sampling.ipynb #55d86d44-1
 def reported_logits(logits: Tensor, rows: Sequence[SamplingRow], mode: str | None = None) -> Tensor:
-    """The logits `[R, V]` whose log probabilities `rows` report in `logprobs_mode` `mode`: the model's own, or processed ones.
+    """The logits `[R, V]` whose log probabilities `rows` report in `logprobs_mode` `mode`: the
+    model's own, or processed ones.
 
     Those of a greedy row are steered only: they have no temperature, and nothing is filtered."""
     if not (mode or "").startswith("processed"):
@@ -278,7 +290,8 @@ def token_text(row: SamplingRow) -> TokenText:
 
 # %% ../../nbs/2_core/05_sampling.ipynb #55d86d44-2
 def prompt_texts(row: SamplingRow, start: int, n: int) -> list[str | None]:
-    "What each of `n` tokens of the prompt of `row`, from `start` on, adds to its text; None for special ones, and where no text is wanted."
+    """What each of `n` tokens of the prompt of `row`, from `start` on, adds to its text; None
+    for special ones, and where no text is wanted."""
     if row.tokenizer is None or not row.params.detokenize:
         return [None] * n
     ids, early = row.prompt_ids, max(0, start - 8)  # a character may have begun before
@@ -293,9 +306,11 @@ def prompt_texts(row: SamplingRow, start: int, n: int) -> list[str | None]:
 
 # %% ../../nbs/2_core/05_sampling.ipynb #85253a7a
 def draw(probs: Tensor, u: Tensor) -> Tensor:
-    """Draw one id per row, int64 `[R]`: where the running sum of `probs` `[R, V]` first exceeds `u` `[R]` of their sum.
+    """Draw one id per row, int64 `[R]`: where the running sum of `probs` `[R, V]` first exceeds
+    `u` `[R]` of their sum.
 
-    `u` is float64 in [0, 1). Sums are float64, by blocks of 256, then inside one. Never an id of probability 0."""
+    `u` is float64 in [0, 1). Sums are float64, by blocks of 256, then inside one. Never an id of
+    probability 0."""
     V, B = probs.shape[-1], 256
     # the sum of each block; what is left over at the end is a shorter one
     sums = probs[:, : V // B * B].unflatten(-1, (V // B, B)).sum(-1, dtype=torch.float64)
@@ -314,7 +329,8 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def _first_above(ends, t, positive):
-    "First column of `ends` above `t`, kept between the first and the last `positive` one: rounding may step outside."
+    """First column of `ends` above `t`, kept between the first and the last `positive` one:
+    rounding may step outside."""
     col = torch.arange(ends.shape[1], device=ends.device)
     low, high = (
         torch.where(positive, col, ends.shape[1]).amin(-1),
@@ -325,7 +341,8 @@ def _first_above(ends, t, positive):
 # %% ../../nbs/2_core/05_sampling.ipynb #23ccbb51
 @dataclass
 class SamplingRow:
-    "What sampling remembers of one running request. The caller appends each new token to `output_ids`."
+    """What sampling remembers of one running request. The caller appends each new token to
+    `output_ids`."""
 
     params: SamplingParams
     prompt_ids: list[int]
@@ -350,9 +367,11 @@ class SamplingRow:
         grammar: TokenMask | None = None,
         logprobs_mode: str | None = None,
     ) -> SamplingRow:
-        """A row with a generator of its own, from `seed + index` (`index` counts the `n` completions) or fresh.
+        """A row with a generator of its own, from `seed + index` (`index` counts the `n`
+        completions) or fresh.
 
-        `logprobs_mode`: for `params` that name none. Raises `ParamError` if `params` don't fit prompt, tokenizer or vocabulary."""
+        `logprobs_mode`: for `params` that name none. Raises `ParamError` if `params` don't fit
+        prompt, tokenizer or vocabulary."""
         params = _fitting(SamplingParams.of(params), prompt_ids, vocab_size, grammar, logprobs_mode)
         left = None if max_model_len is None else max_model_len - len(prompt_ids)
         limits = [x for x in (params.max_tokens, left) if x is not None]
@@ -394,13 +413,14 @@ def _fitting(
     grammar: TokenMask | None,
     logprobs_mode: str | None,
 ) -> SamplingParams:
-    "A checked copy of `params`, since the caller may change the original. Raises `ParamError` if they don't fit the request."
+    """A checked copy of `params`, since the caller may change the original. Raises `ParamError`
+    if they don't fit the request."""
     mode = None if params.logprobs is None else params.logprobs_mode or logprobs_mode
     params = replace(params, logprobs_mode=mode)
     if params.prompt_logprob_start and params.prompt_logprob_start >= len(prompt_ids):
         raise ParamError(
-            f"prompt_logprob_start must be below {len(prompt_ids)}, the number of tokens of the prompt, "
-            f"got {params.prompt_logprob_start}",
+            f"prompt_logprob_start must be below {len(prompt_ids)}, the number of tokens of the "
+            f"prompt, got {params.prompt_logprob_start}",
             field="prompt_logprob_start",
         )
     if vocab_size is not None:
@@ -423,7 +443,8 @@ def _largest(x: Tensor, K: int) -> Tensor:
 
 
 def _top_p_cutoffs(x: Tensor, p: Tensor, looks: Sequence[int] = (128, 2048)) -> Tensor:
-    """The smallest logit `[R]` that top-p keeps of each row of `x` `[R, V]`, with `p` float64 `[R]` of its mass.
+    """The smallest logit `[R]` that top-p keeps of each row of `x` `[R, V]`, with `p` float64
+    `[R]` of its mass.
 
     `looks`: how many of the largest logits are tried before all of them."""
     first = x.softmax(-1).amax(-1).double()  # the probability of each row's likeliest token
@@ -443,7 +464,8 @@ def _top_p_cutoffs(x: Tensor, p: Tensor, looks: Sequence[int] = (128, 2048)) -> 
 
 # %% ../../nbs/2_core/05_sampling.ipynb #ff02166c
 def cutoffs(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """The logit `[B]` below which each row keeps nothing, of logits `x` float32 `[B, V]` already divided by temperature.
+    """The logit `[B]` below which each row keeps nothing, of logits `x` float32 `[B, V]` already
+    divided by temperature.
 
     A greedy row keeps its maximum, an unfiltered one everything (-inf)."""
 
@@ -470,7 +492,8 @@ def cutoffs(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 # %% ../../nbs/2_core/05_sampling.ipynb #1c9e6dd6
 def processed_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    "The logits each row draws from, float32 `[B, V]`, a copy: steered, divided by temperature, -inf where filtered."
+    """The logits each row draws from, float32 `[B, V]`, a copy: steered, divided by temperature,
+    -inf where filtered."""
     return _process_(_copied(logits, rows), rows)
 
 
@@ -498,12 +521,14 @@ def _filter_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def probabilities(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    "The distribution each row draws from, float32 `[B, V]`; a greedy row has all of it on its maximum."
+    """The distribution each row draws from, float32 `[B, V]`; a greedy row has all of it on its
+    maximum."""
     return processed_logits(logits, rows).softmax(-1)
 
 # %% ../../nbs/2_core/05_sampling.ipynb #dc9a226c
 def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
-    "The largest of each row of `logits` `[B, V]` and the first id that has it: `[B]` each. NaN if one of the row is NaN."
+    """The largest of each row of `logits` `[B, V]` and the first id that has it: `[B]` each. NaN
+    if one of the row is NaN."""
     if not logits.is_cpu:
         return logits.max(-1)
     n = logits.element_size()
@@ -521,7 +546,8 @@ def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
 # %% ../../nbs/2_core/05_sampling.ipynb #9172e792
 @dataclass
 class Sampled:
-    "What `sample` gives: for each row a token id and its logprobs, both None for the rows named in `errors`."
+    """What `sample` gives: for each row a token id and its logprobs, both None for the rows
+    named in `errors`."""
 
     token_ids: list[int | None]
     logprobs: list[dict[int, Logprob] | None]
@@ -530,17 +556,19 @@ class Sampled:
 
 BAD_LOGITS = "the model's logits are not finite numbers: try dtype='fp32', and check the weights"
 NO_TOKEN = (
-    "no token is left to sample: allowed_token_ids, bad_words, min_tokens and structured_outputs together "
-    "forbid every one; loosen one of them"
+    "no token is left to sample: allowed_token_ids, bad_words, min_tokens and structured_outputs "
+    "together forbid every one; loosen one of them"
 )
 
 
 @torch.no_grad()
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
-    """The next token of every row, `Sampled`, from `logits` `[B, V]` of any float dtype, which are not modified.
+    """The next token of every row, `Sampled`, from `logits` `[B, V]` of any float dtype, which
+    are not modified.
 
-    Each row has its own settings and its own random numbers, and depends on nothing of the others. A row whose logits
-    are not numbers, or that has no token left, gets a message in `errors`; the others are not harmed."""
+    Each row has its own settings and its own random numbers, and depends on nothing of the
+    others. A row whose logits are not numbers, or that has no token left, gets a message in
+    `errors`; the others are not harmed."""
     assert logits.ndim == 2 and len(logits) == len(rows), (
         f"{len(rows)} rows, logits {tuple(logits.shape)}"
     )
@@ -572,10 +600,11 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
 
 # %% ../../nbs/2_core/05_sampling.ipynb #ff00440d
 def finish_reason(row: SamplingRow, token: int) -> tuple[str | None, int | None]:
-    """`(reason, stop_reason)` after `token` was appended to `row.output_ids`; `(None, None)` to go on.
+    """`(reason, stop_reason)` after `token` was appended to `row.output_ids`; `(None, None)` to
+    go on.
 
-    `('stop', None)` at EOS, `('stop', token)` at one of `stop_token_ids`, neither before `min_tokens`;
-    `('length', None)` at the limit."""
+    `('stop', None)` at EOS, `('stop', token)` at one of `stop_token_ids`, neither before
+    `min_tokens`; `('length', None)` at the limit."""
     p, n = row.params, len(row.output_ids)
     if n >= p.min_tokens:
         if token in row.eos_ids and not p.ignore_eos:

@@ -30,7 +30,8 @@ def _root(r: Request) -> bytes:
 
 
 class SlotTable:
-    """The requests that run: each has a slot, a seat in the batch, and its keys and values in blocks of `pool`.
+    """The requests that run: each has a slot, a seat in the batch, and its keys and values in
+    blocks of `pool`.
 
     `running`: in the order in which they entered. `free`: the slots that nobody has, a heap."""
 
@@ -49,7 +50,8 @@ class SlotTable:
         return self.pool.find(r.token_ids[: r.first_logits + 1], hashes, _root(r))
 
     def has_room(self, r: Request, hit: Hit) -> bool:
-        "Whether `r`, of which `hit` is there, may join those that run, and all grow by `GROW` tokens."
+        """Whether `r`, of which `hit` is there, may join those that run, and all grow by `GROW`
+        tokens."""
         if self.pool.budget.limit is None:
             return True
         held = sum(self.pool.blocks[b].refs > 0 for b in hit.blocks)
@@ -94,7 +96,8 @@ Name = (
 
 
 def coming_chunks(running: Iterable[Request], chunk_size: int) -> set[Name]:
-    "Names of all chunks of prompts that `running` requests are about to compute, and of the prompts' ends."
+    """Names of all chunks of prompts that `running` requests are about to compute, and of the
+    prompts' ends."""
     names: set[Name] = set()
     for r in running:
         if not (hashes := r.hashes) or r.num_computed_tokens >= len(r.prompt_ids):
@@ -105,7 +108,8 @@ def coming_chunks(running: Iterable[Request], chunk_size: int) -> set[Name]:
 
 
 def worth_waiting(r: Request, num_cached: int, chunk_size: int, coming: set[Name]) -> bool:
-    "Whether a chunk of `coming`, or a prompt's end, goes on where the `num_cached` tokens of `r` end that are there."
+    """Whether a chunk of `coming`, or a prompt's end, goes on where the `num_cached` tokens of
+    `r` end that are there."""
     if not coming or not r.hashes or num_cached >= r.first_logits:
         return False
     k = num_cached // chunk_size
@@ -142,7 +146,8 @@ def _count(ledger: Ledger, row: Row) -> None:
 
 # %% ../../nbs/2_core/11_scheduler.ipynb #61f71b6a
 class StepPlanner:
-    """Makes the plan of one step of `scheduler`: decoding requests, then prefills under way, then requests that wait.
+    """Makes the plan of one step of `scheduler`: decoding requests, then prefills under way,
+    then requests that wait.
 
     `budget`: how many positions are left."""
 
@@ -186,7 +191,8 @@ class StepPlanner:
                 self.budget -= n
 
     def admit(self, late: bool = False) -> None:
-        "Let requests in by rank, while there are slots, memory and budget. `late`: none that is preemptible."
+        """Let requests in by rank, while there are slots, memory and budget. `late`: none that
+        is preemptible."""
         s, plan = self.scheduler, self.plan
         if plan.preempted or not s.waiting or self.budget <= 0 or not self.has_seat(s.waiting[0]):
             return
@@ -233,11 +239,13 @@ class StepPlanner:
         return min(r.num_pending, self.budget, self.left(r))
 
     def fits(self, r: Request) -> bool:
-        "Whether the budget is enough for `r` to begin: in chunks always, whole only if it is alone or as short as that."
+        """Whether the budget is enough for `r` to begin: in chunks always, whole only if it is
+        alone or as short as that."""
         return self.scheduler.chunked or not self.plan.rows or r.num_tokens <= self.budget
 
     def put(self, r: Request, n: int) -> bool:
-        "A row for the next `n` positions of `r`; while memory is short, preempts the last in rank. Returns whether `r` still runs."
+        """A row for the next `n` positions of `r`; while memory is short, preempts the last in
+        rank. Returns whether `r` still runs."""
         while r.slot is not None and not self.slots.grow(r, r.num_computed_tokens + n):
             self.take_out(self.victim())
         if r.slot is None:
@@ -249,7 +257,8 @@ class StepPlanner:
         return max(self.slots.running, key=lambda r: r.rank)
 
     def take_out(self, r: Request) -> int:
-        "Preempt `r`, a running request, in the middle of the plan. Returns the positions that it had there."
+        """Preempt `r`, a running request, in the middle of the plan. Returns the positions that
+        it had there."""
         n = sum(row.n_tokens for row in self.plan.rows if row.request is r)
         self.plan.rows = [row for row in self.plan.rows if row.request is not r]
         self.plan.preempted.append(r)
@@ -276,7 +285,8 @@ class StepPlanner:
         return max(able, key=lambda x: x.rank, default=None)
 
     def make_room(self, r: Request, hit: Hit) -> bool:
-        "A slot and memory for `r`, if need be from those that make way for it. Returns whether there is both."
+        """A slot and memory for `r`, if need be from those that make way for it. Returns whether
+        there is both."""
         while self.is_full() or not self.slots.has_room(r, hit):
             other = self.makes_way(r)
             if other is None:
@@ -288,22 +298,26 @@ class StepPlanner:
 class Scheduler:
     """Decides at every step which requests are in it and with how many tokens. No tensor, no model.
 
-    At most `max_num_seqs` requests run at once, each in a slot of its own. A step has at most `max_num_batched_tokens`
-    positions: first one for every decoding request, then prefills go on in chunks, then new requests enter,
-    in the order of priority and arrival: a level of priority is worth `patience` places in the queue.
+    At most `max_num_seqs` requests run at once, each in a slot of its own. A step has at most
+    `max_num_batched_tokens` positions: first one for every decoding request, then prefills go on
+    in chunks, then new requests enter, in the order of priority and arrival: a level of priority
+    is worth `patience` places in the queue.
 
-    `max_kv_tokens`, or a `budget` shared with others: the most tokens of KV (None: no limit). When they run out, the last in
-    rank is preempted, and computed again later. `block_size`, `prefix_caching`: the `BlockPool`'s. `chunked=False`, for models
-    that see a sequence from both ends: prompts enter whole. `may_enter(request, running)`: a feature's rule for who may not
-    enter now; others may pass such a request, up to `patience` of them.
+    `max_kv_tokens`, or a `budget` shared with others: the most tokens of KV (None: no limit).
+    When they run out, the last in rank is preempted, and computed again later. `block_size`,
+    `prefix_caching`: the `BlockPool`'s. `chunked=False`, for models that see a sequence from
+    both ends: prompts enter whole. `may_enter(request, running)`: a feature's rule for who may
+    not enter now; others may pass such a request, up to `patience` of them.
 
-    `allowance`: how many of a step's positions preemptible requests may have at most (None: as many as there are); those that
-    get none stand still, with all that they have. `shares`: of the last plan, positions of the others, their rows, and those of
-    the preemptible. `planner`: the class that makes the plan of a step.
+    `allowance`: how many of a step's positions preemptible requests may have at most (None: as
+    many as there are); those that get none stand still, with all that they have. `shares`: of
+    the last plan, positions of the others, their rows, and those of the preemptible. `planner`:
+    the class that makes the plan of a step.
 
-    `waiting`: by rank; `running`; `ledger`: the positions that its steps computed, recomputed and
-    reused. Raises `BatchError`. Scheduling by iteration is Orca's (Yu et al. 2022); prefill in chunks beside
-    decode under a token budget is Sarathi-Serve's (Agrawal et al. 2024); KV in blocks is vLLM's (Kwon et al. 2023)."""
+    `waiting`: by rank; `running`; `ledger`: the positions that its steps computed, recomputed
+    and reused. Raises `BatchError`. Scheduling by iteration is Orca's (Yu et al. 2022); prefill
+    in chunks beside decode under a token budget is Sarathi-Serve's (Agrawal et al. 2024); KV in
+    blocks is vLLM's (Kwon et al. 2023)."""
 
     planner = StepPlanner
 
@@ -359,16 +373,18 @@ class Scheduler:
         return any(not r.preemptible for queue in (self.running, self.waiting) for r in queue)
 
     def add(self, request: Request) -> Request:
-        "Queue `request` and return it. Raises `BatchError` if it has no tokens, or may grow beyond all memory."
+        """Queue `request` and return it. Raises `BatchError` if it has no tokens, or may grow
+        beyond all memory."""
         if not len(request.prompt_ids):
             raise BatchError(
-                f"request {request.request_id} has no tokens: give it one at least, such as the BOS token"
+                f"request {request.request_id} has no tokens: give it one at least, such as the "
+                "BOS token"
             )
         need, limit = self.slots.holds(request.max_len), self.budget.limit
         if limit is not None and need > limit:
             raise BatchError(
-                f"request {request.request_id} may grow to {need} tokens, and memory is planned for "
-                f"{limit}: shorten it or its max_tokens, or raise the KV budget"
+                f"request {request.request_id} may grow to {need} tokens, and memory is planned "
+                f"for {limit}: shorten it or its max_tokens, or raise the KV budget"
             )
         request.rank = self.rank_of(request)
         self.arrivals += 1
@@ -381,11 +397,13 @@ class Scheduler:
         return request
 
     def rank_of(self, request: Request) -> tuple[Any, ...]:
-        "The place of `request` among all, which it keeps: lower goes first, and the last number is that of its arrival."
+        """The place of `request` among all, which it keeps: lower goes first, and the last
+        number is that of its arrival."""
         return request.priority * self.patience + self.arrivals, self.arrivals
 
     def schedule(self) -> StepPlan:
-        "The next `StepPlan`; no rows if there is nothing to do. Carry it out and call `update` before the next one."
+        """The next `StepPlan`; no rows if there is nothing to do. Carry it out and call `update`
+        before the next one."""
         plan = self.planner(self).make()
         self.pool.spare_no_more()
         others = [row.n_tokens for row in plan.rows if not row.request.preemptible]
@@ -393,7 +411,8 @@ class Scheduler:
         return plan
 
     def update(self, plan: StepPlan, outputs: Sequence[RowOutput] | None = None) -> list[Request]:
-        """Note that `plan` has been carried out, and what its rows came to; the requests that got a token, or failed.
+        """Note that `plan` has been carried out, and what its rows came to; the requests that
+        got a token, or failed.
 
         The one place where tokens are appended and counted."""
         for source, _, _ in plan.copies:
@@ -418,9 +437,11 @@ class Scheduler:
     def finish(
         self, request: Request, reason: str, error: str | None = None, keep: bool = True
     ) -> None:
-        """End `request` wherever it is: the one place where that happens. Its slot is free from the next step on.
+        """End `request` wherever it is: the one place where that happens. Its slot is free from
+        the next step on.
 
-        What is computed of it can be found by others, if `keep`. The first `reason` is the one that counts."""
+        What is computed of it can be found by others, if `keep`. The first `reason` is the one
+        that counts."""
         request.finish(reason, error)
         if request.slot is not None:
             return self.slots.leave(request, keep)
@@ -429,7 +450,8 @@ class Scheduler:
             del self.waiting[at]
 
     def preempt(self, request: Request) -> None:
-        "Take slot and blocks from a running request. It waits at its old place, and computes again what is lost by then."
+        """Take slot and blocks from a running request. It waits at its old place, and computes
+        again what is lost by then."""
         self.slots.leave(request)
         request.num_preemptions += 1
         self.num_preemptions += 1

@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 
 
 class IncrementalDecoder:
-    """Token ids in, text out as soon as it is settled; together the same as `tokenizer.decode` of all ids.
+    """Token ids in, text out as soon as it is settled; together the same as `tokenizer.decode`
+    of all ids.
 
-    Decodes a short window of the last ids each time, so that a token costs the same however long the text is. Text
-    that ends in U+FFFD waits: the rest of its character may be on its way. (After the offsets of TGI and vLLM.)
-    `before`: the prompt, whose text the ids go on with; so a first token that begins with a space keeps it."""
+    Decodes a short window of the last ids each time, so that a token costs the same however long
+    the text is. Text that ends in U+FFFD waits: the rest of its character may be on its way.
+    (After the offsets of TGI and vLLM.) `before`: the prompt, whose text the ids go on with; so
+    a first token that begins with a space keeps it."""
 
     def __init__(
         self,
@@ -105,10 +107,11 @@ class IncrementalDecoder:
 
 # %% ../../nbs/2_core/text.ipynb #9b1ea1a5
 class StopScanner:
-    """Text in, text out up to the first of the strings `stops`; text that may begin one is held back.
+    """Text in, text out up to the first of the strings `stops`; text that may begin one is held
+    back.
 
-    The match that is complete first wins, at a tie the longer: how the text is cut into pieces doesn't matter. After the first of the
-    texts `until` none counts."""
+    The match that is complete first wins, at a tie the longer: how the text is cut into pieces
+    doesn't matter. After the first of the texts `until` none counts."""
 
     found: str | None
 
@@ -124,7 +127,8 @@ class StopScanner:
         )
 
     def add(self, text: str, armed: bool = True, last: bool = False) -> str:
-        "What may be shown of the held text and `text`; sets `found`. Unless `armed`, a match in `text` doesn't count. `last`: no text follows."
+        """What may be shown of the held text and `text`; sets `found`. Unless `armed`, a match
+        in `text` doesn't count. `last`: no text follows."""
         old, text = len(self.held), self.held + text
         ends = [i for u in self.until if (i := text.find(u)) >= 0]
         limit = (
@@ -152,7 +156,8 @@ class StopScanner:
 
 
 def _begun(text: str, words: Sequence[str]) -> int:
-    "How many characters at the end of `text` may begin one of `words`. Takes time by `text`, however long a word is."
+    """How many characters at the end of `text` may begin one of `words`. Takes time by `text`,
+    however long a word is."""
     most = 0
     for s in words:
         at = text.find(s[0], max(0, len(text) - len(s) + 1))
@@ -165,10 +170,12 @@ def _begun(text: str, words: Sequence[str]) -> int:
 
 # %% ../../nbs/2_core/text.ipynb #21d13cc7
 class Detokenizer:
-    """The text of one request as it grows, behind `prompt_ids`: whole characters, without special tokens, cut at a stop string.
+    """The text of one request as it grows, behind `prompt_ids`: whole characters, without
+    special tokens, cut at a stop string.
 
-    `text` is what was given out so far, `stopped` the stop string found. Without tokenizer, or with `detokenize=False`,
-    all text is ''. Raises `ParamError` if `params.stop` is given without a tokenizer."""
+    `text` is what was given out so far, `stopped` the stop string found. Without tokenizer, or
+    with `detokenize=False`, all text is ''. Raises `ParamError` if `params.stop` is given
+    without a tokenizer."""
 
     def __init__(
         self,
@@ -205,9 +212,11 @@ class Detokenizer:
         return text
 
     def add(self, token_id: int, ended: bool = False, logprob: Logprob | None = None) -> str:
-        """The new text to show, maybe ''. `ended`: this is the EOS or stop token, whose own text is left out.
+        """The new text to show, maybe ''. `ended`: this is the EOS or stop token, whose own text
+        is left out.
 
-        `logprob`: of the token, whose `decoded_token` becomes what it adds to the text, which is '' for the first bytes of a character."""
+        `logprob`: of the token, whose `decoded_token` becomes what it adds to the text, which is
+        '' for the first bytes of a character."""
         self.num_tokens += 1
         if self._decoder is None or self.stopped is not None:
             return ""

@@ -21,7 +21,8 @@ __all__ = ['make_twin', 'own_tokenizer', 'ids_of_text', 'cut_text', 'Vocabulary'
 
 # %% ../../nbs/2_core/tokens.ipynb #tok00015
 def make_twin(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    "A tokenizer that encodes as `tokenizer` does, with truncation and padding of its own; itself if it keeps none between two calls."
+    """A tokenizer that encodes as `tokenizer` does, with truncation and padding of its own;
+    itself if it keeps none between two calls."""
     backend = getattr(tokenizer, "_tokenizer", None)
     if backend is None or not hasattr(backend, "enable_truncation"):
         return tokenizer
@@ -43,7 +44,8 @@ def make_twin(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 
 
 class _Twins:
-    "The twins of one tokenizer: `plain` never cuts, `cutting` is for who holds `lock`. `size`: of its vocabulary when they were made."
+    """The twins of one tokenizer: `plain` never cuts, `cutting` is for who holds `lock`. `size`:
+    of its vocabulary when they were made."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.size, self.lock = len(tokenizer), threading.Lock()
@@ -65,7 +67,8 @@ def _twins_of(tokenizer: PreTrainedTokenizerBase) -> _Twins:
 
 
 def own_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    "The twin of `tokenizer` that encodes whole texts, in any thread. Nobody may ask it to cut or pad."
+    """The twin of `tokenizer` that encodes whole texts, in any thread. Nobody may ask it to cut
+    or pad."""
     return _twins_of(tokenizer).plain
 
 
@@ -77,7 +80,8 @@ def ids_of_text(
 
 
 def cut_text(tokenizer: PreTrainedTokenizerBase, text: str, pair: str | None, most: int) -> Any:
-    "What `tokenizer` gives for `text`, with its `pair` if there is one, cut to `most` tokens with the special ones at its end kept."
+    """What `tokenizer` gives for `text`, with its `pair` if there is one, cut to `most` tokens
+    with the special ones at its end kept."""
     twins = _twins_of(tokenizer)
     with twins.lock:
         return twins.cutting(text, pair, truncation=True, max_length=most)
@@ -85,7 +89,8 @@ def cut_text(tokenizer: PreTrainedTokenizerBase, text: str, pair: str | None, mo
 # %% ../../nbs/2_core/tokens.ipynb #tok00010
 @cache
 def _byte_letters() -> dict[str, int]:
-    "The byte that each letter of byte-level BPE's alphabet stands for (GPT-2's: printable ones for themselves, the others from U+0100 on)."
+    """The byte that each letter of byte-level BPE's alphabet stands for (GPT-2's: printable ones
+    for themselves, the others from U+0100 on)."""
     plain = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -96,7 +101,8 @@ def _byte_letters() -> dict[str, int]:
 
 # %% ../../nbs/2_core/tokens.ipynb #tok00010-1
 class Vocabulary:
-    """What the single tokens of `tokenizer` are, each looked up once. `vocabulary_of` keeps one for each tokenizer."""
+    """What the single tokens of `tokenizer` are, each looked up once. `vocabulary_of` keeps one
+    for each tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.found, self.skips = (
@@ -181,7 +187,8 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
 
 # %% ../../nbs/2_core/tokens.ipynb #tok00019
 def word_ids(tokenizer: PreTrainedTokenizerBase, word: str) -> list[tuple[int, ...]]:
-    """The token ids that `word` is made of, as it stands behind other text and after a space: each way to spell it that the tokenizer has.
+    """The token ids that `word` is made of, as it stands behind other text and after a space:
+    each way to spell it that the tokenizer has.
 
     Raises `ParamError` if it has none, as its tokens do not make up the word."""
     v, core = vocabulary_of(tokenizer), word.lstrip(" ") or word
@@ -201,7 +208,8 @@ def word_ids(tokenizer: PreTrainedTokenizerBase, word: str) -> list[tuple[int, .
 def _normalized_ids(
     tokenizer: PreTrainedTokenizerBase, core: str, found: list[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
-    "Those of `found` that spell what the tokenizer makes of `core`, as one in small letters does of 'Paris'. Raises `ParamError`."
+    """Those of `found` that spell what the tokenizer makes of `core`, as one in small letters
+    does of 'Paris'. Raises `ParamError`."""
     v, normalizer = (
         vocabulary_of(tokenizer),
         getattr(getattr(tokenizer, "_tokenizer", None), "normalizer", None),
@@ -215,6 +223,7 @@ def _normalized_ids(
     ]
     if not spelled:
         raise ParamError(
-            f"the tokenizer has no tokens for {core!r:.60}: leave it out, or give lists of token ids"
+            f"the tokenizer has no tokens for {core!r:.60}: leave it out, or give lists of token "
+            "ids"
         )
     return spelled

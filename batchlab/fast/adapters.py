@@ -29,7 +29,8 @@ from ..core.packing import ints
 
 # %% ../../nbs/4_fast/32_lora.ipynb #32bb0012
 class LowRank(NamedTuple):
-    "What an adapter adds to the outputs of a linear layer: `scale` times `x @ down.T @ up.T`. `down` `[rank, in]`, `up` `[out, rank]`."
+    """What an adapter adds to the outputs of a linear layer: `scale` times `x @ down.T @ up.T`.
+    `down` `[rank, in]`, `up` `[out, rank]`."""
 
     down: torch.Tensor
     up: torch.Tensor
@@ -69,7 +70,8 @@ UNIT = 12  # rows of an adapter that are one piece of work
 
 
 def _units(rows: dict[int, list[int]], at: dict[int, int]) -> tuple[list[int], list[int]]:
-    "The units of `rows` by adapter, flat, and all rows, one adapter's behind the other's; `at`: where each adapter's deltas are."
+    """The units of `rows` by adapter, flat, and all rows, one adapter's behind the other's;
+    `at`: where each adapter's deltas are."""
     units, every = list[int](), list[int]()
     for adapter, mine in rows.items():
         n = -(-len(mine) // UNIT)
@@ -102,7 +104,8 @@ def _even(rank: int) -> int:
 def pack_delta(
     parts: Sequence[LowRank | None], sizes: Sequence[int], kernels: Kernels
 ) -> tuple[Delta, list[Any]]:
-    """What `parts`, one for each linear layer of a product or None, add to it, and what the description leads to.
+    """What `parts`, one for each linear layer of a product or None, add to it, and what the
+    description leads to.
 
     `sizes`: how many outputs each of the layers has."""
     found = [(part, sum(sizes[:i])) for i, part in enumerate(parts) if part is not None]
@@ -142,8 +145,8 @@ class Packed:
 
 # %% ../../nbs/4_fast/32_lora.ipynb #32aa0056-1
 class PackedAdapters:
-    """Adapters for the products of a model on `kernels`. `layout`: of each product the names of its linear layers and their sizes; `shapes`: of
-    each of these layers `(inputs, outputs)`.
+    """Adapters for the products of a model on `kernels`. `layout`: of each product the names of
+    its linear layers and their sizes; `shapes`: of each of these layers `(inputs, outputs)`.
 
     `weights(numbers)`: gives what `pack` made for these adapters."""
 
@@ -172,7 +175,8 @@ class PackedAdapters:
         return Packed(parts, self.layout, self.kernels)
 
     def size_of(self, ranks: dict[str, int]) -> int:
-        "How many numbers an adapter with parts of these `ranks` takes: panels of 32 outputs are filled up."
+        """How many numbers an adapter with parts of these `ranks` takes: panels of 32 outputs
+        are filled up."""
         panels, total = lambda n: -(-n // 32) * 32, 0
         for names, sizes in self.layout:
             mine = [(n, size, _even(ranks[n])) for n, size in zip(names, sizes) if n in ranks]
@@ -183,7 +187,8 @@ class PackedAdapters:
         return total
 
     def prepare(self, batch: Batch) -> tuple[Adapted, list[Any]]:
-        "For the kernels, who is for which adapter; and what that leads to, to be kept until the step is over."
+        """For the kernels, who is for which adapter; and what that leads to, to be kept until
+        the step is over."""
         tokens, late = rows_by_adapter(batch)
         packed = self.weights([*tokens])
         at = {number: ctypes.addressof(p.deltas) for number, p in zip(tokens, packed)}
@@ -196,7 +201,8 @@ class PackedAdapters:
     def add(
         self, adapted: Adapted, product: int, x: torch.Tensor, y: torch.Tensor, late: bool
     ) -> None:
-        "Add to `y` `[T, N]`, a product of `x` `[T, K]` that others computed, what the adapters add; `late`: of the tokens whose outputs are due."
+        """Add to `y` `[T, N]`, a product of `x` `[T, K]` that others computed, what the adapters
+        add; `late`: of the tokens whose outputs are due."""
         self.kernels.calls["adapt_rows", y.dtype](
             ctypes.addressof(adapted),
             product,
@@ -209,7 +215,8 @@ class PackedAdapters:
 
 # %% ../../nbs/4_fast/32_lora.ipynb #32aa0060
 def step_linears(model: PreTrainedModel, shapes: dict[str, tuple[int, int]]) -> set[str]:
-    "The names of those linear layers of `shapes` that a step runs for its tokens: not of a pooler or a classifier's head, which a text gets when it has ended."
+    """The names of those linear layers of `shapes` that a step runs for its tokens: not of a
+    pooler or a classifier's head, which a text gets when it has ended."""
     base, names = model.base_model, {id(m): name for name, m in model.named_modules()}
     inside = "" if base is model else f"{names[id(base)]}."
     mine = {
@@ -226,7 +233,8 @@ def step_linears(model: PreTrainedModel, shapes: dict[str, tuple[int, int]]) -> 
 
 
 def fused_layout(model: PreTrainedModel) -> list[tuple[list[str], list[int]]]:
-    "Of each product of fused layers, four a layer and then the head, the names of its linear layers and how many outputs each has."
+    """Of each product of fused layers, four a layer and then the head, the names of its linear
+    layers and how many outputs each has."""
     names, found = (
         {id(m): name for name, m in model.named_modules()},
         list[tuple[list[str], list[int]]](),
@@ -249,13 +257,15 @@ def fused_layout(model: PreTrainedModel) -> list[tuple[list[str], list[int]]]:
 
 # %% ../../nbs/4_fast/32_lora.ipynb #32aa0064
 def _is_late(batch: Batch, n: int) -> bool:
-    "Whether a layer of `n` rows has only those whose outputs are due. Raises `BatchError` if it has others."
+    """Whether a layer of `n` rows has only those whose outputs are due. Raises `BatchError` if
+    it has others."""
     if n == batch.num_tokens:
         return False
     if n == len(batch.logits_at):
         return True
     raise BatchError(
-        f"a layer with an adapter has {n} rows in a step of {batch.num_tokens} tokens: this model runs without adapters only"
+        f"a layer with an adapter has {n} rows in a step of {batch.num_tokens} tokens: this model "
+        "runs without adapters only"
     )
 
 
@@ -278,7 +288,8 @@ def applied(model: PreTrainedModel, parts: dict[str, LowRank]) -> Iterator[None]
 def hooked(
     model: nn.Module, additions: dict[str, Callable[[torch.Tensor, torch.Tensor], None]]
 ) -> Iterator[None]:
-    "Inside, each of `additions`, by the name of a linear layer, is called with its inputs and outputs as rows, and may add to the outputs."
+    """Inside, each of `additions`, by the name of a linear layer, is called with its inputs and
+    outputs as rows, and may add to the outputs."""
 
     def hook(
         add: Callable[[torch.Tensor, torch.Tensor], None],
@@ -302,7 +313,8 @@ def hooked(
 
 # %% ../../nbs/4_fast/32_lora.ipynb #32aa0062
 class HookedAdapters:
-    """Adapters for any model: what they add is added to what its linear layers give, as these are called. `shapes`: of those, by name.
+    """Adapters for any model: what they add is added to what its linear layers give, as these
+    are called. `shapes`: of those, by name.
 
     `weights`: see `PackedAdapters`."""
 
@@ -333,7 +345,8 @@ class HookedAdapters:
         )
 
     def additions(self, batch: Batch) -> dict[str, Callable[[torch.Tensor, torch.Tensor], None]]:
-        "Of each linear layer that an adapter of `batch` has a part in: a function `(inputs, outputs)` of rows, that adds to the outputs."
+        """Of each linear layer that an adapter of `batch` has a part in: a function
+        `(inputs, outputs)` of rows, that adds to the outputs."""
         rows, found = rows_by_adapter(batch), dict[str, list[tuple[LowRank, int]]]()
         at = [{a: ints(x, device=self.model.device) for a, x in of.items()} for of in rows]
         for number, weights in zip(rows[0], self.weights([*rows[0]])):
@@ -356,7 +369,8 @@ class HookedAdapters:
 
 
 class OnDevice:
-    "The weights of an adapter on the model's device, by the names of linear layers. `nbytes`: of all."
+    """The weights of an adapter on the model's device, by the names of linear layers. `nbytes`:
+    of all."""
 
     def __init__(self, parts: dict[str, LowRank]) -> None:
         self.parts, self.nbytes = parts, sum(p.down.nbytes + p.up.nbytes for p in parts.values())
@@ -402,7 +416,8 @@ class KernelAdapters(PackedAdapters):
 def open_adapters(
     backend: Any, shapes: dict[str, tuple[int, int]], weights: Callable[[Sequence[int]], list[Any]]
 ) -> Any:
-    """What runs adapters on `backend`, to be put in its `adapters`. `shapes`: `linear_shapes` of its model; `weights`: see `PackedAdapters`.
+    """What runs adapters on `backend`, to be put in its `adapters`. `shapes`: `linear_shapes` of
+    its model; `weights`: see `PackedAdapters`.
 
     Raises `BatchError` for a backend that can't."""
     if isinstance(backend, FusedBackend):

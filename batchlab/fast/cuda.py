@@ -38,8 +38,9 @@ log = logging.getLogger("batchlab")
 class Paged(NamedTuple):
     """Where a step's R rows lie in the blocks of a cache, in int32 tensors on its device.
 
-    `cu_seqlens_q` `[R + 1]`: the tokens of row i are those from `cu_seqlens_q[i]` up to `cu_seqlens_q[i + 1]`; `seq_lens`
-    `[R]`: each row's columns, its new ones included; `block_table` `[R, n]`. No row has more than `max_q` tokens, `max_k` columns."""
+    `cu_seqlens_q` `[R + 1]`: the tokens of row i are those from `cu_seqlens_q[i]` up to
+    `cu_seqlens_q[i + 1]`; `seq_lens` `[R]`: each row's columns, its new ones included;
+    `block_table` `[R, n]`. No row has more than `max_q` tokens, `max_k` columns."""
 
     cu_seqlens_q: torch.Tensor
     seq_lens: torch.Tensor
@@ -61,10 +62,11 @@ def attend_paged(
     edges: bool = False,
     **options: object,
 ) -> torch.Tensor:
-    """Causal attention of `q` `[T, H, D]` over a layer's `keys` and `values` in place, by `kernel`, a `varlen_attn`: `[T, H, D]`.
+    """Causal attention of `q` `[T, H, D]` over a layer's `keys` and `values` in place, by
+    `kernel`, a `varlen_attn`: `[T, H, D]`.
 
-    `edges`: tell it also where each row's columns would end if they lay one row behind the other. `options`: passed on.
-    Raises `Unavailable` for a layer with soft caps or sinks."""
+    `edges`: tell it also where each row's columns would end if they lay one row behind the
+    other. `options`: passed on. Raises `Unavailable` for a layer with soft caps or sinks."""
     if softcap is not None or sinks is not None:
         raise Unavailable("flash attention knows neither soft caps nor sinks")
     ends = F.pad(at.seq_lens.cumsum(0), (1, 0)).int() if edges else None
@@ -89,7 +91,8 @@ Attend = Callable[..., torch.Tensor]  # `attend_paged` with its kernel and optio
 
 # %% ../../nbs/4_fast/26_cuda.ipynb #3d7524b9
 class VarlenStep(PackedStep):
-    "As `PackedStep`, all rows of a layer attended in one call, in place, by `paged` (see `find_varlen`). No column is read in vain."
+    """As `PackedStep`, all rows of a layer attended in one call, in place, by `paged` (see
+    `find_varlen`). No column is read in vain."""
 
     def __init__(self, cache: KVCache, batch: Batch, paged: Attend) -> None:
         super().__init__(cache, batch)
@@ -133,7 +136,8 @@ PAGE = 256  # tokens to a block, where flash attention 2 reads them
 def paged_error(
     paged: Attend, heads: int, shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> float:
-    "The largest difference of `paged` to `attend_rows`, over decode and a chunk, rows of several lengths, a window; inf for NaN."
+    """The largest difference of `paged` to `attend_rows`, over decode and a chunk, rows of
+    several lengths, a window; inf for NaN."""
     gen, worst, (kv_heads, dim, _) = torch.Generator().manual_seed(0), 0.0, shape
     make = lambda *size: torch.randn(*size, generator=gen).to(device, dtype)
     cache = KVCache([shape], 5, PAGE, dtype, device)
@@ -159,13 +163,15 @@ def find_varlen(
     device: torch.device,
     kernel: Callable[..., Any] | None = None,
 ) -> tuple[Attend | None, str]:
-    """`(paged, why)`: `attend_paged` for `heads` query heads and a `kv_layout`, with blocks of 256; or None and why not.
+    """`(paged, why)`: `attend_paged` for `heads` query heads and a `kv_layout`, with blocks of
+    256; or None and why not.
 
     `kernel`: instead of torch's `varlen_attn`."""
     if kernel is None and (device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16)):
         return (
             None,
-            f"flash attention is for half precision on a GPU, and this is {str(dtype)[6:]} on {device.type}",
+            f"flash attention is for half precision on a GPU, and this is {str(dtype)[6:]} on "
+            f"{device.type}",
         )
     kernel, why = kernel or cast(Callable[..., Any], torch_varlen.varlen_attn), ""
     known = inspect.signature(kernel).parameters
@@ -197,9 +203,11 @@ def power_of_two(n: int) -> int:
 
 
 def bucket(batch: Batch, block_size: int, in_place: bool = False) -> tuple[int, int] | None:
-    """`(rows, blocks)`: the shape of the step that `batch` is padded to; None if not all its rows decode.
+    """`(rows, blocks)`: the shape of the step that `batch` is padded to; None if not all its
+    rows decode.
 
-    None also if it would read more than 4 times the blocks that its rows hold, unless blocks are read `in_place`."""
+    None also if it would read more than 4 times the blocks that its rows hold, unless blocks are
+    read `in_place`."""
     if (
         not batch.causal
         or batch.hidden
@@ -217,10 +225,11 @@ Run = Callable[[], torch.Tensor]  # a pass to be recorded, and its replay
 
 
 class StaticStep:
-    """A decode step of `num_rows` rows of `num_blocks` blocks each, in tensors that stay where they are: a `Step` to be recorded.
+    """A decode step of `num_rows` rows of `num_blocks` blocks each, in tensors that stay where
+    they are: a `Step` to be recorded.
 
-    Each time: `place`, then `run`. `cache`: its last block is for padding rows; it is not kept alive. `paged`: attends in place of
-    masked SDPA over copies, see `find_varlen`."""
+    Each time: `place`, then `run`. `cache`: its last block is for padding rows; it is not kept
+    alive. `paged`: attends in place of masked SDPA over copies, see `find_varlen`."""
 
     def __init__(
         self, cache: KVCache, num_rows: int, num_blocks: int, paged: Attend | None = None
@@ -253,7 +262,8 @@ class StaticStep:
         return cast(KVCache, self._cache())
 
     def place(self, batch: Batch) -> None:
-        "Take a batch of single tokens whose `bucket` is no larger than this step, and send it to the device."
+        """Take a batch of single tokens whose `bucket` is no larger than this step, and send it
+        to the device."""
         pad, size, scratch = (
             self.num_rows - len(batch),
             self.cache.block_size,
@@ -330,8 +340,9 @@ class StaticStep:
 
 # %% ../../nbs/4_fast/26_cuda.ipynb #e4625238
 class CudaGraphs:
-    """Records what runs on a CUDA device: `CudaGraphs(device)(run)` is a function that replays it, and returns what
-    `run()` returned, in the same memory each time. `run` must not depend on how often it runs."""
+    """Records what runs on a CUDA device: `CudaGraphs(device)(run)` is a function that replays
+    it, and returns what `run()` returned, in the same memory each time. `run` must not depend on
+    how often it runs."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream, self.graphs, self.pool = (
@@ -364,9 +375,10 @@ class CudaGraphs:
 class CudaBackend(TorchBackend):
     """Runs packed steps on a GPU, and by recordings those in which every row decodes.
 
-    `record(run)`: makes a replay, see `CudaGraphs`; None: steps of fixed shape, run by Python each time. `paged`: from
-    `find_varlen`; None: masked SDPA over copies. A step is recorded when its bucket comes for the `after`-th time, and the
-    `max_graphs` used last are kept, for one cache at a time. `why`: also why nothing is recorded any more."""
+    `record(run)`: makes a replay, see `CudaGraphs`; None: steps of fixed shape, run by Python
+    each time. `paged`: from `find_varlen`; None: masked SDPA over copies. A step is recorded
+    when its bucket comes for the `after`-th time, and the `max_graphs` used last are kept, for
+    one cache at a time. `why`: also why nothing is recorded any more."""
 
     def __init__(
         self,
@@ -393,7 +405,8 @@ class CudaBackend(TorchBackend):
         self._cache: Callable[[], KVCache | None] = lambda: None
 
     def make_cache(self, num_blocks: int) -> KVCache:
-        "A cache of that many blocks, and one more for padding rows, which `num_blocks` does not count."
+        """A cache of that many blocks, and one more for padding rows, which `num_blocks` does
+        not count."""
         cache = super().make_cache(num_blocks + 1)
         cache.num_blocks -= 1
         for t in cache.keys + cache.values:
@@ -406,7 +419,8 @@ class CudaBackend(TorchBackend):
         )
 
     def static_step(self, cache: KVCache, batch: Batch) -> StaticStep | None:
-        "The step of fixed shape for `batch`, a new one or one used before; None if it has to go the packed way."
+        """The step of fixed shape for `batch`, a new one or one used before; None if it has to
+        go the packed way."""
         if self._cache() is not cache:
             self.close()
             self._cache = weakref.ref(cache)
@@ -464,9 +478,11 @@ def cuda_backend(
     kernel: Callable[..., Any] | None = None,
     probe: Probe | None = None,
 ) -> CudaBackend:
-    """A `CudaBackend` that passed its trial; its `why` says what it goes without. Raises `Unavailable`.
+    """A `CudaBackend` that passed its trial; its `why` says what it goes without. Raises
+    `Unavailable`.
 
-    `shapes`: the model's `kv_layout`; `record` and `kernel`: see `CudaBackend` and `find_varlen`; `probe`: see `check_backend`."""
+    `shapes`: the model's `kv_layout`; `record` and `kernel`: see `CudaBackend` and
+    `find_varlen`; `probe`: see `check_backend`."""
     heads = getattr(model.config.get_text_config(), "num_attention_heads", 1)
     paged, why = find_varlen(heads, shapes, model.dtype, model.device, kernel)
     for way in [paged, None] if paged else [None]:
@@ -484,7 +500,8 @@ def cuda_backend(
 def open_backend(
     model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions
 ) -> CudaBackend:
-    "The backend for a model on a GPU. Raises `Unavailable`: without a word where the model is elsewhere."
+    """The backend for a model on a GPU. Raises `Unavailable`: without a word where the model is
+    elsewhere."""
     if model.device.type != "cuda":
         raise Unavailable
     return cuda_backend(model, shapes, CudaGraphs(model.device), probe=options.probe)

@@ -21,7 +21,8 @@ from ..core.probe import Probe
 
 # %% ../../nbs/4_fast/24_experts.ipynb #f7e0f192
 def describe_router(router: Any, width: int) -> tuple[Experts, list[torch.Tensor], nn.Linear]:
-    """How `router` chooses experts for rows of `width`, by trying; the tensors that this leads to, and its product.
+    """How `router` chooses experts for rows of `width`, by trying; the tensors that this leads
+    to, and its product.
 
     Raises `Unavailable`."""
     holder = next((m for m in router.modules() if hasattr(m, "weight")), router)
@@ -73,7 +74,8 @@ def describe_router(router: Any, width: int) -> tuple[Experts, list[torch.Tensor
 
 # %% ../../nbs/4_fast/24_experts.ipynb #0c29df93
 def describe_gate(experts: Any) -> tuple[Activation, Callable[[torch.Tensor], torch.Tensor]]:
-    "What stands between the products of `experts`, by trying: for the kernels, and for rows `[gate | up]`. Raises `Unavailable`."
+    """What stands between the products of `experts`, by trying: for the kernels, and for rows
+    `[gate | up]`. Raises `Unavailable`."""
 
     def gated(f: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda x: f(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
@@ -112,9 +114,11 @@ def expert_views(experts: Any, name: str) -> list[nn.Linear]:
 
 # %% ../../nbs/4_fast/24_experts.ipynb #00255b90-1
 class PackedExperts(nn.Module):
-    """The experts of `mixture`, a layer's router and experts, for rows of `width`: `router`, `gate_up` and `down`, packed.
+    """The experts of `mixture`, a layer's router and experts, for rows of `width`: `router`,
+    `gate_up` and `down`, packed.
 
-    `linear` makes the last two of linear layers. Called as transformers calls its own experts. `nbytes`: of all. Raises `Unavailable`."""
+    `linear` makes the last two of linear layers. Called as transformers calls its own experts.
+    `nbytes`: of all. Raises `Unavailable`."""
 
     def __init__(self, mixture: Any, width: int, kernels: Kernels, linear: MakeLinear) -> None:
         super().__init__()
@@ -153,7 +157,8 @@ class PackedExperts(nn.Module):
         return z
 
     def product(self, packed: Any, x: torch.Tensor, e: int) -> torch.Tensor:
-        "`x` `[R, in]` times the weight of expert `e` in `packed`, which is `gate_up` or `down`: `[R, out]`."
+        """`x` `[R, in]` times the weight of expert `e` in `packed`, which is `gate_up` or
+        `down`: `[R, out]`."""
         n = sum(packed.sizes) // self.n
         at, panels = slice(e * n, e * n + n), slice(e * n // 32, (e * n + n) // 32)
         if isinstance(packed, PlainLinear):
@@ -178,7 +183,8 @@ class PackedExperts(nn.Module):
 
 # %% ../../nbs/4_fast/24_experts.ipynb #79e60491
 class ProbeOfMixture(Probe):
-    "As `Probe`, but `most` rows in all may get other logits than the model gives alone, as they get other experts."
+    """As `Probe`, but `most` rows in all may get other logits than the model gives alone, as
+    they get other experts."""
 
     def __init__(
         self,

@@ -80,8 +80,8 @@ from ..core.cache import KVCache, Shape
 class WeightPacker:
     """Packs the weights of `model` for `kernels`; `nbytes`: what the packed ones take.
 
-    `own`: the model's weights are given up as they are packed, and its modules lead to the packed ones from then on.
-    `linear`: what is made of linear layers."""
+    `own`: the model's weights are given up as they are packed, and its modules lead to the
+    packed ones from then on. `linear`: what is made of linear layers."""
 
     def __init__(
         self,
@@ -99,7 +99,8 @@ class WeightPacker:
         self.memory, self.files, self.nbytes = HugePages(), mapped_files() if own else [], 0
 
     def join(self, modules: list[Any], layer: Any = None) -> Any:
-        "One module for linear `modules` of the same input, which slices of it replace in `layer` if the weights are given up."
+        """One module for linear `modules` of the same input, which slices of it replace in
+        `layer` if the weights are given up."""
         joined = self.linear(
             *map(as_linear, modules), kernels=self.kernels, empty=self.memory.empty
         )
@@ -111,7 +112,8 @@ class WeightPacker:
         return joined
 
     def products(self, layer: Any) -> tuple[Any, ...]:
-        "The four products of a layer: q, k and v; output; gate and up; down. None for those that it lacks, as an MLP beside experts."
+        """The four products of a layer: q, k and v; output; gate and up; down. None for those
+        that it lacks, as an MLP beside experts."""
         return tuple(
             self.join(linears, layer) if linears else None for linears in linears_of(layer)
         )
@@ -132,7 +134,8 @@ class WeightPacker:
 
 # %% ../../nbs/4_fast/25_fused.ipynb #45e893b5
 def _packed_embedding(model: PreTrainedModel, head: Any, embed: nn.Module) -> nn.Module:
-    "The embedding of `model` once its weights are given up: read out of `head` if they share a weight and `head` is in panels."
+    """The embedding of `model` once its weights are given up: read out of `head` if they share a
+    weight and `head` is in panels."""
     if (
         head is None
         or model.lm_head.weight is not embed.weight
@@ -144,9 +147,11 @@ def _packed_embedding(model: PreTrainedModel, head: Any, embed: nn.Module) -> nn
 
 # %% ../../nbs/4_fast/25_fused.ipynb #45e893b5-1
 class FusedWeights:
-    """A model, described for the kernels: `layers`, and behind them one more with the final norm and the head, where it has them. Raises `Unavailable`.
+    """A model, described for the kernels: `layers`, and behind them one more with the final norm
+    and the head, where it has them. Raises `Unavailable`.
 
-    `own`, `linear`: see `WeightPacker`; `specs`: of its layers, if they are known. `nbytes`: of packed weights, which stand beside the model's own if those are not given up."""
+    `own`, `linear`: see `WeightPacker`; `specs`: of its layers, if they are known. `nbytes`: of
+    packed weights, which stand beside the model's own if those are not given up."""
 
     def __init__(
         self,
@@ -273,7 +278,8 @@ def make_workspace(tokens: int, weights: FusedWeights) -> dict[str, torch.Tensor
 def bind_cache(
     layers: Any, cache: KVCache, rotations: Rotations | None, kinds: Sequence[str | None]
 ) -> None:
-    "Tell described `layers` where the keys and values of `cache` lie, and the tables of `rotations`, of which each takes that of its kind."
+    """Tell described `layers` where the keys and values of `cache` lie, and the tables of
+    `rotations`, of which each takes that of its kind."""
     for z, K, V in zip(
         layers, cache.keys, cache.values
     ):  # an encoder's cache has fewer layers, or none
@@ -303,7 +309,8 @@ def experts_outside(
     bounds: torch.Tensor,
     token_of: torch.Tensor,
 ) -> None:
-    "The first or the second product of all `experts`, from `x` into `y`, for rows sorted by expert, as `bounds` and `token_of` say."
+    """The first or the second product of all `experts`, from `x` into `y`, for rows sorted by
+    expert, as `bounds` and `token_of` say."""
     n, packed, ends = (
         tokens * experts.about.top_k,
         experts.gate_up if first else experts.down,
@@ -330,7 +337,8 @@ def finish_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
 # %% ../../nbs/4_fast/25_fused.ipynb #27c6febd
 @torch.inference_mode()
 def embed_encoder(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    "The embeddings `[T, E]` of `batch` by an encoder's own module: of ids, positions as the family counts them, and types."
+    """The embeddings `[T, E]` of `batch` by an encoder's own module: of ids, positions as the
+    family counts them, and types."""
     embeddings: Any = model.base_model.embeddings
     packed, _ = packed_of(batch)
     given, takes = encoder_inputs(model, packed), inspect.signature(embeddings.forward).parameters
@@ -349,7 +357,8 @@ _WRITES = {1: "qkv", 3: "projected", 5: "gate_up", 7: "mlp_out", 9: "gate_up", 1
 
 
 class Fused(FusedWeights):
-    "A model's layers on `kernels`. `seconds`: None, or fp64 `[PARTS]`, to which the time of each part is added."
+    """A model's layers on `kernels`. `seconds`: None, or fp64 `[PARTS]`, to which the time of
+    each part is added."""
 
     def __init__(
         self,
@@ -365,8 +374,8 @@ class Fused(FusedWeights):
 
     @torch.inference_mode()
     def __call__(self, cache: KVCache, batch: Batch, adapters: Any = None) -> torch.Tensor:
-        """Logits `[n, V]` at `batch.logits_at`; with `batch.hidden` the last hidden states, as the model gives them, `[n, E]`, or those of
-        `batch.layers`, `[n, L, E]`.
+        """Logits `[n, V]` at `batch.logits_at`; with `batch.hidden` the last hidden states, as
+        the model gives them, `[n, E]`, or those of `batch.layers`, `[n, L, E]`.
 
         `adapters`: the `PackedAdapters` of chapter 32 if rows have any."""
         T, n, end, positions = (
@@ -463,7 +472,8 @@ class Fused(FusedWeights):
     def _outside(
         self, at: int, rows: int, space: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        "The product that is part `at`, which is not the kernels' own: its inputs and outputs, in `space`."
+        """The product that is part `at`, which is not the kernels' own: its inputs and outputs,
+        in `space`."""
         i, part = divmod(at, PARTS)
         z, end = self.layers[i], i == len(self.modules)
         normed = z.before.kind if part == 1 else z.mlp_before.kind or z.parallel and z.before.kind
@@ -483,7 +493,8 @@ class Fused(FusedWeights):
 
 # %% ../../nbs/4_fast/25_fused.ipynb #f05edb01
 class FusedBackend(KernelBackend):
-    """Runs packed steps by a `Fused`, over a `TiledCache`. `nbytes`: of packed weights, beside the model's own or in their place."""
+    """Runs packed steps by a `Fused`, over a `TiledCache`. `nbytes`: of packed weights, beside
+    the model's own or in their place."""
 
     name = "fused"
 
@@ -516,14 +527,17 @@ def fuse(
     probe: Probe | None = None,
     specs: Sequence[AttentionSpec] | None = None,
 ) -> Fused:
-    """A `Fused` whose layers gave the model's own logits when they were tried, before any weight was touched.
+    """A `Fused` whose layers gave the model's own logits when they were tried, before any weight
+    was touched.
 
-    `shapes`: the model's `kv_layout`; `own`, `linear`, `specs`: see `Fused`; `probe`: see `check_backend`. Raises `Unavailable`."""
+    `shapes`: the model's `kv_layout`; `own`, `linear`, `specs`: see `Fused`; `probe`: see
+    `check_backend`. Raises `Unavailable`."""
     if any(
         m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in model.modules()
     ):
         raise Unavailable(
-            f"{type(model).__name__} runs by its own code: it has hooks, or a forward of its own, which fused layers would not call"
+            f"{type(model).__name__} runs by its own code: it has hooks, or a forward of its own, "
+            "which fused layers would not call"
         )
     if model.dtype.itemsize < 4 and any(hasattr(m, "experts") for m in model.modules()):
         probe = ProbeOfMixture(model, probe_rows(model), probe=probe)
@@ -539,7 +553,8 @@ def fuse(
             RuntimeError,
         ) as e:  # built otherwise than when its code was read
             raise Unavailable(
-                f"{type(model).__name__} runs by its own code: its layers have another form ({reason_of(e)})"
+                f"{type(model).__name__} runs by its own code: its layers have another form "
+                f"({reason_of(e)})"
             ) from e
         try:
             check_backend(model, FusedBackend(tried, shapes), probe)
@@ -555,11 +570,12 @@ def fuse(
 def open_backend(
     model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions
 ) -> FusedBackend:
-    """The backend for `model`, whose `kv_layout` is `shapes`, once it was tried. Raises `Unavailable`, or `CompileError`, see
-    `usable_kernels`.
+    """The backend for `model`, whose `kv_layout` is `shapes`, once it was tried. Raises
+    `Unavailable`, or `CompileError`, see `usable_kernels`.
 
-    `options.own`: its weights are given up for packed ones. `options.room`: else bytes that packed ones may take beside them,
-    None for any number; where there is less room its own are used. `options.quantization`: 'int8' for `Int8Linear`."""
+    `options.own`: its weights are given up for packed ones. `options.room`: else bytes that
+    packed ones may take beside them, None for any number; where there is less room its own are
+    used. `options.quantization`: 'int8' for `Int8Linear`."""
     kernels, why = usable_kernels(model, shapes, options), ""
     linear: MakeLinear = PackedLinear
     weights = sum(p.nbytes for p in model.parameters())

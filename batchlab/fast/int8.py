@@ -30,7 +30,8 @@ def _prepack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _packed_sums(bytes: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    "The sums of `bytes` `[T, K]` less 128, times an int8 weight `[N, K]` that `_prepack` packed, as fp32 `[T, N]`."
+    """The sums of `bytes` `[T, K]` less 128, times an int8 weight `[N, K]` that `_prepack`
+    packed, as fp32 `[T, N]`."""
     right = packed, torch.ones(1), torch.zeros(1, dtype=torch.int64)
     return torch.ops.onednn.qlinear_pointwise(
         bytes, 1.0, 128, *right, None, 1.0, 0, torch.float32, "none", [], ""
@@ -39,7 +40,8 @@ def _packed_sums(bytes: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
 # %% ../../nbs/4_fast/22_int8.ipynb #62b8c8fd
 @functools.cache
 def onednn_is_exact() -> bool:
-    "Whether torch's product of bytes gives the right sums on this machine, tried on small matrices with the largest numbers."
+    """Whether torch's product of bytes gives the right sums on this machine, tried on small
+    matrices with the largest numbers."""
     gen = torch.Generator().manual_seed(0)
     for T, N, K in ((1, 48, 64), (3, 80, 96), (40, 64, 1056), (1, 33, 50), (17, 33, 50)):
         rows, weight = (torch.randint(-127, 128, s, generator=gen) for s in ((T, K), (N, K)))
@@ -60,7 +62,8 @@ def _in_bytes(
     onednn: bool,
     empty: Callable[..., torch.Tensor],
 ) -> tuple[Any, torch.Tensor]:
-    "`weights`, one below the other, in bytes and in the order in which they are multiplied, and the step of each output."
+    """`weights`, one below the other, in bytes and in the order in which they are multiplied,
+    and the step of each output."""
     if not onednn and all(w.stride(-1) == 1 for w in weights):
         *packed, steps = kernels.pack_bytes(*weights, block=block, empty=empty)
         return packed, steps
@@ -72,12 +75,14 @@ def _in_bytes(
 
 # %% ../../nbs/4_fast/22_int8.ipynb #30ce3dd2-1
 class Int8Linear(nn.Module):
-    """The outputs of one or several linear layers of the same input, side by side, in int8: `[…, in]` to `[…, out]`.
+    """The outputs of one or several linear layers of the same input, side by side, in int8:
+    `[…, in]` to `[…, out]`.
 
-    Weights have 8 bits and a step for each output, activations 8 bits and a step for each row, both mixed. The sums are
-    exact: a row's result is the same bits in any batch. Takes fp32 or bf16 and gives the same. `sizes`: how many columns are
-    whose; `nbytes`: of weights, scales and biases. `onednn`: whether oneDNN multiplies, by default where there is a matrix
-    unit (AMX). Raises `Unavailable`. Methods: Dettmers et al. 2022, Ashkboos et al. 2024."""
+    Weights have 8 bits and a step for each output, activations 8 bits and a step for each row,
+    both mixed. The sums are exact: a row's result is the same bits in any batch. Takes fp32 or
+    bf16 and gives the same. `sizes`: how many columns are whose; `nbytes`: of weights, scales
+    and biases. `onednn`: whether oneDNN multiplies, by default where there is a matrix unit
+    (AMX). Raises `Unavailable`. Methods: Dettmers et al. 2022, Ashkboos et al. 2024."""
 
     invariant = True
 
@@ -96,7 +101,8 @@ class Int8Linear(nn.Module):
         )
         if K % 4 or K > 2**16:  # 2^16 * 255 * 127 fills int32
             raise Unavailable(
-                f"int8 is for layers with a multiple of 4 inputs, 65,536 at most, and this has {K}: use quantization=None"
+                "int8 is for layers with a multiple of 4 inputs, 65,536 at most, and this has "
+                f"{K}: use quantization=None"
             )
         self.in_features, self.out_features, self.block = K, sum(self.sizes), block_of(K)
         self.onednn = (
@@ -140,7 +146,8 @@ class Int8Linear(nn.Module):
 def module_places(
     model: nn.Module, wanted: Callable[[nn.Module], Any]
 ) -> dict[Any, list[tuple[nn.Module, str]]]:
-    "The modules of `model` that are `wanted`, each with where it stands: `(holder, name)`, more than one if it is shared."
+    """The modules of `model` that are `wanted`, each with where it stands: `(holder, name)`,
+    more than one if it is shared."""
     found: dict[Any, list[tuple[nn.Module, str]]] = {}
     for holder in model.modules():
         for name, m in holder._modules.items():
@@ -158,10 +165,12 @@ def put_module(places: list[tuple[nn.Module, str]], module: nn.Module) -> None:
 def put_int8(
     model: nn.Module, kernels: Kernels | None = None, make: Callable[..., nn.Module] = Int8Linear
 ) -> int:
-    """Replace each `nn.Linear` of `model` by an `Int8Linear`, in place; returns the bytes that these take.
+    """Replace each `nn.Linear` of `model` by an `Int8Linear`, in place; returns the bytes that
+    these take.
 
-    `kernels`: None for those of `load_kernels`. `make`: what is called with a linear layer and `kernels=`, and gives what takes
-    its place. Raises `Unavailable`, or `CompileError` where there are no kernels."""
+    `kernels`: None for those of `load_kernels`. `make`: what is called with a linear layer and
+    `kernels=`, and gives what takes its place. Raises `Unavailable`, or `CompileError` where
+    there are no kernels."""
     linears = module_places(model, lambda m: type(m) is nn.Linear)
     if not linears:
         raise Unavailable(
@@ -178,7 +187,8 @@ def put_int8(
     ]
     if wrong:
         raise Unavailable(
-            f"{wrong[0]} is not for int8, which takes fp32 and bf16 and inputs of a multiple of 4, at most 65,536"
+            f"{wrong[0]} is not for int8, which takes fp32 and bf16 and inputs of a multiple of "
+            "4, at most 65,536"
         )
     while linears:  # nothing else holds them, so that each can go
         linear, places = linears.popitem()

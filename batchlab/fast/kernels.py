@@ -48,10 +48,12 @@ log = logging.getLogger("batchlab")
 
 # %% ../../nbs/4_fast/20_kernels.ipynb #62903d52
 class TiledCache(KVCache):
-    """A `KVCache` in the layout of the kernels, with e = 1 for fp32, 2 for 16 bits: what fills 4 bytes lies together.
+    """A `KVCache` in the layout of the kernels, with e = 1 for fp32, 2 for 16 bits: what fills 4
+    bytes lies together.
 
-    `keys[layer]`: `[num_blocks, kv_heads, block_size / 64, head_dim / e, 64, e]`; `values[layer]`: `[num_blocks, kv_heads,
-    block_size / e, head_dim, e]`. `block_size` is a multiple of 64. What nobody has written is never read by the kernels."""
+    `keys[layer]`: `[num_blocks, kv_heads, block_size / 64, head_dim / e, 64, e]`;
+    `values[layer]`: `[num_blocks, kv_heads, block_size / e, head_dim, e]`. `block_size` is a
+    multiple of 64. What nobody has written is never read by the kernels."""
 
     @property
     def e(self) -> int:
@@ -113,7 +115,8 @@ class TiledCache(KVCache):
 
 # %% ../../nbs/4_fast/20_kernels.ipynb #9e8cf59d
 def prefix_groups(batch: Batch, block_size: int) -> list[tuple[list[int], int]]:
-    """Which rows of `batch` walk the blocks that their tables begin with together: `(rows, number of blocks)`.
+    """Which rows of `batch` walk the blocks that their tables begin with together:
+    `(rows, number of blocks)`.
 
     Whole steps of 128 columns are shared, and only by rows whose tokens all come after these."""
     limits = [start // block_size for start in batch.starts]
@@ -123,11 +126,13 @@ def prefix_groups(batch: Batch, block_size: int) -> list[tuple[list[int], int]]:
 class AttentionWorklist:
     """The rows of a step as `Kernels.attend` wants them, the costly ones first.
 
-    `query_rows`: int64 `[n, 4]`, `(first token, number of tokens, where in blocks the row's table begins, first column)`.
-    `work_units`: int64 `[m, 4]`, `(first query row, last + 1, where in blocks a table begins whose first columns all of them
-    share, how many columns)`. `blocks`: int64, all block tables one behind the other. `num_tokens`: of all rows.
+    `query_rows`: int64 `[n, 4]`, `(first token, number of tokens, where in blocks the row's
+    table begins, first column)`. `work_units`: int64 `[m, 4]`, `(first query row, last + 1,
+    where in blocks a table begins whose first columns all of them share, how many
+    columns)`. `blocks`: int64, all block tables one behind the other. `num_tokens`: of all rows.
 
-    `groups`: `prefix_groups` of the batch, or others. `heads`: query heads that share one of `kv_heads` KV heads."""
+    `groups`: `prefix_groups` of the batch, or others. `heads`: query heads that share one of
+    `kv_heads` KV heads."""
 
     def __init__(
         self,
@@ -193,7 +198,8 @@ def layout(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> Shape:
-    "The `Shape` of `q` `[T, heads, dim]` (a view) against a layer of `cache`. `sinks`: fp32 `[heads]`; the caller keeps them."
+    """The `Shape` of `q` `[T, heads, dim]` (a view) against a layer of `cache`. `sinks`: fp32
+    `[heads]`; the caller keeps them."""
     K, V = cache.keys[layer], cache.values[layer]
     z = layout_whole(q, K.shape[1], V.shape[3], scale, window, softcap, sinks)
     z.k_block, z.k_head, z.v_block, z.v_head, z.block_size = (
@@ -228,7 +234,8 @@ def layout_whole(
 
 
 def whole_rows(batch: Batch, most: int = 512) -> torch.Tensor:
-    "The units of `Kernels.attend_whole`, int64 `[m, 4]`: each row, up to `most` queries at a time, the longest first."
+    """The units of `Kernels.attend_whole`, int64 `[m, 4]`: each row, up to `most` queries at a
+    time, the longest first."""
     rows = sorted(zip(batch.cu_seqlens, batch.cu_seqlens[1:]), key=lambda row: row[0] - row[1])
     return ints(
         x for a, b in rows for at in range(a, b, most) for x in (a, b, at, min(b, at + most))
@@ -245,7 +252,8 @@ def attend_rows(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    "What attention with `q` `[T, H, D]` has to be: row by row, by `attend_plain` in fp32. `[T, H, Dv]`, fp32."
+    """What attention with `q` `[T, H, D]` has to be: row by row, by `attend_plain` in fp32.
+    `[T, H, Dv]`, fp32."""
     out = []
     for i, (table, end, start) in enumerate(zip(batch.block_table, batch.seq_lens, batch.starts)):
         k, v = (
@@ -281,7 +289,8 @@ def attend_both_ways(
 
 # %% ../../nbs/4_fast/20_kernels.ipynb #c7a1e003-1
 def _trials(kernels: Kernels) -> Iterator[bool]:
-    "Whether products are exact, then whether attention is right: with a prefix that two rows share, both ways, with window, soft cap and sinks."
+    """Whether products are exact, then whether attention is right: with a prefix that two rows
+    share, both ways, with window, soft cap and sinks."""
     gen = torch.Generator().manual_seed(0)
     for dtype in DTYPES:  # whole numbers: exact
         x, w, b = (
@@ -347,10 +356,12 @@ def _trials(kernels: Kernels) -> Iterator[bool]:
 
 # %% ../../nbs/4_fast/20_kernels.ipynb #c7a1e003-2
 def check_kernels(kernels: Kernels) -> None:
-    "Raise `CompileError` unless products are exact and attention comes out as `attend_plain` has it."
+    """Raise `CompileError` unless products are exact and attention comes out as `attend_plain`
+    has it."""
     if not all(_trials(kernels)):
         raise CompileError(
-            f"the compiled kernels compute wrong ({kernels.path.name}): delete it, or set CXX to another compiler"
+            f"the compiled kernels compute wrong ({kernels.path.name}): delete it, or set CXX to "
+            "another compiler"
         )
 
 # %% ../../nbs/4_fast/20_kernels.ipynb #68f37468
@@ -370,8 +381,8 @@ def load_kernels() -> Kernels:
 
 # %% ../../nbs/4_fast/20_kernels.ipynb #6e192d33
 class KernelStep(PackedStep):
-    """As `PackedStep`, its attention on `kernels` where these can do what a layer asks for. The cache is a `TiledCache`; rows that see both ways
-    have no need of it."""
+    """As `PackedStep`, its attention on `kernels` where these can do what a layer asks for. The
+    cache is a `TiledCache`; rows that see both ways have no need of it."""
 
     def __init__(self, cache: KVCache, batch: Batch, kernels: Kernels) -> None:
         super().__init__(cache, batch)
@@ -419,7 +430,8 @@ class KernelStep(PackedStep):
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        "Write `k`, `v` `[T, KV, D]` and attend with `q` `[T, H, D]`: `[T, H, Dv]`. What fits is up to the caller."
+        """Write `k`, `v` `[T, KV, D]` and attend with `q` `[T, H, D]`: `[T, H, Dv]`. What fits
+        is up to the caller."""
         if window is not None and window >= self.longest:
             window = None
         if sinks is not None:
@@ -474,7 +486,8 @@ class KernelStep(PackedStep):
 
     @functools.cached_property
     def ends(self) -> torch.Tensor:
-        "The places behind each row's last token: torch reads whole blocks, and multiplies what it masks."
+        """The places behind each row's last token: torch reads whole blocks, and multiplies what
+        it masks."""
         b, size = self.batch, self.cache.block_size
         return ints(
             p
@@ -495,7 +508,8 @@ def _warn_of_torch(why: str) -> None:
 def usable_kernels(
     model: PreTrainedModel, shapes: Sequence[KVShape], options: BackendOptions
 ) -> Kernels:
-    """The kernels, if they can attend for `model`, whose `kv_layout` is `shapes`; else raises `Unavailable`.
+    """The kernels, if they can attend for `model`, whose `kv_layout` is `shapes`; else raises
+    `Unavailable`.
 
     With `options.compile` True, raises `CompileError` where they can't be compiled."""
     if model.device.type != "cpu" or model.dtype not in DTYPES:
@@ -503,7 +517,8 @@ def usable_kernels(
         raise Unavailable(f"the kernels are for fp32 and bf16 on the CPU, and this is {this}")
     if not TiledCache.suits(shapes, model.dtype):
         raise Unavailable(
-            f"the kernels are for heads of 16, 32, … 256 dims, and these have {sorted({d for _, *ds in shapes for d in ds})}"
+            "the kernels are for heads of 16, 32, … 256 dims, and these have "
+            f"{sorted({d for _, *ds in shapes for d in ds})}"
         )
     try:
         return load_kernels()
@@ -540,7 +555,8 @@ class KernelBackend(TorchBackend):
 def open_backend(
     model: PreTrainedModel, shapes: Sequence[KVShape], options: BackendOptions
 ) -> KernelBackend:
-    "The backend for `model`, once it was tried. Raises `Unavailable`, or `CompileError`, see `usable_kernels`."
+    """The backend for `model`, once it was tried. Raises `Unavailable`, or `CompileError`, see
+    `usable_kernels`."""
     backend = KernelBackend(model, shapes, usable_kernels(model, shapes, options))
     try:
         check_backend(model, backend, options.probe)

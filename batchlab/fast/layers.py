@@ -29,11 +29,13 @@ from .packed import LinearView, address_of
 class Family:
     """How the layers of a family are built, where not as Llama's.
 
-    `norms`: the names of those before attention, behind it, before the MLP and behind it; '' for none. `parallel`: attention and
-    MLP have the same input. `late`: queries and keys are normed after their rotation. `interleaved`: a
-    dim is rotated against its neighbour, not against one of the other half; `exact`: without rounding on the way.
-    `windows_only`: layers without a window are not rotated. `by_head`: a head's query, key and value stand side by side. `scaled`:
-    queries are scaled before attention. `behind`: norms behind attention and the MLP are of the sum with the residual stream."""
+    `norms`: the names of those before attention, behind it, before the MLP and behind it; '' for
+    none. `parallel`: attention and MLP have the same input. `late`: queries and keys are normed
+    after their rotation. `interleaved`: a dim is rotated against its neighbour, not against one
+    of the other half; `exact`: without rounding on the way. `windows_only`: layers without a
+    window are not rotated. `by_head`: a head's query, key and value stand side by side.
+    `scaled`: queries are scaled before attention. `behind`: norms behind attention and the MLP
+    are of the sum with the residual stream."""
 
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
     parallel: bool = False
@@ -180,7 +182,8 @@ def as_linear(module: Any) -> nn.Linear:
 
 
 def linears_of(layer: Any) -> list[list[Any]]:
-    "The linear layers of each of the four products: of queries, keys and values; of the output; of gate and up, or up alone; of down."
+    """The linear layers of each of the four products: of queries, keys and values; of the
+    output; of gate and up, or up alone; of down."""
     a, m = _attention(layer), _mlp(layer)
     qkv, gate_up = (
         first_of(a, "qkv_proj", "query_key_value", "c_attn", "Wqkv"),
@@ -204,7 +207,8 @@ def linears_of(layer: Any) -> list[list[Any]]:
 
 # %% ../../nbs/4_fast/23_layers.ipynb #ad1c3dc3
 def check_family(model: PreTrainedModel) -> Family:
-    "How `model` is built, for which there are `usable_kernels`. Raises `Unavailable` if it is of no known family, or not as transformers made it."
+    """How `model` is built, for which there are `usable_kernels`. Raises `Unavailable` if it is
+    of no known family, or not as transformers made it."""
     config, base = model.config, base_of(model)
 
     def no(why: str) -> None:
@@ -215,7 +219,8 @@ def check_family(model: PreTrainedModel) -> Family:
         "transformers.models."
     ):
         no(
-            f"its family {config.model_type!r} is none of the {len(known)} in batchlab.fast.layers, FAMILIES and ENCODERS"
+            f"its family {config.model_type!r} is none of the {len(known)} in "
+            "batchlab.fast.layers, FAMILIES and ENCODERS"
         )
     if config.num_attention_heads > ROWS * (
         getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -246,10 +251,12 @@ def check_family(model: PreTrainedModel) -> Family:
 
 # %% ../../nbs/4_fast/23_layers.ipynb #17d00001
 def describe_norm(module: Any, size: int, repeat: int = 1) -> tuple[Norm, list[torch.Tensor]]:
-    """What the norm `module` of rows of `size` numbers does, and the tensors that the description leads to.
+    """What the norm `module` of rows of `size` numbers does, and the tensors that the
+    description leads to.
 
-    Found by trying: what comes out for a few rows is compared with each norm that the kernels know. `repeat`: how often its
-    weights are put side by side, for the heads that share them. Raises `Unavailable`."""
+    Found by trying: what comes out for a few rows is compared with each norm that the kernels
+    know. `repeat`: how often its weights are put side by side, for the heads that share them.
+    Raises `Unavailable`."""
     each = [*getattr(module, "norms", [])] or [module]  # StableLM has one for each head
 
     def weights(name: str) -> torch.Tensor | None:
@@ -335,9 +342,11 @@ def activation_of(mlp: Any, gated: bool) -> Activation:
 
 # %% ../../nbs/4_fast/23_layers.ipynb #17d00002
 class Rotations:
-    """Cosines and sines of positions, fp32 `[positions, rotated / 2]`, by the model's own `module`: `tables`, by the kind of layer.
+    """Cosines and sines of positions, fp32 `[positions, rotated / 2]`, by the model's own
+    `module`: `tables`, by the kind of layer.
 
-    `kinds`: None, or the types of layers that the module tells apart. `exact`: whether it gives them in fp32."""
+    `kinds`: None, or the types of layers that the module tells apart. `exact`: whether it gives
+    them in fp32."""
 
     def __init__(self, module: Any, kinds: Sequence[str | None], like: torch.Tensor) -> None:
         self.module, self.kinds, self.like, self.tables, self.length = (
@@ -368,7 +377,8 @@ class Rotations:
             self.tables[kind] = tuple(t[:, at].contiguous() for t in (cos, sin))
 
     def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        "Which row of the tables is for which of `positions`, int64 `[T]`, and whether the tables are others than before."
+        """Which row of the tables is for which of `positions`, int64 `[T]`, and whether the
+        tables are others than before."""
         if self.by_step:  # they depend on how far the longest goes
             self._make(positions[None])
             return torch.arange(len(positions)), True
@@ -380,7 +390,8 @@ class Rotations:
 
 # %% ../../nbs/4_fast/23_layers.ipynb #6a99e1c3
 def describe_rotations(model: PreTrainedModel) -> tuple[Rotations | None, Sequence[str | None]]:
-    "The rotations of `model`, None where positions are learned, and which kind of them is for which layer."
+    """The rotations of `model`, None where positions are learned, and which kind of them is for
+    which layer."""
     module, n = getattr(base_of(model), "rotary_emb", None), len(layers_of(model))
     if module is None:
         return None, [None] * n
@@ -395,7 +406,8 @@ def describe_rotations(model: PreTrainedModel) -> tuple[Rotations | None, Sequen
 def attention_specs(
     model: PreTrainedModel, known: Sequence[AttentionSpec] | None = None
 ) -> Sequence[AttentionSpec]:
-    "What each layer of `model` asks of attention, unless that is `known`. Raises `Unavailable`, also if layers have different heads."
+    """What each layer of `model` asks of attention, unless that is `known`. Raises
+    `Unavailable`, also if layers have different heads."""
     specs = (
         layer_specs(model, model.config.model_type not in ENCODERS, head_of(model) is None)
         if known is None
@@ -414,7 +426,8 @@ def describe_layer(
     linears: Sequence[Linear],
     rotations: Rotations | None,
 ) -> tuple[Layer, list[torch.Tensor]]:
-    """A `layer` of a model with `config`, for the kernels, and the tensors that the description leads to.
+    """A `layer` of a model with `config`, for the kernels, and the tensors that the description
+    leads to.
 
     `linears`: its four products, described; those of kind 0 are not there. Raises `Unavailable`."""
     z, kept, attention, mlp = Layer(), list[torch.Tensor](), _attention(layer), _mlp(layer)

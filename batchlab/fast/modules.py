@@ -53,7 +53,8 @@ def kind_of(module: nn.Module) -> str | None:
 def record_calls(
     model: PreTrainedModel, row: Sequence[int], hidden: bool = False
 ) -> dict[nn.Module, tuple[torch.Tensor, ...]]:
-    """What each module of a `kind_of` is called with, the first time, when `model` runs `row` by its own code: tensors, by position.
+    """What each module of a `kind_of` is called with, the first time, when `model` runs `row` by
+    its own code: tensors, by position.
 
     `hidden`: it runs without its head."""
     calls: dict[nn.Module, tuple[torch.Tensor, ...]] = {}
@@ -77,7 +78,8 @@ def record_calls(
 
 # %% ../../nbs/4_fast/27_modules.ipynb #d6890a0d
 class PackedNorm(nn.Module):
-    """The norm `module` of rows like those of `x`, by a kernel; other rows are for `module` itself. Raises `Unavailable`.
+    """The norm `module` of rows like those of `x`, by a kernel; other rows are for `module`
+    itself. Raises `Unavailable`.
 
     `nbytes` is 0: it has no weights of its own to speak of."""
 
@@ -117,7 +119,8 @@ NEAR_INT8 = 0.1
 def gives_the_same(
     new: nn.Module, module: nn.Module, args: Sequence[torch.Tensor], near: float
 ) -> bool:
-    "Whether `new` gives what `module` gives for `args`: the same dtype and shape, and numbers off by no more than `near` of their length."
+    """Whether `new` gives what `module` gives for `args`: the same dtype and shape, and numbers
+    off by no more than `near` of their length."""
     got, want = new(*args), module(*args)
     if not isinstance(want, torch.Tensor) or got.dtype != want.dtype or got.shape != want.shape:
         return False
@@ -127,7 +130,8 @@ def gives_the_same(
 
 
 def norm_like(module: nn.Module, x: torch.Tensor, kernels: Kernels) -> PackedNorm:
-    "A `PackedNorm` that gave what `module` gives for `x`, and for small rows. Raises `Unavailable`."
+    """A `PackedNorm` that gave what `module` gives for `x`, and for small rows. Raises
+    `Unavailable`."""
     new = PackedNorm(module, x, kernels)
     if not all(gives_the_same(new, module, [y], NEAR[x.dtype]) for y in (x, x * 1e-3)):
         raise Unavailable("it is another norm")
@@ -135,7 +139,8 @@ def norm_like(module: nn.Module, x: torch.Tensor, kernels: Kernels) -> PackedNor
 
 # %% ../../nbs/4_fast/27_modules.ipynb #0fb2ea31
 class StandIn(nn.Module):
-    "Is called as `module` is, and has nothing else of it: who wants its weight gets an `AttributeError`. `nbytes` is 0."
+    """Is called as `module` is, and has nothing else of it: who wants its weight gets an
+    `AttributeError`. `nbytes` is 0."""
 
     nbytes = 0
 
@@ -150,7 +155,8 @@ class StandIn(nn.Module):
 def linear_like(
     module: Any, x: torch.Tensor, kernels: Kernels, make: MakeLinear, memory: HugePages
 ) -> nn.Module:
-    "What `make` gives for a linear `module`, if its sizes fit and it gives the same for `x`. Raises `Unavailable`."
+    """What `make` gives for a linear `module`, if its sizes fit and it gives the same for `x`.
+    Raises `Unavailable`."""
     linear = as_linear(module)
     if x.dtype != linear.weight.dtype or not linear.weight.is_cpu or linear.in_features % 16:
         raise Unavailable("its sizes or its dtype do not fit")
@@ -163,8 +169,9 @@ def linear_like(
 
 # %% ../../nbs/4_fast/27_modules.ipynb #31384bc0
 class ChosenExperts(PackedExperts):
-    """The products of stacked `experts`, packed by `make`; who is for which of them the model's own router says. Called as transformers
-    calls experts. `nbytes`: of all. Raises `Unavailable`."""
+    """The products of stacked `experts`, packed by `make`; who is for which of them the model's
+    own router says. Called as transformers calls experts. `nbytes`: of all. Raises
+    `Unavailable`."""
 
     def __init__(self, experts: Any, kernels: Kernels, make: MakeLinear, memory: HugePages) -> None:
         nn.Module.__init__(self)
@@ -195,7 +202,8 @@ class ChosenExperts(PackedExperts):
         )
 
     def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        "`x` `[T, E]`, `index` and `weights` of its experts `[T, each]`: `[T, E]`. Raises `IndexError` for an expert that is not there."
+        """`x` `[T, E]`, `index` and `weights` of its experts `[T, each]`: `[T, E]`. Raises
+        `IndexError` for an expert that is not there."""
         (T, each), E, I, z, x = index.shape, self.width, self.inner, self.layer, x.contiguous()
         if T and not (0 <= int(index.min()) and int(index.max()) < self.n):
             raise IndexError(f"there are {self.n} experts, and a router chose another")
@@ -247,7 +255,8 @@ Swap = tuple[
 
 @contextlib.contextmanager
 def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
-    "Inside, each module is replaced by what takes its place; afterwards, also after an exception, all stand where they stood."
+    """Inside, each module is replaced by what takes its place; afterwards, also after an
+    exception, all stand where they stood."""
     done: list[Swap] = []
     try:
         for swap in swaps:
@@ -263,10 +272,12 @@ def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
 
 # %% ../../nbs/4_fast/27_modules.ipynb #0aa34826
 class Modules:
-    """What takes the places of modules of `model`, by `kernels`: put in by `inside()`, or for good with `own`, as their weights go one by one.
+    """What takes the places of modules of `model`, by `kernels`: put in by `inside()`, or for
+    good with `own`, as their weights go one by one.
 
-    `make`: what is made of linear layers and experts; `StandIn` to try, None to leave them. `hidden`: the head is left as it is. `nbytes`: of packed weights. `replaced`:
-    of each module `(name, its class, the class in its place, bytes)`, in the order of the calls."""
+    `make`: what is made of linear layers and experts; `StandIn` to try, None to leave them.
+    `hidden`: the head is left as it is. `nbytes`: of packed weights. `replaced`: of each module
+    `(name, its class, the class in its place, bytes)`, in the order of the calls."""
 
     def __init__(
         self,
@@ -344,8 +355,9 @@ class Modules:
 
 # %% ../../nbs/4_fast/27_modules.ipynb #4c3da58e
 class ModuleBackend(KernelBackend):
-    """Runs packed steps by the model's own code, with its attention on kernels, its linear layers and experts on packed weights, and its norms
-    on kernels. `modules`: what was replaced; `nbytes`: of packed weights, beside the model's own or in their place."""
+    """Runs packed steps by the model's own code, with its attention on kernels, its linear
+    layers and experts on packed weights, and its norms on kernels. `modules`: what was replaced;
+    `nbytes`: of packed weights, beside the model's own or in their place."""
 
     name = "modules"
 
@@ -361,11 +373,12 @@ class ModuleBackend(KernelBackend):
 def open_backend(
     model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions
 ) -> ModuleBackend:
-    """The backend for `model`, whose `kv_layout` is `shapes`, once it was tried. Raises `Unavailable`, or `CompileError`, see
-    `usable_kernels`.
+    """The backend for `model`, whose `kv_layout` is `shapes`, once it was tried. Raises
+    `Unavailable`, or `CompileError`, see `usable_kernels`.
 
-    `options` as for fused layers: with `own` weights are given up for packed ones, else these take up to `room` bytes beside them, and
-    where there is less room only norms are replaced; 'int8' for weights in bytes."""
+    `options` as for fused layers: with `own` weights are given up for packed ones, else these
+    take up to `room` bytes beside them, and where there is less room only norms are replaced;
+    'int8' for weights in bytes."""
     kernels, why = usable_kernels(model, shapes, options), ""
     make: MakeLinear | None = PackedLinear
     weights = sum(p.nbytes for p in model.parameters())

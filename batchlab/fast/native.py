@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 # %% ../../nbs/4_fast/native.ipynb #83590479
 @functools.cache
 def tune_malloc(mmap_from: int = 32 * 2**20, keep: int = 512 * 2**20) -> bool:
-    """Let the process keep freed memory, up to `keep` bytes, for requests smaller than `mmap_from`. Whether it could.
+    """Let the process keep freed memory, up to `keep` bytes, for requests smaller than
+    `mmap_from`. Whether it could.
 
-    For glibc's `malloc` (Linux); others are left alone. A tensor that is made and dropped at every step then costs no
-    page faults. Bytes. See mallopt(3)."""
+    For glibc's `malloc` (Linux); others are left alone. A tensor that is made and dropped at
+    every step then costs no page faults. Bytes. See mallopt(3)."""
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
@@ -51,7 +52,8 @@ FLAGS = tuple(
 
 
 def find_compiler() -> str:
-    "The C++ compiler: what the variable CXX names, else the first of g++, clang++ and c++. Raises `CompileError`."
+    """The C++ compiler: what the variable CXX names, else the first of g++, clang++ and c++.
+    Raises `CompileError`."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     if found := next(filter(None, map(shutil.which, names)), None):
         return found
@@ -91,7 +93,8 @@ def _is_whole(library: Path) -> bool:
 
 
 def _compile(compiler: str, flags: list[str], source: str, path: Path) -> None:
-    "Write the library of `source`, and its hash behind it, at `path`, at once or not at all. Raises `CompileError`, `OSError`."
+    """Write the library of `source`, and its hash behind it, at `path`, at once or not at all.
+    Raises `CompileError`, `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as tmp:
         made = Path(tmp) / "kernels.so"
@@ -107,7 +110,8 @@ def _compile(compiler: str, flags: list[str], source: str, path: Path) -> None:
 
 # %% ../../nbs/4_fast/native.ipynb #fbe17eed-1
 def build(source: str, say: Callable[[str], None] | None = None) -> Path:
-    """The shared library made from C++ `source`, as a path in batchlab's cache folder: compiled if it isn't there, and whole.
+    """The shared library made from C++ `source`, as a path in batchlab's cache folder: compiled
+    if it isn't there, and whole.
 
     `say`: told in a line that it is being compiled. Raises `CompileError`."""
     if sys.platform != "linux":
@@ -132,7 +136,8 @@ def build(source: str, say: Callable[[str], None] | None = None) -> Path:
         return path
     if say:
         say(
-            f"compiling the kernels for this processor with {Path(compiler).name}, once: up to half a minute"
+            f"compiling the kernels for this processor with {Path(compiler).name}, once: up to "
+            "half a minute"
         )
     try:
         _compile(compiler, flags, source, path)
@@ -159,12 +164,14 @@ NUMBERS: dict[str, type] = {"i64": ctypes.c_int64, "float": ctypes.c_float}
 
 
 def ctype(declaration: str) -> type:
-    "The type of a C++ parameter or field, in `ctypes`: an address for a pointer or a reference, else one of `NUMBERS`."
+    """The type of a C++ parameter or field, in `ctypes`: an address for a pointer or a
+    reference, else one of `NUMBERS`."""
     return ctypes.c_void_p if {"*", "&"} & {*declaration} else NUMBERS[declaration.split()[0]]
 
 
 def signatures(source: str) -> dict[str, list[type]]:
-    "What each kernel takes that C++ `source` exports by `EXPORT(name)`: the types of its arguments."
+    """What each kernel takes that C++ `source` exports by `EXPORT(name)`: the types of its
+    arguments."""
     declared = dict(re.findall(r"static void (\w+)\(([^)]*)\) \{", source))
     return {
         name: [ctype(x) for x in declared[name].split(",")]
@@ -186,7 +193,8 @@ S = TypeVar("S", bound=type)
 
 
 def struct(cls: S) -> S:
-    "Give `cls` the fields of the C++ struct of its name, which may have a place inside another one from then on."
+    """Give `cls` the fields of the C++ struct of its name, which may have a place inside another
+    one from then on."""
     cls._fields_ = fields(SOURCE, cls.__name__)  # type: ignore[attr-defined]
     NUMBERS[cls.__name__] = cls
     return cls
@@ -236,7 +244,8 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 # %% ../../nbs/4_fast/native.ipynb #c7a1e025
 def address(x: torch.Tensor, dtype: torch.dtype, size: int | None = None) -> int:
-    "Where `x` lies: `size` numbers of `dtype` on the CPU, without gaps, or rows of any number at any distance. Else raises `TypeError`."
+    """Where `x` lies: `size` numbers of `dtype` on the CPU, without gaps, or rows of any number
+    at any distance. Else raises `TypeError`."""
     if (
         x.dtype != dtype
         or not x.is_cpu
@@ -244,17 +253,20 @@ def address(x: torch.Tensor, dtype: torch.dtype, size: int | None = None) -> int
     ):
         what = "rows" if size is None else f"{size:,} numbers without gaps"
         raise TypeError(
-            f"a kernel wants {what}, {dtype} on the CPU, and got {[*x.shape]} with strides {x.stride()}, {x.dtype} on {x.device}"
+            f"a kernel wants {what}, {dtype} on the CPU, and got {[*x.shape]} with strides "
+            f"{x.stride()}, {x.dtype} on {x.device}"
         )
     return x.data_ptr()
 
 # %% ../../nbs/4_fast/native.ipynb #c7a1e001
 def _row_addresses(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.dtype, int, int]:
-    "Where each row of `weights` `[out, in]` lies, int64; their dtype, how many rows there are, and their length. Raises `TypeError`."
+    """Where each row of `weights` `[out, in]` lies, int64; their dtype, how many rows there are,
+    and their length. Raises `TypeError`."""
     (d, K), size = (weights[0].dtype, weights[0].shape[1]), weights[0].element_size()
     if any(w.shape[1] != K for w in weights) or K * size % 4:
         raise TypeError(
-            f"rows of one length, in whole pieces of 4 bytes, and not {[[*w.shape] for w in weights]}"
+            "rows of one length, in whole pieces of 4 bytes, and not "
+            f"{[[*w.shape] for w in weights]}"
         )
     rows = torch.cat([torch.arange(len(w)) * (w.stride(0) * size) + address(w, d) for w in weights])
     return rows, d, len(rows), K
@@ -268,7 +280,8 @@ class _Calls(dict[tuple[str, torch.dtype], Callable[..., None]]):
 
 # %% ../../nbs/4_fast/native.ipynb #c7a1e001-1
 class ByteKernels:
-    "The compiled kernels of the library at `path`; of their methods those that chapter 22 needs, which make bytes and multiply them."
+    """The compiled kernels of the library at `path`; of their methods those that chapter 22
+    needs, which make bytes and multiply them."""
 
     def __init__(self, path: Path) -> None:
         self.path, lib, self.calls = path, ctypes.CDLL(str(path)), _Calls()
@@ -282,9 +295,11 @@ class ByteKernels:
         self.tiles = bool(lib.has_tiles())  # whether a matrix unit multiplies bf16
 
     def quantize(self, x: torch.Tensor, block: int, top: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of `x` `[T, K]`, mixed in blocks of 16, 32 or 64 (1: not), as uint8 in steps: `(bytes [T, K], steps fp32 [T])`.
+        """Rows of `x` `[T, K]`, mixed in blocks of 16, 32 or 64 (1: not), as uint8 in steps:
+        `(bytes [T, K], steps fp32 [T])`.
 
-        The byte `top + 1` is 0, the largest magnitude of a row is `top` steps. The step of a row that isn't finite is NaN."""
+        The byte `top + 1` is 0, the largest magnitude of a row is `top` steps. The step of a row
+        that isn't finite is NaN."""
         bytes, steps = torch.empty(x.shape, dtype=torch.uint8), torch.empty(len(x))
         self.calls["quantize", x.dtype](
             address(x, x.dtype, x.numel()), bytes.data_ptr(), steps.data_ptr(), *x.shape, block, top
@@ -299,7 +314,8 @@ class ByteKernels:
         bias: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        "`sums` `[T, N]` times `steps` `[T]` and `scales` `[N]`, plus `bias` `[N]` or None, all fp32: `[T, N]` of `dtype`."
+        """`sums` `[T, N]` times `steps` `[T]` and `scales` `[N]`, plus `bias` `[N]` or None, all
+        fp32: `[T, N]` of `dtype`."""
         (T, N), f, out = sums.shape, torch.float32, torch.empty_like(sums, dtype=dtype)
         self.calls["dequantize", dtype](
             address(sums, f, T * N),
@@ -320,7 +336,8 @@ class ByteKernels:
         bias: torch.Tensor | None,
         block: int,
     ) -> torch.Tensor:
-        """`x` `[T, K]`, mixed in `block`s and made bytes, times a `weight` from `pack_bytes`: `[T, N]` of `x`'s dtype.
+        """`x` `[T, K]`, mixed in `block`s and made bytes, times a `weight` from `pack_bytes`:
+        `[T, N]` of `x`'s dtype.
 
         `scales`: fp32 `[N]`, the step of each output's weights; `bias`: fp32 `[N]`, or None."""
         (T, K), N, d, f, (panels, start) = x.shape, len(scales), x.dtype, torch.float32, weight
@@ -342,9 +359,11 @@ class ByteKernels:
     def pack_bytes(
         self, *weights: torch.Tensor, block: int, empty: Callable[..., torch.Tensor] = torch.empty
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Weights `[out, in]`, `in` a multiple of 4, one below the other, mixed in `block`s and made bytes: `(panels, starts, steps)`.
+        """Weights `[out, in]`, `in` a multiple of 4, one below the other, mixed in `block`s and
+        made bytes: `(panels, starts, steps)`.
 
-        Panels and starts as by `pack_bytes`, `steps` fp32, of each output. `empty` makes what the panels are put into."""
+        Panels and starts as by `pack_bytes`, `steps` fp32, of each output. `empty` makes what
+        the panels are put into."""
         rows, d, N, K = _row_addresses(weights)
         panels, steps = empty((-(-N // 32), K // 4, 32, 4), dtype=torch.int8), torch.empty(N)
         starts = torch.empty(32 * len(panels), dtype=torch.int32)
@@ -364,12 +383,14 @@ class ByteKernels:
 class Kernels(ByteKernels):
     """The compiled kernels, as methods on CPU tensors of fp32 or bf16. `path`: the library's.
 
-    The lengths of heads and rows are multiples of 16. A tensor of another dtype, size or device, or with gaps, raises `TypeError`."""
+    The lengths of heads and rows are multiples of 16. A tensor of another dtype, size or device,
+    or with gaps, raises `TypeError`."""
 
     def product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n: int
     ) -> torch.Tensor:
-        "`x` `[M, K]` times a weight `[n, K]` packed by `pack_weight`, plus `bias` `[n]` or None: `[M, n]`."
+        """`x` `[M, K]` times a weight `[n, K]` packed by `pack_weight`, plus `bias` `[n]` or
+        None: `[M, n]`."""
         (M, K), d, out = x.shape, x.dtype, x.new_empty(len(x), n)
         self.calls["product", d](
             address(x, d, M * K),
@@ -395,7 +416,8 @@ class Kernels(ByteKernels):
     def attend(
         self, z: Shape, q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, work: "AttentionWorklist"
     ) -> torch.Tensor:
-        "`q` of T tokens against the blocks `K`, `V` of a layer as `z` says, for all of `work`: `[T, heads, dim_v]`."
+        """`q` of T tokens against the blocks `K`, `V` of a layer as `z` says, for all of `work`:
+        `[T, heads, dim_v]`."""
         d, out = q.dtype, q.new_empty(work.num_tokens, z.heads, z.dim_v)
         tables = work.blocks, work.query_rows, work.work_units
         self.calls["attend", d](
@@ -411,7 +433,8 @@ class Kernels(ByteKernels):
     def attend_whole(
         self, z: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, units: torch.Tensor
     ) -> torch.Tensor:
-        "As `attend`, for whole rows that see both ways, with keys and values `[T, kv_heads, dim]` of no cache. `units`: `whole_rows`."
+        """As `attend`, for whole rows that see both ways, with keys and values
+        `[T, kv_heads, dim]` of no cache. `units`: `whole_rows`."""
         d, out = q.dtype, q.new_empty(len(q), z.heads, z.dim_v)
         self.calls["attend_whole", d](
             ctypes.addressof(z),
@@ -452,7 +475,8 @@ class Kernels(ByteKernels):
     def run(
         self, dtype: torch.dtype, layers: ctypes.Array, step: Step, first: int, last: int
     ) -> None:
-        "Parts `first` to `last` (excluded) of described `layers`, the head's at their end included, which see to it that what they name is there."
+        """Parts `first` to `last` (excluded) of described `layers`, the head's at their end
+        included, which see to it that what they name is there."""
         self.calls["run", dtype](
             ctypes.addressof(layers), len(layers) - 1, ctypes.addressof(step), first, last
         )
@@ -468,10 +492,12 @@ def _panels(weight: torch.Tensor, e: int) -> torch.Tensor:
 def pack_weight(
     *weights: torch.Tensor, empty: Callable[..., torch.Tensor] = torch.empty
 ) -> torch.Tensor:
-    """Weights `[out, in]`, one below the other, in panels for `Kernels.product`, `in` even: `[panels, in / e, 32, e]`.
+    """Weights `[out, in]`, one below the other, in panels for `Kernels.product`, `in` even:
+    `[panels, in / e, 32, e]`.
 
-    e = 2 in bf16, 1 in fp32. In plain torch: `Kernels.pack_weight` is faster, and for weights whose rows have no gaps. Weight by weight
-    where they fill whole panels, so that nothing of them is there three times. `empty` makes what they are put into."""
+    e = 2 in bf16, 1 in fp32. In plain torch: `Kernels.pack_weight` is faster, and for weights
+    whose rows have no gaps. Weight by weight where they fill whole panels, so that nothing of
+    them is there three times. `empty` makes what they are put into."""
     e, last = 4 // weights[0].element_size(), weights[-1]
     if any(len(w) % 32 for w in weights[:-1]):
         weights, last = (), torch.cat(weights)
@@ -491,18 +517,22 @@ def unpack_rows(packed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def pack_bytes(
     weight: torch.Tensor, empty: Callable[..., torch.Tensor] = torch.empty
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An int8 weight `[N, K]`, `K` a multiple of 4, for `Kernels.bytes_product`: `(panels, starts)`.
+    """An int8 weight `[N, K]`, `K` a multiple of 4, for `Kernels.bytes_product`:
+    `(panels, starts)`.
 
-    Panels: int8 `[ceil(N / 32), K / 4, 32, 4]`. Starts: int32, for each output of each panel the value its sum begins with."""
+    Panels: int8 `[ceil(N / 32), K / 4, 32, 4]`. Starts: int32, for each output of each panel the
+    value its sum begins with."""
     parts = _panels(weight, 4)
     panels = empty(parts.shape, dtype=torch.int8).copy_(parts)
     return panels, -128 * panels.sum([1, 3], dtype=torch.int32).flatten()
 
 # %% ../../nbs/4_fast/native.ipynb #17e00003
 class HugePages:
-    """Memory for what is read whole at every step, in pages of 2 MB where the system has them: `empty` is called as `torch.empty` is.
+    """Memory for what is read whole at every step, in pages of 2 MB where the system has them:
+    `empty` is called as `torch.empty` is.
 
-    It is taken from the system in chunks of `chunk` bytes, of which only what is written counts. A chunk goes when its last tensor has gone."""
+    It is taken from the system in chunks of `chunk` bytes, of which only what is written counts.
+    A chunk goes when its last tensor has gone."""
 
     SIZE = 2 * 2**20
 
@@ -532,7 +562,8 @@ class HugePages:
 
 # %% ../../nbs/4_fast/native.ipynb #9ac0e964
 def _cpu_seconds() -> tuple[float, float]:
-    "Seconds of processor time so far: of the whole machine, all cores together, and of this process."
+    """Seconds of processor time so far: of the whole machine, all cores together, and of this
+    process."""
     t, own = psutil.cpu_times(), psutil.Process().cpu_times()
     return sum(
         getattr(t, n, 0.0) for n in ("user", "nice", "system", "irq", "softirq", "steal")

@@ -49,7 +49,8 @@ def has_matrix_unit(dtype: torch.dtype) -> bool:
 
 # %% ../../nbs/4_fast/21_packed.ipynb #2fdb9109
 def join_biases(*linears: nn.Linear) -> torch.Tensor | None:
-    "The biases of `linears` one behind the other, zeros for a layer that has none; None if no layer has one."
+    """The biases of `linears` one behind the other, zeros for a layer that has none; None if no
+    layer has one."""
     if all(l.bias is None for l in linears):
         return None
     return torch.cat(
@@ -68,10 +69,12 @@ MakeLinear = Callable[
 
 
 class PackedLinear(nn.Module):
-    """The outputs of one or several linear layers of the same input, side by side: `[…, in]` to `[…, out]`.
+    """The outputs of one or several linear layers of the same input, side by side: `[…, in]` to
+    `[…, out]`.
 
-    `sizes`: the columns of each layer. `weight` is packed, for `kernels` or for oneDNN: `onednn` says which. `invariant`:
-    whether a row's result is the same bits whatever rows are beside it. `nbytes`: of the packed weight."""
+    `sizes`: the columns of each layer. `weight` is packed, for `kernels` or for oneDNN: `onednn`
+    says which. `invariant`: whether a row's result is the same bits whatever rows are beside it.
+    `nbytes`: of the packed weight."""
 
     def __init__(
         self,
@@ -127,7 +130,8 @@ class PlainLinear(nn.Module):
 
 # %% ../../nbs/4_fast/21_packed.ipynb #27d8340f
 class PackedEmbedding(nn.Module):
-    "The embedding whose weight is that of `head`, a `PackedLinear` for the kernels, times `scale`: ids `[…]` to `[…, E]`."
+    """The embedding whose weight is that of `head`, a `PackedLinear` for the kernels, times
+    `scale`: ids `[…]` to `[…, E]`."""
 
     def __init__(self, head: PackedLinear, scale: torch.Tensor | None = None) -> None:
         super().__init__()
@@ -149,7 +153,8 @@ class LinearView(nn.Linear):
 
 
 class LinearSlice(nn.Module):
-    "The columns of a `PackedLinear` that belong to one of its layers, in that layer's place: for the model's own code."
+    """The columns of a `PackedLinear` that belong to one of its layers, in that layer's place:
+    for the model's own code."""
 
     def __init__(self, packed: Any, i: int) -> None:
         super().__init__()
@@ -169,7 +174,8 @@ def replace_linears(layer: nn.Module, linears: list[Any], packed: nn.Module) -> 
 
 # %% ../../nbs/4_fast/21_packed.ipynb #d0226b54
 def mapped_files() -> list[tuple[int, int]]:
-    "Where safetensors files are mapped into this process: `[(first address, last + 1)]`. On Linux only."
+    """Where safetensors files are mapped into this process: `[(first address, last + 1)]`. On
+    Linux only."""
     try:
         maps: Any = psutil.Process().memory_maps(grouped=False)
     except (AttributeError, OSError, ValueError, psutil.Error):

@@ -40,7 +40,8 @@ def _about_slots(llm: LLM, requests: int, longest: int | None) -> Iterator[Messa
         )
     elif longest and fit < min(requests, now):
         yield Message(
-            "memory for keys and values holds {fit} of the longest requests at once, of {now} slots: raise {memory}, or lower {most}",
+            "memory for keys and values holds {fit} of the longest requests at once, of {now} "
+            "slots: raise {memory}, or lower {most}",
             fit=fit,
             now=now,
             memory=Option("kv_cache_bytes"),
@@ -57,7 +58,8 @@ def _about_arithmetic(llm: LLM) -> Iterator[Message]:
         yield Message("it runs without the fast kernels: {why}", why=backend.why)
     if str(llm.model.dtype) == "torch.float32" and (not on_cpu or cpu_has_fast_bf16()):
         yield Message(
-            "fp32 takes twice the memory and time of bf16 on this device: give {dtype}, a little less exact",
+            "fp32 takes twice the memory and time of bf16 on this device: give {dtype}, a little "
+            "less exact",
             dtype=Option("dtype", "bf16"),
         )
 
@@ -65,14 +67,17 @@ def _about_arithmetic(llm: LLM) -> Iterator[Message]:
 def advise(
     llm: LLM, requests: int, longest: int | None = None, shared: float = 0.0
 ) -> list[Message]:
-    """What would make so many `requests` faster in `llm`, what matters most first; empty if nothing stands out.
+    """What would make so many `requests` faster in `llm`, what matters most first; empty if
+    nothing stands out.
 
-    `longest`: tokens of the longest, prompt and answer; `shared`: the share of the prompts' tokens that an earlier prompt begins with too."""
+    `longest`: tokens of the longest, prompt and answer; `shared`: the share of the prompts'
+    tokens that an earlier prompt begins with too."""
     found = [*_about_slots(llm, requests, longest), *_about_arithmetic(llm)]
     if shared > 0.1 and not llm.enable_prefix_caching:
         found.append(
             Message(
-                "{share:.0%} of the prompts are beginnings that an earlier one has too: leave out {off}",
+                "{share:.0%} of the prompts are beginnings that an earlier one has too: leave "
+                "out {off}",
                 share=shared,
                 off=Option("enable_prefix_caching", False),
             )
@@ -86,23 +91,29 @@ def try_int8(llm: LLM) -> list[Message]:
         return []
     return [
         Message(
-            "{int8} makes weights half as large as in bf16, which is faster where a step waits for them, and a little less exact: try it",
+            "{int8} makes weights half as large as in bf16, which is faster where a step waits "
+            "for them, and a little less exact: try it",
             int8=Option("quantization", "int8"),
         )
     ]
 
 # %% ../../nbs/6_jobs/advice.ipynb #adv00007
 _MEANS = {
-    "linears": "the weights are read and multiplied. More requests at once share the reading ({slots}); {int8} halves it",
-    "attention": "keys and values are read, the more the longer the requests: shorter prompts and answers cost less",
-    "small ops": "small operations between the layers: compiled kernels ({compile}) join them, more requests at once ({slots}) share them",
-    "sampling": "tokens are chosen: penalties, log probabilities and grammars cost most; greedy choice ({greedy}) least",
+    "linears": "the weights are read and multiplied. More requests at once share the reading "
+    "({slots}); {int8} halves it",
+    "attention": "keys and values are read, the more the longer the requests: shorter prompts "
+    "and answers cost less",
+    "small ops": "small operations between the layers: compiled kernels ({compile}) join them, "
+    "more requests at once ({slots}) share them",
+    "sampling": "tokens are chosen: penalties, log probabilities and grammars cost most; greedy "
+    "choice ({greedy}) least",
     "bookkeeping": "requests are scheduled: more requests at once ({slots}) share it",
 }
 
 
 def conclusions(parts: Mapping[str, float]) -> list[Message]:
-    "What the seconds of `parts` of a step say: a sentence for each that takes a quarter of it or more, the largest first."
+    """What the seconds of `parts` of a step say: a sentence for each that takes a quarter of it
+    or more, the largest first."""
     total, options = (
         sum(parts.values()),
         dict(

@@ -39,7 +39,8 @@ Raw = bytes | Row | csv.Error  # a line of JSONL, a row of a table, or what is w
 
 
 def read_lines(f: IO[bytes], longest: int = 2**31) -> Iterator[tuple[int, bytes]]:
-    "Yield `(number, bytes)` for each line of binary file `f`, from 1; of one beyond `longest` bytes the first `longest` + 1."
+    """Yield `(number, bytes)` for each line of binary file `f`, from 1; of one beyond `longest`
+    bytes the first `longest` + 1."""
     for number in itertools.count(1):
         line = part = f.readline(longest + 1)
         if not line:
@@ -50,14 +51,16 @@ def read_lines(f: IO[bytes], longest: int = 2**31) -> Iterator[tuple[int, bytes]
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000029
 def prompt_line(raw: bytes) -> bytes:
-    "Line `raw` of a text as a plain line of JSONL; as it is if it is no UTF-8, for its reader to say so."
+    """Line `raw` of a text as a plain line of JSONL; as it is if it is no UTF-8, for its reader
+    to say so."""
     with suppress(UnicodeDecodeError):
         return encode_json(dict(prompt=raw.decode("utf-8-sig").rstrip("\r"))).encode()
     return raw
 
 
 def json_lines(f: IO[bytes], name: str | Path) -> Iterator[tuple[int, bytes]]:
-    "As `read_lines`, of a file that may be an array of objects instead. Raises `JobError` for one that is broken."
+    """As `read_lines`, of a file that may be an array of objects instead. Raises `JobError` for
+    one that is broken."""
     start = f.peek(2**16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]  # type: ignore[attr-defined]
     if start != b"[":
         yield from read_lines(f, LONGEST_LINE)
@@ -80,10 +83,11 @@ def read_raw(
     text_form: TextForm | None = None,
     **columns: Any,
 ) -> Iterator[tuple[int, Raw]]:
-    """Yield `(number, raw)` for each request of file `name`: bytes of JSONL, or a `Row` by `Columns` with these arguments.
+    """Yield `(number, raw)` for each request of file `name`: bytes of JSONL, or a `Row` by
+    `Columns` with these arguments.
 
-    `kind`: 'csv' and so on, else the name says it; `text_form`: how its text is written, else it is found out. Raises `JobError`, after
-    all that stands before what can't be read."""
+    `kind`: 'csv' and so on, else the name says it; `text_form`: how its text is written, else it
+    is found out. Raises `JobError`, after all that stands before what can't be read."""
     number, kind = 0, kind or file_kind(name)
     try:
         if kind in TABLES:
@@ -115,7 +119,8 @@ _CUTS = re.compile(
 
 
 def as_json(d: dict[str, Any]) -> bytes:
-    "Record `d` as a line of UTF-8 JSONL, one for every reader: what Unicode counts as the end of a line is escaped."
+    """Record `d` as a line of UTF-8 JSONL, one for every reader: what Unicode counts as the end
+    of a line is escaped."""
     text = encode_json(d)
     if not text.isascii():
         text = _CUTS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
@@ -128,7 +133,8 @@ def as_json(d: dict[str, Any]) -> bytes:
 
 
 def records_of(path: str | Path) -> Iterator[dict[str, Any]]:
-    "Yield the records in file `path` of answers, one at a time, as there may be more than fit in memory."
+    """Yield the records in file `path` of answers, one at a time, as there may be more than fit
+    in memory."""
     with opener_of(path)(path, "rb") as f:
         for _, raw in read_lines(f):
             yield json.loads(raw)
@@ -147,7 +153,8 @@ def sync(path: str | Path) -> None:
 
 
 def write_vectors(records: Records, path: str) -> None:
-    "Write the vectors of plain `records` to `path` as an array of numpy, fp32, a row for each record; of a failure NaN. Raises `ValueError`."
+    """Write the vectors of plain `records` to `path` as an array of numpy, fp32, a row for each
+    record; of a failure NaN. Raises `ValueError`."""
     import numpy as np
 
     n, size = 0, 0
@@ -162,7 +169,8 @@ def write_vectors(records: Records, path: str) -> None:
 
 
 def new_of(path: str | Path) -> str:
-    "Where the next content of file `path` is written before it takes that place: a name that only batchlab gives."
+    """Where the next content of file `path` is written before it takes that place: a name that
+    only batchlab gives."""
     return f"{path}.batchlab.new"
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000045-1
@@ -172,8 +180,8 @@ def export_records(
     source: TableFile | None = None,
     names: AnswerNames | None = None,
 ) -> None:
-    """Write `records` to `output`, as its name says, beside the columns of `source`; whole or not at all. `names`: what the answers'
-    columns are called. Raises `JobError`."""
+    """Write `records` to `output`, as its name says, beside the columns of `source`; whole or
+    not at all. `names`: what the answers' columns are called. Raises `JobError`."""
     kind, new = file_kind(output), new_of(output)
     try:
         if kind == "npy":
@@ -198,8 +206,8 @@ def export_records(
         NotImplementedError,
     ) as e:  # as pyarrow's errors are
         raise JobError(
-            f"can't write {output} ({str(e)[:200]}): the answers are safe beside it; choose another kind of input or output "
-            f"(.jsonl, .csv), or take them from {output}.batchlab",
+            f"can't write {output} ({str(e)[:200]}): the answers are safe beside it; choose "
+            f"another kind of input or output (.jsonl, .csv), or take them from {output}.batchlab",
             1,
         ) from e
     except OSError as e:

@@ -42,7 +42,8 @@ __all__ = ['Frame', 'run', 'map_frame']
 
 # %% ../../nbs/6_jobs/45_tables.ipynb #45ab1e13
 def options_of(sampling_params: Any) -> dict[str, Any] | None:
-    "`sampling_params`, in whichever form `SamplingParams.of` takes, as a dict for what rows leave open. Raises `ParamError`."
+    """`sampling_params`, in whichever form `SamplingParams.of` takes, as a dict for what rows
+    leave open. Raises `ParamError`."""
     if not sampling_params:
         return None
     if isinstance(sampling_params, dict):
@@ -70,17 +71,24 @@ def run(
     postprocess: Postprocess | None = None,
     **job: Any,
 ) -> JobResult:
-    """Answer the requests in file `input` in file `output`, as the command `batchlab run` does: a `JobResult`. Called again, it goes on where it ended.
+    """Answer the requests in file `input` in file `output`, as the command `batchlab run` does:
+    a `JobResult`. Called again, it goes on where it ended.
 
-    `input`: JSONL, CSV, TSV, Parquet, or text with one prompt a line. `output`: .jsonl, .csv, .tsv or .parquet. `sampling_params`: a dict or
-    `SamplingParams`, for what rows and lines leave open; the rest is the command's, temperature 0 and 256 tokens. `model`: a name, a folder, or an
-    `LLM`; it is only loaded if there is something to do. `prompt_template`: 'Translate to {lang}: {text}', of a table's columns; without one the prompt is in
-    `prompt_column`, or a conversation in the column `messages`. `chat`: each prompt is a user's message, after `system`, a template as well. `setting_columns`: those that are
-    settings of their row, such as `max_tokens`; all others are data, whatever they are called. `output_column`: the name of the answer's text; None is `text`, or
-    `answer` beside a `text` of the input's, whose columns keep their names. `postprocess`: a function of a `RequestOutput` with one answer, or a dict of column and
-    function; a dict that the function returns is several columns, anything else is `result`. `job`: further arguments of `Job`.
+    `input`: JSONL, CSV, TSV, Parquet, or text with one prompt a line. `output`: .jsonl, .csv,
+    .tsv or .parquet. `sampling_params`: a dict or `SamplingParams`, for what rows and lines
+    leave open; the rest is the command's, temperature 0 and 256 tokens. `model`: a name, a
+    folder, or an `LLM`; it is only loaded if there is something to do. `prompt_template`:
+    'Translate to {lang}: {text}', of a table's columns; without one the prompt is in
+    `prompt_column`, or a conversation in the column `messages`. `chat`: each prompt is a user's
+    message, after `system`, a template as well. `setting_columns`: those that are settings of
+    their row, such as `max_tokens`; all others are data, whatever they are called.
+    `output_column`: the name of the answer's text; None is `text`, or `answer` beside a `text`
+    of the input's, whose columns keep their names. `postprocess`: a function of a
+    `RequestOutput` with one answer, or a dict of column and function; a dict that the function
+    returns is several columns, anything else is `result`. `job`: further arguments of `Job`.
 
-    Raises `JobError` for what is wrong with the files or the call; a row that can't run has its `error`."""
+    Raises `JobError` for what is wrong with the files or the call; a row that can't run has its
+    `error`."""
     known = [f.name for f in fields(Job) if f.init]
     if unknown := job.keys() - {*known}:
         raise ParamError(f"unknown argument {min(unknown)!r}: a job has {', '.join(known)}")
@@ -159,7 +167,8 @@ class PandasFrame(Records):
 
 # %% ../../nbs/6_jobs/45_tables.ipynb #45ab1e27-1
 class ArrowFrame(Records):
-    "The same, whatever gives its columns as Arrow does; it gets them back as a table of pyarrow, or of its own class."
+    """The same, whatever gives its columns as Arrow does; it gets them back as a table of
+    pyarrow, or of its own class."""
 
     def __init__(self, frame: Any) -> None:
         import pyarrow as pa
@@ -204,7 +213,8 @@ def table_of(frame: Any) -> Records:
             else ""
         )
         raise PromptError(
-            f"llm.map takes a DataFrame, an Arrow table or a list of dicts, got {type(frame).__name__}{': ' * bool(advice)}{advice}"
+            "llm.map takes a DataFrame, an Arrow table or a list of dicts, got "
+            f"{type(frame).__name__}{': ' * bool(advice)}{advice}"
         )
     if twice := [n for n in dict.fromkeys(table.names) if table.names.count(n) > 1]:
         raise PromptError(f"the frame has two columns {twice[0]!r}: rename one")
@@ -228,7 +238,8 @@ def lines_of(table: Records, columns: Columns, given: dict[str, Any], chat: bool
 def outputs_of(
     llm: LLM, lines: Sequence[JobLine], use_tqdm: bool | None = None, lora_request: Any = None
 ) -> dict[int, RequestOutput]:
-    "What becomes of those of `lines` that can run, by their numbers. `lora_request`: one for all or one each, of those that name no adapter. Raises `ParamError`."
+    """What becomes of those of `lines` that can run, by their numbers. `lora_request`: one for
+    all or one each, of those that name no adapter. Raises `ParamError`."""
     loras: dict[int, Any] = {
         line.number: line.adapter or s.adapter
         for line, s in zip(lines, settings_for(len(lines), lora_request=lora_request))
@@ -282,15 +293,21 @@ def map_frame(
     use_tqdm: bool | None = None,
     lora_request: Any = None,
 ) -> Frame:
-    """Answer each row of `frame`: a frame of the same kind, with the same rows and columns in the same order, and the answers in new columns.
+    """Answer each row of `frame`: a frame of the same kind, with the same rows and columns in
+    the same order, and the answers in new columns.
 
-    `frame`: a pandas or polars DataFrame, an Arrow table, or a list of dicts. `template`: 'Translate to {lang}: {text}', of its columns; without
-    one the prompt is in `column`, or a conversation in the column `messages`. `chat`: each prompt is a user's message, after `system`, a template
-    as well. `sampling_params`: for what rows leave open; `setting_columns`: those that are settings of their row; all others are data. `empty`: what stands in a template for an empty cell.
-    `postprocess`: as in `run`. `output`: what the column of texts is called; beside a `text` of the frame's, which keeps its name, it is `answer`. `lora_request`: as `LLM.generate` takes it, for rows without an `adapter`.
+    `frame`: a pandas or polars DataFrame, an Arrow table, or a list of dicts. `template`:
+    'Translate to {lang}: {text}', of its columns; without one the prompt is in `column`, or a
+    conversation in the column `messages`. `chat`: each prompt is a user's message, after
+    `system`, a template as well. `sampling_params`: for what rows leave open; `setting_columns`:
+    those that are settings of their row; all others are data. `empty`: what stands in a template
+    for an empty cell. `postprocess`: as in `run`. `output`: what the column of texts is called;
+    beside a `text` of the frame's, which keeps its name, it is `answer`. `lora_request`: as
+    `LLM.generate` takes it, for rows without an `adapter`.
 
-    New columns: `text`, `finish_reason`, `prompt_tokens`, `completion_tokens`, `error`, with log probabilities `logprobs` (JSON) and
-    `cumulative_logprob`; with n > 1 a row for each answer, and `index`. Raises `PromptError`, `ParamError`, `JobError` for what is wrong with the call."""
+    New columns: `text`, `finish_reason`, `prompt_tokens`, `completion_tokens`, `error`, with log
+    probabilities `logprobs` (JSON) and `cumulative_logprob`; with n > 1 a row for each answer,
+    and `index`. Raises `PromptError`, `ParamError`, `JobError` for what is wrong with the call."""
     table, given = table_of(frame), vars(SamplingParams.of(sampling_params))
     columns = Columns(
         table.names,

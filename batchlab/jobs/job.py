@@ -95,9 +95,10 @@ def _cached(r: JobResult) -> str:
 
 @dataclass
 class JobResult:
-    """How a job went: requests in all; answered and failed, those of earlier runs (`before`) included; tokens and seconds
-    of this run. `cached_tokens`: those of `prompt_tokens` that were computed already, for an earlier request. `first_failure`: what
-    the first that failed in this run said. `cut`: answers of this run that ended at `max_tokens`."""
+    """How a job went: requests in all; answered and failed, those of earlier runs (`before`)
+    included; tokens and seconds of this run. `cached_tokens`: those of `prompt_tokens` that were
+    computed already, for an earlier request. `first_failure`: what the first that failed in this
+    run said. `cut`: answers of this run that ended at `max_tokens`."""
 
     total: int
     answered: int = 0
@@ -151,8 +152,9 @@ class JobResult:
         again = f"; {spell(Option('retry_errors', True))} runs these again" if self.failed else ""
         cut = f", {self.cut:,} ended at max_tokens" if self.cut else ""
         return (
-            f"{self.done:,} of {self.total:,} requests done{before}, {self.failed:,} failed{why}{again}{cut}; "
-            f"{self.prompt_tokens:,} tokens in{_cached(self)}, {self.output_tokens:,} out{rate}"
+            f"{self.done:,} of {self.total:,} requests done{before}, {self.failed:,} "
+            f"failed{why}{again}{cut}; {self.prompt_tokens:,} tokens in{_cached(self)}, "
+            f"{self.output_tokens:,} out{rate}"
         )
 
 # %% ../../nbs/6_jobs/41_jobs.ipynb #0b955d52
@@ -190,7 +192,8 @@ class ProgressLine(str):
 
 
 class Progress:
-    "Shows a `JobResult` as it changes: a bar on a terminal, else a line through `say` every `every` seconds."
+    """Shows a `JobResult` as it changes: a bar on a terminal, else a line through `say` every
+    `every` seconds."""
 
     def __init__(
         self,
@@ -237,7 +240,8 @@ def was_cut(record: dict[str, Any]) -> bool:
 
 # %% ../../nbs/6_jobs/41_jobs.ipynb #730fd72f-1
 class Run:
-    """One run of `job`: lines that `book` has no answer of go in, their records to `outbox`. `llm`: says how many run at a time.
+    """One run of `job`: lines that `book` has no answer of go in, their records to `outbox`.
+    `llm`: says how many run at a time.
 
     What runs the lines is a subclass's business: its `steps` yields after each step."""
 
@@ -269,7 +273,8 @@ class Run:
     ) -> Iterator[_T]:
         """Yield what `begin` makes of each line, in a good order, block by block.
 
-        `begin`: gives None for a line that can't run, and settles it. `outlines`: makes a block into rows for `good_order`."""
+        `begin`: gives None for a line that can't run, and settles it. `outlines`: makes a block
+        into rows for `good_order`."""
         lines = self.lines()
         while block := [*itertools.islice(lines, self.job.look_ahead)]:
             self.outbox.expect(line.number for line in block)
@@ -296,7 +301,8 @@ class Run:
         self.outbox.flush()
         if self.job.max_errors is not None and self.new_errors > self.job.max_errors:
             raise JobError(
-                "stopped: more than {most:,} requests failed; the same again goes on, {retry} tries the failed again",
+                "stopped: more than {most:,} requests failed; the same again goes on, {retry} "
+                "tries the failed again",
                 1,
                 most=self.job.max_errors,
                 retry=Option("retry_errors", True),
@@ -325,7 +331,8 @@ class LocalRun(Run):
         return [(group.prompt_token_ids or [], group.requests[0].max_len) for _, group in items]
 
     def fill(self, runner: LineRunner, source: Iterator[Admitted]) -> bool:
-        "Hand the engine what it has room for, or a line that waits to be tried alone. Whether there is anything to run."
+        """Hand the engine what it has room for, or a line that waits to be tried alone. Whether
+        there is anything to run."""
         room = (
             self.room - len(runner.live) if len(self.outbox.held) < 4 * self.job.look_ahead else 0
         )
@@ -351,10 +358,12 @@ class LocalRun(Run):
 def check_paths(
     input: str | Path, output: str | Path | None, error_file: str | Path | None, retry: bool = False
 ) -> None:
-    "Raise `JobError` unless a job can read `input` and write the other files. `retry`: it reads what failed again."
+    """Raise `JobError` unless a job can read `input` and write the other files. `retry`: it
+    reads what failed again."""
     if output == "-" and (error_file or retry):
         raise JobError(
-            "what went to standard output is not kept: for an error file or a second try name an output"
+            "what went to standard output is not kept: for an error file or a second try name an "
+            "output"
         )
     if not os.path.exists(input):
         raise JobError(f"can't read {input} (no such file)")
@@ -370,7 +379,8 @@ def check_paths(
         check_output(output)
     if error_file and journal_of(error_file) != str(error_file):
         raise JobError(
-            f"{error_file}: failures are written as JSONL, one after the other: give a name in .jsonl"
+            f"{error_file}: failures are written as JSONL, one after the other: give a name in "
+            ".jsonl"
         )
 
 # %% ../../nbs/6_jobs/41_jobs.ipynb #5a87dac4-1
@@ -415,10 +425,11 @@ def survey(
     force: bool = False,
     whole: bool = True,
 ) -> tuple[JobResult, JobError | None]:
-    """The `JobResult` to begin with, from `rows` of file `name`: requests, as far as they can be read, and those in `book`; and what
-    ended the reading early, if anything did.
+    """The `JobResult` to begin with, from `rows` of file `name`: requests, as far as they can be
+    read, and those in `book`; and what ended the reading early, if anything did.
 
-    `whole`: `rows` are all there are. Raises `JobError` if a line is not what it was when it was answered, or gone, unless `force`."""
+    `whole`: `rows` are all there are. Raises `JobError` if a line is not what it was when it was
+    answered, or gone, unless `force`."""
     r, trouble = JobResult(0), None
     try:
         for number, raw in rows:
@@ -445,7 +456,8 @@ def survey(
     gone, first = book.beyond(book.last) if whole and not trouble and not force else (0, 0)
     if gone:
         raise JobError(
-            "{name} has lost rows: its last is {last}, and {gone} beyond it, from {first} on, were answered before",
+            "{name} has lost rows: its last is {last}, and {gone} beyond it, from {first} on, "
+            "were answered before",
             advice="give it all its rows, another output, or {force}, which keeps these answers",
             name=name,
             last=f"{book.last:,}",
@@ -477,24 +489,32 @@ INPUT_KINDS = "csv", "tsv", "parquet", "txt"  # that a form may name
 
 @dataclass
 class Job:
-    """Requests from file `input`, answers to file `output`, failures to `error_file` (None: among the answers).
+    """Requests from file `input`, answers to file `output`, failures to `error_file` (None:
+    among the answers).
 
-    `output` '-' is standard output, where a run that ended can't go on, as nothing of it can be read again.
+    `output` '-' is standard output, where a run that ended can't go on, as nothing of it can be
+    read again.
 
-    `sampling_params`: a dict, for what lines leave open. `form`: 'batch' or 'plain', None guesses; or 'csv', 'tsv', 'parquet', 'txt' where the name of the
-    input does not say so. `delimiter`, `encoding`: of a CSV or text, None finds them; `quotes`: whether a quote opens a cell. `any_model`: lines that
-    ask for another model are answered too, and fail else. `chat`, `system`:
-    plain prompts are user messages, after this system message. `prompt_template`: makes the prompt of a table's columns, or of a line's own keys, as
-    in 'Translate to {lang}: {text}', with `empty` for an empty cell; for a table `system` is a template too. `setting_columns`: those that are settings
-    of their row; all others are data, whatever they are called. `output_column`: the name of the answer's text; None is `text`, or `answer` beside an
-    input's own `text`, as the columns of the input keep their names; or of the vector, `embedding`. `ordered`: answers in input order, as in tables always. `limit`: only so many
-    of the first requests. `timeout`: seconds for each request, from when it is next in line. `max_errors`: stop after
-    more failures. `retry_errors`: run again what failed in an earlier run. `force`: go on though model, parameters or
-    input changed. `say`: called with lines of text about the progress. `use_tqdm`: None shows a bar on a terminal.
-    `keep_journal`: the folder beside the output stays when the job is done. `postprocess`: a function of a `RequestOutput` with one
-    answer, whose dict is further columns (any other value is `result`), or a dict of column and function. `embed`: plain prompts are texts, of each
-    of which a vector is wanted, as this `PoolingRequest` says; then an `output` in .npy is an array of them, in input order. `spell`: how messages
-    write an option, as in Python or as a flag."""
+    `sampling_params`: a dict, for what lines leave open. `form`: 'batch' or 'plain', None
+    guesses; or 'csv', 'tsv', 'parquet', 'txt' where the name of the input does not say so.
+    `delimiter`, `encoding`: of a CSV or text, None finds them; `quotes`: whether a quote opens a
+    cell. `any_model`: lines that ask for another model are answered too, and fail else. `chat`,
+    `system`: plain prompts are user messages, after this system message. `prompt_template`:
+    makes the prompt of a table's columns, or of a line's own keys, as in 'Translate to {lang}:
+    {text}', with `empty` for an empty cell; for a table `system` is a template too.
+    `setting_columns`: those that are settings of their row; all others are data, whatever they
+    are called. `output_column`: the name of the answer's text; None is `text`, or `answer`
+    beside an input's own `text`, as the columns of the input keep their names; or of the vector,
+    `embedding`. `ordered`: answers in input order, as in tables always. `limit`: only so many of
+    the first requests. `timeout`: seconds for each request, from when it is next in line.
+    `max_errors`: stop after more failures. `retry_errors`: run again what failed in an earlier
+    run. `force`: go on though model, parameters or input changed. `say`: called with lines of
+    text about the progress. `use_tqdm`: None shows a bar on a terminal. `keep_journal`: the
+    folder beside the output stays when the job is done. `postprocess`: a function of a
+    `RequestOutput` with one answer, whose dict is further columns (any other value is `result`),
+    or a dict of column and function. `embed`: plain prompts are texts, of each of which a vector
+    is wanted, as this `PoolingRequest` says; then an `output` in .npy is an array of them, in
+    input order. `spell`: how messages write an option, as in Python or as a flag."""
 
     input: str | Path
     output: str | Path | None = None
@@ -592,7 +612,8 @@ class Job:
         return line
 
     def input_columns(self) -> list[str]:
-        "The columns of the input that stand beside the answers: a table's, or the keys of all lines but those that are for us."
+        """The columns of the input that stand beside the answers: a table's, or the keys of all
+        lines but those that are for us."""
         if self.from_table:
             own = {"custom_id"} if self.id_column == "custom_id" else set[str]()
             return [n for n in self.table().names if n not in own]
@@ -624,12 +645,14 @@ class Job:
 
     @property
     def names(self) -> AnswerNames:
-        "What the columns of the answers are called; the same for all of the job. Raises `JobError`."
+        """What the columns of the answers are called; the same for all of the job. Raises
+        `JobError`."""
         if self._names is None:
             given = Option("output_column", self.output_column)
             if given.value is not None and self.line_form == "batch" and not self.to_table:
                 raise JobError(
-                    "{given} is for plain lines and tables: answers to lines of the Batch API have no column of texts",
+                    "{given} is for plain lines and tables: answers to lines of the Batch API "
+                    "have no column of texts",
                     given=given,
                 )
             if given.value is not None and self.output and file_kind(self.output) == "npy":
@@ -675,7 +698,8 @@ class Job:
         )
 
     def _key_columns(self) -> Columns | None:
-        "What the keys of JSONL are for, if the job says so: None, or `Columns` of those in its first lines. Raises `JobError`."
+        """What the keys of JSONL are for, if the job says so: None, or `Columns` of those in its
+        first lines. Raises `JobError`."""
         if self.from_table or (
             self.prompt_column,
             self.id_column,
@@ -686,7 +710,8 @@ class Job:
         if self.line_form == "batch" or self.input_kind == "txt":
             what = "one prompt a line" if self.input_kind == "txt" else "lines of the Batch API"
             raise JobError(
-                f"a prompt template and names of columns are for tables and JSONL with keys of its own, and {self.input} has {what}"
+                "a prompt template and names of columns are for tables and JSONL with keys of "
+                f"its own, and {self.input} has {what}"
             )
         names: dict[str, None] = {}
         for _, raw in itertools.islice(self.raw(), 100):
@@ -716,13 +741,15 @@ class Job:
             raise JobError(f"encoding is for text, and {self.input} is Parquet")
         if self.delimiter is not None and (len(self.delimiter) != 1 or self.delimiter in '"\r\n'):
             raise JobError(
-                f"delimiter must be one character that can stand between cells, got {self.delimiter!r:.20}"
+                "delimiter must be one character that can stand between cells, got "
+                f"{self.delimiter!r:.20}"
             )
         try:
             "".encode(self.encoding or "utf-8")
         except LookupError:
             raise JobError(
-                f"encoding {self.encoding!r:.40} is unknown: give one such as utf-8, cp1252 or utf-16"
+                f"encoding {self.encoding!r:.40} is unknown: give one such as utf-8, cp1252 or "
+                "utf-16"
             ) from None
 
     def warn(self, text: str) -> None:
@@ -755,7 +782,8 @@ class Job:
         check_paths(self.input, self.output, self.error_file, self.retry_errors)
         if self.form not in (None, "batch", "plain", *INPUT_KINDS):
             raise JobError(
-                f"form {self.form!r} is unknown: expected one of batch, plain, {', '.join(INPUT_KINDS)}"
+                f"form {self.form!r} is unknown: expected one of batch, plain, "
+                f"{', '.join(INPUT_KINDS)}"
             )
         if self.form not in INPUT_KINDS:
             check_input(self.input)
@@ -781,12 +809,14 @@ class Job:
             and not (self.embed and self.form != "batch")
         ):
             raise JobError(
-                f"{self.output}: an array is for the vectors of plain texts: give .jsonl, .csv or .parquet"
+                f"{self.output}: an array is for the vectors of plain texts: give .jsonl, .csv or "
+                ".parquet"
             )
         self._keyed = self._key_columns()
         if self.form == "batch" and (self.chat or self.system is not None):
             raise JobError(
-                "{chat} and {system} are for plain prompts: lines of the Batch API carry their messages themselves",
+                "{chat} and {system} are for plain prompts: lines of the Batch API carry their "
+                "messages themselves",
                 chat=Option("chat"),
                 system=Option("system"),
             )
@@ -799,8 +829,8 @@ class Job:
     def run(self, llm: LLM | Callable[[], LLM]) -> JobResult:
         """Answer what has no answer yet: a `JobResult`, which is also `self.result` while it runs.
 
-        `llm`: an `LLM`, or a function that makes one. Raises `JobError`; after it, or KeyboardInterrupt, or the death of the
-        process, the same call goes on."""
+        `llm`: an `LLM`, or a function that makes one. Raises `JobError`; after it, or
+        KeyboardInterrupt, or the death of the process, the same call goes on."""
         if self.output is None:
             raise JobError("no output: name a file for the answers")
         self.check()
@@ -852,7 +882,8 @@ class Job:
         export_records(records, self.output, source, self.names)
 
     def _leave(self, done: bool) -> None:
-        "Take away what is not needed: what stands beside the output of a job that is `done`, or that has no record yet."
+        """Take away what is not needed: what stands beside the output of a job that is `done`,
+        or that has no record yet."""
         if self.output is None or self.output == "-":
             return
         some = has_records(self.output, journal_of(self.output), self.error_file)
@@ -893,7 +924,8 @@ class Job:
                 )
             except sqlite3.Error as e:
                 raise JobError(
-                    f"can't keep count in the folder for temporary files ({e}): make room, and run again",
+                    f"can't keep count in the folder for temporary files ({e}): make room, and "
+                    "run again",
                     1,
                 ) from e
 
@@ -904,7 +936,8 @@ class Job:
         return plan_without_model(self.lines(Ledgerbook()), self.sampling_params, names)
 
     def plan(self, llm: LLM, calibrate: bool = True) -> JobPlan:
-        "The `JobPlan` with `llm`; `calibrate` tries some requests for a few tokens. Writes nothing."
+        """The `JobPlan` with `llm`; `calibrate` tries some requests for a few tokens. Writes
+        nothing."""
         self.check()
         lines = self.lines(Ledgerbook())
         return plan_with_model(
@@ -919,10 +952,12 @@ class Job:
 # %% ../../nbs/6_jobs/41_jobs.ipynb #91e16194
 @dataclass
 class JobPlan:
-    """What a job would take. `failures`: the first lines that can't run, of `failed`. `ignored`: keys of lines that mean
-    nothing here. `shared_tokens`: of `prompt_tokens`, those that an earlier line of the same block has computed. `memory`: a
-    `MemoryPlan` of the longest requests that run together. `prompt_rates`, `output_rates`: tokens a second, the least and the most
-    that were seen when so many requests were `tried`; None if none was. `advice`: what would make it faster."""
+    """What a job would take. `failures`: the first lines that can't run, of `failed`. `ignored`:
+    keys of lines that mean nothing here. `shared_tokens`: of `prompt_tokens`, those that an
+    earlier line of the same block has computed. `memory`: a `MemoryPlan` of the longest requests
+    that run together. `prompt_rates`, `output_rates`: tokens a second, the least and the most
+    that were seen when so many requests were `tried`; None if none was. `advice`: what would
+    make it faster."""
 
     requests: int = 0
     failed: int = 0
@@ -963,7 +998,8 @@ class JobPlan:
 
     @property
     def seconds(self) -> float | None:
-        "About what it takes if every answer takes all its tokens, by the slower rates, and a quarter more; None if no rate is known."
+        """About what it takes if every answer takes all its tokens, by the slower rates, and a
+        quarter more; None if no rate is known."""
         return 1.25 * sum(found) if (found := self._seconds(False)) else None
 
     def fail(self, line: JobLine) -> None:
@@ -997,16 +1033,17 @@ class JobPlan:
             lines += [f"keys without meaning here, ignored: {', '.join(sorted(self.ignored)[:50])}"]
         if self.prompt_tokens:
             lines += [
-                f"tokens: {self.prompt_tokens:,} in prompts, of which {self.shared_tokens:,} are shared prefixes; "
-                f"at most {self.max_output_tokens:,} to generate; the longest request {self.longest:,}"
+                f"tokens: {self.prompt_tokens:,} in prompts, of which {self.shared_tokens:,} are "
+                f"shared prefixes; at most {self.max_output_tokens:,} to generate; the longest "
+                f"request {self.longest:,}"
             ]
         if m := self.memory:
             mb, l = (lambda n: f"{n / 1e6:,.1f} MB"), self.limits
             lines += [
-                f"memory: weights {mb(m.weights_bytes)}, KV at most {mb(m.kv_bytes)} of {mb(m.kv_limit_bytes)}, "
-                f"in {number_of(m.slots, 'slot')}",
-                f"settings: max_num_seqs {l.max_num_seqs}, max_num_batched_tokens {l.max_num_batched_tokens}, "
-                f"max_model_len {l.max_model_len}",
+                f"memory: weights {mb(m.weights_bytes)}, KV at most {mb(m.kv_bytes)} of "
+                f"{mb(m.kv_limit_bytes)}, in {number_of(m.slots, 'slot')}",
+                f"settings: max_num_seqs {l.max_num_seqs}, max_num_batched_tokens "
+                f"{l.max_num_batched_tokens}, max_model_len {l.max_model_len}",
             ]
         elif self.requests:
             lines += ["how long the prompts are was not checked: that takes a model, as in a plan"]
@@ -1024,19 +1061,23 @@ class JobPlan:
         written = f" and {between(self.output_rates)} output tokens" if self.output_rates else ""
         least, most = duration(self.least_seconds), duration(self.seconds)
         lines = [
-            f"speed: {between(self.prompt_rates)} prompt tokens{written} a second, tried on {number_of(self.tried, 'request')}",
-            f"time: {least if least == most else f'{least} to {most}'}"
-            f"{', by how early the answers end' * bool(written)}; longer if the machine has other work",
+            f"speed: {between(self.prompt_rates)} prompt tokens{written} a second, tried on "
+            f"{number_of(self.tried, 'request')}",
+            "time: "
+            f"{least if least == most else f'{least} to {most}'}{', by how early the answers end' * bool(written)}; "
+            "longer if the machine has other work",
         ]
         if written:
             lines += [
-                f"cost: {slow[0] / sum(slow):.0%} for reading prompts, {slow[1] / sum(slow):.0%} for answers, if each takes all its tokens"
+                f"cost: {slow[0] / sum(slow):.0%} for reading prompts, {slow[1] / sum(slow):.0%} "
+                "for answers, if each takes all its tokens"
             ]
         return lines
 
 # %% ../../nbs/6_jobs/41_jobs.ipynb #4041a8bf
 def sharing(seen: set[Any], ids: list[int], size: int = 16) -> int:
-    "How many leading tokens of `ids`, in whole chunks, an earlier call with the same set `seen` had as well."
+    """How many leading tokens of `ids`, in whole chunks, an earlier call with the same set
+    `seen` had as well."""
     hashes = chunk_hashes(ids[:-1], size)  # the last token is always computed
     n = sum(1 for _ in itertools.takewhile(seen.__contains__, hashes))
     seen.update(hashes[n:])
@@ -1046,7 +1087,8 @@ def sharing(seen: set[Any], ids: list[int], size: int = 16) -> int:
 def plan_without_model(
     lines: Iterable[JobLine], given: dict[str, Any] | None = None, names: ModelNames | None = None
 ) -> JobPlan:
-    "A `JobPlan` of which `lines` can't be read; `given`: sampling parameters for what they leave open. `names`: of models that they may ask for."
+    """A `JobPlan` of which `lines` can't be read; `given`: sampling parameters for what they
+    leave open. `names`: of models that they may ask for."""
     p, params = JobPlan(), ParamsCache(given)
     for line in lines:
         if not line.cells:
@@ -1069,7 +1111,8 @@ Rates = tuple[float, float]  # tokens a second, the least and the most
 
 
 def speed(llm: LLM, prompts: list[list[int]], more: int) -> tuple[float, float]:
-    "Prompt tokens a second until each of `prompts` (ids) has its first token, and output tokens a second while each gets so many `more`."
+    """Prompt tokens a second until each of `prompts` (ids) has its first token, and output
+    tokens a second while each gets so many `more`."""
     begun, busy = set[str](), True
     got: list[StreamEvent] = []
     llm.reset_prefix_cache()
@@ -1094,9 +1137,11 @@ def speed(llm: LLM, prompts: list[list[int]], more: int) -> tuple[float, float]:
 def rates(
     llm: LLM, prompts: list[list[int]], budget: int = 4096, more: int = 16
 ) -> tuple[Rates, Rates, int]:
-    """Prompt tokens and output tokens a second of `llm`, and how many prompts it was tried on: the first of `prompts` (ids), `budget` tokens in all.
+    """Prompt tokens and output tokens a second of `llm`, and how many prompts it was tried on:
+    the first of `prompts` (ids), `budget` tokens in all.
 
-    Where that is few of them, as they are long, answers are also tried on as many as would run together, of which each is cut."""
+    Where that is few of them, as they are long, answers are also tried on as many as would run
+    together, of which each is cut."""
     n = max(1, sum(total <= budget for total in itertools.accumulate(map(len, prompts))))
     rows = min(len(prompts), budget // 64)
     room = max(1, (llm.max_model_len or sys.maxsize) - more - 2)
@@ -1116,8 +1161,8 @@ def rates(
 def reading_rates(
     llm: LLM, texts: list[tuple[list[int], Any]], budget: int = 4096
 ) -> tuple[Rates, int]:
-    """Tokens a second that `llm` reads where it writes nothing, and on how many it was tried: the first of `texts`, pairs of ids and `PoolingParams`,
-    `budget` tokens in all."""
+    """Tokens a second that `llm` reads where it writes nothing, and on how many it was tried:
+    the first of `texts`, pairs of ids and `PoolingParams`, `budget` tokens in all."""
     n = max(1, sum(total <= budget for total in itertools.accumulate(len(ids) for ids, _ in texts)))
 
     def seconds() -> float:
@@ -1142,7 +1187,8 @@ def plan_with_model(
     calibrate: bool = True,
     names: ModelNames | None = None,
 ) -> JobPlan:
-    "The `JobPlan` of `lines` with `llm`, in blocks of `look_ahead`; `calibrate` tries some requests for a few tokens. `names`: as for `Run`."
+    """The `JobPlan` of `lines` with `llm`, in blocks of `look_ahead`; `calibrate` tries some
+    requests for a few tokens. `names`: as for `Run`."""
     p, seen, longest, some, most = (
         JobPlan(limits=llm.limits),
         set(),

@@ -66,21 +66,23 @@ class AnswerFile:
             with suppress(OSError):
                 os.ftruncate(self.fd, self.size + done)
             raise JobError(
-                f"can't write {self.path} ({e.strerror or e}): make room, and the same command goes on",
+                f"can't write {self.path} ({e.strerror or e}): make room, and the same command "
+                "goes on",
                 1,
             ) from e
         finally:
             self.size += done
 
     def sync(self) -> None:
-        "Have the disk itself hold everything, against a loss of power. Raises `JobError` if it does not."
+        """Have the disk itself hold everything, against a loss of power. Raises `JobError` if it
+        does not."""
         try:
             os.fsync(self.fd)
         except OSError as e:  # a network's disk may tell only now that it is full
             if e.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise JobError(
-                    f"can't write {self.path} ({e.strerror or e}): some of the last answers may be missing; "
-                    "make room, and the same command goes on",
+                    f"can't write {self.path} ({e.strerror or e}): some of the last answers may "
+                    "be missing; make room, and the same command goes on",
                     1,
                 ) from e
 
@@ -119,7 +121,8 @@ def key_of(d: Any) -> re.Match[str] | None:
 
 
 def read_record(raw: bytes, names: AnswerNames = UNNAMED) -> Found | None:
-    "`(line number, digest, record)` of a line of answers, or None. `names`: what its own keys are called in the file."
+    """`(line number, digest, record)` of a line of answers, or None. `names`: what its own keys
+    are called in the file."""
     try:
         d = json.loads(raw)
     except (ValueError, RecursionError):
@@ -132,9 +135,11 @@ def read_record(raw: bytes, names: AnswerNames = UNNAMED) -> Found | None:
 def recover_answers(
     path: str | Path, ours: bool = True, names: AnswerNames = UNNAMED
 ) -> Iterator[Found]:
-    """Yield `read_record` of each line of file `path`; cut a torn end off, or end a last line that only lacks its end.
+    """Yield `read_record` of each line of file `path`; cut a torn end off, or end a last line
+    that only lacks its end.
 
-    `ours`: a job is known to have written it. Raises `JobError` if it holds anything else, with nothing changed."""
+    `ours`: a job is known to have written it. Raises `JobError` if it holds anything else, with
+    nothing changed."""
     path, whole, bad = Path(path), 0, 0  # bytes of whole records; number of a line that is none
     if not path.exists() or not path.stat().st_size:
         return
@@ -165,8 +170,9 @@ def recover_answers(
 class Ledgerbook:
     """The lines that have an answer, and the ids that lines have used.
 
-    `stamps`: of the records, None for a record without one. `failed`: how many failed. `finished`: the file that the records
-    were found in, if that is finished and no journal. `retry`: failures in the files are to be taken out, up to line `last`."""
+    `stamps`: of the records, None for a record without one. `failed`: how many failed.
+    `finished`: the file that the records were found in, if that is finished and no journal.
+    `retry`: failures in the files are to be taken out, up to line `last`."""
 
     def __init__(self) -> None:
         self.db, self.size, self.failed = sqlite3.connect("", isolation_level=None), 0, 0
@@ -237,7 +243,8 @@ PARTS = (
 
 
 def stamp_of(settings: dict[str, Any]) -> str:
-    "12 hex digits that change with the `settings` of a job, four for each of `PARTS`; without a model four dots there."
+    """12 hex digits that change with the `settings` of a job, four for each of `PARTS`; without
+    a model four dots there."""
     own = {
         k: v
         for k, v in settings.items()
@@ -281,7 +288,8 @@ def check_stamps(stamps: set[str | None], now: str, where: str | Path) -> None:
 
 # %% ../../nbs/6_jobs/journal.ipynb #88c8f899-1
 def check_same(path: str | Path, now: dict[str, Any], force: bool = False) -> None:
-    "Compare the settings `now` with those in file `path`, if it is there. Raises `JobError` for a difference."
+    """Compare the settings `now` with those in file `path`, if it is there. Raises `JobError`
+    for a difference."""
     try:
         then = json.loads(Path(path).read_text(encoding="utf-8"))["settings"]
     except FileNotFoundError:
@@ -315,7 +323,8 @@ def check_same(path: str | Path, now: dict[str, Any], force: bool = False) -> No
 
 # %% ../../nbs/6_jobs/journal.ipynb #88c8f899-2
 def replace_file(path: str | Path, parts: Iterable[bytes]) -> None:
-    "Let file `path` hold `parts`, bytes one after the other, whole or not at all. Raises `JobError`."
+    """Let file `path` hold `parts`, bytes one after the other, whole or not at all. Raises
+    `JobError`."""
     new = Path(new_of(path))
     try:
         with new.open("wb") as f:
@@ -348,7 +357,8 @@ def settings_file(output: str | Path) -> Path:
 
 
 def journal_of(output: str | Path) -> str:
-    "The file that grows, record by record: `output` itself if it is plain JSONL, else one beside it."
+    """The file that grows, record by record: `output` itself if it is plain JSONL, else one
+    beside it."""
     table = file_kind(output) in {*TABLES, "npy"} or Path(output).suffix.lower() in OPENERS
     return str(side_of(output) / "answers.jsonl") if table else str(output)
 
@@ -368,7 +378,8 @@ def drop_side(output: str | Path) -> None:
 def raw_records(
     path: str | Path, names: AnswerNames = UNNAMED
 ) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    "Yield `(line number, bytes, record)` of each line in file `path` of answers, which has been recovered."
+    """Yield `(line number, bytes, record)` of each line in file `path` of answers, which has
+    been recovered."""
     with open(path, "rb") as f:
         for _, raw in read_lines(f):
             found = read_record(raw, names)
@@ -379,7 +390,8 @@ def raw_records(
 def without_failures(
     path: str | Path, last: float = math.inf, names: AnswerNames = UNNAMED
 ) -> None:
-    "Rewrite file `path` of answers without the failures of lines up to `last`, whole or not at all. Raises `JobError`."
+    """Rewrite file `path` of answers without the failures of lines up to `last`, whole or not at
+    all. Raises `JobError`."""
     replace_file(
         path,
         (
@@ -391,7 +403,8 @@ def without_failures(
 
 
 def sort_records(path: str | Path, names: AnswerNames = UNNAMED) -> None:
-    "Put the records in file `path` into the order of their lines, whole or not at all. Raises `JobError`."
+    """Put the records in file `path` into the order of their lines, whole or not at all. Raises
+    `JobError`."""
 
     def places(at: int = 0) -> Iterator[tuple[int, int, int]]:
         for number, raw, _ in raw_records(path, names):
@@ -416,7 +429,8 @@ def sort_records(path: str | Path, names: AnswerNames = UNNAMED) -> None:
 
 # %% ../../nbs/6_jobs/journal.ipynb #be8c69b5
 def finished_records(output: str | Path, called: AnswerNames = UNNAMED) -> Iterator[dict[str, Any]]:
-    "Yield the records that `output` was made of, a table or a packed file, whose own columns are `called` so. Raises `JobError` if a job did not make it."
+    """Yield the records that `output` was made of, a table or a packed file, whose own columns
+    are `called` so. Raises `JobError` if a job did not make it."""
     foreign = JobError(
         "{output} is there already",
         advice="give another output, or {force}",
@@ -470,9 +484,11 @@ def recover(
     retry: bool = False,
     names: AnswerNames = UNNAMED,
 ) -> tuple[Ledgerbook, bool]:
-    """What is on the disk of a job with `settings`: a `Ledgerbook`, and whether its records may be in disorder.
+    """What is on the disk of a job with `settings`: a `Ledgerbook`, and whether its records may
+    be in disorder.
 
-    `retry`: less the failures, which a run takes out of the files. Raises `JobError` if the files are not this job's."""
+    `retry`: less the failures, which a run takes out of the files. Raises `JobError` if the
+    files are not this job's."""
     book, side, journal, unsorted = Ledgerbook(), settings_file(output), journal_of(output), False
     if output == "-":
         return book, unsorted
@@ -522,7 +538,8 @@ def recover(
 class Outbox:
     """Records on their way to the files `answers` and `errors`, which may be one.
 
-    `ordered`: a record waits until all lines that were expected before its own have theirs. `names`: what the keys of records are called."""
+    `ordered`: a record waits until all lines that were expected before its own have theirs.
+    `names`: what the keys of records are called."""
 
     def __init__(
         self,

@@ -68,12 +68,16 @@ if TYPE_CHECKING:
 # %% ../../nbs/6_jobs/lines.ipynb #ob000004
 @dataclass
 class JobLine:
-    """One request of a file. `kind`: that of its endpoint of the Batch API, such as 'chat', 'text' or 'embed', or 'plain'.
+    """One request of a file. `kind`: that of its endpoint of the Batch API, such as 'chat',
+    'text' or 'embed', or 'plain'.
 
-    `ids`: what the line calls itself. `options`: its own sampling parameters. `chat_options`: what it says of its conversation, such
-    as `tools`. `timeout`: its own, in seconds. `ignored`: its keys that mean nothing here. `model`: the one it asks for, `adapter`: likewise, which has to be there. `cells`: columns
-    of a table that stand in its record. `unit`: 'line', or 'row' of a table. `tools`: which functions its answer may call, and `tool_format` how the
-    model writes calls. `pooling`: what it asks of hidden states, if it wants no text. `failure`: `(code, message)` if it can't run."""
+    `ids`: what the line calls itself. `options`: its own sampling parameters. `chat_options`:
+    what it says of its conversation, such as `tools`. `timeout`: its own, in seconds. `ignored`:
+    its keys that mean nothing here. `model`: the one it asks for, `adapter`: likewise, which has
+    to be there. `cells`: columns of a table that stand in its record. `unit`: 'line', or 'row'
+    of a table. `tools`: which functions its answer may call, and `tool_format` how the model
+    writes calls. `pooling`: what it asks of hidden states, if it wants no text. `failure`:
+    `(code, message)` if it can't run."""
 
     number: int
     digest: str
@@ -105,7 +109,8 @@ class JobLine:
 
     @property
     def conversation(self) -> Any:
-        "Its messages as an `LLM` takes them: a dict if there are options beside them; None for a prompt."
+        """Its messages as an `LLM` takes them: a dict if there are options beside them; None for
+        a prompt."""
         return (
             dict(messages=self.messages, **self.chat_options)
             if self.messages and self.chat_options
@@ -156,7 +161,8 @@ def json_object(raw: bytes, strict: bool = True) -> dict[str, Any]:
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000010
 def plain_options(d: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    "`(sampling parameters, keys that mean nothing here)` of `d`, a plain object without its prompt. Raises `BadRequest`."
+    """`(sampling parameters, keys that mean nothing here)` of `d`, a plain object without its
+    prompt. Raises `BadRequest`."""
     nested = {} if d.get("sampling_params") is None else d["sampling_params"]
     if not isinstance(nested, dict):
         raise BadRequest(
@@ -181,7 +187,8 @@ def plain_options(d: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def take_chat_options(d: dict[str, Any]) -> dict[str, Any]:
-    "Take what dict `d` says of its conversation out of it: a dict. What says nothing is left out. Raises `BadRequest`."
+    """Take what dict `d` says of its conversation out of it: a dict. What says nothing is left
+    out. Raises `BadRequest`."""
     found = {k: d.pop(k) for k in CHAT_OPTIONS if k in d}
     if isinstance(text := found.get("chat_template"), str) and "{" not in text:
         raise BadRequest(
@@ -191,10 +198,12 @@ def take_chat_options(d: dict[str, Any]) -> dict[str, Any]:
 
 
 def take_timeout(d: dict[str, Any]) -> float | None:
-    "Take the `timeout` out of dict `d`: seconds, or None. Raises `BadRequest`, also for a `priority`."
+    """Take the `timeout` out of dict `d`: seconds, or None. Raises `BadRequest`, also for a
+    `priority`."""
     if d.get("priority") is not None:
         raise BadRequest(
-            "priority means nothing in a file: its requests run in whichever order is the quickest, so leave it out",
+            "priority means nothing in a file: its requests run in whichever order is the "
+            "quickest, so leave it out",
             param="priority",
         )
     if (v := d.pop("timeout", None)) is None:
@@ -237,7 +246,8 @@ PLAIN_KEYS = {
 
 
 def plain_line(line: JobLine, d: dict[str, Any], chat: bool = False) -> None:
-    "Fill `line` from `d`, an object with `prompt` or `messages`. `chat`: a prompt becomes a message. Raises `BadRequest`."
+    """Fill `line` from `d`, an object with `prompt` or `messages`. `chat`: a prompt becomes a
+    message. Raises `BadRequest`."""
     line.cells = kept_cells(
         d, {k for k, v in d.items() if k not in PLAIN_KEYS and not is_setting(k, v)}
     )
@@ -254,12 +264,14 @@ def plain_line(line: JobLine, d: dict[str, Any], chat: bool = False) -> None:
             next((k for k, v in d.items() if isinstance(v, str)), None),
         )
         hint = (
-            f": prompt_column={near!r} (--prompt-column {near}) takes that key, a template (--prompt-template) any of them"
+            f": prompt_column={near!r} (--prompt-column {near}) takes that key, a template "
+            "(--prompt-template) any of them"
             if near and "prompt" not in d
             else ""
         )
         raise BadRequest(
-            f"expected one of prompt and messages, got {'both' if 'prompt' in d else 'neither'}{hint}"
+            "expected one of prompt and messages, got "
+            f"{'both' if 'prompt' in d else 'neither'}{hint}"
         )
     line.model = d.get("model")
     if "messages" in d:
@@ -343,7 +355,8 @@ def keyed_line(
     chat: bool = False,
     system: str | None = None,
 ) -> str | None:
-    "Fill `line` from `d`, an object whose keys are what `columns` say, as a row's are. Returns its system message, else `system`. Raises `BadRequest`."
+    """Fill `line` from `d`, an object whose keys are what `columns` say, as a row's are. Returns
+    its system message, else `system`. Raises `BadRequest`."""
     row = columns.row(dict.fromkeys(columns.names) | d)
     line.cells = kept_cells(
         d, d.keys() - ({"custom_id"} if columns.id_column == "custom_id" else set())
@@ -364,7 +377,9 @@ def parse_line(
     embed: PoolingRequest | None = None,
     columns: Columns | None = None,
 ) -> JobLine:
-    """The `JobLine` of what `read_raw` gave. `columns`: what the keys of an object with its owner's own keys are for. `chat`: plain prompts are a user's message; `system`: put before them.
+    """The `JobLine` of what `read_raw` gave. `columns`: what the keys of an object with its
+    owner's own keys are for. `chat`: plain prompts are a user's message; `system`: put before
+    them.
 
     `embed`: plain prompts are texts, for each of which this is asked."""
     line = JobLine(
@@ -415,7 +430,8 @@ DEFAULTS = openai.DEFAULTS | dict(plain=dict(temperature=0.0, max_tokens=256))
 
 
 class ParamsCache(dict[str, SamplingParams]):
-    "The `SamplingParams` of lines, `given` for what they leave open, made once for all that ask for the same; and how a model writes tool calls."
+    """The `SamplingParams` of lines, `given` for what they leave open, made once for all that
+    ask for the same; and how a model writes tool calls."""
 
     def __init__(self, given: dict[str, Any] | None = None) -> None:
         self.given, self.formats = given or {}, dict[Any, ToolFormat | None]()
@@ -471,7 +487,8 @@ def answer_of(
     model: str,
     postprocess: Postprocess | None = None,
 ) -> dict[str, Any]:
-    "The record of an answer: a dict for JSON. `postprocess`: makes the `results` of each. Raises `BadRequest`."
+    """The record of an answer: a dict for JSON. `postprocess`: makes the `results` of each.
+    Raises `BadRequest`."""
     if isinstance(out, TextsOutput):
         assert line.pooling
         return vectors_of(line, line.pooling, out, model)
@@ -515,7 +532,8 @@ def answer_of(
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000022-2
 def results_of(out: RequestOutput, postprocess: Postprocess) -> tuple[dict[str, Any], str | None]:
-    "What `postprocess` makes of `out`, which has one answer, by column; and what went wrong, if anything did."
+    """What `postprocess` makes of `out`, which has one answer, by column; and what went wrong,
+    if anything did."""
     named, made, wrong = isinstance(postprocess, Mapping), {}, None
     for name, f in (
         postprocess.items() if isinstance(postprocess, Mapping) else [("result", postprocess)]
@@ -553,8 +571,9 @@ def failure_of(line: JobLine, code: str, message: str) -> dict[str, Any]:
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000048
 def guess_form(rows: Iterable[tuple[int, Raw]], default: str = "batch") -> str:
-    """'batch' if the first good line of JSONL that says so is of the Batch API, 'plain' if it has a prompt or messages; 'plain' too if all are
-    objects with keys of their own, else `default`.
+    """'batch' if the first good line of JSONL that says so is of the Batch API, 'plain' if it
+    has a prompt or messages; 'plain' too if all are objects with keys of their own, else
+    `default`.
 
     `rows`: what `read_raw` gives."""
     for _, raw in itertools.islice(rows, 100):

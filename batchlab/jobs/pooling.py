@@ -30,12 +30,14 @@ TEXTS_A_PLACE = 16  # texts of a request that count as one among those under way
 
 @dataclass
 class PoolingRequest:
-    """What a body asks for. `kind`: 'embed', 'classify', 'pooling', 'score' or 'rerank'. `texts`: strings or lists of ids; of pairs the first
-    texts, and `others` the second, of which there are as many, or one of either and any number.
+    """What a body asks for. `kind`: 'embed', 'classify', 'pooling', 'score' or 'rerank'.
+    `texts`: strings or lists of ids; of pairs the first texts, and `others` the second, of which
+    there are as many, or one of either and any number.
 
-    `encoding`: 'float' or 'base64' (little-endian fp32) for vectors. `top_n`: of a
-    ranking only so many; `with_texts`: with its documents. `key`: the one of the body that has the texts; `asked`: the body. `labels`: the model's
-    names of classes, by index, when it has run. `adapter`: the name of the one that it is to run with, or None."""
+    `encoding`: 'float' or 'base64' (little-endian fp32) for vectors. `top_n`: of a ranking only
+    so many; `with_texts`: with its documents. `key`: the one of the body that has the texts;
+    `asked`: the body. `labels`: the model's names of classes, by index, when it has run.
+    `adapter`: the name of the one that it is to run with, or None."""
 
     kind: str
     texts: list[Any]
@@ -81,7 +83,8 @@ class PoolingRequest:
         priority: int | None = None,
         timeout: float | None = None,
     ) -> TextsGroup:
-        "The requests of its texts, made ready, as one that ends with all of them. Raises `ModelError`, `PromptError`, `ParamError`."
+        """The requests of its texts, made ready, as one that ends with all of them. Raises
+        `ModelError`, `PromptError`, `ParamError`."""
         return admit_texts(
             llm,
             self,
@@ -125,17 +128,20 @@ def _is_ids(x: Any) -> bool:
 
 
 def texts_of(v: Any, key: str, ids: bool = True) -> list[Any]:
-    "`v` of a `key`, a text or several, as a list; `ids`: lists of token ids count as texts. Raises `BadRequest`."
+    """`v` of a `key`, a text or several, as a list; `ids`: lists of token ids count as texts.
+    Raises `BadRequest`."""
     fits = lambda x: isinstance(x, str) or ids and _is_ids(x)
     many = [v] if fits(v) else v
     if not isinstance(many, list) or not many or not all(map(fits, many)):
         raise BadRequest(
-            f"{key} must be a string{', a list of token ids' * ids}, or a list of {'these' if ids else 'strings'}, got {v!r:.60}",
+            f"{key} must be a string{', a list of token ids' * ids}, or a list of "
+            f"{'these' if ids else 'strings'}, got {v!r:.60}",
             param=key,
         )
     if len(many) > MOST_TEXTS:
         raise BadRequest(
-            f"{key} may have up to {MOST_TEXTS:,} texts, got {len(many):,}: make several requests of it",
+            f"{key} may have up to {MOST_TEXTS:,} texts, got {len(many):,}: make several requests "
+            "of it",
             param=key,
         )
     return many
@@ -164,13 +170,15 @@ def _parse(body, kind):
         pair = next((p for p in _PAIRS if {*p} <= d.keys()), None)
         if pair is None:
             raise BadRequest(
-                f"a score needs two keys of one kind: {', or '.join(' and '.join(p) for p in _PAIRS)}",
+                "a score needs two keys of one kind: "
+                f"{', or '.join(' and '.join(p) for p in _PAIRS)}",
                 param=next((k for p in _PAIRS for k in p if k in d), "text_1"),
             )
         r.key, (r.texts, r.others) = pair[0], (texts_of(d.pop(k), k, ids=False) for k in pair)
         if (n := (len(r.texts), len(r.others)))[0] not in (1, n[1]):
             raise BadRequest(
-                f"{pair[0]} has {n[0]:,} texts and {pair[1]} {n[1]:,}: give one {pair[0]}, or as many of each",
+                f"{pair[0]} has {n[0]:,} texts and {pair[1]} {n[1]:,}: give one {pair[0]}, or as "
+                "many of each",
                 param=pair[1],
             )
     elif kind == "rerank":
@@ -200,7 +208,8 @@ def _parse(body, kind):
 
 # %% ../../nbs/6_jobs/pooling.ipynb #9d909a20-3
 def _params(d, kind):
-    "The `PoolingParams` of the keys that are left in dict `d`. Raises `BadRequest` for those that mean nothing, `ParamError`."
+    """The `PoolingParams` of the keys that are left in dict `d`. Raises `BadRequest` for those
+    that mean nothing, `ParamError`."""
     known, given = _FIELDS | _OWN[kind], {}
     for k, v in d.items():
         name = _SAME.get(k, k)
@@ -211,12 +220,14 @@ def _params(d, kind):
         elif k not in _NEUTRAL:
             near = difflib.get_close_matches(k, known, 1)
             raise BadRequest(
-                f"unknown key {k!r:.60}{f', did you mean {near[0]!r}?' if near else ': leave it out'}",
+                "unknown key "
+                f"{k!r:.60}{f', did you mean {near[0]!r}?' if near else ': leave it out'}",
                 param=k,
             )
         elif v not in _NEUTRAL[k]:
             raise BadRequest(
-                f"{k}={v!r:.40} is not supported: leave it out, or give {json_word(_NEUTRAL[k][0])}",
+                f"{k}={v!r:.40} is not supported: leave it out, or give "
+                f"{json_word(_NEUTRAL[k][0])}",
                 param=k,
             )
     if kind == "pooling" and given.get("task") == "score":
@@ -229,7 +240,8 @@ def json_word(v: Any) -> str:
 
 
 def parse_pooling(body: dict[str, Any], kind: str) -> PoolingRequest:
-    "The `PoolingRequest` of the body of a request of `kind`. Raises `BadRequest`, which names the key at fault if it is one."
+    """The `PoolingRequest` of the body of a request of `kind`. Raises `BadRequest`, which names
+    the key at fault if it is one."""
     try:
         return _parse(body, kind)
     except ParamError as e:
@@ -238,7 +250,8 @@ def parse_pooling(body: dict[str, Any], kind: str) -> PoolingRequest:
 # %% ../../nbs/6_jobs/pooling.ipynb #22198f98
 @dataclass
 class TextsOutput:
-    "What became of a request of several texts: `parts`, a result for each text that was run, or an `error` for all. For the rest see `PoolingRequestOutput`."
+    """What became of a request of several texts: `parts`, a result for each text that was run,
+    or an `error` for all. For the rest see `PoolingRequestOutput`."""
 
     request_id: str
     parts: list[PoolingRequestOutput[Any]]
@@ -272,7 +285,8 @@ class TextsOutput:
 
 
 class TextsGroup(PoolingGroup):
-    "Several texts on their way to a `TextsOutput`. `parts`: a group for each, whose request is one of this group's too."
+    """Several texts on their way to a `TextsOutput`. `parts`: a group for each, whose request is
+    one of this group's too."""
 
     def __init__(
         self,
@@ -299,7 +313,8 @@ def admit_texts(
     priority: int = 0,
     timeout: float | None = None,
 ) -> TextsGroup:
-    "Tokenise and check the texts of `asked`; give `group` their requests, or its error. Raises `ModelError`, `PromptError`, `ParamError`."
+    """Tokenise and check the texts of `asked`; give `group` their requests, or its error. Raises
+    `ModelError`, `PromptError`, `ParamError`."""
     from batchlab.tasks.lora import put_adapter
     from batchlab.tasks.pooling import admit_pooling, encode_texts
 
@@ -376,7 +391,8 @@ def texts_usage(out: TextsOutput) -> dict[str, int]:
 
 # %% ../../nbs/6_jobs/pooling.ipynb #8edb1b96-1
 def pooling_body(asked: PoolingRequest, out: TextsOutput, name: str, model: str) -> dict[str, Any]:
-    "The body of the answer to `asked`, that `out` is. `name`: what makes its id one of a kind; `model`: what to call it. Raises `BadRequest`."
+    """The body of the answer to `asked`, that `out` is. `name`: what makes its id one of a kind;
+    `model`: what to call it. Raises `BadRequest`."""
     check_finite(out)
     head, usage = dict(id=f"{_IDS[asked.kind]}-{name}"), texts_usage(out)
     if asked.kind == "rerank":

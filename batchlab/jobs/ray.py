@@ -35,9 +35,11 @@ from .tables import Columns, check_output, flat
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #f9688a5c
 class LineQueue(LineRunner):
-    """Takes `JobLine`s and gives records, from any number of threads, before an engine that runs all the time.
+    """Takes `JobLine`s and gives records, from any number of threads, before an engine that runs
+    all the time.
 
-    `job`: says how lines run. `llm`: an `LLM`, started here. The numbers of lines in the queue must differ."""
+    `job`: says how lines run. `llm`: an `LLM`, started here. The numbers of lines in the queue
+    must differ."""
 
     def __init__(self, job: Job, llm: LLM) -> None:
         super().__init__(
@@ -68,12 +70,14 @@ class LineQueue(LineRunner):
             self.pump()
 
     def answer(self, lines: list[JobLine]) -> list[dict]:
-        "The records of `lines`, in their order, when all are done; other threads may do the same at the same time."
+        """The records of `lines`, in their order, when all are done; other threads may do the
+        same at the same time."""
         self.run(lines, lambda: all(line.number in self.records for line in lines))
         return [self.records.pop(line.number) for line in lines]
 
     def exchange(self, lines: list[JobLine]) -> list[tuple[int, dict]]:
-        "Take `lines`, wait until something is done, and give `[(number, record)]` of all that is; [] for nothing to do."
+        """Take `lines`, wait until something is done, and give `[(number, record)]` of all that
+        is; [] for nothing to do."""
         self.run(lines, lambda: self.records or not (self.live or self.again or self.waiting))
         with self.lock:
             done, self.records = self.records, {}
@@ -81,7 +85,8 @@ class LineQueue(LineRunner):
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #5867c1db
 def _jsonable(x: Any) -> Any:
-    "What json does not write: numbers and arrays of numpy, at any depth, and what pandas has where nothing is."
+    """What json does not write: numbers and arrays of numpy, at any depth, and what pandas has
+    where nothing is."""
     if type(x).__name__ in ("NAType", "NaTType"):
         return None
     if hasattr(x, "tolist"):
@@ -113,7 +118,8 @@ def line_of(
     embed: PoolingRequest | None = None,
     setting_columns: Sequence[str] = (),
 ) -> JobLine:
-    """The `JobLine` of `row`, a dict: of the Batch API, or with `messages` or a prompt. What is wrong is its failure.
+    """The `JobLine` of `row`, a dict: of the Batch API, or with `messages` or a prompt. What is
+    wrong is its failure.
 
     `embed`: a prompt is a text, for which this is asked."""
     batch = {"url", "body"}
@@ -157,15 +163,19 @@ def line_of(
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #af5299c9
 class BatchLLM:
-    """For `ds.map_batches(BatchLLM, fn_constructor_kwargs=…, batch_size=…, compute=ray.data.ActorPoolStrategy(size=n))`: engines in n workers.
+    """For `ds.map_batches(BatchLLM, fn_constructor_kwargs=…, batch_size=…,
+    compute=ray.data.ActorPoolStrategy(size=n))`: engines in n workers.
 
-    Rows have `prompt` (or `prompt_column`), `messages`, or the columns of the Batch API. `setting_columns`: those that are
-    sampling parameters of their row; all others are data, whatever they are called. Added columns: `generated_text`, `finish_reason`, `prompt_tokens`,
-    `completion_tokens`, `error` (None if there is none; a row that can't run spoils no other). `sampling_params`: a
-    dict, for what rows leave open. `chat`, `system`: prompts are user messages, after this system message. `timeout`:
-    seconds for each row. `num_threads`: of torch, None leaves it to Ray. `embed`: True or `PoolingParams`, prompts are texts, and the columns
-    `embedding`, a vector, `prompt_tokens` and `error` are added instead. `llm`: arguments of `LLM`, such as `model`,
-    `dtype`, `max_num_seqs`. Raises `ModelError`, `ParamError`."""
+    Rows have `prompt` (or `prompt_column`), `messages`, or the columns of the Batch API.
+    `setting_columns`: those that are sampling parameters of their row; all others are data,
+    whatever they are called. Added columns: `generated_text`, `finish_reason`, `prompt_tokens`,
+    `completion_tokens`, `error` (None if there is none; a row that can't run spoils no other).
+    `sampling_params`: a dict, for what rows leave open. `chat`, `system`: prompts are user
+    messages, after this system message. `timeout`: seconds for each row. `num_threads`: of
+    torch, None leaves it to Ray. `embed`: True or `PoolingParams`, prompts are texts, and the
+    columns `embedding`, a vector, `prompt_tokens` and `error` are added instead. `llm`:
+    arguments of `LLM`, such as `model`, `dtype`, `max_num_seqs`. Raises `ModelError`,
+    `ParamError`."""
 
     def __init__(
         self,
@@ -232,8 +242,8 @@ OLDEST_RAY = 2, 51
 
 
 def import_ray(address: str | None = None) -> Any:
-    """The module `ray`, which sends nothing about its use to anybody, and without an `address` elsewhere listens on the
-    loopback only. Raises `JobError` if it is missing or too old."""
+    """The module `ray`, which sends nothing about its use to anybody, and without an `address`
+    elsewhere listens on the loopback only. Raises `JobError` if it is missing or too old."""
     if not address or address.startswith(("127.", "localhost")):
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -249,13 +259,15 @@ def import_ray(address: str | None = None) -> Any:
     found, least = getattr(ray, "__version__", "no version"), ".".join(map(str, OLDEST_RAY))
     if not hasattr(ray, "init") or tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST_RAY:
         raise JobError(
-            f"running on Ray needs ray {least} or newer, found {found}: pip install -U 'batchlab[ray]'"
+            f"running on Ray needs ray {least} or newer, found {found}: pip install -U "
+            "'batchlab[ray]'"
         )
     return ray
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #97ba9b66
 def _start(ray: Any, address: str | None, resources: dict) -> Any:
-    "Start or join a cluster. A machine that is busy may need longer than Ray allows its own parts: then again."
+    """Start or join a cluster. A machine that is busy may need longer than Ray allows its own
+    parts: then again."""
     if m := re.fullmatch(
         r"(.+):(\d+)", str(address).removeprefix("ray://")
     ):  # Ray would try for many minutes
@@ -285,7 +297,8 @@ def _start(ray: Any, address: str | None, resources: dict) -> Any:
 
 
 def _end(ray: Any) -> None:
-    "Shut Ray down, and what it has started here: its helpers would look for it for another minute, a busy server may hang."
+    """Shut Ray down, and what it has started here: its helpers would look for it for another
+    minute, a busy server may hang."""
     servers = [
         p for p in psutil.Process().children(recursive=True) if p.name() in ("raylet", "gcs_server")
     ]
@@ -298,8 +311,9 @@ def _end(ray: Any) -> None:
 
 @contextmanager
 def ray_session(address: str | None = None, **resources: Any) -> Iterator[Any]:
-    """Ray, as long as the context lasts: the cluster at `address` ('auto' finds one that this machine is in), or one of
-    its own on this machine with `resources` (`num_cpus`); or the one that the process is in. Raises `JobError`."""
+    """Ray, as long as the context lasts: the cluster at `address` ('auto' finds one that this
+    machine is in), or one of its own on this machine with `resources` (`num_cpus`); or the one
+    that the process is in. Raises `JobError`."""
     ray, main = import_ray(address), threading.current_thread() is threading.main_thread()
     mine, term = not ray.is_initialized(), signal.getsignal(signal.SIGTERM)
     with (
@@ -322,7 +336,8 @@ def ray_session(address: str | None = None, **resources: Any) -> Iterator[Any]:
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #3adc876a
 @dataclass
 class WorkerInfo:
-    "What a worker's engine is. A `Job` reads it as the `LLM` that all workers of a pool have. `name`: of the model."
+    """What a worker's engine is. A `Job` reads it as the `LLM` that all workers of a pool have.
+    `name`: of the model."""
 
     limits: Any
     strategy: str
@@ -375,8 +390,8 @@ class Worker:
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #652cbedf
 @dataclass(eq=False)
 class WorkerHandle:
-    """A worker as the job sees it. `ref`: the call under way, or None. `info`: None until it has its model. `sent`: the
-    numbers of the lines that it has, and when each was sent."""
+    """A worker as the job sees it. `ref`: the call under way, or None. `info`: None until it has
+    its model. `sent`: the numbers of the lines that it has, and when each was sent."""
 
     actor: Any
     ref: Any = None
@@ -397,9 +412,11 @@ class WorkerHandle:
 def resources_for(
     workers: int, device: str, num_cpus: float | None, num_gpus: float | None, nodes: list[dict]
 ) -> tuple[float, float, str]:
-    """`(num_cpus, num_gpus, device)` of each of `workers`; None takes its share, 'auto' a GPU if there is one for each.
+    """`(num_cpus, num_gpus, device)` of each of `workers`; None takes its share, 'auto' a GPU if
+    there is one for each.
 
-    `nodes`: resources of each machine, by Ray's names. Raises `JobError` if a single machine has fewer."""
+    `nodes`: resources of each machine, by Ray's names. Raises `JobError` if a single machine has
+    fewer."""
     gpus, cpus = (
         sum(r.get("GPU", 0) for r in nodes),
         sum(r.get("CPU", 0) for r in nodes) or 1,
@@ -412,7 +429,8 @@ def resources_for(
     for name, each, has in (("GPU", num_gpus, gpus), ("CPU", num_cpus, cpus)):
         if len(nodes) == 1 and each * workers > has:
             raise JobError(
-                f"workers={workers} with {each:g} {name} each, and Ray has {has:g} in all: take fewer"
+                f"workers={workers} with {each:g} {name} each, and Ray has {has:g} in all: take "
+                "fewer"
             )
     return num_cpus, num_gpus, ("cuda" if num_gpus else "cpu") if device == "auto" else device
 
@@ -508,7 +526,8 @@ class Workers:
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #c9ff10bd
 class Pool(Workers):
-    """`workers` engines on Ray; entered, they load the model. `num_cpus`, `num_gpus`: of each, None takes its share.
+    """`workers` engines on Ray; entered, they load the model. `num_cpus`, `num_gpus`: of each,
+    None takes its share.
 
     `llm`: arguments of `LLM`. `address`: of the cluster, see `ray_session`. Raises `JobError`."""
 
@@ -517,8 +536,9 @@ class Pool(Workers):
     deaths = 0  # since the last answer
 
     def events(self) -> Iterator[tuple[WorkerHandle, Any]]:
-        """Yield `(handle, value)` of each call that has come back; the value is None if the worker died, and then another is
-        started. Raises `JobError` if that does not help, or if a worker can't have the model of the first."""
+        """Yield `(handle, value)` of each call that has come back; the value is None if the
+        worker died, and then another is started. Raises `JobError` if that does not help, or if
+        a worker can't have the model of the first."""
         for handle, got in self.returned():
             if isinstance(got, Exception):
                 self.replace_worker(handle, got)
@@ -530,11 +550,13 @@ class Pool(Workers):
         if not self.info and time.monotonic() - self.waited > 60:
             self.waited = math.inf
             self.say(
-                f"no worker has begun yet: is there room for {self.num_cpus:g} CPU and {self.num_gpus:g} GPU each?"
+                f"no worker has begun yet: is there room for {self.num_cpus:g} CPU and "
+                f"{self.num_gpus:g} GPU each?"
             )
 
     def replace_worker(self, handle: WorkerHandle, e: Exception) -> None:
-        "Start another worker for the one that ended with `e`: its process died, or a call of it failed. Raises `JobError`."
+        """Start another worker for the one that ended with `e`: its process died, or a call of
+        it failed. Raises `JobError`."""
         self.deaths += 1
         said = [s.strip() for s in str(e).splitlines() if s.strip()] or [type(e).__name__]
         why = said[0 if isinstance(e, self.ray.exceptions.RayActorError) else -1][:200]
@@ -547,13 +569,15 @@ class Pool(Workers):
         self.say(f"a worker is gone ({why}): what it had goes to others")
 
     def on_worker_ready(self, handle: WorkerHandle, info: WorkerInfo | str) -> None:
-        "A worker has its model, as `info` says. Raises `JobError` if it could not load it, or has another than the first."
+        """A worker has its model, as `info` says. Raises `JobError` if it could not load it, or
+        has another than the first."""
         if isinstance(info, str):
             raise JobError(info)
         self.info = self.info or info
         if model_digest(info) != model_digest(self.info):
             raise JobError(
-                "workers have different models (weights, quantization or chat template): put the same files on all machines"
+                "workers have different models (weights, quantization or chat template): put the "
+                "same files on all machines"
             )
         handle.info = info
         if self.job:
@@ -568,7 +592,8 @@ class Pool(Workers):
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #11956815
 def outline(line: JobLine, given: dict | None = None) -> tuple[list[int], int]:
-    """`line` as `good_order` takes it, guessed without a tokenizer: `(first bytes or ids of its prompt, tokens in all)`.
+    """`line` as `good_order` takes it, guessed without a tokenizer:
+    `(first bytes or ids of its prompt, tokens in all)`.
 
     `given`: the job's sampling parameters."""
     if line.pooling:
@@ -596,8 +621,9 @@ def outline(line: JobLine, given: dict | None = None) -> tuple[list[int], int]:
 class Dispatcher:
     """Hands the lines of `source` to workers: `handles`, a list that changes as they come and go.
 
-    `room`: most lines that a worker gets at a time. `full()`: whether new lines must wait. `backup_after`: seconds, see
-    `backup`. `unanswered`: lines handed out that have no answer, by number. `more`: whether `source` may have further ones."""
+    `room`: most lines that a worker gets at a time. `full()`: whether new lines must wait.
+    `backup_after`: seconds, see `backup`. `unanswered`: lines handed out that have no answer, by
+    number. `more`: whether `source` may have further ones."""
 
     def __init__(
         self,
@@ -642,7 +668,8 @@ class Dispatcher:
                 yield line
 
     def backup(self, handle: WorkerHandle) -> list[JobLine]:
-        "For a worker with nothing to do: copies of lines that others have had for more than `backup_after` seconds."
+        """For a worker with nothing to do: copies of lines that others have had for more than
+        `backup_after` seconds."""
         if handle.sent or self.more:
             return []
         before = time.monotonic() - self.backup_after
@@ -661,7 +688,8 @@ class Dispatcher:
         return self.unanswered.pop(number, None)
 
     def take_back(self, handle: WorkerHandle) -> JobLine | None:
-        "The worker of `handle`, no longer among the others, died: its lines go to others. The line that has failed by it, if any."
+        """The worker of `handle`, no longer among the others, died: its lines go to others. The
+        line that has failed by it, if any."""
         elsewhere = {n for h in self.handles for n in h.sent}
         numbers = [n for n in handle.sent if n in self.unanswered and n not in elsewhere]
         self.deaths.update(numbers)
@@ -672,7 +700,8 @@ class Dispatcher:
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #bd932ff3
 class RayRun(Run):
-    "A run of `job` by all workers of `pool`. `backup_after`: seconds, then an idle worker tries too."
+    """A run of `job` by all workers of `pool`. `backup_after`: seconds, then an idle worker
+    tries too."""
 
     def __init__(
         self, job: Job, pool: Pool, book: Ledgerbook, outbox: Outbox, backup_after: float = 120.0
@@ -696,7 +725,8 @@ class RayRun(Run):
         self.settle(line, failure_of(line, *line.failure))
 
     def on_records(self, handle: WorkerHandle, records: list[tuple[int, dict]]) -> None:
-        "Settle what the worker of `handle` has done, and count its tokens, unless it is settled already."
+        """Settle what the worker of `handle` has done, and count its tokens, unless it is
+        settled already."""
         for number, record in records:
             if line := self.dispatcher.close(handle, number):
                 usage = (record if "request_id" in record else record["response"]["body"]).get(
@@ -753,7 +783,8 @@ class RayRun(Run):
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #bb72a3d6
 @dataclass
 class RayJob(Job):
-    "A `Job` for a `Pool`, run as any other: `job.run(pool)`. `backup_after`: seconds, then an idle worker tries too."
+    """A `Job` for a `Pool`, run as any other: `job.run(pool)`. `backup_after`: seconds, then an
+    idle worker tries too."""
 
     backup_after: float = 120.0
     pool: Any = field(default=None, init=False, repr=False)  # that runs it
@@ -772,7 +803,8 @@ class RayJob(Job):
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #86301dc3
 def shards(job: Job) -> list[Job]:
-    "`[job]`, or if its input is a folder a job for each of its files, answered in one of that name, or with .jsonl behind it. Raises `JobError`."
+    """`[job]`, or if its input is a folder a job for each of its files, answered in one of that
+    name, or with .jsonl behind it. Raises `JobError`."""
     folder, output = Path(job.input), Path(job.output or "")
     if not folder.is_dir():
         return [job]
@@ -801,7 +833,8 @@ def shards(job: Job) -> list[Job]:
 
 
 def _read_mark(mark: Path) -> dict[str, Any] | None:
-    "The mark of a finished job in file `mark`; empty if there is none; None if the file holds something else."
+    """The mark of a finished job in file `mark`; empty if there is none; None if the file holds
+    something else."""
     try:
         then = json.loads(mark.read_bytes() or b"{}")  # one without a byte is of a loss of power
     except FileNotFoundError:
@@ -815,7 +848,8 @@ def _read_mark(mark: Path) -> dict[str, Any] | None:
 
 
 def _run_shard(job: Job, pool: Callable[[], Pool]) -> JobResult:
-    "Run `job` and mark its output as finished, or take the result of a mark that fits. Raises `JobError` for other settings."
+    """Run `job` and mark its output as finished, or take the result of a mark that fits. Raises
+    `JobError` for other settings."""
     mark, now = (
         Path(f"{job.output}.done"),
         dict(bytes=os.path.getsize(job.input), limit=job.limit, settings=job.settings()),
@@ -839,7 +873,8 @@ def _run_shard(job: Job, pool: Callable[[], Pool]) -> JobResult:
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #c26fbb9e
 def run_jobs(jobs: list[Job], make_pool: Callable[[], Pool]) -> JobResult:
-    "Run `jobs`, one after the other, on the `Pool` of `make_pool()` if there is work: their `JobResult`s in one."
+    """Run `jobs`, one after the other, on the `Pool` of `make_pool()` if there is work: their
+    `JobResult`s in one."""
     for job in jobs if len(jobs) > 1 else ():
         job.check()
     with ExitStack() as stack:
@@ -866,10 +901,12 @@ def run_on_ray(
     llm: dict | None = None,
     **job: Any,
 ) -> JobResult:
-    """Answer the requests in file `input`, or all files of a folder, by `workers` engines on Ray: a `JobResult`.
+    """Answer the requests in file `input`, or all files of a folder, by `workers` engines on
+    Ray: a `JobResult`.
 
-    `num_cpus`, `num_gpus`: of each worker, None for its share. `address`: of a cluster whose machines have batchlab and
-    the model; None takes this machine. `llm`: further arguments of `LLM`. `job`: those of `Job`, and `backup_after`
-    (see `RayJob`). Killed, it goes on where it was when it is called again. Raises `JobError`."""
+    `num_cpus`, `num_gpus`: of each worker, None for its share. `address`: of a cluster whose
+    machines have batchlab and the model; None takes this machine. `llm`: further arguments of
+    `LLM`. `job`: those of `Job`, and `backup_after` (see `RayJob`). Killed, it goes on where it
+    was when it is called again. Raises `JobError`."""
     jobs, llm = shards(RayJob(input, output, **job)), dict(llm or {}, model=model)
     return run_jobs(jobs, lambda: Pool(workers, num_cpus, num_gpus, address, llm, jobs[0].say))

@@ -30,7 +30,8 @@ if TYPE_CHECKING:  # a dry run needs no torch
 
 # %% ../../nbs/6_jobs/runner.ipynb #66c77235
 def model_digest(llm: Any) -> str:
-    "16 hex digits that change with the weights, their quantization or the chat template of `llm`, or its named adapters."
+    """16 hex digits that change with the weights, their quantization or the chat template of
+    `llm`, or its named adapters."""
     about: tuple[Any, ...] = (
         llm.weights_digest,
         llm.quantization,
@@ -73,9 +74,11 @@ def admit_line(
     on_event: Callable[[StreamEvent], object] | None = None,
     first: bool = True,
 ) -> RequestGroup | None:
-    """A `RequestGroup` for `line` by a `ParamsCache`, ready to run; None if it can't, and `line.failure` says why.
+    """A `RequestGroup` for `line` by a `ParamsCache`, ready to run; None if it can't, and
+    `line.failure` says why.
 
-    `first`: no line could run so far. Raises `JobError` if this one can't for want of something that the model lacks."""
+    `first`: no line could run so far. Raises `JobError` if this one can't for want of something
+    that the model lacks."""
     from batchlab.tasks.admit import admit
     from batchlab.tasks.lora import adapter_named
     from batchlab.llm.inputs import Settings, read_prompt
@@ -112,7 +115,8 @@ def record_of(
     again: bool = False,
     postprocess: Postprocess | None = None,
 ) -> dict[str, Any] | None:
-    "The record of `line` that ended as `out`; None if it must be tried once more, unless this was `again`."
+    """The record of `line` that ended as `out`; None if it must be tried once more, unless this
+    was `again`."""
     reason = out.finish_reason if isinstance(out, TextsOutput) else out.outputs[0].finish_reason
     if isinstance(out, TextsOutput):
         model = line.pooling.adapter or model if line.pooling else model
@@ -145,9 +149,11 @@ class Remarks:
 
 @dataclass
 class ModelNames:
-    """Which model a line may ask for: the one that answers, by any of `names`, or one of `adapters`.
+    """Which model a line may ask for: the one that answers, by any of `names`, or one of
+    `adapters`.
 
-    `any_model`: a line for another is answered too, if there are no adapters, among which it may be a misspelt one; None: nobody can say so."""
+    `any_model`: a line for another is answered too, if there are no adapters, among which it may
+    be a misspelt one; None: nobody can say so."""
 
     names: Sequence[str]
     adapters: Collection[str] = ()
@@ -155,7 +161,8 @@ class ModelNames:
 
     @classmethod
     def of(cls, llm: Any, name: str | None, any_model: bool | None = False) -> ModelNames:
-        "Those of `llm`, which answers call `name`. A hub's id may lack its owner. Raises `JobError`."
+        """Those of `llm`, which answers call `name`. A hub's id may lack its owner. Raises
+        `JobError`."""
         own, adapters = (
             getattr(llm, "model", None),
             adapter_names(llm),
@@ -163,7 +170,8 @@ class ModelNames:
         names = [n for n in (name, own is not None and name_of(own)) if n]
         if twice := {*names[:1]} & {*adapters}:
             raise JobError(
-                f"the model and an adapter are both called {min(twice)!r}: call one of them something else"
+                f"the model and an adapter are both called {min(twice)!r}: call one of them "
+                "something else"
             )
         return cls(names, adapters, any_model)
 
@@ -201,7 +209,8 @@ Admitted = tuple[JobLine, "RequestGroup"]
 
 
 class LineRunner:
-    "Runs lines on `llm` as `job` says, and hands their records to `settle(line, record)`. `result` counts the tokens."
+    """Runs lines on `llm` as `job` says, and hands their records to `settle(line, record)`.
+    `result` counts the tokens."""
 
     def __init__(
         self,

@@ -30,7 +30,8 @@ __all__ = ['log', 'IGNORED', 'DEFAULTS', 'RANGES', 'LENGTHS', 'POOLING_URLS', 'U
 
 # %% ../../nbs/6_jobs/40_openai.ipynb #oa000010
 class BadRequest(ValueError):
-    "A request that can't run, and why. `code`, `param`: those of the API's error object; `param` is the key at fault, if it is one."
+    """A request that can't run, and why. `code`, `param`: those of the API's error object;
+    `param` is the key at fault, if it is one."""
 
     def __init__(
         self, message: str, code: str = "invalid_request", param: str | None = None
@@ -70,7 +71,8 @@ def logprobs_of(given: dict[str, Any], chat: bool) -> Any:
 
 # %% ../../nbs/6_jobs/40_openai.ipynb #oa000028
 IGNORED = {
-    *"reasoning_effort verbosity reasoning thinking think include_reasoning thinking_token_budget keep_alive cache_prompt".split()
+    *"reasoning_effort verbosity reasoning thinking think include_reasoning "
+    "thinking_token_budget keep_alive cache_prompt".split()
 }
 
 
@@ -84,16 +86,19 @@ def say_ignored(k: str) -> None:
 
 
 def sampling_options(given: dict[str, Any], chat: bool) -> dict[str, Any]:
-    """The sampling parameters in dict `given`, by whatever names, as a dict for `SamplingParams`; those of `IGNORED` are left out, and named in the log.
+    """The sampling parameters in dict `given`, by whatever names, as a dict for
+    `SamplingParams`; those of `IGNORED` are left out, and named in the log.
 
-    `chat`: log probabilities are asked for as in the chat endpoint. Raises `BadRequest` for each that can't be honoured."""
+    `chat`: log probabilities are asked for as in the chat endpoint. Raises `BadRequest` for each
+    that can't be honoured."""
     given = {k: v for k, v in given.items() if v is not None and k not in DROPPED}
     for k in given.keys() & IGNORED:
         del given[k]
         say_ignored(k)
     if (other := "prompt" if chat else "messages") in given:
         raise BadRequest(
-            f"{other} {'is' if chat else 'are'} for /v1/{'' if chat else 'chat/'}completions: ask there, or give {'messages' if chat else 'a prompt'}",
+            f"{other} {'is' if chat else 'are'} for /v1/{'' if chat else 'chat/'}completions: ask "
+            f"there, or give {'messages' if chat else 'a prompt'}",
             param=other,
         )
     top = logprobs_of(given, chat)
@@ -118,7 +123,8 @@ LENGTHS = dict(
 
 
 def request_params(options: dict[str, Any], defaults: dict[str, Any]) -> SamplingParams:
-    "The `SamplingParams` of `options`, with `defaults` for what they leave open. Raises `BadRequest`, `ParamError`."
+    """The `SamplingParams` of `options`, with `defaults` for what they leave open. Raises
+    `BadRequest`, `ParamError`."""
     options = {k: v for k, v in options.items() if v is not None or k == "max_tokens"}
     for k, (least, most) in RANGES.items():
         if (
@@ -138,7 +144,8 @@ def request_params(options: dict[str, Any], defaults: dict[str, Any]) -> Samplin
 
 # %% ../../nbs/6_jobs/40_openai.ipynb #oa000035
 def plain_text(content: Any, where: str) -> Any:
-    "Content of a message as a string, its parts joined by line breaks. Raises `BadRequest` for parts that are no text."
+    """Content of a message as a string, its parts joined by line breaks. Raises `BadRequest` for
+    parts that are no text."""
     if not isinstance(content, list):
         return content
     from batchlab.models import text_of
@@ -164,7 +171,8 @@ def _calls_of(m: dict[str, Any], where: str) -> list[dict[str, Any]]:
             or not isinstance(c.get("id", ""), str)
         ):
             raise BadRequest(
-                f"{where}: tool_calls[{i}] must be an object with an id and a function, which has a name and arguments, got {c!r:.60}"
+                f"{where}: tool_calls[{i}] must be an object with an id and a function, which has "
+                f"a name and arguments, got {c!r:.60}"
             )
         given = f.get("arguments") or {}
         try:
@@ -173,23 +181,27 @@ def _calls_of(m: dict[str, Any], where: str) -> list[dict[str, Any]]:
             arguments = None
         if not isinstance(arguments, dict):
             raise BadRequest(
-                f"{where}: tool_calls[{i}].function.arguments must be a JSON object, got {given!r:.60}"
+                f"{where}: tool_calls[{i}].function.arguments must be a JSON object, got "
+                f"{given!r:.60}"
             )
         out.append(dict(type="function") | c | dict(function=f | dict(arguments=arguments)))
     return out
 
 # %% ../../nbs/6_jobs/40_openai.ipynb #oa000036
 def as_messages(messages: Any, system: str | None = None) -> list[dict[str, Any]]:
-    """Messages as a chat template takes them, `system` before them if they have no such message. Raises `BadRequest`.
+    """Messages as a chat template takes them, `system` before them if they have no such message.
+    Raises `BadRequest`.
 
-    The arguments of calls become dicts. A message of role `tool` must answer a call made before it, if that call has an id."""
+    The arguments of calls become dicts. A message of role `tool` must answer a call made before
+    it, if that call has an id."""
     if (
         not isinstance(messages, list)
         or not messages
         or not all(isinstance(m, dict) for m in messages)
     ):
         raise BadRequest(
-            f"messages must be a list of at least one object with role and content, got {messages!r:.60}",
+            "messages must be a list of at least one object with role and content, got "
+            f"{messages!r:.60}",
             param="messages",
         )
     out = [
@@ -206,7 +218,8 @@ def as_messages(messages: Any, system: str | None = None) -> list[dict[str, Any]
             continue
         if (name := made.get(str(m.get("tool_call_id")))) is None:
             raise BadRequest(
-                f"message {i} has tool_call_id {m.get('tool_call_id')!r:.60}, and no message before it makes that call"
+                f"message {i} has tool_call_id {m.get('tool_call_id')!r:.60}, and no message "
+                "before it makes that call"
             )
         m.setdefault("name", name)  # which some templates want
     for m in out:
@@ -227,7 +240,8 @@ def _is_prompt(p: Any) -> bool:
 
 
 def many_prompts(prompt: Any) -> list[str | list[int]]:
-    "`prompt` of a completions request, a string or a list of ids, or a list of these, as a list. Raises `BadRequest`."
+    """`prompt` of a completions request, a string or a list of ids, or a list of these, as a
+    list. Raises `BadRequest`."""
     if _is_prompt(prompt):
         return [prompt]
     if isinstance(prompt, list) and prompt and all(map(_is_prompt, prompt)):
@@ -248,7 +262,8 @@ def one_prompt(prompt: Any) -> str | list[int]:
 def parse_body(
     body: dict[str, Any], kind: str
 ) -> tuple[str | list[int] | list[dict[str, Any]], dict[str, Any]]:
-    "`(messages, sampling options)` of the body of a 'chat' request, `(prompt, …)` of a 'text' one. Raises `BadRequest`."
+    """`(messages, sampling options)` of the body of a 'chat' request, `(prompt, …)` of a 'text'
+    one. Raises `BadRequest`."""
     chat = kind == "chat"
     own = "messages" if chat else "prompt"
     options = sampling_options({k: v for k, v in body.items() if k != own}, chat)
@@ -276,7 +291,8 @@ def custom_id_of(d: dict[str, Any]) -> str:
 
 
 def endpoint_of(d: dict[str, Any]) -> str:
-    "The kind of request that the method and URL of `d` ask for: one of `URLS`. Raises `BadRequest`."
+    """The kind of request that the method and URL of `d` ask for: one of `URLS`. Raises
+    `BadRequest`."""
     if d.get("method", "POST") != "POST":
         raise BadRequest(f"method must be 'POST', got {d['method']!r:.60}", param="method")
     if isinstance(url := d.get("url"), str) and url in URLS:
@@ -287,7 +303,8 @@ def endpoint_of(d: dict[str, Any]) -> str:
 
 # %% ../../nbs/6_jobs/40_openai.ipynb #oa000053
 def keys_beside(d: dict[str, Any]) -> tuple[str, ...]:
-    "The keys of `d`, a line of the Batch API, that mean nothing here. Raises `BadRequest` for settings, which belong in the body."
+    """The keys of `d`, a line of the Batch API, that mean nothing here. Raises `BadRequest` for
+    settings, which belong in the body."""
     beside = {
         k: v
         for k, v in d.items()
@@ -304,10 +321,12 @@ def _number(x: float | None) -> float:
 
 
 def token_names(step: dict[int, Logprob]) -> dict[int, str]:
-    """What each token of `step` is called, no two alike; the one that was taken is the first, and called by what it adds to the text.
+    """What each token of `step` is called, no two alike; the one that was taken is the first,
+    and called by what it adds to the text.
 
-    Of the others one is called by its text, or by its bytes, as OpenAI writes them (`bytes:\\xe2\\x82`), where it is a part of a character or
-    another one reads alike, or else by its id."""
+    Of the others one is called by its text, or by its bytes, as OpenAI writes them
+    (`bytes:\\xe2\\x82`), where it is a part of a character or another one reads alike, or else
+    by its id."""
     names: dict[int, str] = {}
     taken: set[str] = set()
     for i, l in step.items():
@@ -325,9 +344,11 @@ def token_names(step: dict[int, Logprob]) -> dict[int, str]:
 
 
 def token_offsets(text: str, tokens: Sequence[str], start: int = 0) -> list[int]:
-    """Where each of `tokens` begins in `text`, of which they are from character `start` on, and where the last ends.
+    """Where each of `tokens` begins in `text`, of which they are from character `start` on, and
+    where the last ends.
 
-    A special token that the text leaves out has no width; of a text that is still to come every token counts."""
+    A special token that the text leaves out has no width; of a text that is still to come every
+    token counts."""
     offsets = [start]
     for token in tokens:
         at = offsets[-1]
@@ -339,7 +360,8 @@ def token_offsets(text: str, tokens: Sequence[str], start: int = 0) -> list[int]
 def chat_logprobs(
     c: CompletionOutput, k: int | None, ids: Collection[int] | None = None
 ) -> dict[str, Any] | None:
-    "Log probabilities of a `CompletionOutput` as the chat endpoint gives them, with the `k` likeliest or those of `ids`, or None."
+    """Log probabilities of a `CompletionOutput` as the chat endpoint gives them, with the `k`
+    likeliest or those of `ids`, or None."""
     if c.logprobs is None:
         return None
 
@@ -368,7 +390,8 @@ def chat_logprobs(
 def text_logprobs(c: CompletionOutput, start: int = 0, first: str = "") -> dict[str, Any] | None:
     """The same as the completions endpoint gives them.
 
-    `start`: the offset of the first token in the text, in characters. `first`: the text of a token with no log probability, as the first of a prompt is."""
+    `start`: the offset of the first token in the text, in characters. `first`: the text of a
+    token with no log probability, as the first of a prompt is."""
     if c.logprobs is None:
         return None
     names = [token_names(step) if step else {} for step in c.logprobs]
@@ -405,7 +428,8 @@ ReadCalls = Callable[
 
 
 def finish_of(reason: str | None, calls: Any) -> str | None:
-    "The `finish_reason` of a chat choice: 'tool_calls' if the model stopped and made `calls`; one that was cut off stays 'length'."
+    """The `finish_reason` of a chat choice: 'tool_calls' if the model stopped and made `calls`;
+    one that was cut off stays 'length'."""
     return "tool_calls" if calls and reason == "stop" else reason
 
 
@@ -417,7 +441,8 @@ def choice_of(
     read: ReadCalls | None = None,
     name: str = "",
 ) -> dict[str, Any]:
-    """A `CompletionOutput` as a choice of a 'chat' or 'text' answer; `k`: how many log probabilities were asked for, `ids`: or of which.
+    """A `CompletionOutput` as a choice of a 'chat' or 'text' answer; `k`: how many log
+    probabilities were asked for, `ids`: or of which.
 
     `read`: finds the tool calls in the text of a chat answer, whose ids `name` makes."""
     if kind != "chat":
@@ -452,7 +477,8 @@ def head_of(kind: str, name: str, model: str, part: bool = False) -> dict[str, A
 def answer_body(
     out: RequestOutput, kind: str, name: str, model: str, read: ReadCalls | None = None
 ) -> dict[str, Any]:
-    "The body that a 'chat' or 'text' endpoint answers with. `name`: what makes its id one of a kind; `model`: what to call it; `read`: see `choice_of`."
+    """The body that a 'chat' or 'text' endpoint answers with. `name`: what makes its id one of a
+    kind; `model`: what to call it; `read`: see `choice_of`."""
     top, ids = (out.params.logprobs, out.params.logprob_token_ids) if out.params else (None, None)
     return head_of(kind, name, model) | dict(
         choices=[choice_of(c, kind, top, ids, read, name) for c in out.outputs], usage=usage_of(out)
@@ -495,10 +521,13 @@ def error_body(message: str, code: str, param: str | None = None) -> tuple[int, 
 # %% ../../nbs/6_jobs/40_openai.ipynb #onl00003
 @dataclass
 class ApiRequest:
-    """A request to a server, of a kind 'chat' or 'text'. `prompts`: strings, lists of ids, or one conversation as a dict for `LLM.chat`.
+    """A request to a server, of a kind 'chat' or 'text'. `prompts`: strings, lists of ids, or
+    one conversation as a dict for `LLM.chat`.
 
-    `stream`: the answer is wanted in parts; `usage`: with the tokens counted at its end, `usage_each`: and so far in each part. `echo`: with the prompt before it. `silent`: no tokens are
-    wanted, and `params` ask for one, as they must. `tools`: which functions the answer may call, and `tool_format` how the model writes calls."""
+    `stream`: the answer is wanted in parts; `usage`: with the tokens counted at its end,
+    `usage_each`: and so far in each part. `echo`: with the prompt before it. `silent`: no tokens
+    are wanted, and `params` ask for one, as they must. `tools`: which functions the answer may
+    call, and `tool_format` how the model writes calls."""
 
     kind: str
     prompts: list[Any]
@@ -524,7 +553,8 @@ class ApiRequest:
 
 # %% ../../nbs/6_jobs/40_openai.ipynb #onl00004
 def take(d: dict[str, Any], k: str, kind: type, default: Any, want: str) -> Any:
-    "Take key `k` out of `d`: a value of type `kind`, or `default` where there is none or null. Raises `BadRequest`."
+    """Take key `k` out of `d`: a value of type `kind`, or `default` where there is none or null.
+    Raises `BadRequest`."""
     v = d.pop(k, None)
     if v is None:
         return default
@@ -545,7 +575,8 @@ def key_of(field: str, body: dict[str, Any]) -> str | None:
 
 
 def at_fault(field: str, body: dict[str, Any], own: str) -> str | None:
-    "Which key of `body` is at fault, where the engine refuses a request for its `field`: the one that gave this, or `own`, the key of its prompt."
+    """Which key of `body` is at fault, where the engine refuses a request for its `field`: the
+    one that gave this, or `own`, the key of its prompt."""
     found = key_of(field, body)
     return found if found or field.partition(".")[0] in KNOWN else own
 
@@ -610,7 +641,8 @@ def _parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
 
 # %% ../../nbs/6_jobs/40_openai.ipynb #onl00005-1
 def parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
-    "The `ApiRequest` of the body of a 'chat' or 'text' request to a server. Raises `BadRequest`, which names the key at fault if it is one."
+    """The `ApiRequest` of the body of a 'chat' or 'text' request to a server. Raises
+    `BadRequest`, which names the key at fault if it is one."""
     try:
         return _parse_online(body, kind)
     except BadRequest as e:
@@ -620,7 +652,8 @@ def parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
 
 # %% ../../nbs/6_jobs/40_openai.ipynb #onl00008
 def echoed(out: RequestOutput, prompt: str, silent: bool = False) -> RequestOutput:
-    "`out` with `prompt`, its text, before each answer; `silent`: in place of it. Usage is counted before: an echo is no completion."
+    """`out` with `prompt`, its text, before each answer; `silent`: in place of it. Usage is
+    counted before: an echo is no completion."""
 
     def one(c: CompletionOutput) -> CompletionOutput:
         if silent:
@@ -643,7 +676,8 @@ def echoed(out: RequestOutput, prompt: str, silent: bool = False) -> RequestOutp
 
 
 def prompt_logprobs_of(out: RequestOutput) -> list[dict[str, Any] | None]:
-    "The log probabilities of the prompt's tokens as vLLM writes them: for each an object by token id, null for the first."
+    """The log probabilities of the prompt's tokens as vLLM writes them: for each an object by
+    token id, null for the first."""
     one = lambda l: dict(logprob=_number(l.logprob), rank=l.rank, decoded_token=l.decoded_token)
     return [
         {str(i): one(l) for i, l in step.items()} if step else None
@@ -656,9 +690,11 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Parts:
-    """The events of one streamed answer, as bytes. `top`, `ids`: the log probabilities that were asked for, as in `choice_of`.
+    """The events of one streamed answer, as bytes. `top`, `ids`: the log probabilities that were
+    asked for, as in `choice_of`.
 
-    `since` is called with the answers as they are by now, and writes what is new. `parser`: makes what finds the tool calls of choice `index`."""
+    `since` is called with the answers as they are by now, and writes what is new. `parser`:
+    makes what finds the tool calls of choice `index`."""
 
     def __init__(
         self,
@@ -685,9 +721,11 @@ class Parts:
         first: str = "",
         used: Sequence[tuple[int, int]] | None = None,
     ) -> bytes:
-        """Events for each of `outputs` that has got anything, maybe none. `start`: the index of the first; `first`: as in `text_logprobs`.
+        """Events for each of `outputs` that has got anything, maybe none. `start`: the index of
+        the first; `first`: as in `text_logprobs`.
 
-        `used`: for each its tokens `(of the prompt, of the answer)` so far, if each part is to say them."""
+        `used`: for each its tokens `(of the prompt, of the answer)` so far, if each part is to
+        say them."""
         return "".join(
             self.head + new + self._tail(used[i] if used else None)
             for i, c in enumerate(outputs)

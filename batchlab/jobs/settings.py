@@ -64,21 +64,24 @@ KNOWN_SETTINGS = (*SETTINGS, *ALIASES, *GUIDED, "response_format", "top_logprobs
 # %% ../../nbs/6_jobs/settings.ipynb #nam00010
 @functools.cache
 def names_elsewhere() -> frozenset[str]:
-    "Names of settings that transformers' `generate` takes, and those of others that mean nothing here."
+    """Names of settings that transformers' `generate` takes, and those of others that mean
+    nothing here."""
     from transformers import GenerationConfig
 
     return frozenset(k for k in GenerationConfig().to_dict() if k[0] != "_") | ELSEWHERE
 
 
 def named_as_setting(k: str) -> bool:
-    "Whether key `k` is called as a setting of a request is, here or elsewhere, by this name or by nearly this."
+    """Whether key `k` is called as a setting of a request is, here or elsewhere, by this name or
+    by nearly this."""
     if k in INSTEAD or k in NEUTRAL or near_name(k, KNOWN_SETTINGS) is not None:
         return True
     return k in names_elsewhere()
 
 
 def is_setting(k: str, v: Any) -> bool:
-    "Whether key `k` with value `v` looks like a setting of a request: by its name, or as it holds such names."
+    """Whether key `k` with value `v` looks like a setting of a request: by its name, or as it
+    holds such names."""
     return k not in DROPPED and (
         named_as_setting(k) or isinstance(v, dict) and not v.keys().isdisjoint(KNOWN_SETTINGS)
     )
@@ -115,9 +118,11 @@ def refuse(k: Any, v: Any = None) -> NoReturn:
 
 # %% ../../nbs/6_jobs/settings.ipynb #nam00016
 def structured_of(form: Any) -> dict[str, Any] | None:
-    """A `response_format` as the `structured_outputs` of `SamplingParams`, None for text. Raises `ParamError`.
+    """A `response_format` as the `structured_outputs` of `SamplingParams`, None for text. Raises
+    `ParamError`.
 
-    The schema stands in `json_schema.schema`, as OpenAI has it, or in `schema`, as llama.cpp and others do, there with json_object too."""
+    The schema stands in `json_schema.schema`, as OpenAI has it, or in `schema`, as llama.cpp and
+    others do, there with json_object too."""
     kind = form.get("type") if isinstance(form, dict) else None
     if kind not in ("text", "json_object", "json_schema"):
         raise ParamError(
@@ -153,7 +158,8 @@ def structured_of(form: Any) -> dict[str, Any] | None:
 
 
 def form_of(given: dict[str, Any]) -> Any:
-    "Take what dict `given` says of the form of an answer out of it: a `structured_outputs`, or None. Raises `ParamError`."
+    """Take what dict `given` says of the form of an answer out of it: a `structured_outputs`, or
+    None. Raises `ParamError`."""
     forms = {
         k: None if (v := given.pop(k)) is None else {GUIDED[k]: v} for k in GUIDED if k in given
     }
@@ -167,7 +173,8 @@ def form_of(given: dict[str, Any]) -> Any:
 
 
 def logprobs_of(given: dict[str, Any]) -> Any:
-    "Take `logprobs` and `top_logprobs` out of dict `given`: how many tokens a position, or None. Raises `ParamError`."
+    """Take `logprobs` and `top_logprobs` out of dict `given`: how many tokens a position, or
+    None. Raises `ParamError`."""
     wanted, top = given.pop("logprobs", None), given.pop("top_logprobs", None)
     if top is None:
         return {True: 0, False: None}[wanted] if isinstance(wanted, bool) else wanted

@@ -29,7 +29,8 @@ __all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'Cells', 'IN
 
 # %% ../../nbs/6_jobs/tables.ipynb #unp00002
 class Stream(Protocol):
-    "One stream of a packed file: what `bz2.BZ2Decompressor` and `lzma.LZMADecompressor` have in common."
+    """One stream of a packed file: what `bz2.BZ2Decompressor` and `lzma.LZMADecompressor` have
+    in common."""
 
     @property
     def eof(self) -> bool: ...
@@ -41,7 +42,8 @@ class Stream(Protocol):
 
 
 class Unpacked(io.RawIOBase):
-    "The bytes of packed `file`, stream after stream, each made by `new()`. Raises what `new` raises, and `EOFError` for a stream without an end."
+    """The bytes of packed `file`, stream after stream, each made by `new()`. Raises what `new`
+    raises, and `EOFError` for a stream without an end."""
 
     def __init__(self, file: IO[bytes], new: Callable[[], Stream]) -> None:
         self.file, self.new, self.stream = file, new, new()
@@ -125,7 +127,8 @@ CONVERT = (
 
 
 def file_kind(name: str | Path) -> str:
-    "'csv', 'tsv', 'parquet', 'npy', 'txt', 'json' or 'jsonl', by the name of a file without its compression."
+    """'csv', 'tsv', 'parquet', 'npy', 'txt', 'json' or 'jsonl', by the name of a file without
+    its compression."""
     p = Path(name)
     return KINDS.get(
         (p.with_suffix("") if p.suffix.lower() in OPENERS else p).suffix.lower(), "jsonl"
@@ -138,7 +141,8 @@ def opener_of(name: str | Path) -> Callable[..., IO[Any]]:
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e008-1
 def check_input(name: str | Path) -> None:
-    "Raise `JobError` unless the name of file `name`, or else its beginning, is that of a format that can be read."
+    """Raise `JobError` unless the name of file `name`, or else its beginning, is that of a
+    format that can be read."""
     p = Path(name)
     p = p.with_suffix("") if p.suffix.lower() in OPENERS else p
     if (suffix := p.suffix.lower()) in KINDS and suffix != ".npy":
@@ -161,17 +165,21 @@ def check_input(name: str | Path) -> None:
 
 
 def check_output(name: str | Path) -> None:
-    "Raise `JobError` unless the name of file `name` is that of a format that can be written. No end in the name is JSONL."
+    """Raise `JobError` unless the name of file `name` is that of a format that can be written.
+    No end in the name is JSONL."""
     p = Path(name)
     kind, packed = file_kind(name), p.suffix.lower() in OPENERS
     suffix = (p.with_suffix("") if packed else p).suffix.lower()
     if suffix and (suffix not in KINDS or kind in ("txt", "json")):
         raise JobError(
-            f"{name}: answers can't be written as {suffix}: give .jsonl, .csv, .tsv or .parquet, all but the last also .gz, .bz2 or .xz"
+            f"{name}: answers can't be written as {suffix}: give .jsonl, .csv, .tsv or .parquet, "
+            "all but the last also .gz, .bz2 or .xz"
         )
     if kind in ("parquet", "npy") and packed:
         raise JobError(
-            f"{name}: {'Parquet is compressed in itself' if kind == 'parquet' else 'an array is not compressed'}: give {p.with_suffix('')}"
+            f"{name}: "
+            f"{'Parquet is compressed in itself' if kind == 'parquet' else 'an array is not compressed'}: "
+            f"give {p.with_suffix('')}"
         )
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e012
@@ -189,7 +197,8 @@ def need_parquet() -> Any:
 
 
 def opened_text(f: IO[bytes], name: str | Path, encoding: str | None = None) -> IO[Any]:
-    "Text file `f` as a reader of bytes of UTF-8, whatever its `encoding`; None: UTF-8, or for a plain text as its first bytes say. Raises `JobError`."
+    """Text file `f` as a reader of bytes of UTF-8, whatever its `encoding`; None: UTF-8, or for
+    a plain text as its first bytes say. Raises `JobError`."""
     if not encoding and file_kind(name) == "txt":
         encoding = encoding_of(f.peek(2**10), name)  # type: ignore[attr-defined]
     if encoding in (None, "utf-8-sig"):
@@ -224,7 +233,8 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 class BadRow(csv.Error):
-    "Why a row can't be read. `cells`: what it has in the columns. `row`: what it would have asked for."
+    """Why a row can't be read. `cells`: what it has in the columns. `row`: what it would have
+    asked for."""
 
     row: Row | None = None
 
@@ -234,7 +244,8 @@ class BadRow(csv.Error):
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e012-1
 class TextForm(NamedTuple):
-    """How the text of a CSV is written. None: to be found out. `quotes`: whether a quote opens a cell. `end`: of its lines.
+    """How the text of a CSV is written. None: to be found out. `quotes`: whether a quote opens a
+    cell. `end`: of its lines.
 
     `remarks`: what was found and is not the usual."""
 
@@ -267,7 +278,8 @@ class TextForm(NamedTuple):
             if delimiter != ",":
                 remarks.append(
                     Message(
-                        "{path} is read with {found} between cells, as its header says: {other} reads it otherwise",
+                        "{path} is read with {found} between cells, as its header says: {other} "
+                        "reads it otherwise",
                         path=path,
                         found="semicolons" if delimiter == ";" else "tabs",
                         other=Option("delimiter"),
@@ -283,7 +295,8 @@ class TextForm(NamedTuple):
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e012-2
 def encoding_of(start: bytes, path: str | Path) -> str:
-    "The encoding of file `path`, which begins with bytes `start`: UTF-8, or what its mark says. Raises `JobError`."
+    """The encoding of file `path`, which begins with bytes `start`: UTF-8, or what its mark
+    says. Raises `JobError`."""
     if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
         return "utf-32"
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -298,8 +311,9 @@ def encoding_of(start: bytes, path: str | Path) -> str:
 class CSVRows:
     """The rows of CSV file `f` (bytes) in `form`.
 
-    A quote that is never closed, or closed far below in the middle of a cell, takes all lines between into one cell. What rows they were is
-    not known, so this is an error of the file, and not of one row."""
+    A quote that is never closed, or closed far below in the middle of a cell, takes all lines
+    between into one cell. What rows they were is not known, so this is an error of the file, and
+    not of one row."""
 
     def __init__(self, f: IO[bytes], form: TextForm) -> None:
         csv.field_size_limit(LONGEST_LINE)
@@ -319,7 +333,8 @@ class CSVRows:
         self.ended = True
 
     def _next(self, what: str) -> list[str] | csv.Error | None:
-        "The next row, None at the end, or why it can't be read. Raises `csv.Error` if lines beside its own are lost with it."
+        """The next row, None at the end, or why it can't be read. Raises `csv.Error` if lines
+        beside its own are lost with it."""
         first = self.reader.line_num + 1
         try:
             return next(self.reader, None)
@@ -327,16 +342,19 @@ class CSVRows:
             last = self.reader.line_num
             if self.ended:
                 raise csv.Error(
-                    f"a quote in {what}, line {first}, is never closed: is the file cut off, or a quote too many?"
+                    f"a quote in {what}, line {first}, is never closed: is the file cut off, or a "
+                    "quote too many?"
                 ) from e
             if last > first:
                 raise csv.Error(
-                    f"a quote in {what}, line {first}, takes all up to line {last} into one cell, and there {e}: is a quote too many?"
+                    f"a quote in {what}, line {first}, takes all up to line {last} into one cell, "
+                    f"and there {e}: is a quote too many?"
                 ) from e
             if "expected after" not in str(e):
                 return e
             return csv.Error(
-                f"{e}; a quote within a cell is written twice, and quotes=False (--no-quotes) reads all as they are"
+                f"{e}; a quote within a cell is written twice, and quotes=False (--no-quotes) "
+                "reads all as they are"
             )
         except UnicodeDecodeError as e:
             raise csv.Error(f"{what} is no {self.form.encoding}: {e.reason}") from e
@@ -352,7 +370,8 @@ class CSVRows:
         return row or []
 
     def rows(self, width: int) -> Iterator[Cells | csv.Error]:
-        "Yield the `width` cells of each row after the header, or why it can't be read. Raises `csv.Error`."
+        """Yield the `width` cells of each row after the header, or why it can't be read. Raises
+        `csv.Error`."""
         number = 0
         while (row := self._next(f"row {number + 1}")) is not None:
             if row == []:
@@ -364,7 +383,8 @@ class CSVRows:
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e012-4
 def in_blocks(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
-    "Yield lists of at most `size` of `items`. An error among these comes after what stands before it."
+    """Yield lists of at most `size` of `items`. An error among these comes after what stands
+    before it."""
     trouble = None
     while trouble is None:
         block: list[Any] = []
@@ -405,9 +425,11 @@ def readable(text: str) -> str:
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e012-5
 class TableFile:
-    """The table in file `path`: the `names` of its columns, and its rows. Raises `JobError` if it can't be opened.
+    """The table in file `path`: the `names` of its columns, and its rows. Raises `JobError` if
+    it can't be opened.
 
-    `form`: 'csv', 'tsv' or 'parquet', else its name says it. `text_form`: a CSV's own, else it is found out."""
+    `form`: 'csv', 'tsv' or 'parquet', else its name says it. `text_form`: a CSV's own, else it
+    is found out."""
 
     def __init__(
         self, path: str | Path, form: str | None = None, text_form: TextForm | None = None
@@ -429,8 +451,9 @@ class TableFile:
         return unique_names(rows.header(self.path)), rows
 
     def blocks(self, size: int = 256, columns: list[str] | None = None) -> Iterator[Any]:
-        """Yield blocks of at most `size` rows, of Parquet with all or some `columns`: a `pyarrow.RecordBatch`, or a list with the cells
-        of each row or a `csv.Error`. Whatever breaks the reading off comes after the rows before it."""
+        """Yield blocks of at most `size` rows, of Parquet with all or some `columns`: a
+        `pyarrow.RecordBatch`, or a list with the cells of each row or a `csv.Error`. Whatever
+        breaks the reading off comes after the rows before it."""
         with ExitStack() as stack:
             names, source = self._open(stack)
             if self.kind == "parquet":
@@ -451,7 +474,8 @@ class TableFile:
     def rows(
         self, columns: Collection[str] | None = None
     ) -> Iterator[tuple[int, dict[str, Any] | csv.Error]]:
-        "Yield `(number, cells by column)` for each row, from 1, with all or some `columns`; the error for a broken one."
+        """Yield `(number, cells by column)` for each row, from 1, with all or some `columns`;
+        the error for a broken one."""
         number = itertools.count(1)
         places = [(i, n) for i, n in enumerate(self.names) if columns is None or n in columns]
         for block in self.blocks(columns=[n for _, n in places]):
@@ -478,7 +502,8 @@ def no_column(name: str, names: Collection[str], where: str | Path, what: str) -
         else ""
     )
     return JobError(
-        f"{where} has no column {name!r}{guess}: choose the {what} among {known or 'none, it is empty'}{split}"
+        f"{where} has no column {name!r}{guess}: choose the {what} among "
+        f"{known or 'none, it is empty'}{split}"
     )
 
 
@@ -499,7 +524,9 @@ class MissingCell(ValueError):
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e016-1
 class Template:
-    "Text with columns in braces, such as 'Translate to {lang}: {text}'. `{{` is a brace. `empty`: what stands for an empty cell, None for an error, whose options read as `spell` writes them. Raises `JobError`."
+    """Text with columns in braces, such as 'Translate to {lang}: {text}'. `{{` is a brace.
+    `empty`: what stands for an empty cell, None for an error, whose options read as `spell`
+    writes them. Raises `JobError`."""
 
     def __init__(
         self,
@@ -521,14 +548,16 @@ class Template:
         for name in self.columns - {*names} | self.columns & {""}:
             if not name or not name.isidentifier():
                 raise JobError(
-                    f"the {what} has {{{name:.40}}}, which is no column: write {{{{ and }}}} for braces"
+                    f"the {what} has {{{name:.40}}}, which is no column: write {{{{ and }}}} for "
+                    "braces"
                 )
             raise no_column(name, names, where, f"columns of the {what}")
         for _, name, spec, how in self.parts:
             if name is None or how in (None, *"sra") and self._fits(spec or ""):
                 continue
             raise JobError(
-                f"the {what} has {{{name}{f'!{how}' if how else ''}:{spec}}}, and nothing can be written so"
+                f"the {what} has {{{name}{f'!{how}' if how else ''}:{spec}}}, and nothing can be "
+                "written so"
             )
 
     @staticmethod
@@ -572,7 +601,8 @@ TRUTH = {k: k[0] in "tT" for k in "True true TRUE False false FALSE".split()}
 
 
 def literal(text: str) -> int | float | bool | str:
-    "The number or truth value that `text` in a CSV stands for, if nothing of it is lost; else `text`."
+    """The number or truth value that `text` in a CSV stands for, if nothing of it is lost; else
+    `text`."""
     if text in TRUTH:
         return TRUTH[text]
     if INT.fullmatch(text) and -(2**63) <= int(text) < 2**63:
@@ -618,7 +648,8 @@ def is_setting_name(name: str) -> bool:
 
 
 def no_talk(other: str) -> JobError:
-    "The error of a system message for plain prompts; `other`: what else would make conversations of them."
+    """The error of a system message for plain prompts; `other`: what else would make
+    conversations of them."""
     return JobError(
         "a system message is for conversations: give {chat} as well, or {other}",
         chat=Option("chat", True),
@@ -629,14 +660,16 @@ def no_talk(other: str) -> JobError:
 def settings_remark(names: Sequence[str]) -> Message:
     "What is said of columns `names`, which are data, where settings have these names too."
     return Message(
-        "columns with names of settings are data here: {names}; {made} makes them settings of their row",
+        "columns with names of settings are data here: {names}; {made} makes them settings of "
+        "their row",
         names=", ".join(names),
         made=Option("setting_columns", [*names]),
     )
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e022-1
 def check_setting(name: str, options: Collection[str] = ()) -> None:
-    "Raise `JobError` unless column `name` may be a setting of its row, or is one of `options` of conversations."
+    """Raise `JobError` unless column `name` may be a setting of its row, or is one of `options`
+    of conversations."""
     if is_setting_name(name) or name in options:
         return
     fields: dict[str, object] = dict(name=repr(name))
@@ -656,7 +689,8 @@ RECORD = (
 
 
 def kept_cells(d: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    "Those `keys` of object `d` that are its owner's, as a record has them in memory: one with a name of ours is `marked`."
+    """Those `keys` of object `d` that are its owner's, as a record has them in memory: one with
+    a name of ours is `marked`."""
     return {marked(k): json_value(v) for k, v in d.items() if k in keys}
 
 
@@ -670,10 +704,13 @@ def marked(name: str) -> str:
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e022-2
 class AnswerNames:
-    """What the columns of the answers are called beside `columns` of the input, which keep their names.
+    """What the columns of the answers are called beside `columns` of the input, which keep their
+    names.
 
-    `answer`: what an answer is, 'text' or 'embedding'. `output_column`: its name; None is that, or `answer` where the input has a `text`. The others
-    keep theirs, or are `error_2` where the input has an `error`. Raises `JobError` if `output_column` is taken. `spell`: how messages write an option."""
+    `answer`: what an answer is, 'text' or 'embedding'. `output_column`: its name; None is that,
+    or `answer` where the input has a `text`. The others keep theirs, or are `error_2` where the
+    input has an `error`. Raises `JobError` if `output_column` is taken. `spell`: how messages
+    write an option."""
 
     def __init__(
         self,
@@ -709,7 +746,8 @@ class AnswerNames:
         return {k: v for k, v in sorted(self.shown.items()) if k in OURS and k != v}
 
     def of(self, name: str) -> str:
-        "What column `name` of a row of answers is called: one of ours, one that a function made, or a `marked` one of the input."
+        """What column `name` of a row of answers is called: one of ours, one that a function
+        made, or a `marked` one of the input."""
         if name.endswith(MARK):
             return name.removesuffix(MARK)
         return self.shown.get(name) or (f"{name}_result" if name in self.back else name)
@@ -720,7 +758,8 @@ class AnswerNames:
         return self.back.get(name) or (base if base != name and base in self.back else name)
 
     def clash(self, cells: Collection[str]) -> str | None:
-        "That name among the `cells` of a line which an answer has too, if they are not all of `columns`."
+        """That name among the `cells` of a line which an answer has too, if they are not all of
+        `columns`."""
         for name in cells:
             own = name.removesuffix(MARK)
             if own not in self.columns and (own != name or own in self.back):
@@ -750,7 +789,8 @@ class AnswerNames:
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e022-3
 class Row(NamedTuple):
-    """What a row of a table asks for. `given`: its settings and options of its conversation. `failure`: why it can't run.
+    """What a row of a table asks for. `given`: its settings and options of its conversation.
+    `failure`: why it can't run.
 
     `cells`: all its columns, if these are to stand beside the answer."""
 
@@ -765,11 +805,14 @@ class Row(NamedTuple):
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e022-4
 @dataclass
 class Columns:
-    """What the columns `names` of the table `where` are for. `text`: its cells are text. Raises `JobError`.
+    """What the columns `names` of the table `where` are for. `text`: its cells are text. Raises
+    `JobError`.
 
-    `prompt_template`: makes the prompt of columns; else it is `prompt_column`, or `messages`. `system`: a template too.
-    `chat`: prompts are a user's message. `setting_columns`: settings of their row; all others are data, whatever they are called. `keep`: rows have all their `cells`.
-    `empty`: what stands in a template for an empty cell. `spell`: how messages write an option."""
+    `prompt_template`: makes the prompt of columns; else it is `prompt_column`, or `messages`.
+    `system`: a template too. `chat`: prompts are a user's message. `setting_columns`: settings
+    of their row; all others are data, whatever they are called. `keep`: rows have all their
+    `cells`. `empty`: what stands in a template for an empty cell. `spell`: how messages write an
+    option."""
 
     names: Sequence[str]
     where: str | Path = "the table"
@@ -875,7 +918,8 @@ class Columns:
         return Row(prompt, custom_id, messages, given or None, system, None, keep)
 
     def setting(self, name: str, v: Any) -> Any:
-        "What cell `v` says of setting `name`: text in a CSV is read as JSON if it is that. Raises `MissingCell`."
+        """What cell `v` says of setting `name`: text in a CSV is read as JSON if it is that.
+        Raises `MissingCell`."""
         whole_number = lambda v: (
             int(v) if isinstance(v, float) and v.is_integer() else v
         )  # a column with a gap is made of floats
@@ -906,7 +950,8 @@ NUMBERS = dict(
 
 
 def plain_value(v: Any) -> Any:
-    "Value `v` as JSON has it: numbers and arrays of numpy and pydantic models, at any depth, as Python's own; anything else as it is."
+    """Value `v` as JSON has it: numbers and arrays of numpy and pydantic models, at any depth,
+    as Python's own; anything else as it is."""
     if isinstance(v, dict):
         return {k: plain_value(x) for k, x in v.items()}
     if isinstance(v, (list, tuple)):
@@ -986,7 +1031,8 @@ def _rows_without_text(d: dict[str, Any], body: dict[str, Any]) -> Iterator[dict
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e026-2
 def table_rows(d: dict[str, Any], called: Callable[[str], str] = str) -> Iterator[dict[str, Any]]:
-    "Record `d` as rows of a table, one for each of its answers: dicts. Those of `OPTIONAL` are None where there are none. `called`: the column of a function's result."
+    """Record `d` as rows of a table, one for each of its answers: dicts. Those of `OPTIONAL` are
+    None where there are none. `called`: the column of a function's result."""
     body = (d.get("response") or {}).get("body") or d
     if "embedding" in body or any(isinstance(body.get(k), list) for k in ("data", "results")):
         return (yield from _rows_without_text(d, body))
@@ -1023,7 +1069,8 @@ def flat(d: dict[str, Any]) -> dict[str, Any]:
 def record_of_rows(
     rows: Sequence[dict[str, Any]], columns: Collection[str] = (), cells: Collection[str] = ()
 ) -> dict[str, Any]:
-    "The record whose answers are `rows` of a table, with what a function made of them in `columns`, and its line's own `cells`: a dict that `table_rows` reads."
+    """The record whose answers are `rows` of a table, with what a function made of them in
+    `columns`, and its line's own `cells`: a dict that `table_rows` reads."""
 
     def number(v: Any, kind: type = int) -> Any:
         return None if is_missing(v) else kind(float(v))  # pandas writes 1.0
@@ -1067,7 +1114,8 @@ def record_of_rows(
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e033
 class ColumnType:
-    "The type of a column's values, found as they are seen: `name` is that of an Arrow type. Text of a CSV counts as what it stands for."
+    """The type of a column's values, found as they are seen: `name` is that of an Arrow type.
+    Text of a CSV counts as what it stands for."""
 
     def __init__(self, text: bool = False) -> None:
         self.text, self.name, self.gaps, self.large = text, "", False, False
@@ -1126,9 +1174,11 @@ def cells_of(row: Any, width: int) -> Any:
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e037-1
 class AnswerTable:
-    """The table of `records` (a function that yields them) beside the columns of `source`, if the requests came from a table.
+    """The table of `records` (a function that yields them) beside the columns of `source`, if
+    the requests came from a table.
 
-    `names`: what the columns of the answers are called; None finds free ones beside those of `source`."""
+    `names`: what the columns of the answers are called; None finds free ones beside those of
+    `source`."""
 
     def __init__(
         self, records: Records, source: TableFile | None = None, names: AnswerNames | None = None
@@ -1164,7 +1214,8 @@ class AnswerTable:
         return [self.names.of(k) if own else k for own, k in zip(ours, self.answers)]
 
     def blocks(self) -> Iterator[tuple[Any, list[int], list[dict[str, Any]]]]:
-        "Yield `(block of the input, which of its rows, answers of these)`; the block is None without a source."
+        """Yield `(block of the input, which of its rows, answers of these)`; the block is None
+        without a source."""
         records = self.records()
         if self.source is None:
             while some := [*itertools.islice(records, 1000)]:
@@ -1185,7 +1236,8 @@ class AnswerTable:
             first += len(block)
         if due:
             raise JobError(
-                f"row {due[0]} was answered, and {self.source.path} has only {first - 1} rows now: give it all its rows, or another output",
+                f"row {due[0]} was answered, and {self.source.path} has only {first - 1} rows "
+                "now: give it all its rows, or another output",
                 1,
             )
 
@@ -1255,7 +1307,8 @@ class AnswerTable:
                 out.write_table(pa.concat_tables(some))
 
     def _input_fields(self, pa: Any) -> tuple[list[Any], list[ColumnType], list[dict[str, Any]]]:
-        "Fields of the input's columns, their types if they come from a CSV, and what pandas must know of them."
+        """Fields of the input's columns, their types if they come from a CSV, and what pandas
+        must know of them."""
         if not self.source:
             return [], [], []
         if not self.source.text:
@@ -1286,7 +1339,8 @@ class AnswerTable:
         return json.loads((schema.metadata or {}).get(b"pandas", b"{}"))
 
     def _metadata(self, columns: list[dict[str, Any]]) -> dict[bytes, bytes]:
-        "Metadata of the schema: the input's, and for pandas that counts with gaps are integers nevertheless."
+        """Metadata of the schema: the input's, and for pandas that counts with gaps are integers
+        nevertheless."""
         schema = (
             need_parquet().read_schema(self.source.path)
             if self.source and not self.source.text

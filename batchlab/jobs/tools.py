@@ -26,10 +26,12 @@ __all__ = ['log', 'NUMBER', 'ID', 'KIND', 'FORMATS', 'ToolChoice', 'check_tools'
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00018
 @dataclass(frozen=True, eq=False)
 class ToolChoice:
-    """What a request says of tools. `tools`: all that it lists, as a chat template takes them. `mode`: 'none', 'auto' or 'required'.
+    """What a request says of tools. `tools`: all that it lists, as a chat template takes them.
+    `mode`: 'none', 'auto' or 'required'.
 
-    `names`: the functions that may be called, none for 'none'. `parallel`: whether one answer may hold several calls. `held`: `{name: schema}`
-    of functions whose arguments are held to less than their schema."""
+    `names`: the functions that may be called, none for 'none'. `parallel`: whether one answer
+    may hold several calls. `held`: `{name: schema}` of functions whose arguments are held to
+    less than their schema."""
 
     tools: tuple[dict[str, Any], ...]
     mode: str = "auto"
@@ -94,7 +96,8 @@ def _lacks(schema: dict[str, Any]) -> str:
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00020-1
 def _looser(schema: dict[str, Any]) -> dict[str, Any]:
-    "`schema` of arguments with the type alone of each property that can't be held; of any object if that can't be held either."
+    """`schema` of arguments with the type alone of each property that can't be held; of any
+    object if that can't be held either."""
     root = {k: v for k, v in schema.items() if k in ("$defs", "definitions", "$schema")}
     own = schema.get("properties")
 
@@ -119,15 +122,17 @@ def _looser(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _held(tool: dict[str, Any], where: str, must: bool) -> dict[str, Any]:
-    """The schema that the arguments of `tool` are held to: its own, or a looser one, which is said. Raises `BadRequest` if its own can't be held
-    and `must` be: the request forces the call, or promises by `strict` what it holds."""
+    """The schema that the arguments of `tool` are held to: its own, or a looser one, which is
+    said. Raises `BadRequest` if its own can't be held and `must` be: the request forces the
+    call, or promises by `strict` what it holds."""
     schema = tool["function"]["parameters"]
     if not (why := _lacks(schema)):
         return schema
     if must:
         raise _bad(
             where,
-            f"is no schema that can be held: {why:.200}; with tool_choice 'auto', and not strict, it would be as far as it can",
+            f"is no schema that can be held: {why:.200}; with tool_choice 'auto', and not strict, "
+            "it would be as far as it can",
         )
     log.warning(
         "tool %s: %s; its arguments are held to the names and types of its parameters only",
@@ -142,7 +147,8 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise _bad(
             where,
-            f"must be of type 'function', {_shown(tool.get('type') if isinstance(tool, dict) else tool)}",
+            "must be of type 'function', "
+            f"{_shown(tool.get('type') if isinstance(tool, dict) else tool)}",
         )
     f = tool.get("function")
     if not isinstance(f, dict):
@@ -167,7 +173,8 @@ _FORMS = "'none', 'auto', 'required', or an object of type 'function' or 'allowe
 
 
 def _known(choice: Any, names: list[str], where: str) -> str:
-    "The name in `choice`, `{'type': 'function', 'function': {'name': …}}`. Raises `BadRequest` if it is none of `names`."
+    """The name in `choice`, `{'type': 'function', 'function': {'name': …}}`. Raises `BadRequest`
+    if it is none of `names`."""
     f = (
         choice.get("function")
         if isinstance(choice, dict) and choice.get("type") == "function"
@@ -177,7 +184,8 @@ def _known(choice: Any, names: list[str], where: str) -> str:
     if not isinstance(name, str):
         raise _bad(
             where,
-            f"must be an object like {{'type': 'function', 'function': {{'name': …}}}}, {_shown(choice)}",
+            "must be an object like {'type': 'function', 'function': {'name': …}}, "
+            f"{_shown(choice)}",
         )
     if name not in names:
         raise _bad(where, f"names function {name!r:.70}, which is not among tools")
@@ -185,7 +193,8 @@ def _known(choice: Any, names: list[str], where: str) -> str:
 
 
 def _mode(choice: Any, names: list[str]) -> tuple[str, list[str], bool]:
-    "`(mode, names that may be called, whether exactly one call is asked for)` of a `tool_choice`. Raises `BadRequest`."
+    """`(mode, names that may be called, whether exactly one call is asked
+    for)` of a `tool_choice`. Raises `BadRequest`."""
     if choice in ("none", "auto", "required"):
         return choice, names if choice != "none" else [], False
     if not isinstance(choice, dict):
@@ -215,10 +224,12 @@ def _mode(choice: Any, names: list[str]) -> tuple[str, list[str], bool]:
 def check_tools(
     tools: Any, tool_choice: Any = None, parallel_tool_calls: Any = None
 ) -> ToolChoice | None:
-    """What these three parameters of a request say, None if it lists no tools. Raises `BadRequest`, which names the field.
+    """What these three parameters of a request say, None if it lists no tools. Raises
+    `BadRequest`, which names the field.
 
-    `tool_choice`: 'none', 'auto' (which None stands for), 'required', one function, or `allowed_tools`. Where a call is forced, or a function is
-    `strict`, its schema must be one that the grammar can hold. The same request is looked at once."""
+    `tool_choice`: 'none', 'auto' (which None stands for), 'required', one function, or
+    `allowed_tools`. Where a call is forced, or a function is `strict`, its schema must be one
+    that the grammar can hold. The same request is looked at once."""
     if not (parallel_tool_calls is None or isinstance(parallel_tool_calls, bool)):
         raise _bad("parallel_tool_calls", f"must be true or false, {_shown(parallel_tool_calls)}")
     if tools is None or tools == []:
@@ -266,7 +277,8 @@ def _checked(request: str) -> ToolChoice:
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00026
 def take_tools(body: dict[str, Any]) -> ToolChoice | None:
-    "Take `tools`, `tool_choice` and `parallel_tool_calls` out of the body of a chat request: `check_tools` of them. Raises `BadRequest`."
+    """Take `tools`, `tool_choice` and `parallel_tool_calls` out of the body of a chat request:
+    `check_tools` of them. Raises `BadRequest`."""
     return check_tools(
         *(body.pop(k, None) for k in ("tools", "tool_choice", "parallel_tool_calls"))
     )
@@ -282,16 +294,21 @@ _WILD = {NUMBER: "[0-9]{1,3}", ID: "[a-zA-Z0-9]{9}", KIND: "(?:true|false)"}
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes calls: `first head NAME middle ARGUMENTS tail`, then for each further call `between head … tail`, then `last`.
+    """How a family of models writes calls: `first head NAME middle ARGUMENTS tail`, then for
+    each further call `between head … tail`, then `last`.
 
-    `trigger`: the text that nothing but a call begins with, which `first + head` starts with; '' if calls stand at the start of an answer only,
-    maybe after `prefix`. `style` of the arguments: 'json' for one object, 'xml' for a tag each, 'python' for keywords. `param`: what stands before the
-    name of a tag, before its value and after it; `end`: what ends tags or keywords. `parallel`: several calls may follow each other. `ids`: those that the
-    template takes: '' for any, 'short' for nine letters and digits, 'named' for `functions.NAME:NUMBER`. `refused`: why its calls can't be held.
+    `trigger`: the text that nothing but a call begins with, which `first + head` starts with; ''
+    if calls stand at the start of an answer only, maybe after `prefix`. `style` of the
+    arguments: 'json' for one object, 'xml' for a tag each, 'python' for keywords. `param`: what
+    stands before the name of a tag, before its value and after it; `end`: what ends tags or
+    keywords. `parallel`: several calls may follow each other. `ids`: those that the template
+    takes: '' for any, 'short' for nine letters and digits, 'named' for `functions.NAME:NUMBER`.
+    `refused`: why its calls can't be held.
 
-    Of one model: `arguments_as_text`: its template wants arguments as a string; `blank`: it wants content '' beside calls, not None; `writes_calls`:
-    whether it writes the calls of earlier messages; `route`: how it takes tools; `special`: `(text, id)` of the tokens that are no text to a grammar;
-    `visible`: ids of those that may stand in an answer, such as `<think>`."""
+    Of one model: `arguments_as_text`: its template wants arguments as a string; `blank`: it
+    wants content '' beside calls, not None; `writes_calls`: whether it writes the calls of
+    earlier messages; `route`: how it takes tools; `special`: `(text, id)` of the tokens that are
+    no text to a grammar; `visible`: ids of those that may stand in an answer, such as `<think>`."""
 
     name: str
     head: str
@@ -506,7 +523,8 @@ FORMATS: dict[str, tuple[tuple[str, ...], ToolFormat]] = {
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00087
 def _written(f: ToolFormat, calls: list[dict[str, Any]]) -> str:
-    "The functions `calls`, dicts of a name and arguments as dicts, as a model of format `f` writes them."
+    """The functions `calls`, dicts of a name and arguments as dicts, as a model of format `f`
+    writes them."""
 
     def plain(v: Any) -> str:
         return v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)
@@ -565,7 +583,8 @@ def _ids(fmt: ToolFormat, messages: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def messages_for(fmt: ToolFormat, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    "`messages`, as `as_messages` gives them, with the calls in them as the template wants them: arguments as text, its ids, or the whole in the content."
+    """`messages`, as `as_messages` gives them, with the calls in them as the template wants
+    them: arguments as text, its ids, or the whole in the content."""
     ids, out = _ids(fmt, messages), []
 
     def call_of(c: dict[str, Any]) -> dict[str, Any]:
@@ -596,9 +615,11 @@ def messages_for(fmt: ToolFormat, messages: list[dict[str, Any]]) -> list[dict[s
 def conversation_with(
     fmt: ToolFormat | None, choice: ToolChoice | None, conversation: dict[str, Any]
 ) -> dict[str, Any]:
-    """`conversation`, a dict with `messages` and options of a chat template, with the tools of `choice` where the template looks for them.
+    """`conversation`, a dict with `messages` and options of a chat template, with the tools of
+    `choice` where the template looks for them.
 
-    If none may be called, the prompt doesn't speak of them. Calls in the messages are as `messages_for` has them."""
+    If none may be called, the prompt doesn't speak of them. Calls in the messages are as
+    `messages_for` has them."""
     if fmt is None:
         return conversation
     conversation = conversation | dict(
@@ -629,7 +650,8 @@ _TIGHT = {
 
 
 def _lark(text: str, f: ToolFormat) -> str:
-    "`text` of a layout as a sequence of Lark: strings, the special tokens by their ids, and what differs from call to call."
+    """`text` of a layout as a sequence of Lark: strings, the special tokens by their ids, and
+    what differs from call to call."""
     ids: dict[str, str] = {t: f"<[{i}]>" for t, i in f.special} | {
         k: f"/{v}/" for k, v in _WILD.items()
     }
@@ -650,7 +672,8 @@ def _regex(text: str) -> str:
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00089
 def _free(f: ToolFormat, names: tuple[str, ...]) -> str:
-    "The rules `free`, text without a call to one of `names`, and `said`, text up to the trigger and with it."
+    """The rules `free`, text without a call to one of `names`, and `said`, text up to the
+    trigger and with it."""
     if not f.trigger:
         called = (
             '\\{\\s*"name"'
@@ -668,7 +691,8 @@ def _free(f: ToolFormat, names: tuple[str, ...]) -> str:
 
 
 def _upto(rule: str, text: str, end: str, f: ToolFormat) -> str:
-    "The rule `rule`: the lexeme `text`, which lacks `end`, and then `end`, which may begin with a special token, or have one in it."
+    """The rule `rule`: the lexeme `text`, which lacks `end`, and then `end`, which may begin
+    with a special token, or have one in it."""
     own = min((t for t, _ in f.special if t in end), key=end.find, default="")
     if not own:
         return f"{rule}[lazy]: {text} {_lark(end, f)}\n"
@@ -677,7 +701,8 @@ def _upto(rule: str, text: str, end: str, f: ToolFormat) -> str:
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00047
 def _is_text(schema: Any) -> bool:
-    "Whether a parameter of `schema` is written as it is, without quotes: it is a string and nothing else."
+    """Whether a parameter of `schema` is written as it is, without quotes: it is a string and
+    nothing else."""
     if not isinstance(schema, dict):
         return False
     some = _choices(schema)
@@ -697,7 +722,8 @@ def _choices(schema: dict[str, Any]) -> list[Any] | None:
 def _refuse(what: str, f: ToolFormat) -> NoReturn:
     raise _bad(
         "tools",
-        f"with this model: {what} of parameters can not be held as {'XML' if f.style == 'xml' else 'keywords'}, leave it out",
+        f"with this model: {what} of parameters can not be held as "
+        f"{'XML' if f.style == 'xml' else 'keywords'}, leave it out",
     )
 
 
@@ -718,7 +744,8 @@ def _writable(name: str, f: ToolFormat) -> bool:
 
 
 def _properties(schema: dict[str, Any], f: ToolFormat) -> dict[str, Any]:
-    "The properties of `schema`, one a parameter. Raises `BadRequest` for what format `f` can't write one after the other."
+    """The properties of `schema`, one a parameter. Raises `BadRequest` for what format `f` can't
+    write one after the other."""
     if bad := schema.keys() & {
         "anyOf",
         "oneOf",
@@ -741,7 +768,8 @@ def _properties(schema: dict[str, Any], f: ToolFormat) -> dict[str, Any]:
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00090
 def _plainer(schema: dict[str, Any], f: ToolFormat) -> dict[str, Any]:
-    "`schema` of arguments with what format `f` can write one after the other: parameters of plain names, text as any text."
+    """`schema` of arguments with what format `f` can write one after the other: parameters of
+    plain names, text as any text."""
     own = schema.get("properties") or {}
     names = {
         k: dict(type="string") if _is_text(s) else s for k, s in own.items() if _writable(k, f)
@@ -754,7 +782,8 @@ def _plainer(schema: dict[str, Any], f: ToolFormat) -> dict[str, Any]:
 
 
 def _tag_rules(schema: dict[str, Any], rule: str, f: ToolFormat) -> str:
-    "Rules that hold tags to `schema`, of which `rule` is the first. Raises `BadRequest` for what they can't hold."
+    """Rules that hold tags to `schema`, of which `rule` is the first. Raises `BadRequest` for
+    what they can't hold."""
     before, between, after = f.param
     parts, rules = [], []
     for i, (k, s) in enumerate(_properties(schema, f).items()):
@@ -787,7 +816,8 @@ def _tag_rules(schema: dict[str, Any], rule: str, f: ToolFormat) -> str:
 
 
 def _keyword_rules(schema: dict[str, Any], rule: str, f: ToolFormat) -> str:
-    "Rules that hold keywords to `schema`, in its order: `rule` before the first of them, `ruleN` and `ruleN_more` where the rest may follow."
+    """Rules that hold keywords to `schema`, in its order: `rule` before the first of them,
+    `ruleN` and `ruleN_more` where the rest may follow."""
     found, rules = _properties(schema, f), []
     for i, (k, s) in enumerate(found.items()):
         rules.append(f"{rule}k{i}: {json.dumps(k + '=', ensure_ascii=False)} {_value(s, schema)}\n")
@@ -803,10 +833,12 @@ def _keyword_rules(schema: dict[str, Any], rule: str, f: ToolFormat) -> str:
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00048
 @functools.lru_cache(64)
 def tool_grammar(fmt: ToolFormat, choice: ToolChoice) -> str | None:
-    """A Lark grammar of llguidance for answers in format `fmt`, for `structured_outputs`; None if no tool may be called.
+    """A Lark grammar of llguidance for answers in format `fmt`, for `structured_outputs`; None
+    if no tool may be called.
 
-    'required' is one call, or several where both sides allow it; 'auto' is text without a call, or text and then calls. Arguments are always held
-    to their schema. Raises `BadRequest` for a schema that the format can't hold."""
+    'required' is one call, or several where both sides allow it; 'auto' is text without a call,
+    or text and then calls. Arguments are always held to their schema. Raises `BadRequest` for a
+    schema that the format can't hold."""
     if choice.mode == "none":
         return None
     holds = dict(
@@ -857,9 +889,11 @@ def _after(text: str, f: ToolFormat) -> str:
 def tool_params(
     params: SamplingParams, fmt: ToolFormat | None, choice: ToolChoice
 ) -> SamplingParams:
-    """`params` with the answer held to the calls of `choice` in format `fmt`, and with the special tokens that mark them in its text.
+    """`params` with the answer held to the calls of `choice` in format `fmt`, and with the
+    special tokens that mark them in its text.
 
-    Raises `BadRequest` if the model's template takes no tools (`fmt` is None), or if `params` hold the answer to another form."""
+    Raises `BadRequest` if the model's template takes no tools (`fmt` is None), or if `params`
+    hold the answer to another form."""
     if choice.mode == "none":
         return params
     if fmt is None or fmt.refused:
@@ -875,7 +909,8 @@ def tool_params(
         )
     if params.structured_outputs:
         raise BadRequest(
-            "tools and response_format (or structured_outputs) each say what the answer is: give one of them",
+            "tools and response_format (or structured_outputs) each say what the answer is: give "
+            "one of them",
             param="tools",
         )
     from batchlab.tasks.structured import LONGEST
@@ -883,7 +918,8 @@ def tool_params(
     grammar = tool_grammar(fmt, choice) or ""
     if len(grammar) > LONGEST:
         raise BadRequest(
-            f"tools have a grammar of {len(grammar):,} characters, over {LONGEST:,}: give fewer, or shorter schemas",
+            f"tools have a grammar of {len(grammar):,} characters, over {LONGEST:,}: give fewer, "
+            "or shorter schemas",
             param="tools",
         )
     until = (
@@ -905,7 +941,8 @@ _CALLED, _WS = "(?P<name>[a-zA-Z0-9_-]{1,64})", "\\s{0,16}"
 
 
 def _layout(text: str) -> str:
-    "A regular expression of `text` of a layout, white space free where it has some, and beside JSON's punctuation."
+    """A regular expression of `text` of a layout, white space free where it has some, and beside
+    JSON's punctuation."""
     parts = re.findall(r"\s+|[{}\[\],:]|[\1-\3]|[^\s{}\[\],:\1-\3]+", text)
     found = "".join(
         _WILD.get(p)
@@ -923,7 +960,8 @@ def _follow(pattern: str, text: str) -> regex.Match[str] | bool:
 
 @functools.lru_cache(64)
 def _patterns(f: ToolFormat) -> dict[str, str]:
-    """What may stand in an answer: a call where a trigger does (`triggered`), at its start (`start`), after another (`more`); `tail` and `last`.
+    """What may stand in an answer: a call where a trigger does (`triggered`), at its start
+    (`start`), after another (`more`); `tail` and `last`.
 
     Each pattern of a call ends in a group `args`, where its arguments begin."""
     args = dict(
@@ -950,7 +988,8 @@ Read = tuple[
 
 
 class _JSONArguments:
-    "Reads arguments that are a JSON object, up to its end, which the brackets outside of strings tell."
+    """Reads arguments that are a JSON object, up to its end, which the brackets outside of
+    strings tell."""
 
     def __init__(self) -> None:
         self.depth, self.quoted, self.escaped = 0, False, False
@@ -974,7 +1013,8 @@ class _JSONArguments:
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00098
 def _literal(text: str, schema: Any) -> str | None:
-    "`text` of a value in Python or JSON as JSON, None if it is none. Without quotes it is text where `schema` has text."
+    """`text` of a value in Python or JSON as JSON, None if it is none. Without quotes it is text
+    where `schema` has text."""
     try:
         return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
@@ -1006,7 +1046,8 @@ def _tag_value(text: str, schema: Any) -> str | None:
 
 
 class _Tags:
-    "Reads arguments that are tags, as the layout `f` has them, each as soon as it is whole, as parts of a JSON object. `schema` says which are text."
+    """Reads arguments that are tags, as the layout `f` has them, each as soon as it is whole, as
+    parts of a JSON object. `schema` says which are text."""
 
     def __init__(self, f: ToolFormat, schema: dict[str, Any]) -> None:
         before, between, after = f.param
@@ -1043,7 +1084,8 @@ class _Tags:
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00092
 class _Keywords:
-    "Reads arguments that are Python's keywords up to `)`, each as soon as it is whole, as parts of a JSON object. `schema` says which are text."
+    """Reads arguments that are Python's keywords up to `)`, each as soon as it is whole, as
+    parts of a JSON object. `schema` says which are text."""
 
     def __init__(self, f: ToolFormat, schema: dict[str, Any]) -> None:
         self.kinds, self.num, self.end = (
@@ -1057,7 +1099,8 @@ class _Keywords:
         self.seen, self.depth, self.quote, self.escaped = 0, 0, "", False
 
     def _value_end(self, text: str, at: int) -> int:
-        "Where the value that begins at `at` ends, -1 if `text` does not tell yet. Goes on where it stopped."
+        """Where the value that begins at `at` ends, -1 if `text` does not tell yet. Goes on
+        where it stopped."""
         for i in range(max(at, self.seen), len(text)):
             c = text[i]
             if self.escaped:
@@ -1127,11 +1170,14 @@ def _arguments(f: ToolFormat, schema: dict[str, Any]) -> Any:
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00068
 class ToolParser:
-    """The text of an answer in, its deltas out as the chat endpoint streams them: `{'content': …}`, and `{'tool_calls': [{'index': …, …}]}`.
+    """The text of an answer in, its deltas out as the chat endpoint streams them:
+    `{'content': …}`, and `{'tool_calls': [{'index': …, …}]}`.
 
-    A call's first delta has its id, type and name, the next ones its arguments as they come (tags and keywords: one by one). Text is held back
-    only while it may become a call. What turns out to be none is content: a name that is not in `choice`, or another layout. `key`: makes
-    the ids the same each time. How the text is cut into pieces changes nothing in the sum of the deltas."""
+    A call's first delta has its id, type and name, the next ones its arguments as they come
+    (tags and keywords: one by one). Text is held back only while it may become a call. What
+    turns out to be none is content: a name that is not in `choice`, or another layout. `key`:
+    makes the ids the same each time. How the text is cut into pieces changes nothing in the sum
+    of the deltas."""
 
     def __init__(
         self, fmt: ToolFormat | None, choice: ToolChoice | None, key: str | None = None
@@ -1169,7 +1215,8 @@ class ToolParser:
             self.out.append(dict(content=said))
 
     def _called(self, where: str) -> bool | None:
-        "Whether a call begins here, by the pattern of `where`, which is then taken; None if more text must say."
+        """Whether a call begins here, by the pattern of `where`, which is then taken; None if
+        more text must say."""
         m = _follow(self.patterns[where], self.text)
         if isinstance(m, bool) or m["name"] not in self.names:
             return None if m is True and not self.closing else False
@@ -1191,7 +1238,8 @@ class ToolParser:
         return True
 
     def _take(self, where: str) -> bool | None:
-        "Whether the pattern of `where` stands here, which is then taken, as are its first letters at the end of the answer; None if more text must say."
+        """Whether the pattern of `where` stands here, which is then taken, as are its first
+        letters at the end of the answer; None if more text must say."""
         m = _follow(self.patterns[where], self.text)
         if m is True and not self.closing:
             return None
@@ -1200,7 +1248,8 @@ class ToolParser:
         return bool(m)
 
     def _open(self) -> bool:
-        "At the start of the answer, and after calls: a call may begin, white space before it left out."
+        """At the start of the answer, and after calls: a call may begin, white space before it
+        left out."""
         if (begun := self._called("start")) is not False:
             return bool(begun)
         if self.closing and self.calls and not self.text.strip():
@@ -1254,7 +1303,8 @@ class ToolParser:
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00071
 def whole_message(deltas: Iterable[dict[str, Any]]) -> tuple[str | None, list[dict[str, Any]]]:
-    "`(content, tool_calls)` of a message, which `deltas` add up to; content is None if there are only calls."
+    """`(content, tool_calls)` of a message, which `deltas` add up to; content is None if there
+    are only calls."""
     content, calls = "", []
     for d in deltas:
         content += d.get("content") or ""
@@ -1271,7 +1321,8 @@ def whole_message(deltas: Iterable[dict[str, Any]]) -> tuple[str | None, list[di
 def parse_answer(
     fmt: ToolFormat | None, choice: ToolChoice | None, text: str, key: str | None = None
 ) -> tuple[str | None, list[dict[str, Any]]]:
-    "`(content, tool_calls)` of the whole text of an answer: what the deltas of a `ToolParser` add up to."
+    """`(content, tool_calls)` of the whole text of an answer: what the deltas of a `ToolParser`
+    add up to."""
     parser = ToolParser(fmt, choice, key)
     return whole_message([*parser.feed(text), *parser.close()])
 
@@ -1316,7 +1367,8 @@ def _rendered(
 
 
 def _route(template: str, names: dict[str, Any]) -> str | None:
-    "How `template` takes tools: 'tools', 'xml_tools', or 'message' beside the system's text; None if it writes them nowhere."
+    """How `template` takes tools: 'tools', 'xml_tools', or 'message' beside the system's text;
+    None if it writes them nowhere."""
     ask: Any = dict(role="user", content="Hi")
     ways: Any = dict(
         tools=([ask], dict(tools=[_PROBE])),
@@ -1334,7 +1386,8 @@ def _route(template: str, names: dict[str, Any]) -> str | None:
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00088
 def _answer(template: str, names: dict[str, Any], f: ToolFormat, calls: int) -> str:
-    "What `template` writes of a message with so many `calls`, given as `f` says, and of a result; '' if it raises."
+    """What `template` writes of a message with so many `calls`, given as `f` says, and of a
+    result; '' if it raises."""
     asked = [dict(type="function", id=f"call{i:05}", function=dict(_PROBED)) for i in range(calls)]
     talk = [
         dict(role="user", content="Hi"),
@@ -1364,7 +1417,8 @@ def _answer(template: str, names: dict[str, Any], f: ToolFormat, calls: int) -> 
 
 
 def _tried(template: str, names: dict[str, Any], f: ToolFormat) -> tuple[bool, ToolFormat | None]:
-    "Whether `template` writes a call at all; and `f` with all that is to be said of the template, None if another layout is written."
+    """Whether `template` writes a call at all; and `f` with all that is to be said of the
+    template, None if another layout is written."""
     wrote, choice = False, ToolChoice((_PROBE,), names=("tool_probe",))
     for blank, as_text in ((False, False), (False, True), (True, False), (True, True)):
         own = replace(f, blank=blank, arguments_as_text=as_text)
@@ -1380,7 +1434,8 @@ def _tried(template: str, names: dict[str, Any], f: ToolFormat) -> tuple[bool, T
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00088-1
 def _spaced(f: ToolFormat, answer: str, pair: str) -> ToolFormat:
-    "`f` with white space between calls and between tags as a template has it that wrote `answer`, and `pair` with two calls."
+    """`f` with white space between calls and between tags as a template has it that wrote
+    `answer`, and `pair` with two calls."""
     gap = (
         re.search(f"{re.escape(f.end + f.tail)}(\\s*){re.escape(f.head)}", pair)
         if f.parallel and not f.between.strip()
@@ -1409,10 +1464,12 @@ def _reads(f: ToolFormat, choice: ToolChoice, text: str, calls: int) -> bool:
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00036
 def format_of(tokenizer: Any, template: str | None = None) -> ToolFormat | None:
-    """The `ToolFormat` that the chat template of `tokenizer` asks of a model, None if it takes no tools, or asks for calls of another form.
+    """The `ToolFormat` that the chat template of `tokenizer` asks of a model, None if it takes
+    no tools, or asks for calls of another form.
 
-    `tokenizer` may be a template itself, as a string; `template`: one in place of the tokenizer's. The template is rendered with a tool and a
-    call to see that both reach the prompt, and that the call is read from it again."""
+    `tokenizer` may be a template itself, as a string; `template`: one in place of the
+    tokenizer's. The template is rendered with a tool and a call to see that both reach the
+    prompt, and that the call is read from it again."""
     text = tokenizer if isinstance(tokenizer, str) else template or _template(tokenizer)
     marked = (
         [
@@ -1440,7 +1497,8 @@ def format_of(tokenizer: Any, template: str | None = None) -> ToolFormat | None:
 
 
 def _tokens(tokenizer: Any, f: ToolFormat) -> tuple[tuple[tuple[str, int], ...], tuple[int, ...]]:
-    "The `special` and `visible` of format `f` with `tokenizer`: added tokens like `<this>`, and special ones, are no text to a grammar."
+    """The `special` and `visible` of format `f` with `tokenizer`: added tokens like `<this>`,
+    and special ones, are no text to a grammar."""
     layout = "".join(
         (f.prefix, f.first, f.head, f.middle, *f.param, f.end, f.tail, f.between, f.last)
     )

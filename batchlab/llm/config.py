@@ -47,7 +47,8 @@ def model_and_tokenizer(
         tokenizer = load_tokenizer(find_model(tokenizer, weights=False))
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
         raise ParamError(
-            f"tokenizer must be a hub id, a folder, a .gguf file or a loaded tokenizer, got {type(tokenizer).__name__}",
+            "tokenizer must be a hub id, a folder, a .gguf file or a loaded tokenizer, got "
+            f"{type(tokenizer).__name__}",
             field="tokenizer",
         )
     if model is None or isinstance(model, (str, os.PathLike)):
@@ -69,7 +70,8 @@ def model_and_tokenizer(
 # %% ../../nbs/2_core/config.ipynb #5daab18f
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    "Python's garbage collector waits meanwhile: a model and its tokenizer are many new objects, and none of them is garbage."
+    """Python's garbage collector waits meanwhile: a model and its tokenizer are many new
+    objects, and none of them is garbage."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -81,7 +83,8 @@ def no_collection() -> Iterator[None]:
 
 @torch.inference_mode()
 def check_causal(model: PreTrainedModel) -> None:
-    "Raise `UnsupportedModelError` unless `model` takes ids, returns logits, and sees no token ahead of their position."
+    """Raise `UnsupportedModelError` unless `model` takes ids, returns logits, and sees no token
+    ahead of their position."""
     ids = list(range(1, 10))
     try:
         logits = model(torch.tensor([ids], device=model.device), use_cache=False).logits[0, :3]
@@ -107,10 +110,12 @@ def probe_model(
     switch: int | None = None,
     options: BackendOptions | None = None,
 ) -> tuple[list[Shape] | None, bool | None, Backend]:
-    """How `model` can run: `(shapes, paddable, backend)`, the shapes of its KV or None if not packed. Says so where it is slower.
+    """How `model` can run: `(shapes, paddable, backend)`, the shapes of its KV or None if not
+    packed. Says so where it is slower.
 
-    `paddable` is None where nobody needs to know. The backend, looked for with `options`, has shown that it runs the model rightly; of a
-    model that does not run packed it stands for nothing. Raises `UnsupportedModelError`, and `CompileError` as `select_backend` does."""
+    `paddable` is None where nobody needs to know. The backend, looked for with `options`, has
+    shown that it runs the model rightly; of a model that does not run packed it stands for
+    nothing. Raises `UnsupportedModelError`, and `CompileError` as `select_backend` does."""
     shapes, why, backend = None, None, TorchBackend(model, [], "it does not run packed")
     with attention_override(model):
         paddable = (
@@ -133,8 +138,8 @@ def probe_model(
     name = type(model).__name__
     if shapes is None and not paddable:
         log.warning(
-            "%s gives other logits in a padded batch than alone: its requests run one at a time, without a "
-            "cache, which is slow",
+            "%s gives other logits in a padded batch than alone: its requests run one at a time, "
+            "without a cache, which is slow",
             name,
         )
     elif why:
@@ -145,15 +150,18 @@ def probe_model(
 def probe_pooling(
     model: PreTrainedModel, options: BackendOptions | None = None
 ) -> tuple[list[Shape] | None, bool, Backend]:
-    """How a `model` that writes no text can run: `(shapes or None, causal, backend)`. Says so where it is slower.
+    """How a `model` that writes no text can run: `(shapes or None, causal, backend)`. Says so
+    where it is slower.
 
-    The shapes are None where it runs one text at a time; `causal`: whether a token sees only what stands before it. Raises `UnsupportedModelError`."""
+    The shapes are None where it runs one text at a time; `causal`: whether a token sees only
+    what stands before it. Raises `UnsupportedModelError`."""
     try:
         with attention_override(model):
             causal = sees_back_only(model)
     except Exception as e:
         raise UnsupportedModelError(
-            f"{type(model).__name__} takes no ids, or gives no hidden states ({' '.join(str(e).split())[:100]})"
+            f"{type(model).__name__} takes no ids, or gives no hidden states "
+            f"({' '.join(str(e).split())[:100]})"
         ) from e
     with attention_override(model):
         try:
@@ -173,7 +181,8 @@ def probe_pooling(
 
 # %% ../../nbs/2_core/config.ipynb #493215ba
 def rope_switch(model: PreTrainedModel) -> int | None:
-    "The length beyond which a model rotates all positions of a batch differently (`longrope`), or None."
+    """The length beyond which a model rotates all positions of a batch differently (`longrope`),
+    or None."""
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     each = [r for r in rope.values() if isinstance(r, dict)] or [rope]
@@ -187,7 +196,8 @@ def rope_switch(model: PreTrainedModel) -> int | None:
 
 
 def rope_side(session: Request, switch: int | None) -> str:
-    "Where `session` (or `Request`) stands to a `rope_switch`: 'below' it to the end, 'beyond' it from the start, or 'across'."
+    """Where `session` (or `Request`) stands to a `rope_switch`: 'below' it to the end, 'beyond'
+    it from the start, or 'across'."""
     if switch is None or len(session.prompt_ids) + session.max_tokens <= switch:
         return "below"
     return "beyond" if len(session.prompt_ids) > switch else "across"
@@ -196,7 +206,8 @@ def rope_side(session: Request, switch: int | None) -> str:
 def select_runner(
     r: Request, switch: int | None, shapes: Sequence[Shape] | None, paddable: bool | None
 ) -> str:
-    """How request `r` is to run: 'packed', 'padded', 'beyond' (padded, all past the rope's switch) or 'solo'.
+    """How request `r` is to run: 'packed', 'padded', 'beyond' (padded, all past the rope's
+    switch) or 'solo'.
 
     Padded batches give the logits of each row's last token and no more."""
     side = rope_side(r, switch)
@@ -209,7 +220,8 @@ def select_runner(
 
 # %% ../../nbs/2_core/config.ipynb #c7bf9f25
 def context_limit(model: PreTrainedModel, asked: int | None = None) -> int | None:
-    "The most tokens of a request, prompt and answer: the model's context, or `asked` if less. Raises `ParamError`."
+    """The most tokens of a request, prompt and answer: the model's context, or `asked` if less.
+    Raises `ParamError`."""
     own = max_model_len(model)
     if asked and own and asked > own:
         raise ParamError(
@@ -236,7 +248,8 @@ def free_memory(device: torch.device) -> int:
 # %% ../../nbs/2_core/config.ipynb #4957086c
 @dataclass(repr=False)
 class Limits:
-    "What an `LLM` holds itself to; `kv_tokens`: `kv_bytes` in tokens, of all its blocks together, None without a cache."
+    """What an `LLM` holds itself to; `kv_tokens`: `kv_bytes` in tokens, of all its blocks
+    together, None without a cache."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -255,8 +268,8 @@ class Limits:
         )
         most = f"{self.max_model_len:,}" if self.max_model_len else "any number of"
         return (
-            f"{self.max_num_seqs} sequences at once, {self.max_num_batched_tokens:,} tokens a step, "
-            f"{most} tokens of prompt and answer{cache}"
+            f"{self.max_num_seqs} sequences at once, {self.max_num_batched_tokens:,} tokens a "
+            f"step, {most} tokens of prompt and answer{cache}"
         )
 
     @property
@@ -266,12 +279,14 @@ class Limits:
         )
 
     def fit(self, block_size: int) -> None:
-        "Whole blocks of memory only, and no request longer than those. Raises `ParamError` where there is not one."
+        """Whole blocks of memory only, and no request longer than those. Raises `ParamError`
+        where there is not one."""
         if not self.kv_tokens or self.kv_tokens % block_size == 0:
             return
         if self.kv_tokens < block_size:
             raise ParamError(
-                "a KV cache of {kv_bytes:,} bytes holds less than a block of {block_size} tokens: raise {limit}",
+                "a KV cache of {kv_bytes:,} bytes holds less than a block of {block_size} "
+                "tokens: raise {limit}",
                 kv_bytes=self.kv_bytes,
                 block_size=block_size,
                 limit=Option("kv_cache_bytes"),
@@ -290,7 +305,8 @@ def choose_limits(
     max_model_len: int | None = None,
     kv_cache_bytes: int | None = None,
 ) -> Limits:
-    "The `Limits` of a model: what the user gave, else by its device and what memory is free there. Raises `ParamError`."
+    """The `Limits` of a model: what the user gave, else by its device and what memory is free
+    there. Raises `ParamError`."""
     cpu, own = model.device.type == "cpu", context_limit(model, max_model_len)
     if shapes:
         per_token = sum(h * (k + v) for h, k, v in shapes) * model.dtype.itemsize
@@ -308,7 +324,8 @@ def choose_limits(
     )
     if l.max_num_batched_tokens <= l.max_num_seqs:
         raise ParamError(
-            "{tokens} must be more than {seqs}, as each sequence takes one token of a step: raise the one or lower the other",
+            "{tokens} must be more than {seqs}, as each sequence takes one token of a step: "
+            "raise the one or lower the other",
             tokens=Option("max_num_batched_tokens", l.max_num_batched_tokens),
             seqs=Option("max_num_seqs", l.max_num_seqs),
         )
@@ -316,7 +333,8 @@ def choose_limits(
         return l
     if not l.kv_tokens:
         raise ParamError(
-            "a KV cache of {kv_bytes:,} bytes holds less than 64 tokens of {per_token:,} bytes: raise {limit}",
+            "a KV cache of {kv_bytes:,} bytes holds less than 64 tokens of {per_token:,} bytes: "
+            "raise {limit}",
             kv_bytes=l.kv_bytes,
             per_token=per_token,
             limit=Option("kv_cache_bytes"),
@@ -324,7 +342,8 @@ def choose_limits(
     if own is None or own > l.kv_tokens:
         if max_model_len:
             raise ParamError(
-                "{asked} takes {takes:,} bytes of KV, and there are {kv_bytes:,}: lower it, or raise {limit}",
+                "{asked} takes {takes:,} bytes of KV, and there are {kv_bytes:,}: lower it, or "
+                "raise {limit}",
                 kv_bytes=l.kv_bytes,
                 asked=Option("max_model_len", max_model_len),
                 takes=max_model_len * per_token,
@@ -332,7 +351,8 @@ def choose_limits(
             )
         if own:
             log.warning(
-                "prompt and answer are limited to %s tokens, of the context of %s, by a KV cache of %s bytes",
+                "prompt and answer are limited to %s tokens, of the context of %s, by a KV cache "
+                "of %s bytes",
                 l.kv_tokens,
                 own,
                 f"{l.kv_bytes:,}",
@@ -386,7 +406,8 @@ def check_count(name: str, n: object) -> int | None:
 
 # %% ../../nbs/2_core/config.ipynb #a9e3d027
 def weights_digest(model: PreTrainedModel) -> str:
-    "16 hex digits that tell `model` from another, also from one of the same shape: of the first numbers of each weight."
+    """16 hex digits that tell `model` from another, also from one of the same shape: of the
+    first numbers of each weight."""
     h = hashlib.blake2b(digest_size=8)
     for name, p in model.named_parameters():
         h.update(
@@ -403,7 +424,8 @@ def _sample(x: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def _tensors_state(model: PreTrainedModel) -> int:
-    "A hash of where the weights and buffers of `model` lie, how often torch wrote them, and of a sample of each."
+    """A hash of where the weights and buffers of `model` lie, how often torch wrote them, and of
+    a sample of each."""
 
     def version(x: torch.Tensor) -> int:
         try:
@@ -437,7 +459,8 @@ _BASE = {
 
 
 def _plain(x: Any) -> Any:
-    "`x` as something that can be hashed: numbers and texts, also inside of lists and dicts; functions by their address; None for the rest."
+    """`x` as something that can be hashed: numbers and texts, also inside of lists and dicts;
+    functions by their address; None for the rest."""
     if isinstance(x, (bool, int, float, str, type(None))):
         return x
     if isinstance(x, (list, tuple)):
@@ -455,7 +478,8 @@ def _module_state(m: nn.Module) -> tuple[Any, ...]:
 
 
 def model_state(model: PreTrainedModel) -> dict[str, int]:
-    "Hashes of the `weights`, `modules` and `config` of `model`, for this process: others after a change, see above."
+    """Hashes of the `weights`, `modules` and `config` of `model`, for this process: others after
+    a change, see above."""
     from torch.nn.modules import module as of_all
 
     everywhere = *of_all._global_forward_hooks, "-", *of_all._global_forward_pre_hooks

@@ -60,10 +60,12 @@ def is_talk(x: object) -> bool:
 
 
 def as_list(prompts: Any, chat: bool = False) -> list:
-    "One prompt (with `chat`, one conversation) or several, as a list of them. Raises `PromptError` for a table."
+    """One prompt (with `chat`, one conversation) or several, as a list of them. Raises
+    `PromptError` for a table."""
     if hasattr(prompts, "columns") or hasattr(prompts, "column_names"):
         raise PromptError(
-            f"prompts are a {type(prompts).__name__}: give one column of it, as in frame['prompt'], or see llm.map"
+            f"prompts are a {type(prompts).__name__}: give one column of it, as in "
+            "frame['prompt'], or see llm.map"
         )
     talk = (
         isinstance(prompts, (list, tuple))
@@ -119,7 +121,8 @@ def parse_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
     "A prompt as `(text, ids)`, one of which may be None. Raises `PromptError`."
     if is_talk(prompt) or isinstance(prompt, dict) and "role" in prompt:
         raise PromptError(
-            f"this is a conversation, and a prompt is text: llm.chat answers conversations, got {prompt!r:.60}"
+            "this is a conversation, and a prompt is text: llm.chat answers conversations, got "
+            f"{prompt!r:.60}"
         )
     if isinstance(prompt, dict):
         d = dict(prompt)
@@ -146,11 +149,13 @@ def parse_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
 
 # %% ../../nbs/2_core/inputs.ipynb #707e59f9-1
 def parse_chat(prompt: Any) -> dict[str, Any]:
-    "A conversation, a list of messages or a dict of `CHAT_KEYS`, as arguments of `encode_chat`. Raises `PromptError`."
+    """A conversation, a list of messages or a dict of `CHAT_KEYS`, as arguments of
+    `encode_chat`. Raises `PromptError`."""
     d = prompt if isinstance(prompt, dict) and "messages" in prompt else {"messages": prompt}
     if bad := [k for k in d if k not in CHAT_KEYS]:
         raise PromptError(
-            f"a conversation has unknown keys {', '.join(map(repr, bad))}: expected {', '.join(sorted(CHAT_KEYS))}"
+            f"a conversation has unknown keys {', '.join(map(repr, bad))}: expected "
+            f"{', '.join(sorted(CHAT_KEYS))}"
         )
     if why := bad_message(d["messages"]):
         raise PromptError(
@@ -162,7 +167,8 @@ def parse_chat(prompt: Any) -> dict[str, Any]:
         isinstance(template, str) and "{" in template
     ):
         raise PromptError(
-            f"chat_template of a prompt must be the text of one, got {template!r:.60}: llm.chat(chat_template=…) takes a file"
+            f"chat_template of a prompt must be the text of one, got {template!r:.60}: "
+            "llm.chat(chat_template=…) takes a file"
         )
     return {k: v for k, v in d.items() if v is not None}
 
@@ -173,7 +179,8 @@ _KINDS: dict[str, type] = dict(
 
 
 def _bad_option(options: dict[str, Any]) -> str | None:
-    "What is wrong with the first of `options` that is of another type than `encode_chat` takes, or None."
+    """What is wrong with the first of `options` that is of another type than `encode_chat`
+    takes, or None."""
     return next(
         (
             f"{k} must be a {kind.__name__}, got {options[k]!r:.60}"
@@ -185,7 +192,8 @@ def _bad_option(options: dict[str, Any]) -> str | None:
 
 # %% ../../nbs/2_core/inputs.ipynb #707e59f9-2
 def split_settings(prompt: object) -> tuple[Any, dict[str, Any]]:
-    """`prompt` without the settings that it carries, and those, as fields of `SamplingParams`; None says nothing, but of `max_tokens`.
+    """`prompt` without the settings that it carries, and those, as fields of `SamplingParams`;
+    None says nothing, but of `max_tokens`.
 
     Raises `ParamError`."""
     if not isinstance(prompt, dict) or prompt.keys() <= PROMPT_KEYS | CHAT_KEYS:
@@ -214,7 +222,8 @@ _OWN = (*SETTINGS, "sampling_params")
 
 # %% ../../nbs/2_core/inputs.ipynb #inp00003
 def check_forms(prompts: Sequence[Any], chat: bool) -> None:
-    "Raise `PromptError` or `ParamError` if not one of `prompts` has the form of a prompt (with `chat`, of a conversation)."
+    """Raise `PromptError` or `ParamError` if not one of `prompts` has the form of a prompt (with
+    `chat`, of a conversation)."""
     why = None
     for p in prompts:
         try:
@@ -228,7 +237,8 @@ def check_forms(prompts: Sequence[Any], chat: bool) -> None:
 
 
 def chat_options(**options: Any) -> dict[str, Any]:
-    "Those of `options`, what `CHAT_KEYS` say of a call of `chat`, that say something, its template as text. Raises `ParamError`."
+    """Those of `options`, what `CHAT_KEYS` say of a call of `chat`, that say something, its
+    template as text. Raises `ParamError`."""
     for k in options:
         if k not in CHAT_KEYS:
             raise ParamError(
@@ -248,7 +258,8 @@ def check_bar(use_tqdm: object) -> None:
     "Raise `ParamError` unless `use_tqdm` is a bool, None, or makes a bar."
     if use_tqdm is not None and not isinstance(use_tqdm, bool) and not callable(use_tqdm):
         raise ParamError(
-            f"use_tqdm must be True, False, None or a tqdm class, got {use_tqdm!r:.60}: give several prompts as one list",
+            f"use_tqdm must be True, False, None or a tqdm class, got {use_tqdm!r:.60}: give "
+            "several prompts as one list",
             field="use_tqdm",
         )
 
@@ -257,8 +268,9 @@ def check_bar(use_tqdm: object) -> None:
 class Settings:
     """How one prompt is to run: what a call says beside its prompts, read once.
 
-    `params`: how its tokens are chosen, or what is pooled. `priority`: lower goes first. `timeout`: seconds since the call, None for no end.
-    `adapter`: the one that was asked for, as `batchlab.tasks.lora.look_up` reads it; None for the model as it is."""
+    `params`: how its tokens are chosen, or what is pooled. `priority`: lower goes first.
+    `timeout`: seconds since the call, None for no end. `adapter`: the one that was asked for, as
+    `batchlab.tasks.lora.look_up` reads it; None for the model as it is."""
 
     params: SamplingParams | PoolingParams
     priority: int = 0
@@ -273,7 +285,8 @@ def is_pooling(params: object) -> bool:
 
 
 def params_for(params: Any, n: int) -> list[SamplingParams | PoolingParams]:
-    "`n` `SamplingParams` or `PoolingParams` from one for all or a list of one each. Raises `ParamError`."
+    """`n` `SamplingParams` or `PoolingParams` from one for all or a list of one each. Raises
+    `ParamError`."""
     if not isinstance(params, (list, tuple)):
         return [params if is_pooling(params) else SamplingParams.of(params)] * n
     if len(params) != n:
@@ -290,7 +303,8 @@ def settings_for(
     timeout: object = None,
     lora_request: object = None,
 ) -> list[Settings]:
-    "The `Settings` of each of `n` prompts, from one of each argument for all or a list of one each. Raises `ParamError`."
+    """The `Settings` of each of `n` prompts, from one of each argument for all or a list of one
+    each. Raises `ParamError`."""
 
     def seconds(v: object) -> float | None:
         "`v` as a float above 0, also of a number that is too large for one, or None."
@@ -326,10 +340,12 @@ def settings_for(
 # %% ../../nbs/2_core/inputs.ipynb #inp00014
 @dataclass(frozen=True)
 class ParsedPrompt:
-    """One prompt of a call and its `settings`, read once: `admit` makes requests of it and reads nothing again.
+    """One prompt of a call and its `settings`, read once: `admit` makes requests of it and reads
+    nothing again.
 
-    `text`, `ids`: a plain prompt, of which either may be None. `talk`: a conversation, as arguments of `encode_chat`. `given`: a prompt to be
-    pooled, as it came; its task reads it. `error`: why it can't run. `is_prompt`: False if it has the form of none."""
+    `text`, `ids`: a plain prompt, of which either may be None. `talk`: a conversation, as
+    arguments of `encode_chat`. `given`: a prompt to be pooled, as it came; its task reads it.
+    `error`: why it can't run. `is_prompt`: False if it has the form of none."""
 
     settings: Settings
     text: str | None = None
@@ -341,14 +357,16 @@ class ParsedPrompt:
 
 
 def parse(prompt: object, chat: bool) -> tuple[str | None, list[int] | None, dict[str, Any] | None]:
-    "A prompt or (with `chat`, or as a dict of `messages`) a conversation as `(text, ids, talk)`. Raises `PromptError`."
+    """A prompt or (with `chat`, or as a dict of `messages`) a conversation as
+    `(text, ids, talk)`. Raises `PromptError`."""
     if chat or isinstance(prompt, dict) and "messages" in prompt:
         return None, None, parse_chat(prompt)
     return *parse_prompt(prompt), None
 
 
 def read_prompt(prompt: object, settings: Settings, chat: bool = False) -> ParsedPrompt:
-    "`prompt` and how it is to run: `settings`, and before them its own. It raises nothing: what is wrong is its `error`."
+    """`prompt` and how it is to run: `settings`, and before them its own. It raises nothing:
+    what is wrong is its `error`."""
     params = settings.params
     if isinstance(params, PoolingParams):
         return ParsedPrompt(settings, given=prompt)
@@ -373,9 +391,11 @@ def read_prompts(
     timeout: object = None,
     lora_request: object = None,
 ) -> list[ParsedPrompt]:
-    """What a call gives, one prompt or many, each with its `Settings`: the door of `LLM`, behind which nothing is read again.
+    """What a call gives, one prompt or many, each with its `Settings`: the door of `LLM`, behind
+    which nothing is read again.
 
-    Raises `ParamError` for settings, and the first error if not one of `prompts` has the form of a prompt."""
+    Raises `ParamError` for settings, and the first error if not one of `prompts` has the form of
+    a prompt."""
     prompts = as_list(prompts, chat)
     settings = settings_for(len(prompts), sampling_params, priority, timeout, lora_request)
     read = [read_prompt(p, s, chat) for p, s in zip(prompts, settings)]
@@ -387,7 +407,8 @@ def read_prompts(
 def encode_text(
     tokenizer: PreTrainedTokenizerBase | None, text: str, special: bool = True
 ) -> list[int]:
-    "The ids of `text`, with the `special` tokens of the tokenizer or without. Raises `PromptError`, `ModelError`."
+    """The ids of `text`, with the `special` tokens of the tokenizer or without. Raises
+    `PromptError`, `ModelError`."""
     try:
         return encode(tokenizer, text, special)
     except BatchlabError:
@@ -408,7 +429,8 @@ def prompt_ids_of(
     chat: bool,
     max_len: int | None = None,
 ) -> tuple[str | None, list[int]]:
-    """A prompt or conversation as `(text, ids)`. `max_len`: a text that surely has as many tokens is refused before it is tokenised.
+    """A prompt or conversation as `(text, ids)`. `max_len`: a text that surely has as many
+    tokens is refused before it is tokenised.
 
     Raises `PromptError`, `PromptTooLongError` for such a text, `ModelError`."""
     return encode_prompt(model, tokenizer, *parse(prompt, chat), max_len)
@@ -447,7 +469,8 @@ def check_prompt(
 ) -> list[int]:
     """`prompt_ids` as a list of ints, or a `PromptError` that says what is wrong with it.
 
-    `limit` is the longest sequence (prompt and output together) in tokens; a prompt has to leave room for one token.
+    `limit` is the longest sequence (prompt and output together) in tokens; a prompt has to leave
+    room for one token.
     """
     ids = [int(i) for i in prompt_ids]
     if not ids:
@@ -460,14 +483,16 @@ def check_prompt(
     bad = next((i for i in ids if i < 0 or (vocab_size and i >= vocab_size)), None)
     if bad is not None:
         raise PromptError(
-            f"token id {written(bad, 40)} is outside the vocabulary (0 to {vocab_size - 1 if vocab_size else '…'}): "
-            "was the prompt encoded with another tokenizer?"
+            f"token id {written(bad, 40)} is outside the vocabulary (0 to "
+            f"{vocab_size - 1 if vocab_size else '…'}): was the prompt encoded with another "
+            "tokenizer?"
         )
     return ids
 
 # %% ../../nbs/2_core/inputs.ipynb #inp00006
 def _log_cut(outs: Sequence[RequestOutput]) -> None:
-    "Log how many of `outs` were held to a form and cut off by `max_tokens`, so that they may not have it."
+    """Log how many of `outs` were held to a form and cut off by `max_tokens`, so that they may
+    not have it."""
     held = [
         (i, o)
         for i, o in enumerate(outs)  # beam searches and scores of choices have no form
@@ -478,8 +503,8 @@ def _log_cut(outs: Sequence[RequestOutput]) -> None:
         return
     first, o = cut[0]
     log.warning(
-        "%s of %s answers held to a form were cut off by max_tokens and are not whole (finish_reason 'length', first: outputs[%s], at %s "
-        "tokens): give a larger max_tokens",
+        "%s of %s answers held to a form were cut off by max_tokens and are not whole "
+        "(finish_reason 'length', first: outputs[%s], at %s tokens): give a larger max_tokens",
         len(cut),
         len(held),
         first,
@@ -488,7 +513,8 @@ def _log_cut(outs: Sequence[RequestOutput]) -> None:
 
 
 def log_failures(outs: Sequence[RequestOutput]) -> None:
-    "Log how many of `outs` failed, by the five commonest reasons, with the index of the first of each; and how many were cut off in a form."
+    """Log how many of `outs` failed, by the five commonest reasons, with the index of the first
+    of each; and how many were cut off in a form."""
     _log_cut(outs)
     reasons: dict[Fault | str, list[int]] = {}
     for i, o in enumerate(outs):

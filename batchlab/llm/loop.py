@@ -54,9 +54,10 @@ log = logging.getLogger("batchlab")
 class StepLoop:
     """Takes requests in from any thread, and steps `engines` in one thread at a time.
 
-    Who holds `mutex` changes schedulers, requests, engines and backend: the thread that steps, `stepper`. All others put what they
-    want into `inbox`, under `progress`: `(group, None)` to be queued, or `(group, reason)` to be ended. `groups`: prompts that are not
-    done yet, by id; `deadlines`: a heap; `after`: what stream callbacks want called once, when the step is over."""
+    Who holds `mutex` changes schedulers, requests, engines and backend: the thread that steps,
+    `stepper`. All others put what they want into `inbox`, under `progress`: `(group, None)` to
+    be queued, or `(group, reason)` to be ended. `groups`: prompts that are not done yet, by id;
+    `deadlines`: a heap; `after`: what stream callbacks want called once, when the step is over."""
 
     engines: EngineSet
     delivery: Delivery
@@ -82,15 +83,17 @@ class StepLoop:
     def check_process(self) -> None:
         """Raise `EngineError` in a process forked from the one that made the engine.
 
-        There its threads are gone, a lock may be held by one of them for ever, and OpenMP waits for workers that are none."""
+        There its threads are gone, a lock may be held by one of them for ever, and OpenMP waits
+        for workers that are none."""
         if os.getpid() != self.process:
             raise EngineError(
-                "this process was forked from the one that made the engine, and has none of its threads: make the LLM in the "
-                "process that uses it, or start processes by 'spawn'"
+                "this process was forked from the one that made the engine, and has none of its "
+                "threads: make the LLM in the process that uses it, or start processes by 'spawn'"
             )
 
     def submit(self, groups: Sequence[RequestGroup]) -> None:
-        "Queue prompts made ready by `admit`, in this order. Raises `EngineError` for an id that is not done yet, or while it stops."
+        """Queue prompts made ready by `admit`, in this order. Raises `EngineError` for an id
+        that is not done yet, or while it stops."""
         self.check_process()
         with self.progress:
             if self.stopping:
@@ -113,7 +116,8 @@ class StepLoop:
         return group is not None
 
     def step(self, wait: bool = False) -> bool:
-        """One step of the engine or, while another thread has it in hand, a wait for its end. Whether there is more to do.
+        """One step of the engine or, while another thread has it in hand, a wait for its end.
+        Whether there is more to do.
 
         `wait`: then make a step all the same. Raises `EngineError` inside a stream callback."""
         with self._hold(-1 if wait else 0) as mine:
@@ -128,7 +132,8 @@ class StepLoop:
     def take_in(self, timeout: float = -1) -> bool:
         """Queue what came and end what was cancelled or has run out of time, without a step.
 
-        Waits for the end of another thread's step, `timeout` seconds at most (-1: as long as it takes); whether that came."""
+        Waits for the end of another thread's step, `timeout` seconds at most (-1: as long as it
+        takes); whether that came."""
         with self._hold(timeout) as mine:
             if mine:
                 self._take_in()
@@ -138,12 +143,14 @@ class StepLoop:
         self.check_process()
         if self.stepper == threading.get_ident():
             raise EngineError(
-                "a stream callback runs inside a step: it may call add_request and cancel, and nothing that steps"
+                "a stream callback runs inside a step: it may call add_request and cancel, and "
+                "nothing that steps"
             )
 
     @contextlib.contextmanager
     def _hold(self, timeout: float = -1) -> Iterator[bool]:
-        "Nobody else makes a step meanwhile; gives whether that was so within `timeout` seconds. Raises `EngineError` inside a callback."
+        """Nobody else makes a step meanwhile; gives whether that was so within `timeout`
+        seconds. Raises `EngineError` inside a callback."""
         self._not_inside()
         mine = self.mutex.acquire(timeout=timeout)
         try:
@@ -177,7 +184,8 @@ class StepLoop:
             raise
 
     def _lose(self, e: Exception) -> list[Request]:
-        "An engine itself failed with `e`, by no request's fault: those that it had end, and it goes on without."
+        """An engine itself failed with `e`, by no request's fault: those that it had end, and it
+        goes on without."""
         log.error("the engine failed, and goes on without the requests that it had", exc_info=e)
         kind = self.engines.last
         self.engines[kind].reset()
@@ -230,7 +238,8 @@ class StepLoop:
 
 # %% ../../nbs/2_core/loop.ipynb #10a50c0b
 class BackgroundLoop(StepLoop):
-    "A `StepLoop` that may run in a `thread` of its own, between `start` and `stop`. `stopping`: None, 'drain' or 'cancel'."
+    """A `StepLoop` that may run in a `thread` of its own, between `start` and `stop`.
+    `stopping`: None, 'drain' or 'cancel'."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +247,8 @@ class BackgroundLoop(StepLoop):
         self.paused = False
 
     def start(self) -> Self:
-        "Run the engine in a thread of its own until `stop`. Raises `EngineError` in a forked process."
+        """Run the engine in a thread of its own until `stop`. Raises `EngineError` in a forked
+        process."""
         self.check_process()
         release_threads()  # the steps are the other thread's now
         with self.progress:
@@ -248,7 +258,8 @@ class BackgroundLoop(StepLoop):
         return self
 
     def stop(self, drain: bool = True) -> None:
-        "End the background thread, after all requests are done (`drain`) or cancelled. Returns when it has ended."
+        """End the background thread, after all requests are done (`drain`) or cancelled. Returns
+        when it has ended."""
         if self.thread is None:
             return
         self.check_process()
@@ -263,10 +274,12 @@ class BackgroundLoop(StepLoop):
         thread.join()
 
     def pause(self) -> None:
-        """Hold the background thread before its next step, until `resume`, `stop` or the end of `with llm:`.
+        """Hold the background thread before its next step, until `resume`, `stop` or the end of
+        `with llm:`.
 
-        Meanwhile requests may be added, and those that are cancelled or run out of time end. Calls that step by themselves
-        (`generate`, `stream`, `step`) are not held, and move everybody."""
+        Meanwhile requests may be added, and those that are cancelled or run out of time end.
+        Calls that step by themselves (`generate`, `stream`, `step`) are not held, and move
+        everybody."""
         self.check_process()
         self.paused = True
         self._wake()
@@ -334,12 +347,15 @@ def make_engine(llm: LoadedModel, kind: str) -> Engine:
 
 # %% ../../nbs/2_core/loop.ipynb #10a50c03
 class EngineSet(dict[str, Engine]):
-    """The engines of `llm` by kind of request, see `select_runner`, over one `backend` and one `budget` of KV.
+    """The engines of `llm` by kind of request, see `select_runner`, over one `backend` and one
+    `budget` of KV.
 
-    For the thread that holds `llm.mutex`. `past`: the ledger of all calls before this one; `past_steps`: steps of engines that
-    are gone; `seconds`: time spent in steps; `last`: the kind that stepped last. `paces`: how much of a step preemptible requests get.
+    For the thread that holds `llm.mutex`. `past`: the ledger of all calls before this one;
+    `past_steps`: steps of engines that are gone; `seconds`: time spent in steps; `last`: the
+    kind that stepped last. `paces`: how much of a step preemptible requests get.
 
-    `open` finds out how the model runs: `llm.shapes`, `llm.paddable`. Once there are `llm.limits`, `configure` it."""
+    `open` finds out how the model runs: `llm.shapes`, `llm.paddable`. Once there are
+    `llm.limits`, `configure` it."""
 
     def __init__(self, llm: LoadedModel) -> None:
         super().__init__()
@@ -378,7 +394,8 @@ class EngineSet(dict[str, Engine]):
         self.kinds[r] = kind
 
     def step(self) -> list[Request]:
-        "One step of the next kind in line that has something to do: the requests that got a token, or ended."
+        """One step of the next kind in line that has something to do: the requests that got a
+        token, or ended."""
         busy = self.busy
         if not busy:
             return []
@@ -395,7 +412,8 @@ class EngineSet(dict[str, Engine]):
             pace.note(*engine.scheduler.shares, took)
 
     def begin(self) -> None:
-        "A call begins while nobody runs: what was counted so far belongs to the past, and the model may be another. Raises `ModelError`."
+        """A call begins while nobody runs: what was counted so far belongs to the past, and the
+        model may be another. Raises `ModelError`."""
         self.past = sum_ledgers([self.past, self.ledger])
         for e in self.values():
             e.runner.ledger, e.scheduler.ledger = Ledger(), Ledger()
@@ -405,8 +423,9 @@ class EngineSet(dict[str, Engine]):
             return
         if self.packed and {"weights", "modules"} & {*changed}:
             raise ModelError(
-                f"{' and '.join(changed)} of llm.model changed, and what runs is the packed copy that LLM made of it: call "
-                "llm.reload_weights(), which reads its files again, or load the model yourself and give LLM that"
+                f"{' and '.join(changed)} of llm.model changed, and what runs is the packed copy "
+                "that LLM made of it: call llm.reload_weights(), which reads its files again, or "
+                "load the model yourself and give LLM that"
             )
         self.reopen()
 
@@ -416,7 +435,8 @@ class EngineSet(dict[str, Engine]):
         return bool(self.llm.own and self.backend.nbytes) and self.opened is self.llm.model
 
     def reopen(self) -> None:
-        "Forget all that was computed, and run the model as it is now. Raises `UnsupportedModelError`, `CompileError`."
+        """Forget all that was computed, and run the model as it is now. Raises
+        `UnsupportedModelError`, `CompileError`."""
         for e in self.values():
             e.reset()
         self.past_steps += sum(e.num_steps for e in self.values())
@@ -434,7 +454,8 @@ class EngineSet(dict[str, Engine]):
                 e.reset()
 
     def open(self) -> None:
-        "Find out how the model runs as it is now, and open a backend for it. Raises `UnsupportedModelError`, `CompileError`."
+        """Find out how the model runs as it is now, and open a backend for it. Raises
+        `UnsupportedModelError`, `CompileError`."""
         llm, model = self.llm, self.llm.model
         self.state, self.opened = {}, None  # should it fail, the next call tries again
         self.weights_digest = weights_digest(model)  # now, as an own model gives its weights up
@@ -464,7 +485,8 @@ class EngineSet(dict[str, Engine]):
 
 # %% ../../nbs/2_core/loop.ipynb #10a50c05
 class Delivery:
-    """Tells whoever asked what becomes of the prompts of `llm`, and counts it. For the thread that holds `llm.mutex`.
+    """Tells whoever asked what becomes of the prompts of `llm`, and counts it. For the thread
+    that holds `llm.mutex`.
 
     `ends`: how many requests ended for each reason; `sums`: of all that ended, see `Stats`."""
 
@@ -473,7 +495,8 @@ class Delivery:
         self.told: set[Request] = set()  # whose end was told, of prompts that go on
 
     def mark(self, event: str, x: object) -> None:
-        "Tell those who watch: 'queued', 'ended' of a request, or 'refused' of a prompt that never began."
+        """Tell those who watch: 'queued', 'ended' of a request, or 'refused' of a prompt that
+        never began."""
         for watch in list(self.llm.watchers):
             watch(self.llm, event, x)
 

@@ -44,9 +44,9 @@ def total_logprob(logprobs: list[dict] | None, token_ids: list[int]) -> float | 
 class CompletionOutput:
     """One answer. `token_ids` include the EOS or stop token that ended it; `text` does not.
 
-    `finish_reason`: 'stop' (EOS, a stop string or id: `stop_reason` says which of the latter two), 'length', 'cancelled',
-    'timeout', 'error', or 'too_long' (the prompt leaves no room in the context). `logprobs`: one `{id: Logprob}` a token,
-    if asked for."""
+    `finish_reason`: 'stop' (EOS, a stop string or id: `stop_reason` says which of the latter
+    two), 'length', 'cancelled', 'timeout', 'error', or 'too_long' (the prompt leaves no room in
+    the context). `logprobs`: one `{id: Logprob}` a token, if asked for."""
 
     index: int
     text: str = ""
@@ -86,13 +86,16 @@ class CompletionOutput:
 # %% ../../nbs/2_core/outputs.ipynb #6456f29d
 @dataclass(repr=False)
 class RequestOutput:
-    """What became of one prompt: its answers in `outputs`, or why there are none in `error`, one line.
+    """What became of one prompt: its answers in `outputs`, or why there are none in `error`, one
+    line.
 
-    `num_cached_tokens`: prompt tokens whose KV was there already. `prompt_logprobs`: if asked for, one `{id: Logprob}` a prompt
-    token, None for those up to position `prompt_logprob_start`. `metrics`, in seconds since the call: `time_to_first_token`, `latency`; and
-    `time_per_token` after the first, `num_preemptions`. `params`: the `SamplingParams` it ran with.
-    `fault`: what its `error` is about, where it could not be run as it was asked and so is `refused`, by no fault of the engine's.
-    `lora_request`: the adapter it ran with."""
+    `num_cached_tokens`: prompt tokens whose KV was there already. `prompt_logprobs`: if asked
+    for, one `{id: Logprob}` a prompt token, None for those up to position
+    `prompt_logprob_start`. `metrics`, in seconds since the call: `time_to_first_token`,
+    `latency`; and `time_per_token` after the first, `num_preemptions`. `params`: the
+    `SamplingParams` it ran with. `fault`: what its `error` is about, where it could not be run
+    as it was asked and so is `refused`, by no fault of the engine's. `lora_request`: the adapter
+    it ran with."""
 
     request_id: str
     prompt: str | None = None
@@ -117,7 +120,8 @@ class RequestOutput:
 
     @property
     def line(self) -> str:
-        "What became of it in a line: the beginnings of the prompt and of its first answer, or the error."
+        """What became of it in a line: the beginnings of the prompt and of its first answer, or
+        the error."""
         answer = (
             f"error: {short(self.error, 90)}"
             if self.error
@@ -168,7 +172,8 @@ _ASKED_FOR = "cumulative_logprob", "logprobs"  # columns that are there if any r
 
 
 class Outputs(list[_R]):
-    """The results of a call, in the order of its prompts: a list that prints in a few lines, and as a table in a notebook.
+    """The results of a call, in the order of its prompts: a list that prints in a few lines, and
+    as a table in a notebook.
 
     Its slices and sums are such lists too. `report`: of `verify=True`."""
 
@@ -237,9 +242,11 @@ class Outputs(list[_R]):
         )
 
     def to_pandas(self, index: Sequence[Any] | None = None) -> pandas.DataFrame:
-        """A pandas `DataFrame` with a row for each answer. Its index is the place of its prompt or what `index`, such as `frame.index`, has there.
+        """A pandas `DataFrame` with a row for each answer. Its index is the place of its prompt
+        or what `index`, such as `frame.index`, has there.
 
-        For a frame with the answers in new columns see `LLM.map`. `cumulative_logprob` and `logprobs` are columns if they were asked for. Raises `ParamError` for an index of
+        For a frame with the answers in new columns see `LLM.map`. `cumulative_logprob` and
+        `logprobs` are columns if they were asked for. Raises `ParamError` for an index of
         another length, `ImportError` without pandas."""
         try:
             import pandas
@@ -256,7 +263,8 @@ class Outputs(list[_R]):
 
 # %% ../../nbs/2_core/outputs.ipynb #9870b1d8-2
 def _rows(results: Iterable[_Result]) -> list[tuple[int, dict[str, Any]]]:
-    "The rows of `results`, each with the place of its prompt and the columns of all; without those that nobody asked for."
+    """The rows of `results`, each with the place of its prompt and the columns of all; without
+    those that nobody asked for."""
     rows = [(i, row) for i, x in enumerate(results) for row in x.rows()]
     empty = {k for k in _ASKED_FOR if all(row.get(k) is None for _, row in rows)}
     names = [k for k in dict.fromkeys(k for _, row in rows for k in row) if k not in empty]
@@ -267,9 +275,10 @@ def _rows(results: Iterable[_Result]) -> list[tuple[int, dict[str, Any]]]:
 class StreamEvent:
     """What a step gave one answer: `text` that it settled, `token_ids` new (none, one or several).
 
-    `index`: the prompt's place in its call; `completion`: which of its `n` answers. `finish_reason` is set with the last
-    event of an answer. The last event of a prompt is `finished` and carries its `output`, a `RequestOutput`. `logprobs`: one
-    `{id: Logprob}` for each of `token_ids`, if asked for."""
+    `index`: the prompt's place in its call; `completion`: which of its `n` answers.
+    `finish_reason` is set with the last event of an answer. The last event of a prompt is
+    `finished` and carries its `output`, a `RequestOutput`. `logprobs`: one `{id: Logprob}` for
+    each of `token_ids`, if asked for."""
 
     request_id: str
     index: int = 0
@@ -289,10 +298,11 @@ class StreamEvent:
 # %% ../../nbs/2_core/outputs.ipynb #54c2eae1
 @dataclass(eq=False)
 class RequestGroup:
-    """A prompt on its way: what was given, its `requests` (one for each of its `n` answers), and what went wrong.
+    """A prompt on its way: what was given, its `requests` (one for each of its `n` answers), and
+    what went wrong.
 
-    `on_event`: gets its every `StreamEvent`. `reason`: why it ended, if it never began; `deadline`, `start`: seconds of
-    `time.perf_counter`. `output`: set at its end."""
+    `on_event`: gets its every `StreamEvent`. `reason`: why it ended, if it never began;
+    `deadline`, `start`: seconds of `time.perf_counter`. `output`: set at its end."""
 
     request_id: str
     index: int = 0
@@ -364,7 +374,8 @@ class RequestGroup:
 # %% ../../nbs/2_core/outputs.ipynb #0c3375ce
 @dataclass(repr=False)
 class Score:
-    "How likely a text is: `logprobs` of all its tokens but the first, natural logarithms; `error` if it could not be run."
+    """How likely a text is: `logprobs` of all its tokens but the first, natural logarithms;
+    `error` if it could not be run."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -404,11 +415,13 @@ class Score:
 # %% ../../nbs/2_core/outputs.ipynb #a084aa91
 @dataclass(repr=False)
 class MemoryPlan:
-    """What a call would take. `longest`: prompt and answer of the longest request, tokens; `refused`: errors by index.
+    """What a call would take. `longest`: prompt and answer of the longest request, tokens;
+    `refused`: errors by index.
 
-    `slots`: requests at once; `blocks` of `block_size` tokens: the most that they hold at once; `shared_tokens`: prompt tokens
-    that are computed once for several requests, as far as that was looked at. `adapters_bytes`: of the adapters in memory at once, which is
-    at most `adapters_limit_bytes`."""
+    `slots`: requests at once; `blocks` of `block_size` tokens: the most that they hold at once;
+    `shared_tokens`: prompt tokens that are computed once for several requests, as far as that
+    was looked at. `adapters_bytes`: of the adapters in memory at once, which is at most
+    `adapters_limit_bytes`."""
 
     num_requests: int
     prompt_tokens: int
@@ -440,10 +453,12 @@ class MemoryPlan:
         return [
             f"{self.num_requests} requests, {self.prompt_tokens:,} prompt tokens{shared}, at most "
             f"{self.max_output_tokens:,} to generate, the longest {self.longest:,}",
-            f"weights {megabytes(self.weights_bytes)}, KV {self.kv_bytes_per_token:,} bytes a token: {self.slots} slots{blocks}, "
-            f"at most {megabytes(self.kv_bytes)} of {megabytes(self.kv_limit_bytes)}",
+            f"weights {megabytes(self.weights_bytes)}, KV {self.kv_bytes_per_token:,} bytes a "
+            f"token: {self.slots} slots{blocks}, at most {megabytes(self.kv_bytes)} of "
+            f"{megabytes(self.kv_limit_bytes)}",
             *[
-                f"adapters {megabytes(self.adapters_bytes)}, of at most {megabytes(self.adapters_limit_bytes)}"
+                f"adapters {megabytes(self.adapters_bytes)}, of at most "
+                f"{megabytes(self.adapters_limit_bytes)}"
             ]
             * bool(self.adapters_limit_bytes),
             *(f"request {i} is refused: {why}" for i, why in refused),
@@ -453,12 +468,14 @@ class MemoryPlan:
 # %% ../../nbs/2_core/outputs.ipynb #f05bcb17
 @dataclass(repr=False)
 class Stats:
-    """What an `LLM` has done since it was made. Tokens are counted for finished requests, positions for all steps.
+    """What an `LLM` has done since it was made. Tokens are counted for finished requests,
+    positions for all steps.
 
-    `requests`: how many ended for each reason. `cached_tokens`: prompt tokens not computed; `recomputed`, `padded`,
-    `masked`: see `Ledger`. `running`, `waiting`, `slots`, `slots_in_use`, and of blocks those that memory was taken for, those
-    in use and those whose content can be found, `kv_bytes`: now. Times in seconds, means over requests; `tokens_per_second`:
-    output tokens over the time spent in steps."""
+    `requests`: how many ended for each reason. `cached_tokens`: prompt tokens not computed;
+    `recomputed`, `padded`, `masked`: see `Ledger`. `running`, `waiting`, `slots`,
+    `slots_in_use`, and of blocks those that memory was taken for, those in use and those whose
+    content can be found, `kv_bytes`: now. Times in seconds, means over requests;
+    `tokens_per_second`: output tokens over the time spent in steps."""
 
     requests: dict[str, int]
     prompt_tokens: int
@@ -492,12 +509,17 @@ class Stats:
         ended = ", ".join(f"{n:,} {why}" for why, n in self.requests.items()) or "none"
         return dict(
             ended=ended,
-            now=f"{self.running} running in {self.slots_in_use} of {self.slots} slots, {self.waiting} waiting",
-            tokens=f"{self.prompt_tokens:,} in, of which {self.cached_tokens:,} cached; {self.output_tokens:,} out",
-            wasted=f"{self.recomputed:,} computed again, {self.padded:,} padded; {self.masked:,} masked reads",
+            now=f"{self.running} running in {self.slots_in_use} of {self.slots} slots, "
+            f"{self.waiting} waiting",
+            tokens=f"{self.prompt_tokens:,} in, of which {self.cached_tokens:,} cached; "
+            f"{self.output_tokens:,} out",
+            wasted=f"{self.recomputed:,} computed again, {self.padded:,} padded; {self.masked:,} "
+            "masked reads",
             steps=f"{self.steps:,}, with {self.preemptions:,} preemptions",
-            memory=f"{megabytes(self.kv_bytes)} of keys and values: {self.blocks_in_use:,} of {self.blocks:,} blocks in use, "
+            memory=f"{megabytes(self.kv_bytes)} of keys and values: {self.blocks_in_use:,} of "
+            f"{self.blocks:,} blocks in use, "
             f"{self.blocks_cached:,} can be found again",
-            speed=f"{said(self.tokens_per_second, ',.1f')} tokens/s; {said(self.time_to_first_token, '.3f')} s to the first token, "
+            speed=f"{said(self.tokens_per_second, ',.1f')} tokens/s; "
+            f"{said(self.time_to_first_token, '.3f')} s to the first token, "
             f"{said(self.time_per_token, '.4f')} s for each after it",
         )

@@ -12,8 +12,10 @@ __all__ = []
 class Pace:
     """How many positions of a step preemptible requests may have, by what the steps before took.
 
-    `beside`, `alone`: a step with them takes so many times what one takes without, where others run and where none does; there they have `least` at least. `every`: of so
-    many steps one is without them, or with one position of them alone. `base`: seconds of a step without them, or with one position; None if not known yet."""
+    `beside`, `alone`: a step with them takes so many times what one takes without, where others
+    run and where none does; there they have `least` at least. `every`: of so many steps one is
+    without them, or with one position of them alone. `base`: seconds of a step without them, or
+    with one position; None if not known yet."""
 
     def __init__(
         self, beside: float = 1.7, alone: float = 3.0, least: int = 32, every: int = 16
@@ -42,7 +44,8 @@ class Pace:
         return self.now
 
     def note(self, others: int, rows: int, positions: int, seconds: float) -> None:
-        "The step took `seconds`, with `positions` of preemptible requests, and `others` of other requests in so many `rows`."
+        """The step took `seconds`, with `positions` of preemptible requests, and `others` of
+        other requests in so many `rows`."""
         if others > rows or not others + positions:
             return  # a prompt was in it: nothing to compare it with
         if positions <= (not others):

@@ -46,14 +46,18 @@ def _wholes(name: str, v: Any) -> tuple[int, ...]:
 # %% ../../nbs/2_core/pooled.ipynb #poo00007-1
 @dataclass(frozen=True)
 class PoolingParams:
-    """What is wanted of a prompt's hidden states; vLLM's names. Every field is checked: raises `ParamError`.
+    """What is wanted of a prompt's hidden states; vLLM's names. Every field is checked: raises
+    `ParamError`.
 
-    `task`: one of `POOLING_TASKS`; None leaves it to the call. `use_activation`: whether a vector is made of length 1, and whether logits
-    become probabilities; None as the model has it. `dimensions`: only so many of a vector's first numbers. `truncate_prompt_tokens`: cut
-    a longer prompt to so many tokens, -1 for as many as the model takes; None refuses it. `layers`, `positions`, for 'token_embed': the hidden states
-    of these layers, counted as transformers does (0 for the embeddings, -1 for the last, normed), and of these tokens. `prompt_name`: which of the
-    model's prompts stands before a text; None for the one that it takes by itself. `raw`: the result is a tensor, in
-    a `PoolingRequestOutput`, whatever the task."""
+    `task`: one of `POOLING_TASKS`; None leaves it to the call. `use_activation`: whether a
+    vector is made of length 1, and whether logits become probabilities; None as the model has
+    it. `dimensions`: only so many of a vector's first numbers. `truncate_prompt_tokens`: cut a
+    longer prompt to so many tokens, -1 for as many as the model takes; None refuses it.
+    `layers`, `positions`, for 'token_embed': the hidden states of these layers, counted as
+    transformers does (0 for the embeddings, -1 for the last, normed), and of these tokens.
+    `prompt_name`: which of the model's prompts stands before a text; None for the one that it
+    takes by itself. `raw`: the result is a tensor, in a `PoolingRequestOutput`, whatever the
+    task."""
 
     task: str | None = None
     use_activation: bool | None = None
@@ -95,13 +99,15 @@ class PoolingParams:
                 object.__setattr__(self, name, _wholes(name, v))
         if (self.layers or self.positions) and self.task not in (None, "token_embed"):
             raise ParamError(
-                f"layers and positions are for hidden states as they are, and not for {self.task!r}: give task='token_embed'",
+                "layers and positions are for hidden states as they are, and not for "
+                f"{self.task!r}: give task='token_embed'",
                 field="layers",
             )
 
     @classmethod
     def of(cls, x: PoolingParams | dict[str, Any] | None, task: str | None = None) -> PoolingParams:
-        "From `PoolingParams`, a dict of their fields or None; for a `task`, which they may not contradict. Raises `ParamError`."
+        """From `PoolingParams`, a dict of their fields or None; for a `task`, which they may not
+        contradict. Raises `ParamError`."""
         if not isinstance(x, cls | dict | None):
             raise ParamError(
                 f"pooling_params must be PoolingParams or a dict, got {type(x).__name__}",
@@ -125,9 +131,11 @@ class PoolingParams:
 # %% ../../nbs/2_core/pooled.ipynb #poo00007-2
 @dataclass(frozen=True)
 class PoolerConfig:
-    """How a model's states become a vector, where that is to be another way than its folder says. Raises `ParamError`.
+    """How a model's states become a vector, where that is to be another way than its folder
+    says. Raises `ParamError`.
 
-    `pooling_type`: one of `POOLING_TYPES`, in any case. `use_activation`: what `PoolingParams` that say nothing get."""
+    `pooling_type`: one of `POOLING_TYPES`, in any case. `use_activation`: what `PoolingParams`
+    that say nothing get."""
 
     pooling_type: str | None = None
     use_activation: bool | None = None
@@ -143,7 +151,8 @@ class PoolerConfig:
         kind = str(self.pooling_type).lower()
         if kind not in POOLING_TYPES:
             raise ParamError(
-                f"pooling_type must be one of {', '.join(map(repr, POOLING_TYPES))}, got {self.pooling_type!r:.40}",
+                f"pooling_type must be one of {', '.join(map(repr, POOLING_TYPES))}, got "
+                f"{self.pooling_type!r:.40}",
                 field="pooling_type",
             )
         object.__setattr__(self, "pooling_type", kind)
@@ -157,7 +166,8 @@ class PoolerConfig:
             return cls(x)
         if x is not None and not isinstance(x, dict):
             raise ParamError(
-                f"pooler_config must be PoolerConfig, a dict or the name of a pooling, got {x!r:.40}",
+                "pooler_config must be PoolerConfig, a dict or the name of a pooling, got "
+                f"{x!r:.40}",
                 field="pooler_config",
             )
         given: dict[str, Any] = x or {}
@@ -266,12 +276,15 @@ _Data = TypeVar("_Data", PoolingOutput, EmbeddingOutput, ClassificationOutput, S
 
 @dataclass(repr=False)
 class PoolingRequestOutput(Generic[_Data]):
-    """What became of one prompt: its `outputs`, or in `error`, one line, why there is nothing in them.
+    """What became of one prompt: its `outputs`, or in `error`, one line, why there is nothing in
+    them.
 
-    `num_cached_tokens`: prompt tokens that were not computed. `metrics`: `latency`, in seconds since the call. `params`: what it ran
-    with. `fault`: what its `error` is about, where it could not be run as it was asked and so is `refused`, by no fault of the engine's. `finish_reason`: 'stop', or why it
-    ended without a result: 'too_long', 'timeout', 'cancelled', 'error'. `token_type_ids`: which text of a pair each token is of, if that was told.
-    `lora_request`: the adapter it ran with."""
+    `num_cached_tokens`: prompt tokens that were not computed. `metrics`: `latency`, in seconds
+    since the call. `params`: what it ran with. `fault`: what its `error` is about, where it
+    could not be run as it was asked and so is `refused`, by no fault of the engine's.
+    `finish_reason`: 'stop', or why it ended without a result: 'too_long', 'timeout',
+    'cancelled', 'error'. `token_type_ids`: which text of a pair each token is of, if that was
+    told. `lora_request`: the adapter it ran with."""
 
     request_id: str
     outputs: _Data

@@ -35,9 +35,11 @@ def round_up(n: int, to: int = 64) -> int:
 
 
 class RectangleTable(SlotTable):
-    """The slots of a padded batch, without blocks: all rows as long as the longest, claimed from `budget`.
+    """The slots of a padded batch, without blocks: all rows as long as the longest, claimed from
+    `budget`.
 
-    `rows`, `columns`: what is claimed. `recompute`: nothing is kept of what was computed, so nothing is claimed either."""
+    `rows`, `columns`: what is claimed. `recompute`: nothing is kept of what was computed, so
+    nothing is claimed either."""
 
     def __init__(self, max_num_seqs: int, pool: BlockPool, recompute: bool) -> None:
         super().__init__(max_num_seqs, pool)
@@ -101,10 +103,12 @@ class WavePlanner(StepPlanner):
 
 # %% ../../nbs/2_core/rectangle.ipynb #rec00007-2
 class PaddedScheduler(Scheduler):
-    """A `Scheduler` without blocks: prompts enter whole, and running requests take up a rectangle of memory.
+    """A `Scheduler` without blocks: prompts enter whole, and running requests take up a
+    rectangle of memory.
 
-    `barrier=True`, static batching: see `WavePlanner`. `order`: a key by which requests rank before all else. `recompute=True`:
-    nothing is kept of what was computed, and each step computes whole sequences."""
+    `barrier=True`, static batching: see `WavePlanner`. `order`: a key by which requests rank
+    before all else. `recompute=True`: nothing is kept of what was computed, and each step
+    computes whole sequences."""
 
     planner = WavePlanner
 
@@ -141,7 +145,8 @@ class PaddedScheduler(Scheduler):
 def hidden_states(
     model: PreTrainedModel, ids: torch.Tensor, layers: Sequence[int], types: Sequence[int]
 ) -> torch.Tensor:
-    "The last hidden states `[n, E]` of `ids` `[1, n]` by the model's own code, or those of `layers`, `[n, L, E]`. `types`: of the tokens, or []."
+    """The last hidden states `[n, E]` of `ids` `[1, n]` by the model's own code, or those of
+    `layers`, `[n, L, E]`. `types`: of the tokens, or []."""
     more: dict[str, Any] = (
         dict(token_type_ids=torch.tensor([[*types]], device=ids.device)) if types else {}
     )
@@ -152,7 +157,8 @@ def hidden_states(
 
 
 class SoloRunner:
-    "One row at a time and without a cache: right for any causal LM, and slow. The scheduler is a `PaddedScheduler(recompute=True)`."
+    """One row at a time and without a cache: right for any causal LM, and slow. The scheduler is
+    a `PaddedScheduler(recompute=True)`."""
 
     nbytes = 0
 
@@ -185,10 +191,11 @@ class SoloRunner:
 
 # %% ../../nbs/2_core/rectangle.ipynb #rec00025
 class PaddedRunner:
-    """Runs batches with the small engine, padded: newcomers are prefilled together, then join those that decode.
+    """Runs batches with the small engine, padded: newcomers are prefilled together, then join
+    those that decode.
 
-    For models that `can_pad`, and for comparison. Prompts have to come whole: the scheduler is a `PaddedScheduler`.
-    `share`: what newcomers have in common is computed once."""
+    For models that `can_pad`, and for comparison. Prompts have to come whole: the scheduler is a
+    `PaddedScheduler`. `share`: what newcomers have in common is computed once."""
 
     def __init__(self, model: PreTrainedModel, share: bool = False) -> None:
         self.model, self.share, self.ledger = model, share, Ledger()
@@ -232,18 +239,20 @@ class PaddedRunner:
             )
         if batch.logits_at != [end - 1 for end in batch.cu_seqlens[1:]]:
             raise BatchError(
-                "a row wants the logits of other positions than its last, such as prompt_logprobs, or comes in parts: "
-                "give the Scheduler chunked=False, or run it with PackedRunner or SoloRunner"
+                "a row wants the logits of other positions than its last, such as "
+                "prompt_logprobs, or comes in parts: give the Scheduler chunked=False, or run it "
+                "with PackedRunner or SoloRunner"
             )
         for slot, start, n in zip(batch.slots, batch.starts, batch.lengths):
             if start and (n > 1 or slot not in self.sessions):
                 raise BatchError(
-                    f"the row of slot {slot} comes with {n} of its {start + n} tokens, and a padded batch takes "
-                    "prompts whole: schedule by a PaddedScheduler"
+                    f"the row of slot {slot} comes with {n} of its {start + n} tokens, and a "
+                    "padded batch takes prompts whole: schedule by a PaddedScheduler"
                 )
 
     def leave(self, stay: Collection[int]) -> None:
-        "Let those go whose slots are not in `stay`: all at once, when an eighth of the rows has ended, for each time the cache is copied."
+        """Let those go whose slots are not in `stay`: all at once, when an eighth of the rows
+        has ended, for each time the cache is copied."""
         gone = [slot for slot in self.sessions if slot not in stay]
         self.ended += [self.sessions.pop(slot) for slot in gone]
         if 8 * len(self.ended) >= len(self.engine.running):
@@ -268,7 +277,8 @@ class PaddedRunner:
         return logits
 
     def groups(self, prompts: dict[int, list[int]]) -> list[dict[int, list[int]]]:
-        "`prompts` by slot, in the groups that are prefilled together: those that begin alike, and all others."
+        """`prompts` by slot, in the groups that are prefilled together: those that begin alike,
+        and all others."""
         if not self.share:
             return [prompts] if prompts else []
         found: list[tuple[list[bytes], dict[int, list[int]]]] = []

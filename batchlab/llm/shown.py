@@ -27,7 +27,8 @@ def brief(text: str, n: int) -> str:
 
 
 def asked(prompt: str | None, ids: Sequence[int] | None, n: int) -> str:
-    "What was asked, in a line: the beginning of `prompt` in at most `n` characters, or how many token `ids`."
+    """What was asked, in a line: the beginning of `prompt` in at most `n` characters, or how
+    many token `ids`."""
     return f"{len(ids or []):,} token ids" if prompt is None else brief(prompt, n)
 
 # %% ../../nbs/2_core/shown.ipynb #6abd9370
@@ -90,7 +91,8 @@ def facts_html(x: object, facts: Mapping[str, str]) -> str:
 
 # %% ../../nbs/2_core/shown.ipynb #570371f9
 def shows_bar(use_tqdm: object) -> bool:
-    "Whether to show a progress bar: as `use_tqdm` says; if that is None, where it may be seen, unless `TQDM_DISABLE` is set."
+    """Whether to show a progress bar: as `use_tqdm` says; if that is None, where it may be seen,
+    unless `TQDM_DISABLE` is set."""
     if use_tqdm is not None:
         return bool(use_tqdm)
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
@@ -99,7 +101,8 @@ def shows_bar(use_tqdm: object) -> bool:
 
 # %% ../../nbs/2_core/shown.ipynb #699529ee
 class CallBar:
-    """A progress bar over the `total` requests of a call, entered as a `with` block. `use_tqdm`: as `shows_bar` takes it, or the class of the bar."""
+    """A progress bar over the `total` requests of a call, entered as a `with` block. `use_tqdm`:
+    as `shows_bar` takes it, or the class of the bar."""
 
     def __init__(self, total: int, use_tqdm: object = None) -> None:
         make = use_tqdm if callable(use_tqdm) else tqdm

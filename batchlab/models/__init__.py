@@ -77,11 +77,14 @@ def load_model(
     device: str | torch.device | None = "auto",  # 'auto', 'cpu', 'cuda', 'mps' or a `torch.device`
     revision: str | None = None,  # branch, tag or commit of a hub id
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """Load a model and its tokenizer, `(model, tokenizer)`: the model in eval mode, without gradients, on `device`.
+    """Load a model and its tokenizer, `(model, tokenizer)`: the model in eval mode, without
+    gradients, on `device`.
 
-    The class of the model says what it is: `…ForCausalLM`, `…ForSequenceClassification`, `…ForTokenClassification`, or `…Model` for an
-    encoder and a decoder without a head. The tokenizer is None if the model has none. Raises a `ModelError` that says what to do: `ModelNotFoundError`,
-    `HubUnreachableError`, `UnsupportedModelError`, or `ModelError` itself for broken files, a full disk and the like."""
+    The class of the model says what it is: `…ForCausalLM`, `…ForSequenceClassification`,
+    `…ForTokenClassification`, or `…Model` for an encoder and a decoder without a head. The
+    tokenizer is None if the model has none. Raises a `ModelError` that says what to do:
+    `ModelNotFoundError`, `HubUnreachableError`, `UnsupportedModelError`, or `ModelError` itself
+    for broken files, a full disk and the like."""
     device = resolve_device(device)
     resolve_dtype(dtype)  # an unknown dtype is refused before anything is fetched
     path = find_model(name, revision)
@@ -98,7 +101,8 @@ def load_model(
 
 # %% ../../nbs/3_models/01_models.ipynb #cb0aa4a5
 def text_of(content: Any, where: str = "a message") -> Any:
-    "The content of a message as a template takes it: text parts joined by line breaks. Raises `PromptError` for other parts."
+    """The content of a message as a template takes it: text parts joined by line breaks. Raises
+    `PromptError` for other parts."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -113,12 +117,13 @@ def text_of(content: Any, where: str = "a message") -> Any:
 
 
 def half_character(*texts: str) -> str | None:
-    "What is wrong with the first of `texts` that is not valid Unicode, or None: some programs cut a text in the middle of a character."
+    """What is wrong with the first of `texts` that is not valid Unicode, or None: some programs
+    cut a text in the middle of a character."""
     for text in texts:
         if half := re.search("[\ud800-\udfff]", text):
             return (
-                f"the text is not valid Unicode: character {half.start()} is half of one, \\u{ord(half[0]):04x}, "
-                "as where a text was cut within an emoji: leave it out"
+                f"the text is not valid Unicode: character {half.start()} is half of one, "
+                f"\\u{ord(half[0]):04x}, as where a text was cut within an emoji: leave it out"
             )
 
 
@@ -144,7 +149,8 @@ ROLES = "system", "developer", "user", "assistant", "tool", "function"
 
 
 def unknown_role(messages: Sequence[Mapping[str, Any]], template: str) -> str | None:
-    "What is wrong with a role in `messages`, as most templates write down whatever it is, or None. One that `template` names is right."
+    """What is wrong with a role in `messages`, as most templates write down whatever it is, or
+    None. One that `template` names is right."""
     odd = [
         (i, m["role"])
         for i, m in enumerate(messages)
@@ -153,7 +159,8 @@ def unknown_role(messages: Sequence[Mapping[str, Any]], template: str) -> str | 
         & {*re.findall(r"""'[^']*'|"[^"]*\"""", template)}
     ]
     return (
-        f"message {odd[0][0]} has the role {odd[0][1]!r:.40}: give one of {', '.join(ROLES)}, or one that the chat template names"
+        f"message {odd[0][0]} has the role {odd[0][1]!r:.40}: give one of {', '.join(ROLES)}, or "
+        "one that the chat template names"
         if odd
         else None
     )
@@ -178,7 +185,8 @@ def template_text(template: Any) -> str | None:
 
 # %% ../../nbs/3_models/01_models.ipynb #cb0aa4a5-2
 def check_template(template: Any) -> str | None:
-    "What `template_text` gives, once it is found to be a template: it may still refuse some messages. Raises `PromptError`."
+    """What `template_text` gives, once it is found to be a template: it may still refuse some
+    messages. Raises `PromptError`."""
     text = template_text(template)
     if text is None:
         return None
@@ -202,7 +210,8 @@ def check_template(template: Any) -> str | None:
 def with_template(
     tokenizer: PreTrainedTokenizerBase | None, template: str | None
 ) -> PreTrainedTokenizerBase | None:
-    "A copy of `tokenizer` that writes conversations by `template`, unless that is None. Raises `ModelError`."
+    """A copy of `tokenizer` that writes conversations by `template`, unless that is None. Raises
+    `ModelError`."""
     if template is None:
         return tokenizer
     tokenizer = copy.copy(_need_tokenizer(tokenizer))
@@ -211,7 +220,8 @@ def with_template(
 
 
 def hush(tokenizer: PreTrainedTokenizerBase) -> None:
-    "Have `tokenizer` not warn of a text that is longer than its model takes: that is refused, or cut."
+    """Have `tokenizer` not warn of a text that is longer than its model takes: that is refused,
+    or cut."""
     told = "sequence-length-is-longer-than-the-specified-maximum"
     tokenizer.deprecation_warnings = {**getattr(tokenizer, "deprecation_warnings", {}), told: True}
 
@@ -227,20 +237,23 @@ def encode_chat(
     max_len: int | None = None,
     **template_kwargs: Any,
 ) -> list[int]:
-    """The token ids, `list[int]`, of `messages` in the model's chat template, up to where the answer begins.
+    """The token ids, `list[int]`, of `messages` in the model's chat template, up to where the
+    answer begins.
 
-    `messages`: dicts with `role` and `content`; `chat_template`: another one, text or a file; `tools`: functions or their JSON
-    schemas; `continue_final_message`: the answer goes on with the last message, instead of a turn of its own; `max_len`: tokens of which there must be
-    fewer, which is only looked at where it spares the tokenizer a long text; further arguments go
-    to the template. Raises `ModelError` if there is no tokenizer or no template, `PromptError` if the template refuses the messages,
-    `PromptTooLongError`."""
+    `messages`: dicts with `role` and `content`; `chat_template`: another one, text or a file;
+    `tools`: functions or their JSON schemas; `continue_final_message`: the answer goes on with
+    the last message, instead of a turn of its own; `max_len`: tokens of which there must be
+    fewer, which is only looked at where it spares the tokenizer a long text; further arguments
+    go to the template. Raises `ModelError` if there is no tokenizer or no template,
+    `PromptError` if the template refuses the messages, `PromptTooLongError`."""
     tokenizer = _need_tokenizer(tokenizer)
     template = template_text(chat_template) or getattr(
         tokenizer, "chat_template", None
     )  # as it is now
     if not template:
         raise ModelError(
-            "this tokenizer has no chat template: give plain prompts, {option}, or use an instruct model",
+            "this tokenizer has no chat template: give plain prompts, {option}, or use an "
+            "instruct model",
             option=Option("chat_template"),
         )
     if bad := bad_message(messages) or unknown_role(messages, str(template)):
@@ -301,14 +314,16 @@ def _need_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedToke
     if tokenizer is not None:
         return tokenizer
     raise ModelError(
-        "this model came without a tokenizer: give prompts as lists of token ids, or pass a tokenizer"
+        "this model came without a tokenizer: give prompts as lists of token ids, or pass a "
+        "tokenizer"
     )
 
 
 def encode(
     tokenizer: PreTrainedTokenizerBase | None, text: str, add_special_tokens: bool = True
 ) -> list[int]:
-    """The token ids of `text`, `list[int]`, with the special tokens that the tokenizer adds by itself.
+    """The token ids of `text`, `list[int]`, with the special tokens that the tokenizer adds by
+    itself.
 
     Raises `ModelError` without a tokenizer."""
     return ids_of_text(_need_tokenizer(tokenizer), text, add_special_tokens)
@@ -325,14 +340,16 @@ _LEN_NAMES = (
 
 
 def max_model_len(model: PreTrainedModel) -> int | None:
-    "The context length in positions (prompt and answer together), or None if the config states none."
+    """The context length in positions (prompt and answer together), or None if the config states
+    none."""
     config = model.config.get_text_config()
     lens = [getattr(config, n, None) for n in _LEN_NAMES]
     return next((n for n in lens if isinstance(n, int) and n > 0), None)
 
 # %% ../../nbs/3_models/01_models.ipynb #58bdbb2c
 def _special_ids(model, tokenizer, name):
-    "Valid ids under attribute `name` of the tokenizer, the generation config and the config, in that order."
+    """Valid ids under attribute `name` of the tokenizer, the generation config and the config,
+    in that order."""
     config = model.config.get_text_config()
     found = [
         getattr(o, name, None)
@@ -345,12 +362,14 @@ def _special_ids(model, tokenizer, name):
 def eos_token_ids(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> frozenset[int]:
-    "Every id that ends a sequence, `frozenset[int]`: those of the generation config, the config and the tokenizer."
+    """Every id that ends a sequence, `frozenset[int]`: those of the generation config, the
+    config and the tokenizer."""
     return frozenset(_special_ids(model, tokenizer, "eos_token_id"))
 
 # %% ../../nbs/3_models/01_models.ipynb #5c1e4a1c
 def pad_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> int:
-    "The id to pad with: the pad id if there is one, 0 included, else an EOS id, else 0; safe where padding is masked."
+    """The id to pad with: the pad id if there is one, 0 included, else an EOS id, else 0; safe
+    where padding is masked."""
     ids = _special_ids(model, tokenizer, "pad_token_id") + _special_ids(
         model, tokenizer, "eos_token_id"
     )
@@ -358,7 +377,8 @@ def pad_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
 
 # %% ../../nbs/3_models/01_models.ipynb #f3be3e04
 def start_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> int:
-    "The id that stands for an empty prompt: BOS, else EOS. Raises `ModelError` if there is neither."
+    """The id that stands for an empty prompt: BOS, else EOS. Raises `ModelError` if there is
+    neither."""
     ids = _special_ids(model, tokenizer, "bos_token_id") + _special_ids(
         model, tokenizer, "eos_token_id"
     )

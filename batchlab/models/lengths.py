@@ -25,8 +25,10 @@ __all__ = ['SHORT', 'EDGE', 'NEAR', 'PART', 'TextBounds', 'bounds_of', 'settled'
 class TextBounds:
     """What is known of how a tokenizer of `size` tokens cuts a text.
 
-    `longest`: bytes of UTF-8 that one token stands for at most, or None. `forms`: of Unicode, into which a text is brought first. `bare`: whitespace
-    may vanish. `edge`: how many characters before the end of a part the tokens begin to be those of the whole text, or None if that can't be said."""
+    `longest`: bytes of UTF-8 that one token stands for at most, or None. `forms`: of Unicode,
+    into which a text is brought first. `bare`: whitespace may vanish. `edge`: how many
+    characters before the end of a part the tokens begin to be those of the whole text, or None
+    if that can't be said."""
 
     size: int
     longest: int | None = None
@@ -67,7 +69,8 @@ _FAR = re.compile(
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:
-    "The steps of a normalizer or pre-tokenizer, one after the other. Raises an error for one that is written in Python."
+    """The steps of a normalizer or pre-tokenizer, one after the other. Raises an error for one
+    that is written in Python."""
 
     def flat(d: dict[str, Any]) -> list[dict[str, Any]]:
         inner = d.get("normalizers", d.get("pretokenizers"))
@@ -77,7 +80,8 @@ def _steps(part: Any) -> list[dict[str, Any]]:
 
 
 def _keeps(step: dict[str, Any]) -> bool:
-    "Whether `step` leaves of a text at least as many bytes as there were, but for whitespace and a form of Unicode."
+    """Whether `step` leaves of a text at least as many bytes as there were, but for whitespace
+    and a form of Unicode."""
     if step["type"] == "Replace":
         old = step["pattern"].get("String")
         return old is not None and len(step["content"].encode()) >= len(old.encode())
@@ -123,7 +127,8 @@ def _find_bounds(tokenizer: Any) -> TextBounds:
 
 
 def _longest(backend: Any, steps: list[dict[str, Any]]) -> int | None:
-    "Bytes of UTF-8 that a token of the model stands for at most; None if one may stand for any number, or characters may be dropped."
+    """Bytes of UTF-8 that a token of the model stands for at most; None if one may stand for any
+    number, or characters may be dropped."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     model, vocab = backend.model, backend.get_vocab(with_added_tokens=False)
@@ -140,7 +145,8 @@ PART = 8  # characters for each token that is looked for
 
 
 def settled(tokenizer: Any, part: str, edge: int) -> int:
-    "How many tokens of `part`, the beginning of a text, begin the whole text too. `edge`: as in `TextBounds`."
+    """How many tokens of `part`, the beginning of a text, begin the whole text too. `edge`: as
+    in `TextBounds`."""
     encodings = own_tokenizer(tokenizer)(part, add_special_tokens=False, verbose=False).encodings
     assert encodings is not None, "the tokenizers here are fast ones, which have encodings"
     words, offsets = encodings[0].word_ids, encodings[0].offsets
@@ -157,7 +163,8 @@ def settled(tokenizer: Any, part: str, edge: int) -> int:
 
 
 def least_tokens(tokenizer: Any, text: str, most: int) -> int:
-    "A number of tokens that `text` has at least, if it is found to have more than `most` without tokenising all of it; else 0."
+    """A number of tokens that `text` has at least, if it is found to have more than `most`
+    without tokenising all of it; else 0."""
     if len(text) < SHORT or tokenizer is None:
         return 0
     bounds, by_words, by_bytes = bounds_of(tokenizer), 0, 0
@@ -175,7 +182,8 @@ def least_tokens(tokenizer: Any, text: str, most: int) -> int:
 
 
 def check_length(tokenizer: Any, text: str, most: int, and_so: str | None = None) -> None:
-    "Raise `PromptTooLongError` if `text` is found to have more than `most` tokens without tokenising it. `and_so`: how its message goes on."
+    """Raise `PromptTooLongError` if `text` is found to have more than `most` tokens without
+    tokenising it. `and_so`: how its message goes on."""
     n = least_tokens(tokenizer, text, most)
     and_so = (
         and_so
@@ -188,7 +196,8 @@ def check_length(tokenizer: Any, text: str, most: int, and_so: str | None = None
 
 # %% ../../nbs/3_models/lengths.ipynb #len00014
 def beginning(tokenizer: Any, text: str, most: int) -> str:
-    "The beginning of `text` whose first `most` tokens are those of the whole, or `text` itself where that can't be told or saves nothing."
+    """The beginning of `text` whose first `most` tokens are those of the whole, or `text` itself
+    where that can't be told or saves nothing."""
     edge = None if len(text) < SHORT else bounds_of(tokenizer).edge
     if edge is None or getattr(tokenizer, "truncation_side", "right") != "right":
         return text

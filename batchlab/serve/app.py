@@ -150,14 +150,16 @@ def not_here(scope: Scope, methods: str | None = None) -> BadRequest:
         return BadRequest(f"{method} is not served at {path}: use {methods}", "method_not_allowed")
     if near := _near_path(scope):
         return BadRequest(
-            f"{path} is not served here, {near[:100]} is: a base_url ends in /v1, once, and in no slash",
+            f"{path} is not served here, {near[:100]} is: a base_url ends in /v1, once, and in no "
+            "slash",
             "not_found",
         )
     kind = path.removeprefix("/v1/").split("/")[0]
     if kind in ("files", "batches"):
         has = any(getattr(r, "path", "") == "/v1/files" for r in scope["app"].routes)
         why = (
-            f"the id of a {kind.removesuffix('es') if kind == 'batches' else 'file'} has no slash in it"
+            f"the id of a {kind.removesuffix('es') if kind == 'batches' else 'file'} has no slash "
+            "in it"
             if has
             else "start it with --data FOLDER"
         )
@@ -169,7 +171,8 @@ def not_here(scope: Scope, methods: str | None = None) -> BadRequest:
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00011-2
 def error_of(o: Any, asked: ApiRequest | PoolingRequest, most: int | None) -> BadRequest | None:
-    "Why `o`, a `RequestOutput` or `TextsOutput` of `asked`, is no answer, or None. `most`: tokens that the model holds."
+    """Why `o`, a `RequestOutput` or `TextsOutput` of `asked`, is no answer, or None. `most`:
+    tokens that the model holds."""
     pooled = isinstance(asked, PoolingRequest)
     reason, own = (
         o.outputs[0].finish_reason if o.outputs else o.finish_reason,
@@ -214,7 +217,8 @@ async def unless_gone(work: Awaitable[None], receive: Receive) -> bool:
 async def merged(
     outputs: Sequence[AsyncGenerator[RequestOutput]],
 ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    "`(index, output)` of several generators as they come. None runs ahead of the reader by more than an output."
+    """`(index, output)` of several generators as they come. None runs ahead of the reader by
+    more than an output."""
     if len(outputs) == 1:
         async with contextlib.aclosing(outputs[0]) as only:
             async for o in only:
@@ -335,7 +339,8 @@ class Answer(Response):
         return body
 
     async def _kept_alive(self, send: Send) -> None:
-        "The stream, with a comment whenever there was nothing to send for a while: who stands between cuts what is silent."
+        """The stream, with a comment whenever there was nothing to send for a while: who stands
+        between cuts what is silent."""
         beat = asyncio.ensure_future(self._beat(send))
         try:
             await self._stream(send)
@@ -486,7 +491,8 @@ SECONDS = (
 
 
 class Metrics:
-    "What `/metrics` says of `llm`, under the names that vLLM gives it. `add` is called with each request that was answered."
+    """What `/metrics` says of `llm`, under the names that vLLM gives it. `add` is called with
+    each request that was answered."""
 
     def __init__(self, llm: AsyncLLM, name: str) -> None:
         self.llm, self.name = llm, name
@@ -555,8 +561,9 @@ _UNKNOWN = ToolFormat("", "", "")
 
 
 class Api:
-    """The endpoints over `llm`, a model that goes by the `name` here, and by `others`. `max_pending`: choices that may be under way;
-    `keep_alive`: seconds after which a stream without news gets a comment.
+    """The endpoints over `llm`, a model that goes by the `name` here, and by `others`.
+    `max_pending`: choices that may be under way; `keep_alive`: seconds after which a stream
+    without news gets a comment.
 
     A method of it is for the event loop, and raises `BadRequest` for what can't be answered."""
 
@@ -585,7 +592,8 @@ class Api:
 
     @contextlib.contextmanager
     def place(self, asked: ApiRequest | PoolingRequest) -> Iterator[None]:
-        "Count the choices of `asked` as pending while the context lasts. Raises `BadRequest` if there is no room for them."
+        """Count the choices of `asked` as pending while the context lasts. Raises `BadRequest`
+        if there is no room for them."""
         self.check_room(asked)
         self.pending += asked.num_choices
         try:
@@ -594,7 +602,8 @@ class Api:
             self.pending -= asked.num_choices
 
     def adapter_of(self, model: Any) -> str | None:
-        "The name of the adapter that a request for `model` wants, or None: the model's own names come first."
+        """The name of the adapter that a request for `model` wants, or None: the model's own
+        names come first."""
         return None if model in self.names else adapter_named(self.llm.llm, model)
 
     def check_model(self, model: Any) -> None:
@@ -616,7 +625,8 @@ class Api:
         )
         if n and most and n > most:
             raise BadRequest(
-                f"{key} is {n:,}, and the model holds {most:,} tokens with the prompt: lower it, or leave it out",
+                f"{key} is {n:,}, and the model holds {most:,} tokens with the prompt: lower it, "
+                "or leave it out",
                 param=key,
             )
 
@@ -634,12 +644,14 @@ class Api:
                 else "prompt"
             )
             raise BadRequest(
-                f"{n:,} answers in one request, and this server takes {most:,} at once: ask for fewer",
+                f"{n:,} answers in one request, and this server takes {most:,} at once: ask for "
+                "fewer",
                 param=own,
             )
         if self.pending + n > most:
             raise BadRequest(
-                f"{self.pending:,} requests are under way, and this server takes {most:,}: ask again later",
+                f"{self.pending:,} requests are under way, and this server takes {most:,}: ask "
+                "again later",
                 "rate_limit_exceeded",
             )
 
@@ -663,7 +675,8 @@ class Api:
         return PooledAnswer(self, asked)
 
     def _arm(self, asked: ApiRequest, tools: ToolChoice | None) -> None:
-        "Put `tools` into the prompt of `asked`, and hold its answer to their calls. Raises `BadRequest`."
+        """Put `tools` into the prompt of `asked`, and hold its answer to their calls. Raises
+        `BadRequest`."""
         if self.tool_format is _UNKNOWN:
             self.tool_format = format_of(self.llm.llm.tokenizer)
         asked.tools, asked.tool_format, [prompt] = tools, self.tool_format, asked.prompts
@@ -773,7 +786,8 @@ class Api:
             raise BadRequest(str(e)) from None
 
     async def tokenizer(self) -> Response:
-        "What a client needs to know of the tokenizer beside /tokenize: its special tokens, and the chat template."
+        """What a client needs to know of the tokenizer beside /tokenize: its special tokens, and
+        the chat template."""
         tok = self.llm.llm.tokenizer
         names = [
             k
@@ -810,7 +824,8 @@ PATIENCE = 30.0  # seconds for a client to send what it has begun
 
 
 class KeyGate:
-    "ASGI middleware: who has not the API key is turned away. Its digest alone is kept, and compared in constant time."
+    """ASGI middleware: who has not the API key is turned away. Its digest alone is kept, and
+    compared in constant time."""
 
     OPEN = {"/", "/health", "/version", "/metrics"}  # what / has is no secret, see `serve.page`
 
@@ -841,9 +856,10 @@ class KeyGate:
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00051-1
 class Body:
-    """The body of a request on its way through `receive`, of at most `most` bytes, for which there are `patience` seconds and one more for each
-    `RATE` bytes that have come. An answer given before all has come goes out through `send`, and then the rest is read and dropped for a while,
-    as most clients hear an answer only when they have sent all."""
+    """The body of a request on its way through `receive`, of at most `most` bytes, for which
+    there are `patience` seconds and one more for each `RATE` bytes that have come. An answer
+    given before all has come goes out through `send`, and then the rest is read and dropped for
+    a while, as most clients hear an answer only when they have sent all."""
 
     RATE, DROPPED = 1000, 2**28
 
@@ -888,7 +904,8 @@ class Body:
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00051-2
 class OwnPages:
-    "ASGI middleware: the server is called by an address, as localhost or by one of `names`, and by no page of another site but `origins`."
+    """ASGI middleware: the server is called by an address, as localhost or by one of `names`,
+    and by no page of another site but `origins`."""
 
     def __init__(self, app: ASGIApp, names: Collection[str], origins: Collection[str] = ()) -> None:
         self.app, self.names, self.origins = app, names, origins
@@ -906,7 +923,8 @@ class OwnPages:
             )
             if host and not trusted(host, self.names) or foreign:
                 e = BadRequest(
-                    "without an API key this server answers only to its own address, and to no page of another site: give it a key",
+                    "without an API key this server answers only to its own address, and to no "
+                    "page of another site: give it a key",
                     "forbidden",
                 )
                 return await refuse(e, scope, send)
@@ -914,7 +932,8 @@ class OwnPages:
 
 
 class NoPreflights:
-    "ASGI middleware: a browser that asks for a page of another site, which comes without a key, hears that there is an option."
+    """ASGI middleware: a browser that asks for a page of another site, which comes without a
+    key, hears that there is an option."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -926,7 +945,8 @@ class NoPreflights:
             and any(k == b"access-control-request-method" for k, _ in scope["headers"])
         ):
             e = BadRequest(
-                "pages of other sites may not use this server: it is started with --allowed-origins for those that may",
+                "pages of other sites may not use this server: it is started with "
+                "--allowed-origins for those that may",
                 "forbidden",
             )
             return await refuse(e, scope, send)
@@ -949,7 +969,8 @@ class Heads:
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00051-4
 class BodyLimit:
-    "ASGI middleware: a body must be plain, of at most `most` bytes, and come in time (`Body`). `more`: other limits of bytes by the beginning of the path."
+    """ASGI middleware: a body must be plain, of at most `most` bytes, and come in time (`Body`).
+    `more`: other limits of bytes by the beginning of the path."""
 
     def __init__(
         self,
@@ -977,7 +998,8 @@ class BodyLimit:
         both = b"transfer-encoding" in headers and b"content-length" in headers
         if both:
             wrong = BadRequest(
-                "the request has Content-Length and Transfer-Encoding, which may contradict each other: send one of them"
+                "the request has Content-Length and Transfer-Encoding, which may contradict each "
+                "other: send one of them"
             )
         elif length.isdigit() and int(length[:20]) > body.most:
             wrong = BadRequest(
@@ -996,7 +1018,8 @@ class BodyLimit:
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00051-5
 class RequestLog:
-    "ASGI middleware: one line for each request: method, path, status, seconds, and what the endpoint `said`. No headers, no queries."
+    """ASGI middleware: one line for each request: method, path, status, seconds, and what the
+    endpoint `said`. No headers, no queries."""
 
     def __init__(self, app: ASGIApp, say: Callable[[str], object]) -> None:
         self.app, self.say = app, say
@@ -1021,7 +1044,8 @@ class RequestLog:
             path = scope.get("raw_path", b"").split(b"?")[0].decode("ascii", "replace")[:200]
             said = f", {scope['said']}" if "said" in scope else ""
             self.say(
-                f"{scope['method'][:20]} {path} {status or 'no answer'}, {time.perf_counter() - start:.2f} s{said}"
+                f"{scope['method'][:20]} {path} {status or 'no answer'}, "
+                f"{time.perf_counter() - start:.2f} s{said}"
             )
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00052
@@ -1042,16 +1066,22 @@ def create_app(
     names: Collection[str] | None = None,
     origins: Collection[str] = (),
 ) -> FastAPI:
-    """An ASGI application that serves `llm` as OpenAI's API. `name`: what the model is called, `others`: further names for it.
+    """An ASGI application that serves `llm` as OpenAI's API. `name`: what the model is called,
+    `others`: further names for it.
 
-    `api_key`: what clients must send. `max_pending`: choices under way, beyond which requests get status 429; None takes that of `llm`. `max_body`: bytes of a body,
-    `max_upload` of one to /v1/files. `batches`: runs files of requests beside the others, with endpoints for them; it and its store
-    are closed with the app. `routers`: more endpoints. `say` gets a line for each request. `patience`: seconds for a body to come, and one more for
-    each 1,000 bytes of it; `keep_alive`: after so many without a part a stream gets a comment. `names`: those by which the server may be called beside its addresses, and then by
-    no page of another site; None is any. `origins`: sites whose pages may use it, such as 'https://a.example', or '*' for any. The app's `state.api` has `llm`; its engine stops with the app.
+    `api_key`: what clients must send. `max_pending`: choices under way, beyond which requests
+    get status 429; None takes that of `llm`. `max_body`: bytes of a body, `max_upload` of one to
+    /v1/files. `batches`: runs files of requests beside the others, with endpoints for them; it
+    and its store are closed with the app. `routers`: more endpoints. `say` gets a line for each
+    request. `patience`: seconds for a body to come, and one more for each 1,000 bytes of it;
+    `keep_alive`: after so many without a part a stream gets a comment. `names`: those by which
+    the server may be called beside its addresses, and then by no page of another site; None is
+    any. `origins`: sites whose pages may use it, such as 'https://a.example', or '*' for any.
+    The app's `state.api` has `llm`; its engine stops with the app.
 
-    Adapters are those that `llm` was given: no request brings one in or takes one out. Raises `AdapterError` for one of them that can't be loaded, and
-    `ParamError` for one that is called as the model is."""
+    Adapters are those that `llm` was given: no request brings one in or takes one out. Raises
+    `AdapterError` for one of them that can't be loaded, and `ParamError` for one that is called
+    as the model is."""
     llm = llm if isinstance(llm, AsyncLLM) else AsyncLLM(llm, max_pending=max_pending or 1024)
     api = Api(
         llm, name or name_of(llm.llm.model), max_pending or llm.max_pending, others, keep_alive
@@ -1127,7 +1157,8 @@ async def _bad_request(request: Request, e: Any) -> Response:
 
 
 async def _http_error(request: Request, e: Any) -> Response:
-    "404 and 405 of the framework, and whatever else it or a router raises, as the API's error object."
+    """404 and 405 of the framework, and whatever else it or a router raises, as the API's error
+    object."""
     allow = (e.headers or {}).get("Allow")
     if e.status_code in (404, 405) and e.detail in ("Not Found", "Method Not Allowed"):
         wrong = not_here(request.scope, allow if e.status_code == 405 else None)
@@ -1168,7 +1199,8 @@ SPARE = 32  # file descriptors for the process itself: a first request imports m
 
 
 def room_for() -> int:
-    "How many connections there is room for: three quarters of the free file descriptors but `SPARE`. Their limit is raised as far as it may be, to 16,384."
+    """How many connections there is room for: three quarters of the free file descriptors but
+    `SPARE`. Their limit is raised as far as it may be, to 16,384."""
     try:
         import resource
     except ImportError:
@@ -1199,7 +1231,8 @@ async def crowded(scope: Scope, receive: Receive, send: Send) -> None:
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00073-1
 def not_http(error: BaseException | None, first: bytes, rest: bytes) -> BadRequest:
-    "What is wrong with bytes, `first` those of the connection, that h11 refuses with `error`; `rest`: what it has not read."
+    """What is wrong with bytes, `first` those of the connection, that h11 refuses with `error`;
+    `rest`: what it has not read."""
     if first[:2] == b"\x16\x03":
         return BadRequest(
             "this port speaks plain HTTP, and this is TLS: use http:// in place of https://"
@@ -1220,7 +1253,8 @@ def not_http(error: BaseException | None, first: bytes, rest: bytes) -> BadReque
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00073-2
 class Connection(H11Protocol):
-    "uvicorn's connection, which may not stand still, and says what is wrong with the API's error object. uvicorn's `limit_concurrency` is how many there may be."
+    """uvicorn's connection, which may not stand still, and says what is wrong with the API's
+    error object. uvicorn's `limit_concurrency` is how many there may be."""
 
     STUCK = 4  # times the patience for a client that does not read
 
@@ -1239,7 +1273,8 @@ class Connection(H11Protocol):
             transport.abort()
 
     def check(self, now: float, patience: float) -> None:
-        "Called from time to time. Ends the connection if for `patience` seconds no request was under way or came, or 4 times as long nobody read."
+        """Called from time to time. Ends the connection if for `patience` seconds no request was
+        under way or came, or 4 times as long nobody read."""
         busy, unread = (
             self.cycle is not None and not self.cycle.response_complete,
             self.transport.get_write_buffer_size(),
@@ -1263,8 +1298,9 @@ class Connection(H11Protocol):
         self.refuse(not_http(sys.exc_info()[1], self.first, self.conn.trailing_data[0]))
 
     def eof_received(self) -> bool | None:  # pyright: ignore[reportIncompatibleMethodOverride]    as asyncio has it
-        """The client sends no more. It may have left, or have closed its own direction alone, and then it gets its answer: which of the two, only
-        sending tells, and HTTP/1.1 has a message for it before an answer begins. Later who sends no more has left."""
+        """The client sends no more. It may have left, or have closed its own direction alone,
+        and then it gets its answer: which of the two, only sending tells, and HTTP/1.1 has a
+        message for it before an answer begins. Later who sends no more has left."""
         cycle = self.cycle
         if (
             cycle is None
@@ -1278,7 +1314,8 @@ class Connection(H11Protocol):
         return True  # stay open
 
     def probe(self, wait: float) -> None:
-        "Tell the client that its request is worked on, until the answer begins: to one that has left, this ends the connection."
+        """Tell the client that its request is worked on, until the answer begins: to one that
+        has left, this ends the connection."""
         if self.transport.is_closing() or self.cycle.response_started:
             return
         self.transport.write(
@@ -1331,10 +1368,12 @@ def url_of(sock: socket.socket) -> str:
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00061-1
 class Server(uvicorn.Server):
-    """Serves an app of `create_app`. The first SIGINT or SIGTERM stops it when all is answered, or `drain` seconds later; a second one at once.
+    """Serves an app of `create_app`. The first SIGINT or SIGTERM stops it when all is answered,
+    or `drain` seconds later; a second one at once.
 
-    `ready()` is called when it listens, and `say` gets a line when it stops. `connections`: how many it holds (`room_for`, if None), beyond which clients are told to come back.
-    `patience`: seconds that a connection may stand still, `Connection.check`."""
+    `ready()` is called when it listens, and `say` gets a line when it stops. `connections`: how
+    many it holds (`room_for`, if None), beyond which clients are told to come back. `patience`:
+    seconds that a connection may stand still, `Connection.check`."""
 
     def __init__(
         self,
@@ -1385,7 +1424,8 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        "Let what is under way end, but for the lines of batches, which stop now; what has not ended `drain` seconds later is told so."
+        """Let what is under way end, but for the lines of batches, which stop now; what has not
+        ended `drain` seconds later is told so."""
         self.api.draining = True
         if self.say:
             self.say(

@@ -34,7 +34,8 @@ __all__ = ['log', 'ENDED', 'WINDOWS', 'ApiError', 'disk_error', 'NewFile', 'File
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b22e028b
 class ApiError(BadRequest):
-    "What a client did wrong, or the server could not do. `status`: of HTTP; `code`, `param`: of the API's error object."
+    """What a client did wrong, or the server could not do. `status`: of HTTP; `code`, `param`:
+    of the API's error object."""
 
     def __init__(
         self,
@@ -74,7 +75,8 @@ MADE = re.compile(
 
 
 def check_folder(path: Path) -> None:
-    "Raise `JobError` if no server has used folder `path` and something is in it. Hidden files and what a table's copies are called don't count."
+    """Raise `JobError` if no server has used folder `path` and something is in it. Hidden files
+    and what a table's copies are called don't count."""
     table, files = path / "state.sqlite", path / "files"
     if not path.is_dir() or table.is_file() and table.stat().st_size:
         return
@@ -97,7 +99,8 @@ def check_folder(path: Path) -> None:
         f" and {len(others) - 3:,} more" if len(others) > 3 else ""
     )
     raise JobError(
-        f"{path} is in use for other things ({named:.200}): give a folder that is empty or not there yet, or one that a server had"
+        f"{path} is in use for other things ({named:.200}): give a folder that is empty or not "
+        "there yet, or one that a server had"
     )
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b2ac3665
@@ -116,11 +119,13 @@ NEEDED = dict(
 
 
 def check_table(db: sqlite3.Connection) -> bool:
-    "Whether `db` has objects in it yet. Raises `sqlite3.DatabaseError` if something in it can't be read, `JobError` if it is another program's."
+    """Whether `db` has objects in it yet. Raises `sqlite3.DatabaseError` if something in it
+    can't be read, `JobError` if it is another program's."""
     names = {name for (name,) in db.execute("select name from sqlite_master where type='table'")}
     if names and "objects" not in names:
         raise JobError(
-            f"its state.sqlite is that of another program (with tables {min(names)!r:.40}): give another folder"
+            f"its state.sqlite is that of another program (with tables {min(names)!r:.40}): give "
+            "another folder"
         )
     [(found,), *_] = db.execute("pragma integrity_check(1)")
     if found != "ok":
@@ -143,10 +148,12 @@ def check_table(db: sqlite3.Connection) -> bool:
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b2ac3667
 class ObjectTable:
-    """Objects of `kind` 'file' and 'batch' in SQLite, in folder `path`, which is made if it is not there.
+    """Objects of `kind` 'file' and 'batch' in SQLite, in folder `path`, which is made if it is
+    not there.
 
-    `clock`: gives the time in seconds since 1970. From any thread; who only reads waits for no change. `new`: there was no table yet. Raises
-    `JobError` if another server has the folder, if it is in use for other things, or if the table is damaged."""
+    `clock`: gives the time in seconds since 1970. From any thread; who only reads waits for no
+    change. `new`: there was no table yet. Raises `JobError` if another server has the folder, if
+    it is in use for other things, or if the table is damaged."""
 
     def __init__(self, path: str | Path, clock: Callable[[], float] = time.time) -> None:
         self.path, self.clock, self.mutex = Path(path), clock, threading.RLock()
@@ -164,8 +171,8 @@ class ObjectTable:
                 raise JobError(f"can't keep files and batches in {path} ({e})") from e
             if isinstance(e, (sqlite3.DatabaseError, UnicodeError)):
                 raise JobError(
-                    f"{self.path / 'state.sqlite'} is damaged ({e}): put back a copy of it, or move it away to begin without; "
-                    f"the files in {self.path / 'files'} stay"
+                    f"{self.path / 'state.sqlite'} is damaged ({e}): put back a copy of it, or "
+                    f"move it away to begin without; the files in {self.path / 'files'} stay"
                 ) from e
             if isinstance(e, OSError):
                 raise JobError(f"can't keep files and batches in {path} ({e.strerror or e})") from e
@@ -198,7 +205,8 @@ class ObjectTable:
 
     @contextmanager
     def change(self, wait: bool = True) -> Iterator[sqlite3.Connection]:
-        "All changes inside are made, or none is. `wait`: for other changes, 5 seconds for one of another process. Raises `sqlite3.Error`."
+        """All changes inside are made, or none is. `wait`: for other changes, 5 seconds for one
+        of another process. Raises `sqlite3.Error`."""
         if not self.mutex.acquire(blocking=wait):
             raise sqlite3.OperationalError("another change is being made")
         try:
@@ -262,7 +270,8 @@ class ObjectTable:
         order: str = "desc",
         purpose: str | None = None,
     ) -> dict[str, Any]:
-        "`limit` objects of `kind` behind that with the id `after`, as the API lists them. Raises `ApiError`."
+        """`limit` objects of `kind` behind that with the id `after`, as the API lists them.
+        Raises `ApiError`."""
         if order not in ("asc", "desc"):
             raise ApiError(f"order must be 'asc' or 'desc', got {order!r:.40}", param="order")
         start = self.rows("select number from objects where kind=? and id=?", kind, after)
@@ -275,7 +284,8 @@ class ObjectTable:
         ]
         values = [kind, *(start[0] if start else ()), *([purpose] if purpose else [])]
         found = self.rows(
-            f"select object from objects where {' and '.join(where)} order by number {order} limit ?",
+            f"select object from objects where {' and '.join(where)} order by number {order} "
+            "limit ?",
             *values,
             limit + 1,
         )
@@ -290,7 +300,8 @@ class ObjectTable:
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b238f46f
 class NewFile:
-    "A file on its way into `store`: `write` its parts, then `keep` it; what is not kept is dropped at the end of the `with`."
+    """A file on its way into `store`: `write` its parts, then `keep` it; what is not kept is
+    dropped at the end of the `with`."""
 
     def __init__(self, store: FileStore, id: str) -> None:
         self.store, self.id, self.size, self.kept = store, id, 0, False
@@ -338,7 +349,8 @@ class FileStore:
         self.table = table
 
     def path(self, id: str, state: str = "") -> Path:
-        "Where the bytes of file `id`, made by us, lie. `state`: '.part' while they come, '.gone' while they are removed."
+        """Where the bytes of file `id`, made by us, lie. `state`: '.part' while they come,
+        '.gone' while they are removed."""
         return self.table.path / "files" / f"{id}.jsonl{state}"
 
     def new(self) -> NewFile:
@@ -459,7 +471,8 @@ def check_metadata(given: Any) -> dict[str, str] | None:
     ):
         return given
     raise ApiError(
-        "metadata must be at most 16 pairs of strings, keys up to 64 characters and values up to 512",
+        "metadata must be at most 16 pairs of strings, keys up to 64 characters and values up to "
+        "512",
         param="metadata",
     )
 
@@ -485,7 +498,8 @@ def check_expiry(given: Any, name: str) -> int | None:
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b2ea6e62-1
 def new_batch(body: dict[str, Any], now: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    "The batch object that `body` asks for at time `now`, and what belongs to it. Raises `ApiError`."
+    """The batch object that `body` asks for at time `now`, and what belongs to it. Raises
+    `ApiError`."""
     for k in ("input_file_id", "endpoint", "completion_window"):
         if not isinstance(body.get(k), str):
             raise ApiError(f"{k} must be a string, got {body.get(k)!r:.60}", param=k)
@@ -520,8 +534,8 @@ def new_batch(body: dict[str, Any], now: int) -> tuple[dict[str, Any], dict[str,
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b2ea6e64
 def read_answers(paths: Iterable[Path]) -> tuple[list[int], dict[str, Any], int]:
-    """What stands in files of answers, whose torn ends are cut off: how many answers and failures, the tokens as the API counts them, and
-    how many failed as they came too late."""
+    """What stands in files of answers, whose torn ends are cut off: how many answers and
+    failures, the tokens as the API counts them, and how many failed as they came too late."""
     counts, sums, expired = [0, 0], Counter[str](), 0
     for path in paths:
         for _, _, record in recover_answers(path):
@@ -554,10 +568,12 @@ def drop_journal(output: Path) -> None:
 
 
 def clear_leftovers(table: ObjectTable) -> list[Path]:
-    """Bring the folder of files into line with `table`; what the table does not name goes to the folder `lost`: its new paths.
+    """Bring the folder of files into line with `table`; what the table does not name goes to the
+    folder `lost`: its new paths.
 
-    Of names that no server gives nothing is touched, and no folder but those of journals. An upload that broke off, an empty file,
-    and what was being removed or was beside answers that are complete are deleted."""
+    Of names that no server gives nothing is touched, and no folder but those of journals. An
+    upload that broke off, an empty file, and what was being removed or was beside answers that
+    are complete are deleted."""
     known = {id for (id,) in table.rows("select id from objects where kind='file'")}
     written = {
         id
@@ -585,7 +601,8 @@ def clear_leftovers(table: ObjectTable) -> list[Path]:
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b2ea6e66
 class BatchStore:
-    "Batches and files in folder `path`, where no other server may be. `clock`: gives seconds since 1970. Raises `JobError`."
+    """Batches and files in folder `path`, where no other server may be. `clock`: gives seconds
+    since 1970. Raises `JobError`."""
 
     def __init__(self, path: str | Path, clock: Callable[[], float] = time.time) -> None:
         self.table = ObjectTable(path, clock)
@@ -619,7 +636,8 @@ class BatchStore:
             file = self.files.table.find("file", batch["input_file_id"])[0]
             if file["purpose"] != "batch":
                 raise ApiError(
-                    f"{file['id']} is of purpose {file['purpose']!r}: upload it with purpose 'batch'",
+                    f"{file['id']} is of purpose {file['purpose']!r}: upload it with purpose "
+                    "'batch'",
                     param="input_file_id",
                 )
             self.table.put(batch, False, own)
@@ -641,7 +659,8 @@ class BatchStore:
         return json.loads(rows[0][0]) if rows else None
 
     def move(self, id: str, status: str, **more: Any) -> dict[str, Any]:
-        "Let batch `id` be in another state, unless it has ended or is to be cancelled; `more` of its fields change too. Returns it."
+        """Let batch `id` be in another state, unless it has ended or is to be cancelled; `more`
+        of its fields change too. Returns it."""
         with self.table.change():
             batch = self.get(id)
             if batch["status"] in ENDED:
@@ -653,7 +672,8 @@ class BatchStore:
         return batch
 
     def cancel(self, id: str) -> dict[str, Any]:
-        "Ask for the end of batch `id`; one whose turn has not come ends at once. Returns it. Raises `ApiError`."
+        """Ask for the end of batch `id`; one whose turn has not come ends at once. Returns it.
+        Raises `ApiError`."""
         with self.table.change():
             batch, now = self.get(id), self.table.now()
             if batch["status"] in ENDED and batch["status"] != "cancelled":
@@ -767,7 +787,8 @@ class ExpiredRun(Run):
 # %% ../../nbs/7_serve/42_batches.ipynb #b20f13c3
 @dataclass
 class BatchJob(Job):
-    "The `Job` of batch `id`. `others`: further names of the model. `ends`: says why it is to end early, or None. `run_of`: makes the run, which may be elsewhere."
+    """The `Job` of batch `id`. `others`: further names of the model. `ends`: says why it is to
+    end early, or None. `run_of`: makes the run, which may be elsewhere."""
 
     id: str = ""
     endpoint: str = ""
@@ -812,18 +833,23 @@ class Workers(Protocol):
     "What runs the lines of batches in place of the engine here."
 
     def wait(self, ends: Callable[[], object]) -> Any:
-        "What a `Job` reads of an `LLM`, once the first worker has its model; None if `ends()` says something before. Raises `EngineError`."
+        """What a `Job` reads of an `LLM`, once the first worker has its model; None if `ends()`
+        says something before. Raises `EngineError`."""
 
     def run_of(self, job: BatchJob, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run:
-        "The run of `job`; its steps raise `EngineError` where the workers, and not its lines, are the trouble."
+        """The run of `job`; its steps raise `EngineError` where the workers, and not its lines,
+        are the trouble."""
         ...
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b27b7b30
 class BatchRunner:
-    """Runs the batches of `store` through `llm`, whose own thread makes the steps, beside other requests; from `start` to `stop`.
+    """Runs the batches of `store` through `llm`, whose own thread makes the steps, beside other
+    requests; from `start` to `stop`.
 
-    `model_name`: what answers call the model. `fail_whole`: a batch with a line that can't be read, or with an id twice, fails before it
-    begins, as at OpenAI; else such a line fails alone. `look_ahead`: lines to choose from. `workers`: run the lines in place of `llm`, if given."""
+    `model_name`: what answers call the model. `fail_whole`: a batch with a line that can't be
+    read, or with an id twice, fails before it begins, as at OpenAI; else such a line fails
+    alone. `look_ahead`: lines to choose from. `workers`: run the lines in place of `llm`, if
+    given."""
 
     def __init__(
         self,
@@ -858,7 +884,8 @@ class BatchRunner:
         return self
 
     def stop(self) -> None:
-        "End the thread. A batch that is running goes on at the next start. The engine's thread goes on now: stop it after this."
+        """End the thread. A batch that is running goes on at the next start. The engine's thread
+        goes on now: stop it after this."""
         with self.changed:
             self.stopping = True
             self.changed.notify_all()
@@ -897,7 +924,8 @@ class BatchRunner:
         )
 
     def engine(self, job: BatchJob) -> Any:
-        "What runs the lines of `job`, once it is there: the engine here or the workers, or None if the batch is to end first. Raises `EngineError`."
+        """What runs the lines of `job`, once it is there: the engine here or the workers, or
+        None if the batch is to end first. Raises `EngineError`."""
         return self.workers.wait(job.ends) if self.workers else self.llm
 
     def _run(self) -> None:
@@ -934,7 +962,8 @@ def errors_of(*errors: dict[str, Any]) -> dict[str, Any]:
 
 
 def failure_errors(e: Exception, folder: Path) -> dict[str, Any]:
-    "The `errors` of a batch that `e` ended. What it says of the server's `folder` and of commands is not for clients."
+    """The `errors` of a batch that `e` ended. What it says of the server's `folder` and of
+    commands is not for clients."""
     if isinstance(e.__cause__, OSError) and (error := disk_error(e.__cause__)).status == 507:
         return errors_of(
             dict(
@@ -948,7 +977,8 @@ def failure_errors(e: Exception, folder: Path) -> dict[str, Any]:
         return errors_of(
             dict(
                 code="server_error",
-                message=f"the server failed with {type(e).__name__}: submit the lines without an answer again",
+                message=f"the server failed with {type(e).__name__}: submit the lines without an "
+                "answer again",
             )
         )
     text = e.to_client("this batch").replace(f"{folder}{os.sep}", "")
@@ -956,7 +986,8 @@ def failure_errors(e: Exception, folder: Path) -> dict[str, Any]:
 
 
 def check_lines(job: BatchJob, llm: Any) -> tuple[int, list[dict[str, Any]]]:
-    "How many lines `job` has, and the errors of the first hundred that can't be read, or ask for a model that `llm` is not."
+    """How many lines `job` has, and the errors of the first hundred that can't be read, or ask
+    for a model that `llm` is not."""
     total, found, params, names = 0, [], ParamsCache(), job.model_names(llm)
     for total, line in enumerate(job.lines(Ledgerbook()), 1):
         names.check(line)
@@ -1020,7 +1051,8 @@ def job_of(runner: BatchRunner, batch: dict[str, Any]) -> BatchJob:
 
 
 def run_lines(runner: BatchRunner, job: BatchJob) -> bool:
-    "Run the lines of `job` that have no answer, and give those an error whose time is over. Whether its batch can be ended now."
+    """Run the lines of `job` that have no answer, and give those an error whose time is over.
+    Whether its batch can be ended now."""
     engine = runner.engine(job)
     if engine:
         job.run(engine)
@@ -1033,7 +1065,8 @@ def run_lines(runner: BatchRunner, job: BatchJob) -> bool:
 
 
 def run_batch(runner: BatchRunner, batch: dict[str, Any]) -> None:
-    "Run `batch` to its end, or until `runner` is to stop. Raises `EngineError` if no engine can run it now; `OSError`, `sqlite3.Error`."
+    """Run `batch` to its end, or until `runner` is to stop. Raises `EngineError` if no engine
+    can run it now; `OSError`, `sqlite3.Error`."""
     id, store, status = batch["id"], runner.store, batch["status"]
     runner.job = job = job_of(runner, batch)
     try:

@@ -30,7 +30,8 @@ class Unreachable(JobError):
 
 # %% ../../nbs/7_serve/client.ipynb #b2c6d8be-1
 class BatchClient:
-    "Talks to the server at `url` that has the Batch API, with `key` if it asks for one. All raise `JobError`."
+    """Talks to the server at `url` that has the Batch API, with `key` if it asks for one. All
+    raise `JobError`."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         import httpx
@@ -56,7 +57,8 @@ class BatchClient:
 
     def _unreachable(self, e: Exception) -> Unreachable:
         return Unreachable(
-            f"can't reach {self.url} ({str(e) or type(e).__name__}): is a server running there? --url says where",
+            f"can't reach {self.url} ({str(e) or type(e).__name__}): is a server running there? "
+            "--url says where",
             1,
         )
 
@@ -68,14 +70,16 @@ class BatchClient:
         with suppress(ValueError, TypeError, LookupError):
             why = answer.json()["error"]["message"]
         raise JobError(
-            f"{self.url} answered {answer.status_code}: {' '.join(str(why).split()) or answer.reason_phrase}",
+            f"{self.url} answered {answer.status_code}: "
+            f"{' '.join(str(why).split()) or answer.reason_phrase}",
             1,
         )
 
     def submit(
         self, path: str, endpoint: str | None = None, metadata: Any = None
     ) -> dict[str, Any]:
-        "Upload file `path`, and make a batch of it: the batch. `endpoint`: None takes that of its first line."
+        """Upload file `path`, and make a batch of it: the batch. `endpoint`: None takes that of
+        its first line."""
         endpoint = endpoint or endpoint_in(path)
         try:
             with open(path, "rb") as f:
@@ -113,7 +117,8 @@ class BatchClient:
         return batch
 
     def fetch(self, id: str, output: str | None, overwrite: bool = False) -> None:
-        "Write the content of file `id` to file `output`, whole or not at all, or to standard output."
+        """Write the content of file `id` to file `output`, whole or not at all, or to standard
+        output."""
         import httpx
 
         new = None if output in (None, "-") else Path(new_of(output))
@@ -156,8 +161,8 @@ def endpoint_in(path: str | Path) -> str:
     except OSError as e:
         raise JobError(f"can't read {path} ({e.strerror or e})") from e
     raise JobError(
-        f"{path} is no file of the Batch API ({why}): its lines are objects with custom_id, method, url and body; "
-        "batchlab run takes other files"
+        f"{path} is no file of the Batch API ({why}): its lines are objects with custom_id, "
+        "method, url and body; batchlab run takes other files"
     )
 
 
@@ -172,7 +177,8 @@ def about(batch: dict[str, Any]) -> str:
 def fetch_answers(
     client: BatchClient, batch: dict[str, Any], args: Namespace, say: Callable[[str], object]
 ) -> int:
-    "Fetch the answers of `batch`, which has ended, and its errors if there is a file for them. Returns the exit status."
+    """Fetch the answers of `batch`, which has ended, and its errors if there is a file for them.
+    Returns the exit status."""
     say(about(batch))
     for k, name, path in [
         ("output_file_id", "answers", args.output or "-"),
@@ -197,7 +203,8 @@ def command(args: Namespace, say: Callable[[str], object]) -> int:
         return 0
     if not args.name:
         raise JobError(
-            f"batchlab batch {args.what} needs {'a file' if args.what == 'submit' else 'the id of a batch'}"
+            f"batchlab batch {args.what} needs "
+            f"{'a file' if args.what == 'submit' else 'the id of a batch'}"
         )
     if args.what == "submit":
         batch = client.submit(args.name, args.endpoint, args.metadata)

@@ -63,7 +63,8 @@ def cells_of(engine: Engine, plan: StepPlan) -> str:
 
 # %% ../../nbs/7_serve/page.ipynb #pag0000c
 def slot_of(r: EngineRequest, first: int) -> list[Any]:
-    "Of a running request: slot, id, phase, tokens of its prompt, computed, cached, of its answer, the most of it, and whether it is of a batch."
+    """Of a running request: slot, id, phase, tokens of its prompt, computed, cached, of its
+    answer, the most of it, and whether it is of a batch."""
     done = (
         r.num_tokens if r.output_ids and not r.num_computed_tokens else r.num_computed_tokens
     )  # some runners keep nothing
@@ -88,7 +89,8 @@ def slot_of(r: EngineRequest, first: int) -> list[Any]:
 
 
 def state_of(llm: LLM) -> dict[str, Any]:
-    "What the engines of `llm` have in slots, queues and blocks, and the sums of all requests that ended. For who holds `llm.mutex`."
+    """What the engines of `llm` have in slots, queues and blocks, and the sums of all requests
+    that ended. For who holds `llm.mutex`."""
     schedulers, slots, first = [e.scheduler for e in llm.engines.values()], [], 0
     for s in schedulers:
         slots += [slot_of(r, first) for r in s.running]
@@ -132,7 +134,8 @@ TICK, MOST_VIEWERS, IDLE = (
 class Lookout:
     """What the engines of `llm` do, noted while there are `viewers`.
 
-    `shot`: the newest state, a `dict`, with the last `steps` as `(cells, tokens decoded, tokens of prompts)`; `num_steps`: how many it has seen."""
+    `shot`: the newest state, a `dict`, with the last `steps` as
+    `(cells, tokens decoded, tokens of prompts)`; `num_steps`: how many it has seen."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm, self.viewers, self.wanted = llm, 0, False
@@ -220,7 +223,8 @@ class Lookout:
         )
 
     def look(self) -> dict[str, Any] | None:
-        "The newest state, in the thread of the viewers: that of the last step, or one of this moment if the engine stands. Another one is asked for."
+        """The newest state, in the thread of the viewers: that of the last step, or one of this
+        moment if the engine stands. Another one is asked for."""
         if self.wanted and self.llm.mutex.acquire(blocking=False):
             try:
                 self.take()
@@ -746,8 +750,9 @@ STYLE = (
     + CSS
 )
 HTML = (
-    '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>batchlab</title>'
-    f'<link rel="icon" href="data:,"><style>{STYLE}</style></head><body>{BODY}<script>{SCRIPT}</script></body></html>\n'
+    '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+    'content="width=device-width"><title>batchlab</title><link rel="icon" '
+    f'href="data:,"><style>{STYLE}</style></head><body>{BODY}<script>{SCRIPT}</script></body></html>\n'
 )
 
 
@@ -756,8 +761,8 @@ def digest(text: str) -> str:
 
 
 POLICY = (
-    f"default-src 'none'; script-src {digest(SCRIPT)}; style-src {digest(STYLE)}; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'"
+    f"default-src 'none'; script-src {digest(SCRIPT)}; style-src {digest(STYLE)}; connect-src "
+    "'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -785,7 +790,8 @@ def trusted(host: str, names: Collection[str]) -> bool:
 
 
 def is_foreign(headers: Mapping[str, str]) -> bool:
-    "Whether a browser asks for a page of another site: by `Sec-Fetch-Site`, or if it left that out by an `Origin` that is not the `Host`."
+    """Whether a browser asks for a page of another site: by `Sec-Fetch-Site`, or if it left that
+    out by an `Origin` that is not the `Host`."""
     if site := headers.get("sec-fetch-site"):
         return site not in ("same-origin", "none")
     origin = headers.get("origin")
@@ -795,9 +801,11 @@ def is_foreign(headers: Mapping[str, str]) -> bool:
 
 # %% ../../nbs/7_serve/page.ipynb #pag00029-1
 def page_router(batches: bool = False, names: Collection[str] | None = None) -> APIRouter:
-    """The page at / and its feed at /page/events, as a router for `create_app`. `batches`: whether the server has endpoints for them.
+    """The page at / and its feed at /page/events, as a router for `create_app`. `batches`:
+    whether the server has endpoints for them.
 
-    `names`: of the server, beside its addresses and localhost, by which a browser may call it; None is any, for one with an API key."""
+    `names`: of the server, beside its addresses and localhost, by which a browser may call it;
+    None is any, for one with an API key."""
     router, lookouts = (
         APIRouter(),
         list[Lookout](),

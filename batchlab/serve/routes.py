@@ -43,7 +43,8 @@ def too_large(most: int) -> ApiError:
 
 # %% ../../nbs/7_serve/routes.ipynb #b25453a6-1
 class Upload:
-    "A form with a file, of a request with header `content_type`, that comes in chunks. The file, of at most `most` bytes, goes to `new`."
+    """A form with a file, of a request with header `content_type`, that comes in chunks. The
+    file, of at most `most` bytes, goes to `new`."""
 
     def __init__(self, new: NewFile, content_type: str, most: int) -> None:
         self.new, self.most = new, most
@@ -115,7 +116,8 @@ class Upload:
 
 # %% ../../nbs/7_serve/routes.ipynb #b253db31
 def page_of(query: Any, most: int, default: int) -> dict[str, Any]:
-    "What `query` says of a page: where it begins, and how many objects it has, `most` at most. Raises `ApiError`."
+    """What `query` says of a page: where it begins, and how many objects it has, `most` at most.
+    Raises `ApiError`."""
     given = query.get("limit", str(default))
     limit = int(given) if given.isdecimal() and len(given) < 9 else 0
     if not 1 <= limit <= most:
@@ -141,7 +143,8 @@ async def body_of(request: Request) -> dict[str, Any]:
 
 
 async def drain(request: Request, most: int = 2**26) -> None:
-    "Read what a client still sends, up to `most` bytes: most clients hear an answer only when they have sent all."
+    """Read what a client still sends, up to `most` bytes: most clients hear an answer only when
+    they have sent all."""
     with suppress(RuntimeError):  # all of it has been read
         async for chunk in request.stream():
             if (most := most - len(chunk)) < 0:
@@ -247,7 +250,8 @@ def answered(act: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Aw
 def batch_router(
     store: BatchStore, runner: BatchRunner, max_file_bytes: int = 512 * 2**20
 ) -> APIRouter:
-    """The endpoints /v1/files and /v1/batches for a FastAPI application. `max_file_bytes`: of an upload.
+    """The endpoints /v1/files and /v1/batches for a FastAPI application. `max_file_bytes`: of an
+    upload.
 
     What fails is answered with the API's error object."""
     router, files, batches = (

@@ -20,7 +20,8 @@ __all__ = ['BatchRayRun', 'BatchWorkers']
 
 # %% ../../nbs/7_serve/workers.ipynb #5c0ba7c3
 class BatchRayRun(RayRun):
-    "A run of a `BatchJob` by the pool of `workers`, until the job `ends`. Raises `EngineError` if the pool can't go on."
+    """A run of a `BatchJob` by the pool of `workers`, until the job `ends`. Raises `EngineError`
+    if the pool can't go on."""
 
     job: BatchJob
 
@@ -50,7 +51,8 @@ class BatchRayRun(RayRun):
 
 # %% ../../nbs/7_serve/workers.ipynb #5c0ba7c7
 class BatchWorkers:
-    """The `Workers` of a `BatchRunner`: a pool of `make_pool()`, from `start` to `stop`. One that broke is made anew when there is work again."""
+    """The `Workers` of a `BatchRunner`: a pool of `make_pool()`, from `start` to `stop`. One
+    that broke is made anew when there is work again."""
 
     def __init__(self, make_pool: Callable[[], Pool]) -> None:
         self.make_pool = make_pool
@@ -74,7 +76,8 @@ class BatchWorkers:
         return EngineError(f"the workers can not go on ({str(e) or type(e).__name__})")
 
     def wait(self, ends: Callable[[], object]) -> WorkerInfo | None:
-        "What the workers have, once the first has its model; None if `ends()` says something before. Raises `EngineError`."
+        """What the workers have, once the first has its model; None if `ends()` says something
+        before. Raises `EngineError`."""
         try:
             pool = self.pool or self.start().pool
             assert pool

@@ -25,7 +25,8 @@ __all__ = ['keep_last', 'admit', 'admit_text']
 
 # %% ../../nbs/5_tasks/admit.ipynb #2566475d
 def keep_last(ids: list[int], params: SamplingParams, max_model_len: int | None) -> list[int]:
-    "The tokens at the end of prompt `ids` that `params.truncate_prompt_tokens` keeps, all of them if it is None."
+    """The tokens at the end of prompt `ids` that `params.truncate_prompt_tokens` keeps, all of
+    them if it is None."""
     most = params.truncate_prompt_tokens
     if most is None or most == -1 and max_model_len is None:
         return ids
@@ -38,7 +39,8 @@ def keep_last(ids: list[int], params: SamplingParams, max_model_len: int | None)
 
 # %% ../../nbs/5_tasks/admit.ipynb #8ddd4fa8
 def admit(llm: LoadedModel, group: RequestGroup, prompt: ParsedPrompt) -> RequestGroup:
-    "Tokenise and check `prompt`; give `group` its requests with their adapter, or its error. Raises `ModelError`, `ParamError`."
+    """Tokenise and check `prompt`; give `group` its requests with their adapter, or its error.
+    Raises `ModelError`, `ParamError`."""
     s = prompt.settings
     if isinstance(s.params, PoolingParams):
         assert isinstance(group, PoolingGroup)
@@ -54,7 +56,8 @@ def admit_text(
     "As `admit`, for a prompt that is to be answered by `params`, without its adapter."
     if not llm.can_generate:
         raise ModelError(
-            f"{type(llm.model).__name__} writes no text: it has {', '.join(llm.pooler.tasks)}, as llm.embed, llm.classify, llm.score or llm.encode"
+            f"{type(llm.model).__name__} writes no text: it has {', '.join(llm.pooler.tasks)}, as "
+            "llm.embed, llm.classify, llm.score or llm.encode"
         )
     timeout = prompt.settings.timeout
     group.params, group.deadline = params, None if timeout is None else group.start + timeout

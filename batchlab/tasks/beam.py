@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 def rank(
     totals: Sequence[float], tops: Sequence[Mapping[int, Logprob]]
 ) -> list[tuple[float, int, int]]:
-    "Each beam with each token that may follow it, as `(log probability, beam, token)`, the likeliest first. `totals`: of the beams so far."
+    """Each beam with each token that may follow it, as `(log probability, beam, token)`, the
+    likeliest first. `totals`: of the beams so far."""
     found = [
         (total + l.logprob, b, token)
         for b, (total, top) in enumerate(zip(totals, tops))
@@ -53,11 +54,13 @@ def rank(
 # %% ../../nbs/5_tasks/17_strategy.ipynb #str00022
 @dataclass(repr=False)
 class BeamSearchSequence:
-    """One sequence of a beam search; vLLM's names. `tokens`: those of the prompt and of the answer, the end token included; `text`: both.
+    """One sequence of a beam search; vLLM's names. `tokens`: those of the prompt and of the
+    answer, the end token included; `text`: both.
 
-    `logprobs`: for each token of the answer `{id: Logprob}` of the likeliest at its place; `cum_logprob`: the sum of the answer's own.
-    `score`: that over the answer's length to the power of `length_penalty`. `finish_reason`: 'stop' at the end token `stop_reason`, or 'length'.
-    `lora_request`: the adapter it was found with."""
+    `logprobs`: for each token of the answer `{id: Logprob}` of the likeliest at its place;
+    `cum_logprob`: the sum of the answer's own. `score`: that over the answer's length to the
+    power of `length_penalty`. `finish_reason`: 'stop' at the end token `stop_reason`, or
+    'length'. `lora_request`: the adapter it was found with."""
 
     orig_prompt: dict[str, Any]
     tokens: list[int]
@@ -96,10 +99,11 @@ class BeamSearchSequence:
 
 # %% ../../nbs/5_tasks/17_strategy.ipynb #str00026
 class BeamSearchInstance:
-    """The beam search of one prompt, without a model: `running` beams want to know their next tokens, `finished` are the best answers yet.
+    """The beam search of one prompt, without a model: `running` beams want to know their next
+    tokens, `finished` are the best answers yet.
 
-    The arithmetic is that of transformers' `generate` with `early_stopping=False`. `adapter`: the one all its beams have. `error`: why it ended,
-    if it broke off."""
+    The arithmetic is that of transformers' `generate` with `early_stopping=False`. `adapter`:
+    the one all its beams have. `error`: why it ended, if it broke off."""
 
     def __init__(
         self,
@@ -130,14 +134,16 @@ class BeamSearchInstance:
 
     @property
     def num_logprobs(self) -> int:
-        "How many of the likeliest tokens it must know of each beam: those that go on, and all that end."
+        """How many of the likeliest tokens it must know of each beam: those that go on, and all
+        that end."""
         return self.beam_width + len(self.eos_ids)
 
     def score(self, cum_logprob: float) -> float:
         return cum_logprob / self.length**self.length_penalty
 
     def advance(self, tops: Sequence[dict[int, Logprob]]) -> None:
-        "Choose the next beams. `tops`: for each running one `{id: Logprob}` of its `num_logprobs` likeliest next tokens."
+        """Choose the next beams. `tops`: for each running one `{id: Logprob}` of its
+        `num_logprobs` likeliest next tokens."""
         self.length += 1
         last, old, k = self.length >= self.max_tokens, self.running, self.beam_width
         ranked = rank([b.cum_logprob for b in old], tops)
@@ -156,7 +162,8 @@ class BeamSearchInstance:
             self.running = []
 
     def tell(self, b: int, top: dict[int, Logprob] | None, error: str | None = None) -> bool:
-        "What beam `b` of `advance` wants to know, or why nobody knows it. Whether that was the last of the beams: then the next are chosen."
+        """What beam `b` of `advance` wants to know, or why nobody knows it. Whether that was the
+        last of the beams: then the next are chosen."""
         self.told[b], self.error = top or {}, self.error or error
         if len(self.told) < len(self.running):
             return False
@@ -183,7 +190,8 @@ def run_searches(
 ) -> Iterator[BeamSearchInstance]:
     """Carry out `searches`, at most `at_once` of them at a time; yields each as it ends.
 
-    A beam is a request for one token. A search goes on when all its beams have theirs, wherever the others are."""
+    A beam is a request for one token. A search goes on when all its beams have theirs, wherever
+    the others are."""
     waiting, outputs = deque(searches), deque[RequestOutput]()
     asked: dict[
         str, tuple[BeamSearchInstance, int]
@@ -229,7 +237,8 @@ def run_searches(
 # %% ../../nbs/5_tasks/17_strategy.ipynb #str00023
 @dataclass(repr=False)
 class BeamSearchOutput:
-    "The likeliest sequences that a beam search of one prompt found, the best first; `error` if it could not be run."
+    """The likeliest sequences that a beam search of one prompt found, the best first; `error` if
+    it could not be run."""
 
     sequences: list[BeamSearchSequence]
     error: str | None = None
@@ -270,7 +279,8 @@ def make_search(
     p: BeamSearchParams,
     adapter: Adapter | AdapterError | None = None,
 ) -> BeamSearchInstance:
-    "The search of `prompt`, in any form that `LLM.generate` takes. Raises `ParamError`, `PromptError`, `ModelError`, and `adapter` if that is an error."
+    """The search of `prompt`, in any form that `LLM.generate` takes. Raises `ParamError`,
+    `PromptError`, `ModelError`, and `adapter` if that is an error."""
     prompt, own = split_settings(prompt)
     if own:
         raise ParamError(
@@ -299,7 +309,8 @@ def make_search(
 
 
 def _room(llm: StreamCalls, searches: Sequence[BeamSearchInstance]) -> int:
-    "How many of `searches` have room for all their beams, in the slots and in the memory of the cache; 1 at least."
+    """How many of `searches` have room for all their beams, in the slots and in the memory of
+    the cache; 1 at least."""
     size, l = llm.backend.block_size, llm.limits
     each = [len(s.running[0].tokens) + s.beam_width * (s.max_tokens + 2 * size) for s in searches]
     slots = l.max_num_seqs // max([1, *(s.beam_width for s in searches)])
@@ -326,12 +337,16 @@ def beam_search(
     concurrency_limit: int | None = None,
     lora_request: AdapterChoices = None,
 ) -> Outputs[BeamSearchOutput]:
-    """The likeliest answers to `prompts`, one or many in any form that `LLM.generate` takes, by beam search: a `BeamSearchOutput` a prompt.
+    """The likeliest answers to `prompts`, one or many in any form that `LLM.generate` takes, by
+    beam search: a `BeamSearchOutput` a prompt.
 
-    Tokens, order and `score` are those of transformers' `generate(num_beams=…, num_return_sequences=…, do_sample=False, early_stopping=False)`.
-    In contrast to vLLM, `length_penalty` counts the answer without its prompt, and any of the model's end tokens ends an answer.
-    `concurrency_limit`: prompts at once; None: as many as have room. `use_tqdm`, `lora_request`: see `LLM.generate`. Raises `ParamError`, and
-    `PromptError` if not one is a prompt; a prompt that can't run gets its `error`."""
+    Tokens, order and `score` are those of transformers' `generate(num_beams=…,
+    num_return_sequences=…, do_sample=False,
+    early_stopping=False)`. In contrast to vLLM, `length_penalty` counts the answer without its
+    prompt, and any of the model's end tokens ends an answer. `concurrency_limit`: prompts at
+    once; None: as many as have room. `use_tqdm`, `lora_request`: see `LLM.generate`. Raises
+    `ParamError`, and `PromptError` if not one is a prompt; a prompt that can't run gets its
+    `error`."""
     check_bar(use_tqdm)
     p, prompts, limit = (
         BeamSearchParams.of(params),

@@ -47,7 +47,8 @@ __all__ = ['split_choices', 'encode_choices', 'Question', 'log_sum', 'ask', 'Cho
 def split_choices(
     prompt_ids: Sequence[int], wholes: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[list[int]]]:
-    """What the token ids `wholes`, each of the prompt with a choice behind it, share with the prompt, and what each has after that.
+    """What the token ids `wholes`, each of the prompt with a choice behind it, share with the
+    prompt, and what each has after that.
 
     Each keeps one token at least. `prompt_ids`: the prompt alone, encoded."""
     n = min(min(common_length(prompt_ids, w), len(w) - 1) for w in wholes)
@@ -57,9 +58,11 @@ def split_choices(
 def encode_choices(
     llm: StreamCalls, prompt: Prompt, choices: Sequence[Any], chat: bool = False
 ) -> tuple[list[int], list[list[int]]]:
-    """`prompt` (with `chat`, a conversation) and `choices` as `split_choices` gives them. Raises `PromptError`, `ModelError`.
+    """`prompt` (with `chat`, a conversation) and `choices` as `split_choices` gives them. Raises
+    `PromptError`, `ModelError`.
 
-    Where nothing is left in front of a choice, that is the token that stands for an empty prompt."""
+    Where nothing is left in front of a choice, that is the token that stands for an empty
+    prompt."""
     model, tokenizer = llm.model, llm.tokenizer
     words: Any = tokenizer
     chat = chat or isinstance(prompt, dict) and "messages" in prompt
@@ -96,11 +99,13 @@ def encode_choices(
 # %% ../../nbs/5_tasks/33_choices.ipynb #c4330015
 @dataclass
 class Question:
-    """A prompt with its choices, `keys` (texts, or tuples of ids), on the way: what their tokens are, and what was found out about them.
+    """A prompt with its choices, `keys` (texts, or tuples of ids), on the way: what their tokens
+    are, and what was found out about them.
 
-    `shared`: the tokens in front of all choices; `tails`: what each has after them. `end_ids`: the tokens of which one has to follow a
-    choice, if its end counts. `adapter`: the one that is asked. `found`: for each of `asks` `(log probabilities of its tokens from the second on,
-    {id: log probability} after it)`."""
+    `shared`: the tokens in front of all choices; `tails`: what each has after them. `end_ids`:
+    the tokens of which one has to follow a choice, if its end counts. `adapter`: the one that is
+    asked. `found`: for each of `asks` `(log probabilities of its tokens from the second on, {id:
+    log probability} after it)`."""
 
     keys: list[Any]
     shared: list[int] = field(default_factory=list)
@@ -111,7 +116,8 @@ class Question:
     found: dict[tuple[int, ...], tuple[list[float], dict[int, float]]] = field(default_factory=dict)
 
     def asks(self) -> dict[tuple[int, ...], list[int]]:
-        "The requests to be made: `{tokens after shared: ids asked about after them}`, the first of them without any tokens."
+        """The requests to be made: `{tokens after shared: ids asked about after them}`, the
+        first of them without any tokens."""
         asked: dict[tuple[int, ...], dict[int, None]] = (
             {(): dict.fromkeys(t[0] for t in self.tails)} if self.tails else {}
         )
@@ -140,7 +146,8 @@ def log_sum(xs: Sequence[float]) -> float:
 
 # %% ../../nbs/5_tasks/33_choices.ipynb #c433001a
 def _asking(ids: Sequence[int], start: int | None = None) -> SamplingParams:
-    "Settings of a request that asks about `ids` after its prompt, and about the prompt's own tokens after position `start`."
+    """Settings of a request that asks about `ids` after its prompt, and about the prompt's own
+    tokens after position `start`."""
     inner: Any = {} if start is None else dict(prompt_logprobs=0, prompt_logprob_start=start)
     return SamplingParams(
         temperature=0,
@@ -177,11 +184,13 @@ def ask(llm: StreamCalls, questions: Sequence[Question]) -> None:
 # %% ../../nbs/5_tasks/33_choices.ipynb #c433001e
 @dataclass(repr=False)
 class ChoiceScores:
-    """How likely each choice is after one prompt. What is said of all choices is a dict by choice, in the order given.
+    """How likely each choice is after one prompt. What is said of all choices is a dict by
+    choice, in the order given.
 
-    `token_ids`: the tokens of each choice (a choice of ids is named by a tuple of them); `token_logprobs`: the log probability of each of them after
-    `prompt_token_ids` and those before it, natural logarithms, and of the end behind them if it counts. `error`: why nothing is known; then the
-    dicts are empty. `lora_request`: the adapter that was asked."""
+    `token_ids`: the tokens of each choice (a choice of ids is named by a tuple of them);
+    `token_logprobs`: the log probability of each of them after `prompt_token_ids` and those
+    before it, natural logarithms, and of the end behind them if it counts. `error`: why nothing
+    is known; then the dicts are empty. `lora_request`: the adapter that was asked."""
 
     prompt_token_ids: list[int]
     token_ids: dict[Any, list[int]]
@@ -208,7 +217,8 @@ class ChoiceScores:
 
     @property
     def per_character(self) -> dict[Any, float]:
-        "The log probability of each choice for each of its characters, spaces around it not counted; of ids, for each id."
+        """The log probability of each choice for each of its characters, spaces around it not
+        counted; of ids, for each id."""
         return {
             c: l / max(1, len(c.strip() if isinstance(c, str) else c))
             for c, l in self.logprobs.items()
@@ -277,7 +287,8 @@ def check_choices(choices: Sequence[Any]) -> list[Any]:
 
 
 def choices_for(n: int, choices: Any) -> list[Sequence[Any]]:
-    "For each of `n` prompts its choices: the same for all, checked, or one list each. Raises `ParamError`."
+    """For each of `n` prompts its choices: the same for all, checked, or one list each. Raises
+    `ParamError`."""
     if isinstance(choices, (str, dict)) or not hasattr(choices, "__iter__"):
         raise ParamError(
             f"choices must be a list, as ['yes', 'no'], got {choices!r:.60}", field="choices"
@@ -289,7 +300,8 @@ def choices_for(n: int, choices: Any) -> list[Sequence[Any]]:
         return [check_choices(choices)] * n
     if len(choices) != n:
         raise ParamError(
-            f"{len(choices)} lists of choices for {n} prompts: give one list for all, or one for each"
+            f"{len(choices)} lists of choices for {n} prompts: give one list for all, or one for "
+            "each"
         )
     return [list(c) for c in choices]
 
@@ -316,13 +328,17 @@ def choose(
     end: bool = False,
     lora_request: AdapterChoices = None,
 ) -> Outputs[ChoiceScores]:
-    """How likely each of `choices` is after each of `prompts`, one or a list (with `chat`, conversations): a `ChoiceScores` a prompt.
+    """How likely each of `choices` is after each of `prompts`, one or a list (with `chat`,
+    conversations): a `ChoiceScores` a prompt.
 
-    `choices`: strings or lists of token ids, one list for all prompts, or a list of such lists, one a prompt. A string goes on where the prompt ends:
-    after `'Answer:'` give `' yes'`, with its space. With `chat` it is the assistant's answer. `end`: the answer has to end there, so that 'New' is not as
-    likely as all that begins with it; any of the model's end tokens will do. The sums are those of `score(prompt + choice)`. `use_tqdm`,
-    `lora_request`: see `LLM.generate`. `to_pandas()` of the result has a column `P(choice)` for each. Raises `ParamError`, and `PromptError` if not one is a prompt; a
-    prompt that can't run gets its `error`."""
+    `choices`: strings or lists of token ids, one list for all prompts, or a list of such lists,
+    one a prompt. A string goes on where the prompt ends: after `'Answer:'` give `' yes'`, with
+    its space. With `chat` it is the assistant's answer. `end`: the answer has to end there, so
+    that 'New' is not as likely as all that begins with it; any of the model's end tokens will
+    do. The sums are those of `score(prompt + choice)`. `use_tqdm`, `lora_request`: see
+    `LLM.generate`. `to_pandas()` of the result has a column `P(choice)` for each. Raises
+    `ParamError`, and `PromptError` if not one is a prompt; a prompt that can't run gets its
+    `error`."""
     check_bar(use_tqdm)
     prompts = as_list(prompts, chat)
     check_forms(prompts, chat)

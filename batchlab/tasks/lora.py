@@ -33,10 +33,12 @@ __all__ = ['AdapterChoice', 'AdapterChoices', 'AdapterModules', 'LoRARequest', '
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0010
 @dataclass(frozen=True)
 class LoRARequest:
-    """Ask for an adapter: `lora_path`, the folder that PEFT wrote, under a name and a number of your own, from 1 on. The fields are vLLM's.
+    """Ask for an adapter: `lora_path`, the folder that PEFT wrote, under a name and a number of
+    your own, from 1 on. The fields are vLLM's.
 
-    A number is loaded once: whoever asks for it again gets what was loaded, unless its files have changed and `load_inplace` says to
-    look. `base_model_name` is a remark. Raises `ParamError`."""
+    A number is loaded once: whoever asks for it again gets what was loaded, unless its files
+    have changed and `load_inplace` says to look. `base_model_name` is a remark. Raises
+    `ParamError`."""
 
     lora_name: str
     lora_int_id: int
@@ -59,7 +61,8 @@ class LoRARequest:
             raise ParamError(f"lora_name must be a text, got {self.lora_name!r}", field="lora_name")
         if not self.lora_path:
             raise ParamError(
-                f"adapter {self.lora_name!r} has no lora_path: give the folder with its adapter_config.json"
+                f"adapter {self.lora_name!r} has no lora_path: give the folder with its "
+                "adapter_config.json"
             )
         object.__setattr__(self, "lora_path", str(self.lora_path))
 
@@ -106,7 +109,8 @@ _KEPT_BASE = (
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    "What `adapter_config.json` says of an adapter, as far as it matters here. `base`: the model it was trained on, if it says so."
+    """What `adapter_config.json` says of an adapter, as far as it matters here. `base`: the
+    model it was trained on, if it says so."""
 
     rank: int
     alpha: float
@@ -129,7 +133,8 @@ class AdapterConfig:
             d = json.loads(file.read_text(encoding="utf-8"))
             if why := _more_than_lora(d):
                 raise AdapterError(
-                    f"{why}, and batchlab runs plain LoRA: merge it into the model, or train it without"
+                    f"{why}, and batchlab runs plain LoRA: merge it into the model, or train it "
+                    "without"
                 )
             return cls(
                 int(d["r"]),
@@ -147,11 +152,13 @@ class AdapterConfig:
             ) from e
 
     def scale(self, module: str, rank: int) -> float:
-        "What the adapter's part in `module` is multiplied by. Raises `AdapterError` if its `rank` is not as configured, or no number comes of it."
+        """What the adapter's part in `module` is multiplied by. Raises `AdapterError` if its
+        `rank` is not as configured, or no number comes of it."""
         try:
             if rank != (r := _of_pattern(self.ranks, module, self.rank)):
                 raise AdapterError(
-                    f"its weights for {module} have rank {rank}, and adapter_config.json says {r}: one of the two files is of another adapter"
+                    f"its weights for {module} have rank {rank}, and adapter_config.json says "
+                    f"{r}: one of the two files is of another adapter"
                 )
             scale = float(
                 _of_pattern(self.alphas, module, self.alpha) / (r**0.5 if self.rslora else r)
@@ -190,7 +197,8 @@ def _rank_error(rank: int, most: int) -> AdapterError:
 
 
 def _of_pattern(patterns: dict[str, Any], module: str, default: Any) -> Any:
-    "The value of the first of `patterns` that the end of the name `module` matches, as PEFT has it."
+    """The value of the first of `patterns` that the end of the name `module` matches, as PEFT
+    has it."""
     return next(
         (v for key, v in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default
     )
@@ -214,15 +222,18 @@ def _tensors(folder: Path) -> "dict[str, torch.Tensor]":
             return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except Exception as e:
             raise AdapterError(
-                f"{str(file)!r} can't be read ({type(e).__name__}: {' '.join(str(e).split())[:100]}): save it again"
+                f"{str(file)!r} can't be read ({type(e).__name__}: "
+                f"{' '.join(str(e).split())[:100]}): save it again"
             ) from e
     raise AdapterError(
-        f"{str(folder)!r} has neither adapter_model.safetensors nor adapter_model.bin: give the folder that PEFT wrote"
+        f"{str(folder)!r} has neither adapter_model.safetensors nor adapter_model.bin: give the "
+        "folder that PEFT wrote"
     )
 
 
 def _place(module: str, shapes: dict[str, tuple[int, int]]) -> str | None:
-    "The name in `shapes` of what an adapter calls `module`: it may have been trained without the head, or with one more around it."
+    """The name in `shapes` of what an adapter calls `module`: it may have been trained without
+    the head, or with one more around it."""
     names = [module, *(f"model.{module}",), module.removeprefix("model.")]
     return next((n for n in names if n in shapes), None)
 
@@ -230,10 +241,12 @@ def _place(module: str, shapes: dict[str, tuple[int, int]]) -> str | None:
 def read_adapter(
     folder: Path, shapes: dict[str, tuple[int, int]], max_rank: int
 ) -> dict[str, LowRank]:
-    """What the adapter in `folder` adds to each linear layer of a model, by name. `shapes`: of the model's linear layers, by name `(in, out)`.
+    """What the adapter in `folder` adds to each linear layer of a model, by name. `shapes`: of
+    the model's linear layers, by name `(in, out)`.
 
-    Its tensors are mapped from the file, and not read before they are used. Raises `AdapterError`: it can't be read, is more than plain LoRA, is
-    for another model, or has a rank above `max_rank`."""
+    Its tensors are mapped from the file, and not read before they are used. Raises
+    `AdapterError`: it can't be read, is more than plain LoRA, is for another model, or has a
+    rank above `max_rank`."""
     from batchlab.fast.adapters import LowRank
 
     config, halves, found = (
@@ -244,23 +257,28 @@ def read_adapter(
     for key, t in _tensors(folder).items():
         if "lora_magnitude_vector" in key:
             raise AdapterError(
-                "it has DoRA, and batchlab runs plain LoRA: merge it into the model, or train it without"
+                "it has DoRA, and batchlab runs plain LoRA: merge it into the model, or train it "
+                "without"
             )
         if "lora_embedding_" in key:
             raise AdapterError(
-                "it has LoRA of an embedding, which batchlab does not run: leave embeddings out of target_modules"
+                "it has LoRA of an embedding, which batchlab does not run: leave embeddings out "
+                "of target_modules"
             )
         if key.endswith(".base_layer.weight"):
             raise AdapterError(
-                f"it has weights of the model itself, {key!r}: save it with save_embedding_layers=False"
+                f"it has weights of the model itself, {key!r}: save it with "
+                "save_embedding_layers=False"
             )
         if not t.is_floating_point():
             raise AdapterError(
-                f"its weights {key!r} are {t.dtype}, not floating point: save it again in float32 or bfloat16"
+                f"its weights {key!r} are {t.dtype}, not floating point: save it again in float32 "
+                "or bfloat16"
             )
         if not (m := _KEY.fullmatch(key)):
             raise AdapterError(
-                f"it has weights of its own, {key!r}, and batchlab runs plain LoRA: train it without modules_to_save"
+                f"it has weights of its own, {key!r}, and batchlab runs plain LoRA: train it "
+                "without modules_to_save"
             )
         halves.setdefault(m[1], {})[m[2]] = t
     for module, pair in halves.items():
@@ -280,8 +298,8 @@ def read_adapter(
             or len(down) != up.shape[1]
         ):
             raise AdapterError(
-                f"its weights for {module} are {[*down.shape]} and {[*up.shape]}, and for this model they must be [rank, {k}] and [{n}, rank]: "
-                "it is for another model"
+                f"its weights for {module} are {[*down.shape]} and {[*up.shape]}, and for this "
+                f"model they must be [rank, {k}] and [{n}, rank]: it is for another model"
             )
         if len(down) > max_rank:
             raise _rank_error(len(down), max_rank)
@@ -293,10 +311,11 @@ def read_adapter(
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0030
 @dataclass(eq=False)
 class Adapter:
-    """An adapter that was asked for and looked at. `number`: what `Request.adapter` and `Batch.adapters` call it; no other has had it.
+    """An adapter that was asked for and looked at. `number`: what `Request.adapter` and
+    `Batch.adapters` call it; no other has had it.
 
-    `signature`: size and time of its files then; `nbytes`: of its weights in the model's dtype; `rank`: the largest; `weights`: None, or ready
-    for the backend."""
+    `signature`: size and time of its files then; `nbytes`: of its weights in the model's dtype;
+    `rank`: the largest; `weights`: None, or ready for the backend."""
 
     number: int
     request: LoRARequest
@@ -336,10 +355,12 @@ AdapterModules = (  # see `read_modules`
 
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0032
 class Adapters:
-    """The adapters of an `LLM`, for any thread. `shapes`: of its model's linear layers, by name `(in, out)`; `itemsize`: bytes of a weight.
+    """The adapters of an `LLM`, for any thread. `shapes`: of its model's linear layers, by name
+    `(in, out)`; `itemsize`: bytes of a weight.
 
-    At most `max_loras` have running requests, and at most `max_cpu_loras` are in memory: who was used least recently goes first, and
-    is read again when asked for. One that was removed or replaced stays until its last request has ended, beside that limit."""
+    At most `max_loras` have running requests, and at most `max_cpu_loras` are in memory: who was
+    used least recently goes first, and is read again when asked for. One that was removed or
+    replaced stays until its last request has ended, beside that limit."""
 
     def __init__(
         self,
@@ -373,7 +394,8 @@ class Adapters:
         self.modules = modules or {}
 
     def may_enter(self, r: Request, running: Sequence[Request]) -> bool:
-        "Whether no more than `max_loras` adapters have running requests once `r` is among them: the `Scheduler`'s rule."
+        """Whether no more than `max_loras` adapters have running requests once `r` is among
+        them: the `Scheduler`'s rule."""
         if not r.adapter:
             return True
         theirs = {x.adapter for x in running if x.adapter}
@@ -386,8 +408,9 @@ class Adapters:
 
     def __str__(self) -> str:
         return (
-            f"up to rank {self.max_lora_rank}, of {self.max_loras} at once; {len(self.loaded)} of {self.max_cpu_loras} in memory, "
-            f"{megabytes(self.nbytes)} of at most {megabytes(self.limit_bytes)}"
+            f"up to rank {self.max_lora_rank}, of {self.max_loras} at once; {len(self.loaded)} of "
+            f"{self.max_cpu_loras} in memory, {megabytes(self.nbytes)} of at most "
+            f"{megabytes(self.limit_bytes)}"
         )
 
     @property
@@ -395,11 +418,13 @@ class Adapters:
         return sum(a.weights.nbytes for a in [*self.alive.values()] if a.weights is not None)
 
     def bind(self, backend: Any, shapes: object = True) -> None:
-        """Run on `backend` from now on; what was loaded for another one is forgotten. Raises `UnsupportedModelError` where no model's rows run
-        packed (no `shapes`), and `BatchError` for a backend that can't."""
+        """Run on `backend` from now on; what was loaded for another one is forgotten. Raises
+        `UnsupportedModelError` where no model's rows run packed (no `shapes`), and `BatchError`
+        for a backend that can't."""
         if not shapes:
             raise UnsupportedModelError(
-                "adapters are for models that run packed, and this one does not: merge the adapter into it"
+                "adapters are for models that run packed, and this one does not: merge the "
+                "adapter into it"
             )
         from batchlab.fast.adapters import open_adapters
 
@@ -470,7 +495,8 @@ class Adapters:
         )
 
     def admit(self, asked: object) -> Adapter:
-        "The adapter that is `asked` for, once it was looked at: its weights are read when the first request runs. Raises `AdapterError`, `ParamError`."
+        """The adapter that is `asked` for, once it was looked at: its weights are read when the
+        first request runs. Raises `AdapterError`, `ParamError`."""
         if isinstance(asked, Adapter):
             return asked  # of a call that began with it
         request = self.find(asked)
@@ -480,8 +506,8 @@ class Adapters:
                 old and old.request.lora_path != request.lora_path
             ):  # by other names it is the same, as in vLLM
                 raise AdapterError(
-                    f"adapter {request.lora_name!r} can not be number {request.lora_int_id}, which {old.request.lora_name!r} has: "
-                    "give it another lora_int_id"
+                    f"adapter {request.lora_name!r} can not be number {request.lora_int_id}, "
+                    f"which {old.request.lora_name!r} has: give it another lora_int_id"
                 )
             if old and old.weights is not None and not request.load_inplace:
                 return old
@@ -500,7 +526,8 @@ class Adapters:
         parts = read_adapter(Path(request.lora_path), self.shapes, self.max_lora_rank)
         if strange := [n for n in parts if self.bank is not None and n not in self.bank.names]:
             raise AdapterError(
-                f"it has a part in {strange[0]}, where this model takes none: leave it out of target_modules"
+                f"it has a part in {strange[0]}, where this model takes none: leave it out of "
+                "target_modules"
             )
         return Adapter(
             next(self.numbers),
@@ -511,7 +538,8 @@ class Adapters:
         )
 
     def weights(self, numbers: Sequence[int]) -> list[Any]:
-        "The weights of adapters, ready for the backend, read where they are not there. Raises `AdapterError`."
+        """The weights of adapters, ready for the backend, read where they are not there. Raises
+        `AdapterError`."""
         with self.lock:
             for n in numbers:
                 if n in self.loaded:
@@ -543,7 +571,8 @@ class Adapters:
         return a
 
     def applied(self, model: PreTrainedModel, asked: object) -> Any:
-        "Inside, all that `model` computes, by its own code, is computed with the adapter that is `asked` for. Raises `AdapterError`."
+        """Inside, all that `model` computes, by its own code, is computed with the adapter that
+        is `asked` for. Raises `AdapterError`."""
         from batchlab.fast.adapters import applied
 
         return applied(
@@ -551,7 +580,8 @@ class Adapters:
         )
 
     def remove(self, lora_int_id: int) -> bool:
-        "Forget the adapter of that number; whether there was one. Its memory goes with the last of its requests."
+        """Forget the adapter of that number; whether there was one. Its memory goes with the
+        last of its requests."""
         with self.lock:
             old = self.current.pop(lora_int_id, None)
             if old:
@@ -560,7 +590,8 @@ class Adapters:
 
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0034
 def read_modules(modules: AdapterModules) -> dict[str, LoRARequest]:
-    "`{name: folder}`, or a list of `LoRARequest`, 'name=folder' or vLLM's `{'name': …, 'path': …}`, as `{name: LoRARequest}`. Raises `ParamError`."
+    """`{name: folder}`, or a list of `LoRARequest`, 'name=folder' or vLLM's
+    `{'name': …, 'path': …}`, as `{name: LoRARequest}`. Raises `ParamError`."""
     if not modules:
         return {}
     items = (
@@ -604,7 +635,8 @@ def open_for(
     max_cpu_loras: object = None,
     modules: AdapterModules | None = None,
 ) -> Adapters:
-    "The `Adapters` of an `LLM` whose model is loaded, and has its own linear layers still. Raises `ParamError`."
+    """The `Adapters` of an `LLM` whose model is loaded, and has its own linear layers still.
+    Raises `ParamError`."""
     from batchlab.fast.adapters import linear_shapes
     from batchlab.llm.config import check_count
 
@@ -648,7 +680,8 @@ def look_up(llm: LoadedModel, asked: object) -> Adapter | AdapterError | None:
 
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0040-1
 def put_adapter(llm: LoadedModel, group: RequestGroup, asked: object) -> Any:
-    "`group`, made ready by `admit`, with the adapter that is `asked` for, or None: its requests run with it, or it has an error. Raises `ParamError`."
+    """`group`, made ready by `admit`, with the adapter that is `asked` for, or None: its
+    requests run with it, or it has an error. Raises `ParamError`."""
     found = look_up(llm, asked)
     if isinstance(found, AdapterError):
         if not group.error:
@@ -663,7 +696,8 @@ def put_adapter(llm: LoadedModel, group: RequestGroup, asked: object) -> Any:
 def adapters_for(
     llm: LoadedModel, n: int, lora_request: object
 ) -> list[Adapter | AdapterError | None]:
-    """For each of `n` prompts, of which each makes many requests, what `look_up` says: whatever becomes of the files, all those have one adapter.
+    """For each of `n` prompts, of which each makes many requests, what `look_up` says: whatever
+    becomes of the files, all those have one adapter.
 
     `lora_request`: one for all or one each, as `LLM.generate` takes it. Raises `ParamError`."""
     from batchlab.llm.inputs import settings_for
@@ -672,7 +706,8 @@ def adapters_for(
 
 
 def plan_adapters(adapters: Adapters | None, groups: Sequence[Any]) -> tuple[int, int]:
-    "Bytes of the adapters of `groups` that are in memory at once, and the most that adapters may take."
+    """Bytes of the adapters of `groups` that are in memory at once, and the most that adapters
+    may take."""
     if adapters is None:
         return 0, 0
     each = sorted((a.nbytes for a in {g.adapter for g in groups} if a is not None), reverse=True)
@@ -691,9 +726,11 @@ def adapter_names(llm: LoadedModel) -> list[str]:
 
 
 def check_folders(modules: AdapterModules | None, max_lora_rank: int | None = None) -> None:
-    """Look at the folders of `modules`, as `read_modules` takes them, as far as that needs no model.
+    """Look at the folders of `modules`, as `read_modules` takes them, as far as that needs no
+    model.
 
-    Raises `ParamError`, and `AdapterError` for a folder that is none of an adapter, or of one that no model here runs."""
+    Raises `ParamError`, and `AdapterError` for a folder that is none of an adapter, or of one
+    that no model here runs."""
     for name, request in read_modules(modules).items():
         try:
             config, most = AdapterConfig.read(Path(request.lora_path)), max_lora_rank or 16
@@ -704,21 +741,25 @@ def check_folders(modules: AdapterModules | None, max_lora_rank: int | None = No
 
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0040-2
 def check_modules(llm: LoadedModel, names: Collection[str] = ()) -> None:
-    """Look at all the adapters that `llm` was given, and at what they are called, if the model goes by `names` for those who ask.
+    """Look at all the adapters that `llm` was given, and at what they are called, if the model
+    goes by `names` for those who ask.
 
-    Raises `AdapterError` for one that can't be loaded, `ParamError` for one of those names: who asks for it could mean either."""
+    Raises `AdapterError` for one that can't be loaded, `ParamError` for one of those names: who
+    asks for it could mean either."""
     if (adapters := getattr(llm, "adapters", None)) is None:
         return
     for name in adapters.modules:
         if name in names:
             raise ParamError(
-                f"the model and an adapter are both called {name!r}: call one of them something else"
+                f"the model and an adapter are both called {name!r}: call one of them something "
+                "else"
             )
         adapters.admit(name)
 
 
 class LoRACalls:
-    "The methods of `LLM` for adapters, by vLLM's names. A request that names an adapter loads it by itself."
+    """The methods of `LLM` for adapters, by vLLM's names. A request that names an adapter loads
+    it by itself."""
 
     adapters: Adapters | None
 
@@ -733,7 +774,8 @@ class LoRACalls:
         return a.weights is not None
 
     def remove_lora(self, lora_id: int) -> bool:
-        "Forget the adapter of that number; whether there was one. Requests that have it run to their end."
+        """Forget the adapter of that number; whether there was one. Requests that have it run to
+        their end."""
         return self._adapters().remove(lora_id)
 
     def list_loras(self) -> set[int]:

@@ -89,7 +89,8 @@ POOLINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = dict(
 
 
 def pool(states: torch.Tensor, how: Sequence[str]) -> torch.Tensor:
-    "The states `[n, E]` of a sequence as one vector, fp32 `[E]`, or several one behind the other. `how`: of `POOLINGS`."
+    """The states `[n, E]` of a sequence as one vector, fp32 `[E]`, or several one behind the
+    other. `how`: of `POOLINGS`."""
     x = states.float()
     return POOLINGS[how[0]](x) if len(how) == 1 else torch.cat([POOLINGS[h](x) for h in how])
 
@@ -107,9 +108,11 @@ class _Given(nn.Module):
 
 @torch.inference_mode()
 def head_logits(model: PreTrainedModel, states: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
-    """What the head of `model` makes of the last hidden states `[n, E]` of tokens `ids`: `[labels]`, or `[n, labels]` where it classifies tokens.
+    """What the head of `model` makes of the last hidden states `[n, E]` of tokens `ids`:
+    `[labels]`, or `[n, labels]` where it classifies tokens.
 
-    It is the model's own code, called for this one sequence, with its base replaced by what the base would give."""
+    It is the model's own code, called for this one sequence, with its base replaced by what the
+    base would give."""
     name, base, x = model.base_model_prefix, model.base_model, states[None]
     pooler = getattr(base, "pooler", None)
     given = _Given(
@@ -131,7 +134,8 @@ def has_head(model: PreTrainedModel, kind: str) -> bool:
 
 
 def check_head(model: PreTrainedModel) -> None:
-    "Raise `UnsupportedModelError` where `head_logits` would not give a head what its base gives it: ALBERT's base does more than call its pooler."
+    """Raise `UnsupportedModelError` where `head_logits` would not give a head what its base
+    gives it: ALBERT's base does more than call its pooler."""
     if (pooler := getattr(model.base_model, "pooler", None)) is None:
         return
     with torch.inference_mode():
@@ -146,7 +150,8 @@ def check_head(model: PreTrainedModel) -> None:
         )
     if out.dim() != 2:
         raise UnsupportedModelError(
-            f"{type(model).__name__} makes of hidden states what its pooler alone does not: take a model of another family, such as BERT"
+            f"{type(model).__name__} makes of hidden states what its pooler alone does not: take "
+            "a model of another family, such as BERT"
         )
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00024
@@ -163,7 +168,8 @@ def activation_for(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00036
 def max_positions(model: PreTrainedModel) -> int | None:
-    "The most tokens of a text that `model` has positions for, or None. RoBERTa's begin behind the id of its padding token."
+    """The most tokens of a text that `model` has positions for, or None. RoBERTa's begin behind
+    the id of its padding token."""
     embed: Any = getattr(model.base_model, "embeddings", None)
     n = max_model_len(model)
     behind: int | None = (
@@ -178,9 +184,11 @@ _NAMES = dict(last="lasttoken", mean_sqrt_len="mean_sqrt_len_tokens")
 class Pooler:
     """What can be made of the hidden states of `model`, and how.
 
-    `tasks`: of `POOLING_TASKS`, those it has. `how`: its pooling, `steps`: what follows it; `normalize`: whether vectors get length 1.
-    As sentence-transformers' files in the model's folder say, which make it `trained`; else the mean, or the last token of a causal model.
-    `limit`: the most tokens of a text, or None. `prompts`: what may stand before a text, by name. Raises `UnsupportedModelError`."""
+    `tasks`: of `POOLING_TASKS`, those it has. `how`: its pooling, `steps`: what follows it;
+    `normalize`: whether vectors get length 1. As sentence-transformers' files in the model's
+    folder say, which make it `trained`; else the mean, or the last token of a causal model.
+    `limit`: the most tokens of a text, or None. `prompts`: what may stand before a text, by
+    name. Raises `UnsupportedModelError`."""
 
     def __init__(
         self,
@@ -232,11 +240,13 @@ class Pooler:
         )
         if not st.include_prompt and st.prompts:
             raise UnsupportedModelError(
-                f"{folder}: the tokens of its prompts are left out of the pooling, which batchlab does not do"
+                f"{folder}: the tokens of its prompts are left out of the pooling, which batchlab "
+                "does not do"
             )
         if self.config.pooling_type and (self.classifies or self.tags):
             raise ParamError(
-                f"pooling_type={self.config.pooling_type!r} is for vectors, and {type(model).__name__} has a head that pools by itself: leave it out",
+                f"pooling_type={self.config.pooling_type!r} is for vectors, and "
+                f"{type(model).__name__} has a head that pools by itself: leave it out",
                 field="pooling_type",
             )
         if self.config.pooling_type:
@@ -270,10 +280,12 @@ class Pooler:
         self.said = False
 
     def check(self, p: PoolingParams) -> None:
-        "Raise `ModelError` or `ParamError` unless it can do what `p` asks for. Says once if the model was not trained for it."
+        """Raise `ModelError` or `ParamError` unless it can do what `p` asks for. Says once if
+        the model was not trained for it."""
         if p.task not in self.tasks:
             raise ModelError(
-                f"{type(self.model).__name__} has no task {p.task!r}, only {', '.join(map(repr, self.tasks))}: take a model that was trained for it"
+                f"{type(self.model).__name__} has no task {p.task!r}, only "
+                f"{', '.join(map(repr, self.tasks))}: take a model that was trained for it"
             )
         if p.dimensions is not None:
             if p.task not in ("embed", "token_embed"):
@@ -287,7 +299,8 @@ class Pooler:
                 else self.model.config.get_text_config().hidden_size
             ):
                 raise ParamError(
-                    f"dimensions={p.dimensions} is more than the {size} that the model gives: lower it",
+                    f"dimensions={p.dimensions} is more than the {size} that the model gives: "
+                    "lower it",
                     field="dimensions",
                 )
         if p.prompt_name is not None:
@@ -298,7 +311,8 @@ class Pooler:
                 )
             if p.prompt_name not in self.prompts:
                 raise ParamError(
-                    f"the model has no prompt {p.prompt_name!r:.40}: it has {', '.join(map(repr, self.prompts)) or 'none'}"
+                    f"the model has no prompt {p.prompt_name!r:.40}: it has "
+                    f"{', '.join(map(repr, self.prompts)) or 'none'}"
                 )
         depth = self.depth
         for i in p.layers or ():
@@ -314,7 +328,8 @@ class Pooler:
         ):
             self.said = True
             log.warning(
-                "%s was not trained for embeddings, as far as %s: vectors are the %s of its last hidden states%s",
+                "%s was not trained for embeddings, as far as %s: vectors are the %s of its last "
+                "hidden states%s",
                 type(self.model).__name__,
                 "its folder says" if self.folder else "one can tell of a model without its folder",
                 " and ".join(self.how),
@@ -334,7 +349,8 @@ class Pooler:
         return self.model.config.get_text_config().hidden_size * len(self.how)
 
     def needs_all(self, p: PoolingParams, ids: Sequence[int]) -> bool:
-        "Whether the states of all tokens `ids` are needed, not those of the last alone. A classifier that writes takes the last that is no padding."
+        """Whether the states of all tokens `ids` are needed, not those of the last alone. A
+        classifier that writes takes the last that is no padding."""
         if self.classifies and ids and ids[-1] == self.model.config.get_text_config().pad_token_id:
             return True
         if p.task in ("embed", "score") and not self.classifies:
@@ -342,7 +358,8 @@ class Pooler:
         return not self.causal or p.task in ("token_embed", "token_classify")
 
     def __call__(self, p: PoolingParams, states: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
-        "What `p` asks for, fp32, of the states `[n, E]` of tokens `ids`, or of the last alone, `[1, E]`; with `p.layers` `[n, L, E]`."
+        """What `p` asks for, fp32, of the states `[n, E]` of tokens `ids`, or of the last alone,
+        `[1, E]`; with `p.layers` `[n, L, E]`."""
         if p.task == "token_embed":
             return self._states(p, states)
         if p.task in ("classify", "score", "token_classify") and self.activation is not None:
@@ -359,7 +376,8 @@ class Pooler:
         return self._finish(p, x)
 
     def start_of(self, p: PoolingParams) -> str:
-        "The model's prompt that stands before every text of which `p` wants a vector: the one that it names, or the one that the model takes by itself."
+        """The model's prompt that stands before every text of which `p` wants a vector: the one
+        that it names, or the one that the model takes by itself."""
         if p.task not in ("embed", "score") or self.classifies or self.tags:
             return ""
         return self.default_prompt if p.prompt_name is None else self.prompts[p.prompt_name]
@@ -397,7 +415,8 @@ def task_of(row: Row) -> Pooling:
 
 
 def layers_of(tasks: Sequence[Pooling]) -> list[int]:
-    "The layers that any of `tasks` asks for, ascending, with the last if one asks for none; [] if none asks."
+    """The layers that any of `tasks` asks for, ascending, with the last if one asks for none; []
+    if none asks."""
     asked = {i for task in tasks for i in task.layers or ()}
     if asked and not all(task.layers for task in tasks):
         asked.add(tasks[0].pooler.depth)
@@ -417,11 +436,13 @@ def types_of(rows: Sequence[Row], tasks: Sequence[Pooling]) -> list[int]:
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00041
 @dataclass(eq=False)
 class Pooling(Task):
-    """The task of making of a text's hidden states what `params` ask for; it ends with the step that computes the last token.
+    """The task of making of a text's hidden states what `params` ask for; it ends with the step
+    that computes the last token.
 
-    `needs_all`: states of all tokens, not of the last alone. `token_types`: which text of a pair each token belongs to; None if all
-    are of one. `layers`: whose states are needed, 0 for the embeddings; None for the last alone. `states`: of its chunks so far.
-    `pooled`: what came of it."""
+    `needs_all`: states of all tokens, not of the last alone. `token_types`: which text of a pair
+    each token belongs to; None if all are of one. `layers`: whose states are needed, 0 for the
+    embeddings; None for the last alone. `states`: of its chunks so far. `pooled`: what came of
+    it."""
 
     pooler: Pooler
     params: PoolingParams
@@ -457,7 +478,8 @@ class Pooling(Task):
         return found
 
     def take(self, row: Row, states: torch.Tensor, layers: list[int]) -> RowOutput:
-        "What `row` comes to by its states, `[n, E]`, or `[n, L, E]` of `layers`: it is pooled, and ends, once they are whole."
+        """What `row` comes to by its states, `[n, E]`, or `[n, L, E]` of `layers`: it is pooled,
+        and ends, once they are whole."""
         request = row.request
         if row.start <= request.first_logits:
             self.states = []  # it begins, or begins again
@@ -489,7 +511,9 @@ class EncodedText(str):
 def encode_texts(
     llm: LoadedModel, prompts: Sequence[Any], each: Sequence[PoolingParams]
 ) -> list[Any]:
-    "`prompts`, the plain texts among them tokenised at once, which is faster than one by one. `each`: what is wanted of each; those that cut, and those that may be too long, are left for later."
+    """`prompts`, the plain texts among them tokenised at once, which is faster than one by one.
+    `each`: what is wanted of each; those that cut, and those that may be too long, are left for
+    later."""
     plain = [
         type(t) is str and 0 < len(t) < SHORT and p.truncate_prompt_tokens is None
         for t, p in zip(prompts, each)
@@ -517,7 +541,8 @@ def too_many(limit: int) -> str:
 
 
 def text_limit(llm: LoadedModel) -> int | None:
-    "The most tokens of a text that is pooled, or None. What a decoder that was trained for vectors takes may be less than what it could write from."
+    """The most tokens of a text that is pooled, or None. What a decoder that was trained for
+    vectors takes may be less than what it could write from."""
     return min(
         (
             n
@@ -534,9 +559,11 @@ def text_limit(llm: LoadedModel) -> int | None:
 def pooling_ids(
     llm: LoadedModel, prompt: object, p: PoolingParams
 ) -> tuple[str | None, list[int], list[int] | None]:
-    """A prompt that is to be pooled as `(text, ids, token types or None)`, cut if `p` says so. Raises `PromptError`, `ModelError`.
+    """A prompt that is to be pooled as `(text, ids, token types or None)`, cut if `p` says so.
+    Raises `PromptError`, `ModelError`.
 
-    Besides the forms of all prompts: a pair `{'prompt': text, 'text_pair': text}`, ids with `token_type_ids`. Before a text stands the model's prompt, not before ids."""
+    Besides the forms of all prompts: a pair `{'prompt': text, 'text_pair': text}`, ids with
+    `token_type_ids`. Before a text stands the model's prompt, not before ids."""
     if isinstance(prompt, EncodedText):
         return str(prompt), prompt.ids, None
     limit, start, num_types = text_limit(llm), llm.pooler.start_of(p), llm.pooler.num_types
@@ -572,7 +599,8 @@ def pooling_ids(
 def _tokenized(
     llm: LoadedModel, text: str, pair: str | None, most: int | None, limit: int | None
 ) -> tuple[str, list[int], list[int] | None]:
-    "`text` and its `pair`, cut to `most` tokens if that is not None, as `pooling_ids` gives them. Raises `PromptError`, `ModelError`."
+    """`text` and its `pair`, cut to `most` tokens if that is not None, as `pooling_ids` gives
+    them. Raises `PromptError`, `ModelError`."""
     tokenizer = llm.get_tokenizer()
     if most is None and limit:
         for part in (text, pair or ""):
@@ -627,7 +655,8 @@ def admit_pooling(
 def _params(
     p: Any, task: str, tokenization: Mapping[str, object] | None, n: int
 ) -> list[PoolingParams]:
-    "`n` `PoolingParams` for `task`, from one for all or one each, and what vLLM's `tokenization_kwargs` say. Raises `ParamError`."
+    """`n` `PoolingParams` for `task`, from one for all or one each, and what vLLM's
+    `tokenization_kwargs` say. Raises `ParamError`."""
     each = list(p) if isinstance(p, (list, tuple)) else [p] * n
     if len(each) != n:
         raise ParamError(
@@ -639,7 +668,8 @@ def _params(
         most = more.pop("max_length", -1)
     if more:
         raise ParamError(
-            f"tokenization_kwargs has {min(more)!r:.60}: only truncate_prompt_tokens, or truncation with max_length, are known",
+            f"tokenization_kwargs has {min(more)!r:.60}: only truncate_prompt_tokens, or "
+            "truncation with max_length, are known",
             field="tokenization_kwargs",
         )
     found = [PoolingParams.of(x, task) for x in each]
@@ -647,13 +677,15 @@ def _params(
 
 
 def pair_up(data_1: object, data_2: object) -> tuple[list[Any], list[Any]]:
-    "One and one, one and many, or as many of each, as two lists of one length. Raises `PromptError`."
+    """One and one, one and many, or as many of each, as two lists of one length. Raises
+    `PromptError`."""
     a, b = as_list(data_1), as_list(data_2)
     if len(a) == 1:
         a = a * len(b)
     if len(a) != len(b) or not a:
         raise PromptError(
-            f"{len(a)} texts and {len(b)} to compare them with: give one and any number, or as many of each"
+            f"{len(a)} texts and {len(b)} to compare them with: give one and any number, or as "
+            "many of each"
         )
     return a, b
 
@@ -666,7 +698,8 @@ def text_and_answer(prompt: Any) -> Any:
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00063
 def _pair(llm: Any, a: Any, b: Any, template: str | None) -> Any:
-    "Two texts as one prompt: as the tokenizer joins a pair, or as a chat `template` writes what a query says, and a document. Raises `PromptError`."
+    """Two texts as one prompt: as the tokenizer joins a pair, or as a chat `template` writes
+    what a query says, and a document. Raises `PromptError`."""
     if not isinstance(a, str) or not isinstance(b, str):
         raise PromptError(f"a cross-encoder compares two strings, got {a!r:.40} and {b!r:.40}")
     if template is None:
@@ -678,7 +711,8 @@ def _pair(llm: Any, a: Any, b: Any, template: str | None) -> Any:
         raise
     except Exception as e:
         raise PromptError(
-            f"the chat template can't write a query and a document ({e}): its messages have these two roles"
+            f"the chat template can't write a query and a document ({e}): its messages have these "
+            "two roles"
         ) from e
 
 
@@ -703,8 +737,9 @@ def _compared(a: PoolingRequestOutput[Any], b: PoolingRequestOutput[Any]) -> Sco
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00065
 class PoolingCalls:
-    """The methods of `LLM` that make something of hidden states. vLLM's names, arguments and results; but `reward` gives the logits of a text where
-    a head classifies texts, and of each token where it classifies tokens."""
+    """The methods of `LLM` that make something of hidden states. vLLM's names, arguments and
+    results; but `reward` gives the logits of a text where a head classifies texts, and of each
+    token where it classifies tokens."""
 
     pooler: Pooler
 
@@ -725,7 +760,8 @@ class PoolingCalls:
     ) -> Outputs[EmbeddingRequestOutput]:
         """A vector for each of `prompts`, texts or lists of ids: `outputs[i].outputs.embedding`.
 
-        Pooled as the model's folder says, see `Pooler`. `prompt_name`: which of the model's prompts stands before each text."""
+        Pooled as the model's folder says, see `Pooler`. `prompt_name`: which of the model's
+        prompts stands before each text."""
         return self._pool(
             "embed",
             prompts,
@@ -745,7 +781,8 @@ class PoolingCalls:
         lora_request: AdapterChoices = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
     ) -> Outputs[ClassificationRequestOutput]:
-        "The probability of each class for each of `prompts`: `outputs[i].outputs.probs`. Raises `ModelError` for a model without classes."
+        """The probability of each class for each of `prompts`: `outputs[i].outputs.probs`.
+        Raises `ModelError` for a model without classes."""
         return self._pool(
             "classify", prompts, pooling_params, use_tqdm, lora_request, tokenization_kwargs
         )
@@ -760,9 +797,11 @@ class PoolingCalls:
         lora_request: AdapterChoices = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
     ) -> Outputs[PoolingRequestOutput]:
-        """What `pooling_task` makes of each of `prompts`, as a tensor: `outputs[i].outputs.data`. A `RequestOutput` stands for its prompt and first answer.
+        """What `pooling_task` makes of each of `prompts`, as a tensor:
+        `outputs[i].outputs.data`. A `RequestOutput` stands for its prompt and first answer.
 
-        'token_embed', if none is given: the last hidden states `[n, E]`; of `layers` and `positions` of `pooling_params` `[L, n, E]`."""
+        'token_embed', if none is given: the last hidden states `[n, E]`; of `layers` and
+        `positions` of `pooling_params` `[L, n, E]`."""
         own: Any = (
             pooling_params[0]
             if isinstance(pooling_params, (list, tuple)) and pooling_params
@@ -788,7 +827,8 @@ class PoolingCalls:
         lora_request: AdapterChoices = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
     ) -> Outputs[PoolingRequestOutput]:
-        "What the head of a reward model gives for each of `prompts`, as it is: `outputs[i].outputs.data` `[labels]`."
+        """What the head of a reward model gives for each of `prompts`, as it is:
+        `outputs[i].outputs.data` `[labels]`."""
         params = [
             p if p.use_activation is not None else replace(p, use_activation=False)
             for p in _params(
@@ -811,10 +851,12 @@ class PoolingCalls:
         tokenization_kwargs: Mapping[str, object] | None = None,
         chat_template: str | None = None,
     ) -> Outputs[ScoringRequestOutput]:
-        """How well texts of `data_1` and `data_2` belong together, one and many or as many of each: `outputs[i].outputs.score`.
+        """How well texts of `data_1` and `data_2` belong together, one and many or as many of
+        each: `outputs[i].outputs.score`.
 
-        By a cross-encoder, which reads both texts at once, joined as its tokenizer does or by `chat_template`, whose messages have roles query and
-        document; or as the cosine of two vectors."""
+        By a cross-encoder, which reads both texts at once, joined as its tokenizer does or by
+        `chat_template`, whose messages have roles query and document; or as the cosine of two
+        vectors."""
         a, b = pair_up(data_1, data_2)
         if self.pooler.classifies or self.pooler.tags:
             return self._pool(
@@ -827,7 +869,8 @@ class PoolingCalls:
             )
         if chat_template is not None:
             raise ParamError(
-                "chat_template writes two texts as one, for a cross-encoder, and this model compares vectors: leave it out",
+                "chat_template writes two texts as one, for a cross-encoder, and this model "
+                "compares vectors: leave it out",
                 field="chat_template",
             )
         key = lambda x: x if isinstance(x, str) else repr(x).encode()

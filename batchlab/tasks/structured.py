@@ -30,9 +30,11 @@ __all__ = ['FORMATS', 'ESCAPED', 'KINDS', 'DEEPEST', 'MOST_PROPERTIES', 'WIDEST'
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #a5cae600
 def _unspeakable(tokenizer: Any) -> tuple[str, dict[str, int]]:
-    """`(tokenizer.json, {name: id})`: `tokenizer` with new names for the tokens that are no text, and their names.
+    """`(tokenizer.json, {name: id})`: `tokenizer` with new names for the tokens that are no
+    text, and their names.
 
-    The library asks it for the tokens of what must come next, and '<eos>' in a text would be the end token. No text spells the new names."""
+    The library asks it for the tokens of what must come next, and '<eos>' in a text would be the
+    end token. No text spells the new names."""
     d = json.loads(tokenizer.backend_tokenizer.to_str())
     apart = [
         t
@@ -57,8 +59,8 @@ def _unspeakable(tokenizer: Any) -> tuple[str, dict[str, int]]:
 def vocabulary(
     tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: Collection[int]
 ) -> tuple[LLTokenizer, dict[str, int]]:
-    """The texts of the ids of `tokenizer`, for a model with `vocab_size` logits that ends at one of `eos_ids`; and `{name: id}` of those that
-    are no text. Raises `ModelError`."""
+    """The texts of the ids of `tokenizer`, for a model with `vocab_size` logits that ends at one
+    of `eos_ids`; and `{name: id}` of those that are no text. Raises `ModelError`."""
     need = "structured_outputs needs"
     if tokenizer is None:
         raise ModelError(f"{need} a tokenizer, and there is none: give LLM one")
@@ -101,8 +103,8 @@ _AHEAD = {  # what generators write with a look ahead, and the same without
 
 
 def pattern_text(pattern: str) -> str:
-    """`pattern` of a JSON schema as the library reads it: what it matches, JavaScript and Python match too. Raises `ValueError` with what is
-    not held."""
+    """`pattern` of a JSON schema as the library reads it: what it matches, JavaScript and Python
+    match too. Raises `ValueError` with what is not held."""
     if pattern in _AHEAD:
         pattern = _AHEAD[pattern]
     if ESCAPED.search(pattern):
@@ -150,7 +152,8 @@ _LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 
 
 def _kinds(d: dict[str, Any]) -> set[str]:
-    "The kinds of values that `type`, `const` and `enum` of schema `d` leave; whole numbers are of both kinds of numbers."
+    """The kinds of values that `type`, `const` and `enum` of schema `d` leave; whole numbers are
+    of both kinds of numbers."""
     of: Any = d.get("type", KINDS)
     found = (
         {of}
@@ -181,9 +184,11 @@ def _kinds_of(v: Any) -> list[str]:
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #030a2a3c-1
 def _bounds(d: dict[str, Any], part: bool) -> dict[str, Any]:
-    """The bounds of numbers in schema `d`, as doubles, which the library counts in: an integer that is none is moved to the next one inside.
+    """The bounds of numbers in schema `d`, as doubles, which the library counts in: an integer
+    that is none is moved to the next one inside.
 
-    Raises `ValueError` with what is not held. `exclusiveMinimum` and its like may be true, as in draft 4."""
+    Raises `ValueError` with what is not held. `exclusiveMinimum` and its like may be true, as in
+    draft 4."""
     ends = {k: d[k] for k in (*_LOW, *_HIGH) if isinstance(d.get(k), (int, float))}
     for k, plain in (_LOW[::-1], _HIGH[::-1]):
         if isinstance(ends.get(k), bool) and ends.pop(k) and plain in ends:
@@ -211,7 +216,8 @@ def _bounds(d: dict[str, Any], part: bool) -> dict[str, Any]:
 
 
 def _bounds_slip(d: dict[str, Any], ends: dict[str, Any], part: bool) -> bool:
-    "Whether a number of `d` could be an excluded whole bound: the library lets that through where the other bound is less than 1 away."
+    """Whether a number of `d` could be an excluded whole bound: the library lets that through
+    where the other bound is less than 1 away."""
     if "number" not in _kinds(d) or not any(
         k.startswith("ex") and float(x).is_integer() for k, x in ends.items()
     ):
@@ -224,7 +230,8 @@ def _bounds_slip(d: dict[str, Any], ends: dict[str, Any], part: bool) -> bool:
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #030a2a3c-2
 def _whole(v: Any) -> None:
-    "Raise `ValueError` if a value that a schema lists holds an integer that no double is: the library would write its neighbour."
+    """Raise `ValueError` if a value that a schema lists holds an integer that no double is: the
+    library would write its neighbour."""
     if isinstance(v, (list, dict)):
         for x in v.values() if isinstance(v, dict) else v:
             _whole(x)
@@ -265,7 +272,8 @@ def _without_not(d: dict[str, Any]) -> dict[str, Any] | bool:
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #455f89b2-1
 def _without_names(d: dict[str, Any], names: Any) -> dict[str, Any]:
-    "`d` with what `propertyNames`, which is `names`, asks for said by properties or patterns. Raises `ValueError` if they can't."
+    """`d` with what `propertyNames`, which is `names`, asks for said by properties or patterns.
+    Raises `ValueError` if they can't."""
     asks = {} if names is True else names
     if not isinstance(asks, dict) or asks.keys() & (
         _BESIDE | NOT_HELD | {"not", "format", "const"}
@@ -292,7 +300,8 @@ def _without_names(d: dict[str, Any], names: Any) -> dict[str, Any]:
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #455f89b2-2
 def _in_fewer_words(d: dict[str, Any], draft_7: bool) -> dict[str, Any] | bool:
-    """Schema `d` with fewer keywords, but for those of its parts. Raises `ValueError` with a keyword that asks for what no grammar here keeps.
+    """Schema `d` with fewer keywords, but for those of its parts. Raises `ValueError` with a
+    keyword that asks for what no grammar here keeps.
 
     `draft_7`: whether it is of that draft or one before."""
     if bad := sorted(NOT_HELD & d.keys()):
@@ -352,7 +361,8 @@ def _pattern(pattern: str, where: str) -> str:
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #a89c2510-1
 def _object(d: dict[str, Any], part: bool, where: str) -> dict[str, Any]:
-    "What `d` says but for its values; an object that lists properties, and leaves others free, gets no others."
+    """What `d` says but for its values; an object that lists properties, and leaves others free,
+    gets no others."""
     kept = {k: v for k, v in d.items() if k in _PLAIN | _ONE | _LIST | _NAMED | {"$ref"}}
     for k in _LIST & kept.keys():
         if not isinstance(kept[k], list):
@@ -387,7 +397,8 @@ def _object(d: dict[str, Any], part: bool, where: str) -> dict[str, Any]:
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #a89c2510-2
 def _values(d: dict[str, Any], part: bool, where: str) -> dict[str, Any]:
-    "What schema `d` says of values themselves: those it lists, patterns and formats of texts, bounds of numbers."
+    """What schema `d` says of values themselves: those it lists, patterns and formats of texts,
+    bounds of numbers."""
     kept = {k: d[k] for k in ("const", "enum", "pattern") if k in d}
     for kind in (
         d["type"] if isinstance(d.get("type"), list) else [d["type"]] if "type" in d else []
@@ -414,7 +425,8 @@ def _values(d: dict[str, Any], part: bool, where: str) -> dict[str, Any]:
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #0f37c7c1
 def _apart(a: Any, b: Any, find: Callable[[Any], Any], deep: int = 8) -> bool:
-    "Whether no value fits both schemas `a` and `b`, as far as their kinds, the values they list and their properties tell; `find` follows a reference."
+    """Whether no value fits both schemas `a` and `b`, as far as their kinds, the values they
+    list and their properties tell; `find` follows a reference."""
     if a is False or b is False:
         return True
     if not deep or not isinstance(a, dict) or not isinstance(b, dict):
@@ -450,7 +462,8 @@ def _property(d: dict[str, Any], name: Any) -> Any:
 class _Reader:
     """Reads the JSON schema `root`: `read` gives a part of it in the words that the library keeps.
 
-    `defs`: the parts that `$ref` names, as read so far. `mixed`: whether an object takes names beside those that it lists."""
+    `defs`: the parts that `$ref` names, as read so far. `mixed`: whether an object takes names
+    beside those that it lists."""
 
     def __init__(self, root: Any) -> None:
         self.root, self.mixed = root, False
@@ -488,7 +501,8 @@ class _Reader:
         return f"#/$defs/{self.names[pointer, part]}"
 
     def read(self, d: object, where: str = "#", part: bool = False, depth: int = 0) -> Any:
-        """Part `d` of the schema, which stands at `where`, `depth` levels deep. Raises `ParamError` for what would be taken and not kept.
+        """Part `d` of the schema, which stands at `where`, `depth` levels deep. Raises
+        `ParamError` for what would be taken and not kept.
 
         `part`: whether the same object is described elsewhere too, so that it must stay open."""
         if depth > DEEPEST:
@@ -528,7 +542,8 @@ class _Reader:
     def _one_of(
         self, d: dict[str, Any], kept: dict[str, Any], where: str, part: bool, depth: int
     ) -> dict[str, Any]:
-        "`kept` with the `oneOf` of schema `d` as an `anyOf`. Raises `ParamError` if a value might fit two of its choices."
+        """`kept` with the `oneOf` of schema `d` as an `anyOf`. Raises `ParamError` if a value
+        might fit two of its choices."""
         if "oneOf" not in d:
             return kept
         if not isinstance(some := d["oneOf"], list):
@@ -538,7 +553,8 @@ class _Reader:
                 if not _apart(a, b, lambda ref: self.find(ref, where)):
                     raise ParamError(
                         joint=": ",
-                        why=f"an answer might fit more than one schema of oneOf at {where}, {j} and {i}: take "
+                        why=f"an answer might fit more than one schema of oneOf at {where}, {j} "
+                        f"and {i}: take "
                         "anyOf, or add to each what the others exclude, such as a const",
                         field="structured_outputs.json",
                     )
@@ -551,10 +567,11 @@ class _Reader:
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #39372913
 def check_schema(d: object, root: object = None) -> dict[str, Any]:
-    """JSON schema `d` without what only describes, its objects closed. Raises `ParamError` for what would be taken and not kept.
+    """JSON schema `d` without what only describes, its objects closed. Raises `ParamError` for
+    what would be taken and not kept.
 
-    An object that lists properties and leaves others free gets no others, as an answer would go on with them for long. `root`: the whole
-    schema that `d` is a part of, for its references."""
+    An object that lists properties and leaves others free gets no others, as an answer would go
+    on with them for long. `root`: the whole schema that `d` is a part of, for its references."""
     reader = _Reader(d if root is None else root)
     found = reader.read(d)
     if found is False:
@@ -586,7 +603,8 @@ _ANY = "[\\x00-\U0010ffff]"
 
 
 def _spelled(gbnf: str) -> str:
-    "`gbnf` as the library reads it. Raises `ParamError` for a rule that is defined twice, of which it would take the last."
+    """`gbnf` as the library reads it. Raises `ParamError` for a rule that is defined twice, of
+    which it would take the last."""
     names = Counter(re.findall(r"^[ \t]*([\w-]+)[ \t]*::=", gbnf, re.M))
     if twice := next((n for n, times in names.items() if times > 1), None):
         raise ParamError(
@@ -667,7 +685,8 @@ def grammar_text(s: StructuredOutputsParams) -> str:
 # %% ../../nbs/5_tasks/30_structured.ipynb #dde98f84
 @functools.cache
 def _limits() -> LLParserLimits:
-    "How large a grammar may be, and a step of it: for tens of thousands of alternatives, not so large that a step takes a second."
+    """How large a grammar may be, and a step of it: for tens of thousands of alternatives, not
+    so large that a step takes a second."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -684,7 +703,8 @@ def _parts(d: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _blamed(schema: dict[str, Any], said: Callable[[str], str]) -> str:
-    "Where in `schema`, of which the library `said` a mistake, the smallest part stands of which it says one."
+    """Where in `schema`, of which the library `said` a mistake, the smallest part stands of
+    which it says one."""
     defs, part, where, tries = (
         {k: v for k, v in schema.items() if k in ("$defs", "x-guidance")},
         schema,
@@ -706,7 +726,8 @@ def _blamed(schema: dict[str, Any], said: Callable[[str], str]) -> str:
 
 
 def _failure(s: StructuredOutputsParams, said: str) -> ParamError:
-    "The error of which the library `said` the reason, for `s`: with the part of a schema that is at fault."
+    """The error of which the library `said` the reason, for `s`: with the part of a schema that
+    is at fault."""
     from llguidance import LLMatcher
 
     where = ""
@@ -737,7 +758,8 @@ def check_wish(s: StructuredOutputsParams) -> None:
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #3fe17f98
 class Grammar:
-    """Says which ids may follow those that a row has written, by the state of `matcher`; for `SamplingRow.grammar`.
+    """Says which ids may follow those that a row has written, by the state of `matcher`; for
+    `SamplingRow.grammar`.
 
     `why`: why nothing may follow, where the grammar itself is at fault."""
 
@@ -760,7 +782,8 @@ class Grammar:
         return not ended and len(self.seen) == len(output_ids)
 
     def mask_(self, x: torch.Tensor, output_ids: list[int]) -> torch.Tensor:
-        "Set logits `x` `[1, V]` to -inf, in place, where an id can't follow `output_ids`; all where nothing can."
+        """Set logits `x` `[1, V]` to -inf, in place, where an id can't follow `output_ids`; all
+        where nothing can."""
         bias = self.matcher.compute_logit_bias() if self.follow(output_ids) else None
         if self.matcher.is_error():
             self.why = f"structured_outputs: the grammar can not go on after {len(output_ids)} tokens: {_said(self.matcher)}"
@@ -777,7 +800,8 @@ def _said(matcher: LLMatcher) -> str:
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #4db85301
 class Grammars:
-    "Makes a `Grammar` for each row that asks, over the vocabulary of `tokenizer`; keeps the 64 that it compiled last."
+    """Makes a `Grammar` for each row that asks, over the vocabulary of `tokenizer`; keeps the 64
+    that it compiled last."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Collection[int]) -> None:
         self.tokenizer, self.vocab_size, self.eos_ids = tokenizer, vocab_size, eos_ids
@@ -832,7 +856,8 @@ class Grammars:
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #gramf001
 def grammar_for(llm: LoadedModel, params: SamplingParams) -> Grammar | None:
-    "A new grammar that holds a row to `params.structured_outputs`, or None if it asks for none. Raises `ParamError`."
+    """A new grammar that holds a row to `params.structured_outputs`, or None if it asks for
+    none. Raises `ParamError`."""
     if params.structured_outputs is None:
         return None
     if llm.grammars is None:

@@ -45,10 +45,11 @@ from ..core.sampling import draw
 def could_draw(
     logits: torch.Tensor, row: SamplingRow, token: int, u: float | None, slack: float = 0.0
 ) -> bool:
-    """Whether `row` could draw `token` from `logits` `[V]`, fp32, if each of them may be off by `slack`.
+    """Whether `row` could draw `token` from `logits` `[V]`, fp32, if each of them may be off by
+    `slack`.
 
-    `u`: the random number of the draw; None if nobody knows it, then: any. A greedy row has no `u`: it takes `token` if raising
-    that alone makes it the best."""
+    `u`: the random number of the draw; None if nobody knows it, then: any. A greedy row has no
+    `u`: it takes `token` if raising that alone makes it the best."""
     ids = torch.arange(len(logits), device=logits.device)
 
     def raised(some: torch.Tensor) -> torch.Tensor:
@@ -65,7 +66,8 @@ def could_draw(
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #32ffe13a
 def why_not(out: RequestOutput | PoolingRequestOutput) -> str | None:
-    "Why there is nothing to compare in `out`, a `RequestOutput` or `PoolingRequestOutput`, or None."
+    """Why there is nothing to compare in `out`, a `RequestOutput` or `PoolingRequestOutput`, or
+    None."""
     if out.error:
         return f"it failed: {out.error}"
     if isinstance(out, PoolingRequestOutput):
@@ -88,10 +90,12 @@ def why_not(out: RequestOutput | PoolingRequestOutput) -> str | None:
 def replay(
     model: PreTrainedModel, prompt_ids: Sequence[int], output_ids: Sequence[int]
 ) -> torch.Tensor:
-    """The logits `[n, V]`, fp32, from which each of `n` `output_ids` would have been drawn, had the request been alone.
+    """The logits `[n, V]`, fp32, from which each of `n` `output_ids` would have been drawn, had
+    the request been alone.
 
-    One forward over prompt and answer, without cache, in the model's own dtype; logits at n positions only. Where the
-    rope of a model changes with the length (`rope_switch`), one on each side. Raises `PromptError`."""
+    One forward over prompt and answer, without cache, in the model's own dtype; logits at n
+    positions only. Where the rope of a model changes with the length (`rope_switch`), one on
+    each side. Raises `PromptError`."""
     ids, P, n = [*check_prompt(prompt_ids), *output_ids[:-1]], len(prompt_ids), len(output_ids)
     if not n:
         return torch.empty(0, model.config.get_text_config().vocab_size, device=model.device)
@@ -114,11 +118,13 @@ def replay(
 def gap_to(
     logits: torch.Tensor, row: SamplingRow, token: int, want: int | None, u: float | None = None
 ) -> float:
-    """How far two of `logits` `[V]` must be off against each other for `row` to take `token`; alone it takes `want`.
+    """How far two of `logits` `[V]` must be off against each other for `row` to take `token`;
+    alone it takes `want`.
 
-    Greedy: the logit of `want` minus that of `token`, penalties and bans applied. Sampled: if every logit may be off by
-    `slack`, the least with which `row` `could_draw` it, found by halving to within 2%, and doubled, as two logits are off
-    against each other. inf if none does; NaN if `want` is None, where the replay has no numbers."""
+    Greedy: the logit of `want` minus that of `token`, penalties and bans applied. Sampled: if
+    every logit may be off by `slack`, the least with which `row` `could_draw` it, found by
+    halving to within 2%, and doubled, as two logits are off against each other. inf if none
+    does; NaN if `want` is None, where the replay has no numbers."""
     if want is None:
         return math.nan
     if row.params.greedy:
@@ -138,7 +144,8 @@ def gap_to(
 # %% ../../nbs/5_tasks/16_verify.ipynb #a5490f72
 @contextlib.contextmanager
 def shaken(model: PreTrainedModel, seed: int = 0) -> Iterator[None]:
-    "Inside, each innermost module of `model` gives numbers of which one in sixteen is off by one rounding of their dtype."
+    """Inside, each innermost module of `model` gives numbers of which one in sixteen is off by
+    one rounding of their dtype."""
     generators = {}
 
     def shake(module: torch.nn.Module, args: object, out: object) -> torch.Tensor | None:
@@ -169,7 +176,8 @@ def shaken(model: PreTrainedModel, seed: int = 0) -> Iterator[None]:
 # %% ../../nbs/5_tasks/16_verify.ipynb #849b6570
 @dataclass
 class Alone:
-    """What a request would have given alone: the `logits` `[n, V]` of the `replay` of `n` `output_ids`, and how exact they are.
+    """What a request would have given alone: the `logits` `[n, V]` of the `replay` of `n`
+    `output_ids`, and how exact they are.
 
     `measure`: a function of logits that gives a number for each position, `[n]`."""
 
@@ -186,7 +194,8 @@ class Alone:
     def noise(self, measure: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """How much rounding alone moves `measure(logits)`: rms `[n]`.
 
-        A position's noise is never taken to be less than that of all positions together, as eight samples may agree by chance."""
+        A position's noise is never taken to be less than that of all positions together, as
+        eight samples may agree by chance."""
         base = measure(self.logits)
         total = torch.zeros_like(base)
         for seed in range(8):
@@ -196,7 +205,8 @@ class Alone:
         return total.clamp(min=total.mean()).sqrt()
 
     def floor(self) -> torch.Tensor:
-        "The least that counts, `[n]`: in fp32, 64 roundings of the largest of each line of logits; 0 in half precision."
+        """The least that counts, `[n]`: in fp32, 64 roundings of the largest of each line of
+        logits; 0 in half precision."""
         steps = 0 if self.model.dtype.itemsize < 4 else 64
         return (
             steps
@@ -205,7 +215,8 @@ class Alone:
         )
 
     def tolerances(self, measure: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        "Up to which difference `measure(logits)` is only rounded, `[n]`: 5 times its noise, or the floor."
+        """Up to which difference `measure(logits)` is only rounded, `[n]`: 5 times its noise, or
+        the floor."""
         return (5 * self.noise(measure)).maximum(self.floor())
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #6f489393
@@ -213,10 +224,13 @@ class Alone:
 class Divergence:
     """One place where an answer is not what its request gives alone.
 
-    `what`: 'token'; 'logprob', a recorded log probability; 'end', how it finished; 'number', the one of a vector that is furthest off. `index`: which
-    of its output tokens, or numbers, `position`: which of prompt and answer. `got` in the batch, `want` alone: token ids, log probabilities, reasons,
-    numbers; None where the replay gives no numbers. `gap` and `tolerance` are in logits; of vectors see `check_vector`. `kind`: 'tie' if the gap is within the
-    tolerance, else 'bug'; a gap that is NaN is a bug. `number`: which of the outputs that were given to `verify`."""
+    `what`: 'token'; 'logprob', a recorded log probability; 'end', how it finished; 'number', the
+    one of a vector that is furthest off. `index`: which of its output tokens, or numbers,
+    `position`: which of prompt and answer. `got` in the batch, `want` alone: token ids, log
+    probabilities, reasons, numbers; None where the replay gives no numbers. `gap` and
+    `tolerance` are in logits; of vectors see `check_vector`. `kind`: 'tie' if the gap is within
+    the tolerance, else 'bug'; a gap that is NaN is a bug. `number`: which of the outputs that
+    were given to `verify`."""
 
     request_id: str
     completion: int
@@ -259,13 +273,15 @@ class Divergence:
     def __str__(self) -> str:
         return (
             f"{self.kind}: {self.name}, {self.what} {self.index} (position {self.position}): "
-            f"{self.show(0)}, alone {self.show(1)}; gap {self.gap:.2g}, tolerance {self.tolerance:.2g}"
+            f"{self.show(0)}, alone {self.show(1)}; gap {self.gap:.2g}, tolerance "
+            f"{self.tolerance:.2g}"
         )
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #78f488bd
 @dataclass
 class Answer:
-    "One answer to check: `completion` of `out`, which `llm` gave. `params` are without log probabilities, which nobody needs again."
+    """One answer to check: `completion` of `out`, which `llm` gave. `params` are without log
+    probabilities, which nobody needs again."""
 
     llm: StreamCalls
     out: RequestOutput
@@ -324,14 +340,16 @@ def is_filtered(params: SamplingParams) -> bool:
 
 
 def is_checkable(params: SamplingParams, mode: str) -> bool:
-    "Whether log probabilities of a `mode` can be compared: those of what a filter leaves jump as a token at its edge is in or out."
+    """Whether log probabilities of a `mode` can be compared: those of what a filter leaves jump
+    as a token at its edge is in or out."""
     return not (mode.startswith("processed") and is_filtered(params))
 
 
 def wanted(
     logits: torch.Tensor, rows: Sequence[SamplingRow], output_ids: Sequence[int]
 ) -> list[int | None]:
-    "What each of `rows` takes from its line of `logits` `[n, V]`: ids, None where it can take nothing."
+    """What each of `rows` takes from its line of `logits` `[n, V]`: ids, None where it can take
+    nothing."""
     got = sample(logits, rows).token_ids
     if not is_unseeded(rows[0].params):
         return got
@@ -344,7 +362,8 @@ def wanted(
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #dcbe128d
 def check_end(a: Answer) -> list[Divergence]:
-    "A list, empty or with a `Divergence`: the answer ended elsewhere, or for another reason, than its tokens say."
+    """A list, empty or with a `Divergence`: the answer ended elsewhere, or for another reason,
+    than its tokens say."""
     run, was = make_request(a.row()), (a.completion.finish_reason, a.completion.stop_reason)
     reason = next((why for i in a.ids if (why := run.append(i))), None)
     assert isinstance(run.task, Generation)
@@ -361,7 +380,8 @@ def check_end(a: Answer) -> list[Divergence]:
 def check_logprobs(
     a: Answer, start: int, alone: Alone, tolerance: float | None = None
 ) -> list[Divergence]:
-    "A list, empty or with the worst `Divergence` of the log probabilities recorded from token `start` on; `alone`: their replay."
+    """A list, empty or with the worst `Divergence` of the log probabilities recorded from token
+    `start` on; `alone`: their replay."""
     ids, recorded = alone.output_ids, (a.completion.logprobs or [])[start:]
     row, mode, at = (
         a.row(),
@@ -400,9 +420,11 @@ def check_tokens(
     us: Sequence[float | None],
     tolerance: float | None = None,
 ) -> list[Divergence]:
-    """A `Divergence` for each token from `start` on that is not what its row takes from its line of the logits of `alone`.
+    """A `Divergence` for each token from `start` on that is not what its row takes from its line
+    of the logits of `alone`.
 
-    `row`: the answer's row, its generator where these tokens were drawn; `us`: their random numbers. The rest as in `check_logprobs`."""
+    `row`: the answer's row, its generator where these tokens were drawn; `us`: their random
+    numbers. The rest as in `check_logprobs`."""
     logits, ids = alone.logits, alone.output_ids
     rows = [replace(row, output_ids=a.ids[: start + t]) for t in range(len(ids))]
     want = wanted(logits, rows, ids)
@@ -439,7 +461,8 @@ def check_answer(
     tolerance: float | None = None,
     max_logits: int = 2**26,
 ) -> list[Divergence]:
-    "Every `Divergence` of one answer (`completion` of `RequestOutput` `out`), in the order of its tokens."
+    """Every `Divergence` of one answer (`completion` of `RequestOutput` `out`), in the order of
+    its tokens."""
     a, size = Answer(llm, out, completion), max(1, max_logits // llm.vocab_size)
     row, again = a.row(), a.row()
     us = [None if is_unseeded(a.params) else again.uniform() for _ in a.ids]
@@ -465,10 +488,12 @@ def _count(n: int, what: str) -> str:
 class Report:
     """What `verify` found; `ok` if no bug. In a notebook it shows itself as a table.
 
-    `total`: outputs given, `requests`: those run again, `tokens`: in their answers. `divergences`: each `Divergence`,
-    those of an answer by index. `skipped`: `(request_id, why)` of outputs that could not be compared. `unseeded`: answers
-    sampled without a seed, whose tokens are only known to be possible. `unchecked`: answers with log probabilities that can't be compared.
-    `rounded`: where transformers' arithmetic, which rounds otherwise, would take another token by a near-tie, and the engine alone does not."""
+    `total`: outputs given, `requests`: those run again, `tokens`: in their answers.
+    `divergences`: each `Divergence`, those of an answer by index. `skipped`: `(request_id, why)`
+    of outputs that could not be compared. `unseeded`: answers sampled without a seed, whose
+    tokens are only known to be possible. `unchecked`: answers with log probabilities that can't
+    be compared. `rounded`: where transformers' arithmetic, which rounds otherwise, would take
+    another token by a near-tie, and the engine alone does not."""
 
     total: int = 0
     requests: int = 0
@@ -489,7 +514,8 @@ class Report:
 
     @property
     def max_gap(self) -> float:
-        "The largest gap of all positions, in logits: 0 if all tokens are equal, inf if one can't be had, or is no number."
+        """The largest gap of all positions, in logits: 0 if all tokens are equal, inf if one
+        can't be had, or is no number."""
         return max(
             (d.gap if d.gap == d.gap else math.inf for d in self.divergences if d.what == "token"),
             default=0.0,
@@ -560,13 +586,15 @@ class Report:
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #5d0b17c1
 def promises_bits(llm: StreamCalls, params: SamplingParams) -> bool:
-    "Whether a request with `params` gives the same bits alone as in any company, on the backend of `llm`, and so the same answer."
+    """Whether a request with `params` gives the same bits alone as in any company, on the
+    backend of `llm`, and so the same answer."""
     packed = llm.shapes is not None and llm.strategy == "continuous" and llm.switch is None
     return packed and llm.backend.batch_invariant and not is_unseeded(params)
 
 
 def check_bits(llm: StreamCalls, out: RequestOutput) -> list[Divergence] | None:
-    "A list, with a `Divergence` for each answer of `out` that its request does not give alone on the backend of `llm`; None if it could not run."
+    """A list, with a `Divergence` for each answer of `out` that its request does not give alone
+    on the backend of `llm`; None if it could not run."""
     params = replace(out.params or SamplingParams(), truncate_prompt_tokens=None)
     again: Any
     [(_, again)] = llm.iter_outputs(
@@ -594,20 +622,25 @@ def verify(
 ) -> Report:
     """Run a random `sample` of `outputs` again, each alone, and compare: a `Report`.
 
-    Each answer is compared with what transformers' own code computes of it. On a backend that is `batch_invariant` that is other arithmetic: where it
-    differs by near-ties only, the request is run again alone on the same backend, which must give the very same answer, else it is a bug.
+    Each answer is compared with what transformers' own code computes of it. On a backend that is
+    `batch_invariant` that is other arithmetic: where it differs by near-ties only, the request
+    is run again alone on the same backend, which must give the very same answer, else it is a
+    bug.
 
-    `llm`: the `LLM` that gave them, or one with the same model. `outputs`: one or a list of `RequestOutput`, or of what `embed` and its like give, for
-    which see `check_vector`; those that
-    have nothing to compare are not in the sample. `sample`: how many requests, None for all; `seed`: which. `tolerance`:
-    up to which gap, in logits, a difference is a near-tie; None measures it: 5 times the noise that rounding gives that
-    very gap, and in fp32 at least 64 roundings of the largest logit. (On a GPU with TF32 give a number: its
-    products are rounded inside the kernel, and no measured noise holds that.)
+    `llm`: the `LLM` that gave them, or one with the same model. `outputs`: one or a list of
+    `RequestOutput`, or of what `embed` and its like give, for which see `check_vector`; those
+    that have nothing to compare are not in the sample. `sample`: how many requests, None for
+    all; `seed`: which. `tolerance`: up to which gap, in logits, a difference is a near-tie; None
+    measures it: 5 times the noise that rounding gives that very gap, and in fp32 at least 64
+    roundings of the largest logit. (On a GPU with TF32 give a number: its products are rounded
+    inside the kernel, and no measured noise holds that.)
 
-    Greedy: every token must be the best after all processing; sampled with a seed: the one that its random number draws;
-    without: one that could be drawn. Log probabilities, if recorded, must be those of the replay, within their own
-    noise (processed ones with `top_p`, `top_k` or `min_p` are not checked), and each answer must have ended where and why its tokens say. Costs a prefill of prompt and answer for each
-    answer, nine where something differs. Raises `ParamError`."""
+    Greedy: every token must be the best after all processing; sampled with a seed: the one that
+    its random number draws; without: one that could be drawn. Log probabilities, if recorded,
+    must be those of the replay, within their own noise (processed ones with `top_p`, `top_k` or
+    `min_p` are not checked), and each answer must have ended where and why its tokens say. Costs
+    a prefill of prompt and answer for each answer, nine where something differs. Raises
+    `ParamError`."""
     check_count("sample", sample)
     outs = list(outputs) if isinstance(outputs, Iterable) else [outputs]
     report = Report(len(outs), skipped=[(o.request_id, why) for o in outs if (why := why_not(o))])
@@ -660,8 +693,9 @@ def check_vector(
 ) -> list[Divergence]:
     """A list, empty or with a `Divergence`: what `out` has is not what its text gives `llm` alone.
 
-    On a backend that is `batch_invariant` the gap is the largest difference of two numbers, and none is tolerated. Elsewhere it is 1 less the cosine, or of
-    single numbers the difference, and up to `tolerance` a tie: if None 1e-5 in fp32, 1e-2 in half precision."""
+    On a backend that is `batch_invariant` the gap is the largest difference of two numbers, and
+    none is tolerated. Elsewhere it is 1 less the cosine, or of single numbers the difference,
+    and up to `tolerance` a tie: if None 1e-5 in fp32, 1e-2 in half precision."""
     assert out.params is not None
     prompt = dict(prompt_token_ids=out.prompt_token_ids) | (
         {} if out.token_type_ids is None else dict(token_type_ids=out.token_type_ids)

@@ -52,9 +52,11 @@ def _points(points):
 # %% ../../nbs/8_view/55_drawing.ipynb #14aced60
 @dataclass
 class Picture:
-    """An SVG of `width` and `height` pixels: `title` names it, `desc` says in words what it shows, `parts` are its shapes.
+    """An SVG of `width` and `height` pixels: `title` names it, `desc` says in words what it
+    shows, `parts` are its shapes.
 
-    Displayed as image/svg+xml; as text it is its description. Light or dark as the page around it, else as the reader's system."""
+    Displayed as image/svg+xml; as text it is its description. Light or dark as the page around
+    it, else as the reader's system."""
 
     title: str
     desc: str
@@ -73,11 +75,13 @@ class Picture:
         )
         w, h = px(self.width), px(self.height)
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{w}" height="{h}" viewBox="0 0 {w} {h}" role="img" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{w}" height="{h}" viewBox="0 0 {w} '
+            f'{h}" role="img" '
             'font-family="system-ui, sans-serif" font-size="11" style="max-width:100%;height:auto">'
             f"<title>{esc(self.title)}</title><desc>{esc(self.desc)}</desc>"
             f"<style>svg:root{{color-scheme:light dark}}{style}</style>"
-            f'<rect class="bl-ground bl-s-edge" x=".5" y=".5" width="{px(self.width - 1)}" height="{px(self.height - 1)}" rx="6" '
+            f'<rect class="bl-ground bl-s-edge" x=".5" y=".5" width="{px(self.width - 1)}" '
+            f'height="{px(self.height - 1)}" rx="6" '
             f'fill="{COLOURS["ground"][0]}" stroke="{COLOURS["edge"][0]}"/>{body}</svg>'
         )
 
@@ -94,7 +98,8 @@ class Picture:
 
 # %% ../../nbs/8_view/55_drawing.ipynb #0fd0796a
 def inner(high: float) -> float:
-    "How high the boxes of a row of `high` pixels are: a gap below them, where there is room for one."
+    """How high the boxes of a row of `high` pixels are: a gap below them, where there is room
+    for one."""
     return high - (high >= 4)
 
 
@@ -104,7 +109,8 @@ def wide(texts: Iterable[object]) -> float:
 
 # %% ../../nbs/8_view/55_drawing.ipynb #556fb5d9
 class Canvas:
-    """Collects the shapes of a `Picture`; `kind` is a key of `COLOURS`, places are pixels from the top left.
+    """Collects the shapes of a `Picture`; `kind` is a key of `COLOURS`, places are pixels from
+    the top left.
 
     `y`: how far down it is drawn already; it moves on with every row. `right`: where rows end."""
 
@@ -121,7 +127,8 @@ class Canvas:
         end = f"><title>{esc(tip)}</title></rect>" if tip else "/>"
         size = f'width="{px(max(w, 0.3))}" height="{px(max(h, 0.3))}"'
         self.parts.append(
-            f'<rect class="bl-{kind}" x="{px(x)}" y="{px(y)}" {size} fill="{COLOURS[kind][0]}"{_attributes(more)}{end}'
+            f'<rect class="bl-{kind}" x="{px(x)}" y="{px(y)}" {size} '
+            f'fill="{COLOURS[kind][0]}"{_attributes(more)}{end}'
         )
 
     def box(self, x: float, y: float, w: float, h: float, kind: str) -> None:
@@ -157,8 +164,8 @@ class Canvas:
     ) -> None:
         "A line through `points` `(x, y)`."
         self.parts.append(
-            f'<polyline class="bl-s-{kind}" points="{_points(points)}" style="fill:none" stroke="{COLOURS[kind][0]}" '
-            f'stroke-width="{width}"{_attributes(more)}/>'
+            f'<polyline class="bl-s-{kind}" points="{_points(points)}" style="fill:none" '
+            f'stroke="{COLOURS[kind][0]}" stroke-width="{width}"{_attributes(more)}/>'
         )
 
     def area(self, points: Iterable[tuple[float, float]], kind: str) -> None:
@@ -174,7 +181,8 @@ class Canvas:
         name: object,
         stretches: Iterable[tuple[float, float, str]] = (),
     ) -> None:
-        """A row of `high` pixels at `y`, which moves on: boxes `(from, to, kind)` between two places across.
+        """A row of `high` pixels at `y`, which moves on: boxes `(from, to, kind)` between two
+        places across.
 
         Its name stands left of `left`, if the name before leaves room for it."""
         for start, end, kind in stretches:
@@ -226,7 +234,8 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
 
 
 def powers(low: float, high: float) -> list[float]:
-    "Powers of two from `low` to `high`, or of ten if those would be more than ten: the marks of a logarithmic axis."
+    """Powers of two from `low` to `high`, or of ten if those would be more than ten: the marks
+    of a logarithmic axis."""
     two = [
         2.0**i
         for i in range(math.ceil(math.log2(low) - 1e-9), math.floor(math.log2(high) + 1e-9) + 1)
@@ -248,7 +257,8 @@ def heading(c: Canvas, x: float, s: str) -> None:
 
 # %% ../../nbs/8_view/55_drawing.ipynb #1c3fb3c0-1
 def written(c: Canvas, x: float, s: str) -> None:
-    "Small text at `c.y`, which moves on, in as many lines as it needs: what a picture was made from."
+    """Small text at `c.y`, which moves on, in as many lines as it needs: what a picture was made
+    from."""
     for line in textwrap.wrap(s, max(20, int((c.width - x - 12) / 5.2))):
         c.text(x, c.y + 9, line, "dim", font_size=10)
         c.y += 14
@@ -277,7 +287,8 @@ def axis(
     whole: bool = False,
     log: bool = False,
 ) -> None:
-    "A horizontal axis at `c.y`, which moves on; `whole`: numbers that can't be broken; `log`: each power as far from the next."
+    """A horizontal axis at `c.y`, which moves on; `whole`: numbers that can't be broken; `log`:
+    each power as far from the next."""
     on = math.log if log else float
     across = scale(on(low), on(high), left, right)
     at = lambda v: across(on(v))
@@ -306,7 +317,8 @@ def columns(
     most: float,
     high: float,
 ) -> None:
-    """Columns that stand at `y`, `high` pixels for the number `most`; `x`: where each begins, and where the last one ends.
+    """Columns that stand at `y`, `high` pixels for the number `most`; `x`: where each begins,
+    and where the last one ends.
 
     `stacks` `{kind: numbers}` stand on one another, the first lowest."""
     at, bases = scale(0, most, y, y - high), [0.0] * len(x)
@@ -356,9 +368,11 @@ def grid(
 ) -> Picture:
     """A `Picture` of `rows` of places, a box each, as wide as fits and at most `size` pixels.
 
-    A place is a character of `key`, a pair (character, text to write into it), or ' ' for a gap. `key`: `{character: (kind, label)}`
-    with kinds of `COLOURS`; a label of '' stays out of the legend. `labels` and `notes` stand left and right of the rows, `columns` above
-    (a text for each place of the longest row, '' for none). Raises `ValueError` for a place that `key` lacks."""
+    A place is a character of `key`, a pair (character, text to write into it), or ' ' for a gap.
+    `key`: `{character: (kind, label)}` with kinds of `COLOURS`; a label of '' stays out of the
+    legend. `labels` and `notes` stand left and right of the rows, `columns` above (a text for
+    each place of the longest row, '' for none). Raises `ValueError` for a place that `key`
+    lacks."""
     rows = [list(row) for row in rows]
     used = {p[0] for row in rows for p in row} - {" "}
     if unknown := used - set(key):
@@ -409,10 +423,11 @@ def bars(
     width: float = 860,
     caption: str = "",
 ) -> Picture:
-    """A `Picture` of `rows`, `{name: {part: number}}`, a stacked bar each, on one scale from 0; numbers are of at least 0.
+    """A `Picture` of `rows`, `{name: {part: number}}`, a stacked bar each, on one scale from 0;
+    numbers are of at least 0.
 
-    `key`: `{part: (kind, label)}` with kinds of `COLOURS`. `label` says what is counted. `notes`: `{name: text to its right}`.
-    `caption`: a line below."""
+    `key`: `{part: (kind, label)}` with kinds of `COLOURS`. `label` says what is counted.
+    `notes`: `{name: text to its right}`. `caption`: a line below."""
     notes, desc, c = notes or {}, [], Canvas(width)
     left, right = 16 + max(48, wide(rows)), c.right - wide(notes.values())
     most = max([sum(parts.values()) for parts in rows.values()] + [1e-9])
@@ -457,10 +472,12 @@ def curves(
     dashed: Iterable[str] = (),
     caption: str = "",
 ) -> Picture:
-    """A `Picture` of `lines`, `{name: [(x, y), …]}`, on one scale; y from 0, or from the least if that is below.
+    """A `Picture` of `lines`, `{name: [(x, y), …]}`, on one scale; y from 0, or from the least
+    if that is below.
 
-    `log`: which axes are logarithmic: '', 'x', 'y' or 'xy'. `spread`: `{name: [(x, low, high), …]}`, drawn as thin upright lines.
-    `dashed`: names of lines to be drawn so. `caption`: a line below. At most six lines, one for each of `kinds`. Raises
+    `log`: which axes are logarithmic: '', 'x', 'y' or 'xy'. `spread`:
+    `{name: [(x, low, high), …]}`, drawn as thin upright lines. `dashed`: names of lines to be
+    drawn so. `caption`: a line below. At most six lines, one for each of `kinds`. Raises
     `ValueError` beyond that, or with nothing to draw."""
     points = [p for line in lines.values() for p in line]
     if not points or len(lines) > len(kinds):

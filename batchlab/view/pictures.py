@@ -44,7 +44,8 @@ _Traces = _One | Sequence[_One] | Mapping[str, _One]
 
 
 def named(traces: _Traces) -> dict[str, Trace]:
-    """`{name: Trace}` of one trace, a list, or a dict of them; a path is loaded. Else names are the strategies.
+    """`{name: Trace}` of one trace, a list, or a dict of them; a path is loaded. Else names are
+    the strategies.
 
     Raises `TraceError`."""
     given: Any = traces if hasattr(traces, "__iter__") and not isinstance(traces, str) else [traces]
@@ -84,7 +85,8 @@ def finish(c: Canvas, left: float, title: str, desc: str, **key: str) -> Picture
 
 # %% ../../nbs/8_view/51_pictures.ipynb #34cef24f
 def phase_of(row: Sequence[int]) -> str:
-    "What a row of a step does, as in `tracefile.ROW`: 'again' (computed before), 'prefill' or 'decode'."
+    """What a row of a step does, as in `tracefile.ROW`: 'again' (computed before), 'prefill' or
+    'decode'."""
     return "again" if row[4] else "prefill" if row[6] else "decode"
 
 # %% ../../nbs/8_view/51_pictures.ipynb #34cef250
@@ -115,10 +117,12 @@ def packed_rows(step: dict) -> list[Row]:
 # %% ../../nbs/8_view/51_pictures.ipynb #34cef256
 @dataclass(slots=True)
 class Run:
-    """What a slot did from step `first` to `end` (excluded; by their places in the trace), for a `request` or for nobody.
+    """What a slot did from step `first` to `end` (excluded; by their places in the trace), for a
+    `request` or for nobody.
 
-    `kind`: 'prefill', 'decode', 'again' (computed before), 'held' (no share of these steps), 'blocked' (empty, while a request
-    waits) or 'idle'. `cached`: of a request's first step, the share of its tokens so far that came from the prefix cache."""
+    `kind`: 'prefill', 'decode', 'again' (computed before), 'held' (no share of these steps),
+    'blocked' (empty, while a request waits) or 'idle'. `cached`: of a request's first step, the
+    share of its tokens so far that came from the prefix cache."""
 
     first: int
     end: int
@@ -132,7 +136,8 @@ Lanes = Mapping[tuple[str, int], Lane]  # by engine and slot
 
 # %% ../../nbs/8_view/51_pictures.ipynb #34cef25a
 def extend(lane: Lane, i: int, kind: str, request: int | None, cached: float = 0.0) -> None:
-    "One step more, at place `i`; chunks of a prompt stay apart, and a step with tokens that were `cached`."
+    """One step more, at place `i`; chunks of a prompt stay apart, and a step with tokens that
+    were `cached`."""
     last = lane[-1] if lane and not cached and not lane[-1].cached else None
     if last and last.end == i and last.request == request and last.kind == kind != "prefill":
         last.end = i + 1
@@ -141,7 +146,8 @@ def extend(lane: Lane, i: int, kind: str, request: int | None, cached: float = 0
 
 
 def as_runs(lane: Sequence[Any]) -> Lane:
-    "A lane of `(kind, request or None)` or `(kind, request, share cached)` for each step as one of `Run`s; 'none': there was no slot."
+    """A lane of `(kind, request or None)` or `(kind, request, share cached)` for each step as
+    one of `Run`s; 'none': there was no slot."""
     if lane and isinstance(lane[0], Run):
         return [*lane]
     found = []
@@ -152,7 +158,8 @@ def as_runs(lane: Sequence[Any]) -> Lane:
 
 # %% ../../nbs/8_view/51_pictures.ipynb #34cef259
 def _empty(steps, engine):
-    "What an empty slot of `engine` is in each step, as `runs` of ('blocked' or 'idle', how many slots there are)."
+    """What an empty slot of `engine` is in each step, as `runs` of ('blocked' or 'idle', how
+    many slots there are)."""
     kinds, slots = [], 0
     for s in steps:
         if s["engine"] == engine:
@@ -210,7 +217,8 @@ def share_idle(lanes: Lanes) -> float:
 
 # %% ../../nbs/8_view/51_pictures.ipynb #bcd5b471
 def edges(trace: Trace, by: str = "steps") -> list[float]:
-    "Where each step begins, and where the last one ends: in steps, or in seconds since the recording began."
+    """Where each step begins, and where the last one ends: in steps, or in seconds since the
+    recording began."""
     steps, last = trace.steps, trace.steps[-1]
     if by == "steps":
         return [steps[0]["step"] + i for i in range(len(steps) + 1)]
@@ -229,7 +237,8 @@ KINDS = dict(
 
 
 def _draw_run(c, run, x, end, high, tip):
-    "A run from `x` to `end`; with a `tip`, in a shape of its own that a program finds by the number of the request."
+    """A run from `x` to `end`; with a `tip`, in a shape of its own that a program finds by the
+    number of the request."""
     w, h, inset, number = end - x, inner(high), 0, run.request
     if run.kind == "decode" and high >= 6:  # a narrower line, on what the slot is without it
         c.box(x, c.y, w, h, "idle")
@@ -259,11 +268,13 @@ def draw_lanes(
     unit: str = "steps",
     apart: bool = False,
 ) -> None:
-    """Draw `lanes` at `c.y`, which moves on: a row of `high` pixels for each slot, steps from `left` to `right`.
+    """Draw `lanes` at `c.y`, which moves on: a row of `high` pixels for each slot, steps from
+    `left` to `right`.
 
-    A lane is a list of `Run`s, or what `as_runs` takes. `at`: where in `unit` each step begins and the last one
-    ends; None counts steps. `apart`: a shape for each run of a request, with its number in `data-request`, however many there are; else
-    only if they are few, and many of a kind are one shape."""
+    A lane is a list of `Run`s, or what `as_runs` takes. `at`: where in `unit` each step begins
+    and the last one ends; None counts steps. `apart`: a shape for each run of a request, with
+    its number in `data-request`, however many there are; else only if they are few, and many of
+    a kind are one shape."""
     if not lanes:
         return
     lanes = {place: as_runs(lane) for place, lane in lanes.items()}
@@ -283,10 +294,11 @@ def draw_lanes(
 
 # %% ../../nbs/8_view/51_pictures.ipynb #3ad38692
 def timeline(traces: _Traces, by: str = "steps") -> Picture:
-    """A `Picture`: who had which slot when, a panel for each trace on one scale; prefill, decode, and what stood empty.
+    """A `Picture`: who had which slot when, a panel for each trace on one scale; prefill,
+    decode, and what stood empty.
 
-    `traces`: a `Trace`, the name of its file, or an `LLM` for what it recorded last; several in a list, or in a dict by name. `by`:
-    'steps', or 'time' in seconds. Raises `TraceError`."""
+    `traces`: a `Trace`, the name of its file, or an `LLM` for what it recorded last; several in
+    a list, or in a dict by name. `by`: 'steps', or 'time' in seconds. Raises `TraceError`."""
     unit, traces, said = unit_of(by), named(traces), []
     c, left = Canvas(), 58
     panels = {name: (slot_runs(t), edges(t, by)) for name, t in traces.items()}
@@ -295,7 +307,8 @@ def timeline(traces: _Traces, by: str = "steps") -> Picture:
     for name, (lanes, at) in panels.items():
         steps, right = len(at) - 1, x(at[-1] - at[0])
         said.append(
-            f"{name}: {steps} step{'s' * (steps > 1)}, {share_idle(lanes):.0%} of the places in them empty"
+            f"{name}: {steps} step{'s' * (steps > 1)}, {share_idle(lanes):.0%} of the places in "
+            "them empty"
         )
         heading(c, left, said[-1])
         draw_lanes(c, lanes, left, right, high, at, by)
@@ -310,7 +323,8 @@ def timeline(traces: _Traces, by: str = "steps") -> Picture:
 
 # %% ../../nbs/8_view/51_pictures.ipynb #75f6ae63
 def busiest(trace: Trace) -> int:
-    "The number of the packed step with most tokens, one that mixes prefill and decode if there is any. Raises `TraceError`."
+    """The number of the packed step with most tokens, one that mixes prefill and decode if there
+    is any. Raises `TraceError`."""
     packed = [
         s
         for s in trace.steps
@@ -327,12 +341,14 @@ def step_of(trace: Trace, step: int) -> dict:
         if s["step"] == step:
             return s
     raise TraceError(
-        f"step {step!r} is not in this trace: it has {trace.steps[0]['step']} to {trace.steps[-1]['step']}"
+        f"step {step!r} is not in this trace: it has {trace.steps[0]['step']} to "
+        f"{trace.steps[-1]['step']}"
     )
 
 
 def texts_of(trace: Trace, number: int, start: int, n: int, most: int = 40) -> str:
-    "The text of `n` tokens from `start` on of a request, at most about `most` characters; '' if none was recorded."
+    """The text of `n` tokens from `start` on of a request, at most about `most` characters; ''
+    if none was recorded."""
     r = trace.request(number)
     ids = (r.get("prompt_ids", []) + r.get("output_ids", []))[start : start + min(n, most)]
     s = "".join(
@@ -355,7 +371,8 @@ def draw_packed_row(c: Canvas, rows: Sequence[Row], left: float) -> None:
 
 
 def draw_seen(c: Canvas, row: Row, x: float, unit: float, high: float) -> None:
-    "What a row sees, at `c.y`: from `x` on, `unit` pixels each, keys of its earlier positions, and those of its `n` tokens, as stairs."
+    """What a row sees, at `c.y`: from `x` on, `unit` pixels each, keys of its earlier positions,
+    and those of its `n` tokens, as stairs."""
     n, w = (
         min(row.n, 64),
         max(1, row.n * unit),
@@ -374,7 +391,8 @@ def name_of(trace: Trace, row: Row, room: float) -> str:
 
 # %% ../../nbs/8_view/51_pictures.ipynb #97cbb158
 def draw_step(c: Canvas, trace: Trace, s: dict, left: float = 300) -> None:
-    """Draw what step `s` of `trace` gave the model, at `c.y`, which moves on: the packed row and its mask, or the padded batch.
+    """Draw what step `s` of `trace` gave the model, at `c.y`, which moves on: the packed row and
+    its mask, or the padded batch.
 
     A line for each request: at least as high as its name, which stands left of `left`."""
     rows, rectangle = packed_rows(s), s["rectangle"]
@@ -399,9 +417,11 @@ def draw_step(c: Canvas, trace: Trace, s: dict, left: float = 300) -> None:
 
 # %% ../../nbs/8_view/51_pictures.ipynb #5a1c24b8
 def packed_row(trace: _One, step: int | None = None) -> Picture:
-    """A `Picture` of one packed step: the row, whose tokens are whose, and the mask, with every pair that is computed.
+    """A `Picture` of one packed step: the row, whose tokens are whose, and the mask, with every
+    pair that is computed.
 
-    `step`: its number; None takes the `busiest`. A padded step is drawn as the batch that it is. Raises `TraceError`."""
+    `step`: its number; None takes the `busiest`. A padded step is drawn as the batch that it is.
+    Raises `TraceError`."""
     [trace] = named(trace).values()
     s, c = step_of(trace, busiest(trace) if step is None else step), Canvas()
     draw_step(c, trace, s)
@@ -429,7 +449,8 @@ def packed_row(trace: _One, step: int | None = None) -> Picture:
 
 # %% ../../nbs/8_view/51_pictures.ipynb #7e0b4d81
 def waves(trace: Trace) -> list[list[dict]]:
-    "The steps of each padded wave, as lists: those from one admission to the next. Raises `TraceError`."
+    """The steps of each padded wave, as lists: those from one admission to the next. Raises
+    `TraceError`."""
     found, running = [], set()
     for s in trace.steps:
         if s["rectangle"] is None or s["error"]:
@@ -438,7 +459,8 @@ def waves(trace: Trace) -> list[list[dict]]:
         if s["admitted"]:
             if running & numbers:
                 raise TraceError(
-                    "requests joined a padded batch that was running, so it has no waves: see timeline"
+                    "requests joined a padded batch that was running, so it has no waves: see "
+                    "timeline"
                 )
             found.append([])
         if found:
@@ -450,7 +472,8 @@ def waves(trace: Trace) -> list[list[dict]]:
 
 
 def wave_rows(wave: Sequence[dict]) -> list[dict]:
-    "Of each request of a `wave`: dict of `request`, `padding` before its prompt, `prompt`, `output`, and `fed` for nobody."
+    """Of each request of a `wave`: dict of `request`, `padding` before its prompt, `prompt`,
+    `output`, and `fed` for nobody."""
     outputs = Counter(row[1] for s in wave for row in s["rows"])
     built = [i for i, s in enumerate(wave) if s["rectangle"][0] == len(s["rows"])] + [len(wave)]
     widest, rows = max(row[3] for row in wave[0]["rows"]), []
@@ -466,7 +489,8 @@ def wave_rows(wave: Sequence[dict]) -> list[dict]:
 
 # %% ../../nbs/8_view/51_pictures.ipynb #0eccbaeb
 def padding(trace: _One, wave: int | None = None) -> Picture:
-    """A `Picture` of one padded batch: prompt and answer of each request, and what is padding or fed for nobody.
+    """A `Picture` of one padded batch: prompt and answer of each request, and what is padding or
+    fed for nobody.
 
     `wave`: which one, from 0; None takes the one with most padding. Raises `TraceError`."""
     [(name, trace)] = named(trace).items()
@@ -481,8 +505,8 @@ def padding(trace: _One, wave: int | None = None) -> Picture:
     begin = rows[0]["padding"] + rows[0]["prompt"]
     total, end = sum(begin + r["output"] - 1 + r["fed"] for r in rows), begin + len(found[wave]) - 1
     said = (
-        f"{name}, wave {wave} (of 0 to {len(every) - 1}): {len(rows)} requests, {lost[wave]:,} of {total:,} positions "
-        f"for nobody, {lost[wave] / total:.0%}"
+        f"{name}, wave {wave} (of 0 to {len(every) - 1}): {len(rows)} requests, {lost[wave]:,} of "
+        f"{total:,} positions for nobody, {lost[wave] / total:.0%}"
     )
     c, left = Canvas(), 90
     x = scale(0, end, left, c.right)
@@ -508,9 +532,11 @@ def padding(trace: _One, wave: int | None = None) -> Picture:
 
 # %% ../../nbs/8_view/51_pictures.ipynb #8675db35
 def prefix_tree(prompts: Sequence[Sequence[int]]) -> list[tuple[int, int, int, int]]:
-    """The shared beginnings of `prompts`, lists of ids in sorted order: nodes `(start, end, first, last)`, longest common parts.
+    """The shared beginnings of `prompts`, lists of ids in sorted order: nodes
+    `(start, end, first, last)`, longest common parts.
 
-    A node covers tokens `start` to `end` of prompts `first` to `last` (excluded both); parents come before children."""
+    A node covers tokens `start` to `end` of prompts `first` to `last` (excluded both); parents
+    come before children."""
     nodes, todo = [], [(0, 0, len(prompts))]
     for start, first, last in todo:  # which grows as it is walked
         a, b = prompts[first], prompts[last - 1]  # sorted: what these share, all between share
@@ -525,7 +551,8 @@ def prefix_tree(prompts: Sequence[Sequence[int]]) -> list[tuple[int, int, int, i
 
 # %% ../../nbs/8_view/51_pictures.ipynb #9cf4c791
 def prefixes(trace: _One) -> Picture:
-    """A `Picture` of the prompts as a tree of shared beginnings, and how much of each request came from the cache.
+    """A `Picture` of the prompts as a tree of shared beginnings, and how much of each request
+    came from the cache.
 
     Needs a trace with texts. Raises `TraceError`."""
     [trace] = named(trace).values()
@@ -581,8 +608,9 @@ def prefixes(trace: _One) -> Picture:
 
 # %% ../../nbs/8_view/51_pictures.ipynb #40f3ffe3
 def kv_places(s: dict) -> dict[str, int]:
-    """Places for tokens after step `s`: `reserved`, in blocks that memory was taken for; `held`, in blocks of running requests; `left`,
-    in blocks whose content can be found. A padded batch holds its whole rectangle."""
+    """Places for tokens after step `s`: `reserved`, in blocks that memory was taken for; `held`,
+    in blocks of running requests; `left`, in blocks whose content can be found. A padded batch
+    holds its whole rectangle."""
     if size := s["block_size"]:
         return dict(
             reserved=s["blocks"] * size,
@@ -594,7 +622,8 @@ def kv_places(s: dict) -> dict[str, int]:
 
 # %% ../../nbs/8_view/51_pictures.ipynb #a4674f44
 def kv_map(trace: _One) -> Picture:
-    """A `Picture` of the KV cache over time: its blocks, above; below, how many tokens the request in each slot has.
+    """A `Picture` of the KV cache over time: its blocks, above; below, how many tokens the
+    request in each slot has.
 
     Of the engine that made most steps, if there are several. Raises `TraceError`."""
     [trace] = named(trace).values()
@@ -656,9 +685,11 @@ def kv_map(trace: _One) -> Picture:
 
 # %% ../../nbs/8_view/51_pictures.ipynb #bb0adb10
 def waste(traces: _Traces | Mapping[str, Trace | Ledger]) -> Picture:
-    """A `Picture` of ledgers side by side: positions useful, computed again, padded, and taken from a cache.
+    """A `Picture` of ledgers side by side: positions useful, computed again, padded, and taken
+    from a cache.
 
-    `traces`: see `named`; a `Ledger` will do for a trace, in a dict by name. Raises `TraceError`."""
+    `traces`: see `named`; a `Ledger` will do for a trace, in a dict by name. Raises
+    `TraceError`."""
     given: Any = traces
     if isinstance(given, dict) and all(hasattr(t, "useful") for t in given.values()):
         ledgers = given
@@ -676,8 +707,8 @@ def waste(traces: _Traces | Mapping[str, Trace | Ledger]) -> Picture:
         for name, l in ledgers.items()
     }
     said = [
-        f"{name}: {l.useful:,} useful, {l.recomputed:,} computed again, {l.padded:,} padded, {l.reused:,} from a cache, "
-        f"{l.masked:,} masked"
+        f"{name}: {l.useful:,} useful, {l.recomputed:,} computed again, {l.padded:,} padded, "
+        f"{l.reused:,} from a cache, {l.masked:,} masked"
         for name, l in ledgers.items()
     ]
     picture = bars(
@@ -724,7 +755,8 @@ def phases(trace: Trace, by: str = "steps") -> list[Phases]:
 
 # %% ../../nbs/8_view/51_pictures.ipynb #e88e5883
 def tokens_out(trace: Trace, by: str = "steps") -> tuple[list[float], list[float]]:
-    "Output tokens a step, or a second by 'time', in columns of several steps: where these begin and the last ends, and the numbers."
+    """Output tokens a step, or a second by 'time', in columns of several steps: where these
+    begin and the last ends, and the numbers."""
     tokens = [0 if s["error"] else sum(row[5] for row in s["rows"]) for s in trace.steps]
     size = -(-len(tokens) // 400) if by == "steps" else max(3, -(-len(tokens) // 80))
     at = edges(trace, by)
@@ -734,7 +766,8 @@ def tokens_out(trace: Trace, by: str = "steps") -> tuple[list[float], list[float
 
 # %% ../../nbs/8_view/51_pictures.ipynb #275859ee
 def latency(traces: _Traces, by: str = "steps") -> Picture:
-    """A `Picture`: each request's waiting, prefill and answer, and tokens out over time; a panel for each trace, one scale.
+    """A `Picture`: each request's waiting, prefill and answer, and tokens out over time; a panel
+    for each trace, one scale.
 
     `by`: 'steps' or 'time' (seconds). Raises `TraceError`."""
     unit, traces, said = unit_of(by), named(traces), []

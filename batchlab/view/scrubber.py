@@ -22,7 +22,8 @@ __all__ = ['Share', 'share_of', 'shares_of', 'Scrubber']
 # %% ../../nbs/8_view/54_scrubber.ipynb #d59c02ea
 @dataclass
 class Share:
-    "A request's share of a step: positions `start` to `start + n` (excluded), their texts, its answer `before`, what `came`."
+    """A request's share of a step: positions `start` to `start + n` (excluded), their texts, its
+    answer `before`, what `came`."""
 
     request: int
     slot: int
@@ -35,7 +36,8 @@ class Share:
 
 
 def share_of(row: Sequence[int], request: dict, texts: Mapping[str, str]) -> Share:
-    "The `Share` that `row`, seven numbers of a trace's step, stands for; `request` as in the trace, `texts` of token ids."
+    """The `Share` that `row`, seven numbers of a trace's step, stands for; `request` as in the
+    trace, `texts` of token ids."""
     r, pieces = Row(*row), request.get("pieces", [])
     ids = request.get("prompt_ids", []) + request.get("output_ids", [])
     tokens = [texts.get(str(i), str(i)) for i in ids[r.start : r.end]]
@@ -75,7 +77,8 @@ def share_html(p: Share, with_texts: bool) -> str:
 
 
 def row_html(parts: Sequence[Share], most: int = 400) -> str:
-    "The packed row: a box for each part, with the texts of its tokens; beyond `most` tokens their number only."
+    """The packed row: a box for each part, with the texts of its tokens; beyond `most` tokens
+    their number only."""
     few = sum(p.n for p in parts) <= most
     return f'<div class="row">{"".join(share_html(p, few) for p in parts)}</div>'
 
@@ -88,8 +91,10 @@ def prompt_of(p: Share, requests: Mapping[int, dict]) -> str:
 def texts_html(parts: Sequence[Share], requests: Mapping[int, dict], most: int = 24) -> str:
     "What the requests of a step have written so far, the new token marked."
     line = lambda p: (
-        f'<div class="answer"><b>{p.request}</b> <span class="chip">{p.phase} in slot {p.slot}</span> '
-        f'<span class="dim">{esc(prompt_of(p, requests)[-120:])}</span>{esc(p.before[-400:])}<mark>{esc(p.came)}</mark></div>'
+        f'<div class="answer"><b>{p.request}</b> <span class="chip">{p.phase} in slot '
+        f"{p.slot}</span> "
+        "<span "
+        f'class="dim">{esc(prompt_of(p, requests)[-120:])}</span>{esc(p.before[-400:])}<mark>{esc(p.came)}</mark></div>'
     )
     more = f'<div class="dim">and {len(parts) - most} more</div>' if len(parts) > most else ""
     return "".join(map(line, parts[:most])) + more
@@ -101,13 +106,14 @@ def step_line(step: dict, last: int) -> str:
     counts = ", ".join(f"{step[n]:,} {n}" for n in names if step[n] or n == "useful")
     many = lambda n, word: f"{n:,} {word}{'' if n == 1 else 's'}"
     return (
-        f"step {step['step']} of {last}: {many(step['tokens'], 'token')} for {many(len(step['rows']), 'request')} "
-        f"({counts}), {step['waiting']} waiting"
+        f"step {step['step']} of {last}: {many(step['tokens'], 'token')} for "
+        f"{many(len(step['rows']), 'request')} ({counts}), {step['waiting']} waiting"
     )
 
 # %% ../../nbs/8_view/54_scrubber.ipynb #deee7ad2
 def step_slots(step: dict, parts: Sequence[Share], requests: Mapping[int, dict]) -> list[SlotState]:
-    "The slots of a step of a trace after it, `parts` being its shares, of `requests` by their numbers."
+    """The slots of a step of a trace after it, `parts` being its shares, of `requests` by their
+    numbers."""
     owner, size = {p.slot: (p.request, p.phase) for p in parts}, step["block_size"] or 64
     cached = lambda number: requests.get(number, {}).get("cached_tokens", 0)
     return [
@@ -120,7 +126,8 @@ def step_slots(step: dict, parts: Sequence[Share], requests: Mapping[int, dict])
 def step_html(
     trace: Trace, step: dict, parts: Sequence[Share], requests: Mapping[int, dict]
 ) -> str:
-    "All of a step as HTML: what it did and how long, the packed row, its mask, the slots, and the texts so far."
+    """All of a step as HTML: what it did and how long, the packed row, its mask, the slots, and
+    the texts so far."""
     said, c = step_line(step, trace.steps[-1]["step"]), Canvas()
     draw_step(c, trace, step)
     times = ", ".join(f"{name} {step[name] * 1000:.1f} ms" for name in PARTS)
@@ -131,9 +138,11 @@ def step_html(
 
 # %% ../../nbs/8_view/54_scrubber.ipynb #488b8e86
 class Scrubber(Panel):
-    """The steps of a trace under a slider: the packed row, its mask, the slots, and the texts so far.
+    """The steps of a trace under a slider: the packed row, its mask, the slots, and the texts so
+    far.
 
-    `trace`: a `Trace`, its `data`, or the name of its file. `step`: where to begin. Raises `TraceError`."""
+    `trace`: a `Trace`, its `data`, or the name of its file. `step`: where to begin. Raises
+    `TraceError`."""
 
     def __init__(
         self, trace: Trace | dict | str | os.PathLike, step: int = 0, cell: str | None = None

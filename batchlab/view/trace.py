@@ -35,7 +35,8 @@ __all__ = ['Recorder', 'trace', 'LEDGER', 'PARTS', 'POOL', 'ROW', 'VERSION', 'Tr
 
 # %% ../../nbs/8_view/50_trace.ipynb #6f5bd23c
 def row_numbers(row: Any, number: int) -> tuple[int, ...]:
-    "A plan's `row` of request `number` as the seven numbers of `ROW`; `again`: positions that had been computed before."
+    """A plan's `row` of request `number` as the seven numbers of `ROW`; `again`: positions that
+    had been computed before."""
     r, start, n = row.request, row.start, row.n_tokens
     end, prompt = start + n, len(r.prompt_ids)
     again = min(r.num_seen, end) - start if r.num_seen > start else 0
@@ -54,9 +55,9 @@ def row_numbers(row: Any, number: int) -> tuple[int, ...]:
 class RequestRecord:
     """Notes on one request. Times: seconds of `time.perf_counter`; None for what has not happened.
 
-    `request`: itself, until it has ended; `facts`: then, what is kept of it. `ends`: how long its text was after each
-    token, in characters. `first_step`, `last_step`: numbers of steps it had a row in; `ended_before`: of the step that came
-    after its end."""
+    `request`: itself, until it has ended; `facts`: then, what is kept of it. `ends`: how long
+    its text was after each token, in characters. `first_step`, `last_step`: numbers of steps it
+    had a row in; `ended_before`: of the step that came after its end."""
 
     number: int
     arrival: float
@@ -82,7 +83,8 @@ def text_of(r: Request) -> str:
 
 
 def facts_of(r: Request, text: bool) -> dict:
-    "What the trace keeps of request `r` itself, as in the file; with its tokens and text, packed, if `text`."
+    """What the trace keeps of request `r` itself, as in the file; with its tokens and text,
+    packed, if `text`."""
     group = r.group  # read once: another thread may just be taking it away
     facts = dict(
         id=r.request_id,
@@ -110,7 +112,8 @@ def facts_of(r: Request, text: bool) -> dict:
 
 
 def pieces_of(text: str, ends: Sequence[int]) -> list[str]:
-    "`text` cut where each token ended: what each settled, '' for none. What was held back to the end goes to the last."
+    """`text` cut where each token ended: what each settled, '' for none. What was held back to
+    the end goes to the last."""
     ends = [*ends[:-1], len(text)] if ends else []
     return [text[a:b] for a, b in zip([0, *ends], ends)]
 
@@ -121,7 +124,8 @@ def since(t: float | None, began: float) -> float | None:
 
 
 def request_dict(record: RequestRecord, began: float, text: bool = True) -> dict:
-    "A request as in the file, ended or not; with tokens and texts if they were kept, or, while it is here, if `text`."
+    """A request as in the file, ended or not; with tokens and texts if they were kept, or, while
+    it is here, if `text`."""
     r = record.request  # looked at once: another thread may just be ending it
     d: dict[str, Any] = dict(request=record.number)
     d |= (facts_of(r, text) if r else record.facts) | dict(slots=list(record.slots))
@@ -143,8 +147,9 @@ def request_dict(record: RequestRecord, began: float, text: bool = True) -> dict
 class RequestLog:
     """Notes on requests: `here`, those that wait or run; `ended`, the newest of the others.
 
-    `text`: keep tokens and texts, of at most `max_text` tokens together; `max_ended`: how many that ended are kept. What went is
-    counted in `dropped`. `sums`: `COUNTS` of all that ended; `reasons`: how many ended why."""
+    `text`: keep tokens and texts, of at most `max_text` tokens together; `max_ended`: how many
+    that ended are kept. What went is counted in `dropped`. `sums`: `COUNTS` of all that ended;
+    `reasons`: how many ended why."""
 
     def __init__(self, text: bool = True, max_ended: int = 1_000_000, max_text: int = 1_000_000):
         self.text, self.max_ended, self.max_text = text, max_ended, max_text
@@ -243,10 +248,12 @@ class RequestLog:
 # %% ../../nbs/8_view/50_trace.ipynb #061e853e
 @dataclass(slots=True)
 class StepRecord:
-    """One step, as lean as it comes, with the names of the file. Seconds; counts of requests and tokens.
+    """One step, as lean as it comes, with the names of the file. Seconds; counts of requests and
+    tokens.
 
-    `rows`: the numbers of all rows, one behind the other. `times`: of `PARTS`. `ledger`: what it gained. `pool`: numbers of
-    `POOL`. `slots`, `held`: how many seats there were, and tokens of the request in each, afterwards."""
+    `rows`: the numbers of all rows, one behind the other. `times`: of `PARTS`. `ledger`: what it
+    gained. `pool`: numbers of `POOL`. `slots`, `held`: how many seats there were, and tokens of
+    the request in each, afterwards."""
 
     step: int
     engine: str
@@ -311,10 +318,11 @@ def step_dict(s: StepRecord, began: float) -> dict:
 
 # %% ../../nbs/8_view/50_trace.ipynb #7d790bb6
 class StepLog:
-    """Notes on steps: `taken`, the newest, with at most `max_rows` rows; `now`, the one that is being made, or None.
+    """Notes on steps: `taken`, the newest, with at most `max_rows` rows; `now`, the one that is
+    being made, or None.
 
-    `requests`: where requests are noted. `num_steps`: how many steps there were, `dropped`: how many of them went. `sums`: their
-    ledger, and seconds of their parts."""
+    `requests`: where requests are noted. `num_steps`: how many steps there were, `dropped`: how
+    many of them went. `sums`: their ledger, and seconds of their parts."""
 
     def __init__(self, requests: RequestLog, max_rows: int = 1_000_000):
         self.requests, self.max_rows = requests, max_rows
@@ -324,7 +332,8 @@ class StepLog:
         self.num_steps = self.num_rows = self.dropped = 0
 
     def note(self, engine: Any, event: str, x: Any, t: float, seconds: float) -> None:
-        "Note an `event`, and what comes with it, as `Engine` and `LLM` tell them; at time `t`, `seconds` after the last one."
+        """Note an `event`, and what comes with it, as `Engine` and `LLM` tell them; at time `t`,
+        `seconds` after the last one."""
         if event == "queued":
             self.requests.meet(x).queued = t
         elif event == "ended":
@@ -373,7 +382,8 @@ class StepLog:
                 self.requests.end(r, t, self.num_steps)  # an engine without an LLM tells no end
 
     def close(self, now: StepRecord, engine: Engine, error: str | None = None) -> None:
-        "Keep the step, which an exception of that name has ended if there was an `error`. The oldest may go for it."
+        """Keep the step, which an exception of that name has ended if there was an `error`. The
+        oldest may go for it."""
         now.ledger = [
             after - before for after, before in zip(vars(engine.ledger).values(), now.ledger)
         ]
@@ -433,11 +443,13 @@ def texts_of_tokens(tokenizer: Any, requests: Iterable[dict]) -> dict[str, str]:
 
 # %% ../../nbs/8_view/50_trace.ipynb #21bb52ef
 class Recorder(Trace):
-    """Records the steps of `source`, an `LLM` or an `Engine`, between `start` and `stop` or inside `with`. It is a `Trace`.
+    """Records the steps of `source`, an `LLM` or an `Engine`, between `start` and `stop` or
+    inside `with`. It is a `Trace`.
 
-    `text`: keep tokens and texts too. `max_rows`: rows of steps that are kept, 28 bytes each; beyond it the oldest steps
-    go, with the requests that ended before. `max_text`: tokens whose ids and text are kept, at about 10 bytes each. What
-    went is counted in `dropped`, and `totals` stay exact. `cost`: seconds that recording took."""
+    `text`: keep tokens and texts too. `max_rows`: rows of steps that are kept, 28 bytes each;
+    beyond it the oldest steps go, with the requests that ended before. `max_text`: tokens whose
+    ids and text are kept, at about 10 bytes each. What went is counted in `dropped`, and
+    `totals` stay exact. `cost`: seconds that recording took."""
 
     def __init__(
         self,
@@ -477,7 +489,8 @@ class Recorder(Trace):
         return self
 
     def stop(self, wait: bool = True) -> Recorder:
-        "Record no more; with `wait` after the step that is being made. Does nothing if it has stopped before."
+        """Record no more; with `wait` after the step that is being made. Does nothing if it has
+        stopped before."""
         with self._between_steps() if wait else contextlib.nullcontext():
             if self in self.source.watchers:
                 self.source.watchers.remove(self)
@@ -561,7 +574,9 @@ def trace(
     max_rows: int = 1_000_000,
     max_text: int = 1_000_000,
 ) -> Recorder:
-    """Record what `llm` does inside `with trace(llm) as recorded:`; `recorded` is a `Recorder`, so a `Trace` at any time.
+    """Record what `llm` does inside `with trace(llm) as recorded:`; `recorded` is a `Recorder`,
+    so a `Trace` at any time.
 
-    `text`: keep tokens and texts of requests. `max_rows`, `max_text`: how much is kept. Raises `ParamError`."""
+    `text`: keep tokens and texts of requests. `max_rows`, `max_text`: how much is kept. Raises
+    `ParamError`."""
     return Recorder(llm, text, max_rows, max_text)

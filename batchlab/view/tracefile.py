@@ -29,7 +29,8 @@ VERSION = 2
 
 # %% ../../nbs/8_view/tracefile.ipynb #0565dde4
 def write_json(path: str | os.PathLike, data: dict) -> Path:
-    "Write `data` to `path` as one JSON file, whole or not at all; returns the path. Raises `OSError`."
+    """Write `data` to `path` as one JSON file, whole or not at all; returns the path. Raises
+    `OSError`."""
     path = Path(path)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -42,7 +43,8 @@ def write_json(path: str | os.PathLike, data: dict) -> Path:
 
 # %% ../../nbs/8_view/tracefile.ipynb #f42a573e
 def from_slots(data: dict) -> dict:
-    "A trace of version 1, whose KV lay in one rectangle of slots, as one of today: a slot counts as a block of its capacity."
+    """A trace of version 1, whose KV lay in one rectangle of slots, as one of today: a slot
+    counts as a block of its capacity."""
 
     def step(s: dict) -> dict:
         size, running, held = s.get("capacity", 0), {row[0] for row in s["rows"]}, s.get("held", [])
@@ -68,7 +70,8 @@ def check_trace(data: Any, name: str = "this") -> dict:
         raise TraceError(f"{name} is not a trace: expected a file that Trace.save has written")
     if type(version := data.get("version")) is not int or not 1 <= version <= VERSION:
         raise TraceError(
-            f"{name} is a trace of version {version!r}, and this batchlab reads 1 to {VERSION}: upgrade batchlab if it is newer"
+            f"{name} is a trace of version {version!r}, and this batchlab reads 1 to {VERSION}: "
+            "upgrade batchlab if it is newer"
         )
     wanted: dict[str, type] = dict(steps=list, requests=list, totals=dict, tokens=dict, row=list)
     if missing := [k for k, kind in wanted.items() if not isinstance(data.get(k), kind)]:
@@ -100,7 +103,8 @@ def read_trace(path: str | os.PathLike) -> dict:
 
 # %% ../../nbs/8_view/tracefile.ipynb #c58329f5
 def micros(seconds: float) -> float:
-    "Microseconds since the recording began, to the nanosecond; what was before counts as its beginning."
+    """Microseconds since the recording began, to the nanosecond; what was before counts as its
+    beginning."""
     return round(1e6 * max(0, seconds), 3)
 
 
@@ -146,9 +150,11 @@ def step_events(steps: Iterable[dict]) -> Iterator[dict]:
 
 # %% ../../nbs/8_view/tracefile.ipynb #11b55cf6
 def slot_spans(steps: Iterable[dict]) -> list[dict]:
-    """What each slot did: dicts `engine, slot, request, prefill, first, last` (steps), `rows`, `start`, `end` (s), `tokens`.
+    """What each slot did: dicts `engine, slot, request, prefill, first, last` (steps), `rows`,
+    `start`, `end` (s), `tokens`.
 
-    A prefill is a span of its own for each of its chunks; decode steps one after the other are one span."""
+    A prefill is a span of its own for each of its chunks; decode steps one after the other are
+    one span."""
     spans, newest = [], {}
     for s in steps:
         end = s["start"] + sum(s[k] for k in PARTS)
@@ -230,7 +236,8 @@ def request_events(requests: Iterable[dict]) -> Iterator[dict]:
 
 
 def trace_events(data: dict) -> dict:
-    "A trace's `data` in Chrome's trace-event format (also Perfetto's): a dict of `traceEvents`, `displayTimeUnit`, `otherData`."
+    """A trace's `data` in Chrome's trace-event format (also Perfetto's): a dict of
+    `traceEvents`, `displayTimeUnit`, `otherData`."""
     steps, engine = data["steps"], f"engine ({data.get('strategy')})"
     events = [
         *name_events(1, engine, {1: "steps"}),
@@ -247,7 +254,8 @@ def trace_events(data: dict) -> dict:
 
 # %% ../../nbs/8_view/tracefile.ipynb #83acb9bf
 def trace_frame(data: dict, what: str = "steps") -> pandas.DataFrame:
-    "The 'steps', the 'rows' or the 'requests' of a trace's `data` for pandas. Raises `TraceError`, also if pandas is not there."
+    """The 'steps', the 'rows' or the 'requests' of a trace's `data` for pandas. Raises
+    `TraceError`, also if pandas is not there."""
     try:
         import pandas as pd
     except ImportError:
@@ -268,10 +276,12 @@ def trace_frame(data: dict, what: str = "steps") -> pandas.DataFrame:
 
 # %% ../../nbs/8_view/tracefile.ipynb #2ccb7ace
 class Trace:
-    """What happened in a run: `data` is what its file holds; `header`, `totals`, `steps` and `requests` are parts of it.
+    """What happened in a run: `data` is what its file holds; `header`, `totals`, `steps` and
+    `requests` are parts of it.
 
-    `steps`: a dict each, with `rows` as lists of the numbers in `ROW`. `requests`: a dict each. Times in seconds since
-    the recording began. `tokens`: `{id: text}` of all ids in it. `ledger`: the positions of all its steps, as a `Ledger`."""
+    `steps`: a dict each, with `rows` as lists of the numbers in `ROW`. `requests`: a dict each.
+    Times in seconds since the recording began. `tokens`: `{id: text}` of all ids in it.
+    `ledger`: the positions of all its steps, as a `Ledger`."""
 
     def __init__(self, data: dict):
         self._data = data
@@ -316,7 +326,8 @@ class Trace:
         )
 
     def save(self, path: str | os.PathLike) -> Path:
-        "Write the trace to `path` as one JSON file, whole or not at all; returns the path. Raises `OSError`."
+        """Write the trace to `path` as one JSON file, whole or not at all; returns the path.
+        Raises `OSError`."""
         return write_json(path, self.data)
 
     @classmethod
@@ -325,15 +336,18 @@ class Trace:
         return Trace(read_trace(path))
 
     def events(self) -> dict:
-        "The trace in Chrome's trace-event format (also Perfetto's): a dict of `traceEvents` and `displayTimeUnit`."
+        """The trace in Chrome's trace-event format (also Perfetto's): a dict of `traceEvents`
+        and `displayTimeUnit`."""
         return trace_events(self.data)
 
     def save_events(self, path: str | os.PathLike) -> Path:
-        "Write `events` to `path` as JSON, whole or not at all, for ui.perfetto.dev or chrome://tracing; returns the path."
+        """Write `events` to `path` as JSON, whole or not at all, for ui.perfetto.dev or
+        chrome://tracing; returns the path."""
         return write_json(path, self.events())
 
     def frame(self, what: str = "steps") -> pandas.DataFrame:
-        "A pandas `DataFrame` of the 'steps', the 'rows' or the 'requests'. Raises `TraceError`, also if pandas is not there."
+        """A pandas `DataFrame` of the 'steps', the 'rows' or the 'requests'. Raises
+        `TraceError`, also if pandas is not there."""
         return trace_frame(self.data, what)
 
     def __repr__(self) -> str:
@@ -350,7 +364,8 @@ class Recorded(Protocol):
 
 
 def trace_of(x: Trace | str | os.PathLike | Recorded) -> Trace:
-    "The `Trace` that `x` is, as it is now; or the one saved under that name; or what an `LLM` recorded last. Raises `TraceError`."
+    """The `Trace` that `x` is, as it is now; or the one saved under that name; or what an `LLM`
+    recorded last. Raises `TraceError`."""
     if isinstance(x, (str, os.PathLike)):
         return Trace.load(x)
     if not isinstance(x, Trace):
@@ -360,7 +375,8 @@ def trace_of(x: Trace | str | os.PathLike | Recorded) -> Trace:
             )
         if x.recorder is None:
             raise TraceError(
-                "this LLM has recorded nothing: run something inside `with llm.trace():`, or make it by LLM(trace=True)"
+                "this LLM has recorded nothing: run something inside `with llm.trace():`, or "
+                "make it by LLM(trace=True)"
             )
         x = x.recorder
     return Trace(x.data)

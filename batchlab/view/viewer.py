@@ -26,7 +26,8 @@ def embed(data: object) -> str:
 
 # %% ../../nbs/8_view/53_viewer.ipynb #3c1d90a2
 def overview(trace: Trace, apart: bool = False, width: float = 860) -> Canvas:
-    "The whole run on a `Canvas`: who had which slot at each step; below, its tokens: decode, prefill, padding. `apart`: see `draw_lanes`."
+    """The whole run on a `Canvas`: who had which slot at each step; below, its tokens: decode,
+    prefill, padding. `apart`: see `draw_lanes`."""
     c, steps, lanes, left, right = Canvas(width), trace.steps, slot_runs(trace), 58, width - 16
     c.y = 8
     draw_lanes(c, lanes, left, right, row_height(len(lanes), room=260), apart=apart)
@@ -49,7 +50,8 @@ def overview(trace: Trace, apart: bool = False, width: float = 860) -> Canvas:
 
 
 def frame_step(c: Canvas, i: int, num_steps: int) -> Canvas:
-    "A copy of the `overview` of `num_steps` steps with a frame around the one in place `i`; a program may move it, see `data-step`."
+    """A copy of the `overview` of `num_steps` steps with a frame around the one in place `i`; a
+    program may move it, see `data-step`."""
     framed, wide = deepcopy(c), (c.width - 74) / num_steps
     x, top, bottom = 58 + i * wide, 4, c.y - 4
     framed.line(
@@ -280,7 +282,8 @@ KEY = dict(
 
 
 def data_of(trace: Trace | dict | str | os.PathLike) -> dict[str, Any]:
-    "What a `Trace`, its `data`, the file of that name, or an `LLM` that recorded one holds. Raises `TraceError` if it is none, or has no steps."
+    """What a `Trace`, its `data`, the file of that name, or an `LLM` that recorded one holds.
+    Raises `TraceError` if it is none, or has no steps."""
     data = trace if isinstance(trace, dict) else trace_of(trace).data
     if not data["steps"]:
         raise TraceError("this trace has no steps to show: record while something runs")
@@ -290,7 +293,8 @@ def data_of(trace: Trace | dict | str | os.PathLike) -> dict[str, Any]:
 def view_html(trace: Trace | dict | str | os.PathLike, title: str | None = None) -> str:
     """A trace as one HTML page, text: a scrubber over its steps, without server or network.
 
-    `trace`: a `Trace`, its `data`, or the name of its file. Raises `TraceError` if it is none, or has no steps."""
+    `trace`: a `Trace`, its `data`, or the name of its file. Raises `TraceError` if it is none,
+    or has no steps."""
     data = data_of(trace)
     title = title or (
         Path(trace).name if isinstance(trace, (str, os.PathLike)) else "batchlab trace"
@@ -306,7 +310,8 @@ def view_html(trace: Trace | dict | str | os.PathLike, title: str | None = None)
     return (
         f'{PAGE_START} content="width=device-width">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{esc(title)}</title>'
-        f'<style>{HTML_STYLE}{CSS}</style></head><body>{body}<script type="application/json" id="trace">{embed(data)}</script>\n'
+        f'<style>{HTML_STYLE}{CSS}</style></head><body>{body}<script type="application/json" '
+        f'id="trace">{embed(data)}</script>\n'
         f"<script>{JS_DATA}{JS_DRAW}{JS_MASK}{JS_FRAME}{JS_KEYS}{JS_START}</script></body></html>\n"
     )
 

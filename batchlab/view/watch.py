@@ -25,10 +25,12 @@ __all__ = []
 
 # %% ../../nbs/8_view/watch.ipynb #460f5a42
 class Stepper:
-    """Steps `llm` in a thread of its own until nothing is left to do: `pause`, `resume`, `step`, `cancel`, `close`.
+    """Steps `llm` in a thread of its own until nothing is left to do: `pause`, `resume`, `step`,
+    `cancel`, `close`.
 
-    `after()` is called in that thread whenever something may have changed. If `llm` runs in the background already
-    (`with llm:`), it goes on there, and this pauses and steps it. `error`: what ended the thread, or None."""
+    `after()` is called in that thread whenever something may have changed. If `llm` runs in the
+    background already (`with llm:`), it goes on there, and this pauses and steps it. `error`:
+    what ended the thread, or None."""
 
     def __init__(self, llm: LLM, after: Callable[[], None] = lambda: None):
         self.llm, self.after, self.background = llm, after, llm.thread is not None
@@ -59,7 +61,8 @@ class Stepper:
         self._set(asked=True)
 
     def close(self) -> None:
-        "Stop stepping; what it was running stays in `llm`, waiting for somebody to step. Returns when the thread has ended."
+        """Stop stepping; what it was running stays in `llm`, waiting for somebody to step.
+        Returns when the thread has ended."""
         self._set(closing=True, paused=False)
         if self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join(60)
@@ -84,7 +87,8 @@ class Stepper:
             self.after()
 
     def _advance(self) -> bool:
-        "Make a step, or wait a little for somebody to press a button; whether anything may have changed."
+        """Make a step, or wait a little for somebody to press a button; whether anything may
+        have changed."""
         with self.wake:
             if self.paused and not (self.steps or self.asked):
                 self.wake.wait(0.5)
@@ -106,7 +110,8 @@ class Stepper:
 # %% ../../nbs/8_view/watch.ipynb #c7dfb35c
 @dataclass
 class WatchedRequest:
-    "What is known of a request: its text so far, `state` 'waiting', 'running' or why it ended, and its slot."
+    """What is known of a request: its text so far, `state` 'waiting', 'running' or why it ended,
+    and its slot."""
 
     request_id: str
     prompt: str
@@ -123,8 +128,9 @@ class WatchedRequest:
 
 @dataclass
 class SlotState:
-    """`held` tokens, with room for `capacity`, of the request in a slot, `owner`, a request's index or None; `phase` 'prefill', 'decode' or
-    'idle'. `cached`: how many of the tokens were found in the prefix cache."""
+    """`held` tokens, with room for `capacity`, of the request in a slot, `owner`, a request's
+    index or None; `phase` 'prefill', 'decode' or 'idle'. `cached`: how many of the tokens were
+    found in the prefix cache."""
 
     owner: int | None = None
     held: int = 0
@@ -137,7 +143,8 @@ class SlotState:
 
 # %% ../../nbs/8_view/watch.ipynb #06b59317
 def slots_of(scheduler: Scheduler, place: Mapping[str, int]) -> list[SlotState]:
-    "A `SlotState` for each slot of `scheduler`; `place`: the index of a request by its id. A stranger's index is -1."
+    """A `SlotState` for each slot of `scheduler`; `place`: the index of a request by its id. A
+    stranger's index is -1."""
     owners = {r.slot: r for r in scheduler.running if r.slot is not None}
 
     def state(r: Request) -> SlotState:
@@ -163,8 +170,9 @@ def slots_of(scheduler: Scheduler, place: Mapping[str, int]) -> list[SlotState]:
 class Watch:
     """Notes what becomes of some requests of `llm`, in the thread that steps; others read it.
 
-    `requests`: a `WatchedRequest` for each; `slots`: a `SlotState` for each slot, as of the last `look`; `history`: for each look, what each
-    slot did, `(phase, request or None, share of its tokens that were cached, if it is new there)`, the last 4,096."""
+    `requests`: a `WatchedRequest` for each; `slots`: a `SlotState` for each slot, as of the last
+    `look`; `history`: for each look, what each slot did, `(phase, request or None, share of its
+    tokens that were cached, if it is new there)`, the last 4,096."""
 
     def __init__(self, llm: LLM):
         self.llm, self.num_tokens = llm, 0

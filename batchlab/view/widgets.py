@@ -63,7 +63,8 @@ def run_by_program(words: Sequence[str]) -> bool:
 
 
 def live() -> bool:
-    """Whether somebody may be there to use a widget: in a kernel, unless a program started it to keep its outputs.
+    """Whether somebody may be there to use a widget: in a kernel, unless a program started it to
+    keep its outputs.
 
     The environment variable BATCHLAB_WIDGETS says otherwise: 0 never, 1 always."""
     if forced := os.environ.get("BATCHLAB_WIDGETS"):
@@ -79,7 +80,8 @@ def live() -> bool:
 # %% ../../nbs/8_view/52_widgets.ipynb #6720fc5a
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    "Widgets made in this context have no line to a browser, if nobody may be there: no state of theirs is kept."
+    """Widgets made in this context have no line to a browser, if nobody may be there: no state
+    of theirs is kept."""
     old = comm.create_comm
     if not live():
         comm.create_comm = comm.DummyComm
@@ -90,7 +92,8 @@ def quietly() -> Iterator[None]:
 
 # %% ../../nbs/8_view/52_widgets.ipynb #cfec5480
 def this_cell() -> tuple[str | None, int | None]:
-    "What tells the running cell from others, and this run of it from earlier ones: `(cell, run)`; None, None if unknown."
+    """What tells the running cell from others, and this run of it from earlier ones:
+    `(cell, run)`; None, None if unknown."""
     shell: Any = get_ipython()
     if shell is None:
         return None, None
@@ -102,10 +105,12 @@ def this_cell() -> tuple[str | None, int | None]:
 
 # %% ../../nbs/8_view/52_widgets.ipynb #0e81a0a9
 class Panel:
-    """A box of widgets that shows a picture where widgets do not run, and that ends when its cell runs again.
+    """A box of widgets that shows a picture where widgets do not run, and that ends when its
+    cell runs again.
 
-    Subclasses `make` their widgets, give `self.box`, draw `picture()`, an SVG as text, and say in `end` what is to stop.
-    `cell`: a name for the cell that made it, found by itself in Jupyter."""
+    Subclasses `make` their widgets, give `self.box`, draw `picture()`, an SVG as text, and say
+    in `end` what is to stop. `cell`: a name for the cell that made it, found by itself in
+    Jupyter."""
 
     made: defaultdict[Any, list[Panel]] = defaultdict(
         list
@@ -184,9 +189,11 @@ class Panel:
 def engine_logits(
     llm: LLM, prompt: str | Sequence[int], steps: int = 8
 ) -> tuple[list[int], torch.Tensor]:
-    """What the engine chose from at each of `steps` greedy tokens after `prompt`: `(ids, logits)`, float32 `[n, V]`.
+    """What the engine chose from at each of `steps` greedy tokens after `prompt`:
+    `(ids, logits)`, float32 `[n, V]`.
 
-    Each line of `logits` is right up to a constant. Raises `PromptError` if the prompt can't be run."""
+    Each line of `logits` is right up to a constant. Raises `PromptError` if the prompt can't be
+    run."""
     [out] = llm.generate(
         [prompt],
         SamplingParams(temperature=0, max_tokens=steps, logprobs=-1, detokenize=False),
@@ -202,7 +209,8 @@ def engine_logits(
 # %% ../../nbs/8_view/52_widgets.ipynb #9ab27192
 @dataclass
 class Choice:
-    "A token that could come next: its probability as the model gives it, and after the sampling parameters."
+    """A token that could come next: its probability as the model gives it, and after the
+    sampling parameters."""
 
     token_id: int
     before: float
@@ -211,7 +219,8 @@ class Choice:
 
 @dataclass
 class Choices:
-    "The likeliest of a step in `top`; `kept`: how many of all can still come; `drawn`: who does, with the seed."
+    """The likeliest of a step in `top`; `kept`: how many of all can still come; `drawn`: who
+    does, with the seed."""
 
     top: list[Choice]
     kept: int
@@ -220,7 +229,8 @@ class Choices:
 
 
 def choices(logits: torch.Tensor, params: SamplingParams, n: int = 12) -> Choices:
-    "The `Choices` of one step from its `logits` `[V]`: what the engine would draw from with `params`, and would draw."
+    """The `Choices` of one step from its `logits` `[V]`: what the engine would draw from with
+    `params`, and would draw."""
     row = SamplingRow.make(replace(params, max_tokens=1), [0])
     before, after = logits.softmax(-1), probabilities(logits[None], [row])[0]
     ids = before.topk(min(n, len(before))).indices.tolist()
@@ -230,7 +240,8 @@ def choices(logits: torch.Tensor, params: SamplingParams, n: int = 12) -> Choice
 
 # %% ../../nbs/8_view/52_widgets.ipynb #b9dab1fd
 def shown_token(tokenizer: Any, token_id: int) -> str:
-    "A token's text between quotes, in which spaces and line breaks can be seen; its id if there is no tokenizer."
+    """A token's text between quotes, in which spaces and line breaks can be seen; its id if
+    there is no tokenizer."""
     if tokenizer is None:
         return str(token_id)
     text = repr(vocabulary_of(tokenizer).text(token_id))
@@ -263,10 +274,11 @@ KNOBS = (
 
 # %% ../../nbs/8_view/52_widgets.ipynb #2f6faa20
 class SamplingExplorer(Panel):
-    """The distribution that the engine draws from at a step after `prompt`, under parameters to be turned.
+    """The distribution that the engine draws from at a step after `prompt`, under parameters to
+    be turned.
 
-    `llm` is used as it is. `steps`: how many greedy tokens to look at; `top`: how many candidates to show; `params`: where
-    the knobs begin. Raises `PromptError`, `ParamError`."""
+    `llm` is used as it is. `steps`: how many greedy tokens to look at; `top`: how many
+    candidates to show; `params`: where the knobs begin. Raises `PromptError`, `ParamError`."""
 
     def __init__(
         self,
@@ -352,7 +364,8 @@ class SamplingExplorer(Panel):
 
 # %% ../../nbs/8_view/52_widgets.ipynb #e02d906a
 def watch_picture(watch: Watch, most: int = 12) -> Picture:
-    "A `Watch` as a `Picture`: the slots over the steps, and what became of the first `most` requests."
+    """A `Watch` as a `Picture`: the slots over the steps, and what became of the first `most`
+    requests."""
     c, lanes, requests = Canvas(), watch.lanes, watch.requests
     ends = ", ".join(f"{n} {state}" for state, n in Counter(r.state for r in requests).items())
     title = f"{len(requests)} requests, {len(watch.history)} steps; ended: {ends}"
@@ -395,30 +408,35 @@ def slots_html(slots: Iterable[SlotState]) -> str:
 
 
 def request_html(i: int, r: WatchedRequest, most: int = 600) -> str:
-    "A `WatchedRequest`: its number and state, its prompt, and the end of its text, at most `most` characters."
+    """A `WatchedRequest`: its number and state, its prompt, and the end of its text, at most
+    `most` characters."""
     where = "" if r.slot is None else f" in slot {r.slot}"
     text = r.text if len(r.text) <= most else "…" + r.text[-most:]
     state = f"ended: {r.state}" if r.done else r.state
     head = f'<b>{i}</b> <span class="chip">{esc(state)}{where}</span> <span class="dim num">{r.num_tokens} tokens</span>'
     return panel_html(
-        f'<div>{head}</div><div class="answer"><span class="dim">{esc(r.prompt[-160:])}</span>{esc(text)}'
+        f'<div>{head}</div><div class="answer"><span '
+        f'class="dim">{esc(r.prompt[-160:])}</span>{esc(text)}'
         f"{' ⚠ ' + esc(r.error) if r.error else ''}</div>"
     )
 
 # %% ../../nbs/8_view/52_widgets.ipynb #944d4829
 def watch_line(watch: Watch, paused: bool, error: BaseException | None = None) -> str:
-    "What is going on, as HTML: how many requests run, wait and are done, tokens, and tokens per second."
+    """What is going on, as HTML: how many requests run, wait and are done, tokens, and tokens
+    per second."""
     states = Counter("done" if r.done else r.state for r in watch.requests)
     state = "failed" if error else "done" if watch.done else "paused" if paused else "running"
     counts = ", ".join(f"{states[k]} {k}" for k in ("running", "waiting", "done"))
     rate = f", {watch.rate():.0f} tokens/s" if state == "running" else ""
     return panel_html(
-        f"<b>{state}</b>: {counts}, {watch.num_tokens} tokens{rate}{' ⚠ ' + esc(repr(error)) if error else ''}"
+        f"<b>{state}</b>: {counts}, {watch.num_tokens} "
+        f"tokens{rate}{' ⚠ ' + esc(repr(error)) if error else ''}"
     )
 
 # %% ../../nbs/8_view/52_widgets.ipynb #8e32f58a
 class RequestLine:
-    "A line of a live view: what is known of a request, and a button that calls `cancel(index)` with its number."
+    """A line of a live view: what is known of a request, and a button that calls `cancel(index)`
+    with its number."""
 
     def __init__(self, panel: Panel, cancel: Callable[[int], None]):
         self.index = 0
@@ -439,10 +457,12 @@ class RequestLine:
 
 # %% ../../nbs/8_view/52_widgets.ipynb #1ee835c7
 class LiveView(Panel):
-    """Runs `prompts` on `llm` and shows it as it happens: slots filling, texts streaming, tokens per second.
+    """Runs `prompts` on `llm` and shows it as it happens: slots filling, texts streaming, tokens
+    per second.
 
-    Pause, Step and Cancel do what they say, to all or to one request; but whoever else calls `llm` meanwhile moves everybody.
-    `rows`: requests shown at a time. `paused`: begin so. Else as `LLM.stream`. Raises `PromptError`, `ParamError`."""
+    Pause, Step and Cancel do what they say, to all or to one request; but whoever else calls
+    `llm` meanwhile moves everybody. `rows`: requests shown at a time. `paused`: begin so. Else
+    as `LLM.stream`. Raises `PromptError`, `ParamError`."""
 
     def __init__(
         self,
@@ -458,7 +478,8 @@ class LiveView(Panel):
         prompts = as_list(prompts, chat)
         if not prompts:
             raise PromptError(
-                "there is nothing to watch: give at least one prompt, as in LiveView(llm, ['The sea is'])"
+                "there is nothing to watch: give at least one prompt, as in LiveView(llm, ['The "
+                "sea is'])"
             )
         params = params_for(sampling_params, len(prompts))
         super().__init__(cell)
@@ -511,7 +532,8 @@ class LiveView(Panel):
             self.paint()
 
     def paint(self) -> None:
-        "Show the state of this moment. What is as it was is not sent again: a trait that gets an equal value keeps still."
+        """Show the state of this moment. What is as it was is not sent again: a trait that gets
+        an equal value keeps still."""
         w, s, self.paints = self.watch, self.stepper, self.paints + 1
         self.status.value = watch_line(w, s.paused, s.error)
         self.slots.value = panel_html(
@@ -547,7 +569,8 @@ class LiveView(Panel):
 # %% ../../nbs/8_view/52_widgets.ipynb #c5809130
 @dataclass
 class PlaygroundRun:
-    "What a run of the playground came to: settings, what `LLM` counted, its `answers`; `reason`: 'done' or 'cancelled'."
+    """What a run of the playground came to: settings, what `LLM` counted, its `answers`;
+    `reason`: 'done' or 'cancelled'."""
 
     strategy: str
     slots: int
@@ -585,9 +608,11 @@ def play_once(
     budget: int,
     go_on: Callable[[int], bool] = lambda k: True,
 ) -> PlaygroundRun:
-    """Run `prompts` with a strategy, `slots` sequences at once and a `budget` of tokens a step: a `PlaygroundRun`.
+    """Run `prompts` with a strategy, `slots` sequences at once and a `budget` of tokens a step:
+    a `PlaygroundRun`.
 
-    `go_on(k)` is told of k new tokens; once it says False, what is left is cancelled. Raises `ParamError`."""
+    `go_on(k)` is told of k new tokens; once it says False, what is left is cancelled. Raises
+    `ParamError`."""
     llm = LLM(
         model,
         tokenizer,
@@ -660,7 +685,8 @@ def played_picture(runs: Sequence[PlaygroundRun]) -> Picture:
 
 # %% ../../nbs/8_view/52_widgets.ipynb #8f525090
 def greedy_params(n: int, max_tokens: int, vary: bool) -> list[SamplingParams]:
-    "Greedy `SamplingParams` for `n` prompts; if they `vary`, for 1/4 to 4/4 of `max_tokens` in turn, and past any EOS."
+    """Greedy `SamplingParams` for `n` prompts; if they `vary`, for 1/4 to 4/4 of `max_tokens` in
+    turn, and past any EOS."""
     cap = lambda i: max(1, max_tokens * (i % 4 + 1) // 4) if vary else max_tokens
     return [SamplingParams(temperature=0, max_tokens=cap(i), ignore_eos=vary) for i in range(n)]
 
@@ -705,10 +731,12 @@ class RunFields:
 
 # %% ../../nbs/8_view/52_widgets.ipynb #733ddc40
 class Playground(Panel):
-    """Prompts to edit, a strategy, slots and a budget to choose; what each run took in tokens, time and waste, side by side.
+    """Prompts to edit, a strategy, slots and a budget to choose; what each run took in tokens,
+    time and waste, side by side.
 
-    `model`, `tokenizer`: loaded ones, as `load_model` gives them; or an `LLM`, as in `Playground(llm, prompts)`, whose model is
-    taken. `prompts`: one a line. Runs are made in a thread and can be cancelled; `runs` are their `PlaygroundRun`."""
+    `model`, `tokenizer`: loaded ones, as `load_model` gives them; or an `LLM`, as in
+    `Playground(llm, prompts)`, whose model is taken. `prompts`: one a line. Runs are made in a
+    thread and can be cancelled; `runs` are their `PlaygroundRun`."""
 
     def __init__(
         self,
@@ -740,7 +768,8 @@ class Playground(Panel):
         self.show()
 
     def run(self, strategy: str | None = None, wait: bool = False) -> None:
-        "Start a run with what the fields say, unless one is under way. `wait`: return when it is over."
+        """Start a run with what the fields say, unless one is under way. `wait`: return when it
+        is over."""
         if self.thread and self.thread.is_alive():
             return
         if strategy:
