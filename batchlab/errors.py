@@ -102,6 +102,10 @@ class BatchlabError(Exception):
     def __str__(self) -> str:
         return self.said()
 
+    def blames(self, request: object) -> bool:
+        "Whether it is this request's fault alone that a step with others failed."
+        return False
+
     @property
     def fault(self) -> Fault:
         """What it is about, to tell it from others: errors that one statement raises about one
@@ -188,6 +192,9 @@ class AdapterError(BatchlabError, ValueError):
     def __init__(self, message: str, number: int = 0, **fields: object) -> None:
         super().__init__(message, **fields)
         self.number = number
+
+    def blames(self, request: object) -> bool:
+        return self.number > 0 and getattr(request, "adapter", 0) == self.number
 
 
 class Unavailable(BatchlabError):

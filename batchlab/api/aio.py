@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from os import PathLike
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -33,7 +33,7 @@ from .base import trim_memory
 from ..llm.outputs import CompletionOutput, RequestOutput, Stats, StreamEvent, total_logprob
 
 # %% auto #0
-__all__ = ['AsyncLLM']
+__all__ = ['AsyncBase', 'AsyncQueue', 'AsyncLLM']
 
 # %% ../../nbs/2_core/46_async.ipynb #087a529e
 @dataclass(eq=False)
@@ -153,15 +153,9 @@ class _Mailbox:
     def rest(self, start: float) -> None:
         self.loop.call_later(min(LONGEST_REST, REST * (time.thread_time() - start)), self.look)
 
-# %% ../../nbs/2_core/46_async.ipynb #fea3e7ff
-class AsyncLLM:
-    """An `LLM` for asyncio: `async for output in llm.generate(prompt, params)`, in as many tasks
-    as you like.
-
-    `model`: an `LLM`, which then belongs to this object, or what `LLM` takes first; `kwargs`:
-    what else `LLM` takes. `max_pending`: requests that the engine has at once; those beyond wait
-    their turn. `async with` closes it at the end. It is for one thread, and for any number of
-    event loops one after the other."""
+# %% ../../nbs/2_core/46_async.ipynb #e0d00826
+class AsyncBase:
+    "An `LLM` that belongs to event loops, until `shutdown`."
 
     def __init__(
         self,
@@ -190,6 +184,128 @@ class AsyncLLM:
 
     def __repr__(self) -> str:
         return f"Async{self.llm!r}"
+
+    def stats(self) -> Stats:
+        return self.llm.stats()
+
+    async def reload_weights(self) -> None:
+        """Run the model as it is now: `LLM.reload_weights`, in another thread, so that the event
+        loop goes on. Raises `EngineError`, `ModelError`."""
+
+        def reload() -> None:
+            with self.door:
+                self.llm.reload_weights()
+
+        await asyncio.shield(asyncio.wrap_future(self.queuer.submit(reload)))
+
+    async def shutdown(self) -> None:
+        """Cancel all requests, end the engine's thread and give the memory of the cache back. A
+        later request begins anew."""
+        self.llm.check_process()
+        for answer in self.answers.values():
+            answer.aborted = True
+
+        def close() -> None:
+            with self.door:
+                self.llm.close()
+
+        await asyncio.shield(
+            asyncio.wrap_future(self.queuer.submit(close))
+        )  # behind what is being queued
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown()
+
+# %% ../../nbs/2_core/46_async.ipynb #8141f787
+class AsyncQueue(AsyncBase):
+    "Hands requests over to the engine, in threads that tokenise them."
+
+    def queuer_for(self, prompt: object) -> ThreadPoolExecutor:
+        """The thread that tokenises `prompt`: long ones have one of their own, if the tokenizer
+        is one that several threads may read."""
+        asked: Any = prompt
+        texts = (asked.texts, asked.others) if hasattr(asked, "as_group") else asked
+        is_long = chars_in(texts) >= SHORT and hasattr(self.llm.tokenizer, "backend_tokenizer")
+        return self.long_queuer if is_long else self.queuer
+
+    def _next_id(self) -> str:
+        "An id that no request has, nor those of others who use the same `LLM`."
+        return next(
+            i for i in map(str, self.llm.ids) if i not in self.answers and i not in self.llm.groups
+        )
+
+    def _mailbox(self) -> _Mailbox:
+        "The mailbox of the running loop."
+        for loop in [loop for loop in self.loops if loop.is_closed()]:
+            del self.loops[loop]
+        loop = asyncio.get_running_loop()
+        return self.loops.setdefault(
+            loop, _Mailbox(loop, asyncio.Semaphore(self.max_pending), self.llm.cancel)
+        )
+
+    def _queue(
+        self,
+        answer: _Answer,
+        mailbox: _Mailbox,
+        asked: float,
+        prompt: Any,
+        settings: Settings,
+        chat: bool,
+    ) -> str | None:
+        "Give the engine a request, in a queuer's thread; its id, or None if it had ended by then."
+
+        def tell(event: StreamEvent) -> None:  # in the engine's thread
+            if answer.grow or event.finished:
+                mailbox.put(answer, event, self.llm.after)
+
+        def end(reason: str) -> None:  # before the engine heard of it
+            output = RequestOutput(request_id, outputs=[CompletionOutput(0, finish_reason=reason)])
+            mailbox.put(
+                answer, StreamEvent(request_id, finish_reason=reason, finished=True, output=output)
+            )
+
+        request_id = answer.request_id
+        if answer.aborted:
+            return end("cancelled")
+        if settings.timeout is not None:
+            left = settings.timeout - (time.perf_counter() - asked)
+            if left <= 0:
+                return end("timeout")
+            settings = replace(settings, timeout=left)
+        if hasattr(prompt, "as_group"):  # texts that are one request
+            group = prompt.as_group(
+                self.llm, request_id, tell, 0, settings.priority, settings.timeout
+            )
+        else:
+            read = read_prompt(prompt, settings, chat)
+            [group] = self.llm._groups([read], tell, request_id)
+        answer.prompt, answer.prompt_token_ids = group.prompt, group.prompt_token_ids
+        with self.door:
+            if answer.aborted:
+                return end("cancelled")  # the engine may be closed by now
+            self.llm.submit([group])
+            self.llm.start()  # after it: whoever stopped the engine meanwhile, it runs
+        if answer.aborted:
+            self.llm.cancel(request_id)
+        return request_id
+
+    def _cancel(self, job: Future[str | None]) -> None:
+        "Cancel the request that `job` gave the engine, if it did."
+        if not job.cancelled() and not job.exception() and (request_id := job.result()) is not None:
+            self.llm.cancel(request_id)
+
+# %% ../../nbs/2_core/46_async.ipynb #fea3e7ff
+class AsyncLLM(AsyncQueue):
+    """An `LLM` for asyncio: `async for output in llm.generate(prompt, params)`, in as many tasks
+    as you like.
+
+    `model`: an `LLM`, which then belongs to this object, or what `LLM` takes first; `kwargs`:
+    what else `LLM` takes. `max_pending`: requests that the engine has at once; those beyond wait
+    their turn. `async with` closes it at the end. It is for one thread, and for any number of
+    event loops one after the other."""
 
     async def generate(
         self,
@@ -297,111 +413,3 @@ class AsyncLLM:
             answer.aborted = True
             self.llm.cancel(answer.request_id)
         return answer is not None
-
-    def stats(self) -> Stats:
-        return self.llm.stats()
-
-    async def reload_weights(self) -> None:
-        """Run the model as it is now: `LLM.reload_weights`, in another thread, so that the event
-        loop goes on. Raises `EngineError`, `ModelError`."""
-
-        def reload() -> None:
-            with self.door:
-                self.llm.reload_weights()
-
-        await asyncio.shield(asyncio.wrap_future(self.queuer.submit(reload)))
-
-    async def shutdown(self) -> None:
-        """Cancel all requests, end the engine's thread and give the memory of the cache back. A
-        later request begins anew."""
-        self.llm.check_process()
-        for answer in self.answers.values():
-            answer.aborted = True
-
-        def close() -> None:
-            with self.door:
-                self.llm.close()
-
-        await asyncio.shield(
-            asyncio.wrap_future(self.queuer.submit(close))
-        )  # behind what is being queued
-
-    async def __aenter__(self) -> AsyncLLM:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.shutdown()
-
-    def queuer_for(self, prompt: object) -> ThreadPoolExecutor:
-        """The thread that tokenises `prompt`: long ones have one of their own, if the tokenizer
-        is one that several threads may read."""
-        asked: Any = prompt
-        texts = (asked.texts, asked.others) if hasattr(asked, "as_group") else asked
-        is_long = chars_in(texts) >= SHORT and hasattr(self.llm.tokenizer, "backend_tokenizer")
-        return self.long_queuer if is_long else self.queuer
-
-    def _next_id(self) -> str:
-        "An id that no request has, nor those of others who use the same `LLM`."
-        return next(
-            i for i in map(str, self.llm.ids) if i not in self.answers and i not in self.llm.groups
-        )
-
-    def _mailbox(self) -> _Mailbox:
-        "The mailbox of the running loop."
-        for loop in [loop for loop in self.loops if loop.is_closed()]:
-            del self.loops[loop]
-        loop = asyncio.get_running_loop()
-        return self.loops.setdefault(
-            loop, _Mailbox(loop, asyncio.Semaphore(self.max_pending), self.llm.cancel)
-        )
-
-    def _queue(
-        self,
-        answer: _Answer,
-        mailbox: _Mailbox,
-        asked: float,
-        prompt: Any,
-        settings: Settings,
-        chat: bool,
-    ) -> str | None:
-        "Give the engine a request, in a queuer's thread; its id, or None if it had ended by then."
-
-        def tell(event: StreamEvent) -> None:  # in the engine's thread
-            if answer.grow or event.finished:
-                mailbox.put(answer, event, self.llm.after)
-
-        def end(reason: str) -> None:  # before the engine heard of it
-            output = RequestOutput(request_id, outputs=[CompletionOutput(0, finish_reason=reason)])
-            mailbox.put(
-                answer, StreamEvent(request_id, finish_reason=reason, finished=True, output=output)
-            )
-
-        request_id = answer.request_id
-        if answer.aborted:
-            return end("cancelled")
-        if settings.timeout is not None:
-            left = settings.timeout - (time.perf_counter() - asked)
-            if left <= 0:
-                return end("timeout")
-            settings = replace(settings, timeout=left)
-        if hasattr(prompt, "as_group"):  # texts that are one request
-            group = prompt.as_group(
-                self.llm, request_id, tell, 0, settings.priority, settings.timeout
-            )
-        else:
-            read = read_prompt(prompt, settings, chat)
-            [group] = self.llm._groups([read], tell, request_id)
-        answer.prompt, answer.prompt_token_ids = group.prompt, group.prompt_token_ids
-        with self.door:
-            if answer.aborted:
-                return end("cancelled")  # the engine may be closed by now
-            self.llm.submit([group])
-            self.llm.start()  # after it: whoever stopped the engine meanwhile, it runs
-        if answer.aborted:
-            self.llm.cancel(request_id)
-        return request_id
-
-    def _cancel(self, job: Future[str | None]) -> None:
-        "Cancel the request that `job` gave the engine, if it did."
-        if not job.cancelled() and not job.exception() and (request_id := job.result()) is not None:
-            self.llm.cancel(request_id)

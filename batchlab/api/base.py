@@ -48,10 +48,11 @@ if TYPE_CHECKING:
     from batchlab.view.trace import Recorder
 
 # %% auto #0
-__all__ = ['LoadedModel', 'tokens_of', 'PromptLoop', 'facts_of', 'Upkeep', 'trim_memory', 'Lifetime', 'LLMBase']
+__all__ = ['ModelState', 'LoadedModel', 'tokens_of', 'PromptStream', 'PromptLoop', 'facts_of', 'Upkeep', 'trim_memory',
+           'Lifetime', 'LLMBase']
 
-# %% ../../nbs/2_core/base.ipynb #b337ac8b
-class LoadedModel(BackgroundLoop):
+# %% ../../nbs/2_core/base.ipynb #9c61fad8
+class ModelState(BackgroundLoop):
     """A model, what it says of itself, how it can run and within which limits.
 
     `shapes`: of the keys and values of its layers, None if it does not run packed; `paddable`:
@@ -80,40 +81,6 @@ class LoadedModel(BackgroundLoop):
     eos_ids: frozenset[int] = frozenset()
     grammars: Any = None  # made when a request first asks for structured outputs
     limits_fit: tuple[object, ...] | None = None  # what `limits` were chosen for
-
-    def read_model(self) -> None:
-        "Take from the model what it says of itself."
-        self.read_ends()
-        self.vocab_size: int = self.model.config.get_text_config().vocab_size
-        self.switch = rope_switch(self.model)
-        self.can_generate: bool = getattr(self.model, "can_generate", lambda: True)()
-
-    def read_ends(self) -> None:
-        "Take from the configs which tokens end an answer: they may be edited between two calls."
-        if (ends := eos_token_ids(self.model, self.tokenizer)) == self.eos_ids:
-            return
-        self.eos_ids, self.grammars = ends, None
-
-    def prepare(self) -> None:
-        """Find out how the model runs as it is now, and within which limits: for `EngineSet`,
-        which calls it when the model has changed.
-
-        Raises `UnsupportedModelError`, `ParamError`, `CompileError`."""
-        self.read_model()
-        self.engines.open()
-        self.pooler = Pooler(self.model, self.tokenizer, self.pooler_config, self.causal)
-        limits = dict(self.asked_limits)
-        if not self.can_generate:
-            limits["max_model_len"] = limits["max_model_len"] or self.pooler.limit
-        # where no keys and values are kept, those of one layer at a time
-        shapes = self.shapes if self.causal else (self.shapes or [])[:1]
-        own = max_model_len(self.model), self.pooler.limit
-        fits = shapes, self.paddable, self.model.dtype, self.model.device, own
-        if fits != self.limits_fit:  # else they stay, though other memory is free by now
-            self.limits = choose_limits(self.model, shapes, self.paddable, **limits)
-            self.limits_fit = fits
-        self.engines.configure()
-        release_threads()  # another thread may make the steps
 
     @property
     def backend(self) -> Backend:
@@ -150,7 +117,45 @@ class LoadedModel(BackgroundLoop):
         said = {k: given.get(k) for k in names} | dict(max_tokens=given.get("max_new_tokens"))
         return SamplingParams.of({k: v for k, v in said.items() if v is not None})
 
-# %% ../../nbs/2_core/base.ipynb #51e20d3a
+# %% ../../nbs/2_core/base.ipynb #b337ac8b
+class LoadedModel(ModelState):
+    "A model that finds out about itself, as often as it has changed."
+
+    def read_model(self) -> None:
+        "Take from the model what it says of itself."
+        self.read_ends()
+        self.vocab_size: int = self.model.config.get_text_config().vocab_size
+        self.switch = rope_switch(self.model)
+        self.can_generate: bool = getattr(self.model, "can_generate", lambda: True)()
+
+    def read_ends(self) -> None:
+        "Take from the configs which tokens end an answer: they may be edited between two calls."
+        if (ends := eos_token_ids(self.model, self.tokenizer)) == self.eos_ids:
+            return
+        self.eos_ids, self.grammars = ends, None
+
+    def prepare(self) -> None:
+        """Find out how the model runs as it is now, and within which limits: for `EngineSet`,
+        which calls it when the model has changed.
+
+        Raises `UnsupportedModelError`, `ParamError`, `CompileError`."""
+        self.read_model()
+        self.engines.open()
+        self.pooler = Pooler(self.model, self.tokenizer, self.pooler_config, self.causal)
+        limits = dict(self.asked_limits)
+        if not self.can_generate:
+            limits["max_model_len"] = limits["max_model_len"] or self.pooler.limit
+        # where no keys and values are kept, those of one layer at a time
+        shapes = self.shapes if self.causal else (self.shapes or [])[:1]
+        own = max_model_len(self.model), self.pooler.limit
+        fits = shapes, self.paddable, self.model.dtype, self.model.device, own
+        if fits != self.limits_fit:  # else they stay, though other memory is free by now
+            self.limits = choose_limits(self.model, shapes, self.paddable, **limits)
+            self.limits_fit = fits
+        self.engines.configure()
+        release_threads()  # another thread may make the steps
+
+# %% ../../nbs/2_core/base.ipynb #8c99bc72
 def tokens_of(event: StreamEvent) -> int:
     """How many tokens `event` brings: the new ones of an answer, or those of a whole text whose
     hidden states were wanted."""
@@ -159,8 +164,8 @@ def tokens_of(event: StreamEvent) -> int:
     return len(event.token_ids)
 
 
-class PromptLoop(LoadedModel):
-    "A model that makes requests of prompts, and results of what becomes of them."
+class PromptStream(LoadedModel):
+    "A model that makes requests of prompts, and yields what becomes of them."
 
     def _next_id(self) -> str:
         "An id that no request has."
@@ -218,6 +223,10 @@ class PromptLoop(LoadedModel):
                 self.take_in()
             if threading.active_count() > 1:
                 release_threads()  # another thread may make the next steps
+
+# %% ../../nbs/2_core/base.ipynb #51e20d3a
+class PromptLoop(PromptStream):
+    "A model that gathers what becomes of its prompts' requests."
 
     def _outputs(
         self, prompts: Sequence[ParsedPrompt], on_step: Callable[[int], object] | None = None
@@ -427,4 +436,4 @@ class LLMBase(Lifetime):
         return recorder
 
 # %% ../../nbs/2_core/base.ipynb #6275deea
-suggest_names(LLMBase, LoadedModel, Upkeep)
+suggest_names(LLMBase, ModelState, Upkeep)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['KVBudget', 'Block', 'common_length', 'Hit', 'BlockIndex', 'BlockPool']
+__all__ = ['KVBudget', 'Block', 'common_length', 'Hit', 'BlockIndex', 'BlockMemory', 'BlockPool']
 
 # %% ../../nbs/2_core/10b_blocks.ipynb #blk00007
 import math
@@ -164,18 +164,9 @@ class BlockIndex:
         n, source = self.longest(parent, list(ids[at : min(last, at + size)]))
         return Hit(found, at + n, source, n)
 
-# %% ../../nbs/2_core/10b_blocks.ipynb #3cef918d
-class BlockPool:
-    """Hands out blocks of KV, and finds again what lies in them. Blocks are numbered from 0;
-    `blocks[i]` is a `Block`.
-
-    A block is held (`refs`), cached (nobody holds it, and it can be found until it is taken for
-    something else) or free (nobody holds it, nothing lies in it). `budget`: what limits their
-    number, shared with others. `prefix_caching=False`: nothing is hashed, and nothing outlives
-    its owner. `index`: finds blocks. `evictions`: cached blocks taken. `hits`: requests that
-    began with cached tokens. `recent`: blocks released to be spared until `spare_no_more`: while
-    there is new memory, that is taken rather than they. After vLLM's block pool, with hits exact
-    to the token."""
+# %% ../../nbs/2_core/10b_blocks.ipynb #a504c5b1
+class BlockMemory:
+    """Hands out blocks, and takes them back. See `BlockPool`, which finds again what lies in them."""
 
     def __init__(
         self, block_size: int = 64, budget: KVBudget | None = None, prefix_caching: bool = True
@@ -272,6 +263,25 @@ class BlockPool:
         "What was released so far may be taken again."
         self.recent.clear()
 
+    def _empty(self, i: int) -> None:
+        "Nothing lies in block `i` any more."
+        self.index.remove(i)
+        b = self.blocks[i]
+        b.token_ids, b.parent, b.hash = [], b"", None
+
+# %% ../../nbs/2_core/10b_blocks.ipynb #3cef918d
+class BlockPool(BlockMemory):
+    """Hands out blocks of KV, and finds again what lies in them. Blocks are numbered from 0;
+    `blocks[i]` is a `Block`.
+
+    A block is held (`refs`), cached (nobody holds it, and it can be found until it is taken for
+    something else) or free (nobody holds it, nothing lies in it). `budget`: what limits their
+    number, shared with others. `prefix_caching=False`: nothing is hashed, and nothing outlives
+    its owner. `index`: finds blocks. `evictions`: cached blocks taken. `hits`: requests that
+    began with cached tokens. `recent`: blocks released to be spared until `spare_no_more`: while
+    there is new memory, that is taken rather than they. After vLLM's block pool, with hits exact
+    to the token."""
+
     def commit(
         self, table: Sequence[int], start: int, ids: Sequence[int], root: bytes = b""
     ) -> None:
@@ -348,9 +358,3 @@ class BlockPool:
         for part in (self.blocks, self.free, self.cached, self.recent, index.full, index.children):
             part.clear()
         self.budget.claim(self, 0)
-
-    def _empty(self, i: int) -> None:
-        "Nothing lies in block `i` any more."
-        self.index.remove(i)
-        b = self.blocks[i]
-        b.token_ids, b.parent, b.hash = [], b"", None

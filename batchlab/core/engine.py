@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'out_of_memory', 'take_rows', 'sum_ledgers', 'parts_of', 'in_order', 'Engine']
+__all__ = ['log', 'out_of_memory', 'take_rows', 'sum_ledgers', 'parts_of', 'in_order', 'RecoveringEngine', 'Engine']
 
 # %% ../../nbs/2_core/14_engine.ipynb #6f599640
 import logging
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import Any
 import torch
 from .batch import make_batch
-from ..errors import AdapterError
+from ..errors import BatchlabError
 from .ledger import Ledger
 from .runners import Runner
 from .request import Request, RowOutput, StepPlan
@@ -70,16 +69,9 @@ def in_order(
     }
     return [found[id(row)] for row in plan.rows]
 
-# %% ../../nbs/2_core/14_engine.ipynb #73cfbb7d
-class Engine:
-    """A scheduler that decides and a runner that computes: each `step` gives the requests of a
-    plan what they are due.
-
-    Knows nothing of prompts, threads or clocks; nor of what its requests are for: their tasks
-    say what the model must give, and take it. `watchers`: functions `(engine, event, x)`, told
-    of each step's parts as they end: 'begin'; 'schedule' with the plan; 'forward'; 'sample';
-    'text' with the requests that moved; and 'broke' with `(plan, exception)`. `name`: what they
-    call it, by its runner unless it is given."""
+# %% ../../nbs/2_core/14_engine.ipynb #e54af1a0
+class RecoveringEngine:
+    """A scheduler and a runner, and what becomes of requests when a step breaks off. See `Engine`."""
 
     def __init__(
         self,
@@ -90,44 +82,12 @@ class Engine:
     ) -> None:
         self.scheduler, self.runner, self.num_steps = scheduler, runner, 0
         self.name = name or type(runner).__name__.removesuffix("Runner").lower()
-        self.watchers: list[Callable[[Engine, str, Any], None]] = (
-            [] if watchers is None else watchers
-        )
+        self.watchers: list[Callable[..., None]] = [] if watchers is None else watchers
 
     @property
     def ledger(self) -> Ledger:
         "The positions of all its steps."
         return sum_ledgers([self.scheduler.ledger, self.runner.ledger])
-
-    def step(self) -> list[Request]:
-        "One step: the requests that got a token in it, or ended without."
-        plan = None
-        try:
-            self.mark("begin")
-            plan = self.scheduler.schedule()
-            self.mark("schedule", plan)
-            if not plan.rows:
-                return []
-            parts = parts_of(plan)
-            outputs = list(map(self.execute, parts, repeat(len(parts) > 1)))
-            self.mark("forward")
-            rows = in_order(plan, parts, list(map(take_rows, parts, outputs)))
-            self.mark("sample")
-            moved = self.scheduler.update(plan, rows)
-            self.num_steps += 1
-            self.mark("text", moved)
-            if not self.scheduler.running and not self.scheduler.block_size:
-                self.runner.reset()  # a rectangle that nobody needs
-            return moved
-        except BaseException as e:
-            return self.recover(plan, e)
-
-    def execute(self, part: StepPlan, keep: bool = False) -> torch.Tensor:
-        """The model's outputs for the batch of `part`; `keep`: in memory of their own, as
-        another batch follows."""
-        fields = type(part.rows[0].request.task).batch_fields(part.rows)
-        outputs = self.runner.execute(make_batch(part, self.scheduler.block_size, **fields))
-        return outputs.clone() if keep else outputs
 
     def mark(self, event: str, x: object = None) -> None:
         "Tell those who watch; mostly nobody does."
@@ -149,9 +109,8 @@ class Engine:
             r.task.rewind(r)
         if not isinstance(e, Exception) or not ran:
             raise e  # Ctrl-C: whoever steps on goes on
-        if isinstance(e, AdapterError) and (
-            theirs := [r for r in hit if r.adapter == e.number]
-        ):  # the others are computed again
+        blames = e.blames if isinstance(e, BatchlabError) else lambda r: False
+        if theirs := list(filter(blames, hit)):  # the others are computed again
             for r in theirs:
                 self.scheduler.finish(r, "error", str(e))
             return [r for r in ran if r.finish_reason]
@@ -189,3 +148,44 @@ class Engine:
         computed again."""
         self.scheduler.reset()
         self.runner.reset()
+
+# %% ../../nbs/2_core/14_engine.ipynb #73cfbb7d
+class Engine(RecoveringEngine):
+    """A scheduler that decides and a runner that computes: each `step` gives the requests of a
+    plan what they are due.
+
+    Knows nothing of prompts, threads or clocks; nor of what its requests are for: their tasks
+    say what the model must give, and take it. `watchers`: functions `(engine, event, x)`, told
+    of each step's parts as they end: 'begin'; 'schedule' with the plan; 'forward'; 'sample';
+    'text' with the requests that moved; and 'broke' with `(plan, exception)`. `name`: what they
+    call it, by its runner unless it is given."""
+
+    def step(self) -> list[Request]:
+        "One step: the requests that got a token in it, or ended without."
+        plan = None
+        try:
+            self.mark("begin")
+            plan = self.scheduler.schedule()
+            self.mark("schedule", plan)
+            if not plan.rows:
+                return []
+            parts = parts_of(plan)
+            outputs = list(map(self.execute, parts, repeat(len(parts) > 1)))
+            self.mark("forward")
+            rows = in_order(plan, parts, list(map(take_rows, parts, outputs)))
+            self.mark("sample")
+            moved = self.scheduler.update(plan, rows)
+            self.num_steps += 1
+            self.mark("text", moved)
+            if not self.scheduler.running and not self.scheduler.block_size:
+                self.runner.reset()  # a rectangle that nobody needs
+            return moved
+        except BaseException as e:
+            return self.recover(plan, e)
+
+    def execute(self, part: StepPlan, keep: bool = False) -> torch.Tensor:
+        """The model's outputs for the batch of `part`; `keep`: in memory of their own, as
+        another batch follows."""
+        fields = type(part.rows[0].request.task).batch_fields(part.rows)
+        outputs = self.runner.execute(make_batch(part, self.scheduler.block_size, **fields))
+        return outputs.clone() if keep else outputs

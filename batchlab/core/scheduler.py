@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['GROW', 'Name', 'SlotTable', 'coming_chunks', 'worth_waiting', 'StepPlanner', 'Scheduler']
+__all__ = ['GROW', 'Name', 'SlotTable', 'coming_chunks', 'worth_waiting', 'Seats', 'StepPlanner', 'RequestQueue', 'Scheduler']
 
 # %% ../../nbs/2_core/11_scheduler.ipynb #39e3b68b
 import heapq
@@ -144,18 +144,73 @@ def _count(ledger: Ledger, row: Row) -> None:
     ledger.recomputed += row.n_tokens - new
     row.request.num_seen = max(row.request.num_seen, end)
 
-# %% ../../nbs/2_core/11_scheduler.ipynb #61f71b6a
-class StepPlanner:
-    """Makes the plan of one step of `scheduler`: decoding requests, then prefills under way,
-    then requests that wait.
-
-    `budget`: how many positions are left."""
+# %% ../../nbs/2_core/11_scheduler.ipynb #c236c4b3
+class Seats:
+    "Seats and memory in the plan of one step, for requests that are in it or want to be."
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.slots = scheduler.slots
         self.plan = StepPlan()
         self.budget = scheduler.max_num_batched_tokens
+
+    def put(self, r: Request, n: int) -> bool:
+        """A row for the next `n` positions of `r`; while memory is short, preempts the last in
+        rank. Returns whether `r` still runs."""
+        while r.slot is not None and not self.slots.grow(r, r.num_computed_tokens + n):
+            self.take_out(self.victim())
+        if r.slot is None:
+            return False
+        self.plan.rows.append(Row(r, r.num_computed_tokens, n))
+        return True
+
+    def victim(self) -> Request:
+        return max(self.slots.running, key=lambda r: r.rank)
+
+    def take_out(self, r: Request) -> int:
+        """Preempt `r`, a running request, in the middle of the plan. Returns the positions that
+        it had there."""
+        n = sum(row.n_tokens for row in self.plan.rows if row.request is r)
+        self.plan.rows = [row for row in self.plan.rows if row.request is not r]
+        self.plan.preempted.append(r)
+        self.scheduler.preempt(r)
+        return n
+
+    def is_full(self) -> bool:
+        return len(self.slots.running) >= self.scheduler.max_num_seqs
+
+    def has_seat(self, r: Request) -> bool:
+        "Whether a slot is free, or would be given up for `r`."
+        return not self.is_full() or self.makes_way(r) is not None
+
+    def makes_way(self, r: Request) -> Request | None:
+        "The last in rank of those that make way for `r`, or None."
+        able = (
+            x
+            for x in self.slots.running
+            if x.preemptible
+            and x.priority > r.priority
+            and x.rank > r.rank
+            and x not in self.plan.admitted
+        )
+        return max(able, key=lambda x: x.rank, default=None)
+
+    def make_room(self, r: Request, hit: Hit) -> bool:
+        """A slot and memory for `r`, if need be from those that make way for it. Returns whether
+        there is both."""
+        while self.is_full() or not self.slots.has_room(r, hit):
+            other = self.makes_way(r)
+            if other is None:
+                return False
+            self.budget += self.take_out(other)
+        return True
+
+# %% ../../nbs/2_core/11_scheduler.ipynb #61f71b6a
+class StepPlanner(Seats):
+    """Makes the plan of one step of `scheduler`: decoding requests, then prefills under way,
+    then requests that wait.
+
+    `budget`: how many positions are left."""
 
     def make(self) -> StepPlan:
         decodes, prefills = [], []
@@ -243,81 +298,9 @@ class StepPlanner:
         alone or as short as that."""
         return self.scheduler.chunked or not self.plan.rows or r.num_tokens <= self.budget
 
-    def put(self, r: Request, n: int) -> bool:
-        """A row for the next `n` positions of `r`; while memory is short, preempts the last in
-        rank. Returns whether `r` still runs."""
-        while r.slot is not None and not self.slots.grow(r, r.num_computed_tokens + n):
-            self.take_out(self.victim())
-        if r.slot is None:
-            return False
-        self.plan.rows.append(Row(r, r.num_computed_tokens, n))
-        return True
-
-    def victim(self) -> Request:
-        return max(self.slots.running, key=lambda r: r.rank)
-
-    def take_out(self, r: Request) -> int:
-        """Preempt `r`, a running request, in the middle of the plan. Returns the positions that
-        it had there."""
-        n = sum(row.n_tokens for row in self.plan.rows if row.request is r)
-        self.plan.rows = [row for row in self.plan.rows if row.request is not r]
-        self.plan.preempted.append(r)
-        self.scheduler.preempt(r)
-        return n
-
-    def is_full(self) -> bool:
-        return len(self.slots.running) >= self.scheduler.max_num_seqs
-
-    def has_seat(self, r: Request) -> bool:
-        "Whether a slot is free, or would be given up for `r`."
-        return not self.is_full() or self.makes_way(r) is not None
-
-    def makes_way(self, r: Request) -> Request | None:
-        "The last in rank of those that make way for `r`, or None."
-        able = (
-            x
-            for x in self.slots.running
-            if x.preemptible
-            and x.priority > r.priority
-            and x.rank > r.rank
-            and x not in self.plan.admitted
-        )
-        return max(able, key=lambda x: x.rank, default=None)
-
-    def make_room(self, r: Request, hit: Hit) -> bool:
-        """A slot and memory for `r`, if need be from those that make way for it. Returns whether
-        there is both."""
-        while self.is_full() or not self.slots.has_room(r, hit):
-            other = self.makes_way(r)
-            if other is None:
-                return False
-            self.budget += self.take_out(other)
-        return True
-
-# %% ../../nbs/2_core/11_scheduler.ipynb #61f71b69
-class Scheduler:
-    """Decides at every step which requests are in it and with how many tokens. No tensor, no model.
-
-    At most `max_num_seqs` requests run at once, each in a slot of its own. A step has at most
-    `max_num_batched_tokens` positions: first one for every decoding request, then prefills go on
-    in chunks, then new requests enter, in the order of priority and arrival: a level of priority
-    is worth `patience` places in the queue.
-
-    `max_kv_tokens`, or a `budget` shared with others: the most tokens of KV (None: no limit).
-    When they run out, the last in rank is preempted, and computed again later. `block_size`,
-    `prefix_caching`: the `BlockPool`'s. `chunked=False`, for models that see a sequence from
-    both ends: prompts enter whole. `may_enter(request, running)`: a feature's rule for who may
-    not enter now; others may pass such a request, up to `patience` of them.
-
-    `allowance`: how many of a step's positions preemptible requests may have at most (None: as
-    many as there are); those that get none stand still, with all that they have. `shares`: of
-    the last plan, positions of the others, their rows, and those of the preemptible. `planner`:
-    the class that makes the plan of a step.
-
-    `waiting`: by rank; `running`; `ledger`: the positions that its steps computed, recomputed
-    and reused. Raises `BatchError`. Scheduling by iteration is Orca's (Yu et al. 2022); prefill
-    in chunks beside decode under a token budget is Sarathi-Serve's (Agrawal et al. 2024); KV in
-    blocks is vLLM's (Kwon et al. 2023)."""
+# %% ../../nbs/2_core/11_scheduler.ipynb #b90e13d9
+class RequestQueue:
+    "The requests that wait, by rank, and those that run. See `Scheduler` for the arguments."
 
     planner = StepPlanner
 
@@ -401,6 +384,34 @@ class Scheduler:
         number is that of its arrival."""
         return request.priority * self.patience + self.arrivals, self.arrivals
 
+    def _wait(self, r: Request) -> None:
+        insort(self.waiting, r, key=lambda r: r.rank)
+
+# %% ../../nbs/2_core/11_scheduler.ipynb #61f71b69
+class Scheduler(RequestQueue):
+    """Decides at every step which requests are in it and with how many tokens. No tensor, no model.
+
+    At most `max_num_seqs` requests run at once, each in a slot of its own. A step has at most
+    `max_num_batched_tokens` positions: first one for every decoding request, then prefills go on
+    in chunks, then new requests enter, in the order of priority and arrival: a level of priority
+    is worth `patience` places in the queue.
+
+    `max_kv_tokens`, or a `budget` shared with others: the most tokens of KV (None: no limit).
+    When they run out, the last in rank is preempted, and computed again later. `block_size`,
+    `prefix_caching`: the `BlockPool`'s. `chunked=False`, for models that see a sequence from
+    both ends: prompts enter whole. `may_enter(request, running)`: a feature's rule for who may
+    not enter now; others may pass such a request, up to `patience` of them.
+
+    `allowance`: how many of a step's positions preemptible requests may have at most (None: as
+    many as there are); those that get none stand still, with all that they have. `shares`: of
+    the last plan, positions of the others, their rows, and those of the preemptible. `planner`:
+    the class that makes the plan of a step.
+
+    `waiting`: by rank; `running`; `ledger`: the positions that its steps computed, recomputed
+    and reused. Raises `BatchError`. Scheduling by iteration is Orca's (Yu et al. 2022); prefill
+    in chunks beside decode under a token budget is Sarathi-Serve's (Agrawal et al. 2024); KV in
+    blocks is vLLM's (Kwon et al. 2023)."""
+
     def schedule(self) -> StepPlan:
         """The next `StepPlan`; no rows if there is nothing to do. Carry it out and call `update`
         before the next one."""
@@ -471,6 +482,3 @@ class Scheduler:
         for b in self.pool.blocks:
             b.refs = 0  # copies in flight
         self.pool.clear()
-
-    def _wait(self, r: Request) -> None:
-        insort(self.waiting, r, key=lambda r: r.rank)

@@ -148,7 +148,7 @@ def parse_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
     return text, ids if ids is None else [int(i) for i in ids]
 
 # %% ../../nbs/2_core/inputs.ipynb #707e59f9-1
-def parse_chat(prompt: Any) -> dict[str, Any]:
+def parse_chat(prompt: object) -> dict[str, Any]:
     """A conversation, a list of messages or a dict of `CHAT_KEYS`, as arguments of
     `encode_chat`. Raises `PromptError`."""
     d = prompt if isinstance(prompt, dict) and "messages" in prompt else {"messages": prompt}

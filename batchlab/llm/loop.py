@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'StepLoop', 'BackgroundLoop', 'make_engine', 'EngineSet', 'Delivery']
+__all__ = ['log', 'Inbox', 'Intake', 'StepLoop', 'BackgroundLoop', 'make_engine', 'EngineKinds', 'EngineSet', 'Delivery']
 
 # %% ../../nbs/2_core/loop.ipynb #90905258
 import contextlib, heapq, itertools, logging, os, threading, time
@@ -50,14 +50,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("batchlab")
 
-# %% ../../nbs/2_core/loop.ipynb #10a50c09
-class StepLoop:
-    """Takes requests in from any thread, and steps `engines` in one thread at a time.
-
-    Who holds `mutex` changes schedulers, requests, engines and backend: the thread that steps,
-    `stepper`. All others put what they want into `inbox`, under `progress`: `(group, None)` to
-    be queued, or `(group, reason)` to be ended. `groups`: prompts that are not done yet, by id;
-    `deadlines`: a heap; `after`: what stream callbacks want called once, when the step is over."""
+# %% ../../nbs/2_core/loop.ipynb #01d5240a
+class Inbox:
+    "Takes requests in from any thread. See `StepLoop`, which steps them."
 
     engines: EngineSet
     delivery: Delivery
@@ -115,6 +110,59 @@ class StepLoop:
             self.progress.notify_all()
         return group is not None
 
+    def _wake(self) -> None:
+        with self.progress:
+            self.progress.notify_all()
+
+# %% ../../nbs/2_core/loop.ipynb #ed04a809
+class Intake(Inbox):
+    "Moves what is in the inbox to the engines, and ends what is to end."
+
+    def _take_in(self) -> None:
+        "Queue the prompts that came, and end those that are to be cancelled."
+        if self.inbox and not self.engines.busy:
+            try:
+                self.engines.begin()
+            except Exception as e:  # the thread goes on, for it serves others too
+                log.error("the model can not be run as it is now", exc_info=e)
+                self.delivery.fail(
+                    list(self.groups.values()), "the model can not be run as it is now:", e
+                )
+        while self.inbox:
+            group, reason = self.inbox.popleft()
+            if reason:
+                self.delivery.end(group, reason)
+            elif not group.done:
+                self._queue(group)
+        if len(self.deadlines) > 2 * len(self.groups) + 64:  # most of them were done in time
+            self.deadlines = [d for d in self.deadlines if not d[2].done]
+            heapq.heapify(self.deadlines)
+        now = time.perf_counter()
+        while self.deadlines and self.deadlines[0][0] <= now:
+            self.delivery.end(heapq.heappop(self.deadlines)[2], "timeout")
+
+    def _queue(self, g: RequestGroup) -> None:
+        "Give the requests of `g` to their engines."
+        if g.deadline is not None:
+            heapq.heappush(self.deadlines, (g.deadline, next(self.ids), g))
+        try:
+            for r in [] if g.error else g.requests:
+                self.engines.add(r)
+                self.delivery.mark("queued", r)
+        except BatchlabError as e:
+            g.refuse(e)
+        if g.error:
+            self.delivery.end(g, g.reason)
+
+# %% ../../nbs/2_core/loop.ipynb #10a50c09
+class StepLoop(Intake):
+    """Takes requests in from any thread, and steps `engines` in one thread at a time.
+
+    Who holds `mutex` changes schedulers, requests, engines and backend: the thread that steps,
+    `stepper`. All others put what they want into `inbox`, under `progress`: `(group, None)` to
+    be queued, or `(group, reason)` to be ended. `groups`: prompts that are not done yet, by id;
+    `deadlines`: a heap; `after`: what stream callbacks want called once, when the step is over."""
+
     def step(self, wait: bool = False) -> bool:
         """One step of the engine or, while another thread has it in hand, a wait for its end.
         Whether there is more to do.
@@ -165,10 +213,6 @@ class StepLoop:
                 self.mutex.release()
                 self._wake()
 
-    def _wake(self) -> None:
-        with self.progress:
-            self.progress.notify_all()
-
     def _step(self) -> None:
         self._take_in()
         try:
@@ -199,42 +243,6 @@ class StepLoop:
             e,
         )
         return []
-
-    def _take_in(self) -> None:
-        "Queue the prompts that came, and end those that are to be cancelled."
-        if self.inbox and not self.engines.busy:
-            try:
-                self.engines.begin()
-            except Exception as e:  # the thread goes on, for it serves others too
-                log.error("the model can not be run as it is now", exc_info=e)
-                self.delivery.fail(
-                    list(self.groups.values()), "the model can not be run as it is now:", e
-                )
-        while self.inbox:
-            group, reason = self.inbox.popleft()
-            if reason:
-                self.delivery.end(group, reason)
-            elif not group.done:
-                self._queue(group)
-        if len(self.deadlines) > 2 * len(self.groups) + 64:  # most of them were done in time
-            self.deadlines = [d for d in self.deadlines if not d[2].done]
-            heapq.heapify(self.deadlines)
-        now = time.perf_counter()
-        while self.deadlines and self.deadlines[0][0] <= now:
-            self.delivery.end(heapq.heappop(self.deadlines)[2], "timeout")
-
-    def _queue(self, g: RequestGroup) -> None:
-        "Give the requests of `g` to their engines."
-        if g.deadline is not None:
-            heapq.heappush(self.deadlines, (g.deadline, next(self.ids), g))
-        try:
-            for r in [] if g.error else g.requests:
-                self.engines.add(r)
-                self.delivery.mark("queued", r)
-        except BatchlabError as e:
-            g.refuse(e)
-        if g.error:
-            self.delivery.end(g, g.reason)
 
 # %% ../../nbs/2_core/loop.ipynb #10a50c0b
 class BackgroundLoop(StepLoop):
@@ -345,17 +353,11 @@ def make_engine(llm: LoadedModel, kind: str) -> Engine:
     runner = SoloRunner(llm.model) if solo else PaddedRunner(llm.model, share=strategy == "prefix")
     return Engine(scheduler, runner, llm.watchers, kind)
 
-# %% ../../nbs/2_core/loop.ipynb #10a50c03
-class EngineSet(dict[str, Engine]):
-    """The engines of `llm` by kind of request, see `select_runner`, over one `backend` and one
-    `budget` of KV.
+# %% ../../nbs/2_core/loop.ipynb #32f3b622
+class EngineKinds(dict[str, Engine]):
+    "Engines by kind on one `backend`, and whose turn it is."
 
-    For the thread that holds `llm.mutex`. `past`: the ledger of all calls before this one;
-    `past_steps`: steps of engines that are gone; `seconds`: time spent in steps; `last`: the
-    kind that stepped last. `paces`: how much of a step preemptible requests get.
-
-    `open` finds out how the model runs: `llm.shapes`, `llm.paddable`. Once there are
-    `llm.limits`, `configure` it."""
+    backend: Backend
 
     def __init__(self, llm: LoadedModel) -> None:
         super().__init__()
@@ -411,6 +413,25 @@ class EngineSet(dict[str, Engine]):
             self.seconds += (took := time.perf_counter() - start)
             pace.note(*engine.scheduler.shares, took)
 
+    def _give_back_idle(self, owner: object) -> None:
+        "Memory is short for `owner`: the engines that run nobody give back theirs."
+        for e in self.values():
+            s = e.scheduler
+            if not s.running and s.pool is not owner and s.slots is not owner:
+                e.reset()
+
+# %% ../../nbs/2_core/loop.ipynb #10a50c03
+class EngineSet(EngineKinds):
+    """The engines of `llm` by kind of request, see `select_runner`, over one `backend` and one
+    `budget` of KV.
+
+    For the thread that holds `llm.mutex`. `past`: the ledger of all calls before this one;
+    `past_steps`: steps of engines that are gone; `seconds`: time spent in steps; `last`: the
+    kind that stepped last. `paces`: how much of a step preemptible requests get.
+
+    `open` finds out how the model runs: `llm.shapes`, `llm.paddable`. Once there are
+    `llm.limits`, `configure` it."""
+
     def begin(self) -> None:
         """A call begins while nobody runs: what was counted so far belongs to the past, and the
         model may be another. Raises `ModelError`."""
@@ -446,13 +467,6 @@ class EngineSet(dict[str, Engine]):
         else:
             self.llm.prepare()  # which calls `open`
 
-    def _give_back_idle(self, owner: object) -> None:
-        "Memory is short for `owner`: the engines that run nobody give back theirs."
-        for e in self.values():
-            s = e.scheduler
-            if not s.running and s.pool is not owner and s.slots is not owner:
-                e.reset()
-
     def open(self) -> None:
         """Find out how the model runs as it is now, and open a backend for it. Raises
         `UnsupportedModelError`, `CompileError`."""
@@ -477,7 +491,7 @@ class EngineSet(dict[str, Engine]):
         if llm.adapters is not None:
             llm.adapters.bind(backend, llm.shapes)
         log.info("%s runs on: %s. %s", type(model).__name__, backend.name, backend.why)
-        self.backend: Backend = backend
+        self.backend = backend
         self.opened, self.state = (
             model,
             model_state(model),

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['AdapterChoice', 'AdapterChoices', 'AdapterModules', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'Adapter',
-           'signature_of', 'Adapters', 'read_modules', 'open_for', 'look_up', 'put_adapter', 'adapters_for',
-           'plan_adapters', 'adapter_named', 'adapter_names', 'check_folders', 'check_modules', 'LoRACalls']
+           'signature_of', 'AdapterMemory', 'AdapterNames', 'Adapters', 'read_modules', 'open_for', 'look_up',
+           'put_adapter', 'adapters_for', 'plan_adapters', 'adapter_named', 'adapter_names', 'check_folders',
+           'check_modules', 'LoRACalls']
 
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0010
 @dataclass(frozen=True)
@@ -353,14 +354,9 @@ AdapterModules = (  # see `read_modules`
     Mapping[str, str | PathLike[str]] | Sequence[LoRARequest | str | Mapping[str, str]] | str | None
 )
 
-# %% ../../nbs/5_tasks/lora.ipynb #32bb0032
-class Adapters:
-    """The adapters of an `LLM`, for any thread. `shapes`: of its model's linear layers, by name
-    `(in, out)`; `itemsize`: bytes of a weight.
-
-    At most `max_loras` have running requests, and at most `max_cpu_loras` are in memory: who was
-    used least recently goes first, and is read again when asked for. One that was removed or
-    replaced stays until its last request has ended, beside that limit."""
+# %% ../../nbs/5_tasks/lora.ipynb #fc015b7a
+class AdapterMemory:
+    "The adapters of an `LLM` that are in memory, for any thread."
 
     def __init__(
         self,
@@ -393,18 +389,14 @@ class Adapters:
         self.loaded = OrderedDict[int, Adapter]()  # by number, the least recently used first
         self.modules = modules or {}
 
-    def may_enter(self, r: Request, running: Sequence[Request]) -> bool:
-        """Whether no more than `max_loras` adapters have running requests once `r` is among
-        them: the `Scheduler`'s rule."""
-        if not r.adapter:
-            return True
-        theirs = {x.adapter for x in running if x.adapter}
-        return r.adapter in theirs or len(theirs) < self.max_loras
-
     @property
     def limit_bytes(self) -> int:
         "The most that adapters in memory take: so many of the largest rank on all linear layers."
         return self.max_cpu_loras * self._bytes(dict.fromkeys(self.shapes, self.max_lora_rank))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.weights.nbytes for a in [*self.alive.values()] if a.weights is not None)
 
     def __str__(self) -> str:
         return (
@@ -412,10 +404,6 @@ class Adapters:
             f"{self.max_cpu_loras} in memory, {megabytes(self.nbytes)} of at most "
             f"{megabytes(self.limit_bytes)}"
         )
-
-    @property
-    def nbytes(self) -> int:
-        return sum(a.weights.nbytes for a in [*self.alive.values()] if a.weights is not None)
 
     def bind(self, backend: Any, shapes: object = True) -> None:
         """Run on `backend` from now on; what was loaded for another one is forgotten. Raises
@@ -431,6 +419,58 @@ class Adapters:
         with self.lock:
             self.unload()
             self.bank = backend.adapters = open_adapters(backend, self.shapes, self.weights)
+
+    def _bytes(self, ranks: dict[str, int]) -> int:
+        "Of an adapter with parts of these ranks, as it is in memory."
+        return self.itemsize * (
+            sum(r * sum(self.shapes[n]) for n, r in ranks.items())
+            if self.bank is None
+            else self.bank.size_of(ranks)
+        )
+
+    def unload(self) -> None:
+        "Give the memory of all back; they are read again when asked for."
+        with self.lock:
+            for a in self.alive.values():
+                a.weights = None
+            self.loaded.clear()
+
+    def weights(self, numbers: Sequence[int]) -> list[Any]:
+        """The weights of adapters, ready for the backend, read where they are not there. Raises
+        `AdapterError`."""
+        with self.lock:
+            for n in numbers:
+                if n in self.loaded:
+                    self.loaded.move_to_end(n)
+            return [self._load(n).weights for n in numbers]
+
+    def _load(self, number: int) -> Adapter:
+        if (a := self.alive.get(number)) is None:
+            raise AdapterError(
+                f"adapter number {number} was removed before it ran: ask for it again", number
+            )
+        if a.weights is not None:
+            return a
+        try:
+            if signature_of(a.folder) != a.signature:
+                raise AdapterError(
+                    "its files are others than when it was asked for: ask for it again"
+                )
+            weights = self.bank.take(read_adapter(a.folder, self.shapes, self.max_lora_rank))
+        except AdapterError as e:
+            raise AdapterError(
+                "adapter {name!r}: {why}", number, name=a.request.lora_name, why=e
+            ) from e
+        while len(self.loaded) >= self.max_cpu_loras:
+            self.loaded.popitem(last=False)[1].weights = None
+        a.weights = weights
+        if self.current.get(a.request.lora_int_id) is a:
+            self.loaded[number] = a
+        return a
+
+# %% ../../nbs/5_tasks/lora.ipynb #496acc22
+class AdapterNames(AdapterMemory):
+    "Adapters by name: those that the `LLM` was given, and those that requests brought."
 
     @property
     def known(self) -> dict[str, LoRARequest]:
@@ -450,21 +490,6 @@ class Adapters:
                 repr((name, [f.read_bytes() if f.is_file() else None for f in files])).encode()
             )
         return h.hexdigest()
-
-    def _bytes(self, ranks: dict[str, int]) -> int:
-        "Of an adapter with parts of these ranks, as it is in memory."
-        return self.itemsize * (
-            sum(r * sum(self.shapes[n]) for n, r in ranks.items())
-            if self.bank is None
-            else self.bank.size_of(ranks)
-        )
-
-    def unload(self) -> None:
-        "Give the memory of all back; they are read again when asked for."
-        with self.lock:
-            for a in self.alive.values():
-                a.weights = None
-            self.loaded.clear()
 
     def find(self, asked: Any) -> LoRARequest:
         "The `LoRARequest` that `asked` is, or is the name of. Raises `AdapterError`, `ParamError`."
@@ -493,6 +518,23 @@ class Adapters:
                 else "give LLM its folder, as lora_modules={name: folder}"
             )
         )
+
+# %% ../../nbs/5_tasks/lora.ipynb #32bb0032
+class Adapters(AdapterNames):
+    """The adapters of an `LLM`, for any thread. `shapes`: of its model's linear layers, by name
+    `(in, out)`; `itemsize`: bytes of a weight.
+
+    At most `max_loras` have running requests, and at most `max_cpu_loras` are in memory: who was
+    used least recently goes first, and is read again when asked for. One that was removed or
+    replaced stays until its last request has ended, beside that limit."""
+
+    def may_enter(self, r: Request, running: Sequence[Request]) -> bool:
+        """Whether no more than `max_loras` adapters have running requests once `r` is among
+        them: the `Scheduler`'s rule."""
+        if not r.adapter:
+            return True
+        theirs = {x.adapter for x in running if x.adapter}
+        return r.adapter in theirs or len(theirs) < self.max_loras
 
     def admit(self, asked: object) -> Adapter:
         """The adapter that is `asked` for, once it was looked at: its weights are read when the
@@ -536,39 +578,6 @@ class Adapters:
             self._bytes(ranks := {n: len(p.down) for n, p in parts.items()}),
             max(ranks.values()),
         )
-
-    def weights(self, numbers: Sequence[int]) -> list[Any]:
-        """The weights of adapters, ready for the backend, read where they are not there. Raises
-        `AdapterError`."""
-        with self.lock:
-            for n in numbers:
-                if n in self.loaded:
-                    self.loaded.move_to_end(n)
-            return [self._load(n).weights for n in numbers]
-
-    def _load(self, number: int) -> Adapter:
-        if (a := self.alive.get(number)) is None:
-            raise AdapterError(
-                f"adapter number {number} was removed before it ran: ask for it again", number
-            )
-        if a.weights is not None:
-            return a
-        try:
-            if signature_of(a.folder) != a.signature:
-                raise AdapterError(
-                    "its files are others than when it was asked for: ask for it again"
-                )
-            weights = self.bank.take(read_adapter(a.folder, self.shapes, self.max_lora_rank))
-        except AdapterError as e:
-            raise AdapterError(
-                "adapter {name!r}: {why}", number, name=a.request.lora_name, why=e
-            ) from e
-        while len(self.loaded) >= self.max_cpu_loras:
-            self.loaded.popitem(last=False)[1].weights = None
-        a.weights = weights
-        if self.current.get(a.request.lora_int_id) is a:
-            self.loaded[number] = a
-        return a
 
     def applied(self, model: PreTrainedModel, asked: object) -> Any:
         """Inside, all that `model` computes, by its own code, is computed with the adapter that

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from ..core.attention import attention_override
@@ -71,9 +71,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'POOLINGS', 'pool', 'head_logits', 'has_head', 'check_head', 'activation_for', 'max_positions', 'Pooler',
-           'task_of', 'layers_of', 'types_of', 'Pooling', 'EncodedText', 'encode_texts', 'too_many', 'text_limit',
-           'pooling_ids', 'admit_pooling', 'pair_up', 'text_and_answer', 'PoolingCalls']
+__all__ = ['log', 'POOLINGS', 'pool', 'head_logits', 'has_head', 'check_head', 'activation_for', 'max_positions', 'PooledModel',
+           'PoolingCheck', 'Pooler', 'task_of', 'layers_of', 'types_of', 'Pooling', 'EncodedText', 'encode_texts',
+           'too_many', 'text_limit', 'pooling_ids', 'admit_pooling', 'pair_up', 'text_and_answer', 'VectorCalls',
+           'LabelCalls', 'PoolingCalls']
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00011
 POOLINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = dict(
@@ -155,7 +156,7 @@ def check_head(model: PreTrainedModel) -> None:
         )
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00024
-def activation_for(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def activation_for(config: PreTrainedConfig) -> Callable[[torch.Tensor], torch.Tensor]:
     "What makes probabilities of a classifier's logits, by what `config` says of its classes."
     kind, n = getattr(config, "problem_type", None), config.num_labels
     if kind == "regression":
@@ -177,18 +178,12 @@ def max_positions(model: PreTrainedModel) -> int | None:
     )
     return n if not n or behind is None else n - behind - 1
 
-# %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00031
+# %% ../../nbs/5_tasks/31_embeddings.ipynb #6f3084c9
 _NAMES = dict(last="lasttoken", mean_sqrt_len="mean_sqrt_len_tokens")
 
 
-class Pooler:
-    """What can be made of the hidden states of `model`, and how.
-
-    `tasks`: of `POOLING_TASKS`, those it has. `how`: its pooling, `steps`: what follows it;
-    `normalize`: whether vectors get length 1. As sentence-transformers' files in the model's
-    folder say, which make it `trained`; else the mean, or the last token of a causal model.
-    `limit`: the most tokens of a text, or None. `prompts`: what may stand before a text, by
-    name. Raises `UnsupportedModelError`."""
+class PooledModel:
+    "A model with hidden states, and what its config and its folder say of them."
 
     def __init__(
         self,
@@ -279,6 +274,22 @@ class Pooler:
         self.num_types = getattr(model.config, "type_vocab_size", 2) or 0 if takes else 0
         self.said = False
 
+    @property
+    def depth(self) -> int:
+        "Layers of the model."
+        return self.model.config.get_text_config().num_hidden_layers
+
+    @property
+    def size(self) -> int:
+        "Numbers of a vector."
+        if dense := [x for x in self.steps if isinstance(x, Dense)]:
+            return len(dense[-1].weight)
+        return self.model.config.get_text_config().hidden_size * len(self.how)
+
+# %% ../../nbs/5_tasks/31_embeddings.ipynb #ac539111
+class PoolingCheck(PooledModel):
+    "Says what is wrong with a wish."
+
     def check(self, p: PoolingParams) -> None:
         """Raise `ModelError` or `ParamError` unless it can do what `p` asks for. Says once if
         the model was not trained for it."""
@@ -336,17 +347,15 @@ class Pooler:
                 ", of length 1" * self.normalize,
             )
 
-    @property
-    def depth(self) -> int:
-        "Layers of the model."
-        return self.model.config.get_text_config().num_hidden_layers
+# %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00031
+class Pooler(PoolingCheck):
+    """What can be made of the hidden states of `model`, and how.
 
-    @property
-    def size(self) -> int:
-        "Numbers of a vector."
-        if dense := [x for x in self.steps if isinstance(x, Dense)]:
-            return len(dense[-1].weight)
-        return self.model.config.get_text_config().hidden_size * len(self.how)
+    `tasks`: of `POOLING_TASKS`, those it has. `how`: its pooling, `steps`: what follows it;
+    `normalize`: whether vectors get length 1. As sentence-transformers' files in the model's
+    folder say, which make it `trained`; else the mean, or the last token of a causal model.
+    `limit`: the most tokens of a text, or None. `prompts`: what may stand before a text, by
+    name. Raises `UnsupportedModelError`."""
 
     def needs_all(self, p: PoolingParams, ids: Sequence[int]) -> bool:
         """Whether the states of all tokens `ids` are needed, not those of the last alone. A
@@ -356,6 +365,13 @@ class Pooler:
         if p.task in ("embed", "score") and not self.classifies:
             return self.how != ("lasttoken",)
         return not self.causal or p.task in ("token_embed", "token_classify")
+
+    def start_of(self, p: PoolingParams) -> str:
+        """The model's prompt that stands before every text of which `p` wants a vector: the one
+        that it names, or the one that the model takes by itself."""
+        if p.task not in ("embed", "score") or self.classifies or self.tags:
+            return ""
+        return self.default_prompt if p.prompt_name is None else self.prompts[p.prompt_name]
 
     def __call__(self, p: PoolingParams, states: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
         """What `p` asks for, fp32, of the states `[n, E]` of tokens `ids`, or of the last alone,
@@ -374,13 +390,6 @@ class Pooler:
         for step in self.steps:
             x = step(x[None])[0]
         return self._finish(p, x)
-
-    def start_of(self, p: PoolingParams) -> str:
-        """The model's prompt that stands before every text of which `p` wants a vector: the one
-        that it names, or the one that the model takes by itself."""
-        if p.task not in ("embed", "score") or self.classifies or self.tags:
-            return ""
-        return self.default_prompt if p.prompt_name is None else self.prompts[p.prompt_name]
 
     def _finish(self, p: PoolingParams, x: torch.Tensor) -> torch.Tensor:
         x = x[..., : p.dimensions or None]
@@ -735,11 +744,9 @@ def _compared(a: PoolingRequestOutput[Any], b: PoolingRequestOutput[Any]) -> Sco
         a.fault or b.fault,
     )
 
-# %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00065
-class PoolingCalls:
-    """The methods of `LLM` that make something of hidden states. vLLM's names, arguments and
-    results; but `reward` gives the logits of a text where a head classifies texts, and of each
-    token where it classifies tokens."""
+# %% ../../nbs/5_tasks/31_embeddings.ipynb #02661786
+class VectorCalls:
+    "The calls that give vectors, or hidden states as they are."
 
     pooler: Pooler
 
@@ -770,21 +777,6 @@ class PoolingCalls:
             lora_request,
             tokenization_kwargs,
             prompt_name=prompt_name,
-        )
-
-    def classify(
-        self,
-        prompts: Prompts,
-        *,
-        use_tqdm: Bar = None,
-        pooling_params: PoolingEach = None,
-        lora_request: AdapterChoices = None,
-        tokenization_kwargs: Mapping[str, object] | None = None,
-    ) -> Outputs[ClassificationRequestOutput]:
-        """The probability of each class for each of `prompts`: `outputs[i].outputs.probs`.
-        Raises `ModelError` for a model without classes."""
-        return self._pool(
-            "classify", prompts, pooling_params, use_tqdm, lora_request, tokenization_kwargs
         )
 
     def encode(
@@ -818,6 +810,55 @@ class PoolingCalls:
             raw=True,
         )
 
+    def _pool(
+        self,
+        task: str,
+        prompts: Prompts,
+        params: Any,
+        use_tqdm: Bar,
+        lora_request: AdapterChoices,
+        tokenization: Mapping[str, object] | None,
+        raw: bool = False,
+        prompt_name: str | None = None,
+    ) -> Outputs[Any]:
+        llm: Any = self
+        prompts = as_list(prompts, is_talk(prompts))
+        if lora_request is None and any(own := [getattr(p, "lora_request", None) for p in prompts]):
+            lora_request = own  # the one that answered
+        prompts, each = (
+            [text_and_answer(p) for p in prompts],
+            _params(params, task, tokenization, len(prompts)),
+        )
+        if prompt_name is not None:
+            each = [replace(p, prompt_name=prompt_name) for p in each]
+        for p in dict.fromkeys(each):
+            self.pooler.check(p)  # it concerns all: no result for each of them
+        prompts = encode_texts(llm, prompts, each)
+        params = [replace(p, raw=True) for p in each] if raw else each
+        check_bar(use_tqdm)
+        return llm._collect(
+            read_prompts(prompts, False, params, lora_request=lora_request), use_tqdm
+        )
+
+# %% ../../nbs/5_tasks/31_embeddings.ipynb #c03aa5c7
+class LabelCalls(VectorCalls):
+    "The calls that ask a head."
+
+    def classify(
+        self,
+        prompts: Prompts,
+        *,
+        use_tqdm: Bar = None,
+        pooling_params: PoolingEach = None,
+        lora_request: AdapterChoices = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
+    ) -> Outputs[ClassificationRequestOutput]:
+        """The probability of each class for each of `prompts`: `outputs[i].outputs.probs`.
+        Raises `ModelError` for a model without classes."""
+        return self._pool(
+            "classify", prompts, pooling_params, use_tqdm, lora_request, tokenization_kwargs
+        )
+
     def reward(
         self,
         prompts: Prompts,
@@ -838,6 +879,12 @@ class PoolingCalls:
         return self._pool(
             "classify", prompts, params, use_tqdm, lora_request, tokenization_kwargs, raw=True
         )
+
+# %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00065
+class PoolingCalls(LabelCalls):
+    """The methods of `LLM` that make something of hidden states. vLLM's names, arguments and
+    results; but `reward` gives the logits of a text where a head classifies texts, and of each
+    token where it classifies tokens."""
 
     def score(
         self,
@@ -889,35 +936,5 @@ class PoolingCalls:
         )
         return Outputs(_compared(found[key(x)], found[key(y)]) for x, y in zip(a, b))
 
-    def _pool(
-        self,
-        task: str,
-        prompts: Prompts,
-        params: Any,
-        use_tqdm: Bar,
-        lora_request: AdapterChoices,
-        tokenization: Mapping[str, object] | None,
-        raw: bool = False,
-        prompt_name: str | None = None,
-    ) -> Outputs[Any]:
-        llm: Any = self
-        prompts = as_list(prompts, is_talk(prompts))
-        if lora_request is None and any(own := [getattr(p, "lora_request", None) for p in prompts]):
-            lora_request = own  # the one that answered
-        prompts, each = (
-            [text_and_answer(p) for p in prompts],
-            _params(params, task, tokenization, len(prompts)),
-        )
-        if prompt_name is not None:
-            each = [replace(p, prompt_name=prompt_name) for p in each]
-        for p in dict.fromkeys(each):
-            self.pooler.check(p)  # it concerns all: no result for each of them
-        prompts = encode_texts(llm, prompts, each)
-        params = [replace(p, raw=True) for p in each] if raw else each
-        check_bar(use_tqdm)
-        return llm._collect(
-            read_prompts(prompts, False, params, lora_request=lora_request), use_tqdm
-        )
 
-
-suggest_names(PoolingCalls)
+suggest_names(VectorCalls, LabelCalls, PoolingCalls)
