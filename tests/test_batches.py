@@ -2,7 +2,7 @@
 
 As a script it kills a server as often as it is told: python tests/test_batches.py 30, or with --online the command while clients talk to it"""
 
-import errno, functools, json, os, random, re, signal, socket, sqlite3, subprocess, sys, threading, time
+import errno, functools, json, math, os, random, re, signal, socket, sqlite3, subprocess, sys, threading, time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -1144,7 +1144,7 @@ def paced(pace, others, steps, cost, lines=64):
 def test_the_pace_of_lines_follows_what_steps_take(fixed, each):
     "Machines with other costs of a step: a stream keeps half its rate, lines get all that is left, and alone no step is long."
     cost = lambda n, i=0: fixed + each * n
-    pace = Pace()
+    pace = Pace(quiet=math.inf)
     alone = paced(pace, 0, 100, cost)
     assert all(seconds <= max(3.5 * cost(1), cost(32)) for _, seconds in alone) and all(
         p >= 1 for p, _ in alone
@@ -1158,6 +1158,18 @@ def test_the_pace_of_lines_follows_what_steps_take(fixed, each):
         best = max([p for p in range(65) if cost(streams + p) <= 1.7 * idle])
         assert sum(p for p, _ in late) >= 0.4 * len(late) * max(1, best)
     assert all(seconds <= max(3.5 * cost(1), cost(32)) for _, seconds in paced(pace, 0, 100, cost))
+
+
+def test_lines_that_nobody_disturbs_for_a_while_get_longer_steps():
+    "Until someone comes: then theirs are the first steps, and lines that are alone again begin with short ones."
+    cost = lambda n, i=0: 0.0075 + 0.00035 * n
+    pace = Pace()
+    early = paced(pace, 0, 100, cost, 10**6)
+    late = paced(pace, 0, 1500, cost, 10**6)
+    assert max(s for _, s in early) <= 3.5 * cost(1)
+    assert 10 * cost(1) <= max(s for _, s in late) <= 13 * cost(1)
+    assert paced(pace, 1, 1, cost)[0][0] == 0
+    assert max(s for _, s in paced(pace, 0, 100, cost, 10**6)) <= 3.5 * cost(1)
 
 
 def test_the_pace_forgets_one_slow_step_and_learns_a_slower_machine():

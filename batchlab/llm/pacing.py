@@ -12,28 +12,34 @@ __all__ = []
 class Pace:
     """How many positions of a step preemptible requests may have, by what the steps before took.
 
-    `beside`, `alone`: a step with them takes so many times what one takes without, where others
-    run and where none does; there they have `least` at least. `every`: of so many steps one is
-    without them, or with one position of them alone. `base`: seconds of a step without them, or
-    with one position; None if not known yet."""
+    `beside`, `alone`, `late`: a step with them takes so many times what one takes without, where
+    others run, where none does, and where none did for `quiet` seconds of steps; without others
+    they have `least` at least. `every`: of so many steps one is without them, or with one position
+    of them alone. `base`: seconds of a step without them, or with one position; None if not known
+    yet."""
 
     def __init__(
-        self, beside: float = 1.7, alone: float = 3.0, least: int = 32, every: int = 16
+        self,
+        beside: float = 1.7,
+        alone: float = 3.0,
+        late: float = 12.0,
+        quiet: float = 10.0,
+        least: int = 32,
+        every: int = 16,
     ) -> None:
-        self.factors, self.least, self.every = (
-            {True: beside, False: alone},
-            {True: 1, False: least},
-            every,
-        )
+        self.beside, self.alone, self.late, self.quiet = beside, alone, late, quiet
+        self.least, self.every = {True: 1, False: least}, every
         self.base: float | None = None
         self.positions = {True: 4.0, False: float(least)}  # beside others, and alone
         self.others, self.since = False, 0  # whether others are there; steps since one without
+        self.unseen = 0.0  # seconds of steps since others were last there
         self.now = 1
 
     def allowance(self, others: bool) -> int:
         "That of the next step. `others`: whether there are requests that are not preemptible."
         if others and not self.others:
             self.since = self.every  # they have just come: the first steps are theirs alone
+            self.positions[False] = float(self.least[False])  # and more of them may come
         self.others, self.since = others, self.since + 1
         if self.since > self.every + 3:
             self.since = 1  # prompts, one after the other: lines go on all the same
@@ -46,6 +52,7 @@ class Pace:
     def note(self, others: int, rows: int, positions: int, seconds: float) -> None:
         """The step took `seconds`, with `positions` of preemptible requests, and `others` of
         other requests in so many `rows`."""
+        self.unseen = 0.0 if others else self.unseen + seconds
         if others > rows or not others + positions:
             return  # a prompt was in it: nothing to compare it with
         if positions <= (not others):
@@ -57,7 +64,10 @@ class Pace:
                 else self.base + (seconds - self.base) * (0.1 if slower else 0.5)
             )
         elif self.base is not None:
-            free, took = self.base * (self.factors[others > 0] - 1), max(seconds - self.base, 1e-9)
+            factor = (
+                self.beside if others else self.late if self.unseen > self.quiet else self.alone
+            )
+            free, took = self.base * (factor - 1), max(seconds - self.base, 1e-9)
             known, change = self.positions[others > 0], min(1.1, max(2 / 3, free / took))
             if change < 1 or positions >= self.now:
                 self.positions[others > 0] = min(
