@@ -255,3 +255,36 @@ def figure(by, rounds=5, claims=None):
         return f
 
     return make
+
+
+RUNGS = {  # of the ladder, `{rung: the chapter that builds it}`
+    "no cache": "02",
+    "a KV cache": "02",
+    "a batch that waits": "04",
+    "rows that come and go": "03",
+    "prompts together too": "04",
+    "their prefix shared": "06",
+    "packed rows": "07",
+    "slots that remember": "08",
+    "the core, on torch": "14",
+    "its kernels": "20",
+    "bf16": "25",
+    "int8": "22",
+}
+
+
+def ladder(chapter: str = "") -> Picture:
+    "Output tokens a second of the same requests on each rung, from the record of the tour; the rungs of `chapter` are lit."
+    record = json.loads((FOLDER / "the_ladder.json").read_text(encoding="utf-8"))
+    each = pd.concat([pd.DataFrame(r) for r in record["rounds"]])
+    speed = each.groupby("engine", sort=False)["tokens_s"].median().to_dict()
+    lit = {rung: RUNGS[rung] == chapter or not chapter for rung in speed}
+    rows = {rung: {"here" if lit[rung] else "there": round(n)} for rung, n in speed.items()}
+    first = speed["no cache"]
+    notes = {rung: f"{n / first:,.0f} ×" if n > first else "" for rung, n in speed.items()}
+    m = record["machine"]
+    n = record["inputs"]["num_requests"]
+    caption = f"Median of {len(record['rounds'])} rounds on {m['cpu']}, {m['threads']} threads, {record['date']}: {record['command']}"
+    title = f"The ladder: output tokens a second, the same {n} requests"
+    key = {"here": ("decode", ""), "there": ("held", "")}
+    return bars(rows, key, "tokens a second", notes, title, caption=caption)
