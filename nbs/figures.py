@@ -281,7 +281,13 @@ def ladder(chapter: str = "") -> Picture:
     lit = {rung: RUNGS[rung] == chapter or not chapter for rung in speed}
     rows = {rung: {"here" if lit[rung] else "there": round(n)} for rung, n in speed.items()}
     first = speed["no cache"]
-    notes = {rung: f"{n / first:,.0f} ×" if n > first else "" for rung, n in speed.items()}
+    short = max(speed.values()) / 15  # a bar without room for its number
+    notes = {
+        rung: " · ".join(
+            [f"{n:,.0f}"] * (n < short) + [f"{n / first:,.0f} ×"] * (rung != "no cache")
+        )
+        for rung, n in speed.items()
+    }
     m = record["machine"]
     n = record["inputs"]["num_requests"]
     caption = f"Median of {len(record['rounds'])} rounds on {m['cpu']}, {m['threads']} threads, {record['date']}: {record['command']}"
