@@ -198,7 +198,7 @@ def members(module):
             yield getattr(node.args.args[0].annotation, "id", ""), node.name
 
 
-WHOLE = "LLM"  # the class whose page shows what it inherits too
+WHOLE = "LLM", "Engine", "Scheduler"  # classes whose page shows what they inherit too
 
 
 def inherited(name):
@@ -224,7 +224,7 @@ def known():
             home = names.get(owner, ())
             if name[0] != "_" and len(home) == 1:
                 names[f"{owner}.{name}"] = [f"{home[0]}.{name}"]
-    return names | {f"{WHOLE}.{x}": [f"{names[WHOLE][0]}.{x}"] for x in inherited(WHOLE)}
+    return names | {f"{c}.{x}": [f"{names[c][0]}.{x}"] for c in WHOLE for x in inherited(c)}
 
 
 @functools.cache
@@ -468,10 +468,13 @@ def api_page(module, path):
     )
     own = public_names(module)
     others = ", ".join(
-        n for n in all_names(module) if n not in own or repeats(module, n) or n == WHOLE
+        n for n in all_names(module) if n not in own or repeats(module, n) or n in WHOLE
     )  # they stand on another page, or below
-    if WHOLE in own and not repeats(module, WHOLE):
-        rest += f"\n.. autoclass:: {WHOLE}\n   :inherited-members:\n"
+    rest += "".join(
+        f"\n.. autoclass:: {name}\n   :inherited-members:\n"
+        for name in WHOLE
+        if name in own and not repeats(module, name)
+    )
     return (
         f"# {module}\n\n{{.module}}\nBuilt in chapter [{path.stem}](../{path.name}).\n\n"
         f"```{{eval-rst}}\n.. automodule:: batchlab.{module}\n"
