@@ -9,12 +9,11 @@ from batchlab.core.attention import (
     TorchBackend,
     _thread,
     attention_override,
-    check_backend,
-    kv_layout,
     packed_forward,
     packed_of,
 )
-from batchlab.core.backend import Unavailable
+from batchlab.fast.trial import check_backend, kv_layout
+from batchlab.errors import Unavailable
 from batchlab.fast.kernels import load_kernels
 from batchlab.fast.layers import describe_norm
 from batchlab.fast.native import find_compiler

@@ -7,8 +7,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from batchlab.fast import cuda
-from batchlab.core.attention import TorchBackend, _additive, attend_plain, kv_layout
-from batchlab.core.backend import BackendOptions, Unavailable, select_backend
+from batchlab.core.attention import TorchBackend, _additive, attend_plain
+from batchlab.fast.trial import kv_layout
+from batchlab.fast.trial import BackendOptions
+from batchlab.errors import Unavailable
+from batchlab.fast.backends import select_backend
 from batchlab.core.batch import pack_rows
 from batchlab.fast.cuda import (
     CudaBackend,

@@ -5,9 +5,12 @@ import itertools, random
 import pytest, torch
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from batchlab.core.attention import TorchBackend, kv_layout, layer_specs
-from batchlab.core.probe import StateProbe, probe_rows, takes_types
-from batchlab.core.backend import BackendOptions, Unavailable, select_backend
+from batchlab.core.attention import TorchBackend
+from batchlab.fast.trial import kv_layout, layer_specs
+from batchlab.fast.trial import StateProbe, probe_rows, takes_types
+from batchlab.fast.trial import BackendOptions
+from batchlab.errors import Unavailable
+from batchlab.fast.backends import select_backend
 from batchlab.fast.fused import Fused, FusedBackend, fuse
 from batchlab.fast.kernels import attend_both_ways, layout_whole, load_kernels, whole_rows
 from batchlab.fast.layers import ENCODERS

@@ -7,10 +7,11 @@ from collections import Counter
 import psutil, pytest, torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from batchlab.core.attention import kv_layout, shared_prefixes
+from batchlab.fast.trial import kv_layout
+from batchlab.core.attention import shared_prefixes
 from batchlab.core.batch import pack_rows
 from batchlab.llm.config import Limits, choose_limits, model_and_tokenizer
-from batchlab.core.backend import REGISTRY
+from batchlab.fast.backends import REGISTRY
 from batchlab.fast.fused import fuse
 from batchlab.fast.int8 import Int8Linear
 from batchlab.fast.kernels import KernelStep, TiledCache, load_kernels
@@ -913,7 +914,7 @@ def test_ctrl_c_in_a_callback_loses_no_other_answer():
 def test_the_model_is_asked_once_for_all_rows_of_the_probe(monkeypatch):
     registry = {name: module for name, module in REGISTRY.items() if name != "modules"}
     monkeypatch.setattr(
-        "batchlab.core.backend.REGISTRY", registry
+        "batchlab.fast.backends.REGISTRY", registry
     )  # 'modules' runs it besides, to see what its modules are called with
     model, alone = tiny_model("llama"), []
 

@@ -7,7 +7,7 @@ import pytest, torch
 import torch.nn.functional as F
 
 from batchlab import LLM
-from batchlab.core.attention import kv_layout
+from batchlab.fast.trial import kv_layout
 from batchlab.fast import kernels as kernels_module, native
 from batchlab.fast.fused import fuse
 from batchlab.fast.kernels import (

@@ -4,8 +4,9 @@ import copy, random, weakref
 
 import pytest, torch
 
-from batchlab.core.attention import TorchBackend, kv_layout
-from batchlab.core.backend import Unavailable
+from batchlab.core.attention import TorchBackend
+from batchlab.fast.trial import kv_layout
+from batchlab.errors import Unavailable
 from batchlab.fast import fused
 from batchlab.fast.experts import PackedExperts, describe_router
 from batchlab.fast.fused import Fused, FusedBackend, fuse

@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, BertConfig, LlamaConfig
 
 from batchlab import LLM, BeamSearchParams, LoRARequest, SamplingParams
-from batchlab.core.attention import kv_layout
-from batchlab.core.backend import BackendOptions, select_backend
+from batchlab.fast.trial import kv_layout
+from batchlab.fast.trial import BackendOptions
+from batchlab.fast.backends import select_backend
 from batchlab.fast import kernels, modules
 from batchlab.fast.adapters import linear_shapes
 from batchlab.fast.cuda import bucket

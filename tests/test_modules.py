@@ -5,8 +5,11 @@ import copy, gc, weakref
 import pytest, torch
 from torch import nn
 
-from batchlab.core.attention import TorchBackend, kv_layout
-from batchlab.core.backend import BackendOptions, Unavailable, select_backend
+from batchlab.core.attention import TorchBackend
+from batchlab.fast.trial import kv_layout
+from batchlab.fast.trial import BackendOptions
+from batchlab.errors import Unavailable
+from batchlab.fast.backends import select_backend
 from batchlab.fast.layers import FAMILIES
 from batchlab.fast.packed import PackedEmbedding, PackedLinear
 from batchlab.fast.int8 import Int8Linear, module_places, put_module

@@ -5,380 +5,26 @@
 # %% ../../nbs/2_core/12_attention.ipynb #27525e5d
 from __future__ import annotations
 
-import contextlib, functools, inspect, threading
+import contextlib, functools, inspect, threading, weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
-from .backend import Backend, BackendOptions, Step
-from .batch import Batch, pack_rows
+from .backend import Step
+from .batch import Batch
 from ..errors import EngineError
-from .packing import Packed, ints, pack
+from .packing import Packed, ints
 from .cache import KVCache, Shape, is_run
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
 # %% auto #0
-__all__ = ['KV', 'reason_of', 'attention_override', 'check_backend', 'layer_specs', 'kv_layout', 'can_pack', 'encoder_inputs',
-           'shared_prefixes', 'packed_attention', 'span_mask', 'both_ways', 'PackedStep', 'TorchBackend',
-           'open_backend']
-
-# %% ../../nbs/2_core/12_attention.ipynb #a3f1b4b0
-import weakref
-
-from ..errors import Unavailable
-from .probe import Probe, probe_rows
-
-
-def reason_of(e: Exception) -> str:
-    "The kind of `e` and its message, in a line."
-    return f"{type(e).__name__}: " + " ".join(str(e).split())[:150]
-
-# %% ../../nbs/2_core/12_attention.ipynb #c68c3151
-_locks = weakref.WeakKeyDictionary()  # one for each model: two engines in two threads may share it
-
-
-def _configs(config: Any) -> list[Any]:
-    "A config and those inside it, each once."
-    inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
-    return list(
-        {
-            id(c): c for c in (config, *(c for i in inner if i is not None for c in _configs(i)))
-        }.values()
-    )
-
-
-@contextlib.contextmanager
-def attention_override(model: PreTrainedModel, attention: str | None = None) -> Iterator[list[Any]]:
-    """Inside, `model` is in eval mode and calls the `attention` function of that name (None: its
-    own). Gives the configs that name it.
-
-    Afterwards, also after an exception, all is as it was. One thread at a time for each model;
-    the same thread may enter again.
-    """
-    with _locks.setdefault(model, threading.RLock()):
-        training = [m for m in model.modules() if m.training] if model.training else []
-        configs = _configs(model.config) if attention else []
-        before = [c._attn_implementation for c in configs]
-        try:
-            if training:
-                model.eval()
-            for c in configs:
-                c._attn_implementation = attention
-            yield configs
-        finally:
-            for c, name in zip(configs, before):
-                c._attn_implementation = name
-            for m in training:
-                m.training = True
-
-# %% ../../nbs/2_core/12_attention.ipynb #11d225dc
-PASSED_ON = {
-    "position_ids",
-    "position_embeddings",
-    "cache_position",
-}  # a layer may hand these on, and need not
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """What a layer asks of attention. `dim`, `dim_v`: of a key and of a value. None for no
-    window, soft cap or sinks."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    dim_v: int
-    scaling: float
-    window: int | None
-    softcap: float | None
-    sinks: torch.Tensor | None
-
-    @property
-    def shape(self) -> Shape:
-        return self.kv_heads, self.dim, self.dim_v
-
-# %% ../../nbs/2_core/12_attention.ipynb #11d225dc-1
-class LayerCalls:
-    """A step without a cache, for one packed sequence, that notes what each layer asks for.
-
-    `calls`: `(layer, its AttentionSpec)`, in the order of the calls. `causal`: what all layers
-    have to be. Raises `Unavailable` if a layer asks for what batchlab doesn't know.
-    """
-
-    def __init__(self, causal: bool = True) -> None:
-        self.causal, self.calls = causal, list[tuple[int, AttentionSpec]]()
-
-    def attention(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-        others: dict,
-    ) -> torch.Tensor:
-        "As `packed_attention` calls it."
-        if strange := [
-            n for n, x in others.items() if n not in PASSED_ON and isinstance(x, torch.Tensor)
-        ]:
-            raise Unavailable(f"its attention takes {strange[0]}, which batchlab does not know")
-        if others.get("is_causal") is not self.causal:
-            raise Unavailable(f"its attention is {'not ' * self.causal}causal")
-        self.calls.append(
-            (
-                layer,
-                AttentionSpec(
-                    q.shape[1], k.shape[1], q.shape[3], v.shape[3], scaling, window, softcap, sinks
-                ),
-            )
-        )
-        mask = "causal" if self.causal else both_ways(q.shape[2], window, q)
-        return attend(q, k, v, mask, scaling, softcap, sinks).transpose(1, 2)
-
-# %% ../../nbs/2_core/12_attention.ipynb #11d225dc-2
-def _record(
-    model: PreTrainedModel, ids: list[int], causal: bool = True, hidden: bool = False
-) -> list[AttentionSpec]:
-    "What each layer asks of attention, from one row alone. Raises `Unavailable`."
-    seen, n = LayerCalls(causal), model.config.get_text_config().num_hidden_layers
-    packed_forward(
-        model, seen, replace(pack([ids], [0], model.device), causal=causal), hidden=hidden
-    )
-    calls = sorted(seen.calls, key=lambda c: c[0])
-    if not calls or [c[0] for c in calls] != list(range(n)):
-        raise Unavailable(
-            f"its {n} layers called the attention function {len(calls)} times, not once each"
-        )
-    return [spec for _, spec in calls]
-
-# %% ../../nbs/2_core/12_attention.ipynb #5e04c3c7
-def _check_windows(config: Any, windows: list[int | None], causal: bool = True) -> None:
-    """Raise `Unavailable` unless the layers asked for the windows that `config` states; None is
-    full attention."""
-    size, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    if size and not causal:
-        size += 1  # tokens so far away are still seen, on both sides
-    if getattr(config, "use_sliding_window", True) is False:
-        size = None
-    if strange := {*(kinds or ())} - {"full_attention", "sliding_attention"}:
-        raise Unavailable(f"it has layers of type {min(strange)!r}")
-    for name in ("attention_chunk_size", "window_size", "local_attention", "attention_window_size"):
-        if getattr(config, name, None) and not any(windows):
-            raise Unavailable(f"it limits attention by {name} and does not say so to it")
-    want = (
-        [size if k == "sliding_attention" else None for k in kinds]
-        if kinds
-        else [size] * len(windows)
-    )
-    if windows != want[: len(windows)]:
-        raise Unavailable(
-            f"its layers ask for windows {windows}, and its config says {want[: len(windows)]}"
-        )
-
-# %% ../../nbs/2_core/12_attention.ipynb #cd770236
-@contextlib.contextmanager
-def _why_not() -> Iterator[None]:
-    "What goes wrong inside is a reason not to run packed, or not on a backend: `Unavailable`."
-    try:
-        yield
-    except Unavailable:
-        raise
-    except EngineError as e:
-        raise Unavailable(str(e)) from e
-    except Exception as e:
-        raise Unavailable(reason_of(e)) from e
-
-
-@torch.inference_mode()
-def check_backend(
-    model: PreTrainedModel, backend: Backend, probe: Probe | None = None, times: int = 1
-) -> None:
-    """Raise `Unavailable` unless rows of 13, 3 and 1 tokens get from `backend` the logits that
-    `model` gives each alone.
-
-    In three steps: together, a chunk, and decode, so many `times`. `probe`: of `probe_rows`,
-    whose answers may be known; None makes one. With a `StateProbe` it is hidden states; where
-    rows see both ways, of all positions in one step."""
-    probe, size = probe or Probe(model, probe_rows(model)), backend.block_size
-    each = -(-16 // size)
-    cache, tables = (
-        backend.make_cache(3 * each),
-        [list(range(i * each, (i + 1) * each)) for i in (1, 0, 2)],
-    )
-    how: dict[str, Any] = dict(causal=probe.causal, hidden=probe.hidden)
-    with attention_override(model), _why_not():
-        for step in _trial_steps(probe.causal, times):
-            rows = [(probe.rows[r][start : start + n], start) for r, start, n in step]
-            ends = [(r, start + n) for r, start, n in step]
-            if not probe.causal:
-                ends = [(r, i + 1) for r, _, n in step for i in range(n)]
-            at = None if probe.causal else range(len(ends))
-            types = (
-                [t for r, *_ in step for t in probe.types[r]]
-                if probe.types and not probe.causal
-                else []
-            )
-            out = backend.execute(
-                cache,
-                pack_rows(rows, [tables[r] for r, *_ in step], size, at, token_types=types, **how),
-            )
-            if not probe.agrees(ends, out):
-                raise Unavailable(
-                    f"its {'hidden states' if probe.hidden else 'logits'} packed differ from "
-                    "those alone"
-                )
-
-
-def _trial_steps(causal: bool, times: int) -> list[list[tuple[int, int, int]]]:
-    "Of each step of a trial its rows, `(row, start, n_tokens)`."
-    if not causal:
-        return [[(2, 0, 1), (1, 0, 3), (0, 0, 13)]]
-    return [
-        [(2, 0, 1), (0, 0, 7), (1, 0, 2)],
-        [(0, 7, 5)],
-        *[[(0, 12, 1), (1, 2, 1), (2, 0, 1)]] * times,
-    ]
-
-# %% ../../nbs/2_core/12_attention.ipynb #35d20d40
-@torch.inference_mode()
-def layer_specs(
-    model: PreTrainedModel, causal: bool = True, hidden: bool = False
-) -> list[AttentionSpec]:
-    """What each layer of `model` asks of attention, by one short row. Raises `Unavailable`
-    unless each calls the attention function once, asks for nothing unknown, and for the window
-    that config states. `causal`, `hidden`: as in a `Batch`."""
-    run = model.base_model if hidden else model
-    if "position_ids" not in inspect.signature(run.forward).parameters:
-        raise Unavailable("it takes no position_ids")
-    with _why_not():
-        specs = _record(model, probe_rows(model)[0], causal, hidden)
-        _check_windows(model.config.get_text_config(), [spec.window for spec in specs], causal)
-    return specs
-
-
-def kv_layout(model: PreTrainedModel, probe: Probe | None = None) -> list[Shape]:
-    """Of each layer `(kv_heads, key head_dim, value head_dim)`, for a model that runs packed;
-    else raises `Unavailable`.
-
-    Its layers must ask for what they may (`layer_specs`), and three short rows, packed, must get
-    the logits that each gets alone (`check_backend`, whose `probe` it takes). Not seen: what
-    begins beyond 13 tokens and is stated nowhere, and `longrope`, which rotates a whole row by
-    its longest sequence.
-    """
-    shapes = [spec.shape for spec in layer_specs(model)]
-    check_backend(model, TorchBackend(model, shapes), probe)
-    return shapes
-
-
-def can_pack(model: PreTrainedModel) -> bool:
-    "Whether `model` runs packed; `kv_layout` says why not."
-    try:
-        return bool(kv_layout(model))
-    except Unavailable:
-        return False
-
-# %% ../../nbs/2_core/12_attention.ipynb #enc00002
-def encoder_inputs(model: PreTrainedModel, packed: Packed) -> dict[str, torch.Tensor]:
-    """What the base of `model` takes beside the ids of a row that sees both ways: its
-    `position_ids` as it counts them, and `token_type_ids`."""
-    base, ids, positions = model.base_model, packed.input_ids, packed.position_ids
-    embed: Any = getattr(base, "embeddings", None)
-    takes = inspect.signature(base.forward).parameters
-    if hasattr(
-        embed, "create_position_ids_from_input_ids"
-    ):  # RoBERTa: from behind the padding id, which is left out
-        real, cu = (ids != embed.padding_idx).long(), packed.cu_seqlens_q.long()
-        count = F.pad(real.cumsum(-1), (1, 0))[0]
-        positions = (
-            count[1:] - count[cu[:-1]].repeat_interleave(cu.diff())
-        ) * real + embed.padding_idx
-    if "token_type_ids" not in takes:
-        return dict(position_ids=positions)
-    return dict(
-        position_ids=positions,
-        token_type_ids=torch.zeros_like(ids) if packed.token_types is None else packed.token_types,
-    )
-
-# %% ../../nbs/2_core/12_attention.ipynb #aed6da4c
-def shared_prefixes(
-    tables: Sequence[Sequence[int]], limits: Sequence[int], unit: int = 1
-) -> list[tuple[list[int], int]]:
-    """Which rows are best read together: groups `(rows, number of blocks)` that begin with the
-    same blocks.
-
-    `tables`: each row's blocks; `limits`: how many of them, from the first on, a row may share.
-    Blocks are shared `unit` at a time. At each fork, but for those behind 32 others, either all
-    stay together or each branch of several rows goes on by itself, whichever reads fewer blocks.
-    Every row is in one group, maybe alone."""
-
-    def branches(rows: list[int], depth: int) -> list[list[int]]:
-        "The rows that may share the next `unit` blocks, by what those are."
-        found: dict[tuple[int, ...], list[int]] = {}
-        for r in rows:
-            if limits[r] >= depth + unit:
-                found.setdefault(tuple(tables[r][depth : depth + unit]), []).append(r)
-        return list(found.values())
-
-    def saved(groups: list[tuple[list[int], int]]) -> int:
-        return sum(n * (len(rows) - 1) for rows, n in groups)
-
-    def split(rows: list[int], depth: int, forks: int) -> list[tuple[list[int], int]]:
-        "The best groups of `rows`, which share `depth` blocks."
-        while (kids := branches(rows, depth)) == [rows]:
-            depth += unit  # all go on alike
-        apart = [
-            g
-            for kid in kids
-            if len(kid) > 1 and forks < 32
-            for g in split(kid, depth + unit, forks + 1)
-        ]
-        if left := sorted(set(rows).difference(*(some for some, _ in apart))):
-            apart += [(left, depth)] if depth else [([r], 0) for r in left]
-        together = [(rows, depth)]
-        return together if depth and saved(together) >= saved(apart) else apart
-
-    groups = split(list(range(len(tables))), 0, 0) if tables else []
-    return [(rows, n if len(rows) > 1 else 0) for rows, n in groups]
-
-# %% ../../nbs/2_core/12_attention.ipynb #0b00696a
-def attend_pieces(
-    q: torch.Tensor,
-    shared: KV,
-    own: KV,
-    mask: torch.Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention of R rows with one query each, `q` `[R, H, D]`, over columns that all share and
-    columns of their own: `[R, H, Dv]`.
-
-    `shared`: keys and values `[S, KV, D]`, multiplied with all queries at once; `own`:
-    `[R, C, KV, D]`; `mask`: additive, `[R, 1, 1, S + C]`, or `[R, 1, 1, C]` for the columns of
-    their own alone. The softmax is over both. (Hydragen, Juravsky et al. 2024.)"""
-    (R, H, _), (S, KV, _) = q.shape, shared[0].shape
-    x = q.unflatten(1, (KV, -1))  # [R, KV, G, D]
-    both = (
-        (x.transpose(0, 1).flatten(1, 2) @ shared[0].permute(1, 2, 0))
-        .unflatten(1, (R, -1))
-        .transpose(0, 1)
-    )
-    mine = x @ own[0].permute(0, 2, 3, 1)  # [R, KV, G, C]
-    scores = torch.cat([both, mine], -1).view(R, H, 1, -1)
-    weights = _weights(scores, mask, scaling, softcap, sinks).to(q.dtype).reshape(*x.shape[:3], -1)
-    a = weights[..., :S].transpose(0, 1).flatten(1, 2) @ shared[1].transpose(
-        0, 1
-    )  # [KV, R * G, Dv]
-    b = weights[..., S:] @ own[1].transpose(1, 2)
-    return (a.unflatten(1, (R, -1)).transpose(0, 1) + b).reshape(R, H, -1)
+__all__ = ['KV', 'packed_attention', 'attention_override', 'encoder_inputs', 'span_mask', 'both_ways', 'shared_prefixes',
+           'PackedStep', 'TorchBackend']
 
 # %% ../../nbs/2_core/12_attention.ipynb #5e1a0c13
 class _Thread(threading.local):
@@ -444,6 +90,66 @@ def packed_attention(
 
 
 AttentionInterface.register("batchlab", packed_attention)
+
+# %% ../../nbs/2_core/12_attention.ipynb #c68c3151
+_locks = weakref.WeakKeyDictionary()  # one for each model: two engines in two threads may share it
+
+
+def _configs(config: Any) -> list[Any]:
+    "A config and those inside it, each once."
+    inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    return list(
+        {
+            id(c): c for c in (config, *(c for i in inner if i is not None for c in _configs(i)))
+        }.values()
+    )
+
+
+@contextlib.contextmanager
+def attention_override(model: PreTrainedModel, attention: str | None = None) -> Iterator[list[Any]]:
+    """Inside, `model` is in eval mode and calls the `attention` function of that name (None: its
+    own). Gives the configs that name it.
+
+    Afterwards, also after an exception, all is as it was. One thread at a time for each model;
+    the same thread may enter again.
+    """
+    with _locks.setdefault(model, threading.RLock()):
+        training = [m for m in model.modules() if m.training] if model.training else []
+        configs = _configs(model.config) if attention else []
+        before = [c._attn_implementation for c in configs]
+        try:
+            if training:
+                model.eval()
+            for c in configs:
+                c._attn_implementation = attention
+            yield configs
+        finally:
+            for c, name in zip(configs, before):
+                c._attn_implementation = name
+            for m in training:
+                m.training = True
+
+# %% ../../nbs/2_core/12_attention.ipynb #enc00002
+def encoder_inputs(model: PreTrainedModel, packed: Packed) -> dict[str, torch.Tensor]:
+    """What the base of `model` takes beside the ids of a row that sees both ways: its
+    `position_ids` as it counts them, and `token_type_ids`."""
+    base, ids, positions = model.base_model, packed.input_ids, packed.position_ids
+    embed: Any = getattr(base, "embeddings", None)
+    takes = inspect.signature(base.forward).parameters
+    if hasattr(
+        embed, "create_position_ids_from_input_ids"
+    ):  # RoBERTa: from behind the padding id, which is left out
+        real, cu = (ids != embed.padding_idx).long(), packed.cu_seqlens_q.long()
+        count = F.pad(real.cumsum(-1), (1, 0))[0]
+        positions = (
+            count[1:] - count[cu[:-1]].repeat_interleave(cu.diff())
+        ) * real + embed.padding_idx
+    if "token_type_ids" not in takes:
+        return dict(position_ids=positions)
+    return dict(
+        position_ids=positions,
+        token_type_ids=torch.zeros_like(ids) if packed.token_types is None else packed.token_types,
+    )
 
 # %% ../../nbs/2_core/12_attention.ipynb #e0984e8b
 @torch.inference_mode()
@@ -610,6 +316,79 @@ def both_ways(n: int, window: int | None, like: torch.Tensor) -> torch.Tensor | 
         return None
     at = torch.arange(n, device=like.device)
     return _additive((at[:, None] - at).abs() < window, like.dtype)
+
+# %% ../../nbs/2_core/12_attention.ipynb #aed6da4c
+def shared_prefixes(
+    tables: Sequence[Sequence[int]], limits: Sequence[int], unit: int = 1
+) -> list[tuple[list[int], int]]:
+    """Which rows are best read together: groups `(rows, number of blocks)` that begin with the
+    same blocks.
+
+    `tables`: each row's blocks; `limits`: how many of them, from the first on, a row may share.
+    Blocks are shared `unit` at a time. At each fork, but for those behind 32 others, either all
+    stay together or each branch of several rows goes on by itself, whichever reads fewer blocks.
+    Every row is in one group, maybe alone."""
+
+    def branches(rows: list[int], depth: int) -> list[list[int]]:
+        "The rows that may share the next `unit` blocks, by what those are."
+        found: dict[tuple[int, ...], list[int]] = {}
+        for r in rows:
+            if limits[r] >= depth + unit:
+                found.setdefault(tuple(tables[r][depth : depth + unit]), []).append(r)
+        return list(found.values())
+
+    def saved(groups: list[tuple[list[int], int]]) -> int:
+        return sum(n * (len(rows) - 1) for rows, n in groups)
+
+    def split(rows: list[int], depth: int, forks: int) -> list[tuple[list[int], int]]:
+        "The best groups of `rows`, which share `depth` blocks."
+        while (kids := branches(rows, depth)) == [rows]:
+            depth += unit  # all go on alike
+        apart = [
+            g
+            for kid in kids
+            if len(kid) > 1 and forks < 32
+            for g in split(kid, depth + unit, forks + 1)
+        ]
+        if left := sorted(set(rows).difference(*(some for some, _ in apart))):
+            apart += [(left, depth)] if depth else [([r], 0) for r in left]
+        together = [(rows, depth)]
+        return together if depth and saved(together) >= saved(apart) else apart
+
+    groups = split(list(range(len(tables))), 0, 0) if tables else []
+    return [(rows, n if len(rows) > 1 else 0) for rows, n in groups]
+
+# %% ../../nbs/2_core/12_attention.ipynb #0b00696a
+def attend_pieces(
+    q: torch.Tensor,
+    shared: KV,
+    own: KV,
+    mask: torch.Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of R rows with one query each, `q` `[R, H, D]`, over columns that all share and
+    columns of their own: `[R, H, Dv]`.
+
+    `shared`: keys and values `[S, KV, D]`, multiplied with all queries at once; `own`:
+    `[R, C, KV, D]`; `mask`: additive, `[R, 1, 1, S + C]`, or `[R, 1, 1, C]` for the columns of
+    their own alone. The softmax is over both. (Hydragen, Juravsky et al. 2024.)"""
+    (R, H, _), (S, KV, _) = q.shape, shared[0].shape
+    x = q.unflatten(1, (KV, -1))  # [R, KV, G, D]
+    both = (
+        (x.transpose(0, 1).flatten(1, 2) @ shared[0].permute(1, 2, 0))
+        .unflatten(1, (R, -1))
+        .transpose(0, 1)
+    )
+    mine = x @ own[0].permute(0, 2, 3, 1)  # [R, KV, G, C]
+    scores = torch.cat([both, mine], -1).view(R, H, 1, -1)
+    weights = _weights(scores, mask, scaling, softcap, sinks).to(q.dtype).reshape(*x.shape[:3], -1)
+    a = weights[..., :S].transpose(0, 1).flatten(1, 2) @ shared[1].transpose(
+        0, 1
+    )  # [KV, R * G, Dv]
+    b = weights[..., S:] @ own[1].transpose(1, 2)
+    return (a.unflatten(1, (R, -1)).transpose(0, 1) + b).reshape(R, H, -1)
 
 # %% ../../nbs/2_core/12_attention.ipynb #96e79bc3
 @dataclass(eq=False)
@@ -806,13 +585,3 @@ class TorchBackend:
 
     def close(self) -> None:
         "Nothing is held."
-
-
-def open_backend(
-    model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions
-) -> TorchBackend:
-    "The backend that always runs; with `options.untried`, once it was tried: raises `Unavailable`."
-    backend = TorchBackend(model, shapes, "compile=False" if options.compile is False else "")
-    if options.untried:
-        check_backend(model, backend, options.probe)  # of chapter 71
-    return backend

@@ -19,16 +19,17 @@ from transformers import PreTrainedModel
 from batchlab.core.attention import (
     PackedStep,
     TorchBackend,
-    reason_of,
     span_mask,
     attend,
-    check_backend,
     packed_forward,
 )
-from ..core.backend import BackendOptions, Unavailable
+from .trial import reason_of
+from .trial import check_backend
+from .trial import BackendOptions
+from ..errors import Unavailable
 from .kernels import attend_rows
 from ..core.batch import Batch, pack_rows
-from ..core.probe import Probe
+from .trial import Probe
 from ..core.packing import Packed, ints
 from ..core.cache import KVCache, Shape
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..core.backend import Unavailable
+from ..errors import Unavailable
 from .layers import ACTIVATIONS, first_of
 from .native import Activation, Experts, Kernels
 from .packed import LinearView, MakeLinear, PackedLinear, PlainLinear, address_of
-from ..core.probe import Probe
+from .trial import Probe
 
 # %% ../../nbs/4_fast/24_experts.ipynb #f7e0f192
 def describe_router(router: Any, width: int) -> tuple[Experts, list[torch.Tensor], nn.Linear]:

@@ -17,16 +17,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from batchlab.core.attention import (
-    AttentionSpec,
-    reason_of,
-    attention_override,
-    check_backend,
-    encoder_inputs,
-    packed_of,
-)
-from ..core.probe import StateProbe, probe_rows
-from ..core.backend import BackendOptions, Unavailable
+from .trial import AttentionSpec, check_backend
+from .trial import reason_of
+from ..core.attention import attention_override, encoder_inputs, packed_of
+from .trial import StateProbe, probe_rows
+from .trial import BackendOptions
+from ..errors import Unavailable
 from .experts import PackedExperts, ProbeOfMixture
 from batchlab.fast.kernels import (
     AttentionWorklist,
@@ -72,7 +68,7 @@ from batchlab.fast.packed import (
     replace_linears,
 )
 from ..core.batch import Batch
-from ..core.probe import Probe
+from .trial import Probe
 from ..core.packing import ints
 from ..core.cache import KVCache, Shape
 

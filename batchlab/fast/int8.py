@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.backend import Unavailable
+from ..errors import Unavailable
 from .kernels import load_kernels
 from .native import DTYPES, Kernels, Linear, pack_bytes
 from .packed import join_biases

@@ -21,10 +21,11 @@ from batchlab.core.attention import (
     span_mask,
     attend_plain,
     both_ways,
-    check_backend,
     shared_prefixes,
 )
-from ..core.backend import BackendOptions, Unavailable
+from .trial import check_backend
+from .trial import BackendOptions
+from ..errors import Unavailable
 from batchlab.fast.native import (
     COLUMNS,
     DTYPES,

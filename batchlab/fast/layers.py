@@ -19,8 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..core.attention import AttentionSpec, layer_specs
-from ..core.backend import Unavailable
+from .trial import AttentionSpec, layer_specs
+from ..errors import Unavailable
 from .native import ROWS, Activation, Layer, Linear, Norm, Shape
 from .packed import LinearView, address_of
 

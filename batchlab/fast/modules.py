@@ -17,9 +17,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..core.attention import attention_override, check_backend
-from ..core.probe import probe_rows
-from ..core.backend import BackendOptions, Unavailable
+from ..core.attention import attention_override
+from .trial import check_backend
+from .trial import probe_rows
+from .trial import BackendOptions
+from ..errors import Unavailable
 from .experts import PackedExperts, ProbeOfMixture, expert_views, describe_gate
 from .int8 import Int8Linear, module_places, put_module
 from .kernels import KernelBackend, usable_kernels

@@ -18,15 +18,18 @@ from typing import Any
 import psutil, torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from ..core.attention import TorchBackend, attention_override, layer_specs
-from ..core.probe import StateProbe, probe_rows, sees_back_only
-from ..core.backend import Backend, BackendOptions, select_backend
+from ..core.attention import TorchBackend, attention_override
+from ..fast.trial import layer_specs
+from ..fast.trial import StateProbe, probe_rows, sees_back_only
+from ..core.backend import Backend
+from ..fast.trial import BackendOptions
+from ..fast.backends import select_backend
 from ..errors import Option, ParamError, Unavailable, UnsupportedModelError
 from ..models.fetch import find_model
 from ..models.load import load_tokenizer
 from ..models import load_model, max_model_len
 from ..errors import whole_number, written
-from ..core.probe import Probe, same_as_alone
+from ..fast.trial import Probe, same_as_alone
 from ..basics.padding import can_pad
 from ..core.cache import kv_bytes_per_token
 from ..core.request import Request, Row

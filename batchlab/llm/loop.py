@@ -13,7 +13,8 @@ import contextlib, heapq, itertools, logging, os, threading, time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
-from ..core.backend import Backend, BackendOptions
+from ..core.backend import Backend
+from ..fast.trial import BackendOptions
 from ..core.blocks import KVBudget
 from batchlab.llm.config import (
     free_memory,
