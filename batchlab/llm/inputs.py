@@ -37,16 +37,23 @@ log = logging.getLogger("batchlab")
 
 # %% auto #0
 __all__ = ['log', 'Prompt', 'Prompts', 'Message', 'Talk', 'Talks', 'Params', 'ParamsEach', 'PoolingEach', 'PriorityEach',
-           'TimeoutEach', 'Bar', 'Choices', 'PROMPT_FORMS', 'PROMPT_KEYS', 'CHAT_KEYS', 'is_ids', 'is_talk', 'as_list',
-           'Listable', 'parse_prompt', 'parse_chat', 'split_settings', 'check_forms', 'chat_options', 'check_bar',
+           'TimeoutEach', 'Bar', 'Choices', 'PROMPT_FORMS', 'PROMPT_KEYS', 'CHAT_KEYS', 'Listable', 'is_ids', 'is_talk',
+           'as_list', 'parse_prompt', 'parse_chat', 'split_settings', 'check_forms', 'chat_options', 'check_bar',
            'Settings', 'is_pooling', 'params_for', 'settings_for', 'ParsedPrompt', 'parse', 'read_prompt',
            'read_prompts', 'encode_text', 'unreadable', 'prompt_ids_of', 'encode_prompt', 'check_prompt',
            'log_failures']
 
 # %% ../../nbs/2_core/inputs.ipynb #6d3ee88f
-def is_ids(x: Any) -> bool:
+class Listable(Protocol):
+    "A tensor or an array: something that gives its numbers as a list."
+
+    def tolist(self) -> Any: ...
+
+
+def is_ids(x: object) -> bool:
     "Whether `x` is a list, tuple, array or tensor of whole numbers, which makes it one prompt."
-    x = x.tolist() if hasattr(x, "tolist") else x
+    listed = getattr(x, "tolist", None)
+    x = listed() if callable(listed) else x
     return isinstance(x, (list, tuple)) and bool(x) and all(whole_number(i) is not None for i in x)
 
 
@@ -59,7 +66,7 @@ def is_talk(x: object) -> bool:
     )
 
 
-def as_list(prompts: Any, chat: bool = False) -> list:
+def as_list(prompts: object, chat: bool = False) -> list:
     """One prompt (with `chat`, one conversation) or several, as a list of them. Raises
     `PromptError` for a table."""
     if hasattr(prompts, "columns") or hasattr(prompts, "column_names"):
@@ -76,17 +83,11 @@ def as_list(prompts: Any, chat: bool = False) -> list:
     one = talk if chat else is_ids(prompts)
     return (
         [prompts]
-        if one or isinstance(prompts, (str, dict)) or not hasattr(prompts, "__iter__")
+        if one or isinstance(prompts, (str, dict)) or not isinstance(prompts, Iterable)
         else list(prompts)
     )
 
 # %% ../../nbs/2_core/inputs.ipynb #inp00018
-class Listable(Protocol):
-    "A tensor or an array: something that gives its numbers as a list."
-
-    def tolist(self) -> Any: ...
-
-
 Prompt = str | Sequence[int] | Listable | Mapping[str, object]  # see `PROMPT_FORMS`
 Prompts = Prompt | Sequence[Prompt]
 Message = Mapping[str, object]  # with a role and its content
@@ -117,7 +118,7 @@ CHAT_KEYS = {
 }
 
 
-def parse_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
+def parse_prompt(prompt: object) -> tuple[str | None, list[int] | None]:
     "A prompt as `(text, ids)`, one of which may be None. Raises `PromptError`."
     if is_talk(prompt) or isinstance(prompt, dict) and "role" in prompt:
         raise PromptError(
@@ -125,7 +126,7 @@ def parse_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
             f"{prompt!r:.60}"
         )
     if isinstance(prompt, dict):
-        d = dict(prompt)
+        d: dict[Any, Any] = dict(prompt)
     else:
         d = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
     text, ids = d.pop("prompt", None), d.pop("prompt_token_ids", None)
@@ -284,16 +285,21 @@ def is_pooling(params: object) -> bool:
     return isinstance(first, PoolingParams)
 
 
-def params_for(params: Any, n: int) -> list[SamplingParams | PoolingParams]:
+def _params_of(params: Any) -> SamplingParams | PoolingParams:
+    "Of one prompt. Raises `ParamError`."
+    return params if isinstance(params, PoolingParams) else SamplingParams.of(params)
+
+
+def params_for(params: object, n: int) -> list[SamplingParams | PoolingParams]:
     """`n` `SamplingParams` or `PoolingParams` from one for all or a list of one each. Raises
     `ParamError`."""
     if not isinstance(params, (list, tuple)):
-        return [params if is_pooling(params) else SamplingParams.of(params)] * n
+        return [_params_of(params)] * n
     if len(params) != n:
         raise ParamError(
             f"{len(params)} sampling parameters for {n} prompts: give one for all, or one for each"
         )
-    return [p if is_pooling(p) else SamplingParams.of(p) for p in params]
+    return [_params_of(p) for p in params]
 
 
 def settings_for(

@@ -81,7 +81,7 @@ def encode_choices(
         if encode_text(tokenizer, text, False) != ids:
             text = None
 
-    def whole(choice: Any) -> list[int]:
+    def whole(choice: str | Sequence[int]) -> list[int]:
         if not isinstance(choice, str):
             return [*ids, *map(int, choice)]
         return (
@@ -286,24 +286,24 @@ def check_choices(choices: Sequence[Any]) -> list[Any]:
     return keys
 
 
-def choices_for(n: int, choices: Any) -> list[Sequence[Any]]:
+def choices_for(n: int, choices: Choices) -> list[Sequence[Any]]:
     """For each of `n` prompts its choices: the same for all, checked, or one list each. Raises
     `ParamError`."""
     if isinstance(choices, (str, dict)) or not hasattr(choices, "__iter__"):
         raise ParamError(
             f"choices must be a list, as ['yes', 'no'], got {choices!r:.60}", field="choices"
         )
-    choices = list(choices)
-    if not choices or any(
-        _is_choice(c) or isinstance(c, (dict, bytes)) or not hasattr(c, "__iter__") for c in choices
+    each: list[Any] = list(choices)
+    if not each or any(
+        _is_choice(c) or isinstance(c, (dict, bytes)) or not hasattr(c, "__iter__") for c in each
     ):
-        return [check_choices(choices)] * n
-    if len(choices) != n:
+        return [check_choices(each)] * n
+    if len(each) != n:
         raise ParamError(
-            f"{len(choices)} lists of choices for {n} prompts: give one list for all, or one for "
+            f"{len(each)} lists of choices for {n} prompts: give one list for all, or one for "
             "each"
         )
-    return [list(c) for c in choices]
+    return [list(c) for c in each]
 
 # %% ../../nbs/5_tasks/33_choices.ipynb #c4330025
 def _waves(questions: Iterable[Question], most: int = 1000) -> Iterator[list[Question]]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
     from batchlab.api.base import LoadedModel
+    from batchlab.core.backend import Backend
     from batchlab.core.request import Request
     from batchlab.fast.adapters import LowRank
     from batchlab.llm.outputs import RequestGroup
@@ -405,7 +406,7 @@ class AdapterMemory:
             f"{megabytes(self.limit_bytes)}"
         )
 
-    def bind(self, backend: Any, shapes: object = True) -> None:
+    def bind(self, backend: Backend, shapes: object = True) -> None:
         """Run on `backend` from now on; what was loaded for another one is forgotten. Raises
         `UnsupportedModelError` where no model's rows run packed (no `shapes`), and `BatchError`
         for a backend that can't."""
@@ -418,7 +419,8 @@ class AdapterMemory:
 
         with self.lock:
             self.unload()
-            self.bank = backend.adapters = open_adapters(backend, self.shapes, self.weights)
+            runs: Any = backend
+            self.bank = runs.adapters = open_adapters(runs, self.shapes, self.weights)
 
     def _bytes(self, ranks: dict[str, int]) -> int:
         "Of an adapter with parts of these ranks, as it is in memory."
@@ -491,17 +493,14 @@ class AdapterNames(AdapterMemory):
             )
         return h.hexdigest()
 
-    def find(self, asked: Any) -> LoRARequest:
+    def find(self, asked: object) -> LoRARequest:
         "The `LoRARequest` that `asked` is, or is the name of. Raises `AdapterError`, `ParamError`."
         if isinstance(asked, LoRARequest):
             return asked
-        if all(hasattr(asked, n) for n in ("lora_name", "lora_int_id", "lora_path")):  # vLLM's own
-            return LoRARequest(
-                asked.lora_name,
-                asked.lora_int_id,
-                asked.lora_path,
-                load_inplace=bool(getattr(asked, "load_inplace", False)),
-            )
+        names = ("lora_name", "lora_int_id", "lora_path")
+        if all(hasattr(asked, n) for n in names):  # vLLM's own
+            inplace = bool(getattr(asked, "load_inplace", False))
+            return LoRARequest(*(getattr(asked, n) for n in names), load_inplace=inplace)
         if not isinstance(asked, str):
             raise ParamError(
                 f"lora_request must be a LoRARequest or the name of an adapter, got {asked!r:.60}",

@@ -31,6 +31,7 @@ from .lora import AdapterChoices
 from batchlab.llm.inputs import (
     Bar,
     PoolingEach,
+    Prompt,
     Prompts,
     as_list,
     check_bar,
@@ -42,7 +43,7 @@ from batchlab.llm.inputs import (
 from ..models.lengths import SHORT, beginning, check_length
 from ..models import max_model_len
 from ..core.params import suggest_names
-from ..llm.outputs import Outputs
+from ..llm.outputs import Outputs, RequestOutput
 from batchlab.llm.pooled import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -699,9 +700,9 @@ def pair_up(data_1: object, data_2: object) -> tuple[list[Any], list[Any]]:
     return a, b
 
 
-def text_and_answer(prompt: Any) -> Any:
+def text_and_answer(prompt: Prompt | RequestOutput) -> Prompt | RequestOutput:
     "The ids of a `RequestOutput`, its prompt's and its first answer's, or `prompt` if it is none."
-    if not hasattr(prompt, "prompt_token_ids") or not getattr(prompt, "outputs", None):
+    if not isinstance(prompt, RequestOutput) or not prompt.outputs:
         return prompt
     return {"prompt_token_ids": [*(prompt.prompt_token_ids or []), *prompt.outputs[0].token_ids]}
 
@@ -822,22 +823,20 @@ class VectorCalls:
         prompt_name: str | None = None,
     ) -> Outputs[Any]:
         llm: Any = self
-        prompts = as_list(prompts, is_talk(prompts))
-        if lora_request is None and any(own := [getattr(p, "lora_request", None) for p in prompts]):
+        asked: list[Any] = as_list(prompts, is_talk(prompts))
+        if lora_request is None and any(own := [getattr(p, "lora_request", None) for p in asked]):
             lora_request = own  # the one that answered
-        prompts, each = (
-            [text_and_answer(p) for p in prompts],
-            _params(params, task, tokenization, len(prompts)),
-        )
+        asked = [text_and_answer(p) for p in asked]
+        each = _params(params, task, tokenization, len(asked))
         if prompt_name is not None:
             each = [replace(p, prompt_name=prompt_name) for p in each]
         for p in dict.fromkeys(each):
             self.pooler.check(p)  # it concerns all: no result for each of them
-        prompts = encode_texts(llm, prompts, each)
+        asked = encode_texts(llm, asked, each)
         params = [replace(p, raw=True) for p in each] if raw else each
         check_bar(use_tqdm)
         return llm._collect(
-            read_prompts(prompts, False, params, lora_request=lora_request), use_tqdm
+            read_prompts(asked, False, params, lora_request=lora_request), use_tqdm
         )
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #c03aa5c7
