@@ -9,7 +9,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "api": ("LLM",),
     "api.aio": ("AsyncLLM",),
-    "core.params": ("SamplingParams", "StructuredOutputsParams", "BeamSearchParams"),
+    "core.params": ("SamplingParams", "StructuredOutputsParams"),
+    "tasks.beam_params": ("BeamSearchParams",),
     "tasks.lora": ("LoRARequest",),
     "llm.pooled": (
         "PoolingParams",
@@ -24,7 +25,7 @@ _HOMES = {
     "llm.outputs": ("RequestOutput", "CompletionOutput", "Outputs", "StreamEvent"),
     "view.tracefile": ("Trace",),
     "view.pictures": ("timeline",),
-    "jobs.frames": ("run",),
+    "jobs.run": ("run",),
 }
 _lazy = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
@@ -58,7 +59,7 @@ _lazy |= {  # not by *: widgets want a package of their own, and errors are caug
 
 if TYPE_CHECKING:
     from .api import LLM
-    from .core.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+    from .core.params import SamplingParams, StructuredOutputsParams
     from .errors import (
         BatchlabError,
         JobError as JobError,
@@ -66,10 +67,11 @@ if TYPE_CHECKING:
         ParamError as ParamError,
         PromptError as PromptError,
     )
-    from .jobs.frames import run
+    from .jobs.run import run
     from .llm.outputs import CompletionOutput, Outputs, RequestOutput, StreamEvent
     from .models import load_model
     from .api.aio import AsyncLLM
+    from .tasks.beam_params import BeamSearchParams
     from .tasks.lora import LoRARequest
     from .llm.pooled import (
         ClassificationRequestOutput,

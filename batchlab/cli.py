@@ -270,7 +270,8 @@ def kind_in(path: Path, text: bool, form: str | None) -> str:
 def prepare(line: JobLine, args: argparse.Namespace, options: dict[str, Any]) -> None:
     """Give `line` its messages, which run instead of its prompt, and settings, `options` for
     what it leaves open; or a failure."""
-    from batchlab.core.sampling import ParamError, SamplingParams
+    from batchlab.errors import ParamError
+    from batchlab.core.params import SamplingParams
     from batchlab.jobs.schema import BadRequest, as_messages
 
     if line.failure:
@@ -635,7 +636,8 @@ def check_settings(llm: LLM, args: argparse.Namespace) -> None:
     """Raise `ParamError` if the sampling flags are none for the model of `llm`, its vocabulary
     and tokenizer: every line would fail of them."""
     from batchlab.tasks.structured import grammar_for
-    from batchlab.core.sampling import SamplingParams, SamplingRow
+    from batchlab.core.params import SamplingParams
+    from batchlab.core.sampling import SamplingRow
 
     given = given_settings(args)
     if not given or not llm.can_generate:
@@ -1203,7 +1205,7 @@ def call(args: argparse.Namespace, llm: LLM | None = None) -> int:
     check_given(args)
     if args.command in commands:
         return commands[args.command](args, llm)
-    from batchlab.bench import main
+    from batchlab.bench.__main__ import main
 
     return main(args.rest)
 

@@ -5,16 +5,20 @@
 # %% ../nbs/2_core/errors.ipynb #827b7a58
 from __future__ import annotations
 
-import numbers
-from collections.abc import Callable
+import numbers, re, sys
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache, wraps
+from inspect import Parameter, isfunction, signature
 from math import floor, inf
 from typing import Any
 
 # %% auto #0
 __all__ = ['Option', 'Message', 'whole_number', 'written', 'Fault', 'BatchlabError', 'ModelError', 'ModelNotFoundError',
            'HubUnreachableError', 'UnsupportedModelError', 'PromptError', 'PromptTooLongError', 'ParamError',
-           'BatchError', 'EngineError', 'AdapterError', 'Unavailable', 'CompileError', 'JobError', 'TraceError']
+           'BatchError', 'EngineError', 'AdapterError', 'Unavailable', 'CompileError', 'JobError', 'TraceError',
+           'near_name', 'check_names', 'suggest_names']
 
 # %% ../nbs/2_core/errors.ipynb #e44045a1
 @dataclass(frozen=True)
@@ -224,3 +228,56 @@ class JobError(BatchlabError):
 class TraceError(BatchlabError, ValueError):
     """No trace, or not a whole one: another file, a torn one, one of a newer version; or
     something that it can't give."""
+
+# %% ../nbs/2_core/errors.ipynb #0b5f5e09
+@lru_cache(4096)
+def near_name(name: str, names: Collection[str]) -> str | None:
+    """The one of `names`, a tuple or a frozen set, that `name` is probably a misspelling of, or
+    None."""
+    plain = re.sub("([a-z])([A-Z])", r"\1_\2", name).replace("-", "_").lower()
+    return next(iter(get_close_matches(plain, sorted(names), 1, 0.8)), None)
+
+
+def check_names(given: dict[str, Any], names: Collection[str], of: str = "") -> None:
+    """Raise `ParamError` unless each key of `given` is one of `names`, a tuple or a frozen set.
+
+    `of`: the field whose value `given` is, if it is one's."""
+    for k in given:
+        if k in names:
+            continue
+        near = near_name(k, names) if isinstance(k, str) else None
+        hint = f"did you mean {near!r}?" if near else f"expected one of {', '.join(names)}"
+        if of:
+            raise ParamError(
+                "{of} has no {key}: {hint}", of=Option(of), key=f"{k!r:.60}", hint=hint
+            )
+        raise ParamError(f"unknown setting {k!r:.60}: {hint}", field=str(k)[:60])
+
+# %% ../nbs/2_core/errors.ipynb #5054d4af
+def _suggests(call: Callable[..., Any]) -> Callable[..., Any]:
+    "`call`, whose `TypeError` for a keyword that it doesn't have ends with the nearest name."
+    names = tuple(signature(call).parameters)
+
+    @wraps(call)
+    def checked(*args: Any, **given: Any) -> Any:
+        for k in given:
+            if k not in names and (near := near_name(k, names)):
+                what = f"{call.__qualname__}() got an unexpected keyword argument {k!r}"
+                raise TypeError(f"{what}. Did you mean {near!r}?")
+        return call(*args, **given)
+
+    return checked
+
+
+def suggest_names(*classes: type) -> None:
+    """Let the calls of `classes` name the nearest argument to one that they don't have, as
+    Python does by itself from 3.13 on."""
+    if sys.version_info >= (3, 13):
+        return
+    for cls in classes:
+        for name in [k for k in vars(cls) if k == "__init__" or k[0] != "_"]:
+            call = vars(cls)[name]
+            if isfunction(call) and not any(
+                p.kind is Parameter.VAR_KEYWORD for p in signature(call).parameters.values()
+            ):
+                setattr(cls, name, _suggests(call))

@@ -22,7 +22,7 @@ from batchlab.errors import CompileError, EngineError
 from batchlab.api import LLM
 from batchlab.models import tiny_model
 from batchlab.basics.prefill import generate_naive
-from batchlab.core.sampling import SamplingParams
+from batchlab.core.params import SamplingParams
 from batchlab.core.cache import KVCache
 
 DROP = {

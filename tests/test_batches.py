@@ -12,7 +12,7 @@ from batchlab.errors import JobError
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.llm.pacing import Pace
-from batchlab.core.sampling import SamplingParams
+from batchlab.core.params import SamplingParams
 from batchlab.core.request import Request, RowOutput
 from batchlab.core.scheduler import Scheduler
 from batchlab.llm.rectangle import PaddedScheduler

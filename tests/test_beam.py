@@ -559,10 +559,10 @@ def test_names_are_those_of_vllm(tmp_path):
         """
 import sys
 from batchlab import BeamSearchParams
-from batchlab.core.params import BeamSearchParams as same
+from batchlab.tasks.beam_params import BeamSearchParams as same
 BeamSearchParams(beam_width=4, max_tokens=8, temperature=0.0)
 light = not {'torch', 'transformers'} & {*sys.modules}
-from batchlab.core.params import BeamSearchParams as vllms
+from batchlab.tasks.beam_params import BeamSearchParams as vllms
 print(light, same is BeamSearchParams is vllms)
 """,
         tmp_path,

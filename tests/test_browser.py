@@ -28,7 +28,7 @@ CELLS = [
     """
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.core.sampling import SamplingParams
+from batchlab.core.params import SamplingParams
 from batchlab.view.scrubber import Scrubber
 from batchlab.view.widgets import LiveView, Panel, Playground, SamplingExplorer
 model, tokenizer = tiny_model('llama', max_position_embeddings=4096), tiny_tokenizer()
@@ -315,7 +315,7 @@ PROMPTS = [
 def trace(request):
     from batchlab.api import LLM
     from batchlab.models import tiny_model, tiny_tokenizer
-    from batchlab.core.sampling import SamplingParams
+    from batchlab.core.params import SamplingParams
 
     llm = LLM(
         tiny_model("llama"),

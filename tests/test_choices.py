@@ -10,7 +10,8 @@ from batchlab.llm.config import choose_limits
 from batchlab.errors import ModelError, ParamError
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.core.sampling import SamplingParams, SamplingRow, processed_logits, sample
+from batchlab.core.params import SamplingParams
+from batchlab.core.sampling import SamplingRow, processed_logits, sample
 from invariants import check_invariants, check_pool
 
 GREEDY = dict(temperature=0, max_tokens=1)

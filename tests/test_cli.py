@@ -759,7 +759,7 @@ def test_letters_that_standard_output_can_not_write(model, tmp_path, env):
 
 
 def test_a_profile_of_ones_own_file_says_what_costs(model, tmp_path, capsys):
-    from batchlab.bench import main
+    from batchlab.bench.__main__ import main
 
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "max_tokens": 3}\n')
     report = tmp_path / "report.json"

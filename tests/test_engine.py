@@ -26,7 +26,8 @@ from batchlab.models import (
 )
 from batchlab.llm.outputs import RequestGroup, RequestOutput
 from batchlab.basics.prefill import generate_naive
-from batchlab.core.sampling import ParamError, SamplingParams
+from batchlab.errors import ParamError
+from batchlab.core.params import SamplingParams
 from batchlab.core.request import Request, RowOutput
 from batchlab.core.scheduler import Scheduler
 from invariants import check_invariants, check_pool

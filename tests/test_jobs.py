@@ -16,7 +16,7 @@ from batchlab.jobs.journal import drop_side, journal_of, read_record, settings_f
 from batchlab.jobs.lines import parse_line
 from batchlab.jobs.runner import model_digest
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.core.sampling import SamplingParams
+from batchlab.core.params import SamplingParams
 
 ENV = {
     **os.environ,

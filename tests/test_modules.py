@@ -20,7 +20,7 @@ from batchlab.errors import CompileError
 from batchlab.api import LLM
 from batchlab.models import tiny_model
 from batchlab.basics.prefill import generate_naive
-from batchlab.core.sampling import SamplingParams
+from batchlab.core.params import SamplingParams
 from test_layers import off, three_steps
 
 OTHERS = (

@@ -15,7 +15,7 @@ from batchlab.compat.vllm import EngineArgs
 from batchlab.errors import ModelError, ParamError, PromptError
 from batchlab.llm.inputs import split_settings
 from batchlab.models import encode_chat, tiny_model, tiny_tokenizer
-from batchlab.core.params import BeamSearchParams
+from batchlab.tasks.beam_params import BeamSearchParams
 from batchlab.llm.pooled import PoolingParams
 from batchlab.jobs.schema import BadRequest, parse_online
 

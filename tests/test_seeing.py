@@ -20,7 +20,8 @@ from batchlab.llm.outputs import (
     Stats,
     StreamEvent,
 )
-from batchlab.core.sampling import Logprob, SamplingParams
+from batchlab.core.sampling import Logprob
+from batchlab.core.params import SamplingParams
 from batchlab.llm.shown import brief, short
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -320,7 +321,7 @@ CLOSE = """
 import ctypes, gc, psutil
 from batchlab.api import LLM
 from batchlab.models import tiny_model
-from batchlab.core.sampling import SamplingParams
+from batchlab.core.params import SamplingParams
 rss = lambda: psutil.Process().memory_info().rss / 1e6
 llm = LLM(tiny_model('llama', head_dim=256, max_position_embeddings=2048), compile=False)
 gc.disable()

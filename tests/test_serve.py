@@ -10,7 +10,7 @@ openai = pytest.importorskip("openai")
 
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.core.sampling import SamplingParams
+from batchlab.core.params import SamplingParams
 
 from test_server import serving
 from test_tools import CITY, TEMPLATES, XML_CITY, function, tools

@@ -12,13 +12,9 @@ from batchlab.api import LLM
 from batchlab.jobs.job import Job
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.errors import ModelError
-from batchlab.core.sampling import (
-    ParamError,
-    SamplingParams,
-    SamplingRow,
-    StructuredOutputsParams,
-    sample,
-)
+from batchlab.errors import ParamError
+from batchlab.core.params import SamplingParams, StructuredOutputsParams
+from batchlab.core.sampling import SamplingRow, sample
 from batchlab.tasks.structured import Grammars, WHITESPACE, check_schema
 
 PERSON = dict(

@@ -11,8 +11,9 @@ from batchlab.flags import parser_of
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.jobs.settings import INSTEAD, KNOWN_SETTINGS
-from batchlab.core.sampling import SamplingParams
-from batchlab.jobs.frames import map_frame, run
+from batchlab.core.params import SamplingParams
+from batchlab.jobs.frames import map_frame
+from batchlab.jobs.run import run
 from batchlab.jobs.job import Job
 from batchlab.jobs.journal import journal_of, settings_file, stamp_of
 from batchlab.jobs.lines import parse_line

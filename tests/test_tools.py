@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 
 from batchlab.core.text import Detokenizer
 from batchlab.models import encode_chat, tiny_model, tiny_tokenizer
-from batchlab.core.sampling import SamplingParams
+from batchlab.core.params import SamplingParams
 from batchlab.jobs.job import Job
 from batchlab.jobs.lines import parse_line
 from batchlab.jobs.schema import BadRequest, as_messages, error_body

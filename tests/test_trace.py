@@ -18,7 +18,7 @@ from batchlab.errors import BatchlabError, TraceError
 from batchlab.core.ledger import Ledger
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.core.runners import PackedRunner
-from batchlab.core.sampling import SamplingParams
+from batchlab.core.params import SamplingParams
 from batchlab.view.trace import LEDGER, PARTS, POOL, VERSION, Recorder, StepLog, Trace
 from batchlab.view.tracefile import slot_spans
 

@@ -10,7 +10,7 @@ W = pytest.importorskip("ipywidgets", reason="needs ipywidgets: pip install 'bat
 
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.core.sampling import SamplingParams
+from batchlab.core.params import SamplingParams
 from batchlab.view.scrubber import Scrubber, shares_of
 from batchlab.view.widgets import (
     LiveView,

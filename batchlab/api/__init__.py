@@ -10,7 +10,9 @@ from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, TypeVar
 
-from ..core.params import BeamSearchParams, SamplingParams, suggest_names
+from ..tasks.beam_params import BeamSearchParams
+from ..core.params import SamplingParams
+from ..errors import suggest_names
 from ..errors import BatchlabError, ParamError
 from ..llm.config import check_count
 from batchlab.llm.inputs import (

@@ -18,7 +18,8 @@ from ..core.backend import Backend
 from ..core.blocks import KVBudget
 from ..core.cache import Shape
 from ..core.ledger import Ledger
-from ..core.params import SamplingParams, check_logprobs_mode, suggest_names
+from ..core.params import SamplingParams, check_logprobs_mode
+from ..errors import suggest_names
 from ..errors import EngineError, ModelError
 from batchlab.llm.config import (
     Limits,

@@ -36,7 +36,7 @@ from batchlab.bench import (
 )
 from ..errors import JobError
 from ..api import LLM
-from ..core.sampling import SamplingParams
+from ..core.params import SamplingParams
 from ..core.request import Request
 from ..core.cache import kv_shapes
 from ..view import drawing

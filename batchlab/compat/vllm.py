@@ -16,7 +16,7 @@ from typing import Any, Self, TypedDict
 from .. import api
 from ..api.base import trim_memory
 from ..core import params
-from ..core.params import BeamSearchParams
+from ..tasks.beam_params import BeamSearchParams
 from ..errors import ParamError
 from ..flags import VLLM_ENGINE
 from ..llm.outputs import CompletionOutput, RequestOutput, StreamEvent

@@ -5,76 +5,19 @@
 # %% ../../nbs/2_core/params.ipynb #c79cc9c5
 from __future__ import annotations
 
-import copy, numbers, re, sys
+import copy, numbers, sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
-from functools import lru_cache, wraps
-from inspect import Parameter, isfunction, signature
 from math import inf, nextafter
 from typing import TYPE_CHECKING, Any
-from ..errors import Option, ParamError
-from ..errors import whole_number, written
+from ..errors import Option, ParamError, check_names, suggest_names, whole_number, written
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 # %% auto #0
-__all__ = ['LOGPROBS_MODES', 'SETTINGS', 'near_name', 'check_names', 'suggest_names', 'check_logprobs_mode',
-           'StructuredOutputsParams', 'SamplingParams', 'BeamSearchParams']
-
-# %% ../../nbs/2_core/params.ipynb #par00003
-@lru_cache(4096)
-def near_name(name: str, names: Collection[str]) -> str | None:
-    """The one of `names`, a tuple or a frozen set, that `name` is probably a misspelling of, or
-    None."""
-    plain = re.sub("([a-z])([A-Z])", r"\1_\2", name).replace("-", "_").lower()
-    return next(iter(get_close_matches(plain, sorted(names), 1, 0.8)), None)
-
-
-def check_names(given: dict[str, Any], names: Collection[str], of: str = "") -> None:
-    """Raise `ParamError` unless each key of `given` is one of `names`, a tuple or a frozen set.
-
-    `of`: the field whose value `given` is, if it is one's."""
-    for k in given:
-        if k in names:
-            continue
-        near = near_name(k, names) if isinstance(k, str) else None
-        hint = f"did you mean {near!r}?" if near else f"expected one of {', '.join(names)}"
-        if of:
-            raise ParamError(
-                "{of} has no {key}: {hint}", of=Option(of), key=f"{k!r:.60}", hint=hint
-            )
-        raise ParamError(f"unknown setting {k!r:.60}: {hint}", field=str(k)[:60])
-
-# %% ../../nbs/2_core/params.ipynb #par00006
-def _suggests(call: Callable[..., Any]) -> Callable[..., Any]:
-    "`call`, whose `TypeError` for a keyword that it doesn't have ends with the nearest name."
-    names = tuple(signature(call).parameters)
-
-    @wraps(call)
-    def checked(*args: Any, **given: Any) -> Any:
-        for k in given:
-            if k not in names and (near := near_name(k, names)):
-                what = f"{call.__qualname__}() got an unexpected keyword argument {k!r}"
-                raise TypeError(f"{what}. Did you mean {near!r}?")
-        return call(*args, **given)
-
-    return checked
-
-
-def suggest_names(*classes: type) -> None:
-    """Let the calls of `classes` name the nearest argument to one that they don't have, as
-    Python does by itself from 3.13 on."""
-    if sys.version_info >= (3, 13):
-        return
-    for cls in classes:
-        for name in [k for k in vars(cls) if k == "__init__" or k[0] != "_"]:
-            call = vars(cls)[name]
-            if isfunction(call) and not any(
-                p.kind is Parameter.VAR_KEYWORD for p in signature(call).parameters.values()
-            ):
-                setattr(cls, name, _suggests(call))
+__all__ = ['RULES', 'LOGPROBS_MODES', 'SETTINGS', 'is_number', 'number_of', 'check_logprobs_mode', 'StructuredOutputsParams',
+           'SamplingParams']
 
 # %% ../../nbs/2_core/params.ipynb #132d0887
 _ABOVE_0, _FINITE = (
@@ -83,7 +26,7 @@ _ABOVE_0, _FINITE = (
 )  # the least number above 0, the largest below infinity
 _LARGEST = 2**63 - 1  # a count beyond it, larger than any there is, counts as this
 
-_RULES: dict[str, tuple[type, float, float, str, str]] = (
+RULES: dict[str, tuple[type, float, float, str, str]] = (
     dict(  # (type, least, most, what it must be, advice)
         n=(int, 1, inf, "a whole number of at least 1", "1 gives one completion"),
         presence_penalty=(float, -2, 2, "a number from -2 to 2", "0 turns it off"),
@@ -151,7 +94,7 @@ def _about(name: str, rest: str) -> ParamError:
     return ParamError(field=name, why=rest)
 
 # %% ../../nbs/2_core/params.ipynb #132d0887-1
-def _is(v: Any, kind: type) -> bool:
+def is_number(v: object, kind: type) -> bool:
     """Whether `v` is a number of `kind`, int (3.0 too) or float, from whatever library; True and
     False are none."""
     if kind is int:
@@ -159,14 +102,15 @@ def _is(v: Any, kind: type) -> bool:
     return isinstance(v, numbers.Real) and not isinstance(v, bool)
 
 
-def _number(
-    name: str, v: Any, rules: dict[str, tuple[type, float, float, str, str]] = _RULES
+def number_of(
+    name: str, v: object, rules: dict[str, tuple[type, float, float, str, str]] = RULES
 ) -> int | float:
     "`v` as the int or float that field `name` holds by `rules`. Raises `ParamError`."
     kind, least, most, want, advice = rules[name]
-    if not _is(v, kind) or not least <= v <= most:
+    n: Any = v
+    if not is_number(n, kind) or not least <= n <= most:
         raise _about(name, f"must be {want}, got {written(v)}: {advice}")
-    return kind(v) if kind is float else min(int(v), _LARGEST)
+    return float(n) if kind is float else min(int(n), _LARGEST)
 
 # %% ../../nbs/2_core/params.ipynb #c401ce01
 LOGPROBS_MODES = "raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"
@@ -184,7 +128,7 @@ def check_logprobs_mode(v: object) -> str:
 
 # %% ../../nbs/2_core/params.ipynb #4fc8a261
 def _is_id(v: Any) -> bool:
-    return _is(v, int) and v >= 0
+    return is_number(v, int) and v >= 0
 
 
 def _listed(v: Any) -> Any:
@@ -236,7 +180,7 @@ def _logit_bias(v: Any) -> dict[int, float]:
     "`v` as a dict of token id to a finite bias, cut to -100..100. Raises `ParamError`."
 
     def bias(b):
-        return _is(b, float) and abs(b) <= _FINITE  # no NaN, no whole number beyond any float
+        return is_number(b, float) and abs(b) <= _FINITE  # no NaN, no whole number beyond any float
 
     def key(k):
         return _is_id(k) or isinstance(k, str) and k.isdecimal()  # JSON has only string keys
@@ -339,11 +283,11 @@ def _check_params(p: SamplingParams) -> None:
         p.seed = None
     if isinstance(p.logprobs, bool):
         p.logprobs = 0 if p.logprobs else None  # as the chat API asks
-    for name in _RULES:
+    for name in RULES:
         v = getattr(p, name)
         if v is None and name in _NONE_SAYS:
             continue
-        setattr(p, name, _number(name, v))
+        setattr(p, name, number_of(name, v))
     if p.logprobs_mode is not None:
         check_logprobs_mode(p.logprobs_mode)
     if p.logprob_token_ids is not None:
@@ -526,6 +470,7 @@ class SamplingParams:
 
 
 SETTINGS = tuple(f.name for f in fields(SamplingParams))  # the names of all settings
+suggest_names(SamplingParams, StructuredOutputsParams)
 
 # %% ../../nbs/2_core/params.ipynb #f41e2dc4
 _GC_NEUTRAL: dict[str, Any] = {
@@ -600,65 +545,3 @@ def _from_generation_config(gc: GenerationConfig, defaults: dict[str, Any]) -> S
             "differ: set max_new_tokens"
         )
     return SamplingParams(**{**defaults, **kw})
-
-# %% ../../nbs/2_core/params.ipynb #bea00003
-_BEAM_RULES = dict(
-    beam_width=(int, 1, inf, "a whole number of at least 1", "1 is greedy"),
-    max_tokens=_RULES["max_tokens"],
-    length_penalty=(
-        float,
-        -10,
-        10,
-        "a number from -10 to 10",
-        "1 ranks answers by the mean of their log probabilities, 0 by the sum",
-    ),
-)
-
-
-@dataclass
-class BeamSearchParams:
-    """How `LLM.beam_search` searches; vLLM's names. `max_tokens`: None goes on to the context
-    length. Raises `ParamError`.
-
-    `length_penalty`: answers are ranked by the sum of their log probabilities over their length
-    to this power. `ignore_eos`: end tokens end nothing. `include_stop_str_in_output`: `text`
-    keeps the end token. `temperature` must be 0, as nothing is drawn."""
-
-    beam_width: int
-    max_tokens: int | None = 16
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    length_penalty: float = 1.0
-    include_stop_str_in_output: bool = False
-
-    def __post_init__(self) -> None:
-        for name in _BEAM_RULES:
-            if name == "max_tokens" and self.max_tokens is None:
-                continue
-            setattr(self, name, _number(name, getattr(self, name), _BEAM_RULES))
-        for name in ("ignore_eos", "include_stop_str_in_output"):
-            if not isinstance(v := getattr(self, name), bool):
-                raise ParamError(f"{name} must be True or False, got {v!r}", field=name)
-        if not _is(self.temperature, float) or self.temperature != 0:
-            raise ParamError(
-                f"temperature must be 0, got {self.temperature!r}: a beam search draws nothing; "
-                "llm.generate samples",
-                field="temperature",
-            )
-
-    @classmethod
-    def of(cls, x: BeamSearchParams | dict[str, Any] | None) -> BeamSearchParams:
-        "From `BeamSearchParams` or a dict of its fields."
-        if isinstance(x, cls):
-            return x
-        if isinstance(x, dict) and "beam_width" in x:
-            check_names(x, tuple(cls.__dataclass_fields__))
-            return cls(**x)
-        raise ParamError(
-            f"params must be BeamSearchParams or a dict with beam_width, got {x!r:.40}: "
-            "BeamSearchParams(beam_width=4, max_tokens=64)",
-            field="params",
-        )
-
-
-suggest_names(SamplingParams, StructuredOutputsParams, BeamSearchParams)

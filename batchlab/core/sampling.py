@@ -12,22 +12,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from .text import Detokenizer, IncrementalDecoder
-from ..errors import ParamError
-from ..errors import written
-from .params import SamplingParams, StructuredOutputsParams
+from .params import SamplingParams
+from .text import IncrementalDecoder
+from ..errors import ParamError, written
 from .tokens import vocabulary_of, word_ids
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-_all_ = ["ParamError", "SamplingParams", "StructuredOutputsParams", "Detokenizer"]  # found here too
-
 # %% auto #0
 __all__ = ['TokenText', 'BAD_LOGITS', 'NO_TOKEN', 'TokenMask', 'allow_', 'ban_', 'obey_', 'bias_', 'repeat_', 'count_', 'Logprob',
            'token_logprobs', 'reported_logits', 'token_text', 'prompt_texts', 'draw', 'SamplingRow', 'cutoffs',
-           'processed_logits', 'probabilities', 'best_tokens', 'Sampled', 'sample', 'finish_reason', 'ParamError',
-           'SamplingParams', 'StructuredOutputsParams', 'Detokenizer']
+           'processed_logits', 'probabilities', 'best_tokens', 'Sampled', 'sample', 'finish_reason']
 
 # %% ../../nbs/2_core/05_sampling.ipynb #8faab9ba
 def _word_ids(

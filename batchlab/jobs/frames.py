@@ -5,17 +5,15 @@
 # %% ../../nbs/6_jobs/45_tables.ipynb #45ab1e05
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ParamError, PromptError
 from ..llm.inputs import settings_for
-from ..core.params import SETTINGS, SamplingParams, check_names
-from .job import Job, JobResult, log
+from ..core.params import SETTINGS, SamplingParams
+from ..errors import check_names
+from .job import log
 from .lines import JobLine, Postprocess, answer_of, failure_of, parse_line
 from .runner import name_of
 from batchlab.jobs.tables import (
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
 Frame = TypeVar("Frame")
 
 # %% auto #0
-__all__ = ['Frame', 'run', 'map_frame']
+__all__ = ['Frame', 'map_frame']
 
 # %% ../../nbs/6_jobs/45_tables.ipynb #45ab1e13
 def options_of(sampling_params: Any) -> dict[str, Any] | None:
@@ -53,73 +51,6 @@ def options_of(sampling_params: Any) -> dict[str, Any] | None:
     return {
         k: v for k, v in given.items() if k in ("temperature", "max_tokens") or v != defaults[k]
     }  # whose defaults are others in a file
-
-# %% ../../nbs/6_jobs/45_tables.ipynb #45ab1e15
-def run(
-    input: str | Path,
-    output: str | Path,
-    sampling_params: Any = None,
-    *,
-    model: str | os.PathLike[str] | LLM | None = None,
-    prompt_template: str | None = None,
-    system: str | None = None,
-    chat: bool = False,
-    prompt_column: str = "prompt",
-    id_column: str = "custom_id",
-    setting_columns: Sequence[str] = (),
-    output_column: str | None = None,
-    postprocess: Postprocess | None = None,
-    **job: Any,
-) -> JobResult:
-    """Answer the requests in file `input` in file `output`, as the command `batchlab run` does:
-    a `JobResult`. Called again, it goes on where it ended.
-
-    `input`: JSONL, CSV, TSV, Parquet, or text with one prompt a line. `output`: .jsonl, .csv,
-    .tsv or .parquet. `sampling_params`: a dict or `SamplingParams`, for what rows and lines
-    leave open; the rest is the command's, temperature 0 and 256 tokens. `model`: a name, a
-    folder, or an `LLM`; it is only loaded if there is something to do. `prompt_template`:
-    'Translate to {lang}: {text}', of a table's columns; without one the prompt is in
-    `prompt_column`, or a conversation in the column `messages`. `chat`: each prompt is a user's
-    message, after `system`, a template as well. `setting_columns`: those that are settings of
-    their row, such as `max_tokens`; all others are data, whatever they are called.
-    `output_column`: the name of the answer's text; None is `text`, or `answer` beside a `text`
-    of the input's, whose columns keep their names. `postprocess`: a function of a
-    `RequestOutput` with one answer, or a dict of column and function; a dict that the function
-    returns is several columns, anything else is `result`. `job`: further arguments of `Job`.
-
-    Raises `JobError` for what is wrong with the files or the call; a row that can't run has its
-    `error`."""
-    known = [f.name for f in fields(Job) if f.init]
-    if unknown := job.keys() - {*known}:
-        raise ParamError(f"unknown argument {min(unknown)!r}: a job has {', '.join(known)}")
-    name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
-    more: dict[str, Any] = (
-        dict(model_name=Path(name).name if name and os.path.exists(name) else name) | job
-    )
-    one = Job(
-        input,
-        output,
-        sampling_params=options_of(sampling_params),
-        prompt_template=prompt_template,
-        system=system,
-        chat=chat,
-        prompt_column=prompt_column,
-        id_column=id_column,
-        setting_columns=setting_columns,
-        output_column=output_column,
-        postprocess=postprocess,
-        **more,
-    )
-    with ExitStack() as stack:
-
-        def load() -> LLM:
-            from batchlab.api import LLM
-
-            llm = LLM(name)
-            stack.callback(llm.close)
-            return llm
-
-        return one.run(load if model is None or name else model)  # type: ignore[arg-type]
 
 # %% ../../nbs/6_jobs/45_tables.ipynb #45ab1e27
 class Records:

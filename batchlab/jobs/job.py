@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 from ..errors import BatchlabError, JobError, Message, Option
 from ..core.hashes import chunk_hashes
-from ..core.params import SETTINGS, SamplingParams, check_names
+from ..core.params import SETTINGS, SamplingParams
+from ..errors import check_names
 from .formats import Raw, export_records, read_raw
 from batchlab.jobs.journal import (
     AnswerFile,

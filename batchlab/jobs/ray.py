@@ -21,7 +21,8 @@ import numpy as np, psutil, torch
 
 from ..errors import BatchlabError, JobError, Option, ParamError
 from ..api import LLM
-from ..core.params import SETTINGS, check_names
+from ..core.params import SETTINGS
+from ..errors import check_names
 from ..tasks.lora import read_modules
 from ..models import template_text
 from .job import Job, JobResult, Run

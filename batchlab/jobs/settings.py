@@ -9,7 +9,8 @@ import functools, json
 from collections.abc import Collection
 from typing import Any, NoReturn
 
-from ..core.params import SETTINGS, near_name
+from ..core.params import SETTINGS
+from ..errors import near_name
 from ..errors import ParamError
 
 # %% auto #0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
 from ..errors import JobError, Message, Option
-from ..core.params import near_name
+from ..errors import near_name
 from .settings import INSTEAD, KNOWN_SETTINGS
 
 # %% auto #0

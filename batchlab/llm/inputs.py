@@ -27,11 +27,12 @@ from batchlab.models import (
     start_token_id,
     template_text,
 )
-from ..core.params import SETTINGS, check_names, near_name
+from ..core.params import SETTINGS
+from ..errors import check_names, near_name
 from ..errors import whole_number, written
 from .outputs import RequestOutput
 from .pooled import PoolingParams
-from ..core.sampling import SamplingParams
+from ..core.params import SamplingParams
 
 log = logging.getLogger("batchlab")
 

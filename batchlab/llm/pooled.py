@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ..errors import Fault, ParamError
-from ..core.params import check_names, suggest_names
+from ..errors import check_names, suggest_names
 from ..errors import whole_number, written
 from .outputs import RequestGroup
 from .shown import asked, short

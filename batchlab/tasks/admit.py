@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..core.generation import make_request
-from ..core.sampling import SamplingParams, SamplingRow
+from ..core.params import SamplingParams
+from ..core.sampling import SamplingRow
 from ..errors import BatchlabError, ModelError, ParamError
 from ..llm.inputs import ParsedPrompt, check_prompt, encode_prompt
 from ..llm.outputs import RequestGroup

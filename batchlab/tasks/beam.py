@@ -30,7 +30,8 @@ from batchlab.llm.inputs import (
 )
 from .lora import Adapter, AdapterChoices, LoRARequest, adapters_for
 from ..llm.outputs import Outputs, RequestOutput, StreamEvent
-from ..core.params import BeamSearchParams, SamplingParams
+from .beam_params import BeamSearchParams
+from ..core.params import SamplingParams
 from ..llm.inputs import check_prompt
 from ..core.sampling import Logprob
 from ..llm.shown import brief, shows_bar

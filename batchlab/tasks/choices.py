@@ -300,8 +300,7 @@ def choices_for(n: int, choices: Choices) -> list[Sequence[Any]]:
         return [check_choices(each)] * n
     if len(each) != n:
         raise ParamError(
-            f"{len(each)} lists of choices for {n} prompts: give one list for all, or one for "
-            "each"
+            f"{len(each)} lists of choices for {n} prompts: give one list for all, or one for each"
         )
     return [list(c) for c in each]
 

@@ -42,7 +42,7 @@ from batchlab.llm.inputs import (
 )
 from ..models.lengths import SHORT, beginning, check_length
 from ..models import max_model_len
-from ..core.params import suggest_names
+from ..errors import suggest_names
 from ..llm.outputs import Outputs, RequestOutput
 from batchlab.llm.pooled import (
     ClassificationRequestOutput,
@@ -835,9 +835,7 @@ class VectorCalls:
         asked = encode_texts(llm, asked, each)
         params = [replace(p, raw=True) for p in each] if raw else each
         check_bar(use_tqdm)
-        return llm._collect(
-            read_prompts(asked, False, params, lora_request=lora_request), use_tqdm
-        )
+        return llm._collect(read_prompts(asked, False, params, lora_request=lora_request), use_tqdm)
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #c03aa5c7
 class LabelCalls(VectorCalls):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from batchlab.api import LLM
     from batchlab.llm.outputs import StreamEvent
-    from batchlab.core.sampling import SamplingParams
+    from batchlab.core.params import SamplingParams
     from batchlab.llm.pooled import PoolingParams
     from batchlab.core.request import Request
     from batchlab.core.scheduler import Scheduler

@@ -19,7 +19,8 @@ from ..errors import BatchlabError, PromptError
 from ..llm.inputs import as_list, params_for
 from ..core.ledger import Ledger
 from ..api import LLM
-from ..core.sampling import SamplingParams, SamplingRow, probabilities, sample
+from ..core.params import SamplingParams
+from ..core.sampling import SamplingRow, probabilities, sample
 from ..llm.shown import panel_html, short, table
 from ..core.tokens import vocabulary_of
 from .drawing import Canvas, Picture, bars, colour_key, heading, legend
