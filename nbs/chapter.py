@@ -123,14 +123,14 @@ def difference(old: type, new: type, *names: str):
 
 # Where each chapter stands on the way of a request: its number, what it is about, and its box (x, row) in the picture.
 PLACES = {
-    "01": ("the model", 446, 0),
-    "02": ("prefill", 446, 1),
-    "03": ("decode", 550, 1),
-    "04": ("padding", 320, 1),
-    "05": ("sampling", 672, 0),
-    "06": ("prefixes", 194, 2),
-    "07": ("packing", 320, 2),
-    "08": ("slots", 446, 2),
+    "09": ("the model", 446, 0),
+    "01": ("prefill", 446, 1),
+    "02": ("decode", 550, 1),
+    "03": ("padding", 320, 1),
+    "07": ("sampling", 672, 0),
+    "04": ("prefixes", 194, 2),
+    "05": ("packing", 320, 2),
+    "06": ("slots", 446, 2),
     "10": ("KV blocks", 194, 1),
     "11": ("scheduler", 194, 0),
     "12": ("attention", 550, 0),

@@ -1,6 +1,6 @@
 "The small engine of part I: its tokens are the oracle's and transformers' `generate`, whatever the mix; slots, streams, threads."
 
-import ast, random, threading
+import ast, json, random, re, sys, threading, types
 from pathlib import Path
 
 import pytest, torch
@@ -245,3 +245,36 @@ def test_basics_import_nothing_of_the_package_but_errors():
 
 
 NAMES = ("prefill", "decode", "padding", "prefix", "ragged", "slots")
+
+
+def typed():
+    "What a reader of the six chapters types: their exported cells in order, without what they import of one another."
+    for chapter in sorted((FOLDER.parents[1] / "nbs/1_basics").glob("*.ipynb")):
+        for cell in json.loads(chapter.read_text(encoding="utf-8"))["cells"]:
+            source = "".join(cell["source"])
+            if cell["cell_type"] == "code" and re.match(r"#\| export", source):
+                own = r"^from (batchlab\.basics\.\w+|__future__) import (\([^)]*\)|[^\n]*)$"
+                yield re.sub(own, "", source, flags=re.M)
+
+
+@pytest.mark.parametrize("family", ("llama", "gemma3", "bloom", "mamba"))
+def test_what_a_reader_types_is_the_engine(family, monkeypatch):
+    "The cells alone, in one file: the tokens of `generate` for prompts of different lengths, some of which begin alike."
+    program = "from __future__ import annotations\n" + "\n".join(typed())
+    assert set(re.findall(r"\bbatchlab[\w.]*", program)) == {"batchlab.errors"}
+    file = types.ModuleType("typed")
+    monkeypatch.setitem(sys.modules, "typed", file)  # dataclasses look their module up
+    exec(compile(program, "typed", "exec"), file.__dict__)
+    m = model(family)
+    asked = mix(random.Random(5), m.config.get_text_config().vocab_size)
+    engine = file.SlotEngine(m, num_slots=3)
+    sessions = [engine.add_request(prompt, n) for prompt, n in asked]
+    got = [engine.wait(session) for session in sessions]
+    assert got == [generated(m, prompt, n) for prompt, n in asked] and len({*map(len, got)}) > 1
+
+
+def test_no_cell_of_part_one_is_long():
+    "At most 40 lines to a cell that a reader reads, so that each has its words."
+    for chapter in sorted((FOLDER.parents[1] / "nbs/1_basics").glob("*.ipynb")):
+        for cell in json.loads(chapter.read_text(encoding="utf-8"))["cells"]:
+            assert cell["cell_type"] != "code" or len(cell["source"]) <= 40, "".join(cell["source"])

@@ -81,16 +81,16 @@ def test_names_mean(text, module, full):
 
 
 def test_chapters_are_linked():
-    text = "As chapter 04 says; `chapter 04`, [chapter 04](04_padding.ipynb), chapter 99 and Chapter 20.\n# chapter 04"
-    assert sources.link_chapters(text, "05_sampling").count("](04_padding.ipynb)") == 2
-    assert "[Chapter 20](20_kernels.ipynb)" in sources.link_chapters(text, "05_sampling")
-    assert sources.link_chapters(text, "04_padding").count("](04_padding.ipynb)") == 1
+    text = "As chapter 02 says; `chapter 02`, [chapter 02](03_padding.ipynb), chapter 99 and Chapter 20.\n# chapter 02"
+    assert sources.link_chapters(text, "07_sampling").count("](03_padding.ipynb)") == 2
+    assert "[Chapter 20](20_kernels.ipynb)" in sources.link_chapters(text, "07_sampling")
+    assert sources.link_chapters(text, "03_padding").count("](03_padding.ipynb)") == 1
 
 
 def test_parts_by_the_first_digit():
     assert [
         sources.part_of(s)
-        for s in ("000_tour", "01_models", "17_x", "61_profile", "70_models", "84_map")
+        for s in ("000_tour", "09_models", "17_x", "61_profile", "70_models", "84_map")
     ] == ["0", "I", "II", "VII", "VIII", "IX"]
     named = re.findall(r"^\*\*Part ([0IVX]+):", prose(ALL[0]), re.M)
     assert {sources.part_of(p.stem) for p in BOOK} == {*named}, (
@@ -127,7 +127,7 @@ def test_what_is_folded():
     )
     folded = [
         c
-        for c in sources.chapter(sources.book.find("01_models"))["cells"]
+        for c in sources.chapter(sources.book.find("09_models"))["cells"]
         if c["metadata"].get("mystnb", {}).get("code_prompt_show") == "Imports"
     ]
     assert (
@@ -301,7 +301,7 @@ def test_prose_links_to_code(pages):
     assert "../11_scheduler.html#def-Scheduler" in pages["api/core.scheduler.html"].links
     methods = {*pages["api/core.engine.html"].ids, *pages["api/api.html"].ids}
     # its prose names that chapter
-    assert "04_padding.html" in pages["11_scheduler.html"].links[40:]
+    assert "03_padding.html" in pages["11_scheduler.html"].links[40:]
     assert "<math" in pages["74_memory.html"].text and "$a$" not in pages["74_memory.html"].text
     assert {
         "batchlab.api.LLM.generate",
@@ -362,7 +362,7 @@ def test_search_finds_a_chapter(site, browser):
 @needs_docs
 def test_an_answer_unfolds(site, browser):
     page = browser.new_page(color_scheme="dark")
-    page.goto((site / "02_prefill.html").as_uri())
+    page.goto((site / "01_prefill.html").as_uri())
     fold = page.locator('details:has(summary:has-text("A worked answer"))').first
     code = fold.locator("pre").first
     assert not code.is_visible()
