@@ -71,7 +71,7 @@ assert BatchlabError is same and 'BatchlabError' in vars(batchlab) and 'LLM' not
 from batchlab import *
 missing = [n for n in {PUBLIC!r} if not callable(globals().get(n))]
 import batchlab.models, batchlab.core.sampling
-assert load_model is batchlab.models.load_model and SamplingParams is batchlab.core.sampling.SamplingParams
+assert load_model is batchlab.models.load_model and SamplingParams is batchlab.core.params.SamplingParams
 print(missing)
 """,
         tmp_path,
