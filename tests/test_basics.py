@@ -1,6 +1,6 @@
 "The small engine of part I: its tokens are the oracle's and transformers' `generate`, whatever the mix; slots, streams, threads."
 
-import ast, json, random, re, sys, threading, types
+import ast, json, random, re, sys, threading, time, types
 from pathlib import Path
 
 import pytest, torch
@@ -245,6 +245,58 @@ def test_basics_import_nothing_of_the_package_but_errors():
 
 
 NAMES = ("prefill", "decode", "padding", "prefix", "ragged", "slots")
+
+
+@pytest.mark.parametrize("family", ("llama", "gemma3", "bloom", "mamba"))
+def test_a_step_that_fails_inside_the_model_leaves_an_engine_that_works(family):
+    "In prefill and in decode, in the second layer, when the first has written its keys and values."
+    m, prompts = model(family), [[5, 6, 7], [*range(40, 70)], [9, 8]]
+    layers = next(x for x in m.modules() if isinstance(x, torch.nn.ModuleList))
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    engine = SlotEngine(m, num_slots=2)
+    for steps in (0, 2):
+        asked = [engine.add_request(prompt, 9) for prompt in prompts]  # one of them waits
+        for _ in range(steps):
+            engine.step()
+        hook = layers[1].register_forward_hook(fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.step()
+        hook.remove()
+        assert [r.finish_reason for r in asked] == ["error"] * 3
+        assert engine.run(prompts, 6) == [generated(m, prompt, 6) for prompt in prompts]
+
+
+def test_the_thread_lets_others_have_the_lock_between_two_steps():
+    "Who cancels while a step runs is next, and not the thread that takes the lock again and again."
+    engine, began = SlotEngine(model("llama")), threading.Event()
+
+    def on_token(token):
+        began.set()
+        while token is not None and not engine.turn.locked():  # until the other one stands there
+            time.sleep(0.001)
+
+    engine.start()
+    request = engine.add_request([5, 6], 200, eos_ids=(), on_token=on_token)
+    began.wait()
+    assert engine.cancel(request)
+    engine.stop()
+    assert request.finish_reason == "cancelled" and len(request.output_ids) == 1
+
+
+def test_a_stream_beside_the_thread_makes_no_steps_of_its_own(monkeypatch):
+    engine, makers = SlotEngine(model("llama")), set()
+    step = engine.engine.step
+    monkeypatch.setattr(
+        engine.engine, "step", lambda: (makers.add(threading.current_thread()), step())[1]
+    )
+    engine.start()
+    worker = engine.thread
+    got = [token for _, token in engine.stream([[5, 6, 7]], 6)]
+    engine.stop()
+    assert got == generated(model("llama"), [5, 6, 7], 6) and makers == {worker}
 
 
 def typed():

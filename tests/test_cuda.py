@@ -11,7 +11,7 @@ from batchlab.core.attention import TorchBackend, _additive, attend_plain
 from batchlab.fast.trial import kv_layout
 from batchlab.fast.trial import BackendOptions
 from batchlab.errors import Unavailable
-from batchlab.fast.backends import select_backend
+from batchlab.fast.backends import REGISTRY, select_backend
 from batchlab.core.batch import pack_rows
 from batchlab.fast.cuda import (
     CudaBackend,
@@ -364,9 +364,9 @@ def test_engine_on_a_tape(arch, monkeypatch):
             return made[-1]
 
     monkeypatch.setattr(cuda, "CudaBackend", Hooked)
-    monkeypatch.setattr(
-        cuda,
-        "open_backend",
+    monkeypatch.setitem(
+        REGISTRY,
+        "cuda",
         lambda model, shapes, options: cuda_backend(model, shapes, record_tape, kernel),
     )
     model, made, rng = tiny_model(arch, seed=2), [], random.Random(arch)

@@ -402,12 +402,11 @@ def chapter(path):
 
 
 def part_of(stem):
-    "The Roman number of the part that a notebook is in, by its first digit: the tour is part 0, 01 to 07 are part I, 10 to 17 part II."
-    return (
-        "0"
-        if stem.startswith("00")
-        else ("I", "II", "III", "IV", "V", "VI", "VII", "VIII", "IX")[int(stem[0])]
-    )
+    "The Roman number of the part that a notebook is in: the tour is part 0, 01 to 06 are part I, 07 to 17 part II; then by its first digit."
+    number = int(stem[:2])
+    if number < 20:
+        return "0" if number == 0 else "I" if number < 7 else "II"
+    return ("III", "IV", "V", "VI", "VII", "VIII", "IX")[number // 10 - 2]
 
 
 def toctree(caption, rows):

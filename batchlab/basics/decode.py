@@ -29,8 +29,8 @@ class RowLayer(DynamicLayer):
     values: Any
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
-        """Hold `keys` and `values` `[B, H, n, D]` and nothing else. Both are used as they are,
-        and only read."""
+        """Hold `keys` and `values` `[B, H, n, D]` and nothing else. Neither is copied or written:
+        there is no room behind them."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         self.keys, self.values = self.buffers = [keys, values]
@@ -117,12 +117,14 @@ class BatchEngine(SoloEngine):
 
     def leave(self, requests: list[Session]) -> None:
         stay = [i for i, r in enumerate(self.running) if r not in requests]
-        if self.cache is None or len(stay) == len(self.running):
-            return
-        self.running = [self.running[i] for i in stay]
-        self.lengths = self.lengths[stay]
-        unused = self.cache.get_seq_length() - int(self.lengths.max()) if stay else 0
-        self.cache = self.cache.select(stay, slice(unused, None)) if stay else None
+        left, self.running = len(self.running) - len(stay), [self.running[i] for i in stay]
+        if self.cache is not None and left:
+            self.lengths = self.lengths[stay]
+            unused = self.cache.get_seq_length() - int(self.lengths.max()) if stay else 0
+            self.cache = self.cache.select(stay, slice(unused, None)) if stay else None
+
+    def forget(self) -> None:
+        self.cache, self.lengths = None, self.lengths[:0]
 
 # %% ../../nbs/1_basics/02_decode.ipynb #b62ab9aa
 def uniform(request: Session) -> float:

@@ -91,6 +91,8 @@ class Session:
 
     def finish(self, reason: str) -> None:
         """End it, for the first `reason` that is given."""
+        if self.finish_reason:
+            return
         self.finish_reason = reason
         if self.on_token:
             self.on_token(None)
@@ -173,6 +175,10 @@ class SoloForward(SoloQueue):
         for request in requests:
             self.running.remove(request)
             self.caches.pop(request, None)
+
+    def forget(self) -> None:
+        """Drop all that is held, after a step that failed in the middle."""
+        self.caches = {}
 
 # %% ../../nbs/1_basics/01_prefill.ipynb #29c99c22
 class SoloEngine(SoloForward):

@@ -69,6 +69,11 @@ class RaggedColumns(SoloEngine):
         self.owners, self.positions = self.owners[keep], self.positions[keep]
         self.cache.select(columns=keep.nonzero()[:, 0])
 
+    def forget(self) -> None:
+        """Drop all that is held: a step that failed may have written some layers and not others."""
+        self.cache = RowCache()
+        self.owners, self.positions = self.owners[:0], self.positions[:0]
+
 # %% ../../nbs/1_basics/05_ragged.ipynb #5107ef10
 Rows = Sequence[tuple[Session, list[int]]]  # requests, and the new tokens of each
 

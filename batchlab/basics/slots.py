@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ __all__ = ['Slot', 'SlotSeats', 'SlotPrefixes', 'SlotColumns', 'SlotBatch', 'Rec
 @dataclass
 class Slot:
     """A seat in the batch. `token_ids`: the tokens whose keys and values it holds, also after
-    its request has left; `version` counts its requests."""
+    its request has left; `version` goes up whenever that changes hands."""
 
     version: int = 0
     used_at: int = 0
@@ -123,6 +124,12 @@ class SlotColumns(SlotPrefixes):
             self.holds = self.holds[:, used]
             self.compact(used)
 
+    def forget(self) -> None:
+        super().forget()
+        self.holds = self.holds[:, :0]
+        for slot in self.table:
+            slot.version, slot.token_ids = slot.version + 1, []
+
 # %% ../../nbs/1_basics/06_slots.ipynb #ce0afc05
 class SlotBatch(SlotColumns):
     """A packed batch that takes prompts in chunks, and remembers what its slots held."""
@@ -176,16 +183,23 @@ class SlotRequests:
     """Requests of any thread, for the engine that `batch_for` chooses; `way`: how it batches."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        num_slots: int = 8,
-        sample: Sampler = greedy,
-        **settings: int,
+        self, model: PreTrainedModel, num_slots: int = 8, sample: Sampler = greedy, **settings: int
     ) -> None:
         self.way, self.engine = batch_for(model, num_slots, sample, **settings)
         self.changed = threading.Condition()
+        self.turn = threading.Lock()
         self.thread: threading.Thread | None = None
         self.closing = False
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the lock, in turn."""
+        with self.turn:
+            self.changed.acquire()
+        try:
+            yield
+        finally:
+            self.changed.release()
 
     @property
     def has_unfinished(self) -> bool:
@@ -195,14 +209,14 @@ class SlotRequests:
         self, prompt_ids: Iterable[int], max_tokens: int = 16, **settings: object
     ) -> Session:
         """Queue a prompt; see `SoloEngine.add_request`."""
-        with self.changed:
+        with self.locked():
             request = self.engine.add_request(prompt_ids, max_tokens, **settings)
             self.changed.notify_all()
             return request
 
     def cancel(self, request: Session) -> bool:
         """End a request, wherever it is. Returns whether it had not ended before."""
-        with self.changed:
+        with self.locked():
             return self.engine.cancel(request)
 
 # %% ../../nbs/1_basics/06_slots.ipynb #d467f7e6
@@ -214,10 +228,11 @@ class SlotSteps(SlotRequests):
         token.
 
         If it fails, all that are unfinished end with 'error', and nothing is held any more."""
-        with self.changed:
+        with self.locked():
             try:
                 moved = self.engine.step()
             except BaseException:
+                self.engine.forget()
                 self.abort("error")
                 raise
             self.changed.notify_all()
@@ -239,12 +254,16 @@ class SlotAnswers(SlotSteps):
     def wait(self, request: Session) -> list[int]:
         """The tokens of `request` once it has ended, by this thread's steps or the background's."""
         while not request.finish_reason:
-            if self.thread is None:
-                self.step()
-            else:
-                with self.changed:
-                    self.changed.wait_for(lambda: request.finish_reason or self.thread is None)
+            self.go_on(lambda: request.finish_reason)
         return request.output_ids
+
+    def go_on(self, enough: Callable[[], object]) -> None:
+        """Make a step or, where a thread does, wait until there is `enough`."""
+        if self.thread is None:
+            self.step()
+        else:
+            with self.changed:
+                self.changed.wait_for(lambda: enough() or self.thread is None)
 
     def run(self, prompts: Iterable[Sequence[int]], max_tokens: int = 16) -> list[list[int]]:
         """The answers to `prompts`, in order."""
@@ -264,7 +283,7 @@ class SlotAnswers(SlotSteps):
                 yield from ((i, token) for token in new)
             if done:
                 return
-            self.step()
+            self.go_on(lambda: any(len(r.output_ids) > n for r, n in zip(requests, told)))
 
 # %% ../../nbs/1_basics/06_slots.ipynb #1489edb0
 class SlotEngine(SlotAnswers):
@@ -296,7 +315,7 @@ class SlotEngine(SlotAnswers):
     def _loop(self) -> None:
         try:
             while True:
-                with self.changed:
+                with self.locked():
                     self.changed.wait_for(lambda: self.closing or self.has_unfinished)
                     if self.closing:
                         return

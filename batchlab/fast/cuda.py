@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['log', 'Attend', 'PAGE', 'Run', 'Paged', 'attend_paged', 'VarlenStep', 'paged_error', 'find_varlen', 'power_of_two',
-           'bucket', 'StaticStep', 'CudaGraphs', 'CudaBackend', 'check_replays', 'cuda_backend', 'open_backend']
+           'bucket', 'StaticInputs', 'StaticStep', 'CudaGraphs', 'CudaBackend', 'check_replays', 'cuda_backend',
+           'open_backend']
 
 # %% ../../nbs/4_fast/26_cuda.ipynb #51672ec5
 import functools, inspect, itertools, logging, weakref
@@ -221,11 +222,11 @@ def bucket(batch: Batch, block_size: int, in_place: bool = False) -> tuple[int, 
     size = power_of_two(len(held)), power_of_two(max(held))
     return size if in_place or size[0] * size[1] <= 4 * sum(held) else None
 
-# %% ../../nbs/4_fast/26_cuda.ipynb #f946563f
+# %% ../../nbs/4_fast/26_cuda.ipynb #9cbe8e50
 Run = Callable[[], torch.Tensor]  # a pass to be recorded, and its replay
 
 
-class StaticStep:
+class StaticInputs:
     """A decode step of `num_rows` rows of `num_blocks` blocks each, in tensors that stay where
     they are: a `Step` to be recorded.
 
@@ -299,6 +300,10 @@ class StaticStep:
         self.inputs.copy_(self.host, non_blocking=True)
         if self.sent:
             self.sent.record()
+
+# %% ../../nbs/4_fast/26_cuda.ipynb #f946563f
+class StaticStep(StaticInputs):
+    "A `StaticInputs` that runs: `place`, then `run`, which is what is recorded."
 
     def run(self, model: PreTrainedModel) -> torch.Tensor:
         "The outputs of all rows. What is made of the numbers is made anew, inside a recording too."

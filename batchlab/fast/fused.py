@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WeightPacker', 'FusedWeights', 'make_workspace', 'bind_cache', 'experts_outside', 'finish_logits', 'embed_encoder',
-           'Fused', 'FusedBackend', 'fuse', 'open_backend']
+           'FusedInputs', 'Fused', 'FusedBackend', 'fuse', 'open_backend']
 
 # %% ../../nbs/4_fast/25_fused.ipynb #f9fdbaa6
 import ctypes, inspect
@@ -343,7 +343,7 @@ def embed_encoder(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
             packed.input_ids, **{name: x for name, x in given.items() if name in takes}
         )[0].contiguous()
 
-# %% ../../nbs/4_fast/25_fused.ipynb #27c6febd-1
+# %% ../../nbs/4_fast/25_fused.ipynb #2f61591c
 _READS = {
     3: "attended",
     7: "activated",
@@ -352,7 +352,39 @@ _READS = {
 _WRITES = {1: "qkv", 3: "projected", 5: "gate_up", 7: "mlp_out", 9: "gate_up", 11: "expert_rows"}
 
 
-class Fused(FusedWeights):
+class FusedInputs(FusedWeights):
+    "What goes into the layers: embeddings, and the work list of attention."
+
+    def _embed(self, batch: Batch, positions: torch.Tensor) -> torch.Tensor:
+        if self.model.config.model_type in ENCODERS and hasattr(
+            self.model.base_model, "embeddings"
+        ):
+            h = embed_encoder(self.model, batch)
+            return (
+                h if self.project is None else self.project(h)
+            )  # ELECTRA's may be narrower than its layers
+        h = self.embed(ints(batch.ids))
+        if self.multiplier != 1:
+            h = h * self.multiplier
+        if self.places is not None:
+            h = h + F.embedding(positions + getattr(self.places, "offset", 0), self.places.weight)
+        return h.contiguous()
+
+    def _work(self, batch: Batch, block_size: int) -> dict[str, torch.Tensor]:
+        "What attention goes through, by the names of `Step`."
+        if not batch.causal:
+            return dict(work_units=whole_rows(batch))
+        work = AttentionWorklist(
+            batch,
+            prefix_groups(batch, block_size),
+            block_size,
+            self.spec.heads // self.spec.kv_heads,
+            self.spec.kv_heads,
+        )
+        return dict(blocks=work.blocks, query_rows=work.query_rows, work_units=work.work_units)
+
+# %% ../../nbs/4_fast/25_fused.ipynb #27c6febd-1
+class Fused(FusedInputs):
     """A model's layers on `kernels`. `seconds`: None, or fp64 `[PARTS]`, to which the time of
     each part is added."""
 
@@ -436,34 +468,6 @@ class Fused(FusedWeights):
             return finish_logits(space["logits"], self.model.config)
         states[end] = space["normed" if self.layers[end].before.kind else "stream"][:n].clone()
         return torch.stack([states[i] for i in batch.layers], 1) if batch.layers else states[end]
-
-    def _work(self, batch: Batch, block_size: int) -> dict[str, torch.Tensor]:
-        "What attention goes through, by the names of `Step`."
-        if not batch.causal:
-            return dict(work_units=whole_rows(batch))
-        work = AttentionWorklist(
-            batch,
-            prefix_groups(batch, block_size),
-            block_size,
-            self.spec.heads // self.spec.kv_heads,
-            self.spec.kv_heads,
-        )
-        return dict(blocks=work.blocks, query_rows=work.query_rows, work_units=work.work_units)
-
-    def _embed(self, batch: Batch, positions: torch.Tensor) -> torch.Tensor:
-        if self.model.config.model_type in ENCODERS and hasattr(
-            self.model.base_model, "embeddings"
-        ):
-            h = embed_encoder(self.model, batch)
-            return (
-                h if self.project is None else self.project(h)
-            )  # ELECTRA's may be narrower than its layers
-        h = self.embed(ints(batch.ids))
-        if self.multiplier != 1:
-            h = h * self.multiplier
-        if self.places is not None:
-            h = h + F.embedding(positions + getattr(self.places, "offset", 0), self.places.weight)
-        return h.contiguous()
 
     def _outside(
         self, at: int, rows: int, space: dict[str, torch.Tensor]

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['log', 'TiledCache', 'prefix_groups', 'AttentionWorklist', 'layout', 'layout_whole', 'whole_rows', 'attend_rows',
-           'attend_both_ways', 'check_kernels', 'load_kernels', 'KernelStep', 'usable_kernels', 'KernelBackend',
-           'open_backend']
+           'attend_both_ways', 'check_kernels', 'load_kernels', 'KernelLayout', 'KernelStep', 'usable_kernels',
+           'KernelBackend', 'open_backend']
 
 # %% ../../nbs/4_fast/20_kernels.ipynb #c7a1e020
 import functools, itertools, logging, math, sys
@@ -380,10 +380,11 @@ def load_kernels() -> Kernels:
     check_kernels(kernels)
     return kernels
 
-# %% ../../nbs/4_fast/20_kernels.ipynb #6e192d33
-class KernelStep(PackedStep):
-    """As `PackedStep`, its attention on `kernels` where these can do what a layer asks for. The
-    cache is a `TiledCache`; rows that see both ways have no need of it."""
+# %% ../../nbs/4_fast/20_kernels.ipynb #4b0acb19
+class KernelLayout(PackedStep):
+    """What a step on the kernels goes through: prefixes that rows share, whole rows, and the ends
+    that torch would read. Its cache is a `TiledCache`.
+    """
 
     def __init__(self, cache: KVCache, batch: Batch, kernels: Kernels) -> None:
         super().__init__(cache, batch)
@@ -408,6 +409,17 @@ class KernelStep(PackedStep):
             super().masked if "groups" in self.__dict__ else 0
         )  # the kernels read no column to mask it
 
+    @functools.cached_property
+    def ends(self) -> torch.Tensor:
+        """The places behind each row's last token: torch reads whole blocks, and multiplies what
+        it masks."""
+        b, size = self.batch, self.cache.block_size
+        return ints(
+            p
+            for t, n in zip(b.block_table, b.seq_lens)
+            for p in places(t, n, len(t) * size - n, size)
+        )
+
     def fits(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         "Whether the kernels can attend with `q` `[T, H, D]`, `k` and `v` in this layer."
         cache, shape = self.cache, (k.shape[1], k.shape[2], v.shape[2])
@@ -419,6 +431,11 @@ class KernelStep(PackedStep):
             and q.shape[1] // k.shape[1] <= ROWS
             and TiledCache.suits([shape], q.dtype)
         )
+
+# %% ../../nbs/4_fast/20_kernels.ipynb #6e192d33
+class KernelStep(KernelLayout):
+    """As `PackedStep`, its attention on `kernels` where these can do what a layer asks for. The
+    cache is a `TiledCache`; rows that see both ways have no need of it."""
 
     def run(
         self,
@@ -484,17 +501,6 @@ class KernelStep(PackedStep):
         if self.batch.causal and isinstance(self.cache, TiledCache):
             self.cache.clear(layer, self.ends)
         return super().attention(layer, q, k, v, scaling, window, softcap, sinks, others)
-
-    @functools.cached_property
-    def ends(self) -> torch.Tensor:
-        """The places behind each row's last token: torch reads whole blocks, and multiplies what
-        it masks."""
-        b, size = self.batch, self.cache.block_size
-        return ints(
-            p
-            for t, n in zip(b.block_table, b.seq_lens)
-            for p in places(t, n, len(t) * size - n, size)
-        )
 
 # %% ../../nbs/4_fast/20_kernels.ipynb #c7a1e006
 @functools.cache

@@ -8,8 +8,9 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['FLAGS', 'SOURCE', 'NUMBERS', 'S', 'COLUMNS', 'STEP', 'ROWS', 'PARTS', 'SPARE', 'DTYPES', 'tune_malloc',
            'find_compiler', 'compiler_flags', 'build', 'with_includes', 'ctype', 'signatures', 'fields', 'struct',
-           'Shape', 'Norm', 'Linear', 'Activation', 'Experts', 'Layer', 'Step', 'address', 'ByteKernels', 'Kernels',
-           'pack_weight', 'unpack_rows', 'pack_bytes', 'HugePages', 'IdleCores', 'limit_threads']
+           'Shape', 'Norm', 'Linear', 'Activation', 'Experts', 'Layer', 'Step', 'address', 'ByteKernels',
+           'ProductKernels', 'Kernels', 'pack_weight', 'unpack_rows', 'pack_bytes', 'HugePages', 'IdleCores',
+           'limit_threads']
 
 # %% ../../nbs/4_fast/native.ipynb #042fc35f
 import contextlib, ctypes, functools, hashlib, itertools, math, mmap, os, platform, re, shutil, subprocess, sys, tempfile, time
@@ -379,12 +380,9 @@ class ByteKernels:
         )
         return panels, starts, steps
 
-# %% ../../nbs/4_fast/native.ipynb #930b9483
-class Kernels(ByteKernels):
-    """The compiled kernels, as methods on CPU tensors of fp32 or bf16. `path`: the library's.
-
-    The lengths of heads and rows are multiples of 16. A tensor of another dtype, size or device,
-    or with gaps, raises `TypeError`."""
+# %% ../../nbs/4_fast/native.ipynb #fd443e3c
+class ProductKernels(ByteKernels):
+    "Of the compiled kernels those that multiply by packed weights."
 
     def product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n: int
@@ -412,6 +410,13 @@ class Kernels(ByteKernels):
         out = empty((-(-N // 32), K // e, 32, e), dtype=d)
         self.calls["pack_weight", d](rows.data_ptr(), out.data_ptr(), N, K)
         return out
+
+# %% ../../nbs/4_fast/native.ipynb #930b9483
+class Kernels(ProductKernels):
+    """The compiled kernels, as methods on CPU tensors of fp32 or bf16. `path`: the library's.
+
+    The lengths of heads and rows are multiples of 16. A tensor of another dtype, size or device,
+    or with gaps, raises `TypeError`."""
 
     def attend(
         self, z: Shape, q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, work: "AttentionWorklist"

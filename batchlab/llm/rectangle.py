@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['round_up', 'RectangleTable', 'WavePlanner', 'PaddedScheduler', 'hidden_states', 'SoloRunner', 'PaddedRunner']
+__all__ = ['round_up', 'RectangleTable', 'WavePlanner', 'PaddedScheduler', 'hidden_states', 'SoloRunner', 'check_padded',
+           'groups_alike', 'PaddedRunner']
 
 # %% ../../nbs/2_core/rectangle.ipynb #rec00005
 import sys
@@ -189,6 +190,46 @@ class SoloRunner:
                 parts.append(out[at].clone())  # a view would keep all of them in memory
         return torch.cat(parts)
 
+# %% ../../nbs/2_core/rectangle.ipynb #5ad7c5ef
+def check_padded(batch: Batch, slots: Collection[int]) -> None:
+    "Raise `BatchError` for what a padded batch can't do; `slots`: those whose rows it holds."
+    check_batch(batch, "PaddedRunner")
+    if batch.hidden:
+        raise BatchError(
+            "a padded batch gives logits, not hidden states: take PackedRunner or SoloRunner"
+        )
+    if batch.logits_at != [end - 1 for end in batch.cu_seqlens[1:]]:
+        raise BatchError(
+            "a row wants the logits of other positions than its last, such as "
+            "prompt_logprobs, or comes in parts: give the Scheduler chunked=False, or run it "
+            "with PackedRunner or SoloRunner"
+        )
+    for slot, start, n in zip(batch.slots, batch.starts, batch.lengths):
+        if start and (n > 1 or slot not in slots):
+            raise BatchError(
+                f"the row of slot {slot} comes with {n} of its {start + n} tokens, and a "
+                "padded batch takes prompts whole: schedule by a PaddedScheduler"
+            )
+
+
+def groups_alike(prompts: dict[int, list[int]]) -> list[dict[int, list[int]]]:
+    """`prompts` by slot, in the groups that are prefilled together: those that begin alike,
+    and all others."""
+    found: list[tuple[list[bytes], dict[int, list[int]]]] = []
+    for slot, ids in prompts.items():
+        keys = chunk_keys(ids[: 3 * CHUNK])
+        for known, group in found:
+            n = min(len(known), len(keys))
+            if n and known[:n] == keys[:n]:
+                group[slot] = ids
+                del known[n:]
+                break
+        else:
+            found.append((keys, {slot: ids}))
+    alike = [group for _, group in found if len(group) > 1]
+    others = {slot: ids for _, group in found if len(group) == 1 for slot, ids in group.items()}
+    return [*alike, others] if others else alike
+
 # %% ../../nbs/2_core/rectangle.ipynb #rec00025
 class PaddedRunner:
     """Runs batches with the small engine, padded: newcomers are prefilled together, then join
@@ -219,36 +260,19 @@ class PaddedRunner:
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> torch.Tensor:
-        self.check(batch)
+        check_padded(batch, self.sessions)
         rows = [*zip(batch.slots, batch.starts, batch.cu_seqlens, batch.cu_seqlens[1:])]
         newest = {slot: batch.ids[a] for slot, start, a, _ in rows if start}
         prompts = {slot: batch.ids[a:b] for slot, start, a, b in rows if not start}
         with attention_override(self.model):
             self.leave(newest)
             parts = [self.decode(newest)] if newest else []
-            parts += [self.enter(group) for group in self.groups(prompts)]
+            parts += [
+                self.enter(group)
+                for group in (groups_alike(prompts) if self.share else [prompts] * bool(prompts))
+            ]
         line = {session: i for i, session in enumerate(self.engine.running)}
         return torch.cat(parts)[[line[self.sessions[slot]] for slot in batch.slots]]
-
-    def check(self, batch: Batch) -> None:
-        "Raise `BatchError` for what a padded batch can't do."
-        check_batch(batch, "PaddedRunner")
-        if batch.hidden:
-            raise BatchError(
-                "a padded batch gives logits, not hidden states: take PackedRunner or SoloRunner"
-            )
-        if batch.logits_at != [end - 1 for end in batch.cu_seqlens[1:]]:
-            raise BatchError(
-                "a row wants the logits of other positions than its last, such as "
-                "prompt_logprobs, or comes in parts: give the Scheduler chunked=False, or run it "
-                "with PackedRunner or SoloRunner"
-            )
-        for slot, start, n in zip(batch.slots, batch.starts, batch.lengths):
-            if start and (n > 1 or slot not in self.sessions):
-                raise BatchError(
-                    f"the row of slot {slot} comes with {n} of its {start + n} tokens, and a "
-                    "padded batch takes prompts whole: schedule by a PaddedScheduler"
-                )
 
     def leave(self, stay: Collection[int]) -> None:
         """Let those go whose slots are not in `stay`: all at once, when an eighth of the rows
@@ -275,26 +299,6 @@ class PaddedRunner:
         self.ledger.padded += len(self.ended)
         self.ledger.masked += len(logits) * self.engine.cache.get_seq_length() - int(lengths.sum())
         return logits
-
-    def groups(self, prompts: dict[int, list[int]]) -> list[dict[int, list[int]]]:
-        """`prompts` by slot, in the groups that are prefilled together: those that begin alike,
-        and all others."""
-        if not self.share:
-            return [prompts] if prompts else []
-        found: list[tuple[list[bytes], dict[int, list[int]]]] = []
-        for slot, ids in prompts.items():
-            keys = chunk_keys(ids[: 3 * CHUNK])
-            for known, group in found:
-                n = min(len(known), len(keys))
-                if n and known[:n] == keys[:n]:
-                    group[slot] = ids
-                    del known[n:]
-                    break
-            else:
-                found.append((keys, {slot: ids}))
-        alike = [group for _, group in found if len(group) > 1]
-        others = {slot: ids for _, group in found if len(group) == 1 for slot, ids in group.items()}
-        return [*alike, others] if others else alike
 
     def enter(self, prompts: dict[int, list[int]]) -> torch.Tensor:
         "Prefill newcomers as one batch, which joins those that decode: logits `[B, V]`."

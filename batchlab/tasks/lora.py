@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['AdapterChoice', 'AdapterChoices', 'AdapterModules', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'Adapter',
-           'signature_of', 'AdapterMemory', 'AdapterNames', 'Adapters', 'read_modules', 'open_for', 'look_up',
-           'put_adapter', 'adapters_for', 'plan_adapters', 'adapter_named', 'adapter_names', 'check_folders',
+           'signature_of', 'AdapterBounds', 'AdapterMemory', 'AdapterNames', 'Adapters', 'read_modules', 'open_for',
+           'look_up', 'put_adapter', 'adapters_for', 'plan_adapters', 'adapter_named', 'adapter_names', 'check_folders',
            'check_modules', 'LoRACalls']
 
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0010
@@ -355,9 +355,9 @@ AdapterModules = (  # see `read_modules`
     Mapping[str, str | PathLike[str]] | Sequence[LoRARequest | str | Mapping[str, str]] | str | None
 )
 
-# %% ../../nbs/5_tasks/lora.ipynb #fc015b7a
-class AdapterMemory:
-    "The adapters of an `LLM` that are in memory, for any thread."
+# %% ../../nbs/5_tasks/lora.ipynb #eb8a9941
+class AdapterBounds:
+    "How many adapters of an `LLM` may be in memory, and how large."
 
     def __init__(
         self,
@@ -406,6 +406,18 @@ class AdapterMemory:
             f"{megabytes(self.limit_bytes)}"
         )
 
+    def _bytes(self, ranks: dict[str, int]) -> int:
+        "Of an adapter with parts of these ranks, as it is in memory."
+        return self.itemsize * (
+            sum(r * sum(self.shapes[n]) for n, r in ranks.items())
+            if self.bank is None
+            else self.bank.size_of(ranks)
+        )
+
+# %% ../../nbs/5_tasks/lora.ipynb #fc015b7a
+class AdapterMemory(AdapterBounds):
+    "The adapters of an `LLM` that are in memory, for any thread."
+
     def bind(self, backend: Backend, shapes: object = True) -> None:
         """Run on `backend` from now on; what was loaded for another one is forgotten. Raises
         `UnsupportedModelError` where no model's rows run packed (no `shapes`), and `BatchError`
@@ -421,14 +433,6 @@ class AdapterMemory:
             self.unload()
             runs: Any = backend
             self.bank = runs.adapters = open_adapters(runs, self.shapes, self.weights)
-
-    def _bytes(self, ranks: dict[str, int]) -> int:
-        "Of an adapter with parts of these ranks, as it is in memory."
-        return self.itemsize * (
-            sum(r * sum(self.shapes[n]) for n, r in ranks.items())
-            if self.bank is None
-            else self.bank.size_of(ranks)
-        )
 
     def unload(self) -> None:
         "Give the memory of all back; they are read again when asked for."
