@@ -26,7 +26,7 @@ __all__ = ['Slot', 'SlotSeats', 'SlotPrefixes', 'SlotColumns', 'SlotBatch', 'Rec
 @dataclass
 class Slot:
     """A seat in the batch. `token_ids`: the tokens whose keys and values it holds, also after
-    its request has left; `version` goes up whenever that changes hands."""
+    its request has left; `version` goes up whenever the slot changes hands."""
 
     version: int = 0
     used_at: int = 0
