@@ -164,7 +164,7 @@ def tokens_of(event: StreamEvent) -> int:
         return event.output.num_tokens
     return len(event.token_ids)
 
-
+# %% ../../nbs/2_core/base.ipynb #6afa4742
 class PromptStream(LoadedModel):
     "A model that makes requests of prompts, and yields what becomes of them."
 

@@ -262,7 +262,7 @@ class SlotAnswers(SlotSteps):
         if self.thread is None:
             self.step()
         else:
-            with self.changed:
+            with self.locked():
                 self.changed.wait_for(lambda: enough() or self.thread is None)
 
     def run(self, prompts: Iterable[Sequence[int]], max_tokens: int = 16) -> list[list[int]]:
@@ -305,7 +305,7 @@ class SlotEngine(SlotAnswers):
         """End the thread after its step, and with it all that is unfinished ('cancelled')."""
         if self.thread is None:
             return
-        with self.changed:
+        with self.locked():
             self.closing = True
             self.changed.notify_all()
         self.thread.join()

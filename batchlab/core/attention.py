@@ -24,7 +24,7 @@ KV = tuple[torch.Tensor, torch.Tensor]
 
 # %% auto #0
 __all__ = ['KV', 'packed_attention', 'attention_override', 'encoder_inputs', 'span_mask', 'both_ways', 'shared_prefixes',
-           'PackedStep', 'TorchBackend']
+           'StepMasks', 'PackedStep', 'TorchBackend']
 
 # %% ../../nbs/2_core/12_attention.ipynb #5e1a0c13
 class _Thread(threading.local):
@@ -441,13 +441,11 @@ def decode_groups(batch: Batch, block_size: int, device: torch.device) -> list[D
         )
     return found
 
-# %% ../../nbs/2_core/12_attention.ipynb #a608301b
-class PackedStep:
-    """Attention of one step's rows over the blocks of a cache, in plain torch: what each layer
-    calls by `attention`.
-
-    Single tokens are attended group by group (`decode_groups`), longer rows one by one.
-    `masked`: columns that a full layer reads in decode only to be masked."""
+# %% ../../nbs/2_core/12_attention.ipynb #f25da435
+class StepMasks:
+    """What a step prepares once for all layers: the slot mapping, groups of rows and, when first
+    asked for, masks.
+    """
 
     def __init__(self, cache: KVCache, batch: Batch) -> None:
         self.cache, self.batch, self.masks = cache, batch, {}
@@ -464,6 +462,43 @@ class PackedStep:
     @property
     def masked(self) -> int:
         return sum(len(g.rows) * (g.first + g.columns) - int(g.lengths.sum()) for g in self.groups)
+
+    def _seen(
+        self, layer: int, i: int, n: int, window: int | None, like: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | str]:
+        """Keys and values `[1, KV, columns, D]` that the last n tokens of row i may see, and
+        their mask."""
+        end, size = self.batch.seq_lens[i], self.cache.block_size
+        first = 0 if window is None else max(0, end - n + 1 - window) // size
+        held = self.cache.read(layer, self.batch.block_table[i][first : -(-end // size)])
+        k, v = (t[: end - first * size].transpose(0, 1)[None] for t in held)
+        return (
+            k,
+            v,
+            self._once(
+                ("row", i, window),
+                _chunk_mask,
+                end - n,
+                end,
+                first * size,
+                window,
+                like.dtype,
+                like.device,
+            ),
+        )
+
+    def _once(self, key: tuple, make: Callable[..., Any], *args: Any) -> Any:
+        if key not in self.masks:
+            self.masks[key] = make(*args)
+        return self.masks[key]
+
+# %% ../../nbs/2_core/12_attention.ipynb #a608301b
+class PackedStep(StepMasks):
+    """Attention of one step's rows over the blocks of a cache, in plain torch: what each layer
+    calls by `attention`.
+
+    Single tokens are attended group by group (`decode_groups`), longer rows one by one.
+    `masked`: columns that a full layer reads in decode only to be masked."""
 
     def attention(
         self,
@@ -512,35 +547,6 @@ class PackedStep:
         if g.shared:
             return attend_pieces(q, self.cache.read(layer, g.shared), (k, v), mask, **asked)
         return attend(q[:, :, None], k.transpose(1, 2), v.transpose(1, 2), mask, **asked)[:, :, 0]
-
-    def _seen(
-        self, layer: int, i: int, n: int, window: int | None, like: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | str]:
-        """Keys and values `[1, KV, columns, D]` that the last n tokens of row i may see, and
-        their mask."""
-        end, size = self.batch.seq_lens[i], self.cache.block_size
-        first = 0 if window is None else max(0, end - n + 1 - window) // size
-        held = self.cache.read(layer, self.batch.block_table[i][first : -(-end // size)])
-        k, v = (t[: end - first * size].transpose(0, 1)[None] for t in held)
-        return (
-            k,
-            v,
-            self._once(
-                ("row", i, window),
-                _chunk_mask,
-                end - n,
-                end,
-                first * size,
-                window,
-                like.dtype,
-                like.device,
-            ),
-        )
-
-    def _once(self, key: tuple, make: Callable[..., Any], *args: Any) -> Any:
-        if key not in self.masks:
-            self.masks[key] = make(*args)
-        return self.masks[key]
 
 # %% ../../nbs/2_core/12_attention.ipynb #a0674596
 class TorchBackend:

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['KVBudget', 'Block', 'common_length', 'Hit', 'BlockIndex', 'BlockMemory', 'BlockPool']
+__all__ = ['KVBudget', 'Block', 'common_length', 'Hit', 'BlockNames', 'BlockIndex', 'BlockCounts', 'BlockMemory', 'BlockRecords',
+           'BlockPool']
 
 # %% ../../nbs/2_core/10b_blocks.ipynb #blk00007
 import math
@@ -92,12 +93,9 @@ class Hit:
     source: int | None = None
     n: int = 0
 
-# %% ../../nbs/2_core/10b_blocks.ipynb #7f0ec3e6
-class BlockIndex:
-    """Finds `blocks` by what lies in them, exact to the token.
-
-    `full`: hash → the full block that ends with it. `children`: hash → the listed blocks that go
-    on after it. `chunk_size`: tokens to a link of the chain of hashes."""
+# %% ../../nbs/2_core/10b_blocks.ipynb #b2a54fca
+class BlockNames:
+    "The names of what lies in `blocks`: chained hashes, and which block ends with each."
 
     def __init__(self, blocks: list[Block], block_size: int) -> None:
         self.blocks = blocks
@@ -137,6 +135,13 @@ class BlockIndex:
         if b.hash is not None and self.full.get(b.hash) == i:
             del self.full[b.hash]
 
+# %% ../../nbs/2_core/10b_blocks.ipynb #7f0ec3e6
+class BlockIndex(BlockNames):
+    """Finds `blocks` by what lies in them, exact to the token.
+
+    `full`: hash → the full block that ends with it. `children`: hash → the listed blocks that go
+    on after it. `chunk_size`: tokens to a link of the chain of hashes."""
+
     def longest(self, parent: bytes, ids: Sequence[int]) -> tuple[int, int | None]:
         """Of the blocks that go on after `parent`, the one that shares most tokens with `ids`:
         how many, and which (None for 0)."""
@@ -164,9 +169,9 @@ class BlockIndex:
         n, source = self.longest(parent, list(ids[at : min(last, at + size)]))
         return Hit(found, at + n, source, n)
 
-# %% ../../nbs/2_core/10b_blocks.ipynb #a504c5b1
-class BlockMemory:
-    """Hands out blocks, and takes them back. See `BlockPool`, which finds again what lies in them."""
+# %% ../../nbs/2_core/10b_blocks.ipynb #320528eb
+class BlockCounts:
+    "All blocks, and how many are free, held or cached."
 
     def __init__(
         self, block_size: int = 64, budget: KVBudget | None = None, prefix_caching: bool = True
@@ -198,6 +203,10 @@ class BlockMemory:
         budget have given back."""
         more = blocks - len(self.free) - len(self.cached)
         return more <= 0 or self.budget.has_room(self, (len(self.blocks) + more) * self.block_size)
+
+# %% ../../nbs/2_core/10b_blocks.ipynb #a504c5b1
+class BlockMemory(BlockCounts):
+    """Hands out blocks, and takes them back. See `BlockPool`, which finds again what lies in them."""
 
     def take(self, after: int | None = None) -> int | None:
         """An empty block, held once: free, else evicted, else of new memory; None if there is
@@ -269,18 +278,9 @@ class BlockMemory:
         b = self.blocks[i]
         b.token_ids, b.parent, b.hash = [], b"", None
 
-# %% ../../nbs/2_core/10b_blocks.ipynb #3cef918d
-class BlockPool(BlockMemory):
-    """Hands out blocks of KV, and finds again what lies in them. Blocks are numbered from 0;
-    `blocks[i]` is a `Block`.
-
-    A block is held (`refs`), cached (nobody holds it, and it can be found until it is taken for
-    something else) or free (nobody holds it, nothing lies in it). `budget`: what limits their
-    number, shared with others. `prefix_caching=False`: nothing is hashed, and nothing outlives
-    its owner. `index`: finds blocks. `evictions`: cached blocks taken. `hits`: requests that
-    began with cached tokens. `recent`: blocks released to be spared until `spare_no_more`: while
-    there is new memory, that is taken rather than they. After vLLM's block pool, with hits exact
-    to the token."""
+# %% ../../nbs/2_core/10b_blocks.ipynb #0f693d04
+class BlockRecords(BlockMemory):
+    "Records what was written into blocks, so that it can be found."
 
     def commit(
         self, table: Sequence[int], start: int, ids: Sequence[int], root: bytes = b""
@@ -304,6 +304,35 @@ class BlockPool(BlockMemory):
             if self.prefix_caching:
                 self.index.note(i)
             start, ids = start + n, ids[n:]
+
+    def forget(self) -> None:
+        "Forget what nobody holds: cached blocks become free."
+        self.spare_no_more()
+        for i in self.cached:
+            self._empty(i)
+        self.free = sorted([*self.free, *self.cached])
+        self.cached.clear()
+
+    def clear(self) -> None:
+        "Forget all, and give the memory back; nobody may hold a block."
+        assert not any(b.refs for b in self.blocks), "blocks are held"
+        index = self.index
+        for part in (self.blocks, self.free, self.cached, self.recent, index.full, index.children):
+            part.clear()
+        self.budget.claim(self, 0)
+
+# %% ../../nbs/2_core/10b_blocks.ipynb #3cef918d
+class BlockPool(BlockRecords):
+    """Hands out blocks of KV, and finds again what lies in them. Blocks are numbered from 0;
+    `blocks[i]` is a `Block`.
+
+    A block is held (`refs`), cached (nobody holds it, and it can be found until it is taken for
+    something else) or free (nobody holds it, nothing lies in it). `budget`: what limits their
+    number, shared with others. `prefix_caching=False`: nothing is hashed, and nothing outlives
+    its owner. `index`: finds blocks. `evictions`: cached blocks taken. `hits`: requests that
+    began with cached tokens. `recent`: blocks released to be spared until `spare_no_more`: while
+    there is new memory, that is taken rather than they. After vLLM's block pool, with hits exact
+    to the token."""
 
     def find(
         self, ids: Sequence[int], hashes: Sequence[bytes] | None = None, root: bytes = b""
@@ -342,19 +371,3 @@ class BlockPool(BlockMemory):
             return table, [], at
         self.commit([*table, target], at, ids[at : at + hit.n], root)
         return [*table, target], [(hit.source, target, hit.n)], at + hit.n
-
-    def forget(self) -> None:
-        "Forget what nobody holds: cached blocks become free."
-        self.spare_no_more()
-        for i in self.cached:
-            self._empty(i)
-        self.free = sorted([*self.free, *self.cached])
-        self.cached.clear()
-
-    def clear(self) -> None:
-        "Forget all, and give the memory back; nobody may hold a block."
-        assert not any(b.refs for b in self.blocks), "blocks are held"
-        index = self.index
-        for part in (self.blocks, self.free, self.cached, self.recent, index.full, index.children):
-            part.clear()
-        self.budget.claim(self, 0)

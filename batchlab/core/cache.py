@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['Shape', 'kv_shapes', 'kv_bytes_per_token', 'reserve', 'is_run', 'KVCache']
+__all__ = ['Shape', 'kv_shapes', 'kv_bytes_per_token', 'reserve', 'is_run', 'CacheMemory', 'KVCache']
 
 # %% ../../nbs/2_core/10_slots.ipynb #42a2e48d
 import contextlib, mmap, sys
@@ -75,16 +75,12 @@ def is_run(blocks: Sequence[int]) -> bool:
     "Whether `blocks`, of which there is at least one, are neighbours in ascending order."
     return list(blocks) == list(range(blocks[0], blocks[0] + len(blocks)))
 
-# %% ../../nbs/2_core/10_slots.ipynb #a74868d4
-class KVCache:
-    """Keys and values of all blocks, written in place. Tensors only: who holds which block,
-    `BlockPool` knows.
-
-    `keys[layer]`, `values[layer]`: `[num_blocks, block_size, kv_heads, head_dim]`; place p of a
-    batch's `slot_mapping` is `[p // block_size, p % block_size]`. `shapes`: one for each layer.
-    The addresses of `num_blocks` blocks are reserved (half as many, as often as needed, where
-    those can't be had); only blocks that were used take memory, `nbytes`. A subclass may have
-    another layout: `key_shape` and `value_shape` of a block."""
+# %% ../../nbs/2_core/10_slots.ipynb #eea39cc7
+class CacheMemory:
+    """Memory for the keys and values of all blocks. The addresses of `num_blocks` blocks are
+    reserved (half as many, as often as needed, where those can't be had); only blocks that were
+    used take memory, `nbytes`.
+    """
 
     def __init__(
         self,
@@ -131,6 +127,17 @@ class KVCache:
     def nbytes(self) -> int:
         "Bytes of the blocks that were used so far."
         return self.num_used * self.block_bytes
+
+# %% ../../nbs/2_core/10_slots.ipynb #a74868d4
+class KVCache(CacheMemory):
+    """Keys and values of all blocks, written in place. Tensors only: who holds which block,
+    `BlockPool` knows.
+
+    `keys[layer]`, `values[layer]`: `[num_blocks, block_size, kv_heads, head_dim]`; place p of a
+    batch's `slot_mapping` is `[p // block_size, p % block_size]`. `shapes`: one for each layer.
+    The addresses of `num_blocks` blocks are reserved (half as many, as often as needed, where
+    those can't be had); only blocks that were used take memory, `nbytes`. A subclass may have
+    another layout: `key_shape` and `value_shape` of a block."""
 
     def prepare(self, batch: Batch) -> None:
         """Before a step: zeros in the blocks that it begins, of which attention reads more than

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'out_of_memory', 'take_rows', 'sum_ledgers', 'parts_of', 'in_order', 'RecoveringEngine', 'Engine']
+__all__ = ['log', 'out_of_memory', 'take_rows', 'sum_ledgers', 'parts_of', 'in_order', 'EngineState', 'RecoveringEngine',
+           'Engine']
 
 # %% ../../nbs/2_core/14_engine.ipynb #6f599640
 import logging
@@ -69,9 +70,9 @@ def in_order(
     }
     return [found[id(row)] for row in plan.rows]
 
-# %% ../../nbs/2_core/14_engine.ipynb #e54af1a0
-class RecoveringEngine:
-    """A scheduler and a runner, and what becomes of requests when a step breaks off. See `Engine`."""
+# %% ../../nbs/2_core/14_engine.ipynb #780d7623
+class EngineState:
+    "A scheduler, a runner, and who is told of each call."
 
     def __init__(
         self,
@@ -93,6 +94,34 @@ class RecoveringEngine:
         "Tell those who watch; mostly nobody does."
         for watch in list(self.watchers):
             watch(self, event, x)
+
+    def shrink(self, n: int) -> bool:
+        """After `n` requests in a step were too much for memory: fewer of them, or fewer tokens.
+        False if it can't be less."""
+        s = self.scheduler
+        if n > 1:
+            s.max_num_seqs = max(1, min(n, s.max_num_seqs) // 2)
+        elif s.chunked and s.max_num_batched_tokens > 64:
+            s.max_num_batched_tokens //= 2
+            s.max_num_seqs = min(s.max_num_seqs, s.max_num_batched_tokens - 1)
+        else:
+            return False
+        log.warning(
+            "out of memory: going on with at most %s sequences and %s tokens a step",
+            s.max_num_seqs,
+            s.max_num_batched_tokens,
+        )
+        return True
+
+    def reset(self) -> None:
+        """Take everybody's slot and give all memory back: those who ran wait, and will be
+        computed again."""
+        self.scheduler.reset()
+        self.runner.reset()
+
+# %% ../../nbs/2_core/14_engine.ipynb #e54af1a0
+class RecoveringEngine(EngineState):
+    """A scheduler and a runner, and what becomes of requests when a step breaks off. See `Engine`."""
 
     def recover(self, plan: StepPlan | None, e: BaseException) -> list[Request]:
         """After a step broke off with exception `e`: all slots and blocks are given back. The
@@ -124,30 +153,6 @@ class RecoveringEngine:
         for r in hit:
             self.scheduler.finish(r, "error", why)
         return ran
-
-    def shrink(self, n: int) -> bool:
-        """After `n` requests in a step were too much for memory: fewer of them, or fewer tokens.
-        False if it can't be less."""
-        s = self.scheduler
-        if n > 1:
-            s.max_num_seqs = max(1, min(n, s.max_num_seqs) // 2)
-        elif s.chunked and s.max_num_batched_tokens > 64:
-            s.max_num_batched_tokens //= 2
-            s.max_num_seqs = min(s.max_num_seqs, s.max_num_batched_tokens - 1)
-        else:
-            return False
-        log.warning(
-            "out of memory: going on with at most %s sequences and %s tokens a step",
-            s.max_num_seqs,
-            s.max_num_batched_tokens,
-        )
-        return True
-
-    def reset(self) -> None:
-        """Take everybody's slot and give all memory back: those who ran wait, and will be
-        computed again."""
-        self.scheduler.reset()
-        self.runner.reset()
 
 # %% ../../nbs/2_core/14_engine.ipynb #73cfbb7d
 class Engine(RecoveringEngine):

@@ -214,7 +214,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], object]]] = (
     )
 )
 
-
+# %% ../../nbs/2_core/params.ipynb #eca7e2cc
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """What the whole text of an answer must be, exactly one of the first five; vLLM's names.

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['Task', 'Count', 'Request', 'Row', 'RowOutput', 'StepPlan']
+__all__ = ['Task', 'Count', 'RequestFields', 'Request', 'Row', 'RowOutput', 'StepPlan']
 
 # %% ../../nbs/2_core/10c_request.ipynb #req00007
 import contextlib
@@ -66,9 +66,9 @@ class Count(Task):
     def first_output(self, request: Request) -> int:
         return request.num_tokens - 1 if self.first is None else self.first
 
-# %% ../../nbs/2_core/10c_request.ipynb #46a9e24e
+# %% ../../nbs/2_core/10c_request.ipynb #0eedf3fc
 @dataclass(eq=False)
-class Request:
+class RequestFields:
     """One sequence on its way: what was asked, its tokens so far, how far they are computed, and
     where their KV lies.
 
@@ -114,6 +114,11 @@ class Request:
     @property
     def max_len(self) -> int:
         return len(self.prompt_ids) + self.max_tokens
+
+# %% ../../nbs/2_core/10c_request.ipynb #46a9e24e
+@dataclass(eq=False)
+class Request(RequestFields):
+    "A sequence on its way, which takes in tokens one by one and ends once."
 
     @property
     def first_logits(self) -> int:

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['GROW', 'Name', 'SlotTable', 'coming_chunks', 'worth_waiting', 'Seats', 'StepPlanner', 'RequestQueue', 'Scheduler']
+__all__ = ['GROW', 'Name', 'SlotTable', 'coming_chunks', 'worth_waiting', 'Seats', 'StepShares', 'StepPlanner', 'RequestLists',
+           'RequestQueue', 'RequestEnds', 'Scheduler']
 
 # %% ../../nbs/2_core/11_scheduler.ipynb #39e3b68b
 import heapq
@@ -205,26 +206,27 @@ class Seats:
             self.budget += self.take_out(other)
         return True
 
-# %% ../../nbs/2_core/11_scheduler.ipynb #61f71b6a
-class StepPlanner(Seats):
-    """Makes the plan of one step of `scheduler`: decoding requests, then prefills under way,
-    then requests that wait.
+# %% ../../nbs/2_core/11_scheduler.ipynb #17a39d6a
+class StepShares(Seats):
+    "How many positions of a step each request may have, and its rows for them."
 
-    `budget`: how many positions are left."""
+    def left(self, r: Request) -> int:
+        "How many positions of the step `r` may still have, as far as `allowance` is concerned."
+        if self.scheduler.allowance is None or not r.preemptible:
+            return self.scheduler.max_num_batched_tokens
+        theirs = sum(row.n_tokens for row in self.plan.rows if row.request.preemptible)
+        return self.scheduler.allowance - theirs
 
-    def make(self) -> StepPlan:
-        decodes, prefills = [], []
-        for r in self.slots.running:
-            (decodes if r.num_pending == 1 else prefills).append(r)
-        self.decode(decodes)
-        self.prefill([r for r in prefills if not r.preemptible])
-        if late := [r for r in prefills if r.preemptible]:  # they go on with what others leave
-            self.admit(late=True)
-            self.budget = self.scheduler.max_num_batched_tokens - self.plan.num_tokens
-            self.prefill(late)
-        self.admit()
-        self.plan.rows.sort(key=lambda row: row.n_tokens > 1)
-        return self.plan
+    def share(self, r: Request) -> int:
+        "How many positions `r` gets."
+        if not self.scheduler.chunked:
+            return r.num_pending
+        return min(r.num_pending, self.budget, self.left(r))
+
+    def fits(self, r: Request) -> bool:
+        """Whether the budget is enough for `r` to begin: in chunks always, whole only if it is
+        alone or as short as that."""
+        return self.scheduler.chunked or not self.plan.rows or r.num_tokens <= self.budget
 
     def decode(self, requests: list[Request]) -> None:
         "A position for each of `requests`; the preemptible ones beyond the allowance stand still."
@@ -244,6 +246,27 @@ class StepPlanner(Seats):
                 break
             if self.put(r, n):
                 self.budget -= n
+
+# %% ../../nbs/2_core/11_scheduler.ipynb #61f71b6a
+class StepPlanner(StepShares):
+    """Makes the plan of one step of `scheduler`: decoding requests, then prefills under way,
+    then requests that wait.
+
+    `budget`: how many positions are left."""
+
+    def make(self) -> StepPlan:
+        decodes, prefills = [], []
+        for r in self.slots.running:
+            (decodes if r.num_pending == 1 else prefills).append(r)
+        self.decode(decodes)
+        self.prefill([r for r in prefills if not r.preemptible])
+        if late := [r for r in prefills if r.preemptible]:  # they go on with what others leave
+            self.admit(late=True)
+            self.budget = self.scheduler.max_num_batched_tokens - self.plan.num_tokens
+            self.prefill(late)
+        self.admit()
+        self.plan.rows.sort(key=lambda row: row.n_tokens > 1)
+        return self.plan
 
     def admit(self, late: bool = False) -> None:
         """Let requests in by rank, while there are slots, memory and budget. `late`: none that
@@ -280,27 +303,9 @@ class StepPlanner(Seats):
             self.budget -= n
             coming |= coming_chunks([r], chunk)
 
-    def left(self, r: Request) -> int:
-        "How many positions of the step `r` may still have, as far as `allowance` is concerned."
-        if self.scheduler.allowance is None or not r.preemptible:
-            return self.scheduler.max_num_batched_tokens
-        theirs = sum(row.n_tokens for row in self.plan.rows if row.request.preemptible)
-        return self.scheduler.allowance - theirs
-
-    def share(self, r: Request) -> int:
-        "How many positions `r` gets."
-        if not self.scheduler.chunked:
-            return r.num_pending
-        return min(r.num_pending, self.budget, self.left(r))
-
-    def fits(self, r: Request) -> bool:
-        """Whether the budget is enough for `r` to begin: in chunks always, whole only if it is
-        alone or as short as that."""
-        return self.scheduler.chunked or not self.plan.rows or r.num_tokens <= self.budget
-
-# %% ../../nbs/2_core/11_scheduler.ipynb #b90e13d9
-class RequestQueue:
-    "The requests that wait, by rank, and those that run. See `Scheduler` for the arguments."
+# %% ../../nbs/2_core/11_scheduler.ipynb #f383f9fc
+class RequestLists:
+    "The requests that wait and that run, and what a step may compute."
 
     planner = StepPlanner
 
@@ -355,6 +360,10 @@ class RequestQueue:
         "Whether a request waits or runs that is not preemptible."
         return any(not r.preemptible for queue in (self.running, self.waiting) for r in queue)
 
+# %% ../../nbs/2_core/11_scheduler.ipynb #b90e13d9
+class RequestQueue(RequestLists):
+    "The requests that wait, by rank, and those that run. See `Scheduler` for the arguments."
+
     def add(self, request: Request) -> Request:
         """Queue `request` and return it. Raises `BatchError` if it has no tokens, or may grow
         beyond all memory."""
@@ -387,8 +396,50 @@ class RequestQueue:
     def _wait(self, r: Request) -> None:
         insort(self.waiting, r, key=lambda r: r.rank)
 
+# %% ../../nbs/2_core/11_scheduler.ipynb #c466f8d3
+class RequestEnds(RequestQueue):
+    "Takes requests out: when they end, are preempted, or all is given up."
+
+    def finish(
+        self, request: Request, reason: str, error: str | None = None, keep: bool = True
+    ) -> None:
+        """End `request` wherever it is: the one place where that happens. Its slot is free from
+        the next step on.
+
+        What is computed of it can be found by others, if `keep`. The first `reason` is the one
+        that counts."""
+        request.finish(reason, error)
+        if request.slot is not None:
+            return self.slots.leave(request, keep)
+        at = bisect_left(self.waiting, request.rank, key=lambda r: r.rank)
+        if self.waiting[at : at + 1] == [request]:
+            del self.waiting[at]
+
+    def preempt(self, request: Request) -> None:
+        """Take slot and blocks from a running request. It waits at its old place, and computes
+        again what is lost by then."""
+        self.slots.leave(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._wait(request)
+
+    def reset(self) -> None:
+        "Let all requests wait and forget all blocks. A plan in hand is void: no `update` for it."
+        for r in list(self.running):  # by no want of memory, so it counts as no preemption
+            self.slots.leave(r)
+            self._wait(r)
+        self.waiting = [
+            r for r in dict.fromkeys(self.waiting) if r.finish_reason is None
+        ]  # a step may have been interrupted
+        for r in self.waiting:
+            r.slot, r.block_table, r.num_computed_tokens = None, [], 0
+        self.slots.free = [*range(self.max_num_seqs)]
+        for b in self.pool.blocks:
+            b.refs = 0  # copies in flight
+        self.pool.clear()
+
 # %% ../../nbs/2_core/11_scheduler.ipynb #61f71b69
-class Scheduler(RequestQueue):
+class Scheduler(RequestEnds):
     """Decides at every step which requests are in it and with how many tokens. No tensor, no model.
 
     At most `max_num_seqs` requests run at once, each in a slot of its own. A step has at most
@@ -444,41 +495,3 @@ class Scheduler(RequestQueue):
             if reason:
                 self.finish(r, reason, error, keep=not error)
         return moved
-
-    def finish(
-        self, request: Request, reason: str, error: str | None = None, keep: bool = True
-    ) -> None:
-        """End `request` wherever it is: the one place where that happens. Its slot is free from
-        the next step on.
-
-        What is computed of it can be found by others, if `keep`. The first `reason` is the one
-        that counts."""
-        request.finish(reason, error)
-        if request.slot is not None:
-            return self.slots.leave(request, keep)
-        at = bisect_left(self.waiting, request.rank, key=lambda r: r.rank)
-        if self.waiting[at : at + 1] == [request]:
-            del self.waiting[at]
-
-    def preempt(self, request: Request) -> None:
-        """Take slot and blocks from a running request. It waits at its old place, and computes
-        again what is lost by then."""
-        self.slots.leave(request)
-        request.num_preemptions += 1
-        self.num_preemptions += 1
-        self._wait(request)
-
-    def reset(self) -> None:
-        "Let all requests wait and forget all blocks. A plan in hand is void: no `update` for it."
-        for r in list(self.running):  # by no want of memory, so it counts as no preemption
-            self.slots.leave(r)
-            self._wait(r)
-        self.waiting = [
-            r for r in dict.fromkeys(self.waiting) if r.finish_reason is None
-        ]  # a step may have been interrupted
-        for r in self.waiting:
-            r.slot, r.block_table, r.num_computed_tokens = None, [], 0
-        self.slots.free = [*range(self.max_num_seqs)]
-        for b in self.pool.blocks:
-            b.refs = 0  # copies in flight
-        self.pool.clear()

@@ -47,7 +47,7 @@ class Family:
     scaled: bool = False
     behind: bool = False
 
-
+# %% ../../nbs/4_fast/23_layers.ipynb #753f6a1d
 _AROUND = (
     "input_layernorm",
     "post_attention_layernorm",
@@ -64,37 +64,11 @@ _GLM = (
 _ONE = ("input_layernorm", "", "", "")
 FAMILIES = {
     name: Family()
-    for name in (
-        "llama",
-        "mistral",
-        "qwen2",
-        "qwen3",
-        "phi3",
-        "smollm3",
-        "gemma",
-        "olmo",
-        "granite",
-        "seed_oss",
-        "arcee",
-        "ministral",
-        "starcoder2",
-        "mixtral",
-        "qwen2_moe",
-        "qwen3_moe",
-        "olmoe",
-        "gpt_oss",
-        "granitemoe",
-        "glm4_moe",
-        "dots1",
-        "solar_open",
-        "mellum",
-        "internlm3",
-        "iquestcoder",
-        "cwm",
-        "jais2",
-        "stablelm",
-        "nemotron",
-    )
+    for name in """
+        llama mistral qwen2 qwen3 phi3 smollm3 gemma olmo granite seed_oss arcee ministral
+        starcoder2 mixtral qwen2_moe qwen3_moe olmoe gpt_oss granitemoe glm4_moe dots1
+        solar_open mellum internlm3 iquestcoder cwm jais2 stablelm nemotron
+    """.split()
 } | {
     "gemma2": Family(_AROUND),
     "gemma3_text": Family(_AROUND),

@@ -302,7 +302,7 @@ def params_for(params: object, n: int) -> list[SamplingParams | PoolingParams]:
         )
     return [_params_of(p) for p in params]
 
-
+# %% ../../nbs/2_core/inputs.ipynb #66354b14
 def settings_for(
     n: int,
     sampling_params: object = None,

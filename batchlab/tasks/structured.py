@@ -724,7 +724,7 @@ def _blamed(schema: dict[str, Any], said: Callable[[str], str]) -> str:
         else:
             return where
 
-
+# %% ../../nbs/5_tasks/30_structured.ipynb #0f734b7f
 def _failure(s: StructuredOutputsParams, said: str) -> ParamError:
     """The error of which the library `said` the reason, for `s`: with the part of a schema that
     is at fault."""
