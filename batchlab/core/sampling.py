@@ -21,284 +21,9 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 # %% auto #0
-__all__ = ['TokenText', 'BAD_LOGITS', 'NO_TOKEN', 'TokenMask', 'allow_', 'ban_', 'obey_', 'bias_', 'repeat_', 'count_', 'Logprob',
-           'token_logprobs', 'reported_logits', 'token_text', 'prompt_texts', 'draw', 'SamplingRow', 'cutoffs',
-           'processed_logits', 'probabilities', 'best_tokens', 'Sampled', 'sample', 'finish_reason']
-
-# %% ../../nbs/2_core/07_sampling.ipynb #8faab9ba
-def _word_ids(
-    words: Collection[Any], tokenizer: PreTrainedTokenizerBase | None
-) -> list[tuple[int, ...]]:
-    """Token id sequences of `words` (strings or ids), each string with and without a space
-    before it. Raises `ParamError`."""
-    if tokenizer is None and any(isinstance(w, str) for w in words):
-        raise ParamError(
-            f"bad_words={words!r} needs a tokenizer, and there is none: give lists of token ids "
-            "instead",
-            field="bad_words",
-        )
-    seqs: dict[tuple[int, ...], None] = {}
-    for w in words:
-        if not isinstance(w, str):
-            seqs[tuple(w)] = None
-        elif tokenizer is not None:
-            seqs |= dict.fromkeys(word_ids(tokenizer, w))
-    return [*seqs]
-
-
-def _check_vocab(params: SamplingParams, vocab_size: int) -> None:
-    "Raise `ParamError` if `params` name a token id that logits of `vocab_size` columns don't have."
-    named = {
-        n: getattr(params, n)
-        for n in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids")
-    }
-    named["bad_words"] = [i for w in params.bad_words or () if not isinstance(w, str) for i in w]
-    for name, ids in named.items():
-        if bad := [i for i in ids or () if i >= vocab_size]:
-            raise ParamError(
-                f"{name} has token ids {written(bad)}, and the model's ids go from 0 to "
-                f"{vocab_size - 1}: was another tokenizer used?",
-                field=name,
-            )
-
-# %% ../../nbs/2_core/07_sampling.ipynb #a7c31d5e
-class TokenMask(Protocol):
-    """Says which ids a row may take next, as a grammar does: forbids the others in logits `x`
-    `[1, V]`, in place."""
-
-    def mask_(self, x: Tensor, output_ids: list[int]) -> Any: ...
-
-# %% ../../nbs/2_core/07_sampling.ipynb #3cd5383b
-def _steered(row: SamplingRow) -> bool:
-    "Whether `row` treats some ids unlike others at this step."
-    p, out = row.params, row.output_ids
-    return bool(
-        p.allowed_token_ids
-        or row.bad_words_ids
-        or len(out) < p.min_tokens
-        or p.logit_bias
-        or row.grammar
-        or p.repetition_penalty != 1
-        or out
-        and (p.presence_penalty or p.frequency_penalty)
-    )
-
-# %% ../../nbs/2_core/07_sampling.ipynb #481bec0a
-def _places(
-    x: Tensor, rows: Sequence[SamplingRow], ids_of: Callable[[SamplingRow], Collection[int]]
-) -> Tensor:
-    "Where row b's ids `ids_of(row)` lie in `x` `[B, V]` read as one line: int64 of `b*V + id`."
-    V = x.shape[-1]
-    parts = [
-        b * V + t[t < V]
-        for b, row in enumerate(rows)
-        if len(t := torch.as_tensor(list(ids_of(row)), dtype=torch.int64))
-    ]
-    return torch.cat(parts or [torch.empty(0, dtype=torch.int64)]).to(x.device)
-
-
-def _of_row(
-    x: Tensor, rows: Sequence[SamplingRow], places: Tensor, value: Callable[[SamplingParams], float]
-) -> Tensor:
-    "`value(params)` of the row that each of `places` lies in, in the dtype of `x`."
-    v = torch.tensor([value(r.params) for r in rows], dtype=x.dtype, device=x.device)
-    return v[places // x.shape[-1]]
-
-# %% ../../nbs/2_core/07_sampling.ipynb #b8889473
-def allow_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    "Forbid all but `allowed_token_ids`, in place."
-    some = [b for b, r in enumerate(rows) if r.params.allowed_token_ids]
-    if not some:
-        return x
-    at = _places(x, rows, lambda r: r.params.allowed_token_ids or ())
-    kept = x.view(-1)[at]
-    x[some] = -math.inf
-    x.view(-1)[at] = kept
-    return x
-
-
-def _banned(row: SamplingRow) -> list[int]:
-    """The ids that `row` may not take as its next token: last ids of bad words under way, and
-    ends before `min_tokens`."""
-    out, p = row.output_ids, row.params
-    ids = [w[-1] for w in row.bad_words_ids if len(w) == 1 or tuple(out[1 - len(w) :]) == w[:-1]]
-    return ids + [*row.eos_ids, *(p.stop_token_ids or ())] if len(out) < p.min_tokens else ids
-
-
-def ban_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    "Forbid what completes a bad word, and EOS and `stop_token_ids` until `min_tokens`, in place."
-    x.view(-1)[_places(x, rows, _banned)] = -math.inf
-    return x
-
-
-def obey_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Forbid what a row's `grammar` does not allow next, in place, by its
-    `mask_(logits [1, V], output_ids)`."""
-    for b, row in enumerate(rows):
-        if row.grammar is not None:
-            row.grammar.mask_(x[b : b + 1], row.output_ids)
-    return x
-
-# %% ../../nbs/2_core/07_sampling.ipynb #592c2738
-def bias_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    "Add `logit_bias`, in place."
-    at = _places(x, rows, lambda r: r.params.logit_bias or ())
-    add = [b for r in rows for i, b in (r.params.logit_bias or {}).items() if i < x.shape[-1]]
-    x.view(-1)[at] += torch.tensor(add, dtype=x.dtype, device=x.device)
-    return x
-
-
-def repeat_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Divide positive, multiply negative logits by `repetition_penalty` at ids of prompt and
-    output, in place (CTRL)."""
-    at = _places(
-        x, rows, lambda r: r.prompt_ids + r.output_ids if r.params.repetition_penalty != 1 else ()
-    )
-    v, p = x.view(-1)[at], _of_row(x, rows, at, lambda p: p.repetition_penalty)
-    x.view(-1)[at] = torch.where(
-        v > 0, v / p, v * p
-    )  # an id that comes twice writes the same value twice
-    return x
-
-
-def count_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Subtract `presence_penalty` at ids of the output, and `frequency_penalty` for each time
-    they occur, in place."""
-    counts = lambda r: (
-        r.output_ids if r.params.frequency_penalty or r.params.presence_penalty else ()
-    )
-    at, n = _places(x, rows, counts).unique(return_counts=True)
-    x.view(-1)[at] -= _of_row(x, rows, at, lambda p: p.frequency_penalty) * n
-    x.view(-1)[at] -= _of_row(x, rows, at, lambda p: p.presence_penalty)
-    return x
-
-# %% ../../nbs/2_core/07_sampling.ipynb #ed625607
-def _steer_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    if some := [b for b, r in enumerate(rows) if _steered(r)]:
-        part, sub = (x, rows) if len(some) == len(rows) else (x[some], [rows[b] for b in some])
-        for step_ in (allow_, ban_, obey_, bias_, repeat_, count_):
-            step_(part, sub)
-        if part is not x:
-            x[some] = part
-    return x
-
-# %% ../../nbs/2_core/07_sampling.ipynb #55d86d44
-@dataclass
-class Logprob:
-    """Log probability of a token, its rank from 1 on (None for one that was asked for by
-    `logprob_token_ids`), its text; vLLM's names.
-
-    Raw, as the model has it, before any setting touched the logits; or whatever else
-    `logprobs_mode` asks for. `decoded_token`: what a token of prompt or answer adds to the text,
-    so that put together they are the text; of any other candidate, its text behind other text.
-    `token_bytes`: the token's own, also those of a part of a character."""
-
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
-    token_bytes: bytes | None = field(default=None, repr=False)
-
-
-TokenText = Callable[[int], tuple[str | None, bytes | None]]  # id -> (text, bytes)
-
-
-def token_logprobs(
-    logits: Tensor,
-    tokens: Sequence[int],
-    k: int,
-    texts: Sequence[TokenText],
-    others: Sequence[int] | None = None,
-    mode: str = "raw_logprobs",
-) -> list[dict[int, Logprob]]:
-    """For each row of `logits` `[R, V]` `{id: Logprob}`: its token of `tokens` (R ids) first,
-    then the `k` likeliest.
-
-    `k` -1: the whole vocabulary, as far as it is possible at all. `texts`: for each row a
-    function from id to text and bytes. `others`: ids that are wanted in place of the likeliest.
-    With a `mode` of logits they are given as they are, not as log probabilities."""
-    if not tokens:
-        return []
-    lp = logits.float() if mode.endswith("logits") else logits.float().log_softmax(-1)
-    mine = lp.gather(1, torch.tensor(tokens, device=lp.device)[:, None])
-    rank = (1 + (lp > mine).sum(-1)).tolist()
-    out = [
-        {t: Logprob(m, r, *text(t))}
-        for t, m, r, text in zip(tokens, mine[:, 0].tolist(), rank, texts)
-    ]
-    if others is not None:
-        for row, values, text in zip(out, lp[:, list(others)].tolist(), texts):
-            for i, l in zip(others, values):
-                row.setdefault(i, Logprob(l, None, *text(i)))
-        return out
-    top, ids = (t.tolist() for t in lp.topk(lp.shape[-1] if k == -1 else min(k, lp.shape[-1])))
-    for row, best, values, text in zip(out, ids, top, texts):
-        for n, (i, l) in enumerate(zip(best, values), 1):
-            if l > -math.inf:
-                row.setdefault(i, Logprob(l, n, *text(i)))
-    return out
-
-# %% ../../nbs/2_core/07_sampling.ipynb #55d86d44-1
-def reported_logits(logits: Tensor, rows: Sequence[SamplingRow], mode: str | None = None) -> Tensor:
-    """The logits `[R, V]` whose log probabilities `rows` report in `logprobs_mode` `mode`: the
-    model's own, or processed ones.
-
-    Those of a greedy row are steered only: they have no temperature, and nothing is filtered."""
-    if not (mode or "").startswith("processed"):
-        return logits
-    x, drawn = (
-        _steer_(_copied(logits, rows), rows),
-        [b for b, r in enumerate(rows) if not r.params.greedy],
-    )
-    if drawn:
-        x[drawn] = _filter_(x[drawn], [rows[b] for b in drawn])
-    return x
-
-
-def _logprobs(
-    logits: Tensor, tokens: Sequence[int | None], rows: Sequence[SamplingRow]
-) -> list[dict[int, Logprob] | None]:
-    "`token_logprobs` for each row that asks for `logprobs`, else None."
-    out: list[Any] = [None] * len(rows)
-    asked: dict[tuple, list[int]] = {}  # rows that ask for the same
-    for b, r in enumerate(rows):
-        if (p := r.params).logprobs is None or tokens[b] is None:
-            continue
-        asked.setdefault(
-            (p.logprobs_mode, p.logprobs, tuple(p.logprob_token_ids or ())), []
-        ).append(b)
-    for (mode, k, ids), some in asked.items():
-        given = reported_logits(logits[some], [rows[b] for b in some], mode)
-        texts, mine = (
-            [token_text(rows[b]) for b in some],
-            [t for b in some if (t := tokens[b]) is not None],
-        )
-        for b, d in zip(some, token_logprobs(given, mine, k, texts, ids or None, mode or "")):
-            out[b] = d
-    return out
-
-
-def token_text(row: SamplingRow) -> TokenText:
-    "What turns one token of `row` into text and bytes; into None where none are wanted."
-    if row.tokenizer is None or not row.params.detokenize:
-        return lambda i: (None, None)
-    v = vocabulary_of(row.tokenizer)
-    return lambda i: (v.text(i), v.bytes_of(i))
-
-# %% ../../nbs/2_core/07_sampling.ipynb #55d86d44-2
-def prompt_texts(row: SamplingRow, start: int, n: int) -> list[str | None]:
-    """What each of `n` tokens of the prompt of `row`, from `start` on, adds to its text; None
-    for special ones, and where no text is wanted."""
-    if row.tokenizer is None or not row.params.detokenize:
-        return [None] * n
-    ids, early = row.prompt_ids, max(0, start - 8)  # a character may have begun before
-    decoder = IncrementalDecoder(row.tokenizer, before=ids[:early])
-    added = [(None if decoder.skips(i) else "", decoder.add(i)) for i in ids[early : start + n]][
-        start - early :
-    ]
-    texts = [none if none is None else text for none, text in added]
-    if start + n == len(ids) and texts and texts[-1] is not None:
-        texts[-1] += decoder.finish()
-    return texts
+__all__ = ['TokenText', 'BAD_LOGITS', 'NO_TOKEN', 'draw', 'SamplingRow', 'cutoffs', 'TokenMask', 'allow_', 'ban_', 'obey_',
+           'bias_', 'repeat_', 'count_', 'processed_logits', 'probabilities', 'best_tokens', 'Logprob',
+           'token_logprobs', 'reported_logits', 'token_text', 'prompt_texts', 'Sampled', 'sample', 'finish_reason']
 
 # %% ../../nbs/2_core/07_sampling.ipynb #85253a7a
 def draw(probs: Tensor, u: Tensor) -> Tensor:
@@ -428,6 +153,42 @@ def _fitting(
         )
     return params
 
+# %% ../../nbs/2_core/07_sampling.ipynb #8faab9ba
+def _word_ids(
+    words: Collection[Any], tokenizer: PreTrainedTokenizerBase | None
+) -> list[tuple[int, ...]]:
+    """Token id sequences of `words` (strings or ids), each string with and without a space
+    before it. Raises `ParamError`."""
+    if tokenizer is None and any(isinstance(w, str) for w in words):
+        raise ParamError(
+            f"bad_words={words!r} needs a tokenizer, and there is none: give lists of token ids "
+            "instead",
+            field="bad_words",
+        )
+    seqs: dict[tuple[int, ...], None] = {}
+    for w in words:
+        if not isinstance(w, str):
+            seqs[tuple(w)] = None
+        elif tokenizer is not None:
+            seqs |= dict.fromkeys(word_ids(tokenizer, w))
+    return [*seqs]
+
+
+def _check_vocab(params: SamplingParams, vocab_size: int) -> None:
+    "Raise `ParamError` if `params` name a token id that logits of `vocab_size` columns don't have."
+    named = {
+        n: getattr(params, n)
+        for n in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids")
+    }
+    named["bad_words"] = [i for w in params.bad_words or () if not isinstance(w, str) for i in w]
+    for name, ids in named.items():
+        if bad := [i for i in ids or () if i >= vocab_size]:
+            raise ParamError(
+                f"{name} has token ids {written(bad)}, and the model's ids go from 0 to "
+                f"{vocab_size - 1}: was another tokenizer used?",
+                field=name,
+            )
+
 # %% ../../nbs/2_core/07_sampling.ipynb #736437cc
 def _largest(x: Tensor, K: int) -> Tensor:
     "The `K` largest of each row of `x`, descending."
@@ -486,11 +247,132 @@ def cutoffs(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         cut[some] = cut[some].maximum(_top_p_cutoffs(left, p))
     return cut
 
+# %% ../../nbs/2_core/07_sampling.ipynb #3cd5383b
+def _steered(row: SamplingRow) -> bool:
+    "Whether `row` treats some ids unlike others at this step."
+    p, out = row.params, row.output_ids
+    return bool(
+        p.allowed_token_ids
+        or row.bad_words_ids
+        or len(out) < p.min_tokens
+        or p.logit_bias
+        or row.grammar
+        or p.repetition_penalty != 1
+        or out
+        and (p.presence_penalty or p.frequency_penalty)
+    )
+
+# %% ../../nbs/2_core/07_sampling.ipynb #481bec0a
+def _places(
+    x: Tensor, rows: Sequence[SamplingRow], ids_of: Callable[[SamplingRow], Collection[int]]
+) -> Tensor:
+    "Where row b's ids `ids_of(row)` lie in `x` `[B, V]` read as one line: int64 of `b*V + id`."
+    V = x.shape[-1]
+    parts = [
+        b * V + t[t < V]
+        for b, row in enumerate(rows)
+        if len(t := torch.as_tensor(list(ids_of(row)), dtype=torch.int64))
+    ]
+    return torch.cat(parts or [torch.empty(0, dtype=torch.int64)]).to(x.device)
+
+
+def _of_row(
+    x: Tensor, rows: Sequence[SamplingRow], places: Tensor, value: Callable[[SamplingParams], float]
+) -> Tensor:
+    "`value(params)` of the row that each of `places` lies in, in the dtype of `x`."
+    v = torch.tensor([value(r.params) for r in rows], dtype=x.dtype, device=x.device)
+    return v[places // x.shape[-1]]
+
+# %% ../../nbs/2_core/07_sampling.ipynb #a7c31d5e
+class TokenMask(Protocol):
+    """Says which ids a row may take next, as a grammar does: forbids the others in logits `x`
+    `[1, V]`, in place."""
+
+    def mask_(self, x: Tensor, output_ids: list[int]) -> Any: ...
+
+# %% ../../nbs/2_core/07_sampling.ipynb #b8889473
+def allow_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    "Forbid all but `allowed_token_ids`, in place."
+    some = [b for b, r in enumerate(rows) if r.params.allowed_token_ids]
+    if not some:
+        return x
+    at = _places(x, rows, lambda r: r.params.allowed_token_ids or ())
+    kept = x.view(-1)[at]
+    x[some] = -math.inf
+    x.view(-1)[at] = kept
+    return x
+
+
+def _banned(row: SamplingRow) -> list[int]:
+    """The ids that `row` may not take as its next token: last ids of bad words under way, and
+    ends before `min_tokens`."""
+    out, p = row.output_ids, row.params
+    ids = [w[-1] for w in row.bad_words_ids if len(w) == 1 or tuple(out[1 - len(w) :]) == w[:-1]]
+    return ids + [*row.eos_ids, *(p.stop_token_ids or ())] if len(out) < p.min_tokens else ids
+
+
+def ban_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    "Forbid what completes a bad word, and EOS and `stop_token_ids` until `min_tokens`, in place."
+    x.view(-1)[_places(x, rows, _banned)] = -math.inf
+    return x
+
+
+def obey_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Forbid what a row's `grammar` does not allow next, in place, by its
+    `mask_(logits [1, V], output_ids)`."""
+    for b, row in enumerate(rows):
+        if row.grammar is not None:
+            row.grammar.mask_(x[b : b + 1], row.output_ids)
+    return x
+
+# %% ../../nbs/2_core/07_sampling.ipynb #592c2738
+def bias_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    "Add `logit_bias`, in place."
+    at = _places(x, rows, lambda r: r.params.logit_bias or ())
+    add = [b for r in rows for i, b in (r.params.logit_bias or {}).items() if i < x.shape[-1]]
+    x.view(-1)[at] += torch.tensor(add, dtype=x.dtype, device=x.device)
+    return x
+
+
+def repeat_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Divide positive, multiply negative logits by `repetition_penalty` at ids of prompt and
+    output, in place (CTRL)."""
+    at = _places(
+        x, rows, lambda r: r.prompt_ids + r.output_ids if r.params.repetition_penalty != 1 else ()
+    )
+    v, p = x.view(-1)[at], _of_row(x, rows, at, lambda p: p.repetition_penalty)
+    x.view(-1)[at] = torch.where(
+        v > 0, v / p, v * p
+    )  # an id that comes twice writes the same value twice
+    return x
+
+
+def count_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Subtract `presence_penalty` at ids of the output, and `frequency_penalty` for each time
+    they occur, in place."""
+    counts = lambda r: (
+        r.output_ids if r.params.frequency_penalty or r.params.presence_penalty else ()
+    )
+    at, n = _places(x, rows, counts).unique(return_counts=True)
+    x.view(-1)[at] -= _of_row(x, rows, at, lambda p: p.frequency_penalty) * n
+    x.view(-1)[at] -= _of_row(x, rows, at, lambda p: p.presence_penalty)
+    return x
+
+# %% ../../nbs/2_core/07_sampling.ipynb #ed625607
+def _steer_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    if some := [b for b, r in enumerate(rows) if _steered(r)]:
+        part, sub = (x, rows) if len(some) == len(rows) else (x[some], [rows[b] for b in some])
+        for step_ in (allow_, ban_, obey_, bias_, repeat_, count_):
+            step_(part, sub)
+        if part is not x:
+            x[some] = part
+    return x
+
 # %% ../../nbs/2_core/07_sampling.ipynb #1c9e6dd6
 def processed_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """The logits each row draws from, float32 `[B, V]`, a copy: steered, divided by temperature,
     -inf where filtered."""
-    return _process_(_copied(logits, rows), rows)
+    return _filter_(_steer_(_copied(logits, rows), rows), rows)
 
 
 def _copied(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -499,10 +381,6 @@ def _copied(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     )
     device = "cpu" if logits.device.type == "mps" else logits.device  # no float64 there
     return logits.to(device, torch.float32, copy=True)
-
-
-def _process_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    return _filter_(_steer_(x, rows), rows)
 
 
 def _filter_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -539,6 +417,124 @@ def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     )  # whichever sign a NaN has, it lies above
     return (best, at) if numbers and (best > 0).all() else logits.max(-1)
 
+# %% ../../nbs/2_core/07_sampling.ipynb #55d86d44
+@dataclass
+class Logprob:
+    """Log probability of a token, its rank from 1 on (None for one that was asked for by
+    `logprob_token_ids`), its text; vLLM's names.
+
+    Raw, as the model has it, before any setting touched the logits; or whatever else
+    `logprobs_mode` asks for. `decoded_token`: what a token of prompt or answer adds to the text,
+    so that put together they are the text; of any other candidate, its text behind other text.
+    `token_bytes`: the token's own, also those of a part of a character."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+    token_bytes: bytes | None = field(default=None, repr=False)
+
+
+TokenText = Callable[[int], tuple[str | None, bytes | None]]  # id -> (text, bytes)
+
+
+def token_logprobs(
+    logits: Tensor,
+    tokens: Sequence[int],
+    k: int,
+    texts: Sequence[TokenText],
+    others: Sequence[int] | None = None,
+    mode: str = "raw_logprobs",
+) -> list[dict[int, Logprob]]:
+    """For each row of `logits` `[R, V]` `{id: Logprob}`: its token of `tokens` (R ids) first,
+    then the `k` likeliest.
+
+    `k` -1: the whole vocabulary, as far as it is possible at all. `texts`: for each row a
+    function from id to text and bytes. `others`: ids that are wanted in place of the likeliest.
+    With a `mode` of logits they are given as they are, not as log probabilities."""
+    if not tokens:
+        return []
+    lp = logits.float() if mode.endswith("logits") else logits.float().log_softmax(-1)
+    mine = lp.gather(1, torch.tensor(tokens, device=lp.device)[:, None])
+    rank = (1 + (lp > mine).sum(-1)).tolist()
+    out = [
+        {t: Logprob(m, r, *text(t))}
+        for t, m, r, text in zip(tokens, mine[:, 0].tolist(), rank, texts)
+    ]
+    if others is not None:
+        for row, values, text in zip(out, lp[:, list(others)].tolist(), texts):
+            for i, l in zip(others, values):
+                row.setdefault(i, Logprob(l, None, *text(i)))
+        return out
+    top, ids = (t.tolist() for t in lp.topk(lp.shape[-1] if k == -1 else min(k, lp.shape[-1])))
+    for row, best, values, text in zip(out, ids, top, texts):
+        for n, (i, l) in enumerate(zip(best, values), 1):
+            if l > -math.inf:
+                row.setdefault(i, Logprob(l, n, *text(i)))
+    return out
+
+# %% ../../nbs/2_core/07_sampling.ipynb #55d86d44-1
+def reported_logits(logits: Tensor, rows: Sequence[SamplingRow], mode: str | None = None) -> Tensor:
+    """The logits `[R, V]` whose log probabilities `rows` report in `logprobs_mode` `mode`: the
+    model's own, or processed ones.
+
+    Those of a greedy row are steered only: they have no temperature, and nothing is filtered."""
+    if not (mode or "").startswith("processed"):
+        return logits
+    x, drawn = (
+        _steer_(_copied(logits, rows), rows),
+        [b for b, r in enumerate(rows) if not r.params.greedy],
+    )
+    if drawn:
+        x[drawn] = _filter_(x[drawn], [rows[b] for b in drawn])
+    return x
+
+
+def _logprobs(
+    logits: Tensor, tokens: Sequence[int | None], rows: Sequence[SamplingRow]
+) -> list[dict[int, Logprob] | None]:
+    "`token_logprobs` for each row that asks for `logprobs`, else None."
+    out: list[Any] = [None] * len(rows)
+    asked: dict[tuple, list[int]] = {}  # rows that ask for the same
+    for b, r in enumerate(rows):
+        if (p := r.params).logprobs is None or tokens[b] is None:
+            continue
+        asked.setdefault(
+            (p.logprobs_mode, p.logprobs, tuple(p.logprob_token_ids or ())), []
+        ).append(b)
+    for (mode, k, ids), some in asked.items():
+        given = reported_logits(logits[some], [rows[b] for b in some], mode)
+        texts, mine = (
+            [token_text(rows[b]) for b in some],
+            [t for b in some if (t := tokens[b]) is not None],
+        )
+        for b, d in zip(some, token_logprobs(given, mine, k, texts, ids or None, mode or "")):
+            out[b] = d
+    return out
+
+
+def token_text(row: SamplingRow) -> TokenText:
+    "What turns one token of `row` into text and bytes; into None where none are wanted."
+    if row.tokenizer is None or not row.params.detokenize:
+        return lambda i: (None, None)
+    v = vocabulary_of(row.tokenizer)
+    return lambda i: (v.text(i), v.bytes_of(i))
+
+# %% ../../nbs/2_core/07_sampling.ipynb #55d86d44-2
+def prompt_texts(row: SamplingRow, start: int, n: int) -> list[str | None]:
+    """What each of `n` tokens of the prompt of `row`, from `start` on, adds to its text; None
+    for special ones, and where no text is wanted."""
+    if row.tokenizer is None or not row.params.detokenize:
+        return [None] * n
+    ids, early = row.prompt_ids, max(0, start - 8)  # a character may have begun before
+    decoder = IncrementalDecoder(row.tokenizer, before=ids[:early])
+    added = [(None if decoder.skips(i) else "", decoder.add(i)) for i in ids[early : start + n]][
+        start - early :
+    ]
+    texts = [none if none is None else text for none, text in added]
+    if start + n == len(ids) and texts and texts[-1] is not None:
+        texts[-1] += decoder.finish()
+    return texts
+
 # %% ../../nbs/2_core/07_sampling.ipynb #9172e792
 @dataclass
 class Sampled:
@@ -571,6 +567,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     if logits.device.type == "mps":
         logits = logits.cpu()  # no float64 there
     work = [b for b, r in enumerate(rows) if _steered(r) or not r.params.greedy]
+    work.sort(key=lambda b: not rows[b].params.greedy)  # those that draw nothing come together
     plain = len(work) < len(rows)  # greedy, nothing to change: no copy is made
     best, tokens = (
         best_tokens(logits)
@@ -584,9 +581,13 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     )  # on a CPU, what its cache holds
     for part in (work[i : i + size] for i in range(0, len(work), size or 1)):
         busy = [rows[b] for b in part]
-        x = _process_(logits[part].float(), busy)
-        u = torch.tensor([r.uniform() for r in busy], dtype=torch.float64).to(x.device)
-        tokens[part], left[part] = draw(x.softmax(-1), u), x.amax(-1).isfinite()
+        x = _steer_(logits[part].float(), busy)
+        if all(r.params.greedy for r in busy):
+            most, tokens[part] = best_tokens(x)
+        else:
+            u = torch.tensor([r.uniform() for r in busy], dtype=torch.float64).to(x.device)
+            most, tokens[part] = _filter_(x, busy).amax(-1), draw(x.softmax(-1), u)
+        left[part] = most.isfinite()
     bad = [(b, s) for b, (s, l) in enumerate(zip(sound.tolist(), left.tolist())) if not (s and l)]
     errors = {
         b: (getattr(rows[b].grammar, "why", "") or NO_TOKEN) if s else BAD_LOGITS for b, s in bad
