@@ -37,14 +37,17 @@ def code_of(source):
 
 
 def without_docstrings(source):
-    "What the code of a module does, as a syntax tree in writing."
+    "What the code of a module does, as syntax trees in writing: of its definitions, in whichever order, without imports and `__all__`."
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
             node
         ):
             node.body = node.body[1:]
-    return ast.dump(tree)
+    parts = [
+        ast.dump(node) for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom))
+    ]
+    return "\n".join(sorted(x for x in parts if "Name(id='__all__'" not in x[:60]))
 
 
 @functools.cache
@@ -233,7 +236,8 @@ class Figure:
                     notes[name] = note(t.loc[i])
                 elif len(parts) == 1:
                     notes[name] = f"{low.loc[i, parts[0]]:,.3g} to {high.loc[i, parts[0]]:,.3g}"
-        key = {p: (k, (names or {}).get(p, p)) for p, k in zip(parts, KINDS)}
+        said = names or ({} if len(parts) > 1 else {parts[0]: ""})  # a single one is the axis's
+        key = {p: (k, said.get(p, p)) for p, k in zip(parts, KINDS)}
         return bars(rows, key, label or parts[0], notes, self.title, caption=self.caption)
 
 

@@ -38,7 +38,7 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = html_show_sourcelink = html_show_sphinx = False
 html_theme_options = {"top_of_page_buttons": [], "navigation_with_keys": True}
-pygments_style, pygments_dark_style = "friendly", "github-dark"
+pygments_style, pygments_dark_style = "a11y-high-contrast-light", "github-dark"
 
 
 def as_rst(text):

@@ -20,8 +20,6 @@ from ..errors import EngineError
 from .packing import Packed, ints
 from .cache import KVCache, Shape, is_run
 
-KV = tuple[torch.Tensor, torch.Tensor]
-
 # %% auto #0
 __all__ = ['KV', 'packed_attention', 'attention_override', 'encoder_inputs', 'span_mask', 'both_ways', 'shared_prefixes',
            'StepMasks', 'PackedStep', 'TorchBackend']
@@ -48,6 +46,9 @@ def _runs(step: Step, configs: Sequence[Any], causal: bool = True) -> Iterator[N
         _thread.runs = before
 
 # %% ../../nbs/2_core/12_attention.ipynb #631e3919
+KV = tuple[torch.Tensor, torch.Tensor]
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
