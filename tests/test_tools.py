@@ -707,69 +707,44 @@ def test_ids_are_those_of_the_key():
 
 # --- a layout that only the tokenizer's response_template knows
 
-RESPONSE = dict(
-    start_anchor="<|assistant|>",
-    fields=dict(
-        thinking=dict(open="<think>", close="</think>"),
-        tool_calls=dict(
-            open_pattern=r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-            close_pattern=r"</function>\s*</tool_call>",
-            repeats=True,
-            content="xml-inline",
-            content_args=dict(
-                tag_pattern=r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"
-            ),
-            transform=dict(type="function", function=dict(name="{name}", arguments="{content}")),
-        ),
-        content={},
-    ),
-)
-LITERAL = dict(
-    start_anchor="<|assistant|>",
-    fields=dict(
-        tool_calls=dict(
-            open="<call>",
-            close="</call>",
-            repeats=True,
-            content="json",
-            transform=dict(
-                type="function", function=dict(name="{content.fn}", arguments="{content.with}")
-            ),
-        ),
-        content={},
-    ),
-)
-TAGGED = "<tool_call><function=weather><parameter=city>Oslo</parameter><parameter=days>3</parameter></function></tool_call>"
+
+def response(**opening):
+    function = dict(name="{content.fn}", arguments="{content.with}")
+    call = dict(close="</call>", repeats=True, content="json", transform=dict(function=function))
+    fields = dict(
+        thinking=dict(open="<think>", close="</think>"), tool_calls=opening | call, content={}
+    )
+    return dict(start_anchor="<|assistant|>", fields=fields)
 
 
-def fmt_with(response, text):
-    tok = tiny_tokenizer()
-    tok.response_template = response
-    return found(text, tok)
+def call_as(name, arguments):
+    return f"<call>{json.dumps({'fn': name, 'with': arguments})}</call>"
 
 
 @functools.cache
-def by_template(name):
-    return dict(
-        tags=lambda: fmt_with(RESPONSE, template(TAGS)),
-        literal=lambda: fmt_with(LITERAL, template('<call>{"fn": "«N»", "with": «A»}</call>')),
-    )[name]()
+def fmt_with(opening, text='<call>{"fn": "«N»", "with": «A»}</call>'):
+    tok = tiny_tokenizer()
+    tok.response_template = response(**{opening: "<call>"})
+    return found(template(text), tok)
 
 
-def test_calls_that_transformers_reads():
-    f, choice = by_template("tags"), check_tools(TOOLS)
-    assert f.name == "response_template" and f.parallel and not f.trigger
-    assert by_template("literal").trigger == "<call>"
-    content, calls = parse_answer(
-        f, choice, "<think>Hm.</think>Let me look." + TAGGED + "\n" + TAGGED
-    )
+each_opening = pytest.mark.parametrize("opening", ["open", "open_pattern"])
+
+
+@each_opening
+def test_calls_that_transformers_reads(opening):
+    f, choice = fmt_with(opening), check_tools(TOOLS)
+    assert f.name == "response_template" and f.parallel
+    assert f.trigger == ("<call>" if opening == "open" else "")
+    text = "<think>Hm.</think>Let me look." + 2 * call_as("weather", dict(city="Oslo", days="3"))
+    content, calls = parse_answer(f, choice, text)
     assert plain(calls) == [("weather", dict(city="Oslo", days=3))] * 2, "cast by the schema"
     assert "Let me look." in content and "Hm." in content
-    assert fmt_with(RESPONSE, TEMPLATES["hermes"]).name == "hermes", "a grammar knows this layout"
-    assert fmt_with(RESPONSE, template("<other>«N»</other>")) is None
+    assert fmt_with(opening, f"<tool_call>\n{OBJECT}\n</tool_call>").name == "hermes"
+    assert fmt_with(opening, "<other>«N»</other>") is None
 
 
-@pytest.mark.parametrize("name", ["tags", "literal"])
+@each_opening
 @pytest.mark.parametrize(
     "text",
     [
@@ -779,25 +754,23 @@ def test_calls_that_transformers_reads():
         "Well. <call>{",
         '<call>{"fn": 5}</call>',
         "<call>5</call>",
-        TAGGED[:20],
+        call_as("then", {}),
+        call_as("now", {}) + call_as("then", {}),
     ],
 )
-def test_what_transformers_can_not_read_is_content(name, text):
-    f, choice = by_template(name), check_tools(TOOLS)
+def test_what_transformers_can_not_read_is_content(opening, text):
+    f, choice = fmt_with(opening), check_tools(TOOLS)
     assert parse_answer(f, choice, text) == (text, []) == whole_of(stream(f, choice, [*text]))
 
 
-@pytest.mark.parametrize("called,n", [("now", 1), ("then", 0)])
-def test_content_streams_up_to_a_literal_beginning(called, n):
-    p = ToolParser(by_template("literal"), check_tools(TOOLS))
-    call = f'<call>{{"fn": "{called}", "with": {{}}}}</call>'
+def test_content_streams_up_to_a_literal_beginning():
+    p, call = ToolParser(fmt_with("open"), check_tools(TOOLS)), call_as("now", {})
     assert p.feed("Well. <ca") == [dict(content="Well. ")] and p.feed(call[3:]) == []
-    content, calls = whole_of(p.close())
-    assert plain(calls) == [("now", {})][:n] and content == (None if n else call)
+    assert plain(whole_of(p.close())[1]) == [("now", {})]
 
 
 def test_what_is_only_read_can_not_be_held():
-    f = by_template("literal")
+    f = fmt_with("open")
     p = tool_params(SamplingParams(stop="x"), f, check_tools(TOOLS))
     assert p.structured_outputs is None and not p.skip_special_tokens and p.stop_until == ["<call>"]
     for choice in (check_tools(TOOLS, "required"), check_tools([function("f", strict=True)])):

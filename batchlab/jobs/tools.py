@@ -64,7 +64,7 @@ class _Tool(_Part):
     type: Literal["function"]
     function: _Function
 
-# %% ../../nbs/6_jobs/48_tools.ipynb #4ace1e12
+# %% ../../nbs/6_jobs/48_tools.ipynb #b573f4ae
 class _Mode(_Part):
     type: Literal["none", "auto", "required"]
 
@@ -504,7 +504,7 @@ def _patterns(f: ToolFormat) -> tuple[str, str, str, str]:
         _layout(f.last),
     )
 
-# %% ../../nbs/6_jobs/48_tools.ipynb #34b5f753
+# %% ../../nbs/6_jobs/48_tools.ipynb #925d89dc
 class _Deltas:
     """The text of an answer that isn't settled yet, and what is: as deltas in `out`, and added
     up in `content` and `calls`."""
@@ -513,7 +513,7 @@ class _Deltas:
         self, fmt: ToolFormat | None, choice: ToolChoice | None, key: str | None = None
     ) -> None:
         self.fmt, self.choice = fmt or ToolFormat(), choice or ToolChoice()
-        self.key = (key or secrets.token_hex(12)).encode("utf-8", "replace")
+        self.key = (key or secrets.token_hex(12)).encode()
         self.content: str = ""
         self.calls: list[dict[str, Any]] = []
         self.out: list[dict[str, Any]] = []
@@ -522,10 +522,8 @@ class _Deltas:
     def _say(self, n: int) -> None:
         "The next `n` characters are content."
         said, self.text = self.text[:n], self.text[n:]
-        self.content += said
-        if said and self.out and "content" in self.out[-1]:
-            self.out[-1]["content"] += said
-        elif said:
+        if said:
+            self.content += said
             self.out.append(dict(content=said))
 
     def _call(self, name: str) -> None:
@@ -545,7 +543,7 @@ class _Deltas:
     def _put(self, part: dict[str, Any]) -> None:
         self.out.append(dict(tool_calls=[dict(index=len(self.calls) - 1) | part]))
 
-# %% ../../nbs/6_jobs/48_tools.ipynb #cc63ffdb
+# %% ../../nbs/6_jobs/48_tools.ipynb #7c5e1723
 Steps = Generator[None, None, bool]  # yields where only more text can say what comes next
 
 
@@ -593,7 +591,7 @@ class _CallReader(_Deltas):
                 return True
             yield
 
-# %% ../../nbs/6_jobs/48_tools.ipynb #7480b0ed
+# %% ../../nbs/6_jobs/48_tools.ipynb #bc4b162e
 class _WholeReader(_CallReader):
     "Also reads all calls at once, when the answer is whole."
 
@@ -742,7 +740,7 @@ def format_of(tokenizer: Any, template: str | None = None) -> ToolFormat | None:
     the call is read from it again. If it writes no calls, the prompt must tell their trigger."""
     known = [*FORMATS.values()]
     if own := getattr(tokenizer, "response_template", None):
-        begin = own["fields"].get("tool_calls", {}).get("open")
+        begin = own.get("fields", {}).get("tool_calls", {}).get("open")
         trigger = begin if isinstance(begin, str) else ""
         known.append(ToolFormat("response_template", trigger=trigger, template=own))
     for route, as_text in itertools.product(("tools", "xml_tools"), (False, True)):
