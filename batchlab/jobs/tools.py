@@ -5,129 +5,147 @@
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00004
 from __future__ import annotations
 
-import ast, functools, hashlib, json, logging, os, re, secrets, warnings
-from collections.abc import Iterable
+import functools, hashlib, itertools, json, logging, os, re, secrets
+from collections.abc import Generator
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal
 
 import regex
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..errors import BatchlabError, ParamError
+from ..errors import BatchlabError
 from ..core.params import SamplingParams, StructuredOutputsParams
 from .schema import BadRequest
 
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'NUMBER', 'ID', 'KIND', 'FORMATS', 'ToolChoice', 'check_tools', 'take_tools', 'ToolFormat', 'messages_for',
-           'conversation_with', 'tool_grammar', 'tool_params', 'ToolParser', 'whole_message', 'parse_answer',
-           'format_of']
+__all__ = ['log', 'FORMATS', 'ToolChoice', 'check_tools', 'take_tools', 'ToolFormat', 'messages_for', 'conversation_with',
+           'tool_grammar', 'tool_params', 'ToolParser', 'parse_answer', 'format_of']
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00018
 @dataclass(frozen=True, eq=False)
 class ToolChoice:
-    """What a request says of tools. `tools`: all that it lists, as a chat template takes them.
-    `mode`: 'none', 'auto' or 'required'.
+    """What a request says of tools.
 
-    `names`: the functions that may be called, none for 'none'. `parallel`: whether one answer
-    may hold several calls. `held`: `{name: schema}` of functions whose arguments are held to
-    less than their schema."""
+    `tools`: all that it lists, as a chat template takes them. `mode`: 'none', 'auto' or
+    'required'. `schemas`: `{name: schema}` of the functions that may be called, with the JSON
+    schema that their arguments are held to; none for 'none'. `parallel`: whether one answer may
+    hold several calls. `strict`: whether a call must fit its function's own schema, as the
+    request forces it, or promises it by `strict`."""
 
-    tools: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
     mode: str = "auto"
-    names: tuple[str, ...] = ()
+    schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
     parallel: bool = True
-    held: dict[str, dict[str, Any]] = field(default_factory=dict)
+    strict: bool = False
 
-    def schema(self, name: str) -> dict[str, Any]:
-        "The JSON schema that the arguments of function `name` are held to."
-        return (
-            self.held[name]
-            if name in self.held
-            else next(
-                t["function"]["parameters"] for t in self.tools if t["function"]["name"] == name
-            )
-        )
+# %% ../../nbs/6_jobs/48_tools.ipynb #too00020-2
+class _Part(BaseModel):
+    "A part of a request. Nothing is converted, and other keys are left to the chat template."
+
+    model_config = ConfigDict(strict=True)
+
+
+class _Parameters(_Part):
+    type: Literal["object"] = "object"  # arguments have names
+    properties: dict[str, Any] | None = None
+    required: list[str] | None = None
+
+
+class _Function(_Part):
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: _Parameters | None = None
+    strict: bool | None = None
+
+
+class _Tool(_Part):
+    type: Literal["function"]
+    function: _Function
+
+# %% ../../nbs/6_jobs/48_tools.ipynb #b573f4ae
+class _Mode(_Part):
+    type: Literal["none", "auto", "required"]
+
+
+class _Name(_Part):
+    name: str
+
+
+class _Named(_Part):
+    type: Literal["function"]
+    function: _Name
+
+
+class _Allowed(_Part):
+    mode: Literal["auto", "required"]
+    tools: list[_Named] = Field(min_length=1)
+
+
+class _AllowedTools(_Part):
+    type: Literal["allowed_tools"]
+    allowed_tools: _Allowed
+
+
+class _Request(_Part):
+    tools: list[_Tool] = Field([], max_length=128)
+    tool_choice: Annotated[_Mode | _Named | _AllowedTools, Field(discriminator="type")] = _Mode(
+        type="auto"
+    )
+    parallel_tool_calls: bool = True
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00020
-_NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
+def _bad(where: str, what: str) -> BadRequest:
+    return BadRequest(f"{where} {what}", param=re.split(r"\W", where)[0])
 
 
-def _bad(param: str, what: str) -> BadRequest:
-    return BadRequest(f"{param} {what}", param=param.partition("[")[0].partition(".")[0])
+def _refusal(e: ValidationError) -> BadRequest:
+    "The first thing that is wrong with a request."
+    first = e.errors(include_url=False)[0]
+    keys = (f"[{k}]" if isinstance(k, int) else f".{k}" for k in first["loc"])
+    where = re.sub(r"^tool_choice\.\w+", "tool_choice", "".join(keys)[1:])  # its type is no key
+    what, got = first["msg"].partition(" or instance")[0], json.dumps(first["input"], default=str)
+    return _bad(where, f"is wrong: {' '.join(what.split()):.200}, got {got:.60}")
 
-
-def _shown(v: Any) -> str:
-    return f"got {json.dumps(v, default=str):.60}"
-
-
-def _schema(v: Any, where: str) -> dict[str, Any]:
-    "The JSON schema of arguments that `v` is, {} counting as of no arguments. Raises `BadRequest`."
-    if v is None or v == {}:
-        return dict(type="object", properties={})
-    if not isinstance(v, dict):
-        raise _bad(where, f"must be a JSON schema, an object, {_shown(v)}")
-    if v.get("type", "object") != "object":
-        raise _bad(where, f"must be of type 'object', as arguments have names, {_shown(v['type'])}")
-    return (
-        dict(type="object", properties={}) | v
-        if not v.keys() & {"anyOf", "oneOf", "allOf", "$ref"}
-        else dict(type="object") | v
-    )
-
-
+# %% ../../nbs/6_jobs/48_tools.ipynb #too00020-1
 def _lacks(schema: dict[str, Any]) -> str:
     "Why no grammar can hold arguments to `schema`, '' if one can."
-    from batchlab.tasks.structured import (
-        check_wish,
-    )  # imports torch: only where a request has tools
+    from batchlab.tasks.structured import check_wish  # imports torch: only if there are tools
 
     try:
         check_wish(StructuredOutputsParams(json=schema))
     except ImportError:
         pass  # the engine says so when the request is run
-    except RecursionError:
-        return "it is nested too deeply"
-    except ParamError as e:
-        return e.why
-    except (BatchlabError, ValueError, TypeError) as e:
-        return str(e)
+    except (BatchlabError, ValueError, TypeError, RecursionError) as e:
+        return getattr(e, "why", str(e))
     return ""
 
-# %% ../../nbs/6_jobs/48_tools.ipynb #too00020-1
+
+_TYPES = "string", "number", "integer", "boolean", "object", "array"
+
+
 def _looser(schema: dict[str, Any]) -> dict[str, Any]:
-    """`schema` of arguments with the type alone of each property that can't be held; of any
-    object if that can't be held either."""
-    root = {k: v for k, v in schema.items() if k in ("$defs", "definitions", "$schema")}
-    own = schema.get("properties")
+    "`schema` of arguments with the type alone of each property that can't be held."
 
-    def kept(s: Any) -> Any:
-        if not _lacks(root | dict(type="object", properties=dict(a=s))):
-            return s
-        kind = s.get("type") if isinstance(s, dict) else None
-        return (
-            dict(type=kind)
-            if kind in ("string", "number", "integer", "boolean", "object", "array")
-            else {}
-        )
+    def kept(own: Any) -> Any:
+        if not _lacks(dict(type="object", properties=dict(own=own))):
+            return own
+        kind = own.get("type") if isinstance(own, dict) else None
+        return dict(type=kind) if kind in _TYPES else {}
 
-    names = {k: kept(s) for k, s in own.items()} if isinstance(own, dict) else {}
-    need = schema.get("required")
-    found = root | dict(
-        type="object",
-        properties=names,
-        required=[k for k in need if k in names] if isinstance(need, list) else [],
-    )
-    return dict(type="object") if not names or _lacks(found) else found
+    if not (own := schema.get("properties")):
+        return dict(type="object")
+    required = [k for k in schema.get("required") or () if k in own]
+    return dict(type="object", properties={k: kept(s) for k, s in own.items()}, required=required)
 
 
 def _held(tool: dict[str, Any], where: str, must: bool) -> dict[str, Any]:
     """The schema that the arguments of `tool` are held to: its own, or a looser one, which is
-    said. Raises `BadRequest` if its own can't be held and `must` be: the request forces the
-    call, or promises by `strict` what it holds."""
-    schema = tool["function"]["parameters"]
-    if not (why := _lacks(schema)):
-        return schema
+    logged. Raises `BadRequest` if its own can't be held and `must` be."""
+    f = tool["function"]
+    if not (why := _lacks(f["parameters"])):
+        return f["parameters"]
     if must:
         raise _bad(
             where,
@@ -136,89 +154,51 @@ def _held(tool: dict[str, Any], where: str, must: bool) -> dict[str, Any]:
         )
     log.warning(
         "tool %s: %s; its arguments are held to the names and types of its parameters only",
-        tool["function"]["name"],
+        f["name"],
         why,
     )
-    return _looser(schema)
-
-# %% ../../nbs/6_jobs/48_tools.ipynb #too00020-2
-def _function(tool: Any, where: str) -> dict[str, Any]:
-    "`tool`, one of a request, with its schema complete. Raises `BadRequest`."
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise _bad(
-            where,
-            "must be of type 'function', "
-            f"{_shown(tool.get('type') if isinstance(tool, dict) else tool)}",
-        )
-    f = tool.get("function")
-    if not isinstance(f, dict):
-        raise _bad(f"{where}.function", f"must be an object with a name, {_shown(f)}")
-    if not isinstance(name := f.get("name"), str) or not _NAME.fullmatch(name):
-        raise _bad(
-            f"{where}.function.name",
-            f"must be 1 to 64 letters, digits, underscores or dashes, {_shown(name)}",
-        )
-    for k, kind in (("description", str), ("strict", bool)):
-        if f.get(k) is not None and not isinstance(f[k], kind):
-            raise _bad(f"{where}.function.{k}", f"must be a {kind.__name__}, {_shown(f[k])}")
-    own = {k: v for k, v in f.items() if v is not None and k != "strict"}
-    return dict(
-        type="function",
-        function=own
-        | dict(parameters=_schema(f.get("parameters"), f"{where}.function.parameters")),
-    )
+    return _looser(f["parameters"])
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00022
-_FORMS = "'none', 'auto', 'required', or an object of type 'function' or 'allowed_tools'"
+def _complete(f: dict[str, Any]) -> dict[str, Any]:
+    "Function `f` of a request as chat templates take it: as a tool, with a whole schema."
+    schema = dict(type="object") | (f.get("parameters") or {})
+    if not schema.keys() & {"anyOf", "oneOf", "allOf", "$ref"}:
+        schema.setdefault("properties", {})
+    own = {k: v for k, v in f.items() if v is not None and k != "strict"}
+    return dict(type="function", function=own | dict(parameters=schema))
 
 
-def _known(choice: Any, names: list[str], where: str) -> str:
-    """The name in `choice`, `{'type': 'function', 'function': {'name': …}}`. Raises `BadRequest`
-    if it is none of `names`."""
-    f = (
-        choice.get("function")
-        if isinstance(choice, dict) and choice.get("type") == "function"
-        else None
-    )
-    name = f.get("name") if isinstance(f, dict) else None
-    if not isinstance(name, str):
-        raise _bad(
-            where,
-            "must be an object like {'type': 'function', 'function': {'name': …}}, "
-            f"{_shown(choice)}",
-        )
-    if name not in names:
-        raise _bad(where, f"names function {name!r:.70}, which is not among tools")
-    return name
-
-
-def _mode(choice: Any, names: list[str]) -> tuple[str, list[str], bool]:
-    """`(mode, names that may be called, whether exactly one call is asked
-    for)` of a `tool_choice`. Raises `BadRequest`."""
-    if choice in ("none", "auto", "required"):
-        return choice, names if choice != "none" else [], False
-    if not isinstance(choice, dict):
-        raise _bad("tool_choice", f"must be {_FORMS}, {_shown(choice)}")
-    if choice.get("type") == "function":
-        return "required", [_known(choice, names, "tool_choice")], True
-    if choice.get("type") != "allowed_tools":
-        raise _bad("tool_choice", f"must be {_FORMS}, {_shown(choice)}")
-    allowed = choice.get("allowed_tools")
-    if (
-        not isinstance(allowed, dict)
-        or not isinstance(some := allowed.get("tools"), list)
-        or not some
-    ):
-        raise _bad(
-            "tool_choice.allowed_tools",
-            f"must be an object with a mode and a list of tools, {_shown(allowed)}",
-        )
-    if (mode := allowed.get("mode")) not in ("auto", "required"):
-        raise _bad(
-            "tool_choice.allowed_tools.mode", f"must be 'auto' or 'required', {_shown(mode)}"
-        )
-    found = [_known(t, names, f"tool_choice.allowed_tools.tools[{i}]") for i, t in enumerate(some)]
-    return mode, [*dict.fromkeys(found)], False
+@functools.lru_cache(64)
+def _checked(request: str) -> ToolChoice | None:
+    given = json.loads(request)
+    try:
+        asked = _Request.model_validate(given)
+    except ValidationError as e:
+        raise _refusal(e) from None
+    names = [t.function.name for t in asked.tools]
+    match asked.tool_choice:
+        case _Mode(type=mode):
+            may = names if mode != "none" else []
+        case _Named(function=f):
+            mode, may = "required", [f.name]
+        case _AllowedTools(allowed_tools=some):
+            mode, may = some.mode, [t.function.name for t in some.tools]
+    if not names and mode == "required":
+        raise _bad("tool_choice", "needs tools, and the request lists none: leave it out")
+    if unknown := [name for name in may if name not in names]:
+        raise _bad("tool_choice", f"names function {unknown[0]!r:.70}, which is not among tools")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise _bad("tools", f"have two functions of the name {twice[0]!r}: rename one")
+    tools, schemas, strict = [], {}, mode == "required"
+    for i, name in enumerate(names):
+        tools.append(_complete(given["tools"][i]["function"]))
+        if name in may:
+            must = mode == "required" or bool(asked.tools[i].function.strict)
+            schemas[name] = _held(tools[i], f"tools[{i}].function.parameters", must)
+            strict = strict or must
+    parallel = asked.parallel_tool_calls and not isinstance(asked.tool_choice, _Named)
+    return ToolChoice(tuple(tools), mode, schemas, parallel, strict) if names else None
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00023
 def check_tools(
@@ -230,50 +210,16 @@ def check_tools(
     `tool_choice`: 'none', 'auto' (which None stands for), 'required', one function, or
     `allowed_tools`. Where a call is forced, or a function is `strict`, its schema must be one
     that the grammar can hold. The same request is looked at once."""
-    if not (parallel_tool_calls is None or isinstance(parallel_tool_calls, bool)):
-        raise _bad("parallel_tool_calls", f"must be true or false, {_shown(parallel_tool_calls)}")
-    if tools is None or tools == []:
-        if tool_choice in (None, "none", "auto"):
-            return None
-        raise _bad(
-            "tool_choice",
-            f"needs tools, and the request lists none: leave it out, {_shown(tool_choice)}",
-        )
-    if not isinstance(tools, list):
-        raise _bad("tools", f"must be a list of objects, {_shown(tools)}")
-    if len(tools) > 128:
-        raise _bad("tools", f"must be at most 128, got {len(tools):,}")
+    choice = dict(type=tool_choice) if isinstance(tool_choice, str) else tool_choice
+    given = dict(tools=tools, tool_choice=choice, parallel_tool_calls=parallel_tool_calls)
     try:
         return _checked(
-            json.dumps(
-                [tools, tool_choice or "auto", parallel_tool_calls is not False], allow_nan=False
-            )
+            json.dumps({k: v for k, v in given.items() if v is not None}, allow_nan=False)
         )
-    except (RecursionError, ValueError, TypeError) as e:
-        if isinstance(e, BadRequest):
-            raise
+    except BadRequest:
+        raise
+    except (RecursionError, ValueError, TypeError):
         raise _bad("tools", "is no JSON: it holds NaN, or is nested too deeply") from None
-
-
-@functools.lru_cache(64)
-def _checked(request: str) -> ToolChoice:
-    tools, choice, parallel = json.loads(request)
-    found = tuple(_function(t, f"tools[{i}]") for i, t in enumerate(tools))
-    names = [t["function"]["name"] for t in found]
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            raise _bad(
-                f"tools[{i}].function.name",
-                f"{name!r} is the name of another tool too: give each its own",
-            )
-    mode, names, one = _mode(choice, names)
-    held = {}
-    for i, (t, own) in enumerate(zip(found, tools)):
-        if (name := t["function"]["name"]) not in names:
-            continue
-        must = mode == "required" or own["function"].get("strict") is True
-        held[name] = _held(t, f"tools[{i}].function.parameters", must)
-    return ToolChoice(found, mode, tuple(names), parallel and not one, held)
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00026
 def take_tools(body: dict[str, Any]) -> ToolChoice | None:
@@ -284,330 +230,116 @@ def take_tools(body: dict[str, Any]) -> ToolChoice | None:
     )
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00030
-NUMBER, ID, KIND = (
-    "\1",
-    "\2",
-    "\3",
-)  # in a layout: the number of a call, its id, whether a value is text
-_WILD = {NUMBER: "[0-9]{1,3}", ID: "[a-zA-Z0-9]{9}", KIND: "(?:true|false)"}
-
-
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes calls: `first head NAME middle ARGUMENTS tail`, then for
-    each further call `between head … tail`, then `last`.
+    """How a family of models writes calls: `first`, one `call` or several with `between`, `last`.
 
-    `trigger`: the text that nothing but a call begins with, which `first + head` starts with; ''
-    if calls stand at the start of an answer only, maybe after `prefix`. `style` of the
-    arguments: 'json' for one object, 'xml' for a tag each, 'python' for keywords. `param`: what
-    stands before the name of a tag, before its value and after it; `end`: what ends tags or
-    keywords. `parallel`: several calls may follow each other. `ids`: those that the template
-    takes: '' for any, 'short' for nine letters and digits, 'named' for `functions.NAME:NUMBER`.
-    `refused`: why its calls can't be held.
+    `call`: one call, in which NAME stands for the function's name, {…} for its arguments in JSON,
+    and § for an id of nine letters and digits. `trigger`: the text that nothing but a call begins
+    with, and that `first` and `call` start with; '' if calls stand at the start of an answer only,
+    maybe after `prefix`. `short_ids`: the template takes ids of nine letters and digits alone.
 
-    Of one model: `arguments_as_text`: its template wants arguments as a string; `blank`: it
-    wants content '' beside calls, not None; `writes_calls`: whether it writes the calls of
-    earlier messages; `route`: how it takes tools; `special`: `(text, id)` of the tokens that are
-    no text to a grammar; `visible`: ids of those that may stand in an answer, such as `<think>`."""
+    Of one model: `parallel`: several calls may follow each other; `arguments_as_text`: its
+    template wants arguments as a string; `writes_calls`: whether it writes the calls of earlier
+    messages; `route`: its variable for tools; `special`: `(text, id)` of the tokens that are no
+    text to a grammar; `visible`: ids of those that may stand in an answer, such as `<think>`;
+    `template`: the `response_template` of its tokenizer, where only that reads its calls."""
 
-    name: str
-    head: str
-    tail: str
-    middle: str = '", "arguments": '
+    name: str = ""
+    call: str = "NAME{…}"
+    trigger: str = ""
     first: str = ""
     between: str = ""
     last: str = ""
-    trigger: str = ""
     prefix: str = ""
-    style: str = "json"
-    param: tuple[str, str, str] = ("", "", "")
-    end: str = ""
+    short_ids: bool = False
     parallel: bool = True
-    ids: str = ""
-    refused: str = ""
     arguments_as_text: bool = False
-    blank: bool = False
     writes_calls: bool = True
     route: str = "tools"
     special: tuple[tuple[str, int], ...] = ()
     visible: tuple[int, ...] = ()
+    template: Any = field(default=None, compare=False)
+
+    @property
+    def parts(self) -> list[str]:
+        "`[head, middle, tail]` of a call: before the name, before the arguments, after them."
+        return re.split("NAME|{…}", self.call)
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00031
-_NAMED = '{"name": "'
-_DEEPSEEK: Any = dict(
-    first="<｜tool▁calls▁begin｜>", trigger="<｜tool▁calls▁begin｜>", last="<｜tool▁calls▁end｜>"
-)
-_LIST: Any = dict(head=_NAMED, tail="}", between=", ")
+_OBJECT = '{"name": "NAME", "arguments": {…}}'
 
-_JSON: dict[
-    tuple[str, ...], ToolFormat
-] = {  # by marks that a template has; '!' is before what it lacks
-    ("<｜tool▁calls▁begin｜>", "```json"): ToolFormat(
-        "deepseek_v3",
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-        "\n```<｜tool▁call▁end｜>",
-        "\n```json\n",
-        between="\n",
-        **_DEEPSEEK,
-    ),
-    ("<｜tool▁calls▁begin｜>",): ToolFormat(
-        "deepseek_v31",
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁call▁end｜>",
-        "<｜tool▁sep｜>",
-        **_DEEPSEEK,
-    ),
-    ("<|tool_calls_section_begin|>",): ToolFormat(
-        "kimi_k2",
-        "<|tool_call_begin|>functions.",
-        "<|tool_call_end|>",
-        f":{NUMBER}<|tool_call_argument_begin|>",
-        "<|tool_calls_section_begin|>",
-        "",
-        "<|tool_calls_section_end|>",
-        "<|tool_calls_section_begin|>",
-        ids="named",
-    ),
-    ("[TOOL_CALLS]", "[CALL_ID]"): ToolFormat(
-        "mistral_ids",
-        "[TOOL_CALLS]",
-        "",
-        f"[CALL_ID]{ID}[ARGS]",
-        trigger="[TOOL_CALLS]",
-        ids="short",
-    ),
-    ("[TOOL_CALLS]", "[ARGS]"): ToolFormat(
-        "mistral_args", "[TOOL_CALLS]", "", "[ARGS]", trigger="[TOOL_CALLS]", ids="short"
-    ),
-    ("[TOOL_CALLS]",): ToolFormat(
-        "mistral", first="[TOOL_CALLS][", last="]", trigger="[TOOL_CALLS]", ids="short", **_LIST
-    ),
-    ("<|tools_prefix|>",): ToolFormat(
-        "apertus",
-        '{"',
-        "}",
-        '": ',
-        "<|tools_prefix|>[",
-        ", ",
-        "]<|tools_suffix|>",
-        "<|tools_prefix|>",
-    ),
-    ("<|tool|>",): ToolFormat(
-        "phi4_mini",
-        first="<|tool_call|>[",
-        last="]<|/tool_call|>",
-        trigger="<|tool_call|>",
-        **_LIST,
-    ),
-    ("functools[",): ToolFormat(
-        "functools", first="functools[", last="]", trigger="functools[", **_LIST
-    ),
-    ("<|tool_call|>",): ToolFormat(
-        "granite", first="<|tool_call|>[", last="]", trigger="<|tool_call|>", **_LIST
-    ),
-    ("<|function_call|>",): ToolFormat(
-        "gigachat", "<|function_call|>" + _NAMED, "}", trigger="<|function_call|>", parallel=False
-    ),
-    ("<TOOLCALL>",): ToolFormat(
-        "nemotron", first="<TOOLCALL>[", last="]</TOOLCALL>", trigger="<TOOLCALL>", **_LIST
-    ),
-    ("<tool_calls>[", "</tool_calls>"): ToolFormat(
-        "apriel", first="<tool_calls>[", last="]</tool_calls>", trigger="<tool_calls>", **_LIST
-    ),
-    ("<tool_calls>", "</tool_calls>"): ToolFormat(
-        "minimax_m1",
-        _NAMED,
-        "}",
-        first="<tool_calls>\n",
-        between="\n",
-        last="\n</tool_calls>",
-        trigger="<tool_calls>",
-    ),
-    ("<tool_call>", "</tool_call>", "arguments", "!<arg_key>"): ToolFormat(
-        "hermes", "<tool_call>\n" + _NAMED, "}\n</tool_call>", between="\n", trigger="<tool_call>"
-    ),
-    ("<function=", "</function>", "!<parameter="): ToolFormat(
-        "function_tags", "<function=", "</function>", ">", trigger="<function="
-    ),
-    ("dictionary of argument name and its value",): ToolFormat(
-        "llama", _NAMED, "}", '", "parameters": ', prefix="<|python_tag|>", parallel=False
-    ),
-}
 
-# %% ../../nbs/6_jobs/48_tools.ipynb #too00086
-def _tags(
-    name: str,
-    head: str,
-    middle: str,
-    param: tuple[str, str, str],
-    end: str,
-    tail: str = "",
-    **more: Any,
-) -> ToolFormat:
-    return ToolFormat(name, head, tail, middle, style="xml", param=param, end=end, **more)
-
-# %% ../../nbs/6_jobs/48_tools.ipynb #too00086-1
-def _dsml(name: str, around: str) -> ToolFormat:
-    "DeepSeek's layout of tags since V3.2, with `around` as the tag of all calls."
-    p = "｜DSML｜"
-    return _tags(
-        name,
-        f'<{p}invoke name="',
-        '">\n',
-        (f'<{p}parameter name="', f'" string="{KIND}">', f"</{p}parameter>\n"),
-        f"</{p}invoke>",
-        first=f"<{p}{around}>\n",
-        between="\n",
-        last=f"\n</{p}{around}>",
-        trigger=f"<{p}{around}>",
+FORMATS: dict[str, ToolFormat] = {
+    row[0]: ToolFormat(*row, short_ids=row[2] == "[TOOL_CALLS]")
+    for row in (
+        ("hermes", f"<tool_call>\n{_OBJECT}\n</tool_call>", "<tool_call>", "", "\n"),
+        ("llama", '{"name": "NAME", "parameters": {…}}', "", "", "", "", "<|python_tag|>"),
+        ("mistral", _OBJECT, "[TOOL_CALLS]", "[TOOL_CALLS][", ", ", "]"),
+        ("mistral_args", "[TOOL_CALLS]NAME[ARGS]{…}", "[TOOL_CALLS]"),
+        ("mistral_ids", "[TOOL_CALLS]NAME[CALL_ID]§[ARGS]{…}", "[TOOL_CALLS]"),
+        (
+            "deepseek_v3",
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n{…}\n```<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁begin｜>",
+            "\n",
+            "<｜tool▁calls▁end｜>",
+        ),
+        (
+            "deepseek_v31",
+            "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁begin｜>",
+            "",
+            "<｜tool▁calls▁end｜>",
+        ),
+        ("granite", _OBJECT, "<|tool_call|>", "<|tool_call|>[", ", ", "]"),
+        ("functools", _OBJECT, "functools[", "functools[", ", ", "]"),
+        ("nemotron", _OBJECT, "<TOOLCALL>", "<TOOLCALL>[", ", ", "]</TOOLCALL>"),
+        ("apriel", _OBJECT, "<tool_calls>", "<tool_calls>[", ", ", "]</tool_calls>"),
+        ("minimax_m1", _OBJECT, "<tool_calls>", "<tool_calls>\n", "\n", "\n</tool_calls>"),
+        ("gigachat", f"<|function_call|>{_OBJECT}", "<|function_call|>"),
+        (
+            "apertus",
+            '{"NAME": {…}}',
+            "<|tools_prefix|>",
+            "<|tools_prefix|>[",
+            ", ",
+            "]<|tools_suffix|>",
+        ),
+        ("function_tags", "<function=NAME>{…}</function>", "<function="),
     )
-
-
-_ARG: tuple[str, str, str] = ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
-_CALLS: Any = dict(style="python", head="", middle="(", end=")", tail="", between=", ")
-_OTHERS: dict[tuple[str, ...], ToolFormat] = {
-    ("<seed:tool_call>",): _tags(
-        "seed_oss",
-        "<seed:tool_call>\n<function=",
-        ">\n",
-        ("<parameter=", ">", "</parameter>\n"),
-        "</function>",
-        "\n</seed:tool_call>",
-        between="\n",
-        trigger="<seed:tool_call>",
-    ),
-    ("<function=", "<parameter="): _tags(
-        "qwen3_coder",
-        "<tool_call>\n<function=",
-        ">\n",
-        ("<parameter=", ">\n", "\n</parameter>\n"),
-        "</function>",
-        "\n</tool_call>",
-        between="\n",
-        trigger="<tool_call>",
-    ),
-    ("<arg_key>",): _tags(
-        "glm", "<tool_call>", "\n", _ARG, "</tool_call>", between="\n", trigger="<tool_call>"
-    ),
-    ("<minimax:tool_call>",): _tags(
-        "minimax_m2",
-        '<invoke name="',
-        '">\n',
-        ('<parameter name="', '">', "</parameter>\n"),
-        "</invoke>",
-        first="<minimax:tool_call>\n",
-        between="\n",
-        last="\n</minimax:tool_call>",
-        trigger="<minimax:tool_call>",
-    ),
-    ("｜DSML｜", "function_calls"): _dsml("deepseek_v32", "function_calls"),
-    ("｜DSML｜", "tool_calls"): _dsml("deepseek_v4", "tool_calls"),
-    ("<|tool_", "_start|>"): ToolFormat(
-        "lfm2",
-        first="<|tool_call_start|>[",
-        last="]<|tool_call_end|>",
-        trigger="<|tool_call_start|>",
-        **_CALLS,
-    ),
-    ("[func_name1(",): ToolFormat(
-        "pythonic", first="[", last="]", prefix="<|python_start|>", **_CALLS
-    ),
-    ("<|channel|>", "<|call|>"): ToolFormat(
-        "harmony", "", "", refused="it answers in channels (harmony), which one text can not hold"
-    ),
 }
-
-FORMATS: dict[str, tuple[tuple[str, ...], ToolFormat]] = {
-    f.name: (marks, f) for marks, f in [*_OTHERS.items(), *_JSON.items()]
-}
-
-# %% ../../nbs/6_jobs/48_tools.ipynb #too00087
-def _written(f: ToolFormat, calls: list[dict[str, Any]]) -> str:
-    """The functions `calls`, dicts of a name and arguments as dicts, as a model of format `f`
-    writes them."""
-
-    def plain(v: Any) -> str:
-        return v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)
-
-    def arguments(given: dict[str, Any]) -> str:
-        if f.style == "json":
-            return json.dumps(given, ensure_ascii=False)
-        if f.style == "python":
-            return (
-                ", ".join(
-                    f"{k}={v if v is None or isinstance(v, bool) else json.dumps(v, ensure_ascii=False)}"
-                    for k, v in given.items()
-                )
-                + f.end
-            )
-        before, between, after = f.param
-        return (
-            "".join(
-                f"{before}{k}{between.replace(KIND, json.dumps(isinstance(v, str)))}{plain(v)}{after}"
-                for k, v in given.items()
-            )
-            + f.end
-        )
-
-    each = (
-        f"{f.head}{c['name']}{f.middle}{arguments(c['arguments'])}{f.tail}".replace(
-            NUMBER, str(i)
-        ).replace(ID, f"call{i:05}")
-        for i, c in enumerate(calls)
-    )
-    return f.first + f.between.join(each) + f.last
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00040
-def _ids(fmt: ToolFormat, messages: list[dict[str, Any]]) -> dict[str, str]:
-    "The ids of the calls in `messages`, and what the template of `fmt` takes in their place."
-    if fmt.ids == "named":
-        calls = [c for m in messages for c in m.get("tool_calls") or ()]
-        return {
-            c["id"]: f"functions.{c['function']['name']}:{i}"
-            for i, c in enumerate(calls)
-            if "id" in c
-        }
-    given = [
-        i
-        for m in messages
-        for i in (m.get("tool_call_id"), *(c.get("id") for c in m.get("tool_calls") or ()))
-        if isinstance(i, str)
-    ]
-    if fmt.ids != "short":
-        return {}
-    return {
-        i: hashlib.blake2b(i.encode("utf-8", "replace")).hexdigest()[:9]
-        for i in given
-        if not re.fullmatch("[a-zA-Z0-9]{9}", i)
-    }
-
-
 def messages_for(fmt: ToolFormat, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """`messages`, as `as_messages` gives them, with the calls in them as the template wants
-    them: arguments as text, its ids, or the whole in the content."""
-    ids, out = _ids(fmt, messages), []
+    them: arguments as text, short ids, or the whole in the content."""
+    head, middle, tail = fmt.parts
 
-    def call_of(c: dict[str, Any]) -> dict[str, Any]:
-        f = c["function"]
-        own = (
-            f | dict(arguments=json.dumps(f["arguments"], ensure_ascii=False))
-            if fmt.arguments_as_text and not isinstance(f["arguments"], str)
-            else f
-        )
-        return c | dict(function=own) | (dict(id=ids.get(c["id"], c["id"])) if "id" in c else {})
+    def short(m: dict[str, Any]) -> dict[str, Any]:
+        "A message, or a call in one, with a short id."
+        long = {
+            k: hashlib.blake2b(str(m[k]).encode("utf-8", "replace")).hexdigest()[:9]
+            for k in {"id", "tool_call_id"} & m.keys()
+            if fmt.short_ids and not re.fullmatch("[a-zA-Z0-9]{9}", str(m[k]))
+        }
+        return m | long
 
-    for m in messages:
-        content = m.get("content")
-        if calls := [*map(call_of, m.get("tool_calls") or ())]:
-            if fmt.blank and content is None:
-                m = m | dict(content="")
-            m = m | (
-                dict(tool_calls=calls)
-                if fmt.writes_calls
-                else dict(content=(content or "") + _written(fmt, [c["function"] for c in calls]))
-            )
-        if isinstance(i := m.get("tool_call_id"), str):
-            m = m | dict(tool_call_id=ids.get(i, i))
+    out = []
+    for m in map(short, messages):
+        calls, written = [], []
+        for c in m.get("tool_calls") or ():
+            f = c["function"]
+            text = json.dumps(f["arguments"], ensure_ascii=False)
+            written.append(head + f["name"] + middle + text + tail)
+            own = f | dict(arguments=text) if fmt.arguments_as_text else f
+            calls.append(short(c) | dict(function=own))
+        if calls:
+            m = m | dict(content=m.get("content") or "", tool_calls=calls)
+            if not fmt.writes_calls:
+                m["content"] += fmt.first + fmt.between.join(written) + fmt.last
         out.append(m)
     return out
 
@@ -622,24 +354,16 @@ def conversation_with(
     `messages_for` has them."""
     if fmt is None:
         return conversation
-    conversation = conversation | dict(
-        messages=(messages := messages_for(fmt, conversation["messages"]))
+    found: dict[str, Any] = conversation | dict(
+        messages=messages_for(fmt, conversation["messages"])
     )
     if choice is None or choice.mode == "none":
-        return conversation
-    tools = [*choice.tools]
+        return found
+    given: dict[str, Any] = {fmt.route: [*choice.tools]}
     if fmt.route == "tools":
-        return conversation | dict(tools=tools)
-    if fmt.route == "xml_tools":
-        return conversation | dict(
-            chat_template_kwargs=(conversation.get("chat_template_kwargs") or {})
-            | dict(xml_tools=tools)
-        )
-    system = [] if messages[0].get("role") == "system" else [dict(role="system", content="")]
-    first, *rest = system + messages
-    return conversation | dict(
-        messages=[first | dict(tools=json.dumps(tools, ensure_ascii=False)), *rest]
-    )
+        return found | given
+    options: dict[str, Any] = found.get("chat_template_kwargs") or {}
+    return found | dict(chat_template_kwargs=options | given)
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00045
 _TIGHT = {
@@ -651,184 +375,45 @@ _TIGHT = {
 
 def _lark(text: str, f: ToolFormat) -> str:
     """`text` of a layout as a sequence of Lark: strings, the special tokens by their ids, and
-    what differs from call to call."""
-    ids: dict[str, str] = {t: f"<[{i}]>" for t, i in f.special} | {
-        k: f"/{v}/" for k, v in _WILD.items()
-    }
-    parts = re.split("(" + "|".join(map(re.escape, sorted(ids, key=len, reverse=True))) + ")", text)
-    return " ".join(ids.get(p) or json.dumps(p, ensure_ascii=False) for p in parts if p)
+    the id of a call."""
+    terms: dict[str, str] = {t: f"<[{i}]>" for t, i in f.special} | {"§": "/[a-zA-Z0-9]{9}/"}
+    parts = re.split(
+        "(" + "|".join(map(re.escape, sorted(terms, key=len, reverse=True))) + ")", text
+    )
+    return " ".join(terms.get(p) or json.dumps(p, ensure_ascii=False) for p in parts if p)
 
 
-def _json(schema: Any, root: dict[str, Any] | None = None) -> str:
-    "What holds a value to `schema`, a part of `root` if that is given."
+def _json(schema: dict[str, Any]) -> str:
+    "What holds arguments to `schema`."
     from batchlab.tasks.structured import check_schema
 
-    found = check_schema(schema, root)
+    found = check_schema(schema)
     return "%json " + json.dumps(found | {"x-guidance": _TIGHT | found.get("x-guidance", {})})
 
 
-def _regex(text: str) -> str:
-    return re.sub(r"[^\w\s<>]", lambda m: m[0] if ord(m[0]) > 127 else "\\" + m[0], text)
+_WS = "\\s{0,16}"
+
+
+def _layout(text: str) -> str:
+    """A regular expression of `text` of a layout, white space free where it has some, and beside
+    JSON's punctuation."""
+    spaced = re.sub(r"([{}\[\],:])", r" \1 ", text).rstrip()
+    found = _WS.join(map(re.escape, re.split(r"\s+", spaced)))
+    return found.replace("§", "[a-zA-Z0-9]{9}")
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00089
-def _free(f: ToolFormat, names: tuple[str, ...]) -> str:
-    """The rules `free`, text without a call to one of `names`, and `said`, text up to the
-    trigger and with it."""
+def _free(f: ToolFormat) -> str:
+    """The rules `free`, text without a call, and `said`, text up to the trigger and with it."""
     if not f.trigger:
-        called = (
-            '\\{\\s*"name"'
-            if f.head == _NAMED
-            else f"{_regex(f.first + f.head)}\\s*({'|'.join(map(_regex, names))}){_regex(f.middle)}"
-        )
-        return f"free: FREE\nFREE: /(?s:.*)/ & ~/\\s*({_regex(f.prefix)}|{called})(?s:.*)/\n"
+        begun = f"{_WS}(?:{re.escape(f.prefix)}|{_layout(f.parts[0])})"
+        return f"free: FREE\nFREE: /(?s:.*)/ & ~/{begun}(?s:.*)/\n"
     others = f"<[{','.join(map(str, f.visible))}]>"
-    free = (
-        "free: FREE"
-        + f" ({others} FREE)*" * bool(f.visible)
-        + f"\nFREE: /(?s:.*)/ & ~/(?s:.*){_regex(f.trigger)}(?s:.*)/\n"
-    )
-    return f"{free}said: {f'(FREE {others})* ' * bool(f.visible)}upto\n{_upto('upto', 'FREE', f.trigger, f)}"
-
-
-def _upto(rule: str, text: str, end: str, f: ToolFormat) -> str:
-    """The rule `rule`: the lexeme `text`, which lacks `end`, and then `end`, which may begin
-    with a special token, or have one in it."""
-    own = min((t for t, _ in f.special if t in end), key=end.find, default="")
-    if not own:
-        return f"{rule}[lazy]: {text} {_lark(end, f)}\n"
-    before, _, rest = end.partition(own)  # the token is no text, and so ends a lexeme
-    return f"{rule}: {f'/(?s:.*){_regex(before)}/' if before else text} {_lark(own + rest, f)}\n"
-
-# %% ../../nbs/6_jobs/48_tools.ipynb #too00047
-def _is_text(schema: Any) -> bool:
-    """Whether a parameter of `schema` is written as it is, without quotes: it is a string and
-    nothing else."""
-    if not isinstance(schema, dict):
-        return False
-    some = _choices(schema)
+    after, before = (f" ({others} FREE)*", f"(FREE {others})* ") if f.visible else ("", "")
+    lazy = "" if f.trigger in dict(f.special) else "[lazy]"
     return (
-        schema.get("type") == "string"
-        or "type" not in schema
-        and bool(some)
-        and all(isinstance(v, str) for v in some or ())
+        f"free: FREE{after}\nFREE: /(?s:.*)/ & ~/(?s:.*){re.escape(f.trigger)}(?s:.*)/\n"
+        f"said: {before}upto\nupto{lazy}: FREE {_lark(f.trigger, f)}\n"
     )
-
-
-def _choices(schema: dict[str, Any]) -> list[Any] | None:
-    "The values that `schema` lists, None if it lists none."
-    return schema.get("enum", [schema["const"]] if "const" in schema else None)
-
-
-def _refuse(what: str, f: ToolFormat) -> NoReturn:
-    raise _bad(
-        "tools",
-        f"with this model: {what} of parameters can not be held as "
-        f"{'XML' if f.style == 'xml' else 'keywords'}, leave it out",
-    )
-
-
-_PLAIN = dict(
-    boolean='("true" | "false" | "True" | "False")', null='("null" | "None")'
-)  # as JSON or as Python: models write either
-
-
-def _value(schema: Any, root: dict[str, Any]) -> str:
-    "What holds a tag's or keyword's value to `schema`, a part of `root`."
-    kind = schema.get("type") if isinstance(schema, dict) and _choices(schema) is None else None
-    return _PLAIN[kind] if isinstance(kind, str) and kind in _PLAIN else _json(schema, root)
-
-
-def _writable(name: str, f: ToolFormat) -> bool:
-    "Whether a parameter may have that name in format `f`."
-    return not re.search('[<>"\\s]', name) and (f.style != "python" or name.isidentifier())
-
-
-def _properties(schema: dict[str, Any], f: ToolFormat) -> dict[str, Any]:
-    """The properties of `schema`, one a parameter. Raises `BadRequest` for what format `f` can't
-    write one after the other."""
-    if bad := schema.keys() & {
-        "anyOf",
-        "oneOf",
-        "allOf",
-        "$ref",
-        "patternProperties",
-        "minProperties",
-        "maxProperties",
-    }:
-        _refuse(min(bad), f)
-    if schema.get("additionalProperties", True) not in (True, False, {}):
-        _refuse("additionalProperties", f)
-    found = schema.get("properties", {})
-    for k in found:
-        if not _writable(k, f):
-            _refuse(f"the name {k!r:.60}", f)
-    if lost := {*schema.get("required", ())} - {*found}:
-        _refuse(f"required {min(lost)!r:.60}", f)
-    return found
-
-# %% ../../nbs/6_jobs/48_tools.ipynb #too00090
-def _plainer(schema: dict[str, Any], f: ToolFormat) -> dict[str, Any]:
-    """`schema` of arguments with what format `f` can write one after the other: parameters of
-    plain names, text as any text."""
-    own = schema.get("properties") or {}
-    names = {
-        k: dict(type="string") if _is_text(s) else s for k, s in own.items() if _writable(k, f)
-    }
-    return dict(
-        type="object",
-        properties=names,
-        required=[k for k in schema.get("required", ()) if k in names],
-    )
-
-
-def _tag_rules(schema: dict[str, Any], rule: str, f: ToolFormat) -> str:
-    """Rules that hold tags to `schema`, of which `rule` is the first. Raises `BadRequest` for
-    what they can't hold."""
-    before, between, after = f.param
-    parts, rules = [], []
-    for i, (k, s) in enumerate(_properties(schema, f).items()):
-        part, text = f"{rule}p{i}", _is_text(s)
-        if not text:
-            value = f"{_value(s, schema)} {_lark(after, f)}"
-        elif (some := _choices(s)) is not None:
-            if any(after.strip() in v for v in some):
-                _refuse(f"a value of text {k!r:.60}", f)
-            value = "(" + " | ".join(_lark(v + after, f) for v in some) + ")"
-        elif bad := s.keys() & {
-            "pattern",
-            "minLength",
-            "maxLength",
-            "format",
-            "anyOf",
-            "oneOf",
-            "allOf",
-            "$ref",
-        }:
-            _refuse(f"{min(bad)} of text {k!r:.60}", f)
-        else:
-            value = f"{part}v"
-            rules.append(_upto(value, "VALUE", after, f))
-        rules.append(
-            f"{part}: {_lark(before + k + between.replace(KIND, json.dumps(text)), f)} {value}\n"
-        )
-        parts.append(part if k in schema.get("required", ()) else f"{part}?")
-    return f"{rule}: {' '.join(parts)} {_lark(f.end, f)}\n" + "".join(rules)
-
-
-def _keyword_rules(schema: dict[str, Any], rule: str, f: ToolFormat) -> str:
-    """Rules that hold keywords to `schema`, in its order: `rule` before the first of them,
-    `ruleN` and `ruleN_more` where the rest may follow."""
-    found, rules = _properties(schema, f), []
-    for i, (k, s) in enumerate(found.items()):
-        rules.append(f"{rule}k{i}: {json.dumps(k + '=', ensure_ascii=False)} {_value(s, schema)}\n")
-        for begun, comma in (("", ""), ("_more", '", " ')):
-            skip = "" if k in schema.get("required", ()) else f" | {rule}n{i + 1}{begun}"
-            rules.append(f"{rule}n{i}{begun}: {comma}{rule}k{i} {rule}n{i + 1}_more{skip}\n")
-    ends = "".join(
-        f"{rule}n{len(found)}{begun}: {_lark(f.end, f)}\n"
-        for begun in (("", "_more") if found else ("",))
-    )
-    return f"{rule}: {rule}n0\n" + "".join(rules) + ends
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00048
 @functools.lru_cache(64)
@@ -837,53 +422,22 @@ def tool_grammar(fmt: ToolFormat, choice: ToolChoice) -> str | None:
     if no tool may be called.
 
     'required' is one call, or several where both sides allow it; 'auto' is text without a call,
-    or text and then calls. Arguments are always held to their schema. Raises `BadRequest` for a
-    schema that the format can't hold."""
+    or text and then calls. Arguments are always held to their schema."""
     if choice.mode == "none":
         return None
-    holds = dict(
-        xml=_tag_rules,
-        python=_keyword_rules,
-        json=lambda schema, rule, _: f"{rule}: {_json(schema)}\n",
-    )[fmt.style]
-
-    def rules_of(name: str, rule: str) -> str:
-        try:
-            return holds(choice.schema(name), rule, fmt)
-        except BadRequest as e:
-            if choice.mode == "required" or fmt.style == "json":
-                raise
-            log.warning("tool %s: %s; only its names and types are held", name, e)
-            return holds(_plainer(choice.schema(name), fmt), rule, fmt)
-
-    rules = "".join(rules_of(name, f"a{i}") for i, name in enumerate(choice.names))
-    if fmt.style == "xml":
-        rules += f"VALUE: /(?s:.*)/ & ~/(?s:.*){_regex(fmt.param[2].strip())}(?s:.*)/\n"  # what ends a parameter is not in one
-    body = " | ".join(
-        f"{_lark(name + fmt.middle, fmt)} a{i}" for i, name in enumerate(choice.names)
-    )
-    more = (
-        f" ({_lark(fmt.between + fmt.head, fmt)} body{_after(fmt.tail, fmt)})*"
-        if choice.parallel and fmt.parallel
-        else ""
-    )
-
-    def calls(begin: str) -> str:
-        return f"{_lark(begin, fmt)} body{_after(fmt.tail, fmt)}{more}{_after(fmt.last, fmt)}"
-
-    start = fmt.first + fmt.head
-    begin = f"({_lark(fmt.prefix, fmt)})? " if fmt.prefix else ""
-    whole = (
-        begin + calls(start)
-        if choice.mode == "required" or not fmt.trigger
-        else f"said {calls(start[len(fmt.trigger) :])}"
-    )
-    free = f"free | {whole}\n{_free(fmt, choice.names)}" if choice.mode == "auto" else f"{whole}\n"
-    return f"%llguidance {{}}\nstart: {free}body: {body}\n{rules}"
-
-
-def _after(text: str, f: ToolFormat) -> str:
-    return f" {_lark(text, f)}" if text else ""
+    head, middle, tail = fmt.parts
+    names = [*choice.schemas]
+    body = " | ".join(f"{_lark(name + middle, fmt)} a{i}" for i, name in enumerate(names))
+    rules = "".join(f"a{i}: {_json(choice.schemas[name])}\n" for i, name in enumerate(names))
+    end = _lark(tail, fmt)
+    more = f"({_lark(fmt.between + head, fmt)} body {end})*" * (choice.parallel and fmt.parallel)
+    calls, start = f"body {end} {more} {_lark(fmt.last, fmt)}", fmt.first + head
+    prefix = f"({_lark(fmt.prefix, fmt)})? " if fmt.prefix else ""
+    forced = f"{prefix}{_lark(start, fmt)} {calls}\n"
+    if choice.mode == "auto":
+        said = f"said {_lark(start[len(fmt.trigger) :], fmt)} {calls}\n" if fmt.trigger else forced
+        forced = f"free | {said}{_free(fmt)}"
+    return f"%llguidance {{}}\nstart: {forced}body: {body}\n{rules}"
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00052
 def tool_params(
@@ -892,439 +446,242 @@ def tool_params(
     """`params` with the answer held to the calls of `choice` in format `fmt`, and with the
     special tokens that mark them in its text.
 
-    Raises `BadRequest` if the model's template takes no tools (`fmt` is None), or if `params`
-    hold the answer to another form."""
+    Raises `BadRequest` if the model's template takes no tools (`fmt` is None), if `params` hold
+    the answer to another form, or if a call must be held whose layout no grammar knows."""
     if choice.mode == "none":
         return params
-    if fmt is None or fmt.refused:
-        raise BadRequest(
-            "tools are not supported by this model: "
-            + (
-                fmt.refused
-                if fmt
-                else "its chat template takes none, or asks for calls of an unknown form"
-            )
-            + "; leave them out",
-            param="tools",
+    if fmt is None:
+        raise _bad(
+            "tools",
+            "are not supported by this model: its chat template takes none, or asks for calls of "
+            "an unknown form; leave them out",
         )
     if params.structured_outputs:
-        raise BadRequest(
-            "tools and response_format (or structured_outputs) each say what the answer is: give "
-            "one of them",
-            param="tools",
+        raise _bad(
+            "tools",
+            "and response_format (or structured_outputs) each say what the answer is: give one of "
+            "them",
+        )
+    if fmt.template and choice.strict:
+        raise _bad(
+            "tool_choice",
+            "can only be 'auto' with this model, and no function strict: calls in its form can be "
+            "read, not held",
         )
     from batchlab.tasks.structured import LONGEST
 
-    grammar = tool_grammar(fmt, choice) or ""
+    grammar = "" if fmt.template else tool_grammar(fmt, choice) or ""
     if len(grammar) > LONGEST:
-        raise BadRequest(
-            f"tools have a grammar of {len(grammar):,} characters, over {LONGEST:,}: give fewer, "
-            "or shorter schemas",
-            param="tools",
+        raise _bad(
+            "tools",
+            f"have a grammar of {len(grammar):,} characters, over {LONGEST:,}: give fewer, or "
+            "shorter schemas",
         )
-    until = (
-        [fmt.trigger]
-        if fmt.trigger
-        else [f"{fmt.first}{fmt.head}{name}{fmt.middle}" for name in choice.names]
-    )
+    head, middle, _ = fmt.parts
+    until = [fmt.trigger] if fmt.trigger else [head + name + middle for name in choice.schemas]
     stop = dict(stop=None) if choice.mode == "required" else dict(stop_until=until)
     return replace(
         params,
-        structured_outputs=dict(grammar=grammar),
+        structured_outputs=dict(grammar=grammar) if grammar else None,
         skip_special_tokens=False,
         include_stop_str_in_output=False,
         **stop,
     )
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00059
-_CALLED, _WS = "(?P<name>[a-zA-Z0-9_-]{1,64})", "\\s{0,16}"
-
-
-def _layout(text: str) -> str:
-    """A regular expression of `text` of a layout, white space free where it has some, and beside
-    JSON's punctuation."""
-    parts = re.findall(r"\s+|[{}\[\],:]|[\1-\3]|[^\s{}\[\],:\1-\3]+", text)
-    found = "".join(
-        _WILD.get(p)
-        or (_WS if p.isspace() else f"{_WS}{re.escape(p)}{_WS}" if p in "{}[],:" else re.escape(p))
-        for p in parts
-    )
-    return re.sub(f"(?:{re.escape(_WS)})+", lambda _: _WS, found).removesuffix(_WS)
-
-
-def _follow(pattern: str, text: str) -> regex.Match[str] | bool:
-    "The match of `pattern` at the start of `text`; True if more text may make it one; else False."
-    m = regex.match(pattern, text, partial=True)
-    return False if m is None else True if m.partial else m
-
-
 @functools.lru_cache(64)
-def _patterns(f: ToolFormat) -> dict[str, str]:
-    """What may stand in an answer: a call where a trigger does (`triggered`), at its start
-    (`start`), after another (`more`); `tail` and `last`.
-
-    Each pattern of a call ends in a group `args`, where its arguments begin."""
-    args = dict(
-        json="\\{", xml=f"(?:{_layout(f.param[0])}|{_layout(f.end)})", python="[^\\W\\d]|\\)"
-    )[f.style]
-    call, first = f"{_CALLED}{_WS}{_layout(f.middle)}{_WS}(?P<args>{args})", f.first + f.head
-    triggered = re.escape(f.trigger) + _layout(first[len(f.trigger) :])
-    bare, prefix = f"{triggered}{_WS}{call}", f"(?:{re.escape(f.prefix)})?"
-    own_id = (
-        f'(?:{_WS},{_WS}"id"{_WS}:{_WS}"[^"\\\\]{{0,64}}")?' if f.head.endswith(_NAMED) else ""
-    )  # some templates write it, none asks for it
-    return dict(
-        triggered=bare,
-        start=f"{_WS}{prefix}{_WS}{bare}",
-        more=f"{_layout(f.between + f.head)}{_WS}{call}",
-        tail=own_id + _layout(f.tail),
-        last=_layout(f.last),
-    )
-
-# %% ../../nbs/6_jobs/48_tools.ipynb #too00062
-Read = tuple[
-    str, int, bool | None
-]  # a piece of the arguments, how much of the text it took, whether they end there; None: more is to come
-
-
-class _JSONArguments:
-    """Reads arguments that are a JSON object, up to its end, which the brackets outside of
-    strings tell."""
-
-    def __init__(self) -> None:
-        self.depth, self.quoted, self.escaped = 0, False, False
-
-    def read(self, text: str) -> Read:
-        "Of `text`, which goes on after what was read."
-        for i, c in enumerate(text, 1):
-            if self.escaped:
-                self.escaped = False
-            elif c == '"':
-                self.quoted = not self.quoted
-            elif self.quoted:
-                self.escaped = c == "\\"
-            elif c in "{[":
-                self.depth += 1
-            elif c in "}]":
-                self.depth -= 1
-                if self.depth <= 0:
-                    return text[:i], i, True
-        return text, len(text), None
-
-# %% ../../nbs/6_jobs/48_tools.ipynb #too00098
-def _literal(text: str, schema: Any) -> str | None:
-    """`text` of a value in Python or JSON as JSON, None if it is none. Without quotes it is text
-    where `schema` has text."""
-    try:
-        return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):
-        pass
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of escapes that Python doesn't know
-            tree = ast.parse(text, mode="eval")
-        for n in ast.walk(tree):
-            for field, v in ast.iter_fields(n):
-                vs = [
-                    _JSON_NAMES.get(x.id, x) if isinstance(x, ast.Name) else x
-                    for x in (v if isinstance(v, list) else [v])
-                ]
-                setattr(n, field, vs if isinstance(v, list) else vs[0])
-        return json.dumps(ast.literal_eval(tree), ensure_ascii=False, allow_nan=False)
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        return json.dumps(text, ensure_ascii=False) if _is_text(schema) else None
-
-
-_JSON_NAMES = dict(true=ast.Constant(True), false=ast.Constant(False), null=ast.Constant(None))
-
-# %% ../../nbs/6_jobs/48_tools.ipynb #too00065
-_TEXT = dict(type="string")
-
-
-def _tag_value(text: str, schema: Any) -> str | None:
-    "`text` of a tag as JSON, None if it is none yet: the end found in it may be part of a string."
-    return json.dumps(text, ensure_ascii=False) if _is_text(schema) else _literal(text, schema)
-
-
-class _Tags:
-    """Reads arguments that are tags, as the layout `f` has them, each as soon as it is whole, as
-    parts of a JSON object. `schema` says which are text."""
-
-    def __init__(self, f: ToolFormat, schema: dict[str, Any]) -> None:
-        before, between, after = f.param
-        self.begin, self.close = (
-            f'{_WS}{_layout(before)}(?P<key>[^<>"\n]{{1,64}}?){_layout(between.rstrip())}',
-            after.strip(),
-        )
-        self.end, self.lined = _WS + _layout(f.end), between.endswith("\n")
-        self.kinds, self.num, self.seen = schema.get("properties", {}), 0, 0
-
-    def read(self, text: str) -> Read:
-        "Of `text`, which goes on after what was read."
-        end, begin = _follow(self.end, text), _follow(self.begin, text)
-        if not isinstance(end, bool):
-            return "}" if self.num else "{}", end.end(), True
-        if isinstance(begin, bool):
-            return "", 0, None if begin or end else False
-        while (at := text.find(self.close, max(self.seen, begin.end()))) >= 0:
-            raw = text[begin.end() : at]
-            value = _tag_value(
-                raw.removeprefix("\n").removesuffix("\n") if self.lined else raw,
-                self.kinds.get(begin["key"], _TEXT),
-            )
-            if value is not None:
-                self.num, self.seen = self.num + 1, 0
-                return (
-                    f"{', ' if self.num > 1 else '{'}{json.dumps(begin['key'], ensure_ascii=False)}: {value}",
-                    at + len(self.close),
-                    None,
-                )
-            self.seen = at + 1
-        self.seen = max(self.seen, len(text) - len(self.close))
-        return "", 0, None
-
-# %% ../../nbs/6_jobs/48_tools.ipynb #too00092
-class _Keywords:
-    """Reads arguments that are Python's keywords up to `)`, each as soon as it is whole, as
-    parts of a JSON object. `schema` says which are text."""
-
-    def __init__(self, f: ToolFormat, schema: dict[str, Any]) -> None:
-        self.kinds, self.num, self.end = (
-            schema.get("properties", {}),
-            0,
-            f"(?:{_WS},)?{_WS}{_layout(f.end)}",
-        )
-        self._next()
-
-    def _next(self) -> None:
-        self.seen, self.depth, self.quote, self.escaped = 0, 0, "", False
-
-    def _value_end(self, text: str, at: int) -> int:
-        """Where the value that begins at `at` ends, -1 if `text` does not tell yet. Goes on
-        where it stopped."""
-        for i in range(max(at, self.seen), len(text)):
-            c = text[i]
-            if self.escaped:
-                self.escaped = False
-            elif self.quote:
-                self.escaped, self.quote = c == "\\", "" if c == self.quote else self.quote
-            elif c in "\"'":
-                self.quote = c
-            elif not self.depth and c in ",)":
-                return i
-            elif c in "([{":
-                self.depth += 1
-            elif c in ")]}":
-                self.depth -= 1
-        self.seen = len(text)
-        return -1
-
-    def read(self, text: str) -> Read:
-        "Of `text`, which goes on after what was read."
-        comma = f"{_WS}," if self.num else ""
-        end, begin = (
-            _follow(self.end, text),
-            _follow(f"{comma}{_WS}(?P<key>[^\\W\\d]\\w{{0,63}}){_WS}={_WS}", text),
-        )
-        if not isinstance(end, bool):
-            return "}" if self.num else "{}", end.end(), True
-        if isinstance(begin, bool):
-            return "", 0, None if begin or end else False
-        if (at := self._value_end(text, begin.end())) < 0:
-            return "", 0, None
-        self._next()
-        if (
-            value := _literal(text[begin.end() : at].strip(), self.kinds.get(begin["key"], {}))
-        ) is None:
-            return "", 0, False
-        self.num += 1
-        return (
-            f"{', ' if self.num > 1 else '{'}{json.dumps(begin['key'], ensure_ascii=False)}: {value}",
-            at,
-            None,
-        )
-
-# %% ../../nbs/6_jobs/48_tools.ipynb #too00094
-def _new_id(key: str | None, index: int) -> str:
-    "The id of a call: the same for the same `key` and `index`, or random for None."
-    return "call_" + (
-        hashlib.blake2b(f"{key}/{index}".encode("utf-8", "replace"), digest_size=12).hexdigest()
-        if key
-        else secrets.token_hex(12)
-    )
-
-
-def _began(text: str, word: str) -> int:
-    "How many characters at the end of `text` may begin `word`."
-    return max((k for k in range(1, len(word)) if text.endswith(word[:k])), default=0)
-
-
-def _arguments(f: ToolFormat, schema: dict[str, Any]) -> Any:
-    "What reads the arguments of a call in format `f`."
+def _patterns(f: ToolFormat) -> tuple[str, str, str, str]:
+    """What may stand in an answer: a call where one may begin, another after it, the tail of a
+    call, the end of them all. The first two end with the bracket that opens the arguments."""
+    head, middle, tail = f.parts
+    call = f"{_WS}(?P<name>[a-zA-Z0-9_-]{{1,64}}){_WS}{_layout(middle)}{_WS}\\{{"
+    begin = re.escape(f.trigger) + _layout((f.first + head)[len(f.trigger) :])
+    own_id = f'(?:{_WS},{_WS}"id"{_WS}:{_WS}"[^"\\\\]{{0,64}}")?'  # some templates write it, none asks for it
     return (
-        _JSONArguments()
-        if f.style == "json"
-        else _Tags(f, schema)
-        if f.style == "xml"
-        else _Keywords(f, schema)
+        f"{_WS}(?:{re.escape(f.prefix)})?{_WS}{begin}{call}",
+        _layout(f.between + head) + call,
+        own_id + _layout(tail),
+        _layout(f.last),
     )
 
-# %% ../../nbs/6_jobs/48_tools.ipynb #too00068
-class ToolParser:
-    """The text of an answer in, its deltas out as the chat endpoint streams them:
-    `{'content': …}`, and `{'tool_calls': [{'index': …, …}]}`.
-
-    A call's first delta has its id, type and name, the next ones its arguments as they come
-    (tags and keywords: one by one). Text is held back only while it may become a call. What
-    turns out to be none is content: a name that is not in `choice`, or another layout. `key`:
-    makes the ids the same each time. How the text is cut into pieces changes nothing in the sum
-    of the deltas."""
+# %% ../../nbs/6_jobs/48_tools.ipynb #925d89dc
+class _Deltas:
+    """The text of an answer that isn't settled yet, and what is: as deltas in `out`, and added
+    up in `content` and `calls`."""
 
     def __init__(
         self, fmt: ToolFormat | None, choice: ToolChoice | None, key: str | None = None
     ) -> None:
-        self.choice, self.key, self.fmt = (
-            choice or ToolChoice(()),
-            key,
-            fmt or ToolFormat("", "", ""),
-        )
-        self.names, self.patterns = self.choice.names if fmt else (), _patterns(self.fmt)
-        self.text, self.closing, self.calls, self.out = "", False, 0, []
-        self.step = self._open if self.names else self._text
+        self.fmt, self.choice = fmt or ToolFormat(), choice or ToolChoice()
+        self.key = (key or secrets.token_hex(12)).encode()
+        self.content: str = ""
+        self.calls: list[dict[str, Any]] = []
+        self.out: list[dict[str, Any]] = []
+        self.text, self.closing = "", False
+
+    def _say(self, n: int) -> None:
+        "The next `n` characters are content."
+        said, self.text = self.text[:n], self.text[n:]
+        if said:
+            self.content += said
+            self.out.append(dict(content=said))
+
+    def _call(self, name: str) -> None:
+        "A call of function `name` begins."
+        tag = hashlib.blake2b(self.key + b"/%d" % len(self.calls), digest_size=12).hexdigest()
+        begun = dict(id=f"call_{tag}", type="function")
+        self.calls.append(begun | dict(function=dict(name=name, arguments="")))
+        self._put(begun | dict(function=dict(name=name, arguments="")))
+
+    def _argue(self, n: int) -> None:
+        "The next `n` characters are arguments of the last call."
+        text, self.text = self.text[:n], self.text[n:]
+        if text:
+            self.calls[-1]["function"]["arguments"] += text
+            self._put(dict(function=dict(arguments=text)))
+
+    def _put(self, part: dict[str, Any]) -> None:
+        self.out.append(dict(tool_calls=[dict(index=len(self.calls) - 1) | part]))
+
+# %% ../../nbs/6_jobs/48_tools.ipynb #7c5e1723
+Steps = Generator[None, None, bool]  # yields where only more text can say what comes next
+
+
+class _CallReader(_Deltas):
+    "Reads one call. Each step `yield`s while only more text can say what comes next."
+
+    def _match(self, pattern: str) -> Generator[None, None, regex.Match[str] | None]:
+        """The match of `pattern` at the start of the text, or None. It is partial at the end of
+        an answer that breaks off in it."""
+        while (m := regex.match(pattern, self.text, partial=True)) and m.partial:
+            if self.closing:
+                break
+            yield
+        return m
+
+    def _taken(self, pattern: str) -> Steps:
+        "Whether `pattern` stands here, which is then taken."
+        m = yield from self._match(pattern)
+        self.text = self.text[m.end() :] if m else self.text
+        return bool(m)
+
+    def _begun(self, pattern: str) -> Steps:
+        "Whether a call begins here, by `pattern`; it is then read up to the end of its arguments."
+        m = yield from self._match(pattern)
+        if not m or m.partial or m["name"] not in self.choice.schemas:
+            return False
+        self._call(m["name"])
+        self.text = self.text[m.end() - 1 :]
+        depth, quoted, escaped = 0, False, False
+        while True:
+            n = 0
+            for n, c in enumerate(self.text, 1):
+                if escaped:
+                    escaped = False
+                elif c == '"':
+                    quoted = not quoted
+                elif quoted:
+                    escaped = c == "\\"
+                else:
+                    depth += (c in "{[") - (c in "}]")
+                if not depth:
+                    break
+            self._argue(n)
+            if not depth or self.closing:
+                return True
+            yield
+
+# %% ../../nbs/6_jobs/48_tools.ipynb #bc4b162e
+class _WholeReader(_CallReader):
+    "Also reads all calls at once, when the answer is whole."
+
+    def _parsed(self) -> Steps:
+        "Whether transformers finds calls in the rest of the answer, by its `response_template`."
+        from transformers.utils.chat_parsing import parse_response
+
+        while not self.closing:
+            yield
+        tools: list[Any] = [*self.choice.tools]
+        try:
+            found = parse_response(self.text, self.fmt.template, prefix="", tools=tools)
+            calls = [c["function"] for c in found.pop("tool_calls")]
+            pairs = [(f["name"], json.dumps(f["arguments"], ensure_ascii=False)) for f in calls]
+        except (ValueError, KeyError, TypeError):
+            return False  # what it can't read is content
+        if {name for name, _ in pairs} - self.choice.schemas.keys():
+            return False
+        self.text = "\n".join(v for k, v in found.items() if k != "role" and isinstance(v, str))
+        self._say(len(self.text))
+        for name, self.text in pairs:
+            self._call(name)
+            self._argue(len(self.text))
+        return True
+
+# %% ../../nbs/6_jobs/48_tools.ipynb #too00068
+class ToolParser(_WholeReader):
+    """The text of an answer in, its deltas out as the chat endpoint streams them:
+    `{'content': …}`, and `{'tool_calls': [{'index': …, …}]}`.
+
+    A call's first delta has its id, type and name, the next ones its arguments as they come.
+    Text is held back only while it may become a call. What turns out to be none is content: a
+    name that is not in `choice`, or another layout. `key`: makes the ids the same each time. How
+    the text is cut into pieces changes nothing in the sum of the deltas, which is `content` and
+    `calls`."""
 
     def feed(self, text: str) -> list[dict[str, Any]]:
         "The deltas that `text`, the next piece of the answer, settles."
         self.text += text
-        return self._settled()
+        next(self._steps)
+        out, self.out = self.out, []
+        return out
 
     def close(self) -> list[dict[str, Any]]:
         "The deltas of what was held back, at the end of the answer."
         self.closing = True
-        return self._settled()
+        return self.feed("")
 
-    def _settled(self) -> list[dict[str, Any]]:
-        while (self.text or self.closing) and self.step():
-            pass
-        out, self.out = self.out, []
-        return out
+    @functools.cached_property
+    def _steps(self) -> Steps:
+        "All steps: each takes what is settled from the text."
+        if self.fmt.name and self.choice.schemas:
+            yield from self._calls()
+        while True:  # no call can come any more
+            self._say(len(self.text))
+            yield
 
-    def _say(self, n: int) -> None:
-        said, self.text = self.text[:n], self.text[n:]
-        if said and self.out and "content" in self.out[-1]:
-            self.out[-1]["content"] += said
-        elif said:
-            self.out.append(dict(content=said))
-
-    def _called(self, where: str) -> bool | None:
-        """Whether a call begins here, by the pattern of `where`, which is then taken; None if
-        more text must say."""
-        m = _follow(self.patterns[where], self.text)
-        if isinstance(m, bool) or m["name"] not in self.names:
-            return None if m is True and not self.closing else False
-        self.text, self.step = self.text[m.start("args") :], self._args
-        self.arguments = _arguments(self.fmt, self.choice.schema(m["name"]))
-        self.out.append(
-            dict(
-                tool_calls=[
-                    dict(
-                        index=self.calls,
-                        id=_new_id(self.key, self.calls),
-                        type="function",
-                        function=dict(name=m["name"], arguments=""),
-                    )
-                ]
-            )
-        )
-        self.calls += 1
-        return True
-
-    def _take(self, where: str) -> bool | None:
-        """Whether the pattern of `where` stands here, which is then taken, as are its first
-        letters at the end of the answer; None if more text must say."""
-        m = _follow(self.patterns[where], self.text)
-        if m is True and not self.closing:
-            return None
-        if m:
-            self.text = "" if isinstance(m, bool) else self.text[m.end() :]
-        return bool(m)
-
-    def _open(self) -> bool:
-        """At the start of the answer, and after calls: a call may begin, white space before it
-        left out."""
-        if (begun := self._called("start")) is not False:
-            return bool(begun)
-        if self.closing and self.calls and not self.text.strip():
-            self.text = ""
-        self.step = self._text
-        return True
-
-    def _text(self) -> bool:
-        "In content: up to where a trigger stands or may begin."
-        trigger = self.fmt.trigger if self.names else ""
-        i = self.text.find(trigger) if trigger else -1
-        if i < 0:
-            self._say(len(self.text) - (0 if self.closing else _began(self.text, trigger)))
-        elif i:
-            self._say(i)
-        elif (begun := self._called("triggered")) is None:
-            return False
-        elif not begun:
-            self._say(1)
-        return i >= 0
-
-    def _args(self) -> bool:
-        "In arguments."
-        piece, n, done = self.arguments.read(self.text)
-        if piece:
-            self.out.append(
-                dict(tool_calls=[dict(index=self.calls - 1, function=dict(arguments=piece))])
-            )
-        self.text = self.text[n:]
-        if done is not None:
-            self.step = self._tail if done else self._text
-        elif self.closing:
-            self.step = self._text  # what is held back is no whole parameter
-        return bool(n) or done is not None or self.closing
-
-    def _tail(self) -> bool:
-        "After arguments."
-        if (taken := self._take("tail")) is None:
-            return False
-        self.step = self._next if taken else self._text
-        return True
-
-    def _next(self) -> bool:
-        "After a call: one more, or the end of them."
-        if self.fmt.parallel and (begun := self._called("more")) is not False:
-            return bool(begun)
-        if self._take("last") is None:
-            return False
-        self.step = self._open if self.fmt.trigger else self._text
+    def _calls(self) -> Steps:
+        "Content up to where a call may begin, and the calls there, as long as one may come."
+        start, more, tail, last = _patterns(self.fmt)
+        trigger, template = re.escape(self.fmt.trigger), self.fmt.template
+        may = not (template and trigger)  # at the start of the answer
+        while self.text or not self.closing:
+            if may and (yield from self._parsed() if template else self._begun(start)):
+                while (whole := (yield from self._taken(tail))) and self.fmt.parallel:
+                    if not (yield from self._begun(more)):
+                        break
+                may = whole and (yield from self._taken(last)) and bool(trigger)
+                continue
+            if not trigger:
+                break
+            if may and self.closing and self.calls and not self.text.strip():
+                self.text = ""
+            m = regex.search(trigger, self.text, pos=int(may), partial=not self.closing)
+            may = m is not None and not m.partial
+            self._say(m.start() if m else len(self.text))
+            if not may and not self.closing:
+                yield
         return True
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00071
-def whole_message(deltas: Iterable[dict[str, Any]]) -> tuple[str | None, list[dict[str, Any]]]:
-    """`(content, tool_calls)` of a message, which `deltas` add up to; content is None if there
-    are only calls."""
-    content, calls = "", []
-    for d in deltas:
-        content += d.get("content") or ""
-        for c in d.get("tool_calls") or ():
-            if c["index"] == len(calls):
-                calls.append(
-                    {k: dict(v) if k == "function" else v for k, v in c.items() if k != "index"}
-                )
-            else:
-                calls[c["index"]]["function"]["arguments"] += c["function"]["arguments"]
-    return content or (None if calls else ""), calls
-
-
 def parse_answer(
     fmt: ToolFormat | None, choice: ToolChoice | None, text: str, key: str | None = None
 ) -> tuple[str | None, list[dict[str, Any]]]:
-    """`(content, tool_calls)` of the whole text of an answer: what the deltas of a `ToolParser`
-    add up to."""
+    """`(content, tool_calls)` of the whole text of an answer, as a `ToolParser` reads it; content
+    is None if there are only calls."""
     parser = ToolParser(fmt, choice, key)
-    return whole_message([*parser.feed(text), *parser.close()])
+    parser.feed(text)
+    parser.close()
+    return parser.content or (None if parser.calls else ""), parser.calls
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00034
 _PROBE = dict(
@@ -1332,183 +689,68 @@ _PROBE = dict(
     function=dict(
         name="tool_probe",
         description="",
-        parameters=dict(type="object", properties=dict(where=_TEXT, number=dict(type="integer"))),
+        parameters=dict(type="object", properties=dict(where=dict(type="string"))),
     ),
 )
-_PROBED = dict(name="tool_probe", arguments=dict(where="probed", number=3))
 
 
-def _template(tokenizer: Any) -> str | None:
-    "The chat template that `tokenizer` uses where a request has tools, or None."
-    try:
-        return tokenizer.get_chat_template(tools=[_PROBE])
-    except Exception:
-        return None  # it has none, or several and no rule
-
-
-def _rendered(
-    template: str,
-    names: dict[str, Any],
-    messages: list[dict[str, Any]],
-    prompt: bool = True,
-    **given: Any,
-) -> str:
-    "`messages` by `template`; '' if it raises."
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    try:
-        return str(
-            render_jinja_template(
-                [messages], chat_template=template, add_generation_prompt=prompt, **names | given
-            )[0][0]
-        )
-    except Exception:
-        return ""  # it wants another conversation: then another way may do
-
-
-def _route(template: str, names: dict[str, Any]) -> str | None:
-    """How `template` takes tools: 'tools', 'xml_tools', or 'message' beside the system's text;
-    None if it writes them nowhere."""
-    ask: Any = dict(role="user", content="Hi")
-    ways: Any = dict(
-        tools=([ask], dict(tools=[_PROBE])),
-        xml_tools=([ask], dict(xml_tools=[_PROBE])),
-        message=([dict(role="system", content="", tools=json.dumps([_PROBE])), ask], {}),
-    )
-    return next(
-        (
-            route
-            for route, (talk, given) in ways.items()
-            if "tool_probe" in _rendered(template, names, talk, **given)
-        ),
-        None,
-    )
+def _written(tokenizer: Any, template: str | None, f: ToolFormat, n: int) -> tuple[str, str]:
+    """`(prompt, answer)` as the chat template writes a question, and a message with `n` calls, all
+    given to it as `f` says; '' if it raises."""
+    function = dict(name="tool_probe", arguments=dict(where="probed"))
+    calls = [dict(type="function", id=f"call{i:05}", function=function) for i in range(n)]
+    talk = [dict(role="user", content="Hi"), dict(role="assistant", content=None, tool_calls=calls)]
+    texts: list[str] = []
+    for messages, prompt in ((talk[:1], True), (talk, False)):
+        given = conversation_with(f, ToolChoice((_PROBE,)), dict(messages=messages))
+        own = dict(chat_template=template, add_generation_prompt=prompt, tokenize=False)
+        own |= given.pop("chat_template_kwargs", {})
+        try:
+            texts.append(tokenizer.apply_chat_template(given.pop("messages"), **given, **own))
+        except Exception:
+            return "", ""  # it wants another conversation: then another way may do
+    same = re.sub(r"[<\[][|｜]?\w*$", "", os.path.commonprefix(texts))
+    return texts[0], texts[1][len(same) :]  # a call may begin where the prompt begins a thought
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00088
-def _answer(template: str, names: dict[str, Any], f: ToolFormat, calls: int) -> str:
-    """What `template` writes of a message with so many `calls`, given as `f` says, and of a
-    result; '' if it raises."""
-    asked = [dict(type="function", id=f"call{i:05}", function=dict(_PROBED)) for i in range(calls)]
-    talk = [
-        dict(role="user", content="Hi"),
-        dict(role="assistant", content=None, tool_calls=asked),
-        *(
-            dict(role="tool", tool_call_id=c["id"], name="tool_probe", content="done")
-            for c in asked
-        ),
-    ]
-
-    def text(messages: list[dict[str, Any]], prompt: bool) -> str:
-        given = conversation_with(f, ToolChoice((_PROBE,)), dict(messages=messages))
-        return _rendered(
-            template,
-            names,
-            given.pop("messages"),
-            prompt,
-            **{k: v for k, v in given.items() if k == "tools"},
-            **given.get("chat_template_kwargs", {}),
-        )
-
-    asked_only, whole = text(talk[:1], True), text(talk, False)
-    same = os.path.commonprefix([asked_only, whole])
-    return whole[
-        len(same) - _began(same, f.trigger) :
-    ]  # it may begin to think there, where it begins a call here
-
-
-def _tried(template: str, names: dict[str, Any], f: ToolFormat) -> tuple[bool, ToolFormat | None]:
-    """Whether `template` writes a call at all; and `f` with all that is to be said of the
-    template, None if another layout is written."""
-    wrote, choice = False, ToolChoice((_PROBE,), names=("tool_probe",))
-    for blank, as_text in ((False, False), (False, True), (True, False), (True, True)):
-        own = replace(f, blank=blank, arguments_as_text=as_text)
-        answer = _answer(template, names, own, 1)
-        wrote = wrote or "probed" in answer
-        if not _reads(own, choice, answer, 1) or not blank and re.search("None|null", answer):
-            continue
-        pair = _answer(template, names, own, 2)
-        return True, _spaced(
-            replace(own, parallel=f.parallel and _reads(own, choice, pair, 2)), answer, pair
-        )
-    return wrote, None
+def _reads(f: ToolFormat, answer: str, n: int) -> bool:
+    "Whether `answer`, which a template has written, holds `n` calls of the probe in format `f`."
+    _, calls = parse_answer(f, ToolChoice((_PROBE,), schemas=dict(tool_probe={})), answer)
+    found = [re.sub(r"\s", "", c["function"]["arguments"]) for c in calls]
+    return found == ['{"where":"probed"}'] * n
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00088-1
-def _spaced(f: ToolFormat, answer: str, pair: str) -> ToolFormat:
-    """`f` with white space between calls and between tags as a template has it that wrote
-    `answer`, and `pair` with two calls."""
-    gap = (
-        re.search(f"{re.escape(f.end + f.tail)}(\\s*){re.escape(f.head)}", pair)
-        if f.parallel and not f.between.strip()
-        else None
+def _tokens(tokenizer: Any, f: ToolFormat) -> dict[str, Any]:
+    """The `special` and `visible` of format `f` with `tokenizer`: added tokens like `<this>`,
+    and special ones, are no text to a grammar."""
+    layout = "".join((f.prefix, f.first, f.call, f.between, f.last))
+    added = sorted(tokenizer.added_tokens_decoder.items())
+    apart = [(i, t) for i, t in added if t.special or re.fullmatch("<.*>", t.content)]
+    return dict(
+        special=tuple((t.content, i) for i, t in apart if t.content in layout),
+        visible=tuple(i for i, t in apart if not t.special and t.content not in layout),
     )
-    if gap:
-        f = replace(f, between=gap[1])
-    if f.style != "xml" or KIND in f.param[1]:
-        return f
-    before, between, after = (p.strip() for p in f.param)
-    m = re.search(
-        f"tool_probe{re.escape(f.middle.rstrip())}(\\s*){re.escape(before)}where({_WS.join(map(re.escape, between.split()))}\\s*)probed(\\s*{re.escape(after)}\\s*)<",
-        answer,
-    )
-    return replace(f, middle=f.middle.rstrip() + m[1], param=(before, m[2], m[3])) if m else f
-
-
-def _reads(f: ToolFormat, choice: ToolChoice, text: str, calls: int) -> bool:
-    "Whether `text` holds so many `calls` of the probe in format `f`."
-    try:
-        return [
-            [*json.loads(c["function"]["arguments"])] for c in parse_answer(f, choice, text)[1]
-        ] == [["where", "number"]] * calls
-    except ValueError:
-        return False
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00036
 def format_of(tokenizer: Any, template: str | None = None) -> ToolFormat | None:
-    """The `ToolFormat` that the chat template of `tokenizer` asks of a model, None if it takes
-    no tools, or asks for calls of another form.
+    """The `ToolFormat` that the chat template of `tokenizer`, or another `template`, asks of a
+    model; None if it takes no tools, or asks for calls of another form.
 
-    `tokenizer` may be a template itself, as a string; `template`: one in place of the
-    tokenizer's. The template is rendered with a tool and a call to see that both reach the
-    prompt, and that the call is read from it again."""
-    text = tokenizer if isinstance(tokenizer, str) else template or _template(tokenizer)
-    marked = (
-        [
-            f
-            for marks, f in FORMATS.values()
-            if all((m.strip("!") in text) is not m.startswith("!") for m in marks)
-        ]
-        if text
-        else []
-    )
-    names = dict(bos_token="", eos_token="") | {
-        k: v for k, v in getattr(tokenizer, "special_tokens_map", {}).items() if isinstance(v, str)
-    }
-    if not text or not marked or (route := _route(text, names)) is None:
-        return None
-    tried = [
-        (True, f) if f.refused else _tried(text, names, replace(f, route=route)) for f in marked
-    ]
-    found = next((f for _, f in tried if f), None)
-    if found is None and any(wrote for wrote, _ in tried):
-        return None
-    found = found or replace(marked[0], route=route, writes_calls=False)
-    special, visible = _tokens(tokenizer, found)
-    return replace(found, special=special, visible=visible)
-
-
-def _tokens(tokenizer: Any, f: ToolFormat) -> tuple[tuple[tuple[str, int], ...], tuple[int, ...]]:
-    """The `special` and `visible` of format `f` with `tokenizer`: added tokens like `<this>`,
-    and special ones, are no text to a grammar."""
-    layout = "".join(
-        (f.prefix, f.first, f.head, f.middle, *f.param, f.end, f.tail, f.between, f.last)
-    )
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    apart = {
-        i: t
-        for i, t in added.items()
-        if t.special or t.content.startswith("<") and t.content.endswith(">")
-    }
-    special = tuple((t.content, i) for i, t in sorted(apart.items()) if t.content in layout)
-    return special, tuple(
-        i for i, t in sorted(apart.items()) if not t.special and t.content not in layout
-    )
+    The template is rendered with a tool and a call to see that both reach the prompt, and that
+    the call is read from it again. If it writes no calls, the prompt must tell their trigger."""
+    known = [*FORMATS.values()]
+    if own := getattr(tokenizer, "response_template", None):
+        begin = own.get("fields", {}).get("tool_calls", {}).get("open")
+        trigger = begin if isinstance(begin, str) else ""
+        known.append(ToolFormat("response_template", trigger=trigger, template=own))
+    for route, as_text in itertools.product(("tools", "xml_tools"), (False, True)):
+        way: Any = dict(route=route, arguments_as_text=as_text)
+        prompt, answer = _written(tokenizer, template, ToolFormat(**way), 1)
+        if "tool_probe" not in prompt:
+            continue
+        for f in (replace(f, **way) for f in known):
+            told = "probed" not in answer and bool(f.trigger) and f.trigger in prompt
+            if told or _reads(f, answer, 1):
+                f = replace(f, writes_calls=not told, **_tokens(tokenizer, f))
+                return replace(f, parallel=_reads(f, _written(tokenizer, template, f, 2)[1], 2))
+    return None
