@@ -121,24 +121,16 @@ _CUTS = re.compile(
 
 def as_json(d: dict[str, Any]) -> bytes:
     """Record `d` as a line of UTF-8 JSONL, one for every reader: what Unicode counts as the end
-    of a line is escaped."""
-    text = encode_json(d)
-    if not text.isascii():
-        text = _CUTS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-    try:
-        return text.encode() + b"\n"
-    except UnicodeEncodeError:
-        return (
-            json.dumps(d, default=str).encode() + b"\n"
-        )  # half a surrogate pair can only be an escape
+    of a line is escaped, and half a surrogate pair, which can only be an escape."""
+    text = _CUTS.sub(lambda found: f"\\u{ord(found[0]):04x}", encode_json(d))
+    return text.encode(errors="backslashreplace") + b"\n"
 
 
 def records_of(path: str | Path) -> Iterator[dict[str, Any]]:
     """Yield the records in file `path` of answers, one at a time, as there may be more than fit
     in memory."""
     with opener_of(path)(path, "rb") as f:
-        for _, raw in read_lines(f):
-            yield json.loads(raw)
+        yield from map(json.loads, f)
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000045
 def sync(path: str | Path) -> None:
@@ -180,10 +172,12 @@ def write_vectors(records: Records, path: str) -> None:
     record; of a failure NaN. Raises `ValueError`."""
     import numpy as np
 
-    sizes = [len(d.get("embedding") or ()) for _, d in records()]
-    if not any(sizes):
+    n, size = 0, 0
+    for _, d in records():
+        n, size = n + 1, size or len(d.get("embedding") or ())
+    if not size:
         raise ValueError("there is no vector among the answers")
-    rows = np.lib.format.open_memmap(path, "w+", "float32", (len(sizes), max(sizes)))
+    rows = np.lib.format.open_memmap(path, "w+", "float32", (n, size))
     for i, (_, d) in enumerate(records()):
         rows[i] = d.get("embedding") or np.nan
     rows.flush()

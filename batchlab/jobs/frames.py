@@ -14,8 +14,8 @@ from ..llm.inputs import settings_for
 from ..core.params import SETTINGS, SamplingParams
 from ..errors import check_names
 from .job import log
-from .lines import JobLine, Postprocess, answer_of, failure_of, parse_line
-from .runner import name_of
+from .lines import JobLine, Postprocess, failure_of, parse_line
+from .runner import name_of, record_of
 from batchlab.jobs.tables import (
     ANSWER,
     COLUMNS_REMARK,
@@ -191,18 +191,6 @@ def outputs_of(
             done |= zip((line.number for line in some), outs)
     return done
 
-
-def record_of_row(
-    line: JobLine, out: RequestOutput | None, model: str, postprocess: Postprocess | None
-) -> dict[str, Any]:
-    "The record of `line`, which ended as `out`, or never ran."
-    if out is None:
-        return failure_of(line, *(line.failure or ("server_error", "it did not run")))
-    reason = out.outputs[0].finish_reason
-    if out.error or reason not in ("stop", "length"):
-        return failure_of(line, "server_error", out.error or f"ended as {reason}")
-    return answer_of(line, out, model, postprocess)
-
 # %% ../../nbs/6_jobs/45_tables.ipynb #45ab1e31
 def output_name(output: str, columns: Collection[str], made: Collection[str]) -> str | None:
     """The name of the column of texts as `AnswerNames` takes it, beside `columns` of the frame and
@@ -288,7 +276,10 @@ def map_frame(
             bad[0],
         )
     done, model = outputs_of(llm, lines, use_tqdm), name_of(llm.model)
-    records = [
-        record_of_row(line, done.pop(line.number, None), model, postprocess) for line in lines
+    records: list[Any] = [
+        failure_of(line, *line.failure)
+        if line.failure
+        else record_of(line, done.pop(line.number), model, line.timeout, True, postprocess)
+        for line in lines
     ]
     return beside(table, records, names)
