@@ -1110,11 +1110,7 @@ def test_answers_of_older_jobs_are_known():
     from batchlab.jobs.lines import digest_of
     from batchlab.jobs.tables import Row
 
-    assert [digest_of(raw) for raw in (b"{}", Row("a"), csv.Error("x"))] == [
-        "d905e156",
-        "5eae67b9",
-        "0f242ab5",
-    ]
+    assert [digest_of(raw) for raw in (b"{}", Row("a"))] == ["d905e156", "5eae67b9"]
 
 
 def test_plain_lines_end_to_end(tmp_path):

@@ -11,7 +11,7 @@ __all__ = ['read_raw']
 # %% ../../nbs/6_jobs/formats.ipynb #ob000026
 import csv, errno, itertools, json, lzma, os, re, zlib
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +22,6 @@ from batchlab.jobs.tables import (
     UNNAMED,
     AnswerNames,
     AnswerTable,
-    BadRow,
     Columns,
     Records,
     Row,
@@ -32,10 +31,12 @@ from batchlab.jobs.tables import (
     file_kind,
     opened_text,
     opener_of,
+    write_csv,
+    write_parquet,
 )
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000126
-Raw = bytes | Row | csv.Error  # a line of JSONL, a row of a table, or what is wrong with a row
+Raw = bytes | Row  # a line of JSONL, or a row of a table
 
 
 def read_lines(f: IO[bytes], longest: int = 2**31) -> Iterator[tuple[int, bytes]]:
@@ -92,19 +93,19 @@ def read_raw(
     try:
         if kind in TABLES:
             table = TableFile(name, kind, text_form)
-            read = Columns(table.names, name, prompt_column, id_column, text=table.text, **columns)
-            for number, cells in table.rows(None if read.keep else read.needed):
-                if isinstance(cells, BadRow):
-                    cells.row = read.row(dict(zip(table.names, cells.cells)))
-                yield number, cells if isinstance(cells, csv.Error) else read.row(cells)
-        else:
-            with opener_of(name)(name, "rb") as file:
-                f = opened_text(file, name, text_form and text_form.encoding)
-                for number, raw in (
-                    json_lines(f, name) if kind == "json" else read_lines(f, LONGEST_LINE)
-                ):
-                    if raw.strip():
-                        yield number, prompt_line(raw) if kind == "txt" else raw
+            read = Columns(
+                table.names, name, prompt_column, id_column, text=not table.schema, **columns
+            )
+            for number, cells, why in table.rows(None if read.keep else read.needed):
+                row = read.row(cells)
+                yield number, row._replace(failure=f"not CSV ({why})") if why else row
+            return
+        with opener_of(name)(name, "rb") as file:
+            f = opened_text(file, name, text_form and text_form.encoding)
+            lines = json_lines(f, name) if kind == "json" else read_lines(f, LONGEST_LINE)
+            for number, raw in lines:
+                if raw.strip():
+                    yield number, prompt_line(raw) if kind == "txt" else raw
     except (OSError, EOFError, zlib.error, lzma.LZMAError, csv.Error, UnicodeDecodeError) as e:
         why = getattr(e, "strerror", None) or e
         where = f" beyond {'row' if kind in TABLES else 'line'} {number}" if number else ""
@@ -120,24 +121,16 @@ _CUTS = re.compile(
 
 def as_json(d: dict[str, Any]) -> bytes:
     """Record `d` as a line of UTF-8 JSONL, one for every reader: what Unicode counts as the end
-    of a line is escaped."""
-    text = encode_json(d)
-    if not text.isascii():
-        text = _CUTS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-    try:
-        return text.encode() + b"\n"
-    except UnicodeEncodeError:
-        return (
-            json.dumps(d, default=str).encode() + b"\n"
-        )  # half a surrogate pair can only be an escape
+    of a line is escaped, and half a surrogate pair, which can only be an escape."""
+    text = _CUTS.sub(lambda found: f"\\u{ord(found[0]):04x}", encode_json(d))
+    return text.encode(errors="backslashreplace") + b"\n"
 
 
 def records_of(path: str | Path) -> Iterator[dict[str, Any]]:
     """Yield the records in file `path` of answers, one at a time, as there may be more than fit
     in memory."""
     with opener_of(path)(path, "rb") as f:
-        for _, raw in read_lines(f):
-            yield json.loads(raw)
+        yield from map(json.loads, f)
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000045
 def sync(path: str | Path) -> None:
@@ -152,6 +145,28 @@ def sync(path: str | Path) -> None:
         os.close(fd)
 
 
+def new_of(path: str | Path) -> str:
+    """Where the next content of file `path` is written before it takes that place: a name that
+    only batchlab gives."""
+    return f"{path}.batchlab.new"
+
+
+@contextmanager
+def whole_file(path: str | Path) -> Iterator[str]:
+    """Give the name of a new file, which takes the place of file `path` at the end, whole and on
+    the disk, or not at all."""
+    new = new_of(path)
+    try:
+        yield new
+        sync(new)
+        os.replace(new, path)
+        with suppress(OSError):
+            sync(Path(path).absolute().parent)  # not every system can
+    finally:
+        with suppress(OSError):
+            os.unlink(new)
+
+# %% ../../nbs/6_jobs/formats.ipynb #ob000045-1
 def write_vectors(records: Records, path: str) -> None:
     """Write the vectors of plain `records` to `path` as an array of numpy, fp32, a row for each
     record; of a failure NaN. Raises `ValueError`."""
@@ -162,18 +177,12 @@ def write_vectors(records: Records, path: str) -> None:
         n, size = n + 1, size or len(d.get("embedding") or ())
     if not size:
         raise ValueError("there is no vector among the answers")
-    rows = np.lib.format.open_memmap(path, mode="w+", dtype="float32", shape=(n, size))
+    rows = np.lib.format.open_memmap(path, "w+", "float32", (n, size))
     for i, (_, d) in enumerate(records()):
         rows[i] = d.get("embedding") or np.nan
     rows.flush()
 
 
-def new_of(path: str | Path) -> str:
-    """Where the next content of file `path` is written before it takes that place: a name that
-    only batchlab gives."""
-    return f"{path}.batchlab.new"
-
-# %% ../../nbs/6_jobs/formats.ipynb #ob000045-1
 def export_records(
     records: Records,
     output: str | Path,
@@ -182,29 +191,24 @@ def export_records(
 ) -> None:
     """Write `records` to `output`, as its name says, beside the columns of `source`; whole or
     not at all. `names`: what the answers' columns are called. Raises `JobError`."""
-    kind, new = file_kind(output), new_of(output)
+    kind = file_kind(output)
     try:
-        if kind == "npy":
-            write_vectors(records, new)
-        elif kind not in TABLES:
-            with opener_of(output)(new, "wb") as f:
-                f.writelines(as_json((names or UNNAMED).written(d)) for _, d in records())
-        else:
-            table = AnswerTable(records, source, names)
-            if kind == "parquet":
-                table.write_parquet(new)
+        with whole_file(output) as new:
+            if kind == "npy":
+                write_vectors(records, new)
+            elif kind == "parquet":
+                write_parquet(AnswerTable(records, source, names), new)
+            elif kind in TABLES:
+                write_csv(AnswerTable(records, source, names), new, output)
             else:
-                table.write_csv(new, output)
-        sync(new)
-        os.replace(new, output)
-        with suppress(OSError):
-            sync(Path(output).absolute().parent)  # not every system can
-    except (
+                with opener_of(output)(new, "wb") as f:
+                    f.writelines(as_json((names or UNNAMED).written(d)) for _, d in records())
+    except (  # as pyarrow's errors are
         ValueError,
         TypeError,
         OverflowError,
         NotImplementedError,
-    ) as e:  # as pyarrow's errors are
+    ) as e:
         raise JobError(
             f"can't write {output} ({str(e)[:200]}): the answers are safe beside it; choose "
             f"another kind of input or output (.jsonl, .csv), or take them from {output}.batchlab",
@@ -214,6 +218,3 @@ def export_records(
         raise JobError(
             f"can't write {output} ({e.strerror or e}): make room, and run again", 1
         ) from e
-    finally:
-        with suppress(OSError):
-            os.unlink(new)

@@ -5,7 +5,7 @@
 # %% ../../nbs/6_jobs/45_tables.ipynb #45ab1e05
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,19 +14,18 @@ from ..llm.inputs import settings_for
 from ..core.params import SETTINGS, SamplingParams
 from ..errors import check_names
 from .job import log
-from .lines import JobLine, Postprocess, answer_of, failure_of, parse_line
-from .runner import name_of
+from .lines import JobLine, Postprocess, failure_of, parse_line
+from .runner import name_of, record_of
 from batchlab.jobs.tables import (
     ANSWER,
-    NUMBERS,
-    OPTIONAL,
     COLUMNS_REMARK,
+    IDS,
+    OPTIONAL,
     AnswerNames,
+    AnswerTable,
     Columns,
-    ColumnType,
     no_talk,
     settings_remark,
-    table_rows,
 )
 
 if TYPE_CHECKING:
@@ -53,8 +52,11 @@ def options_of(sampling_params: Any) -> dict[str, Any] | None:
     }  # whose defaults are others in a file
 
 # %% ../../nbs/6_jobs/45_tables.ipynb #45ab1e27
-class Records:
-    "A table that is a list of dicts. `take`: which of its rows `with_columns` has, in which order."
+New = dict[str, tuple[str, list[Any]]]  # columns by their names: the type of Arrow, and values
+
+
+class DictFrame:
+    "A table that is a list of dicts."
 
     def __init__(self, frame: Any) -> None:
         self.frame: Any = frame
@@ -63,102 +65,106 @@ class Records:
     def _names(self) -> list[str]:
         return [*dict.fromkeys(k for row in self.frame for k in row)]
 
-    def cells(self, needed: Iterable[str]) -> Iterator[dict[str, Any]]:
-        "Yield the cells of each row in the columns `needed`."
-        return ({k: row.get(k) for k in needed} for row in self.frame)
+    def cells(self, needed: Collection[str]) -> list[dict[str, Any]]:
+        "The cells of each row in the columns `needed`."
+        return [{k: row.get(k) for k in needed} for row in self.frame]
 
-    def with_columns(self, take: list[int], new: dict[str, tuple[str, list[Any]]]) -> Any:
-        "The rows `take` and `new` columns: `{name: (type, values)}`."
+    def with_columns(self, take: list[int], new: New) -> Any:
+        "The rows `take` and `new` columns."
         rows = zip(*(values for _, values in new.values()))
         return [{**self.frame[i], **dict(zip(new, row))} for i, row in zip(take, rows)]
 
 
-class PandasFrame(Records):
+class PandasFrame(DictFrame):
     "The same, a `pandas.DataFrame`. Its index is kept."
 
     def _names(self) -> list[str]:
         return [str(c) for c in self.frame.columns]
 
-    def cells(self, needed: Iterable[str]) -> Iterator[dict[str, Any]]:
+    def cells(self, needed: Collection[str]) -> list[dict[str, Any]]:
         plain = lambda v: v.tolist() if hasattr(v, "tolist") else v
-        columns = {k: self.frame.iloc[:, self.names.index(k)] for k in needed}
-        return ({k: plain(v) for k, v in zip(columns, row)} for row in zip(*columns.values()))
+        columns = [self.frame.iloc[:, self.names.index(k)] for k in needed]
+        return [dict(zip(needed, map(plain, row))) for row in zip(*columns)]
 
-    def with_columns(self, take: list[int], new: dict[str, tuple[str, list[Any]]]) -> Any:
+    def with_columns(self, take: list[int], new: New) -> Any:
         import pandas as pd
 
-        out = self.frame.iloc[take]
-        kinds = dict(int64="Int64", double="float64", bool="boolean")
-        return out.assign(
-            **{
-                k: pd.array(v, dtype=kinds[t]) if t in kinds else pd.Series(v, index=out.index)
-                for k, (t, v) in new.items()
-            }
-        )
+        out, kinds = self.frame.iloc[take], dict(int64="Int64", double="float64", bool="boolean")
+        columns = {
+            k: pd.array(v, dtype=kinds[t]) if t in kinds else pd.Series(v, index=out.index)
+            for k, (t, v) in new.items()
+        }
+        return out.assign(**columns)
 
 # %% ../../nbs/6_jobs/45_tables.ipynb #45ab1e27-1
-class ArrowFrame(Records):
+class ArrowFrame(DictFrame):
     """The same, whatever gives its columns as Arrow does; it gets them back as a table of
     pyarrow, or of its own class."""
 
     def __init__(self, frame: Any) -> None:
         import pyarrow as pa
 
-        self.made = None if type(frame).__module__.partition(".")[0] == "pyarrow" else type(frame)
+        own = type(frame)
+        self.made: Any = (lambda table: table) if own.__module__.startswith("pyarrow.") else own
         super().__init__(frame if isinstance(frame, pa.Table) else pa.table(frame))
 
     def _names(self) -> list[str]:
         return self.frame.column_names
 
-    def cells(self, needed: Iterable[str]) -> Iterator[dict[str, Any]]:
-        some = self.frame.select([*needed])
-        return (row for batch in some.to_batches(1000) for row in batch.to_pylist())
+    def cells(self, needed: Collection[str]) -> list[dict[str, Any]]:
+        return self.frame.select([*needed]).to_pylist()
 
-    def with_columns(self, take: list[int], new: dict[str, tuple[str, list[Any]]]) -> Any:
+    def with_columns(self, take: list[int], new: New) -> Any:
         import pyarrow as pa
 
-        out = self.frame if take == [*range(len(self.frame))] else self.frame.take(take)
+        same = take == [*range(len(self.frame))]
+        out = self.frame if same else self.frame.take(take)
         for k, (t, v) in new.items():
             out = out.append_column(k, pa.array(v, t or "string"))
-        return self.made(out) if self.made else out
+        return self.made(out)
 
 
-def table_of(frame: Any) -> Records:
+def table_of(frame: Any) -> DictFrame:
     "`frame` as one of these. Raises `PromptError` for what is no table."
+    rows = isinstance(frame, (list, tuple)) and all(isinstance(row, Mapping) for row in frame)
     if hasattr(frame, "iloc") and hasattr(frame, "columns"):
         table = PandasFrame(frame)
     elif hasattr(frame, "__arrow_c_stream__") and not hasattr(frame, "iloc"):
         table = ArrowFrame(frame)
-    elif isinstance(frame, (list, tuple)) and all(isinstance(row, Mapping) for row in frame):
-        table = Records(frame)
+    elif rows:
+        table = DictFrame(frame)
     else:
-        advice = (
-            "llm.generate takes prompts"
-            if isinstance(frame, str) or isinstance(frame, list)
-            else "batchlab.run takes files"
-            if isinstance(frame, Path)
-            else "series.to_frame() makes one"
-            if hasattr(frame, "to_frame")
-            else "a dict of columns goes through pandas.DataFrame"
-            if isinstance(frame, dict)
-            else ""
-        )
+        advice = {
+            str: ": llm.generate takes prompts",
+            list: ": llm.generate takes prompts",
+            dict: ": a dict of columns goes through pandas.DataFrame",
+        }.get(type(frame), "")
+        if isinstance(frame, Path):
+            advice = ": batchlab.run takes files"
+        elif hasattr(frame, "to_frame"):
+            advice = ": series.to_frame() makes one"
         raise PromptError(
             "llm.map takes a DataFrame, an Arrow table or a list of dicts, got "
-            f"{type(frame).__name__}{': ' * bool(advice)}{advice}"
+            f"{type(frame).__name__}{advice}"
         )
     if twice := [n for n in dict.fromkeys(table.names) if table.names.count(n) > 1]:
         raise PromptError(f"the frame has two columns {twice[0]!r}: rename one")
     return table
 
 # %% ../../nbs/6_jobs/45_tables.ipynb #45ab1e30
-def lines_of(table: Records, columns: Columns, given: dict[str, Any], chat: bool) -> list[JobLine]:
-    "The requests of `table`, each with its whole settings, `given` for what it leaves open."
-    cells = (
-        table.cells([*columns.needed]) if columns.needed else ({} for _ in range(len(table.frame)))
-    )
-    lines = [parse_line(i, columns.row(row), "plain", chat) for i, row in enumerate(cells, 1)]
-    for line in lines:
+def lines_of(
+    rows: Sequence[dict[str, Any]],
+    columns: Columns,
+    given: dict[str, Any],
+    chat: bool,
+    lora_request: Any = None,
+) -> list[JobLine]:
+    """The requests of `rows`, each with its whole settings, `given` for what it leaves open.
+    `lora_request`: one for all or one each, of those that name no adapter. Raises `ParamError`."""
+    lines = [parse_line(i, columns.row(cells), "plain", chat) for i, cells in enumerate(rows, 1)]
+    loras: list[Any] = settings_for(len(lines), lora_request=lora_request)
+    for line, settings in zip(lines, loras):
+        line.adapter = line.adapter or settings.adapter
         try:
             line.options = vars(SamplingParams.of(given | line.options))
         except ParamError as e:
@@ -167,47 +173,51 @@ def lines_of(table: Records, columns: Columns, given: dict[str, Any], chat: bool
 
 
 def outputs_of(
-    llm: LLM, lines: Sequence[JobLine], use_tqdm: bool | None = None, lora_request: Any = None
+    llm: LLM, lines: Sequence[JobLine], use_tqdm: bool | None = None
 ) -> dict[int, RequestOutput]:
-    """What becomes of those of `lines` that can run, by their numbers. `lora_request`: one for
-    all or one each, of those that name no adapter. Raises `ParamError`."""
-    loras: dict[int, Any] = {
-        line.number: line.adapter or s.adapter
-        for line, s in zip(lines, settings_for(len(lines), lora_request=lora_request))
-    }
+    "What becomes of those of `lines` that can run, by their numbers. Raises `ParamError`."
+    good: list[JobLine] = [line for line in lines if not line.failure]
     done: dict[int, RequestOutput] = {}
-    for call, some in (
-        (llm.generate, [l for l in lines if l.messages is None]),
-        (llm.chat, [l for l in lines if l.messages is not None]),
-    ):
-        some = [l for l in some if not l.failure]
-        prompts: list[Any] = [l.prompt if l.messages is None else l.conversation for l in some]
-        if some:
-            done |= zip(
-                (l.number for l in some),
-                call(
-                    prompts,
-                    [l.options for l in some],
-                    use_tqdm,
-                    timeout=[l.timeout for l in some],
-                    lora_request=[loras[l.number] for l in some],
-                ),
+    for call, talk in (llm.generate, False), (llm.chat, True):
+        if some := [line for line in good if (line.messages is not None) == talk]:
+            prompts: list[Any] = [line.conversation if talk else line.prompt for line in some]
+            outs = call(
+                prompts,
+                [line.options for line in some],
+                use_tqdm,
+                timeout=[line.timeout for line in some],
+                lora_request=[line.adapter for line in some],
             )
+            done |= zip((line.number for line in some), outs)
     return done
 
-
-def record_of_row(
-    line: JobLine, out: RequestOutput | None, model: str, postprocess: Postprocess | None
-) -> dict[str, Any]:
-    "The record of `line`, which ended as `out`, or never ran."
-    if out is None:
-        return failure_of(line, *(line.failure or ("server_error", "it did not run")))
-    reason = out.outputs[0].finish_reason
-    if out.error or reason not in ("stop", "length"):
-        return failure_of(line, "server_error", out.error or f"ended as {reason}")
-    return answer_of(line, out, model, postprocess)
-
 # %% ../../nbs/6_jobs/45_tables.ipynb #45ab1e31
+def output_name(output: str, columns: Collection[str], made: Collection[str]) -> str | None:
+    """The name of the column of texts as `AnswerNames` takes it, beside `columns` of the frame and
+    those that functions `made`. Raises `ParamError` for one that is taken."""
+    whose = "a column of the frame" if output in columns else "another column of the answers"
+    if output in {*ANSWER, *OPTIONAL, *made, *columns} - {"text"}:
+        raise ParamError(
+            f"output={output!r} is {whose}: call the texts something else", field="output"
+        )
+    return None if output == "text" else output
+
+
+def beside(table: DictFrame, records: Sequence[dict[str, Any]], names: AnswerNames) -> Any:
+    "The frame of `table` with the answers in `records`, one for each row, in columns by `names`."
+    answers = AnswerTable(lambda: enumerate(records), names=names)
+    pairs = [(i, row) for i, record in enumerate(records) for row in answers.answers(record)]
+    hidden = {names.of(k) for k in (*IDS, "request_id")}
+    new = {
+        k: (t, [answers.value(k, row.get(k)) for _, row in pairs])
+        for k, t in answers.types.items()
+        if k not in hidden
+    }
+    if shown := [f"{k} as {v}" for k, v in names.shown.items() if k in table.names and v in new]:
+        log.warning(COLUMNS_REMARK, ", ".join(shown))
+    return table.with_columns([i for i, _ in pairs], new)
+
+# %% ../../nbs/6_jobs/45_tables.ipynb #45ab1e3m
 def map_frame(
     llm: LLM,
     frame: Frame,
@@ -252,23 +262,12 @@ def map_frame(
     )
     if system is not None and not (chat or columns.talk):
         raise no_talk("a column of messages")
-    taken = {*ANSWER, *OPTIONAL, *(postprocess if isinstance(postprocess, Mapping) else ())} - {
-        "text"
-    }
-    if output in taken:
-        raise ParamError(
-            f"output={output!r} is another column of the answers: call the texts something else",
-            field="output",
-        )
-    if output != "text" and output in table.names:
-        raise ParamError(
-            f"output={output!r} is a column of the frame: call the texts something else",
-            field="output",
-        )
-    names = AnswerNames(table.names, None if output == "text" else output)
+    named = {*(postprocess if isinstance(postprocess, Mapping) else ())}
+    names = AnswerNames(table.names, output_name(output, table.names, named))
     if columns.alike:
         log.warning("%s", settings_remark(columns.alike))
-    lines = lines_of(table, columns, given, chat)
+    rows = table.cells(columns.needed) if columns.needed else [{}] * len(table.frame)
+    lines = lines_of(rows, columns, given, chat, lora_request)
     if bad := [f"{line.where}: {line.failure[1]}" for line in lines if line.failure]:
         log.warning(
             "%d of %d rows can not run, the first is %s: the column error says which",
@@ -276,33 +275,11 @@ def map_frame(
             len(lines),
             bad[0],
         )
-    done, model = outputs_of(llm, lines, use_tqdm, lora_request), name_of(llm.model)
-    take, rows = [], []
-    for i, line in enumerate(lines):
-        answers = [
-            *table_rows(record_of_row(line, done.pop(line.number, None), model, postprocess))
-        ]
-        take += [i] * len(answers)
-        rows += answers
-    types = {
-        k: ColumnType()
-        for k in dict.fromkeys([*ANSWER, *(k for row in rows for k in row)])
-        if k not in ("row", "id", "custom_id", "request_id")
-    }
-    for k, t in types.items():
-        for row in rows:
-            t.see(row.get(k))
-        t.name = (ANSWER | NUMBERS).get(k, t.name) if t.name or k in ANSWER else ""
-    new = {
-        names.of(k): (
-            t.name,
-            [t.cast(row.get(k)) for row in rows],
-        )
-        for k, t in types.items()
-        if t.name or k not in OPTIONAL
-    }
-    if shown := [
-        f"{k} as {names.of(k)}" for k in types if k in names.columns and names.of(k) in new
-    ]:
-        log.warning(COLUMNS_REMARK, ", ".join(shown))
-    return table.with_columns(take, new)
+    done, model = outputs_of(llm, lines, use_tqdm), name_of(llm.model)
+    records: list[Any] = [
+        failure_of(line, *line.failure)
+        if line.failure
+        else record_of(line, done.pop(line.number), model, line.timeout, True, postprocess)
+        for line in lines
+    ]
+    return beside(table, records, names)

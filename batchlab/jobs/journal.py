@@ -18,18 +18,16 @@ from typing import Any
 
 from .. import __version__
 from ..errors import JobError, Option
-from .formats import as_json, new_of, read_lines, records_of
+from .formats import as_json, new_of, read_lines, records_of, whole_file
 from .lines import JobLine
 from batchlab.jobs.tables import (
     ANSWER,
     OPENERS,
-    OPTIONAL,
     TABLES,
     UNNAMED,
     AnswerNames,
     TableFile,
     file_kind,
-    marked,
     record_of_rows,
 )
 
@@ -325,18 +323,11 @@ def check_same(path: str | Path, now: dict[str, Any], force: bool = False) -> No
 def replace_file(path: str | Path, parts: Iterable[bytes]) -> None:
     """Let file `path` hold `parts`, bytes one after the other, whole or not at all. Raises
     `JobError`."""
-    new = Path(new_of(path))
     try:
-        with new.open("wb") as f:
+        with whole_file(path) as new, open(new, "wb") as f:
             f.writelines(parts)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(new, path)
     except OSError as e:
         raise JobError(f"can't write {path} ({e.strerror or e})") from e
-    finally:
-        with suppress(OSError):
-            new.unlink()
 
 
 def write_settings(side: str | Path, now: dict[str, Any], force: bool = False) -> None:
@@ -446,28 +437,21 @@ def finished_records(output: str | Path, called: AnswerNames = UNNAMED) -> Itera
             raise foreign from e
         return
     table = TableFile(output)
-    own = {n: marked(n) if n in called.columns else called.ours(n) for n in table.names}
-    names = [*own.values()]
-    if not {*ANSWER} <= {*names}:
+    own = {n: called.ours(n) for n in table.names if n not in called.columns}
+    if not {*ANSWER} <= {*own.values()}:
         raise foreign
-    key, start = "request_id" if "request_id" in names else "id", names.index("text")
-    start -= names[start - 1] == "index"
-    alone = names[0] == "line" or names[:2] == ["id", "custom_id"] and key == "id"
-    ids = names[:start] if alone else []
-    cells = [n for n in ids if n not in ("line", "id", "custom_id")]
-    made = [n for n in names[names.index("error") + 1 :] if n not in {*OPTIONAL, "request_id"}]
-    read = {old for old, new in own.items() if new in {*ids, *names[start:]}}
+    key = "request_id" if "request_id" in own.values() else "id"
+    alone = key == "id" or "line" in own.values()  # no table has the cells
+    found = table.rows(None if alone else own)
     rows = (
-        {own[k]: v for k, v in row.items()} if isinstance(row, dict) else {}
-        for _, row in table.rows(read)
+        {k: v for k, v in cells.items() if not why and (alone or k in own)}
+        for _, cells, why in found
     )
-    for name, some in itertools.groupby(rows, lambda row: row.get(key)):
+    of_record = lambda row: next((v for k, v in row.items() if own.get(k) == key), None)
+    for name, some in itertools.groupby(rows, of_record):
         if not KEY.fullmatch(str(name)):
             raise foreign
-        try:
-            yield record_of_rows([*some], made, cells)
-        except ValueError as e:
-            raise foreign from e
+        yield record_of_rows([*some], own, text=not table.schema)
 
 
 def restore(output: str | Path, names: AnswerNames = UNNAMED) -> None:

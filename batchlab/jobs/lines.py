@@ -9,7 +9,7 @@ from __future__ import annotations
 __all__ = ['NO_TALK', 'JobLine', 'digest_of', 'parse_line']
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000003
-import csv, hashlib, itertools, json
+import hashlib, itertools, json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -52,13 +52,12 @@ from batchlab.jobs.tables import (
     ANSWER,
     CHAT_OPTIONS,
     OPTIONAL,
-    BadRow,
     Columns,
     Row,
     encode_json,
     is_missing,
     kept_cells,
-    plain_value,
+    json_value,
 )
 from .tools import ToolChoice, ToolFormat, format_of, parse_answer, take_tools
 
@@ -104,6 +103,11 @@ class JobLine:
         return f"batch_req_{self.number}_{self.digest}"
 
     @property
+    def named(self) -> dict[str, Any]:
+        "What its record says of it: its ids, and the cells that stand beside its answer."
+        return self.ids | (dict(cells=self.cells) if self.cells else {})
+
+    @property
     def where(self) -> str:
         return f"{self.unit} {self.number}"
 
@@ -120,13 +124,8 @@ class JobLine:
 
 def digest_of(raw: Raw) -> str:
     "8 hex digits that name the content of a line, or what is asked of a row."
-    if isinstance(raw, csv.Error):
-        raw = (
-            f"BadLine({f'not CSV ({raw})'!r})".encode()
-        )  # as in the answers of version 0.1, whose exception had that name
-    if isinstance(raw, tuple):
-        raw = repr(tuple(raw[:6] if any(raw[2:6]) else raw[:2])).encode()  # likewise
-    return hashlib.blake2b(raw, digest_size=4).hexdigest()
+    asked = raw if isinstance(raw, bytes) else repr(raw[:6] if any(raw[2:6]) else raw[:2]).encode()
+    return hashlib.blake2b(asked, digest_size=4).hexdigest()
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000007
 def _no_constant(name: str) -> float:
@@ -389,10 +388,6 @@ def parse_line(
         unit="line" if isinstance(raw, bytes) else "row",
     )
     try:
-        if isinstance(raw, csv.Error):
-            if isinstance(raw, BadRow) and raw.row:
-                row_line(line, raw.row._replace(failure=f"not CSV ({raw})"))
-            raise BadRequest(f"not CSV ({raw})")
         if isinstance(raw, Row):
             row_line(line, raw, chat)
         elif len(raw) > LONGEST_LINE:
@@ -459,7 +454,7 @@ Postprocess = (
 
 def plain_ids(line: JobLine) -> dict[str, Any]:
     "What a plain record begins with."
-    return dict(request_id=line.key, **{line.unit: line.number}, **line.ids) | line.cells
+    return dict(request_id=line.key, **{line.unit: line.number}, **line.named)
 
 
 def vectors_of(
@@ -474,8 +469,7 @@ def vectors_of(
     body = pooling_body(asked, out, f"{line.number}-{line.digest}", model)
     return dict(
         id=line.key,
-        **line.ids,
-        **line.cells,
+        **line.named,
         response=dict(status_code=200, request_id=line.key, body=body),
         error=None,
     )
@@ -499,8 +493,7 @@ def answer_of(
         body = answer_body(out, line.kind, f"{line.number}-{line.digest}", model, read)
         record: dict[str, Any] = dict(
             id=line.key,
-            **line.ids,
-            **line.cells,
+            **line.named,
             response=dict(status_code=200, request_id=line.key, body=body),
             error=None,
         )
@@ -541,7 +534,7 @@ def results_of(out: RequestOutput, postprocess: Postprocess) -> tuple[dict[str, 
         if named:
             made[name] = None
         try:
-            v = plain_value(f(out))
+            v = json_value(f(out))
             found = v if isinstance(v, dict) and not named else {name: v}
             encode_json(found)  # or it could not be written
             if twice := found.keys() & {
@@ -566,8 +559,8 @@ def failure_of(line: JobLine, code: str, message: str) -> dict[str, Any]:
         return plain_ids(line) | nothing | dict(usage=None, error=error)
     status, body = error_body(error["message"], code)
     response = dict(status_code=status, request_id=line.key, body=body)
-    ids = dict(id=line.key, custom_id=line.ids.get("custom_id"))
-    return ids | line.cells | dict(response=response, error=error)
+    ids = dict(id=line.key, custom_id=None)
+    return ids | line.named | dict(response=response, error=error)
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000048
 def guess_form(rows: Iterable[tuple[int, Raw]], default: str = "batch") -> str:

@@ -5,96 +5,91 @@
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e004
 from __future__ import annotations
 
-import bz2, codecs, csv, difflib, gzip, io, itertools, json, lzma, math, re, string
+import bz2, codecs, csv, gzip, io, itertools, json, lzma, math, re, string
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import JobError, Message, Option
-from ..errors import near_name
+from ..errors import JobError, Message, Option, near_name, whole_number
 from .settings import INSTEAD, KNOWN_SETTINGS
 
+if TYPE_CHECKING:
+    import pyarrow
+    import pyarrow.parquet
+
 # %% auto #0
-__all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'Cells', 'INT', 'FLOAT', 'TRUTH', 'OPTIONAL', 'ANSWER',
-           'CHAT_OPTIONS', 'NO_SETTINGS', 'LITERAL', 'RECORD', 'COLUMNS_REMARK', 'MARK', 'NUMBERS', 'encode_json',
-           'VECTORS', 'OURS', 'UNNAMED', 'Records', 'Stream', 'Unpacked', 'open_bz2', 'open_xz', 'file_kind',
-           'opener_of', 'check_input', 'check_output', 'need_parquet', 'opened_text', 'Recoded', 'unique_names',
-           'BadRow', 'TextForm', 'encoding_of', 'CSVRows', 'in_blocks', 'broken_parquet', 'open_parquet', 'readable',
-           'TableFile', 'no_column', 'is_missing', 'MissingCell', 'Template', 'literal', 'is_setting_name', 'no_talk',
-           'settings_remark', 'check_setting', 'kept_cells', 'marked', 'AnswerNames', 'Row', 'Columns', 'from_json',
-           'plain_value', 'json_value', 'whole', 'table_rows', 'flat', 'record_of_rows', 'ColumnType', 'type_of',
-           'cell_text', 'cells_of', 'AnswerTable']
+__all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'INT', 'FLOAT', 'TRUTH', 'OPTIONAL', 'ANSWER', 'CHAT_OPTIONS',
+           'NO_SETTINGS', 'LITERAL', 'RECORD', 'VECTORS', 'MADE', 'OURS', 'COLUMNS_REMARK', 'UNNAMED', 'encode_json',
+           'IDS', 'READERS', 'Records', 'GROUP', 'Chunks', 'unpacked', 'opener', 'suffix_of', 'file_kind', 'opener_of',
+           'check_input', 'check_output', 'need_parquet', 'encoding_of', 'opened_text', 'free_name', 'unique_names',
+           'TextForm', 'csv_rows', 'parquet_file', 'TableFile', 'no_column', 'is_missing', 'MissingCell', 'formatted',
+           'can_format', 'Template', 'literal', 'is_setting_name', 'no_talk', 'settings_remark', 'check_setting',
+           'AnswerNames', 'Row', 'from_json', 'setting_of', 'ColumnNames', 'Columns', 'json_value', 'kept_cells',
+           'whole', 'table_rows', 'flat', 'record_of_rows', 'kind_of', 'type_of', 'cast', 'readable', 'AnswerRows',
+           'AnswerTable', 'cell_text', 'write_csv', 'arrow_schema', 'write_parquet']
 
 # %% ../../nbs/6_jobs/tables.ipynb #unp00002
-class Stream(Protocol):
-    """One stream of a packed file: what `bz2.BZ2Decompressor` and `lzma.LZMADecompressor` have
-    in common."""
+class Chunks(io.RawIOBase):
+    "The bytes that `chunks` yields, as a file; `source`, which they come from, is closed with it."
 
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def needs_input(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, max_length: int = -1) -> bytes: ...
-
-
-class Unpacked(io.RawIOBase):
-    """The bytes of packed `file`, stream after stream, each made by `new()`. Raises what `new`
-    raises, and `EOFError` for a stream without an end."""
-
-    def __init__(self, file: IO[bytes], new: Callable[[], Stream]) -> None:
-        self.file, self.new, self.stream = file, new, new()
+    def __init__(self, chunks: Iterator[bytes], source: IO[Any]) -> None:
+        self.chunks, self.source, self.left = filter(None, chunks), source, b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = b""
-        while not data:
-            packed = self._more()
-            if packed is None:
-                return 0
-            data = self.stream.decompress(packed, len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def _more(self) -> bytes | None:
-        "What the stream reads next, or a new one behind its end; None at the end of the file."
-        if not self.stream.eof:
-            packed = self.file.read(io.DEFAULT_BUFFER_SIZE) if self.stream.needs_input else b""
-            if self.stream.needs_input and not packed:
-                raise EOFError("it is cut off: its last stream has no end")
-            return packed
-        packed = self.stream.unused_data
-        while not (packed := packed.lstrip(b"\0")):
-            if not (packed := self.file.read(io.DEFAULT_BUFFER_SIZE)):
-                return None
-        self.stream = self.new()
-        return packed
+        self.left = self.left or next(self.chunks, b"")
+        part, self.left = self.left[: len(buffer)], self.left[len(buffer) :]
+        buffer[: len(part)] = part
+        return len(part)
 
     def close(self) -> None:
-        self.file.close()
+        self.source.close()
         super().close()
 
 
-def open_bz2(name: str | Path, mode: str = "rb", **text: Any) -> IO[Any]:
-    "`bz2.open`, which misses no damaged stream when it reads."
-    if mode != "rb":
-        return bz2.open(name, mode, **text)
-    return io.BufferedReader(Unpacked(open(name, "rb"), bz2.BZ2Decompressor))
+def unpacked(
+    file: IO[bytes], new: type[bz2.BZ2Decompressor] | type[lzma.LZMADecompressor]
+) -> Iterator[bytes]:
+    """Yield the bytes of packed `file`, stream after stream, each through a `new()`. Raises what
+    that raises, and `EOFError` for a stream without an end."""
+    stream, size = new(), 2**16
+    for packed in iter(lambda: file.read(size), b""):
+        while packed := packed if stream else packed.lstrip(b"\0"):
+            stream = stream or new()
+            yield stream.decompress(packed, size)
+            while not (stream.eof or stream.needs_input):
+                yield stream.decompress(b"", size)
+            packed = stream.unused_data
+            if stream.eof:
+                stream = None
+    if stream:
+        raise EOFError("it is cut off: its last stream has no end")
 
 
-def open_xz(name: str | Path, mode: str = "rb", **text: Any) -> IO[Any]:
-    "`lzma.open`, which misses no damaged stream when it reads."
-    if mode != "rb":
-        return lzma.open(name, mode, **text)
-    return io.BufferedReader(Unpacked(open(name, "rb"), lzma.LZMADecompressor))
+def opener(
+    write: Callable[..., IO[Any]], new: type[bz2.BZ2Decompressor] | type[lzma.LZMADecompressor]
+) -> Callable[..., IO[Any]]:
+    "What opens packed files: to write as `write` does, to read through a `new()` for each stream."
+
+    def opened(name: str | Path, mode: str = "rb", **text: Any) -> IO[Any]:
+        if mode != "rb":
+            return write(name, mode, **text)
+        file = open(name, "rb")
+        return io.BufferedReader(Chunks(unpacked(file, new), file))
+
+    return opened
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e008
-OPENERS: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open, ".bz2": open_bz2, ".xz": open_xz}
+OPENERS: dict[str, Callable[..., IO[Any]]] = {
+    ".gz": gzip.open,
+    ".bz2": opener(bz2.open, bz2.BZ2Decompressor),
+    ".xz": opener(lzma.open, lzma.LZMADecompressor),
+}
 KINDS = {
     ".csv": "csv",
     ".tsv": "tsv",
@@ -109,30 +104,26 @@ KINDS = {
     ".npy": "npy",
 }
 TABLES = {"csv", "tsv", "parquet"}
-CONVERT = (
-    dict.fromkeys(
-        (".xlsx", ".xls", ".xlsm", ".ods"),
-        "pandas.read_excel({0!r}).to_parquet({1!r}) makes one that can",
-    )
-    | dict.fromkeys(
-        (".feather", ".arrow", ".ipc"),
-        "pandas.read_feather({0!r}).to_parquet({1!r}) makes one that can",
-    )
-    | {
-        ".orc": "pandas.read_orc({0!r}).to_parquet({1!r}) makes one that can",
-        ".zip": "unpack it",
-        ".zst": "pack it as .gz, .bz2 or .xz, or unpack it",
-    }
-)
+_PANDAS = "pandas.%s({0!r}).to_parquet({1!r}) makes one that can"
+CONVERT = {
+    **dict.fromkeys((".xlsx", ".xls", ".xlsm", ".ods"), _PANDAS % "read_excel"),
+    **dict.fromkeys((".feather", ".arrow", ".ipc"), _PANDAS % "read_feather"),
+    ".orc": _PANDAS % "read_orc",
+    ".zip": "unpack it",
+    ".zst": "pack it as .gz, .bz2 or .xz, or unpack it",
+}
+
+
+def suffix_of(name: str | Path) -> str:
+    "How the name of a file ends, such as '.csv', without its compression."
+    p = Path(name)
+    return (p.with_suffix("") if p.suffix.lower() in OPENERS else p).suffix.lower()
 
 
 def file_kind(name: str | Path) -> str:
     """'csv', 'tsv', 'parquet', 'npy', 'txt', 'json' or 'jsonl', by the name of a file without
     its compression."""
-    p = Path(name)
-    return KINDS.get(
-        (p.with_suffix("") if p.suffix.lower() in OPENERS else p).suffix.lower(), "jsonl"
-    )
+    return KINDS.get(suffix_of(name), "jsonl")
 
 
 def opener_of(name: str | Path) -> Callable[..., IO[Any]]:
@@ -143,48 +134,39 @@ def opener_of(name: str | Path) -> Callable[..., IO[Any]]:
 def check_input(name: str | Path) -> None:
     """Raise `JobError` unless the name of file `name`, or else its beginning, is that of a
     format that can be read."""
-    p = Path(name)
-    p = p.with_suffix("") if p.suffix.lower() in OPENERS else p
-    if (suffix := p.suffix.lower()) in KINDS and suffix != ".npy":
+    suffix, start = suffix_of(name), b"?"
+    if suffix in KINDS and suffix != ".npy":
         return
     if suffix not in CONVERT:
         try:
             with opener_of(name)(name, "rb") as f:
-                start = f.read(2**16).removeprefix(b"\xef\xbb\xbf").lstrip()
+                start = f.read(2**16).removeprefix(codecs.BOM_UTF8).lstrip()
         except (OSError, EOFError, lzma.LZMAError):
             return  # whoever reads it says what is wrong
-        if not start or start[:1] == b"{":
-            return
+    if start[:1] in (b"", b"{"):
+        return
     advice = CONVERT.get(
         suffix,
         "name it .jsonl, .csv, .tsv, .parquet or, with one prompt a line, .txt, whichever it is",
-    )
-    raise JobError(
-        f"{name} is of a format that can't be read: {advice.format(str(name), f'{p.stem}.parquet')}"
-    )
+    ).format(str(name), f"{Path(name).stem}.parquet")
+    raise JobError(f"{name} is of a format that can't be read: {advice}")
 
 
 def check_output(name: str | Path) -> None:
     """Raise `JobError` unless the name of file `name` is that of a format that can be written.
     No end in the name is JSONL."""
-    p = Path(name)
-    kind, packed = file_kind(name), p.suffix.lower() in OPENERS
-    suffix = (p.with_suffix("") if packed else p).suffix.lower()
+    suffix, kind = suffix_of(name), file_kind(name)
     if suffix and (suffix not in KINDS or kind in ("txt", "json")):
         raise JobError(
             f"{name}: answers can't be written as {suffix}: give .jsonl, .csv, .tsv or .parquet, "
             "all but the last also .gz, .bz2 or .xz"
         )
-    if kind in ("parquet", "npy") and packed:
-        raise JobError(
-            f"{name}: "
-            f"{'Parquet is compressed in itself' if kind == 'parquet' else 'an array is not compressed'}: "
-            f"give {p.with_suffix('')}"
-        )
+    if kind in ("parquet", "npy") and opener_of(name) is not open:
+        why = "Parquet is compressed in itself" if kind == "parquet" else "an array is not packed"
+        raise JobError(f"{name}: {why}: give {Path(name).with_suffix('')}")
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e012
 LONGEST_LINE = 2**25  # bytes, or characters of a cell
-Cells = Sequence[Any]
 
 
 def need_parquet() -> Any:
@@ -196,6 +178,20 @@ def need_parquet() -> Any:
     return pq
 
 
+def encoding_of(start: bytes, path: str | Path) -> str:
+    """The encoding of file `path`, which begins with bytes `start`: UTF-8, or what its mark
+    says. Raises `JobError`."""
+    if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "utf-32"
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    for first, name in (1, "utf-16-le"), (0, "utf-16-be"):
+        half = start[first:200:2]
+        if len(half) > 1 and half.count(0) * 2 > len(half):
+            raise JobError(f"{path} is no UTF-8, and looks like UTF-16: give its encoding ({name})")
+    return "utf-8-sig"
+
+
 def opened_text(f: IO[bytes], name: str | Path, encoding: str | None = None) -> IO[Any]:
     """Text file `f` as a reader of bytes of UTF-8, whatever its `encoding`; None: UTF-8, or for
     a plain text as its first bytes say. Raises `JobError`."""
@@ -203,44 +199,23 @@ def opened_text(f: IO[bytes], name: str | Path, encoding: str | None = None) -> 
         encoding = encoding_of(f.peek(2**10), name)  # type: ignore[attr-defined]
     if encoding in (None, "utf-8-sig"):
         return f
-    return io.BufferedReader(Recoded(io.TextIOWrapper(f, encoding)))  # type: ignore[arg-type]
+    text = io.TextIOWrapper(f, encoding)
+    chunks = iter(lambda: text.read(2**16).encode("utf-8", "surrogatepass"), b"")
+    return io.BufferedReader(Chunks(chunks, text))
 
 
-class Recoded(io.RawIOBase):
-    "The characters of `text` as bytes of UTF-8."
-
-    def __init__(self, text: IO[str]) -> None:
-        self.text, self.left = text, b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self.left = self.left or self.text.read(2**16).encode("utf-8", "surrogatepass")
-        part, self.left = self.left[: len(buffer)], self.left[len(buffer) :]
-        buffer[: len(part)] = part
-        return len(part)
+def free_name(name: str, taken: Collection[str], mark: str = "_", first: int = 2) -> str:
+    "`name`, or if that is `taken` the first free one of `name_2`, `name_3` and so on."
+    numbered = (f"{name}{mark}{i}" for i in itertools.count(first))
+    return next(n for n in itertools.chain([name], numbered) if n not in taken)
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
     "`names`, the second `a` as `a.1`."
-    found: dict[str, None] = {}
+    found: list[str] = []
     for name in names:
-        found[
-            next(n for i in itertools.count() if (n := f"{name}.{i}" if i else name) not in found)
-        ] = None
-    return [*found]
-
-
-class BadRow(csv.Error):
-    """Why a row can't be read. `cells`: what it has in the columns. `row`: what it would have
-    asked for."""
-
-    row: Row | None = None
-
-    def __init__(self, why: str, cells: list[str]) -> None:
-        super().__init__(why)
-        self.cells = cells
+        found.append(free_name(name, found, ".", 1))
+    return found
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e012-1
 class TextForm(NamedTuple):
@@ -257,272 +232,188 @@ class TextForm(NamedTuple):
 
     def found(self, path: str | Path, kind: str = "csv") -> TextForm:
         "The form of file `path`: what is not given is found in its beginning. Raises `JobError`."
-        delimiter, remarks = self.delimiter, []
         with opener_of(path)(path, "rb") as f:
             start = f.read(2**16)
         encoding = self.encoding or encoding_of(start, path)
-        if encoding != "utf-8-sig" and not self.encoding:
-            remarks.append(
-                Message(
-                    "{path} is read as {found}, as its first bytes say: {other} reads it otherwise",
-                    path=path,
-                    found=encoding.upper(),
-                    other=Option("encoding"),
-                )
-            )
-        header = next(iter(start.decode(encoding, "replace").splitlines(True)), "")
-        if not delimiter and kind == "tsv":
-            delimiter = "\t"
-        if not delimiter:
-            delimiter = max(",", ";", "\t", key=header.count) if "," not in header else ","
+        header = [*start.decode(encoding, "replace").splitlines(True), ""][0]
+        delimiter = self.delimiter or ("\t" if kind == "tsv" else ",")
+        guessed: dict[str, str] = {}
+        if not self.encoding and encoding != "utf-8-sig":
+            guessed["encoding"] = f"as {encoding.upper()}, as its first bytes say"
+        if not self.delimiter and kind != "tsv" and "," not in header:
+            delimiter = max(",;\t", key=header.count)
             if delimiter != ",":
-                remarks.append(
-                    Message(
-                        "{path} is read with {found} between cells, as its header says: {other} "
-                        "reads it otherwise",
-                        path=path,
-                        found="semicolons" if delimiter == ";" else "tabs",
-                        other=Option("delimiter"),
-                    )
-                )
-        return TextForm(
-            delimiter,
-            encoding,
-            self.quotes,
-            "\r\n" if header.endswith("\r\n") else "\n",
-            tuple(remarks),
+                mark = "semicolons" if delimiter == ";" else "tabs"
+                guessed["delimiter"] = f"with {mark} between cells, as its header says"
+        remarks = (
+            Message(
+                "{path} is read {found}: {other} reads it otherwise",
+                path=path,
+                found=found,
+                other=Option(option),
+            )
+            for option, found in guessed.items()
         )
-
-# %% ../../nbs/6_jobs/tables.ipynb #7ab1e012-2
-def encoding_of(start: bytes, path: str | Path) -> str:
-    """The encoding of file `path`, which begins with bytes `start`: UTF-8, or what its mark
-    says. Raises `JobError`."""
-    if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
-        return "utf-32"
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "utf-16"
-    for first, name in (1, "utf-16-le"), (0, "utf-16-be"):
-        half = start[first:200:2]
-        if len(half) > 1 and half.count(0) * 2 > len(half):
-            raise JobError(f"{path} is no UTF-8, and looks like UTF-16: give its encoding ({name})")
-    return "utf-8-sig"
+        end = "\r\n" if header.endswith("\r\n") else "\n"
+        return TextForm(delimiter, encoding, self.quotes, end, tuple(remarks))
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e012-3
-class CSVRows:
-    """The rows of CSV file `f` (bytes) in `form`.
+def csv_rows(f: IO[bytes], form: TextForm) -> Iterator[list[str] | csv.Error]:
+    """Yield the cells of each row of CSV file `f` in `form`, the header's first, or why the row
+    can't be read. Raises `csv.Error` if lines beside its own are lost with it."""
+    csv.field_size_limit(LONGEST_LINE)
+    errors = "surrogateescape" if form.encoding == "utf-8-sig" else "strict"
+    text, ended = io.TextIOWrapper(f, form.encoding, errors, newline=""), False
 
-    A quote that is never closed, or closed far below in the middle of a cell, takes all lines
-    between into one cell. What rows they were is not known, so this is an error of the file, and
-    not of one row."""
+    def lines() -> Iterator[str]:
+        nonlocal ended
+        yield from text
+        ended = True
 
-    def __init__(self, f: IO[bytes], form: TextForm) -> None:
-        csv.field_size_limit(LONGEST_LINE)
-        errors = "surrogateescape" if form.encoding == "utf-8-sig" else "strict"
-        self.text, self.form, self.ended = (
-            io.TextIOWrapper(f, form.encoding, errors, newline=""),
-            form,
-            False,
-        )
-        quoting = csv.QUOTE_MINIMAL if form.quotes else csv.QUOTE_NONE
-        self.reader = csv.reader(
-            self._lines(), delimiter=form.delimiter or ",", quoting=quoting, strict=True
-        )
-
-    def _lines(self) -> Iterator[str]:
-        yield from self.text
-        self.ended = True
-
-    def _next(self, what: str) -> list[str] | csv.Error | None:
-        """The next row, None at the end, or why it can't be read. Raises `csv.Error` if lines
-        beside its own are lost with it."""
-        first = self.reader.line_num + 1
+    quoting = csv.QUOTE_MINIMAL if form.quotes else csv.QUOTE_NONE
+    reader = csv.reader(lines(), delimiter=form.delimiter or ",", quoting=quoting, strict=True)
+    number = 0
+    while True:
+        first, what = reader.line_num + 1, f"row {number}" if number else "the header"
         try:
-            return next(self.reader, None)
-        except csv.Error as e:
-            last = self.reader.line_num
-            if self.ended:
-                raise csv.Error(
-                    f"a quote in {what}, line {first}, is never closed: is the file cut off, or a "
-                    "quote too many?"
-                ) from e
-            if last > first:
-                raise csv.Error(
-                    f"a quote in {what}, line {first}, takes all up to line {last} into one cell, "
-                    f"and there {e}: is a quote too many?"
-                ) from e
-            if "expected after" not in str(e):
-                return e
-            return csv.Error(
-                f"{e}; a quote within a cell is written twice, and quotes=False (--no-quotes) "
-                "reads all as they are"
-            )
+            row = next(reader, None)
+            if row is None:
+                return
         except UnicodeDecodeError as e:
-            raise csv.Error(f"{what} is no {self.form.encoding}: {e.reason}") from e
-
-    def header(self, path: str | Path) -> list[str]:
-        "The cells of the first row. Raises `JobError`."
-        try:
-            row = self._next("the header")
+            raise csv.Error(f"{what} is no {form.encoding}: {e.reason}") from e
         except csv.Error as e:
-            row = e
-        if isinstance(row, csv.Error):
-            raise JobError(f"can't read {path} ({row}): mend the file") from row
-        return row or []
-
-    def rows(self, width: int) -> Iterator[Cells | csv.Error]:
-        """Yield the `width` cells of each row after the header, or why it can't be read. Raises
-        `csv.Error`."""
-        number = 0
-        while (row := self._next(f"row {number + 1}")) is not None:
-            if row == []:
-                continue
+            row, last = e, reader.line_num
+            if ended:
+                why = "is never closed: is the file cut off, or a quote too many?"
+                raise csv.Error(f"a quote in {what}, line {first}, {why}") from e
+            if last > first:
+                why = f"takes all up to line {last} into one cell, and there {e}"
+                raise csv.Error(
+                    f"a quote in {what}, line {first}, {why}: is a quote too many?"
+                ) from e
+            if "expected after" in str(e):
+                row = csv.Error(
+                    f"{e}; a quote within a cell is written twice, and quotes=False (--no-quotes) "
+                    "reads all as they are"
+                )
+        if row != [] or not number:
+            yield row
             number += 1
-            if isinstance(row, list) and any(row[width:]):
-                row = BadRow(f"{len(row)} cells, and the header has {width}", row[:width])
-            yield row if isinstance(row, csv.Error) else row[:width] + [None] * (width - len(row))
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e012-4
-def in_blocks(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
-    """Yield lists of at most `size` of `items`. An error among these comes after what stands
-    before it."""
-    trouble = None
-    while trouble is None:
-        block: list[Any] = []
-        try:
-            for item in itertools.islice(items, size):
-                block.append(item)
-        except Exception as e:
-            trouble = e
-        if not block:
-            break
-        yield block
-    if trouble:
-        raise trouble
-
-
-def broken_parquet(path: str | Path, e: Exception) -> JobError:
-    "The error that `e` ended the reading of file `path`."
-    why = " ".join(str(e).split())[:200]
-    return JobError(f"{path} is not a Parquet file that can be read ({why}): is it whole?")
-
-
-def open_parquet(path: str | Path) -> Any:
-    "The `pyarrow.parquet.ParquetFile` in file `path`. Raises `JobError`."
+@contextmanager
+def parquet_file(path: str | Path) -> Iterator[pyarrow.parquet.ParquetFile]:
+    """Give the Parquet file `path` while the context lasts. Raises `JobError` for whatever breaks
+    in it, as long as that is."""
     pq = need_parquet()
     from pyarrow import ArrowException
 
-    try:
-        return pq.ParquetFile(path, page_checksum_verification=True)  # of files that have such sums
+    try:  # checksums: of files that have some
+        with pq.ParquetFile(path, page_checksum_verification=True) as f:
+            yield f
     except FileNotFoundError:
         raise
     except (ArrowException, OSError) as e:
-        raise broken_parquet(path, e) from e
-
-
-def readable(text: str) -> str:
-    "`text` whose bytes may be no UTF-8, as UTF-8 can hold it."
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        why = " ".join(str(e).split())[:200]
+        raise JobError(
+            f"{path} is not a Parquet file that can be read ({why}): is it whole?"
+        ) from e
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e012-5
 class TableFile:
     """The table in file `path`: the `names` of its columns, and its rows. Raises `JobError` if
     it can't be opened.
 
-    `form`: 'csv', 'tsv' or 'parquet', else its name says it. `text_form`: a CSV's own, else it
-    is found out."""
+    `kind`: 'csv', 'tsv' or 'parquet', else its name says it. `form`: how a CSV is written, else
+    it is found out. `schema`: that of Parquet, whose cells are no text."""
 
     def __init__(
-        self, path: str | Path, form: str | None = None, text_form: TextForm | None = None
+        self, path: str | Path, kind: str | None = None, form: TextForm | None = None
     ) -> None:
-        self.path, self.kind = path, form or file_kind(path)
-        self.text = self.kind != "parquet"  # cells are text
-        self.form = (text_form or TextForm()).found(path, self.kind) if self.text else TextForm()
-        with ExitStack() as stack:
-            self.names: list[str] = self._open(stack)[0]
-
-    def _open(self, stack: ExitStack) -> tuple[list[str], Any]:
+        self.path, self.kind, self.form = path, kind or file_kind(path), form or TextForm()
+        self.schema: pyarrow.Schema | None = None
+        self.names: list[str]
         if self.kind == "parquet":
-            f = stack.enter_context(open_parquet(self.path))
-            names = f.schema_arrow.names
-            if twice := [n for n in names if names.count(n) > 1]:
-                raise JobError(f"{self.path} has two columns {twice[0]!r}: rename one")
-            return names, f
-        rows = CSVRows(stack.enter_context(opener_of(self.path)(self.path, "rb")), self.form)
-        return unique_names(rows.header(self.path)), rows
-
-    def blocks(self, size: int = 256, columns: list[str] | None = None) -> Iterator[Any]:
-        """Yield blocks of at most `size` rows, of Parquet with all or some `columns`: a
-        `pyarrow.RecordBatch`, or a list with the cells of each row or a `csv.Error`. Whatever
-        breaks the reading off comes after the rows before it."""
-        with ExitStack() as stack:
-            names, source = self._open(stack)
-            if self.kind == "parquet":
-                yield from self._batches(source, size, columns)
-            else:
-                yield from in_blocks(source.rows(len(names)), size)
-
-    def _batches(self, f: Any, size: int, columns: list[str] | None) -> Iterator[Any]:
-        from pyarrow import ArrowException
-
+            with parquet_file(path) as f:
+                self.schema, self.names = f.schema_arrow, f.schema_arrow.names
+            if twice := [n for n in self.names if self.names.count(n) > 1]:
+                raise JobError(f"{path} has two columns {twice[0]!r}: rename one")
+            return
+        self.form = self.form.found(path, self.kind)
         try:
-            for batch in f.iter_batches(size, columns=columns):
+            header = next(self._csv_rows(), [])
+            if isinstance(header, csv.Error):
+                raise header
+        except csv.Error as e:
+            raise JobError(f"can't read {path} ({e}): mend the file") from e
+        self.names = unique_names(header)
+
+    def _csv_rows(self) -> Iterator[list[str] | csv.Error]:
+        with opener_of(self.path)(self.path, "rb") as f:
+            yield from csv_rows(f, self.form)
+
+    def batches(self, columns: list[str] | None = None) -> Iterator[pyarrow.RecordBatch]:
+        "Yield the rows of Parquet, some at a time, with all or some `columns`. Raises `JobError`."
+        with parquet_file(self.path) as f:
+            for batch in f.iter_batches(256, columns=columns):
                 batch.validate(full=True)  # text that is no UTF-8, offsets that lead out of it
                 yield batch
-        except (ArrowException, OSError) as e:
-            raise broken_parquet(self.path, e) from e
 
     def rows(
         self, columns: Collection[str] | None = None
-    ) -> Iterator[tuple[int, dict[str, Any] | csv.Error]]:
-        """Yield `(number, cells by column)` for each row, from 1, with all or some `columns`;
-        the error for a broken one."""
-        number = itertools.count(1)
-        places = [(i, n) for i, n in enumerate(self.names) if columns is None or n in columns]
-        for block in self.blocks(columns=[n for _, n in places]):
-            if not isinstance(block, list):
-                for cells in block.select([n for _, n in places]).to_pylist():
-                    yield next(number), cells
-            else:
-                for row in block:
-                    yield (
-                        next(number),
-                        row if isinstance(row, csv.Error) else {n: row[i] for i, n in places},
-                    )
+    ) -> Iterator[tuple[int, dict[str, Any], str]]:
+        """Yield `(number, cells by column, why it can't be read)` for each row, from 1; of Parquet
+        with all or some `columns`. Raises `csv.Error`, `JobError`."""
+        width, number = len(self.names), itertools.count(1)
+        if self.schema:
+            some = [n for n in self.names if columns is None or n in columns]
+            for batch in self.batches(some):
+                for row in batch.select(some).to_pylist():
+                    yield next(number), row, ""
+            return
+        for row in itertools.islice(self._csv_rows(), 1, None):
+            cells, why = ([], str(row)) if isinstance(row, csv.Error) else (row, "")
+            if any(cells[width:]):
+                why = f"{len(cells)} cells, and the header has {width}"
+            cells = dict.fromkeys(self.names) | dict(zip(self.names, cells))
+            yield next(number), cells, why
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e016
 def no_column(name: str, names: Collection[str], where: str | Path, what: str) -> JobError:
     "The error that there is no column `name` for `what` among `names`, the nearest of them first."
-    near = difflib.get_close_matches(name, names, 1, 0.7) or [
-        n for n in names if n.lower() == name.lower()
-    ]
-    guess, known = f", did you mean {near[0]!r}?" if near else "", ", ".join(map(repr, names))[:300]
-    split = (
-        "; its header has no comma but semicolons: save it with commas, or as .tsv with tabs"
-        if len(names) == 1 and ";" in min(names)
-        else ""
-    )
+    near, known = near_name(name, tuple(names)), ", ".join(map(repr, names))[:300]
+    guess = f", did you mean {near!r}?" if near else ""
     return JobError(
         f"{where} has no column {name!r}{guess}: choose the {what} among "
-        f"{known or 'none, it is empty'}{split}"
+        f"{known or 'none, it is empty'}"
     )
 
 
 def is_missing(v: Any) -> bool:
     "Whether cell `v` holds nothing: None, an empty string, NaN, or what pandas has there."
-    return (
-        v is None
-        or isinstance(v, str)
-        and not v
-        or type(v).__name__ in ("NAType", "NaTType")
-        or isinstance(v, float)
-        and v != v
-    )
+    if isinstance(v, (str, float)):
+        return v == "" or v != v
+    return v is None or type(v).__name__ in ("NAType", "NaTType")
 
 
 class MissingCell(ValueError):
     "A template meets a cell that it can't be filled from."
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e016-1
+def formatted(v: Any, how: str | None, spec: str | None) -> str:
+    "`v` as `str.format` writes it for `{v!how:spec}`. Raises `ValueError`, `TypeError`."
+    return format(string.Formatter().convert_field(v, how), spec or "")
+
+
+def can_format(how: str | None, spec: str | None) -> bool:
+    "Whether text, a number or a time may be written so."
+    for v in ("", 0, 0.0):
+        with suppress(ValueError):
+            formatted(v, how, spec)
+            return True
+    return "%" in (spec or "") and "{" not in (spec or "")
+
+
 class Template:
     """Text with columns in braces, such as 'Translate to {lang}: {text}'. `{{` is a brace.
     `empty`: what stands for an empty cell, None for an error, whose options read as `spell`
@@ -544,30 +435,17 @@ class Template:
             raise JobError(
                 f"the {what} {text!r:.60} is none ({e}): write {{{{ for a brace"
             ) from None
-        self.columns = {name for _, name, _, _ in self.parts if name is not None}
-        for name in self.columns - {*names} | self.columns & {""}:
-            if not name or not name.isidentifier():
-                raise JobError(
-                    f"the {what} has {{{name:.40}}}, which is no column: write {{{{ and }}}} for "
-                    "braces"
-                )
-            raise no_column(name, names, where, f"columns of the {what}")
-        for _, name, spec, how in self.parts:
-            if name is None or how in (None, *"sra") and self._fits(spec or ""):
-                continue
-            raise JobError(
-                f"the {what} has {{{name}{f'!{how}' if how else ''}:{spec}}}, and nothing can be "
-                "written so"
-            )
-
-    @staticmethod
-    def _fits(spec: str) -> bool:
-        "Whether text, a number or a time may be written by `spec`."
-        for v in ("", 0, 0.0):
-            with suppress(ValueError):
-                format(v, spec)
-                return True
-        return "%" in spec and "{" not in spec
+        fields = [(name, spec, how) for _, name, spec, how in self.parts if name is not None]
+        self.columns = {name for name, _, _ in fields}
+        for name, spec, how in fields:
+            field = name[:40] + (f"!{how}" if how else "") + (f":{spec}" if spec else "")
+            shown = f"the {what} has {{{field}}}"
+            if not name or name not in names and not name.isidentifier():
+                raise JobError(f"{shown}, which is no column: write {{{{ and }}}} for braces")
+            if name not in names:
+                raise no_column(name, names, where, f"columns of the {what}")
+            if not can_format(how, spec):
+                raise JobError(f"{shown}, and nothing can be written so")
 
     def fill(self, cells: dict[str, Any]) -> str:
         "The text of a row. Raises `MissingCell`."
@@ -577,26 +455,21 @@ class Template:
         )
 
     def _cell(self, name: str, v: Any, spec: str | None, how: str | None) -> str:
-        if is_missing(v) and self.empty is not None:
-            return self.empty
         if is_missing(v):
-            raise MissingCell(
-                f"column {name!r} is empty: {self.spell(Option('empty', ''))} lets it be"
-            )
-        if spec and isinstance(v, str):
-            v = literal(v)
+            if self.empty is not None:
+                return self.empty
+            advice = self.spell(Option("empty", ""))
+            raise MissingCell(f"column {name!r} is empty: {advice} lets it be")
         try:
-            return format(string.Formatter().convert_field(v, how), spec or "")
+            return formatted(literal(v) if spec and isinstance(v, str) else v, how, spec)
         except (ValueError, TypeError) as e:
             raise MissingCell(
                 f"column {name!r} holds {v!r:.40}, which {{{name}:{spec}}} can not write ({e})"
             ) from None
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e018
-INT, FLOAT = (
-    re.compile(r"0|-?[1-9]\d{0,18}", re.ASCII),
-    re.compile(r"-?(0|[1-9]\d*)?(\.\d*)?([eE][+-]?\d{1,3})?", re.ASCII),
-)
+INT = re.compile(r"0|-?[1-9]\d{0,18}", re.ASCII)
+FLOAT = re.compile(r"(?=.*[.eE])-?(0|[1-9]\d*)?(\.\d*)?([eE][+-]?\d{1,3})?", re.ASCII)
 TRUTH = {k: k[0] in "tT" for k in "True true TRUE False false FALSE".split()}
 
 
@@ -605,22 +478,15 @@ def literal(text: str) -> int | float | bool | str:
     `text`."""
     if text in TRUTH:
         return TRUTH[text]
-    if INT.fullmatch(text) and -(2**63) <= int(text) < 2**63:
-        return int(text)
-    if not FLOAT.fullmatch(text) or len(re.sub(r"[eE].*|\D", "", text).lstrip("0")) > 17:
-        return text
-    try:
-        v = float(text)
-    except ValueError:
-        return text
-    return v if abs(v) < float("inf") and ("." in text or "e" in text.lower()) else text
+    with suppress(ValueError):
+        if INT.fullmatch(text) and -(2**63) <= int(text) < 2**63:
+            return int(text)
+        if FLOAT.fullmatch(text) and Decimal(repr(float(text))) == Decimal(text):
+            return float(text)
+    return text
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e022
-OPTIONAL = {
-    "index",
-    "logprobs",
-    "cumulative_logprob",
-}  # columns that are left out if nothing is in them
+OPTIONAL = dict(index="int64", logprobs="string", cumulative_logprob="double")  # else left out
 ANSWER = dict(
     text="string",
     finish_reason="string",
@@ -632,14 +498,23 @@ CHAT_OPTIONS = (
     "tools chat_template chat_template_kwargs add_generation_prompt continue_final_message".split()
 )
 NO_SETTINGS = {"prompt_logprobs", "detokenize"}  # which no answer in a file has a place for
-LITERAL = {
-    "stop",
-    "bad_words",
-    "guided_regex",
-    "guided_grammar",
-    "chat_template",
-    "adapter",
-}  # text is meant as it stands
+LITERAL = {  # settings whose text is meant as it stands
+    *"stop bad_words guided_regex guided_grammar chat_template adapter".split()
+}
+RECORD = (  # the keys of a record
+    "request_id line row custom_id text finish_reason outputs usage error results".split()
+)
+VECTORS = "embedding", "probs", "data"  # columns of lists
+MADE = {*VECTORS, "score", "relevance_score", "label"}
+OURS = {  # names that a record or a table of answers has
+    *RECORD,
+    *ANSWER,
+    *OPTIONAL,
+    *MADE,
+    "id",
+    "response",
+}
+COLUMNS_REMARK = "columns of the input keep their names; the answers' stand there as others: %s"
 
 
 def is_setting_name(name: str) -> bool:
@@ -672,35 +547,18 @@ def check_setting(name: str, options: Collection[str] = ()) -> None:
     of conversations."""
     if is_setting_name(name) or name in options:
         return
-    fields: dict[str, object] = dict(name=repr(name))
+    advice = INSTEAD.get(name) or near_name(name, KNOWN_SETTINGS) or ""
     if name in CHAT_OPTIONS:
-        advice, fields["chat"] = "{chat} as well, as it is for conversations", Option("chat", True)
+        advice = "{chat} as well, as it is for conversations"
     elif name == "system":
-        advice, fields["system"] = "a template, {system}", Option("system", "{system}")
-    else:
-        advice = INSTEAD.get(name) or near_name(name, KNOWN_SETTINGS) or ""
-    given = f"give {advice}" if advice else ""
-    raise JobError("column {name} is no setting of a row", 2, given, **fields)
-
-
-RECORD = (
-    "request_id line row custom_id text finish_reason outputs usage error results".split()
-)  # the keys of a record
-
-
-def kept_cells(d: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    """Those `keys` of object `d` that are its owner's, as a record has them in memory: one with
-    a name of ours is `marked`."""
-    return {marked(k): json_value(v) for k, v in d.items() if k in keys}
-
-
-COLUMNS_REMARK = "columns of the input keep their names; the answers' stand there as others: %s"
-MARK = "\0"  # ends the name of a column of the input, in memory, that is a name of ours as well
-
-
-def marked(name: str) -> str:
-    "Column `name` of the input, as a record has it in memory, where it is none of ours."
-    return name + MARK if name.rstrip(MARK) in OURS else name
+        advice = "a template, {system}"
+    raise JobError(
+        "column {name} is no setting of a row",
+        advice=advice and f"give {advice}",
+        name=repr(name),
+        chat=Option("chat", True),
+        system=Option("system", "{system}"),
+    )
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e022-2
 class AnswerNames:
@@ -722,7 +580,7 @@ class AnswerNames:
         self.columns, taken = {*columns}, {*columns, *OURS}
         self.shown: dict[str, str] = {}  # of those that are called otherwise
         if output_column is not None:
-            if output_column in self.columns or output_column in OURS - _MADE - {answer}:
+            if output_column in self.columns | OURS - MADE - {answer}:
                 whose = "the input has" if output_column in self.columns else "the answers have"
                 given = spell(Option("output_column", output_column))
                 raise JobError(f"{given}: {whose} another column of that name: give a free one")
@@ -730,15 +588,9 @@ class AnswerNames:
             taken.add(output_column)
         for name in columns:
             if name not in self.shown:
-                self.shown[name] = self._free(name, taken)
+                self.shown[name] = free_name("answer" if name == "text" else name, taken)
                 taken.add(self.shown[name])
         self.back = {new: old for old, new in self.shown.items()}
-
-    @staticmethod
-    def _free(name: str, taken: Collection[str]) -> str:
-        base = "answer" if name == "text" else name
-        numbered = (f"{base}_{i}" for i in itertools.count(2))
-        return next(n for n in itertools.chain([base], numbered) if n not in taken)
 
     @property
     def renamed(self) -> dict[str, str]:
@@ -746,46 +598,38 @@ class AnswerNames:
         return {k: v for k, v in sorted(self.shown.items()) if k in OURS and k != v}
 
     def of(self, name: str) -> str:
-        """What column `name` of a row of answers is called: one of ours, one that a function
-        made, or a `marked` one of the input."""
-        if name.endswith(MARK):
-            return name.removesuffix(MARK)
+        "What column `name` of the answers is called: one of ours, or one that a function made."
         return self.shown.get(name) or (f"{name}_result" if name in self.back else name)
 
     def ours(self, name: str) -> str:
         "The other way: column `name` of a file, which is none of the input."
         base = name.removesuffix("_result")
-        return self.back.get(name) or (base if base != name and base in self.back else name)
+        return self.back.get(name) or (base if base in self.back else name)
 
     def clash(self, cells: Collection[str]) -> str | None:
-        """That name among the `cells` of a line which an answer has too, if they are not all of
-        `columns`."""
-        for name in cells:
-            own = name.removesuffix(MARK)
-            if own not in self.columns and (own != name or own in self.back):
-                return own
-        return None
+        "That name among the `cells` of a line which an answer has too, if it is none of `columns`."
+        taken = (n for n in cells if n in OURS or n in self.back)
+        return next((n for n in taken if n not in self.columns), None)
 
     def written(self, record: dict[str, Any]) -> dict[str, Any]:
         "`record` as it stands in a file."
-        new = {}
+        found: dict[str, Any] = {}
         for k, v in record.items():
-            if k in OURS:
-                new[self.shown.get(k, k)] = v
-            elif not k.endswith(MARK) or k[:-1] in self.columns:
-                new[k.removesuffix(MARK)] = v
-        return new
+            found |= v if k == "cells" else {self.shown.get(k, k): v}
+        return found
 
     def read(self, record: dict[str, Any]) -> dict[str, Any]:
         "`record` of a file as it is in memory."
-        if not self.shown:
-            return record
-        return {self._read(k): v for k, v in record.items()}
+        found: dict[str, Any] = {}
+        for k, v in record.items():
+            if k in self.columns:
+                found.setdefault("cells", {})[k] = v
+            else:
+                found[self.back.get(k, k)] = v
+        return found
 
-    def _read(self, name: str) -> str:
-        if name in self.columns:
-            return marked(name)
-        return old if (old := self.back.get(name, name)) in OURS else name
+
+UNNAMED = AnswerNames()  # beside no column
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e022-3
 class Row(NamedTuple):
@@ -802,11 +646,36 @@ class Row(NamedTuple):
     failure: str | None = None
     cells: dict[str, Any] | None = None
 
+
+def from_json(name: str, text: str, strict: bool = True) -> Any:
+    """The value in column `name`, JSON as `text`; if not `strict`, text that is none may be a truth
+    value, or itself. Raises `MissingCell`."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise MissingCell(f"column {name!r} is nested too deeply") from None
+    except ValueError as e:
+        if not strict:
+            return TRUTH.get(text, text)
+        raise MissingCell(f"column {name!r} is not JSON ({e})") from None
+
+
+def setting_of(name: str, v: Any) -> Any:
+    """What cell `v` says of setting `name`: text in a CSV is read as JSON if it is that. Raises
+    `MissingCell`."""
+    if isinstance(v, str):
+        strict = name in CHAT_OPTIONS and name not in LITERAL
+        found = from_json(name, v, strict)
+        if name not in LITERAL or isinstance(found, list):
+            v = found
+    n = whole_number(v)  # a column with a gap is made of floats
+    return v if n is None else n
+
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e022-4
 @dataclass
-class Columns:
-    """What the columns `names` of the table `where` are for. `text`: its cells are text. Raises
-    `JobError`.
+class ColumnNames:
+    """The columns `names` of the table `where` by what is asked of them. `text`: its cells are
+    text. Raises `JobError`.
 
     `prompt_template`: makes the prompt of columns; else it is `prompt_column`, or `messages`.
     `system`: a template too. `chat`: prompts are a user's message. `setting_columns`: settings
@@ -826,152 +695,85 @@ class Columns:
     keep: bool = False
     empty: str | None = None
     spell: Callable[[Option], str] = str
-    settings: list[str] = field(default_factory=list, init=False)  # and options of conversations
-    alike: list[str] = field(default_factory=list, init=False)  # data with the names of settings
-    templates: list[Template | None] = field(default_factory=list, init=False)
-    shown: dict[str, str] = field(default_factory=dict, init=False)  # columns as records call them
 
     def __post_init__(self) -> None:
-        names, where = self.names, self.where
-        if self.prompt_template is not None and self.prompt_column != "prompt":
+        names, plain = self.names, self.prompt_template is None
+        if not plain and self.prompt_column != "prompt":
             raise JobError(
                 f"a prompt template and a prompt column, {self.prompt_column!r}: give one of them"
             )
-        for name in self.setting_columns:
+        self.talk = plain and "messages" in names and self.prompt_column in ("prompt", "messages")
+        prompts = {*names} - {"messages"} if plain else ()
+        self.prompt = self.prompt_column if self.prompt_column in prompts else None
+        asked = dict.fromkeys(self.setting_columns, "setting columns")
+        if self.id_column != "custom_id":
+            asked[self.id_column] = "id column"
+        if plain and not (self.prompt or self.talk):
+            asked[self.prompt_column] = "prompt column"
+        for name, what in asked.items():
             if name not in names:
-                raise no_column(name, names, where, "setting columns")
-        if self.id_column != "custom_id" and self.id_column not in names:
-            raise no_column(self.id_column, names, where, "id column")
-        self.talk = (
-            "messages" in names
-            and self.prompt_column in ("prompt", "messages")
-            and self.prompt_template is None
-        )
-        self.prompt = (
-            self.prompt_column
-            if self.prompt_column in names
-            and self.prompt_template is None
-            and self.prompt_column != "messages"
-            else None
-        )
-        if self.prompt is None and not self.talk and self.prompt_template is None:
-            raise no_column(self.prompt_column, names, where, "prompt column")
-        self.templates = [
-            None if text is None else Template(text, names, where, what, self.empty, self.spell)
-            for text, what in (
-                (self.prompt_template, "prompt template"),
-                (self.system, "system message"),
-            )
-        ]
+                raise no_column(name, names, self.where, what)
         if self.system is not None and self.text and not (self.chat or self.talk):
             raise no_talk("a column of messages")
-        self.shown = (
-            {n: marked(n) for n in names if not n == self.id_column == "custom_id"}
-            if self.keep
-            else {}
-        )
         for name in self.setting_columns:
             check_setting(name, CHAT_OPTIONS if self.talk or self.chat else ())
-        self.settings = [n for n in names if n in self.setting_columns]
-        used = {self.prompt, self.id_column, *self.settings, *ANSWER, *OPTIONAL}.union(
-            *(t.columns for t in self.templates if t)
-        )
-        self.alike = [n for n in names if n not in used and is_setting_name(n)]
 
-    @property
-    def needed(self) -> set[str]:
-        "The columns that are read."
-        asked = {self.prompt, self.id_column, *self.settings, *(["messages"] if self.talk else [])}
-        return {
-            n for n in asked.union(*(t.columns for t in self.templates if t)) if n in self.names
-        }
+# %% ../../nbs/6_jobs/tables.ipynb #7ab1e02b
+class Columns(ColumnNames):
+    """What the columns of a table are for, and what each of its rows asks for. Takes what
+    `ColumnNames` takes.
+
+    `settings`: columns that are settings or options of conversations. `alike`: data with names of
+    settings. `needed`: columns that are read."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = self.names
+        texts = {"prompt template": self.prompt_template, "system message": self.system}
+        self.templates = [
+            text
+            if text is None
+            else Template(text, names, self.where, what, self.empty, self.spell)
+            for what, text in texts.items()
+        ]
+        self.settings = [n for n in names if n in self.setting_columns]
+        used = {self.prompt, self.id_column, *self.settings, "messages" if self.talk else None}
+        used = used.union(*(t.columns for t in self.templates if t))
+        self.needed = [n for n in names if n in used]
+        data = {*names} - {*used, *ANSWER, *OPTIONAL}
+        self.alike = [n for n in names if n in data and is_setting_name(n)]
 
     def row(self, cells: dict[str, Any]) -> Row:
         "What the row with `cells` asks for."
-        keep = (
-            {
-                new: None
-                if is_missing(v := cells[old]) and (self.text or v != "")
-                else json_value(v)
-                for old, new in self.shown.items()
-            }
-            if self.keep
-            else None
-        )
-        custom_id, messages = (
-            None if is_missing(v := cells.get(k)) else v
-            for k in (self.id_column, "messages" if self.talk else "")
-        )
+        held = {k: v for k in self.needed if not is_missing(v := cells.get(k))}
+        messages = held.get("messages") if self.talk else None
+        row = Row(custom_id=held.get(self.id_column), cells=self.kept(cells) if self.keep else None)
         try:
             prompt, system = (t and t.fill(cells) for t in self.templates)
-            given = {
-                k: self.setting(k, cells[k]) for k in self.settings if not is_missing(cells[k])
-            }
-            if isinstance(given.get("logprobs"), dict):
-                del given["logprobs"]  # of an earlier answer
+            given = {k: setting_of(k, held[k]) for k in self.settings if k in held}
             if isinstance(messages, str):
                 messages = from_json("messages", messages)
         except MissingCell as e:
-            return Row(custom_id=custom_id, failure=str(e), cells=keep)
+            return row._replace(failure=str(e))
+        if isinstance(given.get("logprobs"), dict):
+            del given["logprobs"]  # of an earlier answer
         if self.prompt:
             prompt = cells[self.prompt]
-        return Row(prompt, custom_id, messages, given or None, system, None, keep)
+        return row._replace(prompt=prompt, messages=messages, given=given or None, system=system)
 
-    def setting(self, name: str, v: Any) -> Any:
-        """What cell `v` says of setting `name`: text in a CSV is read as JSON if it is that.
-        Raises `MissingCell`."""
-        whole_number = lambda v: (
-            int(v) if isinstance(v, float) and v.is_integer() else v
-        )  # a column with a gap is made of floats
-        if not isinstance(v, str):
-            return whole_number(v)
-        if name in CHAT_OPTIONS and name not in LITERAL:
-            return from_json(name, v)
-        try:
-            found = json.loads(v)
-        except ValueError:
-            return TRUTH.get(v, v)
-        except RecursionError:
-            raise MissingCell(f"column {name!r} is nested too deeply") from None
-        return v if name in LITERAL and not isinstance(found, list) else whole_number(found)
-
-# %% ../../nbs/6_jobs/tables.ipynb #7ab1e022-5
-def from_json(name: str, text: str) -> Any:
-    "The value in column `name`, JSON as text. Raises `MissingCell`."
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as e:
-        raise MissingCell(f"column {name!r} is not JSON ({e})") from None
+    def kept(self, cells: dict[str, Any]) -> dict[str, Any]:
+        "Those of `cells` that stand beside the answer, as JSON has them."
+        names = [n for n in self.names if n != "custom_id" or self.id_column != n]
+        return {n: cells[n] or None if self.text else json_value(cells[n]) for n in names}
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e026
-NUMBERS = dict(
-    index="int64", prompt_tokens="int64", completion_tokens="int64", cumulative_logprob="double"
-)
-
-
-def plain_value(v: Any) -> Any:
-    """Value `v` as JSON has it: numbers and arrays of numpy and pydantic models, at any depth,
-    as Python's own; anything else as it is."""
-    if isinstance(v, dict):
-        return {k: plain_value(x) for k, x in v.items()}
-    if isinstance(v, (list, tuple)):
-        return [*map(plain_value, v)]
-    if hasattr(v, "tolist"):
-        return v.tolist()
-    return v.model_dump(mode="json") if hasattr(v, "model_dump") else v
-
-
-def _as_text(v: Any) -> Any:
-    return str(v) if (plain := plain_value(v)) is v else plain
-
-
-encode_json = json.JSONEncoder(
-    ensure_ascii=False, check_circular=False, default=_as_text
-).encode  # json.dumps would make one each time
-
-
 def json_value(v: Any) -> Any:
-    "Cell `v` as JSON has it: null for what is no number, bytes as text; anything else as it is."
+    """Value `v` as JSON has it, at any depth: numbers and arrays of numpy and pydantic models as
+    Python's own, null for what is no number, bytes as text; anything else as it is."""
+    if hasattr(v, "tolist"):
+        v = v.tolist()
+    if hasattr(v, "model_dump"):
+        v = v.model_dump(mode="json")
     if isinstance(v, float):
         return v if math.isfinite(v) else None
     if isinstance(v, bytes):
@@ -981,84 +783,61 @@ def json_value(v: Any) -> Any:
     return [*map(json_value, v)] if isinstance(v, (list, tuple)) else v
 
 
+def _as_text(v: Any) -> Any:
+    return str(v) if (plain := json_value(v)) is v else plain
+
+
+encode_json = json.JSONEncoder(
+    ensure_ascii=False, check_circular=False, default=_as_text
+).encode  # json.dumps would make one each time
+
+
+def kept_cells(d: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    "Those `keys` of object `d` that are its owner's, as JSON has them."
+    return {k: json_value(v) for k, v in d.items() if k in keys}
+
+
 def whole(v: Any) -> Any:
     "Text `v` as UTF-8 can hold it; anything else as it is."
     return v.encode(errors="replace").decode() if isinstance(v, str) else v
 
-
+# %% ../../nbs/6_jobs/tables.ipynb #7ab1e026-1
 def _text_of(message: dict[str, Any]) -> Any:
     "What a table shows of a message: its text, or as JSON its text and the calls that it makes."
-    return (
-        encode_json({k: message.get(k) for k in ("content", "tool_calls")})
-        if message.get("tool_calls")
-        else message["content"]
-    )
-
-# %% ../../nbs/6_jobs/tables.ipynb #7ab1e026-1
-VECTORS = "embedding", "probs", "data"  # columns of lists
-_MADE = {*VECTORS, "score", "relevance_score", "label"}
-OURS = {
-    *RECORD,
-    *ANSWER,
-    *OPTIONAL,
-    *_MADE,
-    "id",
-    "response",
-}  # names that a record or a table of answers has
-UNNAMED = AnswerNames()  # beside no column
+    if not message.get("tool_calls"):
+        return message["content"]
+    return encode_json({k: message.get(k) for k in ("content", "tool_calls")})
 
 
-def _cells(d: dict[str, Any]) -> dict[str, Any]:
-    "What record `d` has of its line's own keys."
-    return {k: v for k, v in d.items() if k not in OURS}
-
-
-def _rows_without_text(d: dict[str, Any], body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    "As `table_rows`, where the answer is vectors, scores or classes, several of them maybe."
-    entries, usage = body.get("data") or body.get("results") or [body], body.get("usage") or {}
-    for e in entries:
-        yield (
-            {k: d[k] for k in ("line", "row") if k in d}
-            | {k: d.get(k) for k in ("id", "custom_id")}
-            | _cells(d)
-            | dict(index=e["index"] if len(entries) > 1 else None)
-            | {k: e[k] for k in e if k in _MADE}
-            | dict(
-                prompt_tokens=usage.get("prompt_tokens"), error=(d["error"] or {}).get("message")
-            )
-            | {k: d[k] for k in ("request_id",) if k in d}
-        )
+IDS = "line", "row", "id", "custom_id"  # of a record, in a table too
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e026-2
-def table_rows(d: dict[str, Any], called: Callable[[str], str] = str) -> Iterator[dict[str, Any]]:
+def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Record `d` as rows of a table, one for each of its answers: dicts. Those of `OPTIONAL` are
-    None where there are none. `called`: the column of a function's result."""
+    None where there are none. The cells of its line are not among them."""
     body = (d.get("response") or {}).get("body") or d
-    if "embedding" in body or any(isinstance(body.get(k), list) for k in ("data", "results")):
-        return (yield from _rows_without_text(d, body))
-    choices, usage = body.get("choices") or body.get("outputs") or [body], body.get("usage") or {}
-    many = len(choices) > 1
-    row = (
-        {k: d[k] for k in ("line", "row") if k in d}
-        | {k: d.get(k) for k in ("id", "custom_id")}
-        | _cells(d)
-    )
-    for c in choices:
-        logprobs, tokens = c.get("logprobs"), None if many else usage.get("completion_tokens")
-        one = row | dict(
-            index=c["index"] if many else None,
-            text=_text_of(c["message"]) if "message" in c else c.get("text"),
-            finish_reason=c.get("finish_reason"),
-            prompt_tokens=usage.get("prompt_tokens"),
-            completion_tokens=c.get("completion_tokens", tokens),
-            error=(d["error"] or {}).get("message"),
-            logprobs=logprobs and encode_json(logprobs),
-            cumulative_logprob=c.get("cumulative_logprob"),
-        )
-        if "request_id" in d:
-            one["request_id"] = d["request_id"]
-        made = {called(k): v for k, v in (c.get("results") or {}).items()}
-        yield {k: whole(v) for k, v in (one | made).items()}
+    usage, lists = body.get("usage") or {}, [body.get(k) for k in ("data", "results")]
+    vectors = "embedding" in body or any(isinstance(v, list) for v in lists)
+    some = body.get("choices"), body.get("outputs"), *(lists if vectors else ())
+    entries = next(filter(None, some), [body])
+    ids = {k: d.get(k) for k in IDS if k in d or k in ("id", "custom_id")}
+    for e in entries:
+        if "row" in e and e is not d:  # of a finished table
+            yield ids | e["row"]
+            continue
+        counts = dict(usage) if len(entries) == 1 else dict(usage, completion_tokens=None)
+        found = counts | e | dict(error=(d["error"] or {}).get("message"))
+        found["index"] = e["index"] if len(entries) > 1 else None
+        if "message" in e:
+            found["text"] = _text_of(e["message"])
+        if found.get("logprobs"):
+            found["logprobs"] = encode_json(found["logprobs"])
+        keys = *ANSWER, "logprobs", "cumulative_logprob"
+        if vectors:
+            keys = *(k for k in e if k in MADE), "prompt_tokens", "error"
+        row = ids | {k: found.get(k) for k in ("index", *keys)}
+        row |= {k: d[k] for k in ("request_id",) if k in d} | (e.get("results") or {})
+        yield {k: whole(v) for k, v in row.items()}
 
 
 def flat(d: dict[str, Any]) -> dict[str, Any]:
@@ -1067,93 +846,53 @@ def flat(d: dict[str, Any]) -> dict[str, Any]:
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e029
 def record_of_rows(
-    rows: Sequence[dict[str, Any]], columns: Collection[str] = (), cells: Collection[str] = ()
+    rows: Sequence[dict[str, Any]], own: dict[str, str], text: bool = False
 ) -> dict[str, Any]:
-    """The record whose answers are `rows` of a table, with what a function made of them in
-    `columns`, and its line's own `cells`: a dict that `table_rows` reads."""
-
-    def number(v: Any, kind: type = int) -> Any:
-        return None if is_missing(v) else kind(float(v))  # pandas writes 1.0
-
-    def choice(i: int, r: dict[str, Any]) -> dict[str, Any]:
-        logprobs, made = r.get("logprobs"), {k: r[k] for k in columns}
-        one = dict(
-            text=r["text"] or ("" if is_missing(r["error"]) else None),
-            finish_reason=r["finish_reason"],
-            index=i,
-            logprobs=None if is_missing(logprobs) else json.loads(logprobs or ""),
-            completion_tokens=number(r["completion_tokens"]),
-            cumulative_logprob=number(r.get("cumulative_logprob"), float),
-        )
-        return one | (dict(results=made) if made else {})
-
-    first = rows[0]
-    ids = {
-        k: v
-        for k in ("request_id", "line", "row", "id", "custom_id")
-        if not is_missing(v := first.get(k))
-    }
-    failed = not is_missing(first["error"])
-    usage = (
-        None
-        if is_missing(first["prompt_tokens"])
-        else dict(
-            prompt_tokens=number(first["prompt_tokens"]),
-            completion_tokens=number(first["completion_tokens"]),
-        )
-    )
-    return (
-        ids
-        | {k: first[k] for k in cells}
-        | dict(
-            outputs=[choice(i, r) for i, r in enumerate(rows)],
-            usage=usage,
-            error=dict(code="invalid_request", message=first["error"]) if failed else None,
-        )
-    )
+    """The record whose answers are `rows` of a table: a dict that `table_rows` reads. `own`: what
+    the answers' columns are in memory; all others are cells of its line. `text`: so are the rows."""
+    answers = [
+        {own[k]: None if text and v == "" else v for k, v in row.items() if k in own}
+        for row in rows
+    ]
+    ids = {k: v for k in ("request_id", *IDS) if not is_missing(v := answers[0].get(k))}
+    why = answers[0]["error"]
+    error = None if is_missing(why) else dict(code="invalid_request", message=why)
+    cells = {k: v for k, v in rows[0].items() if k not in own}
+    return ids | dict(cells=cells, outputs=[dict(row=row) for row in answers], error=error)
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e033
-class ColumnType:
-    """The type of a column's values, found as they are seen: `name` is that of an Arrow type.
-    Text of a CSV counts as what it stands for."""
-
-    def __init__(self, text: bool = False) -> None:
-        self.text, self.name, self.gaps, self.large = text, "", False, False
-
-    def see(self, v: Any) -> None:
-        "Take notice of value `v`."
-        if is_missing(v) and not (v == "" and not self.text):
-            self.gaps = True
-            return
-        if self.name == "string":
-            return
-        v = literal(v) if self.text else v
-        name = {bool: "bool", int: "int64", float: "double"}.get(type(v), "string")
-        if name == "int64" and not -(2**63) <= v < 2**63:
-            name = "string"
-        self.large |= name == "int64" and abs(v) > 2**53  # no float holds it
-        if self.name and name != self.name:
-            name = "double" if {name, self.name} == {"int64", "double"} else "string"
-        self.name = "string" if name == "double" and self.large else name
-
-    def cast(self, v: Any) -> Any:
-        "Value `v` as one of this type."
-        if is_missing(v) and not (v == "" and not self.text):
-            return None
-        if self.name == "list":
-            return v
-        if self.name in ("string", ""):
-            return readable(v) if self.text else v if isinstance(v, str) else encode_json(v)
-        v = literal(v) if self.text else v
-        return float(v) if self.name == "double" else v
+def kind_of(v: Any) -> str:
+    """The Arrow type that holds value `v`: '' for one that is missing, 'big' for an int64 that no
+    float holds."""
+    if is_missing(v) and not isinstance(v, str):
+        return ""
+    if type(v) is int and -(2**63) <= v < 2**63:
+        return "int64" if abs(v) <= 2**53 else "big"
+    return {bool: "bool", float: "double"}.get(type(v), "string")
 
 
-def type_of(values: Any, text: bool = True) -> ColumnType:
-    "The `ColumnType` of `values`."
-    found = ColumnType(text)
-    for v in values:
-        found.see(v)
-    return found
+def type_of(kinds: Collection[str]) -> str:
+    "The Arrow type of a column whose values are of these `kinds`; '' if it holds nothing."
+    kinds = {*kinds} - {""}
+    types = ("bool",), ("int64", "big"), ("double", "int64"), ("list",)
+    return next((t[0] for t in types if kinds <= {*t}), "string") if kinds else ""
+
+
+def cast(v: Any, name: str) -> Any:
+    "Value `v` in a column of the Arrow type `name`; what no other holds is text."
+    if is_missing(v) and not isinstance(v, str):
+        return None
+    return v if name not in ("string", "") or isinstance(v, str) else encode_json(v)
+
+
+def readable(text: str) -> str:
+    "`text` whose bytes may be no UTF-8, as UTF-8 can hold it."
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+READERS: dict[str, Callable[[str], Any]] = dict(  # of a CSV's cells, by the type of their column
+    int64=int, double=float, bool=TRUTH.get, string=readable
+)
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e037
 Records = Callable[
@@ -1161,21 +900,9 @@ Records = Callable[
 ]  # begins anew with each call: `(number, record)`, by number
 
 
-def cell_text(v: Any) -> Any:
-    "Value `v` of a table as a CSV has it."
-    if isinstance(v, (list, dict)):
-        return encode_json(v)
-    return v.decode("utf-8", "backslashreplace") if isinstance(v, bytes) else v
-
-
-def cells_of(row: Any, width: int) -> Any:
-    "The cells of a row of `width` columns, also of one that can't be read."
-    return getattr(row, "cells", [None] * width) if isinstance(row, csv.Error) else row
-
-# %% ../../nbs/6_jobs/tables.ipynb #7ab1e037-1
-class AnswerTable:
-    """The table of `records` (a function that yields them) beside the columns of `source`, if
-    the requests came from a table.
+class AnswerRows:
+    """The rows of `records` (a function that yields them) beside those of `source`, if the
+    requests came from a table.
 
     `names`: what the columns of the answers are called; None finds free ones beside those of
     `source`."""
@@ -1183,176 +910,137 @@ class AnswerTable:
     def __init__(
         self, records: Records, source: TableFile | None = None, names: AnswerNames | None = None
     ) -> None:
-        self.records, self.source, found = records, source, {}
+        self.records, self.source = records, source
         self.inputs: list[str] = source.names if source else []
         self.names = names or AnswerNames(self.inputs)
-        self.called = str if source else self.names.of  # a result beside the keys of its line
-        lists, others = {*VECTORS}, set[str]()  # of vectors; with base64 among them
-        for _, d in records():
-            for row in table_rows(d, self.called):
-                others |= {k for k in row.keys() & lists if isinstance(row[k], str)}
-                for k, v in row.items():
-                    found.setdefault(k, ColumnType()).see(
-                        None if k in lists and isinstance(v, list) else v
-                    )
-        if not found:
-            found = {k: ColumnType() for k in ("line", "id", "custom_id", *ANSWER, "request_id")}
-        beside = {"line", "row", "id", "custom_id"} if source else set()  # the source has them
-        rare = (
-            {*OPTIONAL, "id", "custom_id"} if "request_id" in found else OPTIONAL
-        )  # columns that nothing may stand in
-        self.answers: dict[str, ColumnType] = {
-            k: t for k, t in found.items() if k not in beside and (t.name or k not in rare)
-        }
-        for k, t in self.answers.items():
-            t.name = (ANSWER | NUMBERS).get(k, "list" if k in lists - others else t.name)
 
-    @property
-    def shown(self) -> list[str]:
-        "What the columns of the answers are called."
-        ours = [k in OURS or k.endswith(MARK) or self.source is not None for k in self.answers]
-        return [self.names.of(k) if own else k for own, k in zip(ours, self.answers)]
+    def answers(self, d: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the rows of record `d`, by what their columns are called; without a source the ids
+        and the cells of its line come first."""
+        for row in table_rows(d):
+            ids = {self.names.of(k): row.pop(k) for k in IDS if k in row}
+            first = {} if self.source else ids | (d.get("cells") or {})
+            yield first | {self.names.of(k): v for k, v in row.items()}
 
-    def blocks(self) -> Iterator[tuple[Any, list[int], list[dict[str, Any]]]]:
-        """Yield `(block of the input, which of its rows, answers of these)`; the block is None
-        without a source."""
-        records = self.records()
-        if self.source is None:
-            while some := [*itertools.islice(records, 1000)]:
-                yield None, [], [row for _, d in some for row in table_rows(d, self.called)]
-            return
-        first, due = 1, next(records, None)
-        for block in self.source.blocks(1000):
-            take, rows = [], []
-            while due and due[0] < first + len(block):
-                answers = [*table_rows(due[1])]
-                take += [due[0] - first] * len(answers)
-                rows += answers
-                due = next(records, None)
-            if take:
-                yield block, take, rows
-            if due is None:
-                return
-            first += len(block)
-        if due:
-            raise JobError(
-                f"row {due[0]} was answered, and {self.source.path} has only {first - 1} rows "
-                "now: give it all its rows, or another output",
-                1,
-            )
-
-    def write_csv(self, path: str | Path, name: str | Path) -> None:
-        "Write all to file `path`, compressed and with tabs or commas as `name` says."
-        with opener_of(name)(
-            path, "wt", encoding="utf-8", errors="surrogateescape", newline=""
-        ) as f:
-            end = self.source.form.end if self.source else "\n"
-            out = csv.writer(
-                f, delimiter="\t" if file_kind(name) == "tsv" else ",", lineterminator=end
-            )
-            out.writerow([*self.inputs, *self.shown])
-            for block, take, rows in self.blocks():
-                if block is not None and not isinstance(block, list):
-                    block = [*zip(*(c.to_pylist() for c in block.columns))]
-                for i, row in zip(take or itertools.repeat(None), rows):
-                    cells = (
-                        [] if block is None or i is None else cells_of(block[i], len(self.inputs))
-                    )
-                    out.writerow(
-                        [*map(cell_text, cells), *(cell_text(row.get(k)) for k in self.answers)]
-                    )
-
-    def write_parquet(self, path: str | Path) -> None:
-        "Write all to Parquet file `path`, in groups of some ten thousand rows, or some megabytes."
-        import pyarrow as pa
-
-        fields, casts, pandas = self._input_fields(pa)
-        for k, t in zip(self.shown, self.answers.values()):
-            fields.append(
-                pa.field(k, pa.list_(pa.float32()) if t.name == "list" else t.name or "string")
-            )
-            if t.name == "int64":
-                pandas.append(
-                    dict(
-                        name=k, field_name=k, pandas_type="int64", numpy_type="Int64", metadata=None
-                    )
+    def joined(self, places: Iterator[Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Yield each row of the answers with that of `places`, of all rows of the source. Raises
+        `JobError` if there is no such row."""
+        numbered = enumerate(places, 1)
+        for due, d in self.records():
+            place = next((place for number, place in numbered if number == due), None)
+            if place is None:
+                raise JobError(
+                    f"row {due} was answered, and the input has no such row now: give it all its "
+                    "rows, or another output",
+                    1,
                 )
-        schema = pa.schema(fields, self._metadata(pandas))
-        with need_parquet().ParquetWriter(path, schema, write_page_checksum=True) as out:
-            some: list[Any] = []
-            for block, take, rows in self.blocks():
-                if block is None:
-                    arrays = []
-                elif isinstance(block, list):
-                    picked = [cells_of(block[i], len(casts)) for i in take]
-                    arrays = [
-                        pa.array([t.cast(row[j]) for row in picked], f.type)
-                        for j, (t, f) in enumerate(zip(casts, fields))
-                    ]
-                else:
-                    arrays = [
-                        (c if c.type == f.type else c.cast(f.type)).take(pa.array(take, pa.int64()))
-                        for c, f in zip(block.columns, fields)
-                    ]
-                arrays += [
-                    pa.array([t.cast(row.get(k)) for row in rows], f.type)
-                    for (k, t), f in zip(self.answers.items(), [*schema][len(self.inputs) :])
-                ]
-                some.append(pa.Table.from_arrays(arrays, schema=schema))
-                if sum(map(len, some)) < 2**16 and sum(t.nbytes for t in some) < 2**23:
-                    continue
-                out.write_table(pa.concat_tables(some))
-                some = []
-            if some:
-                out.write_table(pa.concat_tables(some))
+            for row in self.answers(d):
+                yield place, row
 
-    def _input_fields(self, pa: Any) -> tuple[list[Any], list[ColumnType], list[dict[str, Any]]]:
-        """Fields of the input's columns, their types if they come from a CSV, and what pandas
-        must know of them."""
-        if not self.source:
-            return [], [], []
-        if not self.source.text:
-            schema = need_parquet().read_schema(self.source.path)
-            views = {
-                pa.string_view(): pa.string(),
-                pa.binary_view(): pa.binary(),
-            }  # which not all of pyarrow takes
-            fields = [f.with_type(views.get(f.type, f.type)) for f in schema]
-            return fields, [], [*self._pandas(schema).get("columns", [])]
-        types, names = (
-            [ColumnType(text=True) for _ in self.inputs],
-            unique_names([*map(readable, self.inputs)]),
-        )
-        for block in self.source.blocks(1000):
-            for row in block:
-                for t, v in zip(types, cells_of(row, len(types))):
-                    t.see(v)
-        known = [
-            dict(name=n, field_name=n, pandas_type="int64", numpy_type="Int64", metadata=None)
-            for n, t in zip(names, types)
-            if t.name == "int64" and t.gaps
-        ]
-        return [pa.field(n, t.name or "string") for n, t in zip(names, types)], types, known
+    def rows(self, inputs: bool = True) -> Iterator[dict[str, Any]]:
+        "Yield all rows, each with the cells of its row of the source if `inputs`."
+        if self.source and inputs:
+            places = (cells for _, cells, _ in self.source.rows())
+            yield from (cells | row for cells, row in self.joined(places))
+        else:
+            yield from (row for _, d in self.records() for row in self.answers(d))
 
-    @staticmethod
-    def _pandas(schema: Any) -> dict[str, Any]:
-        return json.loads((schema.metadata or {}).get(b"pandas", b"{}"))
+# %% ../../nbs/6_jobs/tables.ipynb #7ab1e03b
+class AnswerTable(AnswerRows):
+    """The table of such rows; takes what `AnswerRows` takes.
 
-    def _metadata(self, columns: list[dict[str, Any]]) -> dict[bytes, bytes]:
-        """Metadata of the schema: the input's, and for pandas that counts with gaps are integers
-        nevertheless."""
-        schema = (
-            need_parquet().read_schema(self.source.path)
-            if self.source and not self.source.text
-            else None
-        )
-        old = self._pandas(schema) if schema is not None else {}
-        pandas = (
-            dict(column_indexes=[], creator=dict(library="batchlab"), pandas_version="2")
-            | old
-            | dict(columns=columns, index_columns=old.get("index_columns", []))
-        )
-        return {
-            **((schema.metadata or {}) if schema is not None else {}),
-            b"pandas": json.dumps(pandas).encode(),
-        }
+    `types`: Arrow's, by column. `gaps`: columns of whole numbers that may be missing."""
+
+    def __init__(
+        self, records: Records, source: TableFile | None = None, names: AnswerNames | None = None
+    ) -> None:
+        super().__init__(records, source, names)
+        self.text = {*self.inputs} if source and not source.schema else set[str]()
+        called, kinds = self.names.of, {k: set[str]() for k in self.inputs}
+        for row in self.rows(inputs=bool(self.text)):
+            for k, v in row.items():
+                if "string" not in kinds.setdefault(k, set()):
+                    kinds[k].add(self._kind(k, v))
+        if not any(kinds.values()):  # there is no row
+            first = [] if source else ["line"]
+            kinds |= {called(k): set() for k in (*first, *ANSWER, "request_id")}
+        rare = {called(k) for k in OPTIONAL}
+        if called("request_id") in kinds:
+            rare |= {called("id"), called("custom_id")}
+        fixed = {called(k): t for k, t in {**OPTIONAL, **ANSWER}.items()}
+        types = {k: fixed.get(k) or type_of(some) for k, some in kinds.items()}
+        self.types = {k: t for k, t in types.items() if k not in rare or kinds[k] - {""}}
+        whole_numbers = [k for k, t in self.types.items() if t == "int64"]
+        self.gaps = [k for k in whole_numbers if k not in self.inputs or "" in kinds[k]]
+
+    def _kind(self, column: str, v: Any) -> str:
+        if column in self.text:
+            return kind_of(literal(v) if v else None)
+        vectors = column not in self.names.columns and self.names.ours(column) in VECTORS
+        return "list" if vectors and isinstance(v, list) else kind_of(v)
+
+    def value(self, column: str, v: Any) -> Any:
+        "Cell `v` of `column` as one of the column's type."
+        if column in self.text:
+            return READERS[self.types[column]](v) if v else None
+        return cast(v, self.types[column])
+
+# %% ../../nbs/6_jobs/tables.ipynb #7ab1e038
+def cell_text(v: Any) -> Any:
+    "Value `v` of a table as a CSV has it."
+    if isinstance(v, (list, dict)):
+        return encode_json(v)
+    return json_value(v) if isinstance(v, bytes) else v
+
+
+def write_csv(table: AnswerTable, path: str | Path, name: str | Path) -> None:
+    "Write all of `table` to file `path`, compressed and with tabs or commas as `name` says."
+    opened, mark = opener_of(name), "\t" if file_kind(name) == "tsv" else ","
+    end = table.source.form.end if table.source else "\n"
+    with opened(path, "wt", encoding="utf-8", errors="surrogateescape", newline="") as f:
+        out = csv.writer(f, delimiter=mark, lineterminator=end)
+        out.writerow(table.types)
+        for row in table.rows():
+            out.writerow(map(cell_text, map(row.get, table.types)))
+
+# %% ../../nbs/6_jobs/tables.ipynb #7ab1e037-1
+GROUP = 2**12  # rows of Parquet that are written together
+
+
+def arrow_schema(table: AnswerTable) -> pyarrow.Schema:
+    """The schema of `table`. In it pandas reads that counts with gaps are whole numbers
+    nevertheless."""
+    import pyarrow as pa
+
+    names, metadata = unique_names([*map(readable, table.types)]), {}
+    lists = {"list": pa.list_(pa.float32()), "": pa.string()}
+    fields = [pa.field(n, lists.get(t, t)) for n, t in zip(names, table.types.values())]
+    if table.source and table.source.schema:
+        inputs = table.source.schema
+        fields[: len(inputs)] = inputs
+        metadata = inputs.metadata or {}
+    pandas = dict(index_columns=[], column_indexes=[], columns=[])
+    pandas |= json.loads(metadata.get(b"pandas", b"{}"))
+    pandas["columns"] += [
+        dict(name=n, field_name=n, pandas_type="int64", numpy_type="Int64", metadata=None)
+        for n, k in zip(names, table.types)
+        if k in table.gaps
+    ]
+    return pa.schema(fields, {**metadata, b"pandas": json.dumps(pandas).encode()})
+
+
+def write_parquet(table: AnswerTable, path: str | Path) -> None:
+    "Write all of `table` to Parquet file `path`. Columns of a source in Parquet stay as they are."
+    import pyarrow as pa
+
+    schema, source, width = arrow_schema(table), table.source, 0
+    pairs = ((None, row) for row in table.rows())
+    if source and source.schema:
+        width = len(source.names)
+        pairs = table.joined(b.slice(i, 1) for b in source.batches() for i in range(len(b)))
+    with need_parquet().ParquetWriter(path, schema, write_page_checksum=True) as out:
+        while some := [*itertools.islice(pairs, GROUP)]:
+            arrays = pa.Table.from_batches([b for b, _ in some]).columns if width else []
+            for f, k in [*zip(schema, table.types)][width:]:
+                arrays.append(pa.array([table.value(k, row.get(k)) for _, row in some], f.type))
+            out.write_table(pa.Table.from_arrays(arrays, schema=schema))
