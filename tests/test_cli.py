@@ -194,8 +194,8 @@ def test_standard_input_and_samples(cli, tmp_path):
         (["a", "--top_p", "1"], ["--top_p", "did you mean --top-p?"]),
         (["a", "--logit-bias", "{"], ["JSON"]),
         (["a", "--stop-token-ids", "x"], ["token ids"]),
-        ([], ["no prompts"]),
-        (["--prompts-file", "nowhere"], ["nowhere", "No such file"]),
+        ([], ["standard input"]),
+        (["--prompts-file", "nowhere"], ["nowhere", "no such file"]),
         (["--prompts-file", "empty"], ["empty", "no prompts"]),
         (["--prompts-file", "latin"], ["UTF-8", "line 2"]),
         (["a", "--output", "no/dir/o.jsonl"], ["can't write no/dir/o.jsonl"]),
@@ -210,8 +210,6 @@ def test_setup_errors(tmp_path, args, words, capsys, monkeypatch):
     (tmp_path / "empty").write_bytes(b"\n \n")
     (tmp_path / "latin").write_bytes(b"ok\n\xe9\n")
     monkeypatch.chdir(tmp_path)
-    if not args:
-        words = ["no prompts"]
     monkeypatch.setattr(sys, "stdin", open(os.devnull))
     status, err = main(["generate", *args]), capsys.readouterr().err
     assert status == 2 and len(err.splitlines()) == 1 and err.startswith("batchlab: error: "), err
@@ -670,7 +668,7 @@ def test_flags_of_other_engines(model, capsys):
     [("2GB", 2 * 10**9), ("512MiB", 2**29), ("1.5k", 1500), ("700", 700), ("2 gib", 2**31)],
 )
 def test_bytes_with_units(text, number):
-    from batchlab.flags import parse_args
+    from batchlab.cli.flags import parse_args
 
     assert parse_args(["generate", "Hi", "--kv-cache-bytes", text]).kv_cache_bytes == number
     from batchlab.errors import JobError
