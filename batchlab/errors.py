@@ -5,20 +5,20 @@
 # %% ../nbs/2_core/errors.ipynb #827b7a58
 from __future__ import annotations
 
-import numbers, re, sys
+import argparse, numbers, re, sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache, wraps
 from inspect import Parameter, isfunction, signature
 from math import floor, inf
-from typing import Any
+from typing import Any, NoReturn
 
 # %% auto #0
 __all__ = ['Option', 'Message', 'whole_number', 'written', 'Fault', 'BatchlabError', 'ModelError', 'ModelNotFoundError',
            'HubUnreachableError', 'UnsupportedModelError', 'PromptError', 'PromptTooLongError', 'ParamError',
            'BatchError', 'EngineError', 'AdapterError', 'Unavailable', 'CompileError', 'JobError', 'TraceError',
-           'near_name', 'check_names', 'suggest_names']
+           'near_name', 'check_names', 'suggest_names', 'OneLineParser']
 
 # %% ../nbs/2_core/errors.ipynb #e44045a1
 @dataclass(frozen=True)
@@ -281,3 +281,23 @@ def suggest_names(*classes: type) -> None:
                 p.kind is Parameter.VAR_KEYWORD for p in signature(call).parameters.values()
             ):
                 setattr(cls, name, _suggests(call))
+
+# %% ../nbs/2_core/errors.ipynb #flagp001
+class OneLineParser(argparse.ArgumentParser):
+    """An `ArgumentParser` whose errors are a `JobError` of one line. For a flag that there is not
+    it says which one was probably meant."""
+
+    def __init__(self, *args: Any, **kw: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kw)
+
+    def error(self, message: str) -> NoReturn:
+        if found := re.match(r"unrecognized arguments: (-[^\s=]*)", message):
+            message = f"unknown flag {found[1]}{self.meant(found[1])}"
+        raise JobError(f"{message} (see {self.prog} --help)")
+
+    def meant(self, flag: str) -> str:
+        "What was probably meant by an unknown `flag`; '' if there is no guess."
+        flags = self._option_string_actions
+        longer = [option for option in flags if option.startswith(f"{flag}-")]
+        near = longer or get_close_matches(flag, flags, 1, 0.75)
+        return f", did you mean {near[0]}?" if near else ""

@@ -651,11 +651,11 @@ def test_answers_of_the_api_carry_chosen_tokens(kind):
 
 
 def test_flags():
-    from batchlab.flags import SAMPLING_FLAGS
+    from batchlab.cli.flags import parser_of
     from batchlab.core.params import LOGPROBS_MODES
 
-    rows = {spec.split()[0]: kind for spec, kind, *_ in SAMPLING_FLAGS}
-    assert rows["--logprobs-mode"] == LOGPROBS_MODES and "--logprob-token-ids" in rows
+    flags = parser_of("generate")._option_string_actions
+    assert flags["--logprobs-mode"].choices == LOGPROBS_MODES and "--logprob-token-ids" in flags
 
 
 def test_an_environments_fault_is_raised():

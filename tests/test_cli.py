@@ -1,9 +1,13 @@
-"`python -m batchlab.cli` in processes of its own, with a tiny model: pipes, signals, exit statuses."
+"`batchlab` in processes of its own, with a tiny model: pipes, signals, exit statuses."
 
 import csv, json, os, signal, subprocess, sys, time
 import pytest
 
 from helpers import but_compiler
+
+from batchlab.cli import main
+from batchlab.cli.flags import COMMANDS, parse_args, parser_of
+from batchlab.errors import JobError
 
 ENV = {
     **os.environ,
@@ -12,7 +16,7 @@ ENV = {
     "PYTHONUTF8": "0",
     "LC_ALL": "C.UTF-8",
 }
-CMD = [sys.executable, "-m", "batchlab.cli"]
+CMD = [sys.executable, "-m", "batchlab"]
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and devices of POSIX")
 
 
@@ -27,67 +31,87 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def cli(model, tmp_path):
-    def call(*args, stdin="", model=model):
-        with_model = ["--model", model, "--max-tokens", "6"] if model else []
-        return subprocess.run(
-            [*CMD, "generate", *args, *with_model],
-            input=stdin,
-            text=True,
-            encoding="utf-8",
-            capture_output=True,
-            cwd=tmp_path,
-            env=ENV,
-            timeout=50,
-        )
+def batchlab(tmp_path):
+    "Run the command in a process of its own."
+
+    def call(*args, env=None, **how):
+        how = dict(text=True, encoding="utf-8", capture_output=True, timeout=50) | how
+        return subprocess.run([*CMD, *args], cwd=tmp_path, env=ENV | (env or {}), **how)
 
     return call
+
+
+@pytest.fixture
+def cli(batchlab, model):
+    "Run `generate` so, with the model and six tokens."
+    return lambda *args, **how: batchlab(
+        "generate", *args, "--model", model, "--max-tokens", "6", **how
+    )
+
+
+@pytest.fixture
+def said(capsys):
+    "The exit status of a command in this process, and what it says on standard error."
+    return lambda *args, **kw: (main([*args], **kw), capsys.readouterr().err)
 
 
 def rows(path):
     return [json.loads(s) for s in path.read_text(encoding="utf-8").splitlines()]
 
 
+def write_lines(path, *lines):
+    path.write_text("".join(json.dumps(d) + "\n" for d in lines))
+
+
 def fails_in_one_line(p, status, *words):
     assert p.returncode == status, p.stderr
-    assert len(but_compiler(p.stderr).splitlines()) == 1 and but_compiler(p.stderr).startswith(
-        "batchlab: error: "
-    ), p.stderr
-    for w in words:
-        assert w in p.stderr, p.stderr
+    err = but_compiler(p.stderr)
+    assert len(err.splitlines()) == 1 and err.startswith("batchlab: error: "), err
+    assert all(w in err for w in words), err
 
 
-def test_help_and_version_need_no_torch():
+@pytest.mark.parametrize(
+    "calls, status",
+    [
+        ([["--help"], ["generate", "--help"], ["--version"]], 0),
+        ([["run"], ["run", "-i", "x"], ["generate", "--frobnicate"], ["genrate"]], 2),
+    ],
+    ids=["help", "mistakes"],
+)
+def test_what_needs_no_model_needs_no_torch(calls, status):
     code = (
-        'import sys; from batchlab.cli import main; s = [main(a) for a in (["--help"], ["generate", "--help"], '
-        '["--version"])]; assert s == [0, 0, 0] and "torch" not in sys.modules'
+        f"import sys; from batchlab.cli import main; s = [main(a) for a in {calls}]; "
+        f'assert s == [{status}] * len(s) and "torch" not in sys.modules'
     )
     p = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV)
     assert p.returncode == 0, p.stderr
-    assert "--max-num-seqs" in p.stdout and "batchlab 0" in p.stdout
+    if status:
+        said = p.stderr.splitlines()
+        assert len(said) == 4 and all(s.startswith("batchlab: error: ") for s in said)
+    else:
+        assert "--max-num-seqs" in p.stdout and "batchlab 0" in p.stdout
 
 
-def test_a_mistake_in_a_flag_needs_no_torch():
-    code = (
-        'import sys; from batchlab.cli import main; s = [main(a) for a in (["run"], ["run", "-i", "x"], ["generate", "--frobnicate"], ["genrate"])]; '
-        'assert s == [2] * 4 and "torch" not in sys.modules'
-    )
-    p = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV)
-    assert p.returncode == 0, p.stderr
-    assert len(p.stderr.splitlines()) == 4 and all(
-        s.startswith("batchlab: error: ") for s in p.stderr.splitlines()
-    )
+def test_a_field_is_a_flag():
+    "Each setting, argument of an engine and field of a job that has a comment, once."
+    from batchlab.cli.flags import fields_of
+
+    flags = {c: [a.dest for a in parser_of(c)._actions] for c in COMMANDS if c != "bench"}
+    for path, name, command, less in (
+        ("core/params.py", "SamplingParams", "generate", "prompt_logprobs detokenize stop_until"),
+        ("api/base.py", "LLMBase", "serve", "tokenizer trace logprobs_mode pooler_config"),
+        ("jobs/job.py", "Job", "run", "sampling_params model_name say spell"),
+    ):
+        found = {f.name for f in fields_of(path, name) if f.text} - {*less.split()}
+        assert len(found) > 15 and found - {*flags[command]} <= {"prompt_logprob_start"}
+    assert flags["embed"].count("prompt_column") == flags["plan"].count("input") == 1
 
 
 def test_text_on_a_pipe(cli):
     p = cli("a", "a longer prompt", "é")
     assert (p.returncode, but_compiler(p.stderr)) == (0, "")
-    heads = [s for s in p.stdout.split("\n") if s.startswith("[")]
-    assert [h for h in heads if h in ("[1] a", "[2] a longer prompt", "[3] é")] == [
-        "[1] a",
-        "[2] a longer prompt",
-        "[3] é",
-    ]
+    want = ["[1] a", "[2] a longer prompt", "[3] é"]
+    assert [s for s in p.stdout.split("\n") if s in want] == want
 
 
 def test_jobs_in_order_with_bad_lines(cli, tmp_path):
@@ -110,77 +134,50 @@ def test_jobs_in_order_with_bad_lines(cli, tmp_path):
     )  # the blank line; the failures
     assert "5 of 8 requests failed" in p.stderr and "line 2" in p.stderr
     assert [r["index"] for r in out] == [*range(8)]
-    assert [r["error"] is None for r in out] == [
-        True,
-        False,
-        False,
-        True,
-        False,
-        False,
-        False,
-        True,
-    ]
-    for r, line in zip([out[i] for i in (1, 2, 4, 5, 6)], (2, 4, 6, 7, 8)):
-        assert r["error"].startswith(f"line {line}: ")
-    assert (
-        out[0]["id"] == "x"
-        and out[3]["custom_id"] == "c"
-        and out[3]["usage"]["completion_tokens"] <= 2
-    )
-    assert (
-        out[7]["usage"]["completion_tokens"] == 6 and out[7]["text"] == out[7]["outputs"][0]["text"]
-    )
+    failed = {1: 2, 2: 4, 4: 6, 5: 7, 6: 8}  # {index: line}
+    assert {i for i, r in enumerate(out) if r["error"]} == {*failed}
+    assert all(out[i]["error"].startswith(f"line {line}: ") for i, line in failed.items())
+    assert (out[0]["id"], out[3]["custom_id"]) == ("x", "c")
+    assert out[3]["usage"]["completion_tokens"] <= 2
+    assert out[7]["usage"]["completion_tokens"] == 6
+    assert out[7]["text"] == out[7]["outputs"][0]["text"]
 
 
 def test_batch_equals_alone(cli, tmp_path):
     prompts = ["a", "some words", "a prompt of more words than the others have"]
     (tmp_path / "p.txt").write_text("\n".join(prompts))
     texts = []
-    for k, strategy in enumerate(("continuous", "loop", "static", "bucketed", "prefix")):
-        assert (
-            cli(
-                "--prompts-file",
-                "p.txt",
-                "--output",
-                f"{k}.jsonl",
-                "--strategy",
-                strategy,
-                "--dtype",
-                "fp32",
-                "--max-num-seqs",
-                "2",
-            ).returncode
-            == 0
-        )
-        texts.append([r["text"] for r in rows(tmp_path / f"{k}.jsonl")])
+    for strategy in ("continuous", "loop", "static", "bucketed", "prefix"):
+        more = ["--strategy", strategy, "--dtype", "fp32", "--max-num-seqs", "2"]
+        assert cli("-i", "p.txt", "--output", f"{strategy}.jsonl", *more).returncode == 0
+        texts.append([r["text"] for r in rows(tmp_path / f"{strategy}.jsonl")])
     assert len(texts) == 5 and all(t == texts[0] for t in texts) and any(texts[0])
 
 
 def test_standard_input_and_samples(cli, tmp_path):
-    p = cli(
-        "--prompts-file",
-        "-",
-        "--output",
-        "o.jsonl",
-        "--do-sample",
-        "--seed",
-        "3",
-        "--n",
-        "2",
-        "--logprobs",
-        "1",
-        stdin="one\r\n\ntwo words\n",
-    )
-    assert (p.returncode, but_compiler(p.stderr)) == (
-        0,
-        "batchlab: standard input: 1 blank line skipped\n",
-    )
+    how = "--prompts-file - --output o.jsonl --do-sample --seed 3 --n 2 --logprobs 1".split()
+    p = cli(*how, input="one\r\n\ntwo words\n")
+    assert p.returncode == 0
+    assert but_compiler(p.stderr) == "batchlab: standard input: 1 blank line skipped\n"
     out = rows(tmp_path / "o.jsonl")
-    assert [r["prompt"] for r in out] == ["one", "two words"] and [
-        len(r["outputs"]) for r in out
-    ] == [2, 2]
+    assert [r["prompt"] for r in out] == ["one", "two words"]
+    assert [len(r["outputs"]) for r in out] == [2, 2]
     for c in out[1]["outputs"]:
         assert len(c["logprobs"]) == len(c["token_ids"])
+
+
+def test_prompts_come_before_those_of_a_file_and_a_chat_keeps_its_prompt(cli, tmp_path):
+    talk = [dict(role="user", content="d")]
+    write_lines(tmp_path / "in.jsonl", dict(prompt="c", custom_id="x"), dict(messages=talk))
+    (tmp_path / "ids.jsonl").write_text('{"prompt": [5, 6], "custom_id": "x"}\n' * 2)
+    p = cli("a", "-i", "in.jsonl", "--chat", "--output", "o.jsonl", "--verify", "--prompts", "b")
+    assert p.returncode == 0 and "4 requests" in p.stderr, p.stderr
+    out = rows(tmp_path / "o.jsonl")
+    assert [r.get("prompt") for r in out] == ["a", "b", "c", None] and out[3]["messages"] == talk
+    assert out[2]["custom_id"] == "x"
+    p = cli("-i", "ids.jsonl", "--chat", "--output", "two.jsonl")
+    assert p.returncode == 1 and "2 of 2" in p.stderr
+    assert cli("-i", "ids.jsonl", "--output", "three.jsonl").returncode == 0  # ids may come twice
 
 
 @pytest.mark.parametrize(
@@ -194,40 +191,35 @@ def test_standard_input_and_samples(cli, tmp_path):
         (["a", "--top_p", "1"], ["--top_p", "did you mean --top-p?"]),
         (["a", "--logit-bias", "{"], ["JSON"]),
         (["a", "--stop-token-ids", "x"], ["token ids"]),
-        ([], ["no prompts"]),
-        (["--prompts-file", "nowhere"], ["nowhere", "No such file"]),
+        ([], ["standard input"]),
+        (["--prompts-file", "nowhere"], ["nowhere", "no such file"]),
         (["--prompts-file", "empty"], ["empty", "no prompts"]),
         (["--prompts-file", "latin"], ["UTF-8", "line 2"]),
+        (["a", "--system", "Be brief."], ["--chat"]),
         (["a", "--output", "no/dir/o.jsonl"], ["can't write no/dir/o.jsonl"]),
         (["a", "--output", "latin"], ["--overwrite"]),
         (["a", "--device", "tpu"], ["tpu"]),
         (["a", "--model", "no such model"], ["no such model"]),
     ],
 )
-def test_setup_errors(tmp_path, args, words, capsys, monkeypatch):
-    from batchlab.cli import main
-
+def test_setup_errors(tmp_path, args, words, said, monkeypatch):
     (tmp_path / "empty").write_bytes(b"\n \n")
     (tmp_path / "latin").write_bytes(b"ok\n\xe9\n")
     monkeypatch.chdir(tmp_path)
-    if not args:
-        words = ["no prompts"]
     monkeypatch.setattr(sys, "stdin", open(os.devnull))
-    status, err = main(["generate", *args]), capsys.readouterr().err
+    status, err = said("generate", *args)
     assert status == 2 and len(err.splitlines()) == 1 and err.startswith("batchlab: error: "), err
-    for w in words:
-        assert w in err, err
+    assert all(w in err for w in words), err
     assert (tmp_path / "latin").read_bytes() == b"ok\n\xe9\n"
 
 
-def test_overwrite_only_when_asked_and_able(cli, tmp_path):
+def test_overwrite_only_when_asked_and_able(cli, batchlab, tmp_path):
     (tmp_path / "o.jsonl").write_text("old\n")
     fails_in_one_line(cli("a", "--output", "o.jsonl"), 2, "already there")
-    fails_in_one_line(
-        cli("a", "--output", "o.jsonl", "--overwrite", "--model", "no such model", model=None), 2
-    )
+    args = ["a", "--output", "o.jsonl", "--overwrite"]
+    fails_in_one_line(batchlab("generate", *args, "--model", "no such model"), 2)
     assert (tmp_path / "o.jsonl").read_text() == "old\n"
-    assert cli("a", "--output", "o.jsonl", "--overwrite").returncode == 0
+    assert cli(*args).returncode == 0
     assert [r["prompt"] for r in rows(tmp_path / "o.jsonl")] == ["a"]
 
 
@@ -236,32 +228,27 @@ def test_bad_prompts_fail_alone(cli, tmp_path):
     out = rows(tmp_path / "o.jsonl")
     assert p.returncode == 1 and len(out) == 4
     assert "100,000 characters" in out[2]["error"] and out[2]["finish_reason"] == "error"
-    assert [r["error"] for r in (out[0], out[1], out[3])] == [None] * 3 and out[3]["outputs"][0][
-        "text"
-    ] is not None
+    assert [out[i]["error"] for i in (0, 1, 3)] == [None] * 3
+    assert out[3]["outputs"][0]["text"] is not None
     assert out[1]["prompt"] == "" and out[1]["usage"] == dict(prompt_tokens=1, completion_tokens=6)
     assert "an empty prompt starts from token 1 (<bos>)" in p.stderr
 
 
 @posix
-def test_full_disk_is_one_line(model, tmp_path):
+def test_full_disk_is_one_line(cli):
     if not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full, the device that is always full")
-    args = [*CMD, "generate", "a", "b", "--model", model, "--max-tokens", "3"]
-    p = subprocess.run([*args, "--output", "/dev/full"], capture_output=True, text=True, env=ENV)
-    fails_in_one_line(p, 1, "can't write /dev/full", "0 of 2")
+    fails_in_one_line(cli("a", "b", "--output", "/dev/full"), 1, "can't write /dev/full", "0 of 2")
     with open("/dev/full", "w") as full:
-        p = subprocess.run(args, stdout=full, stderr=-1, text=True, env=ENV)
+        p = cli("a", "b", capture_output=False, stdout=full, stderr=-1)
     fails_in_one_line(p, 1, "can't write standard output")
 
 
 @posix
-def test_reader_leaves(model, tmp_path):
+def test_reader_leaves(cli):
     r, w = os.pipe()
     os.close(r)
-    p = subprocess.run(
-        [*CMD, "generate", "a", "b", "--model", model], stdout=w, stderr=-1, text=True, env=ENV
-    )
+    p = cli("a", "b", capture_output=False, stdout=w, stderr=-1)
     os.close(w)
     assert (p.returncode, but_compiler(p.stderr)) == (1, "")
 
@@ -271,22 +258,9 @@ def test_reader_leaves(model, tmp_path):
 def test_interrupt_keeps_what_is_finished(model, tmp_path, sig):
     (tmp_path / "p.txt").write_text("\n".join("word " * (i % 7 + 1) for i in range(3000)))
     out = tmp_path / "o.jsonl"
+    args = "-i p.txt --output o.jsonl --ignore-eos --max-tokens 20 --max-num-seqs 4".split()
     p = subprocess.Popen(
-        [
-            *CMD,
-            "generate",
-            "--prompts-file",
-            "p.txt",
-            "--output",
-            "o.jsonl",
-            "--model",
-            model,
-            "--ignore-eos",
-            "--max-tokens",
-            "20",
-            "--max-num-seqs",
-            "4",
-        ],
+        [*CMD, "generate", *args, "--model", model],
         cwd=tmp_path,
         env=ENV,
         stderr=subprocess.PIPE,
@@ -305,103 +279,51 @@ def test_interrupt_keeps_what_is_finished(model, tmp_path, sig):
     assert len({r["index"] for r in done}) == len(done) and all(r["error"] is None for r in done)
 
 
-def test_a_setting_is_used_or_fails_its_line(cli, model, tmp_path):
+def test_a_setting_is_used_or_fails_its_line(cli, batchlab, model, tmp_path):
     "`generate` and `run` read a plain line alike."
-    lines = [
+    write_lines(
+        tmp_path / "in.jsonl",
         dict(prompt="a", max_completion_tokens=2, ignore_eos=True, topic="x"),
         dict(prompt="b", tools=[{}]),
         dict(prompt="c", sampling_params=dict(max_tokens=3), ignore_eos=True),
         dict(prompt="d", num_beams=2),
-    ]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(d) + "\n" for d in lines))
+    )
     p = cli("--prompts-file", "in.jsonl", "--output", "one.jsonl")
-    run = [*CMD, "run", "-i", "in.jsonl", "-o", "two.jsonl", "--ordered", "--model", model]
-    q = subprocess.run(run, text=True, capture_output=True, cwd=tmp_path, env=ENV, timeout=50)
-    assert (
-        p.returncode == 1 and p.stderr.count("keys without meaning here, ignored: topic\n") == 1
-    ), p.stderr
-    assert (
-        q.returncode == 1
-        and "ignored" not in q.stderr
-        and rows(tmp_path / "two.jsonl")[0]["topic"] == "x"
-    ), q.stderr  # `run` keeps it
+    q = batchlab("run", "-i", "in.jsonl", "-o", "two.jsonl", "--ordered", "--model", model)
+    assert p.returncode == q.returncode == 1
+    assert p.stderr.count("keys without meaning here, ignored: topic\n") == 1, p.stderr
+    assert "ignored" not in q.stderr and rows(tmp_path / "two.jsonl")[0]["topic"] == "x", q.stderr
     for name in ("one.jsonl", "two.jsonl"):
         out = rows(tmp_path / name)
-        assert [r["usage"] and r["usage"]["completion_tokens"] for r in out if not r["error"]] == [
-            2,
-            3,
-        ]
-        assert [
-            "tools=[{}]" in str(out[1]["error"]),
-            "give it to llm.beam_search" in str(out[3]["error"]),
-        ] == [True, True]
+        lengths = [r["usage"]["completion_tokens"] for r in out if not r["error"]]
+        assert lengths == [2, 3] and "tools=[{}]" in str(out[1]["error"])
+        assert "give it to llm.beam_search" in str(out[3]["error"])
 
 
-def test_messages_may_come_in_parts(cli, model, tmp_path):
+def test_messages_may_come_in_parts(cli, batchlab, model, tmp_path):
     "`generate` reads a conversation as `run` does: content in parts, the role of developers, an owner's NaN."
-    said = dict(
-        role="user", content=[dict(type="text", text="Hello"), dict(type="text", text="world")]
-    )
-    lines = [
-        dict(messages=[dict(role="developer", content="Be brief."), said], score=float("nan")),
-        dict(
-            messages=[
-                dict(role="system", content="Be brief."),
-                dict(role="user", content="Hello\nworld"),
-            ]
-        ),
+    parts = [dict(type="text", text=t) for t in ("Hello", "world")]
+    asked = lambda role, content: [
+        dict(role=role, content="Be brief."),
+        dict(role="user", content=content),
     ]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(d) + "\n" for d in lines))
+    write_lines(
+        tmp_path / "in.jsonl",
+        dict(messages=asked("developer", parts), score=float("nan")),
+        dict(messages=asked("system", "Hello\nworld")),
+    )
     p = cli("--prompts-file", "in.jsonl", "--output", "one.jsonl")
-    run = [
-        *CMD,
-        "run",
-        "-i",
-        "in.jsonl",
-        "-o",
-        "two.jsonl",
-        "--ordered",
-        "--max-tokens",
-        "6",
-        "--model",
-        model,
-    ]
-    q = subprocess.run(run, text=True, capture_output=True, cwd=tmp_path, env=ENV, timeout=50)
+    how = ["--ordered", "--max-tokens", "6", "--model", model]
+    q = batchlab("run", "-i", "in.jsonl", "-o", "two.jsonl", *how)
     assert (p.returncode, q.returncode) == (0, 0), p.stderr + q.stderr
-    assert (
-        len({r["text"] for name in ("one.jsonl", "two.jsonl") for r in rows(tmp_path / name)}) == 1
-    )
+    both = [r["text"] for name in ("one.jsonl", "two.jsonl") for r in rows(tmp_path / name)]
+    assert len(both) == 4 and len({*both}) == 1
 
 
-def test_a_table_keeps_samples_and_log_probabilities(model, tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "n": 1}\n')
-    p = subprocess.run(
-        [
-            *CMD,
-            "run",
-            "-i",
-            "in.jsonl",
-            "-o",
-            "out.csv",
-            "--model",
-            model,
-            "--n",
-            "2",
-            "--temperature",
-            "1",
-            "--seed",
-            "3",
-            "--logprobs",
-            "2",
-            "--max-tokens",
-            "4",
-        ],
-        text=True,
-        capture_output=True,
-        cwd=tmp_path,
-        env=ENV,
-        timeout=50,
-    )
+def test_a_table_keeps_samples_and_log_probabilities(batchlab, model, tmp_path):
+    write_lines(tmp_path / "in.jsonl", dict(prompt="a"), dict(prompt="b", n=1))
+    how = "--n 2 --temperature 1 --seed 3 --logprobs 2 --max-tokens 4".split()
+    p = batchlab("run", "-i", "in.jsonl", "-o", "out.csv", "--model", model, *how)
     assert p.returncode == 0, p.stderr
     with open(tmp_path / "out.csv", encoding="utf-8", newline="") as f:
         found = [*csv.DictReader(f)]
@@ -411,75 +333,30 @@ def test_a_table_keeps_samples_and_log_probabilities(model, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["run", "generate"])
-def test_what_is_said_for_programs_is_json(model, tmp_path, command):
-    (tmp_path / "in.jsonl").write_text(
-        '{"prompt": "one two three"}\n{"prompt": "one two three"}\n{"prompt": 5}\n'
-    )
-    given = (
-        ["-i", "in.jsonl", "-o", "out.jsonl"]
-        if command == "run"
-        else ["--prompts-file", "in.jsonl", "--output", "out.jsonl"]
-    )
-    p = subprocess.run(
-        [*CMD, command, *given, "--model", model, "--max-tokens", "4", "--log-json"],
-        text=True,
-        encoding="utf-8",
-        capture_output=True,
-        cwd=tmp_path,
-        env=ENV,
-        timeout=50,
-    )
+def test_what_is_said_for_programs_is_json(batchlab, model, tmp_path, command):
+    write_lines(tmp_path / "in.jsonl", *[dict(prompt="one two three")] * 2, dict(prompt=5))
+    how = ["-o", "out.jsonl", "--model", model, "--max-tokens", "4", "--log-json"]
+    p = batchlab(command, "-i", "in.jsonl", *how)
     said = [json.loads(s) for s in p.stderr.splitlines()]
     assert p.returncode == 1 and all({"time", "level", "message"} <= d.keys() for d in said), (
         p.stderr
     )
     [last] = [d for d in said if "total" in d]
-    assert (last["total"], last["answered"], last["failed"], last["seconds_left"]) == (
-        3,
-        2,
-        1,
-        0.0,
-    ), last
+    counts = [last[k] for k in ("total", "answered", "failed", "seconds_left")]
+    assert counts == [3, 2, 1, 0.0], last
     assert last["prompt_tokens"] > last["cached_tokens"] >= 0 and last["output_tokens"] <= 8
 
 
-def test_a_mistake_is_json_too(tmp_path):
-    p = subprocess.run(
-        [*CMD, "run", "-i", "nowhere.jsonl", "-o", "out.jsonl", "--log-json"],
-        text=True,
-        capture_output=True,
-        cwd=tmp_path,
-        env=ENV,
-    )
-    [said] = [json.loads(s) for s in p.stderr.splitlines()]
-    assert p.returncode == 2 and said["level"] == "error" and "nowhere.jsonl" in said["message"]
+def test_a_mistake_is_json_too(said):
+    status, err = said("run", "-i", "nowhere.jsonl", "-o", "out.jsonl", "--log-json")
+    [line] = [json.loads(s) for s in err.splitlines()]
+    assert status == 2 and line["level"] == "error" and "nowhere.jsonl" in line["message"]
 
 
-@pytest.mark.parametrize(
-    "flag, said",
-    [
-        ("--guided-choice", "--structured-outputs"),
-        ("--json", "--structured-outputs"),
-        ("--max-tokns", "--max-tokens"),
-        ("--frobnicate", "unknown flag --frobnicate (see"),
-    ],
-)
-def test_an_unknown_flag_says_what_was_meant(flag, said, capsys):
-    from batchlab.cli import main
-
-    assert main(["generate", "a", flag, "x"]) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_a_run_says_why_its_first_failure_failed(model, tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"txt": "b"}\n{"prompt": 5}\n')
-    p = subprocess.run(
-        [*CMD, "run", "-i", "in.jsonl", "-o", "out.jsonl", "--model", model, "--max-tokens", "2"],
-        text=True,
-        capture_output=True,
-        cwd=tmp_path,
-        env=ENV,
-    )
+def test_a_run_says_why_its_first_failure_failed(batchlab, model, tmp_path):
+    write_lines(tmp_path / "in.jsonl", dict(prompt="a"), dict(txt="b"), dict(prompt=5))
+    how = ["--model", model, "--max-tokens", "2"]
+    p = batchlab("run", "-i", "in.jsonl", "-o", "out.jsonl", *how)
     assert p.returncode == 1 and "2 failed (the first: line " in p.stderr.splitlines()[-1], p.stderr
 
 
@@ -487,44 +364,26 @@ def test_errors_that_docstrings_name_are_at_the_top():
     import batchlab
     from batchlab import errors
 
-    assert all(
-        getattr(batchlab, n) is getattr(errors, n)
-        for n in ("JobError", "ModelError", "ParamError", "PromptError")
-    )
+    for name in ("JobError", "ModelError", "ParamError", "PromptError"):
+        assert getattr(batchlab, name) is getattr(errors, name)
 
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }}\n{% endfor %}"
 
 
-def said(capsys, *args, **kw):
-    "The exit status of a command in this process, and what it says on standard error."
-    from batchlab.cli import main
-
-    return main([*args], **kw), capsys.readouterr().err
-
-
 @pytest.mark.parametrize("form", ["file", "text"])
-def test_a_chat_template_of_ones_own(model, tmp_path, capsys, form):
-    (tmp_path / "own.jinja").write_text(TEMPLATE, encoding="utf-8")
-    given = str(tmp_path / "own.jinja") if form == "file" else TEMPLATE
-    (tmp_path / "in.jsonl").write_text('{"prompt": "Hi there"}\n')
-    out = tmp_path / "out.jsonl"
-    for command, *rest in (
-        ["generate", "-i", str(tmp_path / "in.jsonl"), "--chat", "-o", str(out)],
-        ["run", "-i", str(tmp_path / "in.jsonl"), "--chat", "-o", str(tmp_path / "run.jsonl")],
-    ):
-        status, err = said(
-            capsys, command, *rest, "--model", model, "--chat-template", given, "--max-tokens", "2"
-        )
-        assert status == 0, err
+def test_a_chat_template_of_ones_own(model, tmp_path, said, form):
     from batchlab.models.tiny import tiny_tokenizer
 
-    asked = len(tiny_tokenizer()("<user> Hi there\n")["input_ids"])
-    assert (
-        rows(out)[0]["usage"]["prompt_tokens"]
-        == rows(tmp_path / "run.jsonl")[0]["usage"]["prompt_tokens"]
-        == asked
-    )
+    (tmp_path / "own.jinja").write_text(TEMPLATE, encoding="utf-8")
+    given = str(tmp_path / "own.jinja") if form == "file" else TEMPLATE
+    write_lines(tmp_path / "in.jsonl", dict(prompt="Hi there"))
+    want = len(tiny_tokenizer()("<user> Hi there\n")["input_ids"])
+    for command in ("generate", "run"):
+        out = tmp_path / f"{command}.jsonl"
+        args = ["-i", str(tmp_path / "in.jsonl"), "--chat", "-o", str(out), "--model", model]
+        status, err = said(command, *args, "--chat-template", given, "--max-tokens", "2")
+        assert status == 0 and rows(out)[0]["usage"]["prompt_tokens"] == want, err
 
 
 def test_a_template_belongs_to_the_llm_that_it_was_given():
@@ -532,51 +391,41 @@ def test_a_template_belongs_to_the_llm_that_it_was_given():
     from batchlab.models.tiny import tiny_model, tiny_tokenizer
 
     tok = tiny_tokenizer()
-    before, llm = (
-        tok.chat_template,
-        LLM(tiny_model("llama"), tok, chat_template=TEMPLATE, compile=False),
-    )
+    before = tok.chat_template
+    llm = LLM(tiny_model("llama"), tok, chat_template=TEMPLATE, compile=False)
     [out] = llm.chat([dict(role="user", content="Hi")], dict(max_tokens=1))
     assert out.prompt == "<user> Hi\n" and tok.chat_template == before
 
 
 @pytest.mark.parametrize("command", ["generate", "run", "plan", "serve"])
-def test_what_the_command_line_names_is_looked_at_before_a_model_is(tmp_path, capsys, command):
+def test_what_the_command_line_names_is_looked_at_before_a_model_is(tmp_path, said, command):
     (tmp_path / "bad.jinja").write_text("{% for m in messages %}")
     (tmp_path / "latin.jinja").write_bytes(b"\xe9{{ x }}")
-    (tmp_path / "dora").mkdir()
-    (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n')
+    write_lines(tmp_path / "in.jsonl", dict(prompt="Hi"))
     config = dict(peft_type="LORA", r=32, lora_alpha=16)
-    (tmp_path / "dora" / "adapter_config.json").write_text(json.dumps(config | dict(use_dora=True)))
-    (tmp_path / "big").mkdir()
-    (tmp_path / "big" / "adapter_config.json").write_text(json.dumps(config))
+    for name, more in (("dora", dict(use_dora=True)), ("big", {})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(config | more))
     given = dict(
         generate=["Hi"],
         run=["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "o.jsonl")],
         plan=["-i", str(tmp_path / "in.jsonl")],
         serve=["--port", "0"],
     )[command]
-    for flags, words in [
-        (["--chat-template", str(tmp_path / "nowhere.jinja")], ["--chat-template", "No such file"]),
-        (["--chat-template", str(tmp_path / "latin.jinja")], ["--chat-template", "UTF-8"]),
-        (["--chat-template", str(tmp_path / "bad.jinja")], ["--chat-template", "line 1", "endfor"]),
-        (["--lora-modules", f"a={tmp_path}/nowhere"], ["adapter 'a'", "nowhere"]),
-        (["--lora-modules", f"a={tmp_path}/dora"], ["DoRA"]),
-        (
-            ["--lora-modules", f"a={tmp_path}/big"],
-            ["rank of 32", "above --max-lora-rank 16", "give --max-lora-rank 32"],
-        ),
-        (["--lora-modules", "pirate"], ["--lora-modules", "name=folder"]),
+    template, modules = "--chat-template", "--lora-modules"
+    for flag, value, words in [
+        (template, f"{tmp_path}/nowhere.jinja", [template, "No such file"]),
+        (template, f"{tmp_path}/latin.jinja", [template, "UTF-8"]),
+        (template, f"{tmp_path}/bad.jinja", [template, "line 1", "endfor"]),
+        (modules, f"a={tmp_path}/nowhere", ["adapter 'a'", "nowhere"]),
+        (modules, f"a={tmp_path}/dora", ["DoRA"]),
+        (modules, f"a={tmp_path}/big", ["32", "--max-lora-rank 16", "--max-lora-rank 32"]),
+        (modules, "pirate", [modules, "name=folder"]),
     ]:
-        status, err = said(capsys, command, *given, "--model", "no such model", *flags)
-        assert (
-            status == 2
-            and len(err.splitlines()) == 1
-            and "no such model" not in err
-            and "LLM(" not in err
-        ), err
-        for w in words:
-            assert w in err, err
+        status, err = said(command, *given, "--model", "no such model", flag, value)
+        assert status == 2 and len(err.splitlines()) == 1, err
+        assert "no such model" not in err and "LLM(" not in err, err
+        assert all(w in err for w in words), err
 
 
 @pytest.mark.parametrize(
@@ -599,24 +448,18 @@ def test_what_the_command_line_names_is_looked_at_before_a_model_is(tmp_path, ca
 )
 @pytest.mark.parametrize("command", ["generate", "run"])
 def test_settings_are_tried_on_the_model_before_a_line_is(
-    model, tmp_path, capsys, flags, words, command
+    model, tmp_path, said, flags, words, command
 ):
     pytest.importorskip("llguidance")
-    (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n')
+    write_lines(tmp_path / "in.jsonl", dict(prompt="Hi"))
     out = tmp_path / "o.jsonl"
-    status, err = said(
-        capsys, command, "-i", str(tmp_path / "in.jsonl"), "-o", str(out), "--model", model, *flags
-    )
-    assert status == 2 and len(err.splitlines()) == 1 and not (out.exists() and out.read_text()), (
-        err
-    )
-    for w in words:
-        assert w in err, err
+    args = ["-i", str(tmp_path / "in.jsonl"), "-o", str(out), "--model", model]
+    status, err = said(command, *args, *flags)
+    assert status == 2 and len(err.splitlines()) == 1 and all(w in err for w in words), err
+    assert not (out.exists() and out.read_text())
 
 
-def test_help_without_a_command_and_what_was_meant(capsys):
-    from batchlab.cli import main
-
+def test_help_without_a_command_and_what_was_meant(capsys, batchlab, said):
     assert [main([]), main(["help"]), main(["help", "run"])] == [0, 0, 0]
     assert "--max-tokens" in capsys.readouterr().out
     for given, words in [
@@ -624,45 +467,39 @@ def test_help_without_a_command_and_what_was_meant(capsys):
         ("run-batch", "did you mean run?"),
         ("frobnicate", "expected one of generate"),
     ]:
-        status, err = said(capsys, given)
+        status, err = said(given)
         assert status == 2 and words in err, err
-    p = subprocess.run(
-        [sys.executable, "-m", "batchlab", "--version"], capture_output=True, text=True, env=ENV
-    )
-    assert p.returncode == 0 and p.stdout.startswith("batchlab 0"), p.stderr
+    for module in ("batchlab", "batchlab.cli"):
+        p = subprocess.run(
+            [sys.executable, "-m", module, "--version"], capture_output=True, text=True, env=ENV
+        )
+        assert p.returncode == 0 and p.stdout.startswith("batchlab 0"), p.stderr
 
 
-def test_flags_of_other_engines(model, capsys):
-    status, err = said(
-        capsys,
-        "generate",
-        "Hi",
-        "--model",
-        model,
-        "--max-tokens",
-        "1",
-        "--gpu-memory-utilization",
-        "0.5",
-        "--enforce-eager",
-        "--swap-space=2",
-    )
-    assert (
-        status == 0
-        and "without effect here: --gpu-memory-utilization, --enforce-eager, --swap-space" in err
-    )
-    for flags, words in [
-        (["--load-format", "dummy"], "unknown flag --load-format"),
-        (["--torch-dtype", "fp32"], "did you mean --dtype?"),
-    ]:
-        status, err = said(capsys, "generate", "Hi", "--model", model, *flags)
-        assert status == 2 and words in err, err
-    for flags, words in [
-        (["--num-prompts", "10"], "did you mean --scale?"),
-        (["--dataset-path", "a.jsonl"], "did you mean --input?"),
-        (["--tensor-parallel-size", "2"], "would change nothing here: leave it out"),
-    ]:
-        status, err = said(capsys, "bench", *flags)
-        assert status == 2 and words in err, err
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["generate", "a", "--guided-choice", "x"], "--structured-outputs"),
+        (["generate", "a", "--json", "x"], "--structured-outputs"),
+        (["generate", "a", "--max-tokns", "x"], "--max-tokens"),
+        (["generate", "a", "--frobnicate", "x"], "unknown flag --frobnicate (see"),
+        (["generate", "a", "--load-format", "dummy"], "unknown flag --load-format"),
+        (["generate", "a", "--torch-dtype", "fp32"], "did you mean --dtype?"),
+        (["bench", "--num-prompts", "10"], "did you mean --scale?"),
+        (["bench", "--dataset-path", "a.jsonl"], "did you mean --input?"),
+        (["bench", "--tensor-parallel-size", "2"], "would change nothing here: leave it out"),
+    ],
+)
+def test_an_unknown_flag_says_what_was_meant(args, words, said):
+    status, err = said(*args)
+    assert status == 2 and words in err, err
+
+
+def test_flags_of_other_engines_have_no_effect(model, said):
+    flags = ["--gpu-memory-utilization", "0.5", "--enforce-eager", "--swap-space=2"]
+    status, err = said("generate", "Hi", "--model", model, "--max-tokens", "1", *flags)
+    assert status == 0
+    assert "without effect here: --gpu-memory-utilization, --enforce-eager, --swap-space" in err
 
 
 @pytest.mark.parametrize(
@@ -670,11 +507,7 @@ def test_flags_of_other_engines(model, capsys):
     [("2GB", 2 * 10**9), ("512MiB", 2**29), ("1.5k", 1500), ("700", 700), ("2 gib", 2**31)],
 )
 def test_bytes_with_units(text, number):
-    from batchlab.flags import parse_args
-
     assert parse_args(["generate", "Hi", "--kv-cache-bytes", text]).kv_cache_bytes == number
-    from batchlab.errors import JobError
-
     with pytest.raises(JobError, match="512MiB"):
         parse_args(["generate", "Hi", "--kv-cache-bytes", "2 GX"])
 
@@ -697,20 +530,17 @@ def test_bytes_with_units(text, number):
     ],
 )
 def test_closed_standard_output_is_said_before_anything_else(args, capsys, monkeypatch):
-    from batchlab.cli import main
-
     monkeypatch.setattr(sys, "stdout", None)
     assert main(args) == 2
     monkeypatch.undo()
     err = capsys.readouterr().err
-    assert (
-        err.startswith("batchlab: error: standard output is closed") and len(err.splitlines()) == 1
-    )
+    assert err.startswith("batchlab: error: standard output is closed")
+    assert len(err.splitlines()) == 1
 
 
 @posix
 def test_a_job_needs_no_standard_streams(model, tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n')
+    write_lines(tmp_path / "in.jsonl", dict(prompt="Hi"))
     command = f"exec {sys.executable} -m batchlab.cli run -i in.jsonl -o out.jsonl --model {model} --max-tokens 2 <&- >&- 2>&-"
     p = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=ENV, timeout=50)
     assert p.returncode == 0 and len(rows(tmp_path / "out.jsonl")) == 1
@@ -726,68 +556,37 @@ def test_a_job_needs_no_standard_streams(model, tmp_path):
     ],
     ids=["ascii", "cp1252", "C"],
 )
-def test_letters_that_standard_output_can_not_write(model, tmp_path, env):
+def test_letters_that_standard_output_can_not_write(batchlab, model, tmp_path, env):
     (tmp_path / "in.csv").write_text("wort\nStraße\n", encoding="utf-8")
+    how = ["-i", "in.csv", "--prompt-template", "größer {wort}", "--model", model]
 
     def call(*args):
-        return subprocess.run(
-            [*CMD, *args, "--model", model, "--max-tokens", "4"],
-            capture_output=True,
-            cwd=tmp_path,
-            env=ENV | env,
-            timeout=50,
-        )
+        p = batchlab(*args, *how, "--max-tokens", "4", env=env, text=False, encoding=None)
+        assert p.returncode == 0, p.stderr
+        return p.stdout
 
-    p = call("generate", "grüße 日本", "-i", "in.csv", "--prompt-template", "größer {wort}")
-    assert p.returncode == 0 and p.stdout.count(b"[") >= 2 and b"\\u65e5" in p.stdout, p.stderr
-    p = call(
-        "generate",
-        "grüße 日本",
-        "-i",
-        "in.csv",
-        "--prompt-template",
-        "größer {wort}",
-        "-o",
-        "o.jsonl",
-    )
-    assert p.returncode == 0 and [r["prompt"] for r in rows(tmp_path / "o.jsonl")] == [
-        "grüße 日本",
-        "größer Straße",
-    ], p.stderr
-    p = call("plan", "-i", "in.csv", "--prompt-template", "größer {wort}", "--no-calibration")
-    assert p.returncode == 0 and b"1 request" in p.stdout, p.stderr
+    shown = call("generate", "grüße 日本")
+    assert shown.count(b"[") >= 2 and b"\\u65e5" in shown
+    call("generate", "grüße 日本", "-o", "o.jsonl")
+    assert [r["prompt"] for r in rows(tmp_path / "o.jsonl")] == ["grüße 日本", "größer Straße"]
+    assert b"1 request" in call("plan", "--no-calibration")
 
 
 def test_a_profile_of_ones_own_file_says_what_costs(model, tmp_path, capsys):
-    from batchlab.bench.__main__ import main
+    from batchlab.bench.__main__ import main as bench
 
-    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "max_tokens": 3}\n')
-    report = tmp_path / "report.json"
-    assert (
-        main(
-            [
-                "--profile",
-                "--input",
-                str(tmp_path / "in.jsonl"),
-                "--model",
-                model,
-                "--dtype",
-                "fp32",
-                "--json",
-                str(report),
-            ]
-        )
-        == 0
-    )
+    write_lines(tmp_path / "in.jsonl", dict(prompt="a"), dict(prompt="b", max_tokens=3))
+    report, source = tmp_path / "report.json", str(tmp_path / "in.jsonl")
+    given = ["--input", source, "--model", model, "--dtype", "fp32", "--json", str(report)]
+    assert bench(["--profile", *given]) == 0
     said = capsys.readouterr().out
     assert "| in.jsonl |" in said and "in.jsonl: " in said.split("| in.jsonl |")[1]
     found = json.loads(report.read_text())
-    assert [*found["profile"]] == ["in.jsonl"] and any(
-        "% of the time: " in s for s in found["said"]
-    )
+    assert [*found["profile"]] == ["in.jsonl"]
+    assert any("% of the time: " in s for s in found["said"])
     for args, words in [
         (["--json", str(tmp_path / "no" / "x.json")], "can't write"),
         (["--frobnicate"], "unknown flag --frobnicate"),
         (["--input", "x"], "is for --profile"),
     ]:
-        assert main(args) == 2 and words in capsys.readouterr().err
+        assert bench(args) == 2 and words in capsys.readouterr().err

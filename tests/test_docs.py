@@ -194,7 +194,7 @@ def test_every_citation_finds_its_entry_and_every_entry_is_cited():
 
 
 def test_readme_names_the_commands_that_there_are():
-    from batchlab.flags import COMMANDS
+    from batchlab.cli.flags import COMMANDS
 
     row = next(
         line

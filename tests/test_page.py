@@ -14,7 +14,7 @@ from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.serve import page as page_module
 from batchlab.serve.batches import BatchRunner, BatchStore
-from batchlab.flags import parse_args
+from batchlab.cli.flags import parse_args
 from batchlab.serve.page import Lookout, page_router, trusted
 
 from test_server import paused_after, serving, until

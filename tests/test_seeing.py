@@ -524,7 +524,7 @@ def defaults_in_readme():
 
 
 def test_defaults_are_as_readme_and_help_say():
-    from batchlab.flags import parser_of
+    from batchlab.cli.flags import parser_of
     from batchlab.jobs.lines import DEFAULTS
 
     python = SamplingParams()

@@ -1468,7 +1468,7 @@ def test_a_model_that_is_none_names_those_that_there_are(s, web, monkeypatch):
 
 def test_what_the_command_takes():
     from batchlab.errors import JobError
-    from batchlab.flags import parse_args
+    from batchlab.cli.flags import parse_args
 
     assert (
         parse_args(["serve", "a/model", "--port", "0"]).model

@@ -1190,10 +1190,10 @@ def test_forms_of_response_format():
 
 
 def test_a_form_from_a_file(tmp_path):
-    from batchlab.flags import json_or_file
+    from batchlab.cli.flags import json_value
 
     (tmp_path / "form.json").write_text(json.dumps(dict(json=PERSON)), encoding="utf-8")
-    assert json_or_file(f"@{tmp_path / 'form.json'}") == dict(json=PERSON) and json_or_file(
+    assert json_value(f"@{tmp_path / 'form.json'}") == dict(json=PERSON) and json_value(
         '{"regex": "a"}'
     ) == dict(regex="a")
     (tmp_path / "bad.json").write_text("{", encoding="utf-8")
@@ -1203,4 +1203,4 @@ def test_a_form_from_a_file(tmp_path):
         ("{", "not JSON"),
     ):
         with pytest.raises(Exception, match=why):
-            json_or_file(bad)
+            json_value(bad)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from batchlab.errors import JobError, ParamError, PromptError
-from batchlab.flags import parser_of
+from batchlab.cli.flags import parser_of
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.jobs.formats import export_records

@@ -364,26 +364,33 @@ class LLMBase(Lifetime):
     @no_collection()
     def __init__(
         self,
+        # hub id, folder or .gguf file (default: SmolLM2-135M-Instruct-Q4_1, of 4 bits)
         model: str | PreTrainedModel | None = None,
-        tokenizer: str | PreTrainedTokenizerBase | None = None,
-        dtype: str | torch.dtype = "auto",
-        device: str | torch.device = "auto",
-        max_num_seqs: int | None = None,
+        tokenizer: str | PreTrainedTokenizerBase | None = None,  # None: the model's own
+        dtype: str | torch.dtype = "auto",  # that it computes in
+        device: str | torch.device = "auto",  # auto, cpu, cuda, cuda:1 or mps
+        max_num_seqs: int | None = None,  # sequences at once (default: by device and memory)
+        # longest prompt and answer together (default: as the model says)
         max_model_len: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        enable_prefix_caching: bool = True,
-        strategy: str = "continuous",
+        max_num_batched_tokens: int | None = None,  # tokens in a step (default: by device)
+        enable_prefix_caching: bool = True,  # reuse the KV of earlier prompts that begin alike
+        strategy: str = "continuous",  # how requests are batched; the others are to compare
+        # most that keys and values take, such as 2GB (default: by memory)
         kv_cache_bytes: int | None = None,
-        compile: bool | str = "auto",
+        compile: bool | str = "auto",  # run on compiled kernels, if that can be
+        # 8 bits for weights and activations: faster, a little less exact
         quantization: str | None = None,
-        trace: bool = False,
-        logprobs_mode: str = "raw_logprobs",
+        trace: bool = False,  # record all that happens
+        logprobs_mode: str = "raw_logprobs",  # what `logprobs` are of
+        # how hidden states are pooled, if not as the model's folder says
         pooler_config: PoolerConfig | dict[str, object] | str | None = None,
-        enable_lora: bool = False,
-        max_loras: int | None = None,
-        max_lora_rank: int = 16,
-        max_cpu_loras: int | None = None,
+        enable_lora: bool = False,  # requests may name an adapter as their model
+        max_loras: int | None = None,  # adapters at once (default: 8)
+        max_lora_rank: int = 16,  # largest rank of an adapter
+        max_cpu_loras: int | None = None,  # adapters in memory (default: as many as at once)
+        # adapters as name=folder, and so what requests call them
         lora_modules: AdapterModules = None,
+        # how conversations are written: a Jinja template, its file or text (default: the model's)
         chat_template: str | PathLike[str] | None = None,
     ) -> None:
         super().__init__()

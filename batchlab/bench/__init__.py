@@ -19,11 +19,10 @@ import psutil, torch
 import batchlab
 from . import peers
 from .shapes import SHAPES, gguf_of, int8_of, shape_folder
-from ..errors import JobError, ModelError, Unavailable
+from ..errors import JobError, ModelError, OneLineParser, Unavailable
 from ..machine import cpu_name, processor_flags
 from ..models import DEFAULT_MODEL, load_model, max_model_len
 from ..view import drawing
-from ..flags import OneLineParser
 
 _moved = dict(
     peers="hf_model hf_config serve start_batchlab start_hf_static start_hf_loop start_hf_cb "
@@ -292,11 +291,10 @@ def find_package(name: str, python: str) -> str:
     return said.stdout.strip()
 
 # %% ../../nbs/9_bench/60_bench.ipynb #c05c57b4
-def parser() -> argparse.ArgumentParser:
-    "The arguments of the command."
-    p = OneLineParser(
-        prog="batchlab bench", description="Measure batchlab beside its peers, in one run."
-    )
+def parser(kind: type[OneLineParser] = OneLineParser) -> OneLineParser:
+    "The arguments of the command, in a parser of this `kind`."
+    p = kind(prog="batchlab bench", description="Measure batchlab beside its peers, in one run.")
+    p.set_defaults(spell=str)
     add, mode, which = (
         p.add_argument,
         p.add_mutually_exclusive_group(),

@@ -6,21 +6,27 @@
 from __future__ import annotations
 
 import json, sys, tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import machine, machine_line, parser, prepare, run_compare
 from .profiling import MODES
-from ..errors import BatchlabError
+from ..errors import BatchlabError, OneLineParser, Option
 
 # %% auto #0
 __all__ = ['main']
 
 # %% ../../nbs/9_bench/command.ipynb #45d75c7e
-def main(argv: Sequence[str] | None = None) -> int:
-    "`batchlab bench`: print the tables, and write what is asked for. Returns the exit status."
+def main(
+    argv: Sequence[str] | None = None,
+    kind: type[OneLineParser] = OneLineParser,
+    spell: Callable[[Option], str] = str,
+) -> int:
+    """`batchlab bench`: print the tables, and write what is asked for; an `Option` as `spell`
+    writes it. `kind`: the parser of `argv`. Returns the exit status."""
     try:
-        args = parser().parse_args(argv)
+        args = parser(kind).parse_args(argv)
+        args.spell = spell
         with tempfile.TemporaryDirectory() as spare:
             setup, here = prepare(args, spare), machine(args.threads)
             print(

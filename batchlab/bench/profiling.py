@@ -40,7 +40,6 @@ from ..core.params import SamplingParams
 from ..core.request import Request
 from ..core.cache import kv_shapes
 from ..view import drawing
-from ..flags import parser_of
 from ..jobs.job import Job
 from ..jobs.lines import ParamsCache
 from ..jobs.runner import admit_line
@@ -207,7 +206,7 @@ def requests_of(llm: LLM, path: str, most: int = 64) -> Workload:
 
 def run_profile(s: Setup) -> Measured:
     "The table of a step's parts, what it says, and the report."
-    llm, spell = own_llm(s), parser_of("run").spell
+    llm, spell = own_llm(s), s.args.spell
     if s.args.input:
         own = requests_of(llm, s.args.input, max(1, round(64 * s.args.scale)))
         few = Workload(

@@ -18,7 +18,7 @@ from ..api.base import trim_memory
 from ..core import params
 from ..tasks.beam_params import BeamSearchParams
 from ..errors import ParamError
-from ..flags import VLLM_ENGINE
+from .names import VLLM_ENGINE
 from ..llm.outputs import CompletionOutput, RequestOutput, StreamEvent
 from ..llm import pooled
 from ..tasks.lora import LoRARequest

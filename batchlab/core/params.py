@@ -398,38 +398,42 @@ class SamplingParams:
     `prompt_token_ids` of the output shows; -1 as many as leave room for `max_tokens`, but at
     least half of the context."""
 
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0 or -1: all
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Collection[int] | None = None
+    n: int = 1  # answers to each prompt
+    presence_penalty: float = 0.0  # against tokens used already
+    frequency_penalty: float = 0.0  # the same, by their count
+    repetition_penalty: float = 1.0  # the same, prompt included, as a factor
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # draw from the likeliest tokens of this total share
+    top_k: int = 0  # draw from this many tokens; 0 or -1: all
+    min_p: float = 0.0  # drop tokens below this share of the likeliest one's
+    seed: int | None = None  # same seed, same answer
+    stop: str | Sequence[str] | None = None  # end before this text; several may be given
+    stop_token_ids: Collection[int] | None = None  # end at one of these ids, such as 1,2
+    # never write this word; several may be given
     bad_words: str | Sequence[str | Sequence[int]] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16  # None: up to the context length
-    min_tokens: int = 0
-    logprobs: int | None = None  # -1: the whole vocabulary
+    ignore_eos: bool = False  # go on past the model's end token
+    max_tokens: int | None = 16  # longest answer in tokens; none: up to the context length
+    min_tokens: int = 0  # no end before this many tokens
+    logprobs: int | None = None  # log probabilities of this many tokens; -1: of the vocabulary
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     prompt_logprob_start: int = 0  # after which position of the prompt they begin
+    # log probabilities of these ids, in place of the likeliest
     logprob_token_ids: Collection[int] | None = None
-    logprobs_mode: str | None = None  # one of LOGPROBS_MODES; None: the LLM's
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
+    # raw: what the model says (the default); processed: of what may be sampled
+    logprobs_mode: str | None = None
+    detokenize: bool = True  # make text of the tokens
+    skip_special_tokens: bool = True  # leave special tokens out of the text
+    include_stop_str_in_output: bool = False  # keep the stop text in the answer
+    # JSON of token id to bias, such as {"42": -100}
     logit_bias: dict[int, float] | None = None
-    allowed_token_ids: Collection[int] | None = None
-    structured_outputs: StructuredOutputsParams | None = None  # or a dict of its fields
-    stop_until: str | Sequence[str] | None = (
-        None  # after the first of these texts no string of `stop` counts
-    )
-    truncate_prompt_tokens: int | None = (
-        None  # keep so many at the prompt's end; None: a prompt that is too long fails
-    )
+    allowed_token_ids: Collection[int] | None = None  # use no ids but these
+    # what the answer must be, as JSON such as {"regex": "[0-9]+"} or {"json": SCHEMA}
+    structured_outputs: StructuredOutputsParams | None = None
+    # after the first of these texts no string of `stop` counts
+    stop_until: str | Sequence[str] | None = None
+    # keep so many tokens at the end of a longer prompt, -1 or auto: as many as leave room to
+    # answer (default: it fails)
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         _check_params(self)

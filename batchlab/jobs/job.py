@@ -287,7 +287,7 @@ class Run:
                 yield waiting.pop(i)  # not kept to the block's end
 
     def settle(self, line: JobLine, record: dict[str, Any]) -> None:
-        "Count `record`, and put it where it will be written."
+        "Count `record`, and keep it."
         failed = record["error"] is not None
         self.result.failed += failed
         if failed and not self.result.first_failure:
@@ -295,7 +295,11 @@ class Run:
         self.result.answered += not failed
         self.result.cut += was_cut(record)
         self.new_errors += failed
-        self.outbox.put(line.number, stamp(record, self.job.stamp) if self.job.stamp else record)
+        self.keep(line, stamp(record, self.job.stamp) if self.job.stamp else record)
+
+    def keep(self, line: JobLine, record: dict[str, Any]) -> None:
+        "Put the `record` of `line` where it will be written."
+        self.outbox.put(line.number, record)
 
     def flush(self) -> None:
         "Write what is due. Raises `JobError` after too many failures."
@@ -494,60 +498,62 @@ class Job:
     among the answers).
 
     `output` '-' is standard output, where a run that ended can't go on, as nothing of it can be
-    read again.
+    read again. `prompt_template` makes the prompt of a table's columns, or of a line's own keys;
+    for a table `system` is a template too. Columns that are no `setting_columns` are data,
+    whatever they are called, and those of the input keep their names. `use_tqdm`: None shows a
+    bar on a terminal. `postprocess`: a function of a `RequestOutput` with one answer, whose dict
+    is further columns (any other value is `result`), or a dict of column and function. `embed`:
+    plain prompts are texts, of each of which a vector is wanted, as this `PoolingRequest` says;
+    then an `output` in .npy is an array of them, in input order."""
 
-    `sampling_params`: a dict, for what lines leave open. `form`: 'batch' or 'plain', None
-    guesses; or 'csv', 'tsv', 'parquet', 'txt' where the name of the input does not say so.
-    `delimiter`, `encoding`: of a CSV or text, None finds them; `quotes`: whether a quote opens a
-    cell. `any_model`: lines that ask for another model are answered too, and fail else. `chat`,
-    `system`: plain prompts are user messages, after this system message. `prompt_template`:
-    makes the prompt of a table's columns, or of a line's own keys, as in 'Translate to {lang}:
-    {text}', with `empty` for an empty cell; for a table `system` is a template too.
-    `setting_columns`: those that are settings of their row; all others are data, whatever they
-    are called. `output_column`: the name of the answer's text; None is `text`, or `answer`
-    beside an input's own `text`, as the columns of the input keep their names; or of the vector,
-    `embedding`. `ordered`: answers in input order, as in tables always. `limit`: only so many of
-    the first requests. `timeout`: seconds for each request, from when it is next in line.
-    `max_errors`: stop after more failures. `retry_errors`: run again what failed in an earlier
-    run. `force`: go on though model, parameters or input changed. `say`: called with lines of
-    text about the progress. `use_tqdm`: None shows a bar on a terminal. `keep_journal`: the
-    folder beside the output stays when the job is done. `postprocess`: a function of a
-    `RequestOutput` with one answer, whose dict is further columns (any other value is `result`),
-    or a dict of column and function. `embed`: plain prompts are texts, of each of which a vector
-    is wanted, as this `PoolingRequest` says; then an `output` in .npy is an array of them, in
-    input order. `spell`: how messages write an option, as in Python or as a flag."""
-
+    # requests: OpenAI Batch or plain JSONL, CSV, TSV, Parquet, or .txt with one prompt a line;
+    # also .gz, .bz2, .xz
     input: str | Path
+    # answers, one for each request; .jsonl, .csv, .tsv or .parquet; - is standard output, where
+    # an ended run can not go on
     output: str | Path | None = None
-    error_file: str | Path | None = None
-    sampling_params: dict[str, Any] | None = None
+    error_file: str | Path | None = None  # failures (default: among the answers)
+    sampling_params: dict[str, Any] | None = None  # for what lines leave open
+    # of JSONL lines: batch or plain (default: by the first good line); or csv, tsv, parquet or
+    # txt, of an input whose name does not say it
     form: str | None = None
+    # of a table, or of JSONL with keys of its own (default: prompt)
     prompt_column: str = "prompt"
-    id_column: str = "custom_id"
-    chat: bool = False
+    id_column: str = "custom_id"  # likewise (default: custom_id)
+    chat: bool = False  # each plain prompt is a user's message
+    # system message before each of those, and before messages; for a table with columns in
+    # braces too
     system: str | None = None
+    # answers in the order of the requests, as in tables always (default: as they end)
     ordered: bool = False
-    limit: int | None = None
-    timeout: float | None = None
-    max_errors: int | None = None
-    retry_errors: bool = False
-    force: bool = False
-    look_ahead: int = 1024
-    model_name: str | None = None
-    say: Callable[[str], object] = log.info
+    limit: int | None = None  # only the first N requests
+    timeout: float | None = None  # seconds for each request, from when it is next in line
+    max_errors: int | None = None  # stop after more failures than this
+    retry_errors: bool = False  # run again what failed before
+    force: bool = False  # go on though model, parameters or input have changed
+    look_ahead: int = 1024  # lines to choose from
+    model_name: str | None = None  # what answers call the model
+    say: Callable[[str], object] = log.info  # called with lines of text about the progress
     use_tqdm: bool | None = None
+    # prompt of a row, with columns in braces: 'Translate to {lang}: {question}'
     prompt_template: str | None = None
+    # columns that are settings of their row, such as max_tokens,seed (default: all are data)
     setting_columns: Sequence[str] = ()
+    # the answer's text in the output (default: text, or answer where the input has a text)
     output_column: str | None = None
-    keep_journal: bool = False
+    keep_journal: bool = False  # leave the folder beside the output there when all is done
     postprocess: Postprocess | None = None
     embed: PoolingRequest | None = None
+    # between the cells of a CSV, such as ';' or tab (default: found in its header)
     delimiter: str | None = None
+    # of a CSV or text, such as cp1252 or utf-16 (default: UTF-8, or as its first bytes say)
     encoding: str | None = None
-    quotes: bool = True
+    quotes: bool = True  # a quote in a CSV or TSV opens a cell
+    # answer lines that ask for another model too (default: they fail)
     any_model: bool | None = False
+    # what stands in a template for an empty cell, such as '' (default: the row fails)
     empty: str | None = None
-    spell: Callable[[Option], str] = str
+    spell: Callable[[Option], str] = str  # how messages write an option, as in Python or a flag
     stamp: str = field(default="", init=False, repr=False)  # of the records, while it runs
     _keyed: Columns | None = field(
         default=None, init=False, repr=False
@@ -827,6 +833,10 @@ class Job:
                 raise no_talk("messages")
         SamplingParams.of(DEFAULTS["plain"] | (self.sampling_params or {}))
 
+    def survey(self, book: Ledgerbook) -> tuple[JobResult, JobError | None]:
+        "The `JobResult` to begin with, and what ended the reading of the input early."
+        return survey(self.raw(), book, self.input, self.force, self.limit is None)
+
     def run(self, llm: LLM | Callable[[], LLM]) -> JobResult:
         """Answer what has no answer yet: a `JobResult`, which is also `self.result` while it runs.
 
@@ -851,7 +861,7 @@ class Job:
             )
             self.retry_errors = False
             self._remark_input()
-            r, trouble = survey(self.raw(), book, self.input, self.force, self.limit is None)
+            r, trouble = self.survey(book)
             self.result, done = r, False
             if not r.total:
                 self.warn(f"{self.input} has no request in it")

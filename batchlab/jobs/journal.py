@@ -11,7 +11,7 @@ __all__ = []
 # %% ../../nbs/6_jobs/journal.ipynb #jb000013
 import errno, hashlib, itertools, json, math, os, re, sqlite3, time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -523,7 +523,7 @@ class Outbox:
     """Records on their way to the files `answers` and `errors`, which may be one.
 
     `ordered`: a record waits until all lines that were expected before its own have theirs.
-    `names`: what the keys of records are called."""
+    `names`: what the keys of records are called; `form`: what is written of one."""
 
     def __init__(
         self,
@@ -531,8 +531,9 @@ class Outbox:
         errors: AnswerFile,
         ordered: bool = False,
         names: AnswerNames = UNNAMED,
+        form: Callable[[dict[str, Any]], bytes] = as_json,
     ) -> None:
-        self.names = names
+        self.names, self.form = names, form
         self.answers, self.errors, self.ordered = answers, errors, ordered
         self.turns: deque[int] = deque()  # if ordered: numbers that are expected
         self.held: dict[int, tuple[AnswerFile, bytes]] = {}  # and records that wait for their turn
@@ -550,10 +551,16 @@ class Outbox:
             self.turns.append(number)
         self.held[number] = (
             self.answers if record["error"] is None else self.errors,
-            as_json(self.names.written(record)),
+            self.form(self.names.written(record)),
         )
         while self.turns and self.turns[0] in self.held:
             file, data = self.held.pop(self.turns.popleft())
+            self.pending.setdefault(file, []).append(data)
+
+    def release(self) -> None:
+        "Let all that waits for its turn be written, as no more will come."
+        for number in sorted(self.held):
+            file, data = self.held.pop(number)
             self.pending.setdefault(file, []).append(data)
 
     def flush(self) -> None:

@@ -76,7 +76,8 @@ class JobLine:
     to be there. `cells`: columns of a table that stand in its record. `unit`: 'line', or 'row'
     of a table. `tools`: which functions its answer may call, and `tool_format` how the model
     writes calls. `pooling`: what it asks of hidden states, if it wants no text. `failure`:
-    `(code, message)` if it can't run."""
+    `(code, message)` if it can't run. `text`: the prompt that became a user's message; `output`:
+    what came of it, once it has run."""
 
     number: int
     digest: str
@@ -96,6 +97,8 @@ class JobLine:
     tools: ToolChoice | None = None
     tool_format: ToolFormat | None = None
     pooling: PoolingRequest | None = None
+    text: str | None = None
+    output: RequestOutput | TextsOutput | None = None
 
     @property
     def key(self) -> str:
@@ -401,7 +404,8 @@ def parse_line(
         else:
             plain_line(line, json_object(raw, strict=False), chat)
         if chat and isinstance(line.prompt, str):
-            line.messages, line.prompt = [dict(role="user", content=line.prompt)], None
+            line.text, line.prompt = line.prompt, None
+            line.messages = [dict(role="user", content=line.text)]
         if isinstance(raw, Row) and raw.system is not None:  # filled in by its columns
             system = raw.system
         if system is not None and line.kind == "plain" and line.messages is None:

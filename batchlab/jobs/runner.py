@@ -263,6 +263,7 @@ class LineRunner:
         while self.ended:
             out = self.ended.popleft()
             line = self.live.pop(out.request_id)
+            line.output = out
             record = record_of(
                 line,
                 out,
