@@ -12,6 +12,7 @@ __all__ = ['batch_router']
 import json, os, sqlite3
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from ..errors import JobError
@@ -53,21 +54,21 @@ class Upload:
         kind, options = parse_options_header(content_type)
         if kind != b"multipart/form-data" or not options.get(b"boundary"):
             raise ApiError("expected a form (multipart/form-data) with the fields file and purpose")
-        names = "part_begin part_data header_field header_value header_end end".split()
-        calls: Any = {f"on_{k}": getattr(self, f"_{k}") for k in names}
+        calls: Any = dict(
+            on_part_begin=self._part_begin,
+            on_part_data=self._part_data,
+            on_header_field=partial(self._header, 0),
+            on_header_value=partial(self._header, 1),
+            on_header_end=self._header_end,
+            on_end=lambda: setattr(self, "whole", True),
+        )
         self.parser = MultipartParser(options[b"boundary"], calls)
 
     def _part_begin(self) -> None:
         self.name, self.header = "", [b"", b""]
 
-    def _header_field(self, data: bytes, start: int, end: int) -> None:
-        self.header[0] += data[start:end]
-
-    def _header_value(self, data: bytes, start: int, end: int) -> None:
-        self.header[1] += data[start:end]
-
-    def _end(self) -> None:
-        self.whole = True
+    def _header(self, part: int, data: bytes, start: int, end: int) -> None:
+        self.header[part] += data[start:end]
 
     def _header_end(self) -> None:
         (key, value), self.header = self.header, [b"", b""]
@@ -105,14 +106,10 @@ class Upload:
             raise ApiError("the form has no file", param="file")
         if (purpose := text.get("purpose")) != "batch":
             raise ApiError(f"purpose must be 'batch', got {purpose!r:.40}", param="purpose")
-        expiry = {
-            k: text[f"expires_after[{k}]"]
-            for k in ("anchor", "seconds")
-            if f"expires_after[{k}]" in text
-        } or None
-        return self.new.keep(
-            text["file"] or "upload", purpose, check_expiry(expiry, "expires_after")
-        )
+        keys = {k: f"expires_after[{k}]" for k in ("anchor", "seconds")}
+        expiry = {k: text[name] for k, name in keys.items() if name in text} or None
+        expires = check_expiry(expiry, "expires_after")
+        return self.new.keep(text["file"] or "upload", purpose, expires)
 
 # %% ../../nbs/7_serve/routes.ipynb #b253db31
 def page_of(query: Any, most: int, default: int) -> dict[str, Any]:
@@ -173,31 +170,26 @@ class FileRoutes:
 
     async def list(self, request: Request) -> Any:
         q = request.query_params
-        return await run_in_threadpool(
-            lambda: self.files.page(
-                **page_of(q, 10_000, 10_000), order=q.get("order", "desc"), purpose=q.get("purpose")
-            )
-        )
+        asked = page_of(q, 10_000, 10_000)
+        asked |= dict(order=q.get("order", "desc"), purpose=q.get("purpose"))
+        return await run_in_threadpool(self.files.page, **asked)
 
     async def get(self, request: Request) -> Any:
-        return await run_in_threadpool(self.files.get, request.path_params["file_id"])
+        return await run_in_threadpool(self.files.get, request.path_params["id"])
 
     async def delete(self, request: Request) -> Any:
-        return await run_in_threadpool(self.files.delete, request.path_params["file_id"])
+        return await run_in_threadpool(self.files.delete, request.path_params["id"])
 
     async def content(self, request: Request) -> Any:
-        f = await run_in_threadpool(self.files.open, request.path_params["file_id"])
+        f = await run_in_threadpool(self.files.open, request.path_params["id"])
 
         def parts() -> Iterator[bytes]:
             with f:
                 while part := f.read(2**18):
                     yield part
 
-        return StreamingResponse(
-            parts(),
-            media_type="application/octet-stream",
-            headers={"content-length": str(os.fstat(f.fileno()).st_size)},
-        )
+        size = {"content-length": str(os.fstat(f.fileno()).st_size)}
+        return StreamingResponse(parts(), media_type="application/octet-stream", headers=size)
 
 # %% ../../nbs/7_serve/routes.ipynb #b253db31-2
 class BatchRoutes:
@@ -210,17 +202,15 @@ class BatchRoutes:
         return await run_in_threadpool(self.runner.create, await body_of(request))
 
     async def cancel(self, request: Request) -> Any:
-        return await run_in_threadpool(self.runner.cancel, request.path_params["batch_id"])
+        return await run_in_threadpool(self.runner.cancel, request.path_params["id"])
 
     async def get(self, request: Request) -> Any:
-        return await run_in_threadpool(
-            lambda: self.runner.show(self.runner.store.get(request.path_params["batch_id"]))
-        )
+        batch = await run_in_threadpool(self.runner.store.get, request.path_params["id"])
+        return await run_in_threadpool(self.runner.show, batch)
 
     async def list(self, request: Request) -> Any:
-        page = await run_in_threadpool(
-            lambda: self.runner.store.table.page("batch", **page_of(request.query_params, 100, 20))
-        )
+        asked = page_of(request.query_params, 100, 20)
+        page = await run_in_threadpool(self.runner.store.table.page, "batch", **asked)
         return page | dict(data=[*map(self.runner.show, page["data"])])
 
 # %% ../../nbs/7_serve/routes.ipynb #b253db33
@@ -254,21 +244,18 @@ def batch_router(
     upload.
 
     What fails is answered with the API's error object."""
-    router, files, batches = (
-        APIRouter(),
-        FileRoutes(store.files, max_file_bytes),
-        BatchRoutes(runner),
-    )
+    router, files = APIRouter(), FileRoutes(store.files, max_file_bytes)
+    batches = BatchRoutes(runner)
     for method, path, act in [
         ("POST", "/v1/files", files.create),
         ("GET", "/v1/files", files.list),
-        ("GET", "/v1/files/{file_id}", files.get),
-        ("DELETE", "/v1/files/{file_id}", files.delete),
-        ("GET", "/v1/files/{file_id}/content", files.content),
+        ("GET", "/v1/files/{id}", files.get),
+        ("DELETE", "/v1/files/{id}", files.delete),
+        ("GET", "/v1/files/{id}/content", files.content),
         ("POST", "/v1/batches", batches.create),
         ("GET", "/v1/batches", batches.list),
-        ("GET", "/v1/batches/{batch_id}", batches.get),
-        ("POST", "/v1/batches/{batch_id}/cancel", batches.cancel),
+        ("GET", "/v1/batches/{id}", batches.get),
+        ("POST", "/v1/batches/{id}/cancel", batches.cancel),
     ]:
-        router.add_api_route(path, answered(act), methods=[method], response_model=None)
+        router.add_route(path, answered(act), methods=[method])
     return router
